@@ -1,0 +1,19 @@
+# One image for every host of a run.
+#   docker build --build-arg EXTRAS=tpu,gcs -t maxdiloco .        TPU slices, gs:// folders
+#   docker build --build-arg EXTRAS=cuda12 -t maxdiloco .         NVIDIA GPUs
+#   docker run maxdiloco key=value ...                            = python -m maxdiloco.train
+FROM python:3.11-slim
+ARG EXTRAS=tpu,gcs
+WORKDIR /opt/maxdiloco
+
+# The dependencies alone: this layer is built again only when setup.py or a pin changes.
+COPY setup.py pyproject.toml constraints.txt ./
+RUN mkdir -p maxdiloco configs && touch maxdiloco/__init__.py \
+    && pip install --no-cache-dir -c constraints.txt setuptools \
+    && pip install --no-cache-dir -c constraints.txt --no-build-isolation ".[${EXTRAS}]"
+
+COPY maxdiloco maxdiloco
+COPY configs configs
+RUN pip install --no-cache-dir --no-build-isolation --no-deps --force-reinstall .
+
+ENTRYPOINT ["python", "-m", "maxdiloco.train"]

@@ -1,0 +1,42 @@
+"""Packaging of maxdiloco: ranges here, the exact versions that are tested in constraints.txt."""
+
+from setuptools import find_packages, setup
+
+# configs/ lies at the top of the repository, where it is read and edited; the wheel carries it as
+# maxdiloco/configs, so that the programs find base.yml from any working directory.
+CONFIGS = "maxdiloco.configs"
+
+setup(
+    name="maxdiloco",
+    version="0.1.0",
+    description="Config-driven JAX pretraining with DiLoCo and Streaming DiLoCo over slow links",
+    python_requires=">=3.11",
+    packages=[*find_packages(include=["maxdiloco", "maxdiloco.*"]), CONFIGS],
+    package_dir={CONFIGS: "configs"},
+    package_data={CONFIGS: ["*.yml", "models/*.yml"]},
+    install_requires=[
+        "jax>=0.10.2,<0.12",
+        "flax>=0.12.8,<0.14",
+        "optax>=0.2.8,<0.4",
+        "orbax-checkpoint>=0.12.8,<0.14",
+        "grain>=0.2.18,<0.4",
+        "etils[epath]>=1.15",
+        "ml_dtypes>=0.5",
+        "numpy>=2.0",
+        "pyyaml>=6.0",
+        "tensorboardX>=2.6",
+        "tqdm>=4.66",
+    ],
+    extras_require={
+        "tpu": ["jax[tpu]>=0.10.2,<0.12"],
+        "cuda12": ["jax[cuda12]>=0.10.2,<0.12"],
+        "gcs": ["gcsfs"],
+        "dev": ["hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "setuptools>=77"],
+    },
+    entry_points={
+        "console_scripts": [
+            "maxdiloco-train = maxdiloco.train:cli",
+            "maxdiloco-generate = maxdiloco.generate:cli",
+        ]
+    },
+)
