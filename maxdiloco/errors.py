@@ -1,0 +1,37 @@
+"""Errors a user can act on, each with the exit code the command line ends with."""
+
+
+class ConfigError(ValueError):
+    """A key has a value that cannot work: exit code 2."""
+
+    exit_code = 2
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written, read or used by this run: exit code 2."""
+
+    exit_code = 2
+
+
+class DataError(ValueError):
+    """The data set is missing, empty or too small: exit code 3."""
+
+    exit_code = 3
+
+
+class NumericsError(ArithmeticError):
+    """A loss or an outer gradient is not finite: exit code 4."""
+
+    exit_code = 4
+
+
+class LostPeerError(RuntimeError):
+    """Another process of the run is gone: exit code 5."""
+
+    exit_code = 5
+
+
+class Preempted(Exception):
+    """SIGTERM arrived and the state was saved: exit code 143."""
+
+    exit_code = 143
