@@ -1,0 +1,1 @@
+"""The algorithm: numbers and pytrees, nothing else."""

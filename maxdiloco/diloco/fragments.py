@@ -1,0 +1,176 @@
+"""Which part of the parameters travels together: the partition into fragments.
+
+Streaming DiLoCo (arXiv 2501.18512) sec. 2.2: fragments are sets of whole layers, strided by
+default, contiguous on request; what belongs to no layer (embeddings, head, last norm) makes
+fragments of its own, so that no layer fragment carries it besides its layers.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+
+class Stacked(NamedTuple):
+    """A leaf that stacks layers along `axis`; entry i holds layer `layers[i]`."""
+
+    axis: int
+    layers: tuple[int, ...]
+
+
+class Vocabulary(NamedTuple):
+    """A leaf of no layer whose dim `axis` is the vocabulary, to be split by rows on request."""
+
+    axis: int
+
+
+class Part(NamedTuple):
+    """What a fragment holds of one leaf: `entries` of dim `axis`, or the whole leaf (axis None)."""
+
+    leaf: int
+    axis: int | None
+    entries: tuple[int, ...]
+
+
+class Fragment(NamedTuple):
+    """One fragment: its parts in tree order of the leaves, its layers, its number of values."""
+
+    parts: tuple[Part, ...]
+    layers: tuple[int, ...]
+    size: int
+
+
+def partition(
+    params: Any,
+    layer_axis: Any,
+    *,
+    num_fragments: int,
+    num_nonlayer: int = 1,
+    sequential: bool = False,
+) -> tuple[Fragment, ...]:
+    """Put every value of `params` into exactly one fragment.
+
+    params: one replica's pytree of arrays or ShapeDtypeStructs.
+    layer_axis: None (no leaf is stacked), or a pytree like params with an entry None, int,
+      Stacked or Vocabulary for each leaf. An int axis means entry i is layer i.
+    num_nonlayer: k fragments for what belongs to no layer; with k > 1 row v of a Vocabulary
+      leaf goes to fragment v mod k and all other such leaves to fragment 0.
+    Returns num_fragments fragments. Raises ValueError for counts that leave one empty.
+    """
+    leaves = jax.tree.leaves(params)
+    kinds = _kinds(params, layer_axis, leaves)
+    if num_fragments == 1:
+        every = tuple(Part(i, None, ()) for i in range(len(leaves)))
+        return (_fragment(every, leaves, layers=tuple(range(_num_layers(kinds, leaves)))),)
+    if any(_is_stacked(kind) for kind in kinds):
+        parts = _by_layer(leaves, kinds, num_fragments, num_nonlayer, sequential)
+    else:
+        parts = _by_leaf(leaves, num_fragments, sequential)
+    for fragment, (held, _) in enumerate(parts):
+        if not held:
+            raise ValueError(
+                f"num_diloco_fragments={num_fragments} leaves fragment {fragment} empty: no leaf "
+                f"holds a layer of it. Use fewer fragments."
+            )
+    return tuple(_fragment(tuple(held), leaves, layers) for held, layers in parts)
+
+
+def _kinds(params, layer_axis, leaves) -> list[Any]:
+    if layer_axis is None:
+        return [None] * len(leaves)
+    entry = (Stacked, Vocabulary, int, type(None))
+    kinds = jax.tree.leaves(layer_axis, is_leaf=lambda x: isinstance(x, entry))
+    if len(kinds) != len(leaves):
+        raise ValueError(
+            f"layer_axis has {len(kinds)} entries but params has {len(leaves)} leaves. Give one "
+            f"entry (None, an axis, Stacked or Vocabulary) for each leaf."
+        )
+    return [_checked(kind, leaf.shape) for kind, leaf in zip(kinds, leaves, strict=True)]
+
+
+def _checked(kind, shape):
+    if kind is None:
+        return None
+    if isinstance(kind, int):
+        kind = Stacked(kind, tuple(range(shape[kind])) if -len(shape) <= kind < len(shape) else ())
+    if not -len(shape) <= kind.axis < len(shape):
+        raise ValueError(f"layer_axis={kind.axis} is not a dim of a leaf of shape {shape}.")
+    kind = kind._replace(axis=kind.axis % len(shape))
+    if isinstance(kind, Stacked) and len(kind.layers) != shape[kind.axis]:
+        raise ValueError(
+            f"layer_axis={kind} names {len(kind.layers)} layers but dim {kind.axis} of a leaf of "
+            f"shape {shape} has {shape[kind.axis]} entries. Name one layer for each entry."
+        )
+    return kind
+
+
+def _is_stacked(kind) -> bool:
+    return isinstance(kind, Stacked)
+
+
+def _num_layers(kinds, leaves) -> int:
+    return max((max(kind.layers) + 1 for kind in kinds if _is_stacked(kind)), default=0)
+
+
+def _by_layer(leaves, kinds, P, k, sequential):
+    L = _num_layers(kinds, leaves)
+    k = k if any(not _is_stacked(kind) for kind in kinds) else 0
+    if not k < P <= L + k:
+        raise ValueError(
+            f"num_diloco_fragments={P} does not fit {L} layers and {k} fragments for what belongs "
+            f"to no layer. Use 1, or {k + 1} to {L + k}."
+        )
+    home = [k + p for p in deal(L, P - k, sequential)]
+    held = [[] for _ in range(P)]
+    for i, kind in enumerate(kinds):
+        if _is_stacked(kind):
+            for p in range(k, P):
+                entries = tuple(e for e, layer in enumerate(kind.layers) if home[layer] == p)
+                if entries:
+                    held[p].append(Part(i, kind.axis, entries))
+        elif isinstance(kind, Vocabulary) and k > 1:
+            rows = leaves[i].shape[kind.axis]
+            for p in range(min(k, rows)):
+                held[p].append(Part(i, kind.axis, tuple(range(p, rows, k))))
+        else:
+            held[0].append(Part(i, None, ()))
+    return [(h, tuple(i for i in range(L) if home[i] == p)) for p, h in enumerate(held)]
+
+
+def _by_leaf(leaves, P, sequential):
+    if P > len(leaves):
+        raise ValueError(
+            f"num_diloco_fragments={P} is more than the {len(leaves)} leaves of params, none of "
+            f"which is stacked by layer. Use {len(leaves)} or fewer, or give layer_axis."
+        )
+    home = deal(len(leaves), P, sequential)
+    return [([Part(i, None, ()) for i, h in enumerate(home) if h == p], ()) for p in range(P)]
+
+
+def deal(n: int, P: int, sequential: bool) -> list[int]:
+    """The fragment of each of n items: strided, or contiguous runs, the first longer by one."""
+    if not sequential:
+        return [i % P for i in range(n)]
+    short, longer = divmod(n, P)
+    return [p for p in range(P) for _ in range(short + (p < longer))]
+
+
+def _fragment(parts, leaves, layers) -> Fragment:
+    return Fragment(parts, layers, sum(math.prod(part_shape(p, leaves[p.leaf])) for p in parts))
+
+
+def part_shape(part: Part, leaf: Any) -> tuple[int, ...]:
+    """Shape of what `part` takes of the leaf."""
+    if part.axis is None:
+        return tuple(leaf.shape)
+    shape = list(leaf.shape)
+    shape[part.axis] = len(part.entries)
+    return tuple(shape)
+
+
+def lopsided(sizes: Sequence[int]) -> list[int]:
+    """Fragments with more than twice the median's size [any unit]: they set the peak bandwidth."""
+    middle = statistics.median(sizes)
+    return [p for p, size in enumerate(sizes) if size > 2 * middle]

@@ -1,0 +1,124 @@
+"""What is done with a fragment: outer gradient, mean over replicas, outer step, merge.
+
+Streaming DiLoCo (arXiv 2501.18512) Algorithm 2, lines 6-12, and the eager mean of arXiv
+2502.12996. Functions of pytrees; all leaves of a fragment are treated alike. Sums, differences and
+the outer parameters are float32 whatever the replicas compute in.
+"""
+
+# R replicas (M of them), always the first dim where it is there; the other dims are any
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+OPTIMIZERS = ("nesterov", "sgd", "adam")
+ADAM_B2 = 0.95  # our choice: a round is H inner steps, so 20 rounds are memory enough
+# Our choice. An outer gradient is a distance in parameter space, mostly below 0.01. With a small
+# eps Adam moves every parameter by about the outer learning rate, however little the replicas
+# moved it; with 0.1 the step stays proportional to the outer gradient.
+ADAM_EPS = 0.1
+
+
+def outer_gradient(outer_p: Any, inner_p: Any) -> Any:
+    """Outer minus inner parameters of a fragment, float32.
+
+    Algorithm 2, line 7. Old minus new: the outer optimizer subtracts. outer_p, inner_p: one
+    replica's view, equal shapes, any float dtype. Taken before any outer update of the step.
+    """
+    return jax.tree.map(lambda o, i: _float32(o) - _float32(i), outer_p, inner_p)
+
+
+def ordered_mean(g_R: Any) -> Any:
+    """Unweighted mean over the replicas, float32.
+
+    Algorithm 2, line 8. g_R: leaves [M, ...]. Returns leaves [...]. The sum is g[0] + g[1] + ...
+    in this order, so that its bits do not depend on how a reduction is compiled.
+    """
+    return jax.tree.map(lambda leaf_R: _mean_of(list(leaf_R)), g_R)
+
+
+def with_own_fresh(stale_R: Any, own: Any, m: jax.Array | int) -> Any:
+    """The mean that replica m uses in eager mode: its own term fresh, the others one round old.
+
+    Eager updates (arXiv 2502.12996): (g_m(t) + sum over j != m of g_j(t-H)) / M, as the ordered
+    mean in which slot m holds the own term; nothing is subtracted. stale_R: leaves [M, ...],
+    own: leaves [...], both after encode and decode, or the replicas drift apart. m: 0..M-1, may
+    be traced. Returns leaves [...], float32. With M = 1 it is the own term, bit for bit.
+    """
+
+    def mean(leaf_R, fresh):
+        terms = enumerate(leaf_R)
+        return _mean_of([jnp.where(m == r, _float32(fresh), _float32(old)) for r, old in terms])
+
+    return jax.tree.map(mean, stale_R, own)
+
+
+def outer_update(
+    optimizer: optax.GradientTransformation, outer_p: Any, outer_opt: Any, mean_g: Any
+) -> tuple[Any, Any]:
+    """One step of the outer optimizer on a fragment.
+
+    Algorithm 2, line 11: from the outer parameters of the round before. outer_opt: the fragment's
+    own optimizer state, never opened. mean_g: leaves shaped like outer_p, float32.
+    Returns (outer_p, outer_opt).
+    """
+    updates, outer_opt = optimizer.update(mean_g, outer_opt, outer_p)
+    return optax.apply_updates(outer_p, updates), outer_opt
+
+
+def merge(inner_p: Any, outer_p: Any, *, alpha: float) -> Any:
+    """Mix a replica's fragment with the updated outer fragment.
+
+    Algorithm 2, line 12. inner_p, outer_p: one replica's view, equal shapes. alpha: a plain
+    number in [0, 1], the weight of the replica's own value; 1 ignores the others, 0 takes theirs,
+    and both are exact, bit for bit. Mixed in float32. Returns leaves of inner_p's dtypes.
+    """
+
+    def mix(i, o):
+        if alpha == 0:
+            mixed = o
+        elif alpha == 1:
+            mixed = i
+        else:
+            # One product, not two: a compiler may contract either of two into a multiply-add.
+            mixed = _float32(i) + (1 - alpha) * (_float32(o) - _float32(i))
+        return mixed.astype(i.dtype)
+
+    return jax.tree.map(mix, inner_p, outer_p)
+
+
+def outer_optimizer(name: str, *, lr: float, momentum: float) -> optax.GradientTransformation:
+    """The outer optimizer by name; no clipping, constant learning rate (arXiv 2503.09799 sec. 3).
+
+    nesterov: SGD with Nesterov momentum, m' = b m + g, theta' = theta - lr (g + b m'), the
+        choice of DiLoCo (arXiv 2311.08105) and its successors.
+    sgd: SGD with plain (heavy-ball) momentum, theta' = theta - lr m'. With momentum 0 it keeps no
+        state; lr 1 then averages the parameters.
+    adam: b1 = momentum, b2 = 0.95, eps = 0.1 (both our choice).
+    Raises ValueError for another name.
+    """
+    decay = momentum if momentum else None  # None keeps no trace in the state
+    if name == "nesterov":
+        return optax.sgd(lr, momentum=decay, nesterov=True)
+    if name == "sgd":
+        return optax.sgd(lr, momentum=decay)
+    if name == "adam":
+        return optax.adam(lr, b1=momentum, b2=ADAM_B2, eps=ADAM_EPS)
+    raise ValueError(
+        f"diloco_outer_optimizer={name!r} is unknown: it names the rule that applies the mean "
+        f"outer gradient. Use one of {', '.join(OPTIMIZERS)}."
+    )
+
+
+def _mean_of(terms: list[jax.Array]) -> jax.Array:
+    total = _float32(terms[0])
+    for term in terms[1:]:
+        total = total + _float32(term)
+    # Times the rounded inverse: XLA turns a division by a constant into it in some programs only.
+    return total * jnp.float32(1 / len(terms))
+
+
+def _float32(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)  # sums and differences of bfloat16 parameters drift

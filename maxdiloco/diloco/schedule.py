@@ -1,0 +1,248 @@
+"""When which fragment is sent, carried and applied: plain integers, no arrays.
+
+Streaming DiLoCo (arXiv 2501.18512) sec. 2.2 and Algorithm 2, lines 6-12. Letters as there:
+H inner steps between two sends of a fragment, P fragments, tau inner steps between a send and its
+apply, t the inner step, 1-based. Fragment p is sent after inner step t when t = t_p (mod H).
+Two differences to the paper: the first send of a fragment may come before a full H, so that no
+round is special; and a fragment with t_p = 0 is first sent at H, there being no step 0.
+
+The sends of a run, in the order of their steps, are numbered 0, 1, 2, ... Sorted by their first
+send, the fragments repeat in the same order every period, so that send k is round k // P + 1 of
+the fragment in place k mod P. Everything below follows from that number, in closed form: a run
+can be resumed at any t without a replay.
+"""
+
+import dataclasses
+import functools
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from numbers import Integral
+from typing import NamedTuple
+
+OVERLAPS = ("none", "delayed", "eager")
+
+
+class Event(NamedTuple):
+    """A send or an apply of one exchange; (fragment, round) names the exchange.
+
+    kind: 'send' or 'apply'.
+    fragment: 0..P-1.
+    round: 1 for the first send of the fragment. An apply of round 0 (overlap delayed and eager
+        only) uses the zeros that a fresh slot holds, in place of an exchange.
+    send_step: the inner step after which the outer gradient was taken; 0 or less for round 0.
+    slot: the receive slot of the exchange. It is free for the exchange from step send_step + 1
+        on: an apply in step send_step may still read what the slot held before.
+    """
+
+    kind: str
+    fragment: int
+    round: int
+    send_step: int
+    slot: int
+
+
+class Carried(NamedTuple):
+    """Chunk `chunk` (0..window-1) of the exchange that `send` began."""
+
+    send: Event
+    chunk: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the host does in inner step t, in this order.
+
+    The inner step runs, with the chunk of `carrying` beside it; then the outer gradients of
+    `sends` are taken; then `applies` change the parameters. Each tuple holds at most one event,
+    because no two fragments share an offset.
+    """
+
+    t: int
+    carrying: Carried | None
+    sends: tuple[Event, ...]
+    applies: tuple[Event, ...]
+
+
+def offsets(P: int, H: int) -> tuple[int, ...]:
+    """Offsets t_p = floor(p * H / P), spread evenly over the period [inner steps].
+
+    Streaming DiLoCo sec. 2.2 (H=100, P=2: 0 and 50). No two are further apart than ceil(H / P)
+    or nearer than floor(H / P), the step from the last round to the first included.
+    """
+    return tuple(p * H // P for p in range(P))
+
+
+def check(*, H: int, P: int, tau: int, offsets: Iterable[int], overlap: str) -> None:
+    """Refuse a schedule that cannot run.
+
+    The names in the messages are those of `maxdiloco.DiLoCo`. offsets: P integers, taken mod H.
+    Raises ValueError: H < 1, P outside 1..H, tau outside 0..H-1, an unknown overlap or one that
+    refuses tau > 0, offsets of another number than P, not integers, or equal mod H.
+    """
+    _check_counts(H=H, P=P, tau=tau)
+    if overlap not in OVERLAPS:
+        raise ValueError(
+            f"outer_overlap={overlap!r} is unknown: the outer step uses the exchange of its own "
+            f"round or of the one before. Use one of {', '.join(OVERLAPS)}."
+        )
+    if overlap != "none" and tau > 0:
+        raise ValueError(
+            f"overlap_steps={tau} cannot go with outer_overlap={overlap}: that exchange already "
+            "has a whole sync_period. Use overlap_steps=0."
+        )
+    offsets = tuple(offsets)
+    if len(offsets) != P or not all(isinstance(offset, Integral) for offset in offsets):
+        raise ValueError(
+            f"offsets={offsets} must be {P} integers: each of the num_fragments={P} has one, in "
+            f"inner steps. Give {P} integers, or leave offsets out."
+        )
+    if len({offset % H for offset in offsets}) < P:
+        raise ValueError(
+            f"offsets={offsets} are not distinct modulo sync_period={H}: one fragment is on the "
+            f"link at a time. Use offsets that differ modulo {H}."
+        )
+
+
+def _check_counts(*, H: int, P: int, tau: int) -> None:
+    if not isinstance(H, Integral) or H < 1:
+        raise ValueError(
+            f"sync_period={H} must be a positive integer: it counts the inner steps between two "
+            "sends of a fragment. Use 1 or more."
+        )
+    if not isinstance(P, Integral) or not 1 <= P <= H:
+        raise ValueError(
+            f"num_fragments={P} must be an integer from 1 to sync_period={H}: at most one "
+            f"fragment is sent per inner step. Use 1 to {H}."
+        )
+    if not isinstance(tau, Integral) or not 0 <= tau < H:
+        raise ValueError(
+            f"overlap_steps={tau} must be an integer from 0 and below sync_period={H}: a fragment "
+            f"has to be applied before it is sent again. Use 0 to {H - 1}."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The whole schedule of a run.
+
+    H: sync period [inner steps]. tau: inner steps from a send to its apply. offsets: one integer
+    per fragment, taken mod H. overlap: 'none' applies a send after tau steps; 'delayed' and
+    'eager' (arXiv 2502.12996) use it at the next send of the fragment, H steps later.
+    Raises ValueError as `check` does.
+    """
+
+    H: int
+    tau: int
+    offsets: tuple[int, ...]
+    overlap: str = "none"
+
+    def __post_init__(self):
+        check(H=self.H, P=self.P, tau=self.tau, offsets=self.offsets, overlap=self.overlap)
+
+    @property
+    def P(self) -> int:
+        """Number of fragments."""
+        return len(self.offsets)
+
+    @property
+    def lag(self) -> int:
+        """Inner steps from a send to the apply that uses it."""
+        return self.tau if self.overlap == "none" else self.H
+
+    @functools.cached_property
+    def _order(self) -> tuple[tuple[int, int], ...]:
+        """(first send step in 1..H, fragment), by step."""
+        return tuple(sorted(((o - 1) % self.H + 1, p) for p, o in enumerate(self.offsets)))
+
+    @functools.cached_property
+    def _firsts(self) -> tuple[int, ...]:
+        return tuple(first for first, _ in self._order)
+
+    @functools.cached_property
+    def gap(self) -> int:
+        """The smallest number of inner steps between two sends, over the end of a period too."""
+        following = (*self._firsts[1:], self._firsts[0] + self.H)
+        return min(b - a for a, b in zip(self._firsts, following, strict=True))
+
+    @property
+    def window(self) -> int:
+        """w: inner steps that carry one chunk each; at most `gap`, so one fragment at a time."""
+        return min(self.lag, self.gap)
+
+    @functools.cached_property
+    def slots(self) -> int:
+        """Number of receive slots: the most exchanges sent and not applied after a step.
+
+        0 for tau = 0, where nothing is in flight between two steps; P for delayed and eager.
+        """
+        # The number is highest after a step with a send, and one period holds every case.
+        return max(self._count(t) - self._count(t - self.lag) for t in self._firsts)
+
+    def _count(self, t: int) -> int:
+        """Number of the first send after step t. Below 0 for t < 0: sends of round 0, -1, ..."""
+        periods, step = divmod(t, self.H)
+        return periods * self.P + bisect_right(self._firsts, step)
+
+    def _event(self, kind: str, number: int) -> Event:
+        periods, place = divmod(number, self.P)
+        first, fragment = self._order[place]
+        slot = number % self.slots if self.slots else 0
+        return Event(kind, fragment, periods + 1, first + periods * self.H, slot)
+
+    def _events(self, kind: str, after: int, until: int) -> tuple[Event, ...]:
+        """The exchanges sent after step `after` and up to step `until`."""
+        return tuple(self._event(kind, k) for k in range(self._count(after), self._count(until)))
+
+    def sends(self, t: int) -> tuple[Event, ...]:
+        """Exchanges that begin after inner step t >= 1: Algorithm 2, lines 6-8."""
+        return self._events("send", t - 1, t)
+
+    def applies(self, t: int) -> tuple[Event, ...]:
+        """Exchanges used after inner step t >= 1, after its sends: Algorithm 2, lines 9-12.
+
+        delayed, eager: send n of a fragment and the apply of round n-1 share a step, and the
+        outer optimizer is called in round 1 too, with the zeros of round 0.
+        """
+        used = t - self.lag
+        if self.overlap == "none" and used < 1:
+            return ()
+        return self._events("apply", used - 1, used)
+
+    def events(self, t: int) -> Iterator[Event]:
+        """The events of inner step t, sends before applies."""
+        yield from self.sends(t)
+        yield from self.applies(t)
+
+    def carrying(self, t: int) -> Carried | None:
+        """The chunk that rides inner step t: chunk c of a send with t = send_step + 1 + c."""
+        number = self._count(t - 1) - 1
+        if number < 0:
+            return None
+        send = self._event("send", number)
+        chunk = t - 1 - send.send_step
+        return Carried(send, chunk) if chunk < self.window else None
+
+    def pending(self, t: int) -> tuple[Event, ...]:
+        """Sends up to step t whose apply comes after step t, oldest first."""
+        return self._events("send", max(t - self.lag, 0), t)
+
+    def ages(self, t: int) -> tuple[int, ...]:
+        """Per fragment: inner steps since the step whose values theta last took in.
+
+        t itself while theta holds its first values. eager: counted for the newest values that
+        came from every replica; the own ones are `lag` younger.
+        """
+        taken = [0] * self.P
+        until = self._count(t - self.lag)
+        for number in range(max(until - self.P, 0), until):
+            event = self._event("apply", number)
+            taken[event.fragment] = event.send_step
+        return tuple(t - step for step in taken)
+
+    def plan(self, t: int) -> Plan:
+        """What the host does in inner step t >= 1."""
+        return Plan(t, self.carrying(t), self.sends(t), self.applies(t))
+
+    def run(self, steps: int, start: int = 1) -> Iterator[Plan]:
+        """Plans of `steps` inner steps, the first being step `start`."""
+        return (self.plan(t) for t in range(start, start + steps))
