@@ -1,0 +1,1 @@
+"""Mesh, shardings, and the map over replicas."""

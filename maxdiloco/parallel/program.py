@@ -1,0 +1,50 @@
+"""A compiled program with a name, compiled when it is first called and never silently again."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+
+def _abstract(args: Any) -> tuple:
+    return tuple(jax.typeof(x) for x in jax.tree.leaves(args))
+
+
+class Program:
+    """fn under jit, compiled once for each set of argument shapes.
+
+    on_compile(name, seconds, compiled) is told of every compile. `lower` gives the ahead-of-time
+    view for the same function. Arguments have to keep the shardings of the first call.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        fn: Callable,
+        *,
+        donate: Sequence[int] = (),
+        out_shardings: Any = None,
+        on_compile: Callable[[str, float, jax.stages.Compiled], None],
+    ):
+        self.name = name
+        self.compiled: dict[tuple, jax.stages.Compiled] = {}
+        self._jitted = jax.jit(fn, donate_argnums=tuple(donate), out_shardings=out_shardings)
+        self._on_compile = on_compile
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """Lower for arrays or ShapeDtypeStructs."""
+        return self._jitted.lower(*args)
+
+    def compile(self, *args: Any) -> jax.stages.Compiled:
+        """The executable for arguments shaped like args, made now if there is none yet."""
+        key = _abstract(args)
+        if key not in self.compiled:
+            start = time.perf_counter()
+            self.compiled[key] = self.lower(*args).compile()
+            self._on_compile(self.name, time.perf_counter() - start, self.compiled[key])
+        return self.compiled[key]
+
+    def __call__(self, *args: Any) -> Any:
+        """Run it, compiled now if it has to be."""
+        return self.compile(*args)(*args)

@@ -1,0 +1,85 @@
+"""The map over replicas and its two companions: broadcast and mean.
+
+A small vocabulary in the manner of DrJAX (arXiv 2403.07128). Every array that differs between
+replicas has R, of size M, as its first dim, sharded over the mesh axis `diloco`; a slot of that
+axis holds M / (its size) replicas, side by side.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+def map_fn(fn: Callable, *, mesh: Mesh, num_replicas: int) -> Callable:
+    """fn of one replica's view, as a function over arrays with a leading R.
+
+    Manual over `diloco`, automatic over the other axes, so that nothing in fn can reach another
+    replica. A vmap over the replicas of a slot, also where there is one: taking R off and putting
+    it back made XLA copy the optimizer state (benchmarks/README.md). Code that knows no vmap goes
+    into `one_at_a_time`. The result has to be called under jit.
+    """
+    return jax.shard_map(
+        jax.vmap(fn),
+        mesh=mesh,
+        in_specs=P("diloco"),
+        out_specs=P("diloco"),
+        axis_names={"diloco"},
+        check_vma=False,  # automatic axes inside: replication over them is not ours to claim
+    )
+
+
+def one_at_a_time(fn: Callable) -> Callable:
+    """fn without R where a slot holds one replica, under a vmap where it holds several.
+
+    For the heavy part of an inner step, such as the gradient: kernels that know no vmap work with
+    one replica a slot, and matrix products carry no dim of size 1. Not to be differentiated.
+    """
+    wrapped = jax.custom_batching.custom_vmap(fn)
+
+    @wrapped.def_vmap
+    def rule(axis_size, in_batched, *args):
+        if axis_size > 1:
+            in_axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(in_batched))
+            out = jax.vmap(fn, in_axes=in_axes)(*args)
+        else:
+            first = jax.tree.map(lambda x, b: x[0] if b else x, args, tuple(in_batched))
+            out = jax.tree.map(lambda x: x[None], fn(*first))
+        return out, jax.tree.map(lambda _: True, out)
+
+    return wrapped
+
+
+def broadcast(x: jax.Array, num_replicas: int) -> jax.Array:
+    """[...] -> [R, ...]: every replica starts from the same values."""
+    return jnp.broadcast_to(x[None], (num_replicas, *x.shape))
+
+
+def replica_sharding(mesh: Mesh, spec: P) -> NamedSharding:
+    """Sharding of an array with a leading R whose one-replica view lies as `spec`."""
+    return NamedSharding(mesh, P("diloco", *spec))
+
+
+def reduce_mean(x_R: jax.Array) -> jax.Array:
+    """[R, ...] -> [...]: the unweighted mean, summed in float32 in replica order."""
+    total = x_R[0].astype(jnp.float32)
+    for m in range(1, x_R.shape[0]):
+        total = total + x_R[m].astype(jnp.float32)
+    return total / x_R.shape[0]
+
+
+def fetch(tree: Any, mesh: Mesh) -> Any:
+    """Arrays sharded over the mesh as NumPy arrays, the same on every process.
+
+    A program of its own, so that the training step carries no traffic for metrics.
+    """
+    everywhere = NamedSharding(mesh, P())
+    return jax.tree.map(np.asarray, jax.jit(_same, out_shardings=everywhere)(tree))
+
+
+def _same(tree: Any) -> Any:
+    return tree  # a function of the module: jit knows it again and compiles it once

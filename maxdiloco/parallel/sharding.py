@@ -1,0 +1,148 @@
+"""From logical axis names to mesh axes: one table, used for parameters and activations alike."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxdiloco.errors import ConfigError
+
+Rules = tuple[tuple[str, tuple[str, ...]], ...]
+
+# Activations carry `diloco` for data parallelism; under the map over replicas that axis is manual
+# and `constrain` leaves it out.
+DEFAULT_RULES: Rules = (
+    ("batch", ("diloco", "data", "fsdp", "expert")),
+    ("length", ("context",)),
+    ("embed_act", ()),
+    ("heads_act", ("tensor",)),
+    ("kv_act", ("tensor",)),
+    ("mlp_act", ("tensor",)),
+    ("vocab_act", ("tensor",)),
+    ("layers", ()),
+    ("embed", ("fsdp",)),
+    ("heads", ("tensor",)),
+    ("kv_heads", ("tensor",)),
+    ("head_dim", ()),
+    ("mlp", ("tensor",)),
+    ("vocab", ("tensor",)),
+    ("norm", ()),
+)
+
+
+def rules_with(overrides: Sequence[Sequence[Any]]) -> Rules:
+    """DEFAULT_RULES with the entries of `logical_axis_rules` put over them.
+
+    overrides: pairs (logical name, mesh axis or list of mesh axes).
+    Raises ConfigError for a name that is not in the table.
+    """
+    table = dict(DEFAULT_RULES)
+    for entry in overrides:
+        if len(entry) != 2 or entry[0] not in table:
+            raise ConfigError(
+                f"logical_axis_rules entry {entry!r} is not [name, axes] with a known name. "
+                f"Names: {', '.join(table)}."
+            )
+        axes = entry[1]
+        table[entry[0]] = (axes,) if isinstance(axes, str) and axes else tuple(axes or ())
+    return tuple(table.items())
+
+
+def spec(names: Sequence[str | None], rules: Rules, *, without: Sequence[str] = ()) -> P:
+    """PartitionSpec of an array whose dims have these logical names; None is not sharded.
+
+    A mesh axis serves the first dim that asks for it; the axes in `without` serve none.
+    """
+    table = dict(rules)
+    taken = set(without)
+    dims = []
+    for name in names:
+        axes = () if name is None else tuple(a for a in table[name] if a not in taken)
+        taken.update(axes)
+        dims.append(axes[0] if len(axes) == 1 else (axes or None))
+    return P(*dims)
+
+
+def constrain(x: jax.Array, names: Sequence[str | None], rules: Rules) -> jax.Array:
+    """x with its dims laid out by their logical names, on the mesh of the current context.
+
+    Axes that are manual in the context (`diloco` under the map over replicas) are left out.
+    Without a mesh in the context x is returned as it is.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
+    known = {axis for _, axes in rules for axis in axes}
+    absent = known - set(mesh.axis_names)
+    return jax.lax.with_sharding_constraint(
+        x, spec(names, rules, without=(*mesh.manual_axes, *absent))
+    )
+
+
+def parameter_shardings(logical_axes: Any, shapes: Any, mesh: Mesh, rules: Rules) -> Any:
+    """NamedSharding of every parameter of one replica.
+
+    logical_axes: pytree like `shapes` whose leaves are tuples of logical names.
+    Raises ConfigError when a dim does not divide by the mesh axes that its rule names.
+    """
+
+    def one(path, shape, names):
+        sharding = NamedSharding(mesh, spec(names, rules, without=("diloco",)))
+        for dim, axes in enumerate(sharding.spec):
+            over = (axes,) if isinstance(axes, str) else (axes or ())
+            parts = 1
+            for axis in over:
+                parts *= mesh.shape[axis]
+            if shape.shape[dim] % parts:
+                raise ConfigError(
+                    f"{'+'.join(over)} parallelism {parts} does not divide dim {dim} "
+                    f"({names[dim]}={shape.shape[dim]}) of {jax.tree_util.keystr(path)}. Use a "
+                    f"divisor, or give {names[dim]} other axes in logical_axis_rules."
+                )
+        return sharding
+
+    return jax.tree_util.tree_map_with_path(one, shapes, logical_axes)
+
+
+def optimizer_shardings(
+    optimizer: optax.GradientTransformation, params: Any, shardings: Any, mesh: Mesh
+) -> Any:
+    """NamedSharding of every leaf of `optimizer.init(params)`.
+
+    What is shaped like a parameter lies like it; the rest (step counts) is on every device.
+    params: arrays or ShapeDtypeStructs; shardings: pytree like params.
+    """
+    everywhere = NamedSharding(mesh, P())
+    pairs = jax.tree.map(lambda p, s: _Lies(p.shape, s), params, shardings)
+    state = jax.eval_shape(optimizer.init, params)
+    return optax.tree.map_params(
+        optimizer,
+        lambda leaf, lies: lies.sharding if leaf.shape == lies.shape else everywhere,
+        state,
+        pairs,
+        transform_non_params=lambda _: everywhere,
+    )
+
+
+class _Lies:
+    """A parameter's shape and sharding as one pytree leaf."""
+
+    def __init__(self, shape: tuple[int, ...], sharding: NamedSharding):
+        self.shape = shape
+        self.sharding = sharding
+
+
+def spec_on(x: Any, mesh: Mesh) -> P:
+    """PartitionSpec of x on `mesh`; P() for what is not laid out on this mesh."""
+    if isinstance(x, jax.Array | jax.ShapeDtypeStruct) and isinstance(x.sharding, NamedSharding):
+        if x.sharding.mesh.axis_names == mesh.axis_names:
+            return x.sharding.spec
+    return P()
+
+
+def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes of one entry of a PartitionSpec."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
