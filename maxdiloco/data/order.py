@@ -1,0 +1,121 @@
+"""Which sequence a row of a step reads: one global order, dealt to the replicas.
+
+A pure function of the position and of (seed, epoch): hosts, devices and processes have no say.
+"""
+
+import dataclasses
+
+import numpy as np
+
+# splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014).
+_GAMMA = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+_MASK = 2**64 - 1
+# Four rounds make a pseudorandom permutation (Luby, Rackoff 1988); two more for tiny sets.
+_ROUNDS = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """Where a run reads: step s, replica m, row b reads index base + ((s - s0)*M + m)*B + b.
+
+    base: index of the first sequence of step s0 (1-based); M replicas; B sequences per replica.
+    """
+
+    base: int
+    s0: int
+    M: int
+    B: int
+
+    def to_dict(self) -> dict[str, int]:
+        """The fields by name, for a checkpoint's JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, int]) -> "Position":
+        """The position that `to_dict` wrote."""
+        return cls(**fields)
+
+
+def first_position(M: int, B: int) -> Position:
+    """Position of a new run: step 1 begins with the first sequence."""
+    return Position(base=0, s0=1, M=M, B=B)
+
+
+def next_position(position: Position, step: int, M: int, B: int) -> Position:
+    """Position of a run that goes on with `step`, the next one to be done, with M and B.
+
+    The same M and B: the position as it was. Others: based anew on the first sequence that no
+    step before `step` has read, so that none is left out or read twice in an epoch.
+    """
+    if (M, B) == (position.M, position.B):
+        return position
+    base = position.base + (step - position.s0) * position.M * position.B
+    return Position(base=base, s0=step, M=M, B=B)
+
+
+def indices(position: Position, step: int, replicas, rows) -> np.ndarray:
+    """Indices [replicas, rows] that a step reads, int64, counted on through the epochs.
+
+    replicas, rows: the numbers wanted, below M and B.
+    """
+    replicas_R = np.asarray(replicas, np.int64)
+    rows_B = np.asarray(rows, np.int64)
+    assert step >= position.s0
+    assert np.all((0 <= replicas_R) & (replicas_R < position.M))
+    assert np.all((0 <= rows_B) & (rows_B < position.B))
+    first_R = ((step - position.s0) * position.M + replicas_R) * position.B
+    return position.base + first_R[:, None] + rows_B[None, :]
+
+
+def windows(indices: np.ndarray, *, size: int, seed: int | None) -> np.ndarray:
+    """Windows that indices name: index i is place i % size of epoch i // size.
+
+    size: windows in an epoch. seed: of the permutation of each epoch; None: file order.
+    """
+    epochs, places = np.divmod(indices, size)
+    if seed is None:
+        return places
+    found = np.empty_like(places)
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        found[here] = permute(places[here], size=size, seed=seed, epoch=int(epoch))
+    return found
+
+
+def permute(places: np.ndarray, *, size: int, seed: int, epoch: int) -> np.ndarray:
+    """Places [n] of 0..size-1 after a permutation, a pure function of (seed, epoch).
+
+    A Feistel network over the next even number of bits; a result outside goes through again
+    (cycle walking), so no table is kept, however many windows there are.
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    keys = [_mix_int(_mix_int(_mix_int(seed) + epoch) + r) for r in range(_ROUNDS)]
+    found = _feistel(places.astype(np.uint64), keys, half)
+    outside = found >= size
+    while outside.any():
+        found[outside] = _feistel(found[outside], keys, half)
+        outside = found >= size
+    return found.astype(np.int64)
+
+
+def _feistel(values, keys, half):
+    mask, shift = np.uint64(2**half - 1), np.uint64(half)
+    left, right = values >> shift, values & mask
+    for key in keys:
+        left, right = right, left ^ (_mix(right + np.uint64(key)) & mask)
+    return (left << shift) | right
+
+
+def _mix(values):
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(_MIX_1)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(_MIX_2)
+    return values ^ (values >> np.uint64(31))
+
+
+def _mix_int(value: int) -> int:
+    value = (value + _GAMMA) & _MASK
+    value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
+    value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
+    return value ^ (value >> 31)

@@ -1,0 +1,61 @@
+"""Sequences without a file and without an end, for benchmarks and tests of learning.
+
+    # N windows asked for  L tokens
+
+A Markov chain: the next token is the last one plus one of a few strides, modulo the vocabulary.
+The strides depend on the seed; window i is a pure function of (seed, split, i).
+"""
+
+import dataclasses
+
+import numpy as np
+
+from maxdiloco.data import order
+
+# Chances of the strides: our choice; a model that has learned them reaches 0.91 nats a token.
+CHANCES = (0.7, 0.15, 0.1, 0.05)
+_SPLITS = ("train", "eval")
+_UNIT = 2.0**-53
+
+
+@dataclasses.dataclass(frozen=True)
+class SyntheticWindows:
+    """Windows of the chain; num_windows is None, there is no last one."""
+
+    seed: int
+    split: str
+    vocab_size: int
+    length: int
+    num_windows: None = None
+
+    def read(self, windows_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and segment ids, int32 [N, L]; each window is one document, all segments 1."""
+        strides = self.strides()
+        limits = np.cumsum(self.chances())[:-1]
+        raw_NL = np.stack([self._raw(int(window)) for window in windows_N])
+        draws_NL = (raw_NL[:, 1:] >> np.uint64(11)) * _UNIT
+        steps_NL = strides[np.searchsorted(limits, draws_NL, side="right")]
+        first_N1 = (raw_NL[:, :1] % np.uint64(self.vocab_size)).astype(np.int64)
+        path_NL = np.cumsum(np.concatenate([first_N1, steps_NL], axis=1), axis=1)
+        tokens_NL = (path_NL % self.vocab_size).astype(np.int32)
+        return tokens_NL, np.ones_like(tokens_NL)
+
+    def strides(self) -> np.ndarray:
+        """The distinct strides, int64, most likely first; four, or fewer in a tiny vocabulary."""
+        count = min(len(CHANCES), self.vocab_size)
+        return order.permute(np.arange(count), size=self.vocab_size, seed=self.seed, epoch=0)
+
+    def chances(self) -> np.ndarray:
+        """Chance of each stride; they sum to 1."""
+        chances = np.array(CHANCES[: min(len(CHANCES), self.vocab_size)])
+        return chances / chances.sum()
+
+    def fingerprint(self) -> str:
+        """What the windows are made from; equal when the data are."""
+        return f"synthetic-{self.seed}-{self.split}-{self.vocab_size}-{self.length}"
+
+    def _raw(self, window):
+        key = np.array([self.seed % 2**64, _SPLITS.index(self.split)], np.uint64)
+        # Philox counts up in the first words: windows have 2**128 numbers each to themselves.
+        counter = np.array([0, 0, window, 0], np.uint64)
+        return np.random.Philox(key=key, counter=counter).random_raw(self.length)

@@ -1,0 +1,134 @@
+"""Windows of a text: the i-th run of L tokens of the documents, one after the other.
+
+    # N windows asked for  L tokens
+
+Each document begins with the token that starts a document. The tokens left over at the end, fewer
+than L, are not read.
+"""
+
+import dataclasses
+import hashlib
+import os
+
+import numpy as np
+
+from maxdiloco.data import corpus, tokenizer
+from maxdiloco.errors import DataError
+
+# Without held-out text of its own a data set gives 1 in 20 away: our choice, 5 %.
+HELD_OUT = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class TextWindows:
+    """Windows first .. first + num_windows - 1 of a table of documents.
+
+    starts: int64 [documents + 1], place of each document in the concatenation [tokens].
+    packing: documents follow each other closely; else each is padded to a multiple of length.
+    """
+
+    documents: corpus.Documents
+    starts: np.ndarray
+    length: int
+    packing: bool
+    first: int
+    num_windows: int
+    document_start: int
+
+    def read(self, windows_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and segment ids, int32 [N, L], of windows counted from `first`.
+
+        Segments number the documents of a window from 1; 0 is padding, which has token 0.
+        Raises DataError when a file has changed since it was opened.
+        """
+        tokens_NL = np.zeros((len(windows_N), self.length), np.int32)
+        segments_NL = np.zeros_like(tokens_NL)
+        for row, window in enumerate(windows_N):
+            self._fill(int(window) + self.first, tokens_NL[row], segments_NL[row])
+        return tokens_NL, segments_NL
+
+    def _fill(self, window, tokens_L, segments_L):
+        begin = window * self.length
+        end = begin + self.length
+        document = int(np.searchsorted(self.starts, begin, side="right")) - 1
+        places, pieces = [], []
+        while document < len(self.documents) and self.starts[document] < end:
+            start = int(self.starts[document])
+            stop = start + 1 + int(self.documents.size[document])
+            places.append((start - begin, max(start, begin) - begin, min(stop, end) - begin))
+            # The first token of a document is not one of its bytes.
+            pieces.append((document, max(begin - start - 1, 0), min(end, stop) - start - 1))
+            document += 1
+        for segment, ((start, left, right), data) in enumerate(
+            zip(places, corpus.read_pieces(self.documents, pieces), strict=True), start=1
+        ):
+            segments_L[left:right] = segment
+            if start >= 0:
+                tokens_L[start] = self.document_start
+                left += 1
+            tokens_L[left:right] = data
+
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits of what the windows are cut from: file names, lengths, L.
+
+        Processes of a run, and a run and its checkpoint, have the same data when these agree;
+        bytes changed without a change of length are not seen.
+        """
+        names = "\n".join(os.path.basename(path) for path in self.documents.paths)
+        # Packing shows in the number of windows: where that is equal, so are the windows.
+        shape = (self.length, self.first, self.num_windows)
+        digest = hashlib.sha256(f"{shape}\n{names}\n".encode("utf-8", errors="replace"))
+        digest.update(self.documents.file.tobytes())
+        digest.update(self.documents.size.tobytes())
+        return digest.hexdigest()[:16]
+
+
+def open_text(cfg, *, split: str) -> tuple[TextWindows, str]:
+    """Windows of the text of a split, train or eval, and the flag and path it came from.
+
+    eval_dataset_path, when set, is the eval split, and all of dataset_path is for training.
+    Empty: files 0, 20, 40, ... of dataset_path are held out for eval; with fewer than 20 files
+    the last 5 % of the windows are, at least one.
+    Raises DataError when the split has no sequence or vocab_size is too small.
+    """
+    document_start = tokenizer.build(cfg).document_start
+    key = "eval_dataset_path" if split == "eval" and cfg.eval_dataset_path else "dataset_path"
+    path = cfg.eval_dataset_path if key == "eval_dataset_path" else cfg.dataset_path
+    files = corpus.find_files(path, key)
+    shared = not cfg.eval_dataset_path
+    by_file = shared and len(files) >= HELD_OUT
+    if by_file:
+        files = [file for i, file in enumerate(files) if (i % HELD_OUT == 0) == (split == "eval")]
+    documents = corpus.read_table(files, column=cfg.text_column)
+    name = f"{key}={path}" if path else f"{key}= (Python's standard library)"
+    if not len(documents):
+        raise DataError(
+            f"{name} holds no text for {split}: {len(files)} files, all empty. Give text to read."
+        )
+    starts = _starts(documents, cfg.max_target_length, cfg.packing)
+    count = int(starts[-1]) // cfg.max_target_length
+    first, num_windows = 0, count
+    if shared and not by_file:
+        first, num_windows = _by_window(count, split)
+    if num_windows < 1:
+        raise DataError(
+            f"{name} is too short: its {int(starts[-1])} tokens leave no sequence of "
+            f"max_target_length={cfg.max_target_length} for {split}. Give more text or lower "
+            "max_target_length."
+        )
+    windows = TextWindows(
+        documents, starts, cfg.max_target_length, cfg.packing, first, num_windows, document_start
+    )
+    return windows, name
+
+
+def _by_window(count, split):
+    held_out = max(1, count // HELD_OUT) if count else 0
+    return (count - held_out, held_out) if split == "eval" else (0, count - held_out)
+
+
+def _starts(documents, length, packing):
+    tokens = documents.size + 1
+    if not packing:
+        tokens = -(-tokens // length) * length
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(tokens)])

@@ -1,0 +1,192 @@
+"""Causal attention inside documents: which kernel, and the kernels.
+
+Every kernel computes softmax(soft_cap(q k / sqrt(H)) + mask) v for grouped queries. Position t
+sees position s when s <= t, both are of one segment and, with a window, t - s < window.
+"""
+# B sequences  L queries  S keys  N query heads  K key/value heads  G = N / K  H head dim
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel,
+    splash_attention_mask,
+)
+from jax.typing import DTypeLike
+
+from maxdiloco.errors import ConfigError
+from maxdiloco.models.dot_product import Softmax, dot_product
+from maxdiloco.models.each_device import on_each_device
+from maxdiloco.models.remat import CONTEXT, keep
+from maxdiloco.parallel.sharding import Rules
+
+SPLASH_BLOCK = 512  # tile of queries and keys, our choice from the kernel's power-of-two sizes
+SPLASH_LANES = 128  # tiles are multiples of a TPU vector register's lanes
+
+
+def choose_kernel(
+    attention: str, backend: str, *, head_dim: int, length: int, dtype: DTypeLike, soft_cap: float
+) -> str:
+    """The kernel for a backend: `dot_product`, `cudnn` or `splash`.
+
+    attention: `dot_product`; `flash`, the backend's fused kernel or an error; `autoselected`, the
+    fused kernel where it can compute this model and dot_product elsewhere.
+    backend: `cpu`, `gpu` or `tpu`. length: tokens of a sequence.
+    Raises ConfigError when `flash` cannot be had.
+    """
+    if attention == "dot_product":
+        return "dot_product"
+    kernel = {"gpu": "cudnn", "tpu": "splash"}.get(backend)
+    obstacle = _obstacle(kernel, backend, head_dim, length, jnp.dtype(dtype), soft_cap)
+    if obstacle is None:
+        return kernel
+    if attention == "flash":
+        raise ConfigError(f"attention=flash cannot be used: {obstacle}. Use autoselected.")
+    return "dot_product"
+
+
+def _obstacle(kernel, backend, head_dim, length, dtype, soft_cap) -> str | None:
+    """Why the kernel cannot compute this model; None when it can."""
+    if kernel is None:
+        return f"the {backend} backend has no fused attention"
+    if kernel == "splash":
+        if length % SPLASH_LANES:
+            return f"max_target_length={length} is not a multiple of {SPLASH_LANES} (splash on TPU)"
+        return None
+    if dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+        return f"dtype={dtype} is not bfloat16 or float16 (cuDNN)"
+    if head_dim % 8 or head_dim > 128:
+        return f"head_dim={head_dim} is not a multiple of 8 up to 128 (cuDNN)"
+    if length % 2:
+        return f"max_target_length={length} is odd (cuDNN)"
+    if soft_cap:
+        return f"attn_logits_soft_cap={soft_cap} is not 0 (cuDNN)"
+    return None
+
+
+def attend(
+    kernel: str,
+    q_BLNH: jax.Array,
+    k_BLKH: jax.Array,
+    v_BLKH: jax.Array,
+    segment_ids_BL: jax.Array,
+    *,
+    soft_cap: float,
+    window: int,
+    rules: Rules,
+    precision: str,
+) -> jax.Array:
+    """Attention of a training window with itself: context [B, L, N, H].
+
+    kernel: from choose_kernel. segment_ids: equal ids see each other. soft_cap, window: 0 is off.
+    """
+    if kernel == "dot_product":
+        how = Softmax(soft_cap=soft_cap, window=window, precision=precision)
+        return dot_product(how, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL)
+    if kernel == "splash":
+        local = functools.partial(splash, soft_cap=soft_cap, window=window)
+    else:
+        local = functools.partial(cudnn, window)
+    q_names, kv_names = (("batch", None, heads, None) for heads in ("heads_act", "kv_act"))
+    return on_each_device(
+        local,
+        in_names=(q_names, kv_names, kv_names, ("batch", None)),
+        out_names=q_names,
+        rules=rules,
+    )(q_BLNH, k_BLKH, v_BLKH, segment_ids_BL)
+
+
+def splash(q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, *, soft_cap, window, interpret=False):
+    """The Pallas TPU kernel of jax.experimental. L is a multiple of 128.
+
+    interpret: run it as array code, for tests without a TPU.
+    """
+    B, L, N, H = q_BLNH.shape
+    block = math.gcd(L, SPLASH_BLOCK)
+    mask = splash_attention_mask.LocalMask((L, L), (window - 1 if window else None, 0), 0)
+    kernel = splash_attention_kernel.make_splash_mha(
+        splash_attention_mask.MultiHeadMask([mask] * N),
+        block_sizes=splash_attention_kernel.BlockSizes(
+            block_q=block,
+            block_kv=block,
+            block_q_dkv=block,
+            block_kv_dkv=block,
+            block_q_dq=block,
+            block_kv_dq=block,
+        ),
+        attn_logits_soft_cap=soft_cap or None,
+        head_shards=1,
+        q_seq_shards=1,
+        residual_checkpoint_name=CONTEXT,
+        interpret=interpret,
+    )
+    segments = splash_attention_kernel.SegmentIds(segment_ids_BL, segment_ids_BL)
+    q_BNLH = (q_BLNH / math.sqrt(H)).astype(q_BLNH.dtype).swapaxes(1, 2)
+    out_BNLH = jax.vmap(kernel)(q_BNLH, k_BLKH.swapaxes(1, 2), v_BLKH.swapaxes(1, 2), segments)
+    return keep(out_BNLH.swapaxes(1, 2), CONTEXT)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def cudnn(window, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL):
+    """cuDNN's fused attention through jax.nn, half precision.
+
+    The backward pass runs the forward kernel once more: the kernel's own residuals cannot pass
+    the batching below. jax 0.10's rule for vmap over a masked kernel wants the mask once per
+    head; here a vmap over replicas makes the batch longer instead.
+    """
+    return keep(_cudnn_forward(window)(q_BLNH, k_BLKH, v_BLKH, segment_ids_BL), CONTEXT)
+
+
+def _cudnn_fwd(window, q, k, v, segment_ids):
+    return cudnn(window, q, k, v, segment_ids), (q, k, v, segment_ids)
+
+
+def _cudnn_bwd(window, residuals, d_context):
+    return (*_cudnn_backward(window)(*residuals, d_context), None)
+
+
+cudnn.defvjp(_cudnn_fwd, _cudnn_bwd)
+
+
+def _cudnn_plain(window, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL):
+    same_B1LS = segment_ids_BL[:, None, :, None] == segment_ids_BL[:, None, None, :]
+    return jax.nn.dot_product_attention(
+        q_BLNH,
+        k_BLKH,
+        v_BLKH,
+        mask=same_B1LS,
+        is_causal=True,
+        local_window_size=(window - 1, 0) if window else None,
+        implementation="cudnn",
+    )
+
+
+def _cudnn_forward(window):
+    return vmap_joins_batch(functools.partial(_cudnn_plain, window))
+
+
+def _cudnn_backward(window):
+    def backward(q, k, v, segment_ids, d_context):
+        _, pull = jax.vjp(lambda q, k, v: _cudnn_plain(window, q, k, v, segment_ids), q, k, v)
+        return pull(d_context)
+
+    return vmap_joins_batch(backward)
+
+
+def vmap_joins_batch(fn):
+    """fn over arrays [B, ...]; a vmap over it calls fn once with [R * B, ...]."""
+    wrapped = jax.custom_batching.custom_vmap(fn)
+
+    @wrapped.def_vmap
+    def _(size, in_batched, *args):
+        full = [
+            x if batched else jnp.broadcast_to(x[None], (size, *x.shape))
+            for x, batched in zip(args, in_batched, strict=True)
+        ]
+        out = wrapped(*(x.reshape(-1, *x.shape[2:]) for x in full))
+        out = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return wrapped

@@ -1,0 +1,148 @@
+"""Causal attention in array code, block by block of queries, for any backend.
+
+A block of queries meets the keys up to its own end only, so about half of the square is never
+computed. The backward pass forms the weights again from the saved log normalisers (FlashAttention,
+arXiv 2205.14135, algorithm 4), so memory grows with block * L, not L * L.
+"""
+# B sequences  L queries  S keys  N query heads  K key/value heads  G = N / K  H head dim
+
+import functools
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from maxdiloco.models.remat import CONTEXT, keep
+
+f32 = jnp.float32
+BLOCK = 128  # queries of a block, our choice from the profile in benchmarks/README.md
+MAX_BLOCKS = 8  # each is unrolled into the program; longer sequences get longer blocks
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """soft_cap: logits are cap * tanh(raw / cap); window: keys in sight; 0 turns either off."""
+
+    soft_cap: float
+    window: int
+    precision: str
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def dot_product(
+    how: Softmax,
+    q_BLNH: jax.Array,
+    k_BLKH: jax.Array,
+    v_BLKH: jax.Array,
+    segment_ids_BL: jax.Array,
+) -> jax.Array:
+    """softmax(q k / sqrt(H)) v over keys that are not later and of the same segment.
+
+    Grouped queries: N is a multiple of K. Matmuls in the type of q, softmax in float32.
+    Returns context [B, L, N, H].
+    """
+    return _forward(how, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL)[0]
+
+
+def _forward(how, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL):
+    q_BKGLH = _by_group(q_BLNH, k_BLKH.shape[2])
+    kT_BKHS, v_BKSH = k_BLKH.transpose(0, 2, 3, 1), v_BLKH.transpose(0, 2, 1, 3)
+    contexts, lses = [], []
+    for rows, keys in blocks(q_BLNH.shape[1], how.window):
+        logits_BKGLS = _logits(how, q_BKGLH[..., rows, :], kT_BKHS[..., keys])
+        logits_BKGLS = jnp.where(_mask(how, segment_ids_BL, rows, keys), logits_BKGLS, -jnp.inf)
+        top_BKGL1 = jnp.max(logits_BKGLS, axis=-1, keepdims=True)
+        weights_BKGLS = jnp.exp(logits_BKGLS - top_BKGL1)
+        total_BKGL1 = jnp.sum(weights_BKGLS, axis=-1, keepdims=True)
+        sums_BKGLH = _matmul(
+            how, "bkgls,bksh->bkglh", weights_BKGLS.astype(v_BKSH.dtype), v_BKSH[..., keys, :]
+        )
+        contexts.append((sums_BKGLH / total_BKGL1).astype(q_BLNH.dtype))
+        lses.append(top_BKGL1 + jnp.log(total_BKGL1))
+    context_BLNH = keep(_by_head(jnp.concatenate(contexts, axis=3)), CONTEXT)
+    lse_BKGL1 = keep(jnp.concatenate(lses, axis=3), CONTEXT)
+    return context_BLNH, (q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, context_BLNH, lse_BKGL1)
+
+
+def _backward(how, residuals, d_BLNH):
+    q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, context_BLNH, lse_BKGL1 = residuals
+    B, L, K, H = k_BLKH.shape
+    q_BKGLH, d_BKGLH = _by_group(q_BLNH, K), _by_group(d_BLNH, K)
+    products = d_BLNH.astype(f32) * context_BLNH.astype(f32)
+    mean_BKGL1 = _by_group(products, K).sum(-1, keepdims=True)  # of d weights, under the weights
+    kT_BKHS, vT_BKHS = k_BLKH.transpose(0, 2, 3, 1), v_BLKH.transpose(0, 2, 3, 1)
+    k_BKSH = k_BLKH.transpose(0, 2, 1, 3)
+    dq, dkT_BKHS, dvT_BKHS = [], jnp.zeros((B, K, H, L), f32), jnp.zeros((B, K, H, L), f32)
+    for rows, keys in blocks(L, how.window):
+        q, d = q_BKGLH[..., rows, :], d_BKGLH[..., rows, :]
+        logits_BKGLS = _logits(how, q, kT_BKHS[..., keys])
+        mask = _mask(how, segment_ids_BL, rows, keys)
+        weights_BKGLS = jnp.where(mask, jnp.exp(logits_BKGLS - lse_BKGL1[..., rows, :]), 0)
+        d_weights_BKGLS = _matmul(how, "bkglh,bkhs->bkgls", d, vT_BKHS[..., keys])
+        d_logits_BKGLS = weights_BKGLS * (d_weights_BKGLS - mean_BKGL1[..., rows, :])
+        if how.soft_cap:
+            d_logits_BKGLS *= 1 - jnp.square(logits_BKGLS / how.soft_cap)
+        d_logits_BKGLS = (d_logits_BKGLS / math.sqrt(H)).astype(q.dtype)
+        dq.append(_matmul(how, "bkgls,bksh->bkglh", d_logits_BKGLS, k_BKSH[..., keys, :]))
+        # The square arrays stand on the right, so that no transposed copy of them is made.
+        dkT = _matmul(how, "bkglh,bkgls->bkhs", q, d_logits_BKGLS)
+        dvT = _matmul(how, "bkglh,bkgls->bkhs", d, weights_BKGLS.astype(d.dtype))
+        dkT_BKHS = dkT_BKHS.at[..., keys].add(dkT)
+        dvT_BKHS = dvT_BKHS.at[..., keys].add(dvT)
+    dq_BLNH = _by_head(jnp.concatenate(dq, axis=3)).astype(q_BLNH.dtype)
+    dk_BLKH = dkT_BKHS.transpose(0, 3, 1, 2).astype(k_BLKH.dtype)
+    dv_BLKH = dvT_BKHS.transpose(0, 3, 1, 2).astype(v_BLKH.dtype)
+    return dq_BLNH, dk_BLKH, dv_BLKH, None
+
+
+dot_product.defvjp(_forward, _backward)
+
+
+def blocks(length: int, window: int) -> list[tuple[slice, slice]]:
+    """Blocks of queries, each with the run of keys that some query of it can see."""
+    size = max(BLOCK, math.ceil(length / MAX_BLOCKS))
+    cut = []
+    for start in range(0, length, size):
+        end = min(start + size, length)
+        first_key = max(0, start - window + 1) if window else 0
+        cut.append((slice(start, end), slice(first_key, end)))
+    return cut
+
+
+def causal_mask(query_positions: jax.Array, key_positions: jax.Array, window: int) -> jax.Array:
+    """[..., L], [..., S] -> bool [..., L, S]: the key is not later, and inside the window."""
+    distance = query_positions[..., :, None] - key_positions[..., None, :]
+    mask = distance >= 0
+    return mask & (distance < window) if window else mask
+
+
+def _mask(how, segment_ids_BL, rows, keys):
+    """bool [B, 1, 1, L, S] of one block."""
+    same_BLS = segment_ids_BL[:, rows, None] == segment_ids_BL[:, None, keys]
+    positions = jnp.arange(segment_ids_BL.shape[1])
+    return (same_BLS & causal_mask(positions[rows], positions[keys], how.window))[:, None, None]
+
+
+def _logits(how, q_BKGLH, kT_BKHS):
+    logits_BKGLS = _matmul(how, "bkglh,bkhs->bkgls", q_BKGLH, kT_BKHS)
+    logits_BKGLS = logits_BKGLS / math.sqrt(q_BKGLH.shape[-1])
+    if how.soft_cap:
+        logits_BKGLS = how.soft_cap * jnp.tanh(logits_BKGLS / how.soft_cap)
+    return logits_BKGLS
+
+
+def _matmul(how, equation, x, y):
+    return jnp.einsum(equation, x, y, precision=how.precision, preferred_element_type=f32)
+
+
+def _by_group(x_BLNH, num_kv_heads):
+    """[B, L, N, H] -> [B, K, G, L, H]."""
+    B, L, N, H = x_BLNH.shape
+    grouped = x_BLNH.reshape(B, L, num_kv_heads, N // num_kv_heads, H)
+    return grouped.transpose(0, 2, 3, 1, 4)
+
+
+def _by_head(x_BKGLH):
+    B, K, G, L, H = x_BKGLH.shape
+    return x_BKGLH.transpose(0, 3, 1, 2, 4).reshape(B, L, K * G, H)

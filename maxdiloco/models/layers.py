@@ -1,0 +1,194 @@
+"""The parts of a decoder layer as flax nnx modules.
+
+Each parameter carries its logical axis names as nnx metadata, `names`. Modules hold one layer;
+the transformer stacks them.
+"""
+# B sequences  L tokens  D model  N query heads  K key/value heads  H head dim  F hidden
+# V vocabulary
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxdiloco.models.embedding import look_up
+from maxdiloco.models.remat import ATTENTION_OUT, MLP_IN, QKV, keep
+from maxdiloco.models.rope import rotate
+from maxdiloco.parallel.sharding import constrain
+
+ACTIVATIONS: dict[str, Callable] = {
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "relu": jax.nn.relu,
+    "linear": lambda x: x,
+}
+
+f32 = jnp.float32
+
+
+def _weight(key, shape, names, *, fan_in, spec, gain=1.0):
+    """Truncated normal with standard deviation gain / sqrt(fan_in) (LeCun et al. 1998, 4.6).
+
+    The factor keeps the variance that cutting at two standard deviations takes away.
+    """
+    std = gain / math.sqrt(fan_in) / 0.87962566103423978
+    values = jax.random.truncated_normal(key, -2, 2, shape, f32) * std
+    return nnx.Param(values.astype(spec.weight_dtype), names=names)
+
+
+def residual_gain(num_layers: int) -> float:
+    """1 / sqrt(2 layers): GPT-2's scaling of the matrices that write to the residual stream.
+
+    Radford et al. 2019, section 2.3; each layer writes twice.
+    """
+    return 1 / math.sqrt(2 * num_layers)
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square norm over the last dim (arXiv 1910.07467)."""
+
+    def __init__(self, size, spec):
+        self.epsilon = spec.norm_epsilon
+        self.scale = nnx.Param(jnp.ones((size,), spec.weight_dtype), names=("norm",))
+
+    def __call__(self, x):
+        """x with root mean square 1 times the scale; computed in float32, in the type of x."""
+        x_f32 = x.astype(f32)  # squares of bf16 values lose half their digits
+        mean_square = jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True)
+        normed = x_f32 * jax.lax.rsqrt(mean_square + self.epsilon)
+        return (normed * self.scale[...].astype(f32)).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """The projections around attention: grouped queries, optional qk-norm, rotary embedding."""
+
+    def __init__(self, spec, rngs):
+        D, N, K, H = spec.emb_dim, spec.num_query_heads, spec.num_kv_heads, spec.head_dim
+        self.spec = spec
+        self.query = _weight(
+            rngs.params(), (D, N, H), ("embed", "heads", "head_dim"), fan_in=D, spec=spec
+        )
+        self.key = _weight(
+            rngs.params(), (D, K, H), ("embed", "kv_heads", "head_dim"), fan_in=D, spec=spec
+        )
+        self.value = _weight(
+            rngs.params(), (D, K, H), ("embed", "kv_heads", "head_dim"), fan_in=D, spec=spec
+        )
+        self.out = _weight(
+            rngs.params(),
+            (N, H, D),
+            ("heads", "head_dim", "embed"),
+            fan_in=N * H,
+            spec=spec,
+            gain=residual_gain(spec.num_layers),
+        )
+        if spec.use_qk_norm:
+            self.query_norm = RMSNorm(H, spec)
+            self.key_norm = RMSNorm(H, spec)
+
+    def project(self, x_BLD, turn):
+        """Queries [B, L, N, H], keys and values [B, L, K, H], normed and rotated."""
+        spec = self.spec
+        q_BLNH, k_BLKH, v_BLKH = (
+            keep(jnp.einsum("bld,dnh->blnh", x_BLD, w[...], precision=spec.precision), QKV)
+            for w in (self.query, self.key, self.value)
+        )
+        if spec.use_qk_norm:
+            q_BLNH, k_BLKH = self.query_norm(q_BLNH), self.key_norm(k_BLKH)
+        q_BLNH, k_BLKH = rotate(q_BLNH, turn), rotate(k_BLKH, turn)
+        q_BLNH = constrain(q_BLNH, ("batch", "length", "heads_act", None), spec.rules)
+        kv_names = ("batch", "length", "kv_act", None)
+        return (
+            q_BLNH,
+            constrain(k_BLKH, kv_names, spec.rules),
+            constrain(v_BLKH, kv_names, spec.rules),
+        )
+
+    def merge_heads(self, context_BLNH):
+        """[B, L, N, H] -> [B, L, D]."""
+        out_BLD = jnp.einsum(
+            "blnh,nhd->bld", context_BLNH, self.out[...], precision=self.spec.precision
+        )
+        return keep(out_BLD, ATTENTION_OUT)
+
+
+class MLP(nnx.Module):
+    """f(x w_up) w_out, or gated: f(x w_gate) * g(x w_up) w_out (arXiv 2002.05202)."""
+
+    def __init__(self, spec, rngs):
+        D, F = spec.emb_dim, spec.mlp_dim
+        self.spec = spec
+        if len(spec.mlp_activations) == 2:
+            self.w_gate = _weight(rngs.params(), (D, F), ("embed", "mlp"), fan_in=D, spec=spec)
+        self.w_up = _weight(rngs.params(), (D, F), ("embed", "mlp"), fan_in=D, spec=spec)
+        self.w_out = _weight(
+            rngs.params(),
+            (F, D),
+            ("mlp", "embed"),
+            fan_in=F,
+            spec=spec,
+            gain=residual_gain(spec.num_layers),
+        )
+
+    def __call__(self, x_BLD):
+        """[B, L, D] -> [B, L, D]."""
+        names = self.spec.mlp_activations
+        up_BLF = ACTIVATIONS[names[-1]](self._in(x_BLD, self.w_up))
+        if len(names) == 2:
+            up_BLF = ACTIVATIONS[names[0]](self._in(x_BLD, self.w_gate)) * up_BLF
+        return jnp.einsum("blf,fd->bld", up_BLF, self.w_out[...], precision=self.spec.precision)
+
+    def _in(self, x_BLD, w_DF):
+        hidden_BLF = jnp.einsum("bld,df->blf", x_BLD, w_DF[...], precision=self.spec.precision)
+        hidden_BLF = constrain(hidden_BLF, ("batch", "length", "mlp_act"), self.spec.rules)
+        return keep(hidden_BLF, MLP_IN)
+
+
+class DecoderLayer(nnx.Module):
+    """One pre-norm layer, in two halves so that the caller attends in between."""
+
+    def __init__(self, spec, rngs):
+        self.spec = spec
+        self.attention_norm = RMSNorm(spec.emb_dim, spec)
+        self.attention = Attention(spec, rngs)
+        self.mlp_norm = RMSNorm(spec.emb_dim, spec)
+        self.mlp = MLP(spec, rngs)
+
+    def project(self, x_BLD, turn):
+        """Queries, keys and values of the residual stream."""
+        return self.attention.project(self.attention_norm(x_BLD), turn)
+
+    def finish(self, x_BLD, context_BLNH):
+        """The residual stream after the attention's output and the MLP."""
+        x_BLD = x_BLD + self.attention.merge_heads(context_BLNH)
+        x_BLD = x_BLD + self.mlp(self.mlp_norm(x_BLD))
+        return constrain(x_BLD, ("batch", "length", "embed_act"), self.spec.rules)
+
+
+class Ends(nnx.Module):
+    """What is not stacked: token embedding, final norm and, when untied, the head."""
+
+    def __init__(self, spec, rngs):
+        D, V = spec.emb_dim, spec.vocab_size
+        self.spec = spec
+        self.embedding = _weight(
+            rngs.params(), (V, D), ("vocab", "embed"), fan_in=D if spec.tied_head else 1, spec=spec
+        )
+        self.final_norm = RMSNorm(D, spec)
+        if not spec.tied_head:
+            self.head = _weight(rngs.params(), (D, V), ("embed", "vocab"), fan_in=D, spec=spec)
+
+    def embed(self, tokens_BL):
+        """Residual stream of unit variance at the start, [B, L, D].
+
+        A tied table has variance 1/D for the head's sake and is scaled by sqrt(D) here
+        (arXiv 1706.03762, section 3.4). A token outside the vocabulary becomes NaN, which the
+        loss shows.
+        """
+        spec = self.spec
+        x_BLD = look_up(self.embedding[...], tokens_BL, spec.rules)
+        if spec.tied_head:
+            x_BLD = x_BLD * math.sqrt(spec.emb_dim)
+        return constrain(x_BLD.astype(spec.dtype), ("batch", "length", "embed_act"), spec.rules)

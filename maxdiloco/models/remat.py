@@ -1,0 +1,41 @@
+"""What a layer keeps for its backward pass; the rest is computed again."""
+
+from collections.abc import Callable
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+QKV = "qkv"  # the matmuls to queries, keys and values; norm and rotation are cheap to redo
+CONTEXT = "context"  # what attention returns, and what its kernel needs to go back
+ATTENTION_OUT = "attention_out"  # the attention block's output matmul
+MLP_IN = "mlp_in"  # the matmuls before the MLP's activation
+
+# Policy -> names kept. The layer's input is kept by all of them; `none` keeps everything.
+POLICIES: dict[str, tuple[str, ...] | None] = {
+    "none": None,
+    "minimal": (QKV, CONTEXT, ATTENTION_OUT, MLP_IN),
+    "save_qkv_context": (QKV, CONTEXT),
+    "save_context": (CONTEXT,),
+    "full": (),
+}
+
+
+def keep(x: jax.Array, name: str) -> jax.Array:
+    """Mark x as a value that policies may keep under `name`."""
+    return checkpoint_name(x, name)
+
+
+def checkpointed(layer_fn: Callable, policy: str) -> Callable:
+    """layer_fn with the named policy for its backward pass.
+
+    policy: a key of POLICIES, from `none` (most memory, nothing twice) to `full` (least memory,
+    every layer's forward pass runs twice).
+    """
+    names = POLICIES[policy]
+    if names is None:
+        return layer_fn
+    return jax.checkpoint(
+        layer_fn,
+        policy=jax.checkpoint_policies.save_only_these_names(*names),
+        prevent_cse=False,  # the layer runs inside a scan, which keeps the two passes apart
+    )

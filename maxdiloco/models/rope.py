@@ -1,0 +1,33 @@
+"""Rotary position embedding (arXiv 2104.09864), pairs taken from the two halves of a head."""
+# B sequences, or 1 where all share the positions  L tokens  N heads  H head dim  I = H / 2 pairs
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+f32 = jnp.float32
+
+
+class Rotation(NamedTuple):
+    """Sine and cosine of the angle of each position and pair, float32."""
+
+    sin_BLI: jax.Array
+    cos_BLI: jax.Array
+
+
+def rotation(positions_BL: jax.Array, head_dim: int, max_timescale: float) -> Rotation:
+    """Angle of pair i at a position: position / max_timescale^(2i/H)."""
+    exponents_I = jnp.arange(0, head_dim, 2, dtype=f32) / head_dim
+    angles_BLI = positions_BL[..., None].astype(f32) / max_timescale**exponents_I
+    return Rotation(jnp.sin(angles_BLI), jnp.cos(angles_BLI))
+
+
+def rotate(x_BLNH: jax.Array, by: Rotation) -> jax.Array:
+    """Turn pair (i, i + H/2) of every head; computed in float32, returned in x's type."""
+    sin_BL1I, cos_BL1I = by.sin_BLI[..., None, :], by.cos_BLI[..., None, :]
+    first, second = jnp.split(x_BLNH.astype(f32), 2, axis=-1)
+    turned = jnp.concatenate(
+        [first * cos_BL1I - second * sin_BL1I, second * cos_BL1I + first * sin_BL1I], axis=-1
+    )
+    return turned.astype(x_BLNH.dtype)

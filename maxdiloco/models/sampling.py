@@ -1,0 +1,97 @@
+"""Text from a model: greedy or random continuation of prompts."""
+# B sequences  L prompt tokens  T new tokens  V vocabulary
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from maxdiloco.errors import ConfigError
+from maxdiloco.models import decode
+from maxdiloco.models.spec import ModelSpec
+from maxdiloco.models.transformer import Model, Params
+
+
+def sample(
+    model: Model,
+    params: Params,
+    prompt_tokens: jax.Array,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    key: jax.Array,
+    lengths: jax.Array | None = None,
+) -> jax.Array:
+    """Continue prompts: int32 [B, L] -> the new tokens, int32 [B, T].
+
+    temperature: 0 takes the likeliest token, 1 samples as the model says. top_k: sample from the
+    k likeliest tokens, 0 from all. lengths: int [B], valid tokens of right-padded prompts; all
+    of L when None. Compiled once per shape; the cache has L + T slots.
+    Raises ConfigError for an empty prompt, no new tokens, or a negative temperature or top_k.
+    """
+    B, L = prompt_tokens.shape
+    _check(L, max_new_tokens, temperature, top_k)
+    lengths_B = jnp.full((B,), L, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
+    return _generate(
+        model.spec,
+        params,
+        jnp.asarray(prompt_tokens, jnp.int32),
+        lengths_B,
+        key,
+        jnp.float32(temperature),
+        max_new_tokens=max_new_tokens,
+        top_k=min(top_k, model.spec.vocab_size),
+        greedy=temperature == 0,
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("max_new_tokens", "top_k", "greedy"))
+def _generate(
+    spec: ModelSpec,
+    params,
+    tokens_BL,
+    lengths_B,
+    key,
+    temperature,
+    *,
+    max_new_tokens,
+    top_k,
+    greedy,
+):
+    logits_BV, cache = decode.prefill(
+        spec, params, tokens_BL, lengths_B, cache_length=tokens_BL.shape[1] + max_new_tokens
+    )
+
+    def step(carry, key):
+        logits_BV, cache, positions_B = carry
+        tokens_B = next_token(logits_BV, key, temperature=temperature, top_k=top_k, greedy=greedy)
+        logits_BV, cache = decode.decode_step(spec, params, cache, tokens_B, positions_B)
+        return (logits_BV, cache, positions_B + 1), tokens_B
+
+    keys_T = jax.random.split(key, max_new_tokens)
+    _, tokens_TB = jax.lax.scan(step, (logits_BV, cache, lengths_B), keys_T)
+    return tokens_TB.T
+
+
+def next_token(
+    logits_BV: jax.Array, key: jax.Array, *, temperature: jax.Array, top_k: int, greedy: bool
+) -> jax.Array:
+    """One token of each row, int32 [B]; see sample for temperature and top_k."""
+    if greedy:
+        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    if top_k:
+        least_B1 = jax.lax.top_k(logits_BV, top_k)[0][:, -1:]
+        logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
+    return jax.random.categorical(key, logits_BV / temperature, axis=-1).astype(jnp.int32)
+
+
+def _check(prompt_length, max_new_tokens, temperature, top_k):
+    if prompt_length < 1:
+        raise ConfigError("prompt is empty: there is no token to continue. Give at least one.")
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens={max_new_tokens} asks for no text. Use 1 or more.")
+    if temperature < 0:
+        raise ConfigError(f"temperature={temperature} is negative. Use 0 for greedy, or above.")
+    if top_k < 0:
+        raise ConfigError(f"top_k={top_k} is negative. Use 0 for the whole vocabulary, or above.")

@@ -1,0 +1,158 @@
+"""The inner optimizer: which rule, at which learning rate, and what decays."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax.contrib import MuonDimensionNumbers
+
+from maxdiloco.models.transformer import Model
+
+MUON_RMS = 0.2  # an update as large as AdamW's, so that both take one rate (arXiv 2502.16982, 2.2)
+OUTPUT_NAMES = ("heads", "kv_heads", "head_dim", "mlp")
+
+
+class OptimizerConfig(Protocol):
+    """The keys of the config that shape the inner optimizer."""
+
+    opt_type: str
+    learning_rate: float
+    warmup_steps_fraction: float
+    cosine_learning_rate_final_fraction: float
+    learning_rate_schedule_steps: int
+    adam_b1: float
+    adam_b2: float
+    adam_eps: float
+    adam_weight_decay: float
+    gradient_clipping_threshold: float
+
+
+def learning_rate_schedule(
+    cfg: OptimizerConfig, total_steps: int
+) -> Callable[[jax.typing.ArrayLike], jax.Array]:
+    """Learning rate of inner step t as a function of the steps before it, t - 1.
+
+    Linear from 0 to the peak at the last warmup step, then half a cosine to the final fraction at
+    the last step of the schedule, constant after it (warmup and cosine as in arXiv 2503.09799,
+    section 3).
+    total_steps: length of the schedule when learning_rate_schedule_steps is -1.
+    """
+    scheduled = cfg.learning_rate_schedule_steps
+    length = total_steps if scheduled == -1 else scheduled
+    warmup = round(cfg.warmup_steps_fraction * length)
+    last = cfg.cosine_learning_rate_final_fraction
+
+    def schedule(count):
+        t = jnp.asarray(count, jnp.float32) + 1
+        rising = t / max(warmup, 1)
+        progress = jnp.clip((t - warmup) / max(length - warmup, 1), 0, 1)
+        falling = last + (1 - last) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
+        return cfg.learning_rate * jnp.where(t < warmup, rising, falling)
+
+    return schedule
+
+
+def build(cfg: OptimizerConfig, total_steps: int, *, model: Model) -> optax.GradientTransformation:
+    """Clipping by global norm (0: none), then opt_type.
+
+    adamw: Adam with decoupled weight decay, times the learning rate, on matrices and embeddings;
+    norm scales do not decay. muon: orthogonalised Nesterov momentum for the layers' matrices,
+    Adam for the rest, the same decay (arXiv 2502.16982). sgd: plain, no momentum and no decay.
+    Gradients and optimizer state are float32 whatever weight_dtype is.
+    total_steps: length of the run [inner steps].
+    """
+    schedule = learning_rate_schedule(cfg, total_steps)
+    rules = {"adamw": _adamw, "muon": _muon, "sgd": lambda cfg, rate, model: optax.sgd(rate)}
+    rule = rules[cfg.opt_type](cfg, schedule, model)
+    if cfg.gradient_clipping_threshold:
+        clip = optax.clip_by_global_norm(cfg.gradient_clipping_threshold)
+        rule = optax.chain(clip, rule)
+    return _float32_state(rule)
+
+
+def decays(model: Model) -> Any:
+    """Pytree like the parameters: whether weight decay applies, not to norm scales."""
+    return _by_names(lambda names: "norm" not in names, model)
+
+
+def muon_dims(model: Model) -> Any:
+    """Pytree like the parameters: how muon sees a leaf as matrices, None where it does not.
+
+    The layers' matrices with all heads side by side; embedding, head and norms are left to Adam.
+    """
+
+    def dims(names):
+        if "layers" not in names or "norm" in names:
+            return None
+        inner = tuple(dim for dim, name in enumerate(names) if name in OUTPUT_NAMES)
+        outer = tuple(dim for dim, name in enumerate(names) if name == "embed")
+        reads = names.index("embed") == 1  # from the residual stream, rather than to it
+        return MuonDimensionNumbers(*((outer, inner) if reads else (inner, outer)))
+
+    return _by_names(dims, model)
+
+
+def _adamw(cfg, schedule, model):
+    return optax.adamw(
+        schedule,
+        b1=cfg.adam_b1,
+        b2=cfg.adam_b2,
+        eps=cfg.adam_eps,
+        weight_decay=cfg.adam_weight_decay,
+        mask=decays(model),
+    )
+
+
+def _muon(cfg, schedule, model):
+    dims = muon_dims(model)
+    labels = jax.tree.map(lambda d: "adam" if d is None else "muon", dims, is_leaf=_is_dims)
+    own_dims = jax.tree.map(
+        lambda d: optax.MaskedNode() if d is None else d, dims, is_leaf=_is_dims
+    )
+    return optax.chain(
+        optax.partition(
+            {
+                "muon": optax.chain(
+                    optax.contrib.scale_by_muon(weight_dimension_numbers=own_dims),
+                    optax.stateless(lambda updates, _: _with_adams_rms(updates, own_dims)),
+                ),
+                "adam": optax.scale_by_adam(cfg.adam_b1, cfg.adam_b2, cfg.adam_eps),
+            },
+            labels,
+        ),
+        optax.add_decayed_weights(cfg.adam_weight_decay, mask=decays(model)),
+        optax.scale_by_learning_rate(schedule),
+    )
+
+
+def _with_adams_rms(updates, dims):
+    """Orthogonal updates times MUON_RMS * sqrt(larger side of the matrix)."""
+
+    def scale(update, dim):
+        sides = (
+            math.prod(update.shape[axis] for axis in axes)
+            for axes in (dim.reduction_axis, dim.output_axis)
+        )
+        return update * (MUON_RMS * math.sqrt(max(sides)))
+
+    return jax.tree.map(scale, updates, dims)
+
+
+def _is_dims(x):
+    return x is None or isinstance(x, MuonDimensionNumbers)
+
+
+def _float32_state(rule):
+    """The rule with its state made for float32 parameters: moments of bfloat16 would not move."""
+
+    def init(params):
+        return rule.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
+
+    return optax.GradientTransformation(init, rule.update)
+
+
+def _by_names(fn, model):
+    return jax.tree.map(fn, model.logical_axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
