@@ -1,0 +1,1 @@
+"""How a mean over the replicas travels."""

@@ -1,0 +1,163 @@
+"""A mean over the replicas inside compiled programs, over the mesh axis `diloco`.
+
+Streaming DiLoCo (arXiv 2501.18512) Algorithm 2, lines 6-9, in three parts that can lie in
+different programs: `send` encodes, `carry` moves wire codes between slices and nothing else,
+`receive` decodes and averages. Whatever crosses is already in wire format, as a rank-1 array, so
+that no compiler can widen or pad it.
+
+    # R replicas  S replicas of this mesh slot  C wire elements of a replica on one device
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from maxdiloco.diloco import outer
+from maxdiloco.exchange import payload as wire
+from maxdiloco.exchange.payload import Payload
+from maxdiloco.parallel.mesh import in_slice_axes
+
+
+class Received(NamedTuple):
+    """What a fragment's exchange brought.
+
+    mean: leaves of the fragment, [...] the same for all replicas, or [R, ...] when each replica
+    has its own (eager). bad_RF: whether a replica's leaf was not finite. gram_RR: inner products
+    of the replicas' outer gradients.
+    """
+
+    mean: list[jax.Array]
+    bad_RF: jax.Array
+    gram_RR: jax.Array
+
+
+def outgoing_spec(mesh: Mesh) -> P:
+    """Chunks waiting to be sent: rank 1, every device its own part."""
+    return P(("diloco", *in_slice_axes(mesh)))
+
+
+def incoming_spec(mesh: Mesh) -> P:
+    """Chunks that have arrived: every slice holds those of all replicas."""
+    axes = in_slice_axes(mesh)
+    return P(axes) if axes else P()
+
+
+def _on_every_device(fn, mesh, in_specs, out_specs):
+    return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def send(
+    layout: Payload, leaves_R: Sequence[jax.Array], *, num_chunks: int, chunk: int
+) -> tuple[jax.Array, ...]:
+    """Encode a fragment's outer gradients and cut them into chunks.
+
+    leaves_R: [R, ...] float32 each. chunk: wire elements per replica and device.
+    Returns num_chunks rank-1 arrays laid out by `outgoing_spec`; no traffic at all.
+    """
+
+    def on_device(*leaves_S):
+        codes_SC = wire.encode(layout, leaves_S)
+        codes_SC = jnp.pad(codes_SC, ((0, 0), (0, num_chunks * chunk - layout.size)))
+        return tuple(
+            codes_SC[:, c * chunk : (c + 1) * chunk].reshape(-1) for c in range(num_chunks)
+        )
+
+    return _on_every_device(
+        on_device,
+        layout.mesh,
+        tuple(P("diloco", *share.spec) for share in layout.shares),
+        (outgoing_spec(layout.mesh),) * num_chunks,
+    )(*leaves_R)
+
+
+def carry(chunk: jax.Array, mesh: Mesh) -> jax.Array:
+    """Bring one chunk of every replica to every slice: the only line where replicas talk."""
+
+    def on_device(codes):
+        dtype = codes.dtype
+        if dtype == jnp.bfloat16:
+            # As integers: CPU widens collectives of bfloat16 to float32.
+            codes = jax.lax.bitcast_convert_type(codes, jnp.uint16)
+        return jax.lax.bitcast_convert_type(
+            jax.lax.all_gather(codes, "diloco", tiled=True), dtype
+        )
+
+    return _on_every_device(
+        on_device,
+        mesh,
+        outgoing_spec(mesh),
+        incoming_spec(mesh),
+    )(chunk)
+
+
+def receive(
+    layout: Payload, incoming: Sequence[jax.Array], *, num_replicas: int
+) -> Received:
+    """The mean of all replicas' outer gradients of a fragment, in float32 and replica order.
+
+    incoming: the fragment's chunks, laid out by `incoming_spec`.
+    """
+
+    def on_device(*chunks):
+        codes_RC = _codes(layout, chunks, num_replicas)
+        shares = wire.decode(layout, codes_RC)
+        mean = [
+            wire.assemble(share, outer.ordered_mean(x_RN)[None])[0]
+            for share, x_RN in zip(layout.shares, shares, strict=True)
+        ]
+        return Received(mean, wire.bad_flags(layout, codes_RC), wire.gram(layout, shares))
+
+    return _on_every_device(
+        on_device,
+        layout.mesh,
+        (incoming_spec(layout.mesh),) * len(incoming),
+        Received([share.spec for share in layout.shares], P(), P()),
+    )(*incoming)
+
+
+def receive_with_own(
+    layout: Payload,
+    incoming: Sequence[jax.Array],
+    own: Sequence[jax.Array],
+    *,
+    num_replicas: int,
+) -> tuple[Received, jax.Array]:
+    """Eager updates: each replica's mean of its fresh and the others' previous outer gradients.
+
+    arXiv 2502.12996, Algorithm 3: the ordered mean in which the own slot holds the fresh value.
+    incoming: chunks of the round before; own: chunks just made, laid out by `outgoing_spec`.
+    Returns Received with mean leaves [R, ...], and own_bad_RF for the fresh values.
+    """
+
+    num_here = num_replicas // layout.mesh.shape["diloco"]
+
+    def on_device(*chunks):
+        stale_RC = _codes(layout, chunks[: len(incoming)], num_replicas)
+        own_SC = _codes(layout, chunks[len(incoming) :], num_here)
+        first = jax.lax.axis_index("diloco") * num_here
+        stale = wire.decode(layout, stale_RC)
+        fresh = wire.decode(layout, own_SC)
+        mean = []
+        for share, stale_RN, fresh_SN in zip(layout.shares, stale, fresh, strict=True):
+            mixed = [
+                outer.with_own_fresh(stale_RN, fresh_SN[s], first + s) for s in range(num_here)
+            ]
+            mean.append(wire.assemble(share, jnp.stack(mixed)))
+        received = Received(mean, wire.bad_flags(layout, stale_RC), wire.gram(layout, stale))
+        return received, wire.bad_flags(layout, own_SC)
+
+    mesh = layout.mesh
+    in_specs = (incoming_spec(mesh),) * len(incoming) + (outgoing_spec(mesh),) * len(own)
+    mean_specs = [P("diloco", *share.spec) for share in layout.shares]
+    return _on_every_device(
+        on_device, mesh, in_specs, (Received(mean_specs, P(), P()), P("diloco"))
+    )(*incoming, *own)
+
+
+def _codes(layout: Payload, chunks, rows: int) -> jax.Array:
+    """Chunks [rows * chunk] of one device as codes [rows, C]."""
+    return jnp.concatenate([c.reshape(rows, -1) for c in chunks], axis=1)[:, : layout.size]

@@ -1,0 +1,56 @@
+"""Replica groups of collectives, in the spellings XLA prints, and whether they cross slices."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+_LISTED = re.compile(r"\{(\{[\d,]*\}(,\{[\d,]*\})*)\}$")
+_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?$")
+_ATTRIBUTE = re.compile(
+    r"(?:replica_groups|source_target_pairs)=(\{\{.*?\}\}|\{\}|[^\s{]*?\)(?=,|$)|[^\s{]*?\](?=,|$))"
+)
+
+
+def read(text: str) -> tuple[tuple[int, ...], ...]:
+    """`{{0,1},{2,3}}`, `[2,4]<=[8]` or `[4,2]<=[2,4]T(1,0)` as groups of device numbers.
+
+    The last two number 0, 1, .. over the dims after `<=`, transpose them by T and fold the result
+    into the dims before it. Raises ValueError for any other spelling.
+    """
+    if listed := _LISTED.match(text):
+        groups = re.findall(r"\{([\d,]*)\}", listed[1])
+        return tuple(tuple(int(n) for n in group.split(",") if n) for group in groups)
+    iota = _IOTA.match(text)
+    if iota is None:
+        raise ValueError(
+            f"replica groups {text!r} are in a spelling that this reader does not know: it reads "
+            f"{{{{0,1}},{{2,3}}}}, [2,4]<=[8] and [4,2]<=[2,4]T(1,0)."
+        )
+    folded, counted, order = (_numbers(part) for part in iota.groups())
+    if len(folded) != 2 or math.prod(folded) != math.prod(counted):
+        raise ValueError(f"replica groups {text!r} do not number every device once")
+    numbers = np.arange(math.prod(counted)).reshape(counted)
+    numbers = numbers.transpose(order) if order else numbers
+    return tuple(tuple(row) for row in numbers.reshape(folded).tolist())
+
+
+def of(attributes: str) -> tuple[tuple[int, ...], ...]:
+    """The groups (or source and target pairs) in the attributes of a collective.
+
+    Raises ValueError where there are none: `{}` means all devices, whose number is not there.
+    """
+    found = _ATTRIBUTE.search(attributes)
+    if found is None:
+        raise ValueError(f"no replica groups that can be read in {attributes[:80]!r}")
+    return read(found[1])
+
+
+def crosses(groups: Sequence[Sequence[int]], slice_of_device: Mapping[int, int]) -> bool:
+    """Whether a group holds devices of two slices."""
+    return any(len({slice_of_device[device] for device in group}) > 1 for group in groups)
+
+
+def _numbers(text: str | None) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split(",")) if text else ()
