@@ -1,0 +1,340 @@
+"""DiLoCo, Streaming DiLoCo and eager updates around anybody's training step.
+
+DiLoCo: arXiv 2311.08105 Algorithm 1. Streaming DiLoCo: arXiv 2501.18512 Algorithm 2. Eager
+updates: arXiv 2502.12996 Algorithm 3. This file binds an inner step, the schedule and an exchange
+into programs and a state; it knows no language model.
+
+    # R replicas  F leaves
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from maxdiloco.algorithm_layout import (
+    FragmentPlan,
+    Layout,
+    State,
+    copies,
+    front,
+    lay_out,
+    parts_of,
+    pick,
+    placed,
+    replaced,
+)
+from maxdiloco.algorithm_programs import Programs, Rule
+from maxdiloco.diloco import fragments, outer, quantize, schedule
+from maxdiloco.errors import NumericsError
+from maxdiloco.parallel.replicas import fetch, reduce_mean
+
+
+def say_nothing(name: str, seconds: float, compiled: jax.stages.Compiled) -> None:
+    """The default for `on_compile`."""
+
+
+class DiLoCo:
+    """M replicas that train apart and synchronise fragment by fragment.
+
+    inner_step: (params, opt_state, batch) -> (params, opt_state, metrics), one replica's view, any
+      JAX code. num_replicas M; sync_period H [inner steps]; num_fragments P; overlap_steps tau
+      [inner steps]; alpha: weight of the replica's own values in the merge.
+    outer_lr, outer_momentum: of SGD with Nesterov momentum; outer_optimizer: any optax
+      transformation in its place (it sees a fragment as a list of float32 arrays).
+    outer_overlap: none | delayed | eager. exchange_dtype: float32 | bfloat16 | int8 | float4_e3m0.
+    offsets: inner step (mod H) at which each fragment is sent; default floor(p*H/P).
+    layer_axis: which leaves stack layers: None, or a pytree like params of None, int,
+      `fragments.Stacked` or `fragments.Vocabulary`.
+    mesh: has an axis `diloco` of which M is a multiple; None: one device holds all replicas.
+    outer_memory: device | pinned_host, where theta and the outer optimizer state are kept.
+    on_compile(name, seconds, compiled) is told of every compile.
+    Raises ValueError for values outside the contract, before anything is compiled.
+    """
+
+    def __init__(
+        self,
+        inner_step: Callable[[Any, Any, Any], tuple[Any, Any, Any]],
+        *,
+        num_replicas: int,
+        sync_period: int,
+        num_fragments: int = 1,
+        overlap_steps: int = 0,
+        alpha: float = 0.0,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        outer_optimizer: optax.GradientTransformation | None = None,
+        outer_overlap: str = "none",
+        exchange_dtype: str = "float32",
+        sequential_layers: bool = False,
+        num_nonlayer_fragments: int = 1,
+        offsets: Sequence[int] | None = None,
+        layer_axis: Any = None,
+        mesh: Mesh | None = None,
+        outer_memory: str = "device",
+        on_compile: Callable[[str, float, jax.stages.Compiled], None] = say_nothing,
+    ):
+        mesh = mesh or Mesh(np.array(jax.devices()[:1]), ("diloco",))
+        _check(num_replicas, alpha, outer_memory, mesh)
+        quantize.wire(exchange_dtype)
+        if offsets is None:
+            offsets = schedule.offsets(num_fragments, sync_period)
+        timing = dict(H=sync_period, tau=overlap_steps, offsets=offsets, overlap=outer_overlap)
+        schedule.check(P=num_fragments, **timing)
+        self.schedule = schedule.Schedule(**timing | {"offsets": tuple(offsets)})
+        self.mesh = mesh
+        self.num_replicas = num_replicas
+        self.num_fragments = num_fragments
+        self.wire = exchange_dtype
+        self.optimizer = outer_optimizer or outer.outer_optimizer(
+            "nesterov", lr=outer_lr, momentum=outer_momentum
+        )
+        self._rule = Rule(self.optimizer, alpha, outer_overlap)
+        self._inner_step = inner_step
+        self._partition = dict(
+            num_fragments=num_fragments,
+            num_nonlayer=num_nonlayer_fragments,
+            sequential=sequential_layers,
+        )
+        self._layer_axis = layer_axis
+        self._outer_memory = None if outer_memory == "device" else outer_memory
+        self._on_compile = on_compile
+        self._paced = mesh.devices.flat[0].platform == "cpu" and mesh.size > 1
+
+    def bind(self, params: Any, opt_state: Any) -> Layout:
+        """Lay out the state for one replica's pytrees (arrays or ShapeDtypeStructs).
+
+        `init` does it; a run that restores a state calls it first. Raises ValueError when the
+        fragments do not fit the parameters or a parameter is not a floating-point array.
+        """
+        for path, x in jax.tree_util.tree_leaves_with_path(params):
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                raise ValueError(
+                    f"params{jax.tree_util.keystr(path)} is {x.dtype}, which cannot be averaged. "
+                    f"Keep what is not floating point in opt_state."
+                )
+        parts = fragments.partition(params, self._layer_axis, **self._partition)
+        self.layout = lay_out(
+            params,
+            opt_state,
+            parts=parts,
+            num_replicas=self.num_replicas,
+            mesh=self.mesh,
+            optimizer=self.optimizer,
+            wire=self.wire,
+            window=self.schedule.window,
+            slots=self.schedule.slots,
+            per_replica_outer=self._rule.overlap == "eager",
+            outer_memory=self._outer_memory,
+        )
+        self.programs = Programs(self.layout, self._inner_step, self._rule, self._on_compile)
+        return self.layout
+
+    def init(self, params: Any, opt_state: Any) -> State:
+        """The state before the first step: one replica's pytrees, copied to all of them.
+
+        Their shardings on the mesh are kept, with `diloco` put before.
+        """
+        like = self.bind(params, opt_state).state
+        like = replace(like, t=None, settled=None)
+        empty = replace(like, params=None, opt_state=None, outer=None, outer_opt=())
+        M = self.num_replicas
+
+        def zeros(x):
+            return jnp.zeros(x.shape, x.dtype)
+
+        def fresh(params, opt_state):
+            theta = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+            # theta and the momenta of SGD start as the state before any outer gradient.
+            fragments_opt = tuple(
+                self.optimizer.init(parts_of(jax.tree.leaves(theta), plan))
+                for plan in self.layout.plans
+            )
+            if self._rule.overlap == "eager":
+                theta, fragments_opt = copies((theta, fragments_opt), M)
+            return replace(
+                jax.tree.map(zeros, empty),
+                params=copies(params, M),
+                opt_state=copies(opt_state, M),
+                outer=theta,
+                outer_opt=fragments_opt,
+            )
+
+        made = jax.jit(fresh, out_shardings=jax.tree.map(lambda x: x.sharding, like))
+        return replace(made(params, opt_state), t=0, settled=0)
+
+    def step(self, state: State, batch: Any) -> tuple[State, Any]:
+        """One inner step of every replica, and the sends and applies that fall on it.
+
+        state: donated. batch: leaves [R, ...]. Returns the new state and metrics with leaves
+        [R, ...]. Not itself jittable. Raises NumericsError at the first synchronisation after one
+        in which a replica's outer gradient was not finite.
+        """
+        t = state.t + 1
+        plan = self.schedule.plan(t)
+        if plan.sends or plan.applies:
+            self.check_finite(state)
+        self._pace(state)
+        state, metrics = self._inner(state, batch, plan.carrying)
+        state = replace(state, t=t)
+        for send in plan.sends:
+            state = self._send(state, send)
+        for apply in plan.applies:
+            if apply.send_step > state.settled:
+                state = self._apply(state, apply)
+        return state, metrics
+
+    def _pace(self, state: State) -> None:
+        # With several emulated devices a host that runs ahead deadlocks XLA's rendezvous on CPU.
+        if self._paced:
+            jax.block_until_ready((state.params, state.incoming, state.outer))
+
+    def _inner(self, state, batch, carrying):
+        if carrying is None:
+            params, opt_state, metrics = self.programs.inner(state.params, state.opt_state, batch)
+            return replace(state, params=params, opt_state=opt_state), metrics
+        send, c = carrying
+        if c >= self.layout.plans[send.fragment].num_chunks:
+            return self._inner(state, batch, None)
+        params, opt_state, metrics, arrived = self.programs.inner_exchange(
+            state.params, state.opt_state, batch, state.outgoing[c]
+        )
+        incoming = replaced(
+            state.incoming, send.slot, replaced(state.incoming[send.slot], c, arrived)
+        )
+        return replace(state, params=params, opt_state=opt_state, incoming=incoming), metrics
+
+    def _send(self, state: State, send: schedule.Event) -> State:
+        plan = self.layout.plans[send.fragment]
+        self._pace(state)
+        if self._rule.overlap != "none":
+            return self._merge(state, "outer_step", plan, self._incoming(state, send, plan))
+        if self.schedule.window == 0:
+            return self._merge(state, "synchronise", plan, None)
+        chunks = self.programs.of("pack", plan)(
+            pick(state.params, plan), pick(state.outer, plan), plan.places
+        )
+        return replace(state, outgoing=front(state.outgoing, chunks))
+
+    def _apply(self, state: State, apply: schedule.Event) -> State:
+        if self._rule.overlap != "none" or self.schedule.window == 0:
+            return state
+        plan = self.layout.plans[apply.fragment]
+        self._pace(state)
+        return self._merge(state, "merge", plan, self._incoming(state, apply, plan))
+
+    def _incoming(self, state, send, plan) -> tuple[jax.Array, ...]:
+        return state.incoming[send.slot][: plan.num_chunks]
+
+    def _merge(self, state: State, kind: str, plan: FragmentPlan, incoming) -> State:
+        args = (
+            pick(state.params, plan),
+            pick(state.outer, plan),
+            state.outer_opt[plan.index],
+            state.bad,
+            plan.places,
+        )
+        if incoming is not None:
+            args = (*args, incoming)
+        params, theta, opt, bad, gram, *chunks = self.programs.of(kind, plan)(*args)
+        state = replace(
+            state,
+            params=placed(state.params, plan, params),
+            outer=placed(state.outer, plan, theta),
+            outer_opt=replaced(state.outer_opt, plan.index, opt),
+            bad=bad,
+            gram=gram,
+        )
+        return replace(state, outgoing=front(state.outgoing, chunks[0])) if chunks else state
+
+    def apply_mean(self, state: State, fragment: int, mean: Sequence[np.ndarray]) -> State:
+        """Apply a mean outer gradient that came another way: leaves of the fragment, float32."""
+        plan = self.layout.plans[fragment]
+        lies = [NamedSharding(self.mesh, share.spec) for share in plan.payload.shares]
+        return self._merge(state, "apply", plan, jax.device_put(list(mean), lies))
+
+    def check_finite(self, state: State) -> None:
+        """Raise NumericsError if a replica's outer gradient was not finite at a past send.
+
+        Waits for the last synchronisation. The flags travel with the exchange, so every process
+        sees the same ones; nothing was changed by the synchronisation that found them.
+        """
+        bad_RF = np.asarray(state.bad)
+        if bad_RF.any():
+            m, leaf = np.argwhere(bad_RF)[0]
+            raise NumericsError(
+                f"step {state.t}: the outer gradient of replica {m} has a NaN or infinity in "
+                f"params{self.layout.paths[leaf]}. No replica took it in. Go on from the last "
+                f"checkpoint with a lower learning_rate, or with nan_policy=skip."
+            )
+
+    def replica_params(self, state: State) -> Any:
+        """The replicas' parameters, leaves [R, ...]."""
+        return state.params
+
+    def outer_params(self, state: State) -> Any:
+        """theta, float32, leaves [...]; the mean over the replicas when eager."""
+        if self._rule.overlap != "eager":
+            return state.outer
+        specs = [NamedSharding(self.mesh, spec) for spec in self.layout.specs]
+        lies = jax.tree.unflatten(jax.tree.structure(state.outer), specs)
+        return jax.jit(_mean_over_replicas, out_shardings=lies)(state.outer)
+
+    def drift(self, state: State) -> np.ndarray:
+        """[R]: mean |x_m - theta| over all parameters of each replica."""
+        theta = jax.device_put(state.outer, jax.memory.Space.Device)
+        return fetch(jax.jit(_mean_distance)(state.params, theta), self.mesh)
+
+    def bytes_sent(self, t: int) -> int:
+        """Bytes that inner step t makes one replica send to other slices, padding included."""
+        plan = self.schedule.plan(t)
+        elements = 0
+        if self.schedule.window == 0:
+            for send in plan.sends:
+                elements += self.layout.chunk_of(self.layout.plans[send.fragment])
+        elif plan.carrying is not None:
+            send, c = plan.carrying
+            elements = self.layout.chunk * (c < self.layout.plans[send.fragment].num_chunks)
+        slots = self.mesh.shape["diloco"]
+        in_slice = self.mesh.size // slots
+        return elements * in_slice * quantize.wire(self.wire).dtype.itemsize * (slots - 1)
+
+
+def _check(num_replicas, alpha, outer_memory, mesh) -> None:
+    if "diloco" not in mesh.axis_names:
+        raise ValueError(
+            f"mesh axes {mesh.axis_names} lack 'diloco', the axis the replicas lie on. Add it, "
+            f"with size 1 if all replicas share the devices."
+        )
+    slots = mesh.shape["diloco"]
+    if num_replicas < 1 or num_replicas % slots:
+        raise ValueError(
+            f"num_replicas={num_replicas} must be a multiple of the mesh's diloco size {slots}: "
+            f"every slice holds equally many. Use {max(slots, num_replicas // slots * slots)}."
+        )
+    if not 0.0 <= alpha <= 1.0:
+        raise ValueError(
+            f"alpha={alpha} must be in [0, 1]: it is the weight of a replica's own values. Use 0 "
+            f"to take the outer ones."
+        )
+    if outer_memory not in ("device", "pinned_host"):
+        raise ValueError(f"outer_memory={outer_memory!r} is not known. Use device or pinned_host.")
+
+
+# Functions of the module, not of a call: jit knows them again and compiles them once.
+
+
+def _mean_over_replicas(tree: Any) -> Any:
+    return jax.tree.map(reduce_mean, tree)
+
+
+def _mean_distance(params: Any, theta: Any) -> jax.Array:
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(theta), strict=True)
+    apart = [abs(x_R.astype(jnp.float32) - o) for x_R, o in pairs]
+    M = apart[0].shape[0]
+    return sum(d.reshape(M, -1).sum(1) for d in apart) / sum(d.size // M for d in apart)

@@ -1,0 +1,224 @@
+"""Where every array of a DiLoCo run lies, and which fragment holds what: all that is static.
+
+    # R replicas  F leaves
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxdiloco.diloco import fragments, quantize, slices
+from maxdiloco.exchange import collective, payload
+from maxdiloco.parallel.replicas import broadcast
+from maxdiloco.parallel.sharding import axes_of, optimizer_shardings, spec_on
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """All that a run needs to go on: a pytree of arrays, and t beside them as a Python int.
+
+    params, opt_state: [R, ...] of the replicas. outer: theta, float32, [...] ([R, ...] when eager).
+    outer_opt: state of the outer optimizer, one entry per fragment. outgoing: chunks of the
+    fragment on the wire. incoming: per receive slot, chunks that have arrived.
+    settled: sends up to this step are not applied again (see in_flight.py).
+    bad: [R, F] replicas and leaves that held a NaN or infinity at a send. gram: [R, R] inner
+    products of the outer gradients of the fragment applied last.
+    """
+
+    t: int
+    params: Any
+    opt_state: Any
+    outer: Any
+    outer_opt: tuple[Any, ...]
+    outgoing: tuple[jax.Array, ...]
+    incoming: tuple[tuple[jax.Array, ...], ...]
+    bad: jax.Array
+    gram: jax.Array
+    settled: int = 0
+
+
+class FragmentPlan(NamedTuple):
+    """One fragment, ready to be packed and merged; equal cuts share a compiled program."""
+
+    index: int
+    fragment: fragments.Fragment
+    cuts: tuple[slices.Cut, ...]
+    places: tuple[np.ndarray, ...]
+    payload: payload.Payload
+    num_chunks: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Shapes and shardings of a run's state and the plan of its fragments.
+
+    specs: of one replica's parameter leaves, in tree order. chunk: wire elements per replica and
+    device in one chunk (0 when every fragment travels whole).
+    """
+
+    mesh: Mesh
+    num_replicas: int
+    paths: tuple[str, ...]
+    specs: tuple[P, ...]
+    plans: tuple[FragmentPlan, ...]
+    chunk: int
+    state: State  # of ShapeDtypeStructs with shardings
+
+    def chunk_of(self, plan: FragmentPlan) -> int:
+        """Wire elements per replica and device in a chunk of this fragment."""
+        return self.chunk or payload.pad_to_tile(plan.payload.size)
+
+
+def cut_spec(cut: slices.Cut, spec: P, mesh: Mesh) -> P:
+    """In-slice spec of what `cut` takes: as the leaf lies, if the entries taken still divide."""
+    if cut.pattern == "whole" or cut.axis >= len(spec):
+        return spec
+    parts = np.prod([mesh.shape[axis] for axis in axes_of(spec[cut.axis])], dtype=int)
+    if cut.pattern == "stride" and cut.count % parts == 0:
+        return spec
+    return P(*spec[: cut.axis], None, *spec[cut.axis + 1 :])
+
+
+def plan_fragments(
+    params: Any, parts: tuple[fragments.Fragment, ...], specs: tuple[P, ...], *, wire: str,
+    mesh: Mesh, window: int,
+) -> tuple[tuple[FragmentPlan, ...], int]:
+    """Lay out every fragment's payload; one chunk length for all when it travels in `window` steps.
+
+    Returns the plans and the chunk length [wire elements per replica and device], 0 for window 0.
+    """
+    leaves = jax.tree.leaves(params)
+    plans = []
+    for index, part in enumerate(parts):
+        cuts = tuple(slices.cut_of(p, leaves[p.leaf].shape) for p in part.parts)
+        places = tuple(
+            slices.places_of(p, c) for p, c in zip(part.parts, cuts, strict=True)
+        )
+        shapes = [fragments.part_shape(p, leaves[p.leaf]) for p in part.parts]
+        cut_specs = [cut_spec(c, specs[c.leaf], mesh) for c in cuts]
+        layout = payload.lay_out(shapes, cut_specs, wire=wire, mesh=mesh)
+        plans.append(FragmentPlan(index, part, cuts, places, layout, 1))
+    if window == 0:
+        return tuple(plans), 0
+    largest = max(plan.payload.size for plan in plans)
+    chunk = payload.pad_to_tile(-(-largest // window))
+    return tuple(p._replace(num_chunks=-(-p.payload.size // chunk)) for p in plans), chunk
+
+
+def lay_out(
+    params: Any,
+    opt_state: Any,
+    *,
+    parts: tuple[fragments.Fragment, ...],
+    num_replicas: int,
+    mesh: Mesh,
+    optimizer: optax.GradientTransformation,
+    wire: str,
+    window: int,
+    slots: int,
+    per_replica_outer: bool,
+    outer_memory: str | None,
+) -> Layout:
+    """The layout for one replica's params and opt_state (arrays or ShapeDtypeStructs)."""
+    paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(params), strict=True)
+    specs = tuple(spec_on(x, mesh) for x in leaves)
+    plans, chunk = plan_fragments(params, parts, specs, wire=wire, mesh=mesh, window=window)
+
+    def struct(shape, dtype, spec, memory=None):
+        return jax.ShapeDtypeStruct(
+            shape, dtype, sharding=NamedSharding(mesh, spec, memory_kind=memory)
+        )
+
+    def replicas(x):
+        spec = P("diloco", *spec_on(x, mesh))
+        return struct((num_replicas, *x.shape), x.dtype, spec)
+
+    def outer(shape, dtype, spec):
+        if per_replica_outer:
+            shape, spec = (num_replicas, *shape), P("diloco", *spec)
+        return struct(shape, dtype, spec, outer_memory)
+
+    theta = [
+        outer(x.shape, jnp.float32, spec) for x, spec in zip(leaves, specs, strict=True)
+    ]
+    total = num_replicas * (mesh.size // mesh.shape["diloco"]) * chunk
+    dtype = quantize.wire(wire).dtype
+    out_chunk = struct((total,), dtype, collective.outgoing_spec(mesh))
+    in_chunk = struct((total,), dtype, collective.incoming_spec(mesh))
+    state = State(
+        t=0,
+        params=jax.tree.map(replicas, params),
+        opt_state=jax.tree.map(replicas, opt_state),
+        outer=jax.tree.unflatten(jax.tree.structure(params), theta),
+        outer_opt=tuple(_outer_opt(plan, optimizer, mesh, outer) for plan in plans),
+        outgoing=(out_chunk,) * (window if chunk else 0),
+        incoming=((in_chunk,) * window,) * slots if chunk else (),
+        bad=struct((num_replicas, len(leaves)), jnp.bool_, P()),
+        gram=struct((num_replicas, num_replicas), jnp.float32, P()),
+    )
+    names = tuple(jax.tree_util.keystr(path) for path in paths)
+    return Layout(mesh, num_replicas, names, specs, plans, chunk, state)
+
+
+def fragment_shapes(plan: FragmentPlan) -> list[jax.ShapeDtypeStruct]:
+    """The fragment's leaves of one replica, float32, with their in-slice shardings."""
+    out = []
+    for share in plan.payload.shares:
+        entries = [axes_of(e) for e in share.spec] + [()] * (len(share.local) - len(share.spec))
+        shape = tuple(
+            n * int(np.prod([plan.payload.mesh.shape[a] for a in axes], dtype=int))
+            for n, axes in zip(share.local, entries, strict=True)
+        )
+        sharding = NamedSharding(plan.payload.mesh, share.spec)
+        out.append(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding))
+    return out
+
+
+def _outer_opt(plan, optimizer, mesh, outer):
+    shapes = fragment_shapes(plan)
+    shardings = optimizer_shardings(optimizer, shapes, [x.sharding for x in shapes], mesh)
+    state = jax.eval_shape(optimizer.init, shapes)
+    return jax.tree.map(lambda x, s: outer(x.shape, x.dtype, s.spec), state, shardings)
+
+
+def copies(tree: Any, M: int) -> Any:
+    """Leaves [...] -> [R, ...]."""
+    return jax.tree.map(lambda x: broadcast(x, M), tree)
+
+
+def parts_of(leaves: list, plan: FragmentPlan) -> list[jax.Array]:
+    """What a fragment takes of one replica's leaves."""
+    triples = zip(plan.cuts, plan.places, strict=True)
+    return [slices.take(leaves[cut.leaf], cut, place) for cut, place in triples]
+
+
+def pick(tree: Any, plan: FragmentPlan) -> list[jax.Array]:
+    """The leaves a fragment touches, in tree order."""
+    leaves = jax.tree.leaves(tree)
+    return [leaves[cut.leaf] for cut in plan.cuts]
+
+
+def placed(tree: Any, plan: FragmentPlan, values: Sequence[jax.Array]) -> Any:
+    """The tree with the leaves a fragment touches replaced by values."""
+    leaves, structure = jax.tree.flatten(tree)
+    for cut, value in zip(plan.cuts, values, strict=True):
+        leaves[cut.leaf] = value
+    return jax.tree.unflatten(structure, leaves)
+
+
+def replaced(items: tuple, index: int, value: Any) -> tuple:
+    """items with one of them replaced."""
+    return (*items[:index], value, *items[index + 1 :])
+
+
+def front(slots: tuple, chunks: Sequence[jax.Array]) -> tuple:
+    """slots with the first ones replaced by chunks."""
+    return (*chunks, *slots[len(chunks) :])

@@ -1,0 +1,178 @@
+"""From the flags to the parts of a run: the one place where the config chooses between them.
+
+    # R replicas  B sequences per replica  L tokens
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxdiloco import inner_step, optimizer
+from maxdiloco.algorithm import DiLoCo
+from maxdiloco.config import Config
+from maxdiloco.data_parallel import DataParallel
+from maxdiloco.diloco import outer
+from maxdiloco.errors import ConfigError
+from maxdiloco.models import transformer
+from maxdiloco.parallel.sharding import (
+    Rules,
+    optimizer_shardings,
+    parameter_shardings,
+    rules_with,
+    spec,
+)
+from maxdiloco.speed import training_flops_per_token
+
+OnCompile = Callable[[str, float, jax.stages.Compiled], None]
+
+
+class Parts(NamedTuple):
+    """What a run is made of.
+
+    trainer: DiLoCo or DataParallel. num_replicas M and batch_size B shape a batch [M, B, L].
+    params, opt_state: one replica's, as ShapeDtypeStructs with shardings.
+    """
+
+    mesh: Mesh
+    rules: Rules
+    model: Any
+    schedule: Callable
+    optimizer: Any
+    trainer: Any
+    num_replicas: int
+    batch_size: int
+    params: Any
+    opt_state: Any
+
+
+def assemble(cfg: Config, mesh: Mesh, *, total_steps: int, on_compile: OnCompile) -> Parts:
+    """Build model, optimizers and trainer on the mesh; nothing is allocated or compiled yet.
+
+    total_steps: length of the learning-rate schedule [inner steps] when the config leaves it open.
+    Raises ConfigError for values that only the devices or the model's shapes can refuse.
+    """
+    backend = mesh.devices.flat[0].platform
+    model = transformer.build(cfg, backend="gpu" if backend in ("cuda", "rocm") else backend)
+    rules = rules_with(cfg.logical_axis_rules)
+    inner_optimizer = optimizer.build(cfg, total_steps, model=model)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    shardings = parameter_shardings(model.logical_axes, shapes, mesh, rules)
+    lies = optimizer_shardings(inner_optimizer, shapes, shardings, mesh)
+    step = inner_step.make(
+        model,
+        inner_optimizer,
+        accumulation=cfg.gradient_accumulation_steps,
+        nan_policy=cfg.nan_policy,
+    )
+    M = count_replicas(cfg, mesh)
+    trainer = _trainer(cfg, mesh, model, step, M, on_compile)
+    params = _laid_out(shapes, shardings)
+    opt_state = _laid_out(jax.eval_shape(inner_optimizer.init, shapes), lies)
+    return Parts(
+        mesh=mesh,
+        rules=rules,
+        model=model,
+        schedule=optimizer.learning_rate_schedule(cfg, total_steps),
+        optimizer=inner_optimizer,
+        trainer=trainer,
+        num_replicas=M,
+        batch_size=sequences_per_replica(cfg, mesh),
+        params=params,
+        opt_state=opt_state,
+    )
+
+
+def count_replicas(cfg: Config, mesh: Mesh) -> int:
+    """M; without DiLoCo the slots of the mesh, whose rows are put together.
+
+    Raises ConfigError when M is not a multiple of the mesh's diloco size.
+    """
+    slots = mesh.shape["diloco"]
+    if not cfg.enable_diloco or cfg.num_diloco_replicas == -1:
+        return slots
+    if cfg.num_diloco_replicas % slots:
+        raise ConfigError(
+            f"num_diloco_replicas={cfg.num_diloco_replicas} is not a multiple of the mesh's diloco "
+            f"size {slots}: every slice holds equally many. Use a multiple of {slots}, or -1."
+        )
+    return cfg.num_diloco_replicas
+
+
+def sequences_per_replica(cfg: Config, mesh: Mesh) -> int:
+    """B: per device, times the devices of a mesh slot, times the micro-batches."""
+    devices = mesh.size // mesh.shape["diloco"]
+    return cfg.per_device_batch_size * devices * cfg.gradient_accumulation_steps
+
+
+def _trainer(cfg, mesh, model, step, M, on_compile):
+    if not cfg.enable_diloco:
+        return DataParallel(step, mesh=mesh, on_compile=on_compile)
+    return DiLoCo(
+        step,
+        num_replicas=M,
+        sync_period=cfg.diloco_sync_period,
+        num_fragments=cfg.num_diloco_fragments if cfg.enable_streaming_diloco else 1,
+        overlap_steps=cfg.num_communication_overlapping_steps,
+        alpha=cfg.communication_overlapping_alpha,
+        outer_optimizer=outer.outer_optimizer(
+            cfg.diloco_outer_optimizer, lr=cfg.diloco_outer_lr, momentum=cfg.diloco_outer_momentum
+        ),
+        outer_overlap=cfg.diloco_outer_overlap,
+        exchange_dtype=cfg.diloco_exchange_dtype,
+        sequential_layers=cfg.use_sequential_layers,
+        num_nonlayer_fragments=cfg.num_nonlayer_fragments,
+        layer_axis=model.layer_axis,
+        mesh=mesh,
+        outer_memory=cfg.diloco_outer_memory,
+        on_compile=on_compile,
+    )
+
+
+def _laid_out(shapes, shardings):
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    )
+
+
+def initial(parts: Parts, seed: int) -> tuple[Any, Any]:
+    """One replica's fresh parameters and optimizer state, on the mesh."""
+    lies = jax.tree.map(lambda x: x.sharding, (parts.params, parts.opt_state))
+
+    def both(key):
+        params = parts.model.init(key)
+        return params, parts.optimizer.init(params)
+
+    # Runs once. LLVM takes 10 CPU seconds to optimise the draws of a small model, and 1.4 not to.
+    fast = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    on_cpu = parts.mesh.devices.flat[0].platform == "cpu"
+    made = jax.jit(both, out_shardings=lies, compiler_options=fast if on_cpu else None)
+    return made(jax.random.key(seed))
+
+
+def fresh_optimizer_state(parts: Parts, params: Any) -> Any:
+    """The optimizer state for given parameters of one replica."""
+    lies = jax.tree.map(lambda x: x.sharding, parts.opt_state)
+    return jax.jit(parts.optimizer.init, out_shardings=lies)(params)
+
+
+def batch_sharding(parts: Parts) -> NamedSharding:
+    """Sharding of a batch [R, B, L]."""
+    rows = spec(("batch", "length"), parts.rules, without=("diloco",))
+    return NamedSharding(parts.mesh, P("diloco", *rows))
+
+
+def flops_per_token(cfg: Config, params: Any) -> float:
+    """Model FLOPs of forward and backward for one token, see speed.training_flops_per_token."""
+    matmul = sum(math.prod(x.shape) for x in jax.tree.leaves(params) if len(x.shape) > 1)
+    if not cfg.logits_via_embedding:
+        matmul -= cfg.vocab_size * cfg.base_emb_dim  # the input embedding is a look-up
+    return training_flops_per_token(
+        matmul,
+        cfg.base_num_decoder_layers,
+        cfg.base_num_query_heads * cfg.head_dim,
+        cfg.max_target_length,
+    )

@@ -1,0 +1,176 @@
+"""Find the newest checkpoint that is not damaged and read it, of this run or of another."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from etils import epath
+
+from maxdiloco import checkpoint_io, checkpoint_seal
+from maxdiloco.errors import CheckpointError
+from maxdiloco.run_folder import absolute
+
+PARAMETERS = "outer_params"  # the item that load_parameters_path and generation read
+
+# Gives {item: tree of jax.ShapeDtypeStruct with shardings} for the meta of a checkpoint. Called
+# for each checkpoint that is tried; may leave items out, which are then not read; may refuse.
+AbstractOf = Callable[[dict[str, Any]], Mapping[str, Any]]
+# What to tell a user whose shapes differ from those of the checkpoint with that meta.
+Remedy = Callable[[dict[str, Any]], str]
+Report = Callable[[str], None]
+
+
+class Restored(NamedTuple):
+    """A checkpoint that was read; restore_from(path) reads this one again."""
+
+    step: int
+    items: dict[str, Any]
+    meta: dict[str, Any]
+    path: epath.Path
+
+
+def restore_from(
+    path: epath.PathLike,
+    abstract_of: AbstractOf,
+    *,
+    key: str,
+    remedy: Remedy = lambda meta: "Set the model keys of the run that wrote it.",
+    cast: bool = False,
+    report: Report = print,
+    gather_axis: str = "diloco",
+) -> Restored:
+    """Read a checkpoint of any run, for load_full_state_path, load_parameters_path, generation.
+
+    path: a run's folder (its newest undamaged checkpoint is read) or one checkpoint in it.
+    key: the config key or argument that gave the path, for messages.
+    remedy: resume_rules.model_remedy names the keys. cast: whether dtypes may differ.
+    Nothing at path is changed. Raises CheckpointError when there is nothing to read at path, all
+    of it is damaged, or shapes or dtypes are not what abstract_of says.
+    """
+    folder = absolute(path)
+    if (folder / checkpoint_seal.FILE).exists():
+        candidates: Iterable[epath.Path] = [folder]
+    else:
+        candidates = newest_first(folder / "checkpoints")
+    restored, _ = first_undamaged(
+        candidates,
+        abstract_of,
+        report=report if jax.process_index() == 0 else say_nothing,
+        axis=gather_axis,
+        remedy=remedy,
+        cast=cast,
+    )
+    if restored is None:
+        raise CheckpointError(
+            f"{key}={path} holds no checkpoint: give the folder of a run that has saved one, or "
+            "one of the folders in its checkpoints/."
+        )
+    return restored
+
+
+def restore_parameters(
+    path: epath.PathLike, abstract_params: Any, *, key: str = "load_parameters_path", **options
+) -> Any:
+    """Read the outer parameters of a checkpoint and nothing else, cast to the dtypes wanted.
+
+    abstract_params: tree of jax.ShapeDtypeStruct. options: those of restore_from, whose errors
+    this raises.
+    """
+    restored = restore_from(
+        path, lambda meta: {PARAMETERS: abstract_params}, key=key, cast=True, **options
+    )
+    return restored.items[PARAMETERS]
+
+
+def steps(folder: epath.PathLike) -> list[int]:
+    """The steps that have a complete checkpoint in a folder of checkpoints, oldest first."""
+    folder = epath.Path(folder)
+    if not folder.is_dir():
+        return []
+    return sorted(
+        int(path.name)
+        for path in folder.iterdir()
+        if path.name.isdigit() and checkpoint_io.is_complete(path)
+    )
+
+
+def newest_first(folder: epath.Path) -> Iterator[epath.Path]:
+    """The complete checkpoints of a folder, the same ones in every process."""
+    found = steps(folder)
+    while (step := checkpoint_io.from_first_process(found.pop() if found else -1)) >= 0:
+        yield folder / str(step)
+
+
+def first_undamaged(
+    candidates: Iterable[epath.Path],
+    abstract_of: AbstractOf,
+    *,
+    report: Report,
+    axis: str,
+    remedy: Remedy,
+    cast: bool = False,
+    known_good: Collection[epath.Path] = (),
+) -> tuple[Restored | None, list[epath.Path]]:
+    """(the first candidate that is not damaged or None, the damaged ones before it).
+
+    known_good: candidates that were examined before. The rest as for restore_from. The
+    processes share the examination and agree on its outcome.
+    """
+    damaged: list[epath.Path] = []
+    for path in candidates:
+        problem = None
+        if path not in known_good:
+            problem = checkpoint_seal.damage(
+                path, part=jax.process_index(), parts=jax.process_count()
+            )
+        if checkpoint_io.in_any_process(problem is not None):
+            found = problem or "another process has found a bad file"
+            report(f"warning: checkpoint {path} is damaged and is not used: {found}.")
+            damaged.append(path)
+            continue
+        note = checkpoint_io.read_note(path)
+        abstract = abstract_of(note.meta)
+        _refuse_mismatch(path, note, abstract, remedy=remedy, cast=cast)
+        items = {
+            name: checkpoint_io.read_item(path, name, tree, axis=axis)
+            for name, tree in abstract.items()
+        }
+        return Restored(note.step, items, note.meta, path), damaged
+    if damaged:
+        raise CheckpointError(
+            f"no undamaged checkpoint is left in {damaged[0].parent}: delete that folder to start "
+            "from the beginning, or set another run_name."
+        )
+    return None, damaged
+
+
+def say_nothing(line: str) -> None:
+    """The report of every process but the first."""
+
+
+def _refuse_mismatch(
+    path: epath.Path,
+    note: checkpoint_io.Note,
+    abstract: Mapping[str, Any],
+    *,
+    remedy: Remedy,
+    cast: bool,
+) -> None:
+    for item, tree in abstract.items():
+        wanted = checkpoint_io.shapes(tree)
+        found = note.arrays.get(item, {})
+        for name in [*wanted, *found]:
+            there, here = found.get(name), wanted.get(name)
+            if there == here or (cast and there and here and there[0] == here[0]):
+                continue
+            raise CheckpointError(
+                f"{item}.{name} is {_array(there)} in checkpoint {path} but {_array(here)} in "
+                f"this run. {remedy(note.meta)}"
+            )
+
+
+def _array(shape_and_dtype: list[Any] | None) -> str:
+    if shape_and_dtype is None:
+        return "absent"
+    shape, dtype = shape_and_dtype
+    return f"{dtype}{list(shape)}"

@@ -1,0 +1,118 @@
+"""Text from a trained model: `python -m maxdiloco.generate RUN prompt="..."`.
+
+Samples from the outer parameters of a checkpoint, on one device, with a KV cache.
+"""
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from maxdiloco.command_line import guarded
+from maxdiloco.errors import ConfigError
+
+HELP = ("-h", "--help", "help")
+
+
+class Options(NamedTuple):
+    """What may follow RUN as key=value, with the defaults."""
+
+    prompt: str = "\n"
+    max_new_tokens: int = 200
+    temperature: float = 0.8
+    top_k: int = 40
+    seed: int = 0
+
+
+MEANING = {
+    "prompt": "text to continue",
+    "max_new_tokens": "length of the continuation [tokens]",
+    "temperature": "0 takes the likeliest token, 1 samples as the model says",
+    "top_k": "sample from the k likeliest tokens; 0: from all",
+    "seed": "of the sampling",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the program; returns its exit code."""
+    return guarded(_main, argv)
+
+
+def _main(argv: Sequence[str]) -> int:
+    if not argv or argv[0] in HELP:
+        print("usage: python -m maxdiloco.generate RUN [key=value ...]\n\nRUN: folder of a run, or "
+              "of one checkpoint in it\n")
+        for name, default in Options()._asdict().items():
+            print(f"  {name}={default!r}  {MEANING[name]}")
+        return 0
+    run, options = argv[0], parse(argv[1:])
+    print(text(run, options))
+    return 0
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Options from key=value. Raises ConfigError for an unknown key or a value of another type."""
+    given = {}
+    for argument in arguments:
+        name, equals, raw = argument.partition("=")
+        if name in given:
+            raise ConfigError(f"{argument}: {name} stands there twice. Give it once.")
+        if not equals or name not in MEANING:
+            raise ConfigError(
+                f"{argument} is not an option of generate. Use key=value with one of "
+                f"{', '.join(MEANING)}."
+            )
+        kind = Options.__annotations__[name]
+        try:
+            given[name] = kind(raw)
+        except ValueError:
+            raise ConfigError(f"{name}={raw} is not {kind.__name__}. {MEANING[name]}.") from None
+    options = Options(**given)
+    if not math.isfinite(options.temperature):
+        raise ConfigError(f"temperature={options.temperature} is not finite. Use 0 to 1.")
+    if not 0 <= options.seed < 2**63:
+        raise ConfigError(f"seed={options.seed} is out of range. Use 0 to 2**63 - 1.")
+    return options
+
+
+def text(run: str, options: Options) -> str:
+    """The prompt and its continuation by the model of a run.
+
+    Raises CheckpointError when `run` holds no checkpoint, ConfigError for options out of range.
+    """
+    import jax
+    import numpy as np
+
+    from maxdiloco import checkpoint_read, start
+    from maxdiloco.data import tokenizer as tokenizers
+    from maxdiloco.models import sampling, transformer
+
+    cfg = start.saved_config(run, key="RUN")
+    model = transformer.build(cfg, backend=jax.default_backend())
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
+        jax.eval_shape(model.init, jax.random.key(0)),
+    )
+    params = checkpoint_read.restore_parameters(run, abstract, key="RUN")
+    tokenizer = tokenizers.build(cfg)
+    prompt = [tokenizer.document_start, *tokenizer.encode(options.prompt)]
+    tokens = sampling.sample(
+        model,
+        params,
+        np.array([prompt], np.int32),
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        key=jax.random.key(options.seed),
+    )
+    return options.prompt + tokenizer.decode(np.asarray(tokens[0]))
+
+
+def cli() -> None:
+    """The console entry `maxdiloco-generate`."""
+    sys.exit(main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,81 @@
+"""One inner step of one replica: loss, gradient, optimizer."""
+# A micro-batches  B sequences per replica  L tokens
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from maxdiloco.models.transformer import Model
+from maxdiloco.parallel.replicas import one_at_a_time
+from maxdiloco.parallel.sharding import constrain
+
+f32 = jnp.float32
+
+
+def make(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    *,
+    accumulation: int,
+    nan_policy: str,
+) -> Callable[[Any, Any, Any], tuple[Any, Any, dict[str, jax.Array]]]:
+    """inner_step(params, opt_state, batch) -> (params, opt_state, metrics) of one replica.
+
+    accumulation: micro-batches A of a step; micro-batch a holds rows a*B/A to (a+1)*B/A. Summed
+    token losses are divided by all tokens of the step, so the cut does not change the gradient.
+    nan_policy: `stop` takes the step whatever its gradient is; `skip` leaves parameters and
+    optimizer state as they were when loss or gradient norm is not finite.
+    Metrics, float32 scalars: "loss", mean cross-entropy [nats a token], without the z-loss;
+    "z_loss", its mean; "grad_norm", before clipping; "tokens", targets that count; with `skip`
+    also "skipped", 0 or 1. A batch in which no target counts has loss and gradient 0.
+    """
+    gradient = one_at_a_time(jax.value_and_grad(model.loss, has_aux=True))
+
+    def inner_step(params, opt_state, batch):
+        if accumulation == 1:
+            (_, aux), grads = gradient(params, batch)
+        else:
+            aux, grads = _accumulate(gradient, params, _micro_batches(batch, accumulation, model))
+        scale = 1 / jnp.maximum(aux["tokens"], 1)
+        grads = jax.tree.map(lambda g: g.astype(f32) * scale, grads)
+        metrics = {
+            "loss": aux["cross_entropy"] * scale,
+            "z_loss": aux["z_loss"] * scale,
+            "grad_norm": optax.tree.norm(grads),
+            "tokens": aux["tokens"],
+        }
+        updates, new_opt_state = optimizer.update(grads, opt_state, params)
+        new = optax.apply_updates(params, updates), new_opt_state
+        if nan_policy == "skip":
+            finite = jnp.isfinite(metrics["grad_norm"]) & jnp.isfinite(metrics["loss"])
+            new = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, (params, opt_state))
+            metrics["skipped"] = 1 - finite.astype(f32)
+        return *new, metrics
+
+    return inner_step
+
+
+def _micro_batches(batch, accumulation, model):
+    """[B, ...] -> [A, B/A, ...], the rows of each micro-batch spread over the devices again."""
+
+    def cut(x_BL):
+        x_ABL = x_BL.reshape(accumulation, -1, *x_BL.shape[1:])
+        return constrain(x_ABL, (None, "batch", "length"), model.spec.rules)
+
+    return jax.tree.map(cut, batch)
+
+
+def _accumulate(gradient, params, batch_ABL):
+    """Sums of aux and, in float32, of the gradients over the micro-batches."""
+
+    def add(sums, micro_batch):
+        (_, aux), grads = gradient(params, micro_batch)
+        return jax.tree.map(lambda s, x: s + x.astype(f32), sums, (aux, grads)), None
+
+    first = jax.tree.map(lambda x_ABL: x_ABL[0], batch_ABL)
+    (_, aux), grads = jax.eval_shape(gradient, params, first)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, f32), (aux, grads))
+    return jax.lax.scan(add, zeros, batch_ABL)[0]

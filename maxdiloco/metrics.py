@@ -1,0 +1,199 @@
+"""What a run reports in files: rows in metrics.jsonl and TensorBoard.
+
+Names (a row holds those that exist at its step):
+    learning/loss, learning/loss_replica_0 ..., learning/lr, learning/grad_norm
+    diloco/outer_grad_norm, diloco/outer_grad_cosine (mean over pairs of replicas),
+    diloco/drift (mean |x_m - theta|)
+    perf/step_time [s], perf/tokens_per_second, perf/tflops_per_device, perf/mfu (speed.py)
+    dcn/bytes_sent (per replica and step), eval/loss [nats per token]
+"""
+
+import contextlib
+import json
+import math
+import numbers
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from etils import epath
+
+from maxdiloco.errors import CheckpointError
+from maxdiloco.run_folder import RunFolder, is_local, reason
+
+# Object stores cannot append: there the whole file is written anew, at most this often.
+REMOTE_FLUSH_SECONDS = 60.0  # our choice
+
+
+class MetricsWriter:
+    """Appends rows to metrics.jsonl and, if wanted, to TensorBoard. For the first process.
+
+    resume_step: the step this life of the run starts after, or None for a run that starts anew.
+    Rows of an earlier life beyond it, and lines that a killed process left half written, are
+    dropped, so that no step is there twice; report takes a line that says so.
+    tensorboard: also write event files (imports tensorboardX).
+    A context manager. Raises CheckpointError when the files cannot be written.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        tensorboard: bool,
+        resume_step: int | None,
+        report: Callable[[str], None] = print,
+    ):
+        self._path = folder.metrics
+        with self._writing():
+            self._last_step, kept = _repaired(self._path, resume_step, report)
+            self._sink = (
+                _LocalRows(self._path)
+                if is_local(self._path)
+                else _RemoteRows(self._path, kept, time.monotonic)
+            )
+        self._tensorboard = None
+        if tensorboard:
+            from tensorboardX import SummaryWriter
+
+            purge = 0 if resume_step is None else resume_step + 1
+            self._tensorboard = SummaryWriter(
+                str(folder.tensorboard), purge_step=purge, flush_secs=10
+            )
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, kind, exception, traceback) -> None:
+        with self._writing():
+            self._sink.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Add the row of a step; a step has one row, so all of its values come together.
+
+        values: numbers or arrays with one element. NaN and infinities become null in JSON, which
+        has no such numbers. Raises ValueError when step is not beyond the last row's.
+        """
+        if self._last_step is not None and step <= self._last_step:
+            raise ValueError(
+                f"step={step} is not beyond the last row's step {self._last_step}: gather all "
+                "values of a step and write them once."
+            )
+        self._last_step = step
+        numbers_by_name = {name: _number(value) for name, value in values.items()}
+        with self._writing():
+            self._sink.write(row(step, numbers_by_name))
+        if self._tensorboard is not None:
+            for name, value in numbers_by_name.items():
+                self._tensorboard.add_scalar(name, value, step)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"base_output_directory: cannot write {self._path}: {reason(error)}. Free some "
+                "space or set another folder."
+            ) from error
+
+
+def row(step: int, values: Mapping[str, float]) -> str:
+    """One line of metrics.jsonl: an object with "step" and the values; null where not finite."""
+    finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+    return json.dumps({"step": step} | finite, allow_nan=False)
+
+
+def spread(name: str, values_R: Sequence[float]) -> dict[str, float]:
+    """The mean over replicas under name, and each replica's value under name_replica_<r>."""
+    values = [_number(value) for value in values_R]
+    each = {f"{name}_replica_{r}": value for r, value in enumerate(values)}
+    return {name: sum(values) / len(values)} | each
+
+
+def _number(value: Any) -> float:
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+def _repaired(
+    path: epath.Path, resume_step: int | None, report: Callable[[str], None]
+) -> tuple[int | None, str]:
+    """(the last step in the file, its text) after rows that must not be there are dropped."""
+    if not path.exists():
+        return None, ""
+    text = path.read_bytes().decode(errors="replace")
+    kept: list[str] = []
+    last: int | None = None
+    later = broken = 0
+    for line in filter(None, text.split("\n")):
+        step = _step_of(line)
+        if step is None:
+            broken += 1
+        elif resume_step is None or step > resume_step or (last is not None and step <= last):
+            later += 1
+        else:
+            kept.append(line)
+            last = step
+    clean = "".join(line + "\n" for line in kept)
+    if clean != text:
+        _replace(path, clean)
+    if later or broken:
+        report(
+            f"{path.name}: {len(kept)} rows kept, {later} later rows and {broken} broken lines of "
+            "an earlier life of this run dropped"
+        )
+    return last, clean
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    step = found.get("step") if isinstance(found, dict) else None
+    return step if isinstance(step, int) else None
+
+
+def _replace(path: epath.Path, text: str) -> None:
+    if not is_local(path):
+        path.write_text(text)
+        return
+    beside = f"{path}.new"
+    with open(beside, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+class _LocalRows:
+    """Rows appended to a file; each is with the kernel when write returns."""
+
+    def __init__(self, path: epath.Path):
+        self._file = open(path, "a", encoding="utf-8")
+
+    def write(self, line: str) -> None:
+        self._file.write(line + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _RemoteRows:
+    """Rows kept in memory and written as a whole from time to time."""
+
+    def __init__(self, path: epath.Path, text: str, clock: Callable[[], float]):
+        self._path, self._text, self._clock = path, text, clock
+        self._written = clock()
+
+    def write(self, line: str) -> None:
+        self._text += line + "\n"
+        if self._clock() - self._written >= REMOTE_FLUSH_SECONDS:
+            self.close()
+
+    def close(self) -> None:
+        self._path.write_text(self._text)
+        self._written = self._clock()

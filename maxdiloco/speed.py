@@ -1,0 +1,119 @@
+"""How fast a run is: its step time, and the arithmetic of a token against the device's peak."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+# Dense bfloat16 FLOP/s of one JAX device, by jax.Device.device_kind.
+# TPU: cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, "peak compute per chip (bf16)". A device is
+# a chip, except on v2, v3 and TPU7x, where it is one of a chip's two TensorCores.
+# GPU: NVIDIA's data sheets, Tensor Core bfloat16 without sparsity.
+PEAK_FLOPS = {
+    "TPU v2": 46e12 / 2,
+    "TPU v3": 123e12 / 2,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,  # what a v5p calls itself
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+    "TPU7x": 2307e12 / 2,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA GH200 480GB": 989e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA L40S": 362e12,
+}
+
+
+def training_flops_per_token(
+    matmul_parameters: int, num_layers: int, attention_dim: int, length: int
+) -> float:
+    """Floating-point operations of forward and backward, without recomputation, per token.
+
+    PaLM (arXiv 2204.02311) App. B: 6 N + 12 L H Q T, with attention counted as if it were not
+    causal, so that figures compare with those of others.
+    matmul_parameters: N, parameters that take part in a matrix product (a tied embedding counts
+    once, an untied input embedding not at all). attention_dim: query heads times head_dim, H Q.
+    length: tokens in a sequence, T.
+    """
+    return 6.0 * matmul_parameters + 12.0 * num_layers * attention_dim * length
+
+
+def performance(
+    *,
+    step_time: float,
+    tokens_per_step: float,
+    flops_per_token: float,
+    num_devices: int,
+    device_kind: str,
+) -> dict[str, float]:
+    """The metrics perf/*; perf/mfu only where the peak of the device is known.
+
+    step_time: seconds per step. tokens_per_step: of all replicas together, padding included.
+    perf/mfu relates the model's FLOPs to the bfloat16 peak, also when the run computes in float32.
+    """
+    tokens_per_second = tokens_per_step / step_time
+    flops_per_device = tokens_per_second * flops_per_token / num_devices
+    found = {
+        "perf/step_time": step_time,
+        "perf/tokens_per_second": tokens_per_second,
+        "perf/tflops_per_device": flops_per_device / 1e12,
+    }
+    if device_kind in PEAK_FLOPS:
+        found["perf/mfu"] = flops_per_device / PEAK_FLOPS[device_kind]
+    return found
+
+
+def interval_step_time(*, started: float, now: float, excluded: float, steps: int) -> float:
+    """Seconds per step between two log points, less what was spent on other things."""
+    return (now - started - excluded) / steps
+
+
+class StepClock:
+    """perf/step_time: the interval between log points divided by its steps.
+
+    A log point is a moment at which the host has waited for the state (block_until_ready): only
+    then do clock readings tell how long the steps took and not how long it took to ask for them.
+    Not counted: what is said with exclude() or done inside excluded(), that is evaluation,
+    the blocking part of a checkpoint, and compiles; enter excluded() after waiting for the state
+    too, or steps that still run would be taken for free. clock: seconds, monotonic.
+    """
+
+    def __init__(self, step: int, *, clock: Callable[[], float] = time.perf_counter):
+        self._clock = clock
+        self._restart(step)
+
+    def exclude(self, seconds: float) -> None:
+        """Leave seconds that have passed out of the present interval."""
+        self._excluded += seconds
+
+    @contextlib.contextmanager
+    def excluded(self) -> Iterator[None]:
+        """Leave what is done inside out of the present interval."""
+        started = self._clock()
+        try:
+            yield
+        finally:
+            self.exclude(self._clock() - started)
+
+    def lap(self, step: int) -> float:
+        """Seconds per step since the last log point; this one starts the next interval."""
+        seconds = interval_step_time(
+            started=self._started,
+            now=self._clock(),
+            excluded=self._excluded,
+            steps=step - self._step,
+        )
+        self._restart(step)
+        return seconds
+
+    def _restart(self, step: int) -> None:
+        self._step, self._started, self._excluded = step, self._clock(), 0.0

@@ -1,0 +1,128 @@
+"""How a run begins: from nothing, from where it stopped, or from another run's checkpoint.
+
+    # R replicas
+"""
+
+import zlib
+from typing import Any, NamedTuple
+
+import jax
+
+from maxdiloco import checkpoint_read, config, resume_rules, saved_state
+from maxdiloco.assemble import Parts, fresh_optimizer_state, initial
+from maxdiloco.checkpoint import Checkpointer
+from maxdiloco.checkpoint_io import from_first_process, in_any_process
+from maxdiloco.checkpoint_read import Restored
+from maxdiloco.config import Config
+from maxdiloco.data.order import Position, first_position, next_position
+from maxdiloco.errors import CheckpointError, DataError
+
+
+class Start(NamedTuple):
+    """Where a run begins. step: inner steps already done; origin: one line for the user."""
+
+    step: int
+    position: Position
+    origin: str
+    saved: Restored | None
+
+
+def look(cfg: Config, checkpointer: Checkpointer | None, *, M: int, B: int, data: str) -> Start:
+    """Find where the run begins, before anything is built.
+
+    M replicas, B sequences a replica. data: fingerprint of the training data.
+    Raises CheckpointError for keys that differ from the saved run's and alter its result.
+    """
+    found = checkpointer and checkpointer.restore(lambda meta: {})
+    if not found and cfg.load_full_state_path:
+        found = checkpoint_read.restore_from(
+            cfg.load_full_state_path, lambda meta: {}, key="load_full_state_path"
+        )
+    if not found:
+        origin = "a fresh start"
+        if cfg.load_parameters_path:
+            origin += f" with the outer parameters of {cfg.load_parameters_path}"
+        return Start(0, first_position(M, B), origin, None)
+    refuse_changes(cfg, found, B=B, data=data)
+    position = next_position(Position.from_dict(found.meta["position"]), found.step + 1, M, B)
+    return Start(found.step, position, f"resumed after step {found.step}", found)
+
+
+def agreed_fingerprint(data: str) -> str:
+    """The fingerprint of the data, if all processes have the same. Raises DataError if not."""
+    own = zlib.crc32(data.encode()) >> 1  # fits a signed 32-bit integer
+    if in_any_process(from_first_process(own) != own):
+        raise DataError(
+            f"dataset_path: process {jax.process_index()} and others have different text. Give "
+            f"every host the same files; the built-in text differs with the version of Python."
+        )
+    return data
+
+
+def refuse_changes(cfg: Config, found: Restored, *, B: int, data: str) -> None:
+    """Raise CheckpointError when config, B or data differ from the saved run's in what counts."""
+    rows = "sequences_per_replica"
+    resume_rules.refuse_changes(
+        found.meta["config"] | {rows: found.meta["position"]["B"]},
+        cfg.as_dict() | {rows: B},
+        defaults=config.from_dict({}).as_dict(),
+    )
+    if found.meta["data"] != data:
+        raise CheckpointError(
+            f"dataset_path={cfg.dataset_path or 'empty'}: the text is not that of the checkpoint "
+            f"of step {found.step}, so its place in it means nothing. Restore the text, or start "
+            f"a new run with load_parameters_path."
+        )
+
+
+def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | None) -> Any:
+    """The state to begin with, on the mesh.
+
+    Raises CheckpointError when shapes differ or the checkpoint cannot be read.
+    """
+    trainer = parts.trainer
+    trainer.bind(parts.params, parts.opt_state)
+    if start.saved is None and not cfg.load_parameters_path:
+        return trainer.init(*initial(parts, cfg.init_weights_seed))
+    if start.saved is None:
+        remedy = resume_rules.model_remedy(cfg.as_dict())
+        params = checkpoint_read.restore_parameters(
+            cfg.load_parameters_path, parts.params, remedy=remedy
+        )
+        return trainer.init(params, fresh_optimizer_state(parts, params))
+    note = start.saved.meta
+    origin = saved_state.Origin(
+        num_replicas=note["num_replicas"],
+        mesh=note["mesh"],
+        settled=note["settled"],
+        same_rules=note["config"]["logical_axis_rules"] == cfg.as_dict()["logical_axis_rules"],
+    )
+    saved_state.refuse_in_flight(trainer, origin, start.step)
+
+    def abstract_of(meta):
+        return saved_state.abstract_items(trainer, origin, start.step)
+
+    if checkpointer is not None and start.step in checkpointer.steps():
+        restored = checkpointer.restore(abstract_of)
+    else:
+        # The checkpoint that was looked at, should the other run save a newer one meanwhile.
+        restored = checkpoint_read.restore_from(
+            start.saved.path, abstract_of, key="load_full_state_path"
+        )
+    return saved_state.state_of(trainer, restored.items, origin, t=restored.step)
+
+
+def meta_of(cfg: Config, parts: Parts, position: Position, data: str) -> dict[str, Any]:
+    """What a checkpoint says besides its arrays."""
+    return {
+        "config": cfg.as_dict(),
+        "position": position.to_dict(),
+        "data": data,
+        "jax": jax.__version__,
+    }
+
+
+def saved_config(path: str, *, key: str) -> Config:
+    """The config of the run that wrote a checkpoint."""
+    found = checkpoint_read.restore_from(path, lambda meta: {}, key=key)
+    return config.from_dict(found.meta["config"])
