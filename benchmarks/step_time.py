@@ -1,0 +1,312 @@
+"""Data parallelism and DiLoCo's plain step, side by side in one run.
+
+    python benchmarks/step_time.py [file.yml] [key=value ...] [compare=key:value,value]
+
+Needs jax, flax, optax, numpy and pyyaml; `PYTHONPATH=.` where maxdiloco is not installed. One
+process. Without a yml file the keys start from DEFAULTS. Both trainers have the mesh, model and
+batch of the keys and read one synthetic batch again and again. `steps` timed steps of each are
+taken in turns, in an order that turns round every time, so that both meet the same load. The plain
+step is one without an exchange, as H - 1 of the H steps of a round are.
+compare: the same for each value of one key, in the same turns.
+
+Exit code 1 when FLOPs or bytes accessed of the plain step are more than TOLERANCE above those of
+data parallelism on one slice: the same rows a device and no gradient all-reduce between slices.
+
+    # R replicas  B sequences per replica  L tokens
+"""
+
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from maxdiloco import assemble, config, feeding, tables
+from maxdiloco.algorithm import say_nothing
+from maxdiloco.command_line import guarded
+from maxdiloco.config import Config
+from maxdiloco.data.synthetic import SyntheticWindows
+from maxdiloco.errors import ConfigError
+from maxdiloco.models.transformer import count_parameters
+from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.speed import performance
+
+DEFAULTS = {
+    "model_name": "peer25m",
+    "max_target_length": "512",
+    "per_device_batch_size": "4",
+    "dataset_type": "synthetic",
+    "dtype": "bfloat16",
+    "steps": "5",
+}
+FIXED = ("hardware", "num_slices", "enable_diloco")  # and the sizes of the mesh: not to compare
+TOLERANCE = 0.02  # of FLOPs and of bytes; our choice
+WARM_UP = 2  # steps before the timed ones: the first compiles, the second touches all memory
+MIB = 2**20
+
+
+class Cost(NamedTuple):
+    """XLA's cost_analysis of one program, per device; the body of a loop counts once."""
+
+    flops: float
+    bytes: float
+
+
+@dataclass
+class Case:
+    """One trainer with its state, and what was measured of it.
+
+    compiles: seconds of tracing, lowering and compiling, and the executable, of its one program.
+    device_peak: most bytes in use on the first device while the state was made and warmed up, above
+    what was there before; None where the device does not count. wall, cpu: seconds of each timed
+    step; cpu: of all threads of the process.
+    """
+
+    name: str
+    cfg: Config
+    parts: assemble.Parts
+    compiles: list[tuple[float, jax.stages.Compiled]]
+    state: Any = None
+    device_peak: int | None = None
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+    def step(self, batch: Any) -> None:
+        """One step, waited for."""
+        self.state, metrics = self.parts.trainer.step(self.state, batch)
+        jax.block_until_ready((self.state, metrics))
+
+    def timed_step(self, batch: Any) -> None:
+        """One step that counts."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        self.step(batch)
+        self.wall.append(time.perf_counter() - wall)
+        self.cpu.append(time.process_time() - cpu)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark; returns its exit code."""
+    return guarded(_main, argv)
+
+
+def _main(argv: Sequence[str]) -> int:
+    variants = configs(argv)
+    cfg = variants[0][1]
+    mesh_lib.choose_platform(cfg)
+    mesh_lib.emulate_devices(cfg, num_processes=1)
+    mesh = mesh_lib.build(cfg)
+    pairs = [make_pair(label, one, mesh) for label, one in variants]
+    cases = [case for pair in pairs for case in pair]
+    parts = cases[0].parts
+    print(f"jax {jax.__version__}; {mesh_lib.describe(mesh, cfg)}")
+    print(f"model: {cfg.model_name}, {count_parameters(parts.model):,} parameters")
+    print(
+        f"batch: {parts.num_replicas} replicas * {parts.batch_size} sequences * "
+        f"{cfg.max_target_length} tokens; {cfg.steps} timed steps of each, in turns",
+        flush=True,
+    )
+    batch = make_batch(cfg, parts)
+    for case in cases:
+        warm_up(case, batch)
+    for turn in range(cfg.steps):
+        for case in cases[:: 1 if turn % 2 else -1]:
+            case.timed_step(batch)
+    for line in [*table(cases), f"peak memory of the process: {process_peak() / MIB:,.0f} MiB"]:
+        print(line)
+    return max([report(*pair) for pair in pairs])
+
+
+def configs(argv: Sequence[str]) -> list[tuple[str, Config]]:
+    """(label, config) of every variant; one without a label where nothing is compared.
+
+    Raises ConfigError for what config.load refuses, and for a run that would compare other things.
+    """
+    compared = [one.removeprefix("compare=") for one in argv if one.startswith("compare=")]
+    argv = [one for one in argv if not one.startswith("compare=")]
+    if not argv or "=" in argv[0]:
+        given = {one.partition("=")[0] for one in argv}
+        argv = [f"{key}={value}" for key, value in DEFAULTS.items() if key not in given] + argv
+    choices = [("", ())]
+    if compared:
+        choices = [(one.partition("=")[2], (one,)) for one in values_to_compare(compared)]
+    found = [(label, config.load([*argv, *extra], os.environ)) for label, extra in choices]
+    for _, cfg in found:
+        if cfg.steps < 1 or not cfg.enable_diloco:
+            raise ConfigError(
+                f"steps={cfg.steps}, enable_diloco={cfg.enable_diloco}: the benchmark times some "
+                f"steps of both trainers. Use steps of 1 or more, and leave enable_diloco out."
+            )
+    return found
+
+
+def values_to_compare(compared: Sequence[str]) -> list[str]:
+    """["key:a,b"] -> ["key=a", "key=b"]. Raises ConfigError."""
+    key, colon, values = compared[0].partition(":")
+    if len(compared) > 1 or not colon or key in FIXED or key.endswith("_parallelism"):
+        raise ConfigError(
+            f"compare={' compare='.join(compared)} is not one key:value,value of a key other than "
+            f"{', '.join(FIXED)} and *_parallelism. Write, say, compare=remat_policy:full,none."
+        )
+    return [f"{key}={value}" for value in values.split(",")]
+
+
+def make_pair(label: str, cfg: Config, mesh: Mesh) -> tuple[Case, Case]:
+    """Data parallelism and DiLoCo with one config. Raises ConfigError if steps hold an exchange."""
+    made = []
+    for name, enable in (("data parallel", False), ("DiLoCo", True)):
+        one = config.from_dict(cfg.as_dict() | {"enable_diloco": enable})
+        compiles = []
+
+        def on_compile(name, seconds, compiled, compiles=compiles):
+            compiles.append((seconds, compiled))
+
+        parts = assemble.assemble(one, mesh, total_steps=cfg.steps, on_compile=on_compile)
+        made.append(Case(f"{name} {label}".strip(), one, parts, compiles))
+    data_parallel, diloco = made
+    plans = [diloco.parts.trainer.schedule.plan(t + 1) for t in range(WARM_UP + cfg.steps)]
+    if any(plan.sends or plan.applies or plan.carrying for plan in plans):
+        raise ConfigError(
+            f"diloco_sync_period={cfg.diloco_sync_period}: one of the {len(plans)} steps has an "
+            f"exchange, and the benchmark times steps without. Leave the DiLoCo keys out, or use "
+            f"fewer steps."
+        )
+    if diloco.parts.num_replicas != mesh.shape["diloco"]:
+        raise ConfigError(
+            f"num_diloco_replicas={cfg.num_diloco_replicas}: several replicas in one slot of the "
+            f"mesh take more rows a device than data parallelism. Leave it out."
+        )
+    return data_parallel, diloco
+
+
+def make_batch(cfg: Config, parts: assemble.Parts) -> dict[str, jax.Array]:
+    """One synthetic batch [R, B, L], on the mesh."""
+    shape = (parts.num_replicas, parts.batch_size, cfg.max_target_length)
+    windows = SyntheticWindows(0, "train", cfg.vocab_size, cfg.max_target_length)
+    tokens_NL, segments_NL = windows.read(np.arange(shape[0] * shape[1]))
+    whole = {"tokens": tokens_NL.reshape(shape), "segment_ids": segments_NL.reshape(shape)}
+    sharding = assemble.batch_sharding(parts)
+    return feeding.to_global(whole, feeding.local_rows(sharding, shape), sharding, shape)
+
+
+def warm_up(case: Case, batch: Any) -> None:
+    """Make the state, compile, and take the steps that do not count."""
+    device = case.parts.mesh.local_devices[0]
+    before = device.memory_stats()
+    params, opt_state = assemble.initial(case.parts, case.cfg.init_weights_seed)
+    case.state = case.parts.trainer.init(params, opt_state)
+    del params, opt_state
+    for _ in range(WARM_UP):
+        case.step(batch)
+    if before is not None:
+        case.device_peak = device.memory_stats()["peak_bytes_in_use"] - before["bytes_in_use"]
+    print(f"compiled {case.name} in {case.compiles[0][0]:.1f} s", flush=True)
+
+
+def cost(compiled: jax.stages.Compiled) -> Cost:
+    """What XLA says of a program."""
+    analysis = compiled.cost_analysis()
+    return Cost(analysis["flops"], analysis["bytes accessed"])
+
+
+def program_memory(compiled: jax.stages.Compiled) -> int:
+    """Bytes a device needs to run a program: arguments, results and temporary values."""
+    memory = compiled.memory_analysis()
+    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return kept - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+
+
+def process_peak() -> int:
+    """Most bytes this process has had in main memory."""
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) of macOS and of Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def table(cases: Sequence[Case]) -> list[str]:
+    """A column for each case."""
+    columns = [column(case) for case in cases]
+    rows = [("", *(case.name for case in cases))]
+    rows += [(name, *(one[name] for one in columns)) for name in columns[0]]
+    return tables.aligned(rows)
+
+
+def column(case: Case) -> dict[str, str]:
+    """The figures of a case by name."""
+    parts, median = case.parts, statistics.median
+    speed = performance(
+        step_time=median(case.wall),
+        tokens_per_step=parts.num_replicas * parts.batch_size * case.cfg.max_target_length,
+        flops_per_token=assemble.flops_per_token(case.cfg, parts.params),
+        num_devices=parts.mesh.size,
+        device_kind=parts.mesh.devices.flat[0].device_kind,
+    )
+    [(seconds, compiled)] = case.compiles
+    found = {
+        "step, median [s]": f"{median(case.wall):.4f}",
+        "step, least to most [s]": f"{min(case.wall):.4f}..{max(case.wall):.4f}",
+        "CPU time of a step, median [s]": f"{median(case.cpu):.3f}",
+        "tokens/s": f"{speed['perf/tokens_per_second']:,.0f}",
+        "TFLOP/s a device": f"{speed['perf/tflops_per_device']:.4f}",
+        "compile [s]": f"{seconds:.1f}",
+        "memory of the program [MiB a device]": f"{program_memory(compiled) / MIB:,.1f}",
+        "FLOPs of the program [a device]": f"{cost(compiled).flops:.4e}",
+        "bytes accessed by the program [a device]": f"{cost(compiled).bytes:.4e}",
+    }
+    if "perf/mfu" in speed:
+        found["part of the device's peak"] = f"{speed['perf/mfu']:.3f}"
+    if case.device_peak is not None:
+        found["peak on the device, making the state included [MiB]"] = (
+            f"{case.device_peak / MIB:,.1f}"
+        )
+    return found
+
+
+def report(data_parallel: Case, diloco: Case) -> int:
+    """Print the ratios and the check of a pair; 1 if the check fails."""
+    median = statistics.median
+    ratios = [base / own for base, own in zip(data_parallel.wall, diloco.wall, strict=True)]
+    print(
+        f"{diloco.name} / {data_parallel.name}: tokens/s "
+        f"{median(data_parallel.wall) / median(diloco.wall):.3f} (turn by turn {min(ratios):.3f} "
+        f"to {max(ratios):.3f}), CPU time {median(diloco.cpu) / median(data_parallel.cpu):.3f}"
+    )
+    plain, alone = cost(diloco.compiles[0][1]), without_all_reduce(data_parallel)
+    fine = is_no_more(plain, alone)
+    print(
+        f"{diloco.name} / {data_parallel.name} on one slice: FLOPs {plain.flops:.4e} / "
+        f"{alone.flops:.4e} = {plain.flops / alone.flops:.4f}, bytes {plain.bytes:.4e} / "
+        f"{alone.bytes:.4e} = {plain.bytes / alone.bytes:.4f}: "
+        f"{'no more than' if fine else 'MORE than'} {TOLERANCE:.0%} above"
+    )
+    return 0 if fine else 1
+
+
+def is_no_more(cost: Cost, reference: Cost) -> bool:
+    """Whether FLOPs and bytes both are at most TOLERANCE above the reference."""
+    pairs = zip(cost, reference, strict=True)
+    return all(own <= (1 + TOLERANCE) * base for own, base in pairs)
+
+
+def without_all_reduce(data_parallel: Case) -> Cost:
+    """Cost of data parallelism on one slice of the mesh, with as many rows a device."""
+    mesh = data_parallel.parts.mesh
+    if mesh.shape["diloco"] == 1:
+        return cost(data_parallel.compiles[0][1])
+    cfg, alone = data_parallel.cfg, Mesh(mesh.devices[:1], mesh.axis_names)
+    parts = assemble.assemble(cfg, alone, total_steps=cfg.steps, on_compile=say_nothing)
+    parts.trainer.bind(parts.params, parts.opt_state)
+    state = parts.trainer.abstract_state
+    shape, where = (1, parts.batch_size, cfg.max_target_length), assemble.batch_sharding(parts)
+    rows_RBL = jax.ShapeDtypeStruct(shape, np.int32, sharding=where)
+    batch = {"tokens": rows_RBL, "segment_ids": rows_RBL}
+    return cost(parts.trainer.inner.lower(state.params, state.opt_state, batch).compile())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

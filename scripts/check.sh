@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# The rules of the house that a machine can check, in seconds: ruff, the syntax of the shell
+# scripts, and tests/test_house.py. Any violation ends it with an exit code that is not zero.
+#   MAXDILOCO_VENV: the environment made by scripts/test.sh (.venv).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=${MAXDILOCO_VENV:-.venv}/bin/python
+if ! "$python" -m ruff --version >/dev/null 2>&1; then
+  echo "check: no ruff in ${MAXDILOCO_VENV:-.venv}. Make the environment with" \
+    "'bash scripts/make_venv.sh ${MAXDILOCO_VENV:-.venv} dev,tpu'." >&2
+  exit 2
+fi
+"$python" -m ruff check .
+for script in scripts/*.sh .ci/run; do bash -n "$script"; done
+"$python" -m pytest -q tests/test_house.py

@@ -1,0 +1,82 @@
+"""Draw one period of each schedule as docs/schedules.svg: `python scripts/draw_schedules.py`.
+
+What is drawn comes from maxdiloco.diloco.schedule, the same function that a run follows.
+"""
+
+import pathlib
+import sys
+from html import escape
+
+from maxdiloco.diloco.schedule import Schedule, offsets
+
+H = 12
+FIRST, LAST = H + 1, 2 * H  # the second period: everything is under way
+CELL, ROW, LEFT, TOP = 46, 22, 270, 34
+COLOURS = ("#3b6ea5", "#c2703d", "#5a8f53")
+MODES = (
+    ("DiLoCo", 1, 0, "none", "training waits for the exchange of everything"),
+    ("streaming, P=3", 3, 0, "none", "three shorter waits"),
+    ("streaming, P=3, tau=3", 3, 3, "none", "a chunk rides beside each of three steps"),
+    ("eager or delayed, P=3", 3, 0, "eager", "an exchange has the whole time to the next one"),
+)
+
+
+def draw() -> str:
+    """The figure as SVG: for each mode a row of inner steps and a row for the link."""
+    parts = []
+    for k in range(H):
+        x = LEFT + k * CELL + CELL / 2
+        parts.append(_text(x, TOP - 12, f"t={FIRST + k}", anchor="middle", size=11))
+    y = TOP
+    for name, P, tau, overlap, note in MODES:
+        schedule = Schedule(H=H, tau=tau, offsets=offsets(P, H), overlap=overlap)
+        parts += [_text(8, y + 16, name, weight="bold"), _text(8, y + 36, note, size=9)]
+        parts += _mode(schedule, y)
+        y += 4 * ROW
+    legend = "step: inner step;  link: fragment on the wire;  S send, A apply;  red: training waits"
+    parts.append(_text(8, y + 4, legend, size=11))
+    width, height = LEFT + H * CELL + 12, y + 16
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'font-family="sans-serif"><rect width="100%" height="100%" fill="white"/>'
+        f"{''.join(parts)}</svg>\n"
+    )
+
+
+def _mode(schedule: Schedule, y: float) -> list[str]:
+    parts = []
+    for k, plan in enumerate(schedule.run(H, start=FIRST)):
+        x = LEFT + k * CELL
+        parts.append(_box(x, y, CELL - 8, "#e4e4e4"))
+        if plan.carrying is not None:
+            fragment = plan.carrying.send.fragment
+            parts.append(_box(x, y + ROW, CELL - 8, COLOURS[fragment]))
+            parts.append(
+                _text(x + 5, y + ROW + 14, f"f{fragment}.{plan.carrying.chunk}", "white", size=10)
+            )
+        if plan.sends and schedule.window == 0:
+            parts.append(_box(x + CELL - 8, y, 8, "#cc2222"))
+            parts.append(_box(x + CELL - 8, y + ROW, 8, COLOURS[plan.sends[0].fragment]))
+        marks = [f"S{e.fragment}" for e in plan.sends] + [f"A{e.fragment}" for e in plan.applies]
+        if marks:
+            below = y + 2 * ROW + 12
+            parts.append(_text(x + CELL - 4, below, " ".join(marks), anchor="end", size=9))
+    return parts
+
+
+def _box(x: float, y: float, width: float, fill: str) -> str:
+    return f'<rect x="{x}" y="{y}" width="{width}" height="{ROW - 4}" fill="{fill}"/>'
+
+
+def _text(x, y, text, fill="#222", *, anchor="start", size=12, weight="normal") -> str:
+    return (
+        f'<text x="{x}" y="{y}" fill="{fill}" text-anchor="{anchor}" font-size="{size}" '
+        f'font-weight="{weight}">{escape(text)}</text>'
+    )
+
+
+if __name__ == "__main__":
+    default = pathlib.Path(__file__).parents[1] / "docs" / "schedules.svg"
+    target = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else default
+    target.write_text(draw(), encoding="utf-8")
+    print(target)
