@@ -1,0 +1,51 @@
+"""What holds for every test: eight emulated CPU devices, no deadlines, and which tests run when.
+
+XLA's persistent compilation cache stays off: a test must not depend on what an earlier run left.
+"""
+
+import importlib.util
+import os
+
+import hypothesis
+import jax
+import pytest
+
+# In the environment too, so that programs started by a test agree. They choose their own number of
+# devices and read keys from M_*, so nothing of that kind reaches them from the caller's shell.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.pop("JAX_NUM_CPU_DEVICES", None)
+for _name in [name for name in os.environ if name.startswith("M_")]:
+    del os.environ[_name]
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+
+# No deadline: the first example of a test may compile. In CI the examples are the same every time.
+hypothesis.settings.register_profile(
+    "tests",
+    deadline=None,
+    derandomize="CI" in os.environ,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("tests")
+
+
+@pytest.fixture(scope="session")
+def devices():
+    """The eight emulated CPU devices."""
+    found = jax.devices()
+    assert [device.platform for device in found] == ["cpu"] * 8
+    return found
+
+
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
+def pytest_collection_modifyitems(config, items):
+    """full_grid runs only when -m names it; tpu_aot needs libtpu, in one process at a time."""
+    if "full_grid" not in config.getoption("markexpr"):
+        config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("full_grid")])
+        items[:] = [item for item in items if not item.get_closest_marker("full_grid")]
+    absent = importlib.util.find_spec("libtpu") is None
+    for item in items:
+        if item.get_closest_marker("tpu_aot"):
+            item.add_marker(pytest.mark.xdist_group("tpu_aot"))
+            if absent:
+                item.add_marker(pytest.mark.skip(reason="needs libtpu: install the extra [tpu]"))

@@ -1,0 +1,42 @@
+"""Settings and small texts for the tests of the data."""
+
+import types
+
+import pytest
+
+
+@pytest.fixture
+def settings():
+    """The keys the data read, on a small text; keywords replace them."""
+
+    def make(**changed):
+        keys = {
+            "dataset_type": "text",
+            "dataset_path": "",
+            "eval_dataset_path": "",
+            "text_column": "text",
+            "tokenizer_type": "byte",
+            "packing": True,
+            "enable_data_shuffling": True,
+            "data_shuffle_seed": 0,
+            "max_target_length": 4,
+            "vocab_size": 257,
+        }
+        assert changed.keys() <= keys.keys()
+        return types.SimpleNamespace(**keys | changed)
+
+    return make
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with the files given as name=text; returns its path."""
+
+    def make(files):
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(text)
+        return str(tmp_path)
+
+    return make

@@ -1,0 +1,222 @@
+"""Which files and documents a data set has, and what is said when it has none."""
+
+import errno
+import json
+import os
+
+import numpy as np
+import pytest
+
+from maxdiloco.data import corpus
+from maxdiloco.errors import DataError
+
+
+def texts(documents):
+    """All documents as bytes."""
+    whole = ((number, 0, int(size)) for number, size in enumerate(documents.size))
+    return [piece.tobytes() for piece in corpus.read_pieces(documents, whole)]
+
+
+def names(root, files):
+    """Paths relative to a folder."""
+    return [os.path.relpath(file, root) for file in files]
+
+
+def test_a_folder_is_its_text_files_sorted_by_path(folder):
+    """Subfolders are searched; hidden names and other suffixes are left out."""
+    root = folder(
+        {
+            "b.txt": b"1",
+            "a/z.py": b"2",
+            "a/a.jsonl": b'{"text": "3"}\n',
+            "c.md": b"4",
+            "image.png": b"5",
+            ".git/x.txt": b"6",
+            ".hidden.txt": b"7",
+        }
+    )
+    assert names(root, corpus.find_files(root, "dataset_path")) == [
+        "a/a.jsonl", "a/z.py", "b.txt", "c.md",
+    ]  # fmt: skip
+
+
+def test_a_glob_and_a_file_name_any_suffix(folder):
+    """A glob's files are sorted, and each is there once."""
+    root = folder({"b.c": b"1", "deep/er/a.c": b"2", "x.h": b"3", "folder.c/y.txt": b"4"})
+    found = corpus.find_files(f"{root}/**/**/*.c", "dataset_path")
+    assert names(root, found) == ["b.c", "deep/er/a.c"]
+    assert corpus.find_files(f"{root}/x.h", "dataset_path") == [f"{root}/x.h"]
+
+
+def test_a_file_whose_name_looks_like_a_glob_is_that_file(folder):
+    """What exists is meant."""
+    root = folder({"a[1].txt": b"1", "a1.txt": b"2"})
+    assert corpus.find_files(f"{root}/a[1].txt", "dataset_path") == [f"{root}/a[1].txt"]
+
+
+def test_a_file_is_a_document_and_a_jsonl_line_is_one(folder):
+    """Empty ones and blank lines are none; the size is that of the text, not of the line."""
+    root = folder(
+        {
+            "a.txt": b"one\n",
+            "b.txt": b"",
+            "c.jsonl": b'{"text": "tw\\u00e9"}\n\n{"id": 1, "text": ""}\n{"text": "three"}',
+        }
+    )
+    documents = corpus.read_table(corpus.find_files(root, "dataset_path"), column="text")
+    assert texts(documents) == [b"one\n", "twé".encode(), b"three"]
+    assert documents.size.tolist() == [4, 4, 5]
+    assert len(documents) == 3
+
+
+def test_a_part_of_a_document_is_read_alone(folder):
+    """Bytes 1 to 3 of a text and of a line's text."""
+    root = folder({"a.txt": b"abcdef", "b.jsonl": b'{"text": "ghijkl"}\n'})
+    documents = corpus.read_table(corpus.find_files(root, "dataset_path"), column="text")
+    pieces = corpus.read_pieces(documents, [(0, 1, 3), (1, 1, 3)])
+    assert [piece.tobytes() for piece in pieces] == [b"bc", b"hi"]
+
+
+def test_half_a_surrogate_pair_in_json_is_text(folder):
+    """The table and the reader agree on its length."""
+    root = folder({"a.jsonl": b'{"text": "a\\ud800b"}\n'})
+    documents = corpus.read_table([f"{root}/a.jsonl"], column="text")
+    assert texts(documents) == [b"a?b"]
+
+
+def test_the_text_column_is_the_one_asked_for(folder):
+    """text_column=content."""
+    root = folder({"a.jsonl": b'{"text": "no", "content": "yes"}\n'})
+    assert texts(corpus.read_table([f"{root}/a.jsonl"], column="content")) == [b"yes"]
+
+
+def test_the_default_is_the_source_of_the_standard_library():
+    """Its own modules, in order, without tests and without installed packages."""
+    files = corpus.find_files("", "dataset_path")
+    root = os.path.dirname(json.__path__[0])
+    assert files == sorted(files)
+    assert json.__file__ in files and os.path.join(root, "ast.py") in files
+    parts = {part for name in names(root, files) for part in name.split(os.sep)}
+    assert not parts & {"test", "tests", "site-packages", "__pycache__"}
+    assert all(file.endswith(".py") for file in files)
+
+
+def test_a_missing_path_is_told(tmp_path):
+    """With the flag that holds it."""
+    path = str(tmp_path / "none")
+    with pytest.raises(
+        DataError, match=rf"^eval_dataset_path={path} does not exist.*Give a folder"
+    ):
+        corpus.find_files(path, "eval_dataset_path")
+
+
+def test_a_glob_without_a_match_is_told(tmp_path):
+    """A glob is told from a path by its signs."""
+    with pytest.raises(DataError, match=r"^dataset_path=.*\*\.txt matches no file.*Correct the"):
+        corpus.find_files(str(tmp_path / "*.txt"), "dataset_path")
+
+
+def test_a_folder_without_text_names_the_suffixes(folder):
+    """And the way to name others."""
+    root = folder({"a.c": b"1"})
+    with pytest.raises(
+        DataError, match=rf"^dataset_path={root} has no files that end in \.txt.*glob"
+    ):
+        corpus.find_files(root, "dataset_path")
+
+
+def test_a_python_without_source_is_told(monkeypatch, tmp_path):
+    """Some distributions ship the standard library as a zip file."""
+    monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(
+        DataError, match=rf"^dataset_path is empty.*{tmp_path} has no \.py.*Set dataset_path"
+    ):
+        corpus.find_files("", "dataset_path")
+
+
+def test_an_unreadable_folder_is_told(folder, monkeypatch):
+    """Also when it is a subfolder: leaving it out would train on something else."""
+    root = folder({"a.txt": b"1", "closed/b.txt": b"2"})
+    scandir = os.scandir
+
+    def refuse(path):
+        if path == os.path.join(root, "closed"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(
+        DataError, match=rf"^dataset_path={root}: folder {root}/closed cannot be read \(Perm.*right"
+    ):
+        corpus.find_files(root, "dataset_path")
+
+
+def test_an_unreadable_file_is_told_at_the_start(tmp_path):
+    """A link that points to itself cannot be opened, whoever runs this."""
+    (tmp_path / "loop.txt").symlink_to(tmp_path / "loop.txt")
+    files = corpus.find_files(str(tmp_path), "dataset_path")
+    with pytest.raises(
+        DataError, match=r"loop\.txt cannot be read \(.*symbolic links.*leave it out"
+    ):
+        corpus.read_table(files, column="text")
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        (b"{text}", r"a\.jsonl line 2 is not JSON: .*Every line of a \.jsonl file is one JSON"),
+        (
+            b'"text"',
+            r"text_column=text is not in .*a\.jsonl line 2, which has str.*Set text_column",
+        ),
+        (b"{}", r"text_column=text is not in .*line 2, which has no field\. Set text_column"),
+        (
+            b'{"id": 1, "body": "x"}',
+            r"text_column=text is not in .*line 2, which has id, body\. Set",
+        ),
+        (b'{"text": 7}', r"text_column=text is a int in .*line 2, not a string.*Set text_column"),
+        (b'{"text": "\xff"}', r"a\.jsonl line 2 is not JSON: .*utf-8"),
+    ],
+)
+def test_a_jsonl_line_without_the_text_is_told_by_its_number(folder, line, message):
+    """One line with the column, the place and what is there."""
+    root = folder({"a.jsonl": b'{"text": "good"}\n' + line + b"\n"})
+    with pytest.raises(DataError, match=message) as raised:
+        corpus.read_table([f"{root}/a.jsonl"], column="text")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "name, before, after",
+    [
+        ("a.txt", b"abcdef", b"abc"),
+        ("a.txt", b"abcdef", b"abcdefg"),
+        ("a.jsonl", b'{"text": "abcdef"}\n', b'{"text": "abc"   }\n'),
+    ],
+)
+def test_a_file_that_changes_under_a_run_is_told(folder, name, before, after):
+    """Its windows would hold other text than before, or none."""
+    root = folder({name: before})
+    documents = corpus.read_table([f"{root}/{name}"], column="text")
+    folder({name: after})
+    with pytest.raises(
+        DataError, match=r"has changed since the run began.*of 6 bytes.*start again"
+    ):
+        texts(documents)
+
+
+def test_a_file_that_goes_away_under_a_run_is_told(folder):
+    """As one that cannot be read."""
+    root = folder({"a.txt": b"abcdef"})
+    documents = corpus.read_table([f"{root}/a.txt"], column="text")
+    os.remove(f"{root}/a.txt")
+    with pytest.raises(DataError, match=r"a\.txt cannot be read \(No such file"):
+        texts(documents)
+
+
+def test_the_table_holds_numbers_not_text(folder):
+    """Four integers for each document, however long it is."""
+    root = folder({"a.txt": b"x" * 100_000})
+    documents = corpus.read_table([f"{root}/a.txt"], column="text")
+    arrays = (documents.file, documents.offset, documents.stored, documents.size)
+    assert [(array.dtype, array.shape) for array in arrays] == [(np.int64, (1,))] * 4

@@ -1,0 +1,260 @@
+"""Batches for replicas: the order, who reads what, workers, evaluation, what is refused."""
+
+import multiprocessing
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from maxdiloco.data import order, pipeline
+from maxdiloco.errors import DataError
+
+S = 256
+
+
+@pytest.fixture
+def text(settings, folder):
+    """Opens 30 windows of 4 tokens: window i is S i i i; `seed` None is file order."""
+
+    def make(split="train", **changed):
+        root = folder({f"{number:02}.txt": bytes([number] * 3) for number in range(30)})
+        keys = {"dataset_path": root, "eval_dataset_path": root, "enable_data_shuffling": False}
+        return pipeline.open_dataset(settings(**keys | changed), split=split)
+
+    return make
+
+
+def numbers(batch):
+    """Which windows of `text` a batch holds."""
+    return batch["tokens"][..., 1].tolist()
+
+
+def test_replica_m_row_b_reads_its_place_of_the_global_order(text):
+    """Two replicas of three rows: step 1 reads 0-5, step 2 reads 6-11, replica by replica."""
+    data, position = text(), order.first_position(2, 3)
+    batch = pipeline.read(data, position, 2, replicas=range(2), rows=range(3))
+    assert numbers(batch) == [[6, 7, 8], [9, 10, 11]]
+    assert batch["tokens"][0, 0].tolist() == [S, 6, 6, 6]
+    assert batch["segment_ids"].shape == (2, 3, 4) and np.all(batch["segment_ids"] == 1)
+
+
+def test_batches_are_what_read_gives_step_by_step(text):
+    """Over the end of an epoch too: step 6 of 6 windows is places 30 to 35, windows 0 to 5."""
+    data, position = text(), order.first_position(2, 3)
+    with pipeline.batches(
+        data, position, steps=range(2, 7), replicas=range(2), rows=range(3)
+    ) as batches:
+        found = list(batches)
+    assert len(found) == 5
+    for step, batch in enumerate(found, start=2):
+        alone = pipeline.read(data, position, step, replicas=range(2), rows=range(3))
+        assert batch.keys() == alone.keys() == {"tokens", "segment_ids"}
+        for name, leaf in batch.items():
+            assert leaf.dtype == np.int32
+            assert np.array_equal(leaf, alone[name])
+    assert numbers(found[-1]) == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_shuffled_epochs_read_every_window_once_in_orders_of_their_own(text):
+    """Two epochs of 30 windows, five steps each."""
+    data, position = (
+        text(enable_data_shuffling=True, data_shuffle_seed=4),
+        order.first_position(2, 3),
+    )
+    with pipeline.batches(
+        data, position, steps=range(1, 11), replicas=range(2), rows=range(3)
+    ) as batches:
+        read = np.array([numbers(batch) for batch in batches]).reshape(2, 30)
+    assert sorted(read[0]) == sorted(read[1]) == list(range(30))
+    assert len({tuple(read[0]), tuple(read[1]), tuple(range(30))}) == 3
+    same = text(enable_data_shuffling=True, data_shuffle_seed=4)
+    other = text(enable_data_shuffling=True, data_shuffle_seed=5)
+    first = {"replicas": range(2), "rows": range(3)}
+    assert numbers(pipeline.read(same, position, 1, **first)) == read[0, :6].reshape(2, 3).tolist()
+    assert numbers(pipeline.read(other, position, 1, **first)) != read[0, :6].reshape(2, 3).tolist()
+
+
+def test_processes_that_share_the_rows_read_what_one_process_reads(text):
+    """Two processes with half the rows each, and two with a replica each."""
+    data = text(enable_data_shuffling=True)
+    position = order.first_position(2, 4)
+
+    def tokens(replicas, rows):
+        steps = range(1, 4)
+        with pipeline.batches(data, position, steps=steps, replicas=replicas, rows=rows) as batches:
+            return np.stack([batch["tokens"] for batch in batches])
+
+    whole = tokens(range(2), range(4))
+    halves = [tokens(range(2), range(2)), tokens(range(2), range(2, 4))]
+    assert np.array_equal(np.concatenate(halves, axis=2), whole)
+    alone = [tokens([0], range(4)), tokens([1], range(4))]
+    assert np.array_equal(np.concatenate(alone, axis=1), whole)
+
+
+def test_a_run_that_changes_m_reads_on_and_nothing_twice(text):
+    """Steps 1 and 2 with 2 replicas of 3, then 3 replicas of 2 from window 12 on."""
+    data, position = text(), order.first_position(2, 3)
+    position = order.next_position(position, 3, 3, 2)
+    batch = pipeline.read(data, position, 3, replicas=range(3), rows=range(2))
+    assert numbers(batch) == [[12, 13], [14, 15], [16, 17]]
+
+
+@hypothesis_settings(max_examples=20)
+@given(M=st.integers(1, 4), B=st.integers(1, 4), taken=st.integers(0, 5))
+def test_an_epoch_ends_before_a_window_would_be_read_again(M, B, taken):
+    """last_step_of_epoch, also after a resume with another M, in a set of 64 windows."""
+    data = pipeline.Dataset(FakeWindows(), None, "dataset_path=fake")
+    position = order.next_position(order.first_position(2, 2), 1 + taken, M, B)
+    last = pipeline.last_step_of_epoch(data, position)
+    assert order.indices(position, last + 1, [M - 1], [B - 1]) >= 64
+    if last >= position.s0:
+        assert order.indices(position, last, [M - 1], [B - 1]) < 64
+
+
+class FakeWindows:
+    """Only the number of windows."""
+
+    num_windows = 64
+
+
+def test_an_epoch_from_the_start_is_n_over_m_b_steps(text):
+    """30 windows, 2 * 4 a step: 3 steps; 6 windows are left over."""
+    assert pipeline.last_step_of_epoch(text(), order.first_position(2, 4)) == 3
+
+
+def test_worker_processes_read_the_same_and_end(text):
+    """grain_worker_count 0 and 2; after close no process is left, before it there are two."""
+    data, position = text(enable_data_shuffling=True), order.first_position(2, 3)
+    found = []
+    for worker_count in (0, 2):
+        with pipeline.batches(
+            data,
+            position,
+            steps=range(1, 12),
+            replicas=range(2),
+            rows=range(3),
+            worker_count=worker_count,
+        ) as batches:
+            found.append([numbers(next(batches)) for _ in range(7)])
+            assert len(multiprocessing.active_children()) == worker_count
+        assert multiprocessing.active_children() == []
+    assert found[0] == found[1]
+
+
+def test_close_leaves_no_thread(text):
+    """Nor does Grain. While open there is one."""
+    before = set(threading.enumerate())
+    batches = pipeline.batches(
+        text(), order.first_position(1, 1), steps=range(1, 9), replicas=[0], rows=[0]
+    )
+    next(batches)
+    assert len(set(threading.enumerate()) - before) == 1
+    batches.close()
+    assert set(threading.enumerate()) == before
+
+
+def test_an_error_in_a_worker_process_reaches_the_loop(text, tmp_path):
+    """A file that goes away is told as it is without workers."""
+    data, position = text(), order.first_position(1, 1)
+    (tmp_path / "02.txt").unlink()
+    for worker_count in (0, 1):
+        with pipeline.batches(
+            data, position, steps=range(1, 9), replicas=[0], rows=[0], worker_count=worker_count
+        ) as batches:
+            assert [numbers(next(batches)) for _ in range(2)] == [[[0]], [[1]]]
+            with pytest.raises(DataError, match=r"02\.txt cannot be read \(No such file"):
+                next(batches)
+
+
+def eval_numbers(data, **arguments):
+    """Windows of each evaluation batch, None where it is padding."""
+    with pipeline.eval_batches(data, **arguments) as batches:
+        return [
+            [
+                int(tokens[1]) if segments.all() else None
+                for tokens, segments in zip(batch["tokens"], batch["segment_ids"], strict=True)
+            ]
+            for batch in batches
+        ]
+
+
+def test_evaluation_reads_all_of_the_data_once_and_pads_the_last_batch(text):
+    """30 windows in batches of 8: 6 in the last, and 2 rows of padding."""
+    found = eval_numbers(text("eval"), batch_size=8, num_batches=-1)
+    assert [len(batch) for batch in found] == [8, 8, 8, 8]
+    assert sorted(found[0] + found[1] + found[2] + found[3][:6]) == list(range(30))
+    assert found[3][6:] == [None, None]
+
+
+def test_evaluation_is_always_the_same_and_samples_all_files(text):
+    """Whatever the seed of training is; not the first files only."""
+    found = eval_numbers(text("eval"), batch_size=4, num_batches=2)
+    other = text("eval", enable_data_shuffling=True, data_shuffle_seed=9)
+    assert found == eval_numbers(other, batch_size=4, num_batches=2)
+    assert len(found) == 2 and max(found[0] + found[1]) > 8
+    assert len(eval_numbers(other, batch_size=4, num_batches=99)) == 8
+
+
+def test_evaluation_rows_split_over_processes_are_those_of_one(text):
+    """The last batch of 30 in 8s: rows 4 to 7 are two windows and two of padding."""
+    data = text("eval")
+    whole = eval_numbers(data, batch_size=8, num_batches=-1)
+    left = eval_numbers(data, batch_size=8, num_batches=-1, rows=range(4))
+    right = eval_numbers(data, batch_size=8, num_batches=-1, rows=range(4, 8))
+    assert [one + two for one, two in zip(left, right, strict=True)] == whole
+
+
+def test_an_evaluation_batch_larger_than_the_data_is_padded(text):
+    """Rows of a process may be padding altogether."""
+    found = eval_numbers(text("eval"), batch_size=40, num_batches=3, rows=range(32, 40))
+    assert found == [[None] * 8]
+
+
+def test_synthetic_data_go_through_the_same_order(settings):
+    """Index i is window i; evaluation has windows of its own."""
+    data = pipeline.open_dataset(settings(dataset_type="synthetic"), split="train")
+    position = order.first_position(2, 3)
+    with pipeline.batches(
+        data, position, steps=range(2, 3), replicas=[1], rows=range(3)
+    ) as batches:
+        tokens = next(batches)["tokens"]
+    assert np.array_equal(tokens[0], data.windows.read(np.array([9, 10, 11]))[0])
+    held_out = pipeline.open_dataset(settings(dataset_type="synthetic"), split="eval")
+    with pipeline.eval_batches(held_out, batch_size=3, num_batches=2) as batches:
+        found = [batch["tokens"] for batch in batches]
+    assert np.array_equal(np.concatenate(found), held_out.windows.read(np.arange(6))[0])
+    assert data.fingerprint != held_out.fingerprint
+
+
+def test_data_shorter_than_one_step_are_refused_with_both_numbers(text):
+    """30 windows, 4 replicas of 8."""
+    data, position = text(), order.first_position(4, 8)
+    message = (
+        r"^dataset_path=.* has 30 sequences of max_target_length=4, but a step reads "
+        r"4 replicas \* 8 = 32\. Give more text, or lower max_target_length"
+    )
+    with pytest.raises(DataError, match=message):
+        pipeline.batches(data, position, steps=range(1, 2), replicas=[0], rows=[0])
+    with pytest.raises(DataError, match=message):
+        pipeline.last_step_of_epoch(data, position)
+    pipeline.check_size(data, order.first_position(5, 6))
+
+
+def test_an_epoch_of_data_without_an_end_is_refused(settings):
+    """steps=-1 and eval_steps=-1."""
+    data = pipeline.open_dataset(settings(dataset_type="synthetic"), split="train")
+    with pytest.raises(
+        DataError, match=r"^steps=-1 .*dataset_type=synthetic has no end.*Set steps"
+    ):
+        pipeline.last_step_of_epoch(data, order.first_position(1, 1))
+    with pytest.raises(DataError, match=r"^eval_steps=-1 .*synthetic has no end.*Set eval_steps"):
+        pipeline.eval_batches(data, batch_size=1, num_batches=-1)
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(text):
+    """Before any batch is read."""
+    with pytest.raises(DataError, match=r"^vocab_size=100 .*257 tokens.*vocab_size=257"):
+        text(vocab_size=100)

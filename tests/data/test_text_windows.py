@@ -1,0 +1,155 @@
+"""Windows of a text, worked out by hand."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from maxdiloco.data import corpus, text
+from maxdiloco.errors import DataError
+
+S = 256  # the token that starts a document
+a, b, c, d, e, f = b"abcdef"
+
+
+def open_all(cfg):
+    """All windows of dataset_path, nothing held out: tokens and segments as lists."""
+    cfg.eval_dataset_path = cfg.dataset_path
+    windows, _ = text.open_text(cfg, split="train")
+    tokens, segments = windows.read(np.arange(windows.num_windows))
+    assert tokens.dtype == segments.dtype == np.int32
+    return tokens.tolist(), segments.tolist()
+
+
+def test_windows_run_over_documents_and_segments_tell_them_apart(settings, folder):
+    """abc, de, f in windows of 4: S a b c | S d e S | f, which is too short and not read."""
+    root = folder({"1.txt": b"abc", "2.txt": b"de", "3.txt": b"f"})
+    tokens, segments = open_all(settings(dataset_path=root))
+    assert tokens == [[S, a, b, c], [S, d, e, S]]
+    assert segments == [[1, 1, 1, 1], [1, 1, 1, 2]]
+
+
+def test_a_document_goes_on_in_the_next_window_as_segment_one(settings, folder):
+    """Lines of a .jsonl file, windows of 3: S a b | c S d | e S f."""
+    lines = b"".join(b'{"text": "%s"}\n' % text for text in (b"abc", b"de", b"f"))
+    root = folder({"1.jsonl": lines})
+    tokens, segments = open_all(settings(dataset_path=root, max_target_length=3))
+    assert tokens == [[S, a, b], [c, S, d], [e, S, f]]
+    assert segments == [[1, 1, 1], [1, 2, 2], [1, 2, 2]]
+
+
+def test_without_packing_no_window_holds_two_documents(settings, folder):
+    """abc, de, abcdef in windows of 4: each begins a window and is padded with segment 0."""
+    root = folder({"1.txt": b"abc", "2.txt": b"de", "3.txt": b"abcdef"})
+    tokens, segments = open_all(settings(dataset_path=root, packing=False))
+    assert tokens == [[S, a, b, c], [S, d, e, 0], [S, a, b, c], [d, e, f, 0]]
+    assert segments == [[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 0]]
+
+
+def test_windows_are_the_concatenation_cut_up(settings, folder):
+    """Against the plain statement of it, for documents of every size around a window's."""
+    texts = [bytes(range(65, 65 + size)) for size in (7, 1, 16, 2, 3, 8, 4, 5, 15, 9)]
+    root = folder({f"{number}.txt": data for number, data in enumerate(texts)})
+    tokens, _ = open_all(settings(dataset_path=root, max_target_length=5))
+    stream = [token for data in texts for token in (S, *data)]
+    count = len(stream) // 5
+    assert tokens == np.reshape(stream[: 5 * count], (count, 5)).tolist()
+
+
+def test_any_windows_can_be_asked_for_in_any_order(settings, folder):
+    """A window does not depend on what was read before it."""
+    root = folder({"1.txt": b"abcdefghijklmnop" * 9})
+    cfg = settings(dataset_path=root, eval_dataset_path=root)
+    windows, _ = text.open_text(cfg, split="train")
+    tokens, _ = windows.read(np.arange(windows.num_windows))
+    chosen = np.array([7, 0, 7, 3])
+    assert np.array_equal(windows.read(chosen)[0], tokens[chosen])
+
+
+def split_paths(cfg):
+    """Files of the train and of the eval split."""
+    return [text.open_text(cfg, split=split)[0].documents.paths for split in ("train", "eval")]
+
+
+def test_held_out_text_is_every_twentieth_file(settings, folder):
+    """41 files: 0, 20 and 40 are held out, the others are for training."""
+    root = folder({f"{number:02}.txt": b"abcdef" for number in range(41)})
+    train, held_out = split_paths(settings(dataset_path=root))
+    assert held_out == tuple(f"{root}/{name}.txt" for name in ("00", "20", "40"))
+    assert len(train) == 38 and not set(train) & set(held_out)
+
+
+def test_the_default_text_is_split_by_file(settings):
+    """Disjoint, together all of it, and both long enough to use."""
+    cfg = settings(max_target_length=1024)
+    train, held_out = split_paths(cfg)
+    assert not set(train) & set(held_out)
+    assert sorted(train + held_out) == corpus.find_files("", "dataset_path")
+    assert text.open_text(cfg, split="train")[0].num_windows > 1000
+    assert text.open_text(cfg, split="eval")[0].num_windows > 100
+
+
+@pytest.mark.parametrize("length, train, held_out", [(400, 95, 5), (16, 3, 1), (8, 1, 1)])
+def test_of_few_files_the_last_windows_are_held_out(settings, folder, length, train, held_out):
+    """5 % of the windows of 4, at least one: 400 tokens are 100 windows, 5 of them for eval."""
+    text_bytes = bytes(number % 251 for number in range(length - 1))
+    root = folder({"1.txt": text_bytes})
+    cfg = settings(dataset_path=root)
+    parts = [text.open_text(cfg, split=split)[0] for split in ("train", "eval")]
+    assert [part.num_windows for part in parts] == [train, held_out]
+    tokens = [part.read(np.arange(part.num_windows))[0] for part in parts]
+    assert np.concatenate(tokens).reshape(-1).tolist() == [S, *text_bytes]
+
+
+def test_eval_text_of_ones_own_leaves_all_of_the_other_for_training(settings, folder):
+    """Nothing is held out, nothing mixed."""
+    root = folder({"train/1.txt": b"abcdefg", "held/2.txt": b"fedcbag"})
+    cfg = settings(dataset_path=f"{root}/train", eval_dataset_path=f"{root}/held")
+    assert split_paths(cfg) == [(f"{root}/train/1.txt",), (f"{root}/held/2.txt",)]
+    train, name = text.open_text(cfg, split="train")
+    assert (train.num_windows, name) == (2, f"dataset_path={root}/train")
+    held, name = text.open_text(cfg, split="eval")
+    assert (held.num_windows, name) == (2, f"eval_dataset_path={root}/held")
+
+
+def test_an_empty_data_set_is_told(settings, folder):
+    """Files there are, text there is none."""
+    root = folder({"1.txt": b"", "2.jsonl": b"\n"})
+    with pytest.raises(
+        DataError, match=rf"^dataset_path={root} holds no text for train: 2 files, all empty.*Give"
+    ):
+        text.open_text(settings(dataset_path=root), split="train")
+
+
+@pytest.mark.parametrize("split, size", [("train", 6), ("train", 2), ("eval", 2)])
+def test_a_text_without_a_sequence_for_a_split_is_told(settings, folder, split, size):
+    """7 tokens are one window of 4, and that one is held out; 3 tokens are none."""
+    root = folder({"1.txt": b"x" * size})
+    with pytest.raises(
+        DataError,
+        match=rf"^dataset_path={root} is too short: its {size + 1} tokens.*max_target_length=4 "
+        rf"for {split}.*lower max_target_length",
+    ):
+        text.open_text(settings(dataset_path=root), split=split)
+
+
+def test_fingerprints_differ_when_the_windows_do(settings, folder):
+    """Another length, split, packing or a file more; the folder's own name does not count."""
+    root = folder({f"one/{i}.txt": b"abcdefgh" for i in range(3)})
+    folder({f"two/{i}.txt": b"abcdefgh" for i in range(3)})
+    base = {"dataset_path": f"{root}/one"}
+
+    def fingerprint(split="train", **changed):
+        return text.open_text(settings(**base | changed), split=split)[0].fingerprint()
+
+    assert fingerprint() == fingerprint(dataset_path=f"{root}/two")
+    others = [fingerprint("eval"), fingerprint(packing=False), fingerprint(max_target_length=5)]
+    # 27 tokens are two windows of 12 or 13, one of them for eval.
+    others += [fingerprint(max_target_length=length) for length in (12, 13)]
+    others.append(fingerprint("eval", max_target_length=12))
+    # 27 tokens and 3 or 4 more are 7 windows either way; then the same length by another name.
+    for name, data in [("3", b"ab"), ("3", b"abc"), ("4", b"abc")]:
+        shutil.rmtree(f"{root}/more", ignore_errors=True)
+        folder({f"more/{i}.txt": b"abcdefgh" for i in range(3)} | {f"more/{name}.txt": data})
+        others.append(fingerprint(dataset_path=f"{root}/more"))
+    assert len({fingerprint(), *others}) == 10

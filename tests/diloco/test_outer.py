@@ -1,0 +1,186 @@
+"""Algorithm 2 lines 7-12 by hand: outer gradient, mean over replicas, outer step, merge."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxdiloco.diloco.outer import (
+    merge,
+    ordered_mean,
+    outer_gradient,
+    outer_optimizer,
+    outer_update,
+    with_own_fresh,
+)
+
+f32 = jnp.float32
+bf16 = jnp.bfloat16
+THIRD = np.float32(1 / 3)
+
+
+def bits(x):
+    return np.asarray(x).view(np.uint32).tolist()
+
+
+def steps(name, momentum, gradients, *, lr=0.4):
+    """Outer parameters after each outer gradient, from 1.0."""
+    optimizer = outer_optimizer(name, lr=lr, momentum=momentum)
+    theta = {"w": jnp.ones((1,), f32)}
+    state = optimizer.init(theta)
+    seen = []
+    for g in gradients:
+        theta, state = outer_update(optimizer, theta, state, {"w": jnp.full((1,), g, f32)})
+        seen.append(float(theta["w"][0]))
+    return seen
+
+
+def test_outer_gradient_is_old_minus_new():
+    """Algorithm 2, line 7: theta - x; x moved from 3 to 1 gives +2."""
+    g = outer_gradient(
+        {"a": jnp.array([3.0]), "b": jnp.array([0.5])}, {"a": 1.0 * jnp.ones(1), "b": jnp.ones(1)}
+    )
+    assert g["a"].tolist() == [2.0]
+    assert g["b"].tolist() == [-0.5]
+
+
+def test_outer_gradient_of_bfloat16_parameters_is_float32():
+    """1 + 2^-10 is not a bfloat16: a difference taken in bfloat16 would be 0."""
+    outer, inner = jnp.array([1 + 2.0**-10], f32), jnp.array([1.0], bf16)
+    g = outer_gradient(outer, inner)
+    assert g.dtype == f32
+    assert g.tolist() == [2.0**-10]
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "op by op"])
+def test_the_mean_is_summed_in_replica_order(wrap):
+    """In float32 ((1e8 + 1) - 1e8) + 1 = 1; two halves give 0, exact arithmetic 2."""
+    terms = jnp.array([[1e8], [1.0], [-1e8], [1.0]], f32)
+    assert wrap(ordered_mean)({"w": terms})["w"].tolist() == [0.25]
+
+
+def test_the_mean_is_unweighted_and_has_the_same_bits_in_every_program():
+    """(1 + 2 + 4) times float32(1/3); XLA would rewrite a division by 3 in compiled code only."""
+    terms = jnp.array([[1.0], [2.0], [4.0]], f32)
+    expected = bits(np.array([np.float32(7) * THIRD]))
+    assert bits(ordered_mean(terms)) == expected
+    assert bits(jax.jit(ordered_mean)(terms)) == expected
+
+
+def test_the_mean_of_bfloat16_terms_is_float32():
+    """256 + 1 + 1 + 2 is 256 in bfloat16 and 260 in float32; / 4 = 65."""
+    mean = ordered_mean(jnp.array([[256.0], [1.0], [1.0], [2.0]], bf16))
+    assert mean.dtype == f32
+    assert mean.tolist() == [65.0]
+
+
+def test_the_eager_mean_replaces_the_own_stale_term():
+    """Replica 1 of 3: (9 + 6 + 900) / 3, its own stale 90 unused."""
+    stale = jnp.array([[9.0], [90.0], [900.0]], f32)
+    mean = with_own_fresh({"w": stale}, {"w": jnp.array([6.0], f32)}, 1)["w"]
+    assert bits(mean) == bits(np.array([np.float32(915) * THIRD]))
+
+
+def test_the_eager_mean_adds_the_own_term_in_its_slot():
+    """Replica 2 of 4 in float32: ((1e8 + 1) - 1e8) + 1 = 1; own term first would give 0 or 2."""
+    stale = jnp.array([[1e8], [1.0], [7.0], [1.0]], f32)
+    assert with_own_fresh(stale, jnp.array([-1e8], f32), 2).tolist() == [0.25]
+
+
+def test_the_eager_mean_takes_a_traced_replica_index():
+    """Under vmap each replica sees its own slot: M=2, stale (10, 20), fresh (1, 2)."""
+    stale = jnp.array([[10.0], [20.0]], f32)
+    fresh_R = jnp.array([[1.0], [2.0]], f32)
+    per_replica = jax.vmap(lambda own, m: with_own_fresh(stale, own, m))
+    assert per_replica(fresh_R, jnp.arange(2)).tolist() == [[(1 + 20) / 2], [(10 + 2) / 2]]
+
+
+def test_one_eager_replica_uses_its_fresh_value_bit_for_bit():
+    """M=1 is DiLoCo: nothing of the stale value is left, and no rounding is added."""
+    own = jnp.array([1.1, -0.0, 3e38, 2e-38], f32)
+    assert bits(with_own_fresh(jnp.full((1, 4), 5.0, f32), own, 0)) == bits(own)
+
+
+def test_nesterov_by_hand():
+    """m' = 0.9 m + g; theta' = theta - 0.4 (g + 0.9 m').
+
+    g = 0.5:  m = 0.5,   theta = 1 - 0.4 * 0.95 = 0.62
+    g = -1:   m = -0.55, theta = 0.62 + 0.4 * 1.495 = 1.218
+    """
+    assert steps("nesterov", 0.9, [0.5, -1.0]) == pytest.approx([0.62, 1.218], rel=1e-6)
+
+
+def test_sgd_has_heavy_ball_momentum():
+    """g = 0.5: m = 0.5, theta = 0.8. g = -1: m = -0.55, theta = 0.8 + 0.22 = 1.02."""
+    assert steps("sgd", 0.9, [0.5, -1.0]) == pytest.approx([0.8, 1.02], rel=1e-6)
+
+
+def test_adam_by_hand():
+    """b1 = momentum 0.8, b2 0.95, eps 0.1.
+
+    g = 0.5: 1 - 0.4 * 0.5 / (0.5 + 0.1) = 0.6666667
+    g = -1:  m = 0.8 * 0.1 - 0.2 = -0.12, / 0.36 = -0.3333333;
+             v = 0.95 * 0.0125 + 0.05 = 0.061875, / 0.0975 = 0.6346154, root 0.7966276;
+             0.6666667 + 0.4 * 0.3333333 / 0.8966276 = 0.8153720
+    """
+    assert steps("adam", 0.8, [0.5, -1.0]) == pytest.approx([0.6666667, 0.8153720], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["nesterov", "sgd"])
+def test_momentum_zero_is_plain_sgd_without_state(name):
+    """theta = 1 - 0.4 * 0.5 = 0.8, then 0.8 + 0.4 = 1.2; zeros as a trace would waste memory."""
+    assert steps(name, 0.0, [0.5, -1.0]) == pytest.approx([0.8, 1.2], rel=1e-6)
+    plain = outer_optimizer(name, lr=0.4, momentum=0.0).init(jnp.ones(3))
+    kept = outer_optimizer(name, lr=0.4, momentum=0.9).init(jnp.ones(3))
+    assert [x.shape for x in jax.tree.leaves(plain)] == []
+    assert [x.shape for x in jax.tree.leaves(kept)] == [(3,)]
+
+
+def test_lr_one_outer_sgd_is_parameter_averaging():
+    """theta = 10, replicas at 1, 2, 6, 7: the outer step lands on their mean, 4."""
+    theta, inner_R = jnp.array([10.0], f32), jnp.array([[1.0], [2.0], [6.0], [7.0]], f32)
+    optimizer = outer_optimizer("sgd", lr=1.0, momentum=0.0)
+    mean = ordered_mean(jax.vmap(outer_gradient, (None, 0))(theta, inner_R))
+    new, _ = outer_update(optimizer, theta, optimizer.init(theta), mean)
+    assert new.tolist() == [4.0]
+    assert merge(inner_R[0], new, alpha=0.0).tolist() == [4.0]
+
+
+def test_merge_weighs_the_own_value_by_alpha():
+    """Algorithm 2, line 12: 0.25 * 4 + 0.75 * 8 = 7."""
+    assert merge({"w": jnp.array([4.0])}, {"w": jnp.array([8.0])}, alpha=0.25)["w"].tolist() == [
+        7.0
+    ]
+
+
+def test_merge_mixes_in_float32_and_returns_the_inner_dtype():
+    """bfloat16 steps near 1 are u = 2^-7.
+
+    Half of 1 and of 1 + 1.375 u is 1 + 0.6875 u, nearest 1 + u. In bfloat16 throughout,
+    the outer value is 1 + u first and the mean 1 + 0.5 u, a tie to 1.
+    """
+    u = 2.0**-7
+    mixed = merge(jnp.array([1.0], bf16), jnp.array([1 + 1.375 * u], f32), alpha=0.5)
+    assert mixed.dtype == bf16
+    assert mixed.astype(f32).tolist() == [1 + u]
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "op by op"])
+def test_merge_at_its_ends_is_a_copy(wrap):
+    """sec. 2.3: alpha 1 is no communication, alpha 0 discards the own values, bit for bit.
+
+    0 * inf and 0 * nan would be nan, and -0 + 0 is +0.
+    """
+    odd = jnp.array([jnp.inf, jnp.nan, 1.0, -0.0], f32)
+    plain = jnp.array([-0.0, 1.1, jnp.inf, 3e38], f32)
+    assert bits(wrap(lambda i, o: merge(i, o, alpha=0.0))(odd, plain)) == bits(plain)
+    assert bits(wrap(lambda i, o: merge(i, o, alpha=1.0))(plain, odd)) == bits(plain)
+    assert bits(merge(plain, odd, alpha=0.5)) != bits(plain)
+
+
+def test_an_unknown_outer_optimizer_is_refused():
+    """One line with key, value and remedy."""
+    with pytest.raises(
+        ValueError, match="diloco_outer_optimizer='lion'.*Use one of nesterov, sgd, adam"
+    ):
+        outer_optimizer("lion", lr=0.4, momentum=0.9)

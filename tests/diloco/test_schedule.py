@@ -1,0 +1,251 @@
+"""The schedule against a brute-force statement of its contract, and worked examples by hand."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxdiloco.diloco import schedule
+from maxdiloco.diloco.schedule import Event, Plan, Schedule, check, offsets
+
+
+@st.composite
+def schedules(draw):
+    """Any H up to 24, P, tau or outer overlap, default or explicit offsets."""
+    H = draw(st.integers(1, 24))
+    P = draw(st.integers(1, min(H, 8)))
+    overlap = draw(st.sampled_from(schedule.OVERLAPS))
+    tau = draw(st.integers(0, H - 1)) if overlap == "none" else 0
+    chosen = offsets(P, H)
+    if draw(st.booleans()):
+        residues = draw(st.permutations(range(H)))[:P]
+        chosen = tuple(o + H * draw(st.integers(-3, 3)) for o in residues)
+    return Schedule(H, tau, chosen, overlap)
+
+
+def brute_sends(s, steps):
+    """Every send of steps 1..steps as (step, fragment, round), step by step."""
+    found, rounds = [], [0] * len(s.offsets)
+    for t in range(1, steps + 1):
+        for p, offset in enumerate(s.offsets):
+            if t % s.H == offset % s.H:
+                rounds[p] += 1
+                found.append((t, p, rounds[p]))
+    return found
+
+
+def brute_lag(s):
+    return s.tau if s.overlap == "none" else s.H
+
+
+def in_flight(s, sent, t):
+    return [x for x in sent if x[0] <= t < x[0] + brute_lag(s)]
+
+
+def key(event):
+    return (event.send_step, event.fragment, event.round)
+
+
+def test_second_fragment_follows_half_a_period_later():
+    """Offsets t_p = floor(p*H/P): H=100, P=2 sends at 100, 200 and 50, 150, 250."""
+    s = Schedule(100, 0, offsets(2, 100))
+    sent = {0: [], 1: []}
+    for t in range(1, 251):
+        for event in s.events(t):
+            if event.kind == "send":
+                sent[event.fragment].append(t)
+    assert sent == {0: [100, 200], 1: [50, 150, 250]}
+
+
+def test_default_offsets_are_floor_of_p_h_over_p():
+    """By hand: H=10, P=4 gives 0, 2.5, 5, 7.5 rounded down; gaps 2, 3, 2, 3."""
+    assert offsets(4, 10) == (0, 2, 5, 7)
+    assert Schedule(10, 0, offsets(4, 10)).gap == 2
+    assert offsets(1, 7) == (0,)
+
+
+def test_one_fragment_without_overlap_is_diloco():
+    """DiLoCo (arXiv 2311.08105) Algorithm 1: all is sent and applied at H, 2H, ..."""
+    s = Schedule(5, 0, offsets(1, 5))
+    steps = [(t, e.kind, e.fragment, e.round) for t in range(1, 12) for e in s.events(t)]
+    assert steps == [(5, "send", 0, 1), (5, "apply", 0, 1), (10, "send", 0, 2), (10, "apply", 0, 2)]
+    assert (s.gap, s.window, s.slots) == (5, 0, 0)
+
+
+def test_overlap_longer_than_the_gap_holds_several_fragments():
+    """H=6, P=3, tau=5 by hand: sends at 2, 4, 6, ...; each applied 5 steps later.
+
+    w = min(5, 2) = 2 chunks; before the apply at 7, the sends of 2, 4 and 6 wait: 3 slots.
+    """
+    s = Schedule(6, 5, offsets(3, 6))
+    assert (s.gap, s.window, s.slots) == (2, 2, 3)
+    first = Event("send", 1, 1, 2, 0)
+    second = Event("send", 2, 1, 4, 1)
+    third = Event("send", 0, 1, 6, 2)
+    assert list(s.run(7)) == [
+        Plan(1, None, (), ()),
+        Plan(2, None, (first,), ()),
+        Plan(3, (first, 0), (), ()),
+        Plan(4, (first, 1), (second,), ()),
+        Plan(5, (second, 0), (), ()),
+        Plan(6, (second, 1), (third,), ()),
+        Plan(7, (third, 0), (), (first._replace(kind="apply"),)),
+    ]
+    assert s.pending(6) == (first, second, third)
+    assert s.pending(7) == (second, third)
+    assert s.ages(6) == (6, 6, 6)
+    assert s.ages(8) == (8, 6, 8)
+
+
+@pytest.mark.parametrize("overlap", ["delayed", "eager"])
+def test_outer_overlap_uses_the_send_of_one_period_before(overlap):
+    """arXiv 2502.12996: theta(t) takes in the exchange of t-H; round 0 stands for zeros.
+
+    H=4, P=2: fragment 1 at 2, 6; fragment 0 at 4, 8. Each fragment keeps its slot.
+    """
+    s = Schedule(4, 0, offsets(2, 4), overlap)
+    assert (s.gap, s.window, s.slots) == (2, 2, 2)
+    seen = [(t, e.kind, e.fragment, e.round, e.slot) for t in range(1, 7) for e in s.events(t)]
+    assert seen == [
+        (2, "send", 1, 1, 0),
+        (2, "apply", 1, 0, 0),
+        (4, "send", 0, 1, 1),
+        (4, "apply", 0, 0, 1),
+        (6, "send", 1, 2, 0),
+        (6, "apply", 1, 1, 0),
+    ]
+    assert s.ages(5) == (5, 5)
+    assert s.ages(6) == (6, 4)
+    assert [key(e) for e in s.pending(6)] == [(4, 0, 1), (6, 1, 2)]
+
+
+def test_one_delayed_fragment_has_the_whole_period_on_the_link():
+    """P=1: gap = H, so chunk 2 of H=3 rides the step after which it is used."""
+    s = Schedule(3, 0, (0,), "delayed")
+    assert (s.window, s.slots) == (3, 1)
+    assert s.carrying(6) == (Event("send", 0, 1, 3, 0), 2)
+    assert s.applies(6) == (Event("apply", 0, 1, 3, 0),)
+
+
+def test_explicit_offsets_are_taken_modulo_h():
+    """H=10: -1 is 9 and 23 is 3; no default spacing is imposed, gap = 9 to 13 = 4."""
+    s = Schedule(10, 2, (-1, 23))
+    assert [(t, e.fragment) for t in range(1, 20) for e in s.sends(t)] == [
+        (3, 1),
+        (9, 0),
+        (13, 1),
+        (19, 0),
+    ]
+    assert s.gap == 4
+
+
+@settings(max_examples=150, deadline=None)
+@given(schedules())
+def test_events_are_those_of_the_contract(s):
+    """Sent when t = t_p (mod H) and t >= 1; applied lag steps later; sends come first."""
+    steps = 4 * s.H
+    sent = brute_sends(s, steps)
+    for t in range(1, steps + 1):
+        assert [key(e) for e in s.sends(t)] == [x for x in sent if x[0] == t]
+        due = [x for x in sent if x[0] + brute_lag(s) == t]
+        if s.overlap != "none":  # the first send of a fragment calls the outer optimizer too
+            due += [(t - s.H, p, 0) for step, p, n in sent if step == t and n == 1]
+        assert [key(e) for e in s.applies(t)] == due
+        kinds = [e.kind for e in s.events(t)]
+        assert kinds == ["send"] * len(s.sends(t)) + ["apply"] * len(due)
+        assert s.plan(t) == Plan(t, s.carrying(t), s.sends(t), s.applies(t))
+    assert [plan.t for plan in s.run(3, start=5)] == [5, 6, 7]
+
+
+@settings(max_examples=150, deadline=None)
+@given(schedules())
+def test_one_fragment_at_a_time_is_carried_and_arrives_before_its_apply(s):
+    """Chunk c rides step send + 1 + c; w chunks of every send, none of two sends in one step."""
+    steps = 4 * s.H
+    sent = brute_sends(s, steps)
+    pairs = [
+        b - a for a in [x[0] for x in sent[:-1]] for b in [x[0] for x in sent[1:]] if b > a
+    ] + [s.H]  # every fragment follows itself after H
+    assert s.gap == min(pairs)
+    assert s.window == min(brute_lag(s), s.gap)
+    for t in range(1, steps + 1):
+        riding = [(x, t - x[0] - 1) for x in sent if 0 <= t - x[0] - 1 < s.window]
+        assert len(riding) <= 1
+        carried = s.carrying(t)
+        assert ([] if carried is None else [(key(carried.send), carried.chunk)]) == riding
+        for (step, _, _), _ in riding:
+            assert t <= step + brute_lag(s)
+
+
+@settings(max_examples=150, deadline=None)
+@given(schedules())
+def test_slots_are_as_few_as_possible_and_never_shared(s):
+    """A slot belongs to one exchange from the step after its send to its apply."""
+    steps = 4 * s.H
+    sent = brute_sends(s, steps)
+    assert s.slots == max(len(in_flight(s, sent, t)) for t in range(1, steps + 1))
+    if s.overlap == "none":
+        assert (s.slots == 0) == (s.tau == 0)
+    else:
+        assert s.slots == s.P
+    owner = {}
+    for t in range(1, steps + 1):
+        if s.carrying(t) is not None:
+            owner[s.carrying(t).send.slot] = key(s.carrying(t).send)
+        for event in s.applies(t):
+            if s.window and event.round > 0:
+                assert owner[event.slot] == key(event)
+            elif s.window:
+                assert event.slot not in owner  # round 0 reads zeros: nothing has arrived there
+        for event in s.sends(t):
+            assert s.slots == 0 or event.slot == sent.index(key(event)) % s.slots
+
+
+@settings(max_examples=150, deadline=None)
+@given(schedules())
+def test_pending_and_ages_follow_from_the_events(s):
+    """pending: sent, not yet applied. ages: t minus the newest applied send, from every replica."""
+    steps = 4 * s.H
+    sent = brute_sends(s, steps)
+    taken = dict.fromkeys(range(s.P), 0)
+    for t in range(1, steps + 1):
+        assert [key(e) for e in s.pending(t)] == in_flight(s, sent, t)
+        for step, p, _ in sent:
+            if step + brute_lag(s) == t:
+                taken[p] = step
+        assert s.ages(t) == tuple(t - taken[p] for p in range(s.P))
+        assert all(e.kind == "send" for e in s.pending(t))
+
+
+GOOD = {"H": 10, "P": 2, "tau": 3, "offsets": (0, 5), "overlap": "none"}
+
+
+@pytest.mark.parametrize(
+    ("bad", "key_value", "remedy"),
+    [
+        ({"H": 0}, "sync_period=0", "Use 1 or more"),
+        ({"H": 2.5}, "sync_period=2.5", "Use 1 or more"),
+        ({"P": 0}, "num_fragments=0", "Use 1 to 10"),
+        ({"P": 11}, "num_fragments=11", "Use 1 to 10"),
+        ({"tau": 10}, "overlap_steps=10", "Use 0 to 9"),
+        ({"tau": -1}, "overlap_steps=-1", "Use 0 to 9"),
+        ({"overlap": "late"}, "outer_overlap='late'", "Use one of none, delayed, eager"),
+        ({"overlap": "eager"}, "overlap_steps=3", "Use overlap_steps=0"),
+        ({"overlap": "delayed"}, "outer_overlap=delayed", "Use overlap_steps=0"),
+        ({"offsets": (0,)}, r"offsets=\(0,\)", "Give 2 integers, or leave offsets out"),
+        ({"offsets": (0, 0.5)}, r"offsets=\(0, 0.5\)", "Give 2 integers, or leave offsets out"),
+        ({"offsets": (1, 11)}, r"offsets=\(1, 11\)", "Use offsets that differ modulo 10"),
+    ],
+)
+def test_impossible_schedules_are_refused(bad, key_value, remedy):
+    """tau < H, P <= H, distinct offsets: one line with key, value, why and remedy."""
+    check(**GOOD)
+    with pytest.raises(ValueError, match=f"(?s){key_value}.*{remedy}") as error:
+        check(**GOOD | bad)
+    assert "\n" not in str(error.value)
+
+
+def test_a_schedule_object_is_always_checked():
+    """Positive control beside it: the same offsets one apart are taken."""
+    Schedule(10, 0, (1, 12))
+    with pytest.raises(ValueError, match=r"offsets=\(1, 11\).*differ modulo 10"):
+        Schedule(10, 0, (1, 11))

@@ -1,0 +1,62 @@
+"""Replica groups in every spelling; expected values by hand."""
+
+import pytest
+
+from maxdiloco.hlo import groups
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{{0,1},{2,3}}", ((0, 1), (2, 3))),
+        ("{{0,1,2,3}}", ((0, 1, 2, 3),)),
+        ("{{0},{1}}", ((0,), (1,))),
+        ("[2,4]<=[8]", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("[1,3]<=[3]", ((0, 1, 2),)),
+        # 0 1 2 3 over 4 5 6 7, transposed: 0 4, 1 5, 2 6, 3 7.
+        ("[4,2]<=[2,4]T(1,0)", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        # [a, b, c] = 4a + 2b + c, as [b, c, a] in rows of four.
+        ("[2,4]<=[2,2,2]T(1,2,0)", ((0, 4, 1, 5), (2, 6, 3, 7))),
+    ],
+)
+def test_every_spelling(text, expected):
+    assert groups.read(text) == expected
+    assert groups.of(f", channel_id=45, replica_groups={text}, use_global_device_ids=true") == (
+        expected
+    )
+    assert groups.of(f", replica_groups={text}") == expected
+
+
+def test_source_and_target_pairs_are_groups():
+    attributes = ", channel_id=28, source_target_pairs={{0,3},{1,0}}, backend_config={}"
+    assert groups.of(attributes) == ((0, 3), (1, 0))
+
+
+def test_groups_within_a_slice_do_not_cross():
+    """Devices 0 to 3 are slice 0, 4 to 7 slice 1; the transposed groups are the control."""
+    slices = {device: device // 4 for device in range(8)}
+    assert not groups.crosses(groups.read("[2,4]<=[8]"), slices)
+    assert not groups.crosses(groups.read("{{0,1},{2,3},{4,5},{6,7}}"), slices)
+    assert groups.crosses(groups.read("[4,2]<=[2,4]T(1,0)"), slices)
+    assert groups.crosses(groups.read("{{0,1},{2,3},{4,5,6,7,0}}"), slices)
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "{0,1}", "[8]<=[8]x", "mesh['x'=2]{'x'}", "[2,4]<=[8]T", "{{0,1},{2,3}"]
+)
+def test_a_spelling_it_does_not_know(text):
+    with pytest.raises(ValueError, match=r"spelling that this reader does not know: it reads \{"):
+        groups.read(text)
+
+
+@pytest.mark.parametrize("text", ["[2,4]<=[6]", "[8]<=[8]"])
+def test_groups_that_leave_devices_out(text):
+    with pytest.raises(ValueError, match="do not number every device once"):
+        groups.read(text)
+
+
+def test_a_collective_without_groups():
+    with pytest.raises(ValueError, match="no replica groups that can be read in ', channel_id=1'"):
+        groups.of(", channel_id=1")
+    with pytest.raises(ValueError, match="spelling that this reader does not know"):
+        groups.of(", replica_groups={}, channel_id=1")

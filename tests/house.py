@@ -1,0 +1,313 @@
+"""The checkers of tests/test_house.py: each takes source text and returns what it finds wrong.
+
+They read syntax trees and import nothing of the package.
+"""
+
+import ast
+import fnmatch
+import re
+
+DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
+MUTATORS = {
+    "add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove",
+    "setdefault", "sort", "update",
+}  # fmt: skip
+# Calls that make a constant. Any other call at module level is work at import.
+CONSTANT_MAKERS = {
+    "MappingProxyType", "NewType", "NamedTuple", "TypeVar", "compile", "dtype", "finfo",
+    "fromkeys", "frozenset", "iinfo", "jit", "namedtuple", "partial", "range", "tuple",
+}  # fmt: skip
+# Statements that complete a definition.
+DECLARATIONS = {"defvjp", "defjvp", "register_dataclass", "register_pytree_node"}
+
+
+# Capitalised like a value, but they change or run.
+STATEFUL = {
+    "Barrier", "Condition", "Counter", "Event", "Lock", "OrderedDict", "Pool", "Popen", "Queue",
+    "RLock", "Semaphore", "Thread", "ThreadPoolExecutor", "ProcessPoolExecutor",
+}  # fmt: skip
+
+
+def dotted(node):
+    """`a.b.c` of a name or attribute, or ""."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}".lstrip(".")
+    return ""
+
+
+def last_name(node):
+    return dotted(node).rpartition(".")[2]
+
+
+def calls(tree):
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+
+
+# -- imports ------------------------------------------------------------------------------------
+
+
+def imported(source, module, is_package, known):
+    """The names a module imports: of ours as modules in `known`, of others by their top name."""
+    out = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            out |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module.split(".") if is_package else module.split(".")[:-1]
+                parts = package[: len(package) - node.level + 1]
+                base = ".".join([*parts, *([base] if base else [])])
+            names = {f"{base}.{alias.name}" for alias in node.names}
+            out |= {name if name in known else base for name in names}
+    return {name if name in known else name.partition(".")[0] for name in out}
+
+
+def room_of(module, rooms):
+    """The room of a module: the one whose patterns name it. Raises where none or two do."""
+    short = module.removeprefix("maxdiloco.")
+    found = [
+        room
+        for room, patterns in rooms.items()
+        if any(fnmatch.fnmatchcase(short, pattern) for pattern in patterns.split())
+    ]
+    if len(found) != 1:
+        raise LookupError(f"{module} is in rooms {found}: name it once in ROOMS")
+    return found[0]
+
+
+def upward_imports(graph, rooms):
+    """Imports of a room with a larger number. graph: {module: modules it imports}."""
+    room = {module: room_of(module, rooms) for module in graph}
+    return [
+        f"{module} (room {room[module]}) imports {other} (room {room[other]})"
+        for module, others in sorted(graph.items())
+        for other in sorted(others & graph.keys())
+        if room[other] > room[module]
+    ]
+
+
+def cycles(graph):
+    """One import cycle as a list of modules, or []."""
+    done, path = set(), []
+
+    def visit(module):
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        path.append(module)
+        for other in sorted(graph[module] & graph.keys()):
+            if found := visit(other):
+                return found
+        path.pop()
+        done.add(module)
+        return []
+
+    for module in sorted(graph):
+        if found := visit(module):
+            return found
+    return []
+
+
+def forbidden_imports(graph, pairs):
+    """Imports that `pairs` of (patterns, patterns) forbid, such as ("config*", "diloco diloco.*").
+
+    A pattern that starts with ! takes a name out again.
+    """
+
+    def matches(name, patterns):
+        short = name.removeprefix("maxdiloco.")
+        included, excluded = [], []
+        for pattern in patterns.split():
+            (excluded if pattern.startswith("!") else included).append(pattern.lstrip("!"))
+        hit = any(fnmatch.fnmatchcase(short, pattern) for pattern in included)
+        return hit and not any(fnmatch.fnmatchcase(short, pattern) for pattern in excluded)
+
+    return [
+        f"{module} imports {other}"
+        for module, others in sorted(graph.items())
+        for other in sorted(others)
+        for importer, target in pairs
+        if matches(module, importer) and matches(other, target)
+    ]
+
+
+# -- size ---------------------------------------------------------------------------------------
+
+
+def too_long(source, *, file, function, line, exceptions=()):
+    """What is over budget. exceptions: {function name: its own budget}."""
+    lines = source.splitlines()
+    out = [f"{len(lines)} lines, {file} allowed"] if len(lines) > file else []
+    out += [
+        f"line {n} has {len(text)} characters, {line} allowed"
+        for n, text in enumerate(lines, 1)
+        if len(text) > line
+    ]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = node.end_lineno - node.lineno + 1
+            allowed = dict(exceptions).get(node.name, function)
+            if length > allowed:
+                out.append(f"{node.name} has {length} lines, {allowed} allowed")
+    return out
+
+
+# -- habits -------------------------------------------------------------------------------------
+
+
+def guessing(source):
+    """getattr with a default and hasattr: a name that may not be there."""
+    return [
+        f"line {call.lineno}: {call.func.id}"
+        for call in calls(ast.parse(source))
+        if isinstance(call.func, ast.Name)
+        and (call.func.id == "hasattr" or (call.func.id == "getattr" and len(call.args) > 2))
+    ]
+
+
+def broad_excepts(source):
+    """except without a type, of Exception or of BaseException, and suppress of them."""
+
+    def broad(node):
+        if isinstance(node, ast.Tuple):
+            return any(broad(entry) for entry in node.elts)
+        return last_name(node) in ("Exception", "BaseException")
+
+    tree = ast.parse(source)
+    out = [
+        f"line {node.lineno}: except"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ExceptHandler) and (node.type is None or broad(node.type))
+    ]
+    return out + [
+        f"line {call.lineno}: suppress"
+        for call in calls(tree)
+        if last_name(call.func) == "suppress" and any(broad(argument) for argument in call.args)
+    ]
+
+
+def unfinished(source):
+    """NotImplementedError, and bodies that are only `...` or pass."""
+    out = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name) and node.id == "NotImplementedError":
+            out.append(f"line {node.lineno}: NotImplementedError")
+        if isinstance(node, ast.FunctionDef) and isinstance(node.body[-1], ast.Pass):
+            out.append(f"line {node.lineno}: {node.name} does nothing")
+        if isinstance(node, ast.FunctionDef) and isinstance(node.body[-1], ast.Expr):
+            value = node.body[-1].value
+            if isinstance(value, ast.Constant) and value.value is ...:
+                out.append(f"line {node.lineno}: {node.name} does nothing")
+    return out
+
+
+def _is_main_guard(node):
+    return isinstance(node, ast.If) and ast.unparse(node.test) in (
+        "TYPE_CHECKING",
+        "typing.TYPE_CHECKING",
+        "__name__ == '__main__'",
+    )
+
+
+def work_at_import(source):
+    """Statements at module level, or in a class body, that are neither definition nor constant."""
+    out = []
+
+    def makes_constant(call):
+        name = last_name(call.func)
+        value_class = re.match(r"_?[A-Z][A-Za-z0-9]*[a-z]", name) and name not in STATEFUL
+        return name in CONSTANT_MAKERS or value_class
+
+    def declares(value):
+        if isinstance(value, ast.Call):
+            return last_name(value.func) in DECLARATIONS
+        return isinstance(value, ast.Constant)
+
+    def look(body):
+        for node in body:
+            if isinstance(node, ast.ClassDef):
+                # A class body may hold fields: dataclasses.field and the like.
+                look([n for n in node.body if not isinstance(n, ast.Assign | ast.AnnAssign)])
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                inner = {c for f in ast.walk(node) if isinstance(f, ast.Lambda) for c in calls(f)}
+                for call in set(calls(node)) - inner:
+                    if not makes_constant(call):
+                        out.append(f"line {node.lineno}: calls {dotted(call.func)} at import")
+            elif not (
+                isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.Pass)
+                or (isinstance(node, ast.Expr) and declares(node.value))
+                or _is_main_guard(node)
+            ):
+                out.append(f"line {node.lineno}: {type(node).__name__} at import")
+
+    look(ast.parse(source).body)
+    return out
+
+
+def module_state(source):
+    """Module names that change: `global`, caches, and tables that something writes to."""
+    tree = ast.parse(source)
+    tables = {
+        name.id
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, DISPLAYS)
+        for name in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(name, ast.Name) and name.id != "__all__"
+    }
+    out = [f"{name} is a table with a small name" for name in sorted(tables) if not name.isupper()]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            out.append(f"line {node.lineno}: global {', '.join(node.names)}")
+        if isinstance(node, ast.FunctionDef):
+            for decorator in node.decorator_list:
+                call = decorator.func if isinstance(decorator, ast.Call) else decorator
+                if last_name(call) in ("cache", "lru_cache"):
+                    out.append(f"line {node.lineno}: {node.name} keeps a cache in the module")
+        written = None
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+            written = node.value
+        elif isinstance(node, ast.AugAssign):
+            written = node.target
+        elif isinstance(node, ast.Call) and last_name(node.func) in MUTATORS:
+            written = node.func.value if isinstance(node.func, ast.Attribute) else None
+        if isinstance(written, ast.Name) and written.id in tables:
+            out.append(f"line {node.lineno}: writes to {written.id}")
+    return out
+
+
+def toothless(source):
+    """Test functions that check nothing: no assert, no pytest.raises, no assert_... call, and no
+    call of a function of the same file that checks."""
+    functions = {
+        node.name: node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef)
+    }
+
+    def bites(node, seen):
+        if isinstance(node, ast.Assert):
+            return True
+        name = last_name(node.func) if isinstance(node, ast.Call) else ""
+        if name in functions and name not in seen:
+            return any(bites(inner, {*seen, name}) for inner in ast.walk(functions[name]))
+        return name in ("raises", "warns", "fail") or name.lstrip("_").startswith("assert")
+
+    return [
+        f"line {node.lineno}: {name}"
+        for name, node in functions.items()
+        if name.startswith("test_") and not any(bites(i, {name}) for i in ast.walk(node))
+    ]
+
+
+def forbidden_words(text, words):
+    """Lines of text with a word of `words`, {regular expression: why}."""
+    return [
+        f"line {n}: {why}: {line.strip()[:80]}"
+        for n, line in enumerate(text.splitlines(), 1)
+        for pattern, why in words.items()
+        if re.search(pattern, line)
+    ]

@@ -1,0 +1,155 @@
+"""Starts the trainer as real processes, watches what they print, and reads what they saved."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+WAIT_S = 300  # far above what a start takes on a busy machine
+
+# Two slices of two devices; one layer; small enough to compile in seconds.
+TINY = {
+    "model_name": "tiny",
+    "override_model_config": "true",
+    "base_emb_dim": "16",
+    "base_num_decoder_layers": "1",
+    "base_mlp_dim": "32",
+    "base_num_query_heads": "2",
+    "base_num_kv_heads": "1",
+    "head_dim": "8",
+    "dataset_type": "synthetic",
+    "max_target_length": "16",
+    "per_device_batch_size": "1",
+    "hardware": "cpu",
+    "dcn_diloco_parallelism": "2",
+    "ici_fsdp_parallelism": "2",
+    "diloco_sync_period": "2",
+    "log_period": "1",
+    "enable_tensorboard": "false",
+}
+
+
+def flags(changes):
+    """TINY with changes, as key=value arguments."""
+    return [f"{key}={value}" for key, value in (TINY | changes).items()]
+
+
+class Process:
+    """One process of a run; its output goes to a file that can be read while it lives."""
+
+    def __init__(self, command, log, environ):
+        self.log = pathlib.Path(log)
+        environ = os.environ | {"PYTHONUNBUFFERED": "1"} | environ
+        with self.log.open("w") as output:
+            self.popen = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env=environ,
+                start_new_session=True,
+            )
+
+    def text(self):
+        return self.log.read_text()
+
+    def wait_for(self, words):
+        """Return once the output has the words."""
+        limit = time.monotonic() + WAIT_S
+        while words not in self.text():
+            assert self.popen.poll() is None, f"ended without {words!r}:\n{self.text()}"
+            assert time.monotonic() < limit, f"no {words!r} in {WAIT_S} s:\n{self.text()}"
+            time.sleep(0.02)
+
+    def end(self):
+        """Wait for the end; the exit code, negative for a signal."""
+        return self.popen.wait(timeout=WAIT_S)
+
+    def errors(self):
+        """The lines that name an error of ours."""
+        return [
+            line for line in self.text().splitlines() if re.match(r"(\[\d+\] )?\w+Error: ", line)
+        ]
+
+    def kill(self):
+        """End what is left of it, children too."""
+        if self.popen.poll() is None:
+            os.killpg(self.popen.pid, signal.SIGKILL)
+            self.popen.wait()
+
+
+def trainer(changes, log, environ=None):
+    """`python -m maxdiloco.train` as one process."""
+    command = [sys.executable, "-m", "maxdiloco.train", *flags(changes)]
+    return Process(command, log, environ or {})
+
+
+def trainers(count, changes, folder, environs=None):
+    """`count` processes of one run. environs: further variables of each."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    together = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count)}
+    return [
+        trainer(
+            changes,
+            pathlib.Path(folder) / f"process_{index}.log",
+            together | {"JAX_PROCESS_ID": str(index)} | (environs[index] if environs else {}),
+        )
+        for index in range(count)
+    ]
+
+
+def local_slices(count, changes, log):
+    """scripts/run_local_slices.sh with this Python."""
+    command = ["bash", str(ROOT / "scripts" / "run_local_slices.sh"), str(count)]
+    return Process([*command, *flags(changes)], log, {"MAXDILOCO_VENV": sys.prefix})
+
+
+def metrics(run):
+    """Rows of metrics.jsonl without what depends on the clock."""
+    rows = [json.loads(line) for line in (pathlib.Path(run) / "metrics.jsonl").open()]
+    return [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in rows]
+
+
+def saved(run, step):
+    """{item and leaf: array} of a checkpoint, as bytes on disk say, on no particular mesh."""
+    folder = pathlib.Path(run) / "checkpoints" / str(step)
+    arrays = {}
+    for item in ("params", "opt_state", "outer_params", "outer_opt"):
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            tree = reader.metadata(folder / item).item_metadata.tree
+            plan = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+            found = reader.restore(folder / item, args=ocp.args.PyTreeRestore(restore_args=plan))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(found):
+            arrays[item + jax.tree_util.keystr(path)] = leaf
+    return arrays
+
+
+def steps(run):
+    """The steps whose checkpoints a run has."""
+    return sorted(int(p.name) for p in (pathlib.Path(run) / "checkpoints").iterdir())
+
+
+def session_members(leader):
+    """Ids of the living processes in the session of a process that has ended (Linux)."""
+    members = []
+    for entry in pathlib.Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            except FileNotFoundError:  # it has just ended
+                continue
+            if int(session) == leader and state not in "ZX":
+                members.append(int(entry.name))
+    return members

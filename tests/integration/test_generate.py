@@ -1,0 +1,106 @@
+"""What is done with theta: evaluation in the run, and text from its folder."""
+
+import jax
+import pytest
+import run_tools as tools
+
+from maxdiloco import checkpoint_read, generate, start
+from maxdiloco.data import pipeline
+from maxdiloco.models import transformer
+
+pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
+
+
+def generated(capfd, *argv):
+    """What `python -m maxdiloco.generate` prints."""
+    capfd.readouterr()
+    assert generate.main([str(argument) for argument in argv]) == 0
+    return capfd.readouterr().out
+
+
+def refused(capfd, *argv):
+    """Its exit code and its one line of error."""
+    capfd.readouterr()
+    code = generate.main([str(argument) for argument in argv])
+    line = capfd.readouterr().err.strip()
+    assert "\n" not in line
+    return code, line
+
+
+def test_the_logged_eval_loss_is_that_of_theta_on_the_first_held_out_windows(text_run):
+    """Two batches of 2 replicas * 2 rows over the mesh; here sequence by sequence on one device."""
+    run, _ = text_run
+    assert ["eval/loss" in row for row in tools.rows(run)] == [False, True, False, True]
+    cfg = start.saved_config(run, key="run")
+    model = transformer.build(cfg, backend="cpu")
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    theta = checkpoint_read.restore_parameters(run, shapes)
+    loss = jax.jit(model.loss)
+    total = tokens = 0.0
+    dataset = pipeline.open_dataset(cfg, split="eval")
+    with pipeline.eval_batches(dataset, batch_size=1, num_batches=8) as windows:
+        for window in windows:
+            _, aux = loss(theta, window)
+            total += float(aux["cross_entropy"])
+            tokens += float(aux["tokens"])
+    assert tokens > 50
+    # float32 sums of about 100 losses in another order.
+    assert tools.rows(run)[-1]["eval/loss"] == pytest.approx(total / tokens, rel=1e-5)
+
+
+def test_text_goes_on_from_the_prompt_the_same_way_for_the_same_seed(capfd, text_run):
+    run, _ = text_run
+    options = ["prompt=in the ", "max_new_tokens=12", "temperature=1", "top_k=0"]
+    first = generated(capfd, run, *options)
+    assert first.startswith("in the ")
+    assert len(first) > len("in the \n")
+    assert generated(capfd, run, *options, "seed=0") == first
+    assert generated(capfd, run, *options, "seed=1") != first
+    # A checkpoint of the run does as well as the run.
+    assert generated(capfd, run / "checkpoints" / "4", *options) == first
+
+
+def test_help_lists_every_option(capfd):
+    for argv in ([], ["--help"]):
+        text = generated(capfd, *argv)
+        assert "usage: python -m maxdiloco.generate RUN [key=value ...]" in text
+        for name in generate.Options._fields:
+            assert f"  {name}=" in text
+
+
+@pytest.mark.parametrize(
+    "option, words",
+    [
+        ("promt=a", "promt=a is not an option of generate. Use key=value with one of prompt,"),
+        ("prompt", "prompt is not an option of generate. Use key=value"),
+        ("top_k=few", "top_k=few is not int."),
+        ("temperature=nan", "temperature=nan is not finite. Use 0 to 1"),
+        ("temperature=-1", "temperature=-1.0 is negative. Use 0 for greedy"),
+        ("max_new_tokens=0", "max_new_tokens=0 asks for no text. Use 1 or more"),
+        ("seed=-1", "seed=-1 is out of range. Use 0 to"),
+        (f"seed={2**63}", f"seed={2**63} is out of range. Use 0 to"),
+    ],
+)
+def test_an_option_that_cannot_work_is_refused_with_2(capfd, text_run, option, words):
+    code, line = refused(capfd, text_run[0], option)
+    assert code == 2
+    assert line.startswith(f"ConfigError: {words}")
+
+
+def test_an_option_given_twice_is_refused(capfd, text_run):
+    code, line = refused(capfd, text_run[0], "seed=1", "seed=2")
+    assert code == 2
+    assert line == "ConfigError: seed=2: seed stands there twice. Give it once."
+
+
+def test_a_folder_without_a_checkpoint_is_refused_with_2(capfd, tmp_path):
+    code, line = refused(capfd, tmp_path)
+    assert code == 2
+    assert f"CheckpointError: RUN={tmp_path} holds no checkpoint: give the folder" in line
+
+
+def test_a_run_that_has_not_learnt_text_is_refused(capfd, finished):
+    """Its vocabulary of 32 has no place for bytes."""
+    code, line = refused(capfd, finished, "prompt=a")
+    assert code == 3
+    assert line.startswith("DataError: vocab_size=32 is too small for tokenizer_type=byte")

@@ -1,0 +1,162 @@
+"""Several processes train as one, and end as one."""
+
+import re
+import signal
+import socket
+
+import numpy as np
+import process_tools as tools
+import pytest
+
+pytestmark = pytest.mark.slow
+
+STEPS = 40
+FULL = {"steps": STEPS, "eval_interval": 20, "eval_steps": 1}
+LONG = {"steps": 100000, "checkpoint_period": 100000, "learning_rate_schedule_steps": 1000}
+HOST = socket.gethostname()
+
+
+def named(run_name, folder, changes):
+    """The changes with a run's name and place."""
+    return changes | {"run_name": run_name, "base_output_directory": folder}
+
+
+@pytest.fixture
+def started():
+    """Processes that a test has started; none outlives it."""
+    processes = []
+    yield processes
+    for process in processes:
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The run of one process that the others are compared with."""
+    folder = tmp_path_factory.mktemp("alone")
+    process = tools.trainer(named("alone", folder, FULL), folder / "log")
+    try:
+        assert process.end() == 0, process.text()
+    finally:
+        process.kill()
+    return folder / "alone"
+
+
+def assert_equal_runs(run, other):
+    """Parameters, optimizer states and metrics bit for bit, but for the evaluation: it sums over
+    four devices, and where they are in two processes in another order. A slice has two, and a + b
+    is b + a."""
+    for row, expected in zip(tools.metrics(run), tools.metrics(other), strict=True):
+        loss, expected_loss = row.pop("eval/loss", 0.0), expected.pop("eval/loss", 0.0)
+        np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+        assert row == expected
+    arrays, others = tools.saved(run, STEPS), tools.saved(other, STEPS)
+    assert len(arrays) > 50
+    assert arrays.keys() == others.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(array, others[name], err_msg=name)
+
+
+def test_two_processes_equal_one_bit_for_bit(alone, started, tmp_path):
+    """The same programs on the same mesh; which process owns a device changes no order of a sum."""
+    changes = named("two", tmp_path, FULL)
+    started.append(tools.local_slices(2, changes, tmp_path / "log"))
+    assert started[0].end() == 0, started[0].text()
+    assert "[0] done: step 40" in started[0].text()
+    assert re.search(r"^\[1\] ", started[0].text(), re.MULTILINE)
+    assert_equal_runs(tmp_path / "two", alone)
+
+
+def test_sigterm_to_one_saves_the_same_step_in_all_and_a_resume_equals_no_stop(
+    alone, started, tmp_path
+):
+    """JAX's preemption service names a step that no process has passed; exit code 143."""
+    changes = named("two", tmp_path, FULL)
+    started += tools.trainers(2, changes, tmp_path)
+    started[0].wait_for("step 2/")
+    started[1].popen.send_signal(signal.SIGTERM)
+    assert [process.end() for process in started] == [143, 143], started[0].text()
+    stopped = [re.search(r"SIGTERM after step (\d+): saved", p.text())[1] for p in started]
+    assert stopped[0] == stopped[1]
+    assert tools.steps(tmp_path / "two") == [int(stopped[0])]
+    assert int(stopped[0]) < STEPS
+
+    again = tools.trainers(2, changes, tmp_path)
+    started += again
+    assert [process.end() for process in again] == [0, 0], again[0].text()
+    assert f"resumed after step {stopped[0]}" in again[0].text()
+    assert_equal_runs(tmp_path / "two", alone)
+
+
+@pytest.mark.parametrize("victim, when", [(0, "ready to compile"), (1, "step 2/")])
+def test_a_killed_process_ends_the_others_with_5_and_its_name(started, tmp_path, victim, when):
+    """Process 0 holds JAX's coordination service: JAX aborts without it, here while it compiles
+    and no error of a collective can come first."""
+    changes = named("lost", tmp_path, LONG)
+    started += tools.trainers(2, changes, tmp_path)
+    started[0].wait_for(when)
+    started[victim].popen.kill()
+    other = started[1 - victim]
+    assert other.end() == 5, other.text()
+    (line,) = other.errors()
+    assert line.startswith(f"LostPeerError: process {victim} on {HOST} is gone")
+    assert "Start the run again with the same run_name" in line
+
+
+def test_an_error_of_one_process_ends_the_others_with_its_name_and_code(started, tmp_path):
+    """A folder that only one host cannot read: it says why; the others say who."""
+    changes = named("one", tmp_path, LONG | {"dataset_type": "text"})
+    environs = [{}, {"M_DATASET_PATH": str(tmp_path / "absent")}]
+    started += tools.trainers(2, changes, tmp_path, environs)
+    assert [process.end() for process in started] == [5, 3], started[0].text()
+    assert started[1].errors()[0].startswith("DataError: ")
+    (line,) = started[0].errors()
+    assert f"process 1 on {HOST} ended with exit code 3" in line
+
+
+def test_an_error_of_all_is_told_by_each_as_its_own(started, tmp_path):
+    """Two processes cannot share three devices: no process blames another."""
+    changes = named(
+        "three", tmp_path, LONG | {"dcn_diloco_parallelism": 3, "ici_fsdp_parallelism": 1}
+    )
+    started += tools.trainers(2, changes, tmp_path)
+    assert [process.end() for process in started] == [2, 2], started[0].text()
+    for process in started:
+        (line,) = process.errors()
+        assert line.startswith("ConfigError: the mesh needs 3 emulated devices")
+
+
+def test_a_loss_that_is_not_finite_stops_all_with_4(started, tmp_path):
+    """Every process sees every replica's loss at a log step."""
+    changes = LONG | {"learning_rate": "1e30", "gradient_clipping_threshold": 0}
+    started += tools.trainers(2, named("nan", tmp_path, changes), tmp_path)
+    assert [process.end() for process in started] == [4, 4], started[0].text()
+    for process in started:
+        (line,) = process.errors()
+        assert line.startswith("NumericsError: step ")
+
+
+def test_ctrl_c_on_the_local_script_ends_every_process(started, tmp_path):
+    """130, and the session that the script leads is empty afterwards."""
+    changes = named("interrupted", tmp_path, LONG)
+    started.append(tools.local_slices(2, changes, tmp_path / "log"))
+    started[0].wait_for("[0] step 2/")
+    started[0].popen.send_signal(signal.SIGINT)
+    assert started[0].end() == 130, started[0].text()
+    assert tools.session_members(started[0].popen.pid) == []
+
+
+def test_the_local_script_refuses_a_count_that_is_none(started, tmp_path):
+    started.append(tools.local_slices("two", {}, tmp_path / "log"))
+    assert started[0].end() == 2
+    assert "N=two is not a number of processes. usage: bash" in started[0].text()
+
+
+def test_the_local_script_ends_with_the_exit_code_of_its_processes(started, tmp_path):
+    """A misspelt key is refused by each process before JAX is imported."""
+    started.append(tools.local_slices(2, {"diloco_sync_perod": 2}, tmp_path / "log"))
+    assert started[0].end() == 2
+    assert [line[:16] for line in sorted(started[0].errors())] == [
+        "[0] ConfigError:",
+        "[1] ConfigError:",
+    ]

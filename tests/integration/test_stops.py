@@ -1,0 +1,128 @@
+"""How a run ends before its end: signals, numbers that are not finite, a damaged checkpoint."""
+
+import re
+import shutil
+import signal
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import run_tools as tools
+
+from maxdiloco.errors import NumericsError
+from maxdiloco.monitor import Monitor
+
+pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
+
+STEPS = tools.TINY["steps"]
+
+
+@pytest.mark.parametrize(
+    "number, code, words",
+    [
+        (signal.SIGTERM, 143, r"Preempted: SIGTERM after step (\d+): saved\."),
+        (signal.SIGINT, 130, r"Ctrl-C after step (\d+): saved\."),
+    ],
+)
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(
+    finished, tmp_path, capfd, number, code, words
+):
+    """While it runs, a second one with its name is refused. The step is no multiple of 5."""
+    keys = dict(checkpoint_period=10**6)
+    with tools.Child(tmp_path, "stopped", **keys) as child:
+        child.until("step 8/")
+        assert tools.run(tmp_path, "stopped", **keys) == 2
+        line = capfd.readouterr().err.strip()
+        assert "\n" not in line
+        assert "run_name=stopped is in use: process " in line
+        assert "or set another run_name" in line
+        child.send(number)
+        assert child.end() == code, child.text
+    step = int(re.search(words + " The same command goes on", child.text)[1])
+    assert 8 <= step < STEPS
+    assert tools.saved_steps(tmp_path / "stopped") == [step]
+
+    assert tools.run(tmp_path, "stopped", **keys) == 0
+    assert f"resumed after step {step};" in capfd.readouterr().out
+    tools.assert_equal_runs(tmp_path / "stopped", finished, steps=STEPS)
+
+
+def test_without_checkpoints_a_stop_says_that_nothing_is_saved(tmp_path):
+    with tools.Child(tmp_path, "stopped", enable_checkpointing="false") as child:
+        child.until("step 8/")
+        child.send(signal.SIGTERM)
+        assert child.end() == 143, child.text
+    assert re.search(
+        r"SIGTERM after step \d+: nothing is saved, since enable_checkpointing=false\.", child.text
+    )
+    assert not (tmp_path / "stopped" / "checkpoints").exists()
+
+
+def test_a_damaged_newest_checkpoint_is_told_once_and_the_one_before_is_used(
+    finished, tmp_path, capfd
+):
+    """62 is damaged, so the run goes on from 60, to the same end."""
+    run = tmp_path / "finished"
+    shutil.copytree(finished, run)
+    files = [p for p in (run / "checkpoints" / "62").rglob("*") if p.is_file()]
+    largest = max(files, key=lambda p: p.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+
+    capfd.readouterr()
+    assert tools.run(tmp_path, "finished") == 0
+    told = capfd.readouterr()
+    warnings = [line for line in (told.out + told.err).splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 1
+    assert "checkpoints/62" in warnings[0]
+    assert "resumed after step 60;" in told.out
+    assert (run / "checkpoints" / "62.damaged").is_dir()
+    tools.assert_equal_runs(run, finished, steps=STEPS)
+
+
+def test_a_loss_that_is_not_finite_ends_with_4_step_replica_and_checkpoint(
+    finished, tmp_path, capfd
+):
+    """lr 1e30 from step 63 on: the loss of 64 is not finite, though nobody looks before 65."""
+    shutil.copytree(finished, tmp_path / "finished")
+    capfd.readouterr()
+    keys = dict(learning_rate=1e30, steps=80, log_period=10**6)
+    assert tools.run(tmp_path, "finished", **keys) == 4
+    line = capfd.readouterr().err.strip()
+    assert line == (
+        "NumericsError: step 64: the loss or gradient of replica 0 is not finite; the last good "
+        "checkpoint is that of step 62. Resume with a lower learning_rate, or with "
+        "nan_policy=skip."
+    )
+    assert tools.saved_steps(tmp_path / "finished")[-1] == 62
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_though_the_loss_is():
+    """nan_policy=stop speaks of both: the parameters of the next step would be NaN."""
+    mesh = jax.make_mesh((1,), ("diloco",), devices=jax.devices()[:1])
+    trainer = types.SimpleNamespace(mesh=mesh, check_finite=lambda state: None)
+    monitor = Monitor(trainer, stop_on_nan=True)
+    fine = {"loss": jnp.ones(3), "grad_norm": jnp.ones(3)}
+    monitor.add(7, fine)
+    monitor.check(None, list)
+    monitor.add(8, fine | {"grad_norm": jnp.array([1.0, 1.0, np.inf])})
+    monitor.add(9, fine)
+    words = "step 8: .* replica 2 .* no checkpoint was saved. .* lower learning_rate"
+    with pytest.raises(NumericsError, match=words):
+        monitor.check(None, list)
+
+
+def test_nan_policy_skip_leaves_the_parameters_and_goes_on(tmp_path):
+    """lr 1e30 in step 1: from step 2 on no update is taken, and the run ends as planned."""
+    keys = dict(learning_rate=1e30, warmup_steps_fraction=0.0, nan_policy="skip", steps=6)
+    assert tools.run(tmp_path, "skip", **keys) == 0
+    rows = tools.rows(tmp_path / "skip")
+    assert [row["learning/skipped"] for row in rows] == [0, 1, 1, 1, 1, 1]
+    # The loss of step 2 is finite, its gradient is not (null in JSON).
+    assert rows[1]["learning/loss"] is not None
+    assert rows[1]["learning/grad_norm"] is None
+    params = tools.item(tools.arrays(tmp_path / "skip", 6), "params")
+    assert all(np.all(np.isfinite(x)) for x in params.values())

@@ -1,0 +1,205 @@
+"""What the programs send between two or four slices of v5e:2x2, read off what libtpu compiled.
+
+Nothing runs: positions, dtypes and bytes are facts of the schedule, times the compiler's estimates.
+Every gate has a program beside it that fails it.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tpu_programs
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxdiloco.exchange import collective
+from maxdiloco.hlo import reader, replay, transfers
+from maxdiloco.parallel.replicas import map_fn
+
+pytestmark = [pytest.mark.tpu_aot, pytest.mark.slow]
+
+STREAMING = dict(sync_period=8, num_fragments=3, overlap_steps=2)
+WIRES = {"float32": "f32", "bfloat16": "u16", "int8": "s8", "float4_e3m0": "u8"}
+# Of one value, with its share of the scale of a block of 256.
+BYTES = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 256, "float4_e3m0": 0.5 + 1 / 256}
+MOST_EXPOSED = 0.01
+LINK = dict(num_slices=2, gbps_per_device=25.0, clock_hz=1.5e9)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """Meshes by (slices, in-slice axis)."""
+    return functools.cache(tpu_programs.mesh_of)
+
+
+@pytest.fixture(scope="module")
+def trainer(mesh):
+    """Trainers by their options; each keeps the programs it has compiled."""
+
+    @functools.cache
+    def make(num_slices=2, axis="fsdp", **options):
+        return tpu_programs.trainer(mesh(num_slices, axis), **options)
+
+    return make
+
+
+def module_of(compiled):
+    return reader.read(compiled.as_text())
+
+
+def sent_by(compiled):
+    return transfers.transfers(module_of(compiled))
+
+
+def compiled(fn, *args, **options):
+    return jax.jit(fn, **options).lower(*args).compile()
+
+
+def struct(mesh, shape, dtype, *spec):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+
+def test_a_plain_step_sends_nothing(trainer):
+    assert sent_by(trainer(exchange_dtype="float4_e3m0", **STREAMING).inner()) == []
+
+
+def mean_loss_step(params, momentum, batch):
+    """A step whose logged loss is a mean over the replicas."""
+    params, momentum, metrics = tpu_programs.tiny_step(params, momentum, batch)
+    return params, momentum, {"loss": jax.lax.pmean(metrics["loss"], "diloco")}
+
+
+def test_a_mean_of_the_loss_over_replicas_is_seen(trainer):
+    """Positive control of all that send nothing."""
+    (transfer,) = sent_by(trainer(step=mean_loss_step, **STREAMING).inner())
+    assert (transfer.kind, transfer.sent.dtype) == ("ALL_REDUCE", "f32")
+
+
+@pytest.mark.parametrize("fragment", [0, 1])
+@pytest.mark.parametrize("kind", ["pack", "merge"])
+def test_pack_and_merge_send_nothing(trainer, kind, fragment):
+    assert sent_by(trainer(exchange_dtype="float4_e3m0", **STREAMING).of(kind, fragment)) == []
+
+
+@pytest.mark.parametrize("overlap", ["delayed", "eager"])
+def test_an_outer_step_sends_nothing(trainer, overlap):
+    options = dict(sync_period=8, num_fragments=3, outer_overlap=overlap)
+    assert sent_by(trainer(exchange_dtype="bfloat16", **options).of("outer_step", 1)) == []
+
+
+@pytest.mark.parametrize("wire", ["float32", "float4_e3m0"])
+def test_the_step_hides_its_exchange(trainer, wire):
+    module = module_of(trainer(exchange_dtype=wire, **STREAMING).inner_exchange())
+    (transfer,) = transfers.transfers(module)
+    assert transfer.computation == module.entry.name
+    assert not transfer.in_conditional
+    loops = [i for i, item in enumerate(module.entry.instructions) if item.opcode == "while"]
+    assert transfer.start < min(loops) and max(loops) < transfer.done
+    assert replay.exposed_fraction(module, **LINK) <= MOST_EXPOSED
+
+
+def test_an_exchange_in_a_conditional_is_exposed(trainer, mesh):
+    """Positive control: the same step, carrying its chunk only if a flag is set."""
+    small = trainer(exchange_dtype="float32", **STREAMING)
+    state, slices = small.algorithm.layout.state, mesh(2, "fsdp")
+    step = map_fn(tpu_programs.inner_step, mesh=slices, num_replicas=2)
+    lies = NamedSharding(slices, collective.incoming_spec(slices))
+
+    def exchange(params, opt_state, batch, chunk, wanted):
+        absent = jnp.zeros(state.incoming[0][0].shape, chunk.dtype)
+        absent = jax.lax.with_sharding_constraint(absent, lies)
+        arrived = jax.lax.cond(wanted, lambda: collective.carry(chunk, slices), lambda: absent)
+        return *step(params, opt_state, batch), arrived
+
+    wanted = struct(slices, (), jnp.bool_)
+    args = (state.params, state.opt_state, small.batch, state.outgoing[0], wanted)
+    module = module_of(compiled(exchange, *args))
+    assert any(transfer.in_conditional for transfer in transfers.transfers(module))
+    assert replay.exposed_fraction(module, **LINK) > MOST_EXPOSED
+
+
+@pytest.mark.parametrize("axis", ["data", "fsdp"])
+@pytest.mark.parametrize("num_slices", [2, 4])
+@pytest.mark.parametrize("wire", WIRES)
+def test_the_wire_crosses_as_it_is_and_once(trainer, wire, num_slices, axis):
+    """Two layers of 2 * 128 * 512 values, in two chunks, over the four devices of a slice."""
+    small = trainer(
+        num_slices, axis, step=tpu_programs.tiny_step, exchange_dtype=wire, **STREAMING
+    )
+    (transfer,) = sent_by(small.inner_exchange())
+    assert transfer.sent.dtype == WIRES[wire]
+    assert len(transfer.sent.dims) == 1
+    assert transfer.padding == 0
+    per_device = transfer.bytes_sent(num_slices)
+    per_step = [small.algorithm.bytes_sent(t) for t in range(9, 17)]
+    assert set(per_step) == {0, 4 * per_device}
+    payload = 2 * 2 * 128 * 512 * BYTES[wire] * (num_slices - 1)
+    tiles = 2 * 4 * 1024 * 4 * (num_slices - 1)
+    assert payload <= 2 * 4 * per_device <= payload + tiles
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "float4_e3m0"])
+def test_an_exchange_in_the_open_is_not_padded_either(trainer, wire):
+    """tau = 0: one program encodes, exchanges and decodes; XLA may move reshapes between them."""
+    small = trainer(sync_period=8, exchange_dtype=wire)
+    (transfer,) = sent_by(small.of("synchronise", 0))
+    assert (transfer.sent.dtype, transfer.padding) == (WIRES[wire], 0)
+    assert 4 * transfer.bytes_sent(2) == small.algorithm.bytes_sent(8)
+
+
+def test_a_mean_of_quantised_values_crosses_as_float32(mesh):
+    """Positive control of the dtype: each slice decodes its own and the sum crosses."""
+    slices = mesh(2, "fsdp")
+
+    def quantised_mean(x_RN):
+        codes_RN = jnp.clip(jnp.round(x_RN * 16), -127, 127).astype(jnp.int8)
+        return jnp.mean(codes_RN.astype(jnp.float32) / 16, axis=0)
+
+    x_RN = struct(slices, (2, 1 << 16), jnp.float32, "diloco", "fsdp")
+    lies = NamedSharding(slices, P("fsdp"))
+    (transfer,) = sent_by(compiled(quantised_mean, x_RN, out_shardings=lies))
+    assert transfer.sent.dtype == "f32"
+
+
+def test_a_payload_of_rank_three_is_padded(mesh):
+    """Positive control of the padding: local [1, 1, N], one row of a tile's four."""
+    slices = mesh(2, "fsdp")
+    gather = jax.shard_map(
+        lambda x: jax.lax.all_gather(x, "diloco", tiled=True),
+        mesh=slices,
+        in_specs=P("diloco", "fsdp"),
+        out_specs=P(None, "fsdp"),
+        check_vma=False,
+    )
+    payload = struct(slices, (2, 4, 4096), jnp.uint8, "diloco", "fsdp")
+    (transfer,) = sent_by(compiled(gather, payload))
+    assert transfer.sent.dims == (1, 1, 4096)
+    assert transfer.padding == 3 * 4096
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "on_host"),
+    [
+        # theta of the two leaves, a quarter on each device; then with the momentum of two layers.
+        ("pack", STREAMING, 4 * 2 * 128 * 512),
+        ("merge", STREAMING, 4 * 2 * 128 * 512 + 2 * 2 * 128 * 512),
+        # theta and momentum of everything.
+        ("synchronise", dict(sync_period=8), 2 * (4 * 2 * 128 * 512 + 128 * 128)),
+    ],
+)
+def test_outer_state_in_host_memory_compiles(trainer, kind, options, on_host):
+    """Arguments lie in host memory, nothing more crosses, and nothing of theta stays outside it."""
+    small = trainer(exchange_dtype="bfloat16", outer_memory="pinned_host", **options)
+    program = small.of(kind, 1 if kind != "synchronise" else 0)
+    memory = program.memory_analysis()
+    assert memory.host_argument_size_in_bytes == on_host
+    assert memory.host_output_size_in_bytes == (0 if kind == "pack" else on_host)
+    assert len(sent_by(program)) == (kind == "synchronise")
+
+
+def test_outer_state_on_the_device_takes_no_host_memory(trainer):
+    """Positive control: the same figures for outer_memory=device."""
+    program = trainer(sync_period=8, exchange_dtype="bfloat16").of("synchronise", 0)
+    memory = program.memory_analysis()
+    assert memory.host_argument_size_in_bytes == memory.host_output_size_in_bytes == 0

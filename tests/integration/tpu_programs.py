@@ -1,0 +1,128 @@
+"""A small training step and its DiLoCo programs, compiled for TPU slices that are not there.
+
+libtpu compiles ahead of time for a topology; the text of what it made is in the order of execution.
+"""
+
+import dataclasses
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxdiloco import DiLoCo
+
+# libtpu asks a cloud's metadata server, and locks the chip, unless it is told what to pretend.
+LIBTPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+LAYERS, WIDTH, HIDDEN, TOKENS = 4, 128, 512, 256
+
+
+def mesh_of(num_slices: int, axis: str = "fsdp") -> Mesh:
+    """`num_slices` slices of v5e:2x2 as ('diloco', axis)."""
+    missing = {name: value for name, value in LIBTPU.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        found = topologies.get_topology_desc(
+            platform="tpu", topology_name="v5e:2x2", num_slices=num_slices
+        ).devices
+    finally:
+        for name in missing:
+            del os.environ[name]
+    by_slice = sorted(found, key=lambda device: (device.slice_index, device.id))
+    return Mesh(np.array(by_slice).reshape(num_slices, -1), ("diloco", axis))
+
+
+def loss(params, x_BLD):
+    """Scanned and rematerialised layers, as in a language model."""
+
+    def layer(x_BLD, w):
+        hidden_BLF = jax.nn.gelu(x_BLD @ w["w_in"].astype(jnp.bfloat16))
+        return x_BLD + hidden_BLF @ w["w_out"].astype(jnp.bfloat16), None
+
+    y_BLD, _ = jax.lax.scan(jax.checkpoint(layer), x_BLD.astype(jnp.bfloat16), params["layers"])
+    return jnp.mean(jnp.square((y_BLD @ params["head"].astype(jnp.bfloat16)).astype(jnp.float32)))
+
+
+def inner_step(params, momentum, batch):
+    """Heavy-ball SGD: one replica's view."""
+    value, gradient = jax.value_and_grad(loss)(params, batch)
+    momentum = jax.tree.map(lambda v, g: 0.9 * v + g, momentum, gradient)
+    params = jax.tree.map(lambda p, v: p - 0.1 * v, params, momentum)
+    return params, momentum, {"loss": value}
+
+
+def tiny_step(params, momentum, batch):
+    """Next to nothing: for what does not depend on the step."""
+    return jax.tree.map(lambda p: 0.9 * p, params), momentum, {"loss": jnp.sum(batch)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """A DiLoCo object bound to abstract parameters, and what its programs take."""
+
+    algorithm: DiLoCo
+    batch: jax.ShapeDtypeStruct
+
+    def inner(self):
+        state = self.algorithm.layout.state
+        return self.algorithm.programs.inner.compile(state.params, state.opt_state, self.batch)
+
+    def inner_exchange(self):
+        state = self.algorithm.layout.state
+        return self.algorithm.programs.inner_exchange.compile(
+            state.params, state.opt_state, self.batch, state.outgoing[0]
+        )
+
+    def of(self, kind: str, index: int):
+        """pack, merge, outer_step or synchronise of one fragment."""
+        layout, programs = self.algorithm.layout, self.algorithm.programs
+        plan = layout.plans[index]
+        leaves = [
+            [jax.tree.leaves(tree)[cut.leaf] for cut in plan.cuts]
+            for tree in (layout.state.params, layout.state.outer)
+        ]
+        outer_opt = layout.state.outer_opt[index]
+        args = {
+            "pack": (*leaves, plan.places),
+            "synchronise": (*leaves, outer_opt, layout.state.bad, plan.places),
+        }
+        if kind in ("merge", "outer_step"):
+            incoming = layout.state.incoming[0][: plan.num_chunks]
+            args[kind] = (*args["synchronise"], incoming)
+        return programs.of(kind, plan).compile(*args[kind])
+
+
+def trainer(mesh: Mesh, *, step=inner_step, batch_size: int = 64, **options) -> Trainer:
+    """Bind DiLoCo to the small model; parameters lie over fsdp, or everywhere without one."""
+    axis = mesh.axis_names[1]
+    over = axis if axis == "fsdp" else None
+
+    def struct(shape, *spec):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+
+    params = {
+        "head": struct((WIDTH, WIDTH), over, None),
+        "layers": {
+            "w_in": struct((LAYERS, WIDTH, HIDDEN), None, over, None),
+            "w_out": struct((LAYERS, HIDDEN, WIDTH), None, over, None),
+        },
+    }
+    M = mesh.shape["diloco"]
+    algorithm = DiLoCo(
+        step,
+        num_replicas=M,
+        layer_axis={"head": None, "layers": {"w_in": 0, "w_out": 0}},
+        mesh=mesh,
+        **options,
+    )
+    algorithm.bind(params, params)
+    batch = struct((M, batch_size, TOKENS, WIDTH), "diloco", axis)
+    return Trainer(algorithm, batch)

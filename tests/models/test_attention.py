@@ -1,0 +1,210 @@
+"""Attention kernels: which one is chosen, and that they compute the same."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_model
+
+from maxdiloco.errors import ConfigError
+from maxdiloco.models import attention, dot_product
+from maxdiloco.models.dot_product import Softmax
+from maxdiloco.parallel.replicas import map_fn
+from maxdiloco.parallel.sharding import DEFAULT_RULES
+
+# B sequences  L queries  S keys  N query heads  K key/value heads  H head dim
+
+FITS = dict(head_dim=64, length=1024, dtype=jnp.bfloat16, soft_cap=0.0)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "backend", "changes", "kernel"),
+    [
+        ("autoselected", "cpu", {}, "dot_product"),
+        ("autoselected", "gpu", {}, "cudnn"),
+        ("autoselected", "tpu", {}, "splash"),
+        ("flash", "gpu", {}, "cudnn"),
+        ("flash", "tpu", {}, "splash"),
+        ("dot_product", "gpu", {}, "dot_product"),
+        ("dot_product", "tpu", {}, "dot_product"),
+        ("autoselected", "gpu", dict(dtype=jnp.float32), "dot_product"),
+        ("autoselected", "gpu", dict(head_dim=12), "dot_product"),
+        ("autoselected", "gpu", dict(head_dim=256), "dot_product"),
+        ("autoselected", "gpu", dict(soft_cap=50.0), "dot_product"),
+        ("autoselected", "gpu", dict(length=1023), "dot_product"),
+        ("autoselected", "tpu", dict(length=1000), "dot_product"),
+        ("autoselected", "tpu", dict(soft_cap=50.0, dtype=jnp.float32), "splash"),
+    ],
+)
+def test_kernel_follows_backend_and_model(wanted, backend, changes, kernel):
+    assert attention.choose_kernel(wanted, backend, **FITS | changes) == kernel
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "why"),
+    [
+        ("cpu", {}, "the cpu backend has no fused attention"),
+        ("gpu", dict(dtype=jnp.float32), "dtype=float32 is not bfloat16 or float16"),
+        ("gpu", dict(head_dim=12), "head_dim=12 is not a multiple of 8 up to 128"),
+        ("gpu", dict(soft_cap=50.0), "attn_logits_soft_cap=50.0 is not 0"),
+        ("gpu", dict(length=1023), "max_target_length=1023 is odd"),
+        ("tpu", dict(length=1000), "max_target_length=1000 is not a multiple of 128"),
+    ],
+)
+def test_flash_that_cannot_be_had_is_refused(backend, changes, why):
+    with pytest.raises(ConfigError, match=f"attention=flash .*{why}.* Use autoselected"):
+        attention.choose_kernel("flash", backend, **FITS | changes)
+
+
+def inputs(L, *, B=2, N=4, K=2, H=8, seed=0):
+    """q, k, v and segments: per row three documents at random cuts."""
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.standard_normal((B, L, heads, H)).astype(np.float32) for heads in (N, K, K))
+    segments = np.sort(rng.integers(1, 4, (B, L), np.int32), axis=1)
+    return q, k, v, segments
+
+
+def naive(how, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL):
+    """Whole weights, one key/value head per query head, differentiated by JAX."""
+    share = q_BLNH.shape[2] // k_BLKH.shape[2]
+    k_BLNH, v_BLNH = jnp.repeat(k_BLKH, share, axis=2), jnp.repeat(v_BLKH, share, axis=2)
+    logits_BNLS = jnp.einsum("blnh,bsnh->bnls", q_BLNH, k_BLNH) / math.sqrt(q_BLNH.shape[-1])
+    if how.soft_cap:
+        logits_BNLS = how.soft_cap * jnp.tanh(logits_BNLS / how.soft_cap)
+    L = q_BLNH.shape[1]
+    see_LS = np.tril(np.ones((L, L), bool))
+    if how.window:
+        see_LS &= ~np.tril(np.ones((L, L), bool), -how.window)
+    see_BLS = see_LS & (segment_ids_BL[:, :, None] == segment_ids_BL[:, None, :])
+    weights_BNLS = jax.nn.softmax(jnp.where(see_BLS[:, None], logits_BNLS, -jnp.inf), axis=-1)
+    return jnp.einsum("bnls,bsnh->blnh", weights_BNLS, v_BLNH)
+
+
+def with_gradient(fn):
+    """Result and the gradient of a sum with unequal weights, by q, k and v."""
+
+    def total(q, k, v, segments):
+        out = fn(q, k, v, segments)
+        return jnp.sum(out * jnp.cos(jnp.arange(out.size)).reshape(out.shape)), out
+
+    return jax.grad(total, argnums=(0, 1, 2), has_aux=True)
+
+
+@pytest.mark.parametrize(
+    ("L", "changes"),
+    [
+        (16, {}),
+        (300, {}),  # blocks of 128, 128 and 44
+        (300, dict(window=100)),
+        (16, dict(window=1)),
+        (16, dict(soft_cap=0.5)),
+    ],
+)
+def test_blocks_of_queries_compute_plain_attention(L, changes):
+    how = Softmax(**dict(soft_cap=0.0, window=0, precision="default") | changes)
+    args = inputs(L)
+    blocks = tiny_model.compiled(with_gradient(functools.partial(dot_product.dot_product, how)))
+    plain = tiny_model.compiled(with_gradient(functools.partial(naive, how)))
+    tiny_model.assert_close(blocks(*args), plain(*args), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("length", "window", "expected"),
+    [
+        (100, 0, [((0, 100), (0, 100))]),
+        (300, 0, [((0, 128), (0, 128)), ((128, 256), (0, 256)), ((256, 300), (0, 300))]),
+        (300, 50, [((0, 128), (0, 128)), ((128, 256), (79, 256)), ((256, 300), (207, 300))]),
+    ],
+)
+def test_a_block_meets_the_keys_that_its_queries_see(length, window, expected):
+    """Query 128 with a window of 50 sees keys 79 to 128."""
+    found = [
+        ((rows.start, rows.stop), (keys.start, keys.stop))
+        for rows, keys in dot_product.blocks(length, window)
+    ]
+    assert found == expected
+
+
+def test_long_sequences_get_longer_blocks():
+    """The program does not grow with the length: 8 blocks of 1024 for 8192 queries."""
+    assert [rows.stop for rows, _ in dot_product.blocks(8192, 0)] == list(range(1024, 8193, 1024))
+
+
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (100, 0.7)])
+def test_splash_computes_plain_attention(window, soft_cap):
+    """The Pallas kernel, interpreted; 256 tokens, grouped queries, three documents a row."""
+    args = inputs(256, H=16)
+    kernel = functools.partial(attention.splash, window=window, soft_cap=soft_cap, interpret=True)
+    plain = functools.partial(naive, Softmax(soft_cap, window, "default"))
+    tiny_model.assert_close(
+        jax.jit(with_gradient(kernel))(*args),
+        tiny_model.compiled(with_gradient(plain))(*args),
+        atol=2e-5,
+    )
+
+
+def test_a_kernel_gets_each_device_its_sequences_and_heads(devices, monkeypatch):
+    """Splash under the map over replicas and a vmap, sequences over fsdp and heads over tensor."""
+    mesh = tiny_model.mesh_of(devices, diloco=2, fsdp=2, tensor=2)
+    kernel, shapes = attention.splash, set()
+
+    def interpreted(*args, **kwargs):
+        shapes.add(tuple(x.shape for x in args))
+        return kernel(*args, **kwargs, interpret=True)
+
+    monkeypatch.setattr(attention, "splash", interpreted)
+
+    def attend(*args):
+        how = dict(soft_cap=0.0, window=0, rules=DEFAULT_RULES, precision="default")
+        return attention.attend("splash", *args, **how)
+
+    M = 4
+    args = [np.stack(x) for x in zip(*(inputs(128, seed=m) for m in range(M)), strict=True)]
+    in_slots = map_fn(with_gradient(attend), mesh=mesh, num_replicas=M)
+    plain = jax.vmap(with_gradient(functools.partial(naive, Softmax(0.0, 0, "default"))))
+    tiny_model.assert_close(jax.jit(in_slots)(*args), tiny_model.compiled(plain)(*args), atol=2e-5)
+    assert shapes == {((1, 128, 2, 8), (1, 128, 1, 8), (1, 128, 1, 8), (1, 128))}
+
+
+def test_vmap_makes_the_batch_longer():
+    """A vmap over R, one argument shared by all, calls the function once with R * B rows."""
+    calls = []
+
+    def fn(x_BD, y_BD):
+        calls.append(x_BD.shape)
+        return x_BD.sum(-1) - y_BD.sum(-1)
+
+    x_RBD, y_BD = np.arange(24.0).reshape(3, 2, 4), np.arange(8.0).reshape(2, 4)
+    out_RB = jax.vmap(attention.vmap_joins_batch(fn), in_axes=(0, None))(x_RBD, y_BD)
+    np.testing.assert_allclose(out_RB, x_RBD.sum(-1) - y_BD.sum(-1))
+    assert (6, 4) in calls
+
+
+@pytest.fixture
+def without_cudnn(monkeypatch):
+    """jax.nn's attention in place of the kernel, which needs a GPU: what is around it stays."""
+    plain = jax.nn.dot_product_attention
+    seen = []
+
+    def stand_in(*args, implementation, **kwargs):
+        seen.append((implementation, args[0].shape, kwargs["mask"].shape))
+        return plain(*args, implementation="xla", **kwargs)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+    return seen
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_around_cudnn_masks_window_and_vmap_are_right(window, without_cudnn):
+    """Against plain attention, for one replica and for a vmap over three."""
+    args = [np.stack(x) for x in zip(*(inputs(16, seed=m) for m in range(3)), strict=True)]
+    kernel = with_gradient(functools.partial(attention.cudnn, window))
+    plain = with_gradient(functools.partial(naive, Softmax(0.0, window, "default")))
+    expected = tiny_model.compiled(jax.vmap(plain))(*args)
+    tiny_model.assert_close(tiny_model.compiled(jax.vmap(kernel))(*args), expected, atol=2e-5)
+    assert {(name, q) for name, q, _ in without_cudnn if q[0] == 6} == {("cudnn", (6, 16, 4, 8))}
+    one, first = jax.tree.map(lambda x: x[0], (args, expected))
+    tiny_model.assert_close(tiny_model.compiled(kernel)(*one), first, atol=2e-5)

@@ -1,0 +1,142 @@
+"""The chunked loss and its hand-formed gradient against plain array code."""
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_model
+
+from maxdiloco.models import loss
+from maxdiloco.models.loss import Head
+from maxdiloco.parallel.sharding import DEFAULT_RULES
+
+# B sequences  L tokens  D model  V vocabulary
+
+
+def head(**changes):
+    keys = dict(tied=False, soft_cap=0.0, z_loss=0.0, precision="default", rules=DEFAULT_RULES)
+    return Head(**keys | changes)
+
+
+def problem(B, L, *, D=6, V=11, tied=False, seed=0):
+    """Hidden states, a head, targets, and which count: about two of three."""
+    rng = np.random.default_rng(seed)
+    x_BLD = rng.standard_normal((B, L, D)).astype(np.float32)
+    w = rng.standard_normal((V, D) if tied else (D, V)).astype(np.float32)
+    return x_BLD, w, rng.integers(0, V, (B, L), np.int32), rng.random((B, L)) < 0.66
+
+
+def plain(head, x_BLD, w, targets_BL, counts_BL):
+    """The same sums from whole logits, differentiated by JAX."""
+    logits_BLV = x_BLD @ (w.T if head.tied else w)
+    if head.soft_cap:
+        logits_BLV = head.soft_cap * jnp.tanh(logits_BLV / head.soft_cap)
+    lse_BL = jax.nn.logsumexp(logits_BLV, axis=-1)
+    picked_BL = jnp.take_along_axis(logits_BLV, targets_BL[..., None], axis=-1)[..., 0]
+    cross = jnp.sum((lse_BL - picked_BL) * counts_BL)
+    z_loss = head.z_loss * jnp.sum(lse_BL**2 * counts_BL)
+    return cross + z_loss, (cross, z_loss)
+
+
+CASES = {
+    "plain": ({}, (2, 8)),
+    "tied": (dict(tied=True), (2, 8)),
+    "z-loss": (dict(z_loss=0.3), (3, 8)),
+    "soft-cap and z-loss": (dict(soft_cap=0.8, z_loss=0.1, tied=True), (2, 8)),
+    "length that no chunk divides": (dict(z_loss=0.1), (2, 7)),
+    "one token": ({}, (2, 1)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradient_equal_those_of_whole_logits(case):
+    """Sums of float32 in another order: 1e-5."""
+    changes, shape = CASES[case]
+    how, args = head(**changes), problem(*shape, tied="tied" in changes)
+    run = {
+        fn: tiny_model.compiled(
+            jax.value_and_grad(fn, argnums=(1, 2), has_aux=True), static_argnums=0
+        )(how, *args)
+        for fn in (loss.token_losses, plain)
+    }
+    tiny_model.assert_close(run[loss.token_losses], run[plain], rtol=1e-5, atol=1e-5)
+
+
+def test_evaluation_gives_the_loss_of_training():
+    """Without a gradient another pass over the chunks runs."""
+    how, args = head(z_loss=0.1, soft_cap=2.0), problem(2, 8)
+    alone = tiny_model.compiled(loss.token_losses, static_argnums=0)(how, *args)
+    tiny_model.assert_close(alone, plain(how, *args), rtol=1e-5)
+
+
+def test_gradient_follows_the_factor_before_the_loss():
+    how, args = head(), problem(2, 4)
+
+    def scaled(factor, x, w):
+        return factor * loss.token_losses(how, x, w, *args[2:])[0]
+
+    gradient = tiny_model.compiled(jax.grad(scaled, argnums=(1, 2)))
+    once, thrice = gradient(1.0, *args[:2]), gradient(3.0, *args[:2])
+    tiny_model.assert_close(thrice, jax.tree.map(lambda g: 3 * g, once), rtol=1e-6)
+
+
+def test_gradient_of_a_bfloat16_matmul_is_summed_in_float32():
+    """4096 equal contributions of 1/2: a bfloat16 sum stops growing at 128, where its step is 1."""
+    x_BLD = np.ones((1, 4096, 1), jnp.bfloat16)
+    args = (
+        x_BLD,
+        np.zeros((1, 2), np.float32),
+        np.zeros((1, 4096), np.int32),
+        np.ones((1, 4096), bool),
+    )
+    gradient = jax.jit(jax.grad(lambda *a: loss.token_losses(head(), *a)[0], argnums=1))
+    dw = gradient(*args)
+    assert dw.dtype == jnp.float32
+    np.testing.assert_array_equal(dw, [[-2048, 2048]])
+
+
+def biggest_float32(fn, *args):
+    """Elements of the largest float32 array anywhere in the program, inside loops too."""
+
+    def walk(jaxpr):
+        for eqn in jaxpr.eqns:
+            yield from (v.aval for v in eqn.outvars)
+            for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+                yield from walk(inner)
+
+    avals = walk(jax.make_jaxpr(fn)(*args).jaxpr)
+    return max(aval.size for aval in avals if aval.dtype == jnp.float32)
+
+
+@pytest.mark.parametrize("length", [8, 64])
+def test_whole_logits_never_exist(length):
+    """B * L * V float32 numbers are nowhere in the program, neither forward nor backward."""
+    B, V = 4, 512
+    args, how = problem(B, length, V=V), head(z_loss=0.1)
+    for fn in (loss.token_losses, plain):
+        with_gradient = jax.value_and_grad(fn, argnums=(1, 2), has_aux=True)
+        for program in (fn, with_gradient):
+            biggest = biggest_float32(lambda *a, program=program: program(how, *a), *args)
+            if fn is plain:  # control: there it is seen
+                assert biggest >= B * length * V
+            else:
+                assert biggest <= B * length * V / loss.MIN_CHUNKS
+
+
+def test_long_batches_get_more_chunks():
+    """8 sequences of 1024 tokens: 8 chunks of 128 tokens of each sequence, CHUNK_TOKENS in all."""
+    args = problem(8, 1024, D=1, V=32)
+    biggest = biggest_float32(lambda *a: loss.token_losses(head(), *a), *args)
+    assert biggest == loss.CHUNK_TOKENS * 32
+
+
+def test_a_target_is_the_next_token_of_the_same_document():
+    """Row 0: documents of 2 and 3 tokens, then padding; row 1: a document to the last position."""
+    tokens = np.array([[5, 6, 7, 8, 9, 0], [1, 2, 3, 4, 5, 6]], np.int32)
+    segments = np.array([[1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1]], np.int32)
+    targets, counts = loss.next_tokens(tokens, segments)
+    np.testing.assert_array_equal(
+        counts, [[True, False, True, True, False, False], [True, True, True, True, True, False]]
+    )
+    np.testing.assert_array_equal(targets[counts], [6, 8, 9, 2, 3, 4, 5, 6])

@@ -1,0 +1,83 @@
+"""The model laid out over a mesh computes what it computes on one device."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+import tiny_model
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxdiloco.parallel.replicas import map_fn
+from maxdiloco.parallel.sharding import parameter_shardings
+
+# R replicas  B sequences per replica  L tokens
+
+
+def replicas(model, M):
+    """Unequal parameters and batches, leaves [R, ...]."""
+    params = [tiny_model.params_of(model, seed=m) for m in range(M)]
+    batches = [tiny_model.batch(seed=m) for m in range(M)]
+    return [jax.tree.map(lambda *x: np.stack(x), *trees) for trees in (params, batches)]
+
+
+def place(model, mesh, params_R, batch_R):
+    """Parameters over fsdp and tensor, sequences over data and fsdp, replicas over diloco."""
+    one = jax.tree.map(lambda x_R: x_R[0], params_R)
+    lies = parameter_shardings(model.logical_axes, one, mesh, model.spec.rules)
+    rows = NamedSharding(mesh, P("diloco", ("data", "fsdp")))
+    params_R = jax.tree.map(
+        lambda x_R, s: jax.device_put(x_R, NamedSharding(mesh, P("diloco", *s.spec))),
+        params_R,
+        lies,
+    )
+    return params_R, jax.tree.map(lambda x: jax.device_put(x, rows), batch_R)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "M"),
+    [
+        (dict(diloco=2, fsdp=2, tensor=2), 2),
+        (dict(diloco=1, data=2, fsdp=2), 2),  # both replicas in one slot, under a vmap
+    ],
+)
+def test_replicas_on_a_mesh_are_replicas_alone(devices, sizes, M):
+    """Loss and gradient of every replica; float32 sums in another order."""
+    model = tiny_model.build(remat_policy="minimal", attn_logits_soft_cap=5.0)
+    mesh = tiny_model.mesh_of(devices, **sizes)
+    step = jax.value_and_grad(model.loss, has_aux=True)
+    params_R, batch_R = replicas(model, M)
+    found = tiny_model.compiled(map_fn(step, mesh=mesh, num_replicas=M))(
+        *place(model, mesh, params_R, batch_R)
+    )
+    alone = tiny_model.compiled(step)
+    for m in range(M):
+        expected = alone(*jax.tree.map(lambda x_R, m=m: x_R[m], (params_R, batch_R)))
+        one = jax.tree.map(lambda x_R, m=m: x_R[m], found)
+        tiny_model.assert_close(one, expected, rtol=1e-4, atol=1e-4)
+
+
+def collectives(text):
+    """(computation is the entry, result type) of each collective of a compiled program."""
+    entry = False
+    for line in text.splitlines():
+        if line.endswith("{") and "(" in line and " = " not in line:
+            entry = line.startswith("ENTRY")
+        found = re.search(r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all)\(", line)
+        if found:
+            yield entry, found[1]
+
+
+def test_vocabulary_sized_weights_cross_devices_once_a_step(devices):
+    """Head and embedding, gathered before the loops over chunks and layers; their gradients,
+    summed on each device first, reduced after them. The layers' own gathers are seen in loops."""
+    model = tiny_model.build(vocab_size=96, remat_policy="full")
+    mesh = tiny_model.mesh_of(devices, fsdp=4)
+    step = map_fn(jax.value_and_grad(model.loss, has_aux=True), mesh=mesh, num_replicas=1)
+    args = place(model, mesh, *replicas(model, 1))
+    moved = list(collectives(tiny_model.compiled(step).lower(*args).compile().as_text()))
+    assert any(not entry and "f32[16,24]" in types for entry, types in moved)
+    vocabulary = [(entry, types) for entry, types in moved if "96" in types]
+    assert all(entry for entry, _ in vocabulary)
+    assert len(vocabulary) == 4

@@ -1,0 +1,101 @@
+"""A decoder small enough to check by hand, with every choice a test may want to turn.
+
+# B sequences  L tokens
+"""
+
+import math
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from maxdiloco.models import transformer
+from maxdiloco.parallel.mesh import AXES
+
+# Packed: documents of 5, 4 and 3 tokens; one of 7 and padding; one that fills the window;
+# padding alone.
+SEGMENTS = np.array(
+    [
+        [1, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3],
+        [1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0],
+        [1] * 12,
+        [0] * 12,
+    ],
+    np.int32,
+)
+
+
+def config(**changes):
+    """Two layers of width 16, four query heads on two key/value heads, gated, untied."""
+    keys = dict(
+        base_emb_dim=16,
+        base_num_decoder_layers=2,
+        base_mlp_dim=24,
+        base_num_query_heads=4,
+        base_num_kv_heads=2,
+        head_dim=4,
+        vocab_size=32,
+        mlp_activations=("silu", "linear"),
+        normalization_layer_epsilon=1e-5,
+        rope_max_timescale=10000.0,
+        logits_via_embedding=False,
+        use_qk_norm=True,
+        attn_logits_soft_cap=0.0,
+        final_logits_soft_cap=0.0,
+        sliding_window_size=0,
+        z_loss_multiplier=1e-2,
+        dtype="float32",
+        weight_dtype="float32",
+        attention="dot_product",
+        remat_policy="none",
+        matmul_precision="default",
+        logical_axis_rules=(),
+        max_target_length=12,
+    )
+    assert not changes.keys() - keys.keys()
+    return SimpleNamespace(**keys | changes)
+
+
+def build(**changes):
+    return transformer.build(config(**changes), backend="cpu")
+
+
+def params_of(model, seed=0):
+    """Fresh parameters with norm scales off 1, so that no scale can be left out unseen."""
+    params = model.init(jax.random.key(seed))
+    rng = np.random.default_rng(seed)
+
+    def vary(path, x):
+        if path[-1].key != "scale":
+            return x
+        return x * rng.uniform(0.5, 1.5, x.shape).astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(vary, params)
+
+
+def tokens(shape, seed=1, vocab_size=32):
+    return np.random.default_rng(seed).integers(0, vocab_size, shape, dtype=np.int32)
+
+
+def batch(segment_ids=SEGMENTS, seed=1):
+    return {"tokens": tokens(segment_ids.shape, seed), "segment_ids": segment_ids}
+
+
+def compiled(fn, **kwargs):
+    """jax.jit with little optimisation: half the compile time, and nothing here runs long."""
+    return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0}, **kwargs)
+
+
+def value_and_gradient(model, params, batch):
+    return compiled(jax.value_and_grad(model.loss, has_aux=True))(params, batch)
+
+
+def assert_close(tree, expected, **tolerance):
+    jax.tree.map(lambda x, e: np.testing.assert_allclose(x, e, **tolerance), tree, expected)
+
+
+def mesh_of(devices, **sizes):
+    """A mesh with the given sizes; the other axes have size 1."""
+    shape = [sizes.get(axis, 1) for axis in AXES]
+    return Mesh(np.array(devices[: math.prod(shape)]).reshape(shape), AXES)

@@ -1,0 +1,177 @@
+"""When a program is one of several processes, and what it says when they cannot meet."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from maxdiloco.errors import CheckpointError, ConfigError, DataError, LostPeerError
+from maxdiloco.parallel import distributed
+from maxdiloco.parallel.distributed import Job
+
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "a,b",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+}
+MPI = {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:1"}
+KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+LOCAL = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1"}
+
+
+@pytest.mark.parametrize(
+    "environ, expected",
+    [
+        ({}, None),
+        (LOCAL | {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "JAX_COORDINATOR_ADDRESS"),
+        (LOCAL | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, None),
+        (LOCAL, "JAX_COORDINATOR_ADDRESS"),
+        (SLURM | {"SLURM_NTASKS": "2"}, "Slurm"),
+        (SLURM | {"SLURM_NTASKS": "1"}, None),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}, None),  # salloc without srun
+        (MPI | {"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),
+        (MPI | {"OMPI_COMM_WORLD_SIZE": "1"}, None),
+        (KUBERNETES | {"JOB_COMPLETION_INDEX": "0"}, "Kubernetes"),
+        (KUBERNETES, None),  # any pod
+    ],
+)
+def test_the_environment_tells_whether_there_are_several_processes(environ, expected):
+    """The variables that jax.distributed.initialize looks at; a count of one is one process."""
+    assert distributed.launcher(environ, on_tpu=False) == expected
+
+
+def test_tpu_hosts_are_found_by_jax_itself():
+    assert distributed.launcher({}, on_tpu=True) == "TPU"
+
+
+def test_a_tpu_host_without_a_cluster_is_one_process(monkeypatch):
+    """jax.distributed.initialize finds no coordinator, as on the machine behind a notebook."""
+
+    def finds_none(**arguments):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", finds_none)
+    monkeypatch.setattr(distributed, "_delay_aborts", lambda: None)
+    monkeypatch.setattr(distributed, "launcher", lambda environ, on_tpu: distributed.TPU)
+    with distributed.processes({}, timeout_s=1, peer_timeout_s=1) as job:
+        assert job == Job(0, 1)
+
+
+@pytest.mark.parametrize("key", ["JAX_NUM_PROCESSES", "JAX_PROCESS_ID"])
+def test_a_local_run_without_an_address_is_refused(key):
+    with pytest.raises(ConfigError, match=f"{key}=2 is set.*unset {key}") as caught:
+        distributed.launcher({key: "2"}, on_tpu=False)
+    assert "Set JAX_COORDINATOR_ADDRESS=host:port" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "count, index, message",
+    [
+        (
+            "two",
+            "0",
+            "JAX_NUM_PROCESSES=two is not a whole number: set it to the number of processes",
+        ),
+        ("2", "-1", "JAX_PROCESS_ID=-1 is not a whole number: set it to the index of this process"),
+        ("2", "2", "JAX_PROCESS_ID=2 must be below JAX_NUM_PROCESSES=2.*Use 1 or less"),
+    ],
+)
+def test_wrong_numbers_of_a_local_run_are_refused(count, index, message):
+    environ = LOCAL | {"JAX_NUM_PROCESSES": count, "JAX_PROCESS_ID": index}
+    with (
+        pytest.raises(ConfigError, match=message),
+        distributed.processes(environ, timeout_s=1, peer_timeout_s=1),
+    ):
+        pass
+
+
+def test_one_process_is_left_alone():
+    """No service, no thread, no signal handler."""
+    before = signal.getsignal(signal.SIGABRT), signal.getsignal(signal.SIGTERM)
+    with distributed.processes({}, timeout_s=1, peer_timeout_s=1) as job:
+        assert job == Job(process_id=0, num_processes=1)
+        assert "maxdiloco-watch" not in [thread.name for thread in threading.enumerate()]
+        assert (signal.getsignal(signal.SIGABRT), signal.getsignal(signal.SIGTERM)) == before
+
+
+@pytest.mark.parametrize(
+    "error, code",
+    [
+        (ConfigError(), 2),
+        (CheckpointError(), 2),
+        (DataError(), 3),
+        (KeyboardInterrupt(), 130),
+        (SystemExit(7), 7),
+        (SystemExit(), 0),
+        (SystemExit("words"), 1),
+        (KeyError(), 1),
+    ],
+)
+def test_exit_codes(error, code):
+    assert distributed.exit_code(error) == code
+
+
+class ServiceGone:
+    """A client of JAX's coordination service whose process 0 has been killed."""
+
+    def blocking_key_value_get(self, key, timeout_in_ms):
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE: Socket closed")
+
+
+def test_a_process_0_lost_while_meeting_is_named(monkeypatch):
+    state = SimpleNamespace(client=ServiceGone(), coordinator_address="[::1]:1234")
+    monkeypatch.setattr(distributed.jax_distributed, "global_state", state)
+    with pytest.raises(LostPeerError, match="process 0 at ::1 was lost before process 3") as caught:
+        distributed._meet(Job(3, 4), timeout_s=1)
+    assert "start the run again" in str(caught.value)
+
+
+ALONE = """
+import os, sys
+from maxdiloco.errors import ConfigError
+from maxdiloco.parallel import distributed
+try:
+    with distributed.processes(os.environ, timeout_s=1, peer_timeout_s=1):
+        print("met")
+except ConfigError as error:
+    sys.exit(str(error))
+"""
+
+
+def alone(environ):
+    """A process of a run in which the others never come."""
+    environ = os.environ | environ
+    return subprocess.run(
+        [sys.executable, "-c", ALONE], capture_output=True, text=True, env=environ
+    )
+
+
+def test_a_count_that_jax_cannot_find_is_refused_with_the_variables_to_set():
+    """An address without a number of processes, and no cluster that tells it."""
+    ended = alone(LOCAL)
+    assert ended.returncode == 1
+    assert "started by JAX_COORDINATOR_ADDRESS, but JAX cannot find them" in ended.stderr
+    assert "JAX_NUM_PROCESSES and JAX_PROCESS_ID" in ended.stderr
+
+
+def test_processes_that_never_come_end_the_wait_with_5_and_the_key(free_port):
+    """JAX's own timeout ends in an abort; ours comes before it."""
+    address = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port}"}
+    ended = alone(address | {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"})
+    assert ended.returncode == 5
+    assert ended.stdout == ""
+    assert "LostPeerError: jax_distributed_initialization_timeout=1 s have passed" in ended.stderr
+    assert "raise the key if they only start slowly" in ended.stderr
+
+
+@pytest.fixture
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]

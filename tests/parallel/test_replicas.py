@@ -1,0 +1,90 @@
+"""The map over replicas: one replica's view, nothing shared, wherever replicas lie."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from maxdiloco.parallel.program import Program
+from maxdiloco.parallel.replicas import (
+    broadcast,
+    fetch,
+    map_fn,
+    one_at_a_time,
+    reduce_mean,
+)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_map_fn_is_a_loop_over_replicas(devices, slots):
+    """M=4 replicas on 1, 2 or 4 slots of the mesh: fn on each, and no replica sees another."""
+    mesh = Mesh(np.array(devices[: 2 * slots]).reshape(slots, 2), ("diloco", "fsdp"))
+
+    def fn(x, y):
+        return {"sum": (x * y).sum(), "x": x + 1}
+
+    x_R = np.random.default_rng(0).normal(size=(4, 3, 2)).astype(np.float32)
+    y_R = np.random.default_rng(1).normal(size=(4, 3, 2)).astype(np.float32)
+    out = jax.jit(map_fn(fn, mesh=mesh, num_replicas=4))(x_R, y_R)
+    np.testing.assert_allclose(out["sum"], [(x_R[m] * y_R[m]).sum() for m in range(4)], rtol=1e-6)
+    np.testing.assert_array_equal(out["x"], x_R + 1)
+
+
+def test_fn_cannot_reach_another_replica(devices):
+    """Inside the map the arrays have no R; positive control: outside it they do."""
+    mesh = Mesh(np.array(devices[:2]), ("diloco",))
+    seen = []
+
+    def fn(x):
+        seen.append(x.shape)
+        return x
+
+    jax.jit(map_fn(fn, mesh=mesh, num_replicas=2))(jnp.ones((2, 5)))
+    assert seen == [(5,)]
+
+
+@pytest.mark.parametrize("M", [2, 4])
+def test_one_at_a_time_has_no_replica_dim(devices, M):
+    """One replica a slot: a host callback that refuses vmap works; two a slot: it is refused."""
+    mesh = Mesh(np.array(devices[:2]), ("diloco",))
+    seen = []
+
+    def heavy(x, y):
+        seen.append(x.shape)
+        callback = jax.pure_callback(
+            lambda v: 2 * v, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method=None
+        )
+        return {"out": callback + y}
+
+    mapped = jax.jit(map_fn(one_at_a_time(heavy), mesh=mesh, num_replicas=M))
+    x_R = np.arange(3.0 * M, dtype=np.float32).reshape(M, 3)
+    if M == 2:
+        np.testing.assert_array_equal(mapped(x_R, x_R)["out"], 3 * x_R)
+        assert set(seen) == {(3,)}
+    else:
+        with pytest.raises(NotImplementedError):
+            mapped(x_R, x_R)
+
+
+def test_broadcast_copies_and_mean_is_summed_in_order():
+    """1e8 + 1 - 1e8 in float32 is 0 in this order and would be 1 in another: (1e8 - 1e8) + 1."""
+    np.testing.assert_array_equal(broadcast(jnp.arange(3.0), 2), [[0, 1, 2], [0, 1, 2]])
+    assert float(reduce_mean(jnp.float32([1e8, 1, -1e8]))) == 0
+    assert float(reduce_mean(jnp.float32([1e8, -1e8, 1]))) == pytest.approx(1 / 3)
+
+
+def test_fetch_returns_the_whole_array(devices):
+    mesh = Mesh(np.array(devices[:2]), ("diloco",))
+    x = jax.device_put(
+        np.arange(4.0), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("diloco"))
+    )
+    np.testing.assert_array_equal(fetch({"x": x}, mesh)["x"], [0, 1, 2, 3])
+
+
+def test_a_program_compiles_once_for_each_shape_and_says_so():
+    told = []
+    program = Program("double", lambda x: 2 * x, on_compile=lambda name, s, c: told.append(name))
+    for x in (np.ones(3), np.zeros(3), np.ones(2)):
+        np.testing.assert_array_equal(program(x), 2 * x)
+    assert told == ["double", "double"]

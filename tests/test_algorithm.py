@@ -1,0 +1,237 @@
+"""The library class: programs and compiles, flags of bad values, bytes sent, refusals.
+
+The numbers are held to an independent oracle in tests/integration/test_against_oracle.py.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxdiloco import DiLoCo
+from maxdiloco.errors import NumericsError
+
+PARAMS = {
+    "embedding": np.full((8, 4), 0.5, np.float32),
+    "w": np.linspace(-1, 1, 8 * 6).reshape(8, 6).astype(np.float32),
+}
+LAYERS = {"embedding": None, "w": 0}
+
+
+def inner_step(params, opt_state, batch):
+    """Gradient descent on the distance to the replica's own target."""
+    new = jax.tree.map(lambda p: p - 0.1 * (p - batch["target"]), params)
+    return new, opt_state + 1, {"loss": jnp.sum(params["w"] * batch["target"])}
+
+
+def make(M=2, compiles=None, **options):
+    told = compiles if compiles is not None else []
+    options = dict(sync_period=4, layer_axis=LAYERS) | options
+    return DiLoCo(
+        inner_step, num_replicas=M, on_compile=lambda name, *_: told.append(name), **options
+    )
+
+
+def start(algorithm, mesh=None):
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    if mesh is not None:
+        lies = {"embedding": P(None, "fsdp"), "w": P(None, "fsdp")}
+        params = {k: jax.device_put(v, NamedSharding(mesh, lies[k])) for k, v in params.items()}
+    return algorithm.init(params, jnp.zeros((), jnp.int32))
+
+
+def batch(M, value=None):
+    target = np.arange(1.0, M + 1) if value is None else np.asarray(value)
+    return {"target": target.astype(np.float32)}
+
+
+def run(algorithm, state, steps, value=None):
+    for _ in range(steps):
+        state, _ = algorithm.step(state, batch(algorithm.num_replicas, value))
+    return state
+
+
+@pytest.mark.parametrize(("P_", "H"), [(3, 8), (5, 8), (9, 9)])
+def test_compiles_do_not_grow_with_the_number_of_fragments(P_, H):
+    """8 layers in 2, 4 or 8 equal layer fragments: two step programs, two packs, two merges."""
+    compiles = []
+    algorithm = make(compiles=compiles, num_fragments=P_, sync_period=H, overlap_steps=2)
+    run(algorithm, start(algorithm), 2 * H + 2)
+    kinds = sorted(re.sub(r" \[.*", "", name) for name in compiles)
+    assert kinds == ["inner", "inner + exchange", "merge", "merge", "pack", "pack"]
+
+
+def test_fragments_of_two_sizes_compile_twice():
+    """8 layers over 3 fragments: 3, 3 and 2 layers, and the non-layer part."""
+    compiles = []
+    algorithm = make(compiles=compiles, num_fragments=4, sync_period=8, overlap_steps=1)
+    run(algorithm, start(algorithm), 17)
+    # 0,3,6 and 1,4,7 share a cut, 2,5 and the embedding have their own.
+    assert sum(name.startswith("merge") for name in compiles) == 3
+
+
+MODES = {
+    "vanilla": dict(),
+    "streaming": dict(num_fragments=3, overlap_steps=1, alpha=0.5),
+    "delayed": dict(outer_overlap="delayed"),
+    "eager": dict(outer_overlap="eager", num_fragments=3),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_bad_replica_changes_no_other_and_stops_the_run(mode):
+    """A NaN in replica 1 at send time: replica 0 goes on as if alone; then exit 4 names leaf."""
+    algorithm = make(**MODES[mode])
+    alone = make(**MODES[mode])
+    state, reference = start(algorithm), start(alone)
+    state = run(algorithm, state, 1)
+    broken = state.params["w"].at[1, 3, 2].set(np.nan)
+    state = jax.tree.map(lambda x: x, state)
+    state = type(state)(**{**vars(state), "params": state.params | {"w": broken}})
+    seen = []
+
+    def watched():
+        current = state
+        for _ in range(3 * 4 + 2):
+            current, _ = algorithm.step(current, batch(2))
+            w_R = np.asarray(algorithm.replica_params(current)["w"])
+            theta = np.asarray(algorithm.outer_params(current)["embedding"])
+            seen.append(np.isfinite(w_R[0]).all() and np.isfinite(theta).all())
+
+    with pytest.raises(NumericsError, match=r"replica 1 .*params\['w'\].*learning_rate"):
+        watched()
+    assert len(seen) >= 2 and all(seen)
+    run(alone, reference, 3 * 4 + 2)  # positive control: without the NaN nothing stops
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8", "float4_e3m0"])
+@pytest.mark.parametrize("slots", [2, 4])
+def test_bytes_sent_are_those_of_the_compiled_exchange(devices, wire, slots):
+    """dcn/bytes_sent: every all-gather over `diloco` in the HLO, less a replica's own part."""
+    mesh = Mesh(np.array(devices).reshape(slots, 8 // slots), ("diloco", "fsdp"))
+    if 6 % (8 // slots):
+        mesh = Mesh(np.array(devices[: 2 * slots]).reshape(slots, 2), ("diloco", "fsdp"))
+    algorithm = make(
+        M=slots, mesh=mesh, num_fragments=3, overlap_steps=2, exchange_dtype=wire, sync_period=6
+    )
+    state = start(algorithm, mesh)
+    lay = algorithm.layout
+    program = algorithm.programs.inner_exchange
+    like = jax.tree.map(jnp.asarray, batch(slots))
+    text = program.lower(state.params, state.opt_state, like, state.outgoing[0])
+    text = text.compile().as_text()
+    sizes = {"f32": 4, "u16": 2, "s8": 1, "u8": 1}
+    found = re.findall(r"= (\w+)\[(\d+)\][^=]*? all-gather\(", text)
+    assert len(found) == 1
+    ((dtype, elements),) = found
+    in_slice = mesh.size // slots
+    arriving = int(elements) * sizes[dtype] * in_slice  # in one slice, from all slots
+    sent_by_one = arriving // slots * (slots - 1)
+    carrying = [t for t in range(1, 19) if algorithm.bytes_sent(t)]
+    assert {algorithm.bytes_sent(t) for t in carrying} == {sent_by_one}
+    # first send after step 2 (offsets 0, 2, 4): chunks ride steps 3 and 4, then every step
+    chunks = [plan.num_chunks for plan in lay.plans]
+    assert max(chunks) <= 2 and carrying[0] == 3
+
+
+def test_step_needs_nothing_from_the_other_replicas(devices):
+    """`inner` compiles without a collective over `diloco`; positive control: `synchronise`."""
+    mesh = Mesh(np.array(devices[:4]), ("diloco",))
+    algorithm = make(M=4, mesh=mesh)
+    state = start(algorithm)
+    like = jax.tree.map(jnp.asarray, batch(4))
+    plain = algorithm.programs.inner.lower(state.params, state.opt_state, like)
+    collective = r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    assert not re.search(collective, plain.compile().as_text())
+    (plan,) = algorithm.layout.plans
+    sync = algorithm.programs.of("synchronise", plan).lower(
+        jax.tree.leaves(state.params),
+        jax.tree.leaves(state.outer),
+        state.outer_opt[0],
+        state.bad,
+        plan.places,
+    )
+    assert re.search(collective, sync.compile().as_text())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_pinned_host_memory_changes_no_bit(mode):
+    """diloco_outer_memory=pinned_host: theta and its optimizer state live in host memory."""
+    states = []
+    for memory in ("device", "pinned_host"):
+        algorithm = make(outer_memory=memory, **MODES[mode])
+        states.append(run(algorithm, start(algorithm), 11))
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves((states[1].outer,))}
+    assert kinds == {"pinned_host"}
+    for a, b in zip(*(jax.tree.leaves((s.params, s.outer)) for s in states), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_bfloat16_parameters_keep_their_dtype_and_theta_is_float32():
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), PARAMS)
+    algorithm = DiLoCo(
+        lambda p, o, b: (p, o, {}), num_replicas=2, sync_period=1, layer_axis=LAYERS
+    )
+    state = algorithm.init(params, ())
+    state, _ = algorithm.step(state, np.zeros(2))
+    assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.bfloat16)}
+    assert {x.dtype for x in jax.tree.leaves(algorithm.outer_params(state))} == {
+        jnp.dtype(jnp.float32)
+    }
+
+
+def test_drift_is_the_mean_distance_to_theta():
+    """One step of 0.1 * (p - target): replica m moves by 0.1 |p - m - 1| on average."""
+    algorithm = make()
+    state = run(algorithm, start(algorithm), 1)
+    flat = np.concatenate([PARAMS["embedding"].ravel(), PARAMS["w"].ravel()])
+    expected = [0.1 * np.abs(flat - target).mean() for target in (1.0, 2.0)]
+    np.testing.assert_allclose(algorithm.drift(state), expected, rtol=1e-5)
+
+
+def test_gram_holds_the_inner_products_of_the_outer_gradients():
+    """After 4 steps of 0.1 * (p - target): g_m = (1 - 0.9^4) (p - target_m), target 1 and 2."""
+    algorithm = make()
+    state = run(algorithm, start(algorithm), 4)
+    flat = np.concatenate([PARAMS["embedding"].ravel(), PARAMS["w"].ravel()]).astype(np.float64)
+    g_R = (1 - 0.9**4) * np.stack([flat - 1, flat - 2])
+    np.testing.assert_allclose(state.gram, g_R @ g_R.T, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(alpha=1.5), r"alpha=1.5 must be in \[0, 1\].*Use 0"),
+        (dict(outer_memory="disk"), "outer_memory='disk' is not known. Use device or pinned_host"),
+        (dict(exchange_dtype="int2"), "int2.*Use one of float32"),
+        (dict(overlap_steps=4), "overlap_steps=4 .*sync_period=4.*Use 0 to 3"),
+        (dict(num_fragments=5), "num_fragments=5 .*sync_period=4.*Use 1 to 4"),
+        (dict(outer_overlap="eager", overlap_steps=1), "overlap_steps=1 .*eager.*overlap_steps=0"),
+        (dict(outer_overlap="later"), "outer_overlap='later' is unknown.*Use one of none"),
+    ],
+)
+def test_values_outside_the_contract_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def test_replicas_have_to_fill_the_slots(devices):
+    mesh = Mesh(np.array(devices[:4]), ("diloco",))
+    with pytest.raises(ValueError, match="num_replicas=6 must be a multiple of .* 4: .* Use 4"):
+        make(M=6, mesh=mesh)
+
+
+def test_a_mesh_without_diloco_is_refused(devices):
+    mesh = Mesh(np.array(devices[:2]), ("data",))
+    with pytest.raises(ValueError, match="lack 'diloco'.*Add it"):
+        make(mesh=mesh)
+
+
+def test_integer_parameters_are_refused():
+    algorithm = DiLoCo(inner_step, num_replicas=1, sync_period=1)
+    with pytest.raises(ValueError, match=r"params\['n'\] is int32.*Keep .* in opt_state"):
+        algorithm.init({"n": jnp.zeros(3, jnp.int32)}, ())

@@ -1,0 +1,249 @@
+"""Checkpoints of a run with two processes, one emulated slice each."""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxdiloco.checkpoint import restore_parameters
+from maxdiloco.checkpoint_io import split_over
+from maxdiloco.run_folder import locate
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+START = """
+import json, sys
+import numpy as np
+import jax
+import jax.numpy as jnp
+rank, port, base = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+jax.config.update("jax_num_cpu_devices", 2)
+jax.distributed.initialize(f"localhost:{port}", 2, rank)
+from jax.sharding import NamedSharding, PartitionSpec as P
+from maxdiloco import checkpoint_io
+from maxdiloco.checkpoint import Checkpointer
+from maxdiloco.errors import CheckpointError
+from maxdiloco.run_folder import locate
+folder = locate(base, "run").checkpoints
+mesh = jax.make_mesh((2, 2), ("diloco", "fsdp"), (jax.sharding.AxisType.Auto,) * 2)
+
+def place(values, *spec, kind=None):
+    sharding = NamedSharding(mesh, P(*spec), memory_kind=kind)
+    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+
+SPECS = {  # name: (shape, dtype, spec)
+    "even": ((4, 6), np.float32, (None, "fsdp")),   # 4 rows: two a slice
+    "odd": ((3, 5), np.float32, ()),                # nothing divides: padded
+    "wide": ((3, 10), np.float32, (None, "fsdp")),  # 5 a shard: padded
+    "bytes": ((6,), np.int8, ()),
+    "scalar": ((), np.int32, ()),
+    "own": ((2, 4), np.float32, ("diloco", "fsdp")),
+}
+
+def values(name):
+    shape, dtype, _ = SPECS[name]
+    found = np.arange(1, 1 + int(np.prod(shape))).reshape(shape).astype(dtype)
+    return np.where(found == 2, np.array(-0.0 if dtype == np.float32 else 2, dtype), found)
+
+items = {
+    "outer_params": {name: place(values(name), *spec) for name, (_, _, spec) in SPECS.items()},
+    "host": {"x": place(values("even"), None, "fsdp", kind="pinned_host")},
+}
+
+def abstract(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+def tell(what, value):
+    with open(f"{base}-{rank}", "a") as file:
+        print(json.dumps([what, value]), file=file)
+
+def open_checkpoints():
+    return Checkpointer(folder, max_to_keep=2, report=lambda line: tell("said", line))
+"""
+
+SCRIPT = """
+from orbax.checkpoint._src.serialization import serialization
+shards = []
+read_shard = serialization._read_shard
+
+async def counted(*args, **kwargs):
+    shards.append(await read_shard(*args, **kwargs))
+    return shards[-1]
+
+serialization._read_shard = counted
+
+def local_bits(array):
+    return [np.asarray(shard.data).tobytes() for shard in array.addressable_shards]
+
+with open_checkpoints() as checkpointer:
+    for step in (1, 2, 3):
+        checkpointer.save(step, items, {"t": step})
+    restored = checkpointer.restore(lambda meta: abstract(items))
+same = jax.tree.map(
+    lambda a, b: (a.sharding, a.dtype, local_bits(a)) == (b.sharding, b.dtype, local_bits(b)),
+    restored.items,
+    items,
+)
+tell("restored", restored.step)
+tell("same", all(jax.tree.leaves(same)))
+tell("kind", restored.items["host"]["x"].sharding.memory_kind)
+tell("bytes", sum(shard.nbytes for shard in shards))
+tell("there", sorted(path.name for path in folder.iterdir()))
+
+with open_checkpoints() as checkpointer:
+    if rank == 0:
+        (folder / "3" / "meta" / "metadata").unlink()
+    checkpoint_io.in_any_process(False)  # a barrier
+    restored = checkpointer.restore(lambda meta: abstract(items))
+    tell("used", restored.step)
+    tell("saved again", checkpointer.save(3, items, {"t": 3}))
+
+folder = locate(base + ("" if rank == 0 else "-elsewhere"), "run").checkpoints
+try:
+    open_checkpoints()
+except CheckpointError as error:
+    tell("error", str(error))
+"""
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """(folder of the checkpoints, what each of the two processes told)."""
+    path = tmp_path_factory.mktemp("two")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", START + SCRIPT, str(rank), port, str(path / "base")],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,  # gloo writes to it
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for run in runs:
+            error = run.communicate(timeout=180)[1]
+            assert run.returncode == 0, error[-3000:]
+    finally:
+        for run in runs:
+            run.kill()
+    told = [
+        [json.loads(line) for line in (path / f"base-{rank}").read_text().splitlines()]
+        for rank in range(2)
+    ]
+    return locate(path / "base", "run").checkpoints, told
+
+
+def test_two_processes_save_and_restore_to_the_bit(two):
+    folder, told = two
+    for mine in map(dict, told):
+        assert mine["restored"] == 3
+        assert mine["same"]
+        assert mine["kind"] == "pinned_host"
+        assert mine["there"] == ["2", "3"]  # two are kept
+
+
+def test_each_byte_is_read_once_not_once_a_slice(two):
+    """A process reads its part of a leaf; what is replicated over the slices is gathered.
+
+    By hand: even 2 rows of 6 floats 48; odd 3x5 padded to 3x6, half of it 36; wide 3x10 padded to
+    3x12, half of it 72; bytes 3; scalar 4, in both; own 1x4 floats 16; host like even 48.
+    Together 227. Without parts: 96 + 60 + 120 + 6 + 4 + 16 + 96 = 398.
+    """
+    assert [dict(mine)["bytes"] for mine in two[1]] == [227, 227]
+
+
+def test_one_process_reads_what_two_have_written(two):
+    params = restore_parameters(
+        two[0].parent,
+        {
+            "even": jax.ShapeDtypeStruct((4, 6), jnp.float32),
+            "odd": jax.ShapeDtypeStruct((3, 5), jnp.float32),
+            "wide": jax.ShapeDtypeStruct((3, 10), jnp.float32),
+            "bytes": jax.ShapeDtypeStruct((6,), jnp.int8),
+            "scalar": jax.ShapeDtypeStruct((), jnp.int32),
+            "own": jax.ShapeDtypeStruct((2, 4), jnp.float32),
+        },
+    )
+    np.testing.assert_array_equal(params["own"], [[1, -0.0, 3, 4], [5, 6, 7, 8]])
+    np.testing.assert_array_equal(params["bytes"], [1, 2, 3, 4, 5, 6])
+
+
+def test_the_seal_covers_the_files_of_both(two):
+    sealed = json.loads((two[0] / "3" / "seal.json").read_text())["files"]
+    folders = {part for name in sealed for part in name.split("/") if "process" in part}
+    assert {"ocdbt.process_0", "ocdbt.process_1"} <= folders
+
+
+def test_two_processes_agree_on_a_damaged_checkpoint(two):
+    """Only one of them examines the file that is gone; both go back, and the first one says so."""
+    folder, (first, second) = two
+    warnings = [text for what, text in first if what == "said" and "warning" in text]
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"warning: checkpoint {folder}/3 is damaged and is not used")
+    assert [what for what, _ in second if what == "said"] == []
+    for mine in map(dict, (first, second)):
+        assert mine["used"] == 2
+        assert mine["saved again"]
+    assert sorted(os.listdir(folder)) == ["2", "3", "3.damaged"]
+
+
+def test_a_folder_that_one_process_does_not_see_is_an_error_in_all(two):
+    for mine in map(dict, two[1]):
+        error = mine["error"]
+        assert error.startswith("base_output_directory: not every process of the run sees ")
+        assert error.endswith("Use a folder that all machines share, or gs://.")
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "padded", "expected"),
+    [
+        ((4, 6), P(None, "fsdp"), (4, 6), P("diloco", "fsdp")),
+        ((3, 4), P("fsdp"), (3, 4), None),  # not laid out evenly: jax refuses the sharding itself
+        ((3, 8), P(None, "fsdp"), (3, 8), P(None, ("fsdp", "diloco"))),
+        ((3, 10), P(None, "fsdp"), (3, 12), P(None, ("fsdp", "diloco"))),
+        ((5,), P(), (6,), P("diloco")),
+    ],
+)
+def test_the_dimension_that_is_read_in_parts(devices, shape, spec, padded, expected):
+    """The first whose shards divide; else the longest, padded."""
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("diloco", "fsdp"), auto, devices=devices[:4])
+    sharding = NamedSharding(mesh, spec)
+    if expected is None:
+        with pytest.raises(ValueError, match="divi"):
+            split_over(shape, sharding, "diloco")
+        return
+    found_shape, found_spec = split_over(shape, sharding, "diloco")
+    assert found_shape == padded
+    assert NamedSharding(mesh, found_spec).is_equivalent_to(
+        NamedSharding(mesh, expected), len(shape)
+    )
+
+
+@given(
+    shape=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    slices=st.sampled_from([2, 3, 4, 8]),
+)
+def test_parts_cover_the_array_and_are_equally_large(devices, shape, slices):
+    mesh = jax.make_mesh((slices,), ("diloco",), devices=devices[:slices])
+    found, spec = split_over(tuple(shape), NamedSharding(mesh, P()), "diloco")
+    assert all(a >= b for a, b in zip(found, shape, strict=True))
+    assert sum(a != b for a, b in zip(found, shape, strict=True)) <= 1
+    part = NamedSharding(mesh, spec).shard_shape(found)
+    assert np.prod(part) * slices == np.prod(found)
+    assert np.prod(found) < np.prod(shape) * (1 + slices / max(shape))

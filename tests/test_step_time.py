@@ -1,0 +1,124 @@
+"""The benchmark of a step: what it prints and checks, and that it needs few packages."""
+
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+PROGRAM = ROOT / "benchmarks" / "step_time.py"
+SMALL = (
+    "hardware=cpu model_name=tiny override_model_config=true base_emb_dim=16 base_mlp_dim=16 "
+    "base_num_decoder_layers=2 base_num_query_heads=2 base_num_kv_heads=2 head_dim=8 vocab_size=64 "
+    "max_target_length=32 per_device_batch_size=2 dtype=float32 steps=2 "
+    "opt_type=sgd"
+).split()
+
+# Packages a GPU machine with a bare JAX does not have.
+WITHOUT = """
+import runpy, sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"grain", "orbax", "tensorboardX", "tqdm", "etils"}:
+            raise ModuleNotFoundError(f"{name} is absent", name=name)
+
+sys.meta_path.insert(0, Absent())
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def without_packages(program, *argv):
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT, str(program), *argv],
+        cwd=ROOT,
+        # Less work for the compiler; figures do not matter here.
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+
+
+@pytest.fixture(scope="module")
+def step_time():
+    """The program as a module."""
+    spec = importlib.util.spec_from_file_location("step_time", PROGRAM)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["step_time"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_both_trainers_side_by_side_without_the_packages_of_the_trainer():
+    """Two emulated slices; the plain step costs no more than data parallelism on one slice."""
+    ran = without_packages(PROGRAM, *SMALL, "dcn_diloco_parallelism=2")
+    lines = ran.stdout.splitlines()
+    assert ran.stderr == "" and ran.returncode == 0
+    assert any(line.split() == ["data", "parallel", "DiLoCo"] for line in lines)
+    for name in ("tokens/s", "TFLOP/s a device", "compile [s]", "CPU time of a step, median [s]"):
+        assert len([line for line in lines if line.startswith(name)]) == 1, name
+    check = lines[-1]
+    assert check.startswith("DiLoCo / data parallel on one slice: FLOPs ")
+    assert check.endswith("no more than 2% above")
+
+
+def test_the_absent_packages_are_absent():
+    """Positive control: what the trainer imports fails in the same way."""
+    ran = without_packages(ROOT / "maxdiloco" / "training.py")
+    assert ran.returncode == 1 and "ModuleNotFoundError: etils is absent" in ran.stderr
+
+
+def test_costs_above_the_tolerance(step_time):
+    """2 % of 100 is 2: 102 is no more, 103 is; each of the two counts, and less is welcome."""
+    alone = step_time.Cost(100.0, 100.0)
+    for flops, bytes_accessed, fine in (
+        (102.0, 90.0, True), (103.0, 100.0, False), (100.0, 103.0, False)
+    ):
+        assert step_time.is_no_more(step_time.Cost(flops, bytes_accessed), alone) is fine
+
+
+def test_compared_values_become_configs(step_time):
+    found = step_time.configs([*SMALL, "compare=remat_policy:full,none"])
+    assert [(label, cfg.remat_policy) for label, cfg in found] == [
+        ("full", "full"), ("none", "none")
+    ]
+
+
+def test_flags_win_over_the_benchmark_s_defaults(step_time):
+    [(_, cfg)] = step_time.configs(["dtype=float32"])
+    assert (cfg.dtype, cfg.model_name, cfg.max_target_length) == ("float32", "peer25m", 512)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["compare=remat_policy"], "compare=remat_policy is not one key.*Write, say, compare="),
+        (["compare=dcn_data_parallelism:1,2"], "compare=dcn_data_par.*other than.*Write, say"),
+        (["compare=hardware:cpu,gpu"], "compare=hardware:cpu,gpu is not one key.*Write, say"),
+        (["steps=-1", "dataset_type=text"], "steps=-1, enable_diloco=True.*Use steps of 1 or"),
+        (["enable_diloco=false"], "enable_diloco=False.*leave enable_diloco out"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(step_time, argv, message):
+    with pytest.raises(step_time.ConfigError, match=message):
+        step_time.configs(argv)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("diloco_sync_period=4", "diloco_sync_period=4: one of the 4 steps has.*fewer steps"),
+        ("num_diloco_replicas=2", "num_diloco_replicas=2: several replicas.*Leave it out"),
+    ],
+)
+def test_steps_that_would_not_compare_are_refused(step_time, keys, message):
+    """WARM_UP 2 and steps=2 are four steps; the fourth has the exchange."""
+    [(label, cfg)] = step_time.configs([*SMALL, "ici_fsdp_parallelism=1", keys])
+    with pytest.raises(step_time.ConfigError, match=message):
+        step_time.make_pair(label, cfg, step_time.mesh_lib.build(cfg))
