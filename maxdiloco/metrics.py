@@ -58,7 +58,7 @@ class MetricsWriter:
 
             purge = 0 if resume_step is None else resume_step + 1
             self._tensorboard = SummaryWriter(
-                str(folder.tensorboard), purge_step=purge, flush_secs=10
+                str(folder.tensorboard), purge_step=purge, flush_secs=10, filename_suffix=f".{purge}"
             )
 
     def __enter__(self) -> "MetricsWriter":

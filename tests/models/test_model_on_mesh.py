@@ -77,7 +77,7 @@ def test_vocabulary_sized_weights_cross_devices_once_a_step(devices):
     step = map_fn(jax.value_and_grad(model.loss, has_aux=True), mesh=mesh, num_replicas=1)
     args = place(model, mesh, *replicas(model, 1))
     moved = list(collectives(tiny_model.compiled(step).lower(*args).compile().as_text()))
-    assert any(not entry and "f32[16,24]" in types for entry, types in moved)
+    assert any(not entry and "[1,16,24]" in types for entry, types in moved)
     vocabulary = [(entry, types) for entry, types in moved if "96" in types]
     assert all(entry for entry, _ in vocabulary)
     assert len(vocabulary) == 4
