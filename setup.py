@@ -36,6 +36,7 @@ setup(
     entry_points={
         "console_scripts": [
             "maxdiloco-train = maxdiloco.train:cli",
+            "maxdiloco-train-compile = maxdiloco.train_compile:cli",
             "maxdiloco-generate = maxdiloco.generate:cli",
         ]
     },

@@ -302,9 +302,7 @@ def without_all_reduce(data_parallel: Case) -> Cost:
     parts = assemble.assemble(cfg, alone, total_steps=cfg.steps, on_compile=say_nothing)
     parts.trainer.bind(parts.params, parts.opt_state)
     state = parts.trainer.abstract_state
-    shape, where = (1, parts.batch_size, cfg.max_target_length), assemble.batch_sharding(parts)
-    rows_RBL = jax.ShapeDtypeStruct(shape, np.int32, sharding=where)
-    batch = {"tokens": rows_RBL, "segment_ids": rows_RBL}
+    batch = assemble.abstract_batch(cfg, parts)
     return cost(parts.trainer.inner.lower(state.params, state.opt_state, batch).compile())
 
 

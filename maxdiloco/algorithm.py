@@ -17,6 +17,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
+from maxdiloco.algorithm_calls import Call, calls, merge_args, pack_args
 from maxdiloco.algorithm_layout import (
     FragmentPlan,
     Layout,
@@ -25,7 +26,6 @@ from maxdiloco.algorithm_layout import (
     front,
     lay_out,
     parts_of,
-    pick,
     placed,
     replaced,
 )
@@ -168,6 +168,13 @@ class DiLoCo:
         made = jax.jit(fresh, out_shardings=jax.tree.map(lambda x: x.sharding, like))
         return replace(made(params, opt_state), t=0, settled=0)
 
+    def calls(self, batch: Any) -> list[Call]:
+        """Every program that the steps of a run call, after `bind`; see algorithm_calls.
+
+        batch: ShapeDtypeStructs with shardings, leaves [R, ...].
+        """
+        return calls(self.programs, self.schedule, batch)
+
     def step(self, state: State, batch: Any) -> tuple[State, Any]:
         """One inner step of every replica, and the sends and applies that fall on it.
 
@@ -216,9 +223,7 @@ class DiLoCo:
             return self._merge(state, "outer_step", plan, self._incoming(state, send, plan))
         if self.schedule.window == 0:
             return self._merge(state, "synchronise", plan, None)
-        chunks = self.programs.of("pack", plan)(
-            pick(state.params, plan), pick(state.outer, plan), plan.places
-        )
+        chunks = self.programs.of("pack", plan)(*pack_args(state, plan))
         return replace(state, outgoing=front(state.outgoing, chunks))
 
     def _apply(self, state: State, apply: schedule.Event) -> State:
@@ -232,15 +237,7 @@ class DiLoCo:
         return state.incoming[send.slot][: plan.num_chunks]
 
     def _merge(self, state: State, kind: str, plan: FragmentPlan, incoming) -> State:
-        args = (
-            pick(state.params, plan),
-            pick(state.outer, plan),
-            state.outer_opt[plan.index],
-            state.bad,
-            plan.places,
-        )
-        if incoming is not None:
-            args = (*args, incoming)
+        args = merge_args(state, plan, incoming)
         params, theta, opt, bad, gram, *chunks = self.programs.of(kind, plan)(*args)
         state = replace(
             state,

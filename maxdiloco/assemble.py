@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -163,6 +164,19 @@ def batch_sharding(parts: Parts) -> NamedSharding:
     """Sharding of a batch [R, B, L]."""
     rows = spec(("batch", "length"), parts.rules, without=("diloco",))
     return NamedSharding(parts.mesh, P("diloco", *rows))
+
+
+def abstract_batch(cfg: Config, parts: Parts) -> dict[str, jax.ShapeDtypeStruct]:
+    """The batch of a step, leaves [R, B, L]."""
+    shape = (count_replicas(cfg, parts.mesh), parts.batch_size, cfg.max_target_length)
+    rows_RBL = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(parts))
+    return {"tokens": rows_RBL, "segment_ids": rows_RBL}
+
+
+def schedule_steps(cfg: Config, total_steps: int) -> int:
+    """Length of the learning-rate schedule [inner steps], which is a constant of the programs."""
+    given = cfg.learning_rate_schedule_steps
+    return total_steps if given == -1 else given
 
 
 def flops_per_token(cfg: Config, params: Any) -> float:

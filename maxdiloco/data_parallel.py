@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxdiloco.algorithm_calls import Call
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import spec_on
 
@@ -74,6 +75,11 @@ class DataParallel:
         put = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), (params, opt_state),
                            (like.params, like.opt_state))
         return State(0, *put)
+
+    def calls(self, batch: Any) -> list[Call]:
+        """The one program, see DiLoCo.calls."""
+        like = self.abstract_state
+        return [Call(self.inner, (like.params, like.opt_state, batch), 1)]
 
     def step(self, state: State, batch: Any) -> tuple[State, Any]:
         """One step; state is donated, batch leaves [R, ...], metrics leaves [1]."""

@@ -58,7 +58,10 @@ class MetricsWriter:
 
             purge = 0 if resume_step is None else resume_step + 1
             self._tensorboard = SummaryWriter(
-                str(folder.tensorboard), purge_step=purge, flush_secs=10, filename_suffix=f".{purge}"
+                str(folder.tensorboard),
+                purge_step=purge,
+                flush_secs=10,
+                filename_suffix=f".{purge}",  # the name alone is of the second it was made in
             )
 
     def __enter__(self) -> "MetricsWriter":

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from maxdiloco import assemble, config, feeding, saved_state, start, tables
+from maxdiloco import assemble, compiled_file, config, feeding, saved_state, start, tables
 from maxdiloco.algorithm import DiLoCo
 from maxdiloco.assemble import Parts
 from maxdiloco.checkpoint import Checkpointer
@@ -142,6 +142,8 @@ def _prepare(cfg, mesh, data, folder, checkpointer, say) -> Run:
             say(line)
         say(tables.outer_memory_line(parts.trainer.layout, cfg.diloco_outer_memory))
         compiles.resident = tables.resident(parts.trainer.layout)
+    if cfg.compiled_trainstep_file:
+        compiled_file.check(cfg.compiled_trainstep_file, cfg, parts, total_steps=total)
     meta = start.meta_of(cfg, parts, begin.position, fingerprint)
     return Run(
         cfg=cfg,
@@ -175,6 +177,10 @@ def _train(run: Run, begun: float) -> int:
     run.say(f"{run.begin.origin}; {run.total} steps in all")
     run.say(f"ready to compile after {time.perf_counter() - begun:.1f} s")
     state = start.load(cfg, parts, run.begin, run.checkpointer)
+    if cfg.compiled_trainstep_file:
+        calls = parts.trainer.calls(assemble.abstract_batch(cfg, parts))
+        count = compiled_file.load(cfg.compiled_trainstep_file, parts, calls)
+        run.say(f"{count} compiled programs loaded from {cfg.compiled_trainstep_file}")
     if state.t >= run.total:
         run.say(f"nothing to do: step {state.t} of {run.total} is done. Raise steps to go on.")
         return 0

@@ -5,6 +5,7 @@ XLA's persistent compilation cache stays off: a test must not depend on what an 
 
 import importlib.util
 import os
+import signal
 
 import hypothesis
 import jax
@@ -16,6 +17,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.pop("JAX_NUM_CPU_DEVICES", None)
 for _name in [name for name in os.environ if name.startswith("M_")]:
     del os.environ[_name]
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what runs behind it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # programs of a test would inherit it
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 

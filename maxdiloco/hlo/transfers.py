@@ -4,15 +4,18 @@ XLA:TPU compiles one program for a slice and lowers a collective over slices to 
 through the host, with their `-done` ops, one pair for each rendezvous name.
 """
 
+import re
 from typing import NamedTuple
 
-from maxdiloco.hlo import shapes
+from maxdiloco.hlo import groups, shapes
+from maxdiloco.hlo.executed import executed
 from maxdiloco.hlo.reader import Computation, Instruction, Module
 
 RUNTIME = "xla_megascale_runtime"
 RENDEZVOUS = "_xla_host_transfer_rendezvous"
 HANDLER = "_xla_host_transfer_handler_name"
 KIND = "_xla_megascale_transfer_type"
+TARGET = "_xla_megascale_target"
 
 # Custom calls that stay in the slice (collectives of a slice among them: those over slices are
 # host transfers). Any other target may be traffic.
@@ -26,13 +29,15 @@ LOCAL_CALLS = (
 class Transfer(NamedTuple):
     """One collective over slices, as one device of a slice sees it.
 
-    kind: ALL_GATHER, ALL_REDUCE, ..; sent, received: what is handed to and taken from the runtime;
-    computation: where it stands; start, done: places of the first send or recv and the last
-    `-done` in it; in_conditional: a branch is or holds that computation.
+    kind: ALL_GATHER, ALL_REDUCE, ..; slices: groups of slices that exchange; sent, received: what
+    is handed to and taken from the runtime; computation: where it stands; start, done: places of
+    the first send or recv and the last `-done` in it; in_conditional: a branch is or holds that
+    computation.
     """
 
     rendezvous: str
     kind: str
+    slices: tuple[tuple[int, ...], ...]
     sent: shapes.Shape
     received: shapes.Shape
     computation: str
@@ -45,19 +50,20 @@ class Transfer(NamedTuple):
         """Bytes of the payload that are only there to fill tiles."""
         return self.sent.bytes_laid_out() - self.sent.bytes_logical()
 
-    def bytes_sent(self, num_slices: int) -> int:
-        """Bytes that leave one device, as laid out; from the kind and the number of slices.
+    def bytes_sent(self) -> int:
+        """Bytes that leave one device, as laid out; from the kind and the slices of a group.
 
         An all-gather sends the payload to each other slice; a reduction and a gather of the sum
         each send the share of every other slice.
         """
-        payload, others = self.sent.bytes_laid_out(), num_slices - 1
+        payload, size = self.sent.bytes_laid_out(), len(self.slices[0])
+        others = size - 1
         if self.kind == "ALL_GATHER":
             return payload * others
         if self.kind == "ALL_REDUCE":
-            return 2 * payload * others // num_slices
+            return 2 * payload * others // size
         if self.kind in ("ALL_TO_ALL", "REDUCE_SCATTER"):
-            return payload * others // num_slices
+            return payload * others // size
         raise ValueError(
             f"transfer {self.rendezvous} is of the kind {self.kind!r}, whose bytes are not known "
             f"here: ALL_GATHER, ALL_REDUCE, ALL_TO_ALL and REDUCE_SCATTER are."
@@ -83,6 +89,15 @@ def transfers(module: Module) -> list[Transfer]:
         _transfer(name, computation, computation.name in conditional)
         for name, computation in found.items()
     ]
+
+
+def runs(module: Module) -> dict[str, int]:
+    """How often each transfer takes place in one run of the program, by rendezvous."""
+    return {
+        rendezvous_of(run.instruction): run.times
+        for run in executed(module)
+        if run.instruction.opcode == "send"
+    }
 
 
 def rendezvous_of(instruction: Instruction) -> str | None:
@@ -127,11 +142,19 @@ def _transfer(name: str, computation: Computation, in_conditional: bool) -> Tran
     kind = pair["send"].attribute(KIND)
     if kind is None:
         raise ValueError(f"transfer {name} names no {KIND}: its bytes are unknown")
+    slices = groups.slices_of(_target(pair["send"]))
     sent, received = (shapes.read(shapes.elements(pair[op].shape)[0]) for op in ("send", "recv"))
     start = min(place for place, _ in started)
     return Transfer(
-        name, kind, sent, received, computation.name, start, max(done), in_conditional
+        name, kind, slices, sent, received, computation.name, start, max(done), in_conditional
     )
+
+
+def _target(send: Instruction) -> str:
+    found = re.search(rf'{TARGET}=("[^"]*"|\{{\{{.*?\}}\}})', send.attributes)
+    if found is None:
+        raise ValueError(f"%{send.name} names no {TARGET}: which slices exchange is unknown")
+    return found[1].strip('"')
 
 
 def _under_conditionals(module: Module) -> set[str]:

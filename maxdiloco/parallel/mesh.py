@@ -112,6 +112,11 @@ def build(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
     return Mesh(_arrange(devices, tuple(dcn.values()), tuple(ici.values())), AXES)
 
 
+def sizes_over_slices(cfg: Config, devices: Sequence[jax.Device]) -> dict[str, int]:
+    """Size of each axis over slices, in mesh order, none left open."""
+    return fill(tier(cfg, "dcn"), count_slices(cfg, devices), "dcn")
+
+
 def _arrange(devices: list[jax.Device], dcn: tuple[int, ...], ici: tuple[int, ...]) -> np.ndarray:
     if devices[0].platform == "tpu" and math.prod(dcn) > 1:
         return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices)
@@ -131,7 +136,7 @@ def in_slice_axes(mesh: Mesh) -> tuple[str, ...]:
 
 def describe(mesh: Mesh, cfg: Config) -> str:
     """One line for the start of a run."""
-    dcn = product(tier(cfg, "dcn"))
+    dcn = product(sizes_over_slices(cfg, list(mesh.devices.flat)))
     shape = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     kind = mesh.devices.flat[0].device_kind
     return f"mesh: {mesh.size} x {kind}; {shape or 'one device'} (over slices: {dcn})"

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.experimental import serialize_executable
 
 
 def _abstract(args: Any) -> tuple:
@@ -29,6 +30,7 @@ class Program:
     ):
         self.name = name
         self.compiled: dict[tuple, jax.stages.Compiled] = {}
+        self._fn = fn
         self._jitted = jax.jit(fn, donate_argnums=tuple(donate), out_shardings=out_shardings)
         self._on_compile = on_compile
 
@@ -44,6 +46,23 @@ class Program:
             self.compiled[key] = self.lower(*args).compile()
             self._on_compile(self.name, time.perf_counter() - start, self.compiled[key])
         return self.compiled[key]
+
+    def serialized(self, *args: Any) -> bytes:
+        """The executable for arguments shaped like args, for `load` in another process."""
+        return serialize_executable.serialize(self.compile(*args))[0]
+
+    def load(self, data: bytes, devices: Sequence[jax.Device], *args: Any) -> None:
+        """Take an executable from `serialized` for arguments shaped like args; nothing compiles.
+
+        devices: those of the mesh, in its order. Only for data that one trusts: it is code.
+        """
+        self.compiled[_abstract(args)] = serialize_executable.deserialize_and_load(
+            data,
+            jax.tree.structure((args, {})),
+            jax.tree.structure(jax.eval_shape(self._fn, *args)),
+            backend=devices[0].client,
+            execution_devices=devices,
+        )
 
     def __call__(self, *args: Any) -> Any:
         """Run it, compiled now if it has to be."""

@@ -32,6 +32,24 @@ def test_source_and_target_pairs_are_groups():
     assert groups.of(attributes) == ((0, 3), (1, 0))
 
 
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("{1,2}x{0:3}", ((0, 1),)),
+        ("{0,1}x{0:3}", ((0, 1),)),
+        ("{1,2,3,4}x{0}", ((0, 1, 2, 3),)),
+        ("{{100000,300000},{100001,300001},{200000,400000},{200001,400001}}", ((0, 2), (1, 3))),
+    ],
+)
+def test_slices_of_a_transfer(target, expected):
+    assert groups.slices_of(target) == expected
+
+
+def test_slices_in_unequal_groups():
+    with pytest.raises(ValueError, match="are in unequal groups"):
+        groups.slices_of("{{100000,200000},{300000}}")
+
+
 def test_groups_within_a_slice_do_not_cross():
     """Devices 0 to 3 are slice 0, 4 to 7 slice 1; the transposed groups are the control."""
     slices = {device: device // 4 for device in range(8)}

@@ -10,16 +10,15 @@ from hlo_excerpts import BESIDE_LOOP, IN_CONDITIONAL, changed
 from maxdiloco.hlo import reader, replay
 
 
-def exposed(text, *, num_slices=2, gbps=25.0):
-    return replay.exposed_fraction(
-        reader.read(text), num_slices=num_slices, gbps_per_device=gbps, clock_hz=1.5e9
-    )
+def exposed(text, *, gbps=25.0):
+    return replay.exposed_fraction(reader.read(text), gbps_per_device=gbps, clock_hz=1.5e9)
 
 
 def test_what_the_loop_does_not_hide_is_exposed():
     assert exposed(BESIDE_LOOP) == pytest.approx(1 - 10 / 19.98848)
     assert exposed(BESIDE_LOOP, gbps=12.5) == pytest.approx(1 - 10 / (2 * 19.98848))
-    assert exposed(BESIDE_LOOP, num_slices=4) == pytest.approx(1 - 10 / (3 * 19.98848))
+    four = changed(BESIDE_LOOP, "{1,2}x{0:3}", "{1,2,3,4}x{0:3}")
+    assert exposed(four) == pytest.approx(1 - 10 / (3 * 19.98848))
 
 
 def test_a_link_fast_enough_is_hidden():

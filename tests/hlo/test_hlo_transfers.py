@@ -18,7 +18,10 @@ def test_an_exchange_beside_a_loop():
     assert (transfer.computation, transfer.start, transfer.done) == ("main.1_spmd", 3, 12)
     assert not transfer.in_conditional
     assert transfer.padding == 0
-    assert [transfer.bytes_sent(n) for n in (2, 4)] == [62464, 3 * 62464]
+    assert transfer.slices == ((0, 1),)
+    assert transfer.bytes_sent() == 62464
+    (among_four,) = found(BESIDE_LOOP.replace("{1,2}x{0:3}", "{1,2,3,4}x{0:3}"))
+    assert among_four.bytes_sent() == 3 * 62464
 
 
 def test_an_exchange_in_a_branch_with_padding():
@@ -28,13 +31,16 @@ def test_an_exchange_in_a_branch_with_padding():
     assert transfer.sent.dims == (1, 1, 4096)
     assert transfer.padding == 7 * 4096 * 4  # one row of eight is used
     # An all-reduce sends (n - 1) / n of the payload twice.
-    assert [transfer.bytes_sent(n) for n in (2, 4)] == [8 * 4096 * 4, 8 * 4096 * 4 * 3 // 2]
+    assert transfer.bytes_sent() == 8 * 4096 * 4
+    (among_four,) = found(IN_CONDITIONAL.replace("{0,1}x{0:3}", "{0,1,2,3}x{0:3}"))
+    assert among_four.bytes_sent() == 8 * 4096 * 4 * 3 // 2
 
 
 @pytest.mark.parametrize("kind", ["ALL_TO_ALL", "REDUCE_SCATTER"])
 def test_a_kind_that_sends_each_share_once(kind):
-    (transfer,) = found(changed(BESIDE_LOOP, "ALL_GATHER", kind))
-    assert transfer.bytes_sent(4) == 62464 * 3 // 4
+    text = changed(BESIDE_LOOP, "{1,2}x{0:3}", "{1,2,3,4}x{0:3}")
+    (transfer,) = found(changed(text, "ALL_GATHER", kind))
+    assert transfer.bytes_sent() == 62464 * 3 // 4
 
 
 def test_a_branch_below_a_call_is_conditional_too():
@@ -60,6 +66,8 @@ def test_no_transfer():
         ("xla_megascale_runtime", "other", "%send is a send of 'other', not of 'xla_megascale_run"),
         ("_xla_host_transfer_rendezvous", "_x", "%send names no .* it cannot be paired"),
         ("_xla_megascale_transfer_type", "_x", "names no .*its bytes are unknown"),
+        ("_xla_megascale_target", "_x", "%send names no .*: which slices exchange is unknown"),
+        ("{1,2}x{0:3}", "all", "slices of a transfer, 'all', are in a spelling"),
         ("ALL_GATHER", "MULTICAST", "'MULTICAST', whose bytes are not known here: ALL_GATHER, A"),
         ("send-done(%send)", "send-done(%x)", "is not done where it starts, in main.1_spmd"),
         (" recv(%after-all)", " send(%after-all)", "is not one send and one recv in main.1_spmd"),
@@ -69,7 +77,7 @@ def test_no_transfer():
 )  # fmt: skip
 def test_a_construct_it_does_not_know(old, new, message):
     with pytest.raises(ValueError, match=message):
-        [transfer.bytes_sent(2) for transfer in found(changed(BESIDE_LOOP, old, new))]
+        [transfer.bytes_sent() for transfer in found(changed(BESIDE_LOOP, old, new))]
 
 
 def test_a_rendezvous_in_two_places():

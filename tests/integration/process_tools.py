@@ -1,5 +1,6 @@
 """Starts the trainer as real processes, watches what they print, and reads what they saved."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -83,10 +84,11 @@ class Process:
         ]
 
     def kill(self):
-        """End what is left of it, children too."""
-        if self.popen.poll() is None:
-            os.killpg(self.popen.pid, signal.SIGKILL)
-            self.popen.wait()
+        """End what is left of it and of what it started."""
+        for pid in session_members(self.popen.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.popen.wait()
 
 
 def trainer(changes, log, environ=None):

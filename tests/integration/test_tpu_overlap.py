@@ -24,7 +24,7 @@ WIRES = {"float32": "f32", "bfloat16": "u16", "int8": "s8", "float4_e3m0": "u8"}
 # Of one value, with its share of the scale of a block of 256.
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 256, "float4_e3m0": 0.5 + 1 / 256}
 MOST_EXPOSED = 0.01
-LINK = dict(num_slices=2, gbps_per_device=25.0, clock_hz=1.5e9)
+LINK = dict(gbps_per_device=25.0, clock_hz=1.5e9)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_the_wire_crosses_as_it_is_and_once(trainer, wire, num_slices, axis):
     assert transfer.sent.dtype == WIRES[wire]
     assert len(transfer.sent.dims) == 1
     assert transfer.padding == 0
-    per_device = transfer.bytes_sent(num_slices)
+    per_device = transfer.bytes_sent()
     per_step = [small.algorithm.bytes_sent(t) for t in range(9, 17)]
     assert set(per_step) == {0, 4 * per_device}
     payload = 2 * 2 * 128 * 512 * BYTES[wire] * (num_slices - 1)
@@ -145,7 +145,7 @@ def test_an_exchange_in_the_open_is_not_padded_either(trainer, wire):
     small = trainer(sync_period=8, exchange_dtype=wire)
     (transfer,) = sent_by(small.of("synchronise", 0))
     assert (transfer.sent.dtype, transfer.padding) == (WIRES[wire], 0)
-    assert 4 * transfer.bytes_sent(2) == small.algorithm.bytes_sent(8)
+    assert 4 * transfer.bytes_sent() == small.algorithm.bytes_sent(8)
 
 
 def test_a_mean_of_quantised_values_crosses_as_float32(mesh):

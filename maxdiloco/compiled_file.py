@@ -1,0 +1,188 @@
+"""Compiled programs in a file: made by train_compile, started from by train.
+
+A zip file: manifest.json says what the programs were compiled for, and each of the others is one
+executable. An executable is code: use files that you trust.
+"""
+
+import hashlib
+import importlib.metadata
+import io
+import json
+import pathlib
+import zipfile
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+
+from maxdiloco import assemble, config, config_help
+from maxdiloco.algorithm_calls import Call
+from maxdiloco.assemble import Parts
+from maxdiloco.config import Config
+from maxdiloco.errors import ConfigError
+
+FORMAT = 1
+# Groups of base.yml that no program depends on, and the keys in them that one does.
+OUTSIDE_GROUPS = ("run", "checkpoint", "data", "tools", "compile")
+INSIDE_KEYS = ("nan_policy",)
+
+
+def save(path: str, cfg: Config, parts: Parts, calls: list[Call], *, total_steps: int) -> int:
+    """Write the compiled programs of `calls`; returns the bytes written.
+
+    The file appears whole or not at all. Raises ConfigError where it cannot be written.
+    """
+    manifest = _manifest(cfg, parts, total_steps) | {"programs": _signatures(calls)}
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("manifest.json", json.dumps(manifest, indent=1))
+        for n, call in enumerate(calls):
+            archive.writestr(f"program_{n}", call.program.serialized(*call.args))
+    target = epath.Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.parent / f"{target.name}.part"
+        part.write_bytes(packed.getvalue())
+        part.replace(target)
+    except OSError as error:
+        raise ConfigError(
+            f"compiled_trainstep_file={path} cannot be written: {error.strerror}. Give the path "
+            f"of a file in a folder that can be written."
+        ) from None
+    return len(packed.getvalue())
+
+
+def check(path: str, cfg: Config, parts: Parts, *, total_steps: int) -> None:
+    """Raise ConfigError, with the difference named, unless the programs are those of this run."""
+    with _opened(path) as archive:
+        stored = _stored(path, archive)
+    here = _manifest(cfg, parts, total_steps)
+    for part, what in (("versions", "with"), ("machine", "for"), ("keys", "with")):
+        for name in here[part] | stored[part]:
+            old, new = (found[part].get(name, "none") for found in (stored, here))
+            if old != new:
+                raise ConfigError(
+                    f"compiled_trainstep_file={path} was compiled {what} {name}={_shown(old)}, "
+                    f"but this run has {name}={_shown(new)}. Compile it again with "
+                    f"maxdiloco.train_compile, or leave the file out."
+                )
+
+
+def load(path: str, parts: Parts, calls: list[Call]) -> int:
+    """Put the programs of a checked file into the run's; returns how many.
+
+    Raises ConfigError when they take other arguments than this run has.
+    """
+    with _opened(path) as archive:
+        stored = _stored(path, archive)["programs"]
+        blobs = [archive.read(f"program_{n}") for n in range(len(stored))]
+    if stored != _signatures(calls):
+        raise ConfigError(
+            f"compiled_trainstep_file={path} has programs {_names(stored)} for other arrays than "
+            f"{_names(_signatures(calls))} of this run. Compile it again with "
+            f"maxdiloco.train_compile, or leave the file out."
+        )
+    for call, data in zip(calls, blobs, strict=True):
+        call.program.load(data, list(parts.mesh.devices.flat), *call.args)
+    return len(calls)
+
+
+def _opened(path: str) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(io.BytesIO(epath.Path(path).read_bytes()))
+    except OSError as error:
+        why, remedy = error.strerror or "not found", "Make it with maxdiloco.train_compile"
+    except zipfile.BadZipFile:
+        why, remedy = "not a whole file of compiled programs", "Make it again"
+    raise ConfigError(
+        f"compiled_trainstep_file={path} cannot be read: {why}. {remedy}, or leave it out."
+    )
+
+
+def _stored(path: str, archive: zipfile.ZipFile) -> dict[str, Any]:
+    try:
+        stored = json.loads(archive.read("manifest.json"))
+    except (KeyError, ValueError):
+        stored = {}
+    if stored.get("format") != FORMAT:
+        raise ConfigError(
+            f"compiled_trainstep_file={path} is of another kind or an older maxdiloco. Make it "
+            f"again with maxdiloco.train_compile, or leave it out."
+        )
+    return stored
+
+
+def _manifest(cfg: Config, parts: Parts, total_steps: int) -> dict[str, Any]:
+    devices = parts.mesh.devices.flat
+    platform = devices[0].platform
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+    if platform == "tpu":
+        versions["libtpu"] = importlib.metadata.version("libtpu")
+    return {
+        "format": FORMAT,
+        "versions": versions | {"maxdiloco": _source()},
+        "machine": {
+            "platform": platform,
+            "device_kind": devices[0].device_kind,
+            "devices": parts.mesh.size,
+            "processes": len({device.process_index for device in devices}),
+            "mesh": dict(parts.mesh.shape),
+            **({"processor": _processor()} if platform == "cpu" else {}),
+        },
+        "keys": _keys(cfg) | {"schedule_steps": assemble.schedule_steps(cfg, total_steps)},
+    }
+
+
+def _keys(cfg: Config) -> dict[str, Any]:
+    """The keys that a program depends on."""
+    folder = config_help.config_folder(pathlib.Path(config.__file__).parent)
+    declared = config_help.declared(folder / "base.yml")
+    return {
+        name: value
+        for name, value in cfg.as_dict().items()
+        if declared[name].group.partition(":")[0] not in OUTSIDE_GROUPS or name in INSIDE_KEYS
+    }
+
+
+def _source() -> str:
+    """A fingerprint of the package's own code."""
+    folder = pathlib.Path(__file__).parent
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        found.update(path.relative_to(folder).as_posix().encode())
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def _processor() -> str:
+    """What XLA's code for a CPU depends on: a fingerprint of the features of this one."""
+    path = pathlib.Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return hashlib.sha256(features.encode()).hexdigest()[:16]
+
+
+def _signatures(calls: list[Call]) -> list[list[str]]:
+    """Name and a fingerprint of the arguments of each program, in order."""
+    return [[call.program.name, _fingerprint(call.args)] for call in calls]
+
+
+def _fingerprint(args: tuple) -> str:
+    arrays = [
+        [str(x.dtype), list(x.shape), _layout(x)]
+        for x in jax.tree.leaves(args)
+    ]
+    return hashlib.sha256(json.dumps(arrays).encode()).hexdigest()[:16]
+
+
+def _layout(x: Any) -> str:
+    return "" if isinstance(x, np.ndarray) else str((x.sharding.spec, x.sharding.memory_kind))
+
+
+def _names(signatures: list[list[str]]) -> str:
+    return ", ".join(name for name, _ in signatures)
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) and value else json.dumps(value)

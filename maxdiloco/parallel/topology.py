@@ -1,0 +1,110 @@
+"""TPU slices that are not there: their names, what one device is, and devices to compile for.
+
+Names are those of MaxText and XPK. Sizes are cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}: a
+v4 or v5p name counts TensorCores, two a chip and one JAX device; the others count chips, and a
+TPU7x chip is two JAX devices.
+"""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import jax
+
+from maxdiloco.errors import ConfigError
+
+
+class Chip(NamedTuple):
+    """One JAX device. hbm_gib: what a program may use, as libtpu says when one is too big [GiB].
+
+    clock_hz: of the compiler's estimated cycles: peak FLOP/s over the FLOPs of a cycle.
+    ici_gbps: all ICI links of the device together, one way [1e9 bits per second].
+    """
+
+    hbm_gib: float
+    clock_hz: float
+    ici_gbps: float
+
+    @property
+    def hbm(self) -> int:
+        """What a program may use [bytes]."""
+        return int(self.hbm_gib * 2**30)
+
+
+CHIPS = {
+    "v4": Chip(30.75, 1.05e9, 2400),
+    "v5e": Chip(15.75, 1.5e9, 1600),
+    "v5p": Chip(95.74, 1.75e9, 4800),
+    "v6e": Chip(31.25, 1.75e9, 3584),
+    "tpu7x": Chip(94.75, 2.2e9, 4800),
+}
+# Name -> libtpu's name of one slice.
+TOPOLOGIES = {
+    "v4-8": "v4:2x2x1", "v4-16": "v4:2x2x2", "v4-32": "v4:2x2x4", "v4-64": "v4:2x4x4",
+    "v4-128": "v4:4x4x4", "v4-256": "v4:4x4x8", "v4-512": "v4:4x8x8", "v4-1024": "v4:8x8x8",
+    "v5e-4": "v5e:2x2", "v5e-8": "v5e:2x4", "v5e-16": "v5e:4x4", "v5e-32": "v5e:4x8",
+    "v5e-64": "v5e:8x8", "v5e-128": "v5e:8x16", "v5e-256": "v5e:16x16",
+    "v5p-8": "v5p:2x2x1", "v5p-16": "v5p:2x2x2", "v5p-32": "v5p:2x2x4", "v5p-64": "v5p:2x4x4",
+    "v5p-128": "v5p:4x4x4", "v5p-256": "v5p:4x4x8", "v5p-512": "v5p:4x8x8",
+    "v5p-1024": "v5p:8x8x8",
+    "v6e-4": "v6e:2x2", "v6e-8": "v6e:2x4", "v6e-16": "v6e:4x4", "v6e-32": "v6e:4x8",
+    "v6e-64": "v6e:8x8", "v6e-128": "v6e:8x16", "v6e-256": "v6e:16x16",
+    "tpu7x-8": "tpu7x:2x2x1", "tpu7x-16": "tpu7x:2x2x2", "tpu7x-32": "tpu7x:2x2x4",
+    "tpu7x-64": "tpu7x:2x4x4", "tpu7x-128": "tpu7x:4x4x4", "tpu7x-256": "tpu7x:4x4x8",
+}  # fmt: skip
+# libtpu asks a cloud's metadata server, and locks the chip, unless it is told what to pretend.
+_PRETEND = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+def chip(name: str) -> Chip:
+    """What one device of a topology is. Raises ConfigError for an unknown name."""
+    return CHIPS[_libtpu_name(name).partition(":")[0]]
+
+
+def devices(name: str, num_slices: int) -> list[jax.Device]:
+    """Devices of `num_slices` slices to compile for; nothing can run on them.
+
+    Raises ConfigError for an unknown name, and where libtpu is not installed.
+    """
+    topology_name = _libtpu_name(name)
+    if importlib.util.find_spec("libtpu") is None:
+        raise ConfigError(
+            f"compile_topology={name} needs libtpu, which is not installed. Install the extra: "
+            f"pip install 'maxdiloco[tpu]'."
+        )
+    from jax.experimental import topologies
+
+    with _pretending():
+        # A v4 chip joins its two cores into one device where it runs, but not here unless told.
+        options = {"chip_config_name": "megacore"} if topology_name.startswith("v4") else {}
+        found = topologies.get_topology_desc(
+            platform="tpu", topology_name=topology_name, num_slices=num_slices, **options
+        )
+    return list(found.devices)
+
+
+def _libtpu_name(name: str) -> str:
+    if name not in TOPOLOGIES:
+        raise ConfigError(
+            f"compile_topology={name} is not known. Use one of {', '.join(TOPOLOGIES)}."
+        )
+    return TOPOLOGIES[name]
+
+
+@contextmanager
+def _pretending() -> Iterator[None]:
+    """Variables that the user has set stay as they are."""
+    missing = {key: value for key, value in _PRETEND.items() if key not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for key in missing:
+            del os.environ[key]
