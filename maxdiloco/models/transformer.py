@@ -20,6 +20,7 @@ from maxdiloco.models.loss import Head, head_logits, next_tokens, token_losses
 from maxdiloco.models.remat import checkpointed
 from maxdiloco.models.rope import rotation
 from maxdiloco.models.spec import ModelConfig, ModelSpec
+from maxdiloco.parallel.sharding import gathered
 
 Params = dict[str, Any]
 
@@ -114,8 +115,11 @@ def hidden_states(
     positions_BL = jnp.arange(tokens_BL.shape[1])[None]
     turn = rotation(positions_BL, spec.head_dim, spec.rope_max_timescale)
 
+    names = _names(functools.partial(DecoderLayer, spec))
+
     def body(x_BLD, layer_params):
-        layer = layer_of(spec, layer_params)
+        whole = jax.tree.map(lambda w, n: gathered(w, n, spec.rules), layer_params, names)
+        layer = layer_of(spec, whole)
         q, k, v = layer.project(x_BLD, turn)
         context_BLNH = attend(
             spec.attention,

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from maxdiloco.errors import ConfigError
 
 Rules = tuple[tuple[str, tuple[str, ...]], ...]
+Names = Sequence[str | None]  # logical name of each dim; None: not sharded
 
 # Activations carry `diloco` for data parallelism; under the map over replicas that axis is manual
 # and `constrain` leaves it out.
@@ -51,7 +52,7 @@ def rules_with(overrides: Sequence[Sequence[Any]]) -> Rules:
     return tuple(table.items())
 
 
-def spec(names: Sequence[str | None], rules: Rules, *, without: Sequence[str] = ()) -> P:
+def spec(names: Names, rules: Rules, *, without: Sequence[str] = ()) -> P:
     """PartitionSpec of an array whose dims have these logical names; None is not sharded.
 
     A mesh axis serves the first dim that asks for it; the axes in `without` serve none.
@@ -66,10 +67,13 @@ def spec(names: Sequence[str | None], rules: Rules, *, without: Sequence[str] = 
     return P(*dims)
 
 
-def constrain(x: jax.Array, names: Sequence[str | None], rules: Rules) -> jax.Array:
+def constrain(
+    x: jax.Array, names: Names, rules: Rules, *, without: Sequence[str] = ()
+) -> jax.Array:
     """x with its dims laid out by their logical names, on the mesh of the current context.
 
-    Axes that are manual in the context (`diloco` under the map over replicas) are left out.
+    Axes that are manual in the context (`diloco` under the map over replicas) are left out, and
+    those in `without`.
     Without a mesh in the context x is returned as it is.
     """
     mesh = jax.sharding.get_abstract_mesh()
@@ -78,8 +82,18 @@ def constrain(x: jax.Array, names: Sequence[str | None], rules: Rules) -> jax.Ar
     known = {axis for _, axes in rules for axis in axes}
     absent = known - set(mesh.axis_names)
     return jax.lax.with_sharding_constraint(
-        x, spec(names, rules, without=(*mesh.manual_axes, *absent))
+        x, spec(names, rules, without=(*mesh.manual_axes, *absent, *without))
     )
+
+
+def gathered(w: jax.Array, names: Names, rules: Rules) -> jax.Array:
+    """A weight, whole over the mesh axes that split the batch, for its use in a product.
+
+    Said outright, because a partitioner that chooses for itself may cut the product into as many
+    pieces as the axis has devices, which took twice the time on TPU (benchmarks/README.md).
+    Tensor parallelism stays. Without a mesh in the context w is returned as it is.
+    """
+    return constrain(w, names, rules, without=dict(rules)["batch"])
 
 
 def parameter_shardings(logical_axes: Any, shapes: Any, mesh: Mesh, rules: Rules) -> Any:
