@@ -31,7 +31,7 @@ INSIDE_KEYS = ("nan_policy",)
 def save(path: str, cfg: Config, parts: Parts, calls: list[Call], *, total_steps: int) -> int:
     """Write the compiled programs of `calls`; returns the bytes written.
 
-    The file appears whole or not at all. Raises ConfigError where it cannot be written.
+    The file appears whole or not at all; `check_place` said that it can be written.
     """
     manifest = _manifest(cfg, parts, total_steps) | {"programs": _signatures(calls)}
     packed = io.BytesIO()
@@ -40,17 +40,25 @@ def save(path: str, cfg: Config, parts: Parts, calls: list[Call], *, total_steps
         for n, call in enumerate(calls):
             archive.writestr(f"program_{n}", call.program.serialized(*call.args))
     target = epath.Path(path)
+    part = target.parent / f"{target.name}.part"
+    part.write_bytes(packed.getvalue())
+    part.replace(target)
+    return len(packed.getvalue())
+
+
+def check_place(key: str, path: str) -> None:
+    """Make the folder of a file to come. Raises ConfigError where it cannot be written."""
+    target = epath.Path(path)
+    part = target.parent / f"{target.name}.part"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.parent / f"{target.name}.part"
-        part.write_bytes(packed.getvalue())
-        part.replace(target)
+        part.write_bytes(b"")
+        part.unlink()
     except OSError as error:
         raise ConfigError(
-            f"compiled_trainstep_file={path} cannot be written: {error.strerror}. Give the path "
-            f"of a file in a folder that can be written."
+            f"{key}={path} cannot be written: {error.strerror}. Give the path of a file in a "
+            f"folder that can be written."
         ) from None
-    return len(packed.getvalue())
 
 
 def check(path: str, cfg: Config, parts: Parts, *, total_steps: int) -> None:

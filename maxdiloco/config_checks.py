@@ -224,6 +224,11 @@ def _fragments(cfg: Any) -> None:
             f"num_diloco_fragments={count} exceeds layers {cfg.base_num_decoder_layers} + "
             f"num_nonlayer_fragments {nonlayer} = {most}: some would be empty. Use {most} or fewer."
         )
+    if nonlayer > cfg.vocab_size:
+        raise ConfigError(
+            f"num_nonlayer_fragments={nonlayer} exceeds vocab_size={cfg.vocab_size}: they share the "
+            f"rows of the vocabulary, and some would be empty. Use {cfg.vocab_size} or fewer."
+        )
     if nonlayer >= count and nonlayer > 1:
         raise ConfigError(
             f"num_nonlayer_fragments={nonlayer} leaves none of num_diloco_fragments={count} to the "

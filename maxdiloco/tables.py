@@ -82,13 +82,15 @@ def _ranges(layers: Sequence[int]) -> str:
 
 
 def outer_memory_line(layout: Layout, kept_in: str) -> str:
-    """Bytes of theta and the outer optimizer state on one device, and why."""
-    trees = (layout.state.outer, layout.state.outer_opt)
-    total = sum(_bytes_on_device(x) for x in jax.tree.leaves(trees))
-    theta = sum(_bytes_on_device(x) for x in jax.tree.leaves(layout.state.outer))
+    """Bytes of theta and the outer optimizer state on one device, and whose they are."""
+    outer = jax.tree.leaves(layout.state.outer)
+    total = _mib([*outer, *jax.tree.leaves(layout.state.outer_opt)])
+    params = jax.tree.leaves(layout.state.params)
+    per_replica = outer[0].shape == params[0].shape  # [R, ...] both
+    copies = f"one copy for each of {layout.num_replicas} replicas"
     return (
-        f"outer state: {total / 2**20:.1f} MiB a device ({theta / 2**20:.1f} MiB of it "
-        f"parameters), kept in {kept_in}"
+        f"outer state: {total:.1f} MiB a device ({_mib(outer):.1f} MiB of it parameters), "
+        f"{copies if per_replica else 'one copy on every slice'}, kept in {kept_in}"
     )
 
 

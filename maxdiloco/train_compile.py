@@ -38,9 +38,14 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _compile(cfg: Config) -> int:
+    from etils import epath
+
     from maxdiloco import compiled_file, report, tables
     from maxdiloco.parallel import mesh as mesh_lib
 
+    for key in ("compiled_trainstep_file", "report"):
+        if path := cfg.as_dict()[key]:
+            compiled_file.check_place(key, path)
     for line in config.describe_differences(cfg):
         _say(line)
     mesh, chip = _devices(cfg)
@@ -57,7 +62,8 @@ def _compile(cfg: Config) -> int:
             _say(line)
         _say("")
     if cfg.report:
-        _write(cfg.report, {"reports": [report.as_json(one) for one in reports]})
+        content = {"reports": [report.as_json(one) for one in reports]}
+        epath.Path(cfg.report).write_text(json.dumps(content, indent=1) + "\n")
     refused = report.refusals(made, max_exposed_fraction=cfg.max_exposed_fraction)
     for line in refused:
         print(f"refused: {line}", file=sys.stderr, flush=True)
@@ -150,18 +156,6 @@ def _calls(cfg: Config, parts: Any) -> Any:
 
 def _data_parallel(cfg: Config) -> Config:
     return config.from_dict(cfg.as_dict() | {"enable_diloco": False})
-
-
-def _write(path: str, content: dict[str, Any]) -> None:
-    from etils import epath
-
-    try:
-        epath.Path(path).write_text(json.dumps(content, indent=1) + "\n")
-    except OSError as error:
-        raise ConfigError(
-            f"report={path} cannot be written: {error.strerror}. Give the path of a file in a "
-            f"folder that can be written."
-        ) from None
 
 
 def cli() -> None:

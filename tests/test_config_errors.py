@@ -146,6 +146,11 @@ def test_a_value_that_cannot_work_is_refused_in_one_line(flags, words):
             ["num_nonlayer_fragments=2 leaves none of num_diloco_fragments=2", "=3 or more"],
         ),
         (
+            [*STREAMING, "num_diloco_fragments=5", "num_nonlayer_fragments=3", "vocab_size=2",
+             "dataset_type=synthetic"],
+            ["num_nonlayer_fragments=3 exceeds vocab_size=2", "Use 2 or fewer"],
+        ),  # fmt: skip
+        (
             ["num_communication_overlapping_steps=5", "diloco_sync_period=5"],
             ["num_communication_overlapping_steps=5 must be below", "Use 4 or less"],
         ),

@@ -1,5 +1,6 @@
 """A state out of a checkpoint: with the same M and mesh, and with others."""
 
+import functools
 import math
 
 import jax
@@ -93,8 +94,11 @@ def sharded(mesh):
     return {"w": NamedSharding(mesh, P("fsdp")), "b": NamedSharding(mesh, P())}
 
 
-def streaming(M, mesh, wire="float32"):
-    """Four layers and a vector of 5, in fragments of two layers and the vector; tau=3."""
+@functools.cache
+def streaming(M, mesh, wire):
+    """Four layers and a vector of 5, in fragments of two layers and the vector; tau=3.
+
+    The trainer, whose programs all tests share, and its state before the first step."""
     algorithm = DiLoCo(
         inner_step, num_replicas=M, mesh=mesh, layer_axis={"w": 1, "b": None}, sync_period=6,
         num_fragments=3, overlap_steps=3, exchange_dtype=wire, alpha=0.25,
@@ -107,6 +111,11 @@ def streaming(M, mesh, wire="float32"):
     lies = sharded(mesh)
     placed = {name: jax.device_put(x, lies[name]) for name, x in params.items()}
     return algorithm, algorithm.init(placed, jnp.zeros(()))
+
+
+def copy_of(state):
+    """A step donates its state."""
+    return jax.tree.map(lambda x: jax.device_put(np.array(x), x.sharding), state)
 
 
 def stepped(algorithm, state, steps):
@@ -125,12 +134,11 @@ def test_what_is_in_flight_is_applied_before_the_first_step(devices, grid, steps
     Expected: the same exchanges applied at once by the trainer that sent them, whose outgoing
     and incoming chunks are those of the checkpoint.
     """
-    source, state = streaming(2, mesh_of(devices, 2, 1, 2), wire)
-    state = stepped(source, state, steps)
+    source, start = streaming(2, mesh_of(devices, 2, 1, 2), wire)
+    expected = state = stepped(source, copy_of(start), steps)
     target, _ = streaming(4, mesh_of(devices, *grid), wire)
     pending = [s.fragment for s in source.schedule.pending(steps)]
     assert pending
-    expected = state
     for send in source.schedule.pending(steps):
         plan = source.layout.plans[send.fragment]
         arrived = [
@@ -146,8 +154,7 @@ def test_what_is_in_flight_is_applied_before_the_first_step(devices, grid, steps
             expected, send.fragment, [np.asarray(x) for x in received.mean]
         )
     wanted = jax.tree.map(np.asarray, (expected.outer, expected.params))
-    source, state = streaming(2, mesh_of(devices, 2, 1, 2), wire)
-    state = stepped(source, state, steps)  # apply_mean has donated the first one
+    state = stepped(source, copy_of(start), steps)  # apply_mean has donated the first one
     back = moved(source, state, target)
     assert back.settled == steps
     for name in ("w", "b"):

@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 import optax
 import pytest
@@ -23,6 +22,9 @@ from tiny_problem import (
 )
 
 import maxdiloco
+
+# Of some 600 small programs, many are equal: the inner step of a tree and M, for one.
+pytestmark = pytest.mark.usefixtures("programs")
 
 # Both sides start from the same float32 numbers of size 1. float32 rounds each operation by up to
 # 6e-8 of its result; over some 25 steps of about 20 operations most roundings cancel, and the inner
@@ -203,14 +205,6 @@ def first_difference(c: Case, tolerance: float = TOLERANCE) -> str | None:
                 at = tuple(int(i) for i in np.argwhere(off)[0])
                 return f"{name_of(c)}: step {t}, {name}{at} is {got[at]}, not {expected[at]}"
     return None
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_compiler_passes():
-    """Some 600 small programs are compiled here, in two thirds of the time without them."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 CASES = sample(grid(), 120)

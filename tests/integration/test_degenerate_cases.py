@@ -14,6 +14,8 @@ from tiny_problem import Problem, jax_inner_step, layer_axis, numpy_inner_step, 
 
 import maxdiloco
 
+pytestmark = pytest.mark.usefixtures("programs")  # many runs differ in numbers alone
+
 M, H, STEPS = 4, 3, 8
 WIRES = ("float32", "bfloat16", "int8", "float4_e3m0")
 # float32 rounds by 6e-8 of values of size 1; what is compared took 8 steps of about 20 roundings.

@@ -8,7 +8,7 @@ import numpy as np
 import process_tools as tools
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
 
 STEPS = 40
 FULL = {"steps": STEPS, "eval_interval": 20, "eval_steps": 1}

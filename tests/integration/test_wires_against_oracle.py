@@ -7,7 +7,6 @@ The wire formats are written here once more, in NumPy, from the table in `diloco
 
 import itertools
 
-import jax
 import numpy as np
 import pytest
 from oracle import Oracle, Settings
@@ -21,6 +20,8 @@ from tiny_problem import (
 )
 
 import maxdiloco
+
+pytestmark = pytest.mark.usefixtures("programs")
 
 BLOCK = 256
 # float32 rounds by 6e-8 of values of size 1, over 14 steps of about 20 operations.
@@ -93,14 +94,6 @@ CODECS = {
 )
 def test_the_codecs_written_here_by_hand(wire, values, expected):
     np.testing.assert_array_equal(CODECS[wire](np.array(values)), expected)
-
-
-@pytest.fixture(autouse=True)
-def few_compiler_passes():
-    """As in test_against_oracle.py: programs that run once compile in two thirds of the time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 # --- several rounds of a small tree -----------------------------------------------------------

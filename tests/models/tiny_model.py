@@ -62,16 +62,16 @@ def build(**changes):
 
 
 def params_of(model, seed=0):
-    """Fresh parameters with norm scales off 1, so that no scale can be left out unseen."""
-    params = model.init(jax.random.key(seed))
+    """Parameters as large as fresh ones, with norm scales off 1, so that no scale can be left out
+    unseen. NumPy's numbers, since drawing them in JAX compiles some twenty programs."""
     rng = np.random.default_rng(seed)
 
-    def vary(path, x):
-        if path[-1].key != "scale":
-            return x
-        return x * rng.uniform(0.5, 1.5, x.shape).astype(np.float32)
+    def draw(path, x):
+        scale = path[-1].key == "scale"
+        values = rng.uniform(0.5, 1.5, x.shape) if scale else rng.normal(0, 0.25, x.shape)
+        return values.astype(x.dtype)
 
-    return jax.tree_util.tree_map_with_path(vary, params)
+    return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(model.init, jax.random.key(0)))
 
 
 def tokens(shape, seed=1, vocab_size=32):

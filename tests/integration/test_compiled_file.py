@@ -1,0 +1,121 @@
+"""Programs compiled by one process are run by another, and by no run that they do not fit."""
+
+import zipfile
+
+import pytest
+import run_tools
+
+from maxdiloco import train, train_compile
+
+KEYS = dict(
+    steps=10,
+    checkpoint_period=10,
+    enable_streaming_diloco="true",
+    num_diloco_fragments=2,
+    num_communication_overlapping_steps=1,
+    diloco_exchange_dtype="int8",
+)
+PROGRAMS = 6  # inner, with exchange; pack and merge of what is no layer and of layers
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory, programs):
+    """The programs of KEYS."""
+    path = tmp_path_factory.mktemp("compiled") / "folder" / "programs.zip"
+    assert train_compile.main(arguments(path.parent, compiled_trainstep_file=path)) == 0
+    return path
+
+
+def arguments(folder, **keys):
+    return run_tools.arguments(folder, "run", **KEYS | keys)
+
+
+def test_another_process_computes_the_same_bits_without_compiling(file, tmp_path, capfd):
+    """The control compiles its own; both leave the same checkpoint and the same rows."""
+    with run_tools.Child(tmp_path, "loaded", **KEYS, compiled_trainstep_file=file) as child:
+        assert child.end() == 0, child.text
+    assert f"{PROGRAMS} compiled programs loaded from {file}" in child.text
+    assert "compiled inner" not in child.text
+    capfd.readouterr()
+    assert run_tools.run(tmp_path, "own", **KEYS) == 0
+    assert "compiled inner + exchange in" in capfd.readouterr().out
+    run_tools.assert_equal_runs(tmp_path / "loaded", tmp_path / "own", steps=10)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(learning_rate=0.5), "with learning_rate=0.01, but this run has learning_rate=0.5"),
+        (dict(diloco_sync_period=5), "with diloco_sync_period=4, but this run has diloco_sync_p"),
+        (dict(nan_policy="skip"), "with nan_policy=stop, but this run has nan_policy=skip"),
+        (dict(learning_rate_schedule_steps=7), "with learning_rate_schedule_steps=100, but this"),
+        (
+            dict(dcn_diloco_parallelism=1, num_diloco_replicas=2),
+            "for devices=2, but this run has devices=1",
+        ),
+    ],
+)
+def test_a_run_that_it_does_not_fit_names_the_difference(file, tmp_path, capsys, change, words):
+    assert train.main(arguments(tmp_path, compiled_trainstep_file=file, **change)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"ConfigError: compiled_trainstep_file={file} was compiled {words}")
+    assert line.endswith("Compile it again with maxdiloco.train_compile, or leave the file out.")
+
+
+def rewritten(path, target, old, new):
+    """A copy of the file with other words in its manifest."""
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(target, "w") as copy:
+        for name in archive.namelist():
+            data = archive.read(name)
+            if name == "manifest.json":
+                assert old in data
+                data = data.replace(old, new)
+            copy.writestr(name, data)
+    return target
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (b'"jaxlib": "', b'"jaxlib": "9', "was compiled with jaxlib=9"),
+        (b'"maxdiloco": "', b'"maxdiloco": "f', "was compiled with maxdiloco=f"),
+        (b'"processor": "', b'"processor": "f', "was compiled for processor=f"),
+        (b'"inner + exchange"', b'"other"', "has programs inner, other, pack"),
+        (b'"format": 1', b'"format": 0', "is of another kind or an older maxdiloco"),
+    ],
+)
+def test_a_file_of_other_software_is_refused(file, tmp_path, capsys, old, new, words):
+    other = rewritten(file, tmp_path / "other.zip", old, new)
+    assert train.main(arguments(tmp_path, compiled_trainstep_file=other)) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_whole_or_not_there_is_refused(file, tmp_path, capsys):
+    cut = tmp_path / "cut.zip"
+    cut.write_bytes(file.read_bytes()[:-100])
+    for path, words in (
+        (cut, "cannot be read: not a whole file of compiled programs. Make it again"),
+        (tmp_path / "absent", "cannot be read: No such file or directory. Make it with"),
+    ):
+        assert train.main(arguments(tmp_path, compiled_trainstep_file=path)) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"ConfigError: compiled_trainstep_file={path} {words}")
+
+
+def test_a_place_that_cannot_be_written_is_one_line_before_anything_compiles(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for key, path in (
+        ("compiled_trainstep_file", tmp_path / "file" / "programs.zip"),
+        ("report", tmp_path / "file" / "report.json"),
+    ):
+        assert train_compile.main(arguments(tmp_path, **{key: path})) == 2
+        said = capsys.readouterr()
+        (line,) = said.err.splitlines()
+        assert line.startswith(f"ConfigError: {key}={path} cannot be written: ")
+        assert "compiled inner" not in said.out
+
+
+def test_the_length_of_the_schedule_has_to_be_known(tmp_path, capsys):
+    keys = dict(steps=-1, learning_rate_schedule_steps=-1, dataset_type="text", vocab_size=257)
+    assert train_compile.main(arguments(tmp_path, **keys)) == 2
+    assert "Set steps or learning_rate_schedule_steps" in capsys.readouterr().err
