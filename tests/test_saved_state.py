@@ -115,7 +115,11 @@ def streaming(M, mesh, wire):
 
 def copy_of(state):
     """A step donates its state."""
-    return jax.tree.map(lambda x: jax.device_put(np.array(x), x.sharding), state)
+
+    def copy(x):
+        return x if isinstance(x, int) else jax.device_put(np.array(x), x.sharding)
+
+    return jax.tree.map(copy, state)
 
 
 def stepped(algorithm, state, steps):
