@@ -129,7 +129,7 @@ def test_accumulation_on_a_mesh_is_one_batch_on_one_device(devices):
     cut = inner_step.make(model, rule, accumulation=2, nan_policy="stop")
     whole = tiny_model.compiled(inner_step.make(model, rule, accumulation=1, nan_policy="stop"))
     on_mesh = tiny_model.compiled(map_fn(cut, mesh=mesh, num_replicas=2))
-    new_R, _, metrics_R = on_mesh(params_R, state_R, batch_R)
+    new_R, _, metrics_R = jax.device_get(on_mesh(params_R, state_R, batch_R))
     for m in range(2):
         expected, _, metrics = whole(params[m], rule.init(params[m]), batches[m])
         one = jax.tree.map(lambda x_R, m=m: x_R[m], (new_R, metrics_R))

@@ -48,9 +48,8 @@ def test_replicas_on_a_mesh_are_replicas_alone(devices, sizes, M):
     mesh = tiny_model.mesh_of(devices, **sizes)
     step = jax.value_and_grad(model.loss, has_aux=True)
     params_R, batch_R = replicas(model, M)
-    found = tiny_model.compiled(map_fn(step, mesh=mesh, num_replicas=M))(
-        *place(model, mesh, params_R, batch_R)
-    )
+    on_mesh = tiny_model.compiled(map_fn(step, mesh=mesh, num_replicas=M))
+    found = jax.device_get(on_mesh(*place(model, mesh, params_R, batch_R)))
     alone = tiny_model.compiled(step)
     for m in range(M):
         expected = alone(*jax.tree.map(lambda x_R, m=m: x_R[m], (params_R, batch_R)))

@@ -30,7 +30,7 @@ def test_loss_and_gradient_are_those_of_the_oracle(name):
     cfg = tiny_model.config(**VARIANTS[name])
     model = tiny_model.build(**VARIANTS[name])
     params, batch = tiny_model.params_of(model), tiny_model.batch()
-    (total, aux), gradient = tiny_model.value_and_gradient(model, params, batch)
+    (total, aux), gradient = tiny_model.value_and_gradient(model)(params, batch)
     flat, structure = jax.tree.flatten(model_oracle.float64(params))
 
     def oracle(leaves):
@@ -57,10 +57,11 @@ def test_loss_and_gradient_are_those_of_the_oracle(name):
 
 @pytest.fixture(scope="module")
 def usual():
-    """A model that keeps everything, its parameters, and its value and gradient of the batch."""
+    """Value and gradient of a model that keeps everything, compiled; its parameters; and what
+    they give for the batch."""
     model = tiny_model.build()
-    params = tiny_model.params_of(model)
-    return model, params, tiny_model.value_and_gradient(model, params, tiny_model.batch())
+    run, params = tiny_model.value_and_gradient(model), tiny_model.params_of(model)
+    return run, params, run(params, tiny_model.batch())
 
 
 def test_packed_documents_are_separate_documents():
@@ -73,7 +74,7 @@ def test_packed_documents_are_separate_documents():
         alone["tokens"][i, : end - start] = packed["tokens"][0, start:end]
         alone["segment_ids"][i, : end - start] = 1
     joined = packed | {"segment_ids": np.minimum(packed["segment_ids"], 1)}
-    run = tiny_model.compiled(jax.value_and_grad(model.loss, has_aux=True))
+    run = tiny_model.value_and_gradient(model)
     (total, _), gradient = run(params, packed)
     (expected, _), expected_gradient = run(params, alone)
     np.testing.assert_allclose(total, expected, rtol=1e-5)
@@ -83,9 +84,9 @@ def test_packed_documents_are_separate_documents():
 
 
 def test_padding_has_no_loss_and_no_gradient(usual):
-    model, params, _ = usual
+    run, params, _ = usual
     padding = tiny_model.batch(np.zeros_like(tiny_model.SEGMENTS))
-    (total, aux), gradient = tiny_model.value_and_gradient(model, params, padding)
+    (total, aux), gradient = run(params, padding)
     assert total == 0 and aux["tokens"] == 0
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(gradient))
 
@@ -95,7 +96,7 @@ def test_what_a_layer_keeps_does_not_change_the_gradient(policy, usual):
     """Recomputed values are the same up to the order in which a compiler fuses."""
     _, params, (_, expected) = usual
     remade = tiny_model.build(remat_policy=policy)
-    _, gradient = tiny_model.value_and_gradient(remade, params, tiny_model.batch())
+    _, gradient = tiny_model.value_and_gradient(remade)(params, tiny_model.batch())
     tiny_model.assert_close(gradient, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -128,7 +129,7 @@ def test_bfloat16_compute_keeps_float32_weights_and_gradients(usual):
     """The loss differs from the float32 one by bf16 rounding, 2^-8, at most."""
     _, params, ((expected, _), _) = usual
     half = tiny_model.build(dtype="bfloat16")
-    (total, _), gradient = tiny_model.value_and_gradient(half, params, tiny_model.batch())
+    (total, _), gradient = tiny_model.value_and_gradient(half)(params, tiny_model.batch())
     assert total != expected
     np.testing.assert_allclose(total, expected, rtol=2**-8)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(gradient)} == {"float32"}
@@ -143,8 +144,9 @@ def test_auto_computes_in_bfloat16_on_accelerators(backend, dtype):
 
 
 def test_weights_have_weight_dtype():
-    params = tiny_model.build(weight_dtype="bfloat16").init(jax.random.key(0))
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"bfloat16"}
+    init = tiny_model.build(weight_dtype="bfloat16").init
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(shapes)} == {"bfloat16"}
 
 
 def test_logical_axes_name_every_dim():
@@ -178,7 +180,7 @@ def test_first_activations_and_logits_have_unit_variance():
         model = tiny_model.build(
             logits_via_embedding=tied, base_emb_dim=128, vocab_size=512, base_mlp_dim=256
         )
-        params = model.init(jax.random.key(0))
+        params = tiny_model.compiled(model.init)(jax.random.key(0))
         ends = transformer.ends_of(model.spec, params)
         x = ends.embed(np.arange(512, dtype=np.int32)[None])
         w, _ = transformer.head_of(model.spec, params)
@@ -191,15 +193,16 @@ def test_first_activations_and_logits_have_unit_variance():
 
 def test_layers_start_different_and_the_same_key_gives_the_same():
     model = tiny_model.build()
-    params, again = model.init(jax.random.key(0)), model.init(jax.random.key(0))
+    init = tiny_model.compiled(model.init)
+    params, again = init(jax.random.key(0)), init(jax.random.key(0))
     query = np.asarray(params["layers"]["attention"]["query"])
     assert np.abs(query[0] - query[1]).max() > 0.1
     jax.tree.map(np.testing.assert_array_equal, params, again)
 
 
 def test_a_token_outside_the_vocabulary_shows_in_the_loss(usual):
-    model, params, _ = usual
+    run, params, _ = usual
     batch = tiny_model.batch()
     batch["tokens"][0, 3] = 32
-    total, _ = tiny_model.compiled(model.loss)(params, batch)
+    (total, _), _ = run(params, batch)
     assert np.isnan(total)

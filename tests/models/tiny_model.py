@@ -87,8 +87,9 @@ def compiled(fn, **kwargs):
     return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0}, **kwargs)
 
 
-def value_and_gradient(model, params, batch):
-    return compiled(jax.value_and_grad(model.loss, has_aux=True))(params, batch)
+def value_and_gradient(model):
+    """((loss, aux), gradient) of parameters and a batch, compiled."""
+    return compiled(jax.value_and_grad(model.loss, has_aux=True))
 
 
 def assert_close(tree, expected, **tolerance):
