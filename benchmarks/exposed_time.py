@@ -1,0 +1,197 @@
+"""Exposed time on the link between slices, of every mode, data parallelism and the peers' way.
+
+    python benchmarks/exposed_time.py [file.yml] [key=value ...] [slices=v5e-16] [fragments=9]
+
+Compiles ahead of time for two TPU slices (libtpu, no TPU) and replays the compiled schedules at
+each of GBPS; nothing is run. A figure is what a device stands still for the other slice in one
+period of H inner steps [ms]: data parallelism exchanges H times, the others once for each fragment.
+
+The peers' way: one program, the exchange in lax.cond behind the inner step, float32, the mean over
+replicas in array code. It lives here only.
+
+    # R replicas
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxdiloco import assemble, config
+from maxdiloco.command_line import guarded
+from maxdiloco.diloco import outer, slices
+from maxdiloco.hlo import reader, replay
+from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.parallel import topology
+from maxdiloco.parallel.replicas import map_fn
+from maxdiloco.tables import aligned
+
+GBPS = (25.0, 2.0, 0.5)  # of one device
+DEFAULTS = {"model_name": "peer25m", "max_target_length": "512", "dataset_type": "synthetic"}
+STREAMING = {"enable_streaming_diloco": True}
+EXCHANGES = ("inner + exchange", "synchronise")  # what a program that exchanges is called
+
+
+def modes(fragments: int) -> dict[str, dict[str, Any]]:
+    """Keys of each mode."""
+    many = STREAMING | {"num_diloco_fragments": fragments}
+    one_step = {"num_communication_overlapping_steps": 1}
+    five = {"num_communication_overlapping_steps": 5}
+    four_bits = {"diloco_exchange_dtype": "float4_e3m0"}
+    return {
+        "DiLoCo, tau 0, float32": {},
+        "DiLoCo, tau 0, float4_e3m0": four_bits,
+        f"streaming P={fragments}, tau 0, float32": many,
+        f"streaming P={fragments}, tau 1, float32": many | one_step,
+        f"streaming P={fragments}, tau 1, float4_e3m0": many | one_step | four_bits,
+        f"streaming P={fragments}, tau 5, float32": many | five,
+        f"streaming P={fragments}, tau 5, float4_e3m0": many | five | four_bits,
+        "eager, float32": {"diloco_outer_overlap": "eager"},
+        "eager, float4_e3m0": {"diloco_outer_overlap": "eager"} | four_bits,
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    return guarded(_main, argv)
+
+
+def _main(argv: Sequence[str]) -> int:
+    own = {"slices": "v5e-16", "fragments": "9"}
+    own |= dict(arg.split("=", 1) for arg in argv if arg.partition("=")[0] in own)
+    flags = [arg for arg in argv if arg.partition("=")[0] not in own]
+    given = {flag.partition("=")[0] for flag in flags}
+    flags += [f"{key}={value}" for key, value in DEFAULTS.items() if key not in given]
+    cfg = config.load(flags, os.environ)
+    jax.config.update("jax_platforms", "cpu")
+    mesh = mesh_lib.build(cfg, topology.devices(own["slices"], 2))
+    chip = topology.chip(own["slices"])
+    fragments = int(own["fragments"])
+    print(f"{cfg.model_name}, 2 x {own['slices']}, H={cfg.diloco_sync_period}: exposed ms a period")
+    rows = [("", "MiB/device", "link ms at 25", *(f"exposed at {gbps:g}" for gbps in GBPS))]
+
+    def row(name: str, counted: list[tuple[Any, int]]) -> None:
+        rows.append((name, *figures(counted, chip)))
+        print(aligned(rows)[-1], flush=True)
+
+    plain = changed(cfg, {"enable_diloco": False})
+    row("data parallel", exchanges(plain, mesh, runs=cfg.diloco_sync_period))
+    for name, keys in modes(fragments).items():
+        row(name, exchanges(changed(cfg, keys), mesh))
+    row("the peers' way, P=1", peers(cfg, mesh, 1))
+    row(f"the peers' way, P={fragments}", peers(cfg, mesh, fragments))
+    print("\n".join(["", *aligned(rows)]))
+    return 0
+
+
+def changed(cfg: config.Config, keys: dict[str, Any]) -> config.Config:
+    return config.from_dict(cfg.as_dict() | keys)
+
+
+def bound(cfg: config.Config, mesh: Any) -> assemble.Parts:
+    parts = assemble.assemble(cfg, mesh, total_steps=cfg.steps, on_compile=_say)
+    parts.trainer.bind(parts.params, parts.opt_state)
+    return parts
+
+
+def _say(name: str, seconds: float, compiled: jax.stages.Compiled) -> None:
+    print(f"  compiled {name} in {seconds:.1f} s", flush=True)
+
+
+def exchanges(cfg: config.Config, mesh: Any, *, runs: int = 0) -> list[tuple[Any, int]]:
+    """Programs of a mode that exchange something, each with its runs in a period."""
+    parts = bound(cfg, mesh)
+    calls = parts.trainer.calls(assemble.abstract_batch(cfg, parts))
+    found = [call for call in calls if call.program.name.startswith(EXCHANGES) or runs]
+    return [(_read(call.program.compile(*call.args)), runs or call.runs) for call in found]
+
+
+def _read(compiled: jax.stages.Compiled) -> Any:
+    return reader.read(compiled.as_text())
+
+
+def figures(counted: list[tuple[Any, int]], chip: topology.Chip) -> tuple[str, ...]:
+    """MiB of a period, ms on the link at the first of GBPS, exposed ms at each."""
+    played = [
+        [(replay.replay(module, replay.Link(gbps, chip.clock_hz, chip.ici_gbps)), runs)
+         for module, runs in counted]
+        for gbps in GBPS
+    ]  # fmt: skip
+    busy = sum(runs * one.busy for one, runs in played[0])
+    waited = [sum(runs * one.waited for one, runs in at) for at in played]
+    mib = busy * GBPS[0] * 1e9 / 8 / 2**20
+    return (f"{mib:,.1f}", f"{1e3 * busy:,.1f}", *(f"{1e3 * seconds:,.1f}" for seconds in waited))
+
+
+def peers(cfg: config.Config, mesh: Any, fragments: int) -> list[tuple[Any, int]]:
+    """One program for each size of fragment, with its number of fragments."""
+    keys = STREAMING | {"num_diloco_fragments": fragments} if fragments > 1 else {}
+    cfg = changed(cfg, keys)
+    parts = bound(cfg, mesh)
+    by_cuts: dict[tuple, list] = {}
+    for plan in parts.trainer.layout.plans:
+        by_cuts.setdefault(plan.cuts, []).append(plan)
+    return [
+        (_read(peers_program(cfg, parts, alike[0])), len(alike)) for alike in by_cuts.values()
+    ]
+
+
+def peers_program(cfg: config.Config, parts: assemble.Parts, plan: Any) -> jax.stages.Compiled:
+    """The inner step, then a fragment's exchange and outer step in a conditional."""
+    layout = parts.trainer.layout
+    state, rule = layout.state, parts.trainer.optimizer
+    step = map_fn(inner_step(cfg, parts), mesh=layout.mesh, num_replicas=layout.num_replicas)
+
+    def program(params, opt_state, batch, theta, outer_opt, send):
+        params, opt_state, metrics = step(params, opt_state, batch)
+        held = (jax.tree.leaves(params), jax.tree.leaves(theta), outer_opt)
+        sync = functools.partial(synchronised, plan, rule)
+        leaves, theta_leaves, outer_opt = jax.lax.cond(send, sync, lambda *x: x, *held)
+        params = jax.tree.unflatten(jax.tree.structure(params), leaves)
+        theta = jax.tree.unflatten(jax.tree.structure(theta), theta_leaves)
+        return params, opt_state, theta, outer_opt, metrics
+
+    args = (
+        state.params,
+        state.opt_state,
+        assemble.abstract_batch(cfg, parts),
+        state.outer,
+        state.outer_opt[plan.index],
+        jax.ShapeDtypeStruct((), jnp.bool_),
+    )
+    lies = jax.tree.map(lambda x: x.sharding, args[:2] + args[3:5])
+    jitted = jax.jit(program, donate_argnums=(0, 1, 3, 4), out_shardings=(*lies, None))
+    return jitted.lower(*args).compile()
+
+
+def synchronised(plan: Any, rule: Any, leaves: list, theta: list, outer_opt: Any) -> tuple:
+    """Mean of the outer gradients in array code, outer step, and everybody takes theta."""
+    leaves, theta = list(leaves), list(theta)
+    places = list(zip(plan.cuts, plan.places, strict=True))
+    x_R = [slices.take(leaves[cut.leaf], cut, place, lead=1) for cut, place in places]
+    old = [slices.take(theta[cut.leaf], cut, place) for cut, place in places]
+    mean = [jnp.mean(o[None] - x, axis=0) for o, x in zip(old, x_R, strict=True)]
+    new, outer_opt = outer.outer_update(rule, old, outer_opt, mean)
+    for (cut, place), value, x in zip(places, new, x_R, strict=True):
+        theta[cut.leaf] = slices.put(theta[cut.leaf], cut, place, value)
+        spread = jnp.broadcast_to(value, x.shape)
+        leaves[cut.leaf] = slices.put(leaves[cut.leaf], cut, place, spread, lead=1)
+    return leaves, theta, outer_opt
+
+
+def inner_step(cfg: config.Config, parts: assemble.Parts) -> Callable:
+    from maxdiloco import inner_step as ours
+
+    return ours.make(
+        parts.model,
+        parts.optimizer,
+        accumulation=cfg.gradient_accumulation_steps,
+        nan_policy=cfg.nan_policy,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

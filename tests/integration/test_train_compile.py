@@ -1,0 +1,186 @@
+"""Whole runs compiled ahead of time for TPU slices; what crosses them, by hand.
+
+A decoder of two layers of width 128 and a vocabulary of 256 on slices of four chips: 32768 values
+in the embedding, tied; a layer has 4 * 128 * 128 of attention, 2 * 128 * 256 of feed-forward, and
+2 * 128 of norms.
+"""
+
+import json
+
+import pytest
+
+from maxdiloco import train_compile
+
+pytestmark = pytest.mark.tpu_aot
+
+KEYS = dict(
+    base_emb_dim=128,
+    base_num_decoder_layers=2,
+    base_mlp_dim=256,
+    base_num_query_heads=2,
+    base_num_kv_heads=2,
+    head_dim=64,
+    use_qk_norm="false",
+    vocab_size=256,
+    mlp_activations="[gelu]",
+    dataset_type="synthetic",
+    max_target_length=256,
+    per_device_batch_size=8,
+    attention="dot_product",
+    remat_policy="none",
+    opt_type="sgd",  # compiles in half the time, and does not change what is exchanged
+    adam_weight_decay=0,
+    gradient_clipping_threshold=0,
+    diloco_sync_period=8,
+    compile_topology="v5e-4",
+    compile_topology_num_slices=2,
+)
+ENDS = 256 * 128 + 128
+LAYER = 4 * 128 * 128 + 2 * 128 * 256 + 2 * 128
+# Bytes of one value, with its share of the scale of a block.
+BYTES = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 256, "float4_e3m0": 0.5 + 1 / 256}
+
+
+@pytest.fixture
+def compile_run(tmp_path, capfd):
+    """Exit code, reports and printed lines of train_compile."""
+
+    def compile_run(*, small=KEYS, **keys):
+        path = tmp_path / "report.json"
+        argv = [f"{key}={value}" for key, value in (small | {"report": path} | keys).items()]
+        code = train_compile.main(argv)
+        said = capfd.readouterr()
+        return code, json.loads(path.read_text())["reports"], said
+
+    return compile_run
+
+
+def streaming(fragments, tau):
+    return dict(
+        enable_streaming_diloco="true",
+        num_diloco_fragments=fragments,
+        num_communication_overlapping_steps=tau,
+    )
+
+
+def bytes_of_period(report):
+    """Bytes that leave a slice in one period."""
+    return sum(
+        program["runs_per_period"] * cross["bytes_per_slice"]
+        for program in report["programs"]
+        for cross in program["dcn"]
+    )
+
+
+def table(said):
+    """Bytes on the wire of each fragment, as printed."""
+    lines = said.out.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("fragment  ")) + 1
+    rows = [line.split() for line in lines[first:]]
+    rows = [row for row in rows if row and row[0].isdigit()]
+    return [int(row[-2].replace(",", "")) for row in rows]
+
+
+MODES = {
+    "vanilla": (dict(diloco_exchange_dtype="float32"), [ENDS + 2 * LAYER]),
+    "streaming, tau 0": (
+        streaming(2, 0) | dict(diloco_exchange_dtype="bfloat16"),
+        [ENDS, 2 * LAYER],
+    ),
+    "streaming, tau 1": (
+        streaming(3, 1) | dict(diloco_exchange_dtype="int8"),
+        [ENDS, LAYER, LAYER],
+    ),
+    "streaming, tau 4, tensor": (
+        streaming(2, 4)
+        | dict(
+            diloco_exchange_dtype="float4_e3m0",
+            ici_fsdp_parallelism=2,
+            ici_tensor_parallelism=2,
+            max_exposed_fraction=0.01,
+        ),
+        [ENDS, 2 * LAYER],
+    ),
+    "eager": (
+        dict(diloco_outer_overlap="eager", diloco_exchange_dtype="float4_e3m0"),
+        [ENDS + 2 * LAYER],
+    ),
+    "four slices, outer state on the host": (
+        streaming(2, 1)
+        | dict(
+            diloco_exchange_dtype="float4_e3m0",
+            compile_topology_num_slices=4,
+            diloco_outer_memory="pinned_host",
+        ),
+        [ENDS, 2 * LAYER],
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_crosses_slices_is_the_fragments_and_nothing_else(compile_run, mode):
+    """Each value once to each other slice, whole tiles of 1024 a device and chunk; never a plain
+    step, a pack, a merge or an outer step."""
+    keys, fragments = MODES[mode]
+    code, (report,), said = compile_run(**keys)
+    assert code == 0, said.err
+    others = keys.get("compile_topology_num_slices", 2) - 1
+    assert bytes_of_period(report) == others * sum(table(said))
+    wire = keys["diloco_exchange_dtype"]
+    itemsize = {"float32": 4, "bfloat16": 2}.get(wire, 1)
+    for size, sent in zip(fragments, table(said), strict=True):
+        if size == max(fragments):  # the others are filled up to chunks of the same length
+            least = size * BYTES[wire]
+            assert least <= sent <= 1.01 * least + 4 * 1024 * itemsize * 5
+    for program in report["programs"]:
+        exchanges = program["name"] == "inner + exchange" or "synchronise" in program["name"]
+        assert bool(program["dcn"]) == exchanges, program["name"]
+        for cross in program["dcn"]:
+            assert cross["padding_bytes"] == 0 and not cross["in_conditional"]
+            assert cross["axes"] == ["diloco"]
+
+
+def test_a_gate_that_fails_is_exit_code_1_and_data_parallel_stands_beside_the_run(compile_run):
+    """tau 0 on a slow link: all of the exchange is exposed. Data parallelism sends the gradients in
+    every step: of float32 each device's quarter once to the other slice, less what the compiler
+    sends as bfloat16."""
+    code, (diloco, parallel), said = compile_run(
+        max_exposed_fraction=0.05, dcn_bandwidth_gbps=0.5, compile_data_parallel="true"
+    )
+    (cross,) = diloco["programs"][1]["dcn"]
+    assert cross["exposed_seconds"] > 0.9 * cross["link_seconds"] > 0
+    assert code == 1
+    (line,) = [line for line in said.err.splitlines() if line.startswith("refused: ")]
+    assert line.startswith("refused: max_exposed_fraction=0.05: synchronise")
+    size = ENDS + 2 * LAYER
+    assert 2 * size <= bytes_of_period(parallel) <= 1.2 * 4 * size
+    assert "data parallel" in said.out
+
+
+def test_a_program_too_big_for_the_chip_is_exit_code_1(compile_run):
+    """9.7e9 parameters of 12 bytes with their moments, on four chips of 15.75 GiB."""
+    code, (report,), said = compile_run(
+        base_emb_dim=4096, base_mlp_dim=65536, base_num_decoder_layers=16, remat_policy="full"
+    )
+    assert code == 1
+    assert any(program["too_big"] for program in report["programs"])
+    assert "refused: inner is too big for the chip: " in said.err
+
+
+@pytest.mark.slow
+def test_the_1b_model_on_two_slices_of_sixteen(compile_run):
+    """Real shapes: 24 layers in fragments of three, 4 bits and a scale for each 256 values."""
+    code, (report,), said = compile_run(
+        small=dict(model_name="1b", max_target_length=2048, dataset_type="synthetic"),
+        **streaming(9, 4),
+        diloco_exchange_dtype="float4_e3m0",
+        compile_topology="v5e-16",
+        compile_topology_num_slices=2,
+        max_exposed_fraction=0.01,
+    )
+    assert code == 0, said.err
+    assert bytes_of_period(report) == sum(table(said))
+    three_layers = 3 * (4 * 2048**2 + 2 * 2048 * 8192 + 2 * 2048 + 2 * 64)
+    for sent in table(said)[1:]:
+        assert BYTES["float4_e3m0"] * three_layers <= sent <= 1.001 * BYTES["float4_e3m0"] * three_layers
+    assert all(program["memory"]["needed"] < report["hbm_bytes"] for program in report["programs"])
