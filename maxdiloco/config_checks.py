@@ -226,8 +226,8 @@ def _fragments(cfg: Any) -> None:
         )
     if nonlayer > cfg.vocab_size:
         raise ConfigError(
-            f"num_nonlayer_fragments={nonlayer} exceeds vocab_size={cfg.vocab_size}: they share the "
-            f"rows of the vocabulary, and some would be empty. Use {cfg.vocab_size} or fewer."
+            f"num_nonlayer_fragments={nonlayer} exceeds vocab_size={cfg.vocab_size}: they share "
+            f"the rows of the vocabulary, and some would be empty. Use {cfg.vocab_size} or fewer."
         )
     if nonlayer >= count and nonlayer > 1:
         raise ConfigError(

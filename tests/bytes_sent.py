@@ -1,0 +1,89 @@
+"""What the exchange of a chunk moves in compiled CPU programs, for test_bytes_sent.py.
+
+Run as a program, since four slices of four devices are more than the tests' process has. Prints a
+JSON object for each case: what the HLO says, and what the library class says.
+"""
+
+import itertools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxdiloco import DiLoCo
+from maxdiloco.diloco import quantize
+
+IN_SLICE = 4
+LAYERS, ROWS, COLUMNS = 4, 64, 96  # of the leaf `w`; `b` has 37 values, which nothing divides
+WORDS = {"f32": 4, "u16": 2, "s8": 1, "u8": 1}
+
+
+def step(params, opt_state, batch):
+    return jax.tree.map(lambda p: p + batch, params), opt_state, {}
+
+
+def bound(M, axis, wire):
+    """Two fragments of two layers of `w` and one of `b`, each in a window of two steps."""
+    mesh = Mesh(np.array(jax.devices()[: M * IN_SLICE]).reshape(M, -1), ("diloco", axis))
+    algorithm = DiLoCo(
+        step,
+        num_replicas=M,
+        sync_period=6,
+        num_fragments=3,
+        overlap_steps=2,
+        exchange_dtype=wire,
+        layer_axis={"b": None, "w": 0},
+        mesh=mesh,
+    )
+    over = {"fsdp": P(None, "fsdp"), "data": P()}[axis]  # data: every device of a slice has all
+
+    def struct(shape, spec):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+
+    algorithm.bind({"b": struct((37,), P()), "w": struct((LAYERS, ROWS, COLUMNS), over)}, ())
+    return algorithm, struct((M,), P("diloco"))
+
+
+def collectives(text):
+    """(kind, dtype, elements, replica groups) of each collective of an HLO text."""
+    found = []
+    for line in text.splitlines():
+        for kind in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
+            if f" {kind}(" in line:
+                dtype, dims = line.split(" = ")[1].split("[", 1)
+                elements = math.prod(int(n) for n in dims.split("]")[0].split(","))
+                groups = line.split("replica_groups=")[1].split(", channel_id")[0]
+                found.append((kind, dtype, elements, groups.split("}},")[0]))
+    return found
+
+
+def measured(M, axis, wire):
+    """One case as a dict."""
+    algorithm, batch = bound(M, axis, wire)
+    state = algorithm.layout.state
+    program = algorithm.programs.inner_exchange
+    text = program.compile(state.params, (), batch, state.outgoing[0]).as_text()
+    ((kind, dtype, elements, groups),) = collectives(text)
+    # Every device ends with the chunks of all M; of its own one it has sent M - 1 copies.
+    of_slice = IN_SLICE * elements // M * (M - 1) * WORDS[dtype]
+    return {
+        "M": M,
+        "axis": axis,
+        "wire": wire,
+        "kind": kind,
+        "groups": groups,
+        "of_slice": of_slice,
+        "bytes_sent": [algorithm.bytes_sent(t) for t in range(7, 13)],
+    }
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 4 * IN_SLICE)
+    jax.config.update("jax_disable_most_optimizations", True)
+    for case in itertools.product((2, 4), ("data", "fsdp"), quantize.NAMES):
+        print(json.dumps(measured(*case)))

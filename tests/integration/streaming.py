@@ -1,0 +1,109 @@
+"""Small trainers in every mode and on every wire, for tests in one process and in several.
+
+    # R replicas
+"""
+
+import functools
+import hashlib
+from dataclasses import replace
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxdiloco import DiLoCo
+
+M, H, STEPS = 4, 6, 18
+WIRES = ("float32", "bfloat16", "int8", "float4_e3m0")
+# Three fragments: `embed` sent after steps 6, 12, ..., layers 0 and 2 after 2, 8, ..., layers 1
+# and 3 after 4, 10, ...
+MODES = {
+    "at once": dict(alpha=0.0),
+    "overlapped": dict(alpha=0.25, overlap_steps=3),  # two fragments between send and apply
+    "delayed": dict(alpha=0.0, outer_overlap="delayed"),
+    "eager": dict(alpha=0.25, outer_overlap="eager"),
+}
+# A fragment of `kernel` has 2800 values on each device of a slice: two chunks on every wire.
+SHAPES = {"embed": (6, 40), "kernel": (4, 2, 1400)}
+LIES = {"embed": P(None, "fsdp"), "kernel": P(None, None, "fsdp")}
+
+
+def inner_step(params, opt_state, batch):
+    """Sums alone: a product may be contracted with a sum, and round once, where programs differ."""
+    return jax.tree.map(lambda p, b: p + b, params, batch), opt_state, {}
+
+
+@functools.cache
+def numbers():
+    """(parameters, [t - 1] batches): about 1 and 0.1, other ones in every replica and step."""
+    rng = np.random.default_rng(0)
+
+    def draw(size, *lead):
+        return {n: np.float32(size * rng.normal(size=(*lead, *s))) for n, s in SHAPES.items()}
+
+    return draw(1.0), [draw(0.1, M) for _ in range(STEPS)]
+
+
+def made(mode, wire, slots, num_fragments=3, compiled=lambda name: None):
+    """A trainer on `slots` emulated slices of two devices."""
+    return DiLoCo(
+        inner_step,
+        num_replicas=M,
+        sync_period=H,
+        num_fragments=num_fragments,
+        exchange_dtype=wire,
+        layer_axis={"embed": None, "kernel": 0},
+        mesh=Mesh(np.array(jax.devices()[: 2 * slots]).reshape(slots, 2), ("diloco", "fsdp")),
+        on_compile=lambda name, *_: compiled(name.partition(" [")[0]),
+        **MODES[mode],
+    )
+
+
+def placed(mesh):
+    """The first parameters of one replica."""
+    return {n: jax.device_put(x, NamedSharding(mesh, LIES[n])) for n, x in numbers()[0].items()}
+
+
+def steps(algorithm, state, until=STEPS):
+    """The state after each further step."""
+    rows = NamedSharding(algorithm.mesh, P("diloco"))
+    for batch in numbers()[1][state.t : until]:
+        state, _ = algorithm.step(state, jax.device_put(batch, rows))
+        yield state
+
+
+# What is planted before step 10, when layers 1 and 3 are sent: the step that would apply it, and
+# the last one done when the run stops, before the next send or apply.
+STOPS = {
+    "at once": ("int8", np.nan, 10, 11),
+    "overlapped": ("float4_e3m0", np.inf, 13, 13),
+    "delayed": ("bfloat16", -np.inf, 16, 17),
+    "eager": ("float4_e3m0", np.nan, 16, 17),
+}
+
+
+def planted(state, value):
+    """In one value of layer 1 of replica 2."""
+    kernel = state.params["kernel"]
+    put = jax.jit(lambda x: x.at[2, 1, 1, 700].set(value), out_shardings=kernel.sharding)
+    return replace(state, params=state.params | {"kernel": put(kernel)})
+
+
+def poisoned(algorithm, first, bad):
+    """The state after each step of a run that gets a bad value after step 9."""
+    for state in steps(algorithm, first, until=9):
+        yield state
+    yield from steps(algorithm, planted(state, bad))
+
+
+def digests(state):
+    """{what, and which part of it a device of this process holds: hash of its bits}."""
+    found = {}
+    trees = {"params": state.params, "outer": state.outer, "outer_opt": state.outer_opt}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
+        for shard in leaf.addressable_shards:
+            name = f"{jax.tree_util.keystr(path)} {shard.index}"
+            bits = hashlib.sha256(np.asarray(shard.data).tobytes()).hexdigest()
+            assert found.setdefault(name, bits) == bits, f"{name} differs between devices"
+    return found
