@@ -187,3 +187,16 @@ def test_the_outer_state_is_told_with_its_memory_and_whose_it_is(overlap, factor
     assert float(found[2]) == pytest.approx(theta, abs=0.05 + 0.005 * factor)
     assert float(found[1]) == pytest.approx(2 * theta, abs=0.05 + 0.01 * factor)
     assert line.endswith(f", {copies}, kept in device")
+
+
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+def test_the_outer_state_lies_where_the_flag_says(memory):
+    """All of theta and of the outer optimizer's state; the replicas stay on the device."""
+    flags = [*FLAGS, "model_name=tiny", f"diloco_outer_memory={memory}"]
+    cfg = config.load(flags, {})
+    parts = assemble.assemble(cfg, parts_of("tiny").mesh, total_steps=1, on_compile=lambda *_: None)
+    state = parts.trainer.bind(parts.params, parts.opt_state).state
+    outer = jax.tree.leaves((state.outer, state.outer_opt))
+    assert {x.sharding.memory_kind == "pinned_host" for x in outer} == {memory == "pinned_host"}
+    replicas = jax.tree.leaves((state.params, state.opt_state))
+    assert not any(x.sharding.memory_kind == "pinned_host" for x in replicas)

@@ -1,0 +1,140 @@
+"""A streaming run of the command line: what it tells at the start and at every compile, and the
+keys that its resumption refuses.
+"""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import run_tools as tools
+
+pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
+
+# The programs are those of test_resume.py, and compiled once for both.
+KEYS = dict(
+    enable_streaming_diloco="true",
+    num_diloco_fragments=3,
+    diloco_sync_period=6,
+    num_communication_overlapping_steps=2,
+    communication_overlapping_alpha=0.5,
+    show_memory="true",
+    steps=9,
+)
+# `embedding` 32 * 16 and the last norm 16; the layers share the rest.
+FRAGMENTS = [("0", "none", "528"), ("1", "0", None), ("2", "1", None)]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run, and the lines that it printed."""
+    folder = tmp_path_factory.mktemp("streaming")
+    with pytest.MonkeyPatch.context() as patch:
+        said = []
+        patch.setattr("builtins.print", lambda *words, **_: said.append(" ".join(map(str, words))))
+        assert tools.run(folder, "streaming", **KEYS) == 0
+    return folder, said
+
+
+def test_fragments_and_outer_state_are_told_before_the_first_compile(run):
+    _, said = run
+    first = next(i for i, line in enumerate(said) if line.startswith("compiled "))
+    start = said[:first]
+    (total,) = [int(m[1].replace(",", "")) for line in start
+                if (m := re.fullmatch(r"model: .*, ([\d,]+) parameters", line))]  # fmt: skip
+    (head,) = [i for i, line in enumerate(start) if line.startswith("fragment  layers")]
+    rows = [line.split() for line in start[head + 1 : head + 4]]
+    layer = f"{(total - 528) // 2:,}"
+    assert [row[:3] for row in rows] == [[p, name, n or layer] for p, name, n in FRAGMENTS]
+    assert any(
+        re.fullmatch(r"outer state: .* one copy on every slice, kept in device", line)
+        for line in start
+    )
+
+
+def test_every_compile_is_told_with_the_total_so_far(run):
+    """Two step programs, and a pack and a merge for the layers and for the rest."""
+    _, said = run
+    told = [re.fullmatch(r"compiled (.*) in ([\d.]+) s \(([\d.]+) s in all\)", x) for x in said]
+    told = [found.groups() for found in told if found]
+    kinds = sorted(name.partition(" [")[0] for name, _, _ in told)
+    assert kinds == ["inner", "inner + exchange", "merge", "merge", "pack", "pack"]
+    for n, (_, _, total) in enumerate(told, start=1):
+        # Each figure is rounded to 0.1 s.
+        assert float(total) == pytest.approx(sum(float(x) for _, x, _ in told[:n]), abs=0.051 * 7)
+
+
+def test_show_memory_tells_each_program_and_what_it_costs_beyond_plain_training(run):
+    _, said = run
+    compiled = [i for i, line in enumerate(said) if line.startswith("compiled ")]
+    for i in compiled:
+        assert re.match(r"  memory a device \[MiB\]: arguments [\d.]+, .* on the host", said[i + 1])
+        assert re.match(
+            r"  beyond plain training \[MiB a device\]: outer state [\d.]+, "
+            r"in flight [\d.]+, temporary [\d.]+$",
+            said[i + 2],
+        )
+    assert said[compiled[0]].startswith("compiled inner in ")
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        (dict(diloco_sync_period=7), "diloco_sync_period=7 (the checkpoint has 6)"),
+        (dict(num_diloco_fragments=2), "num_diloco_fragments=2 (the checkpoint has 3)"),
+        (
+            dict(num_communication_overlapping_steps=1),
+            "num_communication_overlapping_steps=1 (the checkpoint has 2)",
+        ),
+        (
+            dict(diloco_exchange_dtype="float4_e3m0"),
+            "diloco_exchange_dtype=float4_e3m0 (the checkpoint has float32)",
+        ),
+    ],
+)
+def test_a_resume_with_other_H_P_tau_or_wire_is_refused_in_one_line(run, capfd, changes, named):
+    folder, _ = run
+    saved = tools.saved_steps(folder / "streaming")
+    capfd.readouterr()
+    assert tools.run(folder, "streaming", **(KEYS | changes | dict(steps=99))) == 2
+    (line,) = capfd.readouterr().err.strip().splitlines()
+    assert line.startswith(f"CheckpointError: {named}: a resumed run must compute what")
+    assert line.endswith("Set it back, or set another run_name to start anew.")
+    assert tools.saved_steps(folder / "streaming") == saved == [5, 9]
+
+
+REFUSED = [
+    ("num_diloco_fragments=4 enable_streaming_diloco=true", "num_nonlayer_fragments 1 = 3"),
+    ("num_communication_overlapping_steps=4", "below diloco_sync_period=4"),
+    ("num_diloco_fragments=3 enable_streaming_diloco=true diloco_sync_period=2", "exceeds diloco"),
+    ("communication_overlapping_alpha=1.01", "must be 0 to 1"),
+    ("communication_overlapping_alpha=-0.01", "must be 0 to 1"),
+    ("diloco_outer_overlap=eager num_communication_overlapping_steps=1", "=eager"),
+    ("diloco_outer_overlap=delayed num_communication_overlapping_steps=1", "=delayed"),
+    ("num_diloco_fragments=2", "enable_streaming_diloco=false"),
+    ("diloco_exchange_dtype=fp4", "must be one of: float32, bfloat16, int8, float4_e3m0"),
+]
+
+
+def test_what_no_exchange_can_be_is_refused_in_one_line_with_2_before_jax_loads(tmp_path):
+    """Each starts with the key at fault and its value, and ends with what to use instead."""
+    code = (
+        "import ast, sys\n"
+        "from maxdiloco import train\n"
+        "for argv in ast.literal_eval(sys.argv[1]):\n"
+        "    print(train.main(argv), 'jax' in sys.modules, 'numpy' in sys.modules)\n"
+    )
+    argvs = [
+        tools.arguments(tmp_path / "runs", "refused", **dict(x.split("=") for x in flags.split()))
+        for flags, _ in REFUSED
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(argvs)], cwd=tools.ROOT, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines() == ["2 False False"] * len(REFUSED), done.stderr
+    for line, (flags, why) in zip(done.stderr.splitlines(), REFUSED, strict=True):
+        assert line.startswith("ConfigError: ")
+        assert why in line
+        assert any(f"{flag} " in line for flag in flags.split())
+        assert "Use " in line.removeprefix("ConfigError: ")
+    assert not (tmp_path / "runs").exists()
