@@ -12,6 +12,7 @@ from maxdiloco.data.order import Position
 pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
 
 STEPS = tools.TINY["steps"]
+AT_THE_END = dict(checkpoint_period=10**6)  # the only save of a run that nobody interrupts
 STREAMING = dict(
     enable_streaming_diloco="true",
     num_diloco_fragments=3,
@@ -24,7 +25,7 @@ STREAMING = dict(
 @pytest.mark.parametrize("keys", [STREAMING, dict(diloco_outer_overlap="eager")])
 def test_a_run_killed_between_send_and_apply_resumes_to_the_same_bits(tmp_path, capfd, keys):
     """Offsets 0, 2, 4 and tau 2, or eager updates: after every step something is in flight."""
-    assert tools.run(tmp_path, "whole", **keys) == 0
+    assert tools.run(tmp_path, "whole", **keys, **AT_THE_END) == 0
     with tools.Child(tmp_path, "killed", **keys) as child:
         child.until("step 8/")
         child.kill_once(lambda: True)
@@ -33,7 +34,7 @@ def test_a_run_killed_between_send_and_apply_resumes_to_the_same_bits(tmp_path, 
     assert any(np.any(x != 0) for x in flying.values())
 
     capfd.readouterr()
-    assert tools.run(tmp_path, "killed", **keys) == 0
+    assert tools.run(tmp_path, "killed", **keys, **AT_THE_END) == 0
     assert f"resumed after step {newest};" in capfd.readouterr().out
     tools.assert_equal_runs(tmp_path / "killed", tmp_path / "whole", steps=STEPS)
 
@@ -52,7 +53,7 @@ def test_a_run_killed_during_a_save_resumes_to_the_same_bits(finished, tmp_path,
     (unfinished,) = checkpoints.glob("*-tmp")
     assert unfinished.name.startswith(f"{newest + 5}.")
 
-    assert tools.run(tmp_path, "killed", log_period=10**6) == 0
+    assert tools.run(tmp_path, "killed", log_period=10**6, **AT_THE_END) == 0
     assert f"resumed after step {newest};" in capfd.readouterr().out
     assert not list(checkpoints.glob("*-tmp"))
     tools.assert_equal_bits(tools.arrays(tmp_path / "killed", STEPS), tools.arrays(finished, STEPS))
