@@ -132,6 +132,7 @@ def configs(argv: Sequence[str]) -> list[tuple[str, Config]]:
     argv = [one for one in argv if not one.startswith("compare=")]
     if not argv or "=" in argv[0]:
         given = {one.partition("=")[0] for one in argv}
+        given |= {one.partition(":")[0] for one in compared}
         argv = [f"{key}={value}" for key, value in DEFAULTS.items() if key not in given] + argv
     choices = [("", ())]
     if compared:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxdiloco.models.embedding import look_up
+from maxdiloco.models.product import product
 from maxdiloco.models.remat import ATTENTION_OUT, MLP_IN, QKV, keep
 from maxdiloco.models.rope import rotate
 from maxdiloco.parallel.sharding import constrain
@@ -92,7 +93,7 @@ class Attention(nnx.Module):
         """Queries [B, L, N, H], keys and values [B, L, K, H], normed and rotated."""
         spec = self.spec
         q_BLNH, k_BLKH, v_BLKH = (
-            keep(jnp.einsum("bld,dnh->blnh", x_BLD, w[...], precision=spec.precision), QKV)
+            keep(product("bld,dnh->blnh", x_BLD, w[...], spec), QKV)
             for w in (self.query, self.key, self.value)
         )
         if spec.use_qk_norm:
@@ -108,9 +109,7 @@ class Attention(nnx.Module):
 
     def merge_heads(self, context_BLNH):
         """[B, L, N, H] -> [B, L, D]."""
-        out_BLD = jnp.einsum(
-            "blnh,nhd->bld", context_BLNH, self.out[...], precision=self.spec.precision
-        )
+        out_BLD = product("blnh,nhd->bld", context_BLNH, self.out[...], self.spec)
         return keep(out_BLD, ATTENTION_OUT)
 
 
@@ -138,10 +137,10 @@ class MLP(nnx.Module):
         up_BLF = ACTIVATIONS[names[-1]](self._in(x_BLD, self.w_up))
         if len(names) == 2:
             up_BLF = ACTIVATIONS[names[0]](self._in(x_BLD, self.w_gate)) * up_BLF
-        return jnp.einsum("blf,fd->bld", up_BLF, self.w_out[...], precision=self.spec.precision)
+        return product("blf,fd->bld", up_BLF, self.w_out[...], self.spec)
 
     def _in(self, x_BLD, w_DF):
-        hidden_BLF = jnp.einsum("bld,df->blf", x_BLD, w_DF[...], precision=self.spec.precision)
+        hidden_BLF = product("bld,df->blf", x_BLD, w_DF[...], self.spec)
         hidden_BLF = constrain(hidden_BLF, ("batch", "length", "mlp_act"), self.spec.rules)
         return keep(hidden_BLF, MLP_IN)
 

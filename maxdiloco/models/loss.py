@@ -37,6 +37,7 @@ class Head:
     z_loss: float
     precision: str
     rules: Rules
+    float32_products: bool = False
 
 
 def next_tokens(tokens_BL: jax.Array, segment_ids_BL: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -93,7 +94,10 @@ def _forward(head, x_BLD, w, targets_BL, counts_BL):
         back = "gstv,vd->gstd" if head.tied else "gstv,dv->gstd"
         across = "gstv,gstd->gvd" if head.tied else "gstd,gstv->gdv"
         pair = (d_GSTV, x_GSTD) if head.tied else (x_GSTD, d_GSTV)
-        dx_GSTD = jnp.einsum(back, d_GSTV, w_compute, precision=head.precision)
+        wide = f32 if head.float32_products else None  # see models/product.py
+        dx_GSTD = jnp.einsum(
+            back, d_GSTV, w_compute, precision=head.precision, preferred_element_type=wide
+        ).astype(x_BLD.dtype)
         dw_G = dw_G + jnp.einsum(
             across, *pair, precision=head.precision, preferred_element_type=f32
         )

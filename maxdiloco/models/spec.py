@@ -44,7 +44,7 @@ class ModelSpec:
 
     mlp_activations: (f,) for f(x w_up) w_out, (f, g) for f(x w_gate) * g(x w_up) w_out.
     attention: the kernel chosen, `dot_product`, `cudnn` or `splash`.
-    rules: logical axis name -> mesh axes.
+    rules: logical axis name -> mesh axes. float32_products: see models/product.py.
     """
 
     emb_dim: int
@@ -69,10 +69,11 @@ class ModelSpec:
     remat_policy: str
     precision: str
     rules: Rules
+    float32_products: bool
 
 
 def compute_dtype(dtype: str, backend: str) -> DTypeLike:
-    """`auto` is bfloat16 on accelerators and float32 on CPU, whose bf16 matmuls are no faster."""
+    """`auto` is bfloat16 on accelerators and float32 on CPU, few of which compute in bfloat16."""
     if dtype == "auto":
         return jnp.dtype(jnp.float32 if backend == "cpu" else jnp.bfloat16)
     return jnp.dtype(dtype)
@@ -115,4 +116,5 @@ def from_config(cfg: ModelConfig, *, backend: str) -> ModelSpec:
         remat_policy=cfg.remat_policy,
         precision=cfg.matmul_precision,
         rules=rules_with(cfg.logical_axis_rules),
+        float32_products=backend == "cpu" and dtype == jnp.bfloat16,
     )

@@ -157,6 +157,7 @@ def head_of(spec: ModelSpec, params: Params) -> tuple[jax.Array, Head]:
         z_loss=spec.z_loss_multiplier,
         precision=spec.precision,
         rules=spec.rules,
+        float32_products=spec.float32_products,
     )
     return params["embedding"] if spec.tied_head else params["head"], head
 

@@ -1,0 +1,73 @@
+"""Products of bfloat16 factors on a CPU: the same values, without float32 factors."""
+
+import re
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_model
+
+from maxdiloco.models.product import product
+
+EQUATIONS = {
+    "bld,df->blf": ((2, 8, 16), (16, 24)),
+    "bld,dnh->blnh": ((2, 8, 16), (16, 2, 4)),
+    "blnh,nhd->bld": ((2, 8, 2, 4), (2, 4, 16)),
+}
+
+
+def spec(wide):
+    return SimpleNamespace(float32_products=wide, precision="default")
+
+
+def factors(equation):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in EQUATIONS[equation]]
+
+
+def value_and_gradients(equation, wide, x, w):
+    out, back = jax.vjp(lambda x, w: product(equation, x, w, spec(wide)), x, w)
+    whole = (jnp.arange(out.size) % 7 - 3).astype(out.dtype)  # the same in both types
+    return out, *back(whole.reshape(out.shape))
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_value_and_gradients_are_float32_sums_rounded_once(equation):
+    """Against einsum of the factors in float32; half a unit in the last of 8 bits."""
+    x, w = factors(equation)
+    exact = value_and_gradients(equation, False, x.astype(jnp.float32), w.astype(jnp.float32))
+    found = value_and_gradients(equation, True, x, w)
+    for one, wanted, like in zip(found, exact, (None, x, w), strict=True):
+        assert one.dtype == jnp.bfloat16
+        assert like is None or one.shape == like.shape
+        np.testing.assert_allclose(one.astype(jnp.float32), wanted, rtol=2**-8, atol=1e-5)
+
+
+def float32_factors(wide):
+    """Products in the compiled program that take float32 factors."""
+    x, w = factors("bld,df->blf")
+    step = jax.jit(lambda x, w: value_and_gradients("bld,df->blf", wide, x, w))
+    text = step.lower(x, w).compile().as_text()
+    shapes = dict(re.findall(r"%?([\w.-]+) = (\w+)\[", text))
+    dots = re.findall(r" dot\(%?([\w.-]+), %?([\w.-]+)\)", text)
+    assert dots
+    return [pair for pair in dots if "f32" in {shapes[name] for name in pair}]
+
+
+def test_no_factor_becomes_float32(devices):
+    """Positive control: einsum alone has three such products on a CPU."""
+    assert float32_factors(wide=True) == []
+    assert float32_factors(wide=False)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "expected"),
+    [("cpu", "bfloat16", True), ("cpu", "float32", False), ("tpu", "bfloat16", False)],
+)
+def test_it_is_asked_for_on_a_cpu_with_bfloat16(backend, dtype, expected):
+    from maxdiloco.models import spec as spec_lib
+
+    cfg = tiny_model.config(dtype=dtype)
+    assert spec_lib.from_config(cfg, backend=backend).float32_products is expected
