@@ -87,6 +87,8 @@ def _devices(cfg: Config) -> tuple[Any, Any]:
     from maxdiloco.parallel import mesh as mesh_lib
     from maxdiloco.parallel import topology
 
+    if cfg.jax_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
     if cfg.compile_topology:
         jax.config.update("jax_platforms", "cpu")  # nothing here runs; other backends may be absent
         devices = topology.devices(cfg.compile_topology, cfg.compile_topology_num_slices)

@@ -18,7 +18,8 @@ from maxdiloco.hlo.transfers import rendezvous_of, transfers
 UNTIMED = (
     "parameter constant tuple get-tuple-element bitcast bitcast-convert after-all partition-id "
     "replica-id opt-barrier copy copy-start copy-done slice-start slice-done dynamic-slice-start "
-    "dynamic-slice-done dynamic-update-slice-start dynamic-update-slice-done custom-call fusion "
+    "dynamic-slice-done dynamic-update-slice-start dynamic-update-slice-done custom-call "
+    "custom-call-start custom-call-done fusion "
     "convolution dot sort gather scatter reduce reduce-window select-and-scatter dynamic-slice "
     "dynamic-update-slice slice pad concatenate transpose reshape broadcast iota reverse map "
     "abs add and ceil clamp compare convert cosine divide exponential exponential-minus-one floor "

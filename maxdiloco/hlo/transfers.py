@@ -21,7 +21,7 @@ TARGET = "_xla_megascale_target"
 # host transfers). Any other target may be traffic.
 LOCAL_CALLS = (
     "AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart",
-    "ConcatBitcast", "MoveToDevice", "MoveToHost", "Sharding",
+    "ConcatBitcast", "HostExecute", "MoveToDevice", "MoveToHost", "Sharding",
     "SliceId", "SPMDFullToShardShape", "SPMDShardToFullShape", "ZeroCrop", "tpu_custom_call",
 )  # fmt: skip
 
@@ -102,7 +102,7 @@ def runs(module: Module) -> dict[str, int]:
 
 def rendezvous_of(instruction: Instruction) -> str | None:
     """The rendezvous that an instruction starts, None for anything without traffic of slices."""
-    if instruction.opcode == "custom-call":
+    if instruction.opcode in ("custom-call", "custom-call-start"):
         target = instruction.attribute("custom_call_target")
         if target not in LOCAL_CALLS:
             raise ValueError(

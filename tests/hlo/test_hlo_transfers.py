@@ -55,6 +55,15 @@ def test_a_branch_below_a_call_is_conditional_too():
     assert inside.in_conditional and not outside.in_conditional
 
 
+def test_an_asynchronous_call_is_known_by_its_target_too():
+    """Work on the host, such as a reshape of what lies in its memory, is no traffic of slices."""
+    start = ' custom-call-start(%param.1), custom_call_target="HostExecute"'
+    text = changed(BESIDE_LOOP, " copy(%param.1)", start)
+    assert len(found(text)) == 1
+    with pytest.raises(ValueError, match="%copy.1 calls 'Odd', which may be traffic"):
+        found(changed(text, "HostExecute", "Odd"))
+
+
 def test_no_transfer():
     text = changed(IN_CONDITIONAL, "{%branch_0, %branch_1}", "{%branch_0, %branch_0}")
     assert found(text) == []

@@ -106,13 +106,13 @@ MODES = {
         [ENDS + 2 * LAYER],
     ),
     "four slices, outer state on the host": (
-        streaming(2, 1)
+        streaming(3, 1)
         | dict(
             diloco_exchange_dtype="float4_e3m0",
             compile_topology_num_slices=4,
             diloco_outer_memory="pinned_host",
         ),
-        [ENDS, 2 * LAYER],
+        [ENDS, LAYER, LAYER],
     ),
 }
 
