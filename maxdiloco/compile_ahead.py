@@ -162,17 +162,27 @@ def _on_tpu(call, seconds, module, memory, mesh_tiers, link) -> Measured:
         for _, item in module.reached()
         if item.opcode == "custom-call" and item.attribute("custom_call_target") == PALLAS
     ]
+    return _measured(call, seconds, module, memory)._replace(
+        seconds=played.seconds - played.waited,
+        kernels=len(kernels),
+        crossings=tuple(crossings),
+        inside=tuple(collectives.collectives(module, mesh_tiers.ici)),
+    )
+
+
+def _measured(call, seconds, module, memory) -> Measured:
+    """What needs no link: everything but times and traffic."""
     return Measured(
         name=call.program.name,
         runs=call.runs,
         compile_seconds=seconds,
         too_big="",
         flops=flops.matmul_flops(module),
-        seconds=played.seconds - played.waited,
-        kernels=len(kernels),
+        seconds=None,
+        kernels=0,
         memory=memory,
-        crossings=tuple(crossings),
-        inside=tuple(collectives.collectives(module, mesh_tiers.ici)),
+        crossings=(),
+        inside=(),
     )
 
 
@@ -195,15 +205,7 @@ def _elsewhere(call, seconds, module, memory, mesh_tiers, link) -> Measured:
     found = collectives.collectives(module, whole)
     over = {axis for axis, size in mesh_tiers.dcn.items() if size > 1}
     crossing = [one for one in found if over & set(one.axes)]
-    return Measured(
-        name=call.program.name,
-        runs=call.runs,
-        compile_seconds=seconds,
-        too_big="",
-        flops=flops.matmul_flops(module),
-        seconds=None,
-        kernels=0,
-        memory=memory,
+    return _measured(call, seconds, module, memory)._replace(
         crossings=tuple(
             Crossing(one.kind, one.dtype, one.axes, one.bytes_sent, 0, one.times, False, None)
             for one in crossing

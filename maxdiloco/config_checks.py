@@ -254,6 +254,11 @@ def _overlap(cfg: Any) -> None:
 
 def _data(cfg: Any) -> None:
     if cfg.dataset_type == "synthetic":
+        if cfg.eval_interval != -1 and cfg.eval_steps == -1:
+            raise ConfigError(
+                "eval_steps=-1 asks for all of the held-out text, but dataset_type=synthetic has "
+                "no end. Set eval_steps."
+            )
         return
     if cfg.tokenizer_type == "byte" and cfg.vocab_size < BYTE_TOKENS:
         raise ConfigError(

@@ -174,6 +174,10 @@ def test_a_value_that_cannot_work_is_refused_in_one_line(flags, words):
             ["num_diloco_replicas=3", "dcn_diloco_parallelism=2", "ici_diloco_parallelism=1"],
             ["num_diloco_replicas=3", "dcn diloco 2 * ici diloco 1 = 2", "Use a multiple of 2"],
         ),
+        (
+            ["dataset_type=synthetic", "eval_interval=10", "eval_steps=-1"],
+            ["eval_steps=-1", "dataset_type=synthetic has no end", "Set eval_steps"],
+        ),
         (["steps=1", "steps=2"], ["steps=2 comes after steps=1", "Give it once"]),
         (["steps"], ["steps is not key=value", "Write key=value"]),
         (["steps=1", "run.yml"], ["run.yml is not key=value", "a yml file comes first"]),

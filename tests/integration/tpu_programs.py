@@ -4,38 +4,22 @@ libtpu compiles ahead of time for a topology; the text of what it made is in the
 """
 
 import dataclasses
-import os
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco import DiLoCo
+from maxdiloco.parallel import topology
 
-# libtpu asks a cloud's metadata server, and locks the chip, unless it is told what to pretend.
-LIBTPU = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
 LAYERS, WIDTH, HIDDEN, TOKENS = 4, 128, 512, 256
 
 
 def mesh_of(num_slices: int, axis: str = "fsdp") -> Mesh:
     """`num_slices` slices of v5e:2x2 as ('diloco', axis)."""
-    missing = {name: value for name, value in LIBTPU.items() if name not in os.environ}
-    os.environ.update(missing)
-    try:
-        found = topologies.get_topology_desc(
-            platform="tpu", topology_name="v5e:2x2", num_slices=num_slices
-        ).devices
-    finally:
-        for name in missing:
-            del os.environ[name]
+    found = topology.devices("v5e-4", num_slices)
     by_slice = sorted(found, key=lambda device: (device.slice_index, device.id))
     return Mesh(np.array(by_slice).reshape(num_slices, -1), ("diloco", axis))
 
