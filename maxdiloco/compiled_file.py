@@ -4,17 +4,20 @@ A zip file: manifest.json says what the programs were compiled for, and each of 
 executable. An executable is code: use files that you trust.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import io
 import json
 import pathlib
 import zipfile
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from etils import epath
+from jax.experimental.compilation_cache import compilation_cache
 
 from maxdiloco import assemble, config, config_help
 from maxdiloco.algorithm_calls import Call
@@ -26,6 +29,22 @@ FORMAT = 1
 # Groups of base.yml that no program depends on, and the keys in them that one does.
 OUTSIDE_GROUPS = ("run", "checkpoint", "data", "tools", "compile")
 INSIDE_KEYS = ("nan_policy",)
+
+
+@contextlib.contextmanager
+def compiled_here() -> Iterator[None]:
+    """Programs compiled inside do not come from JAX's compile cache.
+
+    On CPU an executable that was loaded from the cache, and saved again, lacks part of its code.
+    """
+    before = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX asks only once whether there is a cache
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 def save(path: str, cfg: Config, parts: Parts, calls: list[Call], *, total_steps: int) -> int:

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from maxdiloco import config, config_help
@@ -50,7 +51,9 @@ def _compile(cfg: Config) -> int:
         _say(line)
     mesh, chip = _devices(cfg)
     _say(mesh_lib.describe(mesh, cfg))
-    parts, made = _one(cfg, mesh, chip)
+    fresh = compiled_file.compiled_here() if cfg.compiled_trainstep_file else nullcontext()
+    with fresh:
+        parts, made = _one(cfg, mesh, chip)
     if cfg.enable_diloco:
         for line in tables.fragment_table(parts.trainer.layout):
             _say(line)

@@ -50,7 +50,7 @@ class Process:
 
     def __init__(self, command, log, environ):
         self.log = pathlib.Path(log)
-        environ = os.environ | {"PYTHONUNBUFFERED": "1"} | environ
+        environ = os.environ | {"PYTHONUNBUFFERED": "1", "XLA_FLAGS": ""} | environ
         with self.log.open("w") as output:
             self.popen = subprocess.Popen(
                 command,

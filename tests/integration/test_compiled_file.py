@@ -19,8 +19,17 @@ PROGRAMS = 6  # inner, with exchange; pack and merge of what is no layer and of 
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory, programs):
-    """The programs of KEYS."""
+def own(tmp_path_factory, programs):
+    """The folder of a run of KEYS that compiled its own programs; JAX's cache has them now."""
+    folder = tmp_path_factory.mktemp("own")
+    assert run_tools.run(folder, "own", **KEYS) == 0
+    return folder / "own"
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory, own):
+    """The programs of KEYS. Made although the cache has them: what comes from there is not whole
+    when it is saved again."""
     path = tmp_path_factory.mktemp("compiled") / "folder" / "programs.zip"
     assert train_compile.main(arguments(path.parent, compiled_trainstep_file=path)) == 0
     return path
@@ -30,16 +39,13 @@ def arguments(folder, **keys):
     return run_tools.arguments(folder, "run", **KEYS | keys)
 
 
-def test_another_process_computes_the_same_bits_without_compiling(file, tmp_path, capfd):
-    """The control compiles its own; both leave the same checkpoint and the same rows."""
+def test_another_process_computes_the_same_bits_without_compiling(own, file, tmp_path):
+    """The run that compiled its own leaves the same checkpoint and the same rows."""
     with run_tools.Child(tmp_path, "loaded", **KEYS, compiled_trainstep_file=file) as child:
         assert child.end() == 0, child.text
     assert f"{PROGRAMS} compiled programs loaded from {file}" in child.text
     assert "compiled inner" not in child.text
-    capfd.readouterr()
-    assert run_tools.run(tmp_path, "own", **KEYS) == 0
-    assert "compiled inner + exchange in" in capfd.readouterr().out
-    run_tools.assert_equal_runs(tmp_path / "loaded", tmp_path / "own", steps=10)
+    run_tools.assert_equal_runs(tmp_path / "loaded", own, steps=10)
 
 
 @pytest.mark.parametrize(
