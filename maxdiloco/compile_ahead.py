@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from maxdiloco.algorithm_calls import Call
+from maxdiloco.errors import ConfigError
 from maxdiloco.hlo import collectives, flops, reader, replay, transfers
 from maxdiloco.hlo.collectives import Collective
 from maxdiloco.hlo.replay import Link, Timing
@@ -99,8 +100,8 @@ def measure(
     """Compile every call and read what came out.
 
     state: all that the run keeps on the devices, as ShapeDtypeStructs. link: None off TPU, where
-    programs have no schedule of transfers. Raises ValueError for a construct that the reader of
-    the programs does not know; a program that does not fit the chip is in the result.
+    programs have no schedule of transfers. A program that does not fit the chip is in the result.
+    Raises ConfigError for a construct that the reader of the programs does not know.
     """
     out = []
     for call in calls:
@@ -114,10 +115,16 @@ def measure(
             say(f"{call.program.name} does not fit: {out[-1].too_big}")
             continue
         seconds = time.perf_counter() - start
-        module = reader.read(compiled.as_text())
         memory = _memory(compiled.memory_analysis(), call, state)
         read = _on_tpu if link is not None else _elsewhere
-        out.append(read(call, seconds, module, memory, mesh_tiers, link))
+        try:
+            module = reader.read(compiled.as_text())
+            out.append(read(call, seconds, module, memory, mesh_tiers, link))
+        except ValueError as error:
+            raise ConfigError(
+                f"the compiled program {call.program.name!r} has something that the report cannot "
+                f"read, so nothing is said of what it sends: {error}"
+            ) from error
     return out
 
 

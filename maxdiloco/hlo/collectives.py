@@ -41,7 +41,7 @@ def collectives(module: Module, sizes: Mapping[str, int]) -> list[Collective]:
     """Every collective that ENTRY reaches, in order of execution.
 
     sizes: mesh axes, major to minor, of the devices that the groups number. Pieces of one
-    asynchronous collective (one channel in one place) count once. Raises ValueError for groups
+    asynchronous collective (fusions of one channel in one place) count once. Raises ValueError for groups
     that number other devices and for kinds whose bytes are not known.
     """
     found, seen = [], set()
@@ -49,7 +49,8 @@ def collectives(module: Module, sizes: Mapping[str, int]) -> list[Collective]:
         kind = kind_of(run.instruction)
         if kind is None:
             continue
-        channel = run.instruction.attribute("channel_id")
+        fused = run.place != run.computation.name
+        channel = run.instruction.attribute("channel_id") if fused else None
         key = (run.place, channel or (run.computation.name, run.instruction.name))
         if key not in seen:
             seen.add(key)
