@@ -41,8 +41,8 @@ def collectives(module: Module, sizes: Mapping[str, int]) -> list[Collective]:
     """Every collective that ENTRY reaches, in order of execution.
 
     sizes: mesh axes, major to minor, of the devices that the groups number. Pieces of one
-    asynchronous collective (fusions of one channel in one place) count once. Raises ValueError for groups
-    that number other devices and for kinds whose bytes are not known.
+    asynchronous collective (fusions of one channel in one place) count once. Raises ValueError for
+    groups that number other devices and for kinds whose bytes are not known.
     """
     found, seen = [], set()
     for run in executed(module):
