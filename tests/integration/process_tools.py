@@ -18,6 +18,8 @@ import orbax.checkpoint as ocp
 ROOT = pathlib.Path(__file__).parent.parent.parent
 WAIT_S = 300  # far above what a start takes on a busy machine
 
+AS_USERS = {"XLA_FLAGS": ""}  # the compiler as it comes, see tests/conftest.py
+
 # Two slices of two devices; one layer; small enough to compile in seconds.
 TINY = {
     "model_name": "tiny",
@@ -50,7 +52,7 @@ class Process:
 
     def __init__(self, command, log, environ):
         self.log = pathlib.Path(log)
-        environ = os.environ | {"PYTHONUNBUFFERED": "1", "XLA_FLAGS": ""} | environ
+        environ = os.environ | {"PYTHONUNBUFFERED": "1"} | environ
         with self.log.open("w") as output:
             self.popen = subprocess.Popen(
                 command,
@@ -94,7 +96,7 @@ class Process:
 def trainer(changes, log, environ=None):
     """`python -m maxdiloco.train` as one process."""
     command = [sys.executable, "-m", "maxdiloco.train", *flags(changes)]
-    return Process(command, log, environ or {})
+    return Process(command, log, AS_USERS | (environ or {}))
 
 
 def trainers(count, changes, folder, environs=None):
@@ -115,7 +117,7 @@ def trainers(count, changes, folder, environs=None):
 def local_slices(count, changes, log):
     """scripts/run_local_slices.sh with this Python."""
     command = ["bash", str(ROOT / "scripts" / "run_local_slices.sh"), str(count)]
-    return Process([*command, *flags(changes)], log, {"MAXDILOCO_VENV": sys.prefix})
+    return Process([*command, *flags(changes)], log, AS_USERS | {"MAXDILOCO_VENV": sys.prefix})
 
 
 def metrics(run):
