@@ -280,6 +280,11 @@ def warnings(cfg: Any) -> list[str]:
             "num_diloco_fragments=1 with enable_streaming_diloco=true sends all parameters at "
             "once. Use a fragment for every three layers and one for the embedding."
         )
+    if cfg.compile_topology:
+        lines.append(
+            f"compile_topology={cfg.compile_topology} says what maxdiloco.train_compile compiles "
+            f"for; training takes the devices there are. Leave it out here."
+        )
     if cfg.enable_diloco and 0 < cfg.steps < cfg.diloco_sync_period:
         lines.append(
             f"steps={cfg.steps} ends before diloco_sync_period={cfg.diloco_sync_period}: some or "

@@ -203,6 +203,7 @@ def test_only_what_differs_from_base_yml_is_described():
         ),
         (["enable_streaming_diloco=true"], ["num_diloco_fragments=1", "every three layers"]),
         (["steps=99"], ["steps=99", "diloco_sync_period=100", "shorter period"]),
+        (["compile_topology=v5e-16"], ["compile_topology=v5e-16", "train_compile", "Leave it out"]),
     ],
 )
 def test_what_works_but_is_seldom_meant_is_a_warning(argv, words):
