@@ -1,6 +1,5 @@
 """Every program of a run, compiled for devices that need not be there, and what the result says."""
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from maxdiloco.hlo import collectives, flops, reader, replay, transfers
 from maxdiloco.hlo.collectives import Collective
 from maxdiloco.hlo.replay import Link, Timing
 from maxdiloco.hlo.transfers import Transfer
+from maxdiloco.tables import bytes_on_device
 
 PALLAS = "tpu_custom_call"
 
@@ -150,11 +150,6 @@ def _memory(analysis: Any, call: Call, state: Any) -> Memory:
 def _on_device(x: Any) -> bool:
     is_array = isinstance(x, jax.ShapeDtypeStruct)
     return is_array and x.sharding.memory_kind in (None, "device")
-
-
-def bytes_on_device(x: jax.ShapeDtypeStruct) -> int:
-    """Bytes of an array's shard, tiles not counted."""
-    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
 def _on_tpu(call, seconds, module, memory, mesh_tiers, link) -> Measured:

@@ -105,10 +105,11 @@ def resident(layout: Layout) -> str:
 
 
 def _mib(arrays: Sequence[jax.ShapeDtypeStruct]) -> float:
-    return sum(_bytes_on_device(x) for x in arrays) / 2**20
+    return sum(bytes_on_device(x) for x in arrays) / 2**20
 
 
-def _bytes_on_device(x: jax.ShapeDtypeStruct) -> int:
+def bytes_on_device(x: jax.ShapeDtypeStruct) -> int:
+    """Bytes of an array's shard, tiles not counted."""
     return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 

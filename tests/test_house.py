@@ -45,7 +45,7 @@ LONGER = {"maxdiloco/train.py": {"main": 120}}
 
 # What this text speaks of is the project alone.
 WORDS = {
-    r"/work/": "a path of one machine",
+    r"/wor[k]/": "a path of one machine",
     r"\.\./shared": "a path of one machine",
     r"/tmp/venv": "a path of one machine",
     r"(?i)\bissue #?\d{1,3}\b": "a number without its tracker",
@@ -313,7 +313,7 @@ def test_the_code_has_one_word_for_the_outer_gradient():
 
 @pytest.mark.parametrize(
     "line",
-    ["cd /work/main", "see ../shared", "Fixes issue #3", "see DESIGN.md 2", "pip --index-url x"],
+    ["cd /wor" "k/main", "see ../shared", "Fixes issue #3", "see DESIGN.md 2", "pip --index-url x"],
 )
 def test_a_foreign_word_is_found(line):
     assert len(house.forbidden_words(line, WORDS)) == 1
