@@ -3,17 +3,9 @@
 import sys
 from collections.abc import Callable, Sequence
 
-from maxdiloco.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    LostPeerError,
-    NumericsError,
-    Preempted,
-)
+from maxdiloco.errors import USER_ERRORS
 
 INTERRUPTED = 130
-USER_ERRORS = (CheckpointError, ConfigError, DataError, LostPeerError, NumericsError, Preempted)
 
 
 def guarded(program: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:

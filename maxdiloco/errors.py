@@ -35,3 +35,7 @@ class Preempted(Exception):
     """SIGTERM arrived and the state was saved: exit code 143."""
 
     exit_code = 143
+
+
+# Ends of a program that are no fault of it: one line and the error's exit code.
+USER_ERRORS = (CheckpointError, ConfigError, DataError, LostPeerError, NumericsError, Preempted)

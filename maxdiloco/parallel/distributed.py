@@ -13,7 +13,7 @@ import jax
 from jax._src import distributed as jax_distributed  # the only way to its key-value store
 
 from maxdiloco.errors import (
-    CheckpointError,
+    USER_ERRORS,
     ConfigError,
     DataError,
     LostPeerError,
@@ -33,7 +33,6 @@ CAUSE_S = 3.0  # an error of the main thread waits this long for the loss that m
 
 # Errors that no lost peer brings about; an error of a checkpoint can come from one.
 OWN_ERRORS = (ConfigError, DataError, NumericsError, Preempted, KeyboardInterrupt, SystemExit)
-USER_ERRORS = (CheckpointError, ConfigError, DataError, LostPeerError, NumericsError, Preempted)
 INTERRUPTED = 130
 CRASHED = 1
 
