@@ -141,7 +141,7 @@ class DiLoCo:
         Their shardings on the mesh are kept, with `diloco` put before.
         """
         like = self.bind(params, opt_state).state
-        like = replace(like, t=None, settled=None)
+        like = replace(like, t=None, dropped_until=None)
         empty = replace(like, params=None, opt_state=None, outer=None, outer_opt=())
         M = self.num_replicas
 
@@ -166,7 +166,7 @@ class DiLoCo:
             )
 
         made = jax.jit(fresh, out_shardings=jax.tree.map(lambda x: x.sharding, like))
-        return replace(made(params, opt_state), t=0, settled=0)
+        return replace(made(params, opt_state), t=0, dropped_until=0)
 
     def calls(self, batch: Any) -> list[Call]:
         """Every program that the steps of a run call, after `bind`; see algorithm_calls.
@@ -192,7 +192,7 @@ class DiLoCo:
         for send in plan.sends:
             state = self._send(state, send)
         for apply in plan.applies:
-            if apply.send_step > state.settled:
+            if apply.send_step > state.dropped_until:
                 state = self._apply(state, apply)
         return state, metrics
 
@@ -248,12 +248,6 @@ class DiLoCo:
             gram=gram,
         )
         return replace(state, outgoing=front(state.outgoing, chunks[0])) if chunks else state
-
-    def apply_mean(self, state: State, fragment: int, mean: Sequence[np.ndarray]) -> State:
-        """Apply a mean outer gradient that came another way: leaves of the fragment, float32."""
-        plan = self.layout.plans[fragment]
-        lies = [NamedSharding(self.mesh, share.spec) for share in plan.payload.shares]
-        return self._merge(state, "apply", plan, jax.device_put(list(mean), lies))
 
     def check_finite(self, state: State) -> None:
         """Raise NumericsError if a replica's outer gradient was not finite at a past send.

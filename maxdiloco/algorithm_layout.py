@@ -28,7 +28,7 @@ class State:
     params, opt_state: [R, ...] of the replicas. outer: theta, float32, [...] ([R, ...] when eager).
     outer_opt: state of the outer optimizer, one entry per fragment. outgoing: chunks of the
     fragment on the wire. incoming: per receive slot, chunks that have arrived.
-    settled: sends up to this step are not applied again (see in_flight.py).
+    dropped_until: sends up to this step that were not applied by then never will be.
     bad: [R, F] replicas and leaves that held a NaN or infinity at a send. gram: [R, R] inner
     products of the outer gradients of the fragment applied last.
     """
@@ -42,7 +42,7 @@ class State:
     incoming: tuple[tuple[jax.Array, ...], ...]
     bad: jax.Array
     gram: jax.Array
-    settled: int = 0
+    dropped_until: int = 0
 
 
 class FragmentPlan(NamedTuple):

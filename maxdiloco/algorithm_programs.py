@@ -60,7 +60,7 @@ class Programs:
         return Program(name, fn, on_compile=self.on_compile, **options)
 
     def of(self, kind: str, plan: FragmentPlan) -> Program:
-        """The program `pack`, `merge`, `synchronise`, `outer_step` or `apply` for a fragment."""
+        """The program `pack`, `merge`, `synchronise` or `outer_step` for a fragment."""
         key = (kind, plan.cuts)
         if key not in self._by_cuts:
             make = {
@@ -68,7 +68,6 @@ class Programs:
                 "merge": _merge,
                 "synchronise": _synchronise,
                 "outer_step": _outer_step,
-                "apply": _apply_given,
             }[kind]
             fn, donate, out_shardings = make(self.layout, plan, self.rule)
             name = f"{kind} [{_label(plan)}]"
@@ -214,20 +213,6 @@ def _merge(layout: Layout, plan: FragmentPlan, rule: Rule):
         )
 
     return merge, (0, 1, 2, 3), _merged_shardings(layout, plan)
-
-
-def _apply_given(layout: Layout, plan: FragmentPlan, rule: Rule):
-    """Outer step and merge with a mean that is an argument."""
-
-    def apply(param_leaves, outer_leaves, outer_opt, bad_RF, places, mean):
-        M = layout.num_replicas
-        well = jnp.zeros((M, len(plan.cuts)), bool)
-        received = collective.Received(mean, well, jnp.zeros((M, M)))
-        return _apply(
-            layout, plan, rule, param_leaves, outer_leaves, outer_opt, bad_RF, places, received
-        )
-
-    return apply, (0, 1, 2, 3), _merged_shardings(layout, plan)
 
 
 def _synchronise(layout: Layout, plan: FragmentPlan, rule: Rule):

@@ -16,8 +16,7 @@ from maxdiloco.algorithm_layout import State
 from maxdiloco.checkpoint_read import PARAMETERS
 from maxdiloco.data_parallel import DataParallel
 from maxdiloco.data_parallel import State as DataParallelState
-from maxdiloco.errors import CheckpointError
-from maxdiloco.in_flight import OldLayout, apply_pending
+from maxdiloco.diloco.schedule import Event
 
 Trainer = DiLoCo | DataParallel
 
@@ -48,58 +47,45 @@ def _is_eager(trainer: DiLoCo) -> bool:
 
 
 class Origin(NamedTuple):
-    """What the saved state was laid out for, and what its note says.
+    """How the saved state was laid out, from the note of its checkpoint.
 
-    num_replicas M; mesh: sizes of the axes; settled: State.settled; same_rules: whether the
-    logical axis rules were those of this run.
+    num_replicas M; mesh: sizes of the axes; same_rules: whether the logical axis rules were those
+    of this run; dropped_until: State.dropped_until.
     """
 
     num_replicas: int
     mesh: dict[str, int]
-    settled: int
     same_rules: bool
+    dropped_until: int
 
 
 def note_of(trainer: Trainer, state: Any) -> dict[str, Any]:
     """What the checkpoint's note has to say of a state besides its arrays."""
-    settled = 0 if isinstance(trainer, DataParallel) else state.settled
+    dropped_until = 0 if isinstance(trainer, DataParallel) else state.dropped_until
     return {
         "num_replicas": trainer.num_replicas,
         "mesh": dict(trainer.mesh.shape),
-        "settled": settled,
+        "dropped_until": dropped_until,
     }
 
 
 def keeps_flight(trainer: DiLoCo, origin: Origin) -> bool:
-    """Whether chunks in flight mean the same here as where they were saved."""
-    same_layout = origin.mesh == dict(trainer.mesh.shape) and origin.same_rules
-    return (same_layout or trainer.schedule.window == 0) and (
+    """Whether the chunks in flight are laid out as this trainer lays them out."""
+    same_mesh = origin.mesh == dict(trainer.mesh.shape) and origin.same_rules
+    return (same_mesh or trainer.schedule.window == 0) and (
         origin.num_replicas == trainer.num_replicas
     )
 
 
-def _pending(trainer: Trainer, origin: Origin, t: int) -> bool:
-    """Whether exchanges of the old layout have to be applied before the first step."""
+def dropped(trainer: Trainer, origin: Origin, t: int) -> tuple[Event, ...]:
+    """The exchanges in flight after step t that `state_of` drops, oldest first."""
     if isinstance(trainer, DataParallel) or keeps_flight(trainer, origin):
-        return False
-    # The history of delayed and eager updates restarts as in round 1 instead.
-    return trainer.schedule.overlap == "none" and any(
-        send.send_step > origin.settled for send in trainer.schedule.pending(t)
-    )
+        return ()
+    return tuple(s for s in trainer.schedule.pending(t) if s.send_step > origin.dropped_until)
 
 
-def refuse_in_flight(trainer: Trainer, origin: Origin, t: int) -> None:
-    """Raise CheckpointError when fragments are in flight whose layout is not known any more."""
-    if _pending(trainer, origin, t) and not origin.same_rules:
-        raise CheckpointError(
-            f"logical_axis_rules differ from those of the checkpoint of step {t}, which has "
-            f"fragments in flight between {origin.num_replicas} replicas. Set them back, or change "
-            f"them after a step at which nothing is in flight."
-        )
-
-
-def abstract_items(trainer: Trainer, origin: Origin, t: int) -> dict[str, Any]:
-    """{item: tree of ShapeDtypeStructs} of a state that was saved with `origin` after step t.
+def abstract_items(trainer: Trainer, origin: Origin) -> dict[str, Any]:
+    """{item: tree of ShapeDtypeStructs} of a state that was saved with `origin`.
 
     Arrays of another M are read with R spread over `diloco` only where it divides.
     """
@@ -118,33 +104,25 @@ def abstract_items(trainer: Trainer, origin: Origin, t: int) -> dict[str, Any]:
         sharding = NamedSharding(trainer.mesh, spec, memory_kind=x.sharding.memory_kind)
         return jax.ShapeDtypeStruct((origin.num_replicas, *x.shape[1:]), x.dtype, sharding=sharding)
 
-    items = jax.tree.map(of_old, abstract)
-    if _pending(trainer, origin, t):
-        old = OldLayout(trainer, origin.num_replicas, origin.mesh)
-        items["flight"] = old.abstract(trainer)
-    return items
+    return jax.tree.map(of_old, abstract)
 
 
 def state_of(trainer: Trainer, items: dict[str, Any], origin: Origin, *, t: int) -> Any:
     """The state of a trainer from the items read by `abstract_items`.
 
     With another M, replica r takes what was replica r mod the old M; theta and the outer
-    optimizer state stay; exchanges in flight are applied; in eager and delayed mode the history
-    restarts as in round 1. Raises NumericsError for a bad value in flight.
+    optimizer state stay. With another M or layout, what was in flight is dropped: nothing is
+    applied for it, and in eager and delayed mode the history restarts as in round 1.
     """
     if isinstance(trainer, DataParallel):
         return DataParallelState(t, items[PARAMETERS], items["opt_state"])
     if keeps_flight(trainer, origin):
-        return _state(trainer, items, origin, t)
-    flight = items.pop("flight", None)
-    state = _state(trainer, _dealt_anew(trainer, items, origin.num_replicas), origin, t)
-    if flight is None:
-        return state
-    old = OldLayout(trainer, origin.num_replicas, origin.mesh)
-    return apply_pending(trainer, state, old, flight)
+        return _state(trainer, items, t, origin.dropped_until)
+    items = _dealt_anew(trainer, items, origin.num_replicas)
+    return _state(trainer, items, t, dropped_until=t)
 
 
-def _state(trainer: DiLoCo, items: dict[str, Any], origin: Origin, t: int) -> State:
+def _state(trainer: DiLoCo, items: dict[str, Any], t: int, dropped_until: int) -> State:
     return State(
         t=t,
         params=items["params"],
@@ -155,7 +133,7 @@ def _state(trainer: DiLoCo, items: dict[str, Any], origin: Origin, t: int) -> St
         incoming=items["flight"]["incoming"],
         bad=items["signs"]["bad"],
         gram=items["signs"]["gram"],
-        settled=origin.settled,
+        dropped_until=dropped_until,
     )
 
 

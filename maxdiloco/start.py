@@ -90,17 +90,10 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
             cfg.load_parameters_path, parts.params, remedy=remedy
         )
         return trainer.init(params, fresh_optimizer_state(parts, params))
-    note = start.saved.meta
-    origin = saved_state.Origin(
-        num_replicas=note["num_replicas"],
-        mesh=note["mesh"],
-        settled=note["settled"],
-        same_rules=note["config"]["logical_axis_rules"] == cfg.as_dict()["logical_axis_rules"],
-    )
-    saved_state.refuse_in_flight(trainer, origin, start.step)
+    origin = _layout_of(cfg, start.saved)
 
     def abstract_of(meta):
-        return saved_state.abstract_items(trainer, origin, start.step)
+        return saved_state.abstract_items(trainer, origin)
 
     if checkpointer is not None and start.step in checkpointer.steps():
         restored = checkpointer.restore(abstract_of)
@@ -110,6 +103,37 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
             start.saved.path, abstract_of, key="load_full_state_path"
         )
     return saved_state.state_of(trainer, restored.items, origin, t=restored.step)
+
+
+def changes(cfg: Config, parts: Parts, start: Start) -> list[str]:
+    """Lines for the user: what the run does otherwise than the one that wrote the checkpoint."""
+    if start.saved is None:
+        return []
+    return dropped_line(parts.trainer, _layout_of(cfg, start.saved), start.step)
+
+
+def dropped_line(trainer: Any, origin: saved_state.Origin, t: int) -> list[str]:
+    """The line on what was in flight and is dropped, if anything was."""
+    sends = saved_state.dropped(trainer, origin, t)
+    if not sends:
+        return []
+    named = ", ".join(f"fragment {s.fragment} (sent after step {s.send_step})" for s in sends)
+    history = "" if trainer.schedule.overlap == "none" else " The history restarts as in round 1."
+    return [
+        f"dropped: {named}, in flight between {origin.num_replicas} replicas and not laid out for "
+        f"this mesh. theta and the replicas keep their values, so the next outer gradients carry "
+        f"the same progress.{history}"
+    ]
+
+
+def _layout_of(cfg: Config, saved: Restored) -> saved_state.Origin:
+    note = saved.meta
+    return saved_state.Origin(
+        num_replicas=note["num_replicas"],
+        mesh=note["mesh"],
+        same_rules=note["config"]["logical_axis_rules"] == cfg.as_dict()["logical_axis_rules"],
+        dropped_until=note["dropped_until"],
+    )
 
 
 def meta_of(cfg: Config, parts: Parts, position: Position, data: str) -> dict[str, Any]:

@@ -176,6 +176,8 @@ def _train(run: Run, begun: float) -> int:
     cfg, parts = run.cfg, run.parts
     run.say(f"{run.begin.origin}; {run.total} steps in all")
     run.say(f"ready to compile after {time.perf_counter() - begun:.1f} s")
+    for line in start.changes(cfg, parts, run.begin):
+        run.say(line)
     state = start.load(cfg, parts, run.begin, run.checkpointer)
     if cfg.compiled_trainstep_file:
         calls = parts.trainer.calls(assemble.abstract_batch(cfg, parts))

@@ -54,9 +54,9 @@ def trainer(mode, wire, *, slots=2):
     compiles = []
     algorithm = made(mode, wire, slots, compiled=compiles.append)
     first = algorithm.init(placed(algorithm.mesh), ())
-    lies = jax.tree.map(lambda x: x.sharding, replace(first, t=None, settled=None))
-    arrays = jax.tree.map(np.array, replace(first, t=None, settled=None))
-    return algorithm, lambda: replace(jax.device_put(arrays, lies), t=0, settled=0), compiles
+    lies = jax.tree.map(lambda x: x.sharding, replace(first, t=None, dropped_until=None))
+    arrays = jax.tree.map(np.array, replace(first, t=None, dropped_until=None))
+    return algorithm, lambda: replace(jax.device_put(arrays, lies), t=0, dropped_until=0), compiles
 
 
 def host(tree):
