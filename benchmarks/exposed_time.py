@@ -92,9 +92,7 @@ def changed(cfg: config.Config, keys: dict[str, Any]) -> config.Config:
 
 
 def bound(cfg: config.Config, mesh: Any) -> assemble.Parts:
-    parts = assemble.assemble(cfg, mesh, total_steps=cfg.steps, on_compile=_say)
-    parts.trainer.bind(parts.params, parts.opt_state)
-    return parts
+    return assemble.assemble(cfg, mesh, total_steps=cfg.steps, on_compile=_say)
 
 
 def _say(name: str, seconds: float, compiled: jax.stages.Compiled) -> None:

@@ -166,7 +166,8 @@ def make_pair(label: str, cfg: Config, mesh: Mesh) -> tuple[Case, Case]:
         compiles = []
 
         def on_compile(name, seconds, compiled, compiles=compiles):
-            compiles.append((seconds, compiled))
+            if name != "init":
+                compiles.append((seconds, compiled))
 
         parts = assemble.assemble(one, mesh, total_steps=cfg.steps, on_compile=on_compile)
         made.append(Case(f"{name} {label}".strip(), one, parts, compiles))
@@ -192,7 +193,7 @@ def make_batch(cfg: Config, parts: assemble.Parts) -> dict[str, jax.Array]:
     windows = SyntheticWindows(0, "train", cfg.vocab_size, cfg.max_target_length)
     tokens_NL, segments_NL = windows.read(np.arange(shape[0] * shape[1]))
     whole = {"tokens": tokens_NL.reshape(shape), "segment_ids": segments_NL.reshape(shape)}
-    sharding = assemble.batch_sharding(parts)
+    sharding = assemble.batch_sharding(parts.mesh, parts.rules)
     return feeding.to_global(whole, feeding.local_rows(sharding, shape), sharding, shape)
 
 
@@ -200,9 +201,7 @@ def warm_up(case: Case, batch: Any) -> None:
     """Make the state, compile, and take the steps that do not count."""
     device = case.parts.mesh.local_devices[0]
     before = device.memory_stats()
-    params, opt_state = assemble.initial(case.parts, case.cfg.init_weights_seed)
-    case.state = case.parts.trainer.init(params, opt_state)
-    del params, opt_state
+    case.state = assemble.initial_state(case.parts, case.cfg.init_weights_seed)
     for _ in range(WARM_UP):
         case.step(batch)
     if before is not None:
@@ -301,7 +300,6 @@ def without_all_reduce(data_parallel: Case) -> Cost:
         return cost(data_parallel.compiles[0][1])
     cfg, alone = data_parallel.cfg, Mesh(mesh.devices[:1], mesh.axis_names)
     parts = assemble.assemble(cfg, alone, total_steps=cfg.steps, on_compile=say_nothing)
-    parts.trainer.bind(parts.params, parts.opt_state)
     state = parts.trainer.abstract_state
     batch = assemble.abstract_batch(cfg, parts)
     return cost(parts.trainer.inner.lower(state.params, state.opt_state, batch).compile())

@@ -16,23 +16,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from maxdiloco.algorithm_calls import Call, calls, merge_args, pack_args
+from maxdiloco.algorithm_calls import BESIDE, Call, calls, merge_args, pack_args
 from maxdiloco.algorithm_layout import (
     FragmentPlan,
     Layout,
     State,
-    copies,
     front,
     lay_out,
-    parts_of,
     placed,
     replaced,
 )
 from maxdiloco.algorithm_programs import Programs, Rule
 from maxdiloco.diloco import fragments, outer, quantize, schedule
 from maxdiloco.errors import NumericsError
-from maxdiloco.parallel.replicas import fetch, reduce_mean
+from maxdiloco.parallel.program import Program
 
 
 def say_nothing(name: str, seconds: float, compiled: jax.stages.Compiled) -> None:
@@ -89,7 +88,6 @@ class DiLoCo:
         self.schedule = schedule.Schedule(**timing | {"offsets": tuple(offsets)})
         self.mesh = mesh
         self.num_replicas = num_replicas
-        self.num_fragments = num_fragments
         self.wire = exchange_dtype
         self.optimizer = outer_optimizer or outer.outer_optimizer(
             "nesterov", lr=outer_lr, momentum=outer_momentum
@@ -140,33 +138,16 @@ class DiLoCo:
 
         Their shardings on the mesh are kept, with `diloco` put before.
         """
-        like = self.bind(params, opt_state).state
-        like = replace(like, t=None, dropped_until=None)
-        empty = replace(like, params=None, opt_state=None, outer=None, outer_opt=())
-        M = self.num_replicas
+        self.bind(params, opt_state)
+        return self.init_program(lambda *given: given)(params, opt_state)
 
-        def zeros(x):
-            return jnp.zeros(x.shape, x.dtype)
+    def init_program(self, make: Callable[..., tuple[Any, Any]], **options) -> Program:
+        """A program that makes the state before the first step, after `bind`.
 
-        def fresh(params, opt_state):
-            theta = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-            # theta and the momenta of SGD start as the state before any outer gradient.
-            fragments_opt = tuple(
-                self.optimizer.init(parts_of(jax.tree.leaves(theta), plan))
-                for plan in self.layout.plans
-            )
-            if self._rule.overlap == "eager":
-                theta, fragments_opt = copies((theta, fragments_opt), M)
-            return replace(
-                jax.tree.map(zeros, empty),
-                params=copies(params, M),
-                opt_state=copies(opt_state, M),
-                outer=theta,
-                outer_opt=fragments_opt,
-            )
-
-        made = jax.jit(fresh, out_shardings=jax.tree.map(lambda x: x.sharding, like))
-        return replace(made(params, opt_state), t=0, dropped_until=0)
+        make(*args) -> (params, opt_state), one replica's view; the program takes its arguments.
+        options: of Program.
+        """
+        return self.programs.init(make, **options)
 
     def calls(self, batch: Any) -> list[Call]:
         """Every program that the steps of a run call, after `bind`; see algorithm_calls.
@@ -175,17 +156,24 @@ class DiLoCo:
         """
         return calls(self.programs, self.schedule, batch)
 
+    def outer_calls(self, runs: float) -> list[Call]:
+        """What `outer_params` calls. runs: how often in a period."""
+        if not self.layout.per_replica_outer:
+            return []
+        return [Call(self.programs.mean_outer, (self.layout.state.outer,), runs, BESIDE)]
+
     def step(self, state: State, batch: Any) -> tuple[State, Any]:
         """One inner step of every replica, and the sends and applies that fall on it.
 
         state: donated. batch: leaves [R, ...]. Returns the new state and metrics with leaves
-        [R, ...]. Not itself jittable. Raises NumericsError at the first synchronisation after one
-        in which a replica's outer gradient was not finite.
+        [R, ...]. Not itself jittable. Raises NumericsError when a replica's outer gradient was not
+        finite: at the first send or apply after the apply that follows the one which found it.
         """
         t = state.t + 1
         plan = self.schedule.plan(t)
         if plan.sends or plan.applies:
-            self.check_finite(state)
+            # Not those of the last synchronisation: the host would wait for it.
+            self._check_finite(state.bad_before, state.t)
         self._pace(state)
         state, metrics = self._inner(state, batch, plan.carrying)
         state = replace(state, t=t)
@@ -238,14 +226,16 @@ class DiLoCo:
 
     def _merge(self, state: State, kind: str, plan: FragmentPlan, incoming) -> State:
         args = merge_args(state, plan, incoming)
-        params, theta, opt, bad, gram, *chunks = self.programs.of(kind, plan)(*args)
+        params, theta, opt, bad, sizes, *chunks = self.programs.of(kind, plan)(*args)
+        bad.copy_to_host_async()
         state = replace(
             state,
             params=placed(state.params, plan, params),
             outer=placed(state.outer, plan, theta),
             outer_opt=replaced(state.outer_opt, plan.index, opt),
             bad=bad,
-            gram=gram,
+            bad_before=state.bad,
+            sizes=sizes,
         )
         return replace(state, outgoing=front(state.outgoing, chunks[0])) if chunks else state
 
@@ -255,11 +245,14 @@ class DiLoCo:
         Waits for the last synchronisation. The flags travel with the exchange, so every process
         sees the same ones; nothing was changed by the synchronisation that found them.
         """
-        bad_RF = np.asarray(state.bad)
+        self._check_finite(state.bad, state.t)
+
+    def _check_finite(self, flags_RF: jax.Array, t: int) -> None:
+        bad_RF = np.asarray(flags_RF)
         if bad_RF.any():
             m, leaf = np.argwhere(bad_RF)[0]
             raise NumericsError(
-                f"step {state.t}: the outer gradient of replica {m} has a NaN or infinity in "
+                f"step {t}: the outer gradient of replica {m} has a NaN or infinity in "
                 f"params{self.layout.paths[leaf]}. No replica took it in. Go on from the last "
                 f"checkpoint with a lower learning_rate, or with nan_policy=skip."
             )
@@ -269,17 +262,31 @@ class DiLoCo:
         return state.params
 
     def outer_params(self, state: State) -> Any:
-        """theta, float32, leaves [...]; the mean over the replicas when eager."""
-        if self._rule.overlap != "eager":
+        """theta, float32, leaves [...], in device memory; the mean over the replicas when eager."""
+        if self.layout.per_replica_outer:
+            return self.programs.mean_outer(state.outer)
+        like = self.layout.outer_params
+        if like is self.layout.state.outer:
             return state.outer
-        specs = [NamedSharding(self.mesh, spec) for spec in self.layout.specs]
-        lies = jax.tree.unflatten(jax.tree.structure(state.outer), specs)
-        return jax.jit(_mean_over_replicas, out_shardings=lies)(state.outer)
+        return jax.device_put(state.outer, jax.tree.map(lambda x: x.sharding, like))
 
-    def drift(self, state: State) -> np.ndarray:
-        """[R]: mean |x_m - theta| over all parameters of each replica."""
-        theta = jax.device_put(state.outer, jax.memory.Space.Device)
-        return fetch(jax.jit(_mean_distance)(state.params, theta), self.mesh)
+    @property
+    def abstract_outer_params(self) -> Any:
+        """ShapeDtypeStructs of `outer_params`."""
+        return self.layout.outer_params
+
+    @property
+    def abstract_state(self) -> State:
+        """The state as ShapeDtypeStructs with shardings."""
+        return self.layout.state
+
+    def abstract_metrics(self, batch: Any) -> Any:
+        """ShapeDtypeStructs of the metrics of a step, leaves [R, ...]. batch: as for `calls`."""
+        like, lead = self.layout.state, NamedSharding(self.mesh, P("diloco"))
+        shapes = self.programs.inner.out_shapes(like.params, like.opt_state, batch)[2]
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lead), shapes
+        )
 
     def bytes_sent(self, t: int) -> int:
         """Bytes that inner step t makes one replica send to other slices, padding included."""
@@ -315,17 +322,3 @@ def _check(num_replicas, alpha, outer_memory, mesh) -> None:
         )
     if outer_memory not in ("device", "pinned_host"):
         raise ValueError(f"outer_memory={outer_memory!r} is not known. Use device or pinned_host.")
-
-
-# Functions of the module, not of a call: jit knows them again and compiles them once.
-
-
-def _mean_over_replicas(tree: Any) -> Any:
-    return jax.tree.map(reduce_mean, tree)
-
-
-def _mean_distance(params: Any, theta: Any) -> jax.Array:
-    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(theta), strict=True)
-    apart = [abs(x_R.astype(jnp.float32) - o) for x_R, o in pairs]
-    M = apart[0].shape[0]
-    return sum(d.reshape(M, -1).sum(1) for d in apart) / sum(d.size // M for d in apart)

@@ -7,16 +7,22 @@ from maxdiloco.algorithm_programs import Programs
 from maxdiloco.diloco.schedule import Schedule
 from maxdiloco.parallel.program import Program
 
+# When a program runs: as part of the steps; beside them, with the run's state on the devices; or
+# at the start, when there is no state yet.
+STEP, BESIDE, START = "step", "beside", "start"
+
 
 class Call(NamedTuple):
     """A program with the ShapeDtypeStructs that a run passes to it.
 
     runs: how often it runs in the H steps of a period, once the first exchanges are under way.
+    when: STEP, BESIDE or START.
     """
 
     program: Program
     args: tuple
-    runs: int
+    runs: float
+    when: str = STEP
 
 
 def merge_args(state: State, plan: FragmentPlan, incoming: tuple | None) -> tuple:

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -29,11 +29,11 @@ class State:
     outer_opt: state of the outer optimizer, one entry per fragment. outgoing: chunks of the
     fragment on the wire. incoming: per receive slot, chunks that have arrived.
     dropped_until: sends up to this step that were not applied by then never will be.
-    bad: [R, F] replicas and leaves that held a NaN or infinity at a send. gram: [R, R] inner
-    products of the outer gradients of the fragment applied last.
+    bad: [R, F] replicas and leaves that held a NaN or infinity at a send; bad_before: the same
+    before the last synchronisation. sizes: of the outer gradients of the fragment applied last.
     """
 
-    t: int
+    t: int = field(metadata=dict(static=True))
     params: Any
     opt_state: Any
     outer: Any
@@ -41,8 +41,9 @@ class State:
     outgoing: tuple[jax.Array, ...]
     incoming: tuple[tuple[jax.Array, ...], ...]
     bad: jax.Array
-    gram: jax.Array
-    dropped_until: int = 0
+    bad_before: jax.Array
+    sizes: collective.Sizes
+    dropped_until: int = field(default=0, metadata=dict(static=True))
 
 
 class FragmentPlan(NamedTuple):
@@ -70,7 +71,23 @@ class Layout:
     specs: tuple[P, ...]
     plans: tuple[FragmentPlan, ...]
     chunk: int
+    per_replica_outer: bool  # theta has a leading R (eager)
     state: State  # of ShapeDtypeStructs with shardings
+
+    @property
+    def outer_params(self) -> Any:
+        """ShapeDtypeStructs of theta as DiLoCo.outer_params gives it: one copy, on the device."""
+        leaves, tree = jax.tree.flatten(self.state.outer)
+        if not self.per_replica_outer and leaves[0].sharding.memory_kind != "pinned_host":
+            return self.state.outer
+        lead = 1 if self.per_replica_outer else 0
+        one = [
+            jax.ShapeDtypeStruct(
+                x.shape[lead:], x.dtype, sharding=NamedSharding(self.mesh, spec)
+            )
+            for x, spec in zip(leaves, self.specs, strict=True)
+        ]
+        return jax.tree.unflatten(tree, one)
 
     def chunk_of(self, plan: FragmentPlan) -> int:
         """Wire elements per replica and device in a chunk of this fragment."""
@@ -162,10 +179,15 @@ def lay_out(
         outgoing=(out_chunk,) * (window if chunk else 0),
         incoming=((in_chunk,) * window,) * slots if chunk else (),
         bad=struct((num_replicas, len(leaves)), jnp.bool_, P()),
-        gram=struct((num_replicas, num_replicas), jnp.float32, P()),
+        bad_before=struct((num_replicas, len(leaves)), jnp.bool_, P()),
+        sizes=collective.Sizes(
+            norm_R=struct((num_replicas,), jnp.float32, P()),
+            drift_R=struct((num_replicas,), jnp.float32, P()),
+            mean_norm=struct((), jnp.float32, P()),
+        ),
     )
     names = tuple(jax.tree_util.keystr(path) for path in paths)
-    return Layout(mesh, num_replicas, names, specs, plans, chunk, state)
+    return Layout(mesh, num_replicas, names, specs, plans, chunk, per_replica_outer, state)
 
 
 def fragment_shapes(plan: FragmentPlan) -> list[jax.ShapeDtypeStruct]:

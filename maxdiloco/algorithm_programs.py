@@ -8,7 +8,7 @@ size share one compile.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,11 +17,15 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.algorithm_layout import FragmentPlan, Layout
+from maxdiloco.algorithm_layout import FragmentPlan, Layout, copies, parts_of
 from maxdiloco.diloco import outer, slices
 from maxdiloco.exchange import collective
 from maxdiloco.parallel.program import Program
-from maxdiloco.parallel.replicas import map_fn
+from maxdiloco.parallel.replicas import map_fn, reduce_mean
+
+# Of merge, synchronise and outer_step: the leaves and the optimizer state. Not the flags: the host
+# looks at them later.
+DONATED = (0, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,8 @@ class Programs:
         self._by_cuts: dict[tuple, Program] = {}
         step = map_fn(inner_step, mesh=layout.mesh, num_replicas=layout.num_replicas)
         state = layout.state
-        kept = (_shardings(state.params), _shardings(state.opt_state), None)
+        lead = NamedSharding(layout.mesh, P("diloco"))
+        kept = (_shardings(state.params), _shardings(state.opt_state), lead)
         arrived = NamedSharding(layout.mesh, collective.incoming_spec(layout.mesh))
         self.inner = self._program("inner", step, donate=(0, 1), out_shardings=kept)
         self.inner_exchange = self._program(
@@ -55,6 +60,54 @@ class Programs:
             donate=(0, 1),
             out_shardings=(*kept, arrived),
         )
+        self.mean_outer = self._program(
+            "outer parameters", self._mean_outer, out_shardings=_shardings(layout.outer_params)
+        )
+
+    def _mean_outer(self, outer):
+        """The mean over the replicas of theta, where each has its own (eager)."""
+        # A TPU computes in device memory only.
+        near = jax.tree.map(
+            lambda x, kept: jax.device_put(x, kept.sharding.with_memory_kind("device")),
+            outer,
+            self.layout.state.outer,
+        )
+        return jax.tree.map(reduce_mean, near)
+
+    def init(self, make: Callable, **options) -> Program:
+        """The program from the arguments of `make` to the state before the first step.
+
+        make(*args) -> (params, opt_state) of one replica. One program, so that nothing but the
+        state itself is ever held. options: of Program.
+        """
+        layout, M = self.layout, self.layout.num_replicas
+        one = jax.tree.unflatten(
+            jax.tree.structure(layout.state.params),
+            [NamedSharding(layout.mesh, spec) for spec in layout.specs],
+        )
+
+        def init(*args):
+            params, opt_state = make(*args)
+            params = jax.lax.with_sharding_constraint(params, one)
+            theta = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+            # theta and the momenta of SGD start as the state before any outer gradient.
+            outer_opt = tuple(
+                self.rule.optimizer.init(parts_of(jax.tree.leaves(theta), plan))
+                for plan in layout.plans
+            )
+            if self.rule.overlap == "eager":
+                theta, outer_opt = copies((theta, outer_opt), M)
+            state = layout.state
+            empty = replace(state, params=None, opt_state=None, outer=None, outer_opt=())
+            return replace(
+                jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), empty),
+                params=copies(params, M),
+                opt_state=copies(opt_state, M),
+                outer=theta,
+                outer_opt=outer_opt,
+            )
+
+        return self._program("init", init, out_shardings=_shardings(layout.state), **options)
 
     def _program(self, name, fn, **options) -> Program:
         return Program(name, fn, on_compile=self.on_compile, **options)
@@ -75,10 +128,6 @@ class Programs:
                 name, fn, donate=donate, out_shardings=out_shardings
             )
         return self._by_cuts[key]
-
-    def all(self) -> list[Program]:
-        """Every program made so far."""
-        return [self.inner, self.inner_exchange, *self._by_cuts.values()]
 
 
 def _label(plan: FragmentPlan) -> str:
@@ -108,39 +157,79 @@ def _put(arrays, plan: FragmentPlan, places, values, lead: int) -> list[jax.Arra
     ]
 
 
-class _Memory:
-    """Moves a fragment of the outer state between where it is kept and the device."""
+class _Outer:
+    """A fragment of theta and of its optimizer state: to the device, and back where it is kept.
 
-    def __init__(self, layout: Layout, plan: FragmentPlan):
-        kept = jax.tree.leaves(layout.state.outer)[0].sharding.memory_kind
-        self.on_host = kept == "pinned_host"
-        self.opt = _shardings(layout.state.outer_opt[plan.index])
+    lead: dims before a leaf's own, 1 (R) when every replica has its theta (eager).
+    """
 
-    def load(self, tree, shardings):
+    def __init__(self, layout: Layout, plan: FragmentPlan, lead: int):
+        self.plan, self.lead = plan, lead
+        self.kept = _shardings(_pick(jax.tree.leaves(layout.state.outer), plan))
+        self.kept_opt = _shardings(layout.state.outer_opt[plan.index])
+        self.on_host = self.kept[0].memory_kind == "pinned_host"
+        prefix = ("diloco",) if lead else ()
+        self.fragment = [
+            NamedSharding(layout.mesh, P(*prefix, *s.spec)) for s in plan.payload.shares
+        ]
+
+    def take(self, leaves, places) -> list[jax.Array]:
+        """The fragment of theta, on the device, laid out like its shares."""
+        return [
+            self._on_device(
+                slices.take(self._whole(x, cut, kept), cut, place, lead=self.lead), fragment
+            )
+            for x, cut, place, kept, fragment in self._each(leaves, places)
+        ]
+
+    def put(self, leaves, places, values) -> list[jax.Array]:
+        """The leaves of theta with the fragment replaced by values, where they are kept."""
+        return [
+            self._back(
+                slices.put(
+                    self._whole(x, cut, kept),
+                    cut,
+                    place,
+                    value if self._moves(x, cut) else self._back(value, fragment),
+                    lead=self.lead,
+                ),
+                kept,
+            )
+            for (x, cut, place, kept, fragment), value in zip(
+                self._each(leaves, places), values, strict=True
+            )
+        ]
+
+    def load_opt(self, outer_opt):
+        """The fragment's optimizer state, on the device."""
+        return jax.tree.map(self._on_device, outer_opt, self.kept_opt)
+
+    def store_opt(self, outer_opt):
+        """It again, where it is kept."""
+        return jax.tree.map(self._back, outer_opt, self.kept_opt)
+
+    def _each(self, leaves, places):
+        return zip(leaves, self.plan.cuts, places, self.kept, self.fragment, strict=True)
+
+    def _on_device(self, x, sharding):
         if not self.on_host:
-            return tree
-        return jax.tree.map(
-            lambda x, s: jax.device_put(x, s.with_memory_kind("device")), tree, shardings
-        )
+            return x
+        return jax.device_put(x, sharding.with_memory_kind("device"))
 
-    def store(self, tree, shardings):
+    def _back(self, x, sharding):
         if not self.on_host:
-            return tree
-        return jax.tree.map(
-            lambda x, s: jax.device_put(x, s.with_memory_kind("pinned_host")), tree, shardings
-        )
+            return x
+        return jax.device_put(x, sharding.with_memory_kind("pinned_host"))
 
+    def _moves(self, x, cut) -> bool:
+        # A TPU tiles the last two dims. To fold or gather along one of them moves data, which it
+        # can do in device memory only.
+        tiled = cut.axis + self.lead >= x.ndim - 2
+        gathers = cut.pattern == "list" and cut.count > slices.MOST_SINGLE_SLICES
+        return (cut.pattern == "stride" and tiled) or gathers
 
-def _fragment_shardings(layout: Layout, plan: FragmentPlan, lead: int) -> list[NamedSharding]:
-    prefix = ("diloco",) if lead else ()
-    return [NamedSharding(layout.mesh, P(*prefix, *s.spec)) for s in plan.payload.shares]
-
-
-def _outer_leaves(layout, plan, outer_leaves, places, lead):
-    """The fragment of theta, on the device, laid out like its shares."""
-    taken = _taken(outer_leaves, plan, places, lead)
-    memory = _Memory(layout, plan)
-    return memory.load(taken, _fragment_shardings(layout, plan, lead))
+    def _whole(self, x, cut, kept):
+        return self._on_device(x, kept) if self._moves(x, cut) else x
 
 
 def _gradient(params_R, theta, lead):
@@ -155,7 +244,7 @@ def _pack(layout: Layout, plan: FragmentPlan, rule: Rule):
     """Form the fragment's outer gradients and encode them: Alg. 2 lines 6-7, no traffic."""
 
     def pack(param_leaves, outer_leaves, places):
-        theta = _outer_leaves(layout, plan, outer_leaves, places, lead=0)
+        theta = _Outer(layout, plan, lead=0).take(outer_leaves, places)
         g_R = _gradient(_taken(param_leaves, plan, places, lead=1), theta, 0)
         chunk = layout.chunk_of(plan)
         return collective.send(plan.payload, g_R, num_chunks=plan.num_chunks, chunk=chunk)
@@ -171,31 +260,29 @@ def _merged_shardings(layout: Layout, plan: FragmentPlan):
         _shardings(_pick(jax.tree.leaves(state.outer), plan)),
         _shardings(state.outer_opt[plan.index]),
         state.bad.sharding,
-        state.gram.sharding,
+        _shardings(state.sizes),
     )
 
 
 def _apply(layout, plan, rule, param_leaves, outer_leaves, outer_opt, bad_RF, places, received):
     """Alg. 2 lines 10-12: the outer step and the merge; nothing changes if a flag is bad."""
-    memory = _Memory(layout, plan)
-    shardings = _fragment_shardings(layout, plan, 0)
-    theta = _outer_leaves(layout, plan, outer_leaves, places, lead=0)
-    opt = memory.load(outer_opt, memory.opt)
+    kept = _Outer(layout, plan, lead=0)
+    theta, opt = kept.take(outer_leaves, places), kept.load_opt(outer_opt)
     new, new_opt = outer.outer_update(rule.optimizer, theta, opt, received.mean)
-    well = ~jnp.any(received.bad_RF)
-    new, new_opt = _where(well, (new, new_opt), (theta, opt))
+    finite = ~jnp.any(received.bad_RF)
+    new, new_opt = _where(finite, (new, new_opt), (theta, opt))
     x_R = _taken(param_leaves, plan, places, lead=1)
     mixed_R = [
-        jnp.where(well, outer.merge(x, jnp.broadcast_to(n, x.shape), alpha=rule.alpha), x)
+        jnp.where(finite, outer.merge(x, jnp.broadcast_to(n, x.shape), alpha=rule.alpha), x)
         for x, n in zip(x_R, new, strict=True)
     ]
     leaves = jnp.array([cut.leaf for cut in plan.cuts])
     return (
         _put(param_leaves, plan, places, mixed_R, lead=1),
-        _put(outer_leaves, plan, places, memory.store(new, shardings), lead=0),
-        memory.store(new_opt, memory.opt),
+        kept.put(outer_leaves, places, new),
+        kept.store_opt(new_opt),
         bad_RF.at[:, leaves].max(received.bad_RF),
-        received.gram_RR,
+        received.sizes,
     )
 
 
@@ -212,7 +299,7 @@ def _merge(layout: Layout, plan: FragmentPlan, rule: Rule):
             layout, plan, rule, param_leaves, outer_leaves, outer_opt, bad_RF, places, received
         )
 
-    return merge, (0, 1, 2, 3), _merged_shardings(layout, plan)
+    return merge, DONATED, _merged_shardings(layout, plan)
 
 
 def _synchronise(layout: Layout, plan: FragmentPlan, rule: Rule):
@@ -239,7 +326,7 @@ def _outer_step(layout: Layout, plan: FragmentPlan, rule: Rule):
     step = make(layout, plan, rule)
     where = NamedSharding(layout.mesh, collective.outgoing_spec(layout.mesh))
     merged = _merged_shardings(layout, plan)
-    return step, (0, 1, 2, 3), (*merged, (where,) * plan.num_chunks)
+    return step, DONATED, (*merged, (where,) * plan.num_chunks)
 
 
 def _delayed_step(layout: Layout, plan: FragmentPlan, rule: Rule):
@@ -257,20 +344,19 @@ def _delayed_step(layout: Layout, plan: FragmentPlan, rule: Rule):
 
 
 def _eager_step(layout: Layout, plan: FragmentPlan, rule: Rule):
-    memory = _Memory(layout, plan)
-    shardings = _fragment_shardings(layout, plan, 1)
+    kept = _Outer(layout, plan, lead=1)
 
-    def one_replica(well, x, theta, opt, mean):
+    def one_replica(finite, x, theta, opt, mean):
         new, new_opt = outer.outer_update(rule.optimizer, theta, opt, mean)
-        new, new_opt = _where(well, (new, new_opt), (theta, opt))
+        new, new_opt = _where(finite, (new, new_opt), (theta, opt))
         mixed = [
-            jnp.where(well, outer.merge(i, o, alpha=rule.alpha), i)
+            jnp.where(finite, outer.merge(i, o, alpha=rule.alpha), i)
             for i, o in zip(x, new, strict=True)
         ]
         return mixed, new, new_opt
 
     def eager_step(param_leaves, outer_leaves, outer_opt, bad_RF, places, incoming):
-        theta_R = _outer_leaves(layout, plan, outer_leaves, places, lead=1)
+        theta_R, opt_R = kept.take(outer_leaves, places), kept.load_opt(outer_opt)
         x_R = _taken(param_leaves, plan, places, lead=1)
         chunks = collective.send(
             plan.payload,
@@ -281,17 +367,16 @@ def _eager_step(layout: Layout, plan: FragmentPlan, rule: Rule):
         received, own_bad_RF = collective.receive_with_own(
             plan.payload, incoming, chunks, num_replicas=layout.num_replicas
         )
-        well_R = ~(jnp.any(received.bad_RF) | jnp.any(own_bad_RF, axis=1))
-        opt_R = memory.load(outer_opt, memory.opt)
+        finite_R = ~(jnp.any(received.bad_RF) | jnp.any(own_bad_RF, axis=1))
         per_replica = map_fn(one_replica, mesh=layout.mesh, num_replicas=layout.num_replicas)
-        mixed_R, new_R, new_opt_R = per_replica(well_R, x_R, theta_R, opt_R, received.mean)
+        mixed_R, new_R, new_opt_R = per_replica(finite_R, x_R, theta_R, opt_R, received.mean)
         leaves = jnp.array([cut.leaf for cut in plan.cuts])
         return (
             _put(param_leaves, plan, places, mixed_R, lead=1),
-            _put(outer_leaves, plan, places, memory.store(new_R, shardings), lead=1),
-            memory.store(new_opt_R, memory.opt),
+            kept.put(outer_leaves, places, new_R),
+            kept.store_opt(new_opt_R),
             bad_RF.at[:, leaves].max(received.bad_RF),
-            received.gram_RR,
+            received.sizes,
             chunks,
         )
 

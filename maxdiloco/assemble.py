@@ -9,16 +9,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco import inner_step, optimizer
 from maxdiloco.algorithm import DiLoCo
+from maxdiloco.algorithm_calls import START, Call
 from maxdiloco.config import Config
 from maxdiloco.data_parallel import DataParallel
 from maxdiloco.diloco import outer
 from maxdiloco.errors import ConfigError
+from maxdiloco.evaluate import Evaluation
 from maxdiloco.models import transformer
+from maxdiloco.monitor import Monitor
+from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import (
     Rules,
     optimizer_shardings,
@@ -35,7 +40,7 @@ class Parts(NamedTuple):
     """What a run is made of.
 
     trainer: DiLoCo or DataParallel. num_replicas M and batch_size B shape a batch [M, B, L].
-    params, opt_state: one replica's, as ShapeDtypeStructs with shardings.
+    params, opt_state: one replica's, as ShapeDtypeStructs with shardings. init: seed -> state.
     """
 
     mesh: Mesh
@@ -48,6 +53,9 @@ class Parts(NamedTuple):
     batch_size: int
     params: Any
     opt_state: Any
+    init: Program
+    monitor: Monitor
+    evaluation: Evaluation
 
 
 def assemble(cfg: Config, mesh: Mesh, *, total_steps: int, on_compile: OnCompile) -> Parts:
@@ -73,6 +81,7 @@ def assemble(cfg: Config, mesh: Mesh, *, total_steps: int, on_compile: OnCompile
     trainer = _trainer(cfg, mesh, model, step, M, on_compile)
     params = _laid_out(shapes, shardings)
     opt_state = _laid_out(jax.eval_shape(inner_optimizer.init, shapes), lies)
+    trainer.bind(params, opt_state)
     return Parts(
         mesh=mesh,
         rules=rules,
@@ -84,6 +93,22 @@ def assemble(cfg: Config, mesh: Mesh, *, total_steps: int, on_compile: OnCompile
         batch_size=sequences_per_replica(cfg, mesh),
         params=params,
         opt_state=opt_state,
+        init=_init_program(trainer, model, inner_optimizer),
+        monitor=Monitor(
+            trainer,
+            _abstract_batch(cfg, mesh, rules),
+            stop_on_nan=cfg.nan_policy == "stop",
+            on_compile=on_compile,
+        ),
+        evaluation=Evaluation(
+            model,
+            mesh,
+            rules,
+            rows=M * sequences_per_replica(cfg, mesh) // cfg.gradient_accumulation_steps,
+            length=cfg.max_target_length,
+            num_batches=cfg.eval_steps,
+            on_compile=on_compile,
+        ),
     )
 
 
@@ -139,37 +164,62 @@ def _laid_out(shapes, shardings):
     )
 
 
-def initial(parts: Parts, seed: int) -> tuple[Any, Any]:
-    """One replica's fresh parameters and optimizer state, on the mesh."""
-    lies = jax.tree.map(lambda x: x.sharding, (parts.params, parts.opt_state))
-
-    def both(key):
-        params = parts.model.init(key)
-        return params, parts.optimizer.init(params)
+def _init_program(trainer, model, inner_optimizer) -> Program:
+    def make(seed):
+        params = model.init(jax.random.key(seed))
+        return params, inner_optimizer.init(params)
 
     # Runs once. LLVM takes 10 CPU seconds to optimise the draws of a small model, and 1.4 not to.
     fast = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    on_cpu = parts.mesh.devices.flat[0].platform == "cpu"
-    made = jax.jit(both, out_shardings=lies, compiler_options=fast if on_cpu else None)
-    return made(jax.random.key(seed))
+    on_cpu = trainer.mesh.devices.flat[0].platform == "cpu"
+    return trainer.init_program(make, compiler_options=fast if on_cpu else None)
 
 
-def fresh_optimizer_state(parts: Parts, params: Any) -> Any:
-    """The optimizer state for given parameters of one replica."""
-    lies = jax.tree.map(lambda x: x.sharding, parts.opt_state)
-    return jax.jit(parts.optimizer.init, out_shardings=lies)(params)
+def initial_state(parts: Parts, seed: int) -> Any:
+    """The state before the first step of a fresh run."""
+    return parts.init(np.uint32(seed))
 
 
-def batch_sharding(parts: Parts) -> NamedSharding:
+def state_with(parts: Parts, params: Any) -> Any:
+    """The state before the first step, from given parameters of one replica, which are donated."""
+
+    def make(params):
+        return params, parts.optimizer.init(params)
+
+    return parts.trainer.init_program(make, donate=(0,))(params)
+
+
+def calls(cfg: Config, parts: Parts) -> list[Call]:
+    """Every program of a run: those of the steps first, then what it does beside and before them.
+
+    Restoring and saving have none of their own, but for the outer parameters in eager mode.
+    """
+    trainer, period = parts.trainer, cfg.diloco_sync_period if cfg.enable_diloco else 1
+    evaluations = 0.0 if cfg.eval_interval == -1 else period / cfg.eval_interval
+    saves = period / cfg.checkpoint_period if cfg.enable_checkpointing else 0.0
+    out = trainer.calls(abstract_batch(cfg, parts))
+    out += parts.monitor.calls(period=period, log_period=cfg.log_period)
+    if evaluations or saves:
+        out += trainer.outer_calls(evaluations + saves)
+    if evaluations:
+        out += parts.evaluation.calls(trainer.abstract_outer_params, evaluations)
+    return [*out, Call(parts.init, (np.uint32(0),), 0, START)]
+
+
+def batch_sharding(mesh: Mesh, rules: Rules) -> NamedSharding:
     """Sharding of a batch [R, B, L]."""
-    rows = spec(("batch", "length"), parts.rules, without=("diloco",))
-    return NamedSharding(parts.mesh, P("diloco", *rows))
+    rows = spec(("batch", "length"), rules, without=("diloco",))
+    return NamedSharding(mesh, P("diloco", *rows))
 
 
 def abstract_batch(cfg: Config, parts: Parts) -> dict[str, jax.ShapeDtypeStruct]:
     """The batch of a step, leaves [R, B, L]."""
-    shape = (count_replicas(cfg, parts.mesh), parts.batch_size, cfg.max_target_length)
-    rows_RBL = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(parts))
+    return _abstract_batch(cfg, parts.mesh, parts.rules)
+
+
+def _abstract_batch(cfg, mesh, rules):
+    shape = (count_replicas(cfg, mesh), sequences_per_replica(cfg, mesh), cfg.max_target_length)
+    rows_RBL = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh, rules))
     return {"tokens": rows_RBL, "segment_ids": rows_RBL}
 
 

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from maxdiloco.algorithm_calls import Call
+from maxdiloco.algorithm_calls import START, Call
+from maxdiloco.compiles import too_big
 from maxdiloco.errors import ConfigError
 from maxdiloco.hlo import collectives, flops, reader, replay, transfers
 from maxdiloco.hlo.collectives import Collective
@@ -51,11 +52,12 @@ class Measured(NamedTuple):
 
     seconds: device time of one run with nothing to wait for from other slices, by the compiler's
     estimates; None off TPU. kernels: Pallas kernels, which carry no estimate and are not in it.
-    runs: in the H steps of a period.
+    runs: in the H steps of a period. when: see Call.
     """
 
     name: str
-    runs: int
+    runs: float
+    when: str
     compile_seconds: float
     too_big: str
     flops: float
@@ -109,9 +111,9 @@ def measure(
         try:
             compiled = call.program.compile(*call.args)
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
+            if (reason := too_big(error)) is None:
                 raise
-            out.append(_too_big(call, time.perf_counter() - start, str(error)))
+            out.append(_too_big(call, time.perf_counter() - start, reason))
             say(f"{call.program.name} does not fit: {out[-1].too_big}")
             continue
         seconds = time.perf_counter() - start
@@ -128,19 +130,19 @@ def measure(
     return out
 
 
-def _too_big(call: Call, seconds: float, message: str) -> Measured:
-    said = message.replace("\n", " ").partition("RESOURCE_EXHAUSTED: ")[2]
-    end = said.find(". ")
-    said = said[: end + 1] if end > 0 else said
+def _too_big(call: Call, seconds: float, reason: str) -> Measured:
     nothing = Memory(0, 0, 0, 0, 0)
-    return Measured(call.program.name, call.runs, seconds, said, 0.0, None, 0, nothing, (), ())
+    return Measured(
+        call.program.name, call.runs, call.when, seconds, reason, 0.0, None, 0, nothing, (), ()
+    )
 
 
 def _memory(analysis: Any, call: Call, state: Any) -> Memory:
     arguments, outputs = analysis.argument_size_in_bytes, analysis.output_size_in_bytes
     temporary, shared = analysis.temp_size_in_bytes, analysis.alias_size_in_bytes
     peak = arguments + outputs - shared + temporary + analysis.generated_code_size_in_bytes
-    kept = [x for x in jax.tree.leaves(state) if _on_device(x)]
+    # A program of the start makes the state: there is none besides.
+    kept = [x for x in jax.tree.leaves(state) if _on_device(x) and call.when != START]
     names = {id(x) for x in kept}
     passed = [x for x in jax.tree.leaves(call.args) if id(x) in names]
     elsewhere = sum(map(bytes_on_device, kept)) - sum(map(bytes_on_device, passed))
@@ -177,6 +179,7 @@ def _measured(call, seconds, module, memory) -> Measured:
     return Measured(
         name=call.program.name,
         runs=call.runs,
+        when=call.when,
         compile_seconds=seconds,
         too_big="",
         flops=flops.matmul_flops(module),

@@ -15,12 +15,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import numpy as np
 from etils import epath
 from jax.experimental.compilation_cache import compilation_cache
 
 from maxdiloco import assemble, config, config_help
-from maxdiloco.algorithm_calls import Call
+from maxdiloco.algorithm_calls import STEP, Call
 from maxdiloco.assemble import Parts
 from maxdiloco.config import Config
 from maxdiloco.errors import ConfigError
@@ -99,20 +98,24 @@ def check(path: str, cfg: Config, parts: Parts, *, total_steps: int) -> None:
 def load(path: str, parts: Parts, calls: list[Call]) -> int:
     """Put the programs of a checked file into the run's; returns how many.
 
-    Raises ConfigError when they take other arguments than this run has.
+    A program beside the steps may be missing: it depends on keys such as eval_interval that a run
+    may change. Raises ConfigError when a program of the steps takes other arguments.
     """
     with _opened(path) as archive:
         stored = _stored(path, archive)["programs"]
-        blobs = [archive.read(f"program_{n}") for n in range(len(stored))]
-    if stored != _signatures(calls):
+        blobs = {tuple(one): archive.read(f"program_{n}") for n, one in enumerate(stored)}
+    found = [(call, blobs.get(_signature(call))) for call in calls]
+    if any(data is None and call.when == STEP for call, data in found):
+        steps = [list(_signature(call)) for call in calls if call.when == STEP]
         raise ConfigError(
             f"compiled_trainstep_file={path} has programs {_names(stored)} for other arrays than "
-            f"{_names(_signatures(calls))} of this run. Compile it again with "
+            f"{_names(steps)} of this run. Compile it again with "
             f"maxdiloco.train_compile, or leave the file out."
         )
-    for call, data in zip(calls, blobs, strict=True):
+    held = [(call, data) for call, data in found if data is not None]
+    for call, data in held:
         call.program.load(data, list(parts.mesh.devices.flat), *call.args)
-    return len(calls)
+    return len(held)
 
 
 def _opened(path: str) -> zipfile.ZipFile:
@@ -192,7 +195,11 @@ def _processor() -> str:
 
 def _signatures(calls: list[Call]) -> list[list[str]]:
     """Name and a fingerprint of the arguments of each program, in order."""
-    return [[call.program.name, _fingerprint(call.args)] for call in calls]
+    return [list(_signature(call)) for call in calls]
+
+
+def _signature(call: Call) -> tuple[str, str]:
+    return call.program.name, _fingerprint(call.args)
 
 
 def _fingerprint(args: tuple) -> str:
@@ -204,7 +211,8 @@ def _fingerprint(args: tuple) -> str:
 
 
 def _layout(x: Any) -> str:
-    return "" if isinstance(x, np.ndarray) else str((x.sharding.spec, x.sharding.memory_kind))
+    placed = isinstance(x, jax.ShapeDtypeStruct)
+    return str((x.sharding.spec, x.sharding.memory_kind)) if placed else ""
 
 
 def _names(signatures: list[list[str]]) -> str:

@@ -1,14 +1,22 @@
-"""Every compile, said as it happens."""
+"""Every compile, said as it happens, and all of them before the first step."""
 
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 
 from maxdiloco import tables
+from maxdiloco.algorithm_calls import Call
+from maxdiloco.errors import ConfigError
+
+# XLA compiles without the GIL; more at a time need more memory of the host (our choice).
+THREADS = 4
 
 
 class Compiles:
-    """Says every compile with the time it took; total: seconds of all of them.
+    """Says every compile with the time it took, from any thread.
 
     resident: what DiLoCo keeps beyond plain training, for the memory lines; set when known.
     """
@@ -16,18 +24,43 @@ class Compiles:
     def __init__(self, say: Callable[[str], None], *, show_memory: bool):
         self._say = say
         self._show_memory = show_memory
+        self._lock = threading.Lock()
         self._untaken = 0.0
-        self.total = 0.0
         self._temporary: dict[str, int] = {}
         self.resident = ""
 
     def __call__(self, name: str, seconds: float, compiled: jax.stages.Compiled) -> None:
         """Take note of one compile, see parallel.program.Program."""
-        self._untaken += seconds
-        self.total += seconds
-        self._say(f"compiled {name} in {seconds:.1f} s ({self.total:.1f} s in all)")
-        if self._show_memory:
-            self._say_memory(name, compiled)
+        with self._lock:
+            self._untaken += seconds
+            self._say(f"compiled {name} in {seconds:.1f} s")
+            if self._show_memory:
+                self._say_memory(name, compiled)
+
+    def all_of(self, calls: Sequence[Call]) -> None:
+        """Compile the programs of a run, several at a time.
+
+        Raises ConfigError for one that does not fit the device's memory.
+        """
+        started = time.perf_counter()
+        pool = ThreadPoolExecutor(THREADS, thread_name_prefix="compile")
+        try:
+            waiting = [(call, pool.submit(call.program.compile, *call.args)) for call in calls]
+            for call, future in waiting:
+                try:
+                    future.result()
+                except jax.errors.JaxRuntimeError as error:
+                    if (reason := too_big(error)) is None:
+                        raise
+                    raise ConfigError(
+                        f"{call.program.name} does not fit the device: {reason} Use more devices "
+                        f"in a slice, a smaller per_device_batch_size, remat_policy=full or "
+                        f"diloco_outer_memory=pinned_host."
+                    ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+        self._say(f"{len(calls)} programs ready after {time.perf_counter() - started:.1f} s")
+        self.take()
 
     def _say_memory(self, name: str, compiled: jax.stages.Compiled) -> None:
         memory = compiled.memory_analysis()
@@ -45,3 +78,12 @@ class Compiles:
         """Seconds spent compiling since the last call."""
         seconds, self._untaken = self._untaken, 0.0
         return seconds
+
+
+def too_big(error: jax.errors.JaxRuntimeError) -> str | None:
+    """What the compiler says of a program that does not fit; None for another error."""
+    _, found, said = str(error).replace("\n", " ").partition("RESOURCE_EXHAUSTED: ")
+    if not found:
+        return None
+    end = said.find(". ")
+    return said[: end + 1] if end > 0 else said

@@ -6,7 +6,7 @@ The same mesh, batches and inner step as DiLoCo; the mesh axis `diloco` carries 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from maxdiloco.parallel.sharding import spec_on
 class State:
     """One set of parameters and optimizer state, and t as a Python int."""
 
-    t: int
+    t: int = field(metadata=dict(static=True))
     params: Any
     opt_state: Any
 
@@ -41,6 +41,7 @@ class DataParallel:
         self.mesh = mesh
         self._inner_step = inner_step
         self._on_compile = on_compile
+        self._everywhere = NamedSharding(mesh, P())
         self._paced = mesh.devices.flat[0].platform == "cpu" and mesh.size > 1
 
     def bind(self, params: Any, opt_state: Any) -> None:
@@ -59,27 +60,52 @@ class DataParallel:
                 params, opt_state, metrics = self._inner_step(params, opt_state, rows)
             return params, opt_state, jax.tree.map(lambda x: x[None], metrics)
 
-        kept = jax.tree.map(lambda x: x.sharding, replace(self.abstract_state, t=None))
+        kept = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         self.inner = Program(
             "data parallel",
             step,
             donate=(0, 1),
-            out_shardings=(kept.params, kept.opt_state, NamedSharding(self.mesh, P())),
+            out_shardings=(kept.params, kept.opt_state, self._everywhere),
             on_compile=self._on_compile,
         )
 
     def init(self, params: Any, opt_state: Any) -> State:
         """The state before the first step."""
         self.bind(params, opt_state)
-        like = self.abstract_state
-        put = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), (params, opt_state),
-                           (like.params, like.opt_state))
-        return State(0, *put)
+        return self.init_program(lambda *given: given)(params, opt_state)
+
+    def init_program(self, make: Callable[..., tuple[Any, Any]], **options) -> Program:
+        """A program that makes the state before the first step, see DiLoCo.init_program."""
+        lies = jax.tree.map(lambda x: x.sharding, self.abstract_state)
+        return Program(
+            "init",
+            lambda *args: State(0, *make(*args)),
+            out_shardings=lies,
+            on_compile=self._on_compile,
+            **options,
+        )
 
     def calls(self, batch: Any) -> list[Call]:
         """The one program, see DiLoCo.calls."""
         like = self.abstract_state
         return [Call(self.inner, (like.params, like.opt_state, batch), 1)]
+
+    def outer_calls(self, runs: float) -> list[Call]:
+        """Nothing, see DiLoCo.outer_calls."""
+        return []
+
+    @property
+    def abstract_outer_params(self) -> Any:
+        """ShapeDtypeStructs of `outer_params`."""
+        return self.abstract_state.params
+
+    def abstract_metrics(self, batch: Any) -> Any:
+        """ShapeDtypeStructs of the metrics of a step, leaves [1]."""
+        like = self.abstract_state
+        shapes = self.inner.out_shapes(like.params, like.opt_state, batch)[2]
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._everywhere), shapes
+        )
 
     def step(self, state: State, batch: Any) -> tuple[State, Any]:
         """One step; state is donated, batch leaves [R, ...], metrics leaves [1]."""

@@ -3,17 +3,19 @@
     # B sequences of one evaluation batch, over all devices  L tokens
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from maxdiloco import feeding
-from maxdiloco.assemble import Parts
-from maxdiloco.config import Config
+from maxdiloco.algorithm_calls import BESIDE, Call
 from maxdiloco.data import pipeline
-from maxdiloco.parallel.replicas import fetch
+from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import Rules, spec
 
 
@@ -23,36 +25,62 @@ def rows_sharding(mesh: jax.sharding.Mesh, rules: Rules) -> NamedSharding:
 
 
 class Evaluation:
-    """The held-out text of a run and the program that reads it; compiled at the first call."""
+    """The evaluation of a run: its batches [B, L] and the one program that reads them.
 
-    def __init__(self, cfg: Config, parts: Parts, dataset: pipeline.Dataset):
-        self._cfg = cfg
-        self._parts = parts
-        self._dataset = dataset
-        self._add = jax.jit(self._sums)
+    rows: sequences of a batch, of all devices together. num_batches: -1 for all of the text.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        mesh: Mesh,
+        rules: Rules,
+        *,
+        rows: int,
+        length: int,
+        num_batches: int,
+        on_compile: Callable,
+    ):
+        self._model = model
+        self._mesh = mesh
+        self._shape = (rows, length)
+        self._sharding = rows_sharding(mesh, rules)
+        self._num_batches = num_batches
+        self._everywhere = NamedSharding(mesh, P())
+        self._program = Program(
+            "evaluate", self._sums, out_shardings=self._everywhere, on_compile=on_compile
+        )
 
     def _sums(self, params, batch, sums):
-        with jax.sharding.use_abstract_mesh(self._parts.mesh.abstract_mesh):
-            _, aux = self._parts.model.loss(params, batch)
+        with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
+            _, aux = self._model.loss(params, batch)
         return sums[0] + aux["cross_entropy"], sums[1] + aux["tokens"]
 
-    def __call__(self, params: Any) -> float:
+    def calls(self, params: Any, runs: float) -> list[Call]:
+        """The program that adds up a batch.
+
+        params: ShapeDtypeStructs of DiLoCo.outer_params. runs: evaluations in a period.
+        """
+        tokens_BL = jax.ShapeDtypeStruct(self._shape, jnp.int32, sharding=self._sharding)
+        batch = {"tokens": tokens_BL, "segment_ids": tokens_BL}
+        zero = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._everywhere)
+        each = max(1, self._num_batches)  # -1: one batch stands for as many as the text has
+        return [Call(self._program, (params, batch, (zero, zero)), runs * each, BESIDE)]
+
+    def __call__(self, params: Any, dataset: pipeline.Dataset) -> float:
         """Cross entropy per token [nats] of one replica's parameters, z-loss left out.
 
         params: as DiLoCo.outer_params gives them. The sums stay on the devices until the last
         batch. NaN when no token counts.
         """
-        parts, cfg = self._parts, self._cfg
-        sharding = rows_sharding(parts.mesh, parts.rules)
-        shape = (parts.num_replicas * parts.batch_size, cfg.max_target_length)
-        rows = feeding.local_rows(sharding, shape)
-        sums = (jnp.zeros(()), jnp.zeros(()))
+        rows = feeding.local_rows(self._sharding, self._shape)
+        sums = jax.device_put((np.float32(0), np.float32(0)), self._everywhere)
         with pipeline.eval_batches(
-            self._dataset, batch_size=shape[0], num_batches=cfg.eval_steps, rows=rows[0]
+            dataset, batch_size=self._shape[0], num_batches=self._num_batches, rows=rows[0]
         ) as local:
-            for batch in feeding.feed(local, rows, sharding, shape):
-                sums = self._add(params, batch, sums)
-                if parts.mesh.devices.flat[0].platform == "cpu":
+            for batch in feeding.feed(local, rows, self._sharding, self._shape):
+                sums = self._program(params, batch, sums)
+                if self._mesh.devices.flat[0].platform == "cpu":
                     jax.block_until_ready(sums)  # see DiLoCo: no running ahead on CPU
-        total, tokens = fetch(sums, parts.mesh)
+        total, tokens = map(np.asarray, sums)
         return float(total / tokens)

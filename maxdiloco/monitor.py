@@ -3,16 +3,21 @@
     # R replicas
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from maxdiloco.algorithm import DiLoCo
+from maxdiloco.algorithm_calls import BESIDE, Call
 from maxdiloco.errors import NumericsError
-from maxdiloco.parallel.replicas import fetch
+from maxdiloco.exchange.collective import Sizes
+from maxdiloco.parallel.program import Program
 
 NEVER = np.iinfo(np.int32).max
 
@@ -25,47 +30,79 @@ def _first_bad(first_R, metrics, t):
 class Monitor:
     """Watches every step without waiting for it; `check` and `row` wait.
 
-    stop_on_nan: whether a loss or gradient norm that is not finite ends the run.
+    batch: ShapeDtypeStructs of a step's. stop_on_nan: whether a loss or gradient norm that is not
+    finite ends the run. on_compile: of Program.
     """
 
-    def __init__(self, trainer: Any, *, stop_on_nan: bool):
+    def __init__(self, trainer: Any, batch: Any, *, stop_on_nan: bool, on_compile: Callable):
         self._trainer = trainer
+        self._batch = batch
         self._stop = stop_on_nan
-        self._update = jax.jit(_first_bad)
+        # Programs of their own, so that the training step carries no traffic for metrics.
+        self._watch = Program("watch", _first_bad, on_compile=on_compile)
+        everywhere = NamedSharding(trainer.mesh, P())
+        self._fetch = Program(
+            "log", lambda *trees: trees, out_shardings=everywhere, on_compile=on_compile
+        )
         self._first_R: Any = None
         self._last: Any = None
+
+    @functools.cached_property
+    def _metrics(self) -> Any:
+        # Traces the step, which takes seconds: not before something asks.
+        return self._trainer.abstract_metrics(self._batch)
+
+    @property
+    def _first_like(self) -> jax.ShapeDtypeStruct:
+        loss = self._metrics["loss"]
+        return jax.ShapeDtypeStruct(loss.shape, jnp.int32, sharding=loss.sharding)
+
+    def calls(self, *, period: int, log_period: int) -> list[Call]:
+        """The programs of `add`, once a step, and of `row`. period: inner steps H."""
+        seen = (self._metrics, self._first_like)
+        step = np.int32(0)
+        log = [Call(self._fetch, seen, period / log_period, BESIDE)]
+        if not self._stop:
+            return log
+        watched = (self._first_like, _watched(self._metrics), step)
+        return [Call(self._watch, watched, period, BESIDE), *log]
 
     def add(self, t: int, metrics: Any) -> None:
         """Take in the metrics of inner step t, leaves [R]."""
         self._last = metrics
+        if self._first_R is None:
+            like = self._first_like
+            never_R = np.full(like.shape, NEVER, like.dtype)
+            self._first_R = jax.make_array_from_callback(
+                like.shape, like.sharding, lambda place: never_R[place]
+            )
         if self._stop:
-            if self._first_R is None:
-                self._first_R = jnp.full_like(metrics["loss"], NEVER, jnp.int32)
-            watched = {name: metrics[name] for name in ("loss", "grad_norm")}
-            self._first_R = self._update(self._first_R, watched, np.int32(t))
+            self._first_R = self._watch(self._first_R, _watched(metrics), np.int32(t))
 
-    def check(self, state: Any, saved_steps: Callable[[], list[int]]) -> None:
-        """Raise NumericsError for the first step that was not finite, on every process.
+    def check(self, state: Any, saved_steps: Callable[[], list[int]]) -> dict[str, np.ndarray]:
+        """Metrics of the last step, leaves [R], the same in every process.
 
         saved_steps: asked, when it comes to that, for the steps that have a checkpoint.
+        Raises NumericsError for the first step that was not finite, in every process.
         """
-        if self._first_R is not None:
-            first_R = fetch(self._first_R, self._trainer.mesh)
-            if first_R.min() < NEVER:
-                steps = saved_steps()
-                saved = "no checkpoint was saved"
-                if steps:
-                    saved = f"the last good checkpoint is that of step {max(steps)}"
-                raise NumericsError(
-                    f"step {first_R.min()}: the loss or gradient of replica {first_R.argmin()} is "
-                    f"not finite; {saved}. Resume with a lower learning_rate, or with "
-                    f"nan_policy=skip."
-                )
+        last, first_R = jax.tree.map(np.asarray, self._fetch(self._last, self._first_R))
+        if first_R.min() < NEVER:
+            steps = saved_steps()
+            saved = "no checkpoint was saved"
+            if steps:
+                saved = f"the last good checkpoint is that of step {max(steps)}"
+            raise NumericsError(
+                f"step {first_R.min()}: the loss or gradient of replica {first_R.argmin()} is "
+                f"not finite; {saved}. Resume with a lower learning_rate, or with "
+                f"nan_policy=skip."
+            )
         self._trainer.check_finite(state)
+        return last
 
-    def row(self, state: Any, learning_rate: float) -> dict[str, float]:
-        """The learning/ and diloco/ metrics of the last step."""
-        last = fetch(self._last, self._trainer.mesh)
+    def row(
+        self, state: Any, last: dict[str, np.ndarray], learning_rate: float
+    ) -> dict[str, float]:
+        """The learning/ and diloco/ metrics of the last step, from what `check` gave."""
         row = {"learning/loss": float(last["loss"].mean())}
         if last["loss"].size > 1:
             for m, loss in enumerate(last["loss"]):
@@ -74,23 +111,31 @@ class Monitor:
         for name in sorted(set(last) - {"loss", "tokens"}):
             row[f"learning/{name}"] = float(last[name].mean())
         if isinstance(self._trainer, DiLoCo):
-            row["diloco/drift"] = float(self._trainer.drift(state).mean())
-            row |= outer_metrics(np.asarray(state.gram))
+            row |= outer_metrics(Sizes(*map(np.asarray, state.sizes)))
         return row
 
 
-def outer_metrics(gram_RR: np.ndarray) -> dict[str, float]:
-    """Norm of the mean outer gradient and mean pairwise cosine, from its inner products.
+def _watched(metrics: Any) -> Any:
+    return {name: metrics[name] for name in ("loss", "grad_norm")}
 
-    Of the fragment that was synchronised last; empty before the first synchronisation.
+
+def outer_metrics(sizes: Sizes) -> dict[str, float]:
+    """Norm of the mean outer gradient, mean pairwise cosine and drift, of one exchange.
+
+    Of the fragment that was synchronised last; empty before the first synchronisation. The
+    cosines are weighted by the product of the two norms, so that their sum follows from the norms
+    of the replicas and of the mean: |sum g|^2 = sum |g_m|^2 + sum over pairs of 2 g_m g_n.
     """
-    M = len(gram_RR)
-    norms_R = np.sqrt(np.diag(gram_RR))
-    if not norms_R.any():
+    norm_R = np.asarray(sizes.norm_R, np.float64)
+    M = norm_R.size
+    if not norm_R.any():
         return {}
-    row = {"diloco/outer_grad_norm": float(np.sqrt(max(gram_RR.sum(), 0.0)) / M)}
-    pairs = np.triu_indices(M, k=1)
-    scale = np.outer(norms_R, norms_R)[pairs]
-    if M > 1 and scale.all():
-        row["diloco/outer_grad_cosine"] = float((gram_RR[pairs] / scale).mean())
+    row = {
+        "diloco/outer_grad_norm": float(sizes.mean_norm),
+        "diloco/drift": float(np.mean(sizes.drift_R)),
+    }
+    products = norm_R.sum() ** 2 - (norm_R**2).sum()
+    if products > 0:
+        inner = (M * float(sizes.mean_norm)) ** 2 - (norm_R**2).sum()
+        row["diloco/outer_grad_cosine"] = float(np.clip(inner / products, -1, 1))
     return row

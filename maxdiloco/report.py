@@ -6,6 +6,7 @@ Times are the TPU compiler's estimates; nothing was run. See hlo/replay.py for h
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from maxdiloco.algorithm_calls import BESIDE, START, STEP
 from maxdiloco.compile_ahead import Crossing, Measured
 from maxdiloco.parallel.topology import Chip
 from maxdiloco.tables import aligned
@@ -26,29 +27,40 @@ class Report(NamedTuple):
     gbps: float
     programs: Sequence[Measured]
 
+    def those(self, when: str) -> list[Measured]:
+        """The programs of the steps, or those beside them; see Call."""
+        return [one for one in self.programs if one.when == when]
+
     @property
     def step_seconds(self) -> float | None:
         """Mean device time of a step over a period, waits for other slices included."""
-        if self.chip is None or any(one.too_big for one in self.programs):
+        if self.chip is None or any(one.too_big for one in self.those(STEP)):
             return None
-        return sum(p.runs * (p.seconds + p.exposed) for p in self.programs) / self.period
+        return self.seconds(STEP) / self.period
+
+    def seconds(self, when: str) -> float:
+        """Device time of a period, on TPU."""
+        return sum(p.runs * (p.seconds + p.exposed) for p in self.those(when) if not p.too_big)
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds of a period in which a device stands still for other slices."""
-        return sum(p.runs * p.exposed for p in self.programs)
+        """Seconds of a period in which the steps stand still for other slices."""
+        return sum(p.runs * p.exposed for p in self.those(STEP))
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds of a period in which the link between slices is busy."""
-        return sum(p.runs * p.busy for p in self.programs)
+        """Seconds of a period in which the steps keep the link between slices busy."""
+        return sum(p.runs * p.busy for p in self.those(STEP))
 
     @property
     def bytes_per_step(self) -> float:
         """Bytes that leave one device for other slices, mean of a step over a period."""
-        sent = sum(p.runs * c.bytes_per_device * c.times for p in self.programs
+        return self.bytes_sent(STEP) / self.period
+
+    def bytes_sent(self, when: str) -> float:
+        """Bytes that leave one device for other slices in a period."""
+        return sum(p.runs * c.bytes_per_device * c.times for p in self.those(when)
                    for c in p.crossings)  # fmt: skip
-        return sent / self.period
 
 
 def lines(report: Report) -> list[str]:
@@ -69,13 +81,13 @@ def _programs(report: Report) -> list[str]:
     rows = [head]
     for one in report.programs:
         if one.too_big:
-            rows.append((one.name, one.runs, f"{one.compile_seconds:.1f}", *["-"] * 6))
+            rows.append((one.name, _runs(one), f"{one.compile_seconds:.1f}", *["-"] * 6))
             continue
         memory = one.memory
         rows.append(
             (
                 one.name,
-                one.runs,
+                _runs(one),
                 f"{one.compile_seconds:.1f}",
                 f"{one.flops / 1e9:,.1f}",
                 "-" if one.seconds is None else f"{one.seconds * 1e3:.2f}",
@@ -95,6 +107,10 @@ def _programs(report: Report) -> list[str]:
     if kernels:
         out.append(f"est. ms leaves out Pallas kernels, of which a step has {kernels}")
     return out
+
+
+def _runs(one: Measured) -> str:
+    return "once" if one.when == START else f"{one.runs:.4g}"
 
 
 def _crossings(report: Report) -> list[str]:
@@ -162,14 +178,18 @@ def _inside(report: Report) -> list[str]:
 
 def _summary(report: Report) -> list[str]:
     sent = f"{report.bytes_per_step:,.0f} bytes/device"
+    beside = f"beside the steps: {report.bytes_sent(BESIDE):,.0f} bytes/device a period"
     if report.step_seconds is None:
-        return [f"a step, mean of a period of {report.period}: {sent} to other slices"]
+        return [f"a step, mean of a period of {report.period}: {sent} to other slices", beside]
     whole = report.step_seconds * report.period
     return [
         f"a step, mean of a period of {report.period}: {report.step_seconds * 1e3:.2f} ms, {sent} "
         f"to other slices; link busy {report.busy_seconds / whole:.1%} of the time; exposed "
         f"{report.exposed_seconds * 1e3:.2f} ms a period, {report.exposed_seconds / whole:.1%} of "
-        f"the time and {exposed_share(report.exposed_seconds, report.busy_seconds):.1%} of the link"
+        f"the time and {exposed_share(report.exposed_seconds, report.busy_seconds):.1%} of the "
+        f"link",
+        f"{beside}, {report.seconds(BESIDE) * 1e3:.2f} ms, "
+        f"{report.seconds(BESIDE) / whole:.1%} of the steps' time",
     ]
 
 
@@ -198,6 +218,7 @@ def _program(report: Report, one: Measured) -> dict[str, Any]:
     return {
         "name": one.name,
         "runs_per_period": one.runs,
+        "when": one.when,
         "compile_seconds": one.compile_seconds,
         "too_big": one.too_big,
         "flops_per_device": one.flops,
@@ -244,7 +265,7 @@ def refusals(report: Report, *, max_exposed_fraction: float) -> list[str]:
                 f"in a slice, a smaller per_device_batch_size or diloco_outer_memory=pinned_host."
             )
         share = exposed_share(one.exposed, one.busy)
-        if share > max_exposed_fraction:
+        if one.when == STEP and share > max_exposed_fraction:
             out.append(
                 f"max_exposed_fraction={max_exposed_fraction:g}: {one.name} exposes {share:.1%} of "
                 f"its time on the link at {report.gbps:g} Gbit/s a device. Use more "

@@ -24,7 +24,8 @@ Trainer = DiLoCo | DataParallel
 def items_of(trainer: Trainer, state: Any) -> dict[str, Any]:
     """{item: tree of arrays} of a state; theta is an item of its own, to be read alone."""
     items = _arrays(trainer, state)
-    return items | {PARAMETERS: trainer.outer_params(state)}
+    # Elsewhere theta is an item as it lies, also in host memory.
+    return items if PARAMETERS in items else items | {PARAMETERS: trainer.outer_params(state)}
 
 
 def _arrays(trainer: Trainer, state: Any) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def _arrays(trainer: Trainer, state: Any) -> dict[str, Any]:
         "opt_state": state.opt_state,
         "outer_opt": state.outer_opt,
         "flight": {"outgoing": state.outgoing, "incoming": state.incoming},
-        "signs": {"bad": state.bad, "gram": state.gram},
+        "diagnostics": {"bad": state.bad, "sizes": state.sizes},
     }
     # Eager updates keep one theta a replica; the mean of them is saved besides.
     name = "outer" if _is_eager(trainer) else PARAMETERS
@@ -94,7 +95,7 @@ def abstract_items(trainer: Trainer, origin: Origin) -> dict[str, Any]:
     abstract = _arrays(trainer, trainer.layout.state)
     if keeps_flight(trainer, origin):
         return abstract
-    del abstract["flight"], abstract["signs"]
+    del abstract["flight"], abstract["diagnostics"]
     spread = origin.num_replicas % trainer.mesh.shape["diloco"] == 0
 
     def of_old(x):
@@ -131,8 +132,9 @@ def _state(trainer: DiLoCo, items: dict[str, Any], t: int, dropped_until: int) -
         outer_opt=items["outer_opt"],
         outgoing=items["flight"]["outgoing"],
         incoming=items["flight"]["incoming"],
-        bad=items["signs"]["bad"],
-        gram=items["signs"]["gram"],
+        bad=items["diagnostics"]["bad"],
+        bad_before=items["diagnostics"]["bad"],
+        sizes=items["diagnostics"]["sizes"],
         dropped_until=dropped_until,
     )
 
@@ -150,7 +152,7 @@ def _dealt_anew(trainer: DiLoCo, items: dict[str, Any], num_replicas: int) -> di
     lies = jax.tree.map(lambda x: x.sharding, target)
     nothing_sent = {
         "flight": {"outgoing": like.outgoing, "incoming": like.incoming},
-        "signs": {"bad": like.bad, "gram": like.gram},
+        "diagnostics": {"bad": like.bad, "sizes": like.sizes},
     }
     fresh = jax.jit(
         lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), nothing_sent),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from maxdiloco import checkpoint_read, config, resume_rules, saved_state
-from maxdiloco.assemble import Parts, fresh_optimizer_state, initial
+from maxdiloco.assemble import Parts, initial_state, state_with
 from maxdiloco.checkpoint import Checkpointer
 from maxdiloco.checkpoint_io import from_first_process, in_any_process
 from maxdiloco.checkpoint_read import Restored
@@ -25,6 +25,10 @@ class Start(NamedTuple):
     position: Position
     origin: str
     saved: Restored | None
+
+    def is_fresh(self, cfg: Config) -> bool:
+        """Whether the parameters are drawn, and not read from a checkpoint."""
+        return self.saved is None and not cfg.load_parameters_path
 
 
 def look(cfg: Config, checkpointer: Checkpointer | None, *, M: int, B: int, data: str) -> Start:
@@ -81,15 +85,14 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
     Raises CheckpointError when shapes differ or the checkpoint cannot be read.
     """
     trainer = parts.trainer
-    trainer.bind(parts.params, parts.opt_state)
-    if start.saved is None and not cfg.load_parameters_path:
-        return trainer.init(*initial(parts, cfg.init_weights_seed))
+    if start.is_fresh(cfg):
+        return initial_state(parts, cfg.init_weights_seed)
     if start.saved is None:
         remedy = resume_rules.model_remedy(cfg.as_dict())
         params = checkpoint_read.restore_parameters(
             cfg.load_parameters_path, parts.params, remedy=remedy
         )
-        return trainer.init(params, fresh_optimizer_state(parts, params))
+        return state_with(parts, params)
     origin = _layout_of(cfg, start.saved)
 
     def abstract_of(meta):

@@ -85,12 +85,10 @@ def outer_memory_line(layout: Layout, kept_in: str) -> str:
     """Bytes of theta and the outer optimizer state on one device, and whose they are."""
     outer = jax.tree.leaves(layout.state.outer)
     total = _mib([*outer, *jax.tree.leaves(layout.state.outer_opt)])
-    params = jax.tree.leaves(layout.state.params)
-    per_replica = outer[0].shape == params[0].shape  # [R, ...] both
     copies = f"one copy for each of {layout.num_replicas} replicas"
     return (
         f"outer state: {total:.1f} MiB a device ({_mib(outer):.1f} MiB of it parameters), "
-        f"{copies if per_replica else 'one copy on every slice'}, kept in {kept_in}"
+        f"{copies if layout.per_replica_outer else 'one copy on every slice'}, kept in {kept_in}"
     )
 
 

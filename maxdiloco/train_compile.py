@@ -114,12 +114,10 @@ def _one(cfg: Config, mesh: Any, chip: Any) -> tuple[Any, Any]:
     from maxdiloco.parallel import mesh as mesh_lib
 
     parts = assemble.assemble(cfg, mesh, total_steps=cfg.steps, on_compile=_told())
-    trainer = parts.trainer
-    trainer.bind(parts.params, parts.opt_state)
     dcn = mesh_lib.sizes_over_slices(cfg, list(mesh.devices.flat))
     found = compile_ahead.measure(
         _calls(cfg, parts),
-        trainer.layout.state if cfg.enable_diloco else trainer.abstract_state,
+        parts.trainer.abstract_state,
         mesh_tiers=compile_ahead.tiers(mesh, dcn),
         link=chip and Link(cfg.dcn_bandwidth_gbps, chip.clock_hz, chip.ici_gbps),
         say=_say,
@@ -156,7 +154,7 @@ def _told() -> Callable[[str, float, Any], None]:
 def _calls(cfg: Config, parts: Any) -> Any:
     from maxdiloco import assemble
 
-    return parts.trainer.calls(assemble.abstract_batch(cfg, parts))
+    return assemble.calls(cfg, parts)
 
 
 def _data_parallel(cfg: Config) -> Config:

@@ -15,6 +15,7 @@ from etils import epath
 
 from maxdiloco import assemble, compiled_file, config, feeding, saved_state, start, tables
 from maxdiloco.algorithm import DiLoCo
+from maxdiloco.algorithm_calls import START
 from maxdiloco.assemble import Parts
 from maxdiloco.checkpoint import Checkpointer
 from maxdiloco.checkpoint_io import from_first_process
@@ -26,10 +27,8 @@ from maxdiloco.data import pipeline
 from maxdiloco.data.order import first_position
 from maxdiloco.data.pipeline import Dataset
 from maxdiloco.errors import Preempted
-from maxdiloco.evaluate import Evaluation
 from maxdiloco.metrics import MetricsWriter
 from maxdiloco.models.transformer import count_parameters
-from maxdiloco.monitor import Monitor
 from maxdiloco.parallel import distributed
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.preemption import Interrupt, Preemption
@@ -44,7 +43,7 @@ class Run:
     cfg: Config
     parts: Parts
     dataset: Dataset
-    evaluation: Evaluation | None
+    held_out: Dataset | None
     begin: start.Start
     total: int
     folder: RunFolder
@@ -134,7 +133,6 @@ def _prepare(cfg, mesh, data, folder, checkpointer, say) -> Run:
         f"batch: {M} replicas * {B} sequences * {cfg.max_target_length} tokens = "
         f"{M * B * cfg.max_target_length:,} tokens a step"
     )
-    parts.trainer.bind(parts.params, parts.opt_state)
     if cfg.enable_diloco:
         for line in tables.replica_table(parts.trainer.layout):
             say(line)
@@ -149,7 +147,7 @@ def _prepare(cfg, mesh, data, folder, checkpointer, say) -> Run:
         cfg=cfg,
         parts=parts,
         dataset=dataset,
-        evaluation=held_out and Evaluation(cfg, parts, held_out),
+        held_out=held_out,
         begin=begin,
         total=total,
         folder=folder,
@@ -167,7 +165,7 @@ def _show_fragments(cfg, mesh, say) -> int:
     if not cfg.enable_diloco:
         say("enable_diloco=false: nothing is exchanged in fragments.")
         return 0
-    for line in tables.fragment_table(parts.trainer.bind(parts.params, parts.opt_state)):
+    for line in tables.fragment_table(parts.trainer.layout):
         say(line)
     return 0
 
@@ -175,17 +173,13 @@ def _show_fragments(cfg, mesh, say) -> int:
 def _train(run: Run, begun: float) -> int:
     cfg, parts = run.cfg, run.parts
     run.say(f"{run.begin.origin}; {run.total} steps in all")
-    run.say(f"ready to compile after {time.perf_counter() - begun:.1f} s")
-    for line in start.changes(cfg, parts, run.begin):
-        run.say(line)
-    state = start.load(cfg, parts, run.begin, run.checkpointer)
-    if cfg.compiled_trainstep_file:
-        calls = parts.trainer.calls(assemble.abstract_batch(cfg, parts))
-        count = compiled_file.load(cfg.compiled_trainstep_file, parts, calls)
-        run.say(f"{count} compiled programs loaded from {cfg.compiled_trainstep_file}")
-    if state.t >= run.total:
-        run.say(f"nothing to do: step {state.t} of {run.total} is done. Raise steps to go on.")
+    if run.begin.step >= run.total:
+        run.say(f"nothing to do: step {run.begin.step} of {run.total} is done. "
+                f"Raise steps to go on.")
         return 0
+    run.say(f"ready to compile after {time.perf_counter() - begun:.1f} s")
+    _compile(run)
+    state = start.load(cfg, parts, run.begin, run.checkpointer)
     interrupt = Interrupt()
     with ExitStack() as stack:
         preemption = stack.enter_context(Preemption())
@@ -216,11 +210,23 @@ def _train(run: Run, begun: float) -> int:
     return 0
 
 
+def _compile(run: Run) -> None:
+    """Every program before the first step, so that none that does not fit is found later."""
+    calls = assemble.calls(run.cfg, run.parts)
+    if not run.begin.is_fresh(run.cfg):
+        calls = [call for call in calls if call.when != START]
+    path = run.cfg.compiled_trainstep_file
+    if path:
+        count = compiled_file.load(path, run.parts, calls)
+        run.say(f"{count} compiled programs loaded from {path}")
+    run.compiles.all_of(calls)
+
+
 @contextmanager
 def _open_batches(run: Run, done: int) -> Iterator[Iterator[Any]]:
     """Global batches from step done + 1 on; the reader ends with the context."""
     parts = run.parts
-    sharding = assemble.batch_sharding(parts)
+    sharding = assemble.batch_sharding(parts.mesh, parts.rules)
     shape = (parts.num_replicas, parts.batch_size, run.cfg.max_target_length)
     rows = feeding.local_rows(sharding, shape)
     with pipeline.batches(
@@ -241,7 +247,7 @@ class _Loop:
         self.run = run
         self.writer = writer
         self.progress = progress
-        self.monitor = Monitor(run.parts.trainer, stop_on_nan=run.cfg.nan_policy == "stop")
+        self.monitor = run.parts.monitor
         self.clock = StepClock(run.begin.step)
         self.logged = run.begin.step
         self.bytes_sent = 0
@@ -255,7 +261,7 @@ class _Loop:
             self.bytes_sent += self.run.parts.trainer.bytes_sent(t)
         last = t == self.run.total
         row = self.log(t, state) if last or t % cfg.log_period == 0 else {}
-        if self.run.evaluation is not None and (last or t % cfg.eval_interval == 0):
+        if self.run.held_out is not None and (last or t % cfg.eval_interval == 0):
             row["eval/loss"] = self.evaluate(state)
         self.progress.advance()
         if row and self.writer is not None:
@@ -265,14 +271,14 @@ class _Loop:
             self.save(t, state)
         self.profile(t)
 
-    def check(self, state: Any) -> None:
-        """Wait for the step; raise NumericsError if it or one before it went wrong."""
+    def check(self, state: Any) -> dict[str, Any]:
+        """Wait for the step and fetch its metrics; raise NumericsError if a step went wrong."""
         checkpointer = self.run.checkpointer
-        self.monitor.check(state, checkpointer.steps if checkpointer else list)
+        return self.monitor.check(state, checkpointer.steps if checkpointer else list)
 
     def log(self, t: int, state: Any) -> dict[str, float]:
         """Fetch the metrics, which waits for the step."""
-        self.check(state)
+        last = self.check(state)
         cfg, parts = self.run.cfg, self.run.parts
         jax.block_until_ready(state.params)
         row = performance(
@@ -283,7 +289,7 @@ class _Loop:
             device_kind=parts.mesh.devices.flat[0].device_kind,
         )
         with self.clock.excluded():
-            row = self.monitor.row(state, float(parts.schedule(t - 1))) | row
+            row = self.monitor.row(state, last, float(parts.schedule(t - 1))) | row
         if cfg.enable_diloco:
             row["dcn/bytes_sent"] = self.bytes_sent / (t - self.logged)
         self.bytes_sent, self.logged = 0, t
@@ -293,7 +299,8 @@ class _Loop:
         """Loss of theta on the held-out text [nats per token]."""
         self.check(state)
         with self.clock.excluded():
-            return self.run.evaluation(self.run.parts.trainer.outer_params(state))
+            theta = self.run.parts.trainer.outer_params(state)
+            return self.run.parts.evaluation(theta, self.run.held_out)
 
     def save(self, t: int, state: Any) -> None:
         """Save the state of step t, unless it is known to be bad."""

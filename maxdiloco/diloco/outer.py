@@ -7,6 +7,7 @@ the outer parameters are float32 whatever the replicas compute in.
 
 # R replicas (M of them), always the first dim where it is there; the other dims are any
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,29 +31,38 @@ def outer_gradient(outer_p: Any, inner_p: Any) -> Any:
     return jax.tree.map(lambda o, i: _float32(o) - _float32(i), outer_p, inner_p)
 
 
-def ordered_mean(g_R: Any) -> Any:
-    """Unweighted mean over the replicas, float32.
+def ordered_mean(term: Callable[[Any], tuple[Any, Any]], num_replicas: int) -> tuple[Any, Any]:
+    """Unweighted mean over the replicas, float32, and what is noted of each replica.
 
-    Algorithm 2, line 8. g_R: leaves [M, ...]. Returns leaves [...]. The sum is g[0] + g[1] + ...
-    in this order, so that its bits do not depend on how a reduction is compiled.
-    """
-    return jax.tree.map(lambda leaf_R: _mean_of(list(leaf_R)), g_R)
-
-
-def with_own_fresh(stale_R: Any, own: Any, m: jax.Array | int) -> Any:
-    """The mean that replica m uses in eager mode: its own term fresh, the others one round old.
-
-    Eager updates (arXiv 2502.12996): (g_m(t) + sum over j != m of g_j(t-H)) / M, as the ordered
-    mean in which slot m holds the own term; nothing is subtracted. stale_R: leaves [M, ...],
-    own: leaves [...], both after encode and decode, or the replicas drift apart. m: 0..M-1, may
-    be traced. Returns leaves [...], float32. With M = 1 it is the own term, bit for bit.
+    Algorithm 2, line 8. term(r): (leaves [...], note) of replica r, which may be traced; it is
+    called in a loop, so that the values of one replica exist at a time. Returns (leaves [...],
+    note leaves [M, ...]). The sum is g[0] + g[1] + ... in this order, so that its bits do not
+    depend on how a reduction is compiled.
     """
 
-    def mean(leaf_R, fresh):
-        terms = enumerate(leaf_R)
-        return _mean_of([jnp.where(m == r, _float32(fresh), _float32(old)) for r, old in terms])
+    def add(total, r):
+        values, note = term(r)
+        return jax.tree.map(lambda t, x: t + _float32(x), total, values), note
 
-    return jax.tree.map(mean, stale_R, own)
+    values, note = term(0)
+    total, notes_R = jax.tree.map(_float32, values), jax.tree.map(lambda x: x[None], note)
+    if num_replicas > 1:
+        total, rest = jax.lax.scan(add, total, jnp.arange(1, num_replicas))
+        notes_R = jax.tree.map(lambda n, r: jnp.concatenate([n, r]), notes_R, rest)
+    # Times the rounded inverse: XLA turns a division by a constant into it in some programs only.
+    return jax.tree.map(lambda t: t * jnp.float32(1 / num_replicas), total), notes_R
+
+
+def own_fresh(stale: Any, own: Any, r: jax.Array | int, m: jax.Array | int) -> Any:
+    """The term of replica r in the mean that replica m uses in eager mode.
+
+    Eager updates (arXiv 2502.12996): the mean of m is (g_m(t) + sum over j != m of g_j(t-H)) / M,
+    the ordered mean in which slot m holds the own term; nothing is subtracted. stale: replica r's
+    outer gradient of the round before; own: m's fresh one; leaves of equal shapes, both after
+    encode and decode, or the replicas drift apart. r, m: 0..M-1, may be traced. With M = 1 the
+    mean is the own term, bit for bit.
+    """
+    return jax.tree.map(lambda old, fresh: jnp.where(m == r, fresh, old), stale, own)
 
 
 def outer_update(
@@ -110,14 +120,6 @@ def outer_optimizer(name: str, *, lr: float, momentum: float) -> optax.GradientT
         f"diloco_outer_optimizer={name!r} is unknown: it names the rule that applies the mean "
         f"outer gradient. Use one of {', '.join(OPTIMIZERS)}."
     )
-
-
-def _mean_of(terms: list[jax.Array]) -> jax.Array:
-    total = _float32(terms[0])
-    for term in terms[1:]:
-        total = total + _float32(term)
-    # Times the rounded inverse: XLA turns a division by a constant into it in some programs only.
-    return total * jnp.float32(1 / len(terms))
 
 
 def _float32(x: jax.Array) -> jax.Array:

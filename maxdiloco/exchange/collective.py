@@ -22,17 +22,27 @@ from maxdiloco.exchange.payload import Payload
 from maxdiloco.parallel.mesh import in_slice_axes
 
 
+class Sizes(NamedTuple):
+    """How large the outer gradients of one exchange were, as decoded.
+
+    norm_R: of each replica's; drift_R: mean |theta - x_m| of the fragment; mean_norm: of the mean.
+    """
+
+    norm_R: jax.Array
+    drift_R: jax.Array
+    mean_norm: jax.Array
+
+
 class Received(NamedTuple):
     """What a fragment's exchange brought.
 
     mean: leaves of the fragment, [...] the same for all replicas, or [R, ...] when each replica
-    has its own (eager). bad_RF: whether a replica's leaf was not finite. gram_RR: inner products
-    of the replicas' outer gradients.
+    has its own (eager). bad_RF: whether a replica's leaf was not finite.
     """
 
     mean: list[jax.Array]
     bad_RF: jax.Array
-    gram_RR: jax.Array
+    sizes: Sizes
 
 
 def outgoing_spec(mesh: Mesh) -> P:
@@ -104,12 +114,15 @@ def receive(
 
     def on_device(*chunks):
         codes_RC = _codes(layout, chunks, num_replicas)
-        shares = wire.decode(layout, codes_RC)
+        mean_N, sums_R = outer.ordered_mean(
+            lambda r: _with_sums(wire.decode(layout, codes_RC[r])), num_replicas
+        )
         mean = [
-            wire.assemble(share, outer.ordered_mean(x_RN)[None])[0]
-            for share, x_RN in zip(layout.shares, shares, strict=True)
+            wire.assemble(share, x_N[None])[0]
+            for share, x_N in zip(layout.shares, mean_N, strict=True)
         ]
-        return Received(mean, wire.bad_flags(layout, codes_RC), wire.gram(layout, shares))
+        sizes = _sizes(layout, sums_R, mean_N)
+        return Received(mean, wire.bad_flags(layout, codes_RC), sizes)
 
     return _on_every_device(
         on_device,
@@ -130,7 +143,8 @@ def receive_with_own(
 
     arXiv 2502.12996, Algorithm 3: the ordered mean in which the own slot holds the fresh value.
     incoming: chunks of the round before; own: chunks just made, laid out by `outgoing_spec`.
-    Returns Received with mean leaves [R, ...], and own_bad_RF for the fresh values.
+    Returns Received with mean leaves [R, ...] and the sizes of the round before, and own_bad_RF
+    for the fresh values.
     """
 
     num_here = num_replicas // layout.mesh.shape["diloco"]
@@ -139,15 +153,21 @@ def receive_with_own(
         stale_RC = _codes(layout, chunks[: len(incoming)], num_replicas)
         own_SC = _codes(layout, chunks[len(incoming) :], num_here)
         first = jax.lax.axis_index("diloco") * num_here
-        stale = wire.decode(layout, stale_RC)
-        fresh = wire.decode(layout, own_SC)
-        mean = []
-        for share, stale_RN, fresh_SN in zip(layout.shares, stale, fresh, strict=True):
-            mixed = [
-                outer.with_own_fresh(stale_RN, fresh_SN[s], first + s) for s in range(num_here)
-            ]
-            mean.append(wire.assemble(share, jnp.stack(mixed)))
-        received = Received(mean, wire.bad_flags(layout, stale_RC), wire.gram(layout, stale))
+        fresh = [wire.decode(layout, own_SC[s]) for s in range(num_here)]
+
+        def term(r):
+            stale, note = _with_sums(wire.decode(layout, stale_RC[r]))
+            mixed = [outer.own_fresh(stale, fresh[s], r, first + s) for s in range(num_here)]
+            return (stale, mixed), note
+
+        (stale_mean, mixed), sums_R = outer.ordered_mean(term, num_replicas)
+        mean = [
+            wire.assemble(share, jnp.stack(x_S))
+            for share, *x_S in zip(layout.shares, *mixed, strict=True)
+        ]
+        received = Received(
+            mean, wire.bad_flags(layout, stale_RC), _sizes(layout, sums_R, stale_mean)
+        )
         return received, wire.bad_flags(layout, own_SC)
 
     mesh = layout.mesh
@@ -156,6 +176,21 @@ def receive_with_own(
     return _on_every_device(
         on_device, mesh, in_specs, (Received(mean_specs, P(), P()), P("diloco"))
     )(*incoming, *own)
+
+
+def _with_sums(x_N: list[jax.Array]) -> tuple[list[jax.Array], tuple[jax.Array, jax.Array]]:
+    """One replica's shares on one device, and their sums of squares and of sizes."""
+    return x_N, (_squares(x_N), sum(jnp.sum(jnp.abs(x)) for x in x_N))
+
+
+def _squares(x_N: list[jax.Array]) -> jax.Array:
+    return sum(jnp.sum(x * x) for x in x_N)
+
+
+def _sizes(layout: Payload, sums_R: tuple, mean_N: list[jax.Array]) -> Sizes:
+    sums = (*sums_R, _squares(mean_N))
+    squares_R, total_R, mean_squares = jax.lax.psum(sums, in_slice_axes(layout.mesh))
+    return Sizes(jnp.sqrt(squares_R), total_R / wire.num_values(layout), jnp.sqrt(mean_squares))
 
 
 def _codes(layout: Payload, chunks, rows: int) -> jax.Array:

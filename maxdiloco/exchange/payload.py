@@ -104,15 +104,14 @@ def _carried(share: Share, leaf_S: jax.Array) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(flat, place, share.count, axis=1)
 
 
-def decode(payload: Payload, codes_RC: jax.Array) -> list[jax.Array]:
-    """Codes of several replicas as this device's shares, [R, N] float32 for each leaf."""
-    out = []
-    for share in payload.shares:
-        code = codes_RC[:, share.start : share.start + share.length]
-        out.append(
-            jax.vmap(lambda c, n=share.count: quantize.decode(payload.wire, c, n))(code)
+def decode(payload: Payload, code_C: jax.Array) -> list[jax.Array]:
+    """One replica's codes as this device's shares, [N] float32 for each leaf."""
+    return [
+        quantize.decode(
+            payload.wire, code_C[share.start : share.start + share.length], share.count
         )
-    return out
+        for share in payload.shares
+    ]
 
 
 def bad_flags(payload: Payload, codes_RC: jax.Array) -> jax.Array:
@@ -129,9 +128,7 @@ def assemble(share: Share, mine_SN: jax.Array) -> jax.Array:
     return flat.reshape(flat.shape[0], *share.local)
 
 
-def gram(payload: Payload, shares: Sequence[jax.Array]) -> jax.Array:
-    """[R, R]: inner products of the replicas' outer gradients over the whole fragment."""
-    total = sum(
-        jnp.einsum("rn,sn->rs", x, x, precision=jax.lax.Precision.HIGHEST) for x in shares
-    )
-    return jax.lax.psum(total, in_slice_axes(payload.mesh))
+def num_values(payload: Payload) -> int:
+    """Values of one replica's fragment."""
+    devices = math.prod(payload.mesh.shape[axis] for axis in in_slice_axes(payload.mesh))
+    return sum(math.prod(share.local) * (devices // share.copies) for share in payload.shares)

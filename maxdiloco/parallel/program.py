@@ -26,17 +26,27 @@ class Program:
         *,
         donate: Sequence[int] = (),
         out_shardings: Any = None,
+        compiler_options: dict[str, Any] | None = None,
         on_compile: Callable[[str, float, jax.stages.Compiled], None],
     ):
         self.name = name
         self.compiled: dict[tuple, jax.stages.Compiled] = {}
         self._fn = fn
-        self._jitted = jax.jit(fn, donate_argnums=tuple(donate), out_shardings=out_shardings)
+        self._jitted = jax.jit(
+            fn,
+            donate_argnums=tuple(donate),
+            out_shardings=out_shardings,
+            compiler_options=compiler_options,
+        )
         self._on_compile = on_compile
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """Lower for arrays or ShapeDtypeStructs."""
         return self._jitted.lower(*args)
+
+    def out_shapes(self, *args: Any) -> Any:
+        """Shapes and dtypes of what it returns."""
+        return jax.eval_shape(self._jitted, *args)
 
     def compile(self, *args: Any) -> jax.stages.Compiled:
         """The executable for arguments shaped like args, made now if there is none yet."""

@@ -6,12 +6,10 @@ axis holds M / (its size) replicas, side by side.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 
@@ -59,27 +57,9 @@ def broadcast(x: jax.Array, num_replicas: int) -> jax.Array:
     return jnp.broadcast_to(x[None], (num_replicas, *x.shape))
 
 
-def replica_sharding(mesh: Mesh, spec: P) -> NamedSharding:
-    """Sharding of an array with a leading R whose one-replica view lies as `spec`."""
-    return NamedSharding(mesh, P("diloco", *spec))
-
-
 def reduce_mean(x_R: jax.Array) -> jax.Array:
     """[R, ...] -> [...]: the unweighted mean, summed in float32 in replica order."""
     total = x_R[0].astype(jnp.float32)
     for m in range(1, x_R.shape[0]):
         total = total + x_R[m].astype(jnp.float32)
     return total / x_R.shape[0]
-
-
-def fetch(tree: Any, mesh: Mesh) -> Any:
-    """Arrays sharded over the mesh as NumPy arrays, the same on every process.
-
-    A program of its own, so that the training step carries no traffic for metrics.
-    """
-    everywhere = NamedSharding(mesh, P())
-    return jax.tree.map(np.asarray, jax.jit(_same, out_shardings=everywhere)(tree))
-
-
-def _same(tree: Any) -> Any:
-    return tree  # a function of the module: jit knows it again and compiles it once

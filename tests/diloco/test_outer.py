@@ -11,7 +11,7 @@ from maxdiloco.diloco.outer import (
     outer_gradient,
     outer_optimizer,
     outer_update,
-    with_own_fresh,
+    own_fresh,
 )
 
 f32 = jnp.float32
@@ -21,6 +21,22 @@ THIRD = np.float32(1 / 3)
 
 def bits(x):
     return np.asarray(x).view(np.uint32).tolist()
+
+
+def mean_of(terms_R):
+    """ordered_mean of arrays [R, ...]."""
+    M = jax.tree.leaves(terms_R)[0].shape[0]
+    return ordered_mean(lambda r: (jax.tree.map(lambda x: x[r], terms_R), ()), M)[0]
+
+
+def eager_mean(stale_R, own, m):
+    """The mean that replica m uses."""
+    M = jax.tree.leaves(stale_R)[0].shape[0]
+
+    def term(r):
+        return own_fresh(jax.tree.map(lambda x: x[r], stale_R), own, r, m), ()
+
+    return ordered_mean(term, M)[0]
 
 
 def steps(name, momentum, gradients, *, lr=0.4):
@@ -56,49 +72,56 @@ def test_outer_gradient_of_bfloat16_parameters_is_float32():
 def test_the_mean_is_summed_in_replica_order(wrap):
     """In float32 ((1e8 + 1) - 1e8) + 1 = 1; two halves give 0, exact arithmetic 2."""
     terms = jnp.array([[1e8], [1.0], [-1e8], [1.0]], f32)
-    assert wrap(ordered_mean)({"w": terms})["w"].tolist() == [0.25]
+    assert wrap(mean_of)({"w": terms})["w"].tolist() == [0.25]
 
 
 def test_the_mean_is_unweighted_and_has_the_same_bits_in_every_program():
     """(1 + 2 + 4) times float32(1/3); XLA would rewrite a division by 3 in compiled code only."""
     terms = jnp.array([[1.0], [2.0], [4.0]], f32)
     expected = bits(np.array([np.float32(7) * THIRD]))
-    assert bits(ordered_mean(terms)) == expected
-    assert bits(jax.jit(ordered_mean)(terms)) == expected
+    assert bits(mean_of(terms)) == expected
+    assert bits(jax.jit(mean_of)(terms)) == expected
 
 
 def test_the_mean_of_bfloat16_terms_is_float32():
     """256 + 1 + 1 + 2 is 256 in bfloat16 and 260 in float32; / 4 = 65."""
-    mean = ordered_mean(jnp.array([[256.0], [1.0], [1.0], [2.0]], bf16))
+    mean = mean_of(jnp.array([[256.0], [1.0], [1.0], [2.0]], bf16))
     assert mean.dtype == f32
     assert mean.tolist() == [65.0]
+
+
+def test_the_mean_notes_something_of_each_replica():
+    """Values 1, 2, 6 with notes 10 times as large, in replica order."""
+    terms = jnp.array([[1.0], [2.0], [6.0]])
+    mean, notes = ordered_mean(lambda r: (terms[r], {"size": 10 * terms[r, 0]}), 3)
+    assert mean.tolist() == [3.0] and notes["size"].tolist() == [10, 20, 60]
 
 
 def test_the_eager_mean_replaces_the_own_stale_term():
     """Replica 1 of 3: (9 + 6 + 900) / 3, its own stale 90 unused."""
     stale = jnp.array([[9.0], [90.0], [900.0]], f32)
-    mean = with_own_fresh({"w": stale}, {"w": jnp.array([6.0], f32)}, 1)["w"]
+    mean = eager_mean({"w": stale}, {"w": jnp.array([6.0], f32)}, 1)["w"]
     assert bits(mean) == bits(np.array([np.float32(915) * THIRD]))
 
 
 def test_the_eager_mean_adds_the_own_term_in_its_slot():
     """Replica 2 of 4 in float32: ((1e8 + 1) - 1e8) + 1 = 1; own term first would give 0 or 2."""
     stale = jnp.array([[1e8], [1.0], [7.0], [1.0]], f32)
-    assert with_own_fresh(stale, jnp.array([-1e8], f32), 2).tolist() == [0.25]
+    assert eager_mean(stale, jnp.array([-1e8], f32), 2).tolist() == [0.25]
 
 
 def test_the_eager_mean_takes_a_traced_replica_index():
     """Under vmap each replica sees its own slot: M=2, stale (10, 20), fresh (1, 2)."""
     stale = jnp.array([[10.0], [20.0]], f32)
     fresh_R = jnp.array([[1.0], [2.0]], f32)
-    per_replica = jax.vmap(lambda own, m: with_own_fresh(stale, own, m))
+    per_replica = jax.vmap(lambda own, m: eager_mean(stale, own, m))
     assert per_replica(fresh_R, jnp.arange(2)).tolist() == [[(1 + 20) / 2], [(10 + 2) / 2]]
 
 
 def test_one_eager_replica_uses_its_fresh_value_bit_for_bit():
     """M=1 is DiLoCo: nothing of the stale value is left, and no rounding is added."""
     own = jnp.array([1.1, -0.0, 3e38, 2e-38], f32)
-    assert bits(with_own_fresh(jnp.full((1, 4), 5.0, f32), own, 0)) == bits(own)
+    assert bits(eager_mean(jnp.full((1, 4), 5.0, f32), own, 0)) == bits(own)
 
 
 def test_nesterov_by_hand():
@@ -140,7 +163,7 @@ def test_lr_one_outer_sgd_is_parameter_averaging():
     """theta = 10, replicas at 1, 2, 6, 7: the outer step lands on their mean, 4."""
     theta, inner_R = jnp.array([10.0], f32), jnp.array([[1.0], [2.0], [6.0], [7.0]], f32)
     optimizer = outer_optimizer("sgd", lr=1.0, momentum=0.0)
-    mean = ordered_mean(jax.vmap(outer_gradient, (None, 0))(theta, inner_R))
+    mean = mean_of(jax.vmap(outer_gradient, (None, 0))(theta, inner_R))
     new, _ = outer_update(optimizer, theta, optimizer.init(theta), mean)
     assert new.tolist() == [4.0]
     assert merge(inner_R[0], new, alpha=0.0).tolist() == [4.0]

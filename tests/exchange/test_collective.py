@@ -55,7 +55,10 @@ def test_float32_mean_is_the_ordered_mean(devices, grid):
         expected = (((x[0] + x[1]) + x[2]) + x[3]) * np.float32(0.25)
         np.testing.assert_array_equal(np.asarray(mean), expected)
     flat = np.concatenate([x.reshape(4, -1) for x in arrays], axis=1).astype(np.float64)
-    np.testing.assert_allclose(received.gram_RR, flat @ flat.T, rtol=1e-5)
+    sizes = received.sizes
+    np.testing.assert_allclose(sizes.norm_R, np.linalg.norm(flat, axis=1), rtol=1e-5)
+    np.testing.assert_allclose(sizes.drift_R, np.abs(flat).mean(1), rtol=1e-5)
+    np.testing.assert_allclose(sizes.mean_norm, np.linalg.norm(flat.mean(0)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("wire", WIRES)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxdiloco import DiLoCo
 
-M, H, STEPS = 4, 6, 18
+M, H, STEPS = 4, 6, 20
 WIRES = ("float32", "bfloat16", "int8", "float4_e3m0")
 # Three fragments: `embed` sent after steps 6, 12, ..., layers 0 and 2 after 2, 8, ..., layers 1
 # and 3 after 4, 10, ...
@@ -74,12 +74,12 @@ def steps(algorithm, state, until=STEPS):
 
 
 # What is planted before step 10, when layers 1 and 3 are sent: the step that would apply it, and
-# the last one done when the run stops, before the next send or apply.
+# the last one done when the run stops, before the first send or apply after the next apply.
 STOPS = {
-    "at once": ("int8", np.nan, 10, 11),
-    "overlapped": ("float4_e3m0", np.inf, 13, 13),
-    "delayed": ("bfloat16", -np.inf, 16, 17),
-    "eager": ("float4_e3m0", np.nan, 16, 17),
+    "at once": ("int8", np.nan, 10, 13),
+    "overlapped": ("float4_e3m0", np.inf, 13, 15),
+    "delayed": ("bfloat16", -np.inf, 16, 19),
+    "eager": ("float4_e3m0", np.nan, 16, 19),
 }
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import run_tools as tools
+from jax.sharding import NamedSharding, PartitionSpec
 
 from maxdiloco.errors import NumericsError
 from maxdiloco.monitor import Monitor
@@ -103,12 +104,20 @@ def test_a_loss_that_is_not_finite_ends_with_4_step_replica_and_checkpoint(
 def test_a_gradient_that_is_not_finite_ends_the_run_though_the_loss_is():
     """nan_policy=stop speaks of both: the parameters of the next step would be NaN."""
     mesh = jax.make_mesh((1,), ("diloco",), devices=jax.devices()[:1])
-    trainer = types.SimpleNamespace(mesh=mesh, check_finite=lambda state: None)
-    monitor = Monitor(trainer, stop_on_nan=True)
     fine = {"loss": jnp.ones(3), "grad_norm": jnp.ones(3)}
+    placed = NamedSharding(mesh, PartitionSpec())
+    like = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=placed)
+    trainer = types.SimpleNamespace(
+        mesh=mesh,
+        check_finite=lambda state: None,
+        abstract_metrics=lambda batch: {"loss": like, "grad_norm": like},
+    )
+    monitor = Monitor(trainer, None, stop_on_nan=True, on_compile=lambda *_: None)
+    fine = jax.device_put(fine, placed)
     monitor.add(7, fine)
     monitor.check(None, list)
-    monitor.add(8, fine | {"grad_norm": jnp.array([1.0, 1.0, np.inf])})
+    bad = jax.device_put(jnp.array([1.0, 1.0, np.inf]), placed)
+    monitor.add(8, fine | {"grad_norm": bad})
     monitor.add(9, fine)
     words = "step 8: .* replica 2 .* no checkpoint was saved. .* lower learning_rate"
     with pytest.raises(NumericsError, match=words):

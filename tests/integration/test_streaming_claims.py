@@ -11,7 +11,6 @@ import json
 import os
 import socket
 import sys
-from dataclasses import replace
 
 import jax
 import numpy as np
@@ -54,9 +53,9 @@ def trainer(mode, wire, *, slots=2):
     compiles = []
     algorithm = made(mode, wire, slots, compiled=compiles.append)
     first = algorithm.init(placed(algorithm.mesh), ())
-    lies = jax.tree.map(lambda x: x.sharding, replace(first, t=None, dropped_until=None))
-    arrays = jax.tree.map(np.array, replace(first, t=None, dropped_until=None))
-    return algorithm, lambda: replace(jax.device_put(arrays, lies), t=0, dropped_until=0), compiles
+    lies = jax.tree.map(lambda x: x.sharding, first)
+    arrays = jax.tree.map(np.array, first)
+    return algorithm, lambda: jax.device_put(arrays, lies), compiles
 
 
 def host(tree):
@@ -192,7 +191,7 @@ def test_compiles_do_not_grow_with_the_number_of_fragments(mode, programs):
     """One program for `embed` and one for all fragments of `kernel`, of two layers or of one."""
     algorithm, start, compiles = trainer(mode, STOPS[mode][0])
     list(steps(algorithm, start(), until=13))
-    assert sorted(compiles) == programs
+    assert sorted(compiles) == sorted(["init", *programs])
     for count in (3, 5):
         algorithm = made(mode, STOPS[mode][0], 2, count)
         algorithm.bind(placed(algorithm.mesh), ())

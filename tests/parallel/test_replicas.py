@@ -9,7 +9,6 @@ from jax.sharding import Mesh
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.replicas import (
     broadcast,
-    fetch,
     map_fn,
     one_at_a_time,
     reduce_mean,
@@ -72,14 +71,6 @@ def test_broadcast_copies_and_mean_is_summed_in_order():
     np.testing.assert_array_equal(broadcast(jnp.arange(3.0), 2), [[0, 1, 2], [0, 1, 2]])
     assert float(reduce_mean(jnp.float32([1e8, 1, -1e8]))) == 0
     assert float(reduce_mean(jnp.float32([1e8, -1e8, 1]))) == pytest.approx(1 / 3)
-
-
-def test_fetch_returns_the_whole_array(devices):
-    mesh = Mesh(np.array(devices[:2]), ("diloco",))
-    x = jax.device_put(
-        np.arange(4.0), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("diloco"))
-    )
-    np.testing.assert_array_equal(fetch({"x": x}, mesh)["x"], [0, 1, 2, 3])
 
 
 def test_a_program_compiles_once_for_each_shape_and_says_so():
