@@ -144,7 +144,7 @@ def _prepare(cfg, mesh, data, folder, checkpointer, say) -> Run:
         compiles.resident = tables.resident(parts.trainer.layout)
     if cfg.compiled_trainstep_file:
         compiled_file.check(cfg.compiled_trainstep_file, cfg, parts, total_steps=total)
-    meta = start.meta_of(cfg, parts, begin.position, fingerprint)
+    meta = start.meta_of(cfg, parts, begin.position, fingerprint, total_steps=total)
     return Run(
         cfg=cfg,
         parts=parts,
@@ -176,7 +176,7 @@ def _train(run: Run, begun: float) -> int:
     cfg, parts = run.cfg, run.parts
     run.say(f"{run.begin.origin}; {run.total} steps in all")
     run.say(f"ready to compile after {time.perf_counter() - begun:.1f} s")
-    for line in start.changes(cfg, parts, run.begin):
+    for line in start.changes(cfg, parts, run.begin, total_steps=run.total):
         run.say(line)
     state = start.load(cfg, parts, run.begin, run.checkpointer)
     if cfg.compiled_trainstep_file:
