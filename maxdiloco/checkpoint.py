@@ -44,7 +44,7 @@ class Checkpointer:
     max_to_keep: complete checkpoints that stay, at least 1; None keeps all.
     use_async: save() returns as soon as the arrays are copied to the host.
     report: takes one line for the user; called in the first process only.
-    gather_axis: the mesh axis that joins the slices (see checkpoint_io.read_item).
+    gather_axis: the mesh axis that joins the slices (see checkpoint_arrays.read_item).
     A context manager: leaving it waits for the save that runs. Imports Orbax. Raises
     CheckpointError when the folder cannot be used.
     """

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
 
 from maxdiloco.run_folder import is_local
 
@@ -85,41 +84,9 @@ def is_complete(step_folder: epath.Path) -> bool:
     return (step_folder / COMMIT).exists()
 
 
-def read_item(step_folder: epath.Path, name: str, abstract: Any, *, axis: str) -> Any:
-    """Read one item.
-
-    abstract: tree of jax.ShapeDtypeStruct. A leaf without a sharding goes to the first device;
-    a dtype other than the saved one is a cast.
-    axis: mesh axis that joins the slices. With several processes, a leaf that is replicated over
-    it is read in parts, one part a slice, and the parts are gathered over the slow link: a byte
-    leaves the storage once, not once a slice, except in leaves too small for SHARED_WRITE_BYTES.
-    (Orbax's broadcast from one slice sums with zeros: it loses -0.0 and widens int8.)
-    Returns the tree with arrays for leaves.
-    """
-    import orbax.checkpoint as ocp
-
-    names, leaves, treedef = _flat(abstract)
-    wanted = {path: leaf for path, leaf in zip(names, leaves, strict=True) if leaf.size}
-    plans = {path: _read_plan(leaf, axis) for path, leaf in wanted.items()}
-    restored: dict[str, Any] = {}
-    if wanted:
-        handler = ocp.PyTreeCheckpointHandler()
-        arguments = ocp.args.PyTreeRestore(item=_nest(wanted), restore_args=_nest(plans))
-        restored = handler.restore(step_folder / name, args=arguments)
-        handler.close()
-
-    def array(path, leaf):
-        if not leaf.size:
-            return _empty(leaf)
-        found = _lookup(restored, path)
-        return _gathered(found, leaf) if _is_gathered(leaf, axis) else found
-
-    return treedef.unflatten(map(array, names, leaves))
-
-
 def shapes(tree: Any) -> dict[str, list[Any]]:
     """{leaf name: [shape, dtype name]} of a tree of arrays or ShapeDtypeStructs."""
-    names, leaves, _ = _flat(tree)
+    names, leaves, _ = named_leaves(tree)
     return {
         ".".join(path): [list(leaf.shape), np.dtype(leaf.dtype).name]
         for path, leaf in zip(names, leaves, strict=True)
@@ -137,7 +104,7 @@ def nested(tree: Any) -> dict[str, Any]:
     So the files do not depend on which containers the program uses, and others can read them.
     Arrays without elements are left out: Orbax refuses them.
     """
-    names, leaves, _ = _flat(tree)
+    names, leaves, _ = named_leaves(tree)
     return _nest({path: leaf for path, leaf in zip(names, leaves, strict=True) if leaf.size})
 
 
@@ -155,7 +122,8 @@ def in_any_process(flag: bool) -> bool:
     return bool(np.any(multihost_utils.process_allgather(np.int32(flag))))
 
 
-def _flat(tree: Any) -> tuple[list[tuple[str, ...]], list[Any], Any]:
+def named_leaves(tree: Any) -> tuple[list[tuple[str, ...]], list[Any], Any]:
+    """(names, leaves, treedef) of a tree; a name is the path to its leaf."""
     paths_and_leaves, treedef = jax.tree.flatten_with_path(tree)
     names = [
         # An item that is a single array has an empty path.
@@ -173,79 +141,3 @@ def _nest(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
             node = node.setdefault(key, {})
         node[path[-1]] = leaf
     return root
-
-
-def _lookup(root: dict[str, Any], path: tuple[str, ...]) -> Any:
-    for key in path:
-        root = root[key]
-    return root
-
-
-def _empty(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    zeros = np.zeros(leaf.shape, leaf.dtype)
-    return jax.device_put(zeros, leaf.sharding or _first_device())
-
-
-def _first_device() -> jax.sharding.Sharding:
-    return jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-
-def _read_plan(leaf: jax.ShapeDtypeStruct, axis: str) -> "ocp.ArrayRestoreArgs":
-    import orbax.checkpoint as ocp
-
-    sharding = leaf.sharding or _first_device()
-    shape = leaf.shape
-    if _is_gathered(leaf, axis):
-        shape, spec = split_over(shape, sharding, axis)
-        sharding = NamedSharding(sharding.mesh, spec)
-    return ocp.ArrayRestoreArgs(
-        restore_type=jax.Array,
-        sharding=sharding,
-        global_shape=shape,
-        dtype=leaf.dtype,
-        strict=shape == leaf.shape,  # otherwise padded to shape with zeros
-    )
-
-
-def _is_gathered(leaf: jax.ShapeDtypeStruct, axis: str) -> bool:
-    sharding = leaf.sharding
-    if jax.process_count() == 1 or not leaf.shape or not isinstance(sharding, NamedSharding):
-        return False
-    used = {name for entry in sharding.spec for name in _axes(entry)}
-    return dict(sharding.mesh.shape).get(axis, 1) > 1 and axis not in used
-
-
-def split_over(
-    shape: tuple[int, ...], sharding: NamedSharding, axis: str
-) -> tuple[tuple[int, ...], PartitionSpec]:
-    """Split one more dimension over a mesh axis: the first whose shards divide, else the longest.
-
-    Returns the shape, padded where nothing divides, and the spec. The choice of dimension is
-    that of Orbax when it writes replicated arrays, so that a part is a whole stored chunk.
-    """
-    size = sharding.mesh.shape[axis]
-    local = sharding.shard_shape(shape)
-    dividing = [dim for dim, length in enumerate(local) if length % size == 0]
-    dim = dividing[0] if dividing else int(np.argmax(shape))
-    entries = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
-    entries[dim] = (*_axes(entries[dim]), axis)
-    parts = shape[dim] // local[dim] * size
-    padded = -(-shape[dim] // parts) * parts
-    return (*shape[:dim], padded, *shape[dim + 1 :]), PartitionSpec(*entries)
-
-
-def _axes(entry: None | str | tuple[str, ...]) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return entry if isinstance(entry, tuple) else (entry,)
-
-
-def _gathered(array: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    target = leaf.sharding
-    on_device = NamedSharding(target.mesh, target.spec)
-    starts = [0] * array.ndim
-    gather = jax.jit(
-        lambda padded: jax.lax.slice(padded, starts, leaf.shape), out_shardings=on_device
-    )
-    # One leaf at a time: the gather needs room for one leaf twice, not for all.
-    return jax.device_put(jax.block_until_ready(gather(array)), target)

@@ -6,14 +6,15 @@ from typing import Any, NamedTuple
 import jax
 from etils import epath
 
-from maxdiloco import checkpoint_io, checkpoint_seal
+from maxdiloco import checkpoint_arrays, checkpoint_io, checkpoint_seal
 from maxdiloco.errors import CheckpointError
 from maxdiloco.run_folder import absolute
 
 PARAMETERS = "outer_params"  # the item that load_parameters_path and generation read
 
-# Gives {item: tree of jax.ShapeDtypeStruct with shardings} for the meta of a checkpoint. Called
-# for each checkpoint that is tried; may leave items out, which are then not read; may refuse.
+# Gives {item: tree of jax.ShapeDtypeStruct with shardings, or of checkpoint_arrays.Cycled} for the
+# meta of a checkpoint. Called for each checkpoint that is tried; may leave items out, which are
+# then not read; may refuse.
 AbstractOf = Callable[[dict[str, Any]], Mapping[str, Any]]
 # What to tell a user whose shapes differ from those of the checkpoint with that meta.
 Remedy = Callable[[dict[str, Any]], str]
@@ -132,7 +133,7 @@ def first_undamaged(
         abstract = abstract_of(note.meta)
         _refuse_mismatch(path, note, abstract, remedy=remedy, cast=cast)
         items = {
-            name: checkpoint_io.read_item(path, name, tree, axis=axis)
+            name: checkpoint_arrays.read_item(path, name, tree, axis=axis)
             for name, tree in abstract.items()
         }
         return Restored(note.step, items, note.meta, path), damaged

@@ -7,12 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from maxdiloco.algorithm import DiLoCo
 from maxdiloco.algorithm_layout import State
+from maxdiloco.checkpoint_arrays import Cycled
 from maxdiloco.checkpoint_read import PARAMETERS
 from maxdiloco.data_parallel import DataParallel
 from maxdiloco.data_parallel import State as DataParallelState
@@ -47,8 +45,8 @@ def _is_eager(trainer: DiLoCo) -> bool:
     return trainer.schedule.overlap == "eager"
 
 
-class Origin(NamedTuple):
-    """How the saved state was laid out, from the note of its checkpoint.
+class SavedLayout(NamedTuple):
+    """How a state in a checkpoint was laid out, from the note of the checkpoint.
 
     num_replicas M; mesh: sizes of the axes; same_rules: whether the logical axis rules were those
     of this run; dropped_until: State.dropped_until.
@@ -70,57 +68,50 @@ def note_of(trainer: Trainer, state: Any) -> dict[str, Any]:
     }
 
 
-def keeps_flight(trainer: DiLoCo, origin: Origin) -> bool:
+def keeps_flight(trainer: DiLoCo, saved: SavedLayout) -> bool:
     """Whether the chunks in flight are laid out as this trainer lays them out."""
-    same_mesh = origin.mesh == dict(trainer.mesh.shape) and origin.same_rules
+    same_mesh = saved.mesh == dict(trainer.mesh.shape) and saved.same_rules
     return (same_mesh or trainer.schedule.window == 0) and (
-        origin.num_replicas == trainer.num_replicas
+        saved.num_replicas == trainer.num_replicas
     )
 
 
-def dropped(trainer: Trainer, origin: Origin, t: int) -> tuple[Event, ...]:
+def dropped(trainer: Trainer, saved: SavedLayout, t: int) -> tuple[Event, ...]:
     """The exchanges in flight after step t that `state_of` drops, oldest first."""
-    if isinstance(trainer, DataParallel) or keeps_flight(trainer, origin):
+    if isinstance(trainer, DataParallel) or keeps_flight(trainer, saved):
         return ()
-    return tuple(s for s in trainer.schedule.pending(t) if s.send_step > origin.dropped_until)
+    return tuple(s for s in trainer.schedule.pending(t) if s.send_step > saved.dropped_until)
 
 
-def abstract_items(trainer: Trainer, origin: Origin) -> dict[str, Any]:
-    """{item: tree of ShapeDtypeStructs} of a state that was saved with `origin`.
+def abstract_items(trainer: Trainer, saved: SavedLayout) -> dict[str, Any]:
+    """{item: tree of ShapeDtypeStruct or Cycled} of a state that was saved in the layout `saved`.
 
-    Arrays of another M are read with R spread over `diloco` only where it divides.
+    With another M, replica r takes what was replica r mod the old M.
     """
     if isinstance(trainer, DataParallel):
         return _arrays(trainer, trainer.abstract_state)
-    abstract = _arrays(trainer, trainer.layout.state)
-    if keeps_flight(trainer, origin):
-        return abstract
-    del abstract["flight"], abstract["diagnostics"]
-    spread = origin.num_replicas % trainer.mesh.shape["diloco"] == 0
-
-    def of_old(x):
-        if x.sharding.spec[:1] != ("diloco",):
-            return x
-        spec = x.sharding.spec if spread else P(None, *x.sharding.spec[1:])
-        sharding = NamedSharding(trainer.mesh, spec, memory_kind=x.sharding.memory_kind)
-        return jax.ShapeDtypeStruct((origin.num_replicas, *x.shape[1:]), x.dtype, sharding=sharding)
-
-    return jax.tree.map(of_old, abstract)
+    items = _arrays(trainer, trainer.layout.state)
+    if not keeps_flight(trainer, saved):
+        del items["flight"], items["diagnostics"]
+    if saved.num_replicas == trainer.num_replicas:
+        return items
+    of_replicas = ["params", "opt_state"] + ["outer", "outer_opt"] * _is_eager(trainer)
+    for name in of_replicas:
+        items[name] = jax.tree.map(lambda x: Cycled(x, stored=saved.num_replicas), items[name])
+    return items
 
 
-def state_of(trainer: Trainer, items: dict[str, Any], origin: Origin, *, t: int) -> Any:
+def state_of(trainer: Trainer, items: dict[str, Any], saved: SavedLayout, *, t: int) -> Any:
     """The state of a trainer from the items read by `abstract_items`.
 
-    With another M, replica r takes what was replica r mod the old M; theta and the outer
-    optimizer state stay. With another M or layout, what was in flight is dropped: nothing is
-    applied for it, and in eager and delayed mode the history restarts as in round 1.
+    With another M or layout, what was in flight is dropped: nothing is applied for it, and in
+    eager and delayed mode the history restarts as in round 1.
     """
     if isinstance(trainer, DataParallel):
         return DataParallelState(t, items[PARAMETERS], items["opt_state"])
-    if keeps_flight(trainer, origin):
-        return _state(trainer, items, t, origin.dropped_until)
-    items = _dealt_anew(trainer, items, origin.num_replicas)
-    return _state(trainer, items, t, dropped_until=t)
+    if keeps_flight(trainer, saved):
+        return _state(trainer, items, t, saved.dropped_until)
+    return _state(trainer, items | _nothing_sent(trainer), t, dropped_until=t)
 
 
 def _state(trainer: DiLoCo, items: dict[str, Any], t: int, dropped_until: int) -> State:
@@ -139,23 +130,11 @@ def _state(trainer: DiLoCo, items: dict[str, Any], t: int, dropped_until: int) -
     )
 
 
-def _dealt_anew(trainer: DiLoCo, items: dict[str, Any], num_replicas: int) -> dict[str, Any]:
-    like = trainer.layout.state
-    target = {name: tree for name, tree in _arrays(trainer, like).items() if name in items}
-    source = np.arange(trainer.num_replicas) % num_replicas
-
-    def deal(old):
-        return jax.tree.map(
-            lambda x, new: x[source] if new.sharding.spec[:1] == ("diloco",) else x, old, target
-        )
-
-    lies = jax.tree.map(lambda x: x.sharding, target)
-    nothing_sent = {
-        "flight": {"outgoing": like.outgoing, "incoming": like.incoming},
-        "diagnostics": {"bad": like.bad, "sizes": like.sizes},
-    }
-    fresh = jax.jit(
-        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), nothing_sent),
-        out_shardings=jax.tree.map(lambda x: x.sharding, nothing_sent),
+def _nothing_sent(trainer: DiLoCo) -> dict[str, Any]:
+    """The items `flight` and `diagnostics` of a state before any send."""
+    items = _arrays(trainer, trainer.layout.state)
+    abstract = {name: items[name] for name in ("flight", "diagnostics")}
+    return jax.jit(
+        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract),
+        out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
     )()
-    return jax.jit(deal, out_shardings=lies)(items) | fresh

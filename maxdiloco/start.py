@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from maxdiloco import checkpoint_read, config, resume_rules, saved_state
-from maxdiloco.assemble import Parts, initial_state, state_with
+from maxdiloco import checkpoint_read, config, optimizer, resume_rules, saved_state
+from maxdiloco.assemble import Parts, initial_state, schedule_steps, state_with
 from maxdiloco.checkpoint import Checkpointer
 from maxdiloco.checkpoint_io import from_first_process, in_any_process
 from maxdiloco.checkpoint_read import Restored
@@ -93,10 +93,10 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
             cfg.load_parameters_path, parts.params, remedy=remedy
         )
         return state_with(parts, params)
-    origin = _layout_of(cfg, start.saved)
+    layout = _saved_layout(cfg, start.saved)
 
     def abstract_of(meta):
-        return saved_state.abstract_items(trainer, origin)
+        return saved_state.abstract_items(trainer, layout)
 
     if checkpointer is not None and start.step in checkpointer.steps():
         restored = checkpointer.restore(abstract_of)
@@ -105,33 +105,54 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
         restored = checkpoint_read.restore_from(
             start.saved.path, abstract_of, key="load_full_state_path"
         )
-    return saved_state.state_of(trainer, restored.items, origin, t=restored.step)
+    return saved_state.state_of(trainer, restored.items, layout, t=restored.step)
 
 
-def changes(cfg: Config, parts: Parts, start: Start) -> list[str]:
-    """Lines for the user: what the run does otherwise than the one that wrote the checkpoint."""
+def changes(cfg: Config, parts: Parts, start: Start, *, total_steps: int) -> list[str]:
+    """Lines for the user: what goes on otherwise than in the run that wrote the checkpoint."""
     if start.saved is None:
         return []
-    return dropped_line(parts.trainer, _layout_of(cfg, start.saved), start.step)
-
-
-def dropped_line(trainer: Any, origin: saved_state.Origin, t: int) -> list[str]:
-    """The line on what was in flight and is dropped, if anything was."""
-    sends = saved_state.dropped(trainer, origin, t)
-    if not sends:
-        return []
-    named = ", ".join(f"fragment {s.fragment} (sent after step {s.send_step})" for s in sends)
-    history = "" if trainer.schedule.overlap == "none" else " The history restarts as in round 1."
+    layout = _saved_layout(cfg, start.saved)
     return [
-        f"dropped: {named}, in flight between {origin.num_replicas} replicas and not laid out for "
-        f"this mesh. theta and the replicas keep their values, so the next outer gradients carry "
-        f"the same progress.{history}"
+        *dropped_lines(parts.trainer, layout, start.step),
+        *stretched_lines(cfg, start.saved.meta["schedule_steps"], start.step, total_steps),
     ]
 
 
-def _layout_of(cfg: Config, saved: Restored) -> saved_state.Origin:
+def dropped_lines(trainer: Any, layout: saved_state.SavedLayout, t: int) -> list[str]:
+    """The line on what was in flight after step t and is dropped, if anything was."""
+    sends = saved_state.dropped(trainer, layout, t)
+    if not sends:
+        return []
+    named = ", ".join(f"{send.fragment} (sent after step {send.send_step})" for send in sends)
+    history = "" if trainer.schedule.overlap == "none" else " The history restarts as in round 1."
+    return [
+        f"dropped: what was in flight of fragments {named}, since the number of replicas or the "
+        f"mesh has changed. theta and the replicas keep their values, so the next outer gradients "
+        f"carry the same progress.{history}"
+    ]
+
+
+def stretched_lines(cfg: Config, before: int, t: int, total_steps: int) -> list[str]:
+    """The line on a learning-rate schedule that has another length than before, if it has.
+
+    before: its length when step t was done [inner steps]; total_steps: what -1 means now.
+    """
+    if cfg.learning_rate_schedule_steps != -1 or before == total_steps:
+        return []
+    old, new = (
+        float(optimizer.learning_rate_schedule(cfg, length)(t)) for length in (before, total_steps)
+    )
+    return [
+        f"learning_rate_schedule_steps=-1: the schedule was {before} steps long and now is "
+        f"{total_steps}, so the learning rate of step {t + 1} is {new:.3g} in place of {old:.3g}. "
+        f"Set learning_rate_schedule_steps={before} to keep the schedule."
+    ]
+
+
+def _saved_layout(cfg: Config, saved: Restored) -> saved_state.SavedLayout:
     note = saved.meta
-    return saved_state.Origin(
+    return saved_state.SavedLayout(
         num_replicas=note["num_replicas"],
         mesh=note["mesh"],
         same_rules=note["config"]["logical_axis_rules"] == cfg.as_dict()["logical_axis_rules"],
@@ -139,12 +160,15 @@ def _layout_of(cfg: Config, saved: Restored) -> saved_state.Origin:
     )
 
 
-def meta_of(cfg: Config, parts: Parts, position: Position, data: str) -> dict[str, Any]:
+def meta_of(
+    cfg: Config, parts: Parts, position: Position, data: str, *, total_steps: int
+) -> dict[str, Any]:
     """What a checkpoint says besides its arrays."""
     return {
         "config": cfg.as_dict(),
         "position": position.to_dict(),
         "data": data,
+        "schedule_steps": schedule_steps(cfg, total_steps),
         "jax": jax.__version__,
     }
 

@@ -142,7 +142,7 @@ def _prepare(cfg, mesh, data, folder, checkpointer, say) -> Run:
         compiles.resident = tables.resident(parts.trainer.layout)
     if cfg.compiled_trainstep_file:
         compiled_file.check(cfg.compiled_trainstep_file, cfg, parts, total_steps=total)
-    meta = start.meta_of(cfg, parts, begin.position, fingerprint)
+    meta = start.meta_of(cfg, parts, begin.position, fingerprint, total_steps=total)
     return Run(
         cfg=cfg,
         parts=parts,
@@ -173,9 +173,12 @@ def _show_fragments(cfg, mesh, say) -> int:
 def _train(run: Run, begun: float) -> int:
     cfg, parts = run.cfg, run.parts
     run.say(f"{run.begin.origin}; {run.total} steps in all")
+    for line in start.changes(cfg, parts, run.begin, total_steps=run.total):
+        run.say(line)
     if run.begin.step >= run.total:
-        run.say(f"nothing to do: step {run.begin.step} of {run.total} is done. "
-                f"Raise steps to go on.")
+        run.say(
+            f"nothing to do: step {run.begin.step} of {run.total} is done. Raise steps to go on."
+        )
         return 0
     run.say(f"ready to compile after {time.perf_counter() - begun:.1f} s")
     _compile(run)
