@@ -134,7 +134,7 @@ def outer_metrics(sizes: Sizes) -> dict[str, float]:
         "diloco/outer_grad_norm": float(sizes.mean_norm),
         "diloco/drift": float(np.mean(sizes.drift_R)),
     }
-    products = norm_R.sum() ** 2 - (norm_R**2).sum()
+    products = norm_R.sum() ** 2 - (norm_R**2).sum() if np.isfinite(norm_R).all() else 0.0
     if products > 0:
         inner = (M * float(sizes.mean_norm)) ** 2 - (norm_R**2).sum()
         row["diloco/outer_grad_cosine"] = float(np.clip(inner / products, -1, 1))

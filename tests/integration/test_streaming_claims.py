@@ -127,13 +127,11 @@ def test_a_run_resumed_between_send_and_apply_goes_on_with_the_same_bits(mode, w
                 note = saved_state.note_of(algorithm, state)
                 assert checkpointer.save(state.t, saved_state.items_of(algorithm, state), note)
         wanted = host(state)
-        origin = saved_state.Origin(**note, same_rules=True)
+        layout = saved_state.SavedLayout(**note, same_rules=True)
         for t in (9, 8):
-            back = checkpointer.restore(
-                lambda meta, t=t: saved_state.abstract_items(algorithm, origin, t)
-            )
+            back = checkpointer.restore(lambda meta: saved_state.abstract_items(algorithm, layout))
             assert back.step == t
-            again = saved_state.state_of(algorithm, back.items, origin, t=t)
+            again = saved_state.state_of(algorithm, back.items, layout, t=t)
             flight = host((again.outgoing, again.incoming))
             assert any(x.any() for x in flight) == (mode != "at once")
             *_, last = steps(algorithm, again)
@@ -191,7 +189,8 @@ def test_compiles_do_not_grow_with_the_number_of_fragments(mode, programs):
     """One program for `embed` and one for all fragments of `kernel`, of two layers or of one."""
     algorithm, start, compiles = trainer(mode, STOPS[mode][0])
     list(steps(algorithm, start(), until=13))
-    assert sorted(compiles) == sorted(["init", *programs])
+    assert set(compiles) <= {"init", "outer parameters", *programs}
+    assert sorted(name for name in compiles if name in programs) == programs
     for count in (3, 5):
         algorithm = made(mode, STOPS[mode][0], 2, count)
         algorithm.bind(placed(algorithm.mesh), ())
