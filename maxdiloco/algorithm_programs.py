@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.algorithm_layout import FragmentPlan, Layout, copies, parts_of
+from maxdiloco.algorithm_outer import OuterFragment
 from maxdiloco.diloco import outer, slices
 from maxdiloco.exchange import collective
 from maxdiloco.parallel.program import Program
@@ -67,11 +68,7 @@ class Programs:
     def _mean_outer(self, outer):
         """The mean over the replicas of theta, where each has its own (eager)."""
         # A TPU computes in device memory only.
-        near = jax.tree.map(
-            lambda x, kept: jax.device_put(x, kept.sharding.with_memory_kind("device")),
-            outer,
-            self.layout.state.outer,
-        )
+        near = jax.device_put(outer, jax.memory.Space.Device)
         return jax.tree.map(reduce_mean, near)
 
     def init(self, make: Callable, **options) -> Program:
@@ -157,81 +154,6 @@ def _put(arrays, plan: FragmentPlan, places, values, lead: int) -> list[jax.Arra
     ]
 
 
-class _Outer:
-    """A fragment of theta and of its optimizer state: to the device, and back where it is kept.
-
-    lead: dims before a leaf's own, 1 (R) when every replica has its theta (eager).
-    """
-
-    def __init__(self, layout: Layout, plan: FragmentPlan, lead: int):
-        self.plan, self.lead = plan, lead
-        self.kept = _shardings(_pick(jax.tree.leaves(layout.state.outer), plan))
-        self.kept_opt = _shardings(layout.state.outer_opt[plan.index])
-        self.on_host = self.kept[0].memory_kind == "pinned_host"
-        prefix = ("diloco",) if lead else ()
-        self.fragment = [
-            NamedSharding(layout.mesh, P(*prefix, *s.spec)) for s in plan.payload.shares
-        ]
-
-    def take(self, leaves, places) -> list[jax.Array]:
-        """The fragment of theta, on the device, laid out like its shares."""
-        return [
-            self._on_device(
-                slices.take(self._whole(x, cut, kept), cut, place, lead=self.lead), fragment
-            )
-            for x, cut, place, kept, fragment in self._each(leaves, places)
-        ]
-
-    def put(self, leaves, places, values) -> list[jax.Array]:
-        """The leaves of theta with the fragment replaced by values, where they are kept."""
-        return [
-            self._back(
-                slices.put(
-                    self._whole(x, cut, kept),
-                    cut,
-                    place,
-                    value if self._moves(x, cut) else self._back(value, fragment),
-                    lead=self.lead,
-                ),
-                kept,
-            )
-            for (x, cut, place, kept, fragment), value in zip(
-                self._each(leaves, places), values, strict=True
-            )
-        ]
-
-    def load_opt(self, outer_opt):
-        """The fragment's optimizer state, on the device."""
-        return jax.tree.map(self._on_device, outer_opt, self.kept_opt)
-
-    def store_opt(self, outer_opt):
-        """It again, where it is kept."""
-        return jax.tree.map(self._back, outer_opt, self.kept_opt)
-
-    def _each(self, leaves, places):
-        return zip(leaves, self.plan.cuts, places, self.kept, self.fragment, strict=True)
-
-    def _on_device(self, x, sharding):
-        if not self.on_host:
-            return x
-        return jax.device_put(x, sharding.with_memory_kind("device"))
-
-    def _back(self, x, sharding):
-        if not self.on_host:
-            return x
-        return jax.device_put(x, sharding.with_memory_kind("pinned_host"))
-
-    def _moves(self, x, cut) -> bool:
-        # A TPU tiles the last two dims. To fold or gather along one of them moves data, which it
-        # can do in device memory only.
-        tiled = cut.axis + self.lead >= x.ndim - 2
-        gathers = cut.pattern == "list" and cut.count > slices.MOST_SINGLE_SLICES
-        return (cut.pattern == "stride" and tiled) or gathers
-
-    def _whole(self, x, cut, kept):
-        return self._on_device(x, kept) if self._moves(x, cut) else x
-
-
 def _gradient(params_R, theta, lead):
     """Alg. 2 line 7: old minus new, [R, ...] float32."""
     return [
@@ -244,7 +166,7 @@ def _pack(layout: Layout, plan: FragmentPlan, rule: Rule):
     """Form the fragment's outer gradients and encode them: Alg. 2 lines 6-7, no traffic."""
 
     def pack(param_leaves, outer_leaves, places):
-        theta = _Outer(layout, plan, lead=0).take(outer_leaves, places)
+        theta = OuterFragment(layout, plan, lead=0).take(outer_leaves, places)
         g_R = _gradient(_taken(param_leaves, plan, places, lead=1), theta, 0)
         chunk = layout.chunk_of(plan)
         return collective.send(plan.payload, g_R, num_chunks=plan.num_chunks, chunk=chunk)
@@ -266,7 +188,7 @@ def _merged_shardings(layout: Layout, plan: FragmentPlan):
 
 def _apply(layout, plan, rule, param_leaves, outer_leaves, outer_opt, bad_RF, places, received):
     """Alg. 2 lines 10-12: the outer step and the merge; nothing changes if a flag is bad."""
-    kept = _Outer(layout, plan, lead=0)
+    kept = OuterFragment(layout, plan, lead=0)
     theta, opt = kept.take(outer_leaves, places), kept.load_opt(outer_opt)
     new, new_opt = outer.outer_update(rule.optimizer, theta, opt, received.mean)
     finite = ~jnp.any(received.bad_RF)
@@ -344,7 +266,7 @@ def _delayed_step(layout: Layout, plan: FragmentPlan, rule: Rule):
 
 
 def _eager_step(layout: Layout, plan: FragmentPlan, rule: Rule):
-    kept = _Outer(layout, plan, lead=1)
+    kept = OuterFragment(layout, plan, lead=1)
 
     def one_replica(finite, x, theta, opt, mean):
         new, new_opt = outer.outer_update(rule.optimizer, theta, opt, mean)

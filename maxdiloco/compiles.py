@@ -26,7 +26,6 @@ class Compiles:
         self._show_memory = show_memory
         self._lock = threading.Lock()
         self._untaken = 0.0
-        self._temporary: dict[str, int] = {}
         self.resident = ""
 
     def __call__(self, name: str, seconds: float, compiled: jax.stages.Compiled) -> None:
@@ -34,11 +33,9 @@ class Compiles:
         with self._lock:
             self._untaken += seconds
             self._say(f"compiled {name} in {seconds:.1f} s")
-            if self._show_memory:
-                self._say_memory(name, compiled)
 
     def all_of(self, calls: Sequence[Call]) -> None:
-        """Compile the programs of a run, several at a time.
+        """Compile the programs of a run, several at a time; the first is the plain inner step.
 
         Raises ConfigError for one that does not fit the device's memory.
         """
@@ -61,18 +58,20 @@ class Compiles:
             pool.shutdown(cancel_futures=True)
         self._say(f"{len(calls)} programs ready after {time.perf_counter() - started:.1f} s")
         self.take()
+        if self._show_memory:
+            self._say_memory(calls)
 
-    def _say_memory(self, name: str, compiled: jax.stages.Compiled) -> None:
-        memory = compiled.memory_analysis()
-        self._temporary[name] = memory.temp_size_in_bytes
-        self._say(f"  {tables.memory_line(memory)}")
-        plain = self._temporary.get("inner", 0)
-        more = max(0, max(self._temporary.values()) - plain)
-        if self.resident and "inner" in self._temporary:
-            self._say(
-                f"  beyond plain training [MiB a device]: {self.resident}, temporary "
-                f"{more / 2**20:.1f}"
-            )
+    def _say_memory(self, calls: Sequence[Call]) -> None:
+        plain, *_ = [call.program.compile(*call.args).memory_analysis() for call in calls]
+        for call in calls:
+            memory = call.program.compile(*call.args).memory_analysis()
+            self._say(f"{call.program.name}: {tables.memory_line(memory)}")
+            if self.resident:
+                more = max(0, memory.temp_size_in_bytes - plain.temp_size_in_bytes)
+                self._say(
+                    f"  beyond plain training [MiB a device]: {self.resident}, temporary "
+                    f"{more / 2**20:.1f}"
+                )
 
     def take(self) -> float:
         """Seconds spent compiling since the last call."""

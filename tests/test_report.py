@@ -27,7 +27,7 @@ def program(name="inner", *, runs=3, crossings=(), **changes):
     gather = Collective("all-gather", "bf16", ("fsdp",), 2 * MIB, 4, False)
     reduce = Collective("all-reduce", "f32", ("fsdp",), MIB, 1, True)
     made = Measured(
-        name, runs, 12.5, "", 2e12, 0.010, 0, memory(), tuple(crossings), (gather, reduce)
+        name, runs, "step", 12.5, "", 2e12, 0.010, 0, memory(), tuple(crossings), (gather, reduce)
     )
     return made._replace(**changes)
 
@@ -47,7 +47,22 @@ def test_times_and_bytes_of_a_period():
     assert found.exposed_seconds == pytest.approx(0.001)
     assert found.busy_seconds == pytest.approx(0.004)
     assert found.bytes_per_step == 250
-    assert "25.0% of the link" in report.lines(found)[-1]
+    assert "25.0% of the link" in report.lines(found)[-2]
+
+
+def test_what_runs_beside_the_steps_is_counted_apart():
+    """A log step sends 1000 bytes once in 10 periods; the start counts as once, not per period."""
+    beside = program("log", runs=0.1, when="beside", crossings=[crossing(waited=0.003)])
+    start = program("init", runs=0, when="start", crossings=[crossing()])
+    alone, found = a_report(program()), a_report(program(), beside, start)
+    for figure in ("step_seconds", "exposed_seconds", "busy_seconds", "bytes_per_step"):
+        assert getattr(found, figure) == getattr(alone, figure)
+    assert found.bytes_sent("beside") == pytest.approx(100)
+    last = report.lines(found)[-1]
+    assert last == "beside the steps: 100 bytes/device a period, 1.30 ms, 4.3% of the steps' time"
+    rows = [line.split() for line in report.lines(found)]
+    assert ["init", "once"] in [row[:2] for row in rows]
+    assert report.refusals(found, max_exposed_fraction=0.1) == []
 
 
 def test_a_crossing_lies_between_its_start_and_its_end():
@@ -86,7 +101,7 @@ def test_off_tpu_there_are_no_times():
     found = a_report(one, chip=None)
     assert found.step_seconds is None
     assert report.as_json(found)["programs"][0]["dcn"][0]["bytes_per_device"] == 1000
-    assert report.lines(found)[-1].endswith("750 bytes/device to other slices")
+    assert report.lines(found)[-2].endswith("750 bytes/device to other slices")
 
 
 def refusals(*programs, chip=CHIP, most=0.2):

@@ -4,6 +4,7 @@ Fragments that differ only in which layers they hold have equal cuts and differ 
 one compiled program serves them all.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,6 +15,14 @@ from maxdiloco.diloco.fragments import Part
 
 # Up to this many entries are taken one by one; beyond it a gather compiles smaller (our choice).
 MOST_SINGLE_SLICES = 64
+
+
+Move = Callable[[jax.Array], jax.Array]
+
+
+def keep(x: jax.Array) -> jax.Array:
+    """x where it is."""
+    return x
 
 
 class Cut(NamedTuple):
@@ -53,41 +62,55 @@ def places_of(part: Part, cut: Cut) -> np.ndarray:
     return np.array(part.entries[0], np.int32)
 
 
-def take(x: jax.Array, cut: Cut, places: jax.Array, *, lead: int = 0) -> jax.Array:
-    """The cut's entries of x, in order; `lead` dims (R) come before the leaf's own."""
+def take(
+    x: jax.Array, cut: Cut, places: jax.Array, *, lead: int = 0, load: Move = keep
+) -> jax.Array:
+    """The cut's entries of x, in order; `lead` dims (R) come before the leaf's own.
+
+    load: moves each contiguous piece, say from host memory, before pieces are put together.
+    """
     axis = cut.axis + lead
     if cut.pattern == "whole":
-        return x
+        return load(x)
     if cut.pattern == "run":
-        return jax.lax.dynamic_slice_in_dim(x, places, cut.count, axis)
+        return load(jax.lax.dynamic_slice_in_dim(x, places, cut.count, axis))
     if cut.pattern == "stride":
         folded = x.reshape(*x.shape[:axis], cut.count, cut.stride, *x.shape[axis + 1 :])
-        return jax.lax.dynamic_index_in_dim(folded, places, axis + 1, keepdims=False)
+        return load(jax.lax.dynamic_index_in_dim(folded, places, axis + 1, keepdims=False))
     if cut.count > MOST_SINGLE_SLICES:
-        return jnp.take(x, places, axis=axis, unique_indices=True, indices_are_sorted=True)
+        return load(jnp.take(x, places, axis=axis, unique_indices=True, indices_are_sorted=True))
     single = [
-        jax.lax.dynamic_slice_in_dim(x, places[i], 1, axis) for i in range(cut.count)
+        load(jax.lax.dynamic_slice_in_dim(x, places[i], 1, axis)) for i in range(cut.count)
     ]
     return jnp.concatenate(single, axis)
 
 
 def put(
-    x: jax.Array, cut: Cut, places: jax.Array, values: jax.Array, *, lead: int = 0
+    x: jax.Array,
+    cut: Cut,
+    places: jax.Array,
+    values: jax.Array,
+    *,
+    lead: int = 0,
+    store: Move = keep,
 ) -> jax.Array:
-    """x with the cut's entries replaced by `values`, shaped as `take` returns them."""
+    """x with the cut's entries replaced by `values`, shaped as `take` returns them.
+
+    store: moves each contiguous piece to where x is.
+    """
     axis = cut.axis + lead
     if cut.pattern == "whole":
-        return values
+        return store(values)
     if cut.pattern == "run":
-        return jax.lax.dynamic_update_slice_in_dim(x, values, places, axis)
+        return jax.lax.dynamic_update_slice_in_dim(x, store(values), places, axis)
     if cut.pattern == "stride":
         folded = x.reshape(*x.shape[:axis], cut.count, cut.stride, *x.shape[axis + 1 :])
-        folded = jax.lax.dynamic_update_index_in_dim(folded, values, places, axis + 1)
+        folded = jax.lax.dynamic_update_index_in_dim(folded, store(values), places, axis + 1)
         return folded.reshape(x.shape)
     if cut.count > MOST_SINGLE_SLICES:
         index = (slice(None),) * axis + (places,)
-        return x.at[index].set(values, unique_indices=True, indices_are_sorted=True)
+        return x.at[index].set(store(values), unique_indices=True, indices_are_sorted=True)
     for i in range(cut.count):
-        single = jax.lax.slice_in_dim(values, i, i + 1, axis=axis)
+        single = store(jax.lax.slice_in_dim(values, i, i + 1, axis=axis))
         x = jax.lax.dynamic_update_slice_in_dim(x, single, places[i], axis)
     return x

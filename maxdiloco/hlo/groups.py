@@ -8,25 +8,32 @@ import numpy as np
 
 _LISTED = re.compile(r"\{(\{[\d,]*\}(,\{[\d,]*\})*)\}$")
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?$")
+_MESH = re.compile(
+    r"mesh\[([^\]]+)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}$"
+)
 _ATTRIBUTE = re.compile(
-    r"(?:replica_groups|source_target_pairs)=(\{\{.*?\}\}|\{\}|[^\s{]*?\)(?=,|$)|[^\s{]*?\](?=,|$))"
+    r"(?:replica_groups|source_target_pairs)="
+    r"(mesh\[.*?\} ?(?=,|$)|\{\{.*?\}\}|\{\}|[^\s{]*?\)(?=,|$)|[^\s{]*?\](?=,|$))"
 )
 
 
 def read(text: str) -> tuple[tuple[int, ...], ...]:
-    """`{{0,1},{2,3}}`, `[2,4]<=[8]` or `[4,2]<=[2,4]T(1,0)` as groups of device numbers.
+    """Groups of device numbers: `{{0,1},{2,3}}`, `[4,2]<=[2,4]T(1,0)` or `mesh['a'=4,..] {'a'}`.
 
-    The last two number 0, 1, .. over the dims after `<=`, transpose them by T and fold the result
-    into the dims before it. Raises ValueError for any other spelling.
+    The second numbers 0, 1, .. over the dims after `<=`, transposes them by T and folds the result
+    into the dims before it. The third numbers a mesh of named axes, over `device_ids` where they
+    are given, and a group runs over the axes in braces. Raises ValueError for another spelling.
     """
     if listed := _LISTED.match(text):
         groups = re.findall(r"\{([\d,]*)\}", listed[1])
         return tuple(tuple(int(n) for n in group.split(",") if n) for group in groups)
+    if named := _MESH.match(text):
+        return _along_axes(*named.groups())
     iota = _IOTA.match(text)
     if iota is None:
         raise ValueError(
             f"replica groups {text!r} are in a spelling that this reader does not know: it reads "
-            f"{{{{0,1}},{{2,3}}}}, [2,4]<=[8] and [4,2]<=[2,4]T(1,0)."
+            f"{{{{0,1}},{{2,3}}}}, [4,2]<=[2,4]T(1,0) and mesh['a'=2,'b'=4] {{'a'}}."
         )
     folded, counted, order = (_numbers(part) for part in iota.groups())
     if len(folded) != 2 or math.prod(folded) != math.prod(counted):
@@ -34,6 +41,24 @@ def read(text: str) -> tuple[tuple[int, ...], ...]:
     numbers = np.arange(math.prod(counted)).reshape(counted)
     numbers = numbers.transpose(order) if order else numbers
     return tuple(tuple(row) for row in numbers.reshape(folded).tolist())
+
+
+def _along_axes(
+    mesh: str, counted: str | None, order: str | None, over: str
+) -> tuple[tuple[int, ...], ...]:
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
+    axes = re.findall(r"'(\w+)'", over)
+    if re.sub(r"'\w+',?", "", over) or not set(axes) <= sizes.keys():
+        raise ValueError(f"replica groups over {{{over}}} are not over whole axes of mesh[{mesh}]")
+    shape = tuple(sizes.values())
+    numbers = np.arange(math.prod(shape)).reshape(_numbers(counted) or shape)
+    numbers = numbers.transpose(_numbers(order)) if order else numbers
+    names = list(sizes)
+    along = [names.index(axis) for axis in axes]
+    others = [dim for dim in range(len(shape)) if dim not in along]
+    moved = numbers.reshape(shape).transpose([*others, *along])
+    rows = moved.reshape(-1, math.prod(shape[dim] for dim in along))
+    return tuple(tuple(row) for row in rows.tolist())
 
 
 def of(attributes: str) -> tuple[tuple[int, ...], ...]:

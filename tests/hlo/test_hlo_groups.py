@@ -17,6 +17,15 @@ from maxdiloco.hlo import groups
         ("[4,2]<=[2,4]T(1,0)", ((0, 4), (1, 5), (2, 6), (3, 7))),
         # [a, b, c] = 4a + 2b + c, as [b, c, a] in rows of four.
         ("[2,4]<=[2,2,2]T(1,2,0)", ((0, 4, 1, 5), (2, 6, 3, 7))),
+        # [a, b] = 4a + b: along a, then along b.
+        ("mesh['axis_0'=2,'axis_1'=4] {'axis_0'}", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("mesh['axis_0'=2,'axis_1'=4] {'axis_1'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("mesh['a'=2,'b'=2] {'b','a'}", ((0, 2, 1, 3),)),
+        # [b, a] = 2b + a of [4, 2], transposed: a row of the mesh is 0 2 4 6 or 1 3 5 7.
+        (
+            "mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_1'}",
+            ((0, 2, 4, 6), (1, 3, 5, 7)),
+        ),
     ],
 )
 def test_every_spelling(text, expected):
