@@ -181,8 +181,8 @@ def _result(future: "ts.Future[Any]", name: str) -> Any:
         return future.result()
     except (OSError, ValueError) as error:  # TensorStore raises ValueError for files too
         raise CheckpointError(
-            f"{name} cannot be read: {reason(error)}. Remove that checkpoint to go on from the one "
-            f"before it, or set another run_name."
+            f"{name} cannot be read: {reason(error)}. See that the storage can be reached and "
+            f"start again, or remove that checkpoint to go on from the one before it."
         ) from error
 
 

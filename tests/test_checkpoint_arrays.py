@@ -113,5 +113,5 @@ def test_an_array_that_cannot_be_read_is_one_line(step_folder, lost):
         read_item(step_folder, "params", wanted(), axis="diloco")
     line = str(caught.value)
     assert line.startswith(f"leaf0 of params in checkpoint {step_folder} cannot be read: ")
-    assert line.endswith("to go on from the one before it, or set another run_name.")
+    assert line.endswith("or remove that checkpoint to go on from the one before it.")
     assert "\n" not in line
