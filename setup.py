@@ -19,6 +19,7 @@ setup(
         "flax>=0.12.8,<0.14",
         "optax>=0.2.8,<0.4",
         "orbax-checkpoint>=0.12.8,<0.14",
+        "tensorstore>=0.1.84",
         "grain>=0.2.18,<0.4",
         "etils[epath]>=1.15",
         "ml_dtypes>=0.5",

@@ -167,6 +167,7 @@ def _finished(reading: _Reading) -> jax.Array:
         return np.pad(values, missing) if any(map(any, missing)) else values
 
     array = jax.make_array_from_callback(shape, reading.sharding, part, dtype=leaf.dtype)
+    jax.block_until_ready(array)  # or parts of many leaves would wait on the host
     in_place = leaf.sharding is None or reading.sharding == leaf.sharding
     return array if in_place else _gathered(array, leaf)
 
@@ -180,8 +181,8 @@ def _result(future: "ts.Future[Any]", name: str) -> Any:
         return future.result()
     except (OSError, ValueError) as error:  # TensorStore raises ValueError for files too
         raise CheckpointError(
-            f"{name} cannot be read: {reason(error)}. Remove that checkpoint to go on from the one "
-            f"before it, or set another run_name."
+            f"{name} cannot be read: {reason(error)}. See that the storage can be reached and "
+            f"start again, or remove that checkpoint to go on from the one before it."
         ) from error
 
 
@@ -215,9 +216,10 @@ def split_over(
 def _gathered(array: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     target = leaf.sharding
     on_device = NamedSharding(target.mesh, target.spec)
-    starts = [0] * array.ndim
-    gather = jax.jit(
-        lambda padded: jax.lax.slice(padded, starts, leaf.shape), out_shardings=on_device
-    )
+    gather = jax.jit(_without_padding, static_argnums=1, out_shardings=on_device)
     # One leaf at a time: the gather needs room for one leaf twice, not for all.
-    return jax.device_put(jax.block_until_ready(gather(array)), target)
+    return jax.device_put(jax.block_until_ready(gather(array, leaf.shape)), target)
+
+
+def _without_padding(padded: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jax.lax.slice(padded, [0] * padded.ndim, shape)

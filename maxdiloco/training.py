@@ -352,9 +352,9 @@ class _Loop:
         if self.run.checkpointer is not None:
             self.run.checkpointer.wait()  # what is told to be done is on disk
         trainer = self.run.parts.trainer
+        done = f"done: step {state.t}"
         if isinstance(trainer, DiLoCo):
-            ages = ", ".join(map(str, trainer.schedule.ages(state.t)))
-            self.run.say(f"done: step {state.t}; age of each fragment of theta [steps]: {ages}")
-        else:
-            self.run.say(f"done: step {state.t}")
+            ages = trainer.schedule.ages(state.t, dropped_until=state.dropped_until)
+            done += f"; age of each fragment of theta [steps]: {', '.join(map(str, ages))}"
+        self.run.say(done)
         self.run.say(f"run folder: {epath.Path(self.run.folder.path)}")

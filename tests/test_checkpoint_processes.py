@@ -33,6 +33,7 @@ jax.distributed.initialize(f"localhost:{port}", 2, rank)
 from jax.sharding import NamedSharding, PartitionSpec as P
 from maxdiloco import checkpoint_io
 from maxdiloco.checkpoint import Checkpointer
+from maxdiloco.checkpoint_arrays import Cycled
 from maxdiloco.errors import CheckpointError
 from maxdiloco.run_folder import locate
 folder = locate(base, "run").checkpoints
@@ -56,9 +57,11 @@ def values(name):
     found = np.arange(1, 1 + int(np.prod(shape))).reshape(shape).astype(dtype)
     return np.where(found == 2, np.array(-0.0 if dtype == np.float32 else 2, dtype), found)
 
+four = np.arange(12, dtype=np.int32).reshape(4, 3)
 items = {
     "outer_params": {name: place(values(name), *spec) for name, (_, _, spec) in SPECS.items()},
     "host": {"x": place(values("even"), None, "fsdp", kind="pinned_host")},
+    "replicas": {"two": place(values("own"), "diloco", "fsdp"), "four": place(four, "diloco")},
 }
 
 def abstract(tree):
@@ -99,6 +102,20 @@ tell("restored", restored.step)
 tell("same", all(jax.tree.leaves(same)))
 tell("kind", restored.items["host"]["x"].sharding.memory_kind)
 tell("bytes", sum(part.result().nbytes for part in parts))
+
+def cycled(M, stored, shape, dtype, *spec):
+    sharding = NamedSharding(mesh, P("diloco", *spec))
+    return Cycled(jax.ShapeDtypeStruct((M, *shape), dtype, sharding=sharding), stored)
+
+wanted = {"two": cycled(6, 2, (4,), np.float32, "fsdp"), "four": cycled(2, 4, (3,), np.int32)}
+with open_checkpoints() as checkpointer:
+    found = checkpointer.restore(lambda meta: {"replicas": wanted}).items["replicas"]
+expected = {"two": values("own")[np.arange(6) % 2], "four": four[:2]}
+tell("cycled", [
+    np.array_equal(shard.data, expected[name][shard.index])
+    for name in expected
+    for shard in found[name].addressable_shards
+])
 tell("there", sorted(path.name for path in folder.iterdir()))
 
 with open_checkpoints() as checkpointer:
@@ -161,10 +178,16 @@ def test_each_byte_is_read_once_not_once_a_slice(two):
     """A process reads its part of a leaf; what is replicated over the slices is gathered.
 
     By hand: even 2 rows of 6 floats 48; odd 3x5 cut as 3x3 and 3x2, 36 and 24; wide 3x10 cut as
-    3x6 and 3x4, 72 and 48; bytes 3; scalar 4, in both; own 1x4 floats 16; host like even 48.
-    Together 227 and 191. Without parts: 96 + 60 + 120 + 6 + 4 + 16 + 96 = 398.
+    3x6 and 3x4, 72 and 48; bytes 3; scalar 4, in both; own 1x4 floats 16; host like even 48; two
+    like own 16; four 2x3 integers 24. Together 267 and 231. Without parts:
+    96 + 60 + 120 + 6 + 4 + 16 + 96 + 16 + 24 = 438.
     """
-    assert [dict(mine)["bytes"] for mine in two[1]] == [227, 191]
+    assert [dict(mine)["bytes"] for mine in two[1]] == [267, 231]
+
+
+def test_two_processes_read_the_replicas_of_another_M(two):
+    """Two become six and four become two; a process holds half of them, on two devices."""
+    assert [dict(mine)["cycled"] for mine in two[1]] == [[True] * 4, [True] * 4]
 
 
 def test_one_process_reads_what_two_have_written(two):

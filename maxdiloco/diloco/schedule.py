@@ -226,17 +226,20 @@ class Schedule:
         """Sends up to step t whose apply comes after step t, oldest first."""
         return self._events("send", max(t - self.lag, 0), t)
 
-    def ages(self, t: int) -> tuple[int, ...]:
+    def ages(self, t: int, *, dropped_until: int = 0) -> tuple[int, ...]:
         """Per fragment: inner steps since the step whose values theta last took in.
 
         t itself while theta holds its first values. eager: counted for the newest values that
         came from every replica; the own ones are `lag` younger.
+        dropped_until: the exchanges in flight after this step were dropped, at most one of each
+        fragment, so the one before it counts.
         """
         taken = [0] * self.P
         until = self._count(t - self.lag)
-        for number in range(max(until - self.P, 0), until):
+        for number in range(max(until - 2 * self.P, 0), until):
             event = self._event("apply", number)
-            taken[event.fragment] = event.send_step
+            if not dropped_until - self.lag < event.send_step <= dropped_until:
+                taken[event.fragment] = event.send_step
         return tuple(t - step for step in taken)
 
     def plan(self, t: int) -> Plan:

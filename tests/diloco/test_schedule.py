@@ -201,18 +201,27 @@ def test_slots_are_as_few_as_possible_and_never_shared(s):
 
 
 @settings(max_examples=150, deadline=None)
-@given(schedules())
-def test_pending_and_ages_follow_from_the_events(s):
-    """pending: sent, not yet applied. ages: t minus the newest applied send, from every replica."""
+@given(schedules(), st.integers(0, 80))
+def test_pending_and_ages_follow_from_the_events(s, dropped_until):
+    """pending: sent, not yet applied. ages: t minus the newest applied send, from every replica.
+
+    What is in flight after step `dropped_until` is never applied.
+    """
     steps = 4 * s.H
     sent = brute_sends(s, steps)
+    dropped = in_flight(s, sent, dropped_until)
     taken = dict.fromkeys(range(s.P), 0)
+    kept = dict.fromkeys(range(s.P), 0)
     for t in range(1, steps + 1):
         assert [key(e) for e in s.pending(t)] == in_flight(s, sent, t)
-        for step, p, _ in sent:
+        for step, p, round_ in sent:
             if step + brute_lag(s) == t:
                 taken[p] = step
+                if (step, p, round_) not in dropped:
+                    kept[p] = step
         assert s.ages(t) == tuple(t - taken[p] for p in range(s.P))
+        if t >= dropped_until:
+            assert s.ages(t, dropped_until=dropped_until) == tuple(t - kept[p] for p in range(s.P))
         assert all(e.kind == "send" for e in s.pending(t))
 
 

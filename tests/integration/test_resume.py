@@ -86,6 +86,39 @@ def test_another_number_of_replicas_takes_over_parameters_and_place(finished, tm
     assert any(np.any(x != moved[name]) for name, x in tools.item(after, "outer_params").items())
 
 
+def test_what_was_in_flight_is_dropped_with_another_M_and_the_run_says_so(
+    tmp_path, capfd
+):
+    """Offsets 0, 2, 4 and tau 2: after step 8 fragment 1 is in flight, to be applied at 10.
+
+    Resumed with 4 replicas after 8, and once more after 9: theta stays until the send of 10 is
+    applied at 12. More steps stretch the learning rate's schedule, which a line tells.
+    """
+    keys = STREAMING | dict(
+        checkpoint_period=1, max_num_checkpoints_to_keep=9, learning_rate_schedule_steps=-1
+    )
+    assert tools.run(tmp_path, "run", **keys, steps=8) == 0
+    assert "dropped:" not in capfd.readouterr().out
+    four = keys | dict(num_diloco_replicas=4)
+    assert tools.run(tmp_path, "run", **four, steps=9) == 0
+    dropped = "dropped: what was in flight of fragments 1 (sent after step 8), since"
+    assert dropped in capfd.readouterr().out
+    assert tools.run(tmp_path, "run", **four, steps=12) == 0
+    out = capfd.readouterr().out
+    assert "dropped:" not in out
+    assert "step 10 is 0.00125 in place of 0.0005." in out
+    assert "age of each fragment of theta [steps]: 6, 10, 2" in out
+
+    theta = {
+        step: tools.item(tools.arrays(tmp_path / "run", step), "outer_params")
+        for step in range(8, 13)
+    }
+    for step in (9, 10, 11):
+        tools.assert_equal_bits(theta[step], theta[8])
+    assert any(np.any(theta[12][name] != x) for name, x in theta[8].items())
+    assert tools.meta(tmp_path / "run", 12)["dropped_until"] == 8
+
+
 def test_load_parameters_path_takes_theta_and_nothing_else(finished, tmp_path, capfd):
     """Step 0, a fresh optimizer, the first sequences. lr 0 keeps the start."""
     keys = dict(load_parameters_path=finished, learning_rate=0.0, steps=1)
