@@ -84,6 +84,7 @@ class Programs:
         )
 
         def init(*args):
+            # The barrier: or what is drawn is drawn again for every array made from it.
             params, opt_state = make(*args)
             params = jax.lax.with_sharding_constraint(params, one)
             theta = jax.tree.map(lambda p: p.astype(jnp.float32), params)

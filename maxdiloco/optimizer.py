@@ -55,6 +55,12 @@ def learning_rate_schedule(
     return schedule
 
 
+def learning_rate(schedule: Callable, count: int) -> float:
+    """The learning rate after `count` steps, without a word to the accelerator."""
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        return float(schedule(count))
+
+
 def build(cfg: OptimizerConfig, total_steps: int, *, model: Model) -> optax.GradientTransformation:
     """Clipping by global norm (0: none), then opt_type.
 

@@ -13,7 +13,16 @@ from typing import Any
 import jax
 from etils import epath
 
-from maxdiloco import assemble, compiled_file, config, feeding, saved_state, start, tables
+from maxdiloco import (
+    assemble,
+    compiled_file,
+    config,
+    feeding,
+    optimizer,
+    saved_state,
+    start,
+    tables,
+)
 from maxdiloco.algorithm import DiLoCo
 from maxdiloco.algorithm_calls import START
 from maxdiloco.assemble import Parts
@@ -291,8 +300,7 @@ class _Loop:
             num_devices=parts.mesh.size,
             device_kind=parts.mesh.devices.flat[0].device_kind,
         )
-        with self.clock.excluded():
-            row = self.monitor.row(state, last, float(parts.schedule(t - 1))) | row
+        row = self.monitor.row(state, last, optimizer.learning_rate(parts.schedule, t - 1)) | row
         if cfg.enable_diloco:
             row["dcn/bytes_sent"] = self.bytes_sent / (t - self.logged)
         self.bytes_sent, self.logged = 0, t

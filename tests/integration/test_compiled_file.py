@@ -15,7 +15,7 @@ KEYS = dict(
     num_communication_overlapping_steps=1,
     diloco_exchange_dtype="int8",
 )
-PROGRAMS = 6  # inner, with exchange; pack and merge of what is no layer and of layers
+PROGRAMS = 9  # inner, inner + exchange, two packs, two merges, watch, log, init
 
 
 @pytest.fixture(scope="module")
