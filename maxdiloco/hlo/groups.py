@@ -3,30 +3,38 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 
 _LISTED = re.compile(r"\{(\{[\d,]*\}(,\{[\d,]*\})*)\}$")
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?$")
+_MESH = re.compile(
+    r"mesh\[([^\]]+)\](?:, device_ids=\((?:\[([\d,]+)\]T\(([\d,]+)\)|([\d,]+))\))? \{(.*)\}$"
+)
+_SUB_AXIS = re.compile(r"(.+):\((\d+)\)(\d+)$")
 _ATTRIBUTE = re.compile(
-    r"(?:replica_groups|source_target_pairs)=(\{\{.*?\}\}|\{\}|[^\s{]*?\)(?=,|$)|[^\s{]*?\](?=,|$))"
+    r"(?:replica_groups|source_target_pairs)=(mesh\[.*?\}|\{\{.*?\}\}|\{\}|[^\s{]*?\)(?=,|$)|[^\s{]*?\](?=,|$))"
 )
 
 
 def read(text: str) -> tuple[tuple[int, ...], ...]:
-    """`{{0,1},{2,3}}`, `[2,4]<=[8]` or `[4,2]<=[2,4]T(1,0)` as groups of device numbers.
+    """`{{0,1},{2,3}}`, `[4,2]<=[2,4]T(1,0)` or `mesh['a'=2,'b'=4] {'b'}` as groups of devices.
 
-    The last two number 0, 1, .. over the dims after `<=`, transpose them by T and fold the result
-    into the dims before it. Raises ValueError for any other spelling.
+    The second numbers 0, 1, .. over the dims after `<=`, transposes them by T (where it is given)
+    and folds the result into the dims before it. The third is explained in _over_mesh.
+    Raises ValueError for any other spelling.
     """
     if listed := _LISTED.match(text):
         groups = re.findall(r"\{([\d,]*)\}", listed[1])
         return tuple(tuple(int(n) for n in group.split(",") if n) for group in groups)
+    if mesh := _MESH.match(text):
+        return _over_mesh(*mesh.groups())
     iota = _IOTA.match(text)
     if iota is None:
         raise ValueError(
             f"replica groups {text!r} are in a spelling that this reader does not know: it reads "
-            f"{{{{0,1}},{{2,3}}}}, [2,4]<=[8] and [4,2]<=[2,4]T(1,0)."
+            f"{{{{0,1}},{{2,3}}}}, [2,4]<=[8], [4,2]<=[2,4]T(1,0) and mesh['a'=2,'b'=4] {{'b'}}."
         )
     folded, counted, order = (_numbers(part) for part in iota.groups())
     if len(folded) != 2 or math.prod(folded) != math.prod(counted):
@@ -34,6 +42,37 @@ def read(text: str) -> tuple[tuple[int, ...], ...]:
     numbers = np.arange(math.prod(counted)).reshape(counted)
     numbers = numbers.transpose(order) if order else numbers
     return tuple(tuple(row) for row in numbers.reshape(folded).tolist())
+
+
+def _over_mesh(
+    axes: str, counted: str | None, order: str | None, listed: str | None, grouped: str
+) -> tuple[tuple[int, ...], ...]:
+    """Devices that differ only along the grouped axes of a mesh (XLA's mesh_and_axis.cc).
+
+    axes: `'a'=2,'b'=4`, the dims over which the devices are numbered, as 0, 1, .. or as counted
+    and order (an iota like that of read) or listed say. grouped: names; `'b':(2)2` is the part of
+    size 2 of `'b'` that has the parts of product 2 in front of it.
+    """
+    sizes = {name: int(size) for name, _, size in (a.rpartition("=") for a in axes.split(","))}
+    if counted:
+        numbers = np.arange(math.prod(_numbers(counted))).reshape(_numbers(counted))
+        numbers = numbers.transpose(_numbers(order))
+    else:
+        numbers = np.array(_numbers(listed) or range(math.prod(sizes.values())))
+    parts = []  # (axis, product in front, size)
+    for name in filter(None, grouped.split(",")):
+        sub = _SUB_AXIS.match(name)
+        parts.append((sub[1], int(sub[2]), int(sub[3])) if sub else (name, 1, sizes[name]))
+    dims, place = [], {}
+    for axis, size in sizes.items():
+        cuts = {n for name, front, part in parts if name == axis for n in (front, front * part)}
+        for low, high in pairwise(sorted(cuts | {1, size})):
+            place[axis, low] = len(dims)
+            dims.append(high // low)
+    last = [place[axis, front] for axis, front, part in parts if part > 1]
+    moved = np.moveaxis(numbers.reshape(dims), last, range(-len(last), 0))
+    rows = moved.reshape(-1, math.prod(dims[dim] for dim in last))
+    return tuple(tuple(row) for row in rows.tolist())
 
 
 def of(attributes: str) -> tuple[tuple[int, ...], ...]:
