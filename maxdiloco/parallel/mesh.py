@@ -101,14 +101,14 @@ def visible_devices(cfg: Config) -> list[jax.Device]:
     except RuntimeError as error:
         if jax.distributed.is_initialized() or cfg.hardware not in extra:  # a lost peer's, maybe
             raise
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].rstrip(".")
         raise ConfigError(
             f"hardware={cfg.hardware} does not work here: {reason}. "
             + remedy.format(extra[cfg.hardware])
         ) from error
     if cfg.hardware in extra and devices[0].platform != cfg.hardware:
         raise ConfigError(
-            f"hardware={cfg.hardware} but JAX finds {devices[0].platform} devices alone. "
+            f"hardware={cfg.hardware} but JAX finds only {devices[0].platform} devices. "
             + remedy.format(extra[cfg.hardware])
         )
     if jax.process_count() > 1 and not jax.distributed.is_initialized():
