@@ -94,7 +94,7 @@ def visible_devices(cfg: Config) -> list[jax.Device]:
     Raises ConfigError when they are not what `hardware` asks for, and when they belong to several
     processes that were not joined, so that a lost one would go unnoticed.
     """
-    remedy = "See that JAX is installed for it (pip install 'maxdiloco[{}]'), or set hardware=cpu."
+    remedy = "See that this machine has one and JAX can use it (pip install 'maxdiloco[{}]')."
     extra = {"gpu": "cuda12", "tpu": "tpu"}
     try:
         devices = jax.devices()

@@ -93,7 +93,7 @@ def test_processes_share_the_devices_evenly():
 
 @pytest.mark.parametrize(
     ("hardware", "platforms", "expected"),
-    [("cpu", None, 2), ("auto", "cpu", 2), ("auto", None, -1), ("tpu", None, -1), ("gpu", None, -1)],
+    [("cpu", "", 2), ("auto", "cpu", 2), ("auto", "", -1), ("tpu", "", -1), ("gpu", "", -1)],
 )
 def test_devices_are_emulated_where_jax_uses_the_cpu_alone(
     monkeypatch, hardware, platforms, expected
@@ -121,7 +121,7 @@ def test_hardware_that_does_not_start_is_refused_with_jax_s_reason(monkeypatch):
         raise RuntimeError("Unable to initialize backend 'tpu': no device found.\nA trace")
 
     monkeypatch.setattr(jax, "devices", fails)
-    message = r"hardware=tpu does not work here: .*no device found\. See that .*maxdiloco\[tpu\]"
+    message = r"hardware=tpu does not work here: .*no device found\. See that this.*maxdiloco\[tpu\]"
     with pytest.raises(ConfigError, match=message):
         mesh_lib.visible_devices(load("hardware=tpu"))
 
@@ -196,7 +196,7 @@ def test_a_slice_of_gpus_may_be_several_whole_hosts():
 
 def test_a_slice_of_gpus_that_cuts_through_hosts_is_refused():
     """3 hosts of 2 GPUs as 2 slices of 3: the second host would be in both."""
-    with pytest.raises(ConfigError, match=r"2 slices of 3 GPUs cut .* have 2, 2, 2\. Choose num_sl"):
+    with pytest.raises(ConfigError, match=r"2 slices of 3 GPUs cut .* have 2, 2, 2\. Choose"):
         mesh_lib.build(load("num_slices=2"), gpus(0, 0, 1, 1, 2, 2))
 
 
