@@ -89,8 +89,9 @@ def processes(
     Enter it in the main thread before any JAX call that starts a backend, and let everything that
     uses devices happen inside. A lost peer ends this process with exit code 5, and a peer that
     ends with 2, 3 or 4 with that code; either with one line: by a LostPeerError out of the `with`
-    where the main thread notices (gloo and NCCL raise), else from a thread. Any other error leaves it unchanged, but the process then ends by `os._exit`
-    once the main thread is over: JAX's own teardown waits for the peers and aborts.
+    where the main thread notices (gloo and NCCL raise), else from a thread. Any other error leaves
+    it unchanged, but the process then ends by `os._exit` once the main thread is over: JAX's own
+    teardown waits for the peers and aborts.
     timeout_s: for all processes to come. peer_timeout_s: silence after which one is lost.
     peer_port: of process 0, for the others to say that they are there; 0: see _listen.
     Raises ConfigError, LostPeerError.
@@ -264,7 +265,8 @@ def _meet(
         ) from error
     if "problem" in told:
         _all_know(state.client)
-        raise LostPeerError(f"process 0 at {host} has ended: {told['problem']}", ConfigError.exit_code)
+        line = f"process 0 at {host} has ended: {told['problem']}"
+        raise LostPeerError(line, ConfigError.exit_code)
     return watch.join(host, told["port"], told["secret"], job.process_id, timeout_s=timeout_s)
 
 

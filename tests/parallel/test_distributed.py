@@ -1,6 +1,7 @@
 """When a program is one of several processes, and what it says when they cannot meet."""
 
 import concurrent.futures
+import contextlib
 import functools
 import os
 import queue
@@ -316,5 +317,9 @@ def test_processes_that_never_come_end_the_wait_with_5_and_the_key(free_port):
 
 @pytest.fixture
 def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    """A free port with a free one after it."""
+    while True:
+        with contextlib.suppress(OSError), socket.create_server(("", 0)) as server:
+            port = server.getsockname()[1]
+            with socket.create_server(("", port + 1)):
+                return port
