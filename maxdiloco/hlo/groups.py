@@ -14,7 +14,8 @@ _MESH = re.compile(
 )
 _SUB_AXIS = re.compile(r"(.+):\((\d+)\)(\d+)$")
 _ATTRIBUTE = re.compile(
-    r"(?:replica_groups|source_target_pairs)=(mesh\[.*?\}|\{\{.*?\}\}|\{\}|[^\s{]*?\)(?=,|$)|[^\s{]*?\](?=,|$))"
+    r"(?:replica_groups|source_target_pairs)="
+    r"(mesh\[.*?\}|\{\{.*?\}\}|\{\}|[^\s{]*?\)(?=,|$)|[^\s{]*?\](?=,|$))"
 )
 
 
