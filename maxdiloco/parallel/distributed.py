@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import functools
 import json
+import os
 import signal
 import socket
 import threading
@@ -25,6 +26,7 @@ from maxdiloco.errors import (
 from maxdiloco.parallel import watch
 
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
+BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
 COUNT = "JAX_NUM_PROCESSES"
 INDEX = "JAX_PROCESS_ID"
 TPU = "TPU"
@@ -143,9 +145,22 @@ def _local(environ: Mapping[str, str]) -> dict[str, object]:
             f"{INDEX}={numbers['process_id']} must be below {COUNT}={numbers['num_processes']}: "
             f"processes are counted from 0. Use {numbers['num_processes'] - 1} or less."
         )
+    if numbers.get("process_id") == 0 and BIND_ADDRESS not in environ:
+        _check_free(int(port))
     # Everything is told: nothing to detect, and no question to a cluster's service.
     told = {"cluster_detection_method": "deactivate"} if len(numbers) == 2 else {}
     return {**numbers, **told}
+
+
+def _check_free(port: int) -> None:
+    """Refuse a port that is taken: JAX's service, which is to listen there, may then crash."""
+    try:
+        watch.listen(port)[0].close()
+    except (OSError, OverflowError) as error:
+        raise LostPeerError(
+            f"{ADDRESS} names port {port}, which process 0 cannot use on {socket.gethostname()}: "
+            f"{error}. End what holds it, or choose another port."
+        ) from error
 
 
 def _gpus(kind: str, environ: Mapping[str, str]) -> dict[str, object]:
@@ -231,7 +246,7 @@ def _listen(kind: str, peer_port: int, coordinator_port: int) -> tuple[socket.so
         except OSError as error:
             raise ConfigError(
                 f"peer_port={peer_port} cannot be used on {socket.gethostname()}: "
-                f"{error.strerror}. Name a free port, or leave peer_port=0 to take one."
+                f"{os.strerror(error.errno)}. Name a free port, or leave peer_port=0 to take one."
             ) from error
     if kind not in (SLURM, OPEN_MPI) and coordinator_port < LAST_PORT:
         with contextlib.suppress(OSError):
