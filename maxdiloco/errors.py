@@ -26,9 +26,13 @@ class NumericsError(ArithmeticError):
 
 
 class LostPeerError(RuntimeError):
-    """Another process of the run is gone: exit code 5."""
+    """Another process of the run is gone: exit code 5, or the code that it ended with."""
 
     exit_code = 5
+
+    def __init__(self, line: str, exit_code: int = exit_code) -> None:
+        super().__init__(line)
+        self.exit_code = exit_code
 
 
 class Preempted(Exception):

@@ -76,6 +76,7 @@ def run(cfg: Config, begun: float) -> int:
         os.environ,
         timeout_s=cfg.jax_distributed_initialization_timeout,
         peer_timeout_s=cfg.peer_timeout_seconds,
+        peer_port=cfg.peer_port,
     ) as job:
         mesh_lib.emulate_devices(cfg, num_processes=job.num_processes)
         return _run(cfg, begun)

@@ -11,7 +11,8 @@
 #   optional: MAX_RESTARTS (50), PRIORITY (medium), GRACE_SECONDS (180: SIGTERM to the saved state)
 #   DRY_RUN=1 prints the command and starts nothing.
 # A restarted run resumes by its name from OUTPUT/RUN_NAME. A lost or preempted host (exit codes 5,
-# 137, 143) restarts it; a wrong flag, bad data or a loss that is not finite (2, 3, 4) does not.
+# 137, 143) restarts it. A wrong flag, bad data or a loss that is not finite (2, 3, 4) does not,
+# not even on one host alone: the others end with its code.
 set -euo pipefail
 
 fail() { echo "xpk_run: $*" >&2; exit 2; }

@@ -191,11 +191,13 @@ def broad_excepts(source):
 
 
 def unfinished(source):
-    """NotImplementedError, and bodies that are only `...` or pass."""
+    """NotImplementedError that is raised, not caught, and bodies that are only `...` or pass."""
     out = []
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Name) and node.id == "NotImplementedError":
-            out.append(f"line {node.lineno}: NotImplementedError")
+        if isinstance(node, ast.Raise):
+            names = [name.id for name in ast.walk(node) if isinstance(name, ast.Name)]
+            if "NotImplementedError" in names:
+                out.append(f"line {node.lineno}: NotImplementedError")
         if isinstance(node, ast.FunctionDef) and isinstance(node.body[-1], ast.Pass):
             out.append(f"line {node.lineno}: {node.name} does nothing")
         if isinstance(node, ast.FunctionDef) and isinstance(node.body[-1], ast.Expr):

@@ -206,7 +206,12 @@ CHECKERS = (
     ),
     (
         house.unfinished,
-        ("def f():\n    ...", "def f():\n    pass", "def f():\n    raise NotImplementedError"),
+        (
+            "def f():\n    ...",
+            "def f():\n    pass",
+            "def f():\n    raise NotImplementedError",
+            "def f():\n    raise NotImplementedError('later')",
+        ),
     ),
     (
         house.work_at_import,

@@ -3,37 +3,39 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 
 _LISTED = re.compile(r"\{(\{[\d,]*\}(,\{[\d,]*\})*)\}$")
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?$")
 _MESH = re.compile(
-    r"mesh\[([^\]]+)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}$"
+    r"mesh\[([^\]]+)\](?:, device_ids=\((?:\[([\d,]+)\]T\(([\d,]+)\)|([\d,]+))\))? \{(.*)\}$"
 )
+_SUB_AXIS = re.compile(r"(.+):\((\d+)\)(\d+)$")
 _ATTRIBUTE = re.compile(
     r"(?:replica_groups|source_target_pairs)="
-    r"(mesh\[.*?\} ?(?=,|$)|\{\{.*?\}\}|\{\}|[^\s{]*?\)(?=,|$)|[^\s{]*?\](?=,|$))"
+    r"(mesh\[.*?\}|\{\{.*?\}\}|\{\}|[^\s{]*?\)(?=,|$)|[^\s{]*?\](?=,|$))"
 )
 
 
 def read(text: str) -> tuple[tuple[int, ...], ...]:
-    """Groups of device numbers: `{{0,1},{2,3}}`, `[4,2]<=[2,4]T(1,0)` or `mesh['a'=4,..] {'a'}`.
+    """`{{0,1},{2,3}}`, `[4,2]<=[2,4]T(1,0)` or `mesh['a'=2,'b'=4] {'b'}` as groups of devices.
 
-    The second numbers 0, 1, .. over the dims after `<=`, transposes them by T and folds the result
-    into the dims before it. The third numbers a mesh of named axes, over `device_ids` where they
-    are given, and a group runs over the axes in braces. Raises ValueError for another spelling.
+    The second numbers 0, 1, .. over the dims after `<=`, transposes them by T (where it is given)
+    and folds the result into the dims before it. The third is explained in _over_mesh.
+    Raises ValueError for any other spelling.
     """
     if listed := _LISTED.match(text):
         groups = re.findall(r"\{([\d,]*)\}", listed[1])
         return tuple(tuple(int(n) for n in group.split(",") if n) for group in groups)
-    if named := _MESH.match(text):
-        return _along_axes(*named.groups())
+    if mesh := _MESH.match(text):
+        return _over_mesh(*mesh.groups())
     iota = _IOTA.match(text)
     if iota is None:
         raise ValueError(
             f"replica groups {text!r} are in a spelling that this reader does not know: it reads "
-            f"{{{{0,1}},{{2,3}}}}, [4,2]<=[2,4]T(1,0) and mesh['a'=2,'b'=4] {{'a'}}."
+            f"{{{{0,1}},{{2,3}}}}, [2,4]<=[8], [4,2]<=[2,4]T(1,0) and mesh['a'=2,'b'=4] {{'b'}}."
         )
     folded, counted, order = (_numbers(part) for part in iota.groups())
     if len(folded) != 2 or math.prod(folded) != math.prod(counted):
@@ -43,21 +45,34 @@ def read(text: str) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(row) for row in numbers.reshape(folded).tolist())
 
 
-def _along_axes(
-    mesh: str, counted: str | None, order: str | None, over: str
+def _over_mesh(
+    axes: str, counted: str | None, order: str | None, listed: str | None, grouped: str
 ) -> tuple[tuple[int, ...], ...]:
-    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
-    axes = re.findall(r"'(\w+)'", over)
-    if re.sub(r"'\w+',?", "", over) or not set(axes) <= sizes.keys():
-        raise ValueError(f"replica groups over {{{over}}} are not over whole axes of mesh[{mesh}]")
-    shape = tuple(sizes.values())
-    numbers = np.arange(math.prod(shape)).reshape(_numbers(counted) or shape)
-    numbers = numbers.transpose(_numbers(order)) if order else numbers
-    names = list(sizes)
-    along = [names.index(axis) for axis in axes]
-    others = [dim for dim in range(len(shape)) if dim not in along]
-    moved = numbers.reshape(shape).transpose([*others, *along])
-    rows = moved.reshape(-1, math.prod(shape[dim] for dim in along))
+    """Devices that differ only along the grouped axes of a mesh (XLA's mesh_and_axis.cc).
+
+    axes: `'a'=2,'b'=4`, the dims over which the devices are numbered, as 0, 1, .. or as counted
+    and order (an iota like that of read) or listed say. grouped: names; `'b':(2)2` is the part of
+    size 2 of `'b'` that has the parts of product 2 in front of it.
+    """
+    sizes = {name: int(size) for name, _, size in (a.rpartition("=") for a in axes.split(","))}
+    if counted:
+        numbers = np.arange(math.prod(_numbers(counted))).reshape(_numbers(counted))
+        numbers = numbers.transpose(_numbers(order))
+    else:
+        numbers = np.array(_numbers(listed) or range(math.prod(sizes.values())))
+    parts = []  # (axis, product in front, size)
+    for name in filter(None, grouped.split(",")):
+        sub = _SUB_AXIS.match(name)
+        parts.append((sub[1], int(sub[2]), int(sub[3])) if sub else (name, 1, sizes[name]))
+    dims, place = [], {}
+    for axis, size in sizes.items():
+        cuts = {n for name, front, part in parts if name == axis for n in (front, front * part)}
+        for low, high in pairwise(sorted(cuts | {1, size})):
+            place[axis, low] = len(dims)
+            dims.append(high // low)
+    last = [place[axis, front] for axis, front, part in parts if part > 1]
+    moved = np.moveaxis(numbers.reshape(dims), last, range(-len(last), 0))
+    rows = moved.reshape(-1, math.prod(dims[dim] for dim in last))
     return tuple(tuple(row) for row in rows.tolist())
 
 

@@ -3,9 +3,12 @@
 import contextlib
 import ctypes
 import functools
+import json
+import os
 import signal
+import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -23,9 +26,12 @@ from maxdiloco.errors import (
 from maxdiloco.parallel import watch
 
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
+BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
 COUNT = "JAX_NUM_PROCESSES"
 INDEX = "JAX_PROCESS_ID"
 TPU = "TPU"
+SLURM = "Slurm"
+OPEN_MPI = "Open MPI"
 
 # In seconds, our choice.
 JAX_PATIENCE_S = 60  # JAX's own timeouts, which abort, come this much after ours
@@ -35,6 +41,7 @@ CAUSE_S = 3.0  # an error of the main thread waits this long for the loss that m
 OWN_ERRORS = (ConfigError, DataError, NumericsError, Preempted, KeyboardInterrupt, SystemExit)
 INTERRUPTED = 130
 CRASHED = 1
+LAST_PORT = 65535
 
 
 @dataclass(frozen=True)
@@ -64,10 +71,10 @@ def launcher(environ: Mapping[str, str], *, on_tpu: bool) -> str | None:
                 f"{key}={environ[key]} is set but {ADDRESS} is not: the processes cannot find each "
                 f"other. Set {ADDRESS}=host:port of process 0, or unset {key}."
             )
+    if "OMPI_COMM_WORLD_SIZE" in environ:  # first, as for JAX: its daemons may be Slurm's tasks
+        return OPEN_MPI if environ["OMPI_COMM_WORLD_SIZE"] != "1" else None
     if {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID"} <= environ.keys():
-        return "Slurm" if environ.get("SLURM_NTASKS", "1") != "1" else None
-    if "OMPI_MCA_orte_hnp_uri" in environ:
-        return "Open MPI" if environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1" else None
+        return SLURM if environ.get("SLURM_NTASKS", "1") != "1" else None
     if on_tpu:
         return TPU
     if {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environ.keys():
@@ -77,16 +84,18 @@ def launcher(environ: Mapping[str, str], *, on_tpu: bool) -> str | None:
 
 @contextlib.contextmanager
 def processes(
-    environ: Mapping[str, str], *, timeout_s: float, peer_timeout_s: float
+    environ: Mapping[str, str], *, timeout_s: float, peer_timeout_s: float, peer_port: int = 0
 ) -> Iterator[Job]:
     """Join the other processes of the run for the time of a `with`; with none, do nothing.
 
     Enter it in the main thread before any JAX call that starts a backend, and let everything that
-    uses devices happen inside. A lost peer ends this process with exit code 5 and one line: by a
-    LostPeerError out of the `with` where the main thread notices (gloo and NCCL raise), else
-    from a thread. Any other error leaves it unchanged, but the process then ends by `os._exit`
-    once the main thread is over: JAX's own teardown waits for the peers and aborts.
+    uses devices happen inside. A lost peer ends this process with exit code 5, and a peer that
+    ends with 2, 3 or 4 with that code; either with one line: by a LostPeerError out of the `with`
+    where the main thread notices (gloo and NCCL raise), else from a thread. Any other error leaves
+    it unchanged, but the process then ends by `os._exit` once the main thread is over: JAX's own
+    teardown waits for the peers and aborts.
     timeout_s: for all processes to come. peer_timeout_s: silence after which one is lost.
+    peer_port: of process 0, for the others to say that they are there; 0: see _listen.
     Raises ConfigError, LostPeerError.
     """
     kind = launcher(environ, on_tpu=(jax.config.jax_platforms or "").startswith("tpu"))
@@ -100,7 +109,9 @@ def processes(
         if job.num_processes == 1:
             stack.callback(jax.distributed.shutdown)
         else:
-            stack.push(functools.partial(_part, _guard(job, timeout_s, peer_timeout_s)))
+            listen = functools.partial(_listen, kind, peer_port)
+            guard = _guard(job, listen, timeout_s=timeout_s, peer_timeout_s=peer_timeout_s)
+            stack.push(functools.partial(_part, guard))
         yield job
 
 
@@ -115,6 +126,11 @@ def exit_code(error: BaseException) -> int:
 
 def _local(environ: Mapping[str, str]) -> dict[str, object]:
     """Arguments for jax.distributed.initialize from the variables of a local run."""
+    host, _, port = environ[ADDRESS].rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(
+            f"{ADDRESS}={environ[ADDRESS]} has no host and port: set it to host:port of process 0."
+        )
     numbers = {}
     for key, name, words in (
         (COUNT, "num_processes", "the number of processes"),
@@ -129,15 +145,43 @@ def _local(environ: Mapping[str, str]) -> dict[str, object]:
             f"{INDEX}={numbers['process_id']} must be below {COUNT}={numbers['num_processes']}: "
             f"processes are counted from 0. Use {numbers['num_processes'] - 1} or less."
         )
+    if numbers.get("process_id") == 0 and BIND_ADDRESS not in environ:
+        _check_free(int(port))
     # Everything is told: nothing to detect, and no question to a cluster's service.
     told = {"cluster_detection_method": "deactivate"} if len(numbers) == 2 else {}
     return {**numbers, **told}
 
 
+def _check_free(port: int) -> None:
+    """Refuse a port that is taken: JAX's service, which is to listen there, may then crash."""
+    try:
+        watch.listen(port)[0].close()
+    except (OSError, OverflowError) as error:
+        raise LostPeerError(
+            f"{ADDRESS} names port {port}, which process 0 cannot use on {socket.gethostname()}: "
+            f"{error}. End what holds it, or choose another port."
+        ) from error
+
+
+def _gpus(kind: str, environ: Mapping[str, str]) -> dict[str, object]:
+    """Arguments for jax.distributed.initialize that leave a process all the GPUs it sees.
+
+    Under Slurm and Open MPI JAX gives a process the one GPU of its place on the host. That is
+    wrong where it has the host to itself, and where the launcher hides the GPUs of the others.
+    """
+    alone = {
+        SLURM: environ.get("SLURM_STEP_NUM_NODES") == environ.get("SLURM_NTASKS"),
+        OPEN_MPI: environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1",
+    }
+    hidden = "," not in environ.get("CUDA_VISIBLE_DEVICES", ",")
+    keeps = kind in alone and (alone[kind] or hidden) and "JAX_LOCAL_DEVICE_IDS" not in environ
+    return {"local_device_ids": []} if keeps else {}
+
+
 def _initialize(
     kind: str, environ: Mapping[str, str], *, timeout_s: float, peer_timeout_s: float
 ) -> None:
-    arguments = _local(environ) if kind == ADDRESS else {}
+    arguments = _local(environ) if kind == ADDRESS else _gpus(kind, environ)
     line = (
         f"jax_distributed_initialization_timeout={timeout_s:g} s have passed and not all processes "
         f"have come (launched by {kind}). See the output of the others; raise the key if they only "
@@ -152,43 +196,93 @@ def _initialize(
             initialization_timeout=int(timeout_s) + JAX_PATIENCE_S,
             heartbeat_timeout_seconds=int(peer_timeout_s) + JAX_PATIENCE_S,
         )
-    except ValueError as error:
-        if kind == TPU:  # a host without a cluster's metadata, as under a notebook, is alone
+    except jax.errors.JaxRuntimeError as error:
+        raise LostPeerError(
+            f"the processes started by {kind} cannot meet: {_one_line(error)}. See the output of "
+            f"the others, and that the port of {ADDRESS} is free on the host of process 0."
+        ) from error
+    except (ValueError, RuntimeError) as error:
+        # A TPU host without a cluster's metadata, as under a notebook, is alone.
+        if kind == TPU and isinstance(error, ValueError):
             return
         raise ConfigError(
-            f"several processes were started by {kind}, but JAX cannot find them: {error} Set "
-            f"{ADDRESS}=host:port, {COUNT} and {INDEX} for each process."
+            f"several processes were started by {kind}, but JAX cannot find them: "
+            f"{_one_line(error)}. Set {ADDRESS}=host:port, {COUNT} and {INDEX} for each process, "
+            f"or {COUNT}=1 for a run of one."
         ) from error
     finally:
         alarm.cancel()
 
 
-def _guard(job: Job, timeout_s: float, peer_timeout_s: float) -> watch.Watch:
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()).rstrip(".")
+
+
+def _guard(
+    job: Job,
+    listen: Callable[[int], tuple[socket.socket, str]],
+    *,
+    timeout_s: float,
+    peer_timeout_s: float,
+) -> watch.Watch:
     try:
         # JAX has connected all processes by now: whoever does not come has been lost since.
-        links = _meet(job, timeout_s=min(timeout_s, peer_timeout_s))
-    except LostPeerError as error:
+        links = _meet(job, listen, timeout_s=min(timeout_s, peer_timeout_s))
+    except (ConfigError, LostPeerError) as error:
         watch.Watch(job.process_id, [], silence_s=peer_timeout_s).leave(error.exit_code)
         raise
     return watch.Watch(job.process_id, links, silence_s=peer_timeout_s)
 
 
-def _meet(job: Job, *, timeout_s: float) -> list[watch.Link]:
+def _listen(kind: str, peer_port: int, coordinator_port: int) -> tuple[socket.socket, str]:
+    """What watch.listen returns, on the port after JAX's own, which may be open to other hosts.
+
+    Any free port instead where it is taken, and under Slurm and Open MPI: there the port after it
+    is that of the next job. peer_port: if not 0, this port or a ConfigError.
+    """
+    if peer_port:
+        try:
+            return watch.listen(peer_port)
+        except OSError as error:
+            raise ConfigError(
+                f"peer_port={peer_port} cannot be used on {socket.gethostname()}: "
+                f"{os.strerror(error.errno)}. Name a free port, or leave peer_port=0 to take one."
+            ) from error
+    if kind not in (SLURM, OPEN_MPI) and coordinator_port < LAST_PORT:
+        with contextlib.suppress(OSError):
+            return watch.listen(coordinator_port + 1)
+    return watch.listen()
+
+
+def _meet(
+    job: Job, listen: Callable[[int], tuple[socket.socket, str]], *, timeout_s: float
+) -> list[watch.Link]:
     """Connect to the watch of process 0, whose port and secret travel by JAX's key-value store."""
     state, key = jax_distributed.global_state, "maxdiloco/watch"
+    host, _, port = state.coordinator_address.rpartition(":")
+    host = host.strip("[]")
     if job.process_id == 0:
-        listener, secret = watch.listen()
-        state.client.key_value_set(key, f"{listener.getsockname()[1]} {secret}")
+        try:
+            listener, secret = listen(int(port))
+        except ConfigError as error:
+            state.client.key_value_set(key, json.dumps({"problem": str(error)}))
+            _all_know(state.client)
+            raise
+        told = {"port": listener.getsockname()[1], "secret": secret}
+        state.client.key_value_set(key, json.dumps(told))
         return watch.gather(listener, secret, job.num_processes, timeout_s=timeout_s)
-    host = state.coordinator_address.rsplit(":", 1)[0].strip("[]")
     try:
-        port, secret = state.client.blocking_key_value_get(key, int(timeout_s * 1000)).split()
+        told = json.loads(state.client.blocking_key_value_get(key, int(timeout_s * 1000)))
     except jax.errors.JaxRuntimeError as error:
         raise LostPeerError(
             f"process 0 at {host} was lost before process {job.process_id} could meet it. See the "
             f"end of its output and start the run again."
         ) from error
-    return watch.join(host, int(port), secret, job.process_id, timeout_s=timeout_s)
+    if "problem" in told:
+        _all_know(state.client)
+        line = f"process 0 at {host} has ended: {told['problem']}"
+        raise LostPeerError(line, ConfigError.exit_code)
+    return watch.join(host, told["port"], told["secret"], job.process_id, timeout_s=timeout_s)
 
 
 def _part(
@@ -206,11 +300,18 @@ def _part(
             raise
         guard.close()
         return False
-    if not isinstance(error, OWN_ERRORS) and (line := guard.cause(CAUSE_S)):
-        guard.leave(LostPeerError.exit_code)
-        raise LostPeerError(line) from error
-    guard.leave(exit_code(error))
+    if not isinstance(error, OWN_ERRORS) and (loss := guard.cause(CAUSE_S)):
+        guard.leave(loss.code)
+        raise LostPeerError(*loss) from error
+    known = isinstance(error, USER_ERRORS)
+    guard.leave(exit_code(error), f"{kind.__name__}: {_one_line(error)}." if known else None)
     return False
+
+
+def _all_know(client: object) -> None:
+    """Wait until every process has read why process 0 ends: JAX's store ends with it."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # a lost process has nothing to read
+        client.wait_at_barrier("maxdiloco/watch_read", int(CAUSE_S * 1000))
 
 
 def _delay_aborts() -> None:

@@ -1,6 +1,7 @@
 """The device mesh: an outer tier of slices joined by DCN, an inner tier of chips joined by ICI."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -46,13 +47,6 @@ def product(sizes: Mapping[str, int]) -> str:
     return f"{' * '.join(shown) or 'all 1'} = {abs(math.prod(sizes.values()))}"
 
 
-def emulated_devices(cfg: Config) -> int:
-    """CPU devices the mesh needs; an open size counts as 1."""
-    sizes = [*tier(cfg, "dcn").values(), *tier(cfg, "ici").values()]
-    slices = max(1, cfg.num_slices) if -1 in tier(cfg, "dcn").values() else 1
-    return slices * math.prod(size for size in sizes if size != -1)
-
-
 def choose_platform(cfg: Config) -> None:
     """Tell JAX which platform to use, before its backends start; auto leaves the choice to JAX."""
     platforms = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
@@ -60,42 +54,113 @@ def choose_platform(cfg: Config) -> None:
         jax.config.update("jax_platforms", platforms[cfg.hardware])
 
 
-def emulate_devices(cfg: Config, *, num_processes: int) -> None:
-    """Make as many CPU devices as the mesh needs, before JAX's backends start.
+def emulated_devices(cfg: Config, num_processes: int) -> int:
+    """CPU devices that the mesh needs, the same number in each process.
 
-    Each of several processes holds an equal share. A number that the user has given JAX stays.
-    Raises ConfigError when the devices cannot be dealt out evenly.
+    Open sizes take what the processes bring: a slice each, then a device of every slice each.
+    Raises ConfigError when all sizes are given and the devices cannot be shared evenly.
     """
-    needed = emulated_devices(cfg)
+    dcn, ici = tier(cfg, "dcn"), tier(cfg, "ici")
+    known = math.prod(size for size in dcn.values() if size != -1)
+    slices = known
+    if -1 in dcn.values():
+        slices = cfg.num_slices if cfg.num_slices != -1 else math.lcm(known, num_processes)
+    needed = slices * math.prod(size for size in ici.values() if size != -1)
+    if -1 in ici.values():
+        return math.lcm(needed, num_processes)
     if needed % num_processes:
         raise ConfigError(
             f"the mesh needs {needed} emulated devices, which {num_processes} processes cannot "
             f"share evenly. Make dcn_diloco_parallelism a multiple of {num_processes}."
         )
-    if jax.config.jax_num_cpu_devices == -1:
+    return needed
+
+
+def emulate_devices(cfg: Config, *, num_processes: int) -> None:
+    """Make as many CPU devices as the mesh needs, before JAX's backends start.
+
+    Only with hardware=cpu, or where JAX may use nothing else (JAX_PLATFORMS=cpu). A number of
+    devices that the user has given JAX stays. Raises ConfigError like emulated_devices.
+    """
+    cpu_alone = cfg.hardware == "auto" and jax.config.jax_platforms == "cpu"
+    if (cfg.hardware == "cpu" or cpu_alone) and jax.config.jax_num_cpu_devices == -1:
+        needed = emulated_devices(cfg, num_processes)
         jax.config.update("jax_num_cpu_devices", needed // num_processes)
 
 
+def visible_devices(cfg: Config) -> list[jax.Device]:
+    """All devices of the run; starts JAX's backends.
+
+    Raises ConfigError when they are not what `hardware` asks for, and when they belong to several
+    processes that were not joined, so that a lost one would go unnoticed.
+    """
+    remedy = "See that this machine has one and JAX can use it (pip install 'maxdiloco[{}]')."
+    extra = {"gpu": "cuda12", "tpu": "tpu"}
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        if jax.distributed.is_initialized() or cfg.hardware not in extra:  # a lost peer's, maybe
+            raise
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(
+            f"hardware={cfg.hardware} does not work here: {reason}. "
+            + remedy.format(extra[cfg.hardware])
+        ) from error
+    if cfg.hardware in extra and devices[0].platform != cfg.hardware:
+        raise ConfigError(
+            f"hardware={cfg.hardware} but JAX finds only {devices[0].platform} devices. "
+            + remedy.format(extra[cfg.hardware])
+        )
+    if jax.process_count() > 1 and not jax.distributed.is_initialized():
+        raise ConfigError(
+            f"hardware={cfg.hardware}: the devices belong to {jax.process_count()} processes, but "
+            f"this one has joined no other. On a TPU pod set hardware=tpu; elsewhere set "
+            f"JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID."
+        )
+    return devices
+
+
+def slice_of(device: jax.Device) -> int:
+    """Index of the slice that a device is part of.
+
+    XLA numbers the slices of TPUs, and the hosts of GPUs unless JAX_PARTITION_INDEX gives each
+    process a number. Where there is one TPU slice its devices may have no number; CPUs have none.
+    """
+    try:
+        return device.slice_index
+    except AttributeError:
+        return 0
+
+
 def count_slices(cfg: Config, devices: Sequence[jax.Device]) -> int:
-    """Real slices on TPU; elsewhere the product of the dcn tier, num_slices, or the processes."""
+    """Real slices on TPU; elsewhere the product of the dcn tier, or num_slices.
+
+    Where both are open every GPU host and every CPU process is a slice.
+    """
+    numbered = len({slice_of(device) for device in devices})
     if devices[0].platform == "tpu":
-        return len({device.slice_index for device in devices})
+        return numbered
     dcn = tier(cfg, "dcn")
     if -1 not in dcn.values():
         return math.prod(dcn.values())
-    processes = len({device.process_index for device in devices})
-    return cfg.num_slices if cfg.num_slices != -1 else processes
+    if cfg.num_slices != -1:
+        return cfg.num_slices
+    if devices[0].platform == "gpu":
+        return numbered
+    return len({device.process_index for device in devices})
 
 
 def build(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Mesh over AXES, DCN parts outermost within each axis.
 
     devices: those to use, all visible ones when None. On CPU the first of them that the mesh
-    needs are taken. On TPU `slice_index` tells the slices apart; on CPU and GPU contiguous
-    blocks of devices (or the processes that own them) stand for slices.
+    needs are taken. On TPU `slice_index` tells the slices apart; on GPU blocks of devices that
+    are whole hosts or parts of one, on CPU any contiguous blocks, stand for slices.
     Raises ConfigError when the sizes do not fit the devices.
     """
-    devices = list(jax.devices() if devices is None else devices)
+    devices = visible_devices(cfg) if devices is None else list(devices)
+    if devices[0].platform == "gpu":  # processes may have been dealt to the hosts in turn
+        devices.sort(key=lambda device: (slice_of(device), device.process_index, device.id))
     slices = count_slices(cfg, devices)
     dcn = fill(tier(cfg, "dcn"), slices, "dcn")
     ici = tier(cfg, "ici")
@@ -104,12 +169,30 @@ def build(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
     known = {axis: dcn[axis] * size for axis, size in ici.items()}
     needed = abs(math.prod(known.values()))
     if len(devices) % needed or (-1 not in ici.values() and len(devices) != needed):
+        emulate = devices[0].platform == "cpu" and cfg.hardware != "cpu"
         raise ConfigError(
             f"the mesh {product(known)} devices, but {len(devices)} are visible. Change a "
-            f"dcn_*_parallelism or ici_*_parallelism key, or set one of the ici tier to -1."
+            f"dcn_*_parallelism or ici_*_parallelism key, or set one of the ici tier to -1"
+            f"{'; hardware=cpu emulates devices' if emulate else ''}."
         )
     ici = fill(ici, len(devices) // slices, "ici")
-    return Mesh(_arrange(devices, tuple(dcn.values()), tuple(ici.values())), AXES)
+    if devices[0].platform == "gpu":
+        _check_hosts(devices, slices)
+    return Mesh(_arrange(devices, tuple(dcn.values()), tuple(ici.values()))[0], AXES)
+
+
+def _check_hosts(devices: list[jax.Device], slices: int) -> None:
+    """Refuse a slice that holds parts of several hosts: its traffic would leave them."""
+    size = len(devices) // slices
+    hosts = Counter(map(slice_of, devices))
+    for start in range(0, len(devices), size):
+        inside = Counter(map(slice_of, devices[start : start + size]))
+        if len(inside) > 1 and any(count < hosts[host] for host, count in inside.items()):
+            raise ConfigError(
+                f"{slices} slices of {size} GPUs cut through hosts, which have "
+                f"{', '.join(str(count) for count in hosts.values())}. Choose num_slices or the "
+                f"dcn_*_parallelism keys so that a slice is a part of one host or whole hosts."
+            )
 
 
 def sizes_over_slices(cfg: Config, devices: Sequence[jax.Device]) -> dict[str, int]:
@@ -117,16 +200,28 @@ def sizes_over_slices(cfg: Config, devices: Sequence[jax.Device]) -> dict[str, i
     return fill(tier(cfg, "dcn"), count_slices(cfg, devices), "dcn")
 
 
-def _arrange(devices: list[jax.Device], dcn: tuple[int, ...], ici: tuple[int, ...]) -> np.ndarray:
-    if devices[0].platform == "tpu" and math.prod(dcn) > 1:
-        return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices)
+def _arrange(
+    devices: list[jax.Device], dcn: tuple[int, ...], ici: tuple[int, ...]
+) -> tuple[np.ndarray, bool]:
+    """The devices in the shape of the mesh, and whether axes share a dimension of the torus."""
     if devices[0].platform == "tpu":
-        return mesh_utils.create_device_mesh(ici, devices)
+        try:
+            return _on_torus(devices, dcn, ici, share=False), False
+        except NotImplementedError:  # an axis fills no whole dimensions, as 2 on a torus of 4 x 4
+            return _on_torus(devices, dcn, ici, share=True), True
     blocks = np.array(devices, dtype=object).reshape(*dcn, *ici)
     n = len(dcn)
     pairs = [dim for axis in range(n) for dim in (axis, n + axis)]
     sizes = [outer * inner for outer, inner in zip(dcn, ici, strict=True)]
-    return blocks.transpose(pairs).reshape(sizes)
+    return blocks.transpose(pairs).reshape(sizes), False
+
+
+def _on_torus(
+    devices: list[jax.Device], dcn: tuple[int, ...], ici: tuple[int, ...], *, share: bool
+) -> np.ndarray:
+    if math.prod(dcn) == 1:
+        return mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=share)
+    return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, allow_split_physical_axes=share)
 
 
 def in_slice_axes(mesh: Mesh) -> tuple[str, ...]:
@@ -136,7 +231,13 @@ def in_slice_axes(mesh: Mesh) -> tuple[str, ...]:
 
 def describe(mesh: Mesh, cfg: Config) -> str:
     """One line for the start of a run."""
-    dcn = product(sizes_over_slices(cfg, list(mesh.devices.flat)))
+    devices = list(mesh.devices.flat)
+    dcn = sizes_over_slices(cfg, devices)
+    ici = tuple(mesh.shape[axis] // size for axis, size in dcn.items())
     shape = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
-    kind = mesh.devices.flat[0].device_kind
-    return f"mesh: {mesh.size} x {kind}; {shape or 'one device'} (over slices: {dcn})"
+    shared = _arrange(devices, tuple(dcn.values()), ici)[1]
+    return (
+        f"mesh: {mesh.size} x {devices[0].device_kind}; {shape or 'one device'} "
+        f"(over slices: {product(dcn)})"
+        f"{'; axes share dimensions of the torus, and their links' if shared else ''}"
+    )

@@ -16,8 +16,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from maxdiloco.errors import LostPeerError, Preempted
+from maxdiloco.errors import ConfigError, DataError, LostPeerError, NumericsError, Preempted
 
 # All in seconds, all our choice.
 BEAT_S = 0.5  # between two signs of life
@@ -25,10 +26,21 @@ PATIENCE_S = 1.0  # for the main thread to end by the error that a loss raises i
 GRACE_S = 5.0  # for a process to end by itself after a peer has ended with an error
 LINGER_S = 60.0  # process 0 stays this long for peers that are still saving
 
+# A restart mends none of these, so all processes end with them; any other loss is LostPeerError's.
+SHARED_CODES = (ConfigError.exit_code, DataError.exit_code, NumericsError.exit_code)
+GONE = "its connection closed without a word"
+TORN = "a message from it was cut off"
+TELLS_MORE = "The end of its own output tells more."
 RESUME = (
-    "The end of its own output tells more. Start the run again with the same run_name: it "
-    "resumes from the last checkpoint."
+    f"{TELLS_MORE} Start the run again with the same run_name: it resumes from the last checkpoint."
 )
+
+
+class Loss(NamedTuple):
+    """Why this process cannot go on: one line to the user, and the exit code to end with."""
+
+    line: str
+    code: int
 
 
 @dataclass
@@ -53,17 +65,20 @@ class Link:
         except OSError:
             return
 
-    def messages(self) -> tuple[list[dict], bool]:
-        """What has arrived, and whether the connection is still open."""
+    def messages(self) -> tuple[list[dict], str | None]:
+        """What has arrived, and what has become of the connection; None while it is open."""
         try:
             data = self.socket.recv(65536)
         except TimeoutError:
-            return [], True
+            return [], None
         except OSError:
-            return [], False
+            return [], GONE
         *lines, self.buffer = (self.buffer + data).split(b"\n")
         self.heard = time.monotonic()
-        return [json.loads(line) for line in lines], bool(data)
+        messages = [_message(line) for line in lines]
+        if None in messages:
+            return messages[: messages.index(None)], TORN
+        return messages, None if data else GONE
 
 
 def end_process(code: int, line: str | None) -> None:
@@ -100,30 +115,35 @@ class Watch:
             link.socket.settimeout(BEAT_S)
             self._selector.register(link.socket, selectors.EVENT_READ, link)
         self._changed = threading.Condition()
-        self._lost: str | None = None
+        self._lost: Loss | None = None
         self._lost_at = 0.0
         self._claimed = False  # the main thread will print the loss
-        self._bad_ends: dict[str, float] = {}  # line: when
+        self._bad_ends: dict[Loss, float] = {}  # when
         self._leaving: tuple[int, float] | None = None  # exit code, since when
+        self._why: str | None = None  # the error behind it
         self._closing = False
         self._beaten = 0.0
         self._thread = threading.Thread(target=self._run, name="maxdiloco-watch", daemon=False)
         self._thread.start()
 
-    def cause(self, wait_s: float) -> str | None:
-        """The line that names the lost peer, or None if none is lost within wait_s [seconds].
+    def cause(self, wait_s: float) -> Loss | None:
+        """The loss of a peer, or None if none is lost within wait_s [seconds].
 
-        The caller who gets a line raises it; the watch then prints nothing.
+        The caller who gets one raises it; the watch then prints nothing.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._lost or self._bad_ends, wait_s)
-            line = self._lost or next(iter(self._bad_ends), None)
-            self._claimed = line is not None
-            return line
+            loss = self._lost or next(iter(self._bad_ends), None)
+            self._claimed = loss is not None
+            return loss
 
-    def leave(self, code: int) -> None:
-        """Tell the peers that this process ends with `code`, and end it after the main thread."""
+    def leave(self, code: int, why: str | None = None) -> None:
+        """Tell the peers that this process ends with `code`, and end it after the main thread.
+
+        why: the error in one line, for the peers to print.
+        """
         with self._changed:
+            self._why = why
             self._leaving = (code, time.monotonic())
 
     def close(self) -> None:
@@ -144,7 +164,7 @@ class Watch:
                 leaving = self._leaving
             if self._closing or leaving:
                 if not told:
-                    self._say_all(end=leaving[0] if leaving else 0)
+                    self._say_all(end=leaving[0] if leaving else 0, why=self._why)
                     told = True
                 if self._closing:
                     break
@@ -181,49 +201,56 @@ class Watch:
                     f"peer_timeout_seconds if it was only slow. {RESUME}"
                 )
         with self._changed:
-            for line, when in self._bad_ends.items():
+            for loss, when in self._bad_ends.items():
                 if now - when > GRACE_S and self._lost is None:
-                    self._lost, self._lost_at = line, now
+                    self._lost, self._lost_at = loss, now
             if self._lost is None or self._claimed or now - self._lost_at < PATIENCE_S:
                 return False
-            self._say_all(end=LostPeerError.exit_code)
-            self._end(LostPeerError.exit_code, self._lost)  # inside the lock: one of us prints
+            self._say_all(end=self._lost.code)
+            self._end(self._lost.code, self._lost.line)  # inside the lock: one of us prints
             return True
 
     def _lose(self, line: str) -> None:
         with self._changed:
             if self._lost is not None:
                 return
-            self._lost, self._lost_at = line, time.monotonic()
+            self._lost = Loss(line, LostPeerError.exit_code)
+            self._lost_at = time.monotonic()
             self._changed.notify_all()
         self._say_all(lost=line)
 
     def _receive(self, link: Link) -> None:
-        messages, is_open = link.messages()
+        messages, over = link.messages()
         for message in messages:
             if "lost" in message:
                 self._lose(message["lost"])
             elif "end" in message:
                 link.ended = True
-                self._note_end(link.name(), message["end"])
+                self._note_end(link.name(), message["end"], message.get("why"))
             elif "ended" in message:
-                self._note_end(message["ended"], message["code"])
-        if not is_open:
+                self._note_end(message["ended"], message["code"], message.get("why"))
+        if over is not None:
             self._selector.unregister(link.socket)
             self._links.remove(link)
             link.socket.close()
             if not link.ended:
-                self._lose(f"{link.name()} is gone: its connection closed without a word. {RESUME}")
+                self._lose(f"{link.name()} is gone: {over}. {RESUME}")
 
-    def _note_end(self, name: str, code: int) -> None:
+    def _note_end(self, name: str, code: int, why: str | None) -> None:
         """A peer has said goodbye. 0 and a saved preemption are ends that all share."""
         if self._process_id == 0:
-            self._say_all(ended=name, code=code)
+            self._say_all(ended=name, code=code, why=why)
         if code in (0, Preempted.exit_code):
             return
-        line = f"{name} ended with exit code {code} while this process was still running. {RESUME}"
+        if code in SHARED_CODES:
+            line = f"{name} ended with exit code {code}, and so does this process"
+            loss = Loss(f"{line}: {why}" if why else f"{line}. {TELLS_MORE}", code)
+        else:
+            line = f"{name} ended with exit code {code} while this process was still running"
+            line = f"{line}: {why} {RESUME}" if why else f"{line}. {RESUME}"
+            loss = Loss(line, LostPeerError.exit_code)
         with self._changed:
-            self._bad_ends.setdefault(line, time.monotonic())
+            self._bad_ends.setdefault(loss, time.monotonic())
             self._changed.notify_all()
 
     def _say_all(self, **message: object) -> None:
@@ -232,11 +259,15 @@ class Watch:
                 link.say(**message)
 
 
-def listen() -> tuple[socket.socket, str]:
-    """A listening socket on a free port of every interface, and the secret that peers must tell."""
+def listen(port: int = 0) -> tuple[socket.socket, str]:
+    """A listening socket on every interface, and the secret that peers must tell.
+
+    port: 0 for any free one. Raises OSError when the port cannot be used.
+    """
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
-    return socket.create_server(("", 0), family=family, dualstack_ipv6=dual), secrets.token_hex(16)
+    listener = socket.create_server(("", port), family=family, dualstack_ipv6=dual)
+    return listener, secrets.token_hex(16)
 
 
 def gather(
@@ -300,7 +331,15 @@ def _read_line(connection: socket.socket, timeout_s: float) -> dict:
             if not byte or len(line) > 1000:
                 return {}
             line += byte
-        message = json.loads(line)
-    except (OSError, ValueError):
+    except OSError:
         return {}
-    return message if isinstance(message, dict) else {}
+    return _message(line) or {}
+
+
+def _message(line: bytes) -> dict | None:
+    """One line as a message; None for anything else."""
+    try:
+        message = json.loads(line)
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) else None

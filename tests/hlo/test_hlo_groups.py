@@ -17,15 +17,21 @@ from maxdiloco.hlo import groups
         ("[4,2]<=[2,4]T(1,0)", ((0, 4), (1, 5), (2, 6), (3, 7))),
         # [a, b, c] = 4a + 2b + c, as [b, c, a] in rows of four.
         ("[2,4]<=[2,2,2]T(1,2,0)", ((0, 4, 1, 5), (2, 6, 3, 7))),
-        # [a, b] = 4a + b: along a, then along b.
-        ("mesh['axis_0'=2,'axis_1'=4] {'axis_0'}", ((0, 4), (1, 5), (2, 6), (3, 7))),
-        ("mesh['axis_0'=2,'axis_1'=4] {'axis_1'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        # Devices in order along the axes; those that differ along the named ones are a group.
+        ("mesh['a'=1,'b'=4] {'b'}", ((0, 1, 2, 3),)),
+        ("mesh['a'=2,'b'=2] {'a'}", ((0, 2), (1, 3))),
+        ("mesh['a'=2,'b'=2] {'a','b'}", ((0, 1, 2, 3),)),
         ("mesh['a'=2,'b'=2] {'b','a'}", ((0, 2, 1, 3),)),
-        # [b, a] = 2b + a of [4, 2], transposed: a row of the mesh is 0 2 4 6 or 1 3 5 7.
-        (
-            "mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_1'}",
-            ((0, 2, 4, 6), (1, 3, 5, 7)),
-        ),
+        ("mesh['a'=1,'b'=2] {'a'}", ((0,), (1,))),
+        # 0 1 2 3 over 4 5 6 7, transposed, is 0 4 1 5 2 6 3 7: [[0 4] [1 5]] and [[2 6] [3 7]].
+        ("mesh['a'=2,'b'=2,'c'=2], device_ids=([2,4]T(1,0)) {'c'}",
+         ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("mesh['a'=2,'b'=2,'c'=2], device_ids=([2,4]T(1,0)) {'b'}",
+         ((0, 1), (4, 5), (2, 3), (6, 7))),
+        ("mesh['a'=4], device_ids=(3,1,2,0) {'a':(1)2}", ((3, 2), (1, 0))),
+        # A part of an axis of 8 = 2 * 2 * 2: the middle one, which steps by 2.
+        ("mesh['a'=8] {'a':(2)2}", ((0, 2), (1, 3), (4, 6), (5, 7))),
+        ("mesh['a'=8] {'a':(1)2,'a':(4)2}", ((0, 1, 4, 5), (2, 3, 6, 7))),
     ],
 )
 def test_every_spelling(text, expected):

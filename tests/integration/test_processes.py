@@ -8,6 +8,8 @@ import numpy as np
 import process_tools as tools
 import pytest
 
+from maxdiloco import run_folder
+
 pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
 
 STEPS = 40
@@ -104,15 +106,38 @@ def test_a_killed_process_ends_the_others_with_5_and_its_name(started, tmp_path,
     assert "Start the run again with the same run_name" in line
 
 
-def test_an_error_of_one_process_ends_the_others_with_its_name_and_code(started, tmp_path):
-    """A folder that only one host cannot read: it says why; the others say who."""
+def test_hardware_auto_and_no_mesh_sizes_train_to_the_end(started, tmp_path):
+    """Two CPU processes bring a device each; every process is a slice."""
+    sizes = {"hardware": "auto", "dcn_diloco_parallelism": -1, "ici_fsdp_parallelism": -1}
+    sizes["enable_checkpointing"] = "false"
+    started += tools.trainers(2, named("open", tmp_path, sizes | {"steps": 2}), tmp_path)
+    assert [process.end() for process in started] == [0, 0], started[0].text()
+    assert "mesh: 2 x cpu; diloco 2 (over slices: diloco 2 = 2)" in started[0].text()
+    assert "done: step 2" in started[0].text()
+
+
+def test_a_folder_that_one_host_cannot_read_ends_all_with_3_and_the_reason(started, tmp_path):
+    """The host says why; the others say who and why."""
     changes = named("one", tmp_path, LONG | {"dataset_type": "text"})
     environs = [{}, {"M_DATASET_PATH": str(tmp_path / "absent")}]
     started += tools.trainers(2, changes, tmp_path, environs)
-    assert [process.end() for process in started] == [5, 3], started[0].text()
-    assert started[1].errors()[0].startswith("DataError: ")
+    assert [process.end() for process in started] == [3, 3], started[0].text()
+    (own,) = started[1].errors()
+    assert own.startswith("DataError: ")
     (line,) = started[0].errors()
-    assert f"process 1 on {HOST} ended with exit code 3" in line
+    assert f"process 1 on {HOST} ended with exit code 3, and so does this process: {own}" in line
+
+
+def test_a_run_name_in_use_ends_all_with_2_and_the_reason(started, tmp_path):
+    """Process 0 alone holds the lock; JAX aborts the others with it, unless they end first."""
+    with run_folder.open_run_folder(tmp_path, "busy"):
+        started += tools.trainers(2, named("busy", tmp_path, LONG), tmp_path)
+        assert [process.end() for process in started] == [2, 2], started[1].text()
+    (own,) = started[0].errors()
+    assert own.startswith("CheckpointError: ")
+    assert "run_name=busy" in own
+    (line,) = started[1].errors()
+    assert f"process 0 on {HOST} ended with exit code 2, and so does this process: {own}" in line
 
 
 def test_an_error_of_all_is_told_by_each_as_its_own(started, tmp_path):

@@ -117,6 +117,16 @@ MODES = {
 }
 
 
+def test_one_slice_is_compiled_and_sends_nothing_to_another(compile_run):
+    """Its devices have no slice_index; XLA prints its replica groups as axes of a mesh."""
+    code, (report,), said = compile_run(compile_topology_num_slices=1)
+    assert code == 0
+    assert "mesh: 4 x TPU v5 lite; fsdp 4 (over slices: all 1 = 1)" in said.out
+    assert [program["dcn"] for program in report["programs"]] == [[], []]
+    assert "nothing" in said.out.splitlines()
+    assert any(line.startswith("inner ") and " fsdp " in line for line in said.out.splitlines())
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_what_crosses_slices_is_the_fragments_and_nothing_else(compile_run, mode):
     """Each value once to each other slice, whole tiles of 1024 a device and chunk; never a plain

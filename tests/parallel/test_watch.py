@@ -142,7 +142,7 @@ def test_the_main_thread_that_asks_gets_the_line_and_the_watch_prints_nothing(
     link, bare = link_pair()
     guard = guarding(0, [link], silence_s=WAIT_S, main=over())
     bare.close()
-    assert "process 1 on host-b is gone" in guard.cause(WAIT_S)
+    assert "process 1 on host-b is gone" in guard.cause(WAIT_S).line
     time.sleep(3 * watch.PATIENCE_S)
     assert ends.empty()
     guard.leave(5)
@@ -150,15 +150,55 @@ def test_the_main_thread_that_asks_gets_the_line_and_the_watch_prints_nothing(
 
 
 @pytest.mark.parametrize("relayed", [False, True])
-def test_a_peer_that_ended_with_an_error_is_named_with_its_code(ends, guarding, relayed):
+@pytest.mark.parametrize("code", [2, 3, 4])
+def test_an_end_that_no_restart_mends_is_shared_with_its_reason(ends, guarding, relayed, code):
     """It said goodbye, so it is not `gone`; process 0 relays the goodbyes of the others."""
     link, bare = link_pair()
     guarding(2, [link], silence_s=WAIT_S)
-    say(bare, **({"ended": "process 1 on host-b", "code": 3} if relayed else {"end": 3}))
+    who = {"ended": "process 1 on host-b", "code": code} if relayed else {"end": code}
+    say(bare, **who, why="DataError: dataset_path=/text does not exist.")
+    assert ends.next() == (
+        code,
+        f"process 1 on host-b ended with exit code {code}, and so does this process: "
+        "DataError: dataset_path=/text does not exist.",
+    )
+    bare.close()
+
+
+@pytest.mark.parametrize("code", [1, 5, 130])
+def test_any_other_bad_end_of_a_peer_is_a_loss(ends, guarding, code):
+    """Start again: that is what exit code 5 tells a cluster."""
+    link, bare = link_pair()
+    guarding(2, [link], silence_s=WAIT_S)
+    say(bare, end=code)
+    found, line = ends.next()
+    assert found == 5
+    assert f"process 1 on host-b ended with exit code {code} while this process was still" in line
+    assert "The end of its own output tells more. Start the run again" in line
+    bare.close()
+
+
+def test_the_main_thread_that_asks_gets_the_code_of_the_peer(ends, guarding):
+    link, bare = link_pair()
+    guard = guarding(2, [link], silence_s=WAIT_S, main=over())
+    say(bare, end=2)
+    line, code = guard.cause(WAIT_S)
+    assert code == 2
+    assert line.startswith("process 1 on host-b ended with exit code 2, and so does this process. ")
+    guard.leave(code)
+    assert ends.next() == (2, None)
+    bare.close()
+
+
+@pytest.mark.parametrize("torn", [b'{"be{"beat": true}\n', b"7\n", b"\xff\n"])
+def test_a_message_that_was_cut_off_is_a_loss(ends, guarding, torn):
+    """The thread goes on: it has to name the peer and end the process."""
+    link, bare = link_pair()
+    guarding(0, [link], silence_s=WAIT_S)
+    bare.sendall(b'{"beat": true}\n' + torn)
     code, line = ends.next()
     assert code == 5
-    assert "process 1 on host-b ended with exit code 3" in line
-    assert "The end of its own output tells more" in line
+    assert "process 1 on host-b is gone: a message from it was cut off" in line
     bare.close()
 
 
@@ -177,8 +217,8 @@ def test_ends_that_all_processes_share_are_no_losses(ends, guarding, code):
 def test_an_error_is_announced_and_the_process_ends_with_its_code(ends, guarding):
     link, bare = link_pair(0, "host-a")
     guard = guarding(1, [link], silence_s=WAIT_S, main=over())
-    guard.leave(3)
-    assert heard(bare, "end") == {"end": 3}
+    guard.leave(3, "DataError: no text.")
+    assert heard(bare, "end") == {"end": 3, "why": "DataError: no text."}
     assert ends.next() == (3, None)
     bare.close()
 
@@ -189,7 +229,7 @@ def test_process_0_leaves_last(ends, guarding, monkeypatch):
     link, bare = link_pair()
     guard = guarding(0, [link], silence_s=WAIT_S, main=over())
     guard.leave(3)
-    assert heard(bare, "end") == {"end": 3}
+    assert heard(bare, "end")["end"] == 3
     heard(bare, "beat")
     heard(bare, "beat")
     assert ends.empty()
