@@ -58,7 +58,7 @@ def learning_rate_schedule(
 def learning_rate(schedule: Callable, count: int) -> float:
     """The learning rate after `count` steps, without a word to the accelerator."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        return float(schedule(count))
+        return float(jax.jit(schedule)(count))
 
 
 def build(cfg: OptimizerConfig, total_steps: int, *, model: Model) -> optax.GradientTransformation:

@@ -141,7 +141,8 @@ def stretched_lines(cfg: Config, before: int, t: int, total_steps: int) -> list[
     if cfg.learning_rate_schedule_steps != -1 or before == total_steps:
         return []
     old, new = (
-        float(optimizer.learning_rate_schedule(cfg, length)(t)) for length in (before, total_steps)
+        optimizer.learning_rate(optimizer.learning_rate_schedule(cfg, length), t)
+        for length in (before, total_steps)
     )
     return [
         f"learning_rate_schedule_steps=-1: the schedule was {before} steps long and now is "

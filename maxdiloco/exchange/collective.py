@@ -113,16 +113,14 @@ def receive(
     """
 
     def on_device(*chunks):
-        codes_RC = _codes(layout, chunks, num_replicas)
-        mean_N, sums_R = outer.ordered_mean(
-            lambda r: _with_sums(wire.decode(layout, codes_RC[r])), num_replicas
+        mean_N, notes_R = outer.ordered_mean(
+            lambda r: _decoded(layout, _codes(layout, chunks, num_replicas, r)), num_replicas
         )
         mean = [
             wire.assemble(share, x_N[None])[0]
             for share, x_N in zip(layout.shares, mean_N, strict=True)
         ]
-        sizes = _sizes(layout, sums_R, mean_N)
-        return Received(mean, wire.bad_flags(layout, codes_RC), sizes)
+        return _received(layout, mean, notes_R, mean_N)
 
     return _on_every_device(
         on_device,
@@ -150,25 +148,24 @@ def receive_with_own(
     num_here = num_replicas // layout.mesh.shape["diloco"]
 
     def on_device(*chunks):
-        stale_RC = _codes(layout, chunks[: len(incoming)], num_replicas)
-        own_SC = _codes(layout, chunks[len(incoming) :], num_here)
+        stale, own = chunks[: len(incoming)], chunks[len(incoming) :]
         first = jax.lax.axis_index("diloco") * num_here
-        fresh = [wire.decode(layout, own_SC[s]) for s in range(num_here)]
+        fresh = [_decoded(layout, _codes(layout, own, num_here, s)) for s in range(num_here)]
 
         def term(r):
-            stale, note = _with_sums(wire.decode(layout, stale_RC[r]))
-            mixed = [outer.own_fresh(stale, fresh[s], r, first + s) for s in range(num_here)]
-            return (stale, mixed), note
+            old, note = _decoded(layout, _codes(layout, stale, num_replicas, r))
+            mixed = [
+                outer.own_fresh(old, new, r, first + s) for s, (new, _) in enumerate(fresh)
+            ]
+            return (old, mixed), note
 
-        (stale_mean, mixed), sums_R = outer.ordered_mean(term, num_replicas)
+        (stale_mean, mixed), notes_R = outer.ordered_mean(term, num_replicas)
         mean = [
             wire.assemble(share, jnp.stack(x_S))
             for share, *x_S in zip(layout.shares, *mixed, strict=True)
         ]
-        received = Received(
-            mean, wire.bad_flags(layout, stale_RC), _sizes(layout, sums_R, stale_mean)
-        )
-        return received, wire.bad_flags(layout, own_SC)
+        own_SF = jnp.stack([note.flags for _, note in fresh])
+        return _received(layout, mean, notes_R, stale_mean), wire.bad_flags(layout, own_SF)
 
     mesh = layout.mesh
     in_specs = (incoming_spec(mesh),) * len(incoming) + (outgoing_spec(mesh),) * len(own)
@@ -178,21 +175,38 @@ def receive_with_own(
     )(*incoming, *own)
 
 
-def _with_sums(x_N: list[jax.Array]) -> tuple[list[jax.Array], tuple[jax.Array, jax.Array]]:
-    """One replica's shares on one device, and their sums of squares and of sizes."""
-    return x_N, (_squares(x_N), sum(jnp.sum(jnp.abs(x)) for x in x_N))
+class _Note(NamedTuple):
+    """Of one replica's part on one device: flags, sum of squares and sum of sizes."""
+
+    flags: jax.Array
+    squares: jax.Array
+    sizes: jax.Array
+
+
+def _codes(layout: Payload, chunks, rows: int, r) -> jax.Array:
+    """Row r of the chunks [rows * chunk] of one device: the codes [C] of one replica."""
+    parts = []
+    for chunk in chunks:
+        size = chunk.shape[0] // rows
+        parts.append(jax.lax.dynamic_slice_in_dim(chunk, r * size, size))
+    return jax.lax.slice_in_dim(jnp.concatenate(parts), 0, layout.size)
+
+
+def _decoded(layout: Payload, code_C: jax.Array) -> tuple[list[jax.Array], _Note]:
+    """One replica's values on one device, and what is noted of them."""
+    x_N = wire.decode(layout, code_C)
+    sizes = sum(jnp.sum(jnp.abs(x)) for x in x_N)
+    return x_N, _Note(wire.flags(layout, code_C), _squares(x_N), sizes)
 
 
 def _squares(x_N: list[jax.Array]) -> jax.Array:
     return sum(jnp.sum(x * x) for x in x_N)
 
 
-def _sizes(layout: Payload, sums_R: tuple, mean_N: list[jax.Array]) -> Sizes:
-    sums = (*sums_R, _squares(mean_N))
+def _received(layout: Payload, mean, notes_R: _Note, mean_N: list[jax.Array]) -> Received:
+    """mean: what the fragment's leaves get; mean_N: this device's part of the plain mean."""
+    sums = (notes_R.squares, notes_R.sizes, _squares(mean_N))
     squares_R, total_R, mean_squares = jax.lax.psum(sums, in_slice_axes(layout.mesh))
-    return Sizes(jnp.sqrt(squares_R), total_R / wire.num_values(layout), jnp.sqrt(mean_squares))
-
-
-def _codes(layout: Payload, chunks, rows: int) -> jax.Array:
-    """Chunks [rows * chunk] of one device as codes [rows, C]."""
-    return jnp.concatenate([c.reshape(rows, -1) for c in chunks], axis=1)[:, : layout.size]
+    drift_R = total_R / float(wire.num_values(layout))  # may exceed what int32 holds
+    sizes = Sizes(jnp.sqrt(squares_R), drift_R, jnp.sqrt(mean_squares))
+    return Received(mean, wire.bad_flags(layout, notes_R.flags), sizes)

@@ -108,16 +108,22 @@ def decode(payload: Payload, code_C: jax.Array) -> list[jax.Array]:
     """One replica's codes as this device's shares, [N] float32 for each leaf."""
     return [
         quantize.decode(
-            payload.wire, code_C[share.start : share.start + share.length], share.count
+            payload.wire,
+            jax.lax.slice_in_dim(code_C, share.start, share.start + share.length),
+            share.count,
         )
         for share in payload.shares
     ]
 
 
-def bad_flags(payload: Payload, codes_RC: jax.Array) -> jax.Array:
+def flags(payload: Payload, code_C: jax.Array) -> jax.Array:
+    """[F] of one replica's codes on this device: not zero where a leaf was not finite."""
+    return jax.lax.slice_in_dim(code_C, 0, len(payload.shares)) != 0
+
+
+def bad_flags(payload: Payload, flags_RF: jax.Array) -> jax.Array:
     """[R, F] bool: whether a replica's leaf held a NaN or infinity on any device of its slice."""
-    mine = (codes_RC[:, : len(payload.shares)] != 0).astype(jnp.int32)
-    return jax.lax.pmax(mine, in_slice_axes(payload.mesh)) > 0
+    return jax.lax.pmax(flags_RF.astype(jnp.int32), in_slice_axes(payload.mesh)) > 0
 
 
 def assemble(share: Share, mine_SN: jax.Array) -> jax.Array:

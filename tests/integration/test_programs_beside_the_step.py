@@ -1,0 +1,234 @@
+"""Start, log, evaluation, saved parameters: programs like those of the steps, known before a run.
+
+They are traced for every model, compiled for TPU slices with the outer state in either memory, and
+never need more memory than a step. Memory of a merge does not grow with the replicas.
+"""
+
+import logging
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import run_tools
+import tpu_programs
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxdiloco import DiLoCo, assemble, compile_ahead, compiles, config
+from maxdiloco.diloco.fragments import Vocabulary
+from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.parallel import topology
+
+MODELS = sorted(path.stem for path in (run_tools.ROOT / "configs/models").glob("*.yml"))
+
+
+def parts_of(*, devices=None, **keys):
+    keys = dict(dataset_type="synthetic", eval_interval=10) | keys
+    cfg = config.load([f"{key}={value}" for key, value in keys.items()], {})
+    mesh = mesh_lib.build(cfg, devices)
+    return cfg, assemble.assemble(cfg, mesh, total_steps=10, on_compile=lambda *_: None)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_program_of_every_model_traces(devices, model):
+    """Sizes above 2^31 elements among them. Control: the trees have as many values as the name
+    says, give or take a half."""
+    cfg, parts = parts_of(
+        devices=devices,
+        model_name=model,
+        dcn_diloco_parallelism=2,
+        ici_fsdp_parallelism=4,
+        diloco_outer_overlap="eager",
+    )
+    seen = {}
+    for call in assemble.calls(cfg, parts):
+        seen[call.program.name.partition(" [")[0]] = call.program.out_shapes(*call.args)
+    assert set(seen) == {"inner", "inner + exchange", "outer_step", "watch", "log",
+                         "outer parameters", "evaluate", "init"}  # fmt: skip
+    theta = sum(x.size for x in jax.tree.leaves(seen["outer parameters"]))
+    assert sum(x.size for x in jax.tree.leaves(seen["init"].params)) == 2 * theta
+    if model[0].isdigit():
+        named = float(model[:-1]) * {"m": 1e6, "b": 1e9}[model[-1]]
+        assert 0.5 < theta / named < 1.5
+
+
+def outer_state_trainer(mesh, layers, memory, **options):
+    """Leaves of every kind: the vocabulary by rows, matrices and vectors of stacked layers."""
+
+    def struct(shape, *spec):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+
+    params = {
+        "embedding": struct((250, 128), None, "fsdp"),
+        "scale": struct((layers, 128)),
+        "w": struct((layers, 256, 128), None, "fsdp", None),
+    }
+    algorithm = DiLoCo(
+        tpu_programs.tiny_step,
+        num_replicas=2,
+        sync_period=8,
+        num_nonlayer_fragments=2,
+        layer_axis={"embedding": Vocabulary(0), "scale": 0, "w": 0},
+        mesh=mesh,
+        outer_memory=memory,
+        **options,
+    )
+    algorithm.bind(params, params)
+    return algorithm, struct((2, 8), "diloco", "fsdp")
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(overlap_steps=1, exchange_dtype="float4_e3m0"),
+        dict(outer_overlap="delayed"),
+        dict(outer_overlap="eager"),
+    ],
+    ids=["at once", "overlapped", "delayed", "eager"],
+)
+@pytest.mark.parametrize(
+    ("layers", "fragments", "pattern"), [(4, 4, "stride"), (5, 4, "list"), (4, 6, "run")]
+)
+def test_the_outer_state_compiles_for_tpu_in_either_memory(
+    layers, fragments, pattern, options, memory
+):
+    """Rows of the vocabulary and layers that lie in strides, alone or anyhow."""
+    mesh = tpu_programs.mesh_of(2)
+    options = dict(num_fragments=fragments) | options
+    algorithm, batch = outer_state_trainer(mesh, layers, memory, **options)
+    assert {cut.pattern for cut in algorithm.layout.plans[-1].cuts} == {pattern} or layers == 5
+    calls = [*algorithm.calls(batch), *algorithm.outer_calls(1)]
+    for call in calls:
+        if not call.program.name.startswith("inner"):
+            call.program.compile(*call.args)
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(algorithm.layout.state.outer)}
+    assert kinds == {memory}
+
+
+ONE_SLICE = {axis: 1 for axis in mesh_lib.AXES if axis != "diloco"}
+SMALL = dict(
+    base_emb_dim=256,
+    base_num_decoder_layers=2,
+    base_mlp_dim=512,
+    base_num_query_heads=2,
+    base_num_kv_heads=2,
+    head_dim=128,
+    vocab_size=1024,
+    max_target_length=512,
+    attention="dot_product",
+    mlp_activations="[gelu]",
+    gradient_accumulation_steps=8,
+    per_device_batch_size=2,
+)
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+def test_start_and_evaluation_need_no_more_memory_than_a_step(memory):
+    """An evaluation reads the rows of a micro-batch. Control: all rows of the step at once, as with
+    one micro-batch, need more than twice as much."""
+    devices = topology.devices("v5e-4", 2)
+
+    def needed(*names, **keys):
+        cfg, parts = parts_of(devices=devices, **SMALL | dict(diloco_outer_memory=memory) | keys)
+        calls = [call for call in assemble.calls(cfg, parts) if call.program.name in names]
+        found = compile_ahead.measure(
+            calls,
+            parts.trainer.abstract_state,
+            mesh_tiers=compile_ahead.tiers(parts.mesh, {"diloco": 2} | dict(ONE_SLICE)),
+            link=None,
+            say=lambda line: None,
+        )
+        return [one.memory.needed for one in found]
+
+    inner, evaluate, init = needed("inner", "evaluate", "init")
+    assert init <= inner and evaluate <= inner
+    (at_once,) = needed("evaluate", gradient_accumulation_steps=1, per_device_batch_size=16)
+    assert at_once > 2 * evaluate
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize("wire", ["float32", "float4_e3m0"])
+def test_memory_of_a_merge_does_not_grow_with_the_replicas(wire):
+    """Besides the payloads themselves, which are arguments. 2 and 8 slices of four chips, 33 MiB of
+    float32 on each: all replicas decoded at once would take 268 MiB with eight."""
+    temporary = []
+    for slices in (2, 8):
+        mesh = tpu_programs.mesh_of(slices)
+        lies = NamedSharding(mesh, P(None, "fsdp", None))
+        params = {"w": jax.ShapeDtypeStruct((8, 2048, 2048), jnp.float32, sharding=lies)}
+        algorithm = DiLoCo(
+            tpu_programs.tiny_step,
+            num_replicas=slices,
+            sync_period=4,
+            overlap_steps=1,
+            exchange_dtype=wire,
+            mesh=mesh,
+        )
+        algorithm.bind(params, params)
+        batch = jax.ShapeDtypeStruct(
+            (slices, 8), jnp.float32, sharding=NamedSharding(mesh, P("diloco"))
+        )
+        (merge,) = [c for c in algorithm.calls(batch) if c.program.name.startswith("merge")]
+        memory = merge.program.compile(*merge.args).memory_analysis()
+        temporary.append(memory.temp_size_in_bytes / 2**20)
+    assert temporary[1] < temporary[0] + 33 / 2
+
+
+class Flags:
+    """Flags of bad values that note when the host reads them."""
+
+    def __init__(self):
+        self.reads = 0
+
+    def __array__(self, dtype=None, copy=None):
+        self.reads += 1
+        return np.zeros((2, 1), bool)
+
+
+def test_a_synchronisation_does_not_wait_for_the_one_before_it():
+    """A step with a send reads the flags from before the last synchronisation, never its own."""
+    algorithm = DiLoCo(
+        lambda p, o, b: (jax.tree.map(lambda x: x + 1, p), o, {}), num_replicas=2, sync_period=1
+    )
+    state = algorithm.init({"w": jnp.zeros(3)}, ())
+    state, _ = algorithm.step(state, np.zeros(2))
+    before = Flags()
+    bad = state.bad
+    state = type(state)(**vars(state) | {"bad_before": before})
+    state, _ = algorithm.step(state, np.zeros(2))
+    assert before.reads == 1
+    assert state.bad_before is bad and not bad.is_deleted()
+
+
+def test_nothing_compiles_after_the_first_step_begins(tmp_path, monkeypatch, caplog, request):
+    """Evaluations, log steps, saves and their small change included."""
+    ready = []
+    whole = compiles.Compiles.all_of
+
+    def all_of(self, calls):
+        whole(self, calls)
+        ready.append(len(finished()))
+
+    def finished():
+        said = [record.getMessage() for record in caplog.records]
+        return [line for line in said if line.startswith("Finished XLA compilation of")]
+
+    monkeypatch.setattr(compiles.Compiles, "all_of", all_of)
+    request.addfinalizer(lambda: jax.config.update("jax_log_compiles", False))
+    jax.config.update("jax_log_compiles", True)  # jax.log_compiles() is of this thread alone
+    with caplog.at_level(logging.WARNING, logger="jax"):
+        code = run_tools.run(
+            tmp_path, "run", steps=9, log_period=2, eval_interval=3, eval_steps=2,
+            checkpoint_period=4,
+        )  # fmt: skip
+    assert code == 0
+    assert ready and ready[0] >= 6  # the control: compiles are seen
+    after = [line.partition("jit(")[2].partition(")")[0] for line in finished()[ready[0] :]]
+    assert sorted(set(after)) == ["schedule"]  # on the host's own CPU
+    assert pathlib.Path(tmp_path / "run" / "checkpoints" / "8").is_dir()
