@@ -2,13 +2,15 @@
 
     # R replicas  B sequences per replica  L tokens  N windows
 
-A batch is {"tokens": int32 [R, B, L], "segment_ids": int32 [R, B, L]}, for evaluation without R.
+A batch is {"tokens": int32 [..., L], "segment_ids": int32 [..., L]}; what comes before L are the
+rows that were asked for.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from maxdiloco.data import order
 from maxdiloco.data.order import Position
@@ -93,16 +95,16 @@ def read(
     position: Position,
     step: int,
     *,
-    replicas: Sequence[int],
-    rows: Sequence[int],
+    replicas: ArrayLike,
+    rows: ArrayLike,
 ) -> Batch:
-    """What some replicas read in some of their rows in a step, on the spot.
+    """What some rows of some replicas read in a step, on the spot.
 
-    step: 1-based, position.s0 or later. replicas, rows: numbers below position.M and .B.
-    Returns leaves [len(replicas), len(rows), L]. Raises DataError when a file has changed.
+    step: 1-based, position.s0 or later. replicas, rows: numbers below position.M and .B, arrays
+    that broadcast against each other (order.indices); leaves are [*their shape, L].
+    Raises DataError when a file has changed.
     """
-    indices_RB = order.indices(position, step, replicas, rows)
-    return _read_indices(dataset, indices_RB)
+    return _read_indices(dataset, order.indices(position, step, replicas, rows))
 
 
 def batches(
@@ -110,18 +112,19 @@ def batches(
     position: Position,
     *,
     steps: range,
-    replicas: Sequence[int],
-    rows: Sequence[int],
+    replicas: ArrayLike,
+    rows: ArrayLike,
     worker_count: int = 0,
 ) -> Batches:
     """The batches of steps, read ahead, each as `read` returns it. Close it after use.
 
     steps: consecutive, 1-based, the first not before position.s0. replicas, rows: those that
-    this process feeds. worker_count: processes that read text; 0: a thread of this one.
+    this process feeds, as for `read`: no other row is read. worker_count: processes that read
+    text; 0: a thread of this one.
     Raises DataError when the data set is shorter than one step.
     """
     check_size(dataset, position)
-    source = Steps(dataset, position, steps, tuple(replicas), tuple(rows))
+    source = Steps(dataset, position, steps, np.asarray(replicas), np.asarray(rows))
     if isinstance(dataset.windows, SyntheticWindows):
         return Batches((source[i] for i in range(len(source))), count=len(source))
     iterator = _grain_iterator(source, worker_count)
@@ -129,7 +132,7 @@ def batches(
 
 
 def eval_batches(
-    dataset: Dataset, *, batch_size: int, num_batches: int, rows: Sequence[int] | None = None
+    dataset: Dataset, *, batch_size: int, num_batches: int, rows: ArrayLike | None = None
 ) -> Batches:
     """Batches for evaluation, always the same, leaves [rows, L]. Close it after use.
 
@@ -160,8 +163,8 @@ class Steps:
     dataset: Dataset
     position: Position
     steps: range
-    replicas: tuple[int, ...]
-    rows: tuple[int, ...]
+    replicas: np.ndarray
+    rows: np.ndarray
 
     def __len__(self) -> int:
         return len(self.steps)
