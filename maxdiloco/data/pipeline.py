@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from maxdiloco.data import order
+from maxdiloco.data.line_index import LineIndex
 from maxdiloco.data.order import Position
 from maxdiloco.data.prefetch import Batches
 from maxdiloco.data.synthetic import SyntheticWindows
@@ -47,10 +48,11 @@ class Dataset:
         return self.windows.fingerprint()
 
 
-def open_dataset(cfg, *, split: str) -> Dataset:
+def open_dataset(cfg, *, split: str, index: LineIndex | None = None) -> Dataset:
     """The data of a split, "train" or "eval", that cfg names.
 
-    Reads folders and, of .jsonl files, the lines; text is read when a batch asks for it.
+    Reads folders and, of .jsonl files that index does not know, the lines; text is read when a
+    batch asks for it.
     Raises DataError, one line, for data that are missing, empty or unreadable.
     """
     if cfg.dataset_type == "synthetic":
@@ -58,7 +60,7 @@ def open_dataset(cfg, *, split: str) -> Dataset:
             cfg.data_shuffle_seed, split, cfg.vocab_size, cfg.max_target_length
         )
         return Dataset(windows, None, "dataset_type=synthetic")
-    windows, name = open_text(cfg, split=split)
+    windows, name = open_text(cfg, split=split, index=index)
     if split == "eval":
         return Dataset(windows, _EVAL_SEED, name)
     return Dataset(windows, cfg.data_shuffle_seed if cfg.enable_data_shuffling else None, name)
