@@ -7,12 +7,11 @@ rows that were asked for.
 """
 
 import dataclasses
-from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from maxdiloco.data import order
+from maxdiloco.data import order, workers
 from maxdiloco.data.line_index import LineIndex
 from maxdiloco.data.order import Position
 from maxdiloco.data.prefetch import Batches
@@ -129,8 +128,8 @@ def batches(
     source = Steps(dataset, position, steps, np.asarray(replicas), np.asarray(rows))
     if isinstance(dataset.windows, SyntheticWindows):
         return Batches((source[i] for i in range(len(source))), count=len(source))
-    iterator = _grain_iterator(source, worker_count)
-    return Batches(iterator, count=len(source), close_source=iterator.close)
+    reader, close = workers.open_reader(source, worker_count)
+    return Batches(reader, count=len(source), close_source=close)
 
 
 def eval_batches(
@@ -179,25 +178,6 @@ class Steps:
             replicas=self.replicas,
             rows=self.rows,
         )
-
-
-def _grain_iterator(source: Steps, worker_count: int) -> Iterator[Batch]:
-    # Here, not above: synthetic data have to work where Grain is not installed.
-    import grain
-    from absl import flags
-
-    # No threads of Grain's own: its close() does not wait for their end, that of Batches does.
-    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    data = grain.MapDataset.source(source).to_iter_dataset(options)
-    if worker_count:
-        # Grain reads absl flags to start workers, and only absl programs parse them.
-        if not flags.FLAGS.is_parsed():
-            flags.FLAGS.mark_as_parsed()
-        # Through a pipe: close() leaks batches under way in shared memory (Grain 0.2.18).
-        piped = grain.experimental.DatasetOptions(min_shm_size=2**62)
-        data = grain.experimental.WithOptionsIterDataset(data, piped)
-        data = data.mp_prefetch(grain.MultiprocessingOptions(num_workers=worker_count))
-    return iter(data)
 
 
 def _read_indices(dataset: Dataset, indices: np.ndarray) -> Batch:
