@@ -24,7 +24,6 @@ SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 # Folders of the standard library that hold other people's code or data for tests, some of it no
 # text on purpose, and that not every distribution ships.
 _NOT_BUILT_IN = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
-_NO_DOCUMENTS = np.zeros((0, 3), np.int64)
 # The longest .jsonl line [bytes]; it is in memory as a whole. Our choice.
 MAX_LINE = 1 << 30
 
@@ -105,7 +104,7 @@ def read_table(
         found[number] = _read_through(paths[number], stamps[number], column)
         index.add(paths[number], stamps[number], found[number])
     file = np.repeat(np.arange(len(paths)), [len(documents) for documents in found])
-    columns = np.ascontiguousarray(np.concatenate([_NO_DOCUMENTS, *found]).T)
+    columns = np.ascontiguousarray(np.concatenate([_rows(), *found]).T)
     return Documents(paths, file, *columns, column=column)
 
 
@@ -148,10 +147,14 @@ def _stamp_of(file):
 def _known(path, stamp, index):
     """Documents of a file, int64 [D, 3] as in LineIndex; None when it has to be read through."""
     if not stamp.size:
-        return _NO_DOCUMENTS
+        return _rows()
     if path.endswith(".jsonl"):
         return index.find(path, stamp)
-    return np.array([[0, stamp.size, stamp.size]])
+    return _rows((0, stamp.size, stamp.size))
+
+
+def _rows(*rows):
+    return np.array(rows, np.int64).reshape(-1, 3)
 
 
 def _read_through(path, stamp, column):

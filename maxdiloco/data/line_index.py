@@ -14,7 +14,6 @@ from etils import epath
 
 # Its number changes when the size of a document would be another one.
 _MAGIC = b"maxdiloco line index 1 "
-_HEAD = len(_MAGIC) + 9  # a checksum in hexadecimal digits and a line feed
 
 
 class Stamp(NamedTuple):
@@ -61,12 +60,12 @@ class LineIndex:
         except (OSError, ImportError) as error:  # ImportError: gs:// without gcsfs
             self.report(f"note: {path} cannot be read ({_why(error)}): .jsonl files are read.")
             return
-        body = memoryview(data)[_HEAD:]
-        if data[:_HEAD] != _head(zlib.crc32(body)):
+        begin = data.find(b"\n") + 1
+        if data[:begin] != _head(zlib.crc32(memoryview(data)[begin:])):
             self.report(f"note: {path} is damaged or of another version: .jsonl files are read.")
             return
-        end = data.index(b"\n", _HEAD) + 1
-        about = json.loads(data[_HEAD:end])
+        end = data.index(b"\n", begin) + 1
+        about = json.loads(data[begin:end])
         if about["column"] != self.column:
             return
         documents_D3 = np.frombuffer(data, "<i8", offset=end).reshape(-1, 3)
