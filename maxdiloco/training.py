@@ -92,7 +92,7 @@ def _run(cfg: Config, begun: float) -> int:
             open_run_folder(cfg.base_output_directory, name, primary=primary, warn=say)
         )
         if primary:
-            index.save(folder.line_index)
+            run_data.save_index(index, folder.line_index)
         del index  # 24 bytes a document
         checkpointer = None
         if cfg.enable_checkpointing:

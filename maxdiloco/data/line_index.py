@@ -52,13 +52,13 @@ class LineIndex:
         self._changed = True
 
     def load(self, path: epath.Path) -> None:
-        """Take over what `save` wrote, if it is there, whole, and of the same column."""
+        """Take over what `save` wrote, if it is there, whole, and of the same column.
+
+        Raises OSError, ImportError (gs:// without gcsfs) where it cannot be read.
+        """
         try:
             data = path.read_bytes()
         except FileNotFoundError:
-            return
-        except (OSError, ImportError) as error:  # ImportError: gs:// without gcsfs
-            self.report(f"note: {path} cannot be read ({_why(error)}): .jsonl files are read.")
             return
         begin = data.find(b"\n") + 1
         if data[:begin] != _head(zlib.crc32(memoryview(data)[begin:])):
@@ -76,7 +76,7 @@ class LineIndex:
     def save(self, path: epath.Path) -> None:
         """Write the files that were asked for, unless none of them had to be read.
 
-        The file appears whole or not at all. Where it cannot be written, one line says so.
+        The file appears whole or not at all. Raises OSError, ImportError as load does.
         """
         if not self._changed:
             return
@@ -88,20 +88,13 @@ class LineIndex:
         try:
             with part.open("wb") as file:
                 file.write(_head(checksum) + about)
-                file.write(memoryview(documents_D3).cast("B"))
+                file.write(documents_D3)
             part.replace(path)
-        except (OSError, ImportError) as error:
-            self.report(
-                f"note: {path} cannot be written ({_why(error)}): the next start reads .jsonl "
-                "files through again."
-            )
-            with contextlib.suppress(OSError, ImportError):  # what is there of a full disk
+        except OSError:
+            with contextlib.suppress(OSError):  # what was written before the disk was full
                 part.unlink(missing_ok=True)
+            raise
         self._changed = False
-
-
-def _why(error: OSError | ImportError) -> str:
-    return isinstance(error, OSError) and error.strerror or str(error)
 
 
 def _head(checksum: int) -> bytes:

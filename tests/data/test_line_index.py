@@ -5,6 +5,7 @@ import os
 import pytest
 from etils import epath
 
+from maxdiloco import run_data
 from maxdiloco.data import corpus, text
 from maxdiloco.data.line_index import LineIndex
 
@@ -21,10 +22,10 @@ def start(folder, tmp_path_factory):
     def open_files(files, column="text", path=place):
         told = []
         index = LineIndex(column, told.append)
-        index.load(path)
+        run_data.load_index(index, path)
         paths = [os.path.join(folder({}), name) for name in files]
         table = corpus.read_table(paths, column=column, index=index)
-        index.save(path)
+        run_data.save_index(index, path)
         return table, told
 
     open_files.place = place
@@ -94,6 +95,14 @@ def test_a_damaged_index_is_told_and_made_anew(folder, start):
         assert told[1:] == [READING]
         assert columns(again) == columns(table)
         assert start.place.read_bytes() == good
+
+
+def test_a_file_of_blank_lines_is_known_too(folder, start):
+    """It holds no document, and nor does the index then."""
+    folder({"a.jsonl": b"\n", "b.txt": b"text"})
+    assert start(["a.jsonl", "b.txt"])[1] == [READING]
+    table, told = start(["a.jsonl", "b.txt"])
+    assert (table.size.tolist(), told) == ([4], [])
 
 
 def test_an_index_of_another_column_is_not_used(folder, start):
