@@ -192,9 +192,9 @@ def make_batch(cfg: Config, parts: assemble.Parts) -> dict[str, jax.Array]:
     shape = (parts.num_replicas, parts.batch_size, cfg.max_target_length)
     windows = SyntheticWindows(0, "train", cfg.vocab_size, cfg.max_target_length)
     tokens_NL, segments_NL = windows.read(np.arange(shape[0] * shape[1]))
-    whole = {"tokens": tokens_NL.reshape(shape), "segment_ids": segments_NL.reshape(shape)}
+    rows = {"tokens": tokens_NL, "segment_ids": segments_NL}
     sharding = assemble.batch_sharding(parts.mesh, parts.rules)
-    return feeding.to_global(whole, feeding.local_rows(sharding, shape), sharding, shape)
+    return feeding.to_global(rows, feeding.local_rows(sharding, shape), sharding, shape)
 
 
 def warm_up(case: Case, batch: Any) -> None:

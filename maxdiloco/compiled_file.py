@@ -1,7 +1,7 @@
 """Compiled programs in a file: made by train_compile, started from by train.
 
 A zip file: manifest.json says what the programs were compiled for, and each of the others is one
-executable. An executable is code: use files that you trust.
+executable. An executable is code (JAX unpickles it): a local file that others may write is refused.
 """
 
 import contextlib
@@ -9,7 +9,9 @@ import hashlib
 import importlib.metadata
 import io
 import json
+import os
 import pathlib
+import stat
 import zipfile
 from collections.abc import Iterator
 from typing import Any
@@ -23,11 +25,13 @@ from maxdiloco.algorithm_calls import STEP, Call
 from maxdiloco.assemble import Parts
 from maxdiloco.config import Config
 from maxdiloco.errors import ConfigError
+from maxdiloco.run_folder import is_local
 
 FORMAT = 1
 # Groups of base.yml that no program depends on, and the keys in them that one does.
 OUTSIDE_GROUPS = ("run", "checkpoint", "data", "tools", "compile")
 INSIDE_KEYS = ("nan_policy",)
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 @contextlib.contextmanager
@@ -60,6 +64,8 @@ def save(path: str, cfg: Config, parts: Parts, calls: list[Call], *, total_steps
     target = epath.Path(path)
     part = target.parent / f"{target.name}.part"
     part.write_bytes(packed.getvalue())
+    if is_local(part):
+        os.chmod(part, os.stat(part).st_mode & ~_OTHERS_WRITE)  # or a run would refuse it
     part.replace(target)
     return len(packed.getvalue())
 
@@ -120,13 +126,35 @@ def load(path: str, parts: Parts, calls: list[Call]) -> int:
 
 def _opened(path: str) -> zipfile.ZipFile:
     try:
-        return zipfile.ZipFile(io.BytesIO(epath.Path(path).read_bytes()))
+        return zipfile.ZipFile(io.BytesIO(_read_own(path)))
     except OSError as error:
         why, remedy = error.strerror or "not found", "Make it with maxdiloco.train_compile"
     except zipfile.BadZipFile:
         why, remedy = "not a whole file of compiled programs", "Make it again"
     raise ConfigError(
         f"compiled_trainstep_file={path} cannot be read: {why}. {remedy}, or leave it out."
+    )
+
+
+def _read_own(path: str) -> bytes:
+    """The bytes of a file that nobody but this user and root can have written.
+
+    On gs:// the rights are the bucket's. Raises ConfigError where others own or may write it.
+    """
+    if not is_local(path):
+        return epath.Path(path).read_bytes()
+    with open(epath.Path(path), "rb") as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid not in (os.geteuid(), 0):
+            why, remedy = f"belongs to user {status.st_uid}", "Make it again as the user of the run"
+        elif status.st_mode & _OTHERS_WRITE:
+            why = f"may be written by others (mode {stat.S_IMODE(status.st_mode):o})"
+            remedy = f"If you trust it, run chmod go-w {path}"
+        else:
+            return file.read()
+    raise ConfigError(
+        f"compiled_trainstep_file={path} {why}, and a program runs what is in it. {remedy}, or "
+        f"leave it out."
     )
 
 

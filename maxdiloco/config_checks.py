@@ -260,6 +260,14 @@ def _data(cfg: Any) -> None:
                 "no end. Set eval_steps."
             )
         return
+    paths = {"dataset_path": cfg.dataset_path, "eval_dataset_path": cfg.eval_dataset_path}
+    for key, path in paths.items():
+        if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path):
+            raise ConfigError(
+                f"{key}={path} is an address, but text is read from files, at places all over "
+                f"them. Mount the bucket and give its folder (on GKE with Cloud Storage FUSE: xpk "
+                f"storage attach --type=gcsfuse), or copy the text to every host."
+            )
     if cfg.tokenizer_type == "byte" and cfg.vocab_size < BYTE_TOKENS:
         raise ConfigError(
             f"vocab_size={cfg.vocab_size} is too small: tokenizer_type=byte needs {BYTE_TOKENS}, "

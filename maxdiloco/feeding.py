@@ -1,46 +1,60 @@
 """From the rows a process reads to arrays that span the mesh.
 
-    # R replicas  B sequences per replica  L tokens
+    # R replicas  B sequences per replica  L tokens  N rows that this process reads
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-Rows = tuple[range, ...]  # the part of [R, B] (or [B]) that this process's devices hold
+# Coordinates of rows: one int array [N] for each dim of [R, B], or of [B], in row-major order.
+Rows = tuple[np.ndarray, ...]
 
 
 def local_rows(sharding: NamedSharding, shape: tuple[int, ...]) -> Rows:
-    """The smallest box of leading indices that covers every shard of this process.
+    """The rows that the devices of this process hold, each once.
 
+    They need not be a box: the hosts of a large TPU slice hold tiles of its torus.
     shape: of the whole array; its last dim (L) is always read whole.
     """
-    places = sharding.addressable_devices_indices_map(shape).values()
-    ranges = []
-    for dim, size in enumerate(shape[:-1]):
-        bounds = [index[dim].indices(size)[:2] for index in places]
-        ranges.append(range(min(b[0] for b in bounds), max(b[1] for b in bounds)))
-    return tuple(ranges)
+    return rows_of(sharding.addressable_devices_indices_map(shape).values(), shape)
+
+
+def rows_of(shards: Iterable[tuple[slice, ...]], shape: tuple[int, ...]) -> Rows:
+    """The rows of an array of `shape` that are in at least one of the shards."""
+    held = np.zeros(shape[:-1], bool)
+    for shard in shards:
+        held[shard[:-1]] = True
+    return np.nonzero(held)
 
 
 def to_global(batch: Any, rows: Rows, sharding: NamedSharding, shape: tuple[int, ...]) -> Any:
-    """Arrays of the whole shape from the local rows; nothing moves between processes."""
+    """Arrays of the whole shape from leaves [N, L]; nothing moves between processes."""
+    places = places_of(rows, shape)
+    return jax.tree.map(
+        lambda local_NL: jax.make_array_from_callback(
+            shape, sharding, lambda shard: cut(local_NL, places, shard)
+        ),
+        batch,
+    )
 
-    def one(local: np.ndarray) -> jax.Array:
-        def shard(index):
-            starts = [r.start for r in rows]
-            own = [
-                slice(i.indices(n)[0] - s, i.indices(n)[1] - s)
-                for i, n, s in zip(index[:-1], shape[:-1], starts, strict=True)
-            ]
-            return local[(*own, index[-1])]
 
-        return jax.make_array_from_callback(shape, sharding, shard)
+def cut(local_NL: np.ndarray, places: np.ndarray, shard: tuple[slice, ...]) -> np.ndarray:
+    """One shard of the whole array from the local rows; places: of places_of."""
+    return local_NL[places[shard[:-1]], shard[-1]]
 
-    return jax.tree.map(one, batch)
+
+def places_of(rows: Rows, shape: tuple[int, ...]) -> np.ndarray:
+    """Place in N of every row of the whole array, int64 [R, B] or [B].
+
+    Rows that this process does not have get N, which is no place, so no other passes for them.
+    """
+    places = np.full(shape[:-1], len(rows[0]))
+    places[rows] = np.arange(len(rows[0]))
+    return places
 
 
 def feed(

@@ -33,6 +33,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def line_index(self) -> epath.Path:
+        """Where the documents of .jsonl files are (data.line_index), for the next start."""
+        return self.path / "line_index"
+
+    @property
     def tensorboard(self) -> epath.Path:
         """TensorBoard's event files."""
         return self.path / "tensorboard"

@@ -19,6 +19,7 @@ from maxdiloco import (
     config,
     feeding,
     optimizer,
+    run_data,
     saved_state,
     start,
     tables,
@@ -33,7 +34,6 @@ from maxdiloco.compiles import Compiles
 from maxdiloco.config import Config
 from maxdiloco.console import Progress, console_line
 from maxdiloco.data import pipeline
-from maxdiloco.data.order import first_position
 from maxdiloco.data.pipeline import Dataset
 from maxdiloco.errors import Preempted
 from maxdiloco.metrics import MetricsWriter
@@ -41,7 +41,7 @@ from maxdiloco.models.transformer import count_parameters
 from maxdiloco.parallel import distributed
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.preemption import Interrupt, Preemption
-from maxdiloco.run_folder import RunFolder, open_run_folder
+from maxdiloco.run_folder import RunFolder, locate, open_run_folder
 from maxdiloco.speed import StepClock, performance
 
 
@@ -96,11 +96,14 @@ def _run(cfg: Config, begun: float) -> int:
     name = cfg.run_name or f"run-{from_first_process(int(time.time()))}"
     if cfg.show_fragments:
         return _show_fragments(cfg, mesh, say)
-    data = _open_data(cfg, mesh)  # refused data leave no folder behind
+    *data, index = run_data.open_data(cfg, mesh, locate(cfg.base_output_directory, name), say)
     with ExitStack() as stack:
         folder = stack.enter_context(
             open_run_folder(cfg.base_output_directory, name, primary=primary, warn=say)
         )
+        if primary:
+            run_data.save_index(index, folder.line_index)
+        del index  # 24 bytes a document
         checkpointer = None
         if cfg.enable_checkpointing:
             checkpointer = stack.enter_context(
@@ -112,18 +115,6 @@ def _run(cfg: Config, begun: float) -> int:
                 )
             )
         return _train(_prepare(cfg, mesh, data, folder, checkpointer, say), begun)
-
-
-def _open_data(cfg, mesh) -> tuple[Dataset, Dataset | None]:
-    """The training text, and the held-out text if it will be asked for."""
-    M = assemble.count_replicas(cfg, mesh)
-    B = assemble.sequences_per_replica(cfg, mesh)
-    dataset = pipeline.open_dataset(cfg, split="train")
-    pipeline.check_size(dataset, first_position(M, B))
-    held_out = None
-    if cfg.eval_interval != -1:
-        held_out = pipeline.open_dataset(cfg, split="eval")
-    return dataset, held_out
 
 
 def _prepare(cfg, mesh, data, folder, checkpointer, say) -> Run:

@@ -8,7 +8,11 @@
 #     bash scripts/xpk_run.sh first-run model_name=1b diloco_sync_period=100
 #   needed: CLUSTER PROJECT ZONE TPU_TYPE NUM_SLICES IMAGE OUTPUT. IMAGE is built from the
 #   Dockerfile with EXTRAS=tpu,gcs and pushed to a registry that the cluster can read.
-#   optional: MAX_RESTARTS (50), PRIORITY (medium), GRACE_SECONDS (180: SIGTERM to the saved state)
+#   Text: dataset_path is a folder of the image, or one that an xpk storage mounts in every pod:
+#     xpk storage attach my-text --type=gcsfuse --bucket=my-bucket --mount-point=/text ...
+#     STORAGE=my-text ... bash scripts/xpk_run.sh first-run dataset_path=/text
+#   optional: STORAGE (none), MAX_RESTARTS (50), PRIORITY (medium),
+#   GRACE_SECONDS (180: SIGTERM to the saved state)
 #   DRY_RUN=1 prints the command and starts nothing.
 # A restarted run resumes by its name from OUTPUT/RUN_NAME. A lost or preempted host (exit codes 5,
 # 137, 143) restarts it. A wrong flag, bad data or a loss that is not finite (2, 3, 4) does not,
@@ -38,6 +42,8 @@ for argument in "$@"; do
   case $argument in
     run_name=* | base_output_directory=* | hardware=*)
       fail "$argument is set by this script: by RUN_NAME, OUTPUT and TPU_TYPE. Leave it out." ;;
+    dataset_path=*://* | eval_dataset_path=*://*)
+      fail "$argument is an address. Mount the bucket with STORAGE and give its folder." ;;
   esac
   command+=" $(printf %q "$argument")"
 done
@@ -51,6 +57,7 @@ launch=(xpk workload create
   --priority="${PRIORITY:-medium}" --max-restarts="${MAX_RESTARTS:-50}" --restart-on-exit-codes=5
   --termination-grace-period-seconds="${GRACE_SECONDS:-180}"
   --command="$command")
+[ -z "${STORAGE:-}" ] || launch+=(--storage="$STORAGE")
 
 if [ -n "${DRY_RUN:-}" ]; then
   printf '%q ' "${launch[@]}"

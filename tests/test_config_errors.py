@@ -96,6 +96,8 @@ ONE_FLAG = [
     ("mlp_activations=[]", "has 0 entries", "Use [gelu] or [silu, linear]"),
     ("mlp_activations=[silu, gelu, linear]", "has 3 entries", "Use [gelu] or [silu, linear]"),
     ("vocab_size=256", "tokenizer_type=byte needs 257", "Use vocab_size=257 or more"),
+    ("dataset_path=gs://b/text", "is an address, but text is read from files", "Mount the bucket"),
+    ("eval_dataset_path=s3://b/*.txt", "is an address", "or copy the text to every host"),
     ("dcn_expert_parallelism=2", "expert parallelism does not work yet", "Leave it 1"),
     ("ici_expert_parallelism=-1", "does not work yet", "use ici_fsdp_parallelism"),
     ("dcn_context_parallelism=2", "context parallelism does not work yet", "Leave it 1"),

@@ -240,6 +240,12 @@ def test_xpk_dry_run_starts_nothing():
     done = xpk_run(["first"], **XPK, DRY_RUN="1")
     assert done.returncode == 0
     assert done.stdout.startswith("xpk workload create --cluster=c --project=p ")
+    assert "--storage" not in done.stdout
+
+
+def test_xpk_mounts_the_storage_with_the_text():
+    done = xpk_run(["first", "dataset_path=/text"], **XPK, DRY_RUN="1", STORAGE="my-text")
+    assert done.stdout.rstrip().endswith(" --storage=my-text")
 
 
 @pytest.mark.parametrize(
@@ -250,6 +256,7 @@ def test_xpk_dry_run_starts_nothing():
         (["first"], {"ZONE": ""}, r"ZONE is not set\. Set it, as in: ZONE="),
         (["first"], {"OUTPUT": "runs"}, r"OUTPUT=runs is not on gs://.*Use gs://"),
         (["first", "run_name=b"], {}, r"run_name=b is set by this script.*Leave it out"),
+        (["first", "dataset_path=gs://b/t"], {}, r"dataset_path=gs://b/t is an address\. Mount"),
         (["first"], {}, r"xpk is not on PATH\. Install it"),
     ],
 )

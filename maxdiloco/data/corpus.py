@@ -4,15 +4,18 @@ A file is one document; each line of a .jsonl file is one. Only the table is hel
 """
 
 import dataclasses
+import errno
 import glob
 import itertools
 import json
 import os
+import stat
 import sysconfig
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from maxdiloco.data.line_index import LineIndex, Stamp
 from maxdiloco.data.tokenizer import to_bytes
 from maxdiloco.errors import DataError
 
@@ -21,6 +24,8 @@ SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 # Folders of the standard library that hold other people's code or data for tests, some of it no
 # text on purpose, and that not every distribution ships.
 _NOT_BUILT_IN = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
+# The longest .jsonl line [bytes]; it is in memory as a whole. Our choice.
+MAX_LINE = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +51,8 @@ def find_files(path: str, key: str) -> list[str]:
     """Files of a data set in their order: sorted by path.
 
     path: a folder (searched with its subfolders for SUFFIXES, hidden ones left out), a file or a
-      glob; empty: the source of the running Python's standard library.
+      glob; empty: the source of the running Python's standard library. Links to folders inside a
+      folder, and below the ** of a glob, are not followed: they may lead back.
     key: the flag that holds it, for messages.
     Raises DataError when there is none or a folder cannot be read.
     """
@@ -65,9 +71,10 @@ def find_files(path: str, key: str) -> list[str]:
         )
     if os.path.isfile(expanded):
         return [expanded]
-    if glob.has_magic(expanded):
-        found = set(glob.glob(expanded, recursive=True))
-        files = sorted(name for name in found if os.path.isfile(name))
+    if glob.has_magic(expanded) and "\0" not in expanded:
+        found = _matches(expanded, f"{key}={path}")
+        # A link to nothing stays: it is told when it is opened, not left out.
+        files = sorted(name for name in found if not os.path.isdir(name))
         return _some(files, f"{key}={path} matches no file. Correct the pattern.")
     raise DataError(
         f"{key}={path} does not exist or is out of reach. Give a folder, a file or a glob; empty "
@@ -75,15 +82,30 @@ def find_files(path: str, key: str) -> list[str]:
     )
 
 
-def read_table(paths: Iterable[str], *, column: str) -> Documents:
+def read_table(
+    paths: Iterable[str], *, column: str, index: LineIndex | None = None
+) -> Documents:
     """Table of the documents in files; empty ones and blank .jsonl lines are left out.
 
-    Text files are only measured; .jsonl files are read through, 60 MB a second on one core.
+    Text files are only measured; .jsonl files are read through, 60 MB a second on one core,
+    unless index knows them; it learns the others.
     Raises DataError for a file that cannot be read and for a .jsonl line without the text.
     """
     paths = tuple(paths)
-    table = np.fromiter(_rows(paths, column), np.dtype((np.int64, 4)))
-    return Documents(paths, *np.ascontiguousarray(table.T), column=column)
+    index = LineIndex(column) if index is None else index
+    # All files are opened before the first is read through, which may take an hour.
+    stamps = [_stamp(path) for path in paths]
+    found = [_known(path, stamp, index) for path, stamp in zip(paths, stamps, strict=True)]
+    unread = [number for number, known in enumerate(found) if known is None]
+    if unread:
+        size = sum(stamps[number].size for number in unread)
+        index.report(f"reading {len(unread)} .jsonl files through: {size / 1e6:,.1f} MB")
+    for number in unread:
+        found[number] = _read_through(paths[number], stamps[number], column)
+        index.add(paths[number], stamps[number], found[number])
+    file = np.repeat(np.arange(len(paths)), [len(documents) for documents in found])
+    columns = np.ascontiguousarray(np.concatenate([_rows(), *found]).T)
+    return Documents(paths, file, *columns, column=column)
 
 
 def read_pieces(
@@ -104,54 +126,92 @@ def read_pieces(
             raise _unreadable(path, error) from error
 
 
-def _rows(paths, column):
-    for number, path in enumerate(paths):
-        try:
-            if path.endswith(".jsonl"):
-                yield from ((number, *line) for line in _lines(path, column) if line[-1])
-            elif size := _size(path):
-                yield number, 0, size, size
-        except OSError as error:
-            raise _unreadable(path, error) from error
-
-
-def _size(path):
+def _stamp(path):
     # Opened, not only asked for its size: a file that cannot be read is told at the start.
-    with open(path, "rb") as file:
-        return os.fstat(file.fileno()).st_size
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise DataError(
+                f"{path} cannot be read: it is no regular file. Leave it out of dataset_path."
+            )
+        with open(path, "rb") as file:
+            return _stamp_of(file)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _stamp_of(file):
+    status = os.fstat(file.fileno())
+    return Stamp(status.st_size, status.st_mtime_ns)
+
+
+def _known(path, stamp, index):
+    """Documents of a file, int64 [D, 3] as in LineIndex; None when it has to be read through."""
+    if not stamp.size:
+        return _rows()
+    if path.endswith(".jsonl"):
+        return index.find(path, stamp)
+    return _rows((0, stamp.size, stamp.size))
+
+
+def _rows(*rows):
+    return np.array(rows, np.int64).reshape(-1, 3)
+
+
+def _read_through(path, stamp, column):
+    try:
+        with open(path, "rb") as file:
+            found = np.fromiter(_lines(file, column), np.dtype((np.int64, 3)))
+            if _stamp_of(file) != stamp:
+                raise DataError(
+                    f"{path} has changed while it was read. Start again when it is complete."
+                )
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return found
 
 
 def _piece(documents, file, document, begin, end):
-    offset, stored = int(documents.offset[document]), int(documents.stored[document])
     size = int(documents.size[document])
     if file.name.endswith(".jsonl"):
-        file.seek(offset)
-        text = _text(file.read(stored), documents.column, f"{file.name} byte {offset}")
+        text = _line_again(documents, file, document)
         found, data = len(text), text[begin:end]
     else:
         file.seek(begin)
-        found, data = os.fstat(file.fileno()).st_size, file.read(end - begin)
+        data = file.read(end - begin)
+        found = os.fstat(file.fileno()).st_size
     if found != size:
-        raise DataError(
-            f"{file.name} has changed since the run began: a document of {size} bytes has "
-            f"{found} now. Leave data alone while it is read; start again."
-        )
+        raise _changed(file.name, size, f"has {found} now")
     return data
 
 
-def _lines(path, column):
+def _line_again(documents, file, document):
+    offset, stored = int(documents.offset[document]), int(documents.stored[document])
+    file.seek(offset)
+    try:
+        return _text(file.read(stored), documents.column, f"{file.name} byte {offset}")
+    except DataError as error:  # it was one when the run began
+        size = int(documents.size[document])
+        raise _changed(file.name, size, f"at byte {offset} is none now") from error
+
+
+def _lines(file, column):
     offset = 0
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield offset, len(line), len(_text(line, column, f"{path} line {number}"))
-            offset += len(line)
+    lines = iter(lambda: file.readline(MAX_LINE + 1), b"")
+    for number, line in enumerate(lines, start=1):
+        if len(line) > MAX_LINE:
+            raise DataError(
+                f"{file.name} line {number} is longer than {MAX_LINE} bytes. Every line of a "
+                ".jsonl file is one JSON object with one document."
+            )
+        if line.strip() and (size := len(_text(line, column, f"{file.name} line {number}"))):
+            yield offset, len(line), size
+        offset += len(line)
 
 
 def _text(line, column, where):
     try:
         fields = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"{where} is not JSON: {error}. Every line of a .jsonl file is one JSON object."
         ) from error
@@ -170,23 +230,47 @@ def _text(line, column, where):
 
 
 def _in_folder(root, suffixes, left_out, described):
+    return sorted(
+        os.path.join(folder, name)
+        for folder, names in _folders(root, left_out, described)
+        for name in names
+        if name.endswith(suffixes) and not name.startswith(".")
+    )
+
+
+def _folders(root, left_out, described):
+    """A folder and those inside it with the names of their files; links are not followed."""
+
     def refuse(error):
         raise DataError(
             f"{described}: folder {error.filename} cannot be read ({error.strerror}). Give this "
             "user the right to read it, or choose another."
         ) from error
 
-    files = []
     for folder, subfolders, names in os.walk(root, onerror=refuse):
         subfolders[:] = [
             name for name in subfolders if name not in left_out and not name.startswith(".")
         ]
-        files += [
-            os.path.join(folder, name)
-            for name in names
-            if name.endswith(suffixes) and not name.startswith(".")
-        ]
-    return sorted(files)
+        yield folder, names
+
+
+def _matches(pattern, described):
+    """Names that a glob matches, as glob.glob finds them but for links to folders below **.
+
+    glob.glob follows those: one that leads back up repeats everything 40 times, and with two the
+    search never ends.
+    """
+    parts = pattern.split(os.sep)
+    if "**" not in parts:
+        return set(glob.glob(pattern))
+    first = parts.index("**")
+    above = os.sep.join(parts[:first]) or (os.sep if first else os.curdir)
+    rest = os.sep.join(parts[first + 1 :]) or "*"
+    found = set()
+    for root in filter(os.path.isdir, glob.glob(above)):
+        for folder, _ in _folders(root, (), described):
+            found |= _matches(os.path.join(glob.escape(folder), rest), described)
+    return {name.removeprefix(os.path.join(os.curdir, "")) for name in found}
 
 
 def _some(files, otherwise):
@@ -196,7 +280,16 @@ def _some(files, otherwise):
 
 
 def _unreadable(path, error):
+    remedy = "Give this user the right to read it"
+    if error.errno not in (errno.EACCES, errno.EPERM):
+        remedy = "Put the file or its disk in order"
     return DataError(
-        f"{path} cannot be read ({error.strerror}). Give this user the right to read it, or leave "
-        "it out of dataset_path."
+        f"{path} cannot be read ({error.strerror}). {remedy}, or leave it out of dataset_path."
+    )
+
+
+def _changed(path, size, now):
+    return DataError(
+        f"{path} has changed since the run began: a document of {size} bytes {now}. Leave data "
+        "alone while it is read; start again."
     )

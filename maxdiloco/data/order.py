@@ -56,17 +56,17 @@ def next_position(position: Position, step: int, M: int, B: int) -> Position:
 
 
 def indices(position: Position, step: int, replicas, rows) -> np.ndarray:
-    """Indices [replicas, rows] that a step reads, int64, counted on through the epochs.
+    """Indices that a step reads, int64, counted on through the epochs.
 
-    replicas, rows: the numbers wanted, below M and B.
+    replicas, rows: numbers below M and B, arrays that broadcast against each other: two of equal
+    length name pairs (m, b), np.ix_(replicas, rows) names all rows of each replica.
     """
-    replicas_R = np.asarray(replicas, np.int64)
-    rows_B = np.asarray(rows, np.int64)
+    replicas, rows = np.asarray(replicas, np.int64), np.asarray(rows, np.int64)
     assert step >= position.s0
-    assert np.all((0 <= replicas_R) & (replicas_R < position.M))
-    assert np.all((0 <= rows_B) & (rows_B < position.B))
-    first_R = ((step - position.s0) * position.M + replicas_R) * position.B
-    return position.base + first_R[:, None] + rows_B[None, :]
+    assert np.all((0 <= replicas) & (replicas < position.M))
+    assert np.all((0 <= rows) & (rows < position.B))
+    first = ((step - position.s0) * position.M + replicas) * position.B
+    return position.base + first + rows
 
 
 def windows(indices: np.ndarray, *, size: int, seed: int | None) -> np.ndarray:

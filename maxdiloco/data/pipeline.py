@@ -2,15 +2,17 @@
 
     # R replicas  B sequences per replica  L tokens  N windows
 
-A batch is {"tokens": int32 [R, B, L], "segment_ids": int32 [R, B, L]}, for evaluation without R.
+A batch is {"tokens": int32 [..., L], "segment_ids": int32 [..., L]}; what comes before L are the
+rows that were asked for.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from maxdiloco.data import order
+from maxdiloco.data import order, workers
+from maxdiloco.data.line_index import LineIndex
 from maxdiloco.data.order import Position
 from maxdiloco.data.prefetch import Batches
 from maxdiloco.data.synthetic import SyntheticWindows
@@ -45,10 +47,11 @@ class Dataset:
         return self.windows.fingerprint()
 
 
-def open_dataset(cfg, *, split: str) -> Dataset:
+def open_dataset(cfg, *, split: str, index: LineIndex | None = None) -> Dataset:
     """The data of a split, "train" or "eval", that cfg names.
 
-    Reads folders and, of .jsonl files, the lines; text is read when a batch asks for it.
+    Reads folders and, of .jsonl files that index does not know, the lines; text is read when a
+    batch asks for it.
     Raises DataError, one line, for data that are missing, empty or unreadable.
     """
     if cfg.dataset_type == "synthetic":
@@ -56,7 +59,7 @@ def open_dataset(cfg, *, split: str) -> Dataset:
             cfg.data_shuffle_seed, split, cfg.vocab_size, cfg.max_target_length
         )
         return Dataset(windows, None, "dataset_type=synthetic")
-    windows, name = open_text(cfg, split=split)
+    windows, name = open_text(cfg, split=split, index=index)
     if split == "eval":
         return Dataset(windows, _EVAL_SEED, name)
     return Dataset(windows, cfg.data_shuffle_seed if cfg.enable_data_shuffling else None, name)
@@ -93,16 +96,16 @@ def read(
     position: Position,
     step: int,
     *,
-    replicas: Sequence[int],
-    rows: Sequence[int],
+    replicas: ArrayLike,
+    rows: ArrayLike,
 ) -> Batch:
-    """What some replicas read in some of their rows in a step, on the spot.
+    """What some rows of some replicas read in a step, on the spot.
 
-    step: 1-based, position.s0 or later. replicas, rows: numbers below position.M and .B.
-    Returns leaves [len(replicas), len(rows), L]. Raises DataError when a file has changed.
+    step: 1-based, position.s0 or later. replicas, rows: numbers below position.M and .B, arrays
+    that broadcast against each other (order.indices); leaves are [*their shape, L].
+    Raises DataError when a file has changed.
     """
-    indices_RB = order.indices(position, step, replicas, rows)
-    return _read_indices(dataset, indices_RB)
+    return _read_indices(dataset, order.indices(position, step, replicas, rows))
 
 
 def batches(
@@ -110,26 +113,27 @@ def batches(
     position: Position,
     *,
     steps: range,
-    replicas: Sequence[int],
-    rows: Sequence[int],
+    replicas: ArrayLike,
+    rows: ArrayLike,
     worker_count: int = 0,
 ) -> Batches:
     """The batches of steps, read ahead, each as `read` returns it. Close it after use.
 
     steps: consecutive, 1-based, the first not before position.s0. replicas, rows: those that
-    this process feeds. worker_count: processes that read text; 0: a thread of this one.
+    this process feeds, as for `read`: no other row is read. worker_count: processes that read
+    text; 0: a thread of this one.
     Raises DataError when the data set is shorter than one step.
     """
     check_size(dataset, position)
-    source = Steps(dataset, position, steps, tuple(replicas), tuple(rows))
+    source = Steps(dataset, position, steps, np.asarray(replicas), np.asarray(rows))
     if isinstance(dataset.windows, SyntheticWindows):
         return Batches((source[i] for i in range(len(source))), count=len(source))
-    iterator = _grain_iterator(source, worker_count)
-    return Batches(iterator, count=len(source), close_source=iterator.close)
+    reader, close = workers.open_reader(source, worker_count)
+    return Batches(reader, count=len(source), close_source=close)
 
 
 def eval_batches(
-    dataset: Dataset, *, batch_size: int, num_batches: int, rows: Sequence[int] | None = None
+    dataset: Dataset, *, batch_size: int, num_batches: int, rows: ArrayLike | None = None
 ) -> Batches:
     """Batches for evaluation, always the same, leaves [rows, L]. Close it after use.
 
@@ -160,8 +164,8 @@ class Steps:
     dataset: Dataset
     position: Position
     steps: range
-    replicas: tuple[int, ...]
-    rows: tuple[int, ...]
+    replicas: np.ndarray
+    rows: np.ndarray
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -174,25 +178,6 @@ class Steps:
             replicas=self.replicas,
             rows=self.rows,
         )
-
-
-def _grain_iterator(source: Steps, worker_count: int) -> Iterator[Batch]:
-    # Here, not above: synthetic data have to work where Grain is not installed.
-    import grain
-    from absl import flags
-
-    # No threads of Grain's own: its close() does not wait for their end, that of Batches does.
-    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    data = grain.MapDataset.source(source).to_iter_dataset(options)
-    if worker_count:
-        # Grain reads absl flags to start workers, and only absl programs parse them.
-        if not flags.FLAGS.is_parsed():
-            flags.FLAGS.mark_as_parsed()
-        # Through a pipe: close() leaks batches under way in shared memory (Grain 0.2.18).
-        piped = grain.experimental.DatasetOptions(min_shm_size=2**62)
-        data = grain.experimental.WithOptionsIterDataset(data, piped)
-        data = data.mp_prefetch(grain.MultiprocessingOptions(num_workers=worker_count))
-    return iter(data)
 
 
 def _read_indices(dataset: Dataset, indices: np.ndarray) -> Batch:

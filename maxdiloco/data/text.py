@@ -13,6 +13,7 @@ import os
 import numpy as np
 
 from maxdiloco.data import corpus, tokenizer
+from maxdiloco.data.line_index import LineIndex
 from maxdiloco.errors import DataError
 
 # Without held-out text of its own a data set gives 1 in 20 away: our choice, 5 %.
@@ -83,9 +84,12 @@ class TextWindows:
         return digest.hexdigest()[:16]
 
 
-def open_text(cfg, *, split: str) -> tuple[TextWindows, str]:
+def open_text(
+    cfg, *, split: str, index: LineIndex | None = None
+) -> tuple[TextWindows, str]:
     """Windows of the text of a split, train or eval, and the flag and path it came from.
 
+    index: the documents of .jsonl files that are known already; it learns the others.
     eval_dataset_path, when set, is the eval split, and all of dataset_path is for training.
     Empty: files 0, 20, 40, ... of dataset_path are held out for eval; with fewer than 20 files
     the last 5 % of the windows are, at least one.
@@ -99,7 +103,7 @@ def open_text(cfg, *, split: str) -> tuple[TextWindows, str]:
     by_file = shared and len(files) >= HELD_OUT
     if by_file:
         files = [file for i, file in enumerate(files) if (i % HELD_OUT == 0) == (split == "eval")]
-    documents = corpus.read_table(files, column=cfg.text_column)
+    documents = corpus.read_table(files, column=cfg.text_column, index=index)
     name = f"{key}={path}" if path else f"{key}= (Python's standard library)"
     if not len(documents):
         raise DataError(

@@ -1,14 +1,18 @@
 """Which files and documents a data set has, and what is said when it has none."""
 
 import errno
+import glob
 import json
 import os
+import resource
 
 import numpy as np
 import pytest
 
 from maxdiloco.data import corpus
 from maxdiloco.errors import DataError
+
+LINE = b'{"text": "abcdef"}\n'
 
 
 def texts(documents):
@@ -46,6 +50,39 @@ def test_a_glob_and_a_file_name_any_suffix(folder):
     found = corpus.find_files(f"{root}/**/**/*.c", "dataset_path")
     assert names(root, found) == ["b.c", "deep/er/a.c"]
     assert corpus.find_files(f"{root}/x.h", "dataset_path") == [f"{root}/x.h"]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["**", "**/*.c", "*/**/a.c", "**/deep/**", "**/**/b.?", "[d]*/**/er/*", "b.c/**", "**/none"],
+)
+def test_a_glob_matches_what_python_s_glob_does(folder, monkeypatch, pattern):
+    """Where there are no links; also for a pattern that begins in the working directory."""
+    files = ("b.c", "deep/er/a.c", "deep/b.h", ".git/x.c", "e[1]/deep/z[1].c")
+    root = folder(dict.fromkeys(files, b"1"))
+    monkeypatch.chdir(root)
+    for path in (pattern, f"{root}/{pattern}"):
+        expected = sorted(filter(os.path.isfile, set(glob.glob(path, recursive=True))))
+        try:
+            assert corpus.find_files(path, "dataset_path") == expected
+        except DataError:
+            assert not expected
+
+
+def test_links_that_lead_back_end_no_search_and_repeat_no_text(folder):
+    """Two links to the folder itself: 2 ** 40 ways to the file. A link by name is used."""
+    root = folder({"a/text.txt": b"1"})
+    for name in ("one", "two"):
+        os.symlink(".", f"{root}/a/{name}")
+    for path in (root, f"{root}/**/*.txt", f"{root}/**"):
+        assert names(root, corpus.find_files(path, "dataset_path")) == ["a/text.txt"]
+    assert names(root, corpus.find_files(f"{root}/a/one/*.txt", "k")) == ["a/one/text.txt"]
+
+
+def test_a_path_with_a_nul_byte_does_not_exist():
+    """A file of settings can hold one; no file system can."""
+    with pytest.raises(DataError, match="^dataset_path=.* does not exist"):
+        corpus.find_files("/tmp\0/*.txt", "dataset_path")
 
 
 def test_a_file_whose_name_looks_like_a_glob_is_that_file(folder):
@@ -161,9 +198,43 @@ def test_an_unreadable_file_is_told_at_the_start(tmp_path):
         corpus.read_table(files, column="text")
 
 
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    """Opening it would wait for a writer for ever."""
+    os.mkfifo(tmp_path / "a.txt")
+    files = corpus.find_files(str(tmp_path), "dataset_path")
+    with pytest.raises(DataError, match=r"a\.txt cannot be read: it is no regular file\. Leave"):
+        corpus.read_table(files, column="text")
+
+
+def test_a_link_to_nothing_that_a_glob_matches_is_told(tmp_path):
+    """Leaving it out would train on something else."""
+    (tmp_path / "a.txt").symlink_to(tmp_path / "none")
+    files = corpus.find_files(str(tmp_path / "*.txt"), "dataset_path")
+    with pytest.raises(DataError, match=r"a\.txt cannot be read \(No such file"):
+        corpus.read_table(files, column="text")
+
+
+def test_every_file_is_opened_before_the_first_is_read_through(folder):
+    """A file that is missing at the end of a long list is told at once."""
+    root = folder({"a.jsonl": b"not JSON"})
+    with pytest.raises(DataError, match=r"z\.txt cannot be read \(No such file"):
+        corpus.read_table([f"{root}/a.jsonl", f"{root}/z.txt"], column="text")
+
+
+def test_a_line_too_long_for_the_memory_is_told(folder, monkeypatch):
+    """As of one JSON array without line feeds. A line of just the limit is read."""
+    monkeypatch.setattr(corpus, "MAX_LINE", 20)
+    root = folder({"a.jsonl": b'{"text": "1234567"}\n', "b.jsonl": b'{"text": "12345678"}\n'})
+    assert texts(corpus.read_table([f"{root}/a.jsonl"], column="text")) == [b"1234567"]
+    with pytest.raises(DataError, match=r"b\.jsonl line 1 is longer than 20 bytes\. Every line"):
+        corpus.read_table([f"{root}/b.jsonl"], column="text")
+
+
 @pytest.mark.parametrize(
     "line, message",
     [
+        (b'{"text": ' + b"[" * 100_000, r"a\.jsonl line 2 is not JSON: maximum recursion depth"),
+        (b"\0" * 50, r"a\.jsonl line 2 is not JSON: "),
         (b"{text}", r"a\.jsonl line 2 is not JSON: .*Every line of a \.jsonl file is one JSON"),
         (
             b'"text"',
@@ -212,6 +283,61 @@ def test_a_file_that_goes_away_under_a_run_is_told(folder):
     os.remove(f"{root}/a.txt")
     with pytest.raises(DataError, match=r"a\.txt cannot be read \(No such file"):
         texts(documents)
+
+
+def test_a_jsonl_line_that_is_cut_off_under_a_run_is_told(folder):
+    """Not as a line that never was JSON; a file that only grew still holds its documents."""
+    root = folder({"a.jsonl": LINE * 2})
+    documents = corpus.read_table([f"{root}/a.jsonl"], column="text")
+    folder({"a.jsonl": LINE * 3})
+    assert texts(documents) == [b"abcdef"] * 2
+    folder({"a.jsonl": LINE + LINE[:9]})
+    with pytest.raises(DataError, match=r"has changed since.*of 6 bytes at byte 19 is none now"):
+        texts(documents)
+
+
+def test_a_jsonl_file_that_grows_while_it_is_read_is_told(folder, monkeypatch):
+    """Half of its last line may be missing."""
+    root = folder({"a.jsonl": LINE})
+    loads = json.loads
+
+    def grow(line):
+        with open(f"{root}/a.jsonl", "ab") as file:
+            file.write(b" ")
+        return loads(line.strip())
+
+    monkeypatch.setattr(corpus.json, "loads", grow)
+    with pytest.raises(DataError, match=r"a\.jsonl has changed while it was read\. Start again"):
+        corpus.read_table([f"{root}/a.jsonl"], column="text")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_an_error_of_the_disk_is_told(folder, name):
+    """The rights are not to blame. Page 0 of a process's memory is a file that fails like that."""
+    path = f"{folder({name: LINE})}/{name}"
+    documents = corpus.read_table([path], column="text")
+    stamp = corpus._stamp(path)
+    os.remove(path)
+    os.symlink("/proc/self/mem", path)
+    for read in (lambda: texts(documents), lambda: corpus._read_through(path, stamp, "text")):
+        with pytest.raises(
+            DataError, match=rf"{name} cannot be read \(Input/output error\)\. Put the file or its"
+        ):
+            read()
+
+
+def test_no_file_is_kept_open(folder):
+    """More files than a process may have open, each read twice."""
+    root = folder({f"{number}.{kind}": LINE for number in range(40) for kind in ("txt", "jsonl")})
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 3, limits[1]))
+    try:
+        documents = corpus.read_table(corpus.find_files(root, "dataset_path"), column="text")
+        assert len(texts(documents)) == 80
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_the_table_holds_numbers_not_text(folder):

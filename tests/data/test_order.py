@@ -15,16 +15,18 @@ seeds = st.one_of(st.none(), st.integers(0, 2**70))
 
 def step_indices(position, step):
     """All indices of a step, in the order replica by replica, row by row."""
-    return order.indices(position, step, range(position.M), range(position.B)).reshape(-1)
+    return order.indices(position, step, *np.ix_(range(position.M), range(position.B))).reshape(-1)
 
 
 def test_replicas_take_turns_of_b_sequences():
     """Index base + ((s - s0)*M + m)*B + b, by hand: base 10, s0 3, M 2, B 3."""
     position = Position(base=10, s0=3, M=2, B=3)
-    first = order.indices(position, 3, range(2), range(3))
+    first = order.indices(position, 3, *np.ix_(range(2), range(3)))
     assert first.tolist() == [[10, 11, 12], [13, 14, 15]]
     # Step 5 is two steps on, 12 sequences; replica 1's row 2 is the last of the step.
-    assert order.indices(position, 5, [1], [2]).tolist() == [[10 + 12 + 5]]
+    assert order.indices(position, 5, [1], [2]).tolist() == [10 + 12 + 5]
+    # Two lists of one length are pairs: replica 0's row 2 and replica 1's row 0.
+    assert order.indices(position, 3, [0, 1], [2, 0]).tolist() == [12, 13]
 
 
 @given(M=counts, B=counts, size=st.integers(1, 60), seed=seeds)
@@ -73,12 +75,12 @@ def test_the_same_m_and_b_leave_the_position_as_it_is():
 def test_rows_split_over_processes_are_the_rows_of_one(M, B, step, cut):
     """A replica's data do not depend on who reads them."""
     position = order.first_position(M, B)
-    whole = order.indices(position, step, range(M), range(B))
+    whole = order.indices(position, step, *np.ix_(range(M), range(B)))
     cut = min(cut, B)
-    left = order.indices(position, step, range(M), range(cut))
-    right = order.indices(position, step, range(M), range(cut, B))
+    left = order.indices(position, step, *np.ix_(range(M), range(cut)))
+    right = order.indices(position, step, *np.ix_(range(M), range(cut, B)))
     assert np.array_equal(np.concatenate([left, right], axis=1), whole)
-    alone = [order.indices(position, step, [m], range(B))[0] for m in range(M)]
+    alone = [order.indices(position, step, m, range(B)) for m in range(M)]
     assert np.array_equal(np.stack(alone), whole)
 
 

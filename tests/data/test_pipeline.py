@@ -27,6 +27,11 @@ def text(settings, folder):
     return make
 
 
+def box(replicas, rows):
+    """All these rows of all these replicas, as `read` takes them."""
+    return dict(zip(("replicas", "rows"), np.ix_(replicas, rows), strict=True))
+
+
 def numbers(batch):
     """Which windows of `text` a batch holds."""
     return batch["tokens"][..., 1].tolist()
@@ -35,7 +40,7 @@ def numbers(batch):
 def test_replica_m_row_b_reads_its_place_of_the_global_order(text):
     """Two replicas of three rows: step 1 reads 0-5, step 2 reads 6-11, replica by replica."""
     data, position = text(), order.first_position(2, 3)
-    batch = pipeline.read(data, position, 2, replicas=range(2), rows=range(3))
+    batch = pipeline.read(data, position, 2, **box(range(2), range(3)))
     assert numbers(batch) == [[6, 7, 8], [9, 10, 11]]
     assert batch["tokens"][0, 0].tolist() == [S, 6, 6, 6]
     assert batch["segment_ids"].shape == (2, 3, 4) and np.all(batch["segment_ids"] == 1)
@@ -45,12 +50,12 @@ def test_batches_are_what_read_gives_step_by_step(text):
     """Over the end of an epoch too: step 6 of 6 windows is places 30 to 35, windows 0 to 5."""
     data, position = text(), order.first_position(2, 3)
     with pipeline.batches(
-        data, position, steps=range(2, 7), replicas=range(2), rows=range(3)
+        data, position, steps=range(2, 7), **box(range(2), range(3))
     ) as batches:
         found = list(batches)
     assert len(found) == 5
     for step, batch in enumerate(found, start=2):
-        alone = pipeline.read(data, position, step, replicas=range(2), rows=range(3))
+        alone = pipeline.read(data, position, step, **box(range(2), range(3)))
         assert batch.keys() == alone.keys() == {"tokens", "segment_ids"}
         for name, leaf in batch.items():
             assert leaf.dtype == np.int32
@@ -65,14 +70,14 @@ def test_shuffled_epochs_read_every_window_once_in_orders_of_their_own(text):
         order.first_position(2, 3),
     )
     with pipeline.batches(
-        data, position, steps=range(1, 11), replicas=range(2), rows=range(3)
+        data, position, steps=range(1, 11), **box(range(2), range(3))
     ) as batches:
         read = np.array([numbers(batch) for batch in batches]).reshape(2, 30)
     assert sorted(read[0]) == sorted(read[1]) == list(range(30))
     assert len({tuple(read[0]), tuple(read[1]), tuple(range(30))}) == 3
     same = text(enable_data_shuffling=True, data_shuffle_seed=4)
     other = text(enable_data_shuffling=True, data_shuffle_seed=5)
-    first = {"replicas": range(2), "rows": range(3)}
+    first = box(range(2), range(3))
     assert numbers(pipeline.read(same, position, 1, **first)) == read[0, :6].reshape(2, 3).tolist()
     assert numbers(pipeline.read(other, position, 1, **first)) != read[0, :6].reshape(2, 3).tolist()
 
@@ -84,7 +89,7 @@ def test_processes_that_share_the_rows_read_what_one_process_reads(text):
 
     def tokens(replicas, rows):
         steps = range(1, 4)
-        with pipeline.batches(data, position, steps=steps, replicas=replicas, rows=rows) as batches:
+        with pipeline.batches(data, position, steps=steps, **box(replicas, rows)) as batches:
             return np.stack([batch["tokens"] for batch in batches])
 
     whole = tokens(range(2), range(4))
@@ -94,11 +99,25 @@ def test_processes_that_share_the_rows_read_what_one_process_reads(text):
     assert np.array_equal(np.concatenate(alone, axis=1), whole)
 
 
+def test_scattered_rows_are_read_and_no_other(text, monkeypatch):
+    """Pairs (m, b) that are no box, as a host of a TPU torus holds them: three windows read."""
+    data, position = text(), order.first_position(2, 4)
+    asked = []
+    read = type(data.windows).read
+    monkeypatch.setattr(
+        type(data.windows), "read", lambda self, found: asked.append(found) or read(self, found)
+    )
+    mine = {"replicas": [0, 0, 1], "rows": [1, 3, 0]}
+    with pipeline.batches(data, position, steps=range(2, 3), **mine) as batches:
+        assert numbers(next(batches)) == [9, 11, 12]
+    assert [windows.tolist() for windows in asked] == [[9, 11, 12]]
+
+
 def test_a_run_that_changes_m_reads_on_and_nothing_twice(text):
     """Steps 1 and 2 with 2 replicas of 3, then 3 replicas of 2 from window 12 on."""
     data, position = text(), order.first_position(2, 3)
     position = order.next_position(position, 3, 3, 2)
-    batch = pipeline.read(data, position, 3, replicas=range(3), rows=range(2))
+    batch = pipeline.read(data, position, 3, **box(range(3), range(2)))
     assert numbers(batch) == [[12, 13], [14, 15], [16, 17]]
 
 
@@ -134,8 +153,7 @@ def test_worker_processes_read_the_same_and_end(text):
             data,
             position,
             steps=range(1, 12),
-            replicas=range(2),
-            rows=range(3),
+            **box(range(2), range(3)),
             worker_count=worker_count,
         ) as batches:
             found.append([numbers(next(batches)) for _ in range(7)])
@@ -164,7 +182,7 @@ def test_an_error_in_a_worker_process_reaches_the_loop(text, tmp_path):
         with pipeline.batches(
             data, position, steps=range(1, 9), replicas=[0], rows=[0], worker_count=worker_count
         ) as batches:
-            assert [numbers(next(batches)) for _ in range(2)] == [[[0]], [[1]]]
+            assert [numbers(next(batches)) for _ in range(2)] == [[0], [1]]
             with pytest.raises(DataError, match=r"02\.txt cannot be read \(No such file"):
                 next(batches)
 
@@ -221,7 +239,7 @@ def test_synthetic_data_go_through_the_same_order(settings):
         data, position, steps=range(2, 3), replicas=[1], rows=range(3)
     ) as batches:
         tokens = next(batches)["tokens"]
-    assert np.array_equal(tokens[0], data.windows.read(np.array([9, 10, 11]))[0])
+    assert np.array_equal(tokens, data.windows.read(np.array([9, 10, 11]))[0])
     held_out = pipeline.open_dataset(settings(dataset_type="synthetic"), split="eval")
     with pipeline.eval_batches(held_out, batch_size=3, num_batches=2) as batches:
         found = [batch["tokens"] for batch in batches]

@@ -83,7 +83,7 @@ PROGRAM = """
                 data_shuffle_seed=0, max_target_length=16, vocab_size=257)
     data = pipeline.open_dataset(types.SimpleNamespace(**keys), split="train")
     position = order.first_position(2, 3)
-    mine = dict(replicas=range(2), rows=range(3))
+    mine = dict(replicas=[[0], [1]], rows=range(3))
     with pipeline.batches(data, position, steps=range(1, 3), **mine) as batches:
         print([batch["tokens"].shape for batch in batches])
 """

@@ -153,3 +153,10 @@ def test_fingerprints_differ_when_the_windows_do(settings, folder):
         folder({f"more/{i}.txt": b"abcdefgh" for i in range(3)} | {f"more/{name}.txt": data})
         others.append(fingerprint(dataset_path=f"{root}/more"))
     assert len({fingerprint(), *others}) == 10
+
+
+def test_fingerprints_stay_the_same_between_versions(settings, folder):
+    """A run that goes on is refused when its text has another one."""
+    root = folder({"1.txt": b"abcdefgh", "2.jsonl": b'{"text": "abc"}\n\n{"text": "defg"}\n'})
+    windows, _ = text.open_text(settings(dataset_path=root), split="train")
+    assert windows.fingerprint() == "8766f845ccc56041"

@@ -1,11 +1,12 @@
 """Programs compiled by one process are run by another, and by no run that they do not fit."""
 
+import os
 import zipfile
 
 import pytest
 import run_tools
 
-from maxdiloco import train, train_compile
+from maxdiloco import compiled_file, train, train_compile
 
 KEYS = dict(
     steps=10,
@@ -31,7 +32,9 @@ def file(tmp_path_factory, own):
     """The programs of KEYS. Made although the cache has them: what comes from there is not whole
     when it is saved again."""
     path = tmp_path_factory.mktemp("compiled") / "folder" / "programs.zip"
+    umask = os.umask(0)
     assert train_compile.main(arguments(path.parent, compiled_trainstep_file=path)) == 0
+    os.umask(umask)
     return path
 
 
@@ -106,6 +109,30 @@ def test_a_file_that_is_not_whole_or_not_there_is_refused(file, tmp_path, capsys
         assert train.main(arguments(tmp_path, compiled_trainstep_file=path)) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"ConfigError: compiled_trainstep_file={path} {words}")
+
+
+def test_programs_that_others_may_have_written_are_refused(file, tmp_path, capsys, monkeypatch):
+    """Loading them runs them. What train_compile wrote is one's own, whatever the umask."""
+    assert file.stat().st_mode & 0o022 == 0 and file.stat().st_uid == os.geteuid()
+
+    def refusal(path):
+        assert train.main(arguments(tmp_path, compiled_trainstep_file=path)) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    other = tmp_path / "other.zip"
+    other.write_bytes(file.read_bytes())
+    for mode in (0o664, 0o646):
+        other.chmod(mode)
+        line = refusal(other)
+        assert f"compiled_trainstep_file={other} may be written by others (mode {mode:o})" in line
+        assert f"If you trust it, run chmod go-w {other}, or leave it out." in line
+    other.chmod(0o644)
+    with compiled_file._opened(str(other)) as archive:
+        assert "manifest.json" in archive.namelist()
+    owner = os.geteuid()
+    os.chown(other, owner + 1, -1) if owner == 0 else monkeypatch.setattr(os, "geteuid", lambda: -1)
+    assert f"belongs to user {other.stat().st_uid}, and a program runs what is" in refusal(other)
 
 
 def test_a_place_that_cannot_be_written_is_one_line_before_anything_compiles(tmp_path, capsys):

@@ -1,0 +1,101 @@
+"""Where the documents of .jsonl files are, kept in a file: a restart need not read them through.
+
+    # D documents of a file
+"""
+
+import contextlib
+import json
+import zlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from etils import epath
+
+# Its number changes when the size of a document would be another one.
+_MAGIC = b"maxdiloco line index 1 "
+
+
+class Stamp(NamedTuple):
+    """What tells whether a file is the one that was read. mtime: of its last change [ns]."""
+
+    size: int
+    mtime: int
+
+
+class LineIndex:
+    """Documents of .jsonl files, by path.
+
+    Of a file int64 [D, 3]: offset and length of a line, size of its text [bytes].
+    column: the field that holds the text. report: takes one line for the user.
+    A file whose stamp differs from the one before is unknown.
+    """
+
+    def __init__(self, column: str, report: Callable[[str], None] = lambda line: None):
+        self.column = column
+        self.report = report
+        self._loaded: dict[str, tuple[Stamp, np.ndarray]] = {}
+        self._used: dict[str, tuple[Stamp, np.ndarray]] = {}
+        self._changed = False
+
+    def find(self, path: str, stamp: Stamp) -> np.ndarray | None:
+        """Documents of a file; None when it is unknown or has changed."""
+        for known in (self._used, self._loaded):
+            if path in known and known[path][0] == stamp:
+                self._used[path] = known[path]
+                return known[path][1]
+        return None
+
+    def add(self, path: str, stamp: Stamp, documents_D3: np.ndarray) -> None:
+        """Remember a file that has been read through."""
+        self._used[path] = (stamp, documents_D3)
+        self._changed = True
+
+    def load(self, path: epath.Path) -> None:
+        """Take over what `save` wrote, if it is there, whole, and of the same column.
+
+        Raises OSError, ImportError (gs:// without gcsfs) where it cannot be read.
+        """
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return
+        begin = data.find(b"\n") + 1
+        if data[:begin] != _head(zlib.crc32(memoryview(data)[begin:])):
+            self.report(f"note: {path} is damaged or of another version: .jsonl files are read.")
+            return
+        end = data.index(b"\n", begin) + 1
+        about = json.loads(data[begin:end])
+        if about["column"] != self.column:
+            return
+        documents_D3 = np.frombuffer(data, "<i8", offset=end).reshape(-1, 3)
+        ends = np.cumsum([count for *_, count in about["files"]], dtype=np.int64)
+        for (name, size, mtime, count), stop in zip(about["files"], ends, strict=True):
+            self._loaded[name] = (Stamp(size, mtime), documents_D3[stop - count : stop])
+
+    def save(self, path: epath.Path) -> None:
+        """Write the files that were asked for, unless none of them had to be read.
+
+        The file appears whole or not at all. Raises OSError, ImportError as load does.
+        """
+        if not self._changed:
+            return
+        files = [[name, *stamp, len(found)] for name, (stamp, found) in self._used.items()]
+        about = json.dumps({"column": self.column, "files": files}).encode() + b"\n"
+        documents_D3 = np.concatenate([found for _, found in self._used.values()]).astype("<i8")
+        checksum = zlib.crc32(documents_D3, zlib.crc32(about))
+        part = path.parent / f"{path.name}.part"
+        try:
+            with part.open("wb") as file:
+                file.write(_head(checksum) + about)
+                file.write(documents_D3)
+            part.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):  # what was written before the disk was full
+                part.unlink(missing_ok=True)
+            raise
+        self._changed = False
+
+
+def _head(checksum: int) -> bytes:
+    return _MAGIC + b"%08x\n" % checksum

@@ -1,0 +1,159 @@
+"""A start that knows the .jsonl files of the one before reads none of them through."""
+
+import os
+
+import pytest
+from etils import epath
+
+from maxdiloco import run_data
+from maxdiloco.data import corpus, text
+from maxdiloco.data.line_index import LineIndex
+
+LINES = b'{"text": "abc"}\n\n{"text": "\xc3\xa9"}\n'
+OTHER = b'{"text": "abcd"}\n'
+READING = "reading 1 .jsonl files through: 0.0 MB"
+
+
+@pytest.fixture
+def start(folder, tmp_path_factory):
+    """Opens some files as a start of a run does; returns the table and the lines told."""
+    place = epath.Path(tmp_path_factory.mktemp("run")) / "line_index"
+
+    def open_files(files, column="text", path=place):
+        told = []
+        index = LineIndex(column, told.append)
+        run_data.load_index(index, path)
+        paths = [os.path.join(folder({}), name) for name in files]
+        table = corpus.read_table(paths, column=column, index=index)
+        run_data.save_index(index, path)
+        return table, told
+
+    open_files.place = place
+    return open_files
+
+
+def columns(table):
+    """All of a table, to compare."""
+    return [array.tolist() for array in (table.file, table.offset, table.stored, table.size)]
+
+
+def test_the_second_start_reads_no_line_and_has_the_same_table(folder, start):
+    """Also next to text files and empty ones; nothing new is written then."""
+    files = ["a.jsonl", "b.txt", "c.jsonl", "d.jsonl"]
+    folder({"a.jsonl": LINES, "b.txt": b"text", "c.jsonl": b"", "d.jsonl": OTHER})
+    first, told = start(files)
+    assert told == ["reading 2 .jsonl files through: 0.0 MB"]
+    written = os.stat(start.place).st_mtime_ns
+    second, told = start(files)
+    assert told == []
+    assert columns(second) == columns(first)
+    assert columns(first)[0] == [0, 0, 1, 3] and columns(first)[3] == [3, 2, 4, 4]
+    assert os.stat(start.place).st_mtime_ns == written
+
+
+@pytest.mark.parametrize("what", ["size", "time"])
+def test_a_file_with_another_size_or_time_is_read_again_and_the_others_are_not(folder, start, what):
+    """A document of 4 bytes in place of 3, then one of other bytes in as many."""
+    root = folder({"a.jsonl": b'{"text": "abc" }\n', "b.jsonl": LINES})
+    start(["a.jsonl", "b.jsonl"])
+    before = os.stat(f"{root}/a.jsonl")
+    folder({"a.jsonl": OTHER if what == "time" else b'{"text": "abcd"   }\n'})
+    if what == "size":
+        os.utime(f"{root}/a.jsonl", ns=(before.st_atime_ns, before.st_mtime_ns))
+    else:
+        assert os.stat(f"{root}/a.jsonl").st_size == before.st_size
+        os.utime(f"{root}/a.jsonl", ns=(0, before.st_mtime_ns + 1))
+    table, told = start(["a.jsonl", "b.jsonl"])
+    assert told == [READING]
+    assert table.size.tolist() == [4, 3, 2]
+    assert start(["a.jsonl", "b.jsonl"])[1] == []
+
+
+def test_a_file_more_is_the_only_one_to_be_read(folder, start):
+    """And one that is no longer asked for is forgotten."""
+    folder({"a.jsonl": LINES, "b.jsonl": OTHER})
+    start(["a.jsonl"])
+    assert start(["a.jsonl", "b.jsonl"])[1] == [READING]
+    start(["b.jsonl"])
+    folder({"c.jsonl": OTHER})
+    start(["b.jsonl", "c.jsonl"])
+    assert start(["a.jsonl"])[1] == [READING]
+
+
+def test_a_damaged_index_is_told_and_made_anew(folder, start):
+    """Cut anywhere, any byte changed, of another kind, or empty."""
+    folder({"a.jsonl": LINES})
+    table, _ = start(["a.jsonl"])
+    good = start.place.read_bytes()
+    damaged = [good[:length] for length in range(0, len(good), 7)]
+    damaged += [good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :] for at in range(0, len(good), 5)]
+    damaged += [good + b"\0", b"\0" * len(good), b"PK\3\4" + good]
+    for data in damaged:
+        start.place.write_bytes(data)
+        again, told = start(["a.jsonl"])
+        assert told[0].startswith(f"note: {start.place} is damaged or of another version")
+        assert told[1:] == [READING]
+        assert columns(again) == columns(table)
+        assert start.place.read_bytes() == good
+
+
+def test_a_file_of_blank_lines_is_known_too(folder, start):
+    """It holds no document, and nor does the index then."""
+    folder({"a.jsonl": b"\n", "b.txt": b"text"})
+    assert start(["a.jsonl", "b.txt"])[1] == [READING]
+    table, told = start(["a.jsonl", "b.txt"])
+    assert (table.size.tolist(), told) == ([4], [])
+
+
+def test_an_index_of_another_column_is_not_used(folder, start):
+    """The sizes are those of another text."""
+    folder({"a.jsonl": b'{"text": "abc", "body": "de"}\n'})
+    assert start(["a.jsonl"])[0].size.tolist() == [3]
+    table, told = start(["a.jsonl"], column="body")
+    assert (table.size.tolist(), told) == ([2], [READING])
+
+
+@pytest.mark.parametrize(
+    "name, reading, writing",
+    [
+        ("file/index", "Not a directory", "Not a directory"),
+        ("folder", "Is a directory", "Cannot overwrite"),
+    ],
+)
+def test_a_place_that_cannot_be_used_is_a_line_and_no_failure(
+    folder, start, name, reading, writing
+):
+    """A file where a folder should be, and a folder where the file should be."""
+    place = epath.Path(folder({"a.jsonl": LINES, "file": b"", "folder/x": b""})) / name
+    table, told = start(["a.jsonl"], path=place)
+    assert told[0].startswith(f"note: {place} cannot be read ({reading}")
+    assert told[1] == READING
+    assert told[2].startswith(f"note: {place} cannot be written ({writing}")
+    assert table.size.tolist() == [3, 2]
+
+
+def test_a_full_disk_leaves_the_index_before_and_nothing_half_written(folder, start):
+    """/dev/full has no space for the new one."""
+    folder({"a.jsonl": LINES, "b.jsonl": OTHER})
+    start(["a.jsonl"])
+    part = start.place.parent / "line_index.part"
+    os.symlink("/dev/full", part)
+    _, told = start(["a.jsonl", "b.jsonl"])
+    assert told == [
+        READING,
+        f"note: {start.place} cannot be written (No space left on device): the next start reads "
+        ".jsonl files through again.",
+    ]
+    assert not os.path.lexists(part)
+    assert start(["a.jsonl"])[1] == []
+
+
+def test_both_splits_of_a_few_files_read_them_once(settings, folder):
+    """Fewer than 20 files hold the text of training and of evaluation."""
+    root = folder({"a.jsonl": b'{"text": "abcdefghijklmnop"}\n'})
+    told = []
+    index = LineIndex("text", told.append)
+    for split in ("train", "eval"):
+        windows, _ = text.open_text(settings(dataset_path=root), split=split, index=index)
+        assert windows.num_windows in (1, 3)
+    assert told == [READING]
