@@ -320,17 +320,22 @@ def test_a_path_without_a_checkpoint_is_one_line_with_its_key(tmp_path, name):
     )
 
 
-def test_too_little_room_is_refused_before_anything_is_written(tmp_path, items, monkeypatch):
+def test_without_room_for_it_nothing_of_a_checkpoint_is_written(tmp_path, items, monkeypatch):
     """w_LDF 768 B, norm_D 28 B: 796 B; the disk is said to have 795 free."""
     usage = run_folder.shutil.disk_usage(tmp_path)
-    with Checkpointer(folder_of(tmp_path), max_to_keep=None) as checkpointer:
+    said = []
+    with Checkpointer(folder_of(tmp_path), max_to_keep=None, report=said.append) as checkpointer:
         params = {"outer_params": items["outer_params"]}
         monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda p: usage._replace(free=795))
-        with pytest.raises(CheckpointError, match=r"0.0 MB free, but one checkpoint takes 0.0 MB"):
-            checkpointer.save(1, params, {})
+        assert checkpointer.save(1, params, {})
+        assert len(said) == 1
+        assert "step 1 could not be saved" in said[0]
+        assert "0.0 MB are free but it takes 0.0 MB" in said[0]
         assert os.listdir(folder_of(tmp_path)) == []
         monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda p: usage._replace(free=796))
         assert checkpointer.save(1, params, {})
+        checkpointer.wait()
+        assert checkpointer.steps() == [1]
 
 
 def test_a_file_in_the_place_of_the_folder_is_one_line(tmp_path):
