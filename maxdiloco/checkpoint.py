@@ -125,30 +125,27 @@ class Checkpointer:
         """The steps that have a complete checkpoint, oldest first."""
         return checkpoint_read.steps(self._folder)
 
-    def save(self, step: int, items: Mapping[str, Any], meta: Mapping[str, Any]) -> bool:
+    def save(
+        self, step: int, items: Mapping[str, Any], meta: Mapping[str, Any], *, last: bool = False
+    ) -> bool:
         """Write a checkpoint; does nothing and returns False when this step has one.
 
         items: {name: tree of arrays}; the caller may donate or delete them afterwards.
         meta: JSON-able.
+        last: whether no save comes after it: wait until it is on the disk, and if it fails, try
+        once more at once.
         Waits for the save before this one. Raises SaveError when two in a row have failed.
         """
-        self._end_of_save()
+        self._end_of_save(limit=None if last else 2)
         if self._removal is not None and self._removal.done():
             self._end_of_removal()
         begun = self._start(step, items, meta)
-        if begun == _FAILED or not self._use_async:
+        if last and begun != _THERE and not self._end_of_save(limit=None):
+            self._start(step, items, meta)
+            self._end_of_save(limit=1)
+        elif begun == _FAILED or not self._use_async:
             self.wait()
         return begun != _THERE
-
-    def save_last(self, step: int, items: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        """Write a checkpoint, unless the step has one, and wait until it is on the disk.
-
-        When that fails it is tried once more at once. Raises SaveError when that fails too.
-        """
-        self._end_of_save(limit=None)
-        for limit in (None, 1):
-            if self._start(step, items, meta) == _THERE or self._end_of_save(limit=limit):
-                return
 
     def wait(self, *, last: bool = False) -> None:
         """Wait until the save that runs, if any, is on the disk and older ones are removed.

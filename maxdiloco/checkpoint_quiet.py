@@ -7,6 +7,7 @@ tracebacks of tasks and of a closed loop. So a loop waits for its tasks here bef
 
 import asyncio
 import logging
+from typing import Any
 
 
 def begin() -> asyncio.AbstractEventLoopPolicy:
@@ -30,6 +31,11 @@ class _Loop(asyncio.SelectorEventLoop):
         if not self.is_closed() and (left := asyncio.all_tasks(self)):
             self.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         super().close()
+
+    def default_exception_handler(self, context: dict[str, Any]) -> None:
+        # The first failure is what the save ends with; the others nobody asks for.
+        if "never retrieved" not in context["message"]:
+            super().default_exception_handler(context)
 
 
 class _Policy(asyncio.DefaultEventLoopPolicy):

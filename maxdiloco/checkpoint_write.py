@@ -60,6 +60,8 @@ def prepare(folder: epath.Path, target: epath.Path, items: Sequence[str], *, nby
     nbytes: room that the arrays may take. Raises CheckpointError without that room, OSError.
     """
     if checkpoint_io.is_complete(target):
+        if is_local(target):
+            durable.sync_folder(target.parent)  # the save that made it may have failed in this
         return False
     if folder.exists():
         folder.rmtree()

@@ -305,8 +305,7 @@ class _Loop:
             note = self.run.meta | saved_state.note_of(trainer, state)
             if self.writer is not None:
                 self.writer.sync()  # a checkpoint on the disk has its rows there too
-            checkpointer = self.run.checkpointer
-            (checkpointer.save_last if last else checkpointer.save)(t, items, note)
+            self.run.checkpointer.save(t, items, note, last=last)
 
     def profile(self, t: int) -> None:
         cfg = self.run.cfg

@@ -20,7 +20,6 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco import run_folder
 from maxdiloco.checkpoint import Checkpointer, restore_from, restore_parameters
 from maxdiloco.errors import CheckpointError
 from maxdiloco.run_folder import locate
@@ -318,24 +317,6 @@ def test_a_path_without_a_checkpoint_is_one_line_with_its_key(tmp_path, name):
         f"load_parameters_path={tmp_path / name} holds no checkpoint: give the folder of a run "
         "that has saved one, or one of the folders in its checkpoints/."
     )
-
-
-def test_without_room_for_it_nothing_of_a_checkpoint_is_written(tmp_path, items, monkeypatch):
-    """w_LDF 768 B, norm_D 28 B: 796 B; the disk is said to have 795 free."""
-    usage = run_folder.shutil.disk_usage(tmp_path)
-    said = []
-    with Checkpointer(folder_of(tmp_path), max_to_keep=None, report=said.append) as checkpointer:
-        params = {"outer_params": items["outer_params"]}
-        monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda p: usage._replace(free=795))
-        assert checkpointer.save(1, params, {})
-        assert len(said) == 1
-        assert "step 1 could not be saved" in said[0]
-        assert "0.0 MB are free but it takes 0.0 MB" in said[0]
-        assert os.listdir(folder_of(tmp_path)) == []
-        monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda p: usage._replace(free=796))
-        assert checkpointer.save(1, params, {})
-        checkpointer.wait()
-        assert checkpointer.steps() == [1]
 
 
 def test_a_file_in_the_place_of_the_folder_is_one_line(tmp_path):

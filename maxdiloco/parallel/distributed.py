@@ -33,8 +33,10 @@ JAX_PATIENCE_S = 60  # JAX's own timeouts, which abort, come this much after our
 CAUSE_S = 3.0  # an error of the main thread waits this long for the loss that may be behind it
 
 # Errors that no lost peer brings about; an error of a checkpoint can come from one.
-OWN_ERRORS = (ConfigError, DataError, NumericsError, SaveError)
-OWN_ERRORS += (Preempted, KeyboardInterrupt, SystemExit)
+OWN_ERRORS = (
+    *(ConfigError, DataError, NumericsError, Preempted, SaveError),
+    *(KeyboardInterrupt, SystemExit),
+)
 INTERRUPTED = 130
 CRASHED = 1
 
