@@ -255,7 +255,7 @@ class Checkpointer:
         return False
 
     def _failure(self, step: int, why: str) -> str:
-        there = "no step is saved"
+        there = "no step was saved since the start"
         if self._newest is not None:
             there = f"the last step saved is {self._newest}"
         return f"step {step} could not be saved in {self._folder}: {why}; {there}."

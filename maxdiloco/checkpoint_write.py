@@ -6,6 +6,7 @@ visible; fsync of the folder it is in. On gs:// a commit file takes the place of
 """
 
 import dataclasses
+import errno
 import json
 import secrets
 import time
@@ -148,7 +149,7 @@ class Parts:
                     f"process {process} has not written its part within {KEY}"
                 ) from error
             if problem != "written":
-                raise OSError(f"process {process}: {problem}")
+                raise OSError(errno.EIO, f"process {process}: {problem}")
 
     def _key(self, process: int) -> str:
         return f"maxdiloco/saves/{self._run}/{self._count}/{process}"

@@ -202,7 +202,7 @@ def test_a_real_cut_takes_a_checkpoint_that_was_not_forced_to_the_disk(ext4, mon
 
 
 def test_a_disk_that_turns_read_only_leaves_the_checkpoint_that_was_told_to_be_saved(ext4):
-    """As errors=remount-ro does. The journal stops there, so a cut takes what it has not written."""
+    """As errors=remount-ro does. The journal stops there: a cut takes what is not yet in it."""
     folder = locate(ext4.path, "run").checkpoints
     said = []
     with Checkpointer(folder, max_to_keep=2, report=said.append) as checkpointer:
