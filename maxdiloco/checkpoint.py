@@ -249,7 +249,8 @@ class Checkpointer:
         line = self._failure(step, why)
         if limit is not None and self._failures >= limit:
             raise SaveError(
-                f"base_output_directory: {line} Look after the disk, then give the same command."
+                f"base_output_directory: {line} Free some space or mend the disk; then the same "
+                "command goes on."
             ) from error
         self._report(f"warning: {line} It is tried again with the next save.")
         return False

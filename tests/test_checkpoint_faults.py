@@ -125,8 +125,8 @@ def test_two_failed_saves_in_a_row_end_the_run_with_75(opened, monkeypatch, capf
     assert error.value.exit_code == 75
     assert str(error.value).startswith("base_output_directory: step 5 could not be saved in ")
     assert str(error.value).endswith(
-        "Input/output error; the last step saved is 3. Look after the disk, then give the same "
-        "command."
+        "Input/output error; the last step saved is 3. Free some space or mend the disk; then the "
+        "same command goes on."
     )
     assert [line.split()[2] for line in said] == ["2", "4"]
     assert checkpointer.restore(wanted).step == 3
