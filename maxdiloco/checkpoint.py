@@ -154,6 +154,7 @@ class Checkpointer:
         """
         self._end_of_save(limit=1 if last else 2)
         self._end_of_removal()
+        self._thread.submit(bool).result()  # what a failed save has left is removed by now
 
     def restore(self, abstract_of: AbstractOf) -> Restored | None:
         """Read the newest checkpoint that is not damaged; None when there is none at all.

@@ -299,7 +299,7 @@ def test_a_real_full_disk_and_a_real_read_only_one(tmpfs, monkeypatch, capfd):
             checkpointer.save(5, items(5), {}, last=True)
         remount("rw")
         assert checkpointer.restore(wanted).step == 3
-        checkpointer.save(6, items(6), {}, last=True)
+        save_and_wait(checkpointer, 6)
         assert checkpointer.steps() == [3, 6]
     assert capfd.readouterr() == ("", "")
 
