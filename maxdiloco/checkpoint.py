@@ -86,7 +86,8 @@ class Checkpointer:
         self._known_good: set[epath.Path] = set()
         if self._primary:
             with self._one_line("cannot be used"):
-                durable.make_folder(self._folder)
+                if is_local(self._folder):
+                    durable.make_folder(self._folder)
                 self._remove_unfinished()
         # The first question keeps the others from looking before the first one has cleaned up.
         checkpoint_io.in_any_process(False)
