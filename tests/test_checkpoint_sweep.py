@@ -59,6 +59,7 @@ with Checkpointer(folder, max_to_keep=2, report=said.append) as checkpointer:
                 error = ""
             except SaveError as failure:
                 error = str(failure)
+            checkpointer.wait()  # for the removal of old ones, which may fail too
             arm(0, 0, 0)
             good = checkpointer.restore(wanted).step
             checkpointer._known_good.clear()
