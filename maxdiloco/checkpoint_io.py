@@ -3,7 +3,8 @@
 Orbax takes half a second to import, so the functions that use it import it.
 """
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -22,15 +23,8 @@ COMMIT = "commit_success.txt"  # Orbax writes it last
 SHARED_WRITE_BYTES = 1 << 22  # our choice
 
 
-def open_writer(before_commit: Callable[[], None]) -> "ocp.AsyncCheckpointer":
-    """A writer of whole checkpoints, each visible at once or not at all.
-
-    before_commit: called by the first process when all files are written, just before the
-    checkpoint becomes visible.
-    Its save() copies the arrays to the host before it returns, so the caller may donate or
-    delete them; on the CPU backend that copy is a view, and JAX copies a donated buffer that a
-    view still holds (both are tested).
-    """
+def open_writer() -> "ocp.PyTreeCheckpointHandler":
+    """Orbax's writer of trees of arrays."""
     import orbax.checkpoint as ocp
 
     arrays = ocp.type_handlers.ArrayHandler(
@@ -39,14 +33,33 @@ def open_writer(before_commit: Callable[[], None]) -> "ocp.AsyncCheckpointer":
         min_slice_bytes_for_replica_parallel=SHARED_WRITE_BYTES,
     )
     types = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
-    handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    trees = ocp.PyTreeCheckpointHandler(type_handler_registry=types)
-    handlers.add(None, ocp.args.PyTreeSave, trees)
-    handlers.add(None, ocp.args.JsonSave, ocp.JsonCheckpointHandler())
-    return ocp.AsyncCheckpointer(
-        ocp.CompositeCheckpointHandler(handler_registry=handlers),
-        async_options=ocp.options.AsyncOptions(post_finalization_callback=before_commit),
-    )
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=types)
+
+
+def start_writing(
+    writer: "ocp.PyTreeCheckpointHandler", folder: epath.Path, trees: Mapping[str, Any]
+) -> list["ocp.future.Future"]:
+    """Start to write trees of arrays, each to the folder of its name; result() of all waits.
+
+    Copies the arrays to the host before it returns, so the caller may donate or delete them; on
+    the CPU backend that copy is a view, and JAX copies a donated buffer that a view still holds
+    (both are tested).
+    """
+    import orbax.checkpoint as ocp
+
+    async def start():
+        copies = [
+            writer.async_save(folder / name, args=ocp.args.PyTreeSave(tree))
+            for name, tree in trees.items()
+        ]
+        return [write for writes in await asyncio.gather(*copies) for write in writes]
+
+    # Not asyncio.run: its end walks over the tasks of all loops, those of other threads too.
+    loop = asyncio.new_event_loop()
+    try:
+        return loop.run_until_complete(start())
+    finally:
+        loop.close()
 
 
 class Note(NamedTuple):
@@ -57,17 +70,9 @@ class Note(NamedTuple):
     arrays: dict[str, dict[str, Any]]  # {item: {leaf name: [shape, dtype name]}}
 
 
-def save_arguments(
-    step: int, items: Mapping[str, Any], meta: Mapping[str, Any]
-) -> "ocp.args.Composite":
-    """What the writer is told to save: the items that hold arrays, and the Note as JSON."""
-    import orbax.checkpoint as ocp
-
-    arrays = {name: shapes(tree) for name, tree in items.items()}
-    note = Note(step, dict(meta), arrays)._asdict()
-    trees = {name: nested(tree) for name, tree in items.items()}
-    saved = {name: ocp.args.PyTreeSave(tree) for name, tree in trees.items() if tree}
-    return ocp.args.Composite(**saved, **{META: ocp.args.JsonSave(note)})
+def note_of(step: int, items: Mapping[str, Any], meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The Note of a checkpoint of these items, as JSON takes it."""
+    return Note(step, dict(meta), {name: shapes(tree) for name, tree in items.items()})._asdict()
 
 
 def read_note(step_folder: epath.Path) -> Note:

@@ -59,6 +59,7 @@ def restore_from(
         report=report if jax.process_index() == 0 else say_nothing,
         axis=gather_axis,
         remedy=remedy,
+        otherwise=f"or give {key} another path",
         cast=cast,
     )
     if restored is None:
@@ -109,15 +110,17 @@ def first_undamaged(
     report: Report,
     axis: str,
     remedy: Remedy,
+    otherwise: str = "or set another run_name to start from the beginning",
     cast: bool = False,
     known_good: Collection[epath.Path] = (),
 ) -> tuple[Restored | None, list[epath.Path]]:
     """(the first candidate that is not damaged or None, the damaged ones before it).
 
-    known_good: candidates that were examined before. The rest as for restore_from. The
+    known_good: candidates that were examined before. otherwise: what to do when all are damaged
+    and there is no copy. The rest as for restore_from. The
     processes share the examination and agree on its outcome.
     """
-    damaged: list[epath.Path] = []
+    damaged: dict[epath.Path, str] = {}
     for path in candidates:
         problem = None
         if path not in known_good:
@@ -127,7 +130,7 @@ def first_undamaged(
         if checkpoint_io.in_any_process(problem is not None):
             found = problem or "another process has found a bad file"
             report(f"warning: checkpoint {path} is damaged and is not used: {found}.")
-            damaged.append(path)
+            damaged[path] = found
             continue
         note = checkpoint_io.read_note(path)
         abstract = abstract_of(note.meta)
@@ -136,13 +139,15 @@ def first_undamaged(
             name: checkpoint_arrays.read_item(path, name, tree, axis=axis)
             for name, tree in abstract.items()
         }
-        return Restored(note.step, items, note.meta, path), damaged
+        return Restored(note.step, items, note.meta, path), list(damaged)
     if damaged:
+        folder = next(iter(damaged)).parent
+        each = "; ".join(f"{path.name}: {found}" for path, found in damaged.items())
         raise CheckpointError(
-            f"no undamaged checkpoint is left in {damaged[0].parent}: delete that folder to start "
-            "from the beginning, or set another run_name."
+            f"no undamaged checkpoint is left in {folder} ({each}). Look whether the whole disk is "
+            f"mounted, put a copy of a checkpoint there, {otherwise}."
         )
-    return None, damaged
+    return None, []
 
 
 def say_nothing(line: str) -> None:

@@ -21,8 +21,8 @@ _BLOCK_BYTES = 1 << 24
 def write(folder: epath.Path, *, content_limit_bytes: int = CONTENT_LIMIT_BYTES) -> None:
     """List the files below folder's item folders with size and, when few enough, CRC-32.
 
-    folder: a whole checkpoint, not yet visible to readers. Files directly in it are Orbax's own
-    notes, written again after this, and are left out. Raises OSError.
+    folder: a whole checkpoint, not yet visible to readers. Files directly in it are written after
+    this and are left out. Raises OSError.
     """
     sizes = {path: path.stat().length for item in _folders(folder) for path in _files(item)}
     with_content = is_local(folder) and sum(sizes.values()) <= content_limit_bytes

@@ -35,6 +35,12 @@ class LostPeerError(RuntimeError):
         self.exit_code = exit_code
 
 
+class SaveError(RuntimeError):
+    """The state could not be saved, tried twice; a later start may be luckier: exit code 75."""
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h
+
+
 class Preempted(Exception):
     """SIGTERM arrived and the state was saved: exit code 143."""
 
@@ -42,4 +48,12 @@ class Preempted(Exception):
 
 
 # Ends of a program that are no fault of it: one line and the error's exit code.
-USER_ERRORS = (CheckpointError, ConfigError, DataError, LostPeerError, NumericsError, Preempted)
+USER_ERRORS = (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LostPeerError,
+    NumericsError,
+    Preempted,
+    SaveError,
+)

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 from maxdiloco import feeding
 from maxdiloco.algorithm_calls import BESIDE, Call
-from maxdiloco.data import pipeline
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import Rules, spec
 
@@ -67,12 +66,14 @@ class Evaluation:
         each = max(1, self._num_batches)  # -1: one batch stands for as many as the text has
         return [Call(self._program, (params, batch, (zero, zero)), runs * each, BESIDE)]
 
-    def __call__(self, params: Any, dataset: pipeline.Dataset) -> float:
+    def __call__(self, params: Any, dataset: Any) -> float:
         """Cross entropy per token [nats] of one replica's parameters, z-loss left out.
 
-        params: as DiLoCo.outer_params gives them. The sums stay on the devices until the last
+        params: as DiLoCo.outer_params gives them. dataset: a data.pipeline.Dataset. The sums stay on the devices until the last
         batch. NaN when no token counts.
         """
+        from maxdiloco.data import pipeline
+
         rows = feeding.local_rows(self._sharding, self._shape)
         sums = jax.device_put((np.float32(0), np.float32(0)), self._everywhere)
         with pipeline.eval_batches(

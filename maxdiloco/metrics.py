@@ -19,6 +19,7 @@ from typing import Any
 
 from etils import epath
 
+from maxdiloco.durable import sync_folder
 from maxdiloco.errors import CheckpointError
 from maxdiloco.run_folder import RunFolder, is_local, reason
 
@@ -91,6 +92,11 @@ class MetricsWriter:
         if self._tensorboard is not None:
             for name, value in numbers_by_name.items():
                 self._tensorboard.add_scalar(name, value, step)
+
+    def sync(self) -> None:
+        """Force the rows written so far to the disk, or to the object store."""
+        with self._writing():
+            self._sink.sync()
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -176,10 +182,17 @@ class _LocalRows:
 
     def __init__(self, path: epath.Path):
         self._file = open(path, "a", encoding="utf-8")
+        self._named = False  # whether the file's name is on the disk
 
     def write(self, line: str) -> None:
         self._file.write(line + "\n")
         self._file.flush()
+
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
+        if not self._named:
+            sync_folder(os.path.dirname(self._file.name))
+            self._named = True
 
     def close(self) -> None:
         self._file.close()
@@ -197,6 +210,9 @@ class _RemoteRows:
         if self._clock() - self._written >= REMOTE_FLUSH_SECONDS:
             self.close()
 
-    def close(self) -> None:
+    def sync(self) -> None:
         self._path.write_text(self._text)
         self._written = self._clock()
+
+    def close(self) -> None:
+        self.sync()

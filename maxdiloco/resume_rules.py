@@ -21,6 +21,7 @@ FREE_KEYS: dict[str, str] = {
             "enable_checkpointing",
             "async_checkpointing",
             "checkpoint_period",
+            "checkpoint_timeout_seconds",
             "max_num_checkpoints_to_keep",
             "save_checkpoint_on_completion",
         ),

@@ -2,18 +2,26 @@
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import os
+import re
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator
+from typing import TextIO
 
 from etils import epath
 
+from maxdiloco.durable import make_folder
 from maxdiloco.errors import CheckpointError
 
 # A few log lines and a small checkpoint fit: less free space than this ends any run at once.
 _PROBE_BYTES = 1 << 20  # our choice
+# NFS keeps the lock of a client that died for its lease, 90 s on Linux, and a grace period.
+LOCK_WAIT_S = 120.0
+_LOCK_POLL_S = 1.0  # our choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,12 +82,14 @@ def open_run_folder(
     *,
     primary: bool = True,
     warn: Callable[[str], None] = print,
+    lock_wait_s: float = LOCK_WAIT_S,
 ) -> Iterator[RunFolder]:
     """Create the run's folder, lock it and check that it can be written.
 
     base_output_directory: a local folder, or gs://bucket/path through etils.epath.
     primary: whether this process is the first of the run; the others create and lock nothing.
-    warn: takes one line when the file system knows no locks.
+    warn: takes one line when the file system knows no locks, or when the lock is waited for.
+    lock_wait_s: how long to wait for the lock of a process that is not seen on this host.
     The lock is an flock, held until the context ends and let go by the kernel when the process
     dies, so that kill -9 leaves nothing to clean; gs:// has no lock. Imports no JAX.
     Raises CheckpointError when the folder cannot be made or written, or another run holds it.
@@ -90,9 +100,11 @@ def open_run_folder(
         return
     with contextlib.ExitStack() as stack:
         try:
-            folder.path.mkdir(parents=True, exist_ok=True)
             if is_local(folder.path):
-                stack.enter_context(_locked(folder, run_name, warn))
+                make_folder(folder.path)
+                stack.enter_context(_locked(folder, run_name, warn, lock_wait_s))
+            else:
+                folder.path.mkdir(parents=True, exist_ok=True)
             _probe(folder.path)
         except (OSError, ImportError) as error:  # ImportError: gs:// without gcsfs
             raise CheckpointError(
@@ -103,19 +115,17 @@ def open_run_folder(
 
 
 def require_space(folder: epath.PathLike, nbytes: int) -> None:
-    """Refuse to go on when a checkpoint of nbytes would not fit beside what is there.
+    """Refuse a checkpoint of nbytes that would not fit beside what is there.
 
     nbytes: size of the arrays; compression usually makes the files smaller, so this errs on
-    the safe side. Folders on gs:// have no limit to ask for. Raises CheckpointError.
+    the safe side. Folders on gs:// have no limit to ask for. Raises OSError.
     """
     if not is_local(folder):
         return
     free = shutil.disk_usage(folder).free
     if free < nbytes:
-        raise CheckpointError(
-            f"{folder} has {megabytes(free)} free, but one checkpoint takes {megabytes(nbytes)}: "
-            "free some space, set another base_output_directory, or set "
-            "enable_checkpointing=false."
+        raise OSError(
+            errno.ENOSPC, f"{megabytes(free)} are free but it takes {megabytes(nbytes)}"
         )
 
 
@@ -127,7 +137,7 @@ def megabytes(nbytes: int) -> str:
 def reason(error: BaseException) -> str:
     """The last, most particular part of an error's text, in one line."""
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror
+        return error.strerror.rstrip(".")
     # The file layer writes "while doing a: while doing b: why [code]", then details in lines.
     first_line = str(error).partition("\n")[0].partition(" [")[0]
     parts = [part for part in first_line.split(": ") if part]
@@ -135,18 +145,14 @@ def reason(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _locked(folder: RunFolder, run_name: str, warn: Callable[[str], None]) -> Iterator[None]:
+def _locked(
+    folder: RunFolder, run_name: str, warn: Callable[[str], None], wait_s: float
+) -> Iterator[None]:
     # Opened for appending: the holder's line must survive until the lock is ours.
     with open(folder.path / "lock", "a+", encoding="utf-8") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip()
-            raise CheckpointError(
-                f"run_name={run_name} is in use: {holder or 'another process'} writes to "
-                f"{folder.path}. Wait for it, stop it, or set another run_name."
-            ) from None
+            if not _lock(file):
+                _wait_for_lock(file, folder, run_name, warn, wait_s)
         except OSError as error:
             warn(
                 f"warning: {folder.path} is on a file system without locks ({reason(error)}): "
@@ -156,6 +162,53 @@ def _locked(folder: RunFolder, run_name: str, warn: Callable[[str], None]) -> It
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         yield
+
+
+def _lock(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _wait_for_lock(
+    file: TextIO, folder: RunFolder, run_name: str, warn: Callable[[str], None], wait_s: float
+) -> None:
+    """Wait until the holder's lock is gone. Raises CheckpointError when the holder is there."""
+    limit = time.monotonic() + wait_s
+    told = False
+    while True:
+        file.seek(0)
+        holder = file.read().strip()
+        if _runs_here(holder) or time.monotonic() >= limit:
+            raise CheckpointError(
+                f"run_name={run_name} is in use: {holder or 'another process'} writes to "
+                f"{folder.path}. Wait for it, stop it, or set another run_name."
+            )
+        if not told:
+            warn(
+                f"run_name={run_name} is locked by {holder or 'another process'}: waiting up to "
+                f"{wait_s:g} s, since a file server keeps the lock of a host that died for a while"
+            )
+            told = True
+        time.sleep(min(_LOCK_POLL_S, wait_s))
+        if _lock(file):
+            return
+
+
+def _runs_here(holder: str) -> bool:
+    """Whether the lock file names a process that lives on this host."""
+    match = re.fullmatch(r"process (\d{1,9}) on (.*)", holder)
+    if match is None or match[2] != socket.gethostname():
+        return False
+    try:
+        os.kill(int(match[1]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True  # another user's
+    return True
 
 
 def _probe(path: epath.Path) -> None:

@@ -111,6 +111,7 @@ def _run(cfg: Config, begun: float) -> int:
                     folder.checkpoints,
                     max_to_keep=cfg.max_num_checkpoints_to_keep,
                     use_async=cfg.async_checkpointing,
+                    timeout_s=cfg.checkpoint_timeout_seconds,
                     report=say,
                 )
             )
@@ -305,8 +306,8 @@ class _Loop:
             theta = self.run.parts.trainer.outer_params(state)
             return self.run.parts.evaluation(theta, self.run.held_out)
 
-    def save(self, t: int, state: Any) -> None:
-        """Save the state of step t, unless it is known to be bad."""
+    def save(self, t: int, state: Any, *, last: bool = False) -> None:
+        """Save the state of step t, unless it is known to be bad. last: and wait for the disk."""
         if self.run.checkpointer is None:
             return
         self.check(state)
@@ -314,7 +315,9 @@ class _Loop:
             trainer = self.run.parts.trainer
             items = saved_state.items_of(trainer, state)
             note = self.run.meta | saved_state.note_of(trainer, state)
-            self.run.checkpointer.save(t, items, note)
+            if self.writer is not None:
+                self.writer.sync()  # a checkpoint on the disk has its rows there too
+            self.run.checkpointer.save(t, items, note, last=last)
 
     def profile(self, t: int) -> None:
         cfg = self.run.cfg
@@ -334,9 +337,7 @@ class _Loop:
 
     def stop_early(self, t: int, state: Any, *, preempted: bool) -> int:
         """SIGTERM or Ctrl-C: save and leave."""
-        self.save(t, state)
-        if self.run.checkpointer is not None:
-            self.run.checkpointer.wait()
+        self.save(t, state, last=True)
         what = "saved. The same command goes on."
         if self.run.checkpointer is None:
             what = "nothing is saved, since enable_checkpointing=false."
@@ -348,9 +349,9 @@ class _Loop:
     def finish(self, state: Any) -> None:
         """The last save and the last lines."""
         if self.run.cfg.save_checkpoint_on_completion:
-            self.save(state.t, state)
-        if self.run.checkpointer is not None:
-            self.run.checkpointer.wait()  # what is told to be done is on disk
+            self.save(state.t, state, last=True)
+        elif self.run.checkpointer is not None:
+            self.run.checkpointer.wait(last=True)  # what is told to be done is on the disk
         trainer = self.run.parts.trainer
         done = f"done: step {state.t}"
         if isinstance(trainer, DiLoCo):

@@ -15,8 +15,8 @@
 #   GRACE_SECONDS (180: SIGTERM to the saved state)
 #   DRY_RUN=1 prints the command and starts nothing.
 # A restarted run resumes by its name from OUTPUT/RUN_NAME. A lost or preempted host (exit codes 5,
-# 137, 143) restarts it. A wrong flag, bad data or a loss that is not finite (2, 3, 4) does not,
-# not even on one host alone: the others end with its code.
+# 137, 143) or a store that takes no checkpoint (75) restarts it. A wrong flag, bad data or a loss
+# that is not finite (2, 3, 4) does not, not even on one host alone: the others end with its code.
 set -euo pipefail
 
 fail() { echo "xpk_run: $*" >&2; exit 2; }
@@ -54,7 +54,7 @@ done
 launch=(xpk workload create
   --cluster="$CLUSTER" --project="$PROJECT" --zone="$ZONE"
   --workload="$run" --tpu-type="$TPU_TYPE" --num-slices="$NUM_SLICES" --docker-image="$IMAGE"
-  --priority="${PRIORITY:-medium}" --max-restarts="${MAX_RESTARTS:-50}" --restart-on-exit-codes=5
+  --priority="${PRIORITY:-medium}" --max-restarts="${MAX_RESTARTS:-50}" --restart-on-exit-codes=5,75
   --termination-grace-period-seconds="${GRACE_SECONDS:-180}"
   --command="$command")
 [ -z "${STORAGE:-}" ] || launch+=(--storage="$STORAGE")

@@ -126,6 +126,31 @@ with open_checkpoints() as checkpointer:
     tell("used", restored.step)
     tell("saved again", checkpointer.save(3, items, {"t": 3}))
 
+write_slices = serialization.async_serialize_from_host
+
+async def full_disk(*args, **kwargs):
+    raise ValueError("RESOURCE_EXHAUSTED: Failed to write 5 bytes: No space left on device")
+
+def failing(there):  # in the second process only
+    serialization.async_serialize_from_host = full_disk if there and rank else write_slices
+
+from maxdiloco.errors import SaveError
+with open_checkpoints() as checkpointer:
+    for step in (4, 5):
+        failing(step == 4)
+        checkpointer.save(step, items, {"t": step})
+        checkpointer.wait()
+    failing(True)
+    try:
+        for step in (6, 7):
+            checkpointer.save(step, items, {"t": step})
+            checkpointer.wait()
+    except SaveError as error:
+        tell("ended", str(error))
+    failing(False)
+    tell("good", checkpointer.restore(lambda meta: {}).step)
+    checkpoint_io.in_any_process(False)  # a barrier
+
 folder = locate(base + ("" if rank == 0 else "-elsewhere"), "run").checkpoints
 try:
     open_checkpoints()
@@ -215,14 +240,32 @@ def test_the_seal_covers_the_files_of_both(two):
 def test_two_processes_agree_on_a_damaged_checkpoint(two):
     """Only one of them examines the file that is gone; both go back, and the first one says so."""
     folder, (first, second) = two
-    warnings = [text for what, text in first if what == "said" and "warning" in text]
+    warnings = [text for what, text in first if what == "said" and "is damaged" in text]
     assert len(warnings) == 1
     assert warnings[0].startswith(f"warning: checkpoint {folder}/3 is damaged and is not used")
     assert [what for what, _ in second if what == "said"] == []
     for mine in map(dict, (first, second)):
         assert mine["used"] == 2
         assert mine["saved again"]
-    assert sorted(os.listdir(folder)) == ["2", "3", "3.damaged"]
+    assert sorted(os.listdir(folder)) == ["3", "3.damaged", "5"]  # after the test below too
+
+
+def test_the_failure_of_one_process_is_a_failed_save_for_all(two):
+    """Saves 4, 6 and 7 fail in the second process; the first one hears of it at once, not after
+    the 20 minutes that a save may take, and says why. Two in a row end both.
+    """
+    folder, (first, second) = two
+    warnings = [text for what, text in first if what == "said" and "could not be saved" in text]
+    why = "process 1: Failed to write 5 bytes: No space left on device; the last step saved is"
+    first_why = why.replace("the last step saved is", "no step was saved since the start")
+    assert len(warnings) == 2
+    assert f"step 4 could not be saved in {folder}: {first_why}" in warnings[0]
+    assert f"step 6 could not be saved in {folder}: {why} 5." in warnings[1]
+    assert [what for what, _ in second if what == "said"] == []
+    mine, other = dict(first)["ended"], dict(second)["ended"]
+    assert f"step 7 could not be saved in {folder}: {why} 5." in mine
+    assert f"step 7 could not be saved in {folder}: Failed to write 5 bytes" in other
+    assert dict(first)["good"] == dict(second)["good"] == 5
 
 
 def test_a_folder_that_one_process_does_not_see_is_an_error_in_all(two):

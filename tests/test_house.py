@@ -18,7 +18,7 @@ ROOMS = {
     2: "models models.* data data.* optimizer",
     3: "exchange exchange.* hlo hlo.*",
     4: "algorithm algorithm_* data_parallel inner_step evaluate assemble feeding monitor tables "
-    "checkpoint checkpoint_* run_folder run_data saved_state resume_rules preemption "
+    "checkpoint checkpoint_* run_folder run_data durable saved_state resume_rules preemption "
     "metrics metrics_* console speed compiles compile_ahead compiled_file",
     5: "train training start train_compile generate evaluate_run report command_line maxdiloco",
 }

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import maxdiloco
-from maxdiloco import config
+from maxdiloco import config, errors
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -225,7 +225,8 @@ def test_xpk_gets_the_training_command_whole(tmp_path):
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert {"workload", "create", "--num-slices=2", "--workload=first"} <= set(lines)
-    assert "--restart-on-exit-codes=5" in lines, "LostPeerError.exit_code"
+    codes = f"{errors.LostPeerError.exit_code},{errors.SaveError.exit_code}"
+    assert f"--restart-on-exit-codes={codes}" in lines
     (command,) = [line for line in lines if line.startswith("--command=")]
     assert command.startswith("--command=exec python "), "SIGTERM has to reach Python itself"
     spoken = command.replace("--command=exec python", "printf '%s|'")

@@ -22,6 +22,7 @@ from maxdiloco.errors import (
     LostPeerError,
     NumericsError,
     Preempted,
+    SaveError,
 )
 from maxdiloco.parallel import watch
 
@@ -38,7 +39,10 @@ JAX_PATIENCE_S = 60  # JAX's own timeouts, which abort, come this much after our
 CAUSE_S = 3.0  # an error of the main thread waits this long for the loss that may be behind it
 
 # Errors that no lost peer brings about; an error of a checkpoint can come from one.
-OWN_ERRORS = (ConfigError, DataError, NumericsError, Preempted, KeyboardInterrupt, SystemExit)
+OWN_ERRORS = (
+    *(ConfigError, DataError, NumericsError, Preempted, SaveError),
+    *(KeyboardInterrupt, SystemExit),
+)
 INTERRUPTED = 130
 CRASHED = 1
 LAST_PORT = 65535

@@ -131,7 +131,7 @@ SMALL = dict(
 @pytest.mark.parametrize("memory", ["device", "pinned_host"])
 def test_start_and_evaluation_need_no_more_memory_than_a_step(memory):
     """An evaluation reads the rows of a micro-batch. Control: all rows of the step at once, as with
-    one micro-batch, need more than twice as much."""
+    one micro-batch, need more."""
     devices = topology.devices("v5e-4", 2)
 
     def needed(*names, **keys):
@@ -149,7 +149,7 @@ def test_start_and_evaluation_need_no_more_memory_than_a_step(memory):
     inner, evaluate, init = needed("inner", "evaluate", "init")
     assert init <= inner and evaluate <= inner
     (at_once,) = needed("evaluate", gradient_accumulation_steps=1, per_device_batch_size=16)
-    assert at_once > 2 * evaluate
+    assert at_once > 1.3 * evaluate
 
 
 @pytest.mark.tpu_aot

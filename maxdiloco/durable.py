@@ -1,0 +1,57 @@
+"""Files and folders forced to the disk, so that a power cut cannot take them back.
+
+A file's contents and its name are two things to a file system: fsync of the file keeps the
+contents, fsync of its folder keeps the name. Neither implies the other.
+"""
+
+import errno
+import os
+
+from etils import epath
+
+# What fsync of a folder answers where only files can be synced (FUSE, some network mounts), and
+# open where a folder of someone else may be passed through but not read.
+_FOLDERS_NOT_SYNCED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES}
+
+
+def sync_file(path: epath.PathLike) -> None:
+    """Force the contents of a file to the disk. Raises OSError."""
+    _sync(os.fspath(path))
+
+
+def sync_folder(path: epath.PathLike) -> None:
+    """Force the names in a folder to the disk: files made, renamed and removed. Raises OSError."""
+    try:
+        _sync(os.fspath(path))
+    except OSError as error:
+        if error.errno not in _FOLDERS_NOT_SYNCED:
+            raise
+
+
+def sync_tree(path: epath.PathLike) -> None:
+    """Force a folder and all that is below it to the disk, innermost first. Raises OSError."""
+
+    def give_up(error: OSError) -> None:
+        raise error  # os.walk would leave the folder out
+
+    for folder, _, names in os.walk(os.fspath(path), topdown=False, onerror=give_up):
+        for name in names:
+            sync_file(os.path.join(folder, name))
+        sync_folder(folder)
+
+
+def make_folder(path: epath.PathLike) -> None:
+    """Make a folder with its parents, and force their names to the disk. Raises OSError."""
+    path = epath.Path(path)
+    missing = [folder for folder in path.parents if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in [path, *missing]:  # path too: the life that made it may have died before this
+        sync_folder(folder.parent)
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,66 @@
+"""A small ext4 in a file whose power can be cut: what was not synced is gone."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import subprocess
+import time
+
+import pytest
+
+_SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN = _IOR('X', 125, __u32), linux/fs/ext4/ext4.h
+_NOLOGFLUSH = 2  # EXT4_GOING_FLAGS_NOLOGFLUSH: without writing the journal, as a cut of the power
+IMAGE_BYTES = 64 << 20
+
+
+def _run(*command):
+    return subprocess.run([str(part) for part in command], capture_output=True, text=True)
+
+
+class Ext4:
+    """path: where it is mounted."""
+
+    def __init__(self, image, path):
+        self._image, self.path = image, path
+
+    def mount(self):
+        # commit: the journal would otherwise write by itself what is older than 5 s.
+        done = _run("mount", "-o", "loop,commit=300", self._image, self.path)
+        if done.returncode:
+            pytest.skip(f"a file system in a file cannot be mounted here: {done.stderr.strip()}")
+
+    def cut(self):
+        """Cut the power, and mount what is left."""
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.ioctl(descriptor, _SHUTDOWN, _NOLOGFLUSH.to_bytes(4, "little"))
+        finally:
+            os.close(descriptor)
+        for _ in range(100):  # a thread that meets the dead disk may still hold a file
+            if _run("umount", self.path).returncode == 0:
+                return self.mount()
+            time.sleep(0.1)
+        raise AssertionError(_run("fuser", "-vm", self.path).stderr)
+
+    def turn_read_only(self):
+        """As at an error with errors=remount-ro; abort is the mount option that simulates one."""
+        _run("mount", "-o", "remount,abort", self.path)
+
+
+@contextlib.contextmanager
+def small_ext4(folder):
+    """A mounted Ext4 in a folder; skips the test where there cannot be one."""
+    if os.geteuid() != 0 or shutil.which("mkfs.ext4") is None:
+        pytest.skip("mounting an ext4 takes root and mkfs.ext4")
+    image, path = folder / "image", folder / "mount"
+    path.mkdir()
+    with image.open("wb") as file:
+        file.truncate(IMAGE_BYTES)
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+    found = Ext4(image, path)
+    found.mount()
+    try:
+        yield found
+    finally:
+        _run("umount", "--lazy", path)
