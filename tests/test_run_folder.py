@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from maxdiloco import run_folder
+from maxdiloco import object_store
 from maxdiloco.errors import CheckpointError
 from maxdiloco.run_folder import locate, megabytes, open_run_folder, reason, require_space
 
@@ -141,21 +141,14 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
 
 
 def test_an_object_store_without_its_library_is_one_line(monkeypatch):
-    """What etils raises for gs:// when gcsfs is absent."""
-
-    class Unreachable:
-        def __truediv__(self, name):
-            return self
-
-        def __fspath__(self):
-            return "gs://bucket/run"
-
-        def mkdir(self, **options):
-            raise ImportError("Please install gcsfs to access Google Storage")
-
-    monkeypatch.setattr(run_folder, "absolute", lambda path: Unreachable())
-    with pytest.raises(CheckpointError, match=r"base_output_directory=gs://bucket .*gcsfs"):
+    monkeypatch.setattr(object_store, "EXTRA", ("gcsfs", "google.cloud.absent"))
+    with pytest.raises(CheckpointError) as error:
         open_run_folder("gs://bucket", "run").__enter__()
+    assert str(error.value) == (
+        "base_output_directory=gs://bucket needs the packages gcsfs and google-cloud-storage, "
+        "which are not installed: pip install 'maxdiloco[gcs]', or use a folder on a mounted file "
+        "system."
+    )
 
 
 def test_room_for_a_checkpoint_is_asked_for_in_bytes(tmp_path):
