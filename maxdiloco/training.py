@@ -302,6 +302,8 @@ class _Loop:
             trainer = self.run.parts.trainer
             items = saved_state.items_of(trainer, state)
             note = self.run.meta | saved_state.note_of(trainer, state)
+            if self.writer is not None:
+                self.writer.sync()
             self.run.checkpointer.save(t, items, note)
 
     def profile(self, t: int) -> None:
