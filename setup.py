@@ -31,7 +31,7 @@ setup(
     extras_require={
         "tpu": ["jax[tpu]>=0.10.2,<0.12"],
         "cuda12": ["jax[cuda12]>=0.10.2,<0.12"],
-        "gcs": ["gcsfs"],
+        "gcs": ["gcsfs", "google-cloud-storage"],
         "dev": ["hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "setuptools>=77"],
     },
     entry_points={

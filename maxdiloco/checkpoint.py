@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any
 import jax
 from etils import epath
 
-from maxdiloco import checkpoint_io, checkpoint_quiet, checkpoint_read, checkpoint_write, durable
+from maxdiloco import (
+    checkpoint_io,
+    checkpoint_quiet,
+    checkpoint_read,
+    checkpoint_write,
+    durable,
+    object_store,
+    shared_folder,
+)
 from maxdiloco.checkpoint_read import (
     PARAMETERS,
     AbstractOf,
@@ -86,16 +94,10 @@ class Checkpointer:
         self._known_good: set[epath.Path] = set()
         if self._primary:
             with self._one_line("cannot be used"):
-                if is_local(self._folder):
+                if is_local(self._folder):  # elsewhere a folder is the names of its objects
                     durable.make_folder(self._folder)
                 self._remove_unfinished()
-        # The first question keeps the others from looking before the first one has cleaned up.
-        checkpoint_io.in_any_process(False)
-        if checkpoint_io.in_any_process(not self._folder.is_dir()):
-            raise CheckpointError(
-                f"base_output_directory: not every process of the run sees {self._folder}. "
-                "Use a folder that all machines share, or gs://."
-            )
+        shared_folder.require(self._folder)  # and nobody looks before the first has cleaned up
         self._parts = checkpoint_write.Parts()
         self._writer = checkpoint_io.open_writer()
         # A thread keeps an error until the main thread asks for it. One does what a save needs,
@@ -166,14 +168,15 @@ class Checkpointer:
         says, and whatever abstract_of raises.
         """
         self._end_of_save()
-        restored, damaged = checkpoint_read.first_undamaged(
-            checkpoint_read.newest_first(self._folder),
-            abstract_of,
-            report=self._report,
-            axis=self._gather_axis,
-            remedy=lambda meta: _REMEDY,
-            known_good=self._known_good,
-        )
+        with checkpoint_read.reading(self._folder, "base_output_directory"):
+            restored, damaged = checkpoint_read.first_undamaged(
+                checkpoint_read.newest_first(self._folder),
+                abstract_of,
+                report=self._report,
+                axis=self._gather_axis,
+                remedy=lambda meta: _REMEDY,
+                known_good=self._known_good,
+            )
         if restored is not None:
             self._known_good.add(restored.path)
             self._newest = restored.step
@@ -278,12 +281,12 @@ class Checkpointer:
 
     def _remove_unfinished(self) -> None:
         # The lock of the run folder says that nobody is writing these now.
-        for path in self._folder.iterdir():
+        for path in self._folder.iterdir() if self._folder.is_dir() else ():
             step, suffix, _ = path.name.partition(".")
             if not step.isdigit() or path.name.endswith(_DAMAGED):
                 continue
             if suffix or not checkpoint_io.is_complete(path):
-                path.rmtree()
+                object_store.remove(path)
 
     def _remove(self, path: epath.Path) -> None:
         if is_local(path):
@@ -292,20 +295,21 @@ class Checkpointer:
             durable.sync_folder(path.parent)  # its name goes before its files, also on the disk
         else:
             (path / checkpoint_io.COMMIT).unlink(missing_ok=True)
-        path.rmtree()
+        object_store.remove(path)
 
     def _set_aside(self, path: epath.Path) -> None:
         target = path.parent / (path.name + _DAMAGED)
         if target.exists():
-            target.rmtree()
+            object_store.remove(target)
         path.rename(target)
-        durable.sync_folder(path.parent)
+        if is_local(path):
+            durable.sync_folder(path.parent)
 
     @contextlib.contextmanager
     def _one_line(self, what: str) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except (OSError, *object_store.errors(self._folder)) as error:
             raise CheckpointError(
                 f"base_output_directory: {what} in {self._folder}: {reason(error)}. Free some "
                 "space or set another folder."

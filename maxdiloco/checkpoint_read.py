@@ -1,15 +1,25 @@
 """Find the newest checkpoint that is not damaged and read it, of this run or of another."""
 
+import contextlib
+import socket
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 from etils import epath
 
-from maxdiloco import checkpoint_arrays, checkpoint_io, checkpoint_seal
+from maxdiloco import (
+    checkpoint_arrays,
+    checkpoint_io,
+    checkpoint_seal,
+    object_store,
+    shared_folder,
+)
 from maxdiloco.errors import CheckpointError
-from maxdiloco.run_folder import absolute
+from maxdiloco.run_folder import absolute, reason
 
+_ATTEMPTS = 12  # at a file that only some hosts find damaged
 PARAMETERS = "outer_params"  # the item that load_parameters_path and generation read
 
 # Gives {item: tree of jax.ShapeDtypeStruct with shardings, or of checkpoint_arrays.Cycled} for the
@@ -48,20 +58,20 @@ def restore_from(
     Nothing at path is changed. Raises CheckpointError when there is nothing to read at path, all
     of it is damaged, or shapes or dtypes are not what abstract_of says.
     """
-    folder = absolute(path)
-    if (folder / checkpoint_seal.FILE).exists():
+    folder = absolute(path, key=key)
+    with reading(folder, key):
         candidates: Iterable[epath.Path] = [folder]
-    else:
-        candidates = newest_first(folder / "checkpoints")
-    restored, _ = first_undamaged(
-        candidates,
-        abstract_of,
-        report=report if jax.process_index() == 0 else say_nothing,
-        axis=gather_axis,
-        remedy=remedy,
-        otherwise=f"or give {key} another path",
-        cast=cast,
-    )
+        if not checkpoint_io.from_first_process((folder / checkpoint_seal.FILE).exists()):
+            candidates = newest_first(folder / "checkpoints")
+        restored, _ = first_undamaged(
+            candidates,
+            abstract_of,
+            report=report if jax.process_index() == 0 else say_nothing,
+            axis=gather_axis,
+            remedy=remedy,
+            otherwise=f"or give {key} another path",
+            cast=cast,
+        )
     if restored is None:
         raise CheckpointError(
             f"{key}={path} holds no checkpoint: give the folder of a run that has saved one, or "
@@ -84,21 +94,32 @@ def restore_parameters(
     return restored.items[PARAMETERS]
 
 
+@contextlib.contextmanager
+def reading(folder: epath.Path, key: str) -> Iterator[None]:
+    """Raise CheckpointError for a folder that the file system or the store does not give out.
+
+    key: what gave the folder, for messages.
+    """
+    try:
+        yield
+    except (OSError, *object_store.errors(folder)) as error:
+        raise CheckpointError(
+            f"{key}: {folder} cannot be read: {reason(error)}. See that it can be, and start again."
+        ) from error
+
+
 def steps(folder: epath.PathLike) -> list[int]:
     """The steps that have a complete checkpoint in a folder of checkpoints, oldest first."""
-    folder = epath.Path(folder)
-    if not folder.is_dir():
+    try:
+        found = [path for path in epath.Path(folder).iterdir() if path.name.isdigit()]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(
-        int(path.name)
-        for path in folder.iterdir()
-        if path.name.isdigit() and checkpoint_io.is_complete(path)
-    )
+    return sorted(int(path.name) for path in found if checkpoint_io.is_complete(path))
 
 
 def newest_first(folder: epath.Path) -> Iterator[epath.Path]:
     """The complete checkpoints of a folder, the same ones in every process."""
-    found = steps(folder)
+    found = steps(folder) if jax.process_index() == 0 else []
     while (step := checkpoint_io.from_first_process(found.pop() if found else -1)) >= 0:
         yield folder / str(step)
 
@@ -122,15 +143,9 @@ def first_undamaged(
     """
     damaged: dict[epath.Path, str] = {}
     for path in candidates:
-        problem = None
-        if path not in known_good:
-            problem = checkpoint_seal.damage(
-                path, part=jax.process_index(), parts=jax.process_count()
-            )
-        if checkpoint_io.in_any_process(problem is not None):
-            found = problem or "another process has found a bad file"
-            report(f"warning: checkpoint {path} is damaged and is not used: {found}.")
-            damaged[path] = found
+        if path not in known_good and (problem := _damage(path)):
+            report(f"warning: checkpoint {path} is damaged and is not used: {problem}.")
+            damaged[path] = problem
             continue
         note = checkpoint_io.read_note(path)
         abstract = abstract_of(note.meta)
@@ -148,6 +163,35 @@ def first_undamaged(
             f"mounted, put a copy of a checkpoint there, {otherwise}."
         )
     return None, []
+
+
+def _damage(path: epath.Path) -> str | None:
+    """What is wrong with a checkpoint, the same in all processes.
+
+    Damage is what the first process sees too: another host may only be slow to see a file, or
+    see another folder. Raises CheckpointError when that lasts.
+    """
+    nothing = checkpoint_seal.SEAL - 1
+    own = checkpoint_seal.damage(path, part=jax.process_index(), parts=jax.process_count())
+    for attempt in range(_ATTEMPTS):
+        if attempt:
+            time.sleep(shared_folder.WAIT_S / _ATTEMPTS)
+            own = own and checkpoint_seal.damage(path, places=[own.place])
+        places = checkpoint_io.from_all(nothing if own is None else own.place)
+        bad = [process for process, place in enumerate(places) if place != nothing]
+        if not bad:
+            return None
+        confirmed = None
+        if jax.process_index() == 0:
+            confirmed = checkpoint_seal.damage(path, places=places)
+        if checkpoint_io.from_first_process(confirmed is not None):
+            return confirmed.what if confirmed else "process 0 tells what"
+    here = f" Process {jax.process_index()} on {socket.gethostname()}: {own.what}." if own else ""
+    raise CheckpointError(
+        f"checkpoint {path} is whole as process 0 sees it, but not as process "
+        f"{', '.join(map(str, bad))} does.{here} Use a folder that all machines share, or gs://, "
+        "and start again."
+    )
 
 
 def say_nothing(line: str) -> None:

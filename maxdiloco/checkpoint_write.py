@@ -17,7 +17,7 @@ import jax
 from etils import epath
 from jax._src import distributed as jax_distributed  # the only way to its key-value store
 
-from maxdiloco import checkpoint_io, checkpoint_seal, durable
+from maxdiloco import checkpoint_io, checkpoint_seal, durable, object_store
 from maxdiloco.checkpoint_io import COMMIT, META
 from maxdiloco.run_folder import is_local, reason, require_space
 
@@ -65,7 +65,7 @@ def prepare(folder: epath.Path, target: epath.Path, items: Sequence[str], *, nby
             durable.sync_folder(target.parent)  # the save that made it may have failed in this
         return False
     if folder.exists():
-        folder.rmtree()
+        object_store.remove(folder)
     require_space(target.parent, nbytes)
     if is_local(folder):
         for name in (*items, META):
@@ -112,7 +112,7 @@ def commit(save: Save, writer: "ocp.PyTreeCheckpointHandler") -> None:
 def discard(folder: epath.Path) -> None:
     """Remove what a failed save has left. Raises OSError; the next start tries again."""
     if folder.exists():
-        folder.rmtree()
+        object_store.remove(folder)
 
 
 class Parts:

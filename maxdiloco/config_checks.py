@@ -77,7 +77,26 @@ def _check_limit(key: Key, value: Any) -> None:
     raise ConfigError(f"{key.name}={show(value)} must be one of: {listed}. {remedy}")
 
 
+def refuse_store(key: str, value: str) -> None:
+    """Raise ConfigError when a path is on an object store other than gs://.
+
+    Orbax makes a checkpoint on gs:// visible by a last object, but elsewhere by renaming a folder,
+    which such stores do object by object; and the lock of a run needs the preconditions of gs://.
+    """
+    scheme, found, rest = value.partition("://")
+    if not found or (scheme == "gs" and re.match(r"[a-z0-9]", rest)):
+        return
+    if scheme == "gs":
+        raise ConfigError(f"{key}={value} names no bucket. Use gs://bucket/folder.")
+    raise ConfigError(
+        f"{key}={value} is on {scheme}://, where a checkpoint cannot become visible at once and a "
+        f"run cannot be locked. Use gs://bucket/folder, or a folder on a mounted file system."
+    )
+
+
 def _run(cfg: Any) -> None:
+    for key in ("base_output_directory", "load_parameters_path", "load_full_state_path"):
+        refuse_store(key, vars(cfg)[key])
     if not re.fullmatch(r"([A-Za-z0-9_][A-Za-z0-9._-]*)?", cfg.run_name):
         raise ConfigError(
             f"run_name={cfg.run_name} cannot name a folder. Use letters, digits, '.', '_' and "

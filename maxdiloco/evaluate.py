@@ -69,8 +69,8 @@ class Evaluation:
     def __call__(self, params: Any, dataset: Any) -> float:
         """Cross entropy per token [nats] of one replica's parameters, z-loss left out.
 
-        params: as DiLoCo.outer_params gives them. dataset: a data.pipeline.Dataset. The sums stay on the devices until the last
-        batch. NaN when no token counts.
+        params: as DiLoCo.outer_params gives them. dataset: of data.pipeline. The sums stay on the
+        devices until the last batch. NaN when no token counts.
         """
         from maxdiloco.data import pipeline
 

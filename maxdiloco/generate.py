@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from maxdiloco import config_checks
 from maxdiloco.command_line import guarded
 from maxdiloco.errors import ConfigError
 
@@ -46,6 +47,7 @@ def _main(argv: Sequence[str]) -> int:
             print(f"  {name}={default!r}  {MEANING[name]}")
         return 0
     run, options = argv[0], parse(argv[1:])
+    config_checks.refuse_store("RUN", run)
     print(text(run, options))
     return 0
 

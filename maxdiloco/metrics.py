@@ -19,6 +19,7 @@ from typing import Any
 
 from etils import epath
 
+from maxdiloco import object_store
 from maxdiloco.durable import sync_folder
 from maxdiloco.errors import CheckpointError
 from maxdiloco.run_folder import RunFolder, is_local, reason
@@ -51,7 +52,7 @@ class MetricsWriter:
             self._sink = (
                 _LocalRows(self._path)
                 if is_local(self._path)
-                else _RemoteRows(self._path, kept, time.monotonic)
+                else _RemoteRows(self._path, kept, time.monotonic, folder.require_lock)
             )
         self._tensorboard = None
         if tensorboard:
@@ -130,9 +131,10 @@ def _repaired(
     path: epath.Path, resume_step: int | None, report: Callable[[str], None]
 ) -> tuple[int | None, str]:
     """(the last step in the file, its text) after rows that must not be there are dropped."""
-    if not path.exists():
-        return None, ""
-    text = path.read_bytes().decode(errors="replace")
+    with object_store.as_os_errors(path):
+        if not path.exists():
+            return None, ""
+        text = path.read_bytes().decode(errors="replace")
     kept: list[str] = []
     last: int | None = None
     later = broken = 0
@@ -167,7 +169,8 @@ def _step_of(line: str) -> int | None:
 
 def _replace(path: epath.Path, text: str) -> None:
     if not is_local(path):
-        path.write_text(text)
+        with object_store.as_os_errors(path):
+            path.write_text(text)
         return
     beside = f"{path}.new"
     with open(beside, "w", encoding="utf-8") as file:
@@ -201,18 +204,32 @@ class _LocalRows:
 class _RemoteRows:
     """Rows kept in memory and written as a whole from time to time."""
 
-    def __init__(self, path: epath.Path, text: str, clock: Callable[[], float]):
+    def __init__(
+        self,
+        path: epath.Path,
+        text: str,
+        clock: Callable[[], float],
+        require_lock: Callable[[], None],
+    ):
         self._path, self._text, self._clock = path, text, clock
+        self._require_lock = require_lock
         self._written = clock()
+        self._whole = True
 
     def write(self, line: str) -> None:
+        self._require_lock()  # here, since every logged step comes by
         self._text += line + "\n"
+        self._whole = False
         if self._clock() - self._written >= REMOTE_FLUSH_SECONDS:
-            self.close()
+            self.sync()
 
     def sync(self) -> None:
-        self._path.write_text(self._text)
+        self._require_lock()
         self._written = self._clock()
+        with object_store.as_os_errors(self._path):
+            self._path.write_text(self._text)
+        self._whole = True
 
     def close(self) -> None:
-        self.sync()
+        if not self._whole:
+            self.sync()

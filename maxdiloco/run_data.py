@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 from etils import epath
 
-from maxdiloco import assemble
+from maxdiloco import assemble, object_store
 from maxdiloco.config import Config
 from maxdiloco.data import pipeline
 from maxdiloco.data.line_index import LineIndex
@@ -38,16 +38,18 @@ def open_data(
 def load_index(index: LineIndex, path: epath.Path) -> None:
     """Take over the index of an earlier start. It is no loss but of time: what fails is a line."""
     try:
-        index.load(path)
-    except (OSError, ImportError) as error:  # ImportError: gs:// without gcsfs
+        with object_store.as_os_errors(path):
+            index.load(path)
+    except OSError as error:
         index.report(f"note: {path} cannot be read ({reason(error)}): .jsonl files are read.")
 
 
 def save_index(index: LineIndex, path: epath.Path) -> None:
     """Keep the index for the next start; what fails is a line."""
     try:
-        index.save(path)
-    except (OSError, ImportError) as error:
+        with object_store.as_os_errors(path):
+            index.save(path)
+    except OSError as error:
         index.report(
             f"note: {path} cannot be written ({reason(error)}): the next start reads .jsonl files "
             "through again."

@@ -14,8 +14,11 @@ from typing import TextIO
 
 from etils import epath
 
+from maxdiloco import object_store
 from maxdiloco.durable import make_folder
 from maxdiloco.errors import CheckpointError
+from maxdiloco.object_lock import ObjectLock
+from maxdiloco.object_store import is_local
 
 # A few log lines and a small checkpoint fit: less free space than this ends any run at once.
 _PROBE_BYTES = 1 << 20  # our choice
@@ -29,6 +32,8 @@ class RunFolder:
     """`base_output_directory`/`run_name` and the names inside it."""
 
     path: epath.Path
+    # Raises CheckpointError when another process has taken the lock over; only on gs://.
+    require_lock: Callable[[], None] = lambda: None
 
     @property
     def checkpoints(self) -> epath.Path:
@@ -51,15 +56,16 @@ class RunFolder:
         return self.path / "tensorboard"
 
 
-def is_local(path: epath.PathLike) -> bool:
-    """Whether path is on a mounted file system (gs:// and its like are not)."""
-    return "://" not in os.fspath(path)
+def absolute(path: epath.PathLike, *, key: str = "base_output_directory") -> epath.Path:
+    """The path with ~ expanded and, on a mounted file system, made absolute.
 
-
-def absolute(path: epath.PathLike) -> epath.Path:
-    """The path with ~ expanded and, on a mounted file system, made absolute."""
-    path = epath.Path(path)
-    return path.expanduser().resolve() if is_local(path) else path
+    key: what gave the path, for messages.
+    Raises CheckpointError for gs:// without the packages that it needs.
+    """
+    if not is_local(path):
+        object_store.prepare(path, key)
+        return epath.Path(path)
+    return epath.Path(path).expanduser().resolve()
 
 
 def locate(base_output_directory: str, run_name: str) -> RunFolder:
@@ -91,7 +97,8 @@ def open_run_folder(
     warn: takes one line when the file system knows no locks, or when the lock is waited for.
     lock_wait_s: how long to wait for the lock of a process that is not seen on this host.
     The lock is an flock, held until the context ends and let go by the kernel when the process
-    dies, so that kill -9 leaves nothing to clean; gs:// has no lock. Imports no JAX.
+    dies, so that kill -9 leaves nothing to clean; on gs:// it is an object that goes stale when
+    nobody renews it (object_lock.py). Imports no JAX.
     Raises CheckpointError when the folder cannot be made or written, or another run holds it.
     """
     folder = locate(base_output_directory, run_name)
@@ -103,13 +110,16 @@ def open_run_folder(
             if is_local(folder.path):
                 make_folder(folder.path)
                 stack.enter_context(_locked(folder, run_name, warn, lock_wait_s))
-            else:
-                folder.path.mkdir(parents=True, exist_ok=True)
-            _probe(folder.path)
-        except (OSError, ImportError) as error:  # ImportError: gs:// without gcsfs
+                _probe(folder.path)
+            else:  # folders need not be made there, and the lock is a probe
+                lock = ObjectLock(folder.path / "lock", run_name=run_name, say=warn)
+                stack.enter_context(lock)
+                folder = dataclasses.replace(folder, require_lock=lock.require)
+        except (OSError, *object_store.errors(folder.path)) as error:
+            free = " and has free space" if is_local(folder.path) else ""
             raise CheckpointError(
                 f"base_output_directory={base_output_directory} cannot hold run_name={run_name}: "
-                f"{reason(error)}. Choose a folder that can be written and has free space."
+                f"{reason(error)}. Choose a folder that can be written{free}."
             ) from error
         yield folder
 
@@ -138,6 +148,8 @@ def reason(error: BaseException) -> str:
     """The last, most particular part of an error's text, in one line."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.rstrip(".")
+    if answer := object_store.reason(error):
+        return answer
     # The file layer writes "while doing a: while doing b: why [code]", then details in lines.
     first_line = str(error).partition("\n")[0].partition(" [")[0]
     parts = [part for part in first_line.split(": ") if part]
@@ -215,8 +227,7 @@ def _probe(path: epath.Path) -> None:
     probe = path / "write-probe"
     try:
         probe.write_bytes(bytes(_PROBE_BYTES))
-        if is_local(path):
-            with open(probe, "rb") as file:
-                os.fsync(file.fileno())  # some file systems notice a full disk only here
+        with open(probe, "rb") as file:
+            os.fsync(file.fileno())  # some file systems notice a full disk only here
     finally:
         probe.unlink(missing_ok=True)

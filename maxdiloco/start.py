@@ -8,7 +8,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-from maxdiloco import checkpoint_read, config, optimizer, resume_rules, saved_state
+from maxdiloco import (
+    checkpoint_read,
+    config,
+    optimizer,
+    resume_rules,
+    saved_state,
+    shared_folder,
+)
 from maxdiloco.assemble import Parts, initial_state, schedule_steps, state_with
 from maxdiloco.checkpoint import Checkpointer
 from maxdiloco.checkpoint_io import from_first_process, in_any_process
@@ -54,6 +61,7 @@ def look(cfg: Config, checkpointer: Checkpointer | None, *, M: int, B: int, data
 
 def agreed_fingerprint(data: str) -> str:
     """The fingerprint of the data, if all processes have the same. Raises DataError if not."""
+    shared_folder.meet()  # the first process may still wait for the lock of the run's folder
     own = zlib.crc32(data.encode()) >> 1  # fits a signed 32-bit integer
     if in_any_process(from_first_process(own) != own):
         raise DataError(

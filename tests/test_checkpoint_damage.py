@@ -150,7 +150,10 @@ def test_processes_share_the_examination(tmp_path, two_saved):
     newest = folder / "20"
     (newest / "meta" / "metadata").unlink()
     found = [checkpoint_seal.damage(newest, part=part, parts=3) for part in range(3)]
-    assert sorted(map(str, found)) == ["None", "None", "meta/metadata is missing"]
+    assert [one.what for one in found if one] == ["meta/metadata is missing"]
+    place = next(one.place for one in found if one)
+    assert checkpoint_seal.damage(newest, places=[place]) in found
+    assert checkpoint_seal.damage(newest, places=[place + 1]) is None
 
 
 def test_above_the_limit_only_sizes_are_kept(tmp_path, two_saved):
@@ -161,7 +164,7 @@ def test_above_the_limit_only_sizes_are_kept(tmp_path, two_saved):
     zeroed(file, file.read_bytes())
     assert checkpoint_seal.damage(newest) is None
     cut(file, file.read_bytes())
-    assert "bytes instead of" in checkpoint_seal.damage(newest)
+    assert "bytes instead of" in checkpoint_seal.damage(newest).what
 
 
 SAVER = """

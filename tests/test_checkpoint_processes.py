@@ -31,7 +31,7 @@ rank, port, base = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(f"localhost:{port}", 2, rank)
 from jax.sharding import NamedSharding, PartitionSpec as P
-from maxdiloco import checkpoint_io
+from maxdiloco import checkpoint_io, checkpoint_read, checkpoint_seal
 from maxdiloco.checkpoint import Checkpointer
 from maxdiloco.checkpoint_arrays import Cycled
 from maxdiloco.errors import CheckpointError
@@ -151,11 +151,37 @@ with open_checkpoints() as checkpointer:
     tell("good", checkpointer.restore(lambda meta: {}).step)
     checkpoint_io.in_any_process(False)  # a barrier
 
+# One host sees a file later than the other, or never.
+checkpoint_read.shared_folder.WAIT_S = 1.2
+damage = checkpoint_seal.damage
+looks = []
+
+def late(*arguments, **options):
+    looks.append(options)
+    if rank == 1 and len(looks) <= late_looks:
+        return checkpoint_seal.Damage(0, "a file is missing")
+    return damage(*arguments, **options)
+
+checkpoint_seal.damage = late
+for what, late_looks in (("late", 2), ("never", 1000)):
+    looks.clear()
+    try:
+        with open_checkpoints() as checkpointer:
+            tell(what, checkpointer.restore(lambda meta: {}).step)
+    except CheckpointError as error:
+        tell(what, str(error))
+
+def refusal(what):
+    try:
+        open_checkpoints()
+    except CheckpointError as error:
+        tell(what, str(error))
+
 folder = locate(base + ("" if rank == 0 else "-elsewhere"), "run").checkpoints
-try:
-    open_checkpoints()
-except CheckpointError as error:
-    tell("error", str(error))
+refusal("absent")
+folder.mkdir(parents=True, exist_ok=True)
+(folder / "start").write_text("1")  # of a start before
+refusal("another")
 """
 
 
@@ -268,11 +294,33 @@ def test_the_failure_of_one_process_is_a_failed_save_for_all(two):
     assert dict(first)["good"] == dict(second)["good"] == 5
 
 
-def test_a_folder_that_one_process_does_not_see_is_an_error_in_all(two):
-    for mine in map(dict, two[1]):
-        error = mine["error"]
-        assert error.startswith("base_output_directory: not every process of the run sees ")
-        assert error.endswith("Use a folder that all machines share, or gs://.")
+def test_a_file_that_one_host_sees_late_is_no_damage(two):
+    """The first process finds the file whole, so the others look again."""
+    assert [dict(mine)["late"] for mine in two[1]] == [5, 5]
+
+
+def test_a_file_that_one_host_never_sees_ends_the_run_and_sets_nothing_aside(two):
+    folder, told = two
+    first, second = [dict(mine)["never"] for mine in told]
+    start = f"checkpoint {folder}/5 is whole as process 0 sees it, but not as process 1 does."
+    end = " Use a folder that all machines share, or gs://, and start again."
+    assert first == start + end
+    assert second == f"{start} Process 1 on {socket.gethostname()}: a file is missing.{end}"
+    assert (folder / "3").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [("absent", "No such file or directory"), ("another", "it is another folder of the same name")],
+)
+def test_hosts_that_do_not_share_a_disk_are_refused_in_all(two, what, why):
+    """Each host may well have a folder of that name; what one writes the other does not see."""
+    first, second = [dict(mine)[what] for mine in two[1]]
+    start = "base_output_directory: not every process of the run sees "
+    end = " as process 0 does: not 1. Use a folder that all machines share, or gs://."
+    assert first == f"{start}{two[0]}{end}"
+    assert second.startswith(start) and f"Process 1 on {socket.gethostname()}: {why}." in second
+    assert second.endswith(" Use a folder that all machines share, or gs://.")
 
 
 @pytest.mark.parametrize(

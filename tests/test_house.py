@@ -19,6 +19,7 @@ ROOMS = {
     3: "exchange exchange.* hlo hlo.*",
     4: "algorithm algorithm_* data_parallel inner_step evaluate assemble feeding monitor tables "
     "checkpoint checkpoint_* run_folder run_data durable saved_state resume_rules preemption "
+    "object_store object_lock shared_folder "
     "metrics metrics_* console speed compiles compile_ahead compiled_file",
     5: "train training start train_compile generate evaluate_run report command_line maxdiloco",
 }

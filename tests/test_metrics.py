@@ -248,15 +248,38 @@ def test_rows_on_an_object_store_are_written_whole_and_not_at_every_step(tmp_pat
     """gs:// cannot append. A local file stands in for the object, counted steps for the clock."""
     now = [0.0]
     path = tmp_path / "metrics.jsonl"
-    sink = metrics._RemoteRows(path, "old\n", lambda: now[0])
+    sink = remote_rows(path, lambda: now[0])
     sink.write("a")
     assert not path.exists()
     now[0] = metrics.REMOTE_FLUSH_SECONDS
     sink.write("b")
     assert path.read_text() == "old\na\nb\n"
     sink.write("c")
-    sink.close()
+    sink.sync()  # as before a save
     assert path.read_text() == "old\na\nb\nc\n"
+    path.unlink()
+    sink.close()  # nothing new
+    assert not path.exists()
+
+
+def test_rows_are_not_written_over_those_of_a_run_that_has_taken_the_lock(tmp_path):
+    def require_lock():
+        if lost:
+            raise CheckpointError("lost")
+
+    path = tmp_path / "metrics.jsonl"
+    lost = False
+    sink = remote_rows(path, lambda: 0.0, require_lock=require_lock)
+    sink.write("a")
+    lost = True
+    for write in (sink.sync, sink.close, lambda: sink.write("b")):
+        with pytest.raises(CheckpointError, match="lost"):
+            write()
+    assert not path.exists()
+
+
+def remote_rows(path, clock, require_lock=lambda: None):
+    return metrics._RemoteRows(path, "old\n", clock, require_lock)
 
 
 def test_spread_names_the_mean_and_each_replica():

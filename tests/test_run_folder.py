@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from maxdiloco import run_folder
+from maxdiloco import object_store, run_folder
 from maxdiloco.errors import CheckpointError
 from maxdiloco.run_folder import locate, megabytes, open_run_folder, reason, require_space
 
@@ -63,6 +63,7 @@ def test_a_second_run_with_one_name_is_refused_while_the_first_one_lasts(tmp_pat
 
 HOLDER = """
 import subprocess, sys, time
+from maxdiloco import run_folder
 from maxdiloco.run_folder import open_run_folder
 with open_run_folder(sys.argv[1], "run"):
     worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -184,6 +185,7 @@ def test_a_file_system_that_takes_no_folders_is_one_line():
 FULL = """
 import resource, sys
 from maxdiloco.errors import CheckpointError
+from maxdiloco import run_folder
 from maxdiloco.run_folder import open_run_folder
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 try:
@@ -213,21 +215,14 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
 
 
 def test_an_object_store_without_its_library_is_one_line(monkeypatch):
-    """What etils raises for gs:// when gcsfs is absent."""
-
-    class Unreachable:
-        def __truediv__(self, name):
-            return self
-
-        def __fspath__(self):
-            return "gs://bucket/run"
-
-        def mkdir(self, **options):
-            raise ImportError("Please install gcsfs to access Google Storage")
-
-    monkeypatch.setattr(run_folder, "absolute", lambda path: Unreachable())
-    with pytest.raises(CheckpointError, match=r"base_output_directory=gs://bucket .*gcsfs"):
+    monkeypatch.setattr(object_store, "EXTRA", ("gcsfs", "google.cloud.absent"))
+    with pytest.raises(CheckpointError) as error:
         open_run_folder("gs://bucket", "run").__enter__()
+    assert str(error.value) == (
+        "base_output_directory=gs://bucket needs the packages gcsfs and google-cloud-storage, "
+        "which are not installed: pip install 'maxdiloco[gcs]', or use a folder on a mounted file "
+        "system."
+    )
 
 
 def test_room_for_a_checkpoint_is_asked_for_in_bytes(tmp_path):

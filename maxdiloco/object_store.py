@@ -1,0 +1,133 @@
+"""Folders on gs://: how the libraries below are set up, what they raise, whole folders at once.
+
+epath reads and writes gs:// with gcsfs, Orbax with TensorStore; tensorboardX and the lock of a run
+use google-cloud-storage. gcsfs and google-cloud-storage are the extra [gcs].
+"""
+
+import contextlib
+import http
+import importlib.util
+import logging
+import os
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from etils import epath
+
+from maxdiloco.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import fsspec
+    from google.cloud import storage
+
+EXTRA = ("gcsfs", "google.cloud.storage")
+
+
+def is_local(path: epath.PathLike) -> bool:
+    """Whether path is on a mounted file system; gs:// is not."""
+    return "://" not in os.fspath(path)
+
+
+def prepare(path: epath.PathLike, key: str) -> None:
+    """Set gcsfs up for a path on gs://, the value of a key.
+
+    Raises CheckpointError when the extra is not installed.
+    """
+    if not all(map(_is_installed, EXTRA)):
+        raise CheckpointError(
+            f"{key}={path} needs the packages gcsfs and google-cloud-storage, which are not "
+            "installed: pip install 'maxdiloco[gcs]', or use a folder on a mounted file system."
+        )
+    from fsspec.config import conf
+
+    # gcsfs keeps a listing for ever, but TensorStore and other hosts write to these folders too.
+    conf.setdefault("gs", {})["use_listings_cache"] = False
+    # gcsfs logs an error with its traceback before it raises it.
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
+
+
+def errors(path: epath.PathLike) -> tuple[type[Exception], ...]:
+    """What access to path can raise beside OSError and ValueError."""
+    if is_local(path):
+        return ()
+    import aiohttp
+    import gcsfs.retry
+    import google.api_core.exceptions
+    import google.auth.exceptions
+
+    return (
+        aiohttp.ClientError,
+        gcsfs.retry.HttpError,
+        google.api_core.exceptions.GoogleAPIError,
+        google.auth.exceptions.GoogleAuthError,
+    )
+
+
+@contextlib.contextmanager
+def as_os_errors(path: epath.PathLike) -> Iterator[None]:
+    """Raise OSError where access to path raises what `errors` names."""
+    try:
+        yield
+    except errors(path) as error:
+        raise OSError(reason(error) or str(error)) from error
+
+
+def reason(error: BaseException) -> str | None:
+    """The status and the words of a store's answer; None when error is no such answer."""
+    text = str(error)
+    status = (
+        re.match(r"(\d{3}) [A-Z]+ http", text)  # google-cloud-storage
+        or re.search(r"status code', (\d{3})", text)  # the same, after it has tried for long
+        or re.search(r", (\d{3})$", text)  # gcsfs
+    )
+    forbidden = re.match(r"Forbidden: \S+\n(.*)", text)  # gcsfs
+    if status is None and forbidden is None:
+        return None
+    code = http.HTTPStatus(int(status[1]) if status else 403)
+    words = forbidden or re.search(r'"message": "([^"]*)"', text)
+    return f"{code.phrase} ({code}){f': {words[1]}' if words else ''}".rstrip(".")
+
+
+def sizes(folder: epath.Path) -> dict[epath.Path, int]:
+    """{object below folder: its size in bytes}, by one listing."""
+    found = _filesystem().find(os.fspath(folder), detail=True)
+    prefix = os.fspath(folder).removeprefix("gs://") + "/"
+    return {folder / name.removeprefix(prefix): entry["size"] for name, entry in found.items()}
+
+
+def remove(folder: epath.Path) -> None:
+    """Delete a folder; on gs://, all objects below it: one listing, then the deletes in batches."""
+    if is_local(folder):
+        folder.rmtree()
+        return
+    found = _filesystem().find(os.fspath(folder))
+    if found:
+        _filesystem().rm(found)
+
+
+def bucket_and_name(path: epath.PathLike) -> tuple[str, str]:
+    """'gs://bucket/a/b' -> ('bucket', 'a/b')."""
+    bucket, _, name = os.fspath(path).removeprefix("gs://").partition("/")
+    return bucket, name
+
+
+def bucket(path: epath.PathLike) -> "storage.Bucket":
+    """The bucket of a path, for requests with preconditions, which gcsfs does not make."""
+    from google.cloud import storage
+
+    # Objects need no project; without None here one would have to be configured.
+    return storage.Client(project=None).bucket(bucket_and_name(path)[0])
+
+
+def _filesystem() -> "fsspec.AbstractFileSystem":
+    import fsspec
+
+    return fsspec.filesystem("gcs", finalize_on_close=True)  # the instance that epath has
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False

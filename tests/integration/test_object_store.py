@@ -1,0 +1,246 @@
+"""Runs on gs://, against a store of our own: the bits of runs on a disk, whatever it does."""
+
+import json
+import struct
+import threading
+import time
+
+import process_tools
+import pytest
+import run_tools as tools
+from etils import epath
+from fake_gcs import BUCKET, FakeGcs
+
+from maxdiloco import generate, object_lock, train
+
+pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
+
+STEPS = tools.TINY["steps"]
+BASE = f"gs://{BUCKET}/runs"
+STALE_S = object_lock.STALE_S + 1
+
+
+@pytest.fixture(scope="module")
+def server():
+    """One for all tests here: TensorStore reads the address once."""
+    with FakeGcs(page=20) as found, pytest.MonkeyPatch.context() as patch:
+        for key, value in found.environ().items():
+            patch.setenv(key, value)
+        yield found
+
+
+@pytest.fixture
+def store(server):
+    server.objects[BUCKET].clear()
+    server.requests.clear()
+    server.fault = None
+    yield server
+    server.fault = None
+
+
+def run_folder(name):
+    return epath.Path(BASE) / name
+
+
+def copied(store, folder, name):
+    """A folder of this disk as objects."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            store.put(f"runs/{name}/{path.relative_to(folder)}", path.read_bytes())
+    return run_folder(name)
+
+
+class Gate:
+    """A fault that holds back the requests for which matches(request) is true until it opens."""
+
+    def __init__(self, matches):
+        self.matches = matches
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+
+    def __call__(self, request):
+        if not self.matches(request) or self.opened.is_set():
+            return None
+        self.reached.set()
+        self.opened.wait(tools.WAIT_S)
+        return 503  # whoever asked is gone
+
+
+class Burst:
+    """A fault: the first `count` requests that match are answered with 503, every one is slow."""
+
+    def __init__(self, count, matches):
+        self.left, self.matches = count, matches
+
+    def __call__(self, request):
+        time.sleep(0.01)
+        if self.left and self.matches(request):
+            self.left -= 1
+            return 503
+        return None
+
+
+def events(content):
+    """Length of each record of a TensorBoard file; it must be whole."""
+    lengths = []
+    while content:
+        (length,) = struct.unpack("<Q", content[:8])
+        lengths.append(length)
+        assert len(content) >= 16 + length
+        content = content[16 + length :]
+    return lengths
+
+
+def test_a_run_has_the_bits_of_one_on_a_disk_and_leaves_nothing_else(finished, store):
+    """Saves of 20, 40, 60 and 62 beside the training, of which one is kept."""
+    keys = dict(async_checkpointing="true", enable_tensorboard="true")
+    keys |= dict(checkpoint_period=20, max_num_checkpoints_to_keep=1)
+    assert tools.run(BASE, "a", **keys) == 0
+    tools.assert_equal_runs(run_folder("a"), finished, steps=STEPS)
+
+    names = store.names()
+    assert {name.split("/")[2] for name in names} == {"checkpoints", "metrics.jsonl", "tensorboard"}
+    saved = {name.split("/")[3] for name in names if name.startswith("runs/a/checkpoints/")}
+    assert saved == {str(STEPS)}
+    (board,) = [name for name in names if name.startswith("runs/a/tensorboard/")]
+    assert len(events(store.objects[BUCKET][board].data)) > STEPS
+
+
+def test_a_run_killed_during_a_save_resumes_to_the_same_bits(finished, store, capfd):
+    """The objects of the unfinished save count for nothing and are removed. The store is slow and
+    at times unavailable while the run resumes and saves."""
+    gate = Gate(lambda request: "/checkpoints/20/outer_params/" in request.name)
+    store.fault = gate
+    with tools.Child(BASE, "a", async_checkpointing="true", checkpoint_period=10) as child:
+        child.until("step 20/")
+        assert gate.reached.wait(tools.WAIT_S)
+        child.kill_once(lambda: True)
+    gate.opened.set()
+    assert "runs/a/lock" in store.names()
+    assert store.names("runs/a/checkpoints/20/")
+    assert "runs/a/checkpoints/20/commit_success.txt" not in store.names()
+    store.age("runs/a/lock", STALE_S)
+
+    reading = Burst(2, lambda request: "/checkpoints/10/" in request.name)
+    writing = Burst(2, lambda request: "/checkpoints/62/" in request.name)
+    store.fault = lambda request: reading(request) or writing(request)
+    capfd.readouterr()
+    keys = dict(checkpoint_period=10**6, max_num_checkpoints_to_keep=1)
+    assert tools.run(BASE, "a", **keys) == 0
+    told = capfd.readouterr()
+    assert "resumed after step 10;" in told.out
+    assert "gs://fake-bucket/runs/a/lock of process " in told.out and ": taken over." in told.out
+    assert reading.left == writing.left == 0
+    assert "Traceback" not in told.err
+    tools.assert_equal_runs(run_folder("a"), finished, steps=STEPS)
+    assert {name.split("/")[3] for name in store.names("runs/a/checkpoints/")} == {str(STEPS)}
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(finished, store, capfd):
+    """An object that is too short. The store has no folder to rename: its objects move."""
+    keys = dict(checkpoint_period=60)
+    assert tools.run(BASE, "a", **keys) == 0
+    name = f"runs/a/checkpoints/{STEPS}/meta/metadata"
+    store.put(name, store.objects[BUCKET][name].data[:-1])
+    capfd.readouterr()
+    assert tools.run(BASE, "a", **keys) == 0
+    told = capfd.readouterr().out
+    assert f"warning: checkpoint {BASE}/a/checkpoints/{STEPS} is damaged" in told
+    assert "resumed after step 60;" in told
+    assert f"runs/a/checkpoints/{STEPS}.damaged/meta/metadata" in store.names()
+    tools.assert_equal_runs(run_folder("a"), finished, steps=STEPS)
+
+
+def test_a_second_run_of_one_name_is_refused_before_it_writes(store, capfd):
+    path = run_folder("a") / "lock"
+    with object_lock.ObjectLock(path, run_name="a", say=print, renew_s=0.5):
+        assert tools.run(BASE, "a") == 2
+    line = capfd.readouterr().err.strip()
+    assert line.startswith("CheckpointError: run_name=a is in use: gs://fake-bucket/runs/a/lock of")
+    assert line.endswith("s ago. Wait for it, stop it, or set another run_name.")
+    assert store.names() == []
+    assert "checkpoints" not in str(store.requests) and "metrics" not in str(store.requests)
+
+
+def test_a_run_that_loses_its_lock_ends_and_writes_no_more(store, capfd, monkeypatch):
+    """Another process takes the lock, as it may after a long silence of this one."""
+    monkeypatch.setattr(object_lock, "RENEW_S", 0.05)
+    taken = []
+
+    def take(request):
+        if "/checkpoints/5/" in request.name and not taken:
+            taken.append(store.put("runs/a/lock", b'{"holder": "process 1 on b", "nonce": ""}'))
+        return None
+
+    store.fault = take
+    assert tools.run(BASE, "a", steps=10**6, learning_rate_schedule_steps=100) == 2
+    (line,) = capfd.readouterr().err.strip().splitlines()[-1:]
+    assert line.startswith("CheckpointError: run_name=a: gs://fake-bucket/runs/a/lock was not rene")
+    assert "is now that of process 1 on b" in line
+    assert store.objects[BUCKET]["runs/a/lock"] == taken[0]
+    rows = [json.loads(row)["step"] for row in run_folder("a").joinpath("metrics.jsonl").open()]
+    assert rows == [1, 2, 3, 4, 5]  # written before the save, and not again
+
+
+def test_text_and_parameters_are_read_from_a_store(text_run, store, tmp_path, capfd):
+    """The same as from a disk; nothing there is changed."""
+    folder, keys = text_run
+    there = copied(store, folder, "text") / "checkpoints" / "4"
+    before = dict(store.objects[BUCKET])
+    texts = []
+    for source in (folder, there):
+        capfd.readouterr()
+        assert generate.main([str(source), "max_new_tokens=8"]) == 0
+        texts.append(capfd.readouterr().out)
+        loading = dict(load_parameters_path=source, steps=1, learning_rate=0.0)
+        assert tools.run(tmp_path, f"new-{len(texts)}", **keys | loading) == 0
+    assert texts[0] == texts[1]
+    tools.assert_equal_bits(
+        tools.arrays(tmp_path / "new-1", 1), tools.arrays(tmp_path / "new-2", 1)
+    )
+    assert store.objects[BUCKET] == before
+
+
+@pytest.mark.parametrize(
+    ("keys", "status", "words"),
+    [
+        ({"base_output_directory": "gs://absent/runs"}, None, "bucket does not exist"),
+        ({"load_parameters_path": "gs://absent/runs/a"}, None, "holds no checkpoint"),
+        ({"load_full_state_path": f"{BASE}/absent"}, None, "holds no checkpoint"),
+        ({"load_full_state_path": f"{BASE}/a"}, 403, "cannot be read: Forbidden (403): fake 403."),
+        ({"base_output_directory": "s3://bucket/runs"}, None, "is on s3://"),
+    ],
+)
+def test_a_place_that_cannot_be_used_is_one_line(store, tmp_path, capfd, keys, status, words):
+    store.fault = lambda request: status
+    assert tools.run(tmp_path, "a", **keys) == 2
+    lines = capfd.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    (key,) = keys
+    assert key in lines[0] and keys[key] in lines[0] and words in lines[0]
+
+
+def test_two_processes_wait_for_a_lock_to_go_stale_and_resume(store, tmp_path):
+    """The lock of a first process that was killed: the second process waits with the first."""
+    changes = {"base_output_directory": BASE, "run_name": "a", "max_num_checkpoints_to_keep": "2"}
+    assert train.main(process_tools.flags(changes | {"steps": "2"})) == 0
+    assert store.names("runs/a/checkpoints/2/") and "runs/a/lock" not in store.names()
+
+    store.put("runs/a/lock", b'{"holder": "process 7 on x", "nonce": "7"}')
+    changes |= {"steps": "6", "checkpoint_period": "2"}
+    both = process_tools.trainers(2, changes, tmp_path)
+    try:
+        both[0].wait_for("waiting up to")
+        time.sleep(2)
+        store.age("runs/a/lock", STALE_S)
+        assert [process.end() for process in both] == [0, 0], both[0].text() + both[1].text()
+    finally:
+        for process in both:
+            process.kill()
+    assert "resumed after step 2;" in both[0].text()
+    names = store.names()
+    assert {name.split("/")[2] for name in names} == {"checkpoints", "metrics.jsonl"}
+    assert {name.split("/")[3] for name in names if "/checkpoints/" in name} == {"4", "6"}
+    assert any("/checkpoints/6/params/ocdbt.process_1/" in name for name in names)
+    rows = run_folder("a").joinpath("metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == list(range(1, 7))
