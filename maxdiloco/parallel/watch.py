@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from maxdiloco.errors import ConfigError, DataError, LostPeerError, NumericsError, Preempted
+from maxdiloco.errors import ConfigError, DataError, LostPeerError, NumericsError, Preempted, SaveError
 
 # All in seconds, all our choice.
 BEAT_S = 0.5  # between two signs of life
@@ -26,8 +26,11 @@ PATIENCE_S = 1.0  # for the main thread to end by the error that a loss raises i
 GRACE_S = 5.0  # for a process to end by itself after a peer has ended with an error
 LINGER_S = 60.0  # process 0 stays this long for peers that are still saving
 
-# A restart mends none of these, so all processes end with them; any other loss is LostPeerError's.
-SHARED_CODES = (ConfigError.exit_code, DataError.exit_code, NumericsError.exit_code)
+# All processes end with these: a restart mends none but the last, and that one says why it comes.
+# Any other loss is LostPeerError's.
+SHARED_CODES = tuple(
+    error.exit_code for error in (ConfigError, DataError, NumericsError, SaveError)
+)
 GONE = "its connection closed without a word"
 TORN = "a message from it was cut off"
 TELLS_MORE = "The end of its own output tells more."
