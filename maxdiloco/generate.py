@@ -4,14 +4,12 @@ Samples from the outer parameters of a checkpoint, on one device, with a KV cach
 """
 
 import math
-import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from maxdiloco.command_line import guarded
+from maxdiloco.command_line import HELP, end_with, guarded
 from maxdiloco.errors import ConfigError
-
-HELP = ("-h", "--help", "help")
+from maxdiloco.output import say
 
 
 class Options(NamedTuple):
@@ -40,13 +38,15 @@ def main(argv: Sequence[str]) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in HELP:
-        print("usage: python -m maxdiloco.generate RUN [key=value ...]\n\nRUN: folder of a run, or "
-              "of one checkpoint in it\n")
+        say(
+            "usage: python -m maxdiloco.generate RUN [key=value ...]\n\n"
+            "RUN: folder of a run, or of one checkpoint in it\n"
+        )
         for name, default in Options()._asdict().items():
-            print(f"  {name}={default!r}  {MEANING[name]}")
+            say(f"  {name}={default!r}  {MEANING[name]}")
         return 0
     run, options = argv[0], parse(argv[1:])
-    print(text(run, options))
+    say(text(run, options))
     return 0
 
 
@@ -111,7 +111,7 @@ def text(run: str, options: Options) -> str:
 
 def cli() -> None:
     """The console entry `maxdiloco-generate`."""
-    sys.exit(main(sys.argv[1:]))
+    end_with(main)
 
 
 if __name__ == "__main__":

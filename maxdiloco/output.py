@@ -20,7 +20,8 @@ def say(text: str, stream: TextIO | None = None) -> None:
     if stream is None:  # Python was started with the stream closed
         return
     try:
-        print(text, file=stream, flush=True)
+        stream.write(f"{text}\n")  # at once: threads print too
+        stream.flush()
     except UnicodeEncodeError:  # a path that is no text, or a terminal that knows ASCII alone
         say(text.encode("ascii", "backslashreplace").decode(), stream)
     except OSError as error:

@@ -13,12 +13,11 @@ from typing import Any
 import jax
 from etils import epath
 
-from maxdiloco import assemble, compiled_file, config, feeding, saved_state, start, tables
+from maxdiloco import assemble, compiled_file, config, feeding, output, saved_state, start, tables
 from maxdiloco.algorithm import DiLoCo
 from maxdiloco.assemble import Parts
 from maxdiloco.checkpoint import Checkpointer
-from maxdiloco.checkpoint_io import from_first_process
-from maxdiloco.command_line import INTERRUPTED
+from maxdiloco.checkpoint_io import from_first_process, in_any_process
 from maxdiloco.compiles import Compiles
 from maxdiloco.config import Config
 from maxdiloco.console import Progress, console_line
@@ -32,8 +31,9 @@ from maxdiloco.models.transformer import count_parameters
 from maxdiloco.monitor import Monitor
 from maxdiloco.parallel import distributed
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.preemption import Interrupt, Preemption
+from maxdiloco.preemption import Preemption
 from maxdiloco.run_folder import RunFolder, open_run_folder
+from maxdiloco.signals import INTERRUPTED
 from maxdiloco.speed import StepClock, performance
 
 
@@ -79,7 +79,7 @@ def _run(cfg: Config, begun: float) -> int:
 
     def say(line: str) -> None:
         if primary:
-            print(line, flush=True)
+            output.say(output.one_line(line))
 
     for line in [*config.describe_differences(cfg), *config.warnings(cfg)]:
         say(line)
@@ -184,10 +184,8 @@ def _train(run: Run, begun: float) -> int:
     if state.t >= run.total:
         run.say(f"nothing to do: step {state.t} of {run.total} is done. Raise steps to go on.")
         return 0
-    interrupt = Interrupt()
     with ExitStack() as stack:
-        preemption = stack.enter_context(Preemption())
-        stack.enter_context(interrupt.listening())
+        preemption = stack.enter_context(Preemption(run.say))
         writer = None
         if run.primary:
             writer = stack.enter_context(
@@ -207,11 +205,10 @@ def _train(run: Run, begun: float) -> int:
         for t in range(state.t + 1, run.total + 1):
             state, metrics = parts.trainer.step(state, next(batches))
             loop.after_step(t, state, metrics)
-            stop = preemption.requested(t)
-            if stop or interrupt.asked:
-                return loop.stop_early(t, state, preempted=stop)
+            if preemption.requested(t):
+                return loop.stop_early(t, state, ctrl_c=in_any_process(preemption.by_ctrl_c))
         loop.finish(state)
-    return 0
+        return INTERRUPTED if preemption.by_ctrl_c else 0
 
 
 @contextmanager
@@ -320,7 +317,7 @@ class _Loop:
             jax.profiler.stop_trace()
             self.profiling = False
 
-    def stop_early(self, t: int, state: Any, *, preempted: bool) -> int:
+    def stop_early(self, t: int, state: Any, *, ctrl_c: bool) -> int:
         """SIGTERM or Ctrl-C: save and leave."""
         self.save(t, state)
         if self.run.checkpointer is not None:
@@ -328,7 +325,7 @@ class _Loop:
         what = "saved. The same command goes on."
         if self.run.checkpointer is None:
             what = "nothing is saved, since enable_checkpointing=false."
-        if preempted:
+        if not ctrl_c:
             raise Preempted(f"SIGTERM after step {t}: {what}")
         self.run.say(f"Ctrl-C after step {t}: {what}")
         return INTERRUPTED

@@ -11,12 +11,12 @@ import os
 import secrets
 import selectors
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from maxdiloco import output
 from maxdiloco.errors import LostPeerError, Preempted
 
 # All in seconds, all our choice.
@@ -69,8 +69,8 @@ class Link:
 def end_process(code: int, line: str | None) -> None:
     """End this process at once, past every teardown that would wait for a lost peer."""
     if line is not None:
-        print(f"{LostPeerError.__name__}: {line}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
+        output.say_error(f"{LostPeerError.__name__}: {line}")
+    output.finish()
     os._exit(code)
 
 
