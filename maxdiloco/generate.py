@@ -83,11 +83,13 @@ def text(run: str, options: Options) -> str:
     import jax
     import numpy as np
 
-    from maxdiloco import checkpoint_read, start
+    from maxdiloco import checkpoint_read, config, start
     from maxdiloco.data import tokenizer as tokenizers
     from maxdiloco.models import sampling, transformer
 
-    cfg = start.saved_config(run, key="RUN")
+    # Decoding uses no kernel, and the run's may not exist here.
+    saved = start.saved_config(run, key="RUN")
+    cfg = config.from_dict(saved.as_dict() | {"attention": "dot_product"})
     model = transformer.build(cfg, backend=jax.default_backend())
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(

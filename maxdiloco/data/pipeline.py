@@ -6,7 +6,11 @@ A batch is {"tokens": int32 [R, B, L], "segment_ids": int32 [R, B, L]}, for eval
 """
 
 import dataclasses
+import multiprocessing
+import os
+import threading
 from collections.abc import Iterator, Sequence
+from multiprocessing import resource_tracker
 
 import numpy as np
 
@@ -191,8 +195,27 @@ def _grain_iterator(source: Steps, worker_count: int) -> Iterator[Batch]:
         # Through a pipe: close() leaks batches under way in shared memory (Grain 0.2.18).
         piped = grain.experimental.DatasetOptions(min_shm_size=2**62)
         data = grain.experimental.WithOptionsIterDataset(data, piped)
-        data = data.mp_prefetch(grain.MultiprocessingOptions(num_workers=worker_count))
+        # Here and not in a thread of Grain: it lets SIGINT through again (see prefetch).
+        resource_tracker.ensure_running()
+        data = data.mp_prefetch(
+            grain.MultiprocessingOptions(num_workers=worker_count), worker_init_fn=_end_with_parent
+        )
     return iter(data)
+
+
+def _end_with_parent(worker: int, worker_count: int) -> None:
+    """In a worker process: end when the trainer does, kill -9 included.
+
+    Linux can send a signal instead (PR_SET_PDEATHSIG), but at the end of the thread that started
+    the worker, and that is one of Grain's.
+    """
+    parent = multiprocessing.parent_process()
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="maxdiloco-parent", daemon=True).start()
 
 
 def _read_indices(dataset: Dataset, indices: np.ndarray) -> Batch:

@@ -12,6 +12,9 @@ from maxdiloco.config import Config
 from maxdiloco.errors import ConfigError
 
 AXES = ("diloco", "data", "fsdp", "expert", "context", "tensor")
+# CPU devices in one process. Our choice: on two cores collectives of 128 devices ended and those
+# of 512 did not within XLA's 40 s.
+MOST_EMULATED = 256
 
 
 def tier(cfg: Config, name: str) -> dict[str, int]:
@@ -101,6 +104,7 @@ def build(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
     ici = tier(cfg, "ici")
     if devices[0].platform == "cpu" and -1 not in ici.values():
         devices = devices[: slices * math.prod(ici.values())]
+        _refuse_too_many(devices)
     known = {axis: dcn[axis] * size for axis, size in ici.items()}
     needed = abs(math.prod(known.values()))
     if len(devices) % needed or (-1 not in ici.values() and len(devices) != needed):
@@ -110,6 +114,16 @@ def build(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
         )
     ici = fill(ici, len(devices) // slices, "ici")
     return Mesh(_arrange(devices, tuple(dcn.values()), tuple(ici.values())), AXES)
+
+
+def _refuse_too_many(devices: Sequence[jax.Device]) -> None:
+    own = sum(device.process_index == jax.process_index() for device in devices)
+    if own > MOST_EMULATED:
+        raise ConfigError(
+            f"the mesh needs {own} emulated devices in one process: XLA's collectives between so "
+            f"many on a CPU end in a timeout. Lower the dcn_*_parallelism or ici_*_parallelism "
+            f"keys to {MOST_EMULATED} devices or fewer."
+        )
 
 
 def sizes_over_slices(cfg: Config, devices: Sequence[jax.Device]) -> dict[str, int]:

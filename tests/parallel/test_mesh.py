@@ -77,3 +77,19 @@ def test_real_slices_are_told_apart_by_their_index():
     cfg = load()
     tpus = [types.SimpleNamespace(platform="tpu", slice_index=i // 2) for i in range(6)]
     assert mesh_lib.count_slices(cfg, tpus) == 3
+
+
+def test_more_emulated_devices_than_a_process_can_join_are_refused():
+    """XLA would abort the process in its first collective. Several processes may hold more."""
+
+    def devices(count, per_process):
+        return [
+            types.SimpleNamespace(platform="cpu", process_index=n // per_process, id=n)
+            for n in range(count)
+        ]
+
+    cfg = load("dcn_diloco_parallelism=2", "ici_fsdp_parallelism=256")
+    words = r"512 emulated devices in one process: .* to 256 devices or fewer"
+    with pytest.raises(ConfigError, match=words):
+        mesh_lib.build(cfg, devices(512, 512))
+    mesh_lib._refuse_too_many(devices(512, 256))
