@@ -38,8 +38,6 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _compile(cfg: Config) -> int:
-    from etils import epath
-
     from maxdiloco import compiled_file, report, tables
     from maxdiloco.parallel import mesh as mesh_lib
 
@@ -65,7 +63,8 @@ def _compile(cfg: Config) -> int:
         _say("")
     if cfg.report:
         content = {"reports": [report.as_json(one) for one in reports]}
-        epath.Path(cfg.report).write_text(json.dumps(content, indent=1) + "\n")
+        text = json.dumps(content, indent=1) + "\n"
+        compiled_file.write_whole("report", cfg.report, text.encode())
     refused = report.refusals(made, max_exposed_fraction=cfg.max_exposed_fraction)
     for line in refused:
         say_error(f"refused: {line}")

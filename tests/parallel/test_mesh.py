@@ -79,17 +79,15 @@ def test_real_slices_are_told_apart_by_their_index():
     assert mesh_lib.count_slices(cfg, tpus) == 3
 
 
-def test_more_emulated_devices_than_a_process_can_join_are_refused():
-    """XLA would abort the process in its first collective. Several processes may hold more."""
-
-    def devices(count, per_process):
-        return [
-            types.SimpleNamespace(platform="cpu", process_index=n // per_process, id=n)
-            for n in range(count)
-        ]
-
-    cfg = load("dcn_diloco_parallelism=2", "ici_fsdp_parallelism=256")
-    words = r"512 emulated devices in one process: .* to 256 devices or fewer"
-    with pytest.raises(ConfigError, match=words):
-        mesh_lib.build(cfg, devices(512, 512))
-    mesh_lib._refuse_too_many(devices(512, 256))
+def test_no_more_devices_are_emulated_than_collectives_can_join(monkeypatch):
+    """XLA would abort the process in its first collective, or while it makes the devices."""
+    asked = {}
+    fresh = types.SimpleNamespace(
+        jax_num_cpu_devices=-1, update=lambda key, value: asked.update({key: value})
+    )
+    monkeypatch.setattr(mesh_lib.jax, "config", fresh)
+    for size, emulated in ((128, 256), (10**9, 256), (100, 200)):
+        cfg = load("hardware=cpu", "dcn_diloco_parallelism=2", f"ici_data_parallelism={size}",
+                   "ici_fsdp_parallelism=1")
+        mesh_lib.emulate_devices(cfg, num_processes=1)
+        assert asked["jax_num_cpu_devices"] == emulated
