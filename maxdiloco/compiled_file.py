@@ -5,6 +5,7 @@ executable. An executable is code (JAX unpickles it): a local file that others m
 """
 
 import contextlib
+import errno
 import hashlib
 import importlib.metadata
 import io
@@ -25,7 +26,7 @@ from maxdiloco.algorithm_calls import STEP, Call
 from maxdiloco.assemble import Parts
 from maxdiloco.config import Config
 from maxdiloco.errors import ConfigError
-from maxdiloco.run_folder import is_local
+from maxdiloco.run_folder import is_local, reason
 
 FORMAT = 1
 # Groups of base.yml that no program depends on, and the keys in them that one does.
@@ -61,27 +62,50 @@ def save(path: str, cfg: Config, parts: Parts, calls: list[Call], *, total_steps
         archive.writestr("manifest.json", json.dumps(manifest, indent=1))
         for n, call in enumerate(calls):
             archive.writestr(f"program_{n}", call.program.serialized(*call.args))
-    target = epath.Path(path)
-    part = target.parent / f"{target.name}.part"
-    part.write_bytes(packed.getvalue())
-    if is_local(part):
-        os.chmod(part, os.stat(part).st_mode & ~_OTHERS_WRITE)  # or a run would refuse it
-    part.replace(target)
+    write_whole("compiled_trainstep_file", path, packed.getvalue())
     return len(packed.getvalue())
 
 
 def check_place(key: str, path: str) -> None:
     """Make the folder of a file to come. Raises ConfigError where it cannot be written."""
     target = epath.Path(path)
-    part = target.parent / f"{target.name}.part"
-    try:
+    if _is_no_file(target):
+        raise ConfigError(
+            f"{key}={path} is no file: it would be replaced. Give the path of a file."
+        )
+    with _writing(key, path) as part:
         target.parent.mkdir(parents=True, exist_ok=True)
         part.write_bytes(b"")
         part.unlink()
+
+
+def write_whole(key: str, path: str, content: bytes) -> None:
+    """Write a file that appears whole or not at all. Raises ConfigError when it cannot be."""
+    with _writing(key, path) as part:
+        part.write_bytes(content)
+        if is_local(part):  # a run refuses programs that others may write
+            os.chmod(part, os.stat(part).st_mode & ~_OTHERS_WRITE)
+        part.replace(epath.Path(path))
+
+
+def _is_no_file(path: epath.Path) -> bool:
+    """Whether a folder, pipe or device is there. A device may have no end to read."""
+    return is_local(path) and os.path.exists(path) and not os.path.isfile(path)
+
+
+@contextlib.contextmanager
+def _writing(key: str, path: str) -> Iterator[epath.Path]:
+    """The file to write first, beside the one that is meant; removed after an error."""
+    target = epath.Path(path)
+    part = target.parent / f"{target.name}.part"
+    try:
+        yield part
     except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink()
         raise ConfigError(
-            f"{key}={path} cannot be written: {error.strerror}. Give the path of a file in a "
-            f"folder that can be written."
+            f"{key}={path} cannot be written: {reason(error)}. Give the path of a file in a "
+            f"folder that can be written and has free space."
         ) from None
 
 
@@ -125,7 +149,10 @@ def load(path: str, parts: Parts, calls: list[Call]) -> int:
 
 
 def _opened(path: str) -> zipfile.ZipFile:
+    file = epath.Path(path)
     try:
+        if _is_no_file(file):
+            raise OSError(errno.EINVAL, "not a file")
         return zipfile.ZipFile(io.BytesIO(_read_own(path)))
     except OSError as error:
         why, remedy = error.strerror or "not found", "Make it with maxdiloco.train_compile"

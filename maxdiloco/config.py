@@ -14,6 +14,8 @@ from maxdiloco.config_help import Key, Value, show
 from maxdiloco.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "M_"  # MaxText's
+MOST_DIGITS = 20  # of a whole number; config_checks has the limits, and Python reads 4,300
+MOST_SHOWN = 200  # letters of a value in a message
 
 
 class Config:
@@ -226,7 +228,10 @@ def _convert(key: Key, given: Given) -> Value:
     if isinstance(key.default, int):
         if not re.fullmatch(r"[+-]?[0-9][0-9_]*", raw):
             raise _wrong(key, given, "is not a whole number")
-        return int(raw.replace("_", ""))
+        digits = raw.replace("_", "")
+        if len(digits.lstrip("+-0")) > MOST_DIGITS:
+            raise _wrong(key, given, "is too large")
+        return int(digits)
     if isinstance(key.default, float):
         if not re.fullmatch(r"[+-]?([0-9][0-9_]*\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", raw):
             raise _wrong(key, given, "is not a number")
@@ -257,7 +262,8 @@ def _wrong(key: Key, given: Given, why: str) -> ConfigError:
 
 
 def _shown(raw: Any) -> str:
-    return show(_frozen(raw))
+    text = show(_frozen(raw))
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 def _frozen(value: Any) -> Any:

@@ -10,6 +10,7 @@ from maxdiloco.config_help import Key, show
 from maxdiloco.errors import ConfigError
 
 BYTE_TOKENS = 257  # 256 byte values and the token that starts a document
+MOST = 2**31 - 1  # of a whole number without a limit of its own: what int32 holds
 AXES = ("diloco", "data", "fsdp", "expert", "context", "tensor")
 UNFINISHED_AXES = ("expert", "context")
 
@@ -60,6 +61,11 @@ def _term(term: str, value: float) -> bool:
 
 
 def _check_limit(key: Key, value: Any) -> None:
+    if type(value) is int and " to " not in key.allowed and value > MOST:
+        raise ConfigError(
+            f"{key.name}={value} is too large: sizes and counts are at most {MOST}. Use a smaller "
+            f"one; the default is {key.name}={show(key.default)}."
+        )
     if allows(key.allowed, value):
         return
     if not key.allowed.startswith("one of "):

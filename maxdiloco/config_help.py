@@ -9,6 +9,8 @@ import yaml
 
 from maxdiloco.errors import ConfigError
 
+MOST_NESTED = 10  # lists in a yml file; no key has more than 3
+
 Value = bool | int | float | str | tuple[Any, ...]
 
 
@@ -51,7 +53,7 @@ def read_yml(path: pathlib.Path) -> list[tuple[str, Any, int]]:
     holds a key twice.
     """
     try:
-        node = yaml.compose(path.read_bytes(), Loader=yaml.BaseLoader)
+        node = yaml.compose(path.read_bytes(), Loader=_Loader)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror}. Give the path of a yml file, or none."
@@ -81,6 +83,30 @@ def read_yml(path: pathlib.Path) -> list[tuple[str, Any, int]]:
     return list(found.values())
 
 
+class _Loader(yaml.BaseLoader):
+    """Refuses what a few letters make endless: anchors and aliases, and lists in lists in lists."""
+
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        """Called for each node and by itself for the nodes in it."""
+        event = self.peek_event()
+        if event.anchor is not None:
+            raise yaml.MarkedYAMLError(
+                problem="& and * name and repeat values: write the value itself, or in quotes",
+                problem_mark=event.start_mark,
+            )
+        if self._depth > MOST_NESTED:
+            raise yaml.MarkedYAMLError(
+                problem=f"values are nested more than {MOST_NESTED} deep",
+                problem_mark=event.start_mark,
+            )
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
 def _plain(node: yaml.Node, path: pathlib.Path) -> Any:
     if isinstance(node, yaml.ScalarNode):
         return node.value
@@ -96,7 +122,7 @@ def parse_list(text: str) -> Any:
     """A list written in yml, such as `[silu, linear]`, as nested tuples of text; None if it is
     no list."""
     try:
-        node = yaml.compose(text, Loader=yaml.BaseLoader)
+        node = yaml.compose(text, Loader=_Loader)
     except yaml.YAMLError:
         return None
     if not isinstance(node, yaml.SequenceNode):

@@ -4,6 +4,8 @@ import sys
 from collections.abc import Mapping
 from typing import TextIO
 
+from maxdiloco.output import say
+
 # (name, how the console shows it), in order.
 _COLUMNS = (
     ("learning/loss", "loss {:.4f}"),
@@ -39,11 +41,11 @@ class Progress:
         out: TextIO | None = None,
         bar_stream: TextIO | None = None,
     ):
-        self._out = out or sys.stdout
+        self._out = out
         self._shown = shown
         self._bar = None
         bar_stream = bar_stream or sys.stderr
-        if shown and bar_stream.isatty():
+        if shown and bar_stream is not None and bar_stream.isatty():
             from tqdm import tqdm
 
             self._bar = tqdm(
@@ -70,6 +72,7 @@ class Progress:
     def line(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
         if self._bar is not None:
-            self._bar.write(text, file=self._out)
+            with self._bar.external_write_mode(file=self._out):
+                say(text, self._out)
         elif self._shown:
-            print(text, file=self._out, flush=True)
+            say(text, self._out)

@@ -57,3 +57,8 @@ USER_ERRORS = (
     Preempted,
     SaveError,
 )
+# All processes of a run end with these when one does: a restart mends none of them but the last,
+# which is worth one. The end of a peer with any other code is a LostPeerError.
+SHARED_CODES = tuple(
+    error.exit_code for error in (ConfigError, DataError, NumericsError, SaveError)
+)

@@ -4,15 +4,13 @@ Samples from the outer parameters of a checkpoint, on one device, with a KV cach
 """
 
 import math
-import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from maxdiloco import config_checks
-from maxdiloco.command_line import guarded
+from maxdiloco.command_line import HELP, end_with, guarded
 from maxdiloco.errors import ConfigError
-
-HELP = ("-h", "--help", "help")
+from maxdiloco.output import say
 
 
 class Options(NamedTuple):
@@ -41,14 +39,16 @@ def main(argv: Sequence[str]) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in HELP:
-        print("usage: python -m maxdiloco.generate RUN [key=value ...]\n\nRUN: folder of a run, or "
-              "of one checkpoint in it\n")
+        say(
+            "usage: python -m maxdiloco.generate RUN [key=value ...]\n\n"
+            "RUN: folder of a run, or of one checkpoint in it\n"
+        )
         for name, default in Options()._asdict().items():
-            print(f"  {name}={default!r}  {MEANING[name]}")
+            say(f"  {name}={default!r}  {MEANING[name]}")
         return 0
     run, options = argv[0], parse(argv[1:])
     config_checks.refuse_store("RUN", run)
-    print(text(run, options))
+    say(text(run, options))
     return 0
 
 
@@ -85,11 +85,13 @@ def text(run: str, options: Options) -> str:
     import jax
     import numpy as np
 
-    from maxdiloco import checkpoint_read, start
+    from maxdiloco import checkpoint_read, config, start
     from maxdiloco.data import tokenizer as tokenizers
     from maxdiloco.models import sampling, transformer
 
-    cfg = start.saved_config(run, key="RUN")
+    # Decoding uses no kernel, and the run's may not exist here.
+    saved = start.saved_config(run, key="RUN")
+    cfg = config.from_dict(saved.as_dict() | {"attention": "dot_product"})
     model = transformer.build(cfg, backend=jax.default_backend())
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(
@@ -113,7 +115,7 @@ def text(run: str, options: Options) -> str:
 
 def cli() -> None:
     """The console entry `maxdiloco-generate`."""
-    sys.exit(main(sys.argv[1:]))
+    end_with(main)
 
 
 if __name__ == "__main__":

@@ -8,24 +8,27 @@ Names (a row holds those that exist at its step):
     dcn/bytes_sent (per replica and step), eval/loss [nats per token]
 """
 
-import contextlib
+import collections
 import json
 import math
 import numbers
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from etils import epath
 
-from maxdiloco import object_store
+from maxdiloco import object_store, output
 from maxdiloco.durable import sync_folder
 from maxdiloco.errors import CheckpointError
+from maxdiloco.metrics_tensorboard import EventFile
 from maxdiloco.run_folder import RunFolder, is_local, reason
 
 # Object stores cannot append: there the whole file is written anew, at most this often.
 REMOTE_FLUSH_SECONDS = 60.0  # our choice
+# Rows that are kept while they cannot be written, the newest ones: some 60 MB. Our choice.
+MOST_KEPT = 100_000
 
 
 class MetricsWriter:
@@ -35,7 +38,11 @@ class MetricsWriter:
     Rows of an earlier life beyond it, and lines that a killed process left half written, are
     dropped, so that no step is there twice; report takes a line that says so.
     tensorboard: also write event files (imports tensorboardX).
-    A context manager. Raises CheckpointError when the files cannot be written.
+    A context manager. Raises CheckpointError when metrics.jsonl cannot be written at the start.
+    Later on a disk that is full or broken is no reason to end the training: report takes one
+    warning, the rows are kept and written with the next one that can be. Rows that are still
+    unwritten when the context ends are a CheckpointError, or a second warning where another error
+    is under way. What befalls the event files is never more than a warning.
     """
 
     def __init__(
@@ -44,36 +51,43 @@ class MetricsWriter:
         *,
         tensorboard: bool,
         resume_step: int | None,
-        report: Callable[[str], None] = print,
+        report: Callable[[str], None] = output.say,
     ):
         self._path = folder.metrics
-        with self._writing():
+        self._report = report
+        self._failing = False
+        try:
             self._last_step, kept = _repaired(self._path, resume_step, report)
             self._sink = (
                 _LocalRows(self._path)
                 if is_local(self._path)
                 else _RemoteRows(self._path, kept, time.monotonic, folder.require_lock)
             )
-        self._tensorboard = None
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._cannot_write(error)} Free some space or set another folder."
+            ) from error
+        self._events = None
         if tensorboard:
-            from tensorboardX import SummaryWriter
-
             purge = 0 if resume_step is None else resume_step + 1
-            self._tensorboard = SummaryWriter(
-                str(folder.tensorboard),
-                purge_step=purge,
-                flush_secs=10,
-                filename_suffix=f".{purge}",  # the name alone is of the second it was made in
-            )
+            self._events = EventFile(folder.tensorboard, purge_step=purge, report=report)
 
     def __enter__(self) -> "MetricsWriter":
         return self
 
     def __exit__(self, kind, exception, traceback) -> None:
-        with self._writing():
+        if self._events is not None:
+            self._events.close()
+        try:
             self._sink.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        except OSError as error:
+            line = (
+                f"{self._cannot_write(error)} The last rows are lost; the training is not. Free "
+                "some space; the same command goes on from the last checkpoint."
+            )
+            if exception is None:
+                raise CheckpointError(line) from error
+            self._report(f"warning: {line}")  # the exception under way goes on
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Add the row of a step; a step has one row, so all of its values come together.
@@ -88,26 +102,28 @@ class MetricsWriter:
             )
         self._last_step = step
         numbers_by_name = {name: _number(value) for name, value in values.items()}
-        with self._writing():
-            self._sink.write(row(step, numbers_by_name))
-        if self._tensorboard is not None:
-            for name, value in numbers_by_name.items():
-                self._tensorboard.add_scalar(name, value, step)
+        self._try(lambda: self._sink.write(row(step, numbers_by_name)))
+        if self._events is not None:
+            self._events.write(step, numbers_by_name)
 
     def sync(self) -> None:
         """Force the rows written so far to the disk, or to the object store."""
-        with self._writing():
-            self._sink.sync()
+        self._try(self._sink.sync)
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _try(self, write: Callable[[], None]) -> None:
         try:
-            yield
+            write()
         except OSError as error:
-            raise CheckpointError(
-                f"base_output_directory: cannot write {self._path}: {reason(error)}. Free some "
-                "space or set another folder."
-            ) from error
+            if not self._failing:
+                self._report(f"warning: {self._cannot_write(error)} Its rows are kept for later.")
+            self._failing = True
+        else:
+            if self._failing:
+                self._report(f"{self._path} is written again.")
+            self._failing = False
+
+    def _cannot_write(self, error: OSError) -> str:
+        return f"base_output_directory: cannot write {self._path}: {reason(error)}."
 
 
 def row(step: int, values: Mapping[str, float]) -> str:
@@ -181,24 +197,46 @@ def _replace(path: epath.Path, text: str) -> None:
 
 
 class _LocalRows:
-    """Rows appended to a file; each is with the kernel when write returns."""
+    """Rows appended to a file; each is with the kernel when write returns.
+
+    write raises OSError and keeps the row when it cannot be written; the next call tries again.
+    """
 
     def __init__(self, path: epath.Path):
-        self._file = open(path, "a", encoding="utf-8")
+        self._file = open(path, "ab", buffering=0)
+        self._size = os.fstat(self._file.fileno()).st_size  # whole rows
+        self._torn = False  # the file ends with a part of a row
+        self._kept: collections.deque[bytes] = collections.deque(maxlen=MOST_KEPT)
         self._named = False  # whether the file's name is on the disk
 
     def write(self, line: str) -> None:
-        self._file.write(line + "\n")
-        self._file.flush()
+        self._kept.append(line.encode() + b"\n")
+        self._write_kept()
 
     def sync(self) -> None:
+        self._write_kept()
         os.fsync(self._file.fileno())
         if not self._named:
             sync_folder(os.path.dirname(self._file.name))
             self._named = True
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._write_kept()
+        finally:
+            self._file.close()
+
+    def _write_kept(self) -> None:
+        while self._kept:
+            if self._torn:
+                self._file.truncate(self._size)
+            self._torn = True
+            rest = line = self._kept[0]
+            while rest:  # a disk that is nearly full takes a part first
+                rest = rest[self._file.write(rest) :]
+            self._torn = False
+            self._size += len(line)
+            self._kept.popleft()
 
 
 class _RemoteRows:

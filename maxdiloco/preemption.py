@@ -1,37 +1,47 @@
-"""SIGTERM and Ctrl-C: requests to save and leave after the step under way."""
+"""SIGTERM, a closed terminal and Ctrl-C: requests to save and leave after the step under way."""
 
-import contextlib
+import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType
 
 import jax
 from jax.experimental import multihost_utils
 
+from maxdiloco.signals import hearing_ctrl_c, quit_now
+
 
 class Preemption:
-    """Whether SIGTERM has asked the run to stop, at a step that all processes share.
+    """Whether SIGTERM, SIGHUP or Ctrl-C has asked the run to stop, at a step all processes share.
 
     A context manager, entered in the main thread after jax.distributed is initialised.
-    One process: SIGTERM sets a flag. Several: JAX's preemption service catches SIGTERM in any of
+    One process: a signal sets a flag. Several: JAX's preemption service catches SIGTERM in any of
     them and names a step that none has passed; that service installs its own handler when
-    jax.distributed starts and this class leaves it alone.
+    jax.distributed starts and this class leaves it alone. SIGHUP and Ctrl-C are passed on to it.
+    SIGHUP counts as SIGTERM, unless it is ignored, as under nohup.
+    report: takes one line for the user, at the first Ctrl-C. The second ends the process at once;
+    no other signal cuts a save short.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
         self._several = jax.process_count() > 1
         self._asked = False
-        self._previous: object = signal.SIG_DFL
+        self._pressed = False
+        self.by_ctrl_c = False  # whether Ctrl-C, and no other signal before it, asked this process
+        self._stack = ExitStack()
 
     def __enter__(self) -> "Preemption":
+        self._stack.enter_context(hearing_ctrl_c(self._on_ctrl_c))
         if not self._several:
-            # None: a handler that Python did not install and cannot put back.
-            self._previous = signal.signal(signal.SIGTERM, self._on_sigterm) or signal.SIG_DFL
+            self._handle(signal.SIGTERM)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            self._handle(signal.SIGHUP)
         return self
 
     def __exit__(self, kind, exception, traceback) -> None:
-        if not self._several:
-            signal.signal(signal.SIGTERM, self._previous)
+        self._stack.close()
 
     def requested(self, step: int) -> bool:
         """Whether to save now and leave. Call it in every process after every inner step.
@@ -42,30 +52,24 @@ class Preemption:
             return multihost_utils.reached_preemption_sync_point(step)
         return self._asked
 
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: signal.Signals) -> None:
+        # None: a handler that Python did not install and cannot put back.
+        before = signal.signal(number, self._on_signal) or signal.SIG_DFL
+        self._stack.callback(signal.signal, number, before)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._ask()
+
+    def _on_ctrl_c(self) -> None:
+        # Called in a thread of its own, one call after the other.
+        if self._pressed:
+            quit_now()
+        self._pressed = True
+        self.by_ctrl_c = not self._asked
+        self._report("Ctrl-C: stopping after this step; press it again to quit now.")
+        self._ask()
+
+    def _ask(self) -> None:
         self._asked = True
-
-
-class Interrupt:
-    """Ctrl-C: the first asks for an end after this step, the second ends at once."""
-
-    def __init__(self) -> None:
-        self.asked = False
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Take Ctrl-C in one process; several are left to their KeyboardInterrupt."""
-        # Several processes get Ctrl-C at different steps and cannot save together: they just end.
-        if jax.process_count() > 1:
-            yield
-            return
-        previous = signal.signal(signal.SIGINT, self._on_sigint)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, previous)
-
-    def _on_sigint(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
+        if self._several:
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -4,14 +4,11 @@ The flags are checked before JAX is imported; the loop is in training.py.
 """
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 
-from maxdiloco import config, config_help
-from maxdiloco.command_line import guarded
-
-HELP = ("-h", "--help", "help")
+from maxdiloco.command_line import HELP, end_with, guarded
+from maxdiloco.output import say
 
 
 def main(argv: Sequence[str]) -> int:
@@ -20,10 +17,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    if any(argument in HELP for argument in argv):
-        print(config_help.help_text("maxdiloco.train"))
-        return 0
     begun = time.perf_counter()
+    # Not above: Ctrl-C is heard from the call of end_with on.
+    from maxdiloco import config, config_help
+
+    if any(argument in HELP for argument in argv):
+        say(config_help.help_text("maxdiloco.train"))
+        return 0
     cfg = config.load(argv, os.environ)
     from maxdiloco.training import run
 
@@ -32,7 +32,7 @@ def _main(argv: Sequence[str]) -> int:
 
 def cli() -> None:
     """The console entry `maxdiloco-train`."""
-    sys.exit(main(sys.argv[1:]))
+    end_with(main)
 
 
 if __name__ == "__main__":

@@ -6,17 +6,16 @@ Exit code 1 when the programs should not be run as they are, so that it can stan
 
 import json
 import os
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 from maxdiloco import config, config_help
-from maxdiloco.command_line import guarded
+from maxdiloco.command_line import HELP, end_with, guarded
 from maxdiloco.config import Config
 from maxdiloco.errors import ConfigError
+from maxdiloco.output import one_line, say, say_error
 
-HELP = ("-h", "--help", "help")
 REFUSED = 1
 
 
@@ -27,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     if any(argument in HELP for argument in argv):
-        print(config_help.help_text("maxdiloco.train_compile"))
+        say(config_help.help_text("maxdiloco.train_compile"))
         return 0
     cfg = config.load(argv, os.environ)
     if cfg.steps == -1 and cfg.learning_rate_schedule_steps == -1:
@@ -39,8 +38,6 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _compile(cfg: Config) -> int:
-    from etils import epath
-
     from maxdiloco import compiled_file, report, tables
     from maxdiloco.parallel import mesh as mesh_lib
 
@@ -66,10 +63,11 @@ def _compile(cfg: Config) -> int:
         _say("")
     if cfg.report:
         content = {"reports": [report.as_json(one) for one in reports]}
-        epath.Path(cfg.report).write_text(json.dumps(content, indent=1) + "\n")
+        text = json.dumps(content, indent=1) + "\n"
+        compiled_file.write_whole("report", cfg.report, text.encode())
     refused = report.refusals(made, max_exposed_fraction=cfg.max_exposed_fraction)
     for line in refused:
-        print(f"refused: {line}", file=sys.stderr, flush=True)
+        say_error(f"refused: {line}")
     if cfg.compiled_trainstep_file and not any(one.too_big for one in made.programs):
         calls = _calls(cfg, parts)
         size = compiled_file.save(
@@ -80,7 +78,7 @@ def _compile(cfg: Config) -> int:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    say(one_line(line))
 
 
 def _devices(cfg: Config) -> tuple[Any, Any]:
@@ -163,7 +161,7 @@ def _data_parallel(cfg: Config) -> Config:
 
 def cli() -> None:
     """The console entry `maxdiloco-train-compile`."""
-    sys.exit(main(sys.argv[1:]))
+    end_with(main)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 # own. Every line of output wears its process in front.
 #   usage: bash scripts/run_local_slices.sh N [file.yml] [key=value ...]
 # Ends when all have ended, with the first exit code that was not 0. Ctrl-C and SIGTERM reach every
-# process; what is left 10 s after Ctrl-C, or at the second one, is killed.
+# process, and they save together; a second Ctrl-C ends them at once, a third kills what is left.
 #   MAXDILOCO_VENV: the environment made by scripts/quickstart.sh or scripts/test.sh (.venv).
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -34,13 +34,13 @@ codes=$(mktemp)
 groups=()
 
 prefixed() { # the lines of standard input, with $1 in front; outlives the signals of its group
-  trap '' INT TERM
+  trap '' INT TERM HUP
   while IFS= read -r line || [ -n "$line" ]; do printf '[%s] %s\n' "$1" "$line"; done
 }
 
 process() { # process $1 of the run; notes its exit code in the order of the ends
   local code=0
-  trap : INT TERM # stays to note the code; the program itself has the signals' default
+  trap : INT TERM HUP # stays to note the code; the program itself has the signals' default
   JAX_PROCESS_ID=$1 "$python" -m maxdiloco.train "${@:2}" </dev/null || code=$?
   echo "$code" >>"$codes"
 }
@@ -48,17 +48,14 @@ process() { # process $1 of the run; notes its exit code in the order of the end
 signal() { for group in "${groups[@]}"; do kill -s "$1" -- "-$group" 2>/dev/null || true; done; }
 
 interrupt() {
-  trap 'signal KILL' INT
-  signal INT
-  (sleep 10 && signal KILL) &
-  disown
-  killer=$!
+  presses=$((presses + 1))
+  if ((presses < 3)); then signal INT; else signal KILL; fi
 }
 
-killer=
-trap 'rm -f "$codes"; [ -z "$killer" ] || kill -s KILL -- "-$killer" 2>/dev/null || true' EXIT
+presses=0
+trap 'rm -f "$codes"' EXIT
 trap interrupt INT
-trap 'signal TERM' TERM
+trap 'signal TERM' TERM HUP
 set -m # a process group each: a signal reaches a process once, and through this script alone
 for ((id = 0; id < count; id++)); do
   process "$id" "$@" 2>&1 | prefixed "$id" &

@@ -4,12 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco import checkpoint_arrays
 from maxdiloco.checkpoint import Checkpointer
-from maxdiloco.checkpoint_arrays import Cycled, read_item
+from maxdiloco.checkpoint_arrays import Cycled, read_item, split_over
 from maxdiloco.errors import CheckpointError
 
 LEAVES = 8
@@ -115,3 +117,43 @@ def test_an_array_that_cannot_be_read_is_one_line(step_folder, lost):
     assert line.startswith(f"leaf0 of params in checkpoint {step_folder} cannot be read: ")
     assert line.endswith("or remove that checkpoint to go on from the one before it.")
     assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "padded", "expected"),
+    [
+        ((4, 6), P(None, "fsdp"), (4, 6), P("diloco", "fsdp")),
+        ((3, 4), P("fsdp"), (3, 4), None),  # not laid out evenly: jax refuses the sharding itself
+        ((3, 8), P(None, "fsdp"), (3, 8), P(None, ("fsdp", "diloco"))),
+        ((3, 10), P(None, "fsdp"), (3, 12), P(None, ("fsdp", "diloco"))),
+        ((5,), P(), (6,), P("diloco")),
+    ],
+)
+def test_the_dimension_that_is_read_in_parts(devices, shape, spec, padded, expected):
+    """The first whose shards divide; else the longest, padded."""
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("diloco", "fsdp"), auto, devices=devices[:4])
+    sharding = NamedSharding(mesh, spec)
+    if expected is None:
+        with pytest.raises(ValueError, match="divi"):
+            split_over(shape, sharding, "diloco")
+        return
+    found_shape, found_spec = split_over(shape, sharding, "diloco")
+    assert found_shape == padded
+    assert NamedSharding(mesh, found_spec).is_equivalent_to(
+        NamedSharding(mesh, expected), len(shape)
+    )
+
+
+@given(
+    shape=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    slices=st.sampled_from([2, 3, 4, 8]),
+)
+def test_parts_cover_the_array_and_are_equally_large(devices, shape, slices):
+    mesh = jax.make_mesh((slices,), ("diloco",), devices=devices[:slices])
+    found, spec = split_over(tuple(shape), NamedSharding(mesh, P()), "diloco")
+    assert all(a >= b for a, b in zip(found, shape, strict=True))
+    assert sum(a != b for a, b in zip(found, shape, strict=True)) <= 1
+    part = NamedSharding(mesh, spec).shard_shape(found)
+    assert np.prod(part) * slices == np.prod(found)
+    assert np.prod(found) < np.prod(shape) * (1 + slices / max(shape))

@@ -11,13 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from maxdiloco.checkpoint import restore_parameters
-from maxdiloco.checkpoint_arrays import split_over
 from maxdiloco.run_folder import locate
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -321,43 +316,3 @@ def test_hosts_that_do_not_share_a_disk_are_refused_in_all(two, what, why):
     assert first == f"{start}{two[0]}{end}"
     assert second.startswith(start) and f"Process 1 on {socket.gethostname()}: {why}." in second
     assert second.endswith(" Use a folder that all machines share, or gs://.")
-
-
-@pytest.mark.parametrize(
-    ("shape", "spec", "padded", "expected"),
-    [
-        ((4, 6), P(None, "fsdp"), (4, 6), P("diloco", "fsdp")),
-        ((3, 4), P("fsdp"), (3, 4), None),  # not laid out evenly: jax refuses the sharding itself
-        ((3, 8), P(None, "fsdp"), (3, 8), P(None, ("fsdp", "diloco"))),
-        ((3, 10), P(None, "fsdp"), (3, 12), P(None, ("fsdp", "diloco"))),
-        ((5,), P(), (6,), P("diloco")),
-    ],
-)
-def test_the_dimension_that_is_read_in_parts(devices, shape, spec, padded, expected):
-    """The first whose shards divide; else the longest, padded."""
-    auto = (jax.sharding.AxisType.Auto,) * 2
-    mesh = jax.make_mesh((2, 2), ("diloco", "fsdp"), auto, devices=devices[:4])
-    sharding = NamedSharding(mesh, spec)
-    if expected is None:
-        with pytest.raises(ValueError, match="divi"):
-            split_over(shape, sharding, "diloco")
-        return
-    found_shape, found_spec = split_over(shape, sharding, "diloco")
-    assert found_shape == padded
-    assert NamedSharding(mesh, found_spec).is_equivalent_to(
-        NamedSharding(mesh, expected), len(shape)
-    )
-
-
-@given(
-    shape=st.lists(st.integers(1, 40), min_size=1, max_size=3),
-    slices=st.sampled_from([2, 3, 4, 8]),
-)
-def test_parts_cover_the_array_and_are_equally_large(devices, shape, slices):
-    mesh = jax.make_mesh((slices,), ("diloco",), devices=devices[:slices])
-    found, spec = split_over(tuple(shape), NamedSharding(mesh, P()), "diloco")
-    assert all(a >= b for a, b in zip(found, shape, strict=True))
-    assert sum(a != b for a, b in zip(found, shape, strict=True)) <= 1
-    part = NamedSharding(mesh, spec).shard_shape(found)
-    assert np.prod(part) * slices == np.prod(found)
-    assert np.prod(found) < np.prod(shape) * (1 + slices / max(shape))

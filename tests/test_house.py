@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 # A module imports only rooms with a smaller number, or its own room without a cycle.
 ROOMS = {
-    0: "errors config config_* diloco diloco.*",
+    0: "errors output signals config config_* diloco diloco.*",
     1: "parallel parallel.*",
     2: "models models.* data data.* optimizer",
     3: "exchange exchange.* hlo hlo.*",
@@ -21,7 +21,8 @@ ROOMS = {
     "checkpoint checkpoint_* run_folder run_data durable saved_state resume_rules preemption "
     "object_store object_lock shared_folder "
     "metrics metrics_* console speed compiles compile_ahead compiled_file",
-    5: "train training start train_compile generate evaluate_run report command_line maxdiloco",
+    5: "train training training_* start train_compile generate report command_line "
+    "maxdiloco",
 }
 
 # Importer, and what it must not import although the rooms would allow it.

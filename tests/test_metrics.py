@@ -1,11 +1,10 @@
-"""Rows of metrics.jsonl and TensorBoard: one a step, also after a kill and a resume."""
+"""Rows of metrics.jsonl: one a step, also after a kill and a resume."""
 
 import json
 import os
 import pathlib
 import resource
 import signal
-import struct
 import subprocess
 import sys
 
@@ -164,84 +163,64 @@ import resource, sys
 from maxdiloco.errors import CheckpointError
 from maxdiloco.metrics import MetricsWriter
 from maxdiloco.run_folder import locate
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-writer = MetricsWriter(locate(sys.argv[1], "run"), tensorboard=False, resume_step=None)
+infinity = resource.RLIM_INFINITY
 try:
-    for step in range(1, 1000):
-        writer.write(step, {"learning/loss": 1.0})
-except CheckpointError as error:
-    print(error)
+    with MetricsWriter(locate(sys.argv[1], "run"), tensorboard=False, resume_step=None) as writer:
+        for step in range(1, 101):
+            if step == 20:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1000, infinity))
+            if step == int(sys.argv[2]):
+                resource.setrlimit(resource.RLIMIT_FSIZE, (infinity, infinity))
+            writer.write(step, {"learning/loss": 1.0})
+        if sys.argv[3:]:
+            raise ArithmeticError("another error")
+except (CheckpointError, ArithmeticError) as error:
+    print(f"{type(error).__name__}: {error}")
 """
 
 
-def test_a_full_disk_is_one_line(folder, tmp_path):
-    """A limit on the size of files stands in for the disk: the write fails the same way."""
-    done = subprocess.run(
-        [sys.executable, "-c", FULL, str(tmp_path)], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.stdout == (
-        f"base_output_directory: cannot write {folder.metrics}: File too large. Free some space "
-        "or set another folder.\n"
-    )
+def on_a_full_disk(folder, *arguments):
+    """What a child prints whose disk is full from step 20 on, until a step.
+
+    A limit on the size of files stands in for the disk: a write takes a part, the next one fails.
+    """
+    command = [sys.executable, "-c", FULL, str(folder.path.parent), *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == ""
+    return done.stdout.replace(str(folder.metrics), "FILE").splitlines()
+
+
+CANNOT = "base_output_directory: cannot write FILE: File too large."
+LOST = (
+    f"{CANNOT} The last rows are lost; the training is not. Free some space; the same command "
+    "goes on from the last checkpoint."
+)
+
+
+def test_on_a_full_disk_rows_wait_until_there_is_space_again(folder):
+    """One line at each turn, and a file without a gap."""
+    said = on_a_full_disk(folder, 90)
+    assert said == [f"warning: {CANNOT} Its rows are kept for later.", "FILE is written again."]
+    assert [found["step"] for found in rows(folder)] == list(range(1, 101))
+
+
+def test_rows_that_stay_unwritten_are_an_error_at_the_end(folder):
+    said = on_a_full_disk(folder, 1000)
+    assert said[1:] == [f"CheckpointError: {LOST}"]
     write(folder, [100], resume_step=5)
     assert [found["step"] for found in rows(folder)] == [1, 2, 3, 4, 5, 100]
+
+
+def test_rows_that_stay_unwritten_do_not_hide_another_error(folder):
+    """A loss that is not finite ends with its own exit code, whatever the disk does."""
+    said = on_a_full_disk(folder, 1000, "raise")
+    assert said[1:] == [f"warning: {LOST}", "ArithmeticError: another error"]
 
 
 def test_a_folder_in_the_place_of_the_file_is_one_line(folder):
     folder.metrics.mkdir()
     with pytest.raises(CheckpointError, match=r"cannot write .*metrics.jsonl: Is a directory"):
         MetricsWriter(folder, tensorboard=False, resume_step=None)
-
-
-def events(folder):
-    """(step, purged step or {name: value}) of all events, in order of the files' age."""
-    from tensorboardX.proto import event_pb2
-
-    found = []
-    for path in sorted(folder.tensorboard.iterdir(), key=lambda path: os.stat(path).st_mtime_ns):
-        data = path.read_bytes()
-        while data:
-            (length,) = struct.unpack("<Q", data[:8])  # then 4 bytes CRC, the event, 4 bytes CRC
-            event = event_pb2.Event.FromString(data[12 : 12 + length])
-            data = data[16 + length :]
-            if event.HasField("session_log"):
-                found.append((event.step, "purge"))
-            elif event.HasField("summary"):
-                values = {value.tag: value.simple_value for value in event.summary.value}
-                found.append((event.step, values))
-    return found
-
-
-def test_tensorboard_is_told_which_steps_come_again(folder):
-    write(folder, [10, 20, 30], tensorboard=True)
-    write(folder, [30], tensorboard=True, resume_step=20)
-    found = events(folder)
-    assert found == [
-        (0, "purge"),
-        (10, {"learning/loss": 1.0}),
-        (20, {"learning/loss": 0.5}),
-        (30, {"learning/loss": pytest.approx(1 / 3)}),
-        (21, "purge"),
-        (30, {"learning/loss": pytest.approx(1 / 3)}),
-    ]
-
-
-def test_without_tensorboard_it_is_neither_imported_nor_written(folder):
-    code = (
-        "import sys; from maxdiloco.metrics import MetricsWriter; "
-        "from maxdiloco.run_folder import locate; "
-        "f = locate(sys.argv[1], 'run'); "
-        "MetricsWriter(f, tensorboard=sys.argv[2] == 'yes', resume_step=None); "
-        "print('tensorboardX' in sys.modules, f.tensorboard.exists())"
-    )
-    for wanted, expected in (("no", "False False\n"), ("yes", "True True\n")):
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(folder.path.parent), wanted],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-        )
-        assert done.stdout == expected
 
 
 def test_rows_on_an_object_store_are_written_whole_and_not_at_every_step(tmp_path):

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import pathlib
 from types import SimpleNamespace
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco import optimizer
+from maxdiloco import config_checks, config_help, optimizer
 from maxdiloco.models.transformer import Model
 from maxdiloco.parallel.mesh import AXES
 from maxdiloco.parallel.sharding import DEFAULT_RULES, optimizer_shardings, parameter_shardings
@@ -31,6 +32,8 @@ SHAPES = {
     "layers": {"norm": (2, 4), "out": (2, 2, 3, 4), "query": (2, 4, 2, 3)},
     "norm": (4,),
 }
+BASE_YML = config_help.config_folder(pathlib.Path(optimizer.__file__).parent) / "base.yml"
+OPT_TYPES = config_checks.choices(config_help.declared(BASE_YML)["opt_type"].allowed)
 ZEROS, ONES = (
     functools.partial(np.zeros, dtype=np.float32),
     functools.partial(np.ones, dtype=np.float32),
@@ -192,9 +195,9 @@ def test_state_is_float32_and_keeps_its_types_under_bfloat16_weights(opt_type, m
     assert {leaf.dtype for leaf in jax.tree.leaves(moved)} == {jnp.dtype(jnp.bfloat16)}
 
 
-@pytest.mark.parametrize("opt_type", ["adamw", "sgd"])
+@pytest.mark.parametrize("opt_type", OPT_TYPES)
 def test_state_lies_like_the_parameters(opt_type, model, devices):
-    """Moments of query over fsdp (embed) and tensor (heads)."""
+    """Moments of query over fsdp (embed) and tensor (heads); muon has one, and none of its Adam."""
     mesh = Mesh(np.array(devices[:4]).reshape(1, 1, 2, 1, 1, 2), AXES)
     rule = optimizer.build(config(opt_type=opt_type), 10, model=model)
     params = random(0)
@@ -209,4 +212,4 @@ def test_state_lies_like_the_parameters(opt_type, model, devices):
             assert sharding == NamedSharding(mesh, P(None, "fsdp", "tensor", None))
         if leaf.shape == ():
             assert sharding == NamedSharding(mesh, P())
-    assert moments == {"adamw": 2, "sgd": 0}[opt_type]
+    assert moments == {"adamw": 2, "muon": 1, "sgd": 0}[opt_type]

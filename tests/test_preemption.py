@@ -1,12 +1,16 @@
-"""SIGTERM: one process, and two that must leave at the same step."""
+"""Signals that stop a run: one process, and two that must leave at the same step."""
 
 import os
 import pathlib
+import queue
 import re
 import signal
 import socket
 import subprocess
 import sys
+import time
+
+import pytest
 
 from maxdiloco.preemption import Preemption
 
@@ -19,7 +23,7 @@ rank, port = int(sys.argv[1]), sys.argv[2]
 jax.config.update("jax_num_cpu_devices", 1)
 jax.distributed.initialize(f"localhost:{port}", 2, rank)
 from maxdiloco.preemption import Preemption
-with Preemption() as preemption:
+with Preemption(print) as preemption:
     for step in range(1, 100_000):
         time.sleep(0.01 if rank else 0.03)  # one runs ahead
         if rank == 1 and step == 5:
@@ -32,7 +36,7 @@ with Preemption() as preemption:
 ONE_PROCESS = """
 import os, signal
 from maxdiloco.preemption import Preemption
-with Preemption() as preemption:
+with Preemption(print) as preemption:
     os.kill(os.getpid(), signal.SIGTERM)
     print("alive", preemption.requested(1), flush=True)
 os.kill(os.getpid(), signal.SIGTERM)
@@ -40,25 +44,71 @@ print("still alive")
 """
 
 
+WAIT_S = 60  # far above what a thread takes to be woken
+
+
+def wait_until(holds):
+    limit = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+
+
 def test_sigterm_is_noted_and_nothing_before_it():
-    with Preemption() as preemption:
+    with Preemption(print) as preemption:
         assert not preemption.requested(1)
         os.kill(os.getpid(), signal.SIGTERM)
         assert preemption.requested(2)
         assert preemption.requested(3)
 
 
-def test_the_handler_before_comes_back():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_the_handler_before_comes_back(number):
     def mine(number, frame):
         raise AssertionError("called")
 
-    before = signal.signal(signal.SIGTERM, mine)
+    before = signal.signal(number, mine)
     try:
-        with Preemption():
-            assert signal.getsignal(signal.SIGTERM) is not mine
-        assert signal.getsignal(signal.SIGTERM) is mine
+        with Preemption(print):
+            assert signal.getsignal(number) is not mine
+        assert signal.getsignal(number) is mine
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
+
+
+def test_a_closed_terminal_counts_as_sigterm_and_under_nohup_for_nothing():
+    with Preemption(print) as preemption:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert preemption.requested(1)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Preemption(print) as preemption:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not preemption.requested(1)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_ctrl_c_is_told_at_once_and_noted():
+    told = queue.Queue()
+    with Preemption(told.put) as preemption:
+        assert not preemption.requested(1)
+        os.kill(os.getpid(), signal.SIGINT)
+        line = told.get(timeout=WAIT_S)
+        assert line == "Ctrl-C: stopping after this step; press it again to quit now."
+        wait_until(lambda: preemption.requested(2))
+        assert preemption.by_ctrl_c
+
+
+def test_ctrl_c_after_sigterm_does_not_change_why_the_run_stops():
+    told = queue.Queue()
+    with Preemption(told.put) as preemption:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        told.get(timeout=WAIT_S)
+    assert preemption.requested(1)
+    assert not preemption.by_ctrl_c
 
 
 def test_sigterm_kills_again_afterwards():

@@ -1,6 +1,7 @@
 """Batches read ahead in a thread, and an end to it that leaves no thread behind."""
 
 import collections
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,7 +22,9 @@ class Batches:
         self._source = source
         self._left = count
         self._close_source = close_source
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="maxdiloco-data")
+        self._pool = ThreadPoolExecutor(
+            1, thread_name_prefix="maxdiloco-data", initializer=_keep_ctrl_c_out
+        )
         self._ahead = collections.deque()
         self._read_ahead()
 
@@ -54,3 +57,9 @@ class Batches:
         while self._left and len(self._ahead) < DEPTH:
             self._ahead.append(self._pool.submit(next, self._source))
             self._left -= 1
+
+
+def _keep_ctrl_c_out() -> None:
+    # Threads and processes that this one starts take its signal mask over: what Ctrl-C means is
+    # the trainer's affair, and readers that it ended would print tracebacks and fail a last step.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -13,6 +13,9 @@ from maxdiloco.config import Config
 from maxdiloco.errors import ConfigError
 
 AXES = ("diloco", "data", "fsdp", "expert", "context", "tensor")
+# CPU devices in one process. Our choice: on two cores collectives of 128 devices ended and those
+# of 512 did not within XLA's 40 s.
+MOST_EMULATED = 256
 
 
 def tier(cfg: Config, name: str) -> dict[str, int]:
@@ -79,13 +82,14 @@ def emulated_devices(cfg: Config, num_processes: int) -> int:
 def emulate_devices(cfg: Config, *, num_processes: int) -> None:
     """Make as many CPU devices as the mesh needs, before JAX's backends start.
 
-    Only with hardware=cpu, or where JAX may use nothing else (JAX_PLATFORMS=cpu). A number of
-    devices that the user has given JAX stays. Raises ConfigError like emulated_devices.
+    Only with hardware=cpu, or where JAX may use nothing else (JAX_PLATFORMS=cpu). A process makes
+    MOST_EMULATED at most, and `build` refuses what needs more. A number of devices that the user
+    has given JAX stays. Raises ConfigError like emulated_devices.
     """
     cpu_alone = cfg.hardware == "auto" and jax.config.jax_platforms == "cpu"
     if (cfg.hardware == "cpu" or cpu_alone) and jax.config.jax_num_cpu_devices == -1:
         needed = emulated_devices(cfg, num_processes)
-        jax.config.update("jax_num_cpu_devices", needed // num_processes)
+        jax.config.update("jax_num_cpu_devices", min(needed // num_processes, MOST_EMULATED))
 
 
 def visible_devices(cfg: Config) -> list[jax.Device]:

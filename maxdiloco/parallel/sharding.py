@@ -127,18 +127,30 @@ def optimizer_shardings(
     """NamedSharding of every leaf of `optimizer.init(params)`.
 
     What is shaped like a parameter lies like it; the rest (step counts) is on every device.
+    Where the optimizer keeps nothing for a parameter, optax's MaskedNode stays.
     params: arrays or ShapeDtypeStructs; shardings: pytree like params.
     """
     everywhere = NamedSharding(mesh, P())
     pairs = jax.tree.map(lambda p, s: _Lies(p.shape, s), params, shardings)
     state = jax.eval_shape(optimizer.init, params)
+
+    def one(leaf, lies):
+        if _is_masked(leaf):
+            return leaf
+        return lies.sharding if leaf.shape == lies.shape else everywhere
+
     return optax.tree.map_params(
         optimizer,
-        lambda leaf, lies: lies.sharding if leaf.shape == lies.shape else everywhere,
+        one,
         state,
         pairs,
         transform_non_params=lambda _: everywhere,
+        is_leaf=_is_masked,
     )
+
+
+def _is_masked(leaf: Any) -> bool:
+    return isinstance(leaf, optax.MaskedNode)
 
 
 class _Lies:

@@ -11,14 +11,14 @@ import os
 import secrets
 import selectors
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from maxdiloco.errors import ConfigError, DataError, LostPeerError, NumericsError, Preempted, SaveError
+from maxdiloco import output
+from maxdiloco.errors import SHARED_CODES, LostPeerError, Preempted
 
 # All in seconds, all our choice.
 BEAT_S = 0.5  # between two signs of life
@@ -26,11 +26,6 @@ PATIENCE_S = 1.0  # for the main thread to end by the error that a loss raises i
 GRACE_S = 5.0  # for a process to end by itself after a peer has ended with an error
 LINGER_S = 60.0  # process 0 stays this long for peers that are still saving
 
-# All processes end with these: a restart mends none but the last, and that one says why it comes.
-# Any other loss is LostPeerError's.
-SHARED_CODES = tuple(
-    error.exit_code for error in (ConfigError, DataError, NumericsError, SaveError)
-)
 GONE = "its connection closed without a word"
 TORN = "a message from it was cut off"
 TELLS_MORE = "The end of its own output tells more."
@@ -87,8 +82,8 @@ class Link:
 def end_process(code: int, line: str | None) -> None:
     """End this process at once, past every teardown that would wait for a lost peer."""
     if line is not None:
-        print(f"{LostPeerError.__name__}: {line}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
+        output.say_error(f"{LostPeerError.__name__}: {line}")
+    output.finish()
     os._exit(code)
 
 

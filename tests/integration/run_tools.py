@@ -95,9 +95,17 @@ class Child:
     def send(self, number):
         self._popen.send_signal(number)
 
+    def lives(self):
+        return self._popen.poll() is None
+
+    def close_output(self):
+        """Read no more, and let the child know."""
+        self._popen.stdout.close()
+
     def end(self):
         """Read to the end; the exit code, negative for a signal that killed it."""
-        self.text += self._popen.stdout.read()
+        if not self._popen.stdout.closed:
+            self.text += self._popen.stdout.read()
         return self._popen.wait(WAIT_S)
 
     def kill_once(self, holds):

@@ -4,8 +4,9 @@ import jax
 import pytest
 import run_tools as tools
 
-from maxdiloco import checkpoint_read, generate, start
+from maxdiloco import checkpoint_read, config, generate, start
 from maxdiloco.data import pipeline
+from maxdiloco.errors import ConfigError
 from maxdiloco.models import transformer
 
 pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
@@ -91,6 +92,19 @@ def test_an_option_given_twice_is_refused(capfd, text_run):
     code, line = refused(capfd, text_run[0], "seed=1", "seed=2")
     assert code == 2
     assert line == "ConfigError: seed=2: seed stands there twice. Give it once."
+
+
+def test_a_run_trained_with_flash_attention_is_sampled_where_there_is_none(
+    capfd, text_run, monkeypatch
+):
+    """attention=flash names kernels of TPU and GPU; here is a CPU."""
+    run, _ = text_run
+    wanted = generated(capfd, run, "max_new_tokens=4")
+    cfg = config.from_dict(start.saved_config(run, key="RUN").as_dict() | {"attention": "flash"})
+    with pytest.raises(ConfigError, match="attention=flash"):
+        transformer.build(cfg, backend="cpu")
+    monkeypatch.setattr(start, "saved_config", lambda run, key: cfg)
+    assert generated(capfd, run, "max_new_tokens=4") == wanted
 
 
 def test_a_folder_without_a_checkpoint_is_refused_with_2(capfd, tmp_path):

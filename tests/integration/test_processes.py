@@ -162,14 +162,29 @@ def test_a_loss_that_is_not_finite_stops_all_with_4(started, tmp_path):
         assert line.startswith("NumericsError: step ")
 
 
-def test_ctrl_c_on_the_local_script_ends_every_process(started, tmp_path):
-    """130, and the session that the script leads is empty afterwards."""
+def test_ctrl_c_saves_the_same_step_in_all_processes(started, tmp_path):
+    """Through the script, as from a terminal; the session that it leads is empty afterwards."""
     changes = named("interrupted", tmp_path, LONG)
     started.append(tools.local_slices(2, changes, tmp_path / "log"))
     started[0].wait_for("[0] step 2/")
     started[0].popen.send_signal(signal.SIGINT)
     assert started[0].end() == 130, started[0].text()
+    text = started[0].text()
+    assert "[0] Ctrl-C: stopping after this step; press it again to quit now." in text
+    (step,) = re.findall(r"^\[0\] Ctrl-C after step (\d+): saved\.", text, re.MULTILINE)
+    assert tools.steps(tmp_path / "interrupted") == [int(step)]
+    assert "Traceback" not in text
     assert tools.session_members(started[0].popen.pid) == []
+
+
+def test_ctrl_c_in_one_process_saves_the_step_of_all(started, tmp_path):
+    changes = named("interrupted", tmp_path, LONG)
+    started += tools.trainers(2, changes, tmp_path)
+    started[0].wait_for("step 2/")
+    started[1].popen.send_signal(signal.SIGINT)
+    assert [process.end() for process in started] == [130, 130], started[0].text()
+    (step,) = re.findall(r"^Ctrl-C after step (\d+): saved\.", started[0].text(), re.MULTILINE)
+    assert tools.steps(tmp_path / "interrupted") == [int(step)]
 
 
 def test_the_local_script_refuses_a_count_that_is_none(started, tmp_path):

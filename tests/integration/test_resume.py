@@ -39,6 +39,18 @@ def test_a_run_killed_between_send_and_apply_resumes_to_the_same_bits(tmp_path, 
     tools.assert_equal_runs(tmp_path / "killed", tmp_path / "whole", steps=STEPS)
 
 
+def test_muon_trains_sharded_replicas_and_resumes_to_the_same_bits(tmp_path):
+    """Its state has gaps where a parameter has none; two replicas, each over two devices."""
+    keys = dict(opt_type="muon", ici_fsdp_parallelism=2, checkpoint_period=5, steps=9)
+    assert tools.run(tmp_path, "whole", **keys) == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "9")
+    assert tools.run(tmp_path, "resumed", **keys) == 0
+    tools.assert_equal_runs(tmp_path / "resumed", tmp_path / "whole", steps=9)
+    losses = [row["learning/loss"] for row in tools.rows(tmp_path / "whole")]
+    assert losses[-1] < losses[0] - 0.5
+
+
 def test_a_run_killed_during_a_save_resumes_to_the_same_bits(finished, tmp_path, capfd):
     """The half-written folder counts for nothing and is removed; the save before it counts."""
     checkpoints = tmp_path / "killed" / "checkpoints"

@@ -3,6 +3,7 @@
 import re
 import shutil
 import signal
+import time
 import types
 
 import jax
@@ -48,6 +49,29 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(
     assert tools.run(tmp_path, "stopped", **keys) == 0
     assert f"resumed after step {step};" in capfd.readouterr().out
     tools.assert_equal_runs(tmp_path / "stopped", finished, steps=STEPS)
+
+
+def test_ctrl_c_any_number_of_times_ends_with_130_and_no_traceback(tmp_path):
+    """Beginning in the training, through the last save. The second one quits, unless all of it
+    was so quick that the run had ended."""
+    with tools.Child(tmp_path, "stopped", checkpoint_period=10**6) as child:
+        child.until("step 8/")
+        while child.lives():
+            child.send(signal.SIGINT)
+            time.sleep(0.02)
+        assert child.end() == 130, child.text
+    assert "Traceback" not in child.text
+    assert "Ctrl-C: stopping after this step; press it again to quit now." in child.text
+    assert child.text.endswith(("\nInterrupted.\n", "saved. The same command goes on.\n"))
+
+
+def test_a_run_whose_output_nobody_reads_goes_on_to_the_same_end(finished, tmp_path):
+    """As behind `| head`: the pipe is closed while the programs compile."""
+    with tools.Child(tmp_path, "unread") as child:
+        child.until("ready to compile")
+        child.close_output()
+        assert child.end() == 0
+    tools.assert_equal_runs(tmp_path / "unread", finished, steps=STEPS)
 
 
 def test_without_checkpoints_a_stop_says_that_nothing_is_saved(tmp_path):

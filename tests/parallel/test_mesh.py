@@ -226,3 +226,17 @@ def test_every_topology_takes_ordinary_sizes_and_a_replica_stays_in_its_slice():
     assert built > 300
     assert ("v5e-16", 2, ("tensor", 2)) in shared  # 2 of a dimension of 4
     assert ("v5e-16", 2, ("tensor", 4)) not in shared  # a whole dimension of 4
+
+
+def test_no_more_devices_are_emulated_than_collectives_can_join(monkeypatch):
+    """XLA would abort the process in its first collective, or while it makes the devices."""
+    asked = {}
+    fresh = types.SimpleNamespace(
+        jax_num_cpu_devices=-1, update=lambda key, value: asked.update({key: value})
+    )
+    monkeypatch.setattr(mesh_lib.jax, "config", fresh)
+    for size, emulated in ((128, 256), (10**9, 256), (100, 200)):
+        cfg = load("hardware=cpu", "dcn_diloco_parallelism=2", f"ici_data_parallelism={size}",
+                   "ici_fsdp_parallelism=1")
+        mesh_lib.emulate_devices(cfg, num_processes=1)
+        assert asked["jax_num_cpu_devices"] == emulated

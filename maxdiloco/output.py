@@ -1,0 +1,75 @@
+"""Where every line for the user is printed. A stream that is full or gone ends no program."""
+
+import errno
+import os
+import re
+import sys
+from typing import TextIO
+
+# Errors that free space mends: the line is lost, the next one is tried.
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print a line to a stream, standard output by default, and flush it.
+
+    A line that cannot be written is dropped. After a closed pipe or terminal all later lines of
+    that stream are dropped too.
+    """
+    stream = stream or sys.stdout
+    if stream is None:  # Python was started with the stream closed
+        return
+    try:
+        stream.write(f"{text}\n")  # at once: threads print too
+        stream.flush()
+    except UnicodeEncodeError:  # a path that is no text, or a terminal that knows ASCII alone
+        say(text.encode("ascii", "backslashreplace").decode(), stream)
+    except OSError as error:
+        if error.errno not in _FULL:
+            _drop_everything(stream)
+
+
+def say_error(text: str) -> None:
+    """Print a line to standard error, as `say` does."""
+    if sys.stderr is not None:
+        say(text, sys.stderr)
+
+
+def one_line(text: str) -> str:
+    """The text with control characters written as in Python: a line feed as the two of `\\n`."""
+    control = r"[\x00-\x1f\x7f-\x9f\u2028\u2029]"
+    return re.sub(control, lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def finish() -> None:
+    """Flush both streams; what cannot be written is dropped.
+
+    Without it Python would try again while it ends, print a traceback and change the exit code.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if stream is None:
+            continue
+        try:
+            stream.flush()
+        except OSError:
+            _drop_everything(stream)
+
+
+def fill_closed_streams() -> None:
+    """Open the null device in the place of standard streams that the caller has closed.
+
+    Otherwise the next file that is opened takes that number, and native code that reports to
+    standard error writes into it.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+
+
+def _drop_everything(stream: TextIO) -> None:
+    """Let the file below a stream be the null device, which takes what is still buffered."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
