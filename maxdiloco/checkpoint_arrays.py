@@ -4,9 +4,10 @@ Orbax has written them; TensorStore reads them. Both are imported by the functio
 they take half a second.
 """
 
+import functools
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,8 +16,10 @@ import numpy as np
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
+from maxdiloco.algorithm_calls import BESIDE, Call
 from maxdiloco.checkpoint_io import named_leaves
 from maxdiloco.errors import CheckpointError
+from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import axes_of
 from maxdiloco.run_folder import reason
 
@@ -186,9 +189,32 @@ def _result(future: "ts.Future[Any]", name: str) -> Any:
         ) from error
 
 
+def calls(abstract: Any, *, axis: str, on_compile: Callable) -> list[Call]:
+    """The program of read_item for the largest leaf that is gathered, if any is.
+
+    abstract, axis: as for read_item. One leaf is gathered at a time, so no other needs more memory.
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(abstract) if _is_gathered(leaf, axis)]
+    if not leaves:
+        return []
+    leaf = max(leaves, key=lambda leaf: math.prod(leaf.sharding.shard_shape(leaf.shape)))
+    shape, spec = split_over(leaf.shape, leaf.sharding, axis)
+    mesh = leaf.sharding.mesh
+    parts = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+    program = Program(
+        "restore",
+        functools.partial(_without_padding, shape=leaf.shape),
+        out_shardings=NamedSharding(mesh, leaf.sharding.spec),
+        on_compile=on_compile,
+    )
+    return [Call(program, (parts,), 0, BESIDE)]
+
+
 def _is_gathered(leaf: jax.ShapeDtypeStruct, axis: str) -> bool:
     sharding = leaf.sharding
-    if jax.process_count() == 1 or not leaf.shape or not isinstance(sharding, NamedSharding):
+    if not leaf.shape or not isinstance(sharding, NamedSharding):
+        return False
+    if len({device.process_index for device in sharding.mesh.devices.flat}) == 1:
         return False
     used = {name for entry in sharding.spec for name in axes_of(entry)}
     return dict(sharding.mesh.shape).get(axis, 1) > 1 and axis not in used

@@ -2,8 +2,9 @@
 
 Names (a row holds those that exist at its step):
     learning/loss, learning/loss_replica_0 ..., learning/lr, learning/grad_norm
-    diloco/outer_grad_norm, diloco/outer_grad_cosine (mean over pairs of replicas),
-    diloco/drift (mean |x_m - theta|)
+    diloco/outer_grad_norm (of the mean), diloco/outer_grad_cosine (mean over pairs of replicas,
+    weighted by the product of their norms), diloco/drift (mean |x_m - theta|): of the fragment
+    that was synchronised last, as it was sent
     perf/step_time [s], perf/tokens_per_second, perf/tflops_per_device, perf/mfu (speed.py)
     dcn/bytes_sent (per replica and step), eval/loss [nats per token]
 """

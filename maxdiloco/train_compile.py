@@ -107,15 +107,17 @@ def _devices(cfg: Config) -> tuple[Any, Any]:
 
 def _one(cfg: Config, mesh: Any, chip: Any) -> tuple[Any, Any]:
     """The parts of a run on the mesh, and the report on its programs."""
-    from maxdiloco import assemble, compile_ahead, report
+    from maxdiloco import assemble, checkpoint_arrays, compile_ahead, report
     from maxdiloco.hlo.replay import Link
     from maxdiloco.parallel import mesh as mesh_lib
 
     parts = assemble.assemble(cfg, mesh, total_steps=cfg.steps, on_compile=_told())
     dcn = mesh_lib.sizes_over_slices(cfg, list(mesh.devices.flat))
+    state = parts.trainer.abstract_state
+    restore = checkpoint_arrays.calls(state, axis="diloco", on_compile=_told())
     found = compile_ahead.measure(
-        _calls(cfg, parts),
-        parts.trainer.abstract_state,
+        [*_calls(cfg, parts), *restore],
+        state,
         mesh_tiers=compile_ahead.tiers(mesh, dcn),
         link=chip and Link(cfg.dcn_bandwidth_gbps, chip.clock_hz, chip.ici_gbps),
         say=_say,
