@@ -33,6 +33,7 @@ from maxdiloco.algorithm import say_nothing
 from maxdiloco.command_line import guarded
 from maxdiloco.config import Config
 from maxdiloco.data.synthetic import SyntheticWindows
+from maxdiloco.diloco.schedule import INNER, Action
 from maxdiloco.errors import ConfigError
 from maxdiloco.models.transformer import count_parameters
 from maxdiloco.parallel import mesh as mesh_lib
@@ -172,10 +173,10 @@ def make_pair(label: str, cfg: Config, mesh: Mesh) -> tuple[Case, Case]:
         parts = assemble.assemble(one, mesh, total_steps=cfg.steps, on_compile=on_compile)
         made.append(Case(f"{name} {label}".strip(), one, parts, compiles))
     data_parallel, diloco = made
-    plans = [diloco.parts.trainer.schedule.plan(t + 1) for t in range(WARM_UP + cfg.steps)]
-    if any(plan.sends or plan.applies or plan.carrying for plan in plans):
+    steps = [diloco.parts.trainer.schedule.actions(t + 1) for t in range(WARM_UP + cfg.steps)]
+    if any(actions != (Action(INNER),) for actions in steps):
         raise ConfigError(
-            f"diloco_sync_period={cfg.diloco_sync_period}: one of the {len(plans)} steps has an "
+            f"diloco_sync_period={cfg.diloco_sync_period}: one of the {len(steps)} steps has an "
             f"exchange, and the benchmark times steps without. Leave the DiLoCo keys out, or use "
             f"fewer steps."
         )

@@ -18,16 +18,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.algorithm_calls import BESIDE, Call, calls, merge_args, pack_args
-from maxdiloco.algorithm_layout import (
-    FragmentPlan,
-    Layout,
-    State,
-    front,
-    lay_out,
-    placed,
-    replaced,
-)
+from maxdiloco.algorithm_calls import BESIDE, Call, after, arguments, calls
+from maxdiloco.algorithm_layout import Layout, State, lay_out
 from maxdiloco.algorithm_programs import Programs, Rule
 from maxdiloco.diloco import fragments, outer, quantize, schedule
 from maxdiloco.errors import NumericsError
@@ -102,7 +94,7 @@ class DiLoCo:
         self._layer_axis = layer_axis
         self._outer_memory = None if outer_memory == "device" else outer_memory
         self._on_compile = on_compile
-        self._paced = mesh.devices.flat[0].platform == "cpu" and mesh.size > 1
+        self._throttled = mesh.devices.flat[0].platform == "cpu" and mesh.size > 1
 
     def bind(self, params: Any, opt_state: Any) -> Layout:
         """Lay out the state for one replica's pytrees (arrays or ShapeDtypeStructs).
@@ -130,6 +122,8 @@ class DiLoCo:
             per_replica_outer=self._rule.overlap == "eager",
             outer_memory=self._outer_memory,
         )
+        chunks = tuple(plan.num_chunks for plan in self.layout.plans)
+        self.schedule = replace(self.schedule, num_chunks=chunks)
         self.programs = Programs(self.layout, self._inner_step, self._rule, self._on_compile)
         return self.layout
 
@@ -165,79 +159,27 @@ class DiLoCo:
     def step(self, state: State, batch: Any) -> tuple[State, Any]:
         """One inner step of every replica, and the sends and applies that fall on it.
 
+        Streaming DiLoCo Algorithm 2, lines 3-12, in the order of schedule.actions.
         state: donated. batch: leaves [R, ...]. Returns the new state and metrics with leaves
         [R, ...]. Not itself jittable. Raises NumericsError when a replica's outer gradient was not
         finite: at the first send or apply after the apply that follows the one which found it.
         """
-        t = state.t + 1
-        plan = self.schedule.plan(t)
-        if plan.sends or plan.applies:
-            # Not those of the last synchronisation: the host would wait for it.
+        actions = self.schedule.actions(state.t + 1, dropped_until=state.dropped_until)
+        if len(actions) > 1:
+            # Not the flags of the last synchronisation: the host would wait for it.
             self._check_finite(state.bad_before, state.t)
-        self._pace(state)
-        state, metrics = self._inner(state, batch, plan.carrying)
-        state = replace(state, t=t)
-        for send in plan.sends:
-            state = self._send(state, send)
-        for apply in plan.applies:
-            if apply.send_step > state.dropped_until:
-                state = self._apply(state, apply)
+        state, metrics = replace(state, t=state.t + 1), None
+        for action in actions:
+            self._throttle_cpu(state)
+            program, args = arguments(self.programs, action, state, batch)
+            state, new = after(self.programs, action, state, program(*args))
+            metrics = metrics if new is None else new
         return state, metrics
 
-    def _pace(self, state: State) -> None:
+    def _throttle_cpu(self, state: State) -> None:
         # With several emulated devices a host that runs ahead deadlocks XLA's rendezvous on CPU.
-        if self._paced:
+        if self._throttled:
             jax.block_until_ready((state.params, state.incoming, state.outer))
-
-    def _inner(self, state, batch, carrying):
-        if carrying is None:
-            params, opt_state, metrics = self.programs.inner(state.params, state.opt_state, batch)
-            return replace(state, params=params, opt_state=opt_state), metrics
-        send, c = carrying
-        if c >= self.layout.plans[send.fragment].num_chunks:
-            return self._inner(state, batch, None)
-        params, opt_state, metrics, arrived = self.programs.inner_exchange(
-            state.params, state.opt_state, batch, state.outgoing[c]
-        )
-        incoming = replaced(
-            state.incoming, send.slot, replaced(state.incoming[send.slot], c, arrived)
-        )
-        return replace(state, params=params, opt_state=opt_state, incoming=incoming), metrics
-
-    def _send(self, state: State, send: schedule.Event) -> State:
-        plan = self.layout.plans[send.fragment]
-        self._pace(state)
-        if self._rule.overlap != "none":
-            return self._merge(state, "outer_step", plan, self._incoming(state, send, plan))
-        if self.schedule.window == 0:
-            return self._merge(state, "synchronise", plan, None)
-        chunks = self.programs.of("pack", plan)(*pack_args(state, plan))
-        return replace(state, outgoing=front(state.outgoing, chunks))
-
-    def _apply(self, state: State, apply: schedule.Event) -> State:
-        if self._rule.overlap != "none" or self.schedule.window == 0:
-            return state
-        plan = self.layout.plans[apply.fragment]
-        self._pace(state)
-        return self._merge(state, "merge", plan, self._incoming(state, apply, plan))
-
-    def _incoming(self, state, send, plan) -> tuple[jax.Array, ...]:
-        return state.incoming[send.slot][: plan.num_chunks]
-
-    def _merge(self, state: State, kind: str, plan: FragmentPlan, incoming) -> State:
-        args = merge_args(state, plan, incoming)
-        params, theta, opt, bad, sizes, *chunks = self.programs.of(kind, plan)(*args)
-        bad.copy_to_host_async()
-        state = replace(
-            state,
-            params=placed(state.params, plan, params),
-            outer=placed(state.outer, plan, theta),
-            outer_opt=replaced(state.outer_opt, plan.index, opt),
-            bad=bad,
-            bad_before=state.bad,
-            sizes=sizes,
-        )
-        return replace(state, outgoing=front(state.outgoing, chunks[0])) if chunks else state
 
     def check_finite(self, state: State) -> None:
         """Raise NumericsError if a replica's outer gradient was not finite at a past send.
@@ -290,14 +232,12 @@ class DiLoCo:
 
     def bytes_sent(self, t: int) -> int:
         """Bytes that inner step t makes one replica send to other slices, padding included."""
-        plan = self.schedule.plan(t)
         elements = 0
-        if self.schedule.window == 0:
-            for send in plan.sends:
-                elements += self.layout.chunk_of(self.layout.plans[send.fragment])
-        elif plan.carrying is not None:
-            send, c = plan.carrying
-            elements = self.layout.chunk * (c < self.layout.plans[send.fragment].num_chunks)
+        for action in self.schedule.actions(t):
+            if action.program == schedule.INNER_EXCHANGE:
+                elements += self.layout.chunk
+            elif action.program == schedule.SYNCHRONISE:
+                elements += self.layout.chunk_of(self.layout.plans[action.fragment])
         slots = self.mesh.shape["diloco"]
         in_slice = self.mesh.size // slots
         return elements * in_slice * quantize.wire(self.wire).dtype.itemsize * (slots - 1)

@@ -1,10 +1,19 @@
-"""The programs of a run and what each is called with, known before anything runs."""
+"""Which program an action of the schedule calls, with what, and where its results go."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from maxdiloco.algorithm_layout import FragmentPlan, State, pick
+from maxdiloco.algorithm_layout import State, front, pick, placed, replaced
 from maxdiloco.algorithm_programs import Programs
-from maxdiloco.diloco.schedule import Schedule
+from maxdiloco.diloco.schedule import (
+    INNER,
+    INNER_EXCHANGE,
+    MERGE,
+    OUTER_STEP,
+    PACK,
+    Action,
+    Schedule,
+)
 from maxdiloco.parallel.program import Program
 
 # When a program runs: as part of the steps; beside them, with the run's state on the devices; or
@@ -25,57 +34,65 @@ class Call(NamedTuple):
     when: str = STEP
 
 
-def merge_args(state: State, plan: FragmentPlan, incoming: tuple | None) -> tuple:
-    """Arguments of merge, synchronise (incoming None) and outer_step for one fragment."""
-    args = (
-        pick(state.params, plan),
-        pick(state.outer, plan),
-        state.outer_opt[plan.index],
-        state.bad,
-        plan.places,
+def arguments(
+    programs: Programs, action: Action, state: State, batch: Any
+) -> tuple[Program, tuple]:
+    """The program of an action and what it takes, of arrays or of ShapeDtypeStructs."""
+    step = (state.params, state.opt_state, batch)
+    if action.program == INNER:
+        return programs.inner, step
+    if action.program == INNER_EXCHANGE:
+        return programs.inner_exchange, (*step, state.outgoing[action.chunk])
+    plan = programs.layout.plans[action.fragment]
+    program = programs.of(action.program, plan)
+    leaves = (pick(state.params, plan), pick(state.outer, plan))
+    if action.program == PACK:
+        return program, (*leaves, plan.places)
+    args = (*leaves, state.outer_opt[plan.index], state.bad, plan.places)
+    if action.program in (MERGE, OUTER_STEP):
+        args += (state.incoming[action.slot][: plan.num_chunks],)
+    return program, args
+
+
+def after(programs: Programs, action: Action, state: State, results: Any) -> tuple[State, Any]:
+    """The state after an action, and the metrics of the step where the action is the inner step."""
+    if action.program in (INNER, INNER_EXCHANGE):
+        params, opt_state, metrics, *arrived = results
+        state = replace(state, params=params, opt_state=opt_state)
+        for chunk in arrived:
+            slot = replaced(state.incoming[action.slot], action.chunk, chunk)
+            state = replace(state, incoming=replaced(state.incoming, action.slot, slot))
+        return state, metrics
+    if action.program == PACK:
+        return replace(state, outgoing=front(state.outgoing, results)), None
+    plan = programs.layout.plans[action.fragment]
+    params, theta, opt, bad, sizes, *chunks = results
+    bad.copy_to_host_async()
+    state = replace(
+        state,
+        params=placed(state.params, plan, params),
+        outer=placed(state.outer, plan, theta),
+        outer_opt=replaced(state.outer_opt, plan.index, opt),
+        bad=bad,
+        bad_before=state.bad,
+        sizes=sizes,
     )
-    return args if incoming is None else (*args, incoming)
-
-
-def pack_args(state: State, plan: FragmentPlan) -> tuple:
-    """Arguments of pack for one fragment."""
-    return pick(state.params, plan), pick(state.outer, plan), plan.places
+    for sent in chunks:
+        state = replace(state, outgoing=front(state.outgoing, sent))
+    return state, None
 
 
 def calls(programs: Programs, schedule: Schedule, batch: Any) -> list[Call]:
     """Every program that the steps of a run call, once each, `inner` first.
 
     batch: ShapeDtypeStructs with shardings, leaves [R, ...]. Fragments with equal cuts share a
-    program, and are counted together.
+    program, and are counted together. The period counted is the third: all is under way in it.
     """
-    layout = programs.layout
-    state, plans, window = layout.state, layout.plans, schedule.window
-    carried = sum(plan.num_chunks for plan in plans) if window else 0
-    inner = (state.params, state.opt_state, batch)
-    out = [Call(programs.inner, inner, schedule.H - carried)]
-    if window:
-        out.append(Call(programs.inner_exchange, (*inner, state.outgoing[0]), carried))
-    for kind in _kinds(schedule):
-        of_kind: dict[int, Call] = {}
-        for plan in plans:
-            program = programs.of(kind, plan)
-            before = of_kind.get(id(program))
-            if before is None:
-                of_kind[id(program)] = Call(program, _args(kind, state, plan), 1)
-            else:
-                of_kind[id(program)] = before._replace(runs=before.runs + 1)
-        out.extend(of_kind.values())
-    return out
-
-
-def _kinds(schedule: Schedule) -> tuple[str, ...]:
-    if schedule.overlap != "none":
-        return ("outer_step",)
-    return ("pack", "merge") if schedule.window else ("synchronise",)
-
-
-def _args(kind: str, state: State, plan: FragmentPlan) -> tuple:
-    if kind == "pack":
-        return pack_args(state, plan)
-    incoming = None if kind == "synchronise" else state.incoming[0][: plan.num_chunks]
-    return merge_args(state, plan, incoming)
+    H = schedule.H
+    actions = [action for t in range(2 * H + 1, 3 * H + 1) for action in schedule.actions(t)]
+    found: dict[int, Call] = {}
+    for runs, action in [(0, Action(INNER)), *((1, action) for action in actions)]:
+        program, args = arguments(programs, action, programs.layout.state, batch)
+        call = found.setdefault(id(program), Call(program, args, 0))
+        found[id(program)] = call._replace(runs=call.runs + runs)
+    return list(found.values())

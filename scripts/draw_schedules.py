@@ -7,12 +7,21 @@ import pathlib
 import sys
 from html import escape
 
-from maxdiloco.diloco.schedule import Schedule, offsets
+from maxdiloco.diloco.schedule import (
+    INNER_EXCHANGE,
+    MERGE,
+    OUTER_STEP,
+    PACK,
+    SYNCHRONISE,
+    Schedule,
+    offsets,
+)
 
 H = 12
 FIRST, LAST = H + 1, 2 * H  # the second period: everything is under way
 CELL, ROW, LEFT, TOP = 46, 22, 270, 34
 COLOURS = ("#3b6ea5", "#c2703d", "#5a8f53")
+MARKS = {PACK: "S", MERGE: "A", SYNCHRONISE: "SA", OUTER_STEP: "SA"}  # send, apply
 MODES = (
     ("DiLoCo", 1, 0, "none", "training waits for the exchange of everything"),
     ("streaming, P=3", 3, 0, "none", "three shorter waits"),
@@ -45,19 +54,19 @@ def draw() -> str:
 
 def _mode(schedule: Schedule, y: float) -> list[str]:
     parts = []
-    for k, plan in enumerate(schedule.run(H, start=FIRST)):
+    for k, t in enumerate(range(FIRST, LAST + 1)):
         x = LEFT + k * CELL
         parts.append(_box(x, y, CELL - 8, "#e4e4e4"))
-        if plan.carrying is not None:
-            fragment = plan.carrying.send.fragment
-            parts.append(_box(x, y + ROW, CELL - 8, COLOURS[fragment]))
-            parts.append(
-                _text(x + 5, y + ROW + 14, f"f{fragment}.{plan.carrying.chunk}", "white", size=10)
-            )
-        if plan.sends and schedule.window == 0:
-            parts.append(_box(x + CELL - 8, y, 8, "#cc2222"))
-            parts.append(_box(x + CELL - 8, y + ROW, 8, COLOURS[plan.sends[0].fragment]))
-        marks = [f"S{e.fragment}" for e in plan.sends] + [f"A{e.fragment}" for e in plan.applies]
+        marks = []
+        for action in schedule.actions(t):
+            if action.program == INNER_EXCHANGE:
+                parts.append(_box(x, y + ROW, CELL - 8, COLOURS[action.fragment]))
+                label = f"f{action.fragment}.{action.chunk}"
+                parts.append(_text(x + 5, y + ROW + 14, label, "white", size=10))
+            if action.program == SYNCHRONISE:
+                parts.append(_box(x + CELL - 8, y, 8, "#cc2222"))
+                parts.append(_box(x + CELL - 8, y + ROW, 8, COLOURS[action.fragment]))
+            marks += [f"{letter}{action.fragment}" for letter in MARKS.get(action.program, "")]
         if marks:
             below = y + 2 * ROW + 12
             parts.append(_text(x + CELL - 4, below, " ".join(marks), anchor="end", size=9))

@@ -15,7 +15,7 @@ can be resumed at any t without a replay.
 import dataclasses
 import functools
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from numbers import Integral
 from typing import NamedTuple
 
@@ -48,19 +48,26 @@ class Carried(NamedTuple):
     chunk: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What the host does in inner step t, in this order.
+class Action(NamedTuple):
+    """One program that the host runs.
 
-    The inner step runs, with the chunk of `carrying` beside it; then the outer gradients of
-    `sends` are taken; then `applies` change the parameters. Each tuple holds at most one event,
-    because no two fragments share an offset.
+    program: INNER, INNER_EXCHANGE, PACK, MERGE, SYNCHRONISE or OUTER_STEP. fragment: None for the
+    inner step alone. slot: the receive slot that INNER_EXCHANGE fills, and that MERGE and
+    OUTER_STEP read. chunk: the one that INNER_EXCHANGE carries.
     """
 
-    t: int
-    carrying: Carried | None
-    sends: tuple[Event, ...]
-    applies: tuple[Event, ...]
+    program: str
+    fragment: int | None = None
+    slot: int = 0
+    chunk: int = 0
+
+
+INNER = "inner"  # lines 3-5
+INNER_EXCHANGE = "inner + exchange"  # the same, with a chunk beside it: lines 8 and 10
+PACK = "pack"  # lines 7-8
+MERGE = "merge"  # lines 10-12
+SYNCHRONISE = "synchronise"  # lines 7-12 at once, for tau = 0
+OUTER_STEP = "outer_step"  # the same with the mean of the round before, for delayed and eager
 
 
 def offsets(P: int, H: int) -> tuple[int, ...]:
@@ -128,6 +135,7 @@ class Schedule:
     H: sync period [inner steps]. tau: inner steps from a send to its apply. offsets: one integer
     per fragment, taken mod H. overlap: 'none' applies a send after tau steps; 'delayed' and
     'eager' (arXiv 2502.12996) use it at the next send of the fragment, H steps later.
+    num_chunks: of each fragment, `window` at most; None: `window` of each.
     Raises ValueError as `check` does.
     """
 
@@ -135,6 +143,7 @@ class Schedule:
     tau: int
     offsets: tuple[int, ...]
     overlap: str = "none"
+    num_chunks: tuple[int, ...] | None = None
 
     def __post_init__(self):
         check(H=self.H, P=self.P, tau=self.tau, offsets=self.offsets, overlap=self.overlap)
@@ -189,13 +198,21 @@ class Schedule:
         slot = number % self.slots if self.slots else 0
         return Event(kind, fragment, periods + 1, first + periods * self.H, slot)
 
-    def _events(self, kind: str, after: int, until: int) -> tuple[Event, ...]:
-        """The exchanges sent after step `after` and up to step `until`."""
-        return tuple(self._event(kind, k) for k in range(self._count(after), self._count(until)))
+    def is_sent(self, p: int, t: int) -> bool:
+        """Whether fragment p is sent after inner step t: Algorithm 2, line 6.
+
+        Line 9 asks the same of t - tau.
+        """
+        return (t - self.offsets[p]) % self.H == 0
+
+    def _exchanges(self, kind: str, step: int) -> tuple[Event, ...]:
+        # At most one, since no two offsets are equal; its number is that of the last send so far.
+        found = (p for p in range(self.P) if self.is_sent(p, step))
+        return tuple(self._event(kind, self._count(step) - 1) for _ in found)
 
     def sends(self, t: int) -> tuple[Event, ...]:
         """Exchanges that begin after inner step t >= 1: Algorithm 2, lines 6-8."""
-        return self._events("send", t - 1, t)
+        return self._exchanges("send", t)
 
     def applies(self, t: int) -> tuple[Event, ...]:
         """Exchanges used after inner step t >= 1, after its sends: Algorithm 2, lines 9-12.
@@ -206,12 +223,34 @@ class Schedule:
         used = t - self.lag
         if self.overlap == "none" and used < 1:
             return ()
-        return self._events("apply", used - 1, used)
+        return self._exchanges("apply", used)
 
-    def events(self, t: int) -> Iterator[Event]:
-        """The events of inner step t, sends before applies."""
-        yield from self.sends(t)
-        yield from self.applies(t)
+    def actions(self, t: int, *, dropped_until: int = 0) -> tuple[Action, ...]:
+        """What the host runs in inner step t >= 1, in this order: Algorithm 2, lines 3-12.
+
+        dropped_until: exchanges sent up to this step and not applied by then are dropped.
+        """
+        out = [self._inner_step(t)]
+        for send in self.sends(t):
+            if self.overlap != "none":
+                out.append(Action(OUTER_STEP, send.fragment, send.slot))
+            elif self.tau == 0:
+                out.append(Action(SYNCHRONISE, send.fragment))
+            else:
+                out.append(Action(PACK, send.fragment))
+        if self.overlap == "none" and self.tau > 0:
+            for apply in self.applies(t):
+                if apply.send_step > dropped_until:
+                    out.append(Action(MERGE, apply.fragment, apply.slot))
+        return tuple(out)
+
+    def _inner_step(self, t: int) -> Action:
+        if (carried := self.carrying(t)) is None:
+            return Action(INNER)
+        send, chunk = carried
+        if self.num_chunks is not None and chunk >= self.num_chunks[send.fragment]:
+            return Action(INNER)
+        return Action(INNER_EXCHANGE, send.fragment, send.slot, chunk)
 
     def carrying(self, t: int) -> Carried | None:
         """The chunk that rides inner step t: chunk c of a send with t = send_step + 1 + c."""
@@ -224,7 +263,8 @@ class Schedule:
 
     def pending(self, t: int) -> tuple[Event, ...]:
         """Sends up to step t whose apply comes after step t, oldest first."""
-        return self._events("send", max(t - self.lag, 0), t)
+        first = self._count(max(t - self.lag, 0))
+        return tuple(self._event("send", number) for number in range(first, self._count(t)))
 
     def ages(self, t: int, *, dropped_until: int = 0) -> tuple[int, ...]:
         """Per fragment: inner steps since the step whose values theta last took in.
@@ -241,11 +281,3 @@ class Schedule:
             if not dropped_until - self.lag < event.send_step <= dropped_until:
                 taken[event.fragment] = event.send_step
         return tuple(t - step for step in taken)
-
-    def plan(self, t: int) -> Plan:
-        """What the host does in inner step t >= 1."""
-        return Plan(t, self.carrying(t), self.sends(t), self.applies(t))
-
-    def run(self, steps: int, start: int = 1) -> Iterator[Plan]:
-        """Plans of `steps` inner steps, the first being step `start`."""
-        return (self.plan(t) for t in range(start, start + steps))

@@ -1,11 +1,25 @@
 """The schedule against a brute-force statement of its contract, and worked examples by hand."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxdiloco.diloco import schedule
-from maxdiloco.diloco.schedule import Event, Plan, Schedule, check, offsets
+from maxdiloco.diloco.schedule import (
+    INNER,
+    INNER_EXCHANGE,
+    MERGE,
+    OUTER_STEP,
+    PACK,
+    SYNCHRONISE,
+    Action,
+    Event,
+    Schedule,
+    check,
+    offsets,
+)
 
 
 @st.composite
@@ -41,6 +55,10 @@ def in_flight(s, sent, t):
     return [x for x in sent if x[0] <= t < x[0] + brute_lag(s)]
 
 
+def events(s, t):
+    return [*s.sends(t), *s.applies(t)]
+
+
 def key(event):
     return (event.send_step, event.fragment, event.round)
 
@@ -50,7 +68,7 @@ def test_second_fragment_follows_half_a_period_later():
     s = Schedule(100, 0, offsets(2, 100))
     sent = {0: [], 1: []}
     for t in range(1, 251):
-        for event in s.events(t):
+        for event in events(s, t):
             if event.kind == "send":
                 sent[event.fragment].append(t)
     assert sent == {0: [100, 200], 1: [50, 150, 250]}
@@ -66,7 +84,7 @@ def test_default_offsets_are_floor_of_p_h_over_p():
 def test_one_fragment_without_overlap_is_diloco():
     """DiLoCo (arXiv 2311.08105) Algorithm 1: all is sent and applied at H, 2H, ..."""
     s = Schedule(5, 0, offsets(1, 5))
-    steps = [(t, e.kind, e.fragment, e.round) for t in range(1, 12) for e in s.events(t)]
+    steps = [(t, e.kind, e.fragment, e.round) for t in range(1, 12) for e in events(s, t)]
     assert steps == [(5, "send", 0, 1), (5, "apply", 0, 1), (10, "send", 0, 2), (10, "apply", 0, 2)]
     assert (s.gap, s.window, s.slots) == (5, 0, 0)
 
@@ -81,14 +99,14 @@ def test_overlap_longer_than_the_gap_holds_several_fragments():
     first = Event("send", 1, 1, 2, 0)
     second = Event("send", 2, 1, 4, 1)
     third = Event("send", 0, 1, 6, 2)
-    assert list(s.run(7)) == [
-        Plan(1, None, (), ()),
-        Plan(2, None, (first,), ()),
-        Plan(3, (first, 0), (), ()),
-        Plan(4, (first, 1), (second,), ()),
-        Plan(5, (second, 0), (), ()),
-        Plan(6, (second, 1), (third,), ()),
-        Plan(7, (third, 0), (), (first._replace(kind="apply"),)),
+    assert [s.actions(t) for t in range(1, 8)] == [
+        (Action(INNER),),
+        (Action(INNER), Action(PACK, 1)),
+        (Action(INNER_EXCHANGE, 1, slot=0, chunk=0),),
+        (Action(INNER_EXCHANGE, 1, slot=0, chunk=1), Action(PACK, 2)),
+        (Action(INNER_EXCHANGE, 2, slot=1, chunk=0),),
+        (Action(INNER_EXCHANGE, 2, slot=1, chunk=1), Action(PACK, 0)),
+        (Action(INNER_EXCHANGE, 0, slot=2, chunk=0), Action(MERGE, 1, slot=0)),
     ]
     assert s.pending(6) == (first, second, third)
     assert s.pending(7) == (second, third)
@@ -104,7 +122,7 @@ def test_outer_overlap_uses_the_send_of_one_period_before(overlap):
     """
     s = Schedule(4, 0, offsets(2, 4), overlap)
     assert (s.gap, s.window, s.slots) == (2, 2, 2)
-    seen = [(t, e.kind, e.fragment, e.round, e.slot) for t in range(1, 7) for e in s.events(t)]
+    seen = [(t, e.kind, e.fragment, e.round, e.slot) for t in range(1, 7) for e in events(s, t)]
     assert seen == [
         (2, "send", 1, 1, 0),
         (2, "apply", 1, 0, 0),
@@ -150,10 +168,54 @@ def test_events_are_those_of_the_contract(s):
         if s.overlap != "none":  # the first send of a fragment calls the outer optimizer too
             due += [(t - s.H, p, 0) for step, p, n in sent if step == t and n == 1]
         assert [key(e) for e in s.applies(t)] == due
-        kinds = [e.kind for e in s.events(t)]
-        assert kinds == ["send"] * len(s.sends(t)) + ["apply"] * len(due)
-        assert s.plan(t) == Plan(t, s.carrying(t), s.sends(t), s.applies(t))
-    assert [plan.t for plan in s.run(3, start=5)] == [5, 6, 7]
+        assert [e.kind for e in s.applies(t)] == ["apply"] * len(due)
+
+
+@settings(max_examples=150, deadline=None)
+@given(schedules(), st.data())
+def test_actions_are_the_inner_step_then_sends_then_applies(s, data):
+    """Algorithm 2, lines 3-12. tau = 0: send and apply are one program; delayed and eager: the
+    outer step is taken at the send. A chunk that a fragment does not have is no exchange."""
+    counts = st.lists(st.integers(0, s.window), min_size=s.P, max_size=s.P)
+    chunks = tuple(data.draw(counts))
+    s = dataclasses.replace(s, num_chunks=chunks)
+    for t in range(1, 4 * s.H + 1):
+        inner, *others = s.actions(t)
+        carried = s.carrying(t)
+        if carried is None or carried.chunk >= chunks[carried.send.fragment]:
+            assert inner == Action(INNER)
+        else:
+            send, chunk = carried
+            assert inner == Action(INNER_EXCHANGE, send.fragment, send.slot, chunk)
+        if s.overlap != "none":
+            wanted = [Action(OUTER_STEP, e.fragment, e.slot) for e in s.sends(t)]
+        elif s.tau == 0:
+            wanted = [Action(SYNCHRONISE, e.fragment) for e in s.sends(t)]
+        else:
+            wanted = [Action(PACK, e.fragment) for e in s.sends(t)]
+            wanted += [Action(MERGE, e.fragment, e.slot) for e in s.applies(t)]
+        assert others == wanted
+
+
+def test_what_was_in_flight_and_is_dropped_is_not_merged():
+    """H=6, P=3, tau=5: sent at 2, 4 and 6, applied at 7, 9 and 11; a resume at step 4 drops two."""
+    s = Schedule(6, 5, offsets(3, 6))
+
+    def merged(dropped_until):
+        found = {t: s.actions(t, dropped_until=dropped_until) for t in range(5, 12)}
+        return [t for t, actions in found.items() if any(a.program == MERGE for a in actions)]
+
+    assert merged(0) == [7, 9, 11]
+    assert merged(4) == [11]
+
+
+@pytest.mark.parametrize(
+    ("p", "sent"), [(0, [6, 12]), (1, [2, 8, 14]), (2, [4, 10])]
+)
+def test_a_fragment_is_sent_when_the_papers_condition_holds(p, sent):
+    """t - t_p mod H == 0 with t_p = 0, 2, 4."""
+    s = Schedule(6, 0, offsets(3, 6))
+    assert [t for t in range(1, 15) if s.is_sent(p, t)] == sent
 
 
 @settings(max_examples=150, deadline=None)
