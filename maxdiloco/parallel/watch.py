@@ -25,6 +25,7 @@ PATIENCE_S = 1.0  # for the main thread to end by the error that a loss raises i
 GRACE_S = 5.0  # for a process to end by itself after a peer has ended with an error
 LINGER_S = 60.0  # process 0 stays this long for peers that are still saving
 
+THREAD = "maxdiloco-watch"
 RESUME = (
     "The end of its own output tells more. Start the run again with the same run_name: it "
     "resumes from the last checkpoint."
@@ -107,7 +108,7 @@ class Watch:
         self._leaving: tuple[int, float] | None = None  # exit code, since when
         self._closing = False
         self._beaten = 0.0
-        self._thread = threading.Thread(target=self._run, name="maxdiloco-watch", daemon=False)
+        self._thread = threading.Thread(target=self._run, name=THREAD, daemon=False)
         self._thread.start()
 
     def cause(self, wait_s: float) -> str | None:
