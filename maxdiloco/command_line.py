@@ -1,7 +1,9 @@
 """How every program of the package ends: one line and an exit code for what a user can act on."""
 
+import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -10,6 +12,8 @@ from maxdiloco.errors import USER_ERRORS
 from maxdiloco.signals import INTERRUPTED, hearing_ctrl_c, quit_now
 
 HELP = ("-h", "--help", "help")
+LEAVE_S = 5.0  # our choice
+CRASHED = 1  # Python's exit code after an error that nobody expected
 
 
 def guarded(program: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
@@ -33,7 +37,26 @@ def end_with(main: Callable[[Sequence[str]], int]) -> NoReturn:
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         # While Python ends, after the context below: no KeyboardInterrupt in its own clean-up.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    with hearing_ctrl_c(quit_now):
-        code = main(sys.argv[1:])
-    output.finish()
+    code = CRASHED
+    try:
+        with hearing_ctrl_c(quit_now):
+            code = main(sys.argv[1:])
+    finally:
+        output.finish()
+        _leave_threads_behind(code)
     sys.exit(code)
+
+
+def _leave_threads_behind(code: int) -> None:
+    """Let the process end within LEAVE_S, whatever other threads wait for.
+
+    Python joins them first, and after a save that a disk has refused Orbax's wait for minutes for
+    each other. Several processes end by their watch, which may have to see its peers off first.
+    """
+    from maxdiloco.parallel import watch
+
+    if any(thread.name == watch.THREAD for thread in threading.enumerate()):
+        return
+    timer = threading.Timer(LEAVE_S, os._exit, (code,))
+    timer.daemon = True
+    timer.start()

@@ -82,12 +82,12 @@ class MetricsWriter:
         try:
             self._sink.close()
         except OSError as error:
-            line = (
-                f"{self._cannot_write(error)} The last rows are lost; the training is not. Free "
-                "some space; the same command goes on from the last checkpoint."
-            )
+            line = f"{self._cannot_write(error)} The rows since then are lost."
             if exception is None:
-                raise CheckpointError(line) from error
+                raise CheckpointError(
+                    f"{line} The training is not: free some space, and the same command goes on "
+                    "from the last checkpoint."
+                ) from error
             self._report(f"warning: {line}")  # the exception under way goes on
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:

@@ -191,9 +191,9 @@ def on_a_full_disk(folder, *arguments):
 
 
 CANNOT = "base_output_directory: cannot write FILE: File too large."
-LOST = (
-    f"{CANNOT} The last rows are lost; the training is not. Free some space; the same command "
-    "goes on from the last checkpoint."
+LOST = f"{CANNOT} The rows since then are lost."
+REMEDY = (
+    "The training is not: free some space, and the same command goes on from the last checkpoint."
 )
 
 
@@ -206,7 +206,7 @@ def test_on_a_full_disk_rows_wait_until_there_is_space_again(folder):
 
 def test_rows_that_stay_unwritten_are_an_error_at_the_end(folder):
     said = on_a_full_disk(folder, 1000)
-    assert said[1:] == [f"CheckpointError: {LOST}"]
+    assert said[1:] == [f"CheckpointError: {LOST} {REMEDY}"]
     write(folder, [100], resume_step=5)
     assert [found["step"] for found in rows(folder)] == [1, 2, 3, 4, 5, 100]
 

@@ -1,4 +1,4 @@
-"""Ctrl-C is heard while native code runs, and ends the program with one line."""
+"""Ctrl-C is heard while native code runs; how a program ends, whatever its threads do."""
 
 import os
 import pathlib
@@ -79,3 +79,30 @@ def test_ctrl_c_ends_a_program_with_one_line_and_130(what, count):
         _, errors = child.communicate(timeout=WAIT_S)
     assert errors == "Interrupted.\n"
     assert child.returncode == 130
+
+
+HANGING = """
+import threading
+from maxdiloco import command_line
+
+def program(argv):
+    threading.Thread(target=threading.Event().wait).start()
+    print("done", flush=True)
+    if argv[0] == "crash":
+        raise RuntimeError("crash")
+    return 7
+
+command_line.LEAVE_S = 0.1
+command_line.end_with(program)
+"""
+
+
+@pytest.mark.parametrize("end, code", [("return", 7), ("crash", 1)])
+def test_a_program_ends_though_a_thread_of_a_library_never_does(end, code):
+    """After a save that a read-only disk has refused Orbax's threads wait for minutes."""
+    done = subprocess.run(
+        [sys.executable, "-c", HANGING, end], cwd=ROOT, capture_output=True, text=True,
+        timeout=WAIT_S,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (code, "done\n")
+    assert ("RuntimeError: crash" in done.stderr) == (end == "crash")

@@ -29,6 +29,7 @@ LINGER_S = 60.0  # process 0 stays this long for peers that are still saving
 GONE = "its connection closed without a word"
 TORN = "a message from it was cut off"
 TELLS_MORE = "The end of its own output tells more."
+THREAD = "maxdiloco-watch"
 RESUME = (
     f"{TELLS_MORE} Start the run again with the same run_name: it resumes from the last checkpoint."
 )
@@ -121,7 +122,7 @@ class Watch:
         self._why: str | None = None  # the error behind it
         self._closing = False
         self._beaten = 0.0
-        self._thread = threading.Thread(target=self._run, name="maxdiloco-watch", daemon=False)
+        self._thread = threading.Thread(target=self._run, name=THREAD, daemon=False)
         self._thread.start()
 
     def cause(self, wait_s: float) -> Loss | None:
