@@ -11,6 +11,7 @@ from maxdiloco.diloco.schedule import (
     MERGE,
     OUTER_STEP,
     PACK,
+    PROGRAMS,
     Action,
     Schedule,
 )
@@ -90,6 +91,7 @@ def calls(programs: Programs, schedule: Schedule, batch: Any) -> list[Call]:
     """
     H = schedule.H
     actions = [action for t in range(2 * H + 1, 3 * H + 1) for action in schedule.actions(t)]
+    actions.sort(key=lambda action: (PROGRAMS.index(action.program), action.fragment))
     found: dict[int, Call] = {}
     for runs, action in [(0, Action(INNER)), *((1, action) for action in actions)]:
         program, args = arguments(programs, action, programs.layout.state, batch)

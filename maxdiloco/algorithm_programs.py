@@ -69,7 +69,19 @@ class Programs:
         """The mean over the replicas of theta, where each has its own (eager)."""
         # A TPU computes in device memory only.
         near = jax.device_put(outer, jax.memory.Space.Device)
-        return jax.tree.map(reduce_mean, near)
+
+        def mean(x_S):
+            return reduce_mean(jax.lax.all_gather(x_S, "diloco", tiled=True))
+
+        over_slots = jax.shard_map(
+            mean,
+            mesh=self.layout.mesh,
+            in_specs=P("diloco"),
+            out_specs=P(),
+            axis_names={"diloco"},
+            check_vma=False,  # equal on all slots: the gather says so
+        )
+        return jax.tree.map(over_slots, near)
 
     def init(self, make: Callable, **options) -> Program:
         """The program from the arguments of `make` to the state before the first step.

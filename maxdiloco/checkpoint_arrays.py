@@ -143,7 +143,7 @@ def _started(
         array = array[np.arange(shape[0]) % leaf.stored]
     if array.dtype.numpy_dtype != wanted.dtype:
         array = ts.cast(array, ts.dtype(wanted.dtype))
-    if _is_gathered(wanted, axis):
+    if jax.process_count() > 1 and _is_gathered(wanted, axis):
         shape, spec = split_over(shape, sharding, axis)
         sharding = NamedSharding(sharding.mesh, spec)
     indices = sharding.addressable_devices_indices_map(shape).values()
@@ -195,7 +195,8 @@ def calls(abstract: Any, *, axis: str, on_compile: Callable) -> list[Call]:
     abstract, axis: as for read_item. One leaf is gathered at a time, so no other needs more memory.
     """
     leaves = [leaf for leaf in jax.tree.leaves(abstract) if _is_gathered(leaf, axis)]
-    if not leaves:
+    devices = leaves[0].sharding.mesh.devices.flat if leaves else ()
+    if len({device.process_index for device in devices}) < 2:
         return []
     leaf = max(leaves, key=lambda leaf: math.prod(leaf.sharding.shard_shape(leaf.shape)))
     shape, spec = split_over(leaf.shape, leaf.sharding, axis)
@@ -213,8 +214,6 @@ def calls(abstract: Any, *, axis: str, on_compile: Callable) -> list[Call]:
 def _is_gathered(leaf: jax.ShapeDtypeStruct, axis: str) -> bool:
     sharding = leaf.sharding
     if not leaf.shape or not isinstance(sharding, NamedSharding):
-        return False
-    if len({device.process_index for device in sharding.mesh.devices.flat}) == 1:
         return False
     used = {name for entry in sharding.spec for name in axes_of(entry)}
     return dict(sharding.mesh.shape).get(axis, 1) > 1 and axis not in used

@@ -97,6 +97,8 @@ def commit(save: Save, writer: "ocp.PyTreeCheckpointHandler") -> None:
     """
     for name in save.items:
         writer.finalize(save.folder / name)  # merges the parts of the processes
+        if not is_local(save.folder):  # Orbax's own readers ask for it there
+            (save.folder / name / COMMIT).write_text("complete\n")
     (save.folder / META / "metadata").write_text(json.dumps(save.note))
     checkpoint_seal.write(save.folder)
     if is_local(save.folder):

@@ -121,6 +121,7 @@ with open_checkpoints() as checkpointer:
     tell("used", restored.step)
     tell("saved again", checkpointer.save(3, items, {"t": 3}))
 
+from orbax.checkpoint._src.serialization import serialization
 write_slices = serialization.async_serialize_from_host
 
 async def full_disk(*args, **kwargs):

@@ -68,6 +68,7 @@ PACK = "pack"  # lines 7-8
 MERGE = "merge"  # lines 10-12
 SYNCHRONISE = "synchronise"  # lines 7-12 at once, for tau = 0
 OUTER_STEP = "outer_step"  # the same with the mean of the round before, for delayed and eager
+PROGRAMS = (INNER, INNER_EXCHANGE, PACK, MERGE, SYNCHRONISE, OUTER_STEP)
 
 
 def offsets(P: int, H: int) -> tuple[int, ...]:

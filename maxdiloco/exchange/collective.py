@@ -21,6 +21,8 @@ from maxdiloco.exchange import payload as wire
 from maxdiloco.exchange.payload import Payload
 from maxdiloco.parallel.mesh import in_slice_axes
 
+LARGEST_INDEX = 2**31 - 1  # of the 32 bits that JAX counts places in
+
 
 class Sizes(NamedTuple):
     """How large the outer gradients of one exchange were, as decoded.
@@ -188,7 +190,10 @@ def _codes(layout: Payload, chunks, rows: int, r) -> jax.Array:
     parts = []
     for chunk in chunks:
         size = chunk.shape[0] // rows
-        parts.append(jax.lax.dynamic_slice_in_dim(chunk, r * size, size))
+        if chunk.shape[0] <= LARGEST_INDEX:
+            parts.append(jax.lax.dynamic_slice_in_dim(chunk, r * size, size))
+        else:  # a slower cut, whose places fit an index
+            parts.append(jax.lax.dynamic_index_in_dim(chunk.reshape(rows, size), r, 0, False))
     return jax.lax.slice_in_dim(jnp.concatenate(parts), 0, layout.size)
 
 

@@ -9,6 +9,8 @@ import sys
 import pytest
 import run_tools as tools
 
+from maxdiloco import console, output
+
 pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
 
 # The programs are those of test_resume.py, and compiled once for both.
@@ -31,7 +33,8 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("streaming")
     with pytest.MonkeyPatch.context() as patch:
         said = []
-        patch.setattr("builtins.print", lambda *words, **_: said.append(" ".join(map(str, words))))
+        for module in (output, console):
+            patch.setattr(module, "say", lambda text, stream=None: said.append(text))
         assert tools.run(folder, "streaming", **KEYS) == 0
     return folder, said
 

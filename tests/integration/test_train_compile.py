@@ -123,7 +123,7 @@ def test_one_slice_is_compiled_and_sends_nothing_to_another(compile_run):
     code, (report,), said = compile_run(compile_topology_num_slices=1)
     assert code == 0
     assert "mesh: 4 x TPU v5 lite; fsdp 4 (over slices: all 1 = 1)" in said.out
-    assert [program["dcn"] for program in report["programs"]] == [[], []]
+    assert not any(program["dcn"] for program in report["programs"])
     assert "nothing" in said.out.splitlines()
     assert any(line.startswith("inner ") and " fsdp " in line for line in said.out.splitlines())
 
