@@ -110,7 +110,7 @@ class Programs:
             state = layout.state
             empty = replace(state, params=None, opt_state=None, outer=None, outer_opt=())
             return replace(
-                jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), empty),
+                jax.tree.map(_zeros, empty),
                 params=copies(params, M),
                 opt_state=copies(opt_state, M),
                 outer=theta,
@@ -138,6 +138,18 @@ class Programs:
                 name, fn, donate=donate, out_shardings=out_shardings
             )
         return self._by_cuts[key]
+
+
+def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+    # Made where it lies: XLA would make zeros of one shape once, and send them to the other slices.
+    local = x.sharding.shard_shape(x.shape)
+    return jax.shard_map(
+        lambda: jnp.zeros(local, x.dtype),
+        mesh=x.sharding.mesh,
+        in_specs=(),
+        out_specs=x.sharding.spec,
+        check_vma=False,
+    )()
 
 
 def _label(plan: FragmentPlan) -> str:

@@ -91,18 +91,22 @@ def slices_of(target: str) -> tuple[tuple[int, ...], ...]:
     """Groups of slices in the target of a MegaScale transfer, slices counted from 0.
 
     `{1,2}x{0:3}`: one group, the same for every device of a slice; `{{100000,300000},{100001,..}}`:
-    one entry a member, 100000 times the slice plus the device. Every slice is in a group, so the
+    one entry a member, 100000 times the slice plus the device; `{{200000->100000},..}`: sender and
+    receiver, as groups of two. Every slice is in a group, so the
     lowest number is that of the first. Raises ValueError for any other spelling, and for groups of
     unequal size.
     """
     if product := re.fullmatch(r"\{([\d,]+)\}x\{\d+(?::\d+)?\}", target):
         numbered = [_numbers(product[1])]
+    elif re.fullmatch(r"\{(\{\d+->\d+\},?)+\}", target):
+        pairs = re.findall(r"(\d+)->(\d+)", target)
+        numbered = [tuple(sorted(int(n) // 100_000 for n in pair)) for pair in pairs]
     elif _LISTED.match(target):
         numbered = [tuple(n // 100_000 for n in group) for group in read(target)]
     else:
         raise ValueError(
             f"the slices of a transfer, {target[:80]!r}, are in a spelling that this reader does "
-            f"not know: it reads {{1,2}}x{{0:3}} and {{{{100000,200000}},..}}."
+            f"not know: it reads {{1,2}}x{{0:3}}, {{{{100000,200000}},..}} and {{{{1->2}},..}}."
         )
     if len({len(group) for group in numbered}) != 1:
         raise ValueError(f"the slices of a transfer, {target[:80]!r}, are in unequal groups")

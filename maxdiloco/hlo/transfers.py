@@ -54,19 +54,21 @@ class Transfer(NamedTuple):
         """Bytes that leave one device, as laid out; from the kind and the slices of a group.
 
         An all-gather sends the payload to each other slice; a reduction and a gather of the sum
-        each send the share of every other slice.
+        each send the share of every other slice; a device of a pair sends the payload to one.
         """
         payload, size = self.sent.bytes_laid_out(), len(self.slices[0])
         others = size - 1
         if self.kind == "ALL_GATHER":
             return payload * others
+        if self.kind == "ONE_TO_ONE":
+            return payload
         if self.kind == "ALL_REDUCE":
             return 2 * payload * others // size
         if self.kind in ("ALL_TO_ALL", "REDUCE_SCATTER"):
             return payload * others // size
         raise ValueError(
             f"transfer {self.rendezvous} is of the kind {self.kind!r}, whose bytes are not known "
-            f"here: ALL_GATHER, ALL_REDUCE, ALL_TO_ALL and REDUCE_SCATTER are."
+            f"here: ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, ONE_TO_ONE and REDUCE_SCATTER are."
         )
 
 
