@@ -106,7 +106,7 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
     def abstract_of(meta):
         return saved_state.abstract_items(trainer, layout)
 
-    if checkpointer is not None and start.step in checkpointer.steps():
+    if checkpointer is not None and from_first_process(start.step in checkpointer.steps()):
         restored = checkpointer.restore(abstract_of)
     else:
         # The checkpoint that was looked at, should the other run save a newer one meanwhile.
