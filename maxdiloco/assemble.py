@@ -65,6 +65,7 @@ def assemble(cfg: Config, mesh: Mesh, *, total_steps: int, on_compile: OnCompile
     Raises ConfigError for values that only the devices or the model's shapes can refuse.
     """
     backend = mesh.devices.flat[0].platform
+    check_devices(cfg, mesh)
     model = transformer.build(cfg, backend="gpu" if backend in ("cuda", "rocm") else backend)
     rules = rules_with(cfg.logical_axis_rules)
     inner_optimizer = optimizer.build(cfg, total_steps, model=model)
@@ -110,6 +111,18 @@ def assemble(cfg: Config, mesh: Mesh, *, total_steps: int, on_compile: OnCompile
             on_compile=on_compile,
         ),
     )
+
+
+def check_devices(cfg: Config, mesh: Mesh) -> None:
+    """Raise ConfigError for what the compiler of these devices cannot do."""
+    together = mesh.size // (mesh.shape["diloco"] if cfg.enable_diloco else 1)
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    if on_cpu and cfg.weight_dtype == "bfloat16" and together > 1:
+        raise ConfigError(
+            f"weight_dtype=bfloat16 on {together} CPU devices that hold one replica: XLA for CPU "
+            f"aborts while it compiles their sums of gradients. Use weight_dtype=float32, or one "
+            f"device a replica."
+        )
 
 
 def count_replicas(cfg: Config, mesh: Mesh) -> int:

@@ -58,6 +58,7 @@ def run(cfg: Config, begun: float) -> int:
 
 def _run(cfg: Config, begun: float) -> int:
     mesh = mesh_lib.build(cfg)
+    assemble.check_devices(cfg, mesh)
     primary = jax.process_index() == 0
 
     def say(line: str) -> None:

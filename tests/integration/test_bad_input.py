@@ -34,6 +34,10 @@ def refused(capfd, folder, name="refused", **keys):
             ["num_diloco_replicas=3", "diloco size 2", "Use a multiple of 2"],
         ),
         (
+            dict(ici_data_parallelism=2, weight_dtype="bfloat16"),
+            ["weight_dtype=bfloat16", "on 2 CPU devices", "Use weight_dtype=float32"],
+        ),
+        (
             dict(dataset_type="text"),
             ["vocab_size=32 is too small", "Use vocab_size=257 or more"],
         ),
