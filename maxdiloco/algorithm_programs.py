@@ -23,6 +23,7 @@ from maxdiloco.diloco import outer, slices
 from maxdiloco.exchange import collective
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.replicas import map_fn, reduce_mean
+from maxdiloco.parallel.sharding import zeros
 
 # Of merge, synchronise and outer_step: the leaves and the optimizer state. Not the flags: the host
 # looks at them later.
@@ -96,7 +97,6 @@ class Programs:
         )
 
         def init(*args):
-            # The barrier: or what is drawn is drawn again for every array made from it.
             params, opt_state = make(*args)
             params = jax.lax.with_sharding_constraint(params, one)
             theta = jax.tree.map(lambda p: p.astype(jnp.float32), params)
@@ -110,7 +110,7 @@ class Programs:
             state = layout.state
             empty = replace(state, params=None, opt_state=None, outer=None, outer_opt=())
             return replace(
-                jax.tree.map(_zeros, empty),
+                jax.tree.map(zeros, empty),
                 params=copies(params, M),
                 opt_state=copies(opt_state, M),
                 outer=theta,
@@ -138,18 +138,6 @@ class Programs:
                 name, fn, donate=donate, out_shardings=out_shardings
             )
         return self._by_cuts[key]
-
-
-def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
-    # Made where it lies: XLA would make zeros of one shape once, and send them to the other slices.
-    local = x.sharding.shard_shape(x.shape)
-    return jax.shard_map(
-        lambda: jnp.zeros(local, x.dtype),
-        mesh=x.sharding.mesh,
-        in_specs=(),
-        out_specs=x.sharding.spec,
-        check_vma=False,
-    )()
 
 
 def _label(plan: FragmentPlan) -> str:

@@ -205,7 +205,8 @@ def state_with(parts: Parts, params: Any) -> Any:
 def calls(cfg: Config, parts: Parts) -> list[Call]:
     """Every program of a run: those of the steps first, then what it does beside and before them.
 
-    Restoring and saving have none of their own, but for the outer parameters in eager mode.
+    Saving has none of its own, but for the outer parameters in eager mode; for that of restoring
+    see checkpoint_arrays.calls.
     """
     trainer, period = parts.trainer, cfg.diloco_sync_period if cfg.enable_diloco else 1
     evaluations = 0.0 if cfg.eval_interval == -1 else period / cfg.eval_interval

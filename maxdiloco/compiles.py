@@ -13,6 +13,11 @@ from maxdiloco.errors import ConfigError
 
 # XLA compiles without the GIL; more at a time need more memory of the host (our choice).
 THREADS = 4
+# What to do when a program does not fit.
+MAKE_ROOM = (
+    "Use more devices in a slice, a smaller per_device_batch_size, remat_policy=full or "
+    "diloco_outer_memory=pinned_host."
+)
 
 
 class Compiles:
@@ -25,13 +30,11 @@ class Compiles:
         self._say = say
         self._show_memory = show_memory
         self._lock = threading.Lock()
-        self._untaken = 0.0
         self.resident = ""
 
     def __call__(self, name: str, seconds: float, compiled: jax.stages.Compiled) -> None:
         """Take note of one compile, see parallel.program.Program."""
         with self._lock:
-            self._untaken += seconds
             self._say(f"compiled {name} in {seconds:.1f} s")
 
     def all_of(self, calls: Sequence[Call]) -> None:
@@ -50,14 +53,11 @@ class Compiles:
                     if (reason := too_big(error)) is None:
                         raise
                     raise ConfigError(
-                        f"{call.program.name} does not fit the device: {reason} Use more devices "
-                        f"in a slice, a smaller per_device_batch_size, remat_policy=full or "
-                        f"diloco_outer_memory=pinned_host."
+                        f"{call.program.name} does not fit the device: {reason} {MAKE_ROOM}"
                     ) from error
         finally:
             pool.shutdown(cancel_futures=True)
         self._say(f"{len(calls)} programs ready after {time.perf_counter() - started:.1f} s")
-        self.take()
         if self._show_memory:
             self._say_memory(calls)
 
@@ -72,11 +72,6 @@ class Compiles:
                     f"  beyond plain training [MiB a device]: {self.resident}, temporary "
                     f"{more / 2**20:.1f}"
                 )
-
-    def take(self) -> float:
-        """Seconds spent compiling since the last call."""
-        seconds, self._untaken = self._untaken, 0.0
-        return seconds
 
 
 def too_big(error: jax.errors.JaxRuntimeError) -> str | None:

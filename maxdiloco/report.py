@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from maxdiloco.algorithm_calls import BESIDE, START, STEP
 from maxdiloco.compile_ahead import Crossing, Measured
+from maxdiloco.compiles import MAKE_ROOM
 from maxdiloco.parallel.topology import Chip
 from maxdiloco.tables import aligned
 
@@ -254,9 +255,7 @@ def refusals(report: Report, *, max_exposed_fraction: float) -> list[str]:
     for one in report.programs:
         if one.too_big:
             out.append(
-                f"{one.name} is too big for the chip: {one.too_big} Use more devices in a slice, "
-                f"a smaller per_device_batch_size, remat_policy=full or "
-                f"diloco_outer_memory=pinned_host."
+                f"{one.name} is too big for the chip: {one.too_big} {MAKE_ROOM}"
             )
         elif report.chip and one.memory.needed > report.chip.hbm:
             out.append(

@@ -6,7 +6,6 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from maxdiloco.algorithm import DiLoCo
 from maxdiloco.algorithm_layout import State
@@ -15,6 +14,7 @@ from maxdiloco.checkpoint_read import PARAMETERS
 from maxdiloco.data_parallel import DataParallel
 from maxdiloco.data_parallel import State as DataParallelState
 from maxdiloco.diloco.schedule import Event
+from maxdiloco.parallel.sharding import zeros
 
 Trainer = DiLoCo | DataParallel
 
@@ -135,6 +135,6 @@ def _nothing_sent(trainer: DiLoCo) -> dict[str, Any]:
     items = _arrays(trainer, trainer.layout.state)
     abstract = {name: items[name] for name in ("flight", "diagnostics")}
     return jax.jit(
-        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract),
+        lambda: jax.tree.map(zeros, abstract),
         out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
     )()

@@ -82,8 +82,8 @@ class StepClock:
 
     A log point is a moment at which the host has waited for the state (block_until_ready): only
     then do clock readings tell how long the steps took and not how long it took to ask for them.
-    Not counted: what is said with exclude() or done inside excluded(), that is evaluation,
-    the blocking part of a checkpoint, and compiles; enter excluded() after waiting for the state
+    Not counted: what is said with exclude() or done inside excluded(), that is evaluation
+    and the blocking part of a checkpoint; enter excluded() after waiting for the state
     too, or steps that still run would be taken for free. clock: seconds, monotonic.
     """
 

@@ -58,7 +58,6 @@ class Loop:
         """Do what falls on step t; state and metrics are those after it."""
         cfg = self.run.cfg
         self.monitor.add(t, metrics)
-        self.clock.exclude(self.run.compiles.take())
         if cfg.enable_diloco:
             self.bytes_sent += self.run.parts.trainer.bytes_sent(t)
         last = t == self.run.total

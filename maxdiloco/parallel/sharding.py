@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -172,3 +173,18 @@ def spec_on(x: Any, mesh: Mesh) -> P:
 def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """The mesh axes of one entry of a PartitionSpec."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+    """Zeros shaped and laid out like x, made where they lie; for use under jit.
+
+    XLA makes plain zeros of one shape once, and sends them to where others of it are wanted.
+    """
+    local = x.sharding.shard_shape(x.shape)
+    return jax.shard_map(
+        lambda: jnp.zeros(local, x.dtype),
+        mesh=x.sharding.mesh,
+        in_specs=(),
+        out_specs=x.sharding.spec,
+        check_vma=False,  # equal wherever they are repeated
+    )()
