@@ -37,13 +37,14 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 @contextlib.contextmanager
 def compiled_here() -> Iterator[None]:
-    """Programs compiled inside do not come from JAX's compile cache.
+    """Programs compiled inside are new: not from JAX's compile cache, on disk or in memory.
 
     On CPU an executable that was loaded from the cache, and saved again, lacks part of its code.
     """
     before = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # JAX asks only once whether there is a cache
+    jax.clear_caches()  # it keeps what it loaded for a function that is jitted again
     try:
         yield
     finally:

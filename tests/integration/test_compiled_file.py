@@ -21,16 +21,20 @@ PROGRAMS = 9  # inner, inner + exchange, two packs, two merges, watch, log, init
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory, programs):
-    """The folder of a run of KEYS that compiled its own programs; JAX's cache has them now."""
+    """The folder of a run of KEYS that compiled its own programs.
+
+    JAX's cache has them now, and so has this process: from there, by another run of them.
+    """
     folder = tmp_path_factory.mktemp("own")
-    assert run_tools.run(folder, "own", **KEYS) == 0
+    with run_tools.Child(folder, "own", **KEYS) as child:
+        assert child.end() == 0, child.text
+    assert run_tools.run(folder, "from_cache", **KEYS) == 0
     return folder / "own"
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory, own):
-    """The programs of KEYS. Made although the cache has them: what comes from there is not whole
-    when it is saved again."""
+    """The programs of KEYS, compiled anew: one that came from the cache is saved incomplete."""
     path = tmp_path_factory.mktemp("compiled") / "folder" / "programs.zip"
     umask = os.umask(0)
     assert train_compile.main(arguments(path.parent, compiled_trainstep_file=path)) == 0
