@@ -21,14 +21,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxdiloco import assemble, config
+from maxdiloco.aot import topology
+from maxdiloco.aot.hlo import reader, replay
 from maxdiloco.command_line import guarded
 from maxdiloco.diloco import outer, slices
-from maxdiloco.hlo import reader, replay
+from maxdiloco.flags import config
+from maxdiloco.metrics.tables import aligned
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.parallel import topology
 from maxdiloco.parallel.replicas import map_fn
-from maxdiloco.tables import aligned
+from maxdiloco.trainer import assemble
 
 GBPS = (25.0, 2.0, 0.5)  # of one device
 DEFAULTS = {"model_name": "peer25m", "max_target_length": "512", "dataset_type": "synthetic"}
@@ -181,7 +182,7 @@ def synchronised(plan: Any, rule: Any, leaves: list, theta: list, outer_opt: Any
 
 
 def inner_step(cfg: config.Config, parts: assemble.Parts) -> Callable:
-    from maxdiloco import inner_step as ours
+    from maxdiloco.trainer import inner_step as ours
 
     return ours.make(
         parts.model,

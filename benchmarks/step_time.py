@@ -28,16 +28,18 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from maxdiloco import assemble, config, feeding, tables
-from maxdiloco.algorithm import say_nothing
 from maxdiloco.command_line import guarded
-from maxdiloco.config import Config
 from maxdiloco.data.synthetic import SyntheticWindows
 from maxdiloco.diloco.schedule import INNER, Action
+from maxdiloco.engine.diloco import say_nothing
 from maxdiloco.errors import ConfigError
+from maxdiloco.flags import config
+from maxdiloco.flags.config import Config
+from maxdiloco.metrics import tables
+from maxdiloco.metrics.speed import performance
 from maxdiloco.models.transformer import count_parameters
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.speed import performance
+from maxdiloco.trainer import assemble, feeding
 
 DEFAULTS = {
     "model_name": "peer25m",

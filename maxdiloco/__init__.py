@@ -7,8 +7,8 @@ imported on first use, so that `python -m maxdiloco.train` checks its flags befo
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from maxdiloco.algorithm import DiLoCo
     from maxdiloco.diloco.fragments import Stacked
+    from maxdiloco.engine.diloco import DiLoCo
 
 __all__ = ["DiLoCo", "Stacked"]
 
@@ -16,7 +16,7 @@ __all__ = ["DiLoCo", "Stacked"]
 def __getattr__(name):
     """Import an exported name on first use (PEP 562)."""
     if name == "DiLoCo":
-        from maxdiloco.algorithm import DiLoCo
+        from maxdiloco.engine.diloco import DiLoCo
 
         return DiLoCo
     if name == "Stacked":

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from maxdiloco import output
 from maxdiloco.errors import USER_ERRORS
-from maxdiloco.signals import INTERRUPTED, hearing_ctrl_c, quit_now
+from maxdiloco.processes import output
+from maxdiloco.processes.signals import INTERRUPTED, hearing_ctrl_c, quit_now
 
 HELP = ("-h", "--help", "help")
 LEAVE_S = 5.0  # our choice
@@ -53,7 +53,7 @@ def _leave_threads_behind(code: int) -> None:
     Python joins them first, and after a save that a disk has refused Orbax's wait for minutes for
     each other. Several processes end by their watch, which may have to see its peers off first.
     """
-    from maxdiloco.parallel import watch
+    from maxdiloco.processes import watch
 
     if any(thread.name == watch.THREAD for thread in threading.enumerate()):
         return

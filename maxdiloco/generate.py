@@ -7,10 +7,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from maxdiloco import config_checks
 from maxdiloco.command_line import HELP, end_with, guarded
 from maxdiloco.errors import ConfigError
-from maxdiloco.output import say
+from maxdiloco.flags import checks
+from maxdiloco.processes.output import say
 
 
 class Options(NamedTuple):
@@ -47,7 +47,7 @@ def _main(argv: Sequence[str]) -> int:
             say(f"  {name}={default!r}  {MEANING[name]}")
         return 0
     run, options = argv[0], parse(argv[1:])
-    config_checks.refuse_store("RUN", run)
+    checks.refuse_store("RUN", run)
     say(text(run, options))
     return 0
 
@@ -85,9 +85,11 @@ def text(run: str, options: Options) -> str:
     import jax
     import numpy as np
 
-    from maxdiloco import checkpoint_read, config, start
+    from maxdiloco.checkpoint import read
     from maxdiloco.data import tokenizer as tokenizers
+    from maxdiloco.flags import config
     from maxdiloco.models import sampling, transformer
+    from maxdiloco.trainer import start
 
     # Decoding uses no kernel, and the run's may not exist here.
     saved = start.saved_config(run, key="RUN")
@@ -98,7 +100,7 @@ def text(run: str, options: Options) -> str:
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
         jax.eval_shape(model.init, jax.random.key(0)),
     )
-    params = checkpoint_read.restore_parameters(run, abstract, key="RUN")
+    params = read.restore_parameters(run, abstract, key="RUN")
     tokenizer = tokenizers.build(cfg)
     prompt = [tokenizer.document_start, *tokenizer.encode(options.prompt)]
     tokens = sampling.sample(

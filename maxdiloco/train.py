@@ -1,6 +1,6 @@
 """Train one language model over several slices: `python -m maxdiloco.train [file.yml] key=value`.
 
-The flags are checked before JAX is imported; the loop is in training.py.
+The flags are checked before JAX is imported; the loop is in trainer/training.py.
 """
 
 import os
@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from maxdiloco.command_line import HELP, end_with, guarded
-from maxdiloco.output import say
+from maxdiloco.processes.output import say
 
 
 def main(argv: Sequence[str]) -> int:
@@ -19,13 +19,13 @@ def main(argv: Sequence[str]) -> int:
 def _main(argv: Sequence[str]) -> int:
     begun = time.perf_counter()
     # Not above: Ctrl-C is heard from the call of end_with on.
-    from maxdiloco import config, config_help
+    from maxdiloco.flags import base_yml, config
 
     if any(argument in HELP for argument in argv):
-        say(config_help.help_text("maxdiloco.train"))
+        say(base_yml.help_text("maxdiloco.train"))
         return 0
     cfg = config.load(argv, os.environ)
-    from maxdiloco.training import run
+    from maxdiloco.trainer.training import run
 
     return run(cfg, begun)
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from maxdiloco import config, config_help
 from maxdiloco.command_line import HELP, end_with, guarded
-from maxdiloco.config import Config
 from maxdiloco.errors import ConfigError
-from maxdiloco.output import one_line, say, say_error
+from maxdiloco.flags import base_yml, config
+from maxdiloco.flags.config import Config
+from maxdiloco.processes.output import one_line, say, say_error
 
 REFUSED = 1
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     if any(argument in HELP for argument in argv):
-        say(config_help.help_text("maxdiloco.train_compile"))
+        say(base_yml.help_text("maxdiloco.train_compile"))
         return 0
     cfg = config.load(argv, os.environ)
     if cfg.steps == -1 and cfg.learning_rate_schedule_steps == -1:
@@ -38,8 +38,10 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _compile(cfg: Config) -> int:
-    from maxdiloco import compiled_file, report, tables
+    from maxdiloco.aot import report
+    from maxdiloco.metrics import tables
     from maxdiloco.parallel import mesh as mesh_lib
+    from maxdiloco.trainer import compiled_file
 
     for key in ("compiled_trainstep_file", "report"):
         if path := cfg.as_dict()[key]:
@@ -85,8 +87,8 @@ def _devices(cfg: Config) -> tuple[Any, Any]:
     """The mesh to compile for, and what one of its TPU devices is; None for other devices."""
     import jax
 
+    from maxdiloco.aot import topology
     from maxdiloco.parallel import mesh as mesh_lib
-    from maxdiloco.parallel import topology
 
     if cfg.jax_cache_dir:
         jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
@@ -107,18 +109,20 @@ def _devices(cfg: Config) -> tuple[Any, Any]:
 
 def _one(cfg: Config, mesh: Any, chip: Any) -> tuple[Any, Any]:
     """The parts of a run on the mesh, and the report on its programs."""
-    from maxdiloco import assemble, checkpoint_arrays, compile_ahead, report
-    from maxdiloco.hlo.replay import Link
+    from maxdiloco.aot import measure, report
+    from maxdiloco.aot.hlo.replay import Link
+    from maxdiloco.checkpoint import arrays
     from maxdiloco.parallel import mesh as mesh_lib
+    from maxdiloco.trainer import assemble
 
     parts = assemble.assemble(cfg, mesh, total_steps=cfg.steps, on_compile=_told())
     dcn = mesh_lib.sizes_over_slices(cfg, list(mesh.devices.flat))
     state = parts.trainer.abstract_state
-    restore = checkpoint_arrays.calls(state, axis="diloco", on_compile=_told())
-    found = compile_ahead.measure(
+    restore = arrays.calls(state, axis="diloco", on_compile=_told())
+    found = measure.measure(
         [*_calls(cfg, parts), *restore],
         state,
-        mesh_tiers=compile_ahead.tiers(mesh, dcn),
+        mesh_tiers=measure.tiers(mesh, dcn),
         link=chip and Link(cfg.dcn_bandwidth_gbps, chip.clock_hz, chip.ici_gbps),
         say=_say,
     )
@@ -152,7 +156,7 @@ def _told() -> Callable[[str, float, Any], None]:
 
 
 def _calls(cfg: Config, parts: Any) -> Any:
-    from maxdiloco import assemble
+    from maxdiloco.trainer import assemble
 
     return assemble.calls(cfg, parts)
 

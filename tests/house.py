@@ -65,27 +65,32 @@ def imported(source, module, is_package, known):
     return {name if name in known else name.partition(".")[0] for name in out}
 
 
-def room_of(module, rooms):
-    """The room of a module: the one whose patterns name it. Raises where none or two do."""
-    short = module.removeprefix("maxdiloco.")
-    found = [
-        room
-        for room, patterns in rooms.items()
-        if any(fnmatch.fnmatchcase(short, pattern) for pattern in patterns.split())
-    ]
-    if len(found) != 1:
-        raise LookupError(f"{module} is in rooms {found}: name it once in ROOMS")
-    return found[0]
+def folder_of(module):
+    """`diloco` of maxdiloco.diloco.outer, and the name itself of a module in no folder."""
+    return module.removeprefix("maxdiloco.").partition(".")[0]
 
 
-def upward_imports(graph, rooms):
-    """Imports of a room with a larger number. graph: {module: modules it imports}."""
-    room = {module: room_of(module, rooms) for module in graph}
+def floor_of(module, floors, programs):
+    """The number of the floor that names the folder of a module; programs stand above all."""
+    folder = folder_of(module)
+    for number, folders in enumerate(floors):
+        if folder in folders.split():
+            return number
+    if folder not in programs:
+        raise LookupError(f"{module} has no floor: name its folder in FLOORS")
+    return len(floors)
+
+
+def upward_imports(graph, floors, programs):
+    """Imports of another folder that is on no lower floor. graph: {module: modules it imports}."""
+    floor = {module: floor_of(module, floors, programs) for module in graph}
     return [
-        f"{module} (room {room[module]}) imports {other} (room {room[other]})"
+        f"{module} (floor {floor[module]}) imports {other} (floor {floor[other]})"
         for module, others in sorted(graph.items())
         for other in sorted(others & graph.keys())
-        if room[other] > room[module]
+        if folder_of(module) != folder_of(other)
+        and floor[other] >= floor[module]
+        and floor[module] < len(floors)
     ]
 
 

@@ -11,29 +11,29 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 
-# A module imports only rooms with a smaller number, or its own room without a cycle.
-ROOMS = {
-    0: "errors output signals config config_* diloco diloco.*",
-    1: "parallel parallel.*",
-    2: "models models.* data data.* optimizer",
-    3: "exchange exchange.* hlo hlo.*",
-    4: "algorithm algorithm_* data_parallel inner_step evaluate assemble feeding monitor tables "
-    "checkpoint checkpoint_* run_folder run_data durable saved_state resume_rules preemption "
-    "object_store object_lock shared_folder "
-    "metrics metrics_* console speed compiles compile_ahead compiled_file",
-    5: "train training training_* start train_compile generate report command_line "
-    "maxdiloco",
-}
+# A folder imports itself, without a cycle, and folders of lower floors. What is no folder here is a
+# program at the top of the package, which may import all of them.
+FLOORS = (
+    "errors diloco",
+    "flags data processes",
+    "parallel storage",
+    "models exchange",
+    "engine",
+    "checkpoint",
+    "metrics",
+    "trainer aot",
+)
+PROGRAMS = {"maxdiloco", "train", "train_compile", "generate", "command_line"}
 
-# Importer, and what it must not import although the rooms would allow it.
+# Importer, and what it must not import although the floors would allow it.
 NEVER = (
-    # Flags and algorithm do not meet: the programs hand over plain values.
-    ("config config_*", "diloco diloco.* jax jax.* flax optax"),
-    ("diloco diloco.*", "maxdiloco errors config* parallel* models* data data.* exchange*"),
-    # The algorithm serves any training step: it knows no language model.
-    ("algorithm algorithm_*", "config* models* data data.* optimizer inner_step checkpoint*"),
-    ("exchange exchange.*", "config* models* data data.* optimizer"),
-    ("parallel.* models.* data.*", "maxdiloco"),
+    # Flags and algorithm do not meet: the trainer hands over plain values.
+    ("flags.*", "diloco diloco.* jax jax.* flax optax"),
+    ("diloco diloco.*", "errors"),
+    # The algorithm serves any training step: it knows no language model and no config.
+    ("engine.* exchange.*", "flags.* models.* data.*"),
+    ("checkpoint.* storage.*", "flags.* models.* data.*"),
+    ("* !train !train_compile !generate", "maxdiloco"),
 )
 
 # diloco/ knows numbers and pytrees: no file, clock, thread, device or configuration.
@@ -103,12 +103,17 @@ def graph():
     }
 
 
-def test_every_module_has_a_room_and_imports_no_later_one(graph):
-    assert graph["maxdiloco.config"] >= {"maxdiloco.errors"}, "the graph is read at all"
-    nothing(house.upward_imports(graph, ROOMS))
+def test_every_folder_imports_lower_floors_only(graph):
+    assert graph["maxdiloco.flags.config"] >= {"maxdiloco.errors"}, "the graph is read at all"
+    nothing(house.upward_imports(graph, FLOORS, PROGRAMS))
 
 
-def test_an_import_of_a_later_room_or_without_a_room_is_found():
+def test_every_folder_has_a_floor():
+    folders = {path.parts[1] for path in files("maxdiloco") if len(path.parts) > 2}
+    assert folders | {"errors"} == set(" ".join(FLOORS).split())
+
+
+def test_an_import_of_another_floor_or_without_a_floor_is_found():
     known = {"maxdiloco.diloco.outer", "maxdiloco.models.loss", "maxdiloco.diloco"}
     for source in (
         "from maxdiloco.models.loss import mean",
@@ -118,11 +123,13 @@ def test_an_import_of_a_later_room_or_without_a_room_is_found():
     ):
         imports = house.imported(source, "maxdiloco.diloco.outer", False, known)
         graph = {"maxdiloco.diloco.outer": imports, "maxdiloco.models.loss": set()}
-        assert house.upward_imports(graph, ROOMS) == [
-            "maxdiloco.diloco.outer (room 0) imports maxdiloco.models.loss (room 2)"
+        assert house.upward_imports(graph, FLOORS, PROGRAMS) == [
+            "maxdiloco.diloco.outer (floor 0) imports maxdiloco.models.loss (floor 3)"
         ]
-    with pytest.raises(LookupError, match="maxdiloco.cellar is in rooms .*name it once in ROOMS"):
-        house.room_of("maxdiloco.cellar", ROOMS)
+    beside = {"maxdiloco.flags.config": {"maxdiloco.data.text"}, "maxdiloco.data.text": set()}
+    assert len(house.upward_imports(beside, FLOORS, PROGRAMS)) == 1
+    with pytest.raises(LookupError, match="cellar.coal has no floor: name its folder in FLOORS"):
+        house.floor_of("maxdiloco.cellar.coal", FLOORS, PROGRAMS)
 
 
 def test_no_import_cycle(graph):
@@ -133,18 +140,18 @@ def test_an_import_cycle_is_found():
     assert house.cycles({"a": {"b"}, "b": {"c", "jax"}, "c": {"b"}}) == ["b", "c", "b"]
 
 
-def test_rooms_that_never_meet_do_not(graph):
+def test_folders_that_never_meet_do_not(graph):
     nothing(house.forbidden_imports(graph, NEVER))
 
 
 @pytest.mark.parametrize(
     ("module", "other"),
     [
-        ("maxdiloco.config_checks", "maxdiloco.diloco.schedule"),
-        ("maxdiloco.config", "jax"),
+        ("maxdiloco.flags.checks", "maxdiloco.diloco.schedule"),
+        ("maxdiloco.flags.config", "jax"),
         ("maxdiloco.diloco.outer", "maxdiloco.errors"),
-        ("maxdiloco.algorithm_programs", "maxdiloco.models.transformer"),
-        ("maxdiloco.exchange.collective", "maxdiloco.optimizer"),
+        ("maxdiloco.engine.programs", "maxdiloco.models.transformer"),
+        ("maxdiloco.exchange.collective", "maxdiloco.flags.config"),
         ("maxdiloco.models.loss", "maxdiloco"),
     ],
 )

@@ -16,7 +16,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import maxdiloco
-from maxdiloco import config, errors
+from maxdiloco import errors
+from maxdiloco.flags import config
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -83,7 +84,7 @@ def test_an_installed_wheel_finds_its_configs_from_anywhere(wheel, tmp_path):
     away = tmp_path / "away"
     away.mkdir()
     code = (
-        "import maxdiloco; from maxdiloco import config; print(maxdiloco.__file__); "
+        "import maxdiloco; from maxdiloco.flags import config; print(maxdiloco.__file__); "
         "print(config.load(['model_name=35m'], {}).model_name)"
     )
     done = python(code, cwd=away, env={**os.environ, "PYTHONPATH": str(tmp_path / "site")})
@@ -124,14 +125,14 @@ def test_the_pinned_libtpu_is_the_one_jax_names(pins):
 
 
 def test_the_package_loads_jax_only_for_the_class():
-    code = "import maxdiloco, maxdiloco.config, sys; print('jax' in sys.modules); {}; {}"
+    code = "import maxdiloco, maxdiloco.flags.config, sys; print('jax' in sys.modules); {}; {}"
     late = code.format("maxdiloco.DiLoCo, maxdiloco.Stacked", "print('jax' in sys.modules)")
     done = python(late, cwd=ROOT)
     assert done.stdout.split() == ["False", "True"], done.stderr
 
 
 def test_the_package_exports_the_class_and_names_what_it_lacks():
-    assert maxdiloco.DiLoCo.__module__ == "maxdiloco.algorithm"
+    assert maxdiloco.DiLoCo.__module__ == "maxdiloco.engine.diloco"
     assert maxdiloco.Stacked.__module__ == "maxdiloco.diloco.fragments"
     with pytest.raises(AttributeError, match=r"'Diloco': it exports DiLoCo, Stacked\. Import a"):
         _ = maxdiloco.Diloco

@@ -3,7 +3,7 @@
 import pathlib
 import re
 
-from maxdiloco import config_help
+from maxdiloco.flags import base_yml
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -22,8 +22,8 @@ def test_every_module_is_in_the_tree():
 
 
 def unknown_flags(text):
-    folder = config_help.config_folder(ROOT / "maxdiloco")
-    known = set(config_help.declared(folder / "base.yml"))
+    folder = base_yml.config_folder(ROOT / "maxdiloco")
+    known = set(base_yml.declared(folder / "base.yml"))
     used = re.findall(r"(?<=[ `])([a-z_]+)=[\w./-]+", text)
     return set(used) - known
 

@@ -70,7 +70,7 @@ def test_both_trainers_side_by_side_without_the_packages_of_the_trainer():
 
 def test_the_absent_packages_are_absent():
     """Positive control: what the trainer imports fails in the same way."""
-    ran = without_packages(ROOT / "maxdiloco" / "training.py")
+    ran = without_packages(ROOT / "maxdiloco" / "trainer/training.py")
     assert ran.returncode == 1 and "ModuleNotFoundError: etils is absent" in ran.stderr
 
 

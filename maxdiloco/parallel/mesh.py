@@ -9,8 +9,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
-from maxdiloco.config import Config
 from maxdiloco.errors import ConfigError
+from maxdiloco.flags.config import Config
 
 AXES = ("diloco", "data", "fsdp", "expert", "context", "tensor")
 # CPU devices in one process. Our choice: on two cores collectives of 128 devices ended and those

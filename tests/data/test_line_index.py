@@ -5,9 +5,9 @@ import os
 import pytest
 from etils import epath
 
-from maxdiloco import run_data
 from maxdiloco.data import corpus, text
 from maxdiloco.data.line_index import LineIndex
+from maxdiloco.trainer import run_data
 
 LINES = b'{"text": "abc"}\n\n{"text": "\xc3\xa9"}\n'
 OTHER = b'{"text": "abcd"}\n'

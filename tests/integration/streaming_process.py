@@ -13,7 +13,7 @@ import streaming
 
 from maxdiloco.command_line import guarded
 from maxdiloco.errors import NumericsError
-from maxdiloco.parallel import distributed
+from maxdiloco.processes import distributed
 
 
 def main(argv):

@@ -6,7 +6,8 @@ import zipfile
 import pytest
 import run_tools
 
-from maxdiloco import compiled_file, train, train_compile
+from maxdiloco import train, train_compile
+from maxdiloco.trainer import compiled_file
 
 KEYS = dict(
     steps=10,

@@ -8,8 +8,8 @@ import pytest
 import run_tools as tools
 from power import small_ext4
 
-from maxdiloco import checkpoint_write
-from maxdiloco.preemption import Preemption
+from maxdiloco.checkpoint import write
+from maxdiloco.processes.preemption import Preemption
 
 pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
 
@@ -19,7 +19,7 @@ LAST = dict(steps=12, checkpoint_period=4)  # saves after 4, 8 and 12
 @pytest.fixture
 def failing(monkeypatch):
     """failing(4, 12, 12): how often the save of a step fails, before it succeeds."""
-    commit = checkpoint_write.commit
+    commit = write.commit
 
     def fail(*steps):
         left = list(steps)
@@ -31,7 +31,7 @@ def failing(monkeypatch):
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             commit(save, writer)
 
-        monkeypatch.setattr(checkpoint_write, "commit", commit_or_fail)
+        monkeypatch.setattr(write, "commit", commit_or_fail)
 
     return fail
 

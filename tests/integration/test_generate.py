@@ -4,10 +4,13 @@ import jax
 import pytest
 import run_tools as tools
 
-from maxdiloco import checkpoint_read, config, generate, start
+from maxdiloco import generate
+from maxdiloco.checkpoint import read
 from maxdiloco.data import pipeline
 from maxdiloco.errors import ConfigError
+from maxdiloco.flags import config
 from maxdiloco.models import transformer
+from maxdiloco.trainer import start
 
 pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
 
@@ -35,7 +38,7 @@ def test_the_logged_eval_loss_is_that_of_theta_on_the_first_held_out_windows(tex
     cfg = start.saved_config(run, key="run")
     model = transformer.build(cfg, backend="cpu")
     shapes = jax.eval_shape(model.init, jax.random.key(0))
-    theta = checkpoint_read.restore_parameters(run, shapes)
+    theta = read.restore_parameters(run, shapes)
     loss = jax.jit(model.loss)
     total = tokens = 0.0
     dataset = pipeline.open_dataset(cfg, split="eval")

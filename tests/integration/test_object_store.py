@@ -11,7 +11,8 @@ import run_tools as tools
 from etils import epath
 from fake_gcs import BUCKET, FakeGcs
 
-from maxdiloco import generate, object_lock, train
+from maxdiloco import generate, train
+from maxdiloco.storage import object_lock
 
 pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
 

@@ -8,7 +8,7 @@ import numpy as np
 import process_tools as tools
 import pytest
 
-from maxdiloco import run_folder
+from maxdiloco.storage import run_folder
 
 pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
 

@@ -16,10 +16,13 @@ import tpu_programs
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco import DiLoCo, assemble, compile_ahead, compiles, config
+from maxdiloco import DiLoCo
+from maxdiloco.aot import measure, topology
 from maxdiloco.diloco.fragments import Vocabulary
+from maxdiloco.flags import config
+from maxdiloco.metrics import compiles
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.parallel import topology
+from maxdiloco.trainer import assemble
 
 MODELS = sorted(path.stem for path in (run_tools.ROOT / "configs/models").glob("*.yml"))
 
@@ -137,10 +140,10 @@ def test_start_and_evaluation_need_no_more_memory_than_a_step(memory):
     def needed(*names, **keys):
         cfg, parts = parts_of(devices=devices, **SMALL | dict(diloco_outer_memory=memory) | keys)
         calls = [call for call in assemble.calls(cfg, parts) if call.program.name in names]
-        found = compile_ahead.measure(
+        found = measure.measure(
             calls,
             parts.trainer.abstract_state,
-            mesh_tiers=compile_ahead.tiers(parts.mesh, {"diloco": 2} | dict(ONE_SLICE)),
+            mesh_tiers=measure.tiers(parts.mesh, {"diloco": 2} | dict(ONE_SLICE)),
             link=None,
             say=lambda line: None,
         )

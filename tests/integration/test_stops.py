@@ -14,7 +14,7 @@ import run_tools as tools
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxdiloco.errors import NumericsError
-from maxdiloco.monitor import Monitor
+from maxdiloco.metrics.monitor import Monitor
 
 pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
 

@@ -31,8 +31,8 @@ from streaming import (
     steps,
 )
 
-from maxdiloco import saved_state
-from maxdiloco.checkpoint import Checkpointer
+from maxdiloco.checkpoint import saved_state
+from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.errors import NumericsError
 
 CASES = [(mode, wire) for mode in MODES for wire in WIRES]

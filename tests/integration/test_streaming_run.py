@@ -9,7 +9,8 @@ import sys
 import pytest
 import run_tools as tools
 
-from maxdiloco import console, output
+from maxdiloco.metrics import console
+from maxdiloco.processes import output
 
 pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
 

@@ -13,8 +13,8 @@ import tpu_programs
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxdiloco.aot.hlo import reader, replay, transfers
 from maxdiloco.exchange import collective
-from maxdiloco.hlo import reader, replay, transfers
 from maxdiloco.parallel.replicas import map_fn
 
 pytestmark = [pytest.mark.tpu_aot, pytest.mark.slow]

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco import DiLoCo
-from maxdiloco.parallel import topology
+from maxdiloco.aot import topology
 
 LAYERS, WIDTH, HIDDEN, TOKENS = 4, 128, 512, 256
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxdiloco import config
+from maxdiloco.flags import config
 from maxdiloco.models import transformer
 
 # arXiv 2503.09799 Tab. 3: layers, heads (of 64), width, feed-forward width; vocabulary 32,768.

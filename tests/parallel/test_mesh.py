@@ -7,10 +7,10 @@ import types
 import jax
 import pytest
 
-from maxdiloco import config
+from maxdiloco.aot import topology
 from maxdiloco.errors import ConfigError
+from maxdiloco.flags import config
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.parallel import topology
 
 
 def load(*argv):

@@ -1,0 +1,1 @@
+"""Programs compiled ahead of time, and what their schedules say."""

@@ -1,0 +1,116 @@
+"""Collectives in a compiled program that stay among the devices its groups number.
+
+On TPU these are the devices of one slice (what crosses slices is in transfers.py); on CPU and GPU
+all devices, so collectives between emulated slices are among them.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from maxdiloco.aot.hlo import groups as group_reader
+from maxdiloco.aot.hlo import shapes
+from maxdiloco.aot.hlo.executed import Executed, executed
+from maxdiloco.aot.hlo.reader import Computation, Instruction, Module
+
+KINDS = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute",
+    "ragged-all-to-all", "collective-broadcast",
+)  # fmt: skip
+
+
+class Collective(NamedTuple):
+    """One collective.
+
+    axes: mesh axes along which its groups reach; bytes_sent: bytes that leave one device each time
+    it runs, by a ring; times: runs in one run of the program; waits: whether the schedule stops
+    for it (no start and done apart).
+    """
+
+    kind: str
+    dtype: str
+    axes: tuple[str, ...]
+    bytes_sent: int
+    times: int
+    waits: bool
+
+
+def collectives(module: Module, sizes: Mapping[str, int]) -> list[Collective]:
+    """Every collective that ENTRY reaches, in order of execution.
+
+    sizes: mesh axes, major to minor, of the devices that the groups number. Pieces of one
+    asynchronous collective (fusions of one channel in one place) count once. Raises ValueError for
+    groups that number other devices and for kinds whose bytes are not known.
+    """
+    found, seen = [], set()
+    for run in executed(module):
+        kind = kind_of(run.instruction)
+        if kind is None:
+            continue
+        fused = run.place != run.computation.name
+        channel = run.instruction.attribute("channel_id") if fused else None
+        key = (run.place, channel or (run.computation.name, run.instruction.name))
+        if key not in seen:
+            seen.add(key)
+            found.append(_collective(kind, run, sizes))
+    return [one for one in found if one.axes]
+
+
+def kind_of(instruction: Instruction) -> str | None:
+    """all-gather, all-reduce .. for a collective or the start of one, None for anything else."""
+    kind = instruction.opcode.removesuffix("-start")
+    return kind if kind in KINDS else None
+
+
+def _collective(kind: str, run: Executed, sizes: Mapping[str, int]) -> Collective:
+    item = run.instruction
+    groups = group_reader.of(item.attributes)
+    sent = _bytes_sent(kind, _payload(run.computation, item), max(map(len, groups)), item)
+    dtype = shapes.read(run.computation[item.operands[0]].shape).dtype
+    apart = item.opcode.endswith("-start") or run.place != run.computation.name
+    return Collective(kind, dtype, axes_of(groups, sizes), sent, run.times, not apart)
+
+
+def bytes_of(computation: Computation, item: Instruction) -> int:
+    """Bytes that leave one device each time a collective runs."""
+    groups = group_reader.of(item.attributes)
+    size = max(map(len, groups))
+    return _bytes_sent(kind_of(item), _payload(computation, item), size, item)
+
+
+def _payload(computation: Computation, item: Instruction) -> int:
+    return sum(shapes.read(computation[name].shape).bytes_laid_out() for name in item.operands)
+
+
+def _bytes_sent(kind: str, payload: int, size: int, item: Instruction) -> int:
+    others = size - 1
+    if kind == "all-gather":
+        return payload * others
+    if kind == "all-reduce":
+        return 2 * payload * others // size
+    if kind in ("reduce-scatter", "all-to-all"):
+        return payload * others // size
+    if kind == "collective-permute":
+        return payload
+    raise ValueError(f"%{item.name} is a {kind}, whose bytes are not known here")
+
+
+def axes_of(groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Mesh axes along which the members of a group differ, in mesh order.
+
+    Raises ValueError when a group numbers a device that the mesh does not have.
+    """
+    numbers = sorted({n for group in groups for n in group})
+    if numbers and numbers[-1] >= math.prod(sizes.values()):
+        raise ValueError(
+            f"a collective reaches device {numbers[-1]}, but its mesh has "
+            f"{math.prod(sizes.values())} devices: {dict(sizes)}. Give the sizes that it numbers."
+        )
+    reached = set()
+    for group in groups:
+        places = np.array(np.unravel_index(list(group), tuple(sizes.values())))
+        differ = (places != places[:, :1]).any(axis=1)
+        reached |= {axis for axis, apart in zip(sizes, differ, strict=True) if apart}
+    return tuple(axis for axis in sizes if axis in reached)

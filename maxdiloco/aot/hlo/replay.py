@@ -1,0 +1,200 @@
+"""Replay a scheduled TPU program against one link per device: how much of the traffic is exposed.
+
+Times are the compiler's `estimated_cycles` over a clock, and bytes over a link that carries one
+transfer after the other; positions are those of the schedule. No host, no latency. A collective
+inside the slice that the schedule waits for takes its bytes over the ICI links. Anything else
+without an estimate takes no time, so too little hides a transfer, never too much.
+"""
+
+from typing import NamedTuple
+
+from maxdiloco.aot.hlo import collectives
+from maxdiloco.aot.hlo.loops import trip_count
+from maxdiloco.aot.hlo.reader import Computation, Instruction, Module
+from maxdiloco.aot.hlo.transfers import rendezvous_of, transfers
+
+# Instructions that take no time when they carry no estimate: they name or start something, are
+# scalar bookkeeping, or wait for traffic inside the slice. Anything else is an error.
+UNTIMED = (
+    "parameter constant tuple get-tuple-element bitcast bitcast-convert after-all partition-id "
+    "replica-id opt-barrier copy copy-start copy-done slice-start slice-done dynamic-slice-start "
+    "dynamic-slice-done dynamic-update-slice-start dynamic-update-slice-done custom-call "
+    "custom-call-start custom-call-done fusion "
+    "convolution dot sort gather scatter reduce reduce-window select-and-scatter dynamic-slice "
+    "dynamic-update-slice slice pad concatenate transpose reshape broadcast iota reverse map "
+    "abs add and ceil clamp compare convert cosine divide exponential exponential-minus-one floor "
+    "is-finite log log-plus-one maximum minimum multiply negate not or power remainder rsqrt "
+    "round-nearest-even select shift-left shift-right-arithmetic shift-right-logical sign sine "
+    "sqrt cbrt subtract tan tanh logistic atan2 xor rng rng-bit-generator "
+    "all-gather all-reduce all-to-all reduce-scatter collective-permute all-gather-start "
+    "all-gather-done all-reduce-start all-reduce-done collective-permute-start "
+    "collective-permute-done async-update async-done"
+)
+
+
+class Link(NamedTuple):
+    """What times are worked out with.
+
+    gbps_per_device: DCN, one device's share [1e9 bits per second]. clock_hz: of the compiler's
+    cycles (1.5e9 on v5e). ici_gbps: all ICI links of one device, one way; None: collectives inside
+    the slice take no time.
+    """
+
+    gbps_per_device: float
+    clock_hz: float
+    ici_gbps: float | None = None
+
+
+class Timing(NamedTuple):
+    """One transfer between slices, in seconds from the start of the program.
+
+    start: when it is first put on its way; done: when it is last there to be used; busy: what it
+    keeps the link busy; waited: what the device stands still for it.
+    """
+
+    start: float
+    done: float
+    busy: float
+    waited: float
+
+
+class Replay(NamedTuple):
+    """A run of a program: seconds, waits included, and its transfers by rendezvous."""
+
+    seconds: float
+    transfers: dict[str, Timing]
+
+    @property
+    def waited(self) -> float:
+        """Seconds that the device stands still for other slices: exposed time."""
+        return sum(timing.waited for timing in self.transfers.values())
+
+    @property
+    def busy(self) -> float:
+        """Seconds that the link carries something."""
+        return sum(timing.busy for timing in self.transfers.values())
+
+    @property
+    def exposed(self) -> float:
+        """Exposed time over busy time, in [0, 1]; 0 without a transfer."""
+        return min(1.0, self.waited / self.busy) if self.busy else 0.0
+
+
+class _Clock(NamedTuple):
+    """Seconds: now, and when the link is free; when each transfer arrives, and its timing."""
+
+    now: float
+    link: float
+    arrives: dict[str, float]
+    timings: dict[str, Timing]
+
+    def total(self) -> tuple[float, float]:
+        timings = self.timings.values()
+        return sum(t.waited for t in timings), sum(t.busy for t in timings)
+
+
+class _Player(NamedTuple):
+    module: Module
+    seconds: dict[str, float]  # of each transfer on the link
+    rendezvous: dict[tuple[str, str], str]  # of each send and recv
+    link: Link
+
+
+def replay(module: Module, link: Link) -> Replay:
+    """Run a scheduled program once.
+
+    Of the branches of a conditional the one that waits longest is taken, the shortest of those.
+    Raises ValueError for what it does not know.
+    """
+    seconds = {
+        t.rendezvous: t.bytes_sent() * 8 / (link.gbps_per_device * 1e9)
+        for t in transfers(module)
+    }
+    starts = {
+        (computation.name, i.name): name
+        for computation, i in module.reached()
+        if (name := rendezvous_of(i))
+    }
+    player = _Player(module, seconds, starts, link)
+    end = _run(player, module.entry, _Clock(0.0, 0.0, {}, {}))
+    return Replay(end.now, end.timings)
+
+
+def exposed_fraction(module: Module, *, gbps_per_device: float, clock_hz: float) -> float:
+    """Seconds a device waits for other slices over the seconds its link is busy, in [0, 1].
+
+    Arguments: see Link. Raises ValueError for a program without a transfer.
+    """
+    if not transfers(module):
+        raise ValueError(
+            "this program sends nothing to other slices, so no part of it is exposed or hidden. "
+            "Ask `transfers` first."
+        )
+    return replay(module, Link(gbps_per_device, clock_hz)).exposed
+
+
+def _run(player: _Player, computation: Computation, clock: _Clock) -> _Clock:
+    for instruction in computation.instructions:
+        clock = _play(player, computation, instruction, clock)
+    return clock
+
+
+def _play(player: _Player, where: Computation, item: Instruction, clock: _Clock) -> _Clock:
+    if item.opcode in ("send", "recv"):
+        return _start(player, player.rendezvous[where.name, item.name], item.opcode, clock)
+    if item.opcode in ("send-done", "recv-done"):
+        key = (where.name, item.operands[0])
+        return _done(clock, player.rendezvous[key])
+    if item.opcode == "while":
+        trips = trip_count(player.module, where, item)
+        return _loop(player, player.module.computation(item.attribute("body")), trips, clock)
+    if item.opcode == "conditional":
+        branches = [_run(player, player.module.computation(n), clock) for n in item.called()]
+        return max(branches, key=lambda end: (end.total()[0], -end.now))
+    if item.opcode in ("call", "async-start"):
+        for name in item.called():
+            clock = _run(player, player.module.computation(name), clock)
+        return clock
+    return clock._replace(now=clock.now + _seconds(player, where, item))
+
+
+def _seconds(player: _Player, where: Computation, item: Instruction) -> float:
+    """How long one instruction takes."""
+    cycles = item.estimated_cycles()
+    if cycles is not None:
+        return cycles / player.link.clock_hz
+    if item.opcode not in UNTIMED.split():
+        raise ValueError(
+            f"%{item.name} is a {item.opcode!r}, which this replay does not know: add it to "
+            f"UNTIMED in hlo/replay.py if it moves nothing between slices."
+        )
+    if item.opcode in collectives.KINDS and player.link.ici_gbps is not None:
+        return collectives.bytes_of(where, item) * 8 / (player.link.ici_gbps * 1e9)
+    return 0.0
+
+
+def _start(player: _Player, name: str, opcode: str, clock: _Clock) -> _Clock:
+    """The send puts the payload on the link; the recv only makes room for what comes."""
+    before = clock.timings.get(name, Timing(clock.now, clock.now, 0.0, 0.0))
+    if opcode == "recv":
+        return clock._replace(timings=clock.timings | {name: before})
+    seconds = player.seconds[name]
+    end = max(clock.now, clock.link) + seconds
+    timings = clock.timings | {name: before._replace(busy=before.busy + seconds)}
+    return clock._replace(link=end, arrives=clock.arrives | {name: end}, timings=timings)
+
+
+def _done(clock: _Clock, name: str) -> _Clock:
+    waited = max(0.0, clock.arrives[name] - clock.now)
+    now, timing = clock.now + waited, clock.timings[name]
+    timing = timing._replace(done=now, waited=timing.waited + waited)
+    return clock._replace(now=now, timings=clock.timings | {name: timing})
+
+
+def _loop(player: _Player, body: Computation, trips: int, clock: _Clock) -> _Clock:
+    once = _run(player, body, clock)
+    if once.total() == clock.total():
+        return clock._replace(now=clock.now + trips * (once.now - clock.now))
+    for _ in range(trips):
+        clock = _run(player, body, clock)
+    return clock

@@ -1,0 +1,250 @@
+"""Saved arrays, read leaf by leaf straight into the places where they are wanted.
+
+Orbax has written them; TensorStore reads them. Both are imported by the functions that use them:
+they take half a second.
+"""
+
+import functools
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+from etils import epath
+from jax.sharding import NamedSharding, PartitionSpec
+
+from maxdiloco.checkpoint.orbax_io import named_leaves
+from maxdiloco.engine.calls import BESIDE, Call
+from maxdiloco.errors import CheckpointError
+from maxdiloco.parallel.program import Program
+from maxdiloco.parallel.sharding import axes_of
+from maxdiloco.storage.run_folder import reason
+
+if TYPE_CHECKING:
+    import tensorstore as ts
+
+# What a process reads ahead of the leaf that goes to its devices; a leaf may be larger by itself.
+READ_AHEAD_BYTES = 1 << 30  # our choice
+
+Bounds = tuple[tuple[int, int], ...]  # per dim: the first index, and the one after the last
+
+
+@dataclass(frozen=True)
+class Cycled:
+    """An array to be read from one that has another number of entries in its first dim.
+
+    target: the array wanted. stored: number of entries of the saved one. Entry i of the target is
+    entry i mod `stored`. shape: of the saved array.
+    """
+
+    target: jax.ShapeDtypeStruct
+    stored: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the saved array."""
+        return (self.stored, *self.target.shape[1:])
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the target."""
+        return self.target.dtype
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the saved array."""
+        return math.prod(self.shape)
+
+
+class _Reading(NamedTuple):
+    """A leaf on its way: the parts that the devices of this process hold, each read once.
+
+    leaf: what is wanted. shape, sharding: of the array that the parts make up. name: for messages.
+    """
+
+    leaf: jax.ShapeDtypeStruct
+    shape: tuple[int, ...]
+    sharding: jax.sharding.Sharding
+    parts: dict[Bounds, "ts.Future[np.ndarray]"]
+    name: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parts on the host."""
+        elements = sum(math.prod(end - start for start, end in part) for part in self.parts)
+        return elements * np.dtype(self.leaf.dtype).itemsize
+
+
+def read_item(step_folder: epath.Path, name: str, abstract: Any, *, axis: str) -> Any:
+    """Read one item leaf by leaf; a device holds its parts of it, and of one leaf more, at most.
+
+    abstract: tree of jax.ShapeDtypeStruct or Cycled. A leaf without a sharding goes to the first
+    device; a dtype other than the saved one is a cast.
+    axis: mesh axis that joins the slices. With several processes, a leaf that is replicated over
+    it is read in parts, one part a slice, and the parts are gathered over the slow link: a byte
+    leaves the storage once, not once a slice.
+    (Orbax's broadcast from one slice sums with zeros: it loses -0.0 and widens int8.)
+    Returns the tree with arrays for leaves. Raises CheckpointError when one cannot be read.
+    """
+    names, leaves, treedef = named_leaves(abstract)
+    wanted = {".".join(path): leaf for path, leaf in zip(names, leaves, strict=True)}
+    opening = _opened(step_folder / name, [path for path, leaf in wanted.items() if leaf.size])
+    where = f"of {name} in checkpoint {step_folder}"
+    readings = (
+        _started(opening.get(path), leaf, axis, f"{path} {where}") for path, leaf in wanted.items()
+    )
+    return treedef.unflatten([_finished(reading) for reading in _ahead(readings)])
+
+
+def _ahead(readings: Iterable[_Reading]) -> Iterator[_Reading]:
+    """The readings in their order, some started before the one before them is used."""
+    waiting: deque[_Reading] = deque()
+    for reading in readings:
+        waiting.append(reading)
+        while sum(one.nbytes for one in waiting) > READ_AHEAD_BYTES:
+            yield waiting.popleft()
+    while waiting:
+        yield waiting.popleft()
+
+
+def _opened(folder: epath.Path, names: Sequence[str]) -> dict[str, "ts.Future[ts.TensorStore]"]:
+    """{name: array} of an item, on their way to be opened."""
+    import orbax.checkpoint as ocp
+    import tensorstore as ts
+
+    context = ocp.type_handlers.get_ts_context(use_ocdbt=True)
+
+    def opened(name):
+        info = ocp.type_handlers.ParamInfo(
+            name=name, parent_dir=folder, use_zarr3=False, ts_context=context
+        )
+        spec = ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=True)
+        return ts.open(spec, open=True, context=context)
+
+    return {name: opened(name) for name in names}
+
+
+def _started(
+    opening: "ts.Future[ts.TensorStore] | None", leaf: Any, axis: str, name: str
+) -> _Reading:
+    """Begin to read the parts of a leaf that this process needs; no opening: it is empty."""
+    import tensorstore as ts
+
+    wanted = leaf.target if isinstance(leaf, Cycled) else leaf
+    sharding = wanted.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shape = wanted.shape
+    if opening is None:
+        return _Reading(wanted, shape, sharding, {}, name)
+    array = _result(opening, name)
+    if isinstance(leaf, Cycled):
+        array = array[np.arange(shape[0]) % leaf.stored]
+    if array.dtype.numpy_dtype != wanted.dtype:
+        array = ts.cast(array, ts.dtype(wanted.dtype))
+    if jax.process_count() > 1 and _is_gathered(wanted, axis):
+        shape, spec = split_over(shape, sharding, axis)
+        sharding = NamedSharding(sharding.mesh, spec)
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    parts = {bounds: read_part(array, bounds) for bounds in {_bounds(i, shape) for i in indices}}
+    return _Reading(wanted, shape, sharding, parts, name)
+
+
+def read_part(array: "ts.TensorStore", bounds: Bounds) -> "ts.Future[np.ndarray]":
+    """Begin to read a part of an array; what lies beyond its end is left out."""
+    pairs = zip(bounds, array.shape, strict=True)
+    return array[tuple(slice(min(a, n), min(b, n)) for (a, b), n in pairs)].read()
+
+
+def _finished(reading: _Reading) -> jax.Array:
+    """The leaf, on its devices."""
+    leaf, shape = reading.leaf, reading.shape
+    if not leaf.size:
+        return jax.device_put(np.zeros(shape, leaf.dtype), reading.sharding)
+
+    def part(index):
+        bounds = _bounds(index, shape)
+        values = _result(reading.parts[bounds], reading.name)
+        missing = [(0, b - a - n) for (a, b), n in zip(bounds, values.shape, strict=True)]
+        return np.pad(values, missing) if any(map(any, missing)) else values
+
+    array = jax.make_array_from_callback(shape, reading.sharding, part, dtype=leaf.dtype)
+    jax.block_until_ready(array)  # or parts of many leaves would wait on the host
+    in_place = leaf.sharding is None or reading.sharding == leaf.sharding
+    return array if in_place else _gathered(array, leaf)
+
+
+def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
+    return tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+
+
+def _result(future: "ts.Future[Any]", name: str) -> Any:
+    try:
+        return future.result()
+    except (OSError, ValueError) as error:  # TensorStore raises ValueError for files too
+        raise CheckpointError(
+            f"{name} cannot be read: {reason(error)}. See that the storage can be reached and "
+            f"start again, or remove that checkpoint to go on from the one before it."
+        ) from error
+
+
+def calls(abstract: Any, *, axis: str, on_compile: Callable) -> list[Call]:
+    """The program of read_item for the largest leaf that is gathered, if any is.
+
+    abstract, axis: as for read_item. One leaf is gathered at a time, so no other needs more memory.
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(abstract) if _is_gathered(leaf, axis)]
+    devices = leaves[0].sharding.mesh.devices.flat if leaves else ()
+    if len({device.process_index for device in devices}) < 2:
+        return []
+    leaf = max(leaves, key=lambda leaf: math.prod(leaf.sharding.shard_shape(leaf.shape)))
+    shape, spec = split_over(leaf.shape, leaf.sharding, axis)
+    mesh = leaf.sharding.mesh
+    parts = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+    program = Program(
+        "restore",
+        functools.partial(_without_padding, shape=leaf.shape),
+        out_shardings=NamedSharding(mesh, leaf.sharding.spec),
+        on_compile=on_compile,
+    )
+    return [Call(program, (parts,), 0, BESIDE)]
+
+
+def _is_gathered(leaf: jax.ShapeDtypeStruct, axis: str) -> bool:
+    sharding = leaf.sharding
+    if not leaf.shape or not isinstance(sharding, NamedSharding):
+        return False
+    used = {name for entry in sharding.spec for name in axes_of(entry)}
+    return dict(sharding.mesh.shape).get(axis, 1) > 1 and axis not in used
+
+
+def split_over(
+    shape: tuple[int, ...], sharding: NamedSharding, axis: str
+) -> tuple[tuple[int, ...], PartitionSpec]:
+    """Split one more dimension over a mesh axis: the first whose shards divide, else the longest.
+
+    Returns the shape, padded where nothing divides, and the spec. The choice of dimension is
+    that of Orbax when it writes replicated arrays, so that a part is a whole stored chunk.
+    """
+    size = sharding.mesh.shape[axis]
+    local = sharding.shard_shape(shape)
+    dividing = [dim for dim, length in enumerate(local) if length % size == 0]
+    dim = dividing[0] if dividing else int(np.argmax(shape))
+    entries = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+    entries[dim] = (*axes_of(entries[dim]), axis)
+    parts = shape[dim] // local[dim] * size
+    padded = -(-shape[dim] // parts) * parts
+    return (*shape[:dim], padded, *shape[dim + 1 :]), PartitionSpec(*entries)
+
+
+def _gathered(array: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    target = leaf.sharding
+    on_device = NamedSharding(target.mesh, target.spec)
+    gather = jax.jit(_without_padding, static_argnums=1, out_shardings=on_device)
+    # One leaf at a time: the gather needs room for one leaf twice, not for all.
+    return jax.device_put(jax.block_until_ready(gather(array, leaf.shape)), target)
+
+
+def _without_padding(padded: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jax.lax.slice(padded, [0] * padded.ndim, shape)

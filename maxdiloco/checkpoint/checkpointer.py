@@ -1,0 +1,310 @@
+"""Checkpoints of the run under way: written beside the training, each whole or not there.
+
+checkpoints/120/            the state after inner step 120
+    <item>/                 a tree of arrays, written by Orbax; one folder per item, so that
+                            the outer parameters can be read without the rest
+    meta/                   JSON: what the caller gave (t, data position, config ...), and the
+                            names, shapes and dtypes of all arrays
+    seal.json               sizes and CRC-32 of these files
+checkpoints/130.damaged/    a checkpoint that could not be used, set aside
+checkpoints/140.orbax-checkpoint-tmp/   an unfinished save; removed by the next start
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import jax
+from etils import epath
+
+from maxdiloco.checkpoint import orbax_io, quiet, read, write
+from maxdiloco.checkpoint.read import (
+    PARAMETERS,
+    AbstractOf,
+    Report,
+    Restored,
+    restore_from,
+    restore_parameters,
+)
+from maxdiloco.errors import CheckpointError, SaveError
+from maxdiloco.processes import agree
+from maxdiloco.storage import durable, object_store, shared_folder
+from maxdiloco.storage.run_folder import absolute, is_local, reason
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+
+__all__ = ["PARAMETERS", "Checkpointer", "Restored", "restore_from", "restore_parameters"]
+
+_DAMAGED = ".damaged"
+_DELETED = ".deleted"
+_REMEDY = "Set the keys of the model and the optimizer back, or set another run_name."
+
+# What a save can come to before it runs, as the first process says.
+_RUNS, _THERE, _FAILED = range(3)
+# Errors that no disk and no store raises: they end the run with a traceback.
+_BUGS = (AssertionError, AttributeError, LookupError, NameError, TypeError)
+
+
+class Checkpointer:
+    """Saves and restores the state of one run. All processes of the run call it alike.
+
+    folder: RunFolder.checkpoints, a folder that all processes see.
+    max_to_keep: complete checkpoints that stay, at least 1; None keeps all.
+    use_async: save() returns as soon as the arrays are copied to the host.
+    timeout_s: how long the processes may take to write the arrays of one save.
+    report: takes one line for the user; called in the first process only.
+    gather_axis: the mesh axis that joins the slices (see arrays.read_item).
+    A context manager: leaving it waits for the save that runs. Imports Orbax. Raises
+    CheckpointError when the folder cannot be used.
+
+    A save that fails is a warning, and the next one tries again. Two in a row raise SaveError, in
+    all processes alike; the complete checkpoints stay as they are.
+    """
+
+    def __init__(
+        self,
+        folder: epath.PathLike,
+        *,
+        max_to_keep: int | None,
+        use_async: bool = True,
+        timeout_s: float = 1200,
+        report: Report = print,
+        gather_axis: str = "diloco",
+    ):
+        self._folder = absolute(folder)
+        self._max_to_keep = max_to_keep
+        self._use_async = use_async
+        self._timeout_s = timeout_s
+        self._primary = jax.process_index() == 0
+        self._report = report if self._primary else read.say_nothing
+        self._gather_axis = gather_axis
+        self._saving: tuple[int, Future] | None = None  # the step whose save runs
+        self._failures = 0  # saves that failed since the last one that did not
+        self._newest: int | None = None  # the newest step that is known to be saved
+        self._removal: Future | None = None  # of checkpoints that are not kept
+        self._known_good: set[epath.Path] = set()
+        if self._primary:
+            with self._one_line("cannot be used"):
+                if is_local(self._folder):  # elsewhere a folder is the names of its objects
+                    durable.make_folder(self._folder)
+                self._remove_unfinished()
+        shared_folder.require(self._folder)  # and nobody looks before the first has cleaned up
+        self._parts = write.Parts()
+        self._writer = orbax_io.open_writer()
+        # A thread keeps an error until the main thread asks for it. One does what a save needs,
+        # one thing after the other; the other one takes its time to remove old checkpoints.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._remover = ThreadPoolExecutor(max_workers=1, thread_name_prefix="old-checkpoints")
+
+    def __enter__(self) -> "Checkpointer":
+        self._quiet = quiet.begin()
+        return self
+
+    def __exit__(self, kind, exception, traceback) -> None:
+        try:
+            if exception is None:
+                self.wait(last=True)
+            elif self._saving is not None:
+                # The other processes may be elsewhere: look at this one's part alone.
+                step, saved = self._saving
+                if (error := saved.exception()) is not None:
+                    self._report(f"warning: {self._failure(step, reason(error))}")
+        finally:
+            self._thread.shutdown()
+            self._remover.shutdown()
+            self._writer.close()
+            quiet.end(self._quiet)
+
+    def steps(self) -> list[int]:
+        """The steps that have a complete checkpoint, oldest first."""
+        return read.steps(self._folder)
+
+    def save(
+        self, step: int, items: Mapping[str, Any], meta: Mapping[str, Any], *, last: bool = False
+    ) -> bool:
+        """Write a checkpoint; does nothing and returns False when this step has one.
+
+        items: {name: tree of arrays}; the caller may donate or delete them afterwards.
+        meta: JSON-able.
+        last: whether no save comes after it: wait until it is on the disk, and if it fails, try
+        once more at once.
+        Waits for the save before this one. Raises SaveError when two in a row have failed.
+        """
+        self._end_of_save(limit=None if last else 2)
+        if self._removal is not None and self._removal.done():
+            self._end_of_removal()
+        begun = self._start(step, items, meta)
+        if last and begun != _THERE and not self._end_of_save(limit=None):
+            self._start(step, items, meta)
+            self._end_of_save(limit=1)
+        elif begun == _FAILED or not self._use_async:
+            self.wait()
+        return begun != _THERE
+
+    def wait(self, *, last: bool = False) -> None:
+        """Wait until the save that runs, if any, is on the disk and older ones are removed.
+
+        last: whether no save comes after it, so that its failure is final. Raises SaveError.
+        """
+        self._end_of_save(limit=1 if last else 2)
+        self._end_of_removal()
+        self._thread.submit(bool).result()  # what a failed save has left is removed by now
+
+    def restore(self, abstract_of: AbstractOf) -> Restored | None:
+        """Read the newest checkpoint that is not damaged; None when there is none at all.
+
+        A damaged one is reported and set aside as <step>.damaged, and the one before it is used.
+        `restore(lambda meta: {}).meta` tells what is there before anything is built. Raises
+        CheckpointError when all are damaged or when shapes or dtypes are not what abstract_of
+        says, and whatever abstract_of raises.
+        """
+        self._end_of_save()
+        with read.reading(self._folder, "base_output_directory"):
+            restored, damaged = read.first_undamaged(
+                read.newest_first(self._folder),
+                abstract_of,
+                report=self._report,
+                axis=self._gather_axis,
+                remedy=lambda meta: _REMEDY,
+                known_good=self._known_good,
+            )
+        if restored is not None:
+            self._known_good.add(restored.path)
+            self._newest = restored.step
+        if self._primary:
+            with self._one_line("cannot set a damaged checkpoint aside"):
+                for path in damaged:
+                    self._set_aside(path)
+        return restored
+
+    def _start(self, step: int, items: Mapping[str, Any], meta: Mapping[str, Any]) -> int:
+        """Start a save, in all processes or in none: _RUNS, _THERE or _FAILED."""
+        target = self._folder / str(step)
+        folder = write.folder_of(target, attempt=self._failures)
+        trees = {name: orbax_io.nested(tree) for name, tree in items.items()}
+        trees = {name: tree for name, tree in trees.items() if tree}
+        prepared = self._thread.submit(lambda: True)
+        if self._primary:
+            nbytes = sum(map(orbax_io.nbytes, items.values()))
+            prepared = self._thread.submit(
+                write.prepare, folder, target, tuple(trees), nbytes=nbytes
+            )
+        failed = prepared.exception() is not None
+        begun = _FAILED if failed else _RUNS if prepared.result() else _THERE
+        begun = agree.from_first_process(begun)
+        if begun == _RUNS:
+            save = write.Save(
+                folder=folder,
+                target=target,
+                items=tuple(trees),
+                note=orbax_io.note_of(step, items, meta),
+                deadline=time.monotonic() + self._timeout_s,
+            )
+            self._parts.next()
+            writes = orbax_io.start_writing(self._writer, folder, trees)
+            self._saving = step, self._thread.submit(self._complete, save, writes)
+        elif begun == _FAILED:
+            self._saving = step, prepared
+        return begun
+
+    def _complete(self, save: write.Save, writes: Sequence["ocp.future.Future"]) -> None:
+        # In the thread.
+        if not self._primary:
+            write.write_part(save, writes, self._parts)
+            return
+        whole = False
+        try:
+            write.wait_for_arrays(save, writes)
+            self._parts.wait(save.deadline)
+            write.commit(save, self._writer)
+            whole = True
+        finally:
+            if not whole:  # a disk that is full needs the room at once
+                self._thread.submit(write.discard, save.folder)
+        if self._max_to_keep is not None:
+            self._removal = self._remover.submit(self._remove_old)
+
+    def _end_of_save(self, *, limit: int | None = 2) -> bool:
+        """Wait for the save that runs; whether it came to a good end, the same in all processes.
+
+        Raises SaveError when this makes `limit` failures in a row.
+        """
+        if self._saving is None:
+            return True
+        step, saved = self._saving
+        error = saved.exception()
+        self._saving = None
+        if isinstance(error, _BUGS):
+            raise error
+        failed = agree.in_any_process(error is not None)
+        if not failed:
+            self._failures, self._newest = 0, step
+            return True
+        self._failures += 1
+        why = "another process failed, see its output" if error is None else reason(error)
+        line = self._failure(step, why)
+        if limit is not None and self._failures >= limit:
+            raise SaveError(
+                f"base_output_directory: {line} Free some space or mend the disk; then the same "
+                "command goes on."
+            ) from error
+        self._report(f"warning: {line} It is tried again with the next save.")
+        return False
+
+    def _failure(self, step: int, why: str) -> str:
+        there = "no step was saved since the start"
+        if self._newest is not None:
+            there = f"the last step saved is {self._newest}"
+        return f"step {step} could not be saved in {self._folder}: {why}; {there}."
+
+    def _end_of_removal(self) -> None:
+        """Wait until the older checkpoints are removed; say why if they cannot be."""
+        removal, self._removal = self._removal, None
+        if removal is not None and (error := removal.exception()) is not None:
+            self._report(
+                f"warning: an old checkpoint in {self._folder} could not be removed: "
+                f"{reason(error)}. The next save tries again; remove it if the disk fills up."
+            )
+
+    def _remove_old(self) -> None:
+        for old in self.steps()[: -self._max_to_keep]:
+            self._remove(self._folder / str(old))
+
+    def _remove_unfinished(self) -> None:
+        # The lock of the run folder says that nobody is writing these now.
+        for path in self._folder.iterdir() if self._folder.is_dir() else ():
+            step, suffix, _ = path.name.partition(".")
+            if not step.isdigit() or path.name.endswith(_DAMAGED):
+                continue
+            if suffix or not orbax_io.is_complete(path):
+                object_store.remove(path)
+
+    def _remove(self, path: epath.Path) -> None:
+        if is_local(path):
+            # Gone at once: a half-deleted folder must not look like a checkpoint.
+            path = path.rename(path.parent / (path.name + _DELETED))
+            durable.sync_folder(path.parent)  # its name goes before its files, also on the disk
+        else:
+            (path / orbax_io.COMMIT).unlink(missing_ok=True)
+        object_store.remove(path)
+
+    def _set_aside(self, path: epath.Path) -> None:
+        target = path.parent / (path.name + _DAMAGED)
+        if target.exists():
+            object_store.remove(target)
+        path.rename(target)
+        if is_local(path):
+            durable.sync_folder(path.parent)
+
+    @contextlib.contextmanager
+    def _one_line(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, *object_store.errors(self._folder)) as error:
+            raise CheckpointError(
+                f"base_output_directory: {what} in {self._folder}: {reason(error)}. Free some "
+                "space or set another folder."
+            ) from error

@@ -1,0 +1,133 @@
+"""Pytrees to and from Orbax.
+
+Orbax takes half a second to import, so the functions that use it import it.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+from etils import epath
+
+from maxdiloco.storage.run_folder import is_local
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+
+META = "meta"  # the item that is JSON; every other item is a tree of arrays
+COMMIT = "commit_success.txt"  # Orbax writes it last
+# A smaller share is not worth the program that cuts it out, 50-100 ms to compile on a CPU.
+SHARED_WRITE_BYTES = 1 << 22  # our choice
+
+
+def open_writer() -> "ocp.PyTreeCheckpointHandler":
+    """Orbax's writer of trees of arrays."""
+    import orbax.checkpoint as ocp
+
+    arrays = ocp.type_handlers.ArrayHandler(
+        # Slices share the writing of what they all hold; in one process that only compiles.
+        use_replica_parallel=jax.process_count() > 1,
+        min_slice_bytes_for_replica_parallel=SHARED_WRITE_BYTES,
+    )
+    types = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=types)
+
+
+def start_writing(
+    writer: "ocp.PyTreeCheckpointHandler", folder: epath.Path, trees: Mapping[str, Any]
+) -> list["ocp.future.Future"]:
+    """Start to write trees of arrays, each to the folder of its name; result() of all waits.
+
+    Copies the arrays to the host before it returns, so the caller may donate or delete them; on
+    the CPU backend that copy is a view, and JAX copies a donated buffer that a view still holds
+    (both are tested).
+    """
+    import orbax.checkpoint as ocp
+
+    async def start():
+        copies = [
+            writer.async_save(folder / name, args=ocp.args.PyTreeSave(tree))
+            for name, tree in trees.items()
+        ]
+        return [write for writes in await asyncio.gather(*copies) for write in writes]
+
+    # Not asyncio.run: its end walks over the tasks of all loops, those of other threads too.
+    loop = asyncio.new_event_loop()
+    try:
+        return loop.run_until_complete(start())
+    finally:
+        loop.close()
+
+
+class Note(NamedTuple):
+    """What a checkpoint says about itself."""
+
+    step: int
+    meta: dict[str, Any]
+    arrays: dict[str, dict[str, Any]]  # {item: {leaf name: [shape, dtype name]}}
+
+
+def note_of(step: int, items: Mapping[str, Any], meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The Note of a checkpoint of these items, as JSON takes it."""
+    return Note(step, dict(meta), {name: shapes(tree) for name, tree in items.items()})._asdict()
+
+
+def read_note(step_folder: epath.Path) -> Note:
+    """The Note of a checkpoint."""
+    import orbax.checkpoint as ocp
+
+    return Note(**ocp.JsonCheckpointHandler().restore(step_folder / META))
+
+
+def is_complete(step_folder: epath.Path) -> bool:
+    """Whether the folder became visible as a whole checkpoint."""
+    if is_local(step_folder):
+        return step_folder.is_dir()  # it got this name by an atomic rename
+    return (step_folder / COMMIT).exists()
+
+
+def shapes(tree: Any) -> dict[str, list[Any]]:
+    """{leaf name: [shape, dtype name]} of a tree of arrays or ShapeDtypeStructs."""
+    names, leaves, _ = named_leaves(tree)
+    return {
+        ".".join(path): [list(leaf.shape), np.dtype(leaf.dtype).name]
+        for path, leaf in zip(names, leaves, strict=True)
+    }
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of the arrays of a tree, each counted once however many devices hold it."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def nested(tree: Any) -> dict[str, Any]:
+    """Any pytree as nested dicts of its leaves, {} when it has none.
+
+    So the files do not depend on which containers the program uses, and others can read them.
+    Arrays without elements are left out: Orbax refuses them.
+    """
+    names, leaves, _ = named_leaves(tree)
+    return _nest({path: leaf for path, leaf in zip(names, leaves, strict=True) if leaf.size})
+
+
+def named_leaves(tree: Any) -> tuple[list[tuple[str, ...]], list[Any], Any]:
+    """(names, leaves, treedef) of a tree; a name is the path to its leaf."""
+    paths_and_leaves, treedef = jax.tree.flatten_with_path(tree)
+    names = [
+        # An item that is a single array has an empty path.
+        tuple(jax.tree_util.keystr((key,), simple=True) for key in path) or ("array",)
+        for path, _ in paths_and_leaves
+    ]
+    return names, [leaf for _, leaf in paths_and_leaves], treedef
+
+
+def _nest(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    root: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        node = root
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = leaf
+    return root

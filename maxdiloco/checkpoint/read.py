@@ -1,0 +1,222 @@
+"""Find the newest checkpoint that is not damaged and read it, of this run or of another."""
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from etils import epath
+
+from maxdiloco.checkpoint import arrays, orbax_io, seal
+from maxdiloco.errors import CheckpointError
+from maxdiloco.processes import agree
+from maxdiloco.storage import object_store, shared_folder
+from maxdiloco.storage.run_folder import absolute, reason
+
+_ATTEMPTS = 12  # at a file that only some hosts find damaged
+PARAMETERS = "outer_params"  # the item that load_parameters_path and generation read
+
+# Gives {item: tree of jax.ShapeDtypeStruct with shardings, or of arrays.Cycled} for the
+# meta of a checkpoint. Called for each checkpoint that is tried; may leave items out, which are
+# then not read; may refuse.
+AbstractOf = Callable[[dict[str, Any]], Mapping[str, Any]]
+# What to tell a user whose shapes differ from those of the checkpoint with that meta.
+Remedy = Callable[[dict[str, Any]], str]
+Report = Callable[[str], None]
+
+
+class Restored(NamedTuple):
+    """A checkpoint that was read; restore_from(path) reads this one again."""
+
+    step: int
+    items: dict[str, Any]
+    meta: dict[str, Any]
+    path: epath.Path
+
+
+def restore_from(
+    path: epath.PathLike,
+    abstract_of: AbstractOf,
+    *,
+    key: str,
+    remedy: Remedy = lambda meta: "Set the model keys of the run that wrote it.",
+    cast: bool = False,
+    report: Report = print,
+    gather_axis: str = "diloco",
+) -> Restored:
+    """Read a checkpoint of any run, for load_full_state_path, load_parameters_path, generation.
+
+    path: a run's folder (its newest undamaged checkpoint is read) or one checkpoint in it.
+    key: the config key or argument that gave the path, for messages.
+    remedy: flags.resume.model_remedy names the keys. cast: whether dtypes may differ.
+    Nothing at path is changed. Raises CheckpointError when there is nothing to read at path, all
+    of it is damaged, or shapes or dtypes are not what abstract_of says.
+    """
+    folder = absolute(path, key=key)
+    with reading(folder, key):
+        candidates: Iterable[epath.Path] = [folder]
+        if not agree.from_first_process((folder / seal.FILE).exists()):
+            candidates = newest_first(folder / "checkpoints")
+        restored, _ = first_undamaged(
+            candidates,
+            abstract_of,
+            report=report if jax.process_index() == 0 else say_nothing,
+            axis=gather_axis,
+            remedy=remedy,
+            otherwise=f"or give {key} another path",
+            cast=cast,
+        )
+    if restored is None:
+        raise CheckpointError(
+            f"{key}={path} holds no checkpoint: give the folder of a run that has saved one, or "
+            "one of the folders in its checkpoints/."
+        )
+    return restored
+
+
+def restore_parameters(
+    path: epath.PathLike, abstract_params: Any, *, key: str = "load_parameters_path", **options
+) -> Any:
+    """Read the outer parameters of a checkpoint and nothing else, cast to the dtypes wanted.
+
+    abstract_params: tree of jax.ShapeDtypeStruct. options: those of restore_from, whose errors
+    this raises.
+    """
+    restored = restore_from(
+        path, lambda meta: {PARAMETERS: abstract_params}, key=key, cast=True, **options
+    )
+    return restored.items[PARAMETERS]
+
+
+@contextlib.contextmanager
+def reading(folder: epath.Path, key: str) -> Iterator[None]:
+    """Raise CheckpointError for a folder that the file system or the store does not give out.
+
+    key: what gave the folder, for messages.
+    """
+    try:
+        yield
+    except (OSError, *object_store.errors(folder)) as error:
+        raise CheckpointError(
+            f"{key}: {folder} cannot be read: {reason(error)}. See that it can be, and start again."
+        ) from error
+
+
+def steps(folder: epath.PathLike) -> list[int]:
+    """The steps that have a complete checkpoint in a folder of checkpoints, oldest first."""
+    try:
+        found = [path for path in epath.Path(folder).iterdir() if path.name.isdigit()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(int(path.name) for path in found if orbax_io.is_complete(path))
+
+
+def newest_first(folder: epath.Path) -> Iterator[epath.Path]:
+    """The complete checkpoints of a folder, the same ones in every process."""
+    found = steps(folder) if jax.process_index() == 0 else []
+    while (step := agree.from_first_process(found.pop() if found else -1)) >= 0:
+        yield folder / str(step)
+
+
+def first_undamaged(
+    candidates: Iterable[epath.Path],
+    abstract_of: AbstractOf,
+    *,
+    report: Report,
+    axis: str,
+    remedy: Remedy,
+    otherwise: str = "or set another run_name to start from the beginning",
+    cast: bool = False,
+    known_good: Collection[epath.Path] = (),
+) -> tuple[Restored | None, list[epath.Path]]:
+    """(the first candidate that is not damaged or None, the damaged ones before it).
+
+    known_good: candidates that were examined before. otherwise: what to do when all are damaged
+    and there is no copy. The rest as for restore_from. The
+    processes share the examination and agree on its outcome.
+    """
+    damaged: dict[epath.Path, str] = {}
+    for path in candidates:
+        if path not in known_good and (problem := _damage(path)):
+            report(f"warning: checkpoint {path} is damaged and is not used: {problem}.")
+            damaged[path] = problem
+            continue
+        note = orbax_io.read_note(path)
+        abstract = abstract_of(note.meta)
+        _refuse_mismatch(path, note, abstract, remedy=remedy, cast=cast)
+        items = {
+            name: arrays.read_item(path, name, tree, axis=axis)
+            for name, tree in abstract.items()
+        }
+        return Restored(note.step, items, note.meta, path), list(damaged)
+    if damaged:
+        folder = next(iter(damaged)).parent
+        each = "; ".join(f"{path.name}: {found}" for path, found in damaged.items())
+        raise CheckpointError(
+            f"no undamaged checkpoint is left in {folder} ({each}). Look whether the whole disk is "
+            f"mounted, put a copy of a checkpoint there, {otherwise}."
+        )
+    return None, []
+
+
+def _damage(path: epath.Path) -> str | None:
+    """What is wrong with a checkpoint, the same in all processes.
+
+    Damage is what the first process sees too: another host may only be slow to see a file, or
+    see another folder. Raises CheckpointError when that lasts.
+    """
+    nothing = seal.SEAL - 1
+    own = seal.damage(path, part=jax.process_index(), parts=jax.process_count())
+    for attempt in range(_ATTEMPTS):
+        if attempt:
+            time.sleep(shared_folder.WAIT_S / _ATTEMPTS)
+            own = own and seal.damage(path, places=[own.place])
+        places = agree.from_all(nothing if own is None else own.place)
+        bad = [process for process, place in enumerate(places) if place != nothing]
+        if not bad:
+            return None
+        confirmed = None
+        if jax.process_index() == 0:
+            confirmed = seal.damage(path, places=places)
+        if agree.from_first_process(confirmed is not None):
+            return confirmed.what if confirmed else "process 0 tells what"
+    here = f" Process {jax.process_index()} on {socket.gethostname()}: {own.what}." if own else ""
+    raise CheckpointError(
+        f"checkpoint {path} is whole as process 0 sees it, but not as process "
+        f"{', '.join(map(str, bad))} does.{here} Use a folder that all machines share, or gs://, "
+        "and start again."
+    )
+
+
+def say_nothing(line: str) -> None:
+    """The report of every process but the first."""
+
+
+def _refuse_mismatch(
+    path: epath.Path,
+    note: orbax_io.Note,
+    abstract: Mapping[str, Any],
+    *,
+    remedy: Remedy,
+    cast: bool,
+) -> None:
+    for item, tree in abstract.items():
+        wanted = orbax_io.shapes(tree)
+        found = note.arrays.get(item, {})
+        for name in [*wanted, *found]:
+            there, here = found.get(name), wanted.get(name)
+            if there == here or (cast and there and here and there[0] == here[0]):
+                continue
+            raise CheckpointError(
+                f"{item}.{name} is {_array(there)} in checkpoint {path} but {_array(here)} in "
+                f"this run. {remedy(note.meta)}"
+            )
+
+
+def _array(shape_and_dtype: list[Any] | None) -> str:
+    if shape_and_dtype is None:
+        return "absent"
+    shape, dtype = shape_and_dtype
+    return f"{dtype}{list(shape)}"

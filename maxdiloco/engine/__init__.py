@@ -1,0 +1,1 @@
+"""The algorithm bound to programs, arrays and a mesh."""

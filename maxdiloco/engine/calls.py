@@ -1,0 +1,100 @@
+"""Which program an action of the schedule calls, with what, and where its results go."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from maxdiloco.diloco.schedule import (
+    INNER,
+    INNER_EXCHANGE,
+    MERGE,
+    OUTER_STEP,
+    PACK,
+    PROGRAMS,
+    Action,
+    Schedule,
+)
+from maxdiloco.engine.programs import Programs
+from maxdiloco.engine.state import State, front, pick, placed, replaced
+from maxdiloco.parallel.program import Program
+
+# When a program runs: as part of the steps; beside them, with the run's state on the devices; or
+# at the start, when there is no state yet.
+STEP, BESIDE, START = "step", "beside", "start"
+
+
+class Call(NamedTuple):
+    """A program with the ShapeDtypeStructs that a run passes to it.
+
+    runs: how often it runs in the H steps of a period, once the first exchanges are under way.
+    when: STEP, BESIDE or START.
+    """
+
+    program: Program
+    args: tuple
+    runs: float
+    when: str = STEP
+
+
+def arguments(
+    programs: Programs, action: Action, state: State, batch: Any
+) -> tuple[Program, tuple]:
+    """The program of an action and what it takes, of arrays or of ShapeDtypeStructs."""
+    step = (state.params, state.opt_state, batch)
+    if action.program == INNER:
+        return programs.inner, step
+    if action.program == INNER_EXCHANGE:
+        return programs.inner_exchange, (*step, state.outgoing[action.chunk])
+    plan = programs.layout.plans[action.fragment]
+    program = programs.of(action.program, plan)
+    leaves = (pick(state.params, plan), pick(state.outer, plan))
+    if action.program == PACK:
+        return program, (*leaves, plan.places)
+    args = (*leaves, state.outer_opt[plan.index], state.bad, plan.places)
+    if action.program in (MERGE, OUTER_STEP):
+        args += (state.incoming[action.slot][: plan.num_chunks],)
+    return program, args
+
+
+def after(programs: Programs, action: Action, state: State, results: Any) -> tuple[State, Any]:
+    """The state after an action, and the metrics of the step where the action is the inner step."""
+    if action.program in (INNER, INNER_EXCHANGE):
+        params, opt_state, metrics, *arrived = results
+        state = replace(state, params=params, opt_state=opt_state)
+        for chunk in arrived:
+            slot = replaced(state.incoming[action.slot], action.chunk, chunk)
+            state = replace(state, incoming=replaced(state.incoming, action.slot, slot))
+        return state, metrics
+    if action.program == PACK:
+        return replace(state, outgoing=front(state.outgoing, results)), None
+    plan = programs.layout.plans[action.fragment]
+    params, theta, opt, bad, sizes, *chunks = results
+    bad.copy_to_host_async()
+    state = replace(
+        state,
+        params=placed(state.params, plan, params),
+        outer=placed(state.outer, plan, theta),
+        outer_opt=replaced(state.outer_opt, plan.index, opt),
+        bad=bad,
+        bad_before=state.bad,
+        sizes=sizes,
+    )
+    for sent in chunks:
+        state = replace(state, outgoing=front(state.outgoing, sent))
+    return state, None
+
+
+def calls(programs: Programs, schedule: Schedule, batch: Any) -> list[Call]:
+    """Every program that the steps of a run call, once each, `inner` first.
+
+    batch: ShapeDtypeStructs with shardings, leaves [R, ...]. Fragments with equal cuts share a
+    program, and are counted together. The period counted is the third: all is under way in it.
+    """
+    H = schedule.H
+    actions = [action for t in range(2 * H + 1, 3 * H + 1) for action in schedule.actions(t)]
+    actions.sort(key=lambda action: (PROGRAMS.index(action.program), action.fragment))
+    found: dict[int, Call] = {}
+    for runs, action in [(0, Action(INNER)), *((1, action) for action in actions)]:
+        program, args = arguments(programs, action, programs.layout.state, batch)
+        call = found.setdefault(id(program), Call(program, args, 0))
+        found[id(program)] = call._replace(runs=call.runs + runs)
+    return list(found.values())

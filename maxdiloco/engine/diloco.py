@@ -1,0 +1,264 @@
+"""DiLoCo, Streaming DiLoCo and eager updates around anybody's training step.
+
+DiLoCo: arXiv 2311.08105 Algorithm 1. Streaming DiLoCo: arXiv 2501.18512 Algorithm 2. Eager
+updates: arXiv 2502.12996 Algorithm 3. This file binds an inner step, the schedule and an exchange
+into programs and a state; it knows no language model.
+
+    # R replicas  F leaves
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxdiloco.diloco import fragments, outer, quantize, schedule
+from maxdiloco.engine.calls import BESIDE, Call, after, arguments, calls
+from maxdiloco.engine.programs import Programs, Rule
+from maxdiloco.engine.state import Layout, State, lay_out
+from maxdiloco.errors import NumericsError
+from maxdiloco.parallel.program import Program
+
+
+def say_nothing(name: str, seconds: float, compiled: jax.stages.Compiled) -> None:
+    """The default for `on_compile`."""
+
+
+class DiLoCo:
+    """M replicas that train apart and synchronise fragment by fragment.
+
+    inner_step: (params, opt_state, batch) -> (params, opt_state, metrics), one replica's view, any
+      JAX code. num_replicas M; sync_period H [inner steps]; num_fragments P; overlap_steps tau
+      [inner steps]; alpha: weight of the replica's own values in the merge.
+    outer_lr, outer_momentum: of SGD with Nesterov momentum; outer_optimizer: any optax
+      transformation in its place (it sees a fragment as a list of float32 arrays).
+    outer_overlap: none | delayed | eager. exchange_dtype: float32 | bfloat16 | int8 | float4_e3m0.
+    offsets: inner step (mod H) at which each fragment is sent; default floor(p*H/P).
+    layer_axis: which leaves stack layers: None, or a pytree like params of None, int,
+      `fragments.Stacked` or `fragments.Vocabulary`.
+    mesh: has an axis `diloco` of which M is a multiple; None: one device holds all replicas.
+    outer_memory: device | pinned_host, where theta and the outer optimizer state are kept.
+    on_compile(name, seconds, compiled) is told of every compile.
+    Raises ValueError for values outside the contract, before anything is compiled.
+    """
+
+    def __init__(
+        self,
+        inner_step: Callable[[Any, Any, Any], tuple[Any, Any, Any]],
+        *,
+        num_replicas: int,
+        sync_period: int,
+        num_fragments: int = 1,
+        overlap_steps: int = 0,
+        alpha: float = 0.0,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        outer_optimizer: optax.GradientTransformation | None = None,
+        outer_overlap: str = "none",
+        exchange_dtype: str = "float32",
+        sequential_layers: bool = False,
+        num_nonlayer_fragments: int = 1,
+        offsets: Sequence[int] | None = None,
+        layer_axis: Any = None,
+        mesh: Mesh | None = None,
+        outer_memory: str = "device",
+        on_compile: Callable[[str, float, jax.stages.Compiled], None] = say_nothing,
+    ):
+        mesh = mesh or Mesh(np.array(jax.devices()[:1]), ("diloco",))
+        _check(num_replicas, alpha, outer_memory, mesh)
+        quantize.wire(exchange_dtype)
+        if offsets is None:
+            offsets = schedule.offsets(num_fragments, sync_period)
+        timing = dict(H=sync_period, tau=overlap_steps, offsets=offsets, overlap=outer_overlap)
+        schedule.check(P=num_fragments, **timing)
+        self.schedule = schedule.Schedule(**timing | {"offsets": tuple(offsets)})
+        self.mesh = mesh
+        self.num_replicas = num_replicas
+        self.wire = exchange_dtype
+        self.optimizer = outer_optimizer or outer.outer_optimizer(
+            "nesterov", lr=outer_lr, momentum=outer_momentum
+        )
+        self._rule = Rule(self.optimizer, alpha, outer_overlap)
+        self._inner_step = inner_step
+        self._partition = dict(
+            num_fragments=num_fragments,
+            num_nonlayer=num_nonlayer_fragments,
+            sequential=sequential_layers,
+        )
+        self._layer_axis = layer_axis
+        self._outer_memory = None if outer_memory == "device" else outer_memory
+        self._on_compile = on_compile
+        self._throttled = mesh.devices.flat[0].platform == "cpu" and mesh.size > 1
+
+    def bind(self, params: Any, opt_state: Any) -> Layout:
+        """Lay out the state for one replica's pytrees (arrays or ShapeDtypeStructs).
+
+        `init` does it; a run that restores a state calls it first. Raises ValueError when the
+        fragments do not fit the parameters or a parameter is not a floating-point array.
+        """
+        for path, x in jax.tree_util.tree_leaves_with_path(params):
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                raise ValueError(
+                    f"params{jax.tree_util.keystr(path)} is {x.dtype}, which cannot be averaged. "
+                    f"Keep what is not floating point in opt_state."
+                )
+        parts = fragments.partition(params, self._layer_axis, **self._partition)
+        self.layout = lay_out(
+            params,
+            opt_state,
+            parts=parts,
+            num_replicas=self.num_replicas,
+            mesh=self.mesh,
+            optimizer=self.optimizer,
+            wire=self.wire,
+            window=self.schedule.window,
+            slots=self.schedule.slots,
+            per_replica_outer=self._rule.overlap == "eager",
+            outer_memory=self._outer_memory,
+        )
+        chunks = tuple(plan.num_chunks for plan in self.layout.plans)
+        self.schedule = replace(self.schedule, num_chunks=chunks)
+        self.programs = Programs(self.layout, self._inner_step, self._rule, self._on_compile)
+        return self.layout
+
+    def init(self, params: Any, opt_state: Any) -> State:
+        """The state before the first step: one replica's pytrees, copied to all of them.
+
+        Their shardings on the mesh are kept, with `diloco` put before.
+        """
+        self.bind(params, opt_state)
+        return self.init_program(lambda *given: given)(params, opt_state)
+
+    def init_program(self, make: Callable[..., tuple[Any, Any]], **options) -> Program:
+        """A program that makes the state before the first step, after `bind`.
+
+        make(*args) -> (params, opt_state), one replica's view; the program takes its arguments.
+        options: of Program.
+        """
+        return self.programs.init(make, **options)
+
+    def calls(self, batch: Any) -> list[Call]:
+        """Every program that the steps of a run call, after `bind`; see engine.calls.
+
+        batch: ShapeDtypeStructs with shardings, leaves [R, ...].
+        """
+        return calls(self.programs, self.schedule, batch)
+
+    def outer_calls(self, runs: float) -> list[Call]:
+        """What `outer_params` calls. runs: how often in a period."""
+        if not self.layout.per_replica_outer:
+            return []
+        return [Call(self.programs.mean_outer, (self.layout.state.outer,), runs, BESIDE)]
+
+    def step(self, state: State, batch: Any) -> tuple[State, Any]:
+        """One inner step of every replica, and the sends and applies that fall on it.
+
+        Streaming DiLoCo Algorithm 2, lines 3-12, in the order of schedule.actions.
+        state: donated. batch: leaves [R, ...]. Returns the new state and metrics with leaves
+        [R, ...]. Not itself jittable. Raises NumericsError when a replica's outer gradient was not
+        finite: at the first send or apply after the apply that follows the one which found it.
+        """
+        actions = self.schedule.actions(state.t + 1, dropped_until=state.dropped_until)
+        if len(actions) > 1:
+            # Not the flags of the last synchronisation: the host would wait for it.
+            self._check_finite(state.bad_before, state.t)
+        state, metrics = replace(state, t=state.t + 1), None
+        for action in actions:
+            self._throttle_cpu(state)
+            program, args = arguments(self.programs, action, state, batch)
+            state, new = after(self.programs, action, state, program(*args))
+            metrics = metrics if new is None else new
+        return state, metrics
+
+    def _throttle_cpu(self, state: State) -> None:
+        # With several emulated devices a host that runs ahead deadlocks XLA's rendezvous on CPU.
+        if self._throttled:
+            jax.block_until_ready((state.params, state.incoming, state.outer))
+
+    def check_finite(self, state: State) -> None:
+        """Raise NumericsError if a replica's outer gradient was not finite at a past send.
+
+        Waits for the last synchronisation. The flags travel with the exchange, so every process
+        sees the same ones; nothing was changed by the synchronisation that found them.
+        """
+        self._check_finite(state.bad, state.t)
+
+    def _check_finite(self, flags_RF: jax.Array, t: int) -> None:
+        bad_RF = np.asarray(flags_RF)
+        if bad_RF.any():
+            m, leaf = np.argwhere(bad_RF)[0]
+            raise NumericsError(
+                f"step {t}: the outer gradient of replica {m} has a NaN or infinity in "
+                f"params{self.layout.paths[leaf]}. No replica took it in. Go on from the last "
+                f"checkpoint with a lower learning_rate, or with nan_policy=skip."
+            )
+
+    def replica_params(self, state: State) -> Any:
+        """The replicas' parameters, leaves [R, ...]."""
+        return state.params
+
+    def outer_params(self, state: State) -> Any:
+        """theta, float32, leaves [...], in device memory; the mean over the replicas when eager."""
+        if self.layout.per_replica_outer:
+            return self.programs.mean_outer(state.outer)
+        like = self.layout.outer_params
+        if like is self.layout.state.outer:
+            return state.outer
+        return jax.device_put(state.outer, jax.tree.map(lambda x: x.sharding, like))
+
+    @property
+    def abstract_outer_params(self) -> Any:
+        """ShapeDtypeStructs of `outer_params`."""
+        return self.layout.outer_params
+
+    @property
+    def abstract_state(self) -> State:
+        """The state as ShapeDtypeStructs with shardings."""
+        return self.layout.state
+
+    def abstract_metrics(self, batch: Any) -> Any:
+        """ShapeDtypeStructs of the metrics of a step, leaves [R, ...]. batch: as for `calls`."""
+        like, lead = self.layout.state, NamedSharding(self.mesh, P("diloco"))
+        shapes = self.programs.inner.out_shapes(like.params, like.opt_state, batch)[2]
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lead), shapes
+        )
+
+    def bytes_sent(self, t: int) -> int:
+        """Bytes that inner step t makes one replica send to other slices, padding included."""
+        elements = 0
+        for action in self.schedule.actions(t):
+            if action.program == schedule.INNER_EXCHANGE:
+                elements += self.layout.chunk
+            elif action.program == schedule.SYNCHRONISE:
+                elements += self.layout.chunk_of(self.layout.plans[action.fragment])
+        slots = self.mesh.shape["diloco"]
+        in_slice = self.mesh.size // slots
+        return elements * in_slice * quantize.wire(self.wire).dtype.itemsize * (slots - 1)
+
+
+def _check(num_replicas, alpha, outer_memory, mesh) -> None:
+    if "diloco" not in mesh.axis_names:
+        raise ValueError(
+            f"mesh axes {mesh.axis_names} lack 'diloco', the axis the replicas lie on. Add it, "
+            f"with size 1 if all replicas share the devices."
+        )
+    slots = mesh.shape["diloco"]
+    if num_replicas < 1 or num_replicas % slots:
+        raise ValueError(
+            f"num_replicas={num_replicas} must be a multiple of the mesh's diloco size {slots}: "
+            f"every slice holds equally many. Use {max(slots, num_replicas // slots * slots)}."
+        )
+    if not 0.0 <= alpha <= 1.0:
+        raise ValueError(
+            f"alpha={alpha} must be in [0, 1]: it is the weight of a replica's own values. Use 0 "
+            f"to take the outer ones."
+        )
+    if outer_memory not in ("device", "pinned_host"):
+        raise ValueError(f"outer_memory={outer_memory!r} is not known. Use device or pinned_host.")

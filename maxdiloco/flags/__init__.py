@@ -1,0 +1,1 @@
+"""The keys of base.yml and their checks."""

@@ -1,0 +1,215 @@
+"""configs/base.yml as a table: every key with its group, default, type, limits and meaning."""
+
+import dataclasses
+import pathlib
+import re
+from typing import Any
+
+import yaml
+
+from maxdiloco.errors import ConfigError
+
+MOST_NESTED = 10  # lists in a yml file; no key has more than 3
+
+Value = bool | int | float | str | tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One key of base.yml.
+
+    allowed: the limit as base.yml words it, such as `-1 or >= 1`; empty: any value of the type.
+    unit: such as `inner steps`, or empty.
+    """
+
+    name: str
+    group: str
+    default: Value
+    meaning: str
+    allowed: str
+    unit: str
+    source: str
+
+
+PACKAGE = pathlib.Path(__file__).parents[1]
+
+
+def config_folder(package: pathlib.Path = PACKAGE) -> pathlib.Path:
+    """The folder `configs`: inside the package when installed, beside it in a checkout.
+
+    Raises ConfigError where there is neither.
+    """
+    for folder in (package / "configs", package.parent / "configs"):
+        if (folder / "base.yml").is_file():
+            return folder
+    raise ConfigError(
+        f"configs={package / 'configs'} holds no base.yml: the installation is incomplete. "
+        f"Install maxdiloco again."
+    )
+
+
+def read_yml(path: pathlib.Path) -> list[tuple[str, Any, int]]:
+    """The keys of a yml file in its order, as (key, text or nested lists of text, line from 0).
+
+    Scalars stay text, so that `1e-4` and `yes` mean what they mean on the command line.
+    Raises ConfigError for a file that cannot be read, does not parse, is no table of keys, or
+    holds a key twice.
+    """
+    try:
+        node = yaml.compose(path.read_bytes(), Loader=_Loader)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}. Give the path of a yml file, or none."
+        ) from error
+    except yaml.MarkedYAMLError as error:
+        where = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ConfigError(
+            f"{path} is not a yml file: {where}{error.problem}. Write one `key: value` a line."
+        ) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"{path} is not a yml file: it is not text. Write one `key: value` a line."
+        ) from error
+    if node is None:
+        return []
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{path} holds no keys. Write one `key: value` a line.")
+    found: dict[str, tuple[str, Any, int]] = {}
+    for key_node, value_node in node.value:
+        name, line = str(key_node.value), key_node.start_mark.line
+        if name in found:
+            raise ConfigError(
+                f"{path} holds {name} twice, in lines {found[name][2] + 1} and {line + 1}. "
+                f"Keep one of them."
+            )
+        found[name] = (name, _plain(value_node, path), line)
+    return list(found.values())
+
+
+class _Loader(yaml.BaseLoader):
+    """Refuses what a few letters make endless: anchors and aliases, and lists in lists in lists."""
+
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        """Called for each node and by itself for the nodes in it."""
+        event = self.peek_event()
+        if event.anchor is not None:
+            raise yaml.MarkedYAMLError(
+                problem="& and * name and repeat values: write the value itself, or in quotes",
+                problem_mark=event.start_mark,
+            )
+        if self._depth > MOST_NESTED:
+            raise yaml.MarkedYAMLError(
+                problem=f"values are nested more than {MOST_NESTED} deep",
+                problem_mark=event.start_mark,
+            )
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
+def _plain(node: yaml.Node, path: pathlib.Path) -> Any:
+    if isinstance(node, yaml.ScalarNode):
+        return node.value
+    if isinstance(node, yaml.SequenceNode):
+        return tuple(_plain(child, path) for child in node.value)
+    raise ConfigError(
+        f"{path} line {node.start_mark.line + 1} holds a table as a value. Values are numbers, "
+        f"true, false, text or [lists]; keys are not nested."
+    )
+
+
+def parse_list(text: str) -> Any:
+    """A list written in yml, such as `[silu, linear]`, as nested tuples of text; None if it is
+    no list."""
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+    except yaml.YAMLError:
+        return None
+    if not isinstance(node, yaml.SequenceNode):
+        return None
+    return _plain(node, pathlib.Path("the command line"))
+
+
+def infer(text: str | tuple[Any, ...]) -> Value:
+    """The default of a key from how base.yml writes it: its type is the key's type."""
+    if isinstance(text, tuple):
+        return text
+    if text in ("true", "false"):
+        return text == "true"
+    if re.fullmatch(r"-?\d+", text):
+        return int(text)
+    if re.fullmatch(r"-?\d+(\.\d*)?(e-?\d+)?", text):
+        return float(text)
+    return text
+
+
+def declared(path: pathlib.Path) -> dict[str, Key]:
+    """Every key of base.yml at `path`, in its order."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    keys = {}
+    for name, text, line in read_yml(path):
+        comment: list[str] = []
+        above = line - 1
+        while above >= 0 and lines[above].startswith("# "):
+            comment.insert(0, lines[above][2:])
+            above -= 1
+        prose, _, facts = " ".join(comment).partition("Default: ")
+        meaning, allowed, unit = _split(prose)
+        keys[name] = Key(name, _group(lines, line), infer(text), meaning, allowed, unit, facts)
+    return keys
+
+
+def _split(prose: str) -> tuple[str, str, str]:
+    """`What it is. Allowed: x. Unit: y. ` into its three parts, without the last full stops."""
+    prose, _, unit = prose.partition("Unit: ")
+    meaning, _, allowed = prose.partition("Allowed: ")
+    return meaning.strip(), allowed.strip().removesuffix("."), unit.strip().removesuffix(".")
+
+
+def _group(lines: list[str], line: int) -> str:
+    headers = [text for text in lines[:line] if text.startswith("# == ")]
+    return headers[-1].removeprefix("# == ")
+
+
+def show(value: Value) -> str:
+    """A value as it is written on the command line and in a yml file."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        return f"[{', '.join(show(entry) for entry in value)}]"
+    return str(value)
+
+
+def help_text(program: str) -> str:
+    """What `--help` prints: the usage, and every key by group with its default and meaning.
+
+    program: such as `maxdiloco.train`.
+    """
+    folder = config_folder()
+    keys = declared(folder / "base.yml")
+    models = ", ".join(model_names(folder))
+    out = [
+        f"usage: python -m {program} [file.yml] [key=value ...]",
+        "",
+        "Later wins: configs/base.yml, the file of model_name, file.yml, environment M_<KEY>,",
+        f"key=value. Model names: default, {models}.",
+        "Where each default comes from is written in configs/base.yml.",
+    ]
+    group = ""
+    for key in keys.values():
+        if key.group != group:
+            group = key.group
+            out += ["", group]
+        limits = "; ".join(part for part in (key.allowed, key.unit) if part)
+        out.append(
+            f"  {key.name}={show(key.default)}  {key.meaning}{f' [{limits}]' if limits else ''}"
+        )
+    return "\n".join(out)
+
+
+def model_names(folder: pathlib.Path) -> list[str]:
+    """The model files, without `.yml`; folder: `configs`."""
+    return sorted(path.stem for path in (folder / "models").glob("*.yml"))

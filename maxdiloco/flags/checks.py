@@ -1,0 +1,326 @@
+"""What of a config can be refused before JAX and the devices are there."""
+
+import difflib
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from maxdiloco.errors import ConfigError
+from maxdiloco.flags.base_yml import Key, show
+
+BYTE_TOKENS = 257  # 256 byte values and the token that starts a document
+MOST = 2**31 - 1  # of a whole number without a limit of its own: what int32 holds
+AXES = ("diloco", "data", "fsdp", "expert", "context", "tensor")
+UNFINISHED_AXES = ("expert", "context")
+
+
+def check(cfg: Any, keys: Mapping[str, Key]) -> None:
+    """Raise ConfigError for the first value, or pair of values, that cannot work.
+
+    cfg: a Config; keys: base.yml's table, whose limits apply first.
+    """
+    for key in keys.values():
+        _check_limit(key, vars(cfg)[key.name])
+    for part in (_run, _model, _mesh, _numerics, _batch, _replicas, _fragments, _overlap, _data):
+        part(cfg)
+
+
+def allows(allowed: str, value: Any) -> bool:
+    """Whether a limit of base.yml admits a value; a list is admitted entry by entry.
+
+    allowed: `` (anything), `one of a, b`, or terms joined by ` or `: `-1`, `>= 1`, `> 0`,
+    `0 to 1` (ends included), `0 to below 1`. Raises ValueError for other wording.
+    """
+    if not allowed:
+        return True
+    if allowed.startswith("one of "):
+        entries = value if isinstance(value, tuple) else (value,)
+        return all(entry in choices(allowed) for entry in entries)
+    return any(_term(term, value) for term in allowed.split(" or "))
+
+
+def choices(allowed: str) -> list[str]:
+    """The names in `one of a, b`; `""` there is the empty text."""
+    return [name.strip().strip('"') for name in allowed.removeprefix("one of ").split(",")]
+
+
+def _term(term: str, value: float) -> bool:
+    number = r"(-?[0-9.]+)"
+    if match := re.fullmatch(number, term):
+        return value == float(match[1])
+    if match := re.fullmatch(f">= {number}", term):
+        return value >= float(match[1])
+    if match := re.fullmatch(f"> {number}", term):
+        return value > float(match[1])
+    if match := re.fullmatch(f"{number} to {number}", term):
+        return float(match[1]) <= value <= float(match[2])
+    if match := re.fullmatch(f"{number} to below {number}", term):
+        return float(match[1]) <= value < float(match[2])
+    raise ValueError(f"Allowed: {term} in base.yml is no known wording. Use one that allows() has.")
+
+
+def _check_limit(key: Key, value: Any) -> None:
+    if type(value) is int and " to " not in key.allowed and value > MOST:
+        raise ConfigError(
+            f"{key.name}={value} is too large: sizes and counts are at most {MOST}. Use a smaller "
+            f"one; the default is {key.name}={show(key.default)}."
+        )
+    if allows(key.allowed, value):
+        return
+    if not key.allowed.startswith("one of "):
+        raise ConfigError(
+            f"{key.name}={show(value)} must be {key.allowed}{f' ({key.unit})' if key.unit else ''}."
+            f" Use such a value; the default is {key.name}={show(key.default)}."
+        )
+    names = choices(key.allowed)
+    entries = value if isinstance(value, tuple) else (value,)
+    wrong = [show(entry) for entry in entries if entry not in names]
+    begins = [name for name in names if wrong[0] and name.startswith(wrong[0])]
+    near = begins or difflib.get_close_matches(wrong[0], names, n=1)
+    listed = ", ".join(name or "empty" for name in names)
+    remedy = f"Did you mean {near[0]}?" if near else "Use one of these."
+    raise ConfigError(f"{key.name}={show(value)} must be one of: {listed}. {remedy}")
+
+
+def refuse_store(key: str, value: str) -> None:
+    """Raise ConfigError when a path is on an object store other than gs://.
+
+    Orbax makes a checkpoint on gs:// visible by a last object, but elsewhere by renaming a folder,
+    which such stores do object by object; and the lock of a run needs the preconditions of gs://.
+    """
+    scheme, found, rest = value.partition("://")
+    if not found or (scheme == "gs" and re.match(r"[a-z0-9]", rest)):
+        return
+    if scheme == "gs":
+        raise ConfigError(f"{key}={value} names no bucket. Use gs://bucket/folder.")
+    raise ConfigError(
+        f"{key}={value} is on {scheme}://, where a checkpoint cannot become visible at once and a "
+        f"run cannot be locked. Use gs://bucket/folder, or a folder on a mounted file system."
+    )
+
+
+def _run(cfg: Any) -> None:
+    for key in ("base_output_directory", "load_parameters_path", "load_full_state_path"):
+        refuse_store(key, vars(cfg)[key])
+    if not re.fullmatch(r"([A-Za-z0-9_][A-Za-z0-9._-]*)?", cfg.run_name):
+        raise ConfigError(
+            f"run_name={cfg.run_name} cannot name a folder. Use letters, digits, '.', '_' and "
+            f"'-'; base_output_directory says where the folder is."
+        )
+    if cfg.load_parameters_path and cfg.load_full_state_path:
+        raise ConfigError(
+            f"load_parameters_path={cfg.load_parameters_path} and load_full_state_path="
+            f"{cfg.load_full_state_path} both say where to start. Set one of them."
+        )
+    last = cfg.skip_first_n_steps_for_profiler + cfg.profiler_steps
+    if cfg.profiler and cfg.steps != -1 and last > cfg.steps:
+        raise ConfigError(
+            f"profiler={cfg.profiler} would end after step {last}, but steps={cfg.steps}. Lower "
+            f"profiler_steps or skip_first_n_steps_for_profiler, or use steps={last} or more."
+        )
+
+
+def _model(cfg: Any) -> None:
+    if cfg.base_num_query_heads % cfg.base_num_kv_heads:
+        raise ConfigError(
+            f"base_num_query_heads={cfg.base_num_query_heads} is not a multiple of "
+            f"base_num_kv_heads={cfg.base_num_kv_heads}: query heads share key and value heads "
+            f"evenly. Use base_num_kv_heads={_divisor(cfg)}."
+        )
+    if cfg.head_dim % 2:
+        raise ConfigError(
+            f"head_dim={cfg.head_dim} is odd: rotary embedding turns pairs of features. Use "
+            f"head_dim={cfg.head_dim + 1}."
+        )
+    if len(cfg.mlp_activations) not in (1, 2):
+        raise ConfigError(
+            f"mlp_activations={show(cfg.mlp_activations)} has {len(cfg.mlp_activations)} entries: "
+            f"a plain layer has one, a gated one two. Use [gelu] or [silu, linear]."
+        )
+
+
+def _divisor(cfg: Any) -> int:
+    """The largest number of kv heads below the wanted one that divides the query heads."""
+    return math.gcd(cfg.base_num_query_heads, cfg.base_num_kv_heads)
+
+
+def _mesh(cfg: Any) -> None:
+    values = vars(cfg)
+    for tier, where in (("dcn", "slices"), ("ici", "devices of a slice")):
+        names = [f"{tier}_{axis}_parallelism" for axis in AXES]
+        for axis in UNFINISHED_AXES:
+            name = f"{tier}_{axis}_parallelism"
+            if values[name] != 1:
+                raise ConfigError(
+                    f"{name}={values[name]}: {axis} parallelism does not work yet. Leave it 1 and "
+                    f"use {tier}_fsdp_parallelism or {tier}_tensor_parallelism."
+                )
+        still_open = [name for name in names if values[name] == -1]
+        if len(still_open) > 1:
+            raise ConfigError(
+                f"{'=-1 and '.join(still_open)}=-1: the number of {where} can fill only one. Set "
+                f"{still_open[0]} to a number."
+            )
+    sizes = {axis: values[f"dcn_{axis}_parallelism"] for axis in AXES}
+    known = math.prod(size for size in sizes.values() if size != -1)
+    fits = cfg.num_slices == known if -1 not in sizes.values() else cfg.num_slices % known == 0
+    if cfg.num_slices != -1 and not fits:
+        shown = [f"{axis} {size}" for axis, size in sizes.items() if size not in (1, -1)]
+        raise ConfigError(
+            f"num_slices={cfg.num_slices} does not fit the dcn sizes "
+            f"{' * '.join(shown) or 'all 1'} = {known}. Leave num_slices=-1 or change a "
+            f"dcn_*_parallelism key."
+        )
+
+
+def _numerics(cfg: Any) -> None:
+    for entry in cfg.logical_axis_rules:
+        pair = isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
+        axes = (entry[1],) if pair and isinstance(entry[1], str) else entry[1] if pair else ()
+        if not pair or not set(axes) <= set(AXES):
+            raise ConfigError(
+                f"logical_axis_rules={show(cfg.logical_axis_rules)}: {show(entry)} is not "
+                f"[logical axis, [mesh axes]]. Mesh axes: {', '.join(AXES)}."
+            )
+
+
+def _batch(cfg: Any) -> None:
+    if cfg.dataset_type == "synthetic" and cfg.steps == -1:
+        raise ConfigError(
+            "steps=-1 asks for one epoch, but dataset_type=synthetic has no end. Set steps."
+        )
+
+
+def _replicas(cfg: Any) -> None:
+    slots = cfg.dcn_diloco_parallelism * cfg.ici_diloco_parallelism
+    if slots > 0 and cfg.num_diloco_replicas % slots and cfg.num_diloco_replicas != -1:
+        raise ConfigError(
+            f"num_diloco_replicas={cfg.num_diloco_replicas} is not a multiple of dcn diloco "
+            f"{cfg.dcn_diloco_parallelism} * ici diloco {cfg.ici_diloco_parallelism} = {slots}: "
+            f"every part of the mesh holds as many. Use a multiple of {slots}, or -1."
+        )
+    if cfg.enable_diloco:
+        return
+    needs_diloco = {
+        "num_diloco_replicas": -1,
+        "enable_streaming_diloco": False,
+        "num_communication_overlapping_steps": 0,
+        "communication_overlapping_alpha": 0.0,
+        "diloco_outer_overlap": "none",
+        "diloco_exchange_dtype": "float32",
+        "diloco_outer_memory": "device",
+    }
+    for name, without in needs_diloco.items():
+        value = vars(cfg)[name]
+        if value != without:
+            raise ConfigError(
+                f"{name}={show(value)} does nothing with enable_diloco=false. Use "
+                f"{name}={show(without)} or enable_diloco=true."
+            )
+
+
+def _fragments(cfg: Any) -> None:
+    count, period, nonlayer = (
+        cfg.num_diloco_fragments,
+        cfg.diloco_sync_period,
+        cfg.num_nonlayer_fragments,
+    )
+    if not cfg.enable_streaming_diloco:
+        for name, without in (
+            ("num_diloco_fragments", 1),
+            ("num_nonlayer_fragments", 1),
+            ("use_sequential_layers", False),
+        ):
+            value = vars(cfg)[name]
+            if value != without:
+                raise ConfigError(
+                    f"{name}={show(value)} does nothing with enable_streaming_diloco=false. Use "
+                    f"{name}={show(without)} or enable_streaming_diloco=true."
+                )
+    if count > period:
+        raise ConfigError(
+            f"num_diloco_fragments={count} exceeds diloco_sync_period={period}: a step sends one "
+            f"fragment at most. Use {period} fragments or fewer."
+        )
+    most = cfg.base_num_decoder_layers + nonlayer
+    if count > most:
+        raise ConfigError(
+            f"num_diloco_fragments={count} exceeds layers {cfg.base_num_decoder_layers} + "
+            f"num_nonlayer_fragments {nonlayer} = {most}: some would be empty. Use {most} or fewer."
+        )
+    if nonlayer > cfg.vocab_size:
+        raise ConfigError(
+            f"num_nonlayer_fragments={nonlayer} exceeds vocab_size={cfg.vocab_size}: they share "
+            f"the rows of the vocabulary, and some would be empty. Use {cfg.vocab_size} or fewer."
+        )
+    if nonlayer >= count and nonlayer > 1:
+        raise ConfigError(
+            f"num_nonlayer_fragments={nonlayer} leaves none of num_diloco_fragments={count} to the "
+            f"layers. Use num_diloco_fragments={nonlayer + 1} or more."
+        )
+
+
+def _overlap(cfg: Any) -> None:
+    overlap, period = cfg.num_communication_overlapping_steps, cfg.diloco_sync_period
+    if overlap >= period:
+        raise ConfigError(
+            f"num_communication_overlapping_steps={overlap} must be below diloco_sync_period="
+            f"{period}: a fragment has to be applied before it is sent again. Use {period - 1} or "
+            f"less."
+        )
+    if overlap and cfg.diloco_outer_overlap != "none":
+        raise ConfigError(
+            f"num_communication_overlapping_steps={overlap} with diloco_outer_overlap="
+            f"{cfg.diloco_outer_overlap}: its exchange has the whole period already. Use "
+            f"num_communication_overlapping_steps=0."
+        )
+
+
+def _data(cfg: Any) -> None:
+    if cfg.dataset_type == "synthetic":
+        if cfg.eval_interval != -1 and cfg.eval_steps == -1:
+            raise ConfigError(
+                "eval_steps=-1 asks for all of the held-out text, but dataset_type=synthetic has "
+                "no end. Set eval_steps."
+            )
+        return
+    paths = {"dataset_path": cfg.dataset_path, "eval_dataset_path": cfg.eval_dataset_path}
+    for key, path in paths.items():
+        if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path):
+            raise ConfigError(
+                f"{key}={path} is an address, but text is read from files, at places all over "
+                f"them. Mount the bucket and give its folder (on GKE with Cloud Storage FUSE: xpk "
+                f"storage attach --type=gcsfuse), or copy the text to every host."
+            )
+    if cfg.tokenizer_type == "byte" and cfg.vocab_size < BYTE_TOKENS:
+        raise ConfigError(
+            f"vocab_size={cfg.vocab_size} is too small: tokenizer_type=byte needs {BYTE_TOKENS}, "
+            f"256 bytes and the start of a document. Use vocab_size={BYTE_TOKENS} or more."
+        )
+
+
+def warnings(cfg: Any) -> list[str]:
+    """One line for each setting that works but is seldom meant."""
+    lines = []
+    if cfg.diloco_outer_overlap == "eager" and cfg.diloco_outer_optimizer == "adam":
+        lines.append(
+            "diloco_outer_optimizer=adam with diloco_outer_overlap=eager: Adam is not linear, so "
+            "a replica's own terms no longer cancel and replicas drift apart. Use nesterov."
+        )
+    if cfg.enable_streaming_diloco and cfg.num_diloco_fragments == 1:
+        lines.append(
+            "num_diloco_fragments=1 with enable_streaming_diloco=true sends all parameters at "
+            "once. Use a fragment for every three layers and one for the embedding."
+        )
+    if cfg.compile_topology:
+        lines.append(
+            f"compile_topology={cfg.compile_topology} says what maxdiloco.train_compile compiles "
+            f"for; training takes the devices there are. Leave it out here."
+        )
+    if cfg.enable_diloco and 0 < cfg.steps < cfg.diloco_sync_period:
+        lines.append(
+            f"steps={cfg.steps} ends before diloco_sync_period={cfg.diloco_sync_period}: some or "
+            f"all of the parameters are never exchanged. Use a shorter period or more steps."
+        )
+    return lines

@@ -1,0 +1,274 @@
+"""The flags of a run: read from base.yml, the model file, a yml file, the environment and the
+command line, checked as far as that needs no device, and frozen. JAX is not imported here."""
+
+import dataclasses
+import difflib
+import math
+import pathlib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from maxdiloco.errors import ConfigError
+from maxdiloco.flags import base_yml, checks
+from maxdiloco.flags.base_yml import Key, Value, show
+
+ENVIRONMENT_PREFIX = "M_"  # MaxText's
+MOST_DIGITS = 20  # of a whole number; checks has the limits, and Python reads 4,300
+MOST_SHOWN = 200  # letters of a value in a message
+
+
+class Config:
+    """The value of every key of base.yml, as attributes that cannot be set.
+
+    Lists are tuples. A name that is no key raises AttributeError.
+    """
+
+    def __init__(self, values: Mapping[str, Value]):
+        vars(self).update(values)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise dataclasses.FrozenInstanceError(
+            f"{name}={value} cannot be set: a Config is frozen. Load another one."
+        )
+
+    def __delattr__(self, name: str) -> None:
+        raise dataclasses.FrozenInstanceError(
+            f"{name} cannot be deleted: a Config is frozen. Load another one."
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Config) and vars(self) == vars(other)
+
+    __hash__ = None
+
+    def __repr__(self) -> str:
+        return f"Config({', '.join(f'{name}={show(value)}' for name, value in vars(self).items())})"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every key and value, fit for JSON: lists, not tuples. `from_dict` takes it back."""
+        return {name: _listed(value) for name, value in vars(self).items()}
+
+
+class Given(NamedTuple):
+    """A value as it was written, and where."""
+
+    raw: Any
+    where: str
+
+
+def load(argv: Iterable[str], environ: Mapping[str, str]) -> Config:
+    """The config of a run.
+
+    argv: the command line without the program: at most one yml file, first, then key=value.
+      base.yml itself may stand there, as MaxText wants it, and changes nothing.
+    environ: the environment; names that start with M_ are keys.
+    Later wins: base.yml, the model file, the yml file, the environment, key=value.
+    Raises ConfigError, one line with key, value, why and remedy.
+    """
+    folder = _folder()
+    keys = base_yml.declared(folder / "base.yml")
+    argv = list(argv)
+    given: dict[str, Given] = {}
+    if argv and _is_file(argv[0]):
+        path = pathlib.Path(argv.pop(0))
+        if path.resolve() != (folder / "base.yml").resolve():
+            given |= _from_file(path)
+    given |= _from_environment(environ, keys)
+    given |= _from_command_line(argv)
+    values = {name: key.default for name, key in keys.items()}
+    values |= {name: _convert(_known(name, one, keys), one) for name, one in given.items()}
+    values |= _from_model(values, given, folder, keys)
+    cfg = Config(values)
+    checks.check(cfg, keys)
+    return cfg
+
+
+def from_dict(stored: Mapping[str, Any]) -> Config:
+    """The config that `as_dict` gave, as it was: no file, environment or check changes it.
+
+    A key that base.yml has gained since takes its default. Raises ConfigError for a key that
+    base.yml does not have and for a value of another type.
+    """
+    keys = base_yml.declared(_folder() / "base.yml")
+    values = {name: key.default for name, key in keys.items()}
+    for name, value in stored.items():
+        given = Given(value, "stored config")
+        values[name] = _same_type(_known(name, given, keys), given)
+    return Config(values)
+
+
+def describe_differences(cfg: Config) -> list[str]:
+    """One line `key=value (default)` for each key that differs from base.yml, in its order."""
+    keys = base_yml.declared(_folder() / "base.yml")
+    values = vars(cfg)
+    return [
+        f"{name}={show(values[name])} (default {show(key.default) or 'empty'})"
+        for name, key in keys.items()
+        if values[name] != key.default
+    ]
+
+
+def warnings(cfg: Config) -> list[str]:
+    """One line for each setting that works but is seldom meant."""
+    return checks.warnings(cfg)
+
+
+def _folder() -> pathlib.Path:
+    return base_yml.config_folder()
+
+
+def _is_file(argument: str) -> bool:
+    return "=" not in argument and argument.endswith((".yml", ".yaml"))
+
+
+def _from_file(path: pathlib.Path) -> dict[str, Given]:
+    return {name: Given(raw, str(path)) for name, raw, _ in base_yml.read_yml(path)}
+
+
+def _from_environment(environ: Mapping[str, str], keys: Mapping[str, Key]) -> dict[str, Given]:
+    given = {}
+    for variable in sorted(environ):
+        if not variable.startswith(ENVIRONMENT_PREFIX):
+            continue
+        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+        if variable != ENVIRONMENT_PREFIX + name.upper() or name not in keys:
+            near = _nearest(name, keys)
+            remedy = f"Did you mean {ENVIRONMENT_PREFIX}{near.upper()}?" if near else "Unset it."
+            raise ConfigError(
+                f"{variable}={environ[variable]} is no key: names that start with "
+                f"{ENVIRONMENT_PREFIX} are keys in capitals. {remedy}"
+            )
+        given[name] = Given(environ[variable], f"environment {variable}")
+    return given
+
+
+def _from_command_line(argv: list[str]) -> dict[str, Given]:
+    given: dict[str, Given] = {}
+    for argument in argv:
+        name, equals, raw = argument.partition("=")
+        if not equals:
+            raise ConfigError(
+                f"{argument} is not key=value. Write key=value; a yml file comes first, and "
+                f"--help lists every key."
+            )
+        if name.startswith("-"):
+            raise ConfigError(f"{argument} has dashes. Write {name.lstrip('-')}={raw}.")
+        if name in given:
+            raise ConfigError(
+                f"{name}={raw} comes after {name}={given[name].raw} on the same command line. "
+                f"Give it once."
+            )
+        given[name] = Given(raw, "command line")
+    return given
+
+
+def _from_model(
+    values: Mapping[str, Value],
+    given: Mapping[str, Given],
+    folder: pathlib.Path,
+    keys: Mapping[str, Key],
+) -> dict[str, Value]:
+    """What the model file of model_name sets and nothing later overrides.
+
+    Raises ConfigError for an unknown model, and for an override that was not announced.
+    """
+    model = values["model_name"]
+    if model == "default":
+        return {}
+    models = base_yml.model_names(folder)
+    if model not in models:
+        near = _nearest(str(model), models)
+        raise ConfigError(
+            f"model_name={model} has no file in configs/models. "
+            f"{f'Did you mean {near}? ' if near else ''}Use default, {', '.join(models)}."
+        )
+    out = {}
+    for name, one in _from_file(folder / "models" / f"{model}.yml").items():
+        own = _convert(_known(name, one, keys), one)
+        if name not in given:
+            out[name] = own
+        elif values[name] != own and not values["override_model_config"]:
+            raise ConfigError(
+                f"{name}={show(values[name])} ({given[name].where}) differs from "
+                f"{name}={show(own)} of model_name={model}. Leave {name} out, or add "
+                f"override_model_config=true."
+            )
+    return out
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    return next(iter(difflib.get_close_matches(name, list(names), n=1)), "")
+
+
+def _known(name: str, given: Given, keys: Mapping[str, Key]) -> Key:
+    if name not in keys:
+        near = _nearest(name, keys)
+        raise ConfigError(
+            f"{name}={_shown(given.raw)} ({given.where}) is no key. "
+            f"{f'Did you mean {near}? ' if near else ''}--help lists every key."
+        )
+    return keys[name]
+
+
+def _convert(key: Key, given: Given) -> Value:
+    """Text (or nested tuples of text, from a file) as a value of the key's type."""
+    raw = given.raw
+    if isinstance(key.default, tuple):
+        value = base_yml.parse_list(raw) if isinstance(raw, str) else raw
+        if value is None:
+            raise _wrong(key, given, "is not a list")
+        return value
+    if not isinstance(raw, str):
+        raise _wrong(key, given, "is a list")
+    if isinstance(key.default, bool):
+        if raw.lower() not in ("true", "false"):
+            raise _wrong(key, given, "is neither true nor false")
+        return raw.lower() == "true"
+    if isinstance(key.default, int):
+        if not re.fullmatch(r"[+-]?[0-9][0-9_]*", raw):
+            raise _wrong(key, given, "is not a whole number")
+        digits = raw.replace("_", "")
+        if len(digits.lstrip("+-0")) > MOST_DIGITS:
+            raise _wrong(key, given, "is too large")
+        return int(digits)
+    if isinstance(key.default, float):
+        if not re.fullmatch(r"[+-]?([0-9][0-9_]*\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", raw):
+            raise _wrong(key, given, "is not a number")
+        value = float(raw.replace("_", ""))
+        if not math.isfinite(value):
+            raise _wrong(key, given, "is too large")
+        return value
+    return raw
+
+
+def _same_type(key: Key, given: Given) -> Value:
+    value = _frozen(given.raw)
+    if isinstance(key.default, float) and type(value) is int:
+        value = float(value)
+    if type(value) is not type(key.default):
+        raise _wrong(key, given, f"is not of type {_TYPES[type(key.default)]}")
+    return value
+
+
+_TYPES = {bool: "bool", int: "int", float: "float", str: "text", tuple: "list"}
+
+
+def _wrong(key: Key, given: Given, why: str) -> ConfigError:
+    return ConfigError(
+        f"{key.name}={_shown(given.raw)} ({given.where}) {why}. Write it like the default, "
+        f"{key.name}={show(key.default)}."
+    )
+
+
+def _shown(raw: Any) -> str:
+    text = show(_frozen(raw))
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(entry) for entry in value) if isinstance(value, list | tuple) else value
+
+
+def _listed(value: Any) -> Any:
+    return [_listed(entry) for entry in value] if isinstance(value, tuple) else value

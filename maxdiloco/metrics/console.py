@@ -1,0 +1,78 @@
+"""What a run shows while it trains: a line at each log point, and a bar on a terminal."""
+
+import sys
+from collections.abc import Mapping
+from typing import TextIO
+
+from maxdiloco.processes.output import say
+
+# (name, how the console shows it), in order.
+_COLUMNS = (
+    ("learning/loss", "loss {:.4f}"),
+    ("eval/loss", "eval loss {:.4f}"),
+    ("learning/lr", "lr {:.2e}"),
+    ("learning/grad_norm", "grad norm {:.3f}"),
+    ("diloco/outer_grad_norm", "outer grad norm {:.3f}"),
+    ("diloco/drift", "drift {:.2e}"),
+    ("perf/step_time", "{:.3f} s/step"),
+    ("perf/tokens_per_second", "{:,.0f} tokens/s"),
+    ("perf/mfu", "mfu {:.1%}"),
+)
+
+
+def console_line(step: int, total_steps: int, values: Mapping[str, float]) -> str:
+    """step 120/2000 | loss 2.3456 | lr 3.00e-04 | 0.812 s/step: the known names, in fixed order."""
+    shown = [form.format(values[name]) for name, form in _COLUMNS if name in values]
+    return " | ".join([f"step {step}/{total_steps}", *shown])
+
+
+class Progress:
+    """A bar on a terminal; elsewhere only the lines. For the first process; others: shown=False.
+
+    first_step, total_steps: steps done before and in the end. A context manager.
+    """
+
+    def __init__(
+        self,
+        *,
+        first_step: int,
+        total_steps: int,
+        shown: bool = True,
+        out: TextIO | None = None,
+        bar_stream: TextIO | None = None,
+    ):
+        self._out = out
+        self._shown = shown
+        self._bar = None
+        bar_stream = bar_stream or sys.stderr
+        if shown and bar_stream is not None and bar_stream.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                initial=first_step,
+                total=total_steps,
+                file=bar_stream,
+                unit="step",
+                dynamic_ncols=True,
+                leave=False,
+            )
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, kind, exception, traceback) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def advance(self, steps: int = 1) -> None:
+        """Move the bar."""
+        if self._bar is not None:
+            self._bar.update(steps)
+
+    def line(self, text: str) -> None:
+        """Print a line, above the bar if there is one."""
+        if self._bar is not None:
+            with self._bar.external_write_mode(file=self._out):
+                say(text, self._out)
+        elif self._shown:
+            say(text, self._out)

@@ -1,0 +1,151 @@
+"""TensorBoard's event file, written beside the training: its failures end no run."""
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from etils import epath
+
+from maxdiloco.storage.run_folder import is_local, reason
+
+# All our choice.
+LOCAL_FLUSH_SECONDS = 10.0  # between two times that the file is brought to the disk
+REMOTE_FLUSH_SECONDS = 60.0  # and to an object store, where it is written anew
+MOST_WAITING = 1000  # rows that wait for a slow disk
+CLOSE_SECONDS = 30.0  # for the last rows at the end of the run
+
+
+class EventFile:
+    """Rows of metrics as scalars in an event file of tensorboardX, written by a thread.
+
+    folder: where the file is made. purge_step: the first step of this life of the run;
+    TensorBoard drops what an earlier life wrote from there on.
+    report: takes one line when the file cannot be written, or when the thread comes behind by
+    MOST_WAITING rows. From then on nothing more is written. `write` never waits, `close` no longer
+    than CLOSE_SECONDS, and neither raises.
+
+    tensorboardX's own SummaryWriter is not used: when its thread has ended by an error, its queue
+    fills and `add_scalar` waits for ever.
+    """
+
+    def __init__(self, folder: epath.Path, *, purge_step: int, report: Callable[[str], None]):
+        self._folder, self._purge_step, self._report = folder, purge_step, report
+        self._rows: queue.Queue = queue.Queue(MOST_WAITING)
+        self._error: BaseException | None = None
+        self._given_up = False
+        self._thread = threading.Thread(target=self._run, name="maxdiloco-tensorboard", daemon=True)
+        self._thread.start()
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Add the values of a step."""
+        self._put((step, time.time(), dict(values)))
+
+    def close(self) -> None:
+        """Write what is left, within CLOSE_SECONDS."""
+        self._put(None)
+        self._thread.join(0.0 if self._given_up else CLOSE_SECONDS)
+        if self._thread.is_alive():
+            self._give_up("the last rows are not written yet")
+        elif self._error is not None:
+            self._give_up(reason(self._error))
+
+    def _put(self, row: tuple | None) -> None:
+        if self._error is not None:
+            self._give_up(reason(self._error))
+        if self._given_up:
+            return
+        try:
+            self._rows.put_nowait(row)
+        except queue.Full:
+            self._give_up(f"{MOST_WAITING} rows wait to be written")
+
+    def _give_up(self, why: str) -> None:
+        if not self._given_up:
+            self._given_up = True
+            self._report(
+                f"warning: TensorBoard is given up for this run: {self._folder}: {why}. "
+                "metrics.jsonl goes on."
+            )
+
+    def _run(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.push(self._note)
+            self._write_all()
+
+    def _note(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        """Keep any error of the thread for `_put`. Clients of object stores raise of all kinds."""
+        self._error = error
+        return True
+
+    def _write_all(self) -> None:
+        from tensorboardX import event_file_writer, record_writer
+
+        # The same client as for everything else; tensorboardX's own uploads once more when it is
+        # collected, after an error too.
+        record_writer.register_writer_factory("gs", _RemoteFiles())
+        event_file_writer.directory_check(str(self._folder))
+        # The file's name is of the second that it is made in; the suffix tells two lives apart.
+        prefix = str(self._folder / "events")
+        file = event_file_writer.EventsWriter(prefix, filename_suffix=f".{self._purge_step}")
+        file.write_event(self._purge_event())
+        file.flush()
+        period = LOCAL_FLUSH_SECONDS if is_local(self._folder) else REMOTE_FLUSH_SECONDS
+        flushed, is_new = time.monotonic(), False
+        while (row := self._next_row(period)) is not None:
+            if row:
+                file.write_event(self._event(*row))
+                is_new = True
+            if is_new and time.monotonic() - flushed >= period:
+                file.flush()
+                flushed, is_new = time.monotonic(), False
+        file.close()
+
+    def _next_row(self, wait_s: float) -> tuple | None:
+        """The next row; an empty one after wait_s [seconds] without any; None at the end."""
+        try:
+            return self._rows.get(timeout=wait_s)
+        except queue.Empty:
+            return ()
+
+    def _purge_event(self) -> Any:
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        return Event(
+            step=self._purge_step,
+            wall_time=time.time(),
+            session_log=SessionLog(status=SessionLog.START),
+        )
+
+    def _event(self, step: int, wall_time: float, values: Mapping[str, float]) -> Any:
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        scalars = [Summary.Value(tag=name, simple_value=float(x)) for name, x in values.items()]
+        return Event(step=step, wall_time=wall_time, summary=Summary(value=scalars))
+
+
+class _RemoteFiles:
+    """What tensorboardX asks of a place for files: files that are written whole at each flush."""
+
+    def open(self, path: str) -> "_RemoteFile":
+        return _RemoteFile(path)
+
+    def directory_check(self, path: str) -> None:
+        """Object stores need no folder."""
+
+
+class _RemoteFile:
+    def __init__(self, path: str):
+        self._path, self._data = epath.Path(path), bytearray()
+
+    def write(self, data: bytes) -> None:
+        self._data += data
+
+    def flush(self) -> None:
+        self._path.write_bytes(bytes(self._data))
+
+    def close(self) -> None:
+        """EventsWriter has just called flush."""

@@ -1,0 +1,275 @@
+"""What a run reports in files: rows in metrics.jsonl and TensorBoard.
+
+Names (a row holds those that exist at its step):
+    learning/loss, learning/loss_replica_0 ..., learning/lr, learning/grad_norm
+    diloco/outer_grad_norm (of the mean), diloco/outer_grad_cosine (mean over pairs of replicas,
+    weighted by the product of their norms), diloco/drift (mean |x_m - theta|): of the fragment
+    that was synchronised last, as it was sent
+    perf/step_time [s], perf/tokens_per_second, perf/tflops_per_device, perf/mfu (metrics/speed.py)
+    dcn/bytes_sent (per replica and step), eval/loss [nats per token]
+"""
+
+import collections
+import json
+import math
+import numbers
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from etils import epath
+
+from maxdiloco.errors import CheckpointError
+from maxdiloco.metrics.tensorboard import EventFile
+from maxdiloco.processes import output
+from maxdiloco.storage import object_store
+from maxdiloco.storage.durable import sync_folder
+from maxdiloco.storage.run_folder import RunFolder, is_local, reason
+
+# Object stores cannot append: there the whole file is written anew, at most this often.
+REMOTE_FLUSH_SECONDS = 60.0  # our choice
+# Rows that are kept while they cannot be written, the newest ones: some 60 MB. Our choice.
+MOST_KEPT = 100_000
+
+
+class MetricsWriter:
+    """Appends rows to metrics.jsonl and, if wanted, to TensorBoard. For the first process.
+
+    resume_step: the step this life of the run starts after, or None for a run that starts anew.
+    Rows of an earlier life beyond it, and lines that a killed process left half written, are
+    dropped, so that no step is there twice; report takes a line that says so.
+    tensorboard: also write event files (imports tensorboardX).
+    A context manager. Raises CheckpointError when metrics.jsonl cannot be written at the start.
+    Later on a disk that is full or broken is no reason to end the training: report takes one
+    warning, the rows are kept and written with the next one that can be. Rows that are still
+    unwritten when the context ends are a CheckpointError, or a second warning where another error
+    is under way. What befalls the event files is never more than a warning.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        tensorboard: bool,
+        resume_step: int | None,
+        report: Callable[[str], None] = output.say,
+    ):
+        self._path = folder.metrics
+        self._report = report
+        self._failing = False
+        try:
+            self._last_step, kept = _repaired(self._path, resume_step, report)
+            self._sink = (
+                _LocalRows(self._path)
+                if is_local(self._path)
+                else _RemoteRows(self._path, kept, time.monotonic, folder.require_lock)
+            )
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._cannot_write(error)} Free some space or set another folder."
+            ) from error
+        self._events = None
+        if tensorboard:
+            purge = 0 if resume_step is None else resume_step + 1
+            self._events = EventFile(folder.tensorboard, purge_step=purge, report=report)
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, kind, exception, traceback) -> None:
+        if self._events is not None:
+            self._events.close()
+        try:
+            self._sink.close()
+        except OSError as error:
+            line = f"{self._cannot_write(error)} The rows since then are lost."
+            if exception is None:
+                raise CheckpointError(
+                    f"{line} The training is not: free some space, and the same command goes on "
+                    "from the last checkpoint."
+                ) from error
+            self._report(f"warning: {line}")  # the exception under way goes on
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Add the row of a step; a step has one row, so all of its values come together.
+
+        values: numbers or arrays with one element. NaN and infinities become null in JSON, which
+        has no such numbers. Raises ValueError when step is not beyond the last row's.
+        """
+        if self._last_step is not None and step <= self._last_step:
+            raise ValueError(
+                f"step={step} is not beyond the last row's step {self._last_step}: gather all "
+                "values of a step and write them once."
+            )
+        self._last_step = step
+        numbers_by_name = {name: _number(value) for name, value in values.items()}
+        self._try(lambda: self._sink.write(row(step, numbers_by_name)))
+        if self._events is not None:
+            self._events.write(step, numbers_by_name)
+
+    def sync(self) -> None:
+        """Force the rows written so far to the disk, or to the object store."""
+        self._try(self._sink.sync)
+
+    def _try(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except OSError as error:
+            if not self._failing:
+                self._report(f"warning: {self._cannot_write(error)} Its rows are kept for later.")
+            self._failing = True
+        else:
+            if self._failing:
+                self._report(f"{self._path} is written again.")
+            self._failing = False
+
+    def _cannot_write(self, error: OSError) -> str:
+        return f"base_output_directory: cannot write {self._path}: {reason(error)}."
+
+
+def row(step: int, values: Mapping[str, float]) -> str:
+    """One line of metrics.jsonl: an object with "step" and the values; null where not finite."""
+    finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+    return json.dumps({"step": step} | finite, allow_nan=False)
+
+
+def spread(name: str, values_R: Sequence[float]) -> dict[str, float]:
+    """The mean over replicas under name, and each replica's value under name_replica_<r>."""
+    values = [_number(value) for value in values_R]
+    each = {f"{name}_replica_{r}": value for r, value in enumerate(values)}
+    return {name: sum(values) / len(values)} | each
+
+
+def _number(value: Any) -> float:
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+def _repaired(
+    path: epath.Path, resume_step: int | None, report: Callable[[str], None]
+) -> tuple[int | None, str]:
+    """(the last step in the file, its text) after rows that must not be there are dropped."""
+    with object_store.as_os_errors(path):
+        if not path.exists():
+            return None, ""
+        text = path.read_bytes().decode(errors="replace")
+    kept: list[str] = []
+    last: int | None = None
+    later = broken = 0
+    for line in filter(None, text.split("\n")):
+        step = _step_of(line)
+        if step is None:
+            broken += 1
+        elif resume_step is None or step > resume_step or (last is not None and step <= last):
+            later += 1
+        else:
+            kept.append(line)
+            last = step
+    clean = "".join(line + "\n" for line in kept)
+    if clean != text:
+        _replace(path, clean)
+    if later or broken:
+        report(
+            f"{path.name}: {len(kept)} rows kept, {later} later rows and {broken} broken lines of "
+            "an earlier life of this run dropped"
+        )
+    return last, clean
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    step = found.get("step") if isinstance(found, dict) else None
+    return step if isinstance(step, int) else None
+
+
+def _replace(path: epath.Path, text: str) -> None:
+    if not is_local(path):
+        with object_store.as_os_errors(path):
+            path.write_text(text)
+        return
+    beside = f"{path}.new"
+    with open(beside, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+class _LocalRows:
+    """Rows appended to a file; each is with the kernel when write returns.
+
+    write raises OSError and keeps the row when it cannot be written; the next call tries again.
+    """
+
+    def __init__(self, path: epath.Path):
+        self._file = open(path, "ab", buffering=0)
+        self._size = os.fstat(self._file.fileno()).st_size  # whole rows
+        self._torn = False  # the file ends with a part of a row
+        self._kept: collections.deque[bytes] = collections.deque(maxlen=MOST_KEPT)
+        self._named = False  # whether the file's name is on the disk
+
+    def write(self, line: str) -> None:
+        self._kept.append(line.encode() + b"\n")
+        self._write_kept()
+
+    def sync(self) -> None:
+        self._write_kept()
+        os.fsync(self._file.fileno())
+        if not self._named:
+            sync_folder(os.path.dirname(self._file.name))
+            self._named = True
+
+    def close(self) -> None:
+        try:
+            self._write_kept()
+        finally:
+            self._file.close()
+
+    def _write_kept(self) -> None:
+        while self._kept:
+            if self._torn:
+                self._file.truncate(self._size)
+            self._torn = True
+            rest = line = self._kept[0]
+            while rest:  # a disk that is nearly full takes a part first
+                rest = rest[self._file.write(rest) :]
+            self._torn = False
+            self._size += len(line)
+            self._kept.popleft()
+
+
+class _RemoteRows:
+    """Rows kept in memory and written as a whole from time to time."""
+
+    def __init__(
+        self,
+        path: epath.Path,
+        text: str,
+        clock: Callable[[], float],
+        require_lock: Callable[[], None],
+    ):
+        self._path, self._text, self._clock = path, text, clock
+        self._require_lock = require_lock
+        self._written = clock()
+        self._whole = True
+
+    def write(self, line: str) -> None:
+        self._require_lock()  # here, since every logged step comes by
+        self._text += line + "\n"
+        self._whole = False
+        if self._clock() - self._written >= REMOTE_FLUSH_SECONDS:
+            self.sync()
+
+    def sync(self) -> None:
+        self._require_lock()
+        self._written = self._clock()
+        with object_store.as_os_errors(self._path):
+            self._path.write_text(self._text)
+        self._whole = True
+
+    def close(self) -> None:
+        if not self._whole:
+            self.sync()

@@ -1,0 +1,65 @@
+"""Ctrl-C that is heard at once, also while the main thread waits inside native code."""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+from maxdiloco.processes.output import finish, say_error
+
+INTERRUPTED = 130  # exit code
+
+
+@contextlib.contextmanager
+def hearing_ctrl_c(heard: Callable[[], None]) -> Iterator[None]:
+    """Call `heard` in a thread of its own at every SIGINT inside the `with`.
+
+    Python runs signal handlers in the main thread between two bytecodes: not before a compilation
+    or a wait for devices is over, and where a KeyboardInterrupt may be turned into any traceback.
+    The wakeup file descriptor is written by the C handler itself. Contexts nest: the inner one
+    hears. Outside the main thread, and where SIGINT is ignored as in a script's background job,
+    nothing is changed.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    thread = threading.Thread(
+        target=_listen, args=(reading, heard), name="maxdiloco-ctrl-c", daemon=True
+    )
+    thread.start()
+    outer = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    # None: a handler that Python did not install and cannot put back.
+    handler = signal.signal(signal.SIGINT, _heard_elsewhere) or signal.SIG_DFL
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(outer, warn_on_full_buffer=False)
+        signal.signal(signal.SIGINT, handler)
+        os.close(writing)
+        thread.join()
+        os.close(reading)
+
+
+def quit_now() -> None:
+    """End the process at once, whatever its threads do: one line and exit code 130.
+
+    What is on disk is whole: a save under way is not there, as after any kill.
+    """
+    say_error("Interrupted.")
+    finish()
+    os._exit(INTERRUPTED)
+
+
+def _listen(reading: int, heard: Callable[[], None]) -> None:
+    while number := os.read(reading, 1):  # b"": the context has ended
+        if number[0] == signal.SIGINT:
+            heard()
+
+
+def _heard_elsewhere(number: int, frame: FrameType | None) -> None:
+    """The handler of SIGINT: it keeps KeyboardInterrupt away."""

@@ -1,0 +1,1 @@
+"""Files that survive: folders of runs, locks, object stores."""

@@ -1,0 +1,233 @@
+"""The folder of one run: who may write to it, and where its parts are."""
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import TextIO
+
+from etils import epath
+
+from maxdiloco.errors import CheckpointError
+from maxdiloco.storage import object_store
+from maxdiloco.storage.durable import make_folder
+from maxdiloco.storage.object_lock import ObjectLock
+from maxdiloco.storage.object_store import is_local
+
+# A few log lines and a small checkpoint fit: less free space than this ends any run at once.
+_PROBE_BYTES = 1 << 20  # our choice
+# NFS keeps the lock of a client that died for its lease, 90 s on Linux, and a grace period.
+LOCK_WAIT_S = 120.0
+_LOCK_POLL_S = 1.0  # our choice
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """`base_output_directory`/`run_name` and the names inside it."""
+
+    path: epath.Path
+    # Raises CheckpointError when another process has taken the lock over; only on gs://.
+    require_lock: Callable[[], None] = lambda: None
+
+    @property
+    def checkpoints(self) -> epath.Path:
+        """One folder per saved step."""
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> epath.Path:
+        """metrics.jsonl: one JSON object per logged step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def line_index(self) -> epath.Path:
+        """Where the documents of .jsonl files are (data.line_index), for the next start."""
+        return self.path / "line_index"
+
+    @property
+    def tensorboard(self) -> epath.Path:
+        """TensorBoard's event files."""
+        return self.path / "tensorboard"
+
+
+def absolute(path: epath.PathLike, *, key: str = "base_output_directory") -> epath.Path:
+    """The path with ~ expanded and, on a mounted file system, made absolute.
+
+    key: what gave the path, for messages.
+    Raises CheckpointError for gs:// without the packages that it needs.
+    """
+    if not is_local(path):
+        object_store.prepare(path, key)
+        return epath.Path(path)
+    return epath.Path(path).expanduser().resolve()
+
+
+def locate(base_output_directory: str, run_name: str) -> RunFolder:
+    """The folder of a run, whether it exists or not.
+
+    Raises CheckpointError when run_name is not the name of one folder.
+    """
+    if run_name in ("", ".", "..") or "/" in run_name:
+        raise CheckpointError(
+            f"run_name={run_name!r} must be the name of one folder below base_output_directory: "
+            "use letters, digits, '-', '_' and '.'."
+        )
+    return RunFolder(absolute(base_output_directory) / run_name)
+
+
+@contextlib.contextmanager
+def open_run_folder(
+    base_output_directory: str,
+    run_name: str,
+    *,
+    primary: bool = True,
+    warn: Callable[[str], None] = print,
+    lock_wait_s: float = LOCK_WAIT_S,
+) -> Iterator[RunFolder]:
+    """Create the run's folder, lock it and check that it can be written.
+
+    base_output_directory: a local folder, or gs://bucket/path through etils.epath.
+    primary: whether this process is the first of the run; the others create and lock nothing.
+    warn: takes one line when the file system knows no locks, or when the lock is waited for.
+    lock_wait_s: how long to wait for the lock of a process that is not seen on this host.
+    The lock is an flock, held until the context ends and let go by the kernel when the process
+    dies, so that kill -9 leaves nothing to clean; on gs:// it is an object that goes stale when
+    nobody renews it (storage/object_lock.py). Imports no JAX.
+    Raises CheckpointError when the folder cannot be made or written, or another run holds it.
+    """
+    folder = locate(base_output_directory, run_name)
+    if not primary:
+        yield folder
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            if is_local(folder.path):
+                make_folder(folder.path)
+                stack.enter_context(_locked(folder, run_name, warn, lock_wait_s))
+                _probe(folder.path)
+            else:  # folders need not be made there, and the lock is a probe
+                lock = ObjectLock(folder.path / "lock", run_name=run_name, say=warn)
+                stack.enter_context(lock)
+                folder = dataclasses.replace(folder, require_lock=lock.require)
+        except (OSError, *object_store.errors(folder.path)) as error:
+            free = " and has free space" if is_local(folder.path) else ""
+            raise CheckpointError(
+                f"base_output_directory={base_output_directory} cannot hold run_name={run_name}: "
+                f"{reason(error)}. Choose a folder that can be written{free}."
+            ) from error
+        yield folder
+
+
+def require_space(folder: epath.PathLike, nbytes: int) -> None:
+    """Refuse a checkpoint of nbytes that would not fit beside what is there.
+
+    nbytes: size of the arrays; compression usually makes the files smaller, so this errs on
+    the safe side. Folders on gs:// have no limit to ask for. Raises OSError.
+    """
+    if not is_local(folder):
+        return
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        raise OSError(
+            errno.ENOSPC, f"{megabytes(free)} are free but it takes {megabytes(nbytes)}"
+        )
+
+
+def megabytes(nbytes: int) -> str:
+    """1500000 -> '1.5 MB'."""
+    return f"{nbytes / 1e6:,.1f} MB"
+
+
+def reason(error: BaseException) -> str:
+    """The last, most particular part of an error's text, in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.rstrip(".")
+    if answer := object_store.reason(error):
+        return answer
+    # The file layer writes "while doing a: while doing b: why [code]", then details in lines.
+    first_line = str(error).partition("\n")[0].partition(" [")[0]
+    parts = [part for part in first_line.split(": ") if part]
+    return ": ".join(parts[-2:]).rstrip(".") if parts else type(error).__name__
+
+
+@contextlib.contextmanager
+def _locked(
+    folder: RunFolder, run_name: str, warn: Callable[[str], None], wait_s: float
+) -> Iterator[None]:
+    # Opened for appending: the holder's line must survive until the lock is ours.
+    with open(folder.path / "lock", "a+", encoding="utf-8") as file:
+        try:
+            if not _lock(file):
+                _wait_for_lock(file, folder, run_name, warn, wait_s)
+        except OSError as error:
+            warn(
+                f"warning: {folder.path} is on a file system without locks ({reason(error)}): "
+                f"a second run with run_name={run_name} would not be noticed."
+            )
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
+def _lock(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _wait_for_lock(
+    file: TextIO, folder: RunFolder, run_name: str, warn: Callable[[str], None], wait_s: float
+) -> None:
+    """Wait until the holder's lock is gone. Raises CheckpointError when the holder is there."""
+    limit = time.monotonic() + wait_s
+    told = False
+    while True:
+        file.seek(0)
+        holder = file.read().strip()
+        if _runs_here(holder) or time.monotonic() >= limit:
+            raise CheckpointError(
+                f"run_name={run_name} is in use: {holder or 'another process'} writes to "
+                f"{folder.path}. Wait for it, stop it, or set another run_name."
+            )
+        if not told:
+            warn(
+                f"run_name={run_name} is locked by {holder or 'another process'}: waiting up to "
+                f"{wait_s:g} s, since a file server keeps the lock of a host that died for a while"
+            )
+            told = True
+        time.sleep(min(_LOCK_POLL_S, wait_s))
+        if _lock(file):
+            return
+
+
+def _runs_here(holder: str) -> bool:
+    """Whether the lock file names a process that lives on this host."""
+    match = re.fullmatch(r"process (\d{1,9}) on (.*)", holder)
+    if match is None or match[2] != socket.gethostname():
+        return False
+    try:
+        os.kill(int(match[1]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True  # another user's
+    return True
+
+
+def _probe(path: epath.Path) -> None:
+    probe = path / "write-probe"
+    try:
+        probe.write_bytes(bytes(_PROBE_BYTES))
+        with open(probe, "rb") as file:
+            os.fsync(file.fileno())  # some file systems notice a full disk only here
+    finally:
+        probe.unlink(missing_ok=True)

@@ -1,0 +1,83 @@
+"""What processes must know of the run's folder: that it is theirs, and that all see the same."""
+
+import secrets
+import socket
+import time
+
+import jax
+from etils import epath
+from jax._src import distributed as jax_distributed  # the only way to its barriers
+
+from maxdiloco.errors import CheckpointError
+from maxdiloco.processes import agree
+from maxdiloco.storage import object_store
+from maxdiloco.storage.run_folder import reason
+
+# A network file system may remember for up to a minute that a name was not there. Our choice.
+WAIT_S = 60.0
+PAUSE_S = 1.0
+# Until the first process has the lock and has removed what was unfinished. Our choice.
+PATIENCE_S = 1800.0
+
+
+def meet() -> None:
+    """Wait for all processes, as long as the first one may wait for a lock or an object store.
+
+    A collective would not do: gloo gives up after 30 s. Raises JaxRuntimeError.
+    """
+    if jax.process_count() > 1:
+        client = jax_distributed.global_state.client
+        client.wait_at_barrier("maxdiloco/folder", int(PATIENCE_S * 1000))
+
+
+def require(folder: epath.Path) -> None:
+    """Raise CheckpointError, in all processes, unless all see what the first one writes to folder.
+
+    The first process must have made the folder, where folders are made. Asks nothing of a run
+    of one process.
+    """
+    if jax.process_count() == 1:
+        return
+    meet()
+    number = agree.from_first_process(secrets.randbelow(1 << 31))
+    marker = folder / "start"
+    problem = None
+    if jax.process_index() == 0:
+        problem = _write(marker, number)
+    meet()
+    if jax.process_index() != 0:
+        problem = _wait_for(marker, number)
+    blind = [p for p, seen in enumerate(agree.from_all(problem is None)) if not seen]
+    if jax.process_index() == 0 and problem is None:
+        marker.unlink(missing_ok=True)
+    if blind:
+        here = f" Process {jax.process_index()} on {socket.gethostname()}: {problem}."
+        raise CheckpointError(
+            f"base_output_directory: not every process of the run sees {folder} as process 0 does: "
+            f"not {', '.join(map(str, blind))}.{here if problem else ''} Use a folder that all "
+            "machines share, or gs://."
+        )
+
+
+def _write(marker: epath.Path, number: int) -> str | None:
+    try:
+        marker.write_text(str(number))
+    except (OSError, *object_store.errors(marker)) as error:
+        return reason(error)
+    return None
+
+
+def _wait_for(marker: epath.Path, number: int) -> str | None:
+    """Why the marker cannot be read with that number within WAIT_S; None when it can."""
+    limit = time.monotonic() + WAIT_S
+    while True:
+        try:
+            found = marker.read_text()
+            problem = "it is another folder of the same name"
+        except (OSError, *object_store.errors(marker)) as error:
+            found, problem = "", reason(error)
+        if found == str(number):
+            return None
+        if time.monotonic() >= limit:
+            return problem
+        time.sleep(PAUSE_S)

@@ -1,0 +1,1 @@
+"""A run: assembled from a config, trained, evaluated, resumed."""

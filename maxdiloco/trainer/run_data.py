@@ -1,0 +1,57 @@
+"""The data of a run, opened before its folder exists: data that are refused leave none behind."""
+
+from collections.abc import Callable
+
+import jax
+from etils import epath
+
+from maxdiloco.data import pipeline
+from maxdiloco.data.line_index import LineIndex
+from maxdiloco.data.order import first_position
+from maxdiloco.data.pipeline import Dataset
+from maxdiloco.flags.config import Config
+from maxdiloco.storage import object_store
+from maxdiloco.storage.run_folder import RunFolder, reason
+from maxdiloco.trainer import assemble
+
+
+def open_data(
+    cfg: Config, mesh: jax.sharding.Mesh, folder: RunFolder, say: Callable[[str], None]
+) -> tuple[Dataset, Dataset | None, LineIndex]:
+    """The training text, the held-out text if it will be asked for, and the index of both.
+
+    folder: of the run. Where an earlier start left its index, .jsonl files that are in it are not
+    read through again; the caller saves the new one (save_index) once the folder exists.
+    Raises DataError for data that are missing, unreadable or too short for a step.
+    """
+    index = LineIndex(cfg.text_column, report=say)
+    if cfg.dataset_type == "text":
+        load_index(index, folder.line_index)
+    train = pipeline.open_dataset(cfg, split="train", index=index)
+    M = assemble.count_replicas(cfg, mesh)
+    pipeline.check_size(train, first_position(M, assemble.sequences_per_replica(cfg, mesh)))
+    held_out = None
+    if cfg.eval_interval != -1:
+        held_out = pipeline.open_dataset(cfg, split="eval", index=index)
+    return train, held_out, index
+
+
+def load_index(index: LineIndex, path: epath.Path) -> None:
+    """Take over the index of an earlier start. It is no loss but of time: what fails is a line."""
+    try:
+        with object_store.as_os_errors(path):
+            index.load(path)
+    except OSError as error:
+        index.report(f"note: {path} cannot be read ({reason(error)}): .jsonl files are read.")
+
+
+def save_index(index: LineIndex, path: epath.Path) -> None:
+    """Keep the index for the next start; what fails is a line."""
+    try:
+        with object_store.as_os_errors(path):
+            index.save(path)
+    except OSError as error:
+        index.report(
+            f"note: {path} cannot be written ({reason(error)}): the next start reads .jsonl files "
+            "through again."
+        )

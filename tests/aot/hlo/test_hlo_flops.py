@@ -1,0 +1,82 @@
+"""Matrix products counted as often as they run; expected values by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hlo_excerpts import BESIDE_LOOP, changed
+
+from maxdiloco.aot.hlo import flops, reader
+
+
+def counted(fn, *shapes):
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return flops.matmul_flops(reader.read(jax.jit(fn).lower(*args).compile().as_text()))
+
+
+def test_a_product_has_two_flops_for_each_pair():
+    assert counted(lambda x, w: x @ w, (8, 16), (16, 32)) == 2 * 8 * 16 * 32
+
+
+def test_a_batched_product():
+    assert counted(lambda x, w: jnp.einsum("bsd,bdh->bsh", x, w), (3, 8, 16), (3, 16, 4)) == (
+        3 * 2 * 8 * 16 * 4
+    )
+
+
+def test_a_product_in_a_scan_counts_at_every_trip():
+    """XLA's own count has it once."""
+
+    def layers(x, w_LDD):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w_LDD)[0]
+
+    assert counted(layers, (8, 16), (5, 16, 16)) == 5 * 2 * 8 * 16 * 16
+
+
+def test_sums_are_no_products():
+    """Positive control of the others: no product, nothing counted."""
+    assert counted(lambda x: jnp.tanh(x).sum(), (8, 16)) == 0
+
+
+def product(line, operands):
+    """BESIDE_LOOP with a convolution in its loop of eight trips."""
+    given = "".join(
+        f"  %{name} = {shape} parameter({n})\n" for n, (name, shape) in enumerate(operands.items())
+    )
+    body = f"%extra (p: f32[]) -> f32[] {{\n{given}  ROOT {line}\n}}\n\n"
+    text = changed(BESIDE_LOOP, "%body.1 (", body + "%body.1 (")
+    return changed(text, "  %add.5 =", "  %k = f32[] call(%add.9), to_apply=%extra\n  %add.5 =")
+
+
+@pytest.mark.parametrize(
+    ("out", "lhs", "kernel", "attributes", "expected"),
+    [
+        ("f32[8,32]", "f32[8,16]", "f32[16,32]", "dim_labels=bf_io->bf", 2 * 8 * 16 * 32),
+        # A batch of 3 as a spatial dim: each output position meets one position of the kernel.
+        (
+            "f32[3,8,4]",
+            "f32[3,8,16]",
+            "f32[3,16,4]",
+            "window={size=3 stride=2 pad=0_0 lhs_dilate=3}, dim_labels=0bf_0io->0bf",
+            3 * 2 * 8 * 16 * 4,
+        ),
+        # A true window of 3 over 5 places with padding: 2 + 3 + 3 + 3 + 2 = 13 pairs.
+        (
+            "f32[1,5,4]",
+            "f32[1,5,2]",
+            "f32[3,2,4]",
+            "window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f",
+            13 * 2 * 2 * 4,
+        ),
+    ],
+)
+def test_a_convolution_of_a_tpu(out, lhs, kernel, attributes, expected):
+    line = f"%c = {out} convolution(%a, %b), {attributes}"
+    text = product(line, {"a": lhs, "b": kernel})
+    assert flops.matmul_flops(reader.read(text)) == 8 * expected
+
+
+def test_labels_it_cannot_read():
+    text = product("%c = f32[8,32] convolution(%a, %b), dim_labels=?", {"a": "f32[8,16]",
+                   "b": "f32[16,32]"})  # fmt: skip
+    with pytest.raises(ValueError, match="%c has dim_labels .*, which this reader cannot read"):
+        flops.matmul_flops(reader.read(text))

@@ -1,0 +1,106 @@
+"""Exposed parts of the traffic, by hand.
+
+62464 bytes at 25 Gbit/s take 19.98848 us. A copy of 3000 cycles and 8 trips of 1500 at 1.5 GHz
+take 2 + 8 = 10 us.
+"""
+
+import pytest
+from hlo_excerpts import BESIDE_LOOP, IN_CONDITIONAL, changed
+
+from maxdiloco.aot.hlo import reader, replay
+
+
+def exposed(text, *, gbps=25.0):
+    return replay.exposed_fraction(reader.read(text), gbps_per_device=gbps, clock_hz=1.5e9)
+
+
+def test_what_the_loop_does_not_hide_is_exposed():
+    assert exposed(BESIDE_LOOP) == pytest.approx(1 - 10 / 19.98848)
+    assert exposed(BESIDE_LOOP, gbps=12.5) == pytest.approx(1 - 10 / (2 * 19.98848))
+    four = changed(BESIDE_LOOP, "{1,2}x{0:3}", "{1,2,3,4}x{0:3}")
+    assert exposed(four) == pytest.approx(1 - 10 / (3 * 19.98848))
+
+
+def test_a_link_fast_enough_is_hidden():
+    assert exposed(BESIDE_LOOP, gbps=51) == 0.0
+
+
+def test_time_before_the_send_and_after_the_done_hides_nothing():
+    """Without the loop between them only the copy's 2 us are left."""
+    lines = BESIDE_LOOP.splitlines()
+    done = [line for line in lines if "-done = " in line]
+    loop = next(i for i, line in enumerate(lines) if "while.1 = " in line)
+    moved = [line for line in lines if line not in done]
+    moved = [*moved[:loop], *done, *moved[loop:]]
+    assert exposed("\n".join(moved)) == pytest.approx(1 - 2 / 19.98848)
+
+
+def test_nothing_outside_a_conditional_hides_what_is_inside():
+    """900000 cycles before it, and the same in the branch without the exchange."""
+    assert exposed(IN_CONDITIONAL) == pytest.approx(1.0)
+
+
+def test_a_conditional_beside_an_exchange_hides_as_little_as_its_shortest_branch():
+    branch = """%branch (p: bf16[8,64]) -> bf16[8,64] {
+  %p = bf16[8,64] parameter(0)
+  ROOT %c = bf16[8,64] copy(%p), backend_config={"estimated_cycles":"CYCLES"}
+}
+"""
+    branches = branch.replace("CYCLES", "1500").replace("%branch", "%short")
+    branches += branch.replace("CYCLES", "3000").replace("%branch", "%long")
+    text = changed(BESIDE_LOOP, "%body.1 (", branches + "%body.1 (")
+    item = "  %k = bf16[8,64] conditional(%param.1), branch_computations={%long, %short}\n"
+    text = changed(text, "  %send-done =", item + "  %send-done =")
+    assert exposed(text) == pytest.approx(1 - 11 / 19.98848)
+
+
+def test_the_link_carries_one_transfer_after_the_other():
+    """Two payloads of 19.98848 us behind the same 10 us."""
+    second = [
+        line.replace("%send", "%send.2").replace("%recv", "%recv.2").replace("3_0", "4_0")
+        for line in BESIDE_LOOP.splitlines()
+        if "megascale_runtime" in line
+    ]
+    starts, ends = "\n".join(second[:2]), "\n".join(second[2:])
+    text = changed(BESIDE_LOOP, "  %copy.1 =", starts + "\n  %copy.1 =")
+    text = changed(text, "  %get-tuple-element.15 =", ends + "\n  %get-tuple-element.15 =")
+    assert exposed(text) == pytest.approx(1 - 10 / (2 * 19.98848))
+
+
+def test_an_exchange_in_a_loop_counts_at_every_trip():
+    """Eight exchanges, each beside one fusion of 1 us."""
+    lines = BESIDE_LOOP.splitlines()
+    moved = [line for line in lines if "megascale_runtime" in line or "%after-all =" in line]
+    kept = [line for line in lines if line not in moved and "%recv-done" not in line]
+    text = "\n".join(kept)
+    text = changed(text, "%get-tuple-element.15)", "%param.183)")
+    text = changed(text, "  %add.5 =", "\n".join(moved[:3]) + "\n  %add.5 =")
+    text = changed(text, "  ROOT %tuple.5 =", "\n".join(moved[3:]) + "\n  ROOT %tuple.5 =")
+    assert exposed(text) == pytest.approx(1 - 1 / 19.98848)
+
+
+def test_a_called_computation_takes_its_time():
+    text = changed(BESIDE_LOOP, "  %send-done =",
+                   "  %k = bf16[8,64] call(%param.1), to_apply=%extra\n  %send-done =")  # fmt: skip
+    extra = """%extra (p: bf16[8,64]) -> bf16[8,64] {
+  %p = bf16[8,64] parameter(0)
+  ROOT %c = bf16[8,64] copy(%p), backend_config={"estimated_cycles":"3000"}
+}
+"""
+    assert exposed(changed(text, "%body.1 (", extra + "%body.1 (")) == pytest.approx(
+        1 - 12 / 19.98848
+    )
+
+
+def test_a_program_without_transfers_has_no_fraction():
+    text = changed(IN_CONDITIONAL, "{%branch_0, %branch_1}", "{%branch_0, %branch_0}")
+    with pytest.raises(ValueError, match="sends nothing to other slices.*Ask `transfers` first"):
+        exposed(text)
+
+
+def test_an_operation_it_does_not_know():
+    line = next(line for line in BESIDE_LOOP.splitlines() if "%copy.1 = " in line)
+    other = line.partition(" copy(")[0] + " collective-broadcast(%param.1)"
+    text = changed(BESIDE_LOOP, line, other)
+    with pytest.raises(ValueError, match="is a 'collective-broadcast', .* UNTIMED in hlo/replay"):
+        exposed(text)

@@ -1,0 +1,109 @@
+"""What a program sends to other slices; bytes by hand."""
+
+import pytest
+from hlo_excerpts import BESIDE_LOOP, IN_CONDITIONAL, changed
+
+from maxdiloco.aot.hlo import reader, transfers
+
+
+def found(text):
+    return transfers.transfers(reader.read(text))
+
+
+def test_an_exchange_beside_a_loop():
+    (transfer,) = found(BESIDE_LOOP)
+    assert (transfer.rendezvous, transfer.kind) == ("all_gather.3_0", "ALL_GATHER")
+    assert (transfer.sent.dtype, transfer.sent.dims) == ("u8", (62464,))
+    assert transfer.received.dims == (124928,)
+    assert (transfer.computation, transfer.start, transfer.done) == ("main.1_spmd", 3, 12)
+    assert not transfer.in_conditional
+    assert transfer.padding == 0
+    assert transfer.slices == ((0, 1),)
+    assert transfer.bytes_sent() == 62464
+    (among_four,) = found(BESIDE_LOOP.replace("{1,2}x{0:3}", "{1,2,3,4}x{0:3}"))
+    assert among_four.bytes_sent() == 3 * 62464
+
+
+def test_an_exchange_in_a_branch_with_padding():
+    (transfer,) = found(IN_CONDITIONAL)
+    assert transfer.in_conditional
+    assert (transfer.computation, transfer.start, transfer.done) == ("branch_1", 4, 7)
+    assert transfer.sent.dims == (1, 1, 4096)
+    assert transfer.padding == 7 * 4096 * 4  # one row of eight is used
+    # An all-reduce sends (n - 1) / n of the payload twice.
+    assert transfer.bytes_sent() == 8 * 4096 * 4
+    (among_four,) = found(IN_CONDITIONAL.replace("{0,1}x{0:3}", "{0,1,2,3}x{0:3}"))
+    assert among_four.bytes_sent() == 8 * 4096 * 4 * 3 // 2
+
+
+@pytest.mark.parametrize("kind", ["ALL_TO_ALL", "REDUCE_SCATTER"])
+def test_a_kind_that_sends_each_share_once(kind):
+    text = changed(BESIDE_LOOP, "{1,2}x{0:3}", "{1,2,3,4}x{0:3}")
+    (transfer,) = found(changed(text, "ALL_GATHER", kind))
+    assert transfer.bytes_sent() == 62464 * 3 // 4
+
+
+def test_a_branch_below_a_call_is_conditional_too():
+    """Positive control: the same call outside the conditional is not."""
+    call = "  %x = f32[] call(), to_apply=%branch_1\n"
+    text = changed(IN_CONDITIONAL, "branch_computations={%branch_0, %branch_1}",
+                   "branch_computations={%branch_0, %branch_0}")  # fmt: skip
+    start = "  %arg_tuple.1 ="
+    (inside,) = found(changed(text, start, call + start))
+    start = "  %param.2 ="
+    (outside,) = found(changed(text, start, call + start))
+    assert inside.in_conditional and not outside.in_conditional
+
+
+def test_an_asynchronous_call_is_known_by_its_target_too():
+    """Work on the host, such as a reshape of what lies in its memory, is no traffic of slices."""
+    start = ' custom-call-start(%param.1), custom_call_target="HostExecute"'
+    text = changed(BESIDE_LOOP, " copy(%param.1)", start)
+    assert len(found(text)) == 1
+    with pytest.raises(ValueError, match="%copy.1 calls 'Odd', which may be traffic"):
+        found(changed(text, "HostExecute", "Odd"))
+
+
+def test_no_transfer():
+    text = changed(IN_CONDITIONAL, "{%branch_0, %branch_1}", "{%branch_0, %branch_0}")
+    assert found(text) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("xla_megascale_runtime", "other", "%send is a send of 'other', not of 'xla_megascale_run"),
+        ("_xla_host_transfer_rendezvous", "_x", "%send names no .* it cannot be paired"),
+        ("_xla_megascale_transfer_type", "_x", "names no .*its bytes are unknown"),
+        ("_xla_megascale_target", "_x", "%send names no .*: which slices exchange is unknown"),
+        ("{1,2}x{0:3}", "all", "slices of a transfer, 'all', are in a spelling"),
+        ("ALL_GATHER", "MULTICAST", "'MULTICAST', whose bytes are not known here: ALL_GATHER, A"),
+        ("send-done(%send)", "send-done(%x)", "is not done where it starts, in main.1_spmd"),
+        (" recv(%after-all)", " send(%after-all)", "is not one send and one recv in main.1_spmd"),
+        (" copy(%param.1)", ' custom-call(%param.1), custom_call_target="Odd"',
+         "%copy.1 calls 'Odd', which may be traffic .* Add it to LOCAL_CALLS"),
+    ],
+)  # fmt: skip
+def test_a_construct_it_does_not_know(old, new, message):
+    with pytest.raises(ValueError, match=message):
+        [transfer.bytes_sent() for transfer in found(changed(BESIDE_LOOP, old, new))]
+
+
+def test_a_rendezvous_in_two_places():
+    text = changed(IN_CONDITIONAL, "%copy.1 = f32[1,1,4096]{2,1,0:T(1,128)} copy(%get-tuple",
+                   "%copy.1 = (f32[1,1,4096]{2,1,0:T(1,128)}, u32[], token[]) send(%get-tuple",
+                   )  # fmt: skip
+    attributes = (
+        '_xla_host_transfer_handler_name="xla_megascale_runtime",'
+        '_xla_host_transfer_rendezvous="all-reduce.2_0"'
+    )
+    text = changed(text, 'send(%get-tuple-element.1), backend_config={"window_config":'
+                   '{"estimated_cycles":"900000"}}', f"send(%get-tuple-element.1), {attributes}",
+                   )  # fmt: skip
+    with pytest.raises(ValueError, match="all-reduce.2_0 starts in branch_. and in branch_.: a re"):
+        found(text)
+
+
+def test_calls_without_traffic_are_known():
+    text = changed(BESIDE_LOOP, " copy(%param.1)", ' custom-call(), custom_call_target="SliceId"')
+    assert len(found(text)) == 1

@@ -1,0 +1,143 @@
+"""What the report on compiled programs says and refuses; figures by hand."""
+
+import pytest
+
+from maxdiloco.aot import report
+from maxdiloco.aot.hlo.collectives import Collective
+from maxdiloco.aot.hlo.replay import Timing
+from maxdiloco.aot.measure import Crossing, Measured, Memory
+from maxdiloco.aot.report import Report
+from maxdiloco.aot.topology import Chip
+
+MIB = 2**20
+CHIP = Chip(hbm_gib=1.0, clock_hz=1.5e9, ici_gbps=1600)
+
+
+def memory(peak=100, elsewhere=50):
+    return Memory(60 * MIB, 60 * MIB, 40 * MIB, peak * MIB, elsewhere * MIB)
+
+
+def crossing(*, waited=0.0, axes=("diloco",)):
+    """4 ms on the link, from a quarter of a program of 10 ms (and the wait) to its end."""
+    timing = Timing(start=0.0025, done=0.010 + waited, busy=0.004, waited=waited)
+    return Crossing("all-gather", "u8", axes, 1000, 24, 1, False, timing)
+
+
+def program(name="inner", *, runs=3, crossings=(), **changes):
+    gather = Collective("all-gather", "bf16", ("fsdp",), 2 * MIB, 4, False)
+    reduce = Collective("all-reduce", "f32", ("fsdp",), MIB, 1, True)
+    made = Measured(
+        name, runs, "step", 12.5, "", 2e12, 0.010, 0, memory(), tuple(crossings), (gather, reduce)
+    )
+    return made._replace(**changes)
+
+
+def a_report(*programs, chip=CHIP, period=4):
+    return Report("tiny", period, 4, chip, 25.0, programs)
+
+
+def exchange(waited=0.0):
+    return program("inner + exchange", runs=1, crossings=[crossing(waited=waited)])
+
+
+def test_times_and_bytes_of_a_period():
+    """Three plain steps and one with an exchange of which 1 of 4 ms is waited for."""
+    found = a_report(program(), exchange(waited=0.001))
+    assert found.step_seconds == pytest.approx((3 * 0.010 + 0.011) / 4)
+    assert found.exposed_seconds == pytest.approx(0.001)
+    assert found.busy_seconds == pytest.approx(0.004)
+    assert found.bytes_per_step == 250
+    assert "25.0% of the link" in report.lines(found)[-2]
+
+
+def test_what_runs_beside_the_steps_is_counted_apart():
+    """A log step sends 1000 bytes once in 10 periods; the start counts as once, not per period."""
+    beside = program("log", runs=0.1, when="beside", crossings=[crossing(waited=0.003)])
+    start = program("init", runs=0, when="start", crossings=[crossing()])
+    alone, found = a_report(program()), a_report(program(), beside, start)
+    for figure in ("step_seconds", "exposed_seconds", "busy_seconds", "bytes_per_step"):
+        assert getattr(found, figure) == getattr(alone, figure)
+    assert found.bytes_sent("beside") == pytest.approx(100)
+    last = report.lines(found)[-1]
+    assert last == "beside the steps: 100 bytes/device a period, 1.30 ms, 4.3% of the steps' time"
+    rows = [line.split() for line in report.lines(found)]
+    assert ["init", "once"] in [row[:2] for row in rows]
+    assert report.refusals(found, max_exposed_fraction=0.1) == []
+
+
+def test_a_crossing_lies_between_its_start_and_its_end():
+    one = exchange(waited=0.002)
+    where = report.placed(one, one.crossings[0])
+    assert where["starts"] == pytest.approx(0.0025 / 0.012)
+    assert where["ends"] == pytest.approx(1.0)
+    # From 2.5 to 12 ms less the 2 ms of standing still, of 10 ms of its own.
+    assert where["hides_behind"] == pytest.approx(0.75)
+
+
+def test_lines_have_each_program_transfer_and_axis():
+    text = "\n".join(report.lines(a_report(program(), exchange())))
+    assert "inner + exchange" in text
+    row = next(line for line in text.splitlines() if "u8" in line).split()
+    assert row[-9:] == ["diloco", "1,000", "4,000", "24", "25%", "100%", "75%", "4.000", "0.000"]
+    assert "all-reduce f32, waited for" in text
+    gathers = next(line for line in text.splitlines() if "all-gather bf16" in line).split()
+    assert gathers[-3:] == ["4", "8.00", f"{8 * MIB * 8 / 1600e9 * 1e3:.3f}"]
+
+
+def test_json_has_the_same_figures():
+    (plain, other) = report.as_json(a_report(program(), exchange(waited=0.001)))["programs"]
+    assert plain["dcn"] == [] and plain["memory"]["needed"] == 150 * MIB
+    (cross,) = other["dcn"]
+    assert (cross["bytes_per_slice"], cross["exposed_seconds"]) == (4000, 0.001)
+    assert {ici["collective"]: ici["number"] for ici in other["ici"]} == {
+        "all-gather bf16": 4,
+        "all-reduce f32": 1,
+    }
+
+
+def test_off_tpu_there_are_no_times():
+    cross = crossing()._replace(timing=None)
+    one = program("inner + exchange", seconds=None, crossings=[cross])
+    found = a_report(one, chip=None)
+    assert found.step_seconds is None
+    assert report.as_json(found)["programs"][0]["dcn"][0]["bytes_per_device"] == 1000
+    assert report.lines(found)[-2].endswith("750 bytes/device to other slices")
+
+
+def refusals(*programs, chip=CHIP, most=0.2):
+    return report.refusals(a_report(*programs, chip=chip), max_exposed_fraction=most)
+
+
+def test_nothing_is_refused_that_is_well():
+    """Positive control of the refusals below."""
+    assert refusals(program(), exchange()) == []
+
+
+def test_too_much_exposed_time_is_refused():
+    """1 of 4 ms is a quarter."""
+    (line,) = refusals(exchange(waited=0.001))
+    assert line.startswith("max_exposed_fraction=0.2: inner + exchange exposes 25.0% of its time")
+    assert "num_communication_overlapping_steps" in line
+    assert refusals(exchange(waited=0.001), most=0.25) == []
+
+
+def test_traffic_over_diloco_in_a_plain_step_is_refused():
+    """Traffic over slices inside a replica is not."""
+    (line,) = refusals(program(crossings=[crossing()]))
+    assert line.startswith("a plain step sends bytes to other slices over diloco")
+    assert refusals(program(crossings=[crossing(axes=("data",))])) == []
+
+
+def test_a_program_that_the_compiler_refuses_is_refused():
+    """Positive control: see test_nothing_is_refused_that_is_well."""
+    (line,) = refusals(program(too_big="Ran out of memory.", seconds=None))
+    assert line.startswith("inner is too big for the chip: Ran out of memory. Use more devices")
+    shown = report.lines(a_report(program(too_big="Ran out of memory.", seconds=None)))
+    assert "inner does not fit: Ran out of memory." in shown
+
+
+def test_a_program_that_leaves_no_room_for_the_rest_is_refused():
+    """900 MiB of its own and 200 of the rest, of 1024; without the rest it fits."""
+    (line,) = refusals(program(memory=memory(peak=900, elsewhere=200)))
+    assert line.startswith("inner needs 1,100 MiB a device with the rest of the run's state, but")
+    assert refusals(program(memory=memory(peak=900, elsewhere=100))) == []

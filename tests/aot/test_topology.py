@@ -1,0 +1,54 @@
+"""Names of TPU slices, as MaxText and XPK have them."""
+
+import importlib.util
+
+import pytest
+
+from maxdiloco.aot import topology
+from maxdiloco.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("name", "libtpu", "hbm_gib"),
+    [
+        ("v4-8", "v4:2x2x1", 30.75),  # 8 cores, 4 chips
+        ("v5e-4", "v5e:2x2", 15.75),
+        ("v5e-16", "v5e:4x4", 15.75),
+        ("v5e-64", "v5e:8x8", 15.75),
+        ("v5e-256", "v5e:16x16", 15.75),
+        ("v5p-8", "v5p:2x2x1", 95.74),
+        ("v5p-128", "v5p:4x4x4", 95.74),
+        ("v6e-16", "v6e:4x4", 31.25),
+        ("v6e-256", "v6e:16x16", 31.25),
+        ("tpu7x-8", "tpu7x:2x2x1", 94.75),  # 4 chips of two devices
+        ("tpu7x-16", "tpu7x:2x2x2", 94.75),
+    ],
+)
+def test_a_name_is_a_shape_and_a_chip(name, libtpu, hbm_gib):
+    assert topology.TOPOLOGIES[name] == libtpu
+    assert topology.chip(name).hbm == int(hbm_gib * 2**30)
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    for lookup in (topology.chip, lambda name: topology.devices(name, 2)):
+        with pytest.raises(ConfigError, match=r"compile_topology=v5-16 is not known. Use .*v5e-16"):
+            lookup("v5-16")
+
+
+def test_without_libtpu_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs libtpu.*pip install 'maxdiloco\[tpu\]'"):
+        topology.devices("v5e-4", 2)
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize(
+    ("name", "devices", "kind"),
+    [("v4-8", 4, "TPU v4"), ("v5e-16", 16, "TPU v5 lite"), ("v5p-8", 4, "TPU v5"),
+     ("v6e-16", 16, "TPU v6 lite"), ("tpu7x-8", 8, "TPU7x")],
+)  # fmt: skip
+def test_devices_of_two_slices(name, devices, kind):
+    found = topology.devices(name, 2)
+    assert len(found) == 2 * devices
+    assert {device.slice_index for device in found} == {0, 1}
+    assert {device.device_kind for device in found} == {kind}

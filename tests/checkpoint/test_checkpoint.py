@@ -1,0 +1,333 @@
+"""Checkpoints in one process: what is saved comes back, whole and to the bit.
+
+# R replicas  L layers  D model  F hidden
+"""
+
+import asyncio
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxdiloco.checkpoint.checkpointer import Checkpointer, restore_from, restore_parameters
+from maxdiloco.errors import CheckpointError
+from maxdiloco.storage.run_folder import locate
+
+REPLICATED = P()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    sent: jax.Array
+    waiting: list
+
+
+class Pair(NamedTuple):
+    first: jax.Array
+    second: tuple
+
+
+@pytest.fixture
+def mesh(devices):
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    return jax.make_mesh((2, 2), ("diloco", "fsdp"), auto, devices=devices[:4])
+
+
+@pytest.fixture
+def place(mesh):
+    """numbers(shape, spec): unequal values laid out on the mesh."""
+    generator = np.random.default_rng(0)
+
+    def numbers(shape, spec=REPLICATED, dtype=np.float32, memory_kind=None):
+        values = (generator.standard_normal(shape) * 10).astype(dtype)
+        return jax.device_put(values, NamedSharding(mesh, spec, memory_kind=memory_kind))
+
+    return numbers
+
+
+@pytest.fixture
+def items(place):
+    params = {"w_LDF": place((4, 8, 6), P(None, "fsdp")), "norm_D": place((7,))}
+    return {
+        "outer_params": params,
+        "state": {
+            "inner": place((2, 4, 8, 6), P("diloco", None, "fsdp")),
+            "optimizer": optax.adamw(1e-3).init(params),
+            "slots": Slots(place((2, 5), P("diloco"), np.int8), [place((3,)), None]),
+            "pair": Pair(place((5,), P(), jnp.bfloat16), (place((4,), P(), np.bool_),)),
+            "nothing": optax.EmptyState(),
+            "no_elements": place((0, 3)),
+        },
+        "empty": optax.EmptyState(),
+    }
+
+
+def abstract(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def folder_of(path):
+    return locate(path, "run").checkpoints
+
+
+def save(path, items, *steps, max_to_keep=None, meta=None, **options):
+    with Checkpointer(folder_of(path), max_to_keep=max_to_keep, **options) as checkpointer:
+        for step in steps:
+            checkpointer.save(step, items, {"t": step} | (meta or {}))
+
+
+def equal(a, b):
+    """Same containers, dtypes, shardings and bits."""
+
+    def same(x, y):
+        return (
+            x.dtype == y.dtype
+            and x.sharding.is_equivalent_to(y.sharding, x.ndim)
+            and x.sharding.memory_kind == y.sharding.memory_kind
+            and np.asarray(x).tobytes() == np.asarray(y).tobytes()
+        )
+
+    return jax.tree.structure(a) == jax.tree.structure(b) and jax.tree.all(jax.tree.map(same, a, b))
+
+
+@pytest.mark.parametrize("use_async", [True, False])
+def test_any_pytree_comes_back_to_the_bit_with_its_shardings(tmp_path, items, use_async):
+    save(tmp_path, items, 3, use_async=use_async)
+    with Checkpointer(folder_of(tmp_path), max_to_keep=None) as checkpointer:
+        restored = checkpointer.restore(lambda meta: abstract(items))
+    assert restored.step == 3 and restored.meta == {"t": 3}
+    assert restored.path == folder_of(tmp_path) / "3"
+    assert equal(restored.items, items)
+
+
+def test_minus_zero_nan_and_host_memory_come_back(tmp_path, place):
+    odd = place((4,)).at[:2].set(jnp.array([-0.0, jnp.nan]))
+    items = {"state": {"odd": odd, "host": place((8, 2), P("fsdp"), memory_kind="pinned_host")}}
+    assert items["state"]["host"].sharding.memory_kind == "pinned_host"
+    save(tmp_path, items, 1)
+    with Checkpointer(folder_of(tmp_path), max_to_keep=None) as checkpointer:
+        restored = checkpointer.restore(lambda meta: abstract(items))
+    assert equal(restored.items, items)
+
+
+def test_another_layout_of_the_same_arrays_is_read(tmp_path, items, mesh):
+    save(tmp_path, {"state": items["outer_params"]}, 1)
+    other = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P())),
+        items["outer_params"],
+    ) | {
+        "w_LDF": jax.ShapeDtypeStruct(
+            (4, 8, 6), jnp.float32, sharding=NamedSharding(mesh, P("diloco", None, "fsdp"))
+        )
+    }
+    restored = restore_from(
+        locate(tmp_path, "run").path, lambda meta: {"state": other}, key="load_full_state_path"
+    )
+    w = restored.items["state"]["w_LDF"]
+    assert w.sharding == other["w_LDF"].sharding
+    np.testing.assert_array_equal(w, items["outer_params"]["w_LDF"])
+
+
+def test_without_shardings_arrays_go_to_the_first_device(tmp_path, items):
+    save(tmp_path, items, 1)
+    bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), items["outer_params"])
+    params = restore_parameters(locate(tmp_path, "run").path, bare)
+    assert params["norm_D"].devices() == {jax.devices()[0]}
+    np.testing.assert_array_equal(params["w_LDF"], items["outer_params"]["w_LDF"])
+
+
+@pytest.fixture
+def held_write(monkeypatch):
+    """An event that Orbax's thread waits for before it writes the first byte of any array."""
+    from orbax.checkpoint._src.serialization import serialization
+
+    released = threading.Event()
+    write = serialization.async_serialize_from_host
+
+    async def wait_and_write(*args, **kwargs):
+        await asyncio.to_thread(released.wait, 60)
+        await write(*args, **kwargs)
+
+    monkeypatch.setattr(serialization, "async_serialize_from_host", wait_and_write)
+    return released
+
+
+@pytest.mark.parametrize("how", ["donated", "deleted"])
+def test_the_state_may_go_as_soon_as_save_returns(tmp_path, place, held_write, how):
+    """On CPU the copy on the host is a view of the buffer, which must not be used anew."""
+    x = place((1 << 16,), P("fsdp"))
+    expected = np.array(x)  # a copy
+    wanted = {"state": {"x": abstract(x)}}
+    step = jax.jit(lambda x: x * 1.5 + 1.0, donate_argnums=0)
+    with Checkpointer(folder_of(tmp_path), max_to_keep=None) as checkpointer:
+        checkpointer.save(1, {"state": {"x": x}}, {})
+        if how == "donated":
+            for _ in range(5):
+                x = step(x)
+        else:
+            x.delete()
+        rubbish = jax.block_until_ready([place((1 << 16,), P("fsdp")) for _ in range(8)])
+        assert checkpointer.steps() == []
+        held_write.set()
+        restored = checkpointer.restore(lambda meta: wanted)
+    assert len(rubbish) == 8
+    np.testing.assert_array_equal(restored.items["state"]["x"], expected)
+
+
+def test_restored_arrays_can_be_donated_over_and_over(tmp_path, place):
+    """Orbax hands JAX its own memory: a donated step must neither fail nor compute with garbage."""
+    x = place((64, 64), P("diloco", "fsdp"))
+    save(tmp_path, {"state": {"x": x}}, 1)
+    step = jax.jit(lambda x: x + 1.0, donate_argnums=0)
+    state = restore_from(
+        locate(tmp_path, "run").path, lambda meta: {"state": {"x": abstract(x)}}, key="k"
+    ).items["state"]["x"]
+    expected = np.array(x)
+    for _ in range(20):
+        state = step(state)
+        expected = expected + np.float32(1.0)
+    np.testing.assert_array_equal(state, expected)
+
+
+def test_only_the_newest_stay(tmp_path, items):
+    save(tmp_path, items, 1, 2, 3, 4, max_to_keep=2)
+    assert sorted(os.listdir(folder_of(tmp_path))) == ["3", "4"]
+    save(tmp_path, items, 5, max_to_keep=None)
+    assert sorted(os.listdir(folder_of(tmp_path))) == ["3", "4", "5"]
+
+
+def test_a_step_is_saved_once(tmp_path, items):
+    with Checkpointer(folder_of(tmp_path), max_to_keep=None) as checkpointer:
+        assert checkpointer.save(1, items, {})
+        assert not checkpointer.save(1, items, {})
+        assert checkpointer.save(2, items, {})
+        checkpointer.wait()
+        assert checkpointer.steps() == [1, 2]
+
+
+def test_nothing_there_is_none_and_asks_for_nothing(tmp_path):
+    with Checkpointer(folder_of(tmp_path), max_to_keep=1) as checkpointer:
+        assert checkpointer.restore(lambda meta: pytest.fail("asked")) is None
+
+
+def test_meta_can_be_read_before_anything_is_built(tmp_path, items):
+    meta = {"config": {"base_emb_dim": 8, "mlp": ["silu", None]}, "data": {"base": 12, "s0": 3}}
+    save(tmp_path, items, 7, meta=meta)
+    with Checkpointer(folder_of(tmp_path), max_to_keep=1) as checkpointer:
+        assert checkpointer.restore(lambda meta: {}).meta == {"t": 7} | meta
+
+
+def test_a_refusal_goes_through(tmp_path, items):
+    save(tmp_path, items, 7)
+
+    def refuse(meta):
+        raise CheckpointError(f"t={meta['t']} is odd")
+
+    with Checkpointer(folder_of(tmp_path), max_to_keep=1) as checkpointer:
+        with pytest.raises(CheckpointError, match="t=7 is odd"):
+            checkpointer.restore(refuse)
+
+
+def changed(tree, **leaves):
+    return {"outer_params": abstract(tree["outer_params"]) | leaves}
+
+
+@pytest.mark.parametrize(
+    ("leaf", "found"),
+    [
+        (jax.ShapeDtypeStruct((4, 8, 12), jnp.float32), "float32[4, 8, 12]"),
+        (jax.ShapeDtypeStruct((4, 8, 6), jnp.bfloat16), "bfloat16[4, 8, 6]"),
+    ],
+)
+def test_another_shape_or_dtype_is_refused_with_the_leaf_named(tmp_path, items, leaf, found):
+    save(tmp_path, items, 1)
+    with Checkpointer(folder_of(tmp_path), max_to_keep=1) as checkpointer:
+        with pytest.raises(CheckpointError) as error:
+            checkpointer.restore(lambda meta: changed(items, w_LDF=leaf))
+    assert str(error.value) == (
+        f"outer_params.w_LDF is float32[4, 8, 6] in checkpoint {folder_of(tmp_path)}/1 but "
+        f"{found} in this run. Set the keys of the model and the optimizer back, or set another "
+        "run_name."
+    )
+
+
+def test_a_leaf_or_an_item_more_or_less_is_refused(tmp_path, items, place):
+    save(tmp_path, items, 1)
+    extra = jax.ShapeDtypeStruct((2,), jnp.float32)
+    fewer = {"outer_params": {"norm_D": abstract(items["outer_params"]["norm_D"])}}
+    with Checkpointer(folder_of(tmp_path), max_to_keep=1) as checkpointer:
+        for wanted, message in (
+            (changed(items, bias=extra), r"outer_params.bias is absent .*but float32\[2\]"),
+            (fewer, r"outer_params.w_LDF is float32\[4, 8, 6\] .*but absent in this run"),
+            ({"residual": {"a": extra}}, r"residual.a is absent"),
+        ):
+            with pytest.raises(CheckpointError, match=message):
+                checkpointer.restore(lambda meta, wanted=wanted: wanted)
+
+
+def test_parameters_are_read_alone_and_cast(tmp_path, items):
+    save(tmp_path, items, 1, 2)
+    for item in ("state", "empty"):
+        folder = folder_of(tmp_path) / "2" / item
+        if folder.exists():
+            folder.rmtree()  # damage that is no concern of the parameters ...
+    (folder_of(tmp_path) / "2" / "seal.json").write_text(json.dumps({"files": {}}))  # ... unseen
+    wanted = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), items["outer_params"]
+    )
+    for path in (locate(tmp_path, "run").path, folder_of(tmp_path) / "2"):
+        params = restore_parameters(path, wanted)
+        assert params["w_LDF"].dtype == jnp.bfloat16
+        np.testing.assert_array_equal(
+            params["w_LDF"], np.asarray(items["outer_params"]["w_LDF"]).astype(jnp.bfloat16)
+        )
+
+
+def test_parameters_of_another_shape_are_refused_with_the_remedy_given(tmp_path, items):
+    save(tmp_path, items, 1)
+    wanted = changed(items, norm_D=jax.ShapeDtypeStruct((9,), jnp.float32))["outer_params"]
+    with pytest.raises(
+        CheckpointError, match=r"norm_D is float32\[7\] .*float32\[9\].* Set base_emb_dim=1\."
+    ):
+        restore_parameters(
+            locate(tmp_path, "run").path,
+            wanted,
+            remedy=lambda meta: f"Set base_emb_dim={meta['t']}.",
+        )
+
+
+@pytest.mark.parametrize("name", ["absent", "run", "run/checkpoints"])
+def test_a_path_without_a_checkpoint_is_one_line_with_its_key(tmp_path, name):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(CheckpointError) as error:
+        restore_parameters(tmp_path / name, {})
+    assert str(error.value) == (
+        f"load_parameters_path={tmp_path / name} holds no checkpoint: give the folder of a run "
+        "that has saved one, or one of the folders in its checkpoints/."
+    )
+
+
+def test_a_file_in_the_place_of_the_folder_is_one_line(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(
+        CheckpointError, match=r"base_output_directory: cannot be used in .*Not a directory"
+    ):
+        Checkpointer(folder_of(tmp_path), max_to_keep=1)
+
+
+def test_importing_the_module_does_not_import_orbax():
+    code = "import sys, maxdiloco.checkpoint.checkpointer; print('orbax.checkpoint' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False\n"

@@ -1,0 +1,159 @@
+"""Reading saved arrays into their places: how much of them is where, and when."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxdiloco.checkpoint import arrays as arrays_lib
+from maxdiloco.checkpoint.arrays import Cycled, read_item, split_over
+from maxdiloco.checkpoint.checkpointer import Checkpointer
+from maxdiloco.errors import CheckpointError
+
+LEAVES = 8
+SHAPE = (8, 4)  # 128 bytes of float32
+VALUES = {f"leaf{i}": np.arange(32, dtype=np.float32).reshape(SHAPE) + i for i in range(LEAVES)}
+
+
+@pytest.fixture
+def step_folder(tmp_path):
+    """A checkpoint with VALUES as its item `params`."""
+    with Checkpointer(tmp_path, max_to_keep=1, use_async=False) as checkpointer:
+        checkpointer.save(7, {"params": jax.tree.map(jnp.asarray, VALUES)}, {})
+        return tmp_path / "7"
+
+
+def wanted(sharding=None, dtype=np.float32):
+    struct = jax.ShapeDtypeStruct(SHAPE, dtype, sharding=sharding)
+    return dict.fromkeys(VALUES, struct)
+
+
+def bytes_of(arrays):
+    return sum(
+        np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * len(x.sharding.device_set)
+        for x in arrays
+    )
+
+
+def test_gathered_leaves_are_read_one_at_a_time(devices, step_folder, monkeypatch):
+    """Four slices read a quarter each: beside what is done there is one leaf and its quarter.
+
+    All quarters first, all gathers after it, would be 2 leaves more at the end.
+    """
+    mesh = jax.make_mesh((4,), ("diloco",), (jax.sharding.AxisType.Auto,), devices=devices[:4])
+    before = jax.live_arrays()
+    most = []
+    gather = arrays_lib._gathered
+
+    def gathered(array, leaf):
+        whole = gather(array, leaf)
+        kept = {id(x) for x in before}
+        most.append(bytes_of([x for x in jax.live_arrays() if id(x) not in kept]))
+        return whole
+
+    monkeypatch.setattr(arrays_lib, "_gathered", gathered)
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    found = read_item(step_folder, "params", wanted(NamedSharding(mesh, P())), axis="diloco")
+    jax.tree.map(np.testing.assert_array_equal, found, VALUES)
+    leaf = 4 * 128  # on four devices
+    assert most == [n * leaf + leaf / 4 for n in range(1, LEAVES + 1)]
+
+
+@pytest.mark.parametrize(("room", "leaves"), [(256, 3), (1 << 30, LEAVES)])
+def test_a_host_reads_a_bounded_number_of_bytes_ahead(step_folder, monkeypatch, room, leaves):
+    """Two leaves of 128 bytes fit into 256; a third is begun before the first one is placed."""
+    started, most = [], []
+    start, finish = arrays_lib._started, arrays_lib._finished
+
+    def counted_start(*args):
+        started.append(start(*args))
+        return started[-1]
+
+    def counted_finish(reading):
+        most.append(len(started))
+        started.remove(reading)
+        return finish(reading)
+
+    monkeypatch.setattr(arrays_lib, "READ_AHEAD_BYTES", room)
+    monkeypatch.setattr(arrays_lib, "_started", counted_start)
+    monkeypatch.setattr(arrays_lib, "_finished", counted_finish)
+    found = read_item(step_folder, "params", wanted(), axis="diloco")
+    jax.tree.map(np.testing.assert_array_equal, found, VALUES)
+    assert max(most) == leaves
+
+
+def test_a_device_reads_only_what_it_keeps(devices, step_folder, monkeypatch):
+    """The first 3 entries of 8, each cut in two over 3 x 2 devices, and cast to bfloat16."""
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((3, 2), ("diloco", "fsdp"), auto, devices=devices[:6])
+    sharding = NamedSharding(mesh, P("diloco", "fsdp"))
+    bounds = []
+    read = arrays_lib.read_part
+    monkeypatch.setattr(
+        arrays_lib, "read_part", lambda x, part: bounds.append(part) or read(x, part)
+    )
+    leaf = Cycled(jax.ShapeDtypeStruct((3, 4), jnp.bfloat16, sharding=sharding), stored=8)
+    found = read_item(step_folder, "params", dict.fromkeys(VALUES, leaf), axis="diloco")
+    assert sorted(bounds) == sorted(
+        [((r, r + 1), (c, c + 2)) for r in range(3) for c in (0, 2)] * LEAVES
+    )
+    jax.tree.map(
+        lambda x, y: np.testing.assert_array_equal(x, y[:3].astype(jnp.bfloat16)), found, VALUES
+    )
+
+
+@pytest.mark.parametrize("lost", ["d/*", "manifest.ocdbt"])
+def test_an_array_that_cannot_be_read_is_one_line(step_folder, lost):
+    """As when a file goes after the seal was looked at, or is too large to have a checksum."""
+    for path in [*step_folder.glob(f"params/{lost}"), *step_folder.glob(f"params/*/{lost}")]:
+        path.unlink()
+    with pytest.raises(CheckpointError) as caught:
+        read_item(step_folder, "params", wanted(), axis="diloco")
+    line = str(caught.value)
+    assert line.startswith(f"leaf0 of params in checkpoint {step_folder} cannot be read: ")
+    assert line.endswith("or remove that checkpoint to go on from the one before it.")
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "padded", "expected"),
+    [
+        ((4, 6), P(None, "fsdp"), (4, 6), P("diloco", "fsdp")),
+        ((3, 4), P("fsdp"), (3, 4), None),  # not laid out evenly: jax refuses the sharding itself
+        ((3, 8), P(None, "fsdp"), (3, 8), P(None, ("fsdp", "diloco"))),
+        ((3, 10), P(None, "fsdp"), (3, 12), P(None, ("fsdp", "diloco"))),
+        ((5,), P(), (6,), P("diloco")),
+    ],
+)
+def test_the_dimension_that_is_read_in_parts(devices, shape, spec, padded, expected):
+    """The first whose shards divide; else the longest, padded."""
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("diloco", "fsdp"), auto, devices=devices[:4])
+    sharding = NamedSharding(mesh, spec)
+    if expected is None:
+        with pytest.raises(ValueError, match="divi"):
+            split_over(shape, sharding, "diloco")
+        return
+    found_shape, found_spec = split_over(shape, sharding, "diloco")
+    assert found_shape == padded
+    assert NamedSharding(mesh, found_spec).is_equivalent_to(
+        NamedSharding(mesh, expected), len(shape)
+    )
+
+
+@given(
+    shape=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    slices=st.sampled_from([2, 3, 4, 8]),
+)
+def test_parts_cover_the_array_and_are_equally_large(devices, shape, slices):
+    mesh = jax.make_mesh((slices,), ("diloco",), devices=devices[:slices])
+    found, spec = split_over(tuple(shape), NamedSharding(mesh, P()), "diloco")
+    assert all(a >= b for a, b in zip(found, shape, strict=True))
+    assert sum(a != b for a, b in zip(found, shape, strict=True)) <= 1
+    part = NamedSharding(mesh, spec).shard_shape(found)
+    assert np.prod(part) * slices == np.prod(found)
+    assert np.prod(found) < np.prod(shape) * (1 + slices / max(shape))

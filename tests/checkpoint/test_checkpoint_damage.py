@@ -1,0 +1,300 @@
+"""Damaged, half-written and unwritable checkpoints: reported, and the one before is used."""
+
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from maxdiloco.checkpoint import checkpointer as checkpointer_lib
+from maxdiloco.checkpoint import orbax_io, seal, write
+from maxdiloco.checkpoint.checkpointer import Checkpointer, restore_from
+from maxdiloco.errors import CheckpointError
+from maxdiloco.storage.run_folder import locate
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def values(step):
+    generator = np.random.default_rng(step)
+    return {"w": generator.standard_normal((32, 64)).astype(np.float32), "b": np.float32(step)}
+
+
+def items(step):
+    return {"outer_params": jax.device_put(values(step))}
+
+
+def wanted(meta):
+    return {"outer_params": jax.eval_shape(lambda: items(0)["outer_params"])}
+
+
+def folder_of(path):
+    return locate(path, "run").checkpoints
+
+
+@pytest.fixture(scope="module")
+def two_saved(tmp_path_factory):
+    """A run with the checkpoints of steps 10 and 20, and the files of the second."""
+    path = tmp_path_factory.mktemp("saved")
+    with Checkpointer(folder_of(path), max_to_keep=None) as checkpointer:
+        for step in (10, 20):
+            checkpointer.save(step, items(step), {"t": step})
+    newest = pathlib.Path(folder_of(path)) / "20"
+    return path, sorted(str(f.relative_to(newest)) for f in newest.rglob("*") if f.is_file())
+
+
+def missing(path, content):
+    path.unlink()
+
+
+def cut(path, content):
+    path.write_bytes(content[: len(content) // 2])
+
+
+def emptied(path, content):
+    path.write_bytes(b"")
+
+
+def zeroed(path, content):
+    path.write_bytes(bytes(len(content)))
+
+
+def one_bit(path, content):
+    middle = len(content) // 2
+    path.write_bytes(content[:middle] + bytes([content[middle] ^ 64]) + content[middle + 1 :])
+
+
+# Written after the seal; its presence says all.
+UNSEALED = ("commit_success.txt",)
+
+
+@pytest.mark.parametrize("damage", [missing, cut, emptied, zeroed, one_bit])
+def test_damage_of_any_file_is_reported_and_the_previous_checkpoint_used(
+    tmp_path, two_saved, damage
+):
+    saved, files = two_saved
+    assert "seal.json" in files and "meta/metadata" in files and len(files) > 8
+    for name in files:
+        if name in UNSEALED:
+            continue
+        run = tmp_path / name.replace("/", "_")
+        shutil.copytree(saved, run)
+        file = pathlib.Path(folder_of(run)) / "20" / name
+        damage(file, file.read_bytes())
+        said = []
+        restored = restore_from(run / "run", wanted, key="k", report=said.append)
+        assert restored.step == 10, name
+        np.testing.assert_array_equal(restored.items["outer_params"]["w"], values(10)["w"])
+        assert len(said) == 1, name
+        assert said[0].startswith(f"warning: checkpoint {folder_of(run)}/20 is damaged"), name
+
+
+def test_undamaged_the_newest_is_used_and_nothing_said(two_saved):
+    """The positive control of the test above."""
+    said = []
+    restored = restore_from(two_saved[0] / "run", wanted, key="k", report=said.append)
+    assert restored.step == 20 and said == []
+
+
+def damaged_run(tmp_path, two_saved, *steps):
+    shutil.copytree(two_saved[0], tmp_path, dirs_exist_ok=True)
+    for step in steps:
+        (folder_of(tmp_path) / str(step) / "outer_params" / "manifest.ocdbt").unlink()
+    return folder_of(tmp_path)
+
+
+def test_a_resuming_run_sets_the_damaged_one_aside_and_saves_that_step_again(tmp_path, two_saved):
+    folder = damaged_run(tmp_path, two_saved, 20)
+    said = []
+    for _ in range(2):  # the second time 20 is there again, and is damaged again
+        with Checkpointer(folder, max_to_keep=None, report=said.append) as checkpointer:
+            assert checkpointer.restore(lambda meta: {}).step == 10
+            assert checkpointer.restore(wanted).step == 10
+            assert checkpointer.steps() == [10]
+            assert checkpointer.save(20, items(20), {})
+        assert sorted(os.listdir(folder)) == ["10", "20", "20.damaged"]
+        (folder / "20" / "outer_params" / "manifest.ocdbt").unlink()
+    assert len(said) == 2
+    assert "outer_params/manifest.ocdbt is missing" in said[0]
+
+
+def test_when_all_are_damaged_the_run_does_not_silently_start_anew(tmp_path, two_saved):
+    folder = damaged_run(tmp_path, two_saved, 10, 20)
+    gone = r"outer_params/manifest.ocdbt is missing"
+    message = (
+        rf"no undamaged checkpoint is left in {folder} \(20: {gone}; 10: {gone}\)\. Look whether "
+        r"the whole disk is mounted, put a copy of a checkpoint there, or set another run_name to "
+        r"start from the beginning\.$"
+    )
+    with Checkpointer(folder, max_to_keep=None, report=lambda line: None) as checkpointer:
+        with pytest.raises(CheckpointError, match=message):
+            checkpointer.restore(wanted)
+    assert sorted(os.listdir(folder)) == ["10", "20"]  # they may be whole again after a mount
+
+
+def test_a_single_damaged_checkpoint_that_was_asked_for_is_an_error(tmp_path, two_saved):
+    folder = damaged_run(tmp_path, two_saved, 20)
+    message = "no undamaged checkpoint is left .* or give load_full_state_path another path"
+    with pytest.raises(CheckpointError, match=message):
+        restore_from(folder / "20", wanted, key="load_full_state_path", report=lambda line: None)
+    assert (folder / "20").exists()  # another run's folder is left as it is
+
+
+def test_processes_share_the_examination(tmp_path, two_saved):
+    """Together they look at every file, none at all of them."""
+    folder = damaged_run(tmp_path, two_saved)
+    newest = folder / "20"
+    (newest / "meta" / "metadata").unlink()
+    found = [seal.damage(newest, part=part, parts=3) for part in range(3)]
+    assert [one.what for one in found if one] == ["meta/metadata is missing"]
+    place = next(one.place for one in found if one)
+    assert seal.damage(newest, places=[place]) in found
+    assert seal.damage(newest, places=[place + 1]) is None
+
+
+def test_above_the_limit_only_sizes_are_kept(tmp_path, two_saved):
+    folder = damaged_run(tmp_path, two_saved)
+    newest = folder / "20"
+    seal.write(newest, content_limit_bytes=10)
+    file = pathlib.Path(newest) / "meta" / "metadata"
+    zeroed(file, file.read_bytes())
+    assert seal.damage(newest) is None
+    cut(file, file.read_bytes())
+    assert "bytes instead of" in seal.damage(newest).what
+
+
+SAVER = """
+import os, resource, signal, sys
+import jax
+from maxdiloco.checkpoint.checkpointer import Checkpointer
+from maxdiloco.errors import CheckpointError
+from maxdiloco.storage.run_folder import locate
+folder, what = locate(sys.argv[1], "run").checkpoints, sys.argv[2]
+small = {"outer_params": {"w": jax.numpy.arange(8.0)}}
+large = {"outer_params": {"w": jax.random.normal(jax.random.key(0), (16 << 20,))}}
+try:
+    with Checkpointer(folder, max_to_keep=1) as checkpointer:
+        checkpointer.save(1, small, {"t": 1})
+        checkpointer.wait()
+        if what == "full":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        checkpointer.save(2, large, {"t": 2})
+        if what == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        checkpointer.wait()
+except CheckpointError as error:
+    print(error)
+"""
+
+
+def test_kill_9_during_a_save_leaves_the_previous_checkpoint(tmp_path):
+    """64 MB of noise take far longer to write than the kill takes to come."""
+    done = subprocess.run([sys.executable, "-c", SAVER, str(tmp_path), "killed"], cwd=ROOT)
+    assert done.returncode == -signal.SIGKILL
+    folder = folder_of(tmp_path)
+    left = sorted(os.listdir(folder))
+    assert left[0] == "1" and left[1].startswith("2.orbax-checkpoint-tmp") and len(left) == 2
+    with Checkpointer(folder, max_to_keep=1) as checkpointer:
+        assert os.listdir(folder) == ["1"]
+        assert checkpointer.restore(lambda meta: {}).meta == {"t": 1}
+
+
+def test_a_disk_that_fills_up_is_one_line_and_leaves_the_previous_checkpoint(tmp_path):
+    """A limit on the size of files stands in for the disk; Orbax's stack traces are kept back."""
+    done = subprocess.run(
+        [sys.executable, "-c", SAVER, str(tmp_path), "full"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    folder = folder_of(tmp_path)
+    assert done.stdout.startswith(
+        f"warning: step 2 could not be saved in {folder}: Failed to write"
+    )
+    assert "File too large; the last step saved is 1. It is tried again" in done.stdout
+    assert done.stdout.count("\n") == 1
+    assert done.stderr == ""
+    assert done.returncode == 0
+    assert os.listdir(folder) == ["1"]  # what was half written is gone
+    with Checkpointer(folder, max_to_keep=1) as checkpointer:
+        assert checkpointer.restore(lambda meta: {}).meta == {"t": 1}
+
+
+def test_a_failed_save_does_not_hide_the_error_under_way(tmp_path, monkeypatch):
+    def no_seal(folder):
+        raise OSError(28, "No space left on device")
+
+    def save_and_fail():
+        with Checkpointer(folder_of(tmp_path), max_to_keep=1, report=said.append) as checkpointer:
+            checkpointer.save(1, items(1), {})
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(seal, "write", no_seal)
+    said = []
+    with pytest.raises(ZeroDivisionError):
+        save_and_fail()
+    assert "step 1" in said[0] and "No space left on device" in said[0]
+
+
+def test_leftovers_are_removed_at_the_start_and_damaged_ones_kept(tmp_path):
+    folder = folder_of(tmp_path)
+    for name in ("4.orbax-checkpoint-tmp", "3.deleted", "2.damaged", "notes"):
+        (folder / name).mkdir(parents=True)
+    with Checkpointer(folder, max_to_keep=1) as checkpointer:
+        assert checkpointer.steps() == []
+    assert sorted(os.listdir(folder)) == ["2.damaged", "notes"]
+
+
+def test_where_folders_cannot_be_renamed_the_commit_file_tells_and_goes_first(
+    tmp_path, two_saved, monkeypatch
+):
+    """gs://: a folder has its final name from the start. A local folder stands in for it."""
+    folder = damaged_run(tmp_path, two_saved)
+    monkeypatch.setattr(orbax_io, "is_local", lambda path: False)
+    monkeypatch.setattr(checkpointer_lib, "is_local", lambda path: False)
+    monkeypatch.setattr(write, "is_local", lambda path: False)
+    prepare = write.prepare
+
+    def prepare_and_make_a_folder(folder, *arguments, **options):  # an object store needs none
+        absent = prepare(folder, *arguments, **options)
+        (folder / "meta").mkdir(parents=True)
+        return absent
+
+    monkeypatch.setattr(write, "prepare", prepare_and_make_a_folder)
+    (folder / "30").mkdir()
+    gone = []
+    rmtree = type(folder).rmtree
+    monkeypatch.setattr(
+        type(folder), "rmtree", lambda path: gone.append(sorted(os.listdir(path))) or rmtree(path)
+    )
+    with Checkpointer(folder, max_to_keep=1) as checkpointer:
+        assert gone == [[]]  # 30 has no commit file
+        assert checkpointer.steps() == [10, 20]
+        checkpointer.save(40, items(40), {})
+    assert sorted(os.listdir(folder)) == ["40"]
+    assert all("commit_success.txt" not in names and names for names in gone[1:])
+    assert len(gone) == 3
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, two_saved, monkeypatch):
+    folder = damaged_run(tmp_path, two_saved)
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    said = []
+    with Checkpointer(folder, max_to_keep=2, report=said.append) as checkpointer:
+        monkeypatch.setattr(type(folder), "rmtree", refuse)
+        checkpointer.save(30, items(30), {})
+        checkpointer.wait()
+        assert said == [
+            f"warning: an old checkpoint in {folder} could not be removed: Permission denied. The "
+            "next save tries again; remove it if the disk fills up."
+        ]
+        monkeypatch.undo()
+    assert sorted(os.listdir(folder)) == ["10.deleted", "20", "30"]

@@ -1,0 +1,320 @@
+"""Checkpoints of a run with two processes, one emulated slice each."""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxdiloco.checkpoint.checkpointer import restore_parameters
+from maxdiloco.storage.run_folder import locate
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+START = """
+import json, sys
+import numpy as np
+import jax
+import jax.numpy as jnp
+rank, port, base = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+jax.config.update("jax_num_cpu_devices", 2)
+jax.distributed.initialize(f"localhost:{port}", 2, rank)
+from jax.sharding import NamedSharding, PartitionSpec as P
+from maxdiloco.checkpoint import read, seal
+from maxdiloco.processes import agree
+from maxdiloco.checkpoint.checkpointer import Checkpointer
+from maxdiloco.checkpoint.arrays import Cycled
+from maxdiloco.errors import CheckpointError
+from maxdiloco.storage.run_folder import locate
+folder = locate(base, "run").checkpoints
+mesh = jax.make_mesh((2, 2), ("diloco", "fsdp"), (jax.sharding.AxisType.Auto,) * 2)
+
+def place(values, *spec, kind=None):
+    sharding = NamedSharding(mesh, P(*spec), memory_kind=kind)
+    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+
+SPECS = {  # name: (shape, dtype, spec)
+    "even": ((4, 6), np.float32, (None, "fsdp")),   # 4 rows: two a slice
+    "odd": ((3, 5), np.float32, ()),                # nothing divides: padded
+    "wide": ((3, 10), np.float32, (None, "fsdp")),  # 5 a shard: padded
+    "bytes": ((6,), np.int8, ()),
+    "scalar": ((), np.int32, ()),
+    "own": ((2, 4), np.float32, ("diloco", "fsdp")),
+}
+
+def values(name):
+    shape, dtype, _ = SPECS[name]
+    found = np.arange(1, 1 + int(np.prod(shape))).reshape(shape).astype(dtype)
+    return np.where(found == 2, np.array(-0.0 if dtype == np.float32 else 2, dtype), found)
+
+four = np.arange(12, dtype=np.int32).reshape(4, 3)
+items = {
+    "outer_params": {name: place(values(name), *spec) for name, (_, _, spec) in SPECS.items()},
+    "host": {"x": place(values("even"), None, "fsdp", kind="pinned_host")},
+    "replicas": {"two": place(values("own"), "diloco", "fsdp"), "four": place(four, "diloco")},
+}
+
+def abstract(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+def tell(what, value):
+    with open(f"{base}-{rank}", "a") as file:
+        print(json.dumps([what, value]), file=file)
+
+def open_checkpoints():
+    return Checkpointer(folder, max_to_keep=2, report=lambda line: tell("said", line))
+"""
+
+SCRIPT = """
+from maxdiloco.checkpoint import arrays
+parts = []
+read_part = arrays.read_part
+
+def counted(*args):
+    parts.append(read_part(*args))
+    return parts[-1]
+
+arrays.read_part = counted
+
+def local_bits(array):
+    return [np.asarray(shard.data).tobytes() for shard in array.addressable_shards]
+
+with open_checkpoints() as checkpointer:
+    for step in (1, 2, 3):
+        checkpointer.save(step, items, {"t": step})
+    restored = checkpointer.restore(lambda meta: abstract(items))
+same = jax.tree.map(
+    lambda a, b: (a.sharding, a.dtype, local_bits(a)) == (b.sharding, b.dtype, local_bits(b)),
+    restored.items,
+    items,
+)
+tell("restored", restored.step)
+tell("same", all(jax.tree.leaves(same)))
+tell("kind", restored.items["host"]["x"].sharding.memory_kind)
+tell("bytes", sum(part.result().nbytes for part in parts))
+
+def cycled(M, stored, shape, dtype, *spec):
+    sharding = NamedSharding(mesh, P("diloco", *spec))
+    return Cycled(jax.ShapeDtypeStruct((M, *shape), dtype, sharding=sharding), stored)
+
+wanted = {"two": cycled(6, 2, (4,), np.float32, "fsdp"), "four": cycled(2, 4, (3,), np.int32)}
+with open_checkpoints() as checkpointer:
+    found = checkpointer.restore(lambda meta: {"replicas": wanted}).items["replicas"]
+expected = {"two": values("own")[np.arange(6) % 2], "four": four[:2]}
+tell("cycled", [
+    np.array_equal(shard.data, expected[name][shard.index])
+    for name in expected
+    for shard in found[name].addressable_shards
+])
+tell("there", sorted(path.name for path in folder.iterdir()))
+
+with open_checkpoints() as checkpointer:
+    if rank == 0:
+        (folder / "3" / "meta" / "metadata").unlink()
+    agree.in_any_process(False)  # a barrier
+    restored = checkpointer.restore(lambda meta: abstract(items))
+    tell("used", restored.step)
+    tell("saved again", checkpointer.save(3, items, {"t": 3}))
+
+from orbax.checkpoint._src.serialization import serialization
+write_slices = serialization.async_serialize_from_host
+
+async def full_disk(*args, **kwargs):
+    raise ValueError("RESOURCE_EXHAUSTED: Failed to write 5 bytes: No space left on device")
+
+def failing(there):  # in the second process only
+    serialization.async_serialize_from_host = full_disk if there and rank else write_slices
+
+from maxdiloco.errors import SaveError
+with open_checkpoints() as checkpointer:
+    for step in (4, 5):
+        failing(step == 4)
+        checkpointer.save(step, items, {"t": step})
+        checkpointer.wait()
+    failing(True)
+    try:
+        for step in (6, 7):
+            checkpointer.save(step, items, {"t": step})
+            checkpointer.wait()
+    except SaveError as error:
+        tell("ended", str(error))
+    failing(False)
+    tell("good", checkpointer.restore(lambda meta: {}).step)
+    agree.in_any_process(False)  # a barrier
+
+# One host sees a file later than the other, or never.
+read.shared_folder.WAIT_S = 1.2
+damage = seal.damage
+looks = []
+
+def late(*arguments, **options):
+    looks.append(options)
+    if rank == 1 and len(looks) <= late_looks:
+        return seal.Damage(0, "a file is missing")
+    return damage(*arguments, **options)
+
+seal.damage = late
+for what, late_looks in (("late", 2), ("never", 1000)):
+    looks.clear()
+    try:
+        with open_checkpoints() as checkpointer:
+            tell(what, checkpointer.restore(lambda meta: {}).step)
+    except CheckpointError as error:
+        tell(what, str(error))
+
+def refusal(what):
+    try:
+        open_checkpoints()
+    except CheckpointError as error:
+        tell(what, str(error))
+
+folder = locate(base + ("" if rank == 0 else "-elsewhere"), "run").checkpoints
+refusal("absent")
+folder.mkdir(parents=True, exist_ok=True)
+(folder / "start").write_text("1")  # of a start before
+refusal("another")
+"""
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """(folder of the checkpoints, what each of the two processes told)."""
+    path = tmp_path_factory.mktemp("two")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", START + SCRIPT, str(rank), port, str(path / "base")],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,  # gloo writes to it
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for run in runs:
+            error = run.communicate(timeout=180)[1]
+            assert run.returncode == 0, error[-3000:]
+    finally:
+        for run in runs:
+            run.kill()
+    told = [
+        [json.loads(line) for line in (path / f"base-{rank}").read_text().splitlines()]
+        for rank in range(2)
+    ]
+    return locate(path / "base", "run").checkpoints, told
+
+
+def test_two_processes_save_and_restore_to_the_bit(two):
+    folder, told = two
+    for mine in map(dict, told):
+        assert mine["restored"] == 3
+        assert mine["same"]
+        assert mine["kind"] == "pinned_host"
+        assert mine["there"] == ["2", "3"]  # two are kept
+
+
+def test_each_byte_is_read_once_not_once_a_slice(two):
+    """A process reads its part of a leaf; what is replicated over the slices is gathered.
+
+    By hand: even 2 rows of 6 floats 48; odd 3x5 cut as 3x3 and 3x2, 36 and 24; wide 3x10 cut as
+    3x6 and 3x4, 72 and 48; bytes 3; scalar 4, in both; own 1x4 floats 16; host like even 48; two
+    like own 16; four 2x3 integers 24. Together 267 and 231. Without parts:
+    96 + 60 + 120 + 6 + 4 + 16 + 96 + 16 + 24 = 438.
+    """
+    assert [dict(mine)["bytes"] for mine in two[1]] == [267, 231]
+
+
+def test_two_processes_read_the_replicas_of_another_M(two):
+    """Two become six and four become two; a process holds half of them, on two devices."""
+    assert [dict(mine)["cycled"] for mine in two[1]] == [[True] * 4, [True] * 4]
+
+
+def test_one_process_reads_what_two_have_written(two):
+    params = restore_parameters(
+        two[0].parent,
+        {
+            "even": jax.ShapeDtypeStruct((4, 6), jnp.float32),
+            "odd": jax.ShapeDtypeStruct((3, 5), jnp.float32),
+            "wide": jax.ShapeDtypeStruct((3, 10), jnp.float32),
+            "bytes": jax.ShapeDtypeStruct((6,), jnp.int8),
+            "scalar": jax.ShapeDtypeStruct((), jnp.int32),
+            "own": jax.ShapeDtypeStruct((2, 4), jnp.float32),
+        },
+    )
+    np.testing.assert_array_equal(params["own"], [[1, -0.0, 3, 4], [5, 6, 7, 8]])
+    np.testing.assert_array_equal(params["bytes"], [1, 2, 3, 4, 5, 6])
+
+
+def test_the_seal_covers_the_files_of_both(two):
+    sealed = json.loads((two[0] / "3" / "seal.json").read_text())["files"]
+    folders = {part for name in sealed for part in name.split("/") if "process" in part}
+    assert {"ocdbt.process_0", "ocdbt.process_1"} <= folders
+
+
+def test_two_processes_agree_on_a_damaged_checkpoint(two):
+    """Only one of them examines the file that is gone; both go back, and the first one says so."""
+    folder, (first, second) = two
+    warnings = [text for what, text in first if what == "said" and "is damaged" in text]
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"warning: checkpoint {folder}/3 is damaged and is not used")
+    assert [what for what, _ in second if what == "said"] == []
+    for mine in map(dict, (first, second)):
+        assert mine["used"] == 2
+        assert mine["saved again"]
+    assert sorted(os.listdir(folder)) == ["3", "3.damaged", "5"]  # after the test below too
+
+
+def test_the_failure_of_one_process_is_a_failed_save_for_all(two):
+    """Saves 4, 6 and 7 fail in the second process; the first one hears of it at once, not after
+    the 20 minutes that a save may take, and says why. Two in a row end both.
+    """
+    folder, (first, second) = two
+    warnings = [text for what, text in first if what == "said" and "could not be saved" in text]
+    why = "process 1: Failed to write 5 bytes: No space left on device; the last step saved is"
+    first_why = why.replace("the last step saved is", "no step was saved since the start")
+    assert len(warnings) == 2
+    assert f"step 4 could not be saved in {folder}: {first_why}" in warnings[0]
+    assert f"step 6 could not be saved in {folder}: {why} 5." in warnings[1]
+    assert [what for what, _ in second if what == "said"] == []
+    mine, other = dict(first)["ended"], dict(second)["ended"]
+    assert f"step 7 could not be saved in {folder}: {why} 5." in mine
+    assert f"step 7 could not be saved in {folder}: Failed to write 5 bytes" in other
+    assert dict(first)["good"] == dict(second)["good"] == 5
+
+
+def test_a_file_that_one_host_sees_late_is_no_damage(two):
+    """The first process finds the file whole, so the others look again."""
+    assert [dict(mine)["late"] for mine in two[1]] == [5, 5]
+
+
+def test_a_file_that_one_host_never_sees_ends_the_run_and_sets_nothing_aside(two):
+    folder, told = two
+    first, second = [dict(mine)["never"] for mine in told]
+    start = f"checkpoint {folder}/5 is whole as process 0 sees it, but not as process 1 does."
+    end = " Use a folder that all machines share, or gs://, and start again."
+    assert first == start + end
+    assert second == f"{start} Process 1 on {socket.gethostname()}: a file is missing.{end}"
+    assert (folder / "3").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [("absent", "No such file or directory"), ("another", "it is another folder of the same name")],
+)
+def test_hosts_that_do_not_share_a_disk_are_refused_in_all(two, what, why):
+    """Each host may well have a folder of that name; what one writes the other does not see."""
+    first, second = [dict(mine)[what] for mine in two[1]]
+    start = "base_output_directory: not every process of the run sees "
+    end = " as process 0 does: not 1. Use a folder that all machines share, or gs://."
+    assert first == f"{start}{two[0]}{end}"
+    assert second.startswith(start) and f"Process 1 on {socket.gethostname()}: {why}." in second
+    assert second.endswith(" Use a folder that all machines share, or gs://.")

@@ -1,0 +1,255 @@
+"""A state out of a checkpoint: with the same M and mesh, and with others."""
+
+import functools
+import math
+from collections import Counter
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxdiloco import DiLoCo
+from maxdiloco.checkpoint import arrays as arrays_lib
+from maxdiloco.checkpoint import saved_state
+from maxdiloco.checkpoint.checkpointer import Checkpointer
+from maxdiloco.checkpoint.saved_state import SavedLayout
+from maxdiloco.trainer import start
+
+PARAMS = {"w": np.arange(6, dtype=np.float32).reshape(3, 2)}
+
+
+def inner_step(params, opt_state, batch):
+    return jax.tree.map(lambda p: p - batch * p, params), opt_state + batch, {}
+
+
+def trained(M, steps, **options):
+    algorithm = DiLoCo(
+        inner_step, num_replicas=M, layer_axis={"w": 0}, **(dict(sync_period=3) | options)
+    )
+    state = algorithm.init(jax.tree.map(jnp.asarray, PARAMS), jnp.zeros(()))
+    for _ in range(steps):
+        state, _ = algorithm.step(state, np.arange(1, M + 1, dtype=np.float32) / 10)
+    return algorithm, state
+
+
+def layout_of(source, state):
+    return SavedLayout(**saved_state.note_of(source, state), same_rules=True)
+
+
+def moved(folder, source, state, target):
+    """Save a state and read it as another trainer's, through files."""
+    save(folder, source, state)
+    return read(folder, target, layout_of(source, state))
+
+
+def save(folder, trainer, state):
+    with Checkpointer(folder, max_to_keep=1, use_async=False) as checkpointer:
+        checkpointer.save(state.t, saved_state.items_of(trainer, state), {})
+
+
+def read(folder, trainer, layout):
+    with Checkpointer(folder, max_to_keep=1) as checkpointer:
+        restored = checkpointer.restore(lambda meta: saved_state.abstract_items(trainer, layout))
+    return saved_state.state_of(trainer, restored.items, layout, t=restored.step)
+
+
+def test_the_same_trainer_gets_the_same_state_back(tmp_path):
+    algorithm, state = trained(2, 4, num_fragments=2, overlap_steps=1)
+    back = moved(tmp_path, algorithm, state, algorithm)
+    assert back.t == 4
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(back), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(("old", "new"), [(2, 4), (4, 2), (2, 3)])
+def test_with_another_M_replica_r_is_the_old_r_mod_M(tmp_path, old, new):
+    """theta and the outer optimizer state stay as they are."""
+    algorithm, state = trained(old, 4)
+    larger, _ = trained(new, 0)
+    back = moved(tmp_path, algorithm, state, larger)
+    for r in range(new):
+        np.testing.assert_array_equal(back.params["w"][r], state.params["w"][r % old])
+        np.testing.assert_array_equal(back.opt_state[r], state.opt_state[r % old])
+    np.testing.assert_array_equal(back.outer["w"], state.outer["w"])
+    assert back.bad.shape == (new, 1) and back.sizes.norm_R.shape == (new,)
+    larger.step(back, np.zeros(new, np.float32))
+
+
+def test_eager_history_restarts_with_another_M(tmp_path):
+    """theta is per replica: replica r takes that of old r mod M; what was in flight is zeros."""
+    algorithm, state = trained(2, 5, outer_overlap="eager")
+    larger, _ = trained(4, 0, outer_overlap="eager")
+    back = moved(tmp_path, algorithm, state, larger)
+    np.testing.assert_array_equal(back.outer["w"][3], state.outer["w"][1])
+    assert any(np.asarray(x).any() for x in jax.tree.leaves(state.incoming))
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(back.incoming))
+
+
+def mesh_of(devices, *sizes):
+    names = ("diloco", "data", "fsdp")
+    return Mesh(np.array(devices[: math.prod(sizes)]).reshape(sizes), names)
+
+
+def sharded(mesh):
+    return {"w": NamedSharding(mesh, P("fsdp")), "b": NamedSharding(mesh, P())}
+
+
+@functools.cache
+def streaming(M, mesh, outer_memory="device"):
+    """Four layers and a vector of 5, in fragments of two layers and the vector; tau=3.
+
+    Sends at 2, 4, 6, ...: after step 8 those of 6 and 8 are in flight. The trainer, whose programs
+    all tests share, and its state before the first step.
+    """
+    algorithm = DiLoCo(
+        inner_step, num_replicas=M, mesh=mesh, layer_axis={"w": 1, "b": None}, sync_period=6,
+        num_fragments=3, overlap_steps=3, alpha=0.25, outer_memory=outer_memory,
+    )  # fmt: skip
+    numbers = np.random.default_rng(3)
+    params = {
+        "w": numbers.normal(size=(4, 4)).astype(np.float32),
+        "b": numbers.normal(size=5).astype(np.float32),
+    }
+    lies = sharded(mesh)
+    placed = {name: jax.device_put(x, lies[name]) for name, x in params.items()}
+    return algorithm, algorithm.init(placed, jnp.zeros(()))
+
+
+def copy_of(state):
+    """A step donates its state."""
+
+    def copy(x):
+        return x if isinstance(x, int) else jax.device_put(np.array(x), x.sharding)
+
+    return jax.tree.map(copy, state)
+
+
+def stepped(algorithm, state, steps):
+    for _ in range(steps):
+        M = algorithm.num_replicas
+        state, _ = algorithm.step(state, np.arange(1, M + 1, dtype=np.float32) / 10)
+    return state
+
+
+def bytes_on_devices(arrays):
+    """Counter of the bytes that each device holds of some arrays."""
+    held = Counter()
+    for array in arrays:
+        nbytes = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        held.update(dict.fromkeys(array.sharding.device_set, nbytes))
+    return held
+
+
+class Watched:
+    """The most that devices hold of new arrays whenever a part of a leaf arrives or one is done."""
+
+    def __init__(self, monkeypatch):
+        self.before = jax.live_arrays()  # kept, or new arrays would take over their ids
+        self.most = Counter()
+        for name in ("_result", "_finished"):
+            inner = getattr(arrays_lib, name)
+            monkeypatch.setattr(arrays_lib, name, functools.partial(self.call, inner))
+
+    def call(self, inner, *args):
+        found = inner(*args)
+        self.look()
+        return found
+
+    def look(self):
+        before = set(map(id, self.before))
+        new = [array for array in jax.live_arrays() if id(array) not in before]
+        for device, nbytes in bytes_on_devices(new).items():
+            self.most[device] = max(self.most[device], nbytes)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "memory"),
+    [(4, 3, "device"), (4, 2, "pinned_host"), (2, 4, "device"), (3, 2, "device")],
+)
+def test_a_slice_more_or_less_takes_no_room_beyond_the_new_state(
+    devices, tmp_path, monkeypatch, old, new, memory
+):
+    """One replica a slice of two devices. Every leaf is that of old r mod M_old, in its place."""
+    source, first = streaming(old, mesh_of(devices, old, 1, 2), memory)
+    target, _ = streaming(new, mesh_of(devices, new, 1, 2), memory)
+    state = stepped(source, copy_of(first), 8)
+    saved = {name: jax.tree.map(np.asarray, x) for name, x in vars(state).items()}
+    save(tmp_path, source, state)
+    watched = Watched(monkeypatch)
+    back = read(tmp_path, target, layout_of(source, state))
+
+    like = target.layout.state
+    for name in ("params", "opt_state", "outer", "outer_opt"):
+        wanted = saved[name]
+        if name in ("params", "opt_state"):
+            wanted = jax.tree.map(lambda x: x[np.arange(new) % old], wanted)
+        jax.tree.map(np.testing.assert_array_equal, getattr(back, name), wanted)
+    for x, struct in zip(jax.tree.leaves(back), jax.tree.leaves(like), strict=True):
+        assert isinstance(x, int) or (x.shape, x.sharding) == (struct.shape, struct.sharding)
+
+    read_back = (back.params, back.opt_state, back.outer, back.outer_opt)
+    room = bytes_on_devices(jax.tree.leaves(read_back))
+    assert set(watched.most) == set(target.mesh.devices.flat)
+    assert all(nbytes <= room[device] for device, nbytes in watched.most.items())
+    # Positive control: the old replicas, read whole and dealt out, would have been seen.
+    whole = jax.device_put(saved["params"], NamedSharding(target.mesh, P()))
+    watched.look()
+    assert whole["w"].shape[0] == old
+    assert any(nbytes > room[device] for device, nbytes in watched.most.items())
+
+
+@pytest.mark.parametrize("grid", [(4, 1, 2), (2, 2, 2)])
+def test_what_was_in_flight_is_dropped_with_another_M_or_mesh(devices, tmp_path, grid):
+    """After step 8 those of 6 and 8 are in flight; their applies at 9 and 11 do nothing.
+
+    The next send is that of step 10, applied at 13. A second resume in between keeps to that.
+    Positive control: without dropped_until the zeros move theta, by its momentum.
+    """
+    M = grid[0]
+    source, first = streaming(2, mesh_of(devices, 2, 1, 2))
+    target, _ = streaming(M, mesh_of(devices, *grid))
+    state = stepped(source, copy_of(first), 8)
+    theta = jax.tree.map(np.asarray, state.outer)
+
+    def moves(state, until):
+        after = stepped(target, state, until - state.t).outer
+        return any(np.any(np.asarray(after[name]) != theta[name]) for name in theta)
+
+    back = moved(tmp_path / "a", source, state, target)
+    assert not moves(copy_of(back), until=8)
+    assert back.dropped_until == 8
+    assert moves(replace(copy_of(back), dropped_until=0), until=11)
+    assert not moves(copy_of(back), until=12)
+    assert moves(copy_of(back), until=13)
+    again = stepped(target, copy_of(back), 2)
+    again = moved(tmp_path / "b", target, again, target)
+    assert again.dropped_until == 8
+    assert not moves(copy_of(again), until=12)
+    a, b = stepped(target, back, 8), stepped(target, again, 6)
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_a_line_tells_what_was_dropped(devices):
+    """Only what is in flight, only once, and nothing on the same layout."""
+    source, state = streaming(2, mesh_of(devices, 2, 1, 2))
+    target, _ = streaming(4, mesh_of(devices, 4, 1, 2))
+    layout = layout_of(source, state)
+    (line,) = start.dropped_lines(target, layout, 8)
+    assert line == (
+        "dropped: what was in flight of fragments 0 (sent after step 6), 1 (sent after step 8), "
+        "since the number of replicas or the mesh has changed. theta and the replicas keep their "
+        "values, so the next outer gradients carry the same progress."
+    )
+    assert start.dropped_lines(source, layout, 8) == []
+    assert start.dropped_lines(source, layout._replace(same_rules=False), 8) == [line]
+    (line,) = start.dropped_lines(target, layout._replace(dropped_until=6), 8)
+    assert "fragments 1 (sent after step 8), since" in line
+    assert start.dropped_lines(target, layout._replace(dropped_until=8), 8) == []
+    eager, state = trained(2, 0, outer_overlap="eager")
+    larger, _ = trained(4, 0, outer_overlap="eager")
+    (line,) = start.dropped_lines(larger, layout_of(eager, state), 4)
+    assert line.endswith("same progress. The history restarts as in round 1.")

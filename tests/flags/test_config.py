@@ -1,0 +1,252 @@
+"""What a config is made of, in which order, and that it is ready before JAX is imported."""
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxdiloco.flags import base_yml, config
+
+BASE = config.load([], {})
+
+
+def test_without_flags_every_value_is_the_one_of_base_yml():
+    """base.yml is the first layer; nothing else has a say without flags."""
+    assert BASE.diloco_sync_period == 100
+    assert BASE.learning_rate == 0.0004
+    assert BASE.mlp_activations == ("silu", "linear")
+    assert BASE.profiler == ""
+    assert BASE.enable_diloco is True
+
+
+def test_each_layer_overrides_those_before_it(tmp_path):
+    """base.yml < model file < yml file < environment < key=value, one key for each step."""
+    yml = tmp_path / "run.yml"
+    yml.write_text(
+        "model_name: 35m\nmax_target_length: 256\nlog_period: 21\nsteps: 31\neval_steps: 41\n"
+    )
+    environ = {"M_LOG_PERIOD": "22", "M_STEPS": "32", "PATH": "/bin"}
+    cfg = config.load([str(yml), "steps=33"], environ)
+    assert cfg.base_emb_dim == 512  # the model file over base.yml's 128
+    assert cfg.max_target_length == 256  # the yml file over base.yml's 1024
+    assert cfg.log_period == 22  # the environment over the yml file's 21
+    assert cfg.steps == 33  # the command line over the environment's 32
+    assert cfg.eval_steps == 41  # only in the yml file
+    assert cfg.checkpoint_period == 500  # only in base.yml
+
+
+@pytest.mark.parametrize("source", ["yml", "environment", "command line"])
+def test_the_model_may_be_named_anywhere(tmp_path, source):
+    """The model file is the second layer, whichever later layer names it."""
+    yml = tmp_path / "run.yml"
+    yml.write_text("model_name: 90m\n" if source == "yml" else "steps: 5\n")
+    environ = {"M_MODEL_NAME": "90m"} if source == "environment" else {}
+    argv = ["model_name=90m"] if source == "command line" else []
+    assert config.load([str(yml), *argv], environ).base_num_decoder_layers == 9
+
+
+def test_a_later_layer_names_another_model(tmp_path):
+    yml = tmp_path / "run.yml"
+    yml.write_text("model_name: 90m\n")
+    argv = [str(yml), "model_name=35m"]
+    assert config.load(argv, {"M_MODEL_NAME": "180m"}).base_num_decoder_layers == 6
+    assert config.load(argv[:1], {"M_MODEL_NAME": "180m"}).base_num_decoder_layers == 12
+
+
+def test_a_model_key_changes_where_that_is_announced():
+    """override_model_config=true lets a later layer win over the model file."""
+    argv = ["model_name=35m", "base_num_decoder_layers=2", "override_model_config=true"]
+    cfg = config.load(argv, {})
+    assert (cfg.base_num_decoder_layers, cfg.base_emb_dim) == (2, 512)
+
+
+def test_a_model_key_may_repeat_what_the_model_file_says():
+    assert config.load(["model_name=35m", "base_num_decoder_layers=6"], {}).base_emb_dim == 512
+
+
+def test_model_keys_are_free_without_a_model_file():
+    assert config.load(["base_num_decoder_layers=7"], {}).base_num_decoder_layers == 7
+
+
+def test_base_yml_itself_may_stand_first():
+    """MaxText's commands name base.yml; it is the first layer already, not a third one."""
+    base = base_yml.config_folder() / "base.yml"
+    assert config.load([str(base), "model_name=35m"], {}).base_emb_dim == 512
+
+
+def test_an_empty_yml_file_changes_nothing(tmp_path):
+    (tmp_path / "empty.yml").write_text("# nothing yet\n")
+    assert config.load([str(tmp_path / "empty.yml")], {}) == BASE
+
+
+@pytest.mark.parametrize(
+    "written, value",
+    [("1e-4", 0.0001), ("3E-3", 0.003), ("1", 1.0), ("0.5", 0.5), (".5", 0.5), ("2.", 2.0)],
+)
+def test_a_float_is_written_in_every_usual_way(tmp_path, written, value):
+    """yml 1.1 alone would read 1e-4 as text; a whole number is a float where one is wanted."""
+    (tmp_path / "run.yml").write_text(f"learning_rate: {written}\n")
+    for cfg in (
+        config.load([f"learning_rate={written}"], {}),
+        config.load([], {"M_LEARNING_RATE": written}),
+        config.load([str(tmp_path / "run.yml")], {}),
+    ):
+        assert type(cfg.learning_rate) is float
+        assert cfg.learning_rate == value
+
+
+def test_integers_booleans_lists_and_text_are_read_by_the_type_of_the_default(tmp_path):
+    cfg = config.load(
+        [
+            "steps=1_000",
+            "enable_data_shuffling=False",
+            "mlp_activations=[gelu]",
+            "run_name=1e-4",
+            "logical_axis_rules=[[embed, [fsdp, tensor]], [mlp, []], [vocab, data]]",
+            "dataset_path=/a=b/*.py",
+        ],
+        {},
+    )
+    assert cfg.steps == 1000
+    assert cfg.enable_data_shuffling is False
+    assert cfg.mlp_activations == ("gelu",)
+    assert cfg.run_name == "1e-4"  # a text key stays text
+    assert cfg.logical_axis_rules == (("embed", ("fsdp", "tensor")), ("mlp", ()), ("vocab", "data"))
+    assert cfg.dataset_path == "/a=b/*.py"  # only the first = separates
+    (tmp_path / "run.yml").write_text("mlp_activations: [gelu]\n")
+    assert config.load([str(tmp_path / "run.yml")], {}).mlp_activations == ("gelu",)
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(AttributeError, match=r"steps=5 cannot be set.*Load another"):
+        BASE.steps = 5
+    with pytest.raises(AttributeError, match=r"steps cannot be deleted.*Load another"):
+        del BASE.steps
+    assert BASE.steps == 1000
+
+
+def test_an_unknown_attribute_raises():
+    with pytest.raises(AttributeError, match="learning_rat"):
+        _ = BASE.learning_rat
+
+
+def test_a_config_is_copied_and_pickled_whole():
+    assert copy.deepcopy(BASE) == BASE
+    assert pickle.loads(pickle.dumps(BASE)) == BASE
+    assert config.load(["steps=5"], {}) != BASE
+    assert "learning_rate=0.0004" in repr(BASE)
+
+
+VALUES = {
+    bool: st.booleans(),
+    int: st.integers(),
+    float: st.floats(allow_nan=False, allow_infinity=False),
+    str: st.text(),
+    tuple: st.recursive(
+        st.text() | st.integers(),
+        lambda inner: st.lists(inner, max_size=3).map(tuple),
+        max_leaves=5,
+    ).filter(lambda value: isinstance(value, tuple)),
+}
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_a_stored_config_comes_back_as_it_was(data):
+    """as_dict is what a checkpoint stores; from_dict neither checks nor changes any value."""
+    stored = BASE.as_dict()
+    names = data.draw(st.lists(st.sampled_from(sorted(stored)), max_size=8, unique=True))
+    for name in names:
+        stored[name] = config.Config(
+            {name: data.draw(VALUES[type(vars(BASE)[name])], label=name)}
+        ).as_dict()[name]
+    restored = config.from_dict(stored)
+    assert restored.as_dict() == stored
+    assert config.from_dict(restored.as_dict()) == restored
+
+
+def test_as_dict_holds_lists_for_json():
+    assert BASE.as_dict()["mlp_activations"] == ["silu", "linear"]
+
+
+def test_a_key_that_a_stored_config_lacks_takes_its_default():
+    stored = BASE.as_dict()
+    del stored["steps"]
+    stored["learning_rate"] = 1  # JSON may lose the point of 1.0
+    restored = config.from_dict(stored)
+    assert restored.steps == 1000
+    assert type(restored.learning_rate) is float
+
+
+def test_only_what_differs_from_base_yml_is_described():
+    """The start of a run prints these lines and no others."""
+    argv = ["run_name=a", "learning_rate=1e-3", "enable_diloco=false", "mlp_activations=[gelu]"]
+    assert config.describe_differences(config.load(argv, {})) == [
+        "run_name=a (default empty)",
+        "mlp_activations=[gelu] (default [silu, linear])",
+        "learning_rate=0.001 (default 0.0004)",
+        "enable_diloco=false (default true)",
+    ]
+    assert config.describe_differences(BASE) == []
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (
+            ["diloco_outer_overlap=eager", "diloco_outer_optimizer=adam"],
+            ["diloco_outer_optimizer=adam", "diloco_outer_overlap=eager", "Use nesterov"],
+        ),
+        (["enable_streaming_diloco=true"], ["num_diloco_fragments=1", "every three layers"]),
+        (["steps=99"], ["steps=99", "diloco_sync_period=100", "shorter period"]),
+        (["compile_topology=v5e-16"], ["compile_topology=v5e-16", "train_compile", "Leave it out"]),
+    ],
+)
+def test_what_works_but_is_seldom_meant_is_a_warning(argv, words):
+    (line,) = config.warnings(config.load(argv, {}))
+    assert all(word in line for word in words)
+    assert "\n" not in line
+
+
+def test_usual_settings_give_no_warning():
+    """The other side of each condition above: linear outer optimizer, several fragments, steps."""
+    for argv in (
+        [],
+        ["diloco_outer_overlap=eager"],
+        ["diloco_outer_optimizer=adam"],
+        ["enable_streaming_diloco=true", "num_diloco_fragments=3"],
+        ["steps=100"],
+        ["steps=99", "enable_diloco=false"],
+        ["steps=-1"],
+    ):
+        assert config.warnings(config.load(argv, {})) == []
+
+
+HEAVY = ("jax", "numpy", "flax", "optax", "orbax", "grain")
+
+
+def imported(code: str) -> set[str]:
+    """The heavy modules that are loaded in a fresh Python after running `code`."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return set(done.stdout.split()) & set(HEAVY)
+
+
+def test_jax_is_not_imported_by_the_config():
+    """A wrong flag is refused before JAX is loaded; NumPy stands for what else costs time."""
+    code = (
+        "from maxdiloco.flags import base_yml, config\n"
+        "cfg = config.load(['model_name=1b', 'steps=3'], {})\n"
+        "config.describe_differences(cfg), config.warnings(cfg), config.from_dict(cfg.as_dict())\n"
+        "base_yml.help_text('maxdiloco.train')"
+    )
+    assert imported(code) == set()
+    assert imported("import numpy") == {"numpy"}  # the check sees what is there

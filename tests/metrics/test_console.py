@@ -1,0 +1,55 @@
+"""The line at a log point, and the bar that is only for terminals."""
+
+import io
+
+from maxdiloco.metrics.console import Progress, console_line
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_the_line_shows_known_names_in_order_and_leaves_the_rest_to_the_files():
+    line = console_line(
+        120,
+        2000,
+        {
+            "perf/step_time": 0.8123,
+            "learning/lr": 3e-4,
+            "learning/loss": 2.34567,
+            "learning/loss_replica_0": 2.3,
+            "perf/tokens_per_second": 12345.6,
+            "perf/mfu": 0.4123,
+        },
+    )
+    assert line == (
+        "step 120/2000 | loss 2.3457 | lr 3.00e-04 | 0.812 s/step | 12,346 tokens/s | mfu 41.2%"
+    )
+
+
+def test_elsewhere_than_on_a_terminal_only_lines_are_printed():
+    out, err = io.StringIO(), io.StringIO()
+    with Progress(first_step=0, total_steps=3, out=out, bar_stream=err) as progress:
+        for step in range(1, 4):
+            progress.advance()
+            progress.line(f"step {step}")
+    assert out.getvalue() == "step 1\nstep 2\nstep 3\n"
+    assert err.getvalue() == ""
+
+
+def test_on_a_terminal_there_is_a_bar_that_starts_at_the_resumed_step():
+    out, err = io.StringIO(), Terminal()
+    with Progress(first_step=5, total_steps=10, out=out, bar_stream=err) as progress:
+        progress.line("step 5")
+        progress.advance(5)
+    assert "5/10" in err.getvalue()
+    assert "step 5\n" in out.getvalue()
+
+
+def test_the_other_processes_show_nothing():
+    out, err = io.StringIO(), Terminal()
+    with Progress(first_step=0, total_steps=1, shown=False, out=out, bar_stream=err) as progress:
+        progress.advance()
+        progress.line("step 1")
+    assert out.getvalue() == err.getvalue() == ""

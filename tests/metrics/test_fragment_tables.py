@@ -1,0 +1,205 @@
+"""The fragment table of every model file: all parameters once, each layer where it belongs.
+
+Shapes alone: nothing is allocated or compiled.
+"""
+
+import functools
+import pathlib
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import maxdiloco
+from maxdiloco import train
+from maxdiloco.diloco import fragments, slices
+from maxdiloco.diloco.quantize import bytes_per_value
+from maxdiloco.flags import config
+from maxdiloco.metrics import tables
+from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.trainer import assemble
+
+MODEL_FILES = sorted((pathlib.Path(__file__).parents[2] / "configs/models").glob("*.yml"))
+COUNTS = [(1, 1), (2, 1), (4, 1), (5, 2), (5, 3)]  # (P, k); tiny has the fewest layers, 4
+WIRE = "float4_e3m0"
+FLAGS = [
+    "hardware=cpu",
+    "dataset_type=synthetic",
+    "dcn_diloco_parallelism=2",
+    "ici_fsdp_parallelism=4",
+    f"diloco_exchange_dtype={WIRE}",
+]
+
+
+@functools.cache
+def parts_of(name):
+    """The parts of a run with a model file; built once, since that takes the time."""
+    cfg = config.load([f"model_name={name}", *FLAGS], {})
+    mesh = mesh_lib.build(cfg)
+    return assemble.assemble(cfg, mesh, total_steps=1, on_compile=lambda *_: None)
+
+
+def layout_of(name, P, k=1, M=2, **options):
+    """The layout of the same run cut into other fragments."""
+    parts = parts_of(name)
+    algorithm = maxdiloco.DiLoCo(
+        lambda *_: None,
+        num_replicas=M,
+        sync_period=100,
+        num_fragments=P,
+        num_nonlayer_fragments=k,
+        exchange_dtype=WIRE,
+        layer_axis=parts.model.layer_axis,
+        mesh=parts.mesh,
+        **options,
+    )
+    return algorithm.bind(parts.params, ())
+
+
+def read(lines):
+    """[(fragment, layers, parameters, bytes, share)] and what follows the table."""
+    rows = [re.fullmatch(r"(\d+) +(\S+) +([\d,]+) +([\d,]+) +([\d.]+)%", line) for line in lines]
+    assert lines[0].split() == "fragment layers parameters bytes on the wire share".split()
+    table = [
+        (int(p), layers, int(n.replace(",", "")), int(b.replace(",", "")), float(share))
+        for p, layers, n, b, share in (row.groups() for row in rows if row)
+    ]
+    return table, lines[1 + len(table) :]
+
+
+def named(layers):
+    """'0-2,5' -> [0, 1, 2, 5]."""
+    found = []
+    for run in layers.split(","):
+        first, _, last = run.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def holders(params, plans):
+    """For each leaf: how many fragments hold each entry of the dim that is cut; [1] if whole."""
+    leaves = jax.tree.leaves(params)
+    counts = [None] * len(leaves)
+    for plan in plans:
+        for part in plan.fragment.parts:
+            i = part.leaf
+            entries = 1 if part.axis is None else leaves[i].shape[part.axis]
+            counts[i] = np.zeros(entries, int) if counts[i] is None else counts[i]
+            counts[i][list(part.entries) or [0]] += 1
+    return counts
+
+
+@pytest.mark.parametrize("P, k", COUNTS)
+@pytest.mark.parametrize("path", MODEL_FILES, ids=lambda path: path.stem)
+def test_the_table_of_every_model_file_holds_all_parameters_once(path, P, k):
+    """Their number is the one worked out in the file's comment. Layer i lies in fragment
+    k + i mod (P - k); fragments 0 to k - 1 hold no layer."""
+    expected = int(re.search(r"Parameters: ([\d,]+)", path.read_text())[1].replace(",", ""))
+    layout = layout_of(path.stem, P, k)
+    parts = parts_of(path.stem)
+    layers_in_all = parts.model.spec.num_layers
+    table, _ = read(tables.fragment_table(layout))
+    assert [row[0] for row in table] == list(range(P))
+    assert sum(row[2] for row in table) == expected
+    assert all(np.all(count == 1) for count in holders(parts.params, layout.plans))
+    for p, layers, parameters, sent, share in table:
+        assert share == pytest.approx(100 * parameters / expected, abs=0.051)
+        # Four devices each round a chunk up to 1024 elements; blocks and flags at their ends.
+        least = parameters * bytes_per_value(WIRE)
+        assert least <= sent <= least + 4 * (1024 + 8 * len(jax.tree.leaves(parts.params)))
+        if P == 1:
+            assert layers == "all"
+        elif p < k:
+            assert layers == "none"
+        else:
+            every = range(layers_in_all)
+            assert named(layers) == [i for i in every if k + i % (P - k) == p]
+
+
+@pytest.mark.parametrize("path", MODEL_FILES, ids=lambda path: path.stem)
+def test_the_number_of_programs_does_not_grow_with_the_number_of_fragments(path):
+    """Fragments with equal cuts share theirs: one more layer or one less, and what is no layer,
+    with k > 1 with and without the leaves that are not split, and one row more or less."""
+    parts = parts_of(path.stem)
+    leaves, layers = jax.tree.leaves(parts.params), parts.model.spec.num_layers
+
+    def programs(P, k, sequential):
+        found = fragments.partition(
+            parts.params,
+            parts.model.layer_axis,
+            num_fragments=P,
+            num_nonlayer=k,
+            sequential=sequential,
+        )
+        cuts = {tuple(slices.cut_of(q, leaves[q.leaf].shape) for q in f.parts) for f in found}
+        return len(cuts)
+
+    for sequential in (False, True):
+        counts = [programs(P, 1, sequential) for P in range(2, layers + 2)]
+        assert max(counts) <= 3
+        assert programs(layers + 3, 3, sequential) <= 5
+
+
+def test_sequential_layers_are_told_as_runs():
+    """6 layers over 4 fragments: the first two have one more."""
+    layout = layout_of("35m", 5, sequential_layers=True)
+    table, _ = read(tables.fragment_table(layout))
+    assert [row[1] for row in table] == ["none", "0-1", "2-3", "4", "5"]
+
+
+def test_a_fragment_far_above_the_others_is_told_with_its_bytes_and_a_remedy():
+    """35m: the embedding is 47 % of it. Control: cut in two by rows it is no longer."""
+    layout = layout_of("35m", 5)
+    table, (line,) = read(tables.fragment_table(layout))
+    assert line.startswith(f"warning: fragment 0 sends {table[0][3]:,} bytes, more than twice the ")
+    assert "larger num_nonlayer_fragments" in line
+    layout = layout_of("35m", 5, 2)
+    assert read(tables.fragment_table(layout))[1] == []
+
+
+def test_show_fragments_prints_the_table_and_neither_compiles_nor_writes(tmp_path, capfd):
+    flags = [
+        *FLAGS,
+        "model_name=tiny",
+        "enable_streaming_diloco=true",
+        "num_diloco_fragments=5",
+        "num_nonlayer_fragments=2",
+        f"base_output_directory={tmp_path}/runs",
+    ]
+    assert train.main([*flags, "show_fragments=true"]) == 0
+    shown = capfd.readouterr().out.splitlines()
+    layout = layout_of("tiny", 5, 2)
+    table = tables.fragment_table(layout)
+    assert shown[-len(table) :] == table
+    assert not any("compiled" in line for line in shown)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("overlap", "factor", "copies"),
+    [("none", 1, "one copy on every slice"), ("eager", 4, "one copy for each of 8 replicas")],
+)
+def test_the_outer_state_is_told_with_its_memory_and_whose_it_is(overlap, factor, copies):
+    """tiny: theta and momentum of 1,033,600 values of 4 bytes, a quarter on each device of a slice;
+    eager has one of each for the 4 replicas of a slice."""
+    line = tables.outer_memory_line(layout_of("tiny", 1, M=8, outer_overlap=overlap), "device")
+    theta = 4 * 1_033_600 / 4 * factor / 2**20
+    found = re.search(r"outer state: ([\d.]+) MiB a device \(([\d.]+) MiB of it parameters\)", line)
+    # The norms, 1,408 values, lie on every device whole: 0.005 MiB; the line has one digit.
+    assert float(found[2]) == pytest.approx(theta, abs=0.05 + 0.005 * factor)
+    assert float(found[1]) == pytest.approx(2 * theta, abs=0.05 + 0.01 * factor)
+    assert line.endswith(f", {copies}, kept in device")
+
+
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+def test_the_outer_state_lies_where_the_flag_says(memory):
+    """All of theta and of the outer optimizer's state; the replicas stay on the device."""
+    flags = [*FLAGS, "model_name=tiny", f"diloco_outer_memory={memory}"]
+    cfg = config.load(flags, {})
+    parts = assemble.assemble(cfg, parts_of("tiny").mesh, total_steps=1, on_compile=lambda *_: None)
+    state = parts.trainer.bind(parts.params, parts.opt_state).state
+    outer = jax.tree.leaves((state.outer, state.outer_opt))
+    assert {x.sharding.memory_kind == "pinned_host" for x in outer} == {memory == "pinned_host"}
+    replicas = jax.tree.leaves((state.params, state.opt_state))
+    assert not any(x.sharding.memory_kind == "pinned_host" for x in replicas)

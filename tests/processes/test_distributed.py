@@ -1,0 +1,341 @@
+"""When a program is one of several processes, and what it says when they cannot meet."""
+
+import concurrent.futures
+import contextlib
+import functools
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from maxdiloco.errors import CheckpointError, ConfigError, DataError, LostPeerError
+from maxdiloco.processes import distributed, watch
+from maxdiloco.processes.distributed import Job
+
+WAIT_S = 60  # far above what anything here takes
+
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "a,b",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+}
+MPI = {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:1"}
+KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+LOCAL = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1"}
+
+
+@pytest.mark.parametrize(
+    "environ, expected",
+    [
+        ({}, None),
+        (LOCAL | {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "JAX_COORDINATOR_ADDRESS"),
+        (LOCAL | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, None),
+        (LOCAL, "JAX_COORDINATOR_ADDRESS"),
+        (SLURM | {"SLURM_NTASKS": "2"}, "Slurm"),
+        (SLURM | {"SLURM_NTASKS": "1"}, None),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}, None),  # salloc without srun
+        (MPI | {"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),
+        (MPI | {"OMPI_COMM_WORLD_SIZE": "1"}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),  # 5: found by later versions of JAX alone
+        (SLURM | {"SLURM_NTASKS": "1", "OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),  # its daemon's
+        (KUBERNETES | {"JOB_COMPLETION_INDEX": "0"}, "Kubernetes"),
+        (KUBERNETES, None),  # any pod
+    ],
+)
+def test_the_environment_tells_whether_there_are_several_processes(environ, expected):
+    """The variables that jax.distributed.initialize looks at; a count of one is one process."""
+    assert distributed.launcher(environ, on_tpu=False) == expected
+
+
+def test_tpu_hosts_are_found_by_jax_itself():
+    assert distributed.launcher({}, on_tpu=True) == "TPU"
+
+
+def test_a_tpu_host_without_a_cluster_is_one_process(monkeypatch):
+    """jax.distributed.initialize finds no coordinator, as on the machine behind a notebook."""
+
+    def finds_none(**arguments):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", finds_none)
+    monkeypatch.setattr(distributed, "_delay_aborts", lambda: None)
+    monkeypatch.setattr(distributed, "launcher", lambda environ, on_tpu: distributed.TPU)
+    with distributed.processes({}, timeout_s=1, peer_timeout_s=1) as job:
+        assert job == Job(0, 1)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Arguments of jax.distributed.initialize, which raises asked["error"] if there is one."""
+    asked = {"error": None}
+
+    def initialize(**arguments):
+        asked.update(arguments)
+        if asked["error"]:
+            raise asked["error"]
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    return asked
+
+
+def initialize(kind, environ=None):
+    distributed._initialize(kind, environ or {}, timeout_s=60, peer_timeout_s=60)
+
+
+@pytest.mark.parametrize(
+    ("kind", "environ", "all_it_sees"),
+    [
+        ("Slurm", {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "2"}, True),
+        ("Slurm", {"SLURM_NTASKS": "16", "SLURM_STEP_NUM_NODES": "2"}, False),
+        ("Slurm", {"SLURM_NTASKS": "16", "CUDA_VISIBLE_DEVICES": "0"}, True),  # --gpus-per-task=1
+        ("Slurm", {"SLURM_NTASKS": "16", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, False),
+        ("Open MPI", {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, True),
+        ("Open MPI", {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, False),
+        ("TPU", {}, False),
+        ("Kubernetes", {}, False),
+    ],
+)
+def test_a_process_alone_on_its_host_keeps_all_gpus(asked, kind, environ, all_it_sees):
+    """JAX would give it the one of its place on the host; [] leaves what is visible."""
+    initialize(kind, environ)
+    assert asked.get("local_device_ids") == ([] if all_it_sees else None)
+
+
+def test_the_gpus_that_the_user_names_are_left_to_jax(asked):
+    alone = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "2"}
+    initialize("Slurm", alone | {"JAX_LOCAL_DEVICE_IDS": "0,1"})
+    assert "local_device_ids" not in asked
+
+
+def test_a_cluster_that_jax_cannot_read_is_refused_in_one_line(asked):
+    """JAX raises RuntimeError, on some clusters with a text of several lines."""
+    asked["error"] = RuntimeError("Failed to recognize\n coordinator address job-0.")
+    message = "started by TPU, but JAX cannot find them: Failed to recognize coordinator address"
+    with pytest.raises(ConfigError, match=message) as caught:
+        initialize("TPU")
+    assert "\n" not in str(caught.value)
+    assert "JAX_NUM_PROCESSES=1 for a run of one" in str(caught.value)
+
+
+def test_processes_that_cannot_connect_are_lost_with_jax_s_reason(asked):
+    """As when another program has the coordinator's port."""
+    asked["error"] = jax.errors.JaxRuntimeError("UNKNOWN: Failed to start RPC server")
+    with pytest.raises(LostPeerError, match="by Slurm cannot meet: UNKNOWN: Failed to") as caught:
+        initialize("Slurm")
+    assert "that the port of JAX_COORDINATOR_ADDRESS is free" in str(caught.value)
+
+
+def test_a_coordinator_port_in_use_is_named_before_jax_starts(asked, free_port):
+    """jaxlib's service sometimes crashes on one; a free port is the control."""
+    local = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
+    environ = local | {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port}"}
+    with (
+        socket.create_server(("", free_port)),
+        pytest.raises(LostPeerError, match=f"names port {free_port}, which process 0.*in use"),
+    ):
+        initialize("JAX_COORDINATOR_ADDRESS", environ)
+    assert "num_processes" not in asked
+    initialize("JAX_COORDINATOR_ADDRESS", environ)
+    assert asked["num_processes"] == 2
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1", "host:", ":80", "host:http"])
+def test_an_address_without_host_or_port_is_refused(address):
+    environ = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
+    with pytest.raises(ConfigError, match=f"={address} has no host and port: set it to host:port"):
+        initialize("JAX_COORDINATOR_ADDRESS", environ)
+
+
+@pytest.mark.parametrize("key", ["JAX_NUM_PROCESSES", "JAX_PROCESS_ID"])
+def test_a_local_run_without_an_address_is_refused(key):
+    with pytest.raises(ConfigError, match=f"{key}=2 is set.*unset {key}") as caught:
+        distributed.launcher({key: "2"}, on_tpu=False)
+    assert "Set JAX_COORDINATOR_ADDRESS=host:port" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "count, index, message",
+    [
+        (
+            "two",
+            "0",
+            "JAX_NUM_PROCESSES=two is not a whole number: set it to the number of processes",
+        ),
+        ("2", "-1", "JAX_PROCESS_ID=-1 is not a whole number: set it to the index of this process"),
+        ("2", "2", "JAX_PROCESS_ID=2 must be below JAX_NUM_PROCESSES=2.*Use 1 or less"),
+    ],
+)
+def test_wrong_numbers_of_a_local_run_are_refused(count, index, message):
+    environ = LOCAL | {"JAX_NUM_PROCESSES": count, "JAX_PROCESS_ID": index}
+    with (
+        pytest.raises(ConfigError, match=message),
+        distributed.processes(environ, timeout_s=1, peer_timeout_s=1),
+    ):
+        pass
+
+
+def test_one_process_is_left_alone():
+    """No service, no thread, no signal handler."""
+    before = signal.getsignal(signal.SIGABRT), signal.getsignal(signal.SIGTERM)
+    with distributed.processes({}, timeout_s=1, peer_timeout_s=1) as job:
+        assert job == Job(process_id=0, num_processes=1)
+        assert "maxdiloco-watch" not in [thread.name for thread in threading.enumerate()]
+        assert (signal.getsignal(signal.SIGABRT), signal.getsignal(signal.SIGTERM)) == before
+
+
+@pytest.mark.parametrize(
+    "error, code",
+    [
+        (ConfigError(), 2),
+        (CheckpointError(), 2),
+        (DataError(), 3),
+        (KeyboardInterrupt(), 130),
+        (SystemExit(7), 7),
+        (SystemExit(), 0),
+        (SystemExit("words"), 1),
+        (KeyError(), 1),
+    ],
+)
+def test_exit_codes(error, code):
+    assert distributed.exit_code(error) == code
+
+
+class ServiceGone:
+    """A client of JAX's coordination service whose process 0 has been killed."""
+
+    def blocking_key_value_get(self, key, timeout_in_ms):
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE: Socket closed")
+
+
+def test_a_process_0_lost_while_meeting_is_named(monkeypatch):
+    state = SimpleNamespace(client=ServiceGone(), coordinator_address="[::1]:1234")
+    monkeypatch.setattr(distributed.jax_distributed, "global_state", state)
+    with pytest.raises(LostPeerError, match="process 0 at ::1 was lost before process 3") as caught:
+        distributed._meet(Job(3, 4), watch.listen, timeout_s=1)
+    assert "start the run again" in str(caught.value)
+
+
+class Store:
+    """The key-value store and the barrier of JAX's coordination service, for two threads."""
+
+    def __init__(self):
+        self.values = queue.Queue()
+        self.barrier = threading.Barrier(2)
+
+    def key_value_set(self, key, value):
+        self.values.put(value)
+
+    def blocking_key_value_get(self, key, timeout_in_ms):
+        return self.values.get(timeout=WAIT_S)
+
+    def wait_at_barrier(self, name, timeout_in_ms):
+        self.barrier.wait(WAIT_S)
+
+
+@pytest.fixture
+def meet(monkeypatch, free_port):
+    """Two processes meet in two threads: the port they used, or the error of each."""
+    state = SimpleNamespace(client=Store(), coordinator_address=f"127.0.0.1:{free_port}")
+    monkeypatch.setattr(distributed.jax_distributed, "global_state", state)
+
+    def meet(kind, peer_port):
+        listen = functools.partial(distributed._listen, kind, peer_port)
+
+        def one(index):
+            try:
+                return distributed._meet(Job(index, 2), listen, timeout_s=WAIT_S)
+            except (ConfigError, LostPeerError) as error:
+                return error
+
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            ends = list(pool.map(one, (0, 1)))
+        if isinstance(ends[1], Exception):
+            return ends
+        port = ends[1][0].socket.getpeername()[1]
+        for links in ends:
+            links[0].socket.close()
+        return port
+
+    return meet
+
+
+def test_the_processes_meet_at_peer_port(meet, free_port):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        wanted = server.getsockname()[1]
+    assert meet("TPU", wanted) == wanted
+
+
+def test_the_processes_meet_at_the_port_after_jax_s_if_it_is_free(meet, free_port):
+    assert meet("TPU", 0) == free_port + 1
+    with socket.create_server(("", free_port + 1)):
+        assert meet("TPU", 0) != free_port + 1
+    assert meet("Slurm", 0) != free_port + 1  # JAX's port of the next job
+
+
+def test_a_peer_port_in_use_ends_every_process_with_2_and_one_line(meet):
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        first, second = meet("TPU", port)
+    assert (type(first), first.exit_code) == (ConfigError, 2)
+    assert (type(second), second.exit_code) == (LostPeerError, 2)
+    assert str(first) == (
+        f"peer_port={port} cannot be used on {socket.gethostname()}: Address already in use. "
+        "Name a free port, or leave peer_port=0 to take one."
+    )
+    assert str(second) == f"process 0 at 127.0.0.1 has ended: {first}"
+
+
+ALONE = """
+import os, sys
+from maxdiloco.errors import ConfigError
+from maxdiloco.processes import distributed
+try:
+    with distributed.processes(os.environ, timeout_s=1, peer_timeout_s=1):
+        print("met")
+except ConfigError as error:
+    sys.exit(str(error))
+"""
+
+
+def alone(environ):
+    """A process of a run in which the others never come."""
+    environ = os.environ | environ
+    return subprocess.run(
+        [sys.executable, "-c", ALONE], capture_output=True, text=True, env=environ
+    )
+
+
+def test_a_count_that_jax_cannot_find_is_refused_with_the_variables_to_set():
+    """An address without a number of processes, and no cluster that tells it."""
+    ended = alone(LOCAL)
+    assert ended.returncode == 1
+    assert "started by JAX_COORDINATOR_ADDRESS, but JAX cannot find them" in ended.stderr
+    assert "JAX_NUM_PROCESSES and JAX_PROCESS_ID" in ended.stderr
+
+
+def test_processes_that_never_come_end_the_wait_with_5_and_the_key(free_port):
+    """JAX's own timeout ends in an abort; ours comes before it."""
+    address = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port}"}
+    ended = alone(address | {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"})
+    assert ended.returncode == 5
+    assert ended.stdout == ""
+    assert "LostPeerError: jax_distributed_initialization_timeout=1 s have passed" in ended.stderr
+    assert "raise the key if they only start slowly" in ended.stderr
+
+
+@pytest.fixture
+def free_port():
+    """A free port with a free one after it."""
+    while True:
+        with contextlib.suppress(OSError), socket.create_server(("", 0)) as server:
+            port = server.getsockname()[1]
+            with socket.create_server(("", port + 1)):
+                return port

@@ -1,0 +1,145 @@
+"""Signals that stop a run: one process, and two that must leave at the same step."""
+
+import os
+import pathlib
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from maxdiloco.processes.preemption import Preemption
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+TWO_PROCESSES = """
+import os, signal, sys, time
+import jax
+rank, port = int(sys.argv[1]), sys.argv[2]
+jax.config.update("jax_num_cpu_devices", 1)
+jax.distributed.initialize(f"localhost:{port}", 2, rank)
+from maxdiloco.processes.preemption import Preemption
+with Preemption(print) as preemption:
+    for step in range(1, 100_000):
+        time.sleep(0.01 if rank else 0.03)  # one runs ahead
+        if rank == 1 and step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if preemption.requested(step):
+            print("left at", step)
+            break
+"""
+
+ONE_PROCESS = """
+import os, signal
+from maxdiloco.processes.preemption import Preemption
+with Preemption(print) as preemption:
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("alive", preemption.requested(1), flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+print("still alive")
+"""
+
+
+WAIT_S = 60  # far above what a thread takes to be woken
+
+
+def wait_until(holds):
+    limit = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+
+
+def test_sigterm_is_noted_and_nothing_before_it():
+    with Preemption(print) as preemption:
+        assert not preemption.requested(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert preemption.requested(2)
+        assert preemption.requested(3)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_the_handler_before_comes_back(number):
+    def mine(number, frame):
+        raise AssertionError("called")
+
+    before = signal.signal(number, mine)
+    try:
+        with Preemption(print):
+            assert signal.getsignal(number) is not mine
+        assert signal.getsignal(number) is mine
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_closed_terminal_counts_as_sigterm_and_under_nohup_for_nothing():
+    with Preemption(print) as preemption:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert preemption.requested(1)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Preemption(print) as preemption:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not preemption.requested(1)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_ctrl_c_is_told_at_once_and_noted():
+    told = queue.Queue()
+    with Preemption(told.put) as preemption:
+        assert not preemption.requested(1)
+        os.kill(os.getpid(), signal.SIGINT)
+        line = told.get(timeout=WAIT_S)
+        assert line == "Ctrl-C: stopping after this step; press it again to quit now."
+        wait_until(lambda: preemption.requested(2))
+        assert preemption.by_ctrl_c
+
+
+def test_ctrl_c_after_sigterm_does_not_change_why_the_run_stops():
+    told = queue.Queue()
+    with Preemption(told.put) as preemption:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        told.get(timeout=WAIT_S)
+    assert preemption.requested(1)
+    assert not preemption.by_ctrl_c
+
+
+def test_sigterm_kills_again_afterwards():
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_PROCESS], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout == "alive True\n"
+    assert done.returncode == -signal.SIGTERM
+
+
+def test_processes_leave_at_one_step():
+    """SIGTERM in one of two; the faster one has passed steps that the slower one has not."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_PROCESSES, str(rank), port],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [run.communicate(timeout=120) for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+    steps = [re.fullmatch(r"left at (\d+)\n", out).group(1) for out, _ in outputs]
+    assert steps[0] == steps[1]
+    assert int(steps[0]) > 5
+    assert [run.returncode for run in runs] == [0, 0]

@@ -1,0 +1,294 @@
+"""Losses and ends of peers, with real sockets and threads inside one process."""
+
+import json
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from maxdiloco.errors import LostPeerError
+from maxdiloco.processes import watch
+
+WAIT_S = 60  # far above what anything here takes
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    for name in ("BEAT_S", "PATIENCE_S", "GRACE_S"):
+        monkeypatch.setattr(watch, name, 0.05)
+
+
+class Ends(queue.Queue):
+    """Stands for os._exit: what the watch would have ended the process with."""
+
+    def __call__(self, code, line):
+        self.put((code, line))
+
+    def next(self):
+        return self.get(timeout=WAIT_S)
+
+
+@pytest.fixture
+def ends():
+    return Ends()
+
+
+@pytest.fixture
+def guarding(ends):
+    """Makes watches, and stops their threads after the test, which would keep pytest alive."""
+    made = []
+
+    def make(process_id, links, **options):
+        made.append(watch.Watch(process_id, links, end=ends, **options))
+        return made[-1]
+
+    yield make
+    for guard in made:
+        guard.close()
+
+
+def link_pair(peer=1, host="host-b"):
+    """A link to a peer, and the peer's bare end of it."""
+    ours, theirs = socket.socketpair()
+    theirs.settimeout(WAIT_S)
+    return watch.Link(peer, host, ours), theirs
+
+
+def heard(bare, word):
+    """The next message that has `word`."""
+    for line in bare.makefile():
+        if word in (message := json.loads(line)):
+            return message
+    raise AssertionError(f"the connection closed without {word}")
+
+
+def over():
+    """A main thread that has ended."""
+    thread = threading.Thread()
+    thread.start()
+    thread.join()
+    return thread
+
+
+def say(bare, **message):
+    bare.sendall(json.dumps(message).encode() + b"\n")
+
+
+def test_a_closed_connection_ends_the_process_with_5_and_the_name(ends, guarding):
+    """kill -9 closes the connection at once, long before any timeout."""
+    link, bare = link_pair()
+    guarding(0, [link], silence_s=WAIT_S)
+    bare.close()
+    code, line = ends.next()
+    assert code == 5
+    assert "process 1 on host-b is gone" in line
+    assert "Start the run again with the same run_name" in line
+    assert "\n" not in line
+
+
+def test_silence_ends_the_process_with_the_name_the_key_and_the_remedy(ends, guarding):
+    """A stopped process, or one behind a cut cable, keeps its connection open."""
+    link, bare = link_pair()
+    guarding(0, [link], silence_s=0.5)
+    code, line = ends.next()
+    assert code == 5
+    assert "process 1 on host-b has been silent for" in line
+    assert "(peer_timeout_seconds=0.5)" in line
+    assert "Raise peer_timeout_seconds" in line
+    bare.close()
+
+
+def test_peers_that_only_beat_are_not_lost(ends, guarding):
+    """The positive control of the silence: two watches face to face for twice silence_s."""
+    link, bare = link_pair()
+    sides = [
+        guarding(0, [link], silence_s=1.0),
+        guarding(1, [watch.Link(0, "host-a", bare)], silence_s=1.0),
+    ]
+    assert sides[0].cause(2.0) is None
+    for side in sides:
+        side.close()
+    assert ends.empty()
+
+
+def test_process_0_tells_the_others_who_is_lost(ends, guarding):
+    """The others hold no connection to each other."""
+    (one, bare_one), (two, bare_two) = link_pair(1, "host-b"), link_pair(2, "host-c")
+    guarding(0, [one, two], silence_s=WAIT_S)
+    bare_one.close()
+    assert "process 1 on host-b is gone" in heard(bare_two, "lost")["lost"]
+    assert ends.next()[0] == 5
+    bare_two.close()
+
+
+def test_another_process_passes_on_what_process_0_says(ends, guarding):
+    link, bare = link_pair(0, "host-a")
+    guarding(2, [link], silence_s=WAIT_S)
+    say(bare, lost="process 1 on host-b is gone")
+    assert ends.next() == (5, "process 1 on host-b is gone")
+    bare.close()
+
+
+def test_the_main_thread_that_asks_gets_the_line_and_the_watch_prints_nothing(
+    ends, guarding, monkeypatch
+):
+    """One line, not two: either the main thread raises it or the watch prints it."""
+    monkeypatch.setattr(watch, "PATIENCE_S", 0.5)
+    link, bare = link_pair()
+    guard = guarding(0, [link], silence_s=WAIT_S, main=over())
+    bare.close()
+    assert "process 1 on host-b is gone" in guard.cause(WAIT_S).line
+    time.sleep(3 * watch.PATIENCE_S)
+    assert ends.empty()
+    guard.leave(5)
+    assert ends.next() == (5, None)
+
+
+@pytest.mark.parametrize("relayed", [False, True])
+@pytest.mark.parametrize("code", [2, 3, 4])
+def test_an_end_that_no_restart_mends_is_shared_with_its_reason(ends, guarding, relayed, code):
+    """It said goodbye, so it is not `gone`; process 0 relays the goodbyes of the others."""
+    link, bare = link_pair()
+    guarding(2, [link], silence_s=WAIT_S)
+    who = {"ended": "process 1 on host-b", "code": code} if relayed else {"end": code}
+    say(bare, **who, why="DataError: dataset_path=/text does not exist.")
+    assert ends.next() == (
+        code,
+        f"process 1 on host-b ended with exit code {code}, and so does this process: "
+        "DataError: dataset_path=/text does not exist.",
+    )
+    bare.close()
+
+
+@pytest.mark.parametrize("code", [1, 5, 130])
+def test_any_other_bad_end_of_a_peer_is_a_loss(ends, guarding, code):
+    """Start again: that is what exit code 5 tells a cluster."""
+    link, bare = link_pair()
+    guarding(2, [link], silence_s=WAIT_S)
+    say(bare, end=code)
+    found, line = ends.next()
+    assert found == 5
+    assert f"process 1 on host-b ended with exit code {code} while this process was still" in line
+    assert "The end of its own output tells more. Start the run again" in line
+    bare.close()
+
+
+def test_the_main_thread_that_asks_gets_the_code_of_the_peer(ends, guarding):
+    link, bare = link_pair()
+    guard = guarding(2, [link], silence_s=WAIT_S, main=over())
+    say(bare, end=2)
+    line, code = guard.cause(WAIT_S)
+    assert code == 2
+    assert line.startswith("process 1 on host-b ended with exit code 2, and so does this process. ")
+    guard.leave(code)
+    assert ends.next() == (2, None)
+    bare.close()
+
+
+@pytest.mark.parametrize("torn", [b'{"be{"beat": true}\n', b"7\n", b"\xff\n"])
+def test_a_message_that_was_cut_off_is_a_loss(ends, guarding, torn):
+    """The thread goes on: it has to name the peer and end the process."""
+    link, bare = link_pair()
+    guarding(0, [link], silence_s=WAIT_S)
+    bare.sendall(b'{"beat": true}\n' + torn)
+    code, line = ends.next()
+    assert code == 5
+    assert "process 1 on host-b is gone: a message from it was cut off" in line
+    bare.close()
+
+
+@pytest.mark.parametrize("code", [0, 143])
+def test_ends_that_all_processes_share_are_no_losses(ends, guarding, code):
+    """Positive control: code 3 in the test above."""
+    link, bare = link_pair()
+    guard = guarding(0, [link], silence_s=0.3)
+    say(bare, end=code)
+    bare.close()
+    assert guard.cause(1.0) is None
+    guard.close()
+    assert ends.empty()
+
+
+def test_an_error_is_announced_and_the_process_ends_with_its_code(ends, guarding):
+    link, bare = link_pair(0, "host-a")
+    guard = guarding(1, [link], silence_s=WAIT_S, main=over())
+    guard.leave(3, "DataError: no text.")
+    assert heard(bare, "end") == {"end": 3, "why": "DataError: no text."}
+    assert ends.next() == (3, None)
+    bare.close()
+
+
+def test_process_0_leaves_last(ends, guarding, monkeypatch):
+    """JAX aborts the others once process 0 is gone: it waits until their connections close."""
+    monkeypatch.setattr(watch, "GRACE_S", WAIT_S)
+    link, bare = link_pair()
+    guard = guarding(0, [link], silence_s=WAIT_S, main=over())
+    guard.leave(3)
+    assert heard(bare, "end")["end"] == 3
+    heard(bare, "beat")
+    heard(bare, "beat")
+    assert ends.empty()
+    bare.close()
+    assert ends.next() == (3, None)
+
+
+def test_gather_names_the_processes_that_did_not_come():
+    listener, secret = watch.listen()
+    port = listener.getsockname()[1]
+    came = []
+    peer = threading.Thread(
+        target=lambda: came.extend(watch.join("localhost", port, secret, 2, timeout_s=WAIT_S))
+    )
+    peer.start()
+    with pytest.raises(LostPeerError) as caught:
+        watch.gather(listener, secret, 4, timeout_s=1.0)
+    peer.join()
+    assert "processes [1, 3] did not reach process 0" in str(caught.value)
+    assert "within 1 s (the lesser of jax_distributed_initialization_timeout" in str(caught.value)
+    assert "let the hosts open TCP connections" in str(caught.value)
+    assert (came[0].peer, came[0].host) == (0, socket.gethostname())
+
+
+@pytest.mark.parametrize("greeting", [b"GET / HTTP/1.1\n", b'{"secret": "guess"}\n', b"[1]\n"])
+def test_strangers_are_turned_away(greeting):
+    listener, secret = watch.listen()
+    port = listener.getsockname()[1]
+    stranger = socket.create_connection(("localhost", port), timeout=WAIT_S)
+    stranger.sendall(greeting)
+    peer = threading.Thread(
+        target=watch.join, args=("localhost", port, secret, 1), kwargs={"timeout_s": WAIT_S}
+    )
+    peer.start()
+    links = watch.gather(listener, secret, 2, timeout_s=WAIT_S)
+    peer.join()
+    assert [link.peer for link in links] == [1]
+    assert stranger.recv(1) == b""
+
+
+def test_a_watch_that_cannot_be_reached_is_an_error_with_the_place():
+    listener, _ = watch.listen()
+    port = listener.getsockname()[1]
+    listener.close()
+    with pytest.raises(LostPeerError) as caught:
+        watch.join("localhost", port, "secret", 1, timeout_s=WAIT_S)
+    assert f"process 1 cannot reach process 0 at localhost port {port}" in str(caught.value)
+    assert "let the hosts open TCP connections" in str(caught.value)
+
+
+def test_the_process_ends_at_once_with_one_line_and_what_it_had_printed():
+    """os._exit drops what is buffered; the line goes to stderr."""
+    program = (
+        "import sys; from maxdiloco.processes import watch; print('last step', end='')\n"
+        "watch.end_process(5, 'process 1 on host-b is gone')"
+    )
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, capture_output=True, text=True, env=buffered)
+    assert ended.returncode == 5
+    assert ended.stdout == "last step"
+    assert ended.stderr == "LostPeerError: process 1 on host-b is gone\n"

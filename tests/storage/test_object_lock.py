@@ -1,0 +1,195 @@
+"""The lock of a run on gs://: who has it, when it goes stale, how it is lost."""
+
+import os
+import socket
+import threading
+import time
+
+import pytest
+from fake_gcs import BUCKET, LOST, FakeGcs
+
+from maxdiloco.errors import CheckpointError
+from maxdiloco.storage.object_lock import ObjectLock
+from maxdiloco.storage.run_folder import absolute, open_run_folder
+
+NAME = "runs/a/lock"
+ME = f"process {os.getpid()} on {socket.gethostname()} (started "
+
+
+@pytest.fixture
+def store(monkeypatch):
+    with FakeGcs() as found:
+        for key, value in found.environ().items():
+            monkeypatch.setenv(key, value)
+        yield found
+
+
+def lock(say=lambda line: None, renew_s=0.05, stale_s=60.0):
+    path = absolute(f"gs://{BUCKET}/{NAME}")
+    return ObjectLock(path, run_name="a", say=say, renew_s=renew_s, stale_s=stale_s)
+
+
+def writes(store):
+    return [status for request, status in store.requests if request.kind == "write"]
+
+
+def wait_for(holds):
+    limit = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def test_the_lock_is_renewed_while_it_is_held_and_gone_afterwards(store):
+    with lock() as held:
+        first = store.objects[BUCKET][NAME].generation
+        wait_for(lambda: store.objects[BUCKET][NAME].generation > first)
+        held.require()
+    assert store.names() == []
+    count = len(store.requests)
+    time.sleep(0.2)
+    assert len(store.requests) == count
+
+
+def test_a_second_run_is_refused_and_told_of_the_holder(store):
+    """The first renewal that it sees tells that the holder lives."""
+    said = []
+    with lock():
+        with pytest.raises(CheckpointError) as error:
+            lock(said.append).__enter__()
+    assert str(error.value).startswith(f"run_name=a is in use: gs://{BUCKET}/{NAME} of {ME}")
+    assert str(error.value).endswith(
+        "was renewed 0 s ago. Wait for it, stop it, or set another run_name."
+    )
+    assert len(said) == 1 and "waiting up to 60 s to see whether that run still lives" in said[0]
+    assert store.names() == []  # nothing of the question is left
+
+
+def test_a_lock_that_nobody_renews_is_waited_for_and_taken_over(store):
+    said = []
+    store.put(NAME, b'{"holder": "process 7 on x", "nonce": "7"}')
+    store.age(NAME, 3.0)
+    with lock(said.append, stale_s=4.0) as held:
+        held.require()
+        assert ME.encode() in store.objects[BUCKET][NAME].data
+    assert len(said) == 2 and "of process 7 on x was renewed 3 s ago: waiting up to 1 s" in said[0]
+    assert "of process 7 on x was renewed 4 s ago: taken over." in said[1]
+
+
+@pytest.mark.parametrize("content", [b'{"holder": "process 7 on x", "nonce": "7"}', b"[]", b"?"])
+def test_a_stale_lock_is_taken_over_without_a_wait_by_the_clock_of_the_store(store, content):
+    """The object has aged on the store; the host's clock says nothing of it."""
+    store.put(NAME, content)
+    store.age(NAME, 61.0)
+    begun = time.monotonic()
+    with lock():
+        assert ME.encode() in store.objects[BUCKET][NAME].data
+    assert time.monotonic() - begun < 30
+
+
+def test_of_two_that_take_over_a_stale_lock_one_gets_it(store):
+    store.put(NAME, b"{}")
+    store.age(NAME, 61.0)
+    both = threading.Barrier(2)
+    looked = set()
+
+    def fault(request):  # both have looked at the stale object before one writes
+        who = threading.get_ident()
+        if request.query.get("ifGenerationMatch", "0") != "0" and request.kind == "write":
+            if who not in looked and len(looked) < 2:
+                looked.add(who)
+                both.wait(60)
+        return None
+
+    results, ends = [], threading.Event()
+
+    def run():
+        try:
+            with lock():
+                results.append("held")
+                ends.wait(60)
+        except CheckpointError:
+            results.append("refused")
+            ends.set()
+
+    store.fault = fault
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == ["held", "refused"]
+
+
+def test_a_lock_that_is_lost_is_an_error_and_is_left_to_its_new_holder(store):
+    with lock() as held:
+        other = store.put(NAME, b'{"holder": "process 8 on y", "nonce": "8"}')
+        wait_for(lambda: 412 in writes(store))
+        wait_for(lambda: held._lost is not None)
+        with pytest.raises(CheckpointError) as error:
+            held.require()
+    assert "run_name=a: gs://" in str(error.value)
+    assert "was not renewed in time and is now that of process 8 on y" in str(error.value)
+    assert store.objects[BUCKET][NAME] == other
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["created", "renewed"])
+def test_an_answer_that_never_arrives_does_not_lose_the_lock(store, first):
+    """The client repeats the upload, and the store refuses: the generation is no longer the old."""
+    lost = []
+
+    def fault(request):
+        due = request.query.get("ifGenerationMatch") == "0" if first else True
+        if request.kind == "write" and due and not lost:
+            lost.append(request)
+            return LOST
+        return None
+
+    said = []
+    store.fault = fault if first else None
+    with lock(said.append) as held:
+        store.fault = fault
+        wait_for(lambda: 412 in writes(store))
+        count = len(writes(store))
+        wait_for(lambda: len(writes(store)) > count + 1)
+        held.require()
+    assert store.names() == []
+    assert not any("waiting" in line for line in said)
+
+
+def test_a_store_that_is_unavailable_is_a_warning_and_the_lock_is_renewed_later(store):
+    said = []
+    with lock(said.append, stale_s=4.0) as held:
+        store.fault = lambda request: 503
+        wait_for(lambda: said)
+        store.fault = None
+        generation = store.objects[BUCKET][NAME].generation
+        wait_for(lambda: store.objects[BUCKET][NAME].generation > generation)
+        held.require()
+    assert said[0].startswith(f"warning: gs://{BUCKET}/{NAME} cannot be renewed: Service Unavail")
+
+
+@pytest.mark.parametrize(
+    ("base", "status", "words"),
+    [
+        ("gs://absent-bucket/b", None, "Not Found (404): The specified bucket does not exist"),
+        (f"gs://{BUCKET}/b", 403, "Forbidden (403): fake 403"),
+    ],
+)
+def test_a_bucket_that_cannot_be_written_is_one_line(store, base, status, words):
+    store.fault = lambda request: status
+    with pytest.raises(CheckpointError) as error:
+        open_run_folder(base, "a").__enter__()
+    assert str(error.value) == (
+        f"base_output_directory={base} cannot hold run_name=a: {words}. Choose a folder that can "
+        "be written."
+    )
+
+
+def test_the_lock_of_a_run_folder_is_beside_its_checkpoints(store):
+    with open_run_folder(f"gs://{BUCKET}/runs", "a") as folder:
+        assert store.names() == [NAME]
+        folder.require_lock()
+    with open_run_folder(f"gs://{BUCKET}/runs", "a", primary=False) as folder:
+        assert store.names() == []
+        folder.require_lock()

@@ -1,0 +1,219 @@
+"""What is told to be saved is on the disk: by the order of what is forced there, and by real cuts.
+
+A file system keeps a file's contents once the file is synced, and its name once the folder is.
+"""
+
+import errno
+import os
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from power import small_ext4
+
+from maxdiloco.checkpoint import seal
+from maxdiloco.checkpoint.checkpointer import Checkpointer
+from maxdiloco.metrics.writer import MetricsWriter
+from maxdiloco.storage import durable
+from maxdiloco.storage.run_folder import RunFolder, locate, open_run_folder
+
+
+def values(step):
+    return np.random.default_rng(step).standard_normal((64, 64)).astype(np.float32)
+
+
+def items(step):
+    return {"outer_params": {"w": jax.device_put(values(step))}}
+
+
+def wanted(meta):
+    return jax.eval_shape(lambda: items(0))
+
+
+class Disk:
+    """What would be left of a folder if the power went now, for the worst of file systems.
+
+    Follows fsync, rename and the removal of folders as Python makes them.
+    """
+
+    def __init__(self, monkeypatch):
+        self.files = {}  # path: (size, time) of a file when it was last synced
+        self.names = {}  # path of a folder: the names in it when it was last synced
+        self.visible = []  # checkpoints: (step, what of it was not on the disk at the rename)
+        self.removed = []  # checkpoints: (step, the names on the disk in the folder above)
+        fsync, replace, rename = os.fsync, os.replace, os.rename
+
+        def synced(descriptor):
+            fsync(descriptor)
+            path = os.readlink(f"/proc/self/fd/{descriptor}")
+            if os.path.isdir(path):
+                self.names[path] = set(os.listdir(path))
+            else:
+                self.files[path] = self.state(path)
+
+        def renaming(really):
+            def renamed(source, target, **options):
+                self.before_rename(os.fspath(source), os.fspath(target))
+                really(source, target, **options)
+
+            return renamed
+
+        monkeypatch.setattr(os, "fsync", synced)
+        monkeypatch.setattr(os, "replace", renaming(replace))
+        monkeypatch.setattr(os, "rename", renaming(rename))
+
+    @staticmethod
+    def state(path):
+        found = os.stat(path)
+        return found.st_size, found.st_mtime_ns
+
+    def missing(self, folder):
+        """Paths below a folder that a cut would take or spoil."""
+        lost = []
+        for path, folders, files in os.walk(folder):
+            lost += [p for p in folders + files if p not in self.names.get(path, ())]
+            for name in files:
+                file = os.path.join(path, name)
+                if self.files.get(file) != self.state(file):
+                    lost.append(name)
+        return lost
+
+    def before_rename(self, source, target):
+        name = os.path.basename(target)
+        if name.isdigit():
+            self.visible.append((int(name), self.missing(source)))
+        elif name.endswith(".deleted"):
+            above = self.names.get(os.path.dirname(source), set())
+            self.removed.append((int(name.partition(".")[0]), above))
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    return Disk(monkeypatch)
+
+
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_is_visible(tmp_path, disk):
+    folder = locate(tmp_path, "run").checkpoints
+    with Checkpointer(folder, max_to_keep=None) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, items(step), {}, last=True)
+            # From here on the run says "saved": the name is on the disk too.
+            assert str(step) in disk.names[str(folder)]
+    assert disk.visible == [(1, []), (2, [])]
+
+
+@pytest.mark.parametrize("name", ["sync_file", "sync_folder"])
+def test_a_checkpoint_that_is_not_forced_to_the_disk_is_found(tmp_path, disk, monkeypatch, name):
+    """The positive control of the test above."""
+    monkeypatch.setattr(durable, name, lambda path: None)
+    with Checkpointer(locate(tmp_path, "run").checkpoints, max_to_keep=None) as checkpointer:
+        checkpointer.save(1, items(1), {}, last=True)
+    [(step, lost)] = disk.visible
+    assert step == 1
+    assert {"seal.json", "metadata", "_METADATA"} <= set(lost)
+
+
+def test_an_old_checkpoint_is_removed_when_the_new_one_is_on_the_disk(tmp_path, disk):
+    with Checkpointer(locate(tmp_path, "run").checkpoints, max_to_keep=1) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, items(step), {}, last=True)
+    [(step, names)] = disk.removed
+    assert step == 1 and "2" in names
+
+
+def test_the_names_of_the_run_s_folders_are_on_the_disk(tmp_path, disk):
+    with open_run_folder(str(tmp_path / "a" / "b"), "run") as folder:
+        Checkpointer(folder.checkpoints, max_to_keep=1)
+    for path in ("a", "a/b", "a/b/run", "a/b/run/checkpoints"):
+        above, name = os.path.split(tmp_path / path)
+        assert name in disk.names[above], path
+
+
+def test_rows_are_on_the_disk_when_they_are_synced(tmp_path, disk):
+    folder = RunFolder(locate(tmp_path, "run").path)
+    folder.path.mkdir()
+    with MetricsWriter(folder, tensorboard=False, resume_step=None) as writer:
+        writer.write(1, {"learning/loss": 2.0})
+        assert str(folder.metrics) not in disk.files
+        writer.sync()
+        assert disk.files[str(folder.metrics)] == disk.state(folder.metrics)
+        assert "metrics.jsonl" in disk.names[str(folder.path)]
+        writer.write(2, {"learning/loss": 1.0})
+        assert disk.files[str(folder.metrics)] != disk.state(folder.metrics)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
+def test_a_folder_that_cannot_be_synced_is_no_error_but_a_broken_disk_is(
+    tmp_path, monkeypatch, number
+):
+    """Some network mounts sync files only."""
+
+    def fail(descriptor):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    if number == errno.EINVAL:
+        durable.sync_folder(tmp_path)
+    else:
+        with pytest.raises(OSError, match="Input/output error"):
+            durable.sync_folder(tmp_path)
+
+
+@pytest.fixture
+def ext4(tmp_path):
+    with small_ext4(tmp_path) as found:
+        yield found
+
+
+def save_and_cut(ext4, folder, steps):
+    """Save steps, cut the power right after the last one is told to be saved."""
+    with open_run_folder(str(ext4.path), "run", lock_wait_s=0.0) as run:
+        with Checkpointer(folder, max_to_keep=2) as checkpointer:
+            checkpointer.restore(lambda meta: {})
+            with MetricsWriter(run, tensorboard=False, resume_step=steps[0] - 1) as writer:
+                for step in steps:
+                    writer.write(step, {"learning/loss": 1.0})
+                    writer.sync()
+                    checkpointer.save(step, items(step), {"t": step}, last=step == steps[-1])
+    ext4.cut()
+
+
+def test_a_real_cut_leaves_the_checkpoint_that_was_told_to_be_saved(ext4):
+    folder = locate(ext4.path, "run").checkpoints
+    for steps in ((1,), (2, 3, 4), (5, 6)):
+        save_and_cut(ext4, folder, steps)
+        whole = [path for path in folder.iterdir() if path.name.isdigit()]
+        assert [seal.damage(path) for path in whole] == [None] * len(whole)
+        with Checkpointer(folder, max_to_keep=2) as checkpointer:
+            restored = checkpointer.restore(wanted)
+        assert restored.step == steps[-1]
+        np.testing.assert_array_equal(restored.items["outer_params"]["w"], values(steps[-1]))
+        rows = pathlib.Path(folder.parent / "metrics.jsonl").read_text().splitlines()
+        assert len(rows) == steps[-1]
+
+
+def test_a_real_cut_takes_a_checkpoint_that_was_not_forced_to_the_disk(ext4, monkeypatch):
+    """The positive control of the test above: visible, and empty after the cut, or gone."""
+    monkeypatch.setattr(durable, "_sync", lambda path: None)
+    folder = locate(ext4.path, "run").checkpoints
+    save_and_cut(ext4, folder, (1,))
+    left = folder / "1"
+    assert not left.exists() or seal.damage(left) is not None
+
+
+def test_a_disk_that_turns_read_only_leaves_the_checkpoint_that_was_told_to_be_saved(ext4):
+    """As errors=remount-ro does. The journal stops there: a cut takes what is not yet in it."""
+    folder = locate(ext4.path, "run").checkpoints
+    said = []
+    with Checkpointer(folder, max_to_keep=2, report=said.append) as checkpointer:
+        checkpointer.save(1, items(1), {"t": 1}, last=True)
+        ext4.turn_read_only()
+        with pytest.raises(OSError, match="Read-only file system"):
+            (ext4.path / "file").write_text("x")
+        checkpointer.save(2, items(2), {"t": 2})
+        checkpointer.wait()
+    assert len(said) == 1 and "step 2 could not be saved" in said[0]
+    ext4.cut()
+    with Checkpointer(folder, max_to_keep=2) as checkpointer:
+        assert checkpointer.restore(wanted).step == 1

@@ -1,0 +1,107 @@
+"""Which rows a process reads, and the arrays that are made of them."""
+
+import collections
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxdiloco.aot import topology
+from maxdiloco.data import order, pipeline
+from maxdiloco.data.synthetic import SyntheticWindows
+from maxdiloco.flags import config
+from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.trainer import feeding
+
+
+def box_size(rows):
+    """Rows in the smallest box around some of them: what reading ranges would cost."""
+    return np.prod([coordinates.max() - coordinates.min() + 1 for coordinates in rows])
+
+
+def torus(M, side, tile, sequences):
+    """{host: shards [R, B, L] of its devices}: each slice a torus, hosts hold square tiles of it.
+
+    Replica m is slice m; device i of a slice, row by row, holds `sequences` rows of it.
+    """
+    hosts = collections.defaultdict(list)
+    for m, y, x in itertools.product(range(M), range(side), range(side)):
+        first = (y * side + x) * sequences
+        shard = (slice(m, m + 1), slice(first, first + sequences), slice(None))
+        hosts[m, y // tile, x // tile].append(shard)
+    return hosts
+
+
+def test_hosts_of_a_torus_read_their_rows_and_feed_their_devices():
+    """Two 4x4 slices in tiles of 2x2, 3 rows a device: each of the 96 rows is read by one host."""
+    M, B = 2, 48
+    data = pipeline.Dataset(SyntheticWindows(0, "train", 99, 5), None, "dataset_type=synthetic")
+    position = order.first_position(M, B)
+    indices = np.ix_(range(M), range(B))
+    whole = pipeline.read(data, position, 1, replicas=indices[0], rows=indices[1])["tokens"]
+    count = 0
+    for shards in torus(M, side=4, tile=2, sequences=3).values():
+        rows = feeding.rows_of(shards, whole.shape)
+        assert box_size(rows) == 18  # the tile's second row of devices is 12 rows further on
+        count += len(rows[0])
+        local = pipeline.read(data, position, 1, replicas=rows[0], rows=rows[1])["tokens"]
+        places = feeding.places_of(rows, whole.shape)
+        for shard in shards:
+            assert np.array_equal(feeding.cut(local, places, shard), whole[shard])
+    assert count == M * B
+
+
+def test_rows_that_several_devices_of_a_process_hold_are_read_once():
+    """Tensor parallel devices share rows."""
+    shards = [(slice(2, 4), slice(None)), (slice(2, 4), slice(None)), (slice(0, 1), slice(None))]
+    (rows,) = feeding.rows_of(shards, (6, 8))
+    assert rows.tolist() == [0, 2, 3]
+
+
+def test_a_row_of_another_process_is_no_row_of_this_one():
+    """Asking for it is an error, not some other row."""
+    rows = feeding.rows_of([(slice(2, 4), slice(None))], (6, 8))
+    places = feeding.places_of(rows, (6, 8))
+    local = np.arange(16).reshape(2, 8)
+    assert np.array_equal(feeding.cut(local, places, (slice(3, 4), slice(0, 4))), local[1:, :4])
+    with pytest.raises(IndexError):
+        feeding.cut(local, places, (slice(3, 5), slice(None)))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [P("diloco", "fsdp"), P(None, ("diloco", "fsdp")), P("diloco", None, "fsdp"), P("diloco"), P()],
+)
+def test_arrays_of_the_whole_shape_hold_every_row_in_its_place(spec):
+    """Where one process has all devices it reads all rows; also with L split over devices."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("diloco", "fsdp"))
+    whole = np.arange(2 * 4 * 6, dtype=np.int32).reshape(2, 4, 6)
+    sharding = NamedSharding(mesh, spec)
+    rows = feeding.local_rows(sharding, whole.shape)
+    (batch,) = feeding.feed(iter([{"tokens": whole[rows]}]), rows, sharding, whole.shape)
+    assert batch["tokens"].sharding == sharding
+    assert np.array_equal(batch["tokens"], whole)
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize("name", ["v5e-16", "v5e-64", "v5e-256", "v5p-128"])
+def test_hosts_of_tpu_slices_read_no_row_that_their_devices_do_not_hold(name):
+    """In training [R, B] and in evaluation [B]. Ranges would be 2 to 5 times as many rows."""
+    keys = ["dcn_diloco_parallelism=-1", "ici_fsdp_parallelism=-1", "hardware=tpu"]
+    devices = topology.devices(name, 2)
+    mesh = mesh_lib.build(config.load([*keys, "model_name=tiny"], {}), devices)
+    size = len(devices) // 2
+    training = P("diloco", "fsdp"), (2, size, 8)
+    evaluation = P(("diloco", "fsdp")), (2 * size, 8)
+    for spec, shape in (training, evaluation):
+        hosts = collections.defaultdict(list)
+        for device, shard in NamedSharding(mesh, spec).devices_indices_map(shape).items():
+            hosts[device.process_index].append(shard)
+        assert len(hosts) > 2
+        rows = [feeding.rows_of(shards, shape) for shards in hosts.values()]
+        # One row a device, and no device is in two hosts.
+        assert sum(len(host[0]) for host in rows) == len(devices)
+        assert np.mean([box_size(host) / len(host[0]) for host in rows]) >= 2

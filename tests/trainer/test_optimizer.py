@@ -1,0 +1,215 @@
+"""The inner optimizer: its schedule, what decays, what muon takes, how it lies on a mesh."""
+
+import functools
+import math
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxdiloco.flags import base_yml, checks
+from maxdiloco.models.transformer import Model
+from maxdiloco.parallel.mesh import AXES
+from maxdiloco.parallel.sharding import DEFAULT_RULES, optimizer_shardings, parameter_shardings
+from maxdiloco.trainer import optimizer
+
+AXIS_NAMES = {
+    "embedding": ("vocab", "embed"),
+    "layers": {
+        "norm": ("layers", "norm"),
+        "out": ("layers", "heads", "head_dim", "embed"),
+        "query": ("layers", "embed", "heads", "head_dim"),
+    },
+    "norm": ("norm",),
+}
+SHAPES = {
+    "embedding": (6, 4),
+    "layers": {"norm": (2, 4), "out": (2, 2, 3, 4), "query": (2, 4, 2, 3)},
+    "norm": (4,),
+}
+BASE_YML = base_yml.config_folder() / "base.yml"
+OPT_TYPES = checks.choices(base_yml.declared(BASE_YML)["opt_type"].allowed)
+ZEROS, ONES = (
+    functools.partial(np.zeros, dtype=np.float32),
+    functools.partial(np.ones, dtype=np.float32),
+)
+
+
+@pytest.fixture
+def model():
+    """Only the axis names of a model, all the optimizer looks at."""
+    return Model(init=None, loss=None, logical_axes=AXIS_NAMES, layer_axis=None, spec=None)
+
+
+def config(**changes):
+    keys = dict(
+        opt_type="adamw",
+        learning_rate=0.1,
+        warmup_steps_fraction=0.0,
+        cosine_learning_rate_final_fraction=1.0,
+        learning_rate_schedule_steps=-1,
+        adam_b1=0.9,
+        adam_b2=0.99,
+        adam_eps=1e-8,
+        adam_weight_decay=0.0,
+        gradient_clipping_threshold=0.0,
+    )
+    return SimpleNamespace(**keys | changes)
+
+
+def tree(make):
+    return jax.tree.map(make, SHAPES, is_leaf=lambda leaf: isinstance(leaf, tuple))
+
+
+def random(seed):
+    rng = np.random.default_rng(seed)
+    return tree(lambda shape: rng.standard_normal(shape).astype(np.float32))
+
+
+def run(cfg, model, params, gradients):
+    """Parameters after one step for each gradient."""
+    rule = optimizer.build(cfg, 10, model=model)
+    state = rule.init(params)
+    for gradient in gradients:
+        updates, state = rule.update(gradient, state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def test_warmup_rises_to_the_peak_and_a_cosine_falls_to_the_final_fraction():
+    """100 steps, a tenth of warmup: t/10 of the peak until step 10, half way down (0.525) at step
+    55, a twentieth at step 100 and after."""
+    cfg = config(warmup_steps_fraction=0.1, cosine_learning_rate_final_fraction=0.05)
+    schedule = optimizer.learning_rate_schedule(cfg, 100)
+    expected = {1: 0.1, 5: 0.5, 10: 1.0, 55: 0.525, 100: 0.05, 101: 0.05, 1000: 0.05}
+    for t, fraction in expected.items():
+        assert float(schedule(t - 1)) == pytest.approx(0.1 * fraction, rel=1e-6)
+    lower = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * 20 / 90))
+    assert float(schedule(29)) == pytest.approx(0.1 * lower, rel=1e-6)
+
+
+def test_the_schedule_may_be_shorter_than_the_run():
+    cfg = config(cosine_learning_rate_final_fraction=0.2, learning_rate_schedule_steps=4)
+    schedule = optimizer.learning_rate_schedule(cfg, 100)
+    found = [float(schedule(count)) / 0.1 for count in range(6)]
+    root = 0.4 * math.cos(math.pi / 4)
+    assert found == pytest.approx([0.6 + root, 0.6, 0.6 - root, 0.2, 0.2, 0.2], rel=1e-6)
+
+
+def test_a_warmup_that_fills_the_run_ends_at_the_peak():
+    schedule = optimizer.learning_rate_schedule(config(warmup_steps_fraction=1.0), 4)
+    assert [float(schedule(c)) for c in range(4)] == pytest.approx([0.025, 0.05, 0.075, 0.1])
+
+
+def test_the_optimizer_follows_the_schedule(model):
+    """sgd without momentum: the sum of two rates of 0.1 t / 2 with gradient 1."""
+    cfg = config(opt_type="sgd", warmup_steps_fraction=0.2)
+    ones = tree(ONES)
+    end = run(cfg, model, tree(ZEROS), [ones, ones])
+    jax.tree.map(lambda x: np.testing.assert_allclose(x, -0.15, rtol=1e-6), end)
+
+
+def test_adamw_is_adam_with_decoupled_decay_of_all_but_norm_scales(model):
+    """arXiv 1711.05101, algorithm 2, in NumPy, three steps."""
+    cfg = config(adam_weight_decay=0.3)
+    start, gradients = random(0), [random(seed) for seed in (1, 2, 3)]
+    end = run(cfg, model, start, gradients)
+
+    def by_hand(x, names, *gradients):
+        x, m, v = np.float64(x), 0.0, 0.0
+        decay = 0.0 if "norm" in names else 0.3
+        for t, g in enumerate(map(np.float64, gradients), 1):
+            m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g**2
+            step = (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.99**t)) + 1e-8)
+            x = x - 0.1 * (step + decay * x)
+        return x
+
+    expected = jax.tree.map(by_hand, start, AXIS_NAMES, *gradients)
+    jax.tree.map(lambda x, e: np.testing.assert_allclose(x, e, rtol=1e-5, atol=1e-6), end, expected)
+
+
+@pytest.mark.parametrize("opt_type", ["adamw", "muon"])
+def test_only_norm_scales_do_not_decay(opt_type, model):
+    """Gradient 0: what is left is the decay, 1 - 0.1 * 0.3."""
+    cfg = config(opt_type=opt_type, adam_weight_decay=0.3)
+    end = run(cfg, model, tree(ONES), [tree(ZEROS)])
+
+    def check(x, names):
+        np.testing.assert_allclose(x, 1.0 if "norm" in names else 0.97, rtol=1e-6)
+
+    jax.tree.map(check, end, AXIS_NAMES)
+
+
+def orthogonality(matrix):
+    """Largest over smallest singular value."""
+    values = np.linalg.svd(matrix, compute_uv=False)
+    return values[0] / values[-1]
+
+
+def test_muon_orthogonalises_layers_matrices_with_heads_side_by_side(model):
+    """The update of a layer's query, [embed 4, heads * head_dim 6], and out, [6, 4], has nearly
+    equal singular values (Newton-Schulz brings them to 0.7 ... 1.2) and AdamW's size: 0.2 * lr
+    * sqrt(6) each, lr 0.1. A gradient's own spread is larger; embedding and norms get Adam's
+    first step, +-lr."""
+    gradient = random(1)
+    end = run(config(opt_type="muon"), model, tree(ZEROS), [gradient])
+    for name, shape in (("query", (4, 6)), ("out", (6, 4))):
+        for layer in range(2):
+            update = np.asarray(end["layers"][name][layer]).reshape(shape)
+            raw = gradient["layers"][name][layer].reshape(shape)
+            assert orthogonality(update) < 2 < orthogonality(raw)
+            singular = np.linalg.svd(update, compute_uv=False)
+            assert singular == pytest.approx(0.1 * 0.2 * math.sqrt(6), rel=0.4)
+            assert np.vdot(update, raw) < 0
+    for leaf, g in ((end["embedding"], gradient["embedding"]), (end["norm"], gradient["norm"])):
+        np.testing.assert_allclose(leaf, -0.1 * np.sign(g), rtol=1e-4)
+
+
+def test_clipping_scales_the_whole_gradient_to_the_threshold(model):
+    """Global norm 10 and threshold 2: a fifth of it; a norm below the threshold stays."""
+    ones = tree(ONES)
+    norm = float(optax.tree.norm(ones))
+    cfg = config(opt_type="sgd", gradient_clipping_threshold=2.0)
+    for size, kept in ((10.0, 2.0), (1.5, 1.5)):
+        gradient = jax.tree.map(lambda x, size=size: x * size / norm, ones)
+        end = run(cfg, model, tree(ZEROS), [gradient])
+        assert float(optax.tree.norm(end)) == pytest.approx(0.1 * kept, rel=1e-5)
+    unclipped = run(config(opt_type="sgd"), model, tree(ZEROS), [ones])
+    assert float(optax.tree.norm(unclipped)) == pytest.approx(0.1 * norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("opt_type", ["adamw", "muon", "sgd"])
+def test_state_is_float32_and_keeps_its_types_under_bfloat16_weights(opt_type, model):
+    rule = optimizer.build(config(opt_type=opt_type), 10, model=model)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random(0))
+    before = rule.init(params)
+    updates, after = rule.update(random(1), before, params)
+    assert jax.tree.map(lambda x: x.dtype, before) == jax.tree.map(lambda x: x.dtype, after)
+    assert jnp.bfloat16 not in {leaf.dtype for leaf in jax.tree.leaves(before)}
+    moved = optax.apply_updates(params, updates)
+    assert {leaf.dtype for leaf in jax.tree.leaves(moved)} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("opt_type", OPT_TYPES)
+def test_state_lies_like_the_parameters(opt_type, model, devices):
+    """Moments of query over fsdp (embed) and tensor (heads); muon has one, and none of its Adam."""
+    mesh = Mesh(np.array(devices[:4]).reshape(1, 1, 2, 1, 1, 2), AXES)
+    rule = optimizer.build(config(opt_type=opt_type), 10, model=model)
+    params = random(0)
+    lies = parameter_shardings(AXIS_NAMES, params, mesh, DEFAULT_RULES)
+    state = jax.eval_shape(rule.init, params)
+    found = optimizer_shardings(rule, params, lies, mesh)
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    moments = 0
+    for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(found), strict=True):
+        if leaf.shape == SHAPES["layers"]["query"]:
+            moments += 1
+            assert sharding == NamedSharding(mesh, P(None, "fsdp", "tensor", None))
+        if leaf.shape == ():
+            assert sharding == NamedSharding(mesh, P())
+    assert moments == {"adamw": 2, "muon": 1, "sgd": 0}[opt_type]
