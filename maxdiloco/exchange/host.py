@@ -1,0 +1,209 @@
+"""The exchange through host memory: codes travel between processes while inner steps go on.
+
+Streaming DiLoCo (arXiv 2501.18512) Algorithm 2, lines 8 and 10, beside the compiled programs.
+`start` copies the chunks that `collective.send` made to the host and hands them to the processes
+that need them; `take` gives back the arrays that `collective.carry` would have made, to the bit.
+
+No deadlock: `start` never waits. `take` waits for what peers start in the same exchange or an
+earlier one, and every process starts the exchanges in the same order, each before it takes any
+later one. The thread that fetches waits for device programs that wait for no other slice.
+
+    # R replicas  S replicas of a mesh slot  C wire elements of a replica on one device
+"""
+
+import time
+from collections.abc import Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from maxdiloco.exchange.collective import incoming_spec, outgoing_spec
+
+
+class Links(Protocol):
+    """Connections to the other processes of a run: processes.links.Links."""
+
+    def send(self, peer: int, key: Hashable, data: Sequence[memoryview]) -> None:
+        """Queue a message; never blocks."""
+
+    def receive(self, peer: int, key: Hashable) -> memoryview:
+        """Wait for a message. Raises LostPeerError."""
+
+
+class Shard(NamedTuple):
+    """A device's part of the outgoing chunks: of the replicas of one slot, at one place in a slice.
+
+    slot: place on the mesh axis diloco; place: among the devices of a slice.
+    """
+
+    slot: int
+    place: int
+
+
+class Routes(NamedTuple):
+    """Which shards a process sends to whom, and which it gets from whom, each in one order.
+
+    own: shards of this process's devices. sends, gets: {process: shards}; what stays in this
+    process is in neither.
+    """
+
+    own: tuple[Shard, ...]
+    sends: dict[int, tuple[Shard, ...]]
+    gets: dict[int, tuple[Shard, ...]]
+
+
+def shards_of(mesh: Mesh) -> dict[jax.Device, Shard]:
+    """{device: its shard} of arrays laid out by outgoing_spec."""
+    slots = mesh.shape["diloco"]
+    places = mesh.size // slots
+    sharding = NamedSharding(mesh, outgoing_spec(mesh))
+    parts = sharding.devices_indices_map((mesh.size,))
+    return {
+        device: Shard(*divmod(part.start or 0, places)) for device, (part,) in parts.items()
+    }
+
+
+def routes(owners: dict[Shard, int], process: int) -> Routes:
+    """The routes of one process. owners: {shard: process that holds it}, of the whole mesh.
+
+    A process needs, for each place it holds in any slot, the shards of that place in all slots.
+    """
+    holders: dict[int, set[int]] = {}
+    for shard, owner in owners.items():
+        holders.setdefault(shard.place, set()).add(owner)
+
+    def moved(source: int, target: int) -> tuple[Shard, ...]:
+        return tuple(
+            shard
+            for shard in sorted(owners)
+            if owners[shard] == source and target in holders[shard.place]
+        )
+
+    others = sorted(set(owners.values()) - {process})
+    return Routes(
+        own=tuple(shard for shard in sorted(owners) if owners[shard] == process),
+        sends={peer: found for peer in others if (found := moved(process, peer))},
+        gets={peer: found for peer in others if (found := moved(peer, process))},
+    )
+
+
+class HostCarrier:
+    """Exchanges of fragments between processes, in the order in which they start.
+
+    links: None in a run of one process. waited_s: what `take` has waited for in all [s].
+    """
+
+    def __init__(self, mesh: Mesh, *, num_replicas: int, links: Links | None):
+        self._links = links
+        self._incoming = NamedSharding(mesh, incoming_spec(mesh))
+        self._shards = shards_of(mesh)
+        self._slots = mesh.shape["diloco"]
+        self._places = mesh.size // self._slots
+        self._replicas = num_replicas
+        owners = {shard: device.process_index for device, shard in self._shards.items()}
+        self._routes = routes(owners, jax.process_index())
+        # One thread each: exchanges leave and arrive in the order in which they start.
+        self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="fetch")
+        self._collector = ThreadPoolExecutor(1, thread_name_prefix="collect")
+        self._arriving: dict[Hashable, Future] = {}
+        self.waited_s = 0.0
+
+    def start(self, key: Hashable, chunks: Sequence[jax.Array], *, size: int) -> None:
+        """Begin to exchange the chunks of a fragment; returns at once.
+
+        key: names the exchange, the same in every process. chunks: laid out by outgoing_spec; they
+        must not be donated before `take`. size: wire elements of a replica on one device that are
+        not padding, C.
+        """
+        for chunk in chunks:
+            chunk.copy_to_host_async()
+        fetched = self._fetcher.submit(self._fetch, key, tuple(chunks), size)
+        lengths = [chunk.shape[0] // (self._replicas * self._places) for chunk in chunks]
+        self._arriving[key] = self._collector.submit(
+            self._collect, key, fetched, lengths, size, chunks[0].dtype
+        )
+
+    def take(self, key: Hashable) -> tuple[jax.Array, ...]:
+        """The chunks of all replicas, laid out by incoming_spec; waits for those still under way.
+
+        Raises LostPeerError when a process they come from is gone.
+        """
+        started = time.perf_counter()
+        arrived = self._arriving.pop(key).result()
+        self.waited_s += time.perf_counter() - started
+        return arrived
+
+    def peek(self, key: Hashable) -> tuple[jax.Array, ...]:
+        """As `take`, but the exchange stays under way: what a checkpoint needs to know of it."""
+        return self._arriving[key].result()
+
+    def under_way(self, key: Hashable) -> bool:
+        """Whether the exchange has started and was not taken."""
+        return key in self._arriving
+
+    def close(self) -> None:
+        """End the threads. The owner of the links closes them first, which ends a wait."""
+        self._fetcher.shutdown(cancel_futures=True)
+        self._collector.shutdown(cancel_futures=True)
+
+    def _fetch(self, key, chunks, size) -> dict[Shard, list[np.ndarray]]:
+        """This process's shards on the host, [S, length] for each chunk, on their way to others."""
+        own: dict[Shard, list[np.ndarray]] = {shard: [] for shard in self._routes.own}
+        for chunk in chunks:
+            for part in chunk.addressable_shards:
+                codes = np.asarray(part.data).reshape(self._replicas // self._slots, -1)
+                own[self._shards[part.device]].append(codes)
+        for peer, shards in self._routes.sends.items():
+            rows = [row for shard in shards for row in _live(own[shard], size)]
+            self._links.send(peer, key, [_bytes(row) for row in rows])
+        return own
+
+    def _collect(self, key, fetched, lengths, size, dtype) -> tuple[jax.Array, ...]:
+        """The chunks as `take` gives them, on the devices."""
+        here = {shard.place for shard in self._routes.own}
+        codes = [
+            {p: np.zeros((self._replicas, length), dtype) for p in here} for length in lengths
+        ]
+        for shard, chunks in fetched.result().items():
+            for chunk, block in zip(codes, chunks, strict=True):
+                chunk[shard.place][self._rows(shard)] = block
+        for peer, shards in self._routes.gets.items():
+            data = np.frombuffer(self._links.receive(peer, key), np.uint8).view(dtype)
+            for shard in shards:
+                blocks = [chunk[shard.place][self._rows(shard)] for chunk in codes]
+                for block in _live(blocks, size):
+                    block[:] = data[: block.size].reshape(block.shape)
+                    data = data[block.size :]
+        return tuple(
+            self._on_devices(chunk, length) for chunk, length in zip(codes, lengths, strict=True)
+        )
+
+    def _rows(self, shard: Shard) -> slice:
+        """The replicas of a shard's slot."""
+        S = self._replicas // self._slots
+        return slice(shard.slot * S, (shard.slot + 1) * S)
+
+    def _on_devices(self, codes: dict[int, np.ndarray], length: int) -> jax.Array:
+        total = self._replicas * self._places * length
+        arrays = [
+            jax.device_put(codes[shard.place].reshape(-1), device)
+            for device, shard in self._shards.items()
+            if device.process_index == jax.process_index()
+        ]
+        return jax.make_array_from_single_device_arrays((total,), self._incoming, arrays)
+
+
+def _live(chunks: Sequence[np.ndarray], size: int) -> list[np.ndarray]:
+    """Views [S, n] of what is not padding of the chunks [S, length] of C = size elements."""
+    views = []
+    for chunk in chunks:
+        views.append(chunk[:, : max(size, 0)])
+        size -= chunk.shape[1]
+    return [view for view in views if view.size]
+
+
+def _bytes(codes: np.ndarray) -> memoryview:
+    return memoryview(np.ascontiguousarray(codes).reshape(-1).view(np.uint8))

@@ -1,0 +1,116 @@
+"""The host carrier brings what `carry` brings, to the bit; who sends what to whom."""
+
+import queue
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+
+from maxdiloco.exchange import collective
+from maxdiloco.exchange.host import HostCarrier, Shard, routes, shards_of
+
+
+def mesh_of(devices, slots, data, fsdp):
+    used = np.array(devices[: slots * data * fsdp]).reshape(slots, data, fsdp)
+    return Mesh(used, ("diloco", "data", "fsdp"))
+
+
+def chunks_of(mesh, M, dtype, lengths):
+    numbers = np.random.default_rng(0)
+    places = mesh.size // mesh.shape["diloco"]
+    where = NamedSharding(mesh, collective.outgoing_spec(mesh))
+    return tuple(
+        jax.device_put(jnp.asarray(numbers.integers(-9, 9, M * places * n), dtype), where)
+        for n in lengths
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8, jnp.uint8])
+@pytest.mark.parametrize(("grid", "M"), [((1, 1, 1), 1), ((2, 1, 2), 2), ((2, 2, 2), 4)])
+def test_it_brings_the_arrays_of_the_program(devices, grid, M, dtype):
+    mesh = mesh_of(devices, *grid)
+    carrier = HostCarrier(mesh, num_replicas=M, links=None)
+    sent = chunks_of(mesh, M, dtype, [1024, 1024])
+    carrier.start("a", sent, size=2000)
+    for chunk, arrived in zip(sent, carrier.take("a"), strict=True):
+        expected = collective.carry(chunk, mesh)
+        assert arrived.sharding.is_equivalent_to(expected.sharding, 1)
+        assert arrived.dtype == expected.dtype
+        for a, b in zip(arrived.addressable_shards, expected.addressable_shards, strict=True):
+            assert np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes()
+    carrier.close()
+
+
+def test_each_shard_goes_once_to_each_process_that_holds_its_place():
+    """Two slices of two processes: place 0 is with 0 and 2, place 1 with 1 and 3."""
+    owners = {Shard(0, 0): 0, Shard(0, 1): 1, Shard(1, 0): 2, Shard(1, 1): 3}
+    first = routes(owners, 0)
+    assert first.own == (Shard(0, 0),)
+    assert first.sends == {2: (Shard(0, 0),)}
+    assert first.gets == {2: (Shard(1, 0),)}
+
+
+def test_what_one_sends_another_gets_in_the_same_order():
+    """Three slices of two places; process 1 holds two slices, the others share the third."""
+    owners = {Shard(s, p): 1 if s < 2 else 2 + p for s in range(3) for p in range(2)}
+    tables = {process: routes(owners, process) for process in (1, 2, 3)}
+    for a in tables:
+        for b in tables:
+            if a != b:
+                assert tables[a].sends.get(b) == tables[b].gets.get(a)
+    assert tables[2].sends == {1: (Shard(2, 0),)}
+    assert tables[2].gets == {1: (Shard(0, 0), Shard(1, 0))}
+
+
+class Loop:
+    """Links of one process to a twin that holds the other slot and sends back what it gets."""
+
+    def __init__(self):
+        self.messages = queue.Queue()
+
+    def send(self, peer, key, data):
+        self.messages.put((peer, key, b"".join(data)))
+
+    def receive(self, peer, key):
+        sent_to, sent_key, data = self.messages.get(timeout=60)
+        assert (sent_to, sent_key) == (peer, key)
+        return memoryview(data)
+
+
+def test_padding_stays_here(devices, monkeypatch):
+    """Of 2 x 1024 elements 1,500 are a payload: those travel, and zeros stand for the rest."""
+    mesh = mesh_of(devices, 2, 1, 1)
+    links = Loop()
+    carrier = HostCarrier(mesh, num_replicas=2, links=links)
+    shards = shards_of(mesh)
+    carrier._routes = routes({s: s.slot for s in shards.values()}, 0)
+    sent = chunks_of(mesh, 2, jnp.int8, [1024, 1024])
+    own = np.concatenate([np.asarray(chunk)[:1024] for chunk in sent])
+    fetched = carrier._fetch("k", _local(sent, mesh, carrier), 1500)
+    assert links.messages.queue[0][2] == own[:1500].tobytes()
+    done = _Done(fetched)
+    arrived = carrier._collect("k", done, [1024, 1024], 1500, jnp.int8.dtype)
+    twin = np.concatenate([np.asarray(chunk)[1024:] for chunk in arrived])
+    np.testing.assert_array_equal(twin[:1500], own[:1500])
+    assert not twin[1500:].any()
+    carrier.close()
+
+
+class _Done:
+    def __init__(self, value):
+        self.value = value
+
+    def result(self):
+        return self.value
+
+
+class _Part:
+    def __init__(self, chunk, own):
+        self.addressable_shards = [s for s in chunk.addressable_shards if s.device in own]
+
+
+def _local(chunks, mesh, carrier):
+    own = {d for d, s in shards_of(mesh).items() if s in carrier._routes.own}
+    return tuple(_Part(chunk, own) for chunk in chunks)
