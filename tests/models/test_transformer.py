@@ -181,8 +181,7 @@ def test_first_activations_and_logits_have_unit_variance():
             logits_via_embedding=tied, base_emb_dim=128, vocab_size=512, base_mlp_dim=256
         )
         params = tiny_model.compiled(model.init)(jax.random.key(0))
-        ends = transformer.ends_of(model.spec, params)
-        x = ends.embed(np.arange(512, dtype=np.int32)[None])
+        x = model.embed_and_head_of(params).embed(np.arange(512, dtype=np.int32)[None])
         w, _ = transformer.head_of(model.spec, params)
         assert np.std(x) == pytest.approx(1, abs=0.02)
         assert np.std(w) * np.sqrt(128) == pytest.approx(1, abs=0.02)
