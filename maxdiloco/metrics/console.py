@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Mapping
-from typing import TextIO
 
 from maxdiloco.processes.output import say
 
@@ -32,26 +31,15 @@ class Progress:
     first_step, total_steps: steps done before and in the end. A context manager.
     """
 
-    def __init__(
-        self,
-        *,
-        first_step: int,
-        total_steps: int,
-        shown: bool = True,
-        out: TextIO | None = None,
-        bar_stream: TextIO | None = None,
-    ):
-        self._out = out
+    def __init__(self, *, first_step: int, total_steps: int, shown: bool = True):
         self._shown = shown
         self._bar = None
-        bar_stream = bar_stream or sys.stderr
-        if shown and bar_stream is not None and bar_stream.isatty():
+        if shown and sys.stderr is not None and sys.stderr.isatty():
             from tqdm import tqdm
 
             self._bar = tqdm(
                 initial=first_step,
                 total=total_steps,
-                file=bar_stream,
                 unit="step",
                 dynamic_ncols=True,
                 leave=False,
@@ -64,15 +52,15 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-    def advance(self, steps: int = 1) -> None:
-        """Move the bar."""
+    def advance(self) -> None:
+        """Move the bar by one step."""
         if self._bar is not None:
-            self._bar.update(steps)
+            self._bar.update()
 
     def line(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
         if self._bar is not None:
-            with self._bar.external_write_mode(file=self._out):
-                say(text, self._out)
+            with self._bar.external_write_mode():
+                say(text)
         elif self._shown:
-            say(text, self._out)
+            say(text)

@@ -15,7 +15,7 @@ import math
 import numbers
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from etils import epath
@@ -132,13 +132,6 @@ def row(step: int, values: Mapping[str, float]) -> str:
     """One line of metrics.jsonl: an object with "step" and the values; null where not finite."""
     finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
     return json.dumps({"step": step} | finite, allow_nan=False)
-
-
-def spread(name: str, values_R: Sequence[float]) -> dict[str, float]:
-    """The mean over replicas under name, and each replica's value under name_replica_<r>."""
-    values = [_number(value) for value in values_R]
-    each = {f"{name}_replica_{r}": value for r, value in enumerate(values)}
-    return {name: sum(values) / len(values)} | each
 
 
 def _number(value: Any) -> float:

@@ -13,7 +13,7 @@ import pytest
 
 from maxdiloco.errors import CheckpointError
 from maxdiloco.metrics import writer as writer_lib
-from maxdiloco.metrics.writer import MetricsWriter, row, spread
+from maxdiloco.metrics.writer import MetricsWriter, row
 from maxdiloco.storage.run_folder import RunFolder, locate
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -259,15 +259,6 @@ def test_rows_are_not_written_over_those_of_a_run_that_has_taken_the_lock(tmp_pa
 
 def remote_rows(path, clock, require_lock=lambda: None):
     return writer_lib._RemoteRows(path, "old\n", clock, require_lock)
-
-
-def test_spread_names_the_mean_and_each_replica():
-    assert spread("learning/loss", [1.0, 2.0, 6.0]) == {
-        "learning/loss": 3.0,
-        "learning/loss_replica_0": 1.0,
-        "learning/loss_replica_1": 2.0,
-        "learning/loss_replica_2": 6.0,
-    }
 
 
 def test_the_limit_on_file_sizes_is_not_in_force_here():

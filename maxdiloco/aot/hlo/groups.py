@@ -1,8 +1,7 @@
-"""Replica groups of collectives, in the spellings XLA prints, and whether they cross slices."""
+"""Replica groups of collectives, in the spellings XLA prints."""
 
 import math
 import re
-from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -112,11 +111,6 @@ def slices_of(target: str) -> tuple[tuple[int, ...], ...]:
         raise ValueError(f"the slices of a transfer, {target[:80]!r}, are in unequal groups")
     first = min(min(group) for group in numbered)
     return tuple(dict.fromkeys(tuple(n - first for n in group) for group in numbered))
-
-
-def crosses(groups: Sequence[Sequence[int]], slice_of_device: Mapping[int, int]) -> bool:
-    """Whether a group holds devices of two slices."""
-    return any(len({slice_of_device[device] for device in group}) > 1 for group in groups)
 
 
 def _numbers(text: str | None) -> tuple[int, ...]:

@@ -15,21 +15,24 @@ from maxdiloco.aot.hlo.transfers import rendezvous_of, transfers
 
 # Instructions that take no time when they carry no estimate: they name or start something, are
 # scalar bookkeeping, or wait for traffic inside the slice. Anything else is an error.
-UNTIMED = (
-    "parameter constant tuple get-tuple-element bitcast bitcast-convert after-all partition-id "
-    "replica-id opt-barrier copy copy-start copy-done slice-start slice-done dynamic-slice-start "
-    "dynamic-slice-done dynamic-update-slice-start dynamic-update-slice-done custom-call "
-    "custom-call-start custom-call-done fusion "
-    "convolution dot sort gather scatter reduce reduce-window select-and-scatter dynamic-slice "
-    "dynamic-update-slice slice pad concatenate transpose reshape broadcast iota reverse map "
-    "abs add and ceil clamp compare convert cosine divide exponential exponential-minus-one floor "
-    "is-finite log log-plus-one maximum minimum multiply negate not or power remainder rsqrt "
-    "round-nearest-even select shift-left shift-right-arithmetic shift-right-logical sign sine "
-    "sqrt cbrt subtract tan tanh logistic atan2 xor rng rng-bit-generator "
-    "all-gather all-reduce all-to-all reduce-scatter collective-permute all-gather-start "
-    "all-gather-done all-reduce-start all-reduce-done collective-permute-start "
-    "collective-permute-done async-update async-done"
-)
+UNTIMED = frozenset({
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "bitcast-convert",
+    "after-all", "partition-id", "replica-id", "opt-barrier", "copy", "copy-start", "copy-done",
+    "slice-start", "slice-done", "dynamic-slice-start", "dynamic-slice-done",
+    "dynamic-update-slice-start", "dynamic-update-slice-done", "custom-call", "custom-call-start",
+    "custom-call-done", "fusion", "convolution", "dot", "sort", "gather", "scatter", "reduce",
+    "reduce-window", "select-and-scatter", "dynamic-slice", "dynamic-update-slice", "slice",
+    "pad", "concatenate", "transpose", "reshape", "broadcast", "iota", "reverse", "map", "abs",
+    "add", "and", "ceil", "clamp", "compare", "convert", "cosine", "divide", "exponential",
+    "exponential-minus-one", "floor", "is-finite", "log", "log-plus-one", "maximum", "minimum",
+    "multiply", "negate", "not", "or", "power", "remainder", "rsqrt", "round-nearest-even",
+    "select", "shift-left", "shift-right-arithmetic", "shift-right-logical", "sign", "sine",
+    "sqrt", "cbrt", "subtract", "tan", "tanh", "logistic", "atan2", "xor", "rng",
+    "rng-bit-generator", "all-gather", "all-reduce", "all-to-all", "reduce-scatter",
+    "collective-permute", "all-gather-start", "all-gather-done", "all-reduce-start",
+    "all-reduce-done", "collective-permute-start", "collective-permute-done", "async-update",
+    "async-done",
+})  # fmt: skip
 
 
 class Link(NamedTuple):
@@ -74,11 +77,6 @@ class Replay(NamedTuple):
         """Seconds that the link carries something."""
         return sum(timing.busy for timing in self.transfers.values())
 
-    @property
-    def exposed(self) -> float:
-        """Exposed time over busy time, in [0, 1]; 0 without a transfer."""
-        return min(1.0, self.waited / self.busy) if self.busy else 0.0
-
 
 class _Clock(NamedTuple):
     """Seconds: now, and when the link is free; when each transfer arrives, and its timing."""
@@ -120,19 +118,6 @@ def replay(module: Module, link: Link) -> Replay:
     return Replay(end.now, end.timings)
 
 
-def exposed_fraction(module: Module, *, gbps_per_device: float, clock_hz: float) -> float:
-    """Seconds a device waits for other slices over the seconds its link is busy, in [0, 1].
-
-    Arguments: see Link. Raises ValueError for a program without a transfer.
-    """
-    if not transfers(module):
-        raise ValueError(
-            "this program sends nothing to other slices, so no part of it is exposed or hidden. "
-            "Ask `transfers` first."
-        )
-    return replay(module, Link(gbps_per_device, clock_hz)).exposed
-
-
 def _run(player: _Player, computation: Computation, clock: _Clock) -> _Clock:
     for instruction in computation.instructions:
         clock = _play(player, computation, instruction, clock)
@@ -163,7 +148,7 @@ def _seconds(player: _Player, where: Computation, item: Instruction) -> float:
     cycles = item.estimated_cycles()
     if cycles is not None:
         return cycles / player.link.clock_hz
-    if item.opcode not in UNTIMED.split():
+    if item.opcode not in UNTIMED:
         raise ValueError(
             f"%{item.name} is a {item.opcode!r}, which this replay does not know: add it to "
             f"UNTIMED in hlo/replay.py if it moves nothing between slices."
