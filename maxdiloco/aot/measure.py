@@ -193,7 +193,7 @@ def _measured(call, seconds, module, memory) -> Measured:
 
 def _crossing(transfer: Transfer, times: int, timing: Timing, dcn: Mapping[str, int]) -> Crossing:
     return Crossing(
-        kind=transfer.kind.lower().replace("_", "-"),
+        kind=transfer.collective,
         dtype=transfer.sent.dtype,
         axes=collectives.axes_of(transfer.slices, dcn),
         bytes_per_device=transfer.bytes_sent(),

@@ -66,25 +66,27 @@ def kind_of(instruction: Instruction) -> str | None:
 
 def _collective(kind: str, run: Executed, sizes: Mapping[str, int]) -> Collective:
     item = run.instruction
-    groups = group_reader.of(item.attributes)
-    sent = _bytes_sent(kind, _payload(run.computation, item), max(map(len, groups)), item)
     dtype = shapes.read(run.computation[item.operands[0]].shape).dtype
+    axes = axes_of(group_reader.of(item.attributes), sizes)
     apart = item.opcode.endswith("-start") or run.place != run.computation.name
-    return Collective(kind, dtype, axes_of(groups, sizes), sent, run.times, not apart)
+    return Collective(kind, dtype, axes, bytes_of(run.computation, item), run.times, not apart)
 
 
 def bytes_of(computation: Computation, item: Instruction) -> int:
     """Bytes that leave one device each time a collective runs."""
-    groups = group_reader.of(item.attributes)
-    size = max(map(len, groups))
-    return _bytes_sent(kind_of(item), _payload(computation, item), size, item)
+    size = max(map(len, group_reader.of(item.attributes)))
+    payload = sum(shapes.read(computation[name].shape).bytes_laid_out() for name in item.operands)
+    return ring_bytes(kind_of(item), payload, size, name=f"%{item.name}")
 
 
-def _payload(computation: Computation, item: Instruction) -> int:
-    return sum(shapes.read(computation[name].shape).bytes_laid_out() for name in item.operands)
+def ring_bytes(kind: str, payload: int, size: int, *, name: str) -> int:
+    """Bytes that one member of a group sends in a collective, by a ring.
 
-
-def _bytes_sent(kind: str, payload: int, size: int, item: Instruction) -> int:
+    An all-gather sends the payload to each other member; a reduction and a gather of the sum each
+    send the share of every other member; one member of a pair sends the payload to the other.
+    kind: one of KINDS, or one-to-one. size: members of the group. name: for messages.
+    Raises ValueError for kinds whose bytes are not known.
+    """
     others = size - 1
     if kind == "all-gather":
         return payload * others
@@ -92,9 +94,9 @@ def _bytes_sent(kind: str, payload: int, size: int, item: Instruction) -> int:
         return 2 * payload * others // size
     if kind in ("reduce-scatter", "all-to-all"):
         return payload * others // size
-    if kind == "collective-permute":
+    if kind in ("collective-permute", "one-to-one"):
         return payload
-    raise ValueError(f"%{item.name} is a {kind}, whose bytes are not known here")
+    raise ValueError(f"{name} is a {kind}, whose bytes are not known here")
 
 
 def axes_of(groups, sizes: Mapping[str, int]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import re
 from typing import NamedTuple
 
 from maxdiloco.aot.hlo import groups, shapes
+from maxdiloco.aot.hlo.collectives import ring_bytes
 from maxdiloco.aot.hlo.executed import executed
 from maxdiloco.aot.hlo.reader import Computation, Instruction, Module
 
@@ -50,26 +51,15 @@ class Transfer(NamedTuple):
         """Bytes of the payload that are only there to fill tiles."""
         return self.sent.bytes_laid_out() - self.sent.bytes_logical()
 
-    def bytes_sent(self) -> int:
-        """Bytes that leave one device, as laid out; from the kind and the slices of a group.
+    @property
+    def collective(self) -> str:
+        """The kind in the spelling of HLO: all-gather, all-reduce, .."""
+        return self.kind.lower().replace("_", "-")
 
-        An all-gather sends the payload to each other slice; a reduction and a gather of the sum
-        each send the share of every other slice; a device of a pair sends the payload to one.
-        """
+    def bytes_sent(self) -> int:
+        """Bytes that leave one device, as laid out; from the kind and the slices of a group."""
         payload, size = self.sent.bytes_laid_out(), len(self.slices[0])
-        others = size - 1
-        if self.kind == "ALL_GATHER":
-            return payload * others
-        if self.kind == "ONE_TO_ONE":
-            return payload
-        if self.kind == "ALL_REDUCE":
-            return 2 * payload * others // size
-        if self.kind in ("ALL_TO_ALL", "REDUCE_SCATTER"):
-            return payload * others // size
-        raise ValueError(
-            f"transfer {self.rendezvous} is of the kind {self.kind!r}, whose bytes are not known "
-            f"here: ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, ONE_TO_ONE and REDUCE_SCATTER are."
-        )
+        return ring_bytes(self.collective, payload, size, name=f"transfer {self.rendezvous}")
 
 
 def transfers(module: Module) -> list[Transfer]:
