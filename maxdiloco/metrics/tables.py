@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 
-from maxdiloco.diloco import quantize
 from maxdiloco.diloco.fragments import lopsided
 from maxdiloco.engine.state import Layout
 
@@ -37,18 +36,10 @@ def replica_table(layout: Layout) -> list[str]:
     return aligned(rows)
 
 
-def bytes_on_wire(layout: Layout, fragment: int) -> int:
-    """Bytes of one replica's payload of a fragment, scales, flags and padding included."""
-    plan = layout.plans[fragment]
-    in_slice = layout.mesh.size // layout.mesh.shape["diloco"]
-    itemsize = quantize.wire(plan.payload.wire).dtype.itemsize
-    return plan.num_chunks * layout.chunk_of(plan) * in_slice * itemsize
-
-
 def fragment_table(layout: Layout) -> list[str]:
     """Fragment, layers, parameters, bytes on the wire, share; a warning for a lopsided one."""
     sizes = [plan.fragment.size for plan in layout.plans]
-    wire = [bytes_on_wire(layout, p) for p in range(len(layout.plans))]
+    wire = [plan.num_chunks * layout.chunk_bytes(plan) for plan in layout.plans]
     rows = [("fragment", "layers", "parameters", "bytes on the wire", "share")]
     for p, plan in enumerate(layout.plans):
         layers = _ranges(plan.fragment.layers) or "none"
