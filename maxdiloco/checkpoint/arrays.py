@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 # What a process reads ahead of the leaf that goes to its devices; a leaf may be larger by itself.
 READ_AHEAD_BYTES = 1 << 30  # our choice
+ACROSS_SLICES = "diloco"  # the mesh axis that joins the slices
 
 Bounds = tuple[tuple[int, int], ...]  # per dim: the first index, and the one after the last
 
@@ -78,14 +79,13 @@ class _Reading(NamedTuple):
         return elements * np.dtype(self.leaf.dtype).itemsize
 
 
-def read_item(step_folder: epath.Path, name: str, abstract: Any, *, axis: str) -> Any:
+def read_item(step_folder: epath.Path, name: str, abstract: Any) -> Any:
     """Read one item leaf by leaf; a device holds its parts of it, and of one leaf more, at most.
 
     abstract: tree of jax.ShapeDtypeStruct or Cycled. A leaf without a sharding goes to the first
     device; a dtype other than the saved one is a cast.
-    axis: mesh axis that joins the slices. With several processes, a leaf that is replicated over
-    it is read in parts, one part a slice, and the parts are gathered over the slow link: a byte
-    leaves the storage once, not once a slice.
+    With several processes, a leaf that all slices hold alike is read in parts, one part a slice,
+    and the parts are gathered over the slow link: a byte leaves the storage once, not once a slice.
     (Orbax's broadcast from one slice sums with zeros: it loses -0.0 and widens int8.)
     Returns the tree with arrays for leaves. Raises CheckpointError when one cannot be read.
     """
@@ -94,7 +94,7 @@ def read_item(step_folder: epath.Path, name: str, abstract: Any, *, axis: str) -
     opening = _opened(step_folder / name, [path for path, leaf in wanted.items() if leaf.size])
     where = f"of {name} in checkpoint {step_folder}"
     readings = (
-        _started(opening.get(path), leaf, axis, f"{path} {where}") for path, leaf in wanted.items()
+        _started(opening.get(path), leaf, f"{path} {where}") for path, leaf in wanted.items()
     )
     return treedef.unflatten([_finished(reading) for reading in _ahead(readings)])
 
@@ -127,9 +127,7 @@ def _opened(folder: epath.Path, names: Sequence[str]) -> dict[str, "ts.Future[ts
     return {name: opened(name) for name in names}
 
 
-def _started(
-    opening: "ts.Future[ts.TensorStore] | None", leaf: Any, axis: str, name: str
-) -> _Reading:
+def _started(opening: "ts.Future[ts.TensorStore] | None", leaf: Any, name: str) -> _Reading:
     """Begin to read the parts of a leaf that this process needs; no opening: it is empty."""
     import tensorstore as ts
 
@@ -143,8 +141,8 @@ def _started(
         array = array[np.arange(shape[0]) % leaf.stored]
     if array.dtype.numpy_dtype != wanted.dtype:
         array = ts.cast(array, ts.dtype(wanted.dtype))
-    if jax.process_count() > 1 and _is_gathered(wanted, axis):
-        shape, spec = split_over(shape, sharding, axis)
+    if jax.process_count() > 1 and _is_gathered(wanted):
+        shape, spec = split_over_slices(shape, sharding)
         sharding = NamedSharding(sharding.mesh, spec)
     indices = sharding.addressable_devices_indices_map(shape).values()
     parts = {bounds: read_part(array, bounds) for bounds in {_bounds(i, shape) for i in indices}}
@@ -189,17 +187,17 @@ def _result(future: "ts.Future[Any]", name: str) -> Any:
         ) from error
 
 
-def calls(abstract: Any, *, axis: str, on_compile: Callable) -> list[Call]:
+def calls(abstract: Any, *, on_compile: Callable) -> list[Call]:
     """The program of read_item for the largest leaf that is gathered, if any is.
 
-    abstract, axis: as for read_item. One leaf is gathered at a time, so no other needs more memory.
+    abstract: as for read_item. One leaf is gathered at a time, so no other needs more memory.
     """
-    leaves = [leaf for leaf in jax.tree.leaves(abstract) if _is_gathered(leaf, axis)]
+    leaves = [leaf for leaf in jax.tree.leaves(abstract) if _is_gathered(leaf)]
     devices = leaves[0].sharding.mesh.devices.flat if leaves else ()
     if len({device.process_index for device in devices}) < 2:
         return []
     leaf = max(leaves, key=lambda leaf: math.prod(leaf.sharding.shard_shape(leaf.shape)))
-    shape, spec = split_over(leaf.shape, leaf.sharding, axis)
+    shape, spec = split_over_slices(leaf.shape, leaf.sharding)
     mesh = leaf.sharding.mesh
     parts = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
     program = Program(
@@ -211,28 +209,28 @@ def calls(abstract: Any, *, axis: str, on_compile: Callable) -> list[Call]:
     return [Call(program, (parts,), 0, BESIDE)]
 
 
-def _is_gathered(leaf: jax.ShapeDtypeStruct, axis: str) -> bool:
+def _is_gathered(leaf: jax.ShapeDtypeStruct) -> bool:
     sharding = leaf.sharding
     if not leaf.shape or not isinstance(sharding, NamedSharding):
         return False
     used = {name for entry in sharding.spec for name in axes_of(entry)}
-    return dict(sharding.mesh.shape).get(axis, 1) > 1 and axis not in used
+    return dict(sharding.mesh.shape).get(ACROSS_SLICES, 1) > 1 and ACROSS_SLICES not in used
 
 
-def split_over(
-    shape: tuple[int, ...], sharding: NamedSharding, axis: str
+def split_over_slices(
+    shape: tuple[int, ...], sharding: NamedSharding
 ) -> tuple[tuple[int, ...], PartitionSpec]:
-    """Split one more dimension over a mesh axis: the first whose shards divide, else the longest.
+    """Split one more dimension over the slices: the first whose shards divide, else the longest.
 
     Returns the shape, padded where nothing divides, and the spec. The choice of dimension is
     that of Orbax when it writes replicated arrays, so that a part is a whole stored chunk.
     """
-    size = sharding.mesh.shape[axis]
+    size = sharding.mesh.shape[ACROSS_SLICES]
     local = sharding.shard_shape(shape)
     dividing = [dim for dim, length in enumerate(local) if length % size == 0]
     dim = dividing[0] if dividing else int(np.argmax(shape))
     entries = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
-    entries[dim] = (*axes_of(entries[dim]), axis)
+    entries[dim] = (*axes_of(entries[dim]), ACROSS_SLICES)
     parts = shape[dim] // local[dim] * size
     padded = -(-shape[dim] // parts) * parts
     return (*shape[:dim], padded, *shape[dim + 1 :]), PartitionSpec(*entries)

@@ -56,7 +56,6 @@ class Checkpointer:
     use_async: save() returns as soon as the arrays are copied to the host.
     timeout_s: how long the processes may take to write the arrays of one save.
     report: takes one line for the user; called in the first process only.
-    gather_axis: the mesh axis that joins the slices (see arrays.read_item).
     A context manager: leaving it waits for the save that runs. Imports Orbax. Raises
     CheckpointError when the folder cannot be used.
 
@@ -72,7 +71,6 @@ class Checkpointer:
         use_async: bool = True,
         timeout_s: float = 1200,
         report: Report = print,
-        gather_axis: str = "diloco",
     ):
         self._folder = absolute(folder)
         self._max_to_keep = max_to_keep
@@ -80,7 +78,6 @@ class Checkpointer:
         self._timeout_s = timeout_s
         self._primary = jax.process_index() == 0
         self._report = report if self._primary else read.say_nothing
-        self._gather_axis = gather_axis
         self._saving: tuple[int, Future] | None = None  # the step whose save runs
         self._failures = 0  # saves that failed since the last one that did not
         self._newest: int | None = None  # the newest step that is known to be saved
@@ -167,7 +164,6 @@ class Checkpointer:
                 read.newest_first(self._folder),
                 abstract_of,
                 report=self._report,
-                axis=self._gather_axis,
                 remedy=lambda meta: _REMEDY,
                 known_good=self._known_good,
             )

@@ -44,7 +44,6 @@ def restore_from(
     remedy: Remedy = lambda meta: "Set the model keys of the run that wrote it.",
     cast: bool = False,
     report: Report = print,
-    gather_axis: str = "diloco",
 ) -> Restored:
     """Read a checkpoint of any run, for load_full_state_path, load_parameters_path, generation.
 
@@ -63,7 +62,6 @@ def restore_from(
             candidates,
             abstract_of,
             report=report if jax.process_index() == 0 else say_nothing,
-            axis=gather_axis,
             remedy=remedy,
             otherwise=f"or give {key} another path",
             cast=cast,
@@ -125,7 +123,6 @@ def first_undamaged(
     abstract_of: AbstractOf,
     *,
     report: Report,
-    axis: str,
     remedy: Remedy,
     otherwise: str = "or set another run_name to start from the beginning",
     cast: bool = False,
@@ -147,8 +144,7 @@ def first_undamaged(
         abstract = abstract_of(note.meta)
         _refuse_mismatch(path, note, abstract, remedy=remedy, cast=cast)
         items = {
-            name: arrays.read_item(path, name, tree, axis=axis)
-            for name, tree in abstract.items()
+            name: arrays.read_item(path, name, tree) for name, tree in abstract.items()
         }
         return Restored(note.step, items, note.meta, path), list(damaged)
     if damaged:

@@ -157,10 +157,11 @@ def test_processes_share_the_examination(tmp_path, two_saved):
     assert seal.damage(newest, places=[place + 1]) is None
 
 
-def test_above_the_limit_only_sizes_are_kept(tmp_path, two_saved):
+def test_above_the_limit_only_sizes_are_kept(tmp_path, two_saved, monkeypatch):
     folder = damaged_run(tmp_path, two_saved)
     newest = folder / "20"
-    seal.write(newest, content_limit_bytes=10)
+    monkeypatch.setattr(seal, "CONTENT_LIMIT_BYTES", 10)
+    seal.write(newest)
     file = pathlib.Path(newest) / "meta" / "metadata"
     zeroed(file, file.read_bytes())
     assert seal.damage(newest) is None
