@@ -1,6 +1,6 @@
-"""What ahead-of-time compiled programs say: lines to read, a JSON object, and what is refused.
+"""The report on programs compiled ahead of time: tables, JSON, and reasons not to start the job.
 
-Times are the TPU compiler's estimates; nothing was run. See hlo/replay.py for how they are made.
+Times are estimates of the TPU compiler and of hlo/replay.py; nothing was run.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,10 @@ MIB = 2**20
 
 
 class Report(NamedTuple):
-    """What was compiled. period: inner steps H that the programs' `runs` add up to.
+    """What was compiled, and for what.
 
-    chip, gbps: None and the DCN share of a device [Gbit/s]; chip is None off TPU.
+    period: the H inner steps in which a program runs `runs` times. chip: None off TPU.
+    gbps: one device's share of the DCN [Gbit/s].
     """
 
     title: str
@@ -28,30 +29,30 @@ class Report(NamedTuple):
     gbps: float
     programs: Sequence[Measured]
 
-    def those(self, when: str) -> list[Measured]:
-        """The programs of the steps, or those beside them; see Call."""
-        return [one for one in self.programs if one.when == when]
+    def at(self, when: str) -> list[Measured]:
+        """The programs that run at STEP, BESIDE or START; see Call."""
+        return [program for program in self.programs if program.when == when]
 
     @property
     def step_seconds(self) -> float | None:
-        """Mean device time of a step over a period, waits for other slices included."""
-        if self.chip is None or any(one.too_big for one in self.those(STEP)):
+        """Mean device time of a step, its waits for other slices included; None off TPU."""
+        if self.chip is None or any(program.too_big for program in self.at(STEP)):
             return None
         return self.seconds(STEP) / self.period
 
     def seconds(self, when: str) -> float:
-        """Device time of a period, on TPU."""
-        return sum(p.runs * (p.seconds + p.exposed) for p in self.those(when) if not p.too_big)
+        """Device time of a period. Only on TPU."""
+        return sum(p.runs * (p.seconds + p.exposed) for p in self.at(when) if not p.too_big)
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds of a period in which the steps stand still for other slices."""
-        return sum(p.runs * p.exposed for p in self.those(STEP))
+        """Seconds of a period that the steps wait for other slices."""
+        return sum(p.runs * p.exposed for p in self.at(STEP))
 
     @property
     def busy_seconds(self) -> float:
         """Seconds of a period in which the steps keep the link between slices busy."""
-        return sum(p.runs * p.busy for p in self.those(STEP))
+        return sum(p.runs * p.busy for p in self.at(STEP))
 
     @property
     def bytes_per_step(self) -> float:
@@ -60,7 +61,7 @@ class Report(NamedTuple):
 
     def bytes_sent(self, when: str) -> float:
         """Bytes that leave one device for other slices in a period."""
-        return sum(p.runs * c.bytes_per_device * c.times for p in self.those(when)
+        return sum(p.runs * c.bytes_per_device * c.times for p in self.at(when)
                    for c in p.crossings)  # fmt: skip
 
 
@@ -235,28 +236,28 @@ def _collectives(program: Measured) -> list[dict[str, Any]]:
 
 
 def refusals(report: Report, *, max_exposed_fraction: float) -> list[str]:
-    """Why a job with these programs should not start; empty when nothing speaks against it."""
+    """Why a job with these programs should not start; empty when it may."""
     out = []
-    for one in report.programs:
-        if one.too_big:
+    for program in report.programs:
+        if program.too_big:
+            out.append(f"{program.name} is too big for the chip: {program.too_big} {MAKE_ROOM}")
+        elif report.chip and program.memory.needed > report.chip.hbm:
             out.append(
-                f"{one.name} is too big for the chip: {one.too_big} {MAKE_ROOM}"
+                f"{program.name} needs {program.memory.needed / MIB:,.0f} MiB a device with the "
+                f"rest of the run's state, but the chip has {report.chip.hbm / MIB:,.0f}. Use more "
+                f"devices in a slice, a smaller per_device_batch_size or "
+                f"diloco_outer_memory=pinned_host."
             )
-        elif report.chip and one.memory.needed > report.chip.hbm:
+        share = exposed_share(program.exposed, program.busy)
+        if program.when == STEP and share > max_exposed_fraction:
             out.append(
-                f"{one.name} needs {one.memory.needed / MIB:,.0f} MiB a device with the rest of "
-                f"the run's state, but the chip has {report.chip.hbm / MIB:,.0f}. Use more devices "
-                f"in a slice, a smaller per_device_batch_size or diloco_outer_memory=pinned_host."
-            )
-        share = exposed_share(one.exposed, one.busy)
-        if one.when == STEP and share > max_exposed_fraction:
-            out.append(
-                f"max_exposed_fraction={max_exposed_fraction:g}: {one.name} exposes {share:.1%} of "
-                f"its time on the link at {report.gbps:g} Gbit/s a device. Use more "
+                f"max_exposed_fraction={max_exposed_fraction:g}: {program.name} exposes "
+                f"{share:.1%} of its time on the link at {report.gbps:g} Gbit/s a device. Use more "
                 f"num_communication_overlapping_steps or num_diloco_fragments, or a smaller "
                 f"diloco_exchange_dtype."
             )
-        if one.name == "inner" and any("diloco" in cross.axes for cross in one.crossings):
+        axes = {axis for crossing in program.crossings for axis in crossing.axes}
+        if program.name == "inner" and "diloco" in axes:
             out.append(
                 "a plain step sends bytes to other slices over diloco, which only an exchange "
                 "should. Look for what reads across replicas in the inner step."
