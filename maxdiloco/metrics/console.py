@@ -1,11 +1,11 @@
-"""What a run shows while it trains: a line at each log point, and a bar on a terminal."""
+"""The console of a run: a line at each log point, and a progress bar on a terminal."""
 
 import sys
 from collections.abc import Mapping
 
 from maxdiloco.processes.output import say
 
-# (name, how the console shows it), in order.
+# (metric, its format), in the order of the line.
 _COLUMNS = (
     ("learning/loss", "loss {:.4f}"),
     ("eval/loss", "eval loss {:.4f}"),
@@ -20,15 +20,16 @@ _COLUMNS = (
 
 
 def console_line(step: int, total_steps: int, values: Mapping[str, float]) -> str:
-    """step 120/2000 | loss 2.3456 | lr 3.00e-04 | 0.812 s/step: the known names, in fixed order."""
+    """step 120/2000 | loss 2.3456 | lr 3.00e-04 | 0.812 s/step: the metrics of _COLUMNS."""
     shown = [form.format(values[name]) for name, form in _COLUMNS if name in values]
     return " | ".join([f"step {step}/{total_steps}", *shown])
 
 
 class Progress:
-    """A bar on a terminal; elsewhere only the lines. For the first process; others: shown=False.
+    """A progress bar if standard error is a terminal, and lines on standard output.
 
-    first_step, total_steps: steps done before and in the end. A context manager.
+    A context manager. first_step, total_steps: steps done before, and at the end. shown: False in
+    all processes but the first; nothing is printed then.
     """
 
     def __init__(self, *, first_step: int, total_steps: int, shown: bool = True):

@@ -25,8 +25,8 @@ def folder(tmp_path) -> RunFolder:
     return found
 
 
-def write(folder, steps, *, resume_step=None, report=lambda line: None):
-    with MetricsWriter(folder, tensorboard=True, resume_step=resume_step, report=report) as writer:
+def write(folder, steps, *, resume_step=None, say=lambda line: None):
+    with MetricsWriter(folder, tensorboard=True, resume_step=resume_step, say=say) as writer:
         for step in steps:
             writer.write(step, {"learning/loss": 10.0 / step})
 
@@ -67,7 +67,7 @@ def test_tensorboard_is_told_which_steps_come_again(folder):
 def rows_and_warnings(folder, count):
     """Write rows with TensorBoard; what was reported."""
     said = []
-    write(folder, range(1, count + 1), report=said.append)
+    write(folder, range(1, count + 1), say=said.append)
     assert len(folder.metrics.read_text().splitlines()) == count
     return said
 
