@@ -118,7 +118,7 @@ def _one(cfg: Config, mesh: Any, chip: Any) -> tuple[Any, Any]:
     parts = assemble.assemble(cfg, mesh, total_steps=cfg.steps, on_compile=_told())
     dcn = mesh_lib.sizes_over_slices(cfg, list(mesh.devices.flat))
     state = parts.trainer.abstract_state
-    restore = arrays.calls(state, axis="diloco", on_compile=_told())
+    restore = arrays.calls(state, on_compile=_told())
     found = measure.measure(
         [*_calls(cfg, parts), *restore],
         state,

@@ -232,15 +232,12 @@ class DiLoCo:
 
     def bytes_sent(self, t: int) -> int:
         """Bytes that inner step t makes one replica send to other slices, padding included."""
-        elements = 0
-        for action in self.schedule.actions(t):
-            if action.program == schedule.INNER_EXCHANGE:
-                elements += self.layout.chunk
-            elif action.program == schedule.SYNCHRONISE:
-                elements += self.layout.chunk_of(self.layout.plans[action.fragment])
-        slots = self.mesh.shape["diloco"]
-        in_slice = self.mesh.size // slots
-        return elements * in_slice * quantize.wire(self.wire).dtype.itemsize * (slots - 1)
+        chunks = sum(
+            self.layout.chunk_bytes(self.layout.plans[action.fragment])
+            for action in self.schedule.actions(t)
+            if action.program in (schedule.INNER_EXCHANGE, schedule.SYNCHRONISE)
+        )
+        return chunks * (self.mesh.shape["diloco"] - 1)
 
 
 def _check(num_replicas, alpha, outer_memory, mesh) -> None:

@@ -93,6 +93,12 @@ class Layout:
         """Wire elements per replica and device in a chunk of this fragment."""
         return self.chunk or payload.pad_to_tile(plan.payload.size)
 
+    def chunk_bytes(self, plan: FragmentPlan) -> int:
+        """Bytes of one replica's chunk of this fragment, scales, flags and padding included."""
+        in_slice = self.mesh.size // self.mesh.shape["diloco"]
+        itemsize = quantize.wire(plan.payload.wire).dtype.itemsize
+        return self.chunk_of(plan) * in_slice * itemsize
+
 
 def cut_spec(cut: slices.Cut, spec: P, mesh: Mesh) -> P:
     """In-slice spec of what `cut` takes: as the leaf lies, if the entries taken still divide."""

@@ -1,4 +1,4 @@
-"""Every compile, said as it happens, and all of them before the first step."""
+"""A line for every compile, and all compiles before the first step."""
 
 import threading
 import time
@@ -11,19 +11,20 @@ from maxdiloco.engine.calls import Call
 from maxdiloco.errors import ConfigError
 from maxdiloco.metrics import tables
 
-# XLA compiles without the GIL; more at a time need more memory of the host (our choice).
+# XLA compiles without the GIL; more threads need more host memory (our choice).
 THREADS = 4
-# What to do when a program does not fit.
+# The remedy when a program does not fit.
 MAKE_ROOM = (
     "Use more devices in a slice, a smaller per_device_batch_size, remat_policy=full or "
     "diloco_outer_memory=pinned_host."
 )
 
 
-class Compiles:
-    """Says every compile with the time it took, from any thread.
+class CompileLog:
+    """Prints every compile with its time; any thread may call it.
 
-    resident: what DiLoCo keeps beyond plain training, for the memory lines; set when known.
+    say: prints a line. resident: what DiLoCo keeps on a device beyond plain training, for the
+    memory lines; the caller sets it when it is known.
     """
 
     def __init__(self, say: Callable[[str], None], *, show_memory: bool):
@@ -33,20 +34,20 @@ class Compiles:
         self.resident = ""
 
     def __call__(self, name: str, seconds: float, compiled: jax.stages.Compiled) -> None:
-        """Take note of one compile, see parallel.program.Program."""
+        """Print one compile; see on_compile of parallel.program.Program."""
         with self._lock:
             self._say(f"compiled {name} in {seconds:.1f} s")
 
     def all_of(self, calls: Sequence[Call]) -> None:
-        """Compile the programs of a run, several at a time; the first is the plain inner step.
+        """Compile the programs of a run in threads; the first is the plain inner step.
 
-        Raises ConfigError for one that does not fit the device's memory.
+        Raises ConfigError for a program that does not fit the device's memory.
         """
         started = time.perf_counter()
         pool = ThreadPoolExecutor(THREADS, thread_name_prefix="compile")
         try:
-            waiting = [(call, pool.submit(call.program.compile, *call.args)) for call in calls]
-            for call, future in waiting:
+            futures = [(call, pool.submit(call.program.compile, *call.args)) for call in calls]
+            for call, future in futures:
                 try:
                     future.result()
                 except jax.errors.JaxRuntimeError as error:
@@ -75,9 +76,9 @@ class Compiles:
 
 
 def too_big(error: jax.errors.JaxRuntimeError) -> str | None:
-    """What the compiler says of a program that does not fit; None for another error."""
-    _, found, said = str(error).replace("\n", " ").partition("RESOURCE_EXHAUSTED: ")
-    if not found:
+    """The compiler's message when a program does not fit; None for another error."""
+    _, status, message = str(error).replace("\n", " ").partition("RESOURCE_EXHAUSTED: ")
+    if not status:
         return None
-    end = said.find(". ")
-    return said[: end + 1] if end > 0 else said
+    end = message.find(". ")
+    return message[: end + 1] if end > 0 else message

@@ -1,4 +1,4 @@
-"""The tables a run prints at its start: replicas, fragments, outer state."""
+"""The tables that a run prints at its start: replicas, fragments, memory."""
 
 import math
 from collections.abc import Sequence
@@ -6,13 +6,12 @@ from typing import Any
 
 import jax
 
-from maxdiloco.diloco import quantize
 from maxdiloco.diloco.fragments import lopsided
 from maxdiloco.engine.state import Layout
 
 
 def aligned(rows: Sequence[Sequence[object]]) -> list[str]:
-    """Rows as lines with columns in line: the first column to the left, the others to the right."""
+    """Rows as lines of aligned columns: the first to the left, the others to the right."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     return [
@@ -25,7 +24,7 @@ def aligned(rows: Sequence[Sequence[object]]) -> list[str]:
 
 
 def replica_table(layout: Layout) -> list[str]:
-    """Which replica lies on which devices."""
+    """The slot of the mesh and the devices of each replica."""
     mesh = layout.mesh
     slots = mesh.shape["diloco"]
     rows = [("replica", "slot", "devices")]
@@ -37,18 +36,10 @@ def replica_table(layout: Layout) -> list[str]:
     return aligned(rows)
 
 
-def bytes_on_wire(layout: Layout, fragment: int) -> int:
-    """Bytes of one replica's payload of a fragment, scales, flags and padding included."""
-    plan = layout.plans[fragment]
-    in_slice = layout.mesh.size // layout.mesh.shape["diloco"]
-    itemsize = quantize.wire(plan.payload.wire).dtype.itemsize
-    return plan.num_chunks * layout.chunk_of(plan) * in_slice * itemsize
-
-
 def fragment_table(layout: Layout) -> list[str]:
-    """Fragment, layers, parameters, bytes on the wire, share; a warning for a lopsided one."""
+    """Layers, parameters, bytes on the wire and share of each fragment; warnings for large ones."""
     sizes = [plan.fragment.size for plan in layout.plans]
-    wire = [bytes_on_wire(layout, p) for p in range(len(layout.plans))]
+    wire = [plan.num_chunks * layout.chunk_bytes(plan) for plan in layout.plans]
     rows = [("fragment", "layers", "parameters", "bytes on the wire", "share")]
     for p, plan in enumerate(layout.plans):
         layers = _ranges(plan.fragment.layers) or "none"
@@ -82,7 +73,7 @@ def _ranges(layers: Sequence[int]) -> str:
 
 
 def outer_memory_line(layout: Layout, kept_in: str) -> str:
-    """Bytes of theta and the outer optimizer state on one device, and whose they are."""
+    """Bytes of theta and the outer optimizer state on one device, and the number of copies."""
     outer = jax.tree.leaves(layout.state.outer)
     total = _mib([*outer, *jax.tree.leaves(layout.state.outer_opt)])
     copies = f"one copy for each of {layout.num_replicas} replicas"
@@ -93,7 +84,7 @@ def outer_memory_line(layout: Layout, kept_in: str) -> str:
 
 
 def resident(layout: Layout) -> str:
-    """What DiLoCo keeps on a device between programs, beside replicas and optimizer [MiB]."""
+    """State that DiLoCo keeps on a device besides the replicas and their optimizer [MiB]."""
     state = layout.state
     outer = jax.tree.leaves((state.outer, state.outer_opt))
     where = outer[0].sharding.memory_kind or "device"
@@ -107,12 +98,12 @@ def _mib(arrays: Sequence[jax.ShapeDtypeStruct]) -> float:
 
 
 def bytes_on_device(x: jax.ShapeDtypeStruct) -> int:
-    """Bytes of an array's shard, tiles not counted."""
+    """Bytes of an array's shard, without tile padding."""
     return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
 def memory_line(memory: Any) -> str:
-    """What one compiled program needs on a device."""
+    """Memory that a compiled program needs on a device."""
     sizes = {
         "arguments": memory.argument_size_in_bytes,
         "outputs": memory.output_size_in_bytes,

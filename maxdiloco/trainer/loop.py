@@ -13,7 +13,7 @@ from maxdiloco.data.pipeline import Dataset
 from maxdiloco.engine.diloco import DiLoCo
 from maxdiloco.errors import Preempted
 from maxdiloco.flags.config import Config
-from maxdiloco.metrics.compiles import Compiles
+from maxdiloco.metrics.compiles import CompileLog
 from maxdiloco.metrics.console import Progress, console_line
 from maxdiloco.metrics.speed import StepClock, performance
 from maxdiloco.metrics.writer import MetricsWriter
@@ -37,7 +37,7 @@ class Run:
     checkpointer: Checkpointer | None
     meta: dict[str, Any]
     flops_per_token: float
-    compiles: Compiles
+    compiles: CompileLog
     primary: bool
     say: Callable[[str], None]
 

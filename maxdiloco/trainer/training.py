@@ -17,7 +17,7 @@ from maxdiloco.engine.calls import START
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics import tables
-from maxdiloco.metrics.compiles import Compiles
+from maxdiloco.metrics.compiles import CompileLog
 from maxdiloco.metrics.console import Progress
 from maxdiloco.metrics.writer import MetricsWriter
 from maxdiloco.models.transformer import count_parameters
@@ -80,7 +80,7 @@ def _run(cfg: Config, begun: float) -> int:
                     max_to_keep=cfg.max_num_checkpoints_to_keep,
                     use_async=cfg.async_checkpointing,
                     timeout_s=cfg.checkpoint_timeout_seconds,
-                    report=say,
+                    say=say,
                 )
             )
         return _train(_prepare(cfg, mesh, data, folder, checkpointer, say), begun)
@@ -96,7 +96,7 @@ def _prepare(cfg, mesh, data, folder, checkpointer, say) -> Run:
     total = cfg.steps
     if total == -1:
         total = pipeline.last_step_of_epoch(dataset, begin.position)
-    compiles = Compiles(say, show_memory=cfg.show_memory)
+    compiles = CompileLog(say, show_memory=cfg.show_memory)
     parts = assemble.assemble(cfg, mesh, total_steps=total, on_compile=compiles)
     say(f"model: {cfg.model_name}, {count_parameters(parts.model):,} parameters")
     say(
@@ -162,7 +162,7 @@ def _train(run: Run, begun: float) -> int:
                     run.folder,
                     tensorboard=cfg.enable_tensorboard,
                     resume_step=state.t or None,
-                    report=run.say,
+                    say=run.say,
                 )
             )
         progress = stack.enter_context(

@@ -66,8 +66,8 @@ def test_what_runs_beside_the_steps_is_counted_apart():
 
 
 def test_a_crossing_lies_between_its_start_and_its_end():
-    one = exchange(waited=0.002)
-    where = report.placed(one, one.crossings[0])
+    (program,) = report.as_json(a_report(exchange(waited=0.002)))["programs"]
+    (where,) = program["dcn"]
     assert where["starts"] == pytest.approx(0.0025 / 0.012)
     assert where["ends"] == pytest.approx(1.0)
     # From 2.5 to 12 ms less the 2 ms of standing still, of 10 ms of its own.

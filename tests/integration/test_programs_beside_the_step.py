@@ -212,7 +212,7 @@ def test_a_synchronisation_does_not_wait_for_the_one_before_it():
 def test_nothing_compiles_after_the_first_step_begins(tmp_path, monkeypatch, caplog, request):
     """Evaluations, log steps, saves and their small change included."""
     ready = []
-    whole = compiles.Compiles.all_of
+    whole = compiles.CompileLog.all_of
 
     def all_of(self, calls):
         whole(self, calls)
@@ -222,7 +222,7 @@ def test_nothing_compiles_after_the_first_step_begins(tmp_path, monkeypatch, cap
         said = [record.getMessage() for record in caplog.records]
         return [line for line in said if line.startswith("Finished XLA compilation of")]
 
-    monkeypatch.setattr(compiles.Compiles, "all_of", all_of)
+    monkeypatch.setattr(compiles.CompileLog, "all_of", all_of)
     request.addfinalizer(lambda: jax.config.update("jax_log_compiles", False))
     jax.config.update("jax_log_compiles", True)  # jax.log_compiles() is of this thread alone
     with caplog.at_level(logging.WARNING, logger="jax"):
