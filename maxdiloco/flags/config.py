@@ -47,7 +47,7 @@ class Config:
 
     def as_dict(self) -> dict[str, Any]:
         """Every key and value, fit for JSON: lists, not tuples. `from_dict` takes it back."""
-        return {name: _listed(value) for name, value in vars(self).items()}
+        return {name: base_yml.as_lists(value) for name, value in vars(self).items()}
 
 
 class Given(NamedTuple):
@@ -66,8 +66,7 @@ def load(argv: Iterable[str], environ: Mapping[str, str]) -> Config:
     Later wins: base.yml, the model file, the yml file, the environment, key=value.
     Raises ConfigError, one line with key, value, why and remedy.
     """
-    folder = _folder()
-    keys = base_yml.declared(folder / "base.yml")
+    folder, keys = base_yml.config_folder(), base_yml.declared()
     argv = list(argv)
     given: dict[str, Given] = {}
     if argv and _is_file(argv[0]):
@@ -90,7 +89,7 @@ def from_dict(stored: Mapping[str, Any]) -> Config:
     A key that base.yml has gained since takes its default. Raises ConfigError for a key that
     base.yml does not have and for a value of another type.
     """
-    keys = base_yml.declared(_folder() / "base.yml")
+    keys = base_yml.declared()
     values = {name: key.default for name, key in keys.items()}
     for name, value in stored.items():
         given = Given(value, "stored config")
@@ -100,7 +99,7 @@ def from_dict(stored: Mapping[str, Any]) -> Config:
 
 def describe_differences(cfg: Config) -> list[str]:
     """One line `key=value (default)` for each key that differs from base.yml, in its order."""
-    keys = base_yml.declared(_folder() / "base.yml")
+    keys = base_yml.declared()
     values = vars(cfg)
     return [
         f"{name}={show(values[name])} (default {show(key.default) or 'empty'})"
@@ -112,10 +111,6 @@ def describe_differences(cfg: Config) -> list[str]:
 def warnings(cfg: Config) -> list[str]:
     """One line for each setting that works but is seldom meant."""
     return checks.warnings(cfg)
-
-
-def _folder() -> pathlib.Path:
-    return base_yml.config_folder()
 
 
 def _is_file(argument: str) -> bool:
@@ -268,7 +263,3 @@ def _shown(raw: Any) -> str:
 
 def _frozen(value: Any) -> Any:
     return tuple(_frozen(entry) for entry in value) if isinstance(value, list | tuple) else value
-
-
-def _listed(value: Any) -> Any:
-    return [_listed(entry) for entry in value] if isinstance(value, tuple) else value

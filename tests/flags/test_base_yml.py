@@ -15,7 +15,7 @@ from maxdiloco.parallel import mesh
 
 PACKAGE = base_yml.PACKAGE
 FOLDER = base_yml.config_folder()
-KEYS = base_yml.declared(FOLDER / "base.yml")
+KEYS = base_yml.declared()
 MODELS = base_yml.model_names(FOLDER)
 # Those that say which model it is, not what it is like.
 CHOOSE_MODEL = {"model_name", "override_model_config"}
@@ -63,6 +63,8 @@ def test_help_lists_every_key_under_its_group():
     assert "  tokenizer_type=byte  How text becomes tokens" in "\n".join(lines)
     (line,) = [line for line in lines if line.startswith("  num_communication_overlapping_steps")]
     assert line.endswith("(tau). [>= 0; inner steps]")
+    (line,) = [line for line in lines if line.startswith("  log_period=")]
+    assert line.endswith(" [>= 1; inner steps; may change on resume]")
 
 
 @pytest.mark.parametrize(
@@ -242,7 +244,7 @@ def package_reads() -> tuple[set[str], set[str]]:
     """What the package reads; a key that is only checked is not yet used."""
     attributes, subscripts = set(), set()
     for path in PACKAGE.rglob("*.py"):
-        if path.name != "flags/checks.py":
+        if path != PACKAGE / "flags" / "checks.py":
             found = reads(path.read_text())
             attributes |= found[0]
             subscripts |= found[1]
