@@ -13,6 +13,7 @@ from maxdiloco.flags.base_yml import Key, show
 
 BYTE_TOKENS = 257  # 256 byte values and the token that starts a document
 MOST = 2**31 - 1  # of a whole number without a limit of its own: what int32 holds
+# Axes of the mesh in its order; each has a size in the dcn and in the ici tier.
 AXES = ("diloco", "data", "fsdp", "expert", "context", "tensor")
 UNFINISHED_AXES = ("expert", "context")
 SCHEDULE_NAMES = schedule.Names(

@@ -6,6 +6,7 @@ import difflib
 import math
 import pathlib
 import re
+import types
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -18,14 +19,11 @@ MOST_DIGITS = 20  # of a whole number; checks has the limits, and Python reads 4
 MOST_SHOWN = 200  # letters of a value in a message
 
 
-class Config:
+class Config(types.SimpleNamespace):
     """The value of every key of base.yml, as attributes that cannot be set.
 
     Lists are tuples. A name that is no key raises AttributeError.
     """
-
-    def __init__(self, values: Mapping[str, Value]):
-        vars(self).update(values)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise dataclasses.FrozenInstanceError(
@@ -36,14 +34,6 @@ class Config:
         raise dataclasses.FrozenInstanceError(
             f"{name} cannot be deleted: a Config is frozen. Load another one."
         )
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Config) and vars(self) == vars(other)
-
-    __hash__ = None
-
-    def __repr__(self) -> str:
-        return f"Config({', '.join(f'{name}={show(value)}' for name, value in vars(self).items())})"
 
     def as_dict(self) -> dict[str, Any]:
         """Every key and value, fit for JSON: lists, not tuples. `from_dict` takes it back."""
@@ -78,7 +68,7 @@ def load(argv: Iterable[str], environ: Mapping[str, str]) -> Config:
     values = {name: key.default for name, key in keys.items()}
     values |= {name: _convert(_known(name, one, keys), one) for name, one in given.items()}
     values |= _from_model(values, given, folder, keys)
-    cfg = Config(values)
+    cfg = Config(**values)
     checks.check(cfg, keys)
     return cfg
 
@@ -94,7 +84,7 @@ def from_dict(stored: Mapping[str, Any]) -> Config:
     for name, value in stored.items():
         given = Given(value, "stored config")
         values[name] = _same_type(_known(name, given, keys), given)
-    return Config(values)
+    return Config(**values)
 
 
 def describe_differences(cfg: Config) -> list[str]:

@@ -13,13 +13,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxdiloco.diloco.fragments import Vocabulary
+from maxdiloco.flags.config import Config
 from maxdiloco.models import spec as spec_lib
 from maxdiloco.models.attention import attend
 from maxdiloco.models.layers import DecoderLayer, Ends
 from maxdiloco.models.loss import Head, head_logits, next_tokens, token_losses
 from maxdiloco.models.remat import checkpointed
 from maxdiloco.models.rope import rotation
-from maxdiloco.models.spec import ModelConfig, ModelSpec
+from maxdiloco.models.spec import ModelSpec
 from maxdiloco.parallel.sharding import gathered
 
 Params = dict[str, Any]
@@ -44,7 +45,7 @@ class Model:
     spec: ModelSpec
 
 
-def build(cfg: ModelConfig, *, backend: str) -> Model:
+def build(cfg: Config, *, backend: str) -> Model:
     """The model of a config.
 
     backend: `cpu`, `gpu` or `tpu`; chooses the attention kernel and what dtype=auto means.

@@ -11,7 +11,6 @@ from maxdiloco.diloco import outer, quantize, schedule
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, checks, config
 from maxdiloco.models import layers, remat
-from maxdiloco.parallel import mesh
 
 PACKAGE = base_yml.PACKAGE
 FOLDER = base_yml.config_folder()
@@ -99,9 +98,8 @@ def test_the_names_that_base_yml_allows_are_those_that_the_code_knows(key, names
     assert sorted(checks.choices(KEYS[key].allowed)) == sorted(names)
 
 
-def test_what_the_config_knows_of_other_rooms_is_true():
+def test_what_the_config_knows_of_the_tokenizer_and_the_text_is_true():
     """The config imports nothing of them, so its copies are compared here."""
-    assert checks.AXES == mesh.AXES
     assert checks.BYTE_TOKENS == tokenizer.ByteTokenizer().vocab_size
     assert all(suffix in KEYS["dataset_path"].meaning for suffix in corpus.SUFFIXES)
 
