@@ -27,6 +27,7 @@ from maxdiloco.command_line import guarded
 from maxdiloco.diloco import outer, slices
 from maxdiloco.flags import config
 from maxdiloco.metrics.tables import aligned
+from maxdiloco.parallel import chips
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.replicas import map_fn
 from maxdiloco.trainer import assemble
@@ -112,7 +113,7 @@ def _read(compiled: jax.stages.Compiled) -> Any:
     return reader.read(compiled.as_text())
 
 
-def figures(counted: list[tuple[Any, int]], chip: topology.Chip) -> tuple[str, ...]:
+def figures(counted: list[tuple[Any, int]], chip: chips.Chip) -> tuple[str, ...]:
     """MiB of a period, ms on the link at the first of GBPS, exposed ms at each."""
     played = [
         [(replay.replay(module, replay.Link(gbps, chip.clock_hz, chip.ici_gbps)), runs)

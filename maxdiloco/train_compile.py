@@ -72,9 +72,7 @@ def _compile(cfg: Config) -> int:
         say_error(f"refused: {line}")
     if cfg.compiled_trainstep_file and not any(one.too_big for one in made.programs):
         calls = _calls(cfg, parts)
-        size = compiled_file.save(
-            cfg.compiled_trainstep_file, cfg, parts, calls, total_steps=cfg.steps
-        )
+        size = compiled_file.save(cfg.compiled_trainstep_file, cfg, mesh, calls)
         _say(f"{len(calls)} programs, {size / 2**20:.1f} MiB: {cfg.compiled_trainstep_file}")
     return REFUSED if refused else 0
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from maxdiloco.aot.measure import Crossing, Measured
-from maxdiloco.aot.topology import Chip
 from maxdiloco.engine.calls import BESIDE, START, STEP
 from maxdiloco.metrics.compiles import MAKE_ROOM
 from maxdiloco.metrics.tables import aligned
+from maxdiloco.parallel.chips import Chip
 
 MIB = 2**20
 

@@ -71,7 +71,13 @@ class DiLoCo:
         on_compile: Callable[[str, float, jax.stages.Compiled], None] = say_nothing,
     ):
         mesh = mesh or Mesh(np.array(jax.devices()[:1]), ("diloco",))
-        _check(num_replicas, alpha, outer_memory, mesh)
+        _check(alpha, outer_memory, mesh)
+        schedule.check_replicas(
+            num_replicas,
+            mesh.shape["diloco"],
+            name="num_replicas",
+            slots_name="the mesh's diloco size",
+        )
         quantize.wire(exchange_dtype)
         if offsets is None:
             offsets = schedule.offsets(num_fragments, sync_period)
@@ -240,17 +246,11 @@ class DiLoCo:
         return chunks * (self.mesh.shape["diloco"] - 1)
 
 
-def _check(num_replicas, alpha, outer_memory, mesh) -> None:
+def _check(alpha, outer_memory, mesh) -> None:
     if "diloco" not in mesh.axis_names:
         raise ValueError(
             f"mesh axes {mesh.axis_names} lack 'diloco', the axis the replicas lie on. Add it, "
             f"with size 1 if all replicas share the devices."
-        )
-    slots = mesh.shape["diloco"]
-    if num_replicas < 1 or num_replicas % slots:
-        raise ValueError(
-            f"num_replicas={num_replicas} must be a multiple of the mesh's diloco size {slots}: "
-            f"every slice holds equally many. Use {max(slots, num_replicas // slots * slots)}."
         )
     if not 0.0 <= alpha <= 1.0:
         raise ValueError(

@@ -14,6 +14,7 @@ from flax import nnx
 
 from maxdiloco.diloco.fragments import Vocabulary
 from maxdiloco.models import attention
+from maxdiloco.flags.config import Config
 from maxdiloco.models import spec as spec_lib
 from maxdiloco.models.layers import DecoderLayer, EmbedAndHead
 from maxdiloco.models.loss import Head, next_tokens, token_losses
@@ -135,6 +136,7 @@ class Model:
 
 
 def build(cfg, *, backend: str) -> Model:
+def build(cfg: Config, *, backend: str) -> Model:
     """The model of a config.
 
     backend: `cpu`, `gpu` or `tpu`; chooses the attention kernel and what dtype=auto means.

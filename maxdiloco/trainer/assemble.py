@@ -18,6 +18,7 @@ from maxdiloco.engine.calls import START, Call
 from maxdiloco.engine.data_parallel import DataParallel
 from maxdiloco.engine.diloco import DiLoCo
 from maxdiloco.errors import ConfigError
+from maxdiloco.flags import checks
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.monitor import Monitor
 from maxdiloco.metrics.speed import training_flops_per_token
@@ -133,11 +134,7 @@ def count_replicas(cfg: Config, mesh: Mesh) -> int:
     slots = mesh.shape["diloco"]
     if not cfg.enable_diloco or cfg.num_diloco_replicas == -1:
         return slots
-    if cfg.num_diloco_replicas % slots:
-        raise ConfigError(
-            f"num_diloco_replicas={cfg.num_diloco_replicas} is not a multiple of the mesh's diloco "
-            f"size {slots}: every slice holds equally many. Use a multiple of {slots}, or -1."
-        )
+    checks.check_replicas(cfg.num_diloco_replicas, slots, "the mesh's diloco size")
     return cfg.num_diloco_replicas
 
 

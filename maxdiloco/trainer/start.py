@@ -13,7 +13,7 @@ from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.checkpoint.read import Restored
 from maxdiloco.data.order import Position, first_position, next_position
 from maxdiloco.errors import CheckpointError, DataError
-from maxdiloco.flags import config, resume
+from maxdiloco.flags import base_yml, config, resume
 from maxdiloco.flags.config import Config
 from maxdiloco.processes.agree import from_first_process, in_any_process
 from maxdiloco.storage import shared_folder
@@ -73,7 +73,7 @@ def refuse_changes(cfg: Config, found: Restored, *, B: int, data: str) -> None:
     resume.refuse_changes(
         found.meta["config"] | {rows: found.meta["position"]["B"]},
         cfg.as_dict() | {rows: B},
-        defaults=config.from_dict({}).as_dict(),
+        keys=base_yml.declared(),
     )
     if found.meta["data"] != data:
         raise CheckpointError(
@@ -92,7 +92,7 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
     if start.is_fresh(cfg):
         return initial_state(parts, cfg.init_weights_seed)
     if start.saved is None:
-        remedy = resume.model_remedy(cfg.as_dict())
+        remedy = resume.model_remedy(cfg.as_dict(), keys=base_yml.declared())
         params = read.restore_parameters(
             cfg.load_parameters_path, parts.params, remedy=remedy
         )

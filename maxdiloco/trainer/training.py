@@ -52,6 +52,8 @@ def run(cfg: Config, begun: float) -> int:
 def _run(cfg: Config, begun: float) -> int:
     mesh = mesh_lib.build(cfg)
     assemble.check_devices(cfg, mesh)
+    if cfg.compiled_trainstep_file:
+        compiled_file.check(cfg.compiled_trainstep_file, mesh)
     primary = jax.process_index() == 0
 
     def say(line: str) -> None:
@@ -110,8 +112,6 @@ def _prepare(cfg, mesh, data, folder, checkpointer, say) -> Run:
             say(line)
         say(tables.outer_memory_line(parts.trainer.layout, cfg.diloco_outer_memory))
         compiles.resident = tables.resident(parts.trainer.layout)
-    if cfg.compiled_trainstep_file:
-        compiled_file.check(cfg.compiled_trainstep_file, cfg, parts, total_steps=total)
     meta = start.meta_of(cfg, parts, begin.position, fingerprint, total_steps=total)
     return Run(
         cfg=cfg,
@@ -187,7 +187,7 @@ def _compile(run: Run) -> None:
         calls = [call for call in calls if call.when != START]
     path = run.cfg.compiled_trainstep_file
     if path:
-        count = compiled_file.load(path, run.parts, calls)
+        count = compiled_file.load(path, run.cfg, run.parts.mesh, calls)
         run.say(f"{count} compiled programs loaded from {path}")
     run.compiles.all_of(calls)
 

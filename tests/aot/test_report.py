@@ -7,10 +7,10 @@ from maxdiloco.aot.hlo.collectives import Collective
 from maxdiloco.aot.hlo.replay import Timing
 from maxdiloco.aot.measure import Crossing, Measured, Memory
 from maxdiloco.aot.report import Report
-from maxdiloco.aot.topology import Chip
+from maxdiloco.parallel.chips import Chip
 
 MIB = 2**20
-CHIP = Chip(hbm_gib=1.0, clock_hz=1.5e9, ici_gbps=1600)
+CHIP = Chip(("a chip",), 1e12, hbm_gib=1.0, clock_hz=1.5e9, ici_gbps=1600)
 
 
 def memory(peak=100, elsewhere=50):

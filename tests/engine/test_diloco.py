@@ -215,7 +215,7 @@ def test_values_outside_the_contract_are_refused(options, message):
 
 def test_replicas_have_to_fill_the_slots(devices):
     mesh = Mesh(np.array(devices[:4]), ("diloco",))
-    with pytest.raises(ValueError, match="num_replicas=6 must be a multiple of .* 4: .* Use 4"):
+    with pytest.raises(ValueError, match="num_replicas=6 must be a multiple of .* 4: .* Use a"):
         make(M=6, mesh=mesh)
 
 

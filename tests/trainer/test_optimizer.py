@@ -31,8 +31,7 @@ SHAPES = {
     "layers": {"norm": (2, 4), "out": (2, 2, 3, 4), "query": (2, 4, 2, 3)},
     "norm": (4,),
 }
-BASE_YML = base_yml.config_folder() / "base.yml"
-OPT_TYPES = checks.choices(base_yml.declared(BASE_YML)["opt_type"].allowed)
+OPT_TYPES = checks.choices(base_yml.declared()["opt_type"].allowed)
 ZEROS, ONES = (
     functools.partial(np.zeros, dtype=np.float32),
     functools.partial(np.ones, dtype=np.float32),
