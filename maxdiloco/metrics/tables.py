@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from maxdiloco.diloco import quantize
-from maxdiloco.diloco.fragments import lopsided
+from maxdiloco.diloco.fragments import oversized
 from maxdiloco.engine.state import Layout
 
 
@@ -46,7 +46,7 @@ def bytes_on_wire(layout: Layout, fragment: int) -> int:
 
 
 def fragment_table(layout: Layout) -> list[str]:
-    """Fragment, layers, parameters, bytes on the wire, share; a warning for a lopsided one."""
+    """Fragment, layers, parameters, bytes on the wire, share; a warning for an oversized one."""
     sizes = [plan.fragment.size for plan in layout.plans]
     wire = [bytes_on_wire(layout, p) for p in range(len(layout.plans))]
     rows = [("fragment", "layers", "parameters", "bytes on the wire", "share")]
@@ -56,7 +56,7 @@ def fragment_table(layout: Layout) -> list[str]:
             layers = "all"
         rows.append((p, layers, f"{sizes[p]:,}", f"{wire[p]:,}", f"{sizes[p] / sum(sizes):.1%}"))
     lines = aligned(rows)
-    for p in lopsided(wire):
+    for p in oversized(wire):
         lines.append(
             f"warning: fragment {p} sends {wire[p]:,} bytes, more than twice the median, and sets "
             f"the peak bandwidth. {_remedy(layout, p)}"
