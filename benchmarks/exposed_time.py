@@ -131,11 +131,11 @@ def peers(cfg: config.Config, mesh: Any, fragments: int) -> list[tuple[Any, int]
     keys = STREAMING | {"num_diloco_fragments": fragments} if fragments > 1 else {}
     cfg = changed(cfg, keys)
     parts = bound(cfg, mesh)
-    by_cuts: dict[tuple, list] = {}
+    by_form: dict[tuple, list] = {}
     for plan in parts.trainer.layout.plans:
-        by_cuts.setdefault(plan.cuts, []).append(plan)
+        by_form.setdefault(plan.form, []).append(plan)
     return [
-        (_read(peers_program(cfg, parts, alike[0])), len(alike)) for alike in by_cuts.values()
+        (_read(peers_program(cfg, parts, alike[0])), len(alike)) for alike in by_form.values()
     ]
 
 
@@ -170,15 +170,15 @@ def peers_program(cfg: config.Config, parts: assemble.Parts, plan: Any) -> jax.s
 def synchronised(plan: Any, rule: Any, leaves: list, theta: list, outer_opt: Any) -> tuple:
     """Mean of the outer gradients in array code, outer step, and everybody takes theta."""
     leaves, theta = list(leaves), list(theta)
-    places = list(zip(plan.cuts, plan.places, strict=True))
-    x_R = [slices.take(leaves[cut.leaf], cut, place, lead=1) for cut, place in places]
-    old = [slices.take(theta[cut.leaf], cut, place) for cut, place in places]
+    starts = list(zip(plan.slices, plan.starts, strict=True))
+    x_R = [slices.take(leaves[s.leaf], s, start, lead=1) for s, start in starts]
+    old = [slices.take(theta[s.leaf], s, start) for s, start in starts]
     mean = [jnp.mean(o[None] - x, axis=0) for o, x in zip(old, x_R, strict=True)]
     new, outer_opt = outer.outer_update(rule, old, outer_opt, mean)
-    for (cut, place), value, x in zip(places, new, x_R, strict=True):
-        theta[cut.leaf] = slices.put(theta[cut.leaf], cut, place, value)
+    for (s, start), value, x in zip(starts, new, x_R, strict=True):
+        theta[s.leaf] = slices.put(theta[s.leaf], s, start, value)
         spread = jnp.broadcast_to(value, x.shape)
-        leaves[cut.leaf] = slices.put(leaves[cut.leaf], cut, place, spread, lead=1)
+        leaves[s.leaf] = slices.put(leaves[s.leaf], s, start, spread, lead=1)
     return leaves, theta, outer_opt
 
 

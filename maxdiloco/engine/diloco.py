@@ -114,11 +114,11 @@ class DiLoCo:
                     f"params{jax.tree_util.keystr(path)} is {x.dtype}, which cannot be averaged. "
                     f"Keep what is not floating point in opt_state."
                 )
-        parts = fragments.partition(params, self._layer_axis, **self._partition)
+        partition = fragments.partition(params, self._layer_axis, **self._partition)
         self.layout = lay_out(
             params,
             opt_state,
-            parts=parts,
+            partition=partition,
             num_replicas=self.num_replicas,
             mesh=self.mesh,
             optimizer=self.optimizer,

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from maxdiloco.diloco.fragments import lopsided
+from maxdiloco.diloco.fragments import oversized
 from maxdiloco.engine.state import Layout
 
 
@@ -47,7 +47,7 @@ def fragment_table(layout: Layout) -> list[str]:
             layers = "all"
         rows.append((p, layers, f"{sizes[p]:,}", f"{wire[p]:,}", f"{sizes[p] / sum(sizes):.1%}"))
     lines = aligned(rows)
-    for p in lopsided(wire):
+    for p in oversized(wire):
         lines.append(
             f"warning: fragment {p} sends {wire[p]:,} bytes, more than twice the median, and sets "
             f"the peak bandwidth. {_remedy(layout, p)}"

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxdiloco.diloco.fragments import Vocabulary
-from maxdiloco.models import attention
 from maxdiloco.flags.config import Config
+from maxdiloco.models import attention
 from maxdiloco.models import spec as spec_lib
 from maxdiloco.models.layers import DecoderLayer, EmbedAndHead
 from maxdiloco.models.loss import Head, next_tokens, token_losses
@@ -135,7 +135,6 @@ class Model:
         return self.embed_and_head.with_weights(weights)
 
 
-def build(cfg, *, backend: str) -> Model:
 def build(cfg: Config, *, backend: str) -> Model:
     """The model of a config.
 

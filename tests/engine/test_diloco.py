@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco import DiLoCo
+from maxdiloco.engine.fragment_arrays import FragmentArrays
 from maxdiloco.errors import NumericsError
 
 PARAMS = {
@@ -71,7 +72,7 @@ def test_fragments_of_two_sizes_compile_twice():
     compiles = []
     algorithm = make(compiles=compiles, num_fragments=4, sync_period=8, overlap_steps=1)
     run(algorithm, start(algorithm), 17)
-    # 0,3,6 and 1,4,7 share a cut, 2,5 and the embedding have their own.
+    # 0,3,6 and 1,4,7 have one form, 2,5 and the embedding have their own.
     assert sum(name.startswith("merge") for name in compiles) == 3
 
 
@@ -150,11 +151,11 @@ def test_step_needs_nothing_from_the_other_replicas(devices):
     assert not re.search(collective, plain.compile().as_text())
     (plan,) = algorithm.layout.plans
     sync = algorithm.programs.of("synchronise", plan).lower(
-        jax.tree.leaves(state.params),
-        jax.tree.leaves(state.outer),
-        state.outer_opt[0],
+        FragmentArrays(
+            jax.tree.leaves(state.params), jax.tree.leaves(state.outer), state.outer_opt[0]
+        ),
         state.bad,
-        plan.places,
+        plan.starts,
     )
     assert re.search(collective, sync.compile().as_text())
 

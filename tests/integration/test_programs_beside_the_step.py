@@ -104,7 +104,7 @@ def test_the_outer_state_compiles_for_tpu_in_either_memory(
     mesh = tpu_programs.mesh_of(2)
     options = dict(num_fragments=fragments) | options
     algorithm, batch = outer_state_trainer(mesh, layers, memory, **options)
-    assert {cut.pattern for cut in algorithm.layout.plans[-1].cuts} == {pattern} or layers == 5
+    assert {s.pattern for s in algorithm.layout.plans[-1].slices} == {pattern} or layers == 5
     calls = [*algorithm.calls(batch), *algorithm.outer_calls(1)]
     for call in calls:
         if not call.program.name.startswith("inner"):
