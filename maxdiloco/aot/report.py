@@ -10,7 +10,7 @@ from maxdiloco.aot.measure import Crossing, Measured
 from maxdiloco.aot.topology import Chip
 from maxdiloco.engine.calls import BESIDE, START, STEP
 from maxdiloco.metrics.compiles import MAKE_ROOM
-from maxdiloco.metrics.tables import aligned
+from maxdiloco.processes.output import aligned
 
 MIB = 2**20
 

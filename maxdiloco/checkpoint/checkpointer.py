@@ -21,7 +21,6 @@ from etils import epath
 
 from maxdiloco.checkpoint import orbax_io, quiet, read, write
 from maxdiloco.checkpoint.read import (
-    PARAMETERS,
     AbstractOf,
     Report,
     Restored,
@@ -36,7 +35,7 @@ from maxdiloco.storage.run_folder import absolute, is_local, reason
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
-__all__ = ["PARAMETERS", "Checkpointer", "Restored", "restore_from", "restore_parameters"]
+__all__ = ["Checkpointer", "Restored", "restore_from", "restore_parameters"]
 
 _DAMAGED = ".damaged"
 _DELETED = ".deleted"
