@@ -26,10 +26,10 @@ from maxdiloco.aot.hlo import reader, replay
 from maxdiloco.command_line import guarded
 from maxdiloco.diloco import outer, slices
 from maxdiloco.flags import config
-from maxdiloco.metrics.tables import aligned
 from maxdiloco.parallel import chips
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.replicas import map_fn
+from maxdiloco.processes.output import aligned
 from maxdiloco.trainer import assemble
 
 GBPS = (25.0, 2.0, 0.5)  # of one device
@@ -94,7 +94,8 @@ def changed(cfg: config.Config, keys: dict[str, Any]) -> config.Config:
 
 
 def bound(cfg: config.Config, mesh: Any) -> assemble.Parts:
-    return assemble.assemble(cfg, mesh, total_steps=cfg.steps, on_compile=_say)
+    shape = assemble.batch_shape(cfg, mesh)
+    return assemble.assemble(cfg, mesh, shape, total_steps=cfg.steps, on_compile=_say)
 
 
 def _say(name: str, seconds: float, compiled: jax.stages.Compiled) -> None:
@@ -104,7 +105,7 @@ def _say(name: str, seconds: float, compiled: jax.stages.Compiled) -> None:
 def exchanges(cfg: config.Config, mesh: Any, *, runs: int = 0) -> list[tuple[Any, int]]:
     """Programs of a mode that exchange something, each with its runs in a period."""
     parts = bound(cfg, mesh)
-    calls = parts.trainer.calls(assemble.abstract_batch(cfg, parts))
+    calls = parts.trainer.calls(parts.batch)
     found = [call for call in calls if call.program.name.startswith(EXCHANGES) or runs]
     return [(_read(call.program.compile(*call.args)), runs or call.runs) for call in found]
 
@@ -157,7 +158,7 @@ def peers_program(cfg: config.Config, parts: assemble.Parts, plan: Any) -> jax.s
     args = (
         state.params,
         state.opt_state,
-        assemble.abstract_batch(cfg, parts),
+        parts.batch,
         state.outer,
         state.outer_opt[plan.index],
         jax.ShapeDtypeStruct((), jnp.bool_),

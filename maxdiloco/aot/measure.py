@@ -12,9 +12,9 @@ from maxdiloco.aot.hlo.collectives import Collective
 from maxdiloco.aot.hlo.replay import Link, Timing
 from maxdiloco.aot.hlo.transfers import Transfer
 from maxdiloco.engine.calls import START, Call
+from maxdiloco.engine.describe import bytes_on_device
 from maxdiloco.errors import ConfigError
 from maxdiloco.metrics.compiles import too_big
-from maxdiloco.metrics.tables import bytes_on_device
 
 PALLAS = "tpu_custom_call"
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from maxdiloco.aot.measure import Crossing, Measured
 from maxdiloco.engine.calls import BESIDE, START, STEP
 from maxdiloco.metrics.compiles import MAKE_ROOM
-from maxdiloco.metrics.tables import aligned
 from maxdiloco.parallel.chips import Chip
+from maxdiloco.processes.output import aligned
 
 MIB = 2**20
 

@@ -10,13 +10,13 @@ import jax
 from etils import epath
 
 from maxdiloco.checkpoint import arrays, orbax_io, seal
+from maxdiloco.engine.trainer import OUTER_PARAMS
 from maxdiloco.errors import CheckpointError
 from maxdiloco.processes import agree, output
 from maxdiloco.storage import object_store, shared_folder
 from maxdiloco.storage.run_folder import absolute, reason
 
 _ATTEMPTS = 12  # at a file that only some hosts find damaged
-PARAMETERS = "outer_params"  # the item that load_parameters_path and generation read
 
 # Gives {item: tree of jax.ShapeDtypeStruct with shardings, or of arrays.Cycled} for the
 # meta of a checkpoint. Called for each checkpoint that is tried; may leave items out, which are
@@ -82,9 +82,9 @@ def restore_parameters(
     this raises.
     """
     restored = restore_from(
-        path, lambda meta: {PARAMETERS: abstract_params}, key=key, cast=True, **options
+        path, lambda meta: {OUTER_PARAMS: abstract_params}, key=key, cast=True, **options
     )
-    return restored.items[PARAMETERS]
+    return restored.items[OUTER_PARAMS]
 
 
 @contextlib.contextmanager

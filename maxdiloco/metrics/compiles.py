@@ -4,12 +4,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 
 from maxdiloco.engine.calls import Call
 from maxdiloco.errors import ConfigError
-from maxdiloco.metrics import tables
 
 # XLA compiles without the GIL; more threads need more host memory (our choice).
 THREADS = 4
@@ -66,7 +66,7 @@ class CompileLog:
         plain, *_ = [call.program.compile(*call.args).memory_analysis() for call in calls]
         for call in calls:
             memory = call.program.compile(*call.args).memory_analysis()
-            self._say(f"{call.program.name}: {tables.memory_line(memory)}")
+            self._say(f"{call.program.name}: {memory_line(memory)}")
             if self.resident:
                 more = max(0, memory.temp_size_in_bytes - plain.temp_size_in_bytes)
                 self._say(
@@ -82,3 +82,16 @@ def too_big(error: jax.errors.JaxRuntimeError) -> str | None:
         return None
     end = message.find(". ")
     return message[: end + 1] if end > 0 else message
+
+
+def memory_line(memory: Any) -> str:
+    """What one compiled program needs on a device."""
+    sizes = {
+        "arguments": memory.argument_size_in_bytes,
+        "outputs": memory.output_size_in_bytes,
+        "of these shared": memory.alias_size_in_bytes,
+        "temporary": memory.temp_size_in_bytes,
+        "on the host": memory.host_argument_size_in_bytes,
+    }
+    shown = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in sizes.items())
+    return f"memory a device [MiB]: {shown}"

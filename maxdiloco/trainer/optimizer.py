@@ -47,16 +47,17 @@ def learning_rate(schedule: Callable, count: int) -> float:
         return float(jax.jit(schedule)(count))
 
 
-def build(cfg: Config, total_steps: int, *, model: Model) -> optax.GradientTransformation:
+def build(
+    cfg: Config, schedule: Callable, *, model: Model
+) -> optax.GradientTransformation:
     """Clipping by global norm (0: none), then opt_type.
 
     adamw: Adam with decoupled weight decay, times the learning rate, on matrices and embeddings;
     norm scales do not decay. muon: orthogonalised Nesterov momentum for the layers' matrices,
     Adam for the rest, the same decay (arXiv 2502.16982). sgd: plain, no momentum and no decay.
     Gradients and optimizer state are float32 whatever weight_dtype is.
-    total_steps: length of the run [inner steps].
+    schedule: of learning_rate_schedule.
     """
-    schedule = learning_rate_schedule(cfg, total_steps)
     rules = {"adamw": _adamw, "muon": _muon, "sgd": lambda cfg, rate, model: optax.sgd(rate)}
     rule = rules[cfg.opt_type](cfg, schedule, model)
     if cfg.gradient_clipping_threshold:

@@ -204,6 +204,7 @@ def test_sizes_are_those_of_the_outer_gradients():
         (dict(outer_memory="disk"), "outer_memory='disk' is not known. Use device or pinned_host"),
         (dict(exchange_dtype="int2"), "int2.*Use one of float32"),
         (dict(overlap_steps=4), "overlap_steps=4 .*sync_period=4.*Use 0 to 3"),
+        (dict(num_fragments=2, offsets=(0,)), r"offsets=\(0,\) must be 2 .*num_fragments=2.*Give"),
         (dict(num_fragments=5), "num_fragments=5 .*sync_period=4.*Use 1 to 4"),
         (dict(outer_overlap="eager", overlap_steps=1), "overlap_steps=1 .*eager.*overlap_steps=0"),
         (dict(outer_overlap="later"), "outer_overlap='later' is unknown.*Use one of none"),

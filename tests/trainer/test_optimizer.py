@@ -69,9 +69,13 @@ def random(seed):
     return tree(lambda shape: rng.standard_normal(shape).astype(np.float32))
 
 
+def build(cfg, model):
+    return optimizer.build(cfg, optimizer.learning_rate_schedule(cfg, 10), model=model)
+
+
 def run(cfg, model, params, gradients):
     """Parameters after one step for each gradient."""
-    rule = optimizer.build(cfg, 10, model=model)
+    rule = build(cfg, model)
     state = rule.init(params)
     for gradient in gradients:
         updates, state = rule.update(gradient, state, params)
@@ -183,7 +187,7 @@ def test_clipping_scales_the_whole_gradient_to_the_threshold(model):
 
 @pytest.mark.parametrize("opt_type", ["adamw", "muon", "sgd"])
 def test_state_is_float32_and_keeps_its_types_under_bfloat16_weights(opt_type, model):
-    rule = optimizer.build(config(opt_type=opt_type), 10, model=model)
+    rule = build(config(opt_type=opt_type), model)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random(0))
     before = rule.init(params)
     updates, after = rule.update(random(1), before, params)
@@ -197,7 +201,7 @@ def test_state_is_float32_and_keeps_its_types_under_bfloat16_weights(opt_type, m
 def test_state_lies_like_the_parameters(opt_type, model, devices):
     """Moments of query over fsdp (embed) and tensor (heads); muon has one, and none of its Adam."""
     mesh = Mesh(np.array(devices[:4]).reshape(1, 1, 2, 1, 1, 2), AXES)
-    rule = optimizer.build(config(opt_type=opt_type), 10, model=model)
+    rule = build(config(opt_type=opt_type), model)
     params = random(0)
     lies = parameter_shardings(AXIS_NAMES, params, mesh, DEFAULT_RULES)
     state = jax.eval_shape(rule.init, params)
