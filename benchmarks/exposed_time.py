@@ -26,9 +26,10 @@ from maxdiloco.aot.hlo import reader, replay
 from maxdiloco.command_line import guarded
 from maxdiloco.diloco import outer, slices
 from maxdiloco.flags import config
-from maxdiloco.metrics.tables import aligned
+from maxdiloco.parallel import chips
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.replicas import map_fn
+from maxdiloco.processes.output import aligned
 from maxdiloco.trainer import assemble
 
 GBPS = (25.0, 2.0, 0.5)  # of one device
@@ -93,7 +94,8 @@ def changed(cfg: config.Config, keys: dict[str, Any]) -> config.Config:
 
 
 def bound(cfg: config.Config, mesh: Any) -> assemble.Parts:
-    return assemble.assemble(cfg, mesh, total_steps=cfg.steps, on_compile=_say)
+    shape = assemble.batch_shape(cfg, mesh)
+    return assemble.assemble(cfg, mesh, shape, total_steps=cfg.steps, on_compile=_say)
 
 
 def _say(name: str, seconds: float, compiled: jax.stages.Compiled) -> None:
@@ -103,7 +105,7 @@ def _say(name: str, seconds: float, compiled: jax.stages.Compiled) -> None:
 def exchanges(cfg: config.Config, mesh: Any, *, runs: int = 0) -> list[tuple[Any, int]]:
     """Programs of a mode that exchange something, each with its runs in a period."""
     parts = bound(cfg, mesh)
-    calls = parts.trainer.calls(assemble.abstract_batch(cfg, parts))
+    calls = parts.trainer.calls(parts.batch)
     found = [call for call in calls if call.program.name.startswith(EXCHANGES) or runs]
     return [(_read(call.program.compile(*call.args)), runs or call.runs) for call in found]
 
@@ -112,7 +114,7 @@ def _read(compiled: jax.stages.Compiled) -> Any:
     return reader.read(compiled.as_text())
 
 
-def figures(counted: list[tuple[Any, int]], chip: topology.Chip) -> tuple[str, ...]:
+def figures(counted: list[tuple[Any, int]], chip: chips.Chip) -> tuple[str, ...]:
     """MiB of a period, ms on the link at the first of GBPS, exposed ms at each."""
     played = [
         [(replay.replay(module, replay.Link(gbps, chip.clock_hz, chip.ici_gbps)), runs)
@@ -130,11 +132,11 @@ def peers(cfg: config.Config, mesh: Any, fragments: int) -> list[tuple[Any, int]
     keys = STREAMING | {"num_diloco_fragments": fragments} if fragments > 1 else {}
     cfg = changed(cfg, keys)
     parts = bound(cfg, mesh)
-    by_cuts: dict[tuple, list] = {}
+    by_form: dict[tuple, list] = {}
     for plan in parts.trainer.layout.plans:
-        by_cuts.setdefault(plan.cuts, []).append(plan)
+        by_form.setdefault(plan.form, []).append(plan)
     return [
-        (_read(peers_program(cfg, parts, alike[0])), len(alike)) for alike in by_cuts.values()
+        (_read(peers_program(cfg, parts, alike[0])), len(alike)) for alike in by_form.values()
     ]
 
 
@@ -156,7 +158,7 @@ def peers_program(cfg: config.Config, parts: assemble.Parts, plan: Any) -> jax.s
     args = (
         state.params,
         state.opt_state,
-        assemble.abstract_batch(cfg, parts),
+        parts.batch,
         state.outer,
         state.outer_opt[plan.index],
         jax.ShapeDtypeStruct((), jnp.bool_),
@@ -169,15 +171,15 @@ def peers_program(cfg: config.Config, parts: assemble.Parts, plan: Any) -> jax.s
 def synchronised(plan: Any, rule: Any, leaves: list, theta: list, outer_opt: Any) -> tuple:
     """Mean of the outer gradients in array code, outer step, and everybody takes theta."""
     leaves, theta = list(leaves), list(theta)
-    places = list(zip(plan.cuts, plan.places, strict=True))
-    x_R = [slices.take(leaves[cut.leaf], cut, place, lead=1) for cut, place in places]
-    old = [slices.take(theta[cut.leaf], cut, place) for cut, place in places]
+    starts = list(zip(plan.slices, plan.starts, strict=True))
+    x_R = [slices.take(leaves[s.leaf], s, start, lead=1) for s, start in starts]
+    old = [slices.take(theta[s.leaf], s, start) for s, start in starts]
     mean = [jnp.mean(o[None] - x, axis=0) for o, x in zip(old, x_R, strict=True)]
     new, outer_opt = outer.outer_update(rule, old, outer_opt, mean)
-    for (cut, place), value, x in zip(places, new, x_R, strict=True):
-        theta[cut.leaf] = slices.put(theta[cut.leaf], cut, place, value)
+    for (s, start), value, x in zip(starts, new, x_R, strict=True):
+        theta[s.leaf] = slices.put(theta[s.leaf], s, start, value)
         spread = jnp.broadcast_to(value, x.shape)
-        leaves[cut.leaf] = slices.put(leaves[cut.leaf], cut, place, spread, lead=1)
+        leaves[s.leaf] = slices.put(leaves[s.leaf], s, start, spread, lead=1)
     return leaves, theta, outer_opt
 
 

@@ -35,10 +35,10 @@ from maxdiloco.engine.diloco import say_nothing
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
-from maxdiloco.metrics import tables
 from maxdiloco.metrics.speed import performance
 from maxdiloco.models.transformer import count_parameters
 from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.processes.output import aligned
 from maxdiloco.trainer import assemble, feeding
 
 DEFAULTS = {
@@ -111,8 +111,8 @@ def _main(argv: Sequence[str]) -> int:
     print(f"jax {jax.__version__}; {mesh_lib.describe(mesh, cfg)}")
     print(f"model: {cfg.model_name}, {count_parameters(parts.model):,} parameters")
     print(
-        f"batch: {parts.num_replicas} replicas * {parts.batch_size} sequences * "
-        f"{cfg.max_target_length} tokens; {cfg.steps} timed steps of each, in turns",
+        f"batch: {parts.shape.num_replicas} replicas * {parts.shape.sequences} sequences * "
+        f"{parts.shape.length} tokens; {cfg.steps} timed steps of each, in turns",
         flush=True,
     )
     batch = make_batch(cfg, parts)
@@ -172,7 +172,8 @@ def make_pair(label: str, cfg: Config, mesh: Mesh) -> tuple[Case, Case]:
             if name != "init":
                 compiles.append((seconds, compiled))
 
-        parts = assemble.assemble(one, mesh, total_steps=cfg.steps, on_compile=on_compile)
+        shape = assemble.batch_shape(one, mesh)
+        parts = assemble.assemble(one, mesh, shape, total_steps=cfg.steps, on_compile=on_compile)
         made.append(Case(f"{name} {label}".strip(), one, parts, compiles))
     data_parallel, diloco = made
     steps = [diloco.parts.trainer.schedule.actions(t + 1) for t in range(WARM_UP + cfg.steps)]
@@ -182,7 +183,7 @@ def make_pair(label: str, cfg: Config, mesh: Mesh) -> tuple[Case, Case]:
             f"exchange, and the benchmark times steps without. Leave the DiLoCo keys out, or use "
             f"fewer steps."
         )
-    if diloco.parts.num_replicas != mesh.shape["diloco"]:
+    if diloco.parts.shape.num_replicas != mesh.shape["diloco"]:
         raise ConfigError(
             f"num_diloco_replicas={cfg.num_diloco_replicas}: several replicas in one slot of the "
             f"mesh take more rows a device than data parallelism. Leave it out."
@@ -192,11 +193,11 @@ def make_pair(label: str, cfg: Config, mesh: Mesh) -> tuple[Case, Case]:
 
 def make_batch(cfg: Config, parts: assemble.Parts) -> dict[str, jax.Array]:
     """One synthetic batch [R, B, L], on the mesh."""
-    shape = (parts.num_replicas, parts.batch_size, cfg.max_target_length)
+    shape = tuple(parts.shape)
     windows = SyntheticWindows(0, "train", cfg.vocab_size, cfg.max_target_length)
     tokens_NL, segments_NL = windows.read(np.arange(shape[0] * shape[1]))
     rows = {"tokens": tokens_NL, "segment_ids": segments_NL}
-    sharding = assemble.batch_sharding(parts.mesh, parts.rules)
+    sharding = parts.batch["tokens"].sharding
     return feeding.to_global(rows, feeding.local_rows(sharding, shape), sharding, shape)
 
 
@@ -236,7 +237,7 @@ def table(cases: Sequence[Case]) -> list[str]:
     columns = [column(case) for case in cases]
     rows = [("", *(case.name for case in cases))]
     rows += [(name, *(one[name] for one in columns)) for name in columns[0]]
-    return tables.aligned(rows)
+    return aligned(rows)
 
 
 def column(case: Case) -> dict[str, str]:
@@ -244,7 +245,7 @@ def column(case: Case) -> dict[str, str]:
     parts, median = case.parts, statistics.median
     speed = performance(
         step_time=median(case.wall),
-        tokens_per_step=parts.num_replicas * parts.batch_size * case.cfg.max_target_length,
+        tokens_per_step=parts.shape.tokens,
         flops_per_token=assemble.flops_per_token(case.cfg, parts.params),
         num_devices=parts.mesh.size,
         device_kind=parts.mesh.devices.flat[0].device_kind,
@@ -302,10 +303,10 @@ def without_all_reduce(data_parallel: Case) -> Cost:
     if mesh.shape["diloco"] == 1:
         return cost(data_parallel.compiles[0][1])
     cfg, alone = data_parallel.cfg, Mesh(mesh.devices[:1], mesh.axis_names)
-    parts = assemble.assemble(cfg, alone, total_steps=cfg.steps, on_compile=say_nothing)
+    shape = assemble.batch_shape(cfg, alone)
+    parts = assemble.assemble(cfg, alone, shape, total_steps=cfg.steps, on_compile=say_nothing)
     state = parts.trainer.abstract_state
-    batch = assemble.abstract_batch(cfg, parts)
-    return cost(parts.trainer.inner.lower(state.params, state.opt_state, batch).compile())
+    return cost(parts.trainer.inner.lower(state.params, state.opt_state, parts.batch).compile())
 
 
 if __name__ == "__main__":

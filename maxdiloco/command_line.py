@@ -7,13 +7,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from maxdiloco.errors import USER_ERRORS
+from maxdiloco.errors import CRASHED, INTERRUPTED, USER_ERRORS
 from maxdiloco.processes import output
-from maxdiloco.processes.signals import INTERRUPTED, hearing_ctrl_c, quit_now
+from maxdiloco.processes.signals import hearing_ctrl_c, quit_now
 
 HELP = ("-h", "--help", "help")
 LEAVE_S = 5.0  # our choice
-CRASHED = 1  # Python's exit code after an error that nobody expected
 
 
 def guarded(program: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:

@@ -1,5 +1,8 @@
 """Errors a user can act on, each with the exit code the command line ends with."""
 
+CRASHED = 1  # Python's exit code after an error that nobody expected
+INTERRUPTED = 130  # after Ctrl-C
+
 
 class ConfigError(ValueError):
     """A key has a value that cannot work: exit code 2."""

@@ -1,6 +1,6 @@
 """Train one language model over several slices: `python -m maxdiloco.train [file.yml] key=value`.
 
-The flags are checked before JAX is imported; the loop is in trainer/training.py.
+The flags are checked before JAX is imported; the run is in trainer/training.py.
 """
 
 import os

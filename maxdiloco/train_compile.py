@@ -6,7 +6,7 @@ Exit code 1 when the programs should not be run as they are, so that it can stan
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -39,9 +39,8 @@ def _main(argv: Sequence[str]) -> int:
 
 def _compile(cfg: Config) -> int:
     from maxdiloco.aot import report
-    from maxdiloco.metrics import tables
     from maxdiloco.parallel import mesh as mesh_lib
-    from maxdiloco.trainer import compiled_file
+    from maxdiloco.trainer import assemble, compiled_file
 
     for key in ("compiled_trainstep_file", "report"):
         if path := cfg.as_dict()[key]:
@@ -52,29 +51,26 @@ def _compile(cfg: Config) -> int:
     _say(mesh_lib.describe(mesh, cfg))
     fresh = compiled_file.compiled_here() if cfg.compiled_trainstep_file else nullcontext()
     with fresh:
-        parts, made = _one(cfg, mesh, chip)
-    if cfg.enable_diloco:
-        for line in tables.fragment_table(parts.trainer.layout):
-            _say(line)
-    reports = [made]
-    if cfg.compile_data_parallel and cfg.enable_diloco:
-        reports.append(_one(_data_parallel(cfg), mesh, chip)[1])
-    for one in reports:
-        for line in report.lines(one):
+        parts, result = _measured(cfg, mesh, chip)
+    for line in parts.trainer.description().fragments:
+        _say(line)
+    results = [result]
+    if baseline := assemble.baseline(cfg):
+        results.append(_measured(baseline, mesh, chip)[1])
+    for each in results:
+        for line in report.lines(each):
             _say(line)
         _say("")
     if cfg.report:
-        content = {"reports": [report.as_json(one) for one in reports]}
+        content = {"reports": [report.as_json(each) for each in results]}
         text = json.dumps(content, indent=1) + "\n"
         compiled_file.write_whole("report", cfg.report, text.encode())
-    refused = report.refusals(made, max_exposed_fraction=cfg.max_exposed_fraction)
+    refused = report.refusals(result, max_exposed_fraction=cfg.max_exposed_fraction)
     for line in refused:
         say_error(f"refused: {line}")
-    if cfg.compiled_trainstep_file and not any(one.too_big for one in made.programs):
-        calls = _calls(cfg, parts)
-        size = compiled_file.save(
-            cfg.compiled_trainstep_file, cfg, parts, calls, total_steps=cfg.steps
-        )
+    if cfg.compiled_trainstep_file and not any(program.too_big for program in result.programs):
+        calls = assemble.calls(cfg, parts)
+        size = compiled_file.save(cfg.compiled_trainstep_file, cfg, mesh, calls)
         _say(f"{len(calls)} programs, {size / 2**20:.1f} MiB: {cfg.compiled_trainstep_file}")
     return REFUSED if refused else 0
 
@@ -84,7 +80,7 @@ def _say(line: str) -> None:
 
 
 def _devices(cfg: Config) -> tuple[Any, Any]:
-    """The mesh to compile for, and what one of its TPU devices is; None for other devices."""
+    """The mesh to compile for, and the chip of its TPU devices; None for other devices."""
     import jax
 
     from maxdiloco.aot import topology
@@ -107,7 +103,7 @@ def _devices(cfg: Config) -> tuple[Any, Any]:
     return mesh, None
 
 
-def _one(cfg: Config, mesh: Any, chip: Any) -> tuple[Any, Any]:
+def _measured(cfg: Config, mesh: Any, chip: Any) -> tuple[Any, Any]:
     """The parts of a run on the mesh, and the report on its programs."""
     from maxdiloco.aot import measure, report
     from maxdiloco.aot.hlo.replay import Link
@@ -115,54 +111,31 @@ def _one(cfg: Config, mesh: Any, chip: Any) -> tuple[Any, Any]:
     from maxdiloco.parallel import mesh as mesh_lib
     from maxdiloco.trainer import assemble
 
-    parts = assemble.assemble(cfg, mesh, total_steps=cfg.steps, on_compile=_told())
+    def on_compile(name, seconds, compiled):
+        _say(f"compiled {name} in {seconds:.1f} s")
+
+    shape = assemble.batch_shape(cfg, mesh)
+    parts = assemble.assemble(cfg, mesh, shape, total_steps=cfg.steps, on_compile=on_compile)
     dcn = mesh_lib.sizes_over_slices(cfg, list(mesh.devices.flat))
     state = parts.trainer.abstract_state
-    restore = arrays.calls(state, axis="diloco", on_compile=_told())
-    found = measure.measure(
-        [*_calls(cfg, parts), *restore],
+    restore = arrays.calls(state, on_compile=on_compile)
+    programs = measure.measure(
+        [*assemble.calls(cfg, parts), *restore],
         state,
         mesh_tiers=measure.tiers(mesh, dcn),
         link=chip and Link(cfg.dcn_bandwidth_gbps, chip.clock_hz, chip.ici_gbps),
         say=_say,
     )
     slices = mesh_lib.count_slices(cfg, list(mesh.devices.flat))
-    what = _mode(cfg) if cfg.enable_diloco else "data parallel"
     return parts, report.Report(
-        title=f"{cfg.model_name}, {what}, {slices} x "
+        title=f"{cfg.model_name}, {parts.trainer.description().title}, {slices} x "
         f"{cfg.compile_topology or f'{mesh.size // slices} {cfg.hardware} devices'}",
-        period=cfg.diloco_sync_period if cfg.enable_diloco else 1,
+        period=parts.trainer.period,
         devices_per_slice=mesh.size // slices,
         chip=chip,
         gbps=cfg.dcn_bandwidth_gbps,
-        programs=found,
+        programs=programs,
     )
-
-
-def _mode(cfg: Config) -> str:
-    overlap = f"tau {cfg.num_communication_overlapping_steps}"
-    if cfg.diloco_outer_overlap != "none":
-        overlap = cfg.diloco_outer_overlap
-    return (
-        f"DiLoCo of {cfg.num_diloco_fragments} fragments, {overlap}, {cfg.diloco_exchange_dtype}"
-    )
-
-
-def _told() -> Callable[[str, float, Any], None]:
-    def tell(name, seconds, compiled):
-        _say(f"compiled {name} in {seconds:.1f} s")
-
-    return tell
-
-
-def _calls(cfg: Config, parts: Any) -> Any:
-    from maxdiloco.trainer import assemble
-
-    return assemble.calls(cfg, parts)
-
-
-def _data_parallel(cfg: Config) -> Config:
-    return config.from_dict(cfg.as_dict() | {"enable_diloco": False})
 
 
 def cli() -> None:

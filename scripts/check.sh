@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The rules of the house that a machine can check, in seconds: ruff, the syntax of the shell
-# scripts, and tests/test_house.py. Any violation ends it with an exit code that is not zero.
+# scripts, and tests/test_house*.py. Any violation ends it with an exit code that is not zero.
 #   MAXDILOCO_VENV: the environment made by scripts/test.sh (.venv).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -12,4 +12,4 @@ if ! "$python" -m ruff --version >/dev/null 2>&1; then
 fi
 "$python" -m ruff check .
 for script in scripts/*.sh .ci/run; do bash -n "$script"; done
-"$python" -m pytest -q tests/test_house.py
+"$python" -m pytest -q tests/test_house.py tests/test_house_trainers.py

@@ -286,27 +286,54 @@ def module_state(source):
     return out
 
 
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def own_nodes(definition):
+    """The nodes that run with a function's body: not those of functions and classes inside it."""
+    waiting = list(ast.iter_child_nodes(definition))
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, DEFINITIONS):
+            yield node
+            waiting += ast.iter_child_nodes(node)
+
+
 def toothless(source):
     """Test functions that check nothing: no assert, no pytest.raises, no assert_... call, and no
-    call of a function of the same file that checks."""
-    functions = {
+    use of a function or class of the same file that checks."""
+    tree = ast.parse(source)
+    methods = {
         node.name: node
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef)
+        for scope in ast.walk(tree)
+        if isinstance(scope, ast.ClassDef)
+        for node in scope.body
+        if isinstance(node, DEFINITIONS)
     }
+    outer = methods | {node.name: node for node in tree.body if isinstance(node, DEFINITIONS)}
 
-    def bites(node, seen):
-        if isinstance(node, ast.Assert):
-            return True
-        name = last_name(node.func) if isinstance(node, ast.Call) else ""
-        if name in functions and name not in seen:
-            return any(bites(inner, {*seen, name}) for inner in ast.walk(functions[name]))
-        return name in ("raises", "warns", "fail") or name.lstrip("_").startswith("assert")
+    def bites(definition, known, seen):
+        seen = {*seen, definition}
+        if isinstance(definition, ast.ClassDef):
+            return any(bites(m, known, seen) for m in definition.body if m in methods.values())
+        inside = {n.name: n for n in ast.walk(definition) if isinstance(n, DEFINITIONS)}
+        known = known | inside
+        for node in own_nodes(definition):
+            name = last_name(node.func if isinstance(node, ast.Call) else node)
+            if isinstance(node, ast.Assert):
+                return True
+            if name in known and known[name] not in seen and bites(known[name], known, seen):
+                return True
+            checks = name in ("raises", "warns", "fail") or name.lstrip("_").startswith("assert")
+            if isinstance(node, ast.Call) and name not in known and checks:
+                return True
+        return False
 
     return [
-        f"line {node.lineno}: {name}"
-        for name, node in functions.items()
-        if name.startswith("test_") and not any(bites(i, {name}) for i in ast.walk(node))
+        f"line {node.lineno}: {node.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+        if not bites(node, outer, set())
     ]
 
 

@@ -1,4 +1,4 @@
-"""Every program of a run, compiled for devices that need not be there, and what the result says."""
+"""Compiles every program of a run for devices that need not be there, and reads the results."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -12,15 +12,15 @@ from maxdiloco.aot.hlo.collectives import Collective
 from maxdiloco.aot.hlo.replay import Link, Timing
 from maxdiloco.aot.hlo.transfers import Transfer
 from maxdiloco.engine.calls import START, Call
+from maxdiloco.engine.describe import bytes_on_device
 from maxdiloco.errors import ConfigError
 from maxdiloco.metrics.compiles import too_big
-from maxdiloco.metrics.tables import bytes_on_device
 
 PALLAS = "tpu_custom_call"
 
 
 class Memory(NamedTuple):
-    """Bytes on one device. peak: of the program alone; elsewhere: the rest of the run's state."""
+    """Bytes on one device. peak: of the program; elsewhere: the state that it does not take."""
 
     arguments: int
     outputs: int
@@ -30,12 +30,12 @@ class Memory(NamedTuple):
 
     @property
     def needed(self) -> int:
-        """What has to fit the chip while the program runs."""
+        """Bytes that have to fit the chip while the program runs."""
         return self.peak + self.elsewhere
 
 
 class Crossing(NamedTuple):
-    """A collective that reaches other slices. timing: None where there is no schedule of a TPU."""
+    """A collective that reaches other slices. timing: None off TPU."""
 
     kind: str
     dtype: str
@@ -48,11 +48,12 @@ class Crossing(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """One program. too_big: what the compiler said when it does not fit, and nothing else is known.
+    """One compiled program.
 
-    seconds: device time of one run with nothing to wait for from other slices, by the compiler's
-    estimates; None off TPU. kernels: Pallas kernels, which carry no estimate and are not in it.
-    runs: in the H steps of a period. when: see Call.
+    runs: in the H steps of a period. when: see Call. too_big: the compiler's message when the
+    program does not fit the chip; nothing else is known then. seconds: device time of one run
+    without waits for other slices, as the compiler estimates it; None off TPU. kernels: number of
+    Pallas kernels, which have no estimate and add nothing to `seconds`.
     """
 
     name: str
@@ -70,23 +71,23 @@ class Measured(NamedTuple):
     @property
     def busy(self) -> float:
         """Seconds that the link between slices is busy in one run."""
-        return sum(one.timing.busy for one in self.crossings if one.timing)
+        return sum(crossing.timing.busy for crossing in self.crossings if crossing.timing)
 
     @property
     def exposed(self) -> float:
-        """Seconds that a device stands still for other slices in one run."""
-        return sum(one.timing.waited for one in self.crossings if one.timing)
+        """Seconds that a device waits for other slices in one run."""
+        return sum(crossing.timing.waited for crossing in self.crossings if crossing.timing)
 
 
 class Tiers(NamedTuple):
-    """Mesh axes over slices and inside a slice, with their sizes, in mesh order."""
+    """Sizes of the mesh axes over slices (dcn) and inside a slice (ici), in mesh order."""
 
     dcn: Mapping[str, int]
     ici: Mapping[str, int]
 
 
 def tiers(mesh: Mesh, dcn: Mapping[str, int]) -> Tiers:
-    """dcn: sizes of the axes over slices, none left open."""
+    """The Tiers of a mesh. dcn: sizes of the axes over slices, without a -1."""
     ici = {axis: size // dcn[axis] for axis, size in mesh.shape.items()}
     return Tiers(dict(dcn), ici)
 
@@ -99,11 +100,11 @@ def measure(
     link: Link | None,
     say: Callable[[str], None],
 ) -> list[Measured]:
-    """Compile every call and read what came out.
+    """Compile the program of every call and read its HLO.
 
-    state: all that the run keeps on the devices, as ShapeDtypeStructs. link: None off TPU, where
+    state: what the run keeps on the devices, as ShapeDtypeStructs. link: None off TPU, where
     programs have no schedule of transfers. A program that does not fit the chip is in the result.
-    Raises ConfigError for a construct that the reader of the programs does not know.
+    Raises ConfigError for a construct that the HLO reader does not know.
     """
     out = []
     for call in calls:
@@ -118,14 +119,14 @@ def measure(
             continue
         seconds = time.perf_counter() - start
         memory = _memory(compiled.memory_analysis(), call, state)
-        read = _on_tpu if link is not None else _elsewhere
+        read = _on_tpu if link is not None else _off_tpu
         try:
             module = reader.read(compiled.as_text())
             out.append(read(call, seconds, module, memory, mesh_tiers, link))
         except ValueError as error:
             raise ConfigError(
                 f"the compiled program {call.program.name!r} has something that the report cannot "
-                f"read, so nothing is said of what it sends: {error}"
+                f"read, so what it sends is unknown: {error}"
             ) from error
     return out
 
@@ -141,10 +142,10 @@ def _memory(analysis: Any, call: Call, state: Any) -> Memory:
     arguments, outputs = analysis.argument_size_in_bytes, analysis.output_size_in_bytes
     temporary, shared = analysis.temp_size_in_bytes, analysis.alias_size_in_bytes
     peak = arguments + outputs - shared + temporary + analysis.generated_code_size_in_bytes
-    # A program of the start makes the state: there is none besides.
+    # A program that runs at the start makes the state, so no other state is on the device.
     kept = [x for x in jax.tree.leaves(state) if _on_device(x) and call.when != START]
-    names = {id(x) for x in kept}
-    passed = [x for x in jax.tree.leaves(call.args) if id(x) in names]
+    kept_ids = {id(x) for x in kept}
+    passed = [x for x in jax.tree.leaves(call.args) if id(x) in kept_ids]
     elsewhere = sum(map(bytes_on_device, kept)) - sum(map(bytes_on_device, passed))
     return Memory(arguments, outputs, temporary, peak, elsewhere)
 
@@ -158,8 +159,8 @@ def _on_tpu(call, seconds, module, memory, mesh_tiers, link) -> Measured:
     played = replay.replay(module, link)
     times = transfers.runs(module)
     crossings = [
-        _crossing(one, times[one.rendezvous], played.transfers[one.rendezvous], mesh_tiers.dcn)
-        for one in transfers.transfers(module)
+        _crossing(t, times[t.rendezvous], played.transfers[t.rendezvous], mesh_tiers.dcn)
+        for t in transfers.transfers(module)
     ]
     kernels = [
         item
@@ -175,7 +176,7 @@ def _on_tpu(call, seconds, module, memory, mesh_tiers, link) -> Measured:
 
 
 def _measured(call, seconds, module, memory) -> Measured:
-    """What needs no link: everything but times and traffic."""
+    """A program without its times and traffic, which need the link."""
     return Measured(
         name=call.program.name,
         runs=call.runs,
@@ -193,7 +194,7 @@ def _measured(call, seconds, module, memory) -> Measured:
 
 def _crossing(transfer: Transfer, times: int, timing: Timing, dcn: Mapping[str, int]) -> Crossing:
     return Crossing(
-        kind=transfer.kind.lower().replace("_", "-"),
+        kind=transfer.collective,
         dtype=transfer.sent.dtype,
         axes=collectives.axes_of(transfer.slices, dcn),
         bytes_per_device=transfer.bytes_sent(),
@@ -204,16 +205,16 @@ def _crossing(transfer: Transfer, times: int, timing: Timing, dcn: Mapping[str, 
     )
 
 
-def _elsewhere(call, seconds, module, memory, mesh_tiers, link) -> Measured:
+def _off_tpu(call, seconds, module, memory, mesh_tiers, link) -> Measured:
     """CPU and GPU number all devices in one program; slices are blocks of them."""
-    whole = {axis: n * mesh_tiers.ici[axis] for axis, n in mesh_tiers.dcn.items()}
-    found = collectives.collectives(module, whole)
-    over = {axis for axis, size in mesh_tiers.dcn.items() if size > 1}
-    crossing = [one for one in found if over & set(one.axes)]
+    sizes = {axis: n * mesh_tiers.ici[axis] for axis, n in mesh_tiers.dcn.items()}
+    dcn_axes = {axis for axis, size in mesh_tiers.dcn.items() if size > 1}
+    items = collectives.collectives(module, sizes)
     return _measured(call, seconds, module, memory)._replace(
         crossings=tuple(
-            Crossing(one.kind, one.dtype, one.axes, one.bytes_sent, 0, one.times, False, None)
-            for one in crossing
+            Crossing(item.kind, item.dtype, item.axes, item.bytes_sent, 0, item.times, False, None)
+            for item in items
+            if dcn_axes & set(item.axes)
         ),
-        inside=tuple(one for one in found if one not in crossing),
+        inside=tuple(item for item in items if not dcn_axes & set(item.axes)),
     )

@@ -9,37 +9,12 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import jax
 
 from maxdiloco.errors import ConfigError
+from maxdiloco.parallel.chips import CHIPS, Chip
 
-
-class Chip(NamedTuple):
-    """One JAX device. hbm_gib: what a program may use, as libtpu says when one is too big [GiB].
-
-    clock_hz: of the compiler's estimated cycles: peak FLOP/s over the FLOPs of a cycle.
-    ici_gbps: all ICI links of the device together, one way [1e9 bits per second].
-    """
-
-    hbm_gib: float
-    clock_hz: float
-    ici_gbps: float
-
-    @property
-    def hbm(self) -> int:
-        """What a program may use [bytes]."""
-        return int(self.hbm_gib * 2**30)
-
-
-CHIPS = {
-    "v4": Chip(30.75, 1.05e9, 2400),
-    "v5e": Chip(15.75, 1.5e9, 1600),
-    "v5p": Chip(95.74, 1.75e9, 4800),
-    "v6e": Chip(31.25, 1.75e9, 3584),
-    "tpu7x": Chip(94.75, 2.2e9, 4800),
-}
 # Name -> libtpu's name of one slice.
 TOPOLOGIES = {
     "v4-8": "v4:2x2x1", "v4-16": "v4:2x2x2", "v4-32": "v4:2x2x4", "v4-64": "v4:2x4x4",

@@ -1,1 +1,1 @@
-"""Checkpoints: what is in them, how they are written, checked and read."""
+"""Checkpoints: their content, and how they are written, checked and read."""

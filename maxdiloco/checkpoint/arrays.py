@@ -1,7 +1,7 @@
-"""Saved arrays, read leaf by leaf straight into the places where they are wanted.
+"""Reads saved arrays leaf by leaf, each straight to its devices.
 
-Orbax has written them; TensorStore reads them. Both are imported by the functions that use them:
-they take half a second.
+Orbax wrote them, TensorStore reads them. The functions that use these import them, which takes half
+a second.
 """
 
 import functools
@@ -26,18 +26,19 @@ from maxdiloco.storage.run_folder import reason
 if TYPE_CHECKING:
     import tensorstore as ts
 
-# What a process reads ahead of the leaf that goes to its devices; a leaf may be larger by itself.
+# Bytes that a process reads ahead of the leaf that goes to its devices; one leaf may be larger.
 READ_AHEAD_BYTES = 1 << 30  # our choice
+ACROSS_SLICES = "diloco"  # the mesh axis that joins the slices
 
-Bounds = tuple[tuple[int, int], ...]  # per dim: the first index, and the one after the last
+Bounds = tuple[tuple[int, int], ...]  # of each dim: first index, index after the last
 
 
 @dataclass(frozen=True)
 class Cycled:
-    """An array to be read from one that has another number of entries in its first dim.
+    """An array to read from a saved one with another number of entries in its first dim.
 
-    target: the array wanted. stored: number of entries of the saved one. Entry i of the target is
-    entry i mod `stored`. shape: of the saved array.
+    target: the array to make. stored: number of entries of the saved array. Entry i of the target
+    is entry i mod `stored`.
     """
 
     target: jax.ShapeDtypeStruct
@@ -60,9 +61,10 @@ class Cycled:
 
 
 class _Reading(NamedTuple):
-    """A leaf on its way: the parts that the devices of this process hold, each read once.
+    """A leaf being read: the parts that the devices of this process hold, each read once.
 
-    leaf: what is wanted. shape, sharding: of the array that the parts make up. name: for messages.
+    leaf: the array to make. shape, sharding: of the array that the parts make up, before a gather.
+    name: for messages.
     """
 
     leaf: jax.ShapeDtypeStruct
@@ -78,40 +80,39 @@ class _Reading(NamedTuple):
         return elements * np.dtype(self.leaf.dtype).itemsize
 
 
-def read_item(step_folder: epath.Path, name: str, abstract: Any, *, axis: str) -> Any:
-    """Read one item leaf by leaf; a device holds its parts of it, and of one leaf more, at most.
+def read_item(step_folder: epath.Path, name: str, abstract: Any) -> Any:
+    """Read one item leaf by leaf; a device holds its parts of it and of one more leaf at most.
 
     abstract: tree of jax.ShapeDtypeStruct or Cycled. A leaf without a sharding goes to the first
     device; a dtype other than the saved one is a cast.
-    axis: mesh axis that joins the slices. With several processes, a leaf that is replicated over
-    it is read in parts, one part a slice, and the parts are gathered over the slow link: a byte
-    leaves the storage once, not once a slice.
+    With several processes, a leaf that all slices hold alike is read in parts, one part a slice,
+    and the parts are gathered over the slow link: a byte leaves the storage once, not once a slice.
     (Orbax's broadcast from one slice sums with zeros: it loses -0.0 and widens int8.)
-    Returns the tree with arrays for leaves. Raises CheckpointError when one cannot be read.
+    Returns the tree of arrays. Raises CheckpointError when one cannot be read.
     """
     names, leaves, treedef = named_leaves(abstract)
     wanted = {".".join(path): leaf for path, leaf in zip(names, leaves, strict=True)}
     opening = _opened(step_folder / name, [path for path, leaf in wanted.items() if leaf.size])
     where = f"of {name} in checkpoint {step_folder}"
     readings = (
-        _started(opening.get(path), leaf, axis, f"{path} {where}") for path, leaf in wanted.items()
+        _started(opening.get(path), leaf, f"{path} {where}") for path, leaf in wanted.items()
     )
     return treedef.unflatten([_finished(reading) for reading in _ahead(readings)])
 
 
 def _ahead(readings: Iterable[_Reading]) -> Iterator[_Reading]:
-    """The readings in their order, some started before the one before them is used."""
-    waiting: deque[_Reading] = deque()
+    """The readings in their order, each started READ_AHEAD_BYTES before it is used."""
+    started: deque[_Reading] = deque()
     for reading in readings:
-        waiting.append(reading)
-        while sum(one.nbytes for one in waiting) > READ_AHEAD_BYTES:
-            yield waiting.popleft()
-    while waiting:
-        yield waiting.popleft()
+        started.append(reading)
+        while sum(reading.nbytes for reading in started) > READ_AHEAD_BYTES:
+            yield started.popleft()
+    while started:
+        yield started.popleft()
 
 
 def _opened(folder: epath.Path, names: Sequence[str]) -> dict[str, "ts.Future[ts.TensorStore]"]:
-    """{name: array} of an item, on their way to be opened."""
+    """Begin to open the arrays of an item, by name."""
     import orbax.checkpoint as ocp
     import tensorstore as ts
 
@@ -127,10 +128,8 @@ def _opened(folder: epath.Path, names: Sequence[str]) -> dict[str, "ts.Future[ts
     return {name: opened(name) for name in names}
 
 
-def _started(
-    opening: "ts.Future[ts.TensorStore] | None", leaf: Any, axis: str, name: str
-) -> _Reading:
-    """Begin to read the parts of a leaf that this process needs; no opening: it is empty."""
+def _started(opening: "ts.Future[ts.TensorStore] | None", leaf: Any, name: str) -> _Reading:
+    """Begin to read what this process needs of a leaf. opening: None for an empty leaf."""
     import tensorstore as ts
 
     wanted = leaf.target if isinstance(leaf, Cycled) else leaf
@@ -143,8 +142,8 @@ def _started(
         array = array[np.arange(shape[0]) % leaf.stored]
     if array.dtype.numpy_dtype != wanted.dtype:
         array = ts.cast(array, ts.dtype(wanted.dtype))
-    if jax.process_count() > 1 and _is_gathered(wanted, axis):
-        shape, spec = split_over(shape, sharding, axis)
+    if jax.process_count() > 1 and _is_gathered(wanted):
+        shape, spec = split_over_slices(shape, sharding)
         sharding = NamedSharding(sharding.mesh, spec)
     indices = sharding.addressable_devices_indices_map(shape).values()
     parts = {bounds: read_part(array, bounds) for bounds in {_bounds(i, shape) for i in indices}}
@@ -152,13 +151,13 @@ def _started(
 
 
 def read_part(array: "ts.TensorStore", bounds: Bounds) -> "ts.Future[np.ndarray]":
-    """Begin to read a part of an array; what lies beyond its end is left out."""
+    """Begin to read a part of an array; indices beyond its end are left out."""
     pairs = zip(bounds, array.shape, strict=True)
     return array[tuple(slice(min(a, n), min(b, n)) for (a, b), n in pairs)].read()
 
 
 def _finished(reading: _Reading) -> jax.Array:
-    """The leaf, on its devices."""
+    """The leaf on its devices."""
     leaf, shape = reading.leaf, reading.shape
     if not leaf.size:
         return jax.device_put(np.zeros(shape, leaf.dtype), reading.sharding)
@@ -170,9 +169,9 @@ def _finished(reading: _Reading) -> jax.Array:
         return np.pad(values, missing) if any(map(any, missing)) else values
 
     array = jax.make_array_from_callback(shape, reading.sharding, part, dtype=leaf.dtype)
-    jax.block_until_ready(array)  # or parts of many leaves would wait on the host
-    in_place = leaf.sharding is None or reading.sharding == leaf.sharding
-    return array if in_place else _gathered(array, leaf)
+    jax.block_until_ready(array)  # or the host would hold parts of many leaves
+    is_whole = leaf.sharding is None or reading.sharding == leaf.sharding
+    return array if is_whole else _gathered(array, leaf)
 
 
 def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
@@ -189,17 +188,17 @@ def _result(future: "ts.Future[Any]", name: str) -> Any:
         ) from error
 
 
-def calls(abstract: Any, *, axis: str, on_compile: Callable) -> list[Call]:
-    """The program of read_item for the largest leaf that is gathered, if any is.
+def calls(abstract: Any, *, on_compile: Callable) -> list[Call]:
+    """The program with which read_item gathers the largest leaf; [] when it gathers none.
 
-    abstract, axis: as for read_item. One leaf is gathered at a time, so no other needs more memory.
+    abstract: as for read_item. One leaf is gathered at a time, so no other needs more memory.
     """
-    leaves = [leaf for leaf in jax.tree.leaves(abstract) if _is_gathered(leaf, axis)]
+    leaves = [leaf for leaf in jax.tree.leaves(abstract) if _is_gathered(leaf)]
     devices = leaves[0].sharding.mesh.devices.flat if leaves else ()
     if len({device.process_index for device in devices}) < 2:
         return []
     leaf = max(leaves, key=lambda leaf: math.prod(leaf.sharding.shard_shape(leaf.shape)))
-    shape, spec = split_over(leaf.shape, leaf.sharding, axis)
+    shape, spec = split_over_slices(leaf.shape, leaf.sharding)
     mesh = leaf.sharding.mesh
     parts = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
     program = Program(
@@ -211,28 +210,28 @@ def calls(abstract: Any, *, axis: str, on_compile: Callable) -> list[Call]:
     return [Call(program, (parts,), 0, BESIDE)]
 
 
-def _is_gathered(leaf: jax.ShapeDtypeStruct, axis: str) -> bool:
+def _is_gathered(leaf: jax.ShapeDtypeStruct) -> bool:
     sharding = leaf.sharding
     if not leaf.shape or not isinstance(sharding, NamedSharding):
         return False
     used = {name for entry in sharding.spec for name in axes_of(entry)}
-    return dict(sharding.mesh.shape).get(axis, 1) > 1 and axis not in used
+    return dict(sharding.mesh.shape).get(ACROSS_SLICES, 1) > 1 and ACROSS_SLICES not in used
 
 
-def split_over(
-    shape: tuple[int, ...], sharding: NamedSharding, axis: str
+def split_over_slices(
+    shape: tuple[int, ...], sharding: NamedSharding
 ) -> tuple[tuple[int, ...], PartitionSpec]:
-    """Split one more dimension over a mesh axis: the first whose shards divide, else the longest.
+    """Split one more dimension over the slices: the first whose shards divide, else the longest.
 
-    Returns the shape, padded where nothing divides, and the spec. The choice of dimension is
-    that of Orbax when it writes replicated arrays, so that a part is a whole stored chunk.
+    Returns the shape, padded where nothing divides, and the spec. Orbax chooses the same dimension
+    when it writes replicated arrays, so a part is a whole stored chunk.
     """
-    size = sharding.mesh.shape[axis]
+    size = sharding.mesh.shape[ACROSS_SLICES]
     local = sharding.shard_shape(shape)
     dividing = [dim for dim, length in enumerate(local) if length % size == 0]
     dim = dividing[0] if dividing else int(np.argmax(shape))
     entries = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
-    entries[dim] = (*axes_of(entries[dim]), axis)
+    entries[dim] = (*axes_of(entries[dim]), ACROSS_SLICES)
     parts = shape[dim] // local[dim] * size
     padded = -(-shape[dim] // parts) * parts
     return (*shape[:dim], padded, *shape[dim + 1 :]), PartitionSpec(*entries)

@@ -20,23 +20,14 @@ import jax
 from etils import epath
 
 from maxdiloco.checkpoint import orbax_io, quiet, read, write
-from maxdiloco.checkpoint.read import (
-    PARAMETERS,
-    AbstractOf,
-    Report,
-    Restored,
-    restore_from,
-    restore_parameters,
-)
+from maxdiloco.checkpoint.read import AbstractOf, Restored, Say
 from maxdiloco.errors import CheckpointError, SaveError
-from maxdiloco.processes import agree
+from maxdiloco.processes import agree, output
 from maxdiloco.storage import durable, object_store, shared_folder
 from maxdiloco.storage.run_folder import absolute, is_local, reason
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
-
-__all__ = ["PARAMETERS", "Checkpointer", "Restored", "restore_from", "restore_parameters"]
 
 _DAMAGED = ".damaged"
 _DELETED = ".deleted"
@@ -55,8 +46,7 @@ class Checkpointer:
     max_to_keep: complete checkpoints that stay, at least 1; None keeps all.
     use_async: save() returns as soon as the arrays are copied to the host.
     timeout_s: how long the processes may take to write the arrays of one save.
-    report: takes one line for the user; called in the first process only.
-    gather_axis: the mesh axis that joins the slices (see arrays.read_item).
+    say: prints a line; called in the first process only.
     A context manager: leaving it waits for the save that runs. Imports Orbax. Raises
     CheckpointError when the folder cannot be used.
 
@@ -71,16 +61,14 @@ class Checkpointer:
         max_to_keep: int | None,
         use_async: bool = True,
         timeout_s: float = 1200,
-        report: Report = print,
-        gather_axis: str = "diloco",
+        say: Say = output.say,
     ):
         self._folder = absolute(folder)
         self._max_to_keep = max_to_keep
         self._use_async = use_async
         self._timeout_s = timeout_s
         self._primary = jax.process_index() == 0
-        self._report = report if self._primary else read.say_nothing
-        self._gather_axis = gather_axis
+        self._say = say if self._primary else read.say_nothing
         self._saving: tuple[int, Future] | None = None  # the step whose save runs
         self._failures = 0  # saves that failed since the last one that did not
         self._newest: int | None = None  # the newest step that is known to be saved
@@ -111,7 +99,7 @@ class Checkpointer:
                 # The other processes may be elsewhere: look at this one's part alone.
                 step, saved = self._saving
                 if (error := saved.exception()) is not None:
-                    self._report(f"warning: {self._failure(step, reason(error))}")
+                    self._say(f"warning: {self._failure(step, reason(error))}")
         finally:
             self._thread.shutdown()
             self._remover.shutdown()
@@ -166,8 +154,7 @@ class Checkpointer:
             restored, damaged = read.first_undamaged(
                 read.newest_first(self._folder),
                 abstract_of,
-                report=self._report,
-                axis=self._gather_axis,
+                say=self._say,
                 remedy=lambda meta: _REMEDY,
                 known_good=self._known_good,
             )
@@ -251,7 +238,7 @@ class Checkpointer:
                 f"base_output_directory: {line} Free some space or mend the disk; then the same "
                 "command goes on."
             ) from error
-        self._report(f"warning: {line} It is tried again with the next save.")
+        self._say(f"warning: {line} It is tried again with the next save.")
         return False
 
     def _failure(self, step: int, why: str) -> str:
@@ -264,7 +251,7 @@ class Checkpointer:
         """Wait until the older checkpoints are removed; say why if they cannot be."""
         removal, self._removal = self._removal, None
         if removal is not None and (error := removal.exception()) is not None:
-            self._report(
+            self._say(
                 f"warning: an old checkpoint in {self._folder} could not be removed: "
                 f"{reason(error)}. The next save tries again; remove it if the disk fills up."
             )

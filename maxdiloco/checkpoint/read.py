@@ -10,13 +10,13 @@ import jax
 from etils import epath
 
 from maxdiloco.checkpoint import arrays, orbax_io, seal
+from maxdiloco.engine.trainer import OUTER_PARAMS
 from maxdiloco.errors import CheckpointError
-from maxdiloco.processes import agree
+from maxdiloco.processes import agree, output
 from maxdiloco.storage import object_store, shared_folder
 from maxdiloco.storage.run_folder import absolute, reason
 
 _ATTEMPTS = 12  # at a file that only some hosts find damaged
-PARAMETERS = "outer_params"  # the item that load_parameters_path and generation read
 
 # Gives {item: tree of jax.ShapeDtypeStruct with shardings, or of arrays.Cycled} for the
 # meta of a checkpoint. Called for each checkpoint that is tried; may leave items out, which are
@@ -24,7 +24,7 @@ PARAMETERS = "outer_params"  # the item that load_parameters_path and generation
 AbstractOf = Callable[[dict[str, Any]], Mapping[str, Any]]
 # What to tell a user whose shapes differ from those of the checkpoint with that meta.
 Remedy = Callable[[dict[str, Any]], str]
-Report = Callable[[str], None]
+Say = Callable[[str], None]  # prints a line for the user
 
 
 class Restored(NamedTuple):
@@ -43,8 +43,6 @@ def restore_from(
     key: str,
     remedy: Remedy = lambda meta: "Set the model keys of the run that wrote it.",
     cast: bool = False,
-    report: Report = print,
-    gather_axis: str = "diloco",
 ) -> Restored:
     """Read a checkpoint of any run, for load_full_state_path, load_parameters_path, generation.
 
@@ -62,8 +60,7 @@ def restore_from(
         restored, _ = first_undamaged(
             candidates,
             abstract_of,
-            report=report if jax.process_index() == 0 else say_nothing,
-            axis=gather_axis,
+            say=output.say if jax.process_index() == 0 else say_nothing,
             remedy=remedy,
             otherwise=f"or give {key} another path",
             cast=cast,
@@ -85,9 +82,9 @@ def restore_parameters(
     this raises.
     """
     restored = restore_from(
-        path, lambda meta: {PARAMETERS: abstract_params}, key=key, cast=True, **options
+        path, lambda meta: {OUTER_PARAMS: abstract_params}, key=key, cast=True, **options
     )
-    return restored.items[PARAMETERS]
+    return restored.items[OUTER_PARAMS]
 
 
 @contextlib.contextmanager
@@ -124,8 +121,7 @@ def first_undamaged(
     candidates: Iterable[epath.Path],
     abstract_of: AbstractOf,
     *,
-    report: Report,
-    axis: str,
+    say: Say,
     remedy: Remedy,
     otherwise: str = "or set another run_name to start from the beginning",
     cast: bool = False,
@@ -140,15 +136,14 @@ def first_undamaged(
     damaged: dict[epath.Path, str] = {}
     for path in candidates:
         if path not in known_good and (problem := _damage(path)):
-            report(f"warning: checkpoint {path} is damaged and is not used: {problem}.")
+            say(f"warning: checkpoint {path} is damaged and is not used: {problem}.")
             damaged[path] = problem
             continue
         note = orbax_io.read_note(path)
         abstract = abstract_of(note.meta)
         _refuse_mismatch(path, note, abstract, remedy=remedy, cast=cast)
         items = {
-            name: arrays.read_item(path, name, tree, axis=axis)
-            for name, tree in abstract.items()
+            name: arrays.read_item(path, name, tree) for name, tree in abstract.items()
         }
         return Restored(note.step, items, note.meta, path), list(damaged)
     if damaged:
@@ -191,7 +186,7 @@ def _damage(path: epath.Path) -> str | None:
 
 
 def say_nothing(line: str) -> None:
-    """The report of every process but the first."""
+    """The Say of every process but the first."""
 
 
 def _refuse_mismatch(

@@ -31,14 +31,14 @@ class Damage(NamedTuple):
     what: str
 
 
-def write(folder: epath.Path, *, content_limit_bytes: int = CONTENT_LIMIT_BYTES) -> None:
+def write(folder: epath.Path) -> None:
     """List the files below folder's item folders with size and, when few enough, CRC-32.
 
     folder: a whole checkpoint, not yet visible to readers. Files directly in it are written after
     this and are left out. Raises OSError.
     """
     sizes = {path: size for path, size in _sizes(folder).items() if path.parent != folder}
-    with_content = is_local(folder) and sum(sizes.values()) <= content_limit_bytes
+    with_content = is_local(folder) and sum(sizes.values()) <= CONTENT_LIMIT_BYTES
     entries = {
         str(path.relative_to(folder)): [size, _crc32(path) if with_content else None]
         for path, size in sorted(sizes.items())

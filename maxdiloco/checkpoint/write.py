@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 from etils import epath
-from jax._src import distributed as jax_distributed  # the only way to its key-value store
 
 from maxdiloco.checkpoint import orbax_io, seal
 from maxdiloco.checkpoint.orbax_io import COMMIT, META
-from maxdiloco.processes import agree
+from maxdiloco.processes import agree, coordination
 from maxdiloco.storage import durable, object_store
 from maxdiloco.storage.run_folder import is_local, reason, require_space
 
@@ -136,18 +135,17 @@ class Parts:
     def tell(self, problem: str) -> None:
         """Tell the first process what went wrong here, or "" when this part is written."""
         key = self._key(jax.process_index())
-        jax_distributed.global_state.client.key_value_set(key, problem or "written")
+        coordination.put(key, problem or "written")
 
     def wait(self, deadline: float) -> None:
         """Wait for the parts of all others. For the first process; nothing to do for one alone.
 
         Raises OSError naming a process that failed, TimeoutError at the deadline.
         """
-        client = jax_distributed.global_state.client
         for process in range(1, jax.process_count()):
-            left_ms = max(1, int((deadline - time.monotonic()) * 1000))
+            left = deadline - time.monotonic()
             try:
-                problem = client.blocking_key_value_get(self._key(process), left_ms)
+                problem = coordination.get(self._key(process), timeout_s=left)
             except jax.errors.JaxRuntimeError as error:
                 raise TimeoutError(
                     f"process {process} has not written its part within {KEY}"

@@ -1,8 +1,8 @@
 """Which part of the parameters travels together: the partition into fragments.
 
 Streaming DiLoCo (arXiv 2501.18512) sec. 2.2: fragments are sets of whole layers, strided by
-default, contiguous on request; what belongs to no layer (embeddings, head, last norm) makes
-fragments of its own, so that no layer fragment carries it besides its layers.
+default, contiguous on request. What belongs to no layer (embeddings, head, last norm) makes
+fragments of its own, so layer fragments hold layers only.
 """
 
 import math
@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+
+from maxdiloco.diloco.slices import LeafSlice, along, whole
 
 
 class Stacked(NamedTuple):
@@ -26,18 +28,10 @@ class Vocabulary(NamedTuple):
     axis: int
 
 
-class Part(NamedTuple):
-    """What a fragment holds of one leaf: `entries` of dim `axis`, or the whole leaf (axis None)."""
-
-    leaf: int
-    axis: int | None
-    entries: tuple[int, ...]
-
-
 class Fragment(NamedTuple):
-    """One fragment: its parts in tree order of the leaves, its layers, its number of values."""
+    """One fragment: its slices in tree order of the leaves, its layers, its number of values."""
 
-    parts: tuple[Part, ...]
+    slices: tuple[LeafSlice, ...]
     layers: tuple[int, ...]
     size: int
 
@@ -62,19 +56,19 @@ def partition(
     leaves = jax.tree.leaves(params)
     kinds = _kinds(params, layer_axis, leaves)
     if num_fragments == 1:
-        every = tuple(Part(i, None, ()) for i in range(len(leaves)))
-        return (_fragment(every, leaves, layers=tuple(range(_num_layers(kinds, leaves)))),)
-    if any(_is_stacked(kind) for kind in kinds):
-        parts = _by_layer(leaves, kinds, num_fragments, num_nonlayer, sequential)
+        leaf_slices = [whole(i) for i in range(len(leaves))]
+        return (_fragment(leaf_slices, leaves, layers=tuple(range(_num_layers(kinds)))),)
+    if any(isinstance(kind, Stacked) for kind in kinds):
+        contents = _by_layer(leaves, kinds, num_fragments, num_nonlayer, sequential)
     else:
-        parts = _by_leaf(leaves, num_fragments, sequential)
-    for fragment, (held, _) in enumerate(parts):
-        if not held:
+        contents = _by_leaf(leaves, num_fragments, sequential)
+    for p, (leaf_slices, _) in enumerate(contents):
+        if not leaf_slices:
             raise ValueError(
-                f"num_diloco_fragments={num_fragments} leaves fragment {fragment} empty: no leaf "
+                f"num_diloco_fragments={num_fragments} leaves fragment {p} empty: no leaf "
                 f"holds a layer of it. Use fewer fragments."
             )
-    return tuple(_fragment(tuple(held), leaves, layers) for held, layers in parts)
+    return tuple(_fragment(leaf_slices, leaves, layers) for leaf_slices, layers in contents)
 
 
 def _kinds(params, layer_axis, leaves) -> list[Any]:
@@ -106,37 +100,34 @@ def _checked(kind, shape):
     return kind
 
 
-def _is_stacked(kind) -> bool:
-    return isinstance(kind, Stacked)
-
-
-def _num_layers(kinds, leaves) -> int:
-    return max((max(kind.layers) + 1 for kind in kinds if _is_stacked(kind)), default=0)
+def _num_layers(kinds) -> int:
+    return max((max(kind.layers) + 1 for kind in kinds if isinstance(kind, Stacked)), default=0)
 
 
 def _by_layer(leaves, kinds, P, k, sequential):
-    L = _num_layers(kinds, leaves)
-    k = k if any(not _is_stacked(kind) for kind in kinds) else 0
+    L = _num_layers(kinds)
+    k = k if any(not isinstance(kind, Stacked) for kind in kinds) else 0
     if not k < P <= L + k:
         raise ValueError(
             f"num_diloco_fragments={P} does not fit {L} layers and {k} fragments for what belongs "
             f"to no layer. Use 1, or {k + 1} to {L + k}."
         )
-    home = [k + p for p in deal(L, P - k, sequential)]
-    held = [[] for _ in range(P)]
-    for i, kind in enumerate(kinds):
-        if _is_stacked(kind):
+    fragment_of = [k + p for p in assign(L, P - k, sequential)]
+    slices = [[] for _ in range(P)]
+    for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
+        if isinstance(kind, Stacked):
             for p in range(k, P):
-                entries = tuple(e for e, layer in enumerate(kind.layers) if home[layer] == p)
+                layers = enumerate(kind.layers)
+                entries = [entry for entry, layer in layers if fragment_of[layer] == p]
                 if entries:
-                    held[p].append(Part(i, kind.axis, entries))
+                    slices[p].append(along(i, kind.axis, entries, leaf.shape))
         elif isinstance(kind, Vocabulary) and k > 1:
-            rows = leaves[i].shape[kind.axis]
+            rows = leaf.shape[kind.axis]
             for p in range(min(k, rows)):
-                held[p].append(Part(i, kind.axis, tuple(range(p, rows, k))))
+                slices[p].append(along(i, kind.axis, range(p, rows, k), leaf.shape))
         else:
-            held[0].append(Part(i, None, ()))
-    return [(h, tuple(i for i in range(L) if home[i] == p)) for p, h in enumerate(held)]
+            slices[0].append(whole(i))
+    return [(slices[p], tuple(i for i in range(L) if fragment_of[i] == p)) for p in range(P)]
 
 
 def _by_leaf(leaves, P, sequential):
@@ -145,11 +136,11 @@ def _by_leaf(leaves, P, sequential):
             f"num_diloco_fragments={P} is more than the {len(leaves)} leaves of params, none of "
             f"which is stacked by layer. Use {len(leaves)} or fewer, or give layer_axis."
         )
-    home = deal(len(leaves), P, sequential)
-    return [([Part(i, None, ()) for i, h in enumerate(home) if h == p], ()) for p in range(P)]
+    fragment_of = assign(len(leaves), P, sequential)
+    return [([whole(i) for i, of in enumerate(fragment_of) if of == p], ()) for p in range(P)]
 
 
-def deal(n: int, P: int, sequential: bool) -> list[int]:
+def assign(n: int, P: int, sequential: bool) -> list[int]:
     """The fragment of each of n items: strided, or contiguous runs, the first longer by one."""
     if not sequential:
         return [i % P for i in range(n)]
@@ -157,20 +148,12 @@ def deal(n: int, P: int, sequential: bool) -> list[int]:
     return [p for p in range(P) for _ in range(short + (p < longer))]
 
 
-def _fragment(parts, leaves, layers) -> Fragment:
-    return Fragment(parts, layers, sum(math.prod(part_shape(p, leaves[p.leaf])) for p in parts))
+def _fragment(leaf_slices, leaves, layers) -> Fragment:
+    size = sum(math.prod(s.shape(leaves[s.leaf].shape)) for s in leaf_slices)
+    return Fragment(tuple(leaf_slices), layers, size)
 
 
-def part_shape(part: Part, leaf: Any) -> tuple[int, ...]:
-    """Shape of what `part` takes of the leaf."""
-    if part.axis is None:
-        return tuple(leaf.shape)
-    shape = list(leaf.shape)
-    shape[part.axis] = len(part.entries)
-    return tuple(shape)
-
-
-def lopsided(sizes: Sequence[int]) -> list[int]:
+def oversized(sizes: Sequence[int]) -> list[int]:
     """Fragments with more than twice the median's size [any unit]: they set the peak bandwidth."""
     middle = statistics.median(sizes)
     return [p for p, size in enumerate(sizes) if size > 2 * middle]

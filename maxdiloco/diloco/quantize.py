@@ -14,7 +14,7 @@ is our choice.
 
 int8 and float4_e3m0 scale blocks of 256 consecutive values, the last one shorter; the codes come
 first, then the scales. The three that round do it deterministically. Zeros of either sign,
-denormals, infinities and NaN are sent as 0 (`finite_flag` tells whether the last two were there).
+denormals, infinities and NaN are sent as 0 (a payload flags the last two beside the codes).
 Blocks of a < 2^-119 (1.5e-36) are sent as zeros, too (int8: if the scale would be below 2^-126,
 a < 127 * 2^-126), errors that the table leaves out. An array of zero bits decodes to zeros.
 Encoding what was decoded gives the same array again.
@@ -42,7 +42,7 @@ one multiply-add changes no bit of the sum. bfloat16 is rounded in integers beca
 drop a conversion to bfloat16 and back; XLA does on GPU.
 """
 
-# N values  K wire elements  B blocks  S = 256 values of a block
+# N values  K wire elements  B blocks  Q = 256 values of a block
 
 from typing import NamedTuple
 
@@ -94,21 +94,15 @@ def wire(name: str) -> Wire:
     )
 
 
-def block(name: str) -> int:
-    """Consecutive values that share a scale; 1 where there is none."""
-    return wire(name).block
+def ceil_div(n: int, divisor: int) -> int:
+    """n / divisor, rounded up."""
+    return -(-n // divisor)
 
 
 def encoded_size(name: str, n: int) -> int:
     """Wire elements of n values: the codes, then the scales of the blocks."""
     w = wire(name)
-    return -(-n // w.values) + -(-n // w.block) * w.scale
-
-
-def bytes_per_value(name: str) -> float:
-    """Bytes on the wire per value, of whole blocks."""
-    w = wire(name)
-    return w.dtype.itemsize * (1 / w.values + w.scale / w.block)
+    return ceil_div(n, w.values) + ceil_div(n, w.block) * w.scale
 
 
 def encode(name: str, x_N: jax.Array) -> jax.Array:
@@ -152,11 +146,6 @@ def decode(name: str, code_K: jax.Array, n: int) -> jax.Array:
     return decoders[name](code_K, n)
 
 
-def finite_flag(x: jax.Array) -> jax.Array:
-    """True where all of a float32 array is finite; a bool scalar. Encoding hides what is not."""
-    return jnp.all((_bits(x) & _EXPONENT) != _EXPONENT)
-
-
 def _bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.int32)
 
@@ -173,7 +162,7 @@ def _normal_bits(x_N: jax.Array) -> jax.Array:
 
 
 def _blocks(x_N: jax.Array) -> jax.Array:
-    """[B, S], the last block filled up with zeros."""
+    """[B, Q], the last block filled up with zeros."""
     return jnp.pad(x_N, (0, -x_N.shape[0] % BLOCK)).reshape(-1, BLOCK)
 
 
@@ -196,8 +185,8 @@ def _times_power_of_two(integer: jax.Array, power: jax.Array) -> jax.Array:
 
 
 def _encode_int8(x_N: jax.Array) -> jax.Array:
-    bits_BS = _blocks(_normal_bits(x_N))
-    largest_B = jnp.max(bits_BS & _MAGNITUDE, axis=1)
+    bits_BQ = _blocks(_normal_bits(x_N))
+    largest_B = jnp.max(bits_BQ & _MAGNITUDE, axis=1)
     exponent_B = largest_B >> 23
     # largest = significand * 2^(exponent - 150); scale = step * 2^(exponent - 150)
     step_B = ((largest_B & _MANTISSA) | (_MANTISSA + 1)).astype(jnp.uint32) // 127
@@ -209,34 +198,34 @@ def _encode_int8(x_N: jax.Array) -> jax.Array:
     inverse_B = _times_power_of_two(inverse_B, 150 - 39 - exponent_B)
     sent_B = _bits(scale_B) > _MANTISSA  # a normal, positive float32
     scale_B, inverse_B = jnp.where(sent_B, scale_B, 0), jnp.where(sent_B, inverse_B, 0)
-    scaled_BS = _float(bits_BS) * inverse_B[:, None]
-    code_BS = lax.round(scaled_BS, lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int8)
+    scaled_BQ = _float(bits_BQ) * inverse_B[:, None]
+    code_BQ = lax.round(scaled_BQ, lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int8)
     byte_4B = (_bits(scale_B) >> jnp.array(_BYTES)[:, None]) & 255
     scale_K = lax.bitcast_convert_type(byte_4B.astype(jnp.uint8), jnp.int8).reshape(-1)
-    return jnp.concatenate([code_BS.reshape(-1)[: x_N.shape[0]], scale_K])
+    return jnp.concatenate([code_BQ.reshape(-1)[: x_N.shape[0]], scale_K])
 
 
 def _decode_int8(code_K: jax.Array, n: int) -> jax.Array:
-    code_BS = _blocks(code_K[:n])
+    code_BQ = _blocks(code_K[:n])
     byte_4B = code_K[n:].reshape(4, -1).astype(jnp.int32) & 255
     bits_4B = byte_4B << jnp.array(_BYTES)[:, None]
     scale_B = _float(bits_4B[0] | bits_4B[1] | bits_4B[2] | bits_4B[3])
-    return (code_BS.astype(jnp.float32) * scale_B[:, None]).reshape(-1)[:n]
+    return (code_BQ.astype(jnp.float32) * scale_B[:, None]).reshape(-1)[:n]
 
 
 def _encode_e3m0(x_N: jax.Array) -> jax.Array:
     n = x_N.shape[0]
-    bits_BS = _blocks(_normal_bits(x_N))
-    magnitude_BS = bits_BS & _MAGNITUDE
+    bits_BQ = _blocks(_normal_bits(x_N))
+    magnitude_BQ = bits_BQ & _MAGNITUDE
     half = (_MANTISSA + 1) // 2  # carries into the exponent from a mantissa of 1.5 on
-    largest_B = jnp.max(magnitude_BS, axis=1)
+    largest_B = jnp.max(magnitude_BQ, axis=1)
     top_B = jnp.minimum((largest_B + half) >> 23, 254)
     top_B = jnp.where(largest_B >> 23 >= _LOWEST, top_B, 0)
-    code_BS = jnp.clip(((magnitude_BS + half) >> 23) - top_B[:, None] + 7, 1, 7)
-    code_BS = code_BS | ((bits_BS >> 28) & 8)
+    code_BQ = jnp.clip(((magnitude_BQ + half) >> 23) - top_B[:, None] + 7, 1, 7)
+    code_BQ = code_BQ | ((bits_BQ >> 28) & 8)
     # top - 7 is the exponent of half the smallest power of two
-    sent_BS = (top_B[:, None] > 0) & (magnitude_BS >> 23 >= top_B[:, None] - 7)
-    code_N = jnp.where(sent_BS, code_BS, 0).reshape(-1)[:n]
+    sent_BQ = (top_B[:, None] > 0) & (magnitude_BQ >> 23 >= top_B[:, None] - 7)
+    code_N = jnp.where(sent_BQ, code_BQ, 0).reshape(-1)[:n]
     low, high = jnp.split(jnp.pad(code_N, (0, n % 2)), 2)
     return jnp.concatenate([low | (high << 4), top_B]).astype(jnp.uint8)
 
@@ -244,8 +233,8 @@ def _encode_e3m0(x_N: jax.Array) -> jax.Array:
 def _decode_e3m0(code_K: jax.Array, n: int) -> jax.Array:
     code_K = code_K.astype(jnp.int32)
     packed_K = code_K[: (n + 1) // 2]
-    code_BS = _blocks(jnp.concatenate([packed_K & 15, packed_K >> 4])[:n])
+    code_BQ = _blocks(jnp.concatenate([packed_K & 15, packed_K >> 4])[:n])
     top_B = code_K[(n + 1) // 2 :]
-    power_BS = code_BS & 7
-    bits_BS = ((code_BS & 8) << 28) | ((top_B[:, None] - 7 + power_BS) << 23)
-    return _float(jnp.where(power_BS > 0, bits_BS, 0)).reshape(-1)[:n]
+    power_BQ = code_BQ & 7
+    bits_BQ = ((code_BQ & 8) << 28) | ((top_B[:, None] - 7 + power_BQ) << 23)
+    return _float(jnp.where(power_BQ > 0, bits_BQ, 0)).reshape(-1)[:n]

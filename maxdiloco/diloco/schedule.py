@@ -80,24 +80,26 @@ def offsets(P: int, H: int) -> tuple[int, ...]:
     return tuple(p * H // P for p in range(P))
 
 
+class Names(NamedTuple):
+    """What messages call H, P, tau and the overlap. Default: the arguments of maxdiloco.DiLoCo."""
+
+    H: str = "sync_period"
+    P: str = "num_fragments"
+    tau: str = "overlap_steps"
+    overlap: str = "outer_overlap"
+
+
+ARGUMENTS = Names()
+
+
 def check(*, H: int, P: int, tau: int, offsets: Iterable[int], overlap: str) -> None:
     """Refuse a schedule that cannot run.
 
     The names in the messages are those of `maxdiloco.DiLoCo`. offsets: P integers, taken mod H.
-    Raises ValueError: H < 1, P outside 1..H, tau outside 0..H-1, an unknown overlap or one that
-    refuses tau > 0, offsets of another number than P, not integers, or equal mod H.
+    Raises ValueError as `check_counts` does, and for offsets of another number than P, not
+    integers, or equal mod H.
     """
-    _check_counts(H=H, P=P, tau=tau)
-    if overlap not in OVERLAPS:
-        raise ValueError(
-            f"outer_overlap={overlap!r} is unknown: the outer step uses the exchange of its own "
-            f"round or of the one before. Use one of {', '.join(OVERLAPS)}."
-        )
-    if overlap != "none" and tau > 0:
-        raise ValueError(
-            f"overlap_steps={tau} cannot go with outer_overlap={overlap}: that exchange already "
-            "has a whole sync_period. Use overlap_steps=0."
-        )
+    check_counts(H=H, P=P, tau=tau, overlap=overlap)
     offsets = tuple(offsets)
     if len(offsets) != P or not all(isinstance(offset, Integral) for offset in offsets):
         raise ValueError(
@@ -111,21 +113,49 @@ def check(*, H: int, P: int, tau: int, offsets: Iterable[int], overlap: str) -> 
         )
 
 
-def _check_counts(*, H: int, P: int, tau: int) -> None:
+def check_counts(*, H: int, P: int, tau: int, overlap: str, names: Names = ARGUMENTS) -> None:
+    """Refuse counts that no offsets fit.
+
+    Raises ValueError: H < 1, P outside 1..H, tau outside 0..H-1, an unknown overlap or one that
+    refuses tau > 0.
+    """
     if not isinstance(H, Integral) or H < 1:
         raise ValueError(
-            f"sync_period={H} must be a positive integer: it counts the inner steps between two "
+            f"{names.H}={H} must be a positive integer: it counts the inner steps between two "
             "sends of a fragment. Use 1 or more."
         )
     if not isinstance(P, Integral) or not 1 <= P <= H:
         raise ValueError(
-            f"num_fragments={P} must be an integer from 1 to sync_period={H}: at most one "
-            f"fragment is sent per inner step. Use 1 to {H}."
+            f"{names.P}={P} must be an integer from 1 to {names.H}={H}: at most one fragment is "
+            f"sent per inner step. Use 1 to {H}."
         )
     if not isinstance(tau, Integral) or not 0 <= tau < H:
         raise ValueError(
-            f"overlap_steps={tau} must be an integer from 0 and below sync_period={H}: a fragment "
-            f"has to be applied before it is sent again. Use 0 to {H - 1}."
+            f"{names.tau}={tau} must be below {names.H}={H}, an integer from 0: a fragment has to "
+            f"be applied before it is sent again. Use 0 to {H - 1}."
+        )
+    if overlap not in OVERLAPS:
+        raise ValueError(
+            f"{names.overlap}={overlap!r} is unknown: the outer step uses the exchange of its own "
+            f"round or of the one before. Use one of {', '.join(OVERLAPS)}."
+        )
+    if overlap != "none" and tau > 0:
+        raise ValueError(
+            f"{names.tau}={tau} cannot go with {names.overlap}={overlap}: that exchange already "
+            f"has a whole period. Use {names.tau}=0."
+        )
+
+
+def check_replicas(M: int, slots: int, *, name: str, slots_name: str) -> None:
+    """Refuse replicas that do not fill the mesh evenly.
+
+    slots: size of the mesh axis `diloco`. name, slots_name: what the message calls M and slots.
+    Raises ValueError.
+    """
+    if M < 1 or M % slots:
+        raise ValueError(
+            f"{name}={M} must be a multiple of {slots_name} {slots}: every slot of the mesh holds "
+            f"equally many replicas. Use a multiple of {slots}."
         )
 
 

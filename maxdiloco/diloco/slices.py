@@ -1,21 +1,17 @@
-"""Taking a fragment's part out of a leaf and putting it back, at places known only when it runs.
+"""Taking a fragment's slices out of the leaves and putting them back.
 
-Fragments that differ only in which layers they hold have equal cuts and differ in the places, so
-one compiled program serves them all.
+Where a slice starts may be known only when the program runs. Fragments whose slices differ in
+nothing else, say in which layers they hold, share one compiled program.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-
-from maxdiloco.diloco.fragments import Part
 
 # Up to this many entries are taken one by one; beyond it a gather compiles smaller (our choice).
 MOST_SINGLE_SLICES = 64
-
 
 Move = Callable[[jax.Array], jax.Array]
 
@@ -25,92 +21,108 @@ def keep(x: jax.Array) -> jax.Array:
     return x
 
 
-class Cut(NamedTuple):
-    """How a part lies in its leaf.
+class LeafSlice(NamedTuple):
+    """The entries of one leaf that a fragment takes, along dim `axis` of one replica's view.
 
-    pattern: 'whole'; 'run', neighbours; 'stride', every stride-th entry of a dim that divides by
-    it; 'list', any others.
+    leaf: its index in tree order. pattern: 'whole', the leaf, `axis` means nothing; 'run', `count`
+    neighbours; 'stride', every `stride`-th entry of a dim that divides by it; 'list', any others.
+    start_or_indices: the first entry, or all of them for a list.
     """
 
     leaf: int
-    axis: int
-    count: int
     pattern: str
-    stride: int
+    axis: int = 0
+    count: int = 0
+    stride: int = 1
+    start_or_indices: int | tuple[int, ...] | None = 0
+
+    @property
+    def form(self) -> "LeafSlice":
+        """The slice without its start: what a compiled program is made for."""
+        return self._replace(start_or_indices=None)
+
+    def shape(self, leaf_shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of what it takes of a leaf of `leaf_shape`."""
+        if self.pattern == "whole":
+            return tuple(leaf_shape)
+        return (*leaf_shape[: self.axis], self.count, *leaf_shape[self.axis + 1 :])
 
 
-def cut_of(part: Part, shape: tuple[int, ...]) -> Cut:
-    """The cut of `part` in a leaf of one replica's `shape`."""
-    if part.axis is None:
-        return Cut(part.leaf, 0, 0, "whole", 1)
-    first, count = part.entries[0], len(part.entries)
-    stride = part.entries[1] - first if count > 1 else 1
-    regular = part.entries == tuple(range(first, first + stride * count, stride))
+def whole(leaf: int) -> LeafSlice:
+    """The slice that takes all of a leaf."""
+    return LeafSlice(leaf, "whole")
+
+
+def along(leaf: int, axis: int, entries: Sequence[int], shape: Sequence[int]) -> LeafSlice:
+    """The slice that takes `entries`, ascending, of dim `axis` of a leaf of one replica's shape."""
+    first, count = entries[0], len(entries)
+    stride = entries[1] - first if count > 1 else 1
+    regular = tuple(entries) == tuple(range(first, first + stride * count, stride))
     if regular and stride == 1:
-        return Cut(part.leaf, part.axis, count, "run", 1)
-    if regular and stride > 1 and first < stride and count * stride == shape[part.axis]:
-        return Cut(part.leaf, part.axis, count, "stride", stride)
-    return Cut(part.leaf, part.axis, count, "list", 1)
-
-
-def places_of(part: Part, cut: Cut) -> np.ndarray:
-    """The places to hand to `take` and `put`: the first entry, or all of them for a list."""
-    if cut.pattern == "whole":
-        return np.zeros((), np.int32)
-    if cut.pattern == "list":
-        return np.array(part.entries, np.int32)
-    return np.array(part.entries[0], np.int32)
+        return LeafSlice(leaf, "run", axis, count, 1, first)
+    if regular and stride > 1 and first < stride and count * stride == shape[axis]:
+        return LeafSlice(leaf, "stride", axis, count, stride, first)
+    return LeafSlice(leaf, "list", axis, count, 1, tuple(entries))
 
 
 def take(
-    x: jax.Array, cut: Cut, places: jax.Array, *, lead: int = 0, load: Move = keep
+    x: jax.Array,
+    leaf_slice: LeafSlice,
+    start_or_indices: jax.Array,
+    *,
+    lead: int = 0,
+    load: Move = keep,
 ) -> jax.Array:
-    """The cut's entries of x, in order; `lead` dims (R) come before the leaf's own.
+    """The slice's entries of leaf x, in order; `lead` dims (R) come before the leaf's own.
 
+    start_or_indices: int32, counts in place of the slice's own and may be traced.
     load: moves each contiguous piece, say from host memory, before pieces are put together.
     """
-    axis = cut.axis + lead
-    if cut.pattern == "whole":
+    axis, count, stride = leaf_slice.axis + lead, leaf_slice.count, leaf_slice.stride
+    if leaf_slice.pattern == "whole":
         return load(x)
-    if cut.pattern == "run":
-        return load(jax.lax.dynamic_slice_in_dim(x, places, cut.count, axis))
-    if cut.pattern == "stride":
-        folded = x.reshape(*x.shape[:axis], cut.count, cut.stride, *x.shape[axis + 1 :])
-        return load(jax.lax.dynamic_index_in_dim(folded, places, axis + 1, keepdims=False))
-    if cut.count > MOST_SINGLE_SLICES:
-        return load(jnp.take(x, places, axis=axis, unique_indices=True, indices_are_sorted=True))
-    single = [
-        load(jax.lax.dynamic_slice_in_dim(x, places[i], 1, axis)) for i in range(cut.count)
-    ]
+    if leaf_slice.pattern == "run":
+        return load(jax.lax.dynamic_slice_in_dim(x, start_or_indices, count, axis))
+    if leaf_slice.pattern == "stride":
+        folded = x.reshape(*x.shape[:axis], count, stride, *x.shape[axis + 1 :])
+        entries = jax.lax.dynamic_index_in_dim(folded, start_or_indices, axis + 1, keepdims=False)
+        return load(entries)
+    indices = start_or_indices
+    if count > MOST_SINGLE_SLICES:
+        return load(jnp.take(x, indices, axis=axis, unique_indices=True, indices_are_sorted=True))
+    single = [load(jax.lax.dynamic_slice_in_dim(x, indices[i], 1, axis)) for i in range(count)]
     return jnp.concatenate(single, axis)
 
 
 def put(
     x: jax.Array,
-    cut: Cut,
-    places: jax.Array,
+    leaf_slice: LeafSlice,
+    start_or_indices: jax.Array,
     values: jax.Array,
     *,
     lead: int = 0,
     store: Move = keep,
 ) -> jax.Array:
-    """x with the cut's entries replaced by `values`, shaped as `take` returns them.
+    """Leaf x with the slice's entries replaced by `values`, shaped as `take` returns them.
 
     store: moves each contiguous piece to where x is.
     """
-    axis = cut.axis + lead
-    if cut.pattern == "whole":
+    axis, count, stride = leaf_slice.axis + lead, leaf_slice.count, leaf_slice.stride
+    if leaf_slice.pattern == "whole":
         return store(values)
-    if cut.pattern == "run":
-        return jax.lax.dynamic_update_slice_in_dim(x, store(values), places, axis)
-    if cut.pattern == "stride":
-        folded = x.reshape(*x.shape[:axis], cut.count, cut.stride, *x.shape[axis + 1 :])
-        folded = jax.lax.dynamic_update_index_in_dim(folded, store(values), places, axis + 1)
+    if leaf_slice.pattern == "run":
+        return jax.lax.dynamic_update_slice_in_dim(x, store(values), start_or_indices, axis)
+    if leaf_slice.pattern == "stride":
+        folded = x.reshape(*x.shape[:axis], count, stride, *x.shape[axis + 1 :])
+        folded = jax.lax.dynamic_update_index_in_dim(
+            folded, store(values), start_or_indices, axis + 1
+        )
         return folded.reshape(x.shape)
-    if cut.count > MOST_SINGLE_SLICES:
-        index = (slice(None),) * axis + (places,)
-        return x.at[index].set(store(values), unique_indices=True, indices_are_sorted=True)
-    for i in range(cut.count):
+    indices = start_or_indices
+    if count > MOST_SINGLE_SLICES:
+        where = (slice(None),) * axis + (indices,)
+        return x.at[where].set(store(values), unique_indices=True, indices_are_sorted=True)
+    for i in range(count):
         single = store(jax.lax.slice_in_dim(values, i, i + 1, axis=axis))
-        x = jax.lax.dynamic_update_slice_in_dim(x, single, places[i], axis)
+        x = jax.lax.dynamic_update_slice_in_dim(x, single, indices[i], axis)
     return x

@@ -13,8 +13,9 @@ from maxdiloco.diloco.schedule import (
     Action,
     Schedule,
 )
+from maxdiloco.engine.fragment_arrays import FragmentArrays
 from maxdiloco.engine.programs import Programs
-from maxdiloco.engine.state import State, front, pick, placed, replaced
+from maxdiloco.engine.state import State, fragment_leaves, with_first, with_fragment, with_item
 from maxdiloco.parallel.program import Program
 
 # When a program runs: as part of the steps; beside them, with the run's state on the devices; or
@@ -46,10 +47,13 @@ def arguments(
         return programs.inner_exchange, (*step, state.outgoing[action.chunk])
     plan = programs.layout.plans[action.fragment]
     program = programs.of(action.program, plan)
-    leaves = (pick(state.params, plan), pick(state.outer, plan))
+    outer_opt = () if action.program == PACK else state.outer_opt[plan.index]
+    leaves = FragmentArrays(
+        fragment_leaves(state.params, plan), fragment_leaves(state.outer, plan), outer_opt
+    )
     if action.program == PACK:
-        return program, (*leaves, plan.places)
-    args = (*leaves, state.outer_opt[plan.index], state.bad, plan.places)
+        return program, (leaves, plan.starts)
+    args = (leaves, state.bad, plan.starts)
     if action.program in (MERGE, OUTER_STEP):
         args += (state.incoming[action.slot][: plan.num_chunks],)
     return program, args
@@ -61,32 +65,31 @@ def after(programs: Programs, action: Action, state: State, results: Any) -> tup
         params, opt_state, metrics, *arrived = results
         state = replace(state, params=params, opt_state=opt_state)
         for chunk in arrived:
-            slot = replaced(state.incoming[action.slot], action.chunk, chunk)
-            state = replace(state, incoming=replaced(state.incoming, action.slot, slot))
+            slot = with_item(state.incoming[action.slot], action.chunk, chunk)
+            state = replace(state, incoming=with_item(state.incoming, action.slot, slot))
         return state, metrics
     if action.program == PACK:
-        return replace(state, outgoing=front(state.outgoing, results)), None
+        return replace(state, outgoing=with_first(state.outgoing, results)), None
     plan = programs.layout.plans[action.fragment]
-    params, theta, opt, bad, sizes, *chunks = results
+    leaves, bad, sizes, sent = results
     bad.copy_to_host_async()
     state = replace(
         state,
-        params=placed(state.params, plan, params),
-        outer=placed(state.outer, plan, theta),
-        outer_opt=replaced(state.outer_opt, plan.index, opt),
+        params=with_fragment(state.params, plan, leaves.params),
+        outer=with_fragment(state.outer, plan, leaves.theta),
+        outer_opt=with_item(state.outer_opt, plan.index, leaves.outer_opt),
+        outgoing=with_first(state.outgoing, sent),
         bad=bad,
         bad_before=state.bad,
         sizes=sizes,
     )
-    for sent in chunks:
-        state = replace(state, outgoing=front(state.outgoing, sent))
     return state, None
 
 
 def calls(programs: Programs, schedule: Schedule, batch: Any) -> list[Call]:
     """Every program that the steps of a run call, once each, `inner` first.
 
-    batch: ShapeDtypeStructs with shardings, leaves [R, ...]. Fragments with equal cuts share a
+    batch: ShapeDtypeStructs with shardings, leaves [R, ...]. Fragments of equal form share a
     program, and are counted together. The period counted is the third: all is under way in it.
     """
     H = schedule.H

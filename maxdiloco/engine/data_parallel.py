@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.engine.calls import Call
+from maxdiloco.engine.trainer import OUTER_PARAMS, Description, SavedLayout
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import spec_on
 
@@ -29,74 +30,74 @@ class State:
 
 
 class DataParallel:
-    """Data-parallel training with the interface of DiLoCo.
+    """The trainer of data parallelism; its methods are those of engine.trainer.Trainer.
 
-    inner_step: (params, opt_state, batch) -> (params, opt_state, metrics). The batch keeps its
-    leading R, which is folded into the rows; metrics get a leading dim of 1.
+    inner_step: (params, opt_state, batch) -> (params, opt_state, metrics). params, opt_state:
+    ShapeDtypeStructs or arrays. The batch keeps its leading R, which is folded into the rows;
+    metrics get a leading dim of 1.
     """
 
     num_replicas = 1
+    period = 1
+    replica_items = ()
 
-    def __init__(self, inner_step: Callable, *, mesh: Mesh, on_compile: Callable):
-        self.mesh = mesh
-        self._inner_step = inner_step
-        self._on_compile = on_compile
-        self._everywhere = NamedSharding(mesh, P())
-        self._paced = mesh.devices.flat[0].platform == "cpu" and mesh.size > 1
-
-    def bind(self, params: Any, opt_state: Any) -> None:
-        """Lay out the state for params and opt_state (arrays or ShapeDtypeStructs)."""
-
+    def __init__(
+        self,
+        inner_step: Callable,
+        params: Any,
+        opt_state: Any,
+        *,
+        mesh: Mesh,
+        on_compile: Callable,
+    ):
         def struct(x):
-            sharding = NamedSharding(self.mesh, spec_on(x, self.mesh))
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-        self.abstract_state = State(0, *jax.tree.map(struct, (params, opt_state)))
+            return jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=NamedSharding(mesh, spec_on(x, mesh))
+            )
 
         def step(params, opt_state, batch):
             rows = jax.tree.map(lambda x_R: x_R.reshape(-1, *x_R.shape[2:]), batch)
             # The context mesh lets the model lay out its activations over every batch axis.
-            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-                params, opt_state, metrics = self._inner_step(params, opt_state, rows)
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                params, opt_state, metrics = inner_step(params, opt_state, rows)
             return params, opt_state, jax.tree.map(lambda x: x[None], metrics)
 
-        kept = jax.tree.map(lambda x: x.sharding, self.abstract_state)
+        self.mesh = mesh
+        self.abstract_state = State(0, *jax.tree.map(struct, (params, opt_state)))
+        self._shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
+        self._everywhere = NamedSharding(mesh, P())
+        self._on_compile = on_compile
+        self._throttled = mesh.devices.flat[0].platform == "cpu" and mesh.size > 1
         self.inner = Program(
             "data parallel",
             step,
             donate=(0, 1),
-            out_shardings=(kept.params, kept.opt_state, self._everywhere),
-            on_compile=self._on_compile,
+            out_shardings=(self._shardings.params, self._shardings.opt_state, self._everywhere),
+            on_compile=on_compile,
         )
 
-    def init(self, params: Any, opt_state: Any) -> State:
-        """The state before the first step."""
-        self.bind(params, opt_state)
-        return self.init_program(lambda *given: given)(params, opt_state)
-
     def init_program(self, make: Callable[..., tuple[Any, Any]], **options) -> Program:
-        """A program that makes the state before the first step, see DiLoCo.init_program."""
-        lies = jax.tree.map(lambda x: x.sharding, self.abstract_state)
+        """The program that makes the state before the first step."""
         return Program(
             "init",
             lambda *args: State(0, *make(*args)),
-            out_shardings=lies,
+            out_shardings=self._shardings,
             on_compile=self._on_compile,
             **options,
         )
 
     def calls(self, batch: Any) -> list[Call]:
-        """The one program, see DiLoCo.calls."""
+        """The one program."""
         like = self.abstract_state
         return [Call(self.inner, (like.params, like.opt_state, batch), 1)]
 
     def outer_calls(self, runs: float) -> list[Call]:
-        """Nothing, see DiLoCo.outer_calls."""
+        """None: the state holds the parameters as they are."""
         return []
 
     @property
     def abstract_outer_params(self) -> Any:
-        """ShapeDtypeStructs of `outer_params`."""
+        """ShapeDtypeStructs of the parameters."""
         return self.abstract_state.params
 
     def abstract_metrics(self, batch: Any) -> Any:
@@ -109,22 +110,47 @@ class DataParallel:
 
     def step(self, state: State, batch: Any) -> tuple[State, Any]:
         """One step; state is donated, batch leaves [R, ...], metrics leaves [1]."""
-        if self._paced:  # see DiLoCo: a host that runs ahead deadlocks the rendezvous on CPU
+        if self._throttled:  # as in DiLoCo: a CPU host that runs ahead deadlocks the rendezvous
             jax.block_until_ready(state.params)
         params, opt_state, metrics = self.inner(state.params, state.opt_state, batch)
         return State(state.t + 1, params, opt_state), metrics
 
     def check_finite(self, state: State) -> None:
-        """Nothing is exchanged apart from the step; the loss tells."""
-
-    def replica_params(self, state: State) -> Any:
-        """The parameters, leaves [1, ...]."""
-        return jax.tree.map(lambda x: x[None], state.params)
+        """Checks nothing: the loss of the step says whether the gradients were finite."""
 
     def outer_params(self, state: State) -> Any:
-        """The parameters, leaves [...]."""
+        """The parameters."""
         return state.params
 
-    def bytes_sent(self, t: int) -> int:
-        """Bytes that step t sends to other slices per replica: not counted, 0 (see benchmarks)."""
-        return 0
+    def extra_metrics(self, state: State, steps: range) -> dict[str, float]:
+        """None; what the compiler sends between slices is not counted (see benchmarks)."""
+        return {}
+
+    def description(self) -> Description:
+        """One line in place of tables."""
+        line = "enable_diloco=false: nothing is exchanged in fragments."
+        return Description("data parallel", fragments=(line,), start=(), resident="")
+
+    def closing_line(self, state: State) -> str:
+        """The step."""
+        return f"done: step {state.t}"
+
+    def saved_items(self, state: State) -> dict[str, Any]:
+        """Parameters and optimizer state."""
+        return {OUTER_PARAMS: state.params, "opt_state": state.opt_state}
+
+    def note(self, state: State) -> dict[str, Any]:
+        """One set of parameters, on which mesh; nothing is ever dropped."""
+        return {"num_replicas": 1, "mesh": dict(self.mesh.shape), "dropped_until": 0}
+
+    def abstract_items(self, saved_layout: SavedLayout) -> dict[str, Any]:
+        """The same items on any mesh."""
+        return self.saved_items(self.abstract_state)
+
+    def restored(self, items: dict[str, Any], saved_layout: SavedLayout, *, t: int) -> State:
+        """The state after step t."""
+        return State(t, items[OUTER_PARAMS], items["opt_state"])
+
+    def dropped_lines(self, saved_layout: SavedLayout, t: int) -> list[str]:
+        """None: nothing is in flight between steps."""
+        return []

@@ -19,9 +19,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.diloco import fragments, outer, quantize, schedule
+from maxdiloco.engine import describe, saved
 from maxdiloco.engine.calls import BESIDE, Call, after, arguments, calls
 from maxdiloco.engine.programs import Programs, Rule
 from maxdiloco.engine.state import Layout, State, lay_out
+from maxdiloco.engine.trainer import OUTER_PARAMS, Description, SavedLayout
 from maxdiloco.errors import NumericsError
 from maxdiloco.parallel.program import Program
 
@@ -44,9 +46,14 @@ class DiLoCo:
       `fragments.Stacked` or `fragments.Vocabulary`.
     mesh: has an axis `diloco` of which M is a multiple; None: one device holds all replicas.
     outer_memory: device | pinned_host, where theta and the outer optimizer state are kept.
-    on_compile(name, seconds, compiled) is told of every compile.
+    on_compile(name, seconds, compiled): called after each compilation.
+    layout, programs: of the parameters; they exist from `init` or `bind` on.
+    The methods that docstrings do not explain are those of engine.trainer.Trainer.
     Raises ValueError for values outside the contract, before anything is compiled.
     """
+
+    layout: Layout
+    programs: Programs
 
     def __init__(
         self,
@@ -71,16 +78,22 @@ class DiLoCo:
         on_compile: Callable[[str, float, jax.stages.Compiled], None] = say_nothing,
     ):
         mesh = mesh or Mesh(np.array(jax.devices()[:1]), ("diloco",))
-        _check(num_replicas, alpha, outer_memory, mesh)
-        quantize.wire(exchange_dtype)
+        _check(alpha, outer_memory, mesh)
+        schedule.check_replicas(
+            num_replicas,
+            mesh.shape["diloco"],
+            name="num_replicas",
+            slots_name="the mesh's diloco size",
+        )
         if offsets is None:
             offsets = schedule.offsets(num_fragments, sync_period)
-        timing = dict(H=sync_period, tau=overlap_steps, offsets=offsets, overlap=outer_overlap)
-        schedule.check(P=num_fragments, **timing)
-        self.schedule = schedule.Schedule(**timing | {"offsets": tuple(offsets)})
+        _check_offsets(num_fragments, offsets)
+        self.schedule = schedule.Schedule(
+            H=sync_period, tau=overlap_steps, offsets=tuple(offsets), overlap=outer_overlap
+        )
         self.mesh = mesh
         self.num_replicas = num_replicas
-        self.wire = exchange_dtype
+        self.wire = quantize.wire(exchange_dtype).name
         self.optimizer = outer_optimizer or outer.outer_optimizer(
             "nesterov", lr=outer_lr, momentum=outer_momentum
         )
@@ -108,11 +121,11 @@ class DiLoCo:
                     f"params{jax.tree_util.keystr(path)} is {x.dtype}, which cannot be averaged. "
                     f"Keep what is not floating point in opt_state."
                 )
-        parts = fragments.partition(params, self._layer_axis, **self._partition)
+        partition = fragments.partition(params, self._layer_axis, **self._partition)
         self.layout = lay_out(
             params,
             opt_state,
-            parts=parts,
+            partition=partition,
             num_replicas=self.num_replicas,
             mesh=self.mesh,
             optimizer=self.optimizer,
@@ -232,28 +245,82 @@ class DiLoCo:
 
     def bytes_sent(self, t: int) -> int:
         """Bytes that inner step t makes one replica send to other slices, padding included."""
-        elements = 0
-        for action in self.schedule.actions(t):
-            if action.program == schedule.INNER_EXCHANGE:
-                elements += self.layout.chunk
-            elif action.program == schedule.SYNCHRONISE:
-                elements += self.layout.chunk_of(self.layout.plans[action.fragment])
-        slots = self.mesh.shape["diloco"]
-        in_slice = self.mesh.size // slots
-        return elements * in_slice * quantize.wire(self.wire).dtype.itemsize * (slots - 1)
+        chunks = sum(
+            self.layout.chunk_bytes(self.layout.plans[action.fragment])
+            for action in self.schedule.actions(t)
+            if action.program in (schedule.INNER_EXCHANGE, schedule.SYNCHRONISE)
+        )
+        return chunks * (self.mesh.shape["diloco"] - 1)
+
+    @property
+    def period(self) -> int:
+        """H [inner steps]."""
+        return self.schedule.H
+
+    def extra_metrics(self, state: State, steps: range) -> dict[str, float]:
+        """Of the last exchange, and the bytes a replica has sent to other slices per step."""
+        sizes = jax.tree.map(np.asarray, state.sizes)
+        sent = sum(map(self.bytes_sent, steps)) / len(steps)
+        return describe.outer_metrics(sizes) | {"dcn/bytes_sent": sent}
+
+    def description(self) -> Description:
+        """Replicas, fragments and the memory of the outer state."""
+        return describe.description(self.layout, self.schedule, wire=self.wire)
+
+    def closing_line(self, state: State) -> str:
+        """The step, and how old theta's values are."""
+        ages = self.schedule.ages(state.t, dropped_until=state.dropped_until)
+        return (
+            f"done: step {state.t}; age of each fragment of theta [steps]: "
+            f"{', '.join(map(str, ages))}"
+        )
+
+    def saved_items(self, state: State) -> dict[str, Any]:
+        """Everything in the state; theta is an item of its own."""
+        items = saved.items_of(state, self.layout)
+        # Elsewhere theta is an item as it is kept, also in host memory.
+        return items if OUTER_PARAMS in items else items | {OUTER_PARAMS: self.outer_params(state)}
+
+    def note(self, state: State) -> dict[str, Any]:
+        """What SavedLayout asks for."""
+        return {
+            "num_replicas": self.num_replicas,
+            "mesh": dict(self.mesh.shape),
+            "dropped_until": state.dropped_until,
+        }
+
+    @property
+    def replica_items(self) -> tuple[str, ...]:
+        """Replicas and their optimizer; when eager also theta and the outer optimizer."""
+        return saved.replica_items(self.layout)
+
+    def abstract_items(self, saved_layout: SavedLayout) -> dict[str, Any]:
+        """The items of the state; without those in flight where M or the mesh is another."""
+        return saved.abstract_items(self.layout, self.schedule, saved_layout)
+
+    def restored(self, items: dict[str, Any], saved_layout: SavedLayout, *, t: int) -> State:
+        """The state; with another M or mesh nothing is in flight."""
+        return saved.state_of(items, self.layout, self.schedule, saved_layout, t=t)
+
+    def dropped_lines(self, saved_layout: SavedLayout, t: int) -> list[str]:
+        """The line on exchanges in flight between other replicas or on another mesh."""
+        sends = saved.dropped(self.layout, self.schedule, saved_layout, t)
+        return describe.dropped_lines(sends, self.schedule)
 
 
-def _check(num_replicas, alpha, outer_memory, mesh) -> None:
+def _check_offsets(num_fragments, offsets) -> None:
+    if len(offsets) != num_fragments:
+        raise ValueError(
+            f"offsets={tuple(offsets)} must be {num_fragments} integers, one for each of "
+            f"num_fragments={num_fragments}. Give as many, or leave offsets out."
+        )
+
+
+def _check(alpha, outer_memory, mesh) -> None:
     if "diloco" not in mesh.axis_names:
         raise ValueError(
             f"mesh axes {mesh.axis_names} lack 'diloco', the axis the replicas lie on. Add it, "
             f"with size 1 if all replicas share the devices."
-        )
-    slots = mesh.shape["diloco"]
-    if num_replicas < 1 or num_replicas % slots:
-        raise ValueError(
-            f"num_replicas={num_replicas} must be a multiple of the mesh's diloco size {slots}: "
-            f"every slice holds equally many. Use {max(slots, num_replicas // slots * slots)}."
         )
     if not 0.0 <= alpha <= 1.0:
         raise ValueError(

@@ -7,9 +7,10 @@ size share one compile.
     # R replicas  F leaves
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +18,13 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.diloco import outer, slices
-from maxdiloco.engine.outer_fragment import OuterFragment
-from maxdiloco.engine.state import FragmentPlan, Layout, copies, parts_of
+from maxdiloco.diloco import outer
+from maxdiloco.engine.fragment_arrays import FragmentArrays, FragmentView, take_slices
+from maxdiloco.engine.state import FragmentPlan, Layout, fragment_leaves
 from maxdiloco.exchange import collective
 from maxdiloco.parallel.program import Program
-from maxdiloco.parallel.replicas import map_fn, reduce_mean
+from maxdiloco.parallel.replicas import broadcast, map_fn, reduce_mean
 from maxdiloco.parallel.sharding import zeros
-
-# Of merge, synchronise and outer_step: the leaves and the optimizer state. Not the flags: the host
-# looks at them later.
-DONATED = (0, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -40,13 +37,13 @@ class Rule:
 
 
 class Programs:
-    """Programs of one layout, made on first use; fragments with equal cuts share theirs."""
+    """Programs of one layout, made on first use; fragments of equal form share theirs."""
 
     def __init__(self, layout: Layout, inner_step: Callable, rule: Rule, on_compile: Callable):
         self.layout = layout
         self.rule = rule
         self.on_compile = on_compile
-        self._by_cuts: dict[tuple, Program] = {}
+        self._by_form: dict[tuple, Program] = {}
         step = map_fn(inner_step, mesh=layout.mesh, num_replicas=layout.num_replicas)
         state = layout.state
         lead = NamedSharding(layout.mesh, P("diloco"))
@@ -90,29 +87,34 @@ class Programs:
         make(*args) -> (params, opt_state) of one replica. One program, so that nothing but the
         state itself is ever held. options: of Program.
         """
-        layout, M = self.layout, self.layout.num_replicas
-        one = jax.tree.unflatten(
+        layout = self.layout
+        one_replica = jax.tree.unflatten(
             jax.tree.structure(layout.state.params),
             [NamedSharding(layout.mesh, spec) for spec in layout.specs],
         )
 
+        def all_replicas(tree):
+            return jax.tree.map(lambda x: broadcast(x, layout.num_replicas), tree)
+
         def init(*args):
             params, opt_state = make(*args)
-            params = jax.lax.with_sharding_constraint(params, one)
+            params = jax.lax.with_sharding_constraint(params, one_replica)
             theta = jax.tree.map(lambda p: p.astype(jnp.float32), params)
             # theta and the momenta of SGD start as the state before any outer gradient.
             outer_opt = tuple(
-                self.rule.optimizer.init(parts_of(jax.tree.leaves(theta), plan))
+                self.rule.optimizer.init(
+                    take_slices(fragment_leaves(theta, plan), plan, plan.starts, lead=0)
+                )
                 for plan in layout.plans
             )
-            if self.rule.overlap == "eager":
-                theta, outer_opt = copies((theta, outer_opt), M)
+            if layout.per_replica_outer:
+                theta, outer_opt = all_replicas((theta, outer_opt))
             state = layout.state
             empty = replace(state, params=None, opt_state=None, outer=None, outer_opt=())
             return replace(
                 jax.tree.map(zeros, empty),
-                params=copies(params, M),
-                opt_state=copies(opt_state, M),
+                params=all_replicas(params),
+                opt_state=all_replicas(opt_state),
                 outer=theta,
                 outer_opt=outer_opt,
             )
@@ -124,195 +126,162 @@ class Programs:
 
     def of(self, kind: str, plan: FragmentPlan) -> Program:
         """The program `pack`, `merge`, `synchronise` or `outer_step` for a fragment."""
-        key = (kind, plan.cuts)
-        if key not in self._by_cuts:
+        key = (kind, plan.form)
+        if key not in self._by_form:
             make = {
                 "pack": _pack,
                 "merge": _merge,
                 "synchronise": _synchronise,
                 "outer_step": _outer_step,
             }[kind]
-            fn, donate, out_shardings = make(self.layout, plan, self.rule)
-            name = f"{kind} [{_label(plan)}]"
-            self._by_cuts[key] = self._program(
-                name, fn, donate=donate, out_shardings=out_shardings
-            )
-        return self._by_cuts[key]
+            made = make(self.layout, plan, self.rule)
+            self._by_form[key] = self._program(f"{kind} [{_label(plan)}]", **made._asdict())
+        return self._by_form[key]
 
 
 def _label(plan: FragmentPlan) -> str:
-    layers = len(plan.fragment.layers)
-    return f"{layers} layers, {len(plan.cuts)} leaves" if layers else f"{len(plan.cuts)} leaves"
+    layers, leaves = len(plan.fragment.layers), len(plan.slices)
+    return f"{layers} layers, {leaves} leaves" if layers else f"{leaves} leaves"
 
 
 def _shardings(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.sharding, tree)
 
 
-def _pick(leaves: list, plan: FragmentPlan) -> list:
-    return [leaves[cut.leaf] for cut in plan.cuts]
+class Definition(NamedTuple):
+    """What is compiled: a function, the arguments it donates, the shardings of its results."""
+
+    fn: Callable
+    donate: tuple[int, ...]
+    out_shardings: Any
 
 
-def _taken(arrays, plan: FragmentPlan, places, lead: int) -> list[jax.Array]:
-    return [
-        slices.take(x, cut, place, lead=lead)
-        for x, cut, place in zip(arrays, plan.cuts, places, strict=True)
-    ]
+def outer_step_and_merge(
+    rule: Rule, finite: jax.Array, values: FragmentArrays, mean: list[jax.Array]
+) -> FragmentArrays:
+    """Algorithm 2, lines 11-12, on a fragment; nothing changes where `finite` is false.
 
-
-def _put(arrays, plan: FragmentPlan, places, values, lead: int) -> list[jax.Array]:
-    return [
-        slices.put(x, cut, place, value, lead=lead)
-        for x, cut, place, value in zip(arrays, plan.cuts, places, values, strict=True)
-    ]
-
-
-def _gradient(params_R, theta, lead):
-    """Alg. 2 line 7: old minus new, [R, ...] float32."""
-    return [
-        outer.outer_gradient(o if lead else o[None], x_R)
-        for o, x_R in zip(theta, params_R, strict=True)
-    ]
-
-
-def _pack(layout: Layout, plan: FragmentPlan, rule: Rule):
-    """Form the fragment's outer gradients and encode them: Alg. 2 lines 6-7, no traffic."""
-
-    def pack(param_leaves, outer_leaves, places):
-        theta = OuterFragment(layout, plan, lead=0).take(outer_leaves, places)
-        g_R = _gradient(_taken(param_leaves, plan, places, lead=1), theta, 0)
-        chunk = layout.chunk_of(plan)
-        return collective.send(plan.payload, g_R, num_chunks=plan.num_chunks, chunk=chunk)
-
-    where = NamedSharding(layout.mesh, collective.outgoing_spec(layout.mesh))
-    return pack, (), (where,) * plan.num_chunks
-
-
-def _merged_shardings(layout: Layout, plan: FragmentPlan):
-    state = layout.state
-    return (
-        _shardings(_pick(jax.tree.leaves(state.params), plan)),
-        _shardings(_pick(jax.tree.leaves(state.outer), plan)),
-        _shardings(state.outer_opt[plan.index]),
-        state.bad.sharding,
-        _shardings(state.sizes),
-    )
-
-
-def _apply(layout, plan, rule, param_leaves, outer_leaves, outer_opt, bad_RF, places, received):
-    """Alg. 2 lines 10-12: the outer step and the merge; nothing changes if a flag is bad."""
-    kept = OuterFragment(layout, plan, lead=0)
-    theta, opt = kept.take(outer_leaves, places), kept.load_opt(outer_opt)
-    new, new_opt = outer.outer_update(rule.optimizer, theta, opt, received.mean)
-    finite = ~jnp.any(received.bad_RF)
+    values: params of one replica with its theta (eager), or [R, ...] with the theta of them all.
+    mean: of the outer gradients, leaves shaped like theta.
+    """
+    x, theta, opt = values
+    new, new_opt = outer.outer_update(rule.optimizer, theta, opt, mean)
     new, new_opt = _where(finite, (new, new_opt), (theta, opt))
-    x_R = _taken(param_leaves, plan, places, lead=1)
-    mixed_R = [
-        jnp.where(finite, outer.merge(x, jnp.broadcast_to(n, x.shape), alpha=rule.alpha), x)
-        for x, n in zip(x_R, new, strict=True)
-    ]
-    leaves = jnp.array([cut.leaf for cut in plan.cuts])
-    return (
-        _put(param_leaves, plan, places, mixed_R, lead=1),
-        kept.put(outer_leaves, places, new),
-        kept.store_opt(new_opt),
-        bad_RF.at[:, leaves].max(received.bad_RF),
-        received.sizes,
-    )
+    spread = [jnp.broadcast_to(n, i.shape) for n, i in zip(new, x, strict=True)]
+    mixed = _where(finite, outer.merge(x, spread, alpha=rule.alpha), x)
+    return FragmentArrays(mixed, new, new_opt)
 
 
 def _where(condition, new, old):
     return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
 
 
-def _merge(layout: Layout, plan: FragmentPlan, rule: Rule):
-    """Decode, average, outer step, mix into the replicas: no traffic between slices."""
+class Exchanged(NamedTuple):
+    """What an exchange brought, whether all of it is finite, and the chunks of the next one."""
 
-    def merge(param_leaves, outer_leaves, outer_opt, bad_RF, places, incoming):
-        received = collective.receive(plan.payload, incoming, num_replicas=layout.num_replicas)
-        return _apply(
-            layout, plan, rule, param_leaves, outer_leaves, outer_opt, bad_RF, places, received
-        )
-
-    return merge, DONATED, _merged_shardings(layout, plan)
+    received: collective.Received
+    finite: jax.Array
+    sent: tuple[jax.Array, ...] = ()
 
 
-def _synchronise(layout: Layout, plan: FragmentPlan, rule: Rule):
-    """tau = 0: send, exchange and apply in one program; DiLoCo when the fragment is everything."""
-    pack, _, _ = _pack(layout, plan, rule)
-    merge, donate, out_shardings = _merge(layout, plan, rule)
+def _replacing(
+    name: str, layout: Layout, plan: FragmentPlan, rule: Rule, exchange: Callable, *, sends: bool
+) -> Definition:
+    """The program that replaces a fragment's values after an exchange.
 
-    def synchronise(param_leaves, outer_leaves, outer_opt, bad_RF, places):
+    exchange(values, *incoming) -> Exchanged. sends: whether it sends chunks.
+    """
+    view = FragmentView(layout, plan)
+    update = functools.partial(outer_step_and_merge, rule)
+    if layout.per_replica_outer:
+        update = map_fn(update, mesh=layout.mesh, num_replicas=layout.num_replicas)
+
+    def program(leaves, bad_RF, starts, *incoming):
+        values = view.take(leaves, starts)
+        received, finite, sent = exchange(values, *incoming)
+        new = update(finite, values, received.mean)
+        touched = jnp.array([s.leaf for s in plan.slices])
+        bad_RF = bad_RF.at[:, touched].max(received.bad_RF)
+        return view.put(leaves, starts, new), bad_RF, received.sizes, sent
+
+    program.__name__ = name  # of the compiled module
+    state = layout.state
+    kept = FragmentArrays(
+        fragment_leaves(state.params, plan),
+        fragment_leaves(state.outer, plan),
+        state.outer_opt[plan.index],
+    )
+    sent = _outgoing(layout, plan) if sends else ()
+    # The leaves alone are donated. Not the flags: the host looks at them later.
+    return Definition(program, (0,), (*_shardings((kept, state.bad, state.sizes)), sent))
+
+
+def _outgoing(layout: Layout, plan: FragmentPlan) -> tuple[NamedSharding, ...]:
+    return (NamedSharding(layout.mesh, collective.outgoing_spec(layout.mesh)),) * plan.num_chunks
+
+
+def _send(layout: Layout, plan: FragmentPlan, values: FragmentArrays) -> tuple[jax.Array, ...]:
+    """Algorithm 2, lines 7-8: the outer gradients, encoded, in chunks."""
+    theta = values.theta if layout.per_replica_outer else [o[None] for o in values.theta]
+    g_R = outer.outer_gradient(theta, values.params)
+    chunk = layout.chunk_of(plan)
+    return collective.send(plan.payload, g_R, num_chunks=plan.num_chunks, chunk=chunk)
+
+
+def _receive(layout: Layout, plan: FragmentPlan, incoming, sent=()) -> Exchanged:
+    """Algorithm 2, line 10: the mean that all replicas share."""
+    received = collective.receive(plan.payload, incoming, num_replicas=layout.num_replicas)
+    return Exchanged(received, ~jnp.any(received.bad_RF), sent)
+
+
+def _pack(layout: Layout, plan: FragmentPlan, rule: Rule) -> Definition:
+    """Form the fragment's outer gradients and encode them: lines 7-8, no traffic."""
+    view = FragmentView(layout, plan)
+
+    def pack(leaves, starts):
+        return _send(layout, plan, view.take(leaves, starts))
+
+    return Definition(pack, (), _outgoing(layout, plan))
+
+
+def _merge(layout: Layout, plan: FragmentPlan, rule: Rule) -> Definition:
+    """Decode, average, outer step, mix into the replicas: lines 10-12, no traffic over `diloco`."""
+
+    def exchange(values, incoming):
+        return _receive(layout, plan, incoming)
+
+    return _replacing("merge", layout, plan, rule, exchange, sends=False)
+
+
+def _synchronise(layout: Layout, plan: FragmentPlan, rule: Rule) -> Definition:
+    """tau = 0: lines 7-12 in one program; DiLoCo when the fragment is everything."""
+
+    def exchange(values):
         # Without the barrier XLA:TPU gathers [1, N] and the payload is padded x2, x4 for bytes.
-        chunks = jax.lax.optimization_barrier(pack(param_leaves, outer_leaves, places))
+        chunks = jax.lax.optimization_barrier(_send(layout, plan, values))
         incoming = [collective.carry(chunk, layout.mesh) for chunk in chunks]
-        return merge(param_leaves, outer_leaves, outer_opt, bad_RF, places, incoming)
+        return _receive(layout, plan, incoming)
 
-    return synchronise, donate, out_shardings
+    return _replacing("synchronise", layout, plan, rule, exchange, sends=False)
 
 
-def _outer_step(layout: Layout, plan: FragmentPlan, rule: Rule):
+def _outer_step(layout: Layout, plan: FragmentPlan, rule: Rule) -> Definition:
     """Send, outer step and merge at send time; the mean is that of the round before.
 
     arXiv 2502.12996: `delayed` (Algorithm 2) takes it as it is; `eager` (Algorithm 3) puts each
     replica's fresh outer gradient in its own place.
     """
-    make = _delayed_step if rule.overlap == "delayed" else _eager_step
-    step = make(layout, plan, rule)
-    where = NamedSharding(layout.mesh, collective.outgoing_spec(layout.mesh))
-    merged = _merged_shardings(layout, plan)
-    return step, DONATED, (*merged, (where,) * plan.num_chunks)
 
+    def delayed(values, incoming):
+        return _receive(layout, plan, incoming, sent=_send(layout, plan, values))
 
-def _delayed_step(layout: Layout, plan: FragmentPlan, rule: Rule):
-    pack, _, _ = _pack(layout, plan, rule)
-
-    def delayed_step(param_leaves, outer_leaves, outer_opt, bad_RF, places, incoming):
-        chunks = pack(param_leaves, outer_leaves, places)
-        received = collective.receive(plan.payload, incoming, num_replicas=layout.num_replicas)
-        applied = _apply(
-            layout, plan, rule, param_leaves, outer_leaves, outer_opt, bad_RF, places, received
-        )
-        return *applied, chunks
-
-    return delayed_step
-
-
-def _eager_step(layout: Layout, plan: FragmentPlan, rule: Rule):
-    kept = OuterFragment(layout, plan, lead=1)
-
-    def one_replica(finite, x, theta, opt, mean):
-        new, new_opt = outer.outer_update(rule.optimizer, theta, opt, mean)
-        new, new_opt = _where(finite, (new, new_opt), (theta, opt))
-        mixed = [
-            jnp.where(finite, outer.merge(i, o, alpha=rule.alpha), i)
-            for i, o in zip(x, new, strict=True)
-        ]
-        return mixed, new, new_opt
-
-    def eager_step(param_leaves, outer_leaves, outer_opt, bad_RF, places, incoming):
-        theta_R, opt_R = kept.take(outer_leaves, places), kept.load_opt(outer_opt)
-        x_R = _taken(param_leaves, plan, places, lead=1)
-        chunks = collective.send(
-            plan.payload,
-            _gradient(x_R, theta_R, 1),
-            num_chunks=plan.num_chunks,
-            chunk=layout.chunk_of(plan),
-        )
+    def eager(values, incoming):
+        chunks = _send(layout, plan, values)
         received, own_bad_RF = collective.receive_with_own(
             plan.payload, incoming, chunks, num_replicas=layout.num_replicas
         )
         finite_R = ~(jnp.any(received.bad_RF) | jnp.any(own_bad_RF, axis=1))
-        per_replica = map_fn(one_replica, mesh=layout.mesh, num_replicas=layout.num_replicas)
-        mixed_R, new_R, new_opt_R = per_replica(finite_R, x_R, theta_R, opt_R, received.mean)
-        leaves = jnp.array([cut.leaf for cut in plan.cuts])
-        return (
-            _put(param_leaves, plan, places, mixed_R, lead=1),
-            kept.put(outer_leaves, places, new_R),
-            kept.store_opt(new_opt_R),
-            bad_RF.at[:, leaves].max(received.bad_RF),
-            received.sizes,
-            chunks,
-        )
+        return Exchanged(received, finite_R, chunks)
 
-    return eager_step
+    exchange = {"delayed": delayed, "eager": eager}[rule.overlap]
+    return _replacing(f"{rule.overlap}_step", layout, plan, rule, exchange, sends=True)

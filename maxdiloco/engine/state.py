@@ -1,11 +1,22 @@
 """Where every array of a DiLoCo run lies, and which fragment holds what: all that is static.
 
+    leaf        one array of a replica's parameters
+     | diloco/slices.py: the entries of it that a fragment takes
+    LeafSlice   --.
+     |             `--  Fragment: one slice of each leaf it touches (diloco/fragments.py)
+     | exchange/payload.py: the part of the slice that one device sends
+    WireShard   --.
+                   `--  Payload: one shard of each slice of a fragment, and flags
+    FragmentPlan        a Fragment, its Payload, and in how many chunks that travels
+    Layout              all FragmentPlans, and the State as shapes with shardings
+
     # R replicas  F leaves
 """
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +25,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.diloco import fragments, quantize, slices
+from maxdiloco.diloco import fragments, quantize
+from maxdiloco.diloco.slices import LeafSlice
 from maxdiloco.exchange import collective, payload
-from maxdiloco.parallel.replicas import broadcast
 from maxdiloco.parallel.sharding import axes_of, optimizer_shardings, spec_on
 
 
@@ -46,15 +57,29 @@ class State:
     dropped_until: int = field(default=0, metadata=dict(static=True))
 
 
-class FragmentPlan(NamedTuple):
-    """One fragment, ready to be packed and merged; equal cuts share a compiled program."""
+@dataclass(frozen=True)
+class FragmentPlan:
+    """One fragment, ready to be packed and merged; those of equal `form` share their programs."""
 
     index: int
     fragment: fragments.Fragment
-    cuts: tuple[slices.Cut, ...]
-    places: tuple[np.ndarray, ...]
     payload: payload.Payload
-    num_chunks: int
+    num_chunks: int = 1
+
+    @property
+    def slices(self) -> tuple[LeafSlice, ...]:
+        """Of the leaves it touches, in tree order."""
+        return self.fragment.slices
+
+    @functools.cached_property
+    def form(self) -> tuple[LeafSlice, ...]:
+        """What its programs are compiled for."""
+        return tuple(s.form for s in self.slices)
+
+    @functools.cached_property
+    def starts(self) -> tuple[np.ndarray, ...]:
+        """What its programs are given: where each slice starts, or its indices."""
+        return tuple(np.array(s.start_or_indices, np.int32) for s in self.slices)
 
 
 @dataclass(frozen=True)
@@ -81,31 +106,38 @@ class Layout:
         if not self.per_replica_outer and leaves[0].sharding.memory_kind != "pinned_host":
             return self.state.outer
         lead = 1 if self.per_replica_outer else 0
-        one = [
+        single = [
             jax.ShapeDtypeStruct(
                 x.shape[lead:], x.dtype, sharding=NamedSharding(self.mesh, spec)
             )
             for x, spec in zip(leaves, self.specs, strict=True)
         ]
-        return jax.tree.unflatten(tree, one)
+        return jax.tree.unflatten(tree, single)
 
     def chunk_of(self, plan: FragmentPlan) -> int:
         """Wire elements per replica and device in a chunk of this fragment."""
         return self.chunk or payload.pad_to_tile(plan.payload.size)
 
+    def chunk_bytes(self, plan: FragmentPlan) -> int:
+        """Bytes of one replica's chunk of this fragment, scales, flags and padding included."""
+        in_slice = self.mesh.size // self.mesh.shape["diloco"]
+        itemsize = quantize.wire(plan.payload.wire).dtype.itemsize
+        return self.chunk_of(plan) * in_slice * itemsize
 
-def cut_spec(cut: slices.Cut, spec: P, mesh: Mesh) -> P:
-    """In-slice spec of what `cut` takes: as the leaf lies, if the entries taken still divide."""
-    if cut.pattern == "whole" or cut.axis >= len(spec):
+
+def slice_spec(leaf_slice: LeafSlice, spec: P, mesh: Mesh) -> P:
+    """In-slice spec of what a slice takes of a leaf: the leaf's, if the entries still divide."""
+    axis = leaf_slice.axis
+    if leaf_slice.pattern == "whole" or axis >= len(spec):
         return spec
-    parts = np.prod([mesh.shape[axis] for axis in axes_of(spec[cut.axis])], dtype=int)
-    if cut.pattern == "stride" and cut.count % parts == 0:
+    devices = np.prod([mesh.shape[name] for name in axes_of(spec[axis])], dtype=int)
+    if leaf_slice.pattern == "stride" and leaf_slice.count % devices == 0:
         return spec
-    return P(*spec[: cut.axis], None, *spec[cut.axis + 1 :])
+    return P(*spec[:axis], None, *spec[axis + 1 :])
 
 
 def plan_fragments(
-    params: Any, parts: tuple[fragments.Fragment, ...], specs: tuple[P, ...], *, wire: str,
+    params: Any, partition: tuple[fragments.Fragment, ...], specs: tuple[P, ...], *, wire: str,
     mesh: Mesh, window: int,
 ) -> tuple[tuple[FragmentPlan, ...], int]:
     """Lay out every fragment's payload; one chunk length for all when it travels in `window` steps.
@@ -114,27 +146,25 @@ def plan_fragments(
     """
     leaves = jax.tree.leaves(params)
     plans = []
-    for index, part in enumerate(parts):
-        cuts = tuple(slices.cut_of(p, leaves[p.leaf].shape) for p in part.parts)
-        places = tuple(
-            slices.places_of(p, c) for p, c in zip(part.parts, cuts, strict=True)
-        )
-        shapes = [fragments.part_shape(p, leaves[p.leaf]) for p in part.parts]
-        cut_specs = [cut_spec(c, specs[c.leaf], mesh) for c in cuts]
-        layout = payload.lay_out(shapes, cut_specs, wire=wire, mesh=mesh)
-        plans.append(FragmentPlan(index, part, cuts, places, layout, 1))
+    for index, fragment in enumerate(partition):
+        shapes = [s.shape(leaves[s.leaf].shape) for s in fragment.slices]
+        slice_specs = [slice_spec(s, specs[s.leaf], mesh) for s in fragment.slices]
+        sent = payload.for_leaves(shapes, slice_specs, wire=wire, mesh=mesh)
+        plans.append(FragmentPlan(index, fragment, sent))
     if window == 0:
         return tuple(plans), 0
     largest = max(plan.payload.size for plan in plans)
-    chunk = payload.pad_to_tile(-(-largest // window))
-    return tuple(p._replace(num_chunks=-(-p.payload.size // chunk)) for p in plans), chunk
+    chunk = payload.pad_to_tile(quantize.ceil_div(largest, window))
+    return tuple(
+        replace(plan, num_chunks=quantize.ceil_div(plan.payload.size, chunk)) for plan in plans
+    ), chunk
 
 
 def lay_out(
     params: Any,
     opt_state: Any,
     *,
-    parts: tuple[fragments.Fragment, ...],
+    partition: tuple[fragments.Fragment, ...],
     num_replicas: int,
     mesh: Mesh,
     optimizer: optax.GradientTransformation,
@@ -147,7 +177,7 @@ def lay_out(
     """The layout for one replica's params and opt_state (arrays or ShapeDtypeStructs)."""
     paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(params), strict=True)
     specs = tuple(spec_on(x, mesh) for x in leaves)
-    plans, chunk = plan_fragments(params, parts, specs, wire=wire, mesh=mesh, window=window)
+    plans, chunk = plan_fragments(params, partition, specs, wire=wire, mesh=mesh, window=window)
 
     def struct(shape, dtype, spec, memory=None):
         return jax.ShapeDtypeStruct(
@@ -175,7 +205,7 @@ def lay_out(
         params=jax.tree.map(replicas, params),
         opt_state=jax.tree.map(replicas, opt_state),
         outer=jax.tree.unflatten(jax.tree.structure(params), theta),
-        outer_opt=tuple(_outer_opt(plan, optimizer, mesh, outer) for plan in plans),
+        outer_opt=tuple(_outer_opt(plan, leaves, optimizer, mesh, outer) for plan in plans),
         outgoing=(out_chunk,) * (window if chunk else 0),
         incoming=((in_chunk,) * window,) * slots if chunk else (),
         bad=struct((num_replicas, len(leaves)), jnp.bool_, P()),
@@ -190,57 +220,36 @@ def lay_out(
     return Layout(mesh, num_replicas, names, specs, plans, chunk, per_replica_outer, state)
 
 
-def fragment_shapes(plan: FragmentPlan) -> list[jax.ShapeDtypeStruct]:
-    """The fragment's leaves of one replica, float32, with their in-slice shardings."""
-    out = []
-    for share in plan.payload.shares:
-        entries = [axes_of(e) for e in share.spec] + [()] * (len(share.local) - len(share.spec))
-        shape = tuple(
-            n * int(np.prod([plan.payload.mesh.shape[a] for a in axes], dtype=int))
-            for n, axes in zip(share.local, entries, strict=True)
-        )
-        sharding = NamedSharding(plan.payload.mesh, share.spec)
-        out.append(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding))
-    return out
+def _outer_opt(plan, leaves, optimizer, mesh, outer):
+    """ShapeDtypeStructs of one fragment's state of the outer optimizer."""
+    fragment = [
+        jax.ShapeDtypeStruct(s.shape(leaves[s.leaf].shape), jnp.float32) for s in plan.slices
+    ]
+    shardings = [NamedSharding(mesh, shard.spec) for shard in plan.payload.shards]
+    specs = optimizer_shardings(optimizer, fragment, shardings, mesh)
+    state = jax.eval_shape(optimizer.init, fragment)
+    return jax.tree.map(lambda x, s: outer(x.shape, x.dtype, s.spec), state, specs)
 
 
-def _outer_opt(plan, optimizer, mesh, outer):
-    shapes = fragment_shapes(plan)
-    shardings = optimizer_shardings(optimizer, shapes, [x.sharding for x in shapes], mesh)
-    state = jax.eval_shape(optimizer.init, shapes)
-    return jax.tree.map(lambda x, s: outer(x.shape, x.dtype, s.spec), state, shardings)
-
-
-def copies(tree: Any, M: int) -> Any:
-    """Leaves [...] -> [R, ...]."""
-    return jax.tree.map(lambda x: broadcast(x, M), tree)
-
-
-def parts_of(leaves: list, plan: FragmentPlan) -> list[jax.Array]:
-    """What a fragment takes of one replica's leaves."""
-    triples = zip(plan.cuts, plan.places, strict=True)
-    return [slices.take(leaves[cut.leaf], cut, place) for cut, place in triples]
-
-
-def pick(tree: Any, plan: FragmentPlan) -> list[jax.Array]:
+def fragment_leaves(tree: Any, plan: FragmentPlan) -> list[jax.Array]:
     """The leaves a fragment touches, in tree order."""
     leaves = jax.tree.leaves(tree)
-    return [leaves[cut.leaf] for cut in plan.cuts]
+    return [leaves[s.leaf] for s in plan.slices]
 
 
-def placed(tree: Any, plan: FragmentPlan, values: Sequence[jax.Array]) -> Any:
+def with_fragment(tree: Any, plan: FragmentPlan, values: Sequence[jax.Array]) -> Any:
     """The tree with the leaves a fragment touches replaced by values."""
     leaves, structure = jax.tree.flatten(tree)
-    for cut, value in zip(plan.cuts, values, strict=True):
-        leaves[cut.leaf] = value
+    for s, value in zip(plan.slices, values, strict=True):
+        leaves[s.leaf] = value
     return jax.tree.unflatten(structure, leaves)
 
 
-def replaced(items: tuple, index: int, value: Any) -> tuple:
+def with_item(items: tuple, index: int, value: Any) -> tuple:
     """items with one of them replaced."""
     return (*items[:index], value, *items[index + 1 :])
 
 
-def front(slots: tuple, chunks: Sequence[jax.Array]) -> tuple:
+def with_first(slots: tuple, chunks: Sequence[jax.Array]) -> tuple:
     """slots with the first ones replaced by chunks."""
     return (*chunks, *slots[len(chunks) :])

@@ -17,8 +17,15 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.diloco import outer
-from maxdiloco.exchange import payload as wire
-from maxdiloco.exchange.payload import Payload
+from maxdiloco.exchange.payload import (
+    Payload,
+    assemble,
+    bad_flags,
+    decode,
+    encode,
+    flags,
+    num_values,
+)
 from maxdiloco.parallel.mesh import in_slice_axes
 
 LARGEST_INDEX = 2**31 - 1  # of the 32 bits that JAX counts places in
@@ -63,7 +70,7 @@ def _on_every_device(fn, mesh, in_specs, out_specs):
 
 
 def send(
-    layout: Payload, leaves_R: Sequence[jax.Array], *, num_chunks: int, chunk: int
+    payload: Payload, leaves_R: Sequence[jax.Array], *, num_chunks: int, chunk: int
 ) -> tuple[jax.Array, ...]:
     """Encode a fragment's outer gradients and cut them into chunks.
 
@@ -72,17 +79,17 @@ def send(
     """
 
     def on_device(*leaves_S):
-        codes_SC = wire.encode(layout, leaves_S)
-        codes_SC = jnp.pad(codes_SC, ((0, 0), (0, num_chunks * chunk - layout.size)))
+        codes_SC = encode(payload, leaves_S)
+        codes_SC = jnp.pad(codes_SC, ((0, 0), (0, num_chunks * chunk - payload.size)))
         return tuple(
             codes_SC[:, c * chunk : (c + 1) * chunk].reshape(-1) for c in range(num_chunks)
         )
 
     return _on_every_device(
         on_device,
-        layout.mesh,
-        tuple(P("diloco", *share.spec) for share in layout.shares),
-        (outgoing_spec(layout.mesh),) * num_chunks,
+        payload.mesh,
+        tuple(P("diloco", *shard.spec) for shard in payload.shards),
+        (outgoing_spec(payload.mesh),) * num_chunks,
     )(*leaves_R)
 
 
@@ -107,7 +114,7 @@ def carry(chunk: jax.Array, mesh: Mesh) -> jax.Array:
 
 
 def receive(
-    layout: Payload, incoming: Sequence[jax.Array], *, num_replicas: int
+    payload: Payload, incoming: Sequence[jax.Array], *, num_replicas: int
 ) -> Received:
     """The mean of all replicas' outer gradients of a fragment, in float32 and replica order.
 
@@ -116,24 +123,24 @@ def receive(
 
     def on_device(*chunks):
         mean_N, notes_R = outer.ordered_mean(
-            lambda r: _decoded(layout, _codes(layout, chunks, num_replicas, r)), num_replicas
+            lambda r: _decoded(payload, _codes(payload, chunks, num_replicas, r)), num_replicas
         )
         mean = [
-            wire.assemble(share, x_N[None])[0]
-            for share, x_N in zip(layout.shares, mean_N, strict=True)
+            assemble(shard, x_N[None])[0]
+            for shard, x_N in zip(payload.shards, mean_N, strict=True)
         ]
-        return _received(layout, mean, notes_R, mean_N)
+        return _received(payload, mean, notes_R, mean_N)
 
     return _on_every_device(
         on_device,
-        layout.mesh,
-        (incoming_spec(layout.mesh),) * len(incoming),
-        Received([share.spec for share in layout.shares], P(), P()),
+        payload.mesh,
+        (incoming_spec(payload.mesh),) * len(incoming),
+        Received([shard.spec for shard in payload.shards], P(), P()),
     )(*incoming)
 
 
 def receive_with_own(
-    layout: Payload,
+    payload: Payload,
     incoming: Sequence[jax.Array],
     own: Sequence[jax.Array],
     *,
@@ -147,15 +154,15 @@ def receive_with_own(
     for the fresh values.
     """
 
-    num_here = num_replicas // layout.mesh.shape["diloco"]
+    num_here = num_replicas // payload.mesh.shape["diloco"]
 
     def on_device(*chunks):
         stale, own = chunks[: len(incoming)], chunks[len(incoming) :]
         first = jax.lax.axis_index("diloco") * num_here
-        fresh = [_decoded(layout, _codes(layout, own, num_here, s)) for s in range(num_here)]
+        fresh = [_decoded(payload, _codes(payload, own, num_here, s)) for s in range(num_here)]
 
         def term(r):
-            old, note = _decoded(layout, _codes(layout, stale, num_replicas, r))
+            old, note = _decoded(payload, _codes(payload, stale, num_replicas, r))
             mixed = [
                 outer.own_fresh(old, new, r, first + s) for s, (new, _) in enumerate(fresh)
             ]
@@ -163,15 +170,15 @@ def receive_with_own(
 
         (stale_mean, mixed), notes_R = outer.ordered_mean(term, num_replicas)
         mean = [
-            wire.assemble(share, jnp.stack(x_S))
-            for share, *x_S in zip(layout.shares, *mixed, strict=True)
+            assemble(shard, jnp.stack(x_S))
+            for shard, *x_S in zip(payload.shards, *mixed, strict=True)
         ]
         own_SF = jnp.stack([note.flags for _, note in fresh])
-        return _received(layout, mean, notes_R, stale_mean), wire.bad_flags(layout, own_SF)
+        return _received(payload, mean, notes_R, stale_mean), bad_flags(payload, own_SF)
 
-    mesh = layout.mesh
+    mesh = payload.mesh
     in_specs = (incoming_spec(mesh),) * len(incoming) + (outgoing_spec(mesh),) * len(own)
-    mean_specs = [P("diloco", *share.spec) for share in layout.shares]
+    mean_specs = [P("diloco", *shard.spec) for shard in payload.shards]
     return _on_every_device(
         on_device, mesh, in_specs, (Received(mean_specs, P(), P()), P("diloco"))
     )(*incoming, *own)
@@ -185,7 +192,7 @@ class _Note(NamedTuple):
     sizes: jax.Array
 
 
-def _codes(layout: Payload, chunks, rows: int, r) -> jax.Array:
+def _codes(payload: Payload, chunks, rows: int, r) -> jax.Array:
     """Row r of the chunks [rows * chunk] of one device: the codes [C] of one replica."""
     parts = []
     for chunk in chunks:
@@ -194,24 +201,24 @@ def _codes(layout: Payload, chunks, rows: int, r) -> jax.Array:
             parts.append(jax.lax.dynamic_slice_in_dim(chunk, r * size, size))
         else:  # a slower cut, whose places fit an index
             parts.append(jax.lax.dynamic_index_in_dim(chunk.reshape(rows, size), r, 0, False))
-    return jax.lax.slice_in_dim(jnp.concatenate(parts), 0, layout.size)
+    return jax.lax.slice_in_dim(jnp.concatenate(parts), 0, payload.size)
 
 
-def _decoded(layout: Payload, code_C: jax.Array) -> tuple[list[jax.Array], _Note]:
+def _decoded(payload: Payload, code_C: jax.Array) -> tuple[list[jax.Array], _Note]:
     """One replica's values on one device, and what is noted of them."""
-    x_N = wire.decode(layout, code_C)
+    x_N = decode(payload, code_C)
     sizes = sum(jnp.sum(jnp.abs(x)) for x in x_N)
-    return x_N, _Note(wire.flags(layout, code_C), _squares(x_N), sizes)
+    return x_N, _Note(flags(payload, code_C), _squares(x_N), sizes)
 
 
 def _squares(x_N: list[jax.Array]) -> jax.Array:
     return sum(jnp.sum(x * x) for x in x_N)
 
 
-def _received(layout: Payload, mean, notes_R: _Note, mean_N: list[jax.Array]) -> Received:
+def _received(payload: Payload, mean, notes_R: _Note, mean_N: list[jax.Array]) -> Received:
     """mean: what the fragment's leaves get; mean_N: this device's part of the plain mean."""
     sums = (notes_R.squares, notes_R.sizes, _squares(mean_N))
-    squares_R, total_R, mean_squares = jax.lax.psum(sums, in_slice_axes(layout.mesh))
-    drift_R = total_R / float(wire.num_values(layout))  # may exceed what int32 holds
+    squares_R, total_R, mean_squares = jax.lax.psum(sums, in_slice_axes(payload.mesh))
+    drift_R = total_R / float(num_values(payload))  # may exceed what int32 holds
     sizes = Sizes(jnp.sqrt(squares_R), drift_R, jnp.sqrt(mean_squares))
-    return Received(mean, wire.bad_flags(layout, notes_R.flags), sizes)
+    return Received(mean, bad_flags(payload, notes_R.flags), sizes)

@@ -4,9 +4,9 @@
     # C wire elements of a replica on one device  F leaves of the fragment
 
 Each payload value leaves a slice once: a device carries its own shard of every leaf, and where
-several devices of a slice hold the same values each carries an equal share of them. Blocks of the
-wire format never cross a leaf, a shard or a share. The payload begins with one flag per leaf, zero
-when all values are finite, so that an all-zero payload means "no change, all well".
+several devices of a slice hold the same values each carries an equal part of them. Blocks of the
+wire format never cross a leaf, a shard or such a part. The payload begins with one flag per leaf,
+zero when all values are finite, so an all-zero payload decodes to finite zeros.
 """
 
 import math
@@ -26,16 +26,17 @@ from maxdiloco.parallel.sharding import axes_of
 TILE = 1024
 
 
-class Share(NamedTuple):
-    """What one device carries of one leaf.
+class WireShard(NamedTuple):
+    """What one device carries of one leaf of the fragment.
 
-    local: shape of the device's shard; spare: in-slice axes over which that shard is repeated;
-    count: values carried; start, length: place in the payload [wire elements].
+    spec, local: of the leaf in a slice, and the shape of a device's shard. replicated_axes:
+    in-slice axes over which the shard is repeated, on `copies` devices.
+    count: values carried; start, length: where they are in the payload [wire elements].
     """
 
     spec: P
     local: tuple[int, ...]
-    spare: tuple[str, ...]
+    replicated_axes: tuple[str, ...]
     copies: int
     count: int
     start: int
@@ -43,82 +44,82 @@ class Share(NamedTuple):
 
 
 class Payload(NamedTuple):
-    """Layout of a fragment's payload on one device; `size` in wire elements per replica."""
+    """A fragment's payload on one device: a shard of each leaf; `size` [wire elements]."""
 
     wire: str
-    shares: tuple[Share, ...]
+    shards: tuple[WireShard, ...]
     size: int
     mesh: Mesh
 
 
-def lay_out(
+def for_leaves(
     shapes: Sequence[tuple[int, ...]], specs: Sequence[P], *, wire: str, mesh: Mesh
 ) -> Payload:
-    """Layout for the leaves of a fragment, one replica's view.
+    """The payload for the leaves of a fragment, one replica's view.
 
     shapes, specs: of the fragment's leaves; specs name in-slice axes only and divide the dims.
     """
-    shares = []
+    shards = []
     start = len(shapes)  # the flags come first
     for shape, spec in zip(shapes, specs, strict=True):
         entries = [axes_of(entry) for entry in (*spec, *([None] * (len(shape) - len(spec))))]
-        used = {axis for axes in entries for axis in axes}
+        sharded = {axis for axes in entries for axis in axes}
         local = tuple(
             dim // math.prod(mesh.shape[axis] for axis in axes)
             for dim, axes in zip(shape, entries, strict=True)
         )
-        spare = tuple(axis for axis in in_slice_axes(mesh) if axis not in used)
-        copies = math.prod(mesh.shape[axis] for axis in spare)
-        count = -(-math.prod(local) // copies)
+        replicated = tuple(axis for axis in in_slice_axes(mesh) if axis not in sharded)
+        copies = math.prod(mesh.shape[axis] for axis in replicated)
+        count = quantize.ceil_div(math.prod(local), copies)
         length = quantize.encoded_size(wire, count)
-        shares.append(Share(spec, local, spare, copies, count, start, length))
+        shards.append(WireShard(spec, local, replicated, copies, count, start, length))
         start += length
-    return Payload(wire, tuple(shares), start, mesh)
+    return Payload(wire, tuple(shards), start, mesh)
 
 
 def pad_to_tile(size: int) -> int:
     """`size` wire elements rounded up to whole tiles."""
-    return -(-size // TILE) * TILE
+    return quantize.ceil_div(size, TILE) * TILE
 
 
 def encode(payload: Payload, leaves_S: Sequence[jax.Array]) -> jax.Array:
     """A device's shards of the fragment, [S, *local] float32 each, as codes [S, C]."""
     dtype = quantize.wire(payload.wire).dtype
     flags, codes = [], []
-    for share, leaf_S in zip(payload.shares, leaves_S, strict=True):
-        mine_SN = _carried(share, leaf_S)
-        finite_SN = jnp.isfinite(mine_SN)
+    for shard, leaf_S in zip(payload.shards, leaves_S, strict=True):
+        x_SN = _carried(shard, leaf_S)
+        finite_SN = jnp.isfinite(x_SN)
         flags.append(jnp.any(~finite_SN, axis=1).astype(dtype))
-        clean_SN = jnp.where(finite_SN, mine_SN, 0.0)
+        clean_SN = jnp.where(finite_SN, x_SN, 0.0)
         codes.append(jax.vmap(lambda x_N: quantize.encode(payload.wire, x_N))(clean_SN))
     return jnp.concatenate([jnp.stack(flags, axis=1), *codes], axis=1)
 
 
-def _carried(share: Share, leaf_S: jax.Array) -> jax.Array:
-    """[S, *local] -> [S, N]: the share of the shard that this device carries."""
+def _carried(shard: WireShard, leaf_S: jax.Array) -> jax.Array:
+    """[S, *local] -> [S, N]: the values of its shard that this device carries."""
     flat = leaf_S.reshape(leaf_S.shape[0], -1)
-    if share.copies == 1:
+    if shard.copies == 1:
         return flat
-    flat = jnp.pad(flat, ((0, 0), (0, share.copies * share.count - flat.shape[1])))
-    place = jax.lax.axis_index(share.spare) * share.count
-    return jax.lax.dynamic_slice_in_dim(flat, place, share.count, axis=1)
+    flat = jnp.pad(flat, ((0, 0), (0, shard.copies * shard.count - flat.shape[1])))
+    first = jax.lax.axis_index(shard.replicated_axes) * shard.count
+    return jax.lax.dynamic_slice_in_dim(flat, first, shard.count, axis=1)
 
 
 def decode(payload: Payload, code_C: jax.Array) -> list[jax.Array]:
-    """One replica's codes as this device's shares, [N] float32 for each leaf."""
+    """One replica's codes as the values that this device carries, [N] float32 for each leaf."""
     return [
         quantize.decode(
             payload.wire,
-            jax.lax.slice_in_dim(code_C, share.start, share.start + share.length),
-            share.count,
+            jax.lax.slice_in_dim(code_C, shard.start, shard.start + shard.length),
+            shard.count,
         )
-        for share in payload.shares
+        for shard in payload.shards
     ]
 
 
 def flags(payload: Payload, code_C: jax.Array) -> jax.Array:
     """[F] of one replica's codes on this device: not zero where a leaf was not finite."""
-    return jax.lax.slice_in_dim(code_C, 0, len(payload.shares)) != 0
+    return jax.lax.slice_in_dim(code_C, 0, len(payload.shards)) != 0
 
 
 def bad_flags(payload: Payload, flags_RF: jax.Array) -> jax.Array:
@@ -126,15 +127,15 @@ def bad_flags(payload: Payload, flags_RF: jax.Array) -> jax.Array:
     return jax.lax.pmax(flags_RF.astype(jnp.int32), in_slice_axes(payload.mesh)) > 0
 
 
-def assemble(share: Share, mine_SN: jax.Array) -> jax.Array:
-    """[S, N] -> [S, *local]: gather the shares of a shard inside the slice."""
-    if share.copies > 1:
-        mine_SN = jax.lax.all_gather(mine_SN, share.spare, axis=1, tiled=True)
-    flat = mine_SN[:, : math.prod(share.local)]
-    return flat.reshape(flat.shape[0], *share.local)
+def assemble(shard: WireShard, x_SN: jax.Array) -> jax.Array:
+    """[S, N] -> [S, *local]: gather inside the slice what the devices carry of a shard."""
+    if shard.copies > 1:
+        x_SN = jax.lax.all_gather(x_SN, shard.replicated_axes, axis=1, tiled=True)
+    flat = x_SN[:, : math.prod(shard.local)]
+    return flat.reshape(flat.shape[0], *shard.local)
 
 
 def num_values(payload: Payload) -> int:
     """Values of one replica's fragment."""
     devices = math.prod(payload.mesh.shape[axis] for axis in in_slice_axes(payload.mesh))
-    return sum(math.prod(share.local) * (devices // share.copies) for share in payload.shares)
+    return sum(math.prod(shard.local) * (devices // shard.copies) for shard in payload.shards)

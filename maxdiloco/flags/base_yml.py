@@ -10,6 +10,8 @@ import yaml
 from maxdiloco.errors import ConfigError
 
 MOST_NESTED = 10  # lists in a yml file; no key has more than 3
+MAY_CHANGE = "may change, because "
+SHAPES = "must stay, because it shapes the parameters."
 
 Value = bool | int | float | str | tuple[Any, ...]
 
@@ -19,7 +21,8 @@ class Key:
     """One key of base.yml.
 
     allowed: the limit as base.yml words it, such as `-1 or >= 1`; empty: any value of the type.
-    unit: such as `inner steps`, or empty.
+    unit: such as `inner steps`, or empty. source: where the default comes from.
+    resume: MAY_CHANGE and the reason, or SHAPES, or empty.
     """
 
     name: str
@@ -29,6 +32,12 @@ class Key:
     allowed: str
     unit: str
     source: str
+    resume: str
+
+    @property
+    def may_change(self) -> bool:
+        """Whether a resumed run may have another value. Not so unless base.yml says why."""
+        return self.resume.startswith(MAY_CHANGE)
 
 
 PACKAGE = pathlib.Path(__file__).parents[1]
@@ -146,8 +155,9 @@ def infer(text: str | tuple[Any, ...]) -> Value:
     return text
 
 
-def declared(path: pathlib.Path) -> dict[str, Key]:
-    """Every key of base.yml at `path`, in its order."""
+def declared(path: pathlib.Path | None = None) -> dict[str, Key]:
+    """Every key of base.yml, in its order. path: another base.yml than the package's."""
+    path = path or config_folder() / "base.yml"
     lines = path.read_text(encoding="utf-8").splitlines()
     keys = {}
     for name, text, line in read_yml(path):
@@ -156,22 +166,36 @@ def declared(path: pathlib.Path) -> dict[str, Key]:
         while above >= 0 and lines[above].startswith("# "):
             comment.insert(0, lines[above][2:])
             above -= 1
-        prose, _, facts = " ".join(comment).partition("Default: ")
-        meaning, allowed, unit = _split(prose)
-        keys[name] = Key(name, _group(lines, line), infer(text), meaning, allowed, unit, facts)
+        keys[name] = Key(name, _group(lines, line), infer(text), **_facts(" ".join(comment)))
     return keys
 
 
-def _split(prose: str) -> tuple[str, str, str]:
-    """`What it is. Allowed: x. Unit: y. ` into its three parts, without the last full stops."""
-    prose, _, unit = prose.partition("Unit: ")
-    meaning, _, allowed = prose.partition("Allowed: ")
-    return meaning.strip(), allowed.strip().removesuffix("."), unit.strip().removesuffix(".")
+def _facts(comment: str) -> dict[str, str]:
+    """`What it is. Allowed: x. Unit: y. Default: z. Resume: w.` by field of Key.
+
+    Allowed and unit come without their full stops.
+    """
+    rest, _, resume = comment.partition("Resume: ")
+    rest, _, source = rest.partition("Default: ")
+    rest, _, unit = rest.partition("Unit: ")
+    meaning, _, allowed = rest.partition("Allowed: ")
+    return {
+        "meaning": meaning.strip(),
+        "allowed": allowed.strip().removesuffix("."),
+        "unit": unit.strip().removesuffix("."),
+        "source": source.strip(),
+        "resume": resume,
+    }
 
 
 def _group(lines: list[str], line: int) -> str:
     headers = [text for text in lines[:line] if text.startswith("# == ")]
     return headers[-1].removeprefix("# == ")
+
+
+def as_lists(value: Any) -> Any:
+    """A value as JSON gives it back: lists, not tuples."""
+    return [as_lists(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def show(value: Value) -> str:
@@ -188,22 +212,23 @@ def help_text(program: str) -> str:
 
     program: such as `maxdiloco.train`.
     """
-    folder = config_folder()
-    keys = declared(folder / "base.yml")
-    models = ", ".join(model_names(folder))
+    keys = declared()
+    models = ", ".join(model_names(config_folder()))
     out = [
         f"usage: python -m {program} [file.yml] [key=value ...]",
         "",
         "Later wins: configs/base.yml, the file of model_name, file.yml, environment M_<KEY>,",
         f"key=value. Model names: default, {models}.",
-        "Where each default comes from is written in configs/base.yml.",
+        "Where each default comes from, and why a resumed run may change a key, is written in",
+        "configs/base.yml.",
     ]
     group = ""
     for key in keys.values():
         if key.group != group:
             group = key.group
             out += ["", group]
-        limits = "; ".join(part for part in (key.allowed, key.unit) if part)
+        resume = "may change on resume" if key.may_change else ""
+        limits = "; ".join(part for part in (key.allowed, key.unit, resume) if part)
         out.append(
             f"  {key.name}={show(key.default)}  {key.meaning}{f' [{limits}]' if limits else ''}"
         )

@@ -1,18 +1,27 @@
 """What of a config can be refused before JAX and the devices are there."""
 
+import contextlib
 import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from maxdiloco.diloco import schedule
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags.base_yml import Key, show
 
 BYTE_TOKENS = 257  # 256 byte values and the token that starts a document
 MOST = 2**31 - 1  # of a whole number without a limit of its own: what int32 holds
+# Axes of the mesh in its order; each has a size in the dcn and in the ici tier.
 AXES = ("diloco", "data", "fsdp", "expert", "context", "tensor")
 UNFINISHED_AXES = ("expert", "context")
+SCHEDULE_NAMES = schedule.Names(
+    H="diloco_sync_period",
+    P="num_diloco_fragments",
+    tau="num_communication_overlapping_steps",
+    overlap="diloco_outer_overlap",
+)
 
 
 def check(cfg: Any, keys: Mapping[str, Key]) -> None:
@@ -22,7 +31,7 @@ def check(cfg: Any, keys: Mapping[str, Key]) -> None:
     """
     for key in keys.values():
         _check_limit(key, vars(cfg)[key.name])
-    for part in (_run, _model, _mesh, _numerics, _batch, _replicas, _fragments, _overlap, _data):
+    for part in (_run, _model, _mesh, _numerics, _batch, _replicas, _fragments, _schedule, _data):
         part(cfg)
 
 
@@ -98,6 +107,25 @@ def refuse_store(key: str, value: str) -> None:
         f"{key}={value} is on {scheme}://, where a checkpoint cannot become visible at once and a "
         f"run cannot be locked. Use gs://bucket/folder, or a folder on a mounted file system."
     )
+
+
+def check_replicas(num_replicas: int, slots: int, slots_name: str) -> None:
+    """Raise ConfigError unless num_diloco_replicas is a multiple of the mesh's slots.
+
+    slots_name: what the message calls their number.
+    """
+    with _as_config_errors():
+        schedule.check_replicas(
+            num_replicas, slots, name="num_diloco_replicas", slots_name=slots_name
+        )
+
+
+@contextlib.contextmanager
+def _as_config_errors() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _run(cfg: Any) -> None:
@@ -193,13 +221,9 @@ def _batch(cfg: Any) -> None:
 
 
 def _replicas(cfg: Any) -> None:
-    slots = cfg.dcn_diloco_parallelism * cfg.ici_diloco_parallelism
-    if slots > 0 and cfg.num_diloco_replicas % slots and cfg.num_diloco_replicas != -1:
-        raise ConfigError(
-            f"num_diloco_replicas={cfg.num_diloco_replicas} is not a multiple of dcn diloco "
-            f"{cfg.dcn_diloco_parallelism} * ici diloco {cfg.ici_diloco_parallelism} = {slots}: "
-            f"every part of the mesh holds as many. Use a multiple of {slots}, or -1."
-        )
+    dcn, ici = cfg.dcn_diloco_parallelism, cfg.ici_diloco_parallelism
+    if dcn * ici > 0 and cfg.num_diloco_replicas != -1:
+        check_replicas(cfg.num_diloco_replicas, dcn * ici, f"dcn diloco {dcn} * ici diloco {ici} =")
     if cfg.enable_diloco:
         return
     needs_diloco = {
@@ -221,11 +245,7 @@ def _replicas(cfg: Any) -> None:
 
 
 def _fragments(cfg: Any) -> None:
-    count, period, nonlayer = (
-        cfg.num_diloco_fragments,
-        cfg.diloco_sync_period,
-        cfg.num_nonlayer_fragments,
-    )
+    count, nonlayer = cfg.num_diloco_fragments, cfg.num_nonlayer_fragments
     if not cfg.enable_streaming_diloco:
         for name, without in (
             ("num_diloco_fragments", 1),
@@ -238,11 +258,6 @@ def _fragments(cfg: Any) -> None:
                     f"{name}={show(value)} does nothing with enable_streaming_diloco=false. Use "
                     f"{name}={show(without)} or enable_streaming_diloco=true."
                 )
-    if count > period:
-        raise ConfigError(
-            f"num_diloco_fragments={count} exceeds diloco_sync_period={period}: a step sends one "
-            f"fragment at most. Use {period} fragments or fewer."
-        )
     most = cfg.base_num_decoder_layers + nonlayer
     if count > most:
         raise ConfigError(
@@ -261,19 +276,14 @@ def _fragments(cfg: Any) -> None:
         )
 
 
-def _overlap(cfg: Any) -> None:
-    overlap, period = cfg.num_communication_overlapping_steps, cfg.diloco_sync_period
-    if overlap >= period:
-        raise ConfigError(
-            f"num_communication_overlapping_steps={overlap} must be below diloco_sync_period="
-            f"{period}: a fragment has to be applied before it is sent again. Use {period - 1} or "
-            f"less."
-        )
-    if overlap and cfg.diloco_outer_overlap != "none":
-        raise ConfigError(
-            f"num_communication_overlapping_steps={overlap} with diloco_outer_overlap="
-            f"{cfg.diloco_outer_overlap}: its exchange has the whole period already. Use "
-            f"num_communication_overlapping_steps=0."
+def _schedule(cfg: Any) -> None:
+    with _as_config_errors():
+        schedule.check_counts(
+            H=cfg.diloco_sync_period,
+            P=cfg.num_diloco_fragments,
+            tau=cfg.num_communication_overlapping_steps,
+            overlap=cfg.diloco_outer_overlap,
+            names=SCHEDULE_NAMES,
         )
 
 

@@ -6,6 +6,7 @@ import difflib
 import math
 import pathlib
 import re
+import types
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -18,14 +19,11 @@ MOST_DIGITS = 20  # of a whole number; checks has the limits, and Python reads 4
 MOST_SHOWN = 200  # letters of a value in a message
 
 
-class Config:
+class Config(types.SimpleNamespace):
     """The value of every key of base.yml, as attributes that cannot be set.
 
     Lists are tuples. A name that is no key raises AttributeError.
     """
-
-    def __init__(self, values: Mapping[str, Value]):
-        vars(self).update(values)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise dataclasses.FrozenInstanceError(
@@ -37,17 +35,9 @@ class Config:
             f"{name} cannot be deleted: a Config is frozen. Load another one."
         )
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Config) and vars(self) == vars(other)
-
-    __hash__ = None
-
-    def __repr__(self) -> str:
-        return f"Config({', '.join(f'{name}={show(value)}' for name, value in vars(self).items())})"
-
     def as_dict(self) -> dict[str, Any]:
         """Every key and value, fit for JSON: lists, not tuples. `from_dict` takes it back."""
-        return {name: _listed(value) for name, value in vars(self).items()}
+        return {name: base_yml.as_lists(value) for name, value in vars(self).items()}
 
 
 class Given(NamedTuple):
@@ -66,8 +56,7 @@ def load(argv: Iterable[str], environ: Mapping[str, str]) -> Config:
     Later wins: base.yml, the model file, the yml file, the environment, key=value.
     Raises ConfigError, one line with key, value, why and remedy.
     """
-    folder = _folder()
-    keys = base_yml.declared(folder / "base.yml")
+    folder, keys = base_yml.config_folder(), base_yml.declared()
     argv = list(argv)
     given: dict[str, Given] = {}
     if argv and _is_file(argv[0]):
@@ -79,7 +68,7 @@ def load(argv: Iterable[str], environ: Mapping[str, str]) -> Config:
     values = {name: key.default for name, key in keys.items()}
     values |= {name: _convert(_known(name, one, keys), one) for name, one in given.items()}
     values |= _from_model(values, given, folder, keys)
-    cfg = Config(values)
+    cfg = Config(**values)
     checks.check(cfg, keys)
     return cfg
 
@@ -90,17 +79,17 @@ def from_dict(stored: Mapping[str, Any]) -> Config:
     A key that base.yml has gained since takes its default. Raises ConfigError for a key that
     base.yml does not have and for a value of another type.
     """
-    keys = base_yml.declared(_folder() / "base.yml")
+    keys = base_yml.declared()
     values = {name: key.default for name, key in keys.items()}
     for name, value in stored.items():
         given = Given(value, "stored config")
         values[name] = _same_type(_known(name, given, keys), given)
-    return Config(values)
+    return Config(**values)
 
 
 def describe_differences(cfg: Config) -> list[str]:
     """One line `key=value (default)` for each key that differs from base.yml, in its order."""
-    keys = base_yml.declared(_folder() / "base.yml")
+    keys = base_yml.declared()
     values = vars(cfg)
     return [
         f"{name}={show(values[name])} (default {show(key.default) or 'empty'})"
@@ -112,10 +101,6 @@ def describe_differences(cfg: Config) -> list[str]:
 def warnings(cfg: Config) -> list[str]:
     """One line for each setting that works but is seldom meant."""
     return checks.warnings(cfg)
-
-
-def _folder() -> pathlib.Path:
-    return base_yml.config_folder()
 
 
 def _is_file(argument: str) -> bool:
@@ -268,7 +253,3 @@ def _shown(raw: Any) -> str:
 
 def _frozen(value: Any) -> Any:
     return tuple(_frozen(entry) for entry in value) if isinstance(value, list | tuple) else value
-
-
-def _listed(value: Any) -> Any:
-    return [_listed(entry) for entry in value] if isinstance(value, tuple) else value

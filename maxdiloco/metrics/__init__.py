@@ -1,1 +1,1 @@
-"""What a run reports while it trains."""
+"""Metrics, tables and lines of a run while it trains."""

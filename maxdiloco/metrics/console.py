@@ -1,12 +1,11 @@
-"""What a run shows while it trains: a line at each log point, and a bar on a terminal."""
+"""The console of a run: a line at each log point, and a progress bar on a terminal."""
 
 import sys
 from collections.abc import Mapping
-from typing import TextIO
 
 from maxdiloco.processes.output import say
 
-# (name, how the console shows it), in order.
+# (metric, its format), in the order of the line.
 _COLUMNS = (
     ("learning/loss", "loss {:.4f}"),
     ("eval/loss", "eval loss {:.4f}"),
@@ -21,37 +20,27 @@ _COLUMNS = (
 
 
 def console_line(step: int, total_steps: int, values: Mapping[str, float]) -> str:
-    """step 120/2000 | loss 2.3456 | lr 3.00e-04 | 0.812 s/step: the known names, in fixed order."""
+    """step 120/2000 | loss 2.3456 | lr 3.00e-04 | 0.812 s/step: the metrics of _COLUMNS."""
     shown = [form.format(values[name]) for name, form in _COLUMNS if name in values]
     return " | ".join([f"step {step}/{total_steps}", *shown])
 
 
 class Progress:
-    """A bar on a terminal; elsewhere only the lines. For the first process; others: shown=False.
+    """A progress bar if standard error is a terminal, and lines on standard output.
 
-    first_step, total_steps: steps done before and in the end. A context manager.
+    A context manager. first_step, total_steps: steps done before, and at the end. shown: False in
+    all processes but the first; nothing is printed then.
     """
 
-    def __init__(
-        self,
-        *,
-        first_step: int,
-        total_steps: int,
-        shown: bool = True,
-        out: TextIO | None = None,
-        bar_stream: TextIO | None = None,
-    ):
-        self._out = out
+    def __init__(self, *, first_step: int, total_steps: int, shown: bool = True):
         self._shown = shown
         self._bar = None
-        bar_stream = bar_stream or sys.stderr
-        if shown and bar_stream is not None and bar_stream.isatty():
+        if shown and sys.stderr is not None and sys.stderr.isatty():
             from tqdm import tqdm
 
             self._bar = tqdm(
                 initial=first_step,
                 total=total_steps,
-                file=bar_stream,
                 unit="step",
                 dynamic_ncols=True,
                 leave=False,
@@ -64,15 +53,15 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-    def advance(self, steps: int = 1) -> None:
-        """Move the bar."""
+    def advance(self) -> None:
+        """Move the bar by one step."""
         if self._bar is not None:
-            self._bar.update(steps)
+            self._bar.update()
 
     def line(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
         if self._bar is not None:
-            with self._bar.external_write_mode(file=self._out):
-                say(text, self._out)
+            with self._bar.external_write_mode():
+                say(text)
         elif self._shown:
-            say(text, self._out)
+            say(text)

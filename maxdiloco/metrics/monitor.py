@@ -1,4 +1,4 @@
-"""What the replicas' metrics say at a log step, and whether any step before it went wrong.
+"""The replicas' metrics at a log step, and whether any step up to it went wrong.
 
     # R replicas
 """
@@ -14,9 +14,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.engine.calls import BESIDE, Call
-from maxdiloco.engine.diloco import DiLoCo
+from maxdiloco.engine.trainer import Trainer
 from maxdiloco.errors import NumericsError
-from maxdiloco.exchange.collective import Sizes
 from maxdiloco.parallel.program import Program
 
 NEVER = np.iinfo(np.int32).max
@@ -30,11 +29,11 @@ def _first_bad(first_R, metrics, t):
 class Monitor:
     """Watches every step without waiting for it; `check` and `row` wait.
 
-    batch: ShapeDtypeStructs of a step's. stop_on_nan: whether a loss or gradient norm that is not
+    batch: a step's, as ShapeDtypeStructs. stop_on_nan: whether a loss or gradient norm that is not
     finite ends the run. on_compile: of Program.
     """
 
-    def __init__(self, trainer: Any, batch: Any, *, stop_on_nan: bool, on_compile: Callable):
+    def __init__(self, trainer: Trainer, batch: Any, *, stop_on_nan: bool, on_compile: Callable):
         self._trainer = trainer
         self._batch = batch
         self._stop = stop_on_nan
@@ -57,8 +56,9 @@ class Monitor:
         loss = self._metrics["loss"]
         return jax.ShapeDtypeStruct(loss.shape, jnp.int32, sharding=loss.sharding)
 
-    def calls(self, *, period: int, log_period: int) -> list[Call]:
-        """The programs of `add`, once a step, and of `row`. period: inner steps H."""
+    def calls(self, *, log_period: int) -> list[Call]:
+        """The programs of `add`, which run every step, and of `check`."""
+        period = self._trainer.period
         seen = (self._metrics, self._first_like)
         step = np.int32(0)
         log = [Call(self._fetch, seen, period / log_period, BESIDE)]
@@ -68,13 +68,13 @@ class Monitor:
         return [Call(self._watch, watched, period, BESIDE), *log]
 
     def add(self, t: int, metrics: Any) -> None:
-        """Take in the metrics of inner step t, leaves [R]."""
+        """Keep the metrics of inner step t, leaves [R], without waiting for them."""
         self._last = metrics
         if self._first_R is None:
             like = self._first_like
             never_R = np.full(like.shape, NEVER, like.dtype)
             self._first_R = jax.make_array_from_callback(
-                like.shape, like.sharding, lambda place: never_R[place]
+                like.shape, like.sharding, lambda index: never_R[index]
             )
         if self._stop:
             self._first_R = self._watch(self._first_R, _watched(metrics), np.int32(t))
@@ -82,7 +82,7 @@ class Monitor:
     def check(self, state: Any, saved_steps: Callable[[], list[int]]) -> dict[str, np.ndarray]:
         """Metrics of the last step, leaves [R], the same in every process.
 
-        saved_steps: asked, when it comes to that, for the steps that have a checkpoint.
+        saved_steps: gives the steps that have a checkpoint, for the error.
         Raises NumericsError for the first step that was not finite, in every process.
         """
         last, first_R = jax.tree.map(np.asarray, self._fetch(self._last, self._first_R))
@@ -99,43 +99,18 @@ class Monitor:
         self._trainer.check_finite(state)
         return last
 
-    def row(
-        self, state: Any, last: dict[str, np.ndarray], learning_rate: float
-    ) -> dict[str, float]:
-        """The learning/ and diloco/ metrics of the last step, from what `check` gave."""
-        row = {"learning/loss": float(last["loss"].mean())}
-        if last["loss"].size > 1:
-            for m, loss in enumerate(last["loss"]):
-                row[f"learning/loss_replica_{m}"] = float(loss)
-        row["learning/lr"] = learning_rate
-        for name in sorted(set(last) - {"loss", "tokens"}):
-            row[f"learning/{name}"] = float(last[name].mean())
-        if isinstance(self._trainer, DiLoCo):
-            row |= outer_metrics(Sizes(*map(np.asarray, state.sizes)))
-        return row
+
+def learning_metrics(metrics: dict[str, np.ndarray], learning_rate: float) -> dict[str, float]:
+    """The metrics learning/* of a step. metrics: of Monitor.check, leaves [R]."""
+    row = {"learning/loss": float(metrics["loss"].mean())}
+    if metrics["loss"].size > 1:
+        for m, loss in enumerate(metrics["loss"]):
+            row[f"learning/loss_replica_{m}"] = float(loss)
+    row["learning/lr"] = learning_rate
+    for name in sorted(set(metrics) - {"loss", "tokens"}):
+        row[f"learning/{name}"] = float(metrics[name].mean())
+    return row
 
 
 def _watched(metrics: Any) -> Any:
     return {name: metrics[name] for name in ("loss", "grad_norm")}
-
-
-def outer_metrics(sizes: Sizes) -> dict[str, float]:
-    """Norm of the mean outer gradient, mean pairwise cosine and drift, of one exchange.
-
-    Of the fragment that was synchronised last; empty before the first synchronisation. The
-    cosines are weighted by the product of the two norms, so that their sum follows from the norms
-    of the replicas and of the mean: |sum g|^2 = sum |g_m|^2 + sum over pairs of 2 g_m g_n.
-    """
-    norm_R = np.asarray(sizes.norm_R, np.float64)
-    M = norm_R.size
-    if not norm_R.any():
-        return {}
-    row = {
-        "diloco/outer_grad_norm": float(sizes.mean_norm),
-        "diloco/drift": float(np.mean(sizes.drift_R)),
-    }
-    products = norm_R.sum() ** 2 - (norm_R**2).sum() if np.isfinite(norm_R).all() else 0.0
-    if products > 0:
-        inner = (M * float(sizes.mean_norm)) ** 2 - (norm_R**2).sum()
-        row["diloco/outer_grad_cosine"] = float(np.clip(inner / products, -1, 1))
-    return row

@@ -4,33 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-# Dense bfloat16 FLOP/s of one JAX device, by jax.Device.device_kind.
-# TPU: cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, "peak compute per chip (bf16)". A device is
-# a chip, except on v2, v3 and TPU7x, where it is one of a chip's two TensorCores.
-# GPU: NVIDIA's data sheets, Tensor Core bfloat16 without sparsity.
-PEAK_FLOPS = {
-    "TPU v2": 46e12 / 2,
-    "TPU v3": 123e12 / 2,
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,  # what a v5p calls itself
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
-    "TPU7x": 2307e12 / 2,
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-PCIE-40GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA GH200 480GB": 989e12,
-    "NVIDIA B200": 2250e12,
-    "NVIDIA L4": 121e12,
-    "NVIDIA L40S": 362e12,
-}
+from maxdiloco.parallel import chips
 
 
 def training_flops_per_token(
@@ -62,19 +36,14 @@ def performance(
     """
     tokens_per_second = tokens_per_step / step_time
     flops_per_device = tokens_per_second * flops_per_token / num_devices
-    found = {
+    metrics = {
         "perf/step_time": step_time,
         "perf/tokens_per_second": tokens_per_second,
         "perf/tflops_per_device": flops_per_device / 1e12,
     }
-    if device_kind in PEAK_FLOPS:
-        found["perf/mfu"] = flops_per_device / PEAK_FLOPS[device_kind]
-    return found
-
-
-def interval_step_time(*, started: float, now: float, excluded: float, steps: int) -> float:
-    """Seconds per step between two log points, less what was spent on other things."""
-    return (now - started - excluded) / steps
+    if peak := chips.peak_flops(device_kind):
+        metrics["perf/mfu"] = flops_per_device / peak
+    return metrics
 
 
 class StepClock:
@@ -106,14 +75,10 @@ class StepClock:
 
     def lap(self, step: int) -> float:
         """Seconds per step since the last log point; this one starts the next interval."""
-        seconds = interval_step_time(
-            started=self._started,
-            now=self._clock(),
-            excluded=self._excluded,
-            steps=step - self._step,
-        )
+        seconds = self._clock() - self._started - self._excluded
+        steps = step - self._step
         self._restart(step)
-        return seconds
+        return seconds / steps
 
     def _restart(self, step: int) -> None:
         self._step, self._started, self._excluded = step, self._clock(), 0.0

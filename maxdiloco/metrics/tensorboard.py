@@ -1,4 +1,4 @@
-"""TensorBoard's event file, written beside the training: its failures end no run."""
+"""TensorBoard's event file, written by a thread. Its failures end no run."""
 
 import contextlib
 import queue
@@ -12,27 +12,26 @@ from etils import epath
 from maxdiloco.storage.run_folder import is_local, reason
 
 # All our choice.
-LOCAL_FLUSH_SECONDS = 10.0  # between two times that the file is brought to the disk
-REMOTE_FLUSH_SECONDS = 60.0  # and to an object store, where it is written anew
-MOST_WAITING = 1000  # rows that wait for a slow disk
+LOCAL_FLUSH_SECONDS = 10.0  # between two flushes to a disk
+REMOTE_FLUSH_SECONDS = 60.0  # and to an object store, where the whole file is written anew
+MOST_WAITING = 1000  # rows in the queue of a slow disk
 CLOSE_SECONDS = 30.0  # for the last rows at the end of the run
 
 
 class EventFile:
     """Rows of metrics as scalars in an event file of tensorboardX, written by a thread.
 
-    folder: where the file is made. purge_step: the first step of this life of the run;
-    TensorBoard drops what an earlier life wrote from there on.
-    report: takes one line when the file cannot be written, or when the thread comes behind by
-    MOST_WAITING rows. From then on nothing more is written. `write` never waits, `close` no longer
-    than CLOSE_SECONDS, and neither raises.
+    folder: that of the file. purge_step: the first step of this life of the run; TensorBoard drops
+    what an earlier life wrote from there on. say: prints a line when the file cannot be written or
+    the thread is MOST_WAITING rows behind; nothing more is written then. `write` never waits,
+    `close` waits CLOSE_SECONDS at most, and neither raises.
 
-    tensorboardX's own SummaryWriter is not used: when its thread has ended by an error, its queue
-    fills and `add_scalar` waits for ever.
+    tensorboardX's own SummaryWriter is not used: when an error ends its thread, its queue fills and
+    `add_scalar` waits for ever.
     """
 
-    def __init__(self, folder: epath.Path, *, purge_step: int, report: Callable[[str], None]):
-        self._folder, self._purge_step, self._report = folder, purge_step, report
+    def __init__(self, folder: epath.Path, *, purge_step: int, say: Callable[[str], None]):
+        self._folder, self._purge_step, self._say = folder, purge_step, say
         self._rows: queue.Queue = queue.Queue(MOST_WAITING)
         self._error: BaseException | None = None
         self._given_up = False
@@ -44,7 +43,7 @@ class EventFile:
         self._put((step, time.time(), dict(values)))
 
     def close(self) -> None:
-        """Write what is left, within CLOSE_SECONDS."""
+        """Write the rows that are left, within CLOSE_SECONDS."""
         self._put(None)
         self._thread.join(0.0 if self._given_up else CLOSE_SECONDS)
         if self._thread.is_alive():
@@ -65,7 +64,7 @@ class EventFile:
     def _give_up(self, why: str) -> None:
         if not self._given_up:
             self._given_up = True
-            self._report(
+            self._say(
                 f"warning: TensorBoard is given up for this run: {self._folder}: {why}. "
                 "metrics.jsonl goes on."
             )
@@ -76,18 +75,18 @@ class EventFile:
             self._write_all()
 
     def _note(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        """Keep any error of the thread for `_put`. Clients of object stores raise of all kinds."""
+        """Keep any error of the thread for `_put`: clients of object stores raise all kinds."""
         self._error = error
         return True
 
     def _write_all(self) -> None:
         from tensorboardX import event_file_writer, record_writer
 
-        # The same client as for everything else; tensorboardX's own uploads once more when it is
+        # The client that all other files use. tensorboardX's own uploads again when it is garbage
         # collected, after an error too.
         record_writer.register_writer_factory("gs", _RemoteFiles())
         event_file_writer.directory_check(str(self._folder))
-        # The file's name is of the second that it is made in; the suffix tells two lives apart.
+        # tensorboardX names the file by the second; the suffix distinguishes two lives of a run.
         prefix = str(self._folder / "events")
         file = event_file_writer.EventsWriter(prefix, filename_suffix=f".{self._purge_step}")
         file.write_event(self._purge_event())
@@ -104,7 +103,7 @@ class EventFile:
         file.close()
 
     def _next_row(self, wait_s: float) -> tuple | None:
-        """The next row; an empty one after wait_s [seconds] without any; None at the end."""
+        """The next row; () after wait_s [seconds] without one; None at the end."""
         try:
             return self._rows.get(timeout=wait_s)
         except queue.Empty:
@@ -128,7 +127,7 @@ class EventFile:
 
 
 class _RemoteFiles:
-    """What tensorboardX asks of a place for files: files that are written whole at each flush."""
+    """The file system that tensorboardX asks for: each flush writes the whole file."""
 
     def open(self, path: str) -> "_RemoteFile":
         return _RemoteFile(path)

@@ -1,10 +1,10 @@
-"""What a run reports in files: rows in metrics.jsonl and TensorBoard.
+"""The metrics files of a run: rows in metrics.jsonl and TensorBoard.
 
-Names (a row holds those that exist at its step):
+Names (a row has those that exist at its step):
     learning/loss, learning/loss_replica_0 ..., learning/lr, learning/grad_norm
     diloco/outer_grad_norm (of the mean), diloco/outer_grad_cosine (mean over pairs of replicas,
-    weighted by the product of their norms), diloco/drift (mean |x_m - theta|): of the fragment
-    that was synchronised last, as it was sent
+    weighted by the product of their norms), diloco/drift (mean |x_m - theta|): of the last
+    synchronised fragment, as it was sent
     perf/step_time [s], perf/tokens_per_second, perf/tflops_per_device, perf/mfu (metrics/speed.py)
     dcn/bytes_sent (per replica and step), eval/loss [nats per token]
 """
@@ -15,7 +15,7 @@ import math
 import numbers
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from etils import epath
@@ -29,22 +29,21 @@ from maxdiloco.storage.run_folder import RunFolder, is_local, reason
 
 # Object stores cannot append: there the whole file is written anew, at most this often.
 REMOTE_FLUSH_SECONDS = 60.0  # our choice
-# Rows that are kept while they cannot be written, the newest ones: some 60 MB. Our choice.
+# The newest rows, kept while they cannot be written: some 60 MB. Our choice.
 MOST_KEPT = 100_000
 
 
 class MetricsWriter:
-    """Appends rows to metrics.jsonl and, if wanted, to TensorBoard. For the first process.
+    """Appends rows to metrics.jsonl and, if asked, to TensorBoard. For the first process.
 
-    resume_step: the step this life of the run starts after, or None for a run that starts anew.
-    Rows of an earlier life beyond it, and lines that a killed process left half written, are
-    dropped, so that no step is there twice; report takes a line that says so.
-    tensorboard: also write event files (imports tensorboardX).
+    resume_step: the step after which this life of the run starts, or None for a new run. Later rows
+    of an earlier life are dropped, and lines that a killed process left half written, so no step is
+    there twice. tensorboard: also write event files (imports tensorboardX). say: prints a line.
     A context manager. Raises CheckpointError when metrics.jsonl cannot be written at the start.
-    Later on a disk that is full or broken is no reason to end the training: report takes one
-    warning, the rows are kept and written with the next one that can be. Rows that are still
-    unwritten when the context ends are a CheckpointError, or a second warning where another error
-    is under way. What befalls the event files is never more than a warning.
+    A disk that is full or broken later does not end the training: one warning is printed, the rows
+    are kept, and the next write that succeeds writes them too. Rows still unwritten when the
+    context ends are a CheckpointError, or a second warning if another error is under way. A failure
+    of the event files is a warning.
     """
 
     def __init__(
@@ -53,13 +52,13 @@ class MetricsWriter:
         *,
         tensorboard: bool,
         resume_step: int | None,
-        report: Callable[[str], None] = output.say,
+        say: Callable[[str], None] = output.say,
     ):
         self._path = folder.metrics
-        self._report = report
+        self._say = say
         self._failing = False
         try:
-            self._last_step, kept = _repaired(self._path, resume_step, report)
+            self._last_step, kept = _repaired(self._path, resume_step, say)
             self._sink = (
                 _LocalRows(self._path)
                 if is_local(self._path)
@@ -72,7 +71,7 @@ class MetricsWriter:
         self._events = None
         if tensorboard:
             purge = 0 if resume_step is None else resume_step + 1
-            self._events = EventFile(folder.tensorboard, purge_step=purge, report=report)
+            self._events = EventFile(folder.tensorboard, purge_step=purge, say=say)
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -89,13 +88,13 @@ class MetricsWriter:
                     f"{line} The training is not: free some space, and the same command goes on "
                     "from the last checkpoint."
                 ) from error
-            self._report(f"warning: {line}")  # the exception under way goes on
+            self._say(f"warning: {line}")  # the exception under way goes on
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Add the row of a step; a step has one row, so all of its values come together.
+        """Add the row of a step, with all its values.
 
-        values: numbers or arrays with one element. NaN and infinities become null in JSON, which
-        has no such numbers. Raises ValueError when step is not beyond the last row's.
+        values: numbers or arrays with one element. NaN and infinities become null, since JSON has
+        no such numbers. Raises ValueError when step is not beyond the last row's.
         """
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(
@@ -117,11 +116,11 @@ class MetricsWriter:
             write()
         except OSError as error:
             if not self._failing:
-                self._report(f"warning: {self._cannot_write(error)} Its rows are kept for later.")
+                self._say(f"warning: {self._cannot_write(error)} Its rows are kept for later.")
             self._failing = True
         else:
             if self._failing:
-                self._report(f"{self._path} is written again.")
+                self._say(f"{self._path} is written again.")
             self._failing = False
 
     def _cannot_write(self, error: OSError) -> str:
@@ -134,21 +133,14 @@ def row(step: int, values: Mapping[str, float]) -> str:
     return json.dumps({"step": step} | finite, allow_nan=False)
 
 
-def spread(name: str, values_R: Sequence[float]) -> dict[str, float]:
-    """The mean over replicas under name, and each replica's value under name_replica_<r>."""
-    values = [_number(value) for value in values_R]
-    each = {f"{name}_replica_{r}": value for r, value in enumerate(values)}
-    return {name: sum(values) / len(values)} | each
-
-
 def _number(value: Any) -> float:
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def _repaired(
-    path: epath.Path, resume_step: int | None, report: Callable[[str], None]
+    path: epath.Path, resume_step: int | None, say: Callable[[str], None]
 ) -> tuple[int | None, str]:
-    """(the last step in the file, its text) after rows that must not be there are dropped."""
+    """(the last step in the file, its text), after later rows and broken lines are dropped."""
     with object_store.as_os_errors(path):
         if not path.exists():
             return None, ""
@@ -169,7 +161,7 @@ def _repaired(
     if clean != text:
         _replace(path, clean)
     if later or broken:
-        report(
+        say(
             f"{path.name}: {len(kept)} rows kept, {later} later rows and {broken} broken lines of "
             "an earlier life of this run dropped"
         )
@@ -178,10 +170,10 @@ def _repaired(
 
 def _step_of(line: str) -> int | None:
     try:
-        found = json.loads(line)
+        content = json.loads(line)
     except ValueError:
         return None
-    step = found.get("step") if isinstance(found, dict) else None
+    step = content.get("step") if isinstance(content, dict) else None
     return step if isinstance(step, int) else None
 
 
@@ -199,15 +191,15 @@ def _replace(path: epath.Path, text: str) -> None:
 
 
 class _LocalRows:
-    """Rows appended to a file; each is with the kernel when write returns.
+    """Rows appended to a file; the kernel has each of them when write returns.
 
-    write raises OSError and keeps the row when it cannot be written; the next call tries again.
+    write raises OSError when a row cannot be written and keeps it; the next call tries again.
     """
 
     def __init__(self, path: epath.Path):
         self._file = open(path, "ab", buffering=0)
         self._size = os.fstat(self._file.fileno()).st_size  # whole rows
-        self._torn = False  # the file ends with a part of a row
+        self._torn = False  # whether the file ends with a part of a row
         self._kept: collections.deque[bytes] = collections.deque(maxlen=MOST_KEPT)
         self._named = False  # whether the file's name is on the disk
 
@@ -234,7 +226,7 @@ class _LocalRows:
                 self._file.truncate(self._size)
             self._torn = True
             rest = line = self._kept[0]
-            while rest:  # a disk that is nearly full takes a part first
+            while rest:  # a nearly full disk takes a part of it
                 rest = rest[self._file.write(rest) :]
             self._torn = False
             self._size += len(line)
@@ -242,7 +234,7 @@ class _LocalRows:
 
 
 class _RemoteRows:
-    """Rows kept in memory and written as a whole from time to time."""
+    """Rows kept in memory; the whole file is written anew from time to time."""
 
     def __init__(
         self,
@@ -257,7 +249,7 @@ class _RemoteRows:
         self._whole = True
 
     def write(self, line: str) -> None:
-        self._require_lock()  # here, since every logged step comes by
+        self._require_lock()  # at every logged step
         self._text += line + "\n"
         self._whole = False
         if self._clock() - self._written >= REMOTE_FLUSH_SECONDS:

@@ -5,9 +5,7 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.parallel.sharding import Rules, axes_of, spec
-
-Names = Sequence[str | None]
+from maxdiloco.parallel.sharding import Names, Rules, axes_of, spec
 
 
 def automatic_spec(names: Names, rules: Rules, *, split_only: bool = False) -> P:

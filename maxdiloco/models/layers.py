@@ -63,7 +63,7 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """The projections around attention: grouped queries, optional qk-norm, rotary embedding."""
+    """Grouped-query attention with rotary embedding and optional qk-norm."""
 
     def __init__(self, spec, rngs):
         D, N, K, H = spec.emb_dim, spec.num_query_heads, spec.num_kv_heads, spec.head_dim
@@ -89,7 +89,14 @@ class Attention(nnx.Module):
             self.query_norm = RMSNorm(H, spec)
             self.key_norm = RMSNorm(H, spec)
 
-    def project(self, x_BLD, turn):
+    def __call__(self, x_BLD, rope, attend):
+        """[B, L, D] -> ([B, L, D], cache); see DecoderLayer for rope and attend."""
+        q_BLNH, k_BLKH, v_BLKH = self._project(x_BLD, rope)
+        context_BLNH, cache = attend(q_BLNH, k_BLKH, v_BLKH)
+        out_BLD = product("blnh,nhd->bld", context_BLNH, self.out[...], self.spec)
+        return keep(out_BLD, ATTENTION_OUT), cache
+
+    def _project(self, x_BLD, rope):
         """Queries [B, L, N, H], keys and values [B, L, K, H], normed and rotated."""
         spec = self.spec
         q_BLNH, k_BLKH, v_BLKH = (
@@ -98,7 +105,7 @@ class Attention(nnx.Module):
         )
         if spec.use_qk_norm:
             q_BLNH, k_BLKH = self.query_norm(q_BLNH), self.key_norm(k_BLKH)
-        q_BLNH, k_BLKH = rotate(q_BLNH, turn), rotate(k_BLKH, turn)
+        q_BLNH, k_BLKH = rotate(q_BLNH, rope), rotate(k_BLKH, rope)
         q_BLNH = constrain(q_BLNH, ("batch", "length", "heads_act", None), spec.rules)
         kv_names = ("batch", "length", "kv_act", None)
         return (
@@ -106,11 +113,6 @@ class Attention(nnx.Module):
             constrain(k_BLKH, kv_names, spec.rules),
             constrain(v_BLKH, kv_names, spec.rules),
         )
-
-    def merge_heads(self, context_BLNH):
-        """[B, L, N, H] -> [B, L, D]."""
-        out_BLD = product("blnh,nhd->bld", context_BLNH, self.out[...], self.spec)
-        return keep(out_BLD, ATTENTION_OUT)
 
 
 class MLP(nnx.Module):
@@ -146,7 +148,7 @@ class MLP(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """One pre-norm layer, in two halves so that the caller attends in between."""
+    """One pre-norm transformer layer."""
 
     def __init__(self, spec, rngs):
         self.spec = spec
@@ -155,19 +157,23 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = RMSNorm(spec.emb_dim, spec)
         self.mlp = MLP(spec, rngs)
 
-    def project(self, x_BLD, turn):
-        """Queries, keys and values of the residual stream."""
-        return self.attention.project(self.attention_norm(x_BLD), turn)
+    def __call__(self, x_BLD, rope, attend):
+        """The residual stream after the layer, and the cache that attend returned.
 
-    def finish(self, x_BLD, context_BLNH):
-        """The residual stream after the attention's output and the MLP."""
-        x_BLD = x_BLD + self.attention.merge_heads(context_BLNH)
-        x_BLD = x_BLD + self.mlp(self.mlp_norm(x_BLD))
-        return constrain(x_BLD, ("batch", "length", "embed_act"), self.spec.rules)
+        rope: Rotation of the positions. attend: (q [B, L, N, H], k and v [B, L, K, H]) ->
+        (context [B, L, N, H], cache); the cache is the caller's, None in training.
+        """
+        y_BLD = self.attention_norm(x_BLD)
+        y_BLD, cache = self.attention(y_BLD, rope, attend)
+        x_BLD = x_BLD + y_BLD
+        y_BLD = self.mlp_norm(x_BLD)
+        y_BLD = self.mlp(y_BLD)
+        x_BLD = x_BLD + y_BLD
+        return constrain(x_BLD, ("batch", "length", "embed_act"), self.spec.rules), cache
 
 
-class Ends(nnx.Module):
-    """What is not stacked: token embedding, final norm and, when untied, the head."""
+class EmbedAndHead(nnx.Module):
+    """The parameters outside the layers: token embedding, final norm, untied head."""
 
     def __init__(self, spec, rngs):
         D, V = spec.emb_dim, spec.vocab_size

@@ -23,11 +23,11 @@ def rotation(positions_BL: jax.Array, head_dim: int, max_timescale: float) -> Ro
     return Rotation(jnp.sin(angles_BLI), jnp.cos(angles_BLI))
 
 
-def rotate(x_BLNH: jax.Array, by: Rotation) -> jax.Array:
-    """Turn pair (i, i + H/2) of every head; computed in float32, returned in x's type."""
-    sin_BL1I, cos_BL1I = by.sin_BLI[..., None, :], by.cos_BLI[..., None, :]
+def rotate(x_BLNH: jax.Array, rope: Rotation) -> jax.Array:
+    """Rotate pair (i, i + H/2) of every head; computed in float32, returned in x's type."""
+    sin_BL1I, cos_BL1I = rope.sin_BLI[..., None, :], rope.cos_BLI[..., None, :]
     first, second = jnp.split(x_BLNH.astype(f32), 2, axis=-1)
-    turned = jnp.concatenate(
+    rotated = jnp.concatenate(
         [first * cos_BL1I - second * sin_BL1I, second * cos_BL1I + first * sin_BL1I], axis=-1
     )
-    return turned.astype(x_BLNH.dtype)
+    return rotated.astype(x_BLNH.dtype)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.models import decode
-from maxdiloco.models.spec import ModelSpec
 from maxdiloco.models.transformer import Model, Params
 
 
@@ -21,23 +20,18 @@ def sample(
     temperature: float,
     top_k: int,
     key: jax.Array,
-    lengths: jax.Array | None = None,
 ) -> jax.Array:
     """Continue prompts: int32 [B, L] -> the new tokens, int32 [B, T].
 
-    temperature: 0 takes the likeliest token, 1 samples as the model says. top_k: sample from the
-    k likeliest tokens, 0 from all. lengths: int [B], valid tokens of right-padded prompts; all
-    of L when None. Compiled once per shape; the cache has L + T slots.
+    temperature: 0 takes the likeliest token, 1 samples from the model's distribution. top_k: only
+    the k likeliest tokens are sampled; 0: all. Compiled once per shape; the cache has L + T slots.
     Raises ConfigError for an empty prompt, no new tokens, or a negative temperature or top_k.
     """
-    B, L = prompt_tokens.shape
-    _check(L, max_new_tokens, temperature, top_k)
-    lengths_B = jnp.full((B,), L, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
+    _check(prompt_tokens.shape[1], max_new_tokens, temperature, top_k)
     return _generate(
-        model.spec,
+        model,
         params,
         jnp.asarray(prompt_tokens, jnp.int32),
-        lengths_B,
         key,
         jnp.float32(temperature),
         max_new_tokens=max_new_tokens,
@@ -48,29 +42,19 @@ def sample(
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("max_new_tokens", "top_k", "greedy"))
 def _generate(
-    spec: ModelSpec,
-    params,
-    tokens_BL,
-    lengths_B,
-    key,
-    temperature,
-    *,
-    max_new_tokens,
-    top_k,
-    greedy,
+    model: Model, params, tokens_BL, key, temperature, *, max_new_tokens, top_k, greedy
 ):
-    logits_BV, cache = decode.prefill(
-        spec, params, tokens_BL, lengths_B, cache_length=tokens_BL.shape[1] + max_new_tokens
-    )
+    L = tokens_BL.shape[1]
+    logits_BV, cache = decode.prefill(model, params, tokens_BL, cache_length=L + max_new_tokens)
 
     def step(carry, key):
-        logits_BV, cache, positions_B = carry
+        logits_BV, cache, position = carry
         tokens_B = next_token(logits_BV, key, temperature=temperature, top_k=top_k, greedy=greedy)
-        logits_BV, cache = decode.decode_step(spec, params, cache, tokens_B, positions_B)
-        return (logits_BV, cache, positions_B + 1), tokens_B
+        logits_BV, cache = decode.decode_step(model, params, cache, tokens_B, position)
+        return (logits_BV, cache, position + 1), tokens_B
 
     keys_T = jax.random.split(key, max_new_tokens)
-    _, tokens_TB = jax.lax.scan(step, (logits_BV, cache, lengths_B), keys_T)
+    _, tokens_TB = jax.lax.scan(step, (logits_BV, cache, jnp.int32(L)), keys_T)
     return tokens_TB.T
 
 

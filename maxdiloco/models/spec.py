@@ -1,41 +1,13 @@
 """What the model needs to know of the config, checked and with the kernels chosen."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from maxdiloco.flags.config import Config
 from maxdiloco.models.attention import choose_kernel
 from maxdiloco.parallel.sharding import Rules, rules_with
-
-
-class ModelConfig(Protocol):
-    """The keys of the config that shape the model."""
-
-    base_emb_dim: int
-    base_num_decoder_layers: int
-    base_mlp_dim: int
-    base_num_query_heads: int
-    base_num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    mlp_activations: Any
-    normalization_layer_epsilon: float
-    rope_max_timescale: float
-    logits_via_embedding: bool
-    use_qk_norm: bool
-    attn_logits_soft_cap: float
-    final_logits_soft_cap: float
-    sliding_window_size: int
-    z_loss_multiplier: float
-    dtype: str
-    weight_dtype: str
-    attention: str
-    remat_policy: str
-    matmul_precision: str
-    logical_axis_rules: Any
-    max_target_length: int
 
 
 @dataclass(frozen=True)
@@ -79,7 +51,7 @@ def compute_dtype(dtype: str, backend: str) -> DTypeLike:
     return jnp.dtype(dtype)
 
 
-def from_config(cfg: ModelConfig, *, backend: str) -> ModelSpec:
+def from_config(cfg: Config, *, backend: str) -> ModelSpec:
     """Read the model's keys from the config.
 
     backend: `cpu`, `gpu` or `tpu`, as jax.default_backend() names it.

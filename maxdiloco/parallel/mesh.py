@@ -10,9 +10,9 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 from maxdiloco.errors import ConfigError
+from maxdiloco.flags.checks import AXES
 from maxdiloco.flags.config import Config
 
-AXES = ("diloco", "data", "fsdp", "expert", "context", "tensor")
 # CPU devices in one process. Our choice: on two cores collectives of 128 devices ended and those
 # of 512 did not within XLA's 40 s.
 MOST_EMULATED = 256

@@ -1,5 +1,6 @@
 """A compiled program with a name, compiled when it is first called and never silently again."""
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,13 +32,13 @@ class Program:
     ):
         self.name = name
         self.compiled: dict[tuple, jax.stages.Compiled] = {}
-        self._fn = fn
         self._jitted = jax.jit(
             fn,
             donate_argnums=tuple(donate),
             out_shardings=out_shardings,
             compiler_options=compiler_options,
         )
+        self._compiler_options = compiler_options
         self._on_compile = on_compile
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
@@ -57,6 +58,15 @@ class Program:
             self._on_compile(self.name, time.perf_counter() - start, self.compiled[key])
         return self.compiled[key]
 
+    def fingerprint(self, *args: Any) -> str:
+        """A digest of what is compiled for arguments shaped like args, the same in every process.
+
+        The lowered text lacks the arguments that fn does not use, and the compiler's options.
+        """
+        text = self.lower(*args).as_text()
+        whole = repr((text, _abstract(args), sorted((self._compiler_options or {}).items())))
+        return hashlib.sha256(whole.encode()).hexdigest()
+
     def serialized(self, *args: Any) -> bytes:
         """The executable for arguments shaped like args, for `load` in another process."""
         return serialize_executable.serialize(self.compile(*args))[0]
@@ -69,7 +79,7 @@ class Program:
         self.compiled[_abstract(args)] = serialize_executable.deserialize_and_load(
             data,
             jax.tree.structure((args, {})),
-            jax.tree.structure(jax.eval_shape(self._fn, *args)),
+            self.lower(*args).out_tree,
             backend=devices[0].client,
             execution_devices=devices,
         )

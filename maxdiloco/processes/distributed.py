@@ -1,30 +1,17 @@
 """Several processes as one run: when, how they find each other, and how each of them ends."""
 
 import contextlib
-import ctypes
-import functools
-import json
-import os
-import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from types import TracebackType
+from collections.abc import Iterator, Mapping
 
 import jax
-from jax._src import distributed as jax_distributed  # the only way to its key-value store
 
-from maxdiloco.errors import (
-    USER_ERRORS,
-    ConfigError,
-    DataError,
-    LostPeerError,
-    NumericsError,
-    Preempted,
-    SaveError,
-)
-from maxdiloco.processes import watch
+from maxdiloco.errors import ConfigError, LostPeerError
+from maxdiloco.processes import aborts, coordination, links, peers
+from maxdiloco.processes.coordination import Job
+from maxdiloco.processes.peers import one_line
+from maxdiloco.processes.watch import end_process
 
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
 BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
@@ -34,26 +21,7 @@ TPU = "TPU"
 SLURM = "Slurm"
 OPEN_MPI = "Open MPI"
 
-# In seconds, our choice.
-JAX_PATIENCE_S = 60  # JAX's own timeouts, which abort, come this much after ours
-CAUSE_S = 3.0  # an error of the main thread waits this long for the loss that may be behind it
-
-# Errors that no lost peer brings about; an error of a checkpoint can come from one.
-OWN_ERRORS = (
-    *(ConfigError, DataError, NumericsError, Preempted, SaveError),
-    *(KeyboardInterrupt, SystemExit),
-)
-INTERRUPTED = 130
-CRASHED = 1
-LAST_PORT = 65535
-
-
-@dataclass(frozen=True)
-class Job:
-    """This process among those of the run."""
-
-    process_id: int
-    num_processes: int
+JAX_PATIENCE_S = 60  # JAX's own timeouts, which abort, come this much after ours; our choice
 
 
 def launcher(environ: Mapping[str, str], *, on_tpu: bool) -> str | None:
@@ -106,26 +74,23 @@ def processes(
     if kind is None:
         yield Job(0, 1)
         return
-    _delay_aborts()
+    aborts.delay()
     _initialize(kind, environ, timeout_s=timeout_s, peer_timeout_s=peer_timeout_s)
-    job = Job(jax_distributed.global_state.process_id, jax_distributed.global_state.num_processes)
-    with contextlib.ExitStack() as stack:
-        if job.num_processes == 1:
-            stack.callback(jax.distributed.shutdown)
-        else:
-            listen = functools.partial(_listen, kind, peer_port)
-            guard = _guard(job, listen, timeout_s=timeout_s, peer_timeout_s=peer_timeout_s)
-            stack.push(functools.partial(_part, guard))
+    job = coordination.job()
+    if job.num_processes == 1:
+        try:
+            yield job
+        finally:
+            jax.distributed.shutdown()
+        return
+    with peers.watched(
+        job,
+        peer_port=peer_port,
+        next_port=kind not in (SLURM, OPEN_MPI),  # there it is JAX's port of the next job
+        timeout_s=min(timeout_s, peer_timeout_s),  # JAX has connected them all by now
+        silence_s=peer_timeout_s,
+    ):
         yield job
-
-
-def exit_code(error: BaseException) -> int:
-    """The exit code of a program that ends with this error."""
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
-    return error.exit_code if isinstance(error, USER_ERRORS) else CRASHED
 
 
 def _local(environ: Mapping[str, str]) -> dict[str, object]:
@@ -159,7 +124,7 @@ def _local(environ: Mapping[str, str]) -> dict[str, object]:
 def _check_free(port: int) -> None:
     """Refuse a port that is taken: JAX's service, which is to listen there, may then crash."""
     try:
-        watch.listen(port)[0].close()
+        links.listen(port)[0].close()
     except (OSError, OverflowError) as error:
         raise LostPeerError(
             f"{ADDRESS} names port {port}, which process 0 cannot use on {socket.gethostname()}: "
@@ -191,7 +156,7 @@ def _initialize(
         f"have come (launched by {kind}). See the output of the others; raise the key if they only "
         f"start slowly."
     )
-    alarm = threading.Timer(timeout_s, watch.end_process, (LostPeerError.exit_code, line))
+    alarm = threading.Timer(timeout_s, end_process, (LostPeerError.exit_code, line))
     alarm.daemon = True
     alarm.start()
     try:
@@ -202,7 +167,7 @@ def _initialize(
         )
     except jax.errors.JaxRuntimeError as error:
         raise LostPeerError(
-            f"the processes started by {kind} cannot meet: {_one_line(error)}. See the output of "
+            f"the processes started by {kind} cannot meet: {one_line(error)}. See the output of "
             f"the others, and that the port of {ADDRESS} is free on the host of process 0."
         ) from error
     except (ValueError, RuntimeError) as error:
@@ -211,121 +176,8 @@ def _initialize(
             return
         raise ConfigError(
             f"several processes were started by {kind}, but JAX cannot find them: "
-            f"{_one_line(error)}. Set {ADDRESS}=host:port, {COUNT} and {INDEX} for each process, "
+            f"{one_line(error)}. Set {ADDRESS}=host:port, {COUNT} and {INDEX} for each process, "
             f"or {COUNT}=1 for a run of one."
         ) from error
     finally:
         alarm.cancel()
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()).rstrip(".")
-
-
-def _guard(
-    job: Job,
-    listen: Callable[[int], tuple[socket.socket, str]],
-    *,
-    timeout_s: float,
-    peer_timeout_s: float,
-) -> watch.Watch:
-    try:
-        # JAX has connected all processes by now: whoever does not come has been lost since.
-        links = _meet(job, listen, timeout_s=min(timeout_s, peer_timeout_s))
-    except (ConfigError, LostPeerError) as error:
-        watch.Watch(job.process_id, [], silence_s=peer_timeout_s).leave(error.exit_code)
-        raise
-    return watch.Watch(job.process_id, links, silence_s=peer_timeout_s)
-
-
-def _listen(kind: str, peer_port: int, coordinator_port: int) -> tuple[socket.socket, str]:
-    """What watch.listen returns, on the port after JAX's own, which may be open to other hosts.
-
-    Any free port instead where it is taken, and under Slurm and Open MPI: there the port after it
-    is that of the next job. peer_port: if not 0, this port or a ConfigError.
-    """
-    if peer_port:
-        try:
-            return watch.listen(peer_port)
-        except OSError as error:
-            raise ConfigError(
-                f"peer_port={peer_port} cannot be used on {socket.gethostname()}: "
-                f"{os.strerror(error.errno)}. Name a free port, or leave peer_port=0 to take one."
-            ) from error
-    if kind not in (SLURM, OPEN_MPI) and coordinator_port < LAST_PORT:
-        with contextlib.suppress(OSError):
-            return watch.listen(coordinator_port + 1)
-    return watch.listen()
-
-
-def _meet(
-    job: Job, listen: Callable[[int], tuple[socket.socket, str]], *, timeout_s: float
-) -> list[watch.Link]:
-    """Connect to the watch of process 0, whose port and secret travel by JAX's key-value store."""
-    state, key = jax_distributed.global_state, "maxdiloco/watch"
-    host, _, port = state.coordinator_address.rpartition(":")
-    host = host.strip("[]")
-    if job.process_id == 0:
-        try:
-            listener, secret = listen(int(port))
-        except ConfigError as error:
-            state.client.key_value_set(key, json.dumps({"problem": str(error)}))
-            _all_know(state.client)
-            raise
-        told = {"port": listener.getsockname()[1], "secret": secret}
-        state.client.key_value_set(key, json.dumps(told))
-        return watch.gather(listener, secret, job.num_processes, timeout_s=timeout_s)
-    try:
-        told = json.loads(state.client.blocking_key_value_get(key, int(timeout_s * 1000)))
-    except jax.errors.JaxRuntimeError as error:
-        raise LostPeerError(
-            f"process 0 at {host} was lost before process {job.process_id} could meet it. See the "
-            f"end of its output and start the run again."
-        ) from error
-    if "problem" in told:
-        _all_know(state.client)
-        line = f"process 0 at {host} has ended: {told['problem']}"
-        raise LostPeerError(line, ConfigError.exit_code)
-    return watch.join(host, told["port"], told["secret"], job.process_id, timeout_s=timeout_s)
-
-
-def _part(
-    guard: watch.Watch,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    trace: TracebackType | None,
-) -> bool:
-    """Leave the `with`: all together at the normal end, alone after an error."""
-    if error is None:
-        try:
-            jax.distributed.shutdown()  # a barrier: every process is done
-        except jax.errors.JaxRuntimeError as failure:
-            _part(guard, type(failure), failure, failure.__traceback__)
-            raise
-        guard.close()
-        return False
-    if not isinstance(error, OWN_ERRORS) and (loss := guard.cause(CAUSE_S)):
-        guard.leave(loss.code)
-        raise LostPeerError(*loss) from error
-    known = isinstance(error, USER_ERRORS)
-    guard.leave(exit_code(error), f"{kind.__name__}: {_one_line(error)}." if known else None)
-    return False
-
-
-def _all_know(client: object) -> None:
-    """Wait until every process has read why process 0 ends: JAX's store ends with it."""
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # a lost process has nothing to read
-        client.wait_at_barrier("maxdiloco/watch_read", int(CAUSE_S * 1000))
-
-
-def _delay_aborts() -> None:
-    """Let an abort of JAX wait until the watch has named the peer whose loss is behind it.
-
-    When process 0 dies, JAX's service thread in each of the others aborts within 0.1 s, without
-    the GIL and with no hook. The handler is libc's sleep: it gets the signal's number, 6, as its
-    seconds; then the abort goes on. It needs no Python to run.
-    """
-    libc = ctypes.CDLL(None)
-    libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
-    libc.signal.restype = ctypes.c_void_p
-    libc.signal(int(signal.SIGABRT), ctypes.cast(libc.sleep, ctypes.c_void_p))

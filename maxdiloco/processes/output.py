@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import sys
+from collections.abc import Sequence
 from typing import TextIO
 
 # Errors that free space mends: the line is lost, the next one is tried.
@@ -39,6 +40,19 @@ def one_line(text: str) -> str:
     """The text with control characters written as in Python: a line feed as the two of `\\n`."""
     control = r"[\x00-\x1f\x7f-\x9f\u2028\u2029]"
     return re.sub(control, lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def aligned(rows: Sequence[Sequence[object]]) -> list[str]:
+    """Rows as lines with columns in line: the first column to the left, the others to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
 
 
 def finish() -> None:

@@ -7,9 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from maxdiloco.errors import INTERRUPTED
 from maxdiloco.processes.output import finish, say_error
-
-INTERRUPTED = 130  # exit code
 
 
 @contextlib.contextmanager

@@ -1,98 +1,56 @@
-"""Who is still there: a star of TCP connections from every process of a run to process 0.
+"""A thread that watches the peers of a process and ends the process when one is lost.
 
-JAX notices a lost process by itself, but ends the others by an abort in C++: no exit code of ours,
-no name, and for a process that was killed only after its heartbeat timeout. Here a closed
-connection is seen at once and a silent one after `silence_s`; process 0 tells the others whom.
-This module knows sockets and one thread, not JAX.
+JAX alone aborts the others in C++: without our exit code, without a name, and after a killed
+process other than 0 only at its heartbeat timeout. Here a closed connection counts as a loss at
+once and a silent one after `silence_s`; process 0 tells the others. No JAX here.
 """
 
-import json
+import math
 import os
-import secrets
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from maxdiloco.errors import SHARED_CODES, LostPeerError, Preempted
 from maxdiloco.processes import output
+from maxdiloco.processes.links import Link
 
 # All in seconds, all our choice.
 BEAT_S = 0.5  # between two signs of life
-PATIENCE_S = 1.0  # for the main thread to end by the error that a loss raises in it
+PATIENCE_S = 1.0  # for the main thread, in which a loss may raise an error, to clean up
 GRACE_S = 5.0  # for a process to end by itself after a peer has ended with an error
 LINGER_S = 60.0  # process 0 stays this long for peers that are still saving
 
-GONE = "its connection closed without a word"
-TORN = "a message from it was cut off"
-TELLS_MORE = "The end of its own output tells more."
 THREAD = "maxdiloco-watch"
-RESUME = (
-    f"{TELLS_MORE} Start the run again with the same run_name: it resumes from the last checkpoint."
-)
+SEE_OUTPUT = "See the end of its own output."
+RESUME = "Start the run again with the same run_name: it resumes from the last checkpoint."
 
 
 class Loss(NamedTuple):
-    """Why this process cannot go on: one line to the user, and the exit code to end with."""
+    """Why this process cannot go on."""
 
-    line: str
-    code: int
-
-
-@dataclass
-class Link:
-    """The connection to one peer."""
-
-    peer: int  # process id
-    host: str
-    socket: socket.socket
-    buffer: bytes = b""
-    heard: float = field(default_factory=time.monotonic)  # when it last said anything
-    ended: bool = False  # it said goodbye
-
-    def name(self) -> str:
-        """The peer in words, for messages."""
-        return f"process {self.peer} on {self.host}"
-
-    def say(self, **message: object) -> None:
-        """Send one message. A connection that is gone is noticed where it is read, not here."""
-        try:
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
-            return
-
-    def messages(self) -> tuple[list[dict], str | None]:
-        """What has arrived, and what has become of the connection; None while it is open."""
-        try:
-            data = self.socket.recv(65536)
-        except TimeoutError:
-            return [], None
-        except OSError:
-            return [], GONE
-        *lines, self.buffer = (self.buffer + data).split(b"\n")
-        self.heard = time.monotonic()
-        messages = [_message(line) for line in lines]
-        if None in messages:
-            return messages[: messages.index(None)], TORN
-        return messages, None if data else GONE
+    line: str  # for the user
+    exit_code: int
+    patience_s: float  # until the watch ends the process
 
 
-def end_process(code: int, line: str | None) -> None:
+def end_process(exit_code: int, line: str | None) -> None:
     """End this process at once, past every teardown that would wait for a lost peer."""
     if line is not None:
         output.say_error(f"{LostPeerError.__name__}: {line}")
     output.finish()
-    os._exit(code)
+    os._exit(exit_code)
 
 
 class Watch:
-    """One process's watch over its peers: process 0 holds a link to each, the others one to it.
+    """The watch of one process over its peers: process 0 has a link to each, the others one to it.
 
-    The thread keeps the interpreter alive on purpose: after `leave` it ends the process when the
-    main thread has printed its error, before a teardown can wait for processes that are gone.
+    The first loss ends the process; later ones follow from it. The thread is no daemon: after
+    `leave` it ends the process when the main thread has printed its error, before a teardown can
+    wait for processes that are gone.
     """
 
     def __init__(
@@ -109,236 +67,123 @@ class Watch:
         self._silence_s = silence_s
         self._end = end
         self._main = main or threading.main_thread()
+        self._loss: Loss | None = None
+        self._lost = threading.Event()  # there is a loss
+        self._due = math.inf  # when it ends the process
+        self._goodbye: tuple[int, str | None] | None = None  # what `leave` was given
+        self._closing = False
         self._selector = selectors.DefaultSelector()
         for link in links:
             link.socket.settimeout(BEAT_S)
             self._selector.register(link.socket, selectors.EVENT_READ, link)
-        self._changed = threading.Condition()
-        self._lost: Loss | None = None
-        self._lost_at = 0.0
-        self._claimed = False  # the main thread will print the loss
-        self._bad_ends: dict[Loss, float] = {}  # when
-        self._leaving: tuple[int, float] | None = None  # exit code, since when
-        self._why: str | None = None  # the error behind it
-        self._closing = False
-        self._beaten = 0.0
         self._thread = threading.Thread(target=self._run, name=THREAD, daemon=False)
         self._thread.start()
 
-    def cause(self, wait_s: float) -> Loss | None:
-        """The loss of a peer, or None if none is lost within wait_s [seconds].
+    def end_if_lost(self, wait_s: float) -> None:
+        """End the process now if a peer is lost, or is within wait_s [seconds]; else return."""
+        if self._lost.wait(wait_s):
+            self._due = -math.inf
+            self._thread.join()
 
-        The caller who gets one raises it; the watch then prints nothing.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._lost or self._bad_ends, wait_s)
-            loss = self._lost or next(iter(self._bad_ends), None)
-            self._claimed = loss is not None
-            return loss
-
-    def leave(self, code: int, why: str | None = None) -> None:
-        """Tell the peers that this process ends with `code`, and end it after the main thread.
+    def leave(self, exit_code: int, why: str | None = None) -> None:
+        """Tell the peers that this process ends, and end it after the main thread.
 
         why: the error in one line, for the peers to print.
         """
-        with self._changed:
-            self._why = why
-            self._leaving = (code, time.monotonic())
+        self._goodbye = exit_code, why
 
     def close(self) -> None:
         """Stop watching: every process is done."""
         self._closing = True
+        self.leave(0)
         self._thread.join()
 
     def _run(self) -> None:
-        told, now = False, time.monotonic()
-        while True:
-            for key, _ in self._selector.select(BEAT_S / 2):
-                self._receive(key.data)
-            now, before = time.monotonic(), now
-            if now - before > self._silence_s / 2:  # this process was stopped, not the others
-                for link in self._links:
-                    link.heard = now
-            with self._changed:
-                leaving = self._leaving
-            if self._closing or leaving:
-                if not told:
-                    self._say_all(end=leaving[0] if leaving else 0, why=self._why)
-                    told = True
-                if self._closing:
-                    break
-                if self._may_end(*leaving, now):
-                    self._end(leaving[0], None)
-                    break
-            elif self._judge(now):
-                break
-            if now - self._beaten >= BEAT_S:
-                self._beaten = now
-                self._say_all(beat=True)
+        beaten = -math.inf
+        while self._goodbye is None and time.monotonic() < self._due:
+            begun = time.monotonic()
+            self._receive()
+            if begun - beaten >= BEAT_S:
+                self._send_all(beat=True)
+                beaten = begun
+            self._check_silence(begun)
+        if self._goodbye is not None:
+            self._say_goodbye(*self._goodbye)
+        else:
+            self._end(self._loss.exit_code, self._loss.line)
         self._selector.close()
         for link in self._links:
             link.socket.close()
 
-    def _may_end(self, code: int, since: float, now: float) -> bool:
-        """Whether the main thread has said all, and, in process 0, the peers have left.
+    def _receive(self) -> None:
+        for key, _ in self._selector.select(BEAT_S / 2):
+            link = key.data
+            try:
+                for message in link.messages():
+                    link.ended |= "end" in message
+                    if message.get("loss"):
+                        self._lose(Loss(*message["loss"]))
+            except TimeoutError:
+                continue
+            except ConnectionError as error:
+                self._selector.unregister(link.socket)
+                self._links.remove(link)
+                link.socket.close()
+                if not link.ended:
+                    line = f"{link.name()} is gone: {error}. {SEE_OUTPUT} {RESUME}"
+                    self._lose(Loss(line, LostPeerError.exit_code, PATIENCE_S))
 
-        JAX aborts the others as soon as process 0 is gone, so it leaves last.
-        """
-        if self._main.is_alive() and now - since < GRACE_S:
-            return False
-        limit = LINGER_S if code == Preempted.exit_code else GRACE_S + 2 * PATIENCE_S
-        return self._process_id != 0 or not self._links or now - since > limit
-
-    def _judge(self, now: float) -> bool:
-        """Look for losses; end the process when the main thread does not. True when it did."""
+    def _check_silence(self, begun: float) -> None:
+        """begun: when the loop last came by. Long ago: this process was stopped, not the others."""
+        now = time.monotonic()
         for link in self._links:
+            if now - begun > self._silence_s / 2:
+                link.heard = now
             silent = now - link.heard
             if silent > self._silence_s and not link.ended:
-                self._lose(
+                line = (
                     f"{link.name()} has been silent for {silent:.0f} s "
                     f"(peer_timeout_seconds={self._silence_s:g}) and is taken for lost. Raise "
-                    f"peer_timeout_seconds if it was only slow. {RESUME}"
+                    f"peer_timeout_seconds if it was only slow. {SEE_OUTPUT} {RESUME}"
                 )
-        with self._changed:
-            for loss, when in self._bad_ends.items():
-                if now - when > GRACE_S and self._lost is None:
-                    self._lost, self._lost_at = loss, now
-            if self._lost is None or self._claimed or now - self._lost_at < PATIENCE_S:
-                return False
-            self._say_all(end=self._lost.code)
-            self._end(self._lost.code, self._lost.line)  # inside the lock: one of us prints
-            return True
+                self._lose(Loss(line, LostPeerError.exit_code, PATIENCE_S))
 
-    def _lose(self, line: str) -> None:
-        with self._changed:
-            if self._lost is not None:
-                return
-            self._lost = Loss(line, LostPeerError.exit_code)
-            self._lost_at = time.monotonic()
-            self._changed.notify_all()
-        self._say_all(lost=line)
+    def _lose(self, loss: Loss) -> None:
+        """Note the first loss and tell it to the peers; those of process 0 know no other way."""
+        if self._loss is None:
+            self._loss, self._due = loss, time.monotonic() + loss.patience_s
+            self._lost.set()
+            self._send_all(loss=loss)
 
-    def _receive(self, link: Link) -> None:
-        messages, over = link.messages()
-        for message in messages:
-            if "lost" in message:
-                self._lose(message["lost"])
-            elif "end" in message:
-                link.ended = True
-                self._note_end(link.name(), message["end"], message.get("why"))
-            elif "ended" in message:
-                self._note_end(message["ended"], message["code"], message.get("why"))
-        if over is not None:
-            self._selector.unregister(link.socket)
-            self._links.remove(link)
-            link.socket.close()
-            if not link.ended:
-                self._lose(f"{link.name()} is gone: {over}. {RESUME}")
+    def _say_goodbye(self, exit_code: int, why: str | None) -> None:
+        """End the process after its main thread, and process 0 after its peers.
 
-    def _note_end(self, name: str, code: int, why: str | None) -> None:
-        """A peer has said goodbye. 0 and a saved preemption are ends that all share."""
-        if self._process_id == 0:
-            self._say_all(ended=name, code=code, why=why)
-        if code in (0, Preempted.exit_code):
+        JAX aborts them as soon as process 0 is gone.
+        """
+        self._send_all(end=exit_code, loss=self._loss_of_peers(exit_code, why))
+        if self._closing:
             return
-        if code in SHARED_CODES:
-            line = f"{name} ended with exit code {code}, and so does this process"
-            loss = Loss(f"{line}: {why}" if why else f"{line}. {TELLS_MORE}", code)
-        else:
-            line = f"{name} ended with exit code {code} while this process was still running"
-            line = f"{line}: {why} {RESUME}" if why else f"{line}. {RESUME}"
-            loss = Loss(line, LostPeerError.exit_code)
-        with self._changed:
-            self._bad_ends.setdefault(loss, time.monotonic())
-            self._changed.notify_all()
+        begun = time.monotonic()
+        limit = LINGER_S if exit_code == Preempted.exit_code else GRACE_S + 2 * PATIENCE_S
+        while self._main.is_alive() and time.monotonic() - begun < GRACE_S:
+            self._receive()
+        while self._process_id == 0 and self._links and time.monotonic() - begun < limit:
+            self._receive()
+        self._end(exit_code, None)
 
-    def _say_all(self, **message: object) -> None:
+    def _loss_of_peers(self, exit_code: int, why: str | None) -> Loss | None:
+        """What this process's end means to the others; nothing if all end so, each by itself."""
+        if exit_code in (0, Preempted.exit_code):
+            return None
+        process = f"process {self._process_id} on {socket.gethostname()}"
+        line = f"{process} ended with exit code {exit_code}"
+        if exit_code in SHARED_CODES:
+            line = f"{line}, and so does this process: {why or SEE_OUTPUT}"
+            return Loss(line, exit_code, GRACE_S)
+        line = f"{line} while this process was still running: {why or SEE_OUTPUT} {RESUME}"
+        return Loss(line, LostPeerError.exit_code, GRACE_S)
+
+    def _send_all(self, **message: object) -> None:
         for link in self._links:
             if not link.ended:
-                link.say(**message)
-
-
-def listen(port: int = 0) -> tuple[socket.socket, str]:
-    """A listening socket on every interface, and the secret that peers must tell.
-
-    port: 0 for any free one. Raises OSError when the port cannot be used.
-    """
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    listener = socket.create_server(("", port), family=family, dualstack_ipv6=dual)
-    return listener, secrets.token_hex(16)
-
-
-def gather(
-    listener: socket.socket, secret: str, num_processes: int, *, timeout_s: float
-) -> list[Link]:
-    """Process 0: wait for every other process and close the listener. Strangers are turned away.
-
-    Raises LostPeerError naming the processes that did not come within timeout_s.
-    """
-    links: dict[int, Link] = {}
-    limit = time.monotonic() + timeout_s
-    with listener:
-        while len(links) < num_processes - 1 and (left := limit - time.monotonic()) > 0:
-            listener.settimeout(left)
-            try:
-                connection, _ = listener.accept()
-            except TimeoutError:
-                break
-            hello = _read_line(connection, min(left, GRACE_S))
-            if hello.get("secret") != secret:
-                connection.close()
-                continue
-            link = Link(hello["process"], hello["host"], connection)
-            link.say(host=socket.gethostname())
-            links[link.peer] = link
-    if missing := sorted(set(range(1, num_processes)) - links.keys()):
-        raise LostPeerError(
-            f"processes {missing} did not reach process 0 on {socket.gethostname()} within "
-            f"{timeout_s:g} s (the lesser of jax_distributed_initialization_timeout and "
-            f"peer_timeout_seconds). See the end of their own output, and let the hosts open TCP "
-            f"connections to each other."
-        )
-    return list(links.values())
-
-
-def join(host: str, port: int, secret: str, process_id: int, *, timeout_s: float) -> list[Link]:
-    """Every other process: connect to process 0 on `host`. Raises LostPeerError if it cannot."""
-    problem = "it closed the connection"
-    try:
-        connection = socket.create_connection((host, port), timeout=timeout_s)
-        Link(0, host, connection).say(secret=secret, process=process_id, host=socket.gethostname())
-        hello = _read_line(connection, timeout_s)
-    except OSError as error:
-        hello, problem = {}, str(error)
-    if not hello:
-        raise LostPeerError(
-            f"process {process_id} cannot reach process 0 at {host} port {port}: {problem}. See "
-            f"the end of the output of process 0, and let the hosts open TCP connections to each "
-            f"other."
-        )
-    return [Link(0, hello["host"], connection)]
-
-
-def _read_line(connection: socket.socket, timeout_s: float) -> dict:
-    """One message, byte by byte so that none of the next is taken; {} for anything else."""
-    connection.settimeout(timeout_s)
-    line = b""
-    try:
-        while not line.endswith(b"\n"):
-            byte = connection.recv(1)
-            if not byte or len(line) > 1000:
-                return {}
-            line += byte
-    except OSError:
-        return {}
-    return _message(line) or {}
-
-
-def _message(line: bytes) -> dict | None:
-    """One line as a message; None for anything else."""
-    try:
-        message = json.loads(line)
-    except ValueError:
-        return None
-    return message if isinstance(message, dict) else None
+                link.send(**message)

@@ -6,10 +6,9 @@ import time
 
 import jax
 from etils import epath
-from jax._src import distributed as jax_distributed  # the only way to its barriers
 
 from maxdiloco.errors import CheckpointError
-from maxdiloco.processes import agree
+from maxdiloco.processes import agree, coordination
 from maxdiloco.storage import object_store
 from maxdiloco.storage.run_folder import reason
 
@@ -26,8 +25,7 @@ def meet() -> None:
     A collective would not do: gloo gives up after 30 s. Raises JaxRuntimeError.
     """
     if jax.process_count() > 1:
-        client = jax_distributed.global_state.client
-        client.wait_at_barrier("maxdiloco/folder", int(PATIENCE_S * 1000))
+        coordination.barrier("maxdiloco/folder", timeout_s=PATIENCE_S)
 
 
 def require(folder: epath.Path) -> None:

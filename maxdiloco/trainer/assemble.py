@@ -1,4 +1,4 @@
-"""From the flags to the parts of a run: the one place where the config chooses between them.
+"""From the config to the parts of a run: the one place that chooses the trainer.
 
     # R replicas  B sequences per replica  L tokens
 """
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -17,40 +18,49 @@ from maxdiloco.diloco import outer
 from maxdiloco.engine.calls import START, Call
 from maxdiloco.engine.data_parallel import DataParallel
 from maxdiloco.engine.diloco import DiLoCo
+from maxdiloco.engine.trainer import Trainer
 from maxdiloco.errors import ConfigError
+from maxdiloco.flags import checks, config
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.monitor import Monitor
 from maxdiloco.metrics.speed import training_flops_per_token
 from maxdiloco.models import transformer
+from maxdiloco.models.transformer import Model
 from maxdiloco.parallel.program import Program
-from maxdiloco.parallel.sharding import (
-    Rules,
-    optimizer_shardings,
-    parameter_shardings,
-    rules_with,
-    spec,
-)
+from maxdiloco.parallel.sharding import Rules, optimizer_shardings, parameter_shardings, spec
 from maxdiloco.trainer import inner_step, optimizer
 from maxdiloco.trainer.evaluate import Evaluation
 
 OnCompile = Callable[[str, float, jax.stages.Compiled], None]
 
 
+class BatchShape(NamedTuple):
+    """A batch [R, B, L]. Without DiLoCo the R of a batch are the slots of the mesh."""
+
+    num_replicas: int
+    sequences: int  # per replica
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, of all replicas together."""
+        return self.num_replicas * self.sequences * self.length
+
+
 class Parts(NamedTuple):
     """What a run is made of.
 
-    trainer: DiLoCo or DataParallel. num_replicas M and batch_size B shape a batch [M, B, L].
+    batch: ShapeDtypeStructs of a step's, leaves [R, B, L]. learning_rate: steps before -> rate.
     params, opt_state: one replica's, as ShapeDtypeStructs with shardings. init: seed -> state.
     """
 
     mesh: Mesh
-    rules: Rules
-    model: Any
-    schedule: Callable
-    optimizer: Any
-    trainer: Any
-    num_replicas: int
-    batch_size: int
+    model: Model
+    learning_rate: Callable
+    optimizer: optax.GradientTransformation
+    trainer: Trainer
+    shape: BatchShape
+    batch: dict[str, jax.ShapeDtypeStruct]
     params: Any
     opt_state: Any
     init: Program
@@ -58,63 +68,74 @@ class Parts(NamedTuple):
     evaluation: Evaluation
 
 
-def assemble(cfg: Config, mesh: Mesh, *, total_steps: int, on_compile: OnCompile) -> Parts:
+def assemble(
+    cfg: Config, mesh: Mesh, shape: BatchShape, *, total_steps: int, on_compile: OnCompile
+) -> Parts:
     """Build model, optimizers and trainer on the mesh; nothing is allocated or compiled yet.
 
-    total_steps: length of the learning-rate schedule [inner steps] when the config leaves it open.
-    Raises ConfigError for values that only the devices or the model's shapes can refuse.
+    shape: of batch_shape. total_steps: length of the learning-rate schedule [inner steps] when the
+    config leaves it open. Raises ConfigError for a model that the devices cannot run.
     """
     backend = mesh.devices.flat[0].platform
-    check_devices(cfg, mesh)
     model = transformer.build(cfg, backend="gpu" if backend in ("cuda", "rocm") else backend)
-    rules = rules_with(cfg.logical_axis_rules)
-    inner_optimizer = optimizer.build(cfg, total_steps, model=model)
+    rules = model.spec.rules
+    learning_rate = optimizer.learning_rate_schedule(cfg, total_steps)
+    inner_optimizer = optimizer.build(cfg, learning_rate, model=model)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     shardings = parameter_shardings(model.logical_axes, shapes, mesh, rules)
-    lies = optimizer_shardings(inner_optimizer, shapes, shardings, mesh)
+    opt_shardings = optimizer_shardings(inner_optimizer, shapes, shardings, mesh)
+    params = _with_shardings(shapes, shardings)
+    opt_state = _with_shardings(jax.eval_shape(inner_optimizer.init, shapes), opt_shardings)
     step = inner_step.make(
         model,
         inner_optimizer,
         accumulation=cfg.gradient_accumulation_steps,
         nan_policy=cfg.nan_policy,
     )
-    M = count_replicas(cfg, mesh)
-    trainer = _trainer(cfg, mesh, model, step, M, on_compile)
-    params = _laid_out(shapes, shardings)
-    opt_state = _laid_out(jax.eval_shape(inner_optimizer.init, shapes), lies)
-    trainer.bind(params, opt_state)
+    if cfg.enable_diloco:
+        trainer = _diloco(cfg, mesh, model, step, shape.num_replicas, on_compile)
+        trainer.bind(params, opt_state)
+    else:
+        trainer = DataParallel(step, params, opt_state, mesh=mesh, on_compile=on_compile)
+    batch = _abstract_batch(shape, mesh, rules)
     return Parts(
         mesh=mesh,
-        rules=rules,
         model=model,
-        schedule=optimizer.learning_rate_schedule(cfg, total_steps),
+        learning_rate=learning_rate,
         optimizer=inner_optimizer,
         trainer=trainer,
-        num_replicas=M,
-        batch_size=sequences_per_replica(cfg, mesh),
+        shape=shape,
+        batch=batch,
         params=params,
         opt_state=opt_state,
         init=_init_program(trainer, model, inner_optimizer),
         monitor=Monitor(
-            trainer,
-            _abstract_batch(cfg, mesh, rules),
-            stop_on_nan=cfg.nan_policy == "stop",
-            on_compile=on_compile,
+            trainer, batch, stop_on_nan=cfg.nan_policy == "stop", on_compile=on_compile
         ),
         evaluation=Evaluation(
             model,
             mesh,
             rules,
-            rows=M * sequences_per_replica(cfg, mesh) // cfg.gradient_accumulation_steps,
-            length=cfg.max_target_length,
+            rows=shape.num_replicas * shape.sequences // cfg.gradient_accumulation_steps,
+            length=shape.length,
             num_batches=cfg.eval_steps,
             on_compile=on_compile,
         ),
     )
 
 
-def check_devices(cfg: Config, mesh: Mesh) -> None:
-    """Raise ConfigError for what the compiler of these devices cannot do."""
+def batch_shape(cfg: Config, mesh: Mesh) -> BatchShape:
+    """Replicas of the mesh, and sequences of each: per device, times devices, times micro-batches.
+
+    Raises ConfigError for replicas or a dtype that these devices cannot take.
+    """
+    _check_dtype(cfg, mesh)
+    devices = mesh.size // mesh.shape["diloco"]
+    sequences = cfg.per_device_batch_size * devices * cfg.gradient_accumulation_steps
+    return BatchShape(_count_replicas(cfg, mesh), sequences, cfg.max_target_length)
+
+
+def _check_dtype(cfg: Config, mesh: Mesh) -> None:
     together = mesh.size // (mesh.shape["diloco"] if cfg.enable_diloco else 1)
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     if on_cpu and cfg.weight_dtype == "bfloat16" and together > 1:
@@ -125,34 +146,25 @@ def check_devices(cfg: Config, mesh: Mesh) -> None:
         )
 
 
-def count_replicas(cfg: Config, mesh: Mesh) -> int:
-    """M; without DiLoCo the slots of the mesh, whose rows are put together.
-
-    Raises ConfigError when M is not a multiple of the mesh's diloco size.
-    """
+def _count_replicas(cfg: Config, mesh: Mesh) -> int:
     slots = mesh.shape["diloco"]
     if not cfg.enable_diloco or cfg.num_diloco_replicas == -1:
         return slots
-    if cfg.num_diloco_replicas % slots:
-        raise ConfigError(
-            f"num_diloco_replicas={cfg.num_diloco_replicas} is not a multiple of the mesh's diloco "
-            f"size {slots}: every slice holds equally many. Use a multiple of {slots}, or -1."
-        )
+    checks.check_replicas(cfg.num_diloco_replicas, slots, "the mesh's diloco size")
     return cfg.num_diloco_replicas
 
 
-def sequences_per_replica(cfg: Config, mesh: Mesh) -> int:
-    """B: per device, times the devices of a mesh slot, times the micro-batches."""
-    devices = mesh.size // mesh.shape["diloco"]
-    return cfg.per_device_batch_size * devices * cfg.gradient_accumulation_steps
+def baseline(cfg: Config) -> Config | None:
+    """Data parallelism to compile beside a DiLoCo run; None where it is not wanted."""
+    if not (cfg.compile_data_parallel and cfg.enable_diloco):
+        return None
+    return config.from_dict(cfg.as_dict() | {"enable_diloco": False})
 
 
-def _trainer(cfg, mesh, model, step, M, on_compile):
-    if not cfg.enable_diloco:
-        return DataParallel(step, mesh=mesh, on_compile=on_compile)
+def _diloco(cfg, mesh, model, step, num_replicas, on_compile) -> DiLoCo:
     return DiLoCo(
         step,
-        num_replicas=M,
+        num_replicas=num_replicas,
         sync_period=cfg.diloco_sync_period,
         num_fragments=cfg.num_diloco_fragments if cfg.enable_streaming_diloco else 1,
         overlap_steps=cfg.num_communication_overlapping_steps,
@@ -171,7 +183,7 @@ def _trainer(cfg, mesh, model, step, M, on_compile):
     )
 
 
-def _laid_out(shapes, shardings):
+def _with_shardings(shapes, shardings):
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
     )
@@ -208,11 +220,10 @@ def calls(cfg: Config, parts: Parts) -> list[Call]:
     Saving has none of its own, but for the outer parameters in eager mode; for that of restoring
     see checkpoint.arrays.calls.
     """
-    trainer, period = parts.trainer, cfg.diloco_sync_period if cfg.enable_diloco else 1
-    evaluations = 0.0 if cfg.eval_interval == -1 else period / cfg.eval_interval
-    saves = period / cfg.checkpoint_period if cfg.enable_checkpointing else 0.0
-    out = trainer.calls(abstract_batch(cfg, parts))
-    out += parts.monitor.calls(period=period, log_period=cfg.log_period)
+    trainer = parts.trainer
+    evaluations = 0.0 if cfg.eval_interval == -1 else trainer.period / cfg.eval_interval
+    saves = trainer.period / cfg.checkpoint_period if cfg.enable_checkpointing else 0.0
+    out = trainer.calls(parts.batch) + parts.monitor.calls(log_period=cfg.log_period)
     if evaluations or saves:
         out += trainer.outer_calls(evaluations + saves)
     if evaluations:
@@ -220,20 +231,10 @@ def calls(cfg: Config, parts: Parts) -> list[Call]:
     return [*out, Call(parts.init, (np.uint32(0),), 0, START)]
 
 
-def batch_sharding(mesh: Mesh, rules: Rules) -> NamedSharding:
-    """Sharding of a batch [R, B, L]."""
+def _abstract_batch(shape: BatchShape, mesh: Mesh, rules: Rules) -> dict[str, Any]:
     rows = spec(("batch", "length"), rules, without=("diloco",))
-    return NamedSharding(mesh, P("diloco", *rows))
-
-
-def abstract_batch(cfg: Config, parts: Parts) -> dict[str, jax.ShapeDtypeStruct]:
-    """The batch of a step, leaves [R, B, L]."""
-    return _abstract_batch(cfg, parts.mesh, parts.rules)
-
-
-def _abstract_batch(cfg, mesh, rules):
-    shape = (count_replicas(cfg, mesh), sequences_per_replica(cfg, mesh), cfg.max_target_length)
-    rows_RBL = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh, rules))
+    sharding = NamedSharding(mesh, P("diloco", *rows))
+    rows_RBL = jax.ShapeDtypeStruct(tuple(shape), jnp.int32, sharding=sharding)
     return {"tokens": rows_RBL, "segment_ids": rows_RBL}
 
 

@@ -1,7 +1,9 @@
 """Compiled programs in a file: made by train_compile, started from by train.
 
-A zip file: manifest.json says what the programs were compiled for, and each of the others is one
-executable. An executable is code (JAX unpickles it): a local file that others may write is refused.
+A zip file. manifest.json has the versions and devices that the programs were compiled for, a
+fingerprint of each program, and the keys of the config, which only serve to name what differs.
+The other members are executables. An executable is code (JAX unpickles it): a local file that
+others may write is refused.
 """
 
 import contextlib
@@ -20,19 +22,15 @@ from typing import Any
 import jax
 from etils import epath
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import Mesh
 
 from maxdiloco.engine.calls import STEP, Call
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import base_yml
 from maxdiloco.flags.config import Config
 from maxdiloco.storage.run_folder import is_local, reason
-from maxdiloco.trainer import assemble
-from maxdiloco.trainer.assemble import Parts
 
-FORMAT = 1
-# Groups of base.yml that no program depends on, and the keys in them that one does.
-OUTSIDE_GROUPS = ("run", "checkpoint", "data", "tools", "compile")
-INSIDE_KEYS = ("nan_policy",)
+FORMAT = 2
+REMEDY = "Compile it again with maxdiloco.train_compile, or leave the file out."
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -42,23 +40,42 @@ def compiled_here() -> Iterator[None]:
 
     On CPU an executable that was loaded from the cache, and saved again, lacks part of its code.
     """
-    before = jax.config.values["jax_enable_compilation_cache"]
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # JAX asks only once whether there is a cache
-    jax.clear_caches()  # it keeps what it loaded for a function that is jitted again
+    with _jax_setting("jax_enable_compilation_cache", False), without_folders():
+        compilation_cache.reset_cache()  # JAX asks only once whether there is a cache
+        jax.clear_caches()  # it keeps what it loaded for a function that is jitted again
+        try:
+            yield
+        finally:
+            compilation_cache.reset_cache()
+
+
+@contextlib.contextmanager
+def without_folders() -> Iterator[None]:
+    """Programs lowered inside name source files without their folders.
+
+    The text of a Pallas kernel has the path of its source: that of the machine that compiles.
+    """
+    with _jax_setting("jax_hlo_source_file_canonicalization_regex", ".*/"):
+        yield
+
+
+@contextlib.contextmanager
+def _jax_setting(name: str, value: Any) -> Iterator[None]:
+    before = jax.config.values[name]
+    jax.config.update(name, value)
     try:
         yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", before)
-        compilation_cache.reset_cache()
+        jax.config.update(name, before)
 
 
-def save(path: str, cfg: Config, parts: Parts, calls: list[Call], *, total_steps: int) -> int:
-    """Write the compiled programs of `calls`; returns the bytes written.
+def save(path: str, cfg: Config, mesh: Mesh, calls: list[Call]) -> int:
+    """Write the programs of `calls`, compiled in compiled_here(); returns the bytes written.
 
-    The file appears whole or not at all; `check_place` said that it can be written.
+    The file appears whole or not at all; check_place has said that it can be written.
     """
-    manifest = _manifest(cfg, parts, total_steps) | {"programs": _signatures(calls)}
+    programs = [[call.program.name, fingerprint] for call, fingerprint in _fingerprints(calls)]
+    manifest = _made_for(mesh) | {"format": FORMAT, "keys": cfg.as_dict(), "programs": programs}
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("manifest.json", json.dumps(manifest, indent=1))
@@ -111,43 +128,69 @@ def _writing(key: str, path: str) -> Iterator[epath.Path]:
         ) from None
 
 
-def check(path: str, cfg: Config, parts: Parts, *, total_steps: int) -> None:
-    """Raise ConfigError, with the difference named, unless the programs are those of this run."""
+def check(path: str, mesh: Mesh) -> None:
+    """Refuse early a file that cannot be read or was made with other versions or devices.
+
+    Raises ConfigError, with the difference named.
+    """
     with _opened(path) as archive:
-        stored = _stored(path, archive)
-    here = _manifest(cfg, parts, total_steps)
-    for part, what in (("versions", "with"), ("machine", "for"), ("keys", "with")):
+        stored = _manifest(path, archive)
+    here = _made_for(mesh)
+    for part, what in (("versions", "with"), ("machine", "for")):
         for name in here[part] | stored[part]:
-            old, new = (found[part].get(name, "none") for found in (stored, here))
+            old, new = (made[part].get(name, "none") for made in (stored, here))
             if old != new:
                 raise ConfigError(
                     f"compiled_trainstep_file={path} was compiled {what} {name}={_shown(old)}, "
-                    f"but this run has {name}={_shown(new)}. Compile it again with "
-                    f"maxdiloco.train_compile, or leave the file out."
+                    f"but this run has {name}={_shown(new)}. {REMEDY}"
                 )
 
 
-def load(path: str, parts: Parts, calls: list[Call]) -> int:
-    """Put the programs of a checked file into the run's; returns how many.
+def load(path: str, cfg: Config, mesh: Mesh, calls: list[Call]) -> int:
+    """Put the programs of a checked file into those of `calls`; returns how many.
 
-    A program beside the steps may be missing: it depends on keys such as eval_interval that a run
-    may change. Raises ConfigError when a program of the steps takes other arguments.
+    A program of the file is taken where this run's has the same name and fingerprint. A program
+    beside the steps may be missing: it depends on keys such as eval_interval that a run may
+    change. Raises ConfigError when a program of the steps is.
     """
     with _opened(path) as archive:
-        stored = _stored(path, archive)["programs"]
-        blobs = {tuple(one): archive.read(f"program_{n}") for n, one in enumerate(stored)}
-    found = [(call, blobs.get(_signature(call))) for call in calls]
-    if any(data is None and call.when == STEP for call, data in found):
-        steps = [list(_signature(call)) for call in calls if call.when == STEP]
+        stored = _manifest(path, archive)
+        blobs = {
+            (name, fingerprint): archive.read(f"program_{n}")
+            for n, (name, fingerprint) in enumerate(stored["programs"])
+        }
+    mine = [
+        (call, blobs.get((call.program.name, fingerprint)))
+        for call, fingerprint in _fingerprints(calls)
+    ]
+    absent = [call.program.name for call, blob in mine if blob is None and call.when == STEP]
+    if absent:
         raise ConfigError(
-            f"compiled_trainstep_file={path} has programs {_names(stored)} for other arrays than "
-            f"{_names(steps)} of this run. Compile it again with "
-            f"maxdiloco.train_compile, or leave the file out."
+            f"compiled_trainstep_file={path} was compiled for another program "
+            f"{', '.join(dict.fromkeys(absent))}. {_differences(stored['keys'], cfg)} {REMEDY}"
         )
-    held = [(call, data) for call, data in found if data is not None]
-    for call, data in held:
-        call.program.load(data, list(parts.mesh.devices.flat), *call.args)
-    return len(held)
+    loaded = [(call, blob) for call, blob in mine if blob is not None]
+    with without_folders():  # as above, so that nothing is lowered again
+        for call, blob in loaded:
+            call.program.load(blob, list(mesh.devices.flat), *call.args)
+    return len(loaded)
+
+
+def _fingerprints(calls: list[Call]) -> list[tuple[Call, str]]:
+    with without_folders():
+        return [(call, call.program.fingerprint(*call.args)) for call in calls]
+
+
+def _differences(stored: dict[str, Any], cfg: Config) -> str:
+    """What may be why a program differs, for the user."""
+    changes = [
+        f"{name}={_shown(stored.get(name, 'none'))}, here {_shown(value)}"
+        for name, value in cfg.as_dict().items()
+        if stored.get(name, "none") != value
+    ]
+    if not changes:
+        return "No key differs, so the code or a setting of JAX does."
+    return f"Its keys that differ: {'; '.join(changes)}."
 
 
 def _opened(path: str) -> zipfile.ZipFile:
@@ -187,7 +230,7 @@ def _read_own(path: str) -> bytes:
     )
 
 
-def _stored(path: str, archive: zipfile.ZipFile) -> dict[str, Any]:
+def _manifest(path: str, archive: zipfile.ZipFile) -> dict[str, Any]:
     try:
         stored = json.loads(archive.read("manifest.json"))
     except (KeyError, ValueError):
@@ -200,46 +243,22 @@ def _stored(path: str, archive: zipfile.ZipFile) -> dict[str, Any]:
     return stored
 
 
-def _manifest(cfg: Config, parts: Parts, total_steps: int) -> dict[str, Any]:
-    devices = parts.mesh.devices.flat
+def _made_for(mesh: Mesh) -> dict[str, Any]:
+    """The versions and devices that executables depend on."""
+    devices = mesh.devices.flat
     platform = devices[0].platform
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
-    if platform == "tpu":
-        versions["libtpu"] = importlib.metadata.version("libtpu")
+    names = ("jax", "jaxlib", "libtpu") if platform == "tpu" else ("jax", "jaxlib")
     return {
-        "format": FORMAT,
-        "versions": versions | {"maxdiloco": _source()},
+        "versions": {name: importlib.metadata.version(name) for name in names},
         "machine": {
             "platform": platform,
             "device_kind": devices[0].device_kind,
-            "devices": parts.mesh.size,
+            "devices": mesh.size,
             "processes": len({device.process_index for device in devices}),
-            "mesh": dict(parts.mesh.shape),
+            "mesh": dict(mesh.shape),
             **({"processor": _processor()} if platform == "cpu" else {}),
         },
-        "keys": _keys(cfg) | {"schedule_steps": assemble.schedule_steps(cfg, total_steps)},
     }
-
-
-def _keys(cfg: Config) -> dict[str, Any]:
-    """The keys that a program depends on."""
-    folder = base_yml.config_folder()
-    declared = base_yml.declared(folder / "base.yml")
-    return {
-        name: value
-        for name, value in cfg.as_dict().items()
-        if declared[name].group.partition(":")[0] not in OUTSIDE_GROUPS or name in INSIDE_KEYS
-    }
-
-
-def _source() -> str:
-    """A fingerprint of the package's own code."""
-    folder = base_yml.PACKAGE
-    found = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        found.update(path.relative_to(folder).as_posix().encode())
-        found.update(path.read_bytes())
-    return found.hexdigest()[:16]
 
 
 def _processor() -> str:
@@ -248,32 +267,6 @@ def _processor() -> str:
     lines = path.read_text().splitlines() if path.exists() else []
     features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return hashlib.sha256(features.encode()).hexdigest()[:16]
-
-
-def _signatures(calls: list[Call]) -> list[list[str]]:
-    """Name and a fingerprint of the arguments of each program, in order."""
-    return [list(_signature(call)) for call in calls]
-
-
-def _signature(call: Call) -> tuple[str, str]:
-    return call.program.name, _fingerprint(call.args)
-
-
-def _fingerprint(args: tuple) -> str:
-    arrays = [
-        [str(x.dtype), list(x.shape), _layout(x)]
-        for x in jax.tree.leaves(args)
-    ]
-    return hashlib.sha256(json.dumps(arrays).encode()).hexdigest()[:16]
-
-
-def _layout(x: Any) -> str:
-    placed = isinstance(x, jax.ShapeDtypeStruct)
-    return str((x.sharding.spec, x.sharding.memory_kind)) if placed else ""
-
-
-def _names(signatures: list[list[str]]) -> str:
-    return ", ".join(name for name, _ in signatures)
 
 
 def _shown(value: Any) -> str:

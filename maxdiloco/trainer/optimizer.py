@@ -2,36 +2,22 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers
 
+from maxdiloco.flags.config import Config
 from maxdiloco.models.transformer import Model
 
 MUON_RMS = 0.2  # an update as large as AdamW's, so that both take one rate (arXiv 2502.16982, 2.2)
 OUTPUT_NAMES = ("heads", "kv_heads", "head_dim", "mlp")
 
 
-class OptimizerConfig(Protocol):
-    """The keys of the config that shape the inner optimizer."""
-
-    opt_type: str
-    learning_rate: float
-    warmup_steps_fraction: float
-    cosine_learning_rate_final_fraction: float
-    learning_rate_schedule_steps: int
-    adam_b1: float
-    adam_b2: float
-    adam_eps: float
-    adam_weight_decay: float
-    gradient_clipping_threshold: float
-
-
 def learning_rate_schedule(
-    cfg: OptimizerConfig, total_steps: int
+    cfg: Config, total_steps: int
 ) -> Callable[[jax.typing.ArrayLike], jax.Array]:
     """Learning rate of inner step t as a function of the steps before it, t - 1.
 
@@ -61,16 +47,17 @@ def learning_rate(schedule: Callable, count: int) -> float:
         return float(jax.jit(schedule)(count))
 
 
-def build(cfg: OptimizerConfig, total_steps: int, *, model: Model) -> optax.GradientTransformation:
+def build(
+    cfg: Config, schedule: Callable, *, model: Model
+) -> optax.GradientTransformation:
     """Clipping by global norm (0: none), then opt_type.
 
     adamw: Adam with decoupled weight decay, times the learning rate, on matrices and embeddings;
     norm scales do not decay. muon: orthogonalised Nesterov momentum for the layers' matrices,
     Adam for the rest, the same decay (arXiv 2502.16982). sgd: plain, no momentum and no decay.
     Gradients and optimizer state are float32 whatever weight_dtype is.
-    total_steps: length of the run [inner steps].
+    schedule: of learning_rate_schedule.
     """
-    schedule = learning_rate_schedule(cfg, total_steps)
     rules = {"adamw": _adamw, "muon": _muon, "sgd": lambda cfg, rate, model: optax.sgd(rate)}
     rule = rules[cfg.opt_type](cfg, schedule, model)
     if cfg.gradient_clipping_threshold:

@@ -1,8 +1,7 @@
-"""The data of a run, opened before its folder exists: data that are refused leave none behind."""
+"""The data of a run, opened before its folder: data that are refused must not create one."""
 
 from collections.abc import Callable
 
-import jax
 from etils import epath
 
 from maxdiloco.data import pipeline
@@ -12,24 +11,23 @@ from maxdiloco.data.pipeline import Dataset
 from maxdiloco.flags.config import Config
 from maxdiloco.storage import object_store
 from maxdiloco.storage.run_folder import RunFolder, reason
-from maxdiloco.trainer import assemble
+from maxdiloco.trainer.assemble import BatchShape
 
 
 def open_data(
-    cfg: Config, mesh: jax.sharding.Mesh, folder: RunFolder, say: Callable[[str], None]
+    cfg: Config, shape: BatchShape, folder: RunFolder, say: Callable[[str], None]
 ) -> tuple[Dataset, Dataset | None, LineIndex]:
-    """The training text, the held-out text if it will be asked for, and the index of both.
+    """The training text, the held-out text if the run evaluates, and the index of both.
 
-    folder: of the run. Where an earlier start left its index, .jsonl files that are in it are not
-    read through again; the caller saves the new one (save_index) once the folder exists.
+    folder: of the run. .jsonl files in the index of an earlier start are not read through again;
+    the caller saves the new index (save_index) once the folder exists.
     Raises DataError for data that are missing, unreadable or too short for a step.
     """
     index = LineIndex(cfg.text_column, report=say)
     if cfg.dataset_type == "text":
         load_index(index, folder.line_index)
     train = pipeline.open_dataset(cfg, split="train", index=index)
-    M = assemble.count_replicas(cfg, mesh)
-    pipeline.check_size(train, first_position(M, assemble.sequences_per_replica(cfg, mesh)))
+    pipeline.check_size(train, first_position(shape.num_replicas, shape.sequences))
     held_out = None
     if cfg.eval_interval != -1:
         held_out = pipeline.open_dataset(cfg, split="eval", index=index)
@@ -37,7 +35,7 @@ def open_data(
 
 
 def load_index(index: LineIndex, path: epath.Path) -> None:
-    """Take over the index of an earlier start. It is no loss but of time: what fails is a line."""
+    """Take over the index of an earlier start; a failure costs time and is reported in a line."""
     try:
         with object_store.as_os_errors(path):
             index.load(path)
@@ -46,7 +44,7 @@ def load_index(index: LineIndex, path: epath.Path) -> None:
 
 
 def save_index(index: LineIndex, path: epath.Path) -> None:
-    """Keep the index for the next start; what fails is a line."""
+    """Keep the index for the next start; a failure is reported in a line."""
     try:
         with object_store.as_os_errors(path):
             index.save(path)

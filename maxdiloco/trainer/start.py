@@ -12,13 +12,20 @@ from maxdiloco.checkpoint import read, saved_state
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.checkpoint.read import Restored
 from maxdiloco.data.order import Position, first_position, next_position
+from maxdiloco.engine.trainer import SavedLayout
 from maxdiloco.errors import CheckpointError, DataError
-from maxdiloco.flags import config, resume
+from maxdiloco.flags import base_yml, config, resume
 from maxdiloco.flags.config import Config
 from maxdiloco.processes.agree import from_first_process, in_any_process
 from maxdiloco.storage import shared_folder
 from maxdiloco.trainer import optimizer
-from maxdiloco.trainer.assemble import Parts, initial_state, schedule_steps, state_with
+from maxdiloco.trainer.assemble import (
+    BatchShape,
+    Parts,
+    initial_state,
+    schedule_steps,
+    state_with,
+)
 
 
 class Start(NamedTuple):
@@ -30,36 +37,39 @@ class Start(NamedTuple):
     saved: Restored | None
 
     def is_fresh(self, cfg: Config) -> bool:
-        """Whether the parameters are drawn, and not read from a checkpoint."""
+        """Whether the parameters are drawn at random, not read from a checkpoint."""
         return self.saved is None and not cfg.load_parameters_path
 
 
-def look(cfg: Config, checkpointer: Checkpointer | None, *, M: int, B: int, data: str) -> Start:
+def look(
+    cfg: Config, checkpointer: Checkpointer | None, shape: BatchShape, *, data: str
+) -> Start:
     """Find where the run begins, before anything is built.
 
-    M replicas, B sequences a replica. data: fingerprint of the training data.
+    data: fingerprint of the training data.
     Raises CheckpointError for keys that differ from the saved run's and alter its result.
     """
-    found = checkpointer and checkpointer.restore(lambda meta: {})
-    if not found and cfg.load_full_state_path:
-        found = read.restore_from(
+    M, B, _ = shape
+    saved = checkpointer and checkpointer.restore(lambda meta: {})
+    if not saved and cfg.load_full_state_path:
+        saved = read.restore_from(
             cfg.load_full_state_path, lambda meta: {}, key="load_full_state_path"
         )
-    if not found:
+    if not saved:
         origin = "a fresh start"
         if cfg.load_parameters_path:
             origin += f" with the outer parameters of {cfg.load_parameters_path}"
         return Start(0, first_position(M, B), origin, None)
-    refuse_changes(cfg, found, B=B, data=data)
-    position = next_position(Position.from_dict(found.meta["position"]), found.step + 1, M, B)
-    return Start(found.step, position, f"resumed after step {found.step}", found)
+    refuse_changes(cfg, saved, B=B, data=data)
+    position = next_position(Position.from_dict(saved.meta["position"]), saved.step + 1, M, B)
+    return Start(saved.step, position, f"resumed after step {saved.step}", saved)
 
 
 def agreed_fingerprint(data: str) -> str:
-    """The fingerprint of the data, if all processes have the same. Raises DataError if not."""
+    """The fingerprint of the data. Raises DataError unless it is the same in all processes."""
     shared_folder.meet()  # the first process may still wait for the lock of the run's folder
-    own = zlib.crc32(data.encode()) >> 1  # fits a signed 32-bit integer
-    if in_any_process(from_first_process(own) != own):
+    checksum = zlib.crc32(data.encode()) >> 1  # fits a signed 32-bit integer
+    if in_any_process(from_first_process(checksum) != checksum):
         raise DataError(
             f"dataset_path: process {jax.process_index()} and others have different text. Give "
             f"every host the same files; the built-in text differs with the version of Python."
@@ -67,24 +77,24 @@ def agreed_fingerprint(data: str) -> str:
     return data
 
 
-def refuse_changes(cfg: Config, found: Restored, *, B: int, data: str) -> None:
+def refuse_changes(cfg: Config, saved: Restored, *, B: int, data: str) -> None:
     """Raise CheckpointError when config, B or data differ from the saved run's in what counts."""
     rows = "sequences_per_replica"
     resume.refuse_changes(
-        found.meta["config"] | {rows: found.meta["position"]["B"]},
+        saved.meta["config"] | {rows: saved.meta["position"]["B"]},
         cfg.as_dict() | {rows: B},
-        defaults=config.from_dict({}).as_dict(),
+        keys=base_yml.declared(),
     )
-    if found.meta["data"] != data:
+    if saved.meta["data"] != data:
         raise CheckpointError(
             f"dataset_path={cfg.dataset_path or 'empty'}: the text is not that of the checkpoint "
-            f"of step {found.step}, so its place in it means nothing. Restore the text, or start "
+            f"of step {saved.step}, so its place in it means nothing. Restore the text, or start "
             f"a new run with load_parameters_path."
         )
 
 
 def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | None) -> Any:
-    """The state to begin with, on the mesh.
+    """The state before the first step of this start, on the mesh.
 
     Raises CheckpointError when shapes differ or the checkpoint cannot be read.
     """
@@ -92,7 +102,7 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
     if start.is_fresh(cfg):
         return initial_state(parts, cfg.init_weights_seed)
     if start.saved is None:
-        remedy = resume.model_remedy(cfg.as_dict())
+        remedy = resume.model_remedy(cfg.as_dict(), keys=base_yml.declared())
         params = read.restore_parameters(
             cfg.load_parameters_path, parts.params, remedy=remedy
         )
@@ -105,42 +115,28 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
     if checkpointer is not None and from_first_process(start.step in checkpointer.steps()):
         restored = checkpointer.restore(abstract_of)
     else:
-        # The checkpoint that was looked at, should the other run save a newer one meanwhile.
+        # By its path: the other run may have saved a newer checkpoint meanwhile.
         restored = read.restore_from(
             start.saved.path, abstract_of, key="load_full_state_path"
         )
-    return saved_state.state_of(trainer, restored.items, layout, t=restored.step)
+    return trainer.restored(restored.items, layout, t=restored.step)
 
 
 def changes(cfg: Config, parts: Parts, start: Start, *, total_steps: int) -> list[str]:
-    """Lines for the user: what goes on otherwise than in the run that wrote the checkpoint."""
+    """Lines for the user: what differs from the run that wrote the checkpoint."""
     if start.saved is None:
         return []
     layout = _saved_layout(cfg, start.saved)
     return [
-        *dropped_lines(parts.trainer, layout, start.step),
+        *parts.trainer.dropped_lines(layout, start.step),
         *stretched_lines(cfg, start.saved.meta["schedule_steps"], start.step, total_steps),
     ]
 
 
-def dropped_lines(trainer: Any, layout: saved_state.SavedLayout, t: int) -> list[str]:
-    """The line on what was in flight after step t and is dropped, if anything was."""
-    sends = saved_state.dropped(trainer, layout, t)
-    if not sends:
-        return []
-    named = ", ".join(f"{send.fragment} (sent after step {send.send_step})" for send in sends)
-    history = "" if trainer.schedule.overlap == "none" else " The history restarts as in round 1."
-    return [
-        f"dropped: what was in flight of fragments {named}, since the number of replicas or the "
-        f"mesh has changed. theta and the replicas keep their values, so the next outer gradients "
-        f"carry the same progress.{history}"
-    ]
-
-
 def stretched_lines(cfg: Config, before: int, t: int, total_steps: int) -> list[str]:
-    """The line on a learning-rate schedule that has another length than before, if it has.
+    """The line on a learning-rate schedule whose length has changed, if it has.
 
-    before: its length when step t was done [inner steps]; total_steps: what -1 means now.
+    before: its length in the saved run, after step t [inner steps]; total_steps: what -1 means now.
     """
     if cfg.learning_rate_schedule_steps != -1 or before == total_steps:
         return []
@@ -155,20 +151,18 @@ def stretched_lines(cfg: Config, before: int, t: int, total_steps: int) -> list[
     ]
 
 
-def _saved_layout(cfg: Config, saved: Restored) -> saved_state.SavedLayout:
-    note = saved.meta
-    return saved_state.SavedLayout(
-        num_replicas=note["num_replicas"],
-        mesh=note["mesh"],
-        same_rules=note["config"]["logical_axis_rules"] == cfg.as_dict()["logical_axis_rules"],
-        dropped_until=note["dropped_until"],
+def _saved_layout(cfg: Config, saved: Restored) -> SavedLayout:
+    meta = saved.meta
+    return SavedLayout(
+        num_replicas=meta["num_replicas"],
+        mesh=meta["mesh"],
+        same_rules=meta["config"]["logical_axis_rules"] == cfg.as_dict()["logical_axis_rules"],
+        dropped_until=meta["dropped_until"],
     )
 
 
-def meta_of(
-    cfg: Config, parts: Parts, position: Position, data: str, *, total_steps: int
-) -> dict[str, Any]:
-    """What a checkpoint says besides its arrays."""
+def note(cfg: Config, position: Position, data: str, *, total_steps: int) -> dict[str, Any]:
+    """What a checkpoint says of the run, besides the trainer's note on the state."""
     return {
         "config": cfg.as_dict(),
         "position": position.to_dict(),
@@ -180,5 +174,4 @@ def meta_of(
 
 def saved_config(path: str, *, key: str) -> Config:
     """The config of the run that wrote a checkpoint."""
-    found = read.restore_from(path, lambda meta: {}, key=key)
-    return config.from_dict(found.meta["config"])
+    return config.from_dict(read.restore_from(path, lambda meta: {}, key=key).meta["config"])

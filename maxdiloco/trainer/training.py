@@ -1,23 +1,25 @@
-"""The training loop and what it calls at which step.
+"""A training run: from the config to the exit code.
 
     # R replicas  B sequences per replica  L tokens
 """
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import jax
+from etils import epath
 
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.data import pipeline
+from maxdiloco.data.order import Position
 from maxdiloco.engine.calls import START
+from maxdiloco.errors import Preempted
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
-from maxdiloco.metrics import tables
-from maxdiloco.metrics.compiles import Compiles
+from maxdiloco.metrics.compiles import CompileLog
 from maxdiloco.metrics.console import Progress
 from maxdiloco.metrics.writer import MetricsWriter
 from maxdiloco.models.transformer import count_parameters
@@ -26,13 +28,16 @@ from maxdiloco.processes import distributed, output
 from maxdiloco.processes.agree import from_first_process, in_any_process
 from maxdiloco.processes.preemption import Preemption
 from maxdiloco.processes.signals import INTERRUPTED
-from maxdiloco.storage.run_folder import locate, open_run_folder
+from maxdiloco.storage.run_folder import RunFolder, locate, open_run_folder
 from maxdiloco.trainer import assemble, compiled_file, feeding, run_data, start
-from maxdiloco.trainer.loop import Loop, Run
+from maxdiloco.trainer.assemble import BatchShape, Parts
+from maxdiloco.trainer.recorder import Profile, Recorder
+
+Say = Callable[[str], None]
 
 
 def run(cfg: Config, begun: float) -> int:
-    """Train as cfg says; begun: time.perf_counter() at the start of the program.
+    """Join the other processes and train; begun: time.perf_counter() when the program started.
 
     Returns the exit code. Raises the errors of maxdiloco.errors.
     """
@@ -46,25 +51,32 @@ def run(cfg: Config, begun: float) -> int:
         peer_port=cfg.peer_port,
     ) as job:
         mesh_lib.emulate_devices(cfg, num_processes=job.num_processes)
-        return _run(cfg, begun)
+        return train(cfg, begun)
 
 
-def _run(cfg: Config, begun: float) -> int:
-    mesh = mesh_lib.build(cfg)
-    assemble.check_devices(cfg, mesh)
+def train(cfg: Config, begun: float) -> int:
+    """The run in this process, see `run`: mesh, data, folder, parts, programs, state, loop."""
     primary = jax.process_index() == 0
 
     def say(line: str) -> None:
         if primary:
             output.say(output.one_line(line))
 
+    mesh = mesh_lib.build(cfg)
+    if cfg.compiled_trainstep_file:
+        compiled_file.check(cfg.compiled_trainstep_file, mesh)
+    shape = assemble.batch_shape(cfg, mesh)
     for line in [*config.describe_differences(cfg), *config.warnings(cfg)]:
         say(line)
     say(mesh_lib.describe(mesh, cfg))
-    name = cfg.run_name or f"run-{from_first_process(int(time.time()))}"
     if cfg.show_fragments:
-        return _show_fragments(cfg, mesh, say)
-    *data, index = run_data.open_data(cfg, mesh, locate(cfg.base_output_directory, name), say)
+        return _show_fragments(cfg, mesh, shape, say)
+
+    # Data before the run's folder: bad data must not create one.
+    name = cfg.run_name or f"run-{from_first_process(int(time.time()))}"
+    location = locate(cfg.base_output_directory, name)
+    text, held_out, index = run_data.open_data(cfg, shape, location, say)
+
     with ExitStack() as stack:
         folder = stack.enter_context(
             open_run_folder(cfg.base_output_directory, name, primary=primary, warn=say)
@@ -72,139 +84,155 @@ def _run(cfg: Config, begun: float) -> int:
         if primary:
             run_data.save_index(index, folder.line_index)
         del index  # 24 bytes a document
-        checkpointer = None
-        if cfg.enable_checkpointing:
-            checkpointer = stack.enter_context(
-                Checkpointer(
-                    folder.checkpoints,
-                    max_to_keep=cfg.max_num_checkpoints_to_keep,
-                    use_async=cfg.async_checkpointing,
-                    timeout_s=cfg.checkpoint_timeout_seconds,
-                    report=say,
-                )
-            )
-        return _train(_prepare(cfg, mesh, data, folder, checkpointer, say), begun)
+        checkpointer = stack.enter_context(_open_checkpointer(cfg, folder, say))
 
+        fingerprint = start.agreed_fingerprint(text.fingerprint)
+        begin = start.look(cfg, checkpointer, shape, data=fingerprint)
+        done, total = begin.step, cfg.steps
+        if total == -1:
+            total = pipeline.last_step_of_epoch(text, begin.position)
 
-def _prepare(cfg, mesh, data, folder, checkpointer, say) -> Run:
-    """Everything else before the first compile: where to begin, parts, tables."""
-    dataset, held_out = data
-    M = assemble.count_replicas(cfg, mesh)
-    B = assemble.sequences_per_replica(cfg, mesh)
-    fingerprint = start.agreed_fingerprint(dataset.fingerprint)
-    begin = start.look(cfg, checkpointer, M=M, B=B, data=fingerprint)
-    total = cfg.steps
-    if total == -1:
-        total = pipeline.last_step_of_epoch(dataset, begin.position)
-    compiles = Compiles(say, show_memory=cfg.show_memory)
-    parts = assemble.assemble(cfg, mesh, total_steps=total, on_compile=compiles)
-    say(f"model: {cfg.model_name}, {count_parameters(parts.model):,} parameters")
-    say(
-        f"batch: {M} replicas * {B} sequences * {cfg.max_target_length} tokens = "
-        f"{M * B * cfg.max_target_length:,} tokens a step"
-    )
-    if cfg.enable_diloco:
-        for line in tables.replica_table(parts.trainer.layout):
+        compiles = CompileLog(say, show_memory=cfg.show_memory)
+        parts = assemble.assemble(cfg, mesh, shape, total_steps=total, on_compile=compiles)
+        trainer = parts.trainer
+        for line in _sizes(cfg, parts):
             say(line)
-        for line in tables.fragment_table(parts.trainer.layout):
+        say(f"{begin.origin}; {total} steps in all")
+        for line in start.changes(cfg, parts, begin, total_steps=total):
             say(line)
-        say(tables.outer_memory_line(parts.trainer.layout, cfg.diloco_outer_memory))
-        compiles.resident = tables.resident(parts.trainer.layout)
-    if cfg.compiled_trainstep_file:
-        compiled_file.check(cfg.compiled_trainstep_file, cfg, parts, total_steps=total)
-    meta = start.meta_of(cfg, parts, begin.position, fingerprint, total_steps=total)
-    return Run(
-        cfg=cfg,
-        parts=parts,
-        dataset=dataset,
-        held_out=held_out,
-        begin=begin,
-        total=total,
-        folder=folder,
-        checkpointer=checkpointer,
-        meta=meta,
-        flops_per_token=assemble.flops_per_token(cfg, parts.params),
-        compiles=compiles,
-        primary=jax.process_index() == 0,
-        say=say,
-    )
+        if done >= total:
+            say(f"nothing to do: step {done} of {total} is done. Raise steps to go on.")
+            return 0
+
+        say(f"ready to compile after {time.perf_counter() - begun:.1f} s")
+        _compile(cfg, parts, compiles, say, fresh=begin.is_fresh(cfg))
+        state = start.load(cfg, parts, begin, checkpointer)
+        done = state.t
+
+        preemption = stack.enter_context(Preemption(say))
+        writer = stack.enter_context(_open_writer(cfg, folder, say, done=done))
+        progress = stack.enter_context(
+            Progress(first_step=done, total_steps=total, shown=primary)
+        )
+        steps = range(done + 1, total + 1)
+        batches = stack.enter_context(_open_batches(cfg, parts, text, begin.position, steps))
+        profile = stack.enter_context(Profile(cfg, folder, done=done))
+        recorder = Recorder(
+            cfg,
+            parts,
+            done=done,
+            total=total,
+            progress=progress,
+            writer=writer,
+            checkpointer=checkpointer,
+            note=start.note(cfg, begin.position, fingerprint, total_steps=total),
+        )
+        for t in steps:
+            state, metrics = trainer.step(state, next(batches))
+            parts.monitor.add(t, metrics)
+            last, row = t == total, {}
+            if last or t % cfg.log_period == 0:
+                row |= recorder.log(t, state)
+            if held_out is not None and (last or t % cfg.eval_interval == 0):
+                row |= recorder.evaluate(state, held_out)
+            progress.advance()
+            if row:
+                recorder.write(t, row)
+            if not last and t % cfg.checkpoint_period == 0:
+                recorder.save(t, state)
+            profile.after(t)
+            if preemption.requested(t):
+                recorder.save(t, state, last=True)
+                return _stopped(cfg, t, in_any_process(preemption.by_ctrl_c), say)
+
+        if cfg.save_checkpoint_on_completion:
+            recorder.save(total, state, last=True)
+        elif checkpointer is not None:
+            checkpointer.wait(last=True)  # before the run says that it is done
+        say(trainer.closing_line(state))
+        say(f"run folder: {epath.Path(folder.path)}")
+        return INTERRUPTED if preemption.by_ctrl_c else 0
 
 
-def _show_fragments(cfg, mesh, say) -> int:
-    parts = assemble.assemble(cfg, mesh, total_steps=max(1, cfg.steps), on_compile=lambda *_: None)
-    if not cfg.enable_diloco:
-        say("enable_diloco=false: nothing is exchanged in fragments.")
-        return 0
-    for line in tables.fragment_table(parts.trainer.layout):
+def _show_fragments(cfg: Config, mesh: jax.sharding.Mesh, shape: BatchShape, say: Say) -> int:
+    total = max(1, cfg.steps)
+    parts = assemble.assemble(cfg, mesh, shape, total_steps=total, on_compile=lambda *_: None)
+    for line in parts.trainer.description().fragments:
         say(line)
     return 0
 
 
-def _train(run: Run, begun: float) -> int:
-    cfg, parts = run.cfg, run.parts
-    run.say(f"{run.begin.origin}; {run.total} steps in all")
-    for line in start.changes(cfg, parts, run.begin, total_steps=run.total):
-        run.say(line)
-    if run.begin.step >= run.total:
-        run.say(
-            f"nothing to do: step {run.begin.step} of {run.total} is done. Raise steps to go on."
-        )
-        return 0
-    run.say(f"ready to compile after {time.perf_counter() - begun:.1f} s")
-    _compile(run)
-    state = start.load(cfg, parts, run.begin, run.checkpointer)
-    with ExitStack() as stack:
-        preemption = stack.enter_context(Preemption(run.say))
-        writer = None
-        if run.primary:
-            writer = stack.enter_context(
-                MetricsWriter(
-                    run.folder,
-                    tensorboard=cfg.enable_tensorboard,
-                    resume_step=state.t or None,
-                    report=run.say,
-                )
-            )
-        progress = stack.enter_context(
-            Progress(first_step=state.t, total_steps=run.total, shown=run.primary)
-        )
-        batches = stack.enter_context(_open_batches(run, state.t))
-        loop = Loop(run, writer, progress)
-        stack.callback(loop.stop_profile)
-        for t in range(state.t + 1, run.total + 1):
-            state, metrics = parts.trainer.step(state, next(batches))
-            loop.after_step(t, state, metrics)
-            if preemption.requested(t):
-                return loop.stop_early(t, state, ctrl_c=in_any_process(preemption.by_ctrl_c))
-        loop.finish(state)
-        return INTERRUPTED if preemption.by_ctrl_c else 0
+def _open_checkpointer(
+    cfg: Config, folder: RunFolder, say: Say
+) -> AbstractContextManager[Checkpointer | None]:
+    if not cfg.enable_checkpointing:
+        return nullcontext()
+    return Checkpointer(
+        folder.checkpoints,
+        max_to_keep=cfg.max_num_checkpoints_to_keep,
+        use_async=cfg.async_checkpointing,
+        timeout_s=cfg.checkpoint_timeout_seconds,
+        say=say,
+    )
 
 
-def _compile(run: Run) -> None:
-    """Every program before the first step, so that none that does not fit is found later."""
-    calls = assemble.calls(run.cfg, run.parts)
-    if not run.begin.is_fresh(run.cfg):
-        calls = [call for call in calls if call.when != START]
-    path = run.cfg.compiled_trainstep_file
-    if path:
-        count = compiled_file.load(path, run.parts, calls)
-        run.say(f"{count} compiled programs loaded from {path}")
-    run.compiles.all_of(calls)
+def _open_writer(
+    cfg: Config, folder: RunFolder, say: Say, *, done: int
+) -> AbstractContextManager[MetricsWriter | None]:
+    if jax.process_index() != 0:
+        return nullcontext()
+    return MetricsWriter(
+        folder, tensorboard=cfg.enable_tensorboard, resume_step=done or None, say=say
+    )
 
 
 @contextmanager
-def _open_batches(run: Run, done: int) -> Iterator[Iterator[Any]]:
-    """Global batches from step done + 1 on; the reader ends with the context."""
-    parts = run.parts
-    sharding = assemble.batch_sharding(parts.mesh, parts.rules)
-    shape = (parts.num_replicas, parts.batch_size, run.cfg.max_target_length)
+def _open_batches(
+    cfg: Config, parts: Parts, text: pipeline.Dataset, position: Position, steps: range
+) -> Iterator[Iterator[Any]]:
+    """The global batches of some steps; leaving the context ends the reader."""
+    shape, sharding = tuple(parts.shape), parts.batch["tokens"].sharding
     rows = feeding.local_rows(sharding, shape)
     with pipeline.batches(
-        run.dataset,
-        run.begin.position,
-        steps=range(done + 1, run.total + 1),
+        text,
+        position,
+        steps=steps,
         replicas=rows[0],
         rows=rows[1],
-        worker_count=run.cfg.grain_worker_count,
+        worker_count=cfg.grain_worker_count,
     ) as local:
         yield feeding.feed(local, rows, sharding, shape)
+
+
+def _sizes(cfg: Config, parts: Parts) -> list[str]:
+    """Lines on the sizes of model, batch, replicas and fragments."""
+    R, B, L = parts.shape
+    return [
+        f"model: {cfg.model_name}, {count_parameters(parts.model):,} parameters",
+        f"batch: {R} replicas * {B} sequences * {L} tokens = {parts.shape.tokens:,} tokens a step",
+        *parts.trainer.description().start,
+    ]
+
+
+def _compile(cfg: Config, parts: Parts, compiles: CompileLog, say: Say, *, fresh: bool) -> None:
+    """Compile every program before the first step: one that does not fit must not fail later."""
+    calls = assemble.calls(cfg, parts)
+    if not fresh:
+        calls = [call for call in calls if call.when != START]
+    path = cfg.compiled_trainstep_file
+    if path:
+        count = compiled_file.load(path, cfg, parts.mesh, calls)
+        say(f"{count} compiled programs loaded from {path}")
+    compiles.resident = parts.trainer.description().resident
+    compiles.all_of(calls)
+
+
+def _stopped(cfg: Config, t: int, ctrl_c: bool, say: Say) -> int:
+    """The exit code after Ctrl-C; after SIGTERM raise Preempted. t: the last step."""
+    saved = "saved. The same command goes on."
+    if not cfg.enable_checkpointing:
+        saved = "nothing is saved, since enable_checkpointing=false."
+    if not ctrl_c:
+        raise Preempted(f"SIGTERM after step {t}: {saved}")
+    say(f"Ctrl-C after step {t}: {saved}")
+    return INTERRUPTED

@@ -7,10 +7,10 @@ from maxdiloco.aot.hlo.collectives import Collective
 from maxdiloco.aot.hlo.replay import Timing
 from maxdiloco.aot.measure import Crossing, Measured, Memory
 from maxdiloco.aot.report import Report
-from maxdiloco.aot.topology import Chip
+from maxdiloco.parallel.chips import Chip
 
 MIB = 2**20
-CHIP = Chip(hbm_gib=1.0, clock_hz=1.5e9, ici_gbps=1600)
+CHIP = Chip(("a chip",), 1e12, hbm_gib=1.0, clock_hz=1.5e9, ici_gbps=1600)
 
 
 def memory(peak=100, elsewhere=50):
@@ -66,8 +66,8 @@ def test_what_runs_beside_the_steps_is_counted_apart():
 
 
 def test_a_crossing_lies_between_its_start_and_its_end():
-    one = exchange(waited=0.002)
-    where = report.placed(one, one.crossings[0])
+    (program,) = report.as_json(a_report(exchange(waited=0.002)))["programs"]
+    (where,) = program["dcn"]
     assert where["starts"] == pytest.approx(0.0025 / 0.012)
     assert where["ends"] == pytest.approx(1.0)
     # From 2.5 to 12 ms less the 2 ms of standing still, of 10 ms of its own.

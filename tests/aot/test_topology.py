@@ -41,6 +41,11 @@ def test_without_libtpu_the_extra_is_named(monkeypatch):
         topology.devices("v5e-4", 2)
 
 
+def test_every_topology_is_of_a_chip_with_all_facts():
+    for name in topology.TOPOLOGIES:
+        assert None not in topology.chip(name), name
+
+
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize(
     ("name", "devices", "kind"),
@@ -52,3 +57,4 @@ def test_devices_of_two_slices(name, devices, kind):
     assert len(found) == 2 * devices
     assert {device.slice_index for device in found} == {0, 1}
     assert {device.device_kind for device in found} == {kind}
+    assert kind in topology.chip(name).kinds

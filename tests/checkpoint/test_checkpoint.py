@@ -20,7 +20,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.checkpoint.checkpointer import Checkpointer, restore_from, restore_parameters
+from maxdiloco.checkpoint.checkpointer import Checkpointer
+from maxdiloco.checkpoint.read import restore_from, restore_parameters
 from maxdiloco.errors import CheckpointError
 from maxdiloco.storage.run_folder import locate
 

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.checkpoint import arrays as arrays_lib
-from maxdiloco.checkpoint.arrays import Cycled, read_item, split_over
+from maxdiloco.checkpoint.arrays import Cycled, read_item, split_over_slices
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.errors import CheckpointError
 
@@ -57,7 +57,7 @@ def test_gathered_leaves_are_read_one_at_a_time(devices, step_folder, monkeypatc
 
     monkeypatch.setattr(arrays_lib, "_gathered", gathered)
     monkeypatch.setattr(jax, "process_count", lambda: 4)
-    found = read_item(step_folder, "params", wanted(NamedSharding(mesh, P())), axis="diloco")
+    found = read_item(step_folder, "params", wanted(NamedSharding(mesh, P())))
     jax.tree.map(np.testing.assert_array_equal, found, VALUES)
     leaf = 4 * 128  # on four devices
     assert most == [n * leaf + leaf / 4 for n in range(1, LEAVES + 1)]
@@ -81,7 +81,7 @@ def test_a_host_reads_a_bounded_number_of_bytes_ahead(step_folder, monkeypatch, 
     monkeypatch.setattr(arrays_lib, "READ_AHEAD_BYTES", room)
     monkeypatch.setattr(arrays_lib, "_started", counted_start)
     monkeypatch.setattr(arrays_lib, "_finished", counted_finish)
-    found = read_item(step_folder, "params", wanted(), axis="diloco")
+    found = read_item(step_folder, "params", wanted())
     jax.tree.map(np.testing.assert_array_equal, found, VALUES)
     assert max(most) == leaves
 
@@ -97,7 +97,7 @@ def test_a_device_reads_only_what_it_keeps(devices, step_folder, monkeypatch):
         arrays_lib, "read_part", lambda x, part: bounds.append(part) or read(x, part)
     )
     leaf = Cycled(jax.ShapeDtypeStruct((3, 4), jnp.bfloat16, sharding=sharding), stored=8)
-    found = read_item(step_folder, "params", dict.fromkeys(VALUES, leaf), axis="diloco")
+    found = read_item(step_folder, "params", dict.fromkeys(VALUES, leaf))
     assert sorted(bounds) == sorted(
         [((r, r + 1), (c, c + 2)) for r in range(3) for c in (0, 2)] * LEAVES
     )
@@ -112,7 +112,7 @@ def test_an_array_that_cannot_be_read_is_one_line(step_folder, lost):
     for path in [*step_folder.glob(f"params/{lost}"), *step_folder.glob(f"params/*/{lost}")]:
         path.unlink()
     with pytest.raises(CheckpointError) as caught:
-        read_item(step_folder, "params", wanted(), axis="diloco")
+        read_item(step_folder, "params", wanted())
     line = str(caught.value)
     assert line.startswith(f"leaf0 of params in checkpoint {step_folder} cannot be read: ")
     assert line.endswith("or remove that checkpoint to go on from the one before it.")
@@ -136,9 +136,9 @@ def test_the_dimension_that_is_read_in_parts(devices, shape, spec, padded, expec
     sharding = NamedSharding(mesh, spec)
     if expected is None:
         with pytest.raises(ValueError, match="divi"):
-            split_over(shape, sharding, "diloco")
+            split_over_slices(shape, sharding)
         return
-    found_shape, found_spec = split_over(shape, sharding, "diloco")
+    found_shape, found_spec = split_over_slices(shape, sharding)
     assert found_shape == padded
     assert NamedSharding(mesh, found_spec).is_equivalent_to(
         NamedSharding(mesh, expected), len(shape)
@@ -151,7 +151,7 @@ def test_the_dimension_that_is_read_in_parts(devices, shape, spec, padded, expec
 )
 def test_parts_cover_the_array_and_are_equally_large(devices, shape, slices):
     mesh = jax.make_mesh((slices,), ("diloco",), devices=devices[:slices])
-    found, spec = split_over(tuple(shape), NamedSharding(mesh, P()), "diloco")
+    found, spec = split_over_slices(tuple(shape), NamedSharding(mesh, P()))
     assert all(a >= b for a, b in zip(found, shape, strict=True))
     assert sum(a != b for a, b in zip(found, shape, strict=True)) <= 1
     part = NamedSharding(mesh, spec).shard_shape(found)

@@ -13,7 +13,8 @@ import pytest
 
 from maxdiloco.checkpoint import checkpointer as checkpointer_lib
 from maxdiloco.checkpoint import orbax_io, seal, write
-from maxdiloco.checkpoint.checkpointer import Checkpointer, restore_from
+from maxdiloco.checkpoint.checkpointer import Checkpointer
+from maxdiloco.checkpoint.read import restore_from
 from maxdiloco.errors import CheckpointError
 from maxdiloco.storage.run_folder import locate
 
@@ -75,7 +76,7 @@ UNSEALED = ("commit_success.txt",)
 
 @pytest.mark.parametrize("damage", [missing, cut, emptied, zeroed, one_bit])
 def test_damage_of_any_file_is_reported_and_the_previous_checkpoint_used(
-    tmp_path, two_saved, damage
+    tmp_path, two_saved, damage, capsys
 ):
     saved, files = two_saved
     assert "seal.json" in files and "meta/metadata" in files and len(files) > 8
@@ -86,19 +87,17 @@ def test_damage_of_any_file_is_reported_and_the_previous_checkpoint_used(
         shutil.copytree(saved, run)
         file = pathlib.Path(folder_of(run)) / "20" / name
         damage(file, file.read_bytes())
-        said = []
-        restored = restore_from(run / "run", wanted, key="k", report=said.append)
+        restored = restore_from(run / "run", wanted, key="k")
         assert restored.step == 10, name
         np.testing.assert_array_equal(restored.items["outer_params"]["w"], values(10)["w"])
-        assert len(said) == 1, name
-        assert said[0].startswith(f"warning: checkpoint {folder_of(run)}/20 is damaged"), name
+        (said,) = capsys.readouterr().out.splitlines()
+        assert said.startswith(f"warning: checkpoint {folder_of(run)}/20 is damaged"), name
 
 
-def test_undamaged_the_newest_is_used_and_nothing_said(two_saved):
+def test_undamaged_the_newest_is_used_and_nothing_said(two_saved, capsys):
     """The positive control of the test above."""
-    said = []
-    restored = restore_from(two_saved[0] / "run", wanted, key="k", report=said.append)
-    assert restored.step == 20 and said == []
+    restored = restore_from(two_saved[0] / "run", wanted, key="k")
+    assert restored.step == 20 and capsys.readouterr().out == ""
 
 
 def damaged_run(tmp_path, two_saved, *steps):
@@ -112,7 +111,7 @@ def test_a_resuming_run_sets_the_damaged_one_aside_and_saves_that_step_again(tmp
     folder = damaged_run(tmp_path, two_saved, 20)
     said = []
     for _ in range(2):  # the second time 20 is there again, and is damaged again
-        with Checkpointer(folder, max_to_keep=None, report=said.append) as checkpointer:
+        with Checkpointer(folder, max_to_keep=None, say=said.append) as checkpointer:
             assert checkpointer.restore(lambda meta: {}).step == 10
             assert checkpointer.restore(wanted).step == 10
             assert checkpointer.steps() == [10]
@@ -131,7 +130,7 @@ def test_when_all_are_damaged_the_run_does_not_silently_start_anew(tmp_path, two
         r"the whole disk is mounted, put a copy of a checkpoint there, or set another run_name to "
         r"start from the beginning\.$"
     )
-    with Checkpointer(folder, max_to_keep=None, report=lambda line: None) as checkpointer:
+    with Checkpointer(folder, max_to_keep=None, say=lambda line: None) as checkpointer:
         with pytest.raises(CheckpointError, match=message):
             checkpointer.restore(wanted)
     assert sorted(os.listdir(folder)) == ["10", "20"]  # they may be whole again after a mount
@@ -141,7 +140,7 @@ def test_a_single_damaged_checkpoint_that_was_asked_for_is_an_error(tmp_path, tw
     folder = damaged_run(tmp_path, two_saved, 20)
     message = "no undamaged checkpoint is left .* or give load_full_state_path another path"
     with pytest.raises(CheckpointError, match=message):
-        restore_from(folder / "20", wanted, key="load_full_state_path", report=lambda line: None)
+        restore_from(folder / "20", wanted, key="load_full_state_path")
     assert (folder / "20").exists()  # another run's folder is left as it is
 
 
@@ -157,10 +156,11 @@ def test_processes_share_the_examination(tmp_path, two_saved):
     assert seal.damage(newest, places=[place + 1]) is None
 
 
-def test_above_the_limit_only_sizes_are_kept(tmp_path, two_saved):
+def test_above_the_limit_only_sizes_are_kept(tmp_path, two_saved, monkeypatch):
     folder = damaged_run(tmp_path, two_saved)
     newest = folder / "20"
-    seal.write(newest, content_limit_bytes=10)
+    monkeypatch.setattr(seal, "CONTENT_LIMIT_BYTES", 10)
+    seal.write(newest)
     file = pathlib.Path(newest) / "meta" / "metadata"
     zeroed(file, file.read_bytes())
     assert seal.damage(newest) is None
@@ -230,7 +230,7 @@ def test_a_failed_save_does_not_hide_the_error_under_way(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     def save_and_fail():
-        with Checkpointer(folder_of(tmp_path), max_to_keep=1, report=said.append) as checkpointer:
+        with Checkpointer(folder_of(tmp_path), max_to_keep=1, say=said.append) as checkpointer:
             checkpointer.save(1, items(1), {})
             raise ZeroDivisionError
 
@@ -288,7 +288,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, two_sav
         raise PermissionError(13, "Permission denied")
 
     said = []
-    with Checkpointer(folder, max_to_keep=2, report=said.append) as checkpointer:
+    with Checkpointer(folder, max_to_keep=2, say=said.append) as checkpointer:
         monkeypatch.setattr(type(folder), "rmtree", refuse)
         checkpointer.save(30, items(30), {})
         checkpointer.wait()

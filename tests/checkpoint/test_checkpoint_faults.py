@@ -48,7 +48,7 @@ def save_and_wait(checkpointer, step):
 def opened(tmp_path):
     """A Checkpointer that has saved step 1, and what it says."""
     said = []
-    with Checkpointer(folder_of(tmp_path), max_to_keep=None, report=said.append) as checkpointer:
+    with Checkpointer(folder_of(tmp_path), max_to_keep=None, say=said.append) as checkpointer:
         checkpointer.save(1, items(1), {"t": 1})
         checkpointer.wait()
         assert said == []
@@ -197,7 +197,7 @@ def test_without_room_for_it_nothing_of_a_checkpoint_is_written(tmp_path, monkey
     """Three leaves of 64 * 64 float32 are 49,152 B; the disk is said to have 49,151 free."""
     usage = run_folder.shutil.disk_usage(tmp_path)
     said = []
-    with Checkpointer(folder_of(tmp_path), max_to_keep=None, report=said.append) as checkpointer:
+    with Checkpointer(folder_of(tmp_path), max_to_keep=None, say=said.append) as checkpointer:
         monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda p: usage._replace(free=49151))
         assert checkpointer.save(1, items(1), {})
         assert len(said) == 1
@@ -222,7 +222,7 @@ def test_a_save_that_takes_longer_than_its_time_has_failed(tmp_path, monkeypatch
     monkeypatch.setattr(serialization, "async_serialize_from_host", wait_and_write)
     said = []
     with Checkpointer(
-        folder_of(tmp_path), max_to_keep=None, timeout_s=0.1, report=said.append
+        folder_of(tmp_path), max_to_keep=None, timeout_s=0.1, say=said.append
     ) as checkpointer:
         checkpointer.save(1, items(1), {})
         checkpointer.wait()
@@ -281,7 +281,7 @@ def test_a_real_full_disk_and_a_real_read_only_one(tmpfs, monkeypatch, capfd):
     said = []
     folder = folder_of(tmpfs)
     monkeypatch.setattr(write_lib, "require_space", lambda *_: None)
-    with Checkpointer(folder, max_to_keep=2, report=said.append) as checkpointer:
+    with Checkpointer(folder, max_to_keep=2, say=said.append) as checkpointer:
         checkpointer.save(1, items(1), {}, last=True)
         filler = tmpfs / "filler"
         filler.write_bytes(bytes(shutil.disk_usage(tmpfs).free - 40_000))

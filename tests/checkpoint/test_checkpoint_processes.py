@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxdiloco.checkpoint.checkpointer import restore_parameters
+from maxdiloco.checkpoint.read import restore_parameters
 from maxdiloco.storage.run_folder import locate
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -68,7 +68,7 @@ def tell(what, value):
         print(json.dumps([what, value]), file=file)
 
 def open_checkpoints():
-    return Checkpointer(folder, max_to_keep=2, report=lambda line: tell("said", line))
+    return Checkpointer(folder, max_to_keep=2, say=lambda line: tell("said", line))
 """
 
 SCRIPT = """

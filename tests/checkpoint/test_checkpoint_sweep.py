@@ -29,7 +29,7 @@ def arm(first, last, number):
     faults.faults_arm(below, ctypes.c_long(first), ctypes.c_long(last), number)
 
 said = []
-with Checkpointer(folder, max_to_keep=2, report=said.append) as checkpointer:
+with Checkpointer(folder, max_to_keep=2, say=said.append) as checkpointer:
     for step in (1, 2, 3):  # the third removes the first
         arm(0, 0, 0)
         checkpointer.save(step, items(step), {}, last=True)

@@ -16,8 +16,7 @@ from maxdiloco import DiLoCo
 from maxdiloco.checkpoint import arrays as arrays_lib
 from maxdiloco.checkpoint import saved_state
 from maxdiloco.checkpoint.checkpointer import Checkpointer
-from maxdiloco.checkpoint.saved_state import SavedLayout
-from maxdiloco.trainer import start
+from maxdiloco.engine.trainer import SavedLayout
 
 PARAMS = {"w": np.arange(6, dtype=np.float32).reshape(3, 2)}
 
@@ -37,7 +36,7 @@ def trained(M, steps, **options):
 
 
 def layout_of(source, state):
-    return SavedLayout(**saved_state.note_of(source, state), same_rules=True)
+    return SavedLayout(**source.note(state), same_rules=True)
 
 
 def moved(folder, source, state, target):
@@ -48,13 +47,13 @@ def moved(folder, source, state, target):
 
 def save(folder, trainer, state):
     with Checkpointer(folder, max_to_keep=1, use_async=False) as checkpointer:
-        checkpointer.save(state.t, saved_state.items_of(trainer, state), {})
+        checkpointer.save(state.t, trainer.saved_items(state), {})
 
 
 def read(folder, trainer, layout):
     with Checkpointer(folder, max_to_keep=1) as checkpointer:
         restored = checkpointer.restore(lambda meta: saved_state.abstract_items(trainer, layout))
-    return saved_state.state_of(trainer, restored.items, layout, t=restored.step)
+    return trainer.restored(restored.items, layout, t=restored.step)
 
 
 def test_the_same_trainer_gets_the_same_state_back(tmp_path):
@@ -238,18 +237,18 @@ def test_a_line_tells_what_was_dropped(devices):
     source, state = streaming(2, mesh_of(devices, 2, 1, 2))
     target, _ = streaming(4, mesh_of(devices, 4, 1, 2))
     layout = layout_of(source, state)
-    (line,) = start.dropped_lines(target, layout, 8)
+    (line,) = target.dropped_lines(layout, 8)
     assert line == (
         "dropped: what was in flight of fragments 0 (sent after step 6), 1 (sent after step 8), "
         "since the number of replicas or the mesh has changed. theta and the replicas keep their "
         "values, so the next outer gradients carry the same progress."
     )
-    assert start.dropped_lines(source, layout, 8) == []
-    assert start.dropped_lines(source, layout._replace(same_rules=False), 8) == [line]
-    (line,) = start.dropped_lines(target, layout._replace(dropped_until=6), 8)
+    assert source.dropped_lines(layout, 8) == []
+    assert source.dropped_lines(layout._replace(same_rules=False), 8) == [line]
+    (line,) = target.dropped_lines(layout._replace(dropped_until=6), 8)
     assert "fragments 1 (sent after step 8), since" in line
-    assert start.dropped_lines(target, layout._replace(dropped_until=8), 8) == []
+    assert target.dropped_lines(layout._replace(dropped_until=8), 8) == []
     eager, state = trained(2, 0, outer_overlap="eager")
     larger, _ = trained(4, 0, outer_overlap="eager")
-    (line,) = start.dropped_lines(larger, layout_of(eager, state), 4)
+    (line,) = larger.dropped_lines(layout_of(eager, state), 4)
     assert line.endswith("same progress. The history restarts as in round 1.")

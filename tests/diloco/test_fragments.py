@@ -6,15 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxdiloco.diloco.fragments import (
-    Part,
-    Stacked,
-    Vocabulary,
-    deal,
-    lopsided,
-    part_shape,
-    partition,
-)
+from maxdiloco.diloco.fragments import Stacked, Vocabulary, assign, oversized, partition
 
 
 def shapes(**leaves):
@@ -25,19 +17,35 @@ MODEL = shapes(embedding=(6, 2), norm=(2,), w=(5, 3, 2))  # tree order: embeddin
 AXES = {"embedding": Vocabulary(0), "norm": None, "w": 0}
 
 
+def entries(leaf_slice):
+    """The entries of dim `axis` that a slice takes."""
+    first = leaf_slice.start_or_indices
+    if leaf_slice.pattern == "list":
+        return list(first)
+    return list(range(first, first + leaf_slice.count * leaf_slice.stride, leaf_slice.stride))
+
+
+def held(fragment):
+    """[(leaf, None for all of it, or axis and entries)] of a fragment."""
+    return [
+        (s.leaf, None) if s.pattern == "whole" else (s.leaf, s.axis, entries(s))
+        for s in fragment.slices
+    ]
+
+
 def test_one_fragment_holds_everything():
     """P=1 is DiLoCo: one fragment, every leaf whole."""
     (only,) = partition(MODEL, AXES, num_fragments=1)
-    assert only.parts == (Part(0, None, ()), Part(1, None, ()), Part(2, None, ()))
+    assert held(only) == [(0, None), (1, None), (2, None)]
     assert only.size == 12 + 2 + 30
 
 
 def test_strided_layers_follow_the_non_layer_fragment():
     """P=3, k=1: layers 0,2,4 in fragment 1 and 1,3 in fragment 2."""
     first, second, third = partition(MODEL, AXES, num_fragments=3)
-    assert first.parts == (Part(0, None, ()), Part(1, None, ()))
-    assert second.parts == (Part(2, 0, (0, 2, 4)),) and second.layers == (0, 2, 4)
-    assert third.parts == (Part(2, 0, (1, 3)),) and third.size == 12
+    assert held(first) == [(0, None), (1, None)]
+    assert held(second) == [(2, 0, [0, 2, 4])] and second.layers == (0, 2, 4)
+    assert held(third) == [(2, 0, [1, 3])] and third.size == 12
 
 
 def test_sequential_layers_are_runs_the_first_longer():
@@ -46,11 +54,11 @@ def test_sequential_layers_are_runs_the_first_longer():
     assert (second.layers, third.layers) == ((0, 1, 2), (3, 4))
 
 
-def test_vocabulary_rows_are_dealt_to_k_fragments():
+def test_vocabulary_rows_are_assigned_to_k_fragments():
     """k=2: row v in fragment v mod 2, every other non-layer leaf in fragment 0."""
     first, second, _ = partition(MODEL, AXES, num_fragments=3, num_nonlayer=2)
-    assert first.parts == (Part(0, 0, (0, 2, 4)), Part(1, None, ()))
-    assert second.parts == (Part(0, 0, (1, 3, 5)),)
+    assert held(first) == [(0, 0, [0, 2, 4]), (1, None)]
+    assert held(second) == [(0, 0, [1, 3, 5])]
 
 
 def test_repeated_blocks_follow_the_layers_they_name():
@@ -58,24 +66,24 @@ def test_repeated_blocks_follow_the_layers_they_name():
     params = shapes(big=(3, 2), small=(4, 2))
     axes = {"big": Stacked(0, (0, 3, 6)), "small": Stacked(0, (1, 2, 4, 5))}
     even, odd = partition(params, axes, num_fragments=2)
-    assert even.parts == (Part(0, 0, (0, 2)), Part(1, 0, (1, 2)))
-    assert odd.parts == (Part(0, 0, (1,)), Part(1, 0, (0, 3)))
+    assert held(even) == [(0, 0, [0, 2]), (1, 0, [1, 2])]
+    assert held(odd) == [(0, 0, [1]), (1, 0, [0, 3])]
 
 
-def test_without_layer_axis_leaves_are_dealt():
+def test_without_layer_axis_leaves_are_assigned():
     """layer_axis=None: leaf i in tree order -> fragment i mod P, or contiguous."""
     params = shapes(a=(1,), b=(2,), c=(3,))
     strided = partition(params, None, num_fragments=2)
-    assert [[p.leaf for p in f.parts] for f in strided] == [[0, 2], [1]]
+    assert [[s.leaf for s in f.slices] for f in strided] == [[0, 2], [1]]
     runs = partition(params, None, num_fragments=2, sequential=True)
-    assert [[p.leaf for p in f.parts] for f in runs] == [[0, 1], [2]]
+    assert [[s.leaf for s in f.slices] for f in runs] == [[0, 1], [2]]
 
 
 @given(st.integers(1, 40), st.data(), st.booleans())
-def test_dealing_uses_every_fragment_and_balances(n, data, sequential):
+def test_assigning_uses_every_fragment_and_balances(n, data, sequential):
     """No fragment is empty, and sizes differ by one at most, the first ones longer."""
     P = data.draw(st.integers(1, n))
-    counts = np.bincount(deal(n, P, sequential), minlength=P)
+    counts = np.bincount(assign(n, P, sequential), minlength=P)
     assert counts.min() >= 1
     assert list(counts) == sorted(counts, reverse=True) and counts[0] - counts[-1] <= 1
 
@@ -86,19 +94,19 @@ def test_every_value_is_in_exactly_one_fragment(layers, rows, k, sequential, dat
     params = shapes(embedding=(rows + 2, 2), norm=(2,), w=(3, layers))
     axes = {"embedding": Vocabulary(0), "norm": None, "w": 1}
     P = data.draw(st.sampled_from([1, *range(k + 1, layers + k + 1)]))
-    found = partition(params, axes, num_fragments=P, num_nonlayer=k, sequential=sequential)
-    leaves = jax.tree.leaves(params)
-    seen = [np.zeros(leaf.shape, int) for leaf in leaves]
-    for fragment in found:
-        for part in fragment.parts:
-            index = [slice(None)] * len(leaves[part.leaf].shape)
-            if part.axis is not None:
-                index[part.axis] = list(part.entries)
-            seen[part.leaf][tuple(index)] += 1
-        assert fragment.size == sum(
-            np.prod(part_shape(part, leaves[part.leaf])) for part in fragment.parts
-        )
-    assert all((count == 1).all() for count in seen)
+    fragments = partition(params, axes, num_fragments=P, num_nonlayer=k, sequential=sequential)
+    counts = [np.zeros(leaf.shape, int) for leaf in jax.tree.leaves(params)]
+    for fragment in fragments:
+        size = 0
+        for s in fragment.slices:
+            index = [slice(None)] * counts[s.leaf].ndim
+            if s.pattern != "whole":
+                index[s.axis] = entries(s)
+            counts[s.leaf][tuple(index)] += 1
+            assert counts[s.leaf][tuple(index)].shape == s.shape(counts[s.leaf].shape)
+            size += counts[s.leaf][tuple(index)].size
+        assert fragment.size == size
+    assert all((count == 1).all() for count in counts)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +145,6 @@ def test_layer_axis_that_does_not_fit_is_refused(axes, message):
         partition(shapes(w=(2, 3)), axes, num_fragments=2)
 
 
-def test_a_fragment_above_twice_the_median_is_lopsided():
-    assert lopsided([10, 4, 4, 4]) == [0]
-    assert lopsided([8, 4, 4, 4]) == []
+def test_a_fragment_above_twice_the_median_is_oversized():
+    assert oversized([10, 4, 4, 4]) == [0]
+    assert oversized([8, 4, 4, 4]) == []

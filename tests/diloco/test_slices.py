@@ -1,11 +1,10 @@
-"""Cuts: a fragment's part of a leaf is taken and put back at places known only when it runs."""
+"""A fragment's slice of a leaf is taken and put back where a start says, known when it runs."""
 
 import jax
 import numpy as np
 import pytest
 
 from maxdiloco.diloco import slices
-from maxdiloco.diloco.fragments import Part
 
 # (pattern, dim size, entries): the entries of one dim, by hand
 CASES = [
@@ -23,33 +22,34 @@ CASES = [
 @pytest.mark.parametrize("lead", [0, 1])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_take_and_put_are_numpy_indexing(pattern, size, entries, lead, axis):
-    """With a leading R and without, on either dim, under jit with traced places."""
+    """With a leading R and without, on either dim, under jit with a traced start."""
     shape = (size, 3) if axis == 0 else (3, size)
-    part = Part(0, axis, entries)
-    cut = slices.cut_of(part, shape)
-    assert cut.pattern == pattern
+    leaf_slice = slices.along(0, axis, entries, shape)
+    assert leaf_slice.pattern == pattern
     x = np.random.default_rng(0).normal(size=(2,) * lead + shape).astype(np.float32)
     index = (slice(None),) * (axis + lead) + (list(entries),)
-    places = slices.places_of(part, cut)
-    taken = jax.jit(lambda x, p: slices.take(x, cut, p, lead=lead))(x, places)
+    start, form = np.array(leaf_slice.start_or_indices, np.int32), leaf_slice.form
+    taken = jax.jit(lambda x, start: slices.take(x, form, start, lead=lead))(x, start)
+    assert taken.shape == x.shape[:lead] + leaf_slice.shape(shape)
     np.testing.assert_array_equal(taken, x[index])
     expected = x.copy()
     expected[index] = -x[index]
-    put = jax.jit(lambda x, p, v: slices.put(x, cut, p, v, lead=lead))(x, places, -taken)
+    put = jax.jit(lambda x, start, v: slices.put(x, form, start, v, lead=lead))(x, start, -taken)
     np.testing.assert_array_equal(put, expected)
 
 
 def test_a_whole_leaf_is_itself():
-    part = Part(0, None, ())
-    cut = slices.cut_of(part, (4, 2))
+    leaf_slice = slices.whole(0)
     x = np.arange(8.0).reshape(4, 2)
-    assert slices.take(x, cut, slices.places_of(part, cut)) is x
-    assert slices.put(x, cut, slices.places_of(part, cut), x + 1)[0, 0] == 1
+    assert slices.take(x, leaf_slice, np.int32(0)) is x
+    assert slices.put(x, leaf_slice, np.int32(0), x + 1)[0, 0] == 1
+    assert leaf_slice.shape(x.shape) == x.shape
 
 
-def test_fragments_that_differ_in_layers_share_a_cut():
-    """8 layers strided over 4: equal cuts, other places; so one compiled program serves all."""
-    parts = [Part(0, 0, (p, p + 4)) for p in range(4)]
-    cuts = {slices.cut_of(part, (8, 3)) for part in parts}
-    assert len(cuts) == 1
-    assert [int(slices.places_of(p, slices.cut_of(p, (8, 3)))) for p in parts] == [0, 1, 2, 3]
+def test_slices_that_differ_in_layers_have_one_form():
+    """8 layers strided over 4: all start elsewhere; so one compiled program serves them all."""
+    all_four = [slices.along(0, 0, (p, p + 4), (8, 3)) for p in range(4)]
+    assert len({leaf_slice.form for leaf_slice in all_four}) == 1
+    assert [leaf_slice.start_or_indices for leaf_slice in all_four] == [0, 1, 2, 3]
+    other = slices.along(0, 0, (1, 2), (8, 3)), slices.along(0, 0, (0, 3), (8, 3))
+    assert len({leaf_slice.form for leaf_slice in (all_four[0], *other)}) == 3

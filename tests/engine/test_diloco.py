@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco import DiLoCo
+from maxdiloco.engine.fragment_arrays import FragmentArrays
 from maxdiloco.errors import NumericsError
 
 PARAMS = {
@@ -71,7 +72,7 @@ def test_fragments_of_two_sizes_compile_twice():
     compiles = []
     algorithm = make(compiles=compiles, num_fragments=4, sync_period=8, overlap_steps=1)
     run(algorithm, start(algorithm), 17)
-    # 0,3,6 and 1,4,7 share a cut, 2,5 and the embedding have their own.
+    # 0,3,6 and 1,4,7 have one form, 2,5 and the embedding have their own.
     assert sum(name.startswith("merge") for name in compiles) == 3
 
 
@@ -150,11 +151,11 @@ def test_step_needs_nothing_from_the_other_replicas(devices):
     assert not re.search(collective, plain.compile().as_text())
     (plan,) = algorithm.layout.plans
     sync = algorithm.programs.of("synchronise", plan).lower(
-        jax.tree.leaves(state.params),
-        jax.tree.leaves(state.outer),
-        state.outer_opt[0],
+        FragmentArrays(
+            jax.tree.leaves(state.params), jax.tree.leaves(state.outer), state.outer_opt[0]
+        ),
         state.bad,
-        plan.places,
+        plan.starts,
     )
     assert re.search(collective, sync.compile().as_text())
 
@@ -203,6 +204,7 @@ def test_sizes_are_those_of_the_outer_gradients():
         (dict(outer_memory="disk"), "outer_memory='disk' is not known. Use device or pinned_host"),
         (dict(exchange_dtype="int2"), "int2.*Use one of float32"),
         (dict(overlap_steps=4), "overlap_steps=4 .*sync_period=4.*Use 0 to 3"),
+        (dict(num_fragments=2, offsets=(0,)), r"offsets=\(0,\) must be 2 .*num_fragments=2.*Give"),
         (dict(num_fragments=5), "num_fragments=5 .*sync_period=4.*Use 1 to 4"),
         (dict(outer_overlap="eager", overlap_steps=1), "overlap_steps=1 .*eager.*overlap_steps=0"),
         (dict(outer_overlap="later"), "outer_overlap='later' is unknown.*Use one of none"),
@@ -215,7 +217,7 @@ def test_values_outside_the_contract_are_refused(options, message):
 
 def test_replicas_have_to_fill_the_slots(devices):
     mesh = Mesh(np.array(devices[:4]), ("diloco",))
-    with pytest.raises(ValueError, match="num_replicas=6 must be a multiple of .* 4: .* Use 4"):
+    with pytest.raises(ValueError, match="num_replicas=6 must be a multiple of .* 4: .* Use a"):
         make(M=6, mesh=mesh)
 
 

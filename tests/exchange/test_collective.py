@@ -1,5 +1,6 @@
 """The exchange: what a payload holds, that its bytes leave a slice once, and the mean it brings."""
 
+import functools
 import re
 
 import jax
@@ -13,7 +14,7 @@ from maxdiloco.diloco import quantize
 from maxdiloco.exchange import collective, payload
 
 WIRES = quantize.NAMES
-# one sharded over fsdp, one replicated in the slice, one whose size no share divides
+# one sharded over fsdp, one replicated in the slice, one of a size that they do not divide
 SHAPES = [(4, 6), (5,), (3, 3)]
 SPECS = [P("fsdp", None), P(), P()]
 
@@ -34,13 +35,13 @@ def leaves(mesh, M):
 
 
 def exchange(mesh, wire, placed, M, *, num_chunks=1):
-    layout = payload.lay_out(SHAPES, SPECS, wire=wire, mesh=mesh)
-    chunk = payload.pad_to_tile(-(-layout.size // num_chunks))
+    fragment = payload.for_leaves(SHAPES, SPECS, wire=wire, mesh=mesh)
+    chunk = payload.pad_to_tile(-(-fragment.size // num_chunks))
 
     def run(*leaves_R):
-        sent = collective.send(layout, leaves_R, num_chunks=num_chunks, chunk=chunk)
+        sent = collective.send(fragment, leaves_R, num_chunks=num_chunks, chunk=chunk)
         arrived = [collective.carry(c, mesh) for c in sent]
-        return collective.receive(layout, arrived, num_replicas=M)
+        return collective.receive(fragment, arrived, num_replicas=M)
 
     return jax.jit(run)(*placed)
 
@@ -75,7 +76,7 @@ def test_bits_do_not_depend_on_slots_or_chunks(devices, wire):
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("grid", [(1, 1, 1), (2, 2, 2)])
 def test_a_bad_value_is_flagged_by_replica_and_leaf(devices, grid, bad):
     """Positive control: without it no flag is up."""
@@ -94,16 +95,16 @@ def test_eager_mean_has_the_own_value_fresh(devices):
     old, placed_old = leaves(mesh, M=4)
     new = [x * 3 for x in old]
     placed_new = [jax.device_put(n, p.sharding) for n, p in zip(new, placed_old, strict=True)]
-    layout = payload.lay_out(SHAPES, SPECS, wire="float32", mesh=mesh)
-    size = payload.pad_to_tile(layout.size)
+    fragment = payload.for_leaves(SHAPES, SPECS, wire="float32", mesh=mesh)
+    size = payload.pad_to_tile(fragment.size)
 
     def run(old, new):
         arrived = [
             collective.carry(c, mesh)
-            for c in collective.send(layout, old, num_chunks=1, chunk=size)
+            for c in collective.send(fragment, old, num_chunks=1, chunk=size)
         ]
-        own = collective.send(layout, new, num_chunks=1, chunk=size)
-        return collective.receive_with_own(layout, arrived, own, num_replicas=4)
+        own = collective.send(fragment, new, num_chunks=1, chunk=size)
+        return collective.receive_with_own(fragment, arrived, own, num_replicas=4)
 
     received, own_bad = jax.jit(run)(placed_old, placed_new)
     assert not np.asarray(own_bad).any()
@@ -135,21 +136,22 @@ def test_the_wire_dtype_crosses_as_rank_one(devices, wire, dtype):
 
 
 def test_each_value_is_carried_by_one_device_of_a_slice(devices):
-    """A leaf held alike by 4 devices is shared out: 9 values make shares of 3, not 4 times 9."""
+    """Of a leaf that 4 devices hold alike each carries a part: 3 of 9 values, not all 9."""
     mesh = mesh_of(devices, 2, 2, 2)
-    layout = payload.lay_out(SHAPES, SPECS, wire="float32", mesh=mesh)
-    assert [share.copies for share in layout.shares] == [2, 4, 4]
-    assert [share.count for share in layout.shares] == [6, 2, 3]  # 24/2/2, 5/4 and 9/4 rounded up
-    assert layout.size == 3 + 6 + 2 + 3  # the flags first
+    fragment = payload.for_leaves(SHAPES, SPECS, wire="float32", mesh=mesh)
+    assert [shard.copies for shard in fragment.shards] == [2, 4, 4]
+    assert [shard.count for shard in fragment.shards] == [6, 2, 3]  # 24/2/2, 5/4 and 9/4 rounded up
+    assert fragment.size == 3 + 6 + 2 + 3  # the flags first
 
 
 def test_all_zero_payload_is_no_change(devices):
     """Fresh in-flight slots are zeros: mean zero, no flag, for every wire."""
     mesh = mesh_of(devices, 1, 1, 1)
     for wire in WIRES:
-        layout = payload.lay_out(SHAPES, SPECS, wire=wire, mesh=mesh)
-        size = payload.pad_to_tile(layout.size)
+        fragment = payload.for_leaves(SHAPES, SPECS, wire=wire, mesh=mesh)
+        size = payload.pad_to_tile(fragment.size)
         zeros = [jnp.zeros((2 * size,), quantize.wire(wire).dtype)]
-        received = jax.jit(lambda z, lay=layout: collective.receive(lay, z, num_replicas=2))(zeros)
+        receive = functools.partial(collective.receive, fragment, num_replicas=2)
+        received = jax.jit(receive)(zeros)
         assert not any(np.asarray(mean).any() for mean in received.mean)
         assert not np.asarray(received.bad_RF).any()

@@ -11,11 +11,10 @@ from maxdiloco.diloco import outer, quantize, schedule
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, checks, config
 from maxdiloco.models import layers, remat
-from maxdiloco.parallel import mesh
 
 PACKAGE = base_yml.PACKAGE
 FOLDER = base_yml.config_folder()
-KEYS = base_yml.declared(FOLDER / "base.yml")
+KEYS = base_yml.declared()
 MODELS = base_yml.model_names(FOLDER)
 # Those that say which model it is, not what it is like.
 CHOOSE_MODEL = {"model_name", "override_model_config"}
@@ -63,6 +62,8 @@ def test_help_lists_every_key_under_its_group():
     assert "  tokenizer_type=byte  How text becomes tokens" in "\n".join(lines)
     (line,) = [line for line in lines if line.startswith("  num_communication_overlapping_steps")]
     assert line.endswith("(tau). [>= 0; inner steps]")
+    (line,) = [line for line in lines if line.startswith("  log_period=")]
+    assert line.endswith(" [>= 1; inner steps; may change on resume]")
 
 
 @pytest.mark.parametrize(
@@ -97,9 +98,8 @@ def test_the_names_that_base_yml_allows_are_those_that_the_code_knows(key, names
     assert sorted(checks.choices(KEYS[key].allowed)) == sorted(names)
 
 
-def test_what_the_config_knows_of_other_rooms_is_true():
+def test_what_the_config_knows_of_the_tokenizer_and_the_text_is_true():
     """The config imports nothing of them, so its copies are compared here."""
-    assert checks.AXES == mesh.AXES
     assert checks.BYTE_TOKENS == tokenizer.ByteTokenizer().vocab_size
     assert all(suffix in KEYS["dataset_path"].meaning for suffix in corpus.SUFFIXES)
 
@@ -242,7 +242,7 @@ def package_reads() -> tuple[set[str], set[str]]:
     """What the package reads; a key that is only checked is not yet used."""
     attributes, subscripts = set(), set()
     for path in PACKAGE.rglob("*.py"):
-        if path.name != "flags/checks.py":
+        if path != PACKAGE / "flags" / "checks.py":
             found = reads(path.read_text())
             attributes |= found[0]
             subscripts |= found[1]

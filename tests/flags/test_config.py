@@ -162,7 +162,7 @@ def test_a_stored_config_comes_back_as_it_was(data):
     names = data.draw(st.lists(st.sampled_from(sorted(stored)), max_size=8, unique=True))
     for name in names:
         stored[name] = config.Config(
-            {name: data.draw(VALUES[type(vars(BASE)[name])], label=name)}
+            **{name: data.draw(VALUES[type(vars(BASE)[name])], label=name)}
         ).as_dict()[name]
     restored = config.from_dict(stored)
     assert restored.as_dict() == stored

@@ -113,7 +113,7 @@ ONE_FLAG = [
     ("num_diloco_fragments=2", "does nothing with enable_streaming_diloco=false", "Use num_diloc"),
     ("num_nonlayer_fragments=2", "enable_streaming_diloco=false", "or enable_streaming_diloco=tr"),
     ("use_sequential_layers=true", "enable_streaming_diloco=false", "use_sequential_layers=false"),
-    ("num_communication_overlapping_steps=100", "below diloco_sync_period=100", "Use 99 or less"),
+    ("num_communication_overlapping_steps=100", "below diloco_sync_period=100", "Use 0 to 99"),
     ("profiler=xplane steps=5", "would end after step 6", "use steps=6 or more"),
     ("steps=-1 dataset_type=synthetic", "dataset_type=synthetic has no end", "Set steps"),
     ("num_slices=3 dcn_diloco_parallelism=2", "diloco 2 = 2", "Leave num_slices=-1"),
@@ -137,7 +137,7 @@ def test_a_value_that_cannot_work_is_refused_in_one_line(flags, words):
     [
         (
             [*STREAMING, "num_diloco_fragments=5", "diloco_sync_period=4"],
-            ["num_diloco_fragments=5 exceeds diloco_sync_period=4", "Use 4 fragments or fewer"],
+            ["num_diloco_fragments=5 ", " from 1 to diloco_sync_period=4: ", "Use 1 to 4."],
         ),
         (
             [*STREAMING, "num_diloco_fragments=6"],  # 4 layers and one for the rest
@@ -158,7 +158,7 @@ def test_a_value_that_cannot_work_is_refused_in_one_line(flags, words):
         ),  # fmt: skip
         (
             ["num_communication_overlapping_steps=5", "diloco_sync_period=5"],
-            ["num_communication_overlapping_steps=5 must be below", "Use 4 or less"],
+            ["num_communication_overlapping_steps=5 must be below", "Use 0 to 4."],
         ),
         (
             ["diloco_outer_overlap=eager", "num_communication_overlapping_steps=1"],

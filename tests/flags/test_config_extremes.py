@@ -23,7 +23,7 @@ TOO_LARGE = "9223372036854775808"
 
 @pytest.fixture(scope="module")
 def keys():
-    return base_yml.declared(config._folder() / "base.yml")
+    return base_yml.declared()
 
 
 def test_every_whole_number_has_an_upper_limit(keys):

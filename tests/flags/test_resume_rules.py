@@ -1,34 +1,45 @@
 """What may change between a run and its resumption."""
 
-import pathlib
-
 import pytest
-import yaml
 
 from maxdiloco.errors import CheckpointError
-from maxdiloco.flags.resume import (
-    FREE_KEYS,
-    MODEL_KEYS,
-    changed_keys,
-    model_remedy,
-    refuse_changes,
-)
+from maxdiloco.flags import base_yml
+from maxdiloco.flags.resume import changed_keys, model_remedy, refuse_changes
 
-BASE = yaml.safe_load((pathlib.Path(__file__).parents[2] / "configs/base.yml").read_text())
+KEYS = base_yml.declared()
+BASE = {name: base_yml.as_lists(key.default) for name, key in KEYS.items()}
 
 
 def refuse(**changes):
-    refuse_changes(BASE, BASE | changes, defaults=BASE)
+    refuse_changes(BASE, BASE | changes, keys=KEYS)
 
 
 def test_the_same_config_is_accepted():
-    assert changed_keys(BASE, dict(BASE), defaults=BASE) == {}
+    assert changed_keys(BASE, dict(BASE), keys=KEYS) == {}
     assert refuse() is None
 
 
-def test_every_free_key_is_a_key():
-    """A misspelt or renamed key in the table would be refused to users."""
-    assert set(FREE_KEYS) - set(BASE) == set()
+@pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)
+def test_what_base_yml_says_of_resuming_is_understood(key):
+    """Other words would refuse the key, and nobody would see why."""
+    assert key.resume in ("", base_yml.SHAPES) or key.may_change
+    assert key.resume == "" or key.resume.endswith(".")
+
+
+def test_a_key_without_the_fact_is_refused_and_the_fact_alone_frees_it(tmp_path):
+    """adam_b1 has no `Resume:` in base.yml; log_period has one."""
+    text = (base_yml.config_folder() / "base.yml").read_text()
+    path = tmp_path / "base.yml"
+    fact = "# Resume: may change, because it ends or watches the run.\n"
+    path.write_text(
+        text.replace(f"{fact}log_period:", "log_period:").replace("adam_b1:", f"{fact}adam_b1:")
+    )
+    swapped = base_yml.declared(path)
+    for key, with_fact, without in (("log_period", KEYS, swapped), ("adam_b1", swapped, KEYS)):
+        refuse_changes(BASE, BASE | {key: 7}, keys=with_fact)
+        with pytest.raises(CheckpointError, match=f"^{key}=7 "):
+            refuse_changes(BASE, BASE | {key: 7}, keys=without)
+    assert [name for name in KEYS if KEYS[name] != swapped[name]] == ["log_period", "adam_b1"]
 
 
 @pytest.mark.parametrize(
@@ -72,40 +83,46 @@ def test_all_changed_keys_are_named_in_one_line():
 
 def test_a_key_younger_than_the_checkpoint_had_its_default():
     saved = {key: value for key, value in BASE.items() if key != "adam_b1"}
-    refuse_changes(saved, BASE, defaults=BASE)
+    refuse_changes(saved, BASE, keys=KEYS)
     with pytest.raises(CheckpointError, match=r"adam_b1=0.5 \(the checkpoint has 0.9\)"):
-        refuse_changes(saved, BASE | {"adam_b1": 0.5}, defaults=BASE)
+        refuse_changes(saved, BASE | {"adam_b1": 0.5}, keys=KEYS)
 
 
 def test_a_key_that_is_gone_counts_as_changed():
-    assert changed_keys({"old": 3}, {}, defaults={}) == {"old": (3, None)}
+    assert changed_keys({"old": 3}, {}, keys={}) == {"old": (3, None)}
 
 
 def test_tuples_equal_the_lists_that_json_makes_of_them():
-    assert changed_keys({"a": [1, [2]]}, {"a": (1, (2,))}, defaults={}) == {}
-    assert changed_keys({"a": [1, [2]]}, {"a": (1, (3,))}, defaults={}) != {}
+    assert changed_keys({"a": [1, [2]]}, {"a": (1, (2,))}, keys={}) == {}
+    assert changed_keys({"a": [1, [2]]}, {"a": (1, (3,))}, keys={}) != {}
 
 
 def test_the_batch_of_a_replica_is_compared_not_the_keys_it_comes_from():
     saved = BASE | {"sequences_per_replica": 8}
     # Twice the devices, half the sequences on each: the same 8.
     halved = {"per_device_batch_size": 2, "ici_fsdp_parallelism": 4, "sequences_per_replica": 8}
-    refuse_changes(saved, BASE | halved, defaults=BASE)
+    refuse_changes(saved, BASE | halved, keys=KEYS)
     with pytest.raises(
         CheckpointError, match=r"sequences_per_replica=16 .*has 8.*is per_device_batch_size \*"
     ):
-        refuse_changes(saved, BASE | {"sequences_per_replica": 16}, defaults=BASE)
+        refuse_changes(saved, BASE | {"sequences_per_replica": 16}, keys=KEYS)
 
 
-def test_every_model_key_is_a_key_and_no_free_one():
-    assert set(MODEL_KEYS) <= set(BASE) - set(FREE_KEYS)
+def test_the_keys_that_shape_the_parameters_are_marked():
+    """Those that a decoder's parameters follow from, see models/transformer.py."""
+    shapes = {name for name, key in KEYS.items() if key.resume == base_yml.SHAPES}
+    assert shapes == {
+        *("base_emb_dim", "base_num_decoder_layers", "base_mlp_dim", "base_num_query_heads"),
+        *("base_num_kv_heads", "head_dim", "vocab_size", "mlp_activations"),
+        *("logits_via_embedding", "use_qk_norm"),
+    }
 
 
 def test_the_remedy_for_other_shapes_names_the_model_keys_that_differ():
     """adam_b1 differs too, but shapes nothing."""
     meta = {"config": BASE | {"base_emb_dim": 96, "head_dim": 24, "adam_b1": 0.5}}
-    assert model_remedy(BASE)(meta) == "Set base_emb_dim=96, head_dim=24."
+    assert model_remedy(BASE, keys=KEYS)(meta) == "Set base_emb_dim=96, head_dim=24."
 
 
 def test_the_remedy_when_no_model_key_differs():
-    assert "another program" in model_remedy(BASE)({"config": BASE})
+    assert "another program" in model_remedy(BASE, keys=KEYS)({"config": BASE})

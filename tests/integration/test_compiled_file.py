@@ -1,6 +1,7 @@
 """Programs compiled by one process are run by another, and by no run that they do not fit."""
 
 import os
+import re
 import zipfile
 
 import pytest
@@ -47,8 +48,14 @@ def arguments(folder, **keys):
     return run_tools.arguments(folder, "run", **KEYS | keys)
 
 
-def test_another_process_computes_the_same_bits_without_compiling(own, file, tmp_path):
-    """The run that compiled its own leaves the same checkpoint and the same rows."""
+def test_another_process_computes_the_same_bits_without_compiling(
+    own, file, tmp_path, monkeypatch
+):
+    """The run that compiled its own leaves the same checkpoint and the same rows.
+
+    Sets are ordered otherwise there, and the text of a program must not be.
+    """
+    monkeypatch.setenv("PYTHONHASHSEED", "7" if os.environ.get("PYTHONHASHSEED") != "7" else "8")
     with run_tools.Child(tmp_path, "loaded", **KEYS, compiled_trainstep_file=file) as child:
         assert child.end() == 0, child.text
     assert f"{PROGRAMS} compiled programs loaded from {file}" in child.text
@@ -56,24 +63,49 @@ def test_another_process_computes_the_same_bits_without_compiling(own, file, tmp
     run_tools.assert_equal_runs(tmp_path / "loaded", own, steps=10)
 
 
+def test_keys_that_change_no_program_of_the_steps_may_differ(file, tmp_path, capsys):
+    """H is the host's, the programs of tau = 1 are the same; evaluation is compiled beside them."""
+    changes = dict(
+        diloco_sync_period=5, steps=3, eval_interval=3, eval_steps=1, log_period=3, run_name="other"
+    )
+    assert train.main(arguments(tmp_path, compiled_trainstep_file=file, **changes)) == 0
+    out = capsys.readouterr().out
+    assert f"{PROGRAMS} compiled programs loaded from {file}" in out
+    assert re.findall(r"compiled (\w+) ", out) == ["programs", "evaluate"]
+
+
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "names", "difference"),
     [
-        (dict(learning_rate=0.5), "with learning_rate=0.01, but this run has learning_rate=0.5"),
-        (dict(diloco_sync_period=5), "with diloco_sync_period=4, but this run has diloco_sync_p"),
-        (dict(nan_policy="skip"), "with nan_policy=stop, but this run has nan_policy=skip"),
-        (dict(learning_rate_schedule_steps=7), "with learning_rate_schedule_steps=100, but this"),
+        (dict(learning_rate=0.5), "inner, inner + exchange", "learning_rate=0.01, here 0.5"),
+        (dict(nan_policy="skip"), "inner, inner + exchange", "nan_policy=stop, here skip"),
         (
-            dict(dcn_diloco_parallelism=1, num_diloco_replicas=2),
-            "for devices=2, but this run has devices=1",
+            dict(communication_overlapping_alpha=0.5),
+            "merge [2 leaves], merge [2 layers, 11 leaves]",
+            "communication_overlapping_alpha=0.0, here 0.5",
         ),
     ],
 )
-def test_a_run_that_it_does_not_fit_names_the_difference(file, tmp_path, capsys, change, words):
+def test_a_program_of_another_text_is_refused_by_name(
+    file, tmp_path, capsys, change, names, difference
+):
     assert train.main(arguments(tmp_path, compiled_trainstep_file=file, **change)) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"ConfigError: compiled_trainstep_file={file} was compiled {words}")
+    assert line.startswith(
+        f"ConfigError: compiled_trainstep_file={file} was compiled for another program {names}. "
+        f"Its keys that differ: base_output_directory={file.parent}, here {tmp_path}; "
+    )
+    assert f"; {difference}" in line
     assert line.endswith("Compile it again with maxdiloco.train_compile, or leave the file out.")
+
+
+def test_other_devices_are_refused_before_anything_is_built(file, tmp_path, capsys):
+    change = dict(dcn_diloco_parallelism=1, num_diloco_replicas=2)
+    assert train.main(arguments(tmp_path, compiled_trainstep_file=file, **change)) == 2
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    assert "was compiled for devices=2, but this run has devices=1. Compile it again" in line
+    assert "model: " not in said.out and not (tmp_path / "run").exists()
 
 
 def rewritten(path, target, old, new):
@@ -92,10 +124,9 @@ def rewritten(path, target, old, new):
     ("old", "new", "words"),
     [
         (b'"jaxlib": "', b'"jaxlib": "9', "was compiled with jaxlib=9"),
-        (b'"maxdiloco": "', b'"maxdiloco": "f', "was compiled with maxdiloco=f"),
         (b'"processor": "', b'"processor": "f', "was compiled for processor=f"),
-        (b'"inner + exchange"', b'"other"', "has programs inner, other, pack"),
-        (b'"format": 1', b'"format": 0', "is of another kind or an older maxdiloco"),
+        (b'"inner + exchange"', b'"other"', "for another program inner + exchange. Its keys"),
+        (b'"format": 2', b'"format": 1', "is of another kind or an older maxdiloco"),
     ],
 )
 def test_a_file_of_other_software_is_refused(file, tmp_path, capsys, old, new, words):

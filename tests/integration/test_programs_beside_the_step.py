@@ -31,7 +31,8 @@ def parts_of(*, devices=None, **keys):
     keys = dict(dataset_type="synthetic", eval_interval=10) | keys
     cfg = config.load([f"{key}={value}" for key, value in keys.items()], {})
     mesh = mesh_lib.build(cfg, devices)
-    return cfg, assemble.assemble(cfg, mesh, total_steps=10, on_compile=lambda *_: None)
+    shape = assemble.batch_shape(cfg, mesh)
+    return cfg, assemble.assemble(cfg, mesh, shape, total_steps=10, on_compile=lambda *_: None)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -104,7 +105,7 @@ def test_the_outer_state_compiles_for_tpu_in_either_memory(
     mesh = tpu_programs.mesh_of(2)
     options = dict(num_fragments=fragments) | options
     algorithm, batch = outer_state_trainer(mesh, layers, memory, **options)
-    assert {cut.pattern for cut in algorithm.layout.plans[-1].cuts} == {pattern} or layers == 5
+    assert {s.pattern for s in algorithm.layout.plans[-1].slices} == {pattern} or layers == 5
     calls = [*algorithm.calls(batch), *algorithm.outer_calls(1)]
     for call in calls:
         if not call.program.name.startswith("inner"):
@@ -212,7 +213,7 @@ def test_a_synchronisation_does_not_wait_for_the_one_before_it():
 def test_nothing_compiles_after_the_first_step_begins(tmp_path, monkeypatch, caplog, request):
     """Evaluations, log steps, saves and their small change included."""
     ready = []
-    whole = compiles.Compiles.all_of
+    whole = compiles.CompileLog.all_of
 
     def all_of(self, calls):
         whole(self, calls)
@@ -222,7 +223,7 @@ def test_nothing_compiles_after_the_first_step_begins(tmp_path, monkeypatch, cap
         said = [record.getMessage() for record in caplog.records]
         return [line for line in said if line.startswith("Finished XLA compilation of")]
 
-    monkeypatch.setattr(compiles.Compiles, "all_of", all_of)
+    monkeypatch.setattr(compiles.CompileLog, "all_of", all_of)
     request.addfinalizer(lambda: jax.config.update("jax_log_compiles", False))
     jax.config.update("jax_log_compiles", True)  # jax.log_compiles() is of this thread alone
     with caplog.at_level(logging.WARNING, logger="jax"):

@@ -33,6 +33,7 @@ from streaming import (
 
 from maxdiloco.checkpoint import saved_state
 from maxdiloco.checkpoint.checkpointer import Checkpointer
+from maxdiloco.engine.trainer import SavedLayout
 from maxdiloco.errors import NumericsError
 
 CASES = [(mode, wire) for mode in MODES for wire in WIRES]
@@ -124,14 +125,14 @@ def test_a_run_resumed_between_send_and_apply_goes_on_with_the_same_bits(mode, w
     with Checkpointer(tmp_path / "all", max_to_keep=None, use_async=False) as checkpointer:
         for state in steps(algorithm, start()):
             if state.t in (8, 9):
-                note = saved_state.note_of(algorithm, state)
-                assert checkpointer.save(state.t, saved_state.items_of(algorithm, state), note)
+                note = algorithm.note(state)
+                assert checkpointer.save(state.t, algorithm.saved_items(state), note)
         wanted = host(state)
-        layout = saved_state.SavedLayout(**note, same_rules=True)
+        layout = SavedLayout(**note, same_rules=True)
         for t in (9, 8):
             back = checkpointer.restore(lambda meta: saved_state.abstract_items(algorithm, layout))
             assert back.step == t
-            again = saved_state.state_of(algorithm, back.items, layout, t=t)
+            again = algorithm.restored(back.items, layout, t=t)
             flight = host((again.outgoing, again.incoming))
             assert any(x.any() for x in flight) == (mode != "at once")
             *_, last = steps(algorithm, again)

@@ -110,7 +110,7 @@ def test_a_resume_with_other_H_P_tau_or_wire_is_refused_in_one_line(run, capfd, 
 REFUSED = [
     ("num_diloco_fragments=4 enable_streaming_diloco=true", "num_nonlayer_fragments 1 = 3"),
     ("num_communication_overlapping_steps=4", "below diloco_sync_period=4"),
-    ("num_diloco_fragments=3 enable_streaming_diloco=true diloco_sync_period=2", "exceeds diloco"),
+    ("num_diloco_fragments=3 enable_streaming_diloco=true diloco_sync_period=2", "Use 1 to 2."),
     ("communication_overlapping_alpha=1.01", "must be 0 to 1"),
     ("communication_overlapping_alpha=-0.01", "must be 0 to 1"),
     ("diloco_outer_overlap=eager num_communication_overlapping_steps=1", "=eager"),

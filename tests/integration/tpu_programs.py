@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from maxdiloco import DiLoCo
 from maxdiloco.aot import topology
+from maxdiloco.engine.fragment_arrays import FragmentArrays
+from maxdiloco.engine.state import fragment_leaves
 
 LAYERS, WIDTH, HIDDEN, TOKENS = 4, 128, 512, 256
 
@@ -69,14 +71,14 @@ class Trainer:
         """pack, merge, outer_step or synchronise of one fragment."""
         layout, programs = self.algorithm.layout, self.algorithm.programs
         plan = layout.plans[index]
-        leaves = [
-            [jax.tree.leaves(tree)[cut.leaf] for cut in plan.cuts]
-            for tree in (layout.state.params, layout.state.outer)
-        ]
-        outer_opt = layout.state.outer_opt[index]
+        leaves = FragmentArrays(
+            fragment_leaves(layout.state.params, plan),
+            fragment_leaves(layout.state.outer, plan),
+            layout.state.outer_opt[index],
+        )
         args = {
-            "pack": (*leaves, plan.places),
-            "synchronise": (*leaves, outer_opt, layout.state.bad, plan.places),
+            "pack": (leaves._replace(outer_opt=()), plan.starts),
+            "synchronise": (leaves, layout.state.bad, plan.starts),
         }
         if kind in ("merge", "outer_step"):
             incoming = layout.state.incoming[0][: plan.num_chunks]

@@ -8,7 +8,7 @@ import pytest
 
 from maxdiloco.engine.calls import Call
 from maxdiloco.errors import ConfigError
-from maxdiloco.metrics.compiles import Compiles
+from maxdiloco.metrics.compiles import CompileLog
 
 
 def call(name, compile_):
@@ -27,7 +27,7 @@ def test_programs_are_compiled_at_the_same_time():
     """Each waits for the other: one after the other they would never end."""
     both = threading.Barrier(2, timeout=60)
     said = []
-    compiles = Compiles(said.append, show_memory=False)
+    compiles = CompileLog(said.append, show_memory=False)
     compiles.all_of([call("inner", lambda: both.wait()), call("merge", lambda: both.wait())])
     assert said[-1].startswith("2 programs ready after ")
 
@@ -36,7 +36,7 @@ def test_a_program_that_does_not_fit_ends_the_run_in_one_line():
     text = "RESOURCE_EXHAUSTED: Ran out of memory in hbm. Used 18G\nof 16G."
     calls = [call("inner", lambda: None), call("merge [2 leaves]", failing(text))]
     with pytest.raises(ConfigError, match=r"merge \[2 leaves\] does not fit .* Use more") as error:
-        Compiles(lambda line: None, show_memory=False).all_of(calls)
+        CompileLog(lambda line: None, show_memory=False).all_of(calls)
     assert str(error.value).startswith(
         "merge [2 leaves] does not fit the device: Ran out of memory in hbm. Use more devices"
     )
@@ -46,4 +46,4 @@ def test_a_program_that_does_not_fit_ends_the_run_in_one_line():
 def test_any_other_error_of_the_compiler_is_not_hidden():
     calls = [call("inner", failing("INTERNAL: a bug"))]
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: a bug"):
-        Compiles(lambda line: None, show_memory=False).all_of(calls)
+        CompileLog(lambda line: None, show_memory=False).all_of(calls)

@@ -1,6 +1,7 @@
 """The line at a log point, and the bar that is only for terminals."""
 
 import io
+import sys
 
 from maxdiloco.metrics.console import Progress, console_line
 
@@ -8,6 +9,12 @@ from maxdiloco.metrics.console import Progress, console_line
 class Terminal(io.StringIO):
     def isatty(self):
         return True
+
+
+def terminal(monkeypatch):
+    """Standard error from now on. No fixture: pytest sets the streams again before the test."""
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    return sys.stderr
 
 
 def test_the_line_shows_known_names_in_order_and_leaves_the_rest_to_the_files():
@@ -28,28 +35,26 @@ def test_the_line_shows_known_names_in_order_and_leaves_the_rest_to_the_files():
     )
 
 
-def test_elsewhere_than_on_a_terminal_only_lines_are_printed():
-    out, err = io.StringIO(), io.StringIO()
-    with Progress(first_step=0, total_steps=3, out=out, bar_stream=err) as progress:
+def test_elsewhere_than_on_a_terminal_only_lines_are_printed(capsys):
+    with Progress(first_step=0, total_steps=3) as progress:
         for step in range(1, 4):
             progress.advance()
             progress.line(f"step {step}")
-    assert out.getvalue() == "step 1\nstep 2\nstep 3\n"
-    assert err.getvalue() == ""
+    assert capsys.readouterr() == ("step 1\nstep 2\nstep 3\n", "")
 
 
-def test_on_a_terminal_there_is_a_bar_that_starts_at_the_resumed_step():
-    out, err = io.StringIO(), Terminal()
-    with Progress(first_step=5, total_steps=10, out=out, bar_stream=err) as progress:
+def test_on_a_terminal_there_is_a_bar_that_starts_at_the_resumed_step(monkeypatch, capsys):
+    stderr = terminal(monkeypatch)
+    with Progress(first_step=5, total_steps=10) as progress:
         progress.line("step 5")
-        progress.advance(5)
-    assert "5/10" in err.getvalue()
-    assert "step 5\n" in out.getvalue()
+        progress.advance()
+    assert "5/10" in stderr.getvalue()
+    assert "step 5\n" in capsys.readouterr().out
 
 
-def test_the_other_processes_show_nothing():
-    out, err = io.StringIO(), Terminal()
-    with Progress(first_step=0, total_steps=1, shown=False, out=out, bar_stream=err) as progress:
+def test_the_other_processes_show_nothing(monkeypatch, capsys):
+    stderr = terminal(monkeypatch)
+    with Progress(first_step=0, total_steps=1, shown=False) as progress:
         progress.advance()
         progress.line("step 1")
-    assert out.getvalue() == err.getvalue() == ""
+    assert stderr.getvalue() == capsys.readouterr().out == ""

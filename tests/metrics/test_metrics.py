@@ -13,7 +13,7 @@ import pytest
 
 from maxdiloco.errors import CheckpointError
 from maxdiloco.metrics import writer as writer_lib
-from maxdiloco.metrics.writer import MetricsWriter, row, spread
+from maxdiloco.metrics.writer import MetricsWriter, row
 from maxdiloco.storage.run_folder import RunFolder, locate
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -30,9 +30,9 @@ def rows(folder):
     return [json.loads(line) for line in folder.metrics.read_text().splitlines()]
 
 
-def write(folder, steps, *, resume_step=None, tensorboard=False, report=lambda line: None):
+def write(folder, steps, *, resume_step=None, tensorboard=False, say=lambda line: None):
     with MetricsWriter(
-        folder, tensorboard=tensorboard, resume_step=resume_step, report=report
+        folder, tensorboard=tensorboard, resume_step=resume_step, say=say
     ) as writer:
         for step in steps:
             writer.write(step, {"learning/loss": 10.0 / step})
@@ -86,7 +86,7 @@ def test_resume_drops_the_rows_beyond_the_checkpoint(folder):
     """Killed after step 50, resumed from the checkpoint of step 30: 40 and 50 come again."""
     write(folder, [10, 20, 30, 40, 50])
     said = []
-    write(folder, [40, 50, 60], resume_step=30, report=said.append)
+    write(folder, [40, 50, 60], resume_step=30, say=said.append)
     assert [found["step"] for found in rows(folder)] == [10, 20, 30, 40, 50, 60]
     assert said == [
         "metrics.jsonl: 3 rows kept, 2 later rows and 0 broken lines of an earlier life of this "
@@ -111,7 +111,7 @@ def test_a_clean_resume_leaves_the_file_and_says_nothing(folder):
     write(folder, [10, 20])
     before = os.stat(folder.metrics).st_ino
     said = []
-    write(folder, [], resume_step=20, report=said.append)
+    write(folder, [], resume_step=20, say=said.append)
     assert os.stat(folder.metrics).st_ino == before
     assert said == []
 
@@ -122,7 +122,7 @@ def test_a_torn_last_line_is_repaired(folder, torn):
     with open(folder.metrics, "a") as file:
         file.write(torn)
     said = []
-    write(folder, [30], resume_step=20, report=said.append)
+    write(folder, [30], resume_step=20, say=said.append)
     assert [found["step"] for found in rows(folder)] == [10, 20, 30]
     assert "1 broken lines" in said[0]
 
@@ -259,15 +259,6 @@ def test_rows_are_not_written_over_those_of_a_run_that_has_taken_the_lock(tmp_pa
 
 def remote_rows(path, clock, require_lock=lambda: None):
     return writer_lib._RemoteRows(path, "old\n", clock, require_lock)
-
-
-def test_spread_names_the_mean_and_each_replica():
-    assert spread("learning/loss", [1.0, 2.0, 6.0]) == {
-        "learning/loss": 3.0,
-        "learning/loss_replica_0": 1.0,
-        "learning/loss_replica_1": 2.0,
-        "learning/loss_replica_2": 6.0,
-    }
 
 
 def test_the_limit_on_file_sizes_is_not_in_force_here():

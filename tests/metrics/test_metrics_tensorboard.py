@@ -25,8 +25,8 @@ def folder(tmp_path) -> RunFolder:
     return found
 
 
-def write(folder, steps, *, resume_step=None, report=lambda line: None):
-    with MetricsWriter(folder, tensorboard=True, resume_step=resume_step, report=report) as writer:
+def write(folder, steps, *, resume_step=None, say=lambda line: None):
+    with MetricsWriter(folder, tensorboard=True, resume_step=resume_step, say=say) as writer:
         for step in steps:
             writer.write(step, {"learning/loss": 10.0 / step})
 
@@ -67,7 +67,7 @@ def test_tensorboard_is_told_which_steps_come_again(folder):
 def rows_and_warnings(folder, count):
     """Write rows with TensorBoard; what was reported."""
     said = []
-    write(folder, range(1, count + 1), report=said.append)
+    write(folder, range(1, count + 1), say=said.append)
     assert len(folder.metrics.read_text().splitlines()) == count
     return said
 
@@ -80,7 +80,7 @@ def given_up(folder, why):
 
 
 def test_a_failed_write_of_the_event_file_is_one_warning_and_the_rows_go_on(folder, monkeypatch):
-    """Many more rows than wait at most: none waits for a thread that has ended."""
+    """Many more rows than the queue takes, after the thread has ended: none waits for it."""
     written = []
 
     def full(self, data):
@@ -89,9 +89,15 @@ def test_a_failed_write_of_the_event_file_is_one_warning_and_the_rows_go_on(fold
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(record_writer.RecordWriter, "write", full)
-    said = rows_and_warnings(folder, 3 * tensorboard.MOST_WAITING)
+    said, count = [], 3 * tensorboard.MOST_WAITING
+    with MetricsWriter(folder, tensorboard=True, resume_step=None, say=said.append) as writer:
+        for step in range(1, count + 1):
+            writer.write(step, {"learning/loss": 1.0})
+            if step == 3:
+                writer._events._thread.join(60)  # the fourth write is that of one of these rows
     assert said == given_up(folder, "No space left on device")
     assert len(written) == 4
+    assert len(folder.metrics.read_text().splitlines()) == count
 
 
 def test_an_event_file_that_cannot_be_made_is_one_warning(folder):

@@ -17,8 +17,8 @@ def rope(x_LH, max_timescale):
     L, H = x_LH.shape
     half = H // 2
     angles = np.arange(L)[:, None] / max_timescale ** (2 * np.arange(half) / H)
-    turned = (x_LH[:, :half] + 1j * x_LH[:, half:]) * np.exp(1j * angles)
-    return np.concatenate([turned.real, turned.imag], axis=1)
+    rotated = (x_LH[:, :half] + 1j * x_LH[:, half:]) * np.exp(1j * angles)
+    return np.concatenate([rotated.real, rotated.imag], axis=1)
 
 
 def capped(x, cap):
@@ -83,6 +83,14 @@ def layer_of(layers, i):
     return {k: layer_of(v, i) if isinstance(v, dict) else v[i] for k, v in layers.items()}
 
 
+def layer(x_LD, p, cfg, see_LL):
+    """Pre-norm: attention and MLP, each added to the residual stream."""
+    epsilon = cfg.normalization_layer_epsilon
+    y = rms_norm(x_LD, p["attention_norm"]["scale"], epsilon)
+    x_LD = x_LD + attention(y, p["attention"], cfg, see_LL)
+    return x_LD + mlp(rms_norm(x_LD, p["mlp_norm"]["scale"], epsilon), p["mlp"], cfg)
+
+
 def sequence_logits(p, tokens_L, segments_L, cfg):
     """Logits [L, V] of one sequence."""
     x = p["embedding"][tokens_L]
@@ -90,11 +98,7 @@ def sequence_logits(p, tokens_L, segments_L, cfg):
         x = x * np.sqrt(cfg.base_emb_dim)
     see = visible(segments_L, cfg.sliding_window_size)
     for i in range(cfg.base_num_decoder_layers):
-        layer = layer_of(p["layers"], i)
-        epsilon = cfg.normalization_layer_epsilon
-        y = rms_norm(x, layer["attention_norm"]["scale"], epsilon)
-        x = x + attention(y, layer["attention"], cfg, see)
-        x = x + mlp(rms_norm(x, layer["mlp_norm"]["scale"], epsilon), layer["mlp"], cfg)
+        x = layer(x, layer_of(p["layers"], i), cfg, see)
     x = rms_norm(x, p["final_norm"]["scale"], cfg.normalization_layer_epsilon)
     head = p["embedding"].T if cfg.logits_via_embedding else p["head"]
     return capped(x @ head, cfg.final_logits_soft_cap)

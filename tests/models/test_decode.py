@@ -31,23 +31,20 @@ def oracle_logits(changes, params, tokens_L):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_cached_logits_are_those_of_the_full_pass(name):
-    """Prompts of 4 and 2 tokens (padded with token 31), then 5 tokens one by one: at every
-    position the float64 oracle's logits of the sequence so far."""
+    """Two prompts of 4 tokens, then 5 tokens one by one: at every position the float64 oracle's
+    logits of the sequence so far."""
     changes = VARIANTS[name]
     model = tiny_model.build(**changes)
     params = tiny_model.params_of(model)
-    sequences, lengths = tiny_model.tokens((2, 9)), np.array([4, 2])
-    prompts = np.where(np.arange(4) < lengths[:, None], sequences[:, :4], 31).astype(np.int32)
-    full = [oracle_logits(changes, params, row) for row in sequences]
-    prefill = tiny_model.compiled(functools.partial(decode.prefill, model.spec, cache_length=9))
-    step = tiny_model.compiled(functools.partial(decode.decode_step, model.spec))
-    logits_BV, cache = prefill(params, prompts, lengths)
-    for i in range(6):
-        at = lengths + i
-        expected = np.stack([full[b][at[b] - 1] for b in range(2)])
-        np.testing.assert_allclose(logits_BV, expected, atol=1e-4)
-        if i < 5:
-            logits_BV, cache = step(params, cache, sequences[np.arange(2), at], at)
+    sequences = tiny_model.tokens((2, 9))
+    full_BLV = np.stack([oracle_logits(changes, params, row) for row in sequences])
+    prefill = tiny_model.compiled(functools.partial(decode.prefill, model, cache_length=9))
+    step = tiny_model.compiled(functools.partial(decode.decode_step, model))
+    logits_BV, cache = prefill(params, sequences[:, :4])
+    np.testing.assert_allclose(logits_BV, full_BLV[:, 3], atol=1e-4)
+    for position in range(4, 9):
+        logits_BV, cache = step(params, cache, sequences[:, position], position)
+        np.testing.assert_allclose(logits_BV, full_BLV[:, position], atol=1e-4)
 
 
 def sample(model, params, prompts, **changes):
@@ -62,13 +59,13 @@ def model_and_params():
 
 
 def test_greedy_text_is_the_likeliest_token_each_time(model_and_params):
-    """Prompts of 4 and 2 tokens, each continued as if it were alone."""
+    """Two prompts, each continued as if it were alone."""
     model, params = model_and_params
-    prompts, lengths = tiny_model.tokens((2, 4)), np.array([4, 2])
-    new_BT = sample(model, params, prompts, lengths=lengths)
+    prompts = tiny_model.tokens((2, 4))
+    new_BT = sample(model, params, prompts)
     assert new_BT.shape == (2, 6) and new_BT.dtype == np.int32
-    for row, length, new_T in zip(prompts, lengths, new_BT, strict=True):
-        so_far = list(row[:length])
+    for row, new_T in zip(prompts, new_BT, strict=True):
+        so_far = list(row)
         for token in new_T:
             assert token == oracle_logits({}, params, np.array(so_far))[-1].argmax()
             so_far.append(token)

@@ -10,6 +10,7 @@ import tiny_model
 from maxdiloco.diloco.fragments import Vocabulary
 from maxdiloco.models import transformer
 from maxdiloco.models.remat import POLICIES
+from maxdiloco.models.rope import rotation
 
 VARIANTS = {
     "grouped queries, gated, untied": {},
@@ -53,6 +54,26 @@ def test_loss_and_gradient_are_those_of_the_oracle(name):
         slope = (sides[0] - sides[1]) / (2 * step)
         typical = np.linalg.norm(leaf)  # size of a random direction's slope
         np.testing.assert_allclose(np.vdot(leaf, direction), slope, atol=2e-4 * typical + 1e-4)
+
+
+def test_a_layer_attends_as_its_caller_says():
+    """An attend of our own, where each token sees itself alone: the context is its value, and the
+    oracle's mask a diagonal. What attend returns beside it comes back."""
+    cfg, model = tiny_model.config(), tiny_model.build()
+    weights = model_oracle.layer_of(tiny_model.params_of(model)["layers"], 0)
+    x_BLD = np.random.default_rng(2).standard_normal((1, 3, 16)).astype(np.float32)
+
+    def attend(q, k, v):
+        assert q.shape == (1, 3, 4, 4) and k.shape == v.shape == (1, 3, 2, 4)
+        return jnp.repeat(v, 2, axis=2), "cache"
+
+    layer = model.layer.with_weights(weights)
+    y_BLD, cache = layer(x_BLD, rotation(jnp.arange(3)[None], 4, 10000.0), attend)
+    expected = model_oracle.layer(
+        x_BLD[0].astype(np.float64), model_oracle.float64(weights), cfg, np.eye(3, dtype=bool)
+    )
+    np.testing.assert_allclose(y_BLD[0], expected, atol=1e-5)
+    assert cache == "cache"
 
 
 @pytest.fixture(scope="module")
@@ -181,8 +202,7 @@ def test_first_activations_and_logits_have_unit_variance():
             logits_via_embedding=tied, base_emb_dim=128, vocab_size=512, base_mlp_dim=256
         )
         params = tiny_model.compiled(model.init)(jax.random.key(0))
-        ends = transformer.ends_of(model.spec, params)
-        x = ends.embed(np.arange(512, dtype=np.int32)[None])
+        x = model.embed_and_head_of(params).embed(np.arange(512, dtype=np.int32)[None])
         w, _ = transformer.head_of(model.spec, params)
         assert np.std(x) == pytest.approx(1, abs=0.02)
         assert np.std(w) * np.sqrt(128) == pytest.approx(1, abs=0.02)

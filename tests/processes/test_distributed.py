@@ -1,23 +1,18 @@
 """When a program is one of several processes, and what it says when they cannot meet."""
 
-import concurrent.futures
-import contextlib
-import functools
 import os
-import queue
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from types import SimpleNamespace
 
 import jax
 import pytest
 
-from maxdiloco.errors import CheckpointError, ConfigError, DataError, LostPeerError
-from maxdiloco.processes import distributed, watch
-from maxdiloco.processes.distributed import Job
+from maxdiloco.errors import ConfigError, LostPeerError
+from maxdiloco.processes import aborts, distributed
+from maxdiloco.processes.coordination import Job
 
 WAIT_S = 60  # far above what anything here takes
 
@@ -66,7 +61,7 @@ def test_a_tpu_host_without_a_cluster_is_one_process(monkeypatch):
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr(jax.distributed, "initialize", finds_none)
-    monkeypatch.setattr(distributed, "_delay_aborts", lambda: None)
+    monkeypatch.setattr(aborts, "delay", lambda: None)
     monkeypatch.setattr(distributed, "launcher", lambda environ, on_tpu: distributed.TPU)
     with distributed.processes({}, timeout_s=1, peer_timeout_s=1) as job:
         assert job == Job(0, 1)
@@ -191,108 +186,6 @@ def test_one_process_is_left_alone():
         assert (signal.getsignal(signal.SIGABRT), signal.getsignal(signal.SIGTERM)) == before
 
 
-@pytest.mark.parametrize(
-    "error, code",
-    [
-        (ConfigError(), 2),
-        (CheckpointError(), 2),
-        (DataError(), 3),
-        (KeyboardInterrupt(), 130),
-        (SystemExit(7), 7),
-        (SystemExit(), 0),
-        (SystemExit("words"), 1),
-        (KeyError(), 1),
-    ],
-)
-def test_exit_codes(error, code):
-    assert distributed.exit_code(error) == code
-
-
-class ServiceGone:
-    """A client of JAX's coordination service whose process 0 has been killed."""
-
-    def blocking_key_value_get(self, key, timeout_in_ms):
-        raise jax.errors.JaxRuntimeError("UNAVAILABLE: Socket closed")
-
-
-def test_a_process_0_lost_while_meeting_is_named(monkeypatch):
-    state = SimpleNamespace(client=ServiceGone(), coordinator_address="[::1]:1234")
-    monkeypatch.setattr(distributed.jax_distributed, "global_state", state)
-    with pytest.raises(LostPeerError, match="process 0 at ::1 was lost before process 3") as caught:
-        distributed._meet(Job(3, 4), watch.listen, timeout_s=1)
-    assert "start the run again" in str(caught.value)
-
-
-class Store:
-    """The key-value store and the barrier of JAX's coordination service, for two threads."""
-
-    def __init__(self):
-        self.values = queue.Queue()
-        self.barrier = threading.Barrier(2)
-
-    def key_value_set(self, key, value):
-        self.values.put(value)
-
-    def blocking_key_value_get(self, key, timeout_in_ms):
-        return self.values.get(timeout=WAIT_S)
-
-    def wait_at_barrier(self, name, timeout_in_ms):
-        self.barrier.wait(WAIT_S)
-
-
-@pytest.fixture
-def meet(monkeypatch, free_port):
-    """Two processes meet in two threads: the port they used, or the error of each."""
-    state = SimpleNamespace(client=Store(), coordinator_address=f"127.0.0.1:{free_port}")
-    monkeypatch.setattr(distributed.jax_distributed, "global_state", state)
-
-    def meet(kind, peer_port):
-        listen = functools.partial(distributed._listen, kind, peer_port)
-
-        def one(index):
-            try:
-                return distributed._meet(Job(index, 2), listen, timeout_s=WAIT_S)
-            except (ConfigError, LostPeerError) as error:
-                return error
-
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            ends = list(pool.map(one, (0, 1)))
-        if isinstance(ends[1], Exception):
-            return ends
-        port = ends[1][0].socket.getpeername()[1]
-        for links in ends:
-            links[0].socket.close()
-        return port
-
-    return meet
-
-
-def test_the_processes_meet_at_peer_port(meet, free_port):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        wanted = server.getsockname()[1]
-    assert meet("TPU", wanted) == wanted
-
-
-def test_the_processes_meet_at_the_port_after_jax_s_if_it_is_free(meet, free_port):
-    assert meet("TPU", 0) == free_port + 1
-    with socket.create_server(("", free_port + 1)):
-        assert meet("TPU", 0) != free_port + 1
-    assert meet("Slurm", 0) != free_port + 1  # JAX's port of the next job
-
-
-def test_a_peer_port_in_use_ends_every_process_with_2_and_one_line(meet):
-    with socket.create_server(("", 0)) as other:
-        port = other.getsockname()[1]
-        first, second = meet("TPU", port)
-    assert (type(first), first.exit_code) == (ConfigError, 2)
-    assert (type(second), second.exit_code) == (LostPeerError, 2)
-    assert str(first) == (
-        f"peer_port={port} cannot be used on {socket.gethostname()}: Address already in use. "
-        "Name a free port, or leave peer_port=0 to take one."
-    )
-    assert str(second) == f"process 0 at 127.0.0.1 has ended: {first}"
-
-
 ALONE = """
 import os, sys
 from maxdiloco.errors import ConfigError
@@ -329,13 +222,3 @@ def test_processes_that_never_come_end_the_wait_with_5_and_the_key(free_port):
     assert ended.stdout == ""
     assert "LostPeerError: jax_distributed_initialization_timeout=1 s have passed" in ended.stderr
     assert "raise the key if they only start slowly" in ended.stderr
-
-
-@pytest.fixture
-def free_port():
-    """A free port with a free one after it."""
-    while True:
-        with contextlib.suppress(OSError), socket.create_server(("", 0)) as server:
-            port = server.getsockname()[1]
-            with socket.create_server(("", port + 1)):
-                return port

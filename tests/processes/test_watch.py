@@ -11,10 +11,10 @@ import time
 
 import pytest
 
-from maxdiloco.errors import LostPeerError
-from maxdiloco.processes import watch
+from maxdiloco.processes import links, watch
 
 WAIT_S = 60  # far above what anything here takes
+HOST = socket.gethostname()
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def link_pair(peer=1, host="host-b"):
     """A link to a peer, and the peer's bare end of it."""
     ours, theirs = socket.socketpair()
     theirs.settimeout(WAIT_S)
-    return watch.Link(peer, host, ours), theirs
+    return links.Link(ours, peer, host), theirs
 
 
 def heard(bare, word):
@@ -108,9 +108,9 @@ def test_peers_that_only_beat_are_not_lost(ends, guarding):
     link, bare = link_pair()
     sides = [
         guarding(0, [link], silence_s=1.0),
-        guarding(1, [watch.Link(0, "host-a", bare)], silence_s=1.0),
+        guarding(1, [links.Link(bare, 0, "host-a")], silence_s=1.0),
     ]
-    assert sides[0].cause(2.0) is None
+    sides[0].end_if_lost(2.0)
     for side in sides:
         side.close()
     assert ends.empty()
@@ -121,7 +121,7 @@ def test_process_0_tells_the_others_who_is_lost(ends, guarding):
     (one, bare_one), (two, bare_two) = link_pair(1, "host-b"), link_pair(2, "host-c")
     guarding(0, [one, two], silence_s=WAIT_S)
     bare_one.close()
-    assert "process 1 on host-b is gone" in heard(bare_two, "lost")["lost"]
+    assert "process 1 on host-b is gone" in heard(bare_two, "loss")["loss"][0]
     assert ends.next()[0] == 5
     bare_two.close()
 
@@ -129,65 +129,62 @@ def test_process_0_tells_the_others_who_is_lost(ends, guarding):
 def test_another_process_passes_on_what_process_0_says(ends, guarding):
     link, bare = link_pair(0, "host-a")
     guarding(2, [link], silence_s=WAIT_S)
-    say(bare, lost="process 1 on host-b is gone")
+    say(bare, loss=["process 1 on host-b is gone", 5, 0.0])
     assert ends.next() == (5, "process 1 on host-b is gone")
     bare.close()
 
 
-def test_the_main_thread_that_asks_gets_the_line_and_the_watch_prints_nothing(
-    ends, guarding, monkeypatch
-):
-    """One line, not two: either the main thread raises it or the watch prints it."""
-    monkeypatch.setattr(watch, "PATIENCE_S", 0.5)
-    link, bare = link_pair()
-    guard = guarding(0, [link], silence_s=WAIT_S, main=over())
+def test_an_error_that_a_loss_may_be_behind_waits_for_it_and_ends_the_process(ends, guarding):
+    """The main thread has an error of a collective; it need not wait for the patience to pass."""
+    link, bare = link_pair(0, "host-a")
+    guard = guarding(1, [link], silence_s=WAIT_S)
+    say(bare, loss=["process 2 on host-c is gone", 5, 10 * WAIT_S])
+    guard.end_if_lost(WAIT_S)
+    assert ends.get_nowait() == (5, "process 2 on host-c is gone")
     bare.close()
-    assert "process 1 on host-b is gone" in guard.cause(WAIT_S).line
-    time.sleep(3 * watch.PATIENCE_S)
-    assert ends.empty()
-    guard.leave(5)
-    assert ends.next() == (5, None)
 
 
-@pytest.mark.parametrize("relayed", [False, True])
-@pytest.mark.parametrize("code", [2, 3, 4])
-def test_an_end_that_no_restart_mends_is_shared_with_its_reason(ends, guarding, relayed, code):
-    """It said goodbye, so it is not `gone`; process 0 relays the goodbyes of the others."""
-    link, bare = link_pair()
+def test_the_first_loss_is_the_one_that_is_printed(ends, guarding):
+    """The later ones follow from it: processes that end because of it close their connections."""
+    link, bare = link_pair(0, "host-a")
     guarding(2, [link], silence_s=WAIT_S)
-    who = {"ended": "process 1 on host-b", "code": code} if relayed else {"end": code}
-    say(bare, **who, why="DataError: dataset_path=/text does not exist.")
-    assert ends.next() == (
-        code,
-        f"process 1 on host-b ended with exit code {code}, and so does this process: "
-        "DataError: dataset_path=/text does not exist.",
-    )
+    say(bare, loss=["process 1 on host-b ended with exit code 2", 2, 0.5])
+    say(bare, loss=["process 3 on host-d is gone", 5, 0.0])
     bare.close()
+    assert ends.next() == (2, "process 1 on host-b ended with exit code 2")
+
+
+@pytest.mark.parametrize("code", [2, 3, 4, 75])
+def test_an_end_that_no_restart_mends_is_shared_with_its_reason(ends, guarding, code):
+    """Process 1 says goodbye, so it is not `gone`; process 0 tells process 2."""
+    (one, bare_one), (two, bare_two) = link_pair(1, "host-b"), link_pair(2, "host-c")
+    guarding(0, [one, two], silence_s=WAIT_S)
+    leaving = guarding(1, [links.Link(bare_one, 0, "host-a")], silence_s=WAIT_S, main=over())
+    leaving.leave(code, "DataError: dataset_path=/text does not exist.")
+    line = (
+        f"process 1 on {HOST} ended with exit code {code}, and so does this process: "
+        "DataError: dataset_path=/text does not exist."
+    )
+    assert sorted([ends.next(), ends.next()], key=str) == [(code, line), (code, None)]
+    assert heard(bare_two, "loss")["loss"][:2] == [line, code]
+    bare_two.close()
 
 
 @pytest.mark.parametrize("code", [1, 5, 130])
 def test_any_other_bad_end_of_a_peer_is_a_loss(ends, guarding, code):
     """Start again: that is what exit code 5 tells a cluster."""
-    link, bare = link_pair()
-    guarding(2, [link], silence_s=WAIT_S)
-    say(bare, end=code)
-    found, line = ends.next()
-    assert found == 5
-    assert f"process 1 on host-b ended with exit code {code} while this process was still" in line
-    assert "The end of its own output tells more. Start the run again" in line
-    bare.close()
-
-
-def test_the_main_thread_that_asks_gets_the_code_of_the_peer(ends, guarding):
-    link, bare = link_pair()
-    guard = guarding(2, [link], silence_s=WAIT_S, main=over())
-    say(bare, end=2)
-    line, code = guard.cause(WAIT_S)
-    assert code == 2
-    assert line.startswith("process 1 on host-b ended with exit code 2, and so does this process. ")
-    guard.leave(code)
-    assert ends.next() == (2, None)
-    bare.close()
+    link, bare = link_pair(1, "host-b")
+    guarding(0, [link], silence_s=WAIT_S)
+    leaving = guarding(1, [links.Link(bare, 0, "host-a")], silence_s=WAIT_S, main=over())
+    leaving.leave(code)
+    (found, nothing), (lost, line) = sorted(
+        [ends.next(), ends.next()], key=lambda end: bool(end[1])
+    )
+    assert (found, nothing, lost) == (code, None, 5)
+    assert line.startswith(
+        f"process 1 on {HOST} ended with exit code {code} while this process was still running: "
+        "See the end of its own output. Start the run again"
+    )
 
 
 @pytest.mark.parametrize("torn", [b'{"be{"beat": true}\n', b"7\n", b"\xff\n"])
@@ -204,12 +201,13 @@ def test_a_message_that_was_cut_off_is_a_loss(ends, guarding, torn):
 
 @pytest.mark.parametrize("code", [0, 143])
 def test_ends_that_all_processes_share_are_no_losses(ends, guarding, code):
-    """Positive control: code 3 in the test above."""
+    """Positive control: the codes in the tests above."""
     link, bare = link_pair()
     guard = guarding(0, [link], silence_s=0.3)
-    say(bare, end=code)
-    bare.close()
-    assert guard.cause(1.0) is None
+    leaving = guarding(1, [links.Link(bare, 0, "host-a")], silence_s=WAIT_S, main=over())
+    leaving.leave(code)
+    assert ends.next() == (code, None)
+    guard.end_if_lost(1.0)
     guard.close()
     assert ends.empty()
 
@@ -218,7 +216,7 @@ def test_an_error_is_announced_and_the_process_ends_with_its_code(ends, guarding
     link, bare = link_pair(0, "host-a")
     guard = guarding(1, [link], silence_s=WAIT_S, main=over())
     guard.leave(3, "DataError: no text.")
-    assert heard(bare, "end") == {"end": 3, "why": "DataError: no text."}
+    assert heard(bare, "end")["loss"][0].endswith(", and so does this process: DataError: no text.")
     assert ends.next() == (3, None)
     bare.close()
 
@@ -230,54 +228,10 @@ def test_process_0_leaves_last(ends, guarding, monkeypatch):
     guard = guarding(0, [link], silence_s=WAIT_S, main=over())
     guard.leave(3)
     assert heard(bare, "end")["end"] == 3
-    heard(bare, "beat")
-    heard(bare, "beat")
+    time.sleep(1.0)
     assert ends.empty()
     bare.close()
     assert ends.next() == (3, None)
-
-
-def test_gather_names_the_processes_that_did_not_come():
-    listener, secret = watch.listen()
-    port = listener.getsockname()[1]
-    came = []
-    peer = threading.Thread(
-        target=lambda: came.extend(watch.join("localhost", port, secret, 2, timeout_s=WAIT_S))
-    )
-    peer.start()
-    with pytest.raises(LostPeerError) as caught:
-        watch.gather(listener, secret, 4, timeout_s=1.0)
-    peer.join()
-    assert "processes [1, 3] did not reach process 0" in str(caught.value)
-    assert "within 1 s (the lesser of jax_distributed_initialization_timeout" in str(caught.value)
-    assert "let the hosts open TCP connections" in str(caught.value)
-    assert (came[0].peer, came[0].host) == (0, socket.gethostname())
-
-
-@pytest.mark.parametrize("greeting", [b"GET / HTTP/1.1\n", b'{"secret": "guess"}\n', b"[1]\n"])
-def test_strangers_are_turned_away(greeting):
-    listener, secret = watch.listen()
-    port = listener.getsockname()[1]
-    stranger = socket.create_connection(("localhost", port), timeout=WAIT_S)
-    stranger.sendall(greeting)
-    peer = threading.Thread(
-        target=watch.join, args=("localhost", port, secret, 1), kwargs={"timeout_s": WAIT_S}
-    )
-    peer.start()
-    links = watch.gather(listener, secret, 2, timeout_s=WAIT_S)
-    peer.join()
-    assert [link.peer for link in links] == [1]
-    assert stranger.recv(1) == b""
-
-
-def test_a_watch_that_cannot_be_reached_is_an_error_with_the_place():
-    listener, _ = watch.listen()
-    port = listener.getsockname()[1]
-    listener.close()
-    with pytest.raises(LostPeerError) as caught:
-        watch.join("localhost", port, "secret", 1, timeout_s=WAIT_S)
-    assert f"process 1 cannot reach process 0 at localhost port {port}" in str(caught.value)
-    assert "let the hosts open TCP connections" in str(caught.value)
 
 
 def test_the_process_ends_at_once_with_one_line_and_what_it_had_printed():

@@ -206,7 +206,7 @@ def test_a_disk_that_turns_read_only_leaves_the_checkpoint_that_was_told_to_be_s
     """As errors=remount-ro does. The journal stops there: a cut takes what is not yet in it."""
     folder = locate(ext4.path, "run").checkpoints
     said = []
-    with Checkpointer(folder, max_to_keep=2, report=said.append) as checkpointer:
+    with Checkpointer(folder, max_to_keep=2, say=said.append) as checkpointer:
         checkpointer.save(1, items(1), {"t": 1}, last=True)
         ext4.turn_read_only()
         with pytest.raises(OSError, match="Read-only file system"):

@@ -1,10 +1,20 @@
-"""Where compiled programs and reports cannot be read from or written to."""
+"""Which programs count as the same, and where their file cannot be read from or written to."""
 
+import base64
 import os
+import re
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from maxdiloco.errors import ConfigError
+from maxdiloco.flags import config
+from maxdiloco.parallel.program import Program
 from maxdiloco.trainer import compiled_file
 
 
@@ -29,3 +39,60 @@ def test_a_disk_that_is_full_at_the_end_is_one_line_and_leaves_the_old_file(tmp_
     with pytest.raises(ConfigError, match="cannot be written: No space left .* free space"):
         compiled_file.write_whole("compiled_trainstep_file", str(path), b"new")
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("programs", b"old")]
+
+
+def test_what_an_executable_depends_on_changes_the_fingerprint(devices):
+    """One entry of a large constant, an unused argument, where an argument lies, an option."""
+    x = jax.ShapeDtypeStruct((4096,), jnp.float32)
+
+    def fingerprint(*args, entry=0.0, **options):
+        table = np.arange(4096.0, dtype=np.float32)
+        table[2048] += entry
+        fn = lambda x, *unused: x + table  # noqa: E731
+        return Program("add", fn, on_compile=lambda *_: None, **options).fingerprint(*args)
+
+    mesh = Mesh(np.array(devices[:2]), ("diloco",))
+    split, whole = (
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        for spec in (P("diloco"), P())
+    )
+    one = fingerprint(x)
+    assert fingerprint(x) == one
+    others = [
+        fingerprint(x, entry=0.5),
+        fingerprint(x, x),
+        fingerprint(split),
+        fingerprint(whole),
+        fingerprint(x, donate=(0,)),
+        fingerprint(x, compiler_options={"xla_llvm_disable_expensive_passes": True}),
+    ]
+    assert len({one, *others}) == 1 + len(others)
+
+
+def test_the_text_of_a_kernel_has_no_folder_of_this_machine():
+    """A Pallas kernel's bytecode is part of the text, and holds the paths of its source."""
+    mask = splash.MultiHeadMask([splash.CausalMask((128, 128))])
+    kernel = splash.make_splash_mha_single_device(mask)
+    q = jax.ShapeDtypeStruct((1, 128, 128), jnp.float32)
+
+    def bytecode():
+        text = jax.jit(kernel).trace(q, q, q).lower(lowering_platforms=("tpu",)).as_text()
+        (body,) = re.findall(r"body\\22: \\22([^\\]*)", text)
+        return base64.b64decode(body)
+
+    folder = os.path.dirname(jax.__file__).encode()
+    assert folder in bytecode()
+    with compiled_file.without_folders():
+        assert b"splash_attention_kernel.py" in bytecode()
+        assert folder not in bytecode()
+
+
+def test_where_no_key_differs_the_line_says_so():
+    cfg = config.load([], {})
+    assert "No key differs, so the code " in compiled_file._differences(cfg.as_dict(), cfg)
+    before = cfg.as_dict() | {"mlp_activations": ["gelu"]}
+    del before["steps"]
+    assert compiled_file._differences(before, cfg) == (
+        'Its keys that differ: steps=none, here 1000; mlp_activations=["gelu"], here '
+        '["silu", "linear"].'
+    )

@@ -13,7 +13,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.flags import base_yml, checks
-from maxdiloco.models.transformer import Model
 from maxdiloco.parallel.mesh import AXES
 from maxdiloco.parallel.sharding import DEFAULT_RULES, optimizer_shardings, parameter_shardings
 from maxdiloco.trainer import optimizer
@@ -32,8 +31,7 @@ SHAPES = {
     "layers": {"norm": (2, 4), "out": (2, 2, 3, 4), "query": (2, 4, 2, 3)},
     "norm": (4,),
 }
-BASE_YML = base_yml.config_folder() / "base.yml"
-OPT_TYPES = checks.choices(base_yml.declared(BASE_YML)["opt_type"].allowed)
+OPT_TYPES = checks.choices(base_yml.declared()["opt_type"].allowed)
 ZEROS, ONES = (
     functools.partial(np.zeros, dtype=np.float32),
     functools.partial(np.ones, dtype=np.float32),
@@ -43,7 +41,7 @@ ZEROS, ONES = (
 @pytest.fixture
 def model():
     """Only the axis names of a model, all the optimizer looks at."""
-    return Model(init=None, loss=None, logical_axes=AXIS_NAMES, layer_axis=None, spec=None)
+    return SimpleNamespace(logical_axes=AXIS_NAMES)
 
 
 def config(**changes):
@@ -71,9 +69,13 @@ def random(seed):
     return tree(lambda shape: rng.standard_normal(shape).astype(np.float32))
 
 
+def build(cfg, model):
+    return optimizer.build(cfg, optimizer.learning_rate_schedule(cfg, 10), model=model)
+
+
 def run(cfg, model, params, gradients):
     """Parameters after one step for each gradient."""
-    rule = optimizer.build(cfg, 10, model=model)
+    rule = build(cfg, model)
     state = rule.init(params)
     for gradient in gradients:
         updates, state = rule.update(gradient, state, params)
@@ -185,7 +187,7 @@ def test_clipping_scales_the_whole_gradient_to_the_threshold(model):
 
 @pytest.mark.parametrize("opt_type", ["adamw", "muon", "sgd"])
 def test_state_is_float32_and_keeps_its_types_under_bfloat16_weights(opt_type, model):
-    rule = optimizer.build(config(opt_type=opt_type), 10, model=model)
+    rule = build(config(opt_type=opt_type), model)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random(0))
     before = rule.init(params)
     updates, after = rule.update(random(1), before, params)
@@ -199,7 +201,7 @@ def test_state_is_float32_and_keeps_its_types_under_bfloat16_weights(opt_type, m
 def test_state_lies_like_the_parameters(opt_type, model, devices):
     """Moments of query over fsdp (embed) and tensor (heads); muon has one, and none of its Adam."""
     mesh = Mesh(np.array(devices[:4]).reshape(1, 1, 2, 1, 1, 2), AXES)
-    rule = optimizer.build(config(opt_type=opt_type), 10, model=model)
+    rule = build(config(opt_type=opt_type), model)
     params = random(0)
     lies = parameter_shardings(AXIS_NAMES, params, mesh, DEFAULT_RULES)
     state = jax.eval_shape(rule.init, params)

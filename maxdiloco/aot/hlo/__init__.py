@@ -1,1 +1,1 @@
-"""Reading the text of a compiled program: what crosses slices, when, and what hides it."""
+"""Reads the text of a compiled program: what crosses slices, when, and what hides it."""

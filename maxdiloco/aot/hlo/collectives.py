@@ -1,7 +1,7 @@
-"""Collectives in a compiled program that stay among the devices its groups number.
+"""Collectives among the devices that one compiled program numbers in its replica groups.
 
-On TPU these are the devices of one slice (what crosses slices is in transfers.py); on CPU and GPU
-all devices, so collectives between emulated slices are among them.
+On TPU a program numbers the devices of one slice; what crosses slices is in transfers.py. On CPU
+and GPU it numbers all devices, so collectives between emulated slices are here too.
 """
 
 import math
@@ -24,9 +24,9 @@ KINDS = (
 class Collective(NamedTuple):
     """One collective.
 
-    axes: mesh axes along which its groups reach; bytes_sent: bytes that leave one device each time
-    it runs, by a ring; times: runs in one run of the program; waits: whether the schedule stops
-    for it (no start and done apart).
+    axes: mesh axes that its groups span. bytes_sent: bytes that leave one device in each run, by a
+    ring. times: runs in one run of the program. waits: whether the schedule waits for it, which it
+    does when start and done are one instruction.
     """
 
     kind: str
@@ -40,11 +40,11 @@ class Collective(NamedTuple):
 def collectives(module: Module, sizes: Mapping[str, int]) -> list[Collective]:
     """Every collective that ENTRY reaches, in order of execution.
 
-    sizes: mesh axes, major to minor, of the devices that the groups number. Pieces of one
-    asynchronous collective (fusions of one channel in one place) count once. Raises ValueError for
-    groups that number other devices and for kinds whose bytes are not known.
+    sizes: of the mesh axes over which the groups number the devices, major to minor. Pieces of one
+    asynchronous collective (fusions of one channel in one computation) count once. Raises
+    ValueError for a group with a device outside the mesh and for kinds whose bytes are not known.
     """
-    found, seen = [], set()
+    out, seen = [], set()
     for run in executed(module):
         kind = kind_of(run.instruction)
         if kind is None:
@@ -54,37 +54,39 @@ def collectives(module: Module, sizes: Mapping[str, int]) -> list[Collective]:
         key = (run.place, channel or (run.computation.name, run.instruction.name))
         if key not in seen:
             seen.add(key)
-            found.append(_collective(kind, run, sizes))
-    return [one for one in found if one.axes]
+            out.append(_collective(kind, run, sizes))
+    return [collective for collective in out if collective.axes]
 
 
 def kind_of(instruction: Instruction) -> str | None:
-    """all-gather, all-reduce .. for a collective or the start of one, None for anything else."""
+    """The kind of a collective or of its start: all-gather, all-reduce ..; None for the rest."""
     kind = instruction.opcode.removesuffix("-start")
     return kind if kind in KINDS else None
 
 
 def _collective(kind: str, run: Executed, sizes: Mapping[str, int]) -> Collective:
     item = run.instruction
-    groups = group_reader.of(item.attributes)
-    sent = _bytes_sent(kind, _payload(run.computation, item), max(map(len, groups)), item)
     dtype = shapes.read(run.computation[item.operands[0]].shape).dtype
+    axes = axes_of(group_reader.of(item.attributes), sizes)
     apart = item.opcode.endswith("-start") or run.place != run.computation.name
-    return Collective(kind, dtype, axes_of(groups, sizes), sent, run.times, not apart)
+    return Collective(kind, dtype, axes, bytes_of(run.computation, item), run.times, not apart)
 
 
 def bytes_of(computation: Computation, item: Instruction) -> int:
     """Bytes that leave one device each time a collective runs."""
-    groups = group_reader.of(item.attributes)
-    size = max(map(len, groups))
-    return _bytes_sent(kind_of(item), _payload(computation, item), size, item)
+    size = max(map(len, group_reader.of(item.attributes)))
+    payload = sum(shapes.read(computation[name].shape).bytes_laid_out() for name in item.operands)
+    return ring_bytes(kind_of(item), payload, size, name=f"%{item.name}")
 
 
-def _payload(computation: Computation, item: Instruction) -> int:
-    return sum(shapes.read(computation[name].shape).bytes_laid_out() for name in item.operands)
+def ring_bytes(kind: str, payload: int, size: int, *, name: str) -> int:
+    """Bytes that one member of a group sends in a collective, by a ring.
 
-
-def _bytes_sent(kind: str, payload: int, size: int, item: Instruction) -> int:
+    An all-gather sends the payload to each other member; a reduction and a gather of the sum each
+    send the share of every other member; one member of a pair sends the payload to the other.
+    kind: one of KINDS, or one-to-one. size: members of the group. name: for messages.
+    Raises ValueError for kinds whose bytes are not known.
+    """
     others = size - 1
     if kind == "all-gather":
         return payload * others
@@ -92,15 +94,15 @@ def _bytes_sent(kind: str, payload: int, size: int, item: Instruction) -> int:
         return 2 * payload * others // size
     if kind in ("reduce-scatter", "all-to-all"):
         return payload * others // size
-    if kind == "collective-permute":
+    if kind in ("collective-permute", "one-to-one"):
         return payload
-    raise ValueError(f"%{item.name} is a {kind}, whose bytes are not known here")
+    raise ValueError(f"{name} is a {kind}, whose bytes are not known here")
 
 
 def axes_of(groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Mesh axes along which the members of a group differ, in mesh order.
 
-    Raises ValueError when a group numbers a device that the mesh does not have.
+    Raises ValueError for a device outside the mesh.
     """
     numbers = sorted({n for group in groups for n in group})
     if numbers and numbers[-1] >= math.prod(sizes.values()):
@@ -110,7 +112,7 @@ def axes_of(groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
         )
     reached = set()
     for group in groups:
-        places = np.array(np.unravel_index(list(group), tuple(sizes.values())))
-        differ = (places != places[:, :1]).any(axis=1)
-        reached |= {axis for axis, apart in zip(sizes, differ, strict=True) if apart}
+        coordinates = np.array(np.unravel_index(list(group), tuple(sizes.values())))
+        differ = (coordinates != coordinates[:, :1]).any(axis=1)
+        reached |= {axis for axis, differs in zip(sizes, differ, strict=True) if differs}
     return tuple(axis for axis in sizes if axis in reached)

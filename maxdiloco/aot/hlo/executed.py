@@ -11,7 +11,7 @@ class Executed(NamedTuple):
     """An instruction where it runs.
 
     times: runs in one run of the program; every branch of a conditional counts as taken.
-    place: name of the computation that is scheduled around it, past the fusions it is in.
+    place: name of the innermost computation around it that is not a fusion.
     """
 
     computation: Computation
@@ -21,9 +21,10 @@ class Executed(NamedTuple):
 
 
 def executed(module: Module) -> Iterator[Executed]:
-    """What ENTRY runs, fusions and loops opened; not the functions that a reduction applies.
+    """Every instruction that ENTRY runs, those in fusions and loops included.
 
-    Raises ValueError for a loop whose trips are not in the text.
+    Left out: the functions that a reduction applies. Raises ValueError for a loop whose number of
+    trips is not in the text.
     """
     yield from _run(module, module.entry, 1, module.entry.name)
 

@@ -1,8 +1,7 @@
-"""Replica groups of collectives, in the spellings XLA prints, and whether they cross slices."""
+"""Replica groups of collectives, in the spellings XLA prints."""
 
 import math
 import re
-from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -22,9 +21,8 @@ _ATTRIBUTE = re.compile(
 def read(text: str) -> tuple[tuple[int, ...], ...]:
     """`{{0,1},{2,3}}`, `[4,2]<=[2,4]T(1,0)` or `mesh['a'=2,'b'=4] {'b'}` as groups of devices.
 
-    The second numbers 0, 1, .. over the dims after `<=`, transposes them by T (where it is given)
-    and folds the result into the dims before it. The third is explained in _over_mesh.
-    Raises ValueError for any other spelling.
+    The second is an iota over the dims after `<=`, transposed by T if there is one, and reshaped to
+    the dims before `<=`. See _over_mesh for the third. Raises ValueError for any other spelling.
     """
     if listed := _LISTED.match(text):
         groups = re.findall(r"\{([\d,]*)\}", listed[1])
@@ -48,11 +46,11 @@ def read(text: str) -> tuple[tuple[int, ...], ...]:
 def _over_mesh(
     axes: str, counted: str | None, order: str | None, listed: str | None, grouped: str
 ) -> tuple[tuple[int, ...], ...]:
-    """Devices that differ only along the grouped axes of a mesh (XLA's mesh_and_axis.cc).
+    """Groups of devices that differ only along the grouped axes of a mesh (XLA's mesh_and_axis.cc).
 
-    axes: `'a'=2,'b'=4`, the dims over which the devices are numbered, as 0, 1, .. or as counted
-    and order (an iota like that of read) or listed say. grouped: names; `'b':(2)2` is the part of
-    size 2 of `'b'` that has the parts of product 2 in front of it.
+    axes: `'a'=2,'b'=4`, the dims of the array of devices. Its entries are 0, 1, .., or the iota of
+    counted and order (see read), or listed. grouped: names of axes; `'b':(2)2` is the sub-axis of
+    `'b'` of size 2 after sub-axes of product 2.
     """
     sizes = {name: int(size) for name, _, size in (a.rpartition("=") for a in axes.split(","))}
     if counted:
@@ -60,17 +58,17 @@ def _over_mesh(
         numbers = numbers.transpose(_numbers(order))
     else:
         numbers = np.array(_numbers(listed) or range(math.prod(sizes.values())))
-    parts = []  # (axis, product in front, size)
+    sub_axes = []  # (axis, product of the sub-axes before it, size)
     for name in filter(None, grouped.split(",")):
         sub = _SUB_AXIS.match(name)
-        parts.append((sub[1], int(sub[2]), int(sub[3])) if sub else (name, 1, sizes[name]))
-    dims, place = [], {}
+        sub_axes.append((sub[1], int(sub[2]), int(sub[3])) if sub else (name, 1, sizes[name]))
+    dims, dim_of = [], {}
     for axis, size in sizes.items():
-        cuts = {n for name, front, part in parts if name == axis for n in (front, front * part)}
-        for low, high in pairwise(sorted(cuts | {1, size})):
-            place[axis, low] = len(dims)
+        ends = {n for name, before, s in sub_axes if name == axis for n in (before, before * s)}
+        for low, high in pairwise(sorted(ends | {1, size})):
+            dim_of[axis, low] = len(dims)
             dims.append(high // low)
-    last = [place[axis, front] for axis, front, part in parts if part > 1]
+    last = [dim_of[axis, before] for axis, before, size in sub_axes if size > 1]
     moved = np.moveaxis(numbers.reshape(dims), last, range(-len(last), 0))
     rows = moved.reshape(-1, math.prod(dims[dim] for dim in last))
     return tuple(tuple(row) for row in rows.tolist())
@@ -79,22 +77,22 @@ def _over_mesh(
 def of(attributes: str) -> tuple[tuple[int, ...], ...]:
     """The groups (or source and target pairs) in the attributes of a collective.
 
-    Raises ValueError where there are none: `{}` means all devices, whose number is not there.
+    Raises ValueError where there are none: `{}` means all devices, and does not say how many.
     """
-    found = _ATTRIBUTE.search(attributes)
-    if found is None:
+    attribute = _ATTRIBUTE.search(attributes)
+    if attribute is None:
         raise ValueError(f"no replica groups that can be read in {attributes[:80]!r}")
-    return read(found[1])
+    return read(attribute[1])
 
 
 def slices_of(target: str) -> tuple[tuple[int, ...], ...]:
     """Groups of slices in the target of a MegaScale transfer, slices counted from 0.
 
-    `{1,2}x{0:3}`: one group, the same for every device of a slice; `{{100000,300000},{100001,..}}`:
-    one entry a member, 100000 times the slice plus the device; `{{200000->100000},..}`: sender and
-    receiver, as groups of two. Every slice is in a group, so the
-    lowest number is that of the first. Raises ValueError for any other spelling, and for groups of
-    unequal size.
+    `{1,2}x{0:3}`: one group of slices for every device of a slice. `{{100000,300000},{100001,..}}`:
+    groups of devices; a device is 100000 times its slice plus its number in it.
+    `{{200000->100000},..}`: sender and receiver, groups of two. Every slice is in a group, so the
+    lowest number is that of the first slice. Raises ValueError for any other spelling and for
+    groups of unequal size.
     """
     if product := re.fullmatch(r"\{([\d,]+)\}x\{\d+(?::\d+)?\}", target):
         numbered = [_numbers(product[1])]
@@ -112,11 +110,6 @@ def slices_of(target: str) -> tuple[tuple[int, ...], ...]:
         raise ValueError(f"the slices of a transfer, {target[:80]!r}, are in unequal groups")
     first = min(min(group) for group in numbered)
     return tuple(dict.fromkeys(tuple(n - first for n in group) for group in numbered))
-
-
-def crosses(groups: Sequence[Sequence[int]], slice_of_device: Mapping[int, int]) -> bool:
-    """Whether a group holds devices of two slices."""
-    return any(len({slice_of_device[device] for device in group}) > 1 for group in groups)
 
 
 def _numbers(text: str | None) -> tuple[int, ...]:

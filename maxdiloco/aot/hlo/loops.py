@@ -1,18 +1,18 @@
-"""How often a `while` of compiled HLO runs its body."""
+"""The number of trips of a `while` in compiled HLO."""
 
 import re
 
 from maxdiloco.aot.hlo.reader import Computation, Instruction, Module
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-# What hands a value on unchanged.
+# Opcodes that return their operand unchanged.
 _SAME = ("bitcast", "copy", "copy-done", "copy-start", "convert")
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int:
-    """Trips of a counted loop: the compiler's own number, or counter < bound, from start by step.
+    """Trips of a counted loop: the compiler's number, or from start, step and bound of its counter.
 
-    Raises ValueError where neither is in the text.
+    Raises ValueError where the text has neither.
     """
     if known := _KNOWN.search(loop.attributes):
         return int(known[1])
@@ -34,38 +34,38 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 
 
 def _step(body: Computation, index: int) -> int | None:
-    """What the body adds to item `index` of its argument."""
+    """The constant that the body adds to item `index` of its argument; None for anything else."""
     following = _source(body, _item(body, body.root().name, index))
     if following.opcode != "add":
         return None
-    for own, other in (following.operands, reversed(following.operands)):
-        source = _source(body, own)
+    for counter, step in (following.operands, reversed(following.operands)):
+        source = _source(body, counter)
         if source.opcode == "get-tuple-element" and int(source.attribute("index")) == index:
-            return _constant(body, other)
+            return _constant(body, step)
     return None
 
 
 def _item(computation: Computation, name: str, index: int) -> str:
     """Name of item `index` of a tuple."""
-    made = computation[name]
-    if made.opcode != "tuple":
-        raise _unknown(made, "what it starts from is not a tuple in the same computation")
-    return made.operands[index]
+    tuple_ = computation[name]
+    if tuple_.opcode != "tuple":
+        raise _unknown(tuple_, "its initial value is not a tuple in the same computation")
+    return tuple_.operands[index]
 
 
 def _source(computation: Computation, name: str) -> Instruction:
-    """Where a value comes from, past what hands it on unchanged."""
-    found = computation[name]
-    while found.opcode in _SAME:
-        found = computation[found.operands[0]]
-    return found
+    """The instruction that makes a value, past those that return it unchanged."""
+    item = computation[name]
+    while item.opcode in _SAME:
+        item = computation[item.operands[0]]
+    return item
 
 
 def _constant(computation: Computation, name: str) -> int | None:
-    found = _source(computation, name)
-    if found.opcode != "constant" or not re.fullmatch(r"-?\d+", found.literal):
+    item = _source(computation, name)
+    if item.opcode != "constant" or not re.fullmatch(r"-?\d+", item.literal):
         return None
-    return int(found.literal)
+    return int(item.literal)
 
 
 def _unknown(loop: Instruction, why: str) -> ValueError:

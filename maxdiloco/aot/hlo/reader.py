@@ -26,25 +26,25 @@ class Instruction(NamedTuple):
     shape: str
     opcode: str
     operands: tuple[str, ...]
-    literal: str  # what stands between the parentheses
+    literal: str  # the text between the parentheses
     attributes: str
     is_root: bool
 
     def attribute(self, key: str) -> str | None:
-        """The value of `key="value"` or `key=value`, None where it is not given."""
-        found = re.search(rf'(?<![\w]){re.escape(key)}=(?:"([^"]*)"|%?([\w.-]+))', self.attributes)
-        return None if found is None else found[1] if found[1] is not None else found[2]
+        """The value of `key="value"` or `key=value`; None without it."""
+        match = re.search(rf'(?<![\w]){re.escape(key)}=(?:"([^"]*)"|%?([\w.-]+))', self.attributes)
+        return None if match is None else match[1] if match[1] is not None else match[2]
 
     def called(self) -> tuple[str, ...]:
-        """Names of the computations this instruction runs, in the order of the text."""
+        """Names of the computations that it runs, in the order of the text."""
         branches = _BRANCHES.search(self.attributes)
         names = tuple(_CALLED.findall(self.attributes))
         return names + (tuple(re.findall(r"[\w.-]+", branches[1])) if branches else ())
 
     def estimated_cycles(self) -> int | None:
-        """The compiler's own estimate, None where it made none."""
-        found = _CYCLES.search(self.attributes)
-        return int(found[1]) if found else None
+        """The compiler's estimate; None without one."""
+        match = _CYCLES.search(self.attributes)
+        return int(match[1]) if match else None
 
 
 class Computation(NamedTuple):
@@ -60,7 +60,7 @@ class Computation(NamedTuple):
         raise ValueError(f"{self.name} has no %{name}: the text was cut. Give the whole module.")
 
     def root(self) -> Instruction:
-        """What the computation returns."""
+        """The instruction whose value the computation returns."""
         for instruction in self.instructions:
             if instruction.is_root:
                 return instruction
@@ -75,7 +75,7 @@ class Module:
     entry: Computation
 
     def computation(self, name: str) -> Computation:
-        """Raises ValueError where the text does not hold it."""
+        """The computation of that name. Raises ValueError when the text does not hold it."""
         if name not in self.computations:
             raise ValueError(f"%{name} is called but not in the text. Give the whole module.")
         return self.computations[name]
@@ -96,7 +96,7 @@ class Module:
 def read(text: str) -> Module:
     """The module of `compiled.as_text()`.
 
-    Raises ValueError for a text without a schedule or an ENTRY, and for lines it cannot read.
+    Raises ValueError for a text without a schedule or an ENTRY, and for a line it cannot read.
     """
     if "is_scheduled=true" not in text.partition("\n")[0]:
         raise ValueError(
@@ -115,17 +115,17 @@ def read(text: str) -> Module:
         elif line.startswith(" "):
             body.append(line)
         elif body:
-            body[-1] += line  # attributes with line breaks inside, as Pallas kernels have
+            body[-1] += line  # the attributes of Pallas kernels have line breaks
     if name is not None or entry not in computations:
         raise ValueError("the text has no whole ENTRY computation. Give the whole module.")
     return Module(computations, computations[entry])
 
 
 def _instruction(line: str) -> Instruction:
-    found = _LINE.match(line)
-    if found is None:
+    match = _LINE.match(line)
+    if match is None:
         raise ValueError(f"cannot read this line as an HLO instruction: {line.strip()[:80]!r}")
-    root, name, rest = found.groups()
+    root, name, rest = match.groups()
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
     opcode = _OPCODE.match(rest, end) if end > 0 else None
     if opcode is None:
@@ -141,8 +141,8 @@ def _instruction(line: str) -> Instruction:
 def _closing(text: str, start: int) -> int:
     """Index of the parenthesis that closes the one at `start`."""
     depth = 0
-    for found in re.finditer(r'"(?:[^"\\]|\\.)*"|[()]', text[start:]):
-        depth += {"(": 1, ")": -1}.get(found[0], 0)
+    for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[()]', text[start:]):
+        depth += {"(": 1, ")": -1}.get(token[0], 0)
         if depth == 0:
-            return start + found.start()
+            return start + token.start()
     raise ValueError(f"a parenthesis is never closed: {text[:80]!r}")

@@ -1,9 +1,10 @@
-"""Replay a scheduled TPU program against one link per device: how much of the traffic is exposed.
+"""Replays a scheduled TPU program against one link per device: how much of the traffic is exposed.
 
-Times are the compiler's `estimated_cycles` over a clock, and bytes over a link that carries one
-transfer after the other; positions are those of the schedule. No host, no latency. A collective
-inside the slice that the schedule waits for takes its bytes over the ICI links. Anything else
-without an estimate takes no time, so too little hides a transfer, never too much.
+An instruction takes the compiler's `estimated_cycles` at the chip's clock. A transfer takes its
+bytes at the rate of the link, which carries one after the other. There is no host and no latency.
+A collective inside the slice that the schedule waits for takes its bytes at the rate of the ICI
+links. Everything else without an estimate takes no time: the replay hides too little, never too
+much.
 """
 
 from typing import NamedTuple
@@ -13,31 +14,34 @@ from maxdiloco.aot.hlo.loops import trip_count
 from maxdiloco.aot.hlo.reader import Computation, Instruction, Module
 from maxdiloco.aot.hlo.transfers import rendezvous_of, transfers
 
-# Instructions that take no time when they carry no estimate: they name or start something, are
-# scalar bookkeeping, or wait for traffic inside the slice. Anything else is an error.
-UNTIMED = (
-    "parameter constant tuple get-tuple-element bitcast bitcast-convert after-all partition-id "
-    "replica-id opt-barrier copy copy-start copy-done slice-start slice-done dynamic-slice-start "
-    "dynamic-slice-done dynamic-update-slice-start dynamic-update-slice-done custom-call "
-    "custom-call-start custom-call-done fusion "
-    "convolution dot sort gather scatter reduce reduce-window select-and-scatter dynamic-slice "
-    "dynamic-update-slice slice pad concatenate transpose reshape broadcast iota reverse map "
-    "abs add and ceil clamp compare convert cosine divide exponential exponential-minus-one floor "
-    "is-finite log log-plus-one maximum minimum multiply negate not or power remainder rsqrt "
-    "round-nearest-even select shift-left shift-right-arithmetic shift-right-logical sign sine "
-    "sqrt cbrt subtract tan tanh logistic atan2 xor rng rng-bit-generator "
-    "all-gather all-reduce all-to-all reduce-scatter collective-permute all-gather-start "
-    "all-gather-done all-reduce-start all-reduce-done collective-permute-start "
-    "collective-permute-done async-update async-done"
-)
+# Opcodes that take no time without an estimate: they name or start something, are scalar
+# bookkeeping, or wait for traffic inside the slice. Any other opcode is an error.
+UNTIMED = frozenset({
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "bitcast-convert",
+    "after-all", "partition-id", "replica-id", "opt-barrier", "copy", "copy-start", "copy-done",
+    "slice-start", "slice-done", "dynamic-slice-start", "dynamic-slice-done",
+    "dynamic-update-slice-start", "dynamic-update-slice-done", "custom-call", "custom-call-start",
+    "custom-call-done", "fusion", "convolution", "dot", "sort", "gather", "scatter", "reduce",
+    "reduce-window", "select-and-scatter", "dynamic-slice", "dynamic-update-slice", "slice",
+    "pad", "concatenate", "transpose", "reshape", "broadcast", "iota", "reverse", "map", "abs",
+    "add", "and", "ceil", "clamp", "compare", "convert", "cosine", "divide", "exponential",
+    "exponential-minus-one", "floor", "is-finite", "log", "log-plus-one", "maximum", "minimum",
+    "multiply", "negate", "not", "or", "power", "remainder", "rsqrt", "round-nearest-even",
+    "select", "shift-left", "shift-right-arithmetic", "shift-right-logical", "sign", "sine",
+    "sqrt", "cbrt", "subtract", "tan", "tanh", "logistic", "atan2", "xor", "rng",
+    "rng-bit-generator", "all-gather", "all-reduce", "all-to-all", "reduce-scatter",
+    "collective-permute", "all-gather-start", "all-gather-done", "all-reduce-start",
+    "all-reduce-done", "collective-permute-start", "collective-permute-done", "async-update",
+    "async-done",
+})  # fmt: skip
 
 
 class Link(NamedTuple):
-    """What times are worked out with.
+    """Rates of one device.
 
-    gbps_per_device: DCN, one device's share [1e9 bits per second]. clock_hz: of the compiler's
-    cycles (1.5e9 on v5e). ici_gbps: all ICI links of one device, one way; None: collectives inside
-    the slice take no time.
+    gbps_per_device: its share of the DCN [1e9 bits per second]. clock_hz: of the compiler's cycles
+    (1.5e9 on v5e). ici_gbps: of all its ICI links together, one way; with None a collective inside
+    the slice takes no time.
     """
 
     gbps_per_device: float
@@ -46,10 +50,10 @@ class Link(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """One transfer between slices, in seconds from the start of the program.
+    """One transfer between slices, in all its runs.
 
-    start: when it is first put on its way; done: when it is last there to be used; busy: what it
-    keeps the link busy; waited: what the device stands still for it.
+    start, done: of its first and its last run [seconds from the start of the program]. busy:
+    seconds on the link. waited: seconds that the device waits for it.
     """
 
     start: float
@@ -59,29 +63,24 @@ class Timing(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """A run of a program: seconds, waits included, and its transfers by rendezvous."""
+    """One run of a program. seconds: waits included. transfers: by rendezvous."""
 
     seconds: float
     transfers: dict[str, Timing]
 
     @property
     def waited(self) -> float:
-        """Seconds that the device stands still for other slices: exposed time."""
+        """Seconds that the device waits for other slices: exposed time."""
         return sum(timing.waited for timing in self.transfers.values())
 
     @property
     def busy(self) -> float:
-        """Seconds that the link carries something."""
+        """Seconds that the link is busy."""
         return sum(timing.busy for timing in self.transfers.values())
-
-    @property
-    def exposed(self) -> float:
-        """Exposed time over busy time, in [0, 1]; 0 without a transfer."""
-        return min(1.0, self.waited / self.busy) if self.busy else 0.0
 
 
 class _Clock(NamedTuple):
-    """Seconds: now, and when the link is free; when each transfer arrives, and its timing."""
+    """The time now, when the link is free, when each transfer arrives [s]; and their timings."""
 
     now: float
     link: float
@@ -103,8 +102,8 @@ class _Player(NamedTuple):
 def replay(module: Module, link: Link) -> Replay:
     """Run a scheduled program once.
 
-    Of the branches of a conditional the one that waits longest is taken, the shortest of those.
-    Raises ValueError for what it does not know.
+    A conditional takes the branch that waits longest; among equals, the shortest. Raises
+    ValueError for an opcode it does not know.
     """
     seconds = {
         t.rendezvous: t.bytes_sent() * 8 / (link.gbps_per_device * 1e9)
@@ -118,19 +117,6 @@ def replay(module: Module, link: Link) -> Replay:
     player = _Player(module, seconds, starts, link)
     end = _run(player, module.entry, _Clock(0.0, 0.0, {}, {}))
     return Replay(end.now, end.timings)
-
-
-def exposed_fraction(module: Module, *, gbps_per_device: float, clock_hz: float) -> float:
-    """Seconds a device waits for other slices over the seconds its link is busy, in [0, 1].
-
-    Arguments: see Link. Raises ValueError for a program without a transfer.
-    """
-    if not transfers(module):
-        raise ValueError(
-            "this program sends nothing to other slices, so no part of it is exposed or hidden. "
-            "Ask `transfers` first."
-        )
-    return replay(module, Link(gbps_per_device, clock_hz)).exposed
 
 
 def _run(player: _Player, computation: Computation, clock: _Clock) -> _Clock:
@@ -159,11 +145,11 @@ def _play(player: _Player, where: Computation, item: Instruction, clock: _Clock)
 
 
 def _seconds(player: _Player, where: Computation, item: Instruction) -> float:
-    """How long one instruction takes."""
+    """Time of one instruction."""
     cycles = item.estimated_cycles()
     if cycles is not None:
         return cycles / player.link.clock_hz
-    if item.opcode not in UNTIMED.split():
+    if item.opcode not in UNTIMED:
         raise ValueError(
             f"%{item.name} is a {item.opcode!r}, which this replay does not know: add it to "
             f"UNTIMED in hlo/replay.py if it moves nothing between slices."
@@ -174,7 +160,7 @@ def _seconds(player: _Player, where: Computation, item: Instruction) -> float:
 
 
 def _start(player: _Player, name: str, opcode: str, clock: _Clock) -> _Clock:
-    """The send puts the payload on the link; the recv only makes room for what comes."""
+    """A send puts the payload on the link; a recv only makes room for what arrives."""
     before = clock.timings.get(name, Timing(clock.now, clock.now, 0.0, 0.0))
     if opcode == "recv":
         return clock._replace(timings=clock.timings | {name: before})

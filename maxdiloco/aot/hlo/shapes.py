@@ -18,7 +18,7 @@ _SUFFIX = re.compile(r":(?:T(?:\([\d,]+\))+)?(?:E\(\d+\))?(?:S\(\d+\))?$")
 
 
 class Shape(NamedTuple):
-    """One array: bits of an element, dims from major to minor in memory, tiles outermost first."""
+    """One array. in_memory: its dims from major to minor; tiles: outermost first."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -30,7 +30,7 @@ class Shape(NamedTuple):
         return -(-math.prod(self.dims) * _BITS[self.dtype] // 8)
 
     def bytes_laid_out(self) -> int:
-        """Bytes with what the tiles are padded with."""
+        """Bytes of the values and of the padding that fills the tiles."""
         dims = list(self.in_memory)
         for tile in self.tiles:
             dims = [1] * (len(tile) - len(dims)) + dims
@@ -41,10 +41,10 @@ class Shape(NamedTuple):
 
 def read(text: str) -> Shape:
     """The shape of one array, with or without a layout. Raises ValueError for any other text."""
-    found = _SHAPE.match(text.strip())
-    if found is None or found[1] not in _BITS:
+    match = _SHAPE.match(text.strip())
+    if match is None or match[1] not in _BITS:
         raise ValueError(f"cannot read {text!r} as the shape of one array of a known dtype")
-    dtype, dims, order, suffix = found.groups()
+    dtype, dims, order, suffix = match.groups()
     if suffix and not _SUFFIX.match(suffix):
         raise ValueError(f"the layout of {text!r} has tiles that this reader does not know")
     dims = _numbers(dims)
@@ -56,7 +56,7 @@ def read(text: str) -> Shape:
 
 
 def elements(text: str) -> list[str]:
-    """The parts of a tuple's text, or the one part of any other shape."""
+    """The shapes in a tuple's text; any other text is one shape."""
     if not text.startswith("("):
         return [text]
     parts, depth, start = [], 0, 1

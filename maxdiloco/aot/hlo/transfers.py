@@ -1,13 +1,14 @@
-"""What a compiled TPU program sends to other slices: pairs of host transfers of MegaScale.
+"""Transfers between slices in a compiled TPU program: pairs of host transfers of MegaScale.
 
-XLA:TPU compiles one program for a slice and lowers a collective over slices to `send` and `recv`
-through the host, with their `-done` ops, one pair for each rendezvous name.
+XLA:TPU compiles one program for a slice. It lowers a collective over slices to a `send` and a
+`recv` through the host with their `-done` ops, one pair for each rendezvous name.
 """
 
 import re
 from typing import NamedTuple
 
 from maxdiloco.aot.hlo import groups, shapes
+from maxdiloco.aot.hlo.collectives import ring_bytes
 from maxdiloco.aot.hlo.executed import executed
 from maxdiloco.aot.hlo.reader import Computation, Instruction, Module
 
@@ -17,8 +18,7 @@ HANDLER = "_xla_host_transfer_handler_name"
 KIND = "_xla_megascale_transfer_type"
 TARGET = "_xla_megascale_target"
 
-# Custom calls that stay in the slice (collectives of a slice among them: those over slices are
-# host transfers). Any other target may be traffic.
+# Custom calls that stay in the slice, its collectives among them. Any other target may be traffic.
 LOCAL_CALLS = (
     "AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart",
     "ConcatBitcast", "HostExecute", "MoveToDevice", "MoveToHost", "Sharding",
@@ -29,10 +29,10 @@ LOCAL_CALLS = (
 class Transfer(NamedTuple):
     """One collective over slices, as one device of a slice sees it.
 
-    kind: ALL_GATHER, ALL_REDUCE, ..; slices: groups of slices that exchange; sent, received: what
-    is handed to and taken from the runtime; computation: where it stands; start, done: places of
-    the first send or recv and the last `-done` in it; in_conditional: a branch is or holds that
-    computation.
+    kind: ALL_GATHER, ALL_REDUCE, .. slices: groups of slices that exchange. sent, received: the
+    shapes given to and taken from the runtime. computation: the one that holds its instructions.
+    start, done: positions in it of the first send or recv and of the last `-done`.
+    in_conditional: whether a branch of a conditional runs that computation.
     """
 
     rendezvous: str
@@ -47,54 +47,43 @@ class Transfer(NamedTuple):
 
     @property
     def padding(self) -> int:
-        """Bytes of the payload that are only there to fill tiles."""
+        """Bytes of the payload that only fill tiles."""
         return self.sent.bytes_laid_out() - self.sent.bytes_logical()
 
-    def bytes_sent(self) -> int:
-        """Bytes that leave one device, as laid out; from the kind and the slices of a group.
+    @property
+    def collective(self) -> str:
+        """The kind in the spelling of HLO: all-gather, all-reduce, .."""
+        return self.kind.lower().replace("_", "-")
 
-        An all-gather sends the payload to each other slice; a reduction and a gather of the sum
-        each send the share of every other slice; a device of a pair sends the payload to one.
-        """
+    def bytes_sent(self) -> int:
+        """Bytes that leave one device, tile padding included."""
         payload, size = self.sent.bytes_laid_out(), len(self.slices[0])
-        others = size - 1
-        if self.kind == "ALL_GATHER":
-            return payload * others
-        if self.kind == "ONE_TO_ONE":
-            return payload
-        if self.kind == "ALL_REDUCE":
-            return 2 * payload * others // size
-        if self.kind in ("ALL_TO_ALL", "REDUCE_SCATTER"):
-            return payload * others // size
-        raise ValueError(
-            f"transfer {self.rendezvous} is of the kind {self.kind!r}, whose bytes are not known "
-            f"here: ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, ONE_TO_ONE and REDUCE_SCATTER are."
-        )
+        return ring_bytes(self.collective, payload, size, name=f"transfer {self.rendezvous}")
 
 
 def transfers(module: Module) -> list[Transfer]:
-    """Every transfer between slices that ENTRY reaches, in the order it is found.
+    """Every transfer between slices that ENTRY reaches.
 
     Raises ValueError for a host transfer of another runtime, a custom call with an unknown target,
     and a send without its recv or `-done` in the same computation.
     """
     conditional = _under_conditionals(module)
-    found: dict[str, Computation] = {}
+    starts: dict[str, Computation] = {}
     for computation, instruction in module.reached():
         if name := rendezvous_of(instruction):
-            if found.setdefault(name, computation) is not computation:
+            if starts.setdefault(name, computation) is not computation:
                 raise ValueError(
-                    f"transfer {name} starts in {found[name].name} and in {computation.name}: a "
+                    f"transfer {name} starts in {starts[name].name} and in {computation.name}: a "
                     f"rendezvous has one place"
                 )
     return [
         _transfer(name, computation, computation.name in conditional)
-        for name, computation in found.items()
+        for name, computation in starts.items()
     ]
 
 
 def runs(module: Module) -> dict[str, int]:
-    """How often each transfer takes place in one run of the program, by rendezvous."""
+    """Runs of each transfer in one run of the program, by rendezvous."""
     return {
         rendezvous_of(run.instruction): run.times
         for run in executed(module)
@@ -103,7 +92,7 @@ def runs(module: Module) -> dict[str, int]:
 
 
 def rendezvous_of(instruction: Instruction) -> str | None:
-    """The rendezvous that an instruction starts, None for anything without traffic of slices."""
+    """The rendezvous that an instruction starts; None without traffic between slices."""
     if instruction.opcode in ("custom-call", "custom-call-start"):
         target = instruction.attribute("custom_call_target")
         if target not in LOCAL_CALLS:
@@ -126,16 +115,16 @@ def rendezvous_of(instruction: Instruction) -> str | None:
 
 def _transfer(name: str, computation: Computation, in_conditional: bool) -> Transfer:
     started = [
-        (place, instruction)
-        for place, instruction in enumerate(computation.instructions)
+        (position, instruction)
+        for position, instruction in enumerate(computation.instructions)
         if rendezvous_of(instruction) == name
     ]
     pair = {instruction.opcode: instruction for _, instruction in started}
     if len(started) != 2 or len(pair) != 2:
         raise ValueError(f"transfer {name} is not one send and one recv in {computation.name}")
     done = [
-        place
-        for place, instruction in enumerate(computation.instructions)
+        position
+        for position, instruction in enumerate(computation.instructions)
         if instruction.opcode in ("send-done", "recv-done")
         and instruction.operands[0] in {i.name for i in pair.values()}
     ]
@@ -146,21 +135,21 @@ def _transfer(name: str, computation: Computation, in_conditional: bool) -> Tran
         raise ValueError(f"transfer {name} names no {KIND}: its bytes are unknown")
     slices = groups.slices_of(_target(pair["send"]))
     sent, received = (shapes.read(shapes.elements(pair[op].shape)[0]) for op in ("send", "recv"))
-    start = min(place for place, _ in started)
+    start = min(position for position, _ in started)
     return Transfer(
         name, kind, slices, sent, received, computation.name, start, max(done), in_conditional
     )
 
 
 def _target(send: Instruction) -> str:
-    found = re.search(rf'{TARGET}=("[^"]*"|\{{\{{.*?\}}\}})', send.attributes)
-    if found is None:
+    target = re.search(rf'{TARGET}=("[^"]*"|\{{\{{.*?\}}\}})', send.attributes)
+    if target is None:
         raise ValueError(f"%{send.name} names no {TARGET}: which slices exchange is unknown")
-    return found[1].strip('"')
+    return target[1].strip('"')
 
 
 def _under_conditionals(module: Module) -> set[str]:
-    """Names of the computations that run only if a conditional says so."""
+    """Names of the computations that a branch of a conditional is or runs."""
     waiting = [
         name
         for _, instruction in module.reached()

@@ -67,15 +67,6 @@ def test_slices_in_unequal_groups():
         groups.slices_of("{{100000,200000},{300000}}")
 
 
-def test_groups_within_a_slice_do_not_cross():
-    """Devices 0 to 3 are slice 0, 4 to 7 slice 1; the transposed groups are the control."""
-    slices = {device: device // 4 for device in range(8)}
-    assert not groups.crosses(groups.read("[2,4]<=[8]"), slices)
-    assert not groups.crosses(groups.read("{{0,1},{2,3},{4,5},{6,7}}"), slices)
-    assert groups.crosses(groups.read("[4,2]<=[2,4]T(1,0)"), slices)
-    assert groups.crosses(groups.read("{{0,1},{2,3},{4,5,6,7,0}}"), slices)
-
-
 @pytest.mark.parametrize(
     "text", ["{}", "{0,1}", "[8]<=[8]x", "mesh['x'=2]{'x'}", "[2,4]<=[8]T", "{{0,1},{2,3}"]
 )

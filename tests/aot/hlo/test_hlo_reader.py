@@ -97,7 +97,7 @@ def test_trips_of_a_loop():
         ("constant(8)", "parameter(1)", "its condition is not `counter < bound`"),
         ("constant(0)", "partition-id()", "the counter's start or step is not in the text"),
         (" add(", " multiply(", "the counter's start or step is not in the text"),
-        ("while(%tuple.6)", "while(%param.1)", "what it starts from is not a tuple"),
+        ("while(%tuple.6)", "while(%param.1)", "its initial value is not a tuple"),
     ],
 )
 def test_a_loop_whose_trips_are_unknown(old, new, why):

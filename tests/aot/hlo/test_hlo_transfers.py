@@ -43,6 +43,11 @@ def test_a_kind_that_sends_each_share_once(kind):
     assert transfer.bytes_sent() == 62464 * 3 // 4
 
 
+def test_a_pair_sends_its_payload_whole():
+    (transfer,) = found(changed(BESIDE_LOOP, "ALL_GATHER", "ONE_TO_ONE"))
+    assert transfer.bytes_sent() == 62464
+
+
 def test_a_branch_below_a_call_is_conditional_too():
     """Positive control: the same call outside the conditional is not."""
     call = "  %x = f32[] call(), to_apply=%branch_1\n"
@@ -77,7 +82,7 @@ def test_no_transfer():
         ("_xla_megascale_transfer_type", "_x", "names no .*its bytes are unknown"),
         ("_xla_megascale_target", "_x", "%send names no .*: which slices exchange is unknown"),
         ("{1,2}x{0:3}", "all", "slices of a transfer, 'all', are in a spelling"),
-        ("ALL_GATHER", "MULTICAST", "'MULTICAST', whose bytes are not known here: ALL_GATHER, A"),
+        ("ALL_GATHER", "MULTICAST", "all_gather.3_0 is a multicast, whose bytes are not known"),
         ("send-done(%send)", "send-done(%x)", "is not done where it starts, in main.1_spmd"),
         (" recv(%after-all)", " send(%after-all)", "is not one send and one recv in main.1_spmd"),
         (" copy(%param.1)", ' custom-call(%param.1), custom_call_target="Odd"',

@@ -1,0 +1,148 @@
+"""What DiLoCo tells the user: tables at the start, metrics of an exchange, the last line.
+
+    # R replicas
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from maxdiloco.diloco.fragments import oversized
+from maxdiloco.diloco.schedule import Event, Schedule
+from maxdiloco.engine.state import Layout
+from maxdiloco.engine.trainer import Description
+from maxdiloco.exchange.collective import Sizes
+from maxdiloco.processes.output import aligned
+
+
+def description(layout: Layout, schedule: Schedule, *, wire: str) -> Description:
+    """See Trainer.description. wire: the exchange dtype."""
+    overlap = f"tau {schedule.tau}" if schedule.overlap == "none" else schedule.overlap
+    fragments = tuple(fragment_table(layout))
+    return Description(
+        title=f"DiLoCo of {schedule.P} fragments, {overlap}, {wire}",
+        fragments=fragments,
+        start=(*replica_table(layout), *fragments, outer_memory_line(layout)),
+        resident=resident(layout),
+    )
+
+
+def replica_table(layout: Layout) -> list[str]:
+    """The slot of the mesh and the devices of each replica."""
+    mesh = layout.mesh
+    slots = mesh.shape["diloco"]
+    rows = [("replica", "slot", "devices")]
+    for m in range(layout.num_replicas):
+        slot = m * slots // layout.num_replicas
+        ids = [device.id for device in np.ravel(mesh.devices[slot])]
+        shown = f"{ids[0]}..{ids[-1]}" if len(ids) > 1 else str(ids[0])
+        rows.append((m, slot, shown))
+    return aligned(rows)
+
+
+def fragment_table(layout: Layout) -> list[str]:
+    """Layers, parameters, bytes on the wire and share of each fragment; warnings for large ones."""
+    sizes = [plan.fragment.size for plan in layout.plans]
+    wire = [plan.num_chunks * layout.chunk_bytes(plan) for plan in layout.plans]
+    rows = [("fragment", "layers", "parameters", "bytes on the wire", "share")]
+    for p, plan in enumerate(layout.plans):
+        layers = _ranges(plan.fragment.layers) or "none"
+        if len(layout.plans) == 1:
+            layers = "all"
+        rows.append((p, layers, f"{sizes[p]:,}", f"{wire[p]:,}", f"{sizes[p] / sum(sizes):.1%}"))
+    lines = aligned(rows)
+    for p in oversized(wire):
+        lines.append(
+            f"warning: fragment {p} sends {wire[p]:,} bytes, more than twice the median, and sets "
+            f"the peak bandwidth. {_remedy(layout, p)}"
+        )
+    return lines
+
+
+def _remedy(layout: Layout, p: int) -> str:
+    if layout.plans[p].fragment.layers:
+        return "Use more fragments: num_diloco_fragments."
+    return "Cut it by rows with a larger num_nonlayer_fragments, or use fewer layer fragments."
+
+
+def _ranges(layers: Sequence[int]) -> str:
+    """0,1,2,5 -> '0-2,5'."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def outer_memory_line(layout: Layout) -> str:
+    """Bytes of theta and the outer optimizer state on one device, and whose they are."""
+    outer = jax.tree.leaves(layout.state.outer)
+    total = _mib([*outer, *jax.tree.leaves(layout.state.outer_opt)])
+    copies = f"one copy for each of {layout.num_replicas} replicas"
+    return (
+        f"outer state: {total:.1f} MiB a device ({_mib(outer):.1f} MiB of it parameters), "
+        f"{copies if layout.per_replica_outer else 'one copy on every slice'}, kept in "
+        f"{_memory_of(outer)}"
+    )
+
+
+def resident(layout: Layout) -> str:
+    """State that DiLoCo keeps on a device besides the replicas and their optimizer [MiB]."""
+    state = layout.state
+    outer = jax.tree.leaves((state.outer, state.outer_opt))
+    where = _memory_of(outer)
+    flight = jax.tree.leaves((state.outgoing, state.incoming))
+    kept = "outer state" if where == "device" else f"outer state (in {where})"
+    return f"{kept} {_mib(outer):.1f}, in flight {_mib(flight):.1f}"
+
+
+def _memory_of(arrays: Sequence[jax.ShapeDtypeStruct]) -> str:
+    return arrays[0].sharding.memory_kind or "device"
+
+
+def _mib(arrays: Sequence[jax.ShapeDtypeStruct]) -> float:
+    return sum(bytes_on_device(x) for x in arrays) / 2**20
+
+
+def bytes_on_device(x: jax.ShapeDtypeStruct) -> int:
+    """Bytes of an array's shard, without tile padding."""
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+
+def dropped_lines(sends: Sequence[Event], schedule: Schedule) -> list[str]:
+    """The line on exchanges in flight that a resume drops, if there are any."""
+    if not sends:
+        return []
+    named = ", ".join(f"{send.fragment} (sent after step {send.send_step})" for send in sends)
+    history = "" if schedule.overlap == "none" else " The history restarts as in round 1."
+    return [
+        f"dropped: what was in flight of fragments {named}, since the number of replicas or the "
+        f"mesh has changed. theta and the replicas keep their values, so the next outer gradients "
+        f"carry the same progress.{history}"
+    ]
+
+
+def outer_metrics(sizes: Sizes) -> dict[str, float]:
+    """Norm of the mean outer gradient, mean pairwise cosine and drift, of one exchange.
+
+    Of the fragment that was synchronised last; empty before the first synchronisation. The
+    cosines are weighted by the product of the two norms, so that their sum follows from the norms
+    of the replicas and of the mean: |sum g|^2 = sum |g_m|^2 + sum over pairs of 2 g_m g_n.
+    """
+    norm_R = np.asarray(sizes.norm_R, np.float64)
+    M = norm_R.size
+    if not norm_R.any():
+        return {}
+    row = {
+        "diloco/outer_grad_norm": float(sizes.mean_norm),
+        "diloco/drift": float(np.mean(sizes.drift_R)),
+    }
+    products = norm_R.sum() ** 2 - (norm_R**2).sum() if np.isfinite(norm_R).all() else 0.0
+    if products > 0:
+        inner = (M * float(sizes.mean_norm)) ** 2 - (norm_R**2).sum()
+        row["diloco/outer_grad_cosine"] = float(np.clip(inner / products, -1, 1))
+    return row

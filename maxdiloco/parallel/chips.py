@@ -1,0 +1,58 @@
+"""What one device is, for the chips that a run may meet: the only table of their facts."""
+
+from typing import NamedTuple
+
+
+class Chip(NamedTuple):
+    """One JAX device. What only compiling ahead needs is None where it cannot be compiled for.
+
+    kinds: what jax.Device.device_kind calls it. peak_flops: dense bfloat16 FLOP/s.
+    hbm_gib: what a program may use [GiB]. clock_hz: of the compiler's estimated cycles.
+    ici_gbps: all ICI links of the device together, one way [1e9 bits per second].
+    """
+
+    kinds: tuple[str, ...]
+    peak_flops: float
+    hbm_gib: float | None = None
+    clock_hz: float | None = None
+    ici_gbps: float | None = None
+
+    @property
+    def hbm(self) -> int:
+        """What a program may use [bytes]."""
+        return int(self.hbm_gib * 2**30)
+
+
+# TPU: cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, "peak compute per chip (bf16)" and ICI. A
+# device is a chip, except on v2, v3 and TPU7x, where it is one of a chip's two TensorCores. HBM as
+# libtpu says when a program is too big; the clock is the peak over the FLOPs of a cycle.
+# GPU: NVIDIA's data sheets, Tensor Core bfloat16 without sparsity.
+CHIPS = {
+    "v2": Chip(("TPU v2",), 46e12 / 2),
+    "v3": Chip(("TPU v3",), 123e12 / 2),
+    "v4": Chip(("TPU v4",), 275e12, 30.75, 1.05e9, 2400),
+    "v5e": Chip(("TPU v5 lite", "TPU v5e"), 197e12, 15.75, 1.5e9, 1600),
+    "v5p": Chip(("TPU v5", "TPU v5p"), 459e12, 95.74, 1.75e9, 4800),
+    "v6e": Chip(("TPU v6 lite", "TPU v6e"), 918e12, 31.25, 1.75e9, 3584),
+    "tpu7x": Chip(("TPU7x",), 2307e12 / 2, 94.75, 2.2e9, 4800),
+    "a100": Chip(
+        (
+            "NVIDIA A100-SXM4-40GB",
+            "NVIDIA A100-SXM4-80GB",
+            "NVIDIA A100-PCIE-40GB",
+            "NVIDIA A100 80GB PCIe",
+        ),
+        312e12,
+    ),
+    "h100": Chip(("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB"), 989e12),
+    "h100-pcie": Chip(("NVIDIA H100 PCIe",), 756e12),
+    "b200": Chip(("NVIDIA B200",), 2250e12),
+    "l4": Chip(("NVIDIA L4",), 121e12),
+    "l40s": Chip(("NVIDIA L40S",), 362e12),
+}
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Dense bfloat16 FLOP/s of a device; None where the table does not have it."""
+    peaks = (chip.peak_flops for chip in CHIPS.values() if device_kind in chip.kinds)
+    return next(peaks, None)

@@ -1,0 +1,126 @@
+"""How a run logs, evaluates, saves and profiles a step; the loop in training.py says when."""
+
+import contextlib
+from typing import Any
+
+import jax
+
+from maxdiloco.checkpoint.checkpointer import Checkpointer
+from maxdiloco.data.pipeline import Dataset
+from maxdiloco.flags.config import Config
+from maxdiloco.metrics.console import Progress, console_line
+from maxdiloco.metrics.monitor import learning_metrics
+from maxdiloco.metrics.speed import StepClock, performance
+from maxdiloco.metrics.writer import MetricsWriter
+from maxdiloco.storage.run_folder import RunFolder
+from maxdiloco.trainer import assemble, optimizer
+from maxdiloco.trainer.assemble import Parts
+
+
+class Recorder:
+    """Metrics, evaluations and checkpoints of a run.
+
+    done: inner steps before this start; total: of the whole run. writer: None in all processes but
+    the first. checkpointer: None where nothing is saved. note: what a checkpoint says of the run.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        parts: Parts,
+        *,
+        done: int,
+        total: int,
+        progress: Progress,
+        writer: MetricsWriter | None,
+        checkpointer: Checkpointer | None,
+        note: dict[str, Any],
+    ):
+        self._parts = parts
+        self._total = total
+        self._progress = progress
+        self._writer = writer
+        self._checkpointer = checkpointer
+        self._note = note
+        self._flops_per_token = assemble.flops_per_token(cfg, parts.params)
+        self._clock = StepClock(done)
+        self._logged = done
+
+    def log(self, t: int, state: Any) -> dict[str, float]:
+        """The metrics of step t. Blocks until the step is done."""
+        parts = self._parts
+        metrics = self._check(state)
+        jax.block_until_ready(state.params)
+        speed = performance(
+            step_time=self._clock.lap(t),
+            tokens_per_step=parts.shape.tokens,
+            flops_per_token=self._flops_per_token,
+            num_devices=parts.mesh.size,
+            device_kind=parts.mesh.devices.flat[0].device_kind,
+        )
+        steps, self._logged = range(self._logged + 1, t + 1), t
+        learning = learning_metrics(metrics, optimizer.learning_rate(parts.learning_rate, t - 1))
+        return learning | parts.trainer.extra_metrics(state, steps) | speed
+
+    def evaluate(self, state: Any, held_out: Dataset) -> dict[str, float]:
+        """The loss of theta on the held-out text [nats per token]."""
+        self._check(state)
+        with self._clock.excluded():
+            theta = self._parts.trainer.outer_params(state)
+            return {"eval/loss": self._parts.evaluation(theta, held_out)}
+
+    def write(self, t: int, row: dict[str, float]) -> None:
+        """Write the metrics of step t to the run's files and to the console."""
+        if self._writer is not None:
+            self._writer.write(t, row)
+            self._progress.line(console_line(t, self._total, row))
+
+    def save(self, t: int, state: Any, *, last: bool = False) -> None:
+        """Save the state of step t. last: no save comes after it; wait until it is on the disk.
+
+        Raises NumericsError in place of saving a state that is known to be bad.
+        """
+        if self._checkpointer is None:
+            return
+        self._check(state)
+        with self._clock.excluded():
+            trainer = self._parts.trainer
+            items, note = trainer.saved_items(state), self._note | trainer.note(state)
+            if self._writer is not None:
+                self._writer.sync()  # a checkpoint on the disk has its rows there too
+            self._checkpointer.save(t, items, note, last=last)
+
+    def _check(self, state: Any) -> dict[str, Any]:
+        """Wait for the step and return its metrics; raise NumericsError if a step went wrong."""
+        saved_steps = self._checkpointer.steps if self._checkpointer else list
+        return self._parts.monitor.check(state, saved_steps)
+
+
+class Profile(contextlib.AbstractContextManager):
+    """The profile of some steps, if the config asks for one; leaving the context ends it.
+
+    done: inner steps before this start.
+    """
+
+    def __init__(self, cfg: Config, folder: RunFolder, *, done: int):
+        self._enabled = bool(cfg.profiler)
+        self._first = done + cfg.skip_first_n_steps_for_profiler
+        self._last = self._first + cfg.profiler_steps
+        self._path = str(folder.path / "profile")
+        self._running = False
+
+    def after(self, t: int) -> None:
+        """Start or end the profile after step t."""
+        if self._enabled and t == self._first:
+            jax.profiler.start_trace(self._path)
+            self._running = True
+        elif t >= self._last:
+            self._stop()
+
+    def __exit__(self, *exception) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._running:
+            jax.profiler.stop_trace()
+            self._running = False
