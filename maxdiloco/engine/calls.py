@@ -1,5 +1,6 @@
 """Which program an action of the schedule calls, with what, and where its results go."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -37,9 +38,12 @@ class Call(NamedTuple):
 
 
 def arguments(
-    programs: Programs, action: Action, state: State, batch: Any
+    programs: Programs, action: Action, state: State, batch: Any, incoming: tuple | None = None
 ) -> tuple[Program, tuple]:
-    """The program of an action and what it takes, of arrays or of ShapeDtypeStructs."""
+    """The program of an action and what it takes, of arrays or of ShapeDtypeStructs.
+
+    incoming: the chunks to merge; None: those in the state.
+    """
     step = (state.params, state.opt_state, batch)
     if action.program == INNER:
         return programs.inner, step
@@ -55,7 +59,9 @@ def arguments(
         return program, (leaves, plan.starts)
     args = (leaves, state.bad, plan.starts)
     if action.program in (MERGE, OUTER_STEP):
-        args += (state.incoming[action.slot][: plan.num_chunks],)
+        if incoming is None:
+            incoming = state.incoming[action.slot][: plan.num_chunks]
+        args += (incoming,)
     return program, args
 
 
@@ -86,18 +92,21 @@ def after(programs: Programs, action: Action, state: State, results: Any) -> tup
     return state, None
 
 
-def calls(programs: Programs, schedule: Schedule, batch: Any) -> list[Call]:
+def count_calls(
+    schedule: Schedule, programs_of: Callable[[Action], Iterable[tuple[Program, tuple]]]
+) -> list[Call]:
     """Every program that the steps of a run call, once each, `inner` first.
 
-    batch: ShapeDtypeStructs with shardings, leaves [R, ...]. Fragments of equal form share a
-    program, and are counted together. The period counted is the third: all is under way in it.
+    programs_of: the programs of an action, with ShapeDtypeStructs for their arguments. Fragments of
+    equal form share a program, and are counted together. The period counted is the third: all is
+    under way in it.
     """
     H = schedule.H
     actions = [action for t in range(2 * H + 1, 3 * H + 1) for action in schedule.actions(t)]
     actions.sort(key=lambda action: (PROGRAMS.index(action.program), action.fragment))
     found: dict[int, Call] = {}
     for runs, action in [(0, Action(INNER)), *((1, action) for action in actions)]:
-        program, args = arguments(programs, action, programs.layout.state, batch)
-        call = found.setdefault(id(program), Call(program, args, 0))
-        found[id(program)] = call._replace(runs=call.runs + runs)
+        for program, args in programs_of(action):
+            call = found.setdefault(id(program), Call(program, args, 0))
+            found[id(program)] = call._replace(runs=call.runs + runs)
     return list(found.values())

@@ -17,12 +17,12 @@ from maxdiloco.exchange.collective import Sizes
 from maxdiloco.processes.output import aligned
 
 
-def description(layout: Layout, schedule: Schedule, *, wire: str) -> Description:
-    """See Trainer.description. wire: the exchange dtype."""
+def description(layout: Layout, schedule: Schedule, wire_bytes: Sequence[int]) -> Description:
+    """See Trainer.description. wire_bytes: of each fragment."""
     overlap = f"tau {schedule.tau}" if schedule.overlap == "none" else schedule.overlap
-    fragments = tuple(fragment_table(layout))
+    fragments = tuple(fragment_table(layout, wire_bytes))
     return Description(
-        title=f"DiLoCo of {schedule.P} fragments, {overlap}, {wire}",
+        title=f"DiLoCo of {schedule.P} fragments, {overlap}, {layout.plans[0].payload.wire}",
         fragments=fragments,
         start=(*replica_table(layout), *fragments, outer_memory_line(layout)),
         resident=resident(layout),
@@ -42,10 +42,9 @@ def replica_table(layout: Layout) -> list[str]:
     return aligned(rows)
 
 
-def fragment_table(layout: Layout) -> list[str]:
+def fragment_table(layout: Layout, wire: Sequence[int]) -> list[str]:
     """Layers, parameters, bytes on the wire and share of each fragment; warnings for large ones."""
     sizes = [plan.fragment.size for plan in layout.plans]
-    wire = [plan.num_chunks * layout.chunk_bytes(plan) for plan in layout.plans]
     rows = [("fragment", "layers", "parameters", "bytes on the wire", "share")]
     for p, plan in enumerate(layout.plans):
         layers = _ranges(plan.fragment.layers) or "none"

@@ -20,11 +20,13 @@ from jax.sharding import PartitionSpec as P
 
 from maxdiloco.diloco import fragments, outer, quantize, schedule
 from maxdiloco.engine import describe, saved
-from maxdiloco.engine.calls import BESIDE, Call, after, arguments, calls
+from maxdiloco.engine.calls import BESIDE, Call
+from maxdiloco.engine.exchanges import CARRIERS, HostExchange, ProgramExchange
 from maxdiloco.engine.programs import Programs, Rule
 from maxdiloco.engine.state import Layout, State, lay_out
 from maxdiloco.engine.trainer import OUTER_PARAMS, Description, SavedLayout
 from maxdiloco.errors import NumericsError
+from maxdiloco.exchange.host import Links
 from maxdiloco.parallel.program import Program
 
 
@@ -46,6 +48,8 @@ class DiLoCo:
       `fragments.Stacked` or `fragments.Vocabulary`.
     mesh: has an axis `diloco` of which M is a multiple; None: one device holds all replicas.
     outer_memory: device | pinned_host, where theta and the outer optimizer state are kept.
+    exchange_carrier: program | host, see engine.exchanges; links: for host in several processes,
+      connections between them (processes.links), which the caller closes before `close`.
     on_compile(name, seconds, compiled): called after each compilation.
     layout, programs: of the parameters; they exist from `init` or `bind` on.
     The methods that docstrings do not explain are those of engine.trainer.Trainer.
@@ -75,10 +79,12 @@ class DiLoCo:
         layer_axis: Any = None,
         mesh: Mesh | None = None,
         outer_memory: str = "device",
+        exchange_carrier: str = "program",
+        links: Links | None = None,
         on_compile: Callable[[str, float, jax.stages.Compiled], None] = say_nothing,
     ):
         mesh = mesh or Mesh(np.array(jax.devices()[:1]), ("diloco",))
-        _check(alpha, outer_memory, mesh)
+        _check(alpha, outer_memory, exchange_carrier, mesh)
         schedule.check_replicas(
             num_replicas,
             mesh.shape["diloco"],
@@ -106,6 +112,7 @@ class DiLoCo:
         )
         self._layer_axis = layer_axis
         self._outer_memory = None if outer_memory == "device" else outer_memory
+        self._carrier, self._links = exchange_carrier, links
         self._on_compile = on_compile
         self._throttled = mesh.devices.flat[0].platform == "cpu" and mesh.size > 1
 
@@ -138,6 +145,11 @@ class DiLoCo:
         chunks = tuple(plan.num_chunks for plan in self.layout.plans)
         self.schedule = replace(self.schedule, num_chunks=chunks)
         self.programs = Programs(self.layout, self._inner_step, self._rule, self._on_compile)
+        if self._carrier == "host":
+            self._exchange = HostExchange(self.programs, self.schedule, self._links)
+        else:
+            self._exchange = ProgramExchange(self.programs, self.schedule)
+        self._last_step = None
         return self.layout
 
     def init(self, params: Any, opt_state: Any) -> State:
@@ -161,7 +173,7 @@ class DiLoCo:
 
         batch: ShapeDtypeStructs with shardings, leaves [R, ...].
         """
-        return calls(self.programs, self.schedule, batch)
+        return self._exchange.calls(batch)
 
     def outer_calls(self, runs: float) -> list[Call]:
         """What `outer_params` calls. runs: how often in a period."""
@@ -177,6 +189,8 @@ class DiLoCo:
         [R, ...]. Not itself jittable. Raises NumericsError when a replica's outer gradient was not
         finite: at the first send or apply after the apply that follows the one which found it.
         """
+        if state.t != self._last_step:  # the first step, or another state
+            self._exchange.begin(state)
         actions = self.schedule.actions(state.t + 1, dropped_until=state.dropped_until)
         if len(actions) > 1:
             # Not the flags of the last synchronisation: the host would wait for it.
@@ -184,10 +198,14 @@ class DiLoCo:
         state, metrics = replace(state, t=state.t + 1), None
         for action in actions:
             self._throttle_cpu(state)
-            program, args = arguments(self.programs, action, state, batch)
-            state, new = after(self.programs, action, state, program(*args))
+            state, new = self._exchange.run(action, state, batch)
             metrics = metrics if new is None else new
+        self._last_step = state.t
         return state, metrics
+
+    def close(self) -> None:
+        """End the threads of the exchange."""
+        self._exchange.close()
 
     def _throttle_cpu(self, state: State) -> None:
         # With several emulated devices a host that runs ahead deadlocks XLA's rendezvous on CPU.
@@ -244,13 +262,9 @@ class DiLoCo:
         )
 
     def bytes_sent(self, t: int) -> int:
-        """Bytes that inner step t makes one replica send to other slices, padding included."""
-        chunks = sum(
-            self.layout.chunk_bytes(self.layout.plans[action.fragment])
-            for action in self.schedule.actions(t)
-            if action.program in (schedule.INNER_EXCHANGE, schedule.SYNCHRONISE)
-        )
-        return chunks * (self.mesh.shape["diloco"] - 1)
+        """Bytes that inner step t makes one replica send to other slices."""
+        sent = sum(map(self._exchange.action_bytes, self.schedule.actions(t)))
+        return sent * (self.mesh.shape["diloco"] - 1)
 
     @property
     def period(self) -> int:
@@ -261,11 +275,13 @@ class DiLoCo:
         """Of the last exchange, and the bytes a replica has sent to other slices per step."""
         sizes = jax.tree.map(np.asarray, state.sizes)
         sent = sum(map(self.bytes_sent, steps)) / len(steps)
-        return describe.outer_metrics(sizes) | {"dcn/bytes_sent": sent}
+        row = describe.outer_metrics(sizes) | {"dcn/bytes_sent": sent}
+        return row | self._exchange.extra_metrics()
 
     def description(self) -> Description:
         """Replicas, fragments and the memory of the outer state."""
-        return describe.description(self.layout, self.schedule, wire=self.wire)
+        wire_bytes = [self._exchange.fragment_bytes(plan) for plan in self.layout.plans]
+        return describe.description(self.layout, self.schedule, wire_bytes)
 
     def closing_line(self, state: State) -> str:
         """The step, and how old theta's values are."""
@@ -277,7 +293,7 @@ class DiLoCo:
 
     def saved_items(self, state: State) -> dict[str, Any]:
         """Everything in the state; theta is an item of its own."""
-        items = saved.items_of(state, self.layout)
+        items = saved.items_of(self._exchange.settled(state), self.layout)
         # Elsewhere theta is an item as it is kept, also in host memory.
         return items if OUTER_PARAMS in items else items | {OUTER_PARAMS: self.outer_params(state)}
 
@@ -316,7 +332,7 @@ def _check_offsets(num_fragments, offsets) -> None:
         )
 
 
-def _check(alpha, outer_memory, mesh) -> None:
+def _check(alpha, outer_memory, exchange_carrier, mesh) -> None:
     if "diloco" not in mesh.axis_names:
         raise ValueError(
             f"mesh axes {mesh.axis_names} lack 'diloco', the axis the replicas lie on. Add it, "
@@ -329,3 +345,5 @@ def _check(alpha, outer_memory, mesh) -> None:
         )
     if outer_memory not in ("device", "pinned_host"):
         raise ValueError(f"outer_memory={outer_memory!r} is not known. Use device or pinned_host.")
+    if exchange_carrier not in CARRIERS:
+        raise ValueError(f"exchange_carrier={exchange_carrier!r} is unknown. Use program or host.")

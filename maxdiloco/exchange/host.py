@@ -93,7 +93,7 @@ def routes(owners: dict[Shard, int], process: int) -> Routes:
 class HostCarrier:
     """Exchanges of fragments between processes, in the order in which they start.
 
-    links: None in a run of one process. waited_s: what `take` has waited for in all [s].
+    links: None in a run of one process. waited_s: what `take` has waited for [s].
     """
 
     def __init__(self, mesh: Mesh, *, num_replicas: int, links: Links | None):
@@ -143,6 +143,10 @@ class HostCarrier:
     def under_way(self, key: Hashable) -> bool:
         """Whether the exchange has started and was not taken."""
         return key in self._arriving
+
+    def forget(self) -> None:
+        """No exchange is under way any more; what still arrives of them is not taken."""
+        self._arriving.clear()
 
     def close(self) -> None:
         """End the threads. The owner of the links closes them first, which ends a wait."""

@@ -57,6 +57,11 @@ def layout_of(name, P, k=1, M=2, **options):
     return algorithm.bind(parts.params, ())
 
 
+def wire_bytes(layout):
+    """Of each fragment, with the exchange inside programs."""
+    return [plan.num_chunks * layout.chunk_bytes(plan) for plan in layout.plans]
+
+
 def read(lines):
     """[(fragment, layers, parameters, bytes, share)] and what follows the table."""
     rows = [re.fullmatch(r"(\d+) +(\S+) +([\d,]+) +([\d,]+) +([\d.]+)%", line) for line in lines]
@@ -100,7 +105,7 @@ def test_the_table_of_every_model_file_holds_all_parameters_once(path, P, k):
     layout = layout_of(path.stem, P, k)
     parts = parts_of(path.stem)
     layers_in_all = parts.model.spec.num_layers
-    table, _ = read(describe.fragment_table(layout))
+    table, _ = read(describe.fragment_table(layout, wire_bytes(layout)))
     assert [row[0] for row in table] == list(range(P))
     assert sum(row[2] for row in table) == expected
     assert all(np.all(count == 1) for count in holders(parts.params, layout.plans))
@@ -144,18 +149,18 @@ def test_the_number_of_programs_does_not_grow_with_the_number_of_fragments(path)
 def test_sequential_layers_are_told_as_runs():
     """6 layers over 4 fragments: the first two have one more."""
     layout = layout_of("35m", 5, sequential_layers=True)
-    table, _ = read(describe.fragment_table(layout))
+    table, _ = read(describe.fragment_table(layout, wire_bytes(layout)))
     assert [row[1] for row in table] == ["none", "0-1", "2-3", "4", "5"]
 
 
 def test_a_fragment_far_above_the_others_is_told_with_its_bytes_and_a_remedy():
     """35m: the embedding is 47 % of it. Control: cut in two by rows it is no longer."""
     layout = layout_of("35m", 5)
-    table, (line,) = read(describe.fragment_table(layout))
+    table, (line,) = read(describe.fragment_table(layout, wire_bytes(layout)))
     assert line.startswith(f"warning: fragment 0 sends {table[0][3]:,} bytes, more than twice the ")
     assert "larger num_nonlayer_fragments" in line
     layout = layout_of("35m", 5, 2)
-    assert read(describe.fragment_table(layout))[1] == []
+    assert read(describe.fragment_table(layout, wire_bytes(layout)))[1] == []
 
 
 def test_show_fragments_prints_the_table_and_neither_compiles_nor_writes(tmp_path, capfd):
@@ -170,7 +175,7 @@ def test_show_fragments_prints_the_table_and_neither_compiles_nor_writes(tmp_pat
     assert train.main([*flags, "show_fragments=true"]) == 0
     shown = capfd.readouterr().out.splitlines()
     layout = layout_of("tiny", 5, 2)
-    table = describe.fragment_table(layout)
+    table = describe.fragment_table(layout, wire_bytes(layout))
     assert shown[-len(table) :] == table
     assert not any("compiled" in line for line in shown)
     assert not (tmp_path / "runs").exists()

@@ -45,8 +45,8 @@ def numbers():
     return draw(1.0), [draw(0.1, M) for _ in range(STEPS)]
 
 
-def made(mode, wire, slots, num_fragments=3, compiled=lambda name: None):
-    """A trainer on `slots` emulated slices of two devices."""
+def made(mode, wire, slots, num_fragments=3, compiled=lambda name: None, **options):
+    """A trainer on `slots` emulated slices of two devices. options: of DiLoCo."""
     return DiLoCo(
         inner_step,
         num_replicas=M,
@@ -57,6 +57,7 @@ def made(mode, wire, slots, num_fragments=3, compiled=lambda name: None):
         mesh=Mesh(np.array(jax.devices()[: 2 * slots]).reshape(slots, 2), ("diloco", "fsdp")),
         on_compile=lambda name, *_: compiled(name.partition(" [")[0]),
         **MODES[mode],
+        **options,
     )
 
 

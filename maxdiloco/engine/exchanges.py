@@ -1,0 +1,198 @@
+"""The two ways in which the actions of a step are carried out: their tables of programs.
+
+Both run the same schedule with the same payloads, decoding and ordered mean, to the same bits.
+`ProgramExchange`: the chunks travel inside compiled programs, one beside each inner step.
+`HostExchange`: a fragment travels through host memory, all of it from its send on, and is there
+when the schedule takes it. XLA overlaps a collective with computation on TPU only.
+"""
+
+from collections.abc import Hashable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from maxdiloco.diloco import quantize
+from maxdiloco.diloco.schedule import (
+    INNER,
+    INNER_EXCHANGE,
+    MERGE,
+    OUTER_STEP,
+    PACK,
+    SYNCHRONISE,
+    Action,
+    Event,
+    Schedule,
+)
+from maxdiloco.engine.calls import Call, after, arguments, count_calls
+from maxdiloco.engine.programs import Programs
+from maxdiloco.engine.state import FragmentPlan, State, with_first, with_item
+from maxdiloco.exchange.collective import incoming_spec
+from maxdiloco.exchange.host import HostCarrier, Links
+from maxdiloco.parallel.program import Program
+
+CARRIERS = ("program", "host")
+
+
+class ProgramExchange:
+    """Every action is one compiled program."""
+
+    def __init__(self, programs: Programs, schedule: Schedule):
+        self._programs, self._schedule = programs, schedule
+
+    def begin(self, state: State) -> None:
+        """Nothing to begin: what is under way is in the state."""
+
+    def run(self, action: Action, state: State, batch: Any) -> tuple[State, Any]:
+        """The state after an action, and the metrics where it is the inner step, else None."""
+        program, args = arguments(self._programs, action, state, batch)
+        return after(self._programs, action, state, program(*args))
+
+    def settled(self, state: State) -> State:
+        """The state as a checkpoint holds it."""
+        return state
+
+    def calls(self, batch: Any) -> list[Call]:
+        """Every program that the steps call. batch: ShapeDtypeStructs, leaves [R, ...]."""
+        like = self._programs.layout.state
+        return count_calls(
+            self._schedule, lambda action: [arguments(self._programs, action, like, batch)]
+        )
+
+    def extra_metrics(self) -> dict[str, float]:
+        """None."""
+        return {}
+
+    def fragment_bytes(self, plan: FragmentPlan) -> int:
+        """Bytes of one exchange of a fragment from one replica to one other, padding included."""
+        return plan.num_chunks * self._programs.layout.chunk_bytes(plan)
+
+    def action_bytes(self, action: Action) -> int:
+        """Bytes that an action makes one replica send to one other."""
+        if action.program not in (INNER_EXCHANGE, SYNCHRONISE):
+            return 0
+        layout = self._programs.layout
+        return layout.chunk_bytes(layout.plans[action.fragment])
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class HostExchange:
+    """The fragment that an action sends leaves at once; one that it takes is waited for."""
+
+    def __init__(self, programs: Programs, schedule: Schedule, links: Links | None):
+        self._programs, self._schedule = programs, schedule
+        self._layout = programs.layout
+        self._carrier = HostCarrier(
+            self._layout.mesh, num_replicas=self._layout.num_replicas, links=links
+        )
+        self._begun = 0  # a part of every key, so that what another state has sent is never taken
+
+    def begin(self, state: State) -> None:
+        """Start again what was under way in a restored state; all processes restore the same."""
+        self._begun += 1
+        self._carrier.forget()
+        for send in self._pending(state):
+            plan = self._layout.plans[send.fragment]
+            if state.t - send.send_step < plan.num_chunks:  # else all of it had arrived
+                self._start(plan, send.send_step, state.outgoing[: plan.num_chunks])
+
+    def run(self, action: Action, state: State, batch: Any) -> tuple[State, Any]:
+        """The state after an action, and the metrics where it is the inner step, else None."""
+        if action.program in (INNER, INNER_EXCHANGE):
+            return self._run(Action(INNER), state, batch)
+        plan = self._layout.plans[action.fragment]
+        if action.program == SYNCHRONISE:
+            program, args = self._program(PACK, action, state)
+            self._start(plan, state.t, program(*args))
+            program, args = self._program(MERGE, action, state, self._take(plan, state.t))
+            return after(self._programs, action, state, program(*args))
+        taken = None
+        if action.program in (MERGE, OUTER_STEP):
+            taken = self._take(plan, state.t - self._schedule.lag)
+        state, _ = self._run(action, state, batch, taken)
+        if action.program in (PACK, OUTER_STEP):
+            self._start(plan, state.t, state.outgoing[: plan.num_chunks])
+        return state, None
+
+    def settled(self, state: State) -> State:
+        """The state as a checkpoint holds it: with the chunks that programs would have carried.
+
+        Waits for the exchanges under way.
+        """
+        incoming = state.incoming
+        for send in self._pending(state):
+            key = self._key(send.fragment, send.send_step)
+            if self._carrier.under_way(key):
+                arrived = self._carrier.peek(key)[: state.t - send.send_step]
+                incoming = with_item(incoming, send.slot, with_first(incoming[send.slot], arrived))
+        return replace(state, incoming=incoming)
+
+    def calls(self, batch: Any) -> list[Call]:
+        """Every program that the steps call. batch: ShapeDtypeStructs, leaves [R, ...]."""
+        like = self._layout.state
+
+        def programs_of(action: Action) -> Iterable[tuple[Program, tuple]]:
+            if action.program in (INNER, INNER_EXCHANGE):
+                return [arguments(self._programs, Action(INNER), like, batch)]
+            if action.program == SYNCHRONISE:
+                arrived = self._abstract_incoming(self._layout.plans[action.fragment])
+                merge = self._program(MERGE, action, like, arrived)
+                return [self._program(PACK, action, like), merge]
+            return [arguments(self._programs, action, like, batch)]
+
+        return count_calls(self._schedule, programs_of)
+
+    def extra_metrics(self) -> dict[str, float]:
+        """What this process has waited for exchanges since the last call [s]."""
+        waited, self._carrier.waited_s = self._carrier.waited_s, 0.0
+        return {"dcn/waited_s": waited}
+
+    def fragment_bytes(self, plan: FragmentPlan) -> int:
+        """Bytes of one exchange of a fragment from one replica to one other: no padding."""
+        in_slice = self._layout.mesh.size // self._layout.mesh.shape["diloco"]
+        itemsize = quantize.wire(plan.payload.wire).dtype.itemsize
+        return plan.payload.size * in_slice * itemsize
+
+    def action_bytes(self, action: Action) -> int:
+        """Bytes that an action makes one replica send to one other."""
+        if action.program not in (PACK, SYNCHRONISE, OUTER_STEP):
+            return 0
+        return self.fragment_bytes(self._layout.plans[action.fragment])
+
+    def close(self) -> None:
+        """End the threads; close the links before."""
+        self._carrier.close()
+
+    def _pending(self, state: State) -> list[Event]:
+        pending = self._schedule.pending(state.t)
+        return [send for send in pending if send.send_step > state.dropped_until]
+
+    def _key(self, fragment: int, send_step: int) -> Hashable:
+        return (self._begun, fragment, send_step)
+
+    def _start(self, plan: FragmentPlan, send_step: int, chunks: tuple[jax.Array, ...]) -> None:
+        self._carrier.start(self._key(plan.index, send_step), chunks, size=plan.payload.size)
+
+    def _take(self, plan: FragmentPlan, send_step: int) -> tuple[jax.Array, ...] | None:
+        """None: the state has it, or the zeros of round 0."""
+        key = self._key(plan.index, send_step)
+        return self._carrier.take(key) if self._carrier.under_way(key) else None
+
+    def _program(self, kind, action, state, incoming=None) -> tuple[Program, tuple]:
+        action = action._replace(program=kind)
+        return arguments(self._programs, action, state, None, incoming)
+
+    def _run(self, action, state, batch, incoming=None) -> tuple[State, Any]:
+        program, args = arguments(self._programs, action, state, batch, incoming)
+        return after(self._programs, action, state, program(*args))
+
+    def _abstract_incoming(self, plan: FragmentPlan) -> tuple[jax.ShapeDtypeStruct, ...]:
+        mesh = self._layout.mesh
+        in_slice = mesh.size // mesh.shape["diloco"]
+        length = self._layout.num_replicas * in_slice * self._layout.chunk_of(plan)
+        dtype = quantize.wire(plan.payload.wire).dtype
+        sharding = NamedSharding(mesh, incoming_spec(mesh))
+        return (jax.ShapeDtypeStruct((length,), dtype, sharding=sharding),) * plan.num_chunks

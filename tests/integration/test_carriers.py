@@ -1,0 +1,83 @@
+"""The exchange through host memory against the one inside programs: the same bits, and each goes
+on where a checkpoint of the other was in flight.
+
+    # R replicas
+"""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from streaming import MODES, WIRES, made, placed, steps
+
+from maxdiloco.engine.trainer import SavedLayout
+
+CASES = [(mode, wire) for mode in MODES for wire in WIRES]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_compiler_passes():
+    """As in test_against_oracle.py: nearly all the time goes into compiling."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    trainer.cache_clear()
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@functools.cache
+def trainer(mode, wire, carrier):
+    """A trainer and what gives its first state."""
+    algorithm = made(mode, wire, 2, exchange_carrier=carrier)
+    first = algorithm.init(placed(algorithm.mesh), ())
+    shardings = jax.tree.map(lambda x: x.sharding, first)
+    arrays = jax.tree.map(np.array, first)
+    return algorithm, lambda: jax.device_put(arrays, shardings)
+
+
+def bits(state):
+    trees = (state.params, state.outer, state.outer_opt, state.bad, state.sizes)
+    return [np.array(x).tobytes() for x in jax.tree.leaves(trees)]
+
+
+def copied(items):
+    """As a checkpoint gives them back: of their own memory."""
+    shardings = jax.tree.map(lambda x: x.sharding, items)
+    return jax.device_put(jax.tree.map(np.array, items), shardings)
+
+
+@pytest.mark.parametrize("mode, wire", CASES)
+def test_both_compute_the_same_bits_and_resume_what_the_other_has_saved(mode, wire):
+    """Saved after 8 and 9: one exchange was just sent, one has one of two chunks there, one is
+    whole."""
+    states, saved = {}, {}
+    for carrier in ("program", "host"):
+        algorithm, start = trainer(mode, wire, carrier)
+        states[carrier] = []
+        for state in steps(algorithm, start()):
+            states[carrier].append(bits(state))
+            if state.t in (8, 9):
+                saved[carrier, state.t] = copied(algorithm.saved_items(state))
+    assert states["host"] == states["program"]
+    layout = SavedLayout(**algorithm.note(state), same_rules=True)
+    for saver, resumer in (("program", "host"), ("host", "program"), ("host", "host")):
+        for t in (8, 9):
+            algorithm, _ = trainer(mode, wire, resumer)
+            again = algorithm.restored(copied(saved[saver, t]), layout, t=t)
+            found = [bits(state) for state in steps(algorithm, again)]
+            assert found == states["program"][t:], f"{saver} -> {resumer} at {t}"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_program_of_the_host_carrier_sends_to_another_slice(mode):
+    """Positive control: the programs of the other carrier do."""
+    sends = {}
+    for carrier in ("program", "host"):
+        algorithm, _ = trainer(mode, "int8", carrier)
+        batch = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+            algorithm.abstract_state.params,
+        )
+        texts = [c.program.lower(*c.args).compile().as_text() for c in algorithm.calls(batch)]
+        sends[carrier] = any("all-gather" in text and "{0,2}" in text for text in texts)
+    assert sends == {"program": True, "host": False}
