@@ -198,7 +198,7 @@ def _opened(path: str) -> zipfile.ZipFile:
     try:
         if _is_no_file(file):
             raise OSError(errno.EINVAL, "not a file")
-        return zipfile.ZipFile(io.BytesIO(_read_own(path)))
+        return zipfile.ZipFile(io.BytesIO(_read_trusted(path)))
     except OSError as error:
         why, remedy = error.strerror or "not found", "Make it with maxdiloco.train_compile"
     except zipfile.BadZipFile:
@@ -208,7 +208,7 @@ def _opened(path: str) -> zipfile.ZipFile:
     )
 
 
-def _read_own(path: str) -> bytes:
+def _read_trusted(path: str) -> bytes:
     """The bytes of a file that nobody but this user and root can have written.
 
     On gs:// the rights are the bucket's. Raises ConfigError where others own or may write it.
