@@ -12,14 +12,14 @@ import numpy as np
 from maxdiloco.diloco import quantize
 from maxdiloco.diloco.fragments import lopsided
 from maxdiloco.diloco.schedule import Event, Schedule
-from maxdiloco.engine.state import Layout
+from maxdiloco.engine.state import FragmentPlan, Layout
 from maxdiloco.engine.trainer import Description
 from maxdiloco.exchange.collective import Sizes
 from maxdiloco.processes.output import aligned
 
 
 def description(layout: Layout, schedule: Schedule, *, wire: str) -> Description:
-    """See Trainer.description. wire: the exchange dtype."""
+    """See Trainer.description. wire: name of the wire format."""
     overlap = f"tau {schedule.tau}" if schedule.overlap == "none" else schedule.overlap
     fragments = tuple(fragment_table(layout))
     return Description(
@@ -43,18 +43,16 @@ def replica_table(layout: Layout) -> list[str]:
     return aligned(rows)
 
 
-def bytes_on_wire(layout: Layout, fragment: int) -> int:
-    """Bytes of one replica's payload of a fragment, scales, flags and padding included."""
-    plan = layout.plans[fragment]
+def chunk_bytes(layout: Layout, plan: FragmentPlan) -> int:
+    """Bytes of one replica's chunk of a fragment, scales, flags and padding included."""
     in_slice = layout.mesh.size // layout.mesh.shape["diloco"]
-    itemsize = quantize.wire(plan.payload.wire).dtype.itemsize
-    return plan.num_chunks * layout.chunk_of(plan) * in_slice * itemsize
+    return layout.chunk_of(plan) * in_slice * quantize.wire(plan.payload.wire).dtype.itemsize
 
 
 def fragment_table(layout: Layout) -> list[str]:
     """Fragment, layers, parameters, bytes on the wire, share; a warning for a lopsided one."""
     sizes = [plan.fragment.size for plan in layout.plans]
-    wire = [bytes_on_wire(layout, p) for p in range(len(layout.plans))]
+    wire = [plan.num_chunks * chunk_bytes(layout, plan) for plan in layout.plans]
     rows = [("fragment", "layers", "parameters", "bytes on the wire", "share")]
     for p, plan in enumerate(layout.plans):
         layers = _ranges(plan.fragment.layers) or "none"
