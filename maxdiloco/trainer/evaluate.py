@@ -68,7 +68,7 @@ class Evaluation:
         params: of Trainer.outer_params. dataset: of data.pipeline. The sums stay on the devices
         until the last batch.
         """
-        from maxdiloco.data import pipeline
+        from maxdiloco.data import pipeline  # needs etils, which a benchmark of the step does not
 
         rows = feeding.local_rows(self._sharding, self._shape)
         sums = jax.device_put((np.float32(0), np.float32(0)), self._replicated)
