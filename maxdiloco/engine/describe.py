@@ -18,7 +18,7 @@ from maxdiloco.processes.output import aligned
 
 
 def description(layout: Layout, schedule: Schedule, *, wire: str) -> Description:
-    """See Trainer.description. wire: the exchange dtype."""
+    """See Trainer.description. wire: name of the wire format."""
     overlap = f"tau {schedule.tau}" if schedule.overlap == "none" else schedule.overlap
     fragments = tuple(fragment_table(layout))
     return Description(

@@ -1,4 +1,4 @@
-"""One inner step of one replica: loss, gradient, optimizer."""
+"""One inner step of one replica: Streaming DiLoCo (arXiv 2501.18512) Algorithm 2, lines 4-5."""
 # A micro-batches  B sequences per replica  L tokens
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def make(
     """inner_step(params, opt_state, batch) -> (params, opt_state, metrics) of one replica.
 
     accumulation: micro-batches A of a step; micro-batch a holds rows a*B/A to (a+1)*B/A. Summed
-    token losses are divided by all tokens of the step, so the cut does not change the gradient.
+    token losses are divided by all tokens of the step, so A does not change the gradient.
     nan_policy: `stop` takes the step whatever its gradient is; `skip` leaves parameters and
     optimizer state as they were when loss or gradient norm is not finite.
     Metrics, float32 scalars: "loss", mean cross-entropy [nats a token], without the z-loss;
@@ -61,11 +61,11 @@ def make(
 def _micro_batches(batch, accumulation, model):
     """[B, ...] -> [A, B/A, ...], the rows of each micro-batch spread over the devices again."""
 
-    def cut(x_BL):
+    def split(x_BL):
         x_ABL = x_BL.reshape(accumulation, -1, *x_BL.shape[1:])
         return constrain(x_ABL, (None, "batch", "length"), model.spec.rules)
 
-    return jax.tree.map(cut, batch)
+    return jax.tree.map(split, batch)
 
 
 def _accumulate(gradient, params, batch_ABL):
