@@ -1,5 +1,6 @@
 """How every program of the package ends: one line and an exit code for what a user can act on."""
 
+import functools
 import os
 import signal
 import sys
@@ -15,19 +16,27 @@ HELP = ("-h", "--help", "help")
 LEAVE_S = 5.0  # our choice
 
 
-def guarded(program: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """Run a program and turn its user-facing errors into one line on stderr and an exit code."""
-    try:
-        return program(argv)
-    except USER_ERRORS as error:
-        output.say_error(output.one_line(f"{type(error).__name__}: {error}"))
-        return error.exit_code
-    except KeyboardInterrupt:
-        output.say_error("Interrupted.")
-        return INTERRUPTED
+Program = Callable[[Sequence[str]], int]  # arguments -> exit code
 
 
-def end_with(main: Callable[[Sequence[str]], int]) -> NoReturn:
+def guarded(program: Program) -> Program:
+    """Decorator: errors the user can act on become one line on stderr and an exit code."""
+
+    @functools.wraps(program)
+    def main(argv: Sequence[str]) -> int:
+        try:
+            return program(argv)
+        except USER_ERRORS as error:
+            output.say_error(output.one_line(f"{type(error).__name__}: {error}"))
+            return error.exit_code
+        except KeyboardInterrupt:
+            output.say_error("Interrupted.")
+            return INTERRUPTED
+
+    return main
+
+
+def end_with(main: Program) -> NoReturn:
     """Run `main` as this process's program and exit with its code.
 
     Ctrl-C ends it at any moment with one line and 130, unless `main` hears it itself.

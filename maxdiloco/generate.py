@@ -32,12 +32,9 @@ MEANING = {
 }
 
 
+@guarded
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
-    return guarded(_main, argv)
-
-
-def _main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in HELP:
         say(
             "usage: python -m maxdiloco.generate RUN [key=value ...]\n\n"

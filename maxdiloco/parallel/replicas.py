@@ -19,7 +19,7 @@ def map_fn(fn: Callable, *, mesh: Mesh, num_replicas: int) -> Callable:
     Manual over `diloco`, automatic over the other axes, so that nothing in fn can reach another
     replica. A vmap over the replicas of a slot, also where there is one: taking R off and putting
     it back made XLA copy the optimizer state (benchmarks/README.md). Code that knows no vmap goes
-    into `one_at_a_time`. The result has to be called under jit.
+    into `without_singleton_vmap`. The result has to be called under jit.
     """
     return jax.shard_map(
         jax.vmap(fn),
@@ -31,7 +31,7 @@ def map_fn(fn: Callable, *, mesh: Mesh, num_replicas: int) -> Callable:
     )
 
 
-def one_at_a_time(fn: Callable) -> Callable:
+def without_singleton_vmap(fn: Callable) -> Callable:
     """fn without R where a slot holds one replica, under a vmap where it holds several.
 
     For the heavy part of an inner step, such as the gradient: kernels that know no vmap work with

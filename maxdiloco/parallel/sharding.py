@@ -1,5 +1,6 @@
 """From logical axis names to mesh axes: one table, used for parameters and activations alike."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,22 +105,20 @@ def parameter_shardings(logical_axes: Any, shapes: Any, mesh: Mesh, rules: Rules
     Raises ConfigError when a dim does not divide by the mesh axes that its rule names.
     """
 
-    def one(path, shape, names):
+    def sharding_of(path, shape, names):
         sharding = NamedSharding(mesh, spec(names, rules, without=("diloco",)))
-        for dim, axes in enumerate(sharding.spec):
-            over = (axes,) if isinstance(axes, str) else (axes or ())
-            parts = 1
-            for axis in over:
-                parts *= mesh.shape[axis]
-            if shape.shape[dim] % parts:
+        for dim, entry in enumerate(sharding.spec):
+            axes = axes_of(entry)
+            size = math.prod(mesh.shape[axis] for axis in axes)
+            if shape.shape[dim] % size:
                 raise ConfigError(
-                    f"{'+'.join(over)} parallelism {parts} does not divide dim {dim} "
+                    f"{'+'.join(axes)} parallelism {size} does not divide dim {dim} "
                     f"({names[dim]}={shape.shape[dim]}) of {jax.tree_util.keystr(path)}. Use a "
                     f"divisor, or give {names[dim]} other axes in logical_axis_rules."
                 )
         return sharding
 
-    return jax.tree_util.tree_map_with_path(one, shapes, logical_axes)
+    return jax.tree_util.tree_map_with_path(sharding_of, shapes, logical_axes)
 
 
 def optimizer_shardings(
@@ -127,25 +126,25 @@ def optimizer_shardings(
 ) -> Any:
     """NamedSharding of every leaf of `optimizer.init(params)`.
 
-    What is shaped like a parameter lies like it; the rest (step counts) is on every device.
+    A leaf shaped like a parameter is sharded like it; the rest (step counts) is on every device.
     Where the optimizer keeps nothing for a parameter, optax's MaskedNode stays.
     params: arrays or ShapeDtypeStructs; shardings: pytree like params.
     """
-    everywhere = NamedSharding(mesh, P())
-    pairs = jax.tree.map(lambda p, s: _Lies(p.shape, s), params, shardings)
+    replicated = NamedSharding(mesh, P())
+    pairs = jax.tree.map(lambda p, s: _ShapeAndSharding(p.shape, s), params, shardings)
     state = jax.eval_shape(optimizer.init, params)
 
-    def one(leaf, lies):
+    def sharding_of(leaf, parameter):
         if _is_masked(leaf):
             return leaf
-        return lies.sharding if leaf.shape == lies.shape else everywhere
+        return parameter.sharding if leaf.shape == parameter.shape else replicated
 
     return optax.tree.map_params(
         optimizer,
-        one,
+        sharding_of,
         state,
         pairs,
-        transform_non_params=lambda _: everywhere,
+        transform_non_params=lambda _: replicated,
         is_leaf=_is_masked,
     )
 
@@ -154,8 +153,8 @@ def _is_masked(leaf: Any) -> bool:
     return isinstance(leaf, optax.MaskedNode)
 
 
-class _Lies:
-    """A parameter's shape and sharding as one pytree leaf."""
+class _ShapeAndSharding:
+    """Of a parameter; a pytree leaf, which a tuple would not be."""
 
     def __init__(self, shape: tuple[int, ...], sharding: NamedSharding):
         self.shape = shape

@@ -11,13 +11,12 @@ from maxdiloco.checkpoint import saved_state
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.data.pipeline import Dataset
 from maxdiloco.engine.diloco import DiLoCo
-from maxdiloco.errors import Preempted
+from maxdiloco.errors import INTERRUPTED, Preempted
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.compiles import Compiles
 from maxdiloco.metrics.console import Progress, console_line
 from maxdiloco.metrics.speed import StepClock, performance
 from maxdiloco.metrics.writer import MetricsWriter
-from maxdiloco.processes.signals import INTERRUPTED
 from maxdiloco.storage.run_folder import RunFolder
 from maxdiloco.trainer import optimizer, start
 from maxdiloco.trainer.assemble import Parts

@@ -14,6 +14,7 @@ import jax
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.data import pipeline
 from maxdiloco.engine.calls import START
+from maxdiloco.errors import INTERRUPTED
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics import tables
@@ -25,7 +26,6 @@ from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes import distributed, output
 from maxdiloco.processes.agree import from_first_process, in_any_process
 from maxdiloco.processes.preemption import Preemption
-from maxdiloco.processes.signals import INTERRUPTED
 from maxdiloco.storage.run_folder import locate, open_run_folder
 from maxdiloco.trainer import assemble, compiled_file, feeding, run_data, start
 from maxdiloco.trainer.loop import Loop, Run
