@@ -1,4 +1,4 @@
-"""From logical axis names to mesh axes: one table, used for parameters and activations alike."""
+"""From logical axis names to mesh axes: one table for parameters and activations."""
 
 import math
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from maxdiloco.errors import ConfigError
 Rules = tuple[tuple[str, tuple[str, ...]], ...]
 Names = Sequence[str | None]  # logical name of each dim; None: not sharded
 
-# Activations carry `diloco` for data parallelism; under the map over replicas that axis is manual
-# and `constrain` leaves it out.
+# `batch` has `diloco` for data parallelism; under the map over replicas that axis is manual and
+# `constrain` leaves it out.
 DEFAULT_RULES: Rules = (
     ("batch", ("diloco", "data", "fsdp", "expert")),
     ("length", ("context",)),
@@ -72,11 +72,10 @@ def spec(names: Names, rules: Rules, *, without: Sequence[str] = ()) -> P:
 def constrain(
     x: jax.Array, names: Names, rules: Rules, *, without: Sequence[str] = ()
 ) -> jax.Array:
-    """x with its dims laid out by their logical names, on the mesh of the current context.
+    """x, sharded by the logical names of its dims on the mesh of the current context.
 
-    Axes that are manual in the context (`diloco` under the map over replicas) are left out, and
-    those in `without`.
-    Without a mesh in the context x is returned as it is.
+    Axes that are manual in the context (`diloco` under the map over replicas) and those in
+    `without` are left out. Without a mesh in the context x is returned as it is.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -89,11 +88,11 @@ def constrain(
 
 
 def gathered(w: jax.Array, names: Names, rules: Rules) -> jax.Array:
-    """A weight, whole over the mesh axes that split the batch, for its use in a product.
+    """A weight, gathered over the mesh axes that split the batch, for its use in a product.
 
-    Said outright, because a partitioner that chooses for itself may cut the product into as many
-    pieces as the axis has devices, which took twice the time on TPU (benchmarks/README.md).
-    Tensor parallelism stays. Without a mesh in the context w is returned as it is.
+    Without the constraint the partitioner may cut the product into as many pieces as the axis has
+    devices, which took twice the time on TPU (benchmarks/README.md). The weight stays sharded
+    over `tensor`. Without a mesh in the context w is returned as it is.
     """
     return constrain(w, names, rules, without=dict(rules)["batch"])
 
@@ -162,7 +161,7 @@ class _ShapeAndSharding:
 
 
 def spec_on(x: Any, mesh: Mesh) -> P:
-    """PartitionSpec of x on `mesh`; P() for what is not laid out on this mesh."""
+    """PartitionSpec of x on `mesh`; P() for an array that is not sharded over its axes."""
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct) and isinstance(x.sharding, NamedSharding):
         if x.sharding.mesh.axis_names == mesh.axis_names:
             return x.sharding.spec
@@ -175,9 +174,9 @@ def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
-    """Zeros shaped and laid out like x, made where they lie; for use under jit.
+    """Zeros with the shape and sharding of x, made on the devices that keep them; call under jit.
 
-    XLA makes plain zeros of one shape once, and sends them to where others of it are wanted.
+    XLA makes plain zeros of one shape once, and sends them to the devices that need others.
     """
     local = x.sharding.shard_shape(x.shape)
     return jax.shard_map(
@@ -185,5 +184,5 @@ def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
         mesh=x.sharding.mesh,
         in_specs=(),
         out_specs=x.sharding.spec,
-        check_vma=False,  # equal wherever they are repeated
+        check_vma=False,  # the zeros are equal wherever the sharding replicates them
     )()

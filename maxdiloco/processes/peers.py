@@ -1,4 +1,4 @@
-"""How the processes of a run connect to each other, and how each leaves the others."""
+"""How the processes of a run connect for the watch, and how each of them leaves."""
 
 import contextlib
 import functools
@@ -25,12 +25,11 @@ from maxdiloco.processes import coordination, links
 from maxdiloco.processes.coordination import Job
 from maxdiloco.processes.watch import Watch
 
-# In seconds, our choice.
-CAUSE_S = 3.0  # an error of the main thread waits this long for the loss that may be behind it
+CAUSE_S = 3.0  # an error of the main thread waits this long for a loss that may have caused it [s]
 KEY = "maxdiloco/watch"
 LAST_PORT = 65535
 
-# Errors that no lost peer brings about; an error of a checkpoint can come from one.
+# Errors that no lost peer causes. It can cause a CheckpointError.
 OWN_ERRORS = (
     *(ConfigError, DataError, NumericsError, Preempted, SaveError),
     *(KeyboardInterrupt, SystemExit),
@@ -43,9 +42,9 @@ def watched(
 ) -> Iterator[None]:
     """Watch the other processes of the run for the time of a `with`.
 
-    Enter it in the main thread after jax.distributed.initialize. At its normal end this process
-    waits for the others; after an error it leaves alone, by os._exit once the main thread is
-    over. Where a lost peer is behind an error, the process ends here with the line of the watch.
+    Enter it in the main thread after jax.distributed.initialize. The normal end waits for the
+    others. After an error the peers are told, and the process ends by os._exit once the main
+    thread is over; with the line of the watch instead where a lost peer caused the error.
     peer_port, next_port: see _listen. timeout_s: to connect. silence_s: see Watch.
     """
     watch = _start_watch(job, peer_port, next_port, timeout_s=timeout_s, silence_s=silence_s)
@@ -97,7 +96,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _connect(job: Job, peer_port: int, next_port: bool, *, timeout_s: float) -> list[links.Link]:
-    """Links to the peers; port and secret of process 0 travel by JAX's key-value store."""
+    """Links to the peers; process 0 gives its port and secret by JAX's key-value store."""
     address, coordinator_port = coordination.address()
     if job.process_id == 0:
         try:
