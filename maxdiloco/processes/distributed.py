@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import jax
 
 from maxdiloco.errors import ConfigError, LostPeerError
-from maxdiloco.processes import aborts, coordination, links, peers
+from maxdiloco.processes import aborts, coordination, peers, star
 from maxdiloco.processes.coordination import Job
 from maxdiloco.processes.peers import one_line
 from maxdiloco.processes.watch import end_process
@@ -122,7 +122,7 @@ def _local(environ: Mapping[str, str]) -> dict[str, object]:
 def _check_free(port: int) -> None:
     """Refuse a port in use: JAX's coordination service may crash on it."""
     try:
-        links.listen(port)[0].close()
+        star.listen(port)[0].close()
     except (OSError, OverflowError) as error:
         raise LostPeerError(
             f"{ADDRESS} names port {port}, which process 0 cannot use on {socket.gethostname()}: "

@@ -21,7 +21,7 @@ from maxdiloco.errors import (
     Preempted,
     SaveError,
 )
-from maxdiloco.processes import coordination, links
+from maxdiloco.processes import coordination, star
 from maxdiloco.processes.coordination import Job
 from maxdiloco.processes.watch import Watch
 
@@ -95,7 +95,7 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()).rstrip(".")
 
 
-def _connect(job: Job, peer_port: int, next_port: bool, *, timeout_s: float) -> list[links.Link]:
+def _connect(job: Job, peer_port: int, next_port: bool, *, timeout_s: float) -> list[star.Link]:
     """Links to the peers; process 0 gives its port and secret by JAX's key-value store."""
     address, coordinator_port = coordination.address()
     if job.process_id == 0:
@@ -107,7 +107,7 @@ def _connect(job: Job, peer_port: int, next_port: bool, *, timeout_s: float) -> 
             raise
         place = {"port": listener.getsockname()[1], "secret": secret, "host": socket.gethostname()}
         coordination.put(KEY, json.dumps(place))
-        return links.gather(listener, secret, job.num_processes, timeout_s=timeout_s)
+        return star.gather(listener, secret, job.num_processes, timeout_s=timeout_s)
     try:
         place = json.loads(coordination.get(KEY, timeout_s=timeout_s))
     except jax.errors.JaxRuntimeError as error:
@@ -119,17 +119,17 @@ def _connect(job: Job, peer_port: int, next_port: bool, *, timeout_s: float) -> 
         _wait_until_read()
         line = f"process 0 at {address} has ended: {place['problem']}"
         raise LostPeerError(line, ConfigError.exit_code)
-    return links.join(address, **place, process_id=job.process_id, timeout_s=timeout_s)
+    return star.join(address, **place, process_id=job.process_id, timeout_s=timeout_s)
 
 
 def _listen(peer_port: int, next_port: int) -> tuple[socket.socket, str]:
-    """What links.listen returns: on peer_port, else on next_port, else on any free port.
+    """What star.listen returns: on peer_port, else on next_port, else on any free port.
 
     Each may be 0 for none. Raises ConfigError when peer_port is taken; next_port may be.
     """
     if peer_port:
         try:
-            return links.listen(peer_port)
+            return star.listen(peer_port)
         except OSError as error:
             raise ConfigError(
                 f"peer_port={peer_port} cannot be used on {socket.gethostname()}: "
@@ -137,8 +137,8 @@ def _listen(peer_port: int, next_port: int) -> tuple[socket.socket, str]:
             ) from error
     if 0 < next_port <= LAST_PORT:
         with contextlib.suppress(OSError):
-            return links.listen(next_port)
-    return links.listen()
+            return star.listen(next_port)
+    return star.listen()
 
 
 def _wait_until_read() -> None:

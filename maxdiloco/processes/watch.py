@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from maxdiloco.errors import SHARED_CODES, LostPeerError, Preempted
 from maxdiloco.processes import output
-from maxdiloco.processes.links import Link
+from maxdiloco.processes.star import Link
 
 # All in seconds, all our choice.
 BEAT_S = 0.5  # between two signs of life
