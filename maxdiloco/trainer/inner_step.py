@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from maxdiloco.models.transformer import Model
-from maxdiloco.parallel.replicas import one_at_a_time
+from maxdiloco.parallel.replicas import without_singleton_vmap
 from maxdiloco.parallel.sharding import constrain
 
 f32 = jnp.float32
@@ -32,7 +32,7 @@ def make(
     "z_loss", its mean; "grad_norm", before clipping; "tokens", targets that count; with `skip`
     also "skipped", 0 or 1. A batch in which no target counts has loss and gradient 0.
     """
-    gradient = one_at_a_time(jax.value_and_grad(model.loss, has_aux=True))
+    gradient = without_singleton_vmap(jax.value_and_grad(model.loss, has_aux=True))
 
     def inner_step(params, opt_state, batch):
         if accumulation == 1:

@@ -16,7 +16,7 @@ from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.data import pipeline
 from maxdiloco.data.order import Position
 from maxdiloco.engine.calls import START
-from maxdiloco.errors import Preempted
+from maxdiloco.errors import INTERRUPTED, Preempted
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.compiles import CompileLog
@@ -27,7 +27,6 @@ from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes import distributed, output
 from maxdiloco.processes.agree import from_first_process, in_any_process
 from maxdiloco.processes.preemption import Preemption
-from maxdiloco.processes.signals import INTERRUPTED
 from maxdiloco.storage.run_folder import RunFolder, locate, open_run_folder
 from maxdiloco.trainer import assemble, compiled_file, feeding, run_data, start
 from maxdiloco.trainer.assemble import BatchShape, Parts
