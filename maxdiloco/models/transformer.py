@@ -166,7 +166,7 @@ def count_parameters(model: Model) -> int:
 
 
 def head_of(spec: ModelSpec, params: Params) -> tuple[jax.Array, Head]:
-    """The head's weight (the embedding, when tied) and how it is used."""
+    """The head's weight (the embedding, when tied) and its options."""
     head = Head(
         tied=spec.tied_head,
         soft_cap=spec.final_logits_soft_cap,
