@@ -159,7 +159,8 @@ class DiLoCo:
     def step(self, state: State, batch: Any) -> tuple[State, Any]:
         """One inner step of every replica, and the sends and applies that fall on it.
 
-        Streaming DiLoCo Algorithm 2, lines 3-12, in the order of schedule.actions.
+        Streaming DiLoCo Algorithm 2, line 2 for one t: lines 3-12, in the order of
+        schedule.actions.
         state: donated. batch: leaves [R, ...]. Returns the new state and metrics with leaves
         [R, ...]. Not itself jittable. Raises NumericsError when a replica's outer gradient was not
         finite: at the first send or apply after the apply that follows the one which found it.

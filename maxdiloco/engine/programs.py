@@ -54,7 +54,7 @@ class Programs:
             "inner + exchange",
             lambda params, opt, batch, chunk: (
                 *step(params, opt, batch),
-                collective.carry(chunk, layout.mesh),
+                collective.all_gather_chunk(chunk, layout.mesh),
             ),
             donate=(0, 1),
             out_shardings=(*kept, arrived),
@@ -259,7 +259,7 @@ def _synchronise(layout: Layout, plan: FragmentPlan, rule: Rule) -> Definition:
     def exchange(values):
         # Without the barrier XLA:TPU gathers [1, N] and the payload is padded x2, x4 for bytes.
         chunks = jax.lax.optimization_barrier(_send(layout, plan, values))
-        incoming = [collective.carry(chunk, layout.mesh) for chunk in chunks]
+        incoming = [collective.all_gather_chunk(chunk, layout.mesh) for chunk in chunks]
         return _receive(layout, plan, incoming)
 
     return _replacing("synchronise", layout, plan, rule, exchange, sends=False)

@@ -1,9 +1,9 @@
 """A mean over the replicas inside compiled programs, over the mesh axis `diloco`.
 
-Streaming DiLoCo (arXiv 2501.18512) Algorithm 2, lines 6-9, in three parts that can lie in
-different programs: `send` encodes, `carry` moves wire codes between slices and nothing else,
-`receive` decodes and averages. Whatever crosses is already in wire format, as a rank-1 array, so
-that no compiler can widen or pad it.
+Streaming DiLoCo (arXiv 2501.18512) Algorithm 2, lines 8 and 10, in three parts that can lie in
+different programs: `send` encodes, `all_gather_chunk` moves wire codes between slices and nothing
+else, `receive` decodes and averages. Whatever crosses is already in wire format, as a rank-1
+array, so no compiler can widen or pad it.
 
     # R replicas  S replicas of this mesh slot  C wire elements of a replica on one device
 """
@@ -72,7 +72,7 @@ def _on_every_device(fn, mesh, in_specs, out_specs):
 def send(
     payload: Payload, leaves_R: Sequence[jax.Array], *, num_chunks: int, chunk: int
 ) -> tuple[jax.Array, ...]:
-    """Encode a fragment's outer gradients and cut them into chunks.
+    """Encode a fragment's outer gradients and cut them into chunks: Algorithm 2, line 8.
 
     leaves_R: [R, ...] float32 each. chunk: wire elements per replica and device.
     Returns num_chunks rank-1 arrays laid out by `outgoing_spec`; no traffic at all.
@@ -93,8 +93,11 @@ def send(
     )(*leaves_R)
 
 
-def carry(chunk: jax.Array, mesh: Mesh) -> jax.Array:
-    """Bring one chunk of every replica to every slice: the only line where replicas talk."""
+def all_gather_chunk(chunk: jax.Array, mesh: Mesh) -> jax.Array:
+    """Bring one chunk of every replica to every slice: the only line where replicas talk.
+
+    Algorithm 2, line 8, over the link.
+    """
 
     def on_device(codes):
         dtype = codes.dtype
@@ -118,6 +121,7 @@ def receive(
 ) -> Received:
     """The mean of all replicas' outer gradients of a fragment, in float32 and replica order.
 
+    Algorithm 2, line 10; the mean of line 8 is taken here, on arrival.
     incoming: the fragment's chunks, laid out by `incoming_spec`.
     """
 

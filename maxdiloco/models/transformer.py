@@ -87,7 +87,10 @@ def init(spec: ModelSpec, key: jax.Array) -> Params:
 def loss(
     spec: ModelSpec, params: Params, batch: dict[str, jax.Array]
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Sum of the token losses of one replica's batch, and its parts; see Model.loss."""
+    """Sum of the token losses of a replica's batch, and its parts: Algorithm 2, line 4.
+
+    See Model.loss.
+    """
     tokens_BL, segment_ids_BL = batch["tokens"], batch["segment_ids"]
     x_BLD = hidden_states(spec, params, tokens_BL, segment_ids_BL)
     targets_BL, counts_BL = next_tokens(tokens_BL, segment_ids_BL)
