@@ -71,7 +71,7 @@ def note_of(trainer: Trainer, state: Any) -> dict[str, Any]:
 def keeps_flight(trainer: DiLoCo, saved: SavedLayout) -> bool:
     """Whether the chunks in flight are laid out as this trainer lays them out."""
     same_mesh = saved.mesh == dict(trainer.mesh.shape) and saved.same_rules
-    return (same_mesh or trainer.schedule.window == 0) and (
+    return (same_mesh or trainer.schedule.max_chunks == 0) and (
         saved.num_replicas == trainer.num_replicas
     )
 

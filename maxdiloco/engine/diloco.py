@@ -72,7 +72,7 @@ class DiLoCo:
     ):
         mesh = mesh or Mesh(np.array(jax.devices()[:1]), ("diloco",))
         _check(num_replicas, alpha, outer_memory, mesh)
-        quantize.wire(exchange_dtype)
+        quantize.wire_format(exchange_dtype)
         if offsets is None:
             offsets = schedule.offsets(num_fragments, sync_period)
         timing = dict(H=sync_period, tau=overlap_steps, offsets=offsets, overlap=outer_overlap)
@@ -117,7 +117,7 @@ class DiLoCo:
             mesh=self.mesh,
             optimizer=self.optimizer,
             wire=self.wire,
-            window=self.schedule.window,
+            max_chunks=self.schedule.max_chunks,
             slots=self.schedule.slots,
             per_replica_outer=self._rule.overlap == "eager",
             outer_memory=self._outer_memory,
@@ -241,7 +241,7 @@ class DiLoCo:
                 elements += self.layout.chunk_of(self.layout.plans[action.fragment])
         slots = self.mesh.shape["diloco"]
         in_slice = self.mesh.size // slots
-        return elements * in_slice * quantize.wire(self.wire).dtype.itemsize * (slots - 1)
+        return elements * in_slice * quantize.wire_format(self.wire).dtype.itemsize * (slots - 1)
 
 
 def _check(num_replicas, alpha, outer_memory, mesh) -> None:

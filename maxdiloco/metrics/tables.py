@@ -41,7 +41,7 @@ def bytes_on_wire(layout: Layout, fragment: int) -> int:
     """Bytes of one replica's payload of a fragment, scales, flags and padding included."""
     plan = layout.plans[fragment]
     in_slice = layout.mesh.size // layout.mesh.shape["diloco"]
-    itemsize = quantize.wire(plan.payload.wire).dtype.itemsize
+    itemsize = quantize.wire_format(plan.payload.wire).dtype.itemsize
     return plan.num_chunks * layout.chunk_of(plan) * in_slice * itemsize
 
 

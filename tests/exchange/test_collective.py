@@ -129,7 +129,7 @@ def test_the_wire_dtype_crosses_as_rank_one(devices, wire, dtype):
     """`all_gather_chunk` is one all-gather of the wire's dtype: M local chunks, nothing else."""
     mesh = mesh_of(devices, 2, 1, 4)
     spec = NamedSharding(mesh, collective.outgoing_spec(mesh))
-    chunk = jax.ShapeDtypeStruct((2 * 4 * 1024,), quantize.wire(wire).dtype, sharding=spec)
+    chunk = jax.ShapeDtypeStruct((2 * 4 * 1024,), quantize.wire_format(wire).dtype, sharding=spec)
     text = jax.jit(lambda c: collective.all_gather_chunk(c, mesh)).lower(chunk).compile().as_text()
     (found,) = gathered(text)
     assert re.fullmatch(dtype, found[0]) and found[1] == 2 * 1024
@@ -150,7 +150,7 @@ def test_all_zero_payload_is_no_change(devices):
     for wire in WIRES:
         fragment = payload.for_leaves(SHAPES, SPECS, wire=wire, mesh=mesh)
         size = payload.pad_to_tile(fragment.size)
-        zeros = [jnp.zeros((2 * size,), quantize.wire(wire).dtype)]
+        zeros = [jnp.zeros((2 * size,), quantize.wire_format(wire).dtype)]
         receive = functools.partial(collective.receive, fragment, num_replicas=2)
         received = jax.jit(receive)(zeros)
         assert not any(np.asarray(mean).any() for mean in received.mean)
