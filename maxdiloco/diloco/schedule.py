@@ -23,9 +23,8 @@ OVERLAPS = ("none", "delayed", "eager")
 
 
 class Event(NamedTuple):
-    """A send or an apply of one exchange; (fragment, round) names the exchange.
+    """One exchange, which is sent and applied; (fragment, round) names it.
 
-    kind: 'send' or 'apply'.
     fragment: 0..P-1.
     round: 1 for the first send of the fragment. An apply of round 0 (overlap delayed and eager
         only) uses the zeros of a fresh slot in place of an exchange.
@@ -34,7 +33,6 @@ class Event(NamedTuple):
         may still read the chunks of the exchange before.
     """
 
-    kind: str
     fragment: int
     round: int
     send_step: int
@@ -196,11 +194,11 @@ class Schedule:
         periods, step = divmod(t, self.H)
         return periods * self.P + bisect_right(self._firsts, step)
 
-    def _event(self, kind: str, number: int) -> Event:
+    def _event(self, number: int) -> Event:
         periods, index = divmod(number, self.P)
         first, fragment = self._order[index]
         slot = number % self.slots if self.slots else 0
-        return Event(kind, fragment, periods + 1, first + periods * self.H, slot)
+        return Event(fragment, periods + 1, first + periods * self.H, slot)
 
     def is_sent(self, p: int, t: int) -> bool:
         """Whether fragment p is sent after inner step t: Algorithm 2, line 6.
@@ -209,14 +207,14 @@ class Schedule:
         """
         return (t - self.offsets[p]) % self.H == 0
 
-    def _exchanges(self, kind: str, step: int) -> tuple[Event, ...]:
+    def _sent_after(self, step: int) -> tuple[Event, ...]:
         # At most one, since offsets differ; its number is that of the last send so far.
         sent = (p for p in range(self.P) if self.is_sent(p, step))
-        return tuple(self._event(kind, self._count(step) - 1) for _ in sent)
+        return tuple(self._event(self._count(step) - 1) for _ in sent)
 
     def sends(self, t: int) -> tuple[Event, ...]:
         """Exchanges that begin after inner step t >= 1: Algorithm 2, lines 6-8."""
-        return self._exchanges("send", t)
+        return self._sent_after(t)
 
     def applies(self, t: int) -> tuple[Event, ...]:
         """Exchanges used after inner step t >= 1, after its sends: Algorithm 2, lines 9-12.
@@ -227,7 +225,7 @@ class Schedule:
         send_step = t - self.lag
         if self.overlap == "none" and send_step < 1:
             return ()
-        return self._exchanges("apply", send_step)
+        return self._sent_after(send_step)
 
     def actions(self, t: int, *, dropped_until: int = 0) -> tuple[Action, ...]:
         """What the host runs in inner step t >= 1, in this order: Algorithm 2, lines 3-12.
@@ -261,14 +259,14 @@ class Schedule:
         number = self._count(t - 1) - 1
         if number < 0:
             return None
-        send = self._event("send", number)
+        send = self._event(number)
         chunk = t - 1 - send.send_step
         return Carried(send, chunk) if chunk < self.max_chunks else None
 
     def pending(self, t: int) -> tuple[Event, ...]:
         """Sends up to step t whose apply comes after step t, oldest first."""
         first = self._count(max(t - self.lag, 0))
-        return tuple(self._event("send", number) for number in range(first, self._count(t)))
+        return tuple(self._event(number) for number in range(first, self._count(t)))
 
     def ages(self, t: int, *, dropped_until: int = 0) -> tuple[int, ...]:
         """Per fragment: inner steps since the step whose values theta last took in.
@@ -281,7 +279,7 @@ class Schedule:
         taken = [0] * self.P
         until = self._count(t - self.lag)
         for number in range(max(until - 2 * self.P, 0), until):
-            event = self._event("apply", number)
+            event = self._event(number)
             if not dropped_until - self.lag < event.send_step <= dropped_until:
                 taken[event.fragment] = event.send_step
         return tuple(t - step for step in taken)
