@@ -56,7 +56,7 @@ def next_position(position: Position, step: int, M: int, B: int) -> Position:
 
 
 def indices(position: Position, step: int, replicas, rows) -> np.ndarray:
-    """Indices that a step reads, int64, counted on through the epochs.
+    """Indices that a step reads, int64, counted on through the epochs: Algorithm 2, line 3.
 
     replicas, rows: numbers below M and B, arrays that broadcast against each other: two of equal
     length name pairs (m, b), np.ix_(replicas, rows) names all rows of each replica.

@@ -93,7 +93,7 @@ class DiLoCo:
         )
         self.mesh = mesh
         self.num_replicas = num_replicas
-        self._wire = quantize.wire(exchange_dtype)
+        self._wire = quantize.wire_format(exchange_dtype)
         self.optimizer = outer_optimizer or outer.outer_optimizer(
             "nesterov", lr=outer_lr, momentum=outer_momentum
         )
@@ -130,7 +130,7 @@ class DiLoCo:
             mesh=self.mesh,
             optimizer=self.optimizer,
             wire=self._wire.name,
-            window=self.schedule.window,
+            max_chunks=self.schedule.max_chunks,
             slots=self.schedule.slots,
             per_replica_outer=self._rule.overlap == "eager",
             outer_memory=self._outer_memory,
@@ -165,7 +165,8 @@ class DiLoCo:
     def step(self, state: State, batch: Any) -> tuple[State, Any]:
         """One inner step of every replica, and the sends and applies of this step.
 
-        Streaming DiLoCo Algorithm 2, lines 3-12, in the order of schedule.actions.
+        Streaming DiLoCo Algorithm 2, line 2 for one t: lines 3-12, in the order of
+        schedule.actions.
         state: donated. batch: leaves [R, ...]. Returns the new state and metrics with leaves
         [R, ...]. Not itself jittable. Raises NumericsError when a replica's outer gradient was not
         finite; the host reads the flags of a synchronisation after the next one.

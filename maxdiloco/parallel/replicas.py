@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 
 def map_fn(fn: Callable, *, mesh: Mesh, num_replicas: int) -> Callable:
-    """fn of one replica, as a function over arrays with a leading R.
+    """fn of one replica's view, as a function over arrays with a leading R: Algorithm 2, line 1.
 
     Manual over `diloco` and automatic over the other axes, so that nothing in fn can reach another
     replica. The replicas of a slot are under a vmap, also where there is one: removing R and
@@ -58,7 +58,11 @@ def broadcast(x: jax.Array, num_replicas: int) -> jax.Array:
 
 
 def reduce_mean(x_R: jax.Array) -> jax.Array:
-    """[R, ...] -> [...]: the unweighted mean, summed in float32 in replica order."""
+    """[R, ...] -> [...]: the unweighted mean, summed in float32 in replica order.
+
+    It divides; diloco.outer.ordered_mean multiplies by 1 / M, rounded. For M = 3 a third of the
+    values would change with the other one's rule.
+    """
     total = x_R[0].astype(jnp.float32)
     for m in range(1, x_R.shape[0]):
         total = total + x_R[m].astype(jnp.float32)

@@ -24,6 +24,7 @@ def make(
 ) -> Callable[[Any, Any, Any], tuple[Any, Any, dict[str, jax.Array]]]:
     """inner_step(params, opt_state, batch) -> (params, opt_state, metrics) of one replica.
 
+    Streaming DiLoCo (arXiv 2501.18512) Algorithm 2, line 5, with the gradient of line 4.
     accumulation: micro-batches A of a step; micro-batch a holds rows a*B/A to (a+1)*B/A. Summed
     token losses are divided by all tokens of the step, so A does not change the gradient.
     nan_policy: `stop` takes the step whatever its gradient is; `skip` leaves parameters and
