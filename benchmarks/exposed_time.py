@@ -1,13 +1,13 @@
-"""Exposed time on the link between slices, of every mode, data parallelism and the peers' way.
+"""Exposed time on the link between slices: every mode, data parallelism and the peers' way.
 
     python benchmarks/exposed_time.py [file.yml] [key=value ...] [slices=v5e-16] [fragments=9]
 
 Compiles ahead of time for two TPU slices (libtpu, no TPU) and replays the compiled schedules at
-each of GBPS; nothing is run. A figure is what a device stands still for the other slice in one
+each of GBPS; nothing is run. A figure is the time that a device waits for the other slice in one
 period of H inner steps [ms]: data parallelism exchanges H times, the others once for each fragment.
 
-The peers' way: one program, the exchange in lax.cond behind the inner step, float32, the mean over
-replicas in array code. It lives here only.
+The peers' way is one program with the exchange in lax.cond behind the inner step, in float32, with
+the mean over replicas in array code. Only this file has it.
 
     # R replicas
 """
@@ -35,7 +35,7 @@ from maxdiloco.trainer import assemble
 GBPS = (25.0, 2.0, 0.5)  # of one device
 DEFAULTS = {"model_name": "peer25m", "max_target_length": "512", "dataset_type": "synthetic"}
 STREAMING = {"enable_streaming_diloco": True}
-EXCHANGES = ("inner + exchange", "synchronise")  # what a program that exchanges is called
+EXCHANGES = ("inner + exchange", "synchronise")  # how names of programs that exchange begin
 
 
 def modes(fragments: int) -> dict[str, dict[str, Any]]:
@@ -62,17 +62,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    own = {"slices": "v5e-16", "fragments": "9"}
-    own |= dict(arg.split("=", 1) for arg in argv if arg.partition("=")[0] in own)
-    flags = [arg for arg in argv if arg.partition("=")[0] not in own]
+    options = {"slices": "v5e-16", "fragments": "9"}
+    options |= dict(arg.split("=", 1) for arg in argv if arg.partition("=")[0] in options)
+    flags = [arg for arg in argv if arg.partition("=")[0] not in options]
     given = {flag.partition("=")[0] for flag in flags}
     flags += [f"{key}={value}" for key, value in DEFAULTS.items() if key not in given]
     cfg = config.load(flags, os.environ)
     jax.config.update("jax_platforms", "cpu")
-    mesh = mesh_lib.build(cfg, topology.devices(own["slices"], 2))
-    chip = topology.chip(own["slices"])
-    fragments = int(own["fragments"])
-    print(f"{cfg.model_name}, 2 x {own['slices']}, H={cfg.diloco_sync_period}: exposed ms a period")
+    mesh = mesh_lib.build(cfg, topology.devices(options["slices"], 2))
+    chip = topology.chip(options["slices"])
+    fragments = int(options["fragments"])
+    where = f"{cfg.model_name}, 2 x {options['slices']}"
+    print(f"{where}, H={cfg.diloco_sync_period}: exposed ms a period")
     rows = [("", "MiB/device", "link ms at 25", *(f"exposed at {gbps:g}" for gbps in GBPS))]
 
     def row(name: str, counted: list[tuple[Any, int]]) -> None:
@@ -103,7 +104,7 @@ def _say(name: str, seconds: float, compiled: jax.stages.Compiled) -> None:
 
 
 def exchanges(cfg: config.Config, mesh: Any, *, runs: int = 0) -> list[tuple[Any, int]]:
-    """Programs of a mode that exchange something, each with its runs in a period."""
+    """The programs of a mode that exchange, with their runs in a period. runs: counts every one."""
     parts = bound(cfg, mesh)
     calls = parts.trainer.calls(parts.batch)
     found = [call for call in calls if call.program.name.startswith(EXCHANGES) or runs]
@@ -121,14 +122,14 @@ def figures(counted: list[tuple[Any, int]], chip: chips.Chip) -> tuple[str, ...]
          for module, runs in counted]
         for gbps in GBPS
     ]  # fmt: skip
-    busy = sum(runs * one.busy for one, runs in played[0])
-    waited = [sum(runs * one.waited for one, runs in at) for at in played]
+    busy = sum(runs * replayed.busy for replayed, runs in played[0])
+    waited = [sum(runs * replayed.waited for replayed, runs in at) for at in played]
     mib = busy * GBPS[0] * 1e9 / 8 / 2**20
     return (f"{mib:,.1f}", f"{1e3 * busy:,.1f}", *(f"{1e3 * seconds:,.1f}" for seconds in waited))
 
 
 def peers(cfg: config.Config, mesh: Any, fragments: int) -> list[tuple[Any, int]]:
-    """One program for each size of fragment, with its number of fragments."""
+    """One program for fragments with equal cuts, with their number."""
     keys = STREAMING | {"num_diloco_fragments": fragments} if fragments > 1 else {}
     cfg = changed(cfg, keys)
     parts = bound(cfg, mesh)
@@ -148,9 +149,9 @@ def peers_program(cfg: config.Config, parts: assemble.Parts, plan: Any) -> jax.s
 
     def program(params, opt_state, batch, theta, outer_opt, send):
         params, opt_state, metrics = step(params, opt_state, batch)
-        held = (jax.tree.leaves(params), jax.tree.leaves(theta), outer_opt)
+        before = (jax.tree.leaves(params), jax.tree.leaves(theta), outer_opt)
         sync = functools.partial(synchronised, plan, rule)
-        leaves, theta_leaves, outer_opt = jax.lax.cond(send, sync, lambda *x: x, *held)
+        leaves, theta_leaves, outer_opt = jax.lax.cond(send, sync, lambda *x: x, *before)
         params = jax.tree.unflatten(jax.tree.structure(params), leaves)
         theta = jax.tree.unflatten(jax.tree.structure(theta), theta_leaves)
         return params, opt_state, theta, outer_opt, metrics
@@ -163,13 +164,13 @@ def peers_program(cfg: config.Config, parts: assemble.Parts, plan: Any) -> jax.s
         state.outer_opt[plan.index],
         jax.ShapeDtypeStruct((), jnp.bool_),
     )
-    lies = jax.tree.map(lambda x: x.sharding, args[:2] + args[3:5])
-    jitted = jax.jit(program, donate_argnums=(0, 1, 3, 4), out_shardings=(*lies, None))
+    shardings = jax.tree.map(lambda x: x.sharding, args[:2] + args[3:5])
+    jitted = jax.jit(program, donate_argnums=(0, 1, 3, 4), out_shardings=(*shardings, None))
     return jitted.lower(*args).compile()
 
 
 def synchronised(plan: Any, rule: Any, leaves: list, theta: list, outer_opt: Any) -> tuple:
-    """Mean of the outer gradients in array code, outer step, and everybody takes theta."""
+    """Mean of the outer gradients in array code, outer step; every replica takes theta."""
     leaves, theta = list(leaves), list(theta)
     starts = list(zip(plan.slices, plan.starts, strict=True))
     x_R = [slices.take(leaves[s.leaf], s, start, lead=1) for s, start in starts]

@@ -3,10 +3,10 @@
     python benchmarks/step_time.py [file.yml] [key=value ...] [compare=key:value,value]
 
 Needs jax, flax, optax, numpy and pyyaml; `PYTHONPATH=.` where maxdiloco is not installed. One
-process. Without a yml file the keys start from DEFAULTS. Both trainers have the mesh, model and
-batch of the keys and read one synthetic batch again and again. `steps` timed steps of each are
-taken in turns, in an order that turns round every time, so that both meet the same load. The plain
-step is one without an exchange, as H - 1 of the H steps of a round are.
+process. Without a yml file the keys start from DEFAULTS. Both trainers have the same mesh and model
+and read the same synthetic batch at every step. They take `steps` timed steps each in turns, in an
+order that is reversed every turn, so both meet the same load. The plain step has no exchange, as
+H - 1 of the H steps of a period have none.
 compare: the same for each value of one key, in the same turns.
 
 Exit code 1 when FLOPs or bytes accessed of the plain step are more than TOLERANCE above those of
@@ -49,7 +49,7 @@ DEFAULTS = {
     "dtype": "bfloat16",
     "steps": "5",
 }
-FIXED = ("hardware", "num_slices", "enable_diloco")  # and the sizes of the mesh: not to compare
+FIXED = ("hardware", "num_slices", "enable_diloco")  # not compared, nor are sizes of the mesh
 TOLERANCE = 0.02  # of FLOPs and of bytes; our choice
 WARM_UP = 2  # steps before the timed ones: the first compiles, the second touches all memory
 MIB = 2**20
@@ -64,12 +64,12 @@ class Cost(NamedTuple):
 
 @dataclass
 class Case:
-    """One trainer with its state, and what was measured of it.
+    """One trainer with its state and its measurements.
 
     compiles: seconds of tracing, lowering and compiling, and the executable, of its one program.
-    device_peak: most bytes in use on the first device while the state was made and warmed up, above
-    what was there before; None where the device does not count. wall, cpu: seconds of each timed
-    step; cpu: of all threads of the process.
+    device_peak: most bytes on the first device while the state was made and warmed up, less those
+    before; None where the device does not count. wall, cpu: seconds of each timed step, cpu of all
+    threads of the process.
     """
 
     name: str
@@ -105,7 +105,7 @@ def _main(argv: Sequence[str]) -> int:
     mesh_lib.choose_platform(cfg)
     mesh_lib.emulate_devices(cfg, num_processes=1)
     mesh = mesh_lib.build(cfg)
-    pairs = [make_pair(label, one, mesh) for label, one in variants]
+    pairs = [make_pair(label, variant, mesh) for label, variant in variants]
     cases = [case for pair in pairs for case in pair]
     parts = cases[0].parts
     print(f"jax {jax.__version__}; {mesh_lib.describe(mesh, cfg)}")
@@ -129,25 +129,25 @@ def _main(argv: Sequence[str]) -> int:
 def configs(argv: Sequence[str]) -> list[tuple[str, Config]]:
     """(label, config) of every variant; one without a label where nothing is compared.
 
-    Raises ConfigError for what config.load refuses, and for a run that would compare other things.
+    Raises ConfigError for what config.load refuses, and for configs without steps of both trainers.
     """
-    compared = [one.removeprefix("compare=") for one in argv if one.startswith("compare=")]
-    argv = [one for one in argv if not one.startswith("compare=")]
+    compared = [arg.removeprefix("compare=") for arg in argv if arg.startswith("compare=")]
+    argv = [arg for arg in argv if not arg.startswith("compare=")]
     if not argv or "=" in argv[0]:
-        given = {one.partition("=")[0] for one in argv}
-        given |= {one.partition(":")[0] for one in compared}
+        given = {arg.partition("=")[0] for arg in argv}
+        given |= {keys.partition(":")[0] for keys in compared}
         argv = [f"{key}={value}" for key, value in DEFAULTS.items() if key not in given] + argv
     choices = [("", ())]
     if compared:
-        choices = [(one.partition("=")[2], (one,)) for one in values_to_compare(compared)]
-    found = [(label, config.load([*argv, *extra], os.environ)) for label, extra in choices]
-    for _, cfg in found:
+        choices = [(flag.partition("=")[2], (flag,)) for flag in values_to_compare(compared)]
+    variants = [(label, config.load([*argv, *extra], os.environ)) for label, extra in choices]
+    for _, cfg in variants:
         if cfg.steps < 1 or not cfg.enable_diloco:
             raise ConfigError(
                 f"steps={cfg.steps}, enable_diloco={cfg.enable_diloco}: the benchmark times some "
                 f"steps of both trainers. Use steps of 1 or more, and leave enable_diloco out."
             )
-    return found
+    return variants
 
 
 def values_to_compare(compared: Sequence[str]) -> list[str]:
@@ -163,19 +163,21 @@ def values_to_compare(compared: Sequence[str]) -> list[str]:
 
 def make_pair(label: str, cfg: Config, mesh: Mesh) -> tuple[Case, Case]:
     """Data parallelism and DiLoCo with one config. Raises ConfigError if steps hold an exchange."""
-    made = []
+    cases = []
     for name, enable in (("data parallel", False), ("DiLoCo", True)):
-        one = config.from_dict(cfg.as_dict() | {"enable_diloco": enable})
+        trainer_cfg = config.from_dict(cfg.as_dict() | {"enable_diloco": enable})
         compiles = []
 
         def on_compile(name, seconds, compiled, compiles=compiles):
             if name != "init":
                 compiles.append((seconds, compiled))
 
-        shape = assemble.batch_shape(one, mesh)
-        parts = assemble.assemble(one, mesh, shape, total_steps=cfg.steps, on_compile=on_compile)
-        made.append(Case(f"{name} {label}".strip(), one, parts, compiles))
-    data_parallel, diloco = made
+        shape = assemble.batch_shape(trainer_cfg, mesh)
+        parts = assemble.assemble(
+            trainer_cfg, mesh, shape, total_steps=cfg.steps, on_compile=on_compile
+        )
+        cases.append(Case(f"{name} {label}".strip(), trainer_cfg, parts, compiles))
+    data_parallel, diloco = cases
     steps = [diloco.parts.trainer.schedule.actions(t + 1) for t in range(WARM_UP + cfg.steps)]
     if any(actions != (Action(INNER),) for actions in steps):
         raise ConfigError(
@@ -214,7 +216,7 @@ def warm_up(case: Case, batch: Any) -> None:
 
 
 def cost(compiled: jax.stages.Compiled) -> Cost:
-    """What XLA says of a program."""
+    """XLA's cost analysis of a program."""
     analysis = compiled.cost_analysis()
     return Cost(analysis["flops"], analysis["bytes accessed"])
 
@@ -236,7 +238,7 @@ def table(cases: Sequence[Case]) -> list[str]:
     """A column for each case."""
     columns = [column(case) for case in cases]
     rows = [("", *(case.name for case in cases))]
-    rows += [(name, *(one[name] for one in columns)) for name in columns[0]]
+    rows += [(name, *(figures[name] for figures in columns)) for name in columns[0]]
     return aligned(rows)
 
 
@@ -251,7 +253,7 @@ def column(case: Case) -> dict[str, str]:
         device_kind=parts.mesh.devices.flat[0].device_kind,
     )
     [(seconds, compiled)] = case.compiles
-    found = {
+    figures = {
         "step, median [s]": f"{median(case.wall):.4f}",
         "step, least to most [s]": f"{min(case.wall):.4f}..{max(case.wall):.4f}",
         "CPU time of a step, median [s]": f"{median(case.cpu):.3f}",
@@ -263,18 +265,19 @@ def column(case: Case) -> dict[str, str]:
         "bytes accessed by the program [a device]": f"{cost(compiled).bytes:.4e}",
     }
     if "perf/mfu" in speed:
-        found["part of the device's peak"] = f"{speed['perf/mfu']:.3f}"
+        figures["part of the device's peak"] = f"{speed['perf/mfu']:.3f}"
     if case.device_peak is not None:
-        found["peak on the device, making the state included [MiB]"] = (
+        figures["peak on the device, making the state included [MiB]"] = (
             f"{case.device_peak / MIB:,.1f}"
         )
-    return found
+    return figures
 
 
 def report(data_parallel: Case, diloco: Case) -> int:
     """Print the ratios and the check of a pair; 1 if the check fails."""
     median = statistics.median
-    ratios = [base / own for base, own in zip(data_parallel.wall, diloco.wall, strict=True)]
+    walls = zip(data_parallel.wall, diloco.wall, strict=True)
+    ratios = [base / wall for base, wall in walls]
     print(
         f"{diloco.name} / {data_parallel.name}: tokens/s "
         f"{median(data_parallel.wall) / median(diloco.wall):.3f} (turn by turn {min(ratios):.3f} "
@@ -294,7 +297,7 @@ def report(data_parallel: Case, diloco: Case) -> int:
 def is_no_more(cost: Cost, reference: Cost) -> bool:
     """Whether FLOPs and bytes both are at most TOLERANCE above the reference."""
     pairs = zip(cost, reference, strict=True)
-    return all(own <= (1 + TOLERANCE) * base for own, base in pairs)
+    return all(figure <= (1 + TOLERANCE) * base for figure, base in pairs)
 
 
 def without_all_reduce(data_parallel: Case) -> Cost:

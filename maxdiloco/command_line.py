@@ -1,5 +1,6 @@
-"""How every program of the package ends: one line and an exit code for what a user can act on."""
+"""How every program ends: one line and an exit code for an error the user can act on."""
 
+import functools
 import os
 import signal
 import sys
@@ -12,29 +13,37 @@ from maxdiloco.processes import output
 from maxdiloco.processes.signals import hearing_ctrl_c, quit_now
 
 HELP = ("-h", "--help", "help")
-LEAVE_S = 5.0  # our choice
+LEAVE_S = 5.0  # until threads that are left are abandoned; our choice
 
 
-def guarded(program: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """Run a program and turn its user-facing errors into one line on stderr and an exit code."""
-    try:
-        return program(argv)
-    except USER_ERRORS as error:
-        output.say_error(output.one_line(f"{type(error).__name__}: {error}"))
-        return error.exit_code
-    except KeyboardInterrupt:
-        output.say_error("Interrupted.")
-        return INTERRUPTED
+Program = Callable[[Sequence[str]], int]  # arguments -> exit code
 
 
-def end_with(main: Callable[[Sequence[str]], int]) -> NoReturn:
+def guarded(program: Program) -> Program:
+    """Decorator: errors the user can act on become one line on stderr and an exit code."""
+
+    @functools.wraps(program)
+    def main(argv: Sequence[str]) -> int:
+        try:
+            return program(argv)
+        except USER_ERRORS as error:
+            output.say_error(output.one_line(f"{type(error).__name__}: {error}"))
+            return error.exit_code
+        except KeyboardInterrupt:
+            output.say_error("Interrupted.")
+            return INTERRUPTED
+
+    return main
+
+
+def end_with(main: Program) -> NoReturn:
     """Run `main` as this process's program and exit with its code.
 
-    Ctrl-C ends it at any moment with one line and 130, unless `main` hears it itself.
+    Ctrl-C ends it at any moment with one line and 130, unless `main` handles it.
     """
     output.fill_closed_streams()
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        # While Python ends, after the context below: no KeyboardInterrupt in its own clean-up.
+        # For the time after the context below: no KeyboardInterrupt in Python's own clean-up.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     code = CRASHED
     try:
@@ -47,10 +56,10 @@ def end_with(main: Callable[[Sequence[str]], int]) -> NoReturn:
 
 
 def _leave_threads_behind(code: int) -> None:
-    """Let the process end within LEAVE_S, whatever other threads wait for.
+    """End the process within LEAVE_S, whatever its other threads do.
 
-    Python joins them first, and after a save that a disk has refused Orbax's wait for minutes for
-    each other. Several processes end by their watch, which may have to see its peers off first.
+    Python joins them first, and after a save that a disk has refused those of Orbax wait for each
+    other for minutes. One of several processes is ended by its watch, which may wait for peers.
     """
     from maxdiloco.processes import watch
 

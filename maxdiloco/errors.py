@@ -39,7 +39,7 @@ class LostPeerError(RuntimeError):
 
 
 class SaveError(RuntimeError):
-    """The state could not be saved, tried twice; a later start may be luckier: exit code 75."""
+    """Two saves have failed; a later start may succeed: exit code 75."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h
 
@@ -50,7 +50,7 @@ class Preempted(Exception):
     exit_code = 143
 
 
-# Ends of a program that are no fault of it: one line and the error's exit code.
+# Errors the user can act on: one line, and the exit code of the error.
 USER_ERRORS = (
     CheckpointError,
     ConfigError,
@@ -60,8 +60,8 @@ USER_ERRORS = (
     Preempted,
     SaveError,
 )
-# All processes of a run end with these when one does: a restart mends none of them but the last,
-# which is worth one. The end of a peer with any other code is a LostPeerError.
+# When a process ends with one of these, its peers do too: a restart helps after a SaveError only.
+# The end of a peer with any other code is a LostPeerError.
 SHARED_CODES = tuple(
     error.exit_code for error in (ConfigError, DataError, NumericsError, SaveError)
 )

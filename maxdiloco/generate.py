@@ -14,7 +14,7 @@ from maxdiloco.processes.output import say
 
 
 class Options(NamedTuple):
-    """What may follow RUN as key=value, with the defaults."""
+    """The options that may follow RUN as key=value, with their defaults."""
 
     prompt: str = "\n"
     max_new_tokens: int = 200
@@ -32,12 +32,9 @@ MEANING = {
 }
 
 
+@guarded
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
-    return guarded(_main, argv)
-
-
-def _main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in HELP:
         say(
             "usage: python -m maxdiloco.generate RUN [key=value ...]\n\n"
@@ -58,7 +55,7 @@ def parse(arguments: Sequence[str]) -> Options:
     for argument in arguments:
         name, equals, raw = argument.partition("=")
         if name in given:
-            raise ConfigError(f"{argument}: {name} stands there twice. Give it once.")
+            raise ConfigError(f"{argument}: {name} is given twice. Give it once.")
         if not equals or name not in MEANING:
             raise ConfigError(
                 f"{argument} is not an option of generate. Use key=value with one of "
@@ -91,13 +88,13 @@ def text(run: str, options: Options) -> str:
     from maxdiloco.models import sampling, transformer
     from maxdiloco.trainer import start
 
-    # Decoding uses no kernel, and the run's may not exist here.
+    # Decoding uses no attention kernel, and that of the run may not exist here.
     saved = start.saved_config(run, key="RUN")
     cfg = config.from_dict(saved.as_dict() | {"attention": "dot_product"})
     model = transformer.build(cfg, backend=jax.default_backend())
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    one_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one_device),
         jax.eval_shape(model.init, jax.random.key(0)),
     )
     params = read.restore_parameters(run, abstract, key="RUN")

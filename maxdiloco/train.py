@@ -11,12 +11,9 @@ from maxdiloco.command_line import HELP, end_with, guarded
 from maxdiloco.processes.output import say
 
 
+@guarded
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
-    return guarded(_main, argv)
-
-
-def _main(argv: Sequence[str]) -> int:
     begun = time.perf_counter()
     # Not above: Ctrl-C is heard from the call of end_with on.
     from maxdiloco.flags import base_yml, config

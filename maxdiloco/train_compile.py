@@ -19,12 +19,9 @@ from maxdiloco.processes.output import one_line, say, say_error
 REFUSED = 1
 
 
+@guarded
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
-    return guarded(_main, argv)
-
-
-def _main(argv: Sequence[str]) -> int:
     if any(argument in HELP for argument in argv):
         say(base_yml.help_text("maxdiloco.train_compile"))
         return 0

@@ -1,6 +1,6 @@
 """Draw one period of each schedule as docs/schedules.svg: `python scripts/draw_schedules.py`.
 
-What is drawn comes from maxdiloco.diloco.schedule, the same function that a run follows.
+It draws schedule.actions of maxdiloco.diloco, which a run carries out.
 """
 
 import pathlib
@@ -18,7 +18,7 @@ from maxdiloco.diloco.schedule import (
 )
 
 H = 12
-FIRST, LAST = H + 1, 2 * H  # the second period: everything is under way
+FIRST, LAST = H + 1, 2 * H  # the second period, in which all exchanges are under way
 CELL, ROW, LEFT, TOP = 46, 22, 270, 34
 COLOURS = ("#3b6ea5", "#c2703d", "#5a8f53")
 MARKS = {PACK: "S", MERGE: "A", SYNCHRONISE: "SA", OUTER_STEP: "SA"}  # send, apply

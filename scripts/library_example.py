@@ -20,7 +20,7 @@ def main() -> list[float]:
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("diloco", "data", "fsdp"))
     optimizer = optax.adamw(1e-2)
 
-    def inner_step(params, opt_state, batch):  # one replica's view: no word of replicas
+    def inner_step(params, opt_state, batch):  # one replica's view, as without DiLoCo
         def loss_of(params):
             hidden = jax.nn.gelu(batch["x"] @ params["w_in"])
             return jnp.mean((hidden @ params["w_out"] - batch["y"]) ** 2)
@@ -40,7 +40,7 @@ def main() -> list[float]:
     numbers = np.random.default_rng(0)
     losses = []
     for t in range(1, STEPS + 1):
-        x = numbers.uniform(-1, 1, size=(M, 32, 8)).astype(np.float32)  # every replica its own
+        x = numbers.uniform(-1, 1, size=(M, 32, 8)).astype(np.float32)
         batch = jax.device_put({"x": x, "y": np.sin(x)}, rows)
         state, metrics = algorithm.step(state, batch)
         if t % H == 0:

@@ -1,4 +1,4 @@
-"""TPU slices that are not there: their names, what one device is, and devices to compile for.
+"""TPU slices to compile for on a machine without them: their names, chips and devices.
 
 Names are those of MaxText and XPK. Sizes are cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}: a
 v4 or v5p name counts TensorCores, two a chip and one JAX device; the others count chips, and a
@@ -29,7 +29,7 @@ TOPOLOGIES = {
     "tpu7x-8": "tpu7x:2x2x1", "tpu7x-16": "tpu7x:2x2x2", "tpu7x-32": "tpu7x:2x2x4",
     "tpu7x-64": "tpu7x:2x4x4", "tpu7x-128": "tpu7x:4x4x4", "tpu7x-256": "tpu7x:4x4x8",
 }  # fmt: skip
-# libtpu asks a cloud's metadata server, and locks the chip, unless it is told what to pretend.
+# Without these libtpu asks a cloud's metadata server and locks the chip.
 _PRETEND = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -39,7 +39,7 @@ _PRETEND = {
 
 
 def chip(name: str) -> Chip:
-    """What one device of a topology is. Raises ConfigError for an unknown name."""
+    """The chip that is one device of a topology. Raises ConfigError for an unknown name."""
     return CHIPS[_libtpu_name(name).partition(":")[0]]
 
 
@@ -57,12 +57,12 @@ def devices(name: str, num_slices: int) -> list[jax.Device]:
     from jax.experimental import topologies
 
     with _pretending():
-        # A v4 chip joins its two cores into one device where it runs, but not here unless told.
+        # A real v4 chip joins its two cores into one device; a topology needs this option for it.
         options = {"chip_config_name": "megacore"} if topology_name.startswith("v4") else {}
-        found = topologies.get_topology_desc(
+        slices = topologies.get_topology_desc(
             platform="tpu", topology_name=topology_name, num_slices=num_slices, **options
         )
-    return list(found.devices)
+    return list(slices.devices)
 
 
 def _libtpu_name(name: str) -> str:
@@ -75,7 +75,7 @@ def _libtpu_name(name: str) -> str:
 
 @contextmanager
 def _pretending() -> Iterator[None]:
-    """Variables that the user has set stay as they are."""
+    """Set the variables of _PRETEND that the user has not set."""
     missing = {key: value for key, value in _PRETEND.items() if key not in os.environ}
     os.environ.update(missing)
     try:

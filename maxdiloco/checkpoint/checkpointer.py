@@ -1,12 +1,12 @@
-"""Checkpoints of the run under way: written beside the training, each whole or not there.
+"""Checkpoints of the run under way, written beside the training; each is whole or absent.
 
 checkpoints/120/            the state after inner step 120
     <item>/                 a tree of arrays, written by Orbax; one folder per item, so that
                             the outer parameters can be read without the rest
-    meta/                   JSON: what the caller gave (t, data position, config ...), and the
-                            names, shapes and dtypes of all arrays
+    meta/                   JSON: the caller's meta (t, data position, config ...), and names,
+                            shapes and dtypes of all arrays
     seal.json               sizes and CRC-32 of these files
-checkpoints/130.damaged/    a checkpoint that could not be used, set aside
+checkpoints/130.damaged/    a damaged checkpoint, set aside
 checkpoints/140.orbax-checkpoint-tmp/   an unfinished save; removed by the next start
 """
 
@@ -33,25 +33,25 @@ _DAMAGED = ".damaged"
 _DELETED = ".deleted"
 _REMEDY = "Set the keys of the model and the optimizer back, or set another run_name."
 
-# What a save can come to before it runs, as the first process says.
-_RUNS, _THERE, _FAILED = range(3)
+# The outcome of starting a save, as the first process decides it.
+_RUNS, _EXISTS, _FAILED = range(3)
 # Errors that no disk and no store raises: they end the run with a traceback.
 _BUGS = (AssertionError, AttributeError, LookupError, NameError, TypeError)
 
 
 class Checkpointer:
-    """Saves and restores the state of one run. All processes of the run call it alike.
+    """Saves and restores the state of one run. All processes of the run make the same calls.
 
     folder: RunFolder.checkpoints, a folder that all processes see.
     max_to_keep: complete checkpoints that stay, at least 1; None keeps all.
     use_async: save() returns as soon as the arrays are copied to the host.
-    timeout_s: how long the processes may take to write the arrays of one save.
+    timeout_s: seconds that the processes may take to write the arrays of one save.
     say: prints a line; called in the first process only.
     A context manager: leaving it waits for the save that runs. Imports Orbax. Raises
     CheckpointError when the folder cannot be used.
 
-    A save that fails is a warning, and the next one tries again. Two in a row raise SaveError, in
-    all processes alike; the complete checkpoints stay as they are.
+    A failed save is a warning, and the next one tries again. Two in a row raise SaveError in all
+    processes; the complete checkpoints stay as they are.
     """
 
     def __init__(
@@ -70,20 +70,21 @@ class Checkpointer:
         self._primary = jax.process_index() == 0
         self._say = say if self._primary else read.say_nothing
         self._saving: tuple[int, Future] | None = None  # the step whose save runs
-        self._failures = 0  # saves that failed since the last one that did not
-        self._newest: int | None = None  # the newest step that is known to be saved
+        self._failures = 0  # failed saves since the last good one
+        self._newest: int | None = None  # the newest step known to be saved
         self._removal: Future | None = None  # of checkpoints that are not kept
         self._known_good: set[epath.Path] = set()
         if self._primary:
             with self._one_line("cannot be used"):
-                if is_local(self._folder):  # elsewhere a folder is the names of its objects
+                if is_local(self._folder):  # object stores have no folders
                     durable.make_folder(self._folder)
                 self._remove_unfinished()
-        shared_folder.require(self._folder)  # and nobody looks before the first has cleaned up
-        self._parts = write.Parts()
+        # Barrier: the first process removes unfinished saves before others list the folder.
+        shared_folder.require(self._folder)
+        self._outcomes = write.Outcomes()
         self._writer = orbax_io.open_writer()
-        # A thread keeps an error until the main thread asks for it. One does what a save needs,
-        # one thing after the other; the other one takes its time to remove old checkpoints.
+        # A future keeps the error of a thread. One thread does the work of a save in its order;
+        # the other one removes old checkpoints, which may take longer.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._remover = ThreadPoolExecutor(max_workers=1, thread_name_prefix="old-checkpoints")
 
@@ -96,7 +97,7 @@ class Checkpointer:
             if exception is None:
                 self.wait(last=True)
             elif self._saving is not None:
-                # The other processes may be elsewhere: look at this one's part alone.
+                # No agreement: the other processes may not be here.
                 step, saved = self._saving
                 if (error := saved.exception()) is not None:
                     self._say(f"warning: {self._failure(step, reason(error))}")
@@ -116,38 +117,38 @@ class Checkpointer:
         """Write a checkpoint; does nothing and returns False when this step has one.
 
         items: {name: tree of arrays}; the caller may donate or delete them afterwards.
-        meta: JSON-able.
-        last: whether no save comes after it: wait until it is on the disk, and if it fails, try
-        once more at once.
+        meta: what JSON takes.
+        last: whether it is the last save: wait until it is on the disk, and try once more at once
+        if it fails.
         Waits for the save before this one. Raises SaveError when two in a row have failed.
         """
         self._end_of_save(limit=None if last else 2)
         if self._removal is not None and self._removal.done():
             self._end_of_removal()
-        begun = self._start(step, items, meta)
-        if last and begun != _THERE and not self._end_of_save(limit=None):
+        started = self._start(step, items, meta)
+        if last and started != _EXISTS and not self._end_of_save(limit=None):
             self._start(step, items, meta)
             self._end_of_save(limit=1)
-        elif begun == _FAILED or not self._use_async:
+        elif started == _FAILED or not self._use_async:
             self.wait()
-        return begun != _THERE
+        return started != _EXISTS
 
     def wait(self, *, last: bool = False) -> None:
         """Wait until the save that runs, if any, is on the disk and older ones are removed.
 
-        last: whether no save comes after it, so that its failure is final. Raises SaveError.
+        last: whether it is the last save, so its failure is final. Raises SaveError.
         """
         self._end_of_save(limit=1 if last else 2)
         self._end_of_removal()
-        self._thread.submit(bool).result()  # what a failed save has left is removed by now
+        self._thread.submit(bool).result()  # by now the files of a failed save are removed
 
     def restore(self, abstract_of: AbstractOf) -> Restored | None:
-        """Read the newest checkpoint that is not damaged; None when there is none at all.
+        """Read the newest undamaged checkpoint; None when there is no checkpoint at all.
 
-        A damaged one is reported and set aside as <step>.damaged, and the one before it is used.
-        `restore(lambda meta: {}).meta` tells what is there before anything is built. Raises
-        CheckpointError when all are damaged or when shapes or dtypes are not what abstract_of
-        says, and whatever abstract_of raises.
+        A damaged one is set aside as <step>.damaged, with a warning, and the one before it is read.
+        `restore(lambda meta: {}).meta` reads no arrays. Raises CheckpointError when all are
+        damaged or when shapes or dtypes differ from those of abstract_of, and whatever abstract_of
+        raises.
         """
         self._end_of_save()
         with read.reading(self._folder, "base_output_directory"):
@@ -168,7 +169,7 @@ class Checkpointer:
         return restored
 
     def _start(self, step: int, items: Mapping[str, Any], meta: Mapping[str, Any]) -> int:
-        """Start a save, in all processes or in none: _RUNS, _THERE or _FAILED."""
+        """Start a save, in all processes or in none: _RUNS, _EXISTS or _FAILED."""
         target = self._folder / str(step)
         folder = write.folder_of(target, attempt=self._failures)
         trees = {name: orbax_io.nested(tree) for name, tree in items.items()}
@@ -180,9 +181,9 @@ class Checkpointer:
                 write.prepare, folder, target, tuple(trees), nbytes=nbytes
             )
         failed = prepared.exception() is not None
-        begun = _FAILED if failed else _RUNS if prepared.result() else _THERE
-        begun = agree.from_first_process(begun)
-        if begun == _RUNS:
+        started = _FAILED if failed else _RUNS if prepared.result() else _EXISTS
+        started = agree.from_first_process(started)
+        if started == _RUNS:
             save = write.Save(
                 folder=folder,
                 target=target,
@@ -190,34 +191,34 @@ class Checkpointer:
                 note=orbax_io.note_of(step, items, meta),
                 deadline=time.monotonic() + self._timeout_s,
             )
-            self._parts.next()
+            self._outcomes.next()
             writes = orbax_io.start_writing(self._writer, folder, trees)
             self._saving = step, self._thread.submit(self._complete, save, writes)
-        elif begun == _FAILED:
+        elif started == _FAILED:
             self._saving = step, prepared
-        return begun
+        return started
 
     def _complete(self, save: write.Save, writes: Sequence["ocp.future.Future"]) -> None:
-        # In the thread.
+        # Runs in the thread.
         if not self._primary:
-            write.write_part(save, writes, self._parts)
+            write.write_part(save, writes, self._outcomes)
             return
         whole = False
         try:
             write.wait_for_arrays(save, writes)
-            self._parts.wait(save.deadline)
+            self._outcomes.wait(save.deadline)
             write.commit(save, self._writer)
             whole = True
         finally:
-            if not whole:  # a disk that is full needs the room at once
+            if not whole:  # at once: the disk may be full
                 self._thread.submit(write.discard, save.folder)
         if self._max_to_keep is not None:
             self._removal = self._remover.submit(self._remove_old)
 
     def _end_of_save(self, *, limit: int | None = 2) -> bool:
-        """Wait for the save that runs; whether it came to a good end, the same in all processes.
+        """Wait for the save that runs; whether it succeeded, the same in all processes.
 
-        Raises SaveError when this makes `limit` failures in a row.
+        Raises SaveError when this is the `limit`th failure in a row.
         """
         if self._saving is None:
             return True
@@ -248,7 +249,7 @@ class Checkpointer:
         return f"step {step} could not be saved in {self._folder}: {why}; {there}."
 
     def _end_of_removal(self) -> None:
-        """Wait until the older checkpoints are removed; say why if they cannot be."""
+        """Wait until the older checkpoints are removed; a failure is a warning."""
         removal, self._removal = self._removal, None
         if removal is not None and (error := removal.exception()) is not None:
             self._say(
@@ -261,7 +262,7 @@ class Checkpointer:
             self._remove(self._folder / str(old))
 
     def _remove_unfinished(self) -> None:
-        # The lock of the run folder says that nobody is writing these now.
+        # Nobody is writing these now: this process holds the lock of the run folder.
         for path in self._folder.iterdir() if self._folder.is_dir() else ():
             step, suffix, _ = path.name.partition(".")
             if not step.isdigit() or path.name.endswith(_DAMAGED):
@@ -271,9 +272,9 @@ class Checkpointer:
 
     def _remove(self, path: epath.Path) -> None:
         if is_local(path):
-            # Gone at once: a half-deleted folder must not look like a checkpoint.
+            # Renamed first: a half-deleted folder must not look like a checkpoint.
             path = path.rename(path.parent / (path.name + _DELETED))
-            durable.sync_folder(path.parent)  # its name goes before its files, also on the disk
+            durable.sync_folder(path.parent)  # the rename reaches the disk before the deletions
         else:
             (path / orbax_io.COMMIT).unlink(missing_ok=True)
         object_store.remove(path)

@@ -16,9 +16,9 @@ from maxdiloco.storage.run_folder import is_local
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
-META = "meta"  # the item that is JSON; every other item is a tree of arrays
+META = "meta"  # the item that is JSON; the others are trees of arrays
 COMMIT = "commit_success.txt"  # Orbax writes it last
-# A smaller share is not worth the program that cuts it out, 50-100 ms to compile on a CPU.
+# A smaller share is not worth the program that slices it, which compiles in 50-100 ms on a CPU.
 SHARED_WRITE_BYTES = 1 << 22  # our choice
 
 
@@ -27,7 +27,7 @@ def open_writer() -> "ocp.PyTreeCheckpointHandler":
     import orbax.checkpoint as ocp
 
     arrays = ocp.type_handlers.ArrayHandler(
-        # Slices share the writing of what they all hold; in one process that only compiles.
+        # Slices share the writing of arrays that they hold alike. One process would only compile.
         use_replica_parallel=jax.process_count() > 1,
         min_slice_bytes_for_replica_parallel=SHARED_WRITE_BYTES,
     )
@@ -38,10 +38,10 @@ def open_writer() -> "ocp.PyTreeCheckpointHandler":
 def start_writing(
     writer: "ocp.PyTreeCheckpointHandler", folder: epath.Path, trees: Mapping[str, Any]
 ) -> list["ocp.future.Future"]:
-    """Start to write trees of arrays, each to the folder of its name; result() of all waits.
+    """Start to write trees of arrays, each to the folder of its name; wait by result() of all.
 
-    Copies the arrays to the host before it returns, so the caller may donate or delete them; on
-    the CPU backend that copy is a view, and JAX copies a donated buffer that a view still holds
+    The arrays are copied to the host before it returns, so the caller may donate or delete them. On
+    the CPU backend the copy is a view, and JAX copies a donated buffer that a view still holds
     (both are tested).
     """
     import orbax.checkpoint as ocp
@@ -53,7 +53,7 @@ def start_writing(
         ]
         return [write for writes in await asyncio.gather(*copies) for write in writes]
 
-    # Not asyncio.run: its end walks over the tasks of all loops, those of other threads too.
+    # Not asyncio.run: at its end it walks over the tasks of the loops of all threads.
     loop = asyncio.new_event_loop()
     try:
         return loop.run_until_complete(start())
@@ -62,7 +62,7 @@ def start_writing(
 
 
 class Note(NamedTuple):
-    """What a checkpoint says about itself."""
+    """The content of a checkpoint's META."""
 
     step: int
     meta: dict[str, Any]
@@ -70,7 +70,7 @@ class Note(NamedTuple):
 
 
 def note_of(step: int, items: Mapping[str, Any], meta: Mapping[str, Any]) -> dict[str, Any]:
-    """The Note of a checkpoint of these items, as JSON takes it."""
+    """The Note of a checkpoint of these items, as a dict for JSON."""
     return Note(step, dict(meta), {name: shapes(tree) for name, tree in items.items()})._asdict()
 
 
@@ -98,15 +98,15 @@ def shapes(tree: Any) -> dict[str, list[Any]]:
 
 
 def nbytes(tree: Any) -> int:
-    """Bytes of the arrays of a tree, each counted once however many devices hold it."""
+    """Bytes of the arrays of a tree; an array that several devices hold counts once."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def nested(tree: Any) -> dict[str, Any]:
-    """Any pytree as nested dicts of its leaves, {} when it has none.
+    """Any pytree as nested dicts of its leaves; {} when it has none.
 
-    So the files do not depend on which containers the program uses, and others can read them.
-    Arrays without elements are left out: Orbax refuses them.
+    The files then do not depend on the containers of the program, and others can read them. Arrays
+    without elements are left out: Orbax refuses them.
     """
     names, leaves, _ = named_leaves(tree)
     return _nest({path: leaf for path, leaf in zip(names, leaves, strict=True) if leaf.size})

@@ -1,8 +1,8 @@
-"""Orbax kept quiet about a failed save, which the Checkpointer reports in one line.
+"""Keeps Orbax from logging a failed save, which the Checkpointer reports in one line.
 
-Orbax runs the writes of a checkpoint as tasks of an event loop, and closes the loop at the first
-write that fails. The others go on below, write into a folder that is being removed, and print
-tracebacks of tasks and of a closed loop. So a loop waits for its tasks here before it closes.
+Orbax runs the writes of a checkpoint as tasks of an event loop and closes the loop at the first
+write that fails. The other writes go on, into a folder that is being removed, and print tracebacks
+of tasks and of a closed loop. So the loops of this module wait for their tasks before they close.
 """
 
 import asyncio
@@ -11,9 +11,9 @@ from typing import Any
 
 
 def begin() -> asyncio.AbstractEventLoopPolicy:
-    """From now on loops wait for their tasks, and Orbax does not log. Returns what end() takes.
+    """Let loops wait for their tasks and keep Orbax from logging. Returns the argument of end().
 
-    Orbax stays quiet after end(), since a thread of a save that timed out may log as late as that.
+    Orbax does not log after end() either: a thread of a save that timed out may be that late.
     """
     before = asyncio.get_event_loop_policy()
     asyncio.set_event_loop_policy(_Policy())
@@ -22,7 +22,7 @@ def begin() -> asyncio.AbstractEventLoopPolicy:
 
 
 def end(before: asyncio.AbstractEventLoopPolicy) -> None:
-    """Take the loops back."""
+    """Restore the event loops."""
     asyncio.set_event_loop_policy(before)
 
 
@@ -33,7 +33,7 @@ class _Loop(asyncio.SelectorEventLoop):
         super().close()
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
-        # The first failure is what the save ends with; the others nobody asks for.
+        # The save raises the first failure; nobody retrieves the others.
         if "never retrieved" not in context["message"]:
             super().default_exception_handler(context)
 

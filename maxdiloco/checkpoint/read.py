@@ -1,4 +1,4 @@
-"""Find the newest checkpoint that is not damaged and read it, of this run or of another."""
+"""Finds and reads the newest undamaged checkpoint, of this run or of another."""
 
 import contextlib
 import socket
@@ -16,19 +16,19 @@ from maxdiloco.processes import agree, output
 from maxdiloco.storage import object_store, shared_folder
 from maxdiloco.storage.run_folder import absolute, reason
 
-_ATTEMPTS = 12  # at a file that only some hosts find damaged
+_ATTEMPTS = 12  # to read a file that only some hosts find damaged
 
-# Gives {item: tree of jax.ShapeDtypeStruct with shardings, or of arrays.Cycled} for the
-# meta of a checkpoint. Called for each checkpoint that is tried; may leave items out, which are
-# then not read; may refuse.
+# The meta of a checkpoint -> {item: tree of jax.ShapeDtypeStruct with shardings, or of
+# arrays.Cycled}. Called for each checkpoint that is tried. Items it leaves out are not read. It may
+# raise.
 AbstractOf = Callable[[dict[str, Any]], Mapping[str, Any]]
-# What to tell a user whose shapes differ from those of the checkpoint with that meta.
+# The meta of a checkpoint -> the remedy when its shapes differ from those of the run.
 Remedy = Callable[[dict[str, Any]], str]
 Say = Callable[[str], None]  # prints a line for the user
 
 
 class Restored(NamedTuple):
-    """A checkpoint that was read; restore_from(path) reads this one again."""
+    """A checkpoint that was read; restore_from(path) reads the same one again."""
 
     step: int
     items: dict[str, Any]
@@ -49,8 +49,8 @@ def restore_from(
     path: a run's folder (its newest undamaged checkpoint is read) or one checkpoint in it.
     key: the config key or argument that gave the path, for messages.
     remedy: flags.resume.model_remedy names the keys. cast: whether dtypes may differ.
-    Nothing at path is changed. Raises CheckpointError when there is nothing to read at path, all
-    of it is damaged, or shapes or dtypes are not what abstract_of says.
+    Changes nothing at path. Raises CheckpointError when path has no checkpoint, when all are
+    damaged, or when shapes or dtypes differ from those of abstract_of.
     """
     folder = absolute(path, key=key)
     with reading(folder, key):
@@ -76,10 +76,9 @@ def restore_from(
 def restore_parameters(
     path: epath.PathLike, abstract_params: Any, *, key: str = "load_parameters_path", **options
 ) -> Any:
-    """Read the outer parameters of a checkpoint and nothing else, cast to the dtypes wanted.
+    """Read the outer parameters of a checkpoint alone, cast to the dtypes of abstract_params.
 
-    abstract_params: tree of jax.ShapeDtypeStruct. options: those of restore_from, whose errors
-    this raises.
+    abstract_params: tree of jax.ShapeDtypeStruct. options: of restore_from, whose errors it raises.
     """
     restored = restore_from(
         path, lambda meta: {OUTER_PARAMS: abstract_params}, key=key, cast=True, **options
@@ -89,9 +88,9 @@ def restore_parameters(
 
 @contextlib.contextmanager
 def reading(folder: epath.Path, key: str) -> Iterator[None]:
-    """Raise CheckpointError for a folder that the file system or the store does not give out.
+    """Raise CheckpointError for a folder that the file system or the store refuses to read.
 
-    key: what gave the folder, for messages.
+    key: the config key or argument that gave the folder, for messages.
     """
     try:
         yield
@@ -104,16 +103,16 @@ def reading(folder: epath.Path, key: str) -> Iterator[None]:
 def steps(folder: epath.PathLike) -> list[int]:
     """The steps that have a complete checkpoint in a folder of checkpoints, oldest first."""
     try:
-        found = [path for path in epath.Path(folder).iterdir() if path.name.isdigit()]
+        paths = [path for path in epath.Path(folder).iterdir() if path.name.isdigit()]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(int(path.name) for path in found if orbax_io.is_complete(path))
+    return sorted(int(path.name) for path in paths if orbax_io.is_complete(path))
 
 
 def newest_first(folder: epath.Path) -> Iterator[epath.Path]:
     """The complete checkpoints of a folder, the same ones in every process."""
-    found = steps(folder) if jax.process_index() == 0 else []
-    while (step := agree.from_first_process(found.pop() if found else -1)) >= 0:
+    left = steps(folder) if jax.process_index() == 0 else []
+    while (step := agree.from_first_process(left.pop() if left else -1)) >= 0:
         yield folder / str(step)
 
 
@@ -127,11 +126,11 @@ def first_undamaged(
     cast: bool = False,
     known_good: Collection[epath.Path] = (),
 ) -> tuple[Restored | None, list[epath.Path]]:
-    """(the first candidate that is not damaged or None, the damaged ones before it).
+    """(the first undamaged candidate or None, the damaged ones before it).
 
-    known_good: candidates that were examined before. otherwise: what to do when all are damaged
-    and there is no copy. The rest as for restore_from. The
-    processes share the examination and agree on its outcome.
+    The processes share the examination and agree on its outcome. known_good: candidates that were
+    examined before. otherwise: the remedy when all are damaged and there is no copy. The other
+    arguments are those of restore_from.
     """
     damaged: dict[epath.Path, str] = {}
     for path in candidates:
@@ -148,7 +147,7 @@ def first_undamaged(
         return Restored(note.step, items, note.meta, path), list(damaged)
     if damaged:
         folder = next(iter(damaged)).parent
-        each = "; ".join(f"{path.name}: {found}" for path, found in damaged.items())
+        each = "; ".join(f"{path.name}: {problem}" for path, problem in damaged.items())
         raise CheckpointError(
             f"no undamaged checkpoint is left in {folder} ({each}). Look whether the whole disk is "
             f"mounted, put a copy of a checkpoint there, {otherwise}."
@@ -157,27 +156,27 @@ def first_undamaged(
 
 
 def _damage(path: epath.Path) -> str | None:
-    """What is wrong with a checkpoint, the same in all processes.
+    """The damage of a checkpoint or None, agreed by all processes.
 
-    Damage is what the first process sees too: another host may only be slow to see a file, or
-    see another folder. Raises CheckpointError when that lasts.
+    It counts when the first process sees it too: another host may be slow to see a file, or see
+    another folder. Raises CheckpointError when that lasts.
     """
     nothing = seal.SEAL - 1
-    own = seal.damage(path, part=jax.process_index(), parts=jax.process_count())
+    mine = seal.damage(path, first=jax.process_index(), stride=jax.process_count())
     for attempt in range(_ATTEMPTS):
         if attempt:
             time.sleep(shared_folder.WAIT_S / _ATTEMPTS)
-            own = own and seal.damage(path, places=[own.place])
-        places = agree.from_all(nothing if own is None else own.place)
-        bad = [process for process, place in enumerate(places) if place != nothing]
+            mine = mine and seal.damage(path, indices=[mine.index])
+        indices = agree.from_all(nothing if mine is None else mine.index)
+        bad = [process for process, index in enumerate(indices) if index != nothing]
         if not bad:
             return None
         confirmed = None
         if jax.process_index() == 0:
-            confirmed = seal.damage(path, places=places)
+            confirmed = seal.damage(path, indices=indices)
         if agree.from_first_process(confirmed is not None):
-            return confirmed.what if confirmed else "process 0 tells what"
-    here = f" Process {jax.process_index()} on {socket.gethostname()}: {own.what}." if own else ""
+            return confirmed.what if confirmed else "see the output of process 0"
+    here = f" Process {jax.process_index()} on {socket.gethostname()}: {mine.what}." if mine else ""
     raise CheckpointError(
         f"checkpoint {path} is whole as process 0 sees it, but not as process "
         f"{', '.join(map(str, bad))} does.{here} Use a folder that all machines share, or gs://, "
@@ -199,9 +198,9 @@ def _refuse_mismatch(
 ) -> None:
     for item, tree in abstract.items():
         wanted = orbax_io.shapes(tree)
-        found = note.arrays.get(item, {})
-        for name in [*wanted, *found]:
-            there, here = found.get(name), wanted.get(name)
+        saved = note.arrays.get(item, {})
+        for name in [*wanted, *saved]:
+            there, here = saved.get(name), wanted.get(name)
             if there == here or (cast and there and here and there[0] == here[0]):
                 continue
             raise CheckpointError(

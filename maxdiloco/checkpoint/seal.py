@@ -1,7 +1,7 @@
-"""The seal of a checkpoint: what its files must look like, so that damage is seen before use.
+"""The seal of a checkpoint: sizes and checksums of its files, so that damage is seen before use.
 
-Orbax finds a missing or cut file only while it reads, with an untyped exception, and takes some
-damaged bytes for numbers. So the last file written before a checkpoint becomes visible lists all
+Orbax notices a missing or cut file only while it reads, with an untyped exception, and reads some
+damaged bytes as numbers. So the last file written before a checkpoint becomes visible lists all
 others with their sizes and, on mounted file systems and up to a limit, their CRC-32.
 """
 
@@ -16,26 +16,24 @@ from maxdiloco.storage import object_store
 from maxdiloco.storage.run_folder import is_local
 
 FILE = "seal.json"
-# Reading back costs about 0.3 s per GB from the page cache; above this only sizes are kept.
+# Reading back takes about 0.3 s per GB from the page cache; above this the seal has sizes alone.
 CONTENT_LIMIT_BYTES = 16 << 30  # our choice
 _BLOCK_BYTES = 1 << 24
-
-
-SEAL = -1  # the place of the seal itself
+SEAL = -1  # the index of the seal itself
 
 
 class Damage(NamedTuple):
-    """A file that is not as it was written. place: in the list of the seal; what: a few words."""
+    """A file that is not as it was written. index: in the list of the seal. what: a few words."""
 
-    place: int
+    index: int
     what: str
 
 
 def write(folder: epath.Path) -> None:
-    """List the files below folder's item folders with size and, when few enough, CRC-32.
+    """List the files below folder's item folders with size and, up to the limit, CRC-32.
 
-    folder: a whole checkpoint, not yet visible to readers. Files directly in it are written after
-    this and are left out. Raises OSError.
+    folder: a whole checkpoint, not yet visible to readers. Files directly in it are written later
+    and are left out. Raises OSError.
     """
     sizes = {path: size for path, size in _sizes(folder).items() if path.parent != folder}
     with_content = is_local(folder) and sum(sizes.values()) <= CONTENT_LIMIT_BYTES
@@ -47,12 +45,12 @@ def write(folder: epath.Path) -> None:
 
 
 def damage(
-    folder: epath.Path, *, part: int = 0, parts: int = 1, places: Collection[int] | None = None
+    folder: epath.Path, *, first: int = 0, stride: int = 1, indices: Collection[int] | None = None
 ) -> Damage | None:
-    """What is wrong with the sealed files of a checkpoint, or None.
+    """The first damage of the sealed files of a checkpoint, or None.
 
-    part, parts: look at every parts-th file only, so that several processes share the reading.
-    places: look at these files of the list instead.
+    first, stride: look at these files of the list, so that several processes share the reading.
+    indices: look at these instead.
     Raises nothing for damage; other OSErrors (a folder that may not be read) pass through.
     """
     try:
@@ -63,27 +61,28 @@ def damage(
     except (ValueError, KeyError, TypeError, AttributeError):
         return Damage(SEAL, f"{FILE} is damaged")
     sizes = None if is_local(folder) else object_store.sizes(folder)
-    for place, (name, size, crc32) in enumerate(entries):
-        if place % parts != part if places is None else place not in places:
+    chosen = range(first, len(entries), stride) if indices is None else indices
+    for index, (name, size, crc32) in enumerate(entries):
+        if index not in chosen:
             continue
         path = folder / name
-        found = _size(path) if sizes is None else sizes.get(path)
-        if found is None:
-            return Damage(place, f"{name} is missing")
-        if found != size:
-            return Damage(place, f"{name} has {found} bytes instead of {size}")
+        size_now = _size(path) if sizes is None else sizes.get(path)
+        if size_now is None:
+            return Damage(index, f"{name} is missing")
+        if size_now != size:
+            return Damage(index, f"{name} has {size_now} bytes instead of {size}")
         if crc32 is not None and _crc32(path) != crc32:
-            return Damage(place, f"{name} has other contents than were written")
+            return Damage(index, f"{name} has other contents than were written")
     return None
 
 
 def _sizes(folder: epath.Path) -> dict[epath.Path, int]:
     if not is_local(folder):
         return object_store.sizes(folder)
-    found = {}
+    sizes = {}
     for path in folder.iterdir():
-        found |= _sizes(path) if path.is_dir() else {path: path.stat().length}
-    return found
+        sizes |= _sizes(path) if path.is_dir() else {path: path.stat().length}
+    return sizes
 
 
 def _size(path: epath.Path) -> int | None:

@@ -1,4 +1,4 @@
-"""One save, from arrays on the host to a folder that outlives a power cut.
+"""One save, from arrays on the host to a folder that survives a power cut.
 
 Every process writes its part of the arrays. Then the first process finishes the checkpoint, in
 this order: meta and seal; fsync of each file and folder; the rename that makes the checkpoint
@@ -31,12 +31,11 @@ KEY = "checkpoint_timeout_seconds"
 
 @dataclasses.dataclass(frozen=True)
 class Save:
-    """What one save writes, and where.
+    """The content and the folders of one save.
 
-    folder: where the files are written; target: where the checkpoint becomes visible. The same
-    on gs://, where folders cannot be renamed.
-    items: names of the items that hold arrays. note: what META says.
-    deadline: of time.monotonic(), for all processes' parts.
+    folder: where the files are written. target: where the checkpoint becomes visible; the same on
+    gs://, where folders cannot be renamed. items: names of the items with arrays. note: the content
+    of META. deadline: for the parts of all processes, of time.monotonic().
     """
 
     folder: epath.Path
@@ -47,9 +46,9 @@ class Save:
 
 
 def folder_of(target: epath.Path, *, attempt: int) -> epath.Path:
-    """Where the files of a checkpoint are written. attempt: failed saves just before this one.
+    """The folder in which a checkpoint is written. attempt: failed saves just before this one.
 
-    A second try does not meet a file that the first one may still be writing.
+    A second try has another folder: a thread of the first one may still be writing.
     """
     if not is_local(target):
         return target
@@ -57,13 +56,13 @@ def folder_of(target: epath.Path, *, attempt: int) -> epath.Path:
 
 
 def prepare(folder: epath.Path, target: epath.Path, items: Sequence[str], *, nbytes: int) -> bool:
-    """Make the folders of a save; False when the checkpoint is there. For the first process.
+    """Make the folders of a save; False when the checkpoint exists. For the first process.
 
-    nbytes: room that the arrays may take. Raises CheckpointError without that room, OSError.
+    nbytes: most bytes that the arrays may take. Raises CheckpointError without that room, OSError.
     """
     if orbax_io.is_complete(target):
         if is_local(target):
-            durable.sync_folder(target.parent)  # the save that made it may have failed in this
+            durable.sync_folder(target.parent)  # in which the save that made it may have failed
         return False
     if folder.exists():
         object_store.remove(folder)
@@ -75,7 +74,7 @@ def prepare(folder: epath.Path, target: epath.Path, items: Sequence[str], *, nby
 
 
 def wait_for_arrays(save: Save, writes: Sequence["ocp.future.Future"]) -> None:
-    """Wait until this process's part of the arrays is written, or has failed to the last thread.
+    """Wait until every thread has written this process's part of the arrays, or has failed.
 
     Raises TimeoutError at the deadline, OSError, ValueError and RuntimeError of the write.
     """
@@ -92,18 +91,18 @@ def wait_for_arrays(save: Save, writes: Sequence["ocp.future.Future"]) -> None:
 
 
 def commit(save: Save, writer: "ocp.PyTreeCheckpointHandler") -> None:
-    """Make a checkpoint of which all arrays are written durable and visible, in this order.
+    """Make a checkpoint with all its arrays durable, then visible. For the first process.
 
-    For the first process. Raises OSError, and ValueError from the file layer below Orbax.
+    Raises OSError, and ValueError from the file layer below Orbax.
     """
     for name in save.items:
         writer.finalize(save.folder / name)  # merges the parts of the processes
-        if not is_local(save.folder):  # Orbax's own readers ask for it there
+        if not is_local(save.folder):  # Orbax's readers ask for it there
             (save.folder / name / COMMIT).write_text("complete\n")
     (save.folder / META / "metadata").write_text(json.dumps(save.note))
     seal.write(save.folder)
     if is_local(save.folder):
-        # Of use in a copy on gs://, where a folder without it is not a checkpoint.
+        # For a copy on gs://, where a folder without it is no checkpoint.
         (save.folder / COMMIT).write_text("complete\n")
         durable.sync_tree(save.folder)
         save.folder.rename(save.target)
@@ -113,15 +112,15 @@ def commit(save: Save, writer: "ocp.PyTreeCheckpointHandler") -> None:
 
 
 def discard(folder: epath.Path) -> None:
-    """Remove what a failed save has left. Raises OSError; the next start tries again."""
+    """Remove the files of a failed save. Raises OSError; the next start tries again."""
     if folder.exists():
         object_store.remove(folder)
 
 
-class Parts:
-    """What the other processes tell the first one about their parts of a save.
+class Outcomes:
+    """The outcome of every process's part of a save, published for the first process.
 
-    A process that fails is heard of at once: a barrier would keep the others until the deadline.
+    The first process sees a failure at once; at a barrier it would wait until the deadline.
     """
 
     def __init__(self) -> None:
@@ -129,16 +128,16 @@ class Parts:
         self._count = 0
 
     def next(self) -> None:
-        """Speak of the next save from now on; called by all processes alike."""
+        """Go on to the next save; all processes call it."""
         self._count += 1
 
-    def tell(self, problem: str) -> None:
-        """Tell the first process what went wrong here, or "" when this part is written."""
+    def publish(self, problem: str) -> None:
+        """Publish why this process's part failed, or "" when it is written."""
         key = self._key(jax.process_index())
         coordination.put(key, problem or "written")
 
     def wait(self, deadline: float) -> None:
-        """Wait for the parts of all others. For the first process; nothing to do for one alone.
+        """Wait for the parts of all others; returns at once without others. For the first process.
 
         Raises OSError naming a process that failed, TimeoutError at the deadline.
         """
@@ -157,8 +156,8 @@ class Parts:
         return f"maxdiloco/saves/{self._run}/{self._count}/{process}"
 
 
-def write_part(save: Save, writes: Sequence["ocp.future.Future"], parts: Parts) -> None:
-    """Wait for this process's arrays and tell the first process. For the other processes."""
+def write_part(save: Save, writes: Sequence["ocp.future.Future"], outcomes: Outcomes) -> None:
+    """Wait for this process's arrays and publish the outcome. For all but the first process."""
     problem = "ended"
     try:
         wait_for_arrays(save, writes)
@@ -167,4 +166,4 @@ def write_part(save: Save, writes: Sequence["ocp.future.Future"], parts: Parts) 
         problem = reason(error)
         raise
     finally:
-        parts.tell(problem)
+        outcomes.publish(problem)

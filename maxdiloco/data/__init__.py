@@ -1,1 +1,1 @@
-"""What it is trained on."""
+"""The training data: documents, tokens, the order of sequences, batches."""

@@ -1,6 +1,6 @@
-"""The documents of a data set: which files they are in, where, and how long; their bytes on demand.
+"""The documents of a data set: a table of where they are and how long; their bytes on demand.
 
-A file is one document; each line of a .jsonl file is one. Only the table is held in memory.
+A file is one document; each line of a .jsonl file is one. Only the table is in memory.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ from maxdiloco.data.line_index import LineIndex, Stamp
 from maxdiloco.data.tokenizer import to_bytes
 from maxdiloco.errors import DataError
 
-# What a folder is searched for; a glob or a file names its own.
+# Suffixes that a folder is searched for; a file or a glob may have any.
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")
-# Folders of the standard library that hold other people's code or data for tests, some of it no
-# text on purpose, and that not every distribution ships.
-_NOT_BUILT_IN = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
-# The longest .jsonl line [bytes]; it is in memory as a whole. Our choice.
+# Folders below the standard library that are not it, or that not every distribution ships; test
+# data are not all text.
+_NOT_STDLIB = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
+# The longest .jsonl line [bytes]: a line is in memory as a whole. Our choice.
 MAX_LINE = 1 << 30
 
 
@@ -48,23 +48,26 @@ class Documents:
 
 
 def find_files(path: str, key: str) -> list[str]:
-    """Files of a data set in their order: sorted by path.
+    """Files of a data set, sorted by path.
 
     path: a folder (searched with its subfolders for SUFFIXES, hidden ones left out), a file or a
       glob; empty: the source of the running Python's standard library. Links to folders inside a
-      folder, and below the ** of a glob, are not followed: they may lead back.
-    key: the flag that holds it, for messages.
+      folder, and below the ** of a glob, are not followed: they may be cycles.
+    key: the flag of the path, for messages.
     Raises DataError when there is none or a folder cannot be read.
     """
     if not path:
         root = sysconfig.get_paths()["stdlib"]
-        files = _in_folder(root, (".py",), _NOT_BUILT_IN, f"{key} is empty")
-        wanted = f"{root} has no .py files. Set {key} to text of your own."
-        return _some(files, f"{key} is empty, and the standard library in {wanted}")
+        files = _in_folder(root, (".py",), _NOT_STDLIB, f"{key} is empty")
+        return _not_empty(
+            files,
+            f"{key} is empty, and the standard library in {root} has no .py files. "
+            f"Set {key} to text of your own.",
+        )
     expanded = os.path.expanduser(path)
     if os.path.isdir(expanded):
         files = _in_folder(expanded, SUFFIXES, (), f"{key}={path}")
-        return _some(
+        return _not_empty(
             files,
             f"{key}={path} has no files that end in {' '.join(SUFFIXES)}. "
             f"Name others by a glob, as in {os.path.join(path, '**', '*.rst')}.",
@@ -72,19 +75,17 @@ def find_files(path: str, key: str) -> list[str]:
     if os.path.isfile(expanded):
         return [expanded]
     if glob.has_magic(expanded) and "\0" not in expanded:
-        found = _matches(expanded, f"{key}={path}")
-        # A link to nothing stays: it is told when it is opened, not left out.
-        files = sorted(name for name in found if not os.path.isdir(name))
-        return _some(files, f"{key}={path} matches no file. Correct the pattern.")
+        names = _matches(expanded, f"{key}={path}")
+        # A dangling link stays: opening it raises an error that names it.
+        files = sorted(name for name in names if not os.path.isdir(name))
+        return _not_empty(files, f"{key}={path} matches no file. Correct the pattern.")
     raise DataError(
         f"{key}={path} does not exist or is out of reach. Give a folder, a file or a glob; empty "
         "takes the source of Python's standard library."
     )
 
 
-def read_table(
-    paths: Iterable[str], *, column: str, index: LineIndex | None = None
-) -> Documents:
+def read_table(paths: Iterable[str], *, column: str, index: LineIndex | None = None) -> Documents:
     """Table of the documents in files; empty ones and blank .jsonl lines are left out.
 
     Text files are only measured; .jsonl files are read through, 60 MB a second on one core,
@@ -95,16 +96,16 @@ def read_table(
     index = LineIndex(column) if index is None else index
     # All files are opened before the first is read through, which may take an hour.
     stamps = [_stamp(path) for path in paths]
-    found = [_known(path, stamp, index) for path, stamp in zip(paths, stamps, strict=True)]
-    unread = [number for number, known in enumerate(found) if known is None]
+    tables = [_known(path, stamp, index) for path, stamp in zip(paths, stamps, strict=True)]
+    unread = [number for number, table in enumerate(tables) if table is None]
     if unread:
         size = sum(stamps[number].size for number in unread)
         index.report(f"reading {len(unread)} .jsonl files through: {size / 1e6:,.1f} MB")
     for number in unread:
-        found[number] = _read_through(paths[number], stamps[number], column)
-        index.add(paths[number], stamps[number], found[number])
-    file = np.repeat(np.arange(len(paths)), [len(documents) for documents in found])
-    columns = np.ascontiguousarray(np.concatenate([_rows(), *found]).T)
+        tables[number] = _read_through(paths[number], stamps[number], column)
+        index.add(paths[number], stamps[number], tables[number])
+    file = np.repeat(np.arange(len(paths)), [len(table) for table in tables])
+    columns = np.ascontiguousarray(np.concatenate([_rows(), *tables]).T)
     return Documents(paths, file, *columns, column=column)
 
 
@@ -127,7 +128,7 @@ def read_pieces(
 
 
 def _stamp(path):
-    # Opened, not only asked for its size: a file that cannot be read is told at the start.
+    # Opened, not only measured: an unreadable file is an error at the start.
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise DataError(
@@ -145,7 +146,7 @@ def _stamp_of(file):
 
 
 def _known(path, stamp, index):
-    """Documents of a file, int64 [D, 3] as in LineIndex; None when it has to be read through."""
+    """Table of a file, int64 [D, 3] as in LineIndex; None when it has to be read through."""
     if not stamp.size:
         return _rows()
     if path.endswith(".jsonl"):
@@ -160,38 +161,38 @@ def _rows(*rows):
 def _read_through(path, stamp, column):
     try:
         with open(path, "rb") as file:
-            found = np.fromiter(_lines(file, column), np.dtype((np.int64, 3)))
+            table = np.fromiter(_lines(file, column), np.dtype((np.int64, 3)))
             if _stamp_of(file) != stamp:
                 raise DataError(
                     f"{path} has changed while it was read. Start again when it is complete."
                 )
     except OSError as error:
         raise _unreadable(path, error) from error
-    return found
+    return table
 
 
 def _piece(documents, file, document, begin, end):
     size = int(documents.size[document])
     if file.name.endswith(".jsonl"):
-        text = _line_again(documents, file, document)
-        found, data = len(text), text[begin:end]
+        text = _reread_line(documents, file, document)
+        size_now, data = len(text), text[begin:end]
     else:
         file.seek(begin)
         data = file.read(end - begin)
-        found = os.fstat(file.fileno()).st_size
-    if found != size:
-        raise _changed(file.name, size, f"has {found} now")
+        size_now = os.fstat(file.fileno()).st_size
+    if size_now != size:
+        raise _changed(file.name, size, f"has {size_now} now")
     return data
 
 
-def _line_again(documents, file, document):
+def _reread_line(documents, file, document):
     offset, stored = int(documents.offset[document]), int(documents.stored[document])
     file.seek(offset)
     try:
         return _text(file.read(stored), documents.column, f"{file.name} byte {offset}")
-    except DataError as error:  # it was one when the run began
+    except DataError as error:  # it was a document when the run began
         size = int(documents.size[document])
-        raise _changed(file.name, size, f"at byte {offset} is none now") from error
+        raise _changed(file.name, size, f"at byte {offset} is no longer there") from error
 
 
 def _lines(file, column):
@@ -216,9 +217,9 @@ def _text(line, column, where):
             f"{where} is not JSON: {error}. Every line of a .jsonl file is one JSON object."
         ) from error
     if not isinstance(fields, dict) or column not in fields:
-        there = ", ".join(fields) if isinstance(fields, dict) else type(fields).__name__
+        names = ", ".join(fields) if isinstance(fields, dict) else type(fields).__name__
         raise DataError(
-            f"text_column={column} is not in {where}, which has {there or 'no field'}. Set "
+            f"text_column={column} is not in {where}, which has {names or 'no field'}. Set "
             "text_column to the field that holds the text."
         )
     if not isinstance(fields[column], str):
@@ -229,36 +230,35 @@ def _text(line, column, where):
     return to_bytes(fields[column])
 
 
-def _in_folder(root, suffixes, left_out, described):
+def _in_folder(root, suffixes, skipped, source):
     return sorted(
         os.path.join(folder, name)
-        for folder, names in _folders(root, left_out, described)
+        for folder, names in _folders(root, skipped, source)
         for name in names
         if name.endswith(suffixes) and not name.startswith(".")
     )
 
 
-def _folders(root, left_out, described):
+def _folders(root, skipped, source):
     """A folder and those inside it with the names of their files; links are not followed."""
 
     def refuse(error):
         raise DataError(
-            f"{described}: folder {error.filename} cannot be read ({error.strerror}). Give this "
+            f"{source}: folder {error.filename} cannot be read ({error.strerror}). Give this "
             "user the right to read it, or choose another."
         ) from error
 
     for folder, subfolders, names in os.walk(root, onerror=refuse):
         subfolders[:] = [
-            name for name in subfolders if name not in left_out and not name.startswith(".")
+            name for name in subfolders if name not in skipped and not name.startswith(".")
         ]
         yield folder, names
 
 
-def _matches(pattern, described):
-    """Names that a glob matches, as glob.glob finds them but for links to folders below **.
+def _matches(pattern, source):
+    """Names that a glob matches; unlike glob.glob, links to folders below ** are not followed.
 
-    glob.glob follows those: one that leads back up repeats everything 40 times, and with two the
-    search never ends.
+    With one that leads back up glob.glob lists everything 40 times, with two it never ends.
     """
     parts = pattern.split(os.sep)
     if "**" not in parts:
@@ -266,16 +266,16 @@ def _matches(pattern, described):
     first = parts.index("**")
     above = os.sep.join(parts[:first]) or (os.sep if first else os.curdir)
     rest = os.sep.join(parts[first + 1 :]) or "*"
-    found = set()
+    names = set()
     for root in filter(os.path.isdir, glob.glob(above)):
-        for folder, _ in _folders(root, (), described):
-            found |= _matches(os.path.join(glob.escape(folder), rest), described)
-    return {name.removeprefix(os.path.join(os.curdir, "")) for name in found}
+        for folder, _ in _folders(root, (), source):
+            names |= _matches(os.path.join(glob.escape(folder), rest), source)
+    return {name.removeprefix(os.path.join(os.curdir, "")) for name in names}
 
 
-def _some(files, otherwise):
+def _not_empty(files, message):
     if not files:
-        raise DataError(otherwise)
+        raise DataError(message)
     return files
 
 

@@ -1,6 +1,6 @@
-"""Where the documents of .jsonl files are, kept in a file: a restart need not read them through.
+"""An index file of the documents in .jsonl files, so that a restart need not read them through.
 
-    # D documents of a file
+# D documents of a file
 """
 
 import contextlib
@@ -12,12 +12,12 @@ from typing import NamedTuple
 import numpy as np
 from etils import epath
 
-# Its number changes when the size of a document would be another one.
+# Count its number up when the tokenizer changes the sizes of documents.
 _MAGIC = b"maxdiloco line index 1 "
 
 
 class Stamp(NamedTuple):
-    """What tells whether a file is the one that was read. mtime: of its last change [ns]."""
+    """Identifies a version of a file. size [bytes]; mtime: time of its last change [ns]."""
 
     size: int
     mtime: int
@@ -26,9 +26,9 @@ class Stamp(NamedTuple):
 class LineIndex:
     """Documents of .jsonl files, by path.
 
-    Of a file int64 [D, 3]: offset and length of a line, size of its text [bytes].
-    column: the field that holds the text. report: takes one line for the user.
-    A file whose stamp differs from the one before is unknown.
+    A file's documents are int64 [D, 3]: offset and length of a line, size of its text [bytes].
+    column: the field that holds the text. report: called with one line for the user.
+    A file whose stamp has changed is unknown.
     """
 
     def __init__(self, column: str, report: Callable[[str], None] = lambda line: None):
@@ -52,7 +52,7 @@ class LineIndex:
         self._changed = True
 
     def load(self, path: epath.Path) -> None:
-        """Take over what `save` wrote, if it is there, whole, and of the same column.
+        """Read what `save` wrote; a file that is missing, damaged or of another column is ignored.
 
         Raises OSError, ImportError (gs:// without gcsfs) where it cannot be read.
         """
@@ -74,15 +74,15 @@ class LineIndex:
             self._loaded[name] = (Stamp(size, mtime), documents_D3[stop - count : stop])
 
     def save(self, path: epath.Path) -> None:
-        """Write the files that were asked for, unless none of them had to be read.
+        """Write the index of the files in use, unless it has not changed.
 
         The file appears whole or not at all. Raises OSError, ImportError as load does.
         """
         if not self._changed:
             return
-        files = [[name, *stamp, len(found)] for name, (stamp, found) in self._used.items()]
+        files = [[name, *stamp, len(table)] for name, (stamp, table) in self._used.items()]
         about = json.dumps({"column": self.column, "files": files}).encode() + b"\n"
-        documents_D3 = np.concatenate([found for _, found in self._used.values()]).astype("<i8")
+        documents_D3 = np.concatenate([table for _, table in self._used.values()]).astype("<i8")
         checksum = zlib.crc32(documents_D3, zlib.crc32(about))
         part = path.parent / f"{path.name}.part"
         try:

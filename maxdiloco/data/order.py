@@ -1,6 +1,6 @@
-"""Which sequence a row of a step reads: one global order, dealt to the replicas.
+"""Which sequence a row of a step reads: one global order, divided among the replicas.
 
-A pure function of the position and of (seed, epoch): hosts, devices and processes have no say.
+A pure function of the position and of (seed, epoch), whatever the hosts, devices and processes.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ _ROUNDS = 6
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Where a run reads: step s, replica m, row b reads index base + ((s - s0)*M + m)*B + b.
+    """Reading position: step s, replica m, row b reads index base + ((s - s0)*M + m)*B + b.
 
     base: index of the first sequence of step s0 (1-based); M replicas; B sequences per replica.
     """
@@ -46,8 +46,8 @@ def first_position(M: int, B: int) -> Position:
 def next_position(position: Position, step: int, M: int, B: int) -> Position:
     """Position of a run that goes on with `step`, the next one to be done, with M and B.
 
-    The same M and B: the position as it was. Others: based anew on the first sequence that no
-    step before `step` has read, so that none is left out or read twice in an epoch.
+    With the same M and B it is unchanged. Otherwise its base is the first sequence that no step
+    before `step` has read, so that none is left out or read twice in an epoch.
     """
     if (M, B) == (position.M, position.B):
         return position
@@ -56,7 +56,7 @@ def next_position(position: Position, step: int, M: int, B: int) -> Position:
 
 
 def indices(position: Position, step: int, replicas, rows) -> np.ndarray:
-    """Indices that a step reads, int64, counted on through the epochs.
+    """Indices that a step reads, int64, counted on through the epochs: Algorithm 2, line 3.
 
     replicas, rows: numbers below M and B, arrays that broadcast against each other: two of equal
     length name pairs (m, b), np.ix_(replicas, rows) names all rows of each replica.
@@ -70,34 +70,34 @@ def indices(position: Position, step: int, replicas, rows) -> np.ndarray:
 
 
 def windows(indices: np.ndarray, *, size: int, seed: int | None) -> np.ndarray:
-    """Windows that indices name: index i is place i % size of epoch i // size.
+    """Windows of indices: index i is number i % size of epoch i // size.
 
     size: windows in an epoch. seed: of the permutation of each epoch; None: file order.
     """
-    epochs, places = np.divmod(indices, size)
+    epochs, numbers = np.divmod(indices, size)
     if seed is None:
-        return places
-    found = np.empty_like(places)
+        return numbers
+    permuted = np.empty_like(numbers)
     for epoch in np.unique(epochs):
-        here = epochs == epoch
-        found[here] = permute(places[here], size=size, seed=seed, epoch=int(epoch))
-    return found
+        in_epoch = epochs == epoch
+        permuted[in_epoch] = permute(numbers[in_epoch], size=size, seed=seed, epoch=int(epoch))
+    return permuted
 
 
-def permute(places: np.ndarray, *, size: int, seed: int, epoch: int) -> np.ndarray:
-    """Places [n] of 0..size-1 after a permutation, a pure function of (seed, epoch).
+def permute(numbers: np.ndarray, *, size: int, seed: int, epoch: int) -> np.ndarray:
+    """Images of numbers [n] under a permutation of 0..size-1, a pure function of (seed, epoch).
 
-    A Feistel network over the next even number of bits; a result outside goes through again
-    (cycle walking), so no table is kept, however many windows there are.
+    A Feistel network over the next even number of bits; a result that is not below size goes
+    through it again (cycle walking), so no table is kept, however many windows there are.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     keys = [_mix_int(_mix_int(_mix_int(seed) + epoch) + r) for r in range(_ROUNDS)]
-    found = _feistel(places.astype(np.uint64), keys, half)
-    outside = found >= size
+    images = _feistel(numbers.astype(np.uint64), keys, half)
+    outside = images >= size
     while outside.any():
-        found[outside] = _feistel(found[outside], keys, half)
-        outside = found >= size
-    return found.astype(np.int64)
+        images[outside] = _feistel(images[outside], keys, half)
+        outside = images >= size
+    return images.astype(np.int64)
 
 
 def _feistel(values, keys, half):

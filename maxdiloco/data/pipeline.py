@@ -2,25 +2,28 @@
 
     # R replicas  B sequences per replica  L tokens  N windows
 
-A batch is {"tokens": int32 [..., L], "segment_ids": int32 [..., L]}; what comes before L are the
-rows that were asked for.
+A batch is {"tokens": int32 [..., L], "segment_ids": int32 [..., L]}; the dims before L are those
+of the rows asked for.
 """
 
 import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from maxdiloco.data import order, workers
+from maxdiloco.data import order
 from maxdiloco.data.line_index import LineIndex
 from maxdiloco.data.order import Position
-from maxdiloco.data.prefetch import Batches
+from maxdiloco.data.read_ahead import read_ahead
 from maxdiloco.data.synthetic import SyntheticWindows
 from maxdiloco.data.text import TextWindows, open_text
 from maxdiloco.errors import DataError
 
 Batch = dict[str, np.ndarray]
-# Evaluation reads a sample of all files, the same one whatever data_shuffle_seed is.
+Batches = AbstractContextManager[Iterator[Batch]]  # leaving it ends the thread or processes
+# Evaluation reads the same sample of all files, whatever data_shuffle_seed is.
 _EVAL_SEED = 0
 
 
@@ -29,7 +32,7 @@ class Dataset:
     """A split of a data set.
 
     windows: the sequences in file order. seed: of the permutation of each epoch, None: file order.
-    name: flag and value it came from, for messages.
+    name: its flag and value, for messages.
     """
 
     windows: TextWindows | SyntheticWindows
@@ -50,8 +53,8 @@ class Dataset:
 def open_dataset(cfg, *, split: str, index: LineIndex | None = None) -> Dataset:
     """The data of a split, "train" or "eval", that cfg names.
 
-    Reads folders and, of .jsonl files that index does not know, the lines; text is read when a
-    batch asks for it.
+    Lists folders and reads through the .jsonl files that index does not know; text is read when
+    a batch needs it.
     Raises DataError, one line, for data that are missing, empty or unreadable.
     """
     if cfg.dataset_type == "synthetic":
@@ -99,7 +102,7 @@ def read(
     replicas: ArrayLike,
     rows: ArrayLike,
 ) -> Batch:
-    """What some rows of some replicas read in a step, on the spot.
+    """What some rows of some replicas read in a step; read at once, not ahead.
 
     step: 1-based, position.s0 or later. replicas, rows: numbers below position.M and .B, arrays
     that broadcast against each other (order.indices); leaves are [*their shape, L].
@@ -117,30 +120,31 @@ def batches(
     rows: ArrayLike,
     worker_count: int = 0,
 ) -> Batches:
-    """The batches of steps, read ahead, each as `read` returns it. Close it after use.
+    """The batches of steps, read ahead, each as `read` returns it; for a `with`.
 
     steps: consecutive, 1-based, the first not before position.s0. replicas, rows: those that
-    this process feeds, as for `read`: no other row is read. worker_count: processes that read
+    this process feeds, as for `read`; no other row is read. worker_count: processes that read
     text; 0: a thread of this one.
     Raises DataError when the data set is shorter than one step.
     """
     check_size(dataset, position)
-    source = Steps(dataset, position, steps, np.asarray(replicas), np.asarray(rows))
-    if isinstance(dataset.windows, SyntheticWindows):
-        return Batches((source[i] for i in range(len(source))), count=len(source))
-    reader, close = workers.open_reader(source, worker_count)
-    return Batches(reader, count=len(source), close_source=close)
+    replicas, rows = np.asarray(replicas), np.asarray(rows)
+
+    def read_number(number: int) -> Batch:
+        return read(dataset, position, steps[number], replicas=replicas, rows=rows)
+
+    return _open(dataset, read_number, len(steps), worker_count)
 
 
 def eval_batches(
     dataset: Dataset, *, batch_size: int, num_batches: int, rows: ArrayLike | None = None
 ) -> Batches:
-    """Batches for evaluation, always the same, leaves [rows, L]. Close it after use.
+    """Batches for evaluation, the same each time, leaves [rows, L]; for a `with`.
 
     batch_size: sequences in a batch, over all processes. num_batches: at most so many; -1: all
     of the data. rows: those that this process feeds; None: all. Each sequence is read once; the
-    last batch is filled up with padding (segment 0), which counts for nothing.
-    Raises DataError for all of data without an end.
+    last batch is padded with segment 0, which has no loss.
+    Raises DataError for num_batches=-1 of endless data.
     """
     if dataset.num_windows is None:
         if num_batches < 0:
@@ -153,31 +157,15 @@ def eval_batches(
         count = -(-dataset.num_windows // batch_size)
         count = count if num_batches < 0 else min(num_batches, count)
     rows_B = np.arange(batch_size) if rows is None else np.asarray(rows, np.int64)
-    source = (_read_padded(dataset, number * batch_size + rows_B) for number in range(count))
-    return Batches(source, count=count)
+    return _open(dataset, lambda number: _read_padded(dataset, number * batch_size + rows_B), count)
 
 
-@dataclasses.dataclass(frozen=True)
-class Steps:
-    """The batches of steps as a sequence, what Grain reads from, here or in a worker process."""
-
-    dataset: Dataset
-    position: Position
-    steps: range
-    replicas: np.ndarray
-    rows: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def __getitem__(self, number: int) -> Batch:
-        return read(
-            self.dataset,
-            self.position,
-            self.steps[number],
-            replicas=self.replicas,
-            rows=self.rows,
-        )
+def _open(
+    dataset: Dataset, read_number: Callable[[int], Batch], count: int, worker_count: int = 0
+) -> Batches:
+    if isinstance(dataset.windows, SyntheticWindows):  # no file to wait for
+        return closing(read_number(number) for number in range(count))
+    return closing(read_ahead(read_number, count, worker_count))
 
 
 def _read_indices(dataset: Dataset, indices: np.ndarray) -> Batch:

@@ -1,4 +1,4 @@
-"""Sequences without a file and without an end, for benchmarks and tests of learning.
+"""Endless computed sequences, for benchmarks and tests of learning.
 
     # N windows asked for  L tokens
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from maxdiloco.data import order
 
-# Chances of the strides: our choice; a model that has learned them reaches 0.91 nats a token.
+# Probabilities of the strides: our choice; their entropy, the lowest loss, is 0.91 nats a token.
 CHANCES = (0.7, 0.15, 0.1, 0.05)
 _SPLITS = ("train", "eval")
 _UNIT = 2.0**-53
@@ -20,7 +20,7 @@ _UNIT = 2.0**-53
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticWindows:
-    """Windows of the chain; num_windows is None, there is no last one."""
+    """Windows of the chain; num_windows is None: there is no last one."""
 
     seed: int
     split: str
@@ -46,7 +46,7 @@ class SyntheticWindows:
         return order.permute(np.arange(count), size=self.vocab_size, seed=self.seed, epoch=0)
 
     def chances(self) -> np.ndarray:
-        """Chance of each stride; they sum to 1."""
+        """Probability of each stride; they sum to 1."""
         chances = np.array(CHANCES[: min(len(CHANCES), self.vocab_size)])
         return chances / chances.sum()
 
@@ -56,6 +56,6 @@ class SyntheticWindows:
 
     def _raw(self, window):
         key = np.array([self.seed % 2**64, _SPLITS.index(self.split)], np.uint64)
-        # Philox counts up in the first words: windows have 2**128 numbers each to themselves.
+        # Philox counts in the first two words: each window has 2**128 numbers of its own.
         counter = np.array([0, 0, window, 0], np.uint64)
         return np.random.Philox(key=key, counter=counter).random_raw(self.length)

@@ -1,4 +1,4 @@
-"""Windows of a text: the i-th run of L tokens of the documents, one after the other.
+"""Windows of a text: the i-th run of L tokens of the concatenated documents.
 
     # N windows asked for  L tokens
 
@@ -16,7 +16,7 @@ from maxdiloco.data import corpus, tokenizer
 from maxdiloco.data.line_index import LineIndex
 from maxdiloco.errors import DataError
 
-# Without held-out text of its own a data set gives 1 in 20 away: our choice, 5 %.
+# Without eval_dataset_path, 1 in 20 files or windows is held out: our choice, 5 %.
 HELD_OUT = 20
 
 
@@ -24,8 +24,8 @@ HELD_OUT = 20
 class TextWindows:
     """Windows first .. first + num_windows - 1 of a table of documents.
 
-    starts: int64 [documents + 1], place of each document in the concatenation [tokens].
-    packing: documents follow each other closely; else each is padded to a multiple of length.
+    starts: int64 [documents + 1], start of each document in the concatenation [tokens].
+    packing: no padding between documents; else each is padded to a multiple of length.
     """
 
     documents: corpus.Documents
@@ -52,16 +52,16 @@ class TextWindows:
         begin = window * self.length
         end = begin + self.length
         document = int(np.searchsorted(self.starts, begin, side="right")) - 1
-        places, pieces = [], []
+        spans, pieces = [], []
         while document < len(self.documents) and self.starts[document] < end:
             start = int(self.starts[document])
             stop = start + 1 + int(self.documents.size[document])
-            places.append((start - begin, max(start, begin) - begin, min(stop, end) - begin))
+            spans.append((start - begin, max(start, begin) - begin, min(stop, end) - begin))
             # The first token of a document is not one of its bytes.
             pieces.append((document, max(begin - start - 1, 0), min(end, stop) - start - 1))
             document += 1
         for segment, ((start, left, right), data) in enumerate(
-            zip(places, corpus.read_pieces(self.documents, pieces), strict=True), start=1
+            zip(spans, corpus.read_pieces(self.documents, pieces), strict=True), start=1
         ):
             segments_L[left:right] = segment
             if start >= 0:
@@ -70,13 +70,13 @@ class TextWindows:
             tokens_L[left:right] = data
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits of what the windows are cut from: file names, lengths, L.
+        """16 hexadecimal digits: a hash of the file names, the documents' lengths and L.
 
         Processes of a run, and a run and its checkpoint, have the same data when these agree;
-        bytes changed without a change of length are not seen.
+        a change that keeps the lengths goes unnoticed.
         """
         names = "\n".join(os.path.basename(path) for path in self.documents.paths)
-        # Packing shows in the number of windows: where that is equal, so are the windows.
+        # Packing is covered by the number of windows: where that is equal, so are the windows.
         shape = (self.length, self.first, self.num_windows)
         digest = hashlib.sha256(f"{shape}\n{names}\n".encode("utf-8", errors="replace"))
         digest.update(self.documents.file.tobytes())
@@ -84,12 +84,10 @@ class TextWindows:
         return digest.hexdigest()[:16]
 
 
-def open_text(
-    cfg, *, split: str, index: LineIndex | None = None
-) -> tuple[TextWindows, str]:
-    """Windows of the text of a split, train or eval, and the flag and path it came from.
+def open_text(cfg, *, split: str, index: LineIndex | None = None) -> tuple[TextWindows, str]:
+    """Windows of the text of a split, train or eval, and its flag and path, for messages.
 
-    index: the documents of .jsonl files that are known already; it learns the others.
+    index: known documents of .jsonl files; those of the other files are added to it.
     eval_dataset_path, when set, is the eval split, and all of dataset_path is for training.
     Empty: files 0, 20, 40, ... of dataset_path are held out for eval; with fewer than 20 files
     the last 5 % of the windows are, at least one.

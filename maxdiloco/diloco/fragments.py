@@ -16,14 +16,14 @@ from maxdiloco.diloco.slices import LeafSlice, along, whole
 
 
 class Stacked(NamedTuple):
-    """A leaf that stacks layers along `axis`; entry i holds layer `layers[i]`."""
+    """A leaf that stacks layers along dim `axis`; entry i holds layer `layers[i]`."""
 
     axis: int
     layers: tuple[int, ...]
 
 
 class Vocabulary(NamedTuple):
-    """A leaf of no layer whose dim `axis` is the vocabulary, to be split by rows on request."""
+    """A leaf of no layer whose dim `axis` is the vocabulary; its rows may be split."""
 
     axis: int
 
@@ -141,7 +141,7 @@ def _by_leaf(leaves, P, sequential):
 
 
 def assign(n: int, P: int, sequential: bool) -> list[int]:
-    """The fragment of each of n items: strided, or contiguous runs, the first longer by one."""
+    """The fragment of each of n items: strided, or in runs, the first ones longer by one."""
     if not sequential:
         return [i % P for i in range(n)]
     short, longer = divmod(n, P)
@@ -154,6 +154,6 @@ def _fragment(leaf_slices, leaves, layers) -> Fragment:
 
 
 def oversized(sizes: Sequence[int]) -> list[int]:
-    """Fragments with more than twice the median's size [any unit]: they set the peak bandwidth."""
-    middle = statistics.median(sizes)
-    return [p for p, size in enumerate(sizes) if size > 2 * middle]
+    """Fragments of more than twice the median size [any unit]: they set the peak bandwidth."""
+    median = statistics.median(sizes)
+    return [p for p, size in enumerate(sizes) if size > 2 * median]

@@ -1,11 +1,11 @@
-"""What is done with a fragment: outer gradient, mean over replicas, outer step, merge.
+"""Outer gradient of a fragment, mean over replicas, outer step, merge.
 
-Streaming DiLoCo (arXiv 2501.18512) Algorithm 2, lines 6-12, and the eager mean of arXiv
+Streaming DiLoCo (arXiv 2501.18512) Algorithm 2, lines 7, 8, 11 and 12, and the eager mean of arXiv
 2502.12996. Functions of pytrees; all leaves of a fragment are treated alike. Sums, differences and
-the outer parameters are float32 whatever the replicas compute in.
+the outer parameters are float32, whatever the replicas compute in.
 """
 
-# R replicas (M of them), always the first dim where it is there; the other dims are any
+# R replicas (M of them): the first dim where there is one; the other dims are any
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 OPTIMIZERS = ("nesterov", "sgd", "adam")
-ADAM_B2 = 0.95  # our choice: a round is H inner steps, so 20 rounds are memory enough
+ADAM_B2 = 0.95  # our choice: a mean over about 20 rounds, each of H inner steps
 # Our choice. An outer gradient is a distance in parameter space, mostly below 0.01. With a small
 # eps Adam moves every parameter by about the outer learning rate, however little the replicas
 # moved it; with 0.1 the step stays proportional to the outer gradient.
@@ -25,19 +25,19 @@ ADAM_EPS = 0.1
 def outer_gradient(outer_p: Any, inner_p: Any) -> Any:
     """Outer minus inner parameters of a fragment, float32.
 
-    Algorithm 2, line 7. Old minus new: the outer optimizer subtracts. outer_p, inner_p: one
-    replica's view, equal shapes, any float dtype. Taken before any outer update of the step.
+    Algorithm 2, line 7. Old minus new, because the outer optimizer subtracts. outer_p, inner_p:
+    one replica's view, equal shapes, any float dtype, before any outer update of the step.
     """
     return jax.tree.map(lambda o, i: _float32(o) - _float32(i), outer_p, inner_p)
 
 
 def ordered_mean(term: Callable[[Any], tuple[Any, Any]], num_replicas: int) -> tuple[Any, Any]:
-    """Unweighted mean over the replicas, float32, and what is noted of each replica.
+    """Unweighted mean over the replicas, float32, and a note about each replica.
 
-    Algorithm 2, line 8. term(r): (leaves [...], note) of replica r, which may be traced; it is
-    called in a loop, so that the values of one replica exist at a time. Returns (leaves [...],
-    note leaves [M, ...]). The sum is g[0] + g[1] + ... in this order, so that its bits do not
-    depend on how a reduction is compiled.
+    Algorithm 2, line 8. term(r): (leaves [...], note) of replica r, which may be traced. A loop
+    calls it, so the values of one replica exist at a time. The sum is g[0] + g[1] + ... in this
+    order, so its bits do not depend on how a reduction is compiled. Returns (leaves [...], note
+    leaves [M, ...]).
     """
 
     def add(total, r):
@@ -56,11 +56,11 @@ def ordered_mean(term: Callable[[Any], tuple[Any, Any]], num_replicas: int) -> t
 def own_fresh(stale: Any, own: Any, r: jax.Array | int, m: jax.Array | int) -> Any:
     """The term of replica r in the mean that replica m uses in eager mode.
 
-    Eager updates (arXiv 2502.12996): the mean of m is (g_m(t) + sum over j != m of g_j(t-H)) / M,
-    the ordered mean in which slot m holds the own term; nothing is subtracted. stale: replica r's
-    outer gradient of the round before; own: m's fresh one; leaves of equal shapes, both after
-    encode and decode, or the replicas drift apart. r, m: 0..M-1, may be traced. With M = 1 the
-    mean is the own term, bit for bit.
+    Eager updates (arXiv 2502.12996) Algorithm 3: replica m uses the mean (g_m(t) + sum over j != m
+    of g_j(t-H)) / M, the ordered mean with the fresh term of m in place m; nothing is subtracted.
+    stale: replica r's outer gradient of the round before; own: m's fresh one; leaves of equal
+    shapes, both after encode and decode, or the replicas drift apart. r, m: 0..M-1, may be traced.
+    With M = 1 the mean is the own term, bit for bit.
     """
     return jax.tree.map(lambda old, fresh: jnp.where(m == r, fresh, old), stale, own)
 
@@ -70,8 +70,8 @@ def outer_update(
 ) -> tuple[Any, Any]:
     """One step of the outer optimizer on a fragment.
 
-    Algorithm 2, line 11: from the outer parameters of the round before. outer_opt: the fragment's
-    own optimizer state, never opened. mean_g: leaves shaped like outer_p, float32.
+    Algorithm 2, line 11. outer_p: outer parameters of the round before. outer_opt: the optimizer
+    state of the fragment, never opened. mean_g: leaves shaped like outer_p, float32.
     Returns (outer_p, outer_opt).
     """
     updates, outer_opt = optimizer.update(mean_g, outer_opt, outer_p)

@@ -1,4 +1,4 @@
-"""Wire formats: how float32 values of an outer gradient become the array that crosses the link.
+"""Wire formats: how the float32 values of an outer gradient cross the link.
 
 Streaming DiLoCo (arXiv 2501.18512) sec. 2.4 sends each replica's unreduced outer gradient in 4
 bits, E3M0 (1 sign, 3 exponent, 0 mantissa bits; arXiv 2405.13938 for the notation), and sums in
@@ -13,11 +13,11 @@ is our choice.
 | float4_e3m0  | uint8    | 128 + 1 of scale     | |x| / 3 or a / 96, whichever is more       |
 
 int8 and float4_e3m0 scale blocks of 256 consecutive values, the last one shorter; the codes come
-first, then the scales. The three that round do it deterministically. Zeros of either sign,
+first, then the scales. Rounding is deterministic. Zeros of either sign,
 denormals, infinities and NaN are sent as 0 (a payload flags the last two beside the codes).
 Blocks of a < 2^-119 (1.5e-36) are sent as zeros, too (int8: if the scale would be below 2^-126,
-a < 127 * 2^-126), errors that the table leaves out. An array of zero bits decodes to zeros.
-Encoding what was decoded gives the same array again.
+a < 127 * 2^-126); the table leaves out these errors. An array of zero bits decodes to zeros.
+Encoding decoded values gives the same array again.
 
 bfloat16: nearest, ties to even; what rounds above the largest (3.39e38) becomes that.
 int8: codes -127..127, x = code * scale. The code is x times the inverse of the scale, rounded to
@@ -25,7 +25,7 @@ int8: codes -127..127, x = code * scale. The code is x times the inverse of the 
     24 and is exact in float32. Its inverse is computed in integers. After the codes come the
     lowest bytes of the float32 scales of all blocks, then the next bytes, and so on.
 float4_e3m0: two values in a byte, the first half of the array in the low bits, the second in the
-    high ones, so that decoding only slices. Code 0 is zero, 1..7 are the powers of two s/64,
+    high ones, so decoding only slices. Code 0 is zero, 1..7 are the powers of two s/64,
     s/32 ... s; bit 3 is the sign. s is the power of two nearest to a; its exponent, biased as in
     float32, is the scale byte, and byte 0 is a block of zeros. A value becomes the nearest of the
     codes; ties (1.5 * 2^k, and s/128 between s/64 and zero) go away from zero. For a >= 2.55e38,
@@ -60,7 +60,7 @@ _BFLOAT16_LARGEST = 0x7F7F
 _BYTES = (0, 8, 16, 24)  # a byte each, lowest first [bits]
 
 
-class Wire(NamedTuple):
+class WireFormat(NamedTuple):
     """A wire format.
 
     dtype: of the array on the wire. block: values that share a scale; 1 where there is none.
@@ -74,18 +74,18 @@ class Wire(NamedTuple):
     scale: int
 
 
-_WIRES = (
-    Wire("float32", np.dtype(jnp.float32), block=1, values=1, scale=0),
-    Wire("bfloat16", np.dtype(jnp.bfloat16), block=1, values=1, scale=0),
-    Wire("int8", np.dtype(jnp.int8), block=BLOCK, values=1, scale=4),
-    Wire("float4_e3m0", np.dtype(jnp.uint8), block=BLOCK, values=2, scale=1),
+_FORMATS = (
+    WireFormat("float32", np.dtype(jnp.float32), block=1, values=1, scale=0),
+    WireFormat("bfloat16", np.dtype(jnp.bfloat16), block=1, values=1, scale=0),
+    WireFormat("int8", np.dtype(jnp.int8), block=BLOCK, values=1, scale=4),
+    WireFormat("float4_e3m0", np.dtype(jnp.uint8), block=BLOCK, values=2, scale=1),
 )
-NAMES = tuple(wire.name for wire in _WIRES)
+NAMES = tuple(known.name for known in _FORMATS)
 
 
-def wire(name: str) -> Wire:
+def wire_format(name: str) -> WireFormat:
     """The wire format of this name. Raises ValueError for another."""
-    for known in _WIRES:
+    for known in _FORMATS:
         if known.name == name:
             return known
     raise ValueError(
@@ -101,12 +101,12 @@ def ceil_div(n: int, divisor: int) -> int:
 
 def encoded_size(name: str, n: int) -> int:
     """Wire elements of n values: the codes, then the scales of the blocks."""
-    w = wire(name)
+    w = wire_format(name)
     return ceil_div(n, w.values) + ceil_div(n, w.block) * w.scale
 
 
 def encode(name: str, x_N: jax.Array) -> jax.Array:
-    """Values as they cross the link: [encoded_size] of the wire's dtype.
+    """Values as they cross the link: [encoded_size] of the format's dtype.
 
     x_N: float32, rank 1 (one leaf, or a shard of it: blocks start at its first value); use vmap
     for more dims. Raises ValueError for another rank or dtype and for an unknown name.
@@ -122,16 +122,16 @@ def encode(name: str, x_N: jax.Array) -> jax.Array:
         "int8": _encode_int8,
         "float4_e3m0": _encode_e3m0,
     }
-    return encoders[wire(name).name](x_N)
+    return encoders[wire_format(name).name](x_N)
 
 
 def decode(name: str, code_K: jax.Array, n: int) -> jax.Array:
     """The n float32 values of an encoded array.
 
-    code_K: [encoded_size(name, n)] of the wire's dtype. Raises ValueError for another shape or
+    code_K: [encoded_size(name, n)] of the format's dtype. Raises ValueError for another shape or
     dtype and for an unknown name.
     """
-    w, size = wire(name), encoded_size(name, n)
+    w, size = wire_format(name), encoded_size(name, n)
     if code_K.shape != (size,) or code_K.dtype != w.dtype:
         raise ValueError(
             f"code={code_K.dtype}{list(code_K.shape)} does not hold {n} {name} values: these are "
@@ -155,7 +155,7 @@ def _float(bits: jax.Array) -> jax.Array:
 
 
 def _normal_bits(x_N: jax.Array) -> jax.Array:
-    """Bits of x, those of +0 in place of zeros, denormals, infinities and NaN."""
+    """Bits of x; of +0 for zeros, denormals, infinities and NaN."""
     bits_N = _bits(x_N)
     exponent_N = bits_N & _EXPONENT
     return jnp.where((exponent_N == 0) | (exponent_N == _EXPONENT), 0, bits_N)

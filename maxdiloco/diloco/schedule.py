@@ -3,13 +3,13 @@
 Streaming DiLoCo (arXiv 2501.18512) sec. 2.2 and Algorithm 2, lines 6-12. Letters as there:
 H inner steps between two sends of a fragment, P fragments, tau inner steps between a send and its
 apply, t the inner step, 1-based. Fragment p is sent after inner step t when t = t_p (mod H).
-Two differences to the paper: the first send of a fragment may come before a full H, so that no
-round is special; and a fragment with t_p = 0 is first sent at H, there being no step 0.
+Two differences to the paper: the first send of a fragment may come before a full H, so no round is
+special; and a fragment with t_p = 0 is first sent at H, since there is no step 0.
 
 The sends of a run, in the order of their steps, are numbered 0, 1, 2, ... Sorted by their first
-send, the fragments repeat in the same order every period, so that send k is round k // P + 1 of
-the fragment in place k mod P. Everything below follows from that number, in closed form: a run
-can be resumed at any t without a replay.
+send, the fragments repeat in the same order every period, so send k is round k // P + 1 of
+fragment k mod P of that order. Everything below follows from k in closed form: a run resumes at
+any t without a replay.
 """
 
 import dataclasses
@@ -23,18 +23,16 @@ OVERLAPS = ("none", "delayed", "eager")
 
 
 class Event(NamedTuple):
-    """A send or an apply of one exchange; (fragment, round) names the exchange.
+    """One exchange, which is sent and applied; (fragment, round) names it.
 
-    kind: 'send' or 'apply'.
     fragment: 0..P-1.
     round: 1 for the first send of the fragment. An apply of round 0 (overlap delayed and eager
-        only) uses the zeros that a fresh slot holds, in place of an exchange.
+        only) uses the zeros of a fresh slot in place of an exchange.
     send_step: the inner step after which the outer gradient was taken; 0 or less for round 0.
-    slot: the receive slot of the exchange. It is free for the exchange from step send_step + 1
-        on: an apply in step send_step may still read what the slot held before.
+    slot: the receive slot of the exchange, from step send_step + 1 on: an apply in step send_step
+        may still read the chunks of the exchange before.
     """
 
-    kind: str
     fragment: int
     round: int
     send_step: int
@@ -42,7 +40,7 @@ class Event(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """Chunk `chunk` (0..window-1) of the exchange that `send` began."""
+    """Chunk `chunk` (0..max_chunks-1) of the exchange that `send` began."""
 
     send: Event
     chunk: int
@@ -166,7 +164,7 @@ class Schedule:
     H: sync period [inner steps]. tau: inner steps from a send to its apply. offsets: one integer
     per fragment, taken mod H. overlap: 'none' applies a send after tau steps; 'delayed' and
     'eager' (arXiv 2502.12996) use it at the next send of the fragment, H steps later.
-    num_chunks: of each fragment, `window` at most; None: `window` of each.
+    num_chunks: of each fragment, `max_chunks` at most; None: `max_chunks` of each.
     Raises ValueError as `check` does.
     """
 
@@ -200,34 +198,37 @@ class Schedule:
 
     @functools.cached_property
     def gap(self) -> int:
-        """The smallest number of inner steps between two sends, over the end of a period too."""
+        """The smallest number of inner steps between two sends, across periods too."""
         following = (*self._firsts[1:], self._firsts[0] + self.H)
         return min(b - a for a, b in zip(self._firsts, following, strict=True))
 
     @property
-    def window(self) -> int:
-        """w: inner steps that carry one chunk each; at most `gap`, so one fragment at a time."""
+    def max_chunks(self) -> int:
+        """The most chunks of a fragment. An inner step carries one.
+
+        At most `gap`, so one fragment is on the link at a time.
+        """
         return min(self.lag, self.gap)
 
     @functools.cached_property
     def slots(self) -> int:
-        """Number of receive slots: the most exchanges sent and not applied after a step.
+        """Number of receive slots: the most exchanges that are in flight after a step.
 
         0 for tau = 0, where nothing is in flight between two steps; P for delayed and eager.
         """
-        # The number is highest after a step with a send, and one period holds every case.
+        # Most are in flight after a step with a send, and one period has all such steps.
         return max(self._count(t) - self._count(t - self.lag) for t in self._firsts)
 
     def _count(self, t: int) -> int:
-        """Number of the first send after step t. Below 0 for t < 0: sends of round 0, -1, ..."""
+        """Number k of the first send after step t. Below 0 for t < 0: rounds 0, -1, ..."""
         periods, step = divmod(t, self.H)
         return periods * self.P + bisect_right(self._firsts, step)
 
-    def _event(self, kind: str, number: int) -> Event:
-        periods, place = divmod(number, self.P)
-        first, fragment = self._order[place]
+    def _event(self, number: int) -> Event:
+        periods, index = divmod(number, self.P)
+        first, fragment = self._order[index]
         slot = number % self.slots if self.slots else 0
-        return Event(kind, fragment, periods + 1, first + periods * self.H, slot)
+        return Event(fragment, periods + 1, first + periods * self.H, slot)
 
     def is_sent(self, p: int, t: int) -> bool:
         """Whether fragment p is sent after inner step t: Algorithm 2, line 6.
@@ -236,30 +237,30 @@ class Schedule:
         """
         return (t - self.offsets[p]) % self.H == 0
 
-    def _exchanges(self, kind: str, step: int) -> tuple[Event, ...]:
-        # At most one, since no two offsets are equal; its number is that of the last send so far.
-        found = (p for p in range(self.P) if self.is_sent(p, step))
-        return tuple(self._event(kind, self._count(step) - 1) for _ in found)
+    def _sent_after(self, step: int) -> tuple[Event, ...]:
+        # At most one, since offsets differ; its number is that of the last send so far.
+        sent = (p for p in range(self.P) if self.is_sent(p, step))
+        return tuple(self._event(self._count(step) - 1) for _ in sent)
 
     def sends(self, t: int) -> tuple[Event, ...]:
         """Exchanges that begin after inner step t >= 1: Algorithm 2, lines 6-8."""
-        return self._exchanges("send", t)
+        return self._sent_after(t)
 
     def applies(self, t: int) -> tuple[Event, ...]:
         """Exchanges used after inner step t >= 1, after its sends: Algorithm 2, lines 9-12.
 
-        delayed, eager: send n of a fragment and the apply of round n-1 share a step, and the
-        outer optimizer is called in round 1 too, with the zeros of round 0.
+        delayed, eager: a fragment's send of round n and its apply of round n-1 share a step; in
+        round 1 the outer optimizer is called with the zeros of round 0.
         """
-        used = t - self.lag
-        if self.overlap == "none" and used < 1:
+        send_step = t - self.lag
+        if self.overlap == "none" and send_step < 1:
             return ()
-        return self._exchanges("apply", used)
+        return self._sent_after(send_step)
 
     def actions(self, t: int, *, dropped_until: int = 0) -> tuple[Action, ...]:
         """What the host runs in inner step t >= 1, in this order: Algorithm 2, lines 3-12.
 
-        dropped_until: exchanges sent up to this step and not applied by then are dropped.
+        dropped_until: exchanges that were in flight after this step are dropped.
         """
         out = [self._inner_step(t)]
         for send in self.sends(t):
@@ -284,31 +285,31 @@ class Schedule:
         return Action(INNER_EXCHANGE, send.fragment, send.slot, chunk)
 
     def carrying(self, t: int) -> Carried | None:
-        """The chunk that rides inner step t: chunk c of a send with t = send_step + 1 + c."""
+        """The chunk that inner step t carries: chunk c of a send with t = send_step + 1 + c."""
         number = self._count(t - 1) - 1
         if number < 0:
             return None
-        send = self._event("send", number)
+        send = self._event(number)
         chunk = t - 1 - send.send_step
-        return Carried(send, chunk) if chunk < self.window else None
+        return Carried(send, chunk) if chunk < self.max_chunks else None
 
     def pending(self, t: int) -> tuple[Event, ...]:
         """Sends up to step t whose apply comes after step t, oldest first."""
         first = self._count(max(t - self.lag, 0))
-        return tuple(self._event("send", number) for number in range(first, self._count(t)))
+        return tuple(self._event(number) for number in range(first, self._count(t)))
 
     def ages(self, t: int, *, dropped_until: int = 0) -> tuple[int, ...]:
         """Per fragment: inner steps since the step whose values theta last took in.
 
-        t itself while theta holds its first values. eager: counted for the newest values that
-        came from every replica; the own ones are `lag` younger.
-        dropped_until: the exchanges in flight after this step were dropped, at most one of each
-        fragment, so the one before it counts.
+        t itself while theta holds its first values. eager: of the newest values that came from
+        every replica; a replica's own are `lag` younger.
+        dropped_until: as for `actions`. Of a fragment at most one exchange was in flight, so the
+        one before it counts.
         """
         taken = [0] * self.P
         until = self._count(t - self.lag)
         for number in range(max(until - 2 * self.P, 0), until):
-            event = self._event("apply", number)
+            event = self._event(number)
             if not dropped_until - self.lag < event.send_step <= dropped_until:
                 taken[event.fragment] = event.send_step
         return tuple(t - step for step in taken)

@@ -1,7 +1,7 @@
 """Taking a fragment's slices out of the leaves and putting them back.
 
-Where a slice starts may be known only when the program runs. Fragments whose slices differ in
-nothing else, say in which layers they hold, share one compiled program.
+Where a slice starts is an argument of a compiled program. Fragments whose slices differ in
+nothing else, such as those of other layers, share the program.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,9 +24,9 @@ def keep(x: jax.Array) -> jax.Array:
 class LeafSlice(NamedTuple):
     """The entries of one leaf that a fragment takes, along dim `axis` of one replica's view.
 
-    leaf: its index in tree order. pattern: 'whole', the leaf, `axis` means nothing; 'run', `count`
-    neighbours; 'stride', every `stride`-th entry of a dim that divides by it; 'list', any others.
-    start_or_indices: the first entry, or all of them for a list.
+    leaf: its index in tree order. pattern: 'whole', all of the leaf (`axis` means nothing); 'run',
+    `count` neighbours; 'stride', every `stride`-th entry of a dim that divides by it; 'list', any
+    others. start_or_indices: the first entry; of a list all of them.
     """
 
     leaf: int
@@ -75,8 +75,8 @@ def take(
 ) -> jax.Array:
     """The slice's entries of leaf x, in order; `lead` dims (R) come before the leaf's own.
 
-    start_or_indices: int32, counts in place of the slice's own and may be traced.
-    load: moves each contiguous piece, say from host memory, before pieces are put together.
+    start_or_indices: int32, may be traced; used in place of the slice's own.
+    load: moves each contiguous piece, say from host memory, before they are concatenated.
     """
     axis, count, stride = leaf_slice.axis + lead, leaf_slice.count, leaf_slice.stride
     if leaf_slice.pattern == "whole":

@@ -1,4 +1,4 @@
-"""Which program an action of the schedule calls, with what, and where its results go."""
+"""The program of each action of the schedule, its arguments, and where its results go."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -19,15 +19,15 @@ from maxdiloco.engine.programs import Programs
 from maxdiloco.engine.state import State, fragment_leaves, with_first, with_fragment, with_item
 from maxdiloco.parallel.program import Program
 
-# When a program runs: as part of the steps; beside them, with the run's state on the devices; or
-# at the start, when there is no state yet.
+# When a program runs: in the steps; beside them, with the run's state on the devices; or at the
+# start, before there is a state.
 STEP, BESIDE, START = "step", "beside", "start"
 
 
 class Call(NamedTuple):
-    """A program with the ShapeDtypeStructs that a run passes to it.
+    """A program with its arguments as ShapeDtypeStructs.
 
-    runs: how often it runs in the H steps of a period, once the first exchanges are under way.
+    runs: how often it runs in the H steps of a period, after the first exchanges.
     when: STEP, BESIDE or START.
     """
 
@@ -66,7 +66,7 @@ def arguments(
 
 
 def after(programs: Programs, action: Action, state: State, results: Any) -> tuple[State, Any]:
-    """The state after an action, and the metrics of the step where the action is the inner step."""
+    """The state after an action, and the metrics of the step if the action is the inner step."""
     if action.program in (INNER, INNER_EXCHANGE):
         params, opt_state, metrics, *arrived = results
         state = replace(state, params=params, opt_state=opt_state)
@@ -104,9 +104,9 @@ def count_calls(
     H = schedule.H
     actions = [action for t in range(2 * H + 1, 3 * H + 1) for action in schedule.actions(t)]
     actions.sort(key=lambda action: (PROGRAMS.index(action.program), action.fragment))
-    found: dict[int, Call] = {}
+    by_program: dict[int, Call] = {}
     for runs, action in [(0, Action(INNER)), *((1, action) for action in actions)]:
         for program, args in programs_of(action):
-            call = found.setdefault(id(program), Call(program, args, 0))
-            found[id(program)] = call._replace(runs=call.runs + runs)
-    return list(found.values())
+            call = by_program.setdefault(id(program), Call(program, args, 0))
+            by_program[id(program)] = call._replace(runs=call.runs + runs)
+    return list(by_program.values())

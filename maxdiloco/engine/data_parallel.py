@@ -65,14 +65,14 @@ class DataParallel:
         self.mesh = mesh
         self.abstract_state = State(0, *jax.tree.map(struct, (params, opt_state)))
         self._shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
-        self._everywhere = NamedSharding(mesh, P())
+        self._replicated = NamedSharding(mesh, P())
         self._on_compile = on_compile
         self._throttled = mesh.devices.flat[0].platform == "cpu" and mesh.size > 1
         self.inner = Program(
             "data parallel",
             step,
             donate=(0, 1),
-            out_shardings=(self._shardings.params, self._shardings.opt_state, self._everywhere),
+            out_shardings=(self._shardings.params, self._shardings.opt_state, self._replicated),
             on_compile=on_compile,
         )
 
@@ -105,7 +105,7 @@ class DataParallel:
         like = self.abstract_state
         shapes = self.inner.out_shapes(like.params, like.opt_state, batch)[2]
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._everywhere), shapes
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._replicated), shapes
         )
 
     def step(self, state: State, batch: Any) -> tuple[State, Any]:

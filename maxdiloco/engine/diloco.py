@@ -46,13 +46,13 @@ class DiLoCo:
     offsets: inner step (mod H) at which each fragment is sent; default floor(p*H/P).
     layer_axis: which leaves stack layers: None, or a pytree like params of None, int,
       `fragments.Stacked` or `fragments.Vocabulary`.
-    mesh: has an axis `diloco` of which M is a multiple; None: one device holds all replicas.
+    mesh: M is a multiple of the size of its axis `diloco`; None: one device holds all replicas.
     outer_memory: device | pinned_host, where theta and the outer optimizer state are kept.
     exchange_carrier: program | host, see engine.exchanges; links: for host in several processes,
       connections between them (processes.links), which the caller closes before `close`.
     on_compile(name, seconds, compiled): called after each compilation.
-    layout, programs: of the parameters; they exist from `init` or `bind` on.
-    The methods that docstrings do not explain are those of engine.trainer.Trainer.
+    layout, programs: exist from `init` or `bind` on.
+    engine.trainer.Trainer documents the methods that a training run calls.
     Raises ValueError for values outside the contract, before anything is compiled.
     """
 
@@ -99,7 +99,7 @@ class DiLoCo:
         )
         self.mesh = mesh
         self.num_replicas = num_replicas
-        self.wire = quantize.wire(exchange_dtype).name
+        self._wire = quantize.wire_format(exchange_dtype)
         self.optimizer = outer_optimizer or outer.outer_optimizer(
             "nesterov", lr=outer_lr, momentum=outer_momentum
         )
@@ -117,10 +117,10 @@ class DiLoCo:
         self._throttled = mesh.devices.flat[0].platform == "cpu" and mesh.size > 1
 
     def bind(self, params: Any, opt_state: Any) -> Layout:
-        """Lay out the state for one replica's pytrees (arrays or ShapeDtypeStructs).
+        """Set layout and programs for one replica's pytrees (arrays or ShapeDtypeStructs).
 
-        `init` does it; a run that restores a state calls it first. Raises ValueError when the
-        fragments do not fit the parameters or a parameter is not a floating-point array.
+        `init` does it; a run that may restore a state calls it instead. Raises ValueError when
+        the fragments do not fit the parameters or a parameter is not a floating-point array.
         """
         for path, x in jax.tree_util.tree_leaves_with_path(params):
             if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -136,8 +136,8 @@ class DiLoCo:
             num_replicas=self.num_replicas,
             mesh=self.mesh,
             optimizer=self.optimizer,
-            wire=self.wire,
-            window=self.schedule.window,
+            wire=self._wire.name,
+            max_chunks=self.schedule.max_chunks,
             slots=self.schedule.slots,
             per_replica_outer=self._rule.overlap == "eager",
             outer_memory=self._outer_memory,
@@ -155,17 +155,13 @@ class DiLoCo:
     def init(self, params: Any, opt_state: Any) -> State:
         """The state before the first step: one replica's pytrees, copied to all of them.
 
-        Their shardings on the mesh are kept, with `diloco` put before.
+        Their shardings on the mesh are kept, with `diloco` prepended.
         """
         self.bind(params, opt_state)
         return self.init_program(lambda *given: given)(params, opt_state)
 
     def init_program(self, make: Callable[..., tuple[Any, Any]], **options) -> Program:
-        """A program that makes the state before the first step, after `bind`.
-
-        make(*args) -> (params, opt_state), one replica's view; the program takes its arguments.
-        options: of Program.
-        """
+        """The program that copies one replica's (params, opt_state) to all."""
         return self.programs.init(make, **options)
 
     def calls(self, batch: Any) -> list[Call]:
@@ -176,24 +172,25 @@ class DiLoCo:
         return self._exchange.calls(batch)
 
     def outer_calls(self, runs: float) -> list[Call]:
-        """What `outer_params` calls. runs: how often in a period."""
+        """The mean of the replicas' theta when eager; nothing otherwise."""
         if not self.layout.per_replica_outer:
             return []
         return [Call(self.programs.mean_outer, (self.layout.state.outer,), runs, BESIDE)]
 
     def step(self, state: State, batch: Any) -> tuple[State, Any]:
-        """One inner step of every replica, and the sends and applies that fall on it.
+        """One inner step of every replica, and the sends and applies of this step.
 
-        Streaming DiLoCo Algorithm 2, lines 3-12, in the order of schedule.actions.
+        Streaming DiLoCo Algorithm 2, line 2 for one t: lines 3-12, in the order of
+        schedule.actions.
         state: donated. batch: leaves [R, ...]. Returns the new state and metrics with leaves
         [R, ...]. Not itself jittable. Raises NumericsError when a replica's outer gradient was not
-        finite: at the first send or apply after the apply that follows the one which found it.
+        finite; the host reads the flags of a synchronisation after the next one.
         """
         if state.t != self._last_step:  # the first step, or another state
             self._exchange.begin(state)
         actions = self.schedule.actions(state.t + 1, dropped_until=state.dropped_until)
         if len(actions) > 1:
-            # Not the flags of the last synchronisation: the host would wait for it.
+            # The host would wait for the flags of the last synchronisation.
             self._check_finite(state.bad_before, state.t)
         state, metrics = replace(state, t=state.t + 1), None
         for action in actions:
@@ -208,15 +205,15 @@ class DiLoCo:
         self._exchange.close()
 
     def _throttle_cpu(self, state: State) -> None:
-        # With several emulated devices a host that runs ahead deadlocks XLA's rendezvous on CPU.
+        # On several emulated devices a host that runs ahead deadlocks XLA's rendezvous on CPU.
         if self._throttled:
             jax.block_until_ready((state.params, state.incoming, state.outer))
 
     def check_finite(self, state: State) -> None:
         """Raise NumericsError if a replica's outer gradient was not finite at a past send.
 
-        Waits for the last synchronisation. The flags travel with the exchange, so every process
-        sees the same ones; nothing was changed by the synchronisation that found them.
+        Waits for the last synchronisation. Its flags travel with the exchange, so all processes
+        raise alike. A synchronisation with a bad flag changes nothing.
         """
         self._check_finite(state.bad, state.t)
 
@@ -254,7 +251,7 @@ class DiLoCo:
         return self.layout.state
 
     def abstract_metrics(self, batch: Any) -> Any:
-        """ShapeDtypeStructs of the metrics of a step, leaves [R, ...]. batch: as for `calls`."""
+        """ShapeDtypeStructs of the metrics of a step, leaves [R, ...]."""
         like, lead = self.layout.state, NamedSharding(self.mesh, P("diloco"))
         shapes = self.programs.inner.out_shapes(like.params, like.opt_state, batch)[2]
         return jax.tree.map(
@@ -315,7 +312,7 @@ class DiLoCo:
         return saved.abstract_items(self.layout, self.schedule, saved_layout)
 
     def restored(self, items: dict[str, Any], saved_layout: SavedLayout, *, t: int) -> State:
-        """The state; with another M or mesh nothing is in flight."""
+        """The state; with another M or mesh, nothing in flight."""
         return saved.state_of(items, self.layout, self.schedule, saved_layout, t=t)
 
     def dropped_lines(self, saved_layout: SavedLayout, t: int) -> list[str]:
@@ -335,7 +332,7 @@ def _check_offsets(num_fragments, offsets) -> None:
 def _check(alpha, outer_memory, exchange_carrier, mesh) -> None:
     if "diloco" not in mesh.axis_names:
         raise ValueError(
-            f"mesh axes {mesh.axis_names} lack 'diloco', the axis the replicas lie on. Add it, "
+            f"mesh axes {mesh.axis_names} lack 'diloco', the axis of the replicas. Add it, "
             f"with size 1 if all replicas share the devices."
         )
     if not 0.0 <= alpha <= 1.0:

@@ -153,7 +153,7 @@ class HostExchange:
     def fragment_bytes(self, plan: FragmentPlan) -> int:
         """Bytes of one exchange of a fragment from one replica to one other: no padding."""
         in_slice = self._layout.mesh.size // self._layout.mesh.shape["diloco"]
-        itemsize = quantize.wire(plan.payload.wire).dtype.itemsize
+        itemsize = quantize.wire_format(plan.payload.wire).dtype.itemsize
         return plan.payload.size * in_slice * itemsize
 
     def action_bytes(self, action: Action) -> int:
@@ -193,6 +193,6 @@ class HostExchange:
         mesh = self._layout.mesh
         in_slice = mesh.size // mesh.shape["diloco"]
         length = self._layout.num_replicas * in_slice * self._layout.chunk_of(plan)
-        dtype = quantize.wire(plan.payload.wire).dtype
+        dtype = quantize.wire_format(plan.payload.wire).dtype
         sharding = NamedSharding(mesh, incoming_spec(mesh))
         return (jax.ShapeDtypeStruct((length,), dtype, sharding=sharding),) * plan.num_chunks

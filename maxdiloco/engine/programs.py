@@ -1,8 +1,8 @@
-"""The compiled programs of a DiLoCo run: a few kinds, whatever the number of fragments is.
+"""The compiled programs of a DiLoCo run: a few kinds, for any number of fragments.
 
-Streaming DiLoCo (arXiv 2501.18512) Algorithm 2. Which program runs is the host's choice, so no
-exchange sits in a conditional; which layers a fragment holds is an argument, so fragments of equal
-size share one compile.
+Streaming DiLoCo (arXiv 2501.18512) Algorithm 2. The host chooses which program runs, so no
+exchange sits in a conditional. Which layers a fragment holds is an argument, so fragments of equal
+form share one program.
 
     # R replicas  F leaves
 """
@@ -29,7 +29,7 @@ from maxdiloco.parallel.sharding import zeros
 
 @dataclass(frozen=True)
 class Rule:
-    """What happens at a send and an apply: the outer optimizer, alpha, and the kind of overlap."""
+    """The outer optimizer, alpha, and which exchange the outer step uses: none, delayed, eager."""
 
     optimizer: optax.GradientTransformation
     alpha: float
@@ -54,7 +54,7 @@ class Programs:
             "inner + exchange",
             lambda params, opt, batch, chunk: (
                 *step(params, opt, batch),
-                collective.carry(chunk, layout.mesh),
+                collective.all_gather_chunk(chunk, layout.mesh),
             ),
             donate=(0, 1),
             out_shardings=(*kept, arrived),
@@ -64,9 +64,9 @@ class Programs:
         )
 
     def _mean_outer(self, outer):
-        """The mean over the replicas of theta, where each has its own (eager)."""
+        """The mean of the replicas' theta (eager)."""
         # A TPU computes in device memory only.
-        near = jax.device_put(outer, jax.memory.Space.Device)
+        on_device = jax.device_put(outer, jax.memory.Space.Device)
 
         def mean(x_S):
             return reduce_mean(jax.lax.all_gather(x_S, "diloco", tiled=True))
@@ -77,15 +77,15 @@ class Programs:
             in_specs=P("diloco"),
             out_specs=P(),
             axis_names={"diloco"},
-            check_vma=False,  # equal on all slots: the gather says so
+            check_vma=False,  # the gather makes it equal on all slots
         )
-        return jax.tree.map(over_slots, near)
+        return jax.tree.map(over_slots, on_device)
 
     def init(self, make: Callable, **options) -> Program:
         """The program from the arguments of `make` to the state before the first step.
 
-        make(*args) -> (params, opt_state) of one replica. One program, so that nothing but the
-        state itself is ever held. options: of Program.
+        make(*args) -> (params, opt_state) of one replica. One program, so no second copy of the
+        state is in memory. options: of Program.
         """
         layout = self.layout
         one_replica = jax.tree.unflatten(
@@ -100,7 +100,6 @@ class Programs:
             params, opt_state = make(*args)
             params = jax.lax.with_sharding_constraint(params, one_replica)
             theta = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-            # theta and the momenta of SGD start as the state before any outer gradient.
             outer_opt = tuple(
                 self.rule.optimizer.init(
                     take_slices(fragment_leaves(theta, plan), plan, plan.starts, lead=0)
@@ -259,7 +258,7 @@ def _synchronise(layout: Layout, plan: FragmentPlan, rule: Rule) -> Definition:
     def exchange(values):
         # Without the barrier XLA:TPU gathers [1, N] and the payload is padded x2, x4 for bytes.
         chunks = jax.lax.optimization_barrier(_send(layout, plan, values))
-        incoming = [collective.carry(chunk, layout.mesh) for chunk in chunks]
+        incoming = [collective.all_gather_chunk(chunk, layout.mesh) for chunk in chunks]
         return _receive(layout, plan, incoming)
 
     return _replacing("synchronise", layout, plan, rule, exchange, sends=False)

@@ -40,7 +40,7 @@ def replica_items(layout: Layout) -> tuple[str, ...]:
 def keeps_flight(layout: Layout, schedule: Schedule, saved: SavedLayout) -> bool:
     """Whether the saved chunks in flight are laid out as this run lays them out."""
     same_mesh = saved.mesh == dict(layout.mesh.shape) and saved.same_rules
-    return (same_mesh or schedule.window == 0) and saved.num_replicas == layout.num_replicas
+    return (same_mesh or schedule.max_chunks == 0) and saved.num_replicas == layout.num_replicas
 
 
 def dropped(layout: Layout, schedule: Schedule, saved: SavedLayout, t: int) -> tuple[Event, ...]:

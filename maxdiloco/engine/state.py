@@ -34,13 +34,13 @@ from maxdiloco.parallel.sharding import axes_of, optimizer_shardings, spec_on
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """All that a run needs to go on: a pytree of arrays, and t beside them as a Python int.
+    """All that a run needs to go on: a pytree of arrays, and t as a Python int.
 
     params, opt_state: [R, ...] of the replicas. outer: theta, float32, [...] ([R, ...] when eager).
     outer_opt: state of the outer optimizer, one entry per fragment. outgoing: chunks of the
-    fragment on the wire. incoming: per receive slot, chunks that have arrived.
-    dropped_until: sends up to this step that were not applied by then never will be.
-    bad: [R, F] replicas and leaves that held a NaN or infinity at a send; bad_before: the same
+    fragment on the wire. incoming: chunks that have arrived, per receive slot.
+    dropped_until: exchanges that were in flight after this step are never applied.
+    bad: [R, F] whether a replica's leaf had a NaN or infinity at a send; bad_before: the same
     before the last synchronisation. sizes: of the outer gradients of the fragment applied last.
     """
 
@@ -84,7 +84,7 @@ class FragmentPlan:
 
 @dataclass(frozen=True)
 class Layout:
-    """Shapes and shardings of a run's state and the plan of its fragments.
+    """Shapes and shardings of a run's state, and the plans of its fragments.
 
     specs: of one replica's parameter leaves, in tree order. chunk: wire elements per replica and
     device in one chunk (0 when every fragment travels whole).
@@ -121,7 +121,7 @@ class Layout:
     def chunk_bytes(self, plan: FragmentPlan) -> int:
         """Bytes of one replica's chunk of this fragment, scales, flags and padding included."""
         in_slice = self.mesh.size // self.mesh.shape["diloco"]
-        itemsize = quantize.wire(plan.payload.wire).dtype.itemsize
+        itemsize = quantize.wire_format(plan.payload.wire).dtype.itemsize
         return self.chunk_of(plan) * in_slice * itemsize
 
 
@@ -138,11 +138,12 @@ def slice_spec(leaf_slice: LeafSlice, spec: P, mesh: Mesh) -> P:
 
 def plan_fragments(
     params: Any, partition: tuple[fragments.Fragment, ...], specs: tuple[P, ...], *, wire: str,
-    mesh: Mesh, window: int,
+    mesh: Mesh, max_chunks: int,
 ) -> tuple[tuple[FragmentPlan, ...], int]:
-    """Lay out every fragment's payload; one chunk length for all when it travels in `window` steps.
+    """Lay out every fragment's payload, in at most `max_chunks` chunks, all of one length.
 
-    Returns the plans and the chunk length [wire elements per replica and device], 0 for window 0.
+    Returns the plans and that length [wire elements per replica and device]; 0 for max_chunks 0,
+    when every fragment travels whole.
     """
     leaves = jax.tree.leaves(params)
     plans = []
@@ -151,10 +152,10 @@ def plan_fragments(
         slice_specs = [slice_spec(s, specs[s.leaf], mesh) for s in fragment.slices]
         sent = payload.for_leaves(shapes, slice_specs, wire=wire, mesh=mesh)
         plans.append(FragmentPlan(index, fragment, sent))
-    if window == 0:
+    if max_chunks == 0:
         return tuple(plans), 0
     largest = max(plan.payload.size for plan in plans)
-    chunk = payload.pad_to_tile(quantize.ceil_div(largest, window))
+    chunk = payload.pad_to_tile(quantize.ceil_div(largest, max_chunks))
     return tuple(
         replace(plan, num_chunks=quantize.ceil_div(plan.payload.size, chunk)) for plan in plans
     ), chunk
@@ -169,7 +170,7 @@ def lay_out(
     mesh: Mesh,
     optimizer: optax.GradientTransformation,
     wire: str,
-    window: int,
+    max_chunks: int,
     slots: int,
     per_replica_outer: bool,
     outer_memory: str | None,
@@ -177,7 +178,9 @@ def lay_out(
     """The layout for one replica's params and opt_state (arrays or ShapeDtypeStructs)."""
     paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(params), strict=True)
     specs = tuple(spec_on(x, mesh) for x in leaves)
-    plans, chunk = plan_fragments(params, partition, specs, wire=wire, mesh=mesh, window=window)
+    plans, chunk = plan_fragments(
+        params, partition, specs, wire=wire, mesh=mesh, max_chunks=max_chunks
+    )
 
     def struct(shape, dtype, spec, memory=None):
         return jax.ShapeDtypeStruct(
@@ -197,7 +200,7 @@ def lay_out(
         outer(x.shape, jnp.float32, spec) for x, spec in zip(leaves, specs, strict=True)
     ]
     total = num_replicas * (mesh.size // mesh.shape["diloco"]) * chunk
-    dtype = quantize.wire(wire).dtype
+    dtype = quantize.wire_format(wire).dtype
     out_chunk = struct((total,), dtype, collective.outgoing_spec(mesh))
     in_chunk = struct((total,), dtype, collective.incoming_spec(mesh))
     state = State(
@@ -206,8 +209,8 @@ def lay_out(
         opt_state=jax.tree.map(replicas, opt_state),
         outer=jax.tree.unflatten(jax.tree.structure(params), theta),
         outer_opt=tuple(_outer_opt(plan, leaves, optimizer, mesh, outer) for plan in plans),
-        outgoing=(out_chunk,) * (window if chunk else 0),
-        incoming=((in_chunk,) * window,) * slots if chunk else (),
+        outgoing=(out_chunk,) * (max_chunks if chunk else 0),
+        incoming=((in_chunk,) * max_chunks,) * slots if chunk else (),
         bad=struct((num_replicas, len(leaves)), jnp.bool_, P()),
         bad_before=struct((num_replicas, len(leaves)), jnp.bool_, P()),
         sizes=collective.Sizes(

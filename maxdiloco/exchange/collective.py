@@ -1,9 +1,9 @@
 """A mean over the replicas inside compiled programs, over the mesh axis `diloco`.
 
-Streaming DiLoCo (arXiv 2501.18512) Algorithm 2, lines 6-9, in three parts that can lie in
-different programs: `send` encodes, `carry` moves wire codes between slices and nothing else,
-`receive` decodes and averages. Whatever crosses is already in wire format, as a rank-1 array, so
-that no compiler can widen or pad it.
+Streaming DiLoCo (arXiv 2501.18512) Algorithm 2, lines 8 and 10, in three parts that can lie in
+different programs: `send` encodes, `all_gather_chunk` moves wire codes between slices and nothing
+else, `receive` decodes and averages. Whatever crosses is already in wire format, as a rank-1
+array, so no compiler can widen or pad it.
 
     # R replicas  S replicas of this mesh slot  C wire elements of a replica on one device
 """
@@ -28,13 +28,14 @@ from maxdiloco.exchange.payload import (
 )
 from maxdiloco.parallel.mesh import in_slice_axes
 
-LARGEST_INDEX = 2**31 - 1  # of the 32 bits that JAX counts places in
+LARGEST_INDEX = 2**31 - 1  # JAX indexes with 32 bits
 
 
 class Sizes(NamedTuple):
-    """How large the outer gradients of one exchange were, as decoded.
+    """Sizes of the outer gradients of one exchange, as decoded.
 
-    norm_R: of each replica's; drift_R: mean |theta - x_m| of the fragment; mean_norm: of the mean.
+    norm_R: L2 norm of each replica's; drift_R: mean |theta - x_m| of the fragment; mean_norm: L2
+    norm of the mean.
     """
 
     norm_R: jax.Array
@@ -45,8 +46,8 @@ class Sizes(NamedTuple):
 class Received(NamedTuple):
     """What a fragment's exchange brought.
 
-    mean: leaves of the fragment, [...] the same for all replicas, or [R, ...] when each replica
-    has its own (eager). bad_RF: whether a replica's leaf was not finite.
+    mean: leaves of the fragment, [...] for all replicas, or [R, ...] when each has its own
+    (eager). bad_RF: whether a replica's leaf was not finite.
     """
 
     mean: list[jax.Array]
@@ -55,12 +56,12 @@ class Received(NamedTuple):
 
 
 def outgoing_spec(mesh: Mesh) -> P:
-    """Chunks waiting to be sent: rank 1, every device its own part."""
+    """Of a chunk before it is sent: rank 1, a part on every device."""
     return P(("diloco", *in_slice_axes(mesh)))
 
 
 def incoming_spec(mesh: Mesh) -> P:
-    """Chunks that have arrived: every slice holds those of all replicas."""
+    """Of a chunk that has arrived: every slice holds those of all replicas."""
     axes = in_slice_axes(mesh)
     return P(axes) if axes else P()
 
@@ -72,7 +73,7 @@ def _on_every_device(fn, mesh, in_specs, out_specs):
 def send(
     payload: Payload, leaves_R: Sequence[jax.Array], *, num_chunks: int, chunk: int
 ) -> tuple[jax.Array, ...]:
-    """Encode a fragment's outer gradients and cut them into chunks.
+    """Encode a fragment's outer gradients and cut them into chunks: Algorithm 2, line 8.
 
     leaves_R: [R, ...] float32 each. chunk: wire elements per replica and device.
     Returns num_chunks rank-1 arrays laid out by `outgoing_spec`; no traffic at all.
@@ -93,8 +94,11 @@ def send(
     )(*leaves_R)
 
 
-def carry(chunk: jax.Array, mesh: Mesh) -> jax.Array:
-    """Bring one chunk of every replica to every slice: the only line where replicas talk."""
+def all_gather_chunk(chunk: jax.Array, mesh: Mesh) -> jax.Array:
+    """Bring one chunk of every replica to every slice: the only line where replicas talk.
+
+    Algorithm 2, line 8, over the link.
+    """
 
     def on_device(codes):
         dtype = codes.dtype
@@ -118,6 +122,7 @@ def receive(
 ) -> Received:
     """The mean of all replicas' outer gradients of a fragment, in float32 and replica order.
 
+    Algorithm 2, line 10; the mean of line 8 is taken here, on arrival.
     incoming: the fragment's chunks, laid out by `incoming_spec`.
     """
 
@@ -148,10 +153,9 @@ def receive_with_own(
 ) -> tuple[Received, jax.Array]:
     """Eager updates: each replica's mean of its fresh and the others' previous outer gradients.
 
-    arXiv 2502.12996, Algorithm 3: the ordered mean in which the own slot holds the fresh value.
-    incoming: chunks of the round before; own: chunks just made, laid out by `outgoing_spec`.
-    Returns Received with mean leaves [R, ...] and the sizes of the round before, and own_bad_RF
-    for the fresh values.
+    arXiv 2502.12996, Algorithm 3; see outer.own_fresh. incoming: chunks of the round before; own:
+    chunks of this round, laid out by `outgoing_spec`. Returns Received, with mean leaves [R, ...]
+    and the sizes of the round before, and own_bad_RF of the fresh values.
     """
 
     num_here = num_replicas // payload.mesh.shape["diloco"]
@@ -185,30 +189,30 @@ def receive_with_own(
 
 
 class _Note(NamedTuple):
-    """Of one replica's part on one device: flags, sum of squares and sum of sizes."""
+    """Of the values of one replica on one device: flags, sums of squares and of magnitudes."""
 
     flags: jax.Array
     squares: jax.Array
-    sizes: jax.Array
+    magnitudes: jax.Array
 
 
 def _codes(payload: Payload, chunks, rows: int, r) -> jax.Array:
     """Row r of the chunks [rows * chunk] of one device: the codes [C] of one replica."""
-    parts = []
+    pieces = []
     for chunk in chunks:
         size = chunk.shape[0] // rows
         if chunk.shape[0] <= LARGEST_INDEX:
-            parts.append(jax.lax.dynamic_slice_in_dim(chunk, r * size, size))
-        else:  # a slower cut, whose places fit an index
-            parts.append(jax.lax.dynamic_index_in_dim(chunk.reshape(rows, size), r, 0, False))
-    return jax.lax.slice_in_dim(jnp.concatenate(parts), 0, payload.size)
+            pieces.append(jax.lax.dynamic_slice_in_dim(chunk, r * size, size))
+        else:  # slower, but r fits an index
+            pieces.append(jax.lax.dynamic_index_in_dim(chunk.reshape(rows, size), r, 0, False))
+    return jax.lax.slice_in_dim(jnp.concatenate(pieces), 0, payload.size)
 
 
 def _decoded(payload: Payload, code_C: jax.Array) -> tuple[list[jax.Array], _Note]:
-    """One replica's values on one device, and what is noted of them."""
+    """One replica's values on one device, and the note about them."""
     x_N = decode(payload, code_C)
-    sizes = sum(jnp.sum(jnp.abs(x)) for x in x_N)
-    return x_N, _Note(flags(payload, code_C), _squares(x_N), sizes)
+    magnitudes = sum(jnp.sum(jnp.abs(x)) for x in x_N)
+    return x_N, _Note(flags(payload, code_C), _squares(x_N), magnitudes)
 
 
 def _squares(x_N: list[jax.Array]) -> jax.Array:
@@ -216,8 +220,8 @@ def _squares(x_N: list[jax.Array]) -> jax.Array:
 
 
 def _received(payload: Payload, mean, notes_R: _Note, mean_N: list[jax.Array]) -> Received:
-    """mean: what the fragment's leaves get; mean_N: this device's part of the plain mean."""
-    sums = (notes_R.squares, notes_R.sizes, _squares(mean_N))
+    """mean: leaves of the fragment; mean_N: this device's values of the mean of one round."""
+    sums = (notes_R.squares, notes_R.magnitudes, _squares(mean_N))
     squares_R, total_R, mean_squares = jax.lax.psum(sums, in_slice_axes(payload.mesh))
     drift_R = total_R / float(num_values(payload))  # may exceed what int32 holds
     sizes = Sizes(jnp.sqrt(squares_R), drift_R, jnp.sqrt(mean_squares))

@@ -1,4 +1,4 @@
-"""What one device puts on the wire for one fragment, and how it reads what arrives.
+"""What one device puts on the wire for one fragment, and how it decodes what arrives.
 
     # R replicas  S replicas of this mesh slot  N values a device carries of a leaf
     # C wire elements of a replica on one device  F leaves of the fragment
@@ -84,7 +84,7 @@ def pad_to_tile(size: int) -> int:
 
 def encode(payload: Payload, leaves_S: Sequence[jax.Array]) -> jax.Array:
     """A device's shards of the fragment, [S, *local] float32 each, as codes [S, C]."""
-    dtype = quantize.wire(payload.wire).dtype
+    dtype = quantize.wire_format(payload.wire).dtype
     flags, codes = [], []
     for shard, leaf_S in zip(payload.shards, leaves_S, strict=True):
         x_SN = _carried(shard, leaf_S)
@@ -118,12 +118,12 @@ def decode(payload: Payload, code_C: jax.Array) -> list[jax.Array]:
 
 
 def flags(payload: Payload, code_C: jax.Array) -> jax.Array:
-    """[F] of one replica's codes on this device: not zero where a leaf was not finite."""
+    """[F] bool of one replica's codes on this device: true where a leaf was not finite."""
     return jax.lax.slice_in_dim(code_C, 0, len(payload.shards)) != 0
 
 
 def bad_flags(payload: Payload, flags_RF: jax.Array) -> jax.Array:
-    """[R, F] bool: whether a replica's leaf held a NaN or infinity on any device of its slice."""
+    """[R, F] bool: whether a replica's leaf has a NaN or infinity on any device of its slice."""
     return jax.lax.pmax(flags_RF.astype(jnp.int32), in_slice_axes(payload.mesh)) > 0
 
 

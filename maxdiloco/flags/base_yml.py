@@ -83,25 +83,25 @@ def read_yml(path: pathlib.Path) -> list[tuple[str, Any, int]]:
         return []
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{path} holds no keys. Write one `key: value` a line.")
-    found: dict[str, tuple[str, Any, int]] = {}
+    entries: dict[str, tuple[str, Any, int]] = {}
     for key_node, value_node in node.value:
         name, line = str(key_node.value), key_node.start_mark.line
-        if name in found:
+        if name in entries:
             raise ConfigError(
-                f"{path} holds {name} twice, in lines {found[name][2] + 1} and {line + 1}. "
+                f"{path} holds {name} twice, in lines {entries[name][2] + 1} and {line + 1}. "
                 f"Keep one of them."
             )
-        found[name] = (name, _plain(value_node, path), line)
-    return list(found.values())
+        entries[name] = (name, _plain(value_node, path), line)
+    return list(entries.values())
 
 
 class _Loader(yaml.BaseLoader):
-    """Refuses what a few letters make endless: anchors and aliases, and lists in lists in lists."""
+    """Refuses what makes a short text endless: anchors, aliases and deep nesting."""
 
     _depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
-        """Called for each node and by itself for the nodes in it."""
+        """PyYAML calls it for each node, nested ones included."""
         event = self.peek_event()
         if event.anchor is not None:
             raise yaml.MarkedYAMLError(
@@ -120,6 +120,7 @@ class _Loader(yaml.BaseLoader):
 
 
 def _plain(node: yaml.Node, path: pathlib.Path) -> Any:
+    """Text, or nested tuples of text."""
     if isinstance(node, yaml.ScalarNode):
         return node.value
     if isinstance(node, yaml.SequenceNode):
@@ -143,7 +144,7 @@ def parse_list(text: str) -> Any:
 
 
 def infer(text: str | tuple[Any, ...]) -> Value:
-    """The default of a key from how base.yml writes it: its type is the key's type."""
+    """A default of base.yml as a value; its type becomes the type of the key."""
     if isinstance(text, tuple):
         return text
     if text in ("true", "false"):
@@ -214,7 +215,7 @@ def help_text(program: str) -> str:
     """
     keys = declared()
     models = ", ".join(model_names(config_folder()))
-    out = [
+    lines = [
         f"usage: python -m {program} [file.yml] [key=value ...]",
         "",
         "Later wins: configs/base.yml, the file of model_name, file.yml, environment M_<KEY>,",
@@ -226,13 +227,13 @@ def help_text(program: str) -> str:
     for key in keys.values():
         if key.group != group:
             group = key.group
-            out += ["", group]
+            lines += ["", group]
         resume = "may change on resume" if key.may_change else ""
         limits = "; ".join(part for part in (key.allowed, key.unit, resume) if part)
-        out.append(
+        lines.append(
             f"  {key.name}={show(key.default)}  {key.meaning}{f' [{limits}]' if limits else ''}"
         )
-    return "\n".join(out)
+    return "\n".join(lines)
 
 
 def model_names(folder: pathlib.Path) -> list[str]:

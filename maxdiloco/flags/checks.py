@@ -1,4 +1,4 @@
-"""What of a config can be refused before JAX and the devices are there."""
+"""Checks of a config that need neither JAX nor devices."""
 
 import contextlib
 import difflib
@@ -12,7 +12,7 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.flags.base_yml import Key, show
 
 BYTE_TOKENS = 257  # 256 byte values and the token that starts a document
-MOST = 2**31 - 1  # of a whole number without a limit of its own: what int32 holds
+LARGEST = 2**31 - 1  # of int32: the limit of a whole number that has none in base.yml
 # Axes of the mesh in its order; each has a size in the dcn and in the ici tier.
 AXES = ("diloco", "data", "fsdp", "expert", "context", "tensor")
 UNFINISHED_AXES = ("expert", "context")
@@ -31,8 +31,9 @@ def check(cfg: Any, keys: Mapping[str, Key]) -> None:
     """
     for key in keys.values():
         _check_limit(key, vars(cfg)[key.name])
-    for part in (_run, _model, _mesh, _numerics, _batch, _replicas, _fragments, _schedule, _data):
-        part(cfg)
+    groups = (_run, _model, _mesh, _numerics, _batch, _replicas, _fragments, _schedule, _data)
+    for check_group in groups:
+        check_group(cfg)
 
 
 def allows(allowed: str, value: Any) -> bool:
@@ -70,10 +71,10 @@ def _term(term: str, value: float) -> bool:
 
 
 def _check_limit(key: Key, value: Any) -> None:
-    if type(value) is int and " to " not in key.allowed and value > MOST:
+    if type(value) is int and " to " not in key.allowed and value > LARGEST:
         raise ConfigError(
-            f"{key.name}={value} is too large: sizes and counts are at most {MOST}. Use a smaller "
-            f"one; the default is {key.name}={show(key.default)}."
+            f"{key.name}={value} is too large: sizes and counts are at most {LARGEST}. Use a "
+            f"smaller one; the default is {key.name}={show(key.default)}."
         )
     if allows(key.allowed, value):
         return
@@ -84,9 +85,9 @@ def _check_limit(key: Key, value: Any) -> None:
         )
     names = choices(key.allowed)
     entries = value if isinstance(value, tuple) else (value,)
-    wrong = [show(entry) for entry in entries if entry not in names]
-    begins = [name for name in names if wrong[0] and name.startswith(wrong[0])]
-    near = begins or difflib.get_close_matches(wrong[0], names, n=1)
+    wrong = next(show(entry) for entry in entries if entry not in names)
+    longer = [name for name in names if wrong and name.startswith(wrong)]
+    near = longer or difflib.get_close_matches(wrong, names, n=1)
     listed = ", ".join(name or "empty" for name in names)
     remedy = f"Did you mean {near[0]}?" if near else "Use one of these."
     raise ConfigError(f"{key.name}={show(value)} must be one of: {listed}. {remedy}")
@@ -95,11 +96,11 @@ def _check_limit(key: Key, value: Any) -> None:
 def refuse_store(key: str, value: str) -> None:
     """Raise ConfigError when a path is on an object store other than gs://.
 
-    Orbax makes a checkpoint on gs:// visible by a last object, but elsewhere by renaming a folder,
-    which such stores do object by object; and the lock of a run needs the preconditions of gs://.
+    Orbax completes a checkpoint on gs:// with one last object, but elsewhere by renaming a folder,
+    which such stores do object by object. The lock of a run needs the preconditions of gs://.
     """
-    scheme, found, rest = value.partition("://")
-    if not found or (scheme == "gs" and re.match(r"[a-z0-9]", rest)):
+    scheme, separator, rest = value.partition("://")
+    if not separator or (scheme == "gs" and re.match(r"[a-z0-9]", rest)):
         return
     if scheme == "gs":
         raise ConfigError(f"{key}={value} names no bucket. Use gs://bucket/folder.")
@@ -158,7 +159,7 @@ def _model(cfg: Any) -> None:
         )
     if cfg.head_dim % 2:
         raise ConfigError(
-            f"head_dim={cfg.head_dim} is odd: rotary embedding turns pairs of features. Use "
+            f"head_dim={cfg.head_dim} is odd: rotary embedding rotates pairs of features. Use "
             f"head_dim={cfg.head_dim + 1}."
         )
     if len(cfg.mlp_activations) not in (1, 2):
@@ -169,7 +170,7 @@ def _model(cfg: Any) -> None:
 
 
 def _divisor(cfg: Any) -> int:
-    """The largest number of kv heads below the wanted one that divides the query heads."""
+    """A number of kv heads, no larger than the given one, that divides the query heads."""
     return math.gcd(cfg.base_num_query_heads, cfg.base_num_kv_heads)
 
 

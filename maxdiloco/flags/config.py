@@ -1,5 +1,5 @@
 """The flags of a run: read from base.yml, the model file, a yml file, the environment and the
-command line, checked as far as that needs no device, and frozen. JAX is not imported here."""
+command line, checked as far as no device is needed, and frozen. JAX is not imported here."""
 
 import dataclasses
 import difflib
@@ -15,8 +15,8 @@ from maxdiloco.flags import base_yml, checks
 from maxdiloco.flags.base_yml import Key, Value, show
 
 ENVIRONMENT_PREFIX = "M_"  # MaxText's
-MOST_DIGITS = 20  # of a whole number; checks has the limits, and Python reads 4,300
-MOST_SHOWN = 200  # letters of a value in a message
+MOST_DIGITS = 20  # of a whole number; more are no limit of any key, and Python refuses 4,301
+MOST_SHOWN = 200  # characters of a value in a message
 
 
 class Config(types.SimpleNamespace):
@@ -66,7 +66,7 @@ def load(argv: Iterable[str], environ: Mapping[str, str]) -> Config:
     given |= _from_environment(environ, keys)
     given |= _from_command_line(argv)
     values = {name: key.default for name, key in keys.items()}
-    values |= {name: _convert(_known(name, one, keys), one) for name, one in given.items()}
+    values |= {name: _convert(_known(name, text, keys), text) for name, text in given.items()}
     values |= _from_model(values, given, folder, keys)
     cfg = Config(**values)
     checks.check(cfg, keys)
@@ -74,9 +74,9 @@ def load(argv: Iterable[str], environ: Mapping[str, str]) -> Config:
 
 
 def from_dict(stored: Mapping[str, Any]) -> Config:
-    """The config that `as_dict` gave, as it was: no file, environment or check changes it.
+    """The config that `as_dict` stored: no file or environment changes it, and nothing is checked.
 
-    A key that base.yml has gained since takes its default. Raises ConfigError for a key that
+    A key that is younger than `stored` takes its default. Raises ConfigError for a key that
     base.yml does not have and for a value of another type.
     """
     keys = base_yml.declared()
@@ -154,9 +154,10 @@ def _from_model(
     folder: pathlib.Path,
     keys: Mapping[str, Key],
 ) -> dict[str, Value]:
-    """What the model file of model_name sets and nothing later overrides.
+    """The values of the model file that no later layer sets.
 
-    Raises ConfigError for an unknown model, and for an override that was not announced.
+    Raises ConfigError for an unknown model, and for a later layer that sets another value without
+    override_model_config.
     """
     model = values["model_name"]
     if model == "default":
@@ -169,14 +170,14 @@ def _from_model(
             f"{f'Did you mean {near}? ' if near else ''}Use default, {', '.join(models)}."
         )
     out = {}
-    for name, one in _from_file(folder / "models" / f"{model}.yml").items():
-        own = _convert(_known(name, one, keys), one)
+    for name, text in _from_file(folder / "models" / f"{model}.yml").items():
+        of_model = _convert(_known(name, text, keys), text)
         if name not in given:
-            out[name] = own
-        elif values[name] != own and not values["override_model_config"]:
+            out[name] = of_model
+        elif values[name] != of_model and not values["override_model_config"]:
             raise ConfigError(
                 f"{name}={show(values[name])} ({given[name].where}) differs from "
-                f"{name}={show(own)} of model_name={model}. Leave {name} out, or add "
+                f"{name}={show(of_model)} of model_name={model}. Leave {name} out, or add "
                 f"override_model_config=true."
             )
     return out

@@ -1,4 +1,4 @@
-"""How fast a run is: its step time, and the arithmetic of a token against the device's peak."""
+"""How fast a run is: its step time, and its FLOPs against the peak of the device."""
 
 import contextlib
 import time
@@ -49,11 +49,10 @@ def performance(
 class StepClock:
     """perf/step_time: the interval between log points divided by its steps.
 
-    A log point is a moment at which the host has waited for the state (block_until_ready): only
-    then do clock readings tell how long the steps took and not how long it took to ask for them.
-    Not counted: what is said with exclude() or done inside excluded(), that is evaluation
-    and the blocking part of a checkpoint; enter excluded() after waiting for the state
-    too, or steps that still run would be taken for free. clock: seconds, monotonic.
+    Call lap() after block_until_ready on the state: otherwise the clock tells how long it took to
+    dispatch the steps. exclude() and excluded() take other work out: evaluation, the blocking part
+    of a checkpoint. Block on the state before excluded(), or running steps are timed as zero.
+    clock: seconds, monotonic.
     """
 
     def __init__(self, step: int, *, clock: Callable[[], float] = time.perf_counter):
@@ -61,12 +60,12 @@ class StepClock:
         self._restart(step)
 
     def exclude(self, seconds: float) -> None:
-        """Leave seconds that have passed out of the present interval."""
+        """Take seconds that have passed out of the present interval."""
         self._excluded += seconds
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
-        """Leave what is done inside out of the present interval."""
+        """Take the time spent inside out of the present interval."""
         started = self._clock()
         try:
             yield

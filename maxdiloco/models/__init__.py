@@ -1,1 +1,1 @@
-"""What is trained."""
+"""The decoder: layers, attention kernels, loss, generation."""

@@ -1,4 +1,4 @@
-"""Causal attention inside documents: which kernel, and the kernels.
+"""Causal attention within documents: the choice of a kernel, and the kernels.
 
 Every kernel computes softmax(soft_cap(q k / sqrt(H)) + mask) v for grouped queries. Position t
 sees position s when s <= t, both are of one segment and, with a window, t - s < window.
@@ -34,7 +34,7 @@ def choose_kernel(
     attention: `dot_product`; `flash`, the backend's fused kernel or an error; `autoselected`, the
     fused kernel where it can compute this model and dot_product elsewhere.
     backend: `cpu`, `gpu` or `tpu`. length: tokens of a sequence.
-    Raises ConfigError when `flash` cannot be had.
+    Raises ConfigError when attention=flash has no kernel for the backend and model.
     """
     if attention == "dot_product":
         return "dot_product"
@@ -83,8 +83,8 @@ def attend(
     kernel: from choose_kernel. segment_ids: equal ids see each other. soft_cap, window: 0 is off.
     """
     if kernel == "dot_product":
-        how = Softmax(soft_cap=soft_cap, window=window, precision=precision)
-        return dot_product(how, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL)
+        softmax_config = Softmax(soft_cap=soft_cap, window=window, precision=precision)
+        return dot_product(softmax_config, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL)
     if kernel == "splash":
         local = functools.partial(splash, soft_cap=soft_cap, window=window)
     else:

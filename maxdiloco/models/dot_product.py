@@ -22,7 +22,7 @@ MAX_BLOCKS = 8  # each is unrolled into the program; longer sequences get longer
 
 @dataclass(frozen=True)
 class Softmax:
-    """soft_cap: logits are cap * tanh(raw / cap); window: keys in sight; 0 turns either off."""
+    """soft_cap: logits are cap * tanh(raw / cap). window: keys a query sees. 0 turns either off."""
 
     soft_cap: float
     window: int
@@ -31,7 +31,7 @@ class Softmax:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def dot_product(
-    how: Softmax,
+    softmax_config: Softmax,
     q_BLNH: jax.Array,
     k_BLKH: jax.Array,
     v_BLKH: jax.Array,
@@ -42,21 +42,26 @@ def dot_product(
     Grouped queries: N is a multiple of K. Matmuls in the type of q, softmax in float32.
     Returns context [B, L, N, H].
     """
-    return _forward(how, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL)[0]
+    return _forward(softmax_config, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL)[0]
 
 
-def _forward(how, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL):
+def _forward(softmax_config, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL):
     q_BKGLH = _by_group(q_BLNH, k_BLKH.shape[2])
     kT_BKHS, v_BKSH = k_BLKH.transpose(0, 2, 3, 1), v_BLKH.transpose(0, 2, 1, 3)
     contexts, lses = [], []
-    for rows, keys in blocks(q_BLNH.shape[1], how.window):
-        logits_BKGLS = _logits(how, q_BKGLH[..., rows, :], kT_BKHS[..., keys])
-        logits_BKGLS = jnp.where(_mask(how, segment_ids_BL, rows, keys), logits_BKGLS, -jnp.inf)
+    for rows, keys in blocks(q_BLNH.shape[1], softmax_config.window):
+        logits_BKGLS = _logits(softmax_config, q_BKGLH[..., rows, :], kT_BKHS[..., keys])
+        logits_BKGLS = jnp.where(
+            _mask(softmax_config, segment_ids_BL, rows, keys), logits_BKGLS, -jnp.inf
+        )
         top_BKGL1 = jnp.max(logits_BKGLS, axis=-1, keepdims=True)
         weights_BKGLS = jnp.exp(logits_BKGLS - top_BKGL1)
         total_BKGL1 = jnp.sum(weights_BKGLS, axis=-1, keepdims=True)
         sums_BKGLH = _matmul(
-            how, "bkgls,bksh->bkglh", weights_BKGLS.astype(v_BKSH.dtype), v_BKSH[..., keys, :]
+            softmax_config,
+            "bkgls,bksh->bkglh",
+            weights_BKGLS.astype(v_BKSH.dtype),
+            v_BKSH[..., keys, :],
         )
         contexts.append((sums_BKGLH / total_BKGL1).astype(q_BLNH.dtype))
         lses.append(top_BKGL1 + jnp.log(total_BKGL1))
@@ -65,7 +70,7 @@ def _forward(how, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL):
     return context_BLNH, (q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, context_BLNH, lse_BKGL1)
 
 
-def _backward(how, residuals, d_BLNH):
+def _backward(softmax_config, residuals, d_BLNH):
     q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, context_BLNH, lse_BKGL1 = residuals
     B, L, K, H = k_BLKH.shape
     q_BKGLH, d_BKGLH = _by_group(q_BLNH, K), _by_group(d_BLNH, K)
@@ -74,20 +79,22 @@ def _backward(how, residuals, d_BLNH):
     kT_BKHS, vT_BKHS = k_BLKH.transpose(0, 2, 3, 1), v_BLKH.transpose(0, 2, 3, 1)
     k_BKSH = k_BLKH.transpose(0, 2, 1, 3)
     dq, dkT_BKHS, dvT_BKHS = [], jnp.zeros((B, K, H, L), f32), jnp.zeros((B, K, H, L), f32)
-    for rows, keys in blocks(L, how.window):
+    for rows, keys in blocks(L, softmax_config.window):
         q, d = q_BKGLH[..., rows, :], d_BKGLH[..., rows, :]
-        logits_BKGLS = _logits(how, q, kT_BKHS[..., keys])
-        mask = _mask(how, segment_ids_BL, rows, keys)
+        logits_BKGLS = _logits(softmax_config, q, kT_BKHS[..., keys])
+        mask = _mask(softmax_config, segment_ids_BL, rows, keys)
         weights_BKGLS = jnp.where(mask, jnp.exp(logits_BKGLS - lse_BKGL1[..., rows, :]), 0)
-        d_weights_BKGLS = _matmul(how, "bkglh,bkhs->bkgls", d, vT_BKHS[..., keys])
+        d_weights_BKGLS = _matmul(softmax_config, "bkglh,bkhs->bkgls", d, vT_BKHS[..., keys])
         d_logits_BKGLS = weights_BKGLS * (d_weights_BKGLS - mean_BKGL1[..., rows, :])
-        if how.soft_cap:
-            d_logits_BKGLS *= 1 - jnp.square(logits_BKGLS / how.soft_cap)
+        if softmax_config.soft_cap:
+            d_logits_BKGLS *= 1 - jnp.square(logits_BKGLS / softmax_config.soft_cap)
         d_logits_BKGLS = (d_logits_BKGLS / math.sqrt(H)).astype(q.dtype)
-        dq.append(_matmul(how, "bkgls,bksh->bkglh", d_logits_BKGLS, k_BKSH[..., keys, :]))
-        # The square arrays stand on the right, so that no transposed copy of them is made.
-        dkT = _matmul(how, "bkglh,bkgls->bkhs", q, d_logits_BKGLS)
-        dvT = _matmul(how, "bkglh,bkgls->bkhs", d, weights_BKGLS.astype(d.dtype))
+        dq.append(
+            _matmul(softmax_config, "bkgls,bksh->bkglh", d_logits_BKGLS, k_BKSH[..., keys, :])
+        )
+        # The [L, S] arrays are the right operands, so that XLA makes no transposed copy of them.
+        dkT = _matmul(softmax_config, "bkglh,bkgls->bkhs", q, d_logits_BKGLS)
+        dvT = _matmul(softmax_config, "bkglh,bkgls->bkhs", d, weights_BKGLS.astype(d.dtype))
         dkT_BKHS = dkT_BKHS.at[..., keys].add(dkT)
         dvT_BKHS = dvT_BKHS.at[..., keys].add(dvT)
     dq_BLNH = _by_head(jnp.concatenate(dq, axis=3)).astype(q_BLNH.dtype)
@@ -102,12 +109,12 @@ dot_product.defvjp(_forward, _backward)
 def blocks(length: int, window: int) -> list[tuple[slice, slice]]:
     """Blocks of queries, each with the run of keys that some query of it can see."""
     size = max(BLOCK, math.ceil(length / MAX_BLOCKS))
-    cut = []
+    slices = []
     for start in range(0, length, size):
         end = min(start + size, length)
         first_key = max(0, start - window + 1) if window else 0
-        cut.append((slice(start, end), slice(first_key, end)))
-    return cut
+        slices.append((slice(start, end), slice(first_key, end)))
+    return slices
 
 
 def causal_mask(query_positions: jax.Array, key_positions: jax.Array, window: int) -> jax.Array:
@@ -117,23 +124,27 @@ def causal_mask(query_positions: jax.Array, key_positions: jax.Array, window: in
     return mask & (distance < window) if window else mask
 
 
-def _mask(how, segment_ids_BL, rows, keys):
+def _mask(softmax_config, segment_ids_BL, rows, keys):
     """bool [B, 1, 1, L, S] of one block."""
     same_BLS = segment_ids_BL[:, rows, None] == segment_ids_BL[:, None, keys]
     positions = jnp.arange(segment_ids_BL.shape[1])
-    return (same_BLS & causal_mask(positions[rows], positions[keys], how.window))[:, None, None]
+    return (same_BLS & causal_mask(positions[rows], positions[keys], softmax_config.window))[
+        :, None, None
+    ]
 
 
-def _logits(how, q_BKGLH, kT_BKHS):
-    logits_BKGLS = _matmul(how, "bkglh,bkhs->bkgls", q_BKGLH, kT_BKHS)
+def _logits(softmax_config, q_BKGLH, kT_BKHS):
+    logits_BKGLS = _matmul(softmax_config, "bkglh,bkhs->bkgls", q_BKGLH, kT_BKHS)
     logits_BKGLS = logits_BKGLS / math.sqrt(q_BKGLH.shape[-1])
-    if how.soft_cap:
-        logits_BKGLS = how.soft_cap * jnp.tanh(logits_BKGLS / how.soft_cap)
+    if softmax_config.soft_cap:
+        logits_BKGLS = softmax_config.soft_cap * jnp.tanh(logits_BKGLS / softmax_config.soft_cap)
     return logits_BKGLS
 
 
-def _matmul(how, equation, x, y):
-    return jnp.einsum(equation, x, y, precision=how.precision, preferred_element_type=f32)
+def _matmul(softmax_config, equation, x, y):
+    return jnp.einsum(
+        equation, x, y, precision=softmax_config.precision, preferred_element_type=f32
+    )
 
 
 def _by_group(x_BLNH, num_kv_heads):

@@ -1,4 +1,4 @@
-"""Code that sees one device's part of an array, inside a program that is laid out automatically."""
+"""Functions of one device's part of an array, inside a program that XLA partitions."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,10 +9,10 @@ from maxdiloco.parallel.sharding import Names, Rules, axes_of, spec
 
 
 def automatic_spec(names: Names, rules: Rules, *, split_only: bool = False) -> P:
-    """Where dims with these logical names lie on the automatic axes of the mesh in the context.
+    """PartitionSpec of dims with these logical names, over the context's automatic mesh axes.
 
-    P() of None without such axes. Axes that are manual already, `diloco` under the map over
-    replicas, are left out; with split_only those of size 1 too.
+    Every entry is None without such axes. Axes that are manual already, `diloco` under the map
+    over replicas, are left out; with split_only those of size 1 too.
     """
     mesh = jax.sharding.get_abstract_mesh()
     known = {axis for _, axes in rules for axis in axes}
@@ -30,7 +30,7 @@ def on_each_device(
     rules: Rules,
     split_only: bool = False,
 ) -> Callable:
-    """fn of one device's parts, as a function of whole arrays.
+    """Make fn, a function of one device's parts, a function of whole arrays.
 
     All axes of the mesh that are still automatic become manual around fn: a compiler cannot split
     a kernel over an automatic axis. Without such axes fn itself is returned.

@@ -1,4 +1,4 @@
-"""Rows of the embedding table by token, also when the table is spread over a mesh."""
+"""Look up rows of the embedding table, which may be sharded."""
 # B sequences  L tokens  V vocabulary  D model
 
 import jax
@@ -11,10 +11,10 @@ from maxdiloco.parallel.sharding import Rules, axes_of
 def look_up(table_VD: jax.Array, tokens_BL: jax.Array, rules: Rules) -> jax.Array:
     """[B, L, D]: the row of each token, NaN for a token that has none.
 
-    On a mesh each device gathers the columns of its part of the vocabulary, looks up the tokens of
-    its own sequences that are in it, and the parts are added; the gradient goes the same way back.
-    Written out because the partitioner of jax 0.10 aborts on a gather from a table that is split
-    both ways while another axis is manual.
+    On a mesh each device gathers the columns of its part of the vocabulary and looks up those
+    tokens of its sequences that are in that part; a psum adds the parts. Written by hand because
+    the partitioner of jax 0.10 aborts on a gather from a table that is split in both dims while
+    another axis is manual.
     """
     vocab_size = table_VD.shape[0]
     table_names, rows_names = ("vocab", "embed"), ("batch", "length")

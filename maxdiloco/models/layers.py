@@ -32,7 +32,7 @@ f32 = jnp.float32
 def _weight(key, shape, names, *, fan_in, spec, gain=1.0):
     """Truncated normal with standard deviation gain / sqrt(fan_in) (LeCun et al. 1998, 4.6).
 
-    The factor keeps the variance that cutting at two standard deviations takes away.
+    The constant restores the variance that truncation at two standard deviations removes.
     """
     std = gain / math.sqrt(fan_in) / 0.87962566103423978
     values = jax.random.truncated_normal(key, -2, 2, shape, f32) * std
@@ -136,12 +136,12 @@ class MLP(nnx.Module):
     def __call__(self, x_BLD):
         """[B, L, D] -> [B, L, D]."""
         names = self.spec.mlp_activations
-        up_BLF = ACTIVATIONS[names[-1]](self._in(x_BLD, self.w_up))
+        up_BLF = ACTIVATIONS[names[-1]](self._project(x_BLD, self.w_up))
         if len(names) == 2:
-            up_BLF = ACTIVATIONS[names[0]](self._in(x_BLD, self.w_gate)) * up_BLF
+            up_BLF = ACTIVATIONS[names[0]](self._project(x_BLD, self.w_gate)) * up_BLF
         return product("blf,fd->bld", up_BLF, self.w_out[...], self.spec)
 
-    def _in(self, x_BLD, w_DF):
+    def _project(self, x_BLD, w_DF):
         hidden_BLF = product("bld,df->blf", x_BLD, w_DF[...], self.spec)
         hidden_BLF = constrain(hidden_BLF, ("batch", "length", "mlp_act"), self.spec.rules)
         return keep(hidden_BLF, MLP_IN)

@@ -1,7 +1,7 @@
 """Cross-entropy of next tokens from the last hidden states, without the logits of a whole batch.
 
 The gradient is formed beside the loss: each chunk of tokens makes its logits once, and from them
-the loss, the gradient of its hidden states and its share of the head's gradient. So a training
+the loss, the gradient of its hidden states and its part of the head's gradient. So a training
 step runs three matmuls of the head's size where recomputed logits would take four.
 """
 # B sequences  L tokens  D model  V vocabulary  C chunks
@@ -19,13 +19,13 @@ from maxdiloco.models.each_device import automatic_spec
 from maxdiloco.parallel.sharding import Rules, axes_of, constrain
 
 f32 = jnp.float32
-CHUNK_TOKENS = 1024  # tokens of one device whose logits exist at once; our choice, see benchmarks/
-MIN_CHUNKS = 2  # small batches are cut too: the whole float32 [B, L, V] never exists
+CHUNK_TOKENS = 1024  # logits of so many tokens exist on a device at once; ours, see benchmarks/
+MIN_CHUNKS = 2  # for small batches too: the whole float32 [B, L, V] never exists
 
 
 @dataclass(frozen=True)
 class Head:
-    """How hidden states become a loss.
+    """The head and the loss without the head's weight.
 
     tied: the head's weight is the embedding, [V, D], instead of [D, V].
     soft_cap: logits are soft_cap * tanh(raw / soft_cap); 0 is off.
@@ -94,9 +94,9 @@ def _forward(head, x_BLD, w, targets_BL, counts_BL):
         back = "gstv,vd->gstd" if head.tied else "gstv,dv->gstd"
         across = "gstv,gstd->gvd" if head.tied else "gstd,gstv->gdv"
         pair = (d_GSTV, x_GSTD) if head.tied else (x_GSTD, d_GSTV)
-        wide = f32 if head.float32_products else None  # see models/product.py
+        product_type = f32 if head.float32_products else None  # see models/product.py
         dx_GSTD = jnp.einsum(
-            back, d_GSTV, w_compute, precision=head.precision, preferred_element_type=wide
+            back, d_GSTV, w_compute, precision=head.precision, preferred_element_type=product_type
         ).astype(x_BLD.dtype)
         dw_G = dw_G + jnp.einsum(
             across, *pair, precision=head.precision, preferred_element_type=f32
@@ -162,7 +162,7 @@ def _gather(w, head):
 
 
 def batch_shards(rules: Rules) -> int:
-    """Over how many devices the mesh of the current context spreads the batch dim."""
+    """Number of devices that the batch dim is sharded over, on the mesh of the context."""
     axes = axes_of(automatic_spec(("batch",), rules)[0])
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape[axis] for axis in axes)
@@ -171,21 +171,21 @@ def batch_shards(rules: Rules) -> int:
 def _chunks(arrays, rules):
     """Each [B, L, ...] as [C, G, S, T, ...], zeros (not counted) after the last token.
 
-    Only the length is cut, so that every chunk holds a share of every device's sequences.
+    Only the length is divided, so that every chunk has tokens of every device's sequences.
     """
     B, L = arrays[0].shape[:2]
     shards = batch_shards(rules)
     G = shards if B % shards == 0 else 1
-    wanted = max(MIN_CHUNKS, math.ceil(B // G * L / CHUNK_TOKENS))
-    T = math.ceil(L / min(wanted, L))
+    num_chunks = max(MIN_CHUNKS, math.ceil(B // G * L / CHUNK_TOKENS))
+    T = math.ceil(L / min(num_chunks, L))
     C = math.ceil(L / T)
 
-    def cut(x):
+    def chunked(x):
         x = jnp.pad(x, [(0, 0), (0, C * T - L)] + [(0, 0)] * (x.ndim - 2))
         x = jnp.moveaxis(x.reshape(G, B // G, C, T, *x.shape[2:]), 2, 0)
         return constrain(x, (None, "batch", *[None] * (x.ndim - 2)), rules)
 
-    return jax.tree.map(cut, arrays)
+    return jax.tree.map(chunked, arrays)
 
 
 def _unchunk(x_CGSTD, shape, rules):

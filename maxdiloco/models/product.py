@@ -1,4 +1,4 @@
-"""Products of activations and weights, in the type of the activations."""
+"""Products of activations and weights: for CPU with dtype=bfloat16; einsum everywhere else."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward pass; the rest is computed again."""
+"""Rematerialisation: what a layer keeps for its backward pass; the rest is computed again."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 QKV = "qkv"  # the matmuls to queries, keys and values; norm and rotation are cheap to redo
-CONTEXT = "context"  # what attention returns, and what its kernel needs to go back
+CONTEXT = "context"  # the output of attention, and what its backward pass needs
 ATTENTION_OUT = "attention_out"  # the attention block's output matmul
 MLP_IN = "mlp_in"  # the matmuls before the MLP's activation
 

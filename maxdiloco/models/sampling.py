@@ -41,9 +41,7 @@ def sample(
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("max_new_tokens", "top_k", "greedy"))
-def _generate(
-    model: Model, params, tokens_BL, key, temperature, *, max_new_tokens, top_k, greedy
-):
+def _generate(model: Model, params, tokens_BL, key, temperature, *, max_new_tokens, top_k, greedy):
     L = tokens_BL.shape[1]
     logits_BV, cache = decode.prefill(model, params, tokens_BL, cache_length=L + max_new_tokens)
 

@@ -1,4 +1,4 @@
-"""What the model needs to know of the config, checked and with the kernels chosen."""
+"""The sizes and choices of a model, read from the config, with the kernels chosen."""
 
 from dataclasses import dataclass
 
@@ -55,7 +55,7 @@ def from_config(cfg: Config, *, backend: str) -> ModelSpec:
     """Read the model's keys from the config.
 
     backend: `cpu`, `gpu` or `tpu`, as jax.default_backend() names it.
-    Raises ConfigError for a kernel that the backend lacks; the sizes were checked in config.
+    Raises ConfigError for a kernel that the backend lacks; flags has checked the sizes.
     """
     dtype = compute_dtype(cfg.dtype, backend)
     return ModelSpec(

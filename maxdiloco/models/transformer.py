@@ -72,7 +72,7 @@ class Model:
     def loss(
         self, params: Params, batch: dict[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Sum of the token losses of one replica's batch, and what it is made of.
+        """Sum of the token losses of one replica's batch, and its parts: Algorithm 2, line 4.
 
         batch: "tokens" and "segment_ids", int32 [B, L].
         Returns (total, aux); aux: float32 sums "tokens" (targets that count), "cross_entropy" and
@@ -166,7 +166,7 @@ def count_parameters(model: Model) -> int:
 
 
 def head_of(spec: ModelSpec, params: Params) -> tuple[jax.Array, Head]:
-    """The head's weight (the embedding, when tied) and how it is used."""
+    """The head's weight (the embedding, when tied) and its options."""
     head = Head(
         tied=spec.tied_head,
         soft_cap=spec.final_logits_soft_cap,

@@ -13,13 +13,13 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.flags.checks import AXES
 from maxdiloco.flags.config import Config
 
-# CPU devices in one process. Our choice: on two cores collectives of 128 devices ended and those
-# of 512 did not within XLA's 40 s.
+# CPU devices in one process. Our choice: on two cores collectives of 128 devices ended within
+# XLA's 40 s, those of 512 did not.
 MOST_EMULATED = 256
 
 
 def tier(cfg: Config, name: str) -> dict[str, int]:
-    """Sizes the config asks of one tier, `dcn` or `ici`, in mesh order; -1 is still open."""
+    """Sizes of the axes of one tier, `dcn` or `ici`, as the config gives them; -1 is open."""
     values = cfg.as_dict()
     return {axis: values[f"{name}_{axis}_parallelism"] for axis in AXES}
 
@@ -51,7 +51,7 @@ def product(sizes: Mapping[str, int]) -> str:
 
 
 def choose_platform(cfg: Config) -> None:
-    """Tell JAX which platform to use, before its backends start; auto leaves the choice to JAX."""
+    """Set JAX's platform before its backends start; hardware=auto leaves the choice to JAX."""
     platforms = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
     if cfg.hardware in platforms:
         jax.config.update("jax_platforms", platforms[cfg.hardware])
@@ -60,7 +60,7 @@ def choose_platform(cfg: Config) -> None:
 def emulated_devices(cfg: Config, num_processes: int) -> int:
     """CPU devices that the mesh needs, the same number in each process.
 
-    Open sizes take what the processes bring: a slice each, then a device of every slice each.
+    Open sizes: of the dcn tier a slice for each process, of the ici tier a device for each.
     Raises ConfigError when all sizes are given and the devices cannot be shared evenly.
     """
     dcn, ici = tier(cfg, "dcn"), tier(cfg, "ici")
@@ -83,8 +83,8 @@ def emulate_devices(cfg: Config, *, num_processes: int) -> None:
     """Make as many CPU devices as the mesh needs, before JAX's backends start.
 
     Only with hardware=cpu, or where JAX may use nothing else (JAX_PLATFORMS=cpu). A process makes
-    MOST_EMULATED at most, and `build` refuses what needs more. A number of devices that the user
-    has given JAX stays. Raises ConfigError like emulated_devices.
+    MOST_EMULATED at most; `build` refuses a mesh that needs more. An explicit jax_num_cpu_devices
+    is respected. Raises ConfigError like emulated_devices.
     """
     cpu_alone = cfg.hardware == "auto" and jax.config.jax_platforms == "cpu"
     if (cfg.hardware == "cpu" or cpu_alone) and jax.config.jax_num_cpu_devices == -1:
@@ -96,14 +96,14 @@ def visible_devices(cfg: Config) -> list[jax.Device]:
     """All devices of the run; starts JAX's backends.
 
     Raises ConfigError when they are not what `hardware` asks for, and when they belong to several
-    processes that were not joined, so that a lost one would go unnoticed.
+    processes without jax.distributed: nobody would notice a lost one.
     """
     remedy = "See that this machine has one and JAX can use it (pip install 'maxdiloco[{}]')."
     extra = {"gpu": "cuda12", "tpu": "tpu"}
     try:
         devices = jax.devices()
     except RuntimeError as error:
-        if jax.distributed.is_initialized() or cfg.hardware not in extra:  # a lost peer's, maybe
+        if jax.distributed.is_initialized() or cfg.hardware not in extra:  # perhaps a lost peer
             raise
         reason = str(error).splitlines()[0].rstrip(".")
         raise ConfigError(
@@ -125,10 +125,10 @@ def visible_devices(cfg: Config) -> list[jax.Device]:
 
 
 def slice_of(device: jax.Device) -> int:
-    """Index of the slice that a device is part of.
+    """Index of the slice of a device.
 
     XLA numbers the slices of TPUs, and the hosts of GPUs unless JAX_PARTITION_INDEX gives each
-    process a number. Where there is one TPU slice its devices may have no number; CPUs have none.
+    process a number. The devices of a single TPU slice may have no number; CPUs have none.
     """
     try:
         return device.slice_index
@@ -139,7 +139,7 @@ def slice_of(device: jax.Device) -> int:
 def count_slices(cfg: Config, devices: Sequence[jax.Device]) -> int:
     """Real slices on TPU; elsewhere the product of the dcn tier, or num_slices.
 
-    Where both are open every GPU host and every CPU process is a slice.
+    Where both are open, each GPU host or CPU process is a slice.
     """
     numbered = len({slice_of(device) for device in devices})
     if devices[0].platform == "tpu":
@@ -157,13 +157,13 @@ def count_slices(cfg: Config, devices: Sequence[jax.Device]) -> int:
 def build(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Mesh over AXES, DCN parts outermost within each axis.
 
-    devices: those to use, all visible ones when None. On CPU the first of them that the mesh
-    needs are taken. On TPU `slice_index` tells the slices apart; on GPU blocks of devices that
-    are whole hosts or parts of one, on CPU any contiguous blocks, stand for slices.
+    devices: those to use, all visible ones when None; on CPU the mesh takes the first ones it
+    needs. A slice is on TPU the devices of one `slice_index`, on GPU a block of devices that is
+    some whole hosts or a part of one, on CPU any contiguous block.
     Raises ConfigError when the sizes do not fit the devices.
     """
     devices = visible_devices(cfg) if devices is None else list(devices)
-    if devices[0].platform == "gpu":  # processes may have been dealt to the hosts in turn
+    if devices[0].platform == "gpu":  # a launcher may assign processes to hosts in turn
         devices.sort(key=lambda device: (slice_of(device), device.process_index, device.id))
     slices = count_slices(cfg, devices)
     dcn = fill(tier(cfg, "dcn"), slices, "dcn")
@@ -186,7 +186,7 @@ def build(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
 
 
 def _check_hosts(devices: list[jax.Device], slices: int) -> None:
-    """Refuse a slice that holds parts of several hosts: its traffic would leave them."""
+    """Refuse a slice of parts of several hosts: its traffic would leave them."""
     size = len(devices) // slices
     hosts = Counter(map(slice_of, devices))
     for start in range(0, len(devices), size):
@@ -211,7 +211,7 @@ def _arrange(
     if devices[0].platform == "tpu":
         try:
             return _on_torus(devices, dcn, ici, share=False), False
-        except NotImplementedError:  # an axis fills no whole dimensions, as 2 on a torus of 4 x 4
+        except NotImplementedError:  # an axis is smaller than a dimension, as 2 on a torus of 4 x 4
             return _on_torus(devices, dcn, ici, share=True), True
     blocks = np.array(devices, dtype=object).reshape(*dcn, *ici)
     n = len(dcn)

@@ -1,4 +1,4 @@
-"""A compiled program with a name, compiled when it is first called and never silently again."""
+"""A program with a name, compiled at its first call; every compilation is reported."""
 
 import hashlib
 import time
@@ -16,8 +16,8 @@ def _abstract(args: Any) -> tuple:
 class Program:
     """fn under jit, compiled once for each set of argument shapes.
 
-    on_compile(name, seconds, compiled) is told of every compile. `lower` gives the ahead-of-time
-    view for the same function. Arguments have to keep the shardings of the first call.
+    on_compile(name, seconds, compiled) is called after each compilation. Arguments must keep the
+    shardings of the first call.
     """
 
     def __init__(
@@ -42,15 +42,15 @@ class Program:
         self._on_compile = on_compile
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
-        """Lower for arrays or ShapeDtypeStructs."""
+        """Lower fn for arrays or ShapeDtypeStructs."""
         return self._jitted.lower(*args)
 
     def out_shapes(self, *args: Any) -> Any:
-        """Shapes and dtypes of what it returns."""
+        """Shapes and dtypes of the results."""
         return jax.eval_shape(self._jitted, *args)
 
     def compile(self, *args: Any) -> jax.stages.Compiled:
-        """The executable for arguments shaped like args, made now if there is none yet."""
+        """The executable for arguments shaped like args, compiled if there is none yet."""
         key = _abstract(args)
         if key not in self.compiled:
             start = time.perf_counter()
@@ -72,9 +72,9 @@ class Program:
         return serialize_executable.serialize(self.compile(*args))[0]
 
     def load(self, data: bytes, devices: Sequence[jax.Device], *args: Any) -> None:
-        """Take an executable from `serialized` for arguments shaped like args; nothing compiles.
+        """Use an executable from `serialized` for arguments shaped like args; nothing compiles.
 
-        devices: those of the mesh, in its order. Only for data that one trusts: it is code.
+        devices: those of the mesh, in its order. data: from a trusted source only; it is code.
         """
         self.compiled[_abstract(args)] = serialize_executable.deserialize_and_load(
             data,
@@ -85,5 +85,5 @@ class Program:
         )
 
     def __call__(self, *args: Any) -> Any:
-        """Run it, compiled now if it has to be."""
+        """Run the executable; compile it first if there is none yet."""
         return self.compile(*args)(*args)

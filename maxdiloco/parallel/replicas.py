@@ -14,12 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 
 def map_fn(fn: Callable, *, mesh: Mesh, num_replicas: int) -> Callable:
-    """fn of one replica's view, as a function over arrays with a leading R.
+    """fn of one replica's view, as a function over arrays with a leading R: Algorithm 2, line 1.
 
-    Manual over `diloco`, automatic over the other axes, so that nothing in fn can reach another
-    replica. A vmap over the replicas of a slot, also where there is one: taking R off and putting
-    it back made XLA copy the optimizer state (benchmarks/README.md). Code that knows no vmap goes
-    into `one_at_a_time`. The result has to be called under jit.
+    Manual over `diloco` and automatic over the other axes, so that nothing in fn can reach another
+    replica. The replicas of a slot are under a vmap, also where there is one: removing R and
+    adding it again made XLA copy the optimizer state (benchmarks/README.md). Code that supports no
+    vmap goes into `without_singleton_vmap`. Call the result under jit.
     """
     return jax.shard_map(
         jax.vmap(fn),
@@ -27,15 +27,15 @@ def map_fn(fn: Callable, *, mesh: Mesh, num_replicas: int) -> Callable:
         in_specs=P("diloco"),
         out_specs=P("diloco"),
         axis_names={"diloco"},
-        check_vma=False,  # automatic axes inside: replication over them is not ours to claim
+        check_vma=False,  # replication over the automatic axes is not known here
     )
 
 
-def one_at_a_time(fn: Callable) -> Callable:
+def without_singleton_vmap(fn: Callable) -> Callable:
     """fn without R where a slot holds one replica, under a vmap where it holds several.
 
-    For the heavy part of an inner step, such as the gradient: kernels that know no vmap work with
-    one replica a slot, and matrix products carry no dim of size 1. Not to be differentiated.
+    For the heavy part of an inner step, such as the gradient: kernels that support no vmap work
+    with one replica a slot, and matrix products have no dim of size 1. It has no derivative.
     """
     wrapped = jax.custom_batching.custom_vmap(fn)
 
@@ -58,7 +58,11 @@ def broadcast(x: jax.Array, num_replicas: int) -> jax.Array:
 
 
 def reduce_mean(x_R: jax.Array) -> jax.Array:
-    """[R, ...] -> [...]: the unweighted mean, summed in float32 in replica order."""
+    """[R, ...] -> [...]: the unweighted mean, summed in float32 in replica order.
+
+    It divides; diloco.outer.ordered_mean multiplies by 1 / M, rounded. For M = 3 a third of the
+    values would change with the other one's rule.
+    """
     total = x_R[0].astype(jnp.float32)
     for m in range(1, x_R.shape[0]):
         total = total + x_R[m].astype(jnp.float32)

@@ -1,5 +1,6 @@
-"""From logical axis names to mesh axes: one table, used for parameters and activations alike."""
+"""From logical axis names to mesh axes: one table for parameters and activations."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,8 +15,8 @@ from maxdiloco.errors import ConfigError
 Rules = tuple[tuple[str, tuple[str, ...]], ...]
 Names = Sequence[str | None]  # logical name of each dim; None: not sharded
 
-# Activations carry `diloco` for data parallelism; under the map over replicas that axis is manual
-# and `constrain` leaves it out.
+# `batch` has `diloco` for data parallelism; under the map over replicas that axis is manual and
+# `constrain` leaves it out.
 DEFAULT_RULES: Rules = (
     ("batch", ("diloco", "data", "fsdp", "expert")),
     ("length", ("context",)),
@@ -71,11 +72,10 @@ def spec(names: Names, rules: Rules, *, without: Sequence[str] = ()) -> P:
 def constrain(
     x: jax.Array, names: Names, rules: Rules, *, without: Sequence[str] = ()
 ) -> jax.Array:
-    """x with its dims laid out by their logical names, on the mesh of the current context.
+    """x, sharded by the logical names of its dims on the mesh of the current context.
 
-    Axes that are manual in the context (`diloco` under the map over replicas) are left out, and
-    those in `without`.
-    Without a mesh in the context x is returned as it is.
+    Axes that are manual in the context (`diloco` under the map over replicas) and those in
+    `without` are left out. Without a mesh in the context x is returned as it is.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -88,11 +88,11 @@ def constrain(
 
 
 def gathered(w: jax.Array, names: Names, rules: Rules) -> jax.Array:
-    """A weight, whole over the mesh axes that split the batch, for its use in a product.
+    """A weight, gathered over the mesh axes that split the batch, for its use in a product.
 
-    Said outright, because a partitioner that chooses for itself may cut the product into as many
-    pieces as the axis has devices, which took twice the time on TPU (benchmarks/README.md).
-    Tensor parallelism stays. Without a mesh in the context w is returned as it is.
+    Without the constraint the partitioner may cut the product into as many pieces as the axis has
+    devices, which took twice the time on TPU (benchmarks/README.md). The weight stays sharded
+    over `tensor`. Without a mesh in the context w is returned as it is.
     """
     return constrain(w, names, rules, without=dict(rules)["batch"])
 
@@ -104,22 +104,20 @@ def parameter_shardings(logical_axes: Any, shapes: Any, mesh: Mesh, rules: Rules
     Raises ConfigError when a dim does not divide by the mesh axes that its rule names.
     """
 
-    def one(path, shape, names):
+    def sharding_of(path, shape, names):
         sharding = NamedSharding(mesh, spec(names, rules, without=("diloco",)))
-        for dim, axes in enumerate(sharding.spec):
-            over = (axes,) if isinstance(axes, str) else (axes or ())
-            parts = 1
-            for axis in over:
-                parts *= mesh.shape[axis]
-            if shape.shape[dim] % parts:
+        for dim, entry in enumerate(sharding.spec):
+            axes = axes_of(entry)
+            size = math.prod(mesh.shape[axis] for axis in axes)
+            if shape.shape[dim] % size:
                 raise ConfigError(
-                    f"{'+'.join(over)} parallelism {parts} does not divide dim {dim} "
+                    f"{'+'.join(axes)} parallelism {size} does not divide dim {dim} "
                     f"({names[dim]}={shape.shape[dim]}) of {jax.tree_util.keystr(path)}. Use a "
                     f"divisor, or give {names[dim]} other axes in logical_axis_rules."
                 )
         return sharding
 
-    return jax.tree_util.tree_map_with_path(one, shapes, logical_axes)
+    return jax.tree_util.tree_map_with_path(sharding_of, shapes, logical_axes)
 
 
 def optimizer_shardings(
@@ -127,25 +125,25 @@ def optimizer_shardings(
 ) -> Any:
     """NamedSharding of every leaf of `optimizer.init(params)`.
 
-    What is shaped like a parameter lies like it; the rest (step counts) is on every device.
+    A leaf shaped like a parameter is sharded like it; the rest (step counts) is on every device.
     Where the optimizer keeps nothing for a parameter, optax's MaskedNode stays.
     params: arrays or ShapeDtypeStructs; shardings: pytree like params.
     """
-    everywhere = NamedSharding(mesh, P())
-    pairs = jax.tree.map(lambda p, s: _Lies(p.shape, s), params, shardings)
+    replicated = NamedSharding(mesh, P())
+    pairs = jax.tree.map(lambda p, s: _ShapeAndSharding(p.shape, s), params, shardings)
     state = jax.eval_shape(optimizer.init, params)
 
-    def one(leaf, lies):
+    def sharding_of(leaf, parameter):
         if _is_masked(leaf):
             return leaf
-        return lies.sharding if leaf.shape == lies.shape else everywhere
+        return parameter.sharding if leaf.shape == parameter.shape else replicated
 
     return optax.tree.map_params(
         optimizer,
-        one,
+        sharding_of,
         state,
         pairs,
-        transform_non_params=lambda _: everywhere,
+        transform_non_params=lambda _: replicated,
         is_leaf=_is_masked,
     )
 
@@ -154,8 +152,8 @@ def _is_masked(leaf: Any) -> bool:
     return isinstance(leaf, optax.MaskedNode)
 
 
-class _Lies:
-    """A parameter's shape and sharding as one pytree leaf."""
+class _ShapeAndSharding:
+    """Of a parameter; a pytree leaf, which a tuple would not be."""
 
     def __init__(self, shape: tuple[int, ...], sharding: NamedSharding):
         self.shape = shape
@@ -163,7 +161,7 @@ class _Lies:
 
 
 def spec_on(x: Any, mesh: Mesh) -> P:
-    """PartitionSpec of x on `mesh`; P() for what is not laid out on this mesh."""
+    """PartitionSpec of x on `mesh`; P() for an array that is not sharded over its axes."""
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct) and isinstance(x.sharding, NamedSharding):
         if x.sharding.mesh.axis_names == mesh.axis_names:
             return x.sharding.spec
@@ -176,9 +174,9 @@ def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
-    """Zeros shaped and laid out like x, made where they lie; for use under jit.
+    """Zeros with the shape and sharding of x, made on the devices that keep them; call under jit.
 
-    XLA makes plain zeros of one shape once, and sends them to where others of it are wanted.
+    XLA makes plain zeros of one shape once, and sends them to the devices that need others.
     """
     local = x.sharding.shard_shape(x.shape)
     return jax.shard_map(
@@ -186,5 +184,5 @@ def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
         mesh=x.sharding.mesh,
         in_specs=(),
         out_specs=x.sharding.spec,
-        check_vma=False,  # equal wherever they are repeated
+        check_vma=False,  # the zeros are equal wherever the sharding replicates them
     )()

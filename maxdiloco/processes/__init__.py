@@ -1,1 +1,1 @@
-"""What a process tells its user and the other processes of a run."""
+"""Output, signals, several processes as one run, lost peers."""

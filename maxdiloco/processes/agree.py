@@ -1,4 +1,4 @@
-"""Small values that all processes of a run get to know. With one process nothing is sent."""
+"""Small values exchanged between all processes of a run; nothing is sent with one process."""
 
 import jax
 import numpy as np

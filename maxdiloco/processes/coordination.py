@@ -1,6 +1,6 @@
 """JAX's coordination service: who is in the run, a key-value store, and barriers.
 
-Process 0 runs it. JAX has no public name for it: this is the only import from jax._src.
+Process 0 runs it. It has no public name; no other file imports from jax._src.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Several processes as one run: when, how they find each other, and how each of them ends."""
+"""Several processes as one run: what started them, and jax.distributed for them."""
 
 import contextlib
 import socket
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import jax
 
 from maxdiloco.errors import ConfigError, LostPeerError
-from maxdiloco.processes import aborts, coordination, links, peers
+from maxdiloco.processes import aborts, coordination, peers, star
 from maxdiloco.processes.coordination import Job
 from maxdiloco.processes.peers import one_line
 from maxdiloco.processes.watch import end_process
@@ -21,16 +21,16 @@ TPU = "TPU"
 SLURM = "Slurm"
 OPEN_MPI = "Open MPI"
 
-JAX_PATIENCE_S = 60  # JAX's own timeouts, which abort, come this much after ours; our choice
+JAX_PATIENCE_S = 60  # JAX's timeouts end in an abort, so they are this much longer; our choice
 
 
 def launcher(environ: Mapping[str, str], *, on_tpu: bool) -> str | None:
-    """What started several processes, read off the environment; None for a run of one process.
+    """What started several processes, as the environment says; None for a run of one process.
 
-    The variables are those that jax.distributed.initialize looks at, plus the number and index of
-    the processes beside JAX_COORDINATOR_ADDRESS, which it does not read. A Slurm allocation or
-    an MPI environment of one task is one process. on_tpu: JAX's first platform is a TPU; its hosts
-    are found through its metadata, so that JAX is asked for one host too.
+    The variables are those that jax.distributed.initialize reads, and JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID beside JAX_COORDINATOR_ADDRESS, which it does not read. A Slurm allocation or
+    an MPI environment of one task is one process. on_tpu: JAX's first platform is a TPU; JAX
+    finds the number of its hosts, which may be one, in the metadata of the TPU.
     Raises ConfigError when the variables of a local run are incomplete.
     """
     if environ.get(COUNT) == "1":
@@ -58,16 +58,14 @@ def launcher(environ: Mapping[str, str], *, on_tpu: bool) -> str | None:
 def processes(
     environ: Mapping[str, str], *, timeout_s: float, peer_timeout_s: float, peer_port: int = 0
 ) -> Iterator[Job]:
-    """Join the other processes of the run for the time of a `with`; with none, do nothing.
+    """Context manager around jax.distributed; a no-op for one process.
 
-    Enter it in the main thread before any JAX call that starts a backend, and let everything that
-    uses devices happen inside. A lost peer ends this process with exit code 5, and a peer that
-    ends with 2, 3 or 4 with that code; either with one line: by a LostPeerError out of the `with`
-    where the main thread notices (gloo and NCCL raise), else from a thread. Any other error leaves
-    it unchanged, but the process then ends by `os._exit` once the main thread is over: JAX's own
-    teardown waits for the peers and aborts.
-    timeout_s: for all processes to come. peer_timeout_s: silence after which one is lost.
-    peer_port: of process 0, for the others to say that they are there; 0: see _listen.
+    Enter it in the main thread before any JAX call that starts a backend, and use devices only
+    inside. A lost peer ends this process with exit code 5; a peer that ends with 2, 3, 4 or 75
+    ends it with the same code. Either prints one line. After any error the process ends by
+    os._exit once the main thread is over: JAX's own teardown waits for the peers and aborts.
+    timeout_s: until all processes have started. peer_timeout_s: a process that is silent for so
+    long is lost. peer_port: of process 0, for the watch over peers; 0: see peers._listen.
     Raises ConfigError, LostPeerError.
     """
     kind = launcher(environ, on_tpu=(jax.config.jax_platforms or "").startswith("tpu"))
@@ -86,8 +84,8 @@ def processes(
     with peers.watched(
         job,
         peer_port=peer_port,
-        next_port=kind not in (SLURM, OPEN_MPI),  # there it is JAX's port of the next job
-        timeout_s=min(timeout_s, peer_timeout_s),  # JAX has connected them all by now
+        next_port=kind not in (SLURM, OPEN_MPI),  # there the next job's JAX listens on it
+        timeout_s=min(timeout_s, peer_timeout_s),  # all have started: JAX has connected them
         silence_s=peer_timeout_s,
     ):
         yield job
@@ -116,15 +114,15 @@ def _local(environ: Mapping[str, str]) -> dict[str, object]:
         )
     if numbers.get("process_id") == 0 and BIND_ADDRESS not in environ:
         _check_free(int(port))
-    # Everything is told: nothing to detect, and no question to a cluster's service.
-    told = {"cluster_detection_method": "deactivate"} if len(numbers) == 2 else {}
-    return {**numbers, **told}
+    if len(numbers) == 2:  # nothing is left to ask a cluster's service
+        return {**numbers, "cluster_detection_method": "deactivate"}
+    return numbers
 
 
 def _check_free(port: int) -> None:
-    """Refuse a port that is taken: JAX's service, which is to listen there, may then crash."""
+    """Refuse a port in use: JAX's coordination service may crash on it."""
     try:
-        links.listen(port)[0].close()
+        star.listen(port)[0].close()
     except (OSError, OverflowError) as error:
         raise LostPeerError(
             f"{ADDRESS} names port {port}, which process 0 cannot use on {socket.gethostname()}: "
@@ -135,16 +133,17 @@ def _check_free(port: int) -> None:
 def _gpus(kind: str, environ: Mapping[str, str]) -> dict[str, object]:
     """Arguments for jax.distributed.initialize that leave a process all the GPUs it sees.
 
-    Under Slurm and Open MPI JAX gives a process the one GPU of its place on the host. That is
-    wrong where it has the host to itself, and where the launcher hides the GPUs of the others.
+    Under Slurm and Open MPI JAX gives process i of a host the GPU i of the host. That is wrong
+    where a host has one process, and where the launcher hides the GPUs of the other processes.
     """
-    alone = {
+    alone_on_host = {
         SLURM: environ.get("SLURM_STEP_NUM_NODES") == environ.get("SLURM_NTASKS"),
         OPEN_MPI: environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1",
     }
     hidden = "," not in environ.get("CUDA_VISIBLE_DEVICES", ",")
-    keeps = kind in alone and (alone[kind] or hidden) and "JAX_LOCAL_DEVICE_IDS" not in environ
-    return {"local_device_ids": []} if keeps else {}
+    if kind not in alone_on_host or "JAX_LOCAL_DEVICE_IDS" in environ:
+        return {}
+    return {"local_device_ids": []} if alone_on_host[kind] or hidden else {}
 
 
 def _initialize(
@@ -153,8 +152,8 @@ def _initialize(
     arguments = _local(environ) if kind == ADDRESS else _gpus(kind, environ)
     line = (
         f"jax_distributed_initialization_timeout={timeout_s:g} s have passed and not all processes "
-        f"have come (launched by {kind}). See the output of the others; raise the key if they only "
-        f"start slowly."
+        f"have started (launched by {kind}). See the output of the others; raise the key if they "
+        f"only start slowly."
     )
     alarm = threading.Timer(timeout_s, end_process, (LostPeerError.exit_code, line))
     alarm.daemon = True
@@ -167,13 +166,12 @@ def _initialize(
         )
     except jax.errors.JaxRuntimeError as error:
         raise LostPeerError(
-            f"the processes started by {kind} cannot meet: {one_line(error)}. See the output of "
-            f"the others, and that the port of {ADDRESS} is free on the host of process 0."
+            f"the processes started by {kind} cannot connect: {one_line(error)}. See the output "
+            f"of the others, and that the port of {ADDRESS} is free on the host of process 0."
         ) from error
     except (ValueError, RuntimeError) as error:
-        # A TPU host without a cluster's metadata, as under a notebook, is alone.
         if kind == TPU and isinstance(error, ValueError):
-            return
+            return  # one TPU host without a cluster's metadata, as under a notebook
         raise ConfigError(
             f"several processes were started by {kind}, but JAX cannot find them: "
             f"{one_line(error)}. Set {ADDRESS}=host:port, {COUNT} and {INDEX} for each process, "

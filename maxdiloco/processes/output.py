@@ -1,4 +1,4 @@
-"""Where every line for the user is printed. A stream that is full or gone ends no program."""
+"""Prints every line for the user. A stream that is full or closed ends no program."""
 
 import errno
 import os
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-# Errors that free space mends: the line is lost, the next one is tried.
+# A full disk: the line is dropped, the next one is tried.
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -37,9 +37,9 @@ def say_error(text: str) -> None:
 
 
 def one_line(text: str) -> str:
-    """The text with control characters written as in Python: a line feed as the two of `\\n`."""
+    """The text with its control characters escaped: a line feed as `\\n`."""
     control = r"[\x00-\x1f\x7f-\x9f\u2028\u2029]"
-    return re.sub(control, lambda found: found[0].encode("unicode_escape").decode(), text)
+    return re.sub(control, lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def aligned(rows: Sequence[Sequence[object]]) -> list[str]:
@@ -58,7 +58,7 @@ def aligned(rows: Sequence[Sequence[object]]) -> list[str]:
 def finish() -> None:
     """Flush both streams; what cannot be written is dropped.
 
-    Without it Python would try again while it ends, print a traceback and change the exit code.
+    Otherwise Python tries again at its end, prints a traceback and changes the exit code.
     """
     for stream in (sys.stdout, sys.stderr):
         if stream is None:
@@ -70,20 +70,20 @@ def finish() -> None:
 
 
 def fill_closed_streams() -> None:
-    """Open the null device in the place of standard streams that the caller has closed.
+    """Open the null device for standard streams that the caller has closed.
 
-    Otherwise the next file that is opened takes that number, and native code that reports to
-    standard error writes into it.
+    Otherwise the next file that is opened takes that descriptor, and native code that writes to
+    standard error writes into the file.
     """
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor: this one
 
 
 def _drop_everything(stream: TextIO) -> None:
-    """Let the file below a stream be the null device, which takes what is still buffered."""
+    """Replace the file of a stream by the null device, which takes what is still buffered."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)

@@ -1,4 +1,4 @@
-"""How the processes of a run connect to each other, and how each leaves the others."""
+"""How the processes of a run connect for the watch, and how each of them leaves."""
 
 import contextlib
 import functools
@@ -21,16 +21,15 @@ from maxdiloco.errors import (
     Preempted,
     SaveError,
 )
-from maxdiloco.processes import coordination, links
+from maxdiloco.processes import coordination, star
 from maxdiloco.processes.coordination import Job
 from maxdiloco.processes.watch import Watch
 
-# In seconds, our choice.
-CAUSE_S = 3.0  # an error of the main thread waits this long for the loss that may be behind it
+CAUSE_S = 3.0  # an error of the main thread waits this long for a loss that may have caused it [s]
 KEY = "maxdiloco/watch"
 LAST_PORT = 65535
 
-# Errors that no lost peer brings about; an error of a checkpoint can come from one.
+# Errors that no lost peer causes. It can cause a CheckpointError.
 OWN_ERRORS = (
     *(ConfigError, DataError, NumericsError, Preempted, SaveError),
     *(KeyboardInterrupt, SystemExit),
@@ -43,9 +42,9 @@ def watched(
 ) -> Iterator[None]:
     """Watch the other processes of the run for the time of a `with`.
 
-    Enter it in the main thread after jax.distributed.initialize. At its normal end this process
-    waits for the others; after an error it leaves alone, by os._exit once the main thread is
-    over. Where a lost peer is behind an error, the process ends here with the line of the watch.
+    Enter it in the main thread after jax.distributed.initialize. The normal end waits for the
+    others. After an error the peers are told, and the process ends by os._exit once the main
+    thread is over; with the line of the watch instead where a lost peer caused the error.
     peer_port, next_port: see _listen. timeout_s: to connect. silence_s: see Watch.
     """
     watch = _start_watch(job, peer_port, next_port, timeout_s=timeout_s, silence_s=silence_s)
@@ -96,8 +95,8 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()).rstrip(".")
 
 
-def _connect(job: Job, peer_port: int, next_port: bool, *, timeout_s: float) -> list[links.Link]:
-    """Links to the peers; port and secret of process 0 travel by JAX's key-value store."""
+def _connect(job: Job, peer_port: int, next_port: bool, *, timeout_s: float) -> list[star.Link]:
+    """Links to the peers; process 0 gives its port and secret by JAX's key-value store."""
     address, coordinator_port = coordination.address()
     if job.process_id == 0:
         try:
@@ -108,7 +107,7 @@ def _connect(job: Job, peer_port: int, next_port: bool, *, timeout_s: float) -> 
             raise
         place = {"port": listener.getsockname()[1], "secret": secret, "host": socket.gethostname()}
         coordination.put(KEY, json.dumps(place))
-        return links.gather(listener, secret, job.num_processes, timeout_s=timeout_s)
+        return star.gather(listener, secret, job.num_processes, timeout_s=timeout_s)
     try:
         place = json.loads(coordination.get(KEY, timeout_s=timeout_s))
     except jax.errors.JaxRuntimeError as error:
@@ -120,17 +119,17 @@ def _connect(job: Job, peer_port: int, next_port: bool, *, timeout_s: float) -> 
         _wait_until_read()
         line = f"process 0 at {address} has ended: {place['problem']}"
         raise LostPeerError(line, ConfigError.exit_code)
-    return links.join(address, **place, process_id=job.process_id, timeout_s=timeout_s)
+    return star.join(address, **place, process_id=job.process_id, timeout_s=timeout_s)
 
 
 def _listen(peer_port: int, next_port: int) -> tuple[socket.socket, str]:
-    """What links.listen returns: on peer_port, else on next_port, else on any free port.
+    """What star.listen returns: on peer_port, else on next_port, else on any free port.
 
     Each may be 0 for none. Raises ConfigError when peer_port is taken; next_port may be.
     """
     if peer_port:
         try:
-            return links.listen(peer_port)
+            return star.listen(peer_port)
         except OSError as error:
             raise ConfigError(
                 f"peer_port={peer_port} cannot be used on {socket.gethostname()}: "
@@ -138,8 +137,8 @@ def _listen(peer_port: int, next_port: int) -> tuple[socket.socket, str]:
             ) from error
     if 0 < next_port <= LAST_PORT:
         with contextlib.suppress(OSError):
-            return links.listen(next_port)
-    return links.listen()
+            return star.listen(next_port)
+    return star.listen()
 
 
 def _wait_until_read() -> None:

@@ -15,13 +15,12 @@ from maxdiloco.processes.signals import hearing_ctrl_c, quit_now
 class Preemption:
     """Whether SIGTERM, SIGHUP or Ctrl-C has asked the run to stop, at a step all processes share.
 
-    A context manager, entered in the main thread after jax.distributed is initialised.
-    One process: a signal sets a flag. Several: JAX's preemption service catches SIGTERM in any of
-    them and names a step that none has passed; that service installs its own handler when
-    jax.distributed starts and this class leaves it alone. SIGHUP and Ctrl-C are passed on to it.
-    SIGHUP counts as SIGTERM, unless it is ignored, as under nohup.
-    report: takes one line for the user, at the first Ctrl-C. The second ends the process at once;
-    no other signal cuts a save short.
+    A context manager, entered in the main thread after jax.distributed.initialize.
+    One process: a signal sets a flag. Several: JAX's preemption service, which has its own
+    handler of SIGTERM, names a step that no process has passed; SIGHUP and Ctrl-C are sent on to
+    it as SIGTERM. SIGHUP does nothing where it is ignored, as under nohup.
+    report: called with one line for the user at the first Ctrl-C. The second one ends the process
+    at once; no other signal cuts a save short.
     """
 
     def __init__(self, report: Callable[[str], None]) -> None:
@@ -53,7 +52,7 @@ class Preemption:
         return self._asked
 
     def _handle(self, number: signal.Signals) -> None:
-        # None: a handler that Python did not install and cannot put back.
+        # None: a handler that Python has not installed and cannot restore.
         before = signal.signal(number, self._on_signal) or signal.SIG_DFL
         self._stack.callback(signal.signal, number, before)
 
@@ -61,7 +60,7 @@ class Preemption:
         self._ask()
 
     def _on_ctrl_c(self) -> None:
-        # Called in a thread of its own, one call after the other.
+        # Called in a thread of its own, one call at a time.
         if self._pressed:
             quit_now()
         self._pressed = True

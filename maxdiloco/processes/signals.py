@@ -1,4 +1,4 @@
-"""Ctrl-C that is heard at once, also while the main thread waits inside native code."""
+"""Ctrl-C that acts at once, also while the main thread waits inside native code."""
 
 import contextlib
 import os
@@ -15,11 +15,11 @@ from maxdiloco.processes.output import finish, say_error
 def hearing_ctrl_c(heard: Callable[[], None]) -> Iterator[None]:
     """Call `heard` in a thread of its own at every SIGINT inside the `with`.
 
-    Python runs signal handlers in the main thread between two bytecodes: not before a compilation
-    or a wait for devices is over, and where a KeyboardInterrupt may be turned into any traceback.
-    The wakeup file descriptor is written by the C handler itself. Contexts nest: the inner one
-    hears. Outside the main thread, and where SIGINT is ignored as in a script's background job,
-    nothing is changed.
+    Python runs signal handlers in the main thread between two bytecodes: after a compilation or
+    a wait for devices is over, and in code that may turn a KeyboardInterrupt into any traceback.
+    The C handler itself writes the wakeup file descriptor, which the thread reads. Contexts nest:
+    the innermost one is called. Outside the main thread, and where SIGINT is ignored as in a
+    script's background job, nothing changes.
     """
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -32,7 +32,7 @@ def hearing_ctrl_c(heard: Callable[[], None]) -> Iterator[None]:
     )
     thread.start()
     outer = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    # None: a handler that Python did not install and cannot put back.
+    # None: a handler that Python has not installed and cannot restore.
     handler = signal.signal(signal.SIGINT, _heard_elsewhere) or signal.SIG_DFL
     try:
         yield
@@ -47,7 +47,7 @@ def hearing_ctrl_c(heard: Callable[[], None]) -> Iterator[None]:
 def quit_now() -> None:
     """End the process at once, whatever its threads do: one line and exit code 130.
 
-    What is on disk is whole: a save under way is not there, as after any kill.
+    Checkpoints on disk stay whole; a save under way leaves none, as after any kill.
     """
     say_error("Interrupted.")
     finish()

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from maxdiloco.errors import SHARED_CODES, LostPeerError, Preempted
 from maxdiloco.processes import output
-from maxdiloco.processes.links import Link
+from maxdiloco.processes.star import Link
 
 # All in seconds, all our choice.
 BEAT_S = 0.5  # between two signs of life
@@ -130,8 +130,7 @@ class Watch:
                 self._links.remove(link)
                 link.socket.close()
                 if not link.ended:
-                    line = f"{link.name()} is gone: {error}. {SEE_OUTPUT} {RESUME}"
-                    self._lose(Loss(line, LostPeerError.exit_code, PATIENCE_S))
+                    self._lose_peer(link, f"is gone: {error}.")
 
     def _check_silence(self, begun: float) -> None:
         """begun: when the loop last came by. Long ago: this process was stopped, not the others."""
@@ -141,15 +140,18 @@ class Watch:
                 link.heard = now
             silent = now - link.heard
             if silent > self._silence_s and not link.ended:
-                line = (
-                    f"{link.name()} has been silent for {silent:.0f} s "
-                    f"(peer_timeout_seconds={self._silence_s:g}) and is taken for lost. Raise "
-                    f"peer_timeout_seconds if it was only slow. {SEE_OUTPUT} {RESUME}"
+                self._lose_peer(
+                    link,
+                    f"has been silent for {silent:.0f} s (peer_timeout_seconds={self._silence_s:g})"
+                    " and is taken for lost. Raise peer_timeout_seconds if it was only slow.",
                 )
-                self._lose(Loss(line, LostPeerError.exit_code, PATIENCE_S))
+
+    def _lose_peer(self, link: Link, what: str) -> None:
+        line = f"{link.name()} {what} {SEE_OUTPUT} {RESUME}"
+        self._lose(Loss(line, LostPeerError.exit_code, PATIENCE_S))
 
     def _lose(self, loss: Loss) -> None:
-        """Note the first loss and tell it to the peers; those of process 0 know no other way."""
+        """Note the first loss, and send it to the peers: through process 0 all learn of it."""
         if self._loss is None:
             self._loss, self._due = loss, time.monotonic() + loss.patience_s
             self._lost.set()

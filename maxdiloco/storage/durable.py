@@ -1,4 +1,4 @@
-"""Files and folders forced to the disk, so that a power cut cannot take them back.
+"""fsync of files and folders, so that a power cut cannot undo what was written.
 
 A file's contents and its name are two things to a file system: fsync of the file keeps the
 contents, fsync of its folder keeps the name. Neither implies the other.
@@ -9,8 +9,8 @@ import os
 
 from etils import epath
 
-# What fsync of a folder answers where only files can be synced (FUSE, some network mounts), and
-# open where a folder of someone else may be passed through but not read.
+# Errors of fsync of a folder where only files can be synced (FUSE, some network mounts), and of
+# open for a folder that may be entered but not read.
 _FOLDERS_NOT_SYNCED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES}
 
 
@@ -32,7 +32,7 @@ def sync_tree(path: epath.PathLike) -> None:
     """Force a folder and all that is below it to the disk, innermost first. Raises OSError."""
 
     def give_up(error: OSError) -> None:
-        raise error  # os.walk would leave the folder out
+        raise error  # os.walk would skip the folder
 
     for folder, _, names in os.walk(os.fspath(path), topdown=False, onerror=give_up):
         for name in names:
@@ -45,7 +45,7 @@ def make_folder(path: epath.PathLike) -> None:
     path = epath.Path(path)
     missing = [folder for folder in path.parents if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
-    for folder in [path, *missing]:  # path too: the life that made it may have died before this
+    for folder in [path, *missing]:  # path too: a process that made it may have died before this
         sync_folder(folder.parent)
 
 

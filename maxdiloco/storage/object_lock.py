@@ -1,9 +1,9 @@
 """The lock of a run on gs://: an object that its holder renews.
 
-An object store has no lock that ends with a process, so a holder that was killed leaves the object
-behind. It is stale when it was not renewed for STALE_S by the clock of the store; then the next
-run takes it over. Creating, renewing, taking over and deleting name the generation that they
-replace, so that of two processes one fails.
+An object store has no lock that ends with a process, so a killed holder leaves the object behind.
+The lock is stale when it was not renewed for STALE_S by the clock of the store; then the next run
+takes it over. Each request that creates, renews, takes over or deletes it names the generation
+that it replaces: of two processes one fails.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ from etils import epath
 from maxdiloco.errors import CheckpointError
 from maxdiloco.storage import object_store
 
-# In seconds, our choice. Some renewals may fail before the lock goes; a restart after a kill waits
-# at most STALE_S, and a second run with the name is refused after at most RENEW_S.
+# In seconds, our choice. Some renewals may fail before the lock is stale; a restart after a kill
+# waits at most STALE_S, and a second run with the name is refused after at most RENEW_S.
 RENEW_S = 20.0
 STALE_S = 120.0
 
 
-class _Found(NamedTuple):
-    """The lock object as another process has left it."""
+class _Lock(NamedTuple):
+    """The lock object as it is in the store."""
 
     holder: str
     nonce: str
@@ -41,7 +41,7 @@ class ObjectLock:
     """The lock of one run. A context manager: entering waits or refuses, leaving deletes it.
 
     path: the object. renew_s, stale_s: see RENEW_S and STALE_S.
-    say: takes one line for the user, from another thread too. Imports google-cloud-storage.
+    say: called with one line for the user, from another thread too. Imports google-cloud-storage.
     Entering raises CheckpointError when another process renews the lock, and what
     object_store.errors names.
     """
@@ -90,34 +90,34 @@ class ObjectLock:
             raise CheckpointError(self._lost)
 
     def _acquire(self) -> None:
-        seen: _Found | None = None
+        before: _Lock | None = None
         while not self._write(expected=0):
-            found = self._look()
-            if found is None:  # deleted meanwhile
+            lock = self._look()
+            if lock is None:  # deleted meanwhile
                 continue
-            if found.nonce == self._nonce:  # the answer to an upload of ours was lost
-                self._generation = found.generation
+            if lock.nonce == self._nonce:  # the answer to an upload of ours was lost
+                self._generation = lock.generation
                 return
-            if found.age >= self._stale_s:
-                if self._write(expected=found.generation):
-                    self._say(f"{self._words(found)}: taken over.")
+            if lock.age >= self._stale_s:
+                if self._write(expected=lock.generation):
+                    self._say(f"{self._words(lock)}: taken over.")
                     return
                 continue
-            if seen is not None and found.generation != seen.generation:
+            if before is not None and lock.generation != before.generation:
                 raise CheckpointError(
-                    f"run_name={self._run_name} is in use: {self._words(found)}. Wait for it, "
+                    f"run_name={self._run_name} is in use: {self._words(lock)}. Wait for it, "
                     "stop it, or set another run_name."
                 )
-            if seen is None:
+            if before is None:
                 self._say(
-                    f"{self._words(found)}: waiting up to {self._stale_s - found.age:.0f} s to see "
+                    f"{self._words(lock)}: waiting up to {self._stale_s - lock.age:.0f} s to see "
                     "whether that run still lives."
                 )
-                seen = found
-            time.sleep(min(self._renew_s / 4, self._stale_s - found.age))
+                before = lock
+            time.sleep(min(self._renew_s / 4, self._stale_s - lock.age))
 
-    def _words(self, found: _Found) -> str:
-        return f"{self._path} of {found.holder} was renewed {found.age:.0f} s ago"
+    def _words(self, lock: _Lock) -> str:
+        return f"{self._path} of {lock.holder} was renewed {lock.age:.0f} s ago"
 
     def _write(self, *, expected: int) -> bool:
         """Write the object if its generation is the expected one; whether it was."""
@@ -136,13 +136,13 @@ class ObjectLock:
         return True
 
     def _patience(self) -> dict[str, Any]:
-        """Arguments of a request: it is repeated for less than the lock needs to go stale."""
+        """Arguments of a request that is repeated for less than STALE_S."""
         from google.cloud.storage.retry import DEFAULT_RETRY
 
         seconds = self._stale_s / 4
         return {"timeout": seconds, "retry": DEFAULT_RETRY.with_timeout(seconds)}
 
-    def _look(self) -> _Found | None:
+    def _look(self) -> _Lock | None:
         from google.api_core.exceptions import NotFound, PreconditionFailed
 
         blob = self._bucket.get_blob(self._name)
@@ -154,10 +154,10 @@ class ObjectLock:
             return None
         holder, nonce = _read(text)
         age = (self._now() - blob.updated).total_seconds()
-        return _Found(holder, nonce, blob.generation, age)
+        return _Lock(holder, nonce, blob.generation, age)
 
     def _now(self) -> datetime.datetime:
-        """The time of the store, so that clocks of hosts do not matter."""
+        """The time by the clock of the store; the clocks of hosts may differ."""
         probe = self._bucket.blob(f"{self._name}.asked-{self._nonce}")
         probe.upload_from_string(b"")
         probe.delete()
@@ -177,20 +177,20 @@ class ObjectLock:
                 failed = True
 
     def _regain(self) -> None:
-        """Keep the lock when only the answer to a renewal was lost."""
-        found = self._look()
-        if found is not None and found.nonce == self._nonce:
-            self._generation = found.generation
+        """Keep the lock when only the answer to a renewal was lost; else note that it is gone."""
+        lock = self._look()
+        if lock is not None and lock.nonce == self._nonce:
+            self._generation = lock.generation
             return
         self._lost = (
             f"run_name={self._run_name}: {self._path} was not renewed in time and is now that of "
-            f"{found.holder if found else 'nobody'}. Two processes must not write to one run, so "
+            f"{lock.holder if lock else 'nobody'}. Two processes must not write to one run, so "
             "this one ends; to start it again, first see that the other has ended."
         )
 
 
 def _read(text: str) -> tuple[str, str]:
-    """Holder and nonce in a lock object; it may be anybody's text."""
+    """Holder and nonce in a lock object, whose text anybody may have written."""
     try:
         content = json.loads(text)
         return content["holder"], content["nonce"]

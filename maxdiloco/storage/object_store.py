@@ -1,4 +1,4 @@
-"""Folders on gs://: how the libraries below are set up, what they raise, whole folders at once.
+"""Folders on gs://: setting up the libraries, their errors, operations on whole folders.
 
 epath reads and writes gs:// with gcsfs, Orbax with TensorStore; tensorboardX and the lock of a run
 use google-cloud-storage. gcsfs and google-cloud-storage are the extra [gcs].
@@ -41,14 +41,14 @@ def prepare(path: epath.PathLike, key: str) -> None:
         )
     from fsspec.config import conf
 
-    # gcsfs keeps a listing for ever, but TensorStore and other hosts write to these folders too.
+    # gcsfs caches a listing for ever, but TensorStore and other hosts write to these folders too.
     conf.setdefault("gs", {})["use_listings_cache"] = False
     # gcsfs logs an error with its traceback before it raises it.
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
 
 
 def errors(path: epath.PathLike) -> tuple[type[Exception], ...]:
-    """What access to path can raise beside OSError and ValueError."""
+    """Errors that access to path can raise beside OSError and ValueError."""
     if is_local(path):
         return ()
     import aiohttp
@@ -74,11 +74,11 @@ def as_os_errors(path: epath.PathLike) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str | None:
-    """The status and the words of a store's answer; None when error is no such answer."""
+    """Status and text of a store's answer; None for an error that is no such answer."""
     text = str(error)
     status = (
         re.match(r"(\d{3}) [A-Z]+ http", text)  # google-cloud-storage
-        or re.search(r"status code', (\d{3})", text)  # the same, after it has tried for long
+        or re.search(r"status code', (\d{3})", text)  # the same, after its retries
         or re.search(r", (\d{3})$", text)  # gcsfs
     )
     forbidden = re.match(r"Forbidden: \S+\n(.*)", text)  # gcsfs
@@ -91,9 +91,9 @@ def reason(error: BaseException) -> str | None:
 
 def sizes(folder: epath.Path) -> dict[epath.Path, int]:
     """{object below folder: its size in bytes}, by one listing."""
-    found = _filesystem().find(os.fspath(folder), detail=True)
+    objects = _filesystem().find(os.fspath(folder), detail=True)
     prefix = os.fspath(folder).removeprefix("gs://") + "/"
-    return {folder / name.removeprefix(prefix): entry["size"] for name, entry in found.items()}
+    return {folder / name.removeprefix(prefix): entry["size"] for name, entry in objects.items()}
 
 
 def remove(folder: epath.Path) -> None:
@@ -101,9 +101,9 @@ def remove(folder: epath.Path) -> None:
     if is_local(folder):
         folder.rmtree()
         return
-    found = _filesystem().find(os.fspath(folder))
-    if found:
-        _filesystem().rm(found)
+    objects = _filesystem().find(os.fspath(folder))
+    if objects:
+        _filesystem().rm(objects)
 
 
 def bucket_and_name(path: epath.PathLike) -> tuple[str, str]:
@@ -113,17 +113,17 @@ def bucket_and_name(path: epath.PathLike) -> tuple[str, str]:
 
 
 def bucket(path: epath.PathLike) -> "storage.Bucket":
-    """The bucket of a path, for requests with preconditions, which gcsfs does not make."""
+    """The bucket of a path, for requests with preconditions, which gcsfs does not have."""
     from google.cloud import storage
 
-    # Objects need no project; without None here one would have to be configured.
+    # Objects need no project; project=None says that none is configured.
     return storage.Client(project=None).bucket(bucket_and_name(path)[0])
 
 
 def _filesystem() -> "fsspec.AbstractFileSystem":
     import fsspec
 
-    return fsspec.filesystem("gcs", finalize_on_close=True)  # the instance that epath has
+    return fsspec.filesystem("gcs", finalize_on_close=True)  # the instance that epath uses
 
 
 def _is_installed(name: str) -> bool:

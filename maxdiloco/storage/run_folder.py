@@ -1,4 +1,4 @@
-"""The folder of one run: who may write to it, and where its parts are."""
+"""The folder of one run: its lock, and the names in it."""
 
 import contextlib
 import dataclasses
@@ -20,9 +20,9 @@ from maxdiloco.storage.durable import make_folder
 from maxdiloco.storage.object_lock import ObjectLock
 from maxdiloco.storage.object_store import is_local
 
-# A few log lines and a small checkpoint fit: less free space than this ends any run at once.
-_PROBE_BYTES = 1 << 20  # our choice
-# NFS keeps the lock of a client that died for its lease, 90 s on Linux, and a grace period.
+# Less free space than for some log lines and a small checkpoint ends any run at once. Our choice.
+_PROBE_BYTES = 1 << 20
+# NFS keeps the lock of a dead client for its lease, 90 s on Linux, and a grace period.
 LOCK_WAIT_S = 120.0
 _LOCK_POLL_S = 1.0  # our choice
 
@@ -90,15 +90,15 @@ def open_run_folder(
     warn: Callable[[str], None] = print,
     lock_wait_s: float = LOCK_WAIT_S,
 ) -> Iterator[RunFolder]:
-    """Create the run's folder, lock it and check that it can be written.
+    """Make the run's folder, lock it and check that it can be written.
 
     base_output_directory: a local folder, or gs://bucket/path through etils.epath.
-    primary: whether this process is the first of the run; the others create and lock nothing.
-    warn: takes one line when the file system knows no locks, or when the lock is waited for.
-    lock_wait_s: how long to wait for the lock of a process that is not seen on this host.
-    The lock is an flock, held until the context ends and let go by the kernel when the process
-    dies, so that kill -9 leaves nothing to clean; on gs:// it is an object that goes stale when
-    nobody renews it (storage/object_lock.py). Imports no JAX.
+    primary: whether this process is the first of the run; the others make and lock nothing.
+    warn: called with one line when the file system has no locks, or during a wait for the lock.
+    lock_wait_s: how long to wait for the lock of a process that does not run on this host.
+    The lock is an flock. The kernel releases it when the process dies, so that kill -9 leaves
+    nothing to clean; on gs:// it is an object that its holder renews (storage/object_lock.py).
+    Imports no JAX.
     Raises CheckpointError when the folder cannot be made or written, or another run holds it.
     """
     folder = locate(base_output_directory, run_name)
@@ -111,7 +111,7 @@ def open_run_folder(
                 make_folder(folder.path)
                 stack.enter_context(_locked(folder, run_name, warn, lock_wait_s))
                 _probe(folder.path)
-            else:  # folders need not be made there, and the lock is a probe
+            else:  # there are no folders to make, and writing the lock is the probe
                 lock = ObjectLock(folder.path / "lock", run_name=run_name, say=warn)
                 stack.enter_context(lock)
                 folder = dataclasses.replace(folder, require_lock=lock.require)
@@ -127,8 +127,8 @@ def open_run_folder(
 def require_space(folder: epath.PathLike, nbytes: int) -> None:
     """Refuse a checkpoint of nbytes that would not fit beside what is there.
 
-    nbytes: size of the arrays; compression usually makes the files smaller, so this errs on
-    the safe side. Folders on gs:// have no limit to ask for. Raises OSError.
+    nbytes: size of the arrays; with compression the files are usually smaller. Folders on gs://
+    have no limit. Raises OSError.
     """
     if not is_local(folder):
         return
@@ -145,12 +145,12 @@ def megabytes(nbytes: int) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """The last, most particular part of an error's text, in one line."""
+    """The last, most specific part of an error's text, in one line."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.rstrip(".")
     if answer := object_store.reason(error):
         return answer
-    # The file layer writes "while doing a: while doing b: why [code]", then details in lines.
+    # The file layer writes "while doing a: while doing b: why [code]", then lines of details.
     first_line = str(error).partition("\n")[0].partition(" [")[0]
     parts = [part for part in first_line.split(": ") if part]
     return ": ".join(parts[-2:]).rstrip(".") if parts else type(error).__name__
@@ -160,7 +160,7 @@ def reason(error: BaseException) -> str:
 def _locked(
     folder: RunFolder, run_name: str, warn: Callable[[str], None], wait_s: float
 ) -> Iterator[None]:
-    # Opened for appending: the holder's line must survive until the lock is ours.
+    # Opened for appending: the line of the holder must stay until this process has the lock.
     with open(folder.path / "lock", "a+", encoding="utf-8") as file:
         try:
             if not _lock(file):
@@ -187,9 +187,9 @@ def _lock(file: TextIO) -> bool:
 def _wait_for_lock(
     file: TextIO, folder: RunFolder, run_name: str, warn: Callable[[str], None], wait_s: float
 ) -> None:
-    """Wait until the holder's lock is gone. Raises CheckpointError when the holder is there."""
+    """Wait for the lock. Raises CheckpointError after wait_s, or if its holder runs here."""
     limit = time.monotonic() + wait_s
-    told = False
+    warned = False
     while True:
         file.seek(0)
         holder = file.read().strip()
@@ -198,19 +198,19 @@ def _wait_for_lock(
                 f"run_name={run_name} is in use: {holder or 'another process'} writes to "
                 f"{folder.path}. Wait for it, stop it, or set another run_name."
             )
-        if not told:
+        if not warned:
             warn(
                 f"run_name={run_name} is locked by {holder or 'another process'}: waiting up to "
                 f"{wait_s:g} s, since a file server keeps the lock of a host that died for a while"
             )
-            told = True
+            warned = True
         time.sleep(min(_LOCK_POLL_S, wait_s))
         if _lock(file):
             return
 
 
 def _runs_here(holder: str) -> bool:
-    """Whether the lock file names a process that lives on this host."""
+    """Whether the line of a lock file names a living process of this host."""
     match = re.fullmatch(r"process (\d{1,9}) on (.*)", holder)
     if match is None or match[2] != socket.gethostname():
         return False
@@ -228,6 +228,6 @@ def _probe(path: epath.Path) -> None:
     try:
         probe.write_bytes(bytes(_PROBE_BYTES))
         with open(probe, "rb") as file:
-            os.fsync(file.fileno())  # some file systems notice a full disk only here
+            os.fsync(file.fileno())  # some file systems report a full disk only here
     finally:
         probe.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What processes must know of the run's folder: that it is theirs, and that all see the same."""
+"""The run's folder as its processes see it: locked by the first one, and the same for all."""
 
 import secrets
 import socket
@@ -12,7 +12,7 @@ from maxdiloco.processes import agree, coordination
 from maxdiloco.storage import object_store
 from maxdiloco.storage.run_folder import reason
 
-# A network file system may remember for up to a minute that a name was not there. Our choice.
+# A network file system may cache for up to a minute that a name is absent. Our choice.
 WAIT_S = 60.0
 PAUSE_S = 1.0
 # Until the first process has the lock and has removed what was unfinished. Our choice.
@@ -20,7 +20,7 @@ PATIENCE_S = 1800.0
 
 
 def meet() -> None:
-    """Wait for all processes, as long as the first one may wait for a lock or an object store.
+    """Barrier of all processes, for as long as the first may wait for a lock or an object store.
 
     A collective would not do: gloo gives up after 30 s. Raises JaxRuntimeError.
     """
@@ -29,10 +29,9 @@ def meet() -> None:
 
 
 def require(folder: epath.Path) -> None:
-    """Raise CheckpointError, in all processes, unless all see what the first one writes to folder.
+    """Raise CheckpointError in all processes unless all see what the first one writes to folder.
 
-    The first process must have made the folder, where folders are made. Asks nothing of a run
-    of one process.
+    The first process must have made the folder, where folders are made. A no-op for one process.
     """
     if jax.process_count() == 1:
         return
@@ -66,15 +65,15 @@ def _write(marker: epath.Path, number: int) -> str | None:
 
 
 def _wait_for(marker: epath.Path, number: int) -> str | None:
-    """Why the marker cannot be read with that number within WAIT_S; None when it can."""
+    """Why the marker with this number cannot be read within WAIT_S; None when it can."""
     limit = time.monotonic() + WAIT_S
     while True:
         try:
-            found = marker.read_text()
+            text = marker.read_text()
             problem = "it is another folder of the same name"
         except (OSError, *object_store.errors(marker)) as error:
-            found, problem = "", reason(error)
-        if found == str(number):
+            text, problem = "", reason(error)
+        if text == str(number):
             return None
         if time.monotonic() >= limit:
             return problem

@@ -48,10 +48,10 @@ class BatchShape(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What a run is made of.
+    """What a run is made of; arrays are ShapeDtypeStructs with shardings.
 
-    batch: ShapeDtypeStructs of a step's, leaves [R, B, L]. learning_rate: steps before -> rate.
-    params, opt_state: one replica's, as ShapeDtypeStructs with shardings. init: seed -> state.
+    learning_rate: inner steps done -> rate of the next. batch: a step's, leaves [R, B, L].
+    params, opt_state: one replica's. init: seed -> state.
     """
 
     mesh: Mesh
@@ -194,7 +194,7 @@ def _init_program(trainer, model, inner_optimizer) -> Program:
         params = model.init(jax.random.key(seed))
         return params, inner_optimizer.init(params)
 
-    # Runs once. LLVM takes 10 CPU seconds to optimise the draws of a small model, and 1.4 not to.
+    # Runs once: a small model takes LLVM 10 CPU seconds to compile, without optimisation 1.4.
     fast = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     on_cpu = trainer.mesh.devices.flat[0].platform == "cpu"
     return trainer.init_program(make, compiler_options=fast if on_cpu else None)
@@ -206,7 +206,7 @@ def initial_state(parts: Parts, seed: int) -> Any:
 
 
 def state_with(parts: Parts, params: Any) -> Any:
-    """The state before the first step, from given parameters of one replica, which are donated."""
+    """The state before the first step from parameters of one replica, which are donated."""
 
     def make(params):
         return params, parts.optimizer.init(params)
@@ -215,10 +215,10 @@ def state_with(parts: Parts, params: Any) -> Any:
 
 
 def calls(cfg: Config, parts: Parts) -> list[Call]:
-    """Every program of a run: those of the steps first, then what it does beside and before them.
+    """Every program of a run: those of the steps, then those beside and before the steps.
 
-    Saving has none of its own, but for the outer parameters in eager mode; for that of restoring
-    see checkpoint.arrays.calls.
+    A save runs the program of the outer parameters in eager mode, and none otherwise. For the
+    program of a restore see checkpoint.arrays.calls.
     """
     trainer = parts.trainer
     evaluations = 0.0 if cfg.eval_interval == -1 else trainer.period / cfg.eval_interval
@@ -248,7 +248,7 @@ def flops_per_token(cfg: Config, params: Any) -> float:
     """Model FLOPs of forward and backward for one token, see speed.training_flops_per_token."""
     matmul = sum(math.prod(x.shape) for x in jax.tree.leaves(params) if len(x.shape) > 1)
     if not cfg.logits_via_embedding:
-        matmul -= cfg.vocab_size * cfg.base_emb_dim  # the input embedding is a look-up
+        matmul -= cfg.vocab_size * cfg.base_emb_dim  # the input embedding is looked up
     return training_flops_per_token(
         matmul,
         cfg.base_num_decoder_layers,

@@ -86,42 +86,42 @@ def save(path: str, cfg: Config, mesh: Mesh, calls: list[Call]) -> int:
 
 
 def check_place(key: str, path: str) -> None:
-    """Make the folder of a file to come. Raises ConfigError where it cannot be written."""
+    """Make the folder of a file that will be written. Raises ConfigError where it cannot be."""
     target = epath.Path(path)
     if _is_no_file(target):
         raise ConfigError(
-            f"{key}={path} is no file: it would be replaced. Give the path of a file."
+            f"{key}={path} is no file, and writing would replace it. Give the path of a file."
         )
-    with _writing(key, path) as part:
+    with _writing(key, path) as temporary:
         target.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(b"")
-        part.unlink()
+        temporary.write_bytes(b"")
+        temporary.unlink()
 
 
 def write_whole(key: str, path: str, content: bytes) -> None:
     """Write a file that appears whole or not at all. Raises ConfigError when it cannot be."""
-    with _writing(key, path) as part:
-        part.write_bytes(content)
-        if is_local(part):  # a run refuses programs that others may write
-            os.chmod(part, os.stat(part).st_mode & ~_OTHERS_WRITE)
-        part.replace(epath.Path(path))
+    with _writing(key, path) as temporary:
+        temporary.write_bytes(content)
+        if is_local(temporary):  # a run refuses programs that others may write
+            os.chmod(temporary, os.stat(temporary).st_mode & ~_OTHERS_WRITE)
+        temporary.replace(epath.Path(path))
 
 
 def _is_no_file(path: epath.Path) -> bool:
-    """Whether a folder, pipe or device is there. A device may have no end to read."""
+    """Whether the path is a folder, pipe or device. Reading a device may never end."""
     return is_local(path) and os.path.exists(path) and not os.path.isfile(path)
 
 
 @contextlib.contextmanager
 def _writing(key: str, path: str) -> Iterator[epath.Path]:
-    """The file to write first, beside the one that is meant; removed after an error."""
+    """A temporary file beside the target, which the caller fills and moves; removed on errors."""
     target = epath.Path(path)
-    part = target.parent / f"{target.name}.part"
+    temporary = target.parent / f"{target.name}.part"
     try:
-        yield part
+        yield temporary
     except OSError as error:
         with contextlib.suppress(OSError):
-            part.unlink()
+            temporary.unlink()
         raise ConfigError(
             f"{key}={path} cannot be written: {reason(error)}. Give the path of a file in a "
             f"folder that can be written and has free space."
@@ -198,7 +198,7 @@ def _opened(path: str) -> zipfile.ZipFile:
     try:
         if _is_no_file(file):
             raise OSError(errno.EINVAL, "not a file")
-        return zipfile.ZipFile(io.BytesIO(_read_own(path)))
+        return zipfile.ZipFile(io.BytesIO(_read_trusted(path)))
     except OSError as error:
         why, remedy = error.strerror or "not found", "Make it with maxdiloco.train_compile"
     except zipfile.BadZipFile:
@@ -208,7 +208,7 @@ def _opened(path: str) -> zipfile.ZipFile:
     )
 
 
-def _read_own(path: str) -> bytes:
+def _read_trusted(path: str) -> bytes:
     """The bytes of a file that nobody but this user and root can have written.
 
     On gs:// the rights are the bucket's. Raises ConfigError where others own or may write it.
@@ -237,8 +237,8 @@ def _manifest(path: str, archive: zipfile.ZipFile) -> dict[str, Any]:
         stored = {}
     if stored.get("format") != FORMAT:
         raise ConfigError(
-            f"compiled_trainstep_file={path} is of another kind or an older maxdiloco. Make it "
-            f"again with maxdiloco.train_compile, or leave it out."
+            f"compiled_trainstep_file={path} has no programs, or those of another maxdiloco. Make "
+            f"it again with maxdiloco.train_compile, or leave it out."
         )
     return stored
 
@@ -262,7 +262,7 @@ def _made_for(mesh: Mesh) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """What XLA's code for a CPU depends on: a fingerprint of the features of this one."""
+    """A fingerprint of the features of this CPU, on which XLA's code for it depends."""
     path = pathlib.Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     features = next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -18,15 +18,10 @@ from maxdiloco.parallel.sharding import Rules, spec
 from maxdiloco.trainer import feeding
 
 
-def rows_sharding(mesh: jax.sharding.Mesh, rules: Rules) -> NamedSharding:
-    """Sharding of an evaluation batch [B, L]: rows over every batch axis, `diloco` included."""
-    return NamedSharding(mesh, spec(("batch", "length"), rules))
-
-
 class Evaluation:
-    """The evaluation of a run: its batches [B, L] and the one program that reads them.
+    """The evaluation of a run: one program that adds up the losses of a batch [B, L].
 
-    rows: sequences of a batch, of all devices together. num_batches: -1 for all of the text.
+    rows: B. num_batches: -1 for all of the text.
     """
 
     def __init__(
@@ -43,11 +38,12 @@ class Evaluation:
         self._model = model
         self._mesh = mesh
         self._shape = (rows, length)
-        self._sharding = rows_sharding(mesh, rules)
+        # Rows over every batch axis, `diloco` included.
+        self._sharding = NamedSharding(mesh, spec(("batch", "length"), rules))
         self._num_batches = num_batches
-        self._everywhere = NamedSharding(mesh, P())
+        self._replicated = NamedSharding(mesh, P())
         self._program = Program(
-            "evaluate", self._sums, out_shardings=self._everywhere, on_compile=on_compile
+            "evaluate", self._sums, out_shardings=self._replicated, on_compile=on_compile
         )
 
     def _sums(self, params, batch, sums):
@@ -58,30 +54,30 @@ class Evaluation:
     def calls(self, params: Any, runs: float) -> list[Call]:
         """The program that adds up a batch.
 
-        params: ShapeDtypeStructs of DiLoCo.outer_params. runs: evaluations in a period.
+        params: Trainer.abstract_outer_params. runs: evaluations in a period.
         """
         tokens_BL = jax.ShapeDtypeStruct(self._shape, jnp.int32, sharding=self._sharding)
         batch = {"tokens": tokens_BL, "segment_ids": tokens_BL}
-        zero = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._everywhere)
-        each = max(1, self._num_batches)  # -1: one batch stands for as many as the text has
-        return [Call(self._program, (params, batch, (zero, zero)), runs * each, BESIDE)]
+        zero = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._replicated)
+        batches = max(1, self._num_batches)  # -1: how many the text has is not known here
+        return [Call(self._program, (params, batch, (zero, zero)), runs * batches, BESIDE)]
 
     def __call__(self, params: Any, dataset: Any) -> float:
-        """Cross entropy per token [nats] of one replica's parameters, z-loss left out.
+        """Cross entropy per token [nats], without the z-loss; NaN when no token counts.
 
-        params: as DiLoCo.outer_params gives them. dataset: of data.pipeline. The sums stay on the
-        devices until the last batch. NaN when no token counts.
+        params: of Trainer.outer_params. dataset: of data.pipeline. The sums stay on the devices
+        until the last batch.
         """
-        from maxdiloco.data import pipeline
+        from maxdiloco.data import pipeline  # needs etils, which a benchmark of the step does not
 
         rows = feeding.local_rows(self._sharding, self._shape)
-        sums = jax.device_put((np.float32(0), np.float32(0)), self._everywhere)
+        sums = jax.device_put((np.float32(0), np.float32(0)), self._replicated)
         with pipeline.eval_batches(
             dataset, batch_size=self._shape[0], num_batches=self._num_batches, rows=rows[0]
         ) as local:
             for batch in feeding.feed(local, rows, self._sharding, self._shape):
                 sums = self._program(params, batch, sums)
                 if self._mesh.devices.flat[0].platform == "cpu":
-                    jax.block_until_ready(sums)  # see DiLoCo: no running ahead on CPU
+                    jax.block_until_ready(sums)  # as in DiLoCo.step
         total, tokens = map(np.asarray, sums)
         return float(total / tokens)

@@ -15,9 +15,9 @@ Rows = tuple[np.ndarray, ...]
 
 
 def local_rows(sharding: NamedSharding, shape: tuple[int, ...]) -> Rows:
-    """The rows that the devices of this process hold, each once.
+    """The rows of the devices of this process, each once.
 
-    They need not be a box: the hosts of a large TPU slice hold tiles of its torus.
+    They need not form a box: the hosts of a large TPU slice hold tiles of its torus.
     shape: of the whole array; its last dim (L) is always read whole.
     """
     return rows_of(sharding.addressable_devices_indices_map(shape).values(), shape)
@@ -25,36 +25,38 @@ def local_rows(sharding: NamedSharding, shape: tuple[int, ...]) -> Rows:
 
 def rows_of(shards: Iterable[tuple[slice, ...]], shape: tuple[int, ...]) -> Rows:
     """The rows of an array of `shape` that are in at least one of the shards."""
-    held = np.zeros(shape[:-1], bool)
+    in_a_shard = np.zeros(shape[:-1], bool)
     for shard in shards:
-        held[shard[:-1]] = True
-    return np.nonzero(held)
+        in_a_shard[shard[:-1]] = True
+    return np.nonzero(in_a_shard)
 
 
 def to_global(batch: Any, rows: Rows, sharding: NamedSharding, shape: tuple[int, ...]) -> Any:
     """Arrays of the whole shape from leaves [N, L]; nothing moves between processes."""
-    places = places_of(rows, shape)
+    positions = positions_of(rows, shape)
     return jax.tree.map(
         lambda local_NL: jax.make_array_from_callback(
-            shape, sharding, lambda shard: cut(local_NL, places, shard)
+            shape, sharding, lambda shard: take_shard(local_NL, positions, shard)
         ),
         batch,
     )
 
 
-def cut(local_NL: np.ndarray, places: np.ndarray, shard: tuple[slice, ...]) -> np.ndarray:
-    """One shard of the whole array from the local rows; places: of places_of."""
-    return local_NL[places[shard[:-1]], shard[-1]]
+def take_shard(
+    local_NL: np.ndarray, positions: np.ndarray, shard: tuple[slice, ...]
+) -> np.ndarray:
+    """One shard of the whole array from the local rows; positions: of positions_of."""
+    return local_NL[positions[shard[:-1]], shard[-1]]
 
 
-def places_of(rows: Rows, shape: tuple[int, ...]) -> np.ndarray:
-    """Place in N of every row of the whole array, int64 [R, B] or [B].
+def positions_of(rows: Rows, shape: tuple[int, ...]) -> np.ndarray:
+    """Index in the local rows of every row of the whole array, int64 [R, B] or [B].
 
-    Rows that this process does not have get N, which is no place, so no other passes for them.
+    Rows of other processes get N, one past the end, so that taking one is an IndexError.
     """
-    places = np.full(shape[:-1], len(rows[0]))
-    places[rows] = np.arange(len(rows[0]))
-    return places
+    positions = np.full(shape[:-1], len(rows[0]))
+    positions[rows] = np.arange(len(rows[0]))
+    return positions
 
 
 def feed(

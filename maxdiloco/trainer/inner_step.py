@@ -1,4 +1,4 @@
-"""One inner step of one replica: loss, gradient, optimizer."""
+"""One inner step of one replica: Streaming DiLoCo (arXiv 2501.18512) Algorithm 2, lines 4-5."""
 # A micro-batches  B sequences per replica  L tokens
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from maxdiloco.models.transformer import Model
-from maxdiloco.parallel.replicas import one_at_a_time
+from maxdiloco.parallel.replicas import without_singleton_vmap
 from maxdiloco.parallel.sharding import constrain
 
 f32 = jnp.float32
@@ -24,15 +24,16 @@ def make(
 ) -> Callable[[Any, Any, Any], tuple[Any, Any, dict[str, jax.Array]]]:
     """inner_step(params, opt_state, batch) -> (params, opt_state, metrics) of one replica.
 
+    Streaming DiLoCo (arXiv 2501.18512) Algorithm 2, line 5, with the gradient of line 4.
     accumulation: micro-batches A of a step; micro-batch a holds rows a*B/A to (a+1)*B/A. Summed
-    token losses are divided by all tokens of the step, so the cut does not change the gradient.
+    token losses are divided by all tokens of the step, so A does not change the gradient.
     nan_policy: `stop` takes the step whatever its gradient is; `skip` leaves parameters and
     optimizer state as they were when loss or gradient norm is not finite.
     Metrics, float32 scalars: "loss", mean cross-entropy [nats a token], without the z-loss;
     "z_loss", its mean; "grad_norm", before clipping; "tokens", targets that count; with `skip`
     also "skipped", 0 or 1. A batch in which no target counts has loss and gradient 0.
     """
-    gradient = one_at_a_time(jax.value_and_grad(model.loss, has_aux=True))
+    gradient = without_singleton_vmap(jax.value_and_grad(model.loss, has_aux=True))
 
     def inner_step(params, opt_state, batch):
         if accumulation == 1:
@@ -61,11 +62,11 @@ def make(
 def _micro_batches(batch, accumulation, model):
     """[B, ...] -> [A, B/A, ...], the rows of each micro-batch spread over the devices again."""
 
-    def cut(x_BL):
+    def split(x_BL):
         x_ABL = x_BL.reshape(accumulation, -1, *x_BL.shape[1:])
         return constrain(x_ABL, (None, "batch", "length"), model.spec.rules)
 
-    return jax.tree.map(cut, batch)
+    return jax.tree.map(split, batch)
 
 
 def _accumulate(gradient, params, batch_ABL):

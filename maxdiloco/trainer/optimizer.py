@@ -1,4 +1,4 @@
-"""The inner optimizer: which rule, at which learning rate, and what decays."""
+"""The inner optimizer: its rule, its learning rate, and which parameters decay."""
 
 import math
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def learning_rate_schedule(
 
 
 def learning_rate(schedule: Callable, count: int) -> float:
-    """The learning rate after `count` steps, without a word to the accelerator."""
+    """The learning rate after `count` steps, computed on the host and not on the accelerator."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         return float(jax.jit(schedule)(count))
 
@@ -102,15 +102,15 @@ def _adamw(cfg, schedule, model):
 def _muon(cfg, schedule, model):
     dims = muon_dims(model)
     labels = jax.tree.map(lambda d: "adam" if d is None else "muon", dims, is_leaf=_is_dims)
-    own_dims = jax.tree.map(
+    muon_leaves = jax.tree.map(
         lambda d: optax.MaskedNode() if d is None else d, dims, is_leaf=_is_dims
     )
     return optax.chain(
         optax.partition(
             {
                 "muon": optax.chain(
-                    optax.contrib.scale_by_muon(weight_dimension_numbers=own_dims),
-                    optax.stateless(lambda updates, _: _with_adams_rms(updates, own_dims)),
+                    optax.contrib.scale_by_muon(weight_dimension_numbers=muon_leaves),
+                    optax.stateless(lambda updates, _: _with_adams_rms(updates, muon_leaves)),
                 ),
                 "adam": optax.scale_by_adam(cfg.adam_b1, cfg.adam_b2, cfg.adam_eps),
             },
@@ -139,7 +139,7 @@ def _is_dims(x):
 
 
 def _float32_state(rule):
-    """The rule with its state made for float32 parameters: moments of bfloat16 would not move."""
+    """The rule, its state as for float32 parameters: bfloat16 moments would not move."""
 
     def init(params):
         return rule.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))

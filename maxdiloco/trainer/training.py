@@ -16,7 +16,7 @@ from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.data import pipeline
 from maxdiloco.data.order import Position
 from maxdiloco.engine.calls import START
-from maxdiloco.errors import Preempted
+from maxdiloco.errors import INTERRUPTED, Preempted
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.compiles import CompileLog
@@ -27,7 +27,6 @@ from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes import distributed, output
 from maxdiloco.processes.agree import from_first_process, in_any_process
 from maxdiloco.processes.preemption import Preemption
-from maxdiloco.processes.signals import INTERRUPTED
 from maxdiloco.storage.run_folder import RunFolder, locate, open_run_folder
 from maxdiloco.trainer import assemble, compiled_file, feeding, run_data, start
 from maxdiloco.trainer.assemble import BatchShape, Parts
@@ -95,7 +94,9 @@ def train(cfg: Config, begun: float) -> int:
         compiles = CompileLog(say, show_memory=cfg.show_memory)
         parts = assemble.assemble(cfg, mesh, shape, total_steps=total, on_compile=compiles)
         trainer = parts.trainer
-        for line in _sizes(cfg, parts):
+        description = trainer.description()
+        compiles.resident = description.resident
+        for line in [*_sizes(cfg, parts), *description.start]:
             say(line)
         say(f"{begin.origin}; {total} steps in all")
         for line in start.changes(cfg, parts, begin, total_steps=total):
@@ -205,12 +206,11 @@ def _open_batches(
 
 
 def _sizes(cfg: Config, parts: Parts) -> list[str]:
-    """Lines on the sizes of model, batch, replicas and fragments."""
+    """Lines on the sizes of model and batch."""
     R, B, L = parts.shape
     return [
         f"model: {cfg.model_name}, {count_parameters(parts.model):,} parameters",
         f"batch: {R} replicas * {B} sequences * {L} tokens = {parts.shape.tokens:,} tokens a step",
-        *parts.trainer.description().start,
     ]
 
 
@@ -223,7 +223,6 @@ def _compile(cfg: Config, parts: Parts, compiles: CompileLog, say: Say, *, fresh
     if path:
         count = compiled_file.load(path, cfg, parts.mesh, calls)
         say(f"{count} compiled programs loaded from {path}")
-    compiles.resident = parts.trainer.description().resident
     compiles.all_of(calls)
 
 

@@ -149,11 +149,11 @@ def test_processes_share_the_examination(tmp_path, two_saved):
     folder = damaged_run(tmp_path, two_saved)
     newest = folder / "20"
     (newest / "meta" / "metadata").unlink()
-    found = [seal.damage(newest, part=part, parts=3) for part in range(3)]
+    found = [seal.damage(newest, first=process, stride=3) for process in range(3)]
     assert [one.what for one in found if one] == ["meta/metadata is missing"]
-    place = next(one.place for one in found if one)
-    assert seal.damage(newest, places=[place]) in found
-    assert seal.damage(newest, places=[place + 1]) is None
+    index = next(one.index for one in found if one)
+    assert seal.damage(newest, indices=[index]) in found
+    assert seal.damage(newest, indices=[index + 1]) is None
 
 
 def test_above_the_limit_only_sizes_are_kept(tmp_path, two_saved, monkeypatch):

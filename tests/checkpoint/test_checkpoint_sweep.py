@@ -18,7 +18,7 @@ from maxdiloco.checkpoint import seal
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.errors import SaveError
 from maxdiloco.storage.run_folder import locate
-sys.path.insert(0, "tests")
+sys.path.insert(0, "tests/checkpoint")
 from test_checkpoint_faults import items, wanted, values
 
 faults = ctypes.CDLL(os.environ["LD_PRELOAD"])

@@ -292,7 +292,9 @@ def test_a_jsonl_line_that_is_cut_off_under_a_run_is_told(folder):
     folder({"a.jsonl": LINE * 3})
     assert texts(documents) == [b"abcdef"] * 2
     folder({"a.jsonl": LINE + LINE[:9]})
-    with pytest.raises(DataError, match=r"has changed since.*of 6 bytes at byte 19 is none now"):
+    with pytest.raises(
+        DataError, match=r"has changed since.*of 6 bytes at byte 19 is no longer there"
+    ):
         texts(documents)
 
 

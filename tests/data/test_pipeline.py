@@ -49,9 +49,7 @@ def test_replica_m_row_b_reads_its_place_of_the_global_order(text):
 def test_batches_are_what_read_gives_step_by_step(text):
     """Over the end of an epoch too: step 6 of 6 windows is places 30 to 35, windows 0 to 5."""
     data, position = text(), order.first_position(2, 3)
-    with pipeline.batches(
-        data, position, steps=range(2, 7), **box(range(2), range(3))
-    ) as batches:
+    with pipeline.batches(data, position, steps=range(2, 7), **box(range(2), range(3))) as batches:
         found = list(batches)
     assert len(found) == 5
     for step, batch in enumerate(found, start=2):
@@ -69,9 +67,7 @@ def test_shuffled_epochs_read_every_window_once_in_orders_of_their_own(text):
         text(enable_data_shuffling=True, data_shuffle_seed=4),
         order.first_position(2, 3),
     )
-    with pipeline.batches(
-        data, position, steps=range(1, 11), **box(range(2), range(3))
-    ) as batches:
+    with pipeline.batches(data, position, steps=range(1, 11), **box(range(2), range(3))) as batches:
         read = np.array([numbers(batch) for batch in batches]).reshape(2, 30)
     assert sorted(read[0]) == sorted(read[1]) == list(range(30))
     assert len({tuple(read[0]), tuple(read[1]), tuple(range(30))}) == 3
@@ -162,15 +158,14 @@ def test_worker_processes_read_the_same_and_end(text):
     assert found[0] == found[1]
 
 
-def test_close_leaves_no_thread(text):
-    """Nor does Grain. While open there is one."""
+def test_leaving_the_with_leaves_no_thread(text):
+    """Inside it there is one."""
     before = set(threading.enumerate())
-    batches = pipeline.batches(
+    with pipeline.batches(
         text(), order.first_position(1, 1), steps=range(1, 9), replicas=[0], rows=[0]
-    )
-    next(batches)
-    assert len(set(threading.enumerate()) - before) == 1
-    batches.close()
+    ) as batches:
+        next(batches)
+        assert len(set(threading.enumerate()) - before) == 1
     assert set(threading.enumerate()) == before
 
 

@@ -21,14 +21,14 @@ cfg = types.SimpleNamespace(
     max_target_length=4, vocab_size=257,
 )
 data = pipeline.open_dataset(cfg, split="train")
-batches = pipeline.batches(
+with pipeline.batches(
     data, order.first_position(1, 1), steps=range(1, 200), replicas=[0], rows=[0], worker_count=2
-)
-next(batches)
-print(*(child.pid for child in multiprocessing.active_children()))
-print(resource_tracker._resource_tracker._pid, flush=True)
-for line in sys.stdin:
-    print(next(batches)["tokens"].shape, flush=True)
+) as batches:
+    next(batches)
+    print(*(child.pid for child in multiprocessing.active_children()))
+    print(resource_tracker._resource_tracker._pid, flush=True)
+    for line in sys.stdin:
+        print(next(batches)["tokens"].shape, flush=True)
 """
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from maxdiloco.diloco import quantize
-from maxdiloco.diloco.quantize import decode, encode, encoded_size, wire
+from maxdiloco.diloco.quantize import decode, encode, encoded_size, wire_format
 
 BLOCK = 256
 TINY = 2.0**-119  # a block below it is sent as zeros by float4_e3m0
@@ -144,7 +144,7 @@ def test_bfloat16_rounds_to_nearest_even_and_never_to_infinity():
 def test_bfloat16_rounds_in_a_compiled_round_trip_too():
     """A conversion to bfloat16 and back may be dropped by a compiler; the rounding must stay."""
     x = normal(0, 1000, 0)
-    expected = x.astype(wire("bfloat16").dtype).astype(np.float32)
+    expected = x.astype(wire_format("bfloat16").dtype).astype(np.float32)
     both = jax.jit(lambda x: decode("bfloat16", encode("bfloat16", x), 1000))
     assert (expected != x).any()
     assert raw(both(x)) == raw(expected)
@@ -211,7 +211,7 @@ def test_encoding_what_was_decoded_gives_the_same_array(x):
 @pytest.mark.parametrize("name", quantize.NAMES)
 def test_an_array_of_zero_bits_decodes_to_zeros(name, n):
     """A fresh in-flight slot; and zeros of either sign are sent as such an array."""
-    empty = jnp.zeros((encoded_size(name, n),), wire(name).dtype)
+    empty = jnp.zeros((encoded_size(name, n),), wire_format(name).dtype)
     assert raw(jit_decode(name, empty, n)) == raw(np.zeros(n, np.float32))
     if name in LOSSY:
         assert raw(jit_encode(name, jnp.full((n,), -0.0, jnp.float32))) == raw(empty)
@@ -278,7 +278,7 @@ def test_sizes_on_the_wire():
         for n in (257, 512):
             x = jax.ShapeDtypeStruct((n,), jnp.float32)
             code = jax.eval_shape(functools.partial(encode, name), x)
-            assert (code.shape, code.dtype) == ((encoded_size(name, n),), wire(name).dtype)
+            assert (code.shape, code.dtype) == ((encoded_size(name, n),), wire_format(name).dtype)
         assert code.size * code.dtype.itemsize == bytes_of_two_blocks[name]
 
 
@@ -296,7 +296,7 @@ def test_an_unknown_wire_is_refused():
     one = jnp.ones((1,), jnp.float32)
     remedy = "diloco_exchange_dtype='fp4'.*Use one of float32, bfloat16, int8, float4_e3m0"
     for call in (
-        lambda: wire("fp4"),
+        lambda: wire_format("fp4"),
         lambda: encode("fp4", one),
         lambda: decode("fp4", one, 1),
         lambda: encoded_size("fp4", 1),

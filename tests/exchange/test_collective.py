@@ -40,7 +40,7 @@ def exchange(mesh, wire, placed, M, *, num_chunks=1):
 
     def run(*leaves_R):
         sent = collective.send(fragment, leaves_R, num_chunks=num_chunks, chunk=chunk)
-        arrived = [collective.carry(c, mesh) for c in sent]
+        arrived = [collective.all_gather_chunk(c, mesh) for c in sent]
         return collective.receive(fragment, arrived, num_replicas=M)
 
     return jax.jit(run)(*placed)
@@ -100,7 +100,7 @@ def test_eager_mean_has_the_own_value_fresh(devices):
 
     def run(old, new):
         arrived = [
-            collective.carry(c, mesh)
+            collective.all_gather_chunk(c, mesh)
             for c in collective.send(fragment, old, num_chunks=1, chunk=size)
         ]
         own = collective.send(fragment, new, num_chunks=1, chunk=size)
@@ -126,11 +126,11 @@ def gathered(text):
     [("float32", "f32"), ("bfloat16", "u16"), ("int8", "s8"), ("float4_e3m0", "u8")],
 )
 def test_the_wire_dtype_crosses_as_rank_one(devices, wire, dtype):
-    """`carry` compiles to one all-gather of the wire's dtype: M local chunks, nothing else."""
+    """`all_gather_chunk` is one all-gather of the wire's dtype: M local chunks, nothing else."""
     mesh = mesh_of(devices, 2, 1, 4)
     spec = NamedSharding(mesh, collective.outgoing_spec(mesh))
-    chunk = jax.ShapeDtypeStruct((2 * 4 * 1024,), quantize.wire(wire).dtype, sharding=spec)
-    text = jax.jit(lambda c: collective.carry(c, mesh)).lower(chunk).compile().as_text()
+    chunk = jax.ShapeDtypeStruct((2 * 4 * 1024,), quantize.wire_format(wire).dtype, sharding=spec)
+    text = jax.jit(lambda c: collective.all_gather_chunk(c, mesh)).lower(chunk).compile().as_text()
     (found,) = gathered(text)
     assert re.fullmatch(dtype, found[0]) and found[1] == 2 * 1024
 
@@ -150,7 +150,7 @@ def test_all_zero_payload_is_no_change(devices):
     for wire in WIRES:
         fragment = payload.for_leaves(SHAPES, SPECS, wire=wire, mesh=mesh)
         size = payload.pad_to_tile(fragment.size)
-        zeros = [jnp.zeros((2 * size,), quantize.wire(wire).dtype)]
+        zeros = [jnp.zeros((2 * size,), quantize.wire_format(wire).dtype)]
         receive = functools.partial(collective.receive, fragment, num_replicas=2)
         received = jax.jit(receive)(zeros)
         assert not any(np.asarray(mean).any() for mean in received.mean)

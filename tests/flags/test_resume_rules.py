@@ -30,7 +30,7 @@ def test_a_key_without_the_fact_is_refused_and_the_fact_alone_frees_it(tmp_path)
     """adam_b1 has no `Resume:` in base.yml; log_period has one."""
     text = (base_yml.config_folder() / "base.yml").read_text()
     path = tmp_path / "base.yml"
-    fact = "# Resume: may change, because it ends or watches the run.\n"
+    fact = "# Resume: may change, because it only watches the run.\n"
     path.write_text(
         text.replace(f"{fact}log_period:", "log_period:").replace("adam_b1:", f"{fact}adam_b1:")
     )

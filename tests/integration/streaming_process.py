@@ -16,6 +16,7 @@ from maxdiloco.errors import NumericsError
 from maxdiloco.processes import distributed
 
 
+@guarded
 def main(argv):
     """Every mode of streaming.STOPS; returns no exit code, since each ends in an error."""
     jax.config.update("jax_num_cpu_devices", 2)
@@ -40,4 +41,4 @@ def stopped(mode):
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main, sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

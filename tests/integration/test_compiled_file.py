@@ -126,7 +126,7 @@ def rewritten(path, target, old, new):
         (b'"jaxlib": "', b'"jaxlib": "9', "was compiled with jaxlib=9"),
         (b'"processor": "', b'"processor": "f', "was compiled for processor=f"),
         (b'"inner + exchange"', b'"other"', "for another program inner + exchange. Its keys"),
-        (b'"format": 2', b'"format": 1', "is of another kind or an older maxdiloco"),
+        (b'"format": 2', b'"format": 1', "has no programs, or those of another maxdiloco"),
     ],
 )
 def test_a_file_of_other_software_is_refused(file, tmp_path, capsys, old, new, words):

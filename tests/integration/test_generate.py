@@ -94,7 +94,7 @@ def test_an_option_that_cannot_work_is_refused_with_2(capfd, text_run, option, w
 def test_an_option_given_twice_is_refused(capfd, text_run):
     code, line = refused(capfd, text_run[0], "seed=1", "seed=2")
     assert code == 2
-    assert line == "ConfigError: seed=2: seed stands there twice. Give it once."
+    assert line == "ConfigError: seed=2: seed is given twice. Give it once."
 
 
 def test_a_run_trained_with_flash_attention_is_sampled_where_there_is_none(

@@ -211,9 +211,9 @@ def test_a_synchronisation_does_not_wait_for_the_one_before_it():
 
 
 def test_nothing_compiles_after_the_first_step_begins(tmp_path, monkeypatch, caplog, request):
-    """Evaluations, log steps, saves and their small change included."""
-    ready = []
-    whole = compiles.CompileLog.all_of
+    """Evaluations, log steps, saves and their small change included. The trainer is bound once."""
+    ready, bound = [], []
+    whole, bind = compiles.CompileLog.all_of, DiLoCo.bind
 
     def all_of(self, calls):
         whole(self, calls)
@@ -224,6 +224,7 @@ def test_nothing_compiles_after_the_first_step_begins(tmp_path, monkeypatch, cap
         return [line for line in said if line.startswith("Finished XLA compilation of")]
 
     monkeypatch.setattr(compiles.CompileLog, "all_of", all_of)
+    monkeypatch.setattr(DiLoCo, "bind", lambda self, *args: bound.append(bind(self, *args)))
     request.addfinalizer(lambda: jax.config.update("jax_log_compiles", False))
     jax.config.update("jax_log_compiles", True)  # jax.log_compiles() is of this thread alone
     with caplog.at_level(logging.WARNING, logger="jax"):
@@ -232,6 +233,7 @@ def test_nothing_compiles_after_the_first_step_begins(tmp_path, monkeypatch, cap
             checkpoint_period=4,
         )  # fmt: skip
     assert code == 0
+    assert len(bound) == 1
     assert ready and ready[0] >= 5  # the control: compiles are seen
     after = [line.partition("jit(")[2].partition(")")[0] for line in finished()[ready[0] :]]
     assert sorted(set(after)) == ["schedule"]  # on the host's own CPU

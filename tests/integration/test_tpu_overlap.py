@@ -116,7 +116,9 @@ def test_an_exchange_in_a_conditional_is_exposed(trainer, mesh):
     def exchange(params, opt_state, batch, chunk, wanted):
         absent = jnp.zeros(state.incoming[0][0].shape, chunk.dtype)
         absent = jax.lax.with_sharding_constraint(absent, lies)
-        arrived = jax.lax.cond(wanted, lambda: collective.carry(chunk, slices), lambda: absent)
+        arrived = jax.lax.cond(
+            wanted, lambda: collective.all_gather_chunk(chunk, slices), lambda: absent
+        )
         return *step(params, opt_state, batch), arrived
 
     wanted = struct(slices, (), jnp.bool_)

@@ -67,17 +67,17 @@ def inputs(L, *, B=2, N=4, K=2, H=8, seed=0):
     return q, k, v, segments
 
 
-def naive(how, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL):
+def naive(softmax_config, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL):
     """Whole weights, one key/value head per query head, differentiated by JAX."""
     share = q_BLNH.shape[2] // k_BLKH.shape[2]
     k_BLNH, v_BLNH = jnp.repeat(k_BLKH, share, axis=2), jnp.repeat(v_BLKH, share, axis=2)
     logits_BNLS = jnp.einsum("blnh,bsnh->bnls", q_BLNH, k_BLNH) / math.sqrt(q_BLNH.shape[-1])
-    if how.soft_cap:
-        logits_BNLS = how.soft_cap * jnp.tanh(logits_BNLS / how.soft_cap)
+    if softmax_config.soft_cap:
+        logits_BNLS = softmax_config.soft_cap * jnp.tanh(logits_BNLS / softmax_config.soft_cap)
     L = q_BLNH.shape[1]
     see_LS = np.tril(np.ones((L, L), bool))
-    if how.window:
-        see_LS &= ~np.tril(np.ones((L, L), bool), -how.window)
+    if softmax_config.window:
+        see_LS &= ~np.tril(np.ones((L, L), bool), -softmax_config.window)
     see_BLS = see_LS & (segment_ids_BL[:, :, None] == segment_ids_BL[:, None, :])
     weights_BNLS = jax.nn.softmax(jnp.where(see_BLS[:, None], logits_BNLS, -jnp.inf), axis=-1)
     return jnp.einsum("bnls,bsnh->blnh", weights_BNLS, v_BLNH)
@@ -104,10 +104,12 @@ def with_gradient(fn):
     ],
 )
 def test_blocks_of_queries_compute_plain_attention(L, changes):
-    how = Softmax(**dict(soft_cap=0.0, window=0, precision="default") | changes)
+    softmax_config = Softmax(**dict(soft_cap=0.0, window=0, precision="default") | changes)
     args = inputs(L)
-    blocks = tiny_model.compiled(with_gradient(functools.partial(dot_product.dot_product, how)))
-    plain = tiny_model.compiled(with_gradient(functools.partial(naive, how)))
+    blocks = tiny_model.compiled(
+        with_gradient(functools.partial(dot_product.dot_product, softmax_config))
+    )
+    plain = tiny_model.compiled(with_gradient(functools.partial(naive, softmax_config)))
     tiny_model.assert_close(blocks(*args), plain(*args), atol=2e-5)
 
 
@@ -158,8 +160,8 @@ def test_a_kernel_gets_each_device_its_sequences_and_heads(devices, monkeypatch)
     monkeypatch.setattr(attention, "splash", interpreted)
 
     def attend(*args):
-        how = dict(soft_cap=0.0, window=0, rules=DEFAULT_RULES, precision="default")
-        return attention.attend("splash", *args, **how)
+        softmax_config = dict(soft_cap=0.0, window=0, rules=DEFAULT_RULES, precision="default")
+        return attention.attend("splash", *args, **softmax_config)
 
     M = 4
     args = [np.stack(x) for x in zip(*(inputs(128, seed=m) for m in range(M)), strict=True)]

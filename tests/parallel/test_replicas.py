@@ -10,8 +10,8 @@ from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.replicas import (
     broadcast,
     map_fn,
-    one_at_a_time,
     reduce_mean,
+    without_singleton_vmap,
 )
 
 
@@ -44,7 +44,7 @@ def test_fn_cannot_reach_another_replica(devices):
 
 
 @pytest.mark.parametrize("M", [2, 4])
-def test_one_at_a_time_has_no_replica_dim(devices, M):
+def test_without_singleton_vmap_has_no_replica_dim(devices, M):
     """One replica a slot: a host callback that refuses vmap works; two a slot: it is refused."""
     mesh = Mesh(np.array(devices[:2]), ("diloco",))
     seen = []
@@ -56,7 +56,7 @@ def test_one_at_a_time_has_no_replica_dim(devices, M):
         )
         return {"out": callback + y}
 
-    mapped = jax.jit(map_fn(one_at_a_time(heavy), mesh=mesh, num_replicas=M))
+    mapped = jax.jit(map_fn(without_singleton_vmap(heavy), mesh=mesh, num_replicas=M))
     x_R = np.arange(3.0 * M, dtype=np.float32).reshape(M, 3)
     if M == 2:
         np.testing.assert_array_equal(mapped(x_R, x_R)["out"], 3 * x_R)

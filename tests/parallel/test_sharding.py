@@ -65,12 +65,12 @@ def test_dims_that_do_not_divide_are_refused(mesh):
         )
 
 
-def test_optimizer_state_lies_like_its_parameters(mesh):
+def test_optimizer_state_is_sharded_like_its_parameters(mesh):
     """Adam's moments are sharded as the parameters, its count is everywhere."""
     shapes = {"w": jax.ShapeDtypeStruct((4, 4), np.float32)}
-    lies = {"w": NamedSharding(mesh, P("fsdp", "tensor"))}
-    found = sharding.optimizer_shardings(optax.adam(1e-3), shapes, lies, mesh)
-    specs = {str(path): s.spec for path, s in jax.tree_util.tree_leaves_with_path(found)}
+    parameters = {"w": NamedSharding(mesh, P("fsdp", "tensor"))}
+    state = sharding.optimizer_shardings(optax.adam(1e-3), shapes, parameters, mesh)
+    specs = {str(path): s.spec for path, s in jax.tree_util.tree_leaves_with_path(state)}
     assert sorted(map(str, specs.values())) == sorted(
         map(str, [P(), P("fsdp", "tensor"), P("fsdp", "tensor")])
     )

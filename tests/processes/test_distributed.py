@@ -123,7 +123,7 @@ def test_a_cluster_that_jax_cannot_read_is_refused_in_one_line(asked):
 def test_processes_that_cannot_connect_are_lost_with_jax_s_reason(asked):
     """As when another program has the coordinator's port."""
     asked["error"] = jax.errors.JaxRuntimeError("UNKNOWN: Failed to start RPC server")
-    with pytest.raises(LostPeerError, match="by Slurm cannot meet: UNKNOWN: Failed to") as caught:
+    with pytest.raises(LostPeerError, match="Slurm cannot connect: UNKNOWN: Failed to") as caught:
         initialize("Slurm")
     assert "that the port of JAX_COORDINATOR_ADDRESS is free" in str(caught.value)
 

@@ -57,7 +57,7 @@ def program(argv):
     finally:
         time.sleep(600)  # what a clean-up would do
 
-end_with(lambda argv: guarded(program, argv))
+end_with(guarded(program))
 """
 
 

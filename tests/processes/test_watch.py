@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from maxdiloco.processes import links, watch
+from maxdiloco.processes import star, watch
 
 WAIT_S = 60  # far above what anything here takes
 HOST = socket.gethostname()
@@ -56,7 +56,7 @@ def link_pair(peer=1, host="host-b"):
     """A link to a peer, and the peer's bare end of it."""
     ours, theirs = socket.socketpair()
     theirs.settimeout(WAIT_S)
-    return links.Link(ours, peer, host), theirs
+    return star.Link(ours, peer, host), theirs
 
 
 def heard(bare, word):
@@ -108,7 +108,7 @@ def test_peers_that_only_beat_are_not_lost(ends, guarding):
     link, bare = link_pair()
     sides = [
         guarding(0, [link], silence_s=1.0),
-        guarding(1, [links.Link(bare, 0, "host-a")], silence_s=1.0),
+        guarding(1, [star.Link(bare, 0, "host-a")], silence_s=1.0),
     ]
     sides[0].end_if_lost(2.0)
     for side in sides:
@@ -159,7 +159,7 @@ def test_an_end_that_no_restart_mends_is_shared_with_its_reason(ends, guarding, 
     """Process 1 says goodbye, so it is not `gone`; process 0 tells process 2."""
     (one, bare_one), (two, bare_two) = link_pair(1, "host-b"), link_pair(2, "host-c")
     guarding(0, [one, two], silence_s=WAIT_S)
-    leaving = guarding(1, [links.Link(bare_one, 0, "host-a")], silence_s=WAIT_S, main=over())
+    leaving = guarding(1, [star.Link(bare_one, 0, "host-a")], silence_s=WAIT_S, main=over())
     leaving.leave(code, "DataError: dataset_path=/text does not exist.")
     line = (
         f"process 1 on {HOST} ended with exit code {code}, and so does this process: "
@@ -175,7 +175,7 @@ def test_any_other_bad_end_of_a_peer_is_a_loss(ends, guarding, code):
     """Start again: that is what exit code 5 tells a cluster."""
     link, bare = link_pair(1, "host-b")
     guarding(0, [link], silence_s=WAIT_S)
-    leaving = guarding(1, [links.Link(bare, 0, "host-a")], silence_s=WAIT_S, main=over())
+    leaving = guarding(1, [star.Link(bare, 0, "host-a")], silence_s=WAIT_S, main=over())
     leaving.leave(code)
     (found, nothing), (lost, line) = sorted(
         [ends.next(), ends.next()], key=lambda end: bool(end[1])
@@ -204,7 +204,7 @@ def test_ends_that_all_processes_share_are_no_losses(ends, guarding, code):
     """Positive control: the codes in the tests above."""
     link, bare = link_pair()
     guard = guarding(0, [link], silence_s=0.3)
-    leaving = guarding(1, [links.Link(bare, 0, "host-a")], silence_s=WAIT_S, main=over())
+    leaving = guarding(1, [star.Link(bare, 0, "host-a")], silence_s=WAIT_S, main=over())
     leaving.leave(code)
     assert ends.next() == (code, None)
     guard.end_if_lost(1.0)

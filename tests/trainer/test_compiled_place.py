@@ -27,7 +27,7 @@ def test_what_is_no_file_is_neither_read_nor_replaced(tmp_path, place):
     place = str(tmp_path) if place == "." else place
     with pytest.raises(ConfigError, match=f"compiled_trainstep_file={place} .*: not a file. Make"):
         compiled_file._opened(place)
-    with pytest.raises(ConfigError, match=f"report={place} is no file: .* Give the path"):
+    with pytest.raises(ConfigError, match=f"report={place} is no file, .* Give the path"):
         compiled_file.check_place("report", place)
     assert not os.path.exists(f"{place}.part")
 

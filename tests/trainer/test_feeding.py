@@ -48,9 +48,9 @@ def test_hosts_of_a_torus_read_their_rows_and_feed_their_devices():
         assert box_size(rows) == 18  # the tile's second row of devices is 12 rows further on
         count += len(rows[0])
         local = pipeline.read(data, position, 1, replicas=rows[0], rows=rows[1])["tokens"]
-        places = feeding.places_of(rows, whole.shape)
+        positions = feeding.positions_of(rows, whole.shape)
         for shard in shards:
-            assert np.array_equal(feeding.cut(local, places, shard), whole[shard])
+            assert np.array_equal(feeding.take_shard(local, positions, shard), whole[shard])
     assert count == M * B
 
 
@@ -64,11 +64,12 @@ def test_rows_that_several_devices_of_a_process_hold_are_read_once():
 def test_a_row_of_another_process_is_no_row_of_this_one():
     """Asking for it is an error, not some other row."""
     rows = feeding.rows_of([(slice(2, 4), slice(None))], (6, 8))
-    places = feeding.places_of(rows, (6, 8))
+    positions = feeding.positions_of(rows, (6, 8))
     local = np.arange(16).reshape(2, 8)
-    assert np.array_equal(feeding.cut(local, places, (slice(3, 4), slice(0, 4))), local[1:, :4])
+    shard = feeding.take_shard(local, positions, (slice(3, 4), slice(0, 4)))
+    assert np.array_equal(shard, local[1:, :4])
     with pytest.raises(IndexError):
-        feeding.cut(local, places, (slice(3, 5), slice(None)))
+        feeding.take_shard(local, positions, (slice(3, 5), slice(None)))
 
 
 @pytest.mark.parametrize(

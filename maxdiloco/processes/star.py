@@ -1,4 +1,4 @@
-"""TCP connections from every process of a run to process 0, and the messages on them.
+"""A star of TCP connections, from every process of a run to process 0, and its messages.
 
 A message is one line of JSON. Sockets alone: no threads, no JAX.
 """

@@ -1,0 +1,163 @@
+"""Batches read ahead: their order, their errors, what close ends, who stops the processes."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from maxdiloco.data.read_ahead import read_ahead
+from maxdiloco.errors import DataError, LostPeerError
+
+
+def grain_threads():
+    """Threads that read ahead."""
+    return [thread for thread in threading.enumerate() if "grain" in thread.name]
+
+
+def large(number):
+    """A batch of 1 MiB: more than a pipe holds."""
+    return np.full((1, 131072), number)
+
+
+def failing(number):
+    """Batch 1 cannot be read."""
+    if number == 1:
+        raise DataError("dataset_path=x is gone")
+    return number
+
+
+def test_batches_come_in_order_and_end():
+    """A reader at its end stays there; one with nothing to read is at its end."""
+    for count in (7, 0):
+        batches = read_ahead(abs, count)
+        assert list(batches) == list(range(count))
+        assert list(batches) == []
+        batches.close()
+
+
+def test_two_batches_are_read_ahead():
+    """No more, which would fill the memory."""
+    read, asked = [], threading.Semaphore(0)
+
+    def remember(number):
+        read.append(number)
+        asked.release()
+        return number
+
+    batches = read_ahead(remember, 10)
+    for taken in range(3):
+        while len(read) < taken + 2:
+            assert asked.acquire(timeout=60)
+        time.sleep(0.05)  # for a third, were there one
+        assert read == list(range(taken + 2))
+        assert next(batches) == taken
+    batches.close()
+
+
+@pytest.mark.parametrize("worker_count", [0, 1])
+def test_an_error_is_raised_where_its_batch_would_come(worker_count):
+    """As it is: not before, not lost in a thread, and not taken for a lost process."""
+    batches = read_ahead(failing, 3, worker_count)
+    assert next(batches) == 0
+    with pytest.raises(DataError) as raised:
+        next(batches)
+    assert str(raised.value) == "dataset_path=x is gone"
+    batches.close()
+    assert multiprocessing.active_children() == []
+
+
+def test_close_waits_for_the_read_under_way():
+    """A file is closed before the run goes on; while open there is one thread."""
+    begun, ended = threading.Event(), []
+
+    def slow(number):
+        if number == 1:
+            begun.set()
+            time.sleep(0.2)
+            ended.append(number)
+        return number
+
+    batches = read_ahead(slow, 9)
+    assert next(batches) == 0 and begun.wait(60)
+    assert len(grain_threads()) == 1
+    batches.close()
+    assert ended == [1]
+    assert grain_threads() == []
+
+
+def blocked_signals(process):
+    """The signals that a process blocks."""
+    with open(f"/proc/{process}/status") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    bits = int(fields["SigBlk"], 16)
+    return {number for number in range(1, 65) if bits >> (number - 1) & 1}
+
+
+def test_a_process_that_reads_leaves_signals_to_the_trainer_and_is_missed_when_killed():
+    """Ctrl-C and a cluster's SIGTERM reach all processes; the trainer still wants its batches.
+    A process that is killed with half a batch in a pipe would be waited for without an end."""
+    batches = read_ahead(large, 200, 1)
+    try:
+        assert [next(batches)[0, 0] for _ in range(3)] == [0, 1, 2]
+        (process,) = multiprocessing.active_children()
+        # From its start on: it has to import Grain before it can ignore Ctrl-C.
+        assert signal.SIGINT in blocked_signals(process.pid)
+        assert signal.SIGINT not in blocked_signals(os.getpid())
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(process.pid, number)
+        # Far more than were read ahead.
+        assert [next(batches)[0, 0] for _ in range(97)] == list(range(3, 100))
+        time.sleep(0.5)  # until it has read ahead, and only waits for its batches to be taken
+        os.kill(process.pid, signal.SIGKILL)
+        message = (
+            r"^a process that reads text is gone \(grain_worker_count=1\): killed, or out of "
+            r"memory or of space in /dev/shm\. Give the machine more, or lower grain_worker_count"
+        )
+        with pytest.raises(LostPeerError, match=message):
+            list(batches)
+    finally:
+        batches.close()
+
+
+KILLED = """
+    import multiprocessing, os, signal
+    from maxdiloco.data.read_ahead import read_ahead
+    if __name__ == "__main__":
+        batches = read_ahead(abs, 10**6, 1)
+        next(batches)
+        print(multiprocessing.active_children()[0].pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def runs(process):
+    """Whether a process is there; one that only nobody has asked about is not."""
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_kill_9_of_the_trainer_leaves_no_process_behind(tmp_path):
+    """They would wait for ever for someone to take their batches."""
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(KILLED))
+    # Not through a pipe: a process left behind would hold it open.
+    with open(tmp_path / "out", "w") as out:
+        done = subprocess.run([sys.executable, program], stdout=out, stderr=out, check=False)
+    text = (tmp_path / "out").read_text()
+    assert done.returncode == -signal.SIGKILL, text
+    for _ in range(600):
+        if not runs(int(text)):
+            return
+        time.sleep(0.1)
+    os.kill(int(text), signal.SIGKILL)
+    pytest.fail("a process that reads is still there a minute later")
