@@ -38,8 +38,8 @@ from maxdiloco.processes.handshake import MismatchError
 from maxdiloco.processes.threads import ReportingThread
 
 # In seconds, at most and as a part of the timeout; our choice.
-_BEAT_S, _BEAT_PART = 1.0, 1 / 20
-_QUIET_S, _QUIET_PART = 5.0, 1 / 4
+_BEAT_S, _BEAT_PART = 2.0, 1 / 20
+_QUIET_S, _QUIET_PART = 10.0, 1 / 4
 _PAUSE_S = 0.1  # from one try to connect to the next
 _ACKNOWLEDGE_AFTER = 16  # frames, within a message
 
@@ -54,9 +54,9 @@ class Channel:
 
     peer: the other process in words. fingerprint: the text that both sides must share.
     dial: makes a connection, each part of it in so many seconds, or raises OSError; None where the
-    peer dials: see adopt(). deliver: gets the key and the bytes of each message. left: gets the
-    reason in the peer's goodbye, "" for none. fail: gets the error that ended a thread. These are
-    called by the threads, with no lock held.
+    peer dials: see adopt(). met: is called once a connection is open. deliver: gets the key and the
+    bytes of each message. left: gets the reason in the peer's goodbye, "" for none. fail: gets the
+    error that ended a thread. These are called by the threads, with no lock held.
     """
 
     def __init__(
@@ -66,12 +66,13 @@ class Channel:
         *,
         timeout_s: float,
         dial: Callable[[float], socket.socket] | None,
+        met: Callable[[], None],
         deliver: Callable[[Key, bytearray], None],
         left: Callable[[str], None],
         fail: Callable[[BaseException], None],
     ) -> None:
         self._peer, self._fingerprint, self._timeout_s = peer, fingerprint.encode(), timeout_s
-        self._dial, self._left_with, self._fail_with = dial, left, fail
+        self._dial, self._met, self._left_with, self._fail_with = dial, met, left, fail
         self._beat_s = min(_BEAT_S, _BEAT_PART * timeout_s)
         self._quiet_s = min(_QUIET_S, _QUIET_PART * timeout_s)
         self._problem = "it has not connected"
@@ -107,11 +108,6 @@ class Channel:
             if not (self._over or self._left or self._closing):
                 self.outgoing.add(key, data)
                 self._changed.notify_all()
-
-    def wait_until_met(self) -> None:
-        """Wait for the first connection, or for the end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.meter.connections or self._over)
 
     def adopt(self, connection: socket.socket) -> None:
         """Take the next connection. The newest counts: the peer has given the others up."""
@@ -289,6 +285,7 @@ class Channel:
             self._writing = connection
             connection.pace(self._pace)
             self._changed.notify_all()
+        self._met()
 
     def _take(self, connection: Connection) -> None:
         """One frame of an open connection."""

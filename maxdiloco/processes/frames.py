@@ -14,7 +14,7 @@ Key = tuple[str | int, ...]
 
 # At most so many bytes in a frame, our choice: its checksum costs microseconds and a link of
 # 10 KB/s moves it within the default timeout. So many pieces of memory, too.
-MOST_BYTES = 1 << 17
+MOST_BYTES = 1 << 18
 MOST_VIEWS = 64
 _MOST_FRAMES = 8  # in one call of sendmsg, which takes 1024 pieces
 # kind, bytes of the body, number, number of the last one that arrived from the other side, checksum

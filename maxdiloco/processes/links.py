@@ -136,9 +136,11 @@ class Links:
 
     def meet(self) -> None:
         """Wait for the first connection to every peer: each has to come within timeout_s."""
-        for channel in self._channels.values():
-            channel.wait_until_met()
+        meters = [channel.meter for channel in self._channels.values()]
         with self._changed:
+            self._changed.wait_for(
+                lambda: self._failure or all(meter.connections for meter in meters)
+            )
             self._raise_failure()
 
     def send(self, peer: int, key: Key, data: Sequence[object]) -> None:
@@ -227,6 +229,7 @@ class Links:
             fingerprint,
             timeout_s=timeout_s,
             dial=functools.partial(self._dial, peer, number) if peer < self._rank else None,
+            met=self._wake,
             deliver=functools.partial(self._deliver, peer),
             left=functools.partial(self._leave, peer, number),
             fail=self._fail,
@@ -236,6 +239,10 @@ class Links:
         mine = handshake.hello(self._rank, peer, number)
         address = self._addresses[peer]
         return handshake.dial(address, self._secret, mine, connect_s=limit_s, answer_s=limit_s)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _deliver(self, peer: int, key: Key, data: bytearray) -> None:
         with self._changed:
