@@ -57,7 +57,7 @@ def test_a_byte_that_was_changed_never_arrives(network):
 
 def test_a_link_that_damages_all_that_is_large_loses_the_peer(network, monkeypatch):
     """It can be reached each time, but nothing gets through."""
-    zero, one, proxy = network.pair(timeout_s=1.5)
+    zero, one, proxy = network.pair(timeout_s=1)
 
     def damaged(header, body):
         if header.size > 1000:
@@ -89,7 +89,7 @@ def test_a_link_that_stops_for_less_than_the_timeout_goes_on(network, directions
 
 @pytest.mark.parametrize("directions", [("to", "from"), ("to",), ("from",)])
 def test_a_link_that_stops_for_longer_loses_the_peer_on_both_sides(network, directions):
-    zero, one, proxy = network.pair(timeout_s=2)
+    zero, one, proxy = network.pair(timeout_s=1.5)
     waiting = [
         later(lambda: zero.receive(1, (0, 1), soon())),
         later(lambda: one.receive(0, (0, 1), soon())),
@@ -100,7 +100,7 @@ def test_a_link_that_stops_for_longer_loses_the_peer_on_both_sides(network, dire
         with pytest.raises(LostPeerError, match=line) as error:
             future.result(WAIT_S)
         assert error.value.exit_code == 5
-        assert "peer_timeout_seconds=2" in str(error.value)
+        assert "peer_timeout_seconds=1.5" in str(error.value)
         assert "resumes from the last checkpoint" in str(error.value)
     for call in (
         lambda: zero.send(1, (0, 1), [b""]),
