@@ -1,0 +1,213 @@
+"""Messages of bytes as frames on a connection: see channel.py, which sends and receives them."""
+
+import json
+import struct
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+# Kinds of frames. The first two carry no number.
+RESUME, BEAT, MESSAGE, DATA, GOODBYE = range(5)
+
+Key = tuple[str | int, ...]
+
+# At most so many bytes in a frame, our choice: its checksum costs microseconds and a link of
+# 10 KB/s moves it within the default timeout. So many pieces of memory, too.
+MOST_BYTES = 1 << 18
+MOST_VIEWS = 64
+_MOST_FRAMES = 8  # in one call of sendmsg, which takes 1024 pieces
+# kind, bytes of the body, number, number of the last one that arrived from the other side, checksum
+# of the body; then the checksum of all that.
+_HEADER = struct.Struct("!BIQQI")
+_CHECKSUM = struct.Struct("!I")
+HEADER_BYTES = _HEADER.size + _CHECKSUM.size
+_TOTAL = struct.Struct("!Q")
+
+
+class BrokenError(ConnectionError):
+    """A connection is of no use any more: it has ended, or what arrives is not what was sent."""
+
+
+class Frame(NamedTuple):
+    """A frame that waits to be sent, or to be acknowledged."""
+
+    number: int  # 0: none
+    kind: int
+    views: Sequence[memoryview]
+    size: int
+
+
+class Header(NamedTuple):
+    """What is ahead of a frame's body."""
+
+    kind: int
+    size: int
+    number: int
+    arrived: int
+    checksum: int
+
+
+def pack(frame: Frame, arrived: int) -> bytes:
+    """The header of a frame. arrived: the number of the last frame from the other side."""
+    checksum = 0
+    for view in frame.views:
+        checksum = zlib.crc32(view, checksum)
+    header = _HEADER.pack(frame.kind, frame.size, frame.number, arrived, checksum)
+    return header + _CHECKSUM.pack(zlib.crc32(header))
+
+
+def unpack(data: bytearray) -> Header:
+    """Raises BrokenError when the bytes are not those of a header."""
+    (checksum,) = _CHECKSUM.unpack_from(data, _HEADER.size)
+    if checksum != zlib.crc32(data[: _HEADER.size]):
+        raise BrokenError("the checksum of a header was wrong")
+    return Header(*_HEADER.unpack_from(data))
+
+
+def check(header: Header, body: memoryview) -> None:
+    """Raises BrokenError when the body is not that of the header."""
+    if header.checksum != zlib.crc32(body):
+        raise BrokenError("the checksum of a message was wrong")
+
+
+class Outgoing:
+    """Frames to send, in order, and those that are sent and not acknowledged."""
+
+    def __init__(self) -> None:
+        self.payload = 0  # bytes of the messages, in frames made so far
+        self._messages: deque[Iterator[tuple[int, list, int]]] = deque()
+        self._goodbye: Iterator[tuple[int, list, int]] = iter(())
+        self._kept: list[Frame] = []  # numbered, not acknowledged
+        self._sent = 0  # how many of them this connection has been given
+        self._said = False  # the goodbye has been made
+        self._number = 0  # of the last frame made
+        self._acknowledged = 0
+
+    def add(self, key: Key, data: Sequence[object]) -> None:
+        """Queue a message of buffers (bytes, arrays ...), which must not change from now on.
+
+        Raises TypeError for what is no buffer or not contiguous, and for a key that is not a tuple
+        of numbers and words.
+        """
+        if not all(isinstance(part, str | int) for part in key):
+            raise TypeError(f"the key of a message is a tuple of numbers and words, not {key!r}")
+        views = [view.cast("B") for view in map(memoryview, data) if view.nbytes]
+        head = _TOTAL.pack(sum(view.nbytes for view in views)) + json.dumps(key).encode()
+        self._messages.append(_cut(head, views))
+
+    def add_goodbye(self, why: str) -> None:
+        """The frame after all messages."""
+        body = memoryview(why.encode()[:MOST_BYTES])
+        self._goodbye = iter([(GOODBYE, [body], len(body))])
+
+    def drop(self) -> None:
+        """Forget the messages, even the rest of one that has been begun."""
+        self._messages.clear()
+
+    def done(self) -> bool:
+        """Whether everything has been acknowledged, the goodbye too."""
+        return self._said and not (self._messages or self._kept)
+
+    def acknowledge(self, number: int) -> None:
+        """The other side has the frames up to this one."""
+        count = number - self._acknowledged
+        if not 0 <= count <= len(self._kept):
+            raise BrokenError("it acknowledged what was never sent")
+        del self._kept[:count]
+        self._sent -= count
+        self._acknowledged = number
+
+    def resume(self, number: int) -> None:
+        """On a new connection: the other side has the frames up to this one and no other."""
+        self._sent = len(self._kept)
+        self.acknowledge(number)
+        self._sent = 0
+
+    def batch(self) -> list[Frame]:
+        """The next frames to send: half of MOST_BYTES or more, if there are as many.
+
+        So the head of a message does not travel alone.
+        """
+        batch, size = [], 0
+        while size < MOST_BYTES / 2 and len(batch) < _MOST_FRAMES:
+            if self._sent == len(self._kept) and not self._make():
+                break
+            batch.append(self._kept[self._sent])
+            size += batch[-1].size
+            self._sent += 1
+        return batch
+
+    def _make(self) -> bool:
+        piece = None
+        while piece is None and self._messages:
+            piece = next(self._messages[0], None)
+            if piece is None:
+                self._messages.popleft()
+        piece = piece or next(self._goodbye, None)
+        if piece is None:
+            return False
+        self._said = piece[0] == GOODBYE
+        self._number += 1
+        self._kept.append(Frame(self._number, *piece))
+        self.payload += piece[2] if piece[0] == DATA else 0
+        return True
+
+
+def _cut(head: bytes, views: Sequence[memoryview]) -> Iterator[tuple[int, list, int]]:
+    """A message as (kind, views, bytes) of its frames."""
+    yield MESSAGE, [memoryview(head)], len(head)
+    gathered, size = [], 0
+    for view in views:
+        while view:
+            part, view = view[: MOST_BYTES - size], view[MOST_BYTES - size :]
+            gathered.append(part)
+            size += part.nbytes
+            if size == MOST_BYTES or len(gathered) == MOST_VIEWS:
+                yield DATA, gathered, size
+                gathered, size = [], 0
+    if gathered:
+        yield DATA, gathered, size
+
+
+class Incoming:
+    """Puts frames together to messages. deliver(key, data) gets each one that is whole."""
+
+    def __init__(self, deliver: Callable[[Key, bytearray], None]) -> None:
+        self.payload = 0  # bytes of the messages, in frames that have arrived
+        self.arrived = 0  # number of the last frame
+        self._deliver = deliver
+        self._key: Key | None = None
+        self._data = bytearray()
+        self._filled = 0
+
+    def space(self, header: Header) -> memoryview:
+        """Where the body of a frame is to be read to. Raises BrokenError for one out of place.
+
+        It counts only once take() has been called, so a frame may be read again.
+        """
+        if header.size > MOST_BYTES or header.number not in (0, self.arrived + 1):
+            raise BrokenError("a frame came out of turn")
+        if header.kind != DATA:
+            return memoryview(bytearray(header.size))
+        end = self._filled + header.size
+        if end > len(self._data):
+            raise BrokenError("a frame belonged to no message")
+        return memoryview(self._data)[self._filled : end]
+
+    def take(self, header: Header, body: memoryview) -> bool:
+        """A numbered frame has arrived as it was sent. True when a message is whole now."""
+        if header.kind == MESSAGE:
+            (total,) = _TOTAL.unpack_from(body)
+            self._key = tuple(json.loads(bytes(body[_TOTAL.size :])))
+            self._data, self._filled = bytearray(total), 0
+        elif header.kind == DATA:
+            self._filled += header.size
+            self.payload += header.size
+        self.arrived = header.number
+        if self._key is None or self._filled < len(self._data):
+            return False
+        key, data = self._key, self._data
+        self._key, self._data, self._filled = None, bytearray(), 0
+        self._deliver(key, data)
+        return True
