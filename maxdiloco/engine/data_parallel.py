@@ -151,6 +151,9 @@ class DataParallel:
         """The state after step t."""
         return State(t, items[OUTER_PARAMS], items["opt_state"])
 
+    def close(self) -> None:
+        """There is nothing to end."""
+
     def dropped_lines(self, saved_layout: SavedLayout, t: int) -> list[str]:
         """None: nothing is in flight between steps."""
         return []

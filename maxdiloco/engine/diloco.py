@@ -49,7 +49,7 @@ class DiLoCo:
     mesh: M is a multiple of the size of its axis `diloco`; None: one device holds all replicas.
     outer_memory: device | pinned_host, where theta and the outer optimizer state are kept.
     exchange_carrier: program | host, see engine.exchanges; links: for host in several processes,
-      connections between them (processes.links), which the caller closes before `close`.
+      connections between them (processes.links).
     on_compile(name, seconds, compiled): called after each compilation.
     layout, programs: exist from `init` or `bind` on.
     engine.trainer.Trainer documents the methods that a training run calls.

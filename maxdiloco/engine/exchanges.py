@@ -163,7 +163,7 @@ class HostExchange:
         return self.fragment_bytes(self._layout.plans[action.fragment])
 
     def close(self) -> None:
-        """End the threads; close the links before."""
+        """End the threads."""
         self._carrier.close()
 
     def _pending(self, state: State) -> list[Event]:

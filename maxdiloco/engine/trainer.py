@@ -104,5 +104,8 @@ class Trainer(Protocol):
     def restored(self, items: dict[str, Any], saved_layout: SavedLayout, *, t: int) -> Any:
         """The state after inner step t from the items of `abstract_items`."""
 
+    def close(self) -> None:
+        """End the threads of the trainer, if it has any."""
+
     def dropped_lines(self, saved_layout: SavedLayout, t: int) -> list[str]:
         """The line on what was in flight after step t and `restored` drops, if anything was."""

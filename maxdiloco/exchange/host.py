@@ -22,6 +22,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from maxdiloco.exchange.collective import incoming_spec, outgoing_spec
 
+# A peer may compile or evaluate for long before it sends; one that is gone is noticed by the links.
+PATIENCE_S = 30 * 86400.0  # our choice
+
 
 class Links(Protocol):
     """Connections to the other processes of a run: processes.links.Links."""
@@ -29,8 +32,11 @@ class Links(Protocol):
     def send(self, peer: int, key: Hashable, data: Sequence[memoryview]) -> None:
         """Queue a message; never blocks."""
 
-    def receive(self, peer: int, key: Hashable) -> memoryview:
-        """Wait for a message. Raises LostPeerError."""
+    def receive(self, peer: int, key: Hashable, deadline: float) -> bytearray:
+        """Wait for a message until a time of time.monotonic(). Raises LostPeerError."""
+
+    def pace(self, bytes_per_second: float | None) -> bool:
+        """Send to each peer at most so fast; None: at once."""
 
 
 class Shard(NamedTuple):
@@ -149,9 +155,9 @@ class HostCarrier:
         self._arriving.clear()
 
     def close(self) -> None:
-        """End the threads. The owner of the links closes them first, which ends a wait."""
-        self._fetcher.shutdown(cancel_futures=True)
-        self._collector.shutdown(cancel_futures=True)
+        """End the threads; one that waits for a peer ends when the links are closed."""
+        self._fetcher.shutdown(wait=False, cancel_futures=True)
+        self._collector.shutdown(wait=False, cancel_futures=True)
 
     def _fetch(self, key, chunks, size) -> dict[Shard, list[np.ndarray]]:
         """This process's shards on the host, [S, length] for each chunk, on their way to others."""
@@ -175,7 +181,8 @@ class HostCarrier:
             for chunk, block in zip(codes, chunks, strict=True):
                 chunk[shard.place][self._rows(shard)] = block
         for peer, shards in self._routes.gets.items():
-            data = np.frombuffer(self._links.receive(peer, key), np.uint8).view(dtype)
+            received = self._links.receive(peer, key, time.monotonic() + PATIENCE_S)
+            data = np.frombuffer(received, np.uint8).view(dtype)
             for shard in shards:
                 blocks = [chunk[shard.place][self._rows(shard)] for chunk in codes]
                 for block in _live(blocks, size):

@@ -235,6 +235,7 @@ def _replicas(cfg: Any) -> None:
         "diloco_outer_overlap": "none",
         "diloco_exchange_dtype": "float32",
         "diloco_outer_memory": "device",
+        "exchange_carrier": "auto",
     }
     for name, without in needs_diloco.items():
         value = vars(cfg)[name]

@@ -20,6 +20,7 @@ from maxdiloco.engine.data_parallel import DataParallel
 from maxdiloco.engine.diloco import DiLoCo
 from maxdiloco.engine.trainer import Trainer
 from maxdiloco.errors import ConfigError
+from maxdiloco.exchange.host import Links
 from maxdiloco.flags import checks, config
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.monitor import Monitor
@@ -69,12 +70,19 @@ class Parts(NamedTuple):
 
 
 def assemble(
-    cfg: Config, mesh: Mesh, shape: BatchShape, *, total_steps: int, on_compile: OnCompile
+    cfg: Config,
+    mesh: Mesh,
+    shape: BatchShape,
+    *,
+    total_steps: int,
+    on_compile: OnCompile,
+    links: Links | None = None,
 ) -> Parts:
     """Build model, optimizers and trainer on the mesh; nothing is allocated or compiled yet.
 
     shape: of batch_shape. total_steps: length of the learning-rate schedule [inner steps] when the
-    config leaves it open. Raises ConfigError for a model that the devices cannot run.
+    config leaves it open. links: between the processes, where needs_links says so. Raises
+    ConfigError for a model that the devices cannot run.
     """
     backend = mesh.devices.flat[0].platform
     model = transformer.build(cfg, backend="gpu" if backend in ("cuda", "rocm") else backend)
@@ -93,7 +101,7 @@ def assemble(
         nan_policy=cfg.nan_policy,
     )
     if cfg.enable_diloco:
-        trainer = _diloco(cfg, mesh, model, step, shape.num_replicas, on_compile)
+        trainer = _diloco(cfg, mesh, model, step, shape.num_replicas, on_compile, links)
         trainer.bind(params, opt_state)
     else:
         trainer = DataParallel(step, params, opt_state, mesh=mesh, on_compile=on_compile)
@@ -161,7 +169,26 @@ def baseline(cfg: Config) -> Config | None:
     return config.from_dict(cfg.as_dict() | {"enable_diloco": False})
 
 
-def _diloco(cfg, mesh, model, step, num_replicas, on_compile) -> DiLoCo:
+def _carrier(cfg: Config, mesh: Mesh) -> str:
+    """program or host: what exchange_carrier chooses."""
+    if cfg.exchange_carrier != "auto":
+        return cfg.exchange_carrier
+    platform = mesh.devices.flat[0].platform
+    return "host" if platform != "tpu" and _joins_processes(mesh) else "program"
+
+
+def _joins_processes(mesh: Mesh) -> bool:
+    """Whether slots of the mesh axis diloco are in different processes."""
+    slots = mesh.devices.reshape(mesh.shape["diloco"], -1)
+    return len({frozenset(device.process_index for device in slot) for slot in slots}) > 1
+
+
+def needs_links(cfg: Config, mesh: Mesh) -> bool:
+    """Whether outer gradients travel from process to process through host memory."""
+    return cfg.enable_diloco and _carrier(cfg, mesh) == "host" and _joins_processes(mesh)
+
+
+def _diloco(cfg, mesh, model, step, num_replicas, on_compile, links) -> DiLoCo:
     return DiLoCo(
         step,
         num_replicas=num_replicas,
@@ -179,6 +206,8 @@ def _diloco(cfg, mesh, model, step, num_replicas, on_compile) -> DiLoCo:
         layer_axis=model.layer_axis,
         mesh=mesh,
         outer_memory=cfg.diloco_outer_memory,
+        exchange_carrier=_carrier(cfg, mesh),
+        links=links,
         on_compile=on_compile,
     )
 

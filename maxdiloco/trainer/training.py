@@ -24,8 +24,9 @@ from maxdiloco.metrics.console import Progress
 from maxdiloco.metrics.writer import MetricsWriter
 from maxdiloco.models.transformer import count_parameters
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.processes import distributed, output
+from maxdiloco.processes import distributed, output, run_links
 from maxdiloco.processes.agree import from_first_process, in_any_process
+from maxdiloco.processes.links import Links
 from maxdiloco.processes.preemption import Preemption
 from maxdiloco.storage.run_folder import RunFolder, locate, open_run_folder
 from maxdiloco.trainer import assemble, compiled_file, feeding, run_data, start
@@ -92,8 +93,12 @@ def train(cfg: Config, begun: float) -> int:
             total = pipeline.last_step_of_epoch(text, begin.position)
 
         compiles = CompileLog(say, show_memory=cfg.show_memory)
-        parts = assemble.assemble(cfg, mesh, shape, total_steps=total, on_compile=compiles)
+        links = stack.enter_context(_open_links(cfg, mesh))
+        parts = assemble.assemble(
+            cfg, mesh, shape, total_steps=total, on_compile=compiles, links=links
+        )
         trainer = parts.trainer
+        stack.callback(trainer.close)
         description = trainer.description()
         compiles.resident = description.resident
         for line in [*_sizes(cfg, parts), *description.start]:
@@ -184,6 +189,17 @@ def _open_writer(
         return nullcontext()
     return MetricsWriter(
         folder, tensorboard=cfg.enable_tensorboard, resume_step=done or None, say=say
+    )
+
+
+def _open_links(cfg: Config, mesh: jax.sharding.Mesh) -> AbstractContextManager[Links | None]:
+    if not assemble.needs_links(cfg, mesh):
+        return nullcontext()
+    return run_links.opened(
+        port=cfg.exchange_port,
+        interface=cfg.exchange_interface,
+        fingerprint=f"{cfg.diloco_exchange_dtype} {dict(mesh.shape)}",
+        timeout_s=cfg.peer_timeout_seconds,
     )
 
 

@@ -49,7 +49,7 @@ def made(mode, wire, slots, num_fragments=3, compiled=lambda name: None, **optio
     """A trainer on `slots` emulated slices of two devices. options: of DiLoCo."""
     return DiLoCo(
         inner_step,
-        num_replicas=M,
+        num_replicas=options.pop("num_replicas", M),
         sync_period=H,
         num_fragments=num_fragments,
         exchange_dtype=wire,
@@ -70,6 +70,7 @@ def steps(algorithm, state, until=STEPS):
     """The state after each further step."""
     rows = NamedSharding(algorithm.mesh, P("diloco"))
     for batch in numbers()[1][state.t : until]:
+        batch = {name: x[: algorithm.num_replicas] for name, x in batch.items()}
         state, _ = algorithm.step(state, jax.device_put(batch, rows))
         yield state
 

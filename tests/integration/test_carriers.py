@@ -5,9 +5,13 @@ on where a checkpoint of the other was in flight.
 """
 
 import functools
+import os
+import socket
+import sys
 
 import jax
 import numpy as np
+import process_tools
 import pytest
 from streaming import MODES, WIRES, made, placed, steps
 
@@ -81,3 +85,51 @@ def test_no_program_of_the_host_carrier_sends_to_another_slice(mode):
         texts = [c.program.lower(*c.args).compile().as_text() for c in algorithm.calls(batch)]
         sends[carrier] = any("all-gather" in text and "{0,2}" in text for text in texts)
     assert sends == {"program": True, "host": False}
+
+
+@pytest.fixture
+def together(tmp_path):
+    """carriers_process.py as several processes; none outlives the test."""
+    running = []
+
+    def run(count, *arguments):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = f"127.0.0.1:{server.getsockname()[1]}"
+        environ = {
+            "JAX_COORDINATOR_ADDRESS": address,
+            "JAX_NUM_PROCESSES": str(count),
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+            "PYTHONPATH": os.pathsep.join([str(process_tools.ROOT), *sys.path]),
+        }
+        command = [sys.executable, "tests/integration/carriers_process.py", *arguments]
+        running.extend(
+            process_tools.Process(command, tmp_path / f"{i}.log", environ | {"JAX_PROCESS_ID": f"{i}"})
+            for i in range(count)
+        )
+        return running
+
+    yield run
+    for process in running:
+        process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "slots", "replicas", "cases"),
+    [
+        (2, 2, 4, ["at once:float32", "overlapped:float4_e3m0", "delayed:bfloat16", "eager:int8"]),
+        (3, 3, 3, ["overlapped:bfloat16", "eager:float4_e3m0"]),
+        (4, 2, 2, ["at once:int8", "overlapped:float32"]),
+    ],
+)
+def test_several_processes_exchange_the_bits_that_programs_do(
+    together, count, slots, replicas, cases
+):
+    """Two devices in a slice: in one process each but for the last, where two share a slice."""
+    processes = together(count, str(slots), str(replicas), *cases)
+    assert [process.end() for process in processes] == [0] * count, processes[0].text()
+    for process in processes:
+        lines = [line for line in process.text().splitlines() if line.startswith("equal ")]
+        for line, case in zip(lines, cases, strict=True):
+            assert line.startswith(f"equal {case.replace(':', ' ')}: ")
+            assert not line.endswith(": 0 bytes sent")

@@ -1,0 +1,71 @@
+"""Links between the processes of a run; addresses and secret come by JAX's key-value store."""
+
+import contextlib
+import secrets
+from collections.abc import Iterator
+
+import jax
+
+from maxdiloco.errors import ConfigError, LostPeerError
+from maxdiloco.processes import coordination
+from maxdiloco.processes.links import Links, exchange_addresses, interface_towards, listen
+
+SECRET = "maxdiloco/links/secret"
+
+
+@contextlib.contextmanager
+def opened(
+    *, port: int, interface: str, fingerprint: str, timeout_s: float
+) -> Iterator[Links]:
+    """Links of this process to every other; enter it after jax.distributed.initialize.
+
+    port: process i listens on port + i; 0: on a free one. interface: the address to listen on and
+    to be reached at; "": the one from which the coordinator is reached. fingerprint: must be equal
+    in all processes. timeout_s: silence after which a peer is lost. The normal end waits as long
+    for what is queued. Raises ConfigError for an address that cannot be used, LostPeerError.
+    """
+    job = coordination.job()
+    address = interface or interface_towards(coordination.address())
+    number = port + job.process_id if port else 0
+    try:
+        listener = listen(address, number)
+    except OSError as error:
+        raise ConfigError(
+            f"exchange_interface={interface} exchange_port={port}: process {job.process_id} cannot "
+            f"listen on {address} port {number}: {error.strerror or error}. Use an address of this "
+            f"host and a free port, or leave both keys out."
+        ) from error
+
+    def get(key: str) -> str:
+        return coordination.get(key, timeout_s=timeout_s)
+
+    try:
+        if job.process_id == 0:
+            coordination.put(SECRET, secrets.token_hex(32))
+        secret = bytes.fromhex(get(SECRET))
+        peers = [process for process in range(job.num_processes) if process != job.process_id]
+        mine = (address, listener.getsockname()[1])
+        addresses = exchange_addresses(
+            job.process_id, peers, mine, put=coordination.put, get=get
+        )
+    except jax.errors.JaxRuntimeError as error:
+        listener.close()
+        raise LostPeerError(
+            "a process was lost before the others could connect to it. See the end of the output "
+            "of each and start the run again."
+        ) from error
+    links = Links(
+        job.process_id,
+        addresses,
+        listener=listener,
+        secret=secret,
+        fingerprint=fingerprint,
+        timeout_s=timeout_s,
+    )
+    try:
+        links.meet()
+        yield links
+    except BaseException:
+        links.close(0.0)
+        raise
+    links.close(timeout_s)
