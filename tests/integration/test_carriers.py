@@ -102,10 +102,9 @@ def together(tmp_path):
             "PYTHONPATH": os.pathsep.join([str(process_tools.ROOT), *sys.path]),
         }
         command = [sys.executable, "tests/integration/carriers_process.py", *arguments]
-        running.extend(
-            process_tools.Process(command, tmp_path / f"{i}.log", environ | {"JAX_PROCESS_ID": f"{i}"})
-            for i in range(count)
-        )
+        for i in range(count):
+            mine = environ | {"JAX_PROCESS_ID": str(i)}
+            running.append(process_tools.Process(command, tmp_path / f"{i}.log", mine))
         return running
 
     yield run
