@@ -6,6 +6,10 @@ Both run the same schedule with the same payloads, decoding and ordered mean, to
 when the schedule takes it. XLA overlaps a collective with computation on TPU only.
 """
 
+import itertools
+import statistics
+import time
+from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -33,6 +37,8 @@ from maxdiloco.exchange.host import HostCarrier, Links
 from maxdiloco.parallel.program import Program
 
 CARRIERS = ("program", "host")
+SAMPLES = 9  # steps whose times give the pace of the next exchange; our choice
+PACED_PART = 0.8  # of the time that a fragment has; the rest is for steps that get faster. Ours.
 
 
 class ProgramExchange:
@@ -88,6 +94,7 @@ class HostExchange:
         self._carrier = HostCarrier(
             self._layout.mesh, num_replicas=self._layout.num_replicas, links=links
         )
+        self._step_ends: deque[float] = deque(maxlen=SAMPLES)
         self._begun = 0  # a part of every key, so that what another state has sent is never taken
 
     def begin(self, state: State) -> None:
@@ -102,6 +109,7 @@ class HostExchange:
     def run(self, action: Action, state: State, batch: Any) -> tuple[State, Any]:
         """The state after an action, and the metrics where it is the inner step, else None."""
         if action.program in (INNER, INNER_EXCHANGE):
+            self._step_ends.append(time.monotonic())
             return self._run(Action(INNER), state, batch)
         plan = self._layout.plans[action.fragment]
         if action.program == SYNCHRONISE:
@@ -174,7 +182,20 @@ class HostExchange:
         return (self._begun, fragment, send_step)
 
     def _start(self, plan: FragmentPlan, send_step: int, chunks: tuple[jax.Array, ...]) -> None:
-        self._carrier.start(self._key(plan.index, send_step), chunks, size=plan.payload.size)
+        key = self._key(plan.index, send_step)
+        self._carrier.start(key, chunks, size=plan.payload.size, within_s=self._within_s())
+
+    def _within_s(self) -> float | None:
+        """Most of the time until the fragment is taken or the next one sent, by recent steps [s].
+
+        None before there are enough of them, and for tau = 0. Where the host runs ahead of the
+        device its steps look short, and the pace is fast.
+        """
+        ends = list(self._step_ends)
+        if len(ends) < SAMPLES or not self._schedule.max_chunks:
+            return None
+        step_s = statistics.median(b - a for a, b in itertools.pairwise(ends))
+        return PACED_PART * self._schedule.max_chunks * step_s
 
     def _take(self, plan: FragmentPlan, send_step: int) -> tuple[jax.Array, ...] | None:
         """None: the state has it, or the zeros of round 0."""

@@ -117,13 +117,17 @@ class HostCarrier:
         self._arriving: dict[Hashable, Future] = {}
         self.waited_s = 0.0
 
-    def start(self, key: Hashable, chunks: Sequence[jax.Array], *, size: int) -> None:
+    def start(
+        self, key: Hashable, chunks: Sequence[jax.Array], *, size: int, within_s: float | None
+    ) -> None:
         """Begin to exchange the chunks of a fragment; returns at once.
 
         key: names the exchange, the same in every process. chunks: laid out by outgoing_spec; they
         must not be donated before `take`. size: wire elements of a replica on one device that are
-        not padding, C.
+        not padding, C. within_s: the time to spread the bytes over [s]; None: at once.
         """
+        if self._links is not None:
+            self._pace(chunks, size, within_s)
         for chunk in chunks:
             chunk.copy_to_host_async()
         fetched = self._fetcher.submit(self._fetch, key, tuple(chunks), size)
@@ -158,6 +162,13 @@ class HostCarrier:
         """End the threads; one that waits for a peer ends when the links are closed."""
         self._fetcher.shutdown(wait=False, cancel_futures=True)
         self._collector.shutdown(wait=False, cancel_futures=True)
+
+    def _pace(self, chunks, size, within_s) -> None:
+        """Load the link evenly: a burst holds up what else is on it."""
+        shards = max((len(shards) for shards in self._routes.sends.values()), default=0)
+        rows = shards * (self._replicas // self._slots)
+        sent = rows * size * chunks[0].dtype.itemsize
+        self._links.pace(sent / within_s if within_s and sent else None)
 
     def _fetch(self, key, chunks, size) -> dict[Shard, list[np.ndarray]]:
         """This process's shards on the host, [S, length] for each chunk, on their way to others."""

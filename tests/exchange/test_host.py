@@ -33,7 +33,7 @@ def test_it_brings_the_arrays_of_the_program(devices, grid, M, dtype):
     mesh = mesh_of(devices, *grid)
     carrier = HostCarrier(mesh, num_replicas=M, links=None)
     sent = chunks_of(mesh, M, dtype, [1024, 1024])
-    carrier.start("a", sent, size=2000)
+    carrier.start("a", sent, size=2000, within_s=None)
     for chunk, arrived in zip(sent, carrier.take("a"), strict=True):
         expected = collective.carry(chunk, mesh)
         assert arrived.sharding.is_equivalent_to(expected.sharding, 1)
@@ -69,14 +69,30 @@ class Loop:
 
     def __init__(self):
         self.messages = queue.Queue()
+        self.paces = []
+
+    def pace(self, bytes_per_second):
+        self.paces.append(bytes_per_second)
 
     def send(self, peer, key, data):
         self.messages.put((peer, key, b"".join(data)))
 
-    def receive(self, peer, key):
+    def receive(self, peer, key, deadline):
         sent_to, sent_key, data = self.messages.get(timeout=60)
         assert (sent_to, sent_key) == (peer, key)
         return memoryview(data)
+
+
+@pytest.mark.parametrize(("within_s", "pace"), [(2.0, 750.0), (None, None)])
+def test_a_fragment_is_spread_over_the_time_it_has(devices, within_s, pace):
+    """1,500 bytes in two seconds."""
+    mesh = mesh_of(devices, 2, 1, 1)
+    links = Loop()
+    carrier = HostCarrier(mesh, num_replicas=2, links=links)
+    carrier._routes = routes({s: s.slot for s in shards_of(mesh).values()}, 0)
+    carrier._pace(chunks_of(mesh, 2, jnp.int8, [1024, 1024]), 1500, within_s)
+    assert links.paces == [pace]
+    carrier.close()
 
 
 def test_padding_stays_here(devices, monkeypatch):
