@@ -2,7 +2,7 @@
 
 Streaming DiLoCo (arXiv 2501.18512) Algorithm 2, lines 8 and 10, beside the compiled programs.
 `start` copies the chunks that `collective.send` made to the host and hands them to the processes
-that need them; `take` gives back the arrays that `collective.carry` would have made, to the bit.
+that need them; `take` gives back what `collective.all_gather_chunk` would have made, to the bit.
 
 No deadlock: `start` never waits. `take` waits for what peers start in the same exchange or an
 earlier one, and every process starts the exchanges in the same order, each before it takes any

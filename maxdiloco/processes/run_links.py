@@ -62,10 +62,8 @@ def opened(
         fingerprint=fingerprint,
         timeout_s=timeout_s,
     )
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(links.close, 0.0)  # after an error; at the normal end they are closed
         links.meet()
         yield links
-    except BaseException:
-        links.close(0.0)
-        raise
-    links.close(timeout_s)
+        links.close(timeout_s)

@@ -80,9 +80,8 @@ def assemble(
 ) -> Parts:
     """Build model, optimizers and trainer on the mesh; nothing is allocated or compiled yet.
 
-    shape: of batch_shape. total_steps: length of the learning-rate schedule [inner steps] when the
-    config leaves it open. links: between the processes, where needs_links says so. Raises
-    ConfigError for a model that the devices cannot run.
+    shape: of batch_shape. links: see needs_links. total_steps: of the learning-rate schedule, when
+    the config leaves it open. Raises ConfigError for a model that the devices cannot run.
     """
     backend = mesh.devices.flat[0].platform
     model = transformer.build(cfg, backend="gpu" if backend in ("cuda", "rocm") else backend)

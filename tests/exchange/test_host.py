@@ -1,4 +1,4 @@
-"""The host carrier brings what `carry` brings, to the bit; who sends what to whom."""
+"""The host carrier brings what `all_gather_chunk` brings, to the bit; who sends what to whom."""
 
 import queue
 
@@ -35,7 +35,7 @@ def test_it_brings_the_arrays_of_the_program(devices, grid, M, dtype):
     sent = chunks_of(mesh, M, dtype, [1024, 1024])
     carrier.start("a", sent, size=2000, within_s=None)
     for chunk, arrived in zip(sent, carrier.take("a"), strict=True):
-        expected = collective.carry(chunk, mesh)
+        expected = collective.all_gather_chunk(chunk, mesh)
         assert arrived.sharding.is_equivalent_to(expected.sharding, 1)
         assert arrived.dtype == expected.dtype
         for a, b in zip(arrived.addressable_shards, expected.addressable_shards, strict=True):
