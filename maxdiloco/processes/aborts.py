@@ -15,8 +15,9 @@ def delay() -> None:
 
     What else was tried, with jax 0.10.2:
     * No handler; the thread that sees the connection close ends the process at once. In time for
-      60 of 60 idle processes, with JAX's log after our line in 4 of them; for 7 of 15 whose main
-      thread held the GIL, as it does for up to 0.4 s at a time while programs compile.
+      60 of 60 kills while the main thread slept or ran Python, with JAX's log as the last line in
+      4; for 7 of 15 while C code held the GIL, as it does up to 0.4 s at a time in a compilation.
+      With the handler: 44 of 44, the 10 that held the GIL included.
     * missed_heartbeat_callback of jaxlib's client: std::bad_cast, then the same abort, since its
       argument, an absl::Status, has no Python type.
     * heartbeat_timeout_seconds, jax_enable_recoverability, multihost_utils.live_devices: the same
