@@ -57,11 +57,8 @@ def modes(fragments: int) -> dict[str, dict[str, Any]]:
     }
 
 
+@guarded
 def main(argv: Sequence[str]) -> int:
-    return guarded(_main, argv)
-
-
-def _main(argv: Sequence[str]) -> int:
     options = {"slices": "v5e-16", "fragments": "9"}
     options |= dict(arg.split("=", 1) for arg in argv if arg.partition("=")[0] in options)
     flags = [arg for arg in argv if arg.partition("=")[0] not in options]

@@ -94,12 +94,9 @@ class Case:
         self.cpu.append(time.process_time() - cpu)
 
 
+@guarded
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark; returns its exit code."""
-    return guarded(_main, argv)
-
-
-def _main(argv: Sequence[str]) -> int:
     variants = configs(argv)
     cfg = variants[0][1]
     mesh_lib.choose_platform(cfg)

@@ -10,6 +10,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
@@ -67,12 +68,24 @@ def _from_processes(batches, worker_count):
 @contextlib.contextmanager
 def _ctrl_c_blocked() -> Iterator[None]:
     """Processes started inside inherit the mask: a Ctrl-C before _begin_process is not theirs."""
-    resource_tracker.ensure_running()  # its start unblocks SIGINT in the thread that needs it
+    _start_tracker()  # otherwise at its first use, which unblocks SIGINT in the thread
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _start_tracker() -> None:
+    """Start multiprocessing's tracker, which removes the shared memory that an error leaves.
+
+    It would warn of that on the terminal, in two lines after the one of the error.
+    """
+    sys.warnoptions.append("ignore:resource_tracker")  # an option of the command that it starts
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        sys.warnoptions.pop()
 
 
 def _begin_process(index: int, count: int) -> None:
