@@ -13,6 +13,7 @@ from maxdiloco.command_line import guarded
 from maxdiloco.processes import distributed, run_links
 
 
+@guarded
 def main(argv):
     """0 when both carriers had the same bits in every case."""
     slots, replicas = int(argv[0]), int(argv[1])
@@ -41,4 +42,4 @@ def compared(mode, wire, slots, replicas, links):
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main, sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))
