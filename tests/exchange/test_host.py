@@ -83,14 +83,16 @@ class Loop:
         return memoryview(data)
 
 
-@pytest.mark.parametrize(("within_s", "pace"), [(2.0, 750.0), (None, None)])
-def test_a_fragment_is_spread_over_the_time_it_has(devices, within_s, pace):
-    """1,500 bytes in two seconds."""
+@pytest.mark.parametrize(
+    ("M", "within_s", "pace"), [(2, 2.0, 750.0), (4, 2.0, 1500.0), (2, None, None)]
+)
+def test_a_fragment_is_spread_over_the_time_it_has(devices, M, within_s, pace):
+    """1,500 bytes of each replica here, in two seconds."""
     mesh = mesh_of(devices, 2, 1, 1)
     links = Loop()
-    carrier = HostCarrier(mesh, num_replicas=2, links=links)
+    carrier = HostCarrier(mesh, num_replicas=M, links=links)
     carrier._routes = routes({s: s.slot for s in shards_of(mesh).values()}, 0)
-    carrier._pace(chunks_of(mesh, 2, jnp.int8, [1024, 1024]), 1500, within_s)
+    carrier._pace(chunks_of(mesh, M, jnp.int8, [1024, 1024]), 1500, within_s)
     assert links.paces == [pace]
     carrier.close()
 
