@@ -25,7 +25,7 @@ COLOURS = {
     "eager": "#5a8f53",
 }
 DASHES = {"": "", "float32": "", "bfloat16": "8 3", "int8": "3 3", "float4_e3m0": "10 3 2 3"}
-LEFT, TOP, WIDTH, HEIGHT, LEGEND = 60, 56, 520, 300, 250
+LEFT, TOP, WIDTH, HEIGHT, LEGEND = 60, 66, 560, 320, 290
 STRIP, GAP = 64, 26  # of the second figure: one row's bars, and the words above them
 LOOKS = "circle: exchange in the step's program; square: in host threads"
 
@@ -55,8 +55,8 @@ def utilisation(rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> 
         square = line[0]["carrier"] == "host"
         x, y = LEFT + WIDTH + 24, TOP + 10 + 20 * k
         parts += [_line(points, colour, dash), *(_mark(point, colour, square) for point in points)]
-        parts += [_line([(x, y), (x + 28, y)], colour, dash), _mark((x + 14, y), colour, square)]
-        parts.append(_text(x + 34, y + 4, name))
+        parts += [_line([(x, y), (x + 56, y)], colour, dash), _mark((x + 28, y), colour, square)]
+        parts.append(_text(x + 62, y + 4, name))
     height = max(TOP + HEIGHT + 66, TOP + 30 + 20 * len(lines))
     parts.append(_text(8, height - 8, LOOKS, size=10))
     return _figure(LEFT + WIDTH + LEGEND + 40, height, parts)
@@ -88,11 +88,11 @@ def period(rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> str:
     y = TOP
     for row in shown:
         y += GAP
-        name = label(row, int(setup["keys"][TAU]))
-        parts.append(_text(LEFT, y - 6, f"{name}: {sum(row['bars']) / 1000:,.0f} KB"))
+        name, bars = label(row, int(setup["keys"][TAU])), row["bars"][: round(seconds / WINDOW_S)]
+        parts.append(_text(LEFT, y - 6, f"{name}: {sum(bars) / 1000:,.0f} KB"))
         parts.append(_line([(LEFT, y), (LEFT + WIDTH, y)], "#dddddd"))
         width = WIDTH * WINDOW_S / seconds
-        for k, sent in enumerate(row["bars"][: round(seconds / WINDOW_S)]):
+        for k, sent in enumerate(bars):
             tall = STRIP * min(sent / full, 1.1)  # tbf lets a burst above its rate
             x = LEFT + k * width
             parts.append(_box(x, y + STRIP - tall, width * 0.9, tall, COLOURS[row["mode"]]))
@@ -101,12 +101,13 @@ def period(rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> str:
     for k in range(5):
         x = LEFT + WIDTH * k / 4
         parts.append(_text(x, y + 18, f"{seconds * k / 4:.1f} s", anchor="middle"))
-    parts.append(_text(8, y + 40, f"grey line above: {full / 1000:,.0f} KB in 100 ms", size=10))
+    parts.append(_text(8, y + 40, f"upper line of each: {full / 1000:,.0f} KB in 100 ms", size=10))
     return _figure(LEFT + WIDTH + 40, y + 52, parts)
 
 
-def _heading(title: str, words: str) -> list[str]:
-    return [_text(8, 18, title, size=14, weight="bold"), _text(8, 36, words, size=9)]
+def _heading(title: str, words: Sequence[str]) -> list[str]:
+    lines = [_text(8, 34 + 13 * k, line, size=9) for k, line in enumerate(words)]
+    return [_text(8, 18, title, size=14, weight="bold"), *lines]
 
 
 def _figure(width: float, height: float, parts: Sequence[str]) -> str:

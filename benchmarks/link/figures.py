@@ -186,8 +186,8 @@ def cells(
     ]
 
 
-def conditions(rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> str:
-    """What a figure has to say about how it was measured, in one line."""
+def conditions(rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> tuple[str, str]:
+    """What a figure has to say about how it was measured, in two lines."""
     device = "real compute"
     if setup["fast_device_ms"]:
         device = f"fast device ({setup['fast_device_ms']:g} ms of sleep in place of compute)"
@@ -196,16 +196,17 @@ def conditions(rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> s
     return (
         f"{device}; {setup['hosts']} hosts, {keys['model_name']}, H={keys['diloco_sync_period']}, "
         f"P={keys['num_diloco_fragments']}, tau={keys[TAU]}, a log every {keys['log_period']} "
-        f"steps; TCP {', '.join(sorted({row['congestion'] for row in rows}))}; delay "
+        f"steps",
+        f"TCP {', '.join(sorted({row['congestion'] for row in rows}))}; delay "
         f"{setup['delay_ms']:g} ms one way; plain step {' and '.join(f'{x:.1f}' for x in spread)} "
-        f"ms; commit {', '.join(sorted({row['commit'] for row in rows}))}"
+        f"ms; commit {', '.join(sorted({row['commit'] for row in rows}))}",
     )
 
 
 def table(rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> str:
     """The figures of a run as Markdown. rows: the plain steps and at least one other."""
     lines = [
-        f"{conditions(rows, setup)}.",
+        f"{'; '.join(conditions(rows, setup))}.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         f"|---{'|--:' * (len(COLUMNS) - 1)}|",

@@ -3,11 +3,12 @@
 Every host has one interface, DEVICE, whose other end is a port of a bridge in a namespace of its
 own. `tc tbf` shapes both ends: what the host sends, and what it receives. With a delay the two ends
 are taps and delay.c carries the frames between them, since few kernels have netem; without, they
-are a veth pair. Nothing is made outside the namespaces but their names and /etc/netns, from where
-`ip netns exec` takes the host's /etc/hosts: gloo binds to the address of the host's own name.
+are a veth pair. Nothing is made outside the namespaces but their names, the compiled delay.c, and
+/etc/netns, from where `ip netns exec` takes a host's /etc/hosts: gloo binds to the address of the
+host's own name.
 
 The names hold the id and the start of the process that made them, so that a later run finds the
-leftovers of one that was killed, and leaves those of one that still runs.
+leftovers of one that was killed, and lets alone those of one that still runs.
 """
 
 import atexit
@@ -30,6 +31,7 @@ PREFIX = "thinlink"
 DEVICE = "net0"
 NAMESPACES = pathlib.Path("/run/netns")
 ETC = pathlib.Path("/etc/netns")
+PROGRAMS = pathlib.Path(tempfile.gettempdir())
 CONGESTION = "/proc/sys/net/ipv4/tcp_congestion_control"
 WAIT_S = 10.0  # for taps to appear and for killed processes to be gone; our choice
 BURST_BYTES = 32_768  # tbf's bucket: 20 full frames, 26 ms at 10 Mbit/s; our choice
@@ -75,7 +77,7 @@ class Hosts:
 
     def congestion(self) -> str:
         """TCP's congestion control on the hosts."""
-        return _output("ip", "netns", "exec", self.names[0], "cat", CONGESTION).strip()
+        return _try("ip", "netns", "exec", self.names[0], "cat", CONGESTION).stdout.strip()
 
 
 def check() -> None:
@@ -145,7 +147,7 @@ def _started(pid: int) -> str:
 
 
 def _names(prefix: str) -> set[str]:
-    folders = [folder for folder in (NAMESPACES, ETC) if folder.is_dir()]
+    folders = [folder for folder in (NAMESPACES, ETC, PROGRAMS) if folder.is_dir()]
     return {path.name for folder in folders for path in folder.glob(f"{prefix}-*")}
 
 
@@ -155,18 +157,20 @@ def _remove_all(mine: str) -> None:
 
 
 def _remove(name: str) -> None:
-    """End what runs in a namespace, then delete it with its interfaces."""
+    """End what runs in a namespace, then delete it with its interfaces. Another may do the same."""
+    limit = time.monotonic() + WAIT_S
+    while pids := _try("ip", "netns", "pids", name).stdout.split():
+        for pid in map(int, pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > limit:
+            raise RuntimeError(f"processes {pids} of namespace {name} do not end")
+        time.sleep(0.02)
+    told = _try("ip", "netns", "del", name).stderr
     if (NAMESPACES / name).exists():
-        limit = time.monotonic() + WAIT_S
-        while pids := _output("ip", "netns", "pids", name).split():
-            for pid in map(int, pids):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            if time.monotonic() > limit:
-                raise RuntimeError(f"processes {pids} of namespace {name} do not end")
-            time.sleep(0.02)
-        _run("ip", "netns", "del", name)
-    shutil.rmtree(ETC / name, ignore_errors=True)
+        raise RuntimeError(f"namespace {name} cannot be deleted: {told}")
+    for folder in (ETC, PROGRAMS):
+        shutil.rmtree(folder / name, ignore_errors=True)
     with contextlib.suppress(OSError):
         ETC.rmdir()  # `hosts` made it, unless others use it: then it is not empty
 
@@ -191,7 +195,7 @@ def _make(made: Hosts, link: Link) -> None:
         _run("ip", "netns", "add", name)
     _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge", "mcast_snooping", "0")
     _up(switch, "bridge")
-    carrier = _compile_delay() if link.delay_ms else None
+    carrier = _compile_delay(made) if link.delay_ms else None
     for i, (name, address) in enumerate(zip(made.names, made.addresses, strict=True)):
         port = port_name(i)
         if carrier is None:
@@ -211,8 +215,6 @@ def _make(made: Hosts, link: Link) -> None:
         (folder / "hosts").write_text(known, encoding="utf-8")
         if link.congestion:
             _choose_congestion(name, link.congestion)
-    if carrier is not None:
-        shutil.rmtree(carrier.parent)
 
 
 def port_name(host: int) -> str:
@@ -238,22 +240,24 @@ def _choose_congestion(name: str, congestion: str) -> None:
     tee = ["ip", "netns", "exec", name, "tee", CONGESTION]
     done = subprocess.run(tee, input=congestion, capture_output=True, text=True)
     if done.returncode:
-        offered = pathlib.Path(CONGESTION).with_name("tcp_available_congestion_control")
+        allowed = pathlib.Path(CONGESTION).with_name("tcp_allowed_congestion_control")
         raise ConfigError(
-            f"congestion={congestion}: this kernel does not have it. Use one of "
-            f"{', '.join(offered.read_text().split())}, or leave it out for the system's own."
+            f"congestion={congestion} is not allowed in a network namespace of this system. Use "
+            f"one of {', '.join(allowed.read_text().split())}, or add it to the sysctl "
+            f"net.ipv4.{allowed.name}."
         )
 
 
-def _compile_delay() -> pathlib.Path:
-    """The program that delays frames, in a folder of its own."""
+def _compile_delay(made: Hosts) -> pathlib.Path:
+    """The program that delays frames, in a folder called like the switch."""
     compiler = shutil.which("cc")
     if compiler is None:
         raise ConfigError(
             "delay_ms: no C compiler (cc) to make the program that delays frames. Install one, or "
             "use delay_ms=0."
         )
-    program = pathlib.Path(tempfile.mkdtemp(prefix=PREFIX)) / "delay"
+    program = PROGRAMS / made.switch / "delay"
+    program.parent.mkdir(mode=0o700)
     source = pathlib.Path(__file__).with_name("delay.c")
     _run(compiler, "-O2", "-Wall", "-o", str(program), str(source))
     return program
@@ -271,15 +275,14 @@ def _start_delay(made: Hosts, carrier: pathlib.Path, name: str, port: str, delay
         )
 
 
-def _output(*command: str) -> str:
-    return subprocess.run(
-        command, check=True, capture_output=True, text=True, start_new_session=True
-    ).stdout
+def _try(*command: str) -> subprocess.CompletedProcess:
+    # In a session of its own: Ctrl-C on the terminal must not stop a command that cleans up.
+    return subprocess.run(command, capture_output=True, text=True, start_new_session=True)
 
 
 def _run(*command: str) -> None:
-    """Run a command that makes or removes something. Raises ConfigError with what it says."""
-    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+    """Run a command that makes something. Raises ConfigError with what it says."""
+    done = _try(*command)
     if done.returncode:
         words = " ".join(done.stderr.split())
         raise ConfigError(

@@ -27,16 +27,21 @@ class RowError(RuntimeError):
 
 
 class Row(NamedTuple):
-    """What one row measures. rate: as on the command line; wire, carrier: "" where none."""
+    """What one row measures. rate: as on the command line; wire, carrier: "" where none.
+
+    turn: 1 for the second measurement of the same, else 0.
+    """
 
     mode: str
-    wire: str
-    carrier: str
-    rate: str
+    wire: str = ""
+    carrier: str = ""
+    rate: str = figures.UNLIMITED
+    turn: int = 0
 
     def name(self) -> str:
         """Name of the row's folder."""
-        return "-".join(filter(None, self))
+        again = "again" if self.turn else ""
+        return "-".join(filter(None, [self.mode, self.wire, self.carrier, self.rate, again]))
 
 
 class Window(NamedTuple):
