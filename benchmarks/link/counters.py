@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from benchmarks.link.hosts import NAMESPACES, Hosts, port_name
 
-SAMPLE_S = 0.02
+SAMPLE_S = 0.05
 WINDOW_S = 0.1  # of a peak rate, and of a bar in the figure
 CLONE_NEWNET = 0x40000000  # sched.h
 
