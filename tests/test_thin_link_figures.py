@@ -38,6 +38,7 @@ def test_the_peak_is_over_100_ms():
     """300 bytes within 0.05 s, but 400 within any 0.1 s: 4,000 a second, not 6,000."""
     assert counters.peak(samples(0, 100, 400, 400, 400), 0, 1) == pytest.approx(4000)
     assert counters.peak(samples(0, 100, 400, 400, 400), 0.10, 1) == 0
+    assert counters.peak(samples(0, 400, 400), 0, 1) == pytest.approx(4000)
 
 
 def test_bars_are_bytes_of_100_ms_each():

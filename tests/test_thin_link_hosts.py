@@ -161,6 +161,7 @@ def test_a_kernel_without_tbf_is_refused(tmp_path, monkeypatch):
 def bench(tmp_path):
     """Starts the benchmark as a program; it is killed in the end."""
     started = []
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_TO_COMPILE}"
 
     def start(*argv):
         command = [sys.executable, str(ROOT / "benchmarks" / "thin_link.py"), *argv]
@@ -168,7 +169,7 @@ def bench(tmp_path):
             process = subprocess.Popen(
                 command,
                 cwd=tmp_path,
-                env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": QUICK_TO_COMPILE},
+                env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -197,7 +198,7 @@ def in_mid_run(process, out):
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
 )
 def test_nothing_is_left_of_a_benchmark_that_is_ended_in_mid_run(bench, tmp_path, number, code):
-    """A killed one cannot clean up: its trainers end with it, and the next one sweeps the rest."""
+    """A killed one cannot clean up: its trainers end with it, and the next one sweeps its hosts."""
     out = tmp_path / "out"
     process = bench(f"out={out}", *SMALL)
     in_mid_run(process, out)
@@ -205,15 +206,15 @@ def test_nothing_is_left_of_a_benchmark_that_is_ended_in_mid_run(bench, tmp_path
     assert len(running(str(out))) >= 3, "the benchmark and its trainers"
     process.send_signal(number)
     assert process.wait(timeout=WAIT_S) == code, process.log.read_text()
+    limit = time.monotonic() + WAIT_S  # the kernel's SIGKILL of trainers whose parent is gone
+    while running(str(out)) and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert running(str(out)) == []
     if number == signal.SIGKILL:
         names = {path.name for path in left(process.pid) if path.parent == NAMESPACES}
         assert len(names) == 3
         assert hosts.sweep() == sorted(names)
     assert left(process.pid) == []
-    limit = time.monotonic() + 10  # the kernel's SIGKILL of trainers whose parent is gone
-    while running(str(out)) and time.monotonic() < limit:
-        time.sleep(0.05)
-    assert running(str(out)) == []
 
 
 def test_hosts_of_a_living_process_are_not_swept():
