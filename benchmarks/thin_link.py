@@ -125,7 +125,8 @@ def arguments(argv: Sequence[str]) -> tuple[dict[str, Any], list[Row], pathlib.P
     }
     small = SMALL_STEP if setup["fast_device_ms"] else {}
     keys = KEYS | small | {name: value for name, value in given.items() if name not in OWN}
-    H, log = int(keys["diloco_sync_period"]), int(keys["log_period"])
+    H, log = (_number(name, keys, int, 1) for name in ("diloco_sync_period", "log_period"))
+    _number(figures.TAU, keys, int, 0)
     if H % log:
         raise ConfigError(
             f"log_period={log} does not divide diloco_sync_period={H}: a period would not be as "
@@ -159,7 +160,7 @@ def _number(name: str, own: dict[str, str], kind: type, least: float) -> Any:
     if value is None or not least <= value < float("inf"):
         raise ConfigError(
             f"{name}={own[name]} is not {'a whole' if kind is int else 'a'} number of {least} or "
-            f"more. Use {OWN[name]}, say."
+            f"more. Use {(OWN | KEYS)[name]}, say."
         )
     return value
 

@@ -5,6 +5,7 @@ What needs root, to make network namespaces, is in test_thin_link_hosts.py.
 
 import io
 import json
+import signal
 import types
 
 import jax
@@ -63,6 +64,8 @@ def test_the_names_of_the_benchmark_are_no_keys_of_the_trainer():
         ("carriers=pigeon", "carriers=pigeon: 'pigeon' is not offered"),
         ("rates=10,none", "rates=10,none: every rate is a number of Mbit/s.*or unlimited. Use"),
         ("rates=0", "rates=0: every rate is a number of Mbit/s from 0.1"),
+        ("diloco_sync_period=x", "diloco_sync_period=x is not a whole number of 1 or more. Use 20"),
+        ("num_communication_overlapping_steps=-1", "steps=-1 is not a whole number of 0 or more"),
         ("log_period=7", "log_period=7 does not divide diloco_sync_period=20.*Use log_period=20"),
         ("steps=5", "steps=5: steps is chosen for every row. Use hosts, "),
         ("hosst=3", "hosst=3: hosst is no key of the trainer. Use hosts, "),
@@ -73,6 +76,18 @@ def test_an_argument_that_cannot_work_is_refused(argument, message):
         thin_link.arguments([argument])
 
 
+@pytest.fixture
+def no_hosts(monkeypatch):
+    """Hosts that must not be made; and the signals of this process stay as they are."""
+    monkeypatch.setattr(thin_link, "hosts", lambda *_: pytest.fail("it makes hosts"))
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("no_hosts")
 def test_without_root_one_line_and_exit_code_2(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(hosts.os, "geteuid", lambda: 1000)
     assert thin_link.main([f"out={tmp_path}"]) == 2
@@ -81,6 +96,7 @@ def test_without_root_one_line_and_exit_code_2(monkeypatch, capsys, tmp_path):
     assert line.endswith("Run it as root.")
 
 
+@pytest.mark.usefixtures("no_hosts")
 @pytest.mark.parametrize("program", ["ip", "tc"])
 def test_without_iproute2_one_line_and_exit_code_2(monkeypatch, capsys, tmp_path, program):
     monkeypatch.setattr(hosts.os, "geteuid", lambda: 0)
@@ -96,7 +112,7 @@ def test_without_iproute2_one_line_and_exit_code_2(monkeypatch, capsys, tmp_path
 
 
 @pytest.fixture
-def bench(monkeypatch, tmp_path):
+def bench(no_hosts, monkeypatch, tmp_path):
     """Starts the benchmark with rows that measure nothing; `ends` says before which it is ended."""
     seen = types.SimpleNamespace(measured=[], ends=None, fails=None, out=tmp_path / "out")
     monkeypatch.setattr(thin_link, "check", lambda: None)
