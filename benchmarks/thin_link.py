@@ -25,7 +25,6 @@ import yaml
 from benchmarks.link import draw, figures
 from benchmarks.link.hosts import Link, check, hosts
 from benchmarks.link.rows import ROOT, Row, RowError, measure
-from maxdiloco.command_line import HELP, guarded
 from maxdiloco.errors import ConfigError
 
 WIRES = ("float32", "bfloat16", "int8", "float4_e3m0")
@@ -69,7 +68,14 @@ def main(argv: Sequence[str]) -> int:
     """Run the benchmark; returns its exit code."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)  # an exception, so that the hosts are removed
-    return guarded(_main, argv)
+    try:
+        return _main(argv)
+    except ConfigError as error:
+        print(f"ConfigError: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("Interrupted. The same command goes on at this row.", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _end(number: int, _) -> None:
@@ -77,7 +83,7 @@ def _end(number: int, _) -> None:
 
 
 def _main(argv: Sequence[str]) -> int:
-    if any(argument in HELP for argument in argv):
+    if any(argument in ("-h", "--help") for argument in argv):
         print(__doc__, *(f"  {name}={value}" for name, value in OWN.items()), sep="\n")
         return 0
     setup, rows, out = arguments(argv)
