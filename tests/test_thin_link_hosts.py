@@ -217,10 +217,14 @@ def test_nothing_is_left_of_a_benchmark_that_is_ended_in_mid_run(bench, tmp_path
     assert left(process.pid) == []
 
 
-def test_hosts_of_a_living_process_are_not_swept():
+def test_hosts_of_a_living_process_and_files_of_others_are_not_swept():
+    """The control is above: the hosts of a killed process are."""
+    other = PROGRAMS / f"{hosts.PREFIX}-1-notes-of-somebody"
+    other.mkdir(exist_ok=True)
     with hosts.hosts(1, Link()) as made:
-        assert hosts.sweep() == []
-        assert (NAMESPACES / made.switch).exists()
+        assert made.switch not in hosts.sweep()
+        assert (NAMESPACES / made.switch).exists() and other.exists()
+    other.rmdir()
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import os
 import pathlib
+import re
 import shutil
 import signal
 import socket
@@ -28,6 +29,7 @@ from dataclasses import dataclass, field
 from maxdiloco.errors import ConfigError
 
 PREFIX = "thinlink"
+NAME = rf"{PREFIX}-(\d+)-(\d+)-(?:\d+|switch)"  # process id, its start, which host
 DEVICE = "net0"
 NAMESPACES = pathlib.Path("/run/netns")
 ETC = pathlib.Path("/etc/netns")
@@ -99,8 +101,8 @@ def check() -> None:
 def hosts(count: int, link: Link) -> Iterator[Hosts]:
     """Hosts for the time of a `with`; everything is gone after it, what was started on them too.
 
-    In the main thread, whose signals wait while things are removed. Raises ConfigError where this
-    machine cannot make them.
+    One `with` at a time in a process, in its main thread: signals are ignored while things are
+    removed. Raises ConfigError where this machine cannot make hosts.
     """
     check()
     sweep()
@@ -126,16 +128,16 @@ def sweep() -> list[str]:
     gone = {
         name
         for name in _names(PREFIX)
-        if (parts := name.split("-"))[1:2] and not _is_alive(*parts[1:3])
+        if (made := re.fullmatch(NAME, name)) and not _is_alive(int(made[1]), made[2])
     }
     for name in gone:
         _remove(name)
     return sorted(gone)
 
 
-def _is_alive(pid: str, started: str) -> bool:
+def _is_alive(pid: int, started: str) -> bool:
     try:
-        return _started(int(pid)) == started
+        return _started(pid) == started
     except (FileNotFoundError, ProcessLookupError):
         return False
 
