@@ -1,0 +1,1 @@
+"""Hosts on thin links, for benchmarks: namespaces, counters, traced processes, figures."""

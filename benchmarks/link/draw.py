@@ -1,0 +1,144 @@
+"""Two figures as SVG text: utilisation against bandwidth, and bytes over time for one period."""
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from benchmarks.link.counters import WINDOW_S
+from benchmarks.link.figures import (
+    DATA_PARALLEL,
+    PLAIN,
+    TAU,
+    UNLIMITED,
+    conditions,
+    label,
+    mbit,
+    result,
+)
+
+COLOURS = {
+    DATA_PARALLEL: "#cc2222",
+    "diloco": "#c2703d",
+    "streaming": "#8a5fa8",
+    "overlapped": "#3b6ea5",
+    "eager": "#5a8f53",
+}
+DASHES = {"": "", "float32": "", "bfloat16": "8 3", "int8": "3 3", "float4_e3m0": "10 3 2 3"}
+LEFT, TOP, WIDTH, HEIGHT, LEGEND = 60, 66, 560, 320, 290
+STRIP, GAP = 64, 26  # of the second figure: one row's bars, and the words above them
+LOOKS = "circle: exchange in the step's program; square: in host threads"
+
+
+def utilisation(rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> str:
+    """Utilisation against bandwidth, a line for every mode, wire and carrier. rows: as a table."""
+    lines: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["mode"] != PLAIN:
+            lines.setdefault(label(row, int(setup["keys"][TAU])), []).append(row)
+    places = _places(sorted({mbit(row) for line in lines.values() for row in line}))
+    parts = _heading("Utilisation against bandwidth", conditions(rows, setup))
+    for percent in range(0, 101, 20):
+        y = TOP + HEIGHT * (1 - percent / 100)
+        parts.append(_line([(LEFT, y), (LEFT + WIDTH, y)], "#dddddd"))
+        parts.append(_text(LEFT - 8, y + 4, f"{percent} %", anchor="end"))
+    for rate, x in places.items():
+        words = UNLIMITED if rate == math.inf else f"{rate:g}"
+        parts.append(_text(x, TOP + HEIGHT + 18, words, anchor="middle"))
+    parts.append(_text(LEFT + WIDTH / 2, TOP + HEIGHT + 38, "Mbit/s", anchor="middle"))
+    for k, (name, line) in enumerate(lines.items()):
+        colour, dash = COLOURS[line[0]["mode"]], DASHES[line[0]["wire"]]
+        points = sorted(
+            (places[mbit(row)], TOP + HEIGHT * (1 - result(row, rows, setup).utilisation))
+            for row in line
+        )
+        square = line[0]["carrier"] == "host"
+        x, y = LEFT + WIDTH + 24, TOP + 10 + 20 * k
+        parts += [_line(points, colour, dash), *(_mark(point, colour, square) for point in points)]
+        parts += [_line([(x, y), (x + 56, y)], colour, dash), _mark((x + 28, y), colour, square)]
+        parts.append(_text(x + 62, y + 4, name))
+    height = max(TOP + HEIGHT + 66, TOP + 30 + 20 * len(lines))
+    parts.append(_text(8, height - 8, LOOKS, size=10))
+    return _figure(LEFT + WIDTH + LEGEND + 40, height, parts)
+
+
+def _places(rates: Sequence[float]) -> dict[float, float]:
+    """Where a rate is on a logarithmic axis; the unlimited one comes after the others."""
+    finite = [rate for rate in rates if rate < math.inf]
+    low, high = math.log(min(finite, default=1)), math.log(max(finite, default=1))
+    room = WIDTH - 40 - (80 if finite and math.inf in rates else 0)
+    places = {
+        rate: LEFT + 20 + room * (math.log(rate) - low) / ((high - low) or 1) for rate in finite
+    }
+    return places | ({math.inf: LEFT + WIDTH - 20} if math.inf in rates else {})
+
+
+def period(rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> str:
+    """What the first host sends over one period, for every row of the thinnest link."""
+    others = [row for row in rows if row["mode"] != PLAIN]
+    thinnest = min(map(mbit, others))
+    shown = [row for row in others if mbit(row) == thinnest]
+    whole = [row for row in shown if row["mode"] != DATA_PARALLEL] or shown
+    seconds = max(len(row["bars"]) for row in whole) * WINDOW_S
+    words = "an unlimited link" if thinnest == math.inf else f"{thinnest:g} Mbit/s"
+    parts = _heading(f"Bytes sent over one period, {words}", conditions(rows, setup))
+    full = 1e6 / 8 * thinnest * WINDOW_S
+    if full == math.inf:
+        full = max(max(row["bars"], default=0) for row in shown) or 1
+    y = TOP
+    for row in shown:
+        y += GAP
+        name, bars = label(row, int(setup["keys"][TAU])), row["bars"][: round(seconds / WINDOW_S)]
+        parts.append(_text(LEFT, y - 6, f"{name}: {sum(bars) / 1000:,.0f} KB"))
+        parts.append(_line([(LEFT, y), (LEFT + WIDTH, y)], "#dddddd"))
+        width = WIDTH * WINDOW_S / seconds
+        for k, sent in enumerate(bars):
+            tall = STRIP * min(sent / full, 1.1)  # tbf lets a burst above its rate
+            x = LEFT + k * width
+            parts.append(_box(x, y + STRIP - tall, width * 0.9, tall, COLOURS[row["mode"]]))
+        y += STRIP
+        parts.append(_line([(LEFT, y), (LEFT + WIDTH, y)], "#888888"))
+    for k in range(5):
+        x = LEFT + WIDTH * k / 4
+        parts.append(_text(x, y + 18, f"{seconds * k / 4:.1f} s", anchor="middle"))
+    parts.append(_text(8, y + 40, f"upper line of each: {full / 1000:,.0f} KB in 100 ms", size=10))
+    return _figure(LEFT + WIDTH + 40, y + 52, parts)
+
+
+def _heading(title: str, words: Sequence[str]) -> list[str]:
+    lines = [_text(8, 34 + 13 * k, line, size=9) for k, line in enumerate(words)]
+    return [_text(8, 18, title, size=14, weight="bold"), *lines]
+
+
+def _figure(width: float, height: float, parts: Sequence[str]) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
+        f'font-family="sans-serif"><rect width="100%" height="100%" fill="white"/>'
+        f"{''.join(parts)}</svg>\n"
+    )
+
+
+def _line(points: Sequence[tuple[float, float]], colour: str, dash: str = "") -> str:
+    places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    dashes = f' stroke-dasharray="{dash}"' if dash else ""
+    return f'<polyline points="{places}" fill="none" stroke="{colour}"{dashes}/>'
+
+
+def _mark(point: tuple[float, float], colour: str, square: bool) -> str:
+    x, y = point
+    if square:
+        return _box(x - 3.5, y - 3.5, 7, 7, colour)
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>'
+
+
+def _box(x: float, y: float, width: float, height: float, fill: str) -> str:
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{fill}"/>'
+    )
+
+
+def _text(x, y, text, *, anchor="start", size=11, weight="normal") -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" fill="#222" text-anchor="{anchor}" font-size="{size}" '
+        f'font-weight="{weight}">{escape(text)}</text>'
+    )

@@ -1,0 +1,224 @@
+"""From what was measured to what is reported: modes, predictions by arithmetic, the table."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+UNLIMITED = "unlimited"
+# Bytes on the link above those that the trainer claims, once the chatter is taken off. Headers of
+# Ethernet, IPv4 and TCP are 66 of a frame's 1,514 bytes, 4.6 % of what it carries; an
+# acknowledgement of as many bytes answers every second segment, after a pause every one: 2.3 to
+# 4.6 %. The rest is for small segments and for what is sent twice.
+OVERHEAD = 0.12
+BELOW = 0.01  # under the claim: what crosses the ends of the window
+PERIODS = 12  # of a predicted schedule, until every period is as long as the last
+
+
+class Mode(NamedTuple):
+    """A way to train, by its keys. exchanges: it has a wire and a carrier."""
+
+    label: str
+    keys: dict[str, Any]
+    exchanges: bool = True
+
+
+PLAIN = "plain"
+DATA_PARALLEL = "data_parallel"
+TAU = "num_communication_overlapping_steps"
+STREAMING = {"enable_streaming_diloco": "true"}
+MODES = {
+    PLAIN: Mode("inner steps alone", {"diloco_sync_period": 1_000_000}, exchanges=False),
+    DATA_PARALLEL: Mode("data parallel", {"enable_diloco": "false"}, exchanges=False),
+    "diloco": Mode("DiLoCo", {}),
+    "streaming": Mode("streaming, tau=0", STREAMING | {TAU: 0}),
+    "overlapped": Mode("streaming, tau={tau}", STREAMING),
+    "eager": Mode("eager", {"diloco_outer_overlap": "eager"}),
+}
+
+
+def mode_keys(mode: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The trainer's keys in a mode. keys: those of every mode, P and tau among them."""
+    chosen = dict(keys) | MODES[mode].keys
+    if "enable_streaming_diloco" not in MODES[mode].keys:
+        del chosen["num_diloco_fragments"]
+        del chosen[TAU]
+    return chosen
+
+
+def label(row: Mapping[str, Any], tau: int) -> str:
+    """What a row's line is called: mode, wire, carrier."""
+    words = [MODES[row["mode"]].label.format(tau=tau), row["wire"], row["carrier"]]
+    return ", ".join(word for word in words if word)
+
+
+def exposed_s(
+    sizes: Sequence[int],
+    *,
+    H: int,
+    lag: int,
+    step_s: float,
+    mbit: float,
+    num_hosts: int = 2,
+    latency_s: float = 0.0,
+) -> float:
+    """Seconds a period of H steps waits for the link, by arithmetic alone.
+
+    Fragment p is sent after the steps t with t = floor(p H / P) (mod H), `lag` steps of step_s
+    before it is used, and its bytes cross the host's link num_hosts - 1 times behind those of
+    earlier sends. Training waits where they come later than their step. sizes: bytes of each
+    fragment's payload. Nothing else takes time: no header, no congestion control, no packing.
+    """
+    clock = free = before = 0.0
+    arrives: dict[tuple[int, int], float] = {}
+    for t in range(1, PERIODS * H + 1):
+        clock += step_s
+        for p, size in enumerate(sizes):
+            if (t - p * H // len(sizes)) % H:
+                continue
+            free = max(free, clock) + size * (num_hosts - 1) * 8e-6 / mbit
+            arrives[p, t] = free + latency_s
+        for p in range(len(sizes)):
+            clock = max(clock, arrives.pop((p, t - lag), clock))
+        if t == (PERIODS - 1) * H:
+            before = clock
+    return max(0.0, clock - before - H * step_s)  # rounding, where nothing waits
+
+
+def all_reduce_s(parameters: int, *, mbit: float, num_hosts: int = 2) -> float:
+    """Seconds of a data-parallel step on the link: a ring over float32 gradients, hiding nothing.
+
+    Each host sends 2 (M - 1) / M of the bytes of all gradients.
+    """
+    return 4 * parameters * 2 * (num_hosts - 1) / num_hosts * 8e-6 / mbit
+
+
+def lag(mode: str, *, H: int, tau: int) -> int:
+    """Inner steps from a send to its use."""
+    return {"diloco": 0, "streaming": 0, "overlapped": tau, "eager": H}[mode]
+
+
+def mbit(row: Mapping[str, Any]) -> float:
+    """The rate of a row's links [Mbit/s]; infinite where they were not shaped."""
+    return math.inf if row["rate"] == UNLIMITED else float(row["rate"])
+
+
+def predicted_ms(row: Mapping[str, Any], setup: Mapping[str, Any], plain_ms: float) -> float:
+    """Milliseconds a step that a row's mode waits for the link, by arithmetic."""
+    link = dict(mbit=mbit(row), num_hosts=setup["hosts"])
+    if row["mode"] == DATA_PARALLEL:
+        return 1000 * all_reduce_s(row["parameters"], **link)
+    H, tau = int(setup["keys"]["diloco_sync_period"]), int(setup["keys"][TAU])
+    seconds = exposed_s(
+        row["fragment_bytes"],
+        H=H,
+        lag=lag(row["mode"], H=H, tau=tau),
+        step_s=plain_ms / 1000,
+        latency_s=setup["delay_ms"] / 1000,
+        **link,
+    )
+    return 1000 * seconds / H
+
+
+class Result(NamedTuple):
+    """A row beside the plain step. claimed_ratio: None where the trainer claims no bytes."""
+
+    utilisation: float
+    exposed_ms: float
+    predicted_ms: float
+    claimed_ratio: float | None
+    bytes_agree: bool
+
+
+def plain_ms(rows: Sequence[Mapping[str, Any]]) -> float:
+    """The step without an exchange on an unlimited link: the mean of the times it was measured."""
+    measured = [row["step_ms"] for row in rows if row["mode"] == PLAIN]
+    return sum(measured) / len(measured)
+
+
+def chatter(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Bytes a step and host that cross the link when nothing is exchanged."""
+    sent = [row["sent_per_step"] for row in rows if row["mode"] == PLAIN]
+    return sum(map(sum, sent)) / sum(map(len, sent))
+
+
+def result(
+    row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]
+) -> Result:
+    """Beside the plain steps among `rows`."""
+    plain = plain_ms(rows)
+    sent = sum(row["sent_per_step"]) / len(row["sent_per_step"])
+    ratio, agree = None, True
+    if row["claimed_per_step"]:
+        ratio = (sent - chatter(rows)) / row["claimed_per_step"]
+        agree = 1 - BELOW <= ratio <= 1 + OVERHEAD
+    return Result(
+        plain / row["step_ms"],
+        row["step_ms"] - plain,
+        predicted_ms(row, setup, plain),
+        ratio,
+        agree,
+    )
+
+
+COLUMNS = (
+    "mode", "Mbit/s", "step, ms", "utilisation", "exposed, ms", "predicted, ms", "ratio",
+    "sent a step, KB", "of the claim", "peak, Mbit/s",
+)  # fmt: skip
+
+
+def cells(
+    row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]
+) -> list[str]:
+    """One row of the table."""
+    one = result(row, rows, setup)
+    predicted = one.predicted_ms > 0.05  # less is shown as 0.0
+    return [
+        label(row, int(setup["keys"][TAU])),
+        row["rate"],
+        f"{row['step_ms']:,.1f}",
+        f"{one.utilisation:.1%}",
+        f"{one.exposed_ms:,.1f}",
+        f"{one.predicted_ms:,.1f}",
+        f"{one.exposed_ms / one.predicted_ms:.2f}" if predicted else "-",
+        f"{sum(row['sent_per_step']) / len(row['sent_per_step']) / 1000:,.1f}",
+        "-" if one.claimed_ratio is None else f"{one.claimed_ratio:.3f}",
+        f"{row['peak_mbit']:,.1f}",
+    ]
+
+
+def conditions(rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> tuple[str, str]:
+    """What a figure has to say about how it was measured, in two lines."""
+    device = "real compute"
+    if setup["fast_device_ms"]:
+        device = f"fast device ({setup['fast_device_ms']:g} ms of sleep in place of compute)"
+    keys = setup["keys"]
+    spread = [row["step_ms"] for row in rows if row["mode"] == PLAIN]
+    return (
+        f"{device}; {setup['hosts']} hosts, {keys['model_name']}, H={keys['diloco_sync_period']}, "
+        f"P={keys['num_diloco_fragments']}, tau={keys[TAU]}, a log every {keys['log_period']} "
+        f"steps",
+        f"TCP {', '.join(sorted({row['congestion'] for row in rows}))}; delay "
+        f"{setup['delay_ms']:g} ms one way; plain step {' and '.join(f'{x:.1f}' for x in spread)} "
+        f"ms; commit {', '.join(sorted({row['commit'] for row in rows}))}",
+    )
+
+
+def table(rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> str:
+    """The figures of a run as Markdown. rows: the plain steps and at least one other."""
+    lines = [
+        f"{'; '.join(conditions(rows, setup))}.",
+        "",
+        f"| {' | '.join(COLUMNS)} |",
+        f"|---{'|--:' * (len(COLUMNS) - 1)}|",
+    ]
+    shown = [row for row in rows if row["mode"] != PLAIN]
+    lines += [f"| {' | '.join(cells(row, rows, setup))} |" for row in shown]
+    lines += [
+        "",
+        f"Chatter when nothing is exchanged: {chatter(rows):,.0f} bytes a step and host. "
+        f"Exposed: above the plain step, a step. Predicted: what the schedule's arithmetic leaves "
+        f"exposed; ratio: exposed / predicted. Of the claim: bytes on the link less the chatter / "
+        f"`dcn/bytes_sent`, {1 - BELOW:.2f} to {1 + OVERHEAD:.2f} with the protocol. Peak: over "
+        f"100 ms.",
+    ]
+    return "\n".join(lines) + "\n"

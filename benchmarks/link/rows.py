@@ -1,0 +1,259 @@
+"""One row: a run of the trainer on hosts of its own, and what was counted while it ran."""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from benchmarks.link import counters, figures
+from benchmarks.link.hosts import Hosts, Link, hosts
+
+ROOT = pathlib.Path(__file__).parents[2]
+PORT = 7000  # of process 0, in a namespace of its own
+WARM_UP = 2  # periods before the window: in the second one the first eager means are applied
+LEAST_STEPS = 8  # of data parallelism
+POLL_S = 0.2
+TAIL = 12  # lines of a log
+
+
+class RowError(RuntimeError):
+    """A run of the trainer failed."""
+
+
+class Row(NamedTuple):
+    """What one row measures. rate: as on the command line; wire, carrier: "" where none.
+
+    turn: 1 for the second measurement of the same, else 0.
+    """
+
+    mode: str
+    wire: str = ""
+    carrier: str = ""
+    rate: str = figures.UNLIMITED
+    turn: int = 0
+
+    def name(self) -> str:
+        """Name of the row's folder."""
+        again = "again" if self.turn else ""
+        return "-".join(filter(None, [self.mode, self.wire, self.carrier, self.rate, again]))
+
+
+class Window(NamedTuple):
+    """Which inner steps are measured: those after `first` up to `last`, of `steps` in all."""
+
+    first: int
+    last: int
+    steps: int
+
+
+def window(row: Row, setup: Mapping[str, Any], plain: Mapping[str, Any] | None) -> Window:
+    """Whole periods after WARM_UP of them; of data parallelism about as many seconds, in steps.
+
+    plain: what was measured of the plain step; None for the row that measures it.
+    """
+    H = int(setup["keys"]["diloco_sync_period"])
+    count, before = setup["periods"] * H, WARM_UP * H
+    if row.mode == figures.DATA_PARALLEL:
+        before, mbit = WARM_UP, figures.mbit(row._asdict())
+        reduce = dict(mbit=mbit, num_hosts=setup["hosts"])
+        slow_ms = plain["step_ms"] + 1000 * figures.all_reduce_s(plain["parameters"], **reduce)
+        count = min(count, max(LEAST_STEPS, round(count * plain["step_ms"] / slow_ms)))
+    return Window(before, before + count, before + count + 1)
+
+
+def measure(
+    row: Row, setup: Mapping[str, Any], folder: pathlib.Path, plain: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Run a row and return its figures. folder: for its logs; plain: as for `window`.
+
+    Raises RowError, ConfigError.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    span = window(row, setup, plain)
+    link = Link(
+        mbit=None if row.rate == figures.UNLIMITED else float(row.rate),
+        delay_ms=0.0 if row.mode == figures.PLAIN else setup["delay_ms"],
+        queue_ms=setup["queue_ms"],
+        congestion=setup["congestion"],
+    )
+    with hosts(setup["hosts"], link) as made:
+        congestion = made.congestion()
+        with counters.Sampler(made) as sampler:
+            _train(made, row, setup, folder, span.steps)
+    return _figures(row, setup, folder, span, sampler.samples) | {
+        "congestion": congestion,
+        "commit": commit(),
+        "measured": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+
+
+def _train(
+    made: Hosts, row: Row, setup: Mapping[str, Any], folder: pathlib.Path, steps: int
+) -> None:
+    keys = trainer_keys(row, setup, folder, steps)
+    cpus = sorted(os.sched_getaffinity(0))
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("M_", "JAX_")) and not name.lower().endswith("_proxy")
+    }
+    environ |= {
+        "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+        "JAX_COORDINATOR_ADDRESS": f"{made.addresses[0]}:{PORT}",
+        "JAX_NUM_PROCESSES": str(setup["hosts"]),
+    }
+    for i in range(setup["hosts"]):
+        cpu = str(cpus[i % len(cpus)])
+        module = [sys.executable, "-m", "benchmarks.link.process"]
+        command = [*module, str(trace_path(folder, i)), cpu, f"{setup['fast_device_ms']:g}", *keys]
+        with log_path(folder, i).open("w") as log:
+            made.start(
+                i,
+                command,
+                cwd=ROOT,
+                env=environ | {"JAX_PROCESS_ID": str(i)},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+    _wait(made.processes[-setup["hosts"] :], folder, setup["row_limit_s"])
+
+
+def _wait(processes: Sequence[subprocess.Popen], folder: pathlib.Path, limit_s: float) -> None:
+    limit = time.monotonic() + limit_s
+    while any(process.poll() is None for process in processes):
+        if time.monotonic() > limit:
+            raise RowError(f"{folder}: not over after row_limit_s={limit_s:g}. {_tails(folder)}")
+        time.sleep(POLL_S)
+    codes = [process.returncode for process in processes]
+    if any(codes):
+        raise RowError(f"{folder}: exit codes {codes}. {_tails(folder)}")
+
+
+def _tails(folder: pathlib.Path) -> str:
+    tails = []
+    for path in sorted(folder.glob("process_*.log")):
+        lines = path.read_text(errors="replace").splitlines()[-TAIL:]
+        tails.append("\n  ".join([f"End of {path.name}:", *lines]))
+    return "\n".join(tails)
+
+
+def trainer_keys(
+    row: Row, setup: Mapping[str, Any], folder: pathlib.Path, steps: int
+) -> list[str]:
+    """The command line of the trainer for a row."""
+    keys = figures.mode_keys(row.mode, setup["keys"]) | {
+        "steps": steps,
+        "run_name": "run",
+        "base_output_directory": folder,
+        "num_slices": setup["hosts"],
+    }
+    if row.wire:
+        keys["diloco_exchange_dtype"] = row.wire
+    if row.carrier and setup["has_carriers"]:
+        keys["exchange_carrier"] = row.carrier
+    return [f"{key}={value}" for key, value in keys.items()]
+
+
+def trace_path(folder: pathlib.Path, process: int) -> pathlib.Path:
+    """File with the times of a process's inner steps."""
+    return folder / f"process_{process}.steps"
+
+
+def log_path(folder: pathlib.Path, process: int) -> pathlib.Path:
+    """File with what a process printed."""
+    return folder / f"process_{process}.log"
+
+
+def _figures(
+    row: Row,
+    setup: Mapping[str, Any],
+    folder: pathlib.Path,
+    span: Window,
+    samples: Sequence[counters.Sample],
+) -> dict[str, Any]:
+    begun = []
+    for i in range(setup["hosts"]):
+        times = [float(line) for line in trace_path(folder, i).read_text().split()]
+        if len(times) != span.steps:
+            raise RowError(
+                f"{trace_path(folder, i)} has {len(times)} inner steps of {span.steps}: are the "
+                f"trainer's programs still called as benchmarks.link.process.INNER says?"
+            )
+        begun.append(times)
+    count = span.last - span.first
+    slowest = max(begun, key=lambda times: times[span.last] - times[span.first])
+    start, end = slowest[span.first], slowest[span.last]
+    sent, received = counters.between(samples, start, end)
+    H = min(int(setup["keys"]["diloco_sync_period"]), count)
+    marks = slowest[span.first : span.last + 1 : H]
+    parameters, fragment_bytes = parse_log(log_path(folder, 0))
+    if row.mode != figures.DATA_PARALLEL and not fragment_bytes:
+        raise RowError(f"{log_path(folder, 0)} has no table of fragments, as parse_log reads it.")
+    return row._asdict() | {
+        "step_ms": 1000 * (end - start) / count,
+        "period_ms": [1000 * (b - a) / H for a, b in zip(marks, marks[1:], strict=False)],
+        "steps": count,
+        "sent_per_step": [value / count for value in sent],
+        "received_per_step": [value / count for value in received],
+        "claimed_per_step": claimed(folder / "run" / "metrics.jsonl", span),
+        "peak_mbit": 8e-6 * counters.peak(samples, start, end),
+        "bars": counters.bars(samples, slowest[span.last - H], end),
+        "parameters": parameters,
+        "fragment_bytes": fragment_bytes,
+    }
+
+
+def parse_log(path: pathlib.Path) -> tuple[int, list[int]]:
+    """Parameters of the model and bytes on the wire of every fragment, as the trainer prints them.
+
+    No fragments for data parallelism. Raises RowError for a log without the line of the model.
+    """
+    text = path.read_text(encoding="utf-8")
+    model = re.search(r"(?m)^model: .*, ([\d,]+) parameters$", text)
+    if model is None:
+        raise RowError(f"{path} has no line of the model, as parse_log reads it.")
+    sizes = []
+    head = re.search(r"(?m)^fragment .*bytes on the wire .*\n", text)
+    for line in text[head.end() :].splitlines() if head else ():
+        cells = re.fullmatch(r"\d+ .* ([\d,]+) +[\d.]+%", line)
+        if cells is None:
+            break
+        sizes.append(int(cells[1].replace(",", "")))
+    return int(model[1].replace(",", "")), sizes
+
+
+def claimed(path: pathlib.Path, span: Window) -> float | None:
+    """dcn/bytes_sent over the window [bytes a step and replica]; None where it is not claimed.
+
+    Where no log's steps lie inside the window, as with few steps, those that meet it count.
+    """
+    logs, begin = [], 0
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if "dcn/bytes_sent" not in row:
+            return None
+        logs.append((begin, row["step"], row["dcn/bytes_sent"]))
+        begin = row["step"]
+    inside = [log for log in logs if span.first <= log[0] and log[1] <= span.last]
+    counted = inside or [log for log in logs if log[0] < span.last and log[1] > span.first]
+    return sum(sent * (b - a) for a, b, sent in counted) / sum(b - a for a, b, _ in counted)
+
+
+def commit() -> str:
+    """The commit of the checkout, with a + where files differ from it."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        return "unknown"
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(ROOT), *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else "")

@@ -1,0 +1,139 @@
+"""The arithmetic of the benchmark of thin links, by hand: counters, predictions, table, figures."""
+
+from xml.etree import ElementTree
+
+import pytest
+from thin_link_rows import PLAIN, SETUP, measured
+
+from benchmarks.link import counters, draw, figures
+from benchmarks.link.counters import Sample
+
+MODES = ("data_parallel", "diloco", "streaming", "overlapped", "eager")
+
+
+def test_the_kernel_s_counters_are_read():
+    text = (
+        "Inter-|   Receive                            |  Transmit\n"
+        " face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs\n"
+        "    lo:       0       0    0    0    0     0          0         0        0       0    0\n"
+        " port0: 1234567    8901    0    0    0     0          0         7      765      43    0\n"
+    )
+    assert counters.parse(text)["port0"] == (1_234_567, 765)
+
+
+def samples(*sent):
+    """One host, a sample every 50 ms; it receives nothing."""
+    return [Sample(k * 0.05, (n,), (0,)) for k, n in enumerate(sent)]
+
+
+def test_bytes_between_two_moments_are_interpolated():
+    """0.025 s is half of the first 100 bytes, 0.10 s all 300."""
+    sent, received = counters.between(samples(0, 100, 300, 300), 0.025, 0.10)
+    assert (sent, received) == ([pytest.approx(250)], [0])
+    with pytest.raises(ValueError, match="outside"):
+        counters.between(samples(0, 100), 0.01, 0.2)
+
+
+def test_the_peak_is_over_100_ms():
+    """300 bytes within 0.05 s, but 400 within any 0.1 s: 4,000 a second, not 6,000."""
+    assert counters.peak(samples(0, 100, 400, 400, 400), 0, 1) == pytest.approx(4000)
+    assert counters.peak(samples(0, 100, 400, 400, 400), 0.10, 1) == 0
+    assert counters.peak(samples(0, 400, 400), 0, 1) == pytest.approx(4000)
+
+
+def test_bars_are_bytes_of_100_ms_each():
+    assert counters.bars(samples(0, 100, 300, 300, 350, 350), 0.0001, 0.2002) == [300, 50]
+
+
+SECOND = 1_000_000  # bytes that a link of 8 Mbit/s carries in a second
+
+
+@pytest.mark.parametrize(
+    ("sizes", "keys", "seconds"),
+    [
+        # tau=0: every byte is waited for.
+        ([SECOND], dict(H=4, lag=0), 1.0),
+        ([SECOND, SECOND // 2], dict(H=4, lag=0), 1.5),
+        # Two steps of 0.2 s hide 0.4 s of each fragment's 1.0 and 0.5 s.
+        ([SECOND, SECOND // 2], dict(H=20, lag=2), 0.6 + 0.1),
+        ([SECOND], dict(H=20, lag=5), 0.0),
+        # Both fragments within one round of 4 * 0.2 s: the link itself is too slow, 1.5 s a period.
+        ([SECOND, SECOND // 2], dict(H=4, lag=4), 0.7),
+        # To two other hosts; and an arrival 0.05 s later, with one fragment.
+        ([SECOND], dict(H=4, lag=0, num_hosts=3), 2.0),
+        ([SECOND], dict(H=4, lag=0, latency_s=0.05), 1.05),
+    ],
+)
+def test_the_predicted_exposure(sizes, keys, seconds):
+    assert figures.exposed_s(sizes, step_s=0.2, mbit=8.0, **keys) == pytest.approx(seconds)
+
+
+def test_an_exchange_behind_another_waits_for_it():
+    """Sends after steps 1 and 2 (mod 2), 0.2 s each, used one step later, 0.3 s on the link each:
+    the link is busy all the time, 0.6 s a period of 0.4.
+    """
+    both = figures.exposed_s([300_000] * 2, H=2, lag=1, step_s=0.2, mbit=8.0)
+    assert both == pytest.approx(0.2)
+
+
+def test_a_ring_over_the_gradients():
+    """Two hosts send the bytes of all gradients once, four 1.5 times: 4 and 6 s for 4 MB."""
+    assert figures.all_reduce_s(SECOND, mbit=8.0) == pytest.approx(4.0)
+    assert figures.all_reduce_s(SECOND, mbit=8.0, num_hosts=4) == pytest.approx(6.0)
+
+
+def test_a_row_beside_the_plain_step():
+    """1.5 MB at 10 Mbit/s are 1.2 s, 60 ms of each of 20 steps; 250 ms is 50 above the plain 200.
+    1,100 bytes less the chatter of 100 against 950.
+    """
+    row = measured("streaming", 250.0, claimed_per_step=950.0)
+    again = PLAIN | {"step_ms": 204.0}
+    one = figures.result(row, [PLAIN, row], SETUP)
+    assert one.utilisation == pytest.approx(0.8)
+    assert (one.exposed_ms, one.predicted_ms) == (pytest.approx(50), pytest.approx(60))
+    assert one.claimed_ratio == pytest.approx(1000 / 950)
+    assert figures.plain_ms([PLAIN, row, again]) == pytest.approx(202)
+    cells = figures.cells(row, [PLAIN, row], SETUP)
+    assert cells == [
+        "streaming, tau=0, float32, program", "10", "250.0", "80.0%", "50.0", "60.0", "0.83", "1.1",
+        "1.053", "9.5",
+    ]  # fmt: skip
+
+
+def test_every_figure_states_its_conditions():
+    rows = [PLAIN, *(measured(mode, 300.0) for mode in MODES)]
+    words = "fast device (180 ms of sleep in place of compute); 2 hosts, tiny, H=20, P=2, tau=4"
+    for text in (
+        figures.table(rows, SETUP), draw.utilisation(rows, SETUP), draw.period(rows, SETUP)
+    ):  # fmt: skip
+        assert words in text and "TCP reno" in text and "delay 0 ms" in text and "abc" in text
+    real = figures.table(rows, SETUP | {"fast_device_ms": 0.0})
+    assert real.startswith("real compute; 2 hosts")
+
+
+def shapes(figure, name):
+    root = ElementTree.fromstring(figure)
+    return [shape for shape in root.iter() if shape.tag.endswith(f"}}{name}")]
+
+
+def test_the_figure_of_utilisation_has_a_line_for_every_mode_wire_and_carrier():
+    """Five modes at two rates; 0, 20, .. 100 % are lines too, and each line is in the legend."""
+    rows = [PLAIN]
+    for rate, step_ms in (("unlimited", 200.0), ("10", 400.0)):
+        rows += [measured(mode, step_ms, rate=rate) for mode in MODES]
+    lines = shapes(draw.utilisation(rows, SETUP), "polyline")
+    assert len(lines) == 6 + 2 * 5
+    xs, ys = zip(*(point.split(",") for point in lines[6].get("points").split()), strict=True)
+    assert float(xs[0]) < float(xs[1])
+    assert [float(y) for y in ys] == [draw.TOP + draw.HEIGHT / 2, draw.TOP]  # 50 % and 100 %
+
+
+def test_the_figure_of_a_period_shows_the_thinnest_link():
+    """125,000 bytes in 100 ms are 10 Mbit/s: a bar as high as its strip; three bars a mode."""
+    rows = [PLAIN, measured("eager", 300.0, rate="100"), measured("overlapped", 300.0),
+            measured("diloco", 300.0)]  # fmt: skip
+    figure = draw.period(rows, SETUP)
+    assert "10 Mbit/s" in figure and "eager" not in figure
+    bars = [bar for bar in shapes(figure, "rect") if bar.get("fill") != "white"]
+    assert [float(bar.get("height")) for bar in bars[:3]] == [0.0, draw.STRIP, pytest.approx(30.7)]
+    assert len(bars) == 6
