@@ -128,8 +128,8 @@ def test_three_hosts_with_a_delay():
 def test_nothing_is_left_of_hosts_and_what_ran_on_them():
     before, pid = interfaces(), os.getpid()
     with hosts.hosts(2, Link(mbit=10.0, delay_ms=1.0)) as made:
-        sleeper = made.start(1, ["sleep", "600"])
         there = [path.name for path in left(pid)]
+        sleeper = made.start(1, ["sleep", "600"])
         assert sorted(there) == sorted(
             [*made.names, made.switch, *made.names, made.switch, "cmdline", "cmdline"]
         )  # namespaces, /etc/netns of the hosts, the folder of delay.c, a process for each host
