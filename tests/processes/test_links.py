@@ -222,14 +222,16 @@ def test_no_thread_and_no_descriptor_is_left():
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "error"),
+    ("module", "name", "error", "sender"),
     [
-        (frames.Incoming, "take", MemoryError("no room")),
-        (channel.Connection, "write", ZeroDivisionError("in the sender")),
-        (handshake.Acceptor, "_hear", KeyError("in the acceptor")),
+        (frames.Incoming, "take", MemoryError("no room"), 1),
+        (channel.Connection, "write", ZeroDivisionError("in the sender"), 0),
+        (handshake.Acceptor, "_hear", KeyError("in the acceptor"), 1),
     ],
 )
-def test_any_error_of_a_thread_reaches_the_callers(network, monkeypatch, module, name, error):
+def test_any_error_of_a_thread_reaches_the_callers(
+    network, monkeypatch, module, name, error, sender
+):
     zero, one, proxy = network.pair()
 
     def fail(*_):
@@ -237,7 +239,7 @@ def test_any_error_of_a_thread_reaches_the_callers(network, monkeypatch, module,
 
     waiting = later(lambda: zero.receive(1, (0, 1), soon()))
     monkeypatch.setattr(module, name, fail)
-    one.send(0, (0, 2), [b"x"])
+    (zero, one)[sender].send(1 - sender, (0, 2), [b"x"])
     with socket.create_connection(proxy.target) as stranger:
         stranger.sendall(b"x")
         with pytest.raises(type(error), match=error.args[0]):
