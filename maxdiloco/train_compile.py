@@ -105,6 +105,7 @@ def _measured(cfg: Config, mesh: Any, chip: Any) -> tuple[Any, Any]:
     from maxdiloco.aot import measure, report
     from maxdiloco.aot.hlo.replay import Link
     from maxdiloco.checkpoint import arrays
+    from maxdiloco.parallel import chips
     from maxdiloco.parallel import mesh as mesh_lib
     from maxdiloco.trainer import assemble
 
@@ -132,6 +133,7 @@ def _measured(cfg: Config, mesh: Any, chip: Any) -> tuple[Any, Any]:
         chip=chip,
         gbps=cfg.dcn_bandwidth_gbps,
         programs=programs,
+        flags=chips.compiler_flags(),
     )
 
 

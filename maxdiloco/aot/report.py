@@ -3,7 +3,7 @@
 Times are estimates of the TPU compiler and of hlo/replay.py; nothing was run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from maxdiloco.aot.measure import Crossing, Measured
@@ -13,13 +13,17 @@ from maxdiloco.parallel.chips import Chip
 from maxdiloco.processes.output import aligned
 
 MIB = 2**20
+SEND_DONE = (
+    "exposed ms: if a send is done when the other slice has the data; or: when its buffer is free. "
+    "No TPU has told yet which; the first one counts below"
+)
 
 
 class Report(NamedTuple):
     """What was compiled, and for what.
 
     period: the H inner steps in which a program runs `runs` times. chip: None off TPU.
-    gbps: one device's share of the DCN [Gbit/s].
+    gbps: one device's share of the DCN [Gbit/s]. flags: of the compiler; the job needs the same.
     """
 
     title: str
@@ -28,6 +32,7 @@ class Report(NamedTuple):
     chip: Chip | None
     gbps: float
     programs: Sequence[Measured]
+    flags: Mapping[str, str]
 
     def at(self, when: str) -> list[Measured]:
         """The programs that run at STEP, BESIDE or START; see Call."""
@@ -46,8 +51,13 @@ class Report(NamedTuple):
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds of a period that the steps wait for other slices."""
+        """Seconds of a period that the steps wait for other slices, at most."""
         return sum(p.runs * p.exposed for p in self.at(STEP))
+
+    @property
+    def exposed_seconds_least(self) -> float:
+        """The same where a send-done waits for nothing; see hlo/replay.py."""
+        return sum(p.runs * p.exposed_least for p in self.at(STEP))
 
     @property
     def busy_seconds(self) -> float:
@@ -68,7 +78,9 @@ class Report(NamedTuple):
 def lines(report: Report) -> list[str]:
     """The report as tables: programs and memory, what crosses slices, what stays inside."""
     programs = as_json(report)["programs"]
-    out = [f"== {report.title}", "", *_programs(report, programs)]
+    out = [f"== {report.title}", ""]
+    out += [f"compiled under {name}={flags}" for name, flags in report.flags.items() if flags]
+    out += _programs(report, programs)
     out += ["", f"what crosses slices{_at(report)}", *_over_slices(programs)]
     out += ["", "what crosses devices inside a slice, per run", *_in_slice(report, programs)]
     return [*out, "", *_summary(report)]
@@ -106,22 +118,29 @@ def _figures(program: dict[str, Any]) -> list[str]:
 
 def _over_slices(programs: list[dict[str, Any]]) -> list[str]:
     rows = [("program", "collective", "dtype", "over", "bytes/device", "bytes/slice", "padding",
-             "starts", "ends", "hides behind", "link ms", "exposed ms")]  # fmt: skip
+             "starts", "ends", "hides behind", "link ms", "exposed ms", "or")]  # fmt: skip
     for program in programs:
         for row in program["dcn"]:
             kind = row["collective"] + (" in a conditional" if row["in_conditional"] else "")
             sizes = (row[key] for key in ("bytes_per_device", "bytes_per_slice", "padding_bytes"))
-            times = ["-"] * 5
+            times = ["-"] * 6
             if "starts" in row:
                 times = [f"{row[key]:.0%}" for key in ("starts", "ends", "hides_behind")]
-                times += [f"{row[key] * 1e3:.3f}" for key in ("link_seconds", "exposed_seconds")]
+                seconds = ("link_seconds", "exposed_seconds", "exposed_seconds_least")
+                times += [f"{row[key] * 1e3:.3f}" for key in seconds]
             rows.append((program["name"], kind, row["dtype"], "+".join(row["axes"]),
                          *(f"{size:,}" for size in sizes), *times))  # fmt: skip
-    return aligned(rows) if len(rows) > 1 else ["nothing"]
+    if len(rows) == 1:
+        return ["nothing"]
+    out = aligned(rows)
+    if any(row["exposed_seconds"] != row["exposed_seconds_least"] for program in programs
+           for row in program["dcn"] if "starts" in row):  # fmt: skip
+        out.append(SEND_DONE)
+    return out
 
 
 def _in_slice(report: Report, programs: list[dict[str, Any]]) -> list[str]:
-    rows = [("program", "over", "collective", "number", "MiB/device", "at all links ms")]
+    rows = [("program", "over", "collective", "number", "MiB/device", "at its links ms")]
     for program in programs:
         for row in program["ici"]:
             kind = row["collective"] + ("" if row["asynchronous"] else ", waited for")
@@ -141,9 +160,9 @@ def _summary(report: Report) -> list[str]:
     return [
         f"a step, mean of a period of {report.period}: {report.step_seconds * 1e3:.2f} ms, {sent} "
         f"to other slices; link busy {report.busy_seconds / whole:.1%} of the time; exposed "
-        f"{report.exposed_seconds * 1e3:.2f} ms a period, {report.exposed_seconds / whole:.1%} of "
-        f"the time and {exposed_share(report.exposed_seconds, report.busy_seconds):.1%} of the "
-        f"link",
+        f"{report.exposed_seconds * 1e3:.2f} ms a period (or "
+        f"{report.exposed_seconds_least * 1e3:.2f}), {report.exposed_seconds / whole:.1%} of the "
+        f"time and {exposed_share(report.exposed_seconds, report.busy_seconds):.1%} of the link",
         f"{beside}, {report.seconds(BESIDE) * 1e3:.2f} ms, "
         f"{report.seconds(BESIDE) / whole:.1%} of the steps' time",
     ]
@@ -162,10 +181,14 @@ def as_json(report: Report) -> dict[str, Any]:
         "devices_per_slice": report.devices_per_slice,
         "hbm_bytes": report.chip and report.chip.hbm,
         "dcn_bandwidth_gbps": report.gbps,
+        "compiler_flags": dict(report.flags),
         "step_seconds": report.step_seconds,
         "dcn_bytes_per_device_and_step": report.bytes_per_step,
         "dcn_busy_seconds_per_period": report.busy_seconds if report.chip else None,
         "dcn_exposed_seconds_per_period": report.exposed_seconds if report.chip else None,
+        "dcn_exposed_seconds_per_period_least": (
+            report.exposed_seconds_least if report.chip else None
+        ),
         "programs": [_program(report, program) for program in report.programs],
     }
 
@@ -216,6 +239,7 @@ def _position(program: Measured, crossing: Crossing) -> dict[str, float]:
         "hides_behind": max(0.0, between / own_seconds) if own_seconds else 0.0,
         "link_seconds": timing.busy,
         "exposed_seconds": timing.waited,
+        "exposed_seconds_least": crossing.waited_least,
     }
 
 

@@ -39,8 +39,29 @@ _PRETEND = {
 
 
 def chip(name: str) -> Chip:
-    """The chip that is one device of a topology. Raises ConfigError for an unknown name."""
-    return CHIPS[_libtpu_name(name).partition(":")[0]]
+    """The chip that is one device of a topology, with the ICI links that all of its slice have.
+
+    Raises ConfigError for an unknown name.
+    """
+    kind, _, shape = _libtpu_name(name).partition(":")
+    links, of = ici_links(kind, tuple(map(int, shape.split("x"))))
+    whole = CHIPS[kind]
+    return whole._replace(ici_gbps=whole.ici_gbps * links / of)
+
+
+def ici_links(kind: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """ICI links of a corner chip of a slice, and of a chip in a torus.
+
+    The corner is the slowest, and a collective waits for it. A dim of a v5e or v6e slice closes to
+    a ring when it is 16 long; all dims of the others, when each is a multiple of 4
+    (cloud.google.com/tpu/docs/{v5e,v6e,v4,v5p,tpu7x}, "slice topology").
+    """
+    if kind in ("v5e", "v6e"):
+        rings = [size == 16 for size in shape]
+    else:
+        rings = [all(size % 4 == 0 for size in shape)] * len(shape)
+    links = sum(2 if ring else min(size - 1, 1) for size, ring in zip(shape, rings, strict=True))
+    return links, 2 * len(shape)
 
 
 def devices(name: str, num_slices: int) -> list[jax.Device]:

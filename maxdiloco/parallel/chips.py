@@ -1,5 +1,6 @@
 """What one device is, for the chips that a run may meet: the only table of their facts."""
 
+import os
 from typing import NamedTuple
 
 
@@ -56,3 +57,8 @@ def peak_flops(device_kind: str) -> float | None:
     """Dense bfloat16 FLOP/s of a device; None where the table does not have it."""
     peaks = (chip.peak_flops for chip in CHIPS.values() if device_kind in chip.kinds)
     return next(peaks, None)
+
+
+def compiler_flags() -> dict[str, str]:
+    """What the environment tells XLA's and libtpu's compilers; "" where it says nothing."""
+    return {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}

@@ -1,7 +1,8 @@
 """Compiled programs in a file: made by train_compile, started from by train.
 
 A zip file. manifest.json has the versions and devices that the programs were compiled for, a
-fingerprint of each program, and the keys of the config, which only serve to name what differs.
+fingerprint of each program, and the flags of the compiler and the keys of the config, which only
+serve to name what differs.
 The other members are executables. An executable is code (JAX unpickles it): a local file that
 others may write is refused.
 """
@@ -27,9 +28,10 @@ from jax.sharding import Mesh
 from maxdiloco.engine.calls import STEP, Call
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags.config import Config
+from maxdiloco.parallel import chips
 from maxdiloco.storage.run_folder import is_local, reason
 
-FORMAT = 2
+FORMAT = 3
 REMEDY = "Compile it again with maxdiloco.train_compile, or leave the file out."
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -76,6 +78,7 @@ def save(path: str, cfg: Config, mesh: Mesh, calls: list[Call]) -> int:
     """
     programs = [[call.program.name, fingerprint] for call, fingerprint in _fingerprints(calls)]
     manifest = _made_for(mesh) | {"format": FORMAT, "keys": cfg.as_dict(), "programs": programs}
+    manifest["flags"] = chips.compiler_flags()
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("manifest.json", json.dumps(manifest, indent=1))
@@ -128,9 +131,10 @@ def _writing(key: str, path: str) -> Iterator[epath.Path]:
         ) from None
 
 
-def check(path: str, mesh: Mesh) -> None:
+def check(path: str, mesh: Mesh) -> list[str]:
     """Refuse early a file that cannot be read or was made with other versions or devices.
 
+    Returns a line for each of the compiler's flags that were others: those of the file count.
     Raises ConfigError, with the difference named.
     """
     with _opened(path) as archive:
@@ -144,6 +148,12 @@ def check(path: str, mesh: Mesh) -> None:
                     f"compiled_trainstep_file={path} was compiled {what} {name}={_shown(old)}, "
                     f"but this run has {name}={_shown(new)}. {REMEDY}"
                 )
+    return [
+        f"note: {path} was compiled under {name}={_shown(stored['flags'][name])}, here "
+        f"{_shown(flags)}: its programs keep theirs."
+        for name, flags in chips.compiler_flags().items()
+        if stored["flags"][name] != flags
+    ]
 
 
 def load(path: str, cfg: Config, mesh: Mesh, calls: list[Call]) -> int:

@@ -64,7 +64,8 @@ def train(cfg: Config, begun: float) -> int:
 
     mesh = mesh_lib.build(cfg)
     if cfg.compiled_trainstep_file:
-        compiled_file.check(cfg.compiled_trainstep_file, mesh)
+        for line in compiled_file.check(cfg.compiled_trainstep_file, mesh):
+            say(line)
     shape = assemble.batch_shape(cfg, mesh)
     for line in [*config.describe_differences(cfg), *config.warnings(cfg)]:
         say(line)

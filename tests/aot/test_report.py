@@ -17,10 +17,10 @@ def memory(peak=100, elsewhere=50):
     return Memory(60 * MIB, 60 * MIB, 40 * MIB, peak * MIB, elsewhere * MIB)
 
 
-def crossing(*, waited=0.0, axes=("diloco",)):
+def crossing(*, waited=0.0, least=0.0, axes=("diloco",)):
     """4 ms on the link, from a quarter of a program of 10 ms (and the wait) to its end."""
     timing = Timing(start=0.0025, done=0.010 + waited, busy=0.004, waited=waited)
-    return Crossing("all-gather", "u8", axes, 1000, 24, 1, False, timing)
+    return Crossing("all-gather", "u8", axes, 1000, 24, 1, False, timing, least)
 
 
 def program(name="inner", *, runs=3, crossings=(), **changes):
@@ -32,8 +32,8 @@ def program(name="inner", *, runs=3, crossings=(), **changes):
     return made._replace(**changes)
 
 
-def a_report(*programs, chip=CHIP, period=4):
-    return Report("tiny", period, 4, chip, 25.0, programs)
+def a_report(*programs, chip=CHIP, period=4, flags=None):
+    return Report("tiny", period, 4, chip, 25.0, programs, flags or {"XLA_FLAGS": ""})
 
 
 def exchange(waited=0.0):
@@ -47,7 +47,23 @@ def test_times_and_bytes_of_a_period():
     assert found.exposed_seconds == pytest.approx(0.001)
     assert found.busy_seconds == pytest.approx(0.004)
     assert found.bytes_per_step == 250
+    assert "exposed 1.00 ms a period (or 0.00)" in report.lines(found)[-2]
     assert "25.0% of the link" in report.lines(found)[-2]
+
+
+def test_two_readings_of_send_done_are_told_where_they_differ():
+    both = program(crossings=[crossing(waited=0.001, least=0.0005)], runs=2)
+    found = a_report(both)
+    assert found.exposed_seconds_least == pytest.approx(0.001)
+    assert report.SEND_DONE in report.lines(found)
+    assert next(line for line in report.lines(found) if "u8" in line).split()[-2:] == [
+        "1.000", "0.500",
+    ]  # fmt: skip
+    same = program(crossings=[crossing(waited=0.001, least=0.001)])
+    assert report.SEND_DONE not in report.lines(a_report(same))
+    (told,) = report.as_json(found)["programs"]
+    assert told["dcn"][0]["exposed_seconds_least"] == 0.0005
+    assert report.as_json(found)["dcn_exposed_seconds_per_period_least"] == pytest.approx(0.001)
 
 
 def test_what_runs_beside_the_steps_is_counted_apart():
@@ -78,10 +94,19 @@ def test_lines_have_each_program_transfer_and_axis():
     text = "\n".join(report.lines(a_report(program(), exchange())))
     assert "inner + exchange" in text
     row = next(line for line in text.splitlines() if "u8" in line).split()
-    assert row[-9:] == ["diloco", "1,000", "4,000", "24", "25%", "100%", "75%", "4.000", "0.000"]
+    assert row[-10:-2] == ["diloco", "1,000", "4,000", "24", "25%", "100%", "75%", "4.000"]
+    assert row[-2:] == ["0.000", "0.000"]
     assert "all-reduce f32, waited for" in text
     gathers = next(line for line in text.splitlines() if "all-gather bf16" in line).split()
     assert gathers[-3:] == ["4", "8.00", f"{8 * MIB * 8 / 1600e9 * 1e3:.3f}"]
+
+
+def test_the_flags_of_the_compiler_are_told():
+    set_one = {"XLA_FLAGS": "", "LIBTPU_INIT_ARGS": "--xla_enable_async_all_gather=true"}
+    found = a_report(program(), flags=set_one)
+    lines = [line for line in report.lines(found) if line.startswith("compiled under")]
+    assert lines == ["compiled under LIBTPU_INIT_ARGS=--xla_enable_async_all_gather=true"]
+    assert report.as_json(found)["compiler_flags"] == set_one
 
 
 def test_json_has_the_same_figures():

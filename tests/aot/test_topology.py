@@ -6,6 +6,7 @@ import pytest
 
 from maxdiloco.aot import topology
 from maxdiloco.errors import ConfigError
+from maxdiloco.parallel import chips
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,26 @@ from maxdiloco.errors import ConfigError
 def test_a_name_is_a_shape_and_a_chip(name, libtpu, hbm_gib):
     assert topology.TOPOLOGIES[name] == libtpu
     assert topology.chip(name).hbm == int(hbm_gib * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("name", "links", "of"),
+    [
+        ("v5e-4", 2, 4),
+        ("v5e-16", 2, 4),  # a corner of a 4x4 mesh
+        ("v5e-128", 3, 4),  # 8x16: a ring along 16
+        ("v5e-256", 4, 4),
+        ("v5p-8", 2, 6),
+        ("v5p-32", 3, 6),  # 2x2x4: no torus
+        ("v5p-128", 6, 6),  # 4x4x4
+        ("v4-256", 6, 6),  # 4x4x8
+    ],
+)
+def test_the_slowest_chip_of_a_slice_has_so_many_links(name, links, of):
+    kind, _, shape = topology.TOPOLOGIES[name].partition(":")
+    assert topology.ici_links(kind, tuple(map(int, shape.split("x")))) == (links, of)
+    whole = chips.CHIPS[kind].ici_gbps
+    assert topology.chip(name).ici_gbps == pytest.approx(whole * links / of)
 
 
 def test_an_unknown_name_lists_the_known_ones():

@@ -8,6 +8,8 @@ import pytest
 import run_tools
 
 from maxdiloco import train, train_compile
+from maxdiloco.flags import config
+from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.trainer import compiled_file
 
 KEYS = dict(
@@ -71,6 +73,7 @@ def test_keys_that_change_no_program_of_the_steps_may_differ(file, tmp_path, cap
     assert train.main(arguments(tmp_path, compiled_trainstep_file=file, **changes)) == 0
     out = capsys.readouterr().out
     assert f"{PROGRAMS} compiled programs loaded from {file}" in out
+    assert "note: " not in out
     assert re.findall(r"compiled (\w+) ", out) == ["programs", "evaluate"]
 
 
@@ -97,6 +100,16 @@ def test_a_program_of_another_text_is_refused_by_name(
     )
     assert f"; {difference}" in line
     assert line.endswith("Compile it again with maxdiloco.train_compile, or leave the file out.")
+
+
+def test_other_flags_of_the_compiler_are_told(file, monkeypatch):
+    """The control is above: with the same flags no note is printed."""
+    mesh = mesh_lib.build(config.load(arguments(file.parent), {}))
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_a=1")
+    assert compiled_file.check(str(file), mesh) == [
+        f'note: {file} was compiled under LIBTPU_INIT_ARGS="", here --xla_a=1: its programs keep '
+        f"theirs."
+    ]
 
 
 def test_other_devices_are_refused_before_anything_is_built(file, tmp_path, capsys):
@@ -126,7 +139,7 @@ def rewritten(path, target, old, new):
         (b'"jaxlib": "', b'"jaxlib": "9', "was compiled with jaxlib=9"),
         (b'"processor": "', b'"processor": "f', "was compiled for processor=f"),
         (b'"inner + exchange"', b'"other"', "for another program inner + exchange. Its keys"),
-        (b'"format": 2', b'"format": 1', "has no programs, or those of another maxdiloco"),
+        (b'"format": 3', b'"format": 2', "has no programs, or those of another maxdiloco"),
     ],
 )
 def test_a_file_of_other_software_is_refused(file, tmp_path, capsys, old, new, words):

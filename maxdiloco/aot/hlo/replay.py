@@ -5,6 +5,10 @@ bytes at the rate of the link, which carries one after the other. There is no ho
 A collective inside the slice that the schedule waits for takes its bytes at the rate of the ICI
 links. Everything else without an estimate takes no time: the replay hides too little, never too
 much.
+
+Whether a `send-done` waits until the other slice has the data, or only until its buffer may be used
+again, no documentation says and no TPU was asked. The compiler puts it anywhere between send and
+recv-done, so both readings are offered: Link.send_done_waits.
 """
 
 from typing import NamedTuple
@@ -41,12 +45,14 @@ class Link(NamedTuple):
 
     gbps_per_device: its share of the DCN [1e9 bits per second]. clock_hz: of the compiler's cycles
     (1.5e9 on v5e). ici_gbps: of all its ICI links together, one way; with None a collective inside
-    the slice takes no time.
+    the slice takes no time. send_done_waits: whether it waits for the whole transfer, as a
+    recv-done does, or for nothing.
     """
 
     gbps_per_device: float
     clock_hz: float
     ici_gbps: float | None = None
+    send_done_waits: bool = True
 
 
 class Timing(NamedTuple):
@@ -130,7 +136,8 @@ def _play(player: _Player, where: Computation, item: Instruction, clock: _Clock)
         return _start(player, player.rendezvous[where.name, item.name], item.opcode, clock)
     if item.opcode in ("send-done", "recv-done"):
         key = (where.name, item.operands[0])
-        return _done(clock, player.rendezvous[key])
+        waits = item.opcode == "recv-done" or player.link.send_done_waits
+        return _done(clock, player.rendezvous[key], waits)
     if item.opcode == "while":
         trips = trip_count(player.module, where, item)
         return _loop(player, player.module.computation(item.attribute("body")), trips, clock)
@@ -170,8 +177,8 @@ def _start(player: _Player, name: str, opcode: str, clock: _Clock) -> _Clock:
     return clock._replace(link=end, arrives=clock.arrives | {name: end}, timings=timings)
 
 
-def _done(clock: _Clock, name: str) -> _Clock:
-    waited = max(0.0, clock.arrives[name] - clock.now)
+def _done(clock: _Clock, name: str, waits: bool) -> _Clock:
+    waited = max(0.0, clock.arrives[name] - clock.now) if waits else 0.0
     now, timing = clock.now + waited, clock.timings[name]
     timing = timing._replace(done=now, waited=timing.waited + waited)
     return clock._replace(now=now, timings=clock.timings | {name: timing})

@@ -11,8 +11,9 @@ from maxdiloco.aot.hlo import reader, replay
 from maxdiloco.aot.report import exposed_share
 
 
-def exposed(text, *, gbps=25.0):
-    played = replay.replay(reader.read(text), replay.Link(gbps, clock_hz=1.5e9))
+def exposed(text, *, gbps=25.0, send_done_waits=True):
+    link = replay.Link(gbps, clock_hz=1.5e9, send_done_waits=send_done_waits)
+    played = replay.replay(reader.read(text), link)
     return exposed_share(played.waited, played.busy)
 
 
@@ -35,6 +36,20 @@ def test_time_before_the_send_and_after_the_done_hides_nothing():
     moved = [line for line in lines if line not in done]
     moved = [*moved[:loop], *done, *moved[loop:]]
     assert exposed("\n".join(moved)) == pytest.approx(1 - 2 / 19.98848)
+
+
+def test_a_send_done_before_the_loop_waits_under_one_reading_only():
+    lines = BESIDE_LOOP.splitlines()
+    done = [line for line in lines if "%send-done = " in line]
+    loop = next(i for i, line in enumerate(lines) if "while.1 = " in line)
+    moved = [line for line in lines if line not in done]
+    text = "\n".join([*moved[:loop], *done, *moved[loop:]])
+    assert exposed(text) == pytest.approx(1 - 2 / 19.98848)
+    assert exposed(text, send_done_waits=False) == pytest.approx(1 - 10 / 19.98848)
+
+
+def test_a_recv_done_waits_under_both_readings():
+    assert exposed(BESIDE_LOOP, send_done_waits=False) == pytest.approx(exposed(BESIDE_LOOP))
 
 
 def test_nothing_outside_a_conditional_hides_what_is_inside():
