@@ -121,7 +121,7 @@ def _measured(cfg: Config, mesh: Any, chip: Any) -> tuple[Any, Any]:
         [*assemble.calls(cfg, parts), *restore],
         state,
         mesh_tiers=measure.tiers(mesh, dcn),
-        link=chip and Link(cfg.dcn_bandwidth_gbps, chip.clock_hz, chip.ici_gbps),
+        link=chip and Link.of(chip, cfg.dcn_bandwidth_gbps),
         say=_say,
     )
     slices = mesh_lib.count_slices(cfg, list(mesh.devices.flat))

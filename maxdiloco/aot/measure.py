@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from maxdiloco.aot.hlo import collectives, flops, reader, replay, transfers
+from maxdiloco.aot.hlo import collectives, flops, kernels, reader, replay, transfers
 from maxdiloco.aot.hlo.collectives import Collective
 from maxdiloco.aot.hlo.replay import Link, Timing
 from maxdiloco.aot.hlo.transfers import Transfer
@@ -15,8 +15,6 @@ from maxdiloco.engine.calls import START, Call
 from maxdiloco.engine.describe import bytes_on_device
 from maxdiloco.errors import ConfigError
 from maxdiloco.metrics.compiles import too_big
-
-PALLAS = "tpu_custom_call"
 
 
 class Memory(NamedTuple):
@@ -58,7 +56,7 @@ class Measured(NamedTuple):
     runs: in the H steps of a period. when: see Call. too_big: the compiler's message when the
     program does not fit the chip; nothing else is known then. seconds: device time of one run
     without waits for other slices, as the compiler estimates it; None off TPU. kernels: number of
-    Pallas kernels, which have no estimate and add nothing to `seconds`.
+    Pallas kernels that have no estimate and add nothing to `seconds`.
     """
 
     name: str
@@ -175,14 +173,14 @@ def _on_tpu(call, seconds, module, memory, mesh_tiers, link) -> Measured:
         )
         for t in transfers.transfers(module)
     ]
-    kernels = [
+    unknown = [
         item
-        for _, item in module.reached()
-        if item.opcode == "custom-call" and item.attribute("custom_call_target") == PALLAS
+        for where, item in module.reached()
+        if kernels.is_kernel(item) and kernels.attention_flops(where, item) is None
     ]
     return _measured(call, seconds, module, memory)._replace(
         seconds=played.seconds - played.waited,
-        kernels=len(kernels),
+        kernels=len(unknown),
         crossings=tuple(crossings),
         inside=tuple(collectives.collectives(module, mesh_tiers.ici)),
     )

@@ -103,7 +103,7 @@ def _programs(report: Report, programs: list[dict[str, Any]]) -> list[str]:
     out += [f"{p['name']} does not fit: {p['too_big']}" for p in programs if p["too_big"]]
     kernels = max((program["pallas_kernels_not_estimated"] for program in programs), default=0)
     if kernels:
-        out.append(f"est. ms leaves out Pallas kernels, of which a step has {kernels}")
+        out.append(f"est. ms leaves out {kernels} Pallas kernels that are no attention")
     return out
 
 

@@ -1,7 +1,8 @@
 """Replays a scheduled TPU program against one link per device: how much of the traffic is exposed.
 
-An instruction takes the compiler's `estimated_cycles` at the chip's clock. A transfer takes its
-bytes at the rate of the link, which carries one after the other. There is no host and no latency.
+An instruction takes the compiler's `estimated_cycles` at the chip's clock, and an attention kernel
+the least time that hlo/kernels.py finds. A transfer takes its bytes at the rate of the link, which
+carries one after the other. There is no host and no latency.
 A collective inside the slice that the schedule waits for takes its bytes at the rate of the ICI
 links. Everything else without an estimate takes no time: the replay hides too little, never too
 much.
@@ -13,10 +14,11 @@ recv-done, so both readings are offered: Link.send_done_waits.
 
 from typing import NamedTuple
 
-from maxdiloco.aot.hlo import collectives
+from maxdiloco.aot.hlo import collectives, kernels
 from maxdiloco.aot.hlo.loops import trip_count
 from maxdiloco.aot.hlo.reader import Computation, Instruction, Module
 from maxdiloco.aot.hlo.transfers import rendezvous_of, transfers
+from maxdiloco.parallel.chips import Chip
 
 # Opcodes that take no time without an estimate: they name or start something, are scalar
 # bookkeeping, or wait for traffic inside the slice. Any other opcode is an error.
@@ -45,14 +47,21 @@ class Link(NamedTuple):
 
     gbps_per_device: its share of the DCN [1e9 bits per second]. clock_hz: of the compiler's cycles
     (1.5e9 on v5e). ici_gbps: of all its ICI links together, one way; with None a collective inside
-    the slice takes no time. send_done_waits: whether it waits for the whole transfer, as a
-    recv-done does, or for nothing.
+    the slice takes no time. peak_flops: of the matrix unit [1/s]; with None an attention kernel
+    takes no time. send_done_waits: whether it waits for the whole transfer, as a recv-done does, or
+    for nothing.
     """
 
     gbps_per_device: float
     clock_hz: float
     ici_gbps: float | None = None
+    peak_flops: float | None = None
     send_done_waits: bool = True
+
+    @classmethod
+    def of(cls, chip: Chip, gbps: float) -> "Link":
+        """The rates of a chip with a share of the DCN [Gbit/s]."""
+        return cls(gbps, chip.clock_hz, chip.ici_gbps, chip.peak_flops)
 
 
 class Timing(NamedTuple):
@@ -163,6 +172,8 @@ def _seconds(player: _Player, where: Computation, item: Instruction) -> float:
         )
     if item.opcode in collectives.KINDS and player.link.ici_gbps is not None:
         return collectives.bytes_of(where, item) * 8 / (player.link.ici_gbps * 1e9)
+    if kernels.is_kernel(item) and player.link.peak_flops is not None:
+        return (kernels.attention_flops(where, item) or 0.0) / player.link.peak_flops
     return 0.0
 
 

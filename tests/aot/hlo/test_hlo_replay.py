@@ -7,7 +7,7 @@ take 2 + 8 = 10 us.
 import pytest
 from hlo_excerpts import BESIDE_LOOP, IN_CONDITIONAL, changed
 
-from maxdiloco.aot.hlo import reader, replay
+from maxdiloco.aot.hlo import kernels, reader, replay
 from maxdiloco.aot.report import exposed_share
 
 
@@ -107,6 +107,36 @@ def test_a_called_computation_takes_its_time():
     assert exposed(changed(text, "%body.1 (", extra + "%body.1 (")) == pytest.approx(
         1 - 12 / 19.98848
     )
+
+
+KERNEL = """  %blocks = s8[1,4,4]{2,1,0} constant({...})
+  %q = bf16[2,8,1024,64]{3,2,1,0} custom-call(), custom_call_target="AllocateBuffer"
+  %splash_mha_dq_no_residuals.3 = (f32[4,512,64]{2,1,0}, bf16[2,8,1024,64]{3,2,1,0}) custom-call(\
+%blocks, %q, %q, %q), custom_call_target="tpu_custom_call"
+"""
+
+
+def test_an_attention_kernel_takes_the_time_of_its_products():
+    """Three products of 2 * 2 * 8 * 1024 * 1024 * 128 lanes, 10 of 16 blocks: 8.05e9 FLOPs."""
+    text = changed(BESIDE_LOOP, "  %send-done =", KERNEL + "  %send-done =")
+    flops = 3 * 2 * 2 * 8 * 1024 * 1024 * 128 * 10 / 16
+    link = replay.Link(25.0, clock_hz=1.5e9, peak_flops=flops / 5e-6)
+    played = replay.replay(reader.read(text), link)
+    assert played.waited == pytest.approx((19.98848 - 10 - 5) * 1e-6)
+    other = changed(text, "%splash_mha_dq_no_residuals.3", "%another_kernel")
+    assert replay.replay(reader.read(other), link).waited == pytest.approx(9.98848e-6)
+
+
+def test_a_window_of_blocks_is_what_a_kernel_computes():
+    """Two of four blocks a row: 1 + 2 + 2 + 2 of 16."""
+    text = changed(BESIDE_LOOP, "  %send-done =", KERNEL + "  %send-done =")
+    text = changed(text, "s8[1,4,4]", "s8[1,4,2]")
+    computations = reader.read(text)
+    (where, item), *_ = [
+        pair for pair in computations.reached() if pair[1].name.startswith("splash")
+    ]
+    flops = 3 * 2 * 2 * 8 * 1024 * 1024 * 128
+    assert kernels.attention_flops(where, item) == pytest.approx(flops * 7 / 16)
 
 
 def test_a_program_without_transfers_exposes_nothing():
