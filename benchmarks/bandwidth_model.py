@@ -1,0 +1,164 @@
+"""How much bandwidth a schedule needs: the papers' simulator, and the same for our schedules.
+
+    PYTHONPATH=. python benchmarks/bandwidth_model.py [out=runs/bandwidth] [replicas=2]
+
+Pure arithmetic; nothing is measured. First the published tables beside the computed ones
+(bandwidth/tables.py names the papers). Then what our own programs need, sustained: this is the
+figure for a run without end, which eager's published one is not. Writes table.md and a figure.
+"""
+
+import pathlib
+import sys
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from benchmarks import svg
+from benchmarks.bandwidth import own, simulator
+from benchmarks.bandwidth import tables as published
+from benchmarks.bandwidth.simulator import GRID, H
+from benchmarks.bandwidth.tables import Size
+from maxdiloco.errors import ConfigError
+
+SHARE = {"streaming": 0.85, "scaling": 0.7}  # of the parameters that travel; fitted, one a paper
+STEPS = 15  # of data parallelism; fitted: the last reduction is not waited for
+PERIODS = 5  # of the other schedules but eager's
+EAGER_PERIODS = 2  # fitted: half of its exchanges are then never waited for
+BITS = {"bfloat16": 16.0, "4 bits": 4.0}
+COLOURS = ("#c4262e", "#e0901c", "#8a4fb0", "#2b6cb0", "#2e9155", "#555555")
+
+Row = tuple[str, str, list[str], list[float]]  # its name, the size, published, computed
+
+
+def rows_of_fragments() -> list[Row]:
+    """Of 2501.18512 and 2502.12996."""
+    rows = []
+    for name, texts in (published.STREAMING | published.EAGER).items():
+        for size, text in zip(published.SIZES, texts, strict=True):
+            steps = PERIODS * H + 1
+            if name == "data parallel":
+                steps = STEPS
+                sends = simulator.data_parallel(size.layers, steps)
+            elif name == "DiLoCo":
+                steps = H + 1
+                sends = simulator.diloco(size.layers, steps)
+            elif name.startswith("eager"):
+                steps = EAGER_PERIODS * H
+                sends = simulator.streaming(size.layers, steps, lag=H - 1, eager=True)
+            else:
+                sends = simulator.streaming(size.layers, steps, lag=int("tau=1" in name))
+            bits = BITS["4 bits" if "4 bits" in name else "bfloat16"]
+            found = simulator.computed(size, sends, steps, bits, SHARE["streaming"])
+            rows.append((name, size.name, text.split(), found))
+    return rows
+
+
+def rows_of_scaling() -> list[Row]:
+    """Of 2503.09799."""
+    rows = []
+    for period, texts in published.SCALING.items():
+        for size, text in zip(published.LARGE, texts, strict=True):
+            steps = STEPS if period == 1 else 5 * period + 1
+            sends = simulator.diloco(size.layers, steps, period=period)
+            found = simulator.computed(size, sends, steps, BITS["bfloat16"], SHARE["scaling"])
+            rows.append((f"DiLoCo, H={period}", size.name, text.split(), found))
+    return rows
+
+
+def agreement(rows: Iterable[Row]) -> tuple[int, int, int]:
+    """How many values are equal as printed, how many at most one point of GRID off, of how many."""
+    points = [*GRID, np.inf]
+    pairs = [pair for _, _, texts, found in rows for pair in zip(texts, found, strict=True)]
+    equal = near = 0
+    for text, gbps in pairs:
+        k = points.index(gbps)
+        equal += text == simulator.printed(gbps)
+        near += text in map(simulator.printed, points[max(k - 1, 0) : k + 2])  # some print alike
+    return equal, near, len(pairs)
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A table; the first row is its head."""
+    head, *body = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([head, "|" + "---|" * len(rows[0]), *body]) + "\n"
+
+
+def figure(size: Size, replicas: int) -> str:
+    """Utilisation against bandwidth of the modes with 4 bits and of data parallelism."""
+    left, top, width, height = 60, 40, 560, 320
+    at = np.logspace(-2, 3, 120)
+    curves: dict[str, Callable[[float], float]] = {
+        "data parallel": lambda gbps: own.baseline(size, gbps)
+    }
+    for mode in own.modes(size):
+        if mode.wire == "float4_e3m0":
+            name = mode.name + (", host" if mode.carrier == "host" else "")
+            curves[f"{name}, 4 bits"] = lambda g, m=mode: own.sustained(
+                size, m, replicas=replicas, gbps=g
+            )
+    title = f"{size.name}: compute utilisation against bandwidth, sustained, {replicas} replicas"
+    parts = [svg.text(8, 20, title, size=14, bold=True)]
+    for percent in range(0, 101, 20):
+        y = top + height * (1 - percent / 100)
+        parts.append(svg.line([(left, y), (left + width, y)], "#dddddd"))
+        parts.append(svg.text(left - 8, y + 4, f"{percent} %", anchor="end"))
+    for power in range(-2, 4):
+        x = left + width * (power + 2) / 5
+        parts.append(svg.text(x, top + height + 18, f"{10.0**power:g}", anchor="middle"))
+    parts.append(svg.text(left + width / 2, top + height + 38, "Gbit/s", anchor="middle"))
+    right = left + width + 16
+    for k, (name, curve) in enumerate(curves.items()):
+        xs = left + width * (np.log10(at) + 2) / 5
+        points = [(x, top + height * (1 - curve(gbps))) for x, gbps in zip(xs, at, strict=True)]
+        y = top + 10 + 20 * k
+        parts.append(svg.line(points, COLOURS[k], width=2))
+        parts.append(svg.line([(right, y), (right + 28, y)], COLOURS[k], width=2))
+        parts.append(svg.text(right + 34, y + 4, name))
+    return svg.figure(left + width + 260, top + height + 50, parts)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark; returns its exit code."""
+    given = dict(argument.partition("=")[::2] for argument in argv)
+    try:
+        out, replicas = _arguments(given)
+    except ConfigError as error:
+        print(f"ConfigError: {error}", file=sys.stderr)
+        return error.exit_code
+    rows = rows_of_fragments()
+    tables = {
+        "Table 4 of 2501.18512": [row for row in rows if row[0] in published.STREAMING],
+        "Table 5 of 2502.12996, H=100": [row for row in rows if row[0] in published.EAGER],
+        "Table 6 of 2503.09799": rows_of_scaling(),
+    }
+    parts = []
+    for title, some in tables.items():
+        equal, near, count = agreement(some)
+        parts.append(f"{title}: {equal} of {count} equal, {near} within one point of the grid\n")
+        body = [
+            (name, size, " ".join(texts), " ".join(map(simulator.printed, found)))
+            for name, size, texts, found in some
+        ]
+        parts.append(markdown([("row", "size", "published", "computed"), *body]))
+    parts.append(f"Sustained, 99 %, {replicas} replicas\n")
+    parts.append(markdown(own.rows(replicas)))
+    text = "\n".join(parts)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "table.md").write_text(text, encoding="utf-8")
+    (out / "bandwidth.svg").write_text(figure(published.SIZES[1], replicas), encoding="utf-8")
+    print(text)
+    return 0
+
+
+def _arguments(given: dict[str, str]) -> tuple[pathlib.Path, int]:
+    for name in given:
+        if name not in ("out", "replicas"):
+            raise ConfigError(f"{name}={given[name]}: {name} is unknown. Use out or replicas.")
+    replicas = given.get("replicas", "2")
+    if not replicas.isdecimal() or int(replicas) < 2:
+        raise ConfigError(f"replicas={replicas} is no whole number of 2 or more. Use replicas=2.")
+    return pathlib.Path(given.get("out", "runs/bandwidth")), int(replicas)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
