@@ -8,16 +8,14 @@ than L, are not read.
 
 import dataclasses
 import hashlib
+from collections.abc import Mapping
 
 import numpy as np
 
-from maxdiloco.data import corpus, tokenizer
-from maxdiloco.data.documents import ByteDocuments, TokenDocuments
+from maxdiloco.data.documents import TokenDocuments
 from maxdiloco.data.line_index import LineIndex
+from maxdiloco.data.split import HELD_OUT, open_split
 from maxdiloco.errors import DataError
-
-# Without eval_dataset_path, 1 in 20 files or windows is held out: our choice, 5 %.
-HELD_OUT = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,34 +75,24 @@ class TextWindows:
         return digest.hexdigest()[:16]
 
 
-def open_text(cfg, *, split: str, index: LineIndex | None = None) -> tuple[TextWindows, str]:
+def open_text(
+    cfg,
+    *,
+    split: str,
+    index: LineIndex | None = None,
+    prepared: Mapping[str, str] | None = None,
+) -> tuple[TextWindows, str]:
     """Windows of the text of a split, train or eval, and its flag and path, for messages.
 
-    index: known documents of .jsonl files; those of the other files are added to it.
-    eval_dataset_path, when set, is the eval split, and all of dataset_path is for training.
-    Empty: files 0, 20, 40, ... of dataset_path are held out for eval; with fewer than 20 files
-    the last 5 % of the windows are, at least one.
+    index, prepared: as for split.open_split, which chooses the documents. Where the splits share
+    them, the last 5 % of the windows are held out for eval, at least one.
     Raises DataError when the split has no sequence or vocab_size is too small.
     """
-    document_start = tokenizer.build(cfg).document_start
-    key = "eval_dataset_path" if split == "eval" and cfg.eval_dataset_path else "dataset_path"
-    path = cfg.eval_dataset_path if key == "eval_dataset_path" else cfg.dataset_path
-    files = corpus.find_files(path, key)
-    shared = not cfg.eval_dataset_path
-    by_file = shared and len(files) >= HELD_OUT
-    if by_file:
-        files = [file for i, file in enumerate(files) if (i % HELD_OUT == 0) == (split == "eval")]
-    table = corpus.read_table(files, column=cfg.text_column, index=index)
-    name = f"{key}={path}" if path else f"{key}= (Python's standard library)"
-    if not len(table):
-        raise DataError(
-            f"{name} holds no text for {split}: {len(files)} files, all empty. Give text to read."
-        )
-    documents = ByteDocuments.of(table, document_start)
+    documents, name, by_window = open_split(cfg, split=split, index=index, prepared=prepared)
     starts = _starts(documents.lengths, cfg.max_target_length, cfg.packing)
     count = int(starts[-1]) // cfg.max_target_length
     first, num_windows = 0, count
-    if shared and not by_file:
+    if by_window:
         first, num_windows = _by_window(count, split)
     if num_windows < 1:
         raise DataError(

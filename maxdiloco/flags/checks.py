@@ -298,6 +298,11 @@ def _data(cfg: Any) -> None:
                 "no end. Set eval_steps."
             )
         return
+    if cfg.dataset_type != "text" and not cfg.dataset_path:
+        raise ConfigError(
+            f"dataset_path is empty, but dataset_type={cfg.dataset_type} has no data of its own. "
+            "Set dataset_path, or use dataset_type=text."
+        )
     paths = {"dataset_path": cfg.dataset_path, "eval_dataset_path": cfg.eval_dataset_path}
     for key, path in paths.items():
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path):
