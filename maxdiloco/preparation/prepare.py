@@ -148,7 +148,7 @@ def _is_begun(work, out):
     }
     path = os.path.join(out, _PLAN)
     if not os.path.exists(path):
-        if set(os.listdir(out)) - {_LOCK}:
+        if any(name != _LOCK and not name.endswith(".tmp") for name in os.listdir(out)):
             raise ConfigError(
                 f"out={out} is not empty, and was not made by maxdiloco.prepare. Choose a new "
                 "folder."

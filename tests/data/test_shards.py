@@ -139,12 +139,16 @@ def test_fingerprints_tell_the_tokens_and_the_split_apart(settings, source, tmp_
 
 def test_shards_of_another_tokenizer_are_refused(settings, source, tmp_path):
     """By name: the folder and both fingerprints."""
-    make(source, tmp_path / "out", tokens=tokenizer.ByteTokenizer(document_start=255))
-    cfg = settings(dataset_type="arrayrecord", dataset_path=str(tmp_path / "out"))
-    assert text.open_text(cfg, split="train"), "the fingerprint is of the files"
-    manifest = shards.read_manifest(str(tmp_path / "out"), "dataset_path=out")
-    with pytest.raises(DataError, match="was tokenised with another tokenizer.*Set tokenizer_type"):
-        shards.refuse_other_tokenizer(manifest, "0" * 16, "dataset_path=out", "tokenizer_type=byte")
+    make(source, tmp_path / "own")
+    make(source, tmp_path / "other", tokens=tokenizer.ByteTokenizer(document_start=255))
+    keys = dict(dataset_type="arrayrecord", eval_dataset_path="unused")
+    assert text.open_text(settings(dataset_path=str(tmp_path / "own"), **keys), split="train")
+    with pytest.raises(
+        DataError,
+        match=rf"^dataset_path={tmp_path}/other was tokenised with another tokenizer .* than "
+        "tokenizer_type=byte .*Set tokenizer_type and tokenizer_path to",
+    ):
+        text.open_text(settings(dataset_path=str(tmp_path / "other"), **keys), split="train")
 
 
 def cut(path):
@@ -270,6 +274,15 @@ def test_a_folder_of_other_text_or_of_something_else_is_refused(source, tmp_path
         make(source, tmp_path / "out")
     with pytest.raises(ConfigError, match="is not empty, and was not made by maxdiloco.prepare"):
         make(source, source)
+
+
+def test_a_preparation_that_was_killed_before_its_first_part_goes_on(source, tmp_path):
+    """The plan was on its way to the disk."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "lock").touch()
+    (tmp_path / "out" / "source.json.17.tmp").write_text("{")
+    make(source, tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*.tmp"))
 
 
 def test_an_empty_source_is_refused(tmp_path):

@@ -12,6 +12,12 @@ import time
 
 import pytest
 
+from maxdiloco import prepare
+from maxdiloco.data import pipeline
+from maxdiloco.errors import ConfigError
+from maxdiloco.flags import config
+from maxdiloco.trainer import prepared
+
 WAIT_S = 300  # far above what a command takes
 
 
@@ -113,35 +119,41 @@ TRAIN = [
 ]
 
 
-def losses(folder):
-    rows = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(row)["learning/loss"] for row in rows if "learning/loss" in row]
-
-
-def test_parquet_is_tokenised_at_the_first_start_and_found_at_the_second(tmp_path):
-    """A run on parquet and one on the shards that prepare makes of it have the same losses."""
+@pytest.fixture
+def parquet(tmp_path):
+    """Flags of a parquet file with text in the column body."""
     pyarrow = pytest.importorskip("pyarrow")
     tables = pytest.importorskip("pyarrow.parquet")
     texts = [f"text number {number} of them, {'and so on ' * 9}" for number in range(60)]
     tables.write_table(pyarrow.table({"body": texts}), tmp_path / "a.parquet")
-    source = ["dataset_type=parquet", f"dataset_path={tmp_path}", "text_column=body"]
-    runs = [f"base_output_directory={tmp_path}/runs", *TRAIN]
-    said = []
-    for name in ("first", "second"):
-        done = run(*source, f"run_name={name}", *runs, program="maxdiloco.train")
-        assert done.returncode == 0, done.stderr
-        said.append(done.stdout)
-    assert "tokenising dataset_path=" in said[0]
-    assert "tokenising dataset_path=" not in said[1]
-    assert "is prepared: nothing to do" in said[1]
-    done = run(tmp_path, f"out={tmp_path}/shards", *source[::2])
-    assert done.returncode == 0, done.stderr
+    return ["dataset_type=parquet", f"dataset_path={tmp_path}", "text_column=body"]
+
+
+def test_a_source_is_tokenised_at_the_first_start_and_found_at_the_second(tmp_path, parquet):
+    """What is found is what prepare makes of the same source."""
+    keys = [*parquet, f"base_output_directory={tmp_path}/runs", "max_target_length=32"]
+    cfg, said = config.load(keys, {}), []
+    first = prepared.prepare_sources(cfg, said.append)
+    assert said[0].startswith("tokenising dataset_path=")
+    said.clear()
+    assert prepared.prepare_sources(cfg, said.append) == first
+    assert [line.rpartition(" is ")[2] for line in said] == ["prepared: nothing to do"]
+    assert prepare.main([str(tmp_path), f"out={tmp_path}/shards", *parquet[::2]]) == 0
     shards = ["dataset_type=arrayrecord", f"dataset_path={tmp_path}/shards"]
-    done = run(*shards, "run_name=third", *runs, program="maxdiloco.train")
+    data = pipeline.open_dataset(cfg, split="train", prepared=first)
+    same = pipeline.open_dataset(config.load([*keys[3:], *shards], {}), split="train")
+    assert data.fingerprint == same.fingerprint
+
+
+@pytest.mark.slow
+def test_a_run_trains_and_evaluates_on_parquet(tmp_path, parquet):
+    """The whole command."""
+    arguments = [*parquet, "run_name=a", f"base_output_directory={tmp_path}/runs", *TRAIN]
+    done = run(*arguments, program="maxdiloco.train")
     assert done.returncode == 0, done.stderr
-    found = [losses(tmp_path / "runs" / name) for name in ("first", "second", "third")]
-    assert found[0]
-    assert found[0] == found[1] == found[2]
+    assert "tokenising dataset_path=" in done.stdout
+    rows = (tmp_path / "runs/a/metrics.jsonl").read_text().splitlines()
+    assert any("learning/loss" in json.loads(row) for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -159,8 +171,6 @@ def test_parquet_is_tokenised_at_the_first_start_and_found_at_the_second(tmp_pat
 )
 def test_wrong_arguments_end_in_one_line(tmp_path, monkeypatch, capsys, arguments, code, why):
     """Exit code 2 for flags, 3 for data; run in this process."""
-    from maxdiloco import prepare
-
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "bad.txt").write_bytes(b"a\xffb")
@@ -171,8 +181,6 @@ def test_wrong_arguments_end_in_one_line(tmp_path, monkeypatch, capsys, argument
 
 def test_help_lists_the_options(capsys):
     """Without arguments too."""
-    from maxdiloco import prepare
-
     for arguments in ([], ["--help"]):
         assert prepare.main(arguments) == 0
         said = capsys.readouterr().out
@@ -182,14 +190,10 @@ def test_help_lists_the_options(capsys):
 
 def test_no_preparation_below_a_bucket(monkeypatch, tmp_path):
     """The command to run is named instead, with the run's tokenizer."""
-    from maxdiloco.errors import ConfigError
-    from maxdiloco.flags import config
-    from maxdiloco.trainer.prepared import prepare_sources
-
     (tmp_path / "a.jsonl.gz").write_bytes(b"")
     keys = [f"dataset_path={tmp_path}", "base_output_directory=gs://bucket/runs"]
     with pytest.raises(
         ConfigError, match="is no folder for it. Run `python -m maxdiloco.prepare .* out=FOLDER "
     ):
-        prepare_sources(config.load(keys, {}), print)
+        prepared.prepare_sources(config.load(keys, {}), print)
     assert os.listdir(tmp_path) == ["a.jsonl.gz"]

@@ -55,7 +55,8 @@ class Files:
 
     def stamps(self) -> list[list]:
         """Name, size and time of the last change of each file."""
-        return [list(stamp) for stamp in zip(self.names, self.sizes, self.changed, strict=True)]
+        paths = [os.path.abspath(name) for name in self.names]
+        return [list(stamp) for stamp in zip(paths, self.sizes, self.changed, strict=True)]
 
 
 def open_files(kind: str, path: str, key: str, column: str) -> Files:
