@@ -37,15 +37,16 @@ _MOST_OPEN = 128
 class Manifest:
     """What a folder of shards holds.
 
-    tokenizer: its fingerprint. dtype: of the stored tokens. parts: (tokens, bytes, sha256) of each
-    part file. lengths: (documents, sha256) of the table. files: (name, documents) of each file of
-    the source; a document is counted where it begins. damaged: (place, why) of each record that
-    was skipped.
+    tokenizer: its fingerprint. dtype: of the stored tokens; record: how many one record has.
+    parts: (tokens, bytes, sha256) of each part file. lengths: (documents, sha256) of the table.
+    files: (name, documents) of each file of the source; a document is counted where it begins.
+    damaged: (place, why) of each record that was skipped.
     """
 
     tokenizer: str
     vocab_size: int
     dtype: str
+    record: int
     parts: list[list]
     lengths: list
     files: list[list]
@@ -116,6 +117,7 @@ class Shards:
 
     def read(self, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
         """Tokens of pieces (TokenDocuments)."""
+        size = self.manifest.record
         last: tuple[Any, Any] = (None, None)  # neighbouring pieces are often of one record
         for document, begin, end in pieces:
             start = int(self._starts[document])
@@ -123,7 +125,7 @@ class Shards:
             found = [np.zeros(0, self.manifest.dtype)]
             while place < stop:
                 part = int(np.searchsorted(self._part_starts, place, side="right")) - 1
-                record, offset = divmod(place - int(self._part_starts[part]), RECORD)
+                record, offset = divmod(place - int(self._part_starts[part]), size)
                 if last[0] != (part, record):
                     last = (part, record), self._record(part, record)
                 data = last[1][offset : offset + stop - place]
@@ -140,7 +142,8 @@ class Shards:
     def _record(self, part: int, record: int) -> np.ndarray:
         name = part_name(part)
         tokens = self.manifest.parts[part][0]
-        expected = min(RECORD, tokens - record * RECORD)
+        size = self.manifest.record
+        expected = min(size, tokens - record * size)
         try:
             with self._lock:
                 (data,) = self._reader(part).read([record])

@@ -184,6 +184,7 @@ def _finish(work, out, facts):
         tokenizer=work.tokenizer.fingerprint(),
         vocab_size=work.tokenizer.vocab_size,
         dtype=part.dtype_of(work.tokenizer.vocab_size),
+        record=shards.RECORD,
         parts=[[found["tokens"], found["bytes"], found["sha256"]] for found in facts],
         lengths=[count, shards.file_hash(lengths)],
         files=[[name, int(documents)] for name, documents in zip(names, files, strict=True)],

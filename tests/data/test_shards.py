@@ -62,8 +62,9 @@ def test_windows_of_shards_are_those_of_the_text(
 ):
     """The bytes of a text, read where they are and out of shards, in parts and records of any
     size; a text file of 3,600 bytes goes on over several parts."""
-    monkeypatch.setattr(shards, "RECORD", record)
-    make(source, tmp_path / "out", part_bytes=part_bytes)
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "RECORD", record)
+        make(source, tmp_path / "out", part_bytes=part_bytes)
     keys = dict(eval_dataset_path="unused", max_target_length=16)
     direct, _ = text.open_text(settings(dataset_path=str(source), **keys), split="train")
     cfg = settings(dataset_type="arrayrecord", dataset_path=str(tmp_path / "out"), **keys)
