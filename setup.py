@@ -5,7 +5,6 @@ from setuptools import find_packages, setup
 # configs/ lies at the top of the repository, where it is read and edited; the wheel carries it as
 # maxdiloco/configs, so that the programs find base.yml from any working directory.
 CONFIGS = "maxdiloco.configs"
-
 setup(
     name="maxdiloco",
     version="0.1.0",
@@ -32,6 +31,8 @@ setup(
         "tpu": ["jax[tpu]>=0.10.2,<0.12"],
         "cuda12": ["jax[cuda12]>=0.10.2,<0.12"],
         "gcs": ["gcsfs", "google-cloud-storage"],
+        "data": ["datasets>=4", "pyarrow>=20"],
+        "text": ["tokenizers>=0.21", "sentencepiece>=0.2"],
         "dev": ["hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "setuptools>=77"],
     },
     entry_points={
@@ -39,6 +40,7 @@ setup(
             "maxdiloco-train = maxdiloco.train:cli",
             "maxdiloco-train-compile = maxdiloco.train_compile:cli",
             "maxdiloco-generate = maxdiloco.generate:cli",
+            "maxdiloco-prepare = maxdiloco.prepare:cli",
         ]
     },
 )

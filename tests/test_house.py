@@ -17,13 +17,13 @@ FLOORS = (
     "errors diloco",
     "flags data processes",
     "parallel storage",
-    "models exchange",
+    "models exchange preparation",
     "engine",
     "checkpoint",
     "metrics",
     "trainer aot",
 )
-PROGRAMS = {"maxdiloco", "train", "train_compile", "generate", "command_line"}
+PROGRAMS = {"maxdiloco", "train", "train_compile", "generate", "prepare", "command_line"}
 
 # Importer, and what it must not import although the floors would allow it.
 NEVER = (

@@ -47,10 +47,15 @@ class Documents:
         return len(self.size)
 
 
-def find_files(path: str, key: str) -> list[str]:
+def base_names(documents: Documents) -> list[str]:
+    """Names of the files without their folders."""
+    return [os.path.basename(path) for path in documents.paths]
+
+
+def find_files(path: str, key: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
     """Files of a data set, sorted by path.
 
-    path: a folder (searched with its subfolders for SUFFIXES, hidden ones left out), a file or a
+    path: a folder (searched with its subfolders for suffixes, hidden ones left out), a file or a
       glob; empty: the source of the running Python's standard library. Links to folders inside a
       folder, and below the ** of a glob, are not followed: they may be cycles.
     key: the flag of the path, for messages.
@@ -66,10 +71,10 @@ def find_files(path: str, key: str) -> list[str]:
         )
     expanded = os.path.expanduser(path)
     if os.path.isdir(expanded):
-        files = _in_folder(expanded, SUFFIXES, (), f"{key}={path}")
+        files = _in_folder(expanded, suffixes, (), f"{key}={path}")
         return _not_empty(
             files,
-            f"{key}={path} has no files that end in {' '.join(SUFFIXES)}. "
+            f"{key}={path} has no files that end in {' '.join(suffixes)}. "
             f"Name others by a glob, as in {os.path.join(path, '**', '*.rst')}.",
         )
     if os.path.isfile(expanded):
@@ -85,25 +90,32 @@ def find_files(path: str, key: str) -> list[str]:
     )
 
 
-def read_table(paths: Iterable[str], *, column: str, index: LineIndex | None = None) -> Documents:
+def read_table(
+    paths: Iterable[str], *, column: str, index: LineIndex | None = None, allowed: int = 0
+) -> Documents:
     """Table of the documents in files; empty ones and blank .jsonl lines are left out.
 
     Text files are only measured; .jsonl files are read through, 60 MB a second on one core,
     unless index knows them; it learns the others.
-    Raises DataError for a file that cannot be read and for a .jsonl line without the text.
+    allowed: .jsonl lines without the text that are left out, each told to the user.
+    Raises DataError for a file that cannot be read and for one such line more.
     """
     paths = tuple(paths)
     index = LineIndex(column) if index is None else index
     # All files are opened before the first is read through, which may take an hour.
-    stamps = [_stamp(path) for path in paths]
+    stamps = [stamp(path) for path in paths]
     tables = [_known(path, stamp, index) for path, stamp in zip(paths, stamps, strict=True)]
     unread = [number for number, table in enumerate(tables) if table is None]
     if unread:
         size = sum(stamps[number].size for number in unread)
         index.report(f"reading {len(unread)} .jsonl files through: {size / 1e6:,.1f} MB")
     for number in unread:
-        tables[number] = _read_through(paths[number], stamps[number], column)
-        index.add(paths[number], stamps[number], tables[number])
+        tables[number], left_out = _read_through(paths[number], stamps[number], column, allowed)
+        allowed -= len(left_out)
+        for error in left_out:
+            index.report(f"left out: {error}")
+        if not left_out:  # another start may allow fewer
+            index.add(paths[number], stamps[number], tables[number])
     file = np.repeat(np.arange(len(paths)), [len(table) for table in tables])
     columns = np.ascontiguousarray(np.concatenate([_rows(), *tables]).T)
     return Documents(paths, file, *columns, column=column)
@@ -124,10 +136,11 @@ def read_pieces(
                 for document, begin, end in run:
                     yield np.frombuffer(_piece(documents, file, document, begin, end), np.uint8)
         except OSError as error:
-            raise _unreadable(path, error) from error
+            raise unreadable(path, error) from error
 
 
-def _stamp(path):
+def stamp(path: str) -> Stamp:
+    """Size and time of the last change of a file; raises DataError when it cannot be read."""
     # Opened, not only measured: an unreadable file is an error at the start.
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
@@ -137,7 +150,7 @@ def _stamp(path):
         with open(path, "rb") as file:
             return _stamp_of(file)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
 def _stamp_of(file):
@@ -158,17 +171,24 @@ def _rows(*rows):
     return np.array(rows, np.int64).reshape(-1, 3)
 
 
-def _read_through(path, stamp, column):
+def _read_through(path, stamp, column, allowed):
+    left_out = []
+
+    def leave_out(error):
+        if len(left_out) >= allowed:
+            raise error
+        left_out.append(error)
+
     try:
         with open(path, "rb") as file:
-            table = np.fromiter(_lines(file, column), np.dtype((np.int64, 3)))
+            table = np.fromiter(_lines(file, column, leave_out), np.dtype((np.int64, 3)))
             if _stamp_of(file) != stamp:
                 raise DataError(
                     f"{path} has changed while it was read. Start again when it is complete."
                 )
     except OSError as error:
-        raise _unreadable(path, error) from error
-    return table
+        raise unreadable(path, error) from error
+    return table, left_out
 
 
 def _piece(documents, file, document, begin, end):
@@ -181,7 +201,7 @@ def _piece(documents, file, document, begin, end):
         data = file.read(end - begin)
         size_now = os.fstat(file.fileno()).st_size
     if size_now != size:
-        raise _changed(file.name, size, f"has {size_now} now")
+        raise changed(file.name, size, f"has {size_now} now")
     return data
 
 
@@ -192,10 +212,10 @@ def _reread_line(documents, file, document):
         return _text(file.read(stored), documents.column, f"{file.name} byte {offset}")
     except DataError as error:  # it was a document when the run began
         size = int(documents.size[document])
-        raise _changed(file.name, size, f"at byte {offset} is no longer there") from error
+        raise changed(file.name, size, f"at byte {offset} is no longer there") from error
 
 
-def _lines(file, column):
+def _lines(file, column, leave_out):
     offset = 0
     lines = iter(lambda: file.readline(MAX_LINE + 1), b"")
     for number, line in enumerate(lines, start=1):
@@ -204,12 +224,19 @@ def _lines(file, column):
                 f"{file.name} line {number} is longer than {MAX_LINE} bytes. Every line of a "
                 ".jsonl file is one JSON object with one document."
             )
-        if line.strip() and (size := len(_text(line, column, f"{file.name} line {number}"))):
-            yield offset, len(line), size
+        if line.strip():
+            try:
+                size = len(_text(line, column, f"{file.name} line {number}"))
+            except DataError as error:
+                leave_out(error)
+                size = 0
+            if size:
+                yield offset, len(line), size
         offset += len(line)
 
 
-def _text(line, column, where):
+def line_text(line: bytes, column: str, where: str) -> str:
+    """The text in a .jsonl line. Raises DataError, which names where, for a line without it."""
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -227,7 +254,11 @@ def _text(line, column, where):
             f"text_column={column} is a {type(fields[column]).__name__} in {where}, not a string. "
             "Set text_column to the field that holds the text."
         )
-    return to_bytes(fields[column])
+    return fields[column]
+
+
+def _text(line, column, where):
+    return to_bytes(line_text(line, column, where))
 
 
 def _in_folder(root, suffixes, skipped, source):
@@ -279,7 +310,8 @@ def _not_empty(files, message):
     return files
 
 
-def _unreadable(path, error):
+def unreadable(path: str, error: OSError) -> DataError:
+    """The error of a file that the system refuses to read."""
     remedy = "Give this user the right to read it"
     if error.errno not in (errno.EACCES, errno.EPERM):
         remedy = "Put the file or its disk in order"
@@ -288,7 +320,8 @@ def _unreadable(path, error):
     )
 
 
-def _changed(path, size, now):
+def changed(path: str, size: int, now: str) -> DataError:
+    """The error of a file that is not what it was. now: its state, said of a document."""
     return DataError(
         f"{path} has changed since the run began: a document of {size} bytes {now}. Leave data "
         "alone while it is read; start again."

@@ -7,7 +7,7 @@ of the rows asked for.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing
 
 import numpy as np
@@ -50,8 +50,14 @@ class Dataset:
         return self.windows.fingerprint()
 
 
-def open_dataset(cfg, *, split: str, index: LineIndex | None = None) -> Dataset:
-    """The data of a split, "train" or "eval", that cfg names.
+def open_dataset(
+    cfg,
+    *,
+    split: str,
+    index: LineIndex | None = None,
+    prepared: Mapping[str, str] | None = None,
+) -> Dataset:
+    """The data of a split, "train" or "eval", that cfg names. index, prepared: split.open_split.
 
     Lists folders and reads through the .jsonl files that index does not know; text is read when
     a batch needs it.
@@ -62,7 +68,7 @@ def open_dataset(cfg, *, split: str, index: LineIndex | None = None) -> Dataset:
             cfg.data_shuffle_seed, split, cfg.vocab_size, cfg.max_target_length
         )
         return Dataset(windows, None, "dataset_type=synthetic")
-    windows, name = open_text(cfg, split=split, index=index)
+    windows, name = open_text(cfg, split=split, index=index, prepared=prepared)
     if split == "eval":
         return Dataset(windows, _EVAL_SEED, name)
     return Dataset(windows, cfg.data_shuffle_seed if cfg.enable_data_shuffling else None, name)

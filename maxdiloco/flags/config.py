@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, checks
 from maxdiloco.flags.base_yml import Key, Value, show
+from maxdiloco.flags.other_names import OTHER_NAMES, translate
 
 ENVIRONMENT_PREFIX = "M_"  # MaxText's
 MOST_DIGITS = 20  # of a whole number; more are no limit of any key, and Python refuses 4,301
@@ -62,9 +63,9 @@ def load(argv: Iterable[str], environ: Mapping[str, str]) -> Config:
     if argv and _is_file(argv[0]):
         path = pathlib.Path(argv.pop(0))
         if path.resolve() != (folder / "base.yml").resolve():
-            given |= _from_file(path)
-    given |= _from_environment(environ, keys)
-    given |= _from_command_line(argv)
+            given |= translate(_from_file(path))
+    given |= translate(_from_environment(environ, keys))
+    given |= translate(_from_command_line(argv))
     values = {name: key.default for name, key in keys.items()}
     values |= {name: _convert(_known(name, text, keys), text) for name, text in given.items()}
     values |= _from_model(values, given, folder, keys)
@@ -117,7 +118,7 @@ def _from_environment(environ: Mapping[str, str], keys: Mapping[str, Key]) -> di
         if not variable.startswith(ENVIRONMENT_PREFIX):
             continue
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-        if variable != ENVIRONMENT_PREFIX + name.upper() or name not in keys:
+        if variable != ENVIRONMENT_PREFIX + name.upper() or name not in {*keys, *OTHER_NAMES}:
             near = _nearest(name, keys)
             remedy = f"Did you mean {ENVIRONMENT_PREFIX}{near.upper()}?" if near else "Unset it."
             raise ConfigError(

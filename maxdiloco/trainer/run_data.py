@@ -12,6 +12,7 @@ from maxdiloco.flags.config import Config
 from maxdiloco.storage import object_store
 from maxdiloco.storage.run_folder import RunFolder, reason
 from maxdiloco.trainer.assemble import BatchShape
+from maxdiloco.trainer.prepared import prepare_sources
 
 
 def open_data(
@@ -20,17 +21,19 @@ def open_data(
     """The training text, the held-out text if the run evaluates, and the index of both.
 
     folder: of the run. .jsonl files in the index of an earlier start are not read through again;
-    the caller saves the new index (save_index) once the folder exists.
+    the caller saves the new index (save_index) once the folder exists. Sources without known
+    token counts are tokenised first, below base_output_directory.
     Raises DataError for data that are missing, unreadable or too short for a step.
     """
+    prepared = prepare_sources(cfg, say)
     index = LineIndex(cfg.text_column, report=say)
     if cfg.dataset_type == "text":
         load_index(index, folder.line_index)
-    train = pipeline.open_dataset(cfg, split="train", index=index)
+    train = pipeline.open_dataset(cfg, split="train", index=index, prepared=prepared)
     pipeline.check_size(train, first_position(shape.num_replicas, shape.sequences))
     held_out = None
     if cfg.eval_interval != -1:
-        held_out = pipeline.open_dataset(cfg, split="eval", index=index)
+        held_out = pipeline.open_dataset(cfg, split="eval", index=index, prepared=prepared)
     return train, held_out, index
 
 

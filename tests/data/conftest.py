@@ -15,6 +15,7 @@ def settings():
             "dataset_path": "",
             "eval_dataset_path": "",
             "text_column": "text",
+            "max_corrupted_records": 0,
             "tokenizer_type": "byte",
             "packing": True,
             "enable_data_shuffling": True,

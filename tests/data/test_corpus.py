@@ -318,10 +318,10 @@ def test_an_error_of_the_disk_is_told(folder, name):
     """The rights are not to blame. Page 0 of a process's memory is a file that fails like that."""
     path = f"{folder({name: LINE})}/{name}"
     documents = corpus.read_table([path], column="text")
-    stamp = corpus._stamp(path)
+    stamp = corpus.stamp(path)
     os.remove(path)
     os.symlink("/proc/self/mem", path)
-    for read in (lambda: texts(documents), lambda: corpus._read_through(path, stamp, "text")):
+    for read in (lambda: texts(documents), lambda: corpus._read_through(path, stamp, "text", 0)):
         with pytest.raises(
             DataError, match=rf"{name} cannot be read \(Input/output error\)\. Put the file or its"
         ):

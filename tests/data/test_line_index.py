@@ -7,6 +7,7 @@ from etils import epath
 
 from maxdiloco.data import corpus, text
 from maxdiloco.data.line_index import LineIndex
+from maxdiloco.errors import DataError
 from maxdiloco.trainer import run_data
 
 LINES = b'{"text": "abc"}\n\n{"text": "\xc3\xa9"}\n'
@@ -157,3 +158,16 @@ def test_both_splits_of_a_few_files_read_them_once(settings, folder):
         windows, _ = text.open_text(settings(dataset_path=root), split=split, index=index)
         assert windows.num_windows in (1, 3)
     assert told == [READING]
+
+
+def test_lines_without_the_text_are_left_out_up_to_a_number(folder):
+    """Each is told. The index does not learn the file: a start that allows fewer is refused."""
+    root = folder({"a.jsonl": LINES + b"no\n" + OTHER, "b.jsonl": b"{}\n" + OTHER})
+    paths, told = corpus.find_files(root, "dataset_path"), []
+    index = LineIndex("text", report=told.append)
+    documents = corpus.read_table(paths, column="text", index=index, allowed=2)
+    assert documents.size.tolist() == [3, 2, 4, 4]
+    left_out = [line for line in told if line.startswith("left out: ")]
+    assert [line.split()[3] for line in left_out] == ["line", "line"]
+    with pytest.raises(DataError, match="b.jsonl line 1, which has no field"):
+        corpus.read_table(paths, column="text", index=index, allowed=1)

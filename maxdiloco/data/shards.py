@@ -1,0 +1,253 @@
+"""Documents that were tokenised once: a folder of ArrayRecord files, a table and a manifest.
+
+    # D documents  F files of the source  T tokens
+
+FOLDER/manifest.json        what is in the folder; written last, so an unfinished one has none
+FOLDER/lengths.npy          int64 [D], tokens of each document
+FOLDER/tokenizer/           the tokenizer's files
+FOLDER/part-00000.arrayrecord   tokens of the documents end to end: records of RECORD tokens, the
+                            last one of a file shorter, little-endian uint16 or uint32
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from maxdiloco.data.documents import Piece
+from maxdiloco.errors import DataError
+
+# Tokens of a record: our choice. A window of 1,024 is in one record or two; reading it takes 50 us.
+RECORD = 8192
+FORMAT = 1  # of the folder; count it up when one of this program could not read the new one
+MANIFEST = "manifest.json"
+LENGTHS = "lengths.npy"
+TOKENIZER = "tokenizer"
+# Open files of one process: our choice, well below the usual limit of 1,024.
+_MOST_OPEN = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a folder of shards holds.
+
+    tokenizer: its fingerprint. dtype: of the stored tokens; record: how many one record has.
+    parts: (tokens, bytes, sha256) of each part file. lengths: (documents, sha256) of the table.
+    files: (name, documents) of each file of the source; a document is counted where it begins.
+    damaged: (place, why) of each record that was skipped.
+    """
+
+    tokenizer: str
+    vocab_size: int
+    dtype: str
+    record: int
+    parts: list[list]
+    lengths: list
+    files: list[list]
+    damaged: list[list]
+
+    def to_bytes(self) -> bytes:
+        """The content of the file; its first line is a hash of the others."""
+        body = json.dumps({"format": FORMAT} | dataclasses.asdict(self), indent=0).encode()
+        return hashlib.sha256(body).hexdigest().encode() + b"\n" + body + b"\n"
+
+
+def part_name(number: int) -> str:
+    """Name of the file with the tokens of a part."""
+    return f"part-{number:05d}.arrayrecord"
+
+
+def is_folder(path: str) -> bool:
+    """Whether a path is a complete folder of shards."""
+    return os.path.isfile(os.path.join(os.path.expanduser(path), MANIFEST))
+
+
+def read_manifest(folder: str, where: str) -> Manifest:
+    """The manifest of a folder. where: for messages, such as dataset_path=...
+
+    Raises DataError when there is none, or it is damaged or of another version of this program.
+    """
+    try:
+        with open(os.path.join(folder, MANIFEST), "rb") as file:
+            checksum, _, body = file.read().partition(b"\n")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DataError(
+            f"{where} holds no {MANIFEST}: it is no folder that python -m maxdiloco.prepare has "
+            "finished. Run that command again, with the same flags, or give its out folder."
+        ) from error
+    except OSError as error:
+        raise DataError(
+            f"{where}: {MANIFEST} cannot be read ({error.strerror}). Put the disk in order."
+        ) from error
+    if checksum.decode("ascii", "replace") != hashlib.sha256(body.removesuffix(b"\n")).hexdigest():
+        raise DataError(f"{where}: {MANIFEST} is damaged. {_REMEDY}")
+    fields = json.loads(body)
+    if fields.pop("format") != FORMAT:
+        raise DataError(f"{where} is of another version of maxdiloco.prepare. {_REMEDY}")
+    return Manifest(**fields)
+
+
+_REMEDY = "Copy the folder again, or remove it and run python -m maxdiloco.prepare."
+
+
+class Shards:
+    """Documents of a folder of shards: TokenDocuments.
+
+    Any piece is found without reading others. Readers of files are opened as they are needed;
+    a copy in another process opens its own.
+    """
+
+    def __init__(self, folder: str, manifest: Manifest, lengths: np.ndarray):
+        self.folder = folder
+        self.manifest = manifest
+        self.lengths = lengths
+        self._starts = _starts(lengths)
+        self._part_starts = _starts(np.array([tokens for tokens, *_ in manifest.parts], np.int64))
+        self._readers: OrderedDict[int, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __reduce__(self):
+        return type(self), (self.folder, self.manifest, self.lengths)
+
+    def read(self, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
+        """Tokens of pieces (TokenDocuments)."""
+        size = self.manifest.record
+        last: tuple[Any, Any] = (None, None)  # neighbouring pieces are often of one record
+        for document, begin, end in pieces:
+            start = int(self._starts[document])
+            place, stop = start + begin, start + end
+            found = [np.zeros(0, self.manifest.dtype)]
+            while place < stop:
+                part = int(np.searchsorted(self._part_starts, place, side="right")) - 1
+                record, offset = divmod(place - int(self._part_starts[part]), size)
+                if last[0] != (part, record):
+                    last = (part, record), self._record(part, record)
+                data = last[1][offset : offset + stop - place]
+                found.append(data)
+                place += len(data)
+            yield found[1] if len(found) == 2 else np.concatenate(found)
+
+    def identity(self) -> Iterator[bytes]:
+        """The tokenizer and the hashes of every part: the tokens themselves."""
+        yield f"shards {self.manifest.tokenizer} {self.manifest.lengths}\n".encode()
+        for part in self.manifest.parts:
+            yield f"{part}\n".encode()
+
+    def _record(self, part: int, record: int) -> np.ndarray:
+        name = part_name(part)
+        tokens = self.manifest.parts[part][0]
+        size = self.manifest.record
+        expected = min(size, tokens - record * size)
+        try:
+            with self._lock:
+                (data,) = self._reader(part).read([record])
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise DataError(
+                f"{self.folder}/{name} record {record} cannot be read: {error}. {_REMEDY}"
+            ) from error
+        found = np.frombuffer(data, self.manifest.dtype)
+        if len(found) != expected:
+            raise DataError(
+                f"{self.folder}/{name} record {record} has {len(found)} tokens, not {expected}: "
+                f"the file has changed. {_REMEDY}"
+            )
+        return found
+
+    def _reader(self, part: int) -> Any:
+        from array_record.python.array_record_module import ArrayRecordReader
+
+        if part in self._readers:
+            self._readers.move_to_end(part)
+            return self._readers[part]
+        while len(self._readers) >= _MOST_OPEN:
+            _, oldest = self._readers.popitem(last=False)
+            oldest.close()
+        # Reads are at random: nothing is read ahead.
+        options = "readahead_buffer_size:0,max_parallelism:0"
+        path = os.path.join(self.folder, part_name(part))
+        self._readers[part] = ArrayRecordReader(path, options=options)
+        return self._readers[part]
+
+
+def open_shards(path: str, key: str) -> Shards:
+    """The documents of a folder that maxdiloco.prepare has written.
+
+    The manifest, the sizes of all files and the table are checked here; each record has a
+    checksum that is checked when it is read.
+    key: the flag of the path. Raises DataError for a folder that is unfinished or damaged.
+    """
+    where = f"{key}={path}"
+    folder = os.path.expanduser(path)
+    manifest = read_manifest(folder, where)
+    for number, (_, size, _) in enumerate(manifest.parts):
+        check_size(os.path.join(folder, part_name(number)), size, where)
+    try:
+        lengths = np.load(os.path.join(folder, LENGTHS), allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{where}: {LENGTHS} cannot be read ({error}). {_REMEDY}") from error
+    tokens = sum(tokens for tokens, *_ in manifest.parts)
+    if len(lengths) != manifest.lengths[0] or int(lengths.sum()) != tokens:
+        raise DataError(f"{where}: {LENGTHS} does not fit the parts. {_REMEDY}")
+    return Shards(folder, manifest, lengths)
+
+
+def check_size(path: str, size: int, where: str) -> None:
+    """Raise DataError unless a file of the folder has this size [bytes]."""
+    try:
+        size_now = os.path.getsize(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}). {_REMEDY}") from error
+    if size_now != size:
+        raise DataError(
+            f"{where}: {os.path.basename(path)} has {size_now} bytes, not {size}. {_REMEDY}"
+        )
+
+
+def check_contents(shards: Shards) -> None:
+    """Read all files and compare them with their hashes. Raises DataError for the first damage."""
+    expected = {part_name(i): digest for i, (*_, digest) in enumerate(shards.manifest.parts)}
+    for name, digest in (expected | {LENGTHS: shards.manifest.lengths[1]}).items():
+        path = os.path.join(shards.folder, name)
+        if file_hash(path) != digest:
+            raise DataError(f"{path} is damaged: its hash is not that of {MANIFEST}. {_REMEDY}")
+
+
+def file_hash(path: str) -> str:
+    """SHA-256 of a file, hexadecimal. Raises DataError."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}). {_REMEDY}") from error
+
+
+def of_files(shards: Shards, chosen: np.ndarray) -> np.ndarray:
+    """Numbers of the documents that begin in some files of the source, int64.
+
+    chosen: bool [F].
+    """
+    counts = np.array([documents for _, documents in shards.manifest.files], np.int64)
+    return np.flatnonzero(np.repeat(chosen, counts))
+
+
+def refuse_other_tokenizer(manifest: Manifest, fingerprint: str, where: str, flags: str) -> None:
+    """Raise DataError when the tokens are of another tokenizer. flags: what names it."""
+    if manifest.tokenizer != fingerprint:
+        raise DataError(
+            f"{where} was tokenised with another tokenizer (fingerprint {manifest.tokenizer}, "
+            f"vocab_size {manifest.vocab_size}) than {flags} (fingerprint {fingerprint}). Set "
+            f"tokenizer_type and tokenizer_path to the folder's own {TOKENIZER}/, with the same "
+            "add_bos and add_eos, or prepare the text again."
+        )
+
+
+def _starts(lengths):
+    starts = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=starts[1:])
+    return starts

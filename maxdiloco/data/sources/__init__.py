@@ -1,0 +1,1 @@
+"""The files that text comes in, cut into spans that processes read on their own."""

@@ -1,0 +1,57 @@
+"""MaxText's names of the data that mean the same as a key of base.yml."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from maxdiloco.errors import ConfigError
+from maxdiloco.flags import base_yml
+
+OTHER_NAMES = {
+    "hf_path": "dataset_path",
+    "hf_train_files": "dataset_path",
+    "hf_eval_files": "eval_dataset_path",
+    "grain_train_files": "dataset_path",
+    "grain_eval_files": "eval_dataset_path",
+    "grain_file_type": "dataset_type",
+    "train_data_columns": "text_column",
+}
+
+
+class Written(Protocol):
+    """A value as it was written (config.Given)."""
+
+    raw: Any
+
+    def _replace(self, **fields: Any) -> "Written":
+        """A copy with other fields."""
+
+
+def translate(given: Mapping[str, Written]) -> dict[str, Any]:
+    """The same values by the names of base.yml; given: those of one layer, such as a file.
+
+    Raises ConfigError when a value is there by two names, and for more than one column.
+    """
+    names: dict[str, str] = {}
+    for name in given:
+        own = OTHER_NAMES.get(name, name)
+        if own in names:
+            raise ConfigError(
+                f"{name}={given[name].raw} and {names[own]}={given[names[own]].raw} both mean "
+                f"{own}. Give {own} alone."
+            )
+        names[own] = name
+    return {own: _value(name, given[name]) for own, name in names.items()}
+
+
+def _value(name: str, given: Written) -> Written:
+    if name != "train_data_columns":
+        return given
+    columns = base_yml.parse_list(given.raw) if isinstance(given.raw, str) else given.raw
+    if columns is None:
+        return given
+    if len(columns) != 1:
+        raise ConfigError(
+            f"{name}={base_yml.show(columns)} names {len(columns)} columns, but text is in one. "
+            "Use text_column=NAME."
+        )
+    return given._replace(raw=columns[0])

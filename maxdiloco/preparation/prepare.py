@@ -1,0 +1,269 @@
+"""A whole source into a folder of shards: what is left to do, the processes, the manifest."""
+
+import contextlib
+import dataclasses
+import fcntl
+import glob
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from etils import epath
+
+from maxdiloco.data import shards
+from maxdiloco.data.sources.spans import Source, Span
+from maxdiloco.errors import ConfigError, DataError
+from maxdiloco.preparation import part, workers
+from maxdiloco.storage import durable
+
+# Source bytes of a part, which is a file of the result and what a kill costs a process: 15 s.
+PART_BYTES = 64 << 20
+_PLAN = "source.json"
+_LOCK = "lock"
+_MOST_NAMED = 10  # damaged records that are printed; the manifest has all
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What to prepare, and how.
+
+    name: of the source, for messages. allowed: max_corrupted_records. processes: 0: all cores.
+    """
+
+    source: Source
+    tokenizer: object
+    name: str
+    allowed: int = 0
+    processes: int = 0
+    part_bytes: int = PART_BYTES
+
+
+def prepare(work: Work, out: str, say: Callable[[str], None]) -> shards.Shards:
+    """Make a folder of shards, or the rest of one that was begun, or find it made.
+
+    The folder is the same to the byte, whatever the number of processes and of kills before.
+    out: the folder. say: called with lines for the user.
+    Raises DataError for text that is missing, unreadable or damaged, ConfigError when the folder
+    is in use or holds something else, LostPeerError when a process is gone.
+    """
+    try:
+        durable.make_folder(out)
+        with _locked(out):
+            if not _is_begun(work, out):
+                return _make(work, out, say)
+            _remove_facts(out)
+            say(f"{out} is prepared: nothing to do")
+            return shards.open_shards(out, "out")
+    except OSError as error:
+        raise DataError(
+            f"out={out} cannot be written ({error.strerror or error}). Put the disk in order, or "
+            "choose another folder; the same command goes on where it was."
+        ) from error
+
+
+def _make(work, out, say):
+    begun = time.perf_counter()
+    _remove(out, "*.tmp")
+    parts = list(_parts(work.source.spans(work.part_bytes), work.part_bytes))
+    if not parts:
+        raise DataError(f"{work.name} holds no text: its files are empty. Give text to read.")
+    facts = {number: found for number in range(len(parts)) if (found := _facts(out, number))}
+    sizes = [sum(span.size for span in spans) for spans in parts]
+    done = sum(sizes[number] for number in facts)
+    processes = min(work.processes or len(os.sched_getaffinity(0)), len(parts))
+    say(
+        f"tokenising {work.name}: {len(work.source.names)} files, {sum(sizes) / 1e6:,.1f} MB in "
+        f"{len(parts)} parts, {processes} processes, to {out}"
+        + (f"; {len(facts)} parts were done before" if facts else "")
+    )
+    todo = [number for number in range(len(parts)) if number not in facts]
+    calls = [(parts[number], out, number, work.allowed) for number in todo]
+    _check_damage(facts, work)
+    common = (work.source, work.tokenizer)
+    with _Bar(sum(sizes), done, say) as bar:
+        made = workers.map_parts(part.make_part, common, calls, processes)
+        with contextlib.closing(made):
+            for index, found in made:
+                facts[todo[index]] = found
+                _check_damage(facts, work)
+                bar.advance(sizes[todo[index]])
+    manifest = _finish(work, out, [facts[number] for number in range(len(parts))])
+    seconds = time.perf_counter() - begun
+    tokens = sum(count for count, *_ in manifest.parts)
+    say(
+        f"prepared {out}: {manifest.lengths[0]:,} documents, {tokens:,} tokens in {seconds:.1f} s"
+        f" ({(sum(sizes) - done) / 1e6 / seconds:.1f} MB/s)"
+    )
+    _tell_damage(manifest, say)
+    return shards.open_shards(out, "out")
+
+
+def _parts(spans: Iterator[Span], part_bytes: int) -> Iterator[list[Span]]:
+    """Spans in runs of at least part_bytes; the last one may be shorter."""
+    run: list[Span] = []
+    size = 0
+    for span in spans:
+        run.append(span)
+        size += span.size
+        if size >= part_bytes:
+            yield run
+            run, size = [], 0
+    if run:
+        yield run
+
+
+def _check_damage(facts, work):
+    damaged = [record for number in sorted(facts) for record in facts[number]["damaged"]]
+    part.check_damage(damaged, work.allowed)
+
+
+def _tell_damage(manifest, say):
+    if manifest.damaged:
+        say(f"{len(manifest.damaged)} damaged records were skipped (max_corrupted_records):")
+    for where, why in manifest.damaged[:_MOST_NAMED]:
+        say(f"  {where}: {why.removeprefix(f'{where} ')}")
+
+
+def _facts(out, number):
+    """Facts of a part that is complete, or None."""
+    names = part.names_of(out, number)
+    try:
+        with open(names.facts, "rb") as file:
+            return json.load(file)
+    except FileNotFoundError:
+        return None
+
+
+def _is_begun(work, out):
+    """Whether the folder is complete; a new one gets its plan. Raises ConfigError for another's."""
+    plan = {
+        "format": shards.FORMAT,
+        "source": work.source.stamps(),
+        "column": work.source.column,
+        "tokenizer": work.tokenizer.fingerprint(),
+        "part_bytes": work.part_bytes,
+    }
+    path = os.path.join(out, _PLAN)
+    if not os.path.exists(path):
+        if any(name != _LOCK and not name.endswith(".tmp") for name in os.listdir(out)):
+            raise ConfigError(
+                f"out={out} is not empty, and was not made by maxdiloco.prepare. Choose a new "
+                "folder."
+            )
+        part.write_durably(path, json.dumps(plan).encode())
+        return False
+    with open(path, "rb") as file:
+        before = json.load(file)
+    different = [key for key in plan if before.get(key) != plan[key]]
+    if different:
+        raise ConfigError(
+            f"out={out} was begun with another {' and '.join(different)}. Choose another folder, "
+            "or remove this one."
+        )
+    return shards.is_folder(out)
+
+
+def _finish(work, out, facts):
+    """The table of documents, the tokenizer's files and, last, the manifest."""
+    lengths = os.path.join(out, shards.LENGTHS)
+    count = _join_lengths(out, facts, lengths)
+    if not count:
+        raise DataError(f"{work.name} holds no text: all documents are empty. Give text to read.")
+    folder = epath.Path(out) / shards.TOKENIZER
+    work.tokenizer.save(folder)
+    durable.sync_tree(folder)
+    files = np.zeros(len(work.source.names), np.int64)
+    for found in facts:
+        for number, documents in found["files"]:
+            files[number] += documents
+    names = [os.path.basename(name) for name in work.source.names]
+    manifest = shards.Manifest(
+        tokenizer=work.tokenizer.fingerprint(),
+        vocab_size=work.tokenizer.vocab_size,
+        dtype=part.dtype_of(work.tokenizer.vocab_size),
+        record=shards.RECORD,
+        parts=[[found["tokens"], found["bytes"], found["sha256"]] for found in facts],
+        lengths=[count, shards.file_hash(lengths)],
+        files=[[name, int(documents)] for name, documents in zip(names, files, strict=True)],
+        damaged=[record for found in facts for record in found["damaged"]],
+    )
+    part.write_durably(os.path.join(out, shards.MANIFEST), manifest.to_bytes())
+    _remove_facts(out)
+    return manifest
+
+
+def _remove_facts(out):
+    """Remove what only an unfinished folder needs."""
+    for pattern in ("part-*.json", "part-*.lengths.npy", "*.tmp"):
+        _remove(out, pattern)
+
+
+def _join_lengths(out, facts, path):
+    """The tables of all parts as one; a document that goes on in the next part is one."""
+    count = sum(found["documents"] - found["continues"] for found in facts)
+    temporary = f"{path}.tmp"
+    table = np.lib.format.open_memmap(temporary, mode="w+", dtype="<i8", shape=(count,))
+    place = 0
+    for number, found in enumerate(facts):
+        lengths = np.load(part.names_of(out, number).lengths)
+        if found["continues"]:
+            table[place - 1] += lengths[0]
+            lengths = lengths[1:]
+        table[place : place + len(lengths)] = lengths
+        place += len(lengths)
+    table.flush()
+    durable.sync_file(temporary)
+    os.replace(temporary, path)
+    durable.sync_folder(out)
+    return count
+
+
+@contextlib.contextmanager
+def _locked(out):
+    """The folder is of one program at a time; the kernel releases it when that one dies."""
+    with open(os.path.join(out, _LOCK), "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"out={out} is being written by another process. Wait for it, or choose another "
+                "folder."
+            ) from None
+        yield
+
+
+def _remove(out, pattern):
+    for path in glob.glob(os.path.join(glob.escape(out), pattern)):
+        os.remove(path)
+
+
+class _Bar:
+    """A progress bar on a terminal; elsewhere a line for every tenth of the work."""
+
+    def __init__(self, total: int, done: int, say: Callable[[str], None]):
+        self._total, self._done, self._say = max(total, 1), done, say
+        self._begun = time.perf_counter()
+        self._bar = None
+        if sys.stderr is not None and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, initial=done, unit="B", unit_scale=True, leave=False)
+
+    def __enter__(self) -> "_Bar":
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def advance(self, size: int) -> None:
+        """Move on by some bytes of the source."""
+        before, self._done = self._done, self._done + size
+        if self._bar is not None:
+            self._bar.update(size)
+        elif before * 10 // self._total != self._done * 10 // self._total < 10:
+            seconds = time.perf_counter() - self._begun
+            self._say(f"tokenised {self._done / self._total:.0%} after {seconds:.0f} s")

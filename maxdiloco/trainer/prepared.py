@@ -1,0 +1,109 @@
+"""Sources that a run tokenises at its first start, below base_output_directory; later ones find
+them."""
+
+import hashlib
+import json
+import os
+import shlex
+import time
+from collections.abc import Callable, Mapping
+
+import jax
+
+from maxdiloco.data import shards, tokenizer
+from maxdiloco.data.sources import opening
+from maxdiloco.data.split import needs_tokenising, split_path
+from maxdiloco.errors import ConfigError, DataError
+from maxdiloco.flags.config import Config
+from maxdiloco.preparation.prepare import PART_BYTES, Work, prepare
+from maxdiloco.processes import coordination
+from maxdiloco.storage import object_store
+from maxdiloco.storage.run_folder import absolute
+
+FOLDER = "prepared"
+_LARGE = 1e9  # bytes; above it the program for this is named. Our choice: some minutes.
+_PATIENCE_S = 7 * 24 * 3600.0  # of the other processes; a lost one ends them before
+# A network file system may cache for up to a minute that a name is absent. Our choice.
+_WAIT_S = 90.0
+# Keys that say how text becomes tokens.
+_KEYS = (
+    "dataset_type", "tokenizer_type", "tokenizer_path", "add_bos", "add_eos", "text_column",
+    "max_corrupted_records",
+)  # fmt: skip
+
+
+def prepare_sources(cfg: Config, say: Callable[[str], None]) -> dict[str, str]:
+    """{path: folder of shards} of the sources that have no known token counts.
+
+    Process 0 tokenises; the others wait for it. say: called with lines for the user.
+    Raises DataError for text that is missing, unreadable or damaged, ConfigError where
+    base_output_directory is no folder.
+    """
+    splits = ["train"] if cfg.eval_interval == -1 else ["train", "eval"]
+    paths = {path: key for key, path in (split_path(cfg, split) for split in splits)}
+    if jax.process_index() != 0:
+        return _of_first_process(list(paths))
+    folders = {}
+    for number, (path, key) in enumerate(paths.items()):
+        folder = ""
+        if needs_tokenising(cfg, path, key):
+            folder = folders[path] = _prepare(cfg, path, key, say)
+        if jax.process_count() > 1:
+            coordination.put(_name(number), folder or "-")  # no empty values there
+    return folders
+
+
+def _of_first_process(paths):
+    named = {
+        path: coordination.get(_name(number), timeout_s=_PATIENCE_S)
+        for number, path in enumerate(paths)
+    }
+    folders = {path: folder for path, folder in named.items() if folder != "-"}
+    deadline = time.monotonic() + _WAIT_S
+    for path, folder in folders.items():
+        while not shards.is_folder(folder):
+            if time.monotonic() > deadline:
+                raise DataError(
+                    f"dataset_path={path}: process 0 has tokenised it into {folder}, which process "
+                    f"{jax.process_index()} does not see. Use a base_output_directory that all "
+                    "machines share."
+                )
+            time.sleep(1)
+    return folders
+
+
+def _name(number):
+    return f"maxdiloco/{FOLDER}/{number}"
+
+
+def _prepare(cfg, path, key, say):
+    if not object_store.is_local(cfg.base_output_directory):
+        raise ConfigError(
+            f"{key}={path} has to be tokenised first, and base_output_directory="
+            f"{cfg.base_output_directory} is no folder for it. Run `{_command(cfg, path)}`, then "
+            "set dataset_type=arrayrecord and the path to FOLDER."
+        )
+    source = opening.open_source(cfg.dataset_type, path, key, cfg.text_column)
+    tokens = tokenizer.build(cfg)
+    work = Work(source, tokens, f"{key}={path}", allowed=cfg.max_corrupted_records)
+    plan = [source.stamps(), cfg.text_column, tokens.fingerprint(), PART_BYTES]
+    name = hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:16]
+    out = os.fspath(absolute(cfg.base_output_directory) / FOLDER / name)
+    size = sum(span.size for span in source.spans(PART_BYTES))
+    if size > _LARGE and not shards.is_folder(out):
+        say(
+            f"note: {key}={path} has {size / 1e9:,.1f} GB to tokenise before the first step. "
+            f"`{_command(cfg, path)}` does that on any machine, once for all runs."
+        )
+    prepare(work, out, say)
+    return out
+
+
+def _command(cfg: Config, path: str) -> str:
+    values: Mapping[str, object] = vars(cfg)
+    keys = " ".join(f"{name}={_shown(values[name])}" for name in _KEYS if name in values)
+    return f"python -m maxdiloco.prepare {shlex.quote(path)} out=FOLDER {keys}"
+
+
+def _shown(value):
+    return str(value).lower() if isinstance(value, bool) else shlex.quote(str(value))

@@ -1,0 +1,296 @@
+"""Windows of a folder of shards are those of the text it was made from."""
+
+import json
+import os
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from maxdiloco.data import order, pipeline, shards, text, tokenizer
+from maxdiloco.data.sources.opening import open_source
+from maxdiloco.errors import ConfigError, DataError
+from maxdiloco.preparation import part, prepare
+from maxdiloco.preparation.prepare import Work
+
+TEXTS = ["abcdefg" * 40, "x", "\u00e4\u00f6\u00fc" * 9, "hello world\n" * 300, "y" * 77]
+
+
+def silent(line):
+    """For say."""
+
+
+def make(path, out, *, tokens=None, part_bytes=1 << 10, **changed):
+    """Shards of a source, in this process: the parts one after the other."""
+    source = open_source("text", str(path), "dataset_path", "text")
+    work = Work(source, tokens or tokenizer.ByteTokenizer(), "source", part_bytes=part_bytes)
+    work = prepare.dataclasses.replace(work, **changed)
+    return prepare.prepare(work, str(out), silent)
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    """Processes cost a second each; those tests that are about them start the program."""
+    monkeypatch.setattr(
+        prepare.workers,
+        "map_parts",
+        lambda call, common, calls, processes: (
+            (number, call(*common, *one)) for number, one in enumerate(calls)
+        ),
+    )
+
+
+@pytest.fixture
+def source(tmp_path):
+    """Five text files and a file of lines, in a folder."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for number, content in enumerate(TEXTS):
+        (folder / f"{number}.txt").write_text(content, encoding="utf-8")
+    (folder / "9.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
+    return folder
+
+
+@pytest.mark.parametrize("record", [5, 64, 8192])
+@pytest.mark.parametrize("part_bytes", [100, 1000, 1 << 20])
+def test_windows_of_shards_are_those_of_the_text(
+    settings, source, tmp_path, monkeypatch, record, part_bytes
+):
+    """The bytes of a text, read where they are and out of shards, in parts and records of any
+    size; a text file of 3,600 bytes goes on over several parts."""
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "RECORD", record)
+        make(source, tmp_path / "out", part_bytes=part_bytes)
+    keys = dict(eval_dataset_path="unused", max_target_length=16)
+    direct, _ = text.open_text(settings(dataset_path=str(source), **keys), split="train")
+    cfg = settings(dataset_type="arrayrecord", dataset_path=str(tmp_path / "out"), **keys)
+    stored, _ = text.open_text(cfg, split="train")
+    assert stored.documents.lengths.tolist() == direct.documents.lengths.tolist()
+    assert stored.num_windows == direct.num_windows > 100
+    numbers = np.random.default_rng(0).permutation(direct.num_windows)
+    for mine, theirs in zip(stored.read(numbers), direct.read(numbers), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_any_piece_is_read_and_a_copy_in_another_process_opens_its_own_files(source, tmp_path):
+    """Each piece of the longest document, through a pickle."""
+    documents = pickle.loads(pickle.dumps(make(source, tmp_path / "out")))
+    number = int(np.argmax(documents.lengths))
+    (whole,) = documents.read([(number, 0, int(documents.lengths[number]))])
+    assert bytes(whole[1:].astype(np.uint8)).decode() == TEXTS[3]
+    pieces = [(number, begin, begin + 10) for begin in range(0, len(whole) - 10, 7)]
+    for (_, begin, end), found in zip(pieces, documents.read(pieces), strict=True):
+        assert found.tolist() == whole[begin:end].tolist()
+
+
+def test_a_long_line_is_one_document_in_pieces(tmp_path, monkeypatch):
+    """Pieces of 8 characters of a document in JSON; document_start comes once."""
+    monkeypatch.setattr(part, "PIECE", 8)
+    long = "ab\ncd" * 11
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": long}) + '\n{"text": "z"}\n')
+    documents = make(tmp_path / "a.jsonl", tmp_path / "out")
+    assert documents.lengths.tolist() == [1 + len(long), 2]
+    (whole,) = documents.read([(0, 0, 1 + len(long))])
+    assert whole.tolist() == [256, *long.encode()]
+
+
+def test_the_table_of_a_large_vocabulary_is_wider(source, tmp_path, monkeypatch):
+    """Token 65,536 needs four bytes."""
+    assert make(source, tmp_path / "narrow").manifest.dtype == "<u2"
+    wide = make(source, tmp_path / "wide", tokens=tokenizer.ByteTokenizer(vocab_size=65537))
+    assert wide.manifest.dtype == "<u4"
+    assert [t.tolist() for t in wide.read([(0, 0, 3)])] == [[256, 97, 98]]
+
+
+def test_of_twenty_files_every_twentieth_is_held_out(settings, tmp_path):
+    """Files 0 and 20 of 21, as where text is read directly."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for number in range(21):
+        (folder / f"{number:02d}.txt").write_text(chr(97 + number) * 7)
+    make(folder, tmp_path / "out", part_bytes=30)
+    cfg = settings(dataset_type="arrayrecord", dataset_path=str(tmp_path / "out"))
+    found = {}
+    for split in ("train", "eval"):
+        windows, _ = text.open_text(cfg, split=split)
+        found[split] = set(windows.read(np.arange(windows.num_windows))[0].reshape(-1).tolist())
+    assert found["eval"] == {256, ord("a"), ord("u")}
+    assert found["train"] == {256, *range(ord("b"), ord("u"))}
+
+
+def test_fingerprints_tell_the_tokens_and_the_split_apart(settings, source, tmp_path):
+    """A copy has the same; another text and the other split have others."""
+
+    def fingerprint(path, split="train"):
+        cfg = settings(dataset_type="arrayrecord", dataset_path=str(path))
+        return pipeline.open_dataset(cfg, split=split).fingerprint
+
+    make(source, tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    (source / "1.txt").write_text("z")
+    make(source, tmp_path / "three")
+    assert fingerprint(tmp_path / "one") == fingerprint(tmp_path / "two")
+    others = [fingerprint(tmp_path / "three"), fingerprint(tmp_path / "one", "eval")]
+    assert len({fingerprint(tmp_path / "one"), *others}) == 3
+
+
+def test_shards_of_another_tokenizer_are_refused(settings, source, tmp_path):
+    """By name: the folder and both fingerprints."""
+    make(source, tmp_path / "own")
+    make(source, tmp_path / "other", tokens=tokenizer.ByteTokenizer(document_start=255))
+    keys = dict(dataset_type="arrayrecord", eval_dataset_path="unused")
+    assert text.open_text(settings(dataset_path=str(tmp_path / "own"), **keys), split="train")
+    with pytest.raises(
+        DataError,
+        match=rf"^dataset_path={tmp_path}/other was tokenised with another tokenizer .* than "
+        "tokenizer_type=byte .*Set tokenizer_type and tokenizer_path to",
+    ):
+        text.open_text(settings(dataset_path=str(tmp_path / "other"), **keys), split="train")
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "why"),
+    [
+        ("manifest.json", os.remove, "holds no manifest.json.*Run that command again"),
+        ("manifest.json", flip, "manifest.json is damaged"),
+        ("lengths.npy", cut, "lengths.npy cannot be read"),
+        ("part-00000.arrayrecord", cut, "part-00000.arrayrecord has .* bytes, not"),
+        ("part-00001.arrayrecord", os.remove, "part-00001.arrayrecord cannot be read"),
+    ],
+)
+def test_a_damaged_folder_is_refused_when_it_is_opened(source, tmp_path, name, damage, why):
+    """Without reading the tokens."""
+    make(source, tmp_path / "out")
+    shards.open_shards(str(tmp_path / "out"), "dataset_path")
+    damage(tmp_path / "out" / name)
+    with pytest.raises(DataError, match=why):
+        shards.open_shards(str(tmp_path / "out"), "dataset_path")
+
+
+def test_a_flipped_bit_is_found_by_the_check_and_when_its_record_is_read(source, tmp_path):
+    """Sizes are as before."""
+    documents = make(source, tmp_path / "out", part_bytes=1 << 20)
+    shards.check_contents(documents)
+    flip(tmp_path / "out" / "part-00000.arrayrecord")
+    damaged = shards.open_shards(str(tmp_path / "out"), "dataset_path")
+    with pytest.raises(DataError, match="part-00000.arrayrecord is damaged"):
+        shards.check_contents(damaged)
+    with pytest.raises(DataError, match="part-00000.arrayrecord record 0"):
+        list(damaged.read([(0, 0, 3)]))
+
+
+@given(
+    windows=st.integers(4, 60),
+    shapes=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=4),
+    seed=st.integers(0, 5),
+)
+@hypothesis_settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_no_sequence_of_shards_is_read_twice_or_left_out_in_an_epoch(
+    settings, tmp_path_factory, windows, shapes, seed
+):
+    """Replicas and sequences a step change at every restart; each row is read by a process of its
+    own. Documents are letters of a window's size, so that a window tells its number."""
+    tmp_path = tmp_path_factory.mktemp("shards")
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "a.txt").write_text("".join(f"{number:04d}" for number in range(windows))[1:])
+    make(folder, tmp_path / "out", part_bytes=50)
+    cfg = settings(
+        dataset_type="arrayrecord",
+        dataset_path=str(tmp_path / "out"),
+        eval_dataset_path="unused",
+        data_shuffle_seed=seed,
+    )
+    data = pipeline.open_dataset(cfg, split="train")
+    assert data.num_windows == windows
+    seen, step, position = [], 1, None
+    for M, B in shapes * windows:
+        first = order.first_position(M, B)
+        position = first if position is None else order.next_position(position, step, M, B)
+        if len(seen) + M * B > windows:
+            break
+        for replica in range(M):
+            for row in range(B):
+                batch = pipeline.read(data, position, step, replicas=[replica], rows=[row])
+                seen.append(tuple(batch["tokens"].reshape(-1).tolist()))
+        step += 1
+    assert len(seen) == len(set(seen))
+    assert len(seen) > windows - max(M * B for M, B in shapes)
+
+
+def test_readers_in_processes_give_the_same_batches(settings, source, tmp_path):
+    """grain_worker_count=2 against a thread."""
+    make(source, tmp_path / "out")
+    cfg = settings(dataset_type="arrayrecord", dataset_path=str(tmp_path / "out"))
+    data = pipeline.open_dataset(cfg, split="train")
+    keys = dict(steps=range(1, 4), replicas=[[0], [1]], rows=range(3))
+    read = []
+    for worker_count in (0, 2):
+        with pipeline.batches(
+            data, order.first_position(2, 3), **keys, worker_count=worker_count
+        ) as batches:
+            read.append([batch["tokens"].tolist() for batch in batches])
+    assert read[0] == read[1]
+
+
+def test_damaged_records_are_counted_over_all_parts_and_named(source, tmp_path):
+    """Two of them: one more than allowed is an error that names the second."""
+    (source / "a.jsonl").write_text('{no\n{"text": "fine"}\n')
+    (source / "b.txt").write_bytes(b"\xff")
+    with pytest.raises(
+        DataError, match=r"b.txt byte 0: not UTF-8.*max_corrupted_records=1 damaged records"
+    ):
+        make(source, tmp_path / "out", allowed=1, part_bytes=1)
+    documents = make(source, tmp_path / "out", allowed=2, part_bytes=1)
+    assert [os.path.basename(where) for where, _ in documents.manifest.damaged] == [
+        "a.jsonl byte 0",
+        "b.txt byte 0",
+    ]
+    assert len(documents.lengths) == 2 * len(TEXTS) + 1
+
+
+def test_a_folder_of_other_text_or_of_something_else_is_refused(source, tmp_path):
+    """Nothing in it is overwritten."""
+    make(source, tmp_path / "out")
+    with pytest.raises(ConfigError, match="was begun with another part_bytes. Choose another"):
+        make(source, tmp_path / "out", part_bytes=77)
+    (source / "1.txt").write_text("changed")
+    with pytest.raises(ConfigError, match="was begun with another source. Choose another"):
+        make(source, tmp_path / "out")
+    with pytest.raises(ConfigError, match="is not empty, and was not made by maxdiloco.prepare"):
+        make(source, source)
+
+
+def test_a_preparation_that_was_killed_before_its_first_part_goes_on(source, tmp_path):
+    """The plan was on its way to the disk."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "lock").touch()
+    (tmp_path / "out" / "source.json.17.tmp").write_text("{")
+    make(source, tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*.tmp"))
+
+
+def test_an_empty_source_is_refused(tmp_path):
+    """Files there are, text there is none."""
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(DataError, match="source holds no text"):
+        make(tmp_path / "a.txt", tmp_path / "out")
+    (tmp_path / "a.jsonl").write_text("\n\n")
+    with pytest.raises(DataError, match="source holds no text"):
+        make(tmp_path / "a.jsonl", tmp_path / "other")

@@ -1,0 +1,221 @@
+"""The texts of every kind of source, whole, in order, wherever its files are cut."""
+
+import gzip
+import json
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from maxdiloco.data.sources import spans, text_files
+from maxdiloco.data.sources.opening import open_source
+from maxdiloco.data.sources.spans import Damaged, Text
+from maxdiloco.errors import ConfigError, DataError
+
+TEXTS = ["one", "zwei ü\r\n", "three \0 \U0001f600", "", "x" * 700, "six\nlines\nof\n\ntext"]
+
+
+def lines(texts=TEXTS):
+    return b"".join(json.dumps({"id": 1, "text": text}).encode() + b"\n" for text in texts)
+
+
+def compressed(data, codec):
+    pyarrow = pytest.importorskip("pyarrow")
+    stream = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(stream, codec) as file:
+        file.write(data)
+    return stream.getvalue().to_pybytes()
+
+
+def parquet(path, columns=None, rows=2):
+    pyarrow = pytest.importorskip("pyarrow")
+    tables = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table(columns or {"id": list(range(len(TEXTS))), "text": TEXTS})
+    tables.write_table(table, path, row_group_size=rows)
+
+
+def items(kind, path, *, limit=1 << 20, column="text"):
+    """What is read, each span by a copy of the source, as other processes have it."""
+    source = pickle.loads(pickle.dumps(open_source(kind, str(path), "dataset_path", column)))
+    return [item for span in source.spans(limit) for item in source.read(span)]
+
+
+def documents(found):
+    """Whole documents of pieces."""
+    whole = []
+    for item in found:
+        assert isinstance(item, Text), item
+        if item.begins:
+            whole.append("")
+        whole[-1] += item.text
+    return whole
+
+
+NOT_EMPTY = [text for text in TEXTS if text]
+
+
+@pytest.mark.parametrize("limit", [1, 7, 50, 1 << 20])
+@pytest.mark.parametrize("kind", ["jsonl", "gz", "zst", "parquet", "hf"])
+def test_every_source_gives_each_document_once_wherever_it_is_cut(tmp_path, kind, limit):
+    """The empty document has no tokens and is left out. hf reads a folder of JSON lines."""
+    data, path = lines(), tmp_path / f"a.jsonl.{kind}"
+    if kind == "parquet":
+        path = tmp_path / "a.parquet"
+        parquet(path)
+    elif kind == "hf":
+        path = stored(tmp_path, {"text": TEXTS})
+    elif kind == "jsonl":
+        path = tmp_path / "a.jsonl"
+        path.write_bytes(data)
+    else:
+        half = len(lines(TEXTS[:3]))  # two members, as two files put end to end
+        codec = {"gz": "gzip", "zst": "zstd"}[kind]
+        path.write_bytes(compressed(data[:half], codec) + compressed(data[half:], codec))
+    dataset_type = kind if kind in ("parquet", "hf") else "text"
+    assert documents(items(dataset_type, path, limit=limit)) == NOT_EMPTY
+
+
+def stored(folder, columns):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict(columns).save_to_disk(folder / "stored")
+    return folder / "stored"
+
+
+@pytest.mark.parametrize("limit", [1, 3, 10, 1 << 20])
+def test_a_text_file_is_one_document_wherever_it_is_cut(tmp_path, monkeypatch, limit):
+    """Cut at line ends, and between characters in a line that has none for long."""
+    monkeypatch.setattr(text_files, "PIECE", 8)
+    texts = {"1.txt": "a\nbb\n\nccc\n", "2.txt": "\u00fc\U0001f600" * 20, "3.txt": "", "4.txt": "x"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert documents(items("text", tmp_path, limit=limit)) == [t for t in texts.values() if t]
+    assert spans.PIECE == 1 << 20, "only the reader's was changed"
+
+
+def test_compressed_lines_lie_beside_text_in_a_folder(tmp_path):
+    """Both are dataset_type=text; a file of another kind has to be named."""
+    (tmp_path / "1.txt").write_bytes(b"plain")
+    (tmp_path / "2.jsonl.gz").write_bytes(gzip.compress(lines(["packed"])))
+    (tmp_path / "3.csv").write_bytes(b"not searched for")
+    assert documents(items("text", tmp_path)) == ["plain", "packed"]
+
+
+@pytest.mark.parametrize("codec", ["gzip", "zstd"])
+def test_the_cut_off_end_of_a_compressed_file_is_one_damaged_record(tmp_path, codec):
+    """What was read before it stays, and the place is named."""
+    path = tmp_path / f"a.jsonl.{'gz' if codec == 'gzip' else 'zst'}"
+    texts = [os.urandom(500).hex() for _ in range(2000)]
+    whole = compressed(lines(texts), codec)
+    path.write_bytes(whole)
+    assert documents(items("text", path)) == texts
+    path.write_bytes(whole[: len(whole) // 2])
+    *before, last = items("text", path)
+    assert documents(before) == texts[: len(before)]
+    assert before
+    assert isinstance(last, Damaged)
+    assert last.where.startswith(f"{path} after byte ")
+
+
+def test_damaged_records_are_told_with_their_places(tmp_path):
+    """A line that is no JSON, one without the field, and bytes that are not UTF-8."""
+    (tmp_path / "a.jsonl").write_bytes(lines(["one"]) + b"{no\n" + b'{"id": 2}\n' + lines(["two"]))
+    (tmp_path / "b.txt").write_bytes(b"abc\xff")
+    first, second = len(lines(["one"])), len(lines(["one"])) + 4
+    found = items("text", tmp_path)
+    assert [item.where for item in found if isinstance(item, Damaged)] == [
+        f"{tmp_path}/a.jsonl byte {first}",
+        f"{tmp_path}/a.jsonl byte {second}",
+        f"{tmp_path}/b.txt byte 3",
+    ]
+    assert [item.text for item in found if isinstance(item, Text)] == ["one", "two"]
+
+
+def test_a_damaged_row_group_costs_no_other(tmp_path):
+    """A byte of the second one is changed, in the middle of the file."""
+    path = tmp_path / "a.parquet"
+    texts = [os.urandom(2000).hex() for _ in range(30)]
+    parquet(path, {"text": texts}, rows=10)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 400] = b"\xff" * 400
+    path.write_bytes(data)
+    found = items("parquet", path, limit=1000)
+    kept = [item.text for item in found if isinstance(item, Text)]
+    assert {*texts[:10], *texts[20:]} <= set(kept)
+    assert [item.where for item in found if isinstance(item, Damaged)]
+
+
+def test_a_cut_off_parquet_file_is_one_damaged_record(tmp_path):
+    """Its footer is gone: none of its rows can be found."""
+    path = tmp_path / "a.parquet"
+    parquet(path)
+    path.write_bytes(path.read_bytes()[:-9])
+    (found,) = items("parquet", path, limit=100)
+    assert isinstance(found, Damaged)
+    assert found.where == str(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "column", "why"),
+    [
+        ("parquet", "body", "is not in .*which has id, text. Set text_column"),
+        ("parquet", "id", "is int64 in .*not string. Set text_column"),
+        ("hf", "body", "is not in .*which has id, text. Set text_column"),
+        ("hf", "id", "is int64 in .*not string. Set text_column"),
+    ],
+)
+def test_a_column_that_is_missing_or_no_text_is_refused(tmp_path, kind, column, why):
+    """Whatever number of damaged records is allowed: no row would be left."""
+    if kind == "hf":
+        path = stored(tmp_path, {"id": [1], "text": ["x"]})
+    else:
+        path = tmp_path / "a.parquet"
+        parquet(path)
+    with pytest.raises(DataError, match=f"^text_column={column} {why}"):
+        items(kind, path, column=column)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "why"),
+    [
+        ("text", "a.parquet", "is no text. Set dataset_type=parquet"),
+        ("text", "a.txt.gz", "is no text. JSON lines may be compressed"),
+        ("parquet", "a.txt", "does not end in .parquet. Use dataset_type=text"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused(tmp_path, kind, name, why):
+    """By its suffix, before anything is read."""
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(DataError, match=f"^dataset_type={kind}: {tmp_path}/{name} {why}"):
+        open_source(kind, str(tmp_path / name), "dataset_path", "text")
+
+
+def test_a_file_that_has_changed_since_it_was_listed_is_refused(tmp_path):
+    """Its spans would no longer be what they were."""
+    (tmp_path / "a.txt").write_bytes(b"abc")
+    source = open_source("text", str(tmp_path), "dataset_path", "text")
+    (tmp_path / "a.txt").write_bytes(b"abcd")
+    with pytest.raises(DataError, match="a.txt has changed since the run began"):
+        list(source.read(next(source.spans(10))))
+
+
+def test_a_hub_name_without_a_network_says_how_to_download_it(tmp_path):
+    """In a process of its own, as the package reads HF_HUB_OFFLINE when it is imported."""
+    pytest.importorskip("datasets")
+    code = (
+        "from maxdiloco.data.sources.hub import open_hub\n"
+        "open_hub('someone/some-text', 'dataset_path', 'text')\n"
+    )
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert "DataError: dataset_path=someone/some-text cannot be downloaded" in done.stderr
+    assert "hf download someone/some-text --repo-type dataset --local-dir DIR" in done.stderr
+
+
+def test_a_package_that_is_not_installed_is_named_with_its_extra(tmp_path, monkeypatch):
+    """None in sys.modules is how Python marks a module that cannot be imported."""
+    (tmp_path / "a.jsonl.gz").write_bytes(b"x")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r"package pyarrow .*pip install 'maxdiloco\[data\]'"):
+        items("text", tmp_path)

@@ -1,0 +1,199 @@
+"""python -m maxdiloco.prepare: the same folder after kills, and runs that train on it."""
+
+import hashlib
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from maxdiloco import prepare
+from maxdiloco.data import pipeline
+from maxdiloco.errors import ConfigError
+from maxdiloco.flags import config
+from maxdiloco.trainer import prepared
+
+WAIT_S = 300  # far above what a command takes
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "maxdiloco.prepare", *map(str, arguments)]
+
+
+def run(*arguments, program="maxdiloco.prepare"):
+    line = [sys.executable, "-m", program, *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=WAIT_S, check=False)
+
+
+def hashes(folder):
+    """Name and hash of every file."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(pathlib.Path(folder).rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """20 MB of JSON lines, which are tokenised in 20 parts."""
+    path = tmp_path / "a.jsonl"
+    words = [f"word{number}" for number in range(500)]
+    draw = random.Random(0)
+    with path.open("w") as file:
+        for _ in range(2000):
+            file.write(json.dumps({"text": " ".join(draw.choices(words, k=1300))}) + "\n")
+    return path
+
+
+def test_a_killed_preparation_goes_on_to_the_same_bytes(tmp_path, lines):
+    """One process, undisturbed, against two that are killed with SIGKILL, as soon as there is one
+    part and again when there are more, and then left to end."""
+    quiet, killed = tmp_path / "quiet", tmp_path / "killed"
+    done = run(lines, f"out={quiet}", "part_mb=1", "processes=1")
+    assert done.returncode == 0, done.stderr
+    kills = 0
+    for parts in (1, 4, 8):
+        with subprocess.Popen(
+            command(lines, f"out={killed}", "part_mb=1", "processes=2"),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ) as process:
+            deadline = time.monotonic() + WAIT_S
+            while process.poll() is None and len(list(killed.glob("part-*.json"))) < parts:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            kills += process.poll() is None
+            process.send_signal(signal.SIGKILL)
+    assert kills, "the first kill comes long before the end"
+    done = run(lines, f"out={killed}", "part_mb=1", "processes=2")
+    assert done.returncode == 0, done.stderr
+    assert "parts were done before" in done.stdout or "nothing to do" in done.stdout
+    assert hashes(killed) == hashes(quiet)
+    again = run(lines, f"out={killed}", "part_mb=1")
+    assert "nothing to do" in again.stdout
+    assert "20 parts: good" in run(killed, "check=true").stdout
+
+
+def test_a_second_preparation_of_a_folder_is_refused_while_the_first_runs(tmp_path, lines):
+    """The lock is the kernel's: it goes with the process."""
+    out = tmp_path / "out"
+    with subprocess.Popen(
+        command(lines, f"out={out}", "part_mb=1", "processes=1"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        deadline = time.monotonic() + WAIT_S
+        while not (out / "source.json").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signal.SIGSTOP)
+        second = run(lines, f"out={out}", "part_mb=1")
+        process.kill()
+    assert second.returncode == 2
+    assert f"out={out} is being written by another process" in second.stderr
+
+
+TRAIN = [
+    "hardware=cpu",
+    "dcn_diloco_parallelism=1",
+    "base_emb_dim=16",
+    "base_mlp_dim=16",
+    "base_num_decoder_layers=1",
+    "base_num_query_heads=1",
+    "base_num_kv_heads=1",
+    "head_dim=16",
+    "max_target_length=32",
+    "per_device_batch_size=1",
+    "log_period=1",
+    "enable_checkpointing=false",
+    "enable_tensorboard=false",
+    "steps=2",
+    "eval_interval=2",
+    "eval_steps=1",
+]
+
+
+@pytest.fixture
+def parquet(tmp_path):
+    """Flags of a parquet file with text in the column body."""
+    pyarrow = pytest.importorskip("pyarrow")
+    tables = pytest.importorskip("pyarrow.parquet")
+    texts = [f"text number {number} of them, {'and so on ' * 9}" for number in range(60)]
+    tables.write_table(pyarrow.table({"body": texts}), tmp_path / "a.parquet")
+    return ["dataset_type=parquet", f"dataset_path={tmp_path}", "text_column=body"]
+
+
+def test_a_source_is_tokenised_at_the_first_start_and_found_at_the_second(tmp_path, parquet):
+    """What is found is what prepare makes of the same source."""
+    keys = [*parquet, f"base_output_directory={tmp_path}/runs", "max_target_length=32"]
+    cfg, said = config.load(keys, {}), []
+    first = prepared.prepare_sources(cfg, said.append)
+    assert said[0].startswith("tokenising dataset_path=")
+    said.clear()
+    assert prepared.prepare_sources(cfg, said.append) == first
+    assert [line.rpartition(" is ")[2] for line in said] == ["prepared: nothing to do"]
+    assert prepare.main([str(tmp_path), f"out={tmp_path}/shards", *parquet[::2]]) == 0
+    shards = ["dataset_type=arrayrecord", f"dataset_path={tmp_path}/shards"]
+    data = pipeline.open_dataset(cfg, split="train", prepared=first)
+    same = pipeline.open_dataset(config.load([*keys[3:], *shards], {}), split="train")
+    assert data.fingerprint == same.fingerprint
+
+
+@pytest.mark.slow
+def test_a_run_trains_and_evaluates_on_parquet(tmp_path, parquet):
+    """The whole command."""
+    arguments = [*parquet, "run_name=a", f"base_output_directory={tmp_path}/runs", *TRAIN]
+    done = run(*arguments, program="maxdiloco.train")
+    assert done.returncode == 0, done.stderr
+    assert "tokenising dataset_path=" in done.stdout
+    rows = (tmp_path / "runs/a/metrics.jsonl").read_text().splitlines()
+    assert any("learning/loss" in json.loads(row) for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "why"),
+    [
+        (["out=x"], 2, "out=x is no SOURCE. Give it first"),
+        (["a.txt"], 2, "out= is missing: the folder to make"),
+        (["a.txt", "out=x", "processes=-1"], 2, "processes=-1 is no whole number >= 0"),
+        (["a.txt", "out=x", "dataset_type=synthetic"], 2, "dataset_type=synthetic needs no prep"),
+        (["a.txt", "out=x", "part_size=3"], 2, "part_size=3 (command line) is no key"),
+        (["none.txt", "out=x"], 3, "SOURCE=none.txt does not exist or is out of reach"),
+        (["a.txt", "check=true"], 3, "SOURCE=a.txt holds no manifest.json"),
+        (["bad.txt", "out=x"], 3, "bad.txt byte 1: not UTF-8"),
+    ],
+)
+def test_wrong_arguments_end_in_one_line(tmp_path, monkeypatch, capsys, arguments, code, why):
+    """Exit code 2 for flags, 3 for data; run in this process."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "bad.txt").write_bytes(b"a\xffb")
+    assert prepare.main(arguments) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert why in line
+
+
+def test_help_lists_the_options(capsys):
+    """Without arguments too."""
+    for arguments in ([], ["--help"]):
+        assert prepare.main(arguments) == 0
+        said = capsys.readouterr().out
+        assert "usage: python -m maxdiloco.prepare SOURCE out=FOLDER" in said
+        assert all(name in said for name in prepare.MEANING)
+
+
+def test_no_preparation_below_a_bucket(monkeypatch, tmp_path):
+    """The command to run is named instead, with the run's tokenizer."""
+    (tmp_path / "a.jsonl.gz").write_bytes(b"")
+    keys = [f"dataset_path={tmp_path}", "base_output_directory=gs://bucket/runs"]
+    with pytest.raises(
+        ConfigError, match="is no folder for it. Run `python -m maxdiloco.prepare .* out=FOLDER "
+    ):
+        prepared.prepare_sources(config.load(keys, {}), print)
+    assert os.listdir(tmp_path) == ["a.jsonl.gz"]

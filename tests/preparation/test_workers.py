@@ -1,0 +1,34 @@
+"""Processes that make parts: every call once, an error and a loss told."""
+
+import os
+
+import pytest
+
+from maxdiloco.errors import DataError, LostPeerError
+from maxdiloco.preparation.workers import map_parts
+
+
+def join(prefix, number):
+    return f"{prefix}{number}"
+
+
+def refuse(number):
+    raise DataError(f"number {number} is no text")
+
+
+def test_every_call_is_made_once_whatever_the_number_of_processes():
+    """Five calls for two processes; those that come first are done first."""
+    found = dict(map_parts(join, ("part-",), [(number,) for number in range(5)], 2))
+    assert found == {number: f"part-{number}" for number in range(5)}
+
+
+def test_an_error_of_a_call_ends_them_all():
+    """One line, as in this process."""
+    with pytest.raises(DataError, match="number 3 is no text"):
+        list(map_parts(refuse, (), [(3,)], 1))
+
+
+def test_a_process_that_is_gone_is_told():
+    """Killed, or out of memory: the same command goes on."""
+    with pytest.raises(LostPeerError, match=r"is gone \(exit code 7\).*The same command goes on"):
+        list(map_parts(os._exit, (), [(7,)], 1))
