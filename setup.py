@@ -32,6 +32,7 @@ setup(
         "tpu": ["jax[tpu]>=0.10.2,<0.12"],
         "cuda12": ["jax[cuda12]>=0.10.2,<0.12"],
         "gcs": ["gcsfs", "google-cloud-storage"],
+        "text": ["tokenizers>=0.21", "sentencepiece>=0.2"],
         "dev": ["hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "setuptools>=77"],
     },
     entry_points={

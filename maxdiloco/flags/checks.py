@@ -9,9 +9,9 @@ from typing import Any
 
 from maxdiloco.diloco import schedule
 from maxdiloco.errors import ConfigError
+from maxdiloco.flags import tokenizer_checks
 from maxdiloco.flags.base_yml import Key, show
 
-BYTE_TOKENS = 257  # 256 byte values and the token that starts a document
 LARGEST = 2**31 - 1  # of int32: the limit of a whole number that has none in base.yml
 # Axes of the mesh in its order; each has a size in the dcn and in the ici tier.
 AXES = ("diloco", "data", "fsdp", "expert", "context", "tensor")
@@ -34,6 +34,7 @@ def check(cfg: Any, keys: Mapping[str, Key]) -> None:
     groups = (_run, _model, _mesh, _numerics, _batch, _replicas, _fragments, _schedule, _data)
     for check_group in groups:
         check_group(cfg)
+    tokenizer_checks.check(cfg)
 
 
 def allows(allowed: str, value: Any) -> bool:
@@ -266,7 +267,7 @@ def _fragments(cfg: Any) -> None:
             f"num_diloco_fragments={count} exceeds layers {cfg.base_num_decoder_layers} + "
             f"num_nonlayer_fragments {nonlayer} = {most}: some would be empty. Use {most} or fewer."
         )
-    if nonlayer > cfg.vocab_size:
+    if nonlayer > cfg.vocab_size != -1:
         raise ConfigError(
             f"num_nonlayer_fragments={nonlayer} exceeds vocab_size={cfg.vocab_size}: they share "
             f"the rows of the vocabulary, and some would be empty. Use {cfg.vocab_size} or fewer."
@@ -305,11 +306,6 @@ def _data(cfg: Any) -> None:
                 f"them. Mount the bucket and give its folder (on GKE with Cloud Storage FUSE: xpk "
                 f"storage attach --type=gcsfuse), or copy the text to every host."
             )
-    if cfg.tokenizer_type == "byte" and cfg.vocab_size < BYTE_TOKENS:
-        raise ConfigError(
-            f"vocab_size={cfg.vocab_size} is too small: tokenizer_type=byte needs {BYTE_TOKENS}, "
-            f"256 bytes and the start of a document. Use vocab_size={BYTE_TOKENS} or more."
-        )
 
 
 def warnings(cfg: Any) -> list[str]:

@@ -9,7 +9,7 @@ import yaml
 from maxdiloco.data import corpus, tokenizer
 from maxdiloco.diloco import outer, quantize, schedule
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import base_yml, checks, config
+from maxdiloco.flags import base_yml, checks, config, tokenizer_checks
 from maxdiloco.models import layers, remat
 
 PACKAGE = base_yml.PACKAGE
@@ -100,7 +100,7 @@ def test_the_names_that_base_yml_allows_are_those_that_the_code_knows(key, names
 
 def test_what_the_config_knows_of_the_tokenizer_and_the_text_is_true():
     """The config imports nothing of them, so its copies are compared here."""
-    assert checks.BYTE_TOKENS == tokenizer.ByteTokenizer().vocab_size
+    assert tokenizer_checks.BYTE_TOKENS == tokenizer.ByteTokenizer().vocab_size
     assert all(suffix in KEYS["dataset_path"].meaning for suffix in corpus.SUFFIXES)
 
 
@@ -241,8 +241,9 @@ values["hardware"] + values[f"dcn_{axis}_parallelism"]
 def package_reads() -> tuple[set[str], set[str]]:
     """What the package reads; a key that is only checked is not yet used."""
     attributes, subscripts = set(), set()
+    checking = {PACKAGE / "flags" / name for name in ("checks.py", "tokenizer_checks.py")}
     for path in PACKAGE.rglob("*.py"):
-        if path != PACKAGE / "flags" / "checks.py":
+        if path not in checking:
             found = reads(path.read_text())
             attributes |= found[0]
             subscripts |= found[1]

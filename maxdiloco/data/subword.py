@@ -1,0 +1,269 @@
+"""Tokenizers from files: tokenizer.json of Hugging Face, tokenizer.model of SentencePiece.
+
+The packages tokenizers and sentencepiece, the extra [text], are imported where they are used.
+"""
+
+import dataclasses
+import importlib
+import json
+import os
+import re
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from maxdiloco.data import tokenizer_files
+from maxdiloco.data.tokenizer_files import SETTINGS, to_bytes
+from maxdiloco.errors import ConfigError, DataError
+
+# tokenizer_type -> the file of such a tokenizer in a folder, and the package that reads it.
+FILES = {"huggingface": "tokenizer.json", "sentencepiece": "tokenizer.model"}
+_PACKAGES = {"huggingface": "tokenizers", "sentencepiece": "sentencepiece"}
+# Beside tokenizer.json: which of its tokens start and end a document.
+_CONFIG = "tokenizer_config.json"
+# Names of these tokens where no such file says them: Llama 3 and this package, Llama 2, Gemma, ...
+BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]")
+EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[EOS]")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(?<!\.json)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The file of a tokenizer. where: for messages; names: content of _CONFIG, or empty."""
+
+    kind: str
+    content: bytes
+    where: str
+    names: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class SubwordTokenizer:
+    """What the tokenizers of both packages share; see data.tokenizer.Tokenizer.
+
+    content: of the file that FILES names. engine: the package's object, made of it.
+    """
+
+    content: bytes = dataclasses.field(repr=False)
+    bos: int | None
+    eos: int | None
+    vocab_size: int
+    engine: Any = dataclasses.field(compare=False, repr=False)
+
+    kind = ""
+
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits, equal for tokenizers with the same files, bos and eos."""
+        return tokenizer_files.fingerprint(self.files())
+
+    def files(self) -> Mapping[str, bytes]:
+        """Content of each file that `load` needs, by its name in the folder."""
+        saved = tokenizer_files.settings(self.kind, self.bos, self.eos)
+        return {FILES[self.kind]: self.content, SETTINGS: saved}
+
+    def save(self, folder: epath.Path) -> None:
+        """Write the files into a folder, which is made. Raises OSError."""
+        tokenizer_files.write(folder, self.files())
+
+    def __reduce__(self):
+        # A pickled engine of tokenizers forgets that text never makes special tokens.
+        return of_content, (self.kind, self.content, "a pickle", self.bos, self.eos)
+
+    def _documents(self, batches: Iterable[Sequence[int]]) -> list[np.ndarray]:
+        return [
+            tokenizer_files.document(np.asarray(tokens, np.int32), self.bos, self.eos)
+            for tokens in batches
+        ]
+
+
+class HuggingFaceTokenizer(SubwordTokenizer):
+    """A tokenizer.json. It gives back every text exactly when it is a byte-level BPE without a
+    normalizer; others may change spaces, accents or case."""
+
+    kind = "huggingface"
+
+    def special_tokens(self, names: Mapping[str, Any]) -> tuple[int | None, int | None]:
+        """The tokens that start and end a document, by the file _CONFIG or their usual names."""
+        return (
+            self._token(names, "bos_token", BOS_NAMES),
+            self._token(names, "eos_token", EOS_NAMES),
+        )
+
+    def _token(self, names, key, usual):
+        name = names.get(key)
+        if isinstance(name, dict):
+            name = name.get("content")
+        candidates = usual if not names else (name,) if isinstance(name, str) else ()
+        found = [self.engine.token_to_id(each) for each in candidates]
+        return next((token for token in found if token is not None), None)
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text, without bos and eos. Text that reads like bos or eos stays text."""
+        return self.engine.encode(_utf8(text), add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Tokens of documents, int32, each with bos and eos. Takes all cores."""
+        texts = [_utf8(text) for text in texts]
+        found = self.engine.encode_batch_fast(texts, add_special_tokens=False)
+        return self._documents(each.ids for each in found)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text of tokens. Special tokens and numbers that are no token have none."""
+        known = [int(token) for token in tokens if 0 <= token < self.vocab_size]
+        return self.engine.decode(known, skip_special_tokens=True)
+
+
+class SentencePieceTokenizer(SubwordTokenizer):
+    """A tokenizer.model. It gives back every text exactly when it was trained with byte_fallback,
+    without a normalization rule and with spaces left alone; U+2581 alone becomes a space."""
+
+    kind = "sentencepiece"
+
+    def special_tokens(self, names: Mapping[str, Any]) -> tuple[int | None, int | None]:
+        """The tokens that start and end a document, as the model says."""
+        found = self.engine.bos_id(), self.engine.eos_id()
+        bos, eos = (token if token >= 0 else None for token in found)
+        return bos, eos
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text, without bos and eos. Text that reads like bos or eos stays text."""
+        return self.engine.encode(_utf8(text))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Tokens of documents, int32, each with bos and eos. Takes all cores."""
+        return self._documents(self.engine.encode([_utf8(text) for text in texts]))
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text of tokens. Special tokens and numbers that are no token have none."""
+        return self.engine.decode([int(token) for token in tokens if 0 <= token < self.vocab_size])
+
+
+def _utf8(text: str) -> str:
+    """A text with a question mark for each half of a surrogate pair."""
+    return to_bytes(text).decode()
+
+
+def read(kind: str, path: str) -> Source:
+    """The file of a tokenizer. kind: tokenizer_type; path: tokenizer_path.
+
+    path: a file, a folder with the file that FILES names, or for huggingface the name of a
+    repository of the hub, which is downloaded unless Hugging Face's cache has it.
+    Raises DataError when there is none, ConfigError without a package.
+    """
+    given = os.path.expanduser(path)
+    if not os.path.exists(given) and kind == "huggingface" and _HUB_NAME.fullmatch(path):
+        return _downloaded(path)
+    file = os.path.join(given, FILES[kind]) if os.path.isdir(given) else given
+    where = f"tokenizer_path={path}"
+    content = _content(file, where, kind)
+    beside = os.path.join(os.path.dirname(file), _CONFIG)
+    named = os.path.basename(file) == FILES["huggingface"] and os.path.isfile(beside)
+    names = _names(_content(beside, where, kind), beside) if named else {}
+    return Source(kind, content, where, names)
+
+
+def _content(file: str, where: str, kind: str) -> bytes:
+    try:
+        with open(file, "rb") as opened:
+            return opened.read()
+    except OSError as error:
+        hub = ", or a name of the hub as in openai-community/gpt2" if kind == "huggingface" else ""
+        raise DataError(
+            f"{where}: {file} cannot be read ({error.strerror}). Give a {FILES[kind]}, a folder "
+            f"that holds one{hub}."
+        ) from error
+
+
+def _downloaded(name: str) -> Source:
+    hub = _package("huggingface_hub", "huggingface")
+    errors = _package("huggingface_hub.errors", "huggingface")
+    failures = (OSError, ValueError, errors.EntryNotFoundError)
+    where = f"tokenizer_path={name}"
+    try:
+        file = hub.hf_hub_download(name, FILES["huggingface"])
+    except failures as error:
+        raise DataError(
+            f"{where} is no file or folder, and the hub gives no {FILES['huggingface']} by that "
+            f"name ({str(error).splitlines()[0].rstrip('.')}). On a machine with a network run `hf "
+            f"download {name} --include 'tokenizer*' --local-dir DIR`, then set tokenizer_path=DIR."
+        ) from error
+    try:
+        names = _names(_content(hub.hf_hub_download(name, _CONFIG), where, "huggingface"), _CONFIG)
+    except errors.EntryNotFoundError:
+        names = {}
+    return Source("huggingface", _content(file, where, "huggingface"), where, names)
+
+
+def _names(content: bytes, where: str) -> Mapping[str, Any]:
+    try:
+        fields = json.loads(content)
+    except ValueError as error:
+        raise DataError(f"{where} is not JSON: {error}. Mend it or remove it.") from error
+    return fields if isinstance(fields, dict) else {}
+
+
+def of_source(source: Source, *, add_bos: bool, add_eos: bool) -> SubwordTokenizer:
+    """The tokenizer of a file, with those of its tokens around a document that are asked for.
+
+    Raises DataError when the file is no tokenizer, ConfigError when a token is missing.
+    """
+    bare = of_content(source.kind, source.content, where=source.where, bos=None, eos=None)
+    bos, eos = bare.special_tokens(source.names)
+    for key, wanted, token, what in (
+        ("add_bos", add_bos, bos, "starts"),
+        ("add_eos", add_eos, eos, "ends"),
+    ):
+        if wanted and token is None:
+            raise ConfigError(
+                f"{key}=true, but {source.where} has no token that {what} a document. Set "
+                f"{key}=false, or name its {key.removeprefix('add_')}_token in a {_CONFIG} beside "
+                f"{FILES['huggingface']}."
+            )
+    return dataclasses.replace(bare, bos=bos if add_bos else None, eos=eos if add_eos else None)
+
+
+def of_content(
+    kind: str, content: bytes, where: str, bos: int | None, eos: int | None
+) -> SubwordTokenizer:
+    """The tokenizer of a file's content. kind: tokenizer_type; where: for messages.
+
+    Raises DataError when it is no tokenizer, ConfigError without the package.
+    """
+    package = _package(_PACKAGES[kind], kind)
+    if kind == "huggingface":
+        try:
+            engine = package.Tokenizer.from_buffer(content)
+        except ValueError as error:
+            raise _no_tokenizer(kind, where, error) from error
+        engine.no_truncation()
+        engine.no_padding()
+        engine.encode_special_tokens = True
+        size = max(engine.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        return HuggingFaceTokenizer(content, bos, eos, size, engine)
+    try:
+        engine = package.SentencePieceProcessor()
+        engine.LoadFromSerializedProto(content)
+    except RuntimeError as error:
+        raise _no_tokenizer(kind, where, error) from error
+    return SentencePieceTokenizer(content, bos, eos, engine.vocab_size(), engine)
+
+
+def _no_tokenizer(kind: str, where: str, error: Exception) -> DataError:
+    why = str(error).splitlines()[0].rstrip(".")
+    return DataError(
+        f"{where} is no {FILES[kind]} of tokenizer_type={kind}: {why}. Give another file, or the "
+        "tokenizer_type that it has."
+    )
+
+
+def _package(name: str, kind: str) -> types.ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"tokenizer_type={kind} needs the package {name}, which is not installed: pip install "
+            "'maxdiloco[text]', or use tokenizer_type=byte."
+        ) from error

@@ -1,0 +1,45 @@
+"""What all tokenizers do alike: a folder of files and their hash, the tokens around a document."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+import numpy as np
+from etils import epath
+
+# Type of a saved tokenizer and the tokens around its documents, beside the files of its package.
+SETTINGS = "settings.json"
+
+
+def settings(kind: str, bos: int | None, eos: int | None) -> bytes:
+    """Content of SETTINGS. kind: the value of tokenizer_type."""
+    fields = {"tokenizer_type": kind, "bos": bos, "eos": eos}
+    return (json.dumps(fields, sort_keys=True) + "\n").encode()
+
+
+def fingerprint(files: Mapping[str, bytes]) -> str:
+    """16 hexadecimal digits: a hash of the names and contents of a tokenizer's files."""
+    digest = hashlib.sha256()
+    for name, content in sorted(files.items()):
+        digest.update(f"{name} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()[:16]
+
+
+def write(folder: epath.Path, files: Mapping[str, bytes]) -> None:
+    """Write files into a folder, which is made. Raises OSError."""
+    folder = epath.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+def document(tokens_T: np.ndarray, bos: int | None, eos: int | None) -> np.ndarray:
+    """Tokens of a text, int32 [T], between those that start and end a document."""
+    before, after = ([] if token is None else [token] for token in (bos, eos))
+    return np.concatenate([before, tokens_T, after]).astype(np.int32)
+
+
+def to_bytes(text: str) -> bytes:
+    """UTF-8 of a text, a question mark for what UTF-8 cannot hold."""
+    return text.encode("utf-8", errors="replace")
