@@ -23,7 +23,7 @@ FLOORS = (
     "metrics",
     "trainer aot",
 )
-PROGRAMS = {"maxdiloco", "train", "train_compile", "generate", "command_line"}
+PROGRAMS = {"maxdiloco", "train", "train_compile", "generate", "tokenizer", "command_line"}
 
 # Importer, and what it must not import although the floors would allow it.
 NEVER = (
