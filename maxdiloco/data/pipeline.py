@@ -19,7 +19,7 @@ from maxdiloco.data.order import Position
 from maxdiloco.data.read_ahead import read_ahead
 from maxdiloco.data.synthetic import SyntheticWindows
 from maxdiloco.data.text import TextWindows, open_text
-from maxdiloco.errors import DataError
+from maxdiloco.errors import ConfigError, DataError
 
 Batch = dict[str, np.ndarray]
 Batches = AbstractContextManager[Iterator[Batch]]  # leaving it ends the thread or processes
@@ -62,10 +62,20 @@ def open_dataset(cfg, *, split: str, index: LineIndex | None = None) -> Dataset:
             cfg.data_shuffle_seed, split, cfg.vocab_size, cfg.max_target_length
         )
         return Dataset(windows, None, "dataset_type=synthetic")
+    if cfg.tokenizer_type != "byte":
+        return open_tokenized(cfg, split=split)
     windows, name = open_text(cfg, split=split, index=index)
     if split == "eval":
         return Dataset(windows, _EVAL_SEED, name)
     return Dataset(windows, cfg.data_shuffle_seed if cfg.enable_data_shuffling else None, name)
+
+
+def open_tokenized(cfg, *, split: str) -> Dataset:
+    """The data of a split as tokens of a tokenizer of files. Raises ConfigError."""
+    raise ConfigError(
+        f"tokenizer_type={cfg.tokenizer_type}: text is read as bytes only for {split}. Use "
+        "tokenizer_type=byte, or dataset_type=synthetic."
+    )
 
 
 def check_size(dataset: Dataset, position: Position) -> None:
