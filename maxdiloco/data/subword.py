@@ -254,7 +254,7 @@ def of_content(
         try:
             engine = module.Tokenizer.from_buffer(content)
         except ValueError as error:
-            raise _no_tokenizer(kind, where, error) from error
+            raise _no_tokenizer(kind, where, str(error)) from error
         engine.no_truncation()
         engine.no_padding()
         engine.encode_special_tokens = True
@@ -264,12 +264,11 @@ def of_content(
         engine = module.SentencePieceProcessor()
         engine.LoadFromSerializedProto(content)
     except RuntimeError as error:
-        raise _no_tokenizer(kind, where, error) from error
+        raise _no_tokenizer(kind, where, "it does not parse") from error
     return SentencePieceTokenizer(content, bos, eos, engine.vocab_size(), engine)
 
 
-def _no_tokenizer(kind: str, where: str, error: Exception) -> DataError:
-    why = str(error).splitlines()[0].rstrip(".")
+def _no_tokenizer(kind: str, where: str, why: str) -> DataError:
     return DataError(
         f"{where} is no {FILES[kind]} of tokenizer_type={kind}: {why}. Give another file, or the "
         "tokenizer_type that it has."
