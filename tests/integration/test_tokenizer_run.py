@@ -48,7 +48,7 @@ def test_a_checkpoint_copied_elsewhere_generates_alone(trained, tmp_path, capfd)
     assert capfd.readouterr().out.startswith("the cat")
     (copy / "tokenizer" / "tokenizer.json").write_text("{}")
     assert generate.main([str(copy), "prompt=the cat"]) == 2
-    assert "is damaged" in capfd.readouterr().err
+    assert "no undamaged checkpoint is left" in capfd.readouterr().err
 
 
 def test_resuming_goes_on_with_the_saved_tokenizer_and_refuses_another(trained, tmp_path, capfd):
