@@ -19,7 +19,7 @@ from maxdiloco.processes.output import say
 
 # The first two tokens; data.subword knows them by these names.
 SPECIAL_TOKENS = [subword.BOS_NAMES[0], subword.EOS_NAMES[0]]
-LEAST = 256 + len(SPECIAL_TOKENS)  # tokens: every byte is one
+LEAST = 256 + 2  # tokens: every byte is one, and the special ones
 # Bytes of text that are handed over at once; the package holds 256 such pieces. Our choice.
 PIECE = 1 << 16
 
