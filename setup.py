@@ -41,6 +41,7 @@ setup(
             "maxdiloco-train-compile = maxdiloco.train_compile:cli",
             "maxdiloco-generate = maxdiloco.generate:cli",
             "maxdiloco-prepare = maxdiloco.prepare:cli",
+            "maxdiloco-tokenizer = maxdiloco.tokenizer:cli",
         ]
     },
 )

@@ -5,12 +5,15 @@ Samples from the outer parameters of a checkpoint, on one device, with a KV cach
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from maxdiloco.command_line import HELP, end_with, guarded
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import checks
 from maxdiloco.processes.output import say
+
+if TYPE_CHECKING:
+    from maxdiloco.data.tokenizer import Tokenizer
 
 
 class Options(NamedTuple):
@@ -83,10 +86,10 @@ def text(run: str, options: Options) -> str:
     import numpy as np
 
     from maxdiloco.checkpoint import read
-    from maxdiloco.data import tokenizer as tokenizers
+    from maxdiloco.engine.trainer import OUTER_PARAMS
     from maxdiloco.flags import config
     from maxdiloco.models import sampling, transformer
-    from maxdiloco.trainer import start
+    from maxdiloco.trainer import run_tokenizer, start
 
     # Decoding uses no attention kernel, and that of the run may not exist here.
     saved = start.saved_config(run, key="RUN")
@@ -97,19 +100,29 @@ def text(run: str, options: Options) -> str:
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one_device),
         jax.eval_shape(model.init, jax.random.key(0)),
     )
-    params = read.restore_parameters(run, abstract, key="RUN")
-    tokenizer = tokenizers.build(cfg)
-    prompt = [tokenizer.document_start, *tokenizer.encode(options.prompt)]
+    restored = read.restore_from(run, lambda meta: {OUTER_PARAMS: abstract}, key="RUN", cast=True)
+    tokenizer = run_tokenizer.of_checkpoint(cfg, restored.path)
+    before = [] if tokenizer.bos is None else [tokenizer.bos]
+    prompt = [*before, *tokenizer.encode(options.prompt)]
     tokens = sampling.sample(
         model,
-        params,
+        restored.items[OUTER_PARAMS],
         np.array([prompt], np.int32),
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
         top_k=options.top_k,
         key=jax.random.key(options.seed),
     )
-    return options.prompt + tokenizer.decode(np.asarray(tokens[0]))
+    return options.prompt + continuation(tokenizer, prompt, np.asarray(tokens[0]).tolist())
+
+
+def continuation(tokenizer: "Tokenizer", prompt: list[int], tokens: list[int]) -> str:
+    """Text of tokens that follow those of a prompt, up to the first that ends a document."""
+    if tokenizer.eos in tokens:
+        tokens = tokens[: tokens.index(tokenizer.eos)]
+    # Decoded together: the space in front of a first word may not be part of its text.
+    before = tokenizer.decode(prompt)
+    return tokenizer.decode([*prompt, *tokens])[len(before) :]
 
 
 def cli() -> None:

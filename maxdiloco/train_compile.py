@@ -15,6 +15,7 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, config
 from maxdiloco.flags.config import Config
 from maxdiloco.processes.output import one_line, say, say_error
+from maxdiloco.trainer import run_tokenizer
 
 REFUSED = 1
 
@@ -25,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     if any(argument in HELP for argument in argv):
         say(base_yml.help_text("maxdiloco.train_compile"))
         return 0
-    cfg = config.load(argv, os.environ)
+    cfg = run_tokenizer.resolved(config.load(argv, os.environ))
     if cfg.steps == -1 and cfg.learning_rate_schedule_steps == -1:
         raise ConfigError(
             "steps=-1 leaves the length of the learning-rate schedule to the data, which are not "

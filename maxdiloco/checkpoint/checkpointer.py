@@ -5,6 +5,7 @@ checkpoints/120/            the state after inner step 120
                             the outer parameters can be read without the rest
     meta/                   JSON: the caller's meta (t, data position, config ...), and names,
                             shapes and dtypes of all arrays
+    tokenizer/              files of the run, such as those of its tokenizer
     seal.json               sizes and CRC-32 of these files
 checkpoints/130.damaged/    a damaged checkpoint, set aside
 checkpoints/140.orbax-checkpoint-tmp/   an unfinished save; removed by the next start
@@ -14,6 +15,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -46,6 +48,7 @@ class Checkpointer:
     max_to_keep: complete checkpoints that stay, at least 1; None keeps all.
     use_async: save() returns as soon as the arrays are copied to the host.
     timeout_s: seconds that the processes may take to write the arrays of one save.
+    files: content of files to put into each checkpoint, by path inside it: <folder>/<name>.
     say: prints a line; called in the first process only.
     A context manager: leaving it waits for the save that runs. Imports Orbax. Raises
     CheckpointError when the folder cannot be used.
@@ -61,12 +64,14 @@ class Checkpointer:
         max_to_keep: int | None,
         use_async: bool = True,
         timeout_s: float = 1200,
+        files: Mapping[str, bytes] = MappingProxyType({}),
         say: Say = output.say,
     ):
         self._folder = absolute(folder)
         self._max_to_keep = max_to_keep
         self._use_async = use_async
         self._timeout_s = timeout_s
+        self._files = files
         self._primary = jax.process_index() == 0
         self._say = say if self._primary else read.say_nothing
         self._saving: tuple[int, Future] | None = None  # the step whose save runs
@@ -177,6 +182,7 @@ class Checkpointer:
         prepared = self._thread.submit(lambda: True)
         if self._primary:
             nbytes = sum(map(orbax_io.nbytes, items.values()))
+            nbytes += sum(map(len, self._files.values()))
             prepared = self._thread.submit(
                 write.prepare, folder, target, tuple(trees), nbytes=nbytes
             )
@@ -188,6 +194,7 @@ class Checkpointer:
                 folder=folder,
                 target=target,
                 items=tuple(trees),
+                files=self._files,
                 note=orbax_io.note_of(step, items, meta),
                 deadline=time.monotonic() + self._timeout_s,
             )

@@ -34,13 +34,15 @@ class Save:
     """The content and the folders of one save.
 
     folder: where the files are written. target: where the checkpoint becomes visible; the same on
-    gs://, where folders cannot be renamed. items: names of the items with arrays. note: the content
-    of META. deadline: for the parts of all processes, of time.monotonic().
+    gs://, where folders cannot be renamed. items: names of the items with arrays. files: content of
+    other files, by <folder>/<name>. note: the content of META. deadline: for the parts of all
+    processes, of time.monotonic().
     """
 
     folder: epath.Path
     target: epath.Path
     items: tuple[str, ...]
+    files: Mapping[str, bytes]
     note: Mapping[str, Any]
     deadline: float
 
@@ -100,6 +102,10 @@ def commit(save: Save, writer: "ocp.PyTreeCheckpointHandler") -> None:
         if not is_local(save.folder):  # Orbax's readers ask for it there
             (save.folder / name / COMMIT).write_text("complete\n")
     (save.folder / META / "metadata").write_text(json.dumps(save.note))
+    for name, content in save.files.items():
+        if is_local(save.folder):
+            (save.folder / name).parent.mkdir(exist_ok=True)
+        (save.folder / name).write_bytes(content)
     seal.write(save.folder)
     if is_local(save.folder):
         # For a copy on gs://, where a folder without it is no checkpoint.

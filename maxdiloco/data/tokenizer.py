@@ -85,7 +85,8 @@ class ByteTokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of tokens. Those above 255 have none; bytes that are not UTF-8 become U+FFFD."""
-        return bytes(token for token in tokens if token < BYTES).decode("utf-8", errors="replace")
+        known = bytes(token for token in tokens if 0 <= token < BYTES)
+        return known.decode("utf-8", errors="replace")
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits; see Tokenizer."""

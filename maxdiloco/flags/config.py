@@ -88,6 +88,13 @@ def from_dict(stored: Mapping[str, Any]) -> Config:
     return Config(**values)
 
 
+def with_vocab_size(cfg: Config, vocab_size: int) -> Config:
+    """The config with the number that vocab_size=-1 stands for. Raises ConfigError as `load`."""
+    changed = Config(**vars(cfg) | {"vocab_size": vocab_size})
+    checks.check(changed, base_yml.declared())
+    return changed
+
+
 def describe_differences(cfg: Config) -> list[str]:
     """One line `key=value (default)` for each key that differs from base.yml, in its order."""
     keys = base_yml.declared()

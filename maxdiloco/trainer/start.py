@@ -12,13 +12,14 @@ from maxdiloco.checkpoint import read, saved_state
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.checkpoint.read import Restored
 from maxdiloco.data.order import Position, first_position, next_position
-from maxdiloco.engine.trainer import SavedLayout
+from maxdiloco.engine.trainer import OUTER_PARAMS, SavedLayout
 from maxdiloco.errors import CheckpointError, DataError
 from maxdiloco.flags import base_yml, config, resume
 from maxdiloco.flags.config import Config
+from maxdiloco.processes import output
 from maxdiloco.processes.agree import from_first_process, in_any_process
 from maxdiloco.storage import shared_folder
-from maxdiloco.trainer import optimizer
+from maxdiloco.trainer import optimizer, run_tokenizer
 from maxdiloco.trainer.assemble import (
     BatchShape,
     Parts,
@@ -60,6 +61,7 @@ def look(
         if cfg.load_parameters_path:
             origin += f" with the outer parameters of {cfg.load_parameters_path}"
         return Start(0, first_position(M, B), origin, None)
+    run_tokenizer.refuse_another(cfg, saved.meta, saved.path)
     refuse_changes(cfg, saved, B=B, data=data)
     position = next_position(Position.from_dict(saved.meta["position"]), saved.step + 1, M, B)
     return Start(saved.step, position, f"resumed after step {saved.step}", saved)
@@ -68,13 +70,27 @@ def look(
 def agreed_fingerprint(data: str) -> str:
     """The fingerprint of the data. Raises DataError unless it is the same in all processes."""
     shared_folder.meet()  # the first process may still wait for the lock of the run's folder
-    checksum = zlib.crc32(data.encode()) >> 1  # fits a signed 32-bit integer
-    if in_any_process(from_first_process(checksum) != checksum):
+    if _differs_between_processes(data):
         raise DataError(
             f"dataset_path: process {jax.process_index()} and others have different text. Give "
             f"every host the same files; the built-in text differs with the version of Python."
         )
     return data
+
+
+def agreed_tokenizer(fingerprint: str) -> str:
+    """The fingerprint of the tokenizer. Raises DataError unless all processes have the same."""
+    if _differs_between_processes(fingerprint):
+        raise DataError(
+            f"tokenizer_path: process {jax.process_index()} and others have different tokenizers. "
+            f"Give every host the same files."
+        )
+    return fingerprint
+
+
+def _differs_between_processes(text: str) -> bool:
+    checksum = zlib.crc32(text.encode()) >> 1  # fits a signed 32-bit integer
+    return in_any_process(from_first_process(checksum) != checksum)
 
 
 def refuse_changes(cfg: Config, saved: Restored, *, B: int, data: str) -> None:
@@ -103,10 +119,19 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
         return initial_state(parts, cfg.init_weights_seed)
     if start.saved is None:
         remedy = resume.model_remedy(cfg.as_dict(), keys=base_yml.declared())
-        params = read.restore_parameters(
-            cfg.load_parameters_path, parts.params, remedy=remedy
+        restored = read.restore_from(
+            cfg.load_parameters_path,
+            lambda meta: {OUTER_PARAMS: parts.params},
+            key="load_parameters_path",
+            remedy=remedy,
+            cast=True,
         )
-        return state_with(parts, params)
+        if run_tokenizer.differs(cfg, restored.meta) and jax.process_index() == 0:
+            output.say(
+                f"warning: load_parameters_path={cfg.load_parameters_path} is of a run with "
+                f"another tokenizer: a row of its embedding may stand for another text than here."
+            )
+        return state_with(parts, restored.items[OUTER_PARAMS])
     layout = _saved_layout(cfg, start.saved)
 
     def abstract_of(meta):
@@ -161,12 +186,18 @@ def _saved_layout(cfg: Config, saved: Restored) -> SavedLayout:
     )
 
 
-def note(cfg: Config, position: Position, data: str, *, total_steps: int) -> dict[str, Any]:
-    """What a checkpoint says of the run, besides the trainer's note on the state."""
+def note(
+    cfg: Config, position: Position, data: str, *, tokenizer: str, total_steps: int
+) -> dict[str, Any]:
+    """What a checkpoint says of the run, besides the trainer's note on the state.
+
+    data, tokenizer: their fingerprints.
+    """
     return {
         "config": cfg.as_dict(),
         "position": position.to_dict(),
         "data": data,
+        "tokenizer": tokenizer,
         "schedule_steps": schedule_steps(cfg, total_steps),
         "jax": jax.__version__,
     }

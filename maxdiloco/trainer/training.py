@@ -15,6 +15,7 @@ from etils import epath
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.data import pipeline
 from maxdiloco.data.order import Position
+from maxdiloco.data.tokenizer import Tokenizer
 from maxdiloco.engine.calls import START
 from maxdiloco.errors import INTERRUPTED, Preempted
 from maxdiloco.flags import config
@@ -29,7 +30,7 @@ from maxdiloco.processes.agree import from_first_process, in_any_process
 from maxdiloco.processes.links import Links
 from maxdiloco.processes.preemption import Preemption
 from maxdiloco.storage.run_folder import RunFolder, locate, open_run_folder
-from maxdiloco.trainer import assemble, compiled_file, feeding, run_data, start
+from maxdiloco.trainer import assemble, compiled_file, feeding, run_data, run_tokenizer, start
 from maxdiloco.trainer.assemble import BatchShape, Parts
 from maxdiloco.trainer.recorder import Profile, Recorder
 
@@ -76,6 +77,7 @@ def train(cfg: Config, begun: float) -> int:
     # Data before the run's folder: bad data must not create one.
     name = cfg.run_name or f"run-{from_first_process(int(time.time()))}"
     location = locate(cfg.base_output_directory, name)
+    tokenizer = run_tokenizer.open_tokenizer(cfg)
     text, held_out, index = run_data.open_data(cfg, shape, location, say)
 
     with ExitStack() as stack:
@@ -85,10 +87,13 @@ def train(cfg: Config, begun: float) -> int:
         if primary:
             run_data.save_index(index, folder.line_index)
         del index  # 24 bytes a document
-        checkpointer = stack.enter_context(_open_checkpointer(cfg, folder, say))
+        checkpointer = stack.enter_context(_open_checkpointer(cfg, folder, tokenizer, say))
 
         fingerprint = start.agreed_fingerprint(text.fingerprint)
+        tokens = start.agreed_tokenizer(tokenizer.fingerprint())
         begin = start.look(cfg, checkpointer, shape, data=fingerprint)
+        if primary:
+            run_tokenizer.save(tokenizer, folder, say)
         done, total = begin.step, cfg.steps
         if total == -1:
             total = pipeline.last_step_of_epoch(text, begin.position)
@@ -132,7 +137,9 @@ def train(cfg: Config, begun: float) -> int:
             progress=progress,
             writer=writer,
             checkpointer=checkpointer,
-            note=start.note(cfg, begin.position, fingerprint, total_steps=total),
+            note=start.note(
+                cfg, begin.position, fingerprint, tokenizer=tokens, total_steps=total
+            ),
         )
         for t in steps:
             state, metrics = trainer.step(state, next(batches))
@@ -170,7 +177,7 @@ def _show_fragments(cfg: Config, mesh: jax.sharding.Mesh, shape: BatchShape, say
 
 
 def _open_checkpointer(
-    cfg: Config, folder: RunFolder, say: Say
+    cfg: Config, folder: RunFolder, tokenizer: Tokenizer, say: Say
 ) -> AbstractContextManager[Checkpointer | None]:
     if not cfg.enable_checkpointing:
         return nullcontext()
@@ -179,6 +186,7 @@ def _open_checkpointer(
         max_to_keep=cfg.max_num_checkpoints_to_keep,
         use_async=cfg.async_checkpointing,
         timeout_s=cfg.checkpoint_timeout_seconds,
+        files=run_tokenizer.travelling_files(tokenizer),
         say=say,
     )
 

@@ -70,6 +70,14 @@ def test_a_key_that_cannot_work_is_refused_with_2(capfd, tmp_path, keys, words):
             dict(eval_interval=5, eval_dataset_path="{}/absent"),
             ["eval_dataset_path=", "/absent does not exist", "Give a folder"],
         ),
+        (
+            dict(tokenizer_type="huggingface", tokenizer_path="{}/absent.json"),
+            ["tokenizer_path=", "/absent.json cannot be read (No such", "Give a tokenizer.json"],
+        ),
+        (
+            dict(tokenizer_type="sentencepiece", tokenizer_path="{}/short.txt", vocab_size=-1),
+            ["/short.txt is no tokenizer.model of tokenizer_type=sent", "Give another file"],
+        ),
     ],
 )
 def test_data_that_cannot_work_are_refused_with_3(capfd, tmp_path, keys, words):

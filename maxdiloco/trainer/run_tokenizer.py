@@ -1,0 +1,101 @@
+"""The tokenizer of a run: rows of the embedding, copies beside the run and in its checkpoints.
+
+Imports no JAX, so that vocab_size=-1 is a number before anything is built.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from etils import epath
+
+from maxdiloco.data import tokenizer as tokenizers
+from maxdiloco.data.tokenizer import ByteTokenizer, Tokenizer
+from maxdiloco.errors import CheckpointError
+from maxdiloco.flags import config
+from maxdiloco.flags.config import Config
+from maxdiloco.storage import object_store
+from maxdiloco.storage.run_folder import RunFolder, reason
+
+# Rows of the embedding are divided among devices: our choice, the lanes of a TPU.
+_MULTIPLE = 128
+FOLDER = "tokenizer"  # in a run's folder and in a checkpoint
+
+
+def resolved(cfg: Config) -> Config:
+    """The config with vocab_size=-1 replaced by the tokenizer's, rounded up.
+
+    Raises DataError and ConfigError of data.tokenizer.build, ConfigError of the checks.
+    """
+    if cfg.vocab_size != -1:
+        return cfg
+    size = tokenizers.of_keys(cfg).vocab_size
+    return config.with_vocab_size(cfg, -(-size // _MULTIPLE) * _MULTIPLE)
+
+
+def open_tokenizer(cfg: Config) -> Tokenizer:
+    """The tokenizer of a run. Raises DataError, ConfigError: see data.tokenizer.build."""
+    # Synthetic data may have fewer tokens than there are bytes.
+    return ByteTokenizer() if cfg.tokenizer_type == "byte" else tokenizers.build(cfg)
+
+
+def travelling_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Content of the files that a checkpoint holds, by path. The byte tokenizer needs none."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return {}
+    return {f"{FOLDER}/{name}": content for name, content in tokenizer.files().items()}
+
+
+def save(tokenizer: Tokenizer, folder: RunFolder, say: Callable[[str], None]) -> None:
+    """Write the tokenizer into the run's folder; a failure is reported in a line."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return
+    path = folder.path / FOLDER
+    try:
+        with object_store.as_os_errors(path):
+            tokenizer.save(path)
+    except OSError as error:
+        say(
+            f"note: {path} cannot be written ({reason(error)}): the tokenizer is in the "
+            "checkpoints alone."
+        )
+
+
+def of_checkpoint(cfg: Config, checkpoint: epath.Path) -> Tokenizer:
+    """The tokenizer of the run with this config that wrote a checkpoint.
+
+    Raises CheckpointError where it cannot be read, DataError where there is none.
+    """
+    if cfg.tokenizer_type == "byte":
+        return tokenizers.build(cfg)
+    try:
+        with object_store.as_os_errors(checkpoint):
+            return tokenizers.load(checkpoint / FOLDER)
+    except OSError as error:
+        raise CheckpointError(
+            f"the tokenizer in {checkpoint} cannot be read: {reason(error)}. See that it can be, "
+            "and start again."
+        ) from error
+
+
+def differs(cfg: Config, meta: Mapping[str, Any]) -> bool:
+    """Whether a run has another tokenizer than the one that wrote a checkpoint.
+
+    meta: of the checkpoint; one older than the key "tokenizer" is of the byte tokenizer.
+    """
+    saved = meta.get("tokenizer", ByteTokenizer().fingerprint())
+    return saved != open_tokenizer(cfg).fingerprint()
+
+
+def refuse_another(cfg: Config, meta: Mapping[str, Any], checkpoint: epath.Path) -> None:
+    """Raise CheckpointError when a run that resumes has another tokenizer file.
+
+    The keys tokenizer_type, add_bos and add_eos are compared with the others, by flags.resume.
+    """
+    keys = ("tokenizer_type", "add_bos", "add_eos")
+    same_keys = all(meta["config"].get(key, vars(cfg)[key]) == vars(cfg)[key] for key in keys)
+    if same_keys and differs(cfg, meta):
+        raise CheckpointError(
+            f"tokenizer_path={cfg.tokenizer_path}: the tokenizer is not that of checkpoint "
+            f"{checkpoint}, so the same tokens mean another text. Set tokenizer_path="
+            f"{checkpoint / FOLDER}, or set another run_name to start anew."
+        )

@@ -1,0 +1,223 @@
+"""Tokenizers from files: what comes back, what is saved, what is refused."""
+
+import json
+import pickle
+import sys
+import types
+
+import huggingface_hub.constants
+import numpy as np
+import pytest
+import tokenizers_on_disk as on_disk
+
+from maxdiloco.data import corpus, tokenizer
+from maxdiloco.errors import ConfigError, DataError
+
+HARD = (
+    "",
+    "emoji \U0001f468‍\U0001f469‍\U0001f467 \U0001f600 e\u0301 \ufeff \u2047 \u4e2d",
+    "a\r\nb\rc\n\n\t  d  ",
+    "nul \0 \x01\x7f",
+    "<|begin_of_text|> a <|end_of_text|> <s> </s> <unk> <0x41>",
+    "one line " * 110_000,  # 1 MB
+    "x" * 1_000_000,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a tokenizer.json and a tokenizer.model."""
+    found = tmp_path_factory.mktemp("tokenizers")
+    on_disk.byte_level_bpe(found)
+    on_disk.sentencepiece_model(found)
+    return found
+
+
+def keys(kind, path, **changed):
+    """The keys that a tokenizer reads."""
+    values = dict(tokenizer_type=kind, tokenizer_path=str(path), vocab_size=10**6)
+    return types.SimpleNamespace(**values | dict(add_bos=True, add_eos=True) | changed)
+
+
+@pytest.fixture(params=["byte", "huggingface", "sentencepiece"])
+def each(request, folder):
+    """A tokenizer of each type."""
+    return tokenizer.build(keys(request.param, folder))
+
+
+def assert_comes_back(each, texts):
+    for text, tokens_T in zip(texts, each.encode_batch(texts), strict=True):
+        assert each.decode(tokens_T) == text
+        assert tokens_T.dtype == np.int32
+        assert 0 <= tokens_T.min(initial=0) and tokens_T.max(initial=0) < each.vocab_size
+
+
+def stdlib(step):
+    """Text of every step-th file of the standard library."""
+    paths = corpus.find_files("", "dataset_path")[::step]
+    return [open(path, "rb").read().decode("utf-8", errors="replace") for path in paths]
+
+
+def test_every_text_comes_back_exactly(each):
+    assert_comes_back(each, HARD)
+    assert [each.decode(each.encode(text)) for text in HARD[:5]] == list(HARD[:5])
+
+
+def test_a_sample_of_the_standard_library_comes_back_exactly(each):
+    texts = stdlib(60)
+    assert len(texts) > 5
+    assert_comes_back(each, texts)
+
+
+@pytest.mark.slow
+def test_the_standard_library_comes_back_exactly(each):
+    texts = stdlib(1)
+    assert len(texts) > 500
+    for start in range(0, len(texts), 50):
+        assert_comes_back(each, texts[start : start + 50])
+
+
+def test_a_sentencepiece_model_that_normalises_is_not_exact(tmp_path):
+    """The positive control; U+2581, its sign for a space, never comes back."""
+    path = on_disk.sentencepiece_model(tmp_path, normalization_rule_name="nmt_nfkc")
+    changing = tokenizer.build(keys("sentencepiece", path))
+    assert changing.decode(changing.encode("ﬁne")) == "fine"
+    assert changing.decode(changing.encode("\u2581")) == " "
+
+
+def test_half_a_surrogate_pair_is_a_question_mark(each):
+    assert each.decode(each.encode("a\ud800")) == "a?"
+    assert each.decode(each.encode_batch(["a\ud800"])[0]) == "a?"
+
+
+def test_a_document_stands_between_its_start_and_end(each):
+    tokens = each.encode("a b").copy()
+    end = [] if each.eos is None else [each.eos]
+    assert each.encode_batch(["a b", ""])[0].tolist() == [each.bos, *tokens, *end]
+    assert each.encode_batch(["a b", ""])[1].tolist() == [each.bos, *end]
+
+
+def test_text_that_reads_like_a_special_token_stays_text(folder):
+    for kind, words in (("huggingface", "<|end_of_text|>"), ("sentencepiece", "</s>")):
+        found = tokenizer.build(keys(kind, folder))
+        assert found.eos is not None
+        assert found.eos not in found.encode(f"a {words} b")
+        assert found.eos not in pickle.loads(pickle.dumps(found)).encode(f"a {words} b")
+
+
+def test_numbers_that_are_no_token_have_no_text(each):
+    tokens = each.encode("ab")
+    assert each.decode([-1, *tokens[:1], 10**6, each.bos, *tokens[1:]]) == "ab"
+
+
+def test_what_is_saved_loads_as_the_same_tokenizer(each, tmp_path):
+    each.save(tmp_path / "deep" / "copy")
+    copy = tokenizer.load(tmp_path / "deep" / "copy")
+    assert copy == each and copy.fingerprint() == each.fingerprint()
+    assert copy.encode_batch(["a é"])[0].tolist() == each.encode_batch(["a é"])[0].tolist()
+
+
+def test_a_saved_tokenizer_is_a_tokenizer_path_too(folder, tmp_path):
+    """Its tokens around a document are known without their names."""
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps({"bos_token": "!", "eos_token": {"content": '"'}}))
+    found = tokenizer.build(keys("huggingface", folder))
+    config.unlink()
+    assert (found.bos, found.eos) == (2, 3)
+    assert found != tokenizer.build(keys("huggingface", folder))
+    found.save(tmp_path)
+    assert tokenizer.build(keys("huggingface", tmp_path)) == found
+
+
+def test_a_file_is_taken_like_its_folder(folder):
+    for kind, name in (("huggingface", "tokenizer.json"), ("sentencepiece", "tokenizer.model")):
+        assert tokenizer.build(keys(kind, folder / name)) == tokenizer.build(keys(kind, folder))
+
+
+def test_fingerprints_tell_tokenizers_apart(folder, tmp_path):
+    of = [
+        tokenizer.ByteTokenizer(),
+        *(tokenizer.build(keys(kind, folder)) for kind in ("huggingface", "sentencepiece")),
+        tokenizer.build(keys("huggingface", folder, add_eos=False)),
+        tokenizer.build(keys("huggingface", folder, add_bos=False)),
+        tokenizer.build(keys("huggingface", on_disk.byte_level_bpe(tmp_path, vocab_size=599))),
+    ]
+    assert len({each.fingerprint() for each in of}) == len(of)
+    assert [each.fingerprint() for each in of[1:2]] == [
+        tokenizer.build(keys("huggingface", folder)).fingerprint()
+    ]
+
+
+def test_truncation_and_padding_of_the_file_do_not_apply(folder, tmp_path):
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    limit = {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields | {"truncation": limit}))
+    found = tokenizer.build(keys("huggingface", tmp_path))
+    assert found.decode(found.encode("abcdefgh")) == "abcdefgh"
+
+
+def test_a_token_around_documents_that_the_file_lacks_is_refused(folder, tmp_path):
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": null, "eos_token": "!"}')
+    with pytest.raises(ConfigError, match=r"^add_bos=true, but .*starts a document.*add_bos=fal"):
+        tokenizer.build(keys("huggingface", tmp_path))
+    assert tokenizer.build(keys("huggingface", tmp_path, add_bos=False)).eos == 2
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "sentencepiece"])
+def test_a_tokenizer_with_more_tokens_than_the_embedding_is_refused(kind, folder):
+    tokenizer.build(keys(kind, folder, vocab_size=600))
+    with pytest.raises(
+        DataError, match=rf"^vocab_size=599 is too small .*{kind}.*600 tokens. Set vocab_size=600"
+    ):
+        tokenizer.build(keys(kind, folder, vocab_size=599))
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "sentencepiece"])
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff\x00 words " * 9, b'{"model": 3}'])
+def test_a_file_that_is_no_tokenizer_is_refused(kind, content, tmp_path):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(DataError, match=rf"a.json is no tokenizer.* of tokenizer_type={kind}: "):
+        tokenizer.build(keys(kind, tmp_path / "a.json"))
+
+
+def test_a_path_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"^tokenizer_path=\S*no.json: .*No such file.*Give a tok"):
+        tokenizer.build(keys("huggingface", tmp_path / "no.json"))
+    with pytest.raises(DataError, match=r"^tokenizer_path=.*tokenizer.model cannot be read .*Give"):
+        tokenizer.build(keys("sentencepiece", tmp_path))
+
+
+def test_a_config_that_is_not_json_is_refused(folder, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(DataError, match=r"tokenizer_config.json is not JSON: .*Mend it or remove"):
+        tokenizer.build(keys("huggingface", tmp_path))
+
+
+def test_a_name_of_the_hub_without_a_network_says_how_to_download_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(
+        DataError, match=r"^tokenizer_path=org/name is no file.*`hf download org/name .*=DIR\.$"
+    ) as error:
+        tokenizer.build(keys("huggingface", "org/name"))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "package"), [("huggingface", "tokenizers"), ("sentencepiece", "sentencepiece")]
+)
+def test_a_missing_package_is_named_with_the_command(kind, package, folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"package {package}, .*pip install 'maxdiloco\[text\]'"):
+        tokenizer.build(keys(kind, folder))
+
+
+def test_a_folder_without_a_saved_tokenizer_is_refused(folder, tmp_path):
+    with pytest.raises(DataError, match=r"holds no saved tokenizer: .*settings.json.*Give the fo"):
+        tokenizer.load(folder)
+    (tmp_path / "settings.json").write_text('{"tokenizer_type": "bits", "bos": 1, "eos": 2}')
+    with pytest.raises(DataError, match="holds no saved tokenizer: 'bits'"):
+        tokenizer.load(tmp_path)
