@@ -47,6 +47,11 @@ class Documents:
         return len(self.size)
 
 
+def base_names(documents: Documents) -> list[str]:
+    """Names of the files without their folders."""
+    return [os.path.basename(path) for path in documents.paths]
+
+
 def find_files(path: str, key: str) -> list[str]:
     """Files of a data set, sorted by path.
 

@@ -8,11 +8,11 @@ than L, are not read.
 
 import dataclasses
 import hashlib
-import os
 
 import numpy as np
 
 from maxdiloco.data import corpus, tokenizer
+from maxdiloco.data.documents import ByteDocuments, TokenDocuments
 from maxdiloco.data.line_index import LineIndex
 from maxdiloco.errors import DataError
 
@@ -22,19 +22,18 @@ HELD_OUT = 20
 
 @dataclasses.dataclass(frozen=True)
 class TextWindows:
-    """Windows first .. first + num_windows - 1 of a table of documents.
+    """Windows first .. first + num_windows - 1 of the concatenated documents.
 
     starts: int64 [documents + 1], start of each document in the concatenation [tokens].
     packing: no padding between documents; else each is padded to a multiple of length.
     """
 
-    documents: corpus.Documents
+    documents: TokenDocuments
     starts: np.ndarray
     length: int
     packing: bool
     first: int
     num_windows: int
-    document_start: int
 
     def read(self, windows_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and segment ids, int32 [N, L], of windows counted from `first`.
@@ -52,35 +51,29 @@ class TextWindows:
         begin = window * self.length
         end = begin + self.length
         document = int(np.searchsorted(self.starts, begin, side="right")) - 1
-        spans, pieces = [], []
-        while document < len(self.documents) and self.starts[document] < end:
+        lefts, pieces = [], []
+        while document < len(self.documents.lengths) and self.starts[document] < end:
             start = int(self.starts[document])
-            stop = start + 1 + int(self.documents.size[document])
-            spans.append((start - begin, max(start, begin) - begin, min(stop, end) - begin))
-            # The first token of a document is not one of its bytes.
-            pieces.append((document, max(begin - start - 1, 0), min(end, stop) - start - 1))
+            stop = start + int(self.documents.lengths[document])
+            lefts.append(max(start, begin) - begin)
+            pieces.append((document, max(begin - start, 0), min(end, stop) - start))
             document += 1
-        for segment, ((start, left, right), data) in enumerate(
-            zip(spans, corpus.read_pieces(self.documents, pieces), strict=True), start=1
+        for segment, (left, data) in enumerate(
+            zip(lefts, self.documents.read(pieces), strict=True), start=1
         ):
-            segments_L[left:right] = segment
-            if start >= 0:
-                tokens_L[start] = self.document_start
-                left += 1
-            tokens_L[left:right] = data
+            segments_L[left : left + len(data)] = segment
+            tokens_L[left : left + len(data)] = data
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits: a hash of the file names, the documents' lengths and L.
+        """16 hexadecimal digits: a hash of the documents' identity, the windows and L.
 
-        Processes of a run, and a run and its checkpoint, have the same data when these agree;
-        a change that keeps the lengths goes unnoticed.
+        Processes of a run, and a run and its checkpoint, have the same data when these agree.
         """
-        names = "\n".join(os.path.basename(path) for path in self.documents.paths)
         # Packing is covered by the number of windows: where that is equal, so are the windows.
         shape = (self.length, self.first, self.num_windows)
-        digest = hashlib.sha256(f"{shape}\n{names}\n".encode("utf-8", errors="replace"))
-        digest.update(self.documents.file.tobytes())
-        digest.update(self.documents.size.tobytes())
+        digest = hashlib.sha256(f"{shape}\n".encode())
+        for part in self.documents.identity():
+            digest.update(part)
         return digest.hexdigest()[:16]
 
 
@@ -101,13 +94,14 @@ def open_text(cfg, *, split: str, index: LineIndex | None = None) -> tuple[TextW
     by_file = shared and len(files) >= HELD_OUT
     if by_file:
         files = [file for i, file in enumerate(files) if (i % HELD_OUT == 0) == (split == "eval")]
-    documents = corpus.read_table(files, column=cfg.text_column, index=index)
+    table = corpus.read_table(files, column=cfg.text_column, index=index)
     name = f"{key}={path}" if path else f"{key}= (Python's standard library)"
-    if not len(documents):
+    if not len(table):
         raise DataError(
             f"{name} holds no text for {split}: {len(files)} files, all empty. Give text to read."
         )
-    starts = _starts(documents, cfg.max_target_length, cfg.packing)
+    documents = ByteDocuments.of(table, document_start)
+    starts = _starts(documents.lengths, cfg.max_target_length, cfg.packing)
     count = int(starts[-1]) // cfg.max_target_length
     first, num_windows = 0, count
     if shared and not by_file:
@@ -118,9 +112,7 @@ def open_text(cfg, *, split: str, index: LineIndex | None = None) -> tuple[TextW
             f"max_target_length={cfg.max_target_length} for {split}. Give more text or lower "
             "max_target_length."
         )
-    windows = TextWindows(
-        documents, starts, cfg.max_target_length, cfg.packing, first, num_windows, document_start
-    )
+    windows = TextWindows(documents, starts, cfg.max_target_length, cfg.packing, first, num_windows)
     return windows, name
 
 
@@ -129,8 +121,8 @@ def _by_window(count, split):
     return (count - held_out, held_out) if split == "eval" else (0, count - held_out)
 
 
-def _starts(documents, length, packing):
-    tokens = documents.size + 1
+def _starts(lengths, length, packing):
+    tokens = lengths
     if not packing:
         tokens = -(-tokens // length) * length
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(tokens)])

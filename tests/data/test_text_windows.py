@@ -68,7 +68,9 @@ def test_any_windows_can_be_asked_for_in_any_order(settings, folder):
 
 def split_paths(cfg):
     """Files of the train and of the eval split."""
-    return [text.open_text(cfg, split=split)[0].documents.paths for split in ("train", "eval")]
+    return [
+        text.open_text(cfg, split=split)[0].documents.table.paths for split in ("train", "eval")
+    ]
 
 
 def test_held_out_text_is_every_twentieth_file(settings, folder):

@@ -1,0 +1,93 @@
+"""Documents as tokens: how long each is, and any piece of any of them, however they are stored."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import numpy as np
+
+from maxdiloco.data import corpus
+
+# Document, begin, end. begin and end are in tokens of the document, those that the tokenizer puts
+# around its text included.
+Piece = tuple[int, int, int]
+
+
+class TokenDocuments(Protocol):
+    """Documents in a fixed order, of which only the table of lengths is in memory.
+
+    lengths: int64 [documents], tokens of each; none is 0.
+    """
+
+    lengths: np.ndarray
+
+    def read(self, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
+        """Tokens of pieces, one array of integers for each, in the order of the pieces.
+
+        Neighbouring pieces of one file cost one open or one decoded record.
+        Raises DataError for a file that is gone, damaged or has changed.
+        """
+
+    def identity(self) -> Iterator[bytes]:
+        """What a fingerprint hashes: equal when the documents are."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ByteDocuments:
+    """Text of the byte tokenizer, read where it is: document_start, then the bytes of UTF-8."""
+
+    table: corpus.Documents
+    lengths: np.ndarray
+    document_start: int
+
+    @classmethod
+    def of(cls, table: corpus.Documents, document_start: int) -> "ByteDocuments":
+        """The documents of a table; each has one token more than bytes."""
+        return cls(table, table.size + 1, document_start)
+
+    def read(self, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
+        """Tokens of pieces, uint16 (TokenDocuments)."""
+        pieces = list(pieces)
+        of_text = [(number, max(begin - 1, 0), end - 1) for number, begin, end in pieces]
+        texts = corpus.read_pieces(self.table, of_text)
+        for (_, begin, end), data in zip(pieces, texts, strict=True):
+            tokens = np.empty(end - begin, np.uint16)
+            if begin == 0:
+                tokens[0] = self.document_start
+            tokens[len(tokens) - len(data) :] = data
+            yield tokens
+
+    def identity(self) -> Iterator[bytes]:
+        """File names and lengths of documents; a change that keeps them goes unnoticed."""
+        names = "\n".join(corpus.base_names(self.table))
+        yield f"{names}\n".encode("utf-8", errors="replace")
+        yield self.table.file.tobytes()
+        yield self.table.size.tobytes()
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """Some of the documents, in the order of their numbers.
+
+    numbers: int64 [chosen], numbers in `documents`.
+    """
+
+    documents: TokenDocuments
+    numbers: np.ndarray
+    lengths: np.ndarray
+
+    @classmethod
+    def of(cls, documents: TokenDocuments, numbers: np.ndarray) -> "Chosen":
+        """The documents with these numbers."""
+        return cls(documents, numbers, documents.lengths[numbers])
+
+    def read(self, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
+        """Tokens of pieces (TokenDocuments)."""
+        return self.documents.read(
+            (int(self.numbers[number]), begin, end) for number, begin, end in pieces
+        )
+
+    def identity(self) -> Iterator[bytes]:
+        """That of all documents and the numbers of the chosen."""
+        yield from self.documents.identity()
+        yield self.numbers.tobytes()
