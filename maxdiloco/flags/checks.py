@@ -9,6 +9,7 @@ from typing import Any
 
 from maxdiloco.diloco import schedule
 from maxdiloco.errors import ConfigError
+from maxdiloco.flags import check_mixture
 from maxdiloco.flags.base_yml import Key, show
 
 BYTE_TOKENS = 257  # 256 byte values and the token that starts a document
@@ -32,7 +33,7 @@ def check(cfg: Any, keys: Mapping[str, Key]) -> None:
     for key in keys.values():
         _check_limit(key, vars(cfg)[key.name])
     groups = (_run, _model, _mesh, _numerics, _batch, _replicas, _fragments, _schedule, _data)
-    for check_group in groups:
+    for check_group in (*groups, check_mixture.check):
         check_group(cfg)
 
 

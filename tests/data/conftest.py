@@ -17,6 +17,7 @@ def settings():
             "text_column": "text",
             "tokenizer_type": "byte",
             "packing": True,
+            "grain_packing_type": "concat_then_split",
             "enable_data_shuffling": True,
             "data_shuffle_seed": 0,
             "max_target_length": 4,
