@@ -33,6 +33,11 @@ class TextWindows:
     first: int
     num_windows: int
 
+    @property
+    def padded(self) -> bool:
+        """Whether windows may hold padding."""
+        return self.packing != packing.CONCATENATED
+
     def read(self, windows_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and segment ids, int32 [N, L], of windows counted from `first`.
 

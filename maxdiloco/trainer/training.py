@@ -3,6 +3,7 @@
     # R replicas  B sequences per replica  L tokens
 """
 
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -87,7 +88,7 @@ def train(cfg: Config, begun: float) -> int:
         checkpointer = stack.enter_context(_open_checkpointer(cfg, folder, say))
 
         fingerprint = start.agreed_fingerprint(text.fingerprint)
-        begin = start.look(cfg, checkpointer, shape, data=fingerprint)
+        begin = start.look(cfg, checkpointer, shape, text=text, data=fingerprint)
         done, total = begin.step, cfg.steps
         if total == -1:
             total = pipeline.last_step_of_epoch(text, begin.position)
@@ -101,7 +102,7 @@ def train(cfg: Config, begun: float) -> int:
         stack.callback(trainer.close)
         description = trainer.description()
         compiles.resident = description.resident
-        for line in [*_sizes(cfg, parts), *description.start]:
+        for line in [*_sizes(cfg, parts), *text.description(), *description.start]:
             say(line)
         say(f"{begin.origin}; {total} steps in all")
         for line in start.changes(cfg, parts, begin, total_steps=total):
@@ -132,6 +133,7 @@ def train(cfg: Config, begun: float) -> int:
             writer=writer,
             checkpointer=checkpointer,
             note=start.note(cfg, begin.position, fingerprint, total_steps=total),
+            data_metrics=functools.partial(text.metrics, begin.position),
         )
         for t in steps:
             state, metrics = trainer.step(state, next(batches))
@@ -205,7 +207,7 @@ def _open_links(cfg: Config, mesh: jax.sharding.Mesh) -> AbstractContextManager[
 
 @contextmanager
 def _open_batches(
-    cfg: Config, parts: Parts, text: pipeline.Dataset, position: Position, steps: range
+    cfg: Config, parts: Parts, text: pipeline.TrainingData, position: Position, steps: range
 ) -> Iterator[Iterator[Any]]:
     """The global batches of some steps; leaving the context ends the reader."""
     shape, sharding = tuple(parts.shape), parts.batch["tokens"].sharding

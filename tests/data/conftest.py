@@ -13,6 +13,8 @@ def settings():
         keys = {
             "dataset_type": "text",
             "dataset_path": "",
+            "dataset_mixture": (),
+            "dataset_per_replica": False,
             "eval_dataset_path": "",
             "text_column": "text",
             "tokenizer_type": "byte",
