@@ -31,7 +31,7 @@ def open_dataset(cfg, *, split: str, **options) -> TrainingData:
     if not cfg.dataset_mixture or (split == "eval" and cfg.eval_dataset_path):
         return pipeline.open_dataset(cfg, split=split, **options)
     entries = cfg.dataset_mixture
-    if not cfg.dataset_per_replica:  # then their order means something
+    if not cfg.dataset_per_replica:  # there the order in the list says which replica reads what
         entries = sorted(entries, key=lambda entry: entry["name"])
     names = tuple(entry["name"] for entry in entries)
     sources = tuple(_open_source(cfg, entry, split, options) for entry in entries)
@@ -64,7 +64,8 @@ class Mixture:
     """Sources of sequences (pipeline.TrainingData).
 
     names, sources: K each. shares: of each source in a period of the interleave, by name; empty:
-    replica m reads source m mod K alone. seed: of the order of rows within a step.
+    replica m reads source m mod K alone. by_share: the order of sources for shares, else None.
+    seed: of the order of rows within a step.
 
     A source's sequences are read in its own order, epoch after epoch. Index i of the run belongs
     to one source whatever M, B, hosts and processes are. Which row of a step reads which of the
@@ -75,7 +76,7 @@ class Mixture:
     sources: tuple[Dataset, ...]
     shares: dict[str, int]
     seed: int
-    order: Interleave | None
+    by_share: Interleave | None
     computed: bool = False
 
     @classmethod
@@ -151,7 +152,7 @@ class Mixture:
             ]
             return position.s0 - 1 + min(steps)
         ends = [
-            self.order.index_of(k, max(0, left[name]))
+            self.by_share.index_of(k, max(0, left[name]))
             for k, name in enumerate(self.names)
             if self.shares[name]
         ]
@@ -184,7 +185,7 @@ class Mixture:
             flat = (replicas * B + rows).reshape(-1)
             drawn = order.permute(flat, size=M * B, seed=self.seed, epoch=step)
             index = order.indices(position, step, *np.divmod(drawn, B)).reshape(rows.shape)
-            source, number = self.order.at(index - state.begun)
+            source, number = self.by_share.at(index - state.begun)
         return source, read_K[source] + number
 
     def metrics(self, position: Position, step: int) -> dict[str, float]:
@@ -218,7 +219,7 @@ class Mixture:
         """Sequences of each source read before `step`, by name."""
         state = position.sources
         if state.shares:
-            by_share = self.order
+            by_share = self.by_share
             if state.shares != self.shares:
                 by_share = Interleave.of([state.shares[name] for name in self.names])
             index = position.base + position.sequences_before(step) - state.begun
