@@ -124,7 +124,8 @@ class Mixture:
         if not self.shares and M < K:
             raise ConfigError(
                 f"dataset_per_replica=true: {M} replicas leave source {self.names[M]} unread, one "
-                f"of {K}. Use num_diloco_replicas={K} or more, or fewer sources."
+                f"of {K}. Use enable_diloco=true with num_diloco_replicas={K} or more, or fewer "
+                f"sources."
             )
         for k, (name, source) in enumerate(zip(self.names, self.sources, strict=True)):
             of_step = self._replicas_of(k, M) * B

@@ -46,20 +46,10 @@ def check(cfg: Any) -> None:
         raise ConfigError(
             f"dataset_mixture={show(cfg.dataset_mixture)} has no weight above 0. Give a source one."
         )
-    if cfg.dataset_per_replica:
-        _per_replica(cfg, weights)
-
-
-def _per_replica(cfg: Any, weights: list[Fraction]) -> None:
-    if len(set(weights)) > 1:
+    if cfg.dataset_per_replica and len(set(weights)) > 1:
         raise ConfigError(
             "dataset_mixture has weights, which do nothing with dataset_per_replica=true: a "
             "replica reads one source. Leave them out."
-        )
-    if not cfg.enable_diloco and len(weights) > 1:
-        raise ConfigError(
-            "dataset_per_replica=true needs replicas, of which enable_diloco=false has one. Use "
-            "enable_diloco=true, or dataset_per_replica=false."
         )
 
 

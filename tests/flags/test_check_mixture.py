@@ -68,14 +68,6 @@ def test_weights_may_change_on_resume_and_replicas_sources_may_not():
         ([f"dataset_mixture={TWO}", "dataset_type=synthetic"], "Leave one of them out"),
         ([PER_REPLICA], "does nothing without dataset_mixture"),
         ([f"dataset_mixture={TWO}", PER_REPLICA], "do nothing with dataset_per_replica=true"),
-        (
-            [
-                "dataset_mixture=[{name: a, path: /a}, {name: b, path: /b}]",
-                PER_REPLICA,
-                "enable_diloco=false",
-            ],
-            "needs replicas",
-        ),
     ],
 )
 def test_a_mixture_that_cannot_work_is_refused_in_one_line(flags, words):
