@@ -30,7 +30,7 @@ def sources(tmp_path):
 
 
 def test_a_resumed_mixture_equals_one_that_was_not_interrupted(capfd, tmp_path, sources):
-    """Steps 1 to 3, then to 6; a step reads 8 sequences of 16. Then other weights go on where
+    """Steps 1 to 3, then to 6; a step reads 4 sequences of 16. Then other weights go on where
     the sources are, and another text is refused with its name."""
     assert tools.run(tmp_path, "whole", steps=6, **sources()) == 0
     out = capfd.readouterr().out
@@ -40,17 +40,17 @@ def test_a_resumed_mixture_equals_one_that_was_not_interrupted(capfd, tmp_path, 
     assert tools.run(tmp_path, "parts", steps=6, **sources()) == 0
     tools.assert_equal_runs(tmp_path / "parts", tmp_path / "whole", steps=6)
     row = tools.rows(tmp_path / "parts")[-1]
-    assert row["data/tokens_web"] == 36 * 16 and row["data/tokens_code"] == 12 * 16
+    assert row["data/tokens_web"] == 18 * 16 and row["data/tokens_code"] == 6 * 16
     assert 0 <= row["data/padding"] < 0.5
 
     assert tools.run(tmp_path, "parts", steps=8, **sources(web=1)) == 0
     assert tools.meta(tmp_path / "parts", 8)["position"]["sources"] == {
-        "begun": 48,
-        "read": {"web": 36, "code": 12},
+        "begun": 24,
+        "read": {"web": 18, "code": 6},
         "shares": {"web": 1, "code": 1},
     }
     row = tools.rows(tmp_path / "parts")[-1]
-    assert row["data/tokens_web"] == 44 * 16 and row["data/tokens_code"] == 20 * 16
+    assert row["data/tokens_web"] == 22 * 16 and row["data/tokens_code"] == 10 * 16
 
     (tmp_path / "code" / "01.txt").write_bytes(b"another text")
     capfd.readouterr()
@@ -59,11 +59,11 @@ def test_a_resumed_mixture_equals_one_that_was_not_interrupted(capfd, tmp_path, 
     assert line.startswith("CheckpointError: dataset_mixture, sources code: the text is not that")
 
 
-def test_replicas_with_sources_of_their_own_count_them_apart(tmp_path, sources):
-    """Two replicas of 4 sequences of 16; steps=-1 ends where the shorter source does."""
+def test_replicas_with_sources_of_their_own_count_them_apart(capfd, tmp_path, sources):
+    """Two replicas of 2 sequences of 16; steps=-1 ends before the shorter source repeats."""
     keys = sources(web=1, code=1, dataset_per_replica="true", steps=-1)
     assert tools.run(tmp_path, "own", **keys) == 0
+    assert "source code: 121 sequences an epoch; replicas 1, 3, ..." in capfd.readouterr().out
     last = tools.rows(tmp_path / "own")[-1]
-    assert last["data/tokens_web"] == last["data/tokens_code"] == last["step"] * 4 * 16
-    # 20 files of 90 to 110 bytes are not held out: each 6 windows full and a rest, packed.
-    assert 20 * 100 / 16 / 4 - 3 < last["step"] < 20 * 112 / 16 / 4 + 3
+    assert last["step"] == 121 // 2
+    assert last["data/tokens_web"] == last["data/tokens_code"] == last["step"] * 2 * 16
