@@ -4,6 +4,8 @@ A pure function of the position and of (seed, epoch), whatever the hosts, device
 """
 
 import dataclasses
+import zlib
+from typing import Any
 
 import numpy as np
 
@@ -17,25 +19,50 @@ _ROUNDS = 6
 
 
 @dataclasses.dataclass(frozen=True)
+class SourcesRead:
+    """How far the sources of a mixture are read, by name.
+
+    begun: index at which the present shares began. read: sequences of each source before it.
+    shares: sequences of each source in a period (interleave.shares); empty for replicas with
+      sources of their own.
+    """
+
+    begun: int
+    read: dict[str, int]
+    shares: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
 class Position:
     """Reading position: step s, replica m, row b reads index base + ((s - s0)*M + m)*B + b.
 
     base: index of the first sequence of step s0 (1-based); M replicas; B sequences per replica.
+    sources: of a mixture, else None.
     """
 
     base: int
     s0: int
     M: int
     B: int
+    sources: SourcesRead | None = None
 
-    def to_dict(self) -> dict[str, int]:
+    def to_dict(self) -> dict[str, Any]:
         """The fields by name, for a checkpoint's JSON."""
-        return dataclasses.asdict(self)
+        fields = dataclasses.asdict(self)
+        if self.sources is None:
+            del fields["sources"]
+        return fields
 
     @classmethod
-    def from_dict(cls, fields: dict[str, int]) -> "Position":
+    def from_dict(cls, fields: dict[str, Any]) -> "Position":
         """The position that `to_dict` wrote."""
+        if "sources" in fields:
+            fields = fields | {"sources": SourcesRead(**fields["sources"])}
         return cls(**fields)
+
+    def sequences_before(self, step: int) -> int:
+        """Sequences from step s0 to before `step`."""
+        return (step - self.s0) * self.M * self.B
 
 
 def first_position(M: int, B: int) -> Position:
@@ -51,8 +78,8 @@ def next_position(position: Position, step: int, M: int, B: int) -> Position:
     """
     if (M, B) == (position.M, position.B):
         return position
-    base = position.base + (step - position.s0) * position.M * position.B
-    return Position(base=base, s0=step, M=M, B=B)
+    base = position.base + position.sequences_before(step)
+    return dataclasses.replace(position, base=base, s0=step, M=M, B=B)
 
 
 def indices(position: Position, step: int, replicas, rows) -> np.ndarray:
@@ -98,6 +125,11 @@ def permute(numbers: np.ndarray, *, size: int, seed: int, epoch: int) -> np.ndar
         images[outside] = _feistel(images[outside], keys, half)
         outside = images >= size
     return images.astype(np.int64)
+
+
+def seed_of(name: str, seed: int) -> int:
+    """A seed of its own for something with a name; that of the empty name is `seed`."""
+    return seed + (zlib.crc32(name.encode()) << 32)
 
 
 def _feistel(values, keys, half):

@@ -9,6 +9,7 @@ of the rows asked for.
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -22,9 +23,39 @@ from maxdiloco.data.text import TextWindows, open_text
 from maxdiloco.errors import DataError
 
 Batch = dict[str, np.ndarray]
+LEAVES = ("tokens", "segment_ids")  # of a batch
 Batches = AbstractContextManager[Iterator[Batch]]  # leaving it ends the thread or processes
 # Evaluation reads the same sample of all files, whatever data_shuffle_seed is.
-_EVAL_SEED = 0
+EVAL_SEED = 0
+
+
+class TrainingData(Protocol):
+    """What steps read: a Dataset, or a mixture of several (mixture.py)."""
+
+    name: str
+    fingerprint: str
+    computed: bool  # not read from files
+
+    def first_position(self, M: int, B: int) -> Position:
+        """Position of a new run."""
+
+    def next_position(self, position: Position, step: int, M: int, B: int) -> Position:
+        """Position of a run that goes on with `step`, with M and B (order.next_position)."""
+
+    def check_size(self, position: Position) -> None:
+        """See the function check_size."""
+
+    def last_step_of_epoch(self, position: Position) -> int:
+        """See the function last_step_of_epoch."""
+
+    def read(self, position: Position, step: int, replicas: ArrayLike, rows: ArrayLike) -> Batch:
+        """See the function read."""
+
+    def metrics(self, position: Position, step: int) -> dict[str, float]:
+        """Figures of a step's global batch, and of all sequences read so far."""
+
+    def description(self) -> list[str]:
+        """Lines for the start of a run: what is not plain."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +80,76 @@ class Dataset:
         """Equal in two processes or two runs when they have the same data (text.fingerprint)."""
         return self.windows.fingerprint()
 
+    @property
+    def computed(self) -> bool:
+        """Whether there is no file to wait for."""
+        return isinstance(self.windows, SyntheticWindows)
+
+    def first_position(self, M: int, B: int) -> Position:
+        """Step 1 begins with the first sequence (TrainingData)."""
+        return order.first_position(M, B)
+
+    def next_position(self, position: Position, step: int, M: int, B: int) -> Position:
+        """At the next unread sequence (TrainingData)."""
+        return order.next_position(position, step, M, B)
+
+    def check_size(self, position: Position) -> None:
+        """An epoch has the sequences of a step (TrainingData)."""
+        M, B = position.M, position.B
+        if self.num_windows is not None and self.num_windows < M * B:
+            raise DataError(
+                f"{self.name} has {self.num_windows} sequences of max_target_length="
+                f"{self.windows.length}, but a step reads {M} replicas * {B} = {M * B}. Give more "
+                "text, or lower max_target_length, per_device_batch_size or the number of replicas."
+            )
+
+    def last_step_of_epoch(self, position: Position) -> int:
+        """N // (M*B) from step 1 on, and right when M or B have changed since (TrainingData)."""
+        if self.num_windows is None:
+            raise DataError(
+                f"steps=-1 is one epoch, but {self.name} has no end. Set steps to a number."
+            )
+        self.check_size(position)
+        left = self.num_windows - position.base
+        return position.s0 - 1 + left // (position.M * position.B)
+
+    def read(self, position: Position, step: int, replicas: ArrayLike, rows: ArrayLike) -> Batch:
+        """Rows of a step (TrainingData)."""
+        return self.read_indices(order.indices(position, step, replicas, rows))
+
+    def read_indices(self, indices: np.ndarray) -> Batch:
+        """Sequences by their place in the order of all epochs; leaves [*their shape, L]."""
+        tokens_NL, segments_NL = self.windows.read(self._windows(indices).reshape(-1))
+        shape = (*indices.shape, self.windows.length)
+        leaves = (tokens_NL.reshape(shape), segments_NL.reshape(shape))
+        return dict(zip(LEAVES, leaves, strict=True))
+
+    def metrics(self, position: Position, step: int) -> dict[str, float]:
+        """The share of padding, for packings that pad (TrainingData)."""
+        if not self.windows.padded:
+            return {}
+        first = position.base + position.sequences_before(step)
+        indices = np.arange(first, first + position.M * position.B)
+        tokens = int(self.num_tokens(indices).sum())
+        return {"data/padding": 1 - tokens / (len(indices) * self.windows.length)}
+
+    def num_tokens(self, indices_N: np.ndarray) -> np.ndarray:
+        """Tokens of sequences that are no padding, int64 [N]."""
+        return self.windows.num_tokens(self._windows(indices_N))
+
+    def description(self) -> list[str]:
+        """The share of padding in an epoch, for packings that pad (TrainingData)."""
+        if not self.windows.padded:
+            return []
+        count, length = self.num_windows, self.windows.length
+        share = 1 - int(self.windows.num_tokens(np.arange(count)).sum()) / (count * length)
+        return [f"{self.name}: {count:,} sequences an epoch, {share:.2%} of them padding"]
+
+    def _windows(self, indices):
+        if self.num_windows is None:
+            return indices
+        return order.windows(indices, size=self.num_windows, seed=self.seed)
+
 
 def open_dataset(
     cfg,
@@ -70,38 +171,26 @@ def open_dataset(
         return Dataset(windows, None, "dataset_type=synthetic")
     windows, name = open_text(cfg, split=split, index=index, prepared=prepared)
     if split == "eval":
-        return Dataset(windows, _EVAL_SEED, name)
+        return Dataset(windows, EVAL_SEED, name)
     return Dataset(windows, cfg.data_shuffle_seed if cfg.enable_data_shuffling else None, name)
 
 
-def check_size(dataset: Dataset, position: Position) -> None:
+def check_size(dataset: TrainingData, position: Position) -> None:
     """Raise DataError when an epoch has too few sequences for one step."""
-    M, B = position.M, position.B
-    if dataset.num_windows is not None and dataset.num_windows < M * B:
-        raise DataError(
-            f"{dataset.name} has {dataset.num_windows} sequences of max_target_length="
-            f"{dataset.windows.length}, but a step reads {M} replicas * {B} = {M * B}. Give more "
-            "text, or lower max_target_length, per_device_batch_size or the number of replicas."
-        )
+    dataset.check_size(position)
 
 
-def last_step_of_epoch(dataset: Dataset, position: Position) -> int:
+def last_step_of_epoch(dataset: TrainingData, position: Position) -> int:
     """The last step whose sequences are all of the first epoch: what steps=-1 means.
 
-    From step 1 on that is N // (M*B), and it stays right when M or B have changed since.
+    Of a mixture: before a sequence of any source would be read again.
     Raises DataError for data without an end or too short for a step.
     """
-    if dataset.num_windows is None:
-        raise DataError(
-            f"steps=-1 is one epoch, but {dataset.name} has no end. Set steps to a number."
-        )
-    check_size(dataset, position)
-    left = dataset.num_windows - position.base
-    return position.s0 - 1 + left // (position.M * position.B)
+    return dataset.last_step_of_epoch(position)
 
 
 def read(
-    dataset: Dataset,
+    dataset: TrainingData,
     position: Position,
     step: int,
     *,
@@ -114,11 +203,11 @@ def read(
     that broadcast against each other (order.indices); leaves are [*their shape, L].
     Raises DataError when a file has changed.
     """
-    return _read_indices(dataset, order.indices(position, step, replicas, rows))
+    return dataset.read(position, step, replicas, rows)
 
 
 def batches(
-    dataset: Dataset,
+    dataset: TrainingData,
     position: Position,
     *,
     steps: range,
@@ -167,20 +256,11 @@ def eval_batches(
 
 
 def _open(
-    dataset: Dataset, read_number: Callable[[int], Batch], count: int, worker_count: int = 0
+    dataset: TrainingData, read_number: Callable[[int], Batch], count: int, worker_count: int = 0
 ) -> Batches:
-    if isinstance(dataset.windows, SyntheticWindows):  # no file to wait for
+    if dataset.computed:
         return closing(read_number(number) for number in range(count))
     return closing(read_ahead(read_number, count, worker_count))
-
-
-def _read_indices(dataset: Dataset, indices: np.ndarray) -> Batch:
-    windows = indices
-    if dataset.num_windows is not None:
-        windows = order.windows(indices, size=dataset.num_windows, seed=dataset.seed)
-    tokens_NL, segments_NL = dataset.windows.read(windows.reshape(-1))
-    shape = (*indices.shape, dataset.windows.length)
-    return {"tokens": tokens_NL.reshape(shape), "segment_ids": segments_NL.reshape(shape)}
 
 
 def _read_padded(dataset: Dataset, indices_B: np.ndarray) -> Batch:
@@ -188,8 +268,8 @@ def _read_padded(dataset: Dataset, indices_B: np.ndarray) -> Batch:
     if dataset.num_windows is not None:
         within = indices_B < dataset.num_windows
     shape = (len(indices_B), dataset.windows.length)
-    batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "segment_ids")}
+    batch = {name: np.zeros(shape, np.int32) for name in LEAVES}
     if within.any():
-        for name, leaf in _read_indices(dataset, indices_B[within]).items():
+        for name, leaf in dataset.read_indices(indices_B[within]).items():
             batch[name][within] = leaf
     return batch

@@ -27,6 +27,7 @@ class SyntheticWindows:
     vocab_size: int
     length: int
     num_windows: None = None
+    padded: bool = False
 
     def read(self, windows_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and segment ids, int32 [N, L]; each window is one document, all segments 1."""
@@ -39,6 +40,10 @@ class SyntheticWindows:
         path_NL = np.cumsum(np.concatenate([first_N1, steps_NL], axis=1), axis=1)
         tokens_NL = (path_NL % self.vocab_size).astype(np.int32)
         return tokens_NL, np.ones_like(tokens_NL)
+
+    def num_tokens(self, windows_N: np.ndarray) -> np.ndarray:
+        """Tokens in windows that are no padding, int64 [N]: all."""
+        return np.full(len(windows_N), self.length, np.int64)
 
     def strides(self) -> np.ndarray:
         """The distinct strides, int64, most likely first; four, or fewer in a tiny vocabulary."""

@@ -1,9 +1,8 @@
-"""Windows of a text: the i-th run of L tokens of the concatenated documents.
+"""Windows of a text: L tokens each, cut from its documents as packing.py lays them out.
 
     # N windows asked for  L tokens
 
-Each document begins with the token that starts a document. The tokens left over at the end, fewer
-than L, are not read.
+Each document begins with the token that starts a document.
 """
 
 import dataclasses
@@ -12,6 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from maxdiloco.data import packing
 from maxdiloco.data.documents import TokenDocuments
 from maxdiloco.data.line_index import LineIndex
 from maxdiloco.data.split import HELD_OUT, open_split
@@ -20,18 +20,22 @@ from maxdiloco.errors import DataError
 
 @dataclasses.dataclass(frozen=True)
 class TextWindows:
-    """Windows first .. first + num_windows - 1 of the concatenated documents.
+    """Windows first .. first + num_windows - 1 of the documents.
 
-    starts: int64 [documents + 1], start of each document in the concatenation [tokens].
-    packing: no padding between documents; else each is padded to a multiple of length.
+    layout: all of their windows. packing: of which kind it is (packing.layout).
     """
 
     documents: TokenDocuments
-    starts: np.ndarray
+    layout: packing.Layout
     length: int
-    packing: bool
+    packing: str
     first: int
     num_windows: int
+
+    @property
+    def padded(self) -> bool:
+        """Whether windows may hold padding."""
+        return self.packing != packing.CONCATENATED
 
     def read(self, windows_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and segment ids, int32 [N, L], of windows counted from `first`.
@@ -46,29 +50,26 @@ class TextWindows:
         return tokens_NL, segments_NL
 
     def _fill(self, window, tokens_L, segments_L):
-        begin = window * self.length
-        end = begin + self.length
-        document = int(np.searchsorted(self.starts, begin, side="right")) - 1
-        lefts, pieces = [], []
-        while document < len(self.documents.lengths) and self.starts[document] < end:
-            start = int(self.starts[document])
-            stop = start + int(self.documents.lengths[document])
-            lefts.append(max(start, begin) - begin)
-            pieces.append((document, max(begin - start, 0), min(end, stop) - start))
-            document += 1
-        for segment, (left, data) in enumerate(
-            zip(lefts, self.documents.read(pieces), strict=True), start=1
+        places, pieces = self.layout.pieces(window)
+        for segment, (place, data) in enumerate(
+            zip(places, self.documents.read(pieces), strict=True), start=1
         ):
-            segments_L[left : left + len(data)] = segment
-            tokens_L[left : left + len(data)] = data
+            segments_L[place : place + len(data)] = segment
+            tokens_L[place : place + len(data)] = data
+
+    def num_tokens(self, windows_N: np.ndarray) -> np.ndarray:
+        """Tokens in windows that are no padding, int64 [N]."""
+        return self.layout.num_tokens(np.asarray(windows_N, np.int64) + self.first)
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits: a hash of the documents' identity, the windows and L.
 
         Processes of a run, and a run and its checkpoint, have the same data when these agree.
         """
-        # Packing is covered by the number of windows: where that is equal, so are the windows.
         shape = (self.length, self.first, self.num_windows)
+        # The others differ in the number of windows: where that is equal, so are the windows.
+        if self.packing == packing.BEST_FIT:
+            shape = (*shape, self.packing)
         digest = hashlib.sha256(f"{shape}\n".encode())
         for part in self.documents.identity():
             digest.update(part)
@@ -89,28 +90,21 @@ def open_text(
     Raises DataError when the split has no sequence or vocab_size is too small.
     """
     documents, name, by_window = open_split(cfg, split=split, index=index, prepared=prepared)
-    starts = _starts(documents.lengths, cfg.max_target_length, cfg.packing)
-    count = int(starts[-1]) // cfg.max_target_length
-    first, num_windows = 0, count
+    kind = cfg.grain_packing_type if cfg.packing else packing.DOCUMENTS_APART
+    layout = packing.layout(documents.lengths, cfg.max_target_length, kind)
+    first, num_windows = 0, layout.num_windows
     if by_window:
-        first, num_windows = _by_window(count, split)
+        first, num_windows = _by_window(layout.num_windows, split)
     if num_windows < 1:
         raise DataError(
-            f"{name} is too short: its {int(starts[-1])} tokens leave no sequence of "
+            f"{name} is too short: its {documents.lengths.sum()} tokens leave no sequence of "
             f"max_target_length={cfg.max_target_length} for {split}. Give more text or lower "
             "max_target_length."
         )
-    windows = TextWindows(documents, starts, cfg.max_target_length, cfg.packing, first, num_windows)
+    windows = TextWindows(documents, layout, cfg.max_target_length, kind, first, num_windows)
     return windows, name
 
 
 def _by_window(count, split):
     held_out = max(1, count // HELD_OUT) if count else 0
     return (count - held_out, held_out) if split == "eval" else (0, count - held_out)
-
-
-def _starts(lengths, length, packing):
-    tokens = lengths
-    if not packing:
-        tokens = -(-tokens // length) * length
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(tokens)])

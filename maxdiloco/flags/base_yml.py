@@ -119,12 +119,21 @@ class _Loader(yaml.BaseLoader):
         return node
 
 
-def _plain(node: yaml.Node, path: pathlib.Path) -> Any:
-    """Text, or nested tuples of text."""
+def _plain(node: yaml.Node, path: pathlib.Path, depth: int = 0) -> Any:
+    """Text, or nested tuples of text; an entry of a list may be a table of texts."""
     if isinstance(node, yaml.ScalarNode):
         return node.value
     if isinstance(node, yaml.SequenceNode):
-        return tuple(_plain(child, path) for child in node.value)
+        return tuple(_plain(child, path, depth + 1) for child in node.value)
+    if depth == 1 and isinstance(node, yaml.MappingNode):
+        pairs = [pair for pair in node.value if all(isinstance(n, yaml.ScalarNode) for n in pair)]
+        texts = {key.value: value.value for key, value in pairs}
+        if len(texts) == len(node.value):
+            return texts
+        raise ConfigError(
+            f"{path} line {node.start_mark.line + 1} holds a table with a key twice, or with "
+            f"lists. Write it as {{key: text, ...}}."
+        )
     raise ConfigError(
         f"{path} line {node.start_mark.line + 1} holds a table as a value. Values are numbers, "
         f"true, false, text or [lists]; keys are not nested."
@@ -205,6 +214,8 @@ def show(value: Value) -> str:
         return "true" if value else "false"
     if isinstance(value, tuple):
         return f"[{', '.join(show(entry) for entry in value)}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {text}' for name, text in value.items())}}}"
     return str(value)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from maxdiloco.diloco import schedule
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import tokenizer_checks
+from maxdiloco.flags import check_mixture, tokenizer_checks
 from maxdiloco.flags.base_yml import Key, show
 
 LARGEST = 2**31 - 1  # of int32: the limit of a whole number that has none in base.yml
@@ -32,7 +32,7 @@ def check(cfg: Any, keys: Mapping[str, Key]) -> None:
     for key in keys.values():
         _check_limit(key, vars(cfg)[key.name])
     groups = (_run, _model, _mesh, _numerics, _batch, _replicas, _fragments, _schedule, _data)
-    for check_group in groups:
+    for check_group in (*groups, check_mixture.check):
         check_group(cfg)
     tokenizer_checks.check(cfg)
 

@@ -39,8 +39,7 @@ def prepare_sources(cfg: Config, say: Callable[[str], None]) -> dict[str, str]:
     Raises DataError for text that is missing, unreadable or damaged, ConfigError where
     base_output_directory is no folder.
     """
-    splits = ["train"] if cfg.eval_interval == -1 else ["train", "eval"]
-    paths = {path: key for key, path in (split_path(cfg, split) for split in splits)}
+    paths = _paths(cfg)
     if jax.process_index() != 0:
         return _of_first_process(list(paths))
     folders = {}
@@ -51,6 +50,16 @@ def prepare_sources(cfg: Config, say: Callable[[str], None]) -> dict[str, str]:
         if jax.process_count() > 1:
             coordination.put(_name(number), folder or "-")  # no empty values there
     return folders
+
+
+def _paths(cfg):
+    """{path: its key} of all sources that the run reads."""
+    splits = ["train"] if cfg.eval_interval == -1 else ["train", "eval"]
+    chosen = [split_path(cfg, split) for split in splits]
+    if cfg.dataset_mixture:
+        mixed = [("dataset_mixture", entry["path"]) for entry in cfg.dataset_mixture]
+        chosen = mixed + [pair for pair in chosen if pair[0] != "dataset_path"]
+    return {path: key for key, path in chosen}
 
 
 def _of_first_process(paths):

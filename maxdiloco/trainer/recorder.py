@@ -1,6 +1,7 @@
 """How a run logs, evaluates, saves and profiles a step; the loop in training.py says when."""
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ class Recorder:
 
     done: inner steps before this start; total: of the whole run. writer: None in all processes but
     the first. checkpointer: None where nothing is saved. note: what a checkpoint says of the run.
+    data_metrics: of a step, TrainingData.metrics.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Recorder:
         writer: MetricsWriter | None,
         checkpointer: Checkpointer | None,
         note: dict[str, Any],
+        data_metrics: Callable[[int], dict[str, float]],
     ):
         self._parts = parts
         self._total = total
@@ -42,6 +45,7 @@ class Recorder:
         self._writer = writer
         self._checkpointer = checkpointer
         self._note = note
+        self._data_metrics = data_metrics
         self._flops_per_token = assemble.flops_per_token(cfg, parts.params)
         self._clock = StepClock(done)
         self._logged = done
@@ -60,7 +64,8 @@ class Recorder:
         )
         steps, self._logged = range(self._logged + 1, t + 1), t
         learning = learning_metrics(metrics, optimizer.learning_rate(parts.learning_rate, t - 1))
-        return learning | parts.trainer.extra_metrics(state, steps) | speed
+        extra = parts.trainer.extra_metrics(state, steps) | self._data_metrics(t)
+        return learning | extra | speed
 
     def evaluate(self, state: Any, held_out: Dataset) -> dict[str, float]:
         """The loss of theta on the held-out text [nats per token]."""

@@ -4,10 +4,9 @@ from collections.abc import Callable
 
 from etils import epath
 
-from maxdiloco.data import pipeline
+from maxdiloco.data import mixture, pipeline
 from maxdiloco.data.line_index import LineIndex
-from maxdiloco.data.order import first_position
-from maxdiloco.data.pipeline import Dataset
+from maxdiloco.data.pipeline import Dataset, TrainingData
 from maxdiloco.flags.config import Config
 from maxdiloco.storage import object_store
 from maxdiloco.storage.run_folder import RunFolder, reason
@@ -17,7 +16,7 @@ from maxdiloco.trainer.prepared import prepare_sources
 
 def open_data(
     cfg: Config, shape: BatchShape, folder: RunFolder, say: Callable[[str], None]
-) -> tuple[Dataset, Dataset | None, LineIndex]:
+) -> tuple[TrainingData, Dataset | None, LineIndex]:
     """The training text, the held-out text if the run evaluates, and the index of both.
 
     folder: of the run. .jsonl files in the index of an earlier start are not read through again;
@@ -29,11 +28,11 @@ def open_data(
     index = LineIndex(cfg.text_column, report=say)
     if cfg.dataset_type == "text":
         load_index(index, folder.line_index)
-    train = pipeline.open_dataset(cfg, split="train", index=index, prepared=prepared)
-    pipeline.check_size(train, first_position(shape.num_replicas, shape.sequences))
+    train = mixture.open_dataset(cfg, split="train", index=index, prepared=prepared)
+    pipeline.check_size(train, train.first_position(shape.num_replicas, shape.sequences))
     held_out = None
     if cfg.eval_interval != -1:
-        held_out = pipeline.open_dataset(cfg, split="eval", index=index, prepared=prepared)
+        held_out = mixture.open_dataset(cfg, split="eval", index=index, prepared=prepared)
     return train, held_out, index
 
 

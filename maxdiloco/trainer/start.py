@@ -11,7 +11,9 @@ import jax
 from maxdiloco.checkpoint import read, saved_state
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.checkpoint.read import Restored
-from maxdiloco.data.order import Position, first_position, next_position
+from maxdiloco.data import mixture
+from maxdiloco.data.order import Position
+from maxdiloco.data.pipeline import TrainingData
 from maxdiloco.engine.trainer import OUTER_PARAMS, SavedLayout
 from maxdiloco.errors import CheckpointError, DataError
 from maxdiloco.flags import base_yml, config, resume
@@ -43,11 +45,16 @@ class Start(NamedTuple):
 
 
 def look(
-    cfg: Config, checkpointer: Checkpointer | None, shape: BatchShape, *, data: str
+    cfg: Config,
+    checkpointer: Checkpointer | None,
+    shape: BatchShape,
+    *,
+    text: TrainingData,
+    data: str,
 ) -> Start:
     """Find where the run begins, before anything is built.
 
-    data: fingerprint of the training data.
+    text: the training data. data: their fingerprint.
     Raises CheckpointError for keys that differ from the saved run's and alter its result.
     """
     M, B, _ = shape
@@ -60,10 +67,11 @@ def look(
         origin = "a fresh start"
         if cfg.load_parameters_path:
             origin += f" with the outer parameters of {cfg.load_parameters_path}"
-        return Start(0, first_position(M, B), origin, None)
+        return Start(0, text.first_position(M, B), origin, None)
     run_tokenizer.refuse_another(cfg, saved.meta, saved.path)
     refuse_changes(cfg, saved, B=B, data=data)
-    position = next_position(Position.from_dict(saved.meta["position"]), saved.step + 1, M, B)
+    position = Position.from_dict(saved.meta["position"])
+    position = text.next_position(position, saved.step + 1, M, B)
     return Start(saved.step, position, f"resumed after step {saved.step}", saved)
 
 
@@ -102,10 +110,13 @@ def refuse_changes(cfg: Config, saved: Restored, *, B: int, data: str) -> None:
         keys=base_yml.declared(),
     )
     if saved.meta["data"] != data:
+        given = f"dataset_path={cfg.dataset_path or 'empty'}"
+        if sources := mixture.changed_sources(saved.meta["data"], data):
+            given = f"dataset_mixture, sources {', '.join(sources)}"
         raise CheckpointError(
-            f"dataset_path={cfg.dataset_path or 'empty'}: the text is not that of the checkpoint "
-            f"of step {saved.step}, so its place in it means nothing. Restore the text, or start "
-            f"a new run with load_parameters_path."
+            f"{given}: the text is not that of the checkpoint of step {saved.step}, so its "
+            f"place in it means nothing. Restore the text, or start a new run with "
+            f"load_parameters_path."
         )
 
 

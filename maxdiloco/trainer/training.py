@@ -3,6 +3,7 @@
     # R replicas  B sequences per replica  L tokens
 """
 
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -91,7 +92,7 @@ def train(cfg: Config, begun: float) -> int:
 
         fingerprint = start.agreed_fingerprint(text.fingerprint)
         tokens = start.agreed_tokenizer(tokenizer.fingerprint())
-        begin = start.look(cfg, checkpointer, shape, data=fingerprint)
+        begin = start.look(cfg, checkpointer, shape, text=text, data=fingerprint)
         if primary:
             run_tokenizer.save(tokenizer, folder, say)
         done, total = begin.step, cfg.steps
@@ -107,7 +108,7 @@ def train(cfg: Config, begun: float) -> int:
         stack.callback(trainer.close)
         description = trainer.description()
         compiles.resident = description.resident
-        for line in [*_sizes(cfg, parts), *description.start]:
+        for line in [*_sizes(cfg, parts), *text.description(), *description.start]:
             say(line)
         say(f"{begin.origin}; {total} steps in all")
         for line in start.changes(cfg, parts, begin, total_steps=total):
@@ -140,6 +141,7 @@ def train(cfg: Config, begun: float) -> int:
             note=start.note(
                 cfg, begin.position, fingerprint, tokenizer=tokens, total_steps=total
             ),
+            data_metrics=functools.partial(text.metrics, begin.position),
         )
         for t in steps:
             state, metrics = trainer.step(state, next(batches))
@@ -214,7 +216,7 @@ def _open_links(cfg: Config, mesh: jax.sharding.Mesh) -> AbstractContextManager[
 
 @contextmanager
 def _open_batches(
-    cfg: Config, parts: Parts, text: pipeline.Dataset, position: Position, steps: range
+    cfg: Config, parts: Parts, text: pipeline.TrainingData, position: Position, steps: range
 ) -> Iterator[Iterator[Any]]:
     """The global batches of some steps; leaving the context ends the reader."""
     shape, sharding = tuple(parts.shape), parts.batch["tokens"].sharding

@@ -1,5 +1,6 @@
 """The global order: every sequence once an epoch, whoever reads it."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxdiloco.data import order
-from maxdiloco.data.order import Position
+from maxdiloco.data.order import Position, SourcesRead
 
 counts = st.integers(1, 5)
 seeds = st.one_of(st.none(), st.integers(0, 2**70))
@@ -132,4 +133,7 @@ def test_file_order_starts_again_each_epoch():
 def test_a_position_survives_json():
     """It is part of a checkpoint."""
     position = Position(base=2**40, s0=17, M=3, B=8)
-    assert Position.from_dict(json.loads(json.dumps(position.to_dict()))) == position
+    assert position.to_dict() == {"base": 2**40, "s0": 17, "M": 3, "B": 8}
+    sources = SourcesRead(begun=5, read={"a": 3, "b": 2}, shares={"a": 1, "b": 1})
+    for kept in (position, dataclasses.replace(position, sources=sources)):
+        assert Position.from_dict(json.loads(json.dumps(kept.to_dict()))) == kept

@@ -18,8 +18,8 @@ from maxdiloco.data import order, pipeline
 cfg = types.SimpleNamespace(
     dataset_type="text", dataset_path=sys.argv[1], eval_dataset_path="", text_column="text",
     max_corrupted_records=0,
-    tokenizer_type="byte", packing=True, enable_data_shuffling=True, data_shuffle_seed=0,
-    max_target_length=4, vocab_size=257,
+    tokenizer_type="byte", packing=True, grain_packing_type="concat_then_split",
+    enable_data_shuffling=True, data_shuffle_seed=0, max_target_length=4, vocab_size=257,
 )
 data = pipeline.open_dataset(cfg, split="train")
 with pipeline.batches(

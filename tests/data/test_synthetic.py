@@ -79,9 +79,10 @@ PROGRAM = """
         sys.modules[missing] = None  # import raises ImportError
     from maxdiloco.data import order, pipeline
     keys = dict(dataset_type={kind!r}, dataset_path="", eval_dataset_path="", packing=True,
-                text_column="text", max_corrupted_records=0, tokenizer_type="byte",
-                enable_data_shuffling=True,
-                data_shuffle_seed=0, max_target_length=16, vocab_size=257)
+                grain_packing_type="concat_then_split", max_corrupted_records=0,
+                text_column="text", tokenizer_type="byte",
+                enable_data_shuffling=True, data_shuffle_seed=0, max_target_length=16,
+                vocab_size=257)
     data = pipeline.open_dataset(types.SimpleNamespace(**keys), split="train")
     position = order.first_position(2, 3)
     mine = dict(replicas=[[0], [1]], rows=range(3))

@@ -46,6 +46,24 @@ def test_without_packing_no_window_holds_two_documents(settings, folder):
     assert segments == [[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 0]]
 
 
+def test_best_fit_cuts_only_what_is_longer_than_a_window(settings, folder):
+    """abc, de, abcdef, i in windows of 4: abcdef is S a b c and d e f; S i fits beside nothing."""
+    root = folder({"1.txt": b"abc", "2.txt": b"de", "3.txt": b"abcdef", "4.txt": b"i"})
+    cfg = settings(dataset_path=root, grain_packing_type="best_fit")
+    tokens, segments = open_all(cfg)
+    assert tokens == [[S, a, b, c], [S, d, e, 0], [S, a, b, c], [d, e, f, 0], [S, ord("i"), 0, 0]]
+    assert segments == [[1] * 4, [1, 1, 1, 0], [1] * 4, [1, 1, 1, 0], [1, 1, 0, 0]]
+
+
+def test_best_fit_puts_documents_side_by_side_as_segments_of_their_own(settings, folder):
+    """a, bcd, e, f in windows of 6: S b c d and one of S a, S e, S f; the other two together."""
+    root = folder({"1.txt": b"a", "2.txt": b"bcd", "3.txt": b"e", "4.txt": b"f"})
+    cfg = settings(dataset_path=root, grain_packing_type="best_fit", max_target_length=6)
+    tokens, segments = open_all(cfg)
+    assert tokens == [[S, a, S, e, 0, 0], [S, b, c, d, S, f]]
+    assert segments == [[1, 1, 2, 2, 0, 0], [1, 1, 1, 1, 2, 2]]
+
+
 def test_windows_are_the_concatenation_cut_up(settings, folder):
     """Against the plain statement of it, for documents of every size around a window's."""
     texts = [bytes(range(65, 65 + size)) for size in (7, 1, 16, 2, 3, 8, 4, 5, 15, 9)]
@@ -149,12 +167,19 @@ def test_fingerprints_differ_when_the_windows_do(settings, folder):
     # 27 tokens are two windows of 12 or 13, one of them for eval.
     others += [fingerprint(max_target_length=length) for length in (12, 13)]
     others.append(fingerprint("eval", max_target_length=12))
+    # 27 tokens in windows of 9 are three documents whatever the packing, of the same names.
+    nines = [fingerprint(max_target_length=9, packing=packing) for packing in (True, False)]
+    assert nines[0] == nines[1]
+    others += [
+        nines[0],
+        fingerprint(max_target_length=9, grain_packing_type="best_fit"),
+    ]
     # 27 tokens and 3 or 4 more are 7 windows either way; then the same length by another name.
     for name, data in [("3", b"ab"), ("3", b"abc"), ("4", b"abc")]:
         shutil.rmtree(f"{root}/more", ignore_errors=True)
         folder({f"more/{i}.txt": b"abcdefgh" for i in range(3)} | {f"more/{name}.txt": data})
         others.append(fingerprint(dataset_path=f"{root}/more"))
-    assert len({fingerprint(), *others}) == 10
+    assert len({fingerprint(), *others}) == 12
 
 
 def test_fingerprints_stay_the_same_between_versions(settings, folder):

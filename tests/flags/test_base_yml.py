@@ -6,7 +6,7 @@ import re
 import pytest
 import yaml
 
-from maxdiloco.data import corpus, tokenizer
+from maxdiloco.data import corpus, packing, tokenizer
 from maxdiloco.diloco import outer, quantize, schedule
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, checks, config, tokenizer_checks
@@ -92,6 +92,7 @@ def test_limits_mean_what_they_say(allowed, inside, outside):
         ("diloco_exchange_dtype", quantize.NAMES),
         ("remat_policy", remat.POLICIES),
         ("mlp_activations", layers.ACTIVATIONS),
+        ("grain_packing_type", (packing.CONCATENATED, packing.BEST_FIT)),
     ],
 )
 def test_the_names_that_base_yml_allows_are_those_that_the_code_knows(key, names):

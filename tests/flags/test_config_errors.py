@@ -120,6 +120,7 @@ ONE_FLAG = [
     ("num_communication_overlapping_steps=100", "below diloco_sync_period=100", "Use 0 to 99"),
     ("profiler=xplane steps=5", "would end after step 6", "use steps=6 or more"),
     ("steps=-1 dataset_type=synthetic", "dataset_type=synthetic has no end", "Set steps"),
+    ("grain_packing_type=best_fit packing=false", "with packing=false", "or use packing=true"),
     ("num_slices=3 dcn_diloco_parallelism=2", "diloco 2 = 2", "Leave num_slices=-1"),
     ("num_slices=3 dcn_data_parallelism=2", "data 2 = 2", "change a dcn_*_parallelism key"),
 ]

@@ -1,0 +1,216 @@
+"""How documents fill windows: which tokens of which documents a window of L tokens holds.
+
+    # D documents  P pieces  W windows  N windows asked for  L tokens
+
+A piece is (document, begin, end), begin and end in tokens of the document. All of this is a pure
+function of the documents' lengths and of L: no token is read here.
+"""
+
+import bisect
+import dataclasses
+from typing import Protocol
+
+import numpy as np
+
+# Values of grain_packing_type; DOCUMENTS_APART is packing=false.
+CONCATENATED = "concat_then_split"
+BEST_FIT = "best_fit"
+DOCUMENTS_APART = "none"
+
+Piece = tuple[int, int, int]
+
+
+class Layout(Protocol):
+    """Windows of some documents. num_windows: W."""
+
+    num_windows: int
+
+    def pieces(self, window: int) -> tuple[list[int], list[Piece]]:
+        """First places of the pieces in a window, ascending, and the pieces."""
+
+    def num_tokens(self, windows_N: np.ndarray) -> np.ndarray:
+        """Tokens of documents in windows, int64 [N]; the rest of L is padding."""
+
+
+def layout(lengths_D: np.ndarray, length: int, kind: str) -> Layout:
+    """The windows of documents.
+
+    lengths_D: tokens of each document, int64. length: L.
+    kind: CONCATENATED: documents end to end, cut every L tokens; the last tokens, fewer than L,
+      are in no window. DOCUMENTS_APART: each document begins a window and pads its last one.
+      BEST_FIT: every L tokens of a document fill a window and what is left of documents shares
+      windows (best_fit), so that no document is cut that fits into a window.
+    """
+    if kind == BEST_FIT:
+        return _best_fit_layout(lengths_D, length)
+    padded_D = lengths_D
+    if kind == DOCUMENTS_APART:
+        padded_D = -(-lengths_D // length) * length
+    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(padded_D)])
+    return EndToEnd(lengths_D, starts, length, int(starts[-1]) // length)
+
+
+@dataclasses.dataclass(frozen=True)
+class EndToEnd:
+    """Documents one after the other, each with its padding.
+
+    starts: int64 [D + 1], place of each document in the concatenation [tokens].
+    """
+
+    lengths_D: np.ndarray
+    starts: np.ndarray
+    length: int
+    num_windows: int
+
+    def pieces(self, window: int) -> tuple[list[int], list[Piece]]:
+        """Of the documents that the window cuts out of the concatenation (Layout)."""
+        begin = window * self.length
+        end = begin + self.length
+        document = int(np.searchsorted(self.starts, begin, side="right")) - 1
+        places, pieces = [], []
+        while document < len(self.lengths_D) and self.starts[document] < end:
+            start = int(self.starts[document])
+            stop = start + int(self.lengths_D[document])
+            places.append(max(start, begin) - begin)
+            pieces.append((document, max(begin - start, 0), min(end, stop) - start))
+            document += 1
+        return places, pieces
+
+    def num_tokens(self, windows_N: np.ndarray) -> np.ndarray:
+        """L, less the padding at the end of the window's last document (Layout)."""
+        begin_N = np.asarray(windows_N, np.int64) * self.length
+        last_N = np.searchsorted(self.starts, begin_N + self.length, side="left") - 1
+        stop_N = self.starts[last_N] + self.lengths_D[last_N]
+        return np.minimum(stop_N - begin_N, self.length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Windows whose pieces are listed; a document's pieces are L tokens long, but its last one.
+
+    first_D: int64 [D + 1], number of each document's first piece when pieces are counted through
+      the documents. piece_P: these numbers, window by window. begin_W: int64 [W + 1], where a
+      window's pieces begin in piece_P. filled_W: tokens of each window.
+    """
+
+    lengths_D: np.ndarray
+    first_D: np.ndarray
+    piece_P: np.ndarray
+    begin_W: np.ndarray
+    filled_W: np.ndarray
+    length: int
+
+    @property
+    def num_windows(self) -> int:
+        """W."""
+        return len(self.filled_W)
+
+    def pieces(self, window: int) -> tuple[list[int], list[Piece]]:
+        """In the order of the documents (Layout)."""
+        numbers = self.piece_P[self.begin_W[window] : self.begin_W[window + 1]]
+        documents = np.searchsorted(self.first_D, numbers, side="right") - 1
+        begins = (numbers - self.first_D[documents]) * self.length
+        ends = np.minimum(begins + self.length, self.lengths_D[documents])
+        places = np.cumsum(ends - begins) - (ends - begins)
+        pieces = zip(documents.tolist(), begins.tolist(), ends.tolist(), strict=True)
+        return places.tolist(), list(pieces)
+
+    def num_tokens(self, windows_N: np.ndarray) -> np.ndarray:
+        """From the table (Layout)."""
+        return self.filled_W[windows_N].astype(np.int64)
+
+
+def _best_fit_layout(lengths_D, length):
+    """Windows in the order of their first pieces, so that file order stays near that of files."""
+    first_D = np.concatenate([np.zeros(1, np.int64), np.cumsum(-(-lengths_D // length))])
+    size_P = np.full(first_D[-1], length, np.int32)
+    has_rest = lengths_D % length > 0
+    size_P[first_D[1:][has_rest] - 1] = lengths_D[has_rest] % length
+    window_P, W = best_fit(size_P, length)
+    first_W = np.empty(W, np.int64)
+    first_W[window_P[::-1]] = np.arange(len(size_P))[::-1]  # the last value written stays
+    rank_W = np.empty(W, np.int64)
+    rank_W[np.argsort(first_W)] = np.arange(W)
+    window_P = rank_W[window_P]
+    count_W = np.bincount(window_P, minlength=W)
+    begin_W = np.concatenate([np.zeros(1, np.int64), np.cumsum(count_W)])
+    filled_W = np.bincount(window_P, weights=size_P, minlength=W).astype(np.int32)
+    piece_P = np.argsort(window_P, kind="stable")
+    return Table(lengths_D, first_D, piece_P, begin_W, filled_W, length)
+
+
+def best_fit(size_P: np.ndarray, length: int) -> tuple[np.ndarray, int]:
+    """Best-fit decreasing: the window of each piece, int64 [P], and the number of windows W.
+
+    "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830) sec. 3.1: the largest piece
+    first, each into the window with the least room that still holds it, else into a new one.
+    size_P: tokens of each piece, 1 to L. length: L.
+
+    Pieces of one size s go in together: the window with the least room r >= s takes r // s of
+    them before another one is the best. Each time a window takes pieces its room falls below
+    half, so it is touched log2(L) times at most, and the time is that of sorting the pieces.
+    """
+    small = size_P.astype(np.uint16) if length < 2**16 else size_P  # sorted by radix
+    order_P = np.argsort(small, kind="stable")[::-1]
+    count_S = np.bincount(size_P, minlength=length + 1)
+    window_P = np.empty(len(size_P), np.int64)
+    rooms = _Rooms(length)
+    done = 0
+    for size in np.flatnonzero(count_S)[::-1].tolist():
+        end = done + int(count_S[size])
+        while done < end:
+            windows, each = rooms.take(size, end - done)
+            chosen = np.repeat(windows, each)[: end - done]
+            window_P[order_P[done : done + len(chosen)]] = chosen
+            done += len(chosen)
+    return window_P, rooms.num_windows
+
+
+class _Rooms:
+    """Windows by the room that is left in them [tokens]."""
+
+    def __init__(self, length):
+        self.num_windows = 0
+        self._length = length
+        self._rooms = []  # ascending; each has a list of arrays of windows
+        self._windows = {}
+
+    def take(self, size, count):
+        """Windows for at most `count` pieces, and how many each takes; the last may take fewer."""
+        position = bisect.bisect_left(self._rooms, size)
+        if position == len(self._rooms):
+            room, each = self._length, self._length // size
+            needed = -(-count // each)
+            windows = np.arange(self.num_windows, self.num_windows + needed)
+            self.num_windows += needed
+        else:
+            room = self._rooms[position]
+            each = room // size
+            needed = -(-count // each)
+            windows = self._pop(room, position)
+            if len(windows) > needed:
+                self._add(room, windows[needed:])
+                windows = windows[:needed]
+        taken = min(count, len(windows) * each)
+        last = taken - (len(windows) - 1) * each
+        if last < each:
+            self._add(room - last * size, windows[-1:])
+            self._add(room - each * size, windows[:-1])
+        else:
+            self._add(room - each * size, windows)
+        return windows, each
+
+    def _pop(self, room, position):
+        arrays = self._windows[room]
+        windows = arrays.pop()
+        if not arrays:
+            del self._windows[room], self._rooms[position]
+        return windows
+
+    def _add(self, room, windows):
+        if not room or not len(windows):
+            return
+        if room not in self._windows:
+            bisect.insort(self._rooms, room)
+            self._windows[room] = []
+        self._windows[room].append(windows)

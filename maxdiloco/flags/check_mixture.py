@@ -1,0 +1,81 @@
+"""Checks of packing and of the mixture of sources that need no file."""
+
+import re
+from fractions import Fraction
+from typing import Any
+
+from maxdiloco.errors import ConfigError
+from maxdiloco.flags.base_yml import show
+
+_FORM = "Write dataset_mixture=[{path: ..., weight: ..., name: ...}, ...]."
+
+
+def check(cfg: Any) -> None:
+    """Raise ConfigError for keys of packing and of the mixture that cannot work. cfg: a Config."""
+    if not cfg.packing and cfg.grain_packing_type != "concat_then_split":
+        raise ConfigError(
+            f"grain_packing_type={cfg.grain_packing_type} does nothing with packing=false. Leave "
+            f"it out, or use packing=true."
+        )
+    if not cfg.dataset_mixture:
+        if cfg.dataset_per_replica:
+            raise ConfigError(
+                "dataset_per_replica=true does nothing without dataset_mixture. Name its sources "
+                "there, or leave it false."
+            )
+        return
+    if cfg.dataset_path:
+        raise ConfigError(
+            f"dataset_path={cfg.dataset_path} is given beside dataset_mixture, which names every "
+            f"source. Leave one of them out."
+        )
+    if cfg.dataset_type == "synthetic":
+        raise ConfigError(
+            "dataset_mixture needs files, but dataset_type=synthetic has none. Leave one of them "
+            "out."
+        )
+    weights = [_weight(entry) for entry in cfg.dataset_mixture]
+    names = [entry["name"] for entry in cfg.dataset_mixture]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"dataset_mixture has {names.count(name)} sources named {name}: checkpoints and "
+                f"metrics tell them apart by name. Give each its own."
+            )
+    if not any(weights):
+        raise ConfigError(
+            f"dataset_mixture={show(cfg.dataset_mixture)} has no weight above 0. Give a source one."
+        )
+    if cfg.dataset_per_replica and len(set(weights)) > 1:
+        raise ConfigError(
+            "dataset_mixture has weights, which do nothing with dataset_per_replica=true: a "
+            "replica reads one source. Leave them out."
+        )
+
+
+def _weight(entry: Any) -> Fraction:
+    """The weight of a source whose entry is in order."""
+    if not isinstance(entry, dict):
+        raise ConfigError(f"dataset_mixture: {show(entry)} is not a source. {_FORM}")
+    unknown = sorted(entry.keys() - {"path", "weight", "name"})
+    missing = [key for key in ("path", "name") if not entry.get(key)]
+    if unknown or missing:
+        why = f"has no {missing[0]}" if missing else f"has {unknown[0]}, which is no key of it"
+        raise ConfigError(f"dataset_mixture: source {show(entry)} {why}. {_FORM}")
+    name, path, weight = entry["name"], entry["path"], entry.get("weight", "1")
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name):
+        raise ConfigError(
+            f"dataset_mixture: name {name} cannot be part of a metric's name. Use letters, digits, "
+            f"'.', '_' and '-'."
+        )
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path):
+        raise ConfigError(
+            f"dataset_mixture: path {path} of source {name} is an address, but text is read from "
+            f"files. Mount the bucket and give its folder."
+        )
+    if not re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,2})?", weight):
+        raise ConfigError(
+            f"dataset_mixture: weight {weight} of source {name} is not a number of at least 0. "
+            f"Give its share, such as 0.7 or 7."
+        )
+    return Fraction(weight)

@@ -1,0 +1,320 @@
+"""A mixture of sources: shares, the order contract of each source, resuming, what is refused."""
+
+import collections
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from maxdiloco.data import mixture, order, packing, pipeline, text
+from maxdiloco.data.mixture import Mixture
+from maxdiloco.data.order import Position
+from maxdiloco.errors import ConfigError, DataError
+
+SIZES = {"a": 40, "b": 13, "c": 7}
+
+
+@dataclasses.dataclass(frozen=True)
+class NumberedWindows:
+    """Window i of a source has the tokens (its letter, i); the last third of each is padding."""
+
+    source: int
+    num_windows: int
+    length: int = 3
+    padded: bool = True
+
+    def read(self, windows_N):
+        source_N = np.full_like(windows_N, self.source)
+        tokens_NL = np.stack([source_N, windows_N, np.zeros_like(windows_N)], axis=1)
+        return tokens_NL.astype(np.int32), np.sign(tokens_NL + [[1, 1, 0]]).astype(np.int32)
+
+    def num_tokens(self, windows_N):
+        return np.full(len(windows_N), 2)
+
+    def fingerprint(self):
+        return f"{self.source}-{self.num_windows}"
+
+
+def mixed(shares, sizes=None, seed=5):
+    """A mixture of sources a, b, c; shares by name, empty: replicas with sources of their own."""
+    sizes = sizes or SIZES
+    sources = [
+        pipeline.Dataset(NumberedWindows(k, size), order.seed_of(name, seed), name)
+        for k, (name, size) in enumerate(sizes.items())
+    ]
+    return Mixture.of(tuple(sizes), tuple(sources), shares, seed)
+
+
+def all_rows(position):
+    return dict(
+        zip(("replicas", "rows"), np.ix_(range(position.M), range(position.B)), strict=True)
+    )
+
+
+def windows_read(data, position, step):
+    """(source, window) of every row of a step, by replica."""
+    tokens = pipeline.read(data, position, step, **all_rows(position))["tokens"]
+    return [[tuple(row[:2].tolist()) for row in replica] for replica in tokens]
+
+
+def through_json(position):
+    """As a checkpoint keeps it, with its keys in any order."""
+    return Position.from_dict(json.loads(json.dumps(position.to_dict(), sort_keys=True)))
+
+
+some_shares = st.dictionaries(st.sampled_from("abc"), st.integers(1, 5)).map(
+    lambda given: {name: given.get(name, 1) for name in "abc"}
+)
+legs = st.lists(
+    st.tuples(st.integers(3, 5), st.integers(1, 3), st.integers(0, 4), some_shares),
+    min_size=1,
+    max_size=4,
+)
+
+
+def follow(legs, *, per_replica=False):
+    """Windows read of each source over a run that stops and goes on with other M, B and weights;
+    and the position at the end. Each start knows only what a checkpoint keeps."""
+    position, step, read = None, 1, collections.defaultdict(list)
+    for M, B, steps, shares in legs:
+        data = mixed({} if per_replica else shares)
+        if position is None:
+            position = data.first_position(M, B)
+        else:
+            position = data.next_position(through_json(position), step, M, B)
+        for _ in range(steps):
+            for row in sum(windows_read(data, position, step), []):
+                read[row[0]].append(row[1])
+            step += 1
+    return read
+
+
+@hypothesis_settings(max_examples=60, deadline=None)
+@given(legs=legs, per_replica=st.booleans())
+def test_no_sequence_of_a_source_is_read_twice_or_left_out_in_its_epoch(legs, per_replica):
+    """Whatever M, B and the weights become on the way, also with sources for replicas."""
+    for source, windows in follow(legs, per_replica=per_replica).items():
+        size = list(SIZES.values())[source]
+        # Steps interleave replicas, so a step may finish an epoch in another order: compare sets.
+        counts = collections.Counter(windows)
+        epochs, rest = divmod(len(windows), size)
+        assert sorted(counts[window] for window in range(size)) == (
+            [epochs] * (size - rest) + [epochs + 1] * rest
+        )
+
+
+@hypothesis_settings(max_examples=30, deadline=None)
+@given(shares=some_shares, M=st.integers(1, 4), B=st.integers(1, 4), steps=st.integers(1, 12))
+def test_shares_are_exact_after_every_step_whatever_m_and_b(shares, M, B, steps):
+    """Less than one sequence off, and a pure function of how many were read."""
+    data = mixed(shares)
+    position = data.first_position(M, B)
+    read = [row[0] for t in range(1, steps + 1) for row in sum(windows_read(data, position, t), [])]
+    total = sum(shares.values())
+    for k, share in enumerate(shares.values()):
+        assert abs(read.count(k) * total - len(read) * share) < total
+    other = data.first_position(1, 1)
+    alone = [windows_read(data, other, t)[0][0][0] for t in range(1, len(read) + 1)]
+    assert sorted(read) == sorted(alone)
+
+
+@pytest.mark.parametrize("shares", [{"a": 2, "b": 1, "c": 1}, {}])
+def test_a_run_that_resumes_reads_the_batches_of_one_that_did_not_stop(shares):
+    """Bit for bit, at each of ten steps."""
+    data = mixed(shares)
+    whole = data.first_position(3, 2)
+    for step in range(2, 11):
+        resumed = data.next_position(through_json(whole), step, 3, 2)
+        assert resumed == whole
+        for name, leaf in pipeline.read(data, resumed, step, **all_rows(whole)).items():
+            assert np.array_equal(leaf, pipeline.read(data, whole, step, **all_rows(whole))[name])
+
+
+def test_rows_split_over_processes_and_workers_are_those_of_one():
+    """Half of the rows each; a process of its own reads the same as a thread."""
+    data = mixed({"a": 2, "b": 1, "c": 1})
+    position = data.first_position(2, 4)
+    found = []
+    for replicas, rows, worker_count in [
+        (range(2), range(4), 1),
+        (range(2), range(2), 0),
+        (range(2), range(2, 4), 0),
+    ]:
+        grid = np.ix_(replicas, rows)
+        with pipeline.batches(
+            data,
+            position,
+            steps=range(3, 6),
+            replicas=grid[0],
+            rows=grid[1],
+            worker_count=worker_count,
+        ) as batches:
+            found.append(np.stack([batch["tokens"] for batch in batches]))
+    assert np.array_equal(np.concatenate(found[1:], axis=2), found[0])
+
+
+def test_with_weights_that_change_every_source_goes_on_where_it_is():
+    """By hand: 8 sequences at 2:1:1 read 4, 2 and 2; then 4 at 0:1:1 read none, 2 and 2 more."""
+    first, then = mixed({"a": 2, "b": 1, "c": 1}), mixed({"a": 0, "b": 1, "c": 1})
+    position = first.first_position(2, 2)
+    position = then.next_position(position, 3, 2, 2)
+    assert position.sources == order.SourcesRead(
+        begun=8, read={"a": 4, "b": 2, "c": 2}, shares={"a": 0, "b": 1, "c": 1}
+    )
+    assert (position.base, position.s0) == (8, 3)
+    source, number = then.places(position, 3, *np.ix_(range(2), range(2)))
+    assert sorted(zip(source.flat, number.flat, strict=True)) == [(1, 2), (1, 3), (2, 2), (2, 3)]
+    assert then.metrics(position, 3)["data/tokens_c"] == 4 * 3
+
+
+def test_with_two_equal_sources_a_replica_meets_both():
+    """Two replicas of one row: the order of sources is a, b, a, b, but rows are drawn."""
+    data = mixed({"a": 1, "b": 1}, sizes={"a": 40, "b": 13})
+    position = data.first_position(2, 1)
+    seen = [windows_read(data, position, step)[0][0][0] for step in range(1, 41)]
+    assert 8 < sum(seen) < 32
+
+
+def test_a_small_source_repeats_in_another_order_while_a_large_one_is_in_its_first_epoch():
+    data = mixed({"a": 1, "c": 1}, sizes={"a": 40, "c": 7})
+    position = data.first_position(1, 2)
+    read = [row for step in range(1, 15) for row in windows_read(data, position, step)[0]]
+    small = [window for source, window in read if source == 1]
+    assert sorted(small[:7]) == sorted(small[7:]) == list(range(7))
+    assert small[:7] != small[7:]
+    large = [window for source, window in read if source == 0]
+    assert len(set(large)) == len(large) == 14
+
+
+def test_replica_m_reads_source_m_mod_k_alone():
+    """Five replicas, three sources: 0 and 3 share the first, 1 and 4 the second."""
+    data = mixed({})
+    position = data.first_position(5, 2)
+    for step in range(1, 4):
+        sources = [{source for source, _ in rows} for rows in windows_read(data, position, step)]
+        assert sources == [{0}, {1}, {2}, {0}, {1}]
+    assert [line.partition("; ")[2] for line in data.description() if "; " in line] == [
+        f"replicas {k}, {k + 3}, ..." for k in range(3)
+    ]
+
+
+@pytest.mark.parametrize("shares", [{"a": 6, "b": 3, "c": 1}, {"a": 1, "b": 0, "c": 0}, {}])
+def test_an_epoch_ends_before_any_sequence_would_be_read_again(shares):
+    """steps=-1: all steps up to the last are without a repeat, one more is not."""
+    data = mixed(shares)
+    position = data.first_position(3, 1)
+    last = pipeline.last_step_of_epoch(data, position)
+    rows = [sum(windows_read(data, position, step), []) for step in range(1, last + 2)]
+    assert len(set(sum(rows[:-1], []))) == 3 * last
+    assert len(set(sum(rows, []))) < 3 * (last + 1)
+    resumed = data.next_position(position, 3, 4, 1)
+    assert pipeline.last_step_of_epoch(data, resumed) <= last
+
+
+def test_metrics_count_tokens_of_each_source_and_the_padding_of_the_step():
+    """Step 2 of 4 sequences at 2:1:1 in windows of 3, of which one token is padding."""
+    data = mixed({"a": 2, "b": 1, "c": 1})
+    found = data.metrics(data.first_position(2, 2), 2)
+    assert found.pop("data/padding") == pytest.approx(1 / 3)
+    assert found == {"data/tokens_a": 12.0, "data/tokens_b": 6.0, "data/tokens_c": 6.0}
+
+
+def test_a_source_too_small_for_a_step_and_one_without_a_replica_are_refused():
+    data = mixed({"a": 2, "b": 1, "c": 1})
+    with pytest.raises(DataError, match=r"^c has 7 sequences of .* reads 8 of it\. Give it more"):
+        pipeline.check_size(data, data.first_position(2, 16))
+    with pytest.raises(ConfigError, match=r"2 replicas leave source c unread.*replicas=3 or more"):
+        mixed({}).check_size(mixed({}).first_position(2, 1))
+
+
+def test_the_fingerprint_is_that_of_the_sources_and_not_of_the_weights():
+    one = mixed({"a": 2, "b": 1, "c": 1}).fingerprint
+    assert mixed({"a": 1, "b": 1, "c": 5}).fingerprint == one
+    other = mixed({"a": 2, "b": 1, "c": 1}, sizes=SIZES | {"b": 12}).fingerprint
+    assert mixture.changed_sources(one, other) == ["b"]
+    assert mixture.changed_sources("8766f845ccc56041", "synthetic-1") == []
+
+
+@pytest.fixture
+def two_sources(settings, folder):
+    """Settings of two folders of text; keywords replace them."""
+
+    def make(**changed):
+        root = folder(
+            {f"a/{i}.txt": b"a" * 39 for i in range(3)}
+            | {f"b/{i}.txt": b"b" * 19 for i in range(5)}
+        )
+        entries = ({"path": f"{root}/b", "weight": "1", "name": "b"},)
+        entries += ({"path": f"{root}/a", "weight": "3", "name": "a"},)
+        return settings(**{"dataset_mixture": entries} | changed)
+
+    return make
+
+
+def test_sources_of_a_config_are_opened_in_the_order_of_their_names(two_sources):
+    """And the held-out part is that of each: one window of 25 and one of 30."""
+    data = mixture.open_dataset(two_sources(), split="train")
+    assert (data.names, data.shares) == (("a", "b"), {"a": 3, "b": 1})
+    assert [source.num_windows for source in data.sources] == [29, 24]
+    assert len({source.seed for source in data.sources}) == 2
+    held_out = mixture.open_dataset(two_sources(), split="eval")
+    tokens = held_out.read_indices(np.arange(held_out.num_windows))["tokens"]
+    assert sorted(set(tokens.flat)) == [ord("a"), ord("b")] and len(tokens) == 2
+    own = two_sources(eval_dataset_path=two_sources().dataset_mixture[0]["path"])
+    assert mixture.open_dataset(own, split="eval").name.startswith("eval_dataset_path=")
+
+
+def test_a_source_that_is_missing_or_empty_is_named(two_sources, folder):
+    root = folder({"none/1.txt": b""})
+    for path, words in [("absent", "does not exist"), ("none", "holds no text for train")]:
+        entries = ({"path": f"{root}/{path}", "name": "x"},)
+        with pytest.raises(DataError, match=rf"^dataset_mixture, source x: .*{path} {words}"):
+            mixture.open_dataset(two_sources(dataset_mixture=entries), split="train")
+
+
+def test_without_a_mixture_the_data_set_is_the_one_of_the_path(settings, folder):
+    root = folder({"1.txt": b"a" * 99})
+    data = mixture.open_dataset(settings(dataset_path=root), split="train")
+    assert isinstance(data, pipeline.Dataset) and data.name == f"dataset_path={root}"
+    assert data.metrics(data.first_position(1, 1), 1) == {}
+
+
+@hypothesis_settings(max_examples=40, deadline=None)
+@given(
+    texts=st.lists(st.integers(1, 30), min_size=5, max_size=30),
+    kind=st.sampled_from(["concat_then_split", "best_fit", "none"]),
+    legs=st.lists(
+        st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(0, 4)), min_size=1, max_size=4
+    ),
+)
+def test_every_window_of_a_text_is_read_once_an_epoch(texts, kind, legs):
+    """Over changes of M and B, for every packing."""
+    lengths = np.array(texts, np.int64)
+    layout = packing.layout(lengths, 5, kind)
+    size = layout.num_windows
+    windows = text.TextWindows(None, layout, 5, kind, 0, size)
+    data = pipeline.Dataset(windows, 3, "text")
+    position, step, read = data.first_position(*legs[0][:2]), 1, []
+    for M, B, steps in legs:
+        position = data.next_position(through_json(position), step, M, B)
+        for _ in range(steps):
+            grid = np.ix_(range(M), range(B))
+            read += data._windows(order.indices(position, step, *grid)).flat
+            step += 1
+    for begin in range(0, len(read), size):
+        epoch = read[begin : begin + size]
+        assert len(set(epoch)) == len(epoch)
+
+
+def test_best_fit_reports_its_padding(settings, folder):
+    """Two documents of 3 tokens in windows of 4: a quarter."""
+    root = folder({"1.txt": b"ab", "2.txt": b"cd"})
+    cfg = settings(dataset_path=root, eval_dataset_path=root, grain_packing_type="best_fit")
+    data = mixture.open_dataset(cfg, split="train")
+    assert data.metrics(data.first_position(1, 2), 1) == {"data/padding": 0.25}
+    (line,) = data.description()
+    assert line == f"dataset_path={root}: 2 sequences an epoch, 25.00% of them padding"
