@@ -6,7 +6,8 @@ Names (a row has those that exist at its step):
     weighted by the product of their norms), diloco/drift (mean |x_m - theta|): of the last
     synchronised fragment, as it was sent
     perf/step_time [s], perf/tokens_per_second, perf/tflops_per_device, perf/mfu (metrics/speed.py)
-    dcn/bytes_sent (per replica and step), eval/loss [nats per token]
+    dcn/bytes_sent (per replica and step)
+    eval/loss [nats per token], eval/perplexity, eval/bits_per_byte (only of text)
 """
 
 import collections

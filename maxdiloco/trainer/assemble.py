@@ -14,6 +14,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxdiloco.data import tokenizer
+from maxdiloco.data.token_bytes import bytes_of_tokens
 from maxdiloco.diloco import outer
 from maxdiloco.engine.calls import START, Call
 from maxdiloco.engine.data_parallel import DataParallel
@@ -123,12 +125,32 @@ def assemble(
             model,
             mesh,
             rules,
-            rows=shape.num_replicas * shape.sequences // cfg.gradient_accumulation_steps,
+            rows=eval_rows(cfg, mesh, shape),
             length=shape.length,
-            num_batches=cfg.eval_steps,
+            num_sequences=eval_sequences(cfg, eval_rows(cfg, mesh, shape)),
+            token_bytes=token_bytes(cfg),
             on_compile=on_compile,
         ),
     )
+
+
+def eval_rows(cfg: Config, mesh: Mesh, shape: BatchShape) -> int:
+    """Sequences of an evaluation batch, over all devices."""
+    if cfg.eval_per_device_batch_size != -1:
+        return cfg.eval_per_device_batch_size * mesh.size
+    return shape.num_replicas * shape.sequences // cfg.gradient_accumulation_steps
+
+
+def eval_sequences(cfg: Config, rows: int) -> int:
+    """Sequences that an evaluation reads of each set; -1: all. rows: of eval_rows."""
+    return cfg.eval_steps if cfg.eval_steps == -1 else cfg.eval_steps * rows
+
+
+def token_bytes(cfg: Config) -> np.ndarray:
+    """Bytes of text that each token of a run stands for, int32 [V]; synthetic data are no text."""
+    if cfg.dataset_type == "synthetic":
+        return np.zeros(cfg.vocab_size, np.int32)
+    return bytes_of_tokens(tokenizer.build(cfg), cfg.vocab_size)
 
 
 def batch_shape(cfg: Config, mesh: Mesh) -> BatchShape:

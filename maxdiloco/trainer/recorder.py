@@ -63,11 +63,11 @@ class Recorder:
         return learning | parts.trainer.extra_metrics(state, steps) | speed
 
     def evaluate(self, state: Any, held_out: Dataset) -> dict[str, float]:
-        """The loss of theta on the held-out text [nats per token]."""
+        """Loss, perplexity and bits per byte of theta on the held-out text."""
         self._check(state)
         with self._clock.excluded():
             theta = self._parts.trainer.outer_params(state)
-            return {"eval/loss": self._parts.evaluation(theta, held_out)}
+            return self._parts.evaluation(theta, held_out).metrics()
 
     def write(self, t: int, row: dict[str, float]) -> None:
         """Write the metrics of step t to the run's files and to the console."""

@@ -42,7 +42,7 @@ def test_the_logged_eval_loss_is_that_of_theta_on_the_first_held_out_windows(tex
     loss = jax.jit(model.loss)
     total = tokens = 0.0
     dataset = pipeline.open_dataset(cfg, split="eval")
-    with pipeline.eval_batches(dataset, batch_size=1, num_batches=8) as windows:
+    with pipeline.eval_batches(dataset, batch_size=1, num_sequences=8) as windows:
         for window in windows:
             _, aux = loss(theta, window)
             total += float(aux["cross_entropy"])
