@@ -9,6 +9,7 @@ from typing import Any
 
 from maxdiloco.diloco import schedule
 from maxdiloco.errors import ConfigError
+from maxdiloco.flags import eval_sets
 from maxdiloco.flags.base_yml import Key, show
 
 BYTE_TOKENS = 257  # 256 byte values and the token that starts a document
@@ -290,6 +291,7 @@ def _schedule(cfg: Any) -> None:
 
 
 def _data(cfg: Any) -> None:
+    eval_sets.check(cfg)
     if cfg.dataset_type == "synthetic":
         if cfg.eval_interval != -1 and cfg.eval_steps == -1:
             raise ConfigError(
@@ -298,6 +300,7 @@ def _data(cfg: Any) -> None:
             )
         return
     paths = {"dataset_path": cfg.dataset_path, "eval_dataset_path": cfg.eval_dataset_path}
+    paths |= {f"eval_sets.{name}": path for name, path in cfg.eval_sets}
     for key, path in paths.items():
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path):
             raise ConfigError(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, checks
-from maxdiloco.flags.base_yml import Key, Value, show
+from maxdiloco.flags.base_yml import Key, Table, Value, show
 
 ENVIRONMENT_PREFIX = "M_"  # MaxText's
 MOST_DIGITS = 20  # of a whole number; more are no limit of any key, and Python refuses 4,301
@@ -22,7 +22,7 @@ MOST_SHOWN = 200  # characters of a value in a message
 class Config(types.SimpleNamespace):
     """The value of every key of base.yml, as attributes that cannot be set.
 
-    Lists are tuples. A name that is no key raises AttributeError.
+    Lists are tuples, tables are Tables. A name that is no key raises AttributeError.
     """
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -36,7 +36,7 @@ class Config(types.SimpleNamespace):
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Every key and value, fit for JSON: lists, not tuples. `from_dict` takes it back."""
+        """Every key and value, fit for JSON: lists and dicts. `from_dict` takes it back."""
         return {name: base_yml.as_lists(value) for name, value in vars(self).items()}
 
 
@@ -202,9 +202,11 @@ def _convert(key: Key, given: Given) -> Value:
     raw = given.raw
     if isinstance(key.default, tuple):
         value = base_yml.parse_list(raw) if isinstance(raw, str) else raw
-        if value is None:
-            raise _wrong(key, given, "is not a list")
+        if type(value) is not type(key.default):
+            raise _wrong(key, given, f"is not a {_TYPES[type(key.default)]}")
         return value
+    if isinstance(raw, Table):
+        raise _wrong(key, given, "is a table, but keys are not nested")
     if not isinstance(raw, str):
         raise _wrong(key, given, "is a list")
     if isinstance(key.default, bool):
@@ -237,7 +239,7 @@ def _same_type(key: Key, given: Given) -> Value:
     return value
 
 
-_TYPES = {bool: "bool", int: "int", float: "float", str: "text", tuple: "list"}
+_TYPES = {bool: "bool", int: "int", float: "float", str: "text", tuple: "list", Table: "table"}
 
 
 def _wrong(key: Key, given: Given, why: str) -> ConfigError:
@@ -253,4 +255,7 @@ def _shown(raw: Any) -> str:
 
 
 def _frozen(value: Any) -> Any:
+    if isinstance(value, Table | dict):
+        pairs = value.items() if isinstance(value, dict) else value
+        return Table((name, _frozen(entry)) for name, entry in pairs)
     return tuple(_frozen(entry) for entry in value) if isinstance(value, list | tuple) else value

@@ -7,7 +7,8 @@ Names (a row has those that exist at its step):
     synchronised fragment, as it was sent
     perf/step_time [s], perf/tokens_per_second, perf/tflops_per_device, perf/mfu (metrics/speed.py)
     dcn/bytes_sent (per replica and step)
-    eval/loss [nats per token], eval/perplexity, eval/bits_per_byte (only of text)
+    eval/loss [nats per token], eval/perplexity, eval/bits_per_byte (only of text): of the held-out
+    text; eval/<name>/loss ... of each text of eval_sets
 """
 
 import collections

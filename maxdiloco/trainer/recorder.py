@@ -62,12 +62,15 @@ class Recorder:
         learning = learning_metrics(metrics, optimizer.learning_rate(parts.learning_rate, t - 1))
         return learning | parts.trainer.extra_metrics(state, steps) | speed
 
-    def evaluate(self, state: Any, held_out: Dataset) -> dict[str, float]:
-        """Loss, perplexity and bits per byte of theta on the held-out text."""
+    def evaluate(self, state: Any, held_out: dict[str, Dataset]) -> dict[str, float]:
+        """Loss, perplexity and bits per byte of theta on each text of eval_texts."""
         self._check(state)
         with self._clock.excluded():
             theta = self._parts.trainer.outer_params(state)
-            return self._parts.evaluation(theta, held_out).metrics()
+            row = {}
+            for name, dataset in held_out.items():
+                row |= self._parts.evaluation(theta, dataset).metrics(name)
+            return row
 
     def write(self, t: int, row: dict[str, float]) -> None:
         """Write the metrics of step t to the run's files and to the console."""

@@ -11,13 +11,14 @@ from maxdiloco.data.pipeline import Dataset
 from maxdiloco.flags.config import Config
 from maxdiloco.storage import object_store
 from maxdiloco.storage.run_folder import RunFolder, reason
+from maxdiloco.trainer import eval_texts
 from maxdiloco.trainer.assemble import BatchShape
 
 
 def open_data(
     cfg: Config, shape: BatchShape, folder: RunFolder, say: Callable[[str], None]
-) -> tuple[Dataset, Dataset | None, LineIndex]:
-    """The training text, the held-out text if the run evaluates, and the index of both.
+) -> tuple[Dataset, dict[str, Dataset], LineIndex]:
+    """The training text, those to evaluate on (eval_texts) if the run does, and the index of all.
 
     folder: of the run. .jsonl files in the index of an earlier start are not read through again;
     the caller saves the new index (save_index) once the folder exists.
@@ -28,9 +29,7 @@ def open_data(
         load_index(index, folder.line_index)
     train = pipeline.open_dataset(cfg, split="train", index=index)
     pipeline.check_size(train, first_position(shape.num_replicas, shape.sequences))
-    held_out = None
-    if cfg.eval_interval != -1:
-        held_out = pipeline.open_dataset(cfg, split="eval", index=index)
+    held_out = {} if cfg.eval_interval == -1 else eval_texts.open_texts(cfg, index)
     return train, held_out, index
 
 

@@ -139,7 +139,7 @@ def train(cfg: Config, begun: float) -> int:
             last, row = t == total, {}
             if last or t % cfg.log_period == 0:
                 row |= recorder.log(t, state)
-            if held_out is not None and (last or t % cfg.eval_interval == 0):
+            if held_out and (last or t % cfg.eval_interval == 0):
                 row |= recorder.evaluate(state, held_out)
             progress.advance()
             if row:

@@ -1,0 +1,26 @@
+"""The texts that theta is evaluated on: the held-out part, and the named ones of eval_sets."""
+
+from maxdiloco.data import pipeline
+from maxdiloco.data.line_index import LineIndex
+from maxdiloco.data.pipeline import Dataset
+from maxdiloco.errors import DataError
+from maxdiloco.flags import config
+from maxdiloco.flags.config import Config
+
+HELD_OUT = ""  # its metrics have no name between eval/ and loss
+
+
+def open_texts(cfg: Config, index: LineIndex | None = None) -> dict[str, Dataset]:
+    """{name: data set}: HELD_OUT, the eval split of the run, then eval_sets in their order.
+
+    index: of data.text.open_text. Raises DataError for text that is missing, unreadable or too
+    short.
+    """
+    texts = {HELD_OUT: pipeline.open_dataset(cfg, split="eval", index=index)}
+    for name, path in cfg.eval_sets:
+        of_set = config.from_dict(cfg.as_dict() | {"eval_dataset_path": path})
+        try:
+            texts[name] = pipeline.open_dataset(of_set, split="eval", index=index)
+        except DataError as error:
+            raise DataError(f"eval_sets.{name}, read as eval_dataset_path is: {error}") from error
+    return texts
