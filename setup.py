@@ -39,6 +39,7 @@ setup(
             "maxdiloco-train = maxdiloco.train:cli",
             "maxdiloco-train-compile = maxdiloco.train_compile:cli",
             "maxdiloco-generate = maxdiloco.generate:cli",
+            "maxdiloco-evaluate = maxdiloco.evaluate:cli",
         ]
     },
 )

@@ -23,7 +23,7 @@ FLOORS = (
     "metrics",
     "trainer aot",
 )
-PROGRAMS = {"maxdiloco", "train", "train_compile", "generate", "command_line"}
+PROGRAMS = {"maxdiloco", "train", "train_compile", "generate", "evaluate", "command_line"}
 
 # Importer, and what it must not import although the floors would allow it.
 NEVER = (
@@ -34,7 +34,7 @@ NEVER = (
     # The algorithm serves any training step: it knows no language model and no config.
     ("engine.* exchange.*", "flags.* models.* data.*"),
     ("checkpoint.* storage.*", "flags.* models.* data.*"),
-    ("* !train !train_compile !generate", "maxdiloco"),
+    ("* !train !train_compile !generate !evaluate", "maxdiloco"),
 )
 
 # diloco/ knows numbers and pytrees: no file, clock, thread, device or configuration.

@@ -7,7 +7,7 @@ import math
 import pathlib
 import re
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from maxdiloco.errors import ConfigError
@@ -85,6 +85,35 @@ def from_dict(stored: Mapping[str, Any]) -> Config:
         given = Given(value, "stored config")
         values[name] = _same_type(_known(name, given, keys), given)
     return Config(**values)
+
+
+def changed(
+    stored: Mapping[str, Any],
+    argv: Iterable[str],
+    environ: Mapping[str, str],
+    *,
+    may_change: Collection[str],
+) -> Config:
+    """A stored config with other values for some keys.
+
+    stored: of `as_dict`. argv: key=value alone. environ: as for `load`; only those of may_change
+    count, since the others are meant for training. Raises ConfigError.
+    """
+    keys = base_yml.declared()
+    given = _from_environment(environ, keys)
+    given = {name: text for name, text in given.items() if name in may_change}
+    for name, text in _from_command_line(list(argv)).items():
+        if name not in may_change:
+            _known(name, text, keys)
+            raise ConfigError(
+                f"{name}={_shown(text.raw)} (command line) is taken from the run and cannot be "
+                f"changed here. Leave it out; what may change: {', '.join(may_change)}."
+            )
+        given[name] = text
+    values = vars(from_dict(stored))
+    cfg = Config(**values | {name: _convert(keys[name], text) for name, text in given.items()})
+    checks.check(cfg, keys)
+    return cfg
 
 
 def describe_differences(cfg: Config) -> list[str]:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.data import tokenizer
-from maxdiloco.data.token_bytes import bytes_of_tokens
+from maxdiloco.data.token_text import bytes_of_tokens
 from maxdiloco.diloco import outer
 from maxdiloco.engine.calls import START, Call
 from maxdiloco.engine.data_parallel import DataParallel
@@ -85,15 +85,14 @@ def assemble(
     shape: of batch_shape. links: see needs_links. total_steps: of the learning-rate schedule, when
     the config leaves it open. Raises ConfigError for a model that the devices cannot run.
     """
-    backend = mesh.devices.flat[0].platform
-    model = transformer.build(cfg, backend="gpu" if backend in ("cuda", "rocm") else backend)
+    model = model_on(cfg, mesh)
     rules = model.spec.rules
     learning_rate = optimizer.learning_rate_schedule(cfg, total_steps)
     inner_optimizer = optimizer.build(cfg, learning_rate, model=model)
+    params = parameters_on(model, mesh)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
-    shardings = parameter_shardings(model.logical_axes, shapes, mesh, rules)
+    shardings = jax.tree.map(lambda x: x.sharding, params)
     opt_shardings = optimizer_shardings(inner_optimizer, shapes, shardings, mesh)
-    params = _with_shardings(shapes, shardings)
     opt_state = _with_shardings(jax.eval_shape(inner_optimizer.init, shapes), opt_shardings)
     step = inner_step.make(
         model,
@@ -132,6 +131,19 @@ def assemble(
             on_compile=on_compile,
         ),
     )
+
+
+def model_on(cfg: Config, mesh: Mesh) -> Model:
+    """The model for the devices of a mesh. Raises ConfigError for a kernel that they lack."""
+    backend = mesh.devices.flat[0].platform
+    return transformer.build(cfg, backend="gpu" if backend in ("cuda", "rocm") else backend)
+
+
+def parameters_on(model: Model, mesh: Mesh) -> Any:
+    """One set of parameters as ShapeDtypeStructs, sharded within a slice, alike in all slices."""
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    shardings = parameter_shardings(model.logical_axes, shapes, mesh, model.spec.rules)
+    return _with_shardings(shapes, shardings)
 
 
 def eval_rows(cfg: Config, mesh: Mesh, shape: BatchShape) -> int:

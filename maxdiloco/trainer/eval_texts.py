@@ -6,6 +6,7 @@ from maxdiloco.data.pipeline import Dataset
 from maxdiloco.errors import DataError
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
+from maxdiloco.trainer import start
 
 HELD_OUT = ""  # its metrics have no name between eval/ and loss
 
@@ -24,3 +25,11 @@ def open_texts(cfg: Config, index: LineIndex | None = None) -> dict[str, Dataset
         except DataError as error:
             raise DataError(f"eval_sets.{name}, read as eval_dataset_path is: {error}") from error
     return texts
+
+
+def agree(texts: dict[str, Dataset]) -> None:
+    """Raise DataError unless all processes have the same texts. All processes call it."""
+    if texts:
+        start.agreed_fingerprint(
+            "".join(text.fingerprint for text in texts.values()), key="the texts to evaluate on"
+        )

@@ -63,7 +63,7 @@ class Evaluation:
     """The evaluation of a run: one program that adds up the losses of a batch [B, L].
 
     rows: B. num_sequences: how many are read, -1 for all of the text. token_bytes: bytes that each
-    token stands for, int32 [V] (data.token_bytes).
+    token stands for, int32 [V] (data.token_text).
     """
 
     def __init__(

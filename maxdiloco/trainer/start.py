@@ -14,7 +14,7 @@ from maxdiloco.checkpoint.read import Restored
 from maxdiloco.data.order import Position, first_position, next_position
 from maxdiloco.engine.trainer import SavedLayout
 from maxdiloco.errors import CheckpointError, DataError
-from maxdiloco.flags import base_yml, config, resume
+from maxdiloco.flags import base_yml, resume
 from maxdiloco.flags.config import Config
 from maxdiloco.processes.agree import from_first_process, in_any_process
 from maxdiloco.storage import shared_folder
@@ -65,13 +65,16 @@ def look(
     return Start(saved.step, position, f"resumed after step {saved.step}", saved)
 
 
-def agreed_fingerprint(data: str) -> str:
-    """The fingerprint of the data. Raises DataError unless it is the same in all processes."""
+def agreed_fingerprint(data: str, *, key: str = "dataset_path") -> str:
+    """The fingerprint of the data. Raises DataError unless it is the same in all processes.
+
+    key: what gave the data, for the message.
+    """
     shared_folder.meet()  # the first process may still wait for the lock of the run's folder
     checksum = zlib.crc32(data.encode()) >> 1  # fits a signed 32-bit integer
     if in_any_process(from_first_process(checksum) != checksum):
         raise DataError(
-            f"dataset_path: process {jax.process_index()} and others have different text. Give "
+            f"{key}: process {jax.process_index()} and others have different text. Give "
             f"every host the same files; the built-in text differs with the version of Python."
         )
     return data
@@ -170,8 +173,3 @@ def note(cfg: Config, position: Position, data: str, *, total_steps: int) -> dic
         "schedule_steps": schedule_steps(cfg, total_steps),
         "jax": jax.__version__,
     }
-
-
-def saved_config(path: str, *, key: str) -> Config:
-    """The config of the run that wrote a checkpoint."""
-    return config.from_dict(read.restore_from(path, lambda meta: {}, key=key).meta["config"])

@@ -29,7 +29,7 @@ from maxdiloco.processes.agree import from_first_process, in_any_process
 from maxdiloco.processes.links import Links
 from maxdiloco.processes.preemption import Preemption
 from maxdiloco.storage.run_folder import RunFolder, locate, open_run_folder
-from maxdiloco.trainer import assemble, compiled_file, feeding, run_data, start
+from maxdiloco.trainer import assemble, compiled_file, eval_texts, feeding, run_data, start
 from maxdiloco.trainer.assemble import BatchShape, Parts
 from maxdiloco.trainer.recorder import Profile, Recorder
 
@@ -87,6 +87,7 @@ def train(cfg: Config, begun: float) -> int:
         checkpointer = stack.enter_context(_open_checkpointer(cfg, folder, say))
 
         fingerprint = start.agreed_fingerprint(text.fingerprint)
+        eval_texts.agree(held_out)
         begin = start.look(cfg, checkpointer, shape, data=fingerprint)
         done, total = begin.step, cfg.steps
         if total == -1:

@@ -10,7 +10,7 @@ from maxdiloco.data import pipeline
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
 from maxdiloco.models import transformer
-from maxdiloco.trainer import start
+from maxdiloco.trainer import stored
 
 pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
 
@@ -35,7 +35,7 @@ def test_the_logged_eval_loss_is_that_of_theta_on_the_first_held_out_windows(tex
     """Two batches of 2 replicas * 2 rows over the mesh; here sequence by sequence on one device."""
     run, _ = text_run
     assert ["eval/loss" in row for row in tools.rows(run)] == [False, True, False, True]
-    cfg = start.saved_config(run, key="run")
+    cfg = stored.config_of(tools.meta(run, 4))
     model = transformer.build(cfg, backend="cpu")
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     theta = read.restore_parameters(run, shapes)
@@ -103,10 +103,10 @@ def test_a_run_trained_with_flash_attention_is_sampled_where_there_is_none(
     """attention=flash names kernels of TPU and GPU; here is a CPU."""
     run, _ = text_run
     wanted = generated(capfd, run, "max_new_tokens=4")
-    cfg = config.from_dict(start.saved_config(run, key="RUN").as_dict() | {"attention": "flash"})
+    cfg = config.from_dict(tools.meta(run, 4)["config"] | {"attention": "flash"})
     with pytest.raises(ConfigError, match="attention=flash"):
         transformer.build(cfg, backend="cpu")
-    monkeypatch.setattr(start, "saved_config", lambda run, key: cfg)
+    monkeypatch.setattr(stored, "config_of", lambda meta: cfg)
     assert generated(capfd, run, "max_new_tokens=4") == wanted
 
 

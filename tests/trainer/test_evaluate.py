@@ -8,10 +8,10 @@ import pytest
 from jax.sharding import Mesh
 
 from maxdiloco.data import pipeline, tokenizer
-from maxdiloco.data.token_bytes import bytes_of_tokens
+from maxdiloco.data.token_text import bytes_of_tokens
 from maxdiloco.flags import config
-from maxdiloco.models import transformer
 from maxdiloco.flags.checks import AXES
+from maxdiloco.models import transformer
 from maxdiloco.trainer.evaluate import Evaluation, Totals
 
 SIZES = (
@@ -47,8 +47,8 @@ def test_a_byte_is_one_byte_and_the_start_of_a_document_is_none():
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 5])
 def test_an_untrained_model_pays_the_logarithm_of_its_vocabulary(tmp_path, num_bytes):
-    """Zero weights: ln V nats a target. 20 letters behind the start of their document are 21 tokens,
-    two windows of 8 in which 7 targets count. Here each letter stands for some bytes."""
+    """Zero weights: ln V nats a target. 20 letters and the start of their document are two windows
+    of 8 tokens, of which 7 targets count in each. Here each letter stands for some bytes."""
     (tmp_path / "a.txt").write_text("a" * 20)
     cfg = config.load([*SIZES, f"eval_dataset_path={tmp_path / 'a.txt'}"], {})
     model = transformer.build(cfg, backend="cpu")
