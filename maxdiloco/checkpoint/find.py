@@ -6,7 +6,7 @@ from etils import epath
 
 from maxdiloco.checkpoint import orbax_io, read, seal
 from maxdiloco.errors import CheckpointError
-from maxdiloco.storage.run_folder import absolute
+from maxdiloco.storage.run_folder import absolute, is_local
 
 NEWEST = -1  # as a step: the newest undamaged checkpoint
 
@@ -22,15 +22,21 @@ def locate(run: str, *, base_output_directory: str, step: int = NEWEST, key: str
     is_name = "/" not in run and run not in ("", ".", "..")
     folder = absolute(run, key=key)
     with read.reading(folder, key):
-        if is_name and named.is_dir():
+        if is_name and _exists(named):
             folder = named
-        elif not folder.is_dir():
+        elif not _exists(folder):
             names = f" and {named}" if is_name else ""
             raise CheckpointError(
                 f"{key}={run}: there is no {folder}{names}. Give the name of a run in "
                 f"base_output_directory={base_output_directory}, or the path of its folder."
             )
         return folder if step == NEWEST else _of_step(folder, step, f"{key}={run}")
+
+
+def _exists(folder: epath.Path) -> bool:
+    if is_local(folder):
+        return folder.is_dir()
+    return (folder / seal.FILE).exists() or bool(read.steps(folder / "checkpoints"))
 
 
 def _of_step(folder: epath.Path, step: int, given: str) -> epath.Path:

@@ -109,6 +109,11 @@ class MetricsWriter:
         if self._events is not None:
             self._events.write(step, numbers_by_name)
 
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Add a text to TensorBoard, if that is written; metrics.jsonl holds numbers alone."""
+        if self._events is not None:
+            self._events.write(step, {name: text})
+
     def sync(self) -> None:
         """Force the rows written so far to the disk, or to the object store."""
         self._try(self._sink.sync)

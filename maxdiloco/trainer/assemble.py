@@ -33,6 +33,7 @@ from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import Rules, optimizer_shardings, parameter_shardings, spec
 from maxdiloco.trainer import inner_step, optimizer
 from maxdiloco.trainer.evaluate import Evaluation
+from maxdiloco.trainer.samples import Sampler
 
 OnCompile = Callable[[str, float, jax.stages.Compiled], None]
 
@@ -54,7 +55,7 @@ class Parts(NamedTuple):
     """What a run is made of; arrays are ShapeDtypeStructs with shardings.
 
     learning_rate: inner steps done -> rate of the next. batch: a step's, leaves [R, B, L].
-    params, opt_state: one replica's. init: seed -> state.
+    params, opt_state: one replica's. init: seed -> state. sampler: None without sample_prompt.
     """
 
     mesh: Mesh
@@ -69,6 +70,7 @@ class Parts(NamedTuple):
     init: Program
     monitor: Monitor
     evaluation: Evaluation
+    sampler: Sampler | None
 
 
 def assemble(
@@ -120,17 +122,31 @@ def assemble(
         monitor=Monitor(
             trainer, batch, stop_on_nan=cfg.nan_policy == "stop", on_compile=on_compile
         ),
-        evaluation=Evaluation(
-            model,
-            mesh,
-            rules,
-            rows=eval_rows(cfg, mesh, shape),
-            length=shape.length,
-            num_sequences=eval_sequences(cfg, eval_rows(cfg, mesh, shape)),
-            token_bytes=token_bytes(cfg),
-            on_compile=on_compile,
-        ),
+        evaluation=_evaluation(cfg, mesh, model, shape, on_compile),
+        sampler=_sampler(cfg, mesh, model, on_compile),
     )
+
+
+def _evaluation(
+    cfg: Config, mesh: Mesh, model: Model, shape: BatchShape, on_compile: OnCompile
+) -> Evaluation:
+    rows = eval_rows(cfg, mesh, shape)
+    return Evaluation(
+        model,
+        mesh,
+        model.spec.rules,
+        rows=rows,
+        length=shape.length,
+        num_sequences=eval_sequences(cfg, rows),
+        token_bytes=token_bytes(cfg),
+        on_compile=on_compile,
+    )
+
+
+def _sampler(cfg: Config, mesh: Mesh, model: Model, on_compile: OnCompile) -> Sampler | None:
+    if not cfg.sample_prompt:
+        return None
+    return Sampler(model, mesh, tokenizer.build(cfg), cfg.sample_prompt, on_compile=on_compile)
 
 
 def model_on(cfg: Config, mesh: Mesh) -> Model:
@@ -290,6 +306,8 @@ def calls(cfg: Config, parts: Parts) -> list[Call]:
         out += trainer.outer_calls(evaluations + saves)
     if evaluations:
         out += parts.evaluation.calls(trainer.abstract_outer_params, evaluations)
+    if evaluations and parts.sampler is not None:
+        out += parts.sampler.calls(trainer.abstract_outer_params, evaluations)
     return [*out, Call(parts.init, (np.uint32(0),), 0, START)]
 
 

@@ -123,7 +123,10 @@ class Evaluation:
         from maxdiloco.data import pipeline  # needs etils, which a benchmark of the step does not
 
         rows = feeding.local_rows(self._sharding, self._shape)
-        bytes_V = jax.device_put(self._bytes_V, self._replicated)
+        # Not device_put, with which processes would compare it over the slow link.
+        bytes_V = jax.make_array_from_callback(
+            self._bytes_V.shape, self._replicated, lambda index: self._bytes_V[index]
+        )
         ahead = 1 if self._mesh.devices.flat[0].platform == "cpu" else 2  # CPU: as in DiLoCo.step
         on_devices, losses, tokens, num_bytes = [], [], 0, 0
         with pipeline.eval_batches(

@@ -8,7 +8,7 @@ import jax
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.data.pipeline import Dataset
 from maxdiloco.flags.config import Config
-from maxdiloco.metrics.console import Progress, console_line
+from maxdiloco.metrics.console import Progress, console_line, sample_lines
 from maxdiloco.metrics.monitor import learning_metrics
 from maxdiloco.metrics.speed import StepClock, performance
 from maxdiloco.metrics.writer import MetricsWriter
@@ -45,6 +45,7 @@ class Recorder:
         self._flops_per_token = assemble.flops_per_token(cfg, parts.params)
         self._clock = StepClock(done)
         self._logged = done
+        self._sample = ""  # of the last evaluation, until it is written
 
     def log(self, t: int, state: Any) -> dict[str, float]:
         """The metrics of step t. Blocks until the step is done."""
@@ -70,6 +71,8 @@ class Recorder:
             row = {}
             for name, dataset in held_out.items():
                 row |= self._parts.evaluation(theta, dataset).metrics(name)
+            if self._parts.sampler is not None:
+                self._sample = self._parts.sampler(theta)
             return row
 
     def write(self, t: int, row: dict[str, float]) -> None:
@@ -77,6 +80,10 @@ class Recorder:
         if self._writer is not None:
             self._writer.write(t, row)
             self._progress.line(console_line(t, self._total, row))
+            if self._sample:
+                self._writer.write_text(t, "eval/sample", self._sample)
+                self._progress.line(sample_lines(t, self._sample))
+        self._sample = ""
 
     def save(self, t: int, state: Any, *, last: bool = False) -> None:
         """Save the state of step t. last: no save comes after it; wait until it is on the disk.

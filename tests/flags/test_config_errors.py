@@ -185,6 +185,14 @@ def test_a_value_that_cannot_work_is_refused_in_one_line(flags, words):
             ["num_diloco_replicas=3", "dcn diloco 2 * ici diloco 1 = 2", "Use a multiple of 2"],
         ),
         (
+            ["sample_prompt=a", "eval_interval=-1"],
+            ["sample_prompt=a is continued at each evaluation", "Set eval_interval"],
+        ),
+        (
+            ["sample_prompt=a", "eval_interval=5", "dataset_type=synthetic"],
+            ["sample_prompt=a is text", "Leave sample_prompt out"],
+        ),
+        (
             ["eval_sets={a: gs://b/c}"],
             ["eval_sets.a=gs://b/c is an address", "Mount the bucket"],
         ),

@@ -176,6 +176,28 @@ def test_an_eager_run_has_the_mean_of_its_thetas_evaluated_as_it_was_logged(tmp_
     assert "eval/bits_per_byte" not in logged and text["bytes"] == 0  # synthetic data are no text
 
 
+def test_two_processes_write_samples_of_parameters_that_each_divides(tmp_path):
+    """Two slices of two devices, bfloat16; the first process prints them."""
+    (tmp_path / "a.txt").write_text("in the beginning there was a byte. " * 40)
+    keys = {
+        "run_name": "a",
+        "base_output_directory": str(tmp_path),
+        "dataset_type": "text",
+        "dataset_path": str(tmp_path / "a.txt"),
+        "vocab_size": "257",
+        "dtype": "bfloat16",
+        "steps": "1",
+        "eval_interval": "1",
+        "eval_steps": "1",
+        "sample_prompt": "in the ",
+    }
+    both = process_tools.trainers(2, keys, tmp_path)
+    for process in both:
+        assert process.end() == 0, process.text()
+    assert "sample after step 1:\n  | in the " in both[0].text()
+    assert "sample after" not in both[1].text()
+
+
 def test_two_processes_evaluate_what_one_has_trained(text_run, tmp_path):
     """Two slices, each a process; the first one prints."""
     run, _ = text_run
