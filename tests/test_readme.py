@@ -31,5 +31,7 @@ def unknown_flags(text):
 def test_every_flag_in_the_readme_exists():
     """Positive control: a misspelt one is found. JAX_... and prompt= are not flags."""
     commands = "\n".join(line for line in README.splitlines() if "generate" not in line)
-    assert unknown_flags(commands) <= {"key", "prompt", "mesh", "num_replicas", "sync_period"}
+    assert unknown_flags(commands) <= {
+        "key", "prompt", "mesh", "num_replicas", "sync_period", "max_to_keep"
+    }  # fmt: skip
     assert unknown_flags("use `stepz=5`") == {"stepz"}
