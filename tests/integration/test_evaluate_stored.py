@@ -167,17 +167,9 @@ def test_help_lists_the_keys_that_may_change(capfd):
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_an_eager_run_has_the_mean_of_its_thetas_evaluated_as_it_was_logged(tmp_path, report):
-    keys = dict(diloco_outer_overlap="eager", steps=3, eval_interval=3, eval_steps=2)
-    assert tools.run(tmp_path, "eager", **keys) == 0
-    logged = tools.rows(tmp_path / "eager")[-1]
-    (text,) = evaluated(report, tmp_path / "eager")["texts"]
-    assert text["loss"] == logged["eval/loss"]
-    assert "eval/bits_per_byte" not in logged and text["bytes"] == 0  # synthetic data are no text
-
-
-def test_two_processes_write_samples_of_parameters_that_each_divides(tmp_path):
-    """Two slices of two devices, bfloat16; the first process prints them."""
+def test_two_processes_log_samples_and_losses_of_the_mean_of_eager_thetas(tmp_path, report):
+    """Two slices of two devices; the first process prints the sample. The loss of the checkpoint
+    on one device here is the one that they have logged."""
     (tmp_path / "a.txt").write_text("in the beginning there was a byte. " * 40)
     keys = {
         "run_name": "a",
@@ -185,17 +177,21 @@ def test_two_processes_write_samples_of_parameters_that_each_divides(tmp_path):
         "dataset_type": "text",
         "dataset_path": str(tmp_path / "a.txt"),
         "vocab_size": "257",
-        "dtype": "bfloat16",
-        "steps": "1",
-        "eval_interval": "1",
+        "diloco_outer_overlap": "eager",
+        "steps": "3",
+        "eval_interval": "3",
         "eval_steps": "1",
         "sample_prompt": "in the ",
     }
     both = process_tools.trainers(2, keys, tmp_path)
     for process in both:
         assert process.end() == 0, process.text()
-    assert "sample after step 1:\n  | in the " in both[0].text()
+    assert "sample after step 3:\n  | in the " in both[0].text()
     assert "sample after" not in both[1].text()
+    one_device = ["dcn_diloco_parallelism=1", "ici_fsdp_parallelism=1"]
+    (text,) = evaluated(report, tmp_path / "a", *one_device)["texts"]
+    logged = process_tools.metrics(tmp_path / "a")[-1]
+    assert text["loss"] == pytest.approx(logged["eval/loss"], rel=OTHER_ORDER)
 
 
 def test_two_processes_evaluate_what_one_has_trained(text_run, tmp_path):
