@@ -232,6 +232,11 @@ def _joins_processes(mesh: Mesh) -> bool:
     return len({frozenset(device.process_index for device in slot) for slot in slots}) > 1
 
 
+def has_replicas(cfg: Config) -> bool:
+    """Whether a run of this config keeps, and saves, parameters of each replica."""
+    return cfg.enable_diloco
+
+
 def needs_links(cfg: Config, mesh: Mesh) -> bool:
     """Whether outer gradients travel from process to process through host memory."""
     return cfg.enable_diloco and _carrier(cfg, mesh) == "host" and _joins_processes(mesh)

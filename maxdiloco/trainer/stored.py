@@ -94,7 +94,7 @@ def _wanted(parameters: str, abstract: Any, meta: dict[str, Any]) -> _Wanted:
         raise ConfigError(
             f"parameters={parameters} must be outer, mean, or replica_0 to replica_{R - 1}."
         )
-    if not meta["config"]["enable_diloco"]:
+    if not assemble.has_replicas(config_of(meta)):
         raise ConfigError(
             f"parameters={parameters}: the run had enable_diloco=false and so no replicas. Use "
             f"parameters=outer."
