@@ -42,6 +42,7 @@ setup(
             "maxdiloco-generate = maxdiloco.generate:cli",
             "maxdiloco-prepare = maxdiloco.prepare:cli",
             "maxdiloco-tokenizer = maxdiloco.tokenizer:cli",
+            "maxdiloco-evaluate = maxdiloco.evaluate:cli",
         ]
     },
 )

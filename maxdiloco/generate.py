@@ -1,37 +1,44 @@
 """Text from a trained model: `python -m maxdiloco.generate RUN prompt="..."`.
 
-Samples from the outer parameters of a checkpoint, on one device, with a KV cache.
+Samples from the outer parameters of a checkpoint, on one device, with a KV cache. The text goes to
+standard output; which step it is of, to standard error.
 """
 
+import json
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from maxdiloco.command_line import HELP, end_with, guarded
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import checks
-from maxdiloco.processes.output import say
-
-if TYPE_CHECKING:
-    from maxdiloco.data.tokenizer import Tokenizer
+from maxdiloco.processes.output import say, say_error
 
 
 class Options(NamedTuple):
     """The options that may follow RUN as key=value, with their defaults."""
 
     prompt: str = "\n"
+    prompts_file: str = ""
+    output: str = ""
     max_new_tokens: int = 200
     temperature: float = 0.8
     top_k: int = 40
     seed: int = 0
+    step: int = -1
+    base_output_directory: str = "runs"
 
 
 MEANING = {
     "prompt": "text to continue",
-    "max_new_tokens": "length of the continuation [tokens]",
+    "prompts_file": "file with one prompt a line, in place of prompt",
+    "output": "file to write to, a JSON object with prompt and text a line; empty: print",
+    "max_new_tokens": "most tokens of a continuation, which ends with its document",
     "temperature": "0 takes the likeliest token, 1 samples as the model says",
     "top_k": "sample from the k likeliest tokens; 0: from all",
     "seed": "of the sampling",
+    "step": "of the checkpoint; -1: the newest",
+    "base_output_directory": "where the run is, when RUN is its name",
 }
 
 
@@ -41,14 +48,22 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in HELP:
         say(
             "usage: python -m maxdiloco.generate RUN [key=value ...]\n\n"
-            "RUN: folder of a run, or of one checkpoint in it\n"
+            "RUN: name of a run, its folder, or the folder of one of its checkpoints\n"
         )
         for name, default in Options()._asdict().items():
             say(f"  {name}={default!r}  {MEANING[name]}")
         return 0
     run, options = argv[0], parse(argv[1:])
     checks.refuse_store("RUN", run)
-    say(text(run, options))
+    prompts = _prompts(options)
+    if options.output:
+        _check_output(options.output)
+    texts = continued(run, options, prompts)
+    if options.output:
+        _write(options.output, prompts, texts)
+    else:
+        for each in texts:
+            say(each)
     return 0
 
 
@@ -77,52 +92,80 @@ def parse(arguments: Sequence[str]) -> Options:
     return options
 
 
-def text(run: str, options: Options) -> str:
-    """The prompt and its continuation by the model of a run.
+def _prompts(options: Options) -> list[str]:
+    """The prompts, at least one. Raises ConfigError."""
+    path = options.prompts_file
+    if not path:
+        return [options.prompt]
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(
+            f"prompts_file={path} cannot be read: {why}. Give a text file, one prompt a line."
+        ) from error
+    if not text:
+        raise ConfigError(f"prompts_file={path} is empty. Give a text file, one prompt a line.")
+    return text.removesuffix("\n").split("\n")
+
+
+def _check_output(path: str) -> None:
+    from maxdiloco.trainer import compiled_file
+
+    compiled_file.check_place("output", path)
+
+
+def _write(path: str, prompts: list[str], texts: list[str]) -> None:
+    from maxdiloco.trainer import compiled_file
+
+    rows = zip(prompts, texts, strict=True)
+    lines = [json.dumps({"prompt": prompt, "text": text}) for prompt, text in rows]
+    compiled_file.write_whole("output", path, "".join(f"{line}\n" for line in lines).encode())
+
+
+def continued(run: str, options: Options, prompts: Sequence[str]) -> list[str]:
+    """Each prompt with its continuation by the model of a run.
 
     Raises CheckpointError when `run` holds no checkpoint, ConfigError for options out of range.
     """
     import jax
     import numpy as np
+    from jax.sharding import Mesh
 
-    from maxdiloco.checkpoint import read
-    from maxdiloco.engine.trainer import OUTER_PARAMS
+    from maxdiloco.checkpoint import find
+    from maxdiloco.data import token_text
     from maxdiloco.flags import config
-    from maxdiloco.models import sampling, transformer
-    from maxdiloco.trainer import run_tokenizer, start
+    from maxdiloco.flags.checks import AXES
+    from maxdiloco.models import sampling
+    from maxdiloco.trainer import run_tokenizer, stored
 
-    # Decoding uses no attention kernel, and that of the run may not exist here.
-    saved = start.saved_config(run, key="RUN")
-    cfg = config.from_dict(saved.as_dict() | {"attention": "dot_product"})
-    model = transformer.build(cfg, backend=jax.default_backend())
-    one_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    abstract = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one_device),
-        jax.eval_shape(model.init, jax.random.key(0)),
+    folder = find.locate(
+        run, base_output_directory=options.base_output_directory, step=options.step, key="RUN"
     )
-    restored = read.restore_from(run, lambda meta: {OUTER_PARAMS: abstract}, key="RUN", cast=True)
-    tokenizer = run_tokenizer.of_checkpoint(cfg, restored.path)
-    before = [] if tokenizer.bos is None else [tokenizer.bos]
-    prompt = [*before, *tokenizer.encode(options.prompt)]
-    tokens = sampling.sample(
-        model,
-        restored.items[OUTER_PARAMS],
-        np.array([prompt], np.int32),
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        key=jax.random.key(options.seed),
-    )
-    return options.prompt + continuation(tokenizer, prompt, np.asarray(tokens[0]).tolist())
+    one_device = Mesh(np.array(jax.devices()[:1]).reshape([1] * len(AXES)), AXES)
 
+    def configure(meta):
+        # Decoding uses no attention kernel, and that of the run may not exist here.
+        return config.from_dict(stored.config_of(meta).as_dict() | {"attention": "dot_product"})
 
-def continuation(tokenizer: "Tokenizer", prompt: list[int], tokens: list[int]) -> str:
-    """Text of tokens that follow those of a prompt, up to the first that ends a document."""
-    if tokenizer.eos in tokens:
-        tokens = tokens[: tokens.index(tokenizer.eos)]
-    # Decoded together: the space in front of a first word may not be part of its text.
-    before = tokenizer.decode(prompt)
-    return tokenizer.decode([*prompt, *tokens])[len(before) :]
+    found = stored.load(folder, key="RUN", configure=configure, mesh_of=lambda cfg: one_device)
+    tokenizer = run_tokenizer.of_checkpoint(found.cfg, found.path)
+    texts = []
+    for prompt in prompts:
+        given = token_text.prompt_tokens(tokenizer, prompt)
+        tokens = sampling.sample(
+            found.model,
+            found.params,
+            np.array([given], np.int32),
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            key=jax.random.key(options.seed),
+        )
+        texts.append(prompt + token_text.continuation(tokenizer, given, np.asarray(tokens[0])))
+    say_error(f"step {found.step} of {found.path.parent.parent}")
+    return texts
 
 
 def cli() -> None:

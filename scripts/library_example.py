@@ -1,7 +1,12 @@
 """DiLoCo around a training step of your own: two replicas, each sharded over data and fsdp (HSDP).
 
-    python scripts/library_example.py        # eight emulated CPU devices, about ten seconds
+    python scripts/library_example.py [FOLDER]   # eight emulated CPU devices, about ten seconds
+
+With a folder the state is saved there, and the next call goes on from it.
 """
+
+import contextlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +16,30 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import maxdiloco
+from maxdiloco.checkpoint.checkpointer import Checkpointer
+from maxdiloco.engine.trainer import SavedLayout
 
 M, H, STEPS = 2, 10, 40
 
 
-def main() -> list[float]:
+def save(saver: Checkpointer, algorithm: maxdiloco.DiLoCo, state) -> None:
+    """Write the state beside the training; it is whole on the disk or absent."""
+    saver.save(state.t, algorithm.saved_items(state), algorithm.note(state))
+
+
+def restored(saver: Checkpointer, algorithm: maxdiloco.DiLoCo, params, opt_state):
+    """The newest saved state, or None. params, opt_state: arrays or ShapeDtypeStructs."""
+    algorithm.bind(params, opt_state)
+    found = saver.restore(
+        lambda note: algorithm.abstract_items(SavedLayout(**note, same_rules=True))
+    )
+    if found is None:
+        return None
+    layout = SavedLayout(**found.meta, same_rules=True)
+    return algorithm.restored(found.items, layout, t=found.step)
+
+
+def main(folder: str = "", steps: int = STEPS) -> list[float]:
     """Fit a small network to a sine; returns the mean loss of the replicas at every round."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("diloco", "data", "fsdp"))
     optimizer = optax.adamw(1e-2)
@@ -33,19 +57,24 @@ def main() -> list[float]:
     params = {"w_in": jax.random.normal(keys[0], (8, 64)) / 3, "w_out": jnp.zeros((64, 8))}
     layout = {"w_in": P(None, "fsdp"), "w_out": P("fsdp", None)}
     params = {k: jax.device_put(v, NamedSharding(mesh, layout[k])) for k, v in params.items()}
+    opt_state = optimizer.init(params)
 
     algorithm = maxdiloco.DiLoCo(inner_step, num_replicas=M, sync_period=H, mesh=mesh)
-    state = algorithm.init(params, optimizer.init(params))
     rows = NamedSharding(mesh, P("diloco", ("data", "fsdp")))
-    numbers = np.random.default_rng(0)
     losses = []
-    for t in range(1, STEPS + 1):
-        x = numbers.uniform(-1, 1, size=(M, 32, 8)).astype(np.float32)
-        batch = jax.device_put({"x": x, "y": np.sin(x)}, rows)
-        state, metrics = algorithm.step(state, batch)
-        if t % H == 0:
-            losses.append(float(metrics["loss"].mean()))
-            print(f"step {t}: loss {losses[-1]:.4f}")
+    with contextlib.ExitStack() as stack:
+        saver = folder and stack.enter_context(Checkpointer(folder, max_to_keep=2))
+        state = restored(saver, algorithm, params, opt_state) if saver else None
+        state = state or algorithm.init(params, opt_state)
+        for t in range(state.t + 1, steps + 1):
+            x = np.random.default_rng(t).uniform(-1, 1, size=(M, 32, 8)).astype(np.float32)
+            batch = jax.device_put({"x": x, "y": np.sin(x)}, rows)
+            state, metrics = algorithm.step(state, batch)
+            if t % H == 0:
+                losses.append(float(metrics["loss"].mean()))
+                print(f"step {t}: loss {losses[-1]:.4f}")
+                if saver:
+                    save(saver, algorithm, state)
     theta = algorithm.outer_params(state)
     print("theta:", {k: (v.shape, str(v.sharding.spec)) for k, v in theta.items()})
     return losses
@@ -54,4 +83,4 @@ def main() -> list[float]:
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    main()
+    main(*sys.argv[1:2])

@@ -24,7 +24,8 @@ FLOORS = (
     "trainer aot",
 )
 PROGRAMS = {
-    "maxdiloco", "train", "train_compile", "generate", "prepare", "tokenizer", "command_line",
+    "maxdiloco", "train", "train_compile", "generate", "evaluate", "prepare", "tokenizer",
+    "command_line",
 }  # fmt: skip
 
 # Importer, and what it must not import although the floors would allow it.
@@ -36,7 +37,7 @@ NEVER = (
     # The algorithm serves any training step: it knows no language model and no config.
     ("engine.* exchange.*", "flags.* models.* data.*"),
     ("checkpoint.* storage.*", "flags.* models.* data.*"),
-    ("* !train !train_compile !generate", "maxdiloco"),
+    ("* !train !train_compile !generate !evaluate", "maxdiloco"),
 )
 
 # diloco/ knows numbers and pytrees: no file, clock, thread, device or configuration.

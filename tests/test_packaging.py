@@ -101,6 +101,7 @@ def test_each_console_command_names_a_function_without_arguments(wheel):
         "maxdiloco-train": "train",
         "maxdiloco-generate": "generate",
         "maxdiloco-prepare": "prepare",
+        "maxdiloco-evaluate": "evaluate",
     }
     for module in commands.values():
         tree = ast.parse((ROOT / f"maxdiloco/{module}.py").read_text(encoding="utf-8"))

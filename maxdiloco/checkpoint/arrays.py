@@ -38,11 +38,12 @@ class Cycled:
     """An array to read from a saved one with another number of entries in its first dim.
 
     target: the array to make. stored: number of entries of the saved array. Entry i of the target
-    is entry i mod `stored`.
+    is entry (first + i) mod `stored`.
     """
 
     target: jax.ShapeDtypeStruct
     stored: int
+    first: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -139,7 +140,7 @@ def _started(opening: "ts.Future[ts.TensorStore] | None", leaf: Any, name: str) 
         return _Reading(wanted, shape, sharding, {}, name)
     array = _result(opening, name)
     if isinstance(leaf, Cycled):
-        array = array[np.arange(shape[0]) % leaf.stored]
+        array = array[(leaf.first + np.arange(shape[0])) % leaf.stored]
     if array.dtype.numpy_dtype != wanted.dtype:
         array = ts.cast(array, ts.dtype(wanted.dtype))
     if jax.process_count() > 1 and _is_gathered(wanted):

@@ -66,11 +66,16 @@ def restore_from(
             cast=cast,
         )
     if restored is None:
-        raise CheckpointError(
-            f"{key}={path} holds no checkpoint: give the folder of a run that has saved one, or "
-            "one of the folders in its checkpoints/."
-        )
+        raise no_checkpoint(path, key)
     return restored
+
+
+def no_checkpoint(path: epath.PathLike, key: str) -> CheckpointError:
+    """The error for a folder without a checkpoint. key: what gave it."""
+    return CheckpointError(
+        f"{key}={path} holds no checkpoint: give the folder of a run that has saved one, or "
+        "one of the folders in its checkpoints/."
+    )
 
 
 def restore_parameters(

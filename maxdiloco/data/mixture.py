@@ -30,7 +30,7 @@ def open_dataset(cfg, *, split: str, **options) -> TrainingData:
     """
     if not cfg.dataset_mixture or (split == "eval" and cfg.eval_dataset_path):
         return pipeline.open_dataset(cfg, split=split, **options)
-    entries = cfg.dataset_mixture
+    entries = [dict(entry) for entry in cfg.dataset_mixture]
     if not cfg.dataset_per_replica:  # there the order in the list says which replica reads what
         entries = sorted(entries, key=lambda entry: entry["name"])
     names = tuple(entry["name"] for entry in entries)

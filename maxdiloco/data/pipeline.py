@@ -232,27 +232,28 @@ def batches(
 
 
 def eval_batches(
-    dataset: Dataset, *, batch_size: int, num_batches: int, rows: ArrayLike | None = None
+    dataset: Dataset, *, batch_size: int, num_sequences: int, rows: ArrayLike | None = None
 ) -> Batches:
     """Batches for evaluation, the same each time, leaves [rows, L]; for a `with`.
 
-    batch_size: sequences in a batch, over all processes. num_batches: at most so many; -1: all
+    batch_size: sequences in a batch, over all processes. num_sequences: at most so many; -1: all
     of the data. rows: those that this process feeds; None: all. Each sequence is read once; the
     last batch is padded with segment 0, which has no loss.
-    Raises DataError for num_batches=-1 of endless data.
+    Raises DataError for num_sequences=-1 of endless data.
     """
-    if dataset.num_windows is None:
-        if num_batches < 0:
-            raise DataError(
-                f"eval_steps=-1 is all of the data, but {dataset.name} has no end. "
-                "Set eval_steps to a number."
-            )
-        count = num_batches
-    else:
-        count = -(-dataset.num_windows // batch_size)
-        count = count if num_batches < 0 else min(num_batches, count)
+    ends = [end for end in (dataset.num_windows, num_sequences) if end not in (None, -1)]
+    if not ends:
+        raise DataError(
+            f"eval_steps=-1 is all of the data, but {dataset.name} has no end. "
+            "Set eval_steps to a number."
+        )
+    end = min(ends)
     rows_B = np.arange(batch_size) if rows is None else np.asarray(rows, np.int64)
-    return _open(dataset, lambda number: _read_padded(dataset, number * batch_size + rows_B), count)
+
+    def read_number(number: int) -> Batch:
+        return _read_padded(dataset, number * batch_size + rows_B, end=end)
+
+    return _open(dataset, read_number, -(-end // batch_size))
 
 
 def _open(
@@ -263,10 +264,8 @@ def _open(
     return closing(read_ahead(read_number, count, worker_count))
 
 
-def _read_padded(dataset: Dataset, indices_B: np.ndarray) -> Batch:
-    within = np.ones(len(indices_B), bool)
-    if dataset.num_windows is not None:
-        within = indices_B < dataset.num_windows
+def _read_padded(dataset: Dataset, indices_B: np.ndarray, *, end: int) -> Batch:
+    within = indices_B < end
     shape = (len(indices_B), dataset.windows.length)
     batch = {name: np.zeros(shape, np.int32) for name in LEAVES}
     if within.any():

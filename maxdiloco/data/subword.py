@@ -27,6 +27,7 @@ _CONFIG = "tokenizer_config.json"
 # Names of these tokens where no such file says them: Llama 3 and this package, Llama 2, Gemma, ...
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]")
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[EOS]")
+_BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(?<!\.json)")
 
 
@@ -123,6 +124,23 @@ class HuggingFaceTokenizer(SubwordTokenizer):
         return self.engine.decode(known, skip_special_tokens=True)
 
 
+    def token_bytes(self) -> np.ndarray:
+        """Bytes of each token, int32 [vocab_size] (Tokenizer).
+
+        A token of a byte-level BPE has a letter for each byte.
+        """
+        model = json.loads(self.engine.to_str())
+        byte_level = "ByteLevel" in json.dumps(model["decoder"])
+        added = self.engine.get_added_tokens_decoder()
+        bytes_V = np.zeros(self.vocab_size, np.int32)
+        for text, token in self.engine.get_vocab(with_added_tokens=True).items():
+            if token in added:
+                bytes_V[token] = 0 if added[token].special else len(added[token].content.encode())
+            else:
+                bytes_V[token] = len(text) if byte_level else _piece_bytes(text)
+        return bytes_V
+
+
 class SentencePieceTokenizer(SubwordTokenizer):
     """A tokenizer.model. It gives back every text exactly when it was trained with byte_fallback,
     without a normalization rule and with spaces left alone; U+2581 alone becomes a space."""
@@ -146,6 +164,25 @@ class SentencePieceTokenizer(SubwordTokenizer):
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of tokens. Special tokens and numbers that are no token have none."""
         return self.engine.decode([int(token) for token in tokens if 0 <= token < self.vocab_size])
+
+
+    def token_bytes(self) -> np.ndarray:
+        """Bytes of each token, int32 [vocab_size] (Tokenizer)."""
+        engine = self.engine
+        return np.array(
+            [
+                0 if engine.is_control(token) else _piece_bytes(engine.id_to_piece(token))
+                for token in range(self.vocab_size)
+            ],
+            np.int32,
+        )
+
+
+def _piece_bytes(piece: str) -> int:
+    """Bytes of a piece in which U+2581 is a space and <0xE2> a byte."""
+    if _BYTE_PIECE.fullmatch(piece):
+        return 1
+    return len(piece.replace("\u2581", " ").encode())
 
 
 def _utf8(text: str) -> str:

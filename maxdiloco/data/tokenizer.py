@@ -42,6 +42,12 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of tokens. Special tokens and numbers that are no token have none."""
 
+    def token_bytes(self) -> np.ndarray:
+        """Bytes of UTF-8 that each token adds to a text, int32 [vocab_size]; special tokens none.
+
+        A tokenizer that normalises text counts the bytes of what it gives back.
+        """
+
     def fingerprint(self) -> str:
         """16 hexadecimal digits, equal for tokenizers with the same files, bos and eos."""
 
@@ -87,6 +93,12 @@ class ByteTokenizer:
         """Text of tokens. Those above 255 have none; bytes that are not UTF-8 become U+FFFD."""
         known = bytes(token for token in tokens if 0 <= token < BYTES)
         return known.decode("utf-8", errors="replace")
+
+    def token_bytes(self) -> np.ndarray:
+        """1 for a byte, 0 for the token that starts a document."""
+        bytes_V = np.zeros(self.vocab_size, np.int32)
+        bytes_V[:BYTES] = 1
+        return bytes_V
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits; see Tokenizer."""

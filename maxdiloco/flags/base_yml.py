@@ -13,6 +13,11 @@ MOST_NESTED = 10  # lists in a yml file; no key has more than 3
 MAY_CHANGE = "may change, because "
 SHAPES = "must stay, because it shapes the parameters."
 
+
+class Table(tuple):
+    """A map of yml as pairs (name, value) in its order; like a list it cannot be changed."""
+
+
 Value = bool | int | float | str | tuple[Any, ...]
 
 
@@ -119,35 +124,29 @@ class _Loader(yaml.BaseLoader):
         return node
 
 
-def _plain(node: yaml.Node, path: pathlib.Path, depth: int = 0) -> Any:
-    """Text, or nested tuples of text; an entry of a list may be a table of texts."""
+def _plain(node: yaml.Node, path: pathlib.Path) -> Any:
+    """Text, or nested tuples and Tables of text."""
     if isinstance(node, yaml.ScalarNode):
         return node.value
     if isinstance(node, yaml.SequenceNode):
-        return tuple(_plain(child, path, depth + 1) for child in node.value)
-    if depth == 1 and isinstance(node, yaml.MappingNode):
-        pairs = [pair for pair in node.value if all(isinstance(n, yaml.ScalarNode) for n in pair)]
-        texts = {key.value: value.value for key, value in pairs}
-        if len(texts) == len(node.value):
-            return texts
-        raise ConfigError(
-            f"{path} line {node.start_mark.line + 1} holds a table with a key twice, or with "
-            f"lists. Write it as {{key: text, ...}}."
-        )
-    raise ConfigError(
-        f"{path} line {node.start_mark.line + 1} holds a table as a value. Values are numbers, "
-        f"true, false, text or [lists]; keys are not nested."
+        return tuple(_plain(child, path) for child in node.value)
+    names = [str(_plain(key, path)) for key, _ in node.value]
+    twice = [name for i, name in enumerate(names) if name in names[:i]]
+    if twice:
+        raise ConfigError(f"{path}: {twice[0]} stands twice in one {{table}}. Keep one of them.")
+    return Table(
+        (name, _plain(child, path)) for name, (_, child) in zip(names, node.value, strict=True)
     )
 
 
 def parse_list(text: str) -> Any:
-    """A list written in yml, such as `[silu, linear]`, as nested tuples of text; None if it is
-    no list."""
+    """A list or a table written in yml or JSON, such as `[silu, linear]` or `{wiki: /data/wiki}`,
+    as nested tuples of text; None if it is neither."""
     try:
         node = yaml.compose(text, Loader=_Loader)
     except yaml.YAMLError:
         return None
-    if not isinstance(node, yaml.SequenceNode):
+    if not isinstance(node, yaml.CollectionNode):
         return None
     return _plain(node, pathlib.Path("the command line"))
 
@@ -204,7 +203,9 @@ def _group(lines: list[str], line: int) -> str:
 
 
 def as_lists(value: Any) -> Any:
-    """A value as JSON gives it back: lists, not tuples."""
+    """A value as JSON gives it back: lists and dicts, not tuples."""
+    if isinstance(value, Table):
+        return {name: as_lists(entry) for name, entry in value}
     return [as_lists(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
@@ -212,10 +213,10 @@ def show(value: Value) -> str:
     """A value as it is written on the command line and in a yml file."""
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, Table):
+        return f"{{{', '.join(f'{name}: {show(entry)}' for name, entry in value)}}}"
     if isinstance(value, tuple):
         return f"[{', '.join(show(entry) for entry in value)}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{name}: {text}' for name, text in value.items())}}}"
     return str(value)
 
 

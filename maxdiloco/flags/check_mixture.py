@@ -5,7 +5,7 @@ from fractions import Fraction
 from typing import Any
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags.base_yml import show
+from maxdiloco.flags.base_yml import Table, show
 
 _FORM = "Write dataset_mixture=[{path: ..., weight: ..., name: ...}, ...]."
 
@@ -35,7 +35,7 @@ def check(cfg: Any) -> None:
             "out."
         )
     weights = [_weight(entry) for entry in cfg.dataset_mixture]
-    names = [entry["name"] for entry in cfg.dataset_mixture]
+    names = [dict(entry)["name"] for entry in cfg.dataset_mixture]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(
@@ -55,13 +55,14 @@ def check(cfg: Any) -> None:
 
 def _weight(entry: Any) -> Fraction:
     """The weight of a source whose entry is in order."""
-    if not isinstance(entry, dict):
+    if not isinstance(entry, Table) or not all(isinstance(text, str) for _, text in entry):
         raise ConfigError(f"dataset_mixture: {show(entry)} is not a source. {_FORM}")
+    shown, entry = show(entry), dict(entry)
     unknown = sorted(entry.keys() - {"path", "weight", "name"})
     missing = [key for key in ("path", "name") if not entry.get(key)]
     if unknown or missing:
         why = f"has no {missing[0]}" if missing else f"has {unknown[0]}, which is no key of it"
-        raise ConfigError(f"dataset_mixture: source {show(entry)} {why}. {_FORM}")
+        raise ConfigError(f"dataset_mixture: source {shown} {why}. {_FORM}")
     name, path, weight = entry["name"], entry["path"], entry.get("weight", "1")
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name):
         raise ConfigError(

@@ -9,7 +9,7 @@ from typing import Any
 
 from maxdiloco.diloco import schedule
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import check_mixture, tokenizer_checks
+from maxdiloco.flags import check_mixture, eval_sets, tokenizer_checks
 from maxdiloco.flags.base_yml import Key, show
 
 LARGEST = 2**31 - 1  # of int32: the limit of a whole number that has none in base.yml
@@ -291,6 +291,7 @@ def _schedule(cfg: Any) -> None:
 
 
 def _data(cfg: Any) -> None:
+    eval_sets.check(cfg)
     if cfg.dataset_type == "synthetic":
         if cfg.eval_interval != -1 and cfg.eval_steps == -1:
             raise ConfigError(
@@ -304,6 +305,7 @@ def _data(cfg: Any) -> None:
             "Set dataset_path, or use dataset_type=text."
         )
     paths = {"dataset_path": cfg.dataset_path, "eval_dataset_path": cfg.eval_dataset_path}
+    paths |= {f"eval_sets.{name}": path for name, path in cfg.eval_sets}
     for key, path in paths.items():
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path):
             raise ConfigError(

@@ -7,12 +7,12 @@ import math
 import pathlib
 import re
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, checks
-from maxdiloco.flags.base_yml import Key, Value, show
+from maxdiloco.flags.base_yml import Key, Table, Value, show
 from maxdiloco.flags.other_names import OTHER_NAMES, translate
 
 ENVIRONMENT_PREFIX = "M_"  # MaxText's
@@ -23,7 +23,7 @@ MOST_SHOWN = 200  # characters of a value in a message
 class Config(types.SimpleNamespace):
     """The value of every key of base.yml, as attributes that cannot be set.
 
-    Lists are tuples. A name that is no key raises AttributeError.
+    Lists are tuples, tables are Tables. A name that is no key raises AttributeError.
     """
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -37,7 +37,7 @@ class Config(types.SimpleNamespace):
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Every key and value, fit for JSON: lists, not tuples. `from_dict` takes it back."""
+        """Every key and value, fit for JSON: lists and dicts. `from_dict` takes it back."""
         return {name: base_yml.as_lists(value) for name, value in vars(self).items()}
 
 
@@ -93,6 +93,35 @@ def with_vocab_size(cfg: Config, vocab_size: int) -> Config:
     changed = Config(**vars(cfg) | {"vocab_size": vocab_size})
     checks.check(changed, base_yml.declared())
     return changed
+
+
+def changed(
+    stored: Mapping[str, Any],
+    argv: Iterable[str],
+    environ: Mapping[str, str],
+    *,
+    may_change: Collection[str],
+) -> Config:
+    """A stored config with other values for some keys.
+
+    stored: of `as_dict`. argv: key=value alone. environ: as for `load`; only those of may_change
+    count, since the others are meant for training. Raises ConfigError.
+    """
+    keys = base_yml.declared()
+    given = _from_environment(environ, keys)
+    given = {name: text for name, text in given.items() if name in may_change}
+    for name, text in _from_command_line(list(argv)).items():
+        if name not in may_change:
+            _known(name, text, keys)
+            raise ConfigError(
+                f"{name}={_shown(text.raw)} (command line) is taken from the run and cannot be "
+                f"changed here. Leave it out; what may change: {', '.join(may_change)}."
+            )
+        given[name] = text
+    values = vars(from_dict(stored))
+    cfg = Config(**values | {name: _convert(keys[name], text) for name, text in given.items()})
+    checks.check(cfg, keys)
+    return cfg
 
 
 def describe_differences(cfg: Config) -> list[str]:
@@ -210,9 +239,11 @@ def _convert(key: Key, given: Given) -> Value:
     raw = given.raw
     if isinstance(key.default, tuple):
         value = base_yml.parse_list(raw) if isinstance(raw, str) else raw
-        if value is None:
-            raise _wrong(key, given, "is not a list")
+        if type(value) is not type(key.default):
+            raise _wrong(key, given, f"is not a {_TYPES[type(key.default)]}")
         return value
+    if isinstance(raw, Table):
+        raise _wrong(key, given, "is a table, but keys are not nested")
     if not isinstance(raw, str):
         raise _wrong(key, given, "is a list")
     if isinstance(key.default, bool):
@@ -245,7 +276,7 @@ def _same_type(key: Key, given: Given) -> Value:
     return value
 
 
-_TYPES = {bool: "bool", int: "int", float: "float", str: "text", tuple: "list"}
+_TYPES = {bool: "bool", int: "int", float: "float", str: "text", tuple: "list", Table: "table"}
 
 
 def _wrong(key: Key, given: Given, why: str) -> ConfigError:
@@ -261,4 +292,7 @@ def _shown(raw: Any) -> str:
 
 
 def _frozen(value: Any) -> Any:
+    if isinstance(value, Table | dict):
+        pairs = value.items() if isinstance(value, dict) else value
+        return Table((name, _frozen(entry)) for name, entry in pairs)
     return tuple(_frozen(entry) for entry in value) if isinstance(value, list | tuple) else value

@@ -1,9 +1,12 @@
 """The console of a run: a line at each log point, and a progress bar on a terminal."""
 
 import sys
+import textwrap
 from collections.abc import Mapping
 
-from maxdiloco.processes.output import say
+from maxdiloco.processes.output import one_line, say
+
+WIDTH = 100  # of a terminal, in characters; our choice
 
 # (metric, its format), in the order of the line.
 _COLUMNS = (
@@ -23,6 +26,14 @@ def console_line(step: int, total_steps: int, values: Mapping[str, float]) -> st
     """step 120/2000 | loss 2.3456 | lr 3.00e-04 | 0.812 s/step: the metrics of _COLUMNS."""
     shown = [form.format(values[name]) for name, form in _COLUMNS if name in values]
     return " | ".join([f"step {step}/{total_steps}", *shown])
+
+
+def sample_lines(step: int, text: str) -> str:
+    """A generated text below a headline, in lines of WIDTH characters at most."""
+    lines = [f"sample after step {step}:"]
+    for line in text.splitlines():
+        lines += textwrap.wrap(one_line(line), WIDTH - 4, drop_whitespace=False) or [""]
+    return "\n".join([lines[0], *(f"  | {line}".rstrip() for line in lines[1:])])
 
 
 class Progress:

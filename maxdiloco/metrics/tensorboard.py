@@ -38,8 +38,8 @@ class EventFile:
         self._thread = threading.Thread(target=self._run, name="maxdiloco-tensorboard", daemon=True)
         self._thread.start()
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Add the values of a step."""
+    def write(self, step: int, values: Mapping[str, float | str]) -> None:
+        """Add the values of a step, numbers as scalars, texts as texts."""
         self._put((step, time.time(), dict(values)))
 
     def close(self) -> None:
@@ -118,12 +118,19 @@ class EventFile:
             session_log=SessionLog(status=SessionLog.START),
         )
 
-    def _event(self, step: int, wall_time: float, values: Mapping[str, float]) -> Any:
+    def _event(self, step: int, wall_time: float, values: Mapping[str, float | str]) -> Any:
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.summary import text
 
-        scalars = [Summary.Value(tag=name, simple_value=float(x)) for name, x in values.items()]
-        return Event(step=step, wall_time=wall_time, summary=Summary(value=scalars))
+        summary = Summary()
+        for name, x in values.items():
+            if isinstance(x, str):
+                # TensorBoard shows Markdown: indented, a text keeps its lines.
+                summary.MergeFrom(text(name, "".join(f"    {line}\n" for line in x.splitlines())))
+            else:
+                summary.value.add(tag=name, simple_value=float(x))
+        return Event(step=step, wall_time=wall_time, summary=summary)
 
 
 class _RemoteFiles:

@@ -6,7 +6,9 @@ Names (a row has those that exist at its step):
     weighted by the product of their norms), diloco/drift (mean |x_m - theta|): of the last
     synchronised fragment, as it was sent
     perf/step_time [s], perf/tokens_per_second, perf/tflops_per_device, perf/mfu (metrics/speed.py)
-    dcn/bytes_sent (per replica and step), eval/loss [nats per token]
+    dcn/bytes_sent (per replica and step)
+    eval/loss [nats per token], eval/perplexity, eval/bits_per_byte (only of text): of the held-out
+    text; eval/<name>/loss ... of each text of eval_sets
 """
 
 import collections
@@ -106,6 +108,11 @@ class MetricsWriter:
         self._try(lambda: self._sink.write(row(step, numbers_by_name)))
         if self._events is not None:
             self._events.write(step, numbers_by_name)
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Add a text to TensorBoard, if that is written; metrics.jsonl holds numbers alone."""
+        if self._events is not None:
+            self._events.write(step, {name: text})
 
     def sync(self) -> None:
         """Force the rows written so far to the disk, or to the object store."""

@@ -13,6 +13,7 @@ from maxdiloco.models.loss import head_logits
 from maxdiloco.models.rope import rotation
 from maxdiloco.models.spec import ModelSpec
 from maxdiloco.models.transformer import Model, Params, head_of
+from maxdiloco.parallel.sharding import gathered
 
 f32 = jnp.float32
 
@@ -43,6 +44,7 @@ def prefill(
         return context, Cache(jnp.pad(k, padding), jnp.pad(v, padding))
 
     def body(x_BLD, weights):
+        weights = _gathered(model, weights)
         return model.layer.with_weights(weights)(x_BLD, rope, attend)
 
     embed_and_head = model.embed_and_head_of(params)
@@ -64,6 +66,7 @@ def decode_step(
 
     def body(x_B1D, weights_and_cache):
         weights, cache = weights_and_cache
+        weights = _gathered(model, weights)
 
         def attend(q, k, v):
             filled = Cache(
@@ -97,6 +100,13 @@ def _attend_cache(spec: ModelSpec, q_B1NH, cache, position):
     return context.reshape(B, 1, N, H)
 
 
+def _gathered(model, weights):
+    """The weights of a layer as the loss takes them; on a mesh they are split."""
+    rules = model.spec.rules
+    return jax.tree.map(lambda w, names: gathered(w, names, rules), weights, model.layer.names)
+
+
 def _logits(spec, params, x_BD):
     w, head = head_of(spec, params)
-    return head_logits(x_BD, w.astype(x_BD.dtype), head)
+    names = ("vocab", "embed") if head.tied else ("embed", "vocab")
+    return head_logits(x_BD, gathered(w.astype(x_BD.dtype), names, spec.rules), head)

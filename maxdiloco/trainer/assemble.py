@@ -14,6 +14,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxdiloco.data import tokenizer
+from maxdiloco.data.token_text import bytes_of_tokens
 from maxdiloco.diloco import outer
 from maxdiloco.engine.calls import START, Call
 from maxdiloco.engine.data_parallel import DataParallel
@@ -31,6 +33,7 @@ from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import Rules, optimizer_shardings, parameter_shardings, spec
 from maxdiloco.trainer import inner_step, optimizer
 from maxdiloco.trainer.evaluate import Evaluation
+from maxdiloco.trainer.samples import Sampler
 
 OnCompile = Callable[[str, float, jax.stages.Compiled], None]
 
@@ -52,7 +55,7 @@ class Parts(NamedTuple):
     """What a run is made of; arrays are ShapeDtypeStructs with shardings.
 
     learning_rate: inner steps done -> rate of the next. batch: a step's, leaves [R, B, L].
-    params, opt_state: one replica's. init: seed -> state.
+    params, opt_state: one replica's. init: seed -> state. sampler: None without sample_prompt.
     """
 
     mesh: Mesh
@@ -67,6 +70,7 @@ class Parts(NamedTuple):
     init: Program
     monitor: Monitor
     evaluation: Evaluation
+    sampler: Sampler | None
 
 
 def assemble(
@@ -83,15 +87,14 @@ def assemble(
     shape: of batch_shape. links: see needs_links. total_steps: of the learning-rate schedule, when
     the config leaves it open. Raises ConfigError for a model that the devices cannot run.
     """
-    backend = mesh.devices.flat[0].platform
-    model = transformer.build(cfg, backend="gpu" if backend in ("cuda", "rocm") else backend)
+    model = model_on(cfg, mesh)
     rules = model.spec.rules
     learning_rate = optimizer.learning_rate_schedule(cfg, total_steps)
     inner_optimizer = optimizer.build(cfg, learning_rate, model=model)
+    params = parameters_on(model, mesh)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
-    shardings = parameter_shardings(model.logical_axes, shapes, mesh, rules)
+    shardings = jax.tree.map(lambda x: x.sharding, params)
     opt_shardings = optimizer_shardings(inner_optimizer, shapes, shardings, mesh)
-    params = _with_shardings(shapes, shardings)
     opt_state = _with_shardings(jax.eval_shape(inner_optimizer.init, shapes), opt_shardings)
     step = inner_step.make(
         model,
@@ -119,16 +122,63 @@ def assemble(
         monitor=Monitor(
             trainer, batch, stop_on_nan=cfg.nan_policy == "stop", on_compile=on_compile
         ),
-        evaluation=Evaluation(
-            model,
-            mesh,
-            rules,
-            rows=shape.num_replicas * shape.sequences // cfg.gradient_accumulation_steps,
-            length=shape.length,
-            num_batches=cfg.eval_steps,
-            on_compile=on_compile,
-        ),
+        evaluation=_evaluation(cfg, mesh, model, shape, on_compile),
+        sampler=_sampler(cfg, mesh, model, on_compile),
     )
+
+
+def _evaluation(
+    cfg: Config, mesh: Mesh, model: Model, shape: BatchShape, on_compile: OnCompile
+) -> Evaluation:
+    rows = eval_rows(cfg, mesh, shape)
+    return Evaluation(
+        model,
+        mesh,
+        model.spec.rules,
+        rows=rows,
+        length=shape.length,
+        num_sequences=eval_sequences(cfg, rows),
+        token_bytes=token_bytes(cfg),
+        on_compile=on_compile,
+    )
+
+
+def _sampler(cfg: Config, mesh: Mesh, model: Model, on_compile: OnCompile) -> Sampler | None:
+    if not cfg.sample_prompt:
+        return None
+    return Sampler(model, mesh, tokenizer.build(cfg), cfg.sample_prompt, on_compile=on_compile)
+
+
+def model_on(cfg: Config, mesh: Mesh) -> Model:
+    """The model for the devices of a mesh. Raises ConfigError for a kernel that they lack."""
+    backend = mesh.devices.flat[0].platform
+    return transformer.build(cfg, backend="gpu" if backend in ("cuda", "rocm") else backend)
+
+
+def parameters_on(model: Model, mesh: Mesh) -> Any:
+    """One set of parameters as ShapeDtypeStructs, sharded within a slice, alike in all slices."""
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    shardings = parameter_shardings(model.logical_axes, shapes, mesh, model.spec.rules)
+    return _with_shardings(shapes, shardings)
+
+
+def eval_rows(cfg: Config, mesh: Mesh, shape: BatchShape) -> int:
+    """Sequences of an evaluation batch, over all devices."""
+    if cfg.eval_per_device_batch_size != -1:
+        return cfg.eval_per_device_batch_size * mesh.size
+    return shape.num_replicas * shape.sequences // cfg.gradient_accumulation_steps
+
+
+def eval_sequences(cfg: Config, rows: int) -> int:
+    """Sequences that an evaluation reads of each set; -1: all. rows: of eval_rows."""
+    return cfg.eval_steps if cfg.eval_steps == -1 else cfg.eval_steps * rows
+
+
+def token_bytes(cfg: Config) -> np.ndarray:
+    """Bytes of text that each token of a run stands for, int32 [V]; synthetic data are no text."""
+    if cfg.dataset_type == "synthetic":
+        return np.zeros(cfg.vocab_size, np.int32)
+    return bytes_of_tokens(tokenizer.build(cfg), cfg.vocab_size)
 
 
 def batch_shape(cfg: Config, mesh: Mesh) -> BatchShape:
@@ -180,6 +230,11 @@ def _joins_processes(mesh: Mesh) -> bool:
     """Whether slots of the mesh axis diloco are in different processes."""
     slots = mesh.devices.reshape(mesh.shape["diloco"], -1)
     return len({frozenset(device.process_index for device in slot) for slot in slots}) > 1
+
+
+def has_replicas(cfg: Config) -> bool:
+    """Whether a run of this config keeps, and saves, parameters of each replica."""
+    return cfg.enable_diloco
 
 
 def needs_links(cfg: Config, mesh: Mesh) -> bool:
@@ -256,6 +311,8 @@ def calls(cfg: Config, parts: Parts) -> list[Call]:
         out += trainer.outer_calls(evaluations + saves)
     if evaluations:
         out += parts.evaluation.calls(trainer.abstract_outer_params, evaluations)
+    if evaluations and parts.sampler is not None:
+        out += parts.sampler.calls(trainer.abstract_outer_params, evaluations)
     return [*out, Call(parts.init, (np.uint32(0),), 0, START)]
 
 

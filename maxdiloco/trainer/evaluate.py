@@ -1,10 +1,11 @@
 """The loss of the outer parameters on held-out sequences.
 
-    # B sequences of one evaluation batch, over all devices  L tokens
+    # B sequences of one evaluation batch, over all devices  L tokens  V vocabulary
 """
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +14,56 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.engine.calls import BESIDE, Call
+from maxdiloco.models.loss import next_tokens
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import Rules, spec
 from maxdiloco.trainer import feeding
 
 
+class Totals(NamedTuple):
+    """Sums over the targets that count.
+
+    cross_entropy: without the z-loss [nats]. tokens: how many targets. num_bytes: of the text that
+    they stand for; 0 when they stand for none. The end of a document is a target without a byte.
+    """
+
+    cross_entropy: float
+    tokens: int
+    num_bytes: int
+
+    @property
+    def loss(self) -> float:
+        """Cross entropy per token [nats]; NaN when no token counts."""
+        return self.cross_entropy / self.tokens if self.tokens else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite where it is beyond float64."""
+        with np.errstate(over="ignore"):
+            return float(np.exp(np.float64(self.loss)))
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Cross entropy per byte of text [bits]; NaN when the tokens stand for no text."""
+        return self.cross_entropy / math.log(2) / self.num_bytes if self.num_bytes else math.nan
+
+    def metrics(self, name: str = "") -> dict[str, float]:
+        """eval/loss, eval/perplexity, eval/bits_per_byte; of a named set eval/<name>/loss ...
+
+        Tokens that stand for no text have no bits per byte.
+        """
+        prefix = f"eval/{name}/" if name else "eval/"
+        row = {f"{prefix}loss": self.loss, f"{prefix}perplexity": self.perplexity}
+        if self.num_bytes:
+            row[f"{prefix}bits_per_byte"] = self.bits_per_byte
+        return row
+
+
 class Evaluation:
     """The evaluation of a run: one program that adds up the losses of a batch [B, L].
 
-    rows: B. num_batches: -1 for all of the text.
+    rows: B. num_sequences: how many are read, -1 for all of the text. token_bytes: bytes that each
+    token stands for, int32 [V] (data.token_text).
     """
 
     def __init__(
@@ -32,7 +74,8 @@ class Evaluation:
         *,
         rows: int,
         length: int,
-        num_batches: int,
+        num_sequences: int,
+        token_bytes: np.ndarray,
         on_compile: Callable,
     ):
         self._model = model
@@ -40,16 +83,24 @@ class Evaluation:
         self._shape = (rows, length)
         # Rows over every batch axis, `diloco` included.
         self._sharding = NamedSharding(mesh, spec(("batch", "length"), rules))
-        self._num_batches = num_batches
+        self._num_sequences = num_sequences
+        self._bytes_V = token_bytes
         self._replicated = NamedSharding(mesh, P())
         self._program = Program(
             "evaluate", self._sums, out_shardings=self._replicated, on_compile=on_compile
         )
 
-    def _sums(self, params, batch, sums):
+    def _sums(self, params, batch, bytes_V):
         with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
             _, aux = self._model.loss(params, batch)
-        return sums[0] + aux["cross_entropy"], sums[1] + aux["tokens"]
+            targets_BL, counts_BL = next_tokens(batch["tokens"], batch["segment_ids"])
+            bytes_BL = jnp.where(counts_BL, bytes_V[targets_BL], 0)
+        # int32: float32 counts are no longer exact beyond 2^24.
+        return (
+            aux["cross_entropy"],
+            jnp.sum(counts_BL, dtype=jnp.int32),
+            jnp.sum(bytes_BL, dtype=jnp.int32),
+        )
 
     def calls(self, params: Any, runs: float) -> list[Call]:
         """The program that adds up a batch.
@@ -58,26 +109,34 @@ class Evaluation:
         """
         tokens_BL = jax.ShapeDtypeStruct(self._shape, jnp.int32, sharding=self._sharding)
         batch = {"tokens": tokens_BL, "segment_ids": tokens_BL}
-        zero = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._replicated)
-        batches = max(1, self._num_batches)  # -1: how many the text has is not known here
-        return [Call(self._program, (params, batch, (zero, zero)), runs * batches, BESIDE)]
+        bytes_V = jax.ShapeDtypeStruct(self._bytes_V.shape, jnp.int32, sharding=self._replicated)
+        # -1: how many the text has is not known here.
+        batches = max(1, -(-self._num_sequences // self._shape[0]))
+        return [Call(self._program, (params, batch, bytes_V), runs * batches, BESIDE)]
 
-    def __call__(self, params: Any, dataset: Any) -> float:
-        """Cross entropy per token [nats], without the z-loss; NaN when no token counts.
+    def __call__(self, params: Any, dataset: Any) -> Totals:
+        """The sums over a data set. params: of Trainer.outer_params. dataset: of data.pipeline.
 
-        params: of Trainer.outer_params. dataset: of data.pipeline. The sums stay on the devices
-        until the last batch.
+        A batch is summed in float32 on the devices, the batches in float64 on the host. So another
+        mesh or B, which adds in another order, changes the loss by some 1e-7 of itself.
         """
         from maxdiloco.data import pipeline  # needs etils, which a benchmark of the step does not
 
         rows = feeding.local_rows(self._sharding, self._shape)
-        sums = jax.device_put((np.float32(0), np.float32(0)), self._replicated)
+        # Not device_put, with which processes would compare it over the slow link.
+        bytes_V = jax.make_array_from_callback(
+            self._bytes_V.shape, self._replicated, lambda index: self._bytes_V[index]
+        )
+        ahead = 1 if self._mesh.devices.flat[0].platform == "cpu" else 2  # CPU: as in DiLoCo.step
+        on_devices, losses, tokens, num_bytes = [], [], 0, 0
         with pipeline.eval_batches(
-            dataset, batch_size=self._shape[0], num_batches=self._num_batches, rows=rows[0]
+            dataset, batch_size=self._shape[0], num_sequences=self._num_sequences, rows=rows[0]
         ) as local:
             for batch in feeding.feed(local, rows, self._sharding, self._shape):
-                sums = self._program(params, batch, sums)
-                if self._mesh.devices.flat[0].platform == "cpu":
-                    jax.block_until_ready(sums)  # as in DiLoCo.step
-        total, tokens = map(np.asarray, sums)
-        return float(total / tokens)
+                on_devices.append(self._program(params, batch, bytes_V))
+                jax.block_until_ready(on_devices[-ahead:][0])
+        for sums in on_devices:
+            loss, count, length = map(np.asarray, sums)
+            losses.append(float(loss))
+            tokens, num_bytes = tokens + int(count), num_bytes + int(length)
+        return Totals(math.fsum(losses), tokens, num_bytes)

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import jax
 
@@ -32,14 +32,16 @@ _KEYS = (
 )  # fmt: skip
 
 
-def prepare_sources(cfg: Config, say: Callable[[str], None]) -> dict[str, str]:
+def prepare_sources(
+    cfg: Config, say: Callable[[str], None], *, splits: Collection[str] = ("train", "eval")
+) -> dict[str, str]:
     """{path: folder of shards} of the sources that have no known token counts.
 
-    Process 0 tokenises; the others wait for it. say: called with lines for the user.
+    splits: that are read; eval only where the run evaluates. Process 0 tokenises; the others wait for it. say: called with lines for the user.
     Raises DataError for text that is missing, unreadable or damaged, ConfigError where
     base_output_directory is no folder.
     """
-    paths = _paths(cfg)
+    paths = _paths(cfg, splits)
     if jax.process_index() != 0:
         return _of_first_process(list(paths))
     folders = {}
@@ -52,13 +54,16 @@ def prepare_sources(cfg: Config, say: Callable[[str], None]) -> dict[str, str]:
     return folders
 
 
-def _paths(cfg):
-    """{path: its key} of all sources that the run reads."""
-    splits = ["train"] if cfg.eval_interval == -1 else ["train", "eval"]
+def _paths(cfg, splits):
+    """{path: its key} of all sources that are read."""
+    if cfg.eval_interval == -1:
+        splits = [split for split in splits if split != "eval"]
     chosen = [split_path(cfg, split) for split in splits]
-    if cfg.dataset_mixture:
-        mixed = [("dataset_mixture", entry["path"]) for entry in cfg.dataset_mixture]
+    if cfg.dataset_mixture and any(key == "dataset_path" for key, _ in chosen):
+        mixed = [("dataset_mixture", dict(entry)["path"]) for entry in cfg.dataset_mixture]
         chosen = mixed + [pair for pair in chosen if pair[0] != "dataset_path"]
+    if "eval" in splits:
+        chosen += [(f"eval_sets.{name}", path) for name, path in cfg.eval_sets]
     return {path: key for key, path in chosen}
 
 

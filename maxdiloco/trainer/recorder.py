@@ -9,7 +9,7 @@ import jax
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.data.pipeline import Dataset
 from maxdiloco.flags.config import Config
-from maxdiloco.metrics.console import Progress, console_line
+from maxdiloco.metrics.console import Progress, console_line, sample_lines
 from maxdiloco.metrics.monitor import learning_metrics
 from maxdiloco.metrics.speed import StepClock, performance
 from maxdiloco.metrics.writer import MetricsWriter
@@ -49,6 +49,7 @@ class Recorder:
         self._flops_per_token = assemble.flops_per_token(cfg, parts.params)
         self._clock = StepClock(done)
         self._logged = done
+        self._sample = ""  # of the last evaluation, until it is written
 
     def log(self, t: int, state: Any) -> dict[str, float]:
         """The metrics of step t. Blocks until the step is done."""
@@ -67,18 +68,27 @@ class Recorder:
         extra = parts.trainer.extra_metrics(state, steps) | self._data_metrics(t)
         return learning | extra | speed
 
-    def evaluate(self, state: Any, held_out: Dataset) -> dict[str, float]:
-        """The loss of theta on the held-out text [nats per token]."""
+    def evaluate(self, state: Any, held_out: dict[str, Dataset]) -> dict[str, float]:
+        """Loss, perplexity and bits per byte of theta on each text of eval_texts."""
         self._check(state)
         with self._clock.excluded():
             theta = self._parts.trainer.outer_params(state)
-            return {"eval/loss": self._parts.evaluation(theta, held_out)}
+            row = {}
+            for name, dataset in held_out.items():
+                row |= self._parts.evaluation(theta, dataset).metrics(name)
+            if self._parts.sampler is not None:
+                self._sample = self._parts.sampler(theta)
+            return row
 
     def write(self, t: int, row: dict[str, float]) -> None:
         """Write the metrics of step t to the run's files and to the console."""
         if self._writer is not None:
             self._writer.write(t, row)
             self._progress.line(console_line(t, self._total, row))
+            if self._sample:
+                self._writer.write_text(t, "eval/sample", self._sample)
+                self._progress.line(sample_lines(t, self._sample))
+        self._sample = ""
 
     def save(self, t: int, state: Any, *, last: bool = False) -> None:
         """Save the state of step t. last: no save comes after it; wait until it is on the disk.

@@ -10,14 +10,15 @@ from maxdiloco.data.pipeline import Dataset, TrainingData
 from maxdiloco.flags.config import Config
 from maxdiloco.storage import object_store
 from maxdiloco.storage.run_folder import RunFolder, reason
+from maxdiloco.trainer import eval_texts
 from maxdiloco.trainer.assemble import BatchShape
 from maxdiloco.trainer.prepared import prepare_sources
 
 
 def open_data(
     cfg: Config, shape: BatchShape, folder: RunFolder, say: Callable[[str], None]
-) -> tuple[TrainingData, Dataset | None, LineIndex]:
-    """The training text, the held-out text if the run evaluates, and the index of both.
+) -> tuple[TrainingData, dict[str, Dataset], LineIndex]:
+    """The training text, those to evaluate on (eval_texts) if the run does, and the index of all.
 
     folder: of the run. .jsonl files in the index of an earlier start are not read through again;
     the caller saves the new index (save_index) once the folder exists. Sources without known
@@ -30,9 +31,9 @@ def open_data(
         load_index(index, folder.line_index)
     train = mixture.open_dataset(cfg, split="train", index=index, prepared=prepared)
     pipeline.check_size(train, train.first_position(shape.num_replicas, shape.sequences))
-    held_out = None
+    held_out = {}
     if cfg.eval_interval != -1:
-        held_out = mixture.open_dataset(cfg, split="eval", index=index, prepared=prepared)
+        held_out = eval_texts.open_texts(cfg, index=index, prepared=prepared)
     return train, held_out, index
 
 

@@ -3,7 +3,9 @@
 Imports no JAX, so that vocab_size=-1 is a number before anything is built.
 """
 
-from collections.abc import Callable, Mapping
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from etils import epath
@@ -75,6 +77,20 @@ def of_checkpoint(cfg: Config, checkpoint: epath.Path) -> Tokenizer:
             f"the tokenizer in {checkpoint} cannot be read: {reason(error)}. See that it can be, "
             "and start again."
         ) from error
+
+
+@contextlib.contextmanager
+def config_with(cfg: Config, checkpoint: epath.Path) -> Iterator[Config]:
+    """The config with tokenizer_path at a copy of what a checkpoint holds, for a `with`.
+
+    Raises as of_checkpoint does.
+    """
+    if cfg.tokenizer_type == "byte":
+        yield cfg
+        return
+    with tempfile.TemporaryDirectory(prefix="maxdiloco-") as folder:
+        of_checkpoint(cfg, checkpoint).save(epath.Path(folder))
+        yield config.from_dict(cfg.as_dict() | {"tokenizer_path": folder})
 
 
 def differs(cfg: Config, meta: Mapping[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from maxdiloco.data.order import Position
 from maxdiloco.data.pipeline import TrainingData
 from maxdiloco.engine.trainer import OUTER_PARAMS, SavedLayout
 from maxdiloco.errors import CheckpointError, DataError
-from maxdiloco.flags import base_yml, config, resume
+from maxdiloco.flags import base_yml, resume
 from maxdiloco.flags.config import Config
 from maxdiloco.processes import output
 from maxdiloco.processes.agree import from_first_process, in_any_process
@@ -75,12 +75,15 @@ def look(
     return Start(saved.step, position, f"resumed after step {saved.step}", saved)
 
 
-def agreed_fingerprint(data: str) -> str:
-    """The fingerprint of the data. Raises DataError unless it is the same in all processes."""
+def agreed_fingerprint(data: str, *, key: str = "dataset_path") -> str:
+    """The fingerprint of the data. Raises DataError unless it is the same in all processes.
+
+    key: what gave the data, for the message.
+    """
     shared_folder.meet()  # the first process may still wait for the lock of the run's folder
     if _differs_between_processes(data):
         raise DataError(
-            f"dataset_path: process {jax.process_index()} and others have different text. Give "
+            f"{key}: process {jax.process_index()} and others have different text. Give "
             f"every host the same files; the built-in text differs with the version of Python."
         )
     return data
@@ -212,8 +215,3 @@ def note(
         "schedule_steps": schedule_steps(cfg, total_steps),
         "jax": jax.__version__,
     }
-
-
-def saved_config(path: str, *, key: str) -> Config:
-    """The config of the run that wrote a checkpoint."""
-    return config.from_dict(read.restore_from(path, lambda meta: {}, key=key).meta["config"])

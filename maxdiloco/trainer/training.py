@@ -31,7 +31,15 @@ from maxdiloco.processes.agree import from_first_process, in_any_process
 from maxdiloco.processes.links import Links
 from maxdiloco.processes.preemption import Preemption
 from maxdiloco.storage.run_folder import RunFolder, locate, open_run_folder
-from maxdiloco.trainer import assemble, compiled_file, feeding, run_data, run_tokenizer, start
+from maxdiloco.trainer import (
+    assemble,
+    compiled_file,
+    eval_texts,
+    feeding,
+    run_data,
+    run_tokenizer,
+    start,
+)
 from maxdiloco.trainer.assemble import BatchShape, Parts
 from maxdiloco.trainer.recorder import Profile, Recorder
 
@@ -91,6 +99,7 @@ def train(cfg: Config, begun: float) -> int:
         checkpointer = stack.enter_context(_open_checkpointer(cfg, folder, tokenizer, say))
 
         fingerprint = start.agreed_fingerprint(text.fingerprint)
+        eval_texts.agree(held_out)
         tokens = start.agreed_tokenizer(tokenizer.fingerprint())
         begin = start.look(cfg, checkpointer, shape, text=text, data=fingerprint)
         if primary:
@@ -149,7 +158,7 @@ def train(cfg: Config, begun: float) -> int:
             last, row = t == total, {}
             if last or t % cfg.log_period == 0:
                 row |= recorder.log(t, state)
-            if held_out is not None and (last or t % cfg.eval_interval == 0):
+            if held_out and (last or t % cfg.eval_interval == 0):
                 row |= recorder.evaluate(state, held_out)
             progress.advance()
             if row:

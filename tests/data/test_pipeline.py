@@ -196,7 +196,7 @@ def eval_numbers(data, **arguments):
 
 def test_evaluation_reads_all_of_the_data_once_and_pads_the_last_batch(text):
     """30 windows in batches of 8: 6 in the last, and 2 rows of padding."""
-    found = eval_numbers(text("eval"), batch_size=8, num_batches=-1)
+    found = eval_numbers(text("eval"), batch_size=8, num_sequences=-1)
     assert [len(batch) for batch in found] == [8, 8, 8, 8]
     assert sorted(found[0] + found[1] + found[2] + found[3][:6]) == list(range(30))
     assert found[3][6:] == [None, None]
@@ -204,25 +204,34 @@ def test_evaluation_reads_all_of_the_data_once_and_pads_the_last_batch(text):
 
 def test_evaluation_is_always_the_same_and_samples_all_files(text):
     """Whatever the seed of training is; not the first files only."""
-    found = eval_numbers(text("eval"), batch_size=4, num_batches=2)
+    found = eval_numbers(text("eval"), batch_size=4, num_sequences=8)
     other = text("eval", enable_data_shuffling=True, data_shuffle_seed=9)
-    assert found == eval_numbers(other, batch_size=4, num_batches=2)
+    assert found == eval_numbers(other, batch_size=4, num_sequences=8)
     assert len(found) == 2 and max(found[0] + found[1]) > 8
-    assert len(eval_numbers(other, batch_size=4, num_batches=99)) == 8
+    assert len(eval_numbers(other, batch_size=4, num_sequences=99)) == 8
+
+
+def test_evaluation_of_a_number_of_sequences_reads_them_in_batches_of_any_size(text):
+    """Seven: another mesh has another batch and reads the same sequences."""
+    data = text("eval")
+    found = eval_numbers(data, batch_size=4, num_sequences=7)
+    assert [number is None for number in found[1]] == [False, False, False, True]
+    (at_once,) = eval_numbers(data, batch_size=7, num_sequences=7)
+    assert found[0] + found[1][:3] == at_once
 
 
 def test_evaluation_rows_split_over_processes_are_those_of_one(text):
     """The last batch of 30 in 8s: rows 4 to 7 are two windows and two of padding."""
     data = text("eval")
-    whole = eval_numbers(data, batch_size=8, num_batches=-1)
-    left = eval_numbers(data, batch_size=8, num_batches=-1, rows=range(4))
-    right = eval_numbers(data, batch_size=8, num_batches=-1, rows=range(4, 8))
+    whole = eval_numbers(data, batch_size=8, num_sequences=-1)
+    left = eval_numbers(data, batch_size=8, num_sequences=-1, rows=range(4))
+    right = eval_numbers(data, batch_size=8, num_sequences=-1, rows=range(4, 8))
     assert [one + two for one, two in zip(left, right, strict=True)] == whole
 
 
 def test_an_evaluation_batch_larger_than_the_data_is_padded(text):
     """Rows of a process may be padding altogether."""
-    found = eval_numbers(text("eval"), batch_size=40, num_batches=3, rows=range(32, 40))
+    found = eval_numbers(text("eval"), batch_size=40, num_sequences=99, rows=range(32, 40))
     assert found == [[None] * 8]
 
 
@@ -236,7 +245,7 @@ def test_synthetic_data_go_through_the_same_order(settings):
         tokens = next(batches)["tokens"]
     assert np.array_equal(tokens, data.windows.read(np.array([9, 10, 11]))[0])
     held_out = pipeline.open_dataset(settings(dataset_type="synthetic"), split="eval")
-    with pipeline.eval_batches(held_out, batch_size=3, num_batches=2) as batches:
+    with pipeline.eval_batches(held_out, batch_size=3, num_sequences=6) as batches:
         found = [batch["tokens"] for batch in batches]
     assert np.array_equal(np.concatenate(found), held_out.windows.read(np.arange(6))[0])
     assert data.fingerprint != held_out.fingerprint
@@ -264,7 +273,7 @@ def test_an_epoch_of_data_without_an_end_is_refused(settings):
     ):
         pipeline.last_step_of_epoch(data, order.first_position(1, 1))
     with pytest.raises(DataError, match=r"^eval_steps=-1 .*synthetic has no end.*Set eval_steps"):
-        pipeline.eval_batches(data, batch_size=1, num_batches=-1)
+        pipeline.eval_batches(data, batch_size=1, num_sequences=-1)
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(text):

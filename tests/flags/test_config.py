@@ -1,6 +1,7 @@
 """What a config is made of, in which order, and that it is ready before JAX is imported."""
 
 import copy
+import json
 import pickle
 import subprocess
 import sys
@@ -119,6 +120,21 @@ def test_integers_booleans_lists_and_text_are_read_by_the_type_of_the_default(tm
     assert cfg.dataset_path == "/a=b/*.py"  # only the first = separates
     (tmp_path / "run.yml").write_text("mlp_activations: [gelu]\n")
     assert config.load([str(tmp_path / "run.yml")], {}).mlp_activations == ("gelu",)
+
+
+def test_a_table_is_read_from_yml_and_from_json_and_kept_in_a_stored_config(tmp_path):
+    """In its order, on the command line and in a file."""
+    wanted = (("wiki", "/data/wiki"), ("code", "/c"))
+    (tmp_path / "run.yml").write_text("eval_sets:\n  wiki: /data/wiki\n  code: /c\n")
+    cfg = config.load(['eval_sets={"wiki": "/data/wiki", "code": "/c"}'], {})
+    assert cfg.eval_sets == wanted
+    for again in (
+        config.load([f"eval_sets={base_yml.show(cfg.eval_sets)}"], {}),
+        config.load([str(tmp_path / "run.yml")], {}),
+        config.from_dict(json.loads(json.dumps(cfg.as_dict()))),
+    ):
+        assert again.eval_sets == wanted
+        assert again == cfg
 
 
 def test_a_config_cannot_be_changed():

@@ -34,6 +34,10 @@ ONE_FLAG = [
     ("enable_diloco=1", "is neither true nor false", "enable_diloco=true"),
     ("mlp_activations=silu", "is not a list", "mlp_activations=[silu, linear]"),
     ("mlp_activations=[silu", "is not a list", "mlp_activations=[silu, linear]"),
+    ("eval_sets=/data", "is not a table", "eval_sets={}"),
+    ("eval_sets={a/b: c}", "a/b: c is not name: path", "Write {wiki: /data/wiki}"),
+    ("eval_sets={a: [b]}", "a: [b] is not name: path"),
+    ("eval_sets={a: }", "a:  is not name: path"),
     # limits of one value
     ("steps=0", "must be -1 or >= 1 (inner steps)", "default is steps=1000"),
     ("steps=-2", "must be -1 or >= 1"),
@@ -186,6 +190,22 @@ def test_a_value_that_cannot_work_is_refused_in_one_line(flags, words):
             ["num_diloco_replicas=3", "dcn diloco 2 * ici diloco 1 = 2", "Use a multiple of 2"],
         ),
         (
+            ["sample_prompt=a", "eval_interval=-1"],
+            ["sample_prompt=a is continued at each evaluation", "Set eval_interval"],
+        ),
+        (
+            ["sample_prompt=a", "eval_interval=5", "dataset_type=synthetic"],
+            ["sample_prompt=a is text", "Leave sample_prompt out"],
+        ),
+        (
+            ["eval_sets={a: gs://b/c}"],
+            ["eval_sets.a=gs://b/c is an address", "Mount the bucket"],
+        ),
+        (
+            ["dataset_type=synthetic", "eval_sets={a: b}"],
+            ["eval_sets={a: b} are texts", "dataset_type=synthetic reads none", "Leave eval_sets"],
+        ),
+        (
             ["dataset_type=synthetic", "eval_interval=10", "eval_steps=-1"],
             ["eval_steps=-1", "dataset_type=synthetic has no end", "Set eval_steps"],
         ),
@@ -284,7 +304,9 @@ def test_a_wrong_variable_of_the_environment_is_named(environ, words):
         (b"\x00", ["is not a yml file: it is not text", "Write one"]),
         (b"- steps\n", ["holds no keys", "Write one"]),
         (b"steps: 1\nlog_period: 2\nsteps: 3\n", ["steps twice, in lines 1 and 3", "Keep one"]),
-        (b"steps:\n  inner: 1\n", ["line 2 holds a table", "keys are not nested"]),
+        (b"steps:\n  inner: 1\n", ["steps={inner: 1}", "is a table", "keys are not nested"]),
+        (b"eval_sets: [a]\n", ["eval_sets=[a]", "is not a table", "eval_sets={}"]),
+        (b"eval_sets: {a: b, a: c}\n", ["a stands twice in one {table}", "Keep one"]),
         (b"steps: [1]\n", ["steps=[1]", "run.yml) is a list", "steps=1000"]),
         (b"mlp_activations: silu\n", ["mlp_activations=silu", "is not a list"]),
         (b"step: 5\n", ["step=5", "run.yml) is no key", "Did you mean steps?"]),

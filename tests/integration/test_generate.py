@@ -1,16 +1,20 @@
 """What is done with theta: evaluation in the run, and text from its folder."""
 
+import json
+
 import jax
+import numpy as np
 import pytest
 import run_tools as tools
 
 from maxdiloco import generate
 from maxdiloco.checkpoint import read
-from maxdiloco.data import pipeline
+from maxdiloco.data import pipeline, token_text, tokenizer
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
+from maxdiloco.metrics.console import sample_lines
 from maxdiloco.models import transformer
-from maxdiloco.trainer import start
+from maxdiloco.trainer import stored
 
 pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
 
@@ -35,14 +39,14 @@ def test_the_logged_eval_loss_is_that_of_theta_on_the_first_held_out_windows(tex
     """Two batches of 2 replicas * 2 rows over the mesh; here sequence by sequence on one device."""
     run, _ = text_run
     assert ["eval/loss" in row for row in tools.rows(run)] == [False, True, False, True]
-    cfg = start.saved_config(run, key="run")
+    cfg = stored.config_of(tools.meta(run, 4))
     model = transformer.build(cfg, backend="cpu")
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     theta = read.restore_parameters(run, shapes)
     loss = jax.jit(model.loss)
     total = tokens = 0.0
     dataset = pipeline.open_dataset(cfg, split="eval")
-    with pipeline.eval_batches(dataset, batch_size=1, num_batches=8) as windows:
+    with pipeline.eval_batches(dataset, batch_size=1, num_sequences=8) as windows:
         for window in windows:
             _, aux = loss(theta, window)
             total += float(aux["cross_entropy"])
@@ -62,6 +66,62 @@ def test_text_goes_on_from_the_prompt_the_same_way_for_the_same_seed(capfd, text
     assert generated(capfd, run, *options, "seed=1") != first
     # A checkpoint of the run does as well as the run.
     assert generated(capfd, run / "checkpoints" / "4", *options) == first
+
+
+def test_a_run_writes_samples_at_its_evaluations_and_keeps_its_bits(capfd, text_run, tmp_path):
+    """The text that generate draws from the same checkpoint, on two slices here; the state is that
+    of the run without samples."""
+    run, keys = text_run
+    keys = keys | dict(sample_prompt="in the ", enable_tensorboard="true")
+    capfd.readouterr()
+    assert tools.run(tmp_path, "text", **keys) == 0
+    said = capfd.readouterr().out
+    assert [f"sample after step {t}:" in said for t in (1, 2, 3, 4)] == [False, True, False, True]
+    tools.assert_equal_runs(tmp_path / "text", run, steps=4)
+    wanted = generated(capfd, run, "prompt=in the ", "max_new_tokens=100")[:-1]
+    assert sample_lines(4, wanted) in said
+    (board,) = (tmp_path / "text" / "tensorboard").iterdir()
+    content = board.read_bytes()
+    assert content.count(b"eval/sample/text_summary") == 2
+    assert b"".join(f"    {line}\n".encode() for line in wanted.splitlines()) in content
+
+
+def test_prompts_of_a_file_are_continued_into_a_file(capfd, text_run, tmp_path):
+    """One JSON object a prompt; the same text as for the prompt alone."""
+    run, _ = text_run
+    (tmp_path / "prompts.txt").write_text("in the \nit was")
+    options = ["max_new_tokens=12", f"base_output_directory={run.parent}", "step=4"]
+    out = tmp_path / "out" / "texts.jsonl"
+    arguments = [f"prompts_file={tmp_path / 'prompts.txt'}", f"output={out}"]
+    assert generated(capfd, "text", *options, *arguments) == ""
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == ["in the ", "it was"]
+    capfd.readouterr()
+    assert generate.main([str(run), "prompt=it was", "max_new_tokens=12"]) == 0
+    captured = capfd.readouterr()
+    assert captured.out == rows[1]["text"] + "\n"
+    assert captured.err == f"step 4 of {run}\n"
+
+
+def test_a_continuation_ends_with_its_document():
+    byte = tokenizer.ByteTokenizer()
+    assert token_text.continuation(byte, [256], [104, 105, 256, 104]) == "hi"
+    assert token_text.continuation(byte, [256], np.array([104, 105])) == "hi"
+    assert token_text.prompt_tokens(byte, "hi") == [256, 104, 105]
+
+
+@pytest.mark.parametrize(
+    "content, words", [(None, "No such file"), (b"", "is empty"), (b"\xff", "it is not UTF-8 text")]
+)
+def test_a_file_of_prompts_that_does_not_work_is_refused(
+    capfd, text_run, tmp_path, content, words
+):
+    path = tmp_path / "prompts.txt"
+    if content is not None:
+        path.write_bytes(content)
+    code, line = refused(capfd, text_run[0], f"prompts_file={path}")
+    assert code == 2
+    assert f"prompts_file={path}" in line and words in line and "one prompt a line" in line
 
 
 def test_help_lists_every_option(capfd):
@@ -103,10 +163,10 @@ def test_a_run_trained_with_flash_attention_is_sampled_where_there_is_none(
     """attention=flash names kernels of TPU and GPU; here is a CPU."""
     run, _ = text_run
     wanted = generated(capfd, run, "max_new_tokens=4")
-    cfg = config.from_dict(start.saved_config(run, key="RUN").as_dict() | {"attention": "flash"})
+    cfg = config.from_dict(tools.meta(run, 4)["config"] | {"attention": "flash"})
     with pytest.raises(ConfigError, match="attention=flash"):
         transformer.build(cfg, backend="cpu")
-    monkeypatch.setattr(start, "saved_config", lambda run, key: cfg)
+    monkeypatch.setattr(stored, "config_of", lambda meta: cfg)
     assert generated(capfd, run, "max_new_tokens=4") == wanted
 
 

@@ -11,7 +11,7 @@ import run_tools as tools
 from etils import epath
 from fake_gcs import BUCKET, FakeGcs
 
-from maxdiloco import generate, train
+from maxdiloco import evaluate, generate, train
 from maxdiloco import tokenizer as program
 from maxdiloco.data import tokenizer
 from maxdiloco.storage import object_lock
@@ -94,7 +94,7 @@ def events(content):
     return lengths
 
 
-def test_a_run_has_the_bits_of_one_on_a_disk_and_leaves_nothing_else(finished, store):
+def test_a_run_has_the_bits_of_one_on_a_disk_and_leaves_nothing_else(finished, store, tmp_path):
     """Saves of 20, 40, 60 and 62 beside the training, of which one is kept."""
     keys = dict(async_checkpointing="true", enable_tensorboard="true")
     keys |= dict(checkpoint_period=20, max_num_checkpoints_to_keep=1)
@@ -107,6 +107,14 @@ def test_a_run_has_the_bits_of_one_on_a_disk_and_leaves_nothing_else(finished, s
     assert saved == {str(STEPS)}
     (board,) = [name for name in names if name.startswith("runs/a/tensorboard/")]
     assert len(events(store.objects[BUCKET][board].data)) > STEPS
+
+    # By its name and by its path, like the run on the disk.
+    reports = []
+    for run in (["a", f"base_output_directory={BASE}"], [f"{BASE}/a"], [str(finished)]):
+        report = tmp_path / "report.json"
+        assert evaluate.main([*run, "eval_steps=1", f"report={report}"]) == 0
+        reports.append(json.loads(report.read_text())["texts"])
+    assert reports[0] == reports[1] == reports[2]
 
 
 def test_a_run_killed_during_a_save_resumes_to_the_same_bits(finished, store, capfd):

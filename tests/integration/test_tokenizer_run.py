@@ -7,7 +7,7 @@ import run_tools as tools
 
 from maxdiloco import generate
 from maxdiloco import tokenizer as program
-from maxdiloco.data import tokenizer
+from maxdiloco.data import token_text, tokenizer
 from maxdiloco.trainer import start
 
 pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
@@ -80,12 +80,12 @@ def test_parameters_of_a_run_with_another_tokenizer_are_loaded_with_a_warning(
 def test_text_ends_where_the_model_ends_it():
     """Token 1 ends a document; the byte tokenizer has no end."""
     saved = tokenizer.ByteTokenizer()
-    assert generate.continuation(saved, [256, 97], [98, 1, 99]) == "b\x01c"
+    assert token_text.continuation(saved, [256, 97], [98, 1, 99]) == "b\x01c"
 
 
 def test_text_after_the_end_of_a_document_is_left_out(trained):
     saved = tokenizer.load(trained[0] / "tokenizer")
     prompt = [saved.bos, *saved.encode("the")]
     more = [*saved.encode(" hat"), saved.eos, *saved.encode(" and")]
-    assert generate.continuation(saved, prompt, more) == " hat"
-    assert generate.continuation(saved, prompt, [t for t in more if t != 1]) == " hat and"
+    assert token_text.continuation(saved, prompt, more) == " hat"
+    assert token_text.continuation(saved, prompt, [t for t in more if t != 1]) == " hat and"

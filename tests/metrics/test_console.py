@@ -3,7 +3,7 @@
 import io
 import sys
 
-from maxdiloco.metrics.console import Progress, console_line
+from maxdiloco.metrics.console import Progress, console_line, sample_lines
 
 
 class Terminal(io.StringIO):
@@ -58,3 +58,12 @@ def test_the_other_processes_show_nothing(monkeypatch, capsys):
         progress.advance()
         progress.line("step 1")
     assert stderr.getvalue() == capsys.readouterr().out == ""
+
+
+def test_a_sample_keeps_its_lines_and_fits_the_terminal():
+    """Long lines are broken, spaces and empty lines stay, control characters are escaped."""
+    text = "def f():\n    return 1\n\n" + "a" * 150 + "\x07"
+    lines = sample_lines(20, text).split("\n")
+    assert lines[:4] == ["sample after step 20:", "  | def f():", "  |     return 1", "  |"]
+    assert "".join(line.removeprefix("  | ") for line in lines[4:]) == "a" * 150 + r"\x07"
+    assert max(map(len, lines)) <= 100 and len(lines) > 5

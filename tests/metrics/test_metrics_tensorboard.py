@@ -64,6 +64,27 @@ def test_tensorboard_is_told_which_steps_come_again(folder):
     ]
 
 
+def test_a_text_is_written_as_text_and_numbers_beside_it_as_scalars(folder):
+    """Tag and plugin are those that TensorBoard's tab of texts looks for."""
+    from tensorboardX.proto import event_pb2
+
+    with MetricsWriter(folder, tensorboard=True, resume_step=None) as writer:
+        writer.write(1, {"eval/loss": 2.0})
+        writer.write_text(1, "eval/sample", "a b\nc")
+    (path,) = folder.tensorboard.iterdir()
+    data, found = path.read_bytes(), {}
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        event = event_pb2.Event.FromString(data[12 : 12 + length])
+        found |= {value.tag: value for value in event.summary.value}
+        data = data[16 + length :]
+    assert found["eval/loss"].simple_value == 2.0
+    sample = found["eval/sample/text_summary"]
+    assert sample.metadata.plugin_data.plugin_name == "text"
+    assert sample.tensor.string_val[0].decode() == "    a b\n    c\n"
+    assert len(folder.metrics.read_text().splitlines()) == 1
+
+
 def rows_and_warnings(folder, count):
     """Write rows with TensorBoard; what was reported."""
     said = []

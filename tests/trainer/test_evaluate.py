@@ -1,0 +1,73 @@
+"""Loss, perplexity and bits per byte of an evaluation."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from maxdiloco.data import pipeline, tokenizer
+from maxdiloco.data.token_text import bytes_of_tokens
+from maxdiloco.flags import config
+from maxdiloco.flags.checks import AXES
+from maxdiloco.models import transformer
+from maxdiloco.trainer.evaluate import Evaluation, Totals
+
+SIZES = (
+    "vocab_size=257 base_emb_dim=8 base_num_decoder_layers=1 base_mlp_dim=8 head_dim=4 "
+    "base_num_query_heads=2 base_num_kv_heads=1 max_target_length=8 remat_policy=none "
+    "logits_via_embedding=true"
+).split()
+
+
+def test_bits_per_byte_divides_by_the_bytes_of_the_targets():
+    """6 nats over 4 targets of 3 bytes: 1.5 nats a token, 2 nats = 2.885 bits a byte."""
+    totals = Totals(cross_entropy=6.0, tokens=4, num_bytes=3)
+    assert totals.metrics() == {
+        "eval/loss": 1.5,
+        "eval/perplexity": pytest.approx(math.exp(1.5)),
+        "eval/bits_per_byte": pytest.approx(2 / math.log(2)),
+    }
+    assert list(totals.metrics("wiki")) == [
+        "eval/wiki/loss", "eval/wiki/perplexity", "eval/wiki/bits_per_byte"
+    ]  # fmt: skip
+
+
+def test_tokens_without_text_have_no_bits_per_byte_and_no_tokens_no_loss():
+    assert "eval/bits_per_byte" not in Totals(6.0, 4, 0).metrics()
+    assert math.isnan(Totals(0.0, 0, 0).loss)
+    assert Totals(1e6, 1, 0).perplexity == math.inf
+
+
+def test_a_byte_is_one_byte_and_the_start_of_a_document_is_none():
+    found = bytes_of_tokens(tokenizer.ByteTokenizer(), 300)
+    assert found.dtype == np.int32 and found.sum() == 256 and found[256:].sum() == 0
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 5])
+def test_an_untrained_model_pays_the_logarithm_of_its_vocabulary(tmp_path, num_bytes):
+    """Zero weights: ln V nats a target. 20 letters and the start of their document are two windows
+    of 8 tokens, of which 7 targets count in each. Here each letter stands for some bytes."""
+    (tmp_path / "a.txt").write_text("a" * 20)
+    cfg = config.load([*SIZES, f"eval_dataset_path={tmp_path / 'a.txt'}"], {})
+    model = transformer.build(cfg, backend="cpu")
+    params = jax.tree.map(
+        lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(model.init, jax.random.key(0))
+    )
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1, 1, 1, 1), AXES)
+    bytes_V = np.zeros(257, np.int32)
+    bytes_V[ord("a")] = num_bytes
+    evaluation = Evaluation(
+        model,
+        mesh,
+        model.spec.rules,
+        rows=3,
+        length=8,
+        num_sequences=-1,
+        token_bytes=bytes_V,
+        on_compile=lambda *_: None,
+    )
+    totals = evaluation(params, pipeline.open_dataset(cfg, split="eval"))
+    assert (totals.tokens, totals.num_bytes) == (14, 14 * num_bytes)
+    assert totals.loss == pytest.approx(math.log(257), rel=1e-6)
