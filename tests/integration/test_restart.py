@@ -51,7 +51,8 @@ def run(script, tmp_path):
         restart = ["--restart", str(len(kills))] if kills else []
         venv = environment(tmp_path / "venv", KILLED, tmp_path / "kills")
         process = script(name, *restart, "2", *tools.flags(changes), MAXDILOCO_VENV=str(venv))
-        assert process.end() == 0, process.text()
+        code = process.popen.wait(timeout=tools.WAIT_S * (1 + len(kills)))
+        assert code == 0, process.text()
         return tmp_path / name, process.text()
 
     return run
@@ -84,7 +85,7 @@ def assert_equal_ends(run_folder, other):
     run_tools.assert_equal_bits(run_tools.arrays(run_folder, STEPS), arrays)
 
 
-FULL = pytest.mark.full_grid
+FULL = [pytest.mark.full_grid, pytest.mark.timeout(3600)]
 
 
 @pytest.mark.slow
