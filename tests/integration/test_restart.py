@@ -78,11 +78,13 @@ def random_kills(count, *, seed):
     return [f"{chance.randrange(2)} inner steps:{t}" for t in steps]
 
 
-def assert_equal_ends(run_folder, other):
-    """Parameters, optimizers' states and what is in flight, bit for bit."""
-    arrays = run_tools.arrays(other, STEPS)
-    assert len(arrays) > 20
-    run_tools.assert_equal_bits(run_tools.arrays(run_folder, STEPS), arrays)
+def ends(run_folder):
+    """Parameters, optimizers' states and what was sent and not applied, at the end of a run.
+
+    Without what has arrived: places that wait for their next exchange may still hold the last one.
+    """
+    arrays = run_tools.arrays(run_folder, STEPS)
+    return {name: x for name, x in arrays.items() if not name.startswith("flight['incoming']")}
 
 
 FULL = [pytest.mark.full_grid, pytest.mark.timeout(3600)]
@@ -110,4 +112,6 @@ def test_processes_that_are_killed_change_no_bit_of_what_a_run_ends_with(run, ch
         f"code 137 (SIGKILL)."
         for n, kill in enumerate(kills, 1)
     ]
-    assert_equal_ends(killed, undisturbed)
+    arrays = ends(undisturbed)
+    assert len(arrays) > 20
+    run_tools.assert_equal_bits(ends(killed), arrays)
