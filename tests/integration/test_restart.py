@@ -1,117 +1,92 @@
-"""scripts/run_local_slices.sh --restart: killed processes leave no trace in the parameters."""
+"""When run_local_slices.sh --restart starts a run again, with a stand-in for the trainer."""
 
-import pathlib
-import random
-import re
 import sys
 
 import process_tools as tools
 import pytest
-import run_tools
 
-SCRIPT = tools.ROOT / "scripts" / "run_local_slices.sh"
-KILLED = pathlib.Path(__file__).with_name("killed_process.py")
-
-STEPS = 24
-KEYS = {"steps": STEPS, "checkpoint_period": 5, "log_period": 4, "ici_fsdp_parallelism": 1}
-STREAMING = {
-    "enable_streaming_diloco": "true",
-    "num_diloco_fragments": 2,
-    "diloco_sync_period": 6,  # sends at 3, 6, 9, ...; applied two steps later
-    "num_communication_overlapping_steps": 2,
-    "diloco_exchange_dtype": "float4_e3m0",
-}
-EAGER = {"diloco_outer_overlap": "eager", "diloco_sync_period": 4}
-DATA_PARALLEL = {"enable_diloco": "false"}
+# Ends with the code that CODES has for this life and process: "life 0 process 0,...;life 1 ...".
+STAND_IN = """#!/usr/bin/env bash
+if [ "$2" != maxdiloco.train ]; then exec {python} "$@"; fi
+lives=$FOLDER/lives.$JAX_PROCESS_ID
+echo >>"$lives"
+code=$(cut -d';' -f"$(wc -l <"$lives")" <<<"$CODES" | cut -d, -f"$((JAX_PROCESS_ID + 1))")
+if [ "$code" = killed ]; then kill -KILL $$; fi
+exit "$code"
+"""
+NAMED = "run_name=a"
+SAYS = "run_local_slices: "
 
 
 @pytest.fixture
 def script(tmp_path):
-    """Starts the script with arguments; no process outlives the test."""
-    started = []
+    """Runs the script for processes that end with these codes: its code, and its own lines."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(STAND_IN.format(python=sys.executable))
+    python.chmod(0o755)
 
-    def start(name, *arguments, **environ):
-        log = tmp_path / f"{name}.log"
-        environ = tools.AS_USERS | {"MAXDILOCO_VENV": sys.prefix} | environ
-        started.append(tools.Process(["bash", str(SCRIPT), *arguments], log, environ))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-
-
-@pytest.fixture
-def run(script, tmp_path):
-    """Trains two processes to the end through kills; returns the run's folder and the output."""
-
-    def run(name, changes, kills=()):
-        (tmp_path / "kills").write_text("".join(f"{kill}\n" for kill in kills))
-        changes = KEYS | changes | {"run_name": name, "base_output_directory": tmp_path}
-        restart = ["--restart", str(len(kills))] if kills else []
-        venv = environment(tmp_path / "venv", KILLED, tmp_path / "kills")
-        process = script(name, *restart, "2", *tools.flags(changes), MAXDILOCO_VENV=str(venv))
-        code = process.popen.wait(timeout=tools.WAIT_S * (1 + len(kills)))
-        assert code == 0, process.text()
-        return tmp_path / name, process.text()
+    def run(codes, *arguments):
+        command = ["bash", str(tools.ROOT / "scripts" / "run_local_slices.sh"), *arguments]
+        environ = {"MAXDILOCO_VENV": str(tmp_path), "FOLDER": str(tmp_path), "CODES": codes}
+        process = tools.Process(command, tmp_path / "log", environ)
+        code = process.end()
+        lines = process.text().splitlines()
+        return code, [line for line in lines if line.startswith((SAYS, "ConfigError: "))]
 
     return run
 
 
-def environment(folder, *program):
-    """A virtual environment whose python starts a program in place of maxdiloco.train."""
-    command = " ".join([sys.executable, *map(str, program)])
-    python = folder / "bin" / "python"
-    python.parent.mkdir(parents=True, exist_ok=True)
-    python.write_text(
-        f'#!/bin/sh\nif [ "$2" = maxdiloco.train ]; then shift 2; exec {command} "$@"; fi\n'
-        f'exec {sys.executable} "$@"\n'
-    )
-    python.chmod(0o755)
-    return folder
+def test_a_run_that_lost_processes_starts_again_and_ends_with_the_code_of_the_last_life(script):
+    codes = "killed,5;143,143;75,75;134,5;0,0"
+    code, lines = script(codes, "--restart", "9", "2", NAMED)
+    assert code == 0
+    assert [line.partition(" of 9: ")[0] for line in lines] == [
+        f"{SAYS}restart {n}" for n in (1, 2, 3, 4)
+    ]
+    assert [line.rpartition(" ")[2] for line in lines[1:3]] == ["(SIGTERM).", "75."]
 
 
-def random_kills(count, *, seed):
-    """Kills of either process before random steps, later and later."""
-    chance = random.Random(seed)
-    steps = sorted(chance.choices(range(1, STEPS + 1), k=count))
-    return [f"{chance.randrange(2)} inner steps:{t}" for t in steps]
+def test_the_cause_is_told_and_the_restarts_end(script):
+    code, lines = script("5;137;5", "--restart", "2", "1", NAMED)
+    assert code == 5
+    assert lines == [
+        f"{SAYS}restart 1 of 2: process 0 ended first, with exit code 5.",
+        f"{SAYS}restart 2 of 2: process 0 ended first, with exit code 137 (SIGKILL).",
+        f"{SAYS}process 0 ended first, with exit code 5; no restart of 2 is left.",
+    ]
 
 
-def ends(run_folder):
-    """Parameters, optimizers' states and what was sent and not applied, at the end of a run.
-
-    Without what has arrived: places that wait for their next exchange may still hold the last one.
-    """
-    arrays = run_tools.arrays(run_folder, STEPS)
-    return {name: x for name, x in arrays.items() if not name.startswith("flight['incoming']")}
-
-
-FULL = [pytest.mark.full_grid, pytest.mark.timeout(3600)]
+@pytest.mark.parametrize("codes", ["1,5", "5,2", "3,3", "4,5", "130,130"])
+def test_what_would_come_again_is_not_tried_again(script, codes):
+    """Whichever process ends first. The control: the codes above, which are."""
+    code, lines = script(codes, "--restart", "2", "2", NAMED)
+    assert str(code) in codes.split(",")
+    assert lines == []
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("programs")
+def test_without_restarts_the_first_end_is_the_last(script):
+    code, lines = script("5,5;0,0", "2", NAMED)
+    assert (code, lines) == (5, [])
+
+
 @pytest.mark.parametrize(
-    "changes, kills",
+    "arguments, words",
     [
-        # Before step 4, between a send and its apply; then while step 20 is being saved.
-        pytest.param(STREAMING, ["1 in flight:4", "0 checkpoint:20"], id="streaming"),
-        pytest.param(STREAMING, random_kills(20, seed=0), id="streaming, 20", marks=FULL),
-        pytest.param(EAGER, random_kills(20, seed=1), id="eager, 20", marks=FULL),
-        pytest.param(DATA_PARALLEL, random_kills(20, seed=2), id="parallel, 20", marks=FULL),
+        (["2"], "run_name is not set, but a restart goes on from the last checkpoint"),
+        (["2", NAMED, "enable_checkpointing=false"], "enable_checkpointing=false: a restart goes"),
+        (["2", NAMED, "stepps=3"], "stepps=3"),
     ],
 )
-def test_processes_that_are_killed_change_no_bit_of_what_a_run_ends_with(run, changes, kills):
-    """Against an undisturbed run of as many processes."""
-    undisturbed, _ = run("undisturbed", changes)
-    killed, text = run("killed", changes, kills)
-    lines = re.findall(r"^run_local_slices: restart .*", text, re.MULTILINE)
-    assert lines == [
-        f"run_local_slices: restart {n} of {len(kills)}: process {kill[0]} ended first, with exit "
-        f"code 137 (SIGKILL)."
-        for n, kill in enumerate(kills, 1)
-    ]
-    arrays = ends(undisturbed)
-    assert len(arrays) > 20
-    run_tools.assert_equal_bits(ends(killed), arrays)
+def test_a_restart_needs_flags_that_can_be_resumed(script, arguments, words):
+    """Told once, before any process starts."""
+    code, (line,) = script("0,0", "--restart", "2", *arguments)
+    assert code == 2
+    assert line.startswith("ConfigError: ")
+    assert words in line
+
+
+def test_a_number_of_restarts_that_is_none_is_refused(script):
+    code, (line,) = script("0,0", "--restart", "2x", "2")
+    assert code == 2
+    assert "--restart 2x is not a number of restarts. usage: bash" in line
