@@ -3,6 +3,12 @@
 JAX alone aborts the others in C++: without our exit code, without a name, and after a killed
 process other than 0 only at its heartbeat timeout. Here a closed connection counts as a loss at
 once and a silent one after `silence_s`; process 0 tells the others. No JAX here.
+
+It is not one mechanism with links.py, which would not be simpler. A link makes a closed connection
+anew until the timeout and raises in the main thread; the watch has to take it for a killed process
+at once, also while JAX compiles, ends a process that hangs inside a collective, and says who ended
+with which code and why. The watch runs before the processes have compared their keys, which a link
+does first.
 """
 
 import math
