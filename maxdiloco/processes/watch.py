@@ -3,6 +3,12 @@
 JAX alone aborts the others in C++: without our exit code, without a name, and after a killed
 process other than 0 only at its heartbeat timeout. Here a closed connection counts as a loss at
 once and a silent one after `silence_s`; process 0 tells the others. No JAX here.
+
+It is not one mechanism with links.py, which would not be simpler. A link makes a closed connection
+anew until the timeout and raises in the main thread; the watch has to take it for a killed process
+at once, also while JAX compiles, ends a process that hangs inside a collective, and says who ended
+with which code and why. The watch runs before the processes have compared their keys, which a link
+does first.
 """
 
 import math
@@ -140,22 +146,27 @@ class Watch:
                 link.heard = now
             silent = now - link.heard
             if silent > self._silence_s and not link.ended:
-                self._lose_peer(
-                    link,
-                    f"has been silent for {silent:.0f} s (peer_timeout_seconds={self._silence_s:g})"
-                    " and is taken for lost. Raise peer_timeout_seconds if it was only slow.",
-                )
+                after = f"for {silent:.0f} s (peer_timeout_seconds={self._silence_s:g})"
+                remedy = "Raise peer_timeout_seconds if it was only slow."
+                self._lose_peer(link, f"has been silent {after} and is taken for lost. {remedy}")
 
     def _lose_peer(self, link: Link, what: str) -> None:
         line = f"{link.name()} {what} {SEE_OUTPUT} {RESUME}"
-        self._lose(Loss(line, LostPeerError.exit_code, PATIENCE_S))
+        self._lose(Loss(line, LostPeerError.exit_code, PATIENCE_S), link)
 
-    def _lose(self, loss: Loss) -> None:
-        """Note the first loss, and send it to the peers: through process 0 all learn of it."""
-        if self._loss is None:
-            self._loss, self._due = loss, time.monotonic() + loss.patience_s
-            self._lost.set()
-            self._send_all(loss=loss)
+    def _lose(self, loss: Loss, lost: Link | None = None) -> None:
+        """Note the first loss, and send it to the peers: through process 0 all learn of it.
+
+        lost: the link of the lost peer. If that one is there, it learns who has lost it.
+        """
+        if self._loss is not None:
+            return
+        self._loss, self._due = loss, time.monotonic() + loss.patience_s
+        self._lost.set()
+        for link in self._links:
+            who = f"{self._me()} says: " if link is lost else ""
+            if not link.ended:
+                link.send(loss=loss._replace(line=who + loss.line))
 
     def _say_goodbye(self, exit_code: int, why: str | None) -> None:
         """End the process after its main thread, and process 0 after its peers.
@@ -177,13 +188,16 @@ class Watch:
         """What this process's end means to the others; nothing if all end so, each by itself."""
         if exit_code in (0, Preempted.exit_code):
             return None
-        process = f"process {self._process_id} on {socket.gethostname()}"
-        line = f"{process} ended with exit code {exit_code}"
+        line = f"{self._me()} ended with exit code {exit_code}"
         if exit_code in SHARED_CODES:
             line = f"{line}, and so does this process: {why or SEE_OUTPUT}"
             return Loss(line, exit_code, GRACE_S)
         line = f"{line} while this process was still running: {why or SEE_OUTPUT} {RESUME}"
         return Loss(line, LostPeerError.exit_code, GRACE_S)
+
+    def _me(self) -> str:
+        """This process in words, for messages of the peers."""
+        return f"process {self._process_id} on {socket.gethostname()}"
 
     def _send_all(self, **message: object) -> None:
         for link in self._links:

@@ -103,6 +103,17 @@ def test_silence_ends_the_process_with_the_name_the_key_and_the_remedy(ends, gua
     bare.close()
 
 
+def test_a_peer_that_was_silent_learns_who_has_lost_it(ends, guarding):
+    """It may have been stopped for a while; its line must not name itself alone."""
+    link, bare = link_pair()
+    guarding(0, [link], silence_s=0.5)
+    line, code, _ = heard(bare, "loss")["loss"]
+    assert line.startswith(f"process 0 on {HOST} says: process 1 on host-b has been silent for")
+    assert code == 5
+    assert ends.next()[1] == line.partition(" says: ")[2]
+    bare.close()
+
+
 def test_peers_that_only_beat_are_not_lost(ends, guarding):
     """The positive control of the silence: two watches face to face for twice silence_s."""
     link, bare = link_pair()

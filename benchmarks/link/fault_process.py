@@ -1,0 +1,46 @@
+"""One process of a run that meets a fault: maxdiloco.train that stands still at a moment.
+
+    python -m benchmarks.link.fault_process FOLDER VICTIM MOMENT T key=value ...
+
+Process VICTIM touches FOLDER/held at the MOMENT (see moments.py) of step T and stands there until
+FOLDER/go exists; -1: none does. Every process writes the times of its inner steps
+(time.monotonic() [s]) to FOLDER/steps.<process>, and touches FOLDER/take.<process> before it waits
+for what was sent after step T.
+"""
+
+import ctypes
+import os
+import pathlib
+import signal
+import sys
+import time
+
+from benchmarks.link import moments
+
+PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def main() -> None:
+    folder, victim, moment, t, *keys = sys.argv[1:]
+    folder, process = pathlib.Path(folder), os.environ["JAX_PROCESS_ID"]
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    from maxdiloco import train
+    from maxdiloco.engine.diloco import DiLoCo
+    from maxdiloco.exchange.host import HostCarrier
+
+    steps = (folder / f"steps.{process}").open("w", buffering=1)
+    if process == victim:
+        held, go = folder / "held", folder / "go"
+        moments.act_at(moment, int(t), lambda: moments.stand(held, go))
+    waits = (folder / f"take.{process}").touch
+    moments.before(HostCarrier, "take", lambda _, key: key[-1] == int(t), waits)
+    moments.before(
+        DiLoCo, "step", lambda *_: True, lambda: steps.write(f"{time.monotonic():.6f}\n")
+    )
+    sys.argv[1:] = keys
+    train.cli()
+
+
+if __name__ == "__main__":
+    main()

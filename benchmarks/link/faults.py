@@ -1,0 +1,246 @@
+"""One case of a fault: a run on hosts that meets it at a moment, and what became of every process.
+
+A link that is cut drops frames without a word: the neighbour entry of the sending host has an
+address that nobody has. Nothing on the way sends an error back, as with a dead switch.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from benchmarks.link.hosts import DEVICE, Hosts, Link, hosts
+from maxdiloco.errors import ConfigError
+
+ROOT = pathlib.Path(__file__).parents[2]
+PORT = 7000  # of process 0, in a namespace of its own
+NOBODY = "02:00:00:00:00:99"  # a locally administered address that no host has
+ARRIVED = "flight['incoming']"
+POLL_S = 0.02
+START_S = 300.0  # until the moment, and for a run to end; our choice
+ERROR = re.compile(r"^\w+Error: .*", re.MULTILINE)
+
+
+class CaseError(RuntimeError):
+    """A case did not come to its fault, or its processes hang."""
+
+
+class Fault(NamedTuple):
+    """What happens to host or process `victim`.
+
+    kind: kill, stop or cut. seconds: how long; None: for ever. sends, receives: which direction of
+    the victim's link a cut drops.
+    """
+
+    kind: str
+    victim: int = 1
+    seconds: float | None = None
+    sends: bool = True
+    receives: bool = True
+
+    def goes_on(self, timeout_s: float) -> bool:
+        """Whether the run has to survive it."""
+        return self.seconds is not None and self.seconds < timeout_s
+
+
+class End(NamedTuple):
+    """What became of a process. after_s: since the fault [s]. stall_s: longest step since then."""
+
+    code: int
+    after_s: float
+    stall_s: float
+    line: str
+
+
+def train(
+    made: Hosts, folder: pathlib.Path, keys: Mapping[str, Any], where: Sequence[object]
+) -> list[subprocess.Popen]:
+    """Start a process of the run on every host. where: VICTIM MOMENT T of fault_process."""
+    count = len(made.names)
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("M_", "JAX_")) and not name.lower().endswith("_proxy")
+    }
+    environ |= {
+        "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+        "JAX_COORDINATOR_ADDRESS": f"{made.addresses[0]}:{PORT}",
+        "JAX_NUM_PROCESSES": str(count),
+    }
+    module = [sys.executable, "-m", "benchmarks.link.fault_process", str(folder)]
+    command = [*module, *map(str, where), *(f"{key}={value}" for key, value in keys.items())]
+    folder.mkdir(parents=True)
+    for i in range(count):
+        with (folder / f"process_{i}.log").open("w") as log:
+            options = dict(cwd=ROOT, env=environ | {"JAX_PROCESS_ID": str(i)}, stdout=log)
+            made.start(i, command, stderr=subprocess.STDOUT, **options)
+    return made.processes[-count:]
+
+
+def undisturbed(count: int, link: Link, folder: pathlib.Path, keys: Mapping[str, Any]) -> None:
+    """Train to the end on new hosts. Raises CaseError."""
+    with hosts(count, link) as made:
+        for process in train(made, folder, keys, (-1, "none", 0)):
+            if _ended(process, START_S) != 0:
+                raise CaseError(f"{folder}: a run without a fault failed. {tail(folder)}")
+
+
+def meet(
+    fault: Fault,
+    moment: tuple[str, int],
+    count: int,
+    link: Link,
+    folder: pathlib.Path,
+    keys: Mapping[str, Any],
+    limit_s: float,
+) -> list[End]:
+    """Run into a fault on new hosts. moment: its name and its step. limit_s: for all to end.
+
+    Raises CaseError.
+    """
+    with hosts(count, link) as made:
+        processes = train(made, folder, keys, (fault.victim, *moment))
+        _wait_for(folder / "held", processes, folder)
+        if moment[0] == "at apply":
+            for i in set(range(count)) - {fault.victim}:
+                _wait_for(folder / f"take.{i}", processes, folder)
+        begun = time.monotonic()
+        until = begun + (fault.seconds or 0.0)
+        _begin(fault, made, processes[fault.victim])
+        (folder / "go").touch()
+        ends: dict[int, float] = {}
+        over = fault.seconds is None
+        while len(ends) < count:
+            time.sleep(POLL_S)
+            now = time.monotonic()
+            if not over and now >= until:
+                over = _finish(fault, made, processes[fault.victim])
+            for i, process in enumerate(processes):
+                if process.poll() is not None:
+                    ends.setdefault(i, now)
+            if now > begun + limit_s:
+                hang = sorted(set(range(count)) - set(ends))
+                raise CaseError(f"{folder}: processes {hang} hang. {tail(folder)}")
+        return [
+            End(
+                processes[i].returncode,
+                ends[i] - begun,
+                _stall(folder / f"steps.{i}", begun),
+                last_line((folder / f"process_{i}.log").read_text(errors="replace")),
+            )
+            for i in range(count)
+        ]
+
+
+def _begin(fault: Fault, made: Hosts, victim: subprocess.Popen) -> None:
+    if fault.kind == "cut":
+        _cut(fault, made, mend=False)
+    else:
+        os.kill(victim.pid, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+
+
+def _finish(fault: Fault, made: Hosts, victim: subprocess.Popen) -> bool:
+    if fault.kind == "cut":
+        _cut(fault, made, mend=True)
+    else:
+        victim.send_signal(signal.SIGCONT)
+    return True
+
+
+def _cut(fault: Fault, made: Hosts, *, mend: bool) -> None:
+    """Drop what the victim's host sends to the others, or gets from them, or let it pass again."""
+    for other in set(range(len(made.names))) - {fault.victim}:
+        for cut, source, target in (
+            (fault.sends, fault.victim, other),
+            (fault.receives, other, fault.victim),
+        ):
+            if cut:
+                address = _mac(made.names[target]) if mend else NOBODY
+                neighbour = (made.addresses[target], "lladdr", address, "nud", "permanent")
+                _ip(made.names[source], "neigh", "replace", *neighbour, "dev", DEVICE)
+
+
+def _mac(name: str) -> str:
+    return json.loads(_ip(name, "-json", "link", "show", "dev", DEVICE))[0]["address"]
+
+
+def _ip(name: str, *words: str) -> str:
+    command = ["ip", "-n", name, *words]
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+    if done.returncode:
+        raise ConfigError(f"`{' '.join(command)}` failed: {done.stderr.strip()}.")
+    return done.stdout
+
+
+def _wait_for(
+    file: pathlib.Path, processes: Sequence[subprocess.Popen], folder: pathlib.Path
+) -> None:
+    limit = time.monotonic() + START_S
+    while not file.exists():
+        if time.monotonic() > limit or any(p.poll() is not None for p in processes):
+            raise CaseError(f"{folder}: never came to {file.name}. {tail(folder)}")
+        time.sleep(POLL_S)
+
+
+def _ended(process: subprocess.Popen, limit_s: float) -> int | None:
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _stall(path: pathlib.Path, begun: float) -> float:
+    """The longest time from one step to the next, of those that end after `begun` [s]."""
+    times = [float(line) for line in path.read_text().split()]
+    return max((b - a for a, b in zip(times, times[1:], strict=False) if b > begun), default=0.0)
+
+
+def last_line(text: str) -> str:
+    """The error of ours, else the last line."""
+    return (ERROR.findall(text) or text.splitlines() or [""])[-1]
+
+
+def tail(folder: pathlib.Path) -> str:
+    """The ends of all logs."""
+    logs = sorted(folder.glob("process_*.log"))
+    ends = ["\n  ".join(log.read_text(errors="replace").splitlines()[-8:]) for log in logs]
+    return "\n".join(f"End of {log.name}:\n  {end}" for log, end in zip(logs, ends, strict=True))
+
+
+def digests(run: pathlib.Path, step: int) -> dict[str, str]:
+    """{item and leaf: digest of its bits} of a checkpoint.
+
+    Without what has arrived: places that wait for their next exchange may still hold the last one.
+    """
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+    import numpy as np
+    import orbax.checkpoint as ocp
+
+    found = {}
+    for item in sorted((run / "checkpoints" / str(step)).iterdir()):
+        if item.name == "meta" or not item.is_dir():
+            continue
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            tree = reader.metadata(item).item_metadata.tree
+            plan = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+            read = reader.restore(item, args=ocp.args.PyTreeRestore(restore_args=plan))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(read):
+            bits = f"{leaf.dtype} {leaf.shape}".encode() + np.asarray(leaf).tobytes()
+            found[item.name + jax.tree_util.keystr(path)] = hashlib.sha256(bits).hexdigest()
+    return {name: one for name, one in found.items() if not name.startswith(ARRIVED)}
+
+
+def clear(folder: pathlib.Path) -> pathlib.Path:
+    """The folder, which is not there any more."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder

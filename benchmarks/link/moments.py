@@ -1,0 +1,67 @@
+"""Acts in a process of a run at a moment of its schedule: for tests and benchmarks of faults.
+
+Moments are exact whatever the machine does beside, since the process itself comes by them:
+inner steps: before inner step t, when nothing was sent. in flight: the same, for a t between a
+send and its apply. at apply: what step t sends has not left yet, so that the others come to wait
+for it. checkpoint: the arrays of step t are about to be complete.
+"""
+
+import functools
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+MOMENTS = ("inner steps", "in flight", "at apply", "checkpoint")
+POLL_S = 0.01
+
+
+def act_at(moment: str, t: int, act: Callable[[], None]) -> None:
+    """Call `act` once, in the thread that comes to the moment. Imports JAX."""
+    from maxdiloco.checkpoint import write
+    from maxdiloco.engine.data_parallel import DataParallel
+    from maxdiloco.engine.diloco import DiLoCo
+    from maxdiloco.exchange.host import HostCarrier
+
+    act = once(act)
+    if moment in ("inner steps", "in flight"):
+        for trainer in (DiLoCo, DataParallel):
+            before(trainer, "step", lambda _, state, batch: state.t + 1 == t, act)
+    elif moment == "at apply":
+        before(HostCarrier, "start", lambda _, key, *rest, **size: key[-1] == t, act)
+    elif moment == "checkpoint":
+        for part in ("commit", "write_part"):  # of process 0, and of the others
+            before(write, part, lambda save, *rest: save.target.name == str(t), act)
+    else:
+        raise ValueError(f"moment {moment!r}: use one of {', '.join(MOMENTS)}")
+
+
+def before(owner: Any, name: str, holds: Callable[..., bool], act: Callable[[], None]) -> None:
+    """Make a function call `act` first whenever holds(*arguments)."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def called(*args: Any, **options: Any) -> Any:
+        if holds(*args, **options):
+            act()
+        return original(*args, **options)
+
+    setattr(owner, name, called)
+
+
+def once(act: Callable[[], None]) -> Callable[[], None]:
+    """`act` at the first call, nothing later."""
+    left = [act]
+
+    def called() -> None:
+        if left:
+            left.pop()()
+
+    return called
+
+
+def stand(held: pathlib.Path, go: pathlib.Path) -> None:
+    """Say by a file that this thread stands still, until another file is there."""
+    held.touch()
+    while not go.exists():
+        time.sleep(POLL_S)

@@ -1,0 +1,200 @@
+"""Runs with the host carrier whose processes are killed or stopped, and what they end with."""
+
+import pathlib
+import random
+import re
+import signal
+import socket
+import sys
+import time
+
+import process_tools as tools
+import pytest
+import run_tools
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = tools.ROOT / "scripts" / "run_local_slices.sh"
+KILLED = pathlib.Path(__file__).with_name("killed_process.py")
+
+STEPS = 24
+KEYS = {"steps": STEPS, "checkpoint_period": 5, "log_period": 4, "ici_fsdp_parallelism": 1}
+STREAMING = {
+    "enable_streaming_diloco": "true",
+    "num_diloco_fragments": 2,
+    "diloco_sync_period": 6,  # sends at 3, 6, 9, ...; applied two steps later
+    "num_communication_overlapping_steps": 2,
+    "diloco_exchange_dtype": "float4_e3m0",
+}
+EAGER = {"diloco_outer_overlap": "eager", "diloco_sync_period": 4}
+DATA_PARALLEL = {"enable_diloco": "false"}
+
+
+@pytest.fixture(scope="module")
+def started(programs):
+    """Starts a program that sees the compiled programs of this module; none outlives it."""
+    processes = []
+
+    def start(command, log, environ):
+        processes.append(tools.Process(command, log, tools.AS_USERS | environ))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def run(started, tmp_path_factory):
+    """Trains two processes to the end through kills; returns the run's folder and the output."""
+
+    def run(changes, kills=()):
+        folder = tmp_path_factory.mktemp("run")
+        (folder / "kills").write_text("".join(f"{kill}\n" for kill in kills))
+        venv = environment(folder / "venv", KILLED, folder / "kills")
+        restart = ["--restart", str(len(kills))] if kills else []
+        command = ["bash", str(SCRIPT), *restart, "2", *flags(changes, folder)]
+        process = started(command, folder / "log", {"MAXDILOCO_VENV": str(venv)})
+        code = process.popen.wait(timeout=tools.WAIT_S * (1 + len(kills)))
+        assert code == 0, process.text()
+        return folder / "run", process.text()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(run):
+    """What the streaming run ends with when nothing happens."""
+    folder, text = run(STREAMING)
+    assert "run_local_slices: " not in text
+    return ends(folder)
+
+
+def flags(changes, folder):
+    names = {"run_name": "run", "base_output_directory": folder}
+    return tools.flags(KEYS | changes | names)
+
+
+def environment(folder, *program):
+    """A virtual environment whose python starts a program in place of maxdiloco.train."""
+    command = " ".join([sys.executable, *map(str, program)])
+    python = folder / "bin" / "python"
+    python.parent.mkdir(parents=True, exist_ok=True)
+    python.write_text(
+        f'#!/bin/sh\nif [ "$2" = maxdiloco.train ]; then shift 2; exec {command} "$@"; fi\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    return folder
+
+
+def random_kills(count, *, seed):
+    """Kills of either process before random steps, later and later."""
+    chance = random.Random(seed)
+    steps = sorted(chance.choices(range(1, STEPS + 1), k=count))
+    return [f"{chance.randrange(2)} inner steps:{t}" for t in steps]
+
+
+def ends(run_folder):
+    """Parameters, optimizers' states and what was sent and not applied, at the end of a run.
+
+    Without what has arrived: places that wait for their next exchange may still hold the last one.
+    """
+    arrays = run_tools.arrays(run_folder, STEPS)
+    return {name: x for name, x in arrays.items() if not name.startswith("flight['incoming']")}
+
+
+def assert_restarts(text, kills):
+    """A line of the script for each kill, and one of the process that was left."""
+    lines = re.findall(r"^run_local_slices: restart .*", text, re.MULTILINE)
+    assert lines == [
+        f"run_local_slices: restart {n} of {len(kills)}: process {kill[0]} ended first, with exit "
+        f"code 137 (SIGKILL)."
+        for n, kill in enumerate(kills, 1)
+    ]
+    lost = re.findall(r"^\[(\d)\] LostPeerError: process (\d) on ", text, re.MULTILINE)
+    assert lost == [(str(1 - int(kill[0])), kill[0]) for kill in kills]
+
+
+def test_processes_that_are_killed_in_flight_and_in_a_save_change_no_bit(run, undisturbed):
+    """Before step 4, between a send and its apply; and as the arrays of step 20 are saved."""
+    kills = ["1 in flight:4", "0 checkpoint:20"]
+    folder, text = run(STREAMING, kills)
+    assert_restarts(text, kills)
+    run_tools.assert_equal_bits(ends(folder), undisturbed)
+
+
+@pytest.mark.full_grid
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("changes", [STREAMING, EAGER, DATA_PARALLEL])
+def test_twenty_kills_at_random_steps_change_no_bit(run, changes):
+    """Against an undisturbed run of as many processes."""
+    folder, _ = run(changes)
+    kills = random_kills(20, seed=0)
+    killed, text = run(changes, kills)
+    assert_restarts(text, kills)
+    run_tools.assert_equal_bits(ends(killed), ends(folder))
+
+
+class Stopped:
+    """Two processes, of which number 1 stands still before it sends what is sent after step 6,
+    and number 0 waits for that."""
+
+    def __init__(self, started, folder, timeout_s):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = f"127.0.0.1:{server.getsockname()[1]}"
+        environ = {
+            "JAX_COORDINATOR_ADDRESS": address,
+            "JAX_NUM_PROCESSES": "2",
+            "PYTHONPATH": str(tools.ROOT),
+        }
+        module = [sys.executable, "-m", "benchmarks.link.fault_process", str(folder)]
+        changes = STREAMING | {"num_slices": 2, "peer_timeout_seconds": timeout_s}
+        command = [*module, "1", "at apply", "6", *flags(changes, folder)]
+        self.folder = folder
+        self.processes = [
+            started(command, folder / f"{i}.log", environ | {"JAX_PROCESS_ID": str(i)})
+            for i in range(2)
+        ]
+        limit = time.monotonic() + tools.WAIT_S
+        for name in ("held", "take.0"):
+            while not (folder / name).exists():
+                assert time.monotonic() < limit, self.processes[0].text()
+                assert [p.popen.poll() for p in self.processes] == [None] * 2, self.texts()
+                time.sleep(0.05)
+        self.signal(signal.SIGSTOP)
+        (folder / "go").touch()
+
+    def signal(self, number):
+        self.processes[1].popen.send_signal(number)
+
+    def texts(self):
+        return "\n".join(process.text() for process in self.processes)
+
+
+def test_a_process_that_is_stopped_for_less_than_the_timeout_changes_no_bit(
+    started, tmp_path, undisturbed
+):
+    """Longer than the silence after which its connections are made anew, a quarter of it."""
+    stopped = Stopped(started, tmp_path, timeout_s=20)
+    time.sleep(6)
+    assert stopped.processes[0].popen.poll() is None
+    stopped.signal(signal.SIGCONT)
+    assert [process.end() for process in stopped.processes] == [0, 0], stopped.texts()
+    run_tools.assert_equal_bits(ends(tmp_path / "run"), undisturbed)
+
+
+def test_a_process_that_is_stopped_for_longer_ends_the_other_with_5_and_then_itself(
+    started, tmp_path
+):
+    """The other one waits for an exchange, and names it; woken up, it finds that it is alone."""
+    stopped = Stopped(started, tmp_path, timeout_s=10)
+    zero, one = stopped.processes
+    assert zero.end() == 5, zero.text()
+    (line,) = zero.errors()
+    assert line.startswith("LostPeerError: process 1 ")
+    assert "peer_timeout_seconds=10" in line
+    stopped.signal(signal.SIGCONT)
+    assert one.end() == 5, one.text()
+    (line,) = one.errors()
+    assert line.startswith("LostPeerError: process 0 ")
