@@ -11,6 +11,9 @@ UNLIMITED = "unlimited"
 # 4.6 %. The rest is for small segments and for what is sent twice.
 OVERHEAD = 0.12
 BELOW = 0.01  # under the claim: what crosses the ends of the window
+# What 4 bits and a window to hide in should reach, where data parallelism has less than STARVED.
+FULL_FAST, FULL_REAL, STARVED = 0.99, 0.95, 0.05
+HIDING, FOUR_BITS = ("overlapped", "eager"), "float4_e3m0"
 PERIODS = 12  # of a predicted schedule, until every period is as long as the last
 
 
@@ -93,8 +96,8 @@ def all_reduce_s(parameters: int, *, mbit: float, num_hosts: int = 2) -> float:
 
 
 def lag(mode: str, *, H: int, tau: int) -> int:
-    """Inner steps from a send to its use."""
-    return {"diloco": 0, "streaming": 0, "overlapped": tau, "eager": H}[mode]
+    """Inner steps from a send to its use; 0 where nothing is sent."""
+    return {PLAIN: 0, "diloco": 0, "streaming": 0, "overlapped": tau, "eager": H}[mode]
 
 
 def mbit(row: Mapping[str, Any]) -> float:
@@ -160,8 +163,31 @@ def result(
     )
 
 
+def claims(rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> list[str]:
+    """Whether what should hide does: a line for each rate that starves data parallelism."""
+    full = FULL_FAST if setup["fast_device_ms"] else FULL_REAL
+    lines = []
+    for base in rows:
+        if base["mode"] != DATA_PARALLEL or result(base, rows, setup).utilisation >= STARVED:
+            continue
+        words = []
+        for row in rows:
+            if row["rate"] == base["rate"] and row["mode"] in HIDING and row["wire"] == FOUR_BITS:
+                one = result(row, rows, setup).utilisation
+                words.append(
+                    f"{label(row, int(setup['keys'][TAU]))} {one:.1%} over {len(row['period_ms'])} "
+                    f"periods ({'at least' if one >= full else 'below'} {full:.0%})"
+                )
+        if words:
+            lines.append(
+                f"At {base['rate']} Mbit/s data parallelism has "
+                f"{result(base, rows, setup).utilisation:.1%}; {', '.join(words)}."
+            )
+    return lines or [f"No rate here leaves data parallelism less than {STARVED:.0%}."]
+
+
 COLUMNS = (
-    "mode", "Mbit/s", "step, ms", "utilisation", "exposed, ms", "predicted, ms", "ratio",
+    "mode", "Mbit/s", "steps", "step, ms", "utilisation", "exposed, ms", "predicted, ms", "ratio",
     "sent a step, KB", "of the claim", "peak, Mbit/s",
 )  # fmt: skip
 
@@ -175,6 +201,7 @@ def cells(
     return [
         label(row, int(setup["keys"][TAU])),
         row["rate"],
+        f"{row['steps']:,}",
         f"{row['step_ms']:,.1f}",
         f"{one.utilisation:.1%}",
         f"{one.exposed_ms:,.1f}",
@@ -198,7 +225,7 @@ def conditions(rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> t
         f"P={keys['num_diloco_fragments']}, tau={keys[TAU]}, a log every {keys['log_period']} "
         f"steps",
         f"TCP {', '.join(sorted({row['congestion'] for row in rows}))}; delay "
-        f"{setup['delay_ms']:g} ms one way; plain step {' and '.join(f'{x:.1f}' for x in spread)} "
+        f"{setup['delay_ms']:g} ms one way; plain step {', '.join(f'{x:.1f}' for x in spread)} "
         f"ms; commit {', '.join(sorted({row['commit'] for row in rows}))}",
     )
 
@@ -220,5 +247,7 @@ def table(rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> str:
         f"exposed; ratio: exposed / predicted. Of the claim: bytes on the link less the chatter / "
         f"`dcn/bytes_sent`, {1 - BELOW:.2f} to {1 + OVERHEAD:.2f} with the protocol. Peak: over "
         f"100 ms.",
+        "",
+        *claims(rows, setup),
     ]
     return "\n".join(lines) + "\n"
