@@ -5,8 +5,8 @@
 Linux, root, iproute2. Hosts are network namespaces whose links are shaped (link/hosts.py), with one
 process of maxdiloco.train on each. For every mode, wire, carrier and rate a run of its own:
 the mean step over whole periods after a warm-up, of the slowest process, logs included.
-Utilisation is the plain step (no exchange, an unlimited link) / that mean. link/arguments.py has
-the names and their defaults in OWN; further keys are the trainer's, as max_target_length=512.
+Utilisation is the plain step (no exchange, an unlimited link) / that mean. OWN in
+link/arguments.py has the names and their defaults; further keys are the trainer's.
 grid=published measures the rows of README.md in two folders, fast_device and real; other arguments
 go before its own.
 
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.link import draw, figures, grid
-from benchmarks.link.arguments import OWN, Part, parts
+from benchmarks.link.arguments import KEYS, OWN, Part, parts
 from benchmarks.link.grid import Row
 from benchmarks.link.hosts import Link, check, hosts
 from benchmarks.link.rows import RowError, measure
@@ -52,7 +52,7 @@ def _end(number: int, _) -> None:
 
 def _main(argv: Sequence[str]) -> int:
     if any(argument in ("-h", "--help") for argument in argv):
-        print(__doc__, *(f"  {name}={value}" for name, value in OWN.items()), sep="\n")
+        print(__doc__, *(f"  {name}={value}" for name, value in (OWN | KEYS).items()), sep="\n")
         return 0
     all_parts = parts(argv)
     check()
@@ -65,13 +65,13 @@ def _main(argv: Sequence[str]) -> int:
             print(f"{len(part.rows)} rows in {part.out}, {len(rows)} of them measured before")
     failed = []
     for k, part in enumerate(all_parts):
-        for row, periods in part.rows.items():
+        for row in part.rows:
             if is_in(row, done[k]):
                 continue
             progress(row, k, all_parts, done)
-            if not run(row, periods, part, done[k]):
+            if not run(row, part, done[k]):
                 failed.append(row.name())
-                if row == next(iter(part.rows)):
+                if row == part.rows[0]:
                     break  # nothing can be compared with it
     codes = [report(part, rows) for part, rows in zip(all_parts, done, strict=True)]
     if failed:
@@ -88,9 +88,9 @@ def progress(row: Row, k: int, all_parts: Sequence[Part], done: Sequence[Stored]
     """Say which row of part k is next, and about how long it and what is left take."""
     left = {}
     for i, part in enumerate(all_parts):
-        for other, periods in part.rows.items():
+        for other in part.rows:
             if not is_in(other, done[i]):
-                left[i, other] = grid.expected_s(other, part.setup, done[i], periods)
+                left[i, other] = grid.expected_s(other, part.setup, done[i])
     total = sum(len(part.rows) for part in all_parts)
     over = time.strftime("%H:%M", time.localtime(time.time() + sum(left.values())))
     where = f" in {all_parts[k].out.name}" if len(all_parts) > 1 else ""
@@ -117,12 +117,11 @@ def stored(part: Part) -> Stored:
     return saved["rows"]
 
 
-def run(row: Row, periods: int, part: Part, done: Stored) -> bool:
+def run(row: Row, part: Part, done: Stored) -> bool:
     """Measure a row and store it in `done` and on disk; False where it failed."""
     plain = next((one for one in done if one["mode"] == figures.PLAIN), None)
-    span = grid.window(row, part.setup, plain, periods)
     try:
-        figure = measure(row, part.setup, part.out / "logs" / row.name(), span)
+        figure = measure(row, part.setup, part.out / "logs" / row.name(), plain)
     except RowError as error:
         print(f"RowError: {error}", file=sys.stderr, flush=True)
         return False

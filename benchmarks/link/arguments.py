@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import yaml
 
 from benchmarks.link import figures
-from benchmarks.link.grid import GRIDS, Row, ordered
+from benchmarks.link.grid import GRIDS, Row
 from benchmarks.link.rows import ROOT
 from maxdiloco.errors import ConfigError
+from maxdiloco.flags import config
 
 WIRES = ("float32", "bfloat16", "int8", "float4_e3m0")
 MODES = tuple(mode for mode in figures.MODES if mode != figures.PLAIN)
@@ -54,10 +55,10 @@ SET_HERE = {
 
 
 class Part(NamedTuple):
-    """Rows of one table. setup: what is the same for all; rows: how many periods each measures."""
+    """Rows of one table. setup: what is the same for all of them."""
 
     setup: dict[str, Any]
-    rows: dict[Row, int]
+    rows: list[Row]
     out: pathlib.Path
 
 
@@ -65,19 +66,30 @@ def parts(argv: Sequence[str]) -> list[Part]:
     """What a command line asks for: the parts of a grid, or one. Raises ConfigError."""
     given = dict(argument.partition("=")[::2] for argument in argv)
     grid = given.pop("grid", "")
-    if not grid:
-        return [part(given)]
-    if grid not in GRIDS:
+    if grid and grid not in GRIDS:
         raise ConfigError(f"grid={grid} is not known. Use {' or '.join(GRIDS)}.")
-    out = pathlib.Path(given.pop("out", OWN["out"]))
-    return [
-        part(dict(pair.split("=", 1) for pair in pairs) | given | {"out": str(out / folder)})
-        for folder, pairs in GRIDS[grid].items()
-    ]
+    asked = [given]
+    if grid:
+        out = pathlib.Path(given.pop("out", OWN["out"]))
+        asked = [
+            dict(pair.split("=", 1) for pair in pairs) | given | {"out": str(out / folder)}
+            for folder, pairs in GRIDS[grid].items()
+        ]
+    found = [Part(*arguments([f"{name}={value}" for name, value in one.items()])) for one in asked]
+    for part in found:  # what the trainer refuses is refused before the first row
+        keys = figures.mode_keys(figures.PLAIN, part.setup["keys"])
+        cfg = config.load([f"{name}={value}" for name, value in keys.items()], {})
+        tied = cfg.vocab_size * cfg.base_emb_dim if cfg.logits_via_embedding else 0
+        part.setup["tied_parameters"] = tied
+    return found
 
 
-def part(given: dict[str, str]) -> Part:
-    """One part from its arguments. Raises ConfigError."""
+def arguments(argv: Sequence[str]) -> tuple[dict[str, Any], list[Row], pathlib.Path]:
+    """What is the same for all rows, the rows in their order, and the folder for results.
+
+    Raises ConfigError.
+    """
+    given = dict(argument.partition("=")[::2] for argument in argv)
     known = yaml.safe_load((ROOT / "configs" / "base.yml").read_text(encoding="utf-8"))
     for name in given:
         if name in SET_HERE or name not in {*OWN, *known}:
@@ -111,8 +123,11 @@ def part(given: dict[str, str]) -> Part:
         )
     out = pathlib.Path(own["out"]).resolve()
     setup["keys"] = keys | {"jax_cache_dir": str(out / "jax_cache")}
-    periods = {name: setup[name] for name in ("periods", "other_periods")}
-    return Part(setup, ordered(_lines(own, given), _rates(own["rates"]), **periods), out)
+    rates = _rates(own["rates"])
+    setup["thinnest"] = min(rates, key=lambda rate: figures.mbit({"rate": rate}))
+    rows = [Row(*line, rate) for rate in rates for line in _lines(own, given)]
+    # The plain step again: how far two measurements of one thing differ.
+    return setup, [Row(figures.PLAIN), *rows, Row(figures.PLAIN, turn=1)], out
 
 
 def _lines(own: dict[str, str], given: dict[str, str]) -> list[tuple[str, str, str]]:

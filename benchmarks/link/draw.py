@@ -26,7 +26,7 @@ COLOURS = {
 }
 DASHES = {"": "", "float32": "", "bfloat16": "8 3", "int8": "3 3", "float4_e3m0": "10 3 2 3"}
 LEFT, TOP, WIDTH, HEIGHT, LEGEND = 60, 66, 560, 320, 290
-STRIP, GAP = 48, 26  # of the second figure: one row's bars, and the words above them
+STRIP, GAP = 48, 30  # of the second figure: one row's bars, and the words above them
 TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)  # of its time axis [s]
 LOOKS = "circle: exchange in the step's program; square: in host threads"
 
@@ -96,7 +96,7 @@ def period(rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> str:
         width = WIDTH * WINDOW_S / seconds
         right = LEFT + width * len(bars)
         words = f"{name}: {sum(bars) / 1000:,.0f} KB in {len(bars) * WINDOW_S:.1f} s"
-        parts.append(_text(LEFT, y - 6, words))
+        parts.append(_text(LEFT, y - 9, words))
         parts.append(_line([(LEFT, y), (right, y)], "#bbbbbb"))
         for k, sent in enumerate(bars):
             tall = STRIP * min(sent / full, 1.1)  # tbf lets a burst above its rate

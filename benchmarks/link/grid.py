@@ -1,4 +1,4 @@
-"""Which rows a run measures, in which order, for how long; and the grids that have a name."""
+"""What one row measures and for how long, and the grids of rows that have a name."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,8 @@ WIDTH = {"": 4.0, "float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "float4_e3m0": 0
 
 HIDDEN = "overlapped:float4_e3m0:host,eager:float4_e3m0:host"
 EXPOSED = "data_parallel,diloco:float32:host"
-# Name of a grid: {folder of a part: its arguments}. The thinnest rate is the first, so that the
-# plain step is measured right before and after the rows that it says most about.
+# Name of a grid: {folder of a part: its arguments}. The thinnest rate is the first: right after the
+# plain step that its rows are compared with.
 GRIDS = {
     "published": {
         "fast_device": [
@@ -42,7 +42,7 @@ GRIDS = {
 class Row(NamedTuple):
     """What one row measures. rate: as on the command line; wire, carrier: "" where none.
 
-    turn: how often the same was measured before.
+    turn: 1 for the second measurement of the same, else 0.
     """
 
     mode: str
@@ -53,7 +53,7 @@ class Row(NamedTuple):
 
     def name(self) -> str:
         """Name of the row's folder."""
-        again = f"again{self.turn}" if self.turn else ""
+        again = "again" if self.turn else ""
         return "-".join(filter(None, [self.mode, self.wire, self.carrier, self.rate, again]))
 
 
@@ -63,24 +63,6 @@ class Window(NamedTuple):
     first: int
     last: int
     steps: int
-
-
-def ordered(
-    lines: Sequence[tuple[str, str, str]], rates: Sequence[str], *, periods: int, other_periods: int
-) -> dict[Row, int]:
-    """The rows and the periods to measure of each: other_periods where the link is not thinnest.
-
-    lines: (mode, wire, carrier) of each. The plain step comes first, after the first rate and last:
-    how far measurements of one thing differ.
-    """
-    thinnest = min(rates, key=lambda rate: figures.mbit({"rate": rate}))
-    rows = {Row(figures.PLAIN): periods}
-    for k, rate in enumerate(rates):
-        for line in lines:
-            rows[Row(*line, rate)] = periods if rate == thinnest else other_periods
-        if k in (0, len(rates) - 1):
-            rows[Row(figures.PLAIN, turn=1 + (k > 0))] = periods
-    return rows
 
 
 def expected_step_ms(
@@ -104,36 +86,31 @@ def expected_step_ms(
     return plain_ms + figures.predicted_ms(like, setup, plain_ms)
 
 
-def window(
-    row: Row, setup: Mapping[str, Any], plain: Mapping[str, Any] | None, periods: int
-) -> Window:
+def window(row: Row, setup: Mapping[str, Any], plain: Mapping[str, Any] | None) -> Window:
     """Whole periods after the warm-up; of data parallelism about as many seconds, in steps.
 
-    As many as row_seconds have room for, by arithmetic, and at least one. plain: as above.
+    At the lowest rate and for the plain step `periods`, else `other_periods`; as many of them as
+    row_seconds have room for, by arithmetic, and at least one. plain: as above.
     """
     H = int(setup["keys"]["diloco_sync_period"])
     step_s = expected_step_ms(row, setup, plain) / 1000
+    whole = row.mode == figures.PLAIN or row.rate == setup["thinnest"]
+    periods = setup["periods" if whole else "other_periods"]
     if row.mode == figures.DATA_PARALLEL:
-        seconds = min(setup["row_seconds"], periods * H * plain["step_ms"] / 1000)
+        plain_s = expected_step_ms(Row(figures.PLAIN), setup, plain) / 1000
+        seconds = min(setup["row_seconds"], periods * H * plain_s)
         before, count = 2, min(periods * H, max(LEAST_STEPS, round(seconds / step_s)))
     else:
-        lag = figures.lag(row.mode, H=H, tau=int(setup["keys"][figures.TAU]))
-        before = H * (WARM_UP if lag else 1)
+        at_once = row.mode in ("diloco", "streaming")
+        before = H * (1 if at_once else WARM_UP)
         count = H * max(1, min(periods, int(setup["row_seconds"] / (H * step_s))))
     return Window(before, before + count, before + count + 1)
 
 
-def expected_s(
-    row: Row,
-    setup: Mapping[str, Any],
-    done: Sequence[Mapping[str, Any]],
-    periods: int,
-) -> float:
+def expected_s(row: Row, setup: Mapping[str, Any], done: Sequence[Mapping[str, Any]]) -> float:
     """About how long a row takes from its start to its end. done: the rows measured before it."""
     plain = next((one for one in done if one["mode"] == figures.PLAIN), None)
     starts = sorted(one["start_s"] for one in done)
     start_s = starts[len(starts) // 2] if starts else START_S
-    # Without a plain step only the row of the plain step can be laid out.
-    like = plain or {"step_ms": expected_step_ms(row, setup, None), "parameters": 0}
-    span = window(row, setup, like, periods)
-    return start_s + span.steps * expected_step_ms(row, setup, plain) / 1000
+    steps = window(row, setup, plain).steps
+    return start_s + steps * expected_step_ms(row, setup, plain) / 1000

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.link import counters, figures
-from benchmarks.link.grid import Row, Window
+from benchmarks.link.grid import Row, Window, window
 from benchmarks.link.hosts import Hosts, Link, hosts
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -26,11 +26,15 @@ class RowError(RuntimeError):
 
 
 def measure(
-    row: Row, setup: Mapping[str, Any], folder: pathlib.Path, span: Window
+    row: Row, setup: Mapping[str, Any], folder: pathlib.Path, plain: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Run a row and return its figures. folder: for its logs. Raises RowError, ConfigError."""
+    """Run a row and return its figures. folder: for its logs; plain: as for `window`.
+
+    Raises RowError, ConfigError.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    span = window(row, setup, plain)
     began = time.monotonic()
     link = Link(
         mbit=None if row.rate == figures.UNLIMITED else float(row.rate),
