@@ -13,8 +13,9 @@ import pytest
 from thin_link_rows import PLAIN, SETUP, measured
 
 from benchmarks import thin_link
-from benchmarks.link import hosts, process, rows
-from benchmarks.link.rows import Row, Window
+from benchmarks.link import arguments, grid, hosts, process, rows
+from benchmarks.link.arguments import Part
+from benchmarks.link.grid import Row, Window
 from maxdiloco.diloco import schedule
 from maxdiloco.engine import data_parallel
 from maxdiloco.errors import ConfigError
@@ -24,10 +25,9 @@ from maxdiloco.flags import base_yml
 
 
 def test_rows_are_every_mode_wire_and_carrier_at_every_rate_between_two_plain_ones():
-    _, found, _ = thin_link.arguments(
-        ["modes=data_parallel,eager", "wires=int8,float32", "rates=unlimited,2.50", "periods=3"]
+    _, found, _ = arguments.arguments(
+        ["modes=data_parallel,eager", "wires=int8,float32", "rates=unlimited,2.50"]
     )
-    carriers = ["program", "host"] if "exchange_carrier" in known_keys() else ["program"]
     assert (found[0], found[-1]) == (Row("plain"), Row("plain", turn=1))
     assert found[1:-1] == [
         row
@@ -35,20 +35,50 @@ def test_rows_are_every_mode_wire_and_carrier_at_every_rate_between_two_plain_on
         for row in [
             Row("data_parallel", "", "", rate),
             *(Row("eager", wire, carrier, rate) for wire in ("int8", "float32")
-              for carrier in carriers),
+              for carrier in ("program", "host")),
         ]
     ]  # fmt: skip
 
 
+def test_lines_name_the_rows_in_place_of_modes_wires_and_carriers():
+    [part] = arguments.parts(["lines=data_parallel,eager:int8:host", "rates=5"])
+    assert part.rows == [
+        Row("plain"),
+        Row("data_parallel", rate="5"),
+        Row("eager", "int8", "host", "5"),
+        Row("plain", turn=1),
+    ]
+    with pytest.raises(ConfigError, match="wires=int8 and lines=data_parallel: .* Leave one of"):
+        arguments.parts(["lines=data_parallel", "wires=int8"])
+
+
+def test_the_published_grid_has_what_the_claims_need_and_arguments_go_before_its_own():
+    """4 bits with overlap and eager at a rate where data parallelism has less than 5 %."""
+    fast, real = arguments.parts(["grid=published", "out=x", "rates=5", "hosts=3"])
+    assert (fast.setup["fast_device_ms"], real.setup["fast_device_ms"]) == (180, 0)
+    assert (fast.out.name, real.out.name) == ("fast_device", "real")
+    assert fast.out.parent == real.out.parent == pathlib.Path("x").resolve()
+    for part in (fast, real):
+        assert part.setup["hosts"] == 3 and {row.rate for row in part.rows} == {"5", "unlimited"}
+        for mode in ("overlapped", "eager"):
+            row = Row(mode, "float4_e3m0", "host", "5")
+            assert row in part.rows and grid.window(row, part.setup, None) == Window(40, 140, 141)
+        assert Row("data_parallel", rate="5") in part.rows
+    # Two hosts: 4.33 MB, the tied embedding twice, at 5 Mbit/s are 6.93 s beside a step of 0.2.
+    plain = {"mode": "plain", "step_ms": 200.0, "parameters": 1_033_600}
+    row, two = Row("data_parallel", rate="5"), real.setup | {"hosts": 2}
+    assert 200 / grid.expected_step_ms(row, two, plain) == pytest.approx(0.0281, abs=1e-4)
+
+
 def known_keys():
-    return set(base_yml.declared(thin_link.ROOT / "configs" / "base.yml"))
+    return set(base_yml.declared(rows.ROOT / "configs" / "base.yml"))
 
 
 def test_the_names_of_the_benchmark_are_no_keys_of_the_trainer():
     keys = known_keys()
-    assert set(thin_link.KEYS) <= keys
-    assert not set(thin_link.OWN) & keys
-    assert thin_link.SET_HERE - {"exchange_carrier"} <= keys
+    assert set(arguments.KEYS) <= keys
+    assert not set(arguments.OWN) & keys
+    assert arguments.SET_HERE <= keys
 
 
 @pytest.mark.parametrize(
@@ -60,18 +90,25 @@ def test_the_names_of_the_benchmark_are_no_keys_of_the_trainer():
         ("modes=eager,fast", "modes=eager,fast: 'fast' is not offered. Use all, or some of data_"),
         ("wires=int4", "wires=int4: 'int4' is not offered.*float4_e3m0"),
         ("carriers=pigeon", "carriers=pigeon: 'pigeon' is not offered"),
+        ("lines=eager", "lines=eager: 'eager' is not data_parallel or mode:wire:carrier.*Use data"),
+        ("lines=plain", "lines=plain: 'plain' is not data_parallel or mode"),
+        ("lines=data_parallel:int8:host", "'data_parallel:int8:host' is not data_parallel or mode"),
+        ("grid=all", "grid=all is not known. Use published"),
+        ("other_periods=0", "other_periods=0 is not a whole number of 1 or more. Use 1"),
+        ("row_seconds=0", "row_seconds=0 is not a number of 1 or more. Use 300"),
         ("rates=10,none", "rates=10,none: every rate is a number of Mbit/s.*or unlimited. Use"),
         ("rates=0", "rates=0: every rate is a number of Mbit/s from 0.1"),
         ("diloco_sync_period=x", "diloco_sync_period=x is not a whole number of 1 or more. Use 20"),
         ("num_communication_overlapping_steps=-1", "steps=-1 is not a whole number of 0 or more"),
         ("log_period=7", "log_period=7 does not divide diloco_sync_period=20.*Use log_period=20"),
-        ("steps=5", "steps=5: steps is chosen for every row. Use hosts, "),
-        ("hosst=3", "hosst=3: hosst is no key of the trainer. Use hosts, "),
+        ("model_name=giant", "model_name=giant"),
+        ("steps=5", "steps=5: steps is chosen for every row. Use grid, hosts, "),
+        ("hosst=3", "hosst=3: hosst is no key of the trainer. Use grid, hosts, "),
     ],
 )
 def test_an_argument_that_cannot_work_is_refused(argument, message):
     with pytest.raises(ConfigError, match=message):
-        thin_link.arguments([argument])
+        arguments.parts([argument])
 
 
 @pytest.fixture
@@ -127,7 +164,7 @@ def bench(no_hosts, monkeypatch, tmp_path):
 
     monkeypatch.setattr(thin_link, "measure", measure)
     seen.start = lambda *more: thin_link.main(
-        [f"out={seen.out}", "modes=all", "wires=float32", "rates=10", "carriers=program", *more]
+        [f"out={seen.out}", "wires=float32", "rates=10", "carriers=program", *more]
     )
     return seen
 
@@ -160,37 +197,69 @@ def test_a_row_that_fails_is_tried_again_and_the_others_are_measured(bench, caps
 def test_rows_of_another_setup_are_not_mixed_in(bench, capsys):
     assert bench.start() == 0
     assert bench.start("periods=6", "fast_device_ms=180") == 2
-    assert "rows that were measured with another periods, fast_device_ms" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "rows that were measured with another periods, other_periods, fast_device_ms" in told
 
 
 def test_bytes_that_are_not_those_claimed_end_it_with_exit_code_1(capsys, tmp_path):
     """Chatter 100 a step, 1,100 sent: 1,000 are 1.053 of 950, 0.980 of 1,020, 1.136 of 880."""
     for claim, code in ((950.0, 0), (1020.0, 1), (880.0, 1)):
         row = measured("diloco", 400.0, claimed_per_step=claim)
-        assert thin_link.report(tmp_path, SETUP, [PLAIN, row]) == code
+        assert thin_link.report(Part(SETUP, [], tmp_path), [PLAIN, row]) == code
         assert ("at 10 Mbit/s" in capsys.readouterr().out) == bool(code)
 
 
 # -- what one row reads -------------------------------------------------------------------------
 
 
-def test_the_window_is_whole_periods_after_two():
-    assert rows.window(Row("eager", rate="5"), SETUP, PLAIN) == Window(40, 140, 141)
+def test_the_window_is_whole_periods_after_the_first_exchanges_are_applied():
+    """An exchange that waits for nothing is applied in its period, others in the next one."""
+    assert grid.window(Row("eager", "int8", "host", "5"), SETUP, PLAIN) == Window(40, 140, 141)
+    assert grid.window(Row("diloco", "int8", "host", "5"), SETUP, PLAIN) == Window(20, 120, 121)
+    assert grid.window(Row("plain"), SETUP, None) == Window(40, 140, 141)
+
+
+def test_the_lowest_rate_and_the_plain_step_measure_more_periods():
+    setup = SETUP | {"other_periods": 2}
+    assert grid.window(Row("eager", "int8", "host", "5"), setup, PLAIN) == Window(40, 140, 141)
+    assert grid.window(Row("eager", "int8", "host", "10"), setup, PLAIN) == Window(40, 80, 81)
+    assert grid.window(Row("plain", turn=1), setup, PLAIN) == Window(40, 140, 141)
+
+
+def test_a_slow_row_measures_the_periods_that_row_seconds_have_room_for():
+    """4 MB at 10 Mbit/s are 3.2 s, beside 20 steps of 200 ms 7.2 s a period; never none."""
+    row = Row("diloco", "float32", "host", "10")
+    for seconds, periods in ((72.1, 5), (29, 4), (15, 2), (1, 1)):
+        span = grid.window(row, SETUP | {"row_seconds": seconds}, PLAIN)
+        assert span == Window(20, 20 + 20 * periods, 21 + 20 * periods)
 
 
 def test_data_parallelism_is_measured_about_as_long():
-    """100 steps of 200 ms. 4 MB at 10 Mbit/s take 3.2 s: 20 s are 5.9 steps, so the least, 8; at
-    160 Mbit/s 0.2 s: 50 steps.
+    """100 steps of 200 ms. 4 MB at 10 Mbit/s take 3.2 s: 20 s are 5.9 steps; at 160 Mbit/s 0.2 s:
+    50 steps. 5 s have room for 1.5 of the former, and the least is 4.
     """
-    assert rows.window(Row("data_parallel", rate="10"), SETUP, PLAIN) == Window(2, 10, 11)
-    assert rows.window(Row("data_parallel", rate="160"), SETUP, PLAIN) == Window(2, 52, 53)
+    row = Row("data_parallel", rate="10")
+    assert grid.window(row, SETUP, PLAIN) == Window(2, 8, 9)
+    assert grid.window(row._replace(rate="160"), SETUP, PLAIN) == Window(2, 52, 53)
+    assert grid.window(row, SETUP | {"row_seconds": 5.0}, PLAIN) == Window(2, 6, 7)
+
+
+def test_the_time_a_row_takes_is_told_from_those_before():
+    """10 s around the steps of the plain row; 141 of 200 ms, and 1 MB of int8 at 10 Mbit/s, 0.8 s,
+    hides behind a period.
+    """
+    row = Row("eager", "int8", "host", "10")
+    assert grid.expected_s(row, SETUP, [PLAIN]) == pytest.approx(10 + 141 * 0.2)
+    later = [PLAIN, PLAIN | {"start_s": 14.0}, PLAIN | {"start_s": 15.0}]
+    assert grid.expected_s(row, SETUP, later) == pytest.approx(14 + 141 * 0.2)
+    first = grid.START_S + 141 * (180 + grid.STEP_MS) / 1000
+    assert grid.expected_s(Row("plain"), SETUP, []) == pytest.approx(first)
 
 
 def test_the_keys_of_each_mode():
-    setup = SETUP | {"has_carriers": False}
 
     def keys(row):
-        return dict(key.split("=", 1) for key in rows.trainer_keys(row, setup, "f", 9))
+        return dict(key.split("=", 1) for key in rows.trainer_keys(row, SETUP, "f", 9))
 
     assert keys(Row("plain"))["diloco_sync_period"] == "1000000"
     assert keys(Row("data_parallel"))["enable_diloco"] == "false"
@@ -201,9 +270,7 @@ def test_the_keys_of_each_mode():
     assert keys(Row("overlapped"))["num_communication_overlapping_steps"] == "4"
     eager = keys(Row("eager", "int8", "host"))
     assert eager["diloco_outer_overlap"] == "eager" and "num_diloco_fragments" not in eager
-    assert "exchange_carrier" not in eager
-    setup["has_carriers"] = True
-    assert keys(Row("eager", "int8", "host"))["exchange_carrier"] == "host"
+    assert eager["exchange_carrier"] == "host" and "exchange_carrier" not in keys(Row("plain"))
 
 
 def test_the_tables_of_the_trainer_s_log_are_read(tmp_path):

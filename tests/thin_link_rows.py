@@ -1,12 +1,16 @@
 """Rows of the benchmark of thin links, made up."""
 
-from benchmarks.link.rows import Row
+from benchmarks.link.grid import Row
 
 SETUP = {
     "hosts": 2,
     "periods": 5,
+    "other_periods": 5,
+    "row_seconds": 300.0,
+    "thinnest": "5",
     "delay_ms": 0.0,
     "fast_device_ms": 180.0,
+    "tied_parameters": 0,
     "keys": {
         "model_name": "tiny",
         "diloco_sync_period": "20",
@@ -22,6 +26,9 @@ def measured(mode, step_ms, **changes):
     row = Row(mode, "float32", "program", "10")._asdict()
     return row | {
         "step_ms": step_ms,
+        "period_ms": [step_ms],
+        "steps": 20,
+        "start_s": 10.0,
         "sent_per_step": [1000.0, 1200.0],
         "claimed_per_step": None,
         "peak_mbit": 9.5,

@@ -18,15 +18,16 @@ from benchmarks.link.figures import (
 )
 
 COLOURS = {
-    DATA_PARALLEL: "#cc2222",
-    "diloco": "#c2703d",
-    "streaming": "#8a5fa8",
-    "overlapped": "#3b6ea5",
-    "eager": "#5a8f53",
+    DATA_PARALLEL: "#c4262e",
+    "diloco": "#e0901c",
+    "streaming": "#8a4fb0",
+    "overlapped": "#2b6cb0",
+    "eager": "#2e9155",
 }
 DASHES = {"": "", "float32": "", "bfloat16": "8 3", "int8": "3 3", "float4_e3m0": "10 3 2 3"}
 LEFT, TOP, WIDTH, HEIGHT, LEGEND = 60, 66, 560, 320, 290
-STRIP, GAP = 64, 26  # of the second figure: one row's bars, and the words above them
+STRIP, GAP = 48, 30  # of the second figure: one row's bars, and the words above them
+TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)  # of its time axis [s]
 LOOKS = "circle: exchange in the step's program; square: in host threads"
 
 
@@ -52,10 +53,13 @@ def utilisation(rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> 
             (places[mbit(row)], TOP + HEIGHT * (1 - result(row, rows, setup).utilisation))
             for row in line
         )
-        square = line[0]["carrier"] == "host"
+        # Lines may lie on each other: the later ones are thinner, so that both are seen.
+        thin = k / max(1, len(lines) - 1)
+        look = dict(colour=colour, dash=dash, width=3.5 - 2 * thin)
+        mark = dict(colour=colour, square=line[0]["carrier"] == "host", size=5 - 2 * thin)
         x, y = LEFT + WIDTH + 24, TOP + 10 + 20 * k
-        parts += [_line(points, colour, dash), *(_mark(point, colour, square) for point in points)]
-        parts += [_line([(x, y), (x + 56, y)], colour, dash), _mark((x + 28, y), colour, square)]
+        parts += [_line(points, **look), *(_mark(point, **mark) for point in points)]
+        parts += [_line([(x, y), (x + 56, y)], **look), _mark((x + 28, y), **mark)]
         parts.append(_text(x + 62, y + 4, name))
     height = max(TOP + HEIGHT + 66, TOP + 30 + 20 * len(lines))
     parts.append(_text(8, height - 8, LOOKS, size=10))
@@ -89,19 +93,22 @@ def period(rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> str:
     for row in shown:
         y += GAP
         name, bars = label(row, int(setup["keys"][TAU])), row["bars"][: round(seconds / WINDOW_S)]
-        parts.append(_text(LEFT, y - 6, f"{name}: {sum(bars) / 1000:,.0f} KB"))
-        parts.append(_line([(LEFT, y), (LEFT + WIDTH, y)], "#dddddd"))
         width = WIDTH * WINDOW_S / seconds
+        right = LEFT + width * len(bars)
+        words = f"{name}: {sum(bars) / 1000:,.0f} KB in {len(bars) * WINDOW_S:.1f} s"
+        parts.append(_text(LEFT, y - 9, words))
+        parts.append(_line([(LEFT, y), (right, y)], "#bbbbbb"))
         for k, sent in enumerate(bars):
             tall = STRIP * min(sent / full, 1.1)  # tbf lets a burst above its rate
             x = LEFT + k * width
             parts.append(_box(x, y + STRIP - tall, width * 0.9, tall, COLOURS[row["mode"]]))
         y += STRIP
-        parts.append(_line([(LEFT, y), (LEFT + WIDTH, y)], "#888888"))
-    for k in range(5):
-        x = LEFT + WIDTH * k / 4
-        parts.append(_text(x, y + 18, f"{seconds * k / 4:.1f} s", anchor="middle"))
-    parts.append(_text(8, y + 40, f"upper line of each: {full / 1000:,.0f} KB in 100 ms", size=10))
+        parts.append(_line([(LEFT, y), (right, y)], "#888888"))
+    tick = next((tick for tick in TICKS if seconds <= 8 * tick), seconds)
+    for k in range(int(seconds / tick) + 1):
+        x = LEFT + WIDTH * k * tick / seconds
+        parts.append(_text(x, y + 18, f"{k * tick:g} s", anchor="middle"))
+    parts.append(_text(8, y + 40, f"upper line of each: {full / 1000:,.3g} KB in 100 ms", size=10))
     return _figure(LEFT + WIDTH + 40, y + 52, parts)
 
 
@@ -118,17 +125,20 @@ def _figure(width: float, height: float, parts: Sequence[str]) -> str:
     )
 
 
-def _line(points: Sequence[tuple[float, float]], colour: str, dash: str = "") -> str:
+def _line(
+    points: Sequence[tuple[float, float]], colour: str, dash: str = "", width: float = 1
+) -> str:
     places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    look = f'stroke="{colour}" stroke-width="{width:.1f}"'
     dashes = f' stroke-dasharray="{dash}"' if dash else ""
-    return f'<polyline points="{places}" fill="none" stroke="{colour}"{dashes}/>'
+    return f'<polyline points="{places}" fill="none" {look}{dashes}/>'
 
 
-def _mark(point: tuple[float, float], colour: str, square: bool) -> str:
+def _mark(point: tuple[float, float], colour: str, square: bool, size: float) -> str:
     x, y = point
     if square:
-        return _box(x - 3.5, y - 3.5, 7, 7, colour)
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>'
+        return _box(x - size, y - size, 2 * size, 2 * size, colour)
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{size:.1f}" fill="{colour}"/>'
 
 
 def _box(x: float, y: float, width: float, height: float, fill: str) -> str:

@@ -9,62 +9,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.link import counters, figures
+from benchmarks.link.grid import Row, Window, window
 from benchmarks.link.hosts import Hosts, Link, hosts
 
 ROOT = pathlib.Path(__file__).parents[2]
 PORT = 7000  # of process 0, in a namespace of its own
-WARM_UP = 2  # periods before the window: in the second one the first eager means are applied
-LEAST_STEPS = 8  # of data parallelism
 POLL_S = 0.2
 TAIL = 12  # lines of a log
 
 
 class RowError(RuntimeError):
     """A run of the trainer failed."""
-
-
-class Row(NamedTuple):
-    """What one row measures. rate: as on the command line; wire, carrier: "" where none.
-
-    turn: 1 for the second measurement of the same, else 0.
-    """
-
-    mode: str
-    wire: str = ""
-    carrier: str = ""
-    rate: str = figures.UNLIMITED
-    turn: int = 0
-
-    def name(self) -> str:
-        """Name of the row's folder."""
-        again = "again" if self.turn else ""
-        return "-".join(filter(None, [self.mode, self.wire, self.carrier, self.rate, again]))
-
-
-class Window(NamedTuple):
-    """Which inner steps are measured: those after `first` up to `last`, of `steps` in all."""
-
-    first: int
-    last: int
-    steps: int
-
-
-def window(row: Row, setup: Mapping[str, Any], plain: Mapping[str, Any] | None) -> Window:
-    """Whole periods after WARM_UP of them; of data parallelism about as many seconds, in steps.
-
-    plain: what was measured of the plain step; None for the row that measures it.
-    """
-    H = int(setup["keys"]["diloco_sync_period"])
-    count, before = setup["periods"] * H, WARM_UP * H
-    if row.mode == figures.DATA_PARALLEL:
-        before, mbit = WARM_UP, figures.mbit(row._asdict())
-        reduce = dict(mbit=mbit, num_hosts=setup["hosts"])
-        slow_ms = plain["step_ms"] + 1000 * figures.all_reduce_s(plain["parameters"], **reduce)
-        count = min(count, max(LEAST_STEPS, round(count * plain["step_ms"] / slow_ms)))
-    return Window(before, before + count, before + count + 1)
 
 
 def measure(
@@ -77,6 +35,7 @@ def measure(
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     span = window(row, setup, plain)
+    began = time.monotonic()
     link = Link(
         mbit=None if row.rate == figures.UNLIMITED else float(row.rate),
         delay_ms=0.0 if row.mode == figures.PLAIN else setup["delay_ms"],
@@ -87,7 +46,9 @@ def measure(
         congestion = made.congestion()
         with counters.Sampler(made) as sampler:
             _train(made, row, setup, folder, span.steps)
-    return _figures(row, setup, folder, span, sampler.samples) | {
+    figure = _figures(row, setup, folder, span, sampler.samples)
+    return figure | {
+        "start_s": time.monotonic() - began - figure["ran_s"],
         "congestion": congestion,
         "commit": commit(),
         "measured": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -145,9 +106,7 @@ def _tails(folder: pathlib.Path) -> str:
     return "\n".join(tails)
 
 
-def trainer_keys(
-    row: Row, setup: Mapping[str, Any], folder: pathlib.Path, steps: int
-) -> list[str]:
+def trainer_keys(row: Row, setup: Mapping[str, Any], folder: pathlib.Path, steps: int) -> list[str]:
     """The command line of the trainer for a row."""
     keys = figures.mode_keys(row.mode, setup["keys"]) | {
         "steps": steps,
@@ -157,7 +116,7 @@ def trainer_keys(
     }
     if row.wire:
         keys["diloco_exchange_dtype"] = row.wire
-    if row.carrier and setup["has_carriers"]:
+    if row.carrier:
         keys["exchange_carrier"] = row.carrier
     return [f"{key}={value}" for key, value in keys.items()]
 
@@ -201,6 +160,7 @@ def _figures(
         "step_ms": 1000 * (end - start) / count,
         "period_ms": [1000 * (b - a) / H for a, b in zip(marks, marks[1:], strict=False)],
         "steps": count,
+        "ran_s": slowest[-1] - slowest[0],
         "sent_per_step": [value / count for value in sent],
         "received_per_step": [value / count for value in received],
         "claimed_per_step": claimed(folder / "run" / "metrics.jsonl", span),
