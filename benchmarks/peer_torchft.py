@@ -117,8 +117,8 @@ def arguments(
     given = dict(argument.partition("=")[::2] for argument in argv)
     for name in sorted(set(given) & set(CHOSEN)):
         raise ConfigError(
-            f"{name}={given[name]}: {name} is chosen here, {CHOSEN[name]} beside torchft's float32. "
-            f"Leave it out, or use thin_link.py."
+            f"{name}={given[name]}: {name} is chosen here: {CHOSEN[name]}, beside torchft's "
+            f"float32. Leave it out, or use thin_link.py."
         )
     all_given = OWN | MODEL | given
     bucketization = all_given.pop("bucketization")
@@ -140,7 +140,10 @@ def _check_spec(keys: dict[str, str]) -> None:
     """Raise ConfigError for what torchft or its driver cannot do."""
     for name in torchft_rows.SPEC:
         if not keys[name].isdecimal():
-            raise ConfigError(f"{name}={keys[name]} is not a whole number: torchft's driver needs it.")
+            raise ConfigError(
+                f"{name}={keys[name]} is no whole number: torchft's driver needs one. Use "
+                f"{(MODEL | thin_link.KEYS)[name]}, say."
+            )
     P, L, H, tau = (
         int(keys[name])
         for name in ("num_diloco_fragments", "base_num_decoder_layers", "diloco_sync_period",
@@ -173,8 +176,10 @@ def report(out: pathlib.Path, setup: dict[str, Any], measured: list[dict[str, An
     print(table)
     code = 0
     for row in measured:
+        if row["mode"] == figures.PLAIN:
+            continue
         one = figures.result(row, torchft_rows.of(row["trainer"], measured), setup)
-        if row["mode"] != figures.PLAIN and not one.bytes_agree:
+        if not one.bytes_agree:
             code = 1
             print(
                 f"bytes: {row['trainer']} {row['wire']} at {row['rate']} Mbit/s: "

@@ -149,7 +149,7 @@ def run(job: dict) -> None:
     with open(job["report"], "w", encoding="utf-8") as file:
         json.dump(report, file)
     meet(store, job["replicas"], "end")
-    os._exit(0)  # its servers' threads would wait for the other host's, which are going too
+    leave(store, job)
 
 
 def join(job: dict):
@@ -215,6 +215,15 @@ def meet(store, replicas: int, name: str) -> None:
     if store[0].add(name, 1) == replicas:
         store[0].set(f"{name} all", "")
     store[0].wait([f"{name} all"], LIMIT)
+
+
+def leave(store, job: dict) -> None:
+    """End the process, host 0's last: it holds the store. Threads of servers would wait on."""
+    if job["replica"]:
+        store[0].set(f"left {job['replica']}", "")
+    else:
+        store[0].wait([f"left {i}" for i in range(1, job["replicas"])], LIMIT)
+    os._exit(0)
 
 
 def checksum(fragment) -> int:

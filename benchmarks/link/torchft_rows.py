@@ -138,7 +138,8 @@ def _run(
         time.sleep(POLL_S)
     codes = [process.poll() for process in processes]
     if any(code != 0 for code in codes):
-        raise RowError(f"{folder}: torchft's exit codes {codes} (None: ended here). {_tails(folder)}")
+        ends = f"{codes} (None: ended here)"
+        raise RowError(f"{folder}: torchft's exit codes are {ends}. {_tails(folder)}")
 
 
 def _tails(folder: pathlib.Path) -> str:
@@ -210,7 +211,7 @@ COLUMNS = (
 
 
 def table(measured: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> str:
-    """The figures as Markdown. measured: rows with a `trainer`, the plain steps of both included."""
+    """The figures as Markdown. measured: rows with a `trainer`, both plain steps too."""
     lines = [conditions(measured, setup), ""]
     lines += [f"| {' | '.join(COLUMNS)} |", f"|---|---|{'--:|' * (len(COLUMNS) - 2)}"]
     for row in measured:
@@ -251,16 +252,16 @@ def conditions(measured: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) 
     device = "real compute"
     if setup["fast_device_ms"]:
         device = f"fast device ({setup['fast_device_ms']:g} ms of sleep in place of compute)"
-    plain = {
-        who: [f"{row['step_ms']:.1f}" for row in of(who, measured) if row["mode"] == figures.PLAIN]
-        for who in (OURS, THEIRS)
-    }
+    plain = []
+    for who in (OURS, THEIRS):
+        steps = [row["step_ms"] for row in of(who, measured) if row["mode"] == figures.PLAIN]
+        plain.append(f"{who} {' and '.join(f'{step:.1f}' for step in steps)} ms")
     keys, theirs = setup["keys"], of(THEIRS, measured)[0]
     sizes = " + ".join(f"{size / 1e6:.2f}" for size in theirs["fragment_bytes"])
     return (
         f"{device}; {setup['hosts']} hosts, {theirs['parameters']:,} parameters in fragments of "
         f"{sizes} MB in float32, H={keys['diloco_sync_period']}, tau={keys[figures.TAU]}; "
-        f"plain step {', '.join(f'{who} {' and '.join(x)} ms' for who, x in plain.items())}; "
+        f"plain step {', '.join(plain)}; "
         f"{', '.join(f'{name} {version}' for name, version in theirs['versions'].items())}, "
         f"bucketization {'on' if setup['bucketization'] else 'off'}; TCP "
         f"{', '.join(sorted({row['congestion'] for row in measured}))}; delay "
