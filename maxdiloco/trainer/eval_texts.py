@@ -18,8 +18,8 @@ def open_texts(
 ) -> dict[str, Dataset]:
     """{name: data set}: HELD_OUT, the eval split of the run, then eval_sets in their order.
 
-    index, prepared: of data.text.open_text. Raises DataError for text that is missing, unreadable or too
-    short.
+    index, prepared: of data.text.open_text. Raises DataError for text that is missing, unreadable
+    or too short.
     """
     options = dict(split="eval", index=index, prepared=prepared)
     texts = {HELD_OUT: mixture.open_dataset(cfg, **options)}

@@ -37,7 +37,8 @@ def prepare_sources(
 ) -> dict[str, str]:
     """{path: folder of shards} of the sources that have no known token counts.
 
-    splits: that are read; eval only where the run evaluates. Process 0 tokenises; the others wait for it. say: called with lines for the user.
+    splits: that are read; eval only where the run evaluates. say: called with lines for the user.
+    Process 0 tokenises; the others wait for it.
     Raises DataError for text that is missing, unreadable or damaged, ConfigError where
     base_output_directory is no folder.
     """
