@@ -5,6 +5,7 @@ The same mesh, batches and inner step as DiLoCo; the mesh axis `diloco` carries 
     # R replicas whose rows of the batch are put together
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +35,8 @@ class DataParallel:
 
     inner_step: (params, opt_state, batch) -> (params, opt_state, metrics). params, opt_state:
     ShapeDtypeStructs or arrays. The batch keeps its leading R, which is folded into the rows;
-    metrics get a leading dim of 1.
+    metrics get a leading dim of 1. accumulation: micro-batches of a step; the gradients of each
+    are summed over the devices.
     """
 
     num_replicas = 1
@@ -48,6 +50,7 @@ class DataParallel:
         opt_state: Any,
         *,
         mesh: Mesh,
+        accumulation: int = 1,
         on_compile: Callable,
     ):
         def struct(x):
@@ -66,6 +69,7 @@ class DataParallel:
         self.abstract_state = State(0, *jax.tree.map(struct, (params, opt_state)))
         self._shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         self._replicated = NamedSharding(mesh, P())
+        self._accumulation = accumulation
         self._on_compile = on_compile
         self._throttled = mesh.devices.flat[0].platform == "cpu" and mesh.size > 1
         self.inner = Program(
@@ -123,8 +127,19 @@ class DataParallel:
         return state.params
 
     def extra_metrics(self, state: State, steps: range) -> dict[str, float]:
-        """None; what the compiler sends between slices is not counted (see benchmarks)."""
-        return {}
+        """The bytes that a slice sends to the others per step."""
+        return {"dcn/bytes_sent": self._bytes_sent()}
+
+    def _bytes_sent(self) -> float:
+        """Bytes of the gradients that one of S slices sends to the others in a step, by a ring.
+
+        2 (S - 1) / S of them for each micro-batch. A compiler may send some in another dtype, or
+        sum the two parts of a tied embedding apart (CPU).
+        """
+        leaves = jax.tree.leaves(self.abstract_state.params)
+        gradients = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+        S = self.mesh.shape["diloco"]
+        return self._accumulation * gradients * 2 * (S - 1) / S
 
     def description(self) -> Description:
         """One line in place of tables."""

@@ -1,6 +1,8 @@
 """The replicas' metrics at a log step, and whether any step up to it went wrong.
 
-    # R replicas
+Each process reads what its own devices hold; nothing crosses slices at a log step.
+
+    # R replicas  S replicas that devices of this process hold
 """
 
 import functools
@@ -10,13 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from maxdiloco.engine.calls import BESIDE, Call
 from maxdiloco.engine.trainer import Trainer
 from maxdiloco.errors import NumericsError
 from maxdiloco.parallel.program import Program
+from maxdiloco.processes import agree
 
 NEVER = np.iinfo(np.int32).max
 
@@ -37,12 +38,8 @@ class Monitor:
         self._trainer = trainer
         self._batch = batch
         self._stop_on_nan = stop_on_nan
-        # Programs apart from the step, so that the step carries no traffic for metrics.
+        # Apart from the step, so that the step carries no traffic for metrics.
         self._watch = Program("watch", _first_bad, on_compile=on_compile)
-        everywhere = NamedSharding(trainer.mesh, P())
-        self._fetch = Program(
-            "log", lambda *trees: trees, out_shardings=everywhere, on_compile=on_compile
-        )
         self._first_bad_R: Any = None
         self._last: Any = None
 
@@ -56,16 +53,25 @@ class Monitor:
         loss = self._metrics["loss"]
         return jax.ShapeDtypeStruct(loss.shape, jnp.int32, sharding=loss.sharding)
 
-    def calls(self, *, log_period: int) -> list[Call]:
-        """The programs of `add`, which run every step, and of `check`."""
-        period = self._trainer.period
-        seen = (self._metrics, self._first_bad_like)
-        step = np.int32(0)
-        log = [Call(self._fetch, seen, period / log_period, BESIDE)]
+    @functools.cached_property
+    def replicas(self) -> dict[int, list[int]]:
+        """{process: the replicas whose metrics `check` gives it}, of all processes; each once."""
+        like = self._first_bad_like
+        owner: dict[int, int] = {}
+        for device, index in like.sharding.devices_indices_map(like.shape).items():
+            for m in range(*index[0].indices(like.shape[0])):
+                owner[m] = min(owner.get(m, device.process_index), device.process_index)
+        found: dict[int, list[int]] = {}
+        for m in sorted(owner):
+            found.setdefault(owner[m], []).append(m)
+        return found
+
+    def calls(self) -> list[Call]:
+        """The program of `add`, which runs every step; `check` runs none."""
         if not self._stop_on_nan:
-            return log
-        watched = (self._first_bad_like, _watched(self._metrics), step)
-        return [Call(self._watch, watched, period, BESIDE), *log]
+            return []
+        watched = (self._first_bad_like, _watched(self._metrics), np.int32(0))
+        return [Call(self._watch, watched, self._trainer.period, BESIDE)]
 
     def add(self, t: int, metrics: Any) -> None:
         """Keep the metrics of inner step t, leaves [R], without waiting for them."""
@@ -79,29 +85,54 @@ class Monitor:
         if self._stop_on_nan:
             self._first_bad_R = self._watch(self._first_bad_R, _watched(metrics), np.int32(t))
 
-    def check(self, state: Any, saved_steps: Callable[[], list[int]]) -> dict[str, np.ndarray]:
-        """Metrics of the last step, leaves [R], the same in every process.
+    def check(
+        self, state: Any, saved_steps: Callable[[], list[int]], *, together: bool = False
+    ) -> dict[str, np.ndarray]:
+        """Metrics of the last step, leaves [replicas of this process]; waits for the step.
 
-        saved_steps: gives the steps that have a checkpoint, for the error.
-        Raises NumericsError for the first step that was not finite, in every process.
+        saved_steps: gives the steps that have a checkpoint, for the error. together: all processes
+        are here, and learn of each other's replicas.
+        Raises NumericsError for the first step that was not finite, of a replica held here; in
+        every process if they are together.
         """
-        last, first_R = jax.tree.map(np.asarray, self._fetch(self._last, self._first_bad_R))
-        if first_R.min() < NEVER:
-            steps = saved_steps()
-            saved = "no checkpoint was saved"
-            if steps:
-                saved = f"the last good checkpoint is that of step {max(steps)}"
-            raise NumericsError(
-                f"step {first_R.min()}: the loss or gradient of replica {first_R.argmin()} is "
-                f"not finite; {saved}. Resume with a lower learning_rate, or with "
-                f"nan_policy=skip."
-            )
+        (last, first_S), held = _read((self._last, self._first_bad_R))
+        step, replica = min(zip(first_S.tolist(), held, strict=True))
+        if together:
+            found = zip(agree.from_all(step), agree.from_all(replica), strict=True)
+            step, replica = min(found)
+        if step < NEVER:
+            raise NumericsError(_not_finite(step, replica, saved_steps()))
         self._trainer.check_finite(state)
-        return last
+        own = np.isin(held, self.replicas.get(jax.process_index(), []))
+        return {name: values_S[own] for name, values_S in last.items()}
+
+
+def _not_finite(step: int, replica: int, saved: list[int]) -> str:
+    checkpoint = "no checkpoint was saved"
+    if saved:
+        checkpoint = f"the last good checkpoint is that of step {max(saved)}"
+    return (
+        f"step {step}: the loss or gradient of replica {replica} is not finite; {checkpoint}. "
+        f"Resume with a lower learning_rate, or with nan_policy=skip."
+    )
+
+
+def _read(tree: Any) -> tuple[Any, list[int]]:
+    """What this process's devices hold of arrays [R] of one sharding: [S], and which replicas."""
+
+    def parts(x: jax.Array) -> dict[int, jax.Array]:
+        """{first replica: the values of a slot}; several devices may have the same ones."""
+        return {shard.index[0].indices(x.shape[0])[0]: shard.data for shard in x.addressable_shards}
+
+    leaves, structure = jax.tree.flatten(tree)
+    slots = [sorted(parts(x).items()) for x in leaves]
+    held = [start + i for start, data in slots[0] for i in range(data.shape[0])]
+    values = jax.device_get([[data for _, data in each] for each in slots])
+    return structure.unflatten(map(np.concatenate, values)), held
 
 
 def learning_metrics(metrics: dict[str, np.ndarray], learning_rate: float) -> dict[str, float]:
-    """The metrics learning/* of a step. metrics: of Monitor.check, leaves [R]."""
+    """The metrics learning/* of a step. metrics: leaves [R]."""
     row = {"learning/loss": float(metrics["loss"].mean())}
     if metrics["loss"].size > 1:
         for m, loss in enumerate(metrics["loss"]):

@@ -5,8 +5,10 @@ Names (a row has those that exist at its step):
     diloco/outer_grad_norm (of the mean), diloco/outer_grad_cosine (mean over pairs of replicas,
     weighted by the product of their norms), diloco/drift (mean |x_m - theta|): of the last
     synchronised fragment, as it was sent
-    perf/step_time [s], perf/tokens_per_second, perf/tflops_per_device, perf/mfu (metrics/speed.py)
-    dcn/bytes_sent (per replica and step)
+    perf/step_time [s] on process 0's clock, perf/tokens_per_second, perf/tflops_per_device,
+    perf/mfu (metrics/speed.py)
+    dcn/bytes_sent (of a replica, in data parallelism of a slice, to all other slices, per step),
+    dcn/waited_s (by process 0 since the last row)
     eval/loss [nats per token], eval/perplexity, eval/bits_per_byte (only of text): of the held-out
     text; eval/<name>/loss ... of each text of eval_sets
 """

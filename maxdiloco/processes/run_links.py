@@ -15,10 +15,11 @@ SECRET = "maxdiloco/links/secret"
 
 @contextlib.contextmanager
 def opened(
-    *, port: int, interface: str, fingerprint: str, timeout_s: float
+    *, port: int, interface: str, fingerprint: str, timeout_s: float, bulk: bool = True
 ) -> Iterator[Links]:
-    """Links of this process to every other; enter it after jax.distributed.initialize.
+    """Links of this process to others; enter it after jax.distributed.initialize.
 
+    Rows go between process 0 and each other process. bulk: so does bulk, between any two.
     port: process i listens on port + i; 0: on a free one. interface: the address to listen on and
     to be reached at; "": the one from which the coordinator is reached. fingerprint: must be equal
     in all processes. timeout_s: silence after which a peer is lost. The normal end waits as long
@@ -43,7 +44,9 @@ def opened(
         if job.process_id == 0:
             coordination.put(SECRET, secrets.token_hex(32))
         secret = bytes.fromhex(get(SECRET))
-        peers = [process for process in range(job.num_processes) if process != job.process_id]
+        others = [process for process in range(job.num_processes) if process != job.process_id]
+        rows = others if job.process_id == 0 else [0]
+        peers = others if bulk else rows
         mine = (address, listener.getsockname()[1])
         addresses = exchange_addresses(
             job.process_id, peers, mine, put=coordination.put, get=get
@@ -61,6 +64,8 @@ def opened(
         secret=secret,
         fingerprint=fingerprint,
         timeout_s=timeout_s,
+        bulk=peers if bulk else (),
+        rows=rows,
     )
     with contextlib.ExitStack() as stack:
         stack.callback(links.close, 0.0)  # after an error; at the normal end they are closed

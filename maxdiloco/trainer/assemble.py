@@ -84,7 +84,7 @@ def assemble(
 ) -> Parts:
     """Build model, optimizers and trainer on the mesh; nothing is allocated or compiled yet.
 
-    shape: of batch_shape. links: see needs_links. total_steps: of the learning-rate schedule, when
+    shape: of batch_shape. links: see needs_bulk. total_steps: of the learning-rate schedule, when
     the config leaves it open. Raises ConfigError for a model that the devices cannot run.
     """
     model = model_on(cfg, mesh)
@@ -106,7 +106,7 @@ def assemble(
         trainer = _diloco(cfg, mesh, model, step, shape.num_replicas, on_compile, links)
         trainer.bind(params, opt_state)
     else:
-        trainer = DataParallel(step, params, opt_state, mesh=mesh, on_compile=on_compile)
+        trainer = _data_parallel(cfg, mesh, step, params, opt_state, on_compile)
     batch = _abstract_batch(shape, mesh, rules)
     return Parts(
         mesh=mesh,
@@ -237,8 +237,8 @@ def has_replicas(cfg: Config) -> bool:
     return cfg.enable_diloco
 
 
-def needs_links(cfg: Config, mesh: Mesh) -> bool:
-    """Whether outer gradients travel from process to process through host memory."""
+def needs_bulk(cfg: Config, mesh: Mesh) -> bool:
+    """Whether outer gradients travel through host memory, on links of processes with bulk."""
     return cfg.enable_diloco and _carrier(cfg, mesh) == "host" and _joins_processes(mesh)
 
 
@@ -262,6 +262,17 @@ def _diloco(cfg, mesh, model, step, num_replicas, on_compile, links) -> DiLoCo:
         outer_memory=cfg.diloco_outer_memory,
         exchange_carrier=_carrier(cfg, mesh),
         links=links,
+        on_compile=on_compile,
+    )
+
+
+def _data_parallel(cfg, mesh, step, params, opt_state, on_compile) -> DataParallel:
+    return DataParallel(
+        step,
+        params,
+        opt_state,
+        mesh=mesh,
+        accumulation=cfg.gradient_accumulation_steps,
         on_compile=on_compile,
     )
 
@@ -306,7 +317,7 @@ def calls(cfg: Config, parts: Parts) -> list[Call]:
     trainer = parts.trainer
     evaluations = 0.0 if cfg.eval_interval == -1 else trainer.period / cfg.eval_interval
     saves = trainer.period / cfg.checkpoint_period if cfg.enable_checkpointing else 0.0
-    out = trainer.calls(parts.batch) + parts.monitor.calls(log_period=cfg.log_period)
+    out = trainer.calls(parts.batch) + parts.monitor.calls()
     if evaluations or saves:
         out += trainer.outer_calls(evaluations + saves)
     if evaluations:

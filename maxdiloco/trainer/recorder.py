@@ -11,6 +11,7 @@ from maxdiloco.data.pipeline import Dataset
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.console import Progress, console_line, sample_lines
 from maxdiloco.metrics.monitor import learning_metrics
+from maxdiloco.metrics.rows import Links, Metrics, Rows, Values
 from maxdiloco.metrics.speed import StepClock, performance
 from maxdiloco.metrics.writer import MetricsWriter
 from maxdiloco.storage.run_folder import RunFolder
@@ -21,8 +22,10 @@ from maxdiloco.trainer.assemble import Parts
 class Recorder:
     """Metrics, evaluations and checkpoints of a run.
 
-    done: inner steps before this start; total: of the whole run. writer: None in all processes but
-    the first. checkpointer: None where nothing is saved. note: what a checkpoint says of the run.
+    A row needs the metrics of all replicas, and no process waits for another at a log step: see
+    metrics.rows. done: inner steps before this start; total: of the whole run. writer: None in all
+    processes but the first. links: to the other processes of the run, if there are any.
+    checkpointer: None where nothing is saved. note: what a checkpoint says of the run.
     data_metrics: of a step, TrainingData.metrics.
     """
 
@@ -35,6 +38,7 @@ class Recorder:
         total: int,
         progress: Progress,
         writer: MetricsWriter | None,
+        links: Links | None,
         checkpointer: Checkpointer | None,
         note: dict[str, Any],
         data_metrics: Callable[[int], dict[str, float]],
@@ -49,46 +53,49 @@ class Recorder:
         self._flops_per_token = assemble.flops_per_token(cfg, parts.params)
         self._clock = StepClock(done)
         self._logged = done
-        self._sample = ""  # of the last evaluation, until it is written
-
-    def log(self, t: int, state: Any) -> dict[str, float]:
-        """The metrics of step t. Blocks until the step is done."""
-        parts = self._parts
-        metrics = self._check(state)
-        jax.block_until_ready(state.params)
-        speed = performance(
-            step_time=self._clock.lap(t),
-            tokens_per_step=parts.shape.tokens,
-            flops_per_token=self._flops_per_token,
-            num_devices=parts.mesh.size,
-            device_kind=parts.mesh.devices.flat[0].device_kind,
+        self._metrics: Metrics | None = None  # of the row of the step under way
+        self._values: dict[str, float] = {}  # the rest of it
+        self._samples: dict[int, str] = {}  # text from theta, by step, until its row is written
+        self._rows = Rows(
+            jax.process_index(), parts.monitor.replicas, links=links, write=self._write
         )
-        steps, self._logged = range(self._logged + 1, t + 1), t
-        learning = learning_metrics(metrics, optimizer.learning_rate(parts.learning_rate, t - 1))
-        extra = parts.trainer.extra_metrics(state, steps) | self._data_metrics(t)
-        return learning | extra | speed
 
-    def evaluate(self, state: Any, held_out: dict[str, Dataset]) -> dict[str, float]:
-        """Loss, perplexity and bits per byte of theta on each text of eval_texts."""
-        self._check(state)
+    def log(self, t: int, state: Any) -> None:
+        """Read the metrics of step t that are here. Waits for the step, for no other process."""
+        self._metrics = self._check(state)
+        steps, self._logged = range(self._logged + 1, t + 1), t
+        self._values |= self._parts.trainer.extra_metrics(state, steps) | self._data_metrics(t)
+        self._values |= performance(
+            step_time=self._clock.lap(t),
+            tokens_per_step=self._parts.shape.tokens,
+            flops_per_token=self._flops_per_token,
+            num_devices=self._parts.mesh.size,
+            device_kind=self._parts.mesh.devices.flat[0].device_kind,
+        )
+
+    def evaluate(self, t: int, state: Any, held_out: dict[str, Dataset]) -> None:
+        """Take loss, perplexity and bits per byte of theta on each text of eval_texts into the row.
+
+        All processes call it.
+        """
+        self._check(state, together=True)
         with self._clock.excluded():
             theta = self._parts.trainer.outer_params(state)
-            row = {}
             for name, dataset in held_out.items():
-                row |= self._parts.evaluation(theta, dataset).metrics(name)
+                self._values |= self._parts.evaluation(theta, dataset).metrics(name)
             if self._parts.sampler is not None:
-                self._sample = self._parts.sampler(theta)
-            return row
+                self._samples[t] = self._parts.sampler(theta)
 
-    def write(self, t: int, row: dict[str, float]) -> None:
-        """Write the metrics of step t to the run's files and to the console."""
-        if self._writer is not None:
-            self._writer.write(t, row)
-            self._progress.line(console_line(t, self._total, row))
-            if self._sample:
-                self._writer.write_text(t, "eval/sample", self._sample)
-                self._progress.line(sample_lines(t, self._sample))
-        self._sample = ""
+    def write(self, t: int) -> None:
+        """Write the rows up to step t that are complete to the run's files and to the console."""
+        if self._values:
+            self._rows.add(t, self._metrics, self._values)
+            self._metrics, self._values = None, {}
+        self._rows.write_complete()
+
+    def write_all(self) -> None:
+        """Wait for the rows that are not complete, and write them. Raises LostPeerError."""
+        self._rows.write_all()
 
     def save(self, t: int, state: Any, *, last: bool = False) -> None:
         """Save the state of step t. last: no save comes after it; wait until it is on the disk.
@@ -97,18 +104,34 @@ class Recorder:
         """
         if self._checkpointer is None:
             return
-        self._check(state)
+        self._check(state, together=True)
         with self._clock.excluded():
             trainer = self._parts.trainer
             items, note = trainer.saved_items(state), self._note | trainer.note(state)
+            self.write_all()  # a checkpoint on the disk has its rows there too
             if self._writer is not None:
-                self._writer.sync()  # a checkpoint on the disk has its rows there too
+                self._writer.sync()
             self._checkpointer.save(t, items, note, last=last)
 
-    def _check(self, state: Any) -> dict[str, Any]:
-        """Wait for the step and return its metrics; raise NumericsError if a step went wrong."""
+    def _check(self, state: Any, *, together: bool = False) -> Metrics:
+        """Wait for the step and return its metrics; raise NumericsError if a step went wrong.
+
+        together: wait for the other processes too, so that what is not timed begins in all at once.
+        """
+        jax.block_until_ready(state.params)
         saved_steps = self._checkpointer.steps if self._checkpointer else list
-        return self._parts.monitor.check(state, saved_steps)
+        return self._parts.monitor.check(state, saved_steps, together=together)
+
+    def _write(self, t: int, metrics: Metrics | None, values: Values) -> None:
+        row = dict(values)
+        if metrics is not None:
+            learning_rate = optimizer.learning_rate(self._parts.learning_rate, t - 1)
+            row = learning_metrics(metrics, learning_rate) | row
+        self._writer.write(t, row)
+        self._progress.line(console_line(t, self._total, row))
+        if (sample := self._samples.pop(t, "")):
+            self._writer.write_text(t, "eval/sample", sample)
+            self._progress.line(sample_lines(t, sample))
 
 
 class Profile(contextlib.AbstractContextManager):

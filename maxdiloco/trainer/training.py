@@ -90,6 +90,8 @@ def train(cfg: Config, begun: float) -> int:
     text, held_out, index = run_data.open_data(cfg, shape, location, say)
 
     with ExitStack() as stack:
+        # Closed last: after an error the watch then tells the others why before they miss anything.
+        links = stack.enter_context(_open_links(cfg, mesh))
         folder = stack.enter_context(
             open_run_folder(cfg.base_output_directory, name, primary=primary, warn=say)
         )
@@ -109,7 +111,6 @@ def train(cfg: Config, begun: float) -> int:
             total = pipeline.last_step_of_epoch(text, begin.position)
 
         compiles = CompileLog(say, show_memory=cfg.show_memory)
-        links = stack.enter_context(_open_links(cfg, mesh))
         parts = assemble.assemble(
             cfg, mesh, shape, total_steps=total, on_compile=compiles, links=links
         )
@@ -146,6 +147,7 @@ def train(cfg: Config, begun: float) -> int:
             total=total,
             progress=progress,
             writer=writer,
+            links=links,
             checkpointer=checkpointer,
             note=start.note(
                 cfg, begin.position, fingerprint, tokenizer=tokens, total_steps=total
@@ -155,21 +157,22 @@ def train(cfg: Config, begun: float) -> int:
         for t in steps:
             state, metrics = trainer.step(state, next(batches))
             parts.monitor.add(t, metrics)
-            last, row = t == total, {}
+            last = t == total
             if last or t % cfg.log_period == 0:
-                row |= recorder.log(t, state)
+                recorder.log(t, state)
             if held_out and (last or t % cfg.eval_interval == 0):
-                row |= recorder.evaluate(state, held_out)
+                recorder.evaluate(t, state, held_out)
             progress.advance()
-            if row:
-                recorder.write(t, row)
+            recorder.write(t)
             if not last and t % cfg.checkpoint_period == 0:
                 recorder.save(t, state)
             profile.after(t)
             if preemption.requested(t):
                 recorder.save(t, state, last=True)
+                recorder.write_all()
                 return _stopped(cfg, t, in_any_process(preemption.by_ctrl_c), say)
 
+        recorder.write_all()
         if cfg.save_checkpoint_on_completion:
             recorder.save(total, state, last=True)
         elif checkpointer is not None:
@@ -213,13 +216,14 @@ def _open_writer(
 
 
 def _open_links(cfg: Config, mesh: jax.sharding.Mesh) -> AbstractContextManager[Links | None]:
-    if not assemble.needs_links(cfg, mesh):
+    if jax.process_count() == 1:
         return nullcontext()
     return run_links.opened(
         port=cfg.exchange_port,
         interface=cfg.exchange_interface,
         fingerprint=f"{cfg.diloco_exchange_dtype} {dict(mesh.shape)}",
         timeout_s=cfg.peer_timeout_seconds,
+        bulk=assemble.needs_bulk(cfg, mesh),
     )
 
 

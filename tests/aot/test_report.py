@@ -67,8 +67,8 @@ def test_two_readings_of_send_done_are_told_where_they_differ():
 
 
 def test_what_runs_beside_the_steps_is_counted_apart():
-    """A log step sends 1000 bytes once in 10 periods; the start counts as once, not per period."""
-    beside = program("log", runs=0.1, when="beside", crossings=[crossing(waited=0.003)])
+    """An evaluation sends 1000 bytes in 1 of 10 periods; the start counts as once."""
+    beside = program("evaluate", runs=0.1, when="beside", crossings=[crossing(waited=0.003)])
     start = program("init", runs=0, when="start", crossings=[crossing()])
     alone, found = a_report(program()), a_report(program(), beside, start)
     for figure in ("step_seconds", "exposed_seconds", "busy_seconds", "bytes_per_step"):

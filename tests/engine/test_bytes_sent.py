@@ -9,7 +9,13 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import pytest
+
+from maxdiloco.aot.hlo import collectives, reader
+from maxdiloco.flags import config
+from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.trainer import assemble
 
 ROOT = pathlib.Path(__file__).parents[2]
 WIRES = ("float32", "bfloat16", "int8", "float4_e3m0")
@@ -66,3 +72,36 @@ def test_each_payload_byte_leaves_a_slice_once_for_every_other_slice(cases, wire
 
 def test_every_case_is_measured(cases):
     assert set(cases) == set(itertools.product((2, 4), ("data", "fsdp"), WIRES))
+
+
+@pytest.fixture
+def few_compiler_passes():
+    """What crosses slices is decided before the passes that are left out."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.parametrize("slices, micro_batches", [(2, 1), (4, 2)])
+@pytest.mark.usefixtures("few_compiler_passes")
+def test_data_parallelism_sends_the_gradients_of_each_micro_batch_by_a_ring(slices, micro_batches):
+    """One device a slice. Besides the gradients, sums of a few numbers cross. The embedding is not
+    tied, since XLA:CPU sums the two parts of a tied one apart."""
+    keys = dict(enable_diloco="false", dcn_diloco_parallelism=slices, ici_fsdp_parallelism=1)
+    keys |= dict(gradient_accumulation_steps=micro_batches, logits_via_embedding="false")
+    keys |= dict(hardware="cpu", dataset_type="synthetic", vocab_size=32, base_emb_dim=16)
+    keys |= dict(base_num_decoder_layers=1, base_mlp_dim=32, base_num_query_heads=2, head_dim=8)
+    keys |= dict(base_num_kv_heads=2, max_target_length=16, per_device_batch_size=2)
+    cfg = config.load([f"{key}={value}" for key, value in keys.items()], {})
+    mesh = mesh_lib.build(cfg)
+    shape = assemble.batch_shape(cfg, mesh)
+    parts = assemble.assemble(cfg, mesh, shape, total_steps=9, on_compile=lambda *_: None)
+    ((program, args, *_),) = parts.trainer.calls(parts.batch)
+    module = reader.read(program.compile(*args).as_text())
+    found = [c for c in collectives.collectives(module, mesh.shape) if c.kind == "all-reduce"]
+    assert {c.axes for c in found} == {("diloco",)}
+    moved = sum(c.bytes_sent * c.times for c in found)
+    claimed = parts.trainer.extra_metrics(None, range(1, 2))["dcn/bytes_sent"]
+    assert claimed <= moved <= 1.01 * claimed
+    gradients = sum(4 * x.size for x in jax.tree.leaves(parts.params))
+    assert claimed == {2: 1, 4: 1.5}[slices] * micro_batches * gradients

@@ -1,5 +1,6 @@
 """Several processes train as one, and end as one."""
 
+import os
 import re
 import signal
 import socket
@@ -8,6 +9,7 @@ import numpy as np
 import process_tools as tools
 import pytest
 
+from maxdiloco import train
 from maxdiloco.storage import run_folder
 
 pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
@@ -44,14 +46,21 @@ def alone(tmp_path_factory):
     return folder / "alone"
 
 
+def without_carrier(rows):
+    """Processes exchange through host memory, without padding."""
+    return [
+        {name: x for name, x in row.items() if name not in ("dcn/bytes_sent", "dcn/waited_s")}
+        for row in rows
+    ]
+
+
 def assert_equal_runs(run, other):
     """Parameters, optimizer states and metrics bit for bit, but for the evaluation: it sums over
     four devices, and where they are in two processes in another order. A slice has two, and a + b
     is b + a."""
-    for row, expected in zip(tools.metrics(run), tools.metrics(other), strict=True):
+    found, wanted = without_carrier(tools.metrics(run)), without_carrier(tools.metrics(other))
+    for row, expected in zip(found, wanted, strict=True):
         loss, expected_loss = row.pop("eval/loss", 0.0), expected.pop("eval/loss", 0.0)
-        for either in (row, expected):  # processes exchange through host memory, without padding
-            either.pop("dcn/bytes_sent", None), either.pop("dcn/waited_s", None)
         np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
         assert row == expected
     arrays, others = tools.saved(run, STEPS), tools.saved(other, STEPS)
@@ -83,6 +92,8 @@ def test_sigterm_to_one_saves_the_same_step_in_all_and_a_resume_equals_no_stop(
     stopped = [re.search(r"SIGTERM after step (\d+): saved", p.text())[1] for p in started]
     assert stopped[0] == stopped[1]
     assert tools.steps(tmp_path / "two") == [int(stopped[0])]
+    rows = [row["step"] for row in tools.metrics(tmp_path / "two")]
+    assert rows == list(range(1, int(stopped[0]) + 1))
     assert int(stopped[0]) < STEPS
 
     again = tools.trainers(2, changes, tmp_path)
@@ -109,13 +120,22 @@ def test_a_killed_process_ends_the_others_with_5_and_its_name(started, tmp_path,
 
 
 def test_hardware_auto_and_no_mesh_sizes_train_to_the_end(started, tmp_path):
-    """Two CPU processes bring a device each; every process is a slice."""
+    """Three CPU processes bring a device each; every process is a slice. The rows are those of one
+    process with three devices and the same carrier, bit for bit: this one, whose compiler the
+    others have."""
+    short = {"steps": 5, "enable_checkpointing": "false"}
     sizes = {"hardware": "auto", "dcn_diloco_parallelism": -1, "ici_fsdp_parallelism": -1}
-    sizes["enable_checkpointing"] = "false"
-    started += tools.trainers(2, named("open", tmp_path, sizes | {"steps": 2}), tmp_path)
-    assert [process.end() for process in started] == [0, 0], started[0].text()
-    assert "mesh: 2 x cpu; diloco 2 (over slices: diloco 2 = 2)" in started[0].text()
-    assert "done: step 2" in started[0].text()
+    same = [{"XLA_FLAGS": os.environ["XLA_FLAGS"]}] * 3
+    started += tools.trainers(3, named("open", tmp_path, short | sizes), tmp_path, same)
+    assert [process.end() for process in started] == [0, 0, 0], started[0].text()
+    assert "mesh: 3 x cpu; diloco 3 (over slices: diloco 3 = 3)" in started[0].text()
+    assert "done: step 5" in started[0].text()
+    sizes = {"dcn_diloco_parallelism": 3, "ici_fsdp_parallelism": 1, "exchange_carrier": "host"}
+    assert train.main(tools.flags(named("alone", tmp_path, short | sizes))) == 0
+    found, wanted = (without_carrier(tools.metrics(tmp_path / run)) for run in ("open", "alone"))
+    assert found == wanted
+    assert [row["step"] for row in found] == [1, 2, 3, 4, 5]
+    assert found[-1].keys() >= {"learning/loss_replica_2", "diloco/drift", "learning/z_loss"}
 
 
 def test_a_folder_that_one_host_cannot_read_ends_all_with_3_and_the_reason(started, tmp_path):
@@ -154,14 +174,21 @@ def test_an_error_of_all_is_told_by_each_as_its_own(started, tmp_path):
         assert line.startswith("ConfigError: the mesh needs 3 emulated devices")
 
 
-def test_a_loss_that_is_not_finite_stops_all_with_4(started, tmp_path):
-    """Every process sees every replica's loss at a log step."""
-    changes = LONG | {"learning_rate": "1e30", "gradient_clipping_threshold": 0}
-    started += tools.trainers(2, named("nan", tmp_path, changes), tmp_path)
+def test_a_loss_that_is_not_finite_in_one_process_stops_all_with_4(started, tmp_path):
+    """Nothing is exchanged before: process 0, whose own steps are finite, learns of it from the
+    watch. No row of that step or a later one is written."""
+    changes = LONG | {"diloco_sync_period": 1000, "gradient_clipping_threshold": 0}
+    environs = [{}, {"M_LEARNING_RATE": "1e30"}]
+    started += tools.trainers(2, named("nan", tmp_path, changes), tmp_path, environs)
     assert [process.end() for process in started] == [4, 4], started[0].text()
-    for process in started:
-        (line,) = process.errors()
-        assert line.startswith("NumericsError: step ")
+    (own,) = started[1].errors()
+    assert own.startswith("NumericsError: step ") and " of replica 1 is not finite" in own
+    (line,) = started[0].errors()
+    ended = f"process 1 on {HOST} ended with exit code 4, and so does this process"
+    assert f"{ended}: {own[:-1]}" in line
+    steps = [row["step"] for row in tools.metrics(tmp_path / "nan")]
+    bad = int(re.match(r"NumericsError: step (\d+)", own)[1])
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) < bad
 
 
 def test_ctrl_c_saves_the_same_step_in_all_processes(started, tmp_path):

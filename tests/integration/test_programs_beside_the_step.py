@@ -1,4 +1,4 @@
-"""Start, log, evaluation, saved parameters: programs like those of the steps, known before a run.
+"""Start, watch, evaluation, saved parameters: programs like those of the steps, known before a run.
 
 They are traced for every model, compiled for TPU slices with the outer state in either memory, and
 never need more memory than a step. Memory of a merge does not grow with the replicas.
@@ -49,13 +49,49 @@ def test_every_program_of_every_model_traces(devices, model):
     seen = {}
     for call in assemble.calls(cfg, parts):
         seen[call.program.name.partition(" [")[0]] = call.program.out_shapes(*call.args)
-    assert set(seen) == {"inner", "inner + exchange", "outer_step", "watch", "log",
+    assert set(seen) == {"inner", "inner + exchange", "outer_step", "watch",
                          "outer parameters", "evaluate", "init"}  # fmt: skip
     theta = sum(x.size for x in jax.tree.leaves(seen["outer parameters"]))
     assert sum(x.size for x in jax.tree.leaves(seen["init"].params)) == 2 * theta
     if model[0].isdigit():
         named = float(model[:-1]) * {"m": 1e6, "b": 1e9}[model[-1]]
         assert 0.5 < theta / named < 1.5
+
+
+@pytest.fixture
+def few_compiler_passes():
+    """What crosses slices is decided before the passes that are left out."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.usefixtures("few_compiler_passes")
+def test_no_program_of_a_log_step_sends_to_another_slice(devices):
+    """A log step runs the inner step and the watch, as every step does, and no other program: see
+    below what a run compiles. Control: a chunk of an exchange crosses, beside the inner step."""
+    cfg, parts = parts_of(
+        devices=devices[:4],
+        **SMALL | dict(max_target_length=16, base_emb_dim=32, base_mlp_dim=32, vocab_size=32),
+        hardware="cpu",
+        eval_interval=-1,
+        dcn_diloco_parallelism=2,
+        ici_fsdp_parallelism=2,
+        num_communication_overlapping_steps=1,
+        enable_checkpointing="false",
+    )
+    calls = {call.program.name.partition(" [")[0]: call for call in assemble.calls(cfg, parts)}
+    assert set(calls) == {"inner", "inner + exchange", "pack", "merge", "watch", "init"}
+    tiers = measure.tiers(parts.mesh, {"diloco": 2} | dict(ONE_SLICE))
+    found = measure.measure(
+        [calls[name] for name in ("inner", "watch", "inner + exchange")],
+        parts.trainer.abstract_state,
+        mesh_tiers=tiers,
+        link=None,
+        say=lambda line: None,
+    )
+    crossing = [sum(c.bytes_per_device for c in one.crossings) for one in found]
+    assert crossing[:2] == [0, 0] and crossing[2] > 0
 
 
 def outer_state_trainer(mesh, layers, memory, **options):

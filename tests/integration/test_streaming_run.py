@@ -62,8 +62,8 @@ def test_every_program_is_compiled_and_told_before_the_first_step(run):
     told = [re.fullmatch(r"compiled (.*) in [\d.]+ s", line) for line in said]
     kinds = sorted(found[1].partition(" [")[0] for found in told if found)
     steps = ["inner", "inner + exchange", "merge", "merge", "pack", "pack"]
-    assert kinds == sorted([*steps, "init", "log", "watch"])
-    (ready,) = [i for i, line in enumerate(said) if re.match(r"9 programs ready after ", line)]
+    assert kinds == sorted([*steps, "init", "watch"])
+    (ready,) = [i for i, line in enumerate(said) if re.match(r"8 programs ready after ", line)]
     assert max(i for i, found in enumerate(told) if found) < ready
     assert ready < min(i for i, line in enumerate(said) if line.startswith("step "))
 
@@ -71,7 +71,7 @@ def test_every_program_is_compiled_and_told_before_the_first_step(run):
 def test_show_memory_tells_each_program_and_what_it_costs_beyond_plain_training(run):
     _, said = run
     memory = [i for i, line in enumerate(said) if ": memory a device [MiB]: arguments " in line]
-    assert len(memory) == 9 and said[memory[0]].startswith("inner: ")
+    assert len(memory) == 8 and said[memory[0]].startswith("inner: ")
     for i in memory:
         assert said[i].endswith(tuple("0123456789")) and " on the host " in said[i]
         assert re.match(

@@ -1,0 +1,98 @@
+"""What perf/step_time counts, and when a row is written."""
+
+import types
+
+import numpy as np
+import pytest
+
+from maxdiloco.flags import config
+from maxdiloco.metrics.speed import StepClock
+from maxdiloco.trainer import recorder
+
+
+class Run:
+    """The parts of a run; each takes the seconds given for it on a clock that stands still."""
+
+    def __init__(self, monkeypatch, **seconds):
+        self.now = 0.0
+        self.written = []
+        self._seconds = seconds
+        monkeypatch.setattr(recorder, "StepClock", lambda t: StepClock(t, clock=lambda: self.now))
+        loss = {"loss": np.float32([1.5])}
+        trainer = types.SimpleNamespace(
+            extra_metrics=self._takes("extra", {"dcn/bytes_sent": 0.0}),
+            outer_params=lambda state: None,
+            saved_items=self._takes("save", {}),
+            note=lambda state: {},
+        )
+        parts = types.SimpleNamespace(
+            params={"w": np.zeros((2, 2))},
+            shape=types.SimpleNamespace(tokens=8),
+            mesh=types.SimpleNamespace(
+                size=1, devices=np.array([types.SimpleNamespace(device_kind="cpu")])
+            ),
+            learning_rate=lambda t: 0.1,
+            monitor=types.SimpleNamespace(replicas={0: [0]}, check=self._takes("check", loss)),
+            trainer=trainer,
+            evaluation=self._takes("evaluate", 2.0),
+        )
+        self.recorder = recorder.Recorder(
+            config.load([], {}),
+            parts,
+            done=0,
+            total=9,
+            progress=types.SimpleNamespace(line=lambda text: None),
+            writer=types.SimpleNamespace(
+                write=lambda t, row: self._takes("write", self.written.append(row))(),
+                sync=self._takes("save", None),
+            ),
+            links=None,
+            checkpointer=types.SimpleNamespace(steps=list, save=self._takes("save", None)),
+            note={},
+        )
+
+    def _takes(self, what, result):
+        def call(*args, **kwargs):
+            self.now += self._seconds.get(what, 0.0)
+            return result
+
+        return call
+
+    def times(self, steps, after=lambda t: None):
+        """perf/step_time of rows at each of some steps, each of which takes one second."""
+        state = types.SimpleNamespace(params=np.zeros(1))
+        for t in range(1, steps + 1):
+            self.now += 1.0
+            self.recorder.log(t, state)
+            after(state)
+            self.recorder.write(t)
+        return [row["perf/step_time"] for row in self.written]
+
+
+@pytest.mark.parametrize("part", ["check", "extra", "write"])
+def test_the_step_time_covers_all_that_a_log_costs(monkeypatch, part):
+    """Written after the time was taken: in the next interval. Control: nothing costs anything."""
+    assert Run(monkeypatch).times(3) == [1, 1, 1]
+    first, *later = Run(monkeypatch, **{part: 0.25}).times(3)
+    assert (first, later) == (1 if part == "write" else 1.25, [1.25, 1.25])
+
+
+def test_an_evaluation_and_a_save_are_left_out_but_not_the_wait_for_others_before(monkeypatch):
+    """Each of the two waits in `check` until all processes are there."""
+    run = Run(monkeypatch, evaluate=50, save=70)
+    times = run.times(3, lambda state: run.recorder.evaluate(state, None))
+    assert times == [1, 1, 1]
+    assert [row["eval/loss"] for row in run.written] == [2, 2, 2]
+
+    run = Run(monkeypatch, save=70, check=0.25)
+    times = run.times(2, lambda state: run.recorder.save(1, state))
+    assert times == [1.25, 1.5]
+
+
+def test_a_save_writes_the_rows_before_it(monkeypatch):
+    run = Run(monkeypatch)
+    state = types.SimpleNamespace(params=np.zeros(1))
+    waited = []
+    monkeypatch.setattr(recorder.Rows, "write_all", lambda rows: waited.append(True))
+    run.recorder.save(1, state)
+    assert waited == [True]
