@@ -135,7 +135,8 @@ def train(cfg: Config, begun: float) -> int:
             note=start.note(cfg, begin.position, fingerprint, total_steps=total),
         )
         for t in steps:
-            state, metrics = trainer.step(state, next(batches))
+            batch = assemble.with_learning_rate(parts, next(batches), t)
+            state, metrics = trainer.step(state, batch)
             parts.monitor.add(t, metrics)
             last, row = t == total, {}
             if last or t % cfg.log_period == 0:
