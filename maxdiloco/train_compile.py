@@ -27,11 +27,6 @@ def main(argv: Sequence[str]) -> int:
         say(base_yml.help_text("maxdiloco.train_compile"))
         return 0
     cfg = run_tokenizer.resolved(config.load(argv, os.environ))
-    if cfg.steps == -1 and cfg.learning_rate_schedule_steps == -1:
-        raise ConfigError(
-            "steps=-1 leaves the length of the learning-rate schedule to the data, which are not "
-            "read here. Set steps or learning_rate_schedule_steps."
-        )
     return _compile(cfg)
 
 

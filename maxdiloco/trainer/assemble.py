@@ -54,7 +54,8 @@ class BatchShape(NamedTuple):
 class Parts(NamedTuple):
     """What a run is made of; arrays are ShapeDtypeStructs with shardings.
 
-    learning_rate: inner steps done -> rate of the next. batch: a step's, leaves [R, B, L].
+    learning_rate: inner steps done -> rate of the next. batch: a step's, leaves [R, B, L] and
+    "learning_rate" [R, 1].
     params, opt_state: one replica's. init: seed -> state. sampler: None without sample_prompt.
     """
 
@@ -90,7 +91,7 @@ def assemble(
     model = model_on(cfg, mesh)
     rules = model.spec.rules
     learning_rate = optimizer.learning_rate_schedule(cfg, total_steps)
-    inner_optimizer = optimizer.build(cfg, learning_rate, model=model)
+    inner_optimizer = optimizer.build(cfg, model=model)
     params = parameters_on(model, mesh)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     shardings = jax.tree.map(lambda x: x.sharding, params)
@@ -331,11 +332,24 @@ def _abstract_batch(shape: BatchShape, mesh: Mesh, rules: Rules) -> dict[str, An
     rows = spec(("batch", "length"), rules, without=("diloco",))
     sharding = NamedSharding(mesh, P("diloco", *rows))
     rows_RBL = jax.ShapeDtypeStruct(tuple(shape), jnp.int32, sharding=sharding)
-    return {"tokens": rows_RBL, "segment_ids": rows_RBL}
+    # Everywhere, so that no slice gets its rate from another.
+    rate_R1 = jax.ShapeDtypeStruct(
+        (shape.num_replicas, 1), jnp.float32, sharding=NamedSharding(mesh, P())
+    )
+    return {"tokens": rows_RBL, "segment_ids": rows_RBL, "learning_rate": rate_R1}
+
+
+def with_learning_rate(parts: Parts, batch: dict[str, jax.Array], t: int) -> dict[str, jax.Array]:
+    """The batch of step t with the learning rate of that step."""
+    like = parts.batch["learning_rate"]
+    rate = optimizer.learning_rate(parts.learning_rate, t - 1)
+    rate_R1 = np.full(like.shape, rate)
+    array = jax.make_array_from_callback(like.shape, like.sharding, lambda part: rate_R1[part])
+    return batch | {"learning_rate": array}
 
 
 def schedule_steps(cfg: Config, total_steps: int) -> int:
-    """Length of the learning-rate schedule [inner steps], which is a constant of the programs."""
+    """Length of the learning-rate schedule [inner steps]."""
     given = cfg.learning_rate_schedule_steps
     return total_steps if given == -1 else given
 

@@ -26,7 +26,8 @@ def make(
 
     Streaming DiLoCo (arXiv 2501.18512) Algorithm 2, line 5, with the gradient of line 4.
     accumulation: micro-batches A of a step; micro-batch a holds rows a*B/A to (a+1)*B/A. Summed
-    token losses are divided by all tokens of the step, so A does not change the gradient.
+    token losses are divided by all tokens of the step, so A does not change the gradient. batch:
+    leaves [B, L], and "learning_rate" [1], which goes to the optimizer's update.
     nan_policy: `stop` takes the step whatever its gradient is; `skip` leaves parameters and
     optimizer state as they were when loss or gradient norm is not finite.
     Metrics, float32 scalars: "loss", mean cross-entropy [nats a token], without the z-loss;
@@ -34,8 +35,11 @@ def make(
     also "skipped", 0 or 1. A batch in which no target counts has loss and gradient 0.
     """
     gradient = without_singleton_vmap(jax.value_and_grad(model.loss, has_aux=True))
+    update = optax.with_extra_args_support(optimizer).update
 
     def inner_step(params, opt_state, batch):
+        learning_rate = batch["learning_rate"][0]
+        batch = {name: leaf for name, leaf in batch.items() if name != "learning_rate"}
         if accumulation == 1:
             (_, aux), grads = gradient(params, batch)
         else:
@@ -48,7 +52,7 @@ def make(
             "grad_norm": optax.tree.norm(grads),
             "tokens": aux["tokens"],
         }
-        updates, new_opt_state = optimizer.update(grads, opt_state, params)
+        updates, new_opt_state = update(grads, opt_state, params, learning_rate=learning_rate)
         new = optax.apply_updates(params, updates), new_opt_state
         if nan_policy == "skip":
             finite = jnp.isfinite(metrics["grad_norm"]) & jnp.isfinite(metrics["loss"])

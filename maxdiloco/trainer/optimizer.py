@@ -1,4 +1,7 @@
-"""The inner optimizer: its rule, its learning rate, and which parameters decay."""
+"""The inner optimizer: its rule, its learning rate, and which parameters decay.
+
+The learning rate of a step is an argument of the compiled step: no program depends on the schedule.
+"""
 
 import math
 from collections.abc import Callable
@@ -6,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from optax.contrib import MuonDimensionNumbers
 
@@ -16,54 +20,47 @@ MUON_RMS = 0.2  # an update as large as AdamW's, so that both take one rate (arX
 OUTPUT_NAMES = ("heads", "kv_heads", "head_dim", "mlp")
 
 
-def learning_rate_schedule(
-    cfg: Config, total_steps: int
-) -> Callable[[jax.typing.ArrayLike], jax.Array]:
+def learning_rate_schedule(cfg: Config, total_steps: int) -> Callable[[int], float]:
     """Learning rate of inner step t as a function of the steps before it, t - 1.
 
     Linear from 0 to the peak at the last warmup step, then half a cosine to the final fraction at
     the last step of the schedule, constant after it (warmup and cosine as in arXiv 2503.09799,
-    section 3).
-    total_steps: length of the schedule when learning_rate_schedule_steps is -1.
+    section 3). total_steps: length of the schedule when learning_rate_schedule_steps is -1.
     """
     scheduled = cfg.learning_rate_schedule_steps
     length = total_steps if scheduled == -1 else scheduled
     warmup = round(cfg.warmup_steps_fraction * length)
     last = cfg.cosine_learning_rate_final_fraction
 
-    def schedule(count):
-        t = jnp.asarray(count, jnp.float32) + 1
-        rising = t / max(warmup, 1)
-        progress = jnp.clip((t - warmup) / max(length - warmup, 1), 0, 1)
-        falling = last + (1 - last) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
-        return cfg.learning_rate * jnp.where(t < warmup, rising, falling)
+    def schedule(count: int) -> float:
+        t = count + 1
+        if t < warmup:
+            return cfg.learning_rate * t / warmup
+        progress = min((t - warmup) / max(length - warmup, 1), 1.0)
+        return cfg.learning_rate * (last + (1 - last) * 0.5 * (1 + math.cos(math.pi * progress)))
 
     return schedule
 
 
-def learning_rate(schedule: Callable, count: int) -> float:
-    """The learning rate after `count` steps, computed on the host and not on the accelerator."""
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        return float(jax.jit(schedule)(count))
+def learning_rate(schedule: Callable[[int], float], count: int) -> float:
+    """The learning rate after `count` steps, as the float32 that the step is given."""
+    return float(np.float32(schedule(count)))
 
 
-def build(
-    cfg: Config, schedule: Callable, *, model: Model
-) -> optax.GradientTransformation:
+def build(cfg: Config, *, model: Model) -> optax.GradientTransformationExtraArgs:
     """Clipping by global norm (0: none), then opt_type.
 
     adamw: Adam with decoupled weight decay, times the learning rate, on matrices and embeddings;
     norm scales do not decay. muon: orthogonalised Nesterov momentum for the layers' matrices,
     Adam for the rest, the same decay (arXiv 2502.16982). sgd: plain, no momentum and no decay.
     Gradients and optimizer state are float32 whatever weight_dtype is.
-    schedule: of learning_rate_schedule.
+    Its update takes the step's learning_rate.
     """
-    rules = {"adamw": _adamw, "muon": _muon, "sgd": lambda cfg, rate, model: optax.sgd(rate)}
-    rule = rules[cfg.opt_type](cfg, schedule, model)
+    rules = {"adamw": _adamw, "muon": _muon, "sgd": lambda cfg, model: ()}
+    parts = [*rules[cfg.opt_type](cfg, model), _scale_by_given_rate()]
     if cfg.gradient_clipping_threshold:
-        clip = optax.clip_by_global_norm(cfg.gradient_clipping_threshold)
-        rule = optax.chain(clip, rule)
-    return _float32_state(rule)
+        parts.insert(0, optax.clip_by_global_norm(cfg.gradient_clipping_threshold))
+    return _float32_state(optax.chain(*parts))
 
 
 def decays(model: Model) -> Any:
@@ -88,24 +85,20 @@ def muon_dims(model: Model) -> Any:
     return _by_names(dims, model)
 
 
-def _adamw(cfg, schedule, model):
-    return optax.adamw(
-        schedule,
-        b1=cfg.adam_b1,
-        b2=cfg.adam_b2,
-        eps=cfg.adam_eps,
-        weight_decay=cfg.adam_weight_decay,
-        mask=decays(model),
+def _adamw(cfg, model):
+    return (
+        optax.scale_by_adam(b1=cfg.adam_b1, b2=cfg.adam_b2, eps=cfg.adam_eps),
+        optax.add_decayed_weights(cfg.adam_weight_decay, mask=decays(model)),
     )
 
 
-def _muon(cfg, schedule, model):
+def _muon(cfg, model):
     dims = muon_dims(model)
     labels = jax.tree.map(lambda d: "adam" if d is None else "muon", dims, is_leaf=_is_dims)
     muon_leaves = jax.tree.map(
         lambda d: optax.MaskedNode() if d is None else d, dims, is_leaf=_is_dims
     )
-    return optax.chain(
+    return (
         optax.partition(
             {
                 "muon": optax.chain(
@@ -117,8 +110,14 @@ def _muon(cfg, schedule, model):
             labels,
         ),
         optax.add_decayed_weights(cfg.adam_weight_decay, mask=decays(model)),
-        optax.scale_by_learning_rate(schedule),
     )
+
+
+def _scale_by_given_rate():
+    def update(updates, state, params=None, *, learning_rate, **_):
+        return jax.tree.map(lambda x: -learning_rate * x, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
 def _with_adams_rms(updates, dims):
@@ -144,7 +143,7 @@ def _float32_state(rule):
     def init(params):
         return rule.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
 
-    return optax.GradientTransformation(init, rule.update)
+    return optax.GradientTransformationExtraArgs(init, rule.update)
 
 
 def _by_names(fn, model):

@@ -129,7 +129,7 @@ class Recorder:
             row = learning_metrics(metrics, learning_rate) | row
         self._writer.write(t, row)
         self._progress.line(console_line(t, self._total, row))
-        if (sample := self._samples.pop(t, "")):
+        if sample := self._samples.pop(t, ""):
             self._writer.write_text(t, "eval/sample", sample)
             self._progress.line(sample_lines(t, sample))
 

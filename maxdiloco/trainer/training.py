@@ -155,7 +155,8 @@ def train(cfg: Config, begun: float) -> int:
             data_metrics=functools.partial(text.metrics, begin.position),
         )
         for t in steps:
-            state, metrics = trainer.step(state, next(batches))
+            batch = assemble.with_learning_rate(parts, next(batches), t)
+            state, metrics = trainer.step(state, batch)
             parts.monitor.add(t, metrics)
             last = t == total
             if last or t % cfg.log_period == 0:

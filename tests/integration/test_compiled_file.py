@@ -66,10 +66,12 @@ def test_another_process_computes_the_same_bits_without_compiling(
 
 
 def test_keys_that_change_no_program_of_the_steps_may_differ(file, tmp_path, capsys):
-    """H is the host's, the programs of tau = 1 are the same; evaluation is compiled beside them."""
+    """H is the host's, the programs of tau = 1 are the same; so are those of another learning rate
+    and schedule. Evaluation is compiled beside them."""
     changes = dict(
-        diloco_sync_period=5, steps=3, eval_interval=3, eval_steps=1, log_period=3, run_name="other"
-    )
+        diloco_sync_period=5, steps=3, eval_interval=3, eval_steps=1, log_period=3, run_name="other",
+        learning_rate=0.5, learning_rate_schedule_steps=7, warmup_steps_fraction=0.5,
+    )  # fmt: skip
     assert train.main(arguments(tmp_path, compiled_trainstep_file=file, **changes)) == 0
     out = capsys.readouterr().out
     assert f"{PROGRAMS} compiled programs loaded from {file}" in out
@@ -80,7 +82,7 @@ def test_keys_that_change_no_program_of_the_steps_may_differ(file, tmp_path, cap
 @pytest.mark.parametrize(
     ("change", "names", "difference"),
     [
-        (dict(learning_rate=0.5), "inner, inner + exchange", "learning_rate=0.01, here 0.5"),
+        (dict(adam_b1=0.5), "inner, inner + exchange", "adam_b1=0.9, here 0.5"),
         (dict(nan_policy="skip"), "inner, inner + exchange", "nan_policy=stop, here skip"),
         (
             dict(communication_overlapping_alpha=0.5),
@@ -195,9 +197,3 @@ def test_a_place_that_cannot_be_written_is_one_line_before_anything_compiles(tmp
         (line,) = said.err.splitlines()
         assert line.startswith(f"ConfigError: {key}={path} cannot be written: ")
         assert "compiled inner" not in said.out
-
-
-def test_the_length_of_the_schedule_has_to_be_known(tmp_path, capsys):
-    keys = dict(steps=-1, learning_rate_schedule_steps=-1, dataset_type="text", vocab_size=257)
-    assert train_compile.main(arguments(tmp_path, **keys)) == 2
-    assert "Set steps or learning_rate_schedule_steps" in capsys.readouterr().err

@@ -44,6 +44,7 @@ def make(loss=squares, *, accumulation=1, nan_policy="stop", optimizer=None):
 BATCH = {
     "tokens": np.array([[1, 2], [4, 9], [7, 9], [9, 9]], np.int32),
     "segment_ids": np.array([[1, 1], [1, 0], [1, 0], [0, 0]], np.int32),
+    "learning_rate": np.array([0.5], np.float32),
 }
 
 
@@ -65,7 +66,7 @@ def test_a_micro_batch_holds_consecutive_rows():
     and 2, 4 would make 52."""
     rule, step = make(squared_sum, accumulation=2)
     params = {"w": jnp.float32(1)}
-    batch = {"tokens": np.array([[1], [2], [3], [4]], np.int32)}
+    batch = BATCH | {"tokens": np.array([[1], [2], [3], [4]], np.int32)}
     assert float(step(params, rule.init(params), batch)[2]["loss"]) == 58 / 2
 
 
@@ -117,12 +118,14 @@ def test_accumulation_on_a_mesh_is_one_batch_on_one_device(devices):
     rule = optax.sgd(0.1)
     mesh = tiny_model.mesh_of(devices, diloco=2, fsdp=2, tensor=2)
     params = [tiny_model.params_of(model, seed=m) for m in range(2)]
-    batches = [tiny_model.batch(seed=m) for m in range(2)]
+    rate = {"learning_rate": np.float32([0.1])}
+    batches = [tiny_model.batch(seed=m) | rate for m in range(2)]
     params_R, batch_R = (
         jax.tree.map(lambda *x: np.stack(x), *trees) for trees in (params, batches)
     )
     rows = NamedSharding(mesh, P("diloco", "fsdp"))
-    batch_R = jax.device_put(batch_R, rows)
+    rates_R1 = batch_R.pop("learning_rate")
+    batch_R = jax.device_put(batch_R, rows) | {"learning_rate": rates_R1}
     state_R = jax.tree.map(jnp.zeros_like, jax.vmap(rule.init)(params_R))
     cut = inner_step.make(model, rule, accumulation=2, nan_policy="stop")
     whole = tiny_model.compiled(inner_step.make(model, rule, accumulation=1, nan_policy="stop"))

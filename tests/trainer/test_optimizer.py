@@ -70,15 +70,16 @@ def random(seed):
 
 
 def build(cfg, model):
-    return optimizer.build(cfg, optimizer.learning_rate_schedule(cfg, 10), model=model)
+    return optimizer.build(cfg, model=model)
 
 
 def run(cfg, model, params, gradients):
     """Parameters after one step for each gradient."""
     rule = build(cfg, model)
-    state = rule.init(params)
-    for gradient in gradients:
-        updates, state = rule.update(gradient, state, params)
+    state, schedule = rule.init(params), optimizer.learning_rate_schedule(cfg, 10)
+    for count, gradient in enumerate(gradients):
+        rate = optimizer.learning_rate(schedule, count)
+        updates, state = rule.update(gradient, state, params, learning_rate=rate)
         params = optax.apply_updates(params, updates)
     return params
 
@@ -190,7 +191,7 @@ def test_state_is_float32_and_keeps_its_types_under_bfloat16_weights(opt_type, m
     rule = build(config(opt_type=opt_type), model)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random(0))
     before = rule.init(params)
-    updates, after = rule.update(random(1), before, params)
+    updates, after = rule.update(random(1), before, params, learning_rate=0.1)
     assert jax.tree.map(lambda x: x.dtype, before) == jax.tree.map(lambda x: x.dtype, after)
     assert jnp.bfloat16 not in {leaf.dtype for leaf in jax.tree.leaves(before)}
     moved = optax.apply_updates(params, updates)

@@ -34,7 +34,10 @@ class Run:
             learning_rate=lambda t: 0.1,
             monitor=types.SimpleNamespace(replicas={0: [0]}, check=self._takes("check", loss)),
             trainer=trainer,
-            evaluation=self._takes("evaluate", 2.0),
+            evaluation=self._takes(
+                "evaluate", types.SimpleNamespace(metrics=lambda name: {f"eval/{name}loss": 2.0})
+            ),
+            sampler=None,
         )
         self.recorder = recorder.Recorder(
             config.load([], {}),
@@ -49,6 +52,7 @@ class Run:
             links=None,
             checkpointer=types.SimpleNamespace(steps=list, save=self._takes("save", None)),
             note={},
+            data_metrics=lambda t: {},
         )
 
     def _takes(self, what, result):
@@ -58,13 +62,13 @@ class Run:
 
         return call
 
-    def times(self, steps, after=lambda t: None):
+    def times(self, steps, after=lambda t, state: None):
         """perf/step_time of rows at each of some steps, each of which takes one second."""
         state = types.SimpleNamespace(params=np.zeros(1))
         for t in range(1, steps + 1):
             self.now += 1.0
             self.recorder.log(t, state)
-            after(state)
+            after(t, state)
             self.recorder.write(t)
         return [row["perf/step_time"] for row in self.written]
 
@@ -80,12 +84,12 @@ def test_the_step_time_covers_all_that_a_log_costs(monkeypatch, part):
 def test_an_evaluation_and_a_save_are_left_out_but_not_the_wait_for_others_before(monkeypatch):
     """Each of the two waits in `check` until all processes are there."""
     run = Run(monkeypatch, evaluate=50, save=70)
-    times = run.times(3, lambda state: run.recorder.evaluate(state, None))
+    times = run.times(3, lambda t, state: run.recorder.evaluate(t, state, {"": None}))
     assert times == [1, 1, 1]
     assert [row["eval/loss"] for row in run.written] == [2, 2, 2]
 
     run = Run(monkeypatch, save=70, check=0.25)
-    times = run.times(2, lambda state: run.recorder.save(1, state))
+    times = run.times(2, lambda t, state: run.recorder.save(t, state))
     assert times == [1.25, 1.5]
 
 
