@@ -23,10 +23,9 @@ FLOORS = (
     "metrics",
     "trainer aot",
 )
-PROGRAMS = {
-    "maxdiloco", "train", "train_compile", "generate", "evaluate", "prepare", "tokenizer",
-    "command_line",
-}  # fmt: skip
+PROGRAMS = set(
+    "maxdiloco train train_compile generate evaluate prepare tokenizer command_line".split()
+)
 
 # Importer, and what it must not import although the floors would allow it.
 NEVER = (

@@ -15,7 +15,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.data import tokenizer
-from maxdiloco.data.token_text import bytes_of_tokens
 from maxdiloco.diloco import outer
 from maxdiloco.engine.calls import START, Call
 from maxdiloco.engine.data_parallel import DataParallel
@@ -31,7 +30,7 @@ from maxdiloco.models import transformer
 from maxdiloco.models.transformer import Model
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import Rules, optimizer_shardings, parameter_shardings, spec
-from maxdiloco.trainer import inner_step, optimizer
+from maxdiloco.trainer import evaluate, inner_step, optimizer
 from maxdiloco.trainer.evaluate import Evaluation
 from maxdiloco.trainer.samples import Sampler
 
@@ -138,8 +137,8 @@ def _evaluation(
         model.spec.rules,
         rows=rows,
         length=shape.length,
-        num_sequences=eval_sequences(cfg, rows),
-        token_bytes=token_bytes(cfg),
+        num_sequences=evaluate.sequences(cfg, rows),
+        token_bytes=evaluate.token_bytes(cfg),
         on_compile=on_compile,
     )
 
@@ -168,18 +167,6 @@ def eval_rows(cfg: Config, mesh: Mesh, shape: BatchShape) -> int:
     if cfg.eval_per_device_batch_size != -1:
         return cfg.eval_per_device_batch_size * mesh.size
     return shape.num_replicas * shape.sequences // cfg.gradient_accumulation_steps
-
-
-def eval_sequences(cfg: Config, rows: int) -> int:
-    """Sequences that an evaluation reads of each set; -1: all. rows: of eval_rows."""
-    return cfg.eval_steps if cfg.eval_steps == -1 else cfg.eval_steps * rows
-
-
-def token_bytes(cfg: Config) -> np.ndarray:
-    """Bytes of text that each token of a run stands for, int32 [V]; synthetic data are no text."""
-    if cfg.dataset_type == "synthetic":
-        return np.zeros(cfg.vocab_size, np.int32)
-    return bytes_of_tokens(tokenizer.build(cfg), cfg.vocab_size)
 
 
 def batch_shape(cfg: Config, mesh: Mesh) -> BatchShape:
@@ -346,12 +333,6 @@ def with_learning_rate(parts: Parts, batch: dict[str, jax.Array], t: int) -> dic
     rate_R1 = np.full(like.shape, rate)
     array = jax.make_array_from_callback(like.shape, like.sharding, lambda part: rate_R1[part])
     return batch | {"learning_rate": array}
-
-
-def schedule_steps(cfg: Config, total_steps: int) -> int:
-    """Length of the learning-rate schedule [inner steps]."""
-    given = cfg.learning_rate_schedule_steps
-    return total_steps if given == -1 else given
 
 
 def flops_per_token(cfg: Config, params: Any) -> float:

@@ -14,8 +14,8 @@ from maxdiloco.flags.config import Config, changed
 from maxdiloco.metrics.compiles import CompileLog
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes import output
-from maxdiloco.trainer import assemble, eval_texts, run_tokenizer, stored
-from maxdiloco.trainer.evaluate import Evaluation, Totals
+from maxdiloco.trainer import eval_texts, run_tokenizer, stored
+from maxdiloco.trainer.evaluate import Evaluation, Totals, sequences, token_bytes
 from maxdiloco.trainer.prepared import prepare_sources
 
 _GROUP_MESH = "mesh"
@@ -99,8 +99,8 @@ def _evaluate(found: stored.Stored, cfg: Config, parameters: str, say: Callable)
         model.spec.rules,
         rows=_rows(cfg, found.meta, mesh.size),
         length=cfg.max_target_length,
-        num_sequences=assemble.eval_sequences(cfg, of_run),
-        token_bytes=assemble.token_bytes(cfg),
+        num_sequences=sequences(cfg, of_run),
+        token_bytes=token_bytes(cfg),
         on_compile=CompileLog(say, show_memory=cfg.show_memory),
     )
     return Result(
@@ -108,7 +108,7 @@ def _evaluate(found: stored.Stored, cfg: Config, parameters: str, say: Callable)
         path=found.path,
         mesh=dict(mesh.shape),
         parameters=parameters,
-        num_sequences=assemble.eval_sequences(cfg, of_run),
+        num_sequences=sequences(cfg, of_run),
         texts={name: evaluation(found.params, text) for name, text in texts.items()},
     )
 

@@ -13,7 +13,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxdiloco.data import tokenizer
+from maxdiloco.data.token_text import bytes_of_tokens
 from maxdiloco.engine.calls import BESIDE, Call
+from maxdiloco.flags.config import Config
 from maxdiloco.models.loss import next_tokens
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import Rules, spec
@@ -140,3 +143,15 @@ class Evaluation:
             losses.append(float(loss))
             tokens, num_bytes = tokens + int(count), num_bytes + int(length)
         return Totals(math.fsum(losses), tokens, num_bytes)
+
+
+def sequences(cfg: Config, rows: int) -> int:
+    """Sequences that an evaluation reads of each set; -1: all. rows: of a batch."""
+    return cfg.eval_steps if cfg.eval_steps == -1 else cfg.eval_steps * rows
+
+
+def token_bytes(cfg: Config) -> np.ndarray:
+    """Bytes of text that each token of a run stands for, int32 [V]; synthetic data are no text."""
+    if cfg.dataset_type == "synthetic":
+        return np.zeros(cfg.vocab_size, np.int32)
+    return bytes_of_tokens(tokenizer.build(cfg), cfg.vocab_size)

@@ -42,6 +42,12 @@ def learning_rate_schedule(cfg: Config, total_steps: int) -> Callable[[int], flo
     return schedule
 
 
+def schedule_steps(cfg: Config, total_steps: int) -> int:
+    """Length of the learning-rate schedule [inner steps]."""
+    given = cfg.learning_rate_schedule_steps
+    return total_steps if given == -1 else given
+
+
 def learning_rate(schedule: Callable[[int], float], count: int) -> float:
     """The learning rate after `count` steps, as the float32 that the step is given."""
     return float(np.float32(schedule(count)))

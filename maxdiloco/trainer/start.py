@@ -26,7 +26,6 @@ from maxdiloco.trainer.assemble import (
     BatchShape,
     Parts,
     initial_state,
-    schedule_steps,
     state_with,
 )
 
@@ -212,6 +211,6 @@ def note(
         "position": position.to_dict(),
         "data": data,
         "tokenizer": tokenizer,
-        "schedule_steps": schedule_steps(cfg, total_steps),
+        "schedule_steps": optimizer.schedule_steps(cfg, total_steps),
         "jax": jax.__version__,
     }

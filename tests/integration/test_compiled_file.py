@@ -68,10 +68,9 @@ def test_another_process_computes_the_same_bits_without_compiling(
 def test_keys_that_change_no_program_of_the_steps_may_differ(file, tmp_path, capsys):
     """H is the host's, the programs of tau = 1 are the same; so are those of another learning rate
     and schedule. Evaluation is compiled beside them."""
-    changes = dict(
-        diloco_sync_period=5, steps=3, eval_interval=3, eval_steps=1, log_period=3, run_name="other",
-        learning_rate=0.5, learning_rate_schedule_steps=7, warmup_steps_fraction=0.5,
-    )  # fmt: skip
+    changes = dict(diloco_sync_period=5, steps=3, eval_interval=3, eval_steps=1, log_period=3)
+    changes |= dict(learning_rate=0.5, learning_rate_schedule_steps=7, warmup_steps_fraction=0.5)
+    changes |= dict(run_name="other")
     assert train.main(arguments(tmp_path, compiled_trainstep_file=file, **changes)) == 0
     out = capsys.readouterr().out
     assert f"{PROGRAMS} compiled programs loaded from {file}" in out
