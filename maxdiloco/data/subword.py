@@ -10,14 +10,16 @@ import os
 import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from etils import epath
 
 from maxdiloco.data import tokenizer_files
 from maxdiloco.data.tokenizer_files import SETTINGS, to_bytes
 from maxdiloco.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from etils import epath  # imported where it is used: benchmarks of a step do without
 
 # tokenizer_type -> the file of such a tokenizer in a folder, and the package that reads it.
 FILES = {"huggingface": "tokenizer.json", "sentencepiece": "tokenizer.model"}
@@ -69,7 +71,7 @@ class SubwordTokenizer:
         saved = tokenizer_files.settings(self.kind, self.bos, self.eos)
         return {FILES[self.kind]: self.content, SETTINGS: saved}
 
-    def save(self, folder: epath.Path) -> None:
+    def save(self, folder: "epath.Path") -> None:
         """Write the files into a folder, which is made. Raises OSError."""
         tokenizer_files.write(folder, self.files())
 

@@ -6,14 +6,16 @@ A tokenizer is its files: `save` writes them into a folder, and `load` needs not
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from etils import epath
 
 from maxdiloco.data import subword, tokenizer_files
 from maxdiloco.data.tokenizer_files import SETTINGS, to_bytes
 from maxdiloco.errors import DataError
+
+if TYPE_CHECKING:
+    from etils import epath  # imported where it is used: benchmarks of a step do without
 
 BYTES = 256
 
@@ -54,7 +56,7 @@ class Tokenizer(Protocol):
     def files(self) -> Mapping[str, bytes]:
         """Content of each file that `load` needs, by its name in the folder."""
 
-    def save(self, folder: epath.Path) -> None:
+    def save(self, folder: "epath.Path") -> None:
         """Write the files into a folder, which is made. Raises OSError."""
 
 
@@ -108,7 +110,7 @@ class ByteTokenizer:
         """Content of each file that `load` needs, by its name in the folder."""
         return {SETTINGS: tokenizer_files.settings("byte", self.bos, self.eos)}
 
-    def save(self, folder: epath.Path) -> None:
+    def save(self, folder: "epath.Path") -> None:
         """Write the files into a folder, which is made. Raises OSError."""
         tokenizer_files.write(folder, self.files())
 
@@ -138,8 +140,10 @@ def of_keys(cfg) -> Tokenizer:
     return subword.of_source(source, add_bos=cfg.add_bos, add_eos=cfg.add_eos)
 
 
-def load(folder: epath.PathLike) -> Tokenizer:
+def load(folder: "epath.PathLike") -> Tokenizer:
     """The tokenizer that `save` wrote. Raises DataError when the folder holds none, OSError."""
+    from etils import epath
+
     folder = epath.Path(folder)
     try:
         fields = json.loads((folder / SETTINGS).read_bytes())

@@ -3,9 +3,12 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
-from etils import epath
+
+if TYPE_CHECKING:
+    from etils import epath  # imported where it is used: benchmarks of a step do without
 
 # Type of a saved tokenizer and the tokens around its documents, beside the files of its package.
 SETTINGS = "settings.json"
@@ -26,8 +29,10 @@ def fingerprint(files: Mapping[str, bytes]) -> str:
     return digest.hexdigest()[:16]
 
 
-def write(folder: epath.Path, files: Mapping[str, bytes]) -> None:
+def write(folder: "epath.Path", files: Mapping[str, bytes]) -> None:
     """Write files into a folder, which is made. Raises OSError."""
+    from etils import epath
+
     folder = epath.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
