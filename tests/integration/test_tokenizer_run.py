@@ -7,8 +7,8 @@ import run_tools as tools
 
 from maxdiloco import generate
 from maxdiloco import tokenizer as program
+from maxdiloco.checkpoint import find
 from maxdiloco.data import token_text, tokenizer
-from maxdiloco.trainer import start
 
 pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
 
@@ -38,7 +38,7 @@ def test_the_run_folder_and_every_checkpoint_hold_the_tokenizer(trained):
     ]
     assert len(copies) == 2 and copies[0] == copies[1]
     assert (copies[0].vocab_size, copies[0].eos) == (264, 1)
-    assert start.saved_config(run, key="RUN").vocab_size == 384
+    assert find.newest_meta(run, key="RUN")["config"]["vocab_size"] == 384
 
 
 def test_a_checkpoint_copied_elsewhere_generates_alone(trained, tmp_path, capfd):
