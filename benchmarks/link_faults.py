@@ -13,7 +13,6 @@ parameters at the end differ from those of a run that nobody disturbed.
 """
 
 import pathlib
-import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from benchmarks.link import faults
+from benchmarks.link.command import guarded
 from benchmarks.link.faults import CaseError, End, Fault
 from benchmarks.link.hosts import Link, check
 from maxdiloco.errors import ConfigError, LostPeerError
@@ -89,20 +89,7 @@ def all_faults(timeout_s: float) -> dict[str, Fault]:
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark; returns its exit code."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _end)  # an exception, so that the hosts are removed
-    try:
-        return _main(argv)
-    except (ConfigError, CaseError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return ConfigError.exit_code if isinstance(error, ConfigError) else 1
-    except KeyboardInterrupt:
-        print("Interrupted.", file=sys.stderr)
-        return 128 + signal.SIGINT
-
-
-def _end(number: int, _) -> None:
-    raise SystemExit(128 + number)
+    return guarded(_main, argv)
 
 
 def _main(argv: Sequence[str]) -> int:

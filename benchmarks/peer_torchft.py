@@ -16,13 +16,13 @@ or the link carried other bytes than the payload.
 
 import json
 import pathlib
-import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.link import arguments as link_arguments
 from benchmarks.link import figures, rows, torchft_rows
+from benchmarks.link.command import guarded
 from benchmarks.link.hosts import Link, check, hosts
 from benchmarks.link.rows import Row, RowError
 from benchmarks.link.torchft_rows import OURS, THEIRS
@@ -57,23 +57,7 @@ CHOSEN = {"modes": "overlapped", "wires": "float32,float4_e3m0", "carriers": "ho
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark; returns its exit code."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _end)  # an exception, so that the hosts are removed
-    try:
-        return _main(argv)
-    except ConfigError as error:
-        print(f"ConfigError: {error}", file=sys.stderr)
-        return error.exit_code
-    except RowError as error:
-        print(f"RowError: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("Interrupted.", file=sys.stderr)
-        return 128 + signal.SIGINT
-
-
-def _end(number: int, _) -> None:
-    raise SystemExit(128 + number)
+    return guarded(_main, argv)
 
 
 def _main(argv: Sequence[str]) -> int:

@@ -28,5 +28,5 @@ def text(
 ) -> str:
     """Words that begin, end or have their middle at x."""
     weight = ' font-weight="bold"' if bold else ""
-    where = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}"'
+    where = f'x="{x:.1f}" y="{y:.1f}" fill="#222" text-anchor="{anchor}" font-size="{size}"'
     return f"<text {where}{weight}>{escape(words)}</text>"

@@ -16,7 +16,6 @@ Exit code 1: a row failed, or the link carried other bytes than the trainer clai
 
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from typing import Any
 
 from benchmarks.link import draw, figures, grid
 from benchmarks.link.arguments import KEYS, OWN, Part, parts
+from benchmarks.link.command import guarded
 from benchmarks.link.grid import Row
 from benchmarks.link.hosts import Link, check, hosts
 from benchmarks.link.rows import RowError, measure
@@ -34,20 +34,7 @@ Stored = list[dict[str, Any]]  # rows that are measured
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark; returns its exit code."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _end)  # an exception, so that the hosts are removed
-    try:
-        return _main(argv)
-    except ConfigError as error:
-        print(f"ConfigError: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("Interrupted. The same command goes on at this row.", file=sys.stderr)
-        return 128 + signal.SIGINT
-
-
-def _end(number: int, _) -> None:
-    raise SystemExit(128 + number)
+    return guarded(_main, argv, interrupted="Interrupted. The same command goes on at this row.")
 
 
 def _main(argv: Sequence[str]) -> int:

@@ -74,22 +74,12 @@ def _run(folder, parameters: str, keys: list[str]) -> int:
     import jax
 
     from maxdiloco.checkpoint import find
-    from maxdiloco.parallel import mesh as mesh_lib
-    from maxdiloco.processes import distributed
+    from maxdiloco.parallel import job
     from maxdiloco.trainer import compiled_file, eval_stored
 
     # The mesh has to be known before JAX's backends start; the checkpoint itself is read after.
     cfg = eval_stored.configure(find.newest_meta(folder, key="RUN"), keys, os.environ)
-    mesh_lib.choose_platform(cfg)
-    if cfg.jax_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
-    with distributed.processes(
-        os.environ,
-        timeout_s=cfg.jax_distributed_initialization_timeout,
-        peer_timeout_s=cfg.peer_timeout_seconds,
-        peer_port=cfg.peer_port,
-    ) as job:
-        mesh_lib.emulate_devices(cfg, num_processes=job.num_processes)
+    with job.joined(cfg):
         primary = jax.process_index() == 0
 
         def say_once(line: str) -> None:

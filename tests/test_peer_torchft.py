@@ -12,7 +12,7 @@ import pytest
 from thin_link_rows import measured
 
 from benchmarks import peer_torchft, thin_link
-from benchmarks.link import torchft_process, torchft_rows
+from benchmarks.link import command, torchft_process, torchft_rows
 from benchmarks.link.rows import Row, RowError
 from maxdiloco.errors import ConfigError
 
@@ -81,7 +81,7 @@ def test_what_a_machine_cannot_do_is_refused_before_anything_is_installed(
         raise ConfigError("user id 1 may not make network namespaces")
 
     monkeypatch.setattr(peer_torchft, "check", check)
-    monkeypatch.setattr(peer_torchft.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
     assert peer_torchft.main([f"out={tmp_path / 'out'}"]) == 2
     assert capsys.readouterr().err == "ConfigError: user id 1 may not make network namespaces\n"
     assert not (tmp_path / "out").exists()

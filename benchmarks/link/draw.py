@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
+from benchmarks import svg
 from benchmarks.link.counters import WINDOW_S
 from benchmarks.link.figures import (
     DATA_PARALLEL,
@@ -41,12 +41,12 @@ def utilisation(rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> 
     parts = _heading("Utilisation against bandwidth", conditions(rows, setup))
     for percent in range(0, 101, 20):
         y = TOP + HEIGHT * (1 - percent / 100)
-        parts.append(_line([(LEFT, y), (LEFT + WIDTH, y)], "#dddddd"))
-        parts.append(_text(LEFT - 8, y + 4, f"{percent} %", anchor="end"))
+        parts.append(svg.line([(LEFT, y), (LEFT + WIDTH, y)], "#dddddd"))
+        parts.append(svg.text(LEFT - 8, y + 4, f"{percent} %", anchor="end"))
     for rate, x in places.items():
         words = UNLIMITED if rate == math.inf else f"{rate:g}"
-        parts.append(_text(x, TOP + HEIGHT + 18, words, anchor="middle"))
-    parts.append(_text(LEFT + WIDTH / 2, TOP + HEIGHT + 38, "Mbit/s", anchor="middle"))
+        parts.append(svg.text(x, TOP + HEIGHT + 18, words, anchor="middle"))
+    parts.append(svg.text(LEFT + WIDTH / 2, TOP + HEIGHT + 38, "Mbit/s", anchor="middle"))
     for k, (name, line) in enumerate(lines.items()):
         colour, dash = COLOURS[line[0]["mode"]], DASHES[line[0]["wire"]]
         points = sorted(
@@ -58,12 +58,12 @@ def utilisation(rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> 
         look = dict(colour=colour, dash=dash, width=3.5 - 2 * thin)
         mark = dict(colour=colour, square=line[0]["carrier"] == "host", size=5 - 2 * thin)
         x, y = LEFT + WIDTH + 24, TOP + 10 + 20 * k
-        parts += [_line(points, **look), *(_mark(point, **mark) for point in points)]
-        parts += [_line([(x, y), (x + 56, y)], **look), _mark((x + 28, y), **mark)]
-        parts.append(_text(x + 62, y + 4, name))
+        parts += [svg.line(points, **look), *(_mark(point, **mark) for point in points)]
+        parts += [svg.line([(x, y), (x + 56, y)], **look), _mark((x + 28, y), **mark)]
+        parts.append(svg.text(x + 62, y + 4, name))
     height = max(TOP + HEIGHT + 66, TOP + 30 + 20 * len(lines))
-    parts.append(_text(8, height - 8, LOOKS, size=10))
-    return _figure(LEFT + WIDTH + LEGEND + 40, height, parts)
+    parts.append(svg.text(8, height - 8, LOOKS, size=10))
+    return svg.figure(LEFT + WIDTH + LEGEND + 40, height, parts)
 
 
 def _places(rates: Sequence[float]) -> dict[float, float]:
@@ -96,42 +96,27 @@ def period(rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> str:
         width = WIDTH * WINDOW_S / seconds
         right = LEFT + width * len(bars)
         words = f"{name}: {sum(bars) / 1000:,.0f} KB in {len(bars) * WINDOW_S:.1f} s"
-        parts.append(_text(LEFT, y - 9, words))
-        parts.append(_line([(LEFT, y), (right, y)], "#bbbbbb"))
+        parts.append(svg.text(LEFT, y - 9, words))
+        parts.append(svg.line([(LEFT, y), (right, y)], "#bbbbbb"))
         for k, sent in enumerate(bars):
             tall = STRIP * min(sent / full, 1.1)  # tbf lets a burst above its rate
             x = LEFT + k * width
             parts.append(_box(x, y + STRIP - tall, width * 0.9, tall, COLOURS[row["mode"]]))
         y += STRIP
-        parts.append(_line([(LEFT, y), (right, y)], "#888888"))
+        parts.append(svg.line([(LEFT, y), (right, y)], "#888888"))
     tick = next((tick for tick in TICKS if seconds <= 8 * tick), seconds)
     for k in range(int(seconds / tick) + 1):
         x = LEFT + WIDTH * k * tick / seconds
-        parts.append(_text(x, y + 18, f"{k * tick:g} s", anchor="middle"))
-    parts.append(_text(8, y + 40, f"upper line of each: {full / 1000:,.3g} KB in 100 ms", size=10))
-    return _figure(LEFT + WIDTH + 40, y + 52, parts)
+        parts.append(svg.text(x, y + 18, f"{k * tick:g} s", anchor="middle"))
+    parts.append(
+        svg.text(8, y + 40, f"upper line of each: {full / 1000:,.3g} KB in 100 ms", size=10)
+    )
+    return svg.figure(LEFT + WIDTH + 40, y + 52, parts)
 
 
 def _heading(title: str, words: Sequence[str]) -> list[str]:
-    lines = [_text(8, 34 + 13 * k, line, size=9) for k, line in enumerate(words)]
-    return [_text(8, 18, title, size=14, weight="bold"), *lines]
-
-
-def _figure(width: float, height: float, parts: Sequence[str]) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
-        f'font-family="sans-serif"><rect width="100%" height="100%" fill="white"/>'
-        f"{''.join(parts)}</svg>\n"
-    )
-
-
-def _line(
-    points: Sequence[tuple[float, float]], colour: str, dash: str = "", width: float = 1
-) -> str:
-    places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    look = f'stroke="{colour}" stroke-width="{width:.1f}"'
-    dashes = f' stroke-dasharray="{dash}"' if dash else ""
-    return f'<polyline points="{places}" fill="none" {look}{dashes}/>'
+    lines = [svg.text(8, 34 + 13 * k, line, size=9) for k, line in enumerate(words)]
+    return [svg.text(8, 18, title, size=14, bold=True), *lines]
 
 
 def _mark(point: tuple[float, float], colour: str, square: bool, size: float) -> str:
@@ -144,11 +129,4 @@ def _mark(point: tuple[float, float], colour: str, square: bool, size: float) ->
 def _box(x: float, y: float, width: float, height: float, fill: str) -> str:
     return (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{fill}"/>'
-    )
-
-
-def _text(x, y, text, *, anchor="start", size=11, weight="normal") -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" fill="#222" text-anchor="{anchor}" font-size="{size}" '
-        f'font-weight="{weight}">{escape(text)}</text>'
     )

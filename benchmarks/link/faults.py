@@ -18,10 +18,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.link.hosts import DEVICE, Hosts, Link, hosts
+from benchmarks.link.rows import ROOT, RowError, environment
 from maxdiloco.errors import ConfigError
 
-ROOT = pathlib.Path(__file__).parents[2]
-PORT = 7000  # of process 0, in a namespace of its own
 NOBODY = "02:00:00:00:00:99"  # a locally administered address that no host has
 ARRIVED = "flight['incoming']"
 POLL_S = 0.02
@@ -29,7 +28,7 @@ START_S = 300.0  # until the moment, and for a run to end; our choice
 ERROR = re.compile(r"^\w+Error: .*", re.MULTILINE)
 
 
-class CaseError(RuntimeError):
+class CaseError(RowError):
     """A case did not come to its fault, or its processes hang."""
 
 
@@ -65,17 +64,7 @@ def train(
 ) -> list[subprocess.Popen]:
     """Start a process of the run on every host. where: VICTIM MOMENT T of fault_process."""
     count = len(made.names)
-    environ = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("M_", "JAX_")) and not name.lower().endswith("_proxy")
-    }
-    environ |= {
-        "PYTHONPATH": str(ROOT),
-        "PYTHONUNBUFFERED": "1",
-        "JAX_COORDINATOR_ADDRESS": f"{made.addresses[0]}:{PORT}",
-        "JAX_NUM_PROCESSES": str(count),
-    }
+    environ = environment(made)
     module = [sys.executable, "-m", "benchmarks.link.fault_process", str(folder)]
     command = [*module, *map(str, where), *(f"{key}={value}" for key, value in keys.items())]
     folder.mkdir(parents=True)

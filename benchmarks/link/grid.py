@@ -21,7 +21,7 @@ GRIDS = {
     "published": {
         "fast_device": [
             "fast_device_ms=180",
-            "rates=5,10,20,100,unlimited",
+            "rates=5,20,100,unlimited",
             f"lines={EXPOSED},streaming:float32:host,overlapped:float32:host,{HIDDEN},"
             f"{HIDDEN.replace('host', 'program')}",
             "other_periods=2",

@@ -55,22 +55,27 @@ def measure(
     }
 
 
+def environment(made: Hosts) -> dict[str, str]:
+    """Variables of the trainer's processes on hosts; each needs its JAX_PROCESS_ID too."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("M_", "JAX_")) and not name.lower().endswith("_proxy")
+    }
+    return kept | {
+        "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+        "JAX_COORDINATOR_ADDRESS": f"{made.addresses[0]}:{PORT}",
+        "JAX_NUM_PROCESSES": str(len(made.names)),
+    }
+
+
 def _train(
     made: Hosts, row: Row, setup: Mapping[str, Any], folder: pathlib.Path, steps: int
 ) -> None:
     keys = trainer_keys(row, setup, folder, steps)
     cpus = sorted(os.sched_getaffinity(0))
-    environ = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("M_", "JAX_")) and not name.lower().endswith("_proxy")
-    }
-    environ |= {
-        "PYTHONPATH": str(ROOT),
-        "PYTHONUNBUFFERED": "1",
-        "JAX_COORDINATOR_ADDRESS": f"{made.addresses[0]}:{PORT}",
-        "JAX_NUM_PROCESSES": str(setup["hosts"]),
-    }
+    environ = environment(made)
     for i in range(setup["hosts"]):
         cpu = str(cpus[i % len(cpus)])
         module = [sys.executable, "-m", "benchmarks.link.process"]
@@ -91,14 +96,15 @@ def _wait(processes: Sequence[subprocess.Popen], folder: pathlib.Path, limit_s: 
     limit = time.monotonic() + limit_s
     while any(process.poll() is None for process in processes):
         if time.monotonic() > limit:
-            raise RowError(f"{folder}: not over after row_limit_s={limit_s:g}. {_tails(folder)}")
+            raise RowError(f"{folder}: not over after row_limit_s={limit_s:g}. {tails(folder)}")
         time.sleep(POLL_S)
     codes = [process.returncode for process in processes]
     if any(codes):
-        raise RowError(f"{folder}: exit codes {codes}. {_tails(folder)}")
+        raise RowError(f"{folder}: exit codes {codes}. {tails(folder)}")
 
 
-def _tails(folder: pathlib.Path) -> str:
+def tails(folder: pathlib.Path) -> str:
+    """The last lines of every process's log."""
     tails = []
     for path in sorted(folder.glob("process_*.log")):
         lines = path.read_text(errors="replace").splitlines()[-TAIL:]

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.link import counters, figures, rows
 from benchmarks.link.hosts import Hosts, Link, hosts
-from benchmarks.link.rows import ROOT, Row, RowError
+from benchmarks.link.rows import ROOT, Row, RowError, tails
 from maxdiloco.errors import ConfigError
 
 OURS, THEIRS = "maxdiloco", "torchft"
@@ -139,15 +139,7 @@ def _run(
     codes = [process.poll() for process in processes]
     if any(code != 0 for code in codes):
         ends = f"{codes} (None: ended here)"
-        raise RowError(f"{folder}: torchft's exit codes are {ends}. {_tails(folder)}")
-
-
-def _tails(folder: pathlib.Path) -> str:
-    tails = []
-    for path in sorted(folder.glob("process_*.log")):
-        lines = path.read_text(errors="replace").splitlines()[-TAIL:]
-        tails.append("\n  ".join([f"End of {path.name}:", *lines]))
-    return "\n".join(tails)
+        raise RowError(f"{folder}: torchft's exit codes are {ends}. {tails(folder)}")
 
 
 def check_exchanges(reports: Sequence[Mapping[str, Any]], one: Mapping[str, Any]) -> None:

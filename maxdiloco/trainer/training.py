@@ -4,7 +4,6 @@
 """
 
 import functools
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -25,8 +24,9 @@ from maxdiloco.metrics.compiles import CompileLog
 from maxdiloco.metrics.console import Progress
 from maxdiloco.metrics.writer import MetricsWriter
 from maxdiloco.models.transformer import count_parameters
+from maxdiloco.parallel import job
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.processes import distributed, output, run_links
+from maxdiloco.processes import output, run_links
 from maxdiloco.processes.agree import from_first_process, in_any_process
 from maxdiloco.processes.links import Links
 from maxdiloco.processes.preemption import Preemption
@@ -51,16 +51,7 @@ def run(cfg: Config, begun: float) -> int:
 
     Returns the exit code. Raises the errors of maxdiloco.errors.
     """
-    mesh_lib.choose_platform(cfg)
-    if cfg.jax_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
-    with distributed.processes(
-        os.environ,
-        timeout_s=cfg.jax_distributed_initialization_timeout,
-        peer_timeout_s=cfg.peer_timeout_seconds,
-        peer_port=cfg.peer_port,
-    ) as job:
-        mesh_lib.emulate_devices(cfg, num_processes=job.num_processes)
+    with job.joined(cfg):
         return train(cfg, begun)
 
 

@@ -1,0 +1,30 @@
+"""Devices and processes of a program: chosen, emulated and joined before JAX's backends start."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.processes import distributed
+
+
+@contextmanager
+def joined(cfg: Any) -> Iterator[None]:
+    """This process with its devices, beside the others of the job, for a `with`.
+
+    cfg: a Config. Raises ConfigError for devices that are not there, LostPeerError.
+    """
+    mesh_lib.choose_platform(cfg)
+    if cfg.jax_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
+    with distributed.processes(
+        os.environ,
+        timeout_s=cfg.jax_distributed_initialization_timeout,
+        peer_timeout_s=cfg.peer_timeout_seconds,
+        peer_port=cfg.peer_port,
+    ) as job:
+        mesh_lib.emulate_devices(cfg, num_processes=job.num_processes)
+        yield
