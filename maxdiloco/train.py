@@ -21,9 +21,10 @@ def main(argv: Sequence[str]) -> int:
     if any(argument in HELP for argument in argv):
         say(base_yml.help_text("maxdiloco.train"))
         return 0
+    cfg = config.load(argv, os.environ)
     from maxdiloco.trainer import run_tokenizer
 
-    cfg = run_tokenizer.resolved(config.load(argv, os.environ))
+    cfg = run_tokenizer.resolved(cfg)
     from maxdiloco.trainer.training import run
 
     return run(cfg, begun)

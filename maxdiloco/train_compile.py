@@ -15,7 +15,6 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, config
 from maxdiloco.flags.config import Config
 from maxdiloco.processes.output import one_line, say, say_error
-from maxdiloco.trainer import run_tokenizer
 
 REFUSED = 1
 
@@ -26,8 +25,10 @@ def main(argv: Sequence[str]) -> int:
     if any(argument in HELP for argument in argv):
         say(base_yml.help_text("maxdiloco.train_compile"))
         return 0
-    cfg = run_tokenizer.resolved(config.load(argv, os.environ))
-    return _compile(cfg)
+    cfg = config.load(argv, os.environ)
+    from maxdiloco.trainer import run_tokenizer
+
+    return _compile(run_tokenizer.resolved(cfg))
 
 
 def _compile(cfg: Config) -> int:

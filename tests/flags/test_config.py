@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxdiloco.flags import base_yml, config
+from maxdiloco.flags.base_yml import Table
 
 BASE = config.load([], {})
 
@@ -167,6 +168,7 @@ VALUES = {
         lambda inner: st.lists(inner, max_size=3).map(tuple),
         max_leaves=5,
     ).filter(lambda value: isinstance(value, tuple)),
+    Table: st.lists(st.tuples(st.text(), st.text()), unique_by=lambda pair: pair[0]).map(Table),
 }
 
 

@@ -139,7 +139,7 @@ def test_only_the_parameters_asked_for_are_read(finished, monkeypatch, parameter
         (["step=1", "step=1"], ["step is given twice"]),
         (["parameters=inner"], ["parameters=inner must be outer, mean, or replica_0 to replica_1"]),
         (["parameters=replica_2"], ["replica_2: the run had 2 replicas. Use 0 to 1"]),
-        (["eval_sets={a: /nowhere}"], ["eval_sets.a, read as", "=/nowhere does not exist"]),
+        (["eval_sets={a: /nowhere}"], ["eval_sets.a=/nowhere does not exist"]),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(capfd, text_run, argv, words):

@@ -270,7 +270,7 @@ def test_nothing_compiles_after_the_first_step_begins(tmp_path, monkeypatch, cap
         )  # fmt: skip
     assert code == 0
     assert len(bound) == 1
-    assert ready and ready[0] >= 5  # the control: compiles are seen
+    assert ready and ready[0] >= 4  # the control: compiles are seen
     after = [line.partition("jit(")[2].partition(")")[0] for line in finished()[ready[0] :]]
-    assert sorted(set(after)) == ["schedule"]  # on the host's own CPU
+    assert after == []
     assert pathlib.Path(tmp_path / "run" / "checkpoints" / "8").is_dir()
