@@ -26,6 +26,7 @@ def map_parts(
     context = multiprocessing.get_context("spawn")  # JAX, where it runs, does not survive a fork
     waiting = iter(range(len(calls)))
     children: dict[connection.Connection, Any] = {}
+    busy: set[connection.Connection] = set()  # the others have ended, or are about to
     try:
         for _ in range(min(processes, len(calls))):
             ours, theirs = context.Pipe()
@@ -33,13 +34,13 @@ def map_parts(
             child.start()
             theirs.close()
             children[ours] = child
-            _give(ours, waiting, calls)
-        left = len(calls)
-        while left:
-            for ready in connection.wait(list(children)):
+            if _give(ours, waiting, calls):
+                busy.add(ours)
+        while busy:
+            for ready in connection.wait(busy):
                 number, value = _receive(ready, children[ready])
-                _give(ready, waiting, calls)
-                left -= 1
+                if not _give(ready, waiting, calls):
+                    busy.remove(ready)
                 yield number, value
     finally:
         for ours, child in children.items():
@@ -49,9 +50,11 @@ def map_parts(
 
 
 def _give(ours, waiting, calls):
+    """Send a process its next call; whether there is one."""
     number = next(waiting, None)
     with suppress(BrokenPipeError):  # the loss of the process is seen when it is waited for
         ours.send(None if number is None else (number, calls[number]))
+    return number is not None
 
 
 def _receive(ours, child):

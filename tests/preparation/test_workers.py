@@ -1,6 +1,7 @@
 """Processes that make parts: every call once, an error and a loss told."""
 
 import os
+import time
 
 import pytest
 
@@ -12,6 +13,11 @@ def join(prefix, number):
     return f"{prefix}{number}"
 
 
+def sleep(seconds):
+    time.sleep(seconds)
+    return seconds
+
+
 def refuse(number):
     raise DataError(f"number {number} is no text")
 
@@ -20,6 +26,12 @@ def test_every_call_is_made_once_whatever_the_number_of_processes():
     """Five calls for two processes; those that come first are done first."""
     found = dict(map_parts(join, ("part-",), [(number,) for number in range(5)], 2))
     assert found == {number: f"part-{number}" for number in range(5)}
+
+
+def test_a_process_that_has_ended_for_want_of_calls_is_not_lost():
+    """The other one works for two seconds more."""
+    found = list(map_parts(sleep, (), [(0,), (2,)], 2))
+    assert found == [(0, 0), (1, 2)]
 
 
 def test_an_error_of_a_call_ends_them_all():
