@@ -36,13 +36,7 @@ def measure(
     folder.mkdir(parents=True)
     span = window(row, setup, plain)
     began = time.monotonic()
-    link = Link(
-        mbit=None if row.rate == figures.UNLIMITED else float(row.rate),
-        delay_ms=0.0 if row.mode == figures.PLAIN else setup["delay_ms"],
-        queue_ms=setup["queue_ms"],
-        congestion=setup["congestion"],
-    )
-    with hosts(setup["hosts"], link) as made:
+    with hosts(setup["hosts"], link_of(row, setup)) as made:
         congestion = made.congestion()
         with counters.Sampler(made) as sampler:
             _train(made, row, setup, folder, span.steps)
@@ -53,6 +47,16 @@ def measure(
         "commit": commit(),
         "measured": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
+
+
+def link_of(row: Row, setup: Mapping[str, Any]) -> Link:
+    """The link of a row; the plain step has none of its delay."""
+    return Link(
+        mbit=None if row.rate == figures.UNLIMITED else float(row.rate),
+        delay_ms=0.0 if row.mode == figures.PLAIN else setup["delay_ms"],
+        queue_ms=setup["queue_ms"],
+        congestion=setup["congestion"],
+    )
 
 
 def environment(made: Hosts) -> dict[str, str]:

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.link import counters, figures, rows
-from benchmarks.link.hosts import Hosts, Link, hosts
-from benchmarks.link.rows import ROOT, Row, RowError, tails
+from benchmarks.link.hosts import Hosts, hosts
+from benchmarks.link.rows import ROOT, Row, RowError, link_of, tails
 from maxdiloco.errors import ConfigError
 
 OURS, THEIRS = "maxdiloco", "torchft"
@@ -87,13 +87,7 @@ def measure(
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    link = Link(
-        mbit=None if row.rate == figures.UNLIMITED else float(row.rate),
-        delay_ms=0.0 if row.mode == figures.PLAIN else setup["delay_ms"],
-        queue_ms=setup["queue_ms"],
-        congestion=setup["congestion"],
-    )
-    with hosts(setup["hosts"], link) as made:
+    with hosts(setup["hosts"], link_of(row, setup)) as made:
         congestion = made.congestion()
         jobs = [job(i, made.addresses, row, setup, folder) for i in range(setup["hosts"])]
         with counters.Sampler(made) as sampler:

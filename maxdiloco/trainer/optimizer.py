@@ -27,8 +27,7 @@ def learning_rate_schedule(cfg: Config, total_steps: int) -> Callable[[int], flo
     the last step of the schedule, constant after it (warmup and cosine as in arXiv 2503.09799,
     section 3). total_steps: length of the schedule when learning_rate_schedule_steps is -1.
     """
-    scheduled = cfg.learning_rate_schedule_steps
-    length = total_steps if scheduled == -1 else scheduled
+    length = schedule_steps(cfg, total_steps)
     warmup = round(cfg.warmup_steps_fraction * length)
     last = cfg.cosine_learning_rate_final_fraction
 
