@@ -128,9 +128,9 @@ class DataParallel:
 
     def extra_metrics(self, state: State, steps: range) -> dict[str, float]:
         """The bytes that a slice sends to the others per step."""
-        return {"dcn/bytes_sent": self._bytes_sent()}
+        return {"dcn/bytes_sent": self.bytes_sent(steps[-1])}
 
-    def _bytes_sent(self) -> float:
+    def bytes_sent(self, t: int) -> float:
         """Bytes of the gradients that one of S slices sends to the others in a step, by a ring.
 
         2 (S - 1) / S of them for each micro-batch. A compiler may send some in another dtype, or

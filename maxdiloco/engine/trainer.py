@@ -83,6 +83,9 @@ class Trainer(Protocol):
     def outer_params(self, state: Any) -> Any:
         """The parameters to evaluate and export, leaves [...], in device memory."""
 
+    def bytes_sent(self, t: int) -> float:
+        """Bytes that inner step t makes a replica (without DiLoCo a slice) send to others."""
+
     def extra_metrics(self, state: Any, steps: range) -> dict[str, float]:
         """Metrics of the trainer itself. steps: the inner steps since the last log point."""
 

@@ -46,6 +46,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def history(self) -> epath.Path:
+        """history.jsonl: one JSON object per start and end of the run."""
+        return self.path / "history.jsonl"
+
+    @property
     def line_index(self) -> epath.Path:
         """Where the documents of .jsonl files are (data.line_index), for the next start."""
         return self.path / "line_index"

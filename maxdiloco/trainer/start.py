@@ -18,9 +18,11 @@ from maxdiloco.engine.trainer import OUTER_PARAMS, SavedLayout
 from maxdiloco.errors import CheckpointError, DataError
 from maxdiloco.flags import base_yml, resume
 from maxdiloco.flags.config import Config
+from maxdiloco.metrics.history import MOST_STEPS, History
 from maxdiloco.processes import output
 from maxdiloco.processes.agree import from_first_process, in_any_process
 from maxdiloco.storage import shared_folder
+from maxdiloco.storage.run_folder import RunFolder
 from maxdiloco.trainer import optimizer, run_tokenizer
 from maxdiloco.trainer.assemble import (
     BatchShape,
@@ -197,6 +199,22 @@ def _saved_layout(cfg: Config, saved: Restored) -> SavedLayout:
         same_rules=meta["config"]["logical_axis_rules"] == cfg.as_dict()["logical_axis_rules"],
         dropped_until=meta["dropped_until"],
     )
+
+
+def opened_history(folder: RunFolder, parts: Parts, *, done: int, total: int) -> History:
+    """The line of this start in history.jsonl, and that of its end. done, total: inner steps."""
+    trainer, H = parts.trainer, parts.trainer.period
+    # A steady state: an exchange of the period before the first H steps is under way.
+    period = range(2 * H + 1, 2 * H + 1 + min(H, MOST_STEPS))
+    facts = {
+        "step": done,
+        "until": total,
+        "processes": jax.process_count(),
+        "devices": parts.mesh.size,
+        "replicas": trainer.num_replicas,
+        "bytes_sent": [trainer.bytes_sent(t) for t in period],
+    }
+    return History(folder, facts)
 
 
 def note(

@@ -125,6 +125,8 @@ def train(cfg: Config, begun: float) -> int:
 
         preemption = stack.enter_context(Preemption(say))
         writer = stack.enter_context(_open_writer(cfg, folder, say, done=done))
+        if primary:
+            stack.enter_context(start.opened_history(folder, parts, done=done, total=total))
         progress = stack.enter_context(
             Progress(first_step=done, total_steps=total, shown=primary)
         )

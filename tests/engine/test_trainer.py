@@ -17,7 +17,7 @@ METHODS = {name: f for name, f in vars(Trainer).items() if isinstance(f, types.F
 METHODS = {name: f for name, f in METHODS.items() if not name.startswith("_")}
 ATTRIBUTES = Trainer.__annotations__
 # Of the library class alone.
-LIBRARY = {"bind", "init", "replica_params", "bytes_sent"}
+LIBRARY = {"bind", "init", "replica_params"}
 PARAMS = {"w": np.ones(3, np.float32)}
 
 

@@ -1,0 +1,74 @@
+"""history.jsonl of a run's folder: one line for each start of the run, and one for how it ended.
+
+    {"event": "start", "time": seconds since 1970, "step": inner steps done before, "until": the
+     last step, "processes", "devices", "replicas", "bytes_sent": of each inner step of a period in
+     which all exchanges are under way, by a replica to all other slices; of MOST_STEPS at most}
+    {"event": "end", "time": ..., "why": the error that ended it, or "" for none}
+A start without an end was killed, or runs. Lines of earlier starts stay.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from maxdiloco.processes import output
+from maxdiloco.storage import object_store
+from maxdiloco.storage.run_folder import RunFolder, is_local, reason
+
+MOST_STEPS = 10_000  # of a period in a line; our choice
+
+
+class History(AbstractContextManager):
+    """Adds a line at the start, with `facts`, and one when the context is left; in process 0.
+
+    A line that cannot be written is a warning: it ends no run. say: prints a line.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        facts: Mapping[str, Any],
+        *,
+        say: Callable[[str], None] = output.say,
+        clock: Callable[[], float] = time.time,
+    ):
+        self._folder, self._say, self._clock = folder, say, clock
+        self._add({"event": "start", "time": clock(), **facts})
+
+    def __exit__(self, kind, exception, traceback) -> None:
+        why = "" if exception is None else f"{kind.__name__}: {exception}"
+        self._add({"event": "end", "time": self._clock(), "why": output.one_line(why)})
+
+    def _add(self, event: Mapping[str, Any]) -> None:
+        path, line = self._folder.history, json.dumps(event) + "\n"
+        try:
+            if is_local(path):
+                # A process that was killed may have left half a line.
+                torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+                with open(path, "a", encoding="utf-8") as file:
+                    file.write("\n" * torn + line)
+            else:  # an object store cannot append
+                self._folder.require_lock()
+                with object_store.as_os_errors(path):
+                    before = path.read_text() if path.exists() else ""
+                    path.write_text(before + line)
+        except OSError as error:
+            self._say(f"warning: base_output_directory: cannot write {path}: {reason(error)}.")
+
+
+def read(folder: RunFolder) -> list[dict[str, Any]]:
+    """The lines of history.jsonl, oldest first; none where there is no file. Raises OSError."""
+    path = folder.history
+    with object_store.as_os_errors(path):
+        text = path.read_bytes().decode(errors="replace") if path.exists() else ""
+    events = []
+    for line in text.splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:  # half a line of a process that was killed
+            continue
+        if isinstance(event, dict) and event.get("event") in ("start", "end"):
+            events.append(event)
+    return events

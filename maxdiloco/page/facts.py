@@ -1,0 +1,161 @@
+"""The tables of the page: final losses, keys that differ, starts and checkpoints."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from maxdiloco.flags import base_yml
+from maxdiloco.page import timeline
+from maxdiloco.page.run import NOT_FINITE, Run
+
+UNKNOWN = "–"
+# Keys that say where a run is, not what it does.
+_PLACES = ("run_name", "base_output_directory")
+
+
+class Rows(NamedTuple):
+    """A table: texts. runs: for each row the number of the run it speaks of, or None."""
+
+    head: list[str]
+    rows: list[list[str]]
+    runs: list[int | None]
+
+
+def summary(runs: Sequence[Run]) -> Rows:
+    """One row for each run: how it ended, and its last losses."""
+    head = [
+        "run", "state", "step", "replicas", "mode", "loss", "loss of theta", "best of theta",
+        "tokens/s", "sent a step",
+    ]  # fmt: skip
+    rows = []
+    for run in runs:
+        rows.append([
+            run.name,
+            state(run),
+            f"{run.steps_N[-1]:,}",
+            str(run.num_replicas),
+            UNKNOWN if run.config is None else timeline.describe(run.config),
+            _last(run, "learning/loss"),
+            _last(run, "eval/loss"),
+            _best(run, "eval/loss"),
+            _median(run, "perf/tokens_per_second"),
+            timeline.amount(float(np.mean(sent))) if len(sent := _finite(run)) else UNKNOWN,
+        ])  # fmt: skip
+    return Rows(head, rows, list(range(len(runs))))
+
+
+def _finite(run: Run, name: str = "dcn/bytes_sent") -> np.ndarray:
+    values = run.column(name)
+    return values[np.isfinite(values)]
+
+
+def _last(run: Run, name: str) -> str:
+    """The last value; a metric may be rarer than rows."""
+    values = run.column(name)
+    at = np.flatnonzero(~np.isnan(values))
+    if not len(at):
+        return UNKNOWN
+    value, step = values[at[-1]], run.steps_N[at[-1]]
+    text = "not finite" if value == NOT_FINITE else f"{value:.4f}"
+    return text if step == run.steps_N[-1] else f"{text} (step {step:,})"
+
+
+def _best(run: Run, name: str) -> str:
+    values = run.column(name)
+    if not np.isfinite(values).any():
+        return UNKNOWN
+    at = int(np.argmin(np.where(np.isfinite(values), values, np.inf)))
+    return f"{values[at]:.4f} (step {run.steps_N[at]:,})"
+
+
+def _median(run: Run, name: str) -> str:
+    values = _finite(run, name)
+    return f"{np.median(values):,.0f}" if len(values) else UNKNOWN
+
+
+class Life(NamedTuple):
+    """The time between a start of the run and its end. how: it ended, in words.
+
+    start, end: lines of history.jsonl; end is None where a run was killed, and while it runs.
+    """
+
+    start: dict[str, Any]
+    end: dict[str, Any] | None
+    how: str
+
+
+def lives(run: Run) -> list[Life]:
+    """The starts of a run with their ends, oldest first."""
+    begun = [k for k, event in enumerate(run.history) if event["event"] == "start"]
+    out = []
+    for k, following in zip(begun, [*begun, None][1:], strict=True):
+        start, after = run.history[k], run.history[k + 1 : following]
+        end = after[0] if after else None
+        # A later start says how far this one came; of the last one the rows do.
+        reached = run.steps_N[-1] if following is None else run.history[following]["step"]
+        if end is None:
+            how = "running, or killed" if following is None else "killed"
+        else:
+            how = end["why"] or ("done" if reached >= start["until"] else "Ctrl-C")
+        out.append(Life(start, end, how))
+    return out
+
+
+def state(run: Run) -> str:
+    """How the run ended, as far as its folder says."""
+    found = lives(run)
+    return found[-1].how if found else "not recorded"
+
+
+def starts(runs: Sequence[Run]) -> Rows:
+    """One row for each start of each run: when, from where, on what, and how it ended."""
+    head = ["run", "started", "after step", "processes", "devices", "ended", "how"]
+    rows, numbers = [], []
+    for number, run in enumerate(runs):
+        for start, end, how in lives(run):
+            counts = [f"{start[name]:,}" for name in ("step", "processes", "devices")]
+            ended = UNKNOWN if end is None else date(end["time"])
+            rows.append([run.name, date(start["time"]), *counts, ended, how])
+            numbers.append(number)
+    return Rows(head, rows, numbers)
+
+
+def checkpoints(runs: Sequence[Run]) -> Rows:
+    """One row for each checkpoint that is kept."""
+    saved = [(number, run.name, one) for number, run in enumerate(runs) for one in run.checkpoints]
+    rows = [[name, f"{one.step:,}", date(one.time)] for _, name, one in saved]
+    return Rows(["run", "after step", "saved"], rows, [number for number, *_ in saved])
+
+
+def differences(runs: Sequence[Run], defaults: Mapping[str, Any]) -> Rows:
+    """The keys of one run that differ from base.yml, or those in which several runs differ."""
+    known = [run for run in runs if run.config is not None]
+    shown = [{name: _text(value) for name, value in run.config.items()} for run in known]
+    base = {name: _text(value) for name, value in defaults.items()}
+    names = [*base, *sorted({name for config in shown for name in config} - set(base))]
+    rows = []
+    for name in names:
+        values = [config.get(name, UNKNOWN) for config in shown]
+        against = base.get(name) if len(runs) == 1 else values[0] if values else None
+        if name not in _PLACES and any(value != against for value in values):
+            rows.append([name, *values, base.get(name, UNKNOWN)])
+    return Rows(["key", *(run.name for run in known), "base.yml"], rows, [None] * len(rows))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {_text(entry)}' for name, entry in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, float):
+        return f"{value:g}" if float(f"{value:g}") == value else str(value)
+    return base_yml.show(value) or '""'
+
+
+def date(seconds: float) -> str:
+    """Seconds since 1970 -> '2026-11-22 06:01 UTC'."""
+    if not np.isfinite(seconds):
+        return UNKNOWN
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))

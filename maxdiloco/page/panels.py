@@ -1,0 +1,159 @@
+"""Which series stand in which panel of the page, and their points."""
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from maxdiloco.page import thin
+from maxdiloco.page.run import NOT_FINITE, Run
+from maxdiloco.page.thin import Table
+
+# Points of all series together: 2.1 MB of a page. Our choice, for pages below 5 MB.
+POINTS = 400_000
+# Of one series: about two for each pixel of a wide screen in a view of a tenth of the run; and
+# what a narrow panel still shows. Our choice.
+MOST, LEAST = 20_000, 400
+REPLICA = re.compile(r"learning/loss_replica_(\d+)")
+EVAL_SET = re.compile(r"eval/(.+)/loss")
+
+
+class Series(NamedTuple):
+    """A line of a panel: a column of one of the page's tables.
+
+    run: its number. role: mean, theta, replica or line; how it is drawn.
+    """
+
+    label: str
+    role: str
+    run: int
+    table: int
+    column: str
+
+
+class Panel(NamedTuple):
+    """A chart over inner steps. unit: of the values. main: False in the folded part."""
+
+    title: str
+    unit: str
+    note: str
+    main: bool
+    series: list[Series]
+
+
+# (title, unit, what a reader may ask, {metric: label}); a panel has what the runs have of it.
+_PANELS = (
+    ("Loss", "nats a token", "", {"learning/loss": "mean of the replicas", "eval/loss": "theta"}),
+    ("Loss of theta by text", "nats a token", "eval_sets", {}),
+    ("Learning rate", "", "of the inner optimizer", {"learning/lr": "learning rate"}),
+    (
+        "Gradient norm",
+        "",
+        "mean of the replicas, before clipping",
+        {"learning/grad_norm": "gradient norm"},
+    ),
+    (
+        "Outer gradient norm",
+        "",
+        "of the mean, of the fragment synchronised last",
+        {"diloco/outer_grad_norm": "outer gradient norm"},
+    ),
+    (
+        "Cosine of outer gradients",
+        "",
+        "mean over pairs of replicas",
+        {"diloco/outer_grad_cosine": "cosine"},
+    ),
+    ("Drift", "", "mean |replica - theta| of a fragment when sent", {"diloco/drift": "drift"}),
+    ("Step time", "s", "evaluations and saves left out", {"perf/step_time": "step time"}),
+    ("Tokens a second", "tokens/s", "all replicas", {"perf/tokens_per_second": "tokens/s"}),
+    (
+        "Bytes sent a step",
+        "B",
+        "by a replica to all other slices, mean since the row before",
+        {"dcn/bytes_sent": "bytes sent"},
+    ),
+    (
+        "Waited for exchanges",
+        "s",
+        "by process 0 since the row before",
+        {"dcn/waited_s": "waited"},
+    ),
+    (
+        "Device memory",
+        "B",
+        "",
+        {"device/memory_in_use_bytes": "in use", "device/memory_peak_bytes": "peak"},
+    ),
+)
+
+
+def tables_of(runs: Sequence[Run]) -> list[tuple[int, Table]]:
+    """(number of the run, table) of all runs, thinned to about POINTS values together."""
+    count = sum(len(run.columns) for run in runs)
+    limit = max(LEAST, min(MOST, POINTS // max(count, 1)))
+    return [
+        (number, table)
+        for number, run in enumerate(runs)
+        for table in thin.tables(run.steps_N, run.columns, limit=limit)
+    ]
+
+
+def panels(runs: Sequence[Run], tables: Sequence[tuple[int, Table]]) -> list[Panel]:
+    """The panels of the page in their order; every column of every run is in one of them."""
+    left = {
+        (run, name): index for index, (run, table) in enumerate(tables) for name in table.columns
+    }
+
+    def taken(name: str, label: str, role: str) -> list[Series]:
+        found = [(run, left.pop((run, name))) for run in range(len(runs)) if (run, name) in left]
+        return [Series(label, role, run, table, name) for run, table in found]
+
+    out = []
+    for title, unit, note, metrics in _PANELS:
+        series = []
+        if title == "Loss":
+            for name in _sorted_names(left, REPLICA):
+                series += taken(name, f"replica {REPLICA.fullmatch(name)[1]}", "replica")
+        if title == "Loss of theta by text":
+            for name in _sorted_names(left, EVAL_SET):
+                series += taken(name, EVAL_SET.fullmatch(name)[1], "theta")
+        for name, label in metrics.items():
+            role = {"learning/loss": "mean", "eval/loss": "theta"}.get(name, "line")
+            series += taken(name, label, role)
+        if title == "Learning rate":
+            note = _outer_rates(runs) or note
+        if series:
+            out.append(Panel(title, unit, note, True, series))
+    others = sorted({name for _, name in left})
+    return out + [Panel(name, "", "", False, taken(name, name, "line")) for name in others]
+
+
+def _sorted_names(left: dict[tuple[int, str], int], pattern: re.Pattern) -> list[str]:
+    names = {name for _, name in left if pattern.fullmatch(name)}
+    return sorted(names, key=lambda name: (len(name), name))
+
+
+def _outer_rates(runs: Sequence[Run]) -> str:
+    """The outer learning rates, which are constant."""
+    rates = {
+        f"{run.config['diloco_outer_lr']:g}"
+        for run in runs
+        if run.config is not None and run.config["enable_diloco"]
+    }
+    if not rates:
+        return ""
+    return f"of the inner optimizer; the outer one's is constant: {', '.join(sorted(rates))}"
+
+
+def not_finite(run: Run) -> list[str]:
+    """Lines on metrics that were NaN or infinite: how often, and first after which step."""
+    lines = []
+    for name, values_N in run.columns.items():
+        if len(at := np.flatnonzero(values_N == NOT_FINITE)):
+            rows = "1 row" if len(at) == 1 else f"{len(at):,} rows"
+            lines.append(
+                f"{name} is not finite in {rows}, first after step {run.steps_N[at[0]]:,}."
+            )
+    return lines

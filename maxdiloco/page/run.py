@@ -1,0 +1,179 @@
+"""A run's folder as plain values: rows, configuration, starts and checkpoints.
+
+    # N rows of metrics.jsonl
+"""
+
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from etils import epath
+
+from maxdiloco.checkpoint import find, read, seal
+from maxdiloco.errors import CheckpointError, ConfigError, DataError
+from maxdiloco.flags import base_yml
+from maxdiloco.metrics import history
+from maxdiloco.storage.run_folder import RunFolder, is_local
+
+CONFIG = "config.yml"  # in a run's folder: its whole configuration
+NAN = float("nan")
+NOT_FINITE = float("inf")  # in a column: the run wrote null
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint that is kept. time: when it was sealed, seconds since 1970."""
+
+    step: int
+    time: float
+
+
+class Run(NamedTuple):
+    """What the page shows of a run.
+
+    steps_N: strictly increasing. columns: {metric: float64 [N]}, NaN in rows without it and
+    NOT_FINITE where it was NaN or infinite. config: the value of every key, or None where the run
+    does not say. notes: lines for the reader on what is missing.
+    """
+
+    name: str
+    folder: epath.Path
+    steps_N: np.ndarray
+    columns: dict[str, np.ndarray]
+    config: dict[str, Any] | None
+    history: list[dict[str, Any]]
+    checkpoints: list[Checkpoint]
+    notes: list[str]
+
+    def column(self, name: str) -> np.ndarray:
+        """A metric [N]; NaN in every row where the run has none."""
+        return self.columns.get(name, np.full(len(self.steps_N), NAN))
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas whose losses the rows have; 1 where a row has one loss."""
+        return max(1, sum(name.startswith("learning/loss_replica_") for name in self.columns))
+
+
+def load(
+    given: Sequence[str], *, base_output_directory: str, defaults: Mapping[str, Any]
+) -> list[Run]:
+    """The runs that a user names as for maxdiloco.generate, each once.
+
+    defaults: of every key, for keys that are younger than a run.
+    Raises CheckpointError for a name without a folder, DataError for a folder without rows,
+    ConfigError for a run that is given twice.
+    """
+    folders: list[epath.Path] = []
+    for name in given:
+        folder = find.locate(name, base_output_directory=base_output_directory, key="RUN")
+        if (folder / seal.FILE).exists() and folder.parent.name == "checkpoints":
+            folder = folder.parent.parent
+        if folder in folders:
+            raise ConfigError(f"RUN={name} is the run {folder}, which is given twice. Give it once.")
+        folders.append(folder)
+    names = _names(folders)
+    return [
+        _load(folder, name, f"RUN={text}", defaults)
+        for folder, name, text in zip(folders, names, given, strict=True)
+    ]
+
+
+def _names(folders: Sequence[epath.Path]) -> list[str]:
+    """A name for each folder: the last parts of its path that tell it from the others."""
+    depth = 1
+    while True:
+        names = ["/".join(folder.parts[-depth:]) for folder in folders]
+        if len(set(names)) == len(names):
+            return names
+        depth += 1
+
+
+def _load(path: epath.Path, name: str, given: str, defaults: Mapping[str, Any]) -> Run:
+    folder = RunFolder(path)
+    with read.reading(path, given):
+        if not folder.metrics.exists():
+            raise DataError(
+                f"{given}: {path} holds no {folder.metrics.name}. Give the folder of a run that "
+                f"has logged a step."
+            )
+        steps, columns, notes = parse(folder.metrics.read_bytes())
+        if not len(steps):
+            raise DataError(
+                f"{given}: {folder.metrics} holds no row yet. Wait until the run has logged a step "
+                f"(log_period), and start again."
+            )
+        config, more = _config(folder)
+        starts = history.read(folder)
+        saved = [_checkpoint(folder, step) for step in read.steps(folder.checkpoints)]
+    if config is not None:
+        config = dict(defaults) | config
+    return Run(name, path, steps, columns, config, starts, saved, notes + more)
+
+
+def parse(text: bytes) -> tuple[np.ndarray, dict[str, np.ndarray], list[str]]:
+    """The rows of metrics.jsonl: steps [N], columns and notes, as in Run."""
+    steps = array("q")
+    columns: dict[str, array] = {}
+    broken = repeated = 0
+    lines = text.split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        row = _row(line)
+        if row is None:
+            # A process that is killed, or one that is writing now, leaves half a line.
+            broken += number < len(lines)
+            continue
+        step = row.pop("step")
+        if steps and step <= steps[-1]:
+            repeated += 1
+            continue
+        for name, value in row.items():
+            column = columns.setdefault(name, array("d"))
+            column.extend([NAN] * (len(steps) - len(column)))
+            column.append(value)
+        steps.append(step)
+    for column in columns.values():
+        column.extend([NAN] * (len(steps) - len(column)))
+    notes = [f"{broken} broken lines of metrics.jsonl are left out."] * (broken > 0)
+    notes += [f"{repeated} rows of metrics.jsonl repeat a step and are left out."] * (repeated > 0)
+    return np.array(steps, np.int64), {n: np.array(c) for n, c in columns.items()}, notes
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """{"step": int, metric: float}; None for a line that is no row."""
+    try:
+        content = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(content, dict) or type(content.get("step")) is not int:
+        return None
+    row = {"step": content.pop("step")}
+    for name, value in content.items():
+        if value is None:
+            row[name] = NOT_FINITE
+        elif isinstance(value, int | float):
+            row[name] = float(value) if abs(value) < NOT_FINITE else NOT_FINITE
+    return row
+
+
+def _config(folder: RunFolder) -> tuple[dict[str, Any] | None, list[str]]:
+    """The run's configuration, or None and a note why there is none."""
+    path = folder.path / CONFIG
+    if is_local(path) and path.exists():
+        given = base_yml.read_yml(path)
+        return {name: base_yml.as_lists(base_yml.infer(raw)) for name, raw, _ in given}, []
+    try:
+        return find.newest_meta(folder.path, key="RUN")["config"], []
+    except CheckpointError:
+        return None, [
+            "The configuration is unknown: the folder has neither a config.yml nor a checkpoint. "
+            "So there is no timeline, and keys cannot be compared."
+        ]
+
+
+def _checkpoint(folder: RunFolder, step: int) -> Checkpoint:
+    path = folder.checkpoints / str(step) / seal.FILE
+    return Checkpoint(step, float(path.stat().mtime) if path.exists() else NAN)

@@ -1,0 +1,131 @@
+"""One or two periods of a run's schedule: sends, chunks, applies, and bytes of each inner step.
+
+Letters as in diloco/schedule.py: H inner steps in a period, P fragments, tau, t the inner step.
+"""
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from maxdiloco.diloco.schedule import INNER_EXCHANGE, SYNCHRONISE, Schedule, offsets
+from maxdiloco.page.run import Run
+
+TWO_PERIODS = 60  # longest H of which two periods are drawn [inner steps]; our choice
+MOST_STEPS = 5000  # longest period that is drawn [inner steps]; our choice
+
+
+class Exchange(NamedTuple):
+    """A fragment on its way. send, apply: inner steps after which it leaves and is used.
+
+    chunks: the inner steps that carry a part of it.
+    """
+
+    fragment: int
+    send: int
+    apply: int
+    chunks: list[int]
+
+
+class Timeline(NamedTuple):
+    """What the page draws of a schedule. steps: the first and last inner step.
+
+    bytes: of each of them, sent by a replica (without DiLoCo by a slice). told: whether they are
+    those of the run, not the run's mean in equal parts. caption: in words.
+    """
+
+    fragments: int
+    steps: tuple[int, int]
+    exchanges: list[Exchange]
+    bytes: list[float]
+    told: bool
+    caption: str
+
+
+def of_run(run: Run) -> Timeline | str:
+    """The timeline of a run, or a line that says why there is none."""
+    if run.config is None:
+        return "no configuration, no timeline"
+    mean = run.column("dcn/bytes_sent")
+    finite = mean[np.isfinite(mean)]
+    mean_bytes = float(finite[-1]) if len(finite) else 0.0
+    if not run.config["enable_diloco"]:
+        return f"data parallelism: every step sends {amount(mean_bytes)} a slice"
+    schedule = schedule_of(run.config)
+    if schedule.H > MOST_STEPS:
+        return f"a period of H = {schedule.H:,} steps is longer than the {MOST_STEPS:,} drawn here"
+    return _drawn(schedule, _told(run, schedule.H), mean_bytes)
+
+
+def schedule_of(config: dict[str, Any]) -> Schedule:
+    """The schedule of a DiLoCo run."""
+    H = config["diloco_sync_period"]
+    P = config["num_diloco_fragments"] if config["enable_streaming_diloco"] else 1
+    tau = config["num_communication_overlapping_steps"]
+    return Schedule(H, tau, offsets(P, H), config["diloco_outer_overlap"])
+
+
+def describe(config: dict[str, Any]) -> str:
+    """The mode of a run in a few words."""
+    if not config["enable_diloco"]:
+        return "data parallelism"
+    schedule = schedule_of(config)
+    name = "streaming, " if config["enable_streaming_diloco"] else ""
+    overlap = f"tau {schedule.tau}" if schedule.overlap == "none" else schedule.overlap
+    return (
+        f"DiLoCo, {name}H {schedule.H}, P {schedule.P}, {overlap}, "
+        f"{config['diloco_exchange_dtype']}"
+    )
+
+
+def amount(number: float) -> str:
+    """1234567.0 -> '1.23 MB'."""
+    if not number:
+        return "0 B"
+    power = min(max(int(math.log10(abs(number)) // 3), 0), 5)
+    return f"{number / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB', 'PB')[power]}"
+
+
+def _told(run: Run, H: int) -> list[float]:
+    """Bytes of each step of a period as the last start wrote them; [] where none did."""
+    for event in reversed(run.history):
+        told = event.get("bytes_sent", [])
+        if len(told) == H:
+            return told
+    return []
+
+
+def _drawn(schedule: Schedule, told: list[float], mean: float) -> Timeline:
+    H = schedule.H
+    # From the third period on all exchanges are under way, also those of delayed and eager.
+    first = 2 * H + 1
+    steps = range(first, first + (2 * H if H <= TWO_PERIODS else H))
+    sent = [told[(t - 1) % H] for t in steps] if told else _estimated(schedule, mean, steps)
+    exchanges = []
+    for t in range(first - schedule.lag, steps[-1] + 1):
+        for send in schedule.sends(t):
+            carried = range(t + 1, t + 1 + schedule.max_chunks)
+            # None through host memory: there all of a fragment leaves in the step of its send.
+            full = itertools.takewhile(lambda c: sent[(c - first) % len(sent)], carried)
+            chunks = [c for c in full if c in steps]
+            exchanges.append(Exchange(send.fragment, t, t + schedule.lag, chunks))
+    return Timeline(schedule.P, (first, steps[-1]), exchanges, sent, bool(told), _caption(schedule))
+
+
+def _estimated(schedule: Schedule, mean: float, steps: range) -> list[float]:
+    """The mean bytes of a step in equal parts on the steps that send, as compiled programs do."""
+    sends = [
+        any(action.program in (INNER_EXCHANGE, SYNCHRONISE) for action in schedule.actions(t))
+        for t in steps
+    ]
+    return [mean * len(sends) / sum(sends) if each else 0.0 for each in sends]
+
+
+def _caption(schedule: Schedule) -> str:
+    how = f"an exchange has {schedule.tau} inner steps"
+    if schedule.overlap != "none":
+        how = f"an exchange has a whole period ({schedule.overlap})"
+    elif not schedule.tau:
+        how = "training waits for each exchange (tau 0)"
+    return f"H = {schedule.H} inner steps, P = {schedule.P} fragments; {how}"

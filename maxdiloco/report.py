@@ -1,0 +1,79 @@
+"""Draw runs as one HTML page: `python -m maxdiloco.report RUN [RUN ...] [out=FILE]`.
+
+The page is one file that needs no network. Several runs are drawn over each other.
+"""
+
+from collections.abc import Sequence
+
+from maxdiloco.command_line import HELP, end_with, guarded
+from maxdiloco.errors import ConfigError
+from maxdiloco.processes.output import say
+
+USAGE = """usage: python -m maxdiloco.report RUN [RUN ...] [key=value ...]
+
+RUN: name of a run, its folder, or the folder of one of its checkpoints; also on gs://
+  out=  file to write; empty: report.html in the first run's folder (for gs://: in this folder)
+  base_output_directory=runs  where the runs are, when RUN is a name
+
+The page shows losses of the replicas and of theta, learning rates, norms, cosine, drift, speed,
+one or two periods of the schedule, keys that differ, starts and checkpoints. It is one file and
+needs no network."""
+OPTIONS = {"out": "", "base_output_directory": "runs"}
+
+
+@guarded
+def main(argv: Sequence[str]) -> int:
+    """Run the program; returns its exit code."""
+    if not argv or argv[0] in HELP:
+        say(USAGE)
+        return 0
+    names, options = _split(argv)
+    from maxdiloco.flags import base_yml, checks
+
+    for name in names:
+        checks.refuse_store("RUN", name)
+    from maxdiloco.page import html
+    from maxdiloco.page import run as run_lib
+    from maxdiloco.storage.run_folder import is_local
+    from maxdiloco.trainer import compiled_file
+
+    defaults = {name: base_yml.as_lists(key.default) for name, key in base_yml.declared().items()}
+    base = options["base_output_directory"]
+    runs = run_lib.load(names, base_output_directory=base, defaults=defaults)
+    folder = runs[0].folder
+    out = options["out"] or (str(folder / "report.html") if is_local(folder) else "report.html")
+    compiled_file.check_place("out", out)
+    content = html.page(runs, defaults).encode()
+    compiled_file.write_whole("out", out, content)
+    say(f"{out}: {len(content) / 1e6:.2f} MB, {sum(len(run.steps_N) for run in runs):,} rows")
+    return 0
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The runs, and the options. Raises ConfigError."""
+    names, options = [], {}
+    for argument in argv:
+        name, equals, raw = argument.partition("=")
+        if not equals:
+            names.append(argument)
+        elif name not in OPTIONS:
+            raise ConfigError(
+                f"{argument} is not an option of report. Use key=value with one of "
+                f"{', '.join(OPTIONS)}."
+            )
+        elif name in options:
+            raise ConfigError(f"{argument}: {name} is given twice. Give it once.")
+        else:
+            options[name] = raw
+    if not names:
+        raise ConfigError("RUN is missing: give the name or the folder of one run or more.")
+    return names, OPTIONS | options
+
+
+def cli() -> None:
+    """The console entry `maxdiloco-report`."""
+    end_with(main)
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,72 @@
+"""Run folders without a training: metrics.jsonl, config.yml, history.jsonl and checkpoints."""
+
+import json
+import math
+import random
+
+CONFIG = {
+    "run_name": "a",
+    "diloco_sync_period": 20,
+    "enable_streaming_diloco": "true",
+    "num_diloco_fragments": 4,
+    "num_communication_overlapping_steps": 3,
+    "steps": 100,
+}
+
+
+def row(t, replicas, noise, *, evaluate=False):
+    """The metrics of step t of a DiLoCo run; no training, only shapes that look like one."""
+    mean = 2 + 6 * math.exp(-t / 300)
+    losses = [mean + 0.1 * noise.gauss(0, 1) + 0.02 * m for m in range(replicas)]
+    found = {"step": t, "learning/loss": sum(losses) / replicas}
+    if replicas > 1:
+        found |= {f"learning/loss_replica_{m}": loss for m, loss in enumerate(losses)}
+    found |= {
+        "learning/lr": 1e-3 * min(1, t / 50),
+        "learning/grad_norm": 0.5 + 0.1 * noise.random(),
+        "diloco/outer_grad_norm": 3 + noise.random(),
+        "diloco/outer_grad_cosine": 0.4 + 0.2 * noise.random(),
+        "diloco/drift": 1e-3 * (1 + noise.random()),
+        "perf/step_time": 0.8 + 0.05 * noise.random(),
+        "perf/tokens_per_second": 5e5 + 1e4 * noise.random(),
+        "perf/tflops_per_device": 80.0,
+        "dcn/bytes_sent": 1.5e6,
+        "learning/tokens": t * 4e5,
+    }
+    return found | ({"eval/loss": mean + 0.05, "eval/perplexity": 9.0} if evaluate else {})
+
+
+def write(folder, *, steps=100, replicas=2, every=1, evaluate=10, config=CONFIG, history=(), seed=0):
+    """A run of `steps` steps in a folder; config: None for a run that does not say."""
+    folder.mkdir(parents=True)
+    noise = random.Random(seed)
+    with open(folder / "metrics.jsonl", "w", encoding="utf-8") as file:
+        for t in range(every, steps + 1, every):
+            values = row(t, replicas, noise, evaluate=t % evaluate == 0)
+            file.write(json.dumps(values) + "\n")
+    if config is not None:
+        lines = [f"{name}: {value}\n" for name, value in config.items()]
+        (folder / "config.yml").write_text("".join(lines))
+    if history:
+        lines = [json.dumps(event) + "\n" for event in history]
+        (folder / "history.jsonl").write_text("".join(lines))
+    return folder
+
+
+def start(step, *, until=100, time=1.7e9, bytes_sent=()):
+    """A line of history.jsonl."""
+    facts = {"processes": 2, "devices": 8, "replicas": 2, "bytes_sent": list(bytes_sent)}
+    return {"event": "start", "time": time, "step": step, "until": until, **facts}
+
+
+def end(why="", *, time=1.7e9 + 60):
+    """A line of history.jsonl."""
+    return {"event": "end", "time": time, "why": why}
+
+
+def checkpoint(folder, step):
+    """A folder that looks like a complete checkpoint from its names."""
+    path = folder / "checkpoints" / str(step)
+    path.mkdir(parents=True)
+    (path / "seal.json").write_text("{}")
+    return path
