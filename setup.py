@@ -12,7 +12,10 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["maxdiloco", "maxdiloco.*"]), CONFIGS],
     package_dir={CONFIGS: "configs"},
-    package_data={CONFIGS: ["*.yml", "models/*.yml"]},
+    package_data={
+        CONFIGS: ["*.yml", "models/*.yml"],
+        "maxdiloco.page": ["page.*", "timeline.js", "uplot/*"],
+    },
     install_requires=[
         "jax>=0.10.2,<0.12",
         "flax>=0.12.8,<0.14",
@@ -43,6 +46,7 @@ setup(
             "maxdiloco-prepare = maxdiloco.prepare:cli",
             "maxdiloco-tokenizer = maxdiloco.tokenizer:cli",
             "maxdiloco-evaluate = maxdiloco.evaluate:cli",
+            "maxdiloco-report = maxdiloco.report:cli",
         ]
     },
 )

@@ -21,10 +21,10 @@ FLOORS = (
     "engine",
     "checkpoint",
     "metrics",
-    "trainer aot",
+    "trainer aot page",
 )
 PROGRAMS = set(
-    "maxdiloco train train_compile generate evaluate prepare tokenizer command_line".split()
+    "maxdiloco train train_compile generate evaluate prepare tokenizer report command_line".split()
 )
 
 # Importer, and what it must not import although the floors would allow it.

@@ -10,8 +10,12 @@ from house import calls, last_name
 from test_house import every, files, read
 
 TRAINERS = {"DiLoCo", "DataParallel"}
-# The checks of the flags, and what chooses the trainer.
-CHOOSERS = {"maxdiloco/flags/checks.py", "maxdiloco/trainer/assemble.py"}
+# The checks of the flags, what chooses the trainer, and what draws the schedule of a stored run.
+CHOOSERS = {
+    "maxdiloco/flags/checks.py",
+    "maxdiloco/trainer/assemble.py",
+    "maxdiloco/page/timeline.py",
+}
 
 
 def class_questions(source):

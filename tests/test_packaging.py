@@ -20,6 +20,7 @@ from maxdiloco import errors
 from maxdiloco.flags import config
 
 ROOT = pathlib.Path(__file__).parent.parent
+SHOWN = (".html", ".css", ".js")  # files of the report's page
 
 
 def run(command, **kwargs):
@@ -69,6 +70,10 @@ def test_the_wheel_holds_every_module_and_every_config(wheel):
     expected = {path.relative_to(ROOT).as_posix() for path in (ROOT / "maxdiloco").rglob("*.py")}
     configs = {path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.yml")}
     expected |= {f"maxdiloco/{name}" for name in configs}
+    page = {path for path in (ROOT / "maxdiloco/page").rglob("*.*") if path.suffix in SHOWN}
+    assert len(page) == 6
+    page |= {ROOT / "maxdiloco/page/uplot/LICENSE"}
+    expected |= {path.relative_to(ROOT).as_posix() for path in page}
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
         assert archive.read("maxdiloco/configs/base.yml") == (
@@ -97,7 +102,7 @@ def test_each_console_command_names_a_function_without_arguments(wheel):
         (name,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
         text = archive.read(name).decode()
     commands = dict(re.findall(r"^(maxdiloco-\w+) = maxdiloco\.(\w+):cli$", text, re.M))
-    programs = ("train", "generate", "evaluate", "prepare", "tokenizer")
+    programs = ("train", "generate", "evaluate", "prepare", "tokenizer", "report")
     assert commands == {f"maxdiloco-{program}": program for program in programs}
     for module in commands.values():
         tree = ast.parse((ROOT / f"maxdiloco/{module}.py").read_text(encoding="utf-8"))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+from maxdiloco.errors import CheckpointError
 from maxdiloco.processes import output
 from maxdiloco.storage import object_store
 from maxdiloco.storage.run_folder import RunFolder, is_local, reason
@@ -54,7 +55,7 @@ class History(AbstractContextManager):
                 with object_store.as_os_errors(path):
                     before = path.read_text() if path.exists() else ""
                     path.write_text(before + line)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:  # the latter: another process has the lock
             self._say(f"warning: base_output_directory: cannot write {path}: {reason(error)}.")
 
 

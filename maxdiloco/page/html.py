@@ -107,7 +107,8 @@ def _timelines(runs: Sequence[Run], drawn: Sequence[timeline.Timeline | str]) ->
         caption = each if isinstance(each, str) else each.caption
         if not isinstance(each, str) and not each.told:
             caption += "; bytes are the mean of the run in equal parts"
-        chart = "" if isinstance(each, str) else f'<div class="lanes" data-timeline="{number}"></div>'
+        drawn_here = f'<div class="lanes" data-timeline="{number}"></div>'
+        chart = "" if isinstance(each, str) else drawn_here
         name = f"{_swatch(number)}{escape(run.name)}: " if len(runs) > 1 else ""
         parts.append(f'<div class="panel timeline"><p>{name}{escape(caption)}</p>{chart}</div>')
     return "".join(parts)

@@ -29,7 +29,7 @@ function short(value, unit) {
     const power = Math.min(Math.max(Math.floor(Math.log10(size) / 3), 0), 4);
     return `${+(value / 1000 ** power).toPrecision(4)} ${suffix[power]}`.trim();
   }
-  return size < 1e-3 ? value.toExponential(2) : String(+value.toPrecision(5));
+  return size < 1e-2 ? value.toExponential(2).replace(/\.?0+e/, "e") : String(+value.toPrecision(5));
 }
 const whole = (n) => Math.round(n).toLocaleString("en-US");
 
@@ -88,11 +88,11 @@ function looks(each, many) {
   const { role, run, index } = each;
   const points = { show: (u, s) => u.data[s].length < 2, size: 4 };
   if (role === "replica") {
-    const own = SINGLE && !many ? colour(2 + index) : SINGLE ? css("--weak") : colour(run);
-    return { stroke: own, width: 1, alpha: many ? 0.4 : 0.8, points: { show: false } };
+    const own = SINGLE && !many ? colour(2 + index) : SINGLE ? css("--many") : colour(run);
+    return { stroke: own, width: 1, alpha: SINGLE ? 0.8 : 0.4, points: { show: false } };
   }
   const tone = SINGLE ? colour(ROLES[role] ?? index) : colour(run);
-  const dash = SINGLE ? [] : DASHES[Math.min(index, 3)];
+  const dash = SINGLE ? [] : DASHES[Math.min(index + (role === "theta"), 3)];
   if (role === "theta") {
     const shown = SINGLE ? colour(1 + index) : tone;
     return { stroke: shown, width: 2, dash, points: { show: true, size: 5, fill: shown } };
@@ -160,7 +160,7 @@ class Chart {
         y: { distr: this.log ? 3 : 1 } },
       axes: [
         { ...line, values: (u, xs) => xs.map((x) => tick(x)), space: 70, size: 30 },
-        { ...line, size: 62, values: (u, ys) => ys.map((y) => (y === null ? "" :
+        { ...line, size: 64, values: (u, ys) => ys.map((y) => (y === null ? "" :
           short(y, this.panel.unit))) },
       ],
       series: [{}, ...order.map((each) => ({ label: each.label, ...looks(each, many) }))],
@@ -172,6 +172,7 @@ class Chart {
         setSeries: [() => this.read()],
         setScale: [(u, key) => key === "x" && zoomAll(this, u.scales.x)] },
     }, scaled, host);
+    this.ends = data.map((ys) => ys.findLastIndex((y) => y !== undefined));
     touch(this.plot);
     if (zoom && !resetting) this.plot.setScale("x", { min: zoom[0], max: zoom[1] });
     this.read();
@@ -186,6 +187,7 @@ class Chart {
     const at = (k) => {
       const ys = this.plot.data[k];
       if (idx === null || idx === undefined) return last(ys);
+      if (idx > this.ends[k]) return undefined; // beyond the end of a shorter run
       for (let i = idx; i >= 0; i--) if (ys[i] !== undefined) return ys[i];
       return undefined;
     };
@@ -223,8 +225,7 @@ class Chart {
 }
 
 function last(ys) {
-  for (let i = ys.length - 1; i >= 0; i--) if (ys[i] !== undefined) return ys[i];
-  return undefined;
+  return ys.findLast((y) => y !== undefined);
 }
 
 function item(series, name, value) {
@@ -242,7 +243,7 @@ function rangeOf(low, high) {
   return low === high ? [low - 1, high + 1] : [low, high];
 }
 function tick(x) {
-  return Math.abs(x) >= 1e5 ? short(x, "") : String(+x.toPrecision(6));
+  return Math.abs(x) >= 1e6 ? short(x, "") : (+x.toPrecision(6)).toLocaleString("en-US");
 }
 
 // Restarts as dashed lines, kept checkpoints as triangles on the axis.
@@ -330,9 +331,12 @@ function begin() {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawAll(); paint(); });
   drawAll();
   paint();
-  const root = document.documentElement.dataset;
-  root.charts = document.querySelectorAll(".uplot").length;
-  root.ready = Math.round(performance.now());
+  // After the microtasks in which uPlot draws.
+  queueMicrotask(() => {
+    const root = document.documentElement.dataset;
+    root.charts = document.querySelectorAll(".uplot").length;
+    root.ready = Math.round(performance.now());
+  });
 }
 
 function paint() {

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxdiloco.page import thin
+from maxdiloco.page import thin, timeline
 from maxdiloco.page.run import NOT_FINITE, Run
 from maxdiloco.page.thin import Table
 
@@ -140,7 +140,7 @@ def _outer_rates(runs: Sequence[Run]) -> str:
     rates = {
         f"{run.config['diloco_outer_lr']:g}"
         for run in runs
-        if run.config is not None and run.config["enable_diloco"]
+        if run.config is not None and timeline.schedule_of(run.config) is not None
     }
     if not rates:
         return ""

@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,8 +19,8 @@ from maxdiloco.metrics import history
 from maxdiloco.storage.run_folder import RunFolder, is_local
 
 CONFIG = "config.yml"  # in a run's folder: its whole configuration
-NAN = float("nan")
-NOT_FINITE = float("inf")  # in a column: the run wrote null
+NAN = math.nan
+NOT_FINITE = math.inf  # in a column: the run wrote null
 
 
 class Checkpoint(NamedTuple):
@@ -71,7 +72,7 @@ def load(
         if (folder / seal.FILE).exists() and folder.parent.name == "checkpoints":
             folder = folder.parent.parent
         if folder in folders:
-            raise ConfigError(f"RUN={name} is the run {folder}, which is given twice. Give it once.")
+            raise ConfigError(f"RUN={name}: {folder} is given twice. Give each run once.")
         folders.append(folder)
     names = _names(folders)
     return [

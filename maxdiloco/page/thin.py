@@ -65,7 +65,7 @@ def _two_of_each(values_N: np.ndarray, K: int) -> np.ndarray:
     finite_BK = np.isfinite(values_BK)
     low_B = np.where(finite_BK, values_BK, np.inf).argmin(1)
     high_B = np.where(finite_BK, values_BK, -np.inf).argmax(1)
-    rows_B = np.arange(len(values_BK))
-    pair = values_BK[rows_B, np.minimum(low_B, high_B)], values_BK[rows_B, np.maximum(low_B, high_B)]
-    both = np.where(finite_BK.any(1), np.stack(pair), NOT_FINITE)
-    return both.T.ravel().astype(np.float32)
+    at_B2 = np.sort(np.stack([low_B, high_B], axis=1), axis=1)
+    both_B2 = np.take_along_axis(values_BK, at_B2, axis=1)
+    both_B2[~finite_BK.any(1)] = NOT_FINITE
+    return both_B2.ravel().astype(np.float32)

@@ -50,16 +50,18 @@ def of_run(run: Run) -> Timeline | str:
     mean = run.column("dcn/bytes_sent")
     finite = mean[np.isfinite(mean)]
     mean_bytes = float(finite[-1]) if len(finite) else 0.0
-    if not run.config["enable_diloco"]:
-        return f"data parallelism: every step sends {amount(mean_bytes)} a slice"
     schedule = schedule_of(run.config)
+    if schedule is None:
+        return f"data parallelism: every step sends {amount(mean_bytes)} a slice"
     if schedule.H > MOST_STEPS:
         return f"a period of H = {schedule.H:,} steps is longer than the {MOST_STEPS:,} drawn here"
     return _drawn(schedule, _told(run, schedule.H), mean_bytes)
 
 
-def schedule_of(config: dict[str, Any]) -> Schedule:
-    """The schedule of a DiLoCo run."""
+def schedule_of(config: dict[str, Any]) -> Schedule | None:
+    """The schedule of a DiLoCo run; None for data parallelism."""
+    if not config["enable_diloco"]:
+        return None
     H = config["diloco_sync_period"]
     P = config["num_diloco_fragments"] if config["enable_streaming_diloco"] else 1
     tau = config["num_communication_overlapping_steps"]
@@ -68,9 +70,9 @@ def schedule_of(config: dict[str, Any]) -> Schedule:
 
 def describe(config: dict[str, Any]) -> str:
     """The mode of a run in a few words."""
-    if not config["enable_diloco"]:
-        return "data parallelism"
     schedule = schedule_of(config)
+    if schedule is None:
+        return "data parallelism"
     name = "streaming, " if config["enable_streaming_diloco"] else ""
     overlap = f"tau {schedule.tau}" if schedule.overlap == "none" else schedule.overlap
     return (

@@ -102,7 +102,8 @@ def test_a_run_has_the_bits_of_one_on_a_disk_and_leaves_nothing_else(finished, s
     tools.assert_equal_runs(run_folder("a"), finished, steps=STEPS)
 
     names = store.names()
-    assert {name.split("/")[2] for name in names} == {"checkpoints", "metrics.jsonl", "tensorboard"}
+    files = {"metrics.jsonl", "history.jsonl"}
+    assert {name.split("/")[2] for name in names} == {"checkpoints", "tensorboard", *files}
     saved = {name.split("/")[3] for name in names if name.startswith("runs/a/checkpoints/")}
     assert saved == {str(STEPS)}
     (board,) = [name for name in names if name.startswith("runs/a/tensorboard/")]
@@ -250,7 +251,8 @@ def test_two_processes_wait_for_a_lock_to_go_stale_and_resume(store, tmp_path):
             process.kill()
     assert "resumed after step 2;" in both[0].text()
     names = store.names()
-    assert {name.split("/")[2] for name in names} == {"checkpoints", "metrics.jsonl"}
+    files = {"metrics.jsonl", "history.jsonl"}
+    assert {name.split("/")[2] for name in names} == {"checkpoints", *files}
     assert {name.split("/")[3] for name in names if "/checkpoints/" in name} == {"4", "6"}
     assert any("/checkpoints/6/params/ocdbt.process_1/" in name for name in names)
     rows = run_folder("a").joinpath("metrics.jsonl").read_text().splitlines()

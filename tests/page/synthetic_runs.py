@@ -36,7 +36,9 @@ def row(t, replicas, noise, *, evaluate=False):
     return found | ({"eval/loss": mean + 0.05, "eval/perplexity": 9.0} if evaluate else {})
 
 
-def write(folder, *, steps=100, replicas=2, every=1, evaluate=10, config=CONFIG, history=(), seed=0):
+def write(
+    folder, *, steps=100, replicas=2, every=1, evaluate=10, config=CONFIG, history=(), seed=0
+):
     """A run of `steps` steps in a folder; config: None for a run that does not say."""
     folder.mkdir(parents=True)
     noise = random.Random(seed)
