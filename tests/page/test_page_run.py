@@ -1,0 +1,120 @@
+"""What the report reads of a run's folder, and what it refuses."""
+
+import json
+
+import numpy as np
+import pytest
+import synthetic_runs
+
+from maxdiloco import report
+from maxdiloco.errors import CheckpointError, ConfigError, DataError
+from maxdiloco.page import run as run_lib
+
+DEFAULTS = {"diloco_sync_period": 100, "enable_diloco": True}
+
+
+def load(*runs, base="runs"):
+    found = [str(each) for each in runs]
+    return run_lib.load(found, base_output_directory=str(base), defaults=DEFAULTS)
+
+
+def lines(*rows):
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def test_null_is_not_finite_and_an_absent_metric_is_nothing():
+    text = lines({"step": 1, "a": 1.5, "b": 2}, {"step": 2, "a": None}, {"step": 5, "b": 3, "c": 4})
+    steps, columns, notes = run_lib.parse(text)
+    nan, bad = np.nan, np.inf
+    assert steps.tolist() == [1, 2, 5] and notes == []
+    np.testing.assert_array_equal(columns["a"], [1.5, bad, nan])
+    np.testing.assert_array_equal(columns["b"], [2, nan, 3])
+    np.testing.assert_array_equal(columns["c"], [nan, nan, 4])
+
+
+def test_half_a_line_at_the_end_is_left_out_without_a_word():
+    steps, _, notes = run_lib.parse(lines({"step": 1, "a": 1}) + b'{"step": 2, "a"')
+    assert (steps.tolist(), notes) == ([1], [])
+
+
+def test_broken_lines_before_the_end_and_repeated_steps_are_counted():
+    text = b'{"st\n[1]\n' + lines({"step": 3, "a": 1}, {"step": 3, "a": 2}, {"step": 4, "a": 3})
+    steps, columns, notes = run_lib.parse(text)
+    assert steps.tolist() == [3, 4] and columns["a"].tolist() == [1, 3]
+    assert notes == [
+        "2 broken lines of metrics.jsonl are left out.",
+        "1 rows of metrics.jsonl repeat a step and are left out.",
+    ]
+
+
+def test_a_run_is_found_by_name_folder_and_checkpoint(tmp_path):
+    folder = synthetic_runs.write(tmp_path / "a")
+    saved = synthetic_runs.checkpoint(folder, 50)
+    for given in ("a", folder, saved):
+        (run,) = load(given, base=tmp_path)
+        assert (run.name, str(run.folder)) == ("a", str(folder))
+        assert [one.step for one in run.checkpoints] == [50]
+
+
+def test_the_config_is_that_of_config_yml_and_younger_keys_have_their_defaults(tmp_path):
+    (run,) = load(synthetic_runs.write(tmp_path / "a"))
+    assert run.config["diloco_sync_period"] == 20
+    assert run.config["enable_streaming_diloco"] is True
+    assert run.config["enable_diloco"] is True  # not in the file
+
+
+def test_a_run_without_config_and_checkpoint_says_so(tmp_path):
+    (run,) = load(synthetic_runs.write(tmp_path / "a", config=None))
+    assert run.config is None
+    assert "neither a config.yml nor a checkpoint" in run.notes[0]
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    folders = [synthetic_runs.write(tmp_path / part / "a", steps=1) for part in ("x", "y")]
+    assert [run.name for run in load(*folders)] == ["x/a", "y/a"]
+
+
+def test_folders_that_are_no_run_are_refused_in_one_line(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"RUN=.*empty: .*holds no metrics\.jsonl\. Give the folder"):
+        load(tmp_path / "empty")
+    (tmp_path / "empty" / "metrics.jsonl").touch()
+    with pytest.raises(DataError, match=r"metrics\.jsonl holds no row yet\. Wait until"):
+        load(tmp_path / "empty")
+    with pytest.raises(CheckpointError, match=r"RUN=nowhere: there is no .*Give the name of a run"):
+        load("nowhere", base=tmp_path)
+    folder = synthetic_runs.write(tmp_path / "a", steps=1)
+    with pytest.raises(ConfigError, match=r"RUN=a: .*is given twice\. Give each run once"):
+        load(folder, "a", base=tmp_path)
+
+
+def test_the_program_writes_into_the_first_runs_folder_or_where_it_is_told(tmp_path, capsys):
+    folder = synthetic_runs.write(tmp_path / "a")
+    assert report.main(["a", f"base_output_directory={tmp_path}"]) == 0
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
+    assert report.main([str(folder), f"out={tmp_path}/b/page.html"]) == 0
+    assert (tmp_path / "b/page.html").exists()
+    assert capsys.readouterr().out.splitlines()[1].startswith(f"{tmp_path}/b/page.html: 0.")
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (["out=x.html"], 2, "RUN is missing: give the name"),
+        (["a", "width=3"], 2, "width=3 is not an option of report. Use key=value with one of out"),
+        (["a", "out=x", "out=y"], 2, "out=y: out is given twice. Give it once."),
+        (["s3://bucket/a"], 2, "is on s3://"),
+        (["a", "out=."], 2, "out=. is no file"),
+    ],
+)
+def test_the_program_refuses_in_one_line(tmp_path, monkeypatch, capsys, argv, code, message):
+    synthetic_runs.write(tmp_path / "runs" / "a", steps=1)
+    monkeypatch.chdir(tmp_path)
+    assert report.main(argv) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_without_arguments_the_program_says_how_it_is_called(capsys):
+    assert report.main([]) == 0
+    assert capsys.readouterr().out.startswith("usage: python -m maxdiloco.report RUN [RUN ...]")
