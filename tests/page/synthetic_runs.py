@@ -1,8 +1,16 @@
-"""Run folders without a training: metrics.jsonl, config.yml, history.jsonl and checkpoints."""
+"""Runs without a training: folders with their files, and what the report would read of them."""
 
 import json
 import math
 import random
+
+import numpy as np
+from etils import epath
+
+from maxdiloco.flags import base_yml
+from maxdiloco.page import run as run_lib
+
+ROWS = 100
 
 CONFIG = {
     "run_name": "a",
@@ -72,3 +80,25 @@ def checkpoint(folder, step):
     path.mkdir(parents=True)
     (path / "seal.json").write_text("{}")
     return path
+
+
+def defaults():
+    """{key: value} of base.yml."""
+    return {name: base_yml.as_lists(key.default) for name, key in base_yml.declared().items()}
+
+
+def run_of(defaults, *, name="a", columns=None, history=(), rows=ROWS, **keys):
+    steps = np.arange(1, rows + 1)
+    columns = {"learning/loss": 10.0 / steps} if columns is None else columns
+    folder = epath.Path("/runs") / name
+    return run_lib.Run(name, folder, steps, columns, defaults | keys, list(history), [], [])
+
+
+def long_run(defaults, replicas):
+    """100,000 rows as noisy as they come: nothing repeats, so nothing is short."""
+    noise = np.random.default_rng(0)
+    names = ["learning/loss", *(f"learning/loss_replica_{m}" for m in range(replicas))]
+    names += ["learning/lr", "learning/grad_norm", "diloco/drift", "perf/step_time"]
+    columns = {name: noise.standard_normal(100_000) for name in names}
+    columns["eval/loss"] = np.where(np.arange(100_000) % 1000 == 999, 1.0, np.nan)
+    return run_of(defaults, columns=columns, rows=100_000)

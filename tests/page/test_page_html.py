@@ -6,41 +6,20 @@ import re
 import numpy as np
 import pytest
 import synthetic_runs
-from etils import epath
+from synthetic_runs import ROWS, long_run, run_of
 
-from maxdiloco.flags import base_yml
 from maxdiloco.page import facts, html, panels
 from maxdiloco.page import run as run_lib
 
-ROWS = 100
-
-
 @pytest.fixture(scope="module")
 def defaults():
-    return {name: base_yml.as_lists(key.default) for name, key in base_yml.declared().items()}
-
-
-def run_of(defaults, *, name="a", columns=None, history=(), rows=ROWS, **keys):
-    steps = np.arange(1, rows + 1)
-    columns = {"learning/loss": 10.0 / steps} if columns is None else columns
-    folder = epath.Path("/runs") / name
-    return run_lib.Run(name, folder, steps, columns, defaults | keys, list(history), [], [])
+    return synthetic_runs.defaults()
 
 
 def data_of(page):
     """The numbers of a page, as its script reads them."""
     (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page)
     return json.loads(text)
-
-
-def long_run(defaults, replicas):
-    """100,000 rows as noisy as they come: nothing repeats, so nothing is short."""
-    noise = np.random.default_rng(0)
-    names = ["learning/loss", *(f"learning/loss_replica_{m}" for m in range(replicas))]
-    names += ["learning/lr", "learning/grad_norm", "diloco/drift", "perf/step_time"]
-    columns = {name: noise.standard_normal(100_000) for name in names}
-    columns["eval/loss"] = np.where(np.arange(100_000) % 1000 == 999, 1.0, np.nan)
-    return run_of(defaults, columns=columns, rows=100_000)
 
 
 @pytest.mark.parametrize("replicas", [2, 64])

@@ -4,14 +4,13 @@ import numpy as np
 import pytest
 import synthetic_runs
 
-from maxdiloco.flags import base_yml
 from maxdiloco.page import run as run_lib
 from maxdiloco.page import timeline
 
 
 def run_of(history=(), sent=3.0, **keys):
     """A run of 10 rows, with some keys."""
-    config = {name: base_yml.as_lists(key.default) for name, key in base_yml.declared().items()}
+    config = synthetic_runs.defaults()
     steps = np.arange(1, 11)
     columns = {"dcn/bytes_sent": np.full(10, sent)}
     return run_lib.Run("a", None, steps, columns, config | keys, list(history), [], [])

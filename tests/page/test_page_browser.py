@@ -1,0 +1,162 @@
+"""The page in a real browser: Chromium without a window, light and dark, laptop and phone."""
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+from html import unescape
+
+import numpy as np
+import pytest
+import synthetic_runs
+from synthetic_runs import long_run, run_of
+
+from maxdiloco.page import html
+from maxdiloco.page.run import NOT_FINITE, Checkpoint
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+LAPTOP, PHONE = (1366, 768), (390, 844)
+STREAMING = {
+    "enable_streaming_diloco": True,
+    "num_diloco_fragments": 24,
+    "num_communication_overlapping_steps": 4,
+}
+
+# Loads each page in a frame of each size, and writes down what a reader would see there.
+FRAMES = """<!doctype html><title>frames</title><body style="margin:0"><script>
+const luminance = (rgb) => {
+  const part = (v) => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  const [r, g, b] = rgb.match(/[\\d.]+/g).map(Number).map(part);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const contrast = (a, b) => {
+  const [low, high] = [luminance(a), luminance(b)].sort((x, y) => x - y);
+  return (high + 0.05) / (low + 0.05);
+};
+function seen(frame) {
+  const page = frame.contentDocument, view = frame.contentWindow;
+  const styles = (found) => [...page.querySelectorAll(found)].map((e) => view.getComputedStyle(e));
+  const back = view.getComputedStyle(page.querySelector(".panel")).backgroundColor;
+  const colours = [..."0123456"].map((n) => {
+    const probe = page.body.appendChild(page.createElement("i"));
+    probe.style.color = `var(--c${n})`;
+    const value = view.getComputedStyle(probe).color;
+    probe.remove();
+    return value;
+  });
+  const over = page.querySelector(".u-over"), box = over.getBoundingClientRect();
+  over.dispatchEvent(new view.MouseEvent("mousemove", { bubbles: true,
+    clientX: box.left + box.width / 2, clientY: box.top + box.height / 2 }));
+  const painted = [...page.querySelectorAll("canvas")].map((canvas) => {
+    const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+    let count = 0;
+    for (let i = 3; i < data.length; i += 4) count += data[i] > 0;
+    return count;
+  });
+  const texts = "h1, h2, h3, p, td, th, span, label, button, summary, small, li";
+  return {
+    ready: page.documentElement.dataset.ready, charts: +page.documentElement.dataset.charts,
+    wider: page.documentElement.scrollWidth - page.documentElement.clientWidth,
+    smallest: Math.min(...styles(texts).map((s) => parseFloat(s.fontSize))),
+    weakest: Math.min(...styles(texts).map((s) => contrast(s.color, back))),
+    faintest: Math.min(...colours.map((c) => contrast(c, back))),
+    dark: luminance(back) < 0.5, least_painted: Math.min(...painted),
+    columns: styles("#panels")[0].gridTemplateColumns.split(" ").length,
+    readout: page.querySelector(".readout").innerText, table: page.querySelector("table").innerText,
+  };
+}
+addEventListener("load", () => {
+  const found = [...document.querySelectorAll("iframe")].map(seen);
+  document.body.innerHTML = "<pre></pre>";
+  document.querySelector("pre").textContent = JSON.stringify(found);
+});
+</script>FRAMES</body>"""
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    given = os.environ.get("MAXDILOCO_BROWSER")
+    found = given or next(filter(None, map(shutil.which, NAMES)), None)
+    if found is None:
+        pytest.skip("no Chromium on PATH: apt-get install chromium, or set MAXDILOCO_BROWSER")
+    return found
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """{name: file}: 2 and 64 replicas, 100,000 steps, ten runs, one row."""
+    folder, defaults = tmp_path_factory.mktemp("pages"), synthetic_runs.defaults()
+    names = set(synthetic_runs.row(1, 2, random.Random(0), evaluate=True)) - {"step"}
+    columns = {name: np.ones(100) for name in sorted(names)}
+    columns["learning/loss"][50] = NOT_FINITE
+    history = [synthetic_runs.start(0), synthetic_runs.start(40), synthetic_runs.end()]
+    two = run_of(defaults, columns=columns, history=history, **STREAMING)
+    two = two._replace(checkpoints=[Checkpoint(100, 1.7e9)])
+    many = [run_of(defaults, name=f"a-run-with-a-rather-long-name-{n}") for n in range(9)]
+    plain = run_of(defaults, rows=1, columns={"learning/loss": np.ones(1)}, enable_diloco=False)
+    runs = {
+        "two": [two],
+        "long_2": [long_run(defaults, 2)],
+        "long_64": [long_run(defaults, 64)],
+        "many": [two, *many],
+        "plain": [plain],
+    }
+    for name, each in runs.items():
+        (folder / name).write_text(html.page(each, defaults), encoding="utf-8")
+        (folder / name).rename(folder / f"{name}.html")
+    return {name: folder / f"{name}.html" for name in runs}
+
+
+def look(chromium, pages, folder, *, dark):
+    """{(page, size): what the script above saw} and what the browser's console said."""
+    order = [(name, size) for name in pages for size in (LAPTOP, PHONE)]
+    frames = [
+        f'<iframe src="{pages[name].as_uri()}" width="{w}" height="{h}"></iframe>'
+        for name, (w, h) in order
+    ]
+    wrapper = folder / "frames.html"
+    wrapper.write_text(FRAMES.replace("FRAMES", "".join(frames)), encoding="utf-8")
+    command = [
+        chromium, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files",
+        "--enable-logging=stderr", f"--user-data-dir={folder}/profile", "--window-size=1400,900",
+        f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+        "--dump-dom", wrapper.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    (text,) = re.findall(r"<pre>(.*?)</pre>", done.stdout, re.S)
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    return dict(zip(order, json.loads(unescape(text)), strict=True)), console
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dark", [False, True])
+def test_every_page_is_drawn_and_readable_at_both_sizes(chromium, pages, tmp_path, dark):
+    """Contrast as WCAG 2 asks: 4.5 for text, 3 for lines of a chart."""
+    seen, console = look(chromium, pages, tmp_path, dark=dark)
+    assert console == []
+    for (name, size), found in seen.items():
+        where = f"{name} at {size}: {found}"
+        assert found["ready"] is not None and found["charts"] >= 1, where
+        assert found["least_painted"] > 100, where
+        assert found["wider"] <= 0, where
+        assert found["smallest"] >= 12, where
+        assert found["dark"] == dark, where
+        assert found["weakest"] >= 4.5 and found["faintest"] >= 3, where
+        assert found["columns"] == (2 if size == LAPTOP else 1), where
+        assert re.match(r"step [\d,]+\s", found["readout"]) or name == "plain", where
+    assert "64 replicas" in seen["long_64", LAPTOP]["readout"]
+    assert re.search(r"replica 0 .*replica 1 ", seen["long_2", PHONE]["readout"], re.S)
+    # Two charts of the timeline beside those of the metrics.
+    assert seen["two", LAPTOP]["charts"] == seen["two", PHONE]["charts"] >= 10 + 2
+    assert "a-run-with-a-rather-long-name-8" in seen["many", PHONE]["table"]
+
+
+def test_a_script_that_fails_is_found(chromium, pages, tmp_path):
+    """Positive control of the test above: the console has the error of a broken page."""
+    broken = tmp_path / "broken.html"
+    text = pages["plain"].read_text(encoding="utf-8")
+    broken.write_text(text.replace("\nbegin();", "\nbegin(); f();"), encoding="utf-8")
+    _, console = look(chromium, {"plain": broken}, tmp_path, dark=False)
+    assert [line for line in console if "f is not defined" in line]
