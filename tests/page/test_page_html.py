@@ -11,6 +11,7 @@ from synthetic_runs import ROWS, long_run, run_of
 from maxdiloco.page import facts, html, panels
 from maxdiloco.page import run as run_lib
 
+
 @pytest.fixture(scope="module")
 def defaults():
     return synthetic_runs.defaults()
@@ -32,7 +33,7 @@ def test_a_page_of_100000_steps_is_below_5_mb(defaults, replicas):
 
 def test_the_page_asks_for_nothing(defaults):
     """Positive control: a style sheet of another host is found, and the policy refuses it."""
-    request = r"""(?i)(\bsrc|\bhref)\s*=|@import|url\(|\bfetch\(|XMLHttpRequest|WebSocket|import\("""
+    request = r"(?i)(\bsrc|\bhref)\s*=|@import|url\(|\bfetch\(|XMLHttpRequest|WebSocket|import\("
     page = html.page([run_of(defaults)], defaults)
     assert re.findall(request, page) == []
     assert re.search(request, '<link href="https://example.org/a.css">')
