@@ -16,7 +16,7 @@ from maxdiloco.checkpoint import find, read, seal
 from maxdiloco.errors import CheckpointError, ConfigError, DataError
 from maxdiloco.flags import base_yml
 from maxdiloco.metrics import history
-from maxdiloco.storage.run_folder import RunFolder, is_local
+from maxdiloco.storage.run_folder import RunFolder
 
 CONFIG = "config.yml"  # in a run's folder: its whole configuration
 NAN = math.nan
@@ -163,7 +163,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 def _config(folder: RunFolder) -> tuple[dict[str, Any] | None, list[str]]:
     """The run's configuration, or None and a note why there is none."""
     path = folder.path / CONFIG
-    if is_local(path) and path.exists():
+    if path.exists():
         given = base_yml.read_yml(path)
         return {name: base_yml.as_lists(base_yml.infer(raw)) for name, raw, _ in given}, []
     try:

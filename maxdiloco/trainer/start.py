@@ -4,6 +4,7 @@
 """
 
 import zlib
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -201,8 +202,15 @@ def _saved_layout(cfg: Config, saved: Restored) -> SavedLayout:
     )
 
 
-def opened_history(folder: RunFolder, parts: Parts, *, done: int, total: int) -> History:
-    """The line of this start in history.jsonl, and that of its end. done, total: inner steps."""
+def history_of(
+    folder: RunFolder, parts: Parts, *, done: int, total: int
+) -> AbstractContextManager[History | None]:
+    """Adds a line for this start to history.jsonl, and one when the context is left.
+
+    done, total: inner steps before this start, and of the whole run.
+    """
+    if jax.process_index() != 0:
+        return nullcontext()
     trainer, H = parts.trainer, parts.trainer.period
     # A steady state: an exchange of the period before the first H steps is under way.
     period = range(2 * H + 1, 2 * H + 1 + min(H, MOST_STEPS))

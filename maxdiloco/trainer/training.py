@@ -122,11 +122,10 @@ def train(cfg: Config, begun: float) -> int:
         _compile(cfg, parts, compiles, say, fresh=begin.is_fresh(cfg))
         state = start.load(cfg, parts, begin, checkpointer)
         done = state.t
+        stack.enter_context(start.history_of(folder, parts, done=done, total=total))
 
         preemption = stack.enter_context(Preemption(say))
         writer = stack.enter_context(_open_writer(cfg, folder, say, done=done))
-        if primary:
-            stack.enter_context(start.opened_history(folder, parts, done=done, total=total))
         progress = stack.enter_context(
             Progress(first_step=done, total_steps=total, shown=primary)
         )

@@ -14,7 +14,9 @@ import run_tools as tools
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxdiloco.errors import NumericsError
+from maxdiloco.metrics import history
 from maxdiloco.metrics.monitor import Monitor
+from maxdiloco.storage.run_folder import RunFolder
 
 pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
 
@@ -31,7 +33,10 @@ STEPS = tools.TINY["steps"]
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(
     finished, tmp_path, capfd, number, code, words
 ):
-    """While it runs, a second one with its name is refused. The step is no multiple of 5."""
+    """While it runs, a second one with its name is refused. The step is no multiple of 5.
+
+    history.jsonl has both starts and how each ended.
+    """
     keys = dict(checkpoint_period=10**6)
     with tools.Child(tmp_path, "stopped", **keys) as child:
         child.until("step 8/")
@@ -49,6 +54,10 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(
     assert tools.run(tmp_path, "stopped", **keys) == 0
     assert f"resumed after step {step};" in capfd.readouterr().out
     tools.assert_equal_runs(tmp_path / "stopped", finished, steps=STEPS)
+    events = history.read(RunFolder(tmp_path / "stopped"))
+    assert [event["event"] for event in events] == ["start", "end"] * 2
+    assert [(events[k]["step"], events[k]["until"]) for k in (0, 2)] == [(0, STEPS), (step, STEPS)]
+    assert re.match(words if code == 143 else "$", events[1]["why"]) and events[3]["why"] == ""
 
 
 def test_ctrl_c_any_number_of_times_ends_with_130_and_no_traceback(tmp_path):

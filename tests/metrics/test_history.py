@@ -1,11 +1,14 @@
 """history.jsonl: a line for each start of a run and for how it ended."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from maxdiloco.errors import Preempted
 from maxdiloco.metrics import history
 from maxdiloco.metrics.history import History
 from maxdiloco.storage.run_folder import locate
+from maxdiloco.trainer import start
 
 
 @pytest.fixture
@@ -50,3 +53,14 @@ def test_a_folder_that_cannot_be_written_is_a_warning(folder):
 
 def test_a_run_without_the_file_has_no_history(folder):
     assert history.read(folder) == []
+
+
+@pytest.mark.parametrize(("H", "sent"), [(3, [7, 8, 9]), (10**9, None)])
+def test_the_line_of_a_start_has_the_bytes_of_the_third_period(folder, H, sent):
+    """From the third on all exchanges of a period before are under way; a long one is cut."""
+    trainer = SimpleNamespace(period=H, num_replicas=2, bytes_sent=lambda t: t)
+    parts = SimpleNamespace(trainer=trainer, mesh=SimpleNamespace(size=4))
+    with start.history_of(folder, parts, done=5, total=9):
+        (line,) = history.read(folder)
+    assert (line["step"], line["until"], line["replicas"], line["devices"]) == (5, 9, 2, 4)
+    assert line["bytes_sent"] == sent or len(line["bytes_sent"]) == history.MOST_STEPS
