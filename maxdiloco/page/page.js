@@ -6,6 +6,8 @@ const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3]];
 const ROLES = { mean: 0, theta: 1 };
 const SINGLE = DATA.runs.length === 1;
 const FEW = 6; // replicas of one run that have a colour each; more are told apart by the cursor
+// Beyond the colours lines are dashed.
+const cycle = (run) => Math.floor(run / COLOURS);
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const colour = (n) => css(`--c${n % COLOURS}`);
 
@@ -65,6 +67,20 @@ function toX(run, step) {
 
 // --- one panel
 
+let smoothing = 1;
+// The mean of a point and the ones before it, `count` in all; gaps stay.
+function smoothed(values, count) {
+  if (count === 1) return values;
+  let sum = 0;
+  let number = 0;
+  return values.map((value, k) => {
+    const old = values[k - count];
+    if (Number.isFinite(value)) { sum += value; number += 1; }
+    if (Number.isFinite(old)) { sum -= old; number -= 1; }
+    return Number.isFinite(value) ? sum / number : value;
+  });
+}
+
 function joined(series) {
   // The series of a table share their steps; uPlot.join puts tables over one x.
   const byTable = new Map();
@@ -77,8 +93,10 @@ function joined(series) {
   for (const [table, members] of byTable) {
     const run = members[0].run;
     const xs = TABLES[table].steps;
-    tables.push([xAxis === "step" ? xs : xs.map((s) => toX(run, s)),
-      ...members.map((m) => TABLES[table].columns[m.column])]);
+    tables.push([xAxis === "step" ? xs : xs.map((s) => toX(run, s)), ...members.map((m) => {
+      const values = TABLES[table].columns[m.column];
+      return m.role === "theta" ? values : smoothed(values, smoothing);
+    })]);
     order.push(...members);
   }
   return [tables.length > 1 ? uPlot.join(tables) : tables[0], order];
@@ -92,7 +110,7 @@ function looks(each, many) {
     return { stroke: own, width: 1, alpha: SINGLE ? 0.8 : 0.4, points: { show: false } };
   }
   const tone = SINGLE ? colour(ROLES[role] ?? index) : colour(run);
-  const dash = SINGLE ? [] : DASHES[Math.min(index + (role === "theta"), 3)];
+  const dash = SINGLE ? [] : DASHES[Math.min(index + cycle(run), 3)];
   if (role === "theta") {
     const shown = SINGLE ? colour(1 + index) : tone;
     return { stroke: shown, width: 2, dash, points: { show: true, size: 5, fill: shown } };
@@ -109,7 +127,7 @@ class Chart {
     this.log = false;
     this.height = height;
     this.box = document.createElement("div");
-    this.box.className = "panel" + (panel.title === "Loss" ? " first" : "");
+    this.box.className = "panel" + (["Loss", "Loss of theta"].includes(panel.title) ? " first" : "");
     this.box.innerHTML = `<div class="title"><h3></h3><button type="button" aria-pressed="false">log
       </button></div><p class="note"></p><div class="plot"></div><div class="readout"></div>`;
     const head = this.box.querySelector("h3");
@@ -302,7 +320,8 @@ function touch(u) {
 
 function drawAll() {
   resetting = true;
-  for (const chart of charts) if (chart.box.offsetParent !== null) chart.draw();
+  const open = document.getElementById("others").open;
+  for (const chart of charts) if (chart.panel.main || open) chart.draw();
   resetting = false;
 }
 
@@ -323,6 +342,8 @@ function begin() {
   for (const name of Object.keys(counters)) axis.add(new Option(X_AXES[name], name));
   axis.closest("label").hidden = axis.length < 2;
   axis.onchange = () => { xAxis = axis.value; drawAll(); };
+  const smooth = document.getElementById("smoothing");
+  smooth.onchange = () => { smoothing = +smooth.value; drawAll(); };
   document.getElementById("whole").onclick = drawAll;
   let width = innerWidth;
   addEventListener("resize", () => {
@@ -341,7 +362,9 @@ function begin() {
 
 function paint() {
   for (const swatch of document.querySelectorAll(".swatch")) {
-    swatch.style.background = SINGLE ? "none" : colour(+swatch.dataset.run);
+    const tone = colour(+swatch.dataset.run);
+    swatch.style.background = cycle(+swatch.dataset.run) === 0 ? tone :
+      `repeating-linear-gradient(90deg, ${tone} 0 3px, transparent 3px 5px)`;
     swatch.hidden = SINGLE;
   }
   for (const host of document.querySelectorAll(".lanes")) {

@@ -42,9 +42,11 @@ class Panel(NamedTuple):
     series: list[Series]
 
 
+THETA = "Loss of theta"  # beside the replicas where there is one run, so that lines stay few
 # (title, unit, what a reader may ask, {metric: label}); a panel has what the runs have of it.
 _PANELS = (
-    ("Loss", "nats a token", "", {"learning/loss": "mean of the replicas", "eval/loss": "theta"}),
+    ("Loss", "nats a token", "", {"learning/loss": "mean of the replicas"}),
+    (THETA, "nats a token", "of the held-out text", {"eval/loss": "theta"}),
     ("Loss of theta by text", "nats a token", "eval_sets", {}),
     ("Learning rate", "", "of the inner optimizer", {"learning/lr": "learning rate"}),
     (
@@ -124,7 +126,9 @@ def panels(runs: Sequence[Run], tables: Sequence[tuple[int, Table]]) -> list[Pan
             series += taken(name, label, role)
         if title == "Learning rate":
             note = _outer_rates(runs) or note
-        if series:
+        if title == THETA and len(runs) == 1 and out:
+            out[-1].series.extend(series)
+        elif series:
             out.append(Panel(title, unit, note, True, series))
     others = sorted({name for _, name in left})
     return out + [Panel(name, "", "", False, taken(name, name, "line")) for name in others]

@@ -23,7 +23,7 @@ function drawLanes(host, timeline, { css, colour, short, whole }) {
     const ratio = uPlot.pxRatio;
     const half = (lane * ratio) / 2;
     const at = (step) => u.valToPos(step, "x", true);
-    const size = Math.max(3 * ratio, Math.min(half * 0.9, 0.5 * (at(first + 1) - at(first))));
+    const size = Math.max(3 * ratio, Math.min(half * 0.6, 0.5 * (at(first + 1) - at(first))));
     ctx.save();
     ctx.beginPath();
     ctx.rect(u.bbox.left, u.bbox.top, u.bbox.width, u.bbox.height);
@@ -38,8 +38,9 @@ function drawLanes(host, timeline, { css, colour, short, whole }) {
         const left = at(step - 1);
         ctx.fillRect(left, y - half * 0.7, Math.max(at(step) - left - ratio, ratio), half * 1.4);
       }
-      triangle(ctx, at(send), y, size, 1);
-      triangle(ctx, at(apply), y, size, -1);
+      // One above the middle and one below: eager and delayed send and apply in the same step.
+      triangle(ctx, at(send), y - half * 0.35, size, 1);
+      triangle(ctx, at(apply), y + half * 0.35, size, -1);
     }
     ctx.restore();
   }

@@ -55,8 +55,10 @@ function seen(frame) {
     for (let i = 3; i < data.length; i += 4) count += data[i] > 0;
     return count;
   });
+  const readout = page.querySelector(".readout").innerText;
+  const table = page.querySelector("table").innerText;
   const texts = "h1, h2, h3, p, td, th, span, label, button, summary, small, li";
-  return {
+  const found = {
     ready: page.documentElement.dataset.ready, charts: +page.documentElement.dataset.charts,
     wider: page.documentElement.scrollWidth - page.documentElement.clientWidth,
     smallest: Math.min(...styles(texts).map((s) => parseFloat(s.fontSize))),
@@ -64,8 +66,20 @@ function seen(frame) {
     faintest: Math.min(...colours.map((c) => contrast(c, back))),
     dark: luminance(back) < 0.5, least_painted: Math.min(...painted),
     columns: styles("#panels")[0].gridTemplateColumns.split(" ").length,
-    readout: page.querySelector(".readout").innerText, table: page.querySelector("table").innerText,
+    readout, table,
   };
+  // Every control is used once: none may fail.
+  for (const select of page.querySelectorAll("select")) {
+    select.selectedIndex = select.options.length - 1;
+    select.onchange();
+  }
+  const others = page.getElementById("others");
+  others.open = true;
+  others.dispatchEvent(new view.Event("toggle"));
+  for (const button of page.querySelectorAll("button, #replicas")) button.click();
+  found.with_others = page.querySelectorAll(".uplot").length;
+  found.axes = page.getElementById("x-axis").length;
+  return found;
 }
 addEventListener("load", () => {
   const found = [...document.querySelectorAll("iframe")].map(seen);
@@ -149,7 +163,9 @@ def test_every_page_is_drawn_and_readable_at_both_sizes(chromium, pages, tmp_pat
     assert "64 replicas" in seen["long_64", LAPTOP]["readout"]
     assert re.search(r"replica 0 .*replica 1 ", seen["long_2", PHONE]["readout"], re.S)
     # Two charts of the timeline beside those of the metrics.
-    assert seen["two", LAPTOP]["charts"] == seen["two", PHONE]["charts"] >= 10 + 2
+    assert seen["two", LAPTOP]["charts"] == seen["two", PHONE]["charts"] == 9 + 2
+    assert seen["two", PHONE]["with_others"] == seen["two", PHONE]["charts"] + 3
+    assert seen["two", PHONE]["axes"] == 2  # learning/tokens
     assert "a-run-with-a-rather-long-name-8" in seen["many", PHONE]["table"]
 
 

@@ -59,9 +59,13 @@ def test_every_metric_is_in_one_panel_and_unknown_ones_are_folded(defaults):
 
 
 def test_a_metric_of_two_runs_is_one_panel_of_two_lines(defaults):
-    runs = [run_of(defaults, name="a"), run_of(defaults, name="b")]
-    (loss,) = panels.panels(runs, panels.tables_of(runs))
+    """Theta has a panel of its own then."""
+    columns = {"learning/loss": np.ones(ROWS), "eval/loss": np.ones(ROWS)}
+    runs = [run_of(defaults, name=name, columns=columns) for name in "ab"]
+    loss, theta = panels.panels(runs, panels.tables_of(runs))
     assert [(s.run, s.column) for s in loss.series] == [(0, "learning/loss"), (1, "learning/loss")]
+    assert [(s.run, s.column) for s in theta.series] == [(0, "eval/loss"), (1, "eval/loss")]
+    assert (loss.title, theta.title) == ("Loss", "Loss of theta")
 
 
 def test_the_summary_has_last_and_best_losses(defaults):
