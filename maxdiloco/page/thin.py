@@ -66,6 +66,5 @@ def _two_of_each(values_N: np.ndarray, K: int) -> np.ndarray:
     low_B = np.where(finite_BK, values_BK, np.inf).argmin(1)
     high_B = np.where(finite_BK, values_BK, -np.inf).argmax(1)
     at_B2 = np.sort(np.stack([low_B, high_B], axis=1), axis=1)
-    both_B2 = np.take_along_axis(values_BK, at_B2, axis=1)
-    both_B2[~finite_BK.any(1)] = NOT_FINITE
-    return both_B2.ravel().astype(np.float32)
+    # In a bucket without a finite value both are its first one, a gap.
+    return np.take_along_axis(values_BK, at_B2, axis=1).ravel().astype(np.float32)
