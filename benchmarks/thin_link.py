@@ -4,7 +4,7 @@
 
 Linux, root, iproute2. Hosts are network namespaces whose links are shaped (link/hosts.py), with one
 process of maxdiloco.train on each. For every mode, wire, carrier and rate a run of its own:
-the mean step over whole periods after a warm-up, of the slowest process, logs included.
+the mean step over whole periods after a warm-up, logs included, by the process that is last.
 Utilisation is the plain step (no exchange, an unlimited link) / that mean. OWN in
 link/arguments.py has the names and their defaults; further keys are the trainer's.
 grid=published measures the rows of README.md in two folders, fast_device and real; other arguments

@@ -21,6 +21,15 @@ from maxdiloco.engine import data_parallel
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml
 
+# -- times --------------------------------------------------------------------------------------
+
+
+def test_a_step_begins_when_the_last_process_begins_it():
+    """Two processes take turns in being first at an exchange: each one's own steps are uneven."""
+    begun = [[0.0, 1.0, 9.0, 11.0], [0.5, 4.0, 6.0, 14.0]]
+    assert rows.together(begun) == [0.5, 4.0, 9.0, 14.0]
+
+
 # -- arguments ----------------------------------------------------------------------------------
 
 
@@ -58,11 +67,11 @@ def test_the_published_grid_has_what_the_claims_need_and_arguments_go_before_its
     assert (fast.setup["fast_device_ms"], real.setup["fast_device_ms"]) == (180, 0)
     assert (fast.out.name, real.out.name) == ("fast_device", "real")
     assert fast.out.parent == real.out.parent == pathlib.Path("x").resolve()
-    for part in (fast, real):
+    for part, window in ((fast, Window(40, 140, 141)), (real, Window(200, 400, 401))):
         assert part.setup["hosts"] == 3 and {row.rate for row in part.rows} == {"5", "unlimited"}
         for mode in ("overlapped", "eager"):
             row = Row(mode, "float4_e3m0", "host", "5")
-            assert row in part.rows and grid.window(row, part.setup, None) == Window(40, 140, 141)
+            assert row in part.rows and grid.window(row, part.setup, None) == window
         assert Row("data_parallel", rate="5") in part.rows
     # Two hosts: 4.33 MB, the tied embedding twice, at 5 Mbit/s are 6.93 s beside a step of 0.2.
     plain = {"mode": "plain", "step_ms": 200.0, "parameters": 1_033_600}

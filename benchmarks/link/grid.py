@@ -21,7 +21,7 @@ GRIDS = {
     "published": {
         "fast_device": [
             "fast_device_ms=180",
-            "rates=5,20,100,unlimited",
+            "rates=5,20,unlimited",
             f"lines={EXPOSED},streaming:float32:host,overlapped:float32:host,{HIDDEN},"
             f"{HIDDEN.replace('host', 'program')}",
             "other_periods=2",
@@ -29,10 +29,11 @@ GRIDS = {
             "congestion=reno",
         ],
         "real": [
-            "rates=5,20",
+            "rates=5",
             f"lines={EXPOSED},{HIDDEN}",
-            "other_periods=2",
-            "row_seconds=25",
+            "diloco_sync_period=100",
+            "periods=2",
+            "row_seconds=45",
             "congestion=reno",
         ],
     }

@@ -36,7 +36,7 @@ ETC = pathlib.Path("/etc/netns")
 PROGRAMS = pathlib.Path(tempfile.gettempdir())
 CONGESTION = "/proc/sys/net/ipv4/tcp_congestion_control"
 WAIT_S = 10.0  # for taps to appear and for killed processes to be gone; our choice
-BURST_BYTES = 32_768  # tbf's bucket: 20 full frames, 26 ms at 10 Mbit/s; our choice
+BURST_BYTES = 10_000  # tbf's bucket: 6 full frames, 16 ms at 5 Mbit/s; our choice
 BURST_S = 0.002  # and never less than what passes in this time, or the timer limits the rate
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -158,11 +158,11 @@ def _figures(
             )
         begun.append(times)
     count = span.last - span.first
-    slowest = max(begun, key=lambda times: times[span.last] - times[span.first])
-    start, end = slowest[span.first], slowest[span.last]
+    job = together(begun)
+    start, end = job[span.first], job[span.last]
     sent, received = counters.between(samples, start, end)
     H = min(int(setup["keys"]["diloco_sync_period"]), count)
-    marks = slowest[span.first : span.last + 1 : H]
+    marks = job[span.first : span.last + 1 : H]
     parameters, fragment_bytes = parse_log(log_path(folder, 0))
     if row.mode != figures.DATA_PARALLEL and not fragment_bytes:
         raise RowError(f"{log_path(folder, 0)} has no table of fragments, as parse_log reads it.")
@@ -170,15 +170,24 @@ def _figures(
         "step_ms": 1000 * (end - start) / count,
         "period_ms": [1000 * (b - a) / H for a, b in zip(marks, marks[1:], strict=False)],
         "steps": count,
-        "ran_s": slowest[-1] - slowest[0],
+        "ran_s": job[-1] - job[0],
         "sent_per_step": [value / count for value in sent],
         "received_per_step": [value / count for value in received],
         "claimed_per_step": claimed(folder / "run" / "metrics.jsonl", span),
         "peak_mbit": 8e-6 * counters.peak(samples, start, end),
-        "bars": counters.bars(samples, slowest[span.last - H], end),
+        "bars": counters.bars(samples, job[span.last - H], end),
         "parameters": parameters,
         "fragment_bytes": fragment_bytes,
     }
+
+
+def together(begun: Sequence[Sequence[float]]) -> list[float]:
+    """When the last process began each step [s]. begun: the times of every process.
+
+    Between two of these times the exchanges of the steps between are whole: a process that comes
+    first to an exchange waits longest there, and the other one may wait longest at the next.
+    """
+    return [max(times) for times in zip(*begun, strict=True)]
 
 
 def parse_log(path: pathlib.Path) -> tuple[int, list[int]]:

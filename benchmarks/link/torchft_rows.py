@@ -173,12 +173,12 @@ def _figures(
     row: Row,
     setup: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Of the slowest replica's window. begun: when each one's inner steps began [s]."""
+    """begun: when each replica's inner steps began [s]; as for our rows, the last one counts."""
     span, H = rows.window(row, setup, None), int(setup["keys"]["diloco_sync_period"])
-    slowest = max(begun, key=lambda times: times[span.last] - times[span.first])
-    start, end = slowest[span.first], slowest[span.last]
+    job = rows.together(begun)
+    start, end = job[span.first], job[span.last]
     count = span.last - span.first
-    marks = slowest[span.first : span.last + 1 : H]
+    marks = job[span.first : span.last + 1 : H]
     sent, received = counters.between(samples, start, end)
     return {
         "step_ms": 1000 * (end - start) / count,

@@ -38,7 +38,7 @@ from maxdiloco.parallel.program import Program
 
 CARRIERS = ("program", "host")
 SAMPLES = 9  # steps whose times give the pace of the next exchange; our choice
-PACED_PART = 0.8  # of the time that a fragment has; the rest is for steps that get faster. Ours.
+PACED_PART = 0.6  # of the time that a fragment has; the rest is for a peer that is behind. Ours.
 
 
 class ProgramExchange:
