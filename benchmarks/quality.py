@@ -186,16 +186,13 @@ def _finish(run: Run, asked: Asked, done: dict[Row, dict[str, Any]], failed: set
     print(f"{run.row.name()}: {loss} in {figures['seconds']:.0f} s", flush=True)
 
 
-def report(
-    asked: Asked, done: Mapping[Row, Mapping[str, Any]], sent: Mapping[str, Traffic]
-) -> str:
+def report(asked: Asked, done: Mapping[Row, Mapping[str, Any]], sent: Mapping[str, Traffic]) -> str:
     """Write the table and the figures of what is there; returns the table."""
     found = table.results(asked.modes, asked.scale, done, sent)
     first = next(iter(sent.values()))
     title = table.heading(asked.scale, asked.name, asked.keys, first.parameters)
-    text = "\n".join(
-        [title + "\n", table.table(found, asked.scale), table.sweeps(asked.modes, asked.scale, done)]
-    )
+    sweeps = table.sweeps(asked.modes, asked.scale, done)
+    text = "\n".join([title + "\n", table.table(found, asked.scale), sweeps])
     tokens = asked.scale.batch * int(asked.scale.keys["max_target_length"])
     (asked.out / "table.md").write_text(text, encoding="utf-8")
     curves = draw.curves(found, "Loss of theta on held-out text against tokens", tokens)

@@ -13,7 +13,7 @@ TICKS = 5
 
 
 def curves(found: Sequence[Result], title: str, tokens_a_step: int) -> str:
-    """Mean loss over seeds against tokens, a line a mode; the first tenth of the run is left out."""
+    """Mean loss over seeds against tokens, a line a mode, from the second evaluation on."""
     lines = [(result, _mean(result)) for result in found]
     points = [point for _, line in lines for point in line[1:]]
     if not points:
@@ -43,7 +43,9 @@ def tradeoff(found: Sequence[Result], title: str) -> str:
         colour, _ = _look(k, len(shown))
         x, y = _x(log, xs), _y(result.mean, ys)
         bar = result.spread or 0.0
-        parts.append(svg.line([(x, _y(result.mean - bar, ys)), (x, _y(result.mean + bar, ys))], colour))
+        parts.append(
+            svg.line([(x, _y(result.mean - bar, ys)), (x, _y(result.mean + bar, ys))], colour)
+        )
         parts.append(svg.line([(x - 4, y), (x + 4, y)], colour, width=8))
         parts += _legend(k, f"{result.mode.name}: {result.mean:.4f}", colour, "")
     return svg.figure(LEFT + WIDTH + LEGEND, max(TOP + HEIGHT + 50, TOP + 18 * len(shown)), parts)
@@ -81,4 +83,7 @@ def _look(k: int, count: int) -> tuple[str, str]:
 
 def _legend(k: int, words: str, colour: str, dash: str) -> list[str]:
     x, y = LEFT + WIDTH + 16, TOP + 6 + 18 * k
-    return [svg.line([(x, y), (x + 24, y)], colour, dash=dash, width=2.5), svg.text(x + 30, y + 4, words)]
+    return [
+        svg.line([(x, y), (x + 24, y)], colour, dash=dash, width=2.5),
+        svg.text(x + 30, y + 4, words),
+    ]

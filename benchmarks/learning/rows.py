@@ -34,17 +34,21 @@ def keys_of(row: Row, scale: Scale, own: Mapping[str, str]) -> dict[str, Any]:
         keys["num_diloco_replicas"] = -1
     else:
         keys["diloco_outer_lr"] = row.outer_lr
-    return keys | {
-        "per_device_batch_size": each,
-        "eval_per_device_batch_size": scale.batch,
-        "opt_type": mode.inner,
-        "learning_rate": row.inner_lr,
-        "init_weights_seed": row.seed,
-        "data_shuffle_seed": row.seed,
-        "steps": scale.steps,
-        "log_period": max(1, scale.steps // 50),
-        "eval_interval": max(1, scale.steps // scale.evaluations),
-    } | dict(own)
+    return (
+        keys
+        | {
+            "per_device_batch_size": each,
+            "eval_per_device_batch_size": scale.batch,
+            "opt_type": mode.inner,
+            "learning_rate": row.inner_lr,
+            "init_weights_seed": row.seed,
+            "data_shuffle_seed": row.seed,
+            "steps": scale.steps,
+            "log_period": max(1, scale.steps // 50),
+            "eval_interval": max(1, scale.steps // scale.evaluations),
+        }
+        | dict(own)
+    )
 
 
 class Run:

@@ -37,8 +37,9 @@ def traffic(keys: Mapping[str, Any]) -> Traffic:
     if not cfg.enable_diloco:
         return Traffic(baseline, baseline, count)
     trainer = parts.trainer
+    in_slice = mesh.size // mesh.shape["diloco"]
     each = [
-        plan.payload.size * quantize.wire_format(plan.payload.wire).dtype.itemsize
+        in_slice * plan.payload.size * quantize.wire_format(plan.payload.wire).dtype.itemsize
         for plan in trainer.layout.plans
     ]
     sends = (send for t in range(1, cfg.steps + 1) for send in trainer.schedule.sends(t))
