@@ -1,0 +1,126 @@
+"""What is compared: the modes as keys of the trainer, and the sizes of model and run."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+DATA_PARALLEL = "data parallel"
+DILOCO = "DiLoCo, H=30"
+DELAYED = "delayed"
+STREAMING = {"enable_streaming_diloco": True, "num_diloco_fragments": 3}
+TAU = "num_communication_overlapping_steps"
+ALPHA = "communication_overlapping_alpha"
+OVERLAP = "diloco_outer_overlap"
+WIRE = "diloco_exchange_dtype"
+FOUR_BITS = {WIRE: "float4_e3m0"}
+
+
+class Mode(NamedTuple):
+    """A mode. keys: of the trainer, above the scale's; inner: opt_type.
+
+    outer_lr: "sweep": the best of a grid; a number: that one; (mode, factor): that mode's best
+    times the factor. "" for data parallelism, which has none.
+    """
+
+    name: str
+    keys: Mapping[str, Any]
+    inner: str = "adamw"
+    outer_lr: str | float | tuple[str, float] = "sweep"
+
+
+def _diloco(name: str, inner: str = "adamw", outer_lr="sweep", **keys: Any) -> Mode:
+    return Mode(name, {"enable_diloco": True, "diloco_sync_period": 30} | keys, inner, outer_lr)
+
+
+def _streaming(name: str, *, tau: int, alpha: float = 0.0, **keys: Any) -> Mode:
+    return _diloco(name, **(STREAMING | {TAU: tau, ALPHA: alpha} | keys))
+
+
+# MuLoCo's outer momentum is 0.6 (arXiv 2505.23725); the outer rate is swept as for the others.
+MODES = (
+    Mode(DATA_PARALLEL, {"enable_diloco": False}, outer_lr=""),
+    _diloco(DILOCO),
+    _diloco("DiLoCo, H=10", diloco_sync_period=10),
+    _diloco("DiLoCo, H=100", diloco_sync_period=100),
+    _streaming("streaming, tau=0", tau=0),
+    _streaming("streaming, tau=1", tau=1),
+    _streaming("streaming, tau=5", tau=5),
+    _streaming("streaming, tau=1, alpha=0.5", tau=1, alpha=0.5),
+    _streaming("streaming, tau=5, alpha=0.5", tau=5, alpha=0.5),
+    _streaming("streaming, tau=1, 4 bits", tau=1, **FOUR_BITS),
+    _streaming("streaming, tau=1, 4 bits, H=100", tau=1, **FOUR_BITS, diloco_sync_period=100),
+    _diloco("eager", **{OVERLAP: "eager"}),
+    _diloco("eager, 4 bits", **{OVERLAP: "eager"}, **FOUR_BITS),
+    _diloco(DELAYED, **{OVERLAP: "delayed"}),
+    _diloco("delayed, DiLoCo's outer rate", outer_lr=(DILOCO, 1.0), **{OVERLAP: "delayed"}),
+    _diloco("delayed, a quarter of it", outer_lr=(DILOCO, 0.25), **{OVERLAP: "delayed"}),
+    _diloco("DiLoCo, M=1", num_diloco_replicas=1),
+    _diloco("DiLoCo, M=4", num_diloco_replicas=4),
+    _diloco("DiLoCo, M=8", num_diloco_replicas=8),
+    Mode("data parallel, muon", {"enable_diloco": False}, "muon", outer_lr=""),
+    _diloco("DiLoCo, muon", inner="muon", diloco_outer_momentum=0.6),
+    _streaming("streaming, tau=1, strided, P=2", tau=1, num_diloco_fragments=2),
+    _streaming("streaming, tau=1, sequential, P=2", tau=1, num_diloco_fragments=2,
+               use_sequential_layers=True),
+    _streaming("streaming, tau=1, two nonlayer fragments", tau=1, num_diloco_fragments=4,
+               num_nonlayer_fragments=2),
+    _streaming("streaming, tau=1, P=5", tau=1, num_diloco_fragments=5),
+)  # fmt: skip
+BY_NAME = {mode.name: mode for mode in MODES}
+
+
+class Scale(NamedTuple):
+    """Sizes of model and run. batch: sequences a step over all replicas; keys: of the trainer."""
+
+    keys: Mapping[str, Any]
+    batch: int
+    steps: int
+    evaluations: int
+    inner_rates: Mapping[str, tuple[float, ...]]
+    outer_rates: tuple[float, ...]
+    seeds: int
+
+
+COMMON = {
+    "eval_steps": 32,
+    "enable_checkpointing": False,
+    "enable_tensorboard": False,
+    "num_diloco_replicas": 2,
+}
+OUTER_RATES = (0.2, 0.4, 0.7, 1.0)  # of arXiv 2503.09799 Fig. 7, less two
+SCALES = {
+    # 279,296 parameters: a step of 1,024 bytes takes a core about 50 ms.
+    "cpu": Scale(
+        keys=COMMON | {
+            "hardware": "cpu",
+            "base_emb_dim": 64,
+            "base_num_decoder_layers": 4,
+            "base_mlp_dim": 256,
+            "base_num_query_heads": 4,
+            "base_num_kv_heads": 4,
+            "head_dim": 16,
+            "vocab_size": 257,
+            "max_target_length": 64,
+            "remat_policy": "none",
+        },
+        batch=16,
+        steps=1500,
+        evaluations=10,
+        inner_rates={"adamw": (2e-3, 4e-3, 8e-3), "muon": (5e-3, 1e-2, 2e-2)},
+        outer_rates=OUTER_RATES,
+        seeds=3,
+    ),
+    "gpu": Scale(
+        keys=COMMON | {
+            "hardware": "gpu",
+            "model_name": "35m",
+            "dtype": "bfloat16",
+            "max_target_length": 1024,
+        },
+        batch=64,
+        steps=3000,
+        evaluations=10,
+        inner_rates={"adamw": (5e-4, 1e-3, 2e-3), "muon": (5e-3, 1e-2, 2e-2)},
+        outer_rates=OUTER_RATES,
+        seeds=2,
+    ),
+}  # fmt: skip

@@ -1,0 +1,103 @@
+"""The table of a run of quality.py, and the sweeps that it rests on."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from benchmarks.learning.modes import BY_NAME, DATA_PARALLEL, Mode, Scale
+from benchmarks.learning.plan import Done, Row, chosen, decided, loss_of
+from benchmarks.learning.traffic import Traffic
+
+
+class Result(NamedTuple):
+    """A mode at its best rates. losses: of the seeds that are done, diverged ones infinite."""
+
+    mode: Mode
+    row: Row
+    losses: tuple[float, ...]
+    curves: tuple[Sequence[Sequence[float]], ...]
+    traffic: Traffic
+
+    @property
+    def mean(self) -> float:
+        """Mean loss over the seeds."""
+        return statistics.fmean(self.losses)
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation over the seeds; None for one."""
+        if len(self.losses) < 2 or math.inf in self.losses:
+            return None
+        return statistics.stdev(self.losses)
+
+
+def results(
+    modes: Sequence[Mode], scale: Scale, done: Done, traffic: Mapping[str, Traffic]
+) -> list[Result]:
+    """The modes whose best rates are known, in their order."""
+    found = []
+    for mode in modes:
+        best = chosen(mode, scale, done)
+        if best is None:
+            continue
+        rows = [best._replace(seed=seed) for seed in range(scale.seeds)]
+        there = [done[row] for row in rows if row in done]
+        losses = tuple(map(loss_of, there))
+        curves = tuple(figures["curve"] for figures in there)
+        found.append(Result(mode, best, losses, curves, traffic[mode.name]))
+    return found
+
+
+def table(found: Sequence[Result], scale: Scale) -> str:
+    """A line a mode; differences are to data parallelism with the same inner optimizer."""
+    lines = [
+        "| mode | outer lr | loss | +- | to data parallel | sent, MB | times fewer |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    base = {r.mode.inner: r.mean for r in found if r.mode.outer_lr == ""}
+    for result in found:
+        mode, row, count = result.mode, result.row, len(result.losses)
+        rate = "" if mode.outer_lr == "" else f"{row.outer_lr:g}"
+        difference = ""
+        if mode.name != DATA_PARALLEL and base.get("adamw"):
+            difference = f"{result.mean / base['adamw'] - 1:+.2%}"
+            if mode.inner != "adamw" and mode.outer_lr != "" and base.get(mode.inner):
+                difference += f" ({result.mean / base[mode.inner] - 1:+.2%} to its own)"
+        spread = "" if result.spread is None else f"{result.spread:.4f}"
+        spread += "" if count == scale.seeds else f" ({count} of {scale.seeds} seeds)"
+        sent = result.traffic.sent
+        fewer = f"{result.traffic.baseline / sent:,.0f}" if sent else "-"
+        loss = "diverged" if math.isinf(result.mean) else f"{result.mean:.4f}"
+        lines.append(
+            f"| {mode.name} | {rate} | {loss} | {spread} | {difference} | "
+            f"{sent / 1e6:,.2f} | {fewer} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def sweeps(modes: Sequence[Mode], scale: Scale, done: Done) -> str:
+    """Loss at every rate that was tried, at the first seed."""
+    tried: dict[str, list[str]] = {}
+    for row in decided(modes, scale, done):
+        figures = done.get(row)
+        if figures is None or row.seed:
+            continue
+        rate = row.outer_lr or row.inner_lr
+        loss = loss_of(figures)
+        words = "diverged" if math.isinf(loss) else f"{loss:.4f}"
+        tried.setdefault(row.mode, []).append(f"{rate:g}: {words}")
+    lines = ["| mode | rate: loss |", "|---|---|"]
+    for name, words in tried.items():
+        which = "inner" if BY_NAME[name].outer_lr == "" else "outer"
+        lines.append(f"| {name} ({which}) | {', '.join(words)} |")
+    return "\n".join(lines) + "\n"
+
+
+def heading(scale: Scale, scale_name: str, own: Mapping[str, str], parameters: int) -> str:
+    """What was trained, in one line."""
+    tokens = scale.batch * int(scale.keys["max_target_length"])
+    words = f"scale={scale_name}: {parameters:,} parameters, {scale.steps:,} steps of "
+    words += f"{tokens:,} tokens, {scale.seeds} seeds, loss of theta on held-out text"
+    keys = ", ".join(f"{name}={value}" for name, value in own.items())
+    return words + (f"; {keys}" if keys else "")

@@ -1,0 +1,206 @@
+"""What each mode costs in loss and in bytes: one model, the same tokens, the trainer's own flags.
+
+    PYTHONPATH=. python benchmarks/quality.py [scale=cpu|gpu] [name=value ...] [key=value ...]
+
+The inner learning rate is tuned on data parallelism alone; the outer one for every mode, at one
+seed; the best of each then runs with the other seeds. Every row is a run of maxdiloco.train; the
+loss is that of theta on held-out text at the end. Names: OWN; other keys are the trainer's.
+
+Writes rows.json, table.md and two figures into `out`. A run that was ended goes on at its rows.
+Exit code 1: a run failed (one that diverged is a result).
+"""
+
+import json
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import yaml
+
+from benchmarks.learning import draw, table
+from benchmarks.learning.modes import BY_NAME, MODES, SCALES, Mode, Scale
+from benchmarks.learning.plan import FIRST_SEED, Row, decided, is_over
+from benchmarks.learning.rows import Run, keys_of
+from benchmarks.learning.traffic import Traffic, traffic
+from benchmarks.link.command import guarded
+from benchmarks.link.rows import ROOT, RowError
+from maxdiloco.errors import ConfigError
+
+OWN = {
+    "scale": "cpu",  # of SCALES
+    "modes": "",  # names with semicolons between; empty: all
+    "seeds": "",  # empty: the scale's
+    "steps": "",  # likewise
+    "batch": "",  # sequences a step, likewise
+    "jobs": "",  # rows at once; empty: one a core on a CPU, else 1
+    "out": "runs/quality",
+}
+POLL_S = 0.5
+
+
+class Asked(NamedTuple):
+    """What a command line asks for. keys: of the trainer, for every row."""
+
+    name: str
+    scale: Scale
+    modes: list[Mode]
+    keys: dict[str, str]
+    jobs: int
+    out: pathlib.Path
+
+    def setup(self) -> dict[str, Any]:
+        """What has to be the same for rows that are compared."""
+        scale = self.scale
+        sizes = {"steps": scale.steps, "batch": scale.batch, "evaluations": scale.evaluations}
+        return sizes | {"keys": {**scale.keys, **self.keys}}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark; returns its exit code."""
+    return guarded(_main, argv, interrupted="Interrupted. The same command goes on at its rows.")
+
+
+def _main(argv: Sequence[str]) -> int:
+    if any(argument in ("-h", "--help") for argument in argv):
+        print(__doc__, *(f"  {name}={value}" for name, value in OWN.items()), sep="\n")
+        print("Modes:", *(f"  {mode.name}" for mode in MODES), sep="\n")
+        return 0
+    asked = arguments(argv)
+    done = stored(asked)
+    jax.config.update("jax_platforms", "cpu")  # of this process, which trains nothing
+    # What the trainer refuses is refused before the first row.
+    sent = {mode.name: _traffic(mode, asked) for mode in asked.modes}
+    failed: set[Row] = set()
+    running: list[tuple[Run, int]] = []
+    try:
+        while not is_over(asked.modes, asked.scale, done):
+            waiting = [row for row in decided(asked.modes, asked.scale, done) if row not in done]
+            waiting = [row for row in waiting if row not in failed]
+            waiting = [row for row in waiting if all(run.row != row for run, _ in running)]
+            while waiting and len(running) < asked.jobs:
+                job = min(set(range(asked.jobs)) - {job for _, job in running})
+                running.append((_start(waiting.pop(0), job, asked), job))
+            if not running:
+                break  # what is left waits for rows that failed
+            time.sleep(POLL_S)
+            for run, job in [item for item in running if item[0].is_over()]:
+                running.remove((run, job))
+                _finish(run, asked, done, failed)
+                report(asked, done, sent)
+    finally:
+        for run, _ in running:
+            run.end()
+    print(report(asked, done, sent))
+    if failed:
+        names = ", ".join(row.name() for row in sorted(failed))
+        print(f"failed: {names}. The same command tries again.", file=sys.stderr)
+    return int(bool(failed))
+
+
+def arguments(argv: Sequence[str]) -> Asked:
+    """What a command line asks for. Raises ConfigError."""
+    given = dict(argument.partition("=")[::2] for argument in argv)
+    known = yaml.safe_load((ROOT / "configs" / "base.yml").read_text(encoding="utf-8"))
+    for name in given:
+        if name not in {*OWN, *known}:
+            raise ConfigError(
+                f"{name}={given[name]}: {name} is unknown. Use {', '.join(OWN)}, or a key of "
+                f"configs/base.yml."
+            )
+    own = OWN | {name: value for name, value in given.items() if name in OWN}
+    if own["scale"] not in SCALES:
+        raise ConfigError(f"scale={own['scale']} is unknown. Use {' or '.join(SCALES)}.")
+    scale = SCALES[own["scale"]]
+    for name in ("seeds", "steps", "batch"):
+        if own[name]:
+            scale = scale._replace(**{name: _number(name, own[name])})
+    names = [name.strip() for name in own["modes"].split(";") if name.strip()] or list(BY_NAME)
+    for name in names:
+        if name not in BY_NAME:
+            raise ConfigError(f"modes={name!r} is unknown. Use {'; '.join(BY_NAME)}.")
+    on_cpu = scale.keys["hardware"] == "cpu"
+    default = len(os.sched_getaffinity(0)) if on_cpu else 1
+    jobs = _number("jobs", own["jobs"]) if own["jobs"] else default
+    keys = {name: value for name, value in given.items() if name not in OWN}
+    modes = [BY_NAME[name] for name in names]
+    return Asked(own["scale"], scale, modes, keys, jobs, pathlib.Path(own["out"]).resolve())
+
+
+def _number(name: str, text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{name}={text} is no whole number of 1 or more. Use {name}=1.")
+    return int(text)
+
+
+def _traffic(mode: Mode, asked: Asked) -> Traffic:
+    keys = keys_of(Row(mode.name, 1e-3, 0.5, FIRST_SEED), asked.scale, asked.keys)
+    return traffic(keys | {"hardware": "cpu"})
+
+
+def stored(asked: Asked) -> dict[Row, dict[str, Any]]:
+    """The rows that are there already. Raises ConfigError for those of another setup."""
+    path = asked.out / "rows.json"
+    if not path.exists():
+        asked.out.mkdir(parents=True, exist_ok=True)
+        return {}
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    if saved["setup"] != asked.setup():
+        raise ConfigError(
+            f"out={asked.out} has rows of another model, text or number of steps: they do not "
+            f"compare. Name another folder, or remove this one."
+        )
+    return {Row(*row): figures for row, figures in saved["rows"]}
+
+
+def _start(row: Row, job: int, asked: Asked) -> Run:
+    cpus = sorted(os.sched_getaffinity(0))
+    share = [cpu for k, cpu in enumerate(cpus) if k % asked.jobs == job % len(cpus)]
+    print(f"{time.strftime('%H:%M:%S')} {row.name()}", flush=True)
+    return Run(
+        row,
+        asked.scale,
+        asked.keys,
+        asked.out / "runs" / row.name(),
+        cpus=share or cpus,
+        cache=asked.out / "jax_cache",
+    )
+
+
+def _finish(run: Run, asked: Asked, done: dict[Row, dict[str, Any]], failed: set[Row]) -> None:
+    try:
+        figures = run.result()
+    except RowError as error:
+        print(f"RowError: {error}", file=sys.stderr, flush=True)
+        failed.add(run.row)
+        return
+    done[run.row] = figures
+    rows = [[list(row), figures] for row, figures in done.items()]
+    draft = asked.out / "rows.json.new"
+    draft.write_text(json.dumps({"setup": asked.setup(), "rows": rows}), encoding="utf-8")
+    os.replace(draft, asked.out / "rows.json")
+    loss = "diverged" if figures["loss"] is None else f"loss {figures['loss']:.4f}"
+    print(f"{run.row.name()}: {loss} in {figures['seconds']:.0f} s", flush=True)
+
+
+def report(asked: Asked, done: Mapping[Row, Mapping[str, Any]], sent: Mapping[str, Traffic]) -> str:
+    """Write the table and the figures of what is there; returns the table."""
+    found = table.results(asked.modes, asked.scale, done, sent)
+    first = next(iter(sent.values()))
+    title = table.heading(asked.scale, asked.name, asked.keys, first.parameters)
+    sweeps = table.sweeps(asked.modes, asked.scale, done)
+    text = "\n".join([title + "\n", table.table(found, asked.scale), sweeps])
+    tokens = asked.scale.batch * int(asked.scale.keys["max_target_length"])
+    (asked.out / "table.md").write_text(text, encoding="utf-8")
+    curves = draw.curves(found, "Loss of theta on held-out text against tokens", tokens)
+    (asked.out / "curves.svg").write_text(curves, encoding="utf-8")
+    bytes_ = draw.tradeoff(found, "Last loss against the bytes that a replica sends")
+    (asked.out / "bytes.svg").write_text(bytes_, encoding="utf-8")
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,199 @@
+"""The benchmark of quality: which rows there are, what they are told, and what its table says."""
+
+import json
+import math
+
+import pytest
+
+from benchmarks import quality
+from benchmarks.learning import draw, modes, plan, rows, table
+from benchmarks.learning.modes import BY_NAME, DATA_PARALLEL, DELAYED, DILOCO, SCALES
+from benchmarks.learning.plan import Row
+from benchmarks.learning.traffic import traffic
+from maxdiloco.errors import ConfigError
+
+SCALE = SCALES["cpu"]._replace(
+    inner_rates={"adamw": (1.0, 2.0, 4.0), "muon": (1.0, 2.0)}, outer_rates=(0.2, 0.4, 0.8), seeds=2
+)
+SMALL = SCALE._replace(
+    keys=SCALE.keys | {"base_emb_dim": 8, "base_mlp_dim": 16, "head_dim": 8}, steps=60
+)
+
+
+def figures(loss):
+    return {"loss": loss, "curve": [[30, 2.0], [60, loss]]}
+
+
+def finish(done, mode, inner, outer, loss, seed=0):
+    done[Row(mode, inner, outer, seed)] = figures(loss)
+
+
+# -- rows ---------------------------------------------------------------------------------------
+
+
+def test_the_inner_rate_is_tuned_on_data_parallelism_before_anything_else():
+    some = [BY_NAME[DATA_PARALLEL], BY_NAME[DILOCO]]
+    done = {}
+    assert plan.decided(some, SCALE, done) == [
+        Row(DATA_PARALLEL, rate, 0.0, 0) for rate in (1.0, 2.0, 4.0)
+    ]
+    for rate, loss in ((1.0, 3.0), (2.0, 2.0), (4.0, 2.5)):
+        finish(done, DATA_PARALLEL, rate, 0.0, loss)
+    left = [row for row in plan.decided(some, SCALE, done) if row not in done]
+    assert left == [
+        *(Row(DILOCO, 2.0, rate, 0) for rate in (0.2, 0.4, 0.8)),
+        Row(DATA_PARALLEL, 2.0, 0.0, 1),
+    ]
+
+
+def test_a_grid_whose_best_is_at_its_end_grows_there():
+    done = {}
+    for rate, loss in ((1.0, 3.0), (2.0, 2.5), (4.0, 2.0)):
+        finish(done, DATA_PARALLEL, rate, 0.0, loss)
+    some = [BY_NAME[DATA_PARALLEL]]
+    assert Row(DATA_PARALLEL, 8.0, 0.0, 0) in plan.decided(some, SCALE, done)
+    finish(done, DATA_PARALLEL, 8.0, 0.0, 2.1)
+    assert plan.chosen(some[0], SCALE, done) == Row(DATA_PARALLEL, 4.0, 0.0, 0)
+
+
+def tuned():
+    """Everything of DiLoCo's is done but the second seed; its best outer rate is 0.4."""
+    done = {}
+    for rate, loss in ((1.0, 3.0), (2.0, 2.0), (4.0, 2.5)):
+        finish(done, DATA_PARALLEL, rate, 0.0, loss)
+    for rate, loss in ((0.2, 2.4), (0.4, 2.1), (0.8, None)):
+        finish(done, DILOCO, 2.0, rate, loss)
+    return done
+
+
+def test_the_best_rate_runs_with_the_other_seeds_and_what_diverged_is_never_best():
+    some = [BY_NAME[DATA_PARALLEL], BY_NAME[DILOCO]]
+    done = tuned()
+    left = [row for row in plan.decided(some, SCALE, done) if row not in done]
+    assert left == [Row(DATA_PARALLEL, 2.0, 0.0, 1), Row(DILOCO, 2.0, 0.4, 1)]
+    assert not plan.is_over(some, SCALE, done)
+    for row in left:
+        done[row] = figures(2.0)
+    assert plan.is_over(some, SCALE, done)
+
+
+def test_a_mode_may_take_a_part_of_the_best_rate_of_another():
+    quarter = BY_NAME["delayed, a quarter of it"]
+    left = [row for row in plan.decided([quarter], SCALE, tuned()) if row not in tuned()]
+    assert left == [Row(quarter.name, 2.0, 0.1, 0)]
+
+
+def test_every_row_is_accepted_by_the_trainer_and_reads_as_many_tokens_a_step():
+    for mode in modes.MODES:
+        keys = rows.keys_of(Row(mode.name, 1e-3, 0.5, 7), SMALL, {})
+        assert traffic(keys).parameters > 0
+        replicas = keys["num_diloco_replicas"] if keys["enable_diloco"] else 1
+        assert replicas * keys["per_device_batch_size"] == SMALL.batch
+        assert (keys["init_weights_seed"], keys["data_shuffle_seed"]) == (7, 7)
+
+
+# -- bytes --------------------------------------------------------------------------------------
+
+
+def test_bytes_are_those_of_the_schedule():
+    """60 steps. H=30 sends the model twice, in float32; 4 bits an eighth; data parallel 2 N T."""
+
+    def of(name):
+        return traffic(rows.keys_of(Row(name, 1e-3, 0.5, 0), SMALL, {}))
+
+    plain, N = of(DATA_PARALLEL), of(DATA_PARALLEL).parameters
+    assert plain.sent == plain.baseline == 2 * N * 60
+    assert of(DILOCO).sent == pytest.approx(2 * 4 * N, rel=0.02)
+    assert of("DiLoCo, H=10").sent == pytest.approx(6 * 4 * N, rel=0.02)
+    assert of("eager, 4 bits").sent == pytest.approx(2 * 4 * N / 8, rel=0.1)  # and block scales
+    assert of("DiLoCo, M=1").sent == 0
+
+
+# -- table --------------------------------------------------------------------------------------
+
+
+def found_of(done, names=(DATA_PARALLEL, DILOCO)):
+    some = [BY_NAME[name] for name in names]
+    sent = {m.name: traffic(rows.keys_of(Row(m.name, 1e-3, 0.5, 0), SMALL, {})) for m in some}
+    return table.results(some, SCALE, done, sent)
+
+
+def test_the_table_has_mean_spread_difference_and_bytes():
+    """DiLoCo: (2.1 + 2.3) / 2 = 2.2, 10 % above 2.0; deviation 0.2 / sqrt(2); 2 N 60 / (8 N)."""
+    done = tuned()
+    finish(done, DATA_PARALLEL, 2.0, 0.0, 2.0, seed=1)
+    finish(done, DILOCO, 2.0, 0.4, 2.3, seed=1)
+    lines = table.table(found_of(done), SCALE).splitlines()
+    assert [cell.strip() for cell in lines[3].split("|")[1:6]] == [
+        DILOCO, "0.4", "2.2000", "0.1414", "+10.00%",
+    ]  # fmt: skip
+    assert lines[3].split("|")[-2].strip() == "15"
+    assert "0.2: 2.4000, 0.4: 2.1000, 0.8: diverged" in table.sweeps(
+        [BY_NAME[DATA_PARALLEL], BY_NAME[DILOCO]], SCALE, done
+    )
+
+
+def test_seeds_that_are_missing_are_said_and_modes_without_a_best_rate_left_out():
+    done = tuned()
+    lines = table.table(found_of(done, (DATA_PARALLEL, DILOCO, DELAYED)), SCALE)
+    assert "(1 of 2 seeds)" in lines and DELAYED not in lines
+
+
+def test_the_figures_have_a_line_for_every_mode():
+    found = found_of(tuned())
+    assert draw.curves(found, "a", 1024).count('stroke-width="1.6"') == 2
+    assert "times fewer" in draw.tradeoff(found, "b")
+
+
+# -- command line -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("scale=big", "scale=big is unknown. Use cpu or gpu"),
+        ("modes=diloko", "modes='diloko' is unknown. Use data parallel; "),
+        ("seeds=0", "seeds=0 is no whole number of 1 or more"),
+        ("stepz=3", "stepz=3: stepz is unknown. Use scale, "),
+    ],
+)
+def test_bad_arguments_are_one_line(argument, words, capsys):
+    assert quality.main([argument]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_rows_are_stored_and_those_of_another_setup_refused(tmp_path):
+    asked = quality.arguments([f"out={tmp_path}", "steps=60"])
+    row = Row(DILOCO, 2.0, 0.4, 0)
+    (tmp_path / "rows.json").write_text(
+        json.dumps({"setup": asked.setup(), "rows": [[list(row), figures(2.0)]]})
+    )
+    assert quality.stored(asked) == {row: figures(2.0)}
+    with pytest.raises(ConfigError, match="rows of another model, text or number of steps"):
+        quality.stored(quality.arguments([f"out={tmp_path}", "steps=90"]))
+
+
+class Over:
+    """A run that is over. code: its exit code."""
+
+    def __init__(self, code):
+        self.returncode = code
+
+
+def result(tmp_path, code, evaluated):
+    run = object.__new__(rows.Run)
+    run.row, run._folder, run._scale = Row(DILOCO, 2.0, 0.4, 0), tmp_path, SMALL
+    run._process, run._began = Over(code), 0.0
+    (tmp_path / "log").write_text("line\n" * 20 + "last words")
+    (tmp_path / "run").mkdir(exist_ok=True)
+    lines = [{"step": step, "learning/loss": 1.5, "eval/loss": loss} for step, loss in evaluated]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    return run.result()
+
+
+def test_a_run_that_diverged_is_a_result_and_one_that_failed_is_not(tmp_path):
+    assert result(tmp_path, 0, [(30, 2.0), (60, 1.9)])["loss"] == 1.9
+    assert result(tmp_path, 4, [(30, 2.0)])["loss"] is None
+    assert result(tmp_path, 0, [(30, 2.0), (60, math.inf)])["loss"] is None
+    with pytest.raises(rows.RowError, match="exit code 3. End of its log:(.|\n)*last words"):
+        result(tmp_path, 3, [(60, 1.9)])
