@@ -24,13 +24,13 @@ for k, _ in enumerate(sys.stdin):
     [
         ("compile=yes", "compile=yes is neither. Use true or false"),
         ("threads=-1", "threads=-1 is no whole number"),
-        ("steps=-1", "steps=-1, .* Use steps of 1 or more"),
+        ("steps=-1 dataset_type=text", "steps=-1, .* Use steps of 1 or more"),
         ("mlp_activations=[relu]", "mlp_activations=relu: torch's loop"),
     ],
 )
 def test_bad_arguments_are_one_line(argument, words):
     with pytest.raises(ConfigError, match=words):
-        peer_torch.arguments([argument, "override_model_config=true"])
+        peer_torch.arguments([*argument.split(), "override_model_config=true"])
 
 
 def test_torch_is_told_the_model_of_the_trainer():
