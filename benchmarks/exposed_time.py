@@ -132,9 +132,7 @@ def peers(cfg: config.Config, mesh: Any, fragments: int) -> list[tuple[Any, int]
     by_form: dict[tuple, list] = {}
     for plan in parts.trainer.layout.plans:
         by_form.setdefault(plan.form, []).append(plan)
-    return [
-        (_read(peers_program(cfg, parts, alike[0])), len(alike)) for alike in by_form.values()
-    ]
+    return [(_read(peers_program(cfg, parts, alike[0])), len(alike)) for alike in by_form.values()]
 
 
 def peers_program(cfg: config.Config, parts: assemble.Parts, plan: Any) -> jax.stages.Compiled:

@@ -69,7 +69,7 @@ def _main(argv: Sequence[str]) -> int:
     thin = any(row.rate != figures.UNLIMITED for _, row in turns)
     with hosts(setup["hosts"], Link(1.0 if thin else None, congestion=setup["congestion"])):
         pass  # refused now rather than in the midst of the rows
-    python = torchft_rows.environment(out)
+    python = torchft_rows.environment(out, torchft_rows.REQUIREMENTS)
     measured: list[dict[str, Any]] = []
     for i, (trainer, row) in enumerate(turns):
         folder = out / "logs" / f"{trainer}-{row.name()}"

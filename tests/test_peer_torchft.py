@@ -101,14 +101,14 @@ def test_an_environment_that_is_there_is_used_again_and_one_of_other_versions_is
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(torchft_rows.subprocess, "run", run)
-    python = torchft_rows.environment(tmp_path)
+    wanted = torchft_rows.REQUIREMENTS
+    python = torchft_rows.environment(tmp_path, wanted)
     assert python == tmp_path / "venv" / "bin" / "python"
     assert [command[:3] for command in ran] == [
         [sys.executable, "-m", "venv"], [str(python), "-m", "pip"],
     ]  # fmt: skip
-    assert torchft_rows.environment(tmp_path) == python and len(ran) == 2
-    monkeypatch.setattr(torchft_rows, "REQUIREMENTS", ("torchft==0.0.1",))
-    torchft_rows.environment(tmp_path)
+    assert torchft_rows.environment(tmp_path, wanted) == python and len(ran) == 2
+    torchft_rows.environment(tmp_path, ("torchft==0.0.1",))
     assert ran[3][-1] == "torchft==0.0.1"
 
 
@@ -124,7 +124,7 @@ def test_an_environment_that_pip_cannot_make_is_refused_with_pips_last_line(tmp_
         ConfigError,
         match=f"out={tmp_path}: .* found for torchft==0.2.0 .*pip.log.*needs a package index",
     ):
-        torchft_rows.environment(tmp_path)
+        torchft_rows.environment(tmp_path, torchft_rows.REQUIREMENTS)
 
 
 def test_the_process_of_torchft_runs_as_a_file_without_torch_or_a_package_of_ours():

@@ -66,9 +66,7 @@ class Window(NamedTuple):
     steps: int
 
 
-def expected_step_ms(
-    row: Row, setup: Mapping[str, Any], plain: Mapping[str, Any] | None
-) -> float:
+def expected_step_ms(row: Row, setup: Mapping[str, Any], plain: Mapping[str, Any] | None) -> float:
     """About how long a step of a row will take, by arithmetic, with fragments of one size.
 
     plain: what was measured of the plain step; None before that.

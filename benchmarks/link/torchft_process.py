@@ -37,20 +37,28 @@ def main() -> None:
     run(job)
 
 
-def decoder(spec: dict):
-    """The model. Its `fragments` are modules that hold its parameters, disjoint and in order."""
+def decoder(spec: dict, *, tied: bool = True, qk_norm: bool = True, gated: bool = True):
+    """The model. tied: the embedding is the head too; qk_norm: queries and keys are normalised.
+
+    gated: a feed-forward with silu gates; else one with gelu.
+
+    `ends` is what belongs to no layer, `layers` the rest.
+    """
     import torch
     from torch import nn
     from torch.nn import functional
 
     D, F, V = spec["base_emb_dim"], spec["base_mlp_dim"], spec["vocab_size"]
     N, K, H = spec["base_num_query_heads"], spec["base_num_kv_heads"], spec["head_dim"]
-    L, P = spec["base_num_decoder_layers"], spec["num_diloco_fragments"]
+    L = spec["base_num_decoder_layers"]
     pairs = torch.arange(0, H, 2) / H
     angles = torch.arange(spec["max_target_length"])[:, None] / 10_000**pairs
     sin, cos = angles.sin(), angles.cos()
 
-    def rotate(x):
+    def norm():
+        return nn.RMSNorm(H) if qk_norm else nn.Identity()
+
+    def rotate(x, sin, cos):
         first, second = x.chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
@@ -58,42 +66,55 @@ def decoder(spec: dict):
         def __init__(self):
             super().__init__()
             self.attention_norm, self.mlp_norm = nn.RMSNorm(D), nn.RMSNorm(D)
-            self.query_norm, self.key_norm = nn.RMSNorm(H), nn.RMSNorm(H)
+            self.query_norm, self.key_norm = norm(), norm()
             self.query = nn.Linear(D, N * H, bias=False)
             self.key, self.value = (nn.Linear(D, K * H, bias=False) for _ in range(2))
             self.out = nn.Linear(N * H, D, bias=False)
-            self.gate, self.up = (nn.Linear(D, F, bias=False) for _ in range(2))
+            self.up = nn.Linear(D, F, bias=False)
+            self.gate = nn.Linear(D, F, bias=False) if gated else None
             self.down = nn.Linear(F, D, bias=False)
 
-        def forward(self, x):
+        def forward(self, x, sin, cos):
             y = self.attention_norm(x)
             q, k, v = (
                 product(y).unflatten(-1, (-1, H)).transpose(1, 2)
                 for product in (self.query, self.key, self.value)
             )
-            q, k = rotate(self.query_norm(q)), rotate(self.key_norm(k))
+            q, k = rotate(self.query_norm(q), sin, cos), rotate(self.key_norm(k), sin, cos)
             k, v = (part.repeat_interleave(N // K, dim=1) for part in (k, v))
             context = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = x + self.out(context.transpose(1, 2).flatten(2))
             y = self.mlp_norm(x)
-            return x + self.down(functional.silu(self.gate(y)) * self.up(y))
+            if gated:
+                return x + self.down(functional.silu(self.gate(y)) * self.up(y))
+            return x + self.down(functional.gelu(self.up(y), approximate="tanh"))
 
     class Decoder(nn.Module):
         def __init__(self):
             super().__init__()
             self.ends = nn.ModuleDict({"embedding": nn.Embedding(V, D), "norm": nn.RMSNorm(D)})
             nn.init.normal_(self.ends["embedding"].weight, std=1 / math.sqrt(D))
+            if not tied:
+                self.ends["head"] = nn.Linear(D, V, bias=False)
             self.layers = nn.ModuleList(Layer() for _ in range(L))
+            self.register_buffer("sin", sin, persistent=False)
+            self.register_buffer("cos", cos, persistent=False)
 
         def forward(self, tokens):
             x = self.ends["embedding"](tokens) * math.sqrt(D)
             for layer in self.layers:
-                x = layer(x)
-            return self.ends["norm"](x) @ self.ends["embedding"].weight.T
+                x = layer(x, self.sin, self.cos)
+            x = self.ends["norm"](x)
+            return x @ self.ends["embedding"].weight.T if tied else self.ends["head"](x)
 
-    model = Decoder()
-    strided = [nn.ModuleList(model.layers[p :: P - 1]) for p in range(P - 1)]
-    return model, [model.ends, *strided]
+    return Decoder()
+
+
+def fragments_of(model, P: int) -> list:
+    """Modules that hold the parameters, disjoint and in order: the ends, and P - 1 of layers."""
+    from torch import nn
+
+    return [model.ends, *(nn.ModuleList(model.layers[p :: P - 1]) for p in range(P - 1))]
 
 
 def run(job: dict) -> None:
@@ -104,7 +125,8 @@ def run(job: dict) -> None:
         torch.set_num_threads(1)
     spec = job["spec"]
     torch.manual_seed(0)  # equal parameters at first, so that nothing has to be sent for it
-    model, fragments = decoder(spec)
+    model = decoder(spec)
+    fragments = fragments_of(model, spec["num_diloco_fragments"])
     inner = torch.optim.AdamW(
         model.parameters(), lr=4e-4, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1
     )

@@ -27,27 +27,27 @@ TAIL = 12  # lines of a log
 POLL_S = 0.2
 
 
-def environment(out: pathlib.Path) -> pathlib.Path:
-    """The python of an environment with torchft below `out`, made unless it is there.
+def environment(out: pathlib.Path, requirements: Sequence[str] = REQUIREMENTS) -> pathlib.Path:
+    """The python of an environment with the requirements below `out`, made unless it is there.
 
     pip's own settings hold, as PIP_EXTRA_INDEX_URL. Raises ConfigError where it fails.
     """
     folder, log = out / "venv", out / "pip.log"
     python, ready = folder / "bin" / "python", folder / "requirements.txt"
-    wanted = "\n".join(REQUIREMENTS)
+    wanted = "\n".join(requirements)
     if ready.exists() and ready.read_text(encoding="utf-8") == wanted:
         return python
-    print(f"installing {', '.join(REQUIREMENTS)} in {folder}", flush=True)
+    print(f"installing {', '.join(requirements)} in {folder}", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
-    install = [str(python), "-m", "pip", "install", "--no-input", *REQUIREMENTS]
+    install = [str(python), "-m", "pip", "install", "--no-input", *requirements]
     with log.open("w", encoding="utf-8") as file:
         for command in ([sys.executable, "-m", "venv", str(folder)], install):
             done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT)
             if done.returncode:
                 last = log.read_text(encoding="utf-8").strip().rpartition("\n")[2]
                 raise ConfigError(
-                    f"out={out}: torchft's environment cannot be made there: {last} ({log}). It "
+                    f"out={out}: the environment cannot be made there: {last} ({log}). It "
                     f"needs a package index that pip reaches and a Python that has these packages."
                 )
     ready.write_text(wanted, encoding="utf-8")

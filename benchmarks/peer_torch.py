@@ -1,0 +1,275 @@
+"""One device: maxdiloco's plain step beside a compiled PyTorch loop, in turns in one run.
+
+    PYTHONPATH=. python benchmarks/peer_torch.py [name=value ...] [key=value ...]
+
+Both train the same decoder, in bfloat16 over float32 parameters, with AdamW and gradients clipped
+at norm 1. torch: autocast, scaled_dot_product_attention, a fused AdamW, torch.compile; the loop is
+in beside/torch_process.py. torch goes into an environment of its own below `out`, unless `python`
+names one that has it. Both use all cores the process may use; while one steps, the other waits for
+its turn. At first both start alone, from nothing: seconds from the start of the process to the end
+of the first step. Names: OWN; other keys are the trainer's, above DEFAULTS.
+
+Exit code 1: the models differ in size, or torch's loop failed.
+"""
+
+import json
+import math
+import os
+import pathlib
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks import step_time
+from benchmarks.link.command import guarded
+from benchmarks.link.rows import ROOT, RowError
+from benchmarks.link.torchft_rows import environment
+from maxdiloco.errors import ConfigError
+from maxdiloco.flags import config
+from maxdiloco.flags.config import Config
+from maxdiloco.models.transformer import count_parameters
+from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.processes.output import aligned
+
+OWN = {
+    "python": "",  # of an environment with torch; empty: one is made in `out`
+    "compile": "true",  # torch.compile
+    "start": "true",  # measure the starts too
+    "threads": "0",  # of torch; 0: as many as it chooses
+    "pause_s": "0.3",  # between turns, so that the threads of the one that waits are asleep
+    "out": "runs/peer_torch",
+}
+DEFAULTS = step_time.DEFAULTS | {"hardware": "cpu"}
+SPEC = (
+    "base_emb_dim", "base_mlp_dim", "vocab_size", "base_num_query_heads", "base_num_kv_heads",
+    "head_dim", "base_num_decoder_layers", "max_target_length",
+)  # fmt: skip
+PROCESS = pathlib.Path(__file__).parent / "beside" / "torch_process.py"
+REQUIREMENTS = ("torch==2.13.0", "numpy==2.4.6")
+
+
+class Torch:
+    """The loop in its process. ready: what it said after its first steps."""
+
+    def __init__(self, python: pathlib.Path, job: dict[str, Any], log: pathlib.Path):
+        self._log = log
+        environ = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("TORCH", "PYTHON"))
+        }
+        began = time.time()
+        self._process = subprocess.Popen(
+            [str(python), "-I", str(PROCESS), json.dumps(job)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("w"),
+            text=True,
+            env=environ | {"TORCHINDUCTOR_CACHE_DIR": str(log.parent / "inductor")},
+        )
+        try:
+            self.ready = self._read()
+        except BaseException:
+            self.close()
+            raise
+        self.start_s = time.time() - began
+
+    def step(self) -> dict[str, float]:
+        """Take a step and return its seconds: wall, cpu. Raises RowError."""
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+
+    def _read(self) -> dict[str, Any]:
+        line = self._process.stdout.readline()
+        if not line:
+            tail = " | ".join(self._log.read_text(errors="replace").splitlines()[-4:])
+            raise RowError(f"torch's loop ended with {self._process.wait()}: {tail} ({self._log})")
+        return json.loads(line)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark; returns its exit code."""
+    return guarded(_main, argv)
+
+
+def _main(argv: Sequence[str]) -> int:
+    if any(argument in ("-h", "--help") for argument in argv):
+        print(__doc__, *(f"  {name}={value}" for name, value in OWN.items()), sep="\n")
+        return 0
+    own, keys, cfg = arguments(argv)
+    out = pathlib.Path(own["out"]).resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    python = pathlib.Path(own["python"]) if own["python"] else environment(out, REQUIREMENTS)
+    job = torch_job(cfg, own)
+    starts = {}
+    if own["start"] == "true":
+        starts["maxdiloco"] = our_start(keys, out)
+    torch = Torch(python, job, out / "torch.log")
+    try:
+        if own["start"] == "true":
+            starts["torch"] = torch.ready["first_step_s"]
+        ours = our_case(cfg)
+        check_size(count_parameters(ours.parts.model), torch.ready["parameters"])
+        walls, cpus = in_turns(ours, torch, cfg, float(own["pause_s"]))
+    finally:
+        torch.close()
+    print(report(cfg, ours, torch.ready, walls, cpus, starts))
+    return 0
+
+
+def arguments(argv: Sequence[str]) -> tuple[dict[str, str], list[str], Config]:
+    """Own arguments, the trainer's, and the trainer's config. Raises ConfigError."""
+    given = dict(argument.partition("=")[::2] for argument in argv)
+    own = OWN | {name: value for name, value in given.items() if name in OWN}
+    keys = DEFAULTS | {name: value for name, value in given.items() if name not in OWN}
+    for name in ("compile", "start"):
+        if own[name] not in ("true", "false"):
+            raise ConfigError(f"{name}={own[name]} is neither. Use true or false.")
+    if not own["threads"].isdecimal():
+        raise ConfigError(f"threads={own['threads']} is no whole number. Use threads=0.")
+    pairs = [f"{name}={value}" for name, value in keys.items()]
+    cfg = config.load(pairs, os.environ)
+    if cfg.steps < 1 or list(cfg.mlp_activations) not in (["silu", "linear"], ["gelu"]):
+        raise ConfigError(
+            f"steps={cfg.steps}, mlp_activations={','.join(cfg.mlp_activations)}: torch's loop "
+            f"times some steps of a decoder with silu gates or gelu. Use steps of 1 or more and a "
+            f"model such as 180m."
+        )
+    return own, pairs, cfg
+
+
+def torch_job(cfg: Config, own: dict[str, str]) -> dict[str, Any]:
+    """What torch's loop is told."""
+    return {
+        "spec": {name: getattr(cfg, name) for name in SPEC},
+        "tied": cfg.logits_via_embedding,
+        "qk_norm": cfg.use_qk_norm,
+        "gated": len(cfg.mlp_activations) == 2,
+        "dtype": cfg.dtype,
+        "batch": cfg.per_device_batch_size,
+        "device": "cuda" if cfg.hardware == "gpu" else "cpu",
+        "compile": own["compile"] == "true",
+        "threads": int(own["threads"]),
+    }
+
+
+def our_start(keys: Sequence[str], out: pathlib.Path) -> float:
+    """Seconds from the start of maxdiloco.train, with no compile cache, to its first step's line.
+
+    Raises RowError.
+    """
+    run = ["steps=1", "log_period=1", "enable_checkpointing=false", "enable_tensorboard=false"]
+    run += [f"base_output_directory={out}", f"run_name=start-{time.time_ns()}", "jax_cache_dir="]
+    keys = [key for key in keys if not key.startswith("steps=")]
+    began = time.monotonic()
+    with subprocess.Popen(
+        [sys.executable, "-m", "maxdiloco.train", *keys, *run],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if re.match(r"step 1/1 ", line):
+                return time.monotonic() - began
+    raise RowError(f"maxdiloco.train ended with {process.returncode}: {''.join(lines[-4:])}")
+
+
+def our_case(cfg: Config) -> step_time.Case:
+    """DiLoCo's plain step on one device, warmed up."""
+    mesh_lib.choose_platform(cfg)
+    mesh = mesh_lib.build(cfg)
+    if mesh.size != 1:
+        raise ConfigError(
+            f"{mesh.size} devices are visible, but torch's loop has one. Set CUDA_VISIBLE_DEVICES, "
+            f"or leave num_slices and the mesh's keys out."
+        )
+    _, ours = step_time.make_pair("", cfg, mesh)
+    step_time.warm_up(ours, step_time.make_batch(cfg, ours.parts))
+    return ours
+
+
+def check_size(ours: int, theirs: int) -> None:
+    """Raise RowError for models of different size."""
+    if ours != theirs:
+        raise RowError(f"the models differ: {ours:,} parameters here, {theirs:,} in torch.")
+
+
+def in_turns(
+    ours: step_time.Case, torch: Torch, cfg: Config, pause_s: float
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds of each timed step, wall and CPU. The order is reversed every turn."""
+    batch = step_time.make_batch(cfg, ours.parts)
+    walls: dict[str, list[float]] = {"maxdiloco": [], "torch": []}
+    cpus: dict[str, list[float]] = {"maxdiloco": [], "torch": []}
+
+    def our_turn() -> None:
+        ours.timed_step(batch)
+        walls["maxdiloco"].append(ours.wall[-1])
+        cpus["maxdiloco"].append(ours.cpu[-1])
+
+    def their_turn() -> None:
+        figures = torch.step()
+        walls["torch"].append(figures["wall"])
+        cpus["torch"].append(figures["cpu"])
+
+    for turn in range(cfg.steps):
+        for take in (our_turn, their_turn)[:: 1 if turn % 2 else -1]:
+            time.sleep(pause_s)
+            take()
+    return walls, cpus
+
+
+def report(
+    cfg: Config,
+    ours: step_time.Case,
+    ready: dict[str, Any],
+    walls: dict[str, list[float]],
+    cpus: dict[str, list[float]],
+    starts: dict[str, float],
+) -> str:
+    """The table and the ratio."""
+    tokens, median = ours.parts.shape.tokens, statistics.median
+    rows: list[tuple[str, ...]] = [("", "maxdiloco", "torch")]
+    names = ("maxdiloco", "torch")
+
+    def add(title: str, figure) -> None:
+        rows.append((title, *(figure(name) for name in names)))
+
+    add("step, median [s]", lambda name: f"{median(walls[name]):.4f}")
+    add("step, least to most [s]", lambda n: f"{min(walls[n]):.4f}..{max(walls[n]):.4f}")
+    add("CPU time of a step, median [s]", lambda name: f"{median(cpus[name]):.3f}")
+    add("tokens/s", lambda name: f"{tokens / median(walls[name]):,.0f}")
+    add("start to end of first step [s]", lambda name: f"{starts.get(name, math.nan):.1f}")
+    lines = [
+        f"{cfg.model_name}, {ready['parameters']:,} parameters, {tokens:,} tokens a step, "
+        f"{cfg.dtype}, {cfg.hardware}; torch {ready['torch']}, {ready['threads']} threads",
+        *aligned(rows),
+        f"maxdiloco / torch: tokens/s {median(walls['torch']) / median(walls['maxdiloco']):.3f} "
+        f"(turn by turn {', '.join(f'{x:.2f}' for x in quartiles(walls))} quartiles), CPU time "
+        f"{median(cpus['maxdiloco']) / median(cpus['torch']):.3f}",
+    ]
+    return "\n".join(lines)
+
+
+def quartiles(walls: dict[str, list[float]]) -> list[float]:
+    """Of the ratio of tokens/s, turn by turn; one turn's is all three."""
+    ratios = [theirs / our for our, theirs in zip(walls["maxdiloco"], walls["torch"], strict=True)]
+    return statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

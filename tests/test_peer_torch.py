@@ -1,0 +1,95 @@
+"""The benchmark beside a PyTorch loop: its arguments, the turns, the report; without torch."""
+
+import sys
+import types
+
+import pytest
+
+from benchmarks import peer_torch
+from benchmarks.link.rows import RowError
+from maxdiloco.errors import ConfigError
+
+LOOP = """
+import json, sys
+print(json.dumps({"parameters": 7, "torch": "2", "threads": 1, "first_step_s": 1.0}), flush=True)
+for k, _ in enumerate(sys.stdin):
+    if k == 2:
+        sys.exit("out of memory")
+    print(json.dumps({"wall": 0.5 + k, "cpu": 0.25}), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("compile=yes", "compile=yes is neither. Use true or false"),
+        ("threads=-1", "threads=-1 is no whole number"),
+        ("steps=-1 dataset_type=text", "steps=-1, .* Use steps of 1 or more"),
+        ("mlp_activations=[relu]", "mlp_activations=relu: torch's loop"),
+    ],
+)
+def test_bad_arguments_are_one_line(argument, words):
+    with pytest.raises(ConfigError, match=words):
+        peer_torch.arguments([*argument.split(), "override_model_config=true"])
+
+
+def test_torch_is_told_the_model_of_the_trainer():
+    own, _, cfg = peer_torch.arguments(["model_name=180m", "hardware=gpu", "threads=3"])
+    job = peer_torch.torch_job(cfg, own)
+    assert (job["device"], job["threads"], job["dtype"]) == ("cuda", 3, "bfloat16")
+    assert (job["tied"], job["qk_norm"]) == (cfg.logits_via_embedding, cfg.use_qk_norm)
+    assert not job["gated"]
+    assert job["spec"]["base_num_decoder_layers"] == 12 and job["batch"] == 4
+
+
+def loop(tmp_path, monkeypatch):
+    script = tmp_path / "loop.py"
+    script.write_text(LOOP)
+    monkeypatch.setattr(peer_torch, "PROCESS", script)
+    return peer_torch.Torch(sys.executable, {}, tmp_path / "log")
+
+
+def test_a_loop_answers_each_turn_and_its_end_is_an_error_with_its_last_words(
+    tmp_path, monkeypatch
+):
+    torch = loop(tmp_path, monkeypatch)
+    try:
+        assert torch.ready["parameters"] == 7
+        assert [torch.step()["wall"], torch.step()["wall"]] == [0.5, 1.5]
+        with pytest.raises(RowError, match="ended with 1: out of memory"):
+            torch.step()
+    finally:
+        torch.close()
+
+
+def test_models_of_different_size_are_not_compared():
+    peer_torch.check_size(7, 7)
+    with pytest.raises(RowError, match="8 parameters here, 7 in torch"):
+        peer_torch.check_size(8, 7)
+
+
+class Ours:
+    """A case whose steps take 0.25 s and 0.5 s of CPU time."""
+
+    def __init__(self):
+        self.wall, self.cpu = [], []
+        self.parts = types.SimpleNamespace(shape=types.SimpleNamespace(tokens=2048))
+
+    def timed_step(self, batch):
+        self.wall.append(0.25)
+        self.cpu.append(0.5)
+
+
+def test_the_report_has_the_ratio_of_medians(tmp_path, monkeypatch):
+    """torch's steps 0.5 and 1.5 s, ours 0.25: 1.0 / 0.25 = 4; tokens 2048 / 0.25 = 8,192."""
+    torch = loop(tmp_path, monkeypatch)
+    monkeypatch.setattr(peer_torch.step_time, "make_batch", lambda *_: None)
+    cfg = types.SimpleNamespace(steps=2, model_name="m", dtype="float32", hardware="cpu")
+    ours = Ours()
+    try:
+        walls, cpus = peer_torch.in_turns(ours, torch, cfg, 0.0)
+    finally:
+        torch.close()
+    assert walls == {"maxdiloco": [0.25, 0.25], "torch": [0.5, 1.5]}
+    text = peer_torch.report(cfg, ours, torch.ready, walls, cpus, {"torch": 9.0})
+    assert "tokens/s 4.000" in text and "CPU time 2.000" in text and "8,192" in text
