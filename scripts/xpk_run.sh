@@ -17,7 +17,7 @@
 #     RUN_NAME (RUNNAME): instead of the first argument; the same name again resumes the run
 #     WORKLOAD_NAME (XPK_WORKLOAD): xpk's name of this start; the run's name. xpk takes a name once
 #     STORAGE: an xpk storage with the text, mounted in every pod. dataset_path is its folder, or
-#       one of the image: xpk storage attach my-text --type=gcsfuse --bucket=B --mount-point=/text ...
+#       one of the image: xpk storage attach my-text --type=gcsfuse --mount-point=/text ...
 #     RESERVATION (NONE), PRIORITY (medium), MAX_RESTARTS (50), GRACE_SECONDS (180: SIGTERM to the
 #     saved state), XLA_FLAGS_FILE (scripts/launch/xla_flags.env; none: no flags)
 #   flags: MODEL_NAME, STEPS, DATASET_PATH, PER_DEVICE_BATCH_SIZE, MAX_TARGET_LENGTH,
