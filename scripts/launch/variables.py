@@ -98,6 +98,11 @@ FLAGS_FILE = Variable(
 )  # fmt: skip
 
 
+def plain(value: str) -> str:
+    """Text that Kubernetes leaves as it is: it reads $(NAME) as a variable, and $$ as $."""
+    return value.replace("$", "$$")
+
+
 def read(table: Collection[Variable], environ: Mapping[str, str], faults: list[str]):
     """{name: value} of a table's variables. Each fault is a line in faults."""
     return {variable.name: variable.read(environ, faults) for variable in table}

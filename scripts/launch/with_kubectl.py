@@ -93,7 +93,7 @@ def launch(arguments: list[str], environ: Mapping[str, str], faults: list[str]):
         "SERVICE_ACCOUNT": of["SERVICE_ACCOUNT"],
         "NODE_SELECTOR": selector,
         "IMAGE": of["IMAGE"],
-        "FLAGS": [_plain(flag) for flag in flags],
+        "FLAGS": [variables.plain(flag) for flag in flags],
     } | _volumes(of["SHM_GB"], of["TEXT_CLAIM"])
     if on_gpus:
         processes = str(int(of["NUM_SLICES"]) * hosts)
@@ -127,11 +127,6 @@ def _volumes(shm_gb: str, claim: str) -> dict[str, list[object]]:
         volumes.append({"name": "text", "persistentVolumeClaim": source})
         mounts.append({"name": "text", "mountPath": "/text", "readOnly": True})
     return {"VOLUMES": volumes, "MOUNTS": mounts}
-
-
-def _plain(value: str) -> str:
-    """Text that Kubernetes leaves as it is: it reads $(NAME) as a variable, and $$ as $."""
-    return value.replace("$", "$$")
 
 
 def nodes(of: Mapping[str, str], hardware: str, faults: list[str]) -> tuple[dict[str, str], int]:

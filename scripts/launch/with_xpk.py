@@ -48,7 +48,7 @@ def launch(arguments: list[str], environ: Mapping[str, str], faults: list[str]):
     fixed = {"hardware": "tpu", "base_output_directory": of["OUTPUT"], "run_name": run}
     flags = variables.flags(arguments, environ, fixed, of["NUM_SLICES"], faults, in_pods=True)
     # exec: SIGTERM has to reach Python, which saves the state and exits with 143.
-    command = shlex.join(["exec", "python", "-m", "maxdiloco.train", *flags])
+    command = variables.plain(shlex.join(["exec", "python", "-m", "maxdiloco.train", *flags]))
     codes = f"{LostPeerError.exit_code},{SaveError.exit_code}"  # beside xpk's own 42, 127 to 255
     made = ["xpk", "workload", "create"]
     made += [f"--cluster={of['CLUSTER']}", f"--project={of['PROJECT']}", f"--zone={of['ZONE']}"]

@@ -137,9 +137,10 @@ def test_the_variables_of_maxtexts_diloco_scripts_are_taken(tmp_path):
 
 
 def test_xpk_gets_the_training_command_whole(tmp_path):
-    """xpk hands --command to a shell in the pod: what arrives there is what was written."""
+    """xpk hands --command to a shell in the pod: what arrives there is what was written. Before,
+    Kubernetes makes $$ a $."""
     arguments = ["first", "configs/quickstart.yml", "mlp_activations=[silu, linear]"]
-    arguments += ["sample_prompt=$(touch x) `y` 'z'"]
+    arguments += ["sample_prompt=$(touch x) $$ `y` 'z'"]
     done = tools.run("xpk_run", arguments, tmp_path, **tools.XPK, STORAGE="my-text")
     assert done.returncode == 0, done.stderr
     command, _ = tools.called(tmp_path, "xpk")
@@ -149,7 +150,7 @@ def test_xpk_gets_the_training_command_whole(tmp_path):
     assert f"--restart-on-exit-codes={codes}" in command
     (line,) = [word for word in command if word.startswith("--command=")]
     assert line.startswith("--command=exec python "), "SIGTERM has to reach Python itself"
-    spoken = line.replace("--command=exec python", "printf '%s|'")
+    spoken = line.replace("--command=exec python", "printf '%s|'").replace("$$", "$")
     in_pod = subprocess.run(["bash", "-c", spoken], capture_output=True, text=True, cwd=tmp_path)
     assert in_pod.stdout == "|".join(
         ["-m", "maxdiloco.train", *arguments[1:], "hardware=tpu"]
