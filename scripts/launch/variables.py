@@ -161,12 +161,8 @@ def flags(
     if arguments and "=" not in arguments[0] and arguments[0].endswith((".yml", ".yaml")):
         file, path = _file(arguments.pop(0), faults, in_pods=in_pods)
     given = {argument.partition("=")[0] for argument in arguments}
-    for argument in arguments:
-        key = argument.partition("=")[0]
-        if key in fixed:
-            faults.append(f"{argument} is set by this script to {fixed[key]}. Leave it out.")
-        if "\n" in argument:
-            faults.append(f"{key} has a line break, which a command cannot carry. Write one line.")
+    for key in sorted(given & fixed.keys()):
+        faults.append(f"{key} is set by this script, to {fixed[key]}. Leave {key}= out.")
     for name in environ:
         if name.startswith("DILOCO_") and name not in KEYS:
             known = ", ".join(known for known in KEYS if known.startswith("DILOCO_"))
@@ -176,10 +172,14 @@ def flags(
             )
     meant = {key: name for name, key in KEYS.items() if environ.get(name) and key not in given}
     stated = [f"{key}={environ[name]}" for key, name in meant.items()] + arguments
-    if not faults:
-        slices = [] if "num_slices" in given else [f"num_slices={num_slices}"]
-        whole = [*path, *stated, *slices, *(f"{key}={value}" for key, value in fixed.items())]
-        _check(whole, {} if in_pods else environ, meant | {"num_slices": "NUM_SLICES"}, faults)
+    for flag in stated:
+        if "\n" in flag:
+            key = flag.partition("=")[0]
+            faults.append(f"{key} has a line break, which a command cannot carry. Write one line.")
+    checked = {"num_slices": num_slices} | fixed  # what is faulty itself is empty here
+    added = [f"{key}={value}" for key, value in checked.items() if value and key not in given]
+    environ = {} if in_pods else environ
+    _check([*path, *stated, *added], environ, meant | {"num_slices": "NUM_SLICES"}, faults)
     return [*file, *stated, *(f"{key}={value}" for key, value in fixed.items())]
 
 

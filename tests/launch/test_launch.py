@@ -42,6 +42,7 @@ FAULTS = [
     ("STORAGE", "a b", r"STORAGE=a b is not the name of an xpk storage"),
     ("WORKLOAD_NAME", "First", r"WORKLOAD_NAME=First is not a name for the workload"),
     ("DILOCO_FRAGMENTS", "4", r"DILOCO_FRAGMENTS=4 is no variable .* knows DILOCO_SYNC_PERIOD"),
+    ("STEPS", "x", r"steps=x .*is not a whole number\. .* STEPS gives it\."),
     ("XLA_FLAGS_FILE", "/none", r"XLA_FLAGS_FILE=/none does not exist\. Name a file, or set it"),
 ]
 
@@ -65,11 +66,11 @@ def test_every_fault_is_told_in_one_line_each_and_nothing_is_created(tmp_path):
         ("xpk_run", ["a"], {"ZONE": ""}, r"ZONE is not set: it is .*Set it, as in ZONE=us-west4"),
         ("xpk_run", ["a"], {"CLUSTER": ""}, r"CLUSTER or CLUSTER_NAME is not set: it is"),
         ("xpk_run", ["a"], {"PROJECT_ID": "other-one"}, r"PROJECT=my-project and PROJECT_ID=other"),
-        ("xpk_run", ["a", "run_name=b"], {}, r"run_name=b is set by this script to a\. Leave it"),
+        ("xpk_run", ["a", "run_name=b"], {}, r"run_name is set by this script, to a\. Leave"),
         ("xpk_run", ["a", "dataset_path=gs://b/t"], {}, r"dataset_path=gs://b/t is an address"),
         ("xpk_run", ["a"], {"STEPS": "x"}, r"steps=x .*is not a whole number.* STEPS gives it"),
         ("xpk_run", ["a", "stepz=3"], {}, r"stepz"),
-        ("xpk_run", ["a", "a=b\nc"], {}, r"a has a line break, which a command cannot carry"),
+        ("xpk_run", ["a", "dataset_path=/b\nc"], {}, r"dataset_path has a line break, which a com"),
         ("xpk_run", ["a", "dcn_diloco_parallelism=4"], {}, r"num_slices=2 does not fit .* 4 = 4"),
         ("xpk_run", ["a", "my.yml"], {}, r"my\.yml is not in the image, which holds configs/"),
         ("xpk_run", ["a", "configs/none.yml"], {}, r"configs/none\.yml does not exist\. Name a"),
