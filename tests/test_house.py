@@ -175,7 +175,7 @@ def test_diloco_knows_numbers_and_pytrees_only(graph):
 def test_lines_of_scripts_and_configs():
     long = [
         f"{path}: line {n}"
-        for path in files("scripts", "configs", suffixes=(".sh", ".yml"))
+        for path in files("scripts", "configs", suffixes=(".sh", ".yml", ".yaml", ".env"))
         for n, line in enumerate(read(path).splitlines(), 1)
         if len(line) > BUDGETS["line"]
     ]

@@ -16,7 +16,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import maxdiloco
-from maxdiloco import errors
 from maxdiloco.flags import config
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -210,68 +209,6 @@ def test_checks_without_an_environment_say_how_to_make_one(tmp_path):
     done = run(script, env={**os.environ, "MAXDILOCO_VENV": str(tmp_path / "none")})
     assert done.returncode == 2
     assert re.search(r"no ruff in .*/none\. Make the environment with", done.stderr)
-
-
-XPK = {
-    "CLUSTER": "c", "PROJECT": "p", "ZONE": "z", "TPU_TYPE": "v5litepod-16", "NUM_SLICES": "2",
-    "IMAGE": "i", "OUTPUT": "gs://bucket/runs",
-}  # fmt: skip
-
-
-def xpk_run(arguments, **environment):
-    script = ["bash", ROOT / "scripts/xpk_run.sh", *arguments]
-    return run(script, env={"PATH": os.environ["PATH"], **environment})
-
-
-def test_xpk_gets_the_training_command_whole(tmp_path):
-    """xpk hands --command to a shell in the pod: what arrives there is what was written."""
-    (tmp_path / "xpk").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
-    (tmp_path / "xpk").chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    done = xpk_run(["first", "my.yml", "mlp_activations=[silu, linear]"], **XPK | {"PATH": path})
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert {"workload", "create", "--num-slices=2", "--workload=first"} <= set(lines)
-    codes = f"{errors.LostPeerError.exit_code},{errors.SaveError.exit_code}"
-    assert f"--restart-on-exit-codes={codes}" in lines
-    (command,) = [line for line in lines if line.startswith("--command=")]
-    assert command.startswith("--command=exec python "), "SIGTERM has to reach Python itself"
-    spoken = command.replace("--command=exec python", "printf '%s|'")
-    in_pod = run(["bash", "-c", spoken])
-    assert in_pod.stdout == (
-        "-m|maxdiloco.train|my.yml|mlp_activations=[silu, linear]|hardware=tpu|"
-        "base_output_directory=gs://bucket/runs|run_name=first|"
-    )
-
-
-def test_xpk_dry_run_starts_nothing():
-    done = xpk_run(["first"], **XPK, DRY_RUN="1")
-    assert done.returncode == 0
-    assert done.stdout.startswith("xpk workload create --cluster=c --project=p ")
-    assert "--storage" not in done.stdout
-
-
-def test_xpk_mounts_the_storage_with_the_text():
-    done = xpk_run(["first", "dataset_path=/text"], **XPK, DRY_RUN="1", STORAGE="my-text")
-    assert done.stdout.rstrip().endswith(" --storage=my-text")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "changes", "message"),
-    [
-        ([], {}, r"the first argument is the run's name, not ''\. usage: bash"),
-        (["steps=3"], {}, r"the run's name, not 'steps=3'\. usage: bash"),
-        (["first"], {"ZONE": ""}, r"ZONE is not set\. Set it, as in: ZONE="),
-        (["first"], {"OUTPUT": "runs"}, r"OUTPUT=runs is not on gs://.*Use gs://"),
-        (["first", "run_name=b"], {}, r"run_name=b is set by this script.*Leave it out"),
-        (["first", "dataset_path=gs://b/t"], {}, r"dataset_path=gs://b/t is an address\. Mount"),
-        (["first"], {}, r"xpk is not on PATH\. Install it"),
-    ],
-)
-def test_a_launch_that_cannot_work_is_refused(arguments, changes, message):
-    done = xpk_run(arguments, **XPK | changes)
-    assert done.returncode == 2
-    assert re.search(message, done.stderr)
 
 
 def test_the_image_copies_only_what_exists():

@@ -89,36 +89,46 @@ def environment(folder, *program):
 
 
 def random_kills(count, *, seed):
-    """Kills of either process before random steps, later and later."""
-    chance = random.Random(seed)
-    steps = sorted(chance.choices(range(1, STEPS + 1), k=count))
-    return [f"{chance.randrange(2)} inner steps:{t}" for t in steps]
+    """SIGKILL or SIGTERM to either process before random steps, later and later."""
+    chance, kills, t = random.Random(seed), [], 1
+    for _ in range(count):
+        t += chance.randrange(4)
+        name = chance.choice(("KILL", "KILL", "TERM"))
+        kills.append(f"{chance.randrange(2)} {name} inner steps:{t}")
+        if name == "TERM":  # the checkpoint is of a step that both come to, a few later
+            t += 8
+    return kills
 
 
-def ends(run_folder):
+def ends(run_folder, steps=STEPS):
     """Parameters, optimizers' states and what was sent and not applied, at the end of a run.
 
     Without what has arrived: places that wait for their next exchange may still hold the last one.
     """
-    arrays = run_tools.arrays(run_folder, STEPS)
+    arrays = run_tools.arrays(run_folder, steps)
     return {name: x for name, x in arrays.items() if not name.startswith("flight['incoming']")}
 
 
 def assert_restarts(text, kills):
-    """A line of the script for each kill, and one of the process that was left."""
+    """A line of the script for each kill, and after SIGKILL one of the process that was left."""
     lines = re.findall(r"^run_local_slices: restart .*", text, re.MULTILINE)
-    assert lines == [
-        f"run_local_slices: restart {n} of {len(kills)}: process {kill[0]} ended first, with exit "
-        f"code 137 (SIGKILL)."
-        for n, kill in enumerate(kills, 1)
-    ]
+    assert len(lines) == len(kills)
+    for n, (line, kill) in enumerate(zip(lines, kills, strict=True), 1):
+        first, end = kill[0], "137 (SIGKILL)"
+        if " TERM " in kill:  # both have saved
+            first, end = "[01]", "143 (SIGTERM)"
+        why = f"process {first} ended first, with exit code {re.escape(end)}."
+        assert re.fullmatch(f"run_local_slices: restart {n} of {len(kills)}: {why}", line)
     lost = re.findall(r"^\[(\d)\] LostPeerError: process (\d) on ", text, re.MULTILINE)
-    assert lost == [(str(1 - int(kill[0])), kill[0]) for kill in kills]
+    assert lost == [(str(1 - int(kill[0])), kill[0]) for kill in kills if " KILL " in kill]
 
 
-def test_processes_that_are_killed_in_flight_and_in_a_save_change_no_bit(run, undisturbed):
-    """Before step 4, between a send and its apply; and as the arrays of step 20 are saved."""
-    kills = ["1 in flight:4", "0 checkpoint:20"]
+def test_processes_that_are_killed_in_flight_told_to_stop_and_killed_in_a_save_change_no_bit(
+    run, undisturbed
+):
+    """Before step 4, between a send and its apply; SIGTERM before step 9, which saves; and as the
+    arrays of step 20 are saved."""
+    kills = ["1 KILL in flight:4", "0 TERM inner steps:9", "0 KILL checkpoint:20"]
     folder, text = run(STREAMING, kills)
     assert_restarts(text, kills)
     run_tools.assert_equal_bits(ends(folder), undisturbed)
@@ -128,12 +138,15 @@ def test_processes_that_are_killed_in_flight_and_in_a_save_change_no_bit(run, un
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("changes", [STREAMING, EAGER, DATA_PARALLEL])
 def test_twenty_kills_at_random_steps_change_no_bit(run, changes):
-    """Against an undisturbed run of as many processes."""
+    """SIGKILL and SIGTERM, against an undisturbed run of as many processes."""
+    changes = changes | {"steps": 120}
     folder, _ = run(changes)
     kills = random_kills(20, seed=0)
+    assert {kill.split(" ")[1] for kill in kills} == {"KILL", "TERM"}
+    assert int(kills[-1].partition(":")[2]) < 112, "the last one has steps to come to its save"
     killed, text = run(changes, kills)
     assert_restarts(text, kills)
-    run_tools.assert_equal_bits(ends(killed), ends(folder))
+    run_tools.assert_equal_bits(ends(killed, 120), ends(folder, 120))
 
 
 class Stopped:

@@ -1,0 +1,187 @@
+"""The JobSet manifests: valid, and what they make of the run's flags and exit codes."""
+
+import copy
+import json
+import math
+import subprocess
+
+import jsonschema
+import launch_tools as tools
+import pytest
+import yaml
+
+from maxdiloco import errors
+
+SCHEMA = json.loads((tools.ROOT / "tests/launch/jobset_schema.json").read_text(encoding="utf-8"))
+KINDS = {"tpu": tools.TPU, "gpu": tools.GPU}
+ALL = {"QUEUE": "q", "TEXT_CLAIM": "my-text", "RESERVATION": "projects/p/reservations/r"}
+
+
+def launched(folder, variables, *arguments):
+    """The manifest that kubectl got."""
+    done = tools.run("jobset_run", ["first", *arguments], folder, **variables)
+    assert done.returncode == 0, done.stderr
+    command, text = tools.called(folder, "kubectl")
+    assert command == ["create", "--namespace=default", "-f", "-"]
+    return yaml.safe_load(text)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def manifest(request, tmp_path_factory):
+    """(tpu or gpu, the manifest with every optional variable)."""
+    folder = tmp_path_factory.mktemp("launch")
+    return request.param, launched(folder, KINDS[request.param] | ALL, "model_name=tiny")
+
+
+def pod(whole):
+    (replicated,) = whole["spec"]["replicatedJobs"]
+    return replicated["template"]["spec"]["template"]["spec"]
+
+
+def faults(whole):
+    return [fault.message for fault in jsonschema.Draft202012Validator(SCHEMA).iter_errors(whole)]
+
+
+def test_a_manifest_fits_the_schema_of_jobset(manifest):
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    assert faults(manifest[1]) == []
+
+
+def test_a_manifest_without_optional_variables_fits_too(tmp_path):
+    assert faults(launched(tmp_path, tools.TPU)) == []
+
+
+MUTATIONS = [
+    lambda m: m.update(apiVersion="jobset.x-k8s.io/v1"),
+    lambda m: m["spec"].update(failurePolices={}),
+    lambda m: m["spec"]["failurePolicy"].update(maxRestarts="50"),
+    lambda m: m["spec"]["failurePolicy"].update(restartStrategy="Always"),
+    lambda m: m["spec"]["failurePolicy"]["rules"][0].update(action="Fail"),
+    lambda m: m["spec"]["failurePolicy"]["rules"][0].pop("name"),
+    lambda m: m["spec"]["replicatedJobs"][0].pop("template"),
+    lambda m: m["spec"]["replicatedJobs"][0]["template"]["spec"].update(backofLimit=0),
+    lambda m: m["spec"]["network"].update(subdomain=3),
+    lambda m: pod(m).update(terminationGracePeriodSeconds="180 s"),
+    lambda m: pod(m).update(nodeSelector=["v5e"]),
+    lambda m: pod(m)["containers"][0].pop("name"),
+    lambda m: pod(m)["containers"][0].update(args="model_name=tiny"),
+    lambda m: pod(m)["containers"][0]["env"][0].update(valu="x"),
+    lambda m: pod(m)["volumes"][0].update(emptyDirr={}),
+]
+
+
+@pytest.mark.parametrize("number", range(len(MUTATIONS)))
+def test_a_manifest_with_a_mistake_does_not_fit(manifest, number):
+    broken = copy.deepcopy(manifest[1])
+    MUTATIONS[number](broken)
+    assert len(faults(broken)) == 1
+
+
+def test_codes_that_would_come_again_end_the_jobset_and_others_restart_it(manifest):
+    """A Job with such a code fails by its policy, and any other by its backoff limit of 0."""
+    spec = manifest[1]["spec"]
+    (rule,) = spec["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    assert spec["failurePolicy"]["maxRestarts"] == 50
+    job = spec["replicatedJobs"][0]["template"]["spec"]
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert rule["action"] == "FailJob"
+    codes = rule["onExitCodes"]
+    assert (codes["operator"], job["backoffLimit"]) == ("In", 0)
+    assert pod(manifest[1])["restartPolicy"] == "Never", "a pod failure policy needs it"
+    assert codes["containerName"] == pod(manifest[1])["containers"][0]["name"]
+    final = {e.exit_code for e in (errors.ConfigError, errors.DataError, errors.NumericsError)}
+    again = {e.exit_code for e in (errors.LostPeerError, errors.SaveError, errors.Preempted)}
+    assert set(codes["values"]) == final | {1}
+    assert not set(codes["values"]) & again
+
+
+def test_a_slice_is_a_job_on_nodes_of_its_kind(manifest):
+    kind, whole = manifest
+    (replicated,) = whole["spec"]["replicatedJobs"]
+    job, labels = replicated["template"]["spec"], pod(whole)["nodeSelector"]
+    limits = pod(whole)["containers"][0]["resources"]["limits"]
+    counted = (replicated["replicas"], job["parallelism"], job["completions"])
+    assert labels.pop("cloud.google.com/reservation-name") == "r"
+    if kind == "tpu":
+        assert counted == (2, 4, 4) and limits == {"google.com/tpu": 4}
+        assert labels == {
+            "cloud.google.com/gke-tpu-accelerator": "tpu-v5-lite-podslice",
+            "cloud.google.com/gke-tpu-topology": "4x4",
+        }
+        exclusive = "alpha.jobset.sigs.k8s.io/exclusive-topology"
+        assert whole["metadata"]["annotations"] == {exclusive: "cloud.google.com/gke-nodepool"}
+    else:
+        assert counted == (2, 2, 2) and limits == {"nvidia.com/gpu": 8}
+        assert labels == {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
+
+
+def test_the_topologies_are_those_the_project_compiles_for(monkeypatch):
+    """Each size of a kind, with the hosts of a slice of 4 chips each."""
+    monkeypatch.syspath_prepend(str(tools.ROOT / "scripts/launch"))
+    import with_kubectl
+
+    from maxdiloco.aot import topology
+
+    for name, of in topology.TOPOLOGIES.items():
+        kind, _, shape = of.partition(":")
+        wrong = []
+        selector, hosts = with_kubectl.nodes({"TPU_TYPE": name}, "tpu", wrong)
+        assert wrong == []
+        assert selector["cloud.google.com/gke-tpu-topology"] == shape
+        assert selector["cloud.google.com/gke-tpu-accelerator"] == with_kubectl.TPUS[kind][0]
+        assert hosts * 4 == math.prod(map(int, shape.split("x")))
+
+
+def test_pods_see_shared_memory_and_the_text(manifest):
+    mounts = {m["name"]: m["mountPath"] for m in pod(manifest[1])["containers"][0]["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod(manifest[1])["volumes"]}
+    assert mounts == {"shm": "/dev/shm", "text": "/text"}
+    assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "16G"}
+    assert volumes["text"]["persistentVolumeClaim"] == {"claimName": "my-text", "readOnly": True}
+
+
+def expanded(text, variables):
+    """As Kubernetes does: $$ is $, $(NAME) a variable; another $ stays."""
+    out, i = "", 0
+    while i < len(text):
+        if text[i] == "$" and text[i + 1 : i + 2] == "$":
+            out, i = out + "$", i + 2
+        elif text[i] == "$" and text[i + 1 : i + 2] == "(" and ")" in text[i:]:
+            name = text[i + 2 : text.index(")", i)]
+            out += variables.get(name, f"$({name})")
+            i += len(name) + 3
+        else:
+            out, i = out + text[i], i + 1
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_flags_arrive_in_the_pod_as_they_were_written(kind, tmp_path):
+    given = ["configs/quickstart.yml", "sample_prompt=$(HOME) $$ '\"x: #", "steps=3"]
+    container = pod(launched(tmp_path, KINDS[kind], *given))["containers"][0]
+    fixed = [f"hardware={kind}", "base_output_directory=gs://bucket/runs", "run_name=first"]
+    found = [expanded(word, {"HOME": "wrong"}) for word in container["args"]]
+    assert found == [*given, *fixed]
+
+
+def test_a_gpu_pod_knows_its_number_and_its_slice(tmp_path):
+    """Job 1, pod 1 of two slices of two nodes; the command runs with a stand-in for Python."""
+    container = pod(launched(tmp_path, tools.GPU))["containers"][0]
+    (tmp_path / "python").write_text('#!/bin/sh\nenv | grep ^JAX_ | sort; echo "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    fields = {"JOB_INDEX": "1", "JOBSET_COORDINATOR": "first-slice-0-0.first"}
+    known = {"JOB_COMPLETION_INDEX": "1"}
+    for variable in container["env"]:
+        of = fields.get(variable["name"])
+        known[variable["name"]] = expanded(variable["value"], known) if of is None else of
+    command = [expanded(word, known) for word in container["command"]] + ["a b", "c"]
+    path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(command, env=known | path, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [
+        "JAX_COORDINATOR_ADDRESS=first-slice-0-0.first:8476",
+        "JAX_NUM_PROCESSES=4",
+        "JAX_PARTITION_INDEX=1",
+        "JAX_PROCESS_ID=3",
+        "-m maxdiloco.train a b c",
+    ], done.stderr

@@ -1,0 +1,94 @@
+"""scripts/launch/train.sbatch with stand-ins for Slurm's programs and for the trainer."""
+
+import os
+import subprocess
+
+import launch_tools as tools
+import pytest
+import slurm_stand_in
+
+# A trainer that writes down what it is told and ends with its own word of CODES.
+TRAINER = """#!/bin/bash
+note=$FOLDER/process.$JAX_PROCESS_ID
+echo "$JAX_COORDINATOR_ADDRESS $JAX_NUM_PROCESSES $JAX_PARTITION_INDEX $XLA_FLAGS" >"$note"
+printf '%s|' "$@" >>"$note"
+codes=($CODES)
+exit "${codes[JAX_PROCESS_ID]}"
+"""
+
+
+@pytest.fixture
+def batch(tmp_path):
+    """Runs the batch script for processes that end with these codes."""
+    (tmp_path / "python").write_text(TRAINER)
+    (tmp_path / "python").chmod(0o755)
+    environ = os.environ | slurm_stand_in.install(tmp_path)
+
+    def run(codes, *flags, **variables):
+        script = str(tools.ROOT / "scripts/launch/train.sbatch")
+        settings = [str(tmp_path / "python"), "2", "8476", "3"]
+        settings += [str(tools.ROOT / "scripts/launch/xla_flags.env")]
+        return subprocess.run(
+            ["bash", script, *settings, *flags],
+            env=environ | {"CODES": codes} | variables,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    return run
+
+
+def test_each_process_knows_its_number_its_slice_and_the_first_node(batch, tmp_path):
+    """Two partitions of two nodes: Slurm's own numbers start at 0 in each."""
+    both = {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "east1,east2"}
+    both |= {"SLURM_JOB_NODELIST_HET_GROUP_1": "west1,west2"}
+    done = batch("0 0 0 0", "a b", "steps=$(touch x)", **both)
+    assert done.returncode == 0, done.stderr
+    for process, partition in enumerate("0011"):
+        told, flags = (tmp_path / f"process.{process}").read_text().splitlines()
+        assert told.split()[:3] == ["east1:8476", "4", partition]
+        assert "--xla_gpu_enable_latency_hiding_scheduler=true" in told
+        assert flags == "-m|maxdiloco.train|a b|steps=$(touch x)|"
+    asked = (tmp_path / "asked").read_text()
+    for group in "01":
+        options = "--nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=0"
+        assert f"srun {options} --het-group={group} bash\n" in asked
+
+
+@pytest.mark.parametrize("codes", ["5 137", "143 143", "75 75", "0 5", "137 5", "134 5"])
+def test_a_run_that_may_go_on_is_requeued(batch, tmp_path, codes):
+    done = batch(codes)
+    assert done.returncode == max(map(int, codes.split()))
+    assert slurm_stand_in.requeues(tmp_path) == 1
+    assert "requeued, restart 1 of 3." in done.stdout
+
+
+@pytest.mark.parametrize("codes", ["0 0", "2 2", "3 3", "4 4", "1 1", "130 130"])
+def test_a_run_that_is_done_or_would_end_so_again_is_not(batch, tmp_path, codes):
+    done = batch(codes)
+    assert done.returncode == int(codes.split()[0])
+    assert slurm_stand_in.requeues(tmp_path) == 0
+
+
+def test_a_final_code_in_one_partition_counts_before_others(batch, tmp_path):
+    both = {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "a"}
+    for codes in ("5 3", "3 5"):
+        done = batch(codes, **both, SLURM_JOB_NODELIST_HET_GROUP_1="b")
+        assert done.returncode == 3
+        assert "exit code 3 would come again: not requeued." in done.stdout
+    assert slurm_stand_in.requeues(tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"SLURM_RESTART_COUNT": "3"}, "exit code 5; no restart of 3 is left."),
+        ({"STATE": "COMPLETING"}, "exit code 5; the job is COMPLETING: not requeued"),
+    ],
+)
+def test_no_requeue_after_the_last_restart_or_scancel(batch, tmp_path, variables, words):
+    done = batch("5 5", **variables)
+    assert done.returncode == 5
+    assert words in done.stdout
+    assert slurm_stand_in.requeues(tmp_path) == 0
