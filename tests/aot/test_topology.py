@@ -58,7 +58,7 @@ def test_an_unknown_name_lists_the_known_ones():
 
 def test_without_libtpu_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs libtpu.*pip install 'maxdiloco\[tpu\]'"):
+    with pytest.raises(ConfigError, match=r"needs libtpu.*pip install '\.\[tpu\]'"):
         topology.devices("v5e-4", 2)
 
 
