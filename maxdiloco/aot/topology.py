@@ -114,9 +114,10 @@ def known_name(name: str) -> str:
             f"compile_topology={name} is not known. Use a kind and its size, as v5e-16, v5p-32 or "
             f"v5litepod-16; kinds: {', '.join(kinds)}."
         )
+    shape = TOPOLOGIES[same_kind[1]].partition(":")[2]
     raise ConfigError(
         f"compile_topology={name} is not known: {kind} counts {_COUNTED[kind]}. Use one of "
-        f"{', '.join(same_kind)}, or a shape as {kind}-{TOPOLOGIES[same_kind[1]].partition(':')[2]}."
+        f"{', '.join(same_kind)}, or a shape as {kind}-{shape}."
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, checks
 from maxdiloco.flags.base_yml import Key, Table, Value, show
-from maxdiloco.flags.other_names import OTHER_NAMES, translate
+from maxdiloco.flags.other_names import OTHER_NAMES, current, translate
 
 ENVIRONMENT_PREFIX = "M_"  # MaxText's
 MOST_DIGITS = 20  # of a whole number; more are no limit of any key, and Python refuses 4,301
@@ -82,7 +82,7 @@ def from_dict(stored: Mapping[str, Any]) -> Config:
     """
     keys = base_yml.declared()
     values = {name: key.default for name, key in keys.items()}
-    for name, value in stored.items():
+    for name, value in current(stored).items():
         given = Given(value, "stored config")
         values[name] = _same_type(_known(name, given, keys), given)
     return Config(**values)

@@ -1,4 +1,4 @@
-"""MaxText's names of the data that mean the same as a key of base.yml."""
+"""Names of MaxText, and older ones of our own, that mean the same as a key of base.yml."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -6,7 +6,10 @@ from typing import Any, Protocol
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml
 
+# Our own before MaxText's change of name; MaxText had it too.
+RENAMED = {"cosine_learning_rate_final_fraction": "learning_rate_final_fraction"}
 OTHER_NAMES = {
+    **RENAMED,
     "hf_path": "dataset_path",
     "hf_train_files": "dataset_path",
     "hf_eval_files": "eval_dataset_path",
@@ -41,6 +44,11 @@ def translate(given: Mapping[str, Written]) -> dict[str, Any]:
             )
         names[own] = name
     return {own: _value(name, given[name]) for own, name in names.items()}
+
+
+def current(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A stored config by the names that keys have now."""
+    return {RENAMED.get(name, name): value for name, value in stored.items()}
 
 
 def _value(name: str, given: Written) -> Written:
