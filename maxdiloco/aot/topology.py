@@ -59,6 +59,12 @@ def chip(name: str) -> Chip:
     return whole._replace(ici_gbps=whole.ici_gbps * links / of)
 
 
+def devices_per_slice(name: str) -> int:
+    """JAX devices of one slice. Raises ConfigError for an unknown name."""
+    kind, _, shape = _libtpu_name(name).partition(":")
+    return math.prod(map(int, shape.split("x"))) * (2 if kind == "tpu7x" else 1)
+
+
 def ici_links(kind: str, shape: tuple[int, ...]) -> tuple[int, int]:
     """ICI links of a corner chip of a slice, and of a chip in a torus.
 
@@ -125,13 +131,7 @@ def larger(name: str, num_devices: float) -> str:
     """The smallest known slice of the same kind with at least so many devices; "" for none."""
     kind = known_name(name).rpartition("-")[0]
     same_kind = (known for known in TOPOLOGIES if known.rpartition("-")[0] == kind)
-    return next((known for known in same_kind if num_devices_of(known) >= num_devices), "")
-
-
-def num_devices_of(name: str) -> int:
-    """JAX devices of one slice."""
-    kind, _, shape = _libtpu_name(name).partition(":")
-    return math.prod(map(int, shape.split("x"))) * (2 if kind == "tpu7x" else 1)
+    return next((known for known in same_kind if devices_per_slice(known) >= num_devices), "")
 
 
 _COUNTED = {

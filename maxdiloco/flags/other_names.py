@@ -35,6 +35,7 @@ def translate(given: Mapping[str, Written]) -> dict[str, Any]:
     Raises ConfigError when a value is there by two names, and for more than one column.
     """
     names: dict[str, str] = {}
+    given = _without_grain(given)
     for name in given:
         own = OTHER_NAMES.get(name, name)
         if own in names:
@@ -44,6 +45,15 @@ def translate(given: Mapping[str, Written]) -> dict[str, Any]:
             )
         names[own] = name
     return {own: _value(name, given[name]) for own, name in names.items()}
+
+
+def _without_grain(given: Mapping[str, Written]) -> dict[str, Written]:
+    """MaxText's dataset_type=grain says no more than grain_file_type, which is arrayrecord."""
+    kind = given.get("dataset_type")
+    if kind is None or kind.raw != "grain":
+        return dict(given)
+    rest = {name: value for name, value in given.items() if name != "dataset_type"}
+    return {"grain_file_type": kind._replace(raw="arrayrecord")} | rest
 
 
 def current(stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def test_every_topology_is_of_a_chip_with_all_facts():
 )  # fmt: skip
 def test_devices_of_two_slices(name, devices, kind):
     found = topology.devices(name, 2)
-    assert len(found) == 2 * devices == 2 * topology.num_devices_of(name)
+    assert len(found) == 2 * devices == 2 * topology.devices_per_slice(name)
     assert {device.slice_index for device in found} == {0, 1}
     assert {device.device_kind for device in found} == {kind}
     assert kind in topology.chip(name).kinds

@@ -93,7 +93,7 @@ ONE_FLAG = [
     ("diloco_exchange_dtype=float4", "Did you mean float4_e3m0?"),
     ("diloco_exchange_dtype=int2", "must be one of: float32, bfloat16, int8, float4_e3m0"),
     ("diloco_outer_memory=host", "must be one of: device, pinned_host."),
-    ("dataset_type=grain", "must be one of: text, parquet, hf, arrayrecord, synthetic"),
+    ("dataset_type=grains", "must be one of: text, parquet, hf, arrayrecord, synthetic"),
     ("dataset_type=parquet", "dataset_path is empty, but dataset_type=parquet", "Set dataset_path"),
     ("tokenizer_type=bytes", "must be one of: byte, sentencepiece, huggingface.", "mean byte?"),
     ("profiler=nsys", "must be one of: empty, xplane"),
