@@ -53,12 +53,6 @@ ONE_FLAG = [
     ("learning_rate=-1", "must be >= 0"),
     ("warmup_steps_fraction=1.1", "must be 0 to 1 (fraction)"),
     ("learning_rate_final_fraction=-0.1", "must be 0 to 1"),
-    ("lr_schedule_type=linear", "must be one of: cosine, wsd"),
-    ("warmup_steps=-2", "must be -1 or >= 0 (inner steps)"),
-    ("warmup_steps=1001", "longer than the schedule of 1000 steps", "Use 1000 or less"),
-    ("warmup_steps=10 warmup_steps_fraction=0.1", "both say how long the warmup is", "Leave one"),
-    ("wsd_decay_style=cosine", "does nothing with lr_schedule_type=cosine", "Use lr_schedule_type"),
-    ("wsd_decay_steps_fraction=0.2", "does nothing with lr_schedule_type=cosine", "or leave wsd"),
     ("adam_b2=1.0", "must be 0 to below 1"),
     ("adam_eps=0", "must be > 0"),
     ("gradient_clipping_threshold=-1", "must be >= 0"),
@@ -214,14 +208,6 @@ def test_a_value_that_cannot_work_is_refused_in_one_line(flags, words):
         (
             ["dataset_type=synthetic", "eval_interval=10", "eval_steps=-1"],
             ["eval_steps=-1", "dataset_type=synthetic has no end", "Set eval_steps"],
-        ),
-        (
-            ["warmup_steps_fraction=0.5", "lr_schedule_type=wsd", "wsd_decay_steps_fraction=0.6"],
-            ["warmup_steps_fraction=0.5 and wsd_decay_steps_fraction=0.6", "Lower one of them"],
-        ),
-        (
-            ["warmup_steps=9", "learning_rate_schedule_steps=8"],
-            ["warmup_steps=9 is longer than the schedule of 8 steps"],
         ),
         (["steps=1", "steps=2"], ["steps=2 comes after steps=1", "Give it once"]),
         (["steps"], ["steps is not key=value", "Write key=value"]),
