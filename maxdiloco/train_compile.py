@@ -57,9 +57,9 @@ def _compile(cfg: Config) -> int:
     for line in parts.trainer.description().fragments:
         _say(line)
     for each in results:
+        _say("")
         for line in report.lines(each):
             _say(line)
-        _say("")
     if cfg.report:
         content = {
             "reports": [figures.as_json(r) | {"verdict": verdict.as_json(r)} for r in results]
@@ -67,6 +67,8 @@ def _compile(cfg: Config) -> int:
         text = json.dumps(content, indent=1) + "\n"
         compiled_file.write_whole("report", cfg.report, text.encode())
     refused = report.refusals(result, max_exposed_fraction=cfg.max_exposed_fraction)
+    if room := verdict.does_not_fit(result):
+        refused.insert(0, room)
     for line in refused:
         say_error(f"refused: {line}")
     if cfg.compiled_trainstep_file and not any(program.too_big for program in result.programs):

@@ -9,7 +9,6 @@ from typing import Any
 
 from maxdiloco.aot.figures import Report, as_json
 from maxdiloco.engine.calls import BESIDE, START, STEP
-from maxdiloco.metrics.compiles import MAKE_ROOM
 from maxdiloco.processes.output import aligned
 
 MIB = 2**20
@@ -149,16 +148,18 @@ def exposed_share(exposed: float, busy: float) -> float:
 
 
 def refusals(report: Report, *, max_exposed_fraction: float) -> list[str]:
-    """Why a job with these programs should not start; empty when it may."""
+    """Why a job with these programs should not start; empty when it may.
+
+    What would make room is in verdict.does_not_fit.
+    """
     out = []
-    room = report.job.room if report.job else MAKE_ROOM
     for program in report.programs:
         if program.too_big:
-            out.append(f"{program.name} is too big for the chip: {program.too_big} {room}")
+            out.append(f"{program.name} is too big for the chip: {program.too_big}")
         elif report.chip and program.memory.needed > report.chip.hbm:
             out.append(
                 f"{program.name} needs {program.memory.needed / MIB:,.0f} MiB a device with the "
-                f"rest of the run's state, but the chip has {report.chip.hbm / MIB:,.0f}. {room}"
+                f"rest of the run's state, but the chip has {report.chip.hbm / MIB:,.0f}."
             )
         share = exposed_share(program.exposed, program.busy)
         if program.when == STEP and share > max_exposed_fraction:

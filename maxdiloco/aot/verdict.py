@@ -34,6 +34,12 @@ def lines(report: Report) -> list[str]:
     ]
 
 
+def does_not_fit(report: Report) -> str:
+    """The line on a run that the chip does not hold: total, slice and remedy; "" where it fits."""
+    found = as_json(report)
+    return "" if found["fits"] is not False else ". ".join(_memory(report, found)) + "."
+
+
 def as_json(report: Report) -> dict[str, Any]:
     """The verdict's figures. None: not known, or not wanted.
 
@@ -120,7 +126,7 @@ def _memory(report: Report, found: dict[str, Any]) -> list[str]:
         would = f"{enough} would do" if enough else "no known slice of this kind would do"
         out.append(
             f"by arithmetic {would}, if all of it is shared by more devices (not compiled). "
-            f"{report.job.room}"
+            f"{report.job.room.removesuffix('.')}"
         )
     if missing:
         out.append(f"not compiled, so not known below: {', '.join(missing)}")

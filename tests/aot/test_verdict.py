@@ -88,7 +88,11 @@ def test_a_program_too_big_names_the_total_the_slice_and_a_remedy():
     assert "does not fit: inner needs at least 3,000 of 1,024 MiB a device" in text
     assert "500 of state, 2,500 of temporaries" in text
     assert "by arithmetic v5e-16 would do, if all of it is shared by more devices" in text
-    assert "Use more devices in a slice." in text
+    assert "Use more devices in a slice not compiled, so not known below: inner" in text
+    line = verdict.does_not_fit(found)
+    for words in ("at least 3,000 of 1,024 MiB", "v5e-16 would do", "Use more devices in a slice."):
+        assert words in line
+    assert verdict.does_not_fit(judged(program(), exchange())) == ""
     assert "speed: not known exposed: not known" in text
     assert verdict.as_json(found)["fits"] is False
     assert verdict.as_json(judged(program(), exchange()))["topology_enough"] is None
