@@ -119,7 +119,8 @@ def test_another_python_compiles_every_module_and_reads_a_config(wheel, tmp_path
         "sys.exit(not compileall.compile_dir('maxdiloco', quiet=1))"
     )
     environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)}
-    done = run([python_there, "-S", "-W", "error::SyntaxWarning", "-c", code], cwd=tmp_path, env=environ)
+    command = [python_there, "-S", "-W", "error::SyntaxWarning", "-c", code]
+    done = run(command, cwd=tmp_path, env=environ)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["35m", "False"]
 
