@@ -90,7 +90,6 @@ ONE_FLAG = [
     ("dataset_type=grains", "must be one of: text, parquet, hf, arrayrecord, synthetic"),
     ("dataset_type=parquet", "dataset_path is empty, but dataset_type=parquet", "Set dataset_path"),
     ("tokenizer_type=bytes", "must be one of: byte, sentencepiece, huggingface.", "mean byte?"),
-    ("profiler=nsys", "is not switched from here. Use profiler=xplane"),
     ("profiler=trace", "must be one of: empty, xplane"),
     ("model_name=35n", "Did you mean 35m?", "Use default, 10b, "),
     ("model_name=llama", "has no file in configs/models. Use default, 10b, "),

@@ -101,6 +101,7 @@ def test_a_command_without_maxtexts_keys_has_no_note():
         ),
         ("remat_policy=custom", "names of single tensors"),
         ("opt_type=adam_pax", "Use opt_type=adamw"),
+        ("profiler=nsys", "Use profiler=xplane"),
         ("tokenizer_type=tiktoken", "Use tokenizer_type=huggingface"),
         ("dataset_type=tfds", "Use dataset_type=hf, or text in files"),
         ("per_device_batch_size=0.5", "less than a sequence for each device. "),
