@@ -150,14 +150,15 @@ def _job(cfg: Config, parts: Any, mesh: Any) -> Any:
     from maxdiloco.metrics.compiles import make_room
     from maxdiloco.trainer import assemble
 
+    exchanges = bool(parts.trainer.description().fragments)
     return Job(
         tokens_per_step=parts.shape.tokens,
         flops_per_token=assemble.flops_per_token(cfg, parts.params),
         num_devices=mesh.size,
         tau=cfg.num_communication_overlapping_steps,
-        overlap=cfg.diloco_outer_overlap if cfg.enable_diloco else "",
+        overlap=cfg.diloco_outer_overlap if exchanges else "",
         topology=cfg.compile_topology,
-        room=make_room(cfg),
+        room=make_room(cfg, outer_state=exchanges),
     )
 
 

@@ -38,8 +38,10 @@ def build(folder):
     for instruction, rest in instructions((ROOT / "Dockerfile").read_text(encoding="utf-8")):
         if instruction == "COPY":
             for name in rest.split()[:-1]:
-                copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
-                copy(ROOT / name, work / name)
+                if (ROOT / name).is_dir():
+                    shutil.copytree(ROOT / name, work / name, dirs_exist_ok=True)
+                else:
+                    shutil.copy2(ROOT / name, work / name)
         if instruction == "RUN":
             command = ["bash", "-c", rest]
             done = subprocess.run(

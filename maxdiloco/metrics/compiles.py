@@ -100,14 +100,17 @@ def temporaries(message: str, arguments: int) -> int:
     return 0
 
 
-def make_room(cfg: Config) -> str:
-    """The remedy when a program of this config does not fit: what is not yet on."""
+def make_room(cfg: Config, *, outer_state: bool) -> str:
+    """The remedy when a program of this config does not fit: what is not yet on.
+
+    outer_state: whether the trainer keeps one besides the replicas.
+    """
     ways = ["more devices in a slice"]
     if cfg.per_device_batch_size > 1:
         ways.append("a smaller per_device_batch_size")
     if cfg.remat_policy != "full":
         ways.append("remat_policy=full")
-    if cfg.enable_diloco and cfg.diloco_outer_memory == "device":
+    if outer_state and cfg.diloco_outer_memory == "device":
         ways.append("diloco_outer_memory=pinned_host")
     *most, last = ways
     return f"Use {', '.join(most)} or {last}." if most else f"Use {last}."
