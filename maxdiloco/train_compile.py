@@ -150,7 +150,7 @@ def _job(cfg: Config, parts: Any, mesh: Any) -> Any:
     from maxdiloco.metrics.compiles import make_room
     from maxdiloco.trainer import assemble
 
-    exchanges = bool(parts.trainer.description().fragments)
+    exchanges = bool(parts.trainer.description().resident)  # "" of data parallelism
     return Job(
         tokens_per_step=parts.shape.tokens,
         flops_per_token=assemble.flops_per_token(cfg, parts.params),
