@@ -9,6 +9,7 @@ setup(
     name="maxdiloco",
     version="0.1.0",
     description="Config-driven JAX pretraining with DiLoCo and Streaming DiLoCo over slow links",
+    # No `license`: the owner has not chosen one yet.
     python_requires=">=3.11",
     packages=[*find_packages(include=["maxdiloco", "maxdiloco.*"]), CONFIGS],
     package_dir={CONFIGS: "configs"},

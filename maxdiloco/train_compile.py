@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _compile(cfg: Config) -> int:
-    from maxdiloco.aot import report
+    from maxdiloco.aot import figures, report, verdict
     from maxdiloco.parallel import mesh as mesh_lib
     from maxdiloco.trainer import assemble, compiled_file
 
@@ -46,20 +46,29 @@ def _compile(cfg: Config) -> int:
     fresh = compiled_file.compiled_here() if cfg.compiled_trainstep_file else nullcontext()
     with fresh:
         parts, result = _measured(cfg, mesh, chip)
-    for line in parts.trainer.description().fragments:
-        _say(line)
     results = [result]
     if baseline := assemble.baseline(cfg):
         results.append(_measured(baseline, mesh, chip)[1])
+    _say("")
     for each in results:
+        for line in verdict.lines(each):
+            _say(line)
+    _say("")
+    for line in parts.trainer.description().fragments:
+        _say(line)
+    for each in results:
+        _say("")
         for line in report.lines(each):
             _say(line)
-        _say("")
     if cfg.report:
-        content = {"reports": [report.as_json(each) for each in results]}
+        content = {
+            "reports": [figures.as_json(r) | {"verdict": verdict.as_json(r)} for r in results]
+        }
         text = json.dumps(content, indent=1) + "\n"
         compiled_file.write_whole("report", cfg.report, text.encode())
     refused = report.refusals(result, max_exposed_fraction=cfg.max_exposed_fraction)
+    if room := verdict.does_not_fit(result):
+        refused.insert(0, room)
     for line in refused:
         say_error(f"refused: {line}")
     if cfg.compiled_trainstep_file and not any(program.too_big for program in result.programs):
@@ -99,7 +108,8 @@ def _devices(cfg: Config) -> tuple[Any, Any]:
 
 def _measured(cfg: Config, mesh: Any, chip: Any) -> tuple[Any, Any]:
     """The parts of a run on the mesh, and the report on its programs."""
-    from maxdiloco.aot import measure, report
+    from maxdiloco.aot import measure
+    from maxdiloco.aot.figures import Report
     from maxdiloco.aot.hlo.replay import Link
     from maxdiloco.checkpoint import arrays
     from maxdiloco.parallel import chips
@@ -122,7 +132,7 @@ def _measured(cfg: Config, mesh: Any, chip: Any) -> tuple[Any, Any]:
         say=_say,
     )
     slices = mesh_lib.count_slices(cfg, list(mesh.devices.flat))
-    return parts, report.Report(
+    return parts, Report(
         title=f"{cfg.model_name}, {parts.trainer.description().title}, {slices} x "
         f"{cfg.compile_topology or f'{mesh.size // slices} {cfg.hardware} devices'}",
         period=parts.trainer.period,
@@ -131,6 +141,24 @@ def _measured(cfg: Config, mesh: Any, chip: Any) -> tuple[Any, Any]:
         gbps=cfg.dcn_bandwidth_gbps,
         programs=programs,
         flags=chips.compiler_flags(),
+        job=_job(cfg, parts, mesh),
+    )
+
+
+def _job(cfg: Config, parts: Any, mesh: Any) -> Any:
+    from maxdiloco.aot.figures import Job
+    from maxdiloco.metrics.compiles import make_room
+    from maxdiloco.trainer import assemble
+
+    exchanges = bool(parts.trainer.description().resident)  # "" of data parallelism
+    return Job(
+        tokens_per_step=parts.shape.tokens,
+        flops_per_token=assemble.flops_per_token(cfg, parts.params),
+        num_devices=mesh.size,
+        tau=cfg.num_communication_overlapping_steps,
+        overlap=cfg.diloco_outer_overlap if exchanges else "",
+        topology=cfg.compile_topology,
+        room=make_room(cfg, outer_state=exchanges),
     )
 
 

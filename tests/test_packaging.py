@@ -12,6 +12,7 @@ from email.parser import HeaderParser
 from importlib.metadata import requires
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -94,6 +95,38 @@ def test_an_installed_wheel_finds_its_configs_from_anywhere(wheel, tmp_path):
     done = python(code, cwd=away, env={**os.environ, "PYTHONPATH": str(tmp_path / "site")})
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(tmp_path / "site/maxdiloco/__init__.py"), "35m"]
+
+
+def interpreter(version):
+    """A Python of this version that runs, or None."""
+    pyenv = pathlib.Path(os.environ.get("PYENV_ROOT", pathlib.Path.home() / ".pyenv")) / "versions"
+    found = [shutil.which(f"python{version}"), *sorted(pyenv.glob(f"{version}.*/bin/python"))]
+    for path in filter(None, found):
+        done = run([path, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"])
+        if done.stdout.strip() == version:
+            return path
+    return None
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_another_python_compiles_every_module_and_reads_a_config(wheel, tmp_path, version):
+    """From the wheel, with PyYAML beside it; JAX for that Python is not there to train with."""
+    python_there = interpreter(version)
+    if python_there is None:
+        pytest.skip(f"no Python {version} on this machine")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    shutil.copytree(pathlib.Path(yaml.__file__).parent, tmp_path / "yaml")
+    code = (
+        "import compileall, sys; from maxdiloco.flags import config; "
+        "print(config.load(['model_name=35m'], {}).model_name, 'jax' in sys.modules); "
+        "sys.exit(not compileall.compile_dir('maxdiloco', quiet=1))"
+    )
+    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)}
+    command = [python_there, "-S", "-W", "error::SyntaxWarning", "-c", code]
+    done = run(command, cwd=tmp_path, env=environ)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["35m", "False"]
 
 
 def test_each_console_command_names_a_function_without_arguments(wheel):

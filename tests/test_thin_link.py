@@ -286,9 +286,9 @@ def test_the_tables_of_the_trainer_s_log_are_read(tmp_path):
     log = tmp_path / "log"
     table = (
         "model: tiny, 1,033,600 parameters\n"
-        "fragment  layers  parameters  bytes on the wire  share\n"
-        "0           none      49,280             24,887   5.2%\n"
-        "1            0-1     492,160            248,832  52.0%\n"
+        "fragment  layers  parameters  padding  bytes on the wire  share\n"
+        "0           none      49,280        0             24,887   5.2%\n"
+        "1            0-1     492,160       12            248,832  52.0%\n"
         "outer state: 7.9 MiB a device\n"
     )
     log.write_text(table)

@@ -14,7 +14,7 @@ from maxdiloco.aot.hlo.transfers import Transfer
 from maxdiloco.engine.calls import START, Call
 from maxdiloco.engine.describe import bytes_on_device
 from maxdiloco.errors import ConfigError
-from maxdiloco.metrics.compiles import too_big
+from maxdiloco.metrics.compiles import temporaries, too_big
 
 
 class Memory(NamedTuple):
@@ -54,7 +54,8 @@ class Measured(NamedTuple):
     """One compiled program.
 
     runs: in the H steps of a period. when: see Call. too_big: the compiler's message when the
-    program does not fit the chip; nothing else is known then. seconds: device time of one run
+    program does not fit the chip; all that is known then is the memory of its arguments and of the
+    state, and that of the temporaries where the message has it. seconds: device time of one run
     without waits for other slices, as the compiler estimates it; None off TPU. kernels: number of
     Pallas kernels that have no estimate and add nothing to `seconds`.
     """
@@ -122,7 +123,7 @@ def measure(
         except jax.errors.JaxRuntimeError as error:
             if (reason := too_big(error)) is None:
                 raise
-            out.append(_too_big(call, time.perf_counter() - start, reason))
+            out.append(_too_big(call, time.perf_counter() - start, reason, state))
             say(f"{call.program.name} does not fit: {out[-1].too_big}")
             continue
         seconds = time.perf_counter() - start
@@ -139,10 +140,12 @@ def measure(
     return out
 
 
-def _too_big(call: Call, seconds: float, reason: str) -> Measured:
-    nothing = Memory(0, 0, 0, 0, 0)
+def _too_big(call: Call, seconds: float, reason: str, state: Any) -> Measured:
+    arguments = sum(bytes_on_device(x) for x in jax.tree.leaves(call.args) if _on_device(x))
+    temporary = temporaries(reason, arguments)
+    memory = Memory(arguments, 0, temporary, arguments + temporary, _elsewhere(call, state))
     return Measured(
-        call.program.name, call.runs, call.when, seconds, reason, 0.0, None, 0, nothing, (), ()
+        call.program.name, call.runs, call.when, seconds, reason, 0.0, None, 0, memory, (), ()
     )
 
 
@@ -150,12 +153,16 @@ def _memory(analysis: Any, call: Call, state: Any) -> Memory:
     arguments, outputs = analysis.argument_size_in_bytes, analysis.output_size_in_bytes
     temporary, shared = analysis.temp_size_in_bytes, analysis.alias_size_in_bytes
     peak = arguments + outputs - shared + temporary + analysis.generated_code_size_in_bytes
+    return Memory(arguments, outputs, temporary, peak, _elsewhere(call, state))
+
+
+def _elsewhere(call: Call, state: Any) -> int:
+    """Bytes of the run's state on a device that the program does not take."""
     # A program that runs at the start makes the state, so no other state is on the device.
     kept = [x for x in jax.tree.leaves(state) if _on_device(x) and call.when != START]
     kept_ids = {id(x) for x in kept}
     passed = [x for x in jax.tree.leaves(call.args) if id(x) in kept_ids]
-    elsewhere = sum(map(bytes_on_device, kept)) - sum(map(bytes_on_device, passed))
-    return Memory(arguments, outputs, temporary, peak, elsewhere)
+    return sum(map(bytes_on_device, kept)) - sum(map(bytes_on_device, passed))
 
 
 def _on_device(x: Any) -> bool:

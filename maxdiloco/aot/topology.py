@@ -1,11 +1,13 @@
 """TPU slices to compile for on a machine without them: their names, chips and devices.
 
-Names are those of MaxText and XPK. Sizes are cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}: a
-v4 or v5p name counts TensorCores, two a chip and one JAX device; the others count chips, and a
-TPU7x chip is two JAX devices.
+Names are MaxText's; XPK's, Cloud TPU's (v5litepod-16) and a kind with its shape, as GKE has them
+(v5p-2x2x4, tpu-v5-lite-podslice-4x4), mean the same slices. Sizes are
+cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}: a v4 or v5p name counts TensorCores, two a chip
+and one JAX device; a v5e or v6e name counts chips; a tpu7x name JAX devices, two a chip.
 """
 
 import importlib.util
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +31,14 @@ TOPOLOGIES = {
     "tpu7x-8": "tpu7x:2x2x1", "tpu7x-16": "tpu7x:2x2x2", "tpu7x-32": "tpu7x:2x2x4",
     "tpu7x-64": "tpu7x:2x4x4", "tpu7x-128": "tpu7x:4x4x4", "tpu7x-256": "tpu7x:4x4x8",
 }  # fmt: skip
+# A kind by other names: XPK's --tpu-type and Cloud TPU's accelerator type, GKE's node label.
+OTHER_KINDS = {
+    "v5litepod": "v5e",
+    "tpu-v4-podslice": "v4",
+    "tpu-v5-lite-podslice": "v5e",
+    "tpu-v5p-slice": "v5p",
+    "tpu-v6e-slice": "v6e",
+}
 # Without these libtpu asks a cloud's metadata server and locks the chip.
 _PRETEND = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -47,6 +57,12 @@ def chip(name: str) -> Chip:
     links, of = ici_links(kind, tuple(map(int, shape.split("x"))))
     whole = CHIPS[kind]
     return whole._replace(ici_gbps=whole.ici_gbps * links / of)
+
+
+def devices_per_slice(name: str) -> int:
+    """JAX devices of one slice. Raises ConfigError for an unknown name."""
+    kind, _, shape = _libtpu_name(name).partition(":")
+    return math.prod(map(int, shape.split("x"))) * (2 if kind == "tpu7x" else 1)
 
 
 def ici_links(kind: str, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -73,7 +89,7 @@ def devices(name: str, num_slices: int) -> list[jax.Device]:
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(
             f"compile_topology={name} needs libtpu, which is not installed. Install the extra: "
-            f"pip install 'maxdiloco[tpu]'."
+            f"pip install '.[tpu]' in a checkout of maxdiloco."
         )
     from jax.experimental import topologies
 
@@ -86,12 +102,49 @@ def devices(name: str, num_slices: int) -> list[jax.Device]:
     return list(slices.devices)
 
 
-def _libtpu_name(name: str) -> str:
-    if name not in TOPOLOGIES:
+def known_name(name: str) -> str:
+    """The name in TOPOLOGIES of a slice by any of its names.
+
+    Raises ConfigError for another name, with those of its kind, or the kinds.
+    """
+    kind, _, size = name.rpartition("-")
+    kind = OTHER_KINDS.get(kind, kind)
+    shapes = {libtpu: known for known, libtpu in TOPOLOGIES.items()}
+    found = shapes.get(f"{kind}:{size}") or f"{kind}-{size}"
+    if found in TOPOLOGIES:
+        return found
+    same_kind = [known for known in TOPOLOGIES if known.rpartition("-")[0] == kind]
+    if not same_kind:
+        kinds = dict.fromkeys(known.rpartition("-")[0] for known in TOPOLOGIES)
         raise ConfigError(
-            f"compile_topology={name} is not known. Use one of {', '.join(TOPOLOGIES)}."
+            f"compile_topology={name} is not known. Use a kind and its size, as v5e-16, v5p-32 or "
+            f"v5litepod-16; kinds: {', '.join(kinds)}."
         )
-    return TOPOLOGIES[name]
+    shape = TOPOLOGIES[same_kind[1]].partition(":")[2]
+    raise ConfigError(
+        f"compile_topology={name} is not known: {kind} counts {_COUNTED[kind]}. Use one of "
+        f"{', '.join(same_kind)}, or a shape as {kind}-{shape}."
+    )
+
+
+def larger(name: str, num_devices: float) -> str:
+    """The smallest known slice of the same kind with at least so many devices; "" for none."""
+    kind = known_name(name).rpartition("-")[0]
+    same_kind = (known for known in TOPOLOGIES if known.rpartition("-")[0] == kind)
+    return next((known for known in same_kind if devices_per_slice(known) >= num_devices), "")
+
+
+_COUNTED = {
+    "v4": "TensorCores, two a chip",
+    "v5p": "TensorCores, two a chip",
+    "v5e": "chips",
+    "v6e": "chips",
+    "tpu7x": "devices, two a chip",
+}
+
+
+def _libtpu_name(name: str) -> str:
+    return TOPOLOGIES[known_name(name)]
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from maxdiloco.diloco.schedule import Event, Schedule
 from maxdiloco.engine.state import Layout
 from maxdiloco.engine.trainer import Description
 from maxdiloco.exchange.collective import Sizes
+from maxdiloco.exchange.payload import payload_bytes
 from maxdiloco.processes.output import aligned
 
 
@@ -43,14 +44,18 @@ def replica_table(layout: Layout) -> list[str]:
 
 
 def fragment_table(layout: Layout, wire: Sequence[int]) -> list[str]:
-    """Layers, parameters, bytes on the wire and share of each fragment; warnings for large ones."""
+    """Layers, parameters, bytes and share of each fragment; warnings for large ones.
+
+    padding: of the bytes on the wire, those that fill chunks of one length and whole tiles.
+    """
     sizes = [plan.fragment.size for plan in layout.plans]
-    rows = [("fragment", "layers", "parameters", "bytes on the wire", "share")]
+    rows = [("fragment", "layers", "parameters", "padding", "bytes on the wire", "share")]
     for p, plan in enumerate(layout.plans):
         layers = _ranges(plan.fragment.layers) or "none"
         if len(layout.plans) == 1:
             layers = "all"
-        rows.append((p, layers, f"{sizes[p]:,}", f"{wire[p]:,}", f"{sizes[p] / sum(sizes):.1%}"))
+        padding, share = wire[p] - payload_bytes(plan.payload), sizes[p] / sum(sizes)
+        rows.append((p, layers, f"{sizes[p]:,}", f"{padding:,}", f"{wire[p]:,}", f"{share:.1%}"))
     lines = aligned(rows)
     for p in oversized(wire):
         lines.append(

@@ -34,6 +34,7 @@ from maxdiloco.engine.programs import Programs
 from maxdiloco.engine.state import FragmentPlan, State, with_first, with_item
 from maxdiloco.exchange.collective import incoming_spec
 from maxdiloco.exchange.host import HostCarrier, Links
+from maxdiloco.exchange.payload import payload_bytes
 from maxdiloco.parallel.program import Program
 
 CARRIERS = ("program", "host")
@@ -160,9 +161,7 @@ class HostExchange:
 
     def fragment_bytes(self, plan: FragmentPlan) -> int:
         """Bytes of one exchange of a fragment from one replica to one other: no padding."""
-        in_slice = self._layout.mesh.size // self._layout.mesh.shape["diloco"]
-        itemsize = quantize.wire_format(plan.payload.wire).dtype.itemsize
-        return plan.payload.size * in_slice * itemsize
+        return payload_bytes(plan.payload)
 
     def action_bytes(self, action: Action) -> int:
         """Bytes that an action makes one replica send to one other."""

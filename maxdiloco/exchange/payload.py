@@ -135,6 +135,12 @@ def assemble(shard: WireShard, x_SN: jax.Array) -> jax.Array:
     return flat.reshape(flat.shape[0], *shard.local)
 
 
+def payload_bytes(payload: Payload) -> int:
+    """Bytes of one replica's codes, scales and flags on all devices of a slice, no padding."""
+    devices = math.prod(payload.mesh.shape[axis] for axis in in_slice_axes(payload.mesh))
+    return payload.size * devices * quantize.wire_format(payload.wire).dtype.itemsize
+
+
 def num_values(payload: Payload) -> int:
     """Values of one replica's fragment."""
     devices = math.prod(payload.mesh.shape[axis] for axis in in_slice_axes(payload.mesh))

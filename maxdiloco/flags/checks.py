@@ -9,7 +9,7 @@ from typing import Any
 
 from maxdiloco.diloco import schedule
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import check_mixture, eval_sets, tokenizer_checks
+from maxdiloco.flags import check_learning_rate, check_mixture, eval_sets, tokenizer_checks
 from maxdiloco.flags.base_yml import Key, show
 
 LARGEST = 2**31 - 1  # of int32: the limit of a whole number that has none in base.yml
@@ -35,6 +35,7 @@ def check(cfg: Any, keys: Mapping[str, Key]) -> None:
     for check_group in (*groups, check_mixture.check):
         check_group(cfg)
     tokenizer_checks.check(cfg)
+    check_learning_rate.check(cfg, keys)
 
 
 def allows(allowed: str, value: Any) -> bool:

@@ -7,13 +7,13 @@ import math
 import pathlib
 import re
 import types
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import base_yml, checks
+from maxdiloco.flags import base_yml, checks, maxtext
 from maxdiloco.flags.base_yml import Key, Table, Value, show
-from maxdiloco.flags.other_names import OTHER_NAMES, translate
+from maxdiloco.flags.other_names import OTHER_NAMES, current, translate
 
 ENVIRONMENT_PREFIX = "M_"  # MaxText's
 MOST_DIGITS = 20  # of a whole number; more are no limit of any key, and Python refuses 4,301
@@ -48,12 +48,15 @@ class Given(NamedTuple):
     where: str
 
 
-def load(argv: Iterable[str], environ: Mapping[str, str]) -> Config:
+def load(
+    argv: Iterable[str], environ: Mapping[str, str], *, warn: Callable[[str], None] = print
+) -> Config:
     """The config of a run.
 
     argv: the command line without the program: at most one yml file, first, then key=value.
       base.yml itself may stand there, as MaxText wants it, and changes nothing.
     environ: the environment; names that start with M_ are keys.
+    warn: called with a line on MaxText's keys that do nothing here, and on values of its own.
     Later wins: base.yml, the model file, the yml file, the environment, key=value.
     Raises ConfigError, one line with key, value, why and remedy.
     """
@@ -66,9 +69,10 @@ def load(argv: Iterable[str], environ: Mapping[str, str]) -> Config:
             given |= translate(_from_file(path))
     given |= translate(_from_environment(environ, keys))
     given |= translate(_from_command_line(argv))
+    given = maxtext.taken(given, keys, warn)
     values = {name: key.default for name, key in keys.items()}
     values |= {name: _convert(_known(name, text, keys), text) for name, text in given.items()}
-    values |= _from_model(values, given, folder, keys)
+    values |= _from_model(values, given, folder, keys, warn)
     cfg = Config(**values)
     checks.check(cfg, keys)
     return cfg
@@ -82,7 +86,7 @@ def from_dict(stored: Mapping[str, Any]) -> Config:
     """
     keys = base_yml.declared()
     values = {name: key.default for name, key in keys.items()}
-    for name, value in stored.items():
+    for name, value in current(stored).items():
         given = Given(value, "stored config")
         values[name] = _same_type(_known(name, given, keys), given)
     return Config(**values)
@@ -154,7 +158,9 @@ def _from_environment(environ: Mapping[str, str], keys: Mapping[str, Key]) -> di
         if not variable.startswith(ENVIRONMENT_PREFIX):
             continue
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-        if variable != ENVIRONMENT_PREFIX + name.upper() or name not in {*keys, *OTHER_NAMES}:
+        if variable != ENVIRONMENT_PREFIX + name.upper() or not (
+            name in {*keys, *OTHER_NAMES} or maxtext.foreign(name)
+        ):
             near = _nearest(name, keys)
             remedy = f"Did you mean {ENVIRONMENT_PREFIX}{near.upper()}?" if near else "Unset it."
             raise ConfigError(
@@ -190,24 +196,27 @@ def _from_model(
     given: Mapping[str, Given],
     folder: pathlib.Path,
     keys: Mapping[str, Key],
+    warn: Callable[[str], None],
 ) -> dict[str, Value]:
     """The values of the model file that no later layer sets.
 
-    Raises ConfigError for an unknown model, and for a later layer that sets another value without
-    override_model_config.
+    model_name is a name in configs/models or the path of a yml file. Raises ConfigError for an
+    unknown model, for a file that is no model's, and for a later layer that sets another value
+    without override_model_config.
     """
-    model = values["model_name"]
+    model = str(values["model_name"])
     if model == "default":
         return {}
-    models = base_yml.model_names(folder)
-    if model not in models:
-        near = _nearest(str(model), models)
-        raise ConfigError(
-            f"model_name={model} has no file in configs/models. "
-            f"{f'Did you mean {near}? ' if near else ''}Use default, {', '.join(models)}."
-        )
+    path = _model_file(model, folder)
+    given_by_model = maxtext.taken(translate(_from_file(path)), keys, warn)
     out = {}
-    for name, text in _from_file(folder / "models" / f"{model}.yml").items():
+    for name, text in given_by_model.items():
+        if name in keys and keys[name].group != keys["model_name"].group:
+            raise ConfigError(
+                f"model_name={model} sets {name}={_shown(text.raw)}, but a model file sets keys of "
+                f"the group model alone. Put {name} into a yml file before the keys, or on the "
+                f"command line."
+            )
         of_model = _convert(_known(name, text, keys), text)
         if name not in given:
             out[name] = of_model
@@ -218,6 +227,24 @@ def _from_model(
                 f"override_model_config=true."
             )
     return out
+
+
+def _model_file(model: str, folder: pathlib.Path) -> pathlib.Path:
+    """The file of model_name. Raises ConfigError for a name that has none."""
+    if model.endswith((".yml", ".yaml")):
+        path = pathlib.Path(model)
+        if not path.is_file():
+            raise ConfigError(f"model_name={model} is no file here. Give a path or a name.")
+        return path
+    models = base_yml.model_names(folder)
+    if model not in models:
+        near = _nearest(model, models)
+        raise ConfigError(
+            f"model_name={model} has no file in configs/models. "
+            f"{f'Did you mean {near}? ' if near else ''}Use default, {', '.join(models)}, or the "
+            f"path of a yml file with keys of the group model."
+        )
+    return folder / "models" / f"{model}.yml"
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""MaxText's names of the data that mean the same as a key of base.yml."""
+"""Names of MaxText, and older ones of our own, that mean the same as a key of base.yml."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -6,7 +6,10 @@ from typing import Any, Protocol
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml
 
+# Our own before MaxText's change of name; MaxText had it too.
+RENAMED = {"cosine_learning_rate_final_fraction": "learning_rate_final_fraction"}
 OTHER_NAMES = {
+    **RENAMED,
     "hf_path": "dataset_path",
     "hf_train_files": "dataset_path",
     "hf_eval_files": "eval_dataset_path",
@@ -32,6 +35,7 @@ def translate(given: Mapping[str, Written]) -> dict[str, Any]:
     Raises ConfigError when a value is there by two names, and for more than one column.
     """
     names: dict[str, str] = {}
+    given = _without_grain(given)
     for name in given:
         own = OTHER_NAMES.get(name, name)
         if own in names:
@@ -41,6 +45,20 @@ def translate(given: Mapping[str, Written]) -> dict[str, Any]:
             )
         names[own] = name
     return {own: _value(name, given[name]) for own, name in names.items()}
+
+
+def _without_grain(given: Mapping[str, Written]) -> dict[str, Written]:
+    """MaxText's dataset_type=grain says no more than grain_file_type, which is arrayrecord."""
+    kind = given.get("dataset_type")
+    if kind is None or kind.raw != "grain":
+        return dict(given)
+    rest = {name: value for name, value in given.items() if name != "dataset_type"}
+    return {"grain_file_type": kind._replace(raw="arrayrecord")} | rest
+
+
+def current(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A stored config by the names that keys have now."""
+    return {RENAMED.get(name, name): value for name, value in stored.items()}
 
 
 def _value(name: str, given: Written) -> Written:

@@ -8,6 +8,7 @@ from typing import Any
 
 from maxdiloco.errors import CheckpointError
 from maxdiloco.flags.base_yml import SHAPES, Key, as_lists
+from maxdiloco.flags.other_names import current
 
 # Values that follow from several keys; a caller puts them into both mappings.
 _DERIVED = {
@@ -26,6 +27,7 @@ def changed_keys(
     is younger than the checkpoint and had its default. A key that only saved has is gone from
     the program and counts as changed to None. keys: base.yml's.
     """
+    saved = current(saved)
     free = {name for name, key in keys.items() if key.may_change}
     changes = {}
     for name in sorted({*saved, *new} - free):

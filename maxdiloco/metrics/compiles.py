@@ -1,5 +1,6 @@
 """A line for every compile, and all compiles before the first step."""
 
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ import jax
 
 from maxdiloco.engine.calls import Call
 from maxdiloco.errors import ConfigError
+from maxdiloco.flags.config import Config
 
 # XLA compiles without the GIL; more threads need more host memory (our choice).
 THREADS = 4
@@ -82,6 +84,36 @@ def too_big(error: jax.errors.JaxRuntimeError) -> str | None:
         return None
     end = message.find(". ")
     return message[: end + 1] if end > 0 else message
+
+
+def temporaries(message: str, arguments: int) -> int:
+    """Bytes of temporaries in the message of `too_big`; 0 where it does not tell.
+
+    arguments: of the program, which the message's total counts too.
+    """
+    number = r"([\d.]+)([KMGT])"
+    units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+    if found := re.search(rf"HLO temporaries \({number}\)", message):
+        return int(float(found[1]) * units[found[2]])
+    if found := re.search(rf"Used {number} of", message):
+        return max(0, int(float(found[1]) * units[found[2]]) - arguments)
+    return 0
+
+
+def make_room(cfg: Config, *, outer_state: bool) -> str:
+    """The remedy when a program of this config does not fit: what is not yet on.
+
+    outer_state: whether the trainer keeps one besides the replicas.
+    """
+    ways = ["more devices in a slice"]
+    if cfg.per_device_batch_size > 1:
+        ways.append("a smaller per_device_batch_size")
+    if cfg.remat_policy != "full":
+        ways.append("remat_policy=full")
+    if outer_state and cfg.diloco_outer_memory == "device":
+        ways.append("diloco_outer_memory=pinned_host")
+    *most, last = ways
+    return f"Use {', '.join(most)} or {last}." if most else f"Use {last}."
 
 
 def memory_line(memory: Any) -> str:

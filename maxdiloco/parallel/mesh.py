@@ -98,7 +98,10 @@ def visible_devices(cfg: Config) -> list[jax.Device]:
     Raises ConfigError when they are not what `hardware` asks for, and when they belong to several
     processes without jax.distributed: nobody would notice a lost one.
     """
-    remedy = "See that this machine has one and JAX can use it (pip install 'maxdiloco[{}]')."
+    remedy = (
+        "See that this machine has one and JAX can use it (in a checkout of maxdiloco: pip install "
+        "'.[{}]')."
+    )
     extra = {"gpu": "cuda12", "tpu": "tpu"}
     try:
         devices = jax.devices()

@@ -23,20 +23,29 @@ OUTPUT_NAMES = ("heads", "kv_heads", "head_dim", "mlp")
 def learning_rate_schedule(cfg: Config, total_steps: int) -> Callable[[int], float]:
     """Learning rate of inner step t as a function of the steps before it, t - 1.
 
-    Linear from 0 to the peak at the last warmup step, then half a cosine to the final fraction at
-    the last step of the schedule, constant after it (warmup and cosine as in arXiv 2503.09799,
-    section 3). total_steps: length of the schedule when learning_rate_schedule_steps is -1.
+    Linear from 0 to the peak at the last warmup step. Then lr_schedule_type=cosine: half a cosine
+    to the final fraction at the last step of the schedule (arXiv 2503.09799, section 3); wsd: the
+    peak, and from it to the final fraction in the last part of the schedule (arXiv 2404.06395).
+    Constant after the schedule.
+    total_steps: length of the schedule when learning_rate_schedule_steps is -1.
     """
     length = schedule_steps(cfg, total_steps)
-    warmup = round(cfg.warmup_steps_fraction * length)
-    last = cfg.cosine_learning_rate_final_fraction
+    warmup = cfg.warmup_steps
+    if warmup == -1:
+        warmup = round(cfg.warmup_steps_fraction * length)
+    falls_after, style = warmup, "cosine"
+    if cfg.lr_schedule_type == "wsd":
+        falls_after = max(warmup, length - round(cfg.wsd_decay_steps_fraction * length))
+        style = cfg.wsd_decay_style
+    left = {"cosine": lambda x: 0.5 * (1 + math.cos(math.pi * x)), "linear": lambda x: 1 - x}[style]
+    last = cfg.learning_rate_final_fraction
 
     def schedule(count: int) -> float:
         t = count + 1
         if t < warmup:
             return cfg.learning_rate * t / warmup
-        progress = min((t - warmup) / max(length - warmup, 1), 1.0)
-        return cfg.learning_rate * (last + (1 - last) * 0.5 * (1 + math.cos(math.pi * progress)))
+        progress = min(max(t - falls_after, 0) / max(length - falls_after, 1), 1.0)
+        return cfg.learning_rate * (last + (1 - last) * left(progress))
 
     return schedule
 

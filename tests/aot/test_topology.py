@@ -54,11 +54,47 @@ def test_an_unknown_name_lists_the_known_ones():
     for lookup in (topology.chip, lambda name: topology.devices(name, 2)):
         with pytest.raises(ConfigError, match=r"compile_topology=v5-16 is not known. Use .*v5e-16"):
             lookup("v5-16")
+    with pytest.raises(ConfigError, match=r"v5p-24 is not known: v5p counts TensorCores, .*v5p-32"):
+        topology.chip("v5p-24")
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("v5litepod-16", "v5e-16"),  # xpk --tpu-type, and Cloud TPU
+        ("v5litepod-256", "v5e-256"),
+        ("v6e-16", "v6e-16"),
+        ("v6e-4x4", "v6e-16"),
+        ("v5p-2x2x4", "v5p-32"),  # 16 chips, 32 TensorCores
+        ("v5p-32", "v5p-32"),
+        ("tpu7x-2x2x1", "tpu7x-8"),
+        ("tpu-v5-lite-podslice-4x8", "v5e-32"),  # GKE's label and its topology
+        ("tpu-v5p-slice-4x4x4", "v5p-128"),
+    ],
+)
+def test_the_names_of_xpk_and_gke_mean_the_same_slices(name, known):
+    assert topology.known_name(name) == known
+    assert topology.chip(name) == topology.chip(known)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "found"),
+    [
+        ("v5e-4", 5, "v5e-8"),
+        ("v5e-4", 4, "v5e-4"),
+        ("v5litepod-16", 17, "v5e-32"),
+        ("v5p-8", 16, "v5p-32"),  # 16 chips, which are 16 devices
+        ("tpu7x-8", 9, "tpu7x-16"),
+        ("v5e-4", 257, ""),
+    ],
+)
+def test_the_slice_that_would_do_has_at_least_so_many_devices(name, wanted, found):
+    assert topology.larger(name, wanted) == found
 
 
 def test_without_libtpu_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs libtpu.*pip install 'maxdiloco\[tpu\]'"):
+    with pytest.raises(ConfigError, match=r"needs libtpu.*pip install '\.\[tpu\]'"):
         topology.devices("v5e-4", 2)
 
 
@@ -75,7 +111,7 @@ def test_every_topology_is_of_a_chip_with_all_facts():
 )  # fmt: skip
 def test_devices_of_two_slices(name, devices, kind):
     found = topology.devices(name, 2)
-    assert len(found) == 2 * devices
+    assert len(found) == 2 * devices == 2 * topology.devices_per_slice(name)
     assert {device.slice_index for device in found} == {0, 1}
     assert {device.device_kind for device in found} == {kind}
     assert kind in topology.chip(name).kinds

@@ -15,6 +15,7 @@ import maxdiloco
 from maxdiloco import train
 from maxdiloco.diloco import fragments
 from maxdiloco.engine import describe
+from maxdiloco.exchange.payload import payload_bytes
 from maxdiloco.flags import config
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.trainer import assemble
@@ -63,12 +64,14 @@ def wire_bytes(layout):
 
 
 def read(lines):
-    """[(fragment, layers, parameters, bytes, share)] and what follows the table."""
-    rows = [re.fullmatch(r"(\d+) +(\S+) +([\d,]+) +([\d,]+) +([\d.]+)%", line) for line in lines]
-    assert lines[0].split() == "fragment layers parameters bytes on the wire share".split()
+    """[(fragment, layers, parameters, bytes, share, padding)] and what follows the table."""
+    row = re.compile(r"(\d+) +(\S+) +([\d,]+) +([\d,]+) +([\d,]+) +([\d.]+)%")
+    rows = [row.fullmatch(line) for line in lines]
+    assert lines[0].split() == "fragment layers parameters padding bytes on the wire share".split()
+    number = lambda text: int(text.replace(",", ""))  # noqa: E731
     table = [
-        (int(p), layers, int(n.replace(",", "")), int(b.replace(",", "")), float(share))
-        for p, layers, n, b, share in (row.groups() for row in rows if row)
+        (int(p), layers, number(n), number(b), float(share), number(filled))
+        for p, layers, n, filled, b, share in (row.groups() for row in rows if row)
     ]
     return table, lines[1 + len(table) :]
 
@@ -109,7 +112,7 @@ def test_the_table_of_every_model_file_holds_all_parameters_once(path, P, k):
     assert [row[0] for row in table] == list(range(P))
     assert sum(row[2] for row in table) == expected
     assert all(np.all(count == 1) for count in holders(parts.params, layout.plans))
-    for p, layers, parameters, sent, share in table:
+    for p, layers, parameters, sent, share, _ in table:
         assert share == pytest.approx(100 * parameters / expected, abs=0.051)
         # Four devices each round a chunk up to 1024 elements; blocks and flags at their ends.
         least = parameters * 129 / 256  # float4_e3m0: 128 bytes of codes, 1 of scale a block
@@ -144,6 +147,23 @@ def test_the_number_of_programs_does_not_grow_with_the_number_of_fragments(path)
         counts = [programs(P, 1, sequential) for P in range(2, layers + 2)]
         assert max(counts) <= 3
         assert programs(layers + 3, 3, sequential) <= 5
+
+
+def test_what_only_fills_chunks_is_told_as_padding():
+    """tiny in 5 fragments: the embedding's 49,152 + 128 values and a layer's 246,080. With chunks
+    of one length the first is filled up to the others; without padding a value takes its 129/256
+    bytes, and each device's blocks of a leaf end with up to 128 more."""
+    layout = layout_of("tiny", 5)
+    longest = max(wire_bytes(layout))
+    table, _ = read(describe.fragment_table(layout, [longest] * 5))
+    for _, _, parameters, sent, _, padding in table:
+        assert sent == longest
+        least = parameters * 129 / 256
+        leaves = len(jax.tree.leaves(parts_of("tiny").params))
+        assert least <= sent - padding <= least + 4 * leaves * (1 + 128)
+    assert table[0][5] > 3 * table[1][5], "the smallest is filled up most"
+    exact = [payload_bytes(plan.payload) for plan in layout.plans]
+    assert [row[5] for row in read(describe.fragment_table(layout, exact))[0]] == [0] * 5
 
 
 def test_sequential_layers_are_told_as_runs():

@@ -3,7 +3,7 @@
 import pytest
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import base_yml, config
+from maxdiloco.flags import base_yml, config, resume
 from maxdiloco.flags.other_names import OTHER_NAMES
 
 MAXTEXT = "grain_train_files=/data/a", "grain_file_type=arrayrecord", "train_data_columns=[body]"
@@ -30,6 +30,18 @@ def test_each_other_name_is_of_a_key_and_none_is_one():
     keys = base_yml.declared()
     assert set(OTHER_NAMES.values()) <= set(keys)
     assert not set(OTHER_NAMES) & set(keys)
+
+
+def test_the_old_and_the_new_name_of_a_renamed_key_mean_the_same():
+    """On the command line, and in the config of a checkpoint that is read or resumed."""
+    old, new = "cosine_learning_rate_final_fraction", "learning_rate_final_fraction"
+    for name in (old, new):
+        assert config.load([f"{name}=0.2"], {}).learning_rate_final_fraction == 0.2
+        assert config.from_dict({name: 0.2}).learning_rate_final_fraction == 0.2
+    stored = config.load([], {}).as_dict()
+    stored[old] = stored.pop(new)
+    new_config = config.load([], {}).as_dict()
+    assert resume.changed_keys(stored, new_config, keys=base_yml.declared()) == {}
 
 
 @pytest.mark.parametrize(

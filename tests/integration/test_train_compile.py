@@ -179,6 +179,10 @@ def test_a_program_too_big_for_the_chip_is_exit_code_1(compile_run):
     assert code == 1
     assert any(program["too_big"] for program in report["programs"])
     assert "refused: inner is too big for the chip: " in said.err
+    assert "refused: does not fit: " in said.err.splitlines()[0]
+    assert "by arithmetic v5e-" in said.err, "the slice that would do"
+    assert "remat_policy=full" not in said.err, "which is already on"
+    assert "what crosses slices" in said.out and "not known: inner" in said.out
 
 
 @pytest.mark.slow

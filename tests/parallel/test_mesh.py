@@ -121,7 +121,7 @@ def test_hardware_that_does_not_start_is_refused_with_jax_s_reason(monkeypatch):
         raise RuntimeError("Unable to initialize backend 'tpu': no device found.\nA trace")
 
     monkeypatch.setattr(jax, "devices", fails)
-    message = r"hardware=tpu does not work here: .*no device found\. See that.*maxdiloco\[tpu\]"
+    message = r"hardware=tpu does not work here: .*no device found\. See that.*\.\[tpu\]"
     with pytest.raises(ConfigError, match=message):
         mesh_lib.visible_devices(load("hardware=tpu"))
 

@@ -49,7 +49,11 @@ def config(**changes):
         opt_type="adamw",
         learning_rate=0.1,
         warmup_steps_fraction=0.0,
-        cosine_learning_rate_final_fraction=1.0,
+        warmup_steps=-1,
+        lr_schedule_type="cosine",
+        wsd_decay_steps_fraction=0.1,
+        wsd_decay_style="linear",
+        learning_rate_final_fraction=1.0,
         learning_rate_schedule_steps=-1,
         adam_b1=0.9,
         adam_b2=0.99,
@@ -87,7 +91,7 @@ def run(cfg, model, params, gradients):
 def test_warmup_rises_to_the_peak_and_a_cosine_falls_to_the_final_fraction():
     """100 steps, a tenth of warmup: t/10 of the peak until step 10, half way down (0.525) at step
     55, a twentieth at step 100 and after."""
-    cfg = config(warmup_steps_fraction=0.1, cosine_learning_rate_final_fraction=0.05)
+    cfg = config(warmup_steps_fraction=0.1, learning_rate_final_fraction=0.05)
     schedule = optimizer.learning_rate_schedule(cfg, 100)
     expected = {1: 0.1, 5: 0.5, 10: 1.0, 55: 0.525, 100: 0.05, 101: 0.05, 1000: 0.05}
     for t, fraction in expected.items():
@@ -97,7 +101,7 @@ def test_warmup_rises_to_the_peak_and_a_cosine_falls_to_the_final_fraction():
 
 
 def test_the_schedule_may_be_shorter_than_the_run():
-    cfg = config(cosine_learning_rate_final_fraction=0.2, learning_rate_schedule_steps=4)
+    cfg = config(learning_rate_final_fraction=0.2, learning_rate_schedule_steps=4)
     schedule = optimizer.learning_rate_schedule(cfg, 100)
     found = [float(schedule(count)) / 0.1 for count in range(6)]
     root = 0.4 * math.cos(math.pi / 4)
@@ -107,6 +111,40 @@ def test_the_schedule_may_be_shorter_than_the_run():
 def test_a_warmup_that_fills_the_run_ends_at_the_peak():
     schedule = optimizer.learning_rate_schedule(config(warmup_steps_fraction=1.0), 4)
     assert [float(schedule(c)) for c in range(4)] == pytest.approx([0.025, 0.05, 0.075, 0.1])
+
+
+@pytest.mark.parametrize(
+    ("style", "middle"), [("linear", 0.55), ("cosine", 0.1 + 0.9 * 0.5)], ids=["linear", "cosine"]
+)
+def test_wsd_holds_the_peak_and_falls_in_the_last_part(style, middle):
+    """100 steps, 10 of warmup, the last 20 fall from the peak to a tenth; half way at step 90.
+    A quarter of the way, step 85, the two styles differ: 0.775 and 0.1 + 0.9 * (1 + cos pi/4) / 2.
+    """
+    cfg = config(
+        warmup_steps_fraction=0.1, lr_schedule_type="wsd", wsd_decay_steps_fraction=0.2,
+        wsd_decay_style=style, learning_rate_final_fraction=0.1,
+    )  # fmt: skip
+    schedule = optimizer.learning_rate_schedule(cfg, 100)
+    quarter = {"linear": 0.775, "cosine": 0.1 + 0.45 * (1 + math.cos(math.pi / 4))}[style]
+    expected = {5: 0.5, 10: 1.0, 50: 1.0, 80: 1.0, 85: quarter, 90: middle, 100: 0.1, 999: 0.1}
+    for t, fraction in expected.items():
+        assert float(schedule(t - 1)) == pytest.approx(0.1 * fraction, rel=1e-6)
+
+
+def test_wsd_whose_warmup_and_fall_overlap_falls_after_the_warmup():
+    cfg = config(warmup_steps=8, lr_schedule_type="wsd", wsd_decay_steps_fraction=0.5,
+                 learning_rate_final_fraction=0.0)  # fmt: skip
+    schedule = optimizer.learning_rate_schedule(cfg, 10)
+    assert [schedule(t - 1) for t in (8, 9, 10)] == pytest.approx([0.1, 0.05, 0.0])
+
+
+def test_the_warmup_in_steps_does_not_stretch_with_the_schedule():
+    """Step 5 of a warmup of 10 is at half the peak, however long the schedule is."""
+    for length in (100, 1000):
+        schedule = optimizer.learning_rate_schedule(config(warmup_steps=10), length)
+        assert [schedule(4), schedule(9)] == pytest.approx([0.05, 0.1])
+    none = optimizer.learning_rate_schedule(config(warmup_steps=0, warmup_steps_fraction=0.5), 100)
+    assert none(0) == pytest.approx(0.1)
 
 
 def test_the_optimizer_follows_the_schedule(model):

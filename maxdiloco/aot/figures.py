@@ -1,0 +1,187 @@
+"""The figures of programs compiled ahead of time: sums over a period, and all of them as JSON.
+
+Times are estimates of the TPU compiler and of hlo/replay.py; nothing was run.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from maxdiloco.aot.measure import Crossing, Measured
+from maxdiloco.engine.calls import STEP
+from maxdiloco.parallel.chips import Chip
+
+
+class Job(NamedTuple):
+    """What the verdict says of a run besides its programs.
+
+    tokens_per_step: of all replicas. flops_per_token: of the model, see metrics/speed.py.
+    overlap: diloco_outer_overlap; "" without DiLoCo. topology: name of a slice. room: what makes
+    room on a device and is not yet on.
+    """
+
+    tokens_per_step: int
+    flops_per_token: float
+    num_devices: int
+    tau: int
+    overlap: str
+    topology: str
+    room: str
+
+
+class Report(NamedTuple):
+    """What was compiled, and for what.
+
+    period: the H inner steps in which a program runs `runs` times. chip: None off TPU.
+    gbps: one device's share of the DCN [Gbit/s]. flags: of the compiler; the job needs the same.
+    job: None leaves speed, and what would do, out of the verdict.
+    """
+
+    title: str
+    period: int
+    devices_per_slice: int
+    chip: Chip | None
+    gbps: float
+    programs: Sequence[Measured]
+    flags: Mapping[str, str]
+    job: Job | None = None
+
+    def at(self, when: str) -> list[Measured]:
+        """The programs that run at STEP, BESIDE or START; see Call."""
+        return [program for program in self.programs if program.when == when]
+
+    def missing(self, when: str) -> list[str]:
+        """Names of the programs at `when` that were not compiled, as they are too big."""
+        return [program.name for program in self.at(when) if program.too_big]
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Mean device time of a step, its waits for other slices included.
+
+        None off TPU, and where a program of the steps was not compiled.
+        """
+        if self.chip is None or self.missing(STEP):
+            return None
+        return self.seconds(STEP) / self.period
+
+    def seconds(self, when: str) -> float:
+        """Device time of a period. Only on TPU."""
+        return sum(p.runs * (p.seconds + p.exposed) for p in self.at(when) if not p.too_big)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds of a period that the steps wait for other slices, at most."""
+        return sum(p.runs * p.exposed for p in self.at(STEP))
+
+    @property
+    def exposed_seconds_least(self) -> float:
+        """The same where a send-done waits for nothing; see hlo/replay.py."""
+        return sum(p.runs * p.exposed_least for p in self.at(STEP))
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds of a period in which the steps keep the link between slices busy."""
+        return sum(p.runs * p.busy for p in self.at(STEP))
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Bytes that leave one device for other slices, mean of a step over a period."""
+        return self.bytes_sent(STEP) / self.period
+
+    def bytes_sent(self, when: str) -> float:
+        """Bytes that leave one device for other slices in a period."""
+        return sum(p.runs * c.bytes_per_device * c.times for p in self.at(when)
+                   for c in p.crossings)  # fmt: skip
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """The figures of the report, which `lines` prints: bytes, seconds, and parts of the whole.
+
+    None: not known, as a program was not compiled, or there is no TPU.
+    """
+    unknown = bool(report.missing(STEP))
+    untimed = unknown or report.chip is None
+    return {
+        "title": report.title,
+        "period_steps": report.period,
+        "devices_per_slice": report.devices_per_slice,
+        "hbm_bytes": report.chip and report.chip.hbm,
+        "dcn_bandwidth_gbps": report.gbps,
+        "compiler_flags": dict(report.flags),
+        "step_seconds": report.step_seconds,
+        "dcn_bytes_per_device_and_step": None if unknown else report.bytes_per_step,
+        "dcn_busy_seconds_per_period": None if untimed else report.busy_seconds,
+        "dcn_exposed_seconds_per_period": None if untimed else report.exposed_seconds,
+        "dcn_exposed_seconds_per_period_least": (None if untimed else report.exposed_seconds_least),
+        "programs": [_program(report, program) for program in report.programs],
+    }
+
+
+def _program(report: Report, program: Measured) -> dict[str, Any]:
+    memory = program.memory._asdict() | {"needed": program.memory.needed}
+    if program.too_big:
+        memory |= {"outputs": None, "peak": None, "temporary": program.memory.temporary or None}
+    found = {
+        "name": program.name,
+        "runs_per_period": program.runs,
+        "when": program.when,
+        "compile_seconds": program.compile_seconds,
+        "too_big": program.too_big,
+        "flops_per_device": program.flops,
+        "estimated_seconds": program.seconds,
+        "pallas_kernels_not_estimated": program.kernels,
+        "memory": memory,
+        "dcn": [_crossing(report, program, crossing) for crossing in program.crossings],
+        "ici": _collectives(program),
+    }
+    unknown = ("flops_per_device", "pallas_kernels_not_estimated", "dcn", "ici")
+    return found | dict.fromkeys(unknown) if program.too_big else found
+
+
+def _crossing(report: Report, program: Measured, crossing: Crossing) -> dict[str, Any]:
+    sent = crossing.bytes_per_device * crossing.times
+    return {
+        "collective": crossing.kind,
+        "dtype": crossing.dtype,
+        "axes": list(crossing.axes),
+        "bytes_per_device": sent,
+        "bytes_per_slice": sent * report.devices_per_slice,
+        "padding_bytes": crossing.padding,
+        "in_conditional": crossing.in_conditional,
+        **_position(program, crossing),
+    }
+
+
+def _position(program: Measured, crossing: Crossing) -> dict[str, float]:
+    """Where a crossing lies in its program, as parts of the program's time; {} off TPU.
+
+    hides_behind: the part of the device's own time between start and end.
+    """
+    if crossing.timing is None:
+        return {}
+    timing, own_seconds = crossing.timing, program.seconds
+    seconds = own_seconds + program.exposed
+    between = timing.done - timing.start - timing.waited
+    return {
+        "starts": timing.start / seconds if seconds else 0.0,
+        "ends": timing.done / seconds if seconds else 0.0,
+        "hides_behind": max(0.0, between / own_seconds) if own_seconds else 0.0,
+        "link_seconds": timing.busy,
+        "exposed_seconds": timing.waited,
+        "exposed_seconds_least": crossing.waited_least,
+    }
+
+
+def _collectives(program: Measured) -> list[dict[str, Any]]:
+    """What stays inside a slice: a row for each kind and dtype of collective over the same axes.
+
+    asynchronous: each of them has its start and its end apart.
+    """
+    rows: dict[tuple, dict[str, Any]] = {}
+    for item in program.inside:
+        kind = f"{item.kind} {item.dtype}"
+        empty = {"axes": list(item.axes), "collective": kind, "number": 0, "bytes_per_device": 0}
+        row = rows.setdefault((item.axes, kind), empty | {"asynchronous": True})
+        row["number"] += item.times
+        row["bytes_per_device"] += item.times * item.bytes_sent
+        row["asynchronous"] &= not item.waits
+    return list(rows.values())
