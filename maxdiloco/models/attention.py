@@ -131,7 +131,7 @@ def splash(q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, *, soft_cap, window, interpre
     segments = splash_attention_kernel.SegmentIds(segment_ids_BL, segment_ids_BL)
     q_BNLH = (q_BLNH / math.sqrt(H)).astype(q_BLNH.dtype).swapaxes(1, 2)
     out_BNLH = jax.vmap(kernel)(q_BNLH, k_BLKH.swapaxes(1, 2), v_BLKH.swapaxes(1, 2), segments)
-    return keep(out_BNLH.swapaxes(1, 2), CONTEXT)
+    return out_BNLH.swapaxes(1, 2)  # the kernel has marked it to be kept
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
