@@ -45,10 +45,10 @@ def _compile(cfg: Config) -> int:
     _say(mesh_lib.describe(mesh, cfg))
     fresh = compiled_file.compiled_here() if cfg.compiled_trainstep_file else nullcontext()
     with fresh:
-        parts, result = _measured(cfg, mesh, chip)
+        chosen, parts, result = _measured(cfg, mesh, chip)
     results = [result]
     if baseline := assemble.baseline(cfg):
-        results.append(_measured(baseline, mesh, chip)[1])
+        results.append(_measured(baseline, mesh, chip)[-1])
     _say("")
     for each in results:
         for line in verdict.lines(each):
@@ -73,7 +73,7 @@ def _compile(cfg: Config) -> int:
         say_error(f"refused: {line}")
     if cfg.compiled_trainstep_file and not any(program.too_big for program in result.programs):
         calls = assemble.calls(cfg, parts)
-        size = compiled_file.save(cfg.compiled_trainstep_file, cfg, mesh, calls)
+        size = compiled_file.save(cfg.compiled_trainstep_file, chosen, mesh, calls)
         _say(f"{len(calls)} programs, {size / 2**20:.1f} MiB: {cfg.compiled_trainstep_file}")
     return REFUSED if refused else 0
 
@@ -106,21 +106,25 @@ def _devices(cfg: Config) -> tuple[Any, Any]:
     return mesh, None
 
 
-def _measured(cfg: Config, mesh: Any, chip: Any) -> tuple[Any, Any]:
-    """The parts of a run on the mesh, and the report on its programs."""
+def _measured(cfg: Config, mesh: Any, chip: Any) -> tuple[Config, Any, Any]:
+    """The config with remat_policy chosen, the parts of a run on the mesh, and the report."""
     from maxdiloco.aot import measure
     from maxdiloco.aot.figures import Report
     from maxdiloco.aot.hlo.replay import Link
     from maxdiloco.checkpoint import arrays
     from maxdiloco.parallel import chips
     from maxdiloco.parallel import mesh as mesh_lib
-    from maxdiloco.trainer import assemble
+    from maxdiloco.trainer import assemble, remat_choice
 
     def on_compile(name, seconds, compiled):
         _say(f"compiled {name} in {seconds:.1f} s")
 
-    shape = assemble.batch_shape(cfg, mesh)
-    parts = assemble.assemble(cfg, mesh, shape, total_steps=cfg.steps, on_compile=on_compile)
+    def make(cfg):
+        shape = assemble.batch_shape(cfg, mesh)
+        return assemble.assemble(cfg, mesh, shape, total_steps=cfg.steps, on_compile=on_compile)
+
+    memory = chip.hbm if chip else remat_choice.device_memory(mesh)
+    cfg, parts = remat_choice.build(cfg, make, memory=memory, say=_say)
     dcn = mesh_lib.sizes_over_slices(cfg, list(mesh.devices.flat))
     state = parts.trainer.abstract_state
     restore = arrays.calls(state, on_compile=on_compile)
@@ -132,7 +136,7 @@ def _measured(cfg: Config, mesh: Any, chip: Any) -> tuple[Any, Any]:
         say=_say,
     )
     slices = mesh_lib.count_slices(cfg, list(mesh.devices.flat))
-    return parts, Report(
+    return cfg, parts, Report(
         title=f"{cfg.model_name}, {parts.trainer.description().title}, {slices} x "
         f"{cfg.compile_topology or f'{mesh.size // slices} {cfg.hardware} devices'}",
         period=parts.trainer.period,

@@ -11,25 +11,11 @@ from maxdiloco.aot.hlo import collectives, flops, kernels, reader, replay, trans
 from maxdiloco.aot.hlo.collectives import Collective
 from maxdiloco.aot.hlo.replay import Link, Timing
 from maxdiloco.aot.hlo.transfers import Transfer
-from maxdiloco.engine.calls import START, Call
+from maxdiloco.engine.calls import Call
 from maxdiloco.engine.describe import bytes_on_device
+from maxdiloco.engine.memory import Memory, elsewhere, is_on_device, memory_of
 from maxdiloco.errors import ConfigError
 from maxdiloco.metrics.compiles import temporaries, too_big
-
-
-class Memory(NamedTuple):
-    """Bytes on one device. peak: of the program; elsewhere: the state that it does not take."""
-
-    arguments: int
-    outputs: int
-    temporary: int
-    peak: int
-    elsewhere: int
-
-    @property
-    def needed(self) -> int:
-        """Bytes that have to fit the chip while the program runs."""
-        return self.peak + self.elsewhere
 
 
 class Crossing(NamedTuple):
@@ -127,7 +113,7 @@ def measure(
             say(f"{call.program.name} does not fit: {out[-1].too_big}")
             continue
         seconds = time.perf_counter() - start
-        memory = _memory(compiled.memory_analysis(), call, state)
+        memory = memory_of(compiled, call, state)
         read = _on_tpu if link is not None else _off_tpu
         try:
             module = reader.read(compiled.as_text())
@@ -141,33 +127,12 @@ def measure(
 
 
 def _too_big(call: Call, seconds: float, reason: str, state: Any) -> Measured:
-    arguments = sum(bytes_on_device(x) for x in jax.tree.leaves(call.args) if _on_device(x))
+    arguments = sum(bytes_on_device(x) for x in jax.tree.leaves(call.args) if is_on_device(x))
     temporary = temporaries(reason, arguments)
-    memory = Memory(arguments, 0, temporary, arguments + temporary, _elsewhere(call, state))
+    memory = Memory(arguments, 0, temporary, arguments + temporary, elsewhere(call, state))
     return Measured(
         call.program.name, call.runs, call.when, seconds, reason, 0.0, None, 0, memory, (), ()
     )
-
-
-def _memory(analysis: Any, call: Call, state: Any) -> Memory:
-    arguments, outputs = analysis.argument_size_in_bytes, analysis.output_size_in_bytes
-    temporary, shared = analysis.temp_size_in_bytes, analysis.alias_size_in_bytes
-    peak = arguments + outputs - shared + temporary + analysis.generated_code_size_in_bytes
-    return Memory(arguments, outputs, temporary, peak, _elsewhere(call, state))
-
-
-def _elsewhere(call: Call, state: Any) -> int:
-    """Bytes of the run's state on a device that the program does not take."""
-    # A program that runs at the start makes the state, so no other state is on the device.
-    kept = [x for x in jax.tree.leaves(state) if _on_device(x) and call.when != START]
-    kept_ids = {id(x) for x in kept}
-    passed = [x for x in jax.tree.leaves(call.args) if id(x) in kept_ids]
-    return sum(map(bytes_on_device, kept)) - sum(map(bytes_on_device, passed))
-
-
-def _on_device(x: Any) -> bool:
-    is_array = isinstance(x, jax.ShapeDtypeStruct)
-    return is_array and x.sharding.memory_kind in (None, "device")
 
 
 def _on_tpu(call, seconds, module, memory, mesh_tiers, link) -> Measured:

@@ -23,6 +23,9 @@ from maxdiloco.models.remat import CONTEXT, keep
 from maxdiloco.parallel.sharding import Rules
 
 SPLASH_BLOCK = 512  # tile of queries and keys, our choice from the kernel's power-of-two sizes
+# Tokens in the lanes, which heads of less than 128 features do not fill: XLA then lays out what
+# comes before the kernel so, too, and the program takes 0.8 times as long (benchmarks/README.md).
+SEQ_MINOR = splash_attention_kernel.QKVLayout.SEQ_MINOR
 SPLASH_LANES = 128  # tiles are multiples of a TPU vector register's lanes
 
 
@@ -115,6 +118,9 @@ def splash(q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, *, soft_cap, window, interpre
             block_kv_dkv=block,
             block_q_dq=block,
             block_kv_dq=block,
+            q_layout=SEQ_MINOR,
+            k_layout=SEQ_MINOR,
+            v_layout=SEQ_MINOR,
         ),
         attn_logits_soft_cap=soft_cap or None,
         head_shards=1,
@@ -125,7 +131,7 @@ def splash(q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, *, soft_cap, window, interpre
     segments = splash_attention_kernel.SegmentIds(segment_ids_BL, segment_ids_BL)
     q_BNLH = (q_BLNH / math.sqrt(H)).astype(q_BLNH.dtype).swapaxes(1, 2)
     out_BNLH = jax.vmap(kernel)(q_BNLH, k_BLKH.swapaxes(1, 2), v_BLKH.swapaxes(1, 2), segments)
-    return keep(out_BNLH.swapaxes(1, 2), CONTEXT)
+    return out_BNLH.swapaxes(1, 2)  # the kernel has marked it to be kept
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -10,7 +10,9 @@ CONTEXT = "context"  # the output of attention, and what its backward pass needs
 ATTENTION_OUT = "attention_out"  # the attention block's output matmul
 MLP_IN = "mlp_in"  # the matmuls before the MLP's activation
 
-# Policy -> names kept. The layer's input is kept by all of them; `none` keeps everything.
+AUTO = "auto"  # chosen by trainer.remat_choice; a model that no step trains takes it as `full`
+# Policy -> names kept, from the one that computes least twice to the one that needs least memory.
+# The layer's input is kept by all of them; `none` keeps everything.
 POLICIES: dict[str, tuple[str, ...] | None] = {
     "none": None,
     "minimal": (QKV, CONTEXT, ATTENTION_OUT, MLP_IN),
@@ -28,10 +30,10 @@ def keep(x: jax.Array, name: str) -> jax.Array:
 def checkpointed(layer_fn: Callable, policy: str) -> Callable:
     """layer_fn with the named policy for its backward pass.
 
-    policy: a key of POLICIES, from `none` (most memory, nothing twice) to `full` (least memory,
-    every layer's forward pass runs twice).
+    policy: AUTO or a key of POLICIES, from `none` (most memory, nothing twice) to `full` (least
+    memory, every layer's forward pass runs twice).
     """
-    names = POLICIES[policy]
+    names = POLICIES["full" if policy == AUTO else policy]
     if names is None:
         return layer_fn
     return jax.checkpoint(

@@ -59,6 +59,12 @@ def peak_flops(device_kind: str) -> float | None:
     return next(peaks, None)
 
 
+def memory(device_kind: str) -> int | None:
+    """What a program may use on a device [bytes]; None where the table does not have it."""
+    chips = (chip for chip in CHIPS.values() if device_kind in chip.kinds and chip.hbm_gib)
+    return next((chip.hbm for chip in chips), None)
+
+
 def compiler_flags() -> dict[str, str]:
     """What the environment tells XLA's and libtpu's compilers; "" where it says nothing."""
     return {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}

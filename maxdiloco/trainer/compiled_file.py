@@ -156,6 +156,12 @@ def check(path: str, mesh: Mesh) -> list[str]:
     ]
 
 
+def stored_keys(path: str) -> dict[str, Any]:
+    """The keys of the config that a checked file was compiled with."""
+    with _opened(path) as archive:
+        return _manifest(path, archive)["keys"]
+
+
 def load(path: str, cfg: Config, mesh: Mesh, calls: list[Call]) -> int:
     """Put the programs of a checked file into those of `calls`; returns how many.
 

@@ -36,6 +36,7 @@ from maxdiloco.trainer import (
     compiled_file,
     eval_texts,
     feeding,
+    remat_choice,
     run_data,
     run_tokenizer,
     start,
@@ -102,9 +103,7 @@ def train(cfg: Config, begun: float) -> int:
             total = pipeline.last_step_of_epoch(text, begin.position)
 
         compiles = CompileLog(say, show_memory=cfg.show_memory)
-        parts = assemble.assemble(
-            cfg, mesh, shape, total_steps=total, on_compile=compiles, links=links
-        )
+        parts = _build(cfg, mesh, total, compiles, links, say)
         trainer = parts.trainer
         stack.callback(trainer.close)
         description = trainer.description()
@@ -245,6 +244,28 @@ def _sizes(cfg: Config, parts: Parts) -> list[str]:
         f"model: {cfg.model_name}, {count_parameters(parts.model):,} parameters",
         f"batch: {R} replicas * {B} sequences * {L} tokens = {parts.shape.tokens:,} tokens a step",
     ]
+
+
+def _build(
+    cfg: Config,
+    mesh: jax.sharding.Mesh,
+    total: int,
+    compiles: CompileLog,
+    links: Links | None,
+    say: Say,
+) -> Parts:
+    """The parts of a run of `total` steps, with remat_policy chosen."""
+
+    def make(cfg: Config) -> Parts:
+        shape = assemble.batch_shape(cfg, mesh)
+        return assemble.assemble(
+            cfg, mesh, shape, total_steps=total, on_compile=compiles, links=links
+        )
+
+    memory = remat_choice.device_memory(mesh)
+    path = cfg.compiled_trainstep_file
+    stored = compiled_file.stored_keys(path)["remat_policy"] if path else ""
+    return remat_choice.build(cfg, make, memory=memory, say=say, stored=stored)[1]
 
 
 def _compile(cfg: Config, parts: Parts, compiles: CompileLog, say: Say, *, fresh: bool) -> None:

@@ -36,6 +36,8 @@ def attention_flops(where: Computation, item: Instruction) -> float | None:
     *_, blocks, width = operands[0]
     blocks, width = max(blocks, width), min(blocks, width)
     computed = sum(min(row + 1, width) for row in range(blocks)) / blocks**2
-    B, N, L, H = next(dims for dims in operands if len(dims) == 4)
+    B, N, *_ = next(dims for dims in operands if len(dims) == 4)  # queries come first
+    results = [shapes.read(shape).dims for shape in shapes.elements(item.shape)]
+    *_, L, H = next(dims for dims in results if len(dims) == 4)
     lanes = -(-H // LANES) * LANES
     return PRODUCTS[named[1]] * 2.0 * B * N * L * L * lanes * computed

@@ -127,6 +127,18 @@ def test_an_attention_kernel_takes_the_time_of_its_products():
     assert replay.replay(reader.read(other), link).waited == pytest.approx(9.98848e-6)
 
 
+def test_queries_whose_tokens_are_in_the_lanes_are_the_same_products():
+    """[.., 64, 1024] goes in, [.., 1024, 64] comes out: 64 is the head, not the length."""
+    turned = changed(KERNEL, "%q = bf16[2,8,1024,64]", "%q = bf16[2,8,64,1024]")
+    found = []
+    for kernel in (KERNEL, turned):
+        text = changed(BESIDE_LOOP, "  %send-done =", kernel + "  %send-done =")
+        pairs = reader.read(text).reached()
+        ((where, item),) = [pair for pair in pairs if pair[1].name.startswith("splash")]
+        found.append(kernels.attention_flops(where, item))
+    assert found[1] == found[0] == 3 * 2 * 2 * 8 * 1024 * 1024 * 128 * 10 / 16
+
+
 def test_a_window_of_blocks_is_what_a_kernel_computes():
     """Two of four blocks a row: 1 + 2 + 2 + 2 of 16."""
     text = changed(BESIDE_LOOP, "  %send-done =", KERNEL + "  %send-done =")

@@ -1,0 +1,47 @@
+"""What a compiled program and the rest of a run's state need on one device."""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from maxdiloco.engine.calls import START, Call
+from maxdiloco.engine.describe import bytes_on_device
+
+
+class Memory(NamedTuple):
+    """Bytes on one device. peak: of the program; elsewhere: the state that it does not take."""
+
+    arguments: int
+    outputs: int
+    temporary: int
+    peak: int
+    elsewhere: int
+
+    @property
+    def needed(self) -> int:
+        """Bytes that have to fit the chip while the program runs."""
+        return self.peak + self.elsewhere
+
+
+def memory_of(compiled: jax.stages.Compiled, call: Call, state: Any) -> Memory:
+    """The memory of a call's program. state: what the run keeps, as ShapeDtypeStructs."""
+    analysis = compiled.memory_analysis()
+    arguments, outputs = analysis.argument_size_in_bytes, analysis.output_size_in_bytes
+    temporary, shared = analysis.temp_size_in_bytes, analysis.alias_size_in_bytes
+    peak = arguments + outputs - shared + temporary + analysis.generated_code_size_in_bytes
+    return Memory(arguments, outputs, temporary, peak, elsewhere(call, state))
+
+
+def elsewhere(call: Call, state: Any) -> int:
+    """Bytes of the run's state on a device that the program does not take."""
+    # A program that runs at the start makes the state, so no other state is on the device.
+    kept = [x for x in jax.tree.leaves(state) if is_on_device(x) and call.when != START]
+    kept_ids = {id(x) for x in kept}
+    passed = [x for x in jax.tree.leaves(call.args) if id(x) in kept_ids]
+    return sum(map(bytes_on_device, kept)) - sum(map(bytes_on_device, passed))
+
+
+def is_on_device(x: Any) -> bool:
+    """Whether an argument is an array in the device's own memory."""
+    is_array = isinstance(x, jax.ShapeDtypeStruct)
+    return is_array and x.sharding.memory_kind in (None, "device")

@@ -1,0 +1,114 @@
+"""remat_policy=auto: the policy that computes least twice and whose inner step fits the device."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from maxdiloco.engine.memory import memory_of
+from maxdiloco.flags import config
+from maxdiloco.flags.config import Config
+from maxdiloco.metrics.compiles import too_big
+from maxdiloco.models.remat import AUTO, POLICIES
+from maxdiloco.parallel import chips
+from maxdiloco.processes.agree import in_any_process
+from maxdiloco.trainer.assemble import Parts
+
+MIB = 2**20
+# Not `none`: what it keeps beyond `minimal`, 34 GiB a device of 1b, takes longer to write and to
+# read than to compute again, by arithmetic for v5e and by measurement on a CPU
+# (benchmarks/README.md).
+TRIED = tuple(policy for policy in POLICIES if policy != "none")
+LAST = TRIED[-1]
+
+
+def device_memory(mesh: Mesh) -> int | None:
+    """What a program may use on a device [bytes]; None where nothing says it, as on a CPU."""
+    device = mesh.local_devices[0] if mesh.local_devices else mesh.devices.flat[0]
+    known = chips.memory(device.device_kind)
+    if known is not None or device.platform == "cpu":
+        return known
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def build(
+    cfg: Config,
+    make: Callable[[Config], Parts],
+    *,
+    memory: int | None,
+    say: Callable[[str], None],
+    stored: str = "",
+) -> tuple[Config, Parts]:
+    """The config with a policy in place of auto, and its parts; all processes call it.
+
+    make: config -> parts. memory: of device_memory. stored: the policy of the file of compiled
+    programs that the run starts from. The inner steps of the result are compiled;
+    with another value than auto nothing is. Nothing is refused: `full` is taken unseen.
+    """
+    if cfg.remat_policy != AUTO:
+        return cfg, make(cfg)
+    if policy := stored:
+        say(f"remat_policy=auto: {policy}, as in {cfg.compiled_trainstep_file}")
+    elif memory is None:
+        policy = LAST
+        say(f"remat_policy=auto: {policy}, since nothing says how much memory a device has")
+    if policy:
+        chosen = _with_policy(cfg, policy)
+        return chosen, make(chosen)
+    for policy in TRIED:
+        chosen = _with_policy(cfg, policy)
+        parts = make(chosen)
+        if policy == LAST:
+            say(f"remat_policy=auto: {LAST}, since no other policy fits {memory / MIB:,.0f} MiB")
+            return chosen, parts
+        needed = _needed(chosen, parts, memory)
+        if not in_any_process(needed is None or needed > memory):
+            say(
+                f"remat_policy=auto: {policy}; the inner step needs {needed / MIB:,.0f} of "
+                f"{memory / MIB:,.0f} MiB with the rest of the run's state"
+            )
+            return chosen, parts
+        parts.trainer.close()
+    raise AssertionError("LAST was taken")
+
+
+def _with_policy(cfg: Config, policy: str) -> Config:
+    return config.from_dict(cfg.as_dict() | {"remat_policy": policy})
+
+
+def _needed(cfg: Config, parts: Parts, memory: int) -> int | None:
+    """Bytes on a device with the largest inner step; None where it is known not to fit."""
+    if kept_bytes(parts, cfg.gradient_accumulation_steps) > memory:
+        return None  # without a compile, which takes longest where the most does not fit
+    needed = 0
+    for call in parts.trainer.calls(parts.batch):
+        if not any(x is parts.batch["tokens"] for x in jax.tree.leaves(call.args)):
+            continue
+        try:
+            compiled = call.program.compile(*call.args)
+        except jax.errors.JaxRuntimeError as error:
+            if too_big(error) is None:
+                raise
+            return None
+        needed = max(needed, memory_of(compiled, call, parts.trainer.abstract_state).needed)
+    return needed
+
+
+def kept_bytes(parts: Parts, accumulation: int) -> int:
+    """Bytes a device keeps from the forward for the backward pass of a step, at least.
+
+    Parameters and gradients are not in it, nor what fills the tiles of a layout.
+    """
+    devices = parts.mesh.size // parts.mesh.shape["diloco"]
+    rows = parts.shape.sequences // accumulation
+    struct = jax.ShapeDtypeStruct((rows, parts.shape.length), jnp.int32)
+    batch = {"tokens": struct, "segment_ids": struct}
+
+    def backward(params: Any, batch: Any) -> Any:
+        return jax.vjp(lambda params: parts.model.loss(params, batch)[0], params)[1]
+
+    kept = jax.tree.leaves(jax.eval_shape(backward, parts.params, batch))
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in kept) // devices

@@ -1,0 +1,97 @@
+"""remat_policy=auto on one CPU device whose memory is said to be this or that."""
+
+import functools
+
+import pytest
+
+from maxdiloco.engine.memory import memory_of
+from maxdiloco.flags import config
+from maxdiloco.models.remat import POLICIES
+from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.trainer import assemble, remat_choice
+
+FLAGS = (
+    "hardware=cpu dataset_type=synthetic dcn_diloco_parallelism=1 base_num_decoder_layers=2 "
+    "base_emb_dim=32 base_mlp_dim=256 max_target_length=128 vocab_size=128"
+).split()
+
+
+@pytest.fixture
+def choose(devices):
+    """memory -> (policy, line for the user, policies that were compiled)."""
+
+    def choose(memory, *argv, stored=""):
+        cfg = config.load([*FLAGS, *argv], {})
+        compiled, lines = [], []
+        make = functools.partial(parts_of, compiled=compiled)
+        chosen, parts = remat_choice.build(
+            cfg, make, memory=memory, say=lines.append, stored=stored
+        )
+        assert parts.model.spec.remat_policy == chosen.remat_policy
+        return chosen.remat_policy, lines, list(dict.fromkeys(compiled))
+
+    return choose
+
+
+def parts_of(cfg, compiled):
+    mesh = mesh_lib.build(cfg)
+    shape = assemble.batch_shape(cfg, mesh)
+    on_compile = lambda *_: compiled.append(cfg.remat_policy)  # noqa: E731
+    return assemble.assemble(cfg, mesh, shape, total_steps=1, on_compile=on_compile)
+
+
+@functools.cache
+def needed(policy):
+    """Bytes of the plain step and the rest of the state, and those kept for the backward pass."""
+    parts = parts_of(config.load([*FLAGS, f"remat_policy={policy}"], {}), [])
+    call = parts.trainer.calls(parts.batch)[0]
+    memory = memory_of(call.program.compile(*call.args), call, parts.trainer.abstract_state)
+    return memory.needed, remat_choice.kept_bytes(parts, 1)
+
+
+def test_policies_stand_from_least_computed_to_least_memory():
+    kept = [needed(policy)[1] for policy in ("none", "minimal", "full")]
+    assert sorted(kept, reverse=True) == kept and len(set(kept)) == 3
+    assert list(POLICIES)[0] == "none"
+    assert remat_choice.TRIED == tuple(POLICIES)[1:]
+    assert remat_choice.LAST == "full"
+
+
+def test_the_first_policy_that_fits_is_taken_and_said(choose):
+    policy, (line,), compiled = choose(needed("minimal")[0])
+    assert (policy, compiled) == ("minimal", ["minimal"])
+    assert line.startswith("remat_policy=auto: minimal; the inner step needs ")
+
+
+def test_what_keeps_more_than_the_memory_is_not_compiled(choose):
+    kept = needed("minimal")[1]
+    assert "minimal" not in choose(kept - 1)[2]
+    assert "minimal" in choose(kept)[2]
+
+
+def test_nothing_that_fits_is_full(choose):
+    """The caller says what does not fit."""
+    policy, (line,), compiled = choose(1)
+    assert (policy, compiled) == ("full", [])
+    assert "no other policy fits" in line
+
+
+def test_memory_that_is_not_known_is_full_without_a_compile(choose):
+    policy, (line,), compiled = choose(None)
+    assert (policy, compiled) == ("full", [])
+    assert line == "remat_policy=auto: full, since nothing says how much memory a device has"
+
+
+def test_a_file_of_programs_says_which(choose):
+    policy, (line,), compiled = choose(None, "compiled_trainstep_file=x.zip", stored="minimal")
+    assert (policy, compiled) == ("minimal", [])
+    assert line == "remat_policy=auto: minimal, as in x.zip"
+
+
+def test_a_policy_that_is_named_stays_and_nothing_is_said(choose):
+    assert choose(1, "remat_policy=save_context") == ("save_context", [], [])
+
+
+def test_a_cpu_has_no_known_memory(devices):
+    mesh = mesh_lib.build(config.load(FLAGS, {}))
+    assert remat_choice.device_memory(mesh) is None
