@@ -12,7 +12,7 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["maxdiloco", "maxdiloco.*"]), CONFIGS],
     package_dir={CONFIGS: "configs"},
-    package_data={CONFIGS: ["*.yml", "models/*.yml"]},
+    package_data={CONFIGS: ["*.yml", "models/*.yml"], "maxdiloco.planning": ["*.yml"]},
     install_requires=[
         "jax>=0.10.2,<0.12",
         "flax>=0.12.8,<0.14",
@@ -39,6 +39,7 @@ setup(
         "console_scripts": [
             "maxdiloco-train = maxdiloco.train:cli",
             "maxdiloco-train-compile = maxdiloco.train_compile:cli",
+            "maxdiloco-plan = maxdiloco.plan:cli",
             "maxdiloco-generate = maxdiloco.generate:cli",
             "maxdiloco-prepare = maxdiloco.prepare:cli",
             "maxdiloco-tokenizer = maxdiloco.tokenizer:cli",

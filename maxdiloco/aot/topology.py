@@ -6,6 +6,7 @@ TPU7x chip is two JAX devices.
 """
 
 import importlib.util
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,6 +48,22 @@ def chip(name: str) -> Chip:
     links, of = ici_links(kind, tuple(map(int, shape.split("x"))))
     whole = CHIPS[kind]
     return whole._replace(ici_gbps=whole.ici_gbps * links / of)
+
+
+def devices_per_slice(name: str) -> int:
+    """JAX devices of one slice. Raises ConfigError for an unknown name."""
+    kind, _, shape = _libtpu_name(name).partition(":")
+    return math.prod(map(int, shape.split("x"))) * (2 if kind == "tpu7x" else 1)
+
+
+def devices_per_host(name: str) -> int:
+    """JAX devices of one host of a slice: four chips, and eight of v5e-8 and v6e-8.
+
+    Raises ConfigError for an unknown name.
+    """
+    if name in ("v5e-8", "v6e-8"):
+        return 8
+    return 8 if _libtpu_name(name).startswith("tpu7x") else 4
 
 
 def ici_links(kind: str, shape: tuple[int, ...]) -> tuple[int, int]:
