@@ -61,7 +61,9 @@ def lines(plan: Plan) -> list[str]:
 
 def _setting(plan: Plan) -> list[str]:
     job, (share, of) = plan.job, plan.share
-    where = job.cfg.compile_topology or f"{job.per_slice} devices"
+    where = job.cfg.compile_topology or (
+        f"{job.per_slice} device{'s' if job.per_slice > 1 else ''}"
+    )
     origin = "compiled, never run" if plan.step.peak else "as given"
     link = f"{plan.gbps:g} Gbit/s a device, {plan.gbps * job.per_slice:g} a slice"
     if of == "host":
@@ -187,9 +189,9 @@ def refusals(plan: Plan) -> list[str]:
     least = plan.least
     choice = least.choice
     return [
-        f"{plan.gbps * share:g} Gbit/s a {of} cannot be filled: the best choice reaches "
-        f"{plan.best.utilisation:.1%} of {FULL:.0%}. {least.least_gbps * share:.3g} Gbit/s a {of} "
-        f"would do, with {choice.mode}: {' '.join(choice.arguments())}"
+        f"no choice fills a link of {plan.gbps * share:g} Gbit/s a {of}: the best one trains for "
+        f"{plan.best.utilisation:.2%} of the time, not {FULL:.0%}. {least.least_gbps * share:.3g} "
+        f"Gbit/s a {of} would do, with {choice.mode}: {' '.join(choice.arguments())}"
     ]
 
 
