@@ -130,13 +130,14 @@ def _plan(cfg: Config, options: Options, given: set[str], link: str) -> int:
         raise ConfigError(
             "no way to synchronise has the values that are given for H, P and tau. Leave one out."
         )
-    if "step_time" in options.numbers:
-        step = rating.Step(options.numbers["step_time"])
-    else:
-        step = compiled.plain_step(cfg, gbps=gbps, say=_say)
+    step = rating.Step(options.numbers.get("step_time", 1.0))
     rows = rating.ranked(planned, families, step=step, gbps=gbps)
+    _check_memory(planned, rows)
+    if "step_time" not in options.numbers:
+        step = compiled.plain_step(cfg, gbps=gbps, say=_say)
+        rows = rating.ranked(planned, families, step=step, gbps=gbps)
+        _check_memory(planned, rows)
     plan = table.Plan(planned, step, gbps, share, rows, options.keys)
-    _check_memory(cfg, plan)
     for line in table.lines(plan):
         _say(line)
     if cfg.report:
@@ -148,17 +149,17 @@ def _plan(cfg: Config, options: Options, given: set[str], link: str) -> int:
     return REFUSED if refused else 0
 
 
-def _check_memory(cfg, plan) -> None:
+def _check_memory(planned, rows) -> None:
     """Raise ConfigError where no choice fits the chip."""
     from maxdiloco.metrics.compiles import MAKE_ROOM
     from maxdiloco.planning.table import MIB
 
-    if any(row.fits for row in plan.rows):
+    if any(row.fits for row in rows):
         return
-    least = min(row.memory for row in plan.rows)
+    cfg, least = planned.cfg, min(row.memory for row in rows)
     raise ConfigError(
         f"model_name={cfg.model_name} is too big for {cfg.compile_topology}: every choice needs at "
-        f"least {least / MIB:,.0f} MiB a device, which has {plan.job.chip.hbm / MIB:,.0f}. "
+        f"least {least / MIB:,.0f} MiB a device, which has {planned.chip.hbm / MIB:,.0f}. "
         f"{MAKE_ROOM}"
     )
 
