@@ -5,13 +5,15 @@ The decoder of configs/models/tiny.yml has 1,033,600 parameters in 4 layers.
 
 import json
 
+import jax
 import pytest
 import yaml
 
 from maxdiloco import plan, train
+from maxdiloco.aot import measure
 from maxdiloco.diloco.quantize import NAMES as WIRES
 from maxdiloco.flags import config
-from maxdiloco.planning import choices, job, losses, rating, table
+from maxdiloco.planning import choices, compiled, job, losses, rating, table
 
 TINY = ("model_name=tiny", "max_target_length=256", "dcn_diloco_parallelism=2", "hardware=cpu")
 ONE_B = ("model_name=1b", "compile_topology=v5e-16", "compile_topology_num_slices=2")
@@ -180,6 +182,19 @@ def test_without_room_on_the_chip_the_outer_state_is_kept_on_the_host(planned):
         step = rating.Step(1.5, peak)
         (row,) = rating.ranked(found, [family], step=step, gbps=25)
         assert (row.choice.memory, row.fits) == (memory, True)
+
+
+def test_a_compiled_step_too_big_for_the_chip_is_one_line(monkeypatch, capsys):
+    """The state fits, the step does not: what the compiler says is in the line."""
+    too_big = measure.Measured("inner", 1, "step", 1.0, "it needs 40 GiB.", 0.0, None, 0,
+                               measure.Memory(0, 0, 0, 0, 0), (), ())  # fmt: skip
+    monkeypatch.setattr(compiled.topology, "devices", lambda *_: jax.devices())
+    monkeypatch.setattr(compiled.measure, "measure", lambda *_, **__: [too_big])
+    argv = ("model_name=tiny", "compile_topology=v5e-4", "compile_topology_num_slices=2",
+            "num_slices=2", "dcn_bandwidth_gbps=1")  # fmt: skip
+    assert plan.main(argv) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("ConfigError: model_name=tiny is too big for v5e-4: it needs 40 GiB.")
 
 
 def test_a_loss_is_printed_only_where_it_was_measured(planned, monkeypatch, tmp_path):
