@@ -20,13 +20,14 @@ PROGRAMS = {"train": train, "plan": plan, "evaluate": evaluate, "generate": gene
 # Why a command is not run; its keys are read all the same.
 NOT_RUN = {
     "bash scripts/xpk_run.sh": "needs a cluster; its dry run is run",
-    "python -m maxdiloco.train_compile": "minutes of compiling; tests/integration/test_train_compile.py",
+    "python -m maxdiloco.train_compile": "minutes of compiling; test_train_compile.py",
     "python -m maxdiloco.report": "not a program of this package yet",
 }
 SMALL = dict(
     override_model_config="true", log_period=2, eval_steps=1, max_target_length=16, base_emb_dim=16,
     base_num_decoder_layers=2, base_mlp_dim=16, base_num_query_heads=2, base_num_kv_heads=1,
-    head_dim=8, per_device_batch_size=2, dtype="float32", enable_tensorboard="false", opt_type="sgd",
+    head_dim=8, per_device_batch_size=2, dtype="float32", enable_tensorboard="false",
+    opt_type="sgd",
 )  # fmt: skip
 
 

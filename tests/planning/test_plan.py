@@ -104,7 +104,8 @@ def test_at_the_least_bandwidth_the_choice_fills_the_link_and_below_it_not(plann
     keys = ("step_time=0.2", "diloco_sync_period=20")
     _, found, _ = planned(*TINY, *keys, "dcn_bandwidth_gbps=0.004")
     row = next(row for row in found["choices"] if row["mode"] == "overlapped")
-    given = (f"{key}={value}" for key, value in row.items() if key.startswith(("num_", "diloco_ex")))
+    names = ("num_diloco", "num_nonlayer", "num_comm", "diloco_exchange")
+    given = (f"{key}={value}" for key, value in row.items() if key.startswith(names))
     given = [*TINY, *keys, *given, "enable_streaming_diloco=true"]
     for factor, filled in ((1.002, True), (0.99, False)):
         gbps = factor * row["least_dcn_bandwidth_gbps"]
