@@ -14,9 +14,11 @@ from maxdiloco.planning import exposure
         ([1.0, 0.5], dict(H=20, lag=2), 0.6 + 0.1),
         ([1.0], dict(H=20, lag=5), 0.0),
         ([1.0], dict(H=20, lag=5, latency_s=0.05), 0.05),
-        # Eager: a period of 4 s hides 3.9 s, and of 4.004 s all but 0.004, at once or in the end.
+        # Eager: a period of 4 s hides 3.9 s, and of 4.004 s all but 0.004. Two fragments fill the
+        # queue for a thousand sends before the first one is waited for.
         ([3.9], dict(H=20, lag=20), 0.0),
         ([4.004], dict(H=20, lag=20), 0.004),
+        ([2.002, 2.002], dict(H=20, lag=20), 0.004),
     ],
 )
 def test_what_a_period_waits_for_through_host_memory(seconds, keys, waited):
