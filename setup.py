@@ -16,6 +16,7 @@ setup(
     package_data={
         CONFIGS: ["*.yml", "models/*.yml"],
         "maxdiloco.page": ["page.*", "timeline.js", "uplot/*"],
+        "maxdiloco.planning": ["*.yml"],
     },
     install_requires=[
         "jax>=0.10.2,<0.12",
@@ -46,6 +47,7 @@ setup(
         "console_scripts": [
             "maxdiloco-train = maxdiloco.train:cli",
             "maxdiloco-train-compile = maxdiloco.train_compile:cli",
+            "maxdiloco-plan = maxdiloco.plan:cli",
             "maxdiloco-generate = maxdiloco.generate:cli",
             "maxdiloco-prepare = maxdiloco.prepare:cli",
             "maxdiloco-tokenizer = maxdiloco.tokenizer:cli",

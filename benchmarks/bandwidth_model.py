@@ -19,6 +19,7 @@ from benchmarks.bandwidth import tables as published
 from benchmarks.bandwidth.simulator import GRID, H
 from benchmarks.bandwidth.tables import Size
 from maxdiloco.errors import ConfigError
+from maxdiloco.planning.layers import data_parallel
 
 SHARE = {"streaming": 0.85, "scaling": 0.7}  # of the parameters that travel; fitted, one a paper
 STEPS = 15  # of data parallelism; fitted: the last reduction is not waited for
@@ -88,7 +89,7 @@ def figure(size: Size, replicas: int) -> str:
     left, top, width, height = 60, 40, 560, 320
     at = np.logspace(-2, 3, 120)
     curves: dict[str, Callable[[float], float]] = {
-        "data parallel": lambda gbps: own.baseline(size, gbps)
+        "data parallel": lambda gbps: data_parallel(size, gbps)
     }
     for mode in own.modes(size):
         if mode.wire == "float4_e3m0":

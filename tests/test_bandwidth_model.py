@@ -7,6 +7,7 @@ from benchmarks.bandwidth import own, simulator
 from benchmarks.bandwidth import tables as published
 from benchmarks.bandwidth.tables import Size
 from maxdiloco.diloco.schedule import Schedule
+from maxdiloco.planning.exposure import least_gbps
 
 ONE = Size("one layer", 1, 1e9, 3.0)  # 1 s forward, 2 s backward
 
@@ -54,14 +55,14 @@ def test_most_published_bandwidths_come_out():
 )
 def test_what_a_run_without_end_needs(schedule, carrier, gbps):
     mode = own.Mode("", schedule, "float32", carrier)
-    found = own.least_exactly(lambda g: own.sustained(ONE, mode, replicas=2, gbps=g))
+    found = least_gbps(lambda g: own.sustained(ONE, mode, replicas=2, gbps=g))
     assert found == pytest.approx(gbps, rel=0.002)
 
 
 def test_every_other_replica_gets_a_copy():
     mode = own.Mode("", Schedule(100, 0, (0,)), "float32", "program")
     two, four = (
-        own.least_exactly(lambda g, n=n: own.sustained(ONE, mode, replicas=n, gbps=g))
+        least_gbps(lambda g, n=n: own.sustained(ONE, mode, replicas=n, gbps=g))
         for n in (2, 4)
     )
     assert four == pytest.approx(3 * two, rel=0.005)

@@ -21,10 +21,11 @@ FLOORS = (
     "engine",
     "checkpoint",
     "metrics",
-    "trainer aot page",
-)
+    "trainer aot page", "planning",
+)  # fmt: skip
 PROGRAMS = set(
-    "maxdiloco train train_compile generate evaluate prepare tokenizer report command_line".split()
+    "maxdiloco train train_compile plan generate evaluate prepare tokenizer report "
+    "command_line".split()
 )
 
 # Importer, and what it must not import although the floors would allow it.
@@ -36,7 +37,7 @@ NEVER = (
     # The algorithm serves any training step: it knows no language model and no config.
     ("engine.* exchange.*", "flags.* models.* data.*"),
     ("checkpoint.* storage.*", "flags.* models.* data.*"),
-    ("* !train !train_compile !generate !evaluate", "maxdiloco"),
+    ("* !train !train_compile !plan !generate !evaluate", "maxdiloco"),
 )
 
 # diloco/ knows numbers and pytrees: no file, clock, thread, device or configuration.

@@ -67,7 +67,8 @@ def pins():
 
 
 def test_the_wheel_holds_every_module_and_every_config(wheel):
-    expected = {path.relative_to(ROOT).as_posix() for path in (ROOT / "maxdiloco").rglob("*.py")}
+    package = [p for p in (ROOT / "maxdiloco").rglob("*") if p.suffix in (".py", ".yml")]
+    expected = {path.relative_to(ROOT).as_posix() for path in package}
     configs = {path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.yml")}
     expected |= {f"maxdiloco/{name}" for name in configs}
     page = {path for path in (ROOT / "maxdiloco/page").rglob("*.*") if path.suffix in SHOWN}
@@ -134,7 +135,7 @@ def test_each_console_command_names_a_function_without_arguments(wheel):
         (name,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
         text = archive.read(name).decode()
     commands = dict(re.findall(r"^(maxdiloco-\w+) = maxdiloco\.(\w+):cli$", text, re.M))
-    programs = ("train", "generate", "evaluate", "prepare", "tokenizer", "report")
+    programs = ("train", "plan", "generate", "evaluate", "prepare", "tokenizer", "report")
     assert commands == {f"maxdiloco-{program}": program for program in programs}
     for module in commands.values():
         tree = ast.parse((ROOT / f"maxdiloco/{module}.py").read_text(encoding="utf-8"))

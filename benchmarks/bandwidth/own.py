@@ -1,16 +1,18 @@
 """What the schedules of this trainer need of a link, sustained: in a run without end."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
-from benchmarks.bandwidth.simulator import LAYERS, H, data_parallel, utilisation
-from benchmarks.bandwidth.tables import SIZES, TARGETS, Size
+from benchmarks.bandwidth.simulator import LAYERS, H
+from benchmarks.bandwidth.tables import SIZES, Size
 from maxdiloco.diloco import quantize
 from maxdiloco.diloco.schedule import Schedule, offsets
-
-PERIODS = 5  # that are simulated; the last one counts
-ENDLESS = 200  # steps of data parallelism
-BFLOAT16 = 16.0  # bits
+from maxdiloco.planning.exposure import (
+    host_exposed_s,
+    least_gbps,
+    program_exposed_s,
+    utilisation,
+)
+from maxdiloco.planning.layers import data_parallel
 
 
 class Mode(NamedTuple):
@@ -46,37 +48,21 @@ def bits_per_parameter(wire: str) -> float:
 def sustained(size: Size, mode: Mode, *, replicas: int, gbps: float) -> float:
     """Utilisation of a run without end.
 
-    A replica's fragment leaves to each of the others. program: a step that carries a chunk ends
-    when it has arrived; without overlap the fragment is waited for. host: the fragment leaves at
-    once and is waited for when it is used. However late that is, a period takes as long as its
-    bytes.
+    A replica's fragment leaves to each of the others. program: in max_chunks chunks, one a step.
     """
     schedule = mode.schedule
     bits = bits_per_parameter(mode.wire) * size.parameters / schedule.P * (replicas - 1)
     seconds = bits / (gbps * 1e9)
-    now = link = 0.0
-    arrives: dict[int, float] = {}
-    marks = []
-    for t in range(1, PERIODS * H + 1):
-        start, now = now, now + size.step_s
-        if mode.carrier == "program" and schedule.carrying(t):
-            now = max(now, start + seconds / schedule.max_chunks)
-        if mode.carrier == "host" and schedule.lag:
-            now = max(now, arrives.pop(t - schedule.lag, now))
-        if schedule.sends(t):
-            link = max(link, now) + seconds
-            arrives[t] = link
-            if not schedule.lag:
-                now = link
-        marks.append(now)
-    return H * size.step_s / max(marks[-1] - marks[-1 - H], schedule.P * seconds)
-
-
-def baseline(size: Size, gbps: float) -> float:
-    """Utilisation of data parallelism: bfloat16 gradients once a step, as the papers count."""
-    per_layer = BFLOAT16 * size.parameters / size.layers
-    sends = data_parallel(size.layers, ENDLESS)
-    return utilisation(size, sends, steps=ENDLESS, bits_per_layer=per_layer, gbps=gbps)
+    if not schedule.lag:
+        exposed_s = program_exposed_s(seconds, schedule.P, step_s=0.0)
+    elif mode.carrier == "program":
+        chunks = schedule.max_chunks
+        exposed_s = program_exposed_s(seconds / chunks, schedule.P * chunks, step_s=size.step_s)
+    else:
+        exposed_s = host_exposed_s(
+            [seconds] * schedule.P, H=schedule.H, lag=schedule.lag, step_s=size.step_s
+        )
+    return utilisation(size.step_s, exposed_s, schedule.H)
 
 
 def rows(replicas: int) -> list[tuple[str, ...]]:
@@ -84,11 +70,11 @@ def rows(replicas: int) -> list[tuple[str, ...]]:
     names = [size.name for size in SIZES]
     times = [f"{name}, times less" for name in names]
     out = [("mode, H=100", "wire", "carrier", *(f"{name}, Gbit/s" for name in names), *times)]
-    base = [least_exactly(lambda g, s=size: baseline(s, g)) for size in SIZES]
+    base = [least_gbps(lambda g, s=size: data_parallel(s, g)) for size in SIZES]
     out.append(("data parallel", "bfloat16", "", *map(_three, base), "1", "1", "1"))
     for of_sizes in zip(*map(modes, SIZES), strict=True):
         need = [
-            least_exactly(lambda g, s=size, m=mode: sustained(s, m, replicas=replicas, gbps=g))
+            least_gbps(lambda g, s=size, m=mode: sustained(s, m, replicas=replicas, gbps=g))
             for size, mode in zip(SIZES, of_sizes, strict=True)
         ]
         less = [f"{b / n:,.0f}" for b, n in zip(base, need, strict=True)]
@@ -99,12 +85,3 @@ def rows(replicas: int) -> list[tuple[str, ...]]:
 
 def _three(value: float) -> str:
     return f"{value:.3g}"
-
-
-def least_exactly(at: Callable[[float], float], target: float = TARGETS[-1]) -> float:
-    """The least bandwidth that reaches the target, to one in a thousand [Gbit/s]."""
-    low, high = 1e-4, 1e6
-    while high / low > 1.001:
-        middle = (low * high) ** 0.5
-        low, high = (low, middle) if at(middle) >= target else (middle, high)
-    return high

@@ -1,67 +1,28 @@
-"""The papers' simulator of compute utilisation (2501.18512, section 3.1 and supplement).
+"""What the papers' tables have been made of, for the simulator in maxdiloco/planning/layers.py.
 
-A step is a forward, a backward for activations and a backward for weights of every layer, of equal
-length. A layer's reduction is released after its backward for weights, waits for the link, which
-carries one after the other, and has to have arrived before that layer's forward in a later step.
-No latency. Where the papers say nothing the values below were fitted to their tables.
+Where the papers say nothing the values below were fitted to their tables.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from benchmarks.bandwidth.tables import TARGETS, Size
+from benchmarks.bandwidth.tables import TARGETS
+from maxdiloco.planning.layers import Send, Size, utilisation, whole_model
 
 GRID = np.logspace(-1, 3, 50)  # every published value is one of these, printed with one decimal
 H = 100
 LAYERS = 3  # of a fragment, 2501.18512 section 3.2
 
 
-class Send(NamedTuple):
-    """Layers that leave after a step, and the step whose forward needs them."""
-
-    step: int
-    layers: Sequence[int]
-    needed: int
-
-
-def utilisation(
-    size: Size, sends: Iterable[Send], *, steps: int, bits_per_layer: float, gbps: float
-) -> float:
-    """Time of the computation / time of the run, in (0, 1]."""
-    unit = size.step_s / (3 * size.layers)
-    leaving: dict[int, list[Send]] = {}
-    for send in sends:
-        leaving.setdefault(send.step, []).append(send)
-    awaited: dict[int, dict[int, float]] = {}  # {step: {layer: when it has arrived}}
-    now = link = 0.0
-    for step in range(1, steps + 1):
-        arrivals = awaited.pop(step, {})
-        for layer in range(size.layers):
-            now = max(now, arrivals.get(layer, now)) + unit
-        # The backward ends at the first layer, so that one's reduction is released last.
-        released = sorted(
-            (now + 2 * unit * (size.layers - layer), layer, send.needed)
-            for send in leaving.get(step, ())
-            for layer in send.layers
-        )
-        for when, layer, needed in released:
-            link = max(link, when) + bits_per_layer / (gbps * 1e9)
-            awaited.setdefault(needed, {})[layer] = link
-        now += 2 * unit * size.layers
-    return steps * size.step_s / now
-
-
 def data_parallel(layers: int, steps: int) -> list[Send]:
     """Every layer in every step."""
-    return diloco(layers, steps, period=1)
+    return whole_model(layers, steps, period=1)
 
 
 def diloco(layers: int, steps: int, *, period: int = H) -> list[Send]:
     """Every layer once in a period."""
-    sent = range(period, steps + 1, period)
-    return [Send(step, range(layers), step + 1) for step in sent]
+    return whole_model(layers, steps, period=period)
 
 
 def streaming(layers: int, steps: int, *, lag: int, eager: bool = False) -> list[Send]:

@@ -4,20 +4,9 @@
 [L] scaling laws, arXiv 2503.09799, Table 6, where inf is "1000.0+".
 """
 
-from typing import NamedTuple
+from maxdiloco.planning.layers import Size
 
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
-
-
-class Size(NamedTuple):
-    """A model of the papers. step_s: time of an inner step without any exchange [s]."""
-
-    name: str
-    layers: int
-    parameters: float
-    step_s: float
-
-
 SIZES = (Size("1B", 24, 1e9, 0.1), Size("10B", 48, 1e10, 0.8), Size("100B", 108, 1e11, 4.9))
 LARGE = (SIZES[1], Size("405B", 126, 4.05e11, 26.0), Size("671B", 61, 6.71e11, 20.0))
 

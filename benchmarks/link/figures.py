@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from maxdiloco.planning.exposure import host_exposed_s
+
 UNLIMITED = "unlimited"
 # Bytes on the link above those that the trainer claims, once the chatter is taken off. Headers of
 # Ethernet, IPv4 and TCP are 66 of a frame's 1,514 bytes, 4.6 % of what it carries; an
@@ -14,7 +16,6 @@ BELOW = 0.01  # under the claim: what crosses the ends of the window
 # What 4 bits and a window to hide in should reach, where data parallelism has less than STARVED.
 FULL_FAST, FULL_REAL, STARVED = 0.99, 0.95, 0.05
 HIDING, FOUR_BITS = ("overlapped", "eager"), "float4_e3m0"
-PERIODS = 12  # of a predicted schedule, until every period is as long as the last
 
 
 class Mode(NamedTuple):
@@ -66,25 +67,11 @@ def exposed_s(
 ) -> float:
     """Seconds a period of H steps waits for the link, by arithmetic alone.
 
-    Fragment p is sent after the steps t with t = floor(p H / P) (mod H), `lag` steps of step_s
-    before it is used, and its bytes cross the host's link num_hosts - 1 times behind those of
-    earlier sends. Training waits where they come later than their step. sizes: bytes of each
-    fragment's payload. Nothing else takes time: no header, no congestion control, no packing.
+    sizes: bytes of each fragment's payload, which cross the host's link num_hosts - 1 times. Used
+    `lag` steps of step_s after it is sent; see host_exposed_s. No header, no congestion control.
     """
-    clock = free = before = 0.0
-    arrives: dict[tuple[int, int], float] = {}
-    for t in range(1, PERIODS * H + 1):
-        clock += step_s
-        for p, size in enumerate(sizes):
-            if (t - p * H // len(sizes)) % H:
-                continue
-            free = max(free, clock) + size * (num_hosts - 1) * 8e-6 / mbit
-            arrives[p, t] = free + latency_s
-        for p in range(len(sizes)):
-            clock = max(clock, arrives.pop((p, t - lag), clock))
-        if t == (PERIODS - 1) * H:
-            before = clock
-    return max(0.0, clock - before - H * step_s)  # rounding, where nothing waits
+    seconds = [size * (num_hosts - 1) * 8e-6 / mbit for size in sizes]
+    return host_exposed_s(seconds, H=H, lag=lag, step_s=step_s, latency_s=latency_s)
 
 
 def all_reduce_bytes(gradients: int, num_hosts: int) -> float:

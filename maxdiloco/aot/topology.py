@@ -65,6 +65,16 @@ def devices_per_slice(name: str) -> int:
     return math.prod(map(int, shape.split("x"))) * (2 if kind == "tpu7x" else 1)
 
 
+def devices_per_host(name: str) -> int:
+    """JAX devices of one host of a slice: four chips, and eight of v5e-8 and v6e-8.
+
+    Raises ConfigError for an unknown name.
+    """
+    if known_name(name) in ("v5e-8", "v6e-8"):
+        return 8
+    return 8 if _libtpu_name(name).startswith("tpu7x") else 4
+
+
 def ici_links(kind: str, shape: tuple[int, ...]) -> tuple[int, int]:
     """ICI links of a corner chip of a slice, and of a chip in a torus.
 

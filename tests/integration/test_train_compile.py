@@ -9,7 +9,9 @@ import json
 
 import pytest
 
-from maxdiloco import train_compile
+from maxdiloco import plan, train_compile
+from maxdiloco.flags import config
+from maxdiloco.planning import choices, job, rating
 
 pytestmark = pytest.mark.tpu_aot
 
@@ -89,7 +91,7 @@ MODES = {
         [ENDS, 2 * LAYER],
     ),
     "streaming, tau 1": (
-        streaming(3, 1) | dict(diloco_exchange_dtype="int8"),
+        streaming(3, 1) | dict(diloco_exchange_dtype="int8", dcn_bandwidth_gbps=0.01),
         [ENDS, LAYER, LAYER],
     ),
     "streaming, tau 4, tensor": (
@@ -152,6 +154,42 @@ def test_what_crosses_slices_is_the_fragments_and_nothing_else(compile_run, mode
             assert program["when"] != "step" or cross["padding_bytes"] == 0
             assert not cross["in_conditional"]
             assert cross["axes"] == ["diloco"]
+    waited = waited_by_the_plan(report, KEYS | keys)
+    # What `synchronise` computes itself hides some microseconds.
+    assert waited == pytest.approx(report["dcn_exposed_seconds_per_period"], rel=0.03, abs=1e-5)
+    assert waited > 0.01 or mode != "streaming, tau 1"
+
+
+def waited_by_the_plan(report, keys):
+    """What maxdiloco.plan says that a period waits, with the time of the compiled plain step."""
+    cfg = config.load([f"{key}={value}" for key, value in keys.items()], {})
+    P = cfg.num_diloco_fragments
+    choice = choices.Choice(cfg.diloco_sync_period, P, 1, cfg.num_communication_overlapping_steps,
+                            cfg.diloco_exchange_dtype, cfg.diloco_outer_overlap, P > 1)  # fmt: skip
+    found = job.of(cfg)
+    (inner,) = [program for program in report["programs"] if program["name"] == "inner"]
+    return rating.exposed_s(
+        found,
+        choice,
+        rating.traffic(found, choice),
+        step_s=inner["estimated_seconds"],
+        gbps=cfg.dcn_bandwidth_gbps,
+    )
+
+
+def test_the_plan_compiles_the_plain_step_and_nothing_else(tmp_path, capfd):
+    path = tmp_path / "plan.json"
+    argv = [f"{key}={value}" for key, value in KEYS.items() if key != "diloco_sync_period"]
+    assert plan.main([*argv, "dcn_bandwidth_gbps=0.02", f"report={path}"]) == 0
+    said = capfd.readouterr().out
+    assert [line.split()[1] for line in said.splitlines() if line.startswith("compiled ")] == [
+        "inner"
+    ]
+    found = json.loads(path.read_text())
+    assert 1e-5 < found["plain_step_seconds"] < 1
+    # At least the state that the chip holds: 4 bytes a parameter in params, theta and momentum.
+    assert min(row["memory_bytes"] for row in found["choices"]) > 12 * (ENDS + 2 * LAYER) / 4
+    assert "diloco_sync_period=" in " ".join(found["train_command"])
 
 
 def test_a_gate_that_fails_is_exit_code_1_and_data_parallel_stands_beside_the_run(compile_run):

@@ -1,0 +1,1 @@
+"""What a run needs of a link, and which way to synchronise fits one: arithmetic, nothing is run."""

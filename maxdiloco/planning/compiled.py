@@ -1,0 +1,54 @@
+"""The plain inner step of a job, compiled for slices that need not be there."""
+
+from collections.abc import Callable
+
+import jax
+
+from maxdiloco.aot import measure, topology
+from maxdiloco.aot.hlo.replay import Link
+from maxdiloco.errors import ConfigError
+from maxdiloco.flags import config
+from maxdiloco.flags.config import Config
+from maxdiloco.metrics.compiles import MAKE_ROOM
+from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.planning.choices import EXACT
+from maxdiloco.planning.rating import Step
+from maxdiloco.trainer import assemble
+
+
+def plain_step(cfg: Config, *, gbps: float, say: Callable[[str], None]) -> Step:
+    """Time and memory of the step without an exchange, the same in every mode.
+
+    Takes one compilation. Raises ConfigError where libtpu is missing and for a program that the
+    chip does not hold.
+    """
+    if cfg.jax_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
+    cfg = config.from_dict(cfg.as_dict() | EXACT.keys())
+    mesh = mesh_lib.build(
+        cfg, topology.devices(cfg.compile_topology, cfg.compile_topology_num_slices)
+    )
+    chip = topology.chip(cfg.compile_topology)
+    parts = assemble.assemble(
+        cfg,
+        mesh,
+        assemble.batch_shape(cfg, mesh),
+        total_steps=max(1, cfg.steps),
+        on_compile=lambda name, seconds, _: say(f"compiled {name} in {seconds:.1f} s"),
+    )
+    dcn = mesh_lib.sizes_over_slices(cfg, list(mesh.devices.flat))
+    (found,) = measure.measure(
+        parts.trainer.calls(parts.batch)[:1],
+        parts.trainer.abstract_state,
+        mesh_tiers=measure.tiers(mesh, dcn),
+        link=Link.of(chip, gbps),
+        say=say,
+    )
+    if found.too_big:
+        raise ConfigError(
+            f"model_name={cfg.model_name} is too big for {cfg.compile_topology}: {found.too_big} "
+            f"{MAKE_ROOM}"
+        )
+    if found.kernels:
+        say(f"the step's time leaves out {found.kernels} Pallas kernels that are no attention")
+    return Step(found.seconds, found.memory.peak)

@@ -1,0 +1,138 @@
+"""What a run trains and on which slices, known without a device."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh
+
+from maxdiloco.aot import topology
+from maxdiloco.errors import ConfigError
+from maxdiloco.flags.checks import AXES
+from maxdiloco.flags.config import Config
+from maxdiloco.models import transformer
+from maxdiloco.models.transformer import Model
+from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.parallel.chips import Chip
+from maxdiloco.parallel.sharding import optimizer_shardings
+from maxdiloco.trainer import assemble, optimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A run on slices that need not be there.
+
+    mesh: of one replica a slice. per_slice: devices. num_replicas: of all slices. params,
+    opt_state: of one replica, ShapeDtypeStructs. tokens: of a step. carrier: program or host.
+    chip: None off TPU.
+    """
+
+    cfg: Config
+    mesh: AbstractMesh
+    slices: int
+    per_slice: int
+    num_replicas: int
+    model: Model
+    params: Any
+    opt_state: Any
+    tokens: int
+    carrier: str
+    chip: Chip | None
+
+    @property
+    def num_parameters(self) -> int:
+        """Of one replica."""
+        return transformer.count_parameters(self.model)
+
+    @property
+    def copies(self) -> int:
+        """How often a device sends its part of a fragment: its replicas, to each other slice."""
+        return self.num_replicas // self.slices * (self.slices - 1)
+
+
+def of(cfg: Config) -> Job:
+    """The job of a config: on compile_topology, or on what the sizes of the mesh say.
+
+    Nothing is compiled and no accelerator is touched. Raises ConfigError for a config that no link
+    separates, or whose plain steps cross the link.
+    """
+    jax.config.update("jax_platforms", "cpu")  # nothing here runs; other backends may be absent
+    chip = topology.chip(cfg.compile_topology) if cfg.compile_topology else None
+    slices, per_slice = _slices(cfg), _per_slice(cfg)
+    _check(cfg, slices)
+    dcn = mesh_lib.fill(mesh_lib.tier(cfg, "dcn"), slices, "dcn")
+    ici = mesh_lib.fill(mesh_lib.tier(cfg, "ici"), per_slice, "ici")
+    mesh = AbstractMesh(tuple(dcn[axis] * ici[axis] for axis in AXES), AXES)
+    on_tpu = chip is not None or cfg.hardware == "tpu"
+    backend = "tpu" if on_tpu else "gpu" if cfg.hardware == "gpu" else "cpu"
+    model = transformer.build(cfg, backend=backend)
+    params = assemble.parameters_on(model, mesh)
+    rule = optimizer.build(cfg, model=model)
+    shardings = jax.tree.map(lambda x: x.sharding, params)
+    opt_state = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        jax.eval_shape(rule.init, params),
+        optimizer_shardings(rule, params, shardings, mesh),
+    )
+    replicas = slices if cfg.num_diloco_replicas == -1 else cfg.num_diloco_replicas
+    carrier = cfg.exchange_carrier
+    if carrier == "auto":
+        carrier = "program" if on_tpu else "host"
+    rows = cfg.per_device_batch_size * per_slice * cfg.gradient_accumulation_steps
+    return Job(
+        cfg=cfg,
+        mesh=mesh,
+        slices=slices,
+        per_slice=per_slice,
+        num_replicas=replicas,
+        model=model,
+        params=params,
+        opt_state=opt_state,
+        tokens=replicas * rows * cfg.max_target_length,
+        carrier=carrier,
+        chip=chip,
+    )
+
+
+def _slices(cfg: Config) -> int:
+    if cfg.compile_topology:
+        return cfg.compile_topology_num_slices
+    if cfg.num_slices != -1:
+        return cfg.num_slices
+    return _product(mesh_lib.tier(cfg, "dcn"))
+
+
+def _per_slice(cfg: Config) -> int:
+    if cfg.compile_topology:
+        return topology.devices_per_slice(cfg.compile_topology)
+    return _product(mesh_lib.tier(cfg, "ici"))
+
+
+def _product(sizes: dict[str, int]) -> int:
+    """An open size counts as one."""
+    known = 1
+    for size in sizes.values():
+        known *= 1 if size == -1 else size
+    return known
+
+
+def _check(cfg: Config, slices: int) -> None:
+    if not assemble.has_replicas(cfg):
+        raise ConfigError(
+            "enable_diloco=false leaves nothing to plan: data parallelism crosses the link in "
+            "every step. Use enable_diloco=true; the plan has a row for data parallelism."
+        )
+    if slices < 2:
+        key = "compile_topology_num_slices" if cfg.compile_topology else "dcn_diloco_parallelism"
+        raise ConfigError(
+            f"{key}={vars(cfg)[key]} is one slice, so there is no link to plan for. Use {key}=2 "
+            f"or more."
+        )
+    for tier, axis in (("dcn", "data"), ("dcn", "fsdp"), ("dcn", "tensor"), ("ici", "diloco")):
+        name = f"{tier}_{axis}_parallelism"
+        if vars(cfg)[name] != 1:
+            raise ConfigError(
+                f"{name}={vars(cfg)[name]}: the plan is for one slot of dcn_diloco_parallelism on "
+                f"each slice. Use {name}=1, or maxdiloco.train_compile, which reads the compiled "
+                f"programs."
+            )

@@ -1,0 +1,219 @@
+"""What each choice costs on a link, and which comes first."""
+
+from typing import NamedTuple
+
+import jax
+
+from maxdiloco.diloco import fragments, outer, quantize
+from maxdiloco.engine.describe import bytes_on_device
+from maxdiloco.engine.state import FragmentPlan, lay_out, plan_fragments
+from maxdiloco.exchange import payload
+from maxdiloco.planning import exposure, layers
+from maxdiloco.planning.choices import WIRES, Choice, Family
+from maxdiloco.planning.exposure import FULL
+from maxdiloco.planning.job import Job
+
+GRADIENT = 2  # bytes a parameter that data parallelism sends in a step, as the papers count
+
+
+class Step(NamedTuple):
+    """A plain inner step on a device. peak: bytes that its program needs; 0 where unknown."""
+
+    seconds: float
+    peak: int = 0
+
+
+class Traffic(NamedTuple):
+    """What a device sends in a period, for one replica to one other slice [bytes].
+
+    chunk: of one chunk; chunks: that a period carries (program). fragments: of each.
+    """
+
+    fragments: tuple[int, ...]
+    chunk: int
+    chunks: int
+
+
+class Rated(NamedTuple):
+    """A choice on a link. exposed_s: of a period. memory: bytes of a device. less: how many times
+    less traffic than data parallelism. least_gbps: of a device, for FULL.
+    """
+
+    choice: Choice
+    exposed_s: float
+    utilisation: float
+    step_s: float
+    tokens_per_s: float
+    memory: int
+    less: float
+    least_gbps: float
+    fits: bool
+
+    @property
+    def fills(self) -> bool:
+        """Whether next to nothing is waited for."""
+        return self.utilisation >= FULL
+
+
+def plans_of(job: Job, choice: Choice) -> tuple[tuple[FragmentPlan, ...], int]:
+    """The fragments, and the length of a chunk; see plan_fragments."""
+    return plan_fragments(
+        job.params,
+        _partition(job, choice),
+        tuple(x.sharding.spec for x in jax.tree.leaves(job.params)),
+        wire=choice.wire,
+        mesh=job.mesh,
+        max_chunks=choice.schedule.max_chunks,
+    )
+
+
+def _partition(job: Job, choice: Choice) -> tuple[fragments.Fragment, ...]:
+    return fragments.partition(
+        job.params,
+        job.model.layer_axis,
+        num_fragments=choice.P,
+        num_nonlayer=choice.nonlayer,
+        sequential=job.cfg.use_sequential_layers,
+    )
+
+
+def traffic(job: Job, choice: Choice) -> Traffic:
+    """The bytes that the trainer puts on the wire, as its table of fragments has them."""
+    plans, chunk = plans_of(job, choice)
+    itemsize = quantize.wire_format(choice.wire).dtype.itemsize
+    if job.carrier == "host":
+        return Traffic(tuple(plan.payload.size * itemsize for plan in plans), 0, 0)
+    if not chunk:
+        whole = tuple(payload.pad_to_tile(plan.payload.size) * itemsize for plan in plans)
+        return Traffic(whole, 0, 0)
+    sizes = tuple(plan.num_chunks * chunk * itemsize for plan in plans)
+    return Traffic(sizes, chunk * itemsize, sum(plan.num_chunks for plan in plans))
+
+
+def exposed_s(job: Job, choice: Choice, sent: Traffic, *, step_s: float, gbps: float) -> float:
+    """Seconds that a period waits for the link. gbps: one device's share [Gbit/s]."""
+    per_byte = job.copies * 8 / (gbps * 1e9)
+    if not choice.schedule.lag:
+        return sum(sent.fragments) * per_byte
+    if job.carrier == "program":
+        return exposure.program_exposed_s(sent.chunk * per_byte, sent.chunks, step_s=step_s)
+    seconds = [size * per_byte for size in sent.fragments]
+    return exposure.host_exposed_s(seconds, H=choice.H, lag=choice.schedule.lag, step_s=step_s)
+
+
+def chosen(job: Job, family: Family, *, step: Step, gbps: float) -> Choice:
+    """The first of a family that fills the link; otherwise the one that waits least."""
+
+    def utilisation(choice: Choice) -> float:
+        waited = exposed_s(job, choice, traffic(job, choice), step_s=step.seconds, gbps=gbps)
+        return exposure.utilisation(step.seconds, waited, choice.H)
+
+    best, reached = family.choices[0], -1.0
+    for choice in family.choices:
+        value = utilisation(choice)
+        if value >= FULL:
+            return choice
+        if value > reached:
+            best, reached = choice, value
+    return best
+
+
+def rated(job: Job, choice: Choice, *, step: Step, gbps: float) -> Rated:
+    """What a choice costs."""
+    sent = traffic(job, choice)
+
+    def waited(at: float) -> float:
+        return exposed_s(job, choice, sent, step_s=step.seconds, gbps=at)
+
+    def utilisation(at: float) -> float:
+        return exposure.utilisation(step.seconds, waited(at), choice.H)
+
+    memory, hbm = _memory(job, choice, step), job.chip and job.chip.hbm
+    seconds = step.seconds + waited(gbps) / choice.H
+    whole = GRADIENT * job.num_parameters * choice.H
+    return Rated(
+        choice,
+        exposed_s=waited(gbps),
+        utilisation=utilisation(gbps),
+        step_s=seconds,
+        tokens_per_s=job.tokens / seconds,
+        memory=memory,
+        less=whole / (sum(sent.fragments) * job.per_slice * job.copies),
+        least_gbps=exposure.least_gbps(utilisation),
+        fits=hbm is None or memory <= hbm,
+    )
+
+
+def _memory(job: Job, choice: Choice, step: Step) -> int:
+    """Bytes of a device: the plain step's and the rest of the state; without a compiled step the
+    state alone.
+    """
+    state = lay_out(
+        job.params,
+        job.opt_state,
+        partition=_partition(job, choice),
+        num_replicas=job.num_replicas,
+        mesh=job.mesh,
+        optimizer=outer.outer_optimizer(
+            job.cfg.diloco_outer_optimizer,
+            lr=job.cfg.diloco_outer_lr,
+            momentum=job.cfg.diloco_outer_momentum,
+        ),
+        wire=choice.wire,
+        max_chunks=choice.schedule.max_chunks,
+        slots=choice.schedule.slots,
+        per_replica_outer=choice.overlap == "eager",
+        outer_memory=None if choice.memory == "device" else choice.memory,
+    ).state
+    kept = [state.outgoing, state.incoming]
+    if choice.memory == "device":
+        kept += [state.outer, state.outer_opt]
+    if not step.peak:
+        kept += [state.params, state.opt_state]
+    return step.peak + sum(bytes_on_device(x) for x in jax.tree.leaves(kept))
+
+
+def ranked(job: Job, families: list[Family], *, step: Step, gbps: float) -> list[Rated]:
+    """One choice of each family, best first, without those that gain nothing over another.
+
+    What the chip does not hold comes last. Of choices that fill the link the one that changes
+    training least is first: eager last, then by period, overlap and wire, the widest first. Of
+    those that do not, the fastest.
+    """
+    rows = []
+    for family in families:
+        choice = chosen(job, family, step=step, gbps=gbps)
+        row = rated(job, choice, step=step, gbps=gbps)
+        if not row.fits and choice.memory == "device":
+            moved = choice._replace(memory="pinned_host")
+            row = max(row, rated(job, moved, step=step, gbps=gbps), key=lambda x: x.fits)
+        rows.append(row)
+    rows = [row for row in rows if not any(_beats(other, row) for other in rows)]
+    return sorted(rows, key=_order)
+
+
+def _change(row: Rated) -> tuple[int, int, int, int]:
+    choice = row.choice
+    return choice.overlap != "none", choice.H, choice.tau, WIRES.index(choice.wire)
+
+
+def _order(row: Rated) -> tuple:
+    return not row.fits, not row.fills, 0 if row.fills else -row.utilisation, _change(row)
+
+
+def _beats(other: Rated, row: Rated) -> bool:
+    """Whether another row of the same mode fills the link and is at least as close to exact."""
+    same = other.choice.mode == row.choice.mode and other.fills and row.fills
+    pairs = zip(_change(other), _change(row), strict=True)
+    return same and other is not row and all(a <= b for a, b in pairs)
+
+
+def data_parallel(job: Job, *, step: Step, gbps: float) -> float:
+    """Utilisation of data parallelism on the same link, by the papers' simulator."""
+    size = layers.Size(
+        job.cfg.model_name,
+        job.cfg.base_num_decoder_layers,
+        job.num_parameters,
+        step.seconds,
+    )
+    return layers.data_parallel(size, gbps * job.per_slice)

@@ -1,0 +1,229 @@
+"""The plan as lines, as JSON, and as the command that runs it."""
+
+import shlex
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+from maxdiloco.planning import losses, rating
+from maxdiloco.planning.exposure import FULL
+from maxdiloco.planning.job import Job
+from maxdiloco.planning.rating import Rated, Step
+from maxdiloco.processes.output import aligned
+
+MIB = 2**20
+# Keys of train_compile and of the plan, which a run does not need.
+NOT_TRAINING = (
+    "compile_topology",
+    "compile_topology_num_slices",
+    "compile_data_parallel",
+    "dcn_bandwidth_gbps",
+    "max_exposed_fraction",
+    "report",
+)
+COLUMNS = (
+    "mode", "H", "P", "tau", "wire", "exposed ms a period", "step ms", "tokens/s", "utilisation",
+    "MiB a device", "staleness", "less traffic", "least Gbit/s", "loss",
+)  # fmt: skip
+
+
+class Plan(NamedTuple):
+    """Rated choices, best first. gbps: one device's share of the link; share: devices of the link
+    that the user named, and what it is of. argv: the command line of the plan.
+    """
+
+    job: Job
+    step: Step
+    gbps: float
+    share: tuple[int, str]
+    rows: Sequence[Rated]
+    argv: Sequence[str]
+
+    @property
+    def best(self) -> Rated:
+        """The first row."""
+        return self.rows[0]
+
+    @property
+    def least(self) -> Rated:
+        """The row that needs the least of a link."""
+        return min((row for row in self.rows if row.fits), key=lambda row: row.least_gbps)
+
+    @property
+    def data_parallel(self) -> float:
+        """Utilisation of data parallelism."""
+        return rating.data_parallel(self.job, step=self.step, gbps=self.gbps)
+
+
+def lines(plan: Plan) -> list[str]:
+    """What is planned for, the choices, what the columns mean, and the commands."""
+    return [*_setting(plan), "", *_table(plan), "", *_legend(plan), "", *_commands(plan)]
+
+
+def _setting(plan: Plan) -> list[str]:
+    job, (share, of) = plan.job, plan.share
+    where = job.cfg.compile_topology or (
+        f"{job.per_slice} device{'s' if job.per_slice > 1 else ''}"
+    )
+    origin = "compiled, never run" if plan.step.peak else "as given"
+    link = f"{plan.gbps:g} Gbit/s a device, {plan.gbps * job.per_slice:g} a slice"
+    if of == "host":
+        link += f", {plan.gbps * share:g} a host"
+    return [
+        f"model: {job.cfg.model_name}, {job.num_parameters:,} parameters; {job.num_replicas} "
+        f"replicas on {job.slices} slices of {where}",
+        f"step: {plan.step.seconds * 1e3:,.1f} ms without an exchange ({origin}), {job.tokens:,} "
+        f"tokens",
+        f"link: {link}; exchange by {job.carrier}",
+    ]
+
+
+def _table(plan: Plan) -> list[str]:
+    known = losses.measured()
+    rows = [COLUMNS, *(_cells(plan, row, known) for row in plan.rows)]
+    job, share = plan.job, plan.data_parallel
+    step_s = plan.step.seconds / share
+    rows.append((
+        "data parallel", 1, "-", "-", "bfloat16", f"{1e3 * (step_s - plan.step.seconds):,.1f}",
+        f"{1e3 * step_s:,.1f}", f"{job.tokens / step_s:,.0f}", f"{share:.1%}", "-", 0, "1", "-",
+        "0",
+    ))  # fmt: skip
+    return aligned(rows)
+
+
+def _cells(plan: Plan, row: Rated, known: list[losses.Loss]) -> tuple[object, ...]:
+    choice = row.choice
+    share, _ = plan.share
+    return (
+        choice.mode,
+        choice.H,
+        choice.P,
+        choice.tau,
+        choice.wire,
+        f"{1e3 * row.exposed_s:,.1f}",
+        f"{1e3 * row.step_s:,.1f}",
+        f"{row.tokens_per_s:,.0f}",
+        f"{row.utilisation:.1%}",
+        f"{row.memory / MIB:,.0f}{'' if row.fits else ' too big'}",
+        choice.staleness,
+        f"{row.less:,.0f}x",
+        f"{row.least_gbps * share:.3g}",
+        loss_words(plan, row, known),
+    )
+
+
+def loss_words(plan: Plan, row: Rated, known: list[losses.Loss]) -> str:
+    """The measured difference, with the model it is of unless that is the planned one."""
+    cfg = plan.job.cfg
+    found = losses.of_choice(
+        row.choice, model=cfg.model_name, replicas=plan.job.num_replicas, known=known
+    )
+    if found is None:
+        return "not measured"
+    return f"{found.difference:+.3f} ({found.model}, M={found.replicas})"
+
+
+def _legend(plan: Plan) -> list[str]:
+    memory = "of the compiled step and the rest of the state" if plan.step.peak else (
+        "of the state alone, without activations"
+    )  # fmt: skip
+    out = [
+        f"exposed: time that a period of H steps waits for the link; MiB: {memory}; staleness: "
+        f"steps from an outer gradient to its use; less traffic: than bfloat16 gradients in every "
+        f"step; least: of a {plan.share[1]}'s link for {FULL:.0%}; loss: difference to data "
+        f"parallelism where our own tables have it (maxdiloco/planning/losses.yml)",
+        "best first: what fills the link and changes training least, so eager after the others, "
+        "then the shorter period, the shorter overlap, the wider wire. Each row is the shortest "
+        "such period and overlap of its mode and wire. Times are arithmetic on bytes: no latency, "
+        "no pack and merge.",
+    ]
+    if plan.best.choice.memory != plan.job.cfg.diloco_outer_memory:
+        out.append(
+            "diloco_outer_memory=pinned_host: with the outer state on the device it does not fit"
+        )
+    return out
+
+
+def _commands(plan: Plan) -> list[str]:
+    out = ["run it:", f"  {shlex.join(train_command(plan))}"]
+    if plan.job.cfg.compile_topology:
+        out += ["look at its programs first:", f"  {shlex.join(compile_command(plan))}"]
+    return out
+
+
+def train_command(plan: Plan) -> list[str]:
+    """The command that trains with the best choice."""
+    keys = _without(plan.argv, {*NOT_TRAINING, *plan.best.choice.keys()})
+    on_tpu = [] if _names(keys) & {"hardware"} or plan.job.chip is None else ["hardware=tpu"]
+    return ["python", "-m", "maxdiloco.train", *keys, *on_tpu, *plan.best.choice.arguments()]
+
+
+def compile_command(plan: Plan) -> list[str]:
+    """The command that compiles the best choice and reports on it."""
+    keys = _without(plan.argv, {"dcn_bandwidth_gbps", "report", *plan.best.choice.keys()})
+    return [
+        *("python", "-m", "maxdiloco.train_compile"),
+        *keys,
+        f"dcn_bandwidth_gbps={plan.gbps:g}",
+        *plan.best.choice.arguments(),
+    ]
+
+
+def name_of(argument: str) -> str:
+    """The key of key=value."""
+    return argument.partition("=")[0].lstrip("-")
+
+
+def _names(argv: Sequence[str]) -> set[str]:
+    return {name_of(argument) for argument in argv}
+
+
+def _without(argv: Sequence[str], names: Collection[str]) -> list[str]:
+    return [argument for argument in argv if name_of(argument) not in names]
+
+
+def refusals(plan: Plan) -> list[str]:
+    """Why no choice should be run; empty where the best one fills the link."""
+    if plan.best.fills:
+        return []
+    share, of = plan.share
+    least = plan.least
+    choice = least.choice
+    return [
+        f"no choice fills a link of {plan.gbps * share:g} Gbit/s a {of}: the best one trains for "
+        f"{plan.best.utilisation:.2%} of the time, not {FULL:.0%}. {least.least_gbps * share:.3g} "
+        f"Gbit/s a {of} would do, with {choice.mode}: {' '.join(choice.arguments())}"
+    ]
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The figures of the table, in bytes and seconds."""
+    known = losses.measured()
+    return {
+        "model_name": plan.job.cfg.model_name,
+        "num_parameters": plan.job.num_parameters,
+        "num_slices": plan.job.slices,
+        "devices_per_slice": plan.job.per_slice,
+        "exchange_carrier": plan.job.carrier,
+        "plain_step_seconds": plan.step.seconds,
+        "dcn_bandwidth_gbps": plan.gbps,
+        "data_parallel_utilisation": plan.data_parallel,
+        "choices": [_row(plan, row, known) for row in plan.rows],
+        "train_command": train_command(plan),
+    }
+
+
+def _row(plan: Plan, row: Rated, known: list[losses.Loss]) -> dict[str, Any]:
+    return {
+        "mode": row.choice.mode,
+        **row.choice.keys(),
+        "exposed_seconds_per_period": row.exposed_s,
+        "step_seconds": row.step_s,
+        "tokens_per_second": row.tokens_per_s,
+        "utilisation": row.utilisation,
+        "memory_bytes": row.memory,
+        "fits": row.fits,
+        "staleness_steps": row.choice.staleness,
+        "times_less_traffic": row.less,
+        "least_dcn_bandwidth_gbps": row.least_gbps,
+        "loss": loss_words(plan, row, known),
+    }

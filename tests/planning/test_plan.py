@@ -1,0 +1,281 @@
+"""The plan of a link: its choices, its order, its commands, and what it refuses. Nothing compiles.
+
+The decoder of configs/models/tiny.yml has 1,033,600 parameters in 4 layers.
+"""
+
+import json
+
+import jax
+import pytest
+import yaml
+
+from maxdiloco import plan, train
+from maxdiloco.aot import measure
+from maxdiloco.diloco.quantize import NAMES as WIRES
+from maxdiloco.flags import config
+from maxdiloco.planning import choices, compiled, job, losses, rating, table
+
+TINY = ("model_name=tiny", "max_target_length=256", "dcn_diloco_parallelism=2", "hardware=cpu")
+ONE_B = ("model_name=1b", "compile_topology=v5e-16", "compile_topology_num_slices=2")
+
+
+@pytest.fixture
+def planned(tmp_path, capsys):
+    """Exit code, the plan as JSON (None where there is none) and what was printed."""
+
+    def planned(*argv):
+        path = tmp_path / "plan.json"
+        path.unlink(missing_ok=True)
+        code = plan.main([*argv, f"report={path}"])
+        return code, json.loads(path.read_text()) if path.exists() else None, capsys.readouterr()
+
+    return planned
+
+
+def job_of(*argv):
+    return job.of(config.load(argv, {}))
+
+
+@pytest.mark.parametrize("carrier", ["program", "host"])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        choices.Choice(20, 1, 1, 0, "int8", "none", streaming=False),
+        choices.Choice(20, 4, 2, 4, "float4_e3m0", "none", streaming=True),
+        choices.Choice(20, 1, 1, 0, "bfloat16", "eager", streaming=False),
+    ],
+)
+def test_the_bytes_are_those_that_the_trainer_prints(choice, carrier, capsys):
+    """The trainer lays them out on emulated devices, the plan on none."""
+    argv = [*TINY, "ici_fsdp_parallelism=2", f"exchange_carrier={carrier}", "steps=20"]
+    sent = rating.traffic(job_of(*argv), choice)
+    assert train.main([*argv, *choice.arguments(), "show_fragments=true"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    printed = [int(row[-2].replace(",", "")) for row in rows if row and row[0].isdigit()]
+    assert [2 * size for size in sent.fragments] == printed and len(printed) == choice.P
+
+
+# In benchmarks/README.md, a thin link at 5 Mbit/s: predicted exposed milliseconds of a step.
+THIN = {
+    ("float32", 0, 1): 330.8,
+    ("float32", 0, 4): 330.8,
+    ("float32", 4, 4): 195.0,
+    ("float4_e3m0", 4, 4): 0.0,
+}
+
+
+@pytest.mark.parametrize(("wire", "tau", "P"), THIN)
+def test_the_exposure_is_that_of_the_thin_link_s_table(wire, tau, P):
+    found = job_of(*TINY)
+    choice = choices.Choice(20, P, 1, tau, wire, "none", streaming=P > 1)
+    sent = rating.traffic(found, choice)
+    waited = rating.exposed_s(found, choice, sent, step_s=0.2, gbps=0.005)
+    assert 1e3 * waited / 20 == pytest.approx(THIN[wire, tau, P], abs=0.06)
+
+
+def test_a_fast_link_is_left_exact_and_a_slow_one_gets_overlap_then_fewer_bits(planned):
+    """Best first: what fills the link and changes training least."""
+    best = {}
+    for gbps in (1000, 0.2, 0.05):
+        code, found, _ = planned(*ONE_B, "step_time=0.8", f"dcn_bandwidth_gbps={gbps}")
+        assert code == 0
+        best[gbps] = found["choices"][0]
+        assert best[gbps]["diloco_sync_period"] == 30
+    assert (best[1000]["mode"], best[1000]["diloco_exchange_dtype"]) == ("DiLoCo", "float32")
+    taus = [best[gbps]["num_communication_overlapping_steps"] for gbps in (1000, 0.2, 0.05)]
+    assert taus[0] == 0 < taus[1] <= taus[2]
+    bits = [WIRES.index(best[gbps]["diloco_exchange_dtype"]) for gbps in (1000, 0.2, 0.05)]
+    assert bits[0] <= bits[1] <= bits[2] and bits[2] > 0
+
+
+def test_every_row_that_fills_stands_before_those_that_do_not_and_eager_after_the_others(planned):
+    _, found, _ = planned(*TINY, "step_time=0.2", "slice_bandwidth_gbps=0.005",
+                          "diloco_sync_period=20")  # fmt: skip
+    rows = found["choices"]
+    fills = [row["utilisation"] >= 0.99 for row in rows]
+    assert fills == sorted(fills, reverse=True) and {True, False} == set(fills)
+    filling = [row["mode"] for row in rows if row["utilisation"] >= 0.99]
+    assert filling[-1] == "eager" and filling[0] == "overlapped"
+    rest = [row["utilisation"] for row in rows if row["utilisation"] < 0.99]
+    assert rest == sorted(rest, reverse=True)
+
+
+def test_at_the_least_bandwidth_the_choice_fills_the_link_and_below_it_not(planned):
+    keys = ("step_time=0.2", "diloco_sync_period=20")
+    _, found, _ = planned(*TINY, *keys, "dcn_bandwidth_gbps=0.004")
+    row = next(row for row in found["choices"] if row["mode"] == "overlapped")
+    names = ("num_diloco", "num_nonlayer", "num_comm", "diloco_exchange")
+    given = (f"{key}={value}" for key, value in row.items() if key.startswith(names))
+    given = [*TINY, *keys, *given, "enable_streaming_diloco=true"]
+    for factor, filled in ((1.002, True), (0.99, False)):
+        gbps = factor * row["least_dcn_bandwidth_gbps"]
+        code, again, _ = planned(*given, f"dcn_bandwidth_gbps={gbps:.12f}")
+        assert (again["choices"][0]["utilisation"] >= 0.99) == filled == (code == 0)
+
+
+def test_a_link_that_cannot_be_filled_is_exit_code_1_and_the_bandwidth_that_would_do(planned):
+    code, found, said = planned(*TINY, "step_time=0.2", "host_bandwidth_gbps=1e-5")
+    assert code == 1
+    (line,) = said.err.splitlines()
+    least = min(row["least_dcn_bandwidth_gbps"] for row in found["choices"])
+    assert line.startswith("refused: no choice fills a link of 1e-05 Gbit/s a host")
+    assert f"{least:.3g} Gbit/s a host would do, with eager: diloco_sync_period=500" in line
+
+
+def test_a_link_of_a_slice_and_of_a_host_is_shared_by_its_devices(planned):
+    """v5e-16 has 16 chips in hosts of four."""
+    rows = {}
+    for link in ("dcn_bandwidth_gbps=0.5", "host_bandwidth_gbps=2", "slice_bandwidth_gbps=8"):
+        _, found, _ = planned(*ONE_B, "step_time=0.8", link)
+        assert found["dcn_bandwidth_gbps"] == 0.5
+        rows[link] = found["choices"]
+    assert len(set(map(json.dumps, rows.values()))) == 1
+
+
+def test_a_key_that_is_given_stays_even_with_the_value_of_base_yml(planned):
+    """H=100, which base.yml has too, and two fragments; without them the plan chooses others."""
+    keys = (*TINY, "step_time=0.2", "dcn_bandwidth_gbps=0.02")
+    _, free, _ = planned(*keys)
+    assert free["choices"][0]["diloco_sync_period"] != 100
+    given = ("diloco_sync_period=100", "enable_streaming_diloco=true", "num_diloco_fragments=2")
+    _, found, _ = planned(*keys, *given, "diloco_exchange_dtype=int8")
+    for row in found["choices"]:
+        kept = (row["diloco_sync_period"], row["num_diloco_fragments"])
+        assert kept == (100, 2) and row["diloco_exchange_dtype"] == "int8"
+
+
+def test_the_traffic_is_counted_against_bfloat16_gradients_in_every_step(planned):
+    """float32 once in 100 steps: 100 * 2 bytes / 4, and half of that with three slices."""
+    keys = ("step_time=0.2", "dcn_bandwidth_gbps=1", "diloco_sync_period=100",
+            "num_communication_overlapping_steps=0", "diloco_exchange_dtype=float32",
+            "diloco_outer_overlap=none", "enable_streaming_diloco=false")  # fmt: skip
+    for slices, less in ((2, 50), (3, 25)):
+        argv = [key for key in TINY if not key.startswith("dcn_")]
+        _, found, _ = planned(*argv, f"dcn_diloco_parallelism={slices}", *keys)
+        (row,) = found["choices"]
+        assert row["times_less_traffic"] == pytest.approx(less, rel=1e-3)
+        assert row["exposed_seconds_per_period"] == pytest.approx(
+            (slices - 1) * 1_033_600 * 32 / 1e9, rel=1e-3
+        )
+
+
+def test_the_command_takes_the_keys_of_the_best_choice_and_the_config_accepts_it(planned):
+    _, found, said = planned(*ONE_B, "step_time=0.8", "dcn_bandwidth_gbps=0.05", "steps=700")
+    python, flag, module, *argv = found["train_command"]
+    assert (python, flag, module) == ("python", "-m", "maxdiloco.train")
+    assert "hardware=tpu" in argv and not any(a.startswith(("compile_", "dcn_")) for a in argv)
+    cfg = config.load(argv, {})
+    best = found["choices"][0]
+    kept = {key: value for key, value in best.items() if key in vars(cfg)}
+    assert len(kept) == 8 and vars(cfg).items() >= kept.items() and cfg.steps == 700
+    assert config.warnings(cfg) == []
+    (line,) = [line for line in said.out.splitlines() if "-m maxdiloco.train " in line]
+    assert line.split() == found["train_command"]
+
+
+def test_without_room_on_the_chip_the_outer_state_is_kept_on_the_host(planned):
+    """10b with one sequence: 12 bytes a parameter on 16 chips are 7.6 GB, with theta and momentum
+    12.7; of v5e's 16.9 the state alone fits, with a step's 9.7 GB it does not."""
+    found = job_of("model_name=10b", *ONE_B[1:])
+    choice = choices.Choice(100, 1, 1, 0, "float32", "none", streaming=False)
+    family = choices.Family("DiLoCo", "float32", (choice,))
+    for peak, memory in ((0, "device"), (14_500_000_000, "pinned_host")):
+        step = rating.Step(1.5, peak)
+        (row,) = rating.ranked(found, [family], step=step, gbps=25)
+        assert (row.choice.memory, row.fits) == (memory, True)
+
+
+def test_a_compiled_step_too_big_for_the_chip_is_one_line(monkeypatch, capsys):
+    """The state fits, the step does not: what the compiler says is in the line."""
+    too_big = measure.Measured("inner", 1, "step", 1.0, "it needs 40 GiB.", 0.0, None, 0,
+                               measure.Memory(0, 0, 0, 0, 0), (), ())  # fmt: skip
+    monkeypatch.setattr(compiled.topology, "devices", lambda *_: jax.devices())
+    monkeypatch.setattr(compiled.measure, "measure", lambda *_, **__: [too_big])
+    argv = ("model_name=tiny", "compile_topology=v5e-4", "compile_topology_num_slices=2",
+            "num_slices=2", "dcn_bandwidth_gbps=1")  # fmt: skip
+    assert plan.main(argv) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("ConfigError: model_name=tiny is too big for v5e-4: it needs 40 GiB.")
+
+
+def test_a_loss_is_printed_only_where_it_was_measured(planned, monkeypatch, tmp_path):
+    """The file of the package has the fields of losses.Loss; what it does not have is said."""
+    known = losses.measured()
+    assert all(isinstance(loss.difference, float) for loss in known)
+    path = tmp_path / "losses.yml"
+    entry = dict(model="35m", replicas=2, mode="DiLoCo", H=20, P=1, tau=0, wire="float32",
+                 difference=0.0123, source="a table")  # fmt: skip
+    path.write_text(yaml.safe_dump({"measured": [entry]}))
+    of_file = losses.measured(path)
+    monkeypatch.setattr(losses, "measured", lambda: of_file)
+    _, found, said = planned(*TINY, "step_time=0.2", "dcn_bandwidth_gbps=1",
+                             "diloco_sync_period=20")  # fmt: skip
+    words = {row["mode"]: row["loss"] for row in found["choices"]}
+    assert words == {"DiLoCo": "+0.012 (35m, M=2)", "overlapped": "not measured",
+                     "eager": "not measured"}  # fmt: skip
+    assert "not measured" in said.out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("model_name=1b", "step_time=1"), "dcn_bandwidth_gbps is not given"),
+        (("dcn_bandwidth_gbps=2",), "step_time is not given and compile_topology is empty"),
+        (("dcn_bandwidth_gbps=2", "slice_bandwidth_gbps=2", "step_time=1"), "name the same link"),
+        (("dcn_bandwidth_gbps=2", "step_time=0"), "step_time=0 must be above 0: seconds"),
+        (("dcn_bandwidth_gbps=2", "step_time=-1"), "step_time=-1 must be above 0"),
+        (("dcn_bandwidth_gbps=2", "step_time=fast"), "step_time=fast must be above 0"),
+        (("dcn_bandwidth_gbps=2", "step_time=1", "step_time=2"), "step_time is given twice"),
+        (("dcn_bandwidth_gbps=2", "step_time=1"), "dcn_diloco_parallelism=-1 is one slice"),
+        (
+            ("dcn_bandwidth_gbps=2", "step_time=1", "compile_topology=v5e-17"),
+            "compile_topology=v5e-17 is not known",
+        ),
+        (
+            (*TINY, "dcn_bandwidth_gbps=2", "step_time=1", "enable_diloco=false"),
+            "enable_diloco=false leaves nothing to plan",
+        ),
+        (
+            (*TINY, "dcn_bandwidth_gbps=2", "step_time=1", "dcn_fsdp_parallelism=2"),
+            "dcn_fsdp_parallelism=2: the plan is for one slot",
+        ),
+        (
+            ("model_name=10b", "dcn_bandwidth_gbps=2", "step_time=1", "compile_topology=v5e-4",
+             "compile_topology_num_slices=2"),
+            "model_name=10b is too big for v5e-4: every choice needs at least",
+        ),
+        (
+            (*TINY, "dcn_bandwidth_gbps=2", "step_time=1", "diloco_sync_period=1",
+             "num_communication_overlapping_steps=0", "enable_streaming_diloco=true"),
+            "no way to synchronise has the values that are given",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned_is_one_line(argv, words, capsys):
+    assert plan.main(list(argv)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("ConfigError: ") and words in line
+
+
+def test_help_lists_the_plan_s_own_options_and_the_keys(capsys):
+    assert plan.main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("usage: python -m maxdiloco.plan ")
+    assert all(f"  {name}=" in said for name in (*plan.MEANING, "diloco_sync_period"))
+
+
+def test_keys_of_a_yml_file_and_of_the_environment_count_as_given(tmp_path):
+    path = tmp_path / "run.yml"
+    path.write_text("diloco_sync_period: 100\n")
+    argv = [str(path), "model_name=tiny"]
+    found = plan.given_keys(argv, {"M_DILOCO_EXCHANGE_DTYPE": "int8", "HOME": "/"})
+    assert found >= {"diloco_sync_period", "model_name", "diloco_exchange_dtype"}
+    assert "home" not in found and "steps" not in found
+
+
+def test_every_line_of_the_table_has_every_column(planned):
+    _, found, said = planned(*TINY, "step_time=0.2", "dcn_bandwidth_gbps=1")
+    lines = said.out.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("mode "))
+    rows = lines[first : first + len(found["choices"]) + 2]
+    assert rows[-1].startswith("data parallel") and len(table.COLUMNS) == 14
