@@ -6,11 +6,13 @@ imported on first use, so that `python -m maxdiloco.train` checks its flags befo
 
 from typing import TYPE_CHECKING
 
+from maxdiloco.version import __version__
+
 if TYPE_CHECKING:
     from maxdiloco.diloco.fragments import Stacked
     from maxdiloco.engine.diloco import DiLoCo
 
-__all__ = ["DiLoCo", "Stacked"]
+__all__ = ["DiLoCo", "Stacked", "__version__"]
 
 
 def __getattr__(name):

@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # A folder imports itself, without a cycle, and folders of lower floors. What is no folder here is a
 # program at the top of the package, which may import all of them.
 FLOORS = (
-    "errors diloco",
+    "errors version diloco",
     "flags data processes",
     "parallel storage",
     "models exchange preparation",
@@ -24,7 +24,8 @@ FLOORS = (
     "trainer aot",
 )
 PROGRAMS = set(
-    "maxdiloco train train_compile generate evaluate prepare tokenizer command_line".split()
+    "maxdiloco __main__ train train_compile generate evaluate prepare tokenizer "
+    "command_line".split()
 )
 
 # Importer, and what it must not import although the floors would allow it.

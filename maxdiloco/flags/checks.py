@@ -88,7 +88,7 @@ def _check_limit(key: Key, value: Any) -> None:
     entries = value if isinstance(value, tuple) else (value,)
     wrong = next(show(entry) for entry in entries if entry not in names)
     longer = [name for name in names if wrong and name.startswith(wrong)]
-    near = longer or difflib.get_close_matches(wrong, names, n=1)
+    near = longer or difflib.get_close_matches(wrong, names, n=1, cutoff=0.7)
     listed = ", ".join(name or "empty" for name in names)
     remedy = f"Did you mean {near[0]}?" if near else "Use one of these."
     raise ConfigError(f"{key.name}={show(value)} must be one of: {listed}. {remedy}")

@@ -5,7 +5,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -46,16 +46,17 @@ from maxdiloco.trainer.recorder import Profile, Recorder
 Say = Callable[[str], None]
 
 
-def run(cfg: Config, begun: float) -> int:
-    """Join the other processes and train; begun: time.perf_counter() when the program started.
+def run(cfg: Config, begun: float, notes: Sequence[str] = ()) -> int:
+    """Join the other processes and train.
 
-    Returns the exit code. Raises the errors of maxdiloco.errors.
+    begun: time.perf_counter() when the program started. notes: lines on the command line, for the
+    user. Returns the exit code. Raises the errors of maxdiloco.errors.
     """
     with job.joined(cfg):
-        return train(cfg, begun)
+        return train(cfg, begun, notes)
 
 
-def train(cfg: Config, begun: float) -> int:
+def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
     """The run in this process, see `run`: mesh, data, folder, parts, programs, state, loop."""
     primary = jax.process_index() == 0
 
@@ -68,7 +69,7 @@ def train(cfg: Config, begun: float) -> int:
         for line in compiled_file.check(cfg.compiled_trainstep_file, mesh):
             say(line)
     shape = assemble.batch_shape(cfg, mesh)
-    for line in [*config.describe_differences(cfg), *config.warnings(cfg)]:
+    for line in [*notes, *config.describe_differences(cfg), *config.warnings(cfg)]:
         say(line)
     say(mesh_lib.describe(mesh, cfg))
     if cfg.show_fragments:
