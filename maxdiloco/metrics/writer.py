@@ -13,7 +13,6 @@ Names (a row has those that exist at its step):
     text; eval/<name>/loss ... of each text of eval_sets
 """
 
-import collections
 import json
 import math
 import numbers
@@ -25,16 +24,11 @@ from typing import Any
 from etils import epath
 
 from maxdiloco.errors import CheckpointError
+from maxdiloco.metrics.line_files import LocalLines, RemoteLines
 from maxdiloco.metrics.tensorboard import EventFile
 from maxdiloco.processes import output
 from maxdiloco.storage import object_store
-from maxdiloco.storage.durable import sync_folder
 from maxdiloco.storage.run_folder import RunFolder, is_local, reason
-
-# Object stores cannot append: there the whole file is written anew, at most this often.
-REMOTE_FLUSH_SECONDS = 60.0  # our choice
-# The newest rows, kept while they cannot be written: some 60 MB. Our choice.
-MOST_KEPT = 100_000
 
 
 class MetricsWriter:
@@ -64,9 +58,9 @@ class MetricsWriter:
         try:
             self._last_step, kept = _repaired(self._path, resume_step, say)
             self._sink = (
-                _LocalRows(self._path)
+                LocalLines(self._path)
                 if is_local(self._path)
-                else _RemoteRows(self._path, kept, time.monotonic, folder.require_lock)
+                else RemoteLines(self._path, kept, time.monotonic, folder.require_lock)
             )
         except OSError as error:
             raise CheckpointError(
@@ -197,80 +191,3 @@ def _replace(path: epath.Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
-
-
-class _LocalRows:
-    """Rows appended to a file; the kernel has each of them when write returns.
-
-    write raises OSError when a row cannot be written and keeps it; the next call tries again.
-    """
-
-    def __init__(self, path: epath.Path):
-        self._file = open(path, "ab", buffering=0)
-        self._size = os.fstat(self._file.fileno()).st_size  # whole rows
-        self._torn = False  # whether the file ends with a part of a row
-        self._kept: collections.deque[bytes] = collections.deque(maxlen=MOST_KEPT)
-        self._named = False  # whether the file's name is on the disk
-
-    def write(self, line: str) -> None:
-        self._kept.append(line.encode() + b"\n")
-        self._write_kept()
-
-    def sync(self) -> None:
-        self._write_kept()
-        os.fsync(self._file.fileno())
-        if not self._named:
-            sync_folder(os.path.dirname(self._file.name))
-            self._named = True
-
-    def close(self) -> None:
-        try:
-            self._write_kept()
-        finally:
-            self._file.close()
-
-    def _write_kept(self) -> None:
-        while self._kept:
-            if self._torn:
-                self._file.truncate(self._size)
-            self._torn = True
-            rest = line = self._kept[0]
-            while rest:  # a nearly full disk takes a part of it
-                rest = rest[self._file.write(rest) :]
-            self._torn = False
-            self._size += len(line)
-            self._kept.popleft()
-
-
-class _RemoteRows:
-    """Rows kept in memory; the whole file is written anew from time to time."""
-
-    def __init__(
-        self,
-        path: epath.Path,
-        text: str,
-        clock: Callable[[], float],
-        require_lock: Callable[[], None],
-    ):
-        self._path, self._text, self._clock = path, text, clock
-        self._require_lock = require_lock
-        self._written = clock()
-        self._whole = True
-
-    def write(self, line: str) -> None:
-        self._require_lock()  # at every logged step
-        self._text += line + "\n"
-        self._whole = False
-        if self._clock() - self._written >= REMOTE_FLUSH_SECONDS:
-            self.sync()
-
-    def sync(self) -> None:
-        self._require_lock()
-        self._written = self._clock()
-        with object_store.as_os_errors(self._path):
-            self._path.write_text(self._text)
-        self._whole = True
-
-    def close(self) -> None:
-        if not self._whole:
-            self.sync()

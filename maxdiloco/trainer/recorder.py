@@ -9,7 +9,7 @@ import jax
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.data.pipeline import Dataset
 from maxdiloco.flags.config import Config
-from maxdiloco.metrics.console import Progress, console_line, sample_lines
+from maxdiloco.metrics.console import Console, console_line, sample_lines
 from maxdiloco.metrics.monitor import learning_metrics
 from maxdiloco.metrics.rows import Links, Metrics, Rows, Values
 from maxdiloco.metrics.speed import StepClock, performance
@@ -36,7 +36,7 @@ class Recorder:
         *,
         done: int,
         total: int,
-        progress: Progress,
+        console: Console,
         writer: MetricsWriter | None,
         links: Links | None,
         checkpointer: Checkpointer | None,
@@ -45,7 +45,7 @@ class Recorder:
     ):
         self._parts = parts
         self._total = total
-        self._progress = progress
+        self._console = console
         self._writer = writer
         self._checkpointer = checkpointer
         self._note = note
@@ -128,10 +128,10 @@ class Recorder:
             learning_rate = optimizer.learning_rate(self._parts.learning_rate, t - 1)
             row = learning_metrics(metrics, learning_rate) | row
         self._writer.write(t, row)
-        self._progress.line(console_line(t, self._total, row))
+        self._console.line(console_line(t, self._total, row))
         if sample := self._samples.pop(t, ""):
             self._writer.write_text(t, "eval/sample", sample)
-            self._progress.line(sample_lines(t, sample))
+            self._console.line(sample_lines(t, sample))
 
 
 class Profile(contextlib.AbstractContextManager):

@@ -21,12 +21,12 @@ from maxdiloco.errors import INTERRUPTED, Preempted
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.compiles import CompileLog
-from maxdiloco.metrics.console import Progress
+from maxdiloco.metrics.console import Console
 from maxdiloco.metrics.writer import MetricsWriter
 from maxdiloco.models.transformer import count_parameters
 from maxdiloco.parallel import job
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.processes import output, run_links
+from maxdiloco.processes import run_links
 from maxdiloco.processes.agree import from_first_process, in_any_process
 from maxdiloco.processes.links import Links
 from maxdiloco.processes.preemption import Preemption
@@ -37,6 +37,7 @@ from maxdiloco.trainer import (
     eval_texts,
     feeding,
     run_data,
+    run_files,
     run_tokenizer,
     start,
 )
@@ -59,11 +60,8 @@ def run(cfg: Config, begun: float, notes: Sequence[str] = ()) -> int:
 def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
     """The run in this process, see `run`: mesh, data, folder, parts, programs, state, loop."""
     primary = jax.process_index() == 0
-
-    def say(line: str) -> None:
-        if primary:
-            output.say(output.one_line(line))
-
+    console = Console(shown=primary)
+    say = console.say
     mesh = mesh_lib.build(cfg)
     if cfg.compiled_trainstep_file:
         for line in compiled_file.check(cfg.compiled_trainstep_file, mesh):
@@ -95,6 +93,13 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
         fingerprint = start.agreed_fingerprint(text.fingerprint)
         eval_texts.agree(held_out)
         tokens = start.agreed_tokenizer(tokenizer.fingerprint())
+        stack.enter_context(console.logging(run_files.log_path(folder)))
+        again = "The same command goes on."
+        if not cfg.run_name:
+            again = f"run_name={name} goes on."
+            stack.push(_on_error(f"The run has no name of yours: {again}", say))
+        say(f"run folder: {folder.path}{'' if cfg.run_name else f' (run_name={name} resumes it)'}")
+        run_files.write(config.from_dict(cfg.as_dict() | {"run_name": name}), folder, say)
         begin = start.look(cfg, checkpointer, shape, text=text, data=fingerprint)
         if primary:
             run_tokenizer.save(tokenizer, folder, say)
@@ -126,9 +131,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
 
         preemption = stack.enter_context(Preemption(say))
         writer = stack.enter_context(_open_writer(cfg, folder, say, done=done))
-        progress = stack.enter_context(
-            Progress(first_step=done, total_steps=total, shown=primary)
-        )
+        stack.enter_context(console.progress(first_step=done, total_steps=total))
         steps = range(done + 1, total + 1)
         batches = stack.enter_context(_open_batches(cfg, parts, text, begin.position, steps))
         profile = stack.enter_context(Profile(cfg, folder, done=done))
@@ -137,7 +140,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
             parts,
             done=done,
             total=total,
-            progress=progress,
+            console=console,
             writer=writer,
             links=links,
             checkpointer=checkpointer,
@@ -155,7 +158,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
                 recorder.log(t, state)
             if held_out and (last or t % cfg.eval_interval == 0):
                 recorder.evaluate(t, state, held_out)
-            progress.advance()
+            console.advance()
             recorder.write(t)
             if not last and t % cfg.checkpoint_period == 0:
                 recorder.save(t, state)
@@ -163,7 +166,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
             if preemption.requested(t):
                 recorder.save(t, state, last=True)
                 recorder.write_all()
-                return _stopped(cfg, t, in_any_process(preemption.by_ctrl_c), say)
+                return _stopped(cfg, t, in_any_process(preemption.by_ctrl_c), say, again=again)
 
         recorder.write_all()
         if cfg.save_checkpoint_on_completion:
@@ -259,9 +262,25 @@ def _compile(cfg: Config, parts: Parts, compiles: CompileLog, say: Say, *, fresh
     compiles.all_of(calls)
 
 
-def _stopped(cfg: Config, t: int, ctrl_c: bool, say: Say) -> int:
-    """The exit code after Ctrl-C; after SIGTERM raise Preempted. t: the last step."""
-    saved = "saved. The same command goes on."
+def _on_error(line: str, say: Say) -> Callable[..., None]:
+    """Called at the end of a `with`: say the line after an error, but for Preempted, which has it.
+
+    quit_now ends a process without it, so the line at the start has the name too.
+    """
+
+    def on_exit(kind, error, trace) -> None:
+        if error is not None and not isinstance(error, Preempted):
+            say(line)
+
+    return on_exit
+
+
+def _stopped(cfg: Config, t: int, ctrl_c: bool, say: Say, *, again: str) -> int:
+    """The exit code after Ctrl-C; after SIGTERM raise Preempted.
+
+    t: the last step. again: how the run goes on.
+    """
+    saved = f"saved. {again}"
     if not cfg.enable_checkpointing:
         saved = "nothing is saved, since enable_checkpointing=false."
     if not ctrl_c:

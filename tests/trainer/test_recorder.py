@@ -44,7 +44,7 @@ class Run:
             parts,
             done=0,
             total=9,
-            progress=types.SimpleNamespace(line=lambda text: None),
+            console=types.SimpleNamespace(line=lambda text: None),
             writer=types.SimpleNamespace(
                 write=lambda t, row: self._takes("write", self.written.append(row))(),
                 sync=self._takes("save", None),
