@@ -12,8 +12,7 @@ from maxdiloco.flags.base_yml import Key, Table, Value, show
 MOST_DIGITS = 20  # of a whole number; more are no limit of any key, and Python refuses 4,301
 MOST_SHOWN = 200  # characters of a value in a message
 
-_BOOLS = {"true": True, "yes": True, "on": True, "1": True}
-_BOOLS |= {"false": False, "no": False, "off": False, "0": False}
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 _NUMBER = r"[+-]?([0-9][0-9_]*\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,9})?"
 _NULL = "null"
 # Defaults that mean "none" or "choose": null is another word for them.
@@ -47,9 +46,9 @@ def convert(key: Key, given: Given) -> Value:
     if not isinstance(raw, str):
         raise _wrong(key, given, "is a list")
     if isinstance(key.default, bool):
-        if raw.lower() not in _BOOLS:
+        if raw.lower() not in _TRUE + _FALSE:
             raise _wrong(key, given, "is neither true nor false")
-        return _BOOLS[raw.lower()]
+        return raw.lower() in _TRUE
     if isinstance(key.default, int):
         return _whole(key, given)
     if isinstance(key.default, float):

@@ -268,36 +268,3 @@ def test_jax_is_not_imported_by_the_config():
     )
     assert imported(code) == set()
     assert imported("import numpy") == {"numpy"}  # the check sees what is there
-
-
-@pytest.mark.parametrize(
-    "argument, name, value",
-    [
-        *[(f"enable_diloco={text}", "enable_diloco", True) for text in ("1", "yes", "on", "True")],
-        *[(f"enable_diloco={text}", "enable_diloco", False) for text in ("0", "no", "off")],
-        ("steps=1e3", "steps", 1000),
-        ("steps=2.5e3", "steps", 2500),
-        ("per_device_batch_size=12.0", "per_device_batch_size", 12),
-        ("steps=-1.0", "steps", -1),
-        ("--steps=7", "steps", 7),
-        ("num_diloco_fragments=null", "num_diloco_fragments", 1),
-        ("num_slices=null", "num_slices", -1),
-        ("run_name=null", "run_name", ""),
-        ("eval_sets=null", "eval_sets", ()),
-    ],
-)
-def test_values_are_taken_as_people_write_them(argument, name, value):
-    """Other programs write yes, 1e3, 12.0, --key=value and null; null is no choice of one's own."""
-    found = vars(config.load([argument], {}))[name]
-    assert (found, type(found) is bool) == (value, type(value) is bool)
-
-
-def test_of_a_key_that_is_given_twice_the_last_one_counts_with_a_warning():
-    """So that a script may append to the flags of another."""
-    told = []
-    assert config.load(["steps=1", "log_period=2", "steps=3"], {}, warn=told.append).steps == 3
-    assert told == [
-        "warning: steps=3 comes after steps=1 on the command line, and the last one counts."
-    ]
-    config.load(["steps=1", "log_period=2"], {"M_STEPS": "4"}, warn=told.append)
-    assert len(told) == 1
