@@ -11,7 +11,9 @@ from test_house import every, files, read
 
 TRAINERS = {"DiLoCo", "DataParallel"}
 # The checks of the flags, and what chooses the trainer.
-CHOOSERS = {"maxdiloco/flags/checks.py", "maxdiloco/trainer/assemble.py"}
+CHOOSERS = {
+    f"maxdiloco/{name}.py" for name in ("flags/checks", "flags/warnings", "trainer/assemble")
+}
 
 
 def class_questions(source):

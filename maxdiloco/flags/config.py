@@ -10,6 +10,7 @@ from typing import Any
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, checks
+from maxdiloco.flags import warnings as seldom_meant
 from maxdiloco.flags.base_yml import Key, Value, show
 from maxdiloco.flags.other_names import OTHER_NAMES, translate
 from maxdiloco.flags.values import Given, convert, same_type, shown
@@ -136,7 +137,7 @@ def describe_differences(cfg: Config) -> list[str]:
 
 def warnings(cfg: Config) -> list[str]:
     """One line for each setting that works but is seldom meant."""
-    return checks.warnings(cfg)
+    return seldom_meant.warnings(cfg)
 
 
 def _is_file(argument: str) -> bool:

@@ -1,13 +1,19 @@
 """The metrics files of a run: rows in metrics.jsonl and TensorBoard.
 
 Names (a row has those that exist at its step):
-    learning/loss, learning/loss_replica_0 ..., learning/lr, learning/grad_norm
+    learning/loss, learning/loss_replica_0 ... (means over the steps since the last row; a resumed
+    run goes on with the sums of the run before), learning/lr, learning/grad_norm (of this step)
+    learning/tokens (read by all replicas since step 1, padding included), data/epoch (how often the
+    text is read by now, such as 0.25), data/epoch_<name> of each source of a mixture
     diloco/outer_grad_norm (of the mean), diloco/outer_grad_cosine (mean over pairs of replicas,
     weighted by the product of their norms), diloco/drift (mean |x_m - theta|): of the last
-    synchronised fragment, as it was sent
+    synchronised fragment, as it was sent, before its mean was applied
     perf/step_time [s] on process 0's clock, perf/tokens_per_second, perf/tflops_per_device,
-    perf/mfu (metrics/speed.py)
-    dcn/bytes_sent (of a replica, in data parallelism of a slice, to all other slices, per step),
+    perf/mfu (metrics/speed.py), perf/wall_time_s (since the program started, and before a restart
+    the time up to the last row that is kept)
+    device/memory_in_use_bytes, device/memory_peak_bytes (of process 0's fullest device; not on CPU)
+    dcn/bytes_sent (of a replica, in data parallelism of a slice, to all other slices; per step, the
+    mean over the steps since the last row),
     dcn/waited_s (by process 0 since the last row)
     eval/loss [nats per token], eval/perplexity, eval/bits_per_byte (only of text): of the held-out
     text; eval/<name>/loss ... of each text of eval_sets
@@ -57,6 +63,7 @@ class MetricsWriter:
         self._failing = False
         try:
             self._last_step, kept = _repaired(self._path, resume_step, say)
+            self.wall_time_s = _wall_time(kept)  # of the last row that is kept
             self._sink = (
                 LocalLines(self._path)
                 if is_local(self._path)
@@ -169,6 +176,12 @@ def _repaired(
             "an earlier life of this run dropped"
         )
     return last, clean
+
+
+def _wall_time(rows: str) -> float:
+    """perf/wall_time_s of the last row; 0 where it has none."""
+    last = rows.rstrip("\n").rpartition("\n")[2]
+    return json.loads(last).get("perf/wall_time_s") or 0.0 if last else 0.0
 
 
 def _step_of(line: str) -> int | None:

@@ -18,7 +18,7 @@ from maxdiloco.data.order import Position
 from maxdiloco.data.tokenizer import Tokenizer
 from maxdiloco.engine.calls import START
 from maxdiloco.errors import INTERRUPTED, Preempted
-from maxdiloco.flags import config
+from maxdiloco.flags import config, warnings
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.compiles import CompileLog
 from maxdiloco.metrics.console import Console
@@ -67,7 +67,8 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
         for line in compiled_file.check(cfg.compiled_trainstep_file, mesh):
             say(line)
     shape = assemble.batch_shape(cfg, mesh)
-    for line in [*notes, *config.describe_differences(cfg), *config.warnings(cfg)]:
+    seldom_meant = [f"warning: {line}" for line in config.warnings(cfg)]
+    for line in [*notes, *config.describe_differences(cfg), *seldom_meant]:
         say(line)
     say(mesh_lib.describe(mesh, cfg))
     if cfg.show_fragments:
@@ -78,6 +79,11 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
     location = locate(cfg.base_output_directory, name)
     tokenizer = run_tokenizer.open_tokenizer(cfg)
     text, held_out, index = run_data.open_data(cfg, shape, location, say)
+    for line in [*run_data.lines(cfg, text, held_out, shape)]:
+        say(line)
+    replicas, tokens = shape.num_replicas, tokenizer.vocab_size
+    for line in warnings.of_run(cfg, num_replicas=replicas, num_tokens=tokens):
+        say(f"warning: {line}")
 
     with ExitStack() as stack:
         # Closed last: after an error the watch then tells the others why before they miss anything.
@@ -147,7 +153,9 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
             note=start.note(
                 cfg, begin.position, fingerprint, tokenizer=tokens, total_steps=total
             ),
-            data_metrics=functools.partial(text.metrics, begin.position),
+            data_metrics=functools.partial(run_data.metrics, text, begin.position, shape.length),
+            since_row=begin.saved and begin.saved.meta.get("since_row"),
+            begun=begun,
         )
         for t in steps:
             batch = assemble.with_learning_rate(parts, next(batches), t)

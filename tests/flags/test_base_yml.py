@@ -218,7 +218,8 @@ values["hardware"] + values[f"dcn_{axis}_parallelism"]
 def package_reads() -> tuple[set[str], set[str]]:
     """What the package reads; a key that is only checked is not yet used."""
     attributes, subscripts = set(), set()
-    checking = {PACKAGE / "flags" / name for name in ("checks.py", "tokenizer_checks.py")}
+    names = ("checks.py", "tokenizer_checks.py", "warnings.py")
+    checking = {PACKAGE / "flags" / name for name in names}
     for path in PACKAGE.rglob("*.py"):
         if path not in checking:
             found = reads(path.read_text())
