@@ -8,6 +8,10 @@ _FAR_ABOVE = 2
 
 def warnings(cfg: Any) -> list[str]:
     """One line for each setting that works but is seldom meant."""
+    return [f"warning: {line}" for line in _of_config(cfg)]
+
+
+def _of_config(cfg: Any) -> list[str]:
     lines = []
     if cfg.diloco_outer_overlap == "eager" and cfg.diloco_outer_optimizer == "adam":
         lines.append(
@@ -40,16 +44,17 @@ def of_run(cfg: Any, *, num_replicas: int, num_tokens: int) -> list[str]:
     lines = []
     if cfg.enable_diloco and num_replicas == 1:
         lines.append(
-            "enable_diloco=true with one replica: it exchanges with no other, which makes this the "
-            "Lookahead optimizer (arXiv 1907.08610), not DiLoCo. Set dcn_diloco_parallelism (with "
-            "hardware=cpu, or on several slices), or num_diloco_replicas=2 for two that share the "
-            "devices; for the plain inner optimizer enable_diloco=false."
+            "warning: enable_diloco=true with one replica: it exchanges with no other, which makes "
+            "this the Lookahead optimizer (arXiv 1907.08610), not DiLoCo. Set "
+            "dcn_diloco_parallelism (with hardware=cpu, or on several slices), or "
+            "num_diloco_replicas=2 for two that share the devices; for the plain inner optimizer "
+            "enable_diloco=false."
         )
     if cfg.dataset_type != "synthetic" and cfg.vocab_size >= _FAR_ABOVE * num_tokens:
+        unused = 1 - num_tokens / cfg.vocab_size
         lines.append(
-            f"vocab_size={cfg.vocab_size}, but tokenizer_type={cfg.tokenizer_type} has {num_tokens}"
-            f" tokens: {1 - num_tokens / cfg.vocab_size:.0%} of the embedding's rows are never "
-            f"trained. Use vocab_size=-1 override_model_config=true, or a larger tokenizer "
-            f"(tokenizer_path)."
+            f"warning: vocab_size={cfg.vocab_size}, but tokenizer_type={cfg.tokenizer_type} has "
+            f"{num_tokens} tokens: {unused:.0%} of the embedding's rows are never trained. Use "
+            "vocab_size=-1 override_model_config=true, or a larger tokenizer (tokenizer_path)."
         )
     return lines

@@ -32,6 +32,7 @@ from etils import epath
 from maxdiloco.errors import CheckpointError
 from maxdiloco.metrics.line_files import LocalLines, RemoteLines
 from maxdiloco.metrics.tensorboard import EventFile
+from maxdiloco.metrics.wandb_run import WandbRun
 from maxdiloco.processes import output
 from maxdiloco.storage import object_store
 from maxdiloco.storage.run_folder import RunFolder, is_local, reason
@@ -43,6 +44,7 @@ class MetricsWriter:
     resume_step: the step after which this life of the run starts, or None for a new run. Later rows
     of an earlier life are dropped, and lines that a killed process left half written, so no step is
     there twice. tensorboard: also write event files (imports tensorboardX). say: prints a line.
+    wandb_config: the keys of the run, to log to Weights & Biases too (imports wandb).
     A context manager. Raises CheckpointError when metrics.jsonl cannot be written at the start.
     A disk that is full or broken later does not end the training: one warning is printed, the rows
     are kept, and the next write that succeeds writes them too. Rows still unwritten when the
@@ -57,6 +59,7 @@ class MetricsWriter:
         tensorboard: bool,
         resume_step: int | None,
         say: Callable[[str], None] = output.say,
+        wandb_config: Mapping[str, Any] | None = None,
     ):
         self._path = folder.metrics
         self._say = say
@@ -69,6 +72,9 @@ class MetricsWriter:
                 if is_local(self._path)
                 else RemoteLines(self._path, kept, time.monotonic, folder.require_lock)
             )
+            self._wandb = None
+            if wandb_config is not None:
+                self._wandb = WandbRun(folder, wandb_config, say=say)
         except OSError as error:
             raise CheckpointError(
                 f"{self._cannot_write(error)} Free some space or set another folder."
@@ -82,8 +88,9 @@ class MetricsWriter:
         return self
 
     def __exit__(self, kind, exception, traceback) -> None:
-        if self._events is not None:
-            self._events.close()
+        for extra in (self._events, self._wandb):
+            if extra is not None:
+                extra.close()
         try:
             self._sink.close()
         except OSError as error:
@@ -109,8 +116,9 @@ class MetricsWriter:
         self._last_step = step
         numbers_by_name = {name: _number(value) for name, value in values.items()}
         self._try(lambda: self._sink.write(row(step, numbers_by_name)))
-        if self._events is not None:
-            self._events.write(step, numbers_by_name)
+        for extra in (self._events, self._wandb):
+            if extra is not None:
+                extra.write(step, numbers_by_name)
 
     def write_text(self, step: int, name: str, text: str) -> None:
         """Add a text to TensorBoard, if that is written; metrics.jsonl holds numbers alone."""

@@ -12,8 +12,8 @@ from jax.experimental import multihost_utils
 
 from maxdiloco.processes.signals import hearing_ctrl_c, quit_now
 
-# One press reaches a process twice behind timeout, mpirun or srun: the terminal sends it to all of a
-# group, and a launcher passes it on. A person who wants to quit is slower. Our choice.
+# One press reaches a process twice behind timeout, mpirun or srun: a terminal sends it to a group
+# of processes, and a launcher passes it on. A person who wants to quit is slower. Our choice.
 SAME_PRESS_S = 1.0
 
 

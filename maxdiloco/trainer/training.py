@@ -20,6 +20,7 @@ from maxdiloco.engine.calls import START
 from maxdiloco.errors import INTERRUPTED, Preempted
 from maxdiloco.flags import config, warnings
 from maxdiloco.flags.config import Config
+from maxdiloco.metrics import wandb_run
 from maxdiloco.metrics.compiles import CompileLog
 from maxdiloco.metrics.console import Console
 from maxdiloco.metrics.writer import MetricsWriter
@@ -53,6 +54,8 @@ def run(cfg: Config, begun: float, notes: Sequence[str] = ()) -> int:
     begun: time.perf_counter() when the program started. notes: lines on the command line, for the
     user. Returns the exit code. Raises the errors of maxdiloco.errors.
     """
+    if cfg.enable_wandb:
+        wandb_run.require()
     with job.joined(cfg):
         return train(cfg, begun, notes)
 
@@ -63,14 +66,9 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
     console = Console(shown=primary)
     say = console.say
     mesh = mesh_lib.build(cfg)
-    if cfg.compiled_trainstep_file:
-        for line in compiled_file.check(cfg.compiled_trainstep_file, mesh):
-            say(line)
     shape = assemble.batch_shape(cfg, mesh)
-    seldom_meant = [f"warning: {line}" for line in config.warnings(cfg)]
-    for line in [*notes, *config.describe_differences(cfg), *seldom_meant]:
+    for line in [*notes, *_settings(cfg, mesh)]:
         say(line)
-    say(mesh_lib.describe(mesh, cfg))
     if cfg.show_fragments:
         return _show_fragments(cfg, mesh, shape, say)
 
@@ -79,11 +77,11 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
     location = locate(cfg.base_output_directory, name)
     tokenizer = run_tokenizer.open_tokenizer(cfg)
     text, held_out, index = run_data.open_data(cfg, shape, location, say)
-    for line in [*run_data.lines(cfg, text, held_out, shape)]:
+    seldom_meant = warnings.of_run(
+        cfg, num_replicas=shape.num_replicas, num_tokens=tokenizer.vocab_size
+    )
+    for line in [*run_data.lines(cfg, text, held_out, shape), *seldom_meant]:
         say(line)
-    replicas, tokens = shape.num_replicas, tokenizer.vocab_size
-    for line in warnings.of_run(cfg, num_replicas=replicas, num_tokens=tokens):
-        say(f"warning: {line}")
 
     with ExitStack() as stack:
         # Closed last: after an error the watch then tells the others why before they miss anything.
@@ -100,11 +98,9 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
         eval_texts.agree(held_out)
         tokens = start.agreed_tokenizer(tokenizer.fingerprint())
         stack.enter_context(console.logging(run_files.log_path(folder)))
-        again = "The same command goes on."
-        if not cfg.run_name:
-            again = f"run_name={name} goes on."
-            stack.push(_on_error(f"The run has no name of yours: {again}", say))
-        say(f"run folder: {folder.path}{'' if cfg.run_name else f' (run_name={name} resumes it)'}")
+        again = "The same command goes on." if cfg.run_name else f"run_name={name} goes on."
+        stack.push(_on_error("" if cfg.run_name else f"The run has no name: {again}", say))
+        say(f"run folder: {folder.path}{'' if cfg.run_name else f'; {again}'}")
         run_files.write(config.from_dict(cfg.as_dict() | {"run_name": name}), folder, say)
         begin = start.look(cfg, checkpointer, shape, text=text, data=fingerprint)
         if primary:
@@ -186,6 +182,17 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
         return INTERRUPTED if preemption.by_ctrl_c else 0
 
 
+def _settings(cfg: Config, mesh: jax.sharding.Mesh) -> list[str]:
+    """Lines on the keys that are set, those that are seldom meant, and the mesh."""
+    path = cfg.compiled_trainstep_file
+    return [
+        *(compiled_file.check(path, mesh) if path else ()),
+        *config.describe_differences(cfg),
+        *config.warnings(cfg),
+        mesh_lib.describe(mesh, cfg),
+    ]
+
+
 def _show_fragments(cfg: Config, mesh: jax.sharding.Mesh, shape: BatchShape, say: Say) -> int:
     total = max(1, cfg.steps)
     parts = assemble.assemble(cfg, mesh, shape, total_steps=total, on_compile=lambda *_: None)
@@ -215,7 +222,11 @@ def _open_writer(
     if jax.process_index() != 0:
         return nullcontext()
     return MetricsWriter(
-        folder, tensorboard=cfg.enable_tensorboard, resume_step=done or None, say=say
+        folder,
+        tensorboard=cfg.enable_tensorboard,
+        resume_step=done or None,
+        say=say,
+        wandb_config=cfg.as_dict() if cfg.enable_wandb else None,
     )
 
 
@@ -277,7 +288,7 @@ def _on_error(line: str, say: Say) -> Callable[..., None]:
     """
 
     def on_exit(kind, error, trace) -> None:
-        if error is not None and not isinstance(error, Preempted):
+        if line and error is not None and not isinstance(error, Preempted):
             say(line)
 
     return on_exit

@@ -41,7 +41,7 @@ def test_text_is_text_wherever_a_block_ends(tmp_path, size, shift):
     """Characters of two and four bytes lie across the ends of blocks."""
     text = b"x" * shift + (AE + "\U0001f600".encode()) * (size // 6)
     (tmp_path / "a.txt").write_bytes(text)
-    plain_text.refuse_other([str(tmp_path / "a.txt")], "dataset_path")
+    assert plain_text.refuse_other([str(tmp_path / "a.txt")], "dataset_path") is None
 
 
 @pytest.mark.parametrize(
