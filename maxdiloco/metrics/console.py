@@ -6,7 +6,7 @@ import sys
 import textwrap
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from etils import epath
 
@@ -111,10 +111,16 @@ class Console:
                 self._log.write(text)
 
     @contextlib.contextmanager
-    def logging(self, path: epath.Path) -> Iterator[None]:
-        """Keep the lines in a file, those before this call too; an error ends up there as well."""
+    def logging(
+        self, path: epath.Path, *, require_lock: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
+        """Keep the lines in a file, those before this call too; an error ends up there as well.
+
+        require_lock: of RunFolder.
+        """
         with contextlib.ExitStack() as stack:
-            log = stack.enter_context(LogFile(path, say=self._print))
+            log = LogFile(path, say=self._print, require_lock=require_lock)
+            stack.enter_context(log)
             with self._lock:
                 early, self._early, self._log = self._early, None, log
                 for text in early or ():

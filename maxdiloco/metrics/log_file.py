@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from etils import epath
 
+from maxdiloco.errors import CheckpointError
 from maxdiloco.metrics.line_files import LocalLines, RemoteLines
 from maxdiloco.storage import object_store
 from maxdiloco.storage.run_folder import is_local, reason
@@ -16,11 +17,14 @@ class LogFile(contextlib.AbstractContextManager):
     """Lines with the time of day in front, appended to a file. A context manager.
 
     say: prints one line when the file cannot be written; the training goes on, and on a disk the
-    lines are kept for later. Any thread may write.
+    lines are kept for later. require_lock: of RunFolder; a run that has lost its folder writes no
+    more there. Any thread may write.
     """
 
-    def __init__(self, path: epath.Path, *, say: Callable[[str], None]):
-        self._path, self._say = path, say
+    def __init__(
+        self, path: epath.Path, *, say: Callable[[str], None], require_lock: Callable[[], None]
+    ):
+        self._path, self._say, self._require_lock = path, say, require_lock
         self._lock = threading.Lock()
         self._failing = False
         self._file: LocalLines | RemoteLines | None = None
@@ -48,11 +52,13 @@ class LogFile(contextlib.AbstractContextManager):
         with object_store.as_os_errors(self._path):
             if self._path.exists():
                 text = self._path.read_bytes().decode(errors="replace")
-        self._file = RemoteLines(self._path, text, time.monotonic, lambda: None)
+        self._file = RemoteLines(self._path, text, time.monotonic, self._require_lock)
 
     def _try(self, write: Callable[[], None]) -> None:
         try:
             write()
+        except CheckpointError:  # the lock is another run's; the next row or save ends this one
+            self._file = None
         except OSError as error:
             if not self._failing:
                 self._say(f"note: {self._path} cannot be written: {reason(error)}.")

@@ -126,6 +126,13 @@ class Recorder:
                 self._writer.sync()
             self._checkpointer.save(t, items, note, last=last)
 
+    def end(self, t: int, state: Any, *, save: bool) -> None:
+        """After the last step t, before the run says that it is done: save, or wait for a save."""
+        if save:
+            self.save(t, state, last=True)
+        elif self._checkpointer is not None:
+            self._checkpointer.wait(last=True)
+
     def _check(self, state: Any, *, together: bool = False) -> Metrics:
         """Wait for the step and return its metrics; raise NumericsError if a step went wrong.
 

@@ -97,7 +97,8 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
         fingerprint = start.agreed_fingerprint(text.fingerprint)
         eval_texts.agree(held_out)
         tokens = start.agreed_tokenizer(tokenizer.fingerprint())
-        stack.enter_context(console.logging(run_files.log_path(folder)))
+        log_path = run_files.log_path(folder)
+        stack.enter_context(console.logging(log_path, require_lock=folder.require_lock))
         again = "The same command goes on." if cfg.run_name else f"run_name={name} goes on."
         stack.push(_on_error("" if cfg.run_name else f"The run has no name: {again}", say))
         say(f"run folder: {folder.path}{'' if cfg.run_name else f'; {again}'}")
@@ -173,10 +174,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
                 return _stopped(cfg, t, in_any_process(preemption.by_ctrl_c), say, again=again)
 
         recorder.write_all()
-        if cfg.save_checkpoint_on_completion:
-            recorder.save(total, state, last=True)
-        elif checkpointer is not None:
-            checkpointer.wait(last=True)  # before the run says that it is done
+        recorder.end(total, state, save=cfg.save_checkpoint_on_completion)
         say(trainer.closing_line(state))
         say(f"run folder: {epath.Path(folder.path)}")
         return INTERRUPTED if preemption.by_ctrl_c else 0
