@@ -151,7 +151,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
                 cfg, begin.position, fingerprint, tokenizer=tokens, total_steps=total
             ),
             data_metrics=functools.partial(run_data.metrics, text, begin.position, shape.length),
-            since_row=begin.saved and begin.saved.meta.get("since_row"),
+            since_row=begin.since_row(done),
             begun=begun,
         )
         for t in steps:
