@@ -6,13 +6,13 @@ imported on first use, so that `python -m maxdiloco.train` checks its flags befo
 
 from typing import TYPE_CHECKING
 
-from maxdiloco.version import __version__
+from maxdiloco.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from maxdiloco.diloco.fragments import Stacked
     from maxdiloco.engine.diloco import DiLoCo
 
-__all__ = ["DiLoCo", "Stacked", "__version__"]
+__all__ = ["DiLoCo", "Stacked"]
 
 
 def __getattr__(name):
