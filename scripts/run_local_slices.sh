@@ -77,9 +77,10 @@ signal() { for group in "${groups[@]}"; do kill -s "$1" -- "-$group" 2>/dev/null
 
 interrupt() { # what comes within a second is one press: timeout sends it twice, for one
   local now=${EPOCHREALTIME//[!0-9]/}
-  if ((now - pressed < 1000000)); then return; fi
-  pressed=$now presses=$((presses + 1))
-  if ((presses < 3)); then signal INT; else signal KILL; fi
+  if ((now - pressed >= 1000000)); then
+    pressed=$now presses=$((presses + 1))
+    if ((presses < 3)); then signal INT; else signal KILL; fi
+  fi
 }
 
 start_all() {
