@@ -6,6 +6,8 @@ imported on first use, so that `python -m maxdiloco.train` checks its flags befo
 
 from typing import TYPE_CHECKING
 
+from maxdiloco.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from maxdiloco.diloco.fragments import Stacked
     from maxdiloco.engine.diloco import DiLoCo

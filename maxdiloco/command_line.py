@@ -11,8 +11,10 @@ from typing import NoReturn
 from maxdiloco.errors import CRASHED, INTERRUPTED, USER_ERRORS
 from maxdiloco.processes import output
 from maxdiloco.processes.signals import hearing_ctrl_c, quit_now
+from maxdiloco.version import __version__
 
 HELP = ("-h", "--help", "help")
+VERSION = "--version"
 LEAVE_S = 5.0  # until threads that are left are abandoned; our choice
 
 
@@ -20,10 +22,16 @@ Program = Callable[[Sequence[str]], int]  # arguments -> exit code
 
 
 def guarded(program: Program) -> Program:
-    """Decorator: errors the user can act on become one line on stderr and an exit code."""
+    """Decorator: errors the user can act on become one line on stderr and an exit code.
+
+    --version anywhere on the command line prints the version, and the program does not run.
+    """
 
     @functools.wraps(program)
     def main(argv: Sequence[str]) -> int:
+        if VERSION in argv:
+            output.say(f"maxdiloco {__version__}")
+            return 0
         try:
             return program(argv)
         except USER_ERRORS as error:

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from maxdiloco.command_line import HELP, end_with, guarded
+from maxdiloco.command_line import end_with, guarded
 from maxdiloco.processes.output import say
 
 
@@ -16,18 +16,19 @@ def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
     begun = time.perf_counter()
     # Not above: Ctrl-C is heard from the call of end_with on.
-    from maxdiloco.flags import base_yml, config
+    from maxdiloco.flags import config, help
 
-    if any(argument in HELP for argument in argv):
-        say(base_yml.help_text("maxdiloco.train"))
+    if words := help.asked(argv):
+        say(help.help_text("maxdiloco.train", words[1:]))
         return 0
-    cfg = config.load(argv, os.environ)
+    notes: list[str] = []
+    cfg = config.load(argv, os.environ, warn=notes.append)
     from maxdiloco.trainer import run_tokenizer
 
     cfg = run_tokenizer.resolved(cfg)
     from maxdiloco.trainer.training import run
 
-    return run(cfg, begun)
+    return run(cfg, begun, notes)
 
 
 def cli() -> None:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from maxdiloco.command_line import HELP, end_with, guarded
+from maxdiloco.command_line import end_with, guarded
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import base_yml, config
+from maxdiloco.flags import config, help
 from maxdiloco.flags.config import Config
 from maxdiloco.processes.output import one_line, say, say_error
 
@@ -22,8 +22,8 @@ REFUSED = 1
 @guarded
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
-    if any(argument in HELP for argument in argv):
-        say(base_yml.help_text("maxdiloco.train_compile"))
+    if words := help.asked(argv):
+        say(help.help_text("maxdiloco.train_compile", words[1:]))
         return 0
     cfg = config.load(argv, os.environ)
     from maxdiloco.trainer import run_tokenizer

@@ -76,9 +76,12 @@ process() { # process $1 of the run; notes its exit code
 signal() { for group in "${groups[@]}"; do kill -s "$1" -- "-$group" 2>/dev/null || true; done; }
 
 # shellcheck disable=SC2329 # called by a trap
-interrupt() {
-  presses=$((presses + 1))
-  if ((presses < 3)); then signal INT; else signal KILL; fi
+interrupt() { # what comes within a second is one press: timeout sends it twice, for one
+  local now=${EPOCHREALTIME//[!0-9]/}
+  if ((now - pressed >= 1000000)); then
+    pressed=$now presses=$((presses + 1))
+    if ((presses < 3)); then signal INT; else signal KILL; fi
+  fi
 }
 
 start_all() {
@@ -121,7 +124,7 @@ kill_late() { # once one has failed, those that outlive it for long; a save afte
   done
 }
 
-presses=0
+presses=0 pressed=0
 stopped= # the exit code of a run that was told to stop between two lives
 trap 'rm -f "$ends"' EXIT
 trap 'stopped=130; interrupt' INT

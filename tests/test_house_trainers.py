@@ -12,9 +12,8 @@ from test_house import every, files, read
 TRAINERS = {"DiLoCo", "DataParallel"}
 # The checks of the flags, what chooses the trainer, and what draws the schedule of a stored run.
 CHOOSERS = {
-    "maxdiloco/flags/checks.py",
-    "maxdiloco/trainer/assemble.py",
-    "maxdiloco/page/timeline.py",
+    f"maxdiloco/{name}.py"
+    for name in ("flags/checks", "flags/warnings", "trainer/assemble", "page/timeline")
 }
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import stat
 import sysconfig
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -88,6 +89,20 @@ def find_files(path: str, key: str, suffixes: tuple[str, ...] = SUFFIXES) -> lis
         f"{key}={path} does not exist or is out of reach. Give a folder, a file or a glob; empty "
         "takes the source of Python's standard library."
     )
+
+
+def left_out(path: str, suffixes: tuple[str, ...] = SUFFIXES) -> Counter[str]:
+    """Files of a folder that find_files leaves out: how many there are of each suffix.
+
+    Hidden ones do not count; a file, a glob and the standard library leave nothing out.
+    """
+    found: Counter[str] = Counter()
+    expanded = os.path.expanduser(path)
+    if path and os.path.isdir(expanded):
+        for _, names in _folders(expanded, (), path):
+            others = [name for name in names if not name.endswith((*suffixes, "."))]
+            found.update(os.path.splitext(n)[1] for n in others if not n.startswith("."))
+    return found
 
 
 def read_table(

@@ -31,6 +31,9 @@ class TokenDocuments(Protocol):
     def identity(self) -> Iterator[bytes]:
         """What a fingerprint hashes: equal when the documents are."""
 
+    def contents(self) -> str:
+        """How many files, documents and bytes or tokens, for the user."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ByteDocuments:
@@ -56,6 +59,11 @@ class ByteDocuments:
                 tokens[0] = self.document_start
             tokens[len(tokens) - len(data) :] = data
             yield tokens
+
+    def contents(self) -> str:
+        """Files, documents and bytes of text (TokenDocuments)."""
+        size = int(self.table.size.sum())
+        return f"{len(self.table.paths):,} files, {len(self.table):,} documents, {size:,} bytes"
 
     def identity(self) -> Iterator[bytes]:
         """File names and lengths of documents; a change that keeps them goes unnoticed."""
@@ -86,6 +94,10 @@ class Chosen:
         return self.documents.read(
             (int(self.numbers[number]), begin, end) for number, begin, end in pieces
         )
+
+    def contents(self) -> str:
+        """Documents and tokens of the chosen (TokenDocuments)."""
+        return f"{len(self.numbers):,} documents, {int(self.lengths.sum()):,} tokens"
 
     def identity(self) -> Iterator[bytes]:
         """That of all documents and the numbers of the chosen."""

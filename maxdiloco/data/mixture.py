@@ -190,10 +190,12 @@ class Mixture:
         return source, read_K[source] + number
 
     def metrics(self, position: Position, step: int) -> dict[str, float]:
-        """Tokens read of each source so far, padding included, and the step's share of padding."""
+        """Tokens and epochs read of each source, padding included; the step's share of padding."""
         length = self.sources[0].windows.length
         read = self._sequences_read(position, step + 1)
         found = {f"data/tokens_{name}": float(read[name] * length) for name in self.names}
+        for name, source in zip(self.names, self.sources, strict=True):
+            found[f"data/epoch_{name}"] = read[name] / source.num_windows
         if any(source.windows.padded for source in self.sources):
             source, number = self.places(
                 position, step, *np.ix_(range(position.M), range(position.B))
@@ -204,6 +206,10 @@ class Mixture:
             )
             found["data/padding"] = 1 - tokens / (source.size * length)
         return found
+
+    def contents(self, position: Position) -> list[str]:
+        """Files, documents and bytes of each source (TrainingData)."""
+        return [f"data: {s.name}: {s.windows.documents.contents()}" for s in self.sources]
 
     def description(self) -> list[str]:
         """Sequences and share of each source."""

@@ -54,6 +54,9 @@ class TrainingData(Protocol):
     def metrics(self, position: Position, step: int) -> dict[str, float]:
         """Figures of a step's global batch, and of all sequences read so far."""
 
+    def contents(self, position: Position) -> list[str]:
+        """Lines for the start of a run: what is read, and how long an epoch is."""
+
     def description(self) -> list[str]:
         """Lines for the start of a run: what is not plain."""
 
@@ -125,17 +128,30 @@ class Dataset:
         return dict(zip(LEAVES, leaves, strict=True))
 
     def metrics(self, position: Position, step: int) -> dict[str, float]:
-        """The share of padding, for packings that pad (TrainingData)."""
-        if not self.windows.padded:
-            return {}
+        """The epoch, and the share of padding for packings that pad (TrainingData)."""
         first = position.base + position.sequences_before(step)
+        found = {}
+        if self.num_windows is not None:
+            found["data/epoch"] = (first + position.M * position.B) / self.num_windows
+        if not self.windows.padded:
+            return found
         indices = np.arange(first, first + position.M * position.B)
         tokens = int(self.num_tokens(indices).sum())
-        return {"data/padding": 1 - tokens / (len(indices) * self.windows.length)}
+        return found | {"data/padding": 1 - tokens / (len(indices) * self.windows.length)}
 
     def num_tokens(self, indices_N: np.ndarray) -> np.ndarray:
         """Tokens of sequences that are no padding, int64 [N]."""
         return self.windows.num_tokens(self._windows(indices_N))
+
+    def contents(self, position: Position) -> list[str]:
+        """Files, documents, bytes, sequences and steps of an epoch (TrainingData)."""
+        if self.num_windows is None:
+            return [f"data: {self.name}, without end"]
+        steps = self.num_windows / (position.M * position.B)
+        return [
+            f"data: {self.name}: {self.windows.documents.contents()}; {self.num_windows:,} "
+            f"sequences of {self.windows.length} tokens to train on, {steps:,.1f} steps an epoch"
+        ]
 
     def description(self) -> list[str]:
         """The share of padding in an epoch, for packings that pad (TrainingData)."""

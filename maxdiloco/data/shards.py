@@ -133,6 +133,11 @@ class Shards:
                 place += len(data)
             yield found[1] if len(found) == 2 else np.concatenate(found)
 
+    def contents(self) -> str:
+        """Files of the source, documents and tokens (TokenDocuments)."""
+        files, tokens = len(self.manifest.files), int(self.lengths.sum())
+        return f"{files:,} files, {len(self.lengths):,} documents, {tokens:,} tokens"
+
     def identity(self) -> Iterator[bytes]:
         """The tokenizer and the hashes of every part: the tokens themselves."""
         yield f"shards {self.manifest.tokenizer} {self.manifest.lengths}\n".encode()

@@ -8,7 +8,8 @@ import numpy as np
 from maxdiloco.data import corpus, shards, tokenizer
 from maxdiloco.data.documents import ByteDocuments, Chosen, TokenDocuments
 from maxdiloco.data.line_index import LineIndex
-from maxdiloco.data.sources.files import COMPRESSED
+from maxdiloco.data.sources import plain_text
+from maxdiloco.data.sources.files import COMPRESSED, check_kind
 from maxdiloco.errors import DataError
 
 # Without eval_dataset_path, 1 in 20 files or windows is held out: our choice, 5 %.
@@ -56,9 +57,13 @@ def open_split(
     if cfg.dataset_type == "arrayrecord" or folder != path:
         return _of_shards(cfg, folder, key, tokens, split, shared)
     files = corpus.find_files(path, key)
+    for file in files:
+        check_kind("text", file)
     by_file = shared and len(files) >= HELD_OUT
     if by_file:
         files = [file for i, file in enumerate(files) if (i % HELD_OUT == 0) == (split == "eval")]
+    if path:  # what Python's own source is written in is its own affair
+        plain_text.refuse_other(files, key)
     table = corpus.read_table(
         files, column=cfg.text_column, index=index, allowed=cfg.max_corrupted_records
     )

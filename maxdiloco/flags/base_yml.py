@@ -220,34 +220,6 @@ def show(value: Value) -> str:
     return str(value)
 
 
-def help_text(program: str) -> str:
-    """What `--help` prints: the usage, and every key by group with its default and meaning.
-
-    program: such as `maxdiloco.train`.
-    """
-    keys = declared()
-    models = ", ".join(model_names(config_folder()))
-    lines = [
-        f"usage: python -m {program} [file.yml] [key=value ...]",
-        "",
-        "Later wins: configs/base.yml, the file of model_name, file.yml, environment M_<KEY>,",
-        f"key=value. Model names: default, {models}.",
-        "Where each default comes from, and why a resumed run may change a key, is written in",
-        "configs/base.yml.",
-    ]
-    group = ""
-    for key in keys.values():
-        if key.group != group:
-            group = key.group
-            lines += ["", group]
-        resume = "may change on resume" if key.may_change else ""
-        limits = "; ".join(part for part in (key.allowed, key.unit, resume) if part)
-        lines.append(
-            f"  {key.name}={show(key.default)}  {key.meaning}{f' [{limits}]' if limits else ''}"
-        )
-    return "\n".join(lines)
-
-
 def model_names(folder: pathlib.Path) -> list[str]:
     """The model files, without `.yml`; folder: `configs`."""
     return sorted(path.stem for path in (folder / "models").glob("*.yml"))

@@ -89,7 +89,7 @@ def _check_limit(key: Key, value: Any) -> None:
     entries = value if isinstance(value, tuple) else (value,)
     wrong = next(show(entry) for entry in entries if entry not in names)
     longer = [name for name in names if wrong and name.startswith(wrong)]
-    near = longer or difflib.get_close_matches(wrong, names, n=1)
+    near = longer or difflib.get_close_matches(wrong, names, n=1, cutoff=0.7)
     listed = ", ".join(name or "empty" for name in names)
     remedy = f"Did you mean {near[0]}?" if near else "Use one of these."
     raise ConfigError(f"{key.name}={show(value)} must be one of: {listed}. {remedy}")
@@ -314,29 +314,3 @@ def _data(cfg: Any) -> None:
                 f"them. Mount the bucket and give its folder (on GKE with Cloud Storage FUSE: xpk "
                 f"storage attach --type=gcsfuse), or copy the text to every host."
             )
-
-
-def warnings(cfg: Any) -> list[str]:
-    """One line for each setting that works but is seldom meant."""
-    lines = []
-    if cfg.diloco_outer_overlap == "eager" and cfg.diloco_outer_optimizer == "adam":
-        lines.append(
-            "diloco_outer_optimizer=adam with diloco_outer_overlap=eager: Adam is not linear, so "
-            "a replica's own terms no longer cancel and replicas drift apart. Use nesterov."
-        )
-    if cfg.enable_streaming_diloco and cfg.num_diloco_fragments == 1:
-        lines.append(
-            "num_diloco_fragments=1 with enable_streaming_diloco=true sends all parameters at "
-            "once. Use a fragment for every three layers and one for the embedding."
-        )
-    if cfg.compile_topology:
-        lines.append(
-            f"compile_topology={cfg.compile_topology} says what maxdiloco.train_compile compiles "
-            f"for; training takes the devices there are. Leave it out here."
-        )
-    if cfg.enable_diloco and 0 < cfg.steps < cfg.diloco_sync_period:
-        lines.append(
-            f"steps={cfg.steps} ends before diloco_sync_period={cfg.diloco_sync_period}: some or "
-            f"all of the parameters are never exchanged. Use a shorter period or more steps."
-        )
-    return lines

@@ -3,21 +3,22 @@ command line, checked as far as no device is needed, and frozen. JAX is not impo
 
 import dataclasses
 import difflib
-import math
 import pathlib
-import re
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, checks, maxtext
-from maxdiloco.flags.base_yml import Key, Table, Value, show
+from maxdiloco.flags import warnings as seldom_meant
+from maxdiloco.flags.base_yml import Key, Value, show
 from maxdiloco.flags.other_names import OTHER_NAMES, current, translate
+from maxdiloco.flags.values import Given, convert, same_type, shown
 
 ENVIRONMENT_PREFIX = "M_"  # MaxText's
-MOST_DIGITS = 20  # of a whole number; more are no limit of any key, and Python refuses 4,301
-MOST_SHOWN = 200  # characters of a value in a message
+# How alike two names of keys are, of difflib, for one to be suggested: a slip of the finger, not
+# another key that shares some words. Our choice.
+_ALIKE = 0.8
 
 
 class Config(types.SimpleNamespace):
@@ -41,13 +42,6 @@ class Config(types.SimpleNamespace):
         return {name: base_yml.as_lists(value) for name, value in vars(self).items()}
 
 
-class Given(NamedTuple):
-    """A value as it was written, and where."""
-
-    raw: Any
-    where: str
-
-
 def load(
     argv: Iterable[str], environ: Mapping[str, str], *, warn: Callable[[str], None] = print
 ) -> Config:
@@ -56,9 +50,10 @@ def load(
     argv: the command line without the program: at most one yml file, first, then key=value.
       base.yml itself may stand there, as MaxText wants it, and changes nothing.
     environ: the environment; names that start with M_ are keys.
-    warn: called with a line on MaxText's keys that do nothing here, and on values of its own.
+    warn: called with a line for each key that is given twice on the command line, on MaxText's
+      keys that do nothing here, and on values of its own.
     Later wins: base.yml, the model file, the yml file, the environment, key=value.
-    Raises ConfigError, one line with key, value, why and remedy.
+    Raises ConfigError, one line with key, value, why and remedy; of unknown keys it names all.
     """
     folder, keys = base_yml.config_folder(), base_yml.declared()
     argv = list(argv)
@@ -68,10 +63,11 @@ def load(
         if path.resolve() != (folder / "base.yml").resolve():
             given |= translate(_from_file(path))
     given |= translate(_from_environment(environ, keys))
-    given |= translate(_from_command_line(argv))
+    given |= translate(_from_command_line(argv, warn))
     given = maxtext.taken(given, keys, warn)
+    _refuse_unknown(given, keys)
     values = {name: key.default for name, key in keys.items()}
-    values |= {name: _convert(_known(name, text, keys), text) for name, text in given.items()}
+    values |= {name: convert(keys[name], text) for name, text in given.items()}
     values |= _from_model(values, given, folder, keys, warn)
     cfg = Config(**values)
     checks.check(cfg, keys)
@@ -86,9 +82,9 @@ def from_dict(stored: Mapping[str, Any]) -> Config:
     """
     keys = base_yml.declared()
     values = {name: key.default for name, key in keys.items()}
-    for name, value in current(stored).items():
-        given = Given(value, "stored config")
-        values[name] = _same_type(_known(name, given, keys), given)
+    given = {name: Given(value, "stored config") for name, value in current(stored).items()}
+    _refuse_unknown(given, keys)
+    values |= {name: same_type(keys[name], value) for name, value in given.items()}
     return Config(**values)
 
 
@@ -105,25 +101,27 @@ def changed(
     environ: Mapping[str, str],
     *,
     may_change: Collection[str],
+    warn: Callable[[str], None] = print,
 ) -> Config:
     """A stored config with other values for some keys.
 
     stored: of `as_dict`. argv: key=value alone. environ: as for `load`; only those of may_change
-    count, since the others are meant for training. Raises ConfigError.
+    count, since the others are meant for training. warn: as for `load`. Raises ConfigError.
     """
     keys = base_yml.declared()
     given = _from_environment(environ, keys)
     given = {name: text for name, text in given.items() if name in may_change}
-    for name, text in _from_command_line(list(argv)).items():
+    written = _from_command_line(list(argv), warn)
+    _refuse_unknown(written, keys)
+    for name, text in written.items():
         if name not in may_change:
-            _known(name, text, keys)
             raise ConfigError(
-                f"{name}={_shown(text.raw)} (command line) is taken from the run and cannot be "
+                f"{name}={shown(text.raw)} (command line) is taken from the run and cannot be "
                 f"changed here. Leave it out; what may change: {', '.join(may_change)}."
             )
         given[name] = text
     values = vars(from_dict(stored))
-    cfg = Config(**values | {name: _convert(keys[name], text) for name, text in given.items()})
+    cfg = Config(**values | {name: convert(keys[name], text) for name, text in given.items()})
     checks.check(cfg, keys)
     return cfg
 
@@ -141,7 +139,7 @@ def describe_differences(cfg: Config) -> list[str]:
 
 def warnings(cfg: Config) -> list[str]:
     """One line for each setting that works but is seldom meant."""
-    return checks.warnings(cfg)
+    return seldom_meant.warnings(cfg)
 
 
 def _is_file(argument: str) -> bool:
@@ -153,7 +151,7 @@ def _from_file(path: pathlib.Path) -> dict[str, Given]:
 
 
 def _from_environment(environ: Mapping[str, str], keys: Mapping[str, Key]) -> dict[str, Given]:
-    given = {}
+    given, unknown = {}, []
     for variable in sorted(environ):
         if not variable.startswith(ENVIRONMENT_PREFIX):
             continue
@@ -161,17 +159,19 @@ def _from_environment(environ: Mapping[str, str], keys: Mapping[str, Key]) -> di
         if variable != ENVIRONMENT_PREFIX + name.upper() or not (
             name in {*keys, *OTHER_NAMES} or maxtext.foreign(name)
         ):
-            near = _nearest(name, keys)
+            near = _nearest_key(name, keys)
             remedy = f"Did you mean {ENVIRONMENT_PREFIX}{near.upper()}?" if near else "Unset it."
-            raise ConfigError(
-                f"{variable}={environ[variable]} is no key: names that start with "
-                f"{ENVIRONMENT_PREFIX} are keys in capitals. {remedy}"
-            )
+            unknown.append(f"{variable}={environ[variable]} is no key. {remedy}")
         given[name] = Given(environ[variable], f"environment {variable}")
+    if unknown:
+        raise ConfigError(
+            f"{' '.join(unknown)} Names that start with {ENVIRONMENT_PREFIX} are keys in capitals."
+        )
     return given
 
 
-def _from_command_line(argv: list[str]) -> dict[str, Given]:
+def _from_command_line(argv: list[str], warn: Callable[[str], None]) -> dict[str, Given]:
+    """key=value or --key=value; the last of several counts."""
     given: dict[str, Given] = {}
     for argument in argv:
         name, equals, raw = argument.partition("=")
@@ -180,12 +180,13 @@ def _from_command_line(argv: list[str]) -> dict[str, Given]:
                 f"{argument} is not key=value. Write key=value; a yml file comes first, and "
                 f"--help lists every key."
             )
+        name = name.removeprefix("--")
         if name.startswith("-"):
-            raise ConfigError(f"{argument} has dashes. Write {name.lstrip('-')}={raw}.")
+            raise ConfigError(f"{argument} has a dash. Write {name.lstrip('-')}={raw}.")
         if name in given:
-            raise ConfigError(
-                f"{name}={raw} comes after {name}={given[name].raw} on the same command line. "
-                f"Give it once."
+            warn(
+                f"warning: {name}={shown(raw)} comes after {name}={shown(given[name].raw)} on the "
+                f"command line, and the last one counts."
             )
         given[name] = Given(raw, "command line")
     return given
@@ -210,14 +211,15 @@ def _from_model(
     path = _model_file(model, folder)
     given_by_model = maxtext.taken(translate(_from_file(path)), keys, warn)
     out = {}
+    _refuse_unknown(given_by_model, keys)
     for name, text in given_by_model.items():
-        if name in keys and keys[name].group != keys["model_name"].group:
+        if keys[name].group != keys["model_name"].group:
             raise ConfigError(
-                f"model_name={model} sets {name}={_shown(text.raw)}, but a model file sets keys of "
+                f"model_name={model} sets {name}={shown(text.raw)}, but a model file sets keys of "
                 f"the group model alone. Put {name} into a yml file before the keys, or on the "
                 f"command line."
             )
-        of_model = _convert(_known(name, text, keys), text)
+        of_model = convert(keys[name], text)
         if name not in given:
             out[name] = of_model
         elif values[name] != of_model and not values["override_model_config"]:
@@ -251,75 +253,22 @@ def _nearest(name: str, names: Iterable[str]) -> str:
     return next(iter(difflib.get_close_matches(name, list(names), n=1)), "")
 
 
-def _known(name: str, given: Given, keys: Mapping[str, Key]) -> Key:
-    if name not in keys:
-        near = _nearest(name, keys)
-        raise ConfigError(
-            f"{name}={_shown(given.raw)} ({given.where}) is no key. "
-            f"{f'Did you mean {near}? ' if near else ''}--help lists every key."
+def _nearest_key(name: str, keys: Iterable[str]) -> str:
+    """A key that may be meant: one that holds the words of the name, else one spelt alike."""
+    holders = [key for key in keys if "_" in name and f"_{name}_" in f"_{key}_"]
+    if holders:
+        return min(holders, key=len)
+    return next(iter(difflib.get_close_matches(name, list(keys), n=1, cutoff=_ALIKE)), "")
+
+
+def _refuse_unknown(given: Mapping[str, Given], keys: Mapping[str, Key]) -> None:
+    """Raise ConfigError that names every key that base.yml does not have."""
+    lines = []
+    for name in [name for name in given if name not in keys]:
+        near = _nearest_key(name, keys)
+        lines.append(
+            f"{name}={shown(given[name].raw)} ({given[name].where}) is no key."
+            f"{f' Did you mean {near}?' if near else ''}"
         )
-    return keys[name]
-
-
-def _convert(key: Key, given: Given) -> Value:
-    """Text (or nested tuples of text, from a file) as a value of the key's type."""
-    raw = given.raw
-    if isinstance(key.default, tuple):
-        value = base_yml.parse_list(raw) if isinstance(raw, str) else raw
-        if type(value) is not type(key.default):
-            raise _wrong(key, given, f"is not a {_TYPES[type(key.default)]}")
-        return value
-    if isinstance(raw, Table):
-        raise _wrong(key, given, "is a table, but keys are not nested")
-    if not isinstance(raw, str):
-        raise _wrong(key, given, "is a list")
-    if isinstance(key.default, bool):
-        if raw.lower() not in ("true", "false"):
-            raise _wrong(key, given, "is neither true nor false")
-        return raw.lower() == "true"
-    if isinstance(key.default, int):
-        if not re.fullmatch(r"[+-]?[0-9][0-9_]*", raw):
-            raise _wrong(key, given, "is not a whole number")
-        digits = raw.replace("_", "")
-        if len(digits.lstrip("+-0")) > MOST_DIGITS:
-            raise _wrong(key, given, "is too large")
-        return int(digits)
-    if isinstance(key.default, float):
-        if not re.fullmatch(r"[+-]?([0-9][0-9_]*\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", raw):
-            raise _wrong(key, given, "is not a number")
-        value = float(raw.replace("_", ""))
-        if not math.isfinite(value):
-            raise _wrong(key, given, "is too large")
-        return value
-    return raw
-
-
-def _same_type(key: Key, given: Given) -> Value:
-    value = _frozen(given.raw)
-    if isinstance(key.default, float) and type(value) is int:
-        value = float(value)
-    if type(value) is not type(key.default):
-        raise _wrong(key, given, f"is not of type {_TYPES[type(key.default)]}")
-    return value
-
-
-_TYPES = {bool: "bool", int: "int", float: "float", str: "text", tuple: "list", Table: "table"}
-
-
-def _wrong(key: Key, given: Given, why: str) -> ConfigError:
-    return ConfigError(
-        f"{key.name}={_shown(given.raw)} ({given.where}) {why}. Write it like the default, "
-        f"{key.name}={show(key.default)}."
-    )
-
-
-def _shown(raw: Any) -> str:
-    text = show(_frozen(raw))
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, Table | dict):
-        pairs = value.items() if isinstance(value, dict) else value
-        return Table((name, _frozen(entry)) for name, entry in pairs)
-    return tuple(_frozen(entry) for entry in value) if isinstance(value, list | tuple) else value
+    if lines:
+        raise ConfigError(f"{' '.join(lines)} --help lists every key.")

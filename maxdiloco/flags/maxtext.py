@@ -224,7 +224,7 @@ def taken(
 ) -> dict[str, Any]:
     """What was given without MaxText's keys, and with its values as this package names them.
 
-    given: {name: config.Given}, names as other_names.translate leaves them. keys: of base.yml; one
+    given: {name: values.Given}, names as other_names.translate leaves them. keys: of base.yml; one
     of them is never taken for MaxText's. warn: called with a line on what was dropped, and on each
     value that was replaced. Raises ConfigError, one line for all that cannot be dropped.
     """

@@ -21,7 +21,7 @@ OTHER_NAMES = {
 
 
 class Written(Protocol):
-    """A value as it was written (config.Given)."""
+    """A value as it was written (values.Given)."""
 
     raw: Any
 

@@ -1,31 +1,53 @@
-"""The console of a run: a line at each log point, and a progress bar on a terminal."""
+"""The console of a run: every line for the user, a progress bar on a terminal, and the log file."""
 
+import contextlib
+import shutil
 import sys
 import textwrap
-from collections.abc import Mapping
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 
+from etils import epath
+
+from maxdiloco.errors import USER_ERRORS
+from maxdiloco.metrics.log_file import LogFile
 from maxdiloco.processes.output import one_line, say
 
 WIDTH = 100  # of a terminal, in characters; our choice
+_GAP = "  "  # between the columns of a row
 
-# (metric, its format), in the order of the line.
+# (metric, its name and format), in the order of the row.
 _COLUMNS = (
     ("learning/loss", "loss {:.4f}"),
-    ("eval/loss", "eval loss {:.4f}"),
-    ("learning/lr", "lr {:.2e}"),
-    ("learning/grad_norm", "grad norm {:.3f}"),
-    ("diloco/outer_grad_norm", "outer grad norm {:.3f}"),
-    ("diloco/drift", "drift {:.2e}"),
-    ("perf/step_time", "{:.3f} s/step"),
-    ("perf/tokens_per_second", "{:,.0f} tokens/s"),
-    ("perf/mfu", "mfu {:.1%}"),
+    ("eval/loss", "eval {:.4f}"),
+    ("learning/lr", "lr {:.1e}"),
+    ("learning/grad_norm", "grad {:.3f}"),
+    ("diloco/outer_grad_norm", "outer {:.3f}"),
+    ("perf/step_time", "{:.3f} s"),
+    ("perf/tokens_per_second", "{} tok/s"),
+    ("perf/mfu", "mfu {:.0%}"),
 )
+# Of a fixed length: what a terminal echoes at Ctrl-C has room behind it.
+_BAR = "{percentage:3.0f}%|{bar:30}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}]"
+_CLEAR_LINE = "\r\x1b[K"  # of every terminal since the VT100
 
 
 def console_line(step: int, total_steps: int, values: Mapping[str, float]) -> str:
-    """step 120/2000 | loss 2.3456 | lr 3.00e-04 | 0.812 s/step: the metrics of _COLUMNS."""
-    shown = [form.format(values[name]) for name, form in _COLUMNS if name in values]
-    return " | ".join([f"step {step}/{total_steps}", *shown])
+    """step 120/2000  loss 2.3456  lr 3.0e-04  0.812 s: the metrics of _COLUMNS, s a step."""
+    shown = dict(values)
+    if "perf/tokens_per_second" in shown:
+        shown["perf/tokens_per_second"] = _short(shown["perf/tokens_per_second"])
+    columns = [form.format(shown[name]) for name, form in _COLUMNS if name in shown]
+    return _GAP.join([f"step {step}/{total_steps}", *columns])
+
+
+def _short(number: float) -> str:
+    """Three digits: 12345.6 -> 12.3k."""
+    units = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+    # From 999.5 on three digits are those of the next unit.
+    limit, unit = next((each for each in units if number >= 0.9995 * each[0]), (1.0, ""))
+    return f"{number / limit:.3g}{unit}"
 
 
 def sample_lines(step: int, text: str) -> str:
@@ -36,43 +58,138 @@ def sample_lines(step: int, text: str) -> str:
     return "\n".join([lines[0], *(f"  | {line}".rstrip() for line in lines[1:])])
 
 
-class Progress:
-    """A progress bar if standard error is a terminal, and lines on standard output.
+def fit(text: str, width: int) -> str:
+    """A line as lines of at most width characters: a row is cut between columns, prose at words."""
+    if len(text) <= width:
+        return text
+    parts = text.split(_GAP)
+    if not text.startswith("step ") or max(map(len, parts)) > width - 4:
+        return "\n".join(
+            textwrap.wrap(
+                text,
+                width,
+                subsequent_indent="  ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        )
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + len(_GAP) + len(part) > width:
+            lines.append(f"    {part}")
+        else:
+            lines[-1] += _GAP + part
+    return "\n".join(lines)
 
-    A context manager. first_step, total_steps: steps done before, and at the end. shown: False in
-    all processes but the first; nothing is printed then.
+
+class Console:
+    """Prints lines above the progress bar, if there is one, and keeps them for the log file.
+
+    Any thread may call it. shown: False in all processes but the first; they print nothing, and
+    their lines are in their log files alone.
     """
 
-    def __init__(self, *, first_step: int, total_steps: int, shown: bool = True):
+    def __init__(self, *, shown: bool = True):
         self._shown = shown
         self._bar = None
-        if shown and sys.stderr is not None and sys.stderr.isatty():
-            from tqdm import tqdm
+        self._early: list[str] | None = []  # lines before there is a log
+        self._log: LogFile | None = None
+        self._lock = threading.Lock()  # of the two above
 
-            self._bar = tqdm(
-                initial=first_step,
-                total=total_steps,
-                unit="step",
-                dynamic_ncols=True,
-                leave=False,
-            )
+    def say(self, text: str) -> None:
+        """Print one line; control characters are escaped."""
+        self.line(one_line(text))
 
-    def __enter__(self) -> "Progress":
-        return self
+    def line(self, text: str) -> None:
+        """Print a line, or several lines as they are."""
+        if self._shown:
+            self._print(text)
+        with self._lock:
+            if self._early is not None:
+                self._early.append(text)
+            if self._log is not None:
+                self._log.write(text)
 
-    def __exit__(self, kind, exception, traceback) -> None:
-        if self._bar is not None:
-            self._bar.close()
+    @contextlib.contextmanager
+    def logging(
+        self, path: epath.Path, *, require_lock: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
+        """Keep the lines in a file, those before this call too; an error ends up there as well.
+
+        require_lock: of RunFolder.
+        """
+        with contextlib.ExitStack() as stack:
+            log = LogFile(path, say=self._print, require_lock=require_lock)
+            stack.enter_context(log)
+            with self._lock:
+                early, self._early, self._log = self._early, None, log
+                for text in early or ():
+                    log.write(text)
+            stack.callback(self._end_log)
+            stack.push(_log_error(log))
+            yield
+
+    @contextlib.contextmanager
+    def progress(self, *, first_step: int, total_steps: int) -> Iterator[None]:
+        """A progress bar if standard error is a terminal.
+
+        first_step, total_steps: steps done before, and at the end.
+        """
+        if not self._shown or sys.stderr is None or not sys.stderr.isatty():
+            yield
+            return
+        from tqdm import tqdm
+
+        with tqdm(
+            initial=first_step,
+            total=total_steps,
+            unit="step",
+            dynamic_ncols=True,
+            bar_format=_BAR,
+            leave=False,
+        ) as self._bar:
+            try:
+                yield
+            finally:
+                bar, self._bar = self._bar, None
+                _clear(bar)
 
     def advance(self) -> None:
         """Move the bar by one step."""
         if self._bar is not None:
             self._bar.update()
 
-    def line(self, text: str) -> None:
-        """Print a line, above the bar if there is one."""
-        if self._bar is not None:
-            with self._bar.external_write_mode():
-                say(text)
-        elif self._shown:
+    def _end_log(self) -> None:
+        with self._lock:
+            self._log = None
+
+    def _print(self, text: str) -> None:
+        if sys.stdout is not None and sys.stdout.isatty():
+            width = min(shutil.get_terminal_size((WIDTH, 24)).columns, WIDTH)
+            text = "\n".join(fit(line, max(width, 40)) for line in text.split("\n"))
+        bar = self._bar
+        if bar is None:
             say(text)
+            return
+        with bar.get_lock():  # of all bars: no step is drawn in between
+            _clear(bar)
+            say(text)
+            bar.refresh(nolock=True)
+
+
+def _clear(bar) -> None:
+    """Remove the bar and what the terminal has echoed behind it."""
+    bar.fp.write(_CLEAR_LINE)
+    bar.fp.flush()
+
+
+def _log_error(log: LogFile):
+    """Called at the end of a `with`: the error's line, or its traceback, into the log."""
+
+    def on_exit(kind, error, trace) -> None:
+        if isinstance(error, USER_ERRORS):
+            log.write(one_line(f"{kind.__name__}: {error}"))
+        elif error is not None:
+            log.write("".join(traceback.format_exception(error)).rstrip("\n"))
+
+    return on_exit

@@ -6,7 +6,7 @@ Each process reads what its own devices hold; nothing crosses slices at a log st
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,8 @@ from maxdiloco.parallel.program import Program
 from maxdiloco.processes import agree
 
 NEVER = np.iinfo(np.int32).max
+# Losses that stay on the devices before the older half is read: a step that is so far back is done.
+_MOST_LOSSES = 256  # our choice
 
 
 def _first_bad(first_R, metrics, t):
@@ -42,6 +44,9 @@ class Monitor:
         self._watch = Program("watch", _first_bad, on_compile=on_compile)
         self._first_bad_R: Any = None
         self._last: Any = None
+        # Since the last row: losses [R] on the devices, and the sum of those before them, [S].
+        self._losses: list[Any] = []
+        self._loss_sum_S: Any = np.float64(0)
 
     @functools.cached_property
     def _metrics(self) -> Any:
@@ -76,6 +81,9 @@ class Monitor:
     def add(self, t: int, metrics: Any) -> None:
         """Keep the metrics of inner step t, leaves [R], without waiting for them."""
         self._last = metrics
+        self._losses.append(metrics["loss"])
+        if len(self._losses) > _MOST_LOSSES:
+            self._add_up(_MOST_LOSSES // 2)
         if self._first_bad_R is None:
             like = self._first_bad_like
             never_R = np.full(like.shape, NEVER, like.dtype)
@@ -103,8 +111,51 @@ class Monitor:
         if step < NEVER:
             raise NumericsError(_not_finite(step, replica, saved_steps()))
         self._trainer.check_finite(state)
-        own = np.isin(held, self.replicas.get(jax.process_index(), []))
+        own = self._own(held)
         return {name: values_S[own] for name, values_S in last.items()}
+
+
+    def take_mean_loss(self, steps: int) -> np.ndarray:
+        """Mean loss of the steps since it was last taken, float32 [replicas of this process].
+
+        steps: their number. Waits for them. NaN if any of them was not finite.
+        """
+        self._add_up(len(self._losses))
+        mean_S, self._loss_sum_S = self._loss_sum_S / steps, np.float64(0)
+        return mean_S[self._own(self._held)].astype(np.float32)
+
+    def loss_sums(self) -> list[float]:
+        """Sum of each replica's losses since the mean was last taken, [R]. All processes call it.
+
+        `resume_losses` takes it back after a restart, so that the next row has the same mean.
+        """
+        self._add_up(len(self._losses))
+        R = self._metrics["loss"].shape[0]
+        sum_R, own = np.zeros(R), self._own(self._held)
+        replicas = np.array(self._held)[own]
+        sum_R[replicas] = np.broadcast_to(self._loss_sum_S, len(self._held))[own]
+        return agree.from_owners(sum_R, np.isin(np.arange(R), replicas)).tolist()
+
+    def resume_losses(self, sum_R: Sequence[float]) -> None:
+        """Go on from what `loss_sums` gave, of a run with another number of replicas perhaps."""
+        self._loss_sum_S = np.array([sum_R[m % len(sum_R)] for m in self._held])
+
+    @functools.cached_property
+    def _held(self) -> list[int]:
+        """The replicas whose losses this process can read, ascending."""
+        like = self._first_bad_like
+        local = like.sharding.addressable_devices_indices_map(like.shape).values()
+        return sorted({m for index in local for m in range(*index[0].indices(like.shape[0]))})
+
+    def _own(self, held: list[int]) -> np.ndarray:
+        """Which of the replicas this process reports: each has one process that does."""
+        return np.isin(held, self.replicas.get(jax.process_index(), []))
+
+    def _add_up(self, count: int) -> None:
+        """Read the oldest losses and add them to the sum, one step after the other."""
+        read, self._losses = self._losses[:count], self._losses[count:]
+        for loss_S in _read(read)[0] if read else ():
+            self._loss_sum_S = self._loss_sum_S + loss_S.astype(np.float64)
 
 
 def _not_finite(step: int, replica: int, saved: list[int]) -> str:
@@ -132,7 +183,7 @@ def _read(tree: Any) -> tuple[Any, list[int]]:
 
 
 def learning_metrics(metrics: dict[str, np.ndarray], learning_rate: float) -> dict[str, float]:
-    """The metrics learning/* of a step. metrics: leaves [R]."""
+    """The metrics learning/* of a row. metrics: leaves [R]; loss: the mean since the last row."""
     row = {"learning/loss": float(metrics["loss"].mean())}
     if metrics["loss"].size > 1:
         for m, loss in enumerate(metrics["loss"]):

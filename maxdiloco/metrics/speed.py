@@ -2,9 +2,16 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from maxdiloco.parallel import chips
+
+# Our names, and those of jax.Device.memory_stats.
+_MEMORY = {
+    "device/memory_in_use_bytes": "bytes_in_use",
+    "device/memory_peak_bytes": "peak_bytes_in_use",
+}
 
 
 def training_flops_per_token(
@@ -44,6 +51,20 @@ def performance(
     if peak := chips.peak_flops(device_kind):
         metrics["perf/mfu"] = flops_per_device / peak
     return metrics
+
+
+def device_memory(devices: Sequence[Any]) -> dict[str, float]:
+    """The metrics device/memory_*, of the fullest of some devices; none where the backend has none.
+
+    devices: jax.Device of this process.
+    """
+    found: dict[str, float] = {}
+    for device in devices:
+        for name, key in _MEMORY.items():
+            size = (device.memory_stats() or {}).get(key)
+            if size is not None:
+                found[name] = max(size, found.get(name, 0))
+    return found
 
 
 class StepClock:

@@ -1,19 +1,24 @@
 """The metrics files of a run: rows in metrics.jsonl and TensorBoard.
 
 Names (a row has those that exist at its step):
-    learning/loss, learning/loss_replica_0 ..., learning/lr, learning/grad_norm
+    learning/loss, learning/loss_replica_0 ... (means over the steps since the last row; a resumed
+    run goes on with the sums of the run before), learning/lr, learning/grad_norm (of this step)
+    learning/tokens (read by all replicas since step 1, padding included), data/epoch (how often the
+    text is read by now, such as 0.25), data/epoch_<name> of each source of a mixture
     diloco/outer_grad_norm (of the mean), diloco/outer_grad_cosine (mean over pairs of replicas,
     weighted by the product of their norms), diloco/drift (mean |x_m - theta|): of the last
-    synchronised fragment, as it was sent
+    synchronised fragment, as it was sent, before its mean was applied
     perf/step_time [s] on process 0's clock, perf/tokens_per_second, perf/tflops_per_device,
-    perf/mfu (metrics/speed.py)
-    dcn/bytes_sent (of a replica, in data parallelism of a slice, to all other slices, per step),
+    perf/mfu (metrics/speed.py), perf/wall_time_s (since the program started, and before a restart
+    the time up to the last row that is kept)
+    device/memory_in_use_bytes, device/memory_peak_bytes (of process 0's fullest device; not on CPU)
+    dcn/bytes_sent (of a replica, in data parallelism of a slice, to all other slices; per step, the
+    mean over the steps since the last row),
     dcn/waited_s (by process 0 since the last row)
     eval/loss [nats per token], eval/perplexity, eval/bits_per_byte (only of text): of the held-out
     text; eval/<name>/loss ... of each text of eval_sets
 """
 
-import collections
 import json
 import math
 import numbers
@@ -25,16 +30,12 @@ from typing import Any
 from etils import epath
 
 from maxdiloco.errors import CheckpointError
+from maxdiloco.metrics.line_files import LocalLines, RemoteLines
 from maxdiloco.metrics.tensorboard import EventFile
+from maxdiloco.metrics.wandb_run import WandbRun
 from maxdiloco.processes import output
 from maxdiloco.storage import object_store
-from maxdiloco.storage.durable import sync_folder
 from maxdiloco.storage.run_folder import RunFolder, is_local, reason
-
-# Object stores cannot append: there the whole file is written anew, at most this often.
-REMOTE_FLUSH_SECONDS = 60.0  # our choice
-# The newest rows, kept while they cannot be written: some 60 MB. Our choice.
-MOST_KEPT = 100_000
 
 
 class MetricsWriter:
@@ -43,6 +44,7 @@ class MetricsWriter:
     resume_step: the step after which this life of the run starts, or None for a new run. Later rows
     of an earlier life are dropped, and lines that a killed process left half written, so no step is
     there twice. tensorboard: also write event files (imports tensorboardX). say: prints a line.
+    wandb_config: the keys of the run, to log to Weights & Biases too (imports wandb).
     A context manager. Raises CheckpointError when metrics.jsonl cannot be written at the start.
     A disk that is full or broken later does not end the training: one warning is printed, the rows
     are kept, and the next write that succeeds writes them too. Rows still unwritten when the
@@ -57,17 +59,22 @@ class MetricsWriter:
         tensorboard: bool,
         resume_step: int | None,
         say: Callable[[str], None] = output.say,
+        wandb_config: Mapping[str, Any] | None = None,
     ):
         self._path = folder.metrics
         self._say = say
         self._failing = False
         try:
             self._last_step, kept = _repaired(self._path, resume_step, say)
+            self.wall_time_s = _wall_time(kept)  # of the last row that is kept
             self._sink = (
-                _LocalRows(self._path)
+                LocalLines(self._path)
                 if is_local(self._path)
-                else _RemoteRows(self._path, kept, time.monotonic, folder.require_lock)
+                else RemoteLines(self._path, kept, time.monotonic, folder.require_lock)
             )
+            self._wandb = None
+            if wandb_config is not None:
+                self._wandb = WandbRun(folder, wandb_config, say=say)
         except OSError as error:
             raise CheckpointError(
                 f"{self._cannot_write(error)} Free some space or set another folder."
@@ -81,8 +88,9 @@ class MetricsWriter:
         return self
 
     def __exit__(self, kind, exception, traceback) -> None:
-        if self._events is not None:
-            self._events.close()
+        for extra in (self._events, self._wandb):
+            if extra is not None:
+                extra.close()
         try:
             self._sink.close()
         except OSError as error:
@@ -108,8 +116,9 @@ class MetricsWriter:
         self._last_step = step
         numbers_by_name = {name: _number(value) for name, value in values.items()}
         self._try(lambda: self._sink.write(row(step, numbers_by_name)))
-        if self._events is not None:
-            self._events.write(step, numbers_by_name)
+        for extra in (self._events, self._wandb):
+            if extra is not None:
+                extra.write(step, numbers_by_name)
 
     def write_text(self, step: int, name: str, text: str) -> None:
         """Add a text to TensorBoard, if that is written; metrics.jsonl holds numbers alone."""
@@ -177,6 +186,12 @@ def _repaired(
     return last, clean
 
 
+def _wall_time(rows: str) -> float:
+    """perf/wall_time_s of the last row; 0 where it has none."""
+    last = rows.rstrip("\n").rpartition("\n")[2]
+    return json.loads(last).get("perf/wall_time_s") or 0.0 if last else 0.0
+
+
 def _step_of(line: str) -> int | None:
     try:
         content = json.loads(line)
@@ -197,80 +212,3 @@ def _replace(path: epath.Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
-
-
-class _LocalRows:
-    """Rows appended to a file; the kernel has each of them when write returns.
-
-    write raises OSError when a row cannot be written and keeps it; the next call tries again.
-    """
-
-    def __init__(self, path: epath.Path):
-        self._file = open(path, "ab", buffering=0)
-        self._size = os.fstat(self._file.fileno()).st_size  # whole rows
-        self._torn = False  # whether the file ends with a part of a row
-        self._kept: collections.deque[bytes] = collections.deque(maxlen=MOST_KEPT)
-        self._named = False  # whether the file's name is on the disk
-
-    def write(self, line: str) -> None:
-        self._kept.append(line.encode() + b"\n")
-        self._write_kept()
-
-    def sync(self) -> None:
-        self._write_kept()
-        os.fsync(self._file.fileno())
-        if not self._named:
-            sync_folder(os.path.dirname(self._file.name))
-            self._named = True
-
-    def close(self) -> None:
-        try:
-            self._write_kept()
-        finally:
-            self._file.close()
-
-    def _write_kept(self) -> None:
-        while self._kept:
-            if self._torn:
-                self._file.truncate(self._size)
-            self._torn = True
-            rest = line = self._kept[0]
-            while rest:  # a nearly full disk takes a part of it
-                rest = rest[self._file.write(rest) :]
-            self._torn = False
-            self._size += len(line)
-            self._kept.popleft()
-
-
-class _RemoteRows:
-    """Rows kept in memory; the whole file is written anew from time to time."""
-
-    def __init__(
-        self,
-        path: epath.Path,
-        text: str,
-        clock: Callable[[], float],
-        require_lock: Callable[[], None],
-    ):
-        self._path, self._text, self._clock = path, text, clock
-        self._require_lock = require_lock
-        self._written = clock()
-        self._whole = True
-
-    def write(self, line: str) -> None:
-        self._require_lock()  # at every logged step
-        self._text += line + "\n"
-        self._whole = False
-        if self._clock() - self._written >= REMOTE_FLUSH_SECONDS:
-            self.sync()
-
-    def sync(self) -> None:
-        self._require_lock()
-        self._written = self._clock()
-        with object_store.as_os_errors(self._path):
-            self._path.write_text(self._text)
-        self._whole = True
-
-    def close(self) -> None:
-        if not self._whole:
-            self.sync()

@@ -27,4 +27,5 @@ def joined(cfg: Any) -> Iterator[None]:
         peer_port=cfg.peer_port,
     ) as job:
         mesh_lib.emulate_devices(cfg, num_processes=job.num_processes)
+        mesh_lib.visible_devices(cfg)  # those that are not there are refused before JAX is used
         yield

@@ -92,6 +92,10 @@ def emulate_devices(cfg: Config, *, num_processes: int) -> None:
         jax.config.update("jax_num_cpu_devices", min(needed // num_processes, MOST_EMULATED))
 
 
+# Codes in the error of a backend that waits for other processes while it starts.
+_OF_A_PEER = ("DEADLINE_EXCEEDED", "UNAVAILABLE", "CANCELLED", "ABORTED")
+
+
 def visible_devices(cfg: Config) -> list[jax.Device]:
     """All devices of the run; starts JAX's backends.
 
@@ -100,15 +104,16 @@ def visible_devices(cfg: Config) -> list[jax.Device]:
     """
     remedy = (
         "See that this machine has one and JAX can use it (in a checkout of maxdiloco: pip install "
-        "'.[{}]')."
+        "'.[{}]'), or set hardware=cpu."
     )
     extra = {"gpu": "cuda12", "tpu": "tpu"}
     try:
         devices = jax.devices()
     except RuntimeError as error:
-        if jax.distributed.is_initialized() or cfg.hardware not in extra:  # perhaps a lost peer
+        lost_peer = jax.distributed.is_initialized() and any(map(str(error).count, _OF_A_PEER))
+        if lost_peer or cfg.hardware not in extra:
             raise
-        reason = str(error).splitlines()[0].rstrip(".")
+        reason = str(error).splitlines()[0].partition(" (set JAX_PLATFORMS")[0].rstrip(".")
         raise ConfigError(
             f"hardware={cfg.hardware} does not work here: {reason}. "
             + remedy.format(extra[cfg.hardware])

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import FrameType
@@ -11,6 +12,10 @@ from jax.experimental import multihost_utils
 
 from maxdiloco.processes.signals import hearing_ctrl_c, quit_now
 
+# One press reaches a process twice behind timeout, mpirun or srun: a terminal sends it to a group
+# of processes, and a launcher passes it on. A person who wants to quit is slower. Our choice.
+SAME_PRESS_S = 1.0
+
 
 class Preemption:
     """Whether SIGTERM, SIGHUP or Ctrl-C has asked the run to stop, at a step all processes share.
@@ -19,15 +24,15 @@ class Preemption:
     One process: a signal sets a flag. Several: JAX's preemption service, which has its own
     handler of SIGTERM, names a step that no process has passed; SIGHUP and Ctrl-C are sent on to
     it as SIGTERM. SIGHUP does nothing where it is ignored, as under nohup.
-    report: called with one line for the user at the first Ctrl-C. The second one ends the process
-    at once; no other signal cuts a save short.
+    report: called with one line for the user at the first Ctrl-C. Another one ends the process at
+    once, unless it comes within SAME_PRESS_S; no other signal cuts a save short.
     """
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
         self._several = jax.process_count() > 1
         self._asked = False
-        self._pressed = False
+        self._pressed_s: float | None = None  # when Ctrl-C was heard first
         self.by_ctrl_c = False  # whether Ctrl-C, and no other signal before it, asked this process
         self._stack = ExitStack()
 
@@ -61,9 +66,12 @@ class Preemption:
 
     def _on_ctrl_c(self) -> None:
         # Called in a thread of its own, one call at a time.
-        if self._pressed:
+        now = time.monotonic()
+        if self._pressed_s is not None:
+            if now - self._pressed_s < SAME_PRESS_S:
+                return
             quit_now()
-        self._pressed = True
+        self._pressed_s = now
         self.by_ctrl_c = not self._asked
         self._report("Ctrl-C: stopping after this step; press it again to quit now.")
         self._ask()

@@ -1,7 +1,8 @@
 """How a run logs, evaluates, saves and profiles a step; the loop in training.py says when."""
 
 import contextlib
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -9,10 +10,10 @@ import jax
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.data.pipeline import Dataset
 from maxdiloco.flags.config import Config
-from maxdiloco.metrics.console import Progress, console_line, sample_lines
+from maxdiloco.metrics.console import Console, console_line, sample_lines
 from maxdiloco.metrics.monitor import learning_metrics
 from maxdiloco.metrics.rows import Links, Metrics, Rows, Values
-from maxdiloco.metrics.speed import StepClock, performance
+from maxdiloco.metrics.speed import StepClock, device_memory, performance
 from maxdiloco.metrics.writer import MetricsWriter
 from maxdiloco.storage.run_folder import RunFolder
 from maxdiloco.trainer import assemble, optimizer
@@ -26,7 +27,8 @@ class Recorder:
     metrics.rows. done: inner steps before this start; total: of the whole run. writer: None in all
     processes but the first. links: to the other processes of the run, if there are any.
     checkpointer: None where nothing is saved. note: what a checkpoint says of the run.
-    data_metrics: of a step, TrainingData.metrics.
+    data_metrics: of a step, run_data.metrics. since_row: of the checkpoint that the run goes on
+    from, see `save`. begun: time.perf_counter() when the program started.
     """
 
     def __init__(
@@ -36,16 +38,18 @@ class Recorder:
         *,
         done: int,
         total: int,
-        progress: Progress,
+        console: Console,
         writer: MetricsWriter | None,
         links: Links | None,
         checkpointer: Checkpointer | None,
         note: dict[str, Any],
         data_metrics: Callable[[int], dict[str, float]],
+        since_row: Mapping[str, Any] | None,
+        begun: float,
     ):
         self._parts = parts
         self._total = total
-        self._progress = progress
+        self._console = console
         self._writer = writer
         self._checkpointer = checkpointer
         self._note = note
@@ -53,6 +57,10 @@ class Recorder:
         self._flops_per_token = assemble.flops_per_token(cfg, parts.params)
         self._clock = StepClock(done)
         self._logged = done
+        if since_row is not None:
+            self._logged = since_row["row"]
+            parts.monitor.resume_losses(since_row["loss"])
+        self._begun = begun - (writer.wall_time_s if writer is not None else 0.0)
         self._metrics: Metrics | None = None  # of the row of the step under way
         self._values: dict[str, float] = {}  # the rest of it
         self._samples: dict[int, str] = {}  # text from theta, by step, until its row is written
@@ -64,6 +72,7 @@ class Recorder:
         """Read the metrics of step t that are here. Waits for the step, for no other process."""
         self._metrics = self._check(state)
         steps, self._logged = range(self._logged + 1, t + 1), t
+        self._metrics["loss"] = self._parts.monitor.take_mean_loss(len(steps))
         self._values |= self._parts.trainer.extra_metrics(state, steps) | self._data_metrics(t)
         self._values |= performance(
             step_time=self._clock.lap(t),
@@ -72,6 +81,8 @@ class Recorder:
             num_devices=self._parts.mesh.size,
             device_kind=self._parts.mesh.devices.flat[0].device_kind,
         )
+        self._values["perf/wall_time_s"] = time.perf_counter() - self._begun
+        self._values |= device_memory(self._parts.mesh.local_devices)
 
     def evaluate(self, t: int, state: Any, held_out: dict[str, Dataset]) -> None:
         """Take loss, perplexity and bits per byte of theta on each text of eval_texts into the row.
@@ -100,6 +111,7 @@ class Recorder:
     def save(self, t: int, state: Any, *, last: bool = False) -> None:
         """Save the state of step t. last: no save comes after it; wait until it is on the disk.
 
+        The note has since_row: the step of the last row, and the sums of the losses since then.
         Raises NumericsError in place of saving a state that is known to be bad.
         """
         if self._checkpointer is None:
@@ -108,10 +120,18 @@ class Recorder:
         with self._clock.excluded():
             trainer = self._parts.trainer
             items, note = trainer.saved_items(state), self._note | trainer.note(state)
+            note["since_row"] = {"row": self._logged, "loss": self._parts.monitor.loss_sums()}
             self.write_all()  # a checkpoint on the disk has its rows there too
             if self._writer is not None:
                 self._writer.sync()
             self._checkpointer.save(t, items, note, last=last)
+
+    def end(self, t: int, state: Any, *, save: bool) -> None:
+        """After the last step t, before the run says that it is done: save, or wait for a save."""
+        if save:
+            self.save(t, state, last=True)
+        elif self._checkpointer is not None:
+            self._checkpointer.wait(last=True)
 
     def _check(self, state: Any, *, together: bool = False) -> Metrics:
         """Wait for the step and return its metrics; raise NumericsError if a step went wrong.
@@ -128,10 +148,10 @@ class Recorder:
             learning_rate = optimizer.learning_rate(self._parts.learning_rate, t - 1)
             row = learning_metrics(metrics, learning_rate) | row
         self._writer.write(t, row)
-        self._progress.line(console_line(t, self._total, row))
+        self._console.line(console_line(t, self._total, row))
         if sample := self._samples.pop(t, ""):
             self._writer.write_text(t, "eval/sample", sample)
-            self._progress.line(sample_lines(t, sample))
+            self._console.line(sample_lines(t, sample))
 
 
 class Profile(contextlib.AbstractContextManager):

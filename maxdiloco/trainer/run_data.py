@@ -1,12 +1,15 @@
 """The data of a run, opened before its folder: data that are refused must not create one."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 
 from etils import epath
 
-from maxdiloco.data import mixture, pipeline
+from maxdiloco.data import corpus, mixture, pipeline
 from maxdiloco.data.line_index import LineIndex
+from maxdiloco.data.order import Position
 from maxdiloco.data.pipeline import Dataset, TrainingData
+from maxdiloco.data.sources.files import COMPRESSED
 from maxdiloco.flags.config import Config
 from maxdiloco.storage import object_store
 from maxdiloco.storage.run_folder import RunFolder, reason
@@ -35,6 +38,44 @@ def open_data(
     if cfg.eval_interval != -1:
         held_out = eval_texts.open_texts(cfg, index=index, prepared=prepared)
     return train, held_out, index
+
+
+def lines(
+    cfg: Config, text: TrainingData, held_out: Mapping[str, Dataset], shape: BatchShape
+) -> list[str]:
+    """What is read, what lies in the folder beside it, and what is held out, for the user."""
+    out = text.contents(text.first_position(shape.num_replicas, shape.sequences))
+    if text.computed:
+        return out
+    if cfg.dataset_type == "text" and not cfg.dataset_mixture:
+        others = corpus.left_out(cfg.dataset_path, corpus.SUFFIXES + COMPRESSED)
+        if others:
+            named = [f"{count:,} {suffix or 'without a suffix'}" for suffix, count in _most(others)]
+            out.append(
+                f"warning: {others.total():,} other files in dataset_path={cfg.dataset_path} are "
+                f"not read: {', '.join(named)}."
+            )
+    for name, dataset in held_out.items():
+        out.append(
+            f"held out{f' as {name}' if name else ''}: {dataset.num_windows:,} sequences, of which "
+            f"an evaluation reads {'all' if cfg.eval_steps == -1 else f'{cfg.eval_steps} batches'}"
+        )
+    if not held_out and not cfg.eval_dataset_path:
+        out.append("held out: a twentieth, and never evaluated (eval_interval=-1)")
+    return out
+
+
+def _most(others: Counter[str]) -> list[tuple[str, int]]:
+    return others.most_common(8)
+
+
+def metrics(text: TrainingData, position: Position, length: int, step: int) -> dict[str, float]:
+    """learning/tokens, read by all replicas up to the end of a step, and data/* of the text.
+
+    length: tokens of a sequence.
+    """
+    sequences = position.base + position.sequences_before(step + 1)
+    return {"learning/tokens": sequences * length} | text.metrics(position, step)
 
 
 def load_index(index: LineIndex, path: epath.Path) -> None:

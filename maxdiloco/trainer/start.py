@@ -45,6 +45,15 @@ class Start(NamedTuple):
         """Whether the parameters are drawn at random, not read from a checkpoint."""
         return self.saved is None and not cfg.load_parameters_path
 
+    def since_row(self, t: int) -> dict[str, Any] | None:
+        """What the checkpoint of step t notes of the time since the last row (Recorder.save).
+
+        None at a fresh start, and where an older checkpoint took the place of the one looked at.
+        """
+        if self.saved is None or self.step != t:
+            return None
+        return self.saved.meta.get("since_row")
+
 
 def look(
     cfg: Config,

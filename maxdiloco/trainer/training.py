@@ -5,7 +5,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -18,15 +18,16 @@ from maxdiloco.data.order import Position
 from maxdiloco.data.tokenizer import Tokenizer
 from maxdiloco.engine.calls import START
 from maxdiloco.errors import INTERRUPTED, Preempted
-from maxdiloco.flags import config
+from maxdiloco.flags import config, warnings
 from maxdiloco.flags.config import Config
+from maxdiloco.metrics import wandb_run
 from maxdiloco.metrics.compiles import CompileLog
-from maxdiloco.metrics.console import Progress
+from maxdiloco.metrics.console import Console
 from maxdiloco.metrics.writer import MetricsWriter
 from maxdiloco.models.transformer import count_parameters
 from maxdiloco.parallel import job
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.processes import output, run_links
+from maxdiloco.processes import run_links
 from maxdiloco.processes.agree import from_first_process, in_any_process
 from maxdiloco.processes.links import Links
 from maxdiloco.processes.preemption import Preemption
@@ -38,6 +39,7 @@ from maxdiloco.trainer import (
     feeding,
     remat_choice,
     run_data,
+    run_files,
     run_tokenizer,
     start,
 )
@@ -47,31 +49,27 @@ from maxdiloco.trainer.recorder import Profile, Recorder
 Say = Callable[[str], None]
 
 
-def run(cfg: Config, begun: float) -> int:
-    """Join the other processes and train; begun: time.perf_counter() when the program started.
+def run(cfg: Config, begun: float, notes: Sequence[str] = ()) -> int:
+    """Join the other processes and train.
 
-    Returns the exit code. Raises the errors of maxdiloco.errors.
+    begun: time.perf_counter() when the program started. notes: lines on the command line, for the
+    user. Returns the exit code. Raises the errors of maxdiloco.errors.
     """
+    if cfg.enable_wandb:
+        wandb_run.require()
     with job.joined(cfg):
-        return train(cfg, begun)
+        return train(cfg, begun, notes)
 
 
-def train(cfg: Config, begun: float) -> int:
+def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
     """The run in this process, see `run`: mesh, data, folder, parts, programs, state, loop."""
     primary = jax.process_index() == 0
-
-    def say(line: str) -> None:
-        if primary:
-            output.say(output.one_line(line))
-
+    console = Console(shown=primary)
+    say = console.say
     mesh = mesh_lib.build(cfg)
-    if cfg.compiled_trainstep_file:
-        for line in compiled_file.check(cfg.compiled_trainstep_file, mesh):
-            say(line)
     shape = assemble.batch_shape(cfg, mesh)
-    for line in [*config.describe_differences(cfg), *config.warnings(cfg)]:
+    for line in [*notes, *_settings(cfg, mesh)]:
         say(line)
-    say(mesh_lib.describe(mesh, cfg))
     if cfg.show_fragments:
         return _show_fragments(cfg, mesh, shape, say)
 
@@ -80,6 +78,11 @@ def train(cfg: Config, begun: float) -> int:
     location = locate(cfg.base_output_directory, name)
     tokenizer = run_tokenizer.open_tokenizer(cfg)
     text, held_out, index = run_data.open_data(cfg, shape, location, say)
+    seldom_meant = warnings.of_run(
+        cfg, num_replicas=shape.num_replicas, num_tokens=tokenizer.vocab_size
+    )
+    for line in [*run_data.lines(cfg, text, held_out, shape), *seldom_meant]:
+        say(line)
 
     with ExitStack() as stack:
         # Closed last: after an error the watch then tells the others why before they miss anything.
@@ -95,6 +98,12 @@ def train(cfg: Config, begun: float) -> int:
         fingerprint = start.agreed_fingerprint(text.fingerprint)
         eval_texts.agree(held_out)
         tokens = start.agreed_tokenizer(tokenizer.fingerprint())
+        log_path = run_files.log_path(folder)
+        stack.enter_context(console.logging(log_path, require_lock=folder.require_lock))
+        again = "The same command goes on." if cfg.run_name else f"run_name={name} goes on."
+        stack.push(_on_error("" if cfg.run_name else f"The run has no name: {again}", say))
+        say(f"run folder: {folder.path}{'' if cfg.run_name else f'; {again}'}")
+        run_files.write(config.from_dict(cfg.as_dict() | {"run_name": name}), folder, say)
         begin = start.look(cfg, checkpointer, shape, text=text, data=fingerprint)
         if primary:
             run_tokenizer.save(tokenizer, folder, say)
@@ -125,9 +134,7 @@ def train(cfg: Config, begun: float) -> int:
 
         preemption = stack.enter_context(Preemption(say))
         writer = stack.enter_context(_open_writer(cfg, folder, say, done=done))
-        progress = stack.enter_context(
-            Progress(first_step=done, total_steps=total, shown=primary)
-        )
+        stack.enter_context(console.progress(first_step=done, total_steps=total))
         steps = range(done + 1, total + 1)
         batches = stack.enter_context(_open_batches(cfg, parts, text, begin.position, steps))
         profile = stack.enter_context(Profile(cfg, folder, done=done))
@@ -136,14 +143,16 @@ def train(cfg: Config, begun: float) -> int:
             parts,
             done=done,
             total=total,
-            progress=progress,
+            console=console,
             writer=writer,
             links=links,
             checkpointer=checkpointer,
             note=start.note(
                 cfg, begin.position, fingerprint, tokenizer=tokens, total_steps=total
             ),
-            data_metrics=functools.partial(text.metrics, begin.position),
+            data_metrics=functools.partial(run_data.metrics, text, begin.position, shape.length),
+            since_row=begin.since_row(done),
+            begun=begun,
         )
         for t in steps:
             batch = assemble.with_learning_rate(parts, next(batches), t)
@@ -154,7 +163,7 @@ def train(cfg: Config, begun: float) -> int:
                 recorder.log(t, state)
             if held_out and (last or t % cfg.eval_interval == 0):
                 recorder.evaluate(t, state, held_out)
-            progress.advance()
+            console.advance()
             recorder.write(t)
             if not last and t % cfg.checkpoint_period == 0:
                 recorder.save(t, state)
@@ -162,16 +171,24 @@ def train(cfg: Config, begun: float) -> int:
             if preemption.requested(t):
                 recorder.save(t, state, last=True)
                 recorder.write_all()
-                return _stopped(cfg, t, in_any_process(preemption.by_ctrl_c), say)
+                return _stopped(cfg, t, in_any_process(preemption.by_ctrl_c), say, again=again)
 
         recorder.write_all()
-        if cfg.save_checkpoint_on_completion:
-            recorder.save(total, state, last=True)
-        elif checkpointer is not None:
-            checkpointer.wait(last=True)  # before the run says that it is done
+        recorder.end(total, state, save=cfg.save_checkpoint_on_completion)
         say(trainer.closing_line(state))
         say(f"run folder: {epath.Path(folder.path)}")
         return INTERRUPTED if preemption.by_ctrl_c else 0
+
+
+def _settings(cfg: Config, mesh: jax.sharding.Mesh) -> list[str]:
+    """Lines on the keys that are set, those that are seldom meant, and the mesh."""
+    path = cfg.compiled_trainstep_file
+    return [
+        *(compiled_file.check(path, mesh) if path else ()),
+        *config.describe_differences(cfg),
+        *config.warnings(cfg),
+        mesh_lib.describe(mesh, cfg),
+    ]
 
 
 def _show_fragments(cfg: Config, mesh: jax.sharding.Mesh, shape: BatchShape, say: Say) -> int:
@@ -203,7 +220,11 @@ def _open_writer(
     if jax.process_index() != 0:
         return nullcontext()
     return MetricsWriter(
-        folder, tensorboard=cfg.enable_tensorboard, resume_step=done or None, say=say
+        folder,
+        tensorboard=cfg.enable_tensorboard,
+        resume_step=done or None,
+        say=say,
+        wandb_config=cfg.as_dict() if cfg.enable_wandb else None,
     )
 
 
@@ -280,9 +301,25 @@ def _compile(cfg: Config, parts: Parts, compiles: CompileLog, say: Say, *, fresh
     compiles.all_of(calls)
 
 
-def _stopped(cfg: Config, t: int, ctrl_c: bool, say: Say) -> int:
-    """The exit code after Ctrl-C; after SIGTERM raise Preempted. t: the last step."""
-    saved = "saved. The same command goes on."
+def _on_error(line: str, say: Say) -> Callable[..., None]:
+    """Called at the end of a `with`: say the line after an error, but for Preempted, which has it.
+
+    quit_now ends a process without it, so the line at the start has the name too.
+    """
+
+    def on_exit(kind, error, trace) -> None:
+        if line and error is not None and not isinstance(error, Preempted):
+            say(line)
+
+    return on_exit
+
+
+def _stopped(cfg: Config, t: int, ctrl_c: bool, say: Say, *, again: str) -> int:
+    """The exit code after Ctrl-C; after SIGTERM raise Preempted.
+
+    t: the last step. again: how the run goes on.
+    """
+    saved = f"saved. {again}"
     if not cfg.enable_checkpointing:
         saved = "nothing is saved, since enable_checkpointing=false."
     if not ctrl_c:

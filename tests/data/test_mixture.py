@@ -220,7 +220,10 @@ def test_metrics_count_tokens_of_each_source_and_the_padding_of_the_step():
     data = mixed({"a": 2, "b": 1, "c": 1})
     found = data.metrics(data.first_position(2, 2), 2)
     assert found.pop("data/padding") == pytest.approx(1 / 3)
-    assert found == {"data/tokens_a": 12.0, "data/tokens_b": 6.0, "data/tokens_c": 6.0}
+    for source, tokens in {"a": 12.0, "b": 6.0, "c": 6.0}.items():
+        assert found.pop(f"data/tokens_{source}") == tokens
+    assert found.pop("data/epoch_c") == 2 / 7  # 7 sequences, one of them read in each step
+    assert set(found) == {"data/epoch_a", "data/epoch_b"}
 
 
 def test_a_source_too_small_for_a_step_and_one_without_a_replica_are_refused():
@@ -280,7 +283,8 @@ def test_without_a_mixture_the_data_set_is_the_one_of_the_path(settings, folder)
     root = folder({"1.txt": b"a" * 99})
     data = mixture.open_dataset(settings(dataset_path=root), split="train")
     assert isinstance(data, pipeline.Dataset) and data.name == f"dataset_path={root}"
-    assert data.metrics(data.first_position(1, 1), 1) == {}
+    # 100 tokens in sequences, of which a twentieth is held out.
+    assert data.metrics(data.first_position(1, 1), 2) == {"data/epoch": 2 / data.num_windows}
 
 
 @hypothesis_settings(max_examples=40, deadline=None)
@@ -315,6 +319,6 @@ def test_best_fit_reports_its_padding(settings, folder):
     root = folder({"1.txt": b"ab", "2.txt": b"cd"})
     cfg = settings(dataset_path=root, eval_dataset_path=root, grain_packing_type="best_fit")
     data = mixture.open_dataset(cfg, split="train")
-    assert data.metrics(data.first_position(1, 2), 1) == {"data/padding": 0.25}
+    assert data.metrics(data.first_position(1, 2), 1) == {"data/padding": 0.25, "data/epoch": 1}
     (line,) = data.description()
     assert line == f"dataset_path={root}: 2 sequences an epoch, 25.00% of them padding"

@@ -42,30 +42,6 @@ def test_base_yml_is_plain_yml_with_the_same_keys():
     assert list(loaded) == list(KEYS)
 
 
-def test_help_lists_every_key_under_its_group():
-    """`--help`: keys by group, with default, one line each, parsed from base.yml itself."""
-    lines = base_yml.help_text("maxdiloco.train").splitlines()
-    assert lines[0] == "usage: python -m maxdiloco.train [file.yml] [key=value ...]"
-    assert any("Model names: default, 10b, " in line for line in lines)
-    group = ""
-    found = {}
-    for line in lines:
-        if re.match(r"\w+: ", line):
-            group = line
-        elif line.startswith("  "):
-            name, _, rest = line.strip().partition("=")
-            found[name] = (group, rest)
-    assert list(found) == list(KEYS)
-    for name, key in KEYS.items():
-        assert found[name][0] == key.group
-        assert found[name][1].startswith(f"{base_yml.show(key.default)}  {key.meaning}")
-    assert "  tokenizer_type=byte  How text becomes tokens" in "\n".join(lines)
-    (line,) = [line for line in lines if line.startswith("  num_communication_overlapping_steps")]
-    assert line.endswith("(tau). [>= 0; inner steps]")
-    (line,) = [line for line in lines if line.startswith("  log_period=")]
-    assert line.endswith(" [>= 1; inner steps; may change on resume]")
-
-
 @pytest.mark.parametrize(
     "allowed, inside, outside",
     [
@@ -242,7 +218,8 @@ values["hardware"] + values[f"dcn_{axis}_parallelism"]
 def package_reads() -> tuple[set[str], set[str]]:
     """What the package reads; a key that is only checked is not yet used."""
     attributes, subscripts = set(), set()
-    checking = {PACKAGE / "flags" / name for name in ("checks.py", "tokenizer_checks.py")}
+    names = ("checks.py", "tokenizer_checks.py", "warnings.py")
+    checking = {PACKAGE / "flags" / name for name in names}
     for path in PACKAGE.rglob("*.py"):
         if path not in checking:
             found = reads(path.read_text())

@@ -261,10 +261,10 @@ def imported(code: str) -> set[str]:
 def test_jax_is_not_imported_by_the_config():
     """A wrong flag is refused before JAX is loaded; NumPy stands for what else costs time."""
     code = (
-        "from maxdiloco.flags import base_yml, config\n"
+        "from maxdiloco.flags import config, help\n"
         "cfg = config.load(['model_name=1b', 'steps=3'], {})\n"
         "config.describe_differences(cfg), config.warnings(cfg), config.from_dict(cfg.as_dict())\n"
-        "base_yml.help_text('maxdiloco.train')"
+        "help.help_text('maxdiloco.train')"
     )
     assert imported(code) == set()
     assert imported("import numpy") == {"numpy"}  # the check sees what is there

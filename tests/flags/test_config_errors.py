@@ -27,11 +27,11 @@ ONE_FLAG = [
     ("learning_rate=", "is not a number"),
     ("learning_rate=nan", "is not a number"),
     ("learning_rate=1e999", "is too large", "learning_rate=0.0004"),
-    ("steps=1e4", "is not a whole number", "steps=1000"),
+    ("steps=1e-4", "is not a whole number", "steps=1000"),
     ("steps=10.5", "is not a whole number", "steps=1000"),
     ("steps=many", "is not a whole number", "steps=1000"),
-    ("enable_diloco=yes", "is neither true nor false", "enable_diloco=true"),
-    ("enable_diloco=1", "is neither true nor false", "enable_diloco=true"),
+    ("enable_diloco=2", "is neither true nor false", "enable_diloco=true"),
+    ("enable_diloco=", "is neither true nor false", "enable_diloco=true"),
     ("mlp_activations=silu", "is not a list", "mlp_activations=[silu, linear]"),
     ("mlp_activations=[silu", "is not a list", "mlp_activations=[silu, linear]"),
     ("eval_sets=/data", "is not a table", "eval_sets={}"),
@@ -209,10 +209,9 @@ def test_a_value_that_cannot_work_is_refused_in_one_line(flags, words):
             ["dataset_type=synthetic", "eval_interval=10", "eval_steps=-1"],
             ["eval_steps=-1", "dataset_type=synthetic has no end", "Set eval_steps"],
         ),
-        (["steps=1", "steps=2"], ["steps=2 comes after steps=1", "Give it once"]),
         (["steps"], ["steps is not key=value", "Write key=value"]),
         (["steps=1", "run.yml"], ["run.yml is not key=value", "a yml file comes first"]),
-        (["--steps=1"], ["--steps=1 has dashes", "Write steps=1"]),
+        (["-steps=1"], ["-steps=1 has a dash", "Write steps=1"]),
         (
             ["model_name=1b", "base_emb_dim=64"],
             [
@@ -285,7 +284,7 @@ def test_the_last_value_that_works_is_taken(argv):
     [
         ({"M_LEARNIN_RATE": "1"}, ["M_LEARNIN_RATE=1 is no key", "Did you mean M_LEARNING_RATE?"]),
         ({"M_learning_rate": "1"}, ["M_learning_rate=1 is no key", "mean M_LEARNING_RATE?"]),
-        ({"M_QQQ": "1"}, ["M_QQQ=1 is no key", "Unset it"]),
+        ({"M_QQQ": "1", "M_STEPZ": "2"}, ["M_QQQ=1 is no key. Unset it.", "mean M_STEPS?"]),
         ({"M_STEPS": "x"}, ["steps=x (environment M_STEPS)", "steps=1000"]),
     ],
 )

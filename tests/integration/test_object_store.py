@@ -102,8 +102,10 @@ def test_a_run_has_the_bits_of_one_on_a_disk_and_leaves_nothing_else(finished, s
     tools.assert_equal_runs(run_folder("a"), finished, steps=STEPS)
 
     names = store.names()
-    files = {"metrics.jsonl", "history.jsonl"}
-    assert {name.split("/")[2] for name in names} == {"checkpoints", "tensorboard", *files}
+    files = {"metrics.jsonl", "history.jsonl", "log.txt", "config.yml", "environment.json"}
+    assert {name.split("/")[2] for name in names} == {"checkpoints", "tensorboard"} | files
+    log = store.objects[BUCKET]["runs/a/log.txt"].data.decode()
+    assert f"step {STEPS}/{STEPS}  loss" in log
     saved = {name.split("/")[3] for name in names if name.startswith("runs/a/checkpoints/")}
     assert saved == {str(STEPS)}
     (board,) = [name for name in names if name.startswith("runs/a/tensorboard/")]
@@ -192,6 +194,7 @@ def test_a_run_that_loses_its_lock_ends_and_writes_no_more(store, capfd, monkeyp
     assert store.objects[BUCKET]["runs/a/lock"] == taken[0]
     rows = [json.loads(row)["step"] for row in run_folder("a").joinpath("metrics.jsonl").open()]
     assert rows == [1, 2, 3, 4, 5]  # written before the save, and not again
+    assert "runs/a/log.txt" not in store.objects[BUCKET]
 
 
 def test_text_and_parameters_are_read_from_a_store(text_run, store, tmp_path, capfd):

@@ -1,9 +1,14 @@
-"""The line at a log point, and the bar that is only for terminals."""
+"""The line at a log point, the bar that is only for terminals, and the log of both."""
 
 import io
+import re
 import sys
 
-from maxdiloco.metrics.console import Progress, console_line, sample_lines
+import pytest
+from etils import epath
+
+from maxdiloco.errors import NumericsError
+from maxdiloco.metrics.console import WIDTH, Console, console_line, fit, sample_lines
 
 
 class Terminal(io.StringIO):
@@ -12,52 +17,137 @@ class Terminal(io.StringIO):
 
 
 def terminal(monkeypatch):
-    """Standard error from now on. No fixture: pytest sets the streams again before the test."""
+    """Both streams, one terminal. No fixture: pytest sets the streams again before the test."""
     monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(sys, "stdout", sys.stderr)
     return sys.stderr
 
 
+def screen(written):
+    """The lines that a terminal shows after what was written to it."""
+    lines, column = [""], 0
+    for part in re.findall(r"\r|\n|\x1b\[K|[^\r\n\x1b]+", written):
+        if part == "\n":
+            lines.append("")
+        if part in "\r\n":
+            column = 0
+        elif part == "\x1b[K":
+            lines[-1] = lines[-1][:column]
+        else:
+            lines[-1] = lines[-1][:column].ljust(column) + part + lines[-1][column + len(part) :]
+            column += len(part)
+    return [line.rstrip() for line in lines]
+
+
+VALUES = {
+    "perf/step_time": 0.8123,
+    "learning/lr": 3e-4,
+    "learning/loss": 2.34567,
+    "learning/loss_replica_0": 2.3,
+    "perf/tokens_per_second": 12345.6,
+    "perf/mfu": 0.4123,
+}
+
+
 def test_the_line_shows_known_names_in_order_and_leaves_the_rest_to_the_files():
-    line = console_line(
-        120,
-        2000,
-        {
-            "perf/step_time": 0.8123,
-            "learning/lr": 3e-4,
-            "learning/loss": 2.34567,
-            "learning/loss_replica_0": 2.3,
-            "perf/tokens_per_second": 12345.6,
-            "perf/mfu": 0.4123,
-        },
+    assert console_line(120, 2000, VALUES) == (
+        "step 120/2000  loss 2.3457  lr 3.0e-04  0.812 s  12.3k tok/s  mfu 41%"
     )
-    assert line == (
-        "step 120/2000 | loss 2.3457 | lr 3.00e-04 | 0.812 s/step | 12,346 tokens/s | mfu 41.2%"
+
+
+@pytest.mark.parametrize(
+    "tokens, words",
+    [(12.3456, "12.3"), (999.4, "999"), (999.6, "1k"), (999_999, "1M"), (1.234e9, "1.23G")],
+)
+def test_tokens_a_second_have_three_digits(tokens, words):
+    assert console_line(1, 2, {"perf/tokens_per_second": tokens}).endswith(f"  {words} tok/s")
+
+
+def test_a_row_of_a_long_run_fits_a_terminal():
+    values = VALUES | {"learning/grad_norm": 1.234, "diloco/outer_grad_norm": 12.345}
+    assert len(console_line(20_000, 20_000, values)) <= WIDTH
+
+
+def test_a_line_that_is_too_long_is_cut_between_columns_or_words():
+    row = console_line(20_000, 20_000, VALUES | {"eval/loss": 2.5})
+    assert fit(row, 40) == (
+        "step 20000/20000  loss 2.3457\n    eval 2.5000  lr 3.0e-04  0.812 s\n"
+        "    12.3k tok/s  mfu 41%"
     )
+    assert fit("a warning of several words", 18) == "a warning of\n  several words"
+    assert fit(row, 200) == row
 
 
 def test_elsewhere_than_on_a_terminal_only_lines_are_printed(capsys):
-    with Progress(first_step=0, total_steps=3) as progress:
+    console = Console()
+    with console.progress(first_step=0, total_steps=3):
         for step in range(1, 4):
-            progress.advance()
-            progress.line(f"step {step}")
-    assert capsys.readouterr() == ("step 1\nstep 2\nstep 3\n", "")
+            console.advance()
+            console.say(f"step {step} " + "x" * 150)
+    assert capsys.readouterr() == ("".join(f"step {t} {'x' * 150}\n" for t in (1, 2, 3)), "")
 
 
-def test_on_a_terminal_there_is_a_bar_that_starts_at_the_resumed_step(monkeypatch, capsys):
-    stderr = terminal(monkeypatch)
-    with Progress(first_step=5, total_steps=10) as progress:
-        progress.line("step 5")
-        progress.advance()
-    assert "5/10" in stderr.getvalue()
-    assert "step 5\n" in capsys.readouterr().out
+def test_nothing_is_left_of_the_bar_and_of_the_echo_of_ctrl_c_behind_a_line(monkeypatch):
+    """Positive control: while the bar is there, it is on the screen."""
+    written = terminal(monkeypatch)
+    console = Console()
+    console.say("before")
+    with console.progress(first_step=5, total_steps=10):
+        assert "5/10" in screen(written.getvalue())[-1]
+        written.write("^C")
+        console.say("short")
+        assert "/10" in screen(written.getvalue())[-1]
+    console.say("done")
+    assert screen(written.getvalue()) == ["before", "short", "done", ""]
 
 
-def test_the_other_processes_show_nothing(monkeypatch, capsys):
-    stderr = terminal(monkeypatch)
-    with Progress(first_step=0, total_steps=1, shown=False) as progress:
-        progress.advance()
-        progress.line("step 1")
-    assert stderr.getvalue() == capsys.readouterr().out == ""
+def test_the_other_processes_show_nothing(monkeypatch):
+    written = terminal(monkeypatch)
+    console = Console(shown=False)
+    with console.progress(first_step=0, total_steps=1):
+        console.advance()
+        console.say("step 1")
+    assert written.getvalue() == ""
+
+
+def lines_of(path):
+    """Those of a log without the time in front, and without the line of each start."""
+    lines = [line.split(" ", 1)[1] for line in path.read_text().splitlines()]
+    return [line for line in lines if not line.startswith("-- ")]
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_the_log_has_the_lines_before_it_and_the_error_at_the_end_and_is_appended_to(
+    tmp_path, capsys, shown
+):
+    """In the processes that print nothing too."""
+    path = epath.Path(tmp_path / "log.txt")
+    console = Console(shown=shown)
+    console.say("early\n")
+
+    def run(error, log):
+        with log.logging(path):
+            log.line("two\nlines")
+            raise error
+
+    with pytest.raises(NumericsError):
+        run(NumericsError("step 3: bad"), console)
+    console.say("not logged")
+    with pytest.raises(KeyError):
+        run(KeyError("a bug"), Console(shown=False))
+    found = lines_of(path)
+    assert found[:4] == [r"early\n", "two", "lines", "NumericsError: step 3: bad"]
+    assert found[6] == "Traceback (most recent call last):" and found[-1] == "KeyError: 'a bug'"
+    shown_lines = "early\\n\ntwo\nlines\nnot logged\n" if shown else ""
+    assert capsys.readouterr().out == shown_lines
+
+
+def test_a_log_that_cannot_be_written_is_one_note(tmp_path, capsys):
+    console = Console()
+    with console.logging(epath.Path(tmp_path / "absent" / "log.txt")):
+        console.say("goes on")
+    out = capsys.readouterr().out
+    assert re.fullmatch(r"note: \S+/log.txt cannot be written: No such .+\.\ngoes on\n", out)
 
 
 def test_a_sample_keeps_its_lines_and_fits_the_terminal():

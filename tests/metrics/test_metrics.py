@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from maxdiloco.errors import CheckpointError
+from maxdiloco.metrics import line_files
 from maxdiloco.metrics import writer as writer_lib
 from maxdiloco.metrics.writer import MetricsWriter, row
 from maxdiloco.storage.run_folder import RunFolder, locate
@@ -230,7 +231,7 @@ def test_rows_on_an_object_store_are_written_whole_and_not_at_every_step(tmp_pat
     sink = remote_rows(path, lambda: now[0])
     sink.write("a")
     assert not path.exists()
-    now[0] = writer_lib.REMOTE_FLUSH_SECONDS
+    now[0] = line_files.REMOTE_FLUSH_SECONDS
     sink.write("b")
     assert path.read_text() == "old\na\nb\n"
     sink.write("c")
@@ -258,7 +259,7 @@ def test_rows_are_not_written_over_those_of_a_run_that_has_taken_the_lock(tmp_pa
 
 
 def remote_rows(path, clock, require_lock=lambda: None):
-    return writer_lib._RemoteRows(path, "old\n", clock, require_lock)
+    return line_files.RemoteLines(path, "old\n", clock, require_lock)
 
 
 def test_the_limit_on_file_sizes_is_not_in_force_here():

@@ -118,11 +118,17 @@ def test_hardware_that_is_not_there_is_refused(hardware):
 
 def test_hardware_that_does_not_start_is_refused_with_jax_s_reason(monkeypatch):
     def fails():
-        raise RuntimeError("Unable to initialize backend 'tpu': no device found.\nA trace")
+        raise RuntimeError(f"Unable to start tpu: {why} (set JAX_PLATFORMS='' to choose)\nTrace")
 
+    why = "no device found"
     monkeypatch.setattr(jax, "devices", fails)
-    message = r"hardware=tpu does not work here: .*no device found\. See that.*\.\[tpu\]"
-    with pytest.raises(ConfigError, match=message):
+    message = r"hardware=tpu does not work here: .*no device found\. See that.*'.\[tpu\]'.*=cpu"
+    for joined in (False, True):
+        monkeypatch.setattr(jax.distributed, "is_initialized", lambda: joined)  # noqa: B023
+        with pytest.raises(ConfigError, match=message):
+            mesh_lib.visible_devices(load("hardware=tpu"))
+    why = "DEADLINE_EXCEEDED: GetKeyValue() timed out"  # of a peer that is gone
+    with pytest.raises(RuntimeError, match="GetKeyValue"):
         mesh_lib.visible_devices(load("hardware=tpu"))
 
 

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from maxdiloco.processes import preemption as preemption_lib
 from maxdiloco.processes.preemption import Preemption
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -98,6 +99,25 @@ def test_ctrl_c_is_told_at_once_and_noted():
         assert line == "Ctrl-C: stopping after this step; press it again to quit now."
         wait_until(lambda: preemption.requested(2))
         assert preemption.by_ctrl_c
+
+
+def test_a_press_that_arrives_twice_is_one_and_another_press_quits(monkeypatch):
+    """A launcher passes on the signal that the terminal has sent to the process already."""
+    told, quits = queue.Queue(), queue.Queue()
+    monkeypatch.setattr(preemption_lib, "quit_now", lambda: quits.put(True))
+    monkeypatch.setattr(preemption_lib, "SAME_PRESS_S", 1000.0)
+    with Preemption(told.put) as preemption:
+        os.kill(os.getpid(), signal.SIGINT)
+        told.get(timeout=WAIT_S)
+        wait_until(lambda: preemption.requested(1))
+        os.kill(os.getpid(), signal.SIGINT)
+    assert quits.empty()  # the context has ended the thread that hears
+    monkeypatch.setattr(preemption_lib, "SAME_PRESS_S", 0.0)
+    with Preemption(told.put) as preemption:
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_until(lambda: preemption.requested(1))
+        os.kill(os.getpid(), signal.SIGINT)
+        quits.get(timeout=WAIT_S)
 
 
 def test_ctrl_c_after_sigterm_does_not_change_why_the_run_stops():

@@ -13,11 +13,12 @@ from maxdiloco.trainer import recorder
 class Run:
     """The parts of a run; each takes the seconds given for it on a clock that stands still."""
 
-    def __init__(self, monkeypatch, **seconds):
+    def __init__(self, monkeypatch, since_row=None, memory=None, **seconds):
         self.now = 0.0
-        self.written = []
+        self.written, self.resumed, self.notes = [], [], []
         self._seconds = seconds
         monkeypatch.setattr(recorder, "StepClock", lambda t: StepClock(t, clock=lambda: self.now))
+        monkeypatch.setattr(recorder.time, "perf_counter", lambda: self.now)
         loss = {"loss": np.float32([1.5])}
         trainer = types.SimpleNamespace(
             extra_metrics=self._takes("extra", {"dcn/bytes_sent": 0.0}),
@@ -29,10 +30,18 @@ class Run:
             params={"w": np.zeros((2, 2))},
             shape=types.SimpleNamespace(tokens=8),
             mesh=types.SimpleNamespace(
-                size=1, devices=np.array([types.SimpleNamespace(device_kind="cpu")])
+                size=1,
+                devices=np.array([types.SimpleNamespace(device_kind="cpu")]),
+                local_devices=[types.SimpleNamespace(memory_stats=lambda: memory)],
             ),
             learning_rate=lambda t: 0.1,
-            monitor=types.SimpleNamespace(replicas={0: [0]}, check=self._takes("check", loss)),
+            monitor=types.SimpleNamespace(
+                replicas={0: [0]},
+                check=self._takes("check", loss),
+                take_mean_loss=lambda steps: np.float32([1.5]),
+                loss_sums=lambda: [3.0],
+                resume_losses=self.resumed.append,
+            ),
             trainer=trainer,
             evaluation=self._takes(
                 "evaluate", types.SimpleNamespace(metrics=lambda name: {f"eval/{name}loss": 2.0})
@@ -44,15 +53,21 @@ class Run:
             parts,
             done=0,
             total=9,
-            progress=types.SimpleNamespace(line=lambda text: None),
+            console=types.SimpleNamespace(line=lambda text: None),
             writer=types.SimpleNamespace(
                 write=lambda t, row: self._takes("write", self.written.append(row))(),
                 sync=self._takes("save", None),
+                wall_time_s=1000.0,
             ),
             links=None,
-            checkpointer=types.SimpleNamespace(steps=list, save=self._takes("save", None)),
+            checkpointer=types.SimpleNamespace(
+                steps=list,
+                save=lambda t, items, note, **_: self._takes("save", self.notes.append(note))(),
+            ),
             note={},
             data_metrics=lambda t: {},
+            since_row=since_row,
+            begun=0.0,
         )
 
     def _takes(self, what, result):
@@ -100,3 +115,26 @@ def test_a_save_writes_the_rows_before_it(monkeypatch):
     monkeypatch.setattr(recorder.Rows, "write_all", lambda rows: waited.append(True))
     run.recorder.save(1, state)
     assert waited == [True]
+
+
+def test_a_row_has_the_time_of_all_lives_of_the_run_and_the_memory_of_the_device(monkeypatch):
+    """1000 s before; CPU devices have no figures of memory."""
+    run = Run(monkeypatch, memory={"bytes_in_use": 5, "peak_bytes_in_use": 7, "other": 9})
+    run.times(2)
+    assert [row["perf/wall_time_s"] for row in run.written] == [1001, 1002]
+    assert run.written[0]["device/memory_in_use_bytes"] == 5
+    assert run.written[0]["device/memory_peak_bytes"] == 7
+    run = Run(monkeypatch)
+    run.times(1)
+    assert not [name for name in run.written[0] if name.startswith("device/")]
+
+
+def test_a_save_between_two_rows_notes_the_losses_since_the_last_one(monkeypatch):
+    run = Run(monkeypatch)
+    state = types.SimpleNamespace(params=np.zeros(1))
+    run.now = 2.0
+    run.recorder.log(2, state)
+    run.recorder.save(3, state)
+    assert run.notes == [{"since_row": {"row": 2, "loss": [3.0]}}]
+    assert Run(monkeypatch, since_row=run.notes[0]["since_row"]).resumed == [[3.0]]
+    assert run.resumed == []

@@ -68,7 +68,7 @@ def open_files(kind: str, path: str, key: str, column: str) -> Files:
     suffixes = PARQUET if kind == "parquet" else corpus.SUFFIXES + COMPRESSED
     names = corpus.find_files(path, key, suffixes)
     for name in names:
-        _check_kind(kind, name)
+        check_kind(kind, name)
     stamps = [corpus.stamp(name) for name in names]
     return Files(
         tuple(names),
@@ -78,7 +78,8 @@ def open_files(kind: str, path: str, key: str, column: str) -> Files:
     )
 
 
-def _check_kind(kind, name):
+def check_kind(kind: str, name: str) -> None:
+    """Raise DataError for a file whose suffix says that it is not of a kind, text or parquet."""
     if kind == "parquet" and not name.endswith(PARQUET):
         raise DataError(
             f"dataset_type=parquet: {name} does not end in .parquet. Use dataset_type=text for "

@@ -106,10 +106,10 @@ def _line_start(file, place, size):
     file.seek(place - 1)
     data = file.read(PIECE)
     line_feed = data.find(b"\n")
-    return place + line_feed if line_feed >= 0 else place + _inside_character(data[1:])
+    return place + line_feed if line_feed >= 0 else place + inside_character(data[1:])
 
 
-def _inside_character(data):
+def inside_character(data: bytes) -> int:
     """Number of bytes at the start that go on with a character of UTF-8, at most 3."""
     count = 0
     while count < min(3, len(data)) and data[count] & 0xC0 == 0x80:

@@ -1,0 +1,40 @@
+"""What there is to run: `python -m maxdiloco`."""
+
+import ast
+import pathlib
+from collections.abc import Sequence
+
+from maxdiloco.command_line import HELP, end_with, guarded
+from maxdiloco.errors import ConfigError
+from maxdiloco.processes import output
+
+
+@guarded
+def main(argv: Sequence[str]) -> int:
+    """Print the programs of the package; returns the exit code."""
+    programs = programs_of(pathlib.Path(__file__).parent)
+    if argv and argv[0] not in HELP:
+        names = ", ".join(programs)
+        known = f"Run `python -m maxdiloco.{argv[0]}`." if argv[0] in programs else ""
+        raise ConfigError(f"{argv[0]} is no argument here. {known or f'Programs: {names}.'}")
+    rows = [(f"python -m maxdiloco.{name}", meaning) for name, meaning in programs.items()]
+    width = max(len(command) for command, _ in rows)
+    output.say("The programs of maxdiloco; each has --help and --version:\n")
+    for command, meaning in rows:
+        output.say(f"  {command.ljust(width)}  {meaning}")
+    return 0
+
+
+def programs_of(package: pathlib.Path) -> dict[str, str]:
+    """{name: what it does} of the modules of a package that are programs: they have a `cli`."""
+    found = {}
+    for path in sorted(package.glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+        if "cli" in functions:
+            found[path.stem] = (ast.get_docstring(tree) or "").partition(": `")[0]
+    return found
+
+
+if __name__ == "__main__":
+    end_with(main)

@@ -1,0 +1,82 @@
+"""What --help prints: the usage and the keys, all of them or those that a word chooses."""
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from maxdiloco.errors import ConfigError
+from maxdiloco.flags import base_yml
+from maxdiloco.flags.base_yml import Key, show
+
+WIDTH = 100  # of a terminal, in characters; our choice
+_ASKING = ("-h", "--help", "help")
+
+
+def asked(argv: Sequence[str]) -> list[str]:
+    """The word that asks for help and those behind it; none where help is not asked for."""
+    places = [place for place, argument in enumerate(argv) if argument in _ASKING]
+    return list(argv[places[0] :]) if places else []
+
+
+def help_text(program: str, words: Sequence[str] = ()) -> str:
+    """The usage, and keys by group with their defaults and meaning, in lines of WIDTH at most.
+
+    program: such as `maxdiloco.train`. words: names of groups, keys or parts of them; none: all.
+    Raises ConfigError for a word that chooses nothing.
+    """
+    keys = list(base_yml.declared().values())
+    groups = list(dict.fromkeys(key.group for key in keys))
+    names = ", ".join(map(_name, groups))
+    if words:
+        chosen = [key for word in words for key in _chosen(word, keys, names)]
+        return "\n".join(_table([key for key in keys if key in chosen]))
+    models = ", ".join(base_yml.model_names(base_yml.config_folder()))
+    intro = (
+        "Later wins: configs/base.yml, the file of model_name, file.yml, environment M_<KEY>, "
+        f"key=value. Model names: default, {models}. Where each default comes from, and why a "
+        "resumed run may change a key, is written in configs/base.yml."
+    )
+    return "\n".join(
+        [
+            f"usage: python -m {program} [file.yml] [key=value ...]",
+            f"       python -m {program} --help [GROUP or KEY ...]    or --version",
+            "",
+            *textwrap.wrap(intro, WIDTH, break_on_hyphens=False),
+            *textwrap.wrap(f"Groups: {names}.", WIDTH),
+            *_table(keys),
+        ]
+    )
+
+
+def _table(keys: Iterable[Key]) -> list[str]:
+    lines, group = [], ""
+    for key in keys:
+        if key.group != group:
+            group = key.group
+            lines += ["", group]
+        resume = "may change on resume" if key.may_change else ""
+        limits = "; ".join(part for part in (key.allowed, key.unit, resume) if part)
+        text = f"{key.name}={show(key.default)}  {key.meaning}{f' [{limits}]' if limits else ''}"
+        lines += textwrap.wrap(
+            text,
+            WIDTH,
+            initial_indent="  ",
+            subsequent_indent="      ",
+            break_on_hyphens=False,
+        )
+    return lines
+
+
+def _chosen(word: str, keys: Sequence[Key], names: str) -> list[Key]:
+    """The keys of a group, the key of that name, or those whose name holds the word."""
+    for fits in (
+        lambda key: _name(key.group) == word,
+        lambda key: key.name == word,
+        lambda key: word in key.name,
+    ):
+        if chosen := [key for key in keys if fits(key)]:
+            return chosen
+    raise ConfigError(f"--help {word}: no group or key is named so. Groups: {names}.")
+
+
+def _name(group: str) -> str:
+    return group.partition(":")[0]

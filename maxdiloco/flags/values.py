@@ -1,0 +1,103 @@
+"""One value of a key: from the text of a file, the environment or the command line to its type."""
+
+import decimal
+import math
+import re
+from typing import Any, NamedTuple
+
+from maxdiloco.errors import ConfigError
+from maxdiloco.flags import base_yml
+from maxdiloco.flags.base_yml import Key, Table, Value, show
+
+MOST_DIGITS = 20  # of a whole number; more are no limit of any key, and Python refuses 4,301
+MOST_SHOWN = 200  # characters of a value in a message
+
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+_NUMBER = r"[+-]?([0-9][0-9_]*\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,9})?"
+_NULL = "null"
+# Defaults that mean "none" or "choose": null is another word for them.
+_UNSET = ("", (), Table(), -1)
+_NULL_IS_DEFAULT = ("num_diloco_fragments",)  # null is MaxText's default there
+_TYPES = {bool: "bool", int: "int", float: "float", str: "text", tuple: "list", Table: "table"}
+
+
+class Given(NamedTuple):
+    """A value as it was written, and where."""
+
+    raw: Any
+    where: str
+
+
+def convert(key: Key, given: Given) -> Value:
+    """Text (or nested tuples of text, from a file) as a value of the key's type.
+
+    Raises ConfigError for a value of another type.
+    """
+    raw = given.raw
+    if raw == _NULL and (key.default in _UNSET or key.name in _NULL_IS_DEFAULT):
+        return key.default
+    if isinstance(key.default, tuple):
+        value = base_yml.parse_list(raw) if isinstance(raw, str) else raw
+        if type(value) is not type(key.default):
+            raise _wrong(key, given, f"is not a {_TYPES[type(key.default)]}")
+        return value
+    if isinstance(raw, Table):
+        raise _wrong(key, given, "is a table, but keys are not nested")
+    if not isinstance(raw, str):
+        raise _wrong(key, given, "is a list")
+    if isinstance(key.default, bool):
+        if raw.lower() not in _TRUE + _FALSE:
+            raise _wrong(key, given, "is neither true nor false")
+        return raw.lower() in _TRUE
+    if isinstance(key.default, int):
+        return _whole(key, given)
+    if isinstance(key.default, float):
+        if not re.fullmatch(_NUMBER, raw):
+            raise _wrong(key, given, "is not a number")
+        value = float(raw.replace("_", ""))
+        if not math.isfinite(value):
+            raise _wrong(key, given, "is too large")
+        return value
+    return raw
+
+
+def _whole(key: Key, given: Given) -> int:
+    """A whole number, also as 1e3 or 12.0."""
+    if not re.fullmatch(_NUMBER, given.raw):
+        raise _wrong(key, given, "is not a whole number")
+    number = decimal.Decimal(given.raw.replace("_", ""))
+    if number and number.adjusted() >= MOST_DIGITS:
+        raise _wrong(key, given, "is too large")
+    if number and (number.adjusted() < 0 or number != number.to_integral_value()):
+        raise _wrong(key, given, "is not a whole number")
+    return int(number)
+
+
+def same_type(key: Key, given: Given) -> Value:
+    """A value of a stored config, as JSON gives it back, frozen. Raises ConfigError."""
+    value = _frozen(given.raw)
+    if isinstance(key.default, float) and type(value) is int:
+        value = float(value)
+    if type(value) is not type(key.default):
+        raise _wrong(key, given, f"is not of type {_TYPES[type(key.default)]}")
+    return value
+
+
+def shown(raw: Any) -> str:
+    """A value as it was written, for a message."""
+    text = show(_frozen(raw))
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
+def _wrong(key: Key, given: Given, why: str) -> ConfigError:
+    return ConfigError(
+        f"{key.name}={shown(given.raw)} ({given.where}) {why}. Write it like the default, "
+        f"{key.name}={show(key.default)}."
+    )
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Table | dict):
+        pairs = value.items() if isinstance(value, dict) else value
+        return Table((name, _frozen(entry)) for name, entry in pairs)
+    return tuple(_frozen(entry) for entry in value) if isinstance(value, list | tuple) else value

@@ -1,0 +1,60 @@
+"""Settings that work but are seldom meant. A line for each; needs neither JAX nor devices."""
+
+from typing import Any
+
+# A vocabulary so many times the tokenizer's is more than a round number: our choice.
+_FAR_ABOVE = 2
+
+
+def warnings(cfg: Any) -> list[str]:
+    """One line for each setting that works but is seldom meant."""
+    return [f"warning: {line}" for line in _of_config(cfg)]
+
+
+def _of_config(cfg: Any) -> list[str]:
+    lines = []
+    if cfg.diloco_outer_overlap == "eager" and cfg.diloco_outer_optimizer == "adam":
+        lines.append(
+            "diloco_outer_optimizer=adam with diloco_outer_overlap=eager: Adam is not linear, so "
+            "a replica's own terms no longer cancel and replicas drift apart. Use nesterov."
+        )
+    if cfg.enable_streaming_diloco and cfg.num_diloco_fragments == 1:
+        lines.append(
+            "num_diloco_fragments=1 with enable_streaming_diloco=true sends all parameters at "
+            "once. Use a fragment for every three layers and one for the embedding."
+        )
+    if cfg.compile_topology:
+        lines.append(
+            f"compile_topology={cfg.compile_topology} says what maxdiloco.train_compile compiles "
+            f"for; training takes the devices there are. Leave it out here."
+        )
+    if cfg.enable_diloco and 0 < cfg.steps < cfg.diloco_sync_period:
+        lines.append(
+            f"steps={cfg.steps} ends before diloco_sync_period={cfg.diloco_sync_period}: some or "
+            f"all of the parameters are never exchanged. Use a shorter period or more steps."
+        )
+    return lines
+
+
+def of_run(cfg: Any, *, num_replicas: int, num_tokens: int) -> list[str]:
+    """The same of what is known when devices and tokenizer are there.
+
+    num_tokens: of the tokenizer.
+    """
+    lines = []
+    if cfg.enable_diloco and num_replicas == 1:
+        lines.append(
+            "warning: enable_diloco=true with one replica: it exchanges with no other, which makes "
+            "this the Lookahead optimizer (arXiv 1907.08610), not DiLoCo. Set "
+            "dcn_diloco_parallelism (with hardware=cpu, or on several slices), or "
+            "num_diloco_replicas=2 for two that share the devices; for the plain inner optimizer "
+            "enable_diloco=false."
+        )
+    if cfg.dataset_type != "synthetic" and cfg.vocab_size >= _FAR_ABOVE * num_tokens:
+        unused = 1 - num_tokens / cfg.vocab_size
+        lines.append(
+            f"warning: vocab_size={cfg.vocab_size}, but tokenizer_type={cfg.tokenizer_type} has "
+            f"{num_tokens} tokens: {unused:.0%} of the embedding's rows are never trained. Use "
+            "vocab_size=-1 override_model_config=true, or a larger tokenizer (tokenizer_path)."
+        )
+    return lines

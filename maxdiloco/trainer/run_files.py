@@ -1,0 +1,139 @@
+"""Files that say what a run is, in its folder: config.yml and environment.json."""
+
+import datetime
+import importlib.metadata
+import json
+import pathlib
+import platform
+import socket
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from etils import epath
+
+from maxdiloco.flags import base_yml
+from maxdiloco.flags.config import Config
+from maxdiloco.processes import coordination
+from maxdiloco.storage import object_store
+from maxdiloco.storage.run_folder import RunFolder, reason
+from maxdiloco.version import __version__
+
+# What may change the numbers or the speed of a run, where it is installed.
+_PACKAGES = (
+    "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cudnn-cu12", "flax",
+    "optax", "orbax-checkpoint", "tensorstore", "grain", "numpy", "ml_dtypes", "tokenizers",
+    "sentencepiece", "datasets", "pyarrow", "tensorboardX", "wandb",
+)  # fmt: skip
+_HOSTS_S = 300.0  # a process puts its name right after all have met; our choice
+
+
+def log_path(folder: RunFolder) -> epath.Path:
+    """The log of this process's lines; process 0's is log.txt."""
+    number = jax.process_index()
+    return folder.path / (f"log_{number}.txt" if number else "log.txt")
+
+
+def write(cfg: Config, folder: RunFolder, say: Callable[[str], None]) -> None:
+    """Write config.yml and environment.json of this start; all processes call it.
+
+    A failure is reported in a line: the run does not need these files.
+    """
+    hosts = host_names()
+    if jax.process_index() != 0:
+        return
+    files = {
+        "config.yml": config_yml(cfg),
+        "environment.json": json.dumps(environment(hosts), indent=1) + "\n",
+    }
+    for name, content in files.items():
+        path = folder.path / name
+        try:
+            with object_store.as_os_errors(path):
+                path.write_bytes(content.encode(errors="surrogateescape"))  # of a path
+        except OSError as error:
+            say(f"note: {path} cannot be written ({reason(error)}).")
+
+
+def config_yml(cfg: Config) -> str:
+    """Every key with its value, by group: `train` resumes the run when it is given the file."""
+    lines = [
+        "# Every key of this run, as its newest start had them. The same run goes on with",
+        "# python -m maxdiloco.train config.yml, in the same working directory where a path is",
+        "# relative.",
+    ]
+    group = ""
+    for key in base_yml.declared().values():
+        if key.group != group:
+            group = key.group
+            lines += ["", f"# == {group}"]
+        value = base_yml.as_lists(cfg.as_dict()[key.name])
+        lines.append(f"{key.name}: {json.dumps(value, ensure_ascii=False)}")
+    return "\n".join(lines) + "\n"
+
+
+def host_names() -> list[str]:
+    """The host of each process, by its number; in process 0 alone, empty elsewhere."""
+    own = socket.gethostname()
+    if jax.process_count() == 1:
+        return [own]
+    if jax.process_index() != 0:
+        coordination.put(_host_key(jax.process_index()), own)
+        return []
+    others = [
+        coordination.get(_host_key(number), timeout_s=_HOSTS_S)
+        for number in range(1, jax.process_count())
+    ]
+    return [own, *others]
+
+
+def _host_key(number: int) -> str:
+    return f"maxdiloco/host/{number}"
+
+
+def environment(hosts: list[str]) -> dict[str, Any]:
+    """What this start of the run ran on: versions, hosts, devices, and the commit of a checkout."""
+    kinds = Counter(device.device_kind for device in jax.devices())
+    installed = {}
+    for name in _PACKAGES:
+        try:
+            installed[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "maxdiloco": __version__,
+        "git_commit": git_commit(base_yml.PACKAGE),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "packages": installed,
+        "processes": jax.process_count(),
+        "hosts": hosts,
+        "platform": jax.devices()[0].platform,
+        "devices": dict(kinds),
+    }
+
+
+def git_commit(package: pathlib.Path) -> str | None:
+    """The commit of the checkout that holds a package, with `-dirty` after changes in it.
+
+    None where the package is in no checkout, or there is no git.
+    """
+    if _git(package, "ls-files", "--error-unmatch", "version.py") is None:
+        return None  # installed below the checkout of something else
+    commit = _git(package, "rev-parse", "HEAD")
+    clean = _git(package, "diff", "--quiet", "HEAD", "--", ".") is not None
+    return commit and f"{commit}{'' if clean else '-dirty'}"
+
+
+def _git(folder: pathlib.Path, *arguments: str) -> str | None:
+    """What git prints; None where it fails or is not there."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,27 @@
+"""What is seldom meant and known only when devices and tokenizer are there."""
+
+import pytest
+
+from maxdiloco.flags import config, warnings
+
+
+def lines(*keys, num_replicas=2, num_tokens=257):
+    cfg = config.load(keys, {})
+    return warnings.of_run(cfg, num_replicas=num_replicas, num_tokens=num_tokens)
+
+
+def test_one_replica_is_named_for_what_it_is():
+    (line,) = lines(num_replicas=1)
+    assert "is the Lookahead optimizer" in line.replace("which makes this the", "is the")
+    assert "enable_diloco=false" in line
+    assert lines("enable_diloco=false", num_replicas=1) == lines(num_replicas=2) == []
+
+
+@pytest.mark.parametrize("vocab_size, warned", [(384, 0), (513, 0), (514, 1), (32768, 1)])
+def test_a_vocabulary_far_above_the_tokenizers_is_a_warning(vocab_size, warned):
+    found = lines(f"vocab_size={vocab_size}")
+    assert len(found) == warned
+    if vocab_size == 32768:
+        assert "has 257 tokens: 99% of the embedding's rows are never trained" in found[0]
+        assert "Use vocab_size=-1" in found[0]
+    assert lines(f"vocab_size={vocab_size}", "dataset_type=synthetic") == []
