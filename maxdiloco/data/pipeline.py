@@ -34,6 +34,7 @@ class TrainingData(Protocol):
 
     name: str
     fingerprint: str
+    contents: str
     computed: bool  # not read from files
 
     def first_position(self, M: int, B: int) -> Position:
@@ -77,8 +78,13 @@ class Dataset:
 
     @property
     def fingerprint(self) -> str:
-        """Equal in two processes or two runs when they have the same data (text.fingerprint)."""
+        """Equal when names and lengths of the documents are (text.fingerprint)."""
         return self.windows.fingerprint()
+
+    @property
+    def contents(self) -> str:
+        """Equal in two processes or two runs when they have the same data (text.contents)."""
+        return self.windows.contents()
 
     @property
     def computed(self) -> bool:
