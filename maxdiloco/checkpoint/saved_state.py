@@ -18,5 +18,5 @@ def abstract_items(trainer: Trainer, saved: SavedLayout) -> dict[str, Any]:
         return items
     return items | {
         name: jax.tree.map(lambda x: Cycled(x, stored=saved.num_replicas), items[name])
-        for name in trainer.replica_items
+        for name in trainer.replica_items(saved)
     }

@@ -91,10 +91,10 @@ def train(cfg: Config, begun: float) -> int:
         del index  # 24 bytes a document
         checkpointer = stack.enter_context(_open_checkpointer(cfg, folder, tokenizer, say))
 
-        fingerprint = start.agreed_fingerprint(text.fingerprint)
+        data = start.agreed_data(text)
         eval_texts.agree(held_out)
         tokens = start.agreed_tokenizer(tokenizer.fingerprint())
-        begin = start.look(cfg, checkpointer, shape, text=text, data=fingerprint)
+        begin = start.look(cfg, checkpointer, shape, text=text, data=data)
         if primary:
             run_tokenizer.save(tokenizer, folder, say)
         done, total = begin.step, cfg.steps
@@ -141,7 +141,7 @@ def train(cfg: Config, begun: float) -> int:
             links=links,
             checkpointer=checkpointer,
             note=start.note(
-                cfg, begin.position, fingerprint, tokenizer=tokens, total_steps=total
+                cfg, begin.position, data, tokenizer=tokens, total_steps=total
             ),
             data_metrics=functools.partial(text.metrics, begin.position),
         )

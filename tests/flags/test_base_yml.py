@@ -61,7 +61,7 @@ def test_help_lists_every_key_under_its_group():
         assert found[name][1].startswith(f"{base_yml.show(key.default)}  {key.meaning}")
     assert "  tokenizer_type=byte  How text becomes tokens" in "\n".join(lines)
     (line,) = [line for line in lines if line.startswith("  num_communication_overlapping_steps")]
-    assert line.endswith("(tau). [>= 0; inner steps]")
+    assert line.endswith("(tau). [>= 0; inner steps; may change on resume]")
     (line,) = [line for line in lines if line.startswith("  log_period=")]
     assert line.endswith(" [>= 1; inner steps; may change on resume]")
 

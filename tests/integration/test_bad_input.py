@@ -123,7 +123,7 @@ def test_parameters_of_another_shape_are_refused_with_the_key_to_set(capfd, fini
     "keys, named",
     [
         (dict(base_mlp_dim=48), "base_mlp_dim=48 (the checkpoint has 32)"),
-        (dict(diloco_sync_period=5), "diloco_sync_period=5 (the checkpoint has 4)"),
+        (dict(adam_b2=0.5), "adam_b2=0.5 (the checkpoint has 0.99)"),
         (
             dict(per_device_batch_size=3),
             "sequences_per_replica=3 (the checkpoint has 2): a resumed run must compute what the "
