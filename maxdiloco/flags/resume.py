@@ -10,6 +10,7 @@ from typing import Any
 from maxdiloco.errors import CheckpointError
 from maxdiloco.flags.base_yml import MAY_CHANGE, SHAPES, Key, as_lists
 
+KEEP = "\N{NO-BREAK SPACE}"
 MOST_SHOWN = 60  # characters of a value in a line; our choice
 # What a key does that alters no number of the training, as base.yml words it.
 _BESIDE = {
@@ -65,7 +66,7 @@ def change_lines(
     saved: Mapping[str, Any], new: Mapping[str, Any], *, keys: Mapping[str, Key]
 ) -> list[str]:
     """Lines that name all keys that differ, with both values: first those that may alter the
-    result. Arguments: differences.
+    result. KEEP joins words that belong in one line. Arguments: differences.
     """
     changes = differences(saved, new, keys=keys)
     beside = [name for name in changes if name in keys and keys[name].resume in _BESIDE]
@@ -79,7 +80,7 @@ def change_lines(
 
 
 def _change(name: str, before: Any, after: Any) -> str:
-    return f"{name} {_shown(before)} -> {_shown(after)}"
+    return f"{name} {_shown(before)} -> {_shown(after)}".replace(" ", KEEP)
 
 
 def _shown(value: Any) -> str:

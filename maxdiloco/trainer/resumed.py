@@ -1,6 +1,7 @@
 """What a resumed run may do otherwise than the one that wrote the checkpoint: refused, or told."""
 
 import textwrap
+from collections.abc import Iterable
 from typing import Any
 
 from maxdiloco.checkpoint.read import Restored
@@ -74,12 +75,12 @@ def _exchange(stored: dict[str, Any]) -> dict[str, Any]:
 
 
 def lines(cfg: Config, trainer: Trainer, saved: Restored, *, total_steps: int) -> list[str]:
-    """What differs from the run that wrote the checkpoint, for the user; none where nothing does.
+    """What differs from the run that wrote the checkpoint, to be wrapped; none if nothing does.
 
     total_steps: what learning_rate_schedule_steps=-1 means now.
     """
     stored, keys = saved.meta["config"], base_yml.declared()
-    found = [
+    return [
         *resume.change_lines(stored, cfg.as_dict(), keys=keys),
         *trainer.restore_lines(layout(cfg, saved), saved.step),
         *rate_lines(
@@ -90,12 +91,15 @@ def lines(cfg: Config, trainer: Trainer, saved: Restored, *, total_steps: int) -
             total_steps=total_steps,
         ),
     ]
+
+
+def wrapped(lines: Iterable[str]) -> list[str]:
+    """The lines in at most WIDTH columns; what goes on is indented."""
+    options = dict(subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return [
-        part
-        for line in found
-        for part in textwrap.wrap(
-            line, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-        )
+        part.replace(resume.KEEP, " ")
+        for line in lines
+        for part in textwrap.wrap(line, WIDTH, **options)
     ]
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from maxdiloco.checkpoint import read, saved_state
+from maxdiloco.checkpoint import find, read, saved_state
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.checkpoint.read import Restored
 from maxdiloco.data.order import Position
@@ -20,6 +20,7 @@ from maxdiloco.flags.config import Config
 from maxdiloco.processes import output
 from maxdiloco.processes.agree import from_first_process, in_any_process
 from maxdiloco.storage import shared_folder
+from maxdiloco.storage.run_folder import RunFolder, absolute
 from maxdiloco.trainer import optimizer, resumed, run_tokenizer
 from maxdiloco.trainer.assemble import (
     BatchShape,
@@ -71,6 +72,21 @@ def look(
     position = Position.from_dict(saved.meta["position"])
     position = text.next_position(position, saved.step + 1, M, B)
     return Start(saved.step, position, f"resumed after step {saved.step}", saved)
+
+
+def check_source(cfg: Config, folder: RunFolder) -> None:
+    """Look whether the path that a run is to start from has a checkpoint, before it makes a folder.
+
+    A run that resumes needs none. Raises CheckpointError.
+    """
+    given = {key: vars(cfg)[key] for key in ("load_parameters_path", "load_full_state_path")}
+    for key, path in given.items():
+        if not path:
+            continue
+        with read.reading(folder.path, "base_output_directory"):
+            resumes = cfg.enable_checkpointing and read.steps(folder.checkpoints)
+        if not resumes:
+            find.newest_meta(absolute(path, key=key), key=key)
 
 
 def agreed_data(text: TrainingData) -> dict[str, str]:
@@ -145,11 +161,19 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
     return trainer.restored(restored.items, layout, t=restored.step)
 
 
-def changes(cfg: Config, parts: Parts, start: Start, *, total_steps: int) -> list[str]:
-    """Lines for the user: what differs from the run that wrote the checkpoint."""
-    if start.saved is None:
-        return []
-    return resumed.lines(cfg, parts.trainer, start.saved, total_steps=total_steps)
+def changes(
+    cfg: Config,
+    parts: Parts,
+    start: Start,
+    checkpointer: Checkpointer | None,
+    *,
+    total_steps: int,
+) -> list[str]:
+    """Lines for the user: what differs from the run that wrote the checkpoint; a disk too small."""
+    lines = checkpointer.shortage(saved_state.nbytes(parts.trainer)) if checkpointer else []
+    if start.saved is not None:
+        lines += resumed.lines(cfg, parts.trainer, start.saved, total_steps=total_steps)
+    return resumed.wrapped(lines)
 
 
 def note(

@@ -77,6 +77,7 @@ def train(cfg: Config, begun: float) -> int:
     # Data before the run's folder: bad data must not create one.
     name = cfg.run_name or f"run-{from_first_process(int(time.time()))}"
     location = locate(cfg.base_output_directory, name)
+    start.check_source(cfg, location)
     tokenizer = run_tokenizer.open_tokenizer(cfg)
     text, held_out, index = run_data.open_data(cfg, shape, location, say)
 
@@ -112,7 +113,7 @@ def train(cfg: Config, begun: float) -> int:
         for line in [*_sizes(cfg, parts), *text.description(), *description.start]:
             say(line)
         say(f"{begin.origin}; {total} steps in all")
-        for line in start.changes(cfg, parts, begin, total_steps=total):
+        for line in start.changes(cfg, parts, begin, checkpointer, total_steps=total):
             say(line)
         if done >= total:
             say(f"nothing to do: step {done} of {total} is done. Raise steps to go on.")

@@ -1,5 +1,7 @@
 """A run that goes on with another schedule, partition, mode or wire: the oracle that switches."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -20,6 +22,9 @@ class Switching(Oracle):
     dropped_until = 0
 
     def switch(self, s):
+        if s == dataclasses.replace(self.s, alpha=s.alpha):
+            self.s = s  # what is in flight is merged with the new alpha
+            return
         was, now = (len(self.thetas), s.num_replicas if s.outer_overlap == "eager" else 1)
         if was > now:
             self.thetas = [self.outer_params()]
@@ -92,6 +97,7 @@ BASE = Case(2, "mixed", 1, 3, 6, 2, "none", 0.25, "nesterov", "even", "strided")
 CASES = {
     # Sends of H=6, P=3 at 2, 4, 6 and tau 2: after step 8 fragment 1 is in flight.
     "H_P_tau": (BASE, BASE._replace(H=7, P=4, tau=1, k=2), 8),
+    "alpha": (BASE, BASE._replace(alpha=0.75), 8),
     "one_fragment": (BASE, BASE._replace(P=1, tau=0), 9),
     "layout": (BASE._replace(tau=0), BASE._replace(P=4, layers="sequential", tau=0), 7),
     "to_eager": (BASE, BASE._replace(overlap="eager", tau=0), 8),

@@ -1,9 +1,12 @@
-"""What a resumed run says of its learning rate."""
+"""What a resumed run says of its learning rate, and how it reads older checkpoints."""
 
 import pytest
+from etils import epath
 
+from maxdiloco.checkpoint.read import Restored
+from maxdiloco.engine.trainer import ExchangeSettings
 from maxdiloco.flags import config
-from maxdiloco.trainer.resumed import rate_lines
+from maxdiloco.trainer.resumed import layout, rate_lines
 
 BEFORE = config.from_dict({"learning_rate": 1.0})
 
@@ -32,3 +35,15 @@ def test_a_line_tells_when_another_key_changes_the_learning_rate():
 @pytest.mark.parametrize(("given", "before"), [(-1, 8), (4, 4)])
 def test_no_line_when_the_length_is_as_before_or_given(given, before):
     assert lines(before, learning_rate_schedule_steps=given) == []
+
+
+def test_a_checkpoint_without_its_exchange_settings_has_them_in_its_config():
+    cfg = config.from_dict(
+        dict(diloco_sync_period=6, enable_streaming_diloco=True, num_diloco_fragments=3,
+             num_communication_overlapping_steps=2, diloco_exchange_dtype="int8")
+    )  # fmt: skip
+    meta = dict(num_replicas=2, mesh={}, dropped_until=4, config=cfg.as_dict())
+    found = layout(cfg, Restored(5, {}, meta, epath.Path("a")))
+    settings = ExchangeSettings.from_dict(found.exchange)
+    assert settings == ExchangeSettings(6, 2, (0, 2, 4), "none", "int8", 1, False)
+    assert (found.dropped_until, found.schedule_since) == (4, 0)
