@@ -16,27 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import maxdiloco
-from maxdiloco.checkpoint.checkpointer import Checkpointer
-from maxdiloco.engine.trainer import SavedLayout
 
 M, H, STEPS = 2, 10, 40
-
-
-def save(saver: Checkpointer, algorithm: maxdiloco.DiLoCo, state) -> None:
-    """Write the state beside the training; it is whole on the disk or absent."""
-    saver.save(state.t, algorithm.saved_items(state), algorithm.note(state))
-
-
-def restored(saver: Checkpointer, algorithm: maxdiloco.DiLoCo, params, opt_state):
-    """The newest saved state, or None. params, opt_state: arrays or ShapeDtypeStructs."""
-    algorithm.bind(params, opt_state)
-    found = saver.restore(
-        lambda note: algorithm.abstract_items(SavedLayout(**note, same_rules=True))
-    )
-    if found is None:
-        return None
-    layout = SavedLayout(**found.meta, same_rules=True)
-    return algorithm.restored(found.items, layout, t=found.step)
 
 
 def main(folder: str = "", steps: int = STEPS) -> list[float]:
@@ -63,8 +44,9 @@ def main(folder: str = "", steps: int = STEPS) -> list[float]:
     rows = NamedSharding(mesh, P("diloco", ("data", "fsdp")))
     losses = []
     with contextlib.ExitStack() as stack:
-        saver = folder and stack.enter_context(Checkpointer(folder, max_to_keep=2))
-        state = restored(saver, algorithm, params, opt_state) if saver else None
+        saver = folder and stack.enter_context(maxdiloco.Checkpointer(folder, max_to_keep=2))
+        algorithm.bind(params, opt_state)  # ShapeDtypeStructs will do
+        state = maxdiloco.restore_state(saver, algorithm) if saver else None
         state = state or algorithm.init(params, opt_state)
         for t in range(state.t + 1, steps + 1):
             x = np.random.default_rng(t).uniform(-1, 1, size=(M, 32, 8)).astype(np.float32)
@@ -74,7 +56,7 @@ def main(folder: str = "", steps: int = STEPS) -> list[float]:
                 losses.append(float(metrics["loss"].mean()))
                 print(f"step {t}: loss {losses[-1]:.4f}")
                 if saver:
-                    save(saver, algorithm, state)
+                    maxdiloco.save_state(saver, algorithm, state)
     theta = algorithm.outer_params(state)
     print("theta:", {k: (v.shape, str(v.sharding.spec)) for k, v in theta.items()})
     return losses

@@ -173,7 +173,9 @@ def test_the_package_loads_jax_only_for_the_class():
 def test_the_package_exports_the_class_and_names_what_it_lacks():
     assert maxdiloco.DiLoCo.__module__ == "maxdiloco.engine.diloco"
     assert maxdiloco.Stacked.__module__ == "maxdiloco.diloco.fragments"
-    with pytest.raises(AttributeError, match=r"'Diloco': it exports DiLoCo, Stacked\. Import a"):
+    names = [maxdiloco.__getattr__(name).__name__ for name in maxdiloco.__all__]
+    assert names == maxdiloco.__all__
+    with pytest.raises(AttributeError, match=r"'Diloco': it exports Checkpointer, .*\. Import"):
         _ = maxdiloco.Diloco
 
 

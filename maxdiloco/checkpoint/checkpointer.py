@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from etils import epath
 
-from maxdiloco.checkpoint import orbax_io, quiet, read, write
+from maxdiloco.checkpoint import orbax_io, quiet, read, room, write
 from maxdiloco.checkpoint.read import AbstractOf, Restored, Say
 from maxdiloco.errors import CheckpointError, SaveError
 from maxdiloco.processes import agree, output
@@ -116,6 +116,12 @@ class Checkpointer:
         """The steps that have a complete checkpoint, oldest first."""
         return read.steps(self._folder)
 
+    def shortage(self, nbytes: int) -> list[str]:
+        """The line that tells that the disk is too small for what is kept of nbytes each."""
+        if self._max_to_keep is None or not self._primary:
+            return []
+        return room.shortage(self._folder, nbytes, count=self._max_to_keep)
+
     def save(
         self, step: int, items: Mapping[str, Any], meta: Mapping[str, Any], *, last: bool = False
     ) -> bool:
@@ -183,9 +189,7 @@ class Checkpointer:
         if self._primary:
             nbytes = sum(map(orbax_io.nbytes, items.values()))
             nbytes += sum(map(len, self._files.values()))
-            prepared = self._thread.submit(
-                write.prepare, folder, target, tuple(trees), nbytes=nbytes
-            )
+            prepared = self._thread.submit(self._prepare, folder, target, tuple(trees), nbytes)
         failed = prepared.exception() is not None
         started = _FAILED if failed else _RUNS if prepared.result() else _EXISTS
         started = agree.from_first_process(started)
@@ -204,6 +208,21 @@ class Checkpointer:
         elif started == _FAILED:
             self._saving = step, prepared
         return started
+
+    def _prepare(
+        self, folder: epath.Path, target: epath.Path, items: tuple[str, ...], nbytes: int
+    ) -> bool:
+        # Runs in the thread.
+        if self._max_to_keep is not None and not orbax_io.is_complete(target):
+            if self._removal is not None and room.is_short(self._folder, nbytes):
+                self._removal.exception()  # what it removes makes room too
+            for step in room.in_the_way(self._folder, nbytes, kept=self._newest):
+                self._remove(self._folder / str(step))
+                self._say(
+                    f"the disk of {self._folder} is nearly full: checkpoint {step} was removed to "
+                    f"make room for {target.name}"
+                )
+        return write.prepare(folder, target, items, nbytes=nbytes)
 
     def _complete(self, save: write.Save, writes: Sequence["ocp.future.Future"]) -> None:
         # Runs in the thread.

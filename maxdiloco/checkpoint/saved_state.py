@@ -1,14 +1,56 @@
-"""The items to read of a checkpoint that another number of replicas may have saved.
+"""The state of a trainer into a checkpoint and back, also with another number of replicas.
 
     # R replicas
 """
 
+import math
+import zlib
 from typing import Any
 
 import jax
 
 from maxdiloco.checkpoint.arrays import Cycled
-from maxdiloco.engine.trainer import SavedLayout, Trainer
+from maxdiloco.checkpoint.checkpointer import Checkpointer
+from maxdiloco.engine.trainer import OUTER_PARAMS, SavedLayout, Trainer
+
+
+def save_state(checkpointer: Checkpointer, trainer: Trainer, state: Any) -> None:
+    """Write a state beside the training; the checkpoint is whole on the disk or absent.
+
+    The caller may donate the state at once. Does nothing where its step has a checkpoint. Raises
+    SaveError when two saves in a row have failed.
+    """
+    note = trainer.note(state) | {"specs": _specs(trainer)}
+    checkpointer.save(state.t, trainer.saved_items(state), note)
+
+
+def restore_state(checkpointer: Checkpointer, trainer: Trainer) -> Any | None:
+    """The newest undamaged state that save_state wrote, or None where there is none.
+
+    trainer: bound to the parameters (DiLoCo.bind). Its replicas, mesh, schedule, fragments and wire
+    may differ from those of the saved state: see DiLoCo.restore_lines for what that changes.
+    Raises CheckpointError where parameters or optimizers differ or nothing can be read.
+    """
+
+    def layout(note):
+        given = {name: note[name] for name in SavedLayout._fields if name in note}
+        return SavedLayout(**given, same_rules=note["specs"] == _specs(trainer))
+
+    found = checkpointer.restore(lambda note: abstract_items(trainer, layout(note)))
+    return found and trainer.restored(found.items, layout(found.meta), t=found.step)
+
+
+def _specs(trainer: Trainer) -> int:
+    """A checksum of how the parameters are sharded: what is in flight is laid out by it."""
+    leaves = jax.tree.leaves(trainer.abstract_outer_params)
+    return zlib.crc32(" ".join(str(x.sharding.spec) for x in leaves).encode())
+
+
+def nbytes(trainer: Trainer) -> int:
+    """Bytes of the arrays of a checkpoint, uncompressed."""
+    here = SavedLayout(**trainer.note(trainer.abstract_state), same_rules=True)
+    items = trainer.abstract_items(here) | {OUTER_PARAMS: trainer.abstract_outer_params}
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(items))
 
 
 def abstract_items(trainer: Trainer, saved: SavedLayout) -> dict[str, Any]:
@@ -18,5 +60,5 @@ def abstract_items(trainer: Trainer, saved: SavedLayout) -> dict[str, Any]:
         return items
     return items | {
         name: jax.tree.map(lambda x: Cycled(x, stored=saved.num_replicas), items[name])
-        for name in trainer.replica_items
+        for name in trainer.replica_items(saved)
     }

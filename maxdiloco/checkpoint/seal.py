@@ -76,6 +76,11 @@ def damage(
     return None
 
 
+def nbytes(folder: epath.Path) -> int:
+    """Bytes of all files of a checkpoint."""
+    return sum(_sizes(folder).values())
+
+
 def _sizes(folder: epath.Path) -> dict[epath.Path, int]:
     if not is_local(folder):
         return object_store.sizes(folder)

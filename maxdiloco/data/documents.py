@@ -1,12 +1,18 @@
 """Documents as tokens: how long each is, and any piece of any of them, however they are stored."""
 
 import dataclasses
+import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import numpy as np
 
 from maxdiloco.data import corpus
+
+# A text is compared by this many pieces spread over its bytes and as many over its documents, so
+# that a start reads 2 MiB of it at most. Our choice.
+SAMPLES = 256
+SAMPLE_BYTES = 4096
 
 # Document, begin, end. begin and end are in tokens of the document, those that the tokenizer puts
 # around its text included.
@@ -31,8 +37,11 @@ class TokenDocuments(Protocol):
     def identity(self) -> Iterator[bytes]:
         """What a fingerprint hashes: equal when the documents are."""
 
-    def contents(self) -> str:
+    def summary(self) -> str:
         """How many files, documents and bytes or tokens, for the user."""
+
+    def contents(self) -> Iterator[bytes]:
+        """The same of the contents, whatever the files are called. Raises DataError as `read`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +69,7 @@ class ByteDocuments:
             tokens[len(tokens) - len(data) :] = data
             yield tokens
 
-    def contents(self) -> str:
+    def summary(self) -> str:
         """Files, documents and bytes of text (TokenDocuments)."""
         size = int(self.table.size.sum())
         return f"{len(self.table.paths):,} files, {len(self.table):,} documents, {size:,} bytes"
@@ -71,6 +80,32 @@ class ByteDocuments:
         yield f"{names}\n".encode("utf-8", errors="replace")
         yield self.table.file.tobytes()
         yield self.table.size.tobytes()
+
+    def contents(self) -> Iterator[bytes]:
+        """Lengths of the documents and a hash of `sampled` pieces, which are read."""
+        yield self.table.size.tobytes()
+        digest = hashlib.sha256()
+        for data in corpus.read_pieces(self.table, sampled(self.table.size)):
+            digest.update(data)
+        yield digest.digest()
+
+
+def sampled(sizes: np.ndarray) -> list[Piece]:
+    """Pieces of a text that stand for all of it, in its order; begin and end are in bytes.
+
+    sizes: int64 [documents], bytes of each. They hold all of a text of up to SAMPLES documents and
+    SAMPLES * SAMPLE_BYTES bytes, and a part of each stretch of a longer one.
+    """
+    ends = np.cumsum(sizes)
+    starts, total = ends - sizes, int(ends[-1])
+    by_document = starts[:: -(-len(sizes) // SAMPLES)]
+    by_byte = np.arange(0, total, max(SAMPLE_BYTES, -(-total // SAMPLES)))
+    places = np.unique(np.concatenate([by_document, by_byte]))
+    documents = np.searchsorted(ends, places, side="right")
+    begins = places - starts[documents]
+    stops = np.minimum(begins + SAMPLE_BYTES, sizes[documents])
+    columns = (documents.tolist(), begins.tolist(), stops.tolist())
+    return list(zip(*columns, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,11 +130,16 @@ class Chosen:
             (int(self.numbers[number]), begin, end) for number, begin, end in pieces
         )
 
-    def contents(self) -> str:
+    def summary(self) -> str:
         """Documents and tokens of the chosen (TokenDocuments)."""
         return f"{len(self.numbers):,} documents, {int(self.lengths.sum()):,} tokens"
 
     def identity(self) -> Iterator[bytes]:
         """That of all documents and the numbers of the chosen."""
         yield from self.documents.identity()
+        yield self.numbers.tobytes()
+
+    def contents(self) -> Iterator[bytes]:
+        """That of all documents and the numbers of the chosen."""
+        yield from self.documents.contents()
         yield self.numbers.tobytes()

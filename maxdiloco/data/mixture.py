@@ -93,8 +93,16 @@ class Mixture:
     @property
     def fingerprint(self) -> str:
         """Those of the sources with their names, not their weights; see changed_sources."""
-        of_source = zip(self.names, self.sources, strict=True)
-        return _PREFIX + " ".join(sorted(f"{name}={data.fingerprint}" for name, data in of_source))
+        return self._joined(data.fingerprint for data in self.sources)
+
+    @property
+    def contents(self) -> str:
+        """Those of the sources with their names, not their weights; see changed_sources."""
+        return self._joined(data.contents for data in self.sources)
+
+    def _joined(self, of_sources):
+        pairs = zip(self.names, of_sources, strict=True)
+        return _PREFIX + " ".join(sorted(f"{name}={text}" for name, text in pairs))
 
     def first_position(self, M: int, B: int) -> Position:
         """No source is read yet."""
@@ -207,9 +215,9 @@ class Mixture:
             found["data/padding"] = 1 - tokens / (source.size * length)
         return found
 
-    def contents(self, position: Position) -> list[str]:
+    def summary(self, position: Position) -> list[str]:
         """Files, documents and bytes of each source (TrainingData)."""
-        return [f"data: {s.name}: {s.windows.documents.contents()}" for s in self.sources]
+        return [f"data: {s.name}: {s.windows.documents.summary()}" for s in self.sources]
 
     def description(self) -> list[str]:
         """Sequences and share of each source."""
@@ -294,6 +302,10 @@ class JoinedWindows:
     def fingerprint(self) -> str:
         """Those of the sources."""
         return " ".join(source.fingerprint() for source in self.sources)
+
+    def contents(self) -> str:
+        """Those of the sources."""
+        return " ".join(source.contents() for source in self.sources)
 
     def _by_source(self, windows_N):
         starts = np.cumsum([0, *(source.num_windows for source in self.sources)])

@@ -34,6 +34,7 @@ class TrainingData(Protocol):
 
     name: str
     fingerprint: str
+    contents: str
     computed: bool  # not read from files
 
     def first_position(self, M: int, B: int) -> Position:
@@ -54,7 +55,7 @@ class TrainingData(Protocol):
     def metrics(self, position: Position, step: int) -> dict[str, float]:
         """Figures of a step's global batch, and of all sequences read so far."""
 
-    def contents(self, position: Position) -> list[str]:
+    def summary(self, position: Position) -> list[str]:
         """Lines for the start of a run: what is read, and how long an epoch is."""
 
     def description(self) -> list[str]:
@@ -80,8 +81,13 @@ class Dataset:
 
     @property
     def fingerprint(self) -> str:
-        """Equal in two processes or two runs when they have the same data (text.fingerprint)."""
+        """Equal when names and lengths of the documents are (text.fingerprint)."""
         return self.windows.fingerprint()
+
+    @property
+    def contents(self) -> str:
+        """Equal in two processes or two runs when they have the same data (text.contents)."""
+        return self.windows.contents()
 
     @property
     def computed(self) -> bool:
@@ -143,13 +149,13 @@ class Dataset:
         """Tokens of sequences that are no padding, int64 [N]."""
         return self.windows.num_tokens(self._windows(indices_N))
 
-    def contents(self, position: Position) -> list[str]:
+    def summary(self, position: Position) -> list[str]:
         """Files, documents, bytes, sequences and steps of an epoch (TrainingData)."""
         if self.num_windows is None:
             return [f"data: {self.name}, without end"]
         steps = self.num_windows / (position.M * position.B)
         return [
-            f"data: {self.name}: {self.windows.documents.contents()}; {self.num_windows:,} "
+            f"data: {self.name}: {self.windows.documents.summary()}; {self.num_windows:,} "
             f"sequences of {self.windows.length} tokens to train on, {steps:,.1f} steps an epoch"
         ]
 

@@ -133,7 +133,7 @@ class Shards:
                 place += len(data)
             yield found[1] if len(found) == 2 else np.concatenate(found)
 
-    def contents(self) -> str:
+    def summary(self) -> str:
         """Files of the source, documents and tokens (TokenDocuments)."""
         files, tokens = len(self.manifest.files), int(self.lengths.sum())
         return f"{files:,} files, {len(self.lengths):,} documents, {tokens:,} tokens"
@@ -143,6 +143,10 @@ class Shards:
         yield f"shards {self.manifest.tokenizer} {self.manifest.lengths}\n".encode()
         for part in self.manifest.parts:
             yield f"{part}\n".encode()
+
+    def contents(self) -> Iterator[bytes]:
+        """The identity: it holds no name."""
+        return self.identity()
 
     def _record(self, part: int, record: int) -> np.ndarray:
         name = part_name(part)

@@ -59,6 +59,10 @@ class SyntheticWindows:
         """What the windows are made from; equal when the data are."""
         return f"synthetic-{self.seed}-{self.split}-{self.vocab_size}-{self.length}"
 
+    def contents(self) -> str:
+        """The fingerprint: it says all."""
+        return self.fingerprint()
+
     def _raw(self, window):
         key = np.array([self.seed % 2**64, _SPLITS.index(self.split)], np.uint64)
         # Philox counts in the first two words: each window has 2**128 numbers of its own.

@@ -7,7 +7,7 @@ Each document begins with the token that starts a document.
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -64,14 +64,24 @@ class TextWindows:
     def fingerprint(self) -> str:
         """16 hexadecimal digits: a hash of the documents' identity, the windows and L.
 
+        Names and lengths, read from no file: see `contents`.
+        """
+        return self._hash(self.documents.identity())
+
+    def contents(self) -> str:
+        """The same of the documents' contents, of which a bounded part is read.
+
         Processes of a run, and a run and its checkpoint, have the same data when these agree.
         """
+        return self._hash(self.documents.contents())
+
+    def _hash(self, parts: Iterable[bytes]) -> str:
         shape = (self.length, self.first, self.num_windows)
         # The others differ in the number of windows: where that is equal, so are the windows.
         if self.packing == packing.BEST_FIT:
             shape = (*shape, self.packing)
         digest = hashlib.sha256(f"{shape}\n".encode())
-        for part in self.documents.identity():
+        for part in parts:
             digest.update(part)
         return digest.hexdigest()[:16]
 

@@ -30,12 +30,11 @@ def prompt_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
 def continuation(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
     """The text of generated tokens that follow those of a prompt, up to the end of the document.
 
-    The token that ends a document, or else the one that starts the next, ends the text.
+    The token that ends a document, or the one that starts the next, ends the text.
     """
     prompt, tokens = [int(t) for t in prompt], [int(t) for t in tokens]
-    end = tokenizer.bos if tokenizer.eos is None else tokenizer.eos
-    if end in tokens:
-        tokens = tokens[: tokens.index(end)]
+    ends = [i for i, token in enumerate(tokens) if token in (tokenizer.bos, tokenizer.eos)]
+    tokens = tokens[: ends[0]] if ends else tokens
     # Decoded together: the space in front of a first word may not be part of its text.
     before = tokenizer.decode(prompt)
     return tokenizer.decode([*prompt, *tokens])[len(before) :]

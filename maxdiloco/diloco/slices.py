@@ -41,6 +41,21 @@ class LeafSlice(NamedTuple):
         """The slice without its start: what a compiled program is made for."""
         return self._replace(start_or_indices=None)
 
+    @property
+    def first(self) -> int:
+        """The first entry it takes."""
+        start = self.start_or_indices
+        return start[0] if isinstance(start, tuple) else start
+
+    def holds(self, entry: int) -> bool:
+        """Whether it takes an entry of its leaf."""
+        if self.pattern == "whole":
+            return True
+        if self.pattern == "list":
+            return entry in self.start_or_indices
+        steps, rest = divmod(entry - self.first, self.stride)
+        return rest == 0 and 0 <= steps < self.count
+
     def shape(self, leaf_shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of what it takes of a leaf of `leaf_shape`."""
         if self.pattern == "whole":

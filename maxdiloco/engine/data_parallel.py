@@ -41,7 +41,6 @@ class DataParallel:
 
     num_replicas = 1
     period = 1
-    replica_items = ()
 
     def __init__(
         self,
@@ -156,11 +155,21 @@ class DataParallel:
 
     def note(self, state: State) -> dict[str, Any]:
         """One set of parameters, on which mesh; nothing is ever dropped."""
-        return {"num_replicas": 1, "mesh": dict(self.mesh.shape), "dropped_until": 0}
+        return {
+            "num_replicas": 1,
+            "mesh": dict(self.mesh.shape),
+            "exchange": {},
+            "dropped_until": 0,
+            "schedule_since": 0,
+        }
 
     def abstract_items(self, saved_layout: SavedLayout) -> dict[str, Any]:
         """The same items on any mesh."""
         return self.saved_items(self.abstract_state)
+
+    def replica_items(self, saved_layout: SavedLayout) -> tuple[str, ...]:
+        """None: there is one copy of everything."""
+        return ()
 
     def restored(self, items: dict[str, Any], saved_layout: SavedLayout, *, t: int) -> State:
         """The state after step t."""
@@ -169,6 +178,6 @@ class DataParallel:
     def close(self) -> None:
         """There is nothing to end."""
 
-    def dropped_lines(self, saved_layout: SavedLayout, t: int) -> list[str]:
+    def restore_lines(self, saved_layout: SavedLayout, t: int) -> list[str]:
         """None: nothing is in flight between steps."""
         return []

@@ -11,11 +11,14 @@ import numpy as np
 
 from maxdiloco.diloco.fragments import oversized
 from maxdiloco.diloco.schedule import Event, Schedule
+from maxdiloco.engine.saved import Reader
 from maxdiloco.engine.state import Layout
 from maxdiloco.engine.trainer import Description
 from maxdiloco.exchange.collective import Sizes
 from maxdiloco.exchange.payload import payload_bytes
 from maxdiloco.processes.output import aligned
+
+MOST_NAMED = 6  # fragments in a line; our choice
 
 
 def description(layout: Layout, schedule: Schedule, wire_bytes: Sequence[int]) -> Description:
@@ -117,17 +120,41 @@ def bytes_on_device(x: jax.ShapeDtypeStruct) -> int:
     return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
-def dropped_lines(sends: Sequence[Event], schedule: Schedule) -> list[str]:
-    """The line on exchanges in flight that a resume drops, if there are any."""
-    if not sends:
-        return []
+def restore_lines(reader: Reader, t: int) -> list[str]:
+    """What reading a state of step t changes: one sentence or more a line."""
+    M, old = reader.layout.num_replicas, reader.saved.num_replicas
+    lines = []
+    if M != old:
+        lines.append(f"replicas {old} -> {M}: replica r goes on from what was replica r mod {old}.")
+    if reader.was_eager and not reader.layout.per_replica_outer:
+        lines.append("theta and its momentum are the means of those of the replicas.")
+    if reader.layout.per_replica_outer and not reader.was_eager:
+        lines.append("each replica starts from a copy of theta and its momentum.")
+    sends = reader.dropped(t)
+    if sends:
+        lines.append(_dropped(sends, reader.before.outer_overlap, old))
+    if reader.settings.outer_overlap != "none" and not reader.keeps_flight:
+        lines.append(f"{reader.settings.outer_overlap}: the first exchanges are as in round 1.")
+    return lines
+
+
+def _dropped(sends: Sequence[Event], overlap: str, M: int) -> str:
+    """The line on exchanges in flight that are dropped. overlap, M: of the run that sent them."""
     named = ", ".join(f"{send.fragment} (sent after step {send.send_step})" for send in sends)
-    history = "" if schedule.overlap == "none" else " The history restarts as in round 1."
-    return [
-        f"dropped: what was in flight of fragments {named}, since the number of replicas or the "
-        f"mesh has changed. theta and the replicas keep their values, so the next outer gradients "
-        f"carry the same progress.{history}"
-    ]
+    if len(sends) > MOST_NAMED:
+        steps = f"{sends[0].send_step} to {sends[-1].send_step}"
+        named = f"{len(sends)} of them, sent after steps {steps}"
+    line = f"dropped: fragments in flight, {named}."
+    if overlap == "none":
+        return (
+            f"{line} theta and the replicas keep their values, so the next outer gradients carry "
+            f"the same progress."
+        )
+    kept = "nothing" if overlap == "delayed" else f"a replica's own part, 1/{M} of it,"
+    return (
+        f"{line} {overlap} merges when it sends: of what these rounds have moved {kept} is in "
+        f"theta, and alpha of it in the replicas; the rest is lost."
+    )
 
 
 def outer_metrics(sizes: Sizes) -> dict[str, float]:

@@ -19,12 +19,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.diloco import fragments, outer, quantize, schedule
-from maxdiloco.engine import describe, saved
+from maxdiloco.engine import arguments, describe, saved
 from maxdiloco.engine.calls import BESIDE, Call
-from maxdiloco.engine.exchanges import CARRIERS, HostExchange, ProgramExchange
+from maxdiloco.engine.exchanges import HostExchange, ProgramExchange
 from maxdiloco.engine.programs import Programs, Rule
 from maxdiloco.engine.state import Layout, State, lay_out
-from maxdiloco.engine.trainer import OUTER_PARAMS, Description, SavedLayout
+from maxdiloco.engine.trainer import OUTER_PARAMS, Description, ExchangeSettings, SavedLayout
 from maxdiloco.errors import NumericsError
 from maxdiloco.exchange.host import Links
 from maxdiloco.parallel.program import Program
@@ -84,7 +84,7 @@ class DiLoCo:
         on_compile: Callable[[str, float, jax.stages.Compiled], None] = say_nothing,
     ):
         mesh = mesh or Mesh(np.array(jax.devices()[:1]), ("diloco",))
-        _check(alpha, outer_memory, exchange_carrier, mesh)
+        arguments.check(alpha, outer_memory, exchange_carrier, mesh)
         schedule.check_replicas(
             num_replicas,
             mesh.shape["diloco"],
@@ -93,10 +93,17 @@ class DiLoCo:
         )
         if offsets is None:
             offsets = schedule.offsets(num_fragments, sync_period)
-        _check_offsets(num_fragments, offsets)
-        self.schedule = schedule.Schedule(
-            H=sync_period, tau=overlap_steps, offsets=tuple(offsets), overlap=outer_overlap
+        arguments.check_offsets(num_fragments, offsets)
+        self.settings = ExchangeSettings(
+            sync_period=sync_period,
+            overlap_steps=overlap_steps,
+            offsets=tuple(offsets),
+            outer_overlap=outer_overlap,
+            exchange_dtype=exchange_dtype,
+            num_nonlayer_fragments=num_nonlayer_fragments,
+            sequential_layers=sequential_layers,
         )
+        self.schedule = self.settings.schedule
         self.mesh = mesh
         self.num_replicas = num_replicas
         self._wire = quantize.wire_format(exchange_dtype)
@@ -105,11 +112,6 @@ class DiLoCo:
         )
         self._rule = Rule(self.optimizer, alpha, outer_overlap)
         self._inner_step = inner_step
-        self._partition = dict(
-            num_fragments=num_fragments,
-            num_nonlayer=num_nonlayer_fragments,
-            sequential=sequential_layers,
-        )
         self._layer_axis = layer_axis
         self._outer_memory = None if outer_memory == "device" else outer_memory
         self._carrier, self._links = exchange_carrier, links
@@ -128,7 +130,7 @@ class DiLoCo:
                     f"params{jax.tree_util.keystr(path)} is {x.dtype}, which cannot be averaged. "
                     f"Keep what is not floating point in opt_state."
                 )
-        partition = fragments.partition(params, self._layer_axis, **self._partition)
+        partition = fragments.partition(params, self._layer_axis, **self.settings.partition)
         self.layout = lay_out(
             params,
             opt_state,
@@ -283,10 +285,11 @@ class DiLoCo:
     def closing_line(self, state: State) -> str:
         """The step, and how old theta's values are."""
         ages = self.schedule.ages(state.t, dropped_until=state.dropped_until)
-        return (
-            f"done: step {state.t}; age of each fragment of theta [steps]: "
-            f"{', '.join(map(str, ages))}"
-        )
+        shown = [str(age) for age in ages]
+        if state.schedule_since:  # the exchanges before it had another schedule
+            most = state.t - state.schedule_since
+            shown = [f"{most} or more" if age >= most else str(age) for age in ages]
+        return f"done: step {state.t}; age of each fragment of theta [steps]: {', '.join(shown)}"
 
     def saved_items(self, state: State) -> dict[str, Any]:
         """Everything in the state; theta is an item of its own."""
@@ -299,48 +302,27 @@ class DiLoCo:
         return {
             "num_replicas": self.num_replicas,
             "mesh": dict(self.mesh.shape),
+            "exchange": self.settings.to_dict(),
             "dropped_until": state.dropped_until,
+            "schedule_since": state.schedule_since,
         }
 
-    @property
-    def replica_items(self) -> tuple[str, ...]:
+    def replica_items(self, saved_layout: SavedLayout) -> tuple[str, ...]:
         """Replicas and their optimizer; when eager also theta and the outer optimizer."""
-        return saved.replica_items(self.layout)
+        return self._reader(saved_layout).replica_items()
 
     def abstract_items(self, saved_layout: SavedLayout) -> dict[str, Any]:
-        """The items of the state; without those in flight where M or the mesh is another."""
-        return saved.abstract_items(self.layout, self.schedule, saved_layout)
+        """The items of the saved state; without those in flight where they are dropped."""
+        return self._reader(saved_layout).abstract_items()
 
     def restored(self, items: dict[str, Any], saved_layout: SavedLayout, *, t: int) -> State:
-        """The state; with another M or mesh, nothing in flight."""
-        return saved.state_of(items, self.layout, self.schedule, saved_layout, t=t)
+        """The state; with another M, mesh or exchange, nothing in flight."""
+        return self._reader(saved_layout).state_of(items, t=t)
 
-    def dropped_lines(self, saved_layout: SavedLayout, t: int) -> list[str]:
-        """The line on exchanges in flight between other replicas or on another mesh."""
-        sends = saved.dropped(self.layout, self.schedule, saved_layout, t)
-        return describe.dropped_lines(sends, self.schedule)
+    def restore_lines(self, saved_layout: SavedLayout, t: int) -> list[str]:
+        """Lines on replicas and theta, and on exchanges in flight that are dropped."""
+        return describe.restore_lines(self._reader(saved_layout), t)
 
-
-def _check_offsets(num_fragments, offsets) -> None:
-    if len(offsets) != num_fragments:
-        raise ValueError(
-            f"offsets={tuple(offsets)} must be {num_fragments} integers, one for each of "
-            f"num_fragments={num_fragments}. Give as many, or leave offsets out."
-        )
-
-
-def _check(alpha, outer_memory, exchange_carrier, mesh) -> None:
-    if "diloco" not in mesh.axis_names:
-        raise ValueError(
-            f"mesh axes {mesh.axis_names} lack 'diloco', the axis of the replicas. Add it, "
-            f"with size 1 if all replicas share the devices."
-        )
-    if not 0.0 <= alpha <= 1.0:
-        raise ValueError(
-            f"alpha={alpha} must be in [0, 1]: it is the weight of a replica's own values. Use 0 "
-            f"to take the outer ones."
-        )
-    if outer_memory not in ("device", "pinned_host"):
-        raise ValueError(f"outer_memory={outer_memory!r} is not known. Use device or pinned_host.")
-    if exchange_carrier not in CARRIERS:
-        raise ValueError(f"exchange_carrier={exchange_carrier!r} is unknown. Use program or host.")
+    def _reader(self, saved_layout: SavedLayout) -> saved.Reader:
+        parts = (self.layout, self.settings, self.optimizer, self._layer_axis)
+        return saved.Reader(*parts, saved_layout)

@@ -1,15 +1,22 @@
-"""A DiLoCo state as items of a checkpoint, and back, also with another M or mesh.
+"""A DiLoCo state as items of a checkpoint, and back, also with another M, mesh or exchange.
 
     # R replicas
 """
 
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from maxdiloco.diloco.schedule import Event, Schedule
-from maxdiloco.engine.state import Layout, State
-from maxdiloco.engine.trainer import OUTER_PARAMS, SavedLayout
+from maxdiloco.diloco import fragments
+from maxdiloco.diloco.schedule import Event
+from maxdiloco.engine import outer_state
+from maxdiloco.engine.state import Layout, State, lay_out
+from maxdiloco.engine.trainer import OUTER_PARAMS, ExchangeSettings, SavedLayout
 from maxdiloco.parallel.sharding import zeros
 
 IN_FLIGHT = ("flight", "diagnostics")
@@ -32,56 +39,169 @@ def _outer_item(layout: Layout) -> str:
     return "outer" if layout.per_replica_outer else OUTER_PARAMS
 
 
-def replica_items(layout: Layout) -> tuple[str, ...]:
-    """Items whose leaves begin with R, but for IN_FLIGHT."""
-    return ("params", "opt_state") + ("outer", "outer_opt") * layout.per_replica_outer
+@dataclass(frozen=True)
+class Reader:
+    """A run that reads a checkpoint: its own layout and settings, and those of the saved state.
 
-
-def keeps_flight(layout: Layout, schedule: Schedule, saved: SavedLayout) -> bool:
-    """Whether the saved chunks in flight are laid out as this run lays them out."""
-    same_mesh = saved.mesh == dict(layout.mesh.shape) and saved.same_rules
-    return (same_mesh or schedule.max_chunks == 0) and saved.num_replicas == layout.num_replicas
-
-
-def dropped(layout: Layout, schedule: Schedule, saved: SavedLayout, t: int) -> tuple[Event, ...]:
-    """The exchanges in flight after step t that `state_of` drops, oldest first."""
-    if keeps_flight(layout, schedule, saved):
-        return ()
-    return tuple(send for send in schedule.pending(t) if send.send_step > saved.dropped_until)
-
-
-def abstract_items(layout: Layout, schedule: Schedule, saved: SavedLayout) -> dict[str, Any]:
-    """The items to read, as ShapeDtypeStructs; IN_FLIGHT is left out where it is dropped."""
-    items = items_of(layout.state, layout)
-    if keeps_flight(layout, schedule, saved):
-        return items
-    return {name: tree for name, tree in items.items() if name not in IN_FLIGHT}
-
-
-def state_of(
-    items: dict[str, Any], layout: Layout, schedule: Schedule, saved: SavedLayout, *, t: int
-) -> State:
-    """The state after inner step t from the items of `abstract_items`.
-
-    With another M or mesh what was in flight is dropped: nothing is applied for it, and in eager
-    and delayed mode the history restarts as in round 1.
+    layer_axis: of fragments.partition.
     """
-    dropped_until = saved.dropped_until
-    if not keeps_flight(layout, schedule, saved):
-        items, dropped_until = items | _nothing_sent(layout), t
-    return State(
-        t=t,
-        params=items["params"],
-        opt_state=items["opt_state"],
-        outer=items[_outer_item(layout)],
-        outer_opt=items["outer_opt"],
-        outgoing=items["flight"]["outgoing"],
-        incoming=items["flight"]["incoming"],
-        bad=items["diagnostics"]["bad"],
-        bad_before=items["diagnostics"]["bad"],
-        sizes=items["diagnostics"]["sizes"],
-        dropped_until=dropped_until,
-    )
+
+    layout: Layout
+    settings: ExchangeSettings
+    optimizer: optax.GradientTransformation
+    layer_axis: Any
+    saved: SavedLayout
+
+    @functools.cached_property
+    def before(self) -> ExchangeSettings:
+        """The settings of the run that wrote it."""
+        return ExchangeSettings.from_dict(self.saved.exchange)
+
+    @property
+    def same_schedule(self) -> bool:
+        """Whether fragments and schedule are those of the saved run."""
+        return self.before._replace(exchange_dtype="") == self.settings._replace(exchange_dtype="")
+
+    @property
+    def keeps_flight(self) -> bool:
+        """Whether the saved chunks in flight are laid out and used as in this run."""
+        same_mesh = self.saved.mesh == dict(self.layout.mesh.shape) and self.saved.same_rules
+        whole = self.same_schedule and self.settings.schedule.max_chunks == 0
+        same_chunks = whole or (same_mesh and self.before == self.settings)
+        return same_chunks and self.saved.num_replicas == self.layout.num_replicas
+
+    def dropped(self, t: int) -> tuple[Event, ...]:
+        """The exchanges in flight after step t that `state_of` drops, oldest first."""
+        if self.keeps_flight:
+            return ()
+        pending = self.before.schedule.pending(t)
+        return tuple(send for send in pending if send.send_step > self.saved.dropped_until)
+
+    @property
+    def was_eager(self) -> bool:
+        """Whether the saved state has a theta of each replica."""
+        return self.before.outer_overlap == "eager"
+
+    def replica_items(self) -> tuple[str, ...]:
+        """Items of `abstract_items` whose leaves begin with R of this run, but for IN_FLIGHT."""
+        eager = self.was_eager and self.layout.per_replica_outer
+        return ("params", "opt_state") + ("outer", "outer_opt") * eager
+
+    def abstract_items(self) -> dict[str, Any]:
+        """The items to read, as ShapeDtypeStructs; IN_FLIGHT is left out where it is dropped."""
+        layout = self.layout
+        items = items_of(layout.state, layout)
+        if not self.keeps_flight:
+            items = {name: tree for name, tree in items.items() if name not in IN_FLIGHT}
+        if self.was_eager != layout.per_replica_outer:
+            del items[_outer_item(layout)]
+            items[OUTER_PARAMS] = (
+                layout.outer_params if layout.per_replica_outer else layout.state.outer
+            )
+        if not self._same_outer:
+            items["outer_opt"] = self._saved_outer_opt()
+        return items
+
+    def state_of(self, items: dict[str, Any], *, t: int) -> State:
+        """The state after inner step t from the items of `abstract_items`.
+
+        With another M, mesh, schedule, partition or wire, what was in flight is dropped: nothing
+        is applied for it, and in eager and delayed mode the history restarts as in round 1.
+        """
+        dropped_until, since = self.saved.dropped_until, self.saved.schedule_since
+        if not self.keeps_flight:
+            items, dropped_until = items | _nothing_sent(self.layout), t
+        outer, outer_opt = self._outer(items)
+        return State(
+            t=t,
+            params=items["params"],
+            opt_state=items["opt_state"],
+            outer=outer,
+            outer_opt=outer_opt,
+            outgoing=items["flight"]["outgoing"],
+            incoming=items["flight"]["incoming"],
+            bad=items["diagnostics"]["bad"],
+            bad_before=items["diagnostics"]["bad"],
+            sizes=items["diagnostics"]["sizes"],
+            dropped_until=dropped_until,
+            schedule_since=since if self.same_schedule else t,
+        )
+
+    @functools.cached_property
+    def _old(self) -> Layout:
+        """The saved state's layout on the mesh of this run, with the M of this run."""
+        theta, schedule = self.layout.outer_params, self.before.schedule
+        kind = jax.tree.leaves(self.layout.state.outer)[0].sharding.memory_kind
+        return lay_out(
+            theta,
+            (),
+            partition=fragments.partition(theta, self.layer_axis, **self.before.partition),
+            num_replicas=self.layout.num_replicas,
+            mesh=self.layout.mesh,
+            optimizer=self.optimizer,
+            wire=self.before.exchange_dtype,
+            max_chunks=schedule.max_chunks,
+            slots=schedule.slots,
+            per_replica_outer=self.was_eager,
+            outer_memory=kind if kind == "pinned_host" else None,
+        )
+
+    @property
+    def _same_outer(self) -> bool:
+        same_partition = self.before.partition == self.settings.partition
+        return same_partition and self.was_eager == self.layout.per_replica_outer
+
+    def _saved_outer_opt(self) -> tuple[Any, ...]:
+        """ShapeDtypeStructs of the saved state of the outer optimizer."""
+        states, mesh = self._old.state.outer_opt, self.layout.mesh
+        if not self.was_eager or self.layout.per_replica_outer:
+            return states
+        M = self.saved.num_replicas  # the mean is over all of them
+        front = "diloco" if M % mesh.shape["diloco"] == 0 else None
+
+        def struct(x):
+            sharding = NamedSharding(mesh, P(front, *x.sharding.spec[1:]))
+            sharding = sharding.with_memory_kind(x.sharding.memory_kind)
+            return jax.ShapeDtypeStruct((M, *x.shape[1:]), x.dtype, sharding=sharding)
+
+        return jax.tree.map(struct, states)
+
+    def _outer(self, items: dict[str, Any]) -> tuple[Any, Any]:
+        """theta and the state of the outer optimizer of this run."""
+        layout, eager = self.layout, self.layout.per_replica_outer
+        theta = items["outer" if self.was_eager and eager else OUTER_PARAMS]
+        if self._same_outer:
+            return theta, items["outer_opt"]
+        if eager and not self.was_eager:
+            theta = _program(
+                lambda x: outer_state.of_each_replica(x, layout.num_replicas), layout.state.outer
+            )(theta)
+
+        def convert(states):
+            if self.was_eager and not eager:
+                states = outer_state.mean_of_replicas(states)
+            states = outer_state.resliced(
+                states,
+                self._old.plans,
+                layout.plans,
+                layout.outer_params,
+                self.optimizer,
+                lead=1 if self.was_eager and eager else 0,
+            )
+            if eager and not self.was_eager:
+                states = outer_state.of_each_replica(states, layout.num_replicas)
+            return states
+
+        return theta, _program(convert, layout.state.outer_opt)(items["outer_opt"])
+
+
+def _program(fn, like: Any):
+    """fn of arrays that may be in host memory, to arrays like `like`."""
+
+    def on_device(tree):
+        return fn(jax.device_put(tree, jax.memory.Space.Device))
+
+    return jax.jit(on_device, out_shardings=jax.tree.map(lambda x: x.sharding, like))
 
 
 def _nothing_sent(layout: Layout) -> dict[str, Any]:

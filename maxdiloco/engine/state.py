@@ -39,7 +39,8 @@ class State:
     params, opt_state: [R, ...] of the replicas. outer: theta, float32, [...] ([R, ...] when eager).
     outer_opt: state of the outer optimizer, one entry per fragment. outgoing: chunks of the
     fragment on the wire. incoming: chunks that have arrived, per receive slot.
-    dropped_until: exchanges that were in flight after this step are never applied.
+    dropped_until: exchanges that were in flight after this step are never applied. schedule_since:
+    the step after which the schedule is the present one.
     bad: [R, F] whether a replica's leaf had a NaN or infinity at a send; bad_before: the same
     before the last synchronisation. sizes: of the outer gradients of the fragment applied last.
     """
@@ -55,6 +56,7 @@ class State:
     bad_before: jax.Array
     sizes: collective.Sizes
     dropped_until: int = field(default=0, metadata=dict(static=True))
+    schedule_since: int = field(default=0, metadata=dict(static=True))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from jax.sharding import Mesh
 
+from maxdiloco.diloco.schedule import Schedule
 from maxdiloco.engine.calls import Call
 from maxdiloco.parallel.program import Program
 
@@ -19,14 +20,52 @@ OUTER_PARAMS = "outer_params"  # the checkpoint item that load_parameters_path a
 class SavedLayout(NamedTuple):
     """How the state in a checkpoint is laid out.
 
-    num_replicas, mesh (sizes of the axes) and dropped_until: from Trainer.note. same_rules: whether
-    the run that saved it had the logical axis rules of this run.
+    num_replicas, mesh (sizes of the axes), exchange (ExchangeSettings as a dict), dropped_until and
+    schedule_since: from Trainer.note. same_rules: whether the run that saved it had the logical
+    axis rules of this run.
     """
 
     num_replicas: int
     mesh: dict[str, int]
     same_rules: bool
+    exchange: dict[str, Any]
     dropped_until: int
+    schedule_since: int
+
+
+class ExchangeSettings(NamedTuple):
+    """When which fragment is exchanged and how it travels: the arguments of class DiLoCo."""
+
+    sync_period: int
+    overlap_steps: int
+    offsets: tuple[int, ...]
+    outer_overlap: str
+    exchange_dtype: str
+    num_nonlayer_fragments: int
+    sequential_layers: bool
+
+    @property
+    def partition(self) -> dict[str, Any]:
+        """Arguments of fragments.partition."""
+        return dict(
+            num_fragments=len(self.offsets),
+            num_nonlayer=self.num_nonlayer_fragments,
+            sequential=self.sequential_layers,
+        )
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule, with as many chunks as a fragment may have."""
+        return Schedule(self.sync_period, self.overlap_steps, self.offsets, self.outer_overlap)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name, as JSON gives them back."""
+        return self._asdict() | {"offsets": list(self.offsets)}
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "ExchangeSettings":
+        """The settings that `to_dict` wrote."""
+        return cls(**fields | {"offsets": tuple(fields["offsets"])})
 
 
 class Description(NamedTuple):
@@ -47,8 +86,7 @@ class Trainer(Protocol):
 
     num_replicas: R of the metrics, and of the state where its leaves have an R. period: inner
     steps after which the same programs run again. abstract_state, abstract_outer_params: the state
-    and `outer_params` as ShapeDtypeStructs with shardings. replica_items: the items of a
-    checkpoint whose leaves begin with R.
+    and `outer_params` as ShapeDtypeStructs with shardings.
     """
 
     mesh: Mesh
@@ -56,7 +94,6 @@ class Trainer(Protocol):
     period: int
     abstract_state: Any
     abstract_outer_params: Any
-    replica_items: tuple[str, ...]
 
     def init_program(self, make: Callable[..., tuple[Any, Any]], **options) -> Program:
         """The program that makes the state before the first step.
@@ -104,11 +141,14 @@ class Trainer(Protocol):
     def abstract_items(self, saved_layout: SavedLayout) -> dict[str, Any]:
         """The items to read of a checkpoint, as ShapeDtypeStructs of this run's state."""
 
+    def replica_items(self, saved_layout: SavedLayout) -> tuple[str, ...]:
+        """Those of `abstract_items` whose leaves begin with R of this run."""
+
     def restored(self, items: dict[str, Any], saved_layout: SavedLayout, *, t: int) -> Any:
         """The state after inner step t from the items of `abstract_items`."""
 
     def close(self) -> None:
         """End the threads of the trainer, if it has any."""
 
-    def dropped_lines(self, saved_layout: SavedLayout, t: int) -> list[str]:
-        """The line on what was in flight after step t and `restored` drops, if anything was."""
+    def restore_lines(self, saved_layout: SavedLayout, t: int) -> list[str]:
+        """What `restored` changes in the state of step t: replicas, theta, what was in flight."""

@@ -3,12 +3,24 @@
 base.yml says it key by key. A key of which it says nothing may not differ.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from maxdiloco.errors import CheckpointError
-from maxdiloco.flags.base_yml import SHAPES, Key, as_lists
+from maxdiloco.flags.base_yml import MAY_CHANGE, SHAPES, Key, as_lists
 from maxdiloco.flags.other_names import current
+
+KEEP = "\N{NO-BREAK SPACE}"
+MOST_SHOWN = 60  # characters of a value in a line; our choice
+# What a key does that alters no number of the training, as base.yml words it.
+_BESIDE = {
+    f"{MAY_CHANGE}it {does}."
+    for does in (
+        "only watches the run", "is a tool beside the training", "says where the run writes",
+        "says when the state is saved", "says where a run starts",
+    )
+}  # fmt: skip
 
 # Values that follow from several keys; a caller puts them into both mappings.
 _DERIVED = {
@@ -23,14 +35,28 @@ def changed_keys(
 ) -> dict[str, tuple[Any, Any]]:
     """{key: (saved value, new value)} of the keys that differ and must not, in order of name.
 
+    Arguments: differences.
+    """
+    found = differences(saved, new, keys=keys)
+    return {
+        name: change
+        for name, change in found.items()
+        if name not in keys or not keys[name].may_change
+    }
+
+
+def differences(
+    saved: Mapping[str, Any], new: Mapping[str, Any], *, keys: Mapping[str, Key]
+) -> dict[str, tuple[Any, Any]]:
+    """{key: (saved value, new value)} of the keys that differ, in order of name.
+
     saved: the config in a checkpoint, as JSON gives it back (lists for tuples). A key it lacks
     is younger than the checkpoint and had its default. A key that only saved has is gone from
     the program and counts as changed to None. keys: base.yml's.
     """
     saved = current(saved)
-    free = {name for name, key in keys.items() if key.may_change}
     changes = {}
-    for name in sorted({*saved, *new} - free):
+    for name in sorted({*saved, *new}):
         default = keys[name].default if name in keys else None
         before, after = saved.get(name, default), new.get(name)
         if as_lists(before) != as_lists(after):
@@ -38,12 +64,43 @@ def changed_keys(
     return changes
 
 
-def refuse_changes(
+def change_lines(
     saved: Mapping[str, Any], new: Mapping[str, Any], *, keys: Mapping[str, Key]
-) -> None:
-    """Refuse to resume with keys that alter the result, all named. Arguments: changed_keys.
+) -> list[str]:
+    """Lines that name all keys that differ, with both values: first those that may alter the
+    result. KEEP joins words that belong in one line. Arguments: differences.
+    """
+    changes = differences(saved, new, keys=keys)
+    beside = [name for name in changes if name in keys and keys[name].resume in _BESIDE]
+    training = [name for name in changes if name not in beside]
+    groups = (("changed since the checkpoint", training), ("changed beside the training", beside))
+    return [
+        f"{title}: {', '.join(_change(name, *changes[name]) for name in names)}"
+        for title, names in groups
+        if names
+    ]
 
-    Raises CheckpointError.
+
+def _change(name: str, before: Any, after: Any) -> str:
+    return f"{name} {_shown(before)} -> {_shown(after)}".replace(" ", KEEP)
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(as_lists(value))
+    text = text or "empty"
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
+def refuse_changes(
+    saved: Mapping[str, Any],
+    new: Mapping[str, Any],
+    *,
+    keys: Mapping[str, Key],
+    checkpoint: str,
+) -> None:
+    """Refuse to resume with keys that alter the result, all named.
+
+    checkpoint: its folder. The other arguments: differences. Raises CheckpointError.
     """
     changes = changed_keys(saved, new, keys=keys)
     if not changes:
@@ -51,10 +108,13 @@ def refuse_changes(
     named = ", ".join(
         f"{key}={after} (the checkpoint has {before})" for key, (before, after) in changes.items()
     )
+    shaped = any(name in keys and keys[name].resume == SHAPES for name in changes)
+    weights = "" if shaped else f", with load_parameters_path={checkpoint} from its weights"
     meaning = "".join(f" {key} is {_DERIVED[key]}." for key in changes if key in _DERIVED)
     raise CheckpointError(
         f"{named}: a resumed run must compute what the interrupted one would have.{meaning} Set "
-        f"{'it' if len(changes) == 1 else 'them'} back, or set another run_name to start anew."
+        f"{'it' if len(changes) == 1 else 'them'} back, or set another run_name to start anew"
+        f"{weights}."
     )
 
 

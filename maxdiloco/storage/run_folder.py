@@ -135,13 +135,16 @@ def require_space(folder: epath.PathLike, nbytes: int) -> None:
     nbytes: size of the arrays; with compression the files are usually smaller. Folders on gs://
     have no limit. Raises OSError.
     """
-    if not is_local(folder):
-        return
-    free = shutil.disk_usage(folder).free
-    if free < nbytes:
+    free = free_bytes(folder)
+    if free is not None and free < nbytes:
         raise OSError(
             errno.ENOSPC, f"{megabytes(free)} are free but it takes {megabytes(nbytes)}"
         )
+
+
+def free_bytes(folder: epath.PathLike) -> int | None:
+    """Free space of the disk that a folder is on; None on gs://, which has no limit."""
+    return shutil.disk_usage(folder).free if is_local(folder) else None
 
 
 def megabytes(nbytes: int) -> str:

@@ -35,6 +35,6 @@ def open_texts(
 def agree(texts: dict[str, Dataset]) -> None:
     """Raise DataError unless all processes have the same texts. All processes call it."""
     if texts:
-        start.agreed_fingerprint(
-            "".join(text.fingerprint for text in texts.values()), key="the texts to evaluate on"
+        start.agreed_contents(
+            "".join(text.contents for text in texts.values()), key="the texts to evaluate on"
         )

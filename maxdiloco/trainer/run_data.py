@@ -44,7 +44,7 @@ def lines(
     cfg: Config, text: TrainingData, held_out: Mapping[str, Dataset], shape: BatchShape
 ) -> list[str]:
     """What is read, what lies in the folder beside it, and what is held out, for the user."""
-    out = text.contents(text.first_position(shape.num_replicas, shape.sequences))
+    out = text.summary(text.first_position(shape.num_replicas, shape.sequences))
     if text.computed:
         return out
     if cfg.dataset_type == "text" and not cfg.dataset_mixture:

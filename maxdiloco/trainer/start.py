@@ -9,22 +9,21 @@ from typing import Any, NamedTuple
 
 import jax
 
-from maxdiloco.checkpoint import read, saved_state
+from maxdiloco.checkpoint import find, read, saved_state
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.checkpoint.read import Restored
-from maxdiloco.data import mixture
 from maxdiloco.data.order import Position
 from maxdiloco.data.pipeline import TrainingData
-from maxdiloco.engine.trainer import OUTER_PARAMS, SavedLayout
-from maxdiloco.errors import CheckpointError, DataError
+from maxdiloco.engine.trainer import OUTER_PARAMS
+from maxdiloco.errors import DataError
 from maxdiloco.flags import base_yml, resume
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.history import MOST_STEPS, History
 from maxdiloco.processes import output
 from maxdiloco.processes.agree import from_first_process, in_any_process
 from maxdiloco.storage import shared_folder
-from maxdiloco.storage.run_folder import RunFolder
-from maxdiloco.trainer import optimizer, run_tokenizer
+from maxdiloco.storage.run_folder import RunFolder, absolute
+from maxdiloco.trainer import optimizer, resumed, run_tokenizer
 from maxdiloco.trainer.assemble import (
     BatchShape,
     Parts,
@@ -61,11 +60,11 @@ def look(
     shape: BatchShape,
     *,
     text: TrainingData,
-    data: str,
+    data: dict[str, str],
 ) -> Start:
     """Find where the run begins, before anything is built.
 
-    text: the training data. data: their fingerprint.
+    text: the training data. data: of agreed_data.
     Raises CheckpointError for keys that differ from the saved run's and alter its result.
     """
     M, B, _ = shape
@@ -80,14 +79,34 @@ def look(
             origin += f" with the outer parameters of {cfg.load_parameters_path}"
         return Start(0, text.first_position(M, B), origin, None)
     run_tokenizer.refuse_another(cfg, saved.meta, saved.path)
-    refuse_changes(cfg, saved, B=B, data=data)
+    resumed.refuse_changes(cfg, saved, B=B, data=data)
     position = Position.from_dict(saved.meta["position"])
     position = text.next_position(position, saved.step + 1, M, B)
     return Start(saved.step, position, f"resumed after step {saved.step}", saved)
 
 
-def agreed_fingerprint(data: str, *, key: str = "dataset_path") -> str:
-    """The fingerprint of the data. Raises DataError unless it is the same in all processes.
+def check_source(cfg: Config, folder: RunFolder) -> None:
+    """Look whether the path that a run is to start from has a checkpoint, before it makes a folder.
+
+    A run that resumes needs none. Raises CheckpointError.
+    """
+    given = {key: vars(cfg)[key] for key in ("load_parameters_path", "load_full_state_path")}
+    for key, path in given.items():
+        if not path:
+            continue
+        with read.reading(folder.path, "base_output_directory"):
+            resumes = cfg.enable_checkpointing and read.steps(folder.checkpoints)
+        if not resumes:
+            find.newest_meta(absolute(path, key=key), key=key)
+
+
+def agreed_data(text: TrainingData) -> dict[str, str]:
+    """What a checkpoint says of the training data. Raises DataError as agreed_contents."""
+    return {"data": text.fingerprint, "contents": agreed_contents(text.contents)}
+
+
+def agreed_contents(data: str, *, key: str = "dataset_path") -> str:
+    """The contents of the data. Raises DataError unless they are the same in all processes.
 
     key: what gave the data, for the message.
     """
@@ -115,25 +134,6 @@ def _differs_between_processes(text: str) -> bool:
     return in_any_process(from_first_process(checksum) != checksum)
 
 
-def refuse_changes(cfg: Config, saved: Restored, *, B: int, data: str) -> None:
-    """Raise CheckpointError when config, B or data differ from the saved run's in what counts."""
-    rows = "sequences_per_replica"
-    resume.refuse_changes(
-        saved.meta["config"] | {rows: saved.meta["position"]["B"]},
-        cfg.as_dict() | {rows: B},
-        keys=base_yml.declared(),
-    )
-    if saved.meta["data"] != data:
-        given = f"dataset_path={cfg.dataset_path or 'empty'}"
-        if sources := mixture.changed_sources(saved.meta["data"], data):
-            given = f"dataset_mixture, sources {', '.join(sources)}"
-        raise CheckpointError(
-            f"{given}: the text is not that of the checkpoint of step {saved.step}, so its "
-            f"place in it means nothing. Restore the text, or start a new run with "
-            f"load_parameters_path."
-        )
-
-
 def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | None) -> Any:
     """The state before the first step of this start, on the mesh.
 
@@ -157,7 +157,7 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
                 f"another tokenizer: a row of its embedding may stand for another text than here."
             )
         return state_with(parts, restored.items[OUTER_PARAMS])
-    layout = _saved_layout(cfg, start.saved)
+    layout = resumed.layout(cfg, start.saved)
 
     def abstract_of(meta):
         return saved_state.abstract_items(trainer, layout)
@@ -172,43 +172,19 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
     return trainer.restored(restored.items, layout, t=restored.step)
 
 
-def changes(cfg: Config, parts: Parts, start: Start, *, total_steps: int) -> list[str]:
-    """Lines for the user: what differs from the run that wrote the checkpoint."""
-    if start.saved is None:
-        return []
-    layout = _saved_layout(cfg, start.saved)
-    return [
-        *parts.trainer.dropped_lines(layout, start.step),
-        *stretched_lines(cfg, start.saved.meta["schedule_steps"], start.step, total_steps),
-    ]
-
-
-def stretched_lines(cfg: Config, before: int, t: int, total_steps: int) -> list[str]:
-    """The line on a learning-rate schedule whose length has changed, if it has.
-
-    before: its length in the saved run, after step t [inner steps]; total_steps: what -1 means now.
-    """
-    if cfg.learning_rate_schedule_steps != -1 or before == total_steps:
-        return []
-    old, new = (
-        optimizer.learning_rate(optimizer.learning_rate_schedule(cfg, length), t)
-        for length in (before, total_steps)
-    )
-    return [
-        f"learning_rate_schedule_steps=-1: the schedule was {before} steps long and now is "
-        f"{total_steps}, so the learning rate of step {t + 1} is {new:.3g} in place of {old:.3g}. "
-        f"Set learning_rate_schedule_steps={before} to keep the schedule."
-    ]
-
-
-def _saved_layout(cfg: Config, saved: Restored) -> SavedLayout:
-    meta = saved.meta
-    return SavedLayout(
-        num_replicas=meta["num_replicas"],
-        mesh=meta["mesh"],
-        same_rules=meta["config"]["logical_axis_rules"] == cfg.as_dict()["logical_axis_rules"],
-        dropped_until=meta["dropped_until"],
-    )
+def changes(
+    cfg: Config,
+    parts: Parts,
+    start: Start,
+    checkpointer: Checkpointer | None,
+    *,
+    total_steps: int,
+) -> list[str]:
+    """Lines for the user: what differs from the run that wrote the checkpoint; a disk too small."""
+    lines = checkpointer.shortage(saved_state.nbytes(parts.trainer)) if checkpointer else []
+    if start.saved is not None:
+        lines += resumed.lines(cfg, parts.trainer, start.saved, total_steps=total_steps)
+    return resumed.wrapped(lines)
 
 
 def history_of(
@@ -235,16 +211,16 @@ def history_of(
 
 
 def note(
-    cfg: Config, position: Position, data: str, *, tokenizer: str, total_steps: int
+    cfg: Config, position: Position, data: dict[str, str], *, tokenizer: str, total_steps: int
 ) -> dict[str, Any]:
     """What a checkpoint says of the run, besides the trainer's note on the state.
 
-    data, tokenizer: their fingerprints.
+    data: of agreed_data. tokenizer: its fingerprint.
     """
     return {
         "config": cfg.as_dict(),
         "position": position.to_dict(),
-        "data": data,
+        **data,
         "tokenizer": tokenizer,
         "schedule_steps": optimizer.schedule_steps(cfg, total_steps),
         "jax": jax.__version__,

@@ -76,6 +76,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
     # Data before the run's folder: bad data must not create one.
     name = cfg.run_name or f"run-{from_first_process(int(time.time()))}"
     location = locate(cfg.base_output_directory, name)
+    start.check_source(cfg, location)
     tokenizer = run_tokenizer.open_tokenizer(cfg)
     text, held_out, index = run_data.open_data(cfg, shape, location, say)
     seldom_meant = warnings.of_run(
@@ -95,7 +96,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
         del index  # 24 bytes a document
         checkpointer = stack.enter_context(_open_checkpointer(cfg, folder, tokenizer, say))
 
-        fingerprint = start.agreed_fingerprint(text.fingerprint)
+        data = start.agreed_data(text)
         eval_texts.agree(held_out)
         tokens = start.agreed_tokenizer(tokenizer.fingerprint())
         log_path = run_files.log_path(folder)
@@ -104,7 +105,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
         stack.push(_on_error("" if cfg.run_name else f"The run has no name: {again}", say))
         say(f"run folder: {folder.path}{'' if cfg.run_name else f'; {again}'}")
         run_files.write(config.from_dict(cfg.as_dict() | {"run_name": name}), folder, say)
-        begin = start.look(cfg, checkpointer, shape, text=text, data=fingerprint)
+        begin = start.look(cfg, checkpointer, shape, text=text, data=data)
         if primary:
             run_tokenizer.save(tokenizer, folder, say)
         done, total = begin.step, cfg.steps
@@ -120,7 +121,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
         for line in [*_sizes(cfg, parts), *text.description(), *description.start]:
             say(line)
         say(f"{begin.origin}; {total} steps in all")
-        for line in start.changes(cfg, parts, begin, total_steps=total):
+        for line in start.changes(cfg, parts, begin, checkpointer, total_steps=total):
             say(line)
         if done >= total:
             say(f"nothing to do: step {done} of {total} is done. Raise steps to go on.")
@@ -148,7 +149,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
             links=links,
             checkpointer=checkpointer,
             note=start.note(
-                cfg, begin.position, fingerprint, tokenizer=tokens, total_steps=total
+                cfg, begin.position, data, tokenizer=tokens, total_steps=total
             ),
             data_metrics=functools.partial(run_data.metrics, text, begin.position, shape.length),
             since_row=begin.since_row(done),

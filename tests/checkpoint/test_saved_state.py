@@ -237,18 +237,19 @@ def test_a_line_tells_what_was_dropped(devices):
     source, state = streaming(2, mesh_of(devices, 2, 1, 2))
     target, _ = streaming(4, mesh_of(devices, 4, 1, 2))
     layout = layout_of(source, state)
-    (line,) = target.dropped_lines(layout, 8)
-    assert line == (
-        "dropped: what was in flight of fragments 0 (sent after step 6), 1 (sent after step 8), "
-        "since the number of replicas or the mesh has changed. theta and the replicas keep their "
-        "values, so the next outer gradients carry the same progress."
+    more = "replicas 2 -> 4: replica r goes on from what was replica r mod 2."
+    line = (
+        "dropped: fragments in flight, 0 (sent after step 6), 1 (sent after step 8). theta and the "
+        "replicas keep their values, so the next outer gradients carry the same progress."
     )
-    assert source.dropped_lines(layout, 8) == []
-    assert source.dropped_lines(layout._replace(same_rules=False), 8) == [line]
-    (line,) = target.dropped_lines(layout._replace(dropped_until=6), 8)
-    assert "fragments 1 (sent after step 8), since" in line
-    assert target.dropped_lines(layout._replace(dropped_until=8), 8) == []
+    assert target.restore_lines(layout, 8) == [more, line]
+    assert source.restore_lines(layout, 8) == []
+    assert source.restore_lines(layout._replace(same_rules=False), 8) == [line]
+    _, line = target.restore_lines(layout._replace(dropped_until=6), 8)
+    assert "in flight, 1 (sent after step 8). theta" in line
+    assert target.restore_lines(layout._replace(dropped_until=8), 8) == [more]
     eager, state = trained(2, 0, outer_overlap="eager")
     larger, _ = trained(4, 0, outer_overlap="eager")
-    (line,) = larger.dropped_lines(layout_of(eager, state), 4)
-    assert line.endswith("same progress. The history restarts as in round 1.")
+    _, line, last = larger.restore_lines(layout_of(eager, state), 4)
+    assert "a replica's own part, 1/2 of it, is in theta" in line and "the rest is lost" in line
+    assert last == "eager: the first exchanges are as in round 1."

@@ -79,7 +79,7 @@ def test_the_line_on_the_data_counts_what_an_epoch_reads(settings, tmp_path):
     data = mixture.open_dataset(
         settings(dataset_path=str(tmp_path), max_target_length=4), split="train"
     )
-    assert data.contents(data.first_position(2, 1)) == [
+    assert data.summary(data.first_position(2, 1)) == [
         f"data: dataset_path={tmp_path}: 2 files, 2 documents, 40 bytes; 9 sequences of 4 tokens "
         "to train on, 4.5 steps an epoch"
     ]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from maxdiloco.checkpoint import saved_state
 from maxdiloco.engine.data_parallel import DataParallel
 from maxdiloco.engine.diloco import DiLoCo
 from maxdiloco.engine.trainer import OUTER_PARAMS, SavedLayout, Trainer
@@ -97,9 +98,10 @@ def test_a_trainer_goes_through_a_run_by_the_interface_alone(cls):
     assert trainer.closing_line(state).startswith("done: step 3")
 
     items = trainer.saved_items(state)
-    assert OUTER_PARAMS in items and set(trainer.replica_items) <= set(items)
+    assert saved_state.nbytes(trainer) == sum(x.nbytes for x in jax.tree.leaves(items))
     saved = SavedLayout(**trainer.note(state), same_rules=True)
-    assert trainer.dropped_lines(saved, 3) == []
+    assert OUTER_PARAMS in items and set(trainer.replica_items(saved)) <= set(items)
+    assert trainer.restore_lines(saved, 3) == []
     assert items.keys() >= trainer.abstract_items(saved).keys()
     back = trainer.restored(items, saved, t=3)
     jax.tree.map(np.testing.assert_array_equal, back, state)

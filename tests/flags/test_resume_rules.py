@@ -4,14 +4,20 @@ import pytest
 
 from maxdiloco.errors import CheckpointError
 from maxdiloco.flags import base_yml
-from maxdiloco.flags.resume import changed_keys, model_remedy, refuse_changes
+from maxdiloco.flags.resume import (
+    KEEP,
+    change_lines,
+    changed_keys,
+    model_remedy,
+    refuse_changes,
+)
 
 KEYS = base_yml.declared()
 BASE = {name: base_yml.as_lists(key.default) for name, key in KEYS.items()}
 
 
 def refuse(**changes):
-    refuse_changes(BASE, BASE | changes, keys=KEYS)
+    refuse_changes(BASE, BASE | changes, keys=KEYS, checkpoint="runs/a/checkpoints/5")
 
 
 def test_the_same_config_is_accepted():
@@ -36,32 +42,31 @@ def test_a_key_without_the_fact_is_refused_and_the_fact_alone_frees_it(tmp_path)
     )
     swapped = base_yml.declared(path)
     for key, with_fact, without in (("log_period", KEYS, swapped), ("adam_b1", swapped, KEYS)):
-        refuse_changes(BASE, BASE | {key: 7}, keys=with_fact)
+        refuse_changes(BASE, BASE | {key: 7}, keys=with_fact, checkpoint="")
         with pytest.raises(CheckpointError, match=f"^{key}=7 "):
-            refuse_changes(BASE, BASE | {key: 7}, keys=without)
+            refuse_changes(BASE, BASE | {key: 7}, keys=without, checkpoint="")
     assert [name for name in KEYS if KEYS[name] != swapped[name]] == ["log_period", "adam_b1"]
 
 
 @pytest.mark.parametrize(
     "key",
-    ["num_diloco_replicas", "learning_rate", "diloco_outer_lr", "steps", "checkpoint_period"],
-)
-def test_replicas_learning_rates_steps_and_cadence_may_change(key):
+    ["num_diloco_replicas", "learning_rate", "diloco_outer_lr", "steps", "checkpoint_period",
+     "diloco_sync_period", "enable_streaming_diloco", "num_diloco_fragments",
+     "num_nonlayer_fragments", "use_sequential_layers", "num_communication_overlapping_steps",
+     "communication_overlapping_alpha", "diloco_outer_overlap", "diloco_exchange_dtype",
+     "dataset_path"],
+)  # fmt: skip
+def test_replicas_learning_rates_steps_cadence_and_exchange_may_change(key):
     assert refuse(**{key: 12345}) is None
 
 
 @pytest.mark.parametrize(
     "key",
     [
-        "diloco_sync_period",
-        "num_diloco_fragments",
-        "num_communication_overlapping_steps",
-        "communication_overlapping_alpha",
-        "diloco_exchange_dtype",
         "diloco_outer_momentum",
+        "diloco_outer_optimizer",
         "base_emb_dim",
         "adam_b2",
-        "dataset_path",
         "data_shuffle_seed",
         "max_target_length",
         "enable_diloco",
@@ -72,20 +77,24 @@ def test_a_key_that_alters_the_result_is_refused_with_both_values_and_the_way_ou
     with pytest.raises(CheckpointError) as error:
         refuse(**{key: 12345})
     assert str(error.value).startswith(f"{key}=12345 (the checkpoint has {old}): ")
-    assert "Set it back, or set another run_name" in str(error.value)
+    way_out = "Set it back, or set another run_name to start anew"
+    weights = "" if key == "base_emb_dim" else (
+        ", with load_parameters_path=runs/a/checkpoints/5 from its weights"
+    )
+    assert str(error.value).endswith(f"{way_out}{weights}.")
 
 
 def test_all_changed_keys_are_named_in_one_line():
-    with pytest.raises(CheckpointError, match=r"adam_b1=.*diloco_sync_period=.*Set them back") as e:
-        refuse(adam_b1=0.5, diloco_sync_period=7)
+    with pytest.raises(CheckpointError, match=r"adam_b1=.*adam_b2=.*Set them back") as e:
+        refuse(adam_b1=0.5, adam_b2=0.7)
     assert "\n" not in str(e.value)
 
 
 def test_a_key_younger_than_the_checkpoint_had_its_default():
     saved = {key: value for key, value in BASE.items() if key != "adam_b1"}
-    refuse_changes(saved, BASE, keys=KEYS)
+    refuse_changes(saved, BASE, keys=KEYS, checkpoint="")
     with pytest.raises(CheckpointError, match=r"adam_b1=0.5 \(the checkpoint has 0.9\)"):
-        refuse_changes(saved, BASE | {"adam_b1": 0.5}, keys=KEYS)
+        refuse_changes(saved, BASE | {"adam_b1": 0.5}, keys=KEYS, checkpoint="")
 
 
 def test_a_key_that_is_gone_counts_as_changed():
@@ -101,11 +110,13 @@ def test_the_batch_of_a_replica_is_compared_not_the_keys_it_comes_from():
     saved = BASE | {"sequences_per_replica": 8}
     # Twice the devices, half the sequences on each: the same 8.
     halved = {"per_device_batch_size": 2, "ici_fsdp_parallelism": 4, "sequences_per_replica": 8}
-    refuse_changes(saved, BASE | halved, keys=KEYS)
+    refuse_changes(saved, BASE | halved, keys=KEYS, checkpoint="")
     with pytest.raises(
         CheckpointError, match=r"sequences_per_replica=16 .*has 8.*is per_device_batch_size \*"
     ):
-        refuse_changes(saved, BASE | {"sequences_per_replica": 16}, keys=KEYS)
+        refuse_changes(
+            saved, BASE | {"sequences_per_replica": 16}, keys=KEYS, checkpoint=""
+        )
 
 
 def test_the_keys_that_shape_the_parameters_are_marked():
@@ -126,3 +137,14 @@ def test_the_remedy_for_other_shapes_names_the_model_keys_that_differ():
 
 def test_the_remedy_when_no_model_key_differs():
     assert "another program" in model_remedy(BASE, keys=KEYS)({"config": BASE})
+
+
+def test_lines_name_every_key_that_differs_with_both_values_and_those_beside_the_training_apart():
+    new = BASE | dict(learning_rate=1e-4, log_period=5, run_name="b", mlp_activations=("gelu",))
+    lines = [line.replace(KEEP, " ") for line in change_lines(BASE, new, keys=KEYS)]
+    assert lines == [
+        'changed since the checkpoint: learning_rate 0.0004 -> 0.0001, mlp_activations ["silu", '
+        '"linear"] -> ["gelu"]',
+        "changed beside the training: log_period 10 -> 5, run_name empty -> b",
+    ]
+    assert change_lines(BASE, dict(BASE), keys=KEYS) == []

@@ -123,7 +123,7 @@ def test_parameters_of_another_shape_are_refused_with_the_key_to_set(capfd, fini
     "keys, named",
     [
         (dict(base_mlp_dim=48), "base_mlp_dim=48 (the checkpoint has 32)"),
-        (dict(diloco_sync_period=5), "diloco_sync_period=5 (the checkpoint has 4)"),
+        (dict(adam_b2=0.5), "adam_b2=0.5 (the checkpoint has 0.99)"),
         (
             dict(per_device_batch_size=3),
             "sequences_per_replica=3 (the checkpoint has 2): a resumed run must compute what the "
@@ -170,3 +170,18 @@ def test_changed_text_in_its_place_is_refused_on_resume(capfd, text_run, tmp_pat
     assert code == 2
     assert f"dataset_path={text}: the text is not that of the checkpoint of step 4" in line
     assert "Restore the text, or start a new run with load_parameters_path" in line
+
+
+@pytest.mark.parametrize("key", ["load_parameters_path", "load_full_state_path"])
+def test_a_path_to_start_from_without_a_checkpoint_is_refused_before_the_folder_is_made(
+    capfd, tmp_path, key
+):
+    code, line = refused(capfd, tmp_path, "new", **{key: tmp_path / "absent"})
+    assert code == 2
+    assert line.startswith(f"CheckpointError: {key}={tmp_path}/absent holds no checkpoint: give")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_run_that_resumes_does_not_ask_for_the_path_it_has_started_from(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "finished")
+    assert tools.run(tmp_path, "finished", load_parameters_path=tmp_path / "absent") == 0

@@ -113,12 +113,14 @@ def test_what_was_in_flight_is_dropped_with_another_M_and_the_run_says_so(
     assert "dropped:" not in capfd.readouterr().out
     four = keys | dict(num_diloco_replicas=4)
     assert tools.run(tmp_path, "run", **four, steps=9) == 0
-    dropped = "dropped: what was in flight of fragments 1 (sent after step 8), since"
-    assert dropped in capfd.readouterr().out
+    out = capfd.readouterr().out
+    assert "changed since the checkpoint: num_diloco_replicas -1 -> 4, steps 8 -> 9\n" in out
+    assert "\nreplicas 2 -> 4: replica r goes on from what was replica r mod 2.\n" in out
+    assert "\ndropped: fragments in flight, 1 (sent after step 8). theta" in out
     assert tools.run(tmp_path, "run", **four, steps=12) == 0
     out = capfd.readouterr().out
     assert "dropped:" not in out
-    assert "step 10 is 0.00125 in place of 0.0005." in out
+    assert "step 10 has a rate of 0.00125, not 0.0005;" in out
     assert "age of each fragment of theta [steps]: 6, 10, 2" in out
 
     theta = {

@@ -1,25 +1,49 @@
-"""What a resumed run says of what it does otherwise."""
+"""What a resumed run says of its learning rate, and how it reads older checkpoints."""
 
 import pytest
+from etils import epath
 
+from maxdiloco.checkpoint.read import Restored
+from maxdiloco.engine.trainer import ExchangeSettings
 from maxdiloco.flags import config
-from maxdiloco.trainer.start import stretched_lines
+from maxdiloco.trainer.resumed import layout, rate_lines
+
+BEFORE = config.from_dict({"learning_rate": 1.0})
+
+
+def lines(before, **keys):
+    cfg = config.from_dict({"learning_rate": 1.0} | keys)
+    return rate_lines(cfg, BEFORE, before=before, t=4, total_steps=8)
 
 
 def test_a_line_tells_when_more_steps_stretch_the_learning_rate():
     """At step 4 of 4 the cosine has reached 0.05 of the peak. In 8 steps with none of warmup (0.05
     of 8 rounds to 0), step 5 is at 5/8: 0.05 + 0.475 (1 + cos(5 pi / 8)) = 0.343.
     """
-    cfg = config.from_dict({"learning_rate": 1.0})
-    (line,) = stretched_lines(cfg, 4, 4, total_steps=8)
-    assert line == (
-        "learning_rate_schedule_steps=-1: the schedule was 4 steps long and now is 8, so the "
-        "learning rate of step 5 is 0.343 in place of 0.05. Set learning_rate_schedule_steps=4 to "
-        "keep the schedule."
-    )
+    assert lines(4) == [
+        "the learning rate's schedule is 8 steps long, not 4: step 5 has a rate of 0.343, not "
+        "0.05; learning_rate_schedule_steps=4 keeps it."
+    ]
 
 
-@pytest.mark.parametrize(("given", "before"), [(-1, 8), (8, 4)])
+def test_a_line_tells_when_another_key_changes_the_learning_rate():
+    assert lines(8, learning_rate=0.1) == [
+        "the learning rate's schedule has changed: step 5 has a rate of 0.0343, not 0.343."
+    ]
+
+
+@pytest.mark.parametrize(("given", "before"), [(-1, 8), (4, 4)])
 def test_no_line_when_the_length_is_as_before_or_given(given, before):
-    cfg = config.from_dict({"learning_rate_schedule_steps": given})
-    assert stretched_lines(cfg, before, 4, total_steps=8) == []
+    assert lines(before, learning_rate_schedule_steps=given) == []
+
+
+def test_a_checkpoint_without_its_exchange_settings_has_them_in_its_config():
+    cfg = config.from_dict(
+        dict(diloco_sync_period=6, enable_streaming_diloco=True, num_diloco_fragments=3,
+             num_communication_overlapping_steps=2, diloco_exchange_dtype="int8")
+    )  # fmt: skip
+    meta = dict(num_replicas=2, mesh={}, dropped_until=4, config=cfg.as_dict())
+    found = layout(cfg, Restored(5, {}, meta, epath.Path("a")))
+    settings = ExchangeSettings.from_dict(found.exchange)
+    assert settings == ExchangeSettings(6, 2, (0, 2, 4), "none", "int8", 1, False)
+    assert (found.dropped_until, found.schedule_since) == (4, 0)

@@ -1,0 +1,34 @@
+"""Checks of the arguments of class DiLoCo, before anything is compiled."""
+
+from collections.abc import Sequence
+
+from jax.sharding import Mesh
+
+from maxdiloco.engine.exchanges import CARRIERS
+
+
+def check_offsets(num_fragments: int, offsets: Sequence[int]) -> None:
+    """Raise ValueError unless there is an offset for each fragment."""
+    if len(offsets) != num_fragments:
+        raise ValueError(
+            f"offsets={tuple(offsets)} must be {num_fragments} integers, one for each of "
+            f"num_fragments={num_fragments}. Give as many, or leave offsets out."
+        )
+
+
+def check(alpha: float, outer_memory: str, exchange_carrier: str, mesh: Mesh) -> None:
+    """Raise ValueError for a value outside the contract."""
+    if "diloco" not in mesh.axis_names:
+        raise ValueError(
+            f"mesh axes {mesh.axis_names} lack 'diloco', the axis of the replicas. Add it, "
+            f"with size 1 if all replicas share the devices."
+        )
+    if not 0.0 <= alpha <= 1.0:
+        raise ValueError(
+            f"alpha={alpha} must be in [0, 1]: it is the weight of a replica's own values. Use 0 "
+            f"to take the outer ones."
+        )
+    if outer_memory not in ("device", "pinned_host"):
+        raise ValueError(f"outer_memory={outer_memory!r} is not known. Use device or pinned_host.")
+    if exchange_carrier not in CARRIERS:
+        raise ValueError(f"exchange_carrier={exchange_carrier!r} is unknown. Use program or host.")
