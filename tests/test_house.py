@@ -18,14 +18,12 @@ FLOORS = (
     "flags data processes",
     "parallel storage",
     "models exchange preparation",
-    "engine",
-    "checkpoint",
-    "metrics",
+    "engine", "checkpoint", "metrics",
     "trainer aot page", "planning",
 )  # fmt: skip
 PROGRAMS = set(
-    "maxdiloco __main__ train train_compile plan generate evaluate prepare tokenizer report "
-    "command_line".split()
+    "maxdiloco __main__ command_line evaluate generate plan prepare report tokenizer train "
+    "train_compile".split()
 )
 
 # Importer, and what it must not import although the floors would allow it.

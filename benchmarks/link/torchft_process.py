@@ -40,33 +40,53 @@ def main() -> None:
 def decoder(spec: dict, *, tied: bool = True, qk_norm: bool = True, gated: bool = True):
     """The model. tied: the embedding is the head too; qk_norm: queries and keys are normalised.
 
-    gated: a feed-forward with silu gates; else one with gelu.
-
-    `ends` is what belongs to no layer, `layers` the rest.
+    gated: a feed-forward with silu gates; else one with gelu. `ends` is what belongs to no layer,
+    `layers` the rest.
     """
     import torch
     from torch import nn
-    from torch.nn import functional
 
-    D, F, V = spec["base_emb_dim"], spec["base_mlp_dim"], spec["vocab_size"]
-    N, K, H = spec["base_num_query_heads"], spec["base_num_kv_heads"], spec["head_dim"]
-    L = spec["base_num_decoder_layers"]
+    D, V, H = spec["base_emb_dim"], spec["vocab_size"], spec["head_dim"]
     pairs = torch.arange(0, H, 2) / H
     angles = torch.arange(spec["max_target_length"])[:, None] / 10_000**pairs
-    sin, cos = angles.sin(), angles.cos()
+    layer = layer_class(spec, qk_norm, gated)
 
-    def norm():
-        return nn.RMSNorm(H) if qk_norm else nn.Identity()
+    class Decoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.ends = nn.ModuleDict({"embedding": nn.Embedding(V, D), "norm": nn.RMSNorm(D)})
+            nn.init.normal_(self.ends["embedding"].weight, std=1 / math.sqrt(D))
+            if not tied:
+                self.ends["head"] = nn.Linear(D, V, bias=False)
+            self.layers = nn.ModuleList(layer() for _ in range(spec["base_num_decoder_layers"]))
+            self.register_buffer("sin", angles.sin(), persistent=False)
+            self.register_buffer("cos", angles.cos(), persistent=False)
 
-    def rotate(x, sin, cos):
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        def forward(self, tokens):
+            x = self.ends["embedding"](tokens) * math.sqrt(D)
+            for layer in self.layers:
+                x = layer(x, self.sin, self.cos)
+            x = self.ends["norm"](x)
+            return x @ self.ends["embedding"].weight.T if tied else self.ends["head"](x)
+
+    return Decoder()
+
+
+def layer_class(spec: dict, qk_norm: bool, gated: bool):
+    """A layer of `decoder`, as a class."""
+    from torch import nn
+    from torch.nn import functional
+
+    D, F, H = spec["base_emb_dim"], spec["base_mlp_dim"], spec["head_dim"]
+    N, K = spec["base_num_query_heads"], spec["base_num_kv_heads"]
 
     class Layer(nn.Module):
         def __init__(self):
             super().__init__()
             self.attention_norm, self.mlp_norm = nn.RMSNorm(D), nn.RMSNorm(D)
-            self.query_norm, self.key_norm = norm(), norm()
+            self.query_norm, self.key_norm = (
+                nn.RMSNorm(H) if qk_norm else nn.Identity() for _ in range(2)
+            )
             self.query = nn.Linear(D, N * H, bias=False)
             self.key, self.value = (nn.Linear(D, K * H, bias=False) for _ in range(2))
             self.out = nn.Linear(N * H, D, bias=False)
@@ -80,7 +100,7 @@ def decoder(spec: dict, *, tied: bool = True, qk_norm: bool = True, gated: bool 
                 product(y).unflatten(-1, (-1, H)).transpose(1, 2)
                 for product in (self.query, self.key, self.value)
             )
-            q, k = rotate(self.query_norm(q), sin, cos), rotate(self.key_norm(k), sin, cos)
+            q, k = rotated(self.query_norm(q), sin, cos), rotated(self.key_norm(k), sin, cos)
             k, v = (part.repeat_interleave(N // K, dim=1) for part in (k, v))
             context = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = x + self.out(context.transpose(1, 2).flatten(2))
@@ -89,25 +109,15 @@ def decoder(spec: dict, *, tied: bool = True, qk_norm: bool = True, gated: bool 
                 return x + self.down(functional.silu(self.gate(y)) * self.up(y))
             return x + self.down(functional.gelu(self.up(y), approximate="tanh"))
 
-    class Decoder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.ends = nn.ModuleDict({"embedding": nn.Embedding(V, D), "norm": nn.RMSNorm(D)})
-            nn.init.normal_(self.ends["embedding"].weight, std=1 / math.sqrt(D))
-            if not tied:
-                self.ends["head"] = nn.Linear(D, V, bias=False)
-            self.layers = nn.ModuleList(Layer() for _ in range(L))
-            self.register_buffer("sin", sin, persistent=False)
-            self.register_buffer("cos", cos, persistent=False)
+    return Layer
 
-        def forward(self, tokens):
-            x = self.ends["embedding"](tokens) * math.sqrt(D)
-            for layer in self.layers:
-                x = layer(x, self.sin, self.cos)
-            x = self.ends["norm"](x)
-            return x @ self.ends["embedding"].weight.T if tied else self.ends["head"](x)
 
-    return Decoder()
+def rotated(x, sin, cos):
+    """Rotary embedding of halves."""
+    import torch
+
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def fragments_of(model, P: int) -> list:
