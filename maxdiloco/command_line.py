@@ -58,6 +58,8 @@ def end_with(main: Program) -> NoReturn:
         with hearing_ctrl_c(quit_now):
             code = main(sys.argv[1:])
     finally:
+        if code == INTERRUPTED:  # it is ending already: another Ctrl-C must not change the code
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         output.finish()
         _leave_threads_behind(code)
     sys.exit(code)

@@ -13,9 +13,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from maxdiloco.command_line import HELP, end_with, guarded
+from maxdiloco.command_line import end_with, guarded
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import base_yml, config
+from maxdiloco.flags import base_yml, config, help
 from maxdiloco.flags.config import ENVIRONMENT_PREFIX, Config
 from maxdiloco.processes.output import one_line, say, say_error
 
@@ -39,8 +39,8 @@ class Options(NamedTuple):
 @guarded
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
-    if any(argument in HELP for argument in argv):
-        say(help_text())
+    if words := help.asked(argv):
+        say(help_text(words[1:]))
         return 0
     options = parse(argv)
     cfg = config.load(options.keys, os.environ)
@@ -56,11 +56,14 @@ def main(argv: Sequence[str]) -> int:
     return _plan(run_tokenizer.resolved(cfg), options, given, link)
 
 
-def help_text() -> str:
-    """What --help prints."""
+def help_text(words: Sequence[str]) -> str:
+    """What --help prints: the plan's own options and the keys, or the keys that words choose."""
+    keys = help.help_text("maxdiloco.plan", words)
+    if words:
+        return keys
     own = "\n".join(f"  {name}=  {meaning}" for name, meaning in MEANING.items())
-    head, keys = base_yml.help_text("maxdiloco.plan").split("\n", 1)
-    return f"{head}\n\nof the plan, beside the keys of a run\n{own}\n{keys}"
+    head, rest = keys.split("\n", 1)
+    return f"{head}\n{rest}\n\nof the plan, beside the keys of a run\n{own}"
 
 
 def parse(argv: Sequence[str]) -> Options:

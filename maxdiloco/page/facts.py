@@ -36,7 +36,7 @@ def summary(runs: Sequence[Run]) -> Rows:
             state(run),
             f"{run.steps_N[-1]:,}",
             str(run.num_replicas),
-            UNKNOWN if run.config is None else timeline.describe(run.config),
+            UNKNOWN if run.keys is None else timeline.describe(run.keys),
             _last(run, "learning/loss"),
             _last(run, "eval/loss"),
             _best(run, "eval/loss"),
@@ -131,13 +131,13 @@ def checkpoints(runs: Sequence[Run]) -> Rows:
 
 def differences(runs: Sequence[Run], defaults: Mapping[str, Any]) -> Rows:
     """The keys of one run that differ from base.yml, or those in which several runs differ."""
-    known = [run for run in runs if run.config is not None]
-    shown = [{name: _text(value) for name, value in run.config.items()} for run in known]
+    known = [run for run in runs if run.keys is not None]
+    shown = [{name: _text(value) for name, value in run.keys.items()} for run in known]
     base = {name: _text(value) for name, value in defaults.items()}
-    names = [*base, *sorted({name for config in shown for name in config} - set(base))]
+    names = [*base, *sorted({name for keys in shown for name in keys} - set(base))]
     rows = []
     for name in names:
-        values = [config.get(name, UNKNOWN) for config in shown]
+        values = [keys.get(name, UNKNOWN) for keys in shown]
         against = base.get(name) if len(runs) == 1 else values[0] if values else None
         if name not in _PLACES and any(value != against for value in values):
             rows.append([name, *values, base.get(name, UNKNOWN)])

@@ -115,7 +115,7 @@ def _timelines(runs: Sequence[Run], drawn: Sequence[timeline.Timeline | str]) ->
 
 
 def _config(runs: Sequence[Run], defaults: Mapping[str, Any]) -> str:
-    if all(run.config is None for run in runs):
+    if all(run.keys is None for run in runs):
         return "<p>The configuration is unknown.</p>"
     same = "Every key has its default." if len(runs) == 1 else "The runs have the same keys."
     return _table(facts.differences(runs, defaults), "", empty=same)

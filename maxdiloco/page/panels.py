@@ -142,9 +142,9 @@ def _sorted_names(left: dict[tuple[int, str], int], pattern: re.Pattern) -> list
 def _outer_rates(runs: Sequence[Run]) -> str:
     """The outer learning rates, which are constant."""
     rates = {
-        f"{run.config['diloco_outer_lr']:g}"
+        f"{run.keys['diloco_outer_lr']:g}"
         for run in runs
-        if run.config is not None and timeline.schedule_of(run.config) is not None
+        if run.keys is not None and timeline.schedule_of(run.keys) is not None
     }
     if not rates:
         return ""

@@ -34,7 +34,7 @@ class Run(NamedTuple):
     """What the page shows of a run.
 
     steps_N: strictly increasing. columns: {metric: float64 [N]}, NaN in rows without it and
-    NOT_FINITE where it was NaN or infinite. config: the value of every key, or None where the run
+    NOT_FINITE where it was NaN or infinite. keys: the value of every key, or None where the run
     does not say. notes: lines for the reader on what is missing.
     """
 
@@ -42,7 +42,7 @@ class Run(NamedTuple):
     folder: epath.Path
     steps_N: np.ndarray
     columns: dict[str, np.ndarray]
-    config: dict[str, Any] | None
+    keys: dict[str, Any] | None
     history: list[dict[str, Any]]
     checkpoints: list[Checkpoint]
     notes: list[str]

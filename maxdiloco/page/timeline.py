@@ -45,12 +45,12 @@ class Timeline(NamedTuple):
 
 def of_run(run: Run) -> Timeline | str:
     """The timeline of a run, or a line that says why there is none."""
-    if run.config is None:
+    if run.keys is None:
         return "no configuration, no timeline"
     mean = run.column("dcn/bytes_sent")
     finite = mean[np.isfinite(mean)]
     mean_bytes = float(finite[-1]) if len(finite) else 0.0
-    schedule = schedule_of(run.config)
+    schedule = schedule_of(run.keys)
     if schedule is None:
         return f"data parallelism: every step sends {amount(mean_bytes)} a slice"
     if schedule.H > MOST_STEPS:

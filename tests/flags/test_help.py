@@ -37,7 +37,9 @@ def test_help_lists_every_key_under_its_group_with_default_and_meaning():
     for name, key in KEYS.items():
         assert found[name][0] == key.group
         assert found[name][1].startswith(f"{base_yml.show(key.default)}  {key.meaning}")
-    assert found["num_communication_overlapping_steps"][1].endswith("(tau). [>= 0; inner steps]")
+    assert found["num_communication_overlapping_steps"][1].endswith(
+        "(tau). [>= 0; inner steps; may change on resume]"
+    )
     assert found["log_period"][1].endswith(" [>= 1; inner steps; may change on resume]")
 
 

@@ -24,8 +24,8 @@ def test_numbers_that_a_key_cannot_have_are_refused(argument, words):
 @pytest.mark.parametrize(
     "name, remedy",
     [
-        ("mu_dtype", "--help lists every key."),
-        ("enable_goodput_recording", "--help lists every key."),
+        ("my_dtype", "--help lists every key."),
+        ("enable_more_recording", "--help lists every key."),
         ("enable_tensorbord", "Did you mean enable_tensorboard? --help lists every key."),
         ("stepz", "Did you mean steps? --help lists every key."),
         ("outer_lr", "Did you mean diloco_outer_lr? --help lists every key."),

@@ -254,8 +254,8 @@ def test_two_processes_wait_for_a_lock_to_go_stale_and_resume(store, tmp_path):
             process.kill()
     assert "resumed after step 2;" in both[0].text()
     names = store.names()
-    files = {"metrics.jsonl", "history.jsonl"}
-    assert {name.split("/")[2] for name in names} == {"checkpoints", *files}
+    files = {"metrics.jsonl", "history.jsonl", "log.txt", "log_1.txt", "config.yml"}
+    assert {name.split("/")[2] for name in names} == {"checkpoints", "environment.json", *files}
     assert {name.split("/")[3] for name in names if "/checkpoints/" in name} == {"4", "6"}
     assert any("/checkpoints/6/params/ocdbt.process_1/" in name for name in names)
     rows = run_folder("a").joinpath("metrics.jsonl").read_text().splitlines()

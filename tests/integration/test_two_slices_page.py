@@ -66,7 +66,7 @@ def in_a_shell(line, folder, environ):
     if line.startswith("export "):
         environ |= dict(word.split("=", 1) for word in shlex.split(line)[1:])
         return ""
-    words = " ".join(map(with_steps, line.split(" ")))
+    words = line if "DRY_RUN" in line else " ".join(map(with_steps, line.split(" ")))
     words = words.replace("scripts/", f"{ROOT}/scripts/")
     done = subprocess.run(
         ["bash", "-c", words], cwd=folder, env=environ, text=True, capture_output=True, timeout=500

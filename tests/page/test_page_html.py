@@ -125,5 +125,5 @@ def test_runs_of_one_row_and_without_diloco_have_a_page(defaults):
     run = run_of(defaults, rows=1, columns={"learning/loss": np.ones(1)}, enable_diloco=False)
     page = html.page([run], defaults)
     assert "data parallelism: every step sends 0 B a slice" in page
-    unknown = run_of(defaults)._replace(config=None)
+    unknown = run_of(defaults)._replace(keys=None)
     assert "The configuration is unknown." in html.page([unknown], defaults)

@@ -58,14 +58,14 @@ def test_a_run_is_found_by_name_folder_and_checkpoint(tmp_path):
 
 def test_the_config_is_that_of_config_yml_and_younger_keys_have_their_defaults(tmp_path):
     (run,) = load(synthetic_runs.write(tmp_path / "a"))
-    assert run.config["diloco_sync_period"] == 20
-    assert run.config["enable_streaming_diloco"] is True
-    assert run.config["enable_diloco"] is True  # not in the file
+    assert run.keys["diloco_sync_period"] == 20
+    assert run.keys["enable_streaming_diloco"] is True
+    assert run.keys["enable_diloco"] is True  # not in the file
 
 
 def test_a_run_without_config_and_checkpoint_says_so(tmp_path):
     (run,) = load(synthetic_runs.write(tmp_path / "a", config=None))
-    assert run.config is None
+    assert run.keys is None
     assert "neither a config.yml nor a checkpoint" in run.notes[0]
 
 
