@@ -18,7 +18,7 @@ FIRST = 65  # byte of window 0: what is read as text has no control characters
 
 @pytest.fixture
 def text(settings, folder):
-    """Opens 30 windows of 4 tokens: window i is S and 3 times FIRST + i; `seed` None: file order."""
+    """Opens 30 windows of 4 tokens: window i is S, 3 times FIRST + i; `seed` None is file order."""
 
     def make(split="train", **changed):
         root = folder({f"{number:02}.txt": bytes([FIRST + number] * 3) for number in range(30)})
