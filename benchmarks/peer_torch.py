@@ -31,9 +31,11 @@ from benchmarks.link.torchft_rows import environment
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
+from maxdiloco.metrics.speed import performance
 from maxdiloco.models.transformer import count_parameters
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes.output import aligned
+from maxdiloco.trainer import assemble
 
 OWN = {
     "python": "",  # of an environment with torch; empty: one is made in `out`
@@ -254,6 +256,8 @@ def report(
     add("CPU time of a step, median [s]", lambda name: f"{median(cpus[name]):.3f}")
     add("tokens/s", lambda name: f"{tokens / median(walls[name]):,.0f}")
     add("start to end of first step [s]", lambda name: f"{starts.get(name, math.nan):.1f}")
+    if share := peak_share(cfg, ours, median(walls["maxdiloco"])):
+        rows.append(("part of the device's peak", share, ""))
     lines = [
         f"{cfg.model_name}, {ready['parameters']:,} parameters, {tokens:,} tokens a step, "
         f"{cfg.dtype}, {cfg.hardware}; torch {ready['torch']}, {ready['threads']} threads",
@@ -263,6 +267,19 @@ def report(
         f"{median(cpus['maxdiloco']) / median(cpus['torch']):.3f}",
     ]
     return "\n".join(lines)
+
+
+def peak_share(cfg: Config, ours: step_time.Case, seconds: float) -> str:
+    """Our model FLOPs as a part of the device's peak; empty where that is not known."""
+    parts = ours.parts
+    speed = performance(
+        step_time=seconds,
+        tokens_per_step=parts.shape.tokens,
+        flops_per_token=assemble.flops_per_token(cfg, parts.params),
+        num_devices=1,
+        device_kind=parts.mesh.devices.flat[0].device_kind,
+    )
+    return f"{speed['perf/mfu']:.3f}" if "perf/mfu" in speed else ""
 
 
 def quartiles(walls: dict[str, list[float]]) -> list[float]:

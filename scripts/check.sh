@@ -11,6 +11,6 @@ if ! "$python" -m ruff --version >/dev/null 2>&1; then
   exit 2
 fi
 "$python" -m ruff check .
-"${MAXDILOCO_VENV:-.venv}/bin/shellcheck" -x scripts/*.sh scripts/launch/*.sh \
+"${MAXDILOCO_VENV:-.venv}/bin/shellcheck" -x scripts/*.sh benchmarks/*.sh scripts/launch/*.sh \
   scripts/launch/train.sbatch .ci/run
 "$python" -m pytest -q tests/test_house.py tests/test_house_trainers.py

@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# What a machine with a GPU can show in under ten minutes: each part says what to expect, then what
+# was seen. Logs go into $OUT; a part that fails or runs out of time does not keep the others away.
+#   usage: bash benchmarks/gpu_check.sh [part ...]
+#   parts: torch_180m torch_1b replicas_180m (all of them)
+#   PYTHON: with jax and its GPU plugin, and torch (python3); HARDWARE: gpu, or cpu to try the script
+#   OUT: folder for logs and compile caches (runs/gpu_check); KEYS: further keys of the trainer
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+python=${PYTHON:-python3}
+hardware=${HARDWARE:-gpu}
+out=${OUT:-runs/gpu_check}
+read -ra keys <<<"${KEYS:-}"
+parts=("$@")
+if ((${#parts[@]} == 0)); then parts=(torch_180m torch_1b replicas_180m); fi
+mkdir -p "$out"
+export PYTHONPATH=$PWD
+failed=()
+
+part() { # name, seconds, what to expect, then the command
+  local name=$1 limit=$2 expect=$3 began=$SECONDS code
+  shift 3
+  printf '== %s, at most %s s\nexpect: %s\n' "$name" "$limit" "$expect"
+  timeout "$limit" "$@" "${keys[@]}" 2>"$out/$name.err" | tee "$out/$name.log"
+  code=${PIPESTATUS[0]}
+  if ((code != 0)); then
+    tail -n 4 "$out/$name.err"
+    failed+=("$name ($code)")
+  fi
+  printf 'took %s s\n\n' "$((SECONDS - began))"
+}
+
+beside_torch() { # model, sequences
+  "$python" benchmarks/peer_torch.py hardware="$hardware" model_name="$1" max_target_length=2048 \
+    per_device_batch_size="$2" steps=20 start=false pause_s=0 python="$(command -v "$python")" \
+    out="$out/peer_torch" "${@:3}"
+}
+export -f beside_torch
+export python hardware out
+
+for name in "${parts[@]}"; do
+  case $name in
+    torch_180m)
+      part "$name" 150 "tokens/s at least 1.1 times torch's" bash -c 'beside_torch 180m 8 "$@"' _ ;;
+    torch_1b)
+      part "$name" 240 "tokens/s at least 1.1 times torch's; half of the GPU's peak" \
+        bash -c 'beside_torch 1b 4 "$@"' _ ;;
+    replicas_180m)
+      part "$name" 200 "4 replicas at 0.95 of data parallelism's tokens/s or more" \
+        "$python" benchmarks/replica_cost.py hardware="$hardware" out="$out/replica_cost" ;;
+    *)
+      printf 'gpu_check: %s is no part. Use torch_180m, torch_1b or replicas_180m.\n' "$name" >&2
+      exit 2 ;;
+  esac
+done
+if ((${#failed[@]})); then
+  printf 'failed: %s; logs in %s\n' "${failed[*]}" "$out" >&2
+  exit 1
+fi

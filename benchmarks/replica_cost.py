@@ -1,0 +1,122 @@
+"""What M replicas on one device cost beside data parallelism: the same tokens a step, in turns.
+
+    PYTHONPATH=. python benchmarks/replica_cost.py [replicas=4] [turns=2] [key=value ...]
+
+Runs of maxdiloco.train, one after the other: data parallelism, and streaming DiLoCo of M replicas
+whose batches together are as large. Tokens a second are those of whole periods, exchanges and logs
+included, after the first. Other keys are the trainer's; steps counts periods of H.
+"""
+
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from benchmarks.link.command import guarded
+from benchmarks.link.rows import ROOT, RowError
+from maxdiloco.errors import ConfigError
+from maxdiloco.flags import config
+
+OWN = {"replicas": "4", "turns": "2", "out": "runs/replica_cost"}
+DEFAULTS = {
+    "hardware": "gpu",
+    "model_name": "180m",
+    "max_target_length": "2048",
+    "per_device_batch_size": "8",
+    "dtype": "bfloat16",
+    "dataset_type": "synthetic",
+    "diloco_sync_period": "30",
+    "steps": "3",  # periods
+}
+FIXED = {"enable_checkpointing": "false", "enable_tensorboard": "false"}
+STREAMING = {
+    "enable_streaming_diloco": "true",
+    "num_diloco_fragments": "5",
+    "num_communication_overlapping_steps": "1",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark; returns its exit code."""
+    return guarded(_main, argv)
+
+
+def _main(argv: Sequence[str]) -> int:
+    if any(argument in ("-h", "--help") for argument in argv):
+        print(__doc__, *(f"  {name}={value}" for name, value in (OWN | DEFAULTS).items()), sep="\n")
+        return 0
+    own, cases = arguments(argv)
+    out = pathlib.Path(own["out"]).resolve()
+    speeds: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(int(own["turns"])):
+        for name in list(cases)[:: 1 if turn % 2 else -1]:
+            speeds[name].append(measure(cases[name], out, f"{name}-{turn}-{os.getpid()}"))
+            print(f"{name}: {speeds[name][-1]:,.0f} tokens/s", flush=True)
+    print(report(speeds))
+    return 0
+
+
+def arguments(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+    """Own arguments, and the trainer's keys of both cases. Raises ConfigError."""
+    given = dict(argument.partition("=")[::2] for argument in argv)
+    own = OWN | {name: value for name, value in given.items() if name in OWN}
+    for name in ("replicas", "turns"):
+        if not own[name].isdecimal() or int(own[name]) < 1:
+            raise ConfigError(f"{name}={own[name]} is no whole number of 1 or more. Use {name}=2.")
+    keys = DEFAULTS | {name: value for name, value in given.items() if name not in OWN} | FIXED
+    # What the command line says of the exchange is for the replicas alone.
+    streaming = STREAMING | {name: keys.pop(name) for name in STREAMING if name in keys}
+    cfg = config.load([f"{name}={value}" for name, value in keys.items()], {})
+    each, rest = divmod(cfg.per_device_batch_size, int(own["replicas"]))
+    if rest:
+        raise ConfigError(
+            f"per_device_batch_size={cfg.per_device_batch_size} is no multiple of "
+            f"replicas={own['replicas']}: the replicas share a batch. Use "
+            f"per_device_batch_size={(each + 1) * int(own['replicas'])}."
+        )
+    H = cfg.diloco_sync_period
+    keys |= {"steps": str(cfg.steps * H), "log_period": str(H)}
+    replicas = {"num_diloco_replicas": own["replicas"], "per_device_batch_size": str(each)}
+    cases = {
+        "data parallel": keys | {"enable_diloco": "false"},
+        f"streaming, {own['replicas']} replicas": keys | streaming | replicas,
+    }
+    for case in cases.values():
+        config.load([f"{name}={value}" for name, value in case.items()], {})
+    return own, cases
+
+
+def measure(keys: Mapping[str, str], out: pathlib.Path, name: str) -> float:
+    """Tokens a second of a run, over its periods after the first. Raises RowError."""
+    run = name.replace(" ", "_").replace(",", "")
+    arguments = [f"{key}={value}" for key, value in keys.items()]
+    done = subprocess.run(
+        [sys.executable, "-m", "maxdiloco.train", *arguments, f"run_name={run}",
+         f"base_output_directory={out}", f"jax_cache_dir={out}/jax_cache"],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    if done.returncode:
+        tail = "\n  ".join((done.stdout + done.stderr).splitlines()[-6:])
+        raise RowError(f"{name}: exit code {done.returncode}. End of its output:\n  {tail}")
+    lines = (out / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return tokens_per_second([json.loads(line) for line in lines])
+
+
+def tokens_per_second(rows: Sequence[Mapping[str, float]]) -> float:
+    """The harmonic mean over the rows, of equal tokens, after the first. Raises RowError."""
+    if len(rows) < 2:
+        raise RowError("one period was logged, and the first does not count. Use steps=2 or more.")
+    return statistics.harmonic_mean([row["perf/tokens_per_second"] for row in rows[1:]])
+
+
+def report(speeds: Mapping[str, Sequence[float]]) -> str:
+    """The ratio of the medians."""
+    base, replicas = (statistics.median(found) for found in speeds.values())
+    return f"{list(speeds)[1]} / data parallel: tokens/s {replicas / base:.3f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
