@@ -30,5 +30,5 @@ def test_hardware_that_is_not_there_is_refused_with_2_and_the_remedy(tmp_path, h
     assert "Traceback" not in done.stderr
     line = done.stderr.strip().splitlines()[-1]
     assert line.startswith(f"ConfigError: hardware={hardware} ")
-    assert line.endswith("in a checkout), or set hardware=cpu.")
+    assert line.endswith(", or set hardware=cpu.")
     assert not (tmp_path / "runs").exists()
