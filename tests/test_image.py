@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 ROOT = pathlib.Path(__file__).parent.parent
-INDEXED = {"xpk", "jax"}  # packages of an index that a document may name; the project is none
+# Packages of an index that a document may name; the project is none of them.
+INDEXED = {"xpk", "jax", "wandb"}
 
 
 def instructions(text):
