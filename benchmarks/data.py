@@ -42,6 +42,8 @@ def main(argv: list[str]) -> int:
         return 0
     given = dict(argument.split("=", 1) for argument in argv)
     options = Options(**{k: v if k == "out" else int(v) for k, v in given.items()})
+    if options.out:
+        os.makedirs(options.out, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.out or None) as folder:
         return _run(options, folder)
 
