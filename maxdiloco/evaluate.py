@@ -75,11 +75,11 @@ def _run(folder, parameters: str, keys: list[str]) -> int:
 
     from maxdiloco.checkpoint import find
     from maxdiloco.parallel import job
-    from maxdiloco.trainer import compiled_file, eval_stored
+    from maxdiloco.trainer import compiled_file, eval_stored, saved_programs
 
     # The mesh has to be known before JAX's backends start; the checkpoint itself is read after.
     cfg = eval_stored.configure(find.newest_meta(folder, key="RUN"), keys, os.environ)
-    with job.joined(cfg):
+    with job.joined(cfg), saved_programs.compile_cache(cfg):
         primary = jax.process_index() == 0
 
         def say_once(line: str) -> None:

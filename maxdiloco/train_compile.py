@@ -42,6 +42,8 @@ def _compile(cfg: Config) -> int:
     for line in config.describe_differences(cfg):
         _say(line)
     mesh, chip = _devices(cfg)
+    if cfg.compiled_trainstep_file:
+        compiled_file.check_order(cfg.compiled_trainstep_file, cfg, mesh)
     _say(mesh_lib.describe(mesh, cfg))
     fresh = compiled_file.compiled_here() if cfg.compiled_trainstep_file else nullcontext()
     with fresh:

@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import jax
-
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes import distributed
 
@@ -18,8 +16,6 @@ def joined(cfg: Any) -> Iterator[None]:
     cfg: a Config. Raises ConfigError for devices that are not there, LostPeerError.
     """
     mesh_lib.choose_platform(cfg)
-    if cfg.jax_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
     with distributed.processes(
         os.environ,
         timeout_s=cfg.jax_distributed_initialization_timeout,

@@ -30,6 +30,7 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.flags.config import Config
 from maxdiloco.parallel import chips
 from maxdiloco.storage.run_folder import is_local, reason
+from maxdiloco.trainer import saved_programs
 
 FORMAT = 3
 REMEDY = "Compile it again with maxdiloco.train_compile, or leave the file out."
@@ -131,12 +132,21 @@ def _writing(key: str, path: str) -> Iterator[epath.Path]:
         ) from None
 
 
-def check(path: str, mesh: Mesh) -> list[str]:
+def check_order(path: str, cfg: Config, mesh: Mesh) -> None:
+    """Refuse devices that cannot run a saved program of the step. Raises ConfigError."""
+    if not saved_programs.keep_their_order(cfg, mesh):
+        raise ConfigError(
+            f"compiled_trainstep_file={path}: {saved_programs.LOSES_ORDER}. Leave the file out."
+        )
+
+
+def check(path: str, cfg: Config, mesh: Mesh) -> list[str]:
     """Refuse early a file that cannot be read or was made with other versions or devices.
 
     Returns a line for each of the compiler's flags that were others: those of the file count.
     Raises ConfigError, with the difference named.
     """
+    check_order(path, cfg, mesh)
     with _opened(path) as archive:
         stored = _manifest(path, archive)
     here = _made_for(mesh)

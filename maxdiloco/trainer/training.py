@@ -42,6 +42,7 @@ from maxdiloco.trainer import (
     run_data,
     run_files,
     run_tokenizer,
+    saved_programs,
     start,
 )
 from maxdiloco.trainer.assemble import BatchShape, Parts
@@ -58,7 +59,7 @@ def run(cfg: Config, begun: float, notes: Sequence[str] = ()) -> int:
     """
     if cfg.enable_wandb:
         wandb_run.require()
-    with job.joined(cfg):
+    with job.joined(cfg), saved_programs.compile_cache(cfg):
         return train(cfg, begun, notes)
 
 
@@ -186,10 +187,11 @@ def _settings(cfg: Config, mesh: jax.sharding.Mesh) -> list[str]:
     """Lines on the keys that are set, those that are seldom meant, and the mesh."""
     path = cfg.compiled_trainstep_file
     return [
-        *(compiled_file.check(path, mesh) if path else ()),
+        *(compiled_file.check(path, cfg, mesh) if path else ()),
         *config.describe_differences(cfg),
         *config.warnings(cfg),
         *warnings.short_run(cfg),
+        *saved_programs.note(cfg, mesh),
         mesh_lib.describe(mesh, cfg),
     ]
 

@@ -105,9 +105,9 @@ def test_a_program_of_another_text_is_refused_by_name(
 
 def test_other_flags_of_the_compiler_are_told(file, monkeypatch):
     """The control is above: with the same flags no note is printed."""
-    mesh = mesh_lib.build(config.load(arguments(file.parent), {}))
+    cfg = config.load(arguments(file.parent), {})
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_a=1")
-    assert compiled_file.check(str(file), mesh) == [
+    assert compiled_file.check(str(file), cfg, mesh_lib.build(cfg)) == [
         f'note: {file} was compiled under LIBTPU_INIT_ARGS="", here --xla_a=1: its programs keep '
         f"theirs."
     ]

@@ -75,7 +75,7 @@ def in_a_shell(line, folder, environ):
     return done.stdout
 
 
-@pytest.mark.slow  # without the fixture `programs`: see jax_cache_dir in base.yml
+@pytest.mark.slow
 def test_each_command_that_can_run_here_does_what_the_page_says(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("M_")}
