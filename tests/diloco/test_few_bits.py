@@ -41,6 +41,12 @@ def test_int2_array_by_hand():
     assert round_trip("int2", x).tolist() == [1, -1, 3, -3, 1]
 
 
+def test_int2_sends_a_block_as_zeros_where_half_a_step_would_be_denormal():
+    """s = 5/4 * 2^-126 is below 2^-125. Control: of twice as much s/2 arrives."""
+    assert round_trip("int2", np.float32([2.0**-126])).tolist() == [0]
+    assert round_trip("int2", np.float32([2.0**-125])).tolist() == [1.25 * 2.0**-126]
+
+
 def test_topk_array_by_hand():
     """Of 12 values the eight largest: 2 at place 11, 1 or -1 at 0..6; 1 at 7..10 is not sent.
 

@@ -160,18 +160,20 @@ def test_rda_keeps_the_norm_of_orthogonal_terms_where_a_mean_loses_the_root_of_m
 
 
 @pytest.mark.parametrize(
-    "pair, expected",
+    "terms, expected",
     [
         ([[0.0, 0.0], [0.0, 0.0]], [0.0, 0.0]),  # nothing moved
         ([[1.0, 0.0], [-1.0, 0.0]], [0.0, 0.0]),  # no direction
         ([[2.0, 0.0], [-1.0, 0.0]], [0.5, 0.0]),  # no direction: the mean
         ([[0.0, 0.0], [4.0, 0.0]], [2.0, 0.0]),  # of the one that moved, half its norm
+        # Mean norm 8/3 along (1, 1) / sqrt(2); the one that did not move has no direction.
+        ([[0.0, 0.0], [4.0, 0.0], [0.0, 4.0]], [32**0.5 / 3] * 2),
         ([[3e30, 0.0], [0.0, 1e30]], [1.5e30, 0.5e30]),  # a norm above float32: the mean
         ([[3e-30, 0.0], [0.0, 1e-30]], [1.5e-30, 0.5e-30]),  # below it, too
     ],
 )
-def test_rda_without_a_norm_or_a_direction(pair, expected):
-    np.testing.assert_allclose(rda(jnp.array(pair)[:, None])[0], expected, rtol=1e-6)
+def test_rda_without_a_norm_or_a_direction(terms, expected):
+    np.testing.assert_allclose(rda(jnp.array(terms)[:, None])[0], expected, rtol=1e-6)
 
 
 def test_nesterov_by_hand():

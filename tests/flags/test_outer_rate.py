@@ -18,6 +18,8 @@ def loaded(*argv):
         ("diloco_sync_period=30", 0.4, 0.9),
         ("diloco_sync_period=20", 0.4, 0.9),  # 20 / 10 > 30 / 20
         ("diloco_sync_period=17", 0.2, 0.9),  # 17 / 10 < 30 / 17
+        ("diloco_sync_period=54", 0.4, 0.9),  # 54 / 30 < 100 / 54
+        ("diloco_sync_period=55", 0.7, 0.9),  # 55 / 30 > 100 / 55
         ("diloco_sync_period=1", 0.2, 0.9),
         ("diloco_sync_period=500", 0.7, 0.9),
         ("diloco_sync_period=30 diloco_outer_overlap=delayed", 0.1, 0.9),
