@@ -79,6 +79,7 @@ def export_model(folder: epath.Path, target: pathlib.Path, options: Options, say
     there = [path for path in plan.leaves if not (model.untied and path == HEAD)]
     readers = _readers(found, options.parameters, there)
     dtypes = {path: _DTYPES.get(options.dtype, readers[0].dtype(path)) for path in there}
+    dtypes |= {part.leaf: _DTYPES["float32"] for part in plan.parts if part.tensor.float32}
     dtypes.setdefault(HEAD, dtypes[EMBEDDING])
     with folders.appearing(target) as there:
         place = pathlib.Path(there)
@@ -126,7 +127,7 @@ def _model(cfg: Config, found: Restored, like: str, say: Say) -> _Model:
     say(f"config.json, generation_config.json and the tokenizer are those of {carried}")
     if rows < cfg.vocab_size:
         say(f"the last {cfg.vocab_size - rows} of {cfg.vocab_size} rows for tokens are left out")
-    return _Model(there.family, there.text, carried, cfg, rows)
+    return _Model(there.family, there.text | there.family.of_exports, carried, cfg, rows)
 
 
 def _carried(cfg: Config, found: Restored, like: str) -> pathlib.Path | None:

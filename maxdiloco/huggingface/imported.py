@@ -63,6 +63,8 @@ def import_model(source: pathlib.Path, target: pathlib.Path, options: Options, s
     dtypes = _checked(plan, found, model, cfg)
     for name in model.unknown:
         say(f"note: {name} of config.json is not known here and has no effect.")
+    if others := sum(_is_of_other_part(name, model) for name in found):
+        say(f"note: {model.family.left_out_part} is left out, {others} tensors of the files.")
     with folders.appearing(target) as folder:
         _write_carried(source, folder)
         (folder / "model.yml").write_text(config_json.model_yml(_keys(model, cfg), str(source)))
@@ -175,7 +177,12 @@ def _their_shape(part, model, cfg):
 
 def _is_left_out(name: str, model: Read) -> bool:
     tied = model.keys["logits_via_embedding"] and name == "lm_head.weight"
-    return tied or name.endswith("rotary_emb.inv_freq") or name.startswith(model.family.left_out)
+    return tied or name.endswith("rotary_emb.inv_freq") or _is_of_other_part(name, model)
+
+
+def _is_of_other_part(name: str, model: Read) -> bool:
+    layers = model.keys["base_num_decoder_layers"]
+    return name.startswith(tuple(start.format(layers=layers) for start in model.family.left_out))
 
 
 def _listed(names: list[str]) -> str:

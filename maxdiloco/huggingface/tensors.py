@@ -25,13 +25,17 @@ class Tensor(NamedTuple):
     name: of a tensor, with {layer} and {expert} where there is one for each.
     inputs: leading dims of the part that are inputs of a matrix, which is transposed; 0: no matrix.
     flat: whether the tensor has one dim for all of the part's. half: 0 or 1 where its last dim has
-    the values of two parts in turns; None: it is one part's.
+    the values of two parts in turns; None: it is one part's. in_pairs: whether the rotated features
+    of its outputs, the last of a head, are pairs of neighbours; ours are the pairs of two halves.
+    float32: whether an export has it so whatever dtype is asked for.
     """
 
     name: str
     inputs: int = 0
     flat: bool = False
     half: int | None = None
+    in_pairs: bool = False
+    float32: bool = False
 
 
 class Leaf(NamedTuple):
@@ -46,7 +50,8 @@ class Part(NamedTuple):
     """A tensor, and the part of a leaf that it holds.
 
     name, shape: of the tensor. leaf: path. index: of the leaf's leading dims. tensor: its entry.
-    part_shape: of the part, leaf.shape without the indexed dims.
+    part_shape: of the part, leaf.shape without the indexed dims. rotated: features of a head that
+    are in pairs in the tensor, 0 for none.
     """
 
     name: str
@@ -55,16 +60,18 @@ class Part(NamedTuple):
     index: Shape
     tensor: Tensor
     part_shape: Shape
+    rotated: int = 0
 
 
-def parts_of(leaf: Leaf, tensor: Tensor) -> Iterator[Part]:
-    """The tensors that make up a leaf, in the leaf's order."""
+def parts_of(leaf: Leaf, tensor: Tensor, rotated: int) -> Iterator[Part]:
+    """The tensors that make up a leaf, in the leaf's order. rotated: features of a head."""
+    rotated = rotated if tensor.in_pairs else 0
     num_indexed = (leaf.layers is not None) + ("{expert}" in tensor.name)
     part_shape = leaf.shape[num_indexed:]
     for index in np.ndindex(leaf.shape[:num_indexed]):
         layer = leaf.layers[index[0]] if leaf.layers is not None else None
         name = tensor.name.format(layer=layer, expert=index[-1] if index else None)
-        yield Part(name, _shape(part_shape, tensor), leaf.path, index, tensor, part_shape)
+        yield Part(name, _shape(part_shape, tensor), leaf.path, index, tensor, part_shape, rotated)
 
 
 def _shape(part_shape: Shape, tensor: Tensor) -> Shape:
@@ -80,7 +87,11 @@ def to_part(values: np.ndarray, part: Part) -> np.ndarray:
     """The part of our leaf from the values of their tensor."""
     if part.tensor.half is not None:
         return values[..., part.tensor.half :: 2]
-    return (values.T if part.tensor.inputs else values).reshape(part.part_shape)
+    values = (values.T if part.tensor.inputs else values).reshape(part.part_shape)
+    if not part.rotated:
+        return values
+    rest, pairs = np.split(values, [-part.rotated], axis=-1)
+    return np.concatenate([rest, pairs[..., ::2], pairs[..., 1::2]], axis=-1)
 
 
 def to_tensor(values: Sequence[np.ndarray], part: Part) -> np.ndarray:
@@ -88,6 +99,10 @@ def to_tensor(values: Sequence[np.ndarray], part: Part) -> np.ndarray:
     if part.tensor.half is not None:
         return np.stack(values, axis=-1).reshape(part.shape)
     (values,) = values
+    if part.rotated:
+        rest, first, second = np.split(values, [-part.rotated, -part.rotated // 2], axis=-1)
+        pairs = np.stack([first, second], axis=-1).reshape(*first.shape[:-1], part.rotated)
+        values = np.concatenate([rest, pairs], axis=-1)
     if part.tensor.inputs:
         return np.ascontiguousarray(values.reshape(part.shape[::-1]).T)
     return np.ascontiguousarray(values).reshape(part.shape)
