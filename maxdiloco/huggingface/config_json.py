@@ -147,9 +147,7 @@ def misfits(
         for name, value in keys_of(hf, family).items()
     }
     mine, other = _resolved(ours), _resolved(theirs)
-    return {
-        name: (ours[name], theirs[name]) for name in ours if not _same(mine[name], other[name])
-    }
+    return {name: (ours[name], theirs[name]) for name in ours if not _same(mine[name], other[name])}
 
 
 def _same(mine: Any, other: Any) -> bool:

@@ -220,11 +220,7 @@ def _write_checkpoint(
     write.prepare(unfinished, target, (), nbytes=by_part.nbytes(leaves))
     writer = by_part.Writer(unfinished / OUTER_PARAMS, leaves)
     for part in plan.parts:
-        name, stored = found[part.name]
-        values = safetensors_files.read(stored, name)
-        if part.leaf in tensors.OF_VOCABULARY:
-            values = tensors.with_rows(values, cfg.vocab_size)
-        writer.write(part.leaf, part.index, tensors.to_part(values, part))
+        _write_part(writer, part, *found[part.name], cfg)
     writer.commit()
     tree = by_part.tree_of(
         {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
@@ -244,6 +240,15 @@ def _write_checkpoint(
         deadline=time.monotonic(),
     )
     write.commit(save, None)
+
+
+def _write_part(
+    writer: by_part.Writer, part: tensors.Part, name: str, stored: Stored, cfg: Config
+) -> None:
+    values = safetensors_files.read(stored, name)
+    if part.leaf in tensors.OF_VOCABULARY:
+        values = tensors.with_rows(values, cfg.vocab_size)
+    writer.write(part.leaf, part.index, tensors.to_part(values, part))
 
 
 def _meta(cfg: Config, fingerprint: str) -> dict[str, Any]:

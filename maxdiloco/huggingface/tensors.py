@@ -6,7 +6,7 @@ of it. Their matrices are [outputs, inputs], ours [inputs, outputs] with the hea
 # V vocabulary
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,27 +85,36 @@ def _shape(part_shape: Shape, tensor: Tensor) -> Shape:
 
 def to_part(values: np.ndarray, part: Part) -> np.ndarray:
     """The part of our leaf from the values of their tensor."""
+    seen = _as_part(values, part)
+    return seen[..., _order(part)] if part.rotated else seen
+
+
+def put(target: np.ndarray, part: Part, box: tuple[slice, ...], values: np.ndarray) -> None:
+    """Put a box of the part into their tensor, or into its first rows. box: of the part."""
+    seen = _as_part(target, part)
+    box = tuple(slice(s.start, min(s.stop, n)) for s, n in zip(box, seen.shape, strict=True))
+    if part.rotated:
+        box = (*box[:-1], _order(part)[box[-1]])
+    there = seen[box].shape
+    seen[box] = values[tuple(map(slice, there))]
+
+
+def _as_part(values: np.ndarray, part: Part) -> np.ndarray:
+    """Their tensor, or its first rows, in the shape of the part: another view of its memory."""
     if part.tensor.half is not None:
         return values[..., part.tensor.half :: 2]
-    values = (values.T if part.tensor.inputs else values).reshape(part.part_shape)
-    if not part.rotated:
-        return values
-    rest, pairs = np.split(values, [-part.rotated], axis=-1)
-    return np.concatenate([rest, pairs[..., ::2], pairs[..., 1::2]], axis=-1)
+    if not part.tensor.inputs:
+        return values.reshape(-1, *part.part_shape[1:])
+    inputs, outputs = part.part_shape[: part.tensor.inputs], part.part_shape[part.tensor.inputs :]
+    return np.moveaxis(
+        values.reshape(-1, *outputs[1:], *inputs), range(len(outputs)), range(-len(outputs), 0)
+    )
 
 
-def to_tensor(values: Sequence[np.ndarray], part: Part) -> np.ndarray:
-    """Their tensor from the parts of our leaves that it holds, one or two; contiguous."""
-    if part.tensor.half is not None:
-        return np.stack(values, axis=-1).reshape(part.shape)
-    (values,) = values
-    if part.rotated:
-        rest, first, second = np.split(values, [-part.rotated, -part.rotated // 2], axis=-1)
-        pairs = np.stack([first, second], axis=-1).reshape(*first.shape[:-1], part.rotated)
-        values = np.concatenate([rest, pairs], axis=-1)
-    if part.tensor.inputs:
-        return np.ascontiguousarray(values.reshape(part.shape[::-1]).T)
-    return np.ascontiguousarray(values).reshape(part.shape)
+def _order(part: Part) -> np.ndarray:
+    """Of each of our features of a head, the number of theirs."""
+    rest, pairs = np.split(np.arange(part.part_shape[-1]), [-part.rotated])
+    return np.concatenate([rest, pairs[::2], pairs[1::2]])
 
 
 def with_rows(values: np.ndarray, rows: int) -> np.ndarray:
