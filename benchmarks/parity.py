@@ -21,6 +21,7 @@ WINDOW = 7
 PADDED = 29  # tokens of the padded text
 PACKED = (11, 17, 12)
 VOCABULARY = 61
+LEFT_OUT = object()  # as an argument: the class's own default
 TOLERANCE = 1e-4  # float32: sums of up to 100 products in another order
 _SIZES = dict(
     hidden_size=24, num_hidden_layers=3, intermediate_size=40, num_attention_heads=4,
@@ -37,11 +38,16 @@ _YARN = dict(
 )  # fmt: skip
 _GEMMA = {"query_pre_attn_scalar": 17, "tie_word_embeddings": True}
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
+_LATENT = dict(
+    head_dim=LEFT_OUT, num_key_value_heads=4, q_lora_rank=14, kv_lora_rank=11, qk_nope_head_dim=8,
+    qk_rope_head_dim=6, v_head_dim=10, first_k_dense_replace=1, n_routed_experts=8,
+    num_experts_per_tok=3, moe_intermediate_size=12, n_shared_experts=2, n_group=4, topk_group=2,
+)  # fmt: skip
 _CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}
 
 
 class Case(NamedTuple):
-    """config: name of transformers' class. changes: of its arguments, None leaves one out."""
+    """config: name of transformers' class. changes: of its arguments."""
 
     config: str
     changes: dict[str, Any]
@@ -62,7 +68,7 @@ CASES = {
     ),
     "mistral": Case("MistralConfig", {"sliding_window": WINDOW}),
     "qwen2": Case(
-        "Qwen2Config", {"head_dim": None, "num_attention_heads": 6, "num_key_value_heads": 3}
+        "Qwen2Config", {"head_dim": LEFT_OUT, "num_attention_heads": 6, "num_key_value_heads": 3}
     ),
     "qwen3": Case("Qwen3Config", {}),
     "qwen3, yarn, window": Case(
@@ -100,6 +106,14 @@ CASES = {
             "rope_parameters": {**_YARN, "truncate": False},
         },
     ),
+    "deepseek_v3": Case(
+        "DeepseekV3Config",
+        {**_LATENT, "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.3}},
+    ),
+    "deepseek_v3, one group": Case(
+        "DeepseekV3Config",
+        {**_LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    ),
 }
 
 
@@ -127,7 +141,7 @@ def torch_model(case: Case) -> Any:
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    arguments = {k: v for k, v in (_SIZES | case.changes).items() if v is not None or "token" in k}
+    arguments = {k: v for k, v in (_SIZES | case.changes).items() if v is not LEFT_OUT}
     config = getattr(transformers, case.config)(**arguments)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -136,7 +150,15 @@ def torch_model(case: Case) -> Any:
                 weight.uniform_(0.5, 1.5) if "norm" in name else weight.normal_(0, 0.5)
             else:
                 weight.normal_(0, 1.2 / weight.shape[-1] ** 0.5)
+        for bias in _routed_biases(model):
+            bias.normal_(0, 0.3)
     return model
+
+
+def _routed_biases(model: Any) -> list[Any]:
+    """Buffers, which have no gradient."""
+    named = model.named_buffers()
+    return [bias for name, bias in named if name.endswith("e_score_correction_bias")]
 
 
 def imported(model: Any, folder: pathlib.Path) -> Any:
@@ -263,6 +285,8 @@ def their_gradients(model: Any) -> dict[str, np.ndarray]:
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(weight.grad)
+        for bias in _routed_biases(model):
+            bias.zero_()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return load_file(pathlib.Path(folder) / "model.safetensors")

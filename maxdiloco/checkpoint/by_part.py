@@ -3,8 +3,9 @@
 An import writes a checkpoint so, and an export reads one. The files are those of Orbax.
 """
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,11 +14,12 @@ from etils import epath
 from maxdiloco.checkpoint import arrays
 
 if TYPE_CHECKING:
-    pass
+    import tensorstore as ts
 
 # Bytes that are committed together: a commit writes the list of all parts anew. Our choice.
 _COMMIT_BYTES = 1 << 25
-_BLOCKS = 2  # in memory of a Reader: a tensor may be made of parts of two leaves
+
+Box = tuple[slice, ...]
 
 
 class PartedLeaf(NamedTuple):
@@ -74,11 +76,9 @@ class Writer:
 
 
 class Reader:
-    """Reads leaves of one item of a checkpoint, or of one entry of their first dim.
+    """Reads leaves of one item of a checkpoint, or of one entry of their first dim, box by box.
 
     names: paths of leaves. entry: of the first dim, which the leaves then lack; None: all.
-    A part that is stored together with others, as a run stores the layers of a leaf, is read with
-    them, and the last two such blocks stay in memory.
     """
 
     def __init__(
@@ -89,7 +89,6 @@ class Reader:
         for name, opening in arrays.opened(step_folder / item, names).items():
             store = arrays.result(opening, f"{name} {self._where}")
             self._stores[name] = store if entry is None else store[entry]
-        self._blocks: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a leaf."""
@@ -99,22 +98,29 @@ class Reader:
         """Dtype of a leaf."""
         return self._stores[name].dtype.numpy_dtype
 
-    def read(self, name: str, index: Sequence[int]) -> np.ndarray:
-        """The part of a leaf at an index of its leading dims. Raises CheckpointError."""
+    def boxes(self, name: str, num_indexed: int) -> Iterator[Box]:
+        """Boxes that make up a leaf: a stored chunk each, which cannot be read in pieces.
+
+        Or several, where they hold no more than one entry of the num_indexed leading dims does.
+        """
         store = self._stores[name]
-        together = (store.chunk_layout.read_chunk.shape or store.shape)[: len(index)]
-        first = tuple(i // size * size for i, size in zip(index, together, strict=True))
-        if (name, first) not in self._blocks:
-            while len(self._blocks) >= _BLOCKS:  # before the next one is read
-                del self._blocks[next(iter(self._blocks))]
-            region = tuple(
-                slice(i, min(i + size, n))
-                for i, size, n in zip(first, together, store.shape, strict=False)
+        shape = store.shape
+        size = [min(n, c) for n, c in zip(shape, _chunk_shape(store), strict=True)]
+        most = math.prod(shape[num_indexed:])
+        for dim in range(num_indexed, len(shape)):
+            size[dim] = min(shape[dim], size[dim] * max(1, most // math.prod(size)))
+        for start in itertools.product(*map(range, [0] * len(shape), shape, size)):
+            yield tuple(
+                slice(i, min(i + step, n)) for i, step, n in zip(start, size, shape, strict=True)
             )
-            values = arrays.result(store[region].read(), f"{name} {self._where}")
-            self._blocks[name, first] = values
-        block = self._blocks[name, first]
-        return block[tuple(i - j for i, j in zip(index, first, strict=True))]
+
+    def read(self, name: str, box: Box = ()) -> np.ndarray:
+        """A box of a leaf, () for all of it. Raises CheckpointError."""
+        return arrays.result(self._stores[name][box].read(), f"{name} {self._where}")
+
+
+def _chunk_shape(store: "ts.TensorStore") -> Sequence[int]:
+    return store.chunk_layout.read_chunk.shape or store.shape
 
 
 def nbytes(leaves: Mapping[str, PartedLeaf]) -> int:

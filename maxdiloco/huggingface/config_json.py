@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import math
 import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -13,7 +14,8 @@ from maxdiloco.flags.base_yml import Key
 from maxdiloco.flags.config import Config
 from maxdiloco.flags.values import Given, same_type
 from maxdiloco.huggingface import rules
-from maxdiloco.huggingface.families import Family, families
+from maxdiloco.huggingface.families import families
+from maxdiloco.huggingface.family import Family
 from maxdiloco.huggingface.known_keys import LACKING, NEUTRAL, NOTED, OF_TRAINING
 
 Values = dict[str, Any]
@@ -76,7 +78,7 @@ def keys_of(hf: Mapping[str, Any], family: Family) -> Values:
             "dtype=torch.bfloat16, dequantize(), save_pretrained) and import that."
         )
     for key, value in family.must.items():
-        if (hf.get(key) or value) != value:
+        if hf.get(key) is not None and hf[key] != value:
             raise rules.refused(key, hf[key], f"{family.model_type} has {key}={value}")
     keys = dict(NEUTRAL)
     for field in family.fields:
@@ -123,7 +125,7 @@ def config_of(cfg: Config, family: Family) -> Values:
     hf |= {field.theirs: ours[field.ours] for field in family.fields}
     for rule in family.rules:
         hf |= rule.write(ours)
-    return hf | {"max_position_embeddings": cfg.max_target_length}
+    return hf | family.of_exports | {"max_position_embeddings": cfg.max_target_length}
 
 
 def misfits(
@@ -145,7 +147,14 @@ def misfits(
         for name, value in keys_of(hf, family).items()
     }
     mine, other = _resolved(ours), _resolved(theirs)
-    return {name: (ours[name], theirs[name]) for name in ours if mine[name] != other[name]}
+    return {name: (ours[name], theirs[name]) for name in ours if not _same(mine[name], other[name])}
+
+
+def _same(mine: Any, other: Any) -> bool:
+    """Whether two values are one in float32, which is what is computed."""
+    if isinstance(mine, float) and isinstance(other, float):
+        return math.isclose(mine, other, rel_tol=1e-9)
+    return mine == other
 
 
 def _resolved(keys: Values) -> Values:
@@ -162,6 +171,8 @@ def _resolved(keys: Values) -> Values:
         found["local_rope_max_timescale"] = keys["rope_max_timescale"]
     if "local" not in kinds:
         found["local_rope_max_timescale"] = -1
+    if keys["n_routing_groups"] == 1:
+        found["n_routing_groups"] = found["topk_routing_group"] = -1
     if keys["num_experts"] > 1:
         if keys["base_moe_mlp_dim"] == -1:
             found["base_moe_mlp_dim"] = keys["base_mlp_dim"]

@@ -64,6 +64,14 @@ class _Model(NamedTuple):
     untied: bool = False
 
 
+class _Target(NamedTuple):
+    """A tensor that a part of a leaf is written to. part: as the leaf has it."""
+
+    name: str
+    part: tensors.Part
+    scale: float | None = None
+
+
 def export_model(folder: epath.Path, target: pathlib.Path, options: Options, say: Say) -> None:
     """Export a run's newest undamaged checkpoint, or one checkpoint. folder: of find.locate.
 
@@ -79,6 +87,7 @@ def export_model(folder: epath.Path, target: pathlib.Path, options: Options, say
     there = [path for path in plan.leaves if not (model.untied and path == HEAD)]
     readers = _readers(found, options.parameters, there)
     dtypes = {path: _DTYPES.get(options.dtype, readers[0].dtype(path)) for path in there}
+    dtypes |= {part.leaf: _DTYPES["float32"] for part in plan.parts if part.tensor.float32}
     dtypes.setdefault(HEAD, dtypes[EMBEDDING])
     with folders.appearing(target) as there:
         place = pathlib.Path(there)
@@ -126,7 +135,7 @@ def _model(cfg: Config, found: Restored, like: str, say: Say) -> _Model:
     say(f"config.json, generation_config.json and the tokenizer are those of {carried}")
     if rows < cfg.vocab_size:
         say(f"the last {cfg.vocab_size - rows} of {cfg.vocab_size} rows for tokens are left out")
-    return _Model(there.family, there.text, carried, cfg, rows)
+    return _Model(there.family, there.text | there.family.of_exports, carried, cfg, rows)
 
 
 def _carried(cfg: Config, found: Restored, like: str) -> pathlib.Path | None:
@@ -167,29 +176,50 @@ def _write_tensors(
     model: _Model,
     max_shard_bytes: int,
 ) -> None:
-    rows = model.rows
-
     def shape(part):
-        return (rows, *part.shape[1:]) if part.leaf in tensors.OF_VOCABULARY else part.shape
+        is_table = part.leaf in tensors.OF_VOCABULARY
+        return (model.rows, *part.shape[1:]) if is_table else part.shape
 
     written = {part.name: Written(shape(part), dtypes[part.leaf]) for part in plan.in_files()}
     writer = safetensors_files.Writer(folder, written, max_shard_bytes)
-    for name, parts in plan.by_tensor().items():
-        part = parts[0]
-        if model.untied and part.leaf in tensors.OF_VOCABULARY:
-            values = _mean(readers, EMBEDDING, ())
-            if part.leaf == EMBEDDING:
-                values = values * np.asarray(math.sqrt(model.cfg.base_emb_dim), values.dtype)
-        else:
-            values = tensors.to_tensor([_mean(readers, p.leaf, p.index) for p in parts], part)
-        values = values.astype(dtypes[part.leaf], copy=False)
-        writer.write(name, values[:rows] if part.leaf in tensors.OF_VOCABULARY else values)
+    targets = _targets(plan, model)
+    for leaf in dict.fromkeys(leaf for leaf, _ in targets):
+        num_indexed = plan.num_indexed(leaf)
+        for box in readers[0].boxes(leaf, num_indexed):
+            _write_box(writer, readers, leaf, box, num_indexed, targets)
 
 
-def _mean(readers, leaf, index):
+def _targets(plan: Layout, model: _Model) -> Mapping[tuple[str, tensors.Shape], list[_Target]]:
+    """Of each leaf that is read and each index of its leading dims."""
+    found: dict[tuple[str, tensors.Shape], list[_Target]] = {}
+    for part in plan.parts:
+        if model.untied and part.leaf == HEAD:
+            continue
+        found[part.leaf, part.index] = [_Target(part.name, part)]
+    if model.untied:
+        table = found[EMBEDDING, ()][0]
+        head = next(part.name for part in plan.parts if part.leaf == HEAD)
+        scaled = table._replace(scale=math.sqrt(model.cfg.base_emb_dim))
+        found[EMBEDDING, ()] = [scaled, table._replace(name=head)]
+    return found
+
+
+def _write_box(writer, readers, leaf, box, num_indexed, targets):
+    values = _mean(readers, leaf, box)
+    for i in np.ndindex(values.shape[:num_indexed]):
+        index = tuple(start.start + j for start, j in zip(box, i, strict=False))
+        for target in targets[leaf, index]:
+            piece = values[i]
+            if target.scale is not None:
+                piece = piece * np.asarray(target.scale, piece.dtype)
+            writer.put(target.name, target.part, box[num_indexed:], piece)
+
+
+def _mean(readers, leaf, box):
     if len(readers) == 1:
-        return readers[0].read(leaf, index)
-    total = np.zeros((), np.float32)  # float32: sums of R bfloat16 values drift
+        return readers[0].read(leaf, box)
+    shape = [s.stop - s.start for s in box]
+    total = np.zeros(shape, np.float32)  # float32: sums of R bfloat16 values drift
     for reader in readers:
-        total = total + reader.read(leaf, index)
+        total += reader.read(leaf, box)
     return (total / np.float32(len(readers))).astype(readers[0].dtype(leaf))

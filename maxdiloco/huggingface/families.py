@@ -3,10 +3,8 @@
 Tables, not code: a model type is a Family. Rules are for what is more than another name.
 """
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
-
-from maxdiloco.huggingface import rules
+from maxdiloco.huggingface import deepseek, rules
+from maxdiloco.huggingface.family import Family, Field, per_token, sizes
 from maxdiloco.huggingface.rules import Rule
 from maxdiloco.huggingface.tensor_names import (
     ATTENTION,
@@ -17,64 +15,9 @@ from maxdiloco.huggingface.tensor_names import (
     PRE_NORMS,
     QK_NORMS,
     SANDWICH_NORMS,
+    experts,
 )
 from maxdiloco.huggingface.tensors import Tensor
-
-
-class Field(NamedTuple):
-    """A key of config.json that is one of ours with the same value.
-
-    default: value of the key where config.json has none; a function of config.json; None: none.
-    """
-
-    theirs: str
-    ours: str
-    default: Any = None
-
-
-class Family(NamedTuple):
-    """A model type.
-
-    fixed: our keys that it always has so. must: keys of config.json that may have this value only;
-    the default too. tensors: by path of our leaf. inner: key of config.json that holds the text
-    model's keys. prefixes: (theirs, ours) of tensor names in other files of the type. left_out:
-    beginnings of names of tensors that the text model does without.
-    """
-
-    model_type: str
-    architecture: str
-    fields: tuple[Field, ...]
-    rules: tuple[Rule, ...]
-    fixed: Mapping[str, Any]
-    must: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
-    inner: str = ""
-    prefixes: tuple[tuple[str, str], ...] = ()
-    left_out: tuple[str, ...] = ()
-
-
-def _heads(hf: Mapping[str, Any]) -> Any:
-    return hf["num_attention_heads"]
-
-
-def _head_dim(hf: Mapping[str, Any]) -> Any:
-    return hf["hidden_size"] // hf["num_attention_heads"]
-
-
-def _sizes(*, epsilon: float, **defaults: Any) -> tuple[Field, ...]:
-    """The fields that all types have. defaults: by key of config.json."""
-    head_dim = {"num_key_value_heads": _heads, "head_dim": _head_dim} | defaults
-    names = {
-        "hidden_size": "base_emb_dim",
-        "num_hidden_layers": "base_num_decoder_layers",
-        "intermediate_size": "base_mlp_dim",
-        "num_attention_heads": "base_num_query_heads",
-        "num_key_value_heads": "base_num_kv_heads",
-        "head_dim": "head_dim",
-        "vocab_size": "vocab_size",
-    }
-    fields = [Field(theirs, ours, head_dim.get(theirs)) for theirs, ours in names.items()]
-    return (*fields, Field("rms_norm_eps", "normalization_layer_epsilon", epsilon))
 
 
 def _silu() -> Rule:
@@ -85,7 +28,7 @@ def _llama() -> Family:
     return Family(
         model_type="llama",
         architecture="LlamaForCausalLM",
-        fields=(*_sizes(epsilon=1e-6), Field("mlp_bias", "mlp_bias", False)),
+        fields=(*sizes(epsilon=1e-6), Field("mlp_bias", "mlp_bias", False)),
         rules=(_silu(), rules.tied(False), rules.attention_bias(False), rules.rope(10000.0)),
         fixed={},
         must={},
@@ -97,7 +40,7 @@ def _mistral() -> Family:
     return _llama()._replace(
         model_type="mistral",
         architecture="MistralForCausalLM",
-        fields=_sizes(epsilon=1e-6),
+        fields=sizes(epsilon=1e-6),
         rules=(_silu(), rules.tied(False), rules.rope(10000.0), rules.window(4096)),
     )
 
@@ -106,7 +49,7 @@ def _qwen2() -> Family:
     return _llama()._replace(
         model_type="qwen2",
         architecture="Qwen2ForCausalLM",
-        fields=_sizes(epsilon=1e-6),
+        fields=sizes(epsilon=1e-6),
         rules=(_silu(), rules.tied(False), rules.rope(10000.0), rules.qwen_window()),
         fixed={"attention_bias": "qkv"},
     )
@@ -116,7 +59,7 @@ def _qwen3() -> Family:
     return _llama()._replace(
         model_type="qwen3",
         architecture="Qwen3ForCausalLM",
-        fields=_sizes(epsilon=1e-6, head_dim=128),
+        fields=sizes(epsilon=1e-6, head_dim=128),
         rules=(*_qwen2().rules, rules.attention_bias(False)),
         fixed={"use_qk_norm": True},
         tensors={**_llama().tensors, **QK_NORMS},
@@ -127,7 +70,7 @@ def _olmo2() -> Family:
     return _llama()._replace(
         model_type="olmo2",
         architecture="Olmo2ForCausalLM",
-        fields=_sizes(epsilon=1e-5),
+        fields=sizes(epsilon=1e-5),
         fixed={"use_qk_norm": True, "qk_norm_scope": "projection", "norm_placement": "post"},
         tensors={**OUTSIDE, **ATTENTION, **POST_NORMS, **GATED_MLP, **QK_NORMS},
     )
@@ -153,7 +96,7 @@ def _gemma2() -> Family:
         model_type="gemma2",
         architecture="Gemma2ForCausalLM",
         fields=(
-            *_sizes(epsilon=1e-6, num_attention_heads=8, num_key_value_heads=4, head_dim=256),
+            *sizes(epsilon=1e-6, num_attention_heads=8, num_key_value_heads=4, head_dim=256),
             Field("query_pre_attn_scalar", "query_pre_attn_scalar", 256.0),
         ),
         rules=(
@@ -173,7 +116,7 @@ def _gemma3() -> Family:
         model_type="gemma3_text",
         architecture="Gemma3ForCausalLM",
         fields=(
-            *_sizes(
+            *sizes(
                 epsilon=1e-6,
                 num_attention_heads=8,
                 num_key_value_heads=4,
@@ -197,35 +140,24 @@ def _gemma3() -> Family:
 
 
 def _gemma3_images() -> Family:
-    return _gemma3()._replace(
+    text = _gemma3()
+    return text._replace(
         model_type="gemma3",
         inner="text_config",
         prefixes=(("language_model.model.", "model."), ("model.language_model.", "model."),
                   ("language_model.lm_head.", "lm_head.")),
         left_out=("vision_tower.", "multi_modal_projector.", "model.vision_tower.",
                   "model.multi_modal_projector."),
+        left_out_part="the part for images",
+        of_exports={"model_type": text.model_type, "architectures": [text.architecture]},
     )  # fmt: skip
-
-
-def _experts(block: str, gate: str, up: str, out: str) -> dict[str, Tensor]:
-    """A router and experts with a tensor each. block: of a layer."""
-    names = {"w_gate": gate, "w_up": up, "w_out": out}
-    found = {"moe.router": Tensor(f"{LAYER}{block}.gate.weight", inputs=1)}
-    for leaf, name in names.items():
-        tensor = f"{LAYER}{block}.experts.{{expert}}.{name}.weight"
-        found[f"moe.{leaf}"] = Tensor(tensor, inputs=1)
-    return found
-
-
-def _per_token(default: int) -> Field:
-    return Field("num_experts_per_tok", "num_experts_per_tok", default)
 
 
 def _mixtral() -> Family:
     return _mistral()._replace(
         model_type="mixtral",
         architecture="MixtralForCausalLM",
-        fields=(*_sizes(epsilon=1e-5), _per_token(2)),
+        fields=(*sizes(epsilon=1e-5), per_token(2)),
         rules=(
             _silu(),
             rules.tied(False),
@@ -239,7 +171,7 @@ def _mixtral() -> Family:
             **OUTSIDE,
             **ATTENTION,
             **PRE_NORMS,
-            **_experts("block_sparse_moe", "w1", "w3", "w2"),
+            **experts("block_sparse_moe", "w1", "w3", "w2"),
         },
     )
 
@@ -249,8 +181,8 @@ def _qwen3_moe() -> Family:
         model_type="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
         fields=(
-            *_sizes(epsilon=1e-6),
-            _per_token(8),
+            *sizes(epsilon=1e-6),
+            per_token(8),
             Field("norm_topk_prob", "norm_topk_prob", False),
         ),
         rules=(
@@ -267,7 +199,7 @@ def _qwen3_moe() -> Family:
             **ATTENTION,
             **PRE_NORMS,
             **QK_NORMS,
-            **_experts("mlp", "gate_proj", "up_proj", "down_proj"),
+            **experts("mlp", "gate_proj", "up_proj", "down_proj"),
         },
     )
 
@@ -283,8 +215,8 @@ def _gpt_oss() -> Family:
         model_type="gpt_oss",
         architecture="GptOssForCausalLM",
         fields=(
-            *_sizes(epsilon=1e-5, head_dim=64, num_key_value_heads=8),
-            _per_token(4),
+            *sizes(epsilon=1e-5, head_dim=64, num_key_value_heads=8),
+            per_token(4),
             Field("swiglu_limit", "mlp_activations_limit", 7.0),
         ),
         rules=(
@@ -324,5 +256,5 @@ def families() -> tuple[Family, ...]:
     """All model types. The first that has all options of a config is what it is exported as."""
     return (
         _llama(), _mistral(), _qwen2(), _qwen3(), _olmo2(), _gemma2(), _gemma3(), _gemma3_images(),
-        _mixtral(), _qwen3_moe(), _gpt_oss(),
+        _mixtral(), _qwen3_moe(), _gpt_oss(), deepseek.family(),
     )  # fmt: skip

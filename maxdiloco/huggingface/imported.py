@@ -63,6 +63,8 @@ def import_model(source: pathlib.Path, target: pathlib.Path, options: Options, s
     dtypes = _checked(plan, found, model, cfg)
     for name in model.unknown:
         say(f"note: {name} of config.json is not known here and has no effect.")
+    if others := sum(_is_of_other_part(name, model) for name in found):
+        say(f"note: {model.family.left_out_part} is left out, {others} tensors of the files.")
     with folders.appearing(target) as folder:
         _write_carried(source, folder)
         (folder / "model.yml").write_text(config_json.model_yml(_keys(model, cfg), str(source)))
@@ -175,7 +177,12 @@ def _their_shape(part, model, cfg):
 
 def _is_left_out(name: str, model: Read) -> bool:
     tied = model.keys["logits_via_embedding"] and name == "lm_head.weight"
-    return tied or name.endswith("rotary_emb.inv_freq") or name.startswith(model.family.left_out)
+    return tied or name.endswith("rotary_emb.inv_freq") or _is_of_other_part(name, model)
+
+
+def _is_of_other_part(name: str, model: Read) -> bool:
+    layers = model.keys["base_num_decoder_layers"]
+    return name.startswith(tuple(start.format(layers=layers) for start in model.family.left_out))
 
 
 def _listed(names: list[str]) -> str:
@@ -213,11 +220,7 @@ def _write_checkpoint(
     write.prepare(unfinished, target, (), nbytes=by_part.nbytes(leaves))
     writer = by_part.Writer(unfinished / OUTER_PARAMS, leaves)
     for part in plan.parts:
-        name, stored = found[part.name]
-        values = safetensors_files.read(stored, name)
-        if part.leaf in tensors.OF_VOCABULARY:
-            values = tensors.with_rows(values, cfg.vocab_size)
-        writer.write(part.leaf, part.index, tensors.to_part(values, part))
+        _write_part(writer, part, *found[part.name], cfg)
     writer.commit()
     tree = by_part.tree_of(
         {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
@@ -237,6 +240,15 @@ def _write_checkpoint(
         deadline=time.monotonic(),
     )
     write.commit(save, None)
+
+
+def _write_part(
+    writer: by_part.Writer, part: tensors.Part, name: str, stored: Stored, cfg: Config
+) -> None:
+    values = safetensors_files.read(stored, name)
+    if part.leaf in tensors.OF_VOCABULARY:
+        values = tensors.with_rows(values, cfg.vocab_size)
+    writer.write(part.leaf, part.index, tensors.to_part(values, part))
 
 
 def _meta(cfg: Config, fingerprint: str) -> dict[str, Any]:

@@ -4,8 +4,7 @@ from maxdiloco.flags.check_experts import OF_WHAT_IS_COMPUTED
 
 # Model types whose tensors have no table here yet, and what it would need.
 LACKING = {
-    "deepseek_v2": "multi-head latent attention",
-    "deepseek_v3": "multi-head latent attention",
+    "deepseek_v2": "groups of experts ranked by their best expert alone",
     "gemma": "norms of the input alone with an offset",
 }
 
@@ -53,6 +52,8 @@ NOTED = {
     "bos_token_id", "cache_implementation", "dtype", "eos_token_id", "final_logit_softcapping",
     "hidden_act", "hidden_activation", "initial_context_length", "initializer_range", "layer_types",
     "max_position_embeddings", "max_window_layers", "model_type", "moe_intermediate_size",
+    "n_group", "n_routed_experts", "num_nextn_predict_layers", "q_lora_rank", "qk_head_dim",
+    "topk_group", "aux_loss_alpha", "ep_size", "head_dim", "seq_aux",
     "num_experts", "num_local_experts", "output_router_logits", "pad_token_id",
     "router_aux_loss_coef", "router_jitter_noise",
     "pretraining_tp", "rope_local_base_freq", "rope_parameters", "rope_scaling", "rope_theta",

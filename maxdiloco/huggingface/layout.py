@@ -9,7 +9,7 @@ import jax
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags.config import Config
 from maxdiloco.huggingface import tensors
-from maxdiloco.huggingface.families import Family
+from maxdiloco.huggingface.family import Family
 from maxdiloco.huggingface.tensors import Leaf, Part
 from maxdiloco.models import transformer
 
@@ -60,5 +60,5 @@ def of_model(cfg: Config, family: Family) -> Layout:
             raise ConfigError(
                 f"the parameter {path} has no counterpart in model_type={family.model_type}."
             )
-        parts += tensors.parts_of(leaf, tensor)
+        parts += tensors.parts_of(leaf, tensor, model.spec.rotated_dim)
     return Layout(leaves, tuple(parts))

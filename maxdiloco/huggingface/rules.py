@@ -1,11 +1,13 @@
 """What of config.json is more than another name of one of our keys, both ways."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from maxdiloco.errors import ConfigError
 
 Values = Mapping[str, Any]
+_MSCALES = "mscale", "mscale_all_dim"
 LOCAL, GLOBAL = "sliding_attention", "full_attention"  # of layer_types
 
 
@@ -100,7 +102,7 @@ def rope(default: float, scaling: Mapping[str, Any] | None = None) -> Rule:
     """
 
     def read(hf):
-        parameters = _rope_parameters(hf, scaling)
+        parameters = rope_parameters(hf, scaling)
         return {"rope_max_timescale": float(parameters.get("rope_theta", default))} | _stretch(
             parameters, hf
         )
@@ -115,7 +117,7 @@ def local_rope(default: float, local: float) -> Rule:
     """Gemma 3: local layers rotate with a wavelength of their own, never stretched."""
 
     def read(hf):
-        parameters = _rope_parameters(hf, None)
+        parameters = rope_parameters(hf)
         whole, own = parameters, {"rope_theta": hf.get("rope_local_base_freq") or local}
         if GLOBAL in parameters:
             whole, own = parameters[GLOBAL], parameters[LOCAL]
@@ -136,8 +138,11 @@ def local_rope(default: float, local: float) -> Rule:
     return Rule(read, write)
 
 
-def _rope_parameters(hf: Values, scaling: Values | None) -> dict[str, Any]:
-    """rope_theta and the scaling, from rope_parameters or from rope_theta and rope_scaling."""
+def rope_parameters(hf: Values, scaling: Values | None = None) -> dict[str, Any]:
+    """rope_theta and the scaling, from rope_parameters or from rope_theta and rope_scaling.
+
+    scaling: where config.json does not say.
+    """
     found = hf.get("rope_parameters") or hf.get("rope_scaling") or scaling or {}
     if not isinstance(found, dict):
         raise refused("rope_scaling", found, "it is a table")
@@ -149,9 +154,11 @@ def _stretch(parameters: Values, hf: Values) -> dict[str, Any]:
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in _ROPE_TYPES:
         raise refused("rope_type", kind, f"the types are {', '.join(_ROPE_TYPES)}")
-    for key in ("mscale", "mscale_all_dim", "partial_rotary_factor"):
+    for key in ("partial_rotary_factor", *(() if kind == "yarn" else _MSCALES)):
         if parameters.get(key) not in (None, 1, 1.0):
-            raise refused(key, parameters[key], "no model type here has it")
+            raise refused(key, parameters[key], f"no model type here has it with rope_type={kind}")
+    if kind != "default" and parameters.get("factor") is None:
+        raise refused("rope_scaling", parameters, f"factor is missing, which {kind} needs")
     found = {"rope_type": _ROPE_TYPES[kind]}
     for theirs, (ours, kinds) in _ROPE_KEYS.items():
         if kind in kinds and parameters.get(theirs) is not None:
@@ -159,7 +166,16 @@ def _stretch(parameters: Values, hf: Values) -> dict[str, Any]:
     if kind == "yarn":
         length = hf.get("max_position_embeddings", 0)
         found.setdefault("original_max_position_embeddings", length)
+        scales = [parameters.get(key) for key in _MSCALES]
+        if "rope_attention_factor" not in found and all(scales):
+            over, under = (mscale(parameters["factor"], scale) for scale in scales)
+            found["rope_attention_factor"] = over / under
     return found
+
+
+def mscale(factor: float, weight: float) -> float:
+    """Yarn's factor of the rotated features (arXiv 2309.00071, section 3.4), weighted."""
+    return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def _scaling(ours: Values) -> dict[str, Any] | None:

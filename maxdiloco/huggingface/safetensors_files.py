@@ -15,12 +15,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maxdiloco.errors import CheckpointError, ConfigError
+from maxdiloco.huggingface import tensors
+from maxdiloco.huggingface.tensors import Part
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # numpy's name -> that of the format, of the types that weights have.
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _NUMPY = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_FILL_BYTES = 1 << 20  # our choice
 _ALIGNMENT = 8  # of the first tensor's bytes, as the package has it
 
 
@@ -152,6 +155,7 @@ class Writer:
     def __init__(self, folder: pathlib.Path, tensors: Mapping[str, Written], max_bytes: int):
         self._folder = folder
         self._place: dict[str, tuple[pathlib.Path, int, Written]] = {}
+        self._filled: set[str] = set()
         shards: list[dict[str, Written]] = [{}]
         size = 0
         for name, tensor in tensors.items():
@@ -200,6 +204,30 @@ class Writer:
         with open(path, "r+b") as file:
             file.seek(begin)
             file.write(values.reshape(-1).view(np.uint8).data)
+
+    def put(self, name: str, part: Part, box: tuple[slice, ...], values: np.ndarray) -> None:
+        """Write a box of a part of a tensor, see tensors.put. Raises OSError."""
+        _, _, tensor = self._place[name]
+        if part.tensor.half is None and values.shape == part.part_shape:
+            whole = np.empty(tensor.shape, tensor.dtype)
+            tensors.put(whole, part, box, values)
+            self.write(name, whole)
+        else:
+            tensors.put(self._mapped(name), part, box, values)
+
+    def _mapped(self, name: str) -> np.ndarray:
+        """The values of a tensor in its file, to write pieces of them to.
+
+        Its place on the disk is filled first: a full disk would kill a program that writes to it.
+        """
+        path, begin, tensor = self._place[name]
+        if name not in self._filled:
+            self._filled.add(name)
+            with open(path, "r+b") as file:
+                file.seek(begin)
+                for written in range(0, tensor.nbytes, _FILL_BYTES):
+                    file.write(bytes(min(_FILL_BYTES, tensor.nbytes - written)))
+        return np.memmap(path, tensor.dtype, "r+", begin, tensor.shape)
 
 
 def _counted(shards: list) -> range:

@@ -45,3 +45,13 @@ GATED_MLP = {
     "mlp.w_up_bias": Tensor(LAYER + "mlp.up_proj.bias"),
     "mlp.w_out_bias": Tensor(LAYER + "mlp.down_proj.bias"),
 }
+
+
+def experts(block: str, gate: str, up: str, out: str) -> dict[str, Tensor]:
+    """A router and experts with a tensor each. block: of a layer."""
+    names = {"w_gate": gate, "w_up": up, "w_out": out}
+    found = {"moe.router": Tensor(f"{LAYER}{block}.gate.weight", inputs=1)}
+    for leaf, name in names.items():
+        tensor = f"{LAYER}{block}.experts.{{expert}}.{name}.weight"
+        found[f"moe.{leaf}"] = Tensor(tensor, inputs=1)
+    return found

@@ -6,7 +6,7 @@ of it. Their matrices are [outputs, inputs], ours [inputs, outputs] with the hea
 # V vocabulary
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,13 +25,17 @@ class Tensor(NamedTuple):
     name: of a tensor, with {layer} and {expert} where there is one for each.
     inputs: leading dims of the part that are inputs of a matrix, which is transposed; 0: no matrix.
     flat: whether the tensor has one dim for all of the part's. half: 0 or 1 where its last dim has
-    the values of two parts in turns; None: it is one part's.
+    the values of two parts in turns; None: it is one part's. in_pairs: whether the rotated features
+    of its outputs, the last of a head, are pairs of neighbours; ours are the pairs of two halves.
+    float32: whether an export has it so whatever dtype is asked for.
     """
 
     name: str
     inputs: int = 0
     flat: bool = False
     half: int | None = None
+    in_pairs: bool = False
+    float32: bool = False
 
 
 class Leaf(NamedTuple):
@@ -46,7 +50,8 @@ class Part(NamedTuple):
     """A tensor, and the part of a leaf that it holds.
 
     name, shape: of the tensor. leaf: path. index: of the leaf's leading dims. tensor: its entry.
-    part_shape: of the part, leaf.shape without the indexed dims.
+    part_shape: of the part, leaf.shape without the indexed dims. rotated: features of a head that
+    are in pairs in the tensor, 0 for none.
     """
 
     name: str
@@ -55,16 +60,18 @@ class Part(NamedTuple):
     index: Shape
     tensor: Tensor
     part_shape: Shape
+    rotated: int = 0
 
 
-def parts_of(leaf: Leaf, tensor: Tensor) -> Iterator[Part]:
-    """The tensors that make up a leaf, in the leaf's order."""
+def parts_of(leaf: Leaf, tensor: Tensor, rotated: int) -> Iterator[Part]:
+    """The tensors that make up a leaf, in the leaf's order. rotated: features of a head."""
+    rotated = rotated if tensor.in_pairs else 0
     num_indexed = (leaf.layers is not None) + ("{expert}" in tensor.name)
     part_shape = leaf.shape[num_indexed:]
     for index in np.ndindex(leaf.shape[:num_indexed]):
         layer = leaf.layers[index[0]] if leaf.layers is not None else None
         name = tensor.name.format(layer=layer, expert=index[-1] if index else None)
-        yield Part(name, _shape(part_shape, tensor), leaf.path, index, tensor, part_shape)
+        yield Part(name, _shape(part_shape, tensor), leaf.path, index, tensor, part_shape, rotated)
 
 
 def _shape(part_shape: Shape, tensor: Tensor) -> Shape:
@@ -78,19 +85,36 @@ def _shape(part_shape: Shape, tensor: Tensor) -> Shape:
 
 def to_part(values: np.ndarray, part: Part) -> np.ndarray:
     """The part of our leaf from the values of their tensor."""
+    seen = _as_part(values, part)
+    return seen[..., _order(part)] if part.rotated else seen
+
+
+def put(target: np.ndarray, part: Part, box: tuple[slice, ...], values: np.ndarray) -> None:
+    """Put a box of the part into their tensor, or into its first rows. box: of the part."""
+    seen = _as_part(target, part)
+    box = tuple(slice(s.start, min(s.stop, n)) for s, n in zip(box, seen.shape, strict=True))
+    if part.rotated:
+        box = (*box[:-1], _order(part)[box[-1]])
+    there = seen[box].shape
+    seen[box] = values[tuple(map(slice, there))]
+
+
+def _as_part(values: np.ndarray, part: Part) -> np.ndarray:
+    """Their tensor, or its first rows, in the shape of the part: another view of its memory."""
     if part.tensor.half is not None:
         return values[..., part.tensor.half :: 2]
-    return (values.T if part.tensor.inputs else values).reshape(part.part_shape)
+    if not part.tensor.inputs:
+        return values.reshape(-1, *part.part_shape[1:])
+    inputs, outputs = part.part_shape[: part.tensor.inputs], part.part_shape[part.tensor.inputs :]
+    return np.moveaxis(
+        values.reshape(-1, *outputs[1:], *inputs), range(len(outputs)), range(-len(outputs), 0)
+    )
 
 
-def to_tensor(values: Sequence[np.ndarray], part: Part) -> np.ndarray:
-    """Their tensor from the parts of our leaves that it holds, one or two; contiguous."""
-    if part.tensor.half is not None:
-        return np.stack(values, axis=-1).reshape(part.shape)
-    (values,) = values
-    if part.tensor.inputs:
-        return np.ascontiguousarray(values.reshape(part.shape[::-1]).T)
-    return np.ascontiguousarray(values).reshape(part.shape)
+def _order(part: Part) -> np.ndarray:
+    """Of each of our features of a head, the number of theirs."""
+    rest, pairs = np.split(np.arange(part.part_shape[-1]), [-part.rotated])
+    return np.concatenate([rest, pairs[::2], pairs[1::2]])
 
 
 def with_rows(values: np.ndarray, rows: int) -> np.ndarray:

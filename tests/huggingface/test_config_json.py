@@ -36,6 +36,23 @@ PUBLISHED = {
         "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False,
         "vocab_size": 151936,
     },
+    "deepseek-v3": {
+        "model_type": "deepseek_v3", "attention_bias": False, "aux_loss_alpha": 0.001,
+        "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168,
+        "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+        "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8,
+        "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
+        "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61,
+        "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "pretraining_tp": 1,
+        "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06, "rope_theta": 10000, "routed_scaling_factor": 2.5,
+        "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+        "scoring_func": "sigmoid", "seq_aux": True, "tie_word_embeddings": False,
+        "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
+    },
 }  # fmt: skip
 
 
@@ -55,6 +72,7 @@ def of_file(name):
         ("mixtral-8x7b", "mixtral"),
         ("qwen3-30b-a3b", "qwen3_moe"),
         ("gpt-oss-20b", "gpt_oss"),
+        ("deepseek-v3", "deepseek_v3"),
     ],
 )
 def test_each_model_file_is_a_model_type_that_has_its_very_keys(name, model_type):

@@ -4,21 +4,29 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
+from safetensors.numpy import load_file
+
 from benchmarks import parity
+from maxdiloco import hf
 
 pytestmark = pytest.mark.xdist_group("torch")  # its import takes 5 s, once
 
-WITH_GRADIENT = ("qwen3", "qwen3_moe")  # a dense one and one with experts
+WITH_GRADIENT = ("qwen3", "qwen3_moe", "deepseek_v3")  # a dense one and two with experts
 
 
 @pytest.mark.parametrize("name", parity.CASES)
-def test_logits_are_those_of_transformers(name, tmp_path):
+def test_logits_are_those_of_transformers_and_an_export_has_the_same_bits(name, tmp_path):
     """Texts longer than the window, padded and packed, in float32; logits of size 1 to 10."""
     case, gradient = parity.CASES[name], name in WITH_GRADIENT
     found = parity.compare(case, tmp_path, gradient=gradient)
     assert 1 < found.size < 100
     assert found.greatest < parity.TOLERANCE, found
     assert not gradient or found.gradient < parity.TOLERANCE, found
+    assert hf.main(["export", str(tmp_path / "ours"), str(tmp_path / "again")]) == 0
+    before, after = (load_file(tmp_path / of / "model.safetensors") for of in ("theirs", "again"))
+    assert {name: (value.shape, value.tobytes()) for name, value in before.items()} == {
+        name: (value.shape, value.tobytes()) for name, value in after.items()
+    }
 
 
 def test_another_epsilon_would_be_seen(tmp_path, monkeypatch):

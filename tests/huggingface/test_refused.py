@@ -15,6 +15,8 @@ from maxdiloco.errors import CheckpointError, ConfigError
 from maxdiloco.flags import config
 from maxdiloco.huggingface import config_json, families, folders, safetensors_files
 
+DEEPSEEK = {"model_type": "deepseek_v3"}
+
 
 @pytest.fixture
 def refusal(tmp_path, capfd):
@@ -37,7 +39,7 @@ def refusal(tmp_path, capfd):
     [
         ("qwen3_next", "model_type=qwen3_next of config.json is none that maxdiloco has. The "
                        "nearest is qwen3_moe. Use one of llama, mistral,"),
-        ("deepseek_v3", "needs multi-head latent attention, which import and"),
+        ("deepseek_v2", "needs groups of experts ranked by their best expert alone, which"),
         ("bert", "is none that maxdiloco has. Use one of llama"),
     ],
 )  # fmt: skip
@@ -56,8 +58,15 @@ def test_a_model_type_that_is_not_there(tmp_path, refusal, model_type, words):
         ({"quantization_config": {"quant_method": "mxfp4"}}, "says mxfp4: quantised weights"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [1]}, "mlp_only_layers=[1] of config.json"),
         ({"head_dim": 5}, "head_dim=5 is odd"),
+        (DEEPSEEK | {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05 of config.json has no counterpart "
+                                            "here: deepseek_v3 has rms_norm_eps=1e-06"),
+        (DEEPSEEK | {"rope_interleave": False}, "deepseek_v3 has rope_interleave=True"),
+        (DEEPSEEK | {"topk_method": "greedy"}, "deepseek_v3 has topk_method=noaux_tc"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mscale": 0.7}},
+         "mscale=0.7 of config.json has no counterpart here: no model type here has it with"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": None}}, "factor is missing, which yarn"),
     ],
-)
+)  # fmt: skip
 def test_values_of_config_json_that_cannot_be_computed(tmp_path, refusal, changes, words):
     assert words in refusal(small.save(tmp_path / "a", small.weights(), **changes))
 

@@ -71,7 +71,7 @@ def leaves(folder):
     checkpoint = epath.Path(folder) / "checkpoints/0"
     names = list(orbax_io.read_note(checkpoint).arrays[OUTER_PARAMS])
     reader = by_part.Reader(checkpoint, OUTER_PARAMS, names)
-    return {name: reader.read(name, ()) for name in names}
+    return {name: reader.read(name) for name in names}
 
 
 def test_the_model_file_gives_the_very_keys_of_the_checkpoint(imported):

@@ -151,7 +151,7 @@ def leaf(run, item, path):
     meta = find.newest_meta(run, key="RUN")
     checkpoint = max((run / "checkpoints").iterdir(), key=lambda p: int(p.name))
     assert meta["num_replicas"] == 2
-    return by_part.Reader(epath.Path(checkpoint), item, [path]).read(path, ())
+    return by_part.Reader(epath.Path(checkpoint), item, [path]).read(path)
 
 
 def test_parameters_of_a_replica_and_the_mean_on_request(trained, exported, tmp_path):

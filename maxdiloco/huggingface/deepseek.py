@@ -1,0 +1,160 @@
+"""DeepSeek-V3 (arXiv 2412.19437): latent attention, first dense layers, groups of experts."""
+
+import math
+from typing import Any
+
+from maxdiloco.huggingface import rules
+from maxdiloco.huggingface.family import Family, Field, per_token, sizes
+from maxdiloco.huggingface.rules import Rule
+from maxdiloco.huggingface.tensor_names import (
+    ATTENTION,
+    GATED_MLP,
+    LAYER,
+    OUTSIDE,
+    PRE_NORMS,
+    experts,
+)
+from maxdiloco.huggingface.tensors import Tensor
+
+_Q_LORA_RANK = 1536  # where config.json has no such key; null is a matrix of full rank
+_DIGITS = 12  # of mscale_all_dim in config.json: 1.0 rather than 0.9999999999999998
+_LATENT = {
+    "attention.query": Tensor(LAYER + "self_attn.q_proj.weight", inputs=1, in_pairs=True),
+    "attention.query_down": Tensor(LAYER + "self_attn.q_a_proj.weight", inputs=1),
+    "attention.query_norm.scale": Tensor(LAYER + "self_attn.q_a_layernorm.weight"),
+    "attention.query_up": Tensor(LAYER + "self_attn.q_b_proj.weight", inputs=1, in_pairs=True),
+    "attention.kv_down": Tensor(
+        LAYER + "self_attn.kv_a_proj_with_mqa.weight", inputs=1, in_pairs=True
+    ),
+    "attention.kv_norm.scale": Tensor(LAYER + "self_attn.kv_a_layernorm.weight"),
+    "attention.kv_up": Tensor(LAYER + "self_attn.kv_b_proj.weight", inputs=1),
+    "attention.out": ATTENTION["attention.out"],
+}
+_BESIDE_EXPERTS = {
+    "moe.routed_bias": Tensor(LAYER + "mlp.gate.e_score_correction_bias", float32=True),
+    "moe.shared.w_gate": Tensor(LAYER + "mlp.shared_experts.gate_proj.weight", inputs=1),
+    "moe.shared.w_up": Tensor(LAYER + "mlp.shared_experts.up_proj.weight", inputs=1),
+    "moe.shared.w_out": Tensor(LAYER + "mlp.shared_experts.down_proj.weight", inputs=1),
+}
+
+
+def family() -> Family:
+    """The model type deepseek_v3.
+
+    Its norms of low rank have an epsilon of 1e-6 whatever rms_norm_eps says, so all norms have it.
+    """
+    epsilon = 1e-6
+    in_rules = ("head_dim", "rms_norm_eps")
+    return Family(
+        model_type="deepseek_v3",
+        architecture="DeepseekV3ForCausalLM",
+        fields=(
+            *(field for field in sizes(epsilon=epsilon) if field.theirs not in in_rules),
+            per_token(8),
+            Field("kv_lora_rank", "kv_lora_rank", 512),
+            Field("qk_nope_head_dim", "qk_nope_head_dim", 128),
+            Field("qk_rope_head_dim", "qk_rope_head_dim", 64),
+            Field("v_head_dim", "v_head_dim", 128),
+            Field("first_k_dense_replace", "first_num_dense_layers", 3),
+            Field("n_shared_experts", "shared_experts", 0),
+            Field("norm_topk_prob", "norm_topk_prob", True),
+            Field("routed_scaling_factor", "routed_scaling_factor", 2.5),
+        ),
+        rules=(
+            rules.activation("hidden_act", "silu"),
+            rules.tied(False),
+            _ranks(),
+            _latent_rope(),
+            rules.experts("n_routed_experts", 256),
+            rules.expert_width("moe_intermediate_size", 2048),
+            _groups(),
+        ),
+        fixed={
+            "attention_type": "mla",
+            "routed_score_func": "sigmoid",
+            "routed_bias": True,
+            "normalization_layer_epsilon": epsilon,
+        },
+        must={
+            "rms_norm_eps": epsilon,
+            "attention_bias": False,
+            "rope_interleave": True,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "moe_layer_freq": 1,
+        },
+        tensors={
+            **OUTSIDE,
+            **PRE_NORMS,
+            **GATED_MLP,
+            **_LATENT,
+            **_BESIDE_EXPERTS,
+            **experts("mlp", "gate_proj", "up_proj", "down_proj"),
+        },
+        left_out=("model.layers.{layers}.",),
+        left_out_part="the module for the token after the next",
+        of_exports={"num_nextn_predict_layers": 0},
+    )
+
+
+def _ranks() -> Rule:
+    """The rank of the queries, and the features of a head."""
+
+    def read(hf):
+        return {
+            "q_lora_rank": hf.get("q_lora_rank", _Q_LORA_RANK) or 0,
+            "head_dim": _head_dim(hf),
+        }
+
+    def write(ours):
+        return {"q_lora_rank": ours["q_lora_rank"] or None}
+
+    return Rule(read, write)
+
+
+def _head_dim(hf: rules.Values) -> Any:
+    return hf.get("qk_nope_head_dim", 128) + hf.get("qk_rope_head_dim", 64)
+
+
+def _latent_rope() -> Rule:
+    """Yarn that makes the logits of attention larger, too: by mscale_all_dim."""
+    base = rules.rope(10000.0)
+
+    def read(hf):
+        parameters = rules.rope_parameters(hf)
+        found = base.read(hf)
+        all_dim = parameters.get("mscale_all_dim")
+        if found["rope_type"] == "yarn" and all_dim:
+            factor = rules.mscale(found["rope_factor"], all_dim)
+            found["query_pre_attn_scalar"] = _head_dim(hf) / factor**4  # of a product of two
+        return found
+
+    def write(ours):
+        found = base.write(ours)
+        scaling, scalar = found["rope_scaling"], ours["query_pre_attn_scalar"]
+        if ours["rope_type"] == "yarn" and scalar and ours["rope_factor"] > 1:
+            factor = (ours["head_dim"] / scalar) ** 0.25
+            all_dim = round((factor - 1) / (0.1 * math.log(ours["rope_factor"])), _DIGITS)
+            scaling["mscale_all_dim"] = all_dim
+            if ours["rope_attention_factor"] == 1:  # as published: the two factors cancel
+                scaling["mscale"] = all_dim
+                del scaling["attention_factor"]
+        return found
+
+    return Rule(read, write)
+
+
+def _groups() -> Rule:
+    """The groups of experts; one group is none."""
+
+    def read(hf):
+        groups, used = hf.get("n_group", 8), hf.get("topk_group", 4)
+        if (groups or 1) == 1:
+            return {"n_routing_groups": -1, "topk_routing_group": -1}
+        return {"n_routing_groups": groups, "topk_routing_group": used}
+
+    def write(ours):
+        names = {"n_group": "n_routing_groups", "topk_group": "topk_routing_group"}
+        return {theirs: max(ours[name], 1) for theirs, name in names.items()}
+
+    return Rule(read, write)

@@ -1,0 +1,72 @@
+"""What a model type of Hugging Face is: a Family."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from maxdiloco.huggingface.rules import Rule
+from maxdiloco.huggingface.tensors import Tensor
+
+
+class Field(NamedTuple):
+    """A key of config.json that is one of ours with the same value.
+
+    default: value of the key where config.json has none; a function of config.json; None: none.
+    """
+
+    theirs: str
+    ours: str
+    default: Any = None
+
+
+class Family(NamedTuple):
+    """A model type.
+
+    fixed: our keys that it always has so. must: keys of config.json that may have this value only;
+    the default too. tensors: by path of our leaf. inner: key of config.json that holds the text
+    model's keys. prefixes: (theirs, ours) of tensor names in other files of the type. left_out:
+    beginnings of names of tensors that the text model does without, {layers} its number of layers;
+    left_out_part: what they are. of_exports: keys of config.json whatever an import's says.
+    """
+
+    model_type: str
+    architecture: str
+    fields: tuple[Field, ...]
+    rules: tuple[Rule, ...]
+    fixed: Mapping[str, Any]
+    must: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    inner: str = ""
+    prefixes: tuple[tuple[str, str], ...] = ()
+    left_out: tuple[str, ...] = ()
+    left_out_part: str = ""
+    of_exports: Mapping[str, Any] = MappingProxyType({})
+
+
+def _heads(hf: Mapping[str, Any]) -> Any:
+    return hf["num_attention_heads"]
+
+
+def _head_dim(hf: Mapping[str, Any]) -> Any:
+    return hf["hidden_size"] // hf["num_attention_heads"]
+
+
+def sizes(*, epsilon: float, **defaults: Any) -> tuple[Field, ...]:
+    """The fields that all types have. defaults: by key of config.json."""
+    head_dim = {"num_key_value_heads": _heads, "head_dim": _head_dim} | defaults
+    names = {
+        "hidden_size": "base_emb_dim",
+        "num_hidden_layers": "base_num_decoder_layers",
+        "intermediate_size": "base_mlp_dim",
+        "num_attention_heads": "base_num_query_heads",
+        "num_key_value_heads": "base_num_kv_heads",
+        "head_dim": "head_dim",
+        "vocab_size": "vocab_size",
+    }
+    fields = [Field(theirs, ours, head_dim.get(theirs)) for theirs, ours in names.items()]
+    return (*fields, Field("rms_norm_eps", "normalization_layer_epsilon", epsilon))
+
+
+def per_token(default: int) -> Field:
+    """The number of experts that a token uses."""
+    return Field("num_experts_per_tok", "num_experts_per_tok", default)
