@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxdiloco.engine.calls import Call
 from maxdiloco.engine.trainer import OUTER_PARAMS, Description, SavedLayout
-from maxdiloco.parallel import offload
+from maxdiloco.parallel import chips, offload
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import spec_on
 
@@ -76,6 +76,7 @@ class DataParallel:
             offload.with_state_on_device(step, self.abstract_state.opt_state),
             donate=(0, 1),
             out_shardings=(self._shardings.params, self._shardings.opt_state, self._replicated),
+            compiler_options=chips.step_options(mesh.devices.flat[0].device_kind),
             on_compile=on_compile,
         )
 

@@ -23,7 +23,7 @@ from maxdiloco.engine.fragment_arrays import FragmentArrays, FragmentView, take_
 from maxdiloco.engine.state import FragmentPlan, Layout, fragment_leaves
 from maxdiloco.engine.theta import mean_of_all, mean_of_each_slot
 from maxdiloco.exchange import collective
-from maxdiloco.parallel import offload
+from maxdiloco.parallel import chips, offload
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.replicas import broadcast, map_fn
 from maxdiloco.parallel.sharding import zeros
@@ -56,7 +56,8 @@ class Programs:
         lead = NamedSharding(layout.mesh, P("diloco"))
         kept = (_shardings(state.params), _shardings(state.opt_state), lead)
         arrived = NamedSharding(layout.mesh, collective.incoming_spec(layout.mesh))
-        self.inner = self._program("inner", step, donate=(0, 1), out_shardings=kept)
+        options = {"compiler_options": chips.step_options(layout.mesh.devices.flat[0].device_kind)}
+        self.inner = self._program("inner", step, donate=(0, 1), out_shardings=kept, **options)
         labels = [""] if len(layout.pieces) < 2 else [" [short chunk]", " [long chunk]"]
         self._inner_exchanges = [
             self._program(
@@ -67,6 +68,7 @@ class Programs:
                 ),
                 donate=(0, 1),
                 out_shardings=(*kept, *(arrived,) * num_pieces),
+                **options,
             )
             for num_pieces, label in enumerate(labels, start=1)
         ]

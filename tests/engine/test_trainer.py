@@ -13,6 +13,7 @@ from maxdiloco.checkpoint import saved_state
 from maxdiloco.engine.data_parallel import DataParallel
 from maxdiloco.engine.diloco import DiLoCo
 from maxdiloco.engine.trainer import OUTER_PARAMS, SavedLayout, Trainer
+from maxdiloco.parallel import chips
 
 METHODS = {name: f for name, f in vars(Trainer).items() if isinstance(f, types.FunctionType)}
 METHODS = {name: f for name, f in METHODS.items() if not name.startswith("_")}
@@ -27,12 +28,12 @@ def inner_step(params, opt_state, batch):
     return jax.tree.map(lambda p: p - batch.mean(), params), opt_state, {"loss": batch.mean()}
 
 
-def trainer_of(cls):
+def trainer_of(cls, **options):
     mesh = Mesh(np.array(jax.devices()[:1]), ("diloco",))
     params = jax.tree.map(jnp.asarray, PARAMS)
     if cls is DataParallel:
         return DataParallel(inner_step, params, (), mesh=mesh, on_compile=lambda *_: None)
-    trainer = DiLoCo(inner_step, num_replicas=2, sync_period=2, mesh=mesh)
+    trainer = DiLoCo(inner_step, num_replicas=2, sync_period=2, mesh=mesh, **options)
     trainer.bind(params, ())
     return trainer
 
@@ -67,6 +68,27 @@ def test_a_method_that_is_missing_renamed_or_more_is_found():
     assert deviations(renamed) == ["note has other parameters"]
     assert deviations(type("More", (DataParallel,), dict(vars(DataParallel)) | {"more": deviations})
                       ) == ["more is more"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cls", "expected"),
+    [(DiLoCo, {"inner", "inner + exchange"}), (DataParallel, {"data parallel"})],
+)
+def test_the_programs_with_a_training_step_take_the_options_of_the_chip(
+    cls, expected, monkeypatch
+):
+    """The others are compiled as they were: pack and merge of DiLoCo."""
+    batch = jax.ShapeDtypeStruct((2, 1), np.float32)
+
+    def fingerprints():
+        calls = trainer_of(cls, overlap_steps=1).calls(batch)
+        return {call.program.name: call.program.fingerprint(*call.args) for call in calls}
+
+    before = fingerprints()
+    monkeypatch.setattr(chips, "step_options", lambda kind: {f"option of {kind}": "1"})
+    changed = dict(fingerprints().items() - before.items())
+    assert set(changed) == expected
+    assert len(before) == (1 if cls is DataParallel else 4)
 
 
 @pytest.mark.parametrize("cls", [DiLoCo, DataParallel])

@@ -4,6 +4,7 @@ import functools
 import math
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -174,6 +175,33 @@ def test_splash_computes_plain_attention(window, soft_cap, divisor, sink):
         tiny_model.compiled(with_gradient(plain))(*args),
         atol=2e-5,
     )
+
+
+def kernel_inputs(jaxpr):
+    """Of each Pallas kernel of a program, by name: the shapes of its floating arguments."""
+    found = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            arrays = [v.aval for v in eqn.invars if jnp.issubdtype(v.aval.dtype, jnp.floating)]
+            found[eqn.params["name"]] = [x.shape for x in arrays]
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            found |= kernel_inputs(inner)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["as it is", "HEAD_DIM_MINOR"])
+def test_queries_keys_and_values_reach_splash_with_tokens_in_the_lanes(layout, monkeypatch):
+    """The last dim of what each of the three kernels reads: 16 features do not fill 128 lanes.
+    The control: with another layout the features are last."""
+    if layout != "as it is":
+        monkeypatch.setattr(attention, "SEQ_MINOR", getattr(type(attention.SEQ_MINOR), layout))
+    splash = functools.partial(attention.splash, soft_cap=0.0, window=0)
+    args = inputs(256, H=16)
+    found = kernel_inputs(jax.make_jaxpr(with_gradient(splash))(*args).jaxpr)
+    last = (16, 256) if layout == "as it is" else (256, 16)
+    assert sorted(name.split("_")[2] for name in found) == ["dkv", "dq", "fwd"]
+    for shapes in found.values():
+        assert shapes[:3] == [(2, 4, *last), (2, 2, *last), (2, 2, *last)]
 
 
 def test_a_kernel_gets_each_device_its_sequences_and_heads(devices, monkeypatch):

@@ -1,0 +1,117 @@
+"""Memory of a device by mode, beside data parallelism's: what DiLoCo adds, and what it may add.
+
+    python benchmarks/memory_by_mode.py [file.yml] [key=value ...] [slices=v5e-16] [fragments=9]
+
+Compiles the programs of the steps ahead of time for two TPU slices (libtpu, no TPU); nothing is
+run. "needed" is the most that any of them needs on a device, with what the run keeps beside it.
+A program that two modes share is compiled once. "may add" is one fragment in float32 and 5 % of
+what data parallelism needs.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from maxdiloco.aot import topology
+from maxdiloco.command_line import guarded
+from maxdiloco.engine.memory import memory_of
+from maxdiloco.flags import config
+from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.processes.output import aligned
+from maxdiloco.trainer import assemble
+
+MIB = 2**20
+PART = 0.05  # of data parallelism's memory
+DEFAULTS = {"model_name": "1b", "max_target_length": "2048", "dataset_type": "synthetic"}
+FOUR_BITS = {"diloco_exchange_dtype": "float4_e3m0"}
+PLACES = ("device", "pinned_host")  # of the outer state
+COLUMNS = ("", "outer state", "needed", "in", "adds", "one fragment", "may add")
+
+
+def modes(fragments: int) -> dict[str, dict[str, Any]]:
+    """Keys of each mode."""
+    streaming = {
+        "enable_streaming_diloco": True,
+        "num_diloco_fragments": fragments,
+        "num_communication_overlapping_steps": 1,
+    }
+    eager = {"diloco_outer_overlap": "eager"}
+    return {
+        "DiLoCo": {},
+        f"streaming P={fragments}, tau 1": streaming,
+        f"streaming P={fragments}, tau 1, 4 bits": streaming | FOUR_BITS,
+        "eager": eager,
+        "eager, 4 bits": eager | FOUR_BITS,
+    }
+
+
+@guarded
+def main(argv: Sequence[str]) -> int:
+    options = {"slices": "v5e-16", "fragments": "9"}
+    options |= dict(arg.split("=", 1) for arg in argv if arg.partition("=")[0] in options)
+    flags = [arg for arg in argv if arg.partition("=")[0] not in options]
+    given = {flag.partition("=")[0] for flag in flags}
+    flags += [f"{key}={value}" for key, value in DEFAULTS.items() if key not in given]
+    cfg = config.load(flags, os.environ)
+    jax.config.update("jax_platforms", "cpu")
+    mesh = mesh_lib.build(cfg, topology.devices(options["slices"], 2))
+    compiled: dict[str, Any] = {}
+    plain, name = needed(bound(cfg, {"enable_diloco": False}, mesh), compiled)
+    where = f"{cfg.model_name}, 2 x {options['slices']}, remat_policy={cfg.remat_policy}"
+    print(f"{where}: MiB a device")
+    rows = [COLUMNS, ("data parallel", "", f"{plain / MIB:,.0f}", name, "", "", "")]
+    print("\n".join(aligned(rows)), flush=True)
+    for mode, keys in modes(int(options["fragments"])).items():
+        for place in PLACES:
+            parts = bound(cfg, keys | {"diloco_outer_memory": place}, mesh)
+            rows.append((mode, place, *row(parts, plain, compiled)))
+            print(aligned(rows)[-1], flush=True)
+    print("\n".join(["", *aligned(rows)]))
+    return 0
+
+
+def bound(cfg: config.Config, keys: dict[str, Any], mesh: Any) -> assemble.Parts:
+    cfg = config.from_dict(cfg.as_dict() | keys)
+    shape = assemble.batch_shape(cfg, mesh)
+    return assemble.assemble(cfg, mesh, shape, total_steps=cfg.steps, on_compile=_say)
+
+
+def _say(name: str, seconds: float, compiled: jax.stages.Compiled) -> None:
+    print(f"  compiled {name} in {seconds:.1f} s", flush=True)
+
+
+def needed(parts: assemble.Parts, compiled: dict[str, Any]) -> tuple[int, str]:
+    """The most that a program of the steps needs [bytes], and that program.
+
+    compiled: by fingerprint, of all modes.
+    """
+    found = []
+    for call in parts.trainer.calls(parts.batch):
+        key = call.program.fingerprint(*call.args)
+        if key not in compiled:
+            compiled[key] = call.program.compile(*call.args)
+        memory = memory_of(compiled[key], call, parts.trainer.abstract_state)
+        found.append((memory.needed, call.program.name))
+    return max(found)
+
+
+def row(parts: assemble.Parts, plain: int, compiled: dict[str, Any]) -> tuple[str, ...]:
+    """needed, its program, what it adds to data parallelism, one fragment, what it may add."""
+    total, name = needed(parts, compiled)
+    layout = parts.trainer.layout
+    devices = parts.mesh.size // parts.mesh.shape["diloco"]
+    fragment = 4 * max(plan.fragment.size for plan in layout.plans) / devices
+    return (
+        f"{total / MIB:,.0f}",
+        name,
+        f"{(total - plain) / MIB:,.0f}",
+        f"{fragment / MIB:,.0f}",
+        f"{(fragment + PART * plain) / MIB:,.0f}",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
