@@ -150,7 +150,7 @@ def _on_tpu(call, seconds, module, memory, mesh_tiers, link) -> Measured:
     unknown = [
         item
         for where, item in module.reached()
-        if kernels.is_kernel(item) and kernels.attention_flops(where, item) is None
+        if kernels.is_kernel(item) and kernels.flops(where, item) is None
     ]
     return _measured(call, seconds, module, memory)._replace(
         seconds=played.seconds - played.waited,

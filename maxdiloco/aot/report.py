@@ -64,7 +64,7 @@ def _programs(report: Report, programs: list[dict[str, Any]]) -> list[str]:
                                  subsequent_indent="  ", break_on_hyphens=False)  # fmt: skip
     kernels = max((program["pallas_kernels_not_estimated"] or 0 for program in programs), default=0)
     if kernels:
-        out.append(f"est. ms leaves out {kernels} Pallas kernels that are no attention")
+        out.append(f"est. ms leaves out {kernels} Pallas kernels whose products are unknown")
     return out
 
 

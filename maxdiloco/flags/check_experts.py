@@ -3,7 +3,7 @@
 from typing import Any
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags.base_yml import show
+from maxdiloco.flags import idle_keys
 
 # Keys that only experts read, and the value that leaves them off: of what is computed, and all.
 OF_WHAT_IS_COMPUTED = {
@@ -32,13 +32,12 @@ NEED_EXPERTS = {
 def check(cfg: Any) -> None:
     """Raise ConfigError for the first key of a mixture of experts that cannot work."""
     if cfg.num_experts == 1:
-        for name, without in NEED_EXPERTS.items():
-            value = vars(cfg)[name]
-            if value != without:
-                raise ConfigError(
-                    f"{name}={show(value)} does nothing with num_experts=1, a dense model. Use "
-                    f"{name}={show(without)}, or set num_experts."
-                )
+        idle_keys.refuse(
+            cfg,
+            NEED_EXPERTS,
+            beside="num_experts=1, a dense model",
+            remedy=", or set num_experts",
+        )
         return
     if cfg.num_experts_per_tok > cfg.num_experts:
         raise ConfigError(

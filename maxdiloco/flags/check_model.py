@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from maxdiloco.errors import ConfigError
+from maxdiloco.flags import idle_keys
 from maxdiloco.flags.base_yml import show
 
 LONGER_TEXTS = ("llama3.1", "yarn")  # rope types that look at original_max_position_embeddings
@@ -105,11 +106,12 @@ def _pattern(cfg: Any) -> None:
 def _rope(cfg: Any) -> None:
     kind = cfg.rope_type
     for key, without, types in _ROPE_KEYS:
-        value = vars(cfg)[key]
-        if value != without and kind not in types:
-            raise ConfigError(
-                f"{key}={show(value)} does nothing with rope_type={kind}. Use {key}="
-                f"{show(without)}, or rope_type={' or '.join(types)}."
+        if kind not in types:
+            idle_keys.refuse(
+                cfg,
+                {key: without},
+                beside=f"rope_type={kind}",
+                remedy=f", or rope_type={' or '.join(types)}",
             )
     if kind in LONGER_TEXTS and not cfg.original_max_position_embeddings:
         raise ConfigError(

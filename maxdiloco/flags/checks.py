@@ -15,6 +15,7 @@ from maxdiloco.flags import (
     check_mixture,
     check_model,
     eval_sets,
+    idle_keys,
     tokenizer_checks,
 )
 from maxdiloco.flags.base_yml import Key, show
@@ -23,6 +24,24 @@ LARGEST = 2**31 - 1  # of int32: the limit of a whole number that has none in ba
 # Axes of the mesh in its order; each has a size in the dcn and in the ici tier.
 AXES = ("diloco", "data", "fsdp", "expert", "context", "tensor")
 FEEDBACK = {"auto": None, "always": True, "never": False}  # None: as the wire needs it
+# Keys that only these modes read, and the value that leaves them off.
+NEED_DILOCO = {
+    "num_diloco_replicas": -1,
+    "enable_streaming_diloco": False,
+    "num_communication_overlapping_steps": 0,
+    "communication_overlapping_alpha": 0.0,
+    "diloco_outer_overlap": "none",
+    "diloco_exchange_dtype": "float32",
+    "diloco_error_feedback": "auto",
+    "diloco_merge": "mean",
+    "diloco_outer_memory": "device",
+    "exchange_carrier": "auto",
+}
+NEED_STREAMING = {
+    "num_diloco_fragments": 1,
+    "num_nonlayer_fragments": 1,
+    "use_sequential_layers": False,
+}
 SCHEDULE_NAMES = schedule.Names(
     H="diloco_sync_period",
     P="num_diloco_fragments",
@@ -203,43 +222,21 @@ def _replicas(cfg: Any) -> None:
     dcn, ici = cfg.dcn_diloco_parallelism, cfg.ici_diloco_parallelism
     if dcn * ici > 0 and cfg.num_diloco_replicas != -1:
         check_replicas(cfg.num_diloco_replicas, dcn * ici, f"dcn diloco {dcn} * ici diloco {ici} =")
-    if cfg.enable_diloco:
-        return
-    needs_diloco = {
-        "num_diloco_replicas": -1,
-        "enable_streaming_diloco": False,
-        "num_communication_overlapping_steps": 0,
-        "communication_overlapping_alpha": 0.0,
-        "diloco_outer_overlap": "none",
-        "diloco_exchange_dtype": "float32",
-        "diloco_error_feedback": "auto",
-        "diloco_merge": "mean",
-        "diloco_outer_memory": "device",
-        "exchange_carrier": "auto",
-    }
-    for name, without in needs_diloco.items():
-        value = vars(cfg)[name]
-        if value != without:
-            raise ConfigError(
-                f"{name}={show(value)} does nothing with enable_diloco=false. Use "
-                f"{name}={show(without)} or enable_diloco=true."
-            )
+    if not cfg.enable_diloco:
+        idle_keys.refuse(
+            cfg, NEED_DILOCO, beside="enable_diloco=false", remedy=" or enable_diloco=true"
+        )
 
 
 def _fragments(cfg: Any) -> None:
     count, nonlayer = cfg.num_diloco_fragments, cfg.num_nonlayer_fragments
     if not cfg.enable_streaming_diloco:
-        for name, without in (
-            ("num_diloco_fragments", 1),
-            ("num_nonlayer_fragments", 1),
-            ("use_sequential_layers", False),
-        ):
-            value = vars(cfg)[name]
-            if value != without:
-                raise ConfigError(
-                    f"{name}={show(value)} does nothing with enable_streaming_diloco=false. Use "
-                    f"{name}={show(without)} or enable_streaming_diloco=true."
-                )
+        idle_keys.refuse(
+            cfg,
+            NEED_STREAMING,
+            beside="enable_streaming_diloco=false",
+            remedy=" or enable_streaming_diloco=true",
+        )
     most = cfg.base_num_decoder_layers + nonlayer
     if count > most:
         raise ConfigError(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from maxdiloco.models.ragged import ragged
 from maxdiloco.models.spec import ModelSpec
 
 f32 = jnp.float32
@@ -53,60 +54,6 @@ undo.defvjp(
     lambda x_AD, order_A, inverse_A: (x_AD[inverse_A], order_A),
     lambda order_A, d_AD: (d_AD[order_A], None, None),
 )
-
-
-def ragged(x_AD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, spec: ModelSpec) -> jax.Array:
-    """[A, F]: consecutive rows, sizes_E of them, times the matrix of their expert.
-
-    Rows after the last group come out as anything.
-    """
-    preferred = f32 if spec.float32_products else None  # see models/product.py
-    return _ragged((spec.precision, preferred), x_AD, w_EDF, sizes_E)
-
-
-def _plain(options, x_AD, w_EDF, sizes_E):
-    precision, preferred = options
-    out = jax.lax.ragged_dot(
-        x_AD, w_EDF, sizes_E, precision=precision, preferred_element_type=preferred
-    )
-    return out.astype(x_AD.dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ragged(options, x_AD, w_EDF, sizes_E):
-    return _one_by_one(functools.partial(_plain, options))(x_AD, w_EDF, sizes_E)
-
-
-def _ragged_backward(options, factors, d_AF):
-    def backward(x_AD, w_EDF, sizes_E, d_AF):
-        _, pull = jax.vjp(lambda x, w: _plain(options, x, w, sizes_E), x_AD, w_EDF)
-        return pull(d_AF)
-
-    return (*_one_by_one(backward)(*factors, d_AF), None)
-
-
-_ragged.defvjp(
-    lambda options, *factors: (_ragged(options, *factors), factors), _ragged_backward
-)
-
-
-def _one_by_one(fn):
-    """fn; a vmap over it, of the replicas of a slot, calls it for each.
-
-    XLA:TPU of jax 0.10 compiles no ragged product with a batch dim.
-    """
-    wrapped = jax.custom_batching.custom_vmap(fn)
-
-    @wrapped.def_vmap
-    def _(size, in_batched, *args):
-        calls = [
-            wrapped(*(x[i] if batched else x for x, batched in zip(args, in_batched, strict=True)))
-            for i in range(size)
-        ]
-        out = jax.tree.map(lambda *parts: jnp.stack(parts), *calls)
-        return out, jax.tree.map(lambda _: True, out)
-
-    return wrapped
 
 
 def dropless(

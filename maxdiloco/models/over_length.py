@@ -41,7 +41,7 @@ def check(length: int, shards: int) -> None:
             f"max_target_length={length} is not a multiple of 2 * context {shards} = {divisor}: "
             f"each device of a sequence takes two chunks of it. Use "
             f"max_target_length={length // divisor * divisor or divisor}, or another "
-            f"ici_context_parallelism."
+            f"dcn_context_parallelism or ici_context_parallelism."
         )
 
 

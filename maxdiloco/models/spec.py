@@ -44,7 +44,7 @@ class ModelSpec:
     is the root of head_dim. embedding_multiplier: of the looked-up rows.
     attention: the kernel chosen, `dot_product`, `cudnn` or `splash`.
     rules: logical axis name -> mesh axes. float32_products, scattered_gradients: see
-    models/product.py.
+    models/product.py. ragged_kernel: see models/ragged.py.
     """
 
     emb_dim: int
@@ -96,6 +96,7 @@ class ModelSpec:
     rules: Rules
     float32_products: bool
     scattered_gradients: bool
+    ragged_kernel: bool
 
     @property
     def rotated_dim(self) -> int:
@@ -157,6 +158,7 @@ def from_config(cfg: Config, *, backend: str, length_shards: int = 1) -> ModelSp
         rules=rules_with(cfg.logical_axis_rules),
         float32_products=backend == "cpu" and dtype == jnp.bfloat16,
         scattered_gradients=backend == "tpu",
+        ragged_kernel=backend == "tpu",
     )
 
 

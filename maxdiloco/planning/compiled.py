@@ -50,5 +50,5 @@ def plain_step(cfg: Config, *, gbps: float, say: Callable[[str], None]) -> Step:
             f"{MAKE_ROOM}"
         )
     if found.kernels:
-        say(f"the step's time leaves out {found.kernels} Pallas kernels that are no attention")
+        say(f"the step's time leaves out {found.kernels} Pallas kernels whose products are unknown")
     return Step(found.seconds, found.memory.peak)

@@ -3,6 +3,7 @@
 # B sequences  L tokens  D model  E experts  K experts of a token
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -15,7 +16,7 @@ import tiny_model
 from flax import nnx
 
 from maxdiloco.diloco import fragments
-from maxdiloco.models import decode, experts, router
+from maxdiloco.models import decode, experts, ragged, router
 from maxdiloco.models.moe import MoE
 
 BALANCE = dict(load_balance_loss_weight=0.1, router_z_loss_weight=0.02)
@@ -141,6 +142,49 @@ def test_a_capacity_for_all_is_no_capacity():
     found, found_used = nnx.merge(limited, weights)(x_BLD, REAL)
     np.testing.assert_allclose(found, y_BLD, atol=1e-5)
     tiny_model.assert_close(found_used, used, rtol=1e-6)
+
+
+def test_the_matrices_gradient_from_the_kernel_is_that_of_the_product():
+    """Interpreted. 7 rows of a tile of 128: an expert's rows begin and end inside of it, expert 2
+    has none, and the last row is nobody's. Controls: these sums by hand, rows in other groups."""
+    rng = np.random.default_rng(4)
+    x_AD, d_AF = (rng.standard_normal((7, n)).astype(np.float32) for n in (24, 16))
+    found = ragged.gradient_by_kernel(
+        "highest", x_AD, d_AF, np.array([1, 3, 0, 2], np.int32), interpret=True
+    )
+    groups = (slice(0, 1), slice(1, 4), slice(4, 4), slice(4, 6))
+    expected = np.stack([x_AD[rows].T @ d_AF[rows] for rows in groups])
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert np.abs(expected[3] - x_AD[4:7].T @ d_AF[4:7]).max() > 0.1
+
+
+def test_replicas_of_a_slot_take_the_kernel_one_by_one(monkeypatch):
+    """As on a TPU, interpreted: gradients of both factors are those without the kernel."""
+    calls = []
+
+    def interpreted(*args):
+        calls.append(args)
+        return by_kernel(*args, interpret=True)
+
+    by_kernel = ragged.gradient_by_kernel
+    monkeypatch.setattr(ragged, "gradient_by_kernel", interpreted)
+    rng = np.random.default_rng(4)
+    x_RAD = rng.standard_normal((2, 6, 8)).astype(np.float32)
+    w_REDF = rng.standard_normal((2, 3, 8, 4)).astype(np.float32)
+    sizes_RE = np.array([[1, 5, 0], [2, 2, 2]], np.int32)
+    spec = tiny_model.build(num_experts=3).spec
+
+    def gradients(spec):
+        def total(x, w, sizes):
+            return jnp.sum(jnp.square(ragged.ragged(x, w, sizes, spec)))
+
+        return jax.jit(jax.vmap(jax.grad(total, argnums=(0, 1))))(x_RAD, w_REDF, sizes_RE)
+
+    expected = gradients(spec)
+    assert not calls
+    found = gradients(dataclasses.replace(spec, ragged_kernel=True))
+    assert {call[1].shape for call in calls} == {(6, 8)}, "a kernel of one replica's rows"
+    tiny_model.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 MODEL = FAMILIES["deepseek-v3"] | dict(base_num_decoder_layers=3, first_num_dense_layers=1)

@@ -1,8 +1,9 @@
-"""Least time of the attention kernels in a compiled TPU program, from their shapes.
+"""Least time of the kernels in a compiled TPU program whose products are known, from their shapes.
 
-The compiler gives Pallas kernels no estimate. Splash attention (jax.experimental.pallas.ops.tpu)
-names its kernels; what each multiplies follows from the operands. Its time is that of the products
-at the chip's peak, with heads filled up to the lanes of the matrix unit: kernels are slower.
+The compiler gives Pallas kernels no estimate. Splash attention and the products of experts, of
+jax.experimental.pallas.ops.tpu and of XLA itself, have names; what each multiplies follows from the
+operands. Their time is that of the products at the chip's peak, of attention with heads filled up
+to the lanes of the matrix unit: kernels are slower.
 """
 
 import math
@@ -18,11 +19,35 @@ LANES = 128
 PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}
 FLOATS = ("bf16", "f16", "f32")
 _NAME = re.compile(r"splash_m[hq]a_(fwd|dkv|dq)_")
+# Rows times the matrix of their expert, the sums of their products for each, and what finds rows.
+_EXPERTS = re.compile(r"(ragged-dot-none|tgmm|ragged-dot-metadata)\b")
 
 
 def is_kernel(item: Instruction) -> bool:
     """Whether an instruction calls a Pallas kernel."""
     return item.opcode == "custom-call" and item.attribute("custom_call_target") == PALLAS
+
+
+def flops(where: Computation, item: Instruction) -> float | None:
+    """FLOPs of a kernel on one device; None for one that is not known here."""
+    of_experts = _expert_flops(where, item)
+    return attention_flops(where, item) if of_experts is None else of_experts
+
+
+def _expert_flops(where: Computation, item: Instruction) -> float | None:
+    """FLOPs of a product of rows and their experts' matrices, or of its gradient.
+
+    Every row counts. Rows of other devices' experts are left out by the kernel, but not here.
+    """
+    named = _EXPERTS.match(item.name)
+    if named is None:
+        return None
+    if named[1] == "ragged-dot-metadata":
+        return 0.0
+    operands = [shapes.read(where[name].shape) for name in item.operands]
+    rows, factor = [x.dims for x in operands if x.dtype in FLOATS]
+    width = factor[-1] if named[1] == "tgmm" else shapes.read(item.shape).dims[-1]
+    return 2.0 * math.prod(rows) * width
 
 
 def attention_flops(where: Computation, item: Instruction) -> float | None:

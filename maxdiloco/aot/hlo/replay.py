@@ -1,6 +1,6 @@
 """Replays a scheduled TPU program against one link per device: how much of the traffic is exposed.
 
-An instruction takes the compiler's `estimated_cycles` at the chip's clock, and an attention kernel
+An instruction takes the compiler's `estimated_cycles` at the chip's clock, and a Pallas kernel
 the least time that hlo/kernels.py finds. A transfer takes its bytes at the rate of the link, which
 carries one after the other. There is no host and no latency.
 A collective inside the slice that the schedule waits for takes its bytes at the rate of the ICI
@@ -47,7 +47,7 @@ class Link(NamedTuple):
 
     gbps_per_device: its share of the DCN [1e9 bits per second]. clock_hz: of the compiler's cycles
     (1.5e9 on v5e). ici_gbps: of all its ICI links together, one way; with None a collective inside
-    the slice takes no time. peak_flops: of the matrix unit [1/s]; with None an attention kernel
+    the slice takes no time. peak_flops: of the matrix unit [1/s]; with None a Pallas kernel
     takes no time. send_done_waits: whether it waits for the whole transfer, as a recv-done does, or
     for nothing.
     """
@@ -173,7 +173,7 @@ def _seconds(player: _Player, where: Computation, item: Instruction) -> float:
     if item.opcode in collectives.KINDS and player.link.ici_gbps is not None:
         return collectives.bytes_of(where, item) * 8 / (player.link.ici_gbps * 1e9)
     if kernels.is_kernel(item) and player.link.peak_flops is not None:
-        return (kernels.attention_flops(where, item) or 0.0) / player.link.peak_flops
+        return (kernels.flops(where, item) or 0.0) / player.link.peak_flops
     return 0.0
 
 

@@ -142,6 +142,30 @@ def flops_of(kernel):
     return kernels.attention_flops(where, item)
 
 
+EXPERTS = """\
+  %x = bf16[4096,256]{1,0} custom-call()
+  %w = bf16[8,256,512]{2,1,0} custom-call()
+  %dy = bf16[4096,512]{1,0} custom-call()
+  %n = s32[9]{0} custom-call()
+  %ragged-dot-metadata = s32[9]{0} custom-call(%n), KERNEL
+  %ragged-dot-none.2 = bf16[4096,512]{1,0} custom-call(%n, %x, %w), KERNEL
+  %tgmm.1 = bf16[8,256,512]{2,1,0} custom-call(%n, %x, %dy), KERNEL
+  %swish.1 = bf16[4096,512]{1,0} custom-call(%n, %x, %w), KERNEL
+""".replace("KERNEL", 'custom_call_target="tpu_custom_call"')
+
+
+def test_a_product_of_experts_multiplies_every_row_once():
+    """4096 rows of 256 by 512, by one expert each; its gradient as much. A kernel of another name
+    is unknown."""
+    module = reader.read(changed(BESIDE_LOOP, "  %send-done =", EXPERTS + "  %send-done ="))
+    once = 2 * 4096 * 256 * 512
+    expected = {"ragged-dot-metadata": 0, "ragged-dot-none.2": once, "tgmm.1": once}
+    expected |= {"swish.1": None}
+    found = {item.name: kernels.flops(where, item) for where, item in module.reached()
+             if item.name in expected}  # fmt: skip
+    assert found == expected
+
+
 def test_a_batch_of_one_sequence_has_no_dim_of_its_own():
     one = changed(KERNEL, "%q = bf16[2,8,1024,64]{3,2,1,0}", "%q = bf16[8,1024,64]{2,1,0}")
     one = changed(one, "bf16[2,8,1024,64]{3,2,1,0}) custom", "bf16[8,1024,64]{2,1,0}) custom")
