@@ -13,6 +13,7 @@ OVERLAP = "diloco_outer_overlap"
 WIRE = "diloco_exchange_dtype"
 FOUR_BITS = {WIRE: "float4_e3m0"}
 FEEDBACK = "diloco_error_feedback"
+MOMENTUM = "diloco_outer_momentum"
 
 
 class Mode(NamedTuple):
@@ -34,7 +35,7 @@ class Mode(NamedTuple):
 def _diloco(
     name: str, inner: str = "adamw", outer_lr="sweep", rates=(), every_seed=True, **keys: Any
 ) -> Mode:
-    keys = {"enable_diloco": True, "diloco_sync_period": 30} | keys
+    keys = {"enable_diloco": True, "diloco_sync_period": 30, MOMENTUM: 0.6} | keys
     return Mode(name, keys, inner, outer_lr, rates, every_seed)
 
 
@@ -42,8 +43,10 @@ def _streaming(name: str, *, tau: int, alpha: float = 0.0, **keys: Any) -> Mode:
     return _diloco(name, **(STREAMING | {TAU: tau, ALPHA: alpha} | keys))
 
 
-FEW = (0.2, 0.4, 0.7)  # one less than OUTER_RATES; the grid grows where its best is at an end
 AS_STREAMING = ("streaming, tau=1", 1.0)
+AS_EAGER = ("eager, 4 bits", 1.0)
+# The published momentum, which averages over ten rounds: a fifth of the runs at scale=cpu.
+LONG = {MOMENTUM: 0.9, "rates": (0.2, 0.4, 0.7, 1.0), "every_seed": False}
 
 
 def _few_bits() -> list[Mode]:
@@ -58,21 +61,32 @@ def _few_bits() -> list[Mode]:
             rows.append(_diloco(f"DiLoCo, {wire}{said}", outer_lr=(DILOCO, 1.0), **keys))
             rows.append(_streaming(f"streaming, tau=1, {wire}{said}", tau=1,
                                    outer_lr=AS_STREAMING, **keys))
-            rows.append(_diloco(f"eager, {wire}{said}", outer_lr=("eager, 4 bits", 1.0),
+            rows.append(_diloco(f"eager, {wire}{said}", outer_lr=AS_EAGER,
                                 **{OVERLAP: "eager"}, **keys))
-    rows.append(_diloco("eager, 4 bits, feedback", outer_lr=("eager, 4 bits", 1.0),
-                        every_seed=False, **{OVERLAP: "eager", FEEDBACK: "always"}, **FOUR_BITS))
+    rows.append(_diloco("eager, 4 bits, feedback", outer_lr=AS_EAGER, every_seed=False,
+                        **{OVERLAP: "eager", FEEDBACK: "always"}, **FOUR_BITS))
     # SparseLoCo (arXiv 2508.15706) has no outer momentum: the residual is one.
-    rows.append(_diloco("DiLoCo, topk, no momentum", rates=FEW, every_seed=False,
-                        **{WIRE: "topk"}, diloco_outer_momentum=0.0))
+    rows.append(_diloco("DiLoCo, topk, no momentum", every_seed=False, **{WIRE: "topk",
+                        MOMENTUM: 0.0}))
+    # Over 1,177 times fewer bytes than data parallelism: topk at H=33, int2 at H=166.
+    far = {FEEDBACK: "always", "every_seed": False}
+    rows += [
+        _diloco("DiLoCo, muon, topk, H=33", "muon", diloco_sync_period=33, **far, **{WIRE: "topk"}),
+        _diloco("DiLoCo, muon, int2, H=166", "muon", diloco_sync_period=166, **far,
+                **{WIRE: "int2"}),
+        _diloco("DiLoCo, muon, int2, H=166, momentum 0.3", "muon", diloco_sync_period=166, **far,
+                **{WIRE: "int2", MOMENTUM: 0.3}),
+        _diloco("DiLoCo, muon, int2, H=166, no momentum", "muon", diloco_sync_period=166, **far,
+                **{WIRE: "int2", MOMENTUM: 0.0}),
+        _diloco("DiLoCo, int2, H=166", diloco_sync_period=166, **far, **{WIRE: "int2"}),
+    ]
     return rows  # fmt: skip
 
 
-# MuLoCo's outer momentum is 0.6 (arXiv 2505.23725); the outer rate is swept as for the others.
+# The outer momentum is 0.6, the better one of two for DiLoCo (and MuLoCo's, arXiv 2505.23725).
 MODES = (
     Mode(DATA_PARALLEL, {"enable_diloco": False}, outer_lr=""),
     _diloco(DILOCO),
-    _diloco("DiLoCo, H=30, momentum 0.6", rates=FEW, every_seed=False, diloco_outer_momentum=0.6),
     _diloco("DiLoCo, H=10", every_seed=False, diloco_sync_period=10),
     _diloco("DiLoCo, H=100", every_seed=False, diloco_sync_period=100),
     _streaming("streaming, tau=0", tau=0, every_seed=False),
@@ -80,20 +94,20 @@ MODES = (
     _streaming("streaming, tau=5", tau=5, every_seed=False),
     _streaming("streaming, tau=1, alpha=0.5", tau=1, alpha=0.5),
     _streaming("streaming, tau=5, alpha=0.5", tau=5, alpha=0.5, every_seed=False),
-    _streaming("streaming, tau=1, 4 bits", tau=1, rates=FEW, **FOUR_BITS),
-    _streaming("streaming, tau=1, 4 bits, H=100", tau=1, rates=FEW, every_seed=False,
-               **FOUR_BITS, diloco_sync_period=100),
-    _diloco("eager", rates=FEW, **{OVERLAP: "eager"}),
-    _diloco("eager, 4 bits", rates=FEW, **{OVERLAP: "eager"}, **FOUR_BITS),
-    _diloco(DELAYED, rates=FEW, every_seed=False, **{OVERLAP: "delayed"}),
+    _streaming("streaming, tau=1, 4 bits", tau=1, **FOUR_BITS),
+    _streaming("streaming, tau=1, 4 bits, H=100", tau=1, every_seed=False, **FOUR_BITS,
+               diloco_sync_period=100),
+    _diloco("eager", **{OVERLAP: "eager"}),
+    _diloco("eager, 4 bits", **{OVERLAP: "eager"}, **FOUR_BITS),
+    _diloco(DELAYED, every_seed=False, **{OVERLAP: "delayed"}),
     _diloco("delayed, DiLoCo's outer rate", outer_lr=(DILOCO, 1.0), every_seed=False,
             **{OVERLAP: "delayed"}),
     _diloco("delayed, a quarter of it", outer_lr=(DILOCO, 0.25), **{OVERLAP: "delayed"}),
-    _diloco("DiLoCo, M=1", rates=FEW, every_seed=False, num_diloco_replicas=1),
-    _diloco("DiLoCo, M=4", rates=FEW, every_seed=False, num_diloco_replicas=4),
-    _diloco("DiLoCo, M=8", rates=FEW, every_seed=False, num_diloco_replicas=8),
+    _diloco("DiLoCo, M=1", every_seed=False, num_diloco_replicas=1),
+    _diloco("DiLoCo, M=4", every_seed=False, num_diloco_replicas=4),
+    _diloco("DiLoCo, M=8", every_seed=False, num_diloco_replicas=8),
     Mode("data parallel, muon", {"enable_diloco": False}, "muon", outer_lr=""),
-    _diloco("DiLoCo, muon", inner="muon", rates=FEW, diloco_outer_momentum=0.6),
+    _diloco("DiLoCo, muon", "muon"),
     # Details, whose differences are small: at the rate of streaming, tau=1, with every seed.
     _streaming("streaming, tau=1, strided, P=2", tau=1, num_diloco_fragments=2,
                outer_lr=AS_STREAMING),
@@ -106,11 +120,19 @@ MODES = (
     *_few_bits(),
     _diloco("DiLoCo, M=8, rda", num_diloco_replicas=8, outer_lr=("DiLoCo, M=8", 1.0),
             every_seed=False, diloco_merge="rda"),
+    _diloco("DiLoCo, H=30, momentum 0.9", **LONG),
+    _diloco("DiLoCo, H=10, momentum 0.9", diloco_sync_period=10, **LONG),
+    _diloco("DiLoCo, H=100, momentum 0.9", diloco_sync_period=100, **LONG),
+    _streaming("streaming, tau=0, momentum 0.9", tau=0, **LONG),
+    _streaming("streaming, tau=1, momentum 0.9", tau=1, **LONG),
+    _streaming("streaming, tau=5, momentum 0.9", tau=5, **LONG),
+    _streaming("streaming, tau=1, alpha=0.5, momentum 0.9", tau=1, alpha=0.5, **LONG),
+    _streaming("streaming, tau=5, alpha=0.5, momentum 0.9", tau=5, alpha=0.5, **LONG),
 )  # fmt: skip
 BY_NAME = {mode.name: mode for mode in MODES}
 
 
-OUTER_RATES = (0.2, 0.4, 0.7, 1.0)  # of arXiv 2503.09799 Fig. 7, less two
+OUTER_RATES = (0.4, 0.7)  # the middle of arXiv 2503.09799 Fig. 7; it grows where its end is best
 MUON_RATES = (5e-3, 1e-2, 2e-2)
 
 

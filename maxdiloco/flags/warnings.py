@@ -4,8 +4,8 @@ from typing import Any
 
 # A vocabulary so many times the tokenizer's is more than a round number: our choice.
 _FAR_ABOVE = 2
-# Rounds in which a momentum of 0.9, which averages over ten, has settled: our choice.
-_FEW_ROUNDS = 20
+# Rounds below which a momentum of 0.9, which averages over ten, costs loss: it did at 50. Our choice.
+_FEW_ROUNDS = 100
 _MOMENTUM_OF_FEW = 0.7
 
 
@@ -48,12 +48,14 @@ def short_run(cfg: Any) -> list[str]:
         return []
     counted = "1 round" if rounds == 1 else f"{rounds} rounds"
     line = (
-        f"note: steps={cfg.steps} is {counted} of diloco_sync_period={cfg.diloco_sync_period}, too "
-        f"few to judge a mode by: in ten rounds the modes were 5 to "
-        f"19 % of loss behind data parallelism, in the papers' long runs under 2 %."
+        f"note: steps={cfg.steps} is {counted} of diloco_sync_period={cfg.diloco_sync_period}, "
+        f"few to judge a mode by: DiLoCo was 8 % of loss behind data parallelism after ten rounds "
+        f"and 6 % after 50, in the papers' long runs under 1 %."
     )
     if cfg.diloco_outer_momentum > _MOMENTUM_OF_FEW:
-        line += " diloco_outer_momentum=0.6 with diloco_outer_lr=0.7 was best there."
+        line += (
+            " Set diloco_outer_momentum=0.6 and diloco_outer_lr=0.7, which made that 5 % and 1.4 %."
+        )
     return [line]
 
 

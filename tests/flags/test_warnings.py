@@ -32,7 +32,8 @@ def test_a_vocabulary_far_above_the_tokenizers_is_a_warning(vocab_size, warned):
     [
         ("steps=200 diloco_sync_period=20", ["10 rounds", "diloco_outer_momentum=0.6"]),
         ("steps=200 diloco_sync_period=20 diloco_outer_momentum=0.6", ["10 rounds"]),
-        ("steps=400 diloco_sync_period=20", []),
+        ("steps=1980 diloco_sync_period=20", ["99 rounds", "diloco_outer_momentum=0.6"]),
+        ("steps=2000 diloco_sync_period=20", []),
         ("steps=19 diloco_sync_period=20", []),  # a warning of its own
         ("steps=-1", []),
         ("steps=200 diloco_sync_period=20 enable_diloco=false", []),
@@ -41,4 +42,4 @@ def test_a_vocabulary_far_above_the_tokenizers_is_a_warning(vocab_size, warned):
 def test_a_run_of_few_rounds_says_what_to_expect(keys, said):
     found = warnings.short_run(config.load(keys.split(), {}))
     assert len(found) == bool(said) and all(words in found[0] for words in said)
-    assert ("best there" in "".join(found)) == ("diloco_outer_momentum=0.6" in said)
+    assert ("Set diloco" in "".join(found)) == ("diloco_outer_momentum=0.6" in said)
