@@ -45,6 +45,14 @@ def devices():
     return found
 
 
+@pytest.fixture
+def few_compiler_passes():
+    """For tests whose time is compilation, and whose claim no pass of the compiler decides."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config, items):
     """full_grid runs only when -m names it; tpu_aot needs libtpu, in one process at a time."""

@@ -17,6 +17,8 @@ from maxdiloco.checkpoint.arrays import Cycled
 from maxdiloco.engine import describe
 from maxdiloco.engine.trainer import SavedLayout
 
+pytestmark = pytest.mark.usefixtures("few_compiler_passes")
+
 # The mean magnitude of what every replica has moved is 3/2 of `step` in `w` and 1 in `v`.
 PARAMS = {"v": np.zeros(4, np.float32), "w": np.zeros((2, 2), np.float32)}
 MOVED = {"v": np.float32([1, -1, 1, -1]), "w": np.float32([[1, 2], [1, 2]])}

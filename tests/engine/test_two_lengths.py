@@ -27,14 +27,6 @@ STEPS = 16
 pytestmark = pytest.mark.usefixtures("few_compiler_passes")
 
 
-@pytest.fixture
-def few_compiler_passes():
-    """Compilation is most of the time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def inner_step(params, opt_state, batch):
     return jax.tree.map(lambda p: p - 0.1 * (p - batch), params), opt_state, {}
 

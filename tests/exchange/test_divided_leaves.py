@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 from maxdiloco.diloco.fragments import Stacked, Vocabulary
 from maxdiloco.exchange import collective, payload
 
+pytestmark = pytest.mark.usefixtures("few_compiler_passes")
+
 M = 4
 # Layers along a dim that is divided or not; one tensor, divided or not, of odd sizes; a table.
 LEAVES = {

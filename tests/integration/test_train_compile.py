@@ -121,8 +121,9 @@ MODES = {
 
 
 def test_one_slice_is_compiled_and_sends_nothing_to_another(compile_run):
-    """Its devices have no slice_index; XLA prints its replica groups as axes of a mesh."""
-    code, (report,), said = compile_run(compile_topology_num_slices=1)
+    """Its devices have no slice_index; XLA prints its replica groups as axes of a mesh. Here
+    remat_policy is chosen, by compiling the step."""
+    code, (report,), said = compile_run(compile_topology_num_slices=1, remat_policy="auto")
     assert code == 0
     assert "mesh: 4 x TPU v5 lite; fsdp 4 (over slices: all 1 = 1)" in said.out
     assert not any(program["dcn"] for program in report["programs"])
@@ -279,6 +280,7 @@ def test_the_1b_model_on_two_slices_of_sixteen(compile_run):
         diloco_exchange_dtype="float4_e3m0",
         compile_topology="v5e-16",
         compile_topology_num_slices=2,
+        remat_policy="full",  # auto compiles the step with others before it
     )
     assert code == 0, said.err
     (sent,) = table(said)

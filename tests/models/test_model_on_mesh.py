@@ -17,8 +17,6 @@ from maxdiloco.parallel.sharding import parameter_shardings
 
 # R replicas  B sequences per replica  L tokens
 
-WINDOW = dict(base_emb_dim=12, attn_logits_soft_cap=5.0, sliding_window_size=4)
-
 
 def replicas(model, M):
     """Unequal parameters and batches, leaves [R, ...]."""
@@ -47,14 +45,6 @@ def place(model, mesh, params_R, batch_R):
         (dict(diloco=2, fsdp=2, tensor=2), 2, dict(attn_logits_soft_cap=5.0)),
         # Both replicas in one slot, under a vmap.
         (dict(diloco=1, data=2, fsdp=2), 2, dict(attn_logits_soft_cap=5.0)),
-        # Of 12 tokens each device of context 2 has two chunks of 3, of context 3 two of 2; all of
-        # them cut documents in two.
-        (dict(diloco=2, fsdp=2, context=2), 2, WINDOW),
-        (
-            dict(diloco=1, context=3, tensor=2),
-            2,
-            WINDOW | dict(attention_sink=True, attention_pattern=("local", "global")),
-        ),
         # Sinks, biases and local layers; a norm over heads that lie on two devices.
         (
             dict(diloco=1, fsdp=2, tensor=2),

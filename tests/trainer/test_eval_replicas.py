@@ -12,6 +12,8 @@ from maxdiloco.flags import config
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.trainer import assemble
 
+pytestmark = pytest.mark.usefixtures("few_compiler_passes")
+
 SIZES = (
     "hardware=cpu vocab_size=32 base_emb_dim=8 base_num_decoder_layers=1 base_mlp_dim=8 head_dim=4 "
     "base_num_query_heads=2 base_num_kv_heads=1 max_target_length=8 remat_policy=none "

@@ -10,6 +10,8 @@ from maxdiloco.models.remat import POLICIES
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.trainer import assemble, remat_choice
 
+pytestmark = pytest.mark.usefixtures("few_compiler_passes")
+
 FLAGS = (
     "hardware=cpu dataset_type=synthetic dcn_diloco_parallelism=1 base_num_decoder_layers=2 "
     "base_emb_dim=32 base_mlp_dim=256 max_target_length=128 vocab_size=128"
