@@ -137,12 +137,24 @@ def torch_model(case: Case) -> Any:
     import torch
     import transformers
 
-    torch.manual_seed(0)
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    arguments = {k: v for k, v in (_SIZES | case.changes).items() if v is not LEFT_OUT}
-    config = getattr(transformers, case.config)(**arguments)
+    config = getattr(transformers, case.config)(**arguments(case))
+    return random_model(config)
+
+
+def arguments(case: Case) -> dict[str, Any]:
+    """Of transformers' class."""
+    return {k: v for k, v in (_SIZES | case.changes).items() if v is not LEFT_OUT}
+
+
+def random_model(config: Any) -> Any:
+    """A model of a config of transformers, see torch_model."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -45,7 +45,9 @@ def read(folder: pathlib.Path) -> Read:
     if not isinstance(whole, dict) or not isinstance(whole.get("model_type"), str):
         raise ConfigError(f"{path} names no model_type. Give the config.json of a model.")
     family = family_of(whole["model_type"])
-    text = whole.get(family.inner, whole) if family.inner else whole
+    text = whole.get(family.inner) if family.inner else whole
+    if not isinstance(text, dict):
+        raise rules.refused(family.inner, text, "it is a table, the keys of the text model")
     keys = keys_of(text, family)
     known = {field.theirs for field in family.fields} | set(family.must) | NOTED
     return Read(family, whole, text, keys, tuple(sorted(text.keys() - known)))
@@ -71,9 +73,8 @@ def family_of(model_type: str) -> Family:
 def keys_of(hf: Mapping[str, Any], family: Family) -> Values:
     """Our keys of the group model, all but those of training. Raises ConfigError."""
     if hf.get("quantization_config"):
-        method = hf["quantization_config"].get("quant_method", "?")
         raise ConfigError(
-            f"quantization_config of config.json says {method}: quantised weights are not "
+            f"quantization_config of config.json says {_method(hf)}: quantised weights are not "
             "imported. Save the model with bfloat16 weights (transformers' from_pretrained with "
             "dtype=torch.bfloat16, dequantize(), save_pretrained) and import that."
         )
@@ -89,6 +90,11 @@ def keys_of(hf: Mapping[str, Any], family: Family) -> Values:
     for rule in family.rules:
         keys |= rule.read(hf)
     return keys | dict(family.fixed)
+
+
+def _method(hf):
+    quantised = hf["quantization_config"]
+    return quantised.get("quant_method", "?") if isinstance(quantised, dict) else quantised
 
 
 def _default(field, hf, family):

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from maxdiloco.huggingface import rules
-from maxdiloco.huggingface.family import Family, Field, per_token, sizes
+from maxdiloco.huggingface.family import Family, Field, per_token, sizes, unless_null
 from maxdiloco.huggingface.rules import Rule
 from maxdiloco.huggingface.tensor_names import (
     ATTENTION,
@@ -44,22 +44,10 @@ def family() -> Family:
     Its norms of low rank have an epsilon of 1e-6 whatever rms_norm_eps says, so all norms have it.
     """
     epsilon = 1e-6
-    in_rules = ("head_dim", "rms_norm_eps")
     return Family(
         model_type="deepseek_v3",
         architecture="DeepseekV3ForCausalLM",
-        fields=(
-            *(field for field in sizes(epsilon=epsilon) if field.theirs not in in_rules),
-            per_token(8),
-            Field("kv_lora_rank", "kv_lora_rank", 512),
-            Field("qk_nope_head_dim", "qk_nope_head_dim", 128),
-            Field("qk_rope_head_dim", "qk_rope_head_dim", 64),
-            Field("v_head_dim", "v_head_dim", 128),
-            Field("first_k_dense_replace", "first_num_dense_layers", 3),
-            Field("n_shared_experts", "shared_experts", 0),
-            Field("norm_topk_prob", "norm_topk_prob", True),
-            Field("routed_scaling_factor", "routed_scaling_factor", 2.5),
-        ),
+        fields=_fields(epsilon),
         rules=(
             rules.activation("hidden_act", "silu"),
             rules.tied(False),
@@ -97,6 +85,26 @@ def family() -> Family:
     )
 
 
+def _fields(epsilon: float) -> tuple[Field, ...]:
+    in_rules = ("head_dim", "rms_norm_eps")
+    return (
+        *(field for field in sizes(epsilon=epsilon) if field.theirs not in in_rules),
+        per_token(8),
+        Field("kv_lora_rank", "kv_lora_rank", 512),
+        Field("qk_nope_head_dim", "qk_nope_head_dim", 128),
+        Field("qk_rope_head_dim", "qk_rope_head_dim", 64),
+        Field("v_head_dim", "v_head_dim", 128),
+        Field("first_k_dense_replace", "first_num_dense_layers", 3),
+        Field(
+            "n_shared_experts",
+            "shared_experts",
+            unless_null("n_shared_experts", 1, lambda hf: 0),
+        ),
+        Field("norm_topk_prob", "norm_topk_prob", True),
+        Field("routed_scaling_factor", "routed_scaling_factor", 2.5),
+    )
+
+
 def _ranks() -> Rule:
     """The rank of the queries, and the features of a head."""
 
@@ -113,7 +121,8 @@ def _ranks() -> Rule:
 
 
 def _head_dim(hf: rules.Values) -> Any:
-    return hf.get("qk_nope_head_dim", 128) + hf.get("qk_rope_head_dim", 64)
+    names = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    return sum(rules.number(name, hf.get(name, default)) for name, default in names.items())
 
 
 def _latent_rope() -> Rule:
@@ -125,7 +134,8 @@ def _latent_rope() -> Rule:
         found = base.read(hf)
         all_dim = parameters.get("mscale_all_dim")
         if found["rope_type"] == "yarn" and all_dim:
-            factor = rules.mscale(found["rope_factor"], all_dim)
+            number = rules.number("factor", found["rope_factor"])
+            factor = rules.mscale(number, rules.number("mscale_all_dim", all_dim))
             found["query_pre_attn_scalar"] = _head_dim(hf) / factor**4  # of a product of two
         return found
 

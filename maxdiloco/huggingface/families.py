@@ -4,7 +4,7 @@ Tables, not code: a model type is a Family. Rules are for what is more than anot
 """
 
 from maxdiloco.huggingface import deepseek, rules
-from maxdiloco.huggingface.family import Family, Field, per_token, sizes
+from maxdiloco.huggingface.family import Family, Field, grouped, per_token, sizes
 from maxdiloco.huggingface.rules import Rule
 from maxdiloco.huggingface.tensor_names import (
     ATTENTION,
@@ -40,7 +40,7 @@ def _mistral() -> Family:
     return _llama()._replace(
         model_type="mistral",
         architecture="MistralForCausalLM",
-        fields=sizes(epsilon=1e-6),
+        fields=sizes(epsilon=1e-6, num_key_value_heads=grouped(8)),
         rules=(_silu(), rules.tied(False), rules.rope(10000.0), rules.window(4096)),
     )
 
@@ -157,7 +157,7 @@ def _mixtral() -> Family:
     return _mistral()._replace(
         model_type="mixtral",
         architecture="MixtralForCausalLM",
-        fields=(*sizes(epsilon=1e-5), per_token(2)),
+        fields=(*sizes(epsilon=1e-5, num_key_value_heads=grouped(8)), per_token(2)),
         rules=(
             _silu(),
             rules.tied(False),
@@ -181,7 +181,7 @@ def _qwen3_moe() -> Family:
         model_type="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
         fields=(
-            *sizes(epsilon=1e-6),
+            *sizes(epsilon=1e-6, num_key_value_heads=grouped(4)),
             per_token(8),
             Field("norm_topk_prob", "norm_topk_prob", False),
         ),

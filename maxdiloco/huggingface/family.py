@@ -1,6 +1,6 @@
 """What a model type of Hugging Face is: a Family."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -49,6 +49,16 @@ def _heads(hf: Mapping[str, Any]) -> Any:
 
 def _head_dim(hf: Mapping[str, Any]) -> Any:
     return hf["hidden_size"] // hf["num_attention_heads"]
+
+
+def unless_null(key: str, default: int, null: Any) -> Callable[[Mapping[str, Any]], Any]:
+    """A default of a Field. null: a function of config.json for a key that is there, but null."""
+    return lambda hf: null(hf) if key in hf else default
+
+
+def grouped(default: int) -> Callable[[Mapping[str, Any]], Any]:
+    """The default of num_key_value_heads: so many, or where it is null one for each query head."""
+    return unless_null("num_key_value_heads", default, _heads)
 
 
 def sizes(*, epsilon: float, **defaults: Any) -> tuple[Field, ...]:

@@ -103,9 +103,8 @@ def rope(default: float, scaling: Mapping[str, Any] | None = None) -> Rule:
 
     def read(hf):
         parameters = rope_parameters(hf, scaling)
-        return {"rope_max_timescale": float(parameters.get("rope_theta", default))} | _stretch(
-            parameters, hf
-        )
+        theta = number("rope_theta", parameters.get("rope_theta", default))
+        return {"rope_max_timescale": float(theta)} | _stretch(parameters, hf)
 
     def write(ours):
         return {"rope_theta": ours["rope_max_timescale"], "rope_scaling": _scaling(ours)}
@@ -120,12 +119,12 @@ def local_rope(default: float, local: float) -> Rule:
         parameters = rope_parameters(hf)
         whole, own = parameters, {"rope_theta": hf.get("rope_local_base_freq") or local}
         if GLOBAL in parameters:
-            whole, own = parameters[GLOBAL], parameters[LOCAL]
+            whole, own = parameters[GLOBAL], parameters.get(LOCAL, {})
         if own.get("rope_type", "default") != "default":
             raise refused("rope_type", own["rope_type"], "local layers have default")
         return {
-            "rope_max_timescale": float(whole.get("rope_theta", default)),
-            "local_rope_max_timescale": float(own.get("rope_theta", local)),
+            "rope_max_timescale": float(number("rope_theta", whole.get("rope_theta", default))),
+            "local_rope_max_timescale": float(number("rope_theta", own.get("rope_theta", local))),
         } | _stretch(whole, hf)
 
     def write(ours):
@@ -168,7 +167,8 @@ def _stretch(parameters: Values, hf: Values) -> dict[str, Any]:
         found.setdefault("original_max_position_embeddings", length)
         scales = [parameters.get(key) for key in _MSCALES]
         if "rope_attention_factor" not in found and all(scales):
-            over, under = (mscale(parameters["factor"], scale) for scale in scales)
+            factor = number("factor", parameters["factor"])
+            over, under = (mscale(factor, number("mscale", scale)) for scale in scales)
             found["rope_attention_factor"] = over / under
     return found
 
@@ -210,7 +210,7 @@ def pattern(default: int, period: int) -> Rule:
             every = hf.get("sliding_window_pattern") or period
             layers = hf.get("num_hidden_layers") or 0
             types = [GLOBAL if (i + 1) % every == 0 else LOCAL for i in range(layers)]
-        return _pattern_keys(types, hf.get("sliding_window", default) or 0)
+        return _pattern_keys(types, hf, default)
 
     def write(ours):
         return _layer_types(ours) | {"sliding_window": ours["sliding_window_size"] or default}
@@ -226,7 +226,7 @@ def qwen_window() -> Rule:
             return {}
         layers, first = hf.get("num_hidden_layers") or 0, hf.get("max_window_layers", 28)
         types = hf.get("layer_types") or [LOCAL if i >= first else GLOBAL for i in range(layers)]
-        return _pattern_keys(types, hf.get("sliding_window", 4096) or 0)
+        return _pattern_keys(types, hf, 4096)
 
     def write(ours):
         if not ours["sliding_window_size"]:
@@ -237,8 +237,13 @@ def qwen_window() -> Rule:
     return Rule(read, write)
 
 
-def _pattern_keys(types: Sequence[str], window: int) -> dict[str, Any]:
-    """The shortest pattern that repeats to these layers."""
+def _pattern_keys(types: Sequence[str], hf: Values, default: int) -> dict[str, Any]:
+    """The shortest pattern that repeats to these layers. default: of sliding_window."""
+    window, layers = hf.get("sliding_window", default) or 0, hf.get("num_hidden_layers") or 0
+    if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+        raise refused("layer_types", types, f"it is a list of {LOCAL}, {GLOBAL}")
+    if len(types) != layers:
+        raise refused("layer_types", types, f"it has num_hidden_layers={layers} entries")
     if unknown := set(types) - {LOCAL, GLOBAL}:
         raise refused("layer_types", min(unknown), f"the types are {LOCAL}, {GLOBAL}")
     kinds = tuple("local" if kind == LOCAL and window else "global" for kind in types)
@@ -285,6 +290,13 @@ def expert_width(key: str, default: int) -> Rule:
         return {key: ours["base_mlp_dim"] if width == -1 else width}
 
     return Rule(read, write)
+
+
+def number(key: str, value: Any) -> float:
+    """The value of a key that is a number. Raises ConfigError."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise refused(key, value, "it is a number")
+    return value
 
 
 def refused(key: str, value: Any, why: str) -> ConfigError:

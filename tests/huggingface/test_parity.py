@@ -1,16 +1,23 @@
 """Each model type computes what transformers computes."""
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from benchmarks import parity
 from maxdiloco import hf
+from maxdiloco.huggingface import config_json
 
 pytestmark = pytest.mark.xdist_group("torch")  # its import takes 5 s, once
 
+PREFIX = "model.language_model."
+MODEL_TYPES = [name for name in parity.CASES if "," not in name]
+SIZES = {
+    "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "vocab_size",
+}  # fmt: skip
 WITH_GRADIENT = ("qwen3", "qwen3_moe", "deepseek_v3")  # a dense one and two with experts
 
 
@@ -27,6 +34,68 @@ def test_logits_are_those_of_transformers_and_an_export_has_the_same_bits(name, 
     assert {name: (value.shape, value.tobytes()) for name, value in before.items()} == {
         name: (value.shape, value.tobytes()) for name, value in after.items()
     }
+
+
+def test_the_text_model_of_files_with_images(tmp_path, capfd):
+    """The vision tower is left out, which a line says; the export is a text model.
+
+    Tensors have another prefix in files of older versions.
+    """
+    import transformers
+
+    text = parity.arguments(parity.CASES["gemma3_text"])
+    vision = dict(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        image_size=28, patch_size=14, model_type="siglip_vision_model",
+    )  # fmt: skip
+    attention = text.pop("attn_implementation")
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=1,
+        image_token_index=parity.VOCABULARY, attn_implementation=attention,
+    )  # fmt: skip
+    model = parity.random_model(config)
+    found = parity.imported(model, tmp_path)
+    assert "note: the part for images is left out, " in capfd.readouterr().out
+    batch = parity.texts()
+    (theirs,), *_ = parity.their_logits(model, batch)
+    assert np.abs(parity.our_logits(found, batch)[0] - theirs).max() < parity.TOLERANCE
+
+    values = load_file(tmp_path / "theirs/model.safetensors")
+    text_values = {
+        name.replace(PREFIX, "model."): value for name, value in values.items() if PREFIX in name
+    }
+    assert len(text_values) == 2 + 13 * text["num_hidden_layers"]
+    older = {
+        name.replace(PREFIX, "language_model.model.").replace("model.vision", "vision"): value
+        for name, value in values.items()
+        if "projector" not in name
+    }
+    save_file(older, tmp_path / "theirs/model.safetensors")
+    assert hf.main(["import", str(tmp_path / "theirs"), str(tmp_path / "older")]) == 0
+    for name in ("ours", "older"):
+        out = tmp_path / f"{name} exported"
+        assert hf.main(["export", str(tmp_path / name), str(out)]) == 0
+        again = load_file(out / "model.safetensors")
+        assert {k: v.tobytes() for k, v in again.items()} == {
+            k: v.tobytes() for k, v in text_values.items()
+        }
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager")
+    assert type(loaded).__name__ == "Gemma3ForCausalLM"
+    assert np.abs(parity.their_logits(loaded, batch)[0][0] - theirs).max() < parity.TOLERANCE
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_key_that_config_json_lacks_has_the_default_of_transformers(model_type):
+    """Each key of the whole config.json is left out on its own, but for the sizes of the model."""
+    import transformers
+
+    case = next(case for name, case in parity.CASES.items() if name == model_type)
+    whole = getattr(transformers, case.config)().to_dict()
+    family = config_json.family_of(model_type)
+    expected = config_json.keys_of(whole, family)
+    for key in whole.keys() - SIZES:
+        less = {name: value for name, value in whole.items() if name != key}
+        assert config_json.keys_of(less, family) == expected, key
 
 
 def test_another_epsilon_would_be_seen(tmp_path, monkeypatch):

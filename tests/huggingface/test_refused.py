@@ -16,6 +16,7 @@ from maxdiloco.flags import config
 from maxdiloco.huggingface import config_json, families, folders, safetensors_files
 
 DEEPSEEK = {"model_type": "deepseek_v3"}
+YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
 @pytest.fixture
@@ -56,6 +57,17 @@ def test_a_model_type_that_is_not_there(tmp_path, refusal, model_type, words):
         ({"vocab_size": "many"}, "vocab_size=many of config.json is no number"),
         ({"hidden_size": "wide"}, "base_emb_dim=wide"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "says mxfp4: quantised weights"),
+        ({"quantization_config": "fp8"}, "says fp8: quantised weights"),
+        ({"rope_theta": "x"}, "rope_theta=x of config.json has no counterpart here: it is a "),
+        ({"model_type": "gemma3"}, "text_config=None of config.json has no counterpart"),
+        ({"model_type": "gemma2", "layer_types": 5}, "layer_types=5 of config.json has no"),
+        ({"model_type": "gemma2", "layer_types": [["full_attention"]]}, "it is a list of"),
+        ({"model_type": "gemma2", "layer_types": ["full_attention"]},
+         "layer_types=['full_attention'] of config.json has no counterpart here: it has "
+         "num_hidden_layers=3 entries"),
+        (DEEPSEEK | {"qk_nope_head_dim": "a"}, "qk_nope_head_dim=a of config.json has no"),
+        (DEEPSEEK | {"rope_scaling": YARN | {"mscale": "a"}}, "mscale=a of config.json has no"),
+        (DEEPSEEK | {"rope_scaling": YARN | {"factor": "a"}}, "factor=a of config.json has no"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [1]}, "mlp_only_layers=[1] of config.json"),
         ({"head_dim": 5}, "head_dim=5 is odd"),
         (DEEPSEEK | {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05 of config.json has no counterpart "
@@ -65,6 +77,10 @@ def test_a_model_type_that_is_not_there(tmp_path, refusal, model_type, words):
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mscale": 0.7}},
          "mscale=0.7 of config.json has no counterpart here: no model type here has it with"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": None}}, "factor is missing, which yarn"),
+        ({"model_type": "gemma3_text", "rope_parameters": {
+            "full_attention": {"rope_type": "default"},
+            "sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+         "rope_type=linear of config.json has no counterpart here: local layers have default"),
     ],
 )  # fmt: skip
 def test_values_of_config_json_that_cannot_be_computed(tmp_path, refusal, changes, words):
@@ -101,8 +117,10 @@ def test_shapes_and_types_that_differ_from_config_json(tmp_path, refusal):
 def test_truncated_and_absent_files(tmp_path, refusal):
     source = small.save(tmp_path / "cut", small.weights(), shards=2)
     path = source / "model-1.safetensors"
-    path.write_bytes(path.read_bytes()[:-10])
-    assert f"{path} is no whole file of safetensors" in refusal(source)
+    whole = path.read_bytes()
+    for content in (whole[:-1], whole[:200], whole[:4], b"", whole + b"x", b"<html>" * 99):
+        path.write_bytes(content)
+        assert f"{path} is no whole file of safetensors" in refusal(source)
     path.unlink()
     assert "lacks model-1.safetensors, which model.safetensors.index.json names" in refusal(source)
     (source / "model.safetensors.index.json").write_text("{")

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import small_models as small
+from data.tokenizers_on_disk import byte_level_bpe
 from etils import epath
 from safetensors import safe_open
 from safetensors.numpy import load_file
@@ -135,3 +136,58 @@ def test_an_export_like_a_model_takes_no_weights_and_no_index_of_it(imported, tm
     assert hf.main(["export", str(imported), str(out), f"like={source}"]) == 0
     names = sorted(path.name for path in out.iterdir())
     assert names == ["config.json", "generation_config.json", "model.safetensors"]
+
+
+def test_a_weight_whose_layers_have_two_types_is_stored_in_the_wider(tmp_path):
+    """bfloat16 and float32 in files; in any order, and no value is rounded."""
+    name = "model.layers.{}.mlp.up_proj.weight"
+    for i, layer in enumerate((0, 2)):
+        values = small.weights()
+        values[name.format(layer)] = values[name.format(layer)].astype(ml_dtypes.bfloat16)
+        source = small.save(tmp_path / f"source{i}", values)
+        assert hf.main(["import", str(source), str(tmp_path / f"ours{i}")]) == 0
+        assert hf.main(["export", str(tmp_path / f"ours{i}"), str(tmp_path / f"theirs{i}")]) == 0
+        values[name.format(layer)] = values[name.format(layer)].astype(np.float32)
+        assert_same_bits(loaded(tmp_path / f"theirs{i}"), values)
+
+
+def test_a_head_beside_a_tied_embedding_is_left_out(tmp_path):
+    """As transformers does; rotary_emb.inv_freq of older files likewise."""
+    source = small.save(tmp_path / "source", small.weights(), tie_word_embeddings=True)
+    assert hf.main(["import", str(source), str(tmp_path / "ours")]) == 0
+    assert hf.main(["export", str(tmp_path / "ours"), str(tmp_path / "theirs")]) == 0
+    expected = small.weights()
+    del expected["lm_head.weight"]
+    assert_same_bits(loaded(tmp_path / "theirs"), expected)
+
+
+@pytest.mark.parametrize("tokens", [{"bos_token": "a", "eos_token": "b"}, {"eos_token": "b"}])
+def test_start_yml_adds_the_tokens_that_the_tokenizer_names(tmp_path, tokens):
+    source = small.save(tmp_path / "source", small.weights())
+    byte_level_bpe(source, vocab_size=300)
+    names = {"bos_token": None, "eos_token": None} | tokens
+    (source / "tokenizer_config.json").write_text(json.dumps(names))
+    arguments = ["import", str(source), str(tmp_path / "ours"), "vocab_multiple=300"]
+    assert hf.main(arguments) == 0
+    keys = {name: value for name, value, _ in base_yml.read_yml(tmp_path / "ours/start.yml")}
+    assert (keys["add_bos"], keys["add_eos"]) == ("bos_token" in tokens, True)
+    assert keys["tokenizer_path"] == str(tmp_path / "ours/huggingface")
+
+
+def test_an_export_like_an_import_and_of_older_files_names_its_type_once(imported, tmp_path):
+    """torch_dtype is the older name of dtype."""
+    source = small.save(tmp_path / "source", small.weights(), torch_dtype="float16")
+    assert hf.main(["import", str(source), str(tmp_path / "ours")]) == 0
+    out = tmp_path / "theirs"
+    assert hf.main(["export", str(imported), str(out), f"like={tmp_path / 'ours'}"]) == 0
+    assert json.loads((out / "config.json").read_text()) == small.config() | {"dtype": "float32"}
+
+
+def test_a_file_has_its_tensors_layer_by_layer_at_multiples_of_8_bytes(imported, tmp_path):
+    assert hf.main(["export", str(imported), str(tmp_path / "theirs")]) == 0
+    content = (tmp_path / "theirs/model.safetensors").read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    names = [name for name in json.loads(content[8 : 8 + size]) if name != "__metadata__"]
+    layers = [int(name.split(".")[2]) for name in names if ".layers." in name]
+    assert size % 8 == 0 and layers == sorted(layers) and len(layers) == 27
+    assert (names[0], names[-1]) == ("model.embed_tokens.weight", "lm_head.weight")
