@@ -1,0 +1,60 @@
+"""benchmarks/memory_by_mode.py: what a mode may add; programs that are alike compile once."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import memory_by_mode
+from maxdiloco.engine.calls import Call
+from maxdiloco.flags import config
+from maxdiloco.parallel.program import Program
+
+MIB = 2**20
+COUNT = MIB // 4  # float32 of one MiB
+
+
+def parts(names, kept_mib, told):
+    """Of a run whose programs double one MiB each, beside `kept_mib` of other state."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    x, state = (
+        jax.ShapeDtypeStruct((n,), jnp.float32, sharding=sharding)
+        for n in (COUNT, COUNT * kept_mib)
+    )
+    programs = [
+        Program(name, lambda x, i=i: x * (i + 2), on_compile=lambda name, *_: told.append(name))
+        for i, name in enumerate(names)
+    ]
+    calls = [Call(program, (x,), 1) for program in programs]
+    plans = [SimpleNamespace(fragment=SimpleNamespace(size=mib * 2 * COUNT)) for mib in (3, 5)]
+    return SimpleNamespace(
+        trainer=SimpleNamespace(
+            calls=lambda batch: calls,
+            abstract_state=[x, state],
+            layout=SimpleNamespace(plans=plans),
+        ),
+        batch=None,
+        mesh=SimpleNamespace(size=4, shape={"diloco": 2}),
+    )
+
+
+def test_a_mode_may_add_its_largest_fragment_and_five_percent():
+    """Two MiB of a program and 8 that the run keeps; a fragment of 10 MiB on two devices."""
+    found = memory_by_mode.row(parts(["a"], 8, []), 4 * MIB, {})
+    assert found == ("10", "a", "6", "5", "5")
+    assert memory_by_mode.row(parts(["a"], 8, []), 100 * MIB, {})[-1] == "10"
+
+
+def test_programs_that_are_alike_are_compiled_once():
+    """The second run's first program is the first run's; its state is counted for itself."""
+    told, compiled = [], {}
+    first, _ = memory_by_mode.needed(parts(["a"], 8, told), compiled)
+    second, _ = memory_by_mode.needed(parts(["a", "b"], 9, told), compiled)
+    assert told == ["a", "b"] and second - first == MIB
+
+
+@pytest.mark.parametrize("mode", memory_by_mode.modes(3))
+def test_every_mode_is_a_config(mode):
+    cfg = config.load(["dataset_type=synthetic"], {})
+    config.from_dict(cfg.as_dict() | memory_by_mode.modes(3)[mode])
