@@ -36,7 +36,7 @@ def _run(module: Module, computation: Computation, times: int, place: str) -> It
             body = module.computation(item.attribute("body"))
             trips = trip_count(module, computation, item)
             yield from _run(module, body, times * trips, body.name)
-        elif item.opcode in ("call", "async-start", "conditional"):
+        elif item.opcode in ("call", "call-start", "async-start", "conditional"):
             for name in item.called():
                 yield from _run(module, module.computation(name), times, name)
         elif item.opcode == "fusion":

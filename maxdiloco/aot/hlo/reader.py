@@ -16,6 +16,7 @@ _CALLED = re.compile(
     r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.-]+)"
 )
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+NO_ESTIMATE = 2**63 - 1  # what the compiler prints where it has none
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
@@ -42,9 +43,9 @@ class Instruction(NamedTuple):
         return names + (tuple(re.findall(r"[\w.-]+", branches[1])) if branches else ())
 
     def estimated_cycles(self) -> int | None:
-        """The compiler's estimate; None without one."""
+        """The compiler's estimate; None without one, as of what a sparse core does."""
         match = _CYCLES.search(self.attributes)
-        return int(match[1]) if match else None
+        return int(match[1]) if match and int(match[1]) != NO_ESTIMATE else None
 
 
 class Computation(NamedTuple):

@@ -38,7 +38,7 @@ UNTIMED = frozenset({
     "rng-bit-generator", "all-gather", "all-reduce", "all-to-all", "reduce-scatter",
     "collective-permute", "all-gather-start", "all-gather-done", "all-reduce-start",
     "all-reduce-done", "collective-permute-start", "collective-permute-done", "async-update",
-    "async-done",
+    "async-done", "call-done",
 })  # fmt: skip
 
 
@@ -153,7 +153,7 @@ def _play(player: _Player, where: Computation, item: Instruction, clock: _Clock)
     if item.opcode == "conditional":
         branches = [_run(player, player.module.computation(n), clock) for n in item.called()]
         return max(branches, key=lambda end: (end.total()[0], -end.now))
-    if item.opcode in ("call", "async-start"):
+    if item.opcode in ("call", "call-start", "async-start"):
         for name in item.called():
             clock = _run(player, player.module.computation(name), clock)
         return clock

@@ -22,6 +22,7 @@ TARGET = "_xla_megascale_target"
 LOCAL_CALLS = (
     "AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart",
     "ConcatBitcast", "GatherScatterIndicesBitpacked", "HostExecute", "MoveToDevice", "MoveToHost",
+    "PrepareAsyncCallDone", "PrepareAsyncCallStart",
     "Sharding", "SliceId", "SPMDFullToShardShape", "SPMDShardToFullShape", "ZeroCrop",
     "tpu_custom_call",
 )  # fmt: skip

@@ -196,6 +196,25 @@ def test_a_window_of_blocks_is_what_a_kernel_computes():
     assert kernels.attention_flops(where, item) == pytest.approx(flops * 7 / 16)
 
 
+def test_what_goes_to_a_sparse_core_has_no_estimate():
+    """Its cycles are printed as the largest number there is; the loop alone hides 10 us."""
+    line = next(line for line in BESIDE_LOOP.splitlines() if "%copy.1 = " in line)
+    cores = """\
+  %prepared = s32[] custom-call(), custom_call_target="PrepareAsyncCallStart"
+  %cores = ((f32[8]), f32[8]) call-start(%prepared), to_apply=%on_cores
+  %cores-done = f32[8] call-done(%cores)
+"""
+    called = """\
+%on_cores (x: f32[8]) -> f32[8] {
+  %x = f32[8] parameter(0)
+  ROOT %sorted = f32[8] fusion(%x), backend_config={"estimated_cycles":"9223372036854775807"}
+}
+
+ENTRY """
+    text = changed(changed(BESIDE_LOOP, line, cores + line), "ENTRY ", called)
+    assert exposed(text) == pytest.approx(exposed(BESIDE_LOOP))
+
+
 def test_a_program_without_transfers_exposes_nothing():
     text = changed(IN_CONDITIONAL, "{%branch_0, %branch_1}", "{%branch_0, %branch_0}")
     assert exposed(text) == 0.0
