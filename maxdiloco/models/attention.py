@@ -101,16 +101,17 @@ def attend(
     rules: Rules,
     precision: str,
     divisor: float | None = None,
+    float32_factors: bool = False,
 ) -> jax.Array:
     """Attention of a training window with itself: context [B, L, N, H].
 
     kernel: from choose_kernel. segment_ids: equal ids see each other. soft_cap, window: 0 is off.
-    sinks, divisor: see dot_product and Softmax.
+    sinks, divisor, float32_factors: see dot_product and Softmax.
     Where sequences are spread over devices q, k, v and the context are in their order, and
     segment_ids whole in the order of the text, see models/over_length.py.
     """
     axes = length_axes(rules)
-    softmax_config = Softmax(soft_cap, window, precision, divisor)
+    softmax_config = Softmax(soft_cap, window, precision, divisor, float32_factors)
     if kernel == "dot_product" and not axes:
         return dot_product(softmax_config, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, sinks_N)
     if kernel == "dot_product":

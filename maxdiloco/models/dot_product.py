@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from maxdiloco.models.float32 import float32_product
 from maxdiloco.models.remat import CONTEXT, keep
 
 f32 = jnp.float32
@@ -25,13 +26,14 @@ MAX_BLOCKS = 8  # each is unrolled into the program; longer sequences get longer
 class Softmax:
     """soft_cap: logits are cap * tanh(raw / cap). window: keys a query sees. 0 turns either off.
 
-    divisor: of the raw logits q k; None is sqrt(H).
+    divisor: of the raw logits q k; None is sqrt(H). float32_factors: see models/product.py.
     """
 
     soft_cap: float
     window: int
     precision: str
     divisor: float | None = None
+    float32_factors: bool = False
 
     def divisor_of(self, head_dim: int) -> float:
         """The divisor of heads of this size."""
@@ -209,9 +211,7 @@ def _d_sinks(sinks_N, mean_BKGL1, lse_BKGL1):
 
 
 def _matmul(softmax_config, equation, x, y):
-    return jnp.einsum(
-        equation, x, y, precision=softmax_config.precision, preferred_element_type=f32
-    )
+    return float32_product(equation, x, y, softmax_config.precision, softmax_config.float32_factors)
 
 
 def _by_group(x_BLNH, num_kv_heads):

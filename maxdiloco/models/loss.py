@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from maxdiloco.models.each_device import automatic_spec
+from maxdiloco.models.float32 import float32_product
 from maxdiloco.models.over_length import length_shards
 from maxdiloco.models.product import scattered_sum
 from maxdiloco.parallel.sharding import Rules, axes_of, constrain
@@ -41,6 +42,7 @@ class Head:
     precision: str
     rules: Rules
     float32_products: bool = False
+    float32_factors: bool = False
     scattered_gradients: bool = False
 
 
@@ -58,7 +60,7 @@ def next_tokens(tokens_BL: jax.Array, segment_ids_BL: jax.Array) -> tuple[jax.Ar
 def head_logits(x: jax.Array, w: jax.Array, head: Head) -> jax.Array:
     """Logits [..., V] in float32 of hidden states [..., D]; w in the type of x."""
     equation = "...d,vd->...v" if head.tied else "...d,dv->...v"
-    logits = jnp.einsum(equation, x, w, precision=head.precision, preferred_element_type=f32)
+    logits = float32_product(equation, x, w, head.precision, head.float32_factors)
     return head.soft_cap * jnp.tanh(logits / head.soft_cap) if head.soft_cap else logits
 
 
@@ -71,7 +73,7 @@ def token_losses(
     x: hidden states after the final norm, in the type the matmuls run in. w: the head's weight,
     in the type its gradient is wanted in. The inner pair is for display and has no gradient.
     """
-    w_compute = _gather(w.astype(x_BLD.dtype), head)
+    w_compute = _gather(w.astype(_factor_type(x_BLD, head)), head)
 
     def chunk(sums, inputs):
         x_GSTD, targets_GST, counts_GST = inputs
@@ -86,7 +88,7 @@ def token_losses(
 
 def _forward(head, x_BLD, w, targets_BL, counts_BL):
     """The loss with its gradient as the residual."""
-    w_compute = _gather(w.astype(x_BLD.dtype), head)
+    w_compute = _gather(w.astype(_factor_type(x_BLD, head)), head)
     chunks = _chunks((x_BLD, targets_BL, counts_BL), head.rules)
 
     def chunk(carry, inputs):
@@ -94,7 +96,9 @@ def _forward(head, x_BLD, w, targets_BL, counts_BL):
         x_GSTD, targets_GST, counts_GST = inputs
         logits_GSTV = _chunk_logits(x_GSTD, w_compute, head)
         cross, z_loss, lse_GST = _losses(logits_GSTV, targets_GST, counts_GST, head)
-        d_GSTV = _d_logits(logits_GSTV, targets_GST, counts_GST, lse_GST, head).astype(x_BLD.dtype)
+        d_GSTV = _d_logits(logits_GSTV, targets_GST, counts_GST, lse_GST, head)
+        d_GSTV = d_GSTV.astype(w_compute.dtype)
+        x_GSTD = x_GSTD.astype(w_compute.dtype)
         back = "gstv,vd->gstd" if head.tied else "gstv,dv->gstd"
         across = "gstv,gstd->gvd" if head.tied else "gstd,gstv->gdv"
         pair = (d_GSTV, x_GSTD) if head.tied else (x_GSTD, d_GSTV)
@@ -128,6 +132,10 @@ def _backward(head, residuals, cotangents):
 
 
 token_losses.defvjp(_forward, _backward)
+
+
+def _factor_type(x, head):
+    return f32 if head.float32_factors else x.dtype  # see models/product.py
 
 
 def _chunk_logits(x_GSTD, w, head):

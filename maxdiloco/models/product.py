@@ -10,6 +10,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.models.each_device import automatic_spec
+from maxdiloco.models.float32 import float32_product
 from maxdiloco.models.spec import ModelSpec
 from maxdiloco.parallel.sharding import Names, Rules, axes_of
 
@@ -23,33 +24,33 @@ def product(
 
     Accelerators sum in float32 by themselves. XLA:CPU has instructions for bfloat16 factors only
     where the result is float32, and computes in float32 altogether otherwise, which takes two to
-    three times as long (benchmarks/README.md); spec.float32_products asks for that result.
+    three times as long (benchmarks/README.md); spec.float32_products asks for that result, and
+    spec.float32_factors makes the factors float32 first, for processors that are faster so.
     names: logical names of the weight's dims, for spec.scattered_gradients, see _scattered_product;
     b and l in the equation are batch and length then. () leaves the sum to the partitioner.
     """
     if spec.float32_products:
-        return _product(equation, spec.precision, x, w)
+        return _product(equation, spec.precision, spec.float32_factors, x, w)
     if spec.scattered_gradients and names:
         return _scattered_product(equation, spec.precision, tuple(names), spec.rules, x, w)
     return jnp.einsum(equation, x, w, precision=spec.precision)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(equation, precision, x, w):
-    out = jnp.einsum(equation, x, w, precision=precision, preferred_element_type=f32)
-    return out.astype(x.dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _product(equation, precision, float32_factors, x, w):
+    return float32_product(equation, x, w, precision, float32_factors).astype(x.dtype)
 
 
-def _forward(equation, precision, x, w):
-    return _product(equation, precision, x, w), (x, w)
+def _forward(equation, precision, float32_factors, x, w):
+    return _product(equation, precision, float32_factors, x, w), (x, w)
 
 
-def _backward(equation, precision, factors, d_out):
+def _backward(equation, precision, float32_factors, factors, d_out):
     x, w = factors
     factors_in, out = equation.split("->")
     x_in, w_in = factors_in.split(",")
-    dx = _product(f"{out},{w_in}->{x_in}", precision, d_out, w)
-    dw = _product(f"{x_in},{out}->{w_in}", precision, x, d_out)
+    dx = _product(f"{out},{w_in}->{x_in}", precision, float32_factors, d_out, w)
+    dw = _product(f"{x_in},{out}->{w_in}", precision, float32_factors, x, d_out)
     return dx, dw
 
 

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from maxdiloco.flags.config import Config
 from maxdiloco.models.attention import choose_kernel
 from maxdiloco.models.rope import RopeConfig
+from maxdiloco.parallel import processor
 from maxdiloco.parallel.sharding import Rules, rules_with
 
 
@@ -43,8 +44,8 @@ class ModelSpec:
     pattern: the kinds of the layers, repeated over them. query_divisor: of attention logits; None
     is the root of head_dim. embedding_multiplier: of the looked-up rows.
     attention: the kernel chosen, `dot_product`, `cudnn` or `splash`.
-    rules: logical axis name -> mesh axes. float32_products, scattered_gradients: see
-    models/product.py. ragged_kernel: see models/ragged.py.
+    rules: logical axis name -> mesh axes. float32_products, float32_factors, scattered_gradients:
+    see models/product.py. ragged_kernel: see models/ragged.py.
     """
 
     emb_dim: int
@@ -95,6 +96,7 @@ class ModelSpec:
     precision: str
     rules: Rules
     float32_products: bool
+    float32_factors: bool
     scattered_gradients: bool
     ragged_kernel: bool
 
@@ -123,6 +125,7 @@ def from_config(cfg: Config, *, backend: str, length_shards: int = 1) -> ModelSp
     Raises ConfigError for a kernel that the backend lacks; flags has checked the sizes.
     """
     dtype = compute_dtype(cfg.dtype, backend)
+    half_on_cpu = backend == "cpu" and dtype == jnp.bfloat16
     return ModelSpec(
         emb_dim=cfg.base_emb_dim,
         num_layers=cfg.base_num_decoder_layers,
@@ -156,7 +159,8 @@ def from_config(cfg: Config, *, backend: str, length_shards: int = 1) -> ModelSp
         remat_policy=cfg.remat_policy,
         precision=cfg.matmul_precision,
         rules=rules_with(cfg.logical_axis_rules),
-        float32_products=backend == "cpu" and dtype == jnp.bfloat16,
+        float32_products=half_on_cpu,
+        float32_factors=half_on_cpu and processor.float32_is_faster(processor.host_cpuinfo()),
         scattered_gradients=backend == "tpu",
         ragged_kernel=backend == "tpu",
     )

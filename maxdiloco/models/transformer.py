@@ -139,6 +139,7 @@ class Model:
                 rules=spec.rules,
                 precision=spec.precision,
                 divisor=spec.query_divisor,
+                float32_factors=spec.float32_factors,
             )
             return context_BLNH, None
 
@@ -287,6 +288,7 @@ def head_of(spec: ModelSpec, params: Params) -> tuple[jax.Array, Head]:
         precision=spec.precision,
         rules=spec.rules,
         float32_products=spec.float32_products,
+        float32_factors=spec.float32_factors,
         scattered_gradients=spec.scattered_gradients,
     )
     return params["embedding"] if spec.tied_head else params["head"], head

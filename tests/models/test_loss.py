@@ -81,6 +81,24 @@ def test_gradient_follows_the_factor_before_the_loss():
     tiny_model.assert_close(thrice, jax.tree.map(lambda g: 3 * g, once), rtol=1e-6)
 
 
+def test_float32_factors_leave_the_head_its_gradient_unrounded():
+    """Control: with bfloat16 factors the logits' gradient keeps 8 bits."""
+    x_BLD, *others = problem(2, 8)
+    x_BLD = x_BLD.astype(jnp.bfloat16)
+
+    def gradient(fn, x_BLD, **keys):
+        how = head(float32_products=True, **keys)
+        of_w = jax.grad(lambda w: fn(how, x_BLD, w, *others[1:])[0])
+        return tiny_model.compiled(of_w)(others[0])
+
+    exact = gradient(plain, x_BLD.astype(np.float32))
+    tiny_model.assert_close(
+        gradient(loss.token_losses, x_BLD, float32_factors=True), exact, rtol=1e-5, atol=1e-5
+    )
+    rounded = gradient(loss.token_losses, x_BLD)
+    assert np.abs(rounded - exact).max() > 1e-3
+
+
 def test_gradient_of_a_bfloat16_matmul_is_summed_in_float32():
     """4096 equal contributions of 1/2: a bfloat16 sum stops growing at 128, where its step is 1."""
     x_BLD = np.ones((1, 4096, 1), jnp.bfloat16)

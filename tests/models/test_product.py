@@ -1,4 +1,4 @@
-"""Products of bfloat16 factors on a CPU: the same values, without float32 factors."""
+"""Products of bfloat16 factors on a CPU: the same values, with float32 factors where faster."""
 
 import re
 from types import SimpleNamespace
@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.models.product import product
+from maxdiloco.parallel import processor
 from maxdiloco.parallel.replicas import map_fn
 from maxdiloco.parallel.sharding import DEFAULT_RULES
 from maxdiloco.parallel.sharding import spec as spec_of
@@ -23,9 +24,10 @@ EQUATIONS = {
 }
 
 
-def spec(wide, scattered=False):
+def spec(wide, scattered=False, float32_factors=False):
     return SimpleNamespace(
         float32_products=wide,
+        float32_factors=float32_factors,
         scattered_gradients=scattered,
         precision="default",
         rules=DEFAULT_RULES,
@@ -37,39 +39,68 @@ def factors(equation):
     return [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in EQUATIONS[equation]]
 
 
-def value_and_gradients(equation, wide, x, w):
-    out, back = jax.vjp(lambda x, w: product(equation, x, w, spec(wide)), x, w)
+def value_and_gradients(equation, wide, x, w, **choices):
+    out, back = jax.vjp(lambda x, w: product(equation, x, w, spec(wide, **choices)), x, w)
     whole = (jnp.arange(out.size) % 7 - 3).astype(out.dtype)  # the same in both types
     return out, *back(whole.reshape(out.shape))
 
 
+@pytest.mark.parametrize("float32_factors", [False, True])
 @pytest.mark.parametrize("equation", EQUATIONS)
-def test_value_and_gradients_are_float32_sums_rounded_once(equation):
+def test_value_and_gradients_are_float32_sums_rounded_once(equation, float32_factors):
     """Against einsum of the factors in float32; half a unit in the last of 8 bits."""
     x, w = factors(equation)
     exact = value_and_gradients(equation, False, x.astype(jnp.float32), w.astype(jnp.float32))
-    found = value_and_gradients(equation, True, x, w)
+    found = value_and_gradients(equation, True, x, w, float32_factors=float32_factors)
     for one, wanted, like in zip(found, exact, (None, x, w), strict=True):
         assert one.dtype == jnp.bfloat16
         assert like is None or one.shape == like.shape
         np.testing.assert_allclose(one.astype(jnp.float32), wanted, rtol=2**-8, atol=1e-5)
 
 
-def float32_factors(wide):
-    """Products in the compiled program that take float32 factors."""
+def dots_of_float32(wide, **choices):
+    """Products in the compiled program that take float32 factors, and the number of all."""
     x, w = factors("bld,df->blf")
-    step = jax.jit(lambda x, w: value_and_gradients("bld,df->blf", wide, x, w))
+    step = jax.jit(lambda x, w: value_and_gradients("bld,df->blf", wide, x, w, **choices))
     text = step.lower(x, w).compile().as_text()
     shapes = dict(re.findall(r"%?([\w.-]+) = (\w+)\[", text))
     dots = re.findall(r" dot\(%?([\w.-]+), %?([\w.-]+)\)", text)
     assert dots
-    return [pair for pair in dots if "f32" in {shapes[name] for name in pair}]
+    return sum("f32" in {shapes[name] for name in pair} for pair in dots), len(dots)
 
 
 def test_no_factor_becomes_float32(devices):
     """Positive control: einsum alone has three such products on a CPU."""
-    assert float32_factors(wide=True) == []
-    assert float32_factors(wide=False)
+    assert dots_of_float32(wide=True) == (0, 3)
+    assert dots_of_float32(wide=False)[0] > 0
+
+
+def test_every_factor_becomes_float32_where_that_is_faster(devices):
+    assert dots_of_float32(wide=True, float32_factors=True) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "expected"),
+    [
+        ("vendor_id\t: GenuineIntel\nflags\t\t: fma avx512_bf16 amx_bf16\n", False),
+        ("vendor_id\t: GenuineIntel\nflags\t\t: fma avx512_bf16\n", True),
+        ("vendor_id\t: AuthenticAMD\nflags\t\t: fma avx512_bf16\n", False),
+        ("vendor_id\t: AuthenticAMD\nflags\t\t: fma avx2\n", True),
+        ("Features\t: fp asimd bf16\n", False),
+        ("", False),
+    ],
+)
+def test_the_processor_says_whether_float32_is_faster(cpuinfo, expected, monkeypatch, tmp_path):
+    """And the model's choice follows it, on a CPU with bfloat16 alone."""
+    from maxdiloco.models import spec as spec_lib
+
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+    if cpuinfo:
+        processor.CPUINFO.write_text(cpuinfo)
+    for backend, dtype in (("cpu", "bfloat16"), ("cpu", "float32"), ("tpu", "bfloat16")):
+        wanted = expected and (backend, dtype) == ("cpu", "bfloat16")
+        cfg = tiny_model.config(dtype=dtype)
+        assert spec_lib.from_config(cfg, backend=backend).float32_factors is wanted
 
 
 @pytest.mark.parametrize(
