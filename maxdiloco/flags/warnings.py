@@ -4,7 +4,7 @@ from typing import Any
 
 # A vocabulary so many times the tokenizer's is more than a round number: our choice.
 _FAR_ABOVE = 2
-# Below so many rounds a momentum of 0.9, which averages over ten, costs loss: it did at 50..
+# Below so many rounds 0.9 as a momentum costs loss, which averages over ten; at 50 it did.
 _FEW_ROUNDS = 100
 _MOMENTUM_OF_FEW = 0.7
 
