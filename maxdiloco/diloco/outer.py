@@ -91,22 +91,27 @@ def radial_directional_mean(
     spread(norms): leaves with the norm of its tensor at every value. Equal replicas give the mean
     to rounding.
     """
-    radius, _ = ordered_mean(lambda r: (norm(term(r)), ()), num_replicas)
+    alone = jax.lax.optimization_barrier  # else the order of a sum depends on the program it is in
+
+    def norms(leaves):
+        return alone(norm(alone(leaves)))
+
+    radius, _ = ordered_mean(lambda r: (norms(term(r)), ()), num_replicas)
 
     def equally_long(r):
         values = term(r)
-        factors = jax.tree.map(lambda a, n: jnp.where(n > 0, a / n, 0), radius, norm(values))
+        factors = jax.tree.map(lambda a, n: jnp.where(n > 0, a / n, 0), radius, norms(values))
         scaled = jax.tree.map(jnp.multiply, values, spread(factors))
         # A compiler may contract product and sum, in some programs only.
-        return jax.lax.optimization_barrier(scaled), ()
+        return alone(scaled), ()
 
     total, _ = ordered_mean(equally_long, num_replicas)
-    length = norm(total)
+    length = norms(total)
     known = jax.tree.map(lambda a, n: jnp.isfinite(a) & (n > 0), radius, length)
     factors = jax.tree.map(lambda k, a, n: jnp.where(k, a / n, 0), known, radius, length)
-    return jax.tree.map(
+    return alone(jax.tree.map(
         lambda k, t, f, m: jnp.where(k, t * f, m), spread(known), total, spread(factors), mean
-    )
+    ))  # fmt: skip
 
 
 def own_fresh(stale: Any, own: Any, r: jax.Array | int, m: jax.Array | int) -> Any:

@@ -250,14 +250,15 @@ def test_readers_in_processes_give_the_same_batches(settings, source, tmp_path):
 
 
 def test_damaged_records_are_counted_over_all_parts_and_named(source, tmp_path):
-    """Two of them: one more than allowed is an error that names the second."""
-    (source / "a.jsonl").write_text('{no\n{"text": "fine"}\n')
+    """Two of them, in two parts: one more than allowed is an error that names the second."""
+    fine = json.dumps({"text": "fine " * 100})
+    (source / "a.jsonl").write_text(f"{{no\n{fine}\n")
     (source / "b.txt").write_bytes(b"\xff")
     with pytest.raises(
         DataError, match=r"b.txt byte 0: not UTF-8.*max_corrupted_records=1 damaged records"
     ):
-        make(source, tmp_path / "out", allowed=1, part_bytes=1)
-    documents = make(source, tmp_path / "out", allowed=2, part_bytes=1)
+        make(source, tmp_path / "out", allowed=1, part_bytes=100)
+    documents = make(source, tmp_path / "out", allowed=2, part_bytes=100)
     assert [os.path.basename(where) for where, _ in documents.manifest.damaged] == [
         "a.jsonl byte 0",
         "b.txt byte 0",

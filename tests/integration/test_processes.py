@@ -17,6 +17,8 @@ pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
 STEPS = 40
 FULL = {"steps": STEPS, "eval_interval": 20, "eval_steps": 1}
 LONG = {"steps": 100000, "checkpoint_period": 100000, "learning_rate_schedule_steps": 1000}
+# For errors, which do not depend on the devices of a slice: with one each programs are shared.
+ONE_EACH = LONG | {"ici_fsdp_parallelism": 1}
 HOST = socket.gethostname()
 
 
@@ -109,7 +111,7 @@ def test_a_killed_process_ends_the_others_with_5_and_its_name(started, tmp_path,
     """Process 0 holds JAX's coordination service: JAX aborts without it, here while it compiles
     and no error of a collective can come first."""
     compiles = {"jax_cache_dir": tmp_path / "programs"} if victim == 0 else {}
-    changes = named("lost", tmp_path, LONG | compiles)
+    changes = named("lost", tmp_path, ONE_EACH | compiles)
     started += tools.trainers(2, changes, tmp_path)
     started[0].wait_for(when)
     started[victim].popen.kill()
@@ -141,7 +143,7 @@ def test_hardware_auto_and_no_mesh_sizes_train_to_the_end(started, tmp_path):
 
 def test_a_folder_that_one_host_cannot_read_ends_all_with_3_and_the_reason(started, tmp_path):
     """The host says why; the others say who and why."""
-    changes = named("one", tmp_path, LONG | {"dataset_type": "text"})
+    changes = named("one", tmp_path, ONE_EACH | {"dataset_type": "text"})
     environs = [{}, {"M_DATASET_PATH": str(tmp_path / "absent")}]
     started += tools.trainers(2, changes, tmp_path, environs)
     assert [process.end() for process in started] == [3, 3], started[0].text()
@@ -178,7 +180,7 @@ def test_an_error_of_all_is_told_by_each_as_its_own(started, tmp_path):
 def test_a_loss_that_is_not_finite_in_one_process_stops_all_with_4(started, tmp_path):
     """Nothing is exchanged before: process 0, whose own steps are finite, learns of it from the
     watch. No row of that step or a later one is written."""
-    changes = LONG | {"diloco_sync_period": 1000, "gradient_clipping_threshold": 0}
+    changes = ONE_EACH | {"diloco_sync_period": 1000, "gradient_clipping_threshold": 0}
     environs = [{}, {"M_LEARNING_RATE": "1e30"}]
     started += tools.trainers(2, named("nan", tmp_path, changes), tmp_path, environs)
     assert [process.end() for process in started] == [4, 4], started[0].text()

@@ -25,7 +25,7 @@ def test_a_group_is_worth_its_two_best_experts():
 def used_of_two_layers():
     """Six tokens, two choices each of three experts; real shares and normalisers are not needed."""
     return router.Usage(
-        counts=np.float32([[6, 6, 0], [2, 4, 6]]),
+        counts=np.float32([[6, 6, 0], [3, 4, 5]]),
         share=np.float32([[3, 3, 0], [1, 2, 3]]),
         squared_lse=np.float32([12, 6]),
         entropy=np.float32([6, 3]),
@@ -34,25 +34,25 @@ def used_of_two_layers():
 
 
 def test_losses_are_means_over_the_layers():
-    """Balance: 3 (1 * 0.5 + 1 * 0.5) = 3, and 3 (1/3 * 1/6 + 2/3 * 1/3 + 1 * 1/2) = 7/3.
+    """Balance: 3 (1 * 1/2 + 1 * 1/2) = 3, and 3 (1/2 * 1/6 + 2/3 * 1/3 + 5/6 * 1/2) = 13/6.
     z: 2 and 1."""
     spec = tiny_model.build(
         num_experts=3, num_experts_per_tok=2, load_balance_loss_weight=0.5, router_z_loss_weight=0.1
     ).spec
     found = router.losses(spec, used_of_two_layers())
-    assert found["load_balance_loss"] == pytest.approx(0.5 * (3 + 7 / 3) / 2, rel=1e-6)
+    assert found["load_balance_loss"] == pytest.approx(0.5 * (3 + 13 / 6) / 2, rel=1e-6)
     assert found["router_z_loss"] == pytest.approx(0.1 * 1.5, rel=1e-6)
 
 
 def test_metrics_are_means_over_the_layers_and_of_a_token_or_a_choice():
-    """Shares of the mean, 4 choices: 6/4 and 6/4 at most, 0 and 2/4 at least. Entropy of six
+    """Shares of the mean, 4 choices: 6/4 and 5/4 at most, 0 and 3/4 at least. Entropy of six
     tokens: 1 and 0.5. Three of 24 choices are dropped."""
     spec = tiny_model.build(num_experts=3, num_experts_per_tok=2, capacity_factor=1.0).spec
     aux = router.sums(spec, used_of_two_layers())
     found = {name: float(value) for name, value in router.metrics(aux, 2).items()}
     assert found == pytest.approx({
-        "moe/max_expert_share": 1.5,
-        "moe/min_expert_share": 0.25,
+        "moe/max_expert_share": 1.375,
+        "moe/min_expert_share": 0.375,
         "moe/router_entropy": 0.75,
         "moe/dropped_tokens": 0.125,
     })  # fmt: skip

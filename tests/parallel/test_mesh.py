@@ -212,15 +212,16 @@ SIZES = [{"tensor": size} for size in (1, 2, 4, 8)] + [{"diloco": 2}]
 @pytest.mark.tpu_aot
 def test_every_topology_takes_ordinary_sizes_and_a_replica_stays_in_its_slice():
     """One slice, whose devices have no slice_index, and two."""
-    shared, built = set(), 0
+    shared, built, configs = set(), 0, []
+    for sizes in SIZES:
+        keys = [f"ici_{axis}_parallelism={size}" for axis, size in sizes.items()]
+        configs.append((sizes, load("hardware=tpu", *keys)))
     for name in topology.TOPOLOGIES:
         for slices in (1, 2):
             tpus = topology.devices(name, slices)
-            for sizes in SIZES:
+            for sizes, cfg in configs:
                 if len(tpus) // slices % math.prod(sizes.values()):
                     continue
-                keys = [f"ici_{axis}_parallelism={size}" for axis, size in sizes.items()]
-                cfg = load("hardware=tpu", *keys)
                 mesh = mesh_lib.build(cfg, tpus)
                 assert set(mesh.devices.flat) == set(tpus)
                 assert mesh.shape["diloco"] == slices * sizes.get("diloco", 1)
