@@ -170,7 +170,8 @@ def test_start_yml_adds_the_tokens_that_the_tokenizer_names(tmp_path, tokens):
     arguments = ["import", str(source), str(tmp_path / "ours"), "vocab_multiple=300"]
     assert hf.main(arguments) == 0
     keys = {name: value for name, value, _ in base_yml.read_yml(tmp_path / "ours/start.yml")}
-    assert (keys["add_bos"], keys["add_eos"]) == ("bos_token" in tokens, True)
+    add_bos = "true" if "bos_token" in tokens else "false"
+    assert (keys["add_bos"], keys["add_eos"]) == (add_bos, "true")
     assert keys["tokenizer_path"] == str(tmp_path / "ours/huggingface")
 
 
