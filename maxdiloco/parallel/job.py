@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.parallel import processor
 from maxdiloco.processes import distributed
 
 
@@ -18,6 +19,8 @@ def joined(cfg: Any) -> Iterator[None]:
     cfg: a Config. Raises ConfigError for devices that are not there, LostPeerError.
     """
     mesh_lib.choose_platform(cfg)
+    if mesh_lib.on_cpu_alone(cfg):
+        processor.keep_freed_memory()
     if cfg.jax_cache_dir:
         jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
     with distributed.processes(
