@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.parallel import processor
 from maxdiloco.processes import distributed
 
 
@@ -16,6 +17,8 @@ def joined(cfg: Any) -> Iterator[None]:
     cfg: a Config. Raises ConfigError for devices that are not there, LostPeerError.
     """
     mesh_lib.choose_platform(cfg)
+    if mesh_lib.on_cpu_alone(cfg):
+        processor.keep_freed_memory()
     with distributed.processes(
         os.environ,
         timeout_s=cfg.jax_distributed_initialization_timeout,

@@ -57,6 +57,11 @@ def choose_platform(cfg: Config) -> None:
         jax.config.update("jax_platforms", platforms[cfg.hardware])
 
 
+def on_cpu_alone(cfg: Config) -> bool:
+    """Whether JAX may use nothing but the CPU, known before its backends start."""
+    return cfg.hardware == "cpu" or (cfg.hardware == "auto" and jax.config.jax_platforms == "cpu")
+
+
 def emulated_devices(cfg: Config, num_processes: int) -> int:
     """CPU devices that the mesh needs, the same number in each process.
 
@@ -86,8 +91,7 @@ def emulate_devices(cfg: Config, *, num_processes: int) -> None:
     MOST_EMULATED at most; `build` refuses a mesh that needs more. An explicit jax_num_cpu_devices
     is respected. Raises ConfigError like emulated_devices.
     """
-    cpu_alone = cfg.hardware == "auto" and jax.config.jax_platforms == "cpu"
-    if (cfg.hardware == "cpu" or cpu_alone) and jax.config.jax_num_cpu_devices == -1:
+    if on_cpu_alone(cfg) and jax.config.jax_num_cpu_devices == -1:
         needed = emulated_devices(cfg, num_processes)
         jax.config.update("jax_num_cpu_devices", min(needed // num_processes, MOST_EMULATED))
 

@@ -1,9 +1,16 @@
-"""The host that XLA:CPU computes on: what its processor is good at."""
+"""The host that XLA:CPU computes on: what its processor is good at, and its memory."""
 
+import ctypes
+import os
 import pathlib
+import platform
 import re
 
 CPUINFO = pathlib.Path("/proc/cpuinfo")
+# Parameters of glibc's mallopt(3). One heap for all threads: those beside the first map large
+# blocks whatever the other parameters are.
+TRIM_THRESHOLD, MMAP_MAX, ARENA_MAX = -1, -4, -8
+KEPT = {TRIM_THRESHOLD: 2**31 - 1, MMAP_MAX: 0, ARENA_MAX: 1}
 
 
 def host_cpuinfo() -> str:
@@ -25,3 +32,17 @@ def float32_is_faster(cpuinfo: str) -> bool:
     has = set(flags.group(1).split())
     on_amd = re.search(r"^vendor_id\s*: AuthenticAMD$", cpuinfo, re.MULTILINE) is not None
     return not ("amx_bf16" in has or (on_amd and "avx512_bf16" in has))
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep the memory that XLA frees after a step, for the next step.
+
+    Otherwise each step gets its temporary arrays as new pages, which the kernel clears one by one
+    (benchmarks/README.md). Call before JAX's backends start their threads. Nothing is set without
+    glibc, nor where the environment has GLIBC_TUNABLES, which then has the say.
+    """
+    if platform.libc_ver()[0] != "glibc" or "GLIBC_TUNABLES" in os.environ:
+        return
+    libc = ctypes.CDLL(None)
+    for parameter, value in KEPT.items():
+        libc.mallopt(parameter, value)
