@@ -15,7 +15,7 @@ the mean over replicas in array code. Only this file has it.
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from maxdiloco.aot.hlo import reader, replay
 from maxdiloco.command_line import guarded
 from maxdiloco.diloco import outer, slices
 from maxdiloco.flags import config
+from maxdiloco.flags.config import Config
 from maxdiloco.parallel import chips
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.replicas import map_fn
@@ -57,16 +58,26 @@ def modes(fragments: int) -> dict[str, dict[str, Any]]:
     }
 
 
-@guarded
-def main(argv: Sequence[str]) -> int:
+def asked(
+    argv: Sequence[str], defaults: Mapping[str, str]
+) -> tuple[dict[str, str], Config, jax.sharding.Mesh]:
+    """slices and fragments of a command line, the config of its other keys, and the mesh of two
+    absent slices. Raises ConfigError.
+    """
     options = {"slices": "v5e-16", "fragments": "9"}
     options |= dict(arg.split("=", 1) for arg in argv if arg.partition("=")[0] in options)
     flags = [arg for arg in argv if arg.partition("=")[0] not in options]
     given = {flag.partition("=")[0] for flag in flags}
-    flags += [f"{key}={value}" for key, value in DEFAULTS.items() if key not in given]
+    flags += [f"{key}={value}" for key, value in defaults.items() if key not in given]
     cfg = config.load(flags, os.environ)
     jax.config.update("jax_platforms", "cpu")
     mesh = mesh_lib.build(cfg, topology.devices(options["slices"], 2))
+    return options, cfg, mesh
+
+
+@guarded
+def main(argv: Sequence[str]) -> int:
+    options, cfg, mesh = asked(argv, DEFAULTS)
     chip = topology.chip(options["slices"])
     fragments = int(options["fragments"])
     where = f"{cfg.model_name}, 2 x {options['slices']}"

@@ -1,6 +1,7 @@
 """Memory of a device by mode, beside data parallelism's: what DiLoCo adds, and what it may add.
 
-    python benchmarks/memory_by_mode.py [file.yml] [key=value ...] [slices=v5e-16] [fragments=9]
+    PYTHONPATH=. python benchmarks/memory_by_mode.py [file.yml] [key=value ...]
+        [slices=v5e-16] [fragments=9]
 
 Compiles the programs of the steps ahead of time for two TPU slices (libtpu, no TPU); nothing is
 run. "needed" is the most that any of them needs on a device, with what the run keeps beside it.
@@ -8,18 +9,16 @@ A program that two modes share is compiled once. "may add" is one fragment in fl
 what data parallelism needs.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from maxdiloco.aot import topology
+from benchmarks.exposed_time import asked
 from maxdiloco.command_line import guarded
 from maxdiloco.engine.memory import memory_of
 from maxdiloco.flags import config
-from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes.output import aligned
 from maxdiloco.trainer import assemble
 
@@ -50,14 +49,7 @@ def modes(fragments: int) -> dict[str, dict[str, Any]]:
 
 @guarded
 def main(argv: Sequence[str]) -> int:
-    options = {"slices": "v5e-16", "fragments": "9"}
-    options |= dict(arg.split("=", 1) for arg in argv if arg.partition("=")[0] in options)
-    flags = [arg for arg in argv if arg.partition("=")[0] not in options]
-    given = {flag.partition("=")[0] for flag in flags}
-    flags += [f"{key}={value}" for key, value in DEFAULTS.items() if key not in given]
-    cfg = config.load(flags, os.environ)
-    jax.config.update("jax_platforms", "cpu")
-    mesh = mesh_lib.build(cfg, topology.devices(options["slices"], 2))
+    options, cfg, mesh = asked(argv, DEFAULTS)
     compiled: dict[str, Any] = {}
     plain, name = needed(bound(cfg, {"enable_diloco": False}, mesh), compiled)
     where = f"{cfg.model_name}, 2 x {options['slices']}, remat_policy={cfg.remat_policy}"
