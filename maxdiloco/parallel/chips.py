@@ -59,14 +59,18 @@ CHIPS = {
 
 def peak_flops(device_kind: str) -> float | None:
     """Dense bfloat16 FLOP/s of a device; None where the table does not have it."""
-    peaks = (chip.peak_flops for chip in CHIPS.values() if device_kind in chip.kinds)
-    return next(peaks, None)
+    chip = _chip_of(device_kind)
+    return chip and chip.peak_flops
 
 
 def memory(device_kind: str) -> int | None:
     """What a program may use on a device [bytes]; None where the table does not have it."""
-    chips = (chip for chip in CHIPS.values() if device_kind in chip.kinds and chip.hbm_gib)
-    return next((chip.hbm for chip in chips), None)
+    chip = _chip_of(device_kind)
+    return chip.hbm if chip and chip.hbm_gib else None
+
+
+def _chip_of(device_kind: str) -> Chip | None:
+    return next((chip for chip in CHIPS.values() if device_kind in chip.kinds), None)
 
 
 SCOPED_VMEM = "xla_tpu_scoped_vmem_limit_kib"
@@ -77,11 +81,10 @@ def step_options(device_kind: str) -> dict[str, str] | None:
 
     A flag of the same name in LIBTPU_INIT_ARGS is left to act.
     """
-    chips = (chip for chip in CHIPS.values() if device_kind in chip.kinds and chip.scoped_vmem_kib)
-    chip = next(chips, None)
-    if chip is None or f"--{SCOPED_VMEM}=" in compiler_flags()["LIBTPU_INIT_ARGS"]:
+    chip = _chip_of(device_kind)
+    if f"--{SCOPED_VMEM}=" in compiler_flags()["LIBTPU_INIT_ARGS"]:
         return None
-    return {SCOPED_VMEM: str(chip.scoped_vmem_kib)}
+    return {SCOPED_VMEM: str(chip.scoped_vmem_kib)} if chip and chip.scoped_vmem_kib else None
 
 
 def compiler_flags() -> dict[str, str]:
