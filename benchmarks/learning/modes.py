@@ -79,6 +79,11 @@ def _few_bits() -> list[Mode]:
         _diloco("DiLoCo, muon, int2, H=166, no momentum", "muon", diloco_sync_period=166, **far,
                 **{WIRE: "int2", MOMENTUM: 0.0}),
         _diloco("DiLoCo, int2, H=166", diloco_sync_period=166, **far, **{WIRE: "int2"}),
+        _streaming("streaming, muon, int2, H=166", tau=1, inner="muon", diloco_sync_period=166,
+                   **far, **{WIRE: "int2"}),
+        # What H alone costs, at the rate of the same rounds in int2.
+        _diloco("DiLoCo, muon, H=166", "muon", diloco_sync_period=166, every_seed=False,
+                outer_lr=("DiLoCo, muon, int2, H=166", 1.0)),
     ]
     return rows  # fmt: skip
 
@@ -87,6 +92,7 @@ def _few_bits() -> list[Mode]:
 MODES = (
     Mode(DATA_PARALLEL, {"enable_diloco": False}, outer_lr=""),
     _diloco(DILOCO),
+    _diloco("DiLoCo, H=30, momentum 0.3", every_seed=False, **{MOMENTUM: 0.3}),
     _diloco("DiLoCo, H=10", every_seed=False, diloco_sync_period=10),
     _diloco("DiLoCo, H=100", every_seed=False, diloco_sync_period=100),
     _streaming("streaming, tau=0", tau=0, every_seed=False),
@@ -99,6 +105,9 @@ MODES = (
                diloco_sync_period=100),
     _diloco("eager", **{OVERLAP: "eager"}),
     _diloco("eager, 4 bits", **{OVERLAP: "eager"}, **FOUR_BITS),
+    # The others' part is a round late, so a smaller momentum may be the better one.
+    _diloco("eager, momentum 0.3", every_seed=False, **{OVERLAP: "eager", MOMENTUM: 0.3}),
+    _diloco("eager, no momentum", every_seed=False, **{OVERLAP: "eager", MOMENTUM: 0.0}),
     _diloco(DELAYED, every_seed=False, **{OVERLAP: "delayed"}),
     _diloco("delayed, DiLoCo's outer rate", outer_lr=(DILOCO, 1.0), every_seed=False,
             **{OVERLAP: "delayed"}),
