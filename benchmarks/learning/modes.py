@@ -77,7 +77,7 @@ def _few_bits() -> list[Mode]:
         _diloco("DiLoCo, muon, int2, H=166, momentum 0.3", "muon", diloco_sync_period=166, **far,
                 **{WIRE: "int2", MOMENTUM: 0.3}),
         _diloco("DiLoCo, muon, int2, H=166, no momentum", "muon", diloco_sync_period=166, **far,
-                **{WIRE: "int2", MOMENTUM: 0.0}),
+                rates=(0.98, 1.372, 1.92), **{WIRE: "int2", MOMENTUM: 0.0}),
         _diloco("DiLoCo, int2, H=166", diloco_sync_period=166, **far, **{WIRE: "int2"}),
         _streaming("streaming, muon, int2, H=166", tau=1, inner="muon", diloco_sync_period=166,
                    **far, **{WIRE: "int2"}),
