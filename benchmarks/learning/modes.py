@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 DATA_PARALLEL = "data parallel"
 DILOCO = "DiLoCo, H=30"
 DELAYED = "delayed"
+FEWEST = "DiLoCo, muon, int2, H=166, momentum 0.3"
 STREAMING = {"enable_streaming_diloco": True, "num_diloco_fragments": 3}
 TAU = "num_communication_overlapping_steps"
 ALPHA = "communication_overlapping_alpha"
@@ -74,16 +75,17 @@ def _few_bits() -> list[Mode]:
         _diloco("DiLoCo, muon, topk, H=33", "muon", diloco_sync_period=33, **far, **{WIRE: "topk"}),
         _diloco("DiLoCo, muon, int2, H=166", "muon", diloco_sync_period=166, **far,
                 **{WIRE: "int2"}),
-        _diloco("DiLoCo, muon, int2, H=166, momentum 0.3", "muon", diloco_sync_period=166, **far,
+        _diloco(FEWEST, "muon", diloco_sync_period=166, **far | {"every_seed": True},
                 **{WIRE: "int2", MOMENTUM: 0.3}),
         _diloco("DiLoCo, muon, int2, H=166, no momentum", "muon", diloco_sync_period=166, **far,
                 rates=(0.98, 1.372, 1.92), **{WIRE: "int2", MOMENTUM: 0.0}),
         _diloco("DiLoCo, int2, H=166", diloco_sync_period=166, **far, **{WIRE: "int2"}),
-        _streaming("streaming, muon, int2, H=166", tau=1, inner="muon", diloco_sync_period=166,
-                   **far, **{WIRE: "int2"}),
+        _streaming("streaming, tau=1, muon, int2, H=166, momentum 0.3", tau=1, inner="muon",
+                   diloco_sync_period=166, outer_lr=(FEWEST, 1.0), **far,
+                   **{WIRE: "int2", MOMENTUM: 0.3}),
         # What H alone costs, at the rate of the same rounds in int2.
-        _diloco("DiLoCo, muon, H=166", "muon", diloco_sync_period=166, every_seed=False,
-                outer_lr=("DiLoCo, muon, int2, H=166", 1.0)),
+        _diloco("DiLoCo, muon, H=166, momentum 0.3", "muon", diloco_sync_period=166,
+                outer_lr=(FEWEST, 1.0), every_seed=False, **{MOMENTUM: 0.3}),
     ]
     return rows  # fmt: skip
 
