@@ -211,7 +211,7 @@ def test_only_what_differs_from_base_yml_is_described():
     ]
     assert config.describe_differences(BASE) == [
         "diloco_outer_lr=0.7 (default -1.0)",
-        "diloco_outer_momentum=0.9 (default -1.0)",
+        "diloco_outer_momentum=0.6 (default -1.0)",
     ]
 
 

@@ -1,5 +1,7 @@
 """What is seldom meant and known only when devices and tokenizer are there."""
 
+import re
+
 import pytest
 
 from maxdiloco.flags import config, warnings
@@ -30,16 +32,21 @@ def test_a_vocabulary_far_above_the_tokenizers_is_a_warning(vocab_size, warned):
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ("steps=200 diloco_sync_period=20", ["10 rounds", "diloco_outer_momentum=0.6"]),
-        ("steps=200 diloco_sync_period=20 diloco_outer_momentum=0.6", ["10 rounds"]),
-        ("steps=1980 diloco_sync_period=20", ["99 rounds", "diloco_outer_momentum=0.6"]),
-        ("steps=2000 diloco_sync_period=20", []),
-        ("steps=19 diloco_sync_period=20", []),  # a warning of its own
+        ("steps=200", ["10 rounds of diloco_sync_period=20, few to judge"]),
+        ("steps=20", ["1 round of"]),
+        ("steps=1980", ["99 rounds of diloco_sync_period=20, few to judge"]),
+        ("steps=2000", []),
+        ("steps=1980 diloco_outer_momentum=0.9", ["few to judge", "few for diloco_outer_momentum="]),
+        ("steps=2000 diloco_outer_momentum=0.9", ["100 rounds .*_momentum=0.9: .*Set .*_lr=0.7"]),
+        ("steps=3980 diloco_outer_momentum=0.9", ["199 rounds .*_momentum=0.9"]),
+        ("steps=4000 diloco_outer_momentum=0.9", []),
+        ("steps=2000 diloco_outer_momentum=0.7", []),
+        ("steps=19", []),  # a warning of its own
         ("steps=-1", []),
-        ("steps=200 diloco_sync_period=20 enable_diloco=false", []),
+        ("steps=200 enable_diloco=false", []),
     ],
 )
 def test_a_run_of_few_rounds_says_what_to_expect(keys, said):
-    found = warnings.short_run(config.load(keys.split(), {}))
-    assert len(found) == bool(said) and all(words in found[0] for words in said)
-    assert ("Set diloco" in "".join(found)) == ("diloco_outer_momentum=0.6" in said)
+    found = warnings.short_run(config.load(["diloco_sync_period=20", *keys.split()], {}))
+    assert len(found) == len(said)
+    assert all(re.search(words, line) for words, line in zip(said, found, strict=True))
