@@ -81,6 +81,7 @@ CASES = {
         },
     ),
     "olmo2": Case("Olmo2Config", {"head_dim": 6, "num_key_value_heads": 4}),
+    "gemma": Case("GemmaConfig", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "gemma2": Case("Gemma2Config", {"sliding_window": WINDOW, **_GEMMA, **_CAPS}),
     "gemma3_text": Case(
         "Gemma3TextConfig",

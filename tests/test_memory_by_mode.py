@@ -1,5 +1,6 @@
 """benchmarks/memory_by_mode.py: what a mode may add; programs that are alike compile once."""
 
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -16,14 +17,23 @@ COUNT = MIB // 4  # float32 of one MiB
 
 
 def parts(names, kept_mib, told):
-    """Of a run whose programs double one MiB each, beside `kept_mib` of other state."""
+    """Of a run whose programs multiply one MiB each, beside `kept_mib` of other state; one
+    named in capitals gives two."""
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     x, state = (
         jax.ShapeDtypeStruct((n,), jnp.float32, sharding=sharding)
         for n in (COUNT, COUNT * kept_mib)
     )
+
+    def scaled(x, i, name):
+        return jnp.concatenate([x] * (1 + name.isupper())) * (i + 2)
+
     programs = [
-        Program(name, lambda x, i=i: x * (i + 2), on_compile=lambda name, *_: told.append(name))
+        Program(
+            name,
+            functools.partial(scaled, i=i, name=name),
+            on_compile=lambda name, *_: told.append(name),
+        )
         for i, name in enumerate(names)
     ]
     calls = [Call(program, (x,), 1) for program in programs]
@@ -46,6 +56,11 @@ def test_a_mode_may_add_its_largest_fragment_and_five_percent():
     assert memory_by_mode.row(parts(["a"], 8, []), 100 * MIB, {})[-1] == "10"
 
 
+def test_a_mode_needs_what_its_largest_program_needs():
+    found = memory_by_mode.needed(parts(["a", "B", "c"], 8, []), {})
+    assert found == (11 * MIB, "B")
+
+
 def test_programs_that_are_alike_are_compiled_once():
     """The second run's first program is the first run's; its state is counted for itself."""
     told, compiled = [], {}
@@ -59,3 +74,5 @@ def test_the_keys_of_every_mode_are_taken(mode):
     keys = memory_by_mode.modes(3)[mode]
     cfg = config.load(["dataset_type=synthetic", *(f"{k}={v}" for k, v in keys.items())], {})
     assert {name: cfg.as_dict()[name] for name in keys} == keys
+    assert ("4 bits" in mode) == (cfg.diloco_exchange_dtype == "float4_e3m0")
+    assert ("tau 1" in mode) == (cfg.num_communication_overlapping_steps == 1)

@@ -4,7 +4,8 @@ Orbax takes half a second to import, so the functions that use it import it.
 """
 
 import asyncio
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -20,6 +21,9 @@ META = "meta"  # the item that is JSON; the others are trees of arrays
 COMMIT = "commit_success.txt"  # Orbax writes it last
 # A smaller share is not worth the program that slices it, which compiles in 50-100 ms on a CPU.
 SHARED_WRITE_BYTES = 1 << 22  # our choice
+# A reader decodes whole chunks. A larger chunk is split where its parts have LEAST_CHUNK_BYTES.
+CHUNK_BYTES = 1 << 25  # our choice
+LEAST_CHUNK_BYTES = 1 << 20  # "below 1 MiB could reduce performance", Orbax says
 
 
 def open_writer() -> "ocp.PyTreeCheckpointHandler":
@@ -46,9 +50,15 @@ def start_writing(
     """
     import orbax.checkpoint as ocp
 
+    def save_args(leaf):
+        shard = leaf.sharding.shard_shape(leaf.shape)
+        return ocp.SaveArgs(shard_axes=split_dims(shard, leaf.dtype.itemsize))
+
     async def start():
         copies = [
-            writer.async_save(folder / name, args=ocp.args.PyTreeSave(tree))
+            writer.async_save(
+                folder / name, args=ocp.args.PyTreeSave(tree, jax.tree.map(save_args, tree))
+            )
             for name, tree in trees.items()
         ]
         return [write for writes in await asyncio.gather(*copies) for write in writes]
@@ -59,6 +69,21 @@ def start_writing(
         return loop.run_until_complete(start())
     finally:
         loop.close()
+
+
+def split_dims(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Leading dims of a device's part of a leaf whose entries are stored as chunks of their own.
+
+    Replicas, layers, experts: a chunk then holds one tensor, or several of at most CHUNK_BYTES.
+    """
+    dims: list[int] = []
+    size = math.prod(shape) * itemsize
+    for dim, entries in enumerate(shape):
+        if size <= CHUNK_BYTES or size // entries < LEAST_CHUNK_BYTES:
+            break
+        size //= entries
+        dims.append(dim)
+    return tuple(dims)
 
 
 class Note(NamedTuple):

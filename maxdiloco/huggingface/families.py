@@ -91,6 +91,24 @@ def _gemma_rules() -> tuple[Rule, ...]:
     )
 
 
+def _gemma() -> Family:
+    """The first Gemma: norms of the input alone, no soft-caps and no windows."""
+    return Family(
+        model_type="gemma",
+        architecture="GemmaForCausalLM",
+        fields=sizes(epsilon=1e-6, num_attention_heads=16, num_key_value_heads=16, head_dim=256),
+        rules=(
+            rules.activation("hidden_act", "gelu_pytorch_tanh", gelu_is_tanh=True),
+            rules.tied(True),
+            rules.attention_bias(False),
+            rules.rope(10000.0),
+        ),
+        fixed=_GEMMA | {"norm_placement": "pre"},
+        must={"use_bidirectional_attention": False},
+        tensors={**OUTSIDE, **ATTENTION, **PRE_NORMS, **GATED_MLP},
+    )
+
+
 def _gemma2() -> Family:
     return Family(
         model_type="gemma2",
@@ -255,6 +273,6 @@ def _gpt_oss() -> Family:
 def families() -> tuple[Family, ...]:
     """All model types. The first that has all options of a config is what it is exported as."""
     return (
-        _llama(), _mistral(), _qwen2(), _qwen3(), _olmo2(), _gemma2(), _gemma3(), _gemma3_images(),
-        _mixtral(), _qwen3_moe(), _gpt_oss(), deepseek.family(),
+        _llama(), _mistral(), _qwen2(), _qwen3(), _olmo2(), _gemma(), _gemma2(), _gemma3(),
+        _gemma3_images(), _mixtral(), _qwen3_moe(), _gpt_oss(), deepseek.family(),
     )  # fmt: skip

@@ -5,7 +5,6 @@ from maxdiloco.flags.check_experts import OF_WHAT_IS_COMPUTED
 # Model types whose tensors have no table here yet, and what it would need.
 LACKING = {
     "deepseek_v2": "groups of experts ranked by their best expert alone",
-    "gemma": "norms of the input alone with an offset",
 }
 
 # Keys of the group model that say how to train, not what is computed.

@@ -36,11 +36,16 @@ _ROPE_KEYS = {  # theirs -> ours, of the scalings that read it
 }  # fmt: skip
 
 
-def activation(key: str, default: str) -> Rule:
-    """A gated feed-forward layer. key: of config.json."""
+def activation(key: str, default: str, *, gelu_is_tanh: bool = False) -> Rule:
+    """A gated feed-forward layer. key: of config.json.
+
+    gelu_is_tanh: files of the type say gelu and mean its tanh form, as transformers reads them.
+    """
 
     def read(hf):
         name = hf.get(key) or default
+        if gelu_is_tanh and name == "gelu":
+            name = "gelu_pytorch_tanh"
         if name not in _ACTIVATIONS:
             raise refused(key, name, f"the activations are {', '.join(_ACTIVATIONS)}")
         return {"mlp_activations": (_ACTIVATIONS[name], "linear")}

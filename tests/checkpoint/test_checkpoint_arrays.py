@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.checkpoint import arrays as arrays_lib
+from maxdiloco.checkpoint import by_part, orbax_io
 from maxdiloco.checkpoint.arrays import Cycled, read_item, split_over_slices
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.errors import CheckpointError
@@ -157,3 +158,60 @@ def test_parts_cover_the_array_and_are_equally_large(devices, shape, slices):
     part = NamedSharding(mesh, spec).shard_shape(found)
     assert np.prod(part) * slices == np.prod(found)
     assert np.prod(found) < np.prod(shape) * (1 + slices / max(shape))
+
+
+MB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims"),
+    [
+        ((32, MB // 4), ()),  # 32 MiB
+        ((33, MB // 4), (0,)),  # 33 layers of 1 MiB each
+        ((1025, MB // 8), ()),  # of half a MiB each
+        ((2, 20, MB), (0, 1)),  # 2 replicas of 80 MiB each
+        ((1, 20, MB), (0, 1)),
+        ((2, 8, 2 * MB // 4, 2), (0,)),  # of 32 MiB each, all of their layers
+        ((2, 8, 128, 512, 1024), (0, 1, 2)),  # with 128 experts
+        ((128256, 4096), ()),  # a table: a row has 16 KiB
+        ((4096, 32, 128), ()),
+        ((1 << 30,), ()),
+        ((), ()),
+    ],
+)
+def test_replicas_layers_and_experts_of_a_large_leaf_are_chunks_of_their_own(shape, dims):
+    """Of float32. Until a chunk has 32 MiB or less, and no smaller than 1 MiB."""
+    assert orbax_io.split_dims(shape, 4) == dims
+
+
+def test_a_chunk_of_a_sharded_leaf_is_one_layer_of_a_devices_part(devices, tmp_path, monkeypatch):
+    """[2 replicas, 3 layers, 8, 4] of float32 on 2 x 2 devices: a part has 3 * 64 bytes.
+
+    Beside it one of 2 layers: a part has 128 bytes, and is one chunk.
+    """
+    monkeypatch.setattr(orbax_io, "CHUNK_BYTES", 128)
+    monkeypatch.setattr(orbax_io, "LEAST_CHUNK_BYTES", 64)
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("diloco", "fsdp"), auto, devices=devices[:4])
+    values = {"large": np.arange(192.0), "small": np.arange(128.0)}
+    shapes = {"large": (2, 3, 8, 4), "small": (2, 2, 8, 4)}
+    sharding = NamedSharding(mesh, P("diloco", None, "fsdp"))
+    values = {name: x.reshape(shapes[name]).astype(np.float32) for name, x in values.items()}
+    with Checkpointer(tmp_path, max_to_keep=1, use_async=False) as checkpointer:
+        checkpointer.save(7, {"params": jax.device_put(values, sharding)}, {})
+    reader = by_part.Reader(tmp_path / "7", "params", tuple(values), entry=1)
+    sizes = {
+        name: [tuple(s.stop - s.start for s in box) for box in reader.boxes(name, 1)]
+        for name in values
+    }
+    assert sizes == {"large": [(1, 8, 4)] * 3, "small": [(2, 4, 4)] * 2}
+    of_one = by_part.Reader(tmp_path / "7", "params", tuple(values), entry=0)
+    for layer in range(3):
+        box = (slice(layer, layer + 1), slice(0, 8), slice(0, 4))
+        np.testing.assert_array_equal(of_one.read("large", box)[0], values["large"][0, layer])
+    targets = {
+        name: jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, P(None)))
+        for name, shape in shapes.items()
+    }
+    found = read_item(tmp_path / "7", "params", targets)
+    jax.tree.map(np.testing.assert_array_equal, found, values)

@@ -1,9 +1,12 @@
 """One length of chunks or two: what a second one saves, and when it is worth a program."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from maxdiloco.engine import chunks
 from maxdiloco.engine.chunks import Cut
+from maxdiloco.engine.state import Layout
 
 K = 1024  # a tile
 
@@ -29,6 +32,22 @@ def test_either_kind_may_be_the_larger_one():
     assert pieces([10 * K, 40 * K, 40 * K], 1) == (10 * K, 30 * K)
 
 
+def test_the_second_length_is_the_one_that_saves_most():
+    """80 tiles of 120, where chunks of 10 send 90. If equal the longer one, which takes no more
+    steps: 100 tiles either way."""
+    assert pieces([40 * K, 20 * K, 10 * K], 1) == (20 * K, 20 * K)
+    assert pieces([40 * K, 20 * K, 10 * K, 10 * K], 1) == (20 * K, 20 * K)
+
+
+def test_the_arrays_of_a_short_chunk_are_the_first_of_a_long_one():
+    """Two arrays a chunk, of which short chunks leave out the second."""
+    layout = SimpleNamespace(pieces=(3 * K, 7 * K))
+    short, long = (SimpleNamespace(num_chunks=3, num_pieces=n) for n in (1, 2))
+    assert Layout.places(layout, short) == [0, 2, 4]
+    assert Layout.places(layout, long) == [0, 1, 2, 3, 4, 5]
+    assert Layout.places(layout, short, [1]) == [2] and Layout.places(layout, long, [1]) == [2, 3]
+
+
 def test_a_fragment_has_the_chunks_that_send_least():
     """In 4 steps: 40 tiles in 4 long chunks of 10; 10 tiles in 1 long one, 12 in 4 short ones of 3,
     where long ones would take 20 tiles."""
@@ -37,6 +56,7 @@ def test_a_fragment_has_the_chunks_that_send_least():
     assert chunks.cut(10 * K, lengths, 4) == Cut(1, 2, 10 * K)
     assert chunks.cut(12 * K, lengths, 4) == Cut(4, 1, 12 * K)
     assert chunks.cut(13 * K, lengths, 4) == Cut(2, 2, 20 * K), "5 short ones do not fit 4 steps"
+    assert chunks.cut(10 * K, (5 * K, 5 * K), 4) == Cut(1, 2, 10 * K), "equal: fewer, long ones"
 
 
 @pytest.mark.parametrize("max_chunks", [1, 2, 5, 33])
@@ -46,6 +66,7 @@ def test_no_length_sends_more_than_one_for_all(max_chunks):
     longest = sum(found)
     one = sum(-(-size // longest) * longest for size in sizes)
     assert sent(sizes, found, max_chunks) <= one
+    assert not any(length % K for length in found)
     for size in sizes:
         cut = chunks.cut(size, found, max_chunks)
         assert size <= cut.size and cut.num_chunks <= max_chunks

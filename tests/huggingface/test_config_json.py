@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, config
 from maxdiloco.huggingface import config_json, families, known_keys
 
@@ -91,6 +92,22 @@ def test_a_published_config_json_has_the_keys_of_our_model_file(name, tmp_path):
     assert config_json.misfits(of_file(name), read.text, read.family) == {}
     other = read.text | {"hidden_size": 1024}
     assert list(config_json.misfits(of_file(name), other, read.family)) == ["base_emb_dim"]
+
+
+def test_gelu_of_the_first_gemma_is_its_tanh_form(tmp_path):
+    """As transformers reads the files of gemma-2b, which say gelu. Control: llama's is refused."""
+    published = {
+        "model_type": "gemma", "attention_bias": False, "head_dim": 256, "hidden_act": "gelu",
+        "hidden_size": 2048, "intermediate_size": 16384, "max_position_embeddings": 8192,
+        "num_attention_heads": 8, "num_hidden_layers": 18, "num_key_value_heads": 1,
+        "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 10000.0, "vocab_size": 256000,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    read = config_json.read(tmp_path)
+    assert read.unknown == () and read.keys["mlp_activations"] == ("gelu", "linear")
+    (tmp_path / "config.json").write_text(json.dumps(published | {"model_type": "llama"}))
+    with pytest.raises(ConfigError, match="hidden_act=gelu of config.json has no counterpart"):
+        config_json.read(tmp_path)
 
 
 def test_a_scaled_tied_embedding_is_exported_with_a_head_of_its_own():
