@@ -6,7 +6,7 @@ Exit code 1 when the programs should not be run as they are, so that it can stan
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -130,10 +130,11 @@ def _measured(cfg: Config, mesh: Any, chip: Any) -> tuple[Config, Any, Any]:
     dcn = mesh_lib.sizes_over_slices(cfg, list(mesh.devices.flat))
     state = parts.trainer.abstract_state
     restore = arrays.calls(state, on_compile=on_compile)
+    tiers = measure.tiers(mesh, dcn)
     programs = measure.measure(
         [*assemble.calls(cfg, parts), *restore],
         state,
-        mesh_tiers=measure.tiers(mesh, dcn),
+        mesh_tiers=tiers,
         link=chip and Link.of(chip, cfg.dcn_bandwidth_gbps),
         say=_say,
     )
@@ -147,12 +148,12 @@ def _measured(cfg: Config, mesh: Any, chip: Any) -> tuple[Config, Any, Any]:
         gbps=cfg.dcn_bandwidth_gbps,
         programs=programs,
         flags=chips.compiler_flags(),
-        job=_job(cfg, parts, mesh),
+        job=_job(cfg, parts, mesh, tiers.ici),
         devices_per_host=topology.devices_per_host(cfg.compile_topology) if chip else 0,
     )
 
 
-def _job(cfg: Config, parts: Any, mesh: Any) -> Any:
+def _job(cfg: Config, parts: Any, mesh: Any, ici: Mapping[str, int]) -> Any:
     from maxdiloco.aot.figures import Job
     from maxdiloco.metrics.compiles import make_room
     from maxdiloco.trainer import flops
@@ -166,6 +167,7 @@ def _job(cfg: Config, parts: Any, mesh: Any) -> Any:
         overlap=cfg.diloco_outer_overlap if exchanges else "",
         topology=cfg.compile_topology,
         room=make_room(cfg, outer_state=exchanges),
+        ici=ici,
     )
 
 

@@ -16,7 +16,7 @@ class Job(NamedTuple):
 
     tokens_per_step: of all replicas. flops_per_token: of the model, see metrics/speed.py.
     overlap: diloco_outer_overlap; "" without DiLoCo. topology: name of a slice. room: what makes
-    room on a device and is not yet on.
+    room on a device and is not yet on. ici: sizes of the mesh axes inside a slice.
     """
 
     tokens_per_step: int
@@ -26,6 +26,7 @@ class Job(NamedTuple):
     overlap: str
     topology: str
     room: str
+    ici: Mapping[str, int]
 
 
 class Event(NamedTuple):

@@ -18,6 +18,9 @@ from maxdiloco.metrics.speed import performance
 
 TIGHT = 0.9  # part of the memory; above it another version of the compiler may not fit. Our choice
 HIDDEN = 0.02  # of a transfer's time: with less of it hidden, none is hidden by design. Our choice
+# Devices of an axis over which XLA:TPU of libtpu 0.0.42 still makes all-gathers, on v5e and v5p
+# (benchmarks/README.md, Qwen3 30B-A3B).
+MOST_GATHERED = 32
 
 
 def lines(report: Report) -> list[str]:
@@ -25,6 +28,7 @@ def lines(report: Report) -> list[str]:
     found = as_json(report)
     out = [f"verdict on {report.title}", *_memory(report, found), *_speed(report, found)]
     out += _exposed(report, found)
+    out += _long_axis(report)
     return [
         line
         for text in out
@@ -164,6 +168,22 @@ def _speed(report: Report, found: dict[str, Any]) -> list[str]:
     return [
         f"speed: {report.step_seconds * 1e3:,.1f} ms a step, {found['tokens_per_second']:,.0f} "
         f"tokens/s, {found['mfu']:.1%} MFU (estimate{without}; nothing was run)"
+    ]
+
+
+def _long_axis(report: Report) -> list[str]:
+    """Where an axis is so long that weights are not gathered, how to make two of it."""
+    if report.chip is None or report.job is None:
+        return []
+    data, fsdp = (report.job.ici.get(axis, 1) for axis in ("data", "fsdp"))
+    if fsdp <= MOST_GATHERED or fsdp % MOST_GATHERED:
+        return []
+    parts = fsdp // MOST_GATHERED
+    return [
+        f"fsdp has {fsdp} devices in a slice: over more than {MOST_GATHERED} XLA:TPU gathers a "
+        f"weight by zeros and an all-reduce of twice the bytes. Compare with ici_data_parallelism="
+        f"{data * parts} ici_fsdp_parallelism={MOST_GATHERED}, which gathers, for {parts} times "
+        f"the state a device (not compiled)"
     ]
 
 

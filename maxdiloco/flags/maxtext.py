@@ -157,8 +157,10 @@ FOREIGN = (
             "Use dataset_type=hf dataset_path=NAME:CONFIG:SPLIT and the hub's own login"),
     Foreign("grain_train_mixture_config_path", "$^", "", "Use dataset_mixture"),
     Foreign("(wi|wo)_tile_.*|megablox|sparse_matmul|use_ring_of_experts|use_(tokamax_)?gmm.*|"
-            "moe_.*|num_moe_.*|shard_exp_on_fsdp|float32_gate_logits",
+            "moe_.*|num_moe_.*|float32_gate_logits",
             _ANY, "experts' products compute the same values"),
+    Foreign("shard_exp_on_fsdp", _OFF, "",
+            "Use logical_axis_rules=[[stored_expert, [expert, fsdp]]]"),
     Foreign("interleave_moe_layer_step", "1", "every layer has experts",
             "Layers with experts follow one another, after first_num_dense_layers"),
     Foreign("use_random_routing", _OFF, "", "Leave it out: the router chooses"),

@@ -16,7 +16,7 @@ from maxdiloco.models.layers import MLP, activate_gate, activate_up
 from maxdiloco.models.remat import MLP_IN, keep
 from maxdiloco.models.router import Usage
 from maxdiloco.models.weights import residual_gain, weight
-from maxdiloco.parallel.sharding import axes_of
+from maxdiloco.parallel.sharding import axes_of, is_expert
 
 f32 = jnp.float32
 
@@ -24,9 +24,9 @@ NAMES = {  # logical axis names of each weight
     "router": ("embed", "router"),
     "router_bias": ("router",),
     "routed_bias": ("router",),
-    "w_gate": ("expert", "embed", "mlp"),
-    "w_up": ("expert", "embed", "mlp"),
-    "w_out": ("expert", "mlp", "embed"),
+    "w_gate": ("stored_expert", "embed", "mlp"),
+    "w_up": ("stored_expert", "embed", "mlp"),
+    "w_out": ("stored_expert", "mlp", "embed"),
     "w_gate_bias": ("expert", "mlp"),
     "w_up_bias": ("expert", "mlp"),
     "w_out_bias": ("expert", "bias"),
@@ -100,7 +100,7 @@ class Splits(NamedTuple):
     expert: tuple[str, ...]
     mlp: tuple[str, ...]
     length: tuple[str, ...]
-    whole: dict[str, tuple[int, tuple[str, ...]]]  # weight -> the dim to gather, over which axes
+    whole: dict[str, list[tuple[int, tuple[str, ...]]]]  # weight -> dims to gather, over which axes
 
 
 def _splits(spec) -> Splits:
@@ -109,18 +109,20 @@ def _splits(spec) -> Splits:
     def axes(names):
         return [axes_of(entry) for entry in automatic_spec(names, spec.rules, split_only=True)]
 
+    expert, mlp, length = (axes((name,))[0] for name in ("expert", "mlp", "length"))
     whole = {}
     for name, names in NAMES.items():
-        if "expert" in names and "embed" in names:
-            dim = names.index("embed")
-            if axes(names)[dim]:
-                whole[name] = (dim, axes(names)[dim])
-    return Splits(*(axes((name,))[0] for name in ("expert", "mlp", "length")), whole)
+        if "stored_expert" in names:
+            stored = axes(names)
+            stored[names.index("mlp")] = ()
+            left = [tuple(axis for axis in over if axis not in expert) for over in stored]
+            whole[name] = [(dim, over) for dim, over in enumerate(left) if over]
+    return Splits(expert, mlp, length, whole)
 
 
 def _as_passed(names):
     """The experts come as they are stored; a router is gathered, see sharding.gathered."""
-    return names if "expert" in names else (None,) * len(names)
+    return names if is_expert(names) else (None,) * len(names)
 
 
 def _on_device(spec, splits, dropless, names, x_BLD, real_BL, *weights):
@@ -157,8 +159,8 @@ def _gathered(w, splits):
     sums over the hidden dim.
     """
     w = dict(w)
-    for name, (dim, axes) in splits.whole.items():
-        if name in w:
+    for name in w.keys() & splits.whole.keys():
+        for dim, axes in splits.whole[name]:
             w[name] = jax.lax.all_gather(w[name], axes, axis=dim, tiled=True)
     if splits.mlp and "w_out_bias" in w:
         w["w_out_bias"] = jnp.where(jax.lax.axis_index(splits.mlp) == 0, w["w_out_bias"], 0)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jax.typing import DTypeLike
 
 from maxdiloco.models.spec import ModelSpec
@@ -30,9 +30,9 @@ def ragged(x_AD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, spec: ModelSpe
     """[A, F]: consecutive rows, sizes_E of them, times the matrix of their expert.
 
     Rows after the last group come out as anything.
-    spec.ragged_kernel: the matrices' gradient comes from a Pallas kernel. XLA:TPU of jax 0.10 has
-    kernels for the product and for its gradient in x, but multiplies every row by every expert in
-    the other one (benchmarks/README.md).
+    spec.ragged_kernel: the gradients come from Pallas kernels. XLA:TPU of jax 0.10 has a kernel for
+    the product. It takes it for the gradient in x too, but copies the matrices for it, and
+    multiplies every row by every expert in the other gradient (benchmarks/README.md).
     """
     preferred = f32 if spec.float32_products else None  # see models/product.py
     options = _Options(spec.precision, preferred, spec.ragged_kernel)
@@ -58,9 +58,9 @@ def _ragged(options, x_AD, w_EDF, sizes_E):
 def _ragged_backward(options, factors, d_AF):
     def backward(x_AD, w_EDF, sizes_E, d_AF):
         if options.kernel:
-            _, pull = jax.vjp(lambda x: _plain(options, x, w_EDF, sizes_E), x_AD)
+            dx_AD = rows_gradient_by_kernel(options.precision, d_AF, w_EDF, sizes_E)
             dw_EDF = gradient_by_kernel(options.precision, x_AD, d_AF, sizes_E)
-            return *pull(d_AF), dw_EDF.astype(w_EDF.dtype)
+            return dx_AD, dw_EDF.astype(w_EDF.dtype)
         _, pull = jax.vjp(lambda x, w: _plain(options, x, w, sizes_E), x_AD, w_EDF)
         return pull(d_AF)
 
@@ -70,6 +70,23 @@ def _ragged_backward(options, factors, d_AF):
 _ragged.defvjp(
     lambda options, *factors: (_ragged(options, *factors), factors), _ragged_backward
 )
+
+
+def rows_gradient_by_kernel(
+    precision: str, d_AF: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, *, interpret: bool = False
+) -> jax.Array:
+    """[A, D]: each row of d times the transposed matrix of its expert; 0 after the last group.
+
+    interpret: as of gradient_by_kernel.
+    """
+    (A, F), D = d_AF.shape, w_EDF.shape[1]
+    tiling = (TILE_ROWS, min(F, TILE_SIDE), min(D, TILE_SIDE))
+    with jax.default_matmul_precision(precision):
+        dx_AD = gmm(
+            jnp.pad(d_AF, ((0, -A % TILE_ROWS), (0, 0))), w_EDF, sizes_E, d_AF.dtype, tiling,
+            transpose_rhs=True, interpret=interpret,
+        )[:A]  # fmt: skip
+    return jnp.where((jnp.arange(A) < jnp.sum(sizes_E))[:, None], dx_AD, 0)
 
 
 def gradient_by_kernel(

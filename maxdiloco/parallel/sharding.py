@@ -37,17 +37,22 @@ DEFAULT_RULES: Rules = (
     ("lora", ("fsdp",)),
     ("norm", ()),
     ("expert", ("expert",)),
+    ("stored_expert", ("expert",)),  # of the experts' matrices: `expert`, and axes to gather over
     ("router", ()),
     ("bias", ()),
 )
+
+EXPERTS = ("expert", "stored_expert")  # names of a dim of experts
 
 
 def rules_with(overrides: Sequence[Sequence[Any]]) -> Rules:
     """DEFAULT_RULES with the entries of `logical_axis_rules` put over them.
 
-    overrides: pairs (logical name, mesh axis or list of mesh axes).
-    Raises ConfigError for a name that is not in the table, and for experts over an axis that does
-    not split the batch: tokens travel over it to their experts.
+    overrides: pairs (logical name, mesh axis or list of mesh axes). The experts' matrices are
+    stored over the axes of `expert` unless `stored_expert` is one of them.
+    Raises ConfigError for a name that is not in the table, for experts over an axis that does not
+    split the batch, since tokens travel over it to their experts, and for experts' matrices
+    stored otherwise than over these axes and then more of them.
     """
     table = dict(DEFAULT_RULES)
     for entry in overrides:
@@ -58,13 +63,28 @@ def rules_with(overrides: Sequence[Sequence[Any]]) -> Rules:
             )
         axes = entry[1]
         table[entry[0]] = (axes,) if isinstance(axes, str) and axes else tuple(axes or ())
-    for axis in table["expert"]:
-        if axis not in table["batch"] or axis == "diloco":
-            raise ConfigError(
-                f"logical_axis_rules puts expert over {axis}, which does not split the batch of a "
-                f"replica. Use axes of the rule for batch, without diloco."
-            )
+    expert = table["expert"]
+    if "stored_expert" not in [entry[0] for entry in overrides]:
+        table["stored_expert"] = expert
+    for name in EXPERTS:
+        for axis in table[name]:
+            if axis not in table["batch"] or axis == "diloco":
+                raise ConfigError(
+                    f"logical_axis_rules puts {name} over {axis}, which does not split the batch "
+                    f"of a replica. Use axes of the rule for batch, without diloco."
+                )
+    if table["stored_expert"][: len(expert)] != expert:
+        raise ConfigError(
+            f"logical_axis_rules puts stored_expert over {'+'.join(table['stored_expert'])}, but "
+            f"expert over {'+'.join(expert)}: a device stores experts that it computes. Use "
+            f"[stored_expert, [{', '.join(expert)}, fsdp]]."
+        )
     return tuple(table.items())
+
+
+def is_expert(names: Names) -> bool:
+    """Whether a parameter is of experts, a part for each."""
+    return any(name in EXPERTS for name in names)
 
 
 def is_vector(names: Names) -> bool:
@@ -72,7 +92,7 @@ def is_vector(names: Names) -> bool:
 
     It is kept in its own type for the layer, does not decay and is Adam's with muon.
     """
-    own = [name for name in names if name not in ("layers", "expert")]
+    own = [name for name in names if name not in ("layers", *EXPERTS)]
     return len(own) < 2 or "norm" in own or "bias" in own
 
 
@@ -121,7 +141,7 @@ def gathered(
     context w is returned as it is.
     scattered: the gradient comes in parts, as of models.product, and is not gathered too.
     """
-    if "expert" in names:
+    if is_expert(names):
         return w
     if scattered:
         return _gathered(tuple(names), rules, w)

@@ -8,7 +8,8 @@ from maxdiloco.aot.measure import Memory
 from maxdiloco.metrics import compiles
 
 JOB = figures.Job(tokens_per_step=4096, flops_per_token=6e6, num_devices=8, tau=1, overlap="none",
-                 topology="v5e-4", room="Use more devices in a slice.")  # fmt: skip
+                 topology="v5e-4", room="Use more devices in a slice.",
+                 ici={"data": 1, "fsdp": 32})  # fmt: skip
 
 V5E = CHIP._replace(kinds=("TPU v5 lite",))
 
@@ -37,6 +38,23 @@ def test_the_verdict_stands_in_a_few_lines():
         "exposed: 1.00 ms (or 0.00) a period of 4 steps, 2.44% of the time, at 25 Gbit/s a device",
         "nothing would be exposed with dcn_bandwidth_gbps=34 (estimate)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("ici", "remedy"),
+    [
+        ({"data": 1, "fsdp": 64}, "ici_data_parallelism=2 ici_fsdp_parallelism=32"),
+        ({"data": 2, "fsdp": 128}, "ici_data_parallelism=8 ici_fsdp_parallelism=32"),
+        ({"data": 2, "fsdp": 32}, None),
+        ({"data": 64, "fsdp": 1}, None),
+    ],
+)
+def test_an_axis_too_long_for_all_gathers_has_a_mesh_that_gathers(ici, remedy):
+    lines = verdict.lines(judged(program(), exchange(), ici=ici))
+    text = " ".join(line.strip() for line in lines)
+    assert (f"fsdp has {ici['fsdp']} devices" in text) == (remedy is not None)
+    assert remedy is None or f"Compare with {remedy}, which gathers" in text
+    assert "fsdp has" not in " ".join(verdict.lines(judged(program(), ici=ici, chip=None)))
 
 
 def test_nothing_exposed_needs_no_other_link():

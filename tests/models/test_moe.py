@@ -158,16 +158,31 @@ def test_the_matrices_gradient_from_the_kernel_is_that_of_the_product():
     assert np.abs(expected[3] - x_AD[4:7].T @ d_AF[4:7]).max() > 0.1
 
 
-def test_replicas_of_a_slot_take_the_kernel_one_by_one(monkeypatch):
-    """As on a TPU, interpreted: gradients of both factors are those without the kernel."""
+def test_the_rows_gradient_from_the_kernel_is_that_of_the_product():
+    """As above; the row that is nobody's gets 0. Control: another expert's matrix."""
+    rng = np.random.default_rng(5)
+    d_AF, w_EDF = (rng.standard_normal(n).astype(np.float32) for n in ((7, 16), (4, 24, 16)))
+    found = ragged.rows_gradient_by_kernel(
+        "highest", d_AF, w_EDF, np.array([1, 3, 0, 2], np.int32), interpret=True
+    )
+    expected = np.zeros((7, 24), np.float32)
+    for row, expert in enumerate((0, 1, 1, 1, 3, 3)):
+        expected[row] = w_EDF[expert] @ d_AF[row]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert np.abs(expected[5] - w_EDF[2] @ d_AF[5]).max() > 0.1
+
+
+def test_replicas_of_a_slot_take_the_kernels_one_by_one(monkeypatch):
+    """As on a TPU, interpreted: gradients of both factors are those without the kernels."""
     calls = []
 
-    def interpreted(*args):
+    def interpreted(by_kernel, *args):
         calls.append(args)
         return by_kernel(*args, interpret=True)
 
-    by_kernel = ragged.gradient_by_kernel
-    monkeypatch.setattr(ragged, "gradient_by_kernel", interpreted)
+    for name in ("gradient_by_kernel", "rows_gradient_by_kernel"):
+        by_kernel = functools.partial(interpreted, getattr(ragged, name))
+        monkeypatch.setattr(ragged, name, by_kernel)
     rng = np.random.default_rng(4)
     x_RAD = rng.standard_normal((2, 6, 8)).astype(np.float32)
     w_REDF = rng.standard_normal((2, 3, 8, 4)).astype(np.float32)
@@ -183,7 +198,7 @@ def test_replicas_of_a_slot_take_the_kernel_one_by_one(monkeypatch):
     expected = gradients(spec)
     assert not calls
     found = gradients(dataclasses.replace(spec, ragged_kernel=True))
-    assert {call[1].shape for call in calls} == {(6, 8)}, "a kernel of one replica's rows"
+    assert {call[1].shape for call in calls} == {(6, 8), (6, 4)}, "kernels of one replica"
     tiny_model.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -20,10 +20,12 @@ EXPERTS = dict(
 # Sequences are whole rows, so that two devices hold two each: capacities that drop nothing.
 MESHES = [
     (dict(diloco=2, expert=2, tensor=2), 2, {}),
+    (dict(diloco=1, fsdp=2, expert=2), 2,
+     dict(logical_axis_rules=(("stored_expert", ("expert", "fsdp")),))),
     (dict(diloco=1, fsdp=2, expert=2), 2, {}),  # both replicas in one slot, under a vmap
     (dict(diloco=2, fsdp=2, expert=2), 2, dict(capacity_factor=2.0)),
     (dict(diloco=1, expert=2, context=2), 2, {}),
-]
+]  # fmt: skip
 
 
 def place(model, mesh, params_R, batch_R):
@@ -44,14 +46,14 @@ def place(model, mesh, params_R, batch_R):
 @pytest.mark.parametrize(("sizes", "M", "changes"), MESHES)
 def test_replicas_with_experts_on_a_mesh_are_replicas_alone(devices, sizes, M, changes):
     """Loss, balance, counts and gradient of every replica; float32 sums in another order. Each
-    device of the axis `expert` holds half of the experts."""
+    device of the axis `expert` holds half of the experts, or one where they are stored over two."""
     model = tiny_model.build(**EXPERTS | changes)
     mesh = tiny_model.mesh_of(devices, **sizes)
     step = jax.value_and_grad(model.loss, has_aux=True)
     params_R, batch_R = replicas(model, M)
     placed = place(model, mesh, params_R, batch_R)
     w_up = placed[0]["layers"]["moe"]["w_up"]  # [R, layers, E, D, F]
-    assert w_up.addressable_shards[0].data.shape[2] == 2
+    assert w_up.addressable_shards[0].data.shape[2] == (1 if "logical_axis_rules" in changes else 2)
     found = jax.device_get(tiny_model.compiled(map_fn(step, mesh=mesh, num_replicas=M))(*placed))
     alone = tiny_model.compiled(step)
     for m in range(M):
@@ -72,3 +74,10 @@ def test_experts_that_an_open_axis_does_not_divide_are_refused_before_a_compile(
 def test_experts_over_an_axis_that_does_not_split_the_batch_are_refused():
     with pytest.raises(ConfigError, match=r"expert over tensor.*does not split the batch.*Use"):
         tiny_model.build(num_experts=4, logical_axis_rules=(("expert", ("tensor",)),))
+
+
+def test_experts_stored_by_another_rule_than_computed_are_refused():
+    """A device gathers experts over the axes after those of `expert`, and no others."""
+    rules = (("stored_expert", ("fsdp",)),)
+    with pytest.raises(ConfigError, match=r"stored_expert over fsdp, but expert over expert.*Use"):
+        tiny_model.build(num_experts=4, logical_axis_rules=rules)

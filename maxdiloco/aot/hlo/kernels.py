@@ -19,8 +19,9 @@ LANES = 128
 PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}
 FLOATS = ("bf16", "f16", "f32")
 _NAME = re.compile(r"splash_m[hq]a_(fwd|dkv|dq)_")
-# Rows times the matrix of their expert, the sums of their products for each, and what finds rows.
-_EXPERTS = re.compile(r"(ragged-dot-none|tgmm|ragged-dot-metadata)\b")
+# Rows times the matrix of their expert, or it transposed, the sums of their products for each, and
+# what finds rows.
+_EXPERTS = re.compile(r"(ragged-dot-none|gmm|tgmm|ragged-dot-metadata)\b")
 
 
 def is_kernel(item: Instruction) -> bool:

@@ -150,6 +150,7 @@ EXPERTS = """\
   %ragged-dot-metadata = s32[9]{0} custom-call(%n), KERNEL
   %ragged-dot-none.2 = bf16[4096,512]{1,0} custom-call(%n, %x, %w), KERNEL
   %tgmm.1 = bf16[8,256,512]{2,1,0} custom-call(%n, %x, %dy), KERNEL
+  %gmm.1 = bf16[4096,256]{1,0} custom-call(%n, %dy, %w), KERNEL
   %swish.1 = bf16[4096,512]{1,0} custom-call(%n, %x, %w), KERNEL
 """.replace("KERNEL", 'custom_call_target="tpu_custom_call"')
 
@@ -160,7 +161,7 @@ def test_a_product_of_experts_multiplies_every_row_once():
     module = reader.read(changed(BESIDE_LOOP, "  %send-done =", EXPERTS + "  %send-done ="))
     once = 2 * 4096 * 256 * 512
     expected = {"ragged-dot-metadata": 0, "ragged-dot-none.2": once, "tgmm.1": once}
-    expected |= {"swish.1": None}
+    expected |= {"gmm.1": once, "swish.1": None}
     found = {item.name: kernels.flops(where, item) for where, item in module.reached()
              if item.name in expected}  # fmt: skip
     assert found == expected
