@@ -11,7 +11,7 @@ from maxdiloco.flags import base_yml, config
 
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yml"))
 MODES = {
-    "data_parallel", "delayed", "diloco", "eager", "eager_4bit", "muon", "streaming",
+    "data_parallel", "delayed", "diloco", "eager", "eager_4bit", "muon", "muon_int2", "streaming",
     "streaming_4bit",
 }  # fmt: skip
 
