@@ -32,7 +32,7 @@ from maxdiloco.errors import ConfigError
 
 OWN = {
     "scale": "cpu",  # of SCALES
-    "modes": "",  # names with semicolons between; empty: all
+    "modes": "",  # names with semicolons between; empty: those of the table; all: every one
     "seeds": "",  # empty: the scale's
     "steps": "",  # likewise
     "batch": "",  # sequences a step, likewise
@@ -116,10 +116,12 @@ def arguments(argv: Sequence[str]) -> Asked:
     for name in ("seeds", "steps", "batch"):
         if own[name]:
             scale = scale._replace(**{name: _number(name, own[name])})
-    names = [name.strip() for name in own["modes"].split(";") if name.strip()] or list(BY_NAME)
+    names = [name.strip() for name in own["modes"].split(";") if name.strip()]
+    if not names or names == ["all"]:
+        names = [mode.name for mode in MODES if names or not mode.extra]
     for name in names:
         if name not in BY_NAME:
-            raise ConfigError(f"modes={name!r} is unknown. Use {'; '.join(BY_NAME)}.")
+            raise ConfigError(f"modes={name!r} is unknown. Use all, {'; '.join(BY_NAME)}.")
     on_cpu = scale.keys["hardware"] == "cpu"
     default = len(os.sched_getaffinity(0)) if on_cpu else 1
     jobs = _number("jobs", own["jobs"]) if own["jobs"] else default

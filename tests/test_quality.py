@@ -92,6 +92,16 @@ def test_every_row_is_accepted_by_the_trainer_and_reads_as_many_tokens_a_step():
         assert (keys["init_weights_seed"], keys["data_shuffle_seed"]) == (7, 7)
 
 
+def test_modes_that_lost_run_where_they_are_named(tmp_path):
+    def names(*argv):
+        return {mode.name for mode in quality.arguments([*argv, f"out={tmp_path}"]).modes}
+
+    extra = {mode.name for mode in modes.MODES if mode.extra}
+    assert extra and not extra & names()
+    assert names("modes=all") == names() | extra
+    assert names("modes=eager, no momentum") == {"eager, no momentum"} <= extra
+
+
 # -- bytes --------------------------------------------------------------------------------------
 
 

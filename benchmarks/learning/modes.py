@@ -23,6 +23,7 @@ class Mode(NamedTuple):
     outer_lr: "sweep": the best of a grid; a number: that one; (mode, factor): that mode's best
     times the factor. "" for data parallelism, which has none. rates: the grid in place of the
     scale's. every_seed: False for one seed alone, so that all rows take less than three hours.
+    extra: True for what the table needs no more, since it lost; runs where it is named.
     """
 
     name: str
@@ -31,13 +32,14 @@ class Mode(NamedTuple):
     outer_lr: str | float | tuple[str, float] = "sweep"
     rates: tuple[float, ...] = ()
     every_seed: bool = True
+    extra: bool = False
 
 
 def _diloco(
-    name: str, inner: str = "adamw", outer_lr="sweep", rates=(), every_seed=True, **keys: Any
+    name: str, inner="adamw", outer_lr="sweep", rates=(), every_seed=True, extra=False, **keys: Any
 ) -> Mode:
     keys = {"enable_diloco": True, "diloco_sync_period": 30, MOMENTUM: 0.6} | keys
-    return Mode(name, keys, inner, outer_lr, rates, every_seed)
+    return Mode(name, keys, inner, outer_lr, rates, every_seed and not extra, extra)
 
 
 def _streaming(name: str, *, tau: int, alpha: float = 0.0, **keys: Any) -> Mode:
@@ -70,19 +72,17 @@ def _few_bits() -> list[Mode]:
     rows.append(_diloco("DiLoCo, topk, no momentum", every_seed=False, **{WIRE: "topk",
                         MOMENTUM: 0.0}))
     # Over 1,177 times fewer bytes than data parallelism: topk at H=33, int2 at H=166.
-    far = {FEEDBACK: "always", "every_seed": False}
+    far = {FEEDBACK: "always", "diloco_sync_period": 166, WIRE: "int2"}
     rows += [
-        _diloco("DiLoCo, muon, topk, H=33", "muon", diloco_sync_period=33, **far, **{WIRE: "topk"}),
-        _diloco("DiLoCo, muon, int2, H=166", "muon", diloco_sync_period=166, **far,
-                **{WIRE: "int2"}),
-        _diloco(FEWEST, "muon", diloco_sync_period=166, **far | {"every_seed": True},
-                **{WIRE: "int2", MOMENTUM: 0.3}),
-        _diloco("DiLoCo, muon, int2, H=166, no momentum", "muon", diloco_sync_period=166, **far,
-                rates=(0.98, 1.372, 1.92), **{WIRE: "int2", MOMENTUM: 0.0}),
-        _diloco("DiLoCo, int2, H=166", diloco_sync_period=166, **far, **{WIRE: "int2"}),
+        _diloco(FEWEST, "muon", **far, **{MOMENTUM: 0.3}),
+        _diloco("DiLoCo, muon, int2, H=166", "muon", extra=True, **far),
+        _diloco("DiLoCo, muon, int2, H=166, no momentum", "muon", extra=True,
+                rates=(0.98, 1.372, 1.92), **far, **{MOMENTUM: 0.0}),
+        _diloco("DiLoCo, muon, topk, H=33", "muon", extra=True,
+                **far | {"diloco_sync_period": 33, WIRE: "topk"}),
+        _diloco("DiLoCo, int2, H=166", every_seed=False, **far),
         _streaming("streaming, tau=1, muon, int2, H=166, momentum 0.3", tau=1, inner="muon",
-                   diloco_sync_period=166, outer_lr=(FEWEST, 1.0), **far,
-                   **{WIRE: "int2", MOMENTUM: 0.3}),
+                   outer_lr=(FEWEST, 1.0), extra=True, **far, **{MOMENTUM: 0.3}),
         # What H alone costs, at the rate of the same rounds in int2.
         _diloco("DiLoCo, muon, H=166, momentum 0.3", "muon", diloco_sync_period=166,
                 outer_lr=(FEWEST, 1.0), every_seed=False, **{MOMENTUM: 0.3}),
@@ -94,7 +94,6 @@ def _few_bits() -> list[Mode]:
 MODES = (
     Mode(DATA_PARALLEL, {"enable_diloco": False}, outer_lr=""),
     _diloco(DILOCO),
-    _diloco("DiLoCo, H=30, momentum 0.3", every_seed=False, **{MOMENTUM: 0.3}),
     _diloco("DiLoCo, H=10", every_seed=False, diloco_sync_period=10),
     _diloco("DiLoCo, H=100", every_seed=False, diloco_sync_period=100),
     _streaming("streaming, tau=0", tau=0, every_seed=False),
@@ -108,8 +107,8 @@ MODES = (
     _diloco("eager", **{OVERLAP: "eager"}),
     _diloco("eager, 4 bits", **{OVERLAP: "eager"}, **FOUR_BITS),
     # The others' part is a round late, so a smaller momentum may be the better one.
-    _diloco("eager, momentum 0.3", every_seed=False, **{OVERLAP: "eager", MOMENTUM: 0.3}),
-    _diloco("eager, no momentum", every_seed=False, **{OVERLAP: "eager", MOMENTUM: 0.0}),
+    _diloco("eager, momentum 0.3", extra=True, **{OVERLAP: "eager", MOMENTUM: 0.3}),
+    _diloco("eager, no momentum", extra=True, **{OVERLAP: "eager", MOMENTUM: 0.0}),
     _diloco(DELAYED, every_seed=False, **{OVERLAP: "delayed"}),
     _diloco("delayed, DiLoCo's outer rate", outer_lr=(DILOCO, 1.0), every_seed=False,
             **{OVERLAP: "delayed"}),
@@ -134,11 +133,11 @@ MODES = (
     _diloco("DiLoCo, H=30, momentum 0.9", **LONG),
     _diloco("DiLoCo, H=10, momentum 0.9", diloco_sync_period=10, **LONG),
     _diloco("DiLoCo, H=100, momentum 0.9", diloco_sync_period=100, **LONG),
-    _streaming("streaming, tau=0, momentum 0.9", tau=0, **LONG),
     _streaming("streaming, tau=1, momentum 0.9", tau=1, **LONG),
-    _streaming("streaming, tau=5, momentum 0.9", tau=5, **LONG),
     _streaming("streaming, tau=1, alpha=0.5, momentum 0.9", tau=1, alpha=0.5, **LONG),
-    _streaming("streaming, tau=5, alpha=0.5, momentum 0.9", tau=5, alpha=0.5, **LONG),
+    _streaming("streaming, tau=0, momentum 0.9", tau=0, extra=True, **LONG),
+    _streaming("streaming, tau=5, momentum 0.9", tau=5, extra=True, **LONG),
+    _streaming("streaming, tau=5, alpha=0.5, momentum 0.9", tau=5, alpha=0.5, extra=True, **LONG),
 )  # fmt: skip
 BY_NAME = {mode.name: mode for mode in MODES}
 
