@@ -143,6 +143,16 @@ def test_the_table_has_mean_spread_difference_and_bytes():
     )
 
 
+def test_a_seed_is_compared_with_the_same_seed():
+    """DiLoCo has seed 0 alone, 2.1, where data parallelism has 2.0, and 1.5 at seed 1."""
+    done = tuned()
+    finish(done, DATA_PARALLEL, 2.0, 0.0, 1.5, seed=1)
+    line = table.table(found_of(done), SCALE).splitlines()[3]
+    assert [cell.strip() for cell in line.split("|")[3:6]] == [
+        "2.1000", "one seed (1 of 2 seeds)", "+5.00%",
+    ]  # fmt: skip
+
+
 def test_seeds_that_are_missing_are_said_and_modes_without_a_best_rate_left_out():
     done = tuned()
     lines = table.table(found_of(done, (DATA_PARALLEL, DILOCO, DELAYED)), SCALE)

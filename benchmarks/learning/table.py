@@ -11,13 +11,21 @@ from benchmarks.learning.traffic import Traffic
 
 
 class Result(NamedTuple):
-    """A mode at its best rates. losses: of the seeds that are done, diverged ones infinite."""
+    """A mode at its best rates.
+
+    by_seed: seed -> loss, of those that are done; infinite for one that diverged.
+    """
 
     mode: Mode
     row: Row
-    losses: tuple[float, ...]
+    by_seed: Mapping[int, float]
     curves: tuple[Sequence[Sequence[float]], ...]
     traffic: Traffic
+
+    @property
+    def losses(self) -> list[float]:
+        """The losses of all seeds that are done."""
+        return list(self.by_seed.values())
 
     @property
     def mean(self) -> float:
@@ -31,6 +39,14 @@ class Result(NamedTuple):
             return None
         return statistics.stdev(self.losses)
 
+    def above(self, base: "Result") -> float:
+        """How far this is above base, as a share: the mean over the seeds that both have.
+
+        A seed is an order of the text and first weights, so its losses go together.
+        """
+        both = self.by_seed.keys() & base.by_seed.keys()
+        return statistics.fmean(self.by_seed[seed] / base.by_seed[seed] - 1 for seed in both)
+
 
 def results(
     modes: Sequence[Mode], scale: Scale, done: Done, traffic: Mapping[str, Traffic]
@@ -42,10 +58,10 @@ def results(
         if best is None:
             continue
         rows = [best._replace(seed=seed) for seed in range(scale.seeds)]
-        there = [done[row] for row in rows if row in done]
-        losses = tuple(map(loss_of, there))
-        curves = tuple(figures["curve"] for figures in there)
-        found.append(Result(mode, best, losses, curves, traffic[mode.name]))
+        there = {row.seed: done[row] for row in rows if row in done}
+        by_seed = {seed: loss_of(figures) for seed, figures in there.items()}
+        curves = tuple(figures["curve"] for figures in there.values())
+        found.append(Result(mode, best, by_seed, curves, traffic[mode.name]))
     return found
 
 
@@ -55,15 +71,15 @@ def table(found: Sequence[Result], scale: Scale) -> str:
         "| mode | outer lr | loss | +- | to data parallel | sent, MB | times fewer |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
-    base = {r.mode.inner: r.mean for r in found if r.mode.outer_lr == ""}
+    base = {r.mode.inner: r for r in found if r.mode.outer_lr == ""}
     for result in found:
         mode, row, count = result.mode, result.row, len(result.losses)
         rate = "" if mode.outer_lr == "" else f"{row.outer_lr:g}"
         difference = ""
-        if mode.name != DATA_PARALLEL and base.get("adamw"):
-            difference = f"{result.mean / base['adamw'] - 1:+.2%}"
-            if mode.inner != "adamw" and mode.outer_lr != "" and base.get(mode.inner):
-                difference += f" ({result.mean / base[mode.inner] - 1:+.2%} to its own)"
+        if mode.name != DATA_PARALLEL and "adamw" in base:
+            difference = f"{result.above(base['adamw']):+.2%}"
+            if mode.inner != "adamw" and mode.outer_lr != "" and mode.inner in base:
+                difference += f" ({result.above(base[mode.inner]):+.2%} to its own)"
         spread = "one seed" if result.spread is None else f"{result.spread:.4f}"
         if count < len(scale.seeds_of(mode)):
             spread += f" ({count} of {scale.seeds} seeds)"
