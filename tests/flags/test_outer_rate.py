@@ -18,7 +18,7 @@ def loaded(*argv):
         ("diloco_sync_period=10", 0.7, 0.6),
         ("diloco_sync_period=500", 0.7, 0.6),
         ("diloco_outer_overlap=eager", 0.7, 0.6),
-        ("diloco_outer_overlap=delayed", 0.175, 0.6),
+        ("diloco_outer_overlap=delayed", 0.4, 0.6),
         ("opt_type=muon", 0.7, 0.6),
         ("diloco_outer_optimizer=adam", 0.7, 0.9),
         ("diloco_outer_lr=-1 diloco_outer_momentum=-1", 0.7, 0.6),
@@ -36,8 +36,8 @@ def test_a_value_that_is_given_stays():
 
 def test_the_chosen_values_are_told_and_stored():
     cfg = config.load(["diloco_outer_overlap=delayed"], {})
-    assert "diloco_outer_lr=0.175 (default -1.0)" in config.describe_differences(cfg)
-    assert config.from_dict(cfg.as_dict()).diloco_outer_lr == 0.175
+    assert "diloco_outer_lr=0.4 (default -1.0)" in config.describe_differences(cfg)
+    assert config.from_dict(cfg.as_dict()).diloco_outer_lr == 0.4
 
 
 def test_an_outer_rate_below_zero_never_reaches_the_optimizer():
