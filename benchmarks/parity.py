@@ -81,7 +81,15 @@ CASES = {
         },
     ),
     "olmo2": Case("Olmo2Config", {"head_dim": 6, "num_key_value_heads": 4}),
-    "gemma": Case("GemmaConfig", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "gemma": Case(
+        "GemmaConfig",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gemma2": Case("Gemma2Config", {"sliding_window": WINDOW, **_GEMMA, **_CAPS}),
     "gemma3_text": Case(
         "Gemma3TextConfig",
@@ -105,6 +113,16 @@ CASES = {
             "num_experts_per_tok": 3,
             "sliding_window": WINDOW,
             "rope_parameters": {**_YARN, "truncate": False},
+        },
+    ),
+    "deepseek_v2": Case(
+        "DeepseekV2Config",
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "kv_lora_rank": 12,  # transformers rotates pairs of a row of 12 + 6 features
+            "routed_scaling_factor": 3.0,
+            "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
         },
     ),
     "deepseek_v3": Case(

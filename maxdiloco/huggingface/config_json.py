@@ -16,7 +16,7 @@ from maxdiloco.flags.values import Given, same_type
 from maxdiloco.huggingface import rules
 from maxdiloco.huggingface.families import families
 from maxdiloco.huggingface.family import Family
-from maxdiloco.huggingface.known_keys import LACKING, NEUTRAL, NOTED, OF_TRAINING
+from maxdiloco.huggingface.known_keys import NEUTRAL, NOTED, OF_TRAINING
 
 Values = dict[str, Any]
 
@@ -58,11 +58,6 @@ def family_of(model_type: str) -> Family:
     by_name = {family.model_type: family for family in families()}
     if model_type in by_name:
         return by_name[model_type]
-    if model_type in LACKING:
-        raise ConfigError(
-            f"model_type={model_type} of config.json needs {LACKING[model_type]}, which import "
-            f"and export lack. Use one of {', '.join(by_name)}."
-        )
     near = difflib.get_close_matches(model_type, list(by_name), n=1, cutoff=0.5)
     raise ConfigError(
         f"model_type={model_type} of config.json is none that maxdiloco has. "

@@ -1,4 +1,7 @@
-"""DeepSeek-V3 (arXiv 2412.19437): latent attention, first dense layers, groups of experts."""
+"""DeepSeek-V3 (arXiv 2412.19437): latent attention, first dense layers, groups of experts.
+
+And DeepSeek-V2 (arXiv 2405.04434) without groups, as the Lite model is.
+"""
 
 import math
 from typing import Any
@@ -16,6 +19,7 @@ from maxdiloco.huggingface.tensor_names import (
 )
 from maxdiloco.huggingface.tensors import Tensor
 
+_EPSILON = 1e-6  # of the norms of low rank, whatever rms_norm_eps says: so all norms have it
 _Q_LORA_RANK = 1536  # where config.json has no such key; null is a matrix of full rank
 _DIGITS = 12  # of mscale_all_dim in config.json: 1.0 rather than 0.9999999999999998
 _LATENT = {
@@ -38,16 +42,57 @@ _BESIDE_EXPERTS = {
 }
 
 
-def family() -> Family:
-    """The model type deepseek_v3.
+def v2() -> Family:
+    """The model type deepseek_v2: a softmax router without a bias."""
+    tensors = {leaf: tensor for leaf, tensor in v3().tensors.items() if leaf != "moe.routed_bias"}
+    changed = {
+        "first_k_dense_replace": 0,
+        "n_shared_experts": unless_null("n_shared_experts", 2, lambda hf: 0),
+        "num_experts_per_tok": 6,
+        "routed_scaling_factor": 1.0,
+    }
+    return Family(
+        model_type="deepseek_v2",
+        architecture="DeepseekV2ForCausalLM",
+        fields=tuple(
+            field._replace(default=changed.get(field.theirs, field.default))
+            for field in _fields()
+            if field.theirs != "norm_topk_prob"
+        ),
+        rules=(
+            rules.activation("hidden_act", "silu"),
+            rules.tied(False),
+            _ranks(),
+            _latent_rope(),
+            rules.experts("n_routed_experts", 64),
+            rules.expert_width("moe_intermediate_size", 1407),
+        ),
+        fixed={
+            "attention_type": "mla",
+            "routed_score_func": "softmax",
+            "norm_topk_prob": False,
+            "normalization_layer_epsilon": _EPSILON,
+        },
+        must={
+            "rms_norm_eps": _EPSILON,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "scoring_func": "softmax",
+            # group_limited_greedy ranks a group by its best expert, our router by its two best.
+            "topk_method": "greedy",
+            "norm_topk_prob": False,
+            "moe_layer_freq": 1,
+        },
+        tensors=tensors,
+    )
 
-    Its norms of low rank have an epsilon of 1e-6 whatever rms_norm_eps says, so all norms have it.
-    """
-    epsilon = 1e-6
+
+def v3() -> Family:
+    """The model type deepseek_v3."""
     return Family(
         model_type="deepseek_v3",
         architecture="DeepseekV3ForCausalLM",
-        fields=_fields(epsilon),
+        fields=_fields(),
         rules=(
             rules.activation("hidden_act", "silu"),
             rules.tied(False),
@@ -61,10 +106,10 @@ def family() -> Family:
             "attention_type": "mla",
             "routed_score_func": "sigmoid",
             "routed_bias": True,
-            "normalization_layer_epsilon": epsilon,
+            "normalization_layer_epsilon": _EPSILON,
         },
         must={
-            "rms_norm_eps": epsilon,
+            "rms_norm_eps": _EPSILON,
             "attention_bias": False,
             "rope_interleave": True,
             "scoring_func": "sigmoid",
@@ -85,10 +130,10 @@ def family() -> Family:
     )
 
 
-def _fields(epsilon: float) -> tuple[Field, ...]:
+def _fields() -> tuple[Field, ...]:
     in_rules = ("head_dim", "rms_norm_eps")
     return (
-        *(field for field in sizes(epsilon=epsilon) if field.theirs not in in_rules),
+        *(field for field in sizes(epsilon=_EPSILON) if field.theirs not in in_rules),
         per_token(8),
         Field("kv_lora_rank", "kv_lora_rank", 512),
         Field("qk_nope_head_dim", "qk_nope_head_dim", 128),

@@ -274,5 +274,6 @@ def families() -> tuple[Family, ...]:
     """All model types. The first that has all options of a config is what it is exported as."""
     return (
         _llama(), _mistral(), _qwen2(), _qwen3(), _olmo2(), _gemma(), _gemma2(), _gemma3(),
-        _gemma3_images(), _mixtral(), _qwen3_moe(), _gpt_oss(), deepseek.family(),
+        _gemma3_images(), _mixtral(), _qwen3_moe(), _gpt_oss(), deepseek.v2(),
+        deepseek.v3(),
     )  # fmt: skip

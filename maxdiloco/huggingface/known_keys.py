@@ -2,11 +2,6 @@
 
 from maxdiloco.flags.check_experts import OF_WHAT_IS_COMPUTED
 
-# Model types whose tensors have no table here yet, and what it would need.
-LACKING = {
-    "deepseek_v2": "groups of experts ranked by their best expert alone",
-}
-
 # Keys of the group model that say how to train, not what is computed.
 OF_TRAINING = ("model_name", "override_model_config", "z_loss_multiplier", "capacity_factor")
 # Values of the keys that a family says nothing of.

@@ -133,6 +133,15 @@ def test_in_host_memory_the_residual_has_the_same_bits(mode):
 OVERLAPPED = dict(num_fragments=2, sync_period=2, overlap_steps=1)
 
 
+def test_a_send_puts_the_residual_in_its_own_place():
+    """Of the fragment that is sent, so that there is no second copy of it."""
+    algorithm = made(**OVERLAPPED)
+    state = steps(algorithm, start(algorithm), 1)
+    before = jax.tree.leaves(state.residual)
+    steps(algorithm, state, 1)
+    assert sum(x.is_deleted() for x in before) == 1
+
+
 def restored(saver, state, resumer):
     items = copied(saver.saved_items(state))
     layout = SavedLayout(**saver.note(state), same_rules=True)

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from maxdiloco import DiLoCo
 from maxdiloco.checkpoint import saved_state
@@ -97,6 +99,22 @@ def test_a_second_length_compiles_one_program_more(length):
     both = {"inner + exchange [short chunk]", "inner + exchange [long chunk]"}
     assert {name for name in names[2] if "exchange" in name} == both
     assert len(names[2]) == len(names[1]) + 1
+
+
+@pytest.mark.parametrize(("fsdp", "number"), [(1, 1), (4, 2)])
+def test_a_second_length_counts_the_bytes_of_all_devices_of_a_slice(devices, fsdp, number):
+    """Fragments of 40 and of 10 KiB a device: 30 KiB saved on one device, 120 on four."""
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, fsdp), ("diloco", "fsdp"), auto, devices=devices[: 2 * fsdp])
+    sharding = NamedSharding(mesh, P("fsdp"))
+    params = {
+        name: jax.ShapeDtypeStruct((fsdp * kib * 1024,), jnp.float32, sharding=sharding)
+        for name, kib in (("large", 40), ("small", 10))
+    }
+    options = dict(num_replicas=2, sync_period=6, num_fragments=2, exchange_dtype="int8")
+    algorithm = DiLoCo(inner_step, overlap_steps=1, mesh=mesh, **options)
+    algorithm.bind(params, ())
+    assert len(algorithm.layout.pieces) == number
 
 
 @pytest.mark.parametrize("mode", ["tau 3", "eager"])

@@ -94,6 +94,60 @@ def test_a_published_config_json_has_the_keys_of_our_model_file(name, tmp_path):
     assert list(config_json.misfits(of_file(name), other, read.family)) == ["base_emb_dim"]
 
 
+def test_one_group_of_experts_is_none():
+    """config.json has n_group=1 for either. Control: two groups are not four."""
+    cfg = config.from_dict(
+        of_file("deepseek-v3").as_dict() | {"n_routing_groups": 1, "topk_routing_group": 1}
+    )
+    family, _ = config_json.family_for(cfg)
+    assert family.model_type == "deepseek_v3"
+    theirs = config_json.config_of(cfg, family)
+    assert theirs["n_group"] == 1
+    two = config_json.misfits(cfg, theirs | {"n_group": 2, "topk_group": 1}, family)
+    assert two.keys() == {"n_routing_groups", "topk_routing_group"}
+
+
+def test_layers_that_all_have_the_window_need_no_pattern():
+    """Control: of three layers one without it is a pattern. Nor is there one without a window."""
+    family = config_json.family_of("gemma2")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 8, "num_hidden_layers": 3}
+    local, whole = "sliding_attention", "full_attention"
+    for types, pattern in (([local] * 3, ()), ([local, local, whole], ("local", "local", "global"))):
+        keys = config_json.keys_of(sizes | {"layer_types": types, "sliding_window": 5}, family)
+        assert (keys["sliding_window_size"], keys["attention_pattern"]) == (5, pattern)
+    keys = config_json.keys_of(sizes | {"layer_types": types, "sliding_window": None}, family)
+    assert (keys["sliding_window_size"], keys["attention_pattern"]) == (0, ())
+
+
+def test_a_window_that_no_layer_has_is_none():
+    """Control: one that a layer has is in config.json."""
+    keys = of_file("qwen3-0.6b").as_dict() | {"sliding_window_size": 5}
+    for pattern, windows in ((("global",), 0), (("global", "local"), 14)):
+        cfg = config.from_dict(keys | {"attention_pattern": pattern})
+        family, _ = config_json.family_for(cfg)
+        types = config_json.config_of(cfg, family)["layer_types"]
+        assert family.model_type == "qwen3" and types.count("sliding_attention") == windows
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("mixtral-8x7b", {"base_mlp_dim": 777}),  # of dense layers, which it has none of
+        ("qwen3-0.6b", {"beta_fast": 20.0, "rope_low_freq_factor": 2.0}),  # of scalings
+    ],
+)
+def test_a_key_that_nothing_reads_is_no_obstacle_to_an_export(name, changes):
+    cfg = config.from_dict(of_file(name).as_dict() | changes)
+    assert config_json.family_for(cfg)[0].model_type == name.split("-")[0]
+
+
+def test_experts_as_wide_as_a_layer_are_exported_with_its_width():
+    cfg = config.from_dict(of_file("qwen3-30b-a3b").as_dict() | {"base_moe_mlp_dim": -1})
+    family, _ = config_json.family_for(cfg)
+    theirs = config_json.config_of(cfg, family)
+    assert theirs["moe_intermediate_size"] == theirs["intermediate_size"] == cfg.base_mlp_dim
+
+
 def test_gelu_of_the_first_gemma_is_its_tanh_form(tmp_path):
     """As transformers reads the files of gemma-2b, which say gelu. Control: llama's is refused."""
     published = {

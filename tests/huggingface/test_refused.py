@@ -40,7 +40,7 @@ def refusal(tmp_path, capfd):
     [
         ("qwen3_next", "model_type=qwen3_next of config.json is none that maxdiloco has. The "
                        "nearest is qwen3_moe. Use one of llama, mistral,"),
-        ("deepseek_v2", "needs groups of experts ranked by their best expert alone, which"),
+        ("deepseek_v4", "The nearest is deepseek_v3. Use one of llama"),
         ("bert", "is none that maxdiloco has. Use one of llama"),
     ],
 )  # fmt: skip
@@ -74,6 +74,10 @@ def test_a_model_type_that_is_not_there(tmp_path, refusal, model_type, words):
                                             "here: deepseek_v3 has rms_norm_eps=1e-06"),
         (DEEPSEEK | {"rope_interleave": False}, "deepseek_v3 has rope_interleave=True"),
         (DEEPSEEK | {"topk_method": "greedy"}, "deepseek_v3 has topk_method=noaux_tc"),
+        ({"model_type": "deepseek_v2", "topk_method": "group_limited_greedy"},
+         "topk_method=group_limited_greedy of config.json has no counterpart here: deepseek_v2 has "
+         "topk_method=greedy. Use another model."),
+        ({"model_type": "deepseek_v2", "norm_topk_prob": True}, "has norm_topk_prob=False"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mscale": 0.7}},
          "mscale=0.7 of config.json has no counterpart here: no model type here has it with"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": None}}, "factor is missing, which yarn"),

@@ -10,14 +10,47 @@ from maxdiloco import train
 from maxdiloco.flags import base_yml, config
 
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yml"))
+# What makes each the mode that its name says.
 MODES = {
-    "data_parallel", "delayed", "diloco", "eager", "eager_4bit", "muon", "muon_int2", "streaming",
-    "streaming_4bit",
-}  # fmt: skip
+    "data_parallel": {"enable_diloco": False},
+    "delayed": {"diloco_outer_overlap": "delayed"},
+    "diloco": {"enable_diloco": True, "diloco_outer_overlap": "none"},
+    "eager": {"diloco_outer_overlap": "eager"},
+    "muon": {"opt_type": "muon"},
+    "muon_int2": {"opt_type": "muon", "diloco_exchange_dtype": "int2"},
+    "streaming": {
+        "enable_streaming_diloco": True,
+        "num_diloco_fragments": 3,
+        "num_communication_overlapping_steps": 1,
+    },
+}
+FOUR_BITS = {"diloco_exchange_dtype": "float4_e3m0"}
+MODES |= {f"{name}_4bit": MODES[name] | FOUR_BITS for name in ("eager", "streaming")}
 
 
 def test_there_is_a_recipe_for_every_mode():
-    assert {path.stem for path in RECIPES} == MODES
+    assert {path.stem for path in RECIPES} == MODES.keys()
+
+
+def loaded(name):
+    return config.load([f"configs/recipes/{name}.yml"], {}).as_dict()
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_recipe_is_the_mode_that_its_name_says(name):
+    found = loaded(name)
+    assert {key: found[key] for key in MODES[name]} == MODES[name]
+
+
+def test_recipes_differ_in_the_mode_alone():
+    """The exchange's numbers are DiLoCo's; delayed has a lower rate, Muon its own numbers."""
+    found = {name: loaded(name) for name in MODES}
+    numbers = ("diloco_sync_period", "diloco_outer_lr", "diloco_outer_momentum")
+    for name in ("eager", "streaming"):
+        assert all(found[name][key] == found["diloco"][key] for key in numbers), name
+    assert found["delayed"]["diloco_outer_lr"] < found["diloco"]["diloco_outer_lr"]
+    for name in ("eager", "streaming"):
+        assert found[f"{name}_4bit"] == found[name] | FOUR_BITS
 
 
 @pytest.mark.usefixtures("programs")

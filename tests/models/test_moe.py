@@ -103,7 +103,7 @@ def test_a_capacity_drops_later_choices_and_no_others():
     """Four tokens of one expert each, two experts, one place over: expert 0 has ceil(4/2) = 2
     places for tokens 0, 1, 3 and drops the last; padding (token 2) takes no place."""
     spec = tiny_model.build(num_experts=2, capacity_factor=1.0).spec
-    assert experts.capacity(spec, 4) == 2
+    assert [experts.capacity(spec, tokens) for tokens in (1, 2, 3, 4)] == [1, 1, 2, 2]
     x_TD = np.arange(1, 5, dtype=np.float32)[:, None] * np.ones((4, 3), np.float32)
     w = {"w_up": np.stack([np.eye(3), 2 * np.eye(3)]).astype(np.float32)}
     w["w_out"] = w["w_up"]
@@ -137,7 +137,8 @@ def test_first_choices_take_places_before_second_ones():
 def test_a_capacity_for_all_is_no_capacity():
     changes = FAMILIES["deepseek-v3"]
     _, graphdef, weights, x_BLD = module(changes)
-    _, limited, _, _ = module(changes | dict(capacity_factor=8.0))
+    spec, limited, _, _ = module(changes | dict(capacity_factor=8.0))
+    assert experts.capacity(spec, 12) == 12, "a token comes to an expert once, if at all"
     y_BLD, used = nnx.merge(graphdef, weights)(x_BLD, REAL)
     found, found_used = nnx.merge(limited, weights)(x_BLD, REAL)
     np.testing.assert_allclose(found, y_BLD, atol=1e-5)
