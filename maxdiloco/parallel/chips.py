@@ -10,7 +10,7 @@ class Chip(NamedTuple):
     kinds: what jax.Device.device_kind calls it. peak_flops: dense bfloat16 FLOP/s.
     hbm_gib: what a program may use [GiB]. clock_hz: of the compiler's estimated cycles.
     ici_gbps: all ICI links of the device together, one way [1e9 bits per second].
-    scoped_vmem_kib: on-chip memory that one operation of a step may use; None: the compiler's.
+    options: of the compiler for the programs of a step, (name, value) each; its own elsewhere.
     """
 
     kinds: tuple[str, ...]
@@ -18,7 +18,7 @@ class Chip(NamedTuple):
     hbm_gib: float | None = None
     clock_hz: float | None = None
     ici_gbps: float | None = None
-    scoped_vmem_kib: int | None = None
+    options: tuple[tuple[str, str], ...] = ()
 
     @property
     def hbm(self) -> int:
@@ -30,13 +30,18 @@ class Chip(NamedTuple):
 # device is a chip, except on v2, v3 and TPU7x, where it is one of a chip's two TensorCores. HBM as
 # libtpu says when a program is too big; the clock is the peak over the FLOPs of a cycle. v5e's
 # compiler leaves 16 of 128 MiB to an operation; with twice as much, products are not cut into small
-# pieces (benchmarks/README.md).
+# pieces. It makes one operation of the two products of an MLP, which takes longer than both apart
+# (benchmarks/README.md).
 # GPU: NVIDIA's data sheets, Tensor Core bfloat16 without sparsity.
+_V5E_OPTIONS = (
+    ("xla_tpu_scoped_vmem_limit_kib", "32768"),
+    ("xla_tpu_dot_dot_fusion", "false"),
+)
 CHIPS = {
     "v2": Chip(("TPU v2",), 46e12 / 2),
     "v3": Chip(("TPU v3",), 123e12 / 2),
     "v4": Chip(("TPU v4",), 275e12, 30.75, 1.05e9, 2400),
-    "v5e": Chip(("TPU v5 lite", "TPU v5e"), 197e12, 15.75, 1.5e9, 1600, 32768),
+    "v5e": Chip(("TPU v5 lite", "TPU v5e"), 197e12, 15.75, 1.5e9, 1600, _V5E_OPTIONS),
     "v5p": Chip(("TPU v5", "TPU v5p"), 459e12, 95.74, 1.75e9, 4800),
     "v6e": Chip(("TPU v6 lite", "TPU v6e"), 918e12, 31.25, 1.75e9, 3584),
     "tpu7x": Chip(("TPU7x",), 2307e12 / 2, 94.75, 2.2e9, 4800),
@@ -73,18 +78,14 @@ def _chip_of(device_kind: str) -> Chip | None:
     return next((chip for chip in CHIPS.values() if device_kind in chip.kinds), None)
 
 
-SCOPED_VMEM = "xla_tpu_scoped_vmem_limit_kib"
-
-
 def step_options(device_kind: str) -> dict[str, str] | None:
     """Options of the compiler for the programs of a step on a device; None for its own.
 
     A flag of the same name in LIBTPU_INIT_ARGS is left to act.
     """
-    chip = _chip_of(device_kind)
-    if f"--{SCOPED_VMEM}=" in compiler_flags()["LIBTPU_INIT_ARGS"]:
-        return None
-    return {SCOPED_VMEM: str(chip.scoped_vmem_kib)} if chip and chip.scoped_vmem_kib else None
+    chip, flags = _chip_of(device_kind), compiler_flags()["LIBTPU_INIT_ARGS"]
+    wanted = dict(chip.options) if chip else {}
+    return {name: wanted[name] for name in wanted if f"--{name}=" not in flags} or None
 
 
 def compiler_flags() -> dict[str, str]:

@@ -99,9 +99,8 @@ def test_without_libtpu_the_extra_is_named(monkeypatch):
 
 
 def test_every_topology_is_of_a_chip_with_all_facts():
-    """The compiler's own limit of on-chip memory is no fact that is missing."""
     for name in topology.TOPOLOGIES:
-        assert None not in topology.chip(name)._replace(scoped_vmem_kib=0), name
+        assert None not in topology.chip(name), name
 
 
 @pytest.mark.tpu_aot
