@@ -3,6 +3,7 @@
 The flags are checked before JAX is imported; the run is in trainer/training.py.
 """
 
+import gc
 import os
 import time
 from collections.abc import Sequence
@@ -15,6 +16,16 @@ from maxdiloco.processes.output import say
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
     begun = time.perf_counter()
+    # Imports and tracing make hundreds of thousands of objects that stay: to look through them again
+    # and again takes a tenth of the start (benchmarks/README.md). On again after the last compile.
+    gc.disable()
+    try:
+        return _main(argv, begun)
+    finally:
+        gc.enable()
+
+
+def _main(argv: Sequence[str], begun: float) -> int:
     # Not above: Ctrl-C is heard from the call of end_with on.
     from maxdiloco.flags import config, help
 

@@ -4,6 +4,7 @@
 """
 
 import functools
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -131,6 +132,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
 
         say(f"ready to compile after {time.perf_counter() - begun:.1f} s")
         _compile(cfg, parts, compiles, say, fresh=begin.is_fresh(cfg))
+        gc.enable()  # train.main disables it for the start
         state = start.load(cfg, parts, begin, checkpointer)
         done = state.t
         stack.enter_context(start.history_of(folder, parts, done=done, total=total))

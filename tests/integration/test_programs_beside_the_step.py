@@ -4,6 +4,7 @@ They are traced for every model, compiled for TPU slices with the outer state in
 never need more memory than a step. Memory of a merge does not grow with the replicas.
 """
 
+import gc
 import itertools
 import logging
 import pathlib
@@ -287,6 +288,7 @@ def test_a_synchronisation_does_not_wait_for_the_one_before_it():
     assert state.bad_before is bad and not bad.is_deleted()
 
 
+@pytest.mark.usefixtures("few_compiler_passes")
 def test_nothing_compiles_after_the_first_step_begins(tmp_path, monkeypatch, caplog, request):
     """Evaluations, log steps, saves and their small change included. The trainer is bound once."""
     ready, bound = [], []
@@ -315,3 +317,24 @@ def test_nothing_compiles_after_the_first_step_begins(tmp_path, monkeypatch, cap
     after = [line.partition("jit(")[2].partition(")")[0] for line in finished()[ready[0] :]]
     assert after == []
     assert pathlib.Path(tmp_path / "run" / "checkpoints" / "8").is_dir()
+
+
+@pytest.mark.usefixtures("few_compiler_passes")
+def test_no_garbage_is_collected_until_the_programs_are_compiled(tmp_path, monkeypatch):
+    """Control: it is collected in the steps, and after the run."""
+    collected = {}
+    whole, step = compiles.CompileLog.all_of, DiLoCo.step
+
+    def all_of(self, calls):
+        collected["compile"] = gc.isenabled()
+        whole(self, calls)
+
+    def first_step(*args):
+        collected["step"] = gc.isenabled()
+        return step(*args)
+
+    monkeypatch.setattr(compiles.CompileLog, "all_of", all_of)
+    monkeypatch.setattr(DiLoCo, "step", first_step)
+    assert run_tools.run(tmp_path, "run", steps=1, enable_checkpointing="false") == 0
+    assert collected == {"compile": False, "step": True}
+    assert gc.isenabled()
