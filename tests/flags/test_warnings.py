@@ -36,7 +36,7 @@ def test_a_vocabulary_far_above_the_tokenizers_is_a_warning(vocab_size, warned):
         ("steps=20", ["1 round of"]),
         ("steps=1980", ["99 rounds of diloco_sync_period=20, few to judge"]),
         ("steps=2000", []),
-        ("steps=1980 diloco_outer_momentum=0.9", ["few to judge", "few for diloco_outer_momentum="]),
+        ("steps=1980 diloco_outer_momentum=0.9", ["few to judge", "few for diloco_outer_mom"]),
         ("steps=2000 diloco_outer_momentum=0.9", ["100 rounds .*_momentum=0.9: .*Set .*_lr=0.7"]),
         ("steps=3980 diloco_outer_momentum=0.9", ["199 rounds .*_momentum=0.9"]),
         ("steps=4000 diloco_outer_momentum=0.9", []),
