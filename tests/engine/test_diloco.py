@@ -3,6 +3,7 @@
 The numbers are held to an independent oracle in tests/integration/test_against_oracle.py.
 """
 
+import functools
 import re
 
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxdiloco import DiLoCo
 from maxdiloco.engine.fragment_arrays import FragmentArrays
+from maxdiloco.engine.theta import mean_of_all, mean_of_each_slot
 from maxdiloco.errors import NumericsError
 
 PARAMS = {
@@ -236,6 +238,17 @@ def test_replicas_have_to_fill_the_slots(devices):
     mesh = Mesh(np.array(devices[:4]), ("diloco",))
     with pytest.raises(ValueError, match="num_replicas=6 must be a multiple of .* 4: .* Use a"):
         make(M=6, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    ("mean", "expected"), [(mean_of_all, [3.5]), (mean_of_each_slot, [[0.5], [6.5]])]
+)
+def test_thetas_of_eager_replicas_have_a_mean_of_all_and_one_of_each_slot(devices, mean, expected):
+    """Four replicas on two slots: 0 and 1, 4 and 9."""
+    mesh = Mesh(np.array(devices[:2]), ("diloco",))
+    theta_R = jax.device_put(np.float32([[0], [1], [4], [9]]), NamedSharding(mesh, P("diloco")))
+    found = jax.jit(functools.partial(mean, mesh=mesh))({"w": theta_R})["w"]
+    assert found.tolist() == expected
 
 
 def test_a_mesh_without_diloco_is_refused(devices):
