@@ -36,12 +36,19 @@ _YARN = dict(
     rope_type="yarn", rope_theta=500.0, factor=4.0, beta_fast=8.0, beta_slow=1.0,
     original_max_position_embeddings=16,
 )  # fmt: skip
+_FIRST_GEMMA = dict(
+    head_dim=16, num_hidden_layers=2, num_key_value_heads=1, tie_word_embeddings=True
+)
 _GEMMA = {"query_pre_attn_scalar": 17, "tie_word_embeddings": True}
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
 _LATENT = dict(
     head_dim=LEFT_OUT, num_key_value_heads=4, q_lora_rank=14, kv_lora_rank=11, qk_nope_head_dim=8,
     qk_rope_head_dim=6, v_head_dim=10, first_k_dense_replace=1, n_routed_experts=8,
     num_experts_per_tok=3, moe_intermediate_size=12, n_shared_experts=2, n_group=4, topk_group=2,
+)  # fmt: skip
+_LITE = dict(  # transformers rotates pairs of a row of 12 + 6 features
+    q_lora_rank=None, kv_lora_rank=12, routed_scaling_factor=3.0,
+    rope_parameters={**_YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
 )  # fmt: skip
 _CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}
 
@@ -81,15 +88,7 @@ CASES = {
         },
     ),
     "olmo2": Case("Olmo2Config", {"head_dim": 6, "num_key_value_heads": 4}),
-    "gemma": Case(
-        "GemmaConfig",
-        {
-            "head_dim": 16,
-            "num_hidden_layers": 2,
-            "num_key_value_heads": 1,
-            "tie_word_embeddings": True,
-        },
-    ),
+    "gemma": Case("GemmaConfig", _FIRST_GEMMA),
     "gemma2": Case("Gemma2Config", {"sliding_window": WINDOW, **_GEMMA, **_CAPS}),
     "gemma3_text": Case(
         "Gemma3TextConfig",
@@ -115,16 +114,7 @@ CASES = {
             "rope_parameters": {**_YARN, "truncate": False},
         },
     ),
-    "deepseek_v2": Case(
-        "DeepseekV2Config",
-        {
-            **_LATENT,
-            "q_lora_rank": None,
-            "kv_lora_rank": 12,  # transformers rotates pairs of a row of 12 + 6 features
-            "routed_scaling_factor": 3.0,
-            "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
-        },
-    ),
+    "deepseek_v2": Case("DeepseekV2Config", {**_LATENT, **_LITE}),
     "deepseek_v3": Case(
         "DeepseekV3Config",
         {**_LATENT, "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.3}},

@@ -4,12 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
 from maxdiloco import DiLoCo
 from maxdiloco.checkpoint import read, saved_state, theta
 from maxdiloco.checkpoint.checkpointer import Checkpointer
-from maxdiloco.engine.trainer import SavedLayout
+from maxdiloco.engine.trainer import OUTER_OF_EACH, SavedLayout
 
 PARAMS = {"w": np.arange(6, dtype=np.float32)}
 
@@ -71,6 +72,17 @@ def test_a_run_without_eager_updates_goes_on_from_the_mean(tmp_path, older):
     assert ("outer_params" in restored.items) == older
     back = target.restored(restored.items, layout(restored.meta), t=5)
     np.testing.assert_array_equal(back.outer["w"], mean)
+
+
+@pytest.mark.parametrize(("R", "first"), [(4, "diloco"), (3, None)])
+def test_the_thetas_of_replicas_are_divided_among_the_slices_where_they_divide(devices, R, first):
+    """Read in float32, whatever the mean is wanted in."""
+    mesh = Mesh(np.array(devices[:2]), ("diloco",))
+    like = jax.ShapeDtypeStruct((6,), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
+    wanted = theta.wanted({"w": like}, {"theta_item": OUTER_OF_EACH, "num_replicas": R})
+    read = wanted.abstract["w"]
+    assert (wanted.item, read.shape, read.dtype) == (OUTER_OF_EACH, (R, 6), jnp.float32)
+    assert read.sharding.spec == P(first)
 
 
 def test_theta_of_any_other_run_is_one_item():

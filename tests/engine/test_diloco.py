@@ -3,17 +3,21 @@
 The numbers are held to an independent oracle in tests/integration/test_against_oracle.py.
 """
 
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco import DiLoCo
+from maxdiloco.engine import outer_state
 from maxdiloco.engine.fragment_arrays import FragmentArrays
+from maxdiloco.engine.theta import mean_of_all, mean_of_each_slot
 from maxdiloco.errors import NumericsError
 
 PARAMS = {
@@ -236,6 +240,31 @@ def test_replicas_have_to_fill_the_slots(devices):
     mesh = Mesh(np.array(devices[:4]), ("diloco",))
     with pytest.raises(ValueError, match="num_replicas=6 must be a multiple of .* 4: .* Use a"):
         make(M=6, mesh=mesh)
+
+
+def test_a_count_of_the_outer_optimizer_goes_with_the_first_value_of_a_fragment():
+    """The embedding sent 3 times, the layers 5 times; then the layers are in three fragments."""
+    old, new = (make(num_fragments=P_) for P_ in (2, 4))
+    plans = [(algorithm.bind(PARAMS, ()), algorithm.layout.plans)[1] for algorithm in (old, new)]
+    adam, leaves = optax.adam(1.0), jax.tree.leaves(PARAMS)
+    states = [
+        optax.tree.set(adam.init([jnp.zeros(s.shape(leaves[s.leaf].shape)) for s in plan.slices]),
+                       count=jnp.int32(count))
+        for plan, count in zip(plans[0], (3, 5), strict=True)
+    ]  # fmt: skip
+    found = outer_state.resliced(tuple(states), *plans, PARAMS, adam, lead=0)
+    assert [int(optax.tree.get(state, "count")) for state in found] == [3, 5, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("mean", "expected"), [(mean_of_all, [3.5]), (mean_of_each_slot, [[0.5], [6.5]])]
+)
+def test_thetas_of_eager_replicas_have_a_mean_of_all_and_one_of_each_slot(devices, mean, expected):
+    """Four replicas on two slots: 0 and 1, 4 and 9."""
+    mesh = Mesh(np.array(devices[:2]), ("diloco",))
+    theta_R = jax.device_put(np.float32([[0], [1], [4], [9]]), NamedSharding(mesh, P("diloco")))
+    found = jax.jit(functools.partial(mean, mesh=mesh))({"w": theta_R})["w"]
+    assert found.tolist() == expected
 
 
 def test_a_mesh_without_diloco_is_refused(devices):

@@ -112,7 +112,8 @@ def test_layers_that_all_have_the_window_need_no_pattern():
     family = config_json.family_of("gemma2")
     sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 8, "num_hidden_layers": 3}
     local, whole = "sliding_attention", "full_attention"
-    for types, pattern in (([local] * 3, ()), ([local, local, whole], ("local", "local", "global"))):
+    cases = (([local] * 3, ()), ([local, local, whole], ("local", "local", "global")))
+    for types, pattern in cases:
         keys = config_json.keys_of(sizes | {"layer_types": types, "sliding_window": 5}, family)
         assert (keys["sliding_window_size"], keys["attention_pattern"]) == (5, pattern)
     keys = config_json.keys_of(sizes | {"layer_types": types, "sliding_window": None}, family)

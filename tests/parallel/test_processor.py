@@ -36,7 +36,7 @@ def faults(set_up, **environ):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 def test_freed_memory_is_used_again_without_new_pages():
-    """128 MiB are 32768 pages. Controls: without the call, and where the environment has its say."""
+    """128 MiB are 32768 pages. Controls: without the call, where the environment has its say."""
     assert faults("processor.keep_freed_memory()") < 4000
     assert faults("") >= 32768
     tunables = {"GLIBC_TUNABLES": "glibc.malloc.check=0"}
