@@ -73,7 +73,12 @@ _ragged.defvjp(
 
 
 def rows_gradient_by_kernel(
-    precision: str, d_AF: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, *, interpret: bool = False
+    precision: str,
+    d_AF: jax.Array,
+    w_EDF: jax.Array,
+    sizes_E: jax.Array,
+    *,
+    interpret: bool = False,
 ) -> jax.Array:
     """[A, D]: each row of d times the transposed matrix of its expert; 0 after the last group.
 
