@@ -4,13 +4,13 @@ import functools
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 
-from maxdiloco.engine.calls import Call
+from maxdiloco.engine.calls import START, Call
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags.config import Config
 
@@ -41,9 +41,10 @@ class CompileLog:
         with self._lock:
             self._say(f"compiled {name} in {seconds:.1f} s")
 
-    def all_of(self, calls: Sequence[Call]) -> None:
-        """Compile the programs of a run in threads; the first is the plain inner step.
+    def all_of(self, calls: Iterable[Call]) -> None:
+        """Compile the programs of a run in threads, each from when the iterable gives it.
 
+        The first that is not for the start is the plain inner step.
         Raises ConfigError for a program that does not fit the device's memory.
         """
         started = time.perf_counter()
@@ -65,14 +66,15 @@ class CompileLog:
         finally:
             pool.shutdown(cancel_futures=True)
             jax.monitoring.unregister_event_listener(count)
+        calls = [call for call, _ in futures]
         kept = f", {len(hits)} of them from jax_cache_dir" if hits else ""
         took = time.perf_counter() - started
         self._say(f"{len(calls)} programs ready after {took:.1f} s{kept}")
         if self._show_memory:
-            self._say_memory(calls)
+            self._say_memory(sorted(calls, key=lambda call: call.when == START))
 
     def _say_memory(self, calls: Sequence[Call]) -> None:
-        plain, *_ = [call.program.compile(*call.args).memory_analysis() for call in calls]
+        plain = calls[0].program.compile(*calls[0].args).memory_analysis()
         for call in calls:
             memory = call.program.compile(*call.args).memory_analysis()
             self._say(f"{call.program.name}: {memory_line(memory)}")

@@ -290,7 +290,12 @@ def calls(cfg: Config, parts: Parts) -> list[Call]:
         out += parts.of_replicas.calls(evaluations)
     if evaluations and parts.sampler is not None:
         out += parts.sampler.calls(trainer.abstract_eval_params, evaluations)
-    return [*out, Call(parts.init, (np.uint32(0),), 0, START)]
+    return [*out, first_call(parts)]
+
+
+def first_call(parts: Parts) -> Call:
+    """The program that makes the state of a fresh run."""
+    return Call(parts.init, (np.uint32(0),), 0, START)
 
 
 def _abstract_batch(shape: BatchShape, mesh: Mesh, rules: Rules) -> dict[str, Any]:

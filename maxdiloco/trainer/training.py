@@ -17,7 +17,7 @@ from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.data import pipeline
 from maxdiloco.data.order import Position
 from maxdiloco.data.tokenizer import Tokenizer
-from maxdiloco.engine.calls import START
+from maxdiloco.engine.calls import START, Call
 from maxdiloco.errors import INTERRUPTED, Preempted
 from maxdiloco.flags import config, warnings
 from maxdiloco.flags.config import Config
@@ -301,14 +301,20 @@ def _build(
 
 def _compile(cfg: Config, parts: Parts, compiles: CompileLog, say: Say, *, fresh: bool) -> None:
     """Compile every program before the first step: one that does not fit must not fail later."""
-    calls = assemble.calls(cfg, parts)
-    if not fresh:
-        calls = [call for call in calls if call.when != START]
+    calls = _calls(cfg, parts, fresh=fresh)
     path = cfg.compiled_trainstep_file
     if path:
+        calls = list(calls)
         count = compiled_file.load(path, cfg, parts.mesh, calls)
         say(f"{count} compiled programs loaded from {path}")
     compiles.all_of(calls)
+
+
+def _calls(cfg: Config, parts: Parts, *, fresh: bool) -> Iterator[Call]:
+    """The programs of a run; that of a fresh state first: it compiles while the step is traced."""
+    if fresh:
+        yield assemble.first_call(parts)
+    yield from (call for call in assemble.calls(cfg, parts) if call.when != START)
 
 
 def _on_error(line: str, say: Say) -> Callable[..., None]:

@@ -40,7 +40,7 @@ def test_a_preempted_job_saves_is_requeued_and_goes_on_with_the_same_command(
     settings = [sys.executable, "1", port, "3", "none"]
     keys = tools.flags(KEYS | {"run_name": "run", "base_output_directory": tmp_path})
     command = ["bash", str(tools.ROOT / "scripts/launch/train.sbatch"), *settings, *keys]
-    environ = environ | tools.AS_USERS | {"PYTHONPATH": str(tools.ROOT)}
+    environ = environ | {"PYTHONPATH": str(tools.ROOT)}
     environ |= {"SLURM_JOB_NODELIST": "127.0.0.1,127.0.0.1"}
     first = again = tools.Process(command, tmp_path / "first.log", environ)
     try:

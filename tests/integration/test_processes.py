@@ -1,6 +1,5 @@
 """Several processes train as one, and end as one."""
 
-import os
 import re
 import signal
 import socket
@@ -40,7 +39,7 @@ def started():
 def alone(tmp_path_factory):
     """The run of one process that the others are compared with."""
     folder = tmp_path_factory.mktemp("alone")
-    process = tools.trainer(named("alone", folder, FULL), folder / "log")
+    process = tools.trainer(named("alone", folder, FULL), folder / "log", tools.AS_USERS)
     try:
         assert process.end() == 0, process.text()
     finally:
@@ -76,7 +75,7 @@ def assert_equal_runs(run, other):
 def test_two_processes_equal_one_bit_for_bit(alone, started, tmp_path):
     """The same programs on the same mesh; which process owns a device changes no order of a sum."""
     changes = named("two", tmp_path, FULL)
-    started.append(tools.local_slices(2, changes, tmp_path / "log"))
+    started.append(tools.local_slices(2, changes, tmp_path / "log", tools.AS_USERS))
     assert started[0].end() == 0, started[0].text()
     assert "[0] done: step 40" in started[0].text()
     assert re.search(r"^\[1\] ", started[0].text(), re.MULTILINE)
@@ -88,7 +87,7 @@ def test_sigterm_to_one_saves_the_same_step_in_all_and_a_resume_equals_no_stop(
 ):
     """JAX's preemption service names a step that no process has passed; exit code 143."""
     changes = named("two", tmp_path, FULL)
-    started += tools.trainers(2, changes, tmp_path)
+    started += tools.trainers(2, changes, tmp_path, [tools.AS_USERS] * 2)
     started[0].wait_for("step 2/")
     started[1].popen.send_signal(signal.SIGTERM)
     assert [process.end() for process in started] == [143, 143], started[0].text()
@@ -99,7 +98,7 @@ def test_sigterm_to_one_saves_the_same_step_in_all_and_a_resume_equals_no_stop(
     assert rows == list(range(1, int(stopped[0]) + 1))
     assert int(stopped[0]) < STEPS
 
-    again = tools.trainers(2, changes, tmp_path)
+    again = tools.trainers(2, changes, tmp_path, [tools.AS_USERS] * 2)
     started += again
     assert [process.end() for process in again] == [0, 0], again[0].text()
     assert f"resumed after step {stopped[0]}" in again[0].text()
@@ -124,12 +123,11 @@ def test_a_killed_process_ends_the_others_with_5_and_its_name(started, tmp_path,
 
 def test_hardware_auto_and_no_mesh_sizes_train_to_the_end(started, tmp_path):
     """Three CPU processes bring a device each; every process is a slice. The rows are those of one
-    process with three devices and the same carrier, bit for bit: this one, whose compiler the
-    others have."""
+    process with three devices and the same carrier, bit for bit: this one, with the compiler that
+    the others have."""
     short = {"steps": 5, "enable_checkpointing": "false"}
     sizes = {"hardware": "auto", "dcn_diloco_parallelism": -1, "ici_fsdp_parallelism": -1}
-    same = [{"XLA_FLAGS": os.environ["XLA_FLAGS"]}] * 3
-    started += tools.trainers(3, named("open", tmp_path, short | sizes), tmp_path, same)
+    started += tools.trainers(3, named("open", tmp_path, short | sizes), tmp_path)
     assert [process.end() for process in started] == [0, 0, 0], started[0].text()
     assert "mesh: 3 x cpu; diloco 3 (over slices: diloco 3 = 3)" in started[0].text()
     assert "done: step 5" in started[0].text()

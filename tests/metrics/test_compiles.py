@@ -32,6 +32,20 @@ def test_programs_are_compiled_at_the_same_time():
     assert said[-1].startswith("2 programs ready after ")
 
 
+def test_a_program_compiles_while_the_next_one_is_still_traced():
+    """The second call is made once the first program compiles: otherwise it never would be."""
+    compiling = threading.Event()
+
+    def calls():
+        yield call("init", compiling.set)
+        assert compiling.wait(60)
+        yield call("inner", lambda: None)
+
+    said = []
+    CompileLog(said.append, show_memory=False).all_of(calls())
+    assert said[-1].startswith("2 programs ready after ")
+
+
 def test_a_program_that_does_not_fit_ends_the_run_in_one_line():
     text = "RESOURCE_EXHAUSTED: Ran out of memory in hbm. Used 18G\nof 16G."
     calls = [call("inner", lambda: None), call("merge [2 leaves]", failing(text))]
