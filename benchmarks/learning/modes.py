@@ -119,10 +119,11 @@ MODES = (
     Mode("data parallel, muon", {"enable_diloco": False}, "muon", outer_lr=""),
     _diloco("DiLoCo, muon", "muon"),
     # Details, whose differences are small: at the rate of streaming, tau=1, with every seed.
-    _streaming("streaming, tau=1, strided, P=2", tau=1, num_diloco_fragments=2,
-               outer_lr=AS_STREAMING),
-    _streaming("streaming, tau=1, sequential, P=2", tau=1, num_diloco_fragments=2,
-               outer_lr=AS_STREAMING, use_sequential_layers=True),
+    # P=2 has all layers in one fragment; with P=3 they are strided unless said.
+    _streaming("streaming, tau=1, P=2", tau=1, num_diloco_fragments=2, outer_lr=AS_STREAMING,
+               every_seed=False),
+    _streaming("streaming, tau=1, sequential", tau=1, outer_lr=AS_STREAMING,
+               use_sequential_layers=True),
     _streaming("streaming, tau=1, two nonlayer fragments", tau=1, num_diloco_fragments=4,
                outer_lr=AS_STREAMING, every_seed=False, num_nonlayer_fragments=2),
     _streaming("streaming, tau=1, P=5", tau=1, num_diloco_fragments=5, outer_lr=AS_STREAMING,
