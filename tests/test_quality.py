@@ -172,7 +172,7 @@ def test_the_figures_have_a_line_for_every_mode():
     ("argument", "words"),
     [
         ("scale=big", "scale=big is unknown. Use cpu or gpu"),
-        ("modes=diloko", "modes='diloko' is unknown. Use data parallel; "),
+        ("modes=diloko", "modes='diloko' is unknown. Use all, data parallel; "),
         ("seeds=0", "seeds=0 is no whole number of 1 or more"),
         ("stepz=3", "stepz=3: stepz is unknown. Use scale, "),
     ],
