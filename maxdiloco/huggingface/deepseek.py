@@ -59,14 +59,7 @@ def v2() -> Family:
             for field in _fields()
             if field.theirs != "norm_topk_prob"
         ),
-        rules=(
-            rules.activation("hidden_act", "silu"),
-            rules.tied(False),
-            _ranks(),
-            _latent_rope(),
-            rules.experts("n_routed_experts", 64),
-            rules.expert_width("moe_intermediate_size", 1407),
-        ),
+        rules=_rules(experts=64, width=1407),
         fixed={
             "attention_type": "mla",
             "routed_score_func": "softmax",
@@ -93,15 +86,7 @@ def v3() -> Family:
         model_type="deepseek_v3",
         architecture="DeepseekV3ForCausalLM",
         fields=_fields(),
-        rules=(
-            rules.activation("hidden_act", "silu"),
-            rules.tied(False),
-            _ranks(),
-            _latent_rope(),
-            rules.experts("n_routed_experts", 256),
-            rules.expert_width("moe_intermediate_size", 2048),
-            _groups(),
-        ),
+        rules=(*_rules(experts=256, width=2048), _groups()),
         fixed={
             "attention_type": "mla",
             "routed_score_func": "sigmoid",
@@ -127,6 +112,18 @@ def v3() -> Family:
         left_out=("model.layers.{layers}.",),
         left_out_part="the module for the token after the next",
         of_exports={"num_nextn_predict_layers": 0},
+    )
+
+
+def _rules(*, experts: int, width: int) -> tuple[Rule, ...]:
+    """What both types have. experts, width: where config.json has no such key."""
+    return (
+        rules.activation("hidden_act", "silu"),
+        rules.tied(False),
+        _ranks(),
+        _latent_rope(),
+        rules.experts("n_routed_experts", experts),
+        rules.expert_width("moe_intermediate_size", width),
     )
 
 
