@@ -33,7 +33,7 @@ from maxdiloco.errors import ConfigError
 OWN = {
     "scale": "cpu",  # of SCALES
     "modes": "",  # names with semicolons between; empty: those of the table; all: every one
-    "seeds": "",  # empty: the scale's
+    "seeds": "",  # of every mode; empty: the scale's for those of its table, 1 for the others
     "steps": "",  # likewise
     "batch": "",  # sequences a step, likewise
     "jobs": "",  # rows at once; empty: one a core on a CPU, else 1
@@ -116,6 +116,7 @@ def arguments(argv: Sequence[str]) -> Asked:
     for name in ("seeds", "steps", "batch"):
         if own[name]:
             scale = scale._replace(**{name: _number(name, own[name])})
+    scale = scale._replace(all_alike=bool(own["seeds"]))
     names = [name.strip() for name in own["modes"].split(";") if name.strip()]
     if not names or names == ["all"]:
         names = [mode.name for mode in MODES if names or not mode.extra]

@@ -102,6 +102,17 @@ def test_modes_that_lost_run_where_they_are_named(tmp_path):
     assert names("modes=eager, no momentum") == {"eager, no momentum"} <= extra
 
 
+def test_seeds_that_are_named_are_those_of_every_mode(tmp_path):
+    """Without them only what is compared closely has more than one."""
+    names = ("DiLoCo, H=10", DILOCO)
+
+    def seeds(*argv):
+        scale = quality.arguments([*argv, f"out={tmp_path}"]).scale
+        return [len(scale.seeds_of(BY_NAME[name])) for name in names]
+
+    assert (seeds(), seeds("seeds=2"), seeds("seeds=1")) == ([1, 3], [2, 2], [1, 1])
+
+
 # -- bytes --------------------------------------------------------------------------------------
 
 

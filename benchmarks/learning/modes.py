@@ -129,8 +129,8 @@ MODES = (
     _streaming("streaming, tau=1, P=5", tau=1, num_diloco_fragments=5, outer_lr=AS_STREAMING,
                every_seed=False),
     *_few_bits(),
-    _diloco("DiLoCo, M=8, rda", num_diloco_replicas=8, outer_lr=("DiLoCo, M=8", 1.0),
-            every_seed=False, diloco_merge="rda"),
+    # It keeps the norm that the mean loses, so that its steps are longer.
+    _diloco("DiLoCo, M=8, rda", num_diloco_replicas=8, every_seed=False, diloco_merge="rda"),
     _diloco("DiLoCo, H=30, momentum 0.9", **LONG),
     _diloco("DiLoCo, H=10, momentum 0.9", diloco_sync_period=10, **LONG),
     _diloco("DiLoCo, H=100, momentum 0.9", diloco_sync_period=100, **LONG),
@@ -148,7 +148,11 @@ MUON_RATES = (5e-3, 1e-2, 2e-2)
 
 
 class Scale(NamedTuple):
-    """Sizes of model and run. batch: sequences a step over all replicas; keys: of the trainer."""
+    """Sizes of model and run.
+
+    batch: sequences a step over all replicas; keys: of the trainer. all_alike: every mode runs
+    with every seed.
+    """
 
     keys: Mapping[str, Any]
     batch: int
@@ -157,10 +161,11 @@ class Scale(NamedTuple):
     seeds: int
     outer_rates: tuple[float, ...] = OUTER_RATES
     evaluations: int = 10
+    all_alike: bool = False
 
     def seeds_of(self, mode: Mode) -> range:
         """The seeds that a mode runs with at its best rates."""
-        return range(self.seeds if mode.every_seed else 1)
+        return range(self.seeds if mode.every_seed or self.all_alike else 1)
 
     def rates_of(self, mode: Mode) -> tuple[float, ...]:
         """The outer rates that a mode is swept over."""
