@@ -7,6 +7,7 @@ DATA_PARALLEL = "data parallel"
 DILOCO = "DiLoCo, H=30"
 DELAYED = "delayed"
 FEWEST = "DiLoCo, muon, int2, H=166, momentum 0.3"
+FEWEST_RDA = "DiLoCo, muon, int2, H=166, momentum 0.3, rda"
 STREAMING = {"enable_streaming_diloco": True, "num_diloco_fragments": 3}
 TAU = "num_communication_overlapping_steps"
 ALPHA = "communication_overlapping_alpha"
@@ -75,6 +76,7 @@ def _few_bits() -> list[Mode]:
     far = {FEEDBACK: "always", "diloco_sync_period": 166, WIRE: "int2"}
     rows += [
         _diloco(FEWEST, "muon", **far, **{MOMENTUM: 0.3}),
+        _diloco(FEWEST_RDA, "muon", diloco_merge="rda", **far, **{MOMENTUM: 0.3}),
         _diloco("DiLoCo, muon, int2, H=166", "muon", extra=True, **far),
         _diloco("DiLoCo, muon, int2, H=166, no momentum", "muon", extra=True,
                 rates=(0.98, 1.372, 1.92), **far, **{MOMENTUM: 0.0}),
@@ -130,6 +132,8 @@ MODES = (
                every_seed=False),
     *_few_bits(),
     # It keeps the norm that the mean loses, so that its steps are longer.
+    _diloco("DiLoCo, rda", every_seed=False, diloco_merge="rda"),
+    _diloco("DiLoCo, M=4, rda", num_diloco_replicas=4, every_seed=False, diloco_merge="rda"),
     _diloco("DiLoCo, M=8, rda", num_diloco_replicas=8, every_seed=False, diloco_merge="rda"),
     _diloco("DiLoCo, H=30, momentum 0.9", **LONG),
     _diloco("DiLoCo, H=10, momentum 0.9", diloco_sync_period=10, **LONG),
