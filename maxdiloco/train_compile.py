@@ -39,9 +39,10 @@ def _compile(cfg: Config) -> int:
     for key in ("compiled_trainstep_file", "report"):
         if path := cfg.as_dict()[key]:
             compiled_file.check_place(key, path)
+    mesh, chip = _devices(cfg)
+    cfg = config.with_replicas(cfg, assemble.batch_shape(cfg, mesh).num_replicas)
     for line in config.describe_differences(cfg):
         _say(line)
-    mesh, chip = _devices(cfg)
     if cfg.compiled_trainstep_file:
         compiled_file.check_order(cfg.compiled_trainstep_file, cfg, mesh)
     _say(mesh_lib.describe(mesh, cfg))

@@ -71,7 +71,8 @@ def load(
     values |= {name: convert(keys[name], text) for name, text in given.items()}
     values |= _from_model(values, given, folder, keys, warn)
     checks.check(Config(**values), keys)
-    return Config(**values | outer_rate.chosen(values))
+    values["diloco_outer_momentum"] = outer_rate.momentum(values)
+    return Config(**values)
 
 
 def from_dict(stored: Mapping[str, Any]) -> Config:
@@ -93,6 +94,12 @@ def with_vocab_size(cfg: Config, vocab_size: int) -> Config:
     changed = Config(**vars(cfg) | {"vocab_size": vocab_size})
     checks.check(changed, base_yml.declared())
     return changed
+
+
+def with_replicas(cfg: Config, num_replicas: int) -> Config:
+    """The config with the outer learning rate that -1 stands for with so many replicas."""
+    rate = outer_rate.rate(vars(cfg), num_replicas)
+    return Config(**vars(cfg) | {"diloco_outer_lr": rate})
 
 
 def changed(

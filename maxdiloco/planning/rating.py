@@ -10,7 +10,7 @@ from maxdiloco.engine.describe import bytes_on_device
 from maxdiloco.engine.memory import is_on_device
 from maxdiloco.engine.state import FragmentPlan, lay_out, plan_fragments
 from maxdiloco.exchange import payload
-from maxdiloco.flags import checks
+from maxdiloco.flags import checks, outer_rate
 from maxdiloco.planning import exposure, layers
 from maxdiloco.planning.choices import WIRES, Choice, Family
 from maxdiloco.planning.exposure import FULL
@@ -159,7 +159,7 @@ def _memory(job: Job, choice: Choice, step: Step) -> int:
         mesh=job.mesh,
         optimizer=outer.outer_optimizer(
             job.cfg.diloco_outer_optimizer,
-            lr=job.cfg.diloco_outer_lr,
+            lr=outer_rate.rate(vars(job.cfg), job.num_replicas),
             momentum=job.cfg.diloco_outer_momentum,
         ),
         wire=choice.wire,

@@ -21,7 +21,7 @@ from maxdiloco.engine.diloco import DiLoCo
 from maxdiloco.engine.trainer import Trainer
 from maxdiloco.errors import ConfigError
 from maxdiloco.exchange.host import Links
-from maxdiloco.flags import checks, config
+from maxdiloco.flags import checks, config, outer_rate
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.monitor import Monitor
 from maxdiloco.models.transformer import Model
@@ -221,7 +221,9 @@ def _diloco(cfg, mesh, model, step, num_replicas, on_compile, links) -> DiLoCo:
         overlap_steps=cfg.num_communication_overlapping_steps,
         alpha=cfg.communication_overlapping_alpha,
         outer_optimizer=outer.outer_optimizer(
-            cfg.diloco_outer_optimizer, lr=cfg.diloco_outer_lr, momentum=cfg.diloco_outer_momentum
+            cfg.diloco_outer_optimizer,
+            lr=outer_rate.rate(vars(cfg), num_replicas),
+            momentum=cfg.diloco_outer_momentum,
         ),
         outer_overlap=cfg.diloco_outer_overlap,
         exchange_dtype=cfg.diloco_exchange_dtype,

@@ -71,6 +71,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
     say = console.say
     mesh = mesh_lib.build(cfg)
     shape = assemble.batch_shape(cfg, mesh)
+    cfg = config.with_replicas(cfg, shape.num_replicas)
     for line in [*notes, *_settings(cfg, mesh)]:
         say(line)
     if cfg.show_fragments:

@@ -33,7 +33,8 @@ def test_there_is_a_recipe_for_every_mode():
 
 
 def loaded(name):
-    return config.load([f"configs/recipes/{name}.yml"], {}).as_dict()
+    cfg = config.load([f"configs/recipes/{name}.yml"], {})
+    return config.with_replicas(cfg, 2).as_dict()
 
 
 @pytest.mark.parametrize("name", MODES)
