@@ -68,8 +68,10 @@ def measured(M, axis, wire):
     state, found = layout.state, []
     for plan in layout.plans[:2]:
         program = algorithm.programs.inner_exchange(plan)
-        chunk = [state.outgoing[i] for i in layout.places(plan, [0])]
-        found.append(collectives(program.compile(state.params, (), batch, *chunk).as_text()))
+        places = layout.places(plan, [0])
+        chunk, replaced = (tuple(x[i] for i in places) for x in (state.outgoing, state.incoming[0]))
+        compiled = program.compile(state.params, (), batch, chunk, replaced)
+        found.append(collectives(compiled.as_text()))
     # Every device ends with the chunks of all M; of its own one it has sent M - 1 copies.
     short, long = (
         sum(IN_SLICE * n // M * (M - 1) * WORDS[dtype] for _, dtype, n, _ in of_chunk)

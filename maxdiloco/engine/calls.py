@@ -62,8 +62,9 @@ def arguments(
     plan = layout.plans[action.fragment]
     if action.program == INNER_EXCHANGE:
         places = layout.places(plan, [action.chunk])
-        chunk = [state.outgoing[i] for i in places]
-        return programs.inner_exchange(plan), (*step, *chunk)
+        chunk = tuple(state.outgoing[i] for i in places)
+        replaced = tuple(state.incoming[action.slot][i] for i in places)
+        return programs.inner_exchange(plan), (*step, chunk, replaced)
     program = programs.of(action.program, plan)
     outer_opt = () if action.program == PACK else state.outer_opt[plan.index]
     leaves = FragmentArrays(

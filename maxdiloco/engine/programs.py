@@ -62,11 +62,12 @@ class Programs:
         self._inner_exchanges = [
             self._program(
                 f"inner + exchange{label}",
-                lambda params, opt, batch, *chunk: (
+                lambda params, opt, batch, chunk, _: (
                     *step(params, opt, batch),
                     *(collective.all_gather_chunk(piece, layout.mesh) for piece in chunk),
                 ),
-                donate=(0, 1),
+                donate=(0, 1, 4),  # what arrives takes the memory of what it replaces
+                keep_unused=True,
                 out_shardings=(*kept, *(arrived,) * num_pieces),
                 **options,
             )
@@ -126,7 +127,11 @@ class Programs:
         return Program(name, fn, on_compile=self.on_compile, **options)
 
     def inner_exchange(self, plan: FragmentPlan) -> Program:
-        """The inner step beside a chunk of a fragment: of (params, opt_state, batch, *chunk)."""
+        """The inner step beside a chunk of a fragment: of (params, opt_state, batch, chunk, old).
+
+        chunk: its arrays in State.outgoing. old: those of the receive slot that it replaces, which
+        nothing reads.
+        """
         return self._inner_exchanges[plan.num_pieces - 1]
 
     def of(self, kind: str, plan: FragmentPlan) -> Program:

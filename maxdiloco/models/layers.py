@@ -256,7 +256,6 @@ class EmbedAndHead(nnx.Module):
         loss shows.
         """
         spec = self.spec
-        x_BLD = look_up(self.embedding[...], tokens_BL, spec.rules)
-        if spec.embedding_multiplier != 1:
-            x_BLD = x_BLD * spec.embedding_multiplier
-        return constrain(x_BLD.astype(spec.dtype), ("batch", "length", "embed_act"), spec.rules)
+        scale = spec.embedding_multiplier
+        x_BLD = look_up(self.embedding[...], tokens_BL, spec.rules, spec.dtype, scale)
+        return constrain(x_BLD, ("batch", "length", "embed_act"), spec.rules)

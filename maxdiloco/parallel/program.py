@@ -16,6 +16,7 @@ def _abstract(args: Any) -> tuple:
 class Program:
     """fn under jit, compiled once for each set of argument shapes.
 
+    keep_unused: whether the executable takes arguments that fn does not use, for their memory.
     on_compile(name, seconds, compiled) is called after each compilation. Arguments must keep the
     shardings of the first call.
     """
@@ -26,6 +27,7 @@ class Program:
         fn: Callable,
         *,
         donate: Sequence[int] = (),
+        keep_unused: bool = False,
         out_shardings: Any = None,
         compiler_options: dict[str, Any] | None = None,
         on_compile: Callable[[str, float, jax.stages.Compiled], None],
@@ -35,6 +37,7 @@ class Program:
         self._jitted = jax.jit(
             fn,
             donate_argnums=tuple(donate),
+            keep_unused=keep_unused,
             out_shardings=out_shardings,
             compiler_options=compiler_options,
         )

@@ -128,7 +128,8 @@ def test_bytes_sent_are_those_of_the_compiled_exchange(devices, wire, slots):
     lay = algorithm.layout
     program = algorithm.programs.inner_exchange(lay.plans[1])
     like = jax.tree.map(jnp.asarray, batch(slots))
-    text = program.lower(state.params, state.opt_state, like, state.outgoing[0])
+    chunk, replaced = (state.outgoing[0],), (state.incoming[0][0],)
+    text = program.lower(state.params, state.opt_state, like, chunk, replaced)
     text = text.compile().as_text()
     sizes = {"f32": 4, "u16": 2, "s8": 1, "u8": 1}
     found = re.findall(r"= (\w+)\[(\d+)\][^=]*? all-gather\(", text)

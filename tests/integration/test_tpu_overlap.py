@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxdiloco.aot.hlo import reader, replay, transfers
 from maxdiloco.aot.report import exposed_share
+from maxdiloco.engine.describe import bytes_on_device
 from maxdiloco.exchange import collective
 from maxdiloco.parallel.replicas import map_fn
 
@@ -114,6 +115,19 @@ def test_the_step_hides_its_exchange(trainer, wire):
         assert not transfer.in_conditional
         assert transfer.start < min(loops) and max(loops) < transfer.done
     assert exposed(module) <= MOST_EXPOSED
+
+
+def test_what_arrives_takes_the_memory_of_what_it_replaces(trainer):
+    """Nothing else of a program shares more than in the plain step, which is the control."""
+    small = trainer(exchange_dtype="float4_e3m0", **STREAMING)
+    layout = small.algorithm.layout
+    plain, beside = (
+        program.memory_analysis().alias_size_in_bytes
+        for program in (small.inner(), small.inner_exchange())
+    )
+    slot = layout.state.incoming[0]
+    arrives = sum(bytes_on_device(slot[i]) for i in layout.places(layout.plans[1], [0]))
+    assert plain > 0 and beside - plain == arrives > 0
 
 
 def test_an_exchange_in_a_conditional_is_exposed(trainer, mesh):

@@ -65,9 +65,10 @@ class Trainer:
         """The inner step beside the first chunk of one fragment."""
         layout, programs = self.algorithm.layout, self.algorithm.programs
         state, plan = layout.state, layout.plans[index]
-        chunk = [state.outgoing[i] for i in layout.places(plan, [0])]
+        places = layout.places(plan, [0])
+        chunk, replaced = (tuple(x[i] for i in places) for x in (state.outgoing, state.incoming[0]))
         return programs.inner_exchange(plan).compile(
-            state.params, state.opt_state, self.batch, *chunk
+            state.params, state.opt_state, self.batch, chunk, replaced
         )
 
     def of(self, kind: str, index: int):
