@@ -293,9 +293,9 @@ def calls(cfg: Config, parts: Parts) -> list[Call]:
     return [*out, first_call(parts)]
 
 
-def first_call(parts: Parts) -> Call:
+def first_call(parts: Parts, seed: int = 0) -> Call:
     """The program that makes the state of a fresh run."""
-    return Call(parts.init, (np.uint32(0),), 0, START)
+    return Call(parts.init, (np.uint32(seed),), 0, START)
 
 
 def _abstract_batch(shape: BatchShape, mesh: Mesh, rules: Rules) -> dict[str, Any]:
