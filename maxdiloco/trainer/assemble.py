@@ -25,6 +25,7 @@ from maxdiloco.flags import checks, config
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.monitor import Monitor
 from maxdiloco.models.transformer import Model
+from maxdiloco.models.weights import unrolled_threefry
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import Rules, spec
 from maxdiloco.trainer import eval_replicas, evaluate, inner_step, model_on_mesh, optimizer
@@ -250,13 +251,15 @@ def _data_parallel(cfg, mesh, step, params, opt_state, on_compile) -> DataParall
 
 
 def _init_program(trainer, model, inner_optimizer) -> Program:
+    on_cpu = trainer.mesh.devices.flat[0].platform == "cpu"
+    impl = unrolled_threefry() if on_cpu else None
+
     def make(seed):
-        params = model.init(jax.random.key(seed))
+        params = model.init(jax.random.key(seed, impl=impl))
         return params, inner_optimizer.init(params)
 
     # Runs once: a small model takes LLVM 10 CPU seconds to compile, without optimisation 1.4.
     fast = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    on_cpu = trainer.mesh.devices.flat[0].platform == "cpu"
     return trainer.init_program(make, compiler_options=fast if on_cpu else None)
 
 
