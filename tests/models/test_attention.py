@@ -196,7 +196,7 @@ def test_queries_keys_and_values_reach_splash_with_tokens_in_the_lanes(layout, m
     """The last dim of what each of the three kernels reads: 16 features do not fill 128 lanes.
     The control: with another layout the features are last."""
     if layout != "as it is":
-        monkeypatch.setattr(attention, "SEQ_MINOR", getattr(type(attention.SEQ_MINOR), layout))
+        monkeypatch.setattr(attention, "SPLASH_LAYOUT", layout)
     splash = functools.partial(attention.splash, soft_cap=0.0, window=0)
     args = inputs(256, H=16)
     found = kernel_inputs(jax.make_jaxpr(with_gradient(splash))(*args).jaxpr)
