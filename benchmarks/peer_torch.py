@@ -34,7 +34,7 @@ from maxdiloco.flags.config import Config
 from maxdiloco.metrics.speed import performance
 from maxdiloco.models.transformer import count_parameters
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.parallel import processor
+from maxdiloco.parallel.job import set_up_cpu
 from maxdiloco.processes.output import aligned
 from maxdiloco.trainer import flops
 
@@ -191,8 +191,7 @@ def our_start(keys: Sequence[str], out: pathlib.Path) -> float:
 def our_case(cfg: Config) -> step_time.Case:
     """DiLoCo's plain step on one device, warmed up."""
     mesh_lib.choose_platform(cfg)
-    if mesh_lib.on_cpu_alone(cfg):
-        processor.keep_freed_memory()
+    set_up_cpu(cfg)
     mesh = mesh_lib.build(cfg)
     if mesh.size != 1:
         raise ConfigError(

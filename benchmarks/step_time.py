@@ -38,7 +38,7 @@ from maxdiloco.flags.config import Config
 from maxdiloco.metrics.speed import performance
 from maxdiloco.models.transformer import count_parameters
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.parallel import processor
+from maxdiloco.parallel.job import set_up_cpu
 from maxdiloco.processes.output import aligned
 from maxdiloco.trainer import assemble, feeding, flops
 
@@ -101,8 +101,7 @@ def main(argv: Sequence[str]) -> int:
     variants = configs(argv)
     cfg = variants[0][1]
     mesh_lib.choose_platform(cfg)
-    if mesh_lib.on_cpu_alone(cfg):
-        processor.keep_freed_memory()
+    set_up_cpu(cfg)
     mesh_lib.emulate_devices(cfg, num_processes=1)
     mesh = mesh_lib.build(cfg)
     pairs = [make_pair(label, variant, mesh) for label, variant in variants]

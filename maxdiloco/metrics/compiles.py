@@ -41,22 +41,24 @@ class CompileLog:
         with self._lock:
             self._say(f"compiled {name} in {seconds:.1f} s")
 
-    def all_of(self, calls: Iterable[Call]) -> None:
+    def all_of(self, calls: Iterable[Call]) -> list[Any]:
         """Compile the programs of a run in threads, each from when the iterable gives it.
 
-        The first that is not for the start is the plain inner step.
+        The first that is not for the start is the plain inner step. A program for the start is run
+        with its arguments as soon as it is there, while others compile: returns their results.
         Raises ConfigError for a program that does not fit the device's memory.
         """
         started = time.perf_counter()
         pool = ThreadPoolExecutor(THREADS, thread_name_prefix="compile")
         hits: list[str] = []
+        results = []
         count = functools.partial(_note_hit, hits)
         jax.monitoring.register_event_listener(count)
         try:
-            futures = [(call, pool.submit(call.program.compile, *call.args)) for call in calls]
+            futures = [(call, pool.submit(_ready, call)) for call in calls]
             for call, future in futures:
                 try:
-                    future.result()
+                    results.append(future.result())
                 except jax.errors.JaxRuntimeError as error:
                     if (reason := too_big(error)) is None:
                         raise
@@ -72,6 +74,9 @@ class CompileLog:
         self._say(f"{len(calls)} programs ready after {took:.1f} s{kept}")
         if self._show_memory:
             self._say_memory(sorted(calls, key=lambda call: call.when == START))
+        return [
+            result for call, result in zip(calls, results, strict=True) if call.when == START
+        ]
 
     def _say_memory(self, calls: Sequence[Call]) -> None:
         plain = calls[0].program.compile(*calls[0].args).memory_analysis()
@@ -84,6 +89,11 @@ class CompileLog:
                     f"  beyond plain training [MiB a device]: {self.resident}, temporary "
                     f"{more / 2**20:.1f}"
                 )
+
+
+def _ready(call: Call) -> Any:
+    call.program.compile(*call.args)
+    return call.program(*call.args) if call.when == START else None
 
 
 def _note_hit(hits: list[str], event: str, **_: Any) -> None:

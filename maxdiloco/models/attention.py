@@ -10,10 +10,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_kernel,
-    splash_attention_mask,
-)
 from jax.typing import DTypeLike
 
 from maxdiloco.errors import ConfigError
@@ -26,7 +22,7 @@ from maxdiloco.parallel.sharding import Rules
 SPLASH_BLOCK = 512  # tile of queries and keys, our choice from the kernel's power-of-two sizes
 # Tokens in the lanes, which heads of less than 128 features do not fill: XLA then lays out what
 # comes before the kernel so, too, and the program takes 0.8 times as long (benchmarks/README.md).
-SEQ_MINOR = splash_attention_kernel.QKVLayout.SEQ_MINOR
+SPLASH_LAYOUT = "SEQ_MINOR"  # a QKVLayout of the kernel
 SPLASH_LANES = 128  # tiles are multiples of a TPU vector register's lanes
 
 
@@ -166,9 +162,15 @@ def splash(
 
     queries: as of dot_product. interpret: run it as array code, for tests without a TPU.
     """
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel,
+        splash_attention_mask,
+    )
+
     L, N, H = q_BLNH.shape[1:]
     S = k_BSKH.shape[1]
     shards = S // L
+    layout = splash_attention_kernel.QKVLayout[SPLASH_LAYOUT]
     block = math.gcd(L if shards == 1 else L // 2, SPLASH_BLOCK)
     mask = splash_attention_mask.LocalMask((S, S), (window - 1 if window else None, 0), 0)
     mask.q_sequence = positions(S, shards)
@@ -181,9 +183,9 @@ def splash(
             block_kv_dkv=block,
             block_q_dq=block,
             block_kv_dq=block,
-            q_layout=SEQ_MINOR,
-            k_layout=SEQ_MINOR,
-            v_layout=SEQ_MINOR,
+            q_layout=layout,
+            k_layout=layout,
+            v_layout=layout,
         ),
         attn_logits_soft_cap=soft_cap or None,
         head_shards=1,

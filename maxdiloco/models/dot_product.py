@@ -18,8 +18,10 @@ from maxdiloco.models.float32 import float32_product
 from maxdiloco.models.remat import CONTEXT, keep
 
 f32 = jnp.float32
-BLOCK = 128  # queries of a block, our choice from the profile in benchmarks/README.md
-MAX_BLOCKS = 8  # each is unrolled into the program; longer sequences get longer blocks
+# Queries of a block, in sequences of up to two and in longer ones. Each is unrolled into the
+# program: our choice from step and compile time in benchmarks/README.md.
+SHORT_BLOCK, BLOCK = 128, 256
+MAX_BLOCKS = 8  # still longer sequences get longer blocks
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,8 @@ def _blocks(softmax_config, q_BLNH, k_BLKH):
 
 
 def _block_size(length):
+    if length <= 2 * SHORT_BLOCK:
+        return SHORT_BLOCK
     return max(BLOCK, math.ceil(length / MAX_BLOCKS))
 
 

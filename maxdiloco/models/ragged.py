@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jax.typing import DTypeLike
 
 from maxdiloco.models.spec import ModelSpec
@@ -84,6 +83,8 @@ def rows_gradient_by_kernel(
 
     interpret: as of gradient_by_kernel.
     """
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
     (A, F), D = d_AF.shape, w_EDF.shape[1]
     tiling = (TILE_ROWS, min(F, TILE_SIDE), min(D, TILE_SIDE))
     with jax.default_matmul_precision(precision):
@@ -101,6 +102,8 @@ def gradient_by_kernel(
 
     interpret: run the kernel as array code, for tests without a TPU.
     """
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
     A, D, F = *x_AD.shape, d_AF.shape[1]
     missing = ((0, -A % TILE_ROWS), (0, 0))
     x_AD, d_AF = jnp.pad(x_AD, missing), jnp.pad(d_AF, missing)

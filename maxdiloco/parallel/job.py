@@ -17,8 +17,7 @@ def joined(cfg: Any) -> Iterator[None]:
     cfg: a Config. Raises ConfigError for devices that are not there, LostPeerError.
     """
     mesh_lib.choose_platform(cfg)
-    if mesh_lib.on_cpu_alone(cfg):
-        processor.keep_freed_memory()
+    set_up_cpu(cfg)
     with distributed.processes(
         os.environ,
         timeout_s=cfg.jax_distributed_initialization_timeout,
@@ -28,3 +27,15 @@ def joined(cfg: Any) -> Iterator[None]:
         mesh_lib.emulate_devices(cfg, num_processes=job.num_processes)
         mesh_lib.visible_devices(cfg)  # those that are not there are refused before JAX is used
         yield
+
+
+def set_up_cpu(cfg: Any) -> None:
+    """Memory and threads of XLA:CPU where JAX may use nothing else, before its backends start."""
+    if not mesh_lib.on_cpu_alone(cfg):
+        return
+    in_caller = mesh_lib.on_one_cpu_device(cfg) and not distributed.launcher(
+        os.environ, on_tpu=False
+    )
+    if in_caller:
+        mesh_lib.run_in_caller()
+    processor.keep_freed_memory(in_caller=in_caller)

@@ -62,6 +62,22 @@ def on_cpu_alone(cfg: Config) -> bool:
     return cfg.hardware == "cpu" or (cfg.hardware == "auto" and jax.config.jax_platforms == "cpu")
 
 
+def on_one_cpu_device(cfg: Config) -> bool:
+    """Whether a run of one process has one CPU device alone, known before its backends start."""
+    given = jax.config.jax_num_cpu_devices
+    count = emulated_devices(cfg, num_processes=1) if given == -1 else given
+    return on_cpu_alone(cfg) and count == 1
+
+
+def run_in_caller() -> None:
+    """Have XLA:CPU run a program in the thread that calls it, which so allocates its arrays.
+
+    That is the first thread for the steps of a run. Call before JAX's backends start. A process
+    with several devices runs each in a thread of its own all the same.
+    """
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+
 def emulated_devices(cfg: Config, num_processes: int) -> int:
     """CPU devices that the mesh needs, the same number in each process.
 

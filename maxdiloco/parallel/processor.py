@@ -7,10 +7,7 @@ import platform
 import re
 
 CPUINFO = pathlib.Path("/proc/cpuinfo")
-# Parameters of glibc's mallopt(3). One heap for all threads: those beside the first map large
-# blocks whatever the other parameters are.
-TRIM_THRESHOLD, MMAP_MAX, ARENA_MAX = -1, -4, -8
-KEPT = {TRIM_THRESHOLD: 2**31 - 1, MMAP_MAX: 0, ARENA_MAX: 1}
+TRIM_THRESHOLD, MMAP_MAX, ARENA_MAX = -1, -4, -8  # parameters of glibc's mallopt(3)
 
 
 def host_cpuinfo() -> str:
@@ -34,15 +31,21 @@ def float32_is_faster(cpuinfo: str) -> bool:
     return not ("amx_bf16" in has or (on_amd and "avx512_bf16" in has))
 
 
-def keep_freed_memory() -> None:
+def keep_freed_memory(*, in_caller: bool) -> None:
     """Have glibc keep the memory that XLA frees after a step, for the next step.
 
     Otherwise each step gets its temporary arrays as new pages, which the kernel clears one by one
     (benchmarks/README.md). Call before JAX's backends start their threads. Nothing is set without
     glibc, nor where the environment has GLIBC_TUNABLES, which then has the say.
+
+    in_caller: of mesh.run_in_caller. Otherwise all threads share the first one's heap: the heap of
+    another maps large blocks whatever the other parameters are. Threads that compile wait for each
+    other there, so that compiling takes a half longer.
     """
     if platform.libc_ver()[0] != "glibc" or "GLIBC_TUNABLES" in os.environ:
         return
     libc = ctypes.CDLL(None)
-    for parameter, value in KEPT.items():
-        libc.mallopt(parameter, value)
+    libc.mallopt(TRIM_THRESHOLD, 2**31 - 1)
+    libc.mallopt(MMAP_MAX, 0)
+    if not in_caller:
+        libc.mallopt(ARENA_MAX, 1)

@@ -25,6 +25,7 @@ from maxdiloco.flags import checks, config, outer_rate
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.monitor import Monitor
 from maxdiloco.models.transformer import Model
+from maxdiloco.models.weights import unrolled_threefry
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import Rules, spec
 from maxdiloco.trainer import eval_replicas, evaluate, inner_step, model_on_mesh, optimizer
@@ -252,13 +253,15 @@ def _data_parallel(cfg, mesh, step, params, opt_state, on_compile) -> DataParall
 
 
 def _init_program(trainer, model, inner_optimizer) -> Program:
+    on_cpu = trainer.mesh.devices.flat[0].platform == "cpu"
+    impl = unrolled_threefry() if on_cpu else None
+
     def make(seed):
-        params = model.init(jax.random.key(seed))
+        params = model.init(jax.random.key(seed, impl=impl))
         return params, inner_optimizer.init(params)
 
     # Runs once: a small model takes LLVM 10 CPU seconds to compile, without optimisation 1.4.
     fast = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    on_cpu = trainer.mesh.devices.flat[0].platform == "cpu"
     return trainer.init_program(make, compiler_options=fast if on_cpu else None)
 
 
@@ -295,9 +298,9 @@ def calls(cfg: Config, parts: Parts) -> list[Call]:
     return [*out, first_call(parts)]
 
 
-def first_call(parts: Parts) -> Call:
+def first_call(parts: Parts, seed: int = 0) -> Call:
     """The program that makes the state of a fresh run."""
-    return Call(parts.init, (np.uint32(0),), 0, START)
+    return Call(parts.init, (np.uint32(seed),), 0, START)
 
 
 def _abstract_batch(shape: BatchShape, mesh: Mesh, rules: Rules) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from maxdiloco.trainer import optimizer, resumed, run_tokenizer
 from maxdiloco.trainer.assemble import (
     BatchShape,
     Parts,
-    initial_state,
     state_with,
 )
 
@@ -134,13 +133,11 @@ def _differs_between_processes(text: str) -> bool:
 
 
 def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | None) -> Any:
-    """The state before the first step of this start, on the mesh.
+    """The state before the first step of this start, which is not a fresh one, on the mesh.
 
     Raises CheckpointError when shapes differ or the checkpoint cannot be read.
     """
     trainer = parts.trainer
-    if start.is_fresh(cfg):
-        return initial_state(parts, cfg.init_weights_seed)
     if start.saved is None:
         remedy = resume.model_remedy(cfg.as_dict(), keys=base_yml.declared())
         params, restored = read.restore_theta(

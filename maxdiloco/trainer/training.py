@@ -132,9 +132,9 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
             return 0
 
         say(f"ready to compile after {time.perf_counter() - begun:.1f} s")
-        _compile(cfg, parts, compiles, say, fresh=begin.is_fresh(cfg))
+        fresh = _compile(cfg, parts, compiles, say, fresh=begin.is_fresh(cfg))
         gc.enable()  # train.main disables it for the start
-        state = start.load(cfg, parts, begin, checkpointer)
+        state = fresh[0] if fresh else start.load(cfg, parts, begin, checkpointer)
         done = state.t
         stack.enter_context(start.history_of(folder, parts, done=done, total=total))
 
@@ -300,21 +300,26 @@ def _build(
     return remat_choice.build(cfg, make, memory=memory, say=say, stored=stored)[1]
 
 
-def _compile(cfg: Config, parts: Parts, compiles: CompileLog, say: Say, *, fresh: bool) -> None:
-    """Compile every program before the first step: one that does not fit must not fail later."""
+def _compile(
+    cfg: Config, parts: Parts, compiles: CompileLog, say: Say, *, fresh: bool
+) -> list[Any]:
+    """Compile every program before the first step: one that does not fit must not fail later.
+
+    Returns the state of a fresh run, made meanwhile; of another nothing.
+    """
     calls = _calls(cfg, parts, fresh=fresh)
     path = cfg.compiled_trainstep_file
     if path:
         calls = list(calls)
         count = compiled_file.load(path, cfg, parts.mesh, calls)
         say(f"{count} compiled programs loaded from {path}")
-    compiles.all_of(calls)
+    return compiles.all_of(calls)
 
 
 def _calls(cfg: Config, parts: Parts, *, fresh: bool) -> Iterator[Call]:
     """The programs of a run; that of a fresh state first: it compiles while the step is traced."""
     if fresh:
-        yield assemble.first_call(parts)
+        yield assemble.first_call(parts, cfg.init_weights_seed)
     yield from (call for call in assemble.calls(cfg, parts) if call.when != START)
 
 

@@ -6,7 +6,7 @@ import types
 import jax
 import pytest
 
-from maxdiloco.engine.calls import Call
+from maxdiloco.engine.calls import START, Call
 from maxdiloco.errors import ConfigError
 from maxdiloco.metrics.compiles import CompileLog
 
@@ -44,6 +44,28 @@ def test_a_program_compiles_while_the_next_one_is_still_traced():
     said = []
     CompileLog(said.append, show_memory=False).all_of(calls())
     assert said[-1].startswith("2 programs ready after ")
+
+
+def test_a_program_for_the_start_runs_while_others_compile():
+    """The other one compiles until the first has run. Control: a step's program is not run."""
+    ran = threading.Event()
+
+    class First:
+        name = "init"
+
+        def compile(self, seed):
+            assert not ran.is_set()
+
+        def __call__(self, seed):
+            ran.set()
+            return f"state of seed {seed}"
+
+    def other():
+        assert ran.wait(60)
+
+    calls = [Call(First(), (3,), 0, START), call("inner", other)]
+    made = CompileLog(lambda line: None, show_memory=False).all_of(calls)
+    assert made == ["state of seed 3"]
 
 
 def test_a_program_that_does_not_fit_ends_the_run_in_one_line():

@@ -115,8 +115,8 @@ def with_gradient(fn):
     ("L", "changes"),
     [
         (16, {}),
-        (300, {}),  # blocks of 128, 128 and 44
-        (300, dict(window=100)),
+        (600, {}),  # blocks of 256, 256 and 88
+        (200, dict(window=100)),  # blocks of 128 and 72
         (16, dict(window=1)),
         (16, dict(soft_cap=0.5)),
         (16, dict(divisor=1.5)),
@@ -138,8 +138,10 @@ def test_blocks_of_queries_compute_plain_attention(L, changes):
     ("length", "window", "expected"),
     [
         (100, 0, [((0, 100), (0, 100))]),
-        (300, 0, [((0, 128), (0, 128)), ((128, 256), (0, 256)), ((256, 300), (0, 300))]),
-        (300, 50, [((0, 128), (0, 128)), ((128, 256), (79, 256)), ((256, 300), (207, 300))]),
+        (256, 0, [((0, 128), (0, 128)), ((128, 256), (0, 256))]),
+        (256, 50, [((0, 128), (0, 128)), ((128, 256), (79, 256))]),
+        (600, 0, [((0, 256), (0, 256)), ((256, 512), (0, 512)), ((512, 600), (0, 600))]),
+        (600, 50, [((0, 256), (0, 256)), ((256, 512), (207, 512)), ((512, 600), (463, 600))]),
     ],
 )
 def test_a_block_meets_the_keys_that_its_queries_see(length, window, expected):
@@ -194,7 +196,7 @@ def test_queries_keys_and_values_reach_splash_with_tokens_in_the_lanes(layout, m
     """The last dim of what each of the three kernels reads: 16 features do not fill 128 lanes.
     The control: with another layout the features are last."""
     if layout != "as it is":
-        monkeypatch.setattr(attention, "SEQ_MINOR", getattr(type(attention.SEQ_MINOR), layout))
+        monkeypatch.setattr(attention, "SPLASH_LAYOUT", layout)
     splash = functools.partial(attention.splash, soft_cap=0.0, window=0)
     args = inputs(256, H=16)
     found = kernel_inputs(jax.make_jaxpr(with_gradient(splash))(*args).jaxpr)
