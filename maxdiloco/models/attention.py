@@ -162,21 +162,20 @@ def splash(
 
     queries: as of dot_product. interpret: run it as array code, for tests without a TPU.
     """
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_kernel,
-        splash_attention_mask,
-    )
+    from jax.experimental.pallas.ops.tpu import splash_attention
 
+    kernels = splash_attention.splash_attention_kernel
+    masks = splash_attention.splash_attention_mask
     L, N, H = q_BLNH.shape[1:]
     S = k_BSKH.shape[1]
     shards = S // L
-    layout = splash_attention_kernel.QKVLayout[SPLASH_LAYOUT]
+    layout = kernels.QKVLayout[SPLASH_LAYOUT]
     block = math.gcd(L if shards == 1 else L // 2, SPLASH_BLOCK)
-    mask = splash_attention_mask.LocalMask((S, S), (window - 1 if window else None, 0), 0)
+    mask = masks.LocalMask((S, S), (window - 1 if window else None, 0), 0)
     mask.q_sequence = positions(S, shards)
-    kernel = splash_attention_kernel.make_splash_mha(
-        splash_attention_mask.MultiHeadMask([mask] * N),
-        block_sizes=splash_attention_kernel.BlockSizes(
+    kernel = kernels.make_splash_mha(
+        masks.MultiHeadMask([mask] * N),
+        block_sizes=kernels.BlockSizes(
             block_q=block,
             block_kv=block,
             block_q_dkv=block,
@@ -197,7 +196,7 @@ def splash(
     if queries is not None:
         segment_ids_BL = queries.segment_ids_BL
         kernel = _shard_of(kernel, queries.shard, shards)
-    segments = splash_attention_kernel.SegmentIds(segment_ids_BL, segment_ids_BS)
+    segments = kernels.SegmentIds(segment_ids_BL, segment_ids_BS)
     divisor = math.sqrt(H) if divisor is None else divisor
     q_BNLH = (q_BLNH / divisor).astype(q_BLNH.dtype).swapaxes(1, 2)
     arrays = (q_BNLH, k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2), segments)
