@@ -75,7 +75,7 @@ def _few_bits() -> list[Mode]:
     # Over 1,177 times fewer bytes than data parallelism: topk at H=33, int2 at H=166.
     far = {FEEDBACK: "always", "diloco_sync_period": 166, WIRE: "int2"}
     rows += [
-        _diloco(FEWEST, "muon", **far, **{MOMENTUM: 0.3}),
+        _diloco(FEWEST, "muon", every_seed=False, **far, **{MOMENTUM: 0.3}),
         _diloco(FEWEST_RDA, "muon", diloco_merge="rda", **far, **{MOMENTUM: 0.3}),
         _diloco("DiLoCo, muon, int2, H=166", "muon", extra=True, **far),
         _diloco("DiLoCo, muon, int2, H=166, no momentum", "muon", extra=True,
@@ -114,26 +114,27 @@ MODES = (
     _diloco(DELAYED, every_seed=False, **{OVERLAP: "delayed"}),
     _diloco("delayed, DiLoCo's outer rate", outer_lr=(DILOCO, 1.0), every_seed=False,
             **{OVERLAP: "delayed"}),
-    _diloco("delayed, a quarter of it", outer_lr=(DILOCO, 0.25), **{OVERLAP: "delayed"}),
+    _diloco("delayed, a quarter of it", outer_lr=(DILOCO, 0.25), every_seed=False,
+            **{OVERLAP: "delayed"}),
     _diloco("DiLoCo, M=1", every_seed=False, num_diloco_replicas=1),
     _diloco("DiLoCo, M=4", every_seed=False, num_diloco_replicas=4),
     _diloco("DiLoCo, M=8", every_seed=False, num_diloco_replicas=8),
     Mode("data parallel, muon", {"enable_diloco": False}, "muon", outer_lr=""),
     _diloco("DiLoCo, muon", "muon"),
-    # Details, whose differences are small: at the rate of streaming, tau=1, with every seed.
+    # Details, whose differences are small: at the rate of streaming, tau=1.
     # P=2 has all layers in one fragment; with P=3 they are strided unless said.
     _streaming("streaming, tau=1, P=2", tau=1, num_diloco_fragments=2, outer_lr=AS_STREAMING,
                every_seed=False),
     _streaming("streaming, tau=1, sequential", tau=1, outer_lr=AS_STREAMING,
-               use_sequential_layers=True),
+               every_seed=False, use_sequential_layers=True),
     _streaming("streaming, tau=1, two nonlayer fragments", tau=1, num_diloco_fragments=4,
                outer_lr=AS_STREAMING, every_seed=False, num_nonlayer_fragments=2),
     _streaming("streaming, tau=1, P=5", tau=1, num_diloco_fragments=5, outer_lr=AS_STREAMING,
                every_seed=False),
     *_few_bits(),
     # It keeps the norm that the mean loses, so that its steps are longer.
-    _diloco("DiLoCo, rda", every_seed=False, diloco_merge="rda"),
-    _diloco("DiLoCo, M=4, rda", num_diloco_replicas=4, every_seed=False, diloco_merge="rda"),
+    _diloco("DiLoCo, rda", extra=True, diloco_merge="rda"),
+    _diloco("DiLoCo, M=4, rda", num_diloco_replicas=4, extra=True, diloco_merge="rda"),
     _diloco("DiLoCo, M=8, rda", num_diloco_replicas=8, every_seed=False, diloco_merge="rda"),
     _diloco("DiLoCo, H=30, momentum 0.9", **LONG),
     _diloco("DiLoCo, H=10, momentum 0.9", diloco_sync_period=10, **LONG),
