@@ -114,7 +114,8 @@ def test_what_was_in_flight_is_dropped_with_another_M_and_the_run_says_so(
     four = keys | dict(num_diloco_replicas=4)
     assert tools.run(tmp_path, "run", **four, steps=9) == 0
     out = capfd.readouterr().out
-    assert "changed since the checkpoint: num_diloco_replicas -1 -> 4, steps 8 -> 9\n" in out
+    changes = "diloco_outer_lr 0.7 -> 1.0, num_diloco_replicas -1 -> 4, steps 8 -> 9"
+    assert f"changed since the checkpoint: {changes}\n" in out
     assert "\nreplicas 2 -> 4: replica r goes on from what was replica r mod 2.\n" in out
     assert "\ndropped: fragments in flight, 1 (sent after step 8). theta" in out
     assert tools.run(tmp_path, "run", **four, steps=12) == 0
