@@ -231,7 +231,7 @@ def test_start_and_evaluation_need_no_more_memory_than_a_step(memory):
     assert init <= inner and evaluate <= inner
     if memory == "device":  # an evaluation is the same program whatever memory theta is kept in
         (at_once,) = needed("evaluate", gradient_accumulation_steps=1, per_device_batch_size=16)
-        assert at_once > 1.3 * evaluate
+        assert at_once - init > 1.5 * (evaluate - init)  # init needs little beside the state
 
 
 @pytest.mark.tpu_aot
