@@ -7,7 +7,6 @@ DATA_PARALLEL = "data parallel"
 DILOCO = "DiLoCo, H=30"
 DELAYED = "delayed"
 FEWEST = "DiLoCo, muon, int2, H=166, momentum 0.3"
-FEWEST_RDA = "DiLoCo, muon, int2, H=166, momentum 0.3, rda"
 STREAMING = {"enable_streaming_diloco": True, "num_diloco_fragments": 3}
 TAU = "num_communication_overlapping_steps"
 ALPHA = "communication_overlapping_alpha"
@@ -76,7 +75,7 @@ def _few_bits() -> list[Mode]:
     far = {FEEDBACK: "always", "diloco_sync_period": 166, WIRE: "int2"}
     rows += [
         _diloco(FEWEST, "muon", every_seed=False, **far, **{MOMENTUM: 0.3}),
-        _diloco(FEWEST_RDA, "muon", diloco_merge="rda", **far, **{MOMENTUM: 0.3}),
+        _diloco(f"{FEWEST}, rda", "muon", diloco_merge="rda", **far, **{MOMENTUM: 0.3}),
         _diloco("DiLoCo, muon, int2, H=166", "muon", extra=True, **far),
         _diloco("DiLoCo, muon, int2, H=166, no momentum", "muon", extra=True,
                 rates=(0.98, 1.372, 1.92), **far, **{MOMENTUM: 0.0}),

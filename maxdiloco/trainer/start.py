@@ -23,11 +23,7 @@ from maxdiloco.processes.agree import from_first_process, in_any_process
 from maxdiloco.storage import shared_folder
 from maxdiloco.storage.run_folder import RunFolder, absolute
 from maxdiloco.trainer import optimizer, resumed, run_tokenizer
-from maxdiloco.trainer.assemble import (
-    BatchShape,
-    Parts,
-    state_with,
-)
+from maxdiloco.trainer.assemble import BatchShape, Parts, state_with
 
 
 class Start(NamedTuple):
