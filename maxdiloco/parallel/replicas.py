@@ -37,6 +37,7 @@ def without_singleton_vmap(fn: Callable) -> Callable:
     For the heavy part of an inner step, such as the gradient: kernels that support no vmap work
     with one replica a slot, and matrix products have no dim of size 1. It has no derivative.
     """
+    fn = jax.jit(fn, inline=True)  # traced once for the call, the rule and an eval_shape of it
     wrapped = jax.custom_batching.custom_vmap(fn)
 
     @wrapped.def_vmap

@@ -66,6 +66,26 @@ def test_without_singleton_vmap_has_no_replica_dim(devices, M):
             mapped(x_R, x_R)
 
 
+@pytest.mark.parametrize("M", [2, 4])
+def test_the_heavy_part_is_traced_once(devices, M):
+    """For its call, for the rule of its vmap and for its shapes. Tracing a gradient takes long."""
+    mesh = Mesh(np.array(devices[:2]), ("diloco",))
+    seen = []
+
+    def heavy(x):
+        seen.append(x.shape)
+        return 2 * x
+
+    light = without_singleton_vmap(heavy)
+
+    def fn(x):
+        return light(jnp.zeros(jax.eval_shape(light, x).shape) + x)
+
+    x_R = np.ones((M, 3), np.float32)
+    np.testing.assert_array_equal(jax.jit(map_fn(fn, mesh=mesh, num_replicas=M))(x_R), 2 * x_R)
+    assert seen == [(3,)]
+
+
 def test_broadcast_copies_and_mean_is_summed_in_order():
     """1e8 + 1 - 1e8 in float32 is 0 in this order and would be 1 in another: (1e8 - 1e8) + 1."""
     np.testing.assert_array_equal(broadcast(jnp.arange(3.0), 2), [[0, 1, 2], [0, 1, 2]])
