@@ -45,7 +45,7 @@ def keep_freed_memory(*, in_caller: bool) -> None:
     if platform.libc_ver()[0] != "glibc" or "GLIBC_TUNABLES" in os.environ:
         return
     libc = ctypes.CDLL(None)
-    libc.mallopt(TRIM_THRESHOLD, 2**31 - 1)
+    libc.mallopt(TRIM_THRESHOLD, -1)  # never give the end of the heap back
     libc.mallopt(MMAP_MAX, 0)
     if not in_caller:
         libc.mallopt(ARENA_MAX, 1)

@@ -56,6 +56,27 @@ def test_threads_that_compile_have_heaps_of_their_own_where_programs_run_in_the_
     assert faults(set_up, first_thread=True) < 4000
 
 
+# Bytes by which the first thread's heap ends earlier after a block of it is freed.
+GIVEN_BACK = """
+import ctypes
+from maxdiloco.parallel import processor
+processor.keep_freed_memory(in_caller=True)
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes, libc.sbrk.restype = [ctypes.c_void_p], ctypes.c_void_p
+block = libc.malloc({size})
+end = libc.sbrk(0)
+libc.free(block)
+print(end - libc.sbrk(0))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
+def test_a_block_of_any_size_is_kept():
+    """3 GiB, of which no page is touched: mallopt takes an int, so 2 GiB would be a threshold."""
+    assert pages(GIVEN_BACK.format(size=3 << 30)) == 0
+
+
 # Least pages of a run of a program with 64 MiB of temporary values, after the first.
 STEP_FAULTS = """
 import resource
