@@ -44,8 +44,9 @@ class CompileLog:
     def all_of(self, calls: Iterable[Call]) -> list[Any]:
         """Compile the programs of a run in threads, each from when the iterable gives it.
 
-        The first that is not for the start is the plain inner step. A program for the start is run
-        with its arguments as soon as it is there, while others compile: returns their results.
+        This thread lowers them one after another, so that the first compiles early. The first that
+        is not for the start is the plain inner step. A program for the start is run here with its
+        arguments as soon as it is there, while others compile: returns their results.
         Raises ConfigError for a program that does not fit the device's memory.
         """
         started = time.perf_counter()
@@ -55,16 +56,18 @@ class CompileLog:
         count = functools.partial(_note_hit, hits)
         jax.monitoring.register_event_listener(count)
         try:
-            futures = [(call, pool.submit(_ready, call)) for call in calls]
+            futures = [(call, pool.submit(call.program.lowered(*call.args))) for call in calls]
             for call, future in futures:
                 try:
-                    results.append(future.result())
+                    future.result()
                 except jax.errors.JaxRuntimeError as error:
                     if (reason := too_big(error)) is None:
                         raise
                     raise ConfigError(
                         f"{call.program.name} does not fit the device: {reason} {MAKE_ROOM}"
                     ) from error
+                if call.when == START:
+                    results.append(call.program(*call.args))
         finally:
             pool.shutdown(cancel_futures=True)
             jax.monitoring.unregister_event_listener(count)
@@ -74,9 +77,7 @@ class CompileLog:
         self._say(f"{len(calls)} programs ready after {took:.1f} s{kept}")
         if self._show_memory:
             self._say_memory(sorted(calls, key=lambda call: call.when == START))
-        return [
-            result for call, result in zip(calls, results, strict=True) if call.when == START
-        ]
+        return results
 
     def _say_memory(self, calls: Sequence[Call]) -> None:
         plain = calls[0].program.compile(*calls[0].args).memory_analysis()
@@ -89,11 +90,6 @@ class CompileLog:
                     f"  beyond plain training [MiB a device]: {self.resident}, temporary "
                     f"{more / 2**20:.1f}"
                 )
-
-
-def _ready(call: Call) -> Any:
-    call.program.compile(*call.args)
-    return call.program(*call.args) if call.when == START else None
 
 
 def _note_hit(hits: list[str], event: str, **_: Any) -> None:

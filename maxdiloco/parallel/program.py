@@ -54,12 +54,27 @@ class Program:
 
     def compile(self, *args: Any) -> jax.stages.Compiled:
         """The executable for arguments shaped like args, compiled if there is none yet."""
+        return self.lowered(*args)()
+
+    def lowered(self, *args: Any) -> Callable[[], jax.stages.Compiled]:
+        """Lower fn for arguments shaped like args; what is returned compiles it, in any thread.
+
+        Lowering is Python and holds the GIL, compiling does not.
+        """
         key = _abstract(args)
-        if key not in self.compiled:
+        if key in self.compiled:
+            return lambda: self.compiled[key]
+        start = time.perf_counter()
+        lowered = self.lower(*args)
+        lowering = time.perf_counter() - start
+
+        def compile_():
             start = time.perf_counter()
-            self.compiled[key] = self.lower(*args).compile()
-            self._on_compile(self.name, time.perf_counter() - start, self.compiled[key])
-        return self.compiled[key]
+            compiled = self.compiled[key] = lowered.compile()
+            self._on_compile(self.name, lowering + time.perf_counter() - start, compiled)
+            return compiled
+
+        return compile_
 
     def fingerprint(self, *args: Any) -> str:
         """A digest of what is compiled for arguments shaped like args, the same in every process.

@@ -12,7 +12,7 @@ from maxdiloco.metrics.compiles import CompileLog
 
 
 def call(name, compile_):
-    program = types.SimpleNamespace(name=name, compile=compile_)
+    program = types.SimpleNamespace(name=name, lowered=lambda *args: compile_)
     return Call(program, (), 1)
 
 
@@ -46,17 +46,40 @@ def test_a_program_compiles_while_the_next_one_is_still_traced():
     assert said[-1].startswith("2 programs ready after ")
 
 
+def test_programs_are_lowered_one_after_another_by_the_thread_that_asks():
+    """Python holds the GIL: two at a time would only make the first compile later."""
+    lowered = []
+
+    def program(name):
+        def lower(*args):
+            assert threading.current_thread() is threading.main_thread()
+            lowered.append(name)
+            return lambda: None
+
+        return Call(types.SimpleNamespace(name=name, lowered=lower), (), 1)
+
+    def calls():
+        yield program("init")
+        assert lowered == ["init"]
+        yield program("inner")
+
+    CompileLog(lambda line: None, show_memory=False).all_of(calls())
+    assert lowered == ["init", "inner"]
+
+
 def test_a_program_for_the_start_runs_while_others_compile():
-    """The other one compiles until the first has run. Control: a step's program is not run."""
+    """The other one compiles until the first has run, in the thread that asks: its heap keeps what
+    is freed. Control: a step's program is not run."""
     ran = threading.Event()
 
     class First:
         name = "init"
 
-        def compile(self, seed):
-            assert not ran.is_set()
+        def lowered(self, seed):
+            return lambda: None
 
         def __call__(self, seed):
+            assert threading.current_thread() is threading.main_thread()
             ran.set()
             return f"state of seed {seed}"
 
