@@ -24,6 +24,7 @@ from maxdiloco.engine.state import (
     with_item,
     with_items,
 )
+from maxdiloco.parallel import offload
 from maxdiloco.parallel.program import Program
 
 # When a program runs: in the steps; beside them, with the run's state on the devices; or at the
@@ -62,8 +63,9 @@ def arguments(
     plan = layout.plans[action.fragment]
     if action.program == INNER_EXCHANGE:
         places = layout.places(plan, [action.chunk])
-        chunk = tuple(state.outgoing[i] for i in places)
-        replaced = tuple(state.incoming[action.slot][i] for i in places)
+        chunk = tuple(offload.moved(state.outgoing[i], None) for i in places)
+        slot = state.incoming[action.slot]
+        replaced = () if layout.chunk_memory else tuple(slot[i] for i in places)
         return programs.inner_exchange(plan), (*step, chunk, replaced)
     program = programs.of(action.program, plan)
     outer_opt = () if action.program == PACK else state.outer_opt[plan.index]
@@ -92,6 +94,7 @@ def after(programs: Programs, action: Action, state: State, results: Any) -> tup
         state = replace(state, params=params, opt_state=opt_state)
         if action.program == INNER_EXCHANGE:
             places = layout.places(layout.plans[action.fragment], [action.chunk])
+            chunk = [offload.moved(x, layout.chunk_memory) for x in chunk]
             slot = with_items(state.incoming[action.slot], places, chunk)
             state = replace(state, incoming=with_item(state.incoming, action.slot, slot))
         return state, metrics

@@ -114,13 +114,13 @@ def residual_lines(layout: Layout) -> list[str]:
 
 
 def resident(layout: Layout) -> str:
-    """State that DiLoCo keeps on a device besides the replicas and their optimizer [MiB]."""
+    """State that DiLoCo keeps for a device besides the replicas and their optimizer [MiB]."""
     state = layout.state
     outer = jax.tree.leaves((state.outer, state.outer_opt))
     where = _memory_of(outer)
     flight = jax.tree.leaves((state.outgoing, state.incoming))
-    kept = "outer state" if where == "device" else f"outer state (in {where})"
-    line = f"{kept} {_mib(outer):.1f}, in flight {_mib(flight):.1f}"
+    place = "" if where == "device" else f" (in {where})"
+    line = f"outer state{place} {_mib(outer):.1f}, in flight{place} {_mib(flight):.1f}"
     residual = jax.tree.leaves(state.residual)
     return f"{line}, residuals {_mib(residual):.1f}" if residual else line
 

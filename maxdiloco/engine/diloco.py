@@ -48,7 +48,8 @@ class DiLoCo:
     layer_axis: which leaves stack layers: None, or a pytree like params of None, int,
       `fragments.Stacked` or `fragments.Vocabulary`.
     mesh: M is a multiple of the size of its axis `diloco`; None: one device holds all replicas.
-    outer_memory: device | pinned_host, where theta and the outer optimizer state are kept.
+    outer_memory: device | pinned_host, where theta, the outer optimizer state, residuals and what
+      is in flight are kept.
     exchange_carrier: program | host, see engine.exchanges; links: for host in several processes,
       connections between them (processes.links).
     on_compile(name, seconds, compiled): called after each compilation.

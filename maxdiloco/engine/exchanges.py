@@ -93,7 +93,10 @@ class HostExchange:
         self._programs, self._schedule = programs, schedule
         self._layout = programs.layout
         self._carrier = HostCarrier(
-            self._layout.mesh, num_replicas=self._layout.num_replicas, links=links
+            self._layout.mesh,
+            num_replicas=self._layout.num_replicas,
+            links=links,
+            memory=self._layout.chunk_memory,
         )
         self._step_ends: deque[float] = deque(maxlen=SAMPLES)
         self._begun = 0  # a part of every key, so that what another state has sent is never taken

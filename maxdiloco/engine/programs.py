@@ -130,7 +130,7 @@ class Programs:
         """The inner step beside a chunk of a fragment: of (params, opt_state, batch, chunk, old).
 
         chunk: its arrays in State.outgoing. old: those of the receive slot that it replaces, which
-        nothing reads.
+        nothing reads; () where the slot is kept in host memory.
         """
         return self._inner_exchanges[plan.num_pieces - 1]
 
@@ -220,12 +220,12 @@ def _replacing(
 
     def program(leaves, bad_RF, starts, *incoming):
         values = view.take(leaves, starts)
-        received, finite, sent = exchange(values, *incoming)
+        received, finite, sent = exchange(values, *(_loaded(layout, chunks) for chunks in incoming))
         new, update_ratio = update(finite, values._replace(residual=()), received.mean)
         new = new._replace(residual=sent.residual)
         touched = jnp.array([s.leaf for s in plan.slices])
         bad_RF = bad_RF.at[:, touched].max(received.bad_RF)
-        sent = sent._replace(residual=(), chunks=sent.chunks if keeps else ())
+        sent = sent._replace(residual=(), chunks=_stored(layout, sent.chunks) if keeps else ())
         return view.put(leaves, starts, new), bad_RF, received.sizes, update_ratio, sent
 
     program.__name__ = name  # of the compiled module
@@ -244,8 +244,19 @@ def _replacing(
 
 
 def _outgoing(layout: Layout, plan: FragmentPlan) -> tuple[NamedSharding, ...]:
-    sharding = NamedSharding(layout.mesh, collective.outgoing_spec(layout.mesh))
+    spec = collective.outgoing_spec(layout.mesh)
+    sharding = NamedSharding(layout.mesh, spec, memory_kind=layout.chunk_memory)
     return (sharding,) * (plan.num_chunks * plan.num_pieces)
+
+
+def _loaded(layout: Layout, chunks: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """Chunks of the state in device memory."""
+    return jax.device_put(chunks, jax.memory.Space.Device) if layout.chunk_memory else chunks
+
+
+def _stored(layout: Layout, chunks: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """Chunks in the memory in which the state keeps them."""
+    return jax.device_put(chunks, jax.memory.Space.Host) if layout.chunk_memory else chunks
 
 
 def _send(layout: Layout, plan: FragmentPlan, values: FragmentArrays) -> collective.Sent:
@@ -277,7 +288,8 @@ def _pack(layout: Layout, plan: FragmentPlan, rule: Rule) -> Definition:
         values = view.take(leaves, starts)
         values = values._replace(residual=view.take_residual(residual, starts))
         sent = _send(layout, plan, values)
-        return sent._replace(residual=view.put_residual(residual, starts, sent.residual))
+        residual = view.put_residual(residual, starts, sent.residual)
+        return sent._replace(chunks=_stored(layout, sent.chunks), residual=residual)
 
     state = layout.state
     kept = _shardings((fragment_leaves(state.residual, plan), state.residual_norm_R))

@@ -152,6 +152,11 @@ class Layout:
             for shape, spec in zip(shapes, specs, strict=True)
         ]
 
+    @property
+    def chunk_memory(self) -> str | None:
+        """Where the chunks in the state are kept: offload.HOST or, None, the device."""
+        return offload.kind_of(self.state.outgoing[0]) if self.pieces else None
+
     def lengths(self, plan: FragmentPlan) -> tuple[int, ...]:
         """Wire elements per replica and device of the arrays that make a chunk of this fragment."""
         whole = (payload.pad_to_tile(plan.payload.size),)
@@ -235,7 +240,6 @@ def lay_out(
     plans, pieces = plan_fragments(
         params, partition, specs, wire=wire, mesh=mesh, max_chunks=max_chunks
     )
-
     struct = functools.partial(_struct, mesh)
 
     def replicas(x):
@@ -250,10 +254,11 @@ def lay_out(
     theta = [outer(x.shape, jnp.float32, spec) for x, spec in zip(leaves, specs, strict=True)]
     flags = struct((num_replicas, len(leaves)), jnp.bool_, P())
     length = num_replicas * (mesh.size // mesh.shape["diloco"])
+    wire_dtype = quantize.wire_format(wire).dtype
 
     def chunks(spec):
-        dtype = quantize.wire_format(wire).dtype
-        return tuple(struct((length * piece,), dtype, spec) for piece in pieces) * max_chunks
+        shapes = [(length * piece,) for piece in pieces] * max_chunks
+        return tuple(struct(shape, wire_dtype, spec, outer_memory) for shape in shapes)
 
     state = State(
         t=0,

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from maxdiloco.exchange.collective import incoming_spec, outgoing_spec
 
@@ -99,12 +99,15 @@ def routes(owners: dict[Shard, int], process: int) -> Routes:
 class HostCarrier:
     """Exchanges of fragments between processes, in the order in which they start.
 
-    links: None in a run of one process. waited_s: what `take` has waited for [s].
+    links: None in a run of one process. memory: the kind in which `take` leaves the chunks, None
+    for the device's own. waited_s: what `take` has waited for [s].
     """
 
-    def __init__(self, mesh: Mesh, *, num_replicas: int, links: Links | None):
+    def __init__(
+        self, mesh: Mesh, *, num_replicas: int, links: Links | None, memory: str | None = None
+    ):
         self._links = links
-        self._incoming = NamedSharding(mesh, incoming_spec(mesh))
+        self._incoming = NamedSharding(mesh, incoming_spec(mesh), memory_kind=memory)
         self._shards = shards_of(mesh)
         self._slots = mesh.shape["diloco"]
         self._places = mesh.size // self._slots
@@ -211,7 +214,10 @@ class HostCarrier:
     def _on_devices(self, codes: dict[int, np.ndarray], length: int) -> jax.Array:
         total = self._replicas * self._places * length
         arrays = [
-            jax.device_put(codes[shard.place].reshape(-1), device)
+            jax.device_put(
+                codes[shard.place].reshape(-1),
+                SingleDeviceSharding(device, memory_kind=self._incoming.memory_kind),
+            )
             for device, shard in self._shards.items()
             if device.process_index == jax.process_index()
         ]

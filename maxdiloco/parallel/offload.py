@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 HOST = "pinned_host"
 
@@ -25,6 +26,26 @@ def to_host(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     if not x.shape:
         return x
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind(HOST))
+
+
+def moved(
+    x: jax.Array | jax.ShapeDtypeStruct, memory: str | None
+) -> jax.Array | jax.ShapeDtypeStruct:
+    """x in another memory of its devices: HOST or, None, the devices' own.
+
+    Copied beside the programs that run, not by one: it returns at once, and holds up only what
+    takes the result.
+    """
+    if kind_of(x) == memory:
+        return x
+    sharding = x.sharding.with_memory_kind(memory)
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    parts = [
+        jax.device_put(part.data, SingleDeviceSharding(part.device, memory_kind=memory))
+        for part in x.addressable_shards
+    ]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
 
 
 def with_state_on_device(step: Callable, like: Any) -> Callable:

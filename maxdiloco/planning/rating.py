@@ -151,7 +151,7 @@ def _memory(job: Job, choice: Choice, step: Step) -> int:
     """Bytes of a device: the plain step's and the rest of the state; without a compiled step the
     state alone.
     """
-    state = lay_out(
+    layout = lay_out(
         job.params,
         job.opt_state,
         partition=_partition(job, choice),
@@ -168,13 +168,16 @@ def _memory(job: Job, choice: Choice, step: Step) -> int:
         per_replica_outer=choice.overlap == "eager",
         outer_memory=None if choice.memory == "device" else choice.memory,
         error_feedback=_feedback(job, choice),
-    ).state
-    kept = [state.outgoing, state.incoming]
-    if choice.memory == "device":
-        kept += [state.outer, state.outer_opt, state.residual]
+    )
+    state = layout.state
+    kept = [state.outer, state.outer_opt, state.residual, state.outgoing, state.incoming]
+    if choice.memory != "device":
+        chunk = slice(len(layout.pieces))  # the one that a step carries is on the device
+        kept = [state.outgoing[chunk], [slot[chunk] for slot in state.incoming[:1]]]
     if not step.peak:
-        kept += [state.params, state.opt_state]
-    return step.peak + sum(bytes_on_device(x) for x in jax.tree.leaves(kept) if is_on_device(x))
+        inner = jax.tree.leaves((state.params, state.opt_state))
+        kept += [x for x in inner if is_on_device(x)]
+    return step.peak + sum(map(bytes_on_device, jax.tree.leaves(kept)))
 
 
 def _feedback(job: Job, choice: Choice) -> bool:

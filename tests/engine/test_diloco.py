@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco import DiLoCo
-from maxdiloco.engine import outer_state
+from maxdiloco.engine import outer_state, saved
 from maxdiloco.engine.fragment_arrays import FragmentArrays
 from maxdiloco.engine.theta import mean_of_all, mean_of_each_slot
 from maxdiloco.errors import NumericsError
@@ -165,16 +165,20 @@ def test_step_needs_nothing_from_the_other_replicas(devices):
     assert re.search(collective, sync.compile().as_text())
 
 
+@pytest.mark.parametrize("carrier", ["program", "host"])
 @pytest.mark.parametrize("mode", MODES)
-def test_pinned_host_memory_changes_no_bit(mode):
-    """diloco_outer_memory=pinned_host: theta and its optimizer state live in host memory."""
+def test_pinned_host_memory_changes_no_bit(mode, carrier):
+    """outer_memory=pinned_host: theta, its optimizer state and what is in flight are kept there."""
     states = []
     for memory in ("device", "pinned_host"):
-        algorithm = make(outer_memory=memory, **MODES[mode])
-        states.append(run(algorithm, start(algorithm), 11))
-    kinds = {x.sharding.memory_kind for x in jax.tree.leaves((states[1].outer,))}
-    assert kinds == {"pinned_host"}
-    for a, b in zip(*(jax.tree.leaves((s.params, s.outer)) for s in states), strict=True):
+        algorithm = make(outer_memory=memory, exchange_carrier=carrier, **MODES[mode])
+        items = algorithm.saved_items(run(algorithm, start(algorithm), 11))
+        algorithm.close()
+        kept = items["outer_opt"], items["flight"], items[saved.theta_item(algorithm.layout)]
+        kinds = {x.sharding.memory_kind for x in jax.tree.leaves(kept)}
+        assert (kinds == {"pinned_host"}) == (memory == "pinned_host")
+        states.append(items)
+    for a, b in zip(*map(jax.tree.leaves, states), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 

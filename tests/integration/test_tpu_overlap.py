@@ -103,9 +103,11 @@ def test_an_outer_step_sends_nothing(trainer, overlap):
     assert sent_by(trainer(exchange_dtype="bfloat16", **options).of("outer_step", 1)) == []
 
 
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
 @pytest.mark.parametrize("wire", ["float32", "float4_e3m0"])
-def test_the_step_hides_its_exchange(trainer, wire):
-    small = trainer(exchange_dtype=wire, **STREAMING)
+def test_the_step_hides_its_exchange(trainer, wire, memory):
+    """Also of a chunk that is loaded from host memory and stored there."""
+    small = trainer(exchange_dtype=wire, outer_memory=memory, **STREAMING)
     module = module_of(small.inner_exchange())
     pieces = transfers.transfers(module)
     assert len(pieces) == small.algorithm.layout.plans[1].num_pieces
@@ -225,12 +227,20 @@ def test_a_payload_of_rank_three_is_padded(mesh):
     ],
 )
 def test_outer_state_in_host_memory_compiles(trainer, kind, options, on_host):
-    """Arguments lie in host memory, nothing more crosses, and nothing of theta stays outside it."""
+    """Arguments lie in host memory, nothing more crosses, and nothing of theta stays outside it.
+
+    So do the chunks: pack's results, and of both replicas merge's arguments.
+    """
     small = trainer(exchange_dtype="bfloat16", outer_memory="pinned_host", **options)
-    program = small.of(kind, 1 if kind != "synchronise" else 0)
+    fragment = 1 if kind != "synchronise" else 0
+    program = small.of(kind, fragment)
     memory = program.memory_analysis()
-    assert memory.host_argument_size_in_bytes == on_host
-    assert memory.host_output_size_in_bytes == (0 if kind == "pack" else on_host)
+    layout = small.algorithm.layout
+    chunks = [layout.state.outgoing[i] for i in layout.places(layout.plans[fragment])]
+    sent = sum(map(bytes_on_device, chunks)) if kind != "synchronise" else 0
+    arrived = 2 * sent if kind == "merge" else 0
+    assert memory.host_argument_size_in_bytes == on_host + arrived
+    assert memory.host_output_size_in_bytes == (sent if kind == "pack" else on_host)
     assert len(sent_by(program)) == (kind == "synchronise")
 
 

@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from maxdiloco import DiLoCo
 from maxdiloco.aot import topology
+from maxdiloco.diloco.schedule import INNER_EXCHANGE, Action
+from maxdiloco.engine.calls import arguments
 from maxdiloco.engine.fragment_arrays import FragmentArrays
 from maxdiloco.engine.state import fragment_leaves
 
@@ -63,13 +65,10 @@ class Trainer:
 
     def inner_exchange(self, index: int = 1):
         """The inner step beside the first chunk of one fragment."""
-        layout, programs = self.algorithm.layout, self.algorithm.programs
-        state, plan = layout.state, layout.plans[index]
-        places = layout.places(plan, [0])
-        chunk, replaced = (tuple(x[i] for i in places) for x in (state.outgoing, state.incoming[0]))
-        return programs.inner_exchange(plan).compile(
-            state.params, state.opt_state, self.batch, chunk, replaced
-        )
+        action = Action(INNER_EXCHANGE, index, chunk=0, slot=0)
+        state = self.algorithm.layout.state
+        program, args = arguments(self.algorithm.programs, action, state, self.batch)
+        return program.compile(*args)
 
     def of(self, kind: str, index: int):
         """pack, merge, outer_step or synchronise of one fragment."""
