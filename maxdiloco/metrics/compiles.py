@@ -57,7 +57,7 @@ class CompileLog:
         jax.monitoring.register_event_listener(count)
         try:
             futures = [(call, pool.submit(call.program.lowered(*call.args))) for call in calls]
-            for call, future in futures:
+            for call, future in sorted(futures, key=lambda pair: pair[0].when != START):
                 try:
                     future.result()
                 except jax.errors.JaxRuntimeError as error:

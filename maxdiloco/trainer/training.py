@@ -310,17 +310,16 @@ def _compile(
     calls = _calls(cfg, parts, fresh=fresh)
     path = cfg.compiled_trainstep_file
     if path:
-        calls = list(calls)
         count = compiled_file.load(path, cfg, parts.mesh, calls)
         say(f"{count} compiled programs loaded from {path}")
     return compiles.all_of(calls)
 
 
-def _calls(cfg: Config, parts: Parts, *, fresh: bool) -> Iterator[Call]:
-    """The programs of a run; that of a fresh state first: it compiles while the step is traced."""
-    if fresh:
-        yield assemble.first_call(parts, cfg.init_weights_seed)
-    yield from (call for call in assemble.calls(cfg, parts) if call.when != START)
+def _calls(cfg: Config, parts: Parts, *, fresh: bool) -> list[Call]:
+    """The programs of a run: the inner step first, which compiles longest, then a fresh state's."""
+    step, *others = (call for call in assemble.calls(cfg, parts) if call.when != START)
+    init = [assemble.first_call(parts, cfg.init_weights_seed)] if fresh else []
+    return [step, *init, *others]
 
 
 def _on_error(line: str, say: Say) -> Callable[..., None]:

@@ -236,8 +236,8 @@ def test_outer_state_in_host_memory_compiles(trainer, kind, options, on_host):
     program = small.of(kind, fragment)
     memory = program.memory_analysis()
     layout = small.algorithm.layout
-    chunks = [layout.state.outgoing[i] for i in layout.places(layout.plans[fragment])]
-    sent = sum(map(bytes_on_device, chunks)) if kind != "synchronise" else 0
+    places = [] if kind == "synchronise" else layout.places(layout.plans[fragment])
+    sent = sum(bytes_on_device(layout.state.outgoing[i]) for i in places)
     arrived = 2 * sent if kind == "merge" else 0
     assert memory.host_argument_size_in_bytes == on_host + arrived
     assert memory.host_output_size_in_bytes == (sent if kind == "pack" else on_host)

@@ -86,7 +86,7 @@ def test_a_program_for_the_start_runs_while_others_compile():
     def other():
         assert ran.wait(60)
 
-    calls = [Call(First(), (3,), 0, START), call("inner", other)]
+    calls = [call("inner", other), Call(First(), (3,), 0, START)]
     made = CompileLog(lambda line: None, show_memory=False).all_of(calls)
     assert made == ["state of seed 3"]
 
