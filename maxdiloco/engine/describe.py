@@ -33,6 +33,7 @@ def description(layout: Layout, schedule: Schedule, wire_bytes: Sequence[int]) -
             *fragments,
             outer_memory_line(layout),
             *residual_lines(layout),
+            *flight_lines(layout),
         ),
         resident=resident(layout),
     )
@@ -110,6 +111,20 @@ def residual_lines(layout: Layout) -> list[str]:
     return [
         f"error feedback: {_mib(residual):.1f} MiB a device, a residual for each replica, kept in "
         f"{_memory_of(residual)}"
+    ]
+
+
+def flight_lines(layout: Layout) -> list[str]:
+    """Bytes in flight on one device, and what of it is copied beside a step; none of the device."""
+    if layout.chunk_memory is None:
+        return []
+    outgoing, incoming = layout.state.outgoing, layout.state.incoming
+    chunk = slice(len(layout.pieces))
+    sent, arrived = _mib(outgoing[chunk]), _mib(incoming[0][chunk])
+    return [
+        f"in flight: {_mib(jax.tree.leaves((outgoing, incoming))):.1f} MiB a device, kept in "
+        f"{layout.chunk_memory}; beside a step at most {sent:.1f} MiB are copied to the device and "
+        f"{arrived:.1f} MiB back"
     ]
 
 
