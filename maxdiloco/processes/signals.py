@@ -38,10 +38,11 @@ def hearing_ctrl_c(heard: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(outer, warn_on_full_buffer=False)
-        signal.signal(signal.SIGINT, handler)
         os.close(writing)
         thread.join()
         os.close(reading)
+        # Last: with the default one, which ends the process, a signal must not meet the join.
+        signal.signal(signal.SIGINT, handler)
 
 
 def quit_now() -> None:

@@ -6,6 +6,7 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -30,6 +31,26 @@ def test_the_inner_context_hears_and_then_the_outer_one_again():
                 assert heard.get(timeout=WAIT_S) == expected
     assert signal.getsignal(signal.SIGINT) is before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_signal_while_the_context_ends_does_not_meet_the_handler_from_before(monkeypatch):
+    """That may be the default one, which ends the process. Control: after the context it does."""
+    heard = queue.Queue()
+    join = threading.Thread.join
+
+    def hit_while_joining(thread):
+        os.kill(os.getpid(), signal.SIGINT)
+        join(thread)
+
+    before = signal.signal(signal.SIGINT, lambda number, frame: heard.put("handler"))
+    try:
+        with hearing_ctrl_c(lambda: None):
+            monkeypatch.setattr(threading.Thread, "join", hit_while_joining)
+        assert heard.empty()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert heard.get(timeout=WAIT_S) == "handler"
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_other_signals_are_not_heard():
