@@ -57,12 +57,12 @@ def with_state_on_device(step: Callable, like: Any) -> Callable:
     if not any(map(on_host, jax.tree.leaves(like))):
         return step
 
-    def moved(tree: Any, space: jax.memory.Space) -> Any:
+    def put(tree: Any, space: jax.memory.Space) -> Any:
         return jax.tree.map(lambda x, kept: jax.device_put(x, space) if on_host(kept) else x,
                             tree, like)  # fmt: skip
 
     def loading(params: Any, opt_state: Any, batch: Any) -> Any:
-        params, opt_state, metrics = step(params, moved(opt_state, jax.memory.Space.Device), batch)
-        return params, moved(opt_state, jax.memory.Space.Host), metrics
+        params, opt_state, metrics = step(params, put(opt_state, jax.memory.Space.Device), batch)
+        return params, put(opt_state, jax.memory.Space.Host), metrics
 
     return loading

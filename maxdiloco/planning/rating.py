@@ -171,13 +171,13 @@ def _memory(job: Job, choice: Choice, step: Step) -> int:
     )
     state = layout.state
     kept = [state.outer, state.outer_opt, state.residual, state.outgoing, state.incoming]
-    if choice.memory != "device":
-        chunk = slice(len(layout.pieces))  # the one that a step carries is on the device
-        kept = [state.outgoing[chunk], [slot[chunk] for slot in state.incoming[:1]]]
     if not step.peak:
-        inner = jax.tree.leaves((state.params, state.opt_state))
-        kept += [x for x in inner if is_on_device(x)]
-    return step.peak + sum(map(bytes_on_device, jax.tree.leaves(kept)))
+        kept += [state.params, state.opt_state]
+    on_device = [x for x in jax.tree.leaves(kept) if is_on_device(x)]
+    if layout.chunk_memory:
+        chunk = slice(len(layout.pieces))  # the one that a step carries is copied there
+        on_device += [*state.outgoing[chunk], *state.incoming[0][chunk]]
+    return step.peak + sum(map(bytes_on_device, on_device))
 
 
 def _feedback(job: Job, choice: Choice) -> bool:

@@ -106,7 +106,7 @@ def test_an_outer_step_sends_nothing(trainer, overlap):
 @pytest.mark.parametrize("memory", ["device", "pinned_host"])
 @pytest.mark.parametrize("wire", ["float32", "float4_e3m0"])
 def test_the_step_hides_its_exchange(trainer, wire, memory):
-    """Also of a chunk that is loaded from host memory and stored there."""
+    """Also where chunks are kept in host memory: the copies are no part of the program."""
     small = trainer(exchange_dtype=wire, outer_memory=memory, **STREAMING)
     module = module_of(small.inner_exchange())
     pieces = transfers.transfers(module)

@@ -66,6 +66,7 @@ libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.free.argtypes, libc.sbrk.restype = [ctypes.c_void_p], ctypes.c_void_p
 block = libc.malloc({size})
 end = libc.sbrk(0)
+assert block and block + {size} <= end
 libc.free(block)
 print(end - libc.sbrk(0))
 """
