@@ -40,6 +40,9 @@ from maxdiloco.parallel.program import Program
 CARRIERS = ("program", "host")
 SAMPLES = 9  # steps whose times give the pace of the next exchange; our choice
 PACED_PART = 0.6  # of the time that a fragment has; the rest is for a peer that is behind. Ours.
+# Steps whose chunks are on the device, where they are kept in host memory: the one that runs and
+# the next, so that the device does not wait for the host. Our choice.
+STEPS_ON_DEVICE = 2
 
 
 class ProgramExchange:
@@ -47,14 +50,24 @@ class ProgramExchange:
 
     def __init__(self, programs: Programs, schedule: Schedule):
         self._programs, self._schedule = programs, schedule
+        self._arrived: deque[tuple[jax.Array, ...]] = deque(maxlen=STEPS_ON_DEVICE)
 
     def begin(self, state: State) -> None:
         """Nothing to begin: what is under way is in the state."""
 
     def run(self, action: Action, state: State, batch: Any) -> tuple[State, Any]:
         """The state after an action, and the metrics where it is the inner step, else None."""
+        layout = self._programs.layout
+        copies = action.program == INNER_EXCHANGE and layout.chunk_memory
+        if copies and len(self._arrived) == STEPS_ON_DEVICE:
+            # A host that runs ahead would copy a chunk to the device for every step it dispatches.
+            jax.block_until_ready(self._arrived[0])
         program, args = arguments(self._programs, action, state, batch)
-        return after(self._programs, action, state, program(*args))
+        state, metrics = after(self._programs, action, state, program(*args))
+        if copies:
+            places = layout.places(layout.plans[action.fragment], [action.chunk])
+            self._arrived.append(tuple(state.incoming[action.slot][i] for i in places))
+        return state, metrics
 
     def settled(self, state: State) -> State:
         """The state as a checkpoint holds it."""

@@ -1,0 +1,62 @@
+"""Chunks that are kept in host memory: which of them are on the device while steps run."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxdiloco import DiLoCo
+from maxdiloco.diloco.schedule import INNER_EXCHANGE
+from maxdiloco.engine.calls import arguments
+from maxdiloco.parallel import offload
+
+
+def slow_step(params, opt_state, batch):
+    """Some tens of milliseconds of one core, so that the host runs ahead."""
+    y = jax.lax.fori_loop(0, 6, lambda _, y: jnp.tanh(y @ y), opt_state)
+    return jax.tree.map(lambda x: x - 1e-3 * y[0, 0], params), y, {"loss": y[0, 0]}
+
+
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+def test_a_host_that_runs_ahead_has_the_chunks_of_two_steps_on_the_device(memory, monkeypatch):
+    """Eager with H=20: every step carries a chunk, and nothing else waits in steps 22 to 33.
+    A step's chunks are there from the copy of the one it sends until what arrives is on the host.
+    Control: with both in device memory nothing is copied."""
+    arrived, most, move = [], [], offload.moved
+
+    def moved(x, kind):
+        out = move(x, kind)
+        if isinstance(x, jax.Array) and out is not x:
+            if kind == offload.HOST:
+                arrived.append(out)
+            else:
+                most.append(1 + sum(not y.is_ready() for y in arrived))
+        return out
+
+    algorithm = DiLoCo(
+        slow_step, num_replicas=2, sync_period=20, outer_overlap="eager", outer_memory=memory
+    )
+    state = algorithm.init({"w": jnp.zeros((64, 1024))}, jnp.full((400, 400), 1e-3))
+    for _ in range(21):
+        state, _ = algorithm.step(state, np.zeros(2))
+    jax.block_until_ready(state)
+    monkeypatch.setattr(offload, "moved", moved)
+    for _ in range(12):
+        state, _ = algorithm.step(state, np.zeros(2))
+    assert max(most, default=0) == (2 if memory == "pinned_host" else 0)
+
+
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+def test_a_step_takes_the_chunk_that_it_sends_in_device_memory(memory):
+    """As an array and as a ShapeDtypeStruct; the state keeps it where outer_memory says."""
+    algorithm = DiLoCo(
+        lambda p, o, b: (p, o, {}), num_replicas=2, sync_period=4, overlap_steps=2,
+        outer_memory=memory,
+    )  # fmt: skip
+    state = algorithm.init({"w": jnp.zeros((64, 64))}, ())
+    (action, *_) = algorithm.schedule.actions(5)
+    assert action.program == INNER_EXCHANGE
+    for given in (state, algorithm.layout.state):
+        _, args = arguments(algorithm.programs, action, given, np.zeros(2))
+        assert {x.sharding.memory_kind or "device" for x in args[3]} == {"device"}
+        assert given.outgoing[0].sharding.memory_kind in (memory, None)
