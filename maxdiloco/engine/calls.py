@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import jax
+
 from maxdiloco.diloco.schedule import (
     INNER,
     INNER_EXCHANGE,
@@ -39,7 +41,8 @@ class Call(NamedTuple):
     """A program with its arguments as ShapeDtypeStructs.
 
     runs: how often it runs in the H steps of a period, after the first exchanges.
-    when: STEP, BESIDE or START. event: EVALUATION, SAVE, LOG, or "".
+    when: STEP, BESIDE or START. event: EVALUATION, SAVE, LOG, or "". beside: what is on the device
+    while it runs, besides its arguments, its results and the state.
     """
 
     program: Program
@@ -47,6 +50,7 @@ class Call(NamedTuple):
     runs: float
     when: str = STEP
     event: str = ""
+    beside: tuple[jax.ShapeDtypeStruct, ...] = ()
 
 
 def arguments(

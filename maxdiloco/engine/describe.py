@@ -11,6 +11,7 @@ import numpy as np
 
 from maxdiloco.diloco.fragments import oversized
 from maxdiloco.diloco.schedule import Event, Schedule
+from maxdiloco.engine.exchanges import chunks_on_device
 from maxdiloco.engine.saved import Reader
 from maxdiloco.engine.state import Layout, State
 from maxdiloco.engine.trainer import Description
@@ -21,8 +22,10 @@ from maxdiloco.processes.output import aligned
 MOST_NAMED = 6  # fragments in a line; our choice
 
 
-def description(layout: Layout, schedule: Schedule, wire_bytes: Sequence[int]) -> Description:
-    """See Trainer.description. wire_bytes: of each fragment."""
+def description(
+    layout: Layout, schedule: Schedule, wire_bytes: Sequence[int], carrier: str
+) -> Description:
+    """See Trainer.description. wire_bytes: of each fragment. carrier: of exchanges.CARRIERS."""
     overlap = f"tau {schedule.tau}" if schedule.overlap == "none" else schedule.overlap
     fragments = tuple(fragment_table(layout, wire_bytes))
     return Description(
@@ -33,7 +36,7 @@ def description(layout: Layout, schedule: Schedule, wire_bytes: Sequence[int]) -
             *fragments,
             outer_memory_line(layout),
             *residual_lines(layout),
-            *flight_lines(layout),
+            *flight_lines(layout, carrier),
         ),
         resident=resident(layout),
     )
@@ -114,18 +117,19 @@ def residual_lines(layout: Layout) -> list[str]:
     ]
 
 
-def flight_lines(layout: Layout) -> list[str]:
-    """Bytes in flight on one device, and what of it is copied beside a step; none of the device."""
+def flight_lines(layout: Layout, carrier: str) -> list[str]:
+    """Bytes in flight of one device in host memory, and what is on the device of it; none without.
+
+    carrier: of exchanges.CARRIERS.
+    """
     if layout.chunk_memory is None:
         return []
-    outgoing, incoming = layout.state.outgoing, layout.state.incoming
-    chunk = slice(len(layout.pieces))
-    sent, arrived = _mib(outgoing[chunk]), _mib(incoming[0][chunk])
-    return [
-        f"in flight: {_mib(jax.tree.leaves((outgoing, incoming))):.1f} MiB a device, kept in "
-        f"{layout.chunk_memory}; beside a step at most {sent:.1f} MiB are copied to the device and "
-        f"{arrived:.1f} MiB back"
-    ]
+    flight = jax.tree.leaves((layout.state.outgoing, layout.state.incoming))
+    line = f"in flight: {_mib(flight):.1f} MiB a device, kept in {layout.chunk_memory}"
+    chunks = chunks_on_device(layout, carrier)
+    if chunks:
+        line += f"; the chunks of two steps, {_mib(chunks):.1f} MiB at most, are on the device"
+    return [line]
 
 
 def resident(layout: Layout) -> str:

@@ -302,7 +302,7 @@ class DiLoCo:
     def description(self) -> Description:
         """Replicas, fragments and the memory of the outer state."""
         wire_bytes = [self._exchange.fragment_bytes(plan) for plan in self.layout.plans]
-        return describe.description(self.layout, self.schedule, wire_bytes)
+        return describe.description(self.layout, self.schedule, wire_bytes, self._carrier)
 
     def closing_line(self, state: State) -> str:
         """The step, and how old theta's values are."""

@@ -31,7 +31,7 @@ from maxdiloco.diloco.schedule import (
 )
 from maxdiloco.engine.calls import Call, after, arguments, count_calls, with_residual
 from maxdiloco.engine.programs import Programs
-from maxdiloco.engine.state import FragmentPlan, State, with_item, with_items
+from maxdiloco.engine.state import FragmentPlan, Layout, State, with_item, with_items
 from maxdiloco.exchange.collective import incoming_spec
 from maxdiloco.exchange.host import HostCarrier, Links
 from maxdiloco.exchange.payload import payload_bytes
@@ -43,6 +43,21 @@ PACED_PART = 0.6  # of the time that a fragment has; the rest is for a peer that
 # Steps whose chunks are on the device, where they are kept in host memory: the one that runs and
 # the next, so that the device does not wait for the host. Our choice.
 STEPS_ON_DEVICE = 2
+
+
+def chunks_on_device(
+    layout: Layout, carrier: str, steps: int = STEPS_ON_DEVICE
+) -> list[jax.ShapeDtypeStruct]:
+    """The most that is on the device at once of chunks that are kept in host memory.
+
+    Of each step the chunk that it sends and what arrives. None of carrier host: no step carries
+    a chunk.
+    """
+    if carrier == "host" or not layout.chunk_memory:
+        return []
+    chunk = slice(len(layout.pieces))
+    of_step = [*layout.state.outgoing[chunk], *layout.state.incoming[0][chunk]]
+    return steps * of_step
 
 
 class ProgramExchange:
@@ -75,10 +90,16 @@ class ProgramExchange:
 
     def calls(self, batch: Any) -> list[Call]:
         """Every program that the steps call. batch: ShapeDtypeStructs, leaves [R, ...]."""
-        like = self._programs.layout.state
-        return count_calls(
-            self._schedule, lambda action: [arguments(self._programs, action, like, batch)]
+        layout = self._programs.layout
+        calls = count_calls(
+            self._schedule, lambda action: [arguments(self._programs, action, layout.state, batch)]
         )
+
+        def beside(call: Call) -> tuple[jax.ShapeDtypeStruct, ...]:
+            own = call.program.name.startswith(INNER_EXCHANGE)  # among its arguments and results
+            return tuple(chunks_on_device(layout, "program", STEPS_ON_DEVICE - own))
+
+        return [call._replace(beside=beside(call)) for call in calls]
 
     def extra_metrics(self) -> dict[str, float]:
         """None."""

@@ -9,7 +9,7 @@ from maxdiloco.engine.describe import bytes_on_device
 
 
 class Memory(NamedTuple):
-    """Bytes on one device. peak: of the program; elsewhere: the state that it does not take."""
+    """Bytes on one device. peak: of the program; elsewhere: what else is there while it runs."""
 
     arguments: int
     outputs: int
@@ -33,12 +33,12 @@ def memory_of(compiled: jax.stages.Compiled, call: Call, state: Any) -> Memory:
 
 
 def elsewhere(call: Call, state: Any) -> int:
-    """Bytes of the run's state on a device that the program does not take."""
+    """Bytes on a device of Call.beside and of the run's state that the program does not take."""
     # A program that runs at the start makes the state, so no other state is on the device.
     kept = [x for x in jax.tree.leaves(state) if is_on_device(x) and call.when != START]
     kept_ids = {id(x) for x in kept}
     passed = [x for x in jax.tree.leaves(call.args) if id(x) in kept_ids]
-    return sum(map(bytes_on_device, kept)) - sum(map(bytes_on_device, passed))
+    return sum(map(bytes_on_device, [*kept, *call.beside])) - sum(map(bytes_on_device, passed))
 
 
 def is_on_device(x: Any) -> bool:

@@ -7,6 +7,7 @@ import jax
 
 from maxdiloco.diloco import fragments, outer, quantize
 from maxdiloco.engine.describe import bytes_on_device
+from maxdiloco.engine.exchanges import chunks_on_device
 from maxdiloco.engine.memory import is_on_device
 from maxdiloco.engine.state import FragmentPlan, lay_out, plan_fragments
 from maxdiloco.exchange import payload
@@ -174,9 +175,7 @@ def _memory(job: Job, choice: Choice, step: Step) -> int:
     if not step.peak:
         kept += [state.params, state.opt_state]
     on_device = [x for x in jax.tree.leaves(kept) if is_on_device(x)]
-    if layout.chunk_memory:
-        chunk = slice(len(layout.pieces))  # the one that a step carries is copied there
-        on_device += [*state.outgoing[chunk], *state.incoming[0][chunk]]
+    on_device += chunks_on_device(layout, job.carrier)
     return step.peak + sum(map(bytes_on_device, on_device))
 
 

@@ -8,6 +8,7 @@ import pytest
 from maxdiloco import DiLoCo
 from maxdiloco.diloco.schedule import INNER_EXCHANGE
 from maxdiloco.engine.calls import arguments
+from maxdiloco.engine.memory import elsewhere
 from maxdiloco.parallel import offload
 
 
@@ -60,3 +61,20 @@ def test_a_step_takes_the_chunk_that_it_sends_in_device_memory(memory):
         _, args = arguments(algorithm.programs, action, given, np.zeros(2))
         assert {x.sharding.memory_kind or "device" for x in args[3]} == {"device"}
         assert given.outgoing[0].sharding.memory_kind in (memory, None)
+
+
+@pytest.mark.parametrize(("carrier", "chunks"), [("program", {0: 8, 1: 4}), ("host", {0: 0})])
+def test_a_program_counts_the_chunks_on_the_device_that_are_not_its_own(carrier, chunks):
+    """A chunk is half of w in float32, 4096 bytes; the device sends those of two replicas and gets
+    as many: with two steps eight, of which the step that carries some has four itself. No state
+    is counted."""
+    algorithm = DiLoCo(
+        lambda p, o, b: (p, o, {}), num_replicas=2, sync_period=4, overlap_steps=2,
+        outer_memory="pinned_host", exchange_carrier=carrier,
+    )  # fmt: skip
+    algorithm.bind({"w": jnp.zeros((1024 - 2, 2))}, ())
+    calls = algorithm.calls(jax.ShapeDtypeStruct((2,), jnp.float32))
+    found = {call.program.name: elsewhere(call, ()) / 4096 for call in calls}
+    algorithm.close()
+    wanted = {name: chunks[name == INNER_EXCHANGE] for name in found}
+    assert found == wanted and (INNER_EXCHANGE in found) == (carrier == "program")

@@ -185,15 +185,21 @@ def test_without_room_on_the_chip_the_outer_state_is_kept_on_the_host(planned):
         assert (row.choice.memory, row.fits) == (memory, True)
 
 
-def test_of_what_is_in_flight_on_the_host_a_step_has_its_chunk_on_the_device():
-    """Eager with H=100 sends a hundredth of the model's float32 a step, and gets two replicas'.
-    Control: on the device theta, momentum and three whole models are beside the step."""
-    found = job_of(*ONE_B)
+@pytest.mark.parametrize(
+    ("memory", "carrier", "models"),
+    [("pinned_host", "program", 0.06), ("pinned_host", "host", 0), ("device", "program", 5)],
+)
+def test_of_what_is_in_flight_on_the_host_the_chunks_of_two_steps_are_on_the_device(
+    memory, carrier, models
+):
+    """Eager with H=100 sends a hundredth of the model's float32 a step, and gets two replicas';
+    through host memory no step does. Control: on the device theta, momentum and three whole models
+    are beside the step."""
+    found = job_of(*ONE_B, f"exchange_carrier={carrier}")
     model = 4 * found.num_parameters / 16
-    for memory, more in (("pinned_host", 3 * model / 100), ("device", 5 * model)):
-        choice = choices.Choice(100, 1, 1, 0, "float32", "eager", streaming=False, memory=memory)
-        row = rating.rated(found, choice, step=rating.Step(1.5, 10**9), gbps=25)
-        assert row.memory - 10**9 == pytest.approx(more, rel=0.02)
+    choice = choices.Choice(100, 1, 1, 0, "float32", "eager", streaming=False, memory=memory)
+    row = rating.rated(found, choice, step=rating.Step(1.5, 10**9), gbps=25)
+    assert row.memory - 10**9 == pytest.approx(models * model, rel=0.02)
 
 
 def test_a_compiled_step_too_big_for_the_chip_is_one_line(monkeypatch, capsys):
