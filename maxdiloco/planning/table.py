@@ -93,6 +93,7 @@ def _table(plan: Plan) -> list[str]:
 def _cells(plan: Plan, row: Rated, known: list[losses.Loss]) -> tuple[object, ...]:
     choice = row.choice
     share, _ = plan.share
+    mark = f" {choice.memory}" if _is_moved(plan, row) else "" if row.fits else " too big"
     return (
         choice.mode,
         choice.H,
@@ -103,12 +104,17 @@ def _cells(plan: Plan, row: Rated, known: list[losses.Loss]) -> tuple[object, ..
         f"{1e3 * row.step_s:,.1f}",
         f"{row.tokens_per_s:,.0f}",
         f"{row.utilisation:.1%}",
-        f"{row.memory / MIB:,.0f}{'' if row.fits else ' too big'}",
+        f"{row.memory / MIB:,.0f}{mark}",
         choice.staleness,
         f"{row.less:,.0f}x",
         f"{row.least_gbps * share:.3g}",
         loss_words(plan, row, known),
     )
+
+
+def _is_moved(plan: Plan, row: Rated) -> bool:
+    """Whether a choice fits the chip only with its outer state in host memory."""
+    return row.choice.memory != plan.job.cfg.diloco_outer_memory
 
 
 def loss_words(plan: Plan, row: Rated, known: list[losses.Loss]) -> str:
@@ -136,9 +142,10 @@ def _legend(plan: Plan) -> list[str]:
         "such period and overlap of its mode and wire. Times are arithmetic on bytes: no latency, "
         "no pack and merge.",
     ]
-    if plan.best.choice.memory != plan.job.cfg.diloco_outer_memory:
+    if any(_is_moved(plan, row) for row in plan.rows):
         out.append(
-            "diloco_outer_memory=pinned_host: with the outer state on the device it does not fit"
+            "pinned_host: a row that fits with diloco_outer_memory=pinned_host, and not with the "
+            "outer state on the device"
         )
     return out
 

@@ -202,6 +202,20 @@ def test_of_what_is_in_flight_on_the_host_the_chunks_of_two_steps_are_on_the_dev
     assert row.memory - 10**9 == pytest.approx(models * model, rel=0.02)
 
 
+def test_the_table_marks_a_choice_that_fits_with_its_outer_state_on_the_host_alone(planned):
+    """10b in float32: eager's theta, momentum and own outer gradients do not fit v5e beside 7.6 GB
+    of other state; DiLoCo's theta and momentum do. Control: of 1b every choice fits."""
+    keys = ("step_time=1.5", "slice_bandwidth_gbps=10", "diloco_exchange_dtype=float32")
+    legend = "\npinned_host: a row that fits with diloco_outer_memory=pinned_host, and not"
+    _, found, said = planned("model_name=10b", *ONE_B[1:], *keys)
+    rows = [line for line in said.out.splitlines() if line.startswith(("DiLoCo ", "eager "))]
+    marked = {line.split()[0]: " pinned_host " in line for line in rows}
+    assert marked == {"DiLoCo": False, "eager": True} and legend in said.out
+    kept = {row["mode"]: row["diloco_outer_memory"] for row in found["choices"]}
+    assert kept["DiLoCo"] == "device" and kept["eager"] == "pinned_host"
+    assert "pinned_host" not in planned(*ONE_B, *keys)[2].out
+
+
 def test_a_compiled_step_too_big_for_the_chip_is_one_line(monkeypatch, capsys):
     """The state fits, the step does not: what the compiler says is in the line."""
     too_big = measure.Measured("inner", 1, "step", 1.0, "it needs 40 GiB.", 0.0, None, 0,
