@@ -141,7 +141,7 @@ def resident(layout: Layout) -> str:
     place = "" if where == "device" else f" (in {where})"
     line = f"outer state{place} {_mib(outer):.1f}, in flight{place} {_mib(flight):.1f}"
     residual = jax.tree.leaves(state.residual)
-    return f"{line}, residuals {_mib(residual):.1f}" if residual else line
+    return f"{line}, residuals{place} {_mib(residual):.1f}" if residual else line
 
 
 def _memory_of(arrays: Sequence[jax.ShapeDtypeStruct]) -> str:

@@ -249,6 +249,19 @@ def test_the_outer_state_lies_where_the_flag_says(memory):
     assert not any(x.sharding.memory_kind == "pinned_host" for x in replicas)
 
 
+@pytest.mark.parametrize(
+    ("memory", "place"), [("device", ""), ("pinned_host", " (in pinned_host)")]
+)
+def test_what_a_run_keeps_beyond_plain_training_is_told_with_its_memory(memory, place):
+    """tiny in 4 bits, a quarter of 1,033,600 values on each device, the norms' 1,408 on all: theta
+    and momentum 2 * 4 bytes, residuals 4; tau=1: three times the codes, half a byte and a scale
+    for each 256."""
+    layout = layout_of("tiny", 1, overlap_steps=1, outer_memory=memory, error_feedback=True)
+    assert describe.resident(layout) == (
+        f"outer state{place} 2.0, in flight{place} 0.4, residuals{place} 1.0"
+    )
+
+
 def test_what_is_in_flight_on_the_host_is_told_with_what_is_on_the_device():
     """1b, eager with H=100 in 4 bits, a quarter of the values on each device: a hundredth of them
     is sent a step, and arrives of both replicas; the device has the chunks of two steps. Control:
