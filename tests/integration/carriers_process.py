@@ -1,6 +1,6 @@
 """One of several processes that train with both carriers and compare the bits after every step.
 
-    usage: carriers_process.py SLOTS REPLICAS MODE:WIRE ...
+    usage: carriers_process.py SLOTS REPLICAS MODE:WIRE[:OUTER_MEMORY] ...
 """
 
 import os
@@ -22,23 +22,22 @@ def main(argv):
         where = dict(port=0, interface="", fingerprint="test", timeout_s=100)
         with run_links.opened(**where) as links:
             for case in argv[2:]:
-                compared(*case.split(":"), slots, replicas, links)
+                compared(slots, replicas, links, *case.split(":"))
     return 0
 
 
-def compared(mode, wire, slots, replicas, links):
+def compared(slots, replicas, links, mode, wire, memory="device"):
     """Print what `take` has brought and whether it is the same, step by step."""
     found = {}
     for carrier in ("program", "host"):
-        algorithm = streaming.made(
-            mode, wire, slots, exchange_carrier=carrier, links=links, num_replicas=replicas
-        )
+        options = dict(exchange_carrier=carrier, links=links, num_replicas=replicas)
+        algorithm = streaming.made(mode, wire, slots, outer_memory=memory, **options)
         first = algorithm.init(streaming.placed(algorithm.mesh), ())
         found[carrier] = list(map(streaming.digests, streaming.steps(algorithm, first)))
         algorithm.close()
     assert found["host"] == found["program"], (mode, wire)
     sent = sum(traffic.payload_sent for traffic in links.traffic().values())
-    print(f"equal {mode} {wire}: {sent} bytes sent", flush=True)
+    print(f"equal {mode} {wire} {memory}: {sent} bytes sent", flush=True)
 
 
 if __name__ == "__main__":
