@@ -82,7 +82,7 @@ def test_fragments_of_two_sizes_compile_twice():
 
 MODES = {
     "vanilla": dict(),
-    "streaming": dict(num_fragments=3, overlap_steps=1, alpha=0.5),
+    "streaming": dict(num_fragments=3, overlap_steps=2, alpha=0.5),
     "delayed": dict(outer_overlap="delayed"),
     "eager": dict(outer_overlap="eager", num_fragments=3),
 }
@@ -168,10 +168,14 @@ def test_step_needs_nothing_from_the_other_replicas(devices):
 @pytest.mark.parametrize("carrier", ["program", "host"])
 @pytest.mark.parametrize("mode", MODES)
 def test_pinned_host_memory_changes_no_bit(mode, carrier):
-    """outer_memory=pinned_host: theta, its optimizer state and what is in flight are kept there."""
+    """outer_memory=pinned_host: theta, its optimizer state and what is in flight are kept there.
+
+    After step 11: streaming has sent a fragment after step 10, which has arrived and is not merged.
+    """
     states = []
     for memory in ("device", "pinned_host"):
         algorithm = make(outer_memory=memory, exchange_carrier=carrier, **MODES[mode])
+        assert bool(algorithm.schedule.pending(11)) == (mode != "vanilla")
         items = algorithm.saved_items(run(algorithm, start(algorithm), 11))
         algorithm.close()
         kept = items["outer_opt"], items["flight"], items[saved.theta_item(algorithm.layout)]
