@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags.checks import AXES
 from maxdiloco.flags.config import Config
+from maxdiloco.parallel import chips
 
 # CPU devices in one process. Our choice: on two cores collectives of 128 devices ended within
 # XLA's 40 s, those of 512 did not.
@@ -51,8 +52,13 @@ def product(sizes: Mapping[str, int]) -> str:
 
 
 def choose_platform(cfg: Config) -> None:
-    """Set JAX's platform before its backends start; hardware=auto leaves the choice to JAX."""
+    """Set JAX's platform, and libtpu's flag, before its backends start.
+
+    hardware=auto leaves the choice to JAX.
+    """
     platforms = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
+    if cfg.hardware == "tpu" or (cfg.hardware == "auto" and not on_cpu_alone(cfg)):
+        chips.hide_transfers()
     if cfg.hardware in platforms:
         jax.config.update("jax_platforms", platforms[cfg.hardware])
 

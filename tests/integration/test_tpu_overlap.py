@@ -5,6 +5,9 @@ Every gate has a program beside it that fails it.
 """
 
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +120,46 @@ def test_the_step_hides_its_exchange(trainer, wire, memory):
         assert not transfer.in_conditional
         assert transfer.start < min(loops) and max(loops) < transfer.done
     assert exposed(module) <= MOST_EXPOSED
+
+
+def gathering_step(params, momentum, batch):
+    """A step whose layers wait for a large all-gather, as of an embedding table."""
+    table_BLD = jax.lax.with_sharding_constraint(batch, P())
+    rows_B = jnp.argsort(batch[:, 0, 0])
+    rows_B = jax.lax.with_sharding_constraint(rows_B, P("fsdp"))
+    return tpu_programs.inner_step(params, momentum, table_BLD[rows_B])
+
+
+BEHIND_A_GATHER = """
+import test_tpu_overlap as here
+import tpu_programs
+small = tpu_programs.trainer(
+    tpu_programs.mesh_of(2), step=here.gathering_step, batch_size=2048,
+    exchange_dtype="float4_e3m0", **here.STREAMING,
+)
+small.inner()  # the flag is read once
+for item in here.module_of(small.inner_exchange()).entry.instructions:
+    if item.opcode in ("send", "while", "send-done"):
+        print(item.opcode)
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", ["send", "while", "while", "send-done"]),
+        ("--xla_tpu_pcie_bandwidth_multiplier=1", ["send", "send-done", "while", "while"]),
+    ],
+)
+def test_a_send_ends_behind_loops_that_wait_for_a_large_gather(flags, expected):
+    """Without our flag, the control, the gather counts for more than the transfer."""
+    done = subprocess.run(
+        [sys.executable, "-c", BEHIND_A_GATHER],
+        env=os.environ | {"LIBTPU_INIT_ARGS": flags, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == expected, done.stderr
 
 
 def test_what_arrives_takes_the_memory_of_what_it_replaces(trainer):

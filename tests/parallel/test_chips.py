@@ -1,8 +1,12 @@
 """What the table of chips gives to the compiler."""
 
+import os
+
+import jax
 import pytest
 
-from maxdiloco.parallel import chips
+from maxdiloco.flags import config
+from maxdiloco.parallel import chips, mesh
 
 OPTION = "xla_tpu_scoped_vmem_limit_kib"
 APART = {"xla_tpu_dot_dot_fusion": "false"}
@@ -25,3 +29,31 @@ def test_a_step_on_v5e_leaves_more_memory_to_an_operation_and_products_apart(
 ):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", flags)
     assert chips.step_options(device_kind) == expected
+
+
+LINK = "--xla_tpu_pcie_bandwidth_multiplier="
+
+
+@pytest.mark.parametrize(
+    ("hardware", "platforms", "flags", "expected"),
+    [
+        ("tpu", None, "", f"{LINK}0.00001"),
+        ("tpu", None, "--a=b", f"--a=b {LINK}0.00001"),
+        ("tpu", None, f"{LINK}1 --a=b", f"{LINK}1 --a=b"),  # the user's own
+        ("auto", None, "", f"{LINK}0.00001"),  # may be a TPU
+        ("auto", "cpu", "", ""),
+        ("gpu", None, "", ""),
+        ("cpu", None, "", ""),
+    ],
+)
+def test_a_run_that_may_have_tpus_has_libtpu_hide_transfers(
+    hardware, platforms, flags, expected, monkeypatch
+):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", flags)
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", platforms)
+    try:
+        mesh.choose_platform(config.load([f"hardware={hardware}"], {}))
+    finally:
+        jax.config.update("jax_platforms", before)
+    assert os.environ["LIBTPU_INIT_ARGS"] == expected
