@@ -72,7 +72,8 @@ class CompileLog:
             pool.shutdown(cancel_futures=True)
             jax.monitoring.unregister_event_listener(count)
         calls = [call for call, _ in futures]
-        kept = f", {len(hits)} of them from jax_cache_dir" if hits else ""
+        folder = jax.config.values["jax_compilation_cache_dir"]
+        kept = f", {len(hits)} of them from {folder}" if hits else ""
         took = time.perf_counter() - started
         self._say(f"{len(calls)} programs ready after {took:.1f} s{kept}")
         if self._show_memory:

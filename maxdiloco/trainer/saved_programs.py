@@ -29,25 +29,26 @@ def keep_their_order(cfg: Config, mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform != "cpu" or sharing == 1
 
 
-def note(cfg: Config, mesh: Mesh) -> list[str]:
-    """A line for the user whose jax_cache_dir is not used."""
-    if not cfg.jax_cache_dir or keep_their_order(cfg, mesh):
-        return []
-    return [f"note: jax_cache_dir={cfg.jax_cache_dir} is not used: {LOSES_ORDER}."]
-
-
 @contextmanager
-def compile_cache(cfg: Config) -> Iterator[None]:
-    """Programs compiled inside come from jax_cache_dir, where that is sound, and are kept there."""
-    if not cfg.jax_cache_dir:
-        yield
-        return
+def compile_cache(cfg: Config) -> Iterator[list[str]]:
+    """Programs compiled inside come from JAX's compile cache, where that is sound, and are kept.
+
+    Its folder is jax_cache_dir, or else that of JAX's own setting. Gives lines for the user.
+    """
     before = jax.config.values["jax_compilation_cache_dir"]
-    use = keep_their_order(cfg, mesh_lib.build(cfg))
-    jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir if use else None)
+    folder = cfg.jax_cache_dir or before
+    if not folder:
+        yield []
+        return
+    sound = keep_their_order(cfg, mesh_lib.build(cfg))
+    jax.config.update("jax_compilation_cache_dir", folder if sound else None)
     compilation_cache.reset_cache()  # JAX asks only once whether there is a folder
     try:
-        yield
+        yield [] if sound else [f"note: {_source(cfg)}={folder} is not used: {LOSES_ORDER}."]
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
         compilation_cache.reset_cache()
+
+
+def _source(cfg: Config) -> str:
+    return "jax_cache_dir" if cfg.jax_cache_dir else "JAX_COMPILATION_CACHE_DIR"

@@ -60,8 +60,8 @@ def run(cfg: Config, begun: float, notes: Sequence[str] = ()) -> int:
     """
     if cfg.enable_wandb:
         wandb_run.require()
-    with job.joined(cfg), saved_programs.compile_cache(cfg):
-        return train(cfg, begun, notes)
+    with job.joined(cfg), saved_programs.compile_cache(cfg) as lines:
+        return train(cfg, begun, [*notes, *lines])
 
 
 def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
@@ -194,7 +194,6 @@ def _settings(cfg: Config, mesh: jax.sharding.Mesh) -> list[str]:
         *config.describe_differences(cfg),
         *config.warnings(cfg),
         *warnings.short_run(cfg),
-        *saved_programs.note(cfg, mesh),
         mesh_lib.describe(mesh, cfg),
     ]
 
