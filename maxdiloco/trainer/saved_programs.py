@@ -1,14 +1,22 @@
 """Where a program that was compiled before may be loaded: from JAX's compile cache, or a file."""
 
+import contextlib
+import re
+import sys
+import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import jax
+from etils import epath
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from maxdiloco.flags.config import Config
 from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.processes import output
 from maxdiloco.trainer import assemble
 
 LOSES_ORDER = (
@@ -44,7 +52,8 @@ def compile_cache(cfg: Config) -> Iterator[list[str]]:
     jax.config.update("jax_compilation_cache_dir", folder if sound else None)
     compilation_cache.reset_cache()  # JAX asks only once whether there is a folder
     try:
-        yield [] if sound else [f"note: {_source(cfg)}={folder} is not used: {LOSES_ORDER}."]
+        with _damaged_entries_removed(folder):
+            yield [] if sound else [f"note: {_source(cfg)}={folder} is not used: {LOSES_ORDER}."]
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
         compilation_cache.reset_cache()
@@ -52,3 +61,40 @@ def compile_cache(cfg: Config) -> Iterator[list[str]]:
 
 def _source(cfg: Config) -> str:
     return "jax_cache_dir" if cfg.jax_cache_dir else "JAX_COMPILATION_CACHE_DIR"
+
+
+@contextmanager
+def _damaged_entries_removed(folder: str) -> Iterator[None]:
+    """Remove an entry that JAX cannot read or write, with one line in place of JAX's warning.
+
+    JAX compiles the program, but keeps a file that is there: every start would warn and compile.
+    """
+    words = r"Error (reading|writing) persistent compilation cache entry for '.*?': "
+
+    def show(message: Warning | str, *where: Any, **options: Any) -> None:
+        if not (found := re.match(words, str(message))):
+            show_other(message, *where, **options)
+            return
+        _remove_entry(folder, sys.exception())  # before JAX writes the new one
+        what = {
+            "reading": "has an entry that cannot be read: its program is compiled and kept anew",
+            "writing": "cannot keep a program, which every start will compile",
+        }[found[1]]
+        if jax.process_index() == 0:
+            why = str(message)[found.end() :]
+            output.say(output.one_line(f"note: the compile cache {folder} {what} ({why})."))
+
+    show_other = warnings.showwarning
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", message=words)  # each entry, not each text
+        warnings.showwarning = show
+        yield
+
+
+def _remove_entry(folder: str, error: BaseException) -> None:
+    """Remove the file that JAX was reading or writing; only the frames of its error know which."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if key := frame.f_locals.get("cache_key"):
+            with contextlib.suppress(OSError):
+                (epath.Path(folder) / f"{key}-cache").unlink(missing_ok=True)
+            return
