@@ -13,14 +13,10 @@ import jax
 from maxdiloco.engine.calls import START, Call
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags.config import Config
+from maxdiloco.models.remat import AUTO
 
 # XLA compiles without the GIL; more threads need more host memory (our choice).
 THREADS = 4
-# The remedy when a program does not fit.
-MAKE_ROOM = (
-    "Use more devices in a slice, a smaller per_device_batch_size, remat_policy=full or "
-    "diloco_outer_memory=pinned_host."
-)
 
 
 class CompileLog:
@@ -41,13 +37,13 @@ class CompileLog:
         with self._lock:
             self._say(f"compiled {name} in {seconds:.1f} s")
 
-    def all_of(self, calls: Iterable[Call]) -> list[Any]:
+    def all_of(self, calls: Iterable[Call], *, room: str) -> list[Any]:
         """Compile the programs of a run in threads, each from when the iterable gives it.
 
         This thread lowers them one after another, so that the first compiles early. The first that
         is not for the start is the plain inner step. A program for the start is run here with its
         arguments as soon as it is there, while others compile: returns their results.
-        Raises ConfigError for a program that does not fit the device's memory.
+        Raises ConfigError, with `room` as the remedy, for a program that does not fit the device.
         """
         started = time.perf_counter()
         pool = ThreadPoolExecutor(THREADS, thread_name_prefix="compile")
@@ -64,7 +60,7 @@ class CompileLog:
                     if (reason := too_big(error)) is None:
                         raise
                     raise ConfigError(
-                        f"{call.program.name} does not fit the device: {reason} {MAKE_ROOM}"
+                        f"{call.program.name} does not fit the device: {reason} {room}"
                     ) from error
                 if call.when == START:
                     results.append(call.program(*call.args))
@@ -124,12 +120,12 @@ def temporaries(message: str, arguments: int) -> int:
 def make_room(cfg: Config, *, outer_state: bool) -> str:
     """The remedy when a program of this config does not fit: what is not yet on.
 
-    outer_state: whether the trainer keeps one besides the replicas.
+    outer_state: whether the trainer keeps one besides the replicas, which could be on the host.
     """
     ways = ["more devices in a slice"]
     if cfg.per_device_batch_size > 1:
         ways.append("a smaller per_device_batch_size")
-    if cfg.remat_policy != "full":
+    if cfg.remat_policy not in ("full", AUTO):  # a model that no step trains takes AUTO as `full`
         ways.append("remat_policy=full")
     if outer_state and cfg.diloco_outer_memory == "device":
         ways.append("diloco_outer_memory=pinned_host")

@@ -22,7 +22,7 @@ from maxdiloco.errors import INTERRUPTED, Preempted
 from maxdiloco.flags import config, warnings
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics import wandb_run
-from maxdiloco.metrics.compiles import CompileLog
+from maxdiloco.metrics.compiles import CompileLog, make_room
 from maxdiloco.metrics.console import Console
 from maxdiloco.metrics.writer import MetricsWriter
 from maxdiloco.models.transformer import count_parameters
@@ -117,7 +117,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
             total = pipeline.last_step_of_epoch(text, begin.position)
 
         compiles = CompileLog(say, show_memory=cfg.show_memory)
-        parts = _build(cfg, mesh, total, compiles, links, say)
+        chosen, parts = _build(cfg, mesh, total, compiles, links, say)
         trainer = parts.trainer
         stack.callback(trainer.close)
         description = trainer.description()
@@ -132,7 +132,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
             return 0
 
         say(f"ready to compile after {time.perf_counter() - begun:.1f} s")
-        fresh = _compile(cfg, parts, compiles, say, fresh=begin.is_fresh(cfg))
+        fresh = _compile(chosen, parts, compiles, say, fresh=begin.is_fresh(cfg))
         gc.enable()  # train.main disables it for the start
         state = fresh[0] if fresh else start.load(cfg, parts, begin, checkpointer)
         done = state.t
@@ -284,8 +284,8 @@ def _build(
     compiles: CompileLog,
     links: Links | None,
     say: Say,
-) -> Parts:
-    """The parts of a run of `total` steps, with remat_policy chosen."""
+) -> tuple[Config, Parts]:
+    """The config with remat_policy chosen, and the parts of a run of `total` steps."""
 
     def make(cfg: Config) -> Parts:
         shape = assemble.batch_shape(cfg, mesh)
@@ -296,7 +296,7 @@ def _build(
     memory = remat_choice.device_memory(mesh)
     path = cfg.compiled_trainstep_file
     stored = compiled_file.stored_keys(path)["remat_policy"] if path else ""
-    return remat_choice.build(cfg, make, memory=memory, say=say, stored=stored)[1]
+    return remat_choice.build(cfg, make, memory=memory, say=say, stored=stored)
 
 
 def _compile(
@@ -311,7 +311,7 @@ def _compile(
     if path:
         count = compiled_file.load(path, cfg, parts.mesh, calls)
         say(f"{count} compiled programs loaded from {path}")
-    return compiles.all_of(calls)
+    return compiles.all_of(calls, room=make_room(cfg, outer_state=cfg.enable_diloco))
 
 
 def _calls(cfg: Config, parts: Parts, *, fresh: bool) -> list[Call]:
