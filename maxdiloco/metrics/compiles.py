@@ -4,8 +4,9 @@ import functools
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -54,16 +55,10 @@ class CompileLog:
         try:
             futures = [(call, pool.submit(call.program.lowered(*call.args))) for call in calls]
             for call, future in sorted(futures, key=lambda pair: pair[0].when != START):
-                try:
+                with fitting(call.program.name, room):
                     future.result()
-                except jax.errors.JaxRuntimeError as error:
-                    if (reason := too_big(error)) is None:
-                        raise
-                    raise ConfigError(
-                        f"{call.program.name} does not fit the device: {reason} {room}"
-                    ) from error
-                if call.when == START:
-                    results.append(call.program(*call.args))
+                    if call.when == START:
+                        results.append(jax.block_until_ready(call.program(*call.args)))
         finally:
             pool.shutdown(cancel_futures=True)
             jax.monitoring.unregister_event_listener(count)
@@ -94,8 +89,22 @@ def _note_hit(hits: list[str], event: str, **_: Any) -> None:
         hits.append(event)  # safe between threads
 
 
+@contextmanager
+def fitting(name: str, room: str) -> Iterator[None]:
+    """Raises ConfigError where the program that is compiled, or run and waited for, does not fit.
+
+    A CPU and a GPU refuse memory only when a program runs. room: the remedy.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if (reason := too_big(error)) is None:
+            raise
+        raise ConfigError(f"{name} does not fit the device: {reason} {room}") from error
+
+
 def too_big(error: jax.errors.JaxRuntimeError) -> str | None:
-    """The compiler's message when a program does not fit; None for another error."""
+    """The message of XLA when a program does not fit; None for another error."""
     _, status, message = str(error).replace("\n", " ").partition("RESOURCE_EXHAUSTED: ")
     if not status:
         return None

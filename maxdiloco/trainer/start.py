@@ -17,6 +17,7 @@ from maxdiloco.data.pipeline import TrainingData
 from maxdiloco.errors import DataError
 from maxdiloco.flags import base_yml, resume
 from maxdiloco.flags.config import Config
+from maxdiloco.metrics.compiles import fitting, make_room
 from maxdiloco.metrics.history import MOST_STEPS, History
 from maxdiloco.processes import output
 from maxdiloco.processes.agree import from_first_process, in_any_process
@@ -131,7 +132,8 @@ def _differs_between_processes(text: str) -> bool:
 def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | None) -> Any:
     """The state before the first step of this start, which is not a fresh one, on the mesh.
 
-    Raises CheckpointError when shapes differ or the checkpoint cannot be read.
+    Raises CheckpointError when shapes differ or the checkpoint cannot be read, ConfigError when
+    the state does not fit the devices beside parameters that are loaded.
     """
     trainer = parts.trainer
     if start.saved is None:
@@ -144,7 +146,8 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
                 f"warning: load_parameters_path={cfg.load_parameters_path} is of a run with "
                 f"another tokenizer: a row of its embedding may stand for another text than here."
             )
-        return state_with(parts, params)
+        with fitting("init", make_room(cfg, outer_state=cfg.enable_diloco)):
+            return jax.block_until_ready(state_with(parts, params))
     layout = resumed.layout(cfg, start.saved)
 
     def abstract_of(meta):

@@ -134,7 +134,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
         say(f"ready to compile after {time.perf_counter() - begun:.1f} s")
         fresh = _compile(chosen, parts, compiles, say, fresh=begin.is_fresh(cfg))
         gc.enable()  # train.main disables it for the start
-        state = fresh[0] if fresh else start.load(cfg, parts, begin, checkpointer)
+        state = fresh[0] if fresh else start.load(chosen, parts, begin, checkpointer)
         done = state.t
         stack.enter_context(start.history_of(folder, parts, done=done, total=total))
 

@@ -4,11 +4,14 @@ import threading
 import types
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from maxdiloco.engine.calls import START, Call
 from maxdiloco.errors import ConfigError
 from maxdiloco.metrics.compiles import CompileLog
+from maxdiloco.parallel.program import Program
 
 
 def call(name, compile_):
@@ -100,6 +103,16 @@ def test_a_program_that_does_not_fit_ends_the_run_in_one_line():
     assert str(error.value) == (
         "merge [2 leaves] does not fit the device: Ran out of memory in hbm. Use more."
     )
+
+
+def test_a_program_whose_memory_is_refused_when_it_runs_ends_the_run_in_one_line():
+    """As on a CPU and a GPU: it compiles. 2**60 bytes are beyond any processor's addresses."""
+    init = Program("init", lambda x: jnp.full(2**58, x), on_compile=lambda *_: None)
+    init.compile(np.float32(1))
+    calls = [call("inner", lambda: None), Call(init, (np.float32(1),), 0, START)]
+    with pytest.raises(ConfigError, match="init does not fit the device: Out of .* Use m") as error:
+        CompileLog(lambda line: None, show_memory=False).all_of(calls, room="Use more.")
+    assert "\n" not in str(error.value)
 
 
 def test_any_other_error_of_the_compiler_is_not_hidden():

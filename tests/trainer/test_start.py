@@ -1,11 +1,19 @@
-"""What a resumed run says of its learning rate, and how it reads older checkpoints."""
+"""What a resumed run says of its learning rate, how it reads older checkpoints, and a start that
+does not fit."""
 
+import types
+
+import jax
+import jax.numpy as jnp
 import pytest
 from etils import epath
 
+from maxdiloco.checkpoint import read
 from maxdiloco.checkpoint.read import Restored
 from maxdiloco.engine.trainer import ExchangeSettings
+from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
+from maxdiloco.trainer import run_tokenizer, start
 from maxdiloco.trainer.resumed import layout, rate_lines
 
 BEFORE = config.from_dict({"learning_rate": 1.0})
@@ -47,3 +55,17 @@ def test_a_checkpoint_without_its_exchange_settings_has_them_in_its_config():
     settings = ExchangeSettings.from_dict(found.exchange)
     assert settings == ExchangeSettings(6, 2, (0, 2, 4), "none", "int8", 1, False)
     assert (found.dropped_until, found.schedule_since) == (4, 0)
+
+
+def test_a_state_that_does_not_fit_beside_loaded_parameters_is_one_line(monkeypatch):
+    """A CPU refuses 2**60 bytes when the program runs, not when it is compiled."""
+    state = jax.jit(lambda x: jnp.full(2**58, x))
+    found = 1.0, types.SimpleNamespace(meta={})
+    monkeypatch.setattr(read, "restore_theta", lambda *_, **__: found)
+    monkeypatch.setattr(run_tokenizer, "differs", lambda *_: False)
+    monkeypatch.setattr(start, "state_with", lambda parts, params: state(params))
+    parts = types.SimpleNamespace(trainer=None, params=None)
+    begin = start.Start(0, None, "", None)
+    words = "init does not fit the device: Out of memory .* Use more devices in a slice"
+    with pytest.raises(ConfigError, match=words):
+        start.load(BEFORE, parts, begin, None)
