@@ -42,8 +42,8 @@ class CompileLog:
         """Compile the programs of a run in threads, each from when the iterable gives it.
 
         This thread lowers them one after another, so that the first compiles early. The first that
-        is not for the start is the plain inner step. A program for the start is run here with its
-        arguments as soon as it is there, while others compile: returns their results.
+        is not for the start is the plain inner step. A program for the start whose arguments are
+        arrays is run here as soon as it is there, while others compile: returns their results.
         Raises ConfigError, with `room` as the remedy, for a program that does not fit the device.
         """
         started = time.perf_counter()
@@ -57,7 +57,7 @@ class CompileLog:
             for call, future in sorted(futures, key=lambda pair: pair[0].when != START):
                 with fitting(call.program.name, room):
                     future.result()
-                    if call.when == START:
+                    if _runs_now(call):
                         results.append(jax.block_until_ready(call.program(*call.args)))
         finally:
             pool.shutdown(cancel_futures=True)
@@ -82,6 +82,11 @@ class CompileLog:
                     f"  beyond plain training [MiB a device]: {self.resident}, temporary "
                     f"{more / 2**20:.1f}"
                 )
+
+
+def _runs_now(call: Call) -> bool:
+    shapes = (isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(call.args))
+    return call.when == START and not any(shapes)
 
 
 def _note_hit(hits: list[str], event: str, **_: Any) -> None:

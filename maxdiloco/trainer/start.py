@@ -24,7 +24,7 @@ from maxdiloco.processes.agree import from_first_process, in_any_process
 from maxdiloco.storage import shared_folder
 from maxdiloco.storage.run_folder import RunFolder, absolute
 from maxdiloco.trainer import optimizer, resumed, run_tokenizer
-from maxdiloco.trainer.assemble import BatchShape, Parts, state_with
+from maxdiloco.trainer.assemble import BatchShape, Parts
 
 
 class Start(NamedTuple):
@@ -34,10 +34,6 @@ class Start(NamedTuple):
     position: Position
     origin: str
     saved: Restored | None
-
-    def is_fresh(self, cfg: Config) -> bool:
-        """Whether the parameters are drawn at random, not read from a checkpoint."""
-        return self.saved is None and not cfg.load_parameters_path
 
     def since_row(self, t: int) -> dict[str, Any] | None:
         """What the checkpoint of step t notes of the time since the last row (Recorder.save).
@@ -146,8 +142,8 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
                 f"warning: load_parameters_path={cfg.load_parameters_path} is of a run with "
                 f"another tokenizer: a row of its embedding may stand for another text than here."
             )
-        with fitting("init", make_room(cfg, outer_state=cfg.enable_diloco)):
-            return jax.block_until_ready(state_with(parts, params))
+        with fitting(parts.init_with.name, make_room(cfg, outer_state=cfg.enable_diloco)):
+            return jax.block_until_ready(parts.init_with(params))
     layout = resumed.layout(cfg, start.saved)
 
     def abstract_of(meta):

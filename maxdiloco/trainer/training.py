@@ -132,7 +132,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
             return 0
 
         say(f"ready to compile after {time.perf_counter() - begun:.1f} s")
-        fresh = _compile(chosen, parts, compiles, say, fresh=begin.is_fresh(cfg))
+        fresh = _compile(chosen, parts, compiles, say, resumes=begin.saved is not None)
         gc.enable()  # train.main disables it for the start
         state = fresh[0] if fresh else start.load(chosen, parts, begin, checkpointer)
         done = state.t
@@ -300,13 +300,13 @@ def _build(
 
 
 def _compile(
-    cfg: Config, parts: Parts, compiles: CompileLog, say: Say, *, fresh: bool
+    cfg: Config, parts: Parts, compiles: CompileLog, say: Say, *, resumes: bool
 ) -> list[Any]:
     """Compile every program before the first step: one that does not fit must not fail later.
 
-    Returns the state of a fresh run, made meanwhile; of another nothing.
+    Returns the state of a fresh run, made meanwhile; of one that reads parameters nothing.
     """
-    calls = _calls(cfg, parts, fresh=fresh)
+    calls = _calls(cfg, parts, resumes=resumes)
     path = cfg.compiled_trainstep_file
     if path:
         count = compiled_file.load(path, cfg, parts.mesh, calls)
@@ -314,10 +314,10 @@ def _compile(
     return compiles.all_of(calls, room=make_room(cfg, outer_state=cfg.enable_diloco))
 
 
-def _calls(cfg: Config, parts: Parts, *, fresh: bool) -> list[Call]:
-    """The programs of a run: the inner step first, which compiles longest, then a fresh state's."""
+def _calls(cfg: Config, parts: Parts, *, resumes: bool) -> list[Call]:
+    """The programs of a run: the inner step first, which compiles longest, then a first state's."""
     step, *others = (call for call in assemble.calls(cfg, parts) if call.when != START)
-    init = [assemble.first_call(parts, cfg.init_weights_seed)] if fresh else []
+    init = [] if resumes else [assemble.first_call(cfg, parts)]
     return [step, *init, *others]
 
 

@@ -135,10 +135,14 @@ def test_what_was_in_flight_is_dropped_with_another_M_and_the_run_says_so(
 
 
 def test_load_parameters_path_takes_theta_and_nothing_else(finished, tmp_path, capfd):
-    """Step 0, a fresh optimizer, the first sequences. lr 0 keeps the start."""
+    """Step 0, a fresh optimizer, the first sequences. lr 0 keeps the start. The program that makes
+    the state is compiled with the others, once."""
     keys = dict(load_parameters_path=finished, learning_rate=0.0, steps=1)
     assert tools.run(tmp_path, "new", **keys) == 0
-    assert f"a fresh start with the outer parameters of {finished};" in capfd.readouterr().out
+    out = capfd.readouterr().out
+    assert f"a fresh start with the outer parameters of {finished};" in out
+    before, after = out.split(" programs ready after ")
+    assert (before.count("compiled init in "), after.count("compiled init in ")) == (1, 0)
     theta = tools.item(tools.arrays(finished, STEPS), "outer_params")
     after = tools.arrays(tmp_path / "new", 1)
     tools.assert_equal_bits(tools.item(after, "outer_params"), theta)
