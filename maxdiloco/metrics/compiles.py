@@ -5,7 +5,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,38 +31,42 @@ class CompileLog:
         self._say = say
         self._show_memory = show_memory
         self._lock = threading.Lock()
+        self._silent = False  # after an error, while threads that nothing waits for still compile
         self.resident = ""
 
     def __call__(self, name: str, seconds: float, compiled: jax.stages.Compiled) -> None:
         """Print one compile; see on_compile of parallel.program.Program."""
         with self._lock:
-            self._say(f"compiled {name} in {seconds:.1f} s")
+            if not self._silent:
+                self._say(f"compiled {name} in {seconds:.1f} s")
 
     def all_of(self, calls: Iterable[Call], *, room: str) -> list[Any]:
-        """Compile the programs of a run in threads, each from when the iterable gives it.
+        """Compile the programs of a run, see side_by_side; the first error ends it at once.
 
-        This thread lowers them one after another, so that the first compiles early. The first that
-        is not for the start is the plain inner step. A program for the start whose arguments are
-        arrays is run here as soon as it is there, while others compile: returns their results.
+        The first that is not for the start is the plain inner step. A program for the start whose
+        arguments are arrays is run here as soon as it is there, while others compile: returns their
+        results.
         Raises ConfigError, with `room` as the remedy, for a program that does not fit the device.
         """
         started = time.perf_counter()
-        pool = ThreadPoolExecutor(THREADS, thread_name_prefix="compile")
         hits: list[str] = []
         results = []
+        finished = False
         count = functools.partial(_note_hit, hits)
         jax.monitoring.register_event_listener(count)
         try:
-            futures = [(call, pool.submit(call.program.lowered(*call.args))) for call in calls]
-            for call, future in sorted(futures, key=lambda pair: pair[0].when != START):
-                with fitting(call.program.name, room):
-                    future.result()
-                    if _runs_now(call):
-                        results.append(jax.block_until_ready(call.program(*call.args)))
+            with side_by_side(calls) as futures:
+                for future in as_completed(futures):
+                    call = futures[future]
+                    with fitting(call.program.name, room):
+                        future.result()
+                        if _runs_now(call):
+                            results.append(jax.block_until_ready(call.program(*call.args)))
+            finished = True
         finally:
-            pool.shutdown(cancel_futures=True)
+            self._silent = not finished
             jax.monitoring.unregister_event_listener(count)
-        calls = [call for call, _ in futures]
+        calls = list(futures.values())
         folder = jax.config.values["jax_compilation_cache_dir"]
         kept = f", {len(hits)} of them from {folder}" if hits else ""
         took = time.perf_counter() - started
@@ -82,6 +86,20 @@ class CompileLog:
                     f"  beyond plain training [MiB a device]: {self.resident}, temporary "
                     f"{more / 2**20:.1f}"
                 )
+
+
+@contextmanager
+def side_by_side(calls: Iterable[Call]) -> Iterator[dict[Future, Call]]:
+    """Compile programs in threads, each from when the iterable gives it; their calls by future.
+
+    This thread lowers them one after another, so that the first compiles early. After an error in
+    the context no other program is begun, and what is being compiled is not waited for.
+    """
+    pool = ThreadPoolExecutor(THREADS, thread_name_prefix="compile")
+    try:
+        yield {pool.submit(call.program.lowered(*call.args)): call for call in calls}
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _runs_now(call: Call) -> bool:

@@ -1,6 +1,9 @@
 """Every program before the first step, several at a time, and what one that cannot be made says."""
 
+import subprocess
+import sys
 import threading
+import time
 import types
 
 import jax
@@ -10,7 +13,7 @@ import pytest
 
 from maxdiloco.engine.calls import START, Call
 from maxdiloco.errors import ConfigError
-from maxdiloco.metrics.compiles import CompileLog
+from maxdiloco.metrics.compiles import THREADS, CompileLog
 from maxdiloco.parallel.program import Program
 
 
@@ -113,6 +116,60 @@ def test_a_program_whose_memory_is_refused_when_it_runs_ends_the_run_in_one_line
     with pytest.raises(ConfigError, match="init does not fit the device: Out of .* Use m") as error:
         CompileLog(lambda line: None, show_memory=False).all_of(calls, room="Use more.")
     assert "\n" not in str(error.value)
+
+
+PROGRAM = """
+import sys, time, types
+import jax
+from maxdiloco.command_line import end_with, guarded
+from maxdiloco.engine.calls import Call
+from maxdiloco.metrics.compiles import CompileLog
+
+@guarded
+def main(argv):
+    def long():
+        time.sleep(1)
+        compiles("long", 1.0, None)
+        time.sleep(60)
+
+    def failing():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Too big.")
+
+    compiles = CompileLog(print, show_memory=False)
+    calls = [Call(types.SimpleNamespace(name="merge", lowered=lambda body=body: body), (), 1)
+             for body in (long, failing)]
+    compiles.all_of(calls, room="Use more.")
+    return 0
+
+end_with(main)
+"""
+
+
+def test_a_failure_ends_the_process_while_another_program_compiles():
+    """Which would take a minute; nothing is said of it after the error."""
+    begun = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "ConfigError: merge does not fit the device: Too big. Use more.\n"
+    assert time.monotonic() - begun < 40
+
+
+def test_after_a_failure_the_queue_is_dropped():
+    """Each thread has a program, and the one that failed may have taken one more."""
+    over, begun = threading.Event(), []
+
+    def body():
+        begun.append(1)
+        assert over.wait(60)
+
+    calls = [call("merge", failing("INTERNAL: a bug")), *[call("merge", body)] * 50]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: a bug"):
+        CompileLog(lambda line: None, show_memory=False).all_of(calls, room="")
+    over.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("compile"):
+            thread.join()
+    assert len(begun) <= THREADS
 
 
 def test_any_other_error_of_the_compiler_is_not_hidden():
