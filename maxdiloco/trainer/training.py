@@ -115,6 +115,10 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
         done, total = begin.step, cfg.steps
         if total == -1:
             total = pipeline.last_step_of_epoch(text, begin.position)
+        if done >= total:
+            say(f"{begin.origin}; {total} steps in all")
+            say(f"nothing to do: step {done} of {total} is done. Raise steps to go on.")
+            return 0
 
         compiles = CompileLog(say, show_memory=cfg.show_memory)
         chosen, parts = _build(cfg, mesh, total, compiles, links, say)
@@ -127,9 +131,6 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
         say(f"{begin.origin}; {total} steps in all")
         for line in start.changes(cfg, parts, begin, checkpointer, total_steps=total):
             say(line)
-        if done >= total:
-            say(f"nothing to do: step {done} of {total} is done. Raise steps to go on.")
-            return 0
 
         say(f"ready to compile after {time.perf_counter() - begun:.1f} s")
         fresh = _compile(chosen, parts, compiles, say, resumes=begin.saved is not None)
