@@ -1,5 +1,6 @@
 """Every program before the first step, several at a time, and what one that cannot be made says."""
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -176,3 +177,20 @@ def test_any_other_error_of_the_compiler_is_not_hidden():
     calls = [call("inner", failing("INTERNAL: a bug"))]
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: a bug"):
         CompileLog(lambda line: None, show_memory=False).all_of(calls, room="")
+
+
+@pytest.mark.parametrize("error", [None, "INTERNAL: a bug"])
+def test_nothing_listens_to_jax_afterwards(monkeypatch, error):
+    """Also after an error. Control: something listens while a program compiles."""
+    listeners, seen = [], []
+    monkeypatch.setattr(jax.monitoring, "register_event_listener", listeners.append)
+    monkeypatch.setattr(jax.monitoring, "unregister_event_listener", listeners.remove)
+
+    def body():
+        seen.append(len(listeners))
+        if error:
+            raise jax.errors.JaxRuntimeError(error)
+
+    with pytest.raises(jax.errors.JaxRuntimeError) if error else contextlib.nullcontext():
+        CompileLog(lambda line: None, show_memory=False).all_of([call("inner", body)], room="")
+    assert (seen, listeners) == ([1], [])
