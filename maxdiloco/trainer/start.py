@@ -24,7 +24,7 @@ from maxdiloco.processes.agree import from_first_process, in_any_process
 from maxdiloco.storage import shared_folder
 from maxdiloco.storage.run_folder import RunFolder, absolute
 from maxdiloco.trainer import optimizer, resumed, run_tokenizer
-from maxdiloco.trainer.assemble import BatchShape, Parts
+from maxdiloco.trainer.assemble import BatchShape, Parts, has_replicas
 
 
 class Start(NamedTuple):
@@ -142,7 +142,8 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
                 f"warning: load_parameters_path={cfg.load_parameters_path} is of a run with "
                 f"another tokenizer: a row of its embedding may stand for another text than here."
             )
-        with fitting(parts.init_with.name, make_room(cfg, outer_state=cfg.enable_diloco)):
+        room = make_room(cfg, outer_state=has_replicas(cfg))
+        with fitting(parts.init_with.name, room):
             return jax.block_until_ready(parts.init_with(params))
     layout = resumed.layout(cfg, start.saved)
 

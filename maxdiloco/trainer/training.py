@@ -116,7 +116,6 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
         if total == -1:
             total = pipeline.last_step_of_epoch(text, begin.position)
         if done >= total:
-            say(f"{begin.origin}; {total} steps in all")
             say(f"nothing to do: step {done} of {total} is done. Raise steps to go on.")
             return 0
 
@@ -312,7 +311,8 @@ def _compile(
     if path:
         count = compiled_file.load(path, cfg, parts.mesh, calls)
         say(f"{count} compiled programs loaded from {path}")
-    return compiles.all_of(calls, room=make_room(cfg, outer_state=cfg.enable_diloco))
+    room = make_room(cfg, outer_state=assemble.has_replicas(cfg))
+    return compiles.all_of(calls, room=room)
 
 
 def _calls(cfg: Config, parts: Parts, *, resumes: bool) -> list[Call]:
