@@ -79,13 +79,15 @@ def _run(folder, parameters: str, keys: list[str]) -> int:
 
     # The mesh has to be known before JAX's backends start; the checkpoint itself is read after.
     cfg = eval_stored.configure(find.newest_meta(folder, key="RUN"), keys, os.environ)
-    with job.joined(cfg), saved_programs.compile_cache(cfg):
+    with job.joined(cfg), saved_programs.compile_cache(cfg) as notes:
         primary = jax.process_index() == 0
 
         def say_once(line: str) -> None:
             if primary:
                 say(one_line(line))
 
+        for line in notes:
+            say_once(line)
         if cfg.report and primary:
             compiled_file.check_place("report", cfg.report)
         result = eval_stored.evaluate(

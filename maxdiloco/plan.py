@@ -154,7 +154,7 @@ def _plan(cfg: Config, options: Options, given: set[str], link: str) -> int:
 
 def _check_memory(planned, rows) -> None:
     """Raise ConfigError where no choice fits the chip."""
-    from maxdiloco.metrics.compiles import MAKE_ROOM
+    from maxdiloco.metrics.compiles import make_room
     from maxdiloco.planning.table import MIB
 
     if any(row.fits for row in rows):
@@ -163,7 +163,7 @@ def _check_memory(planned, rows) -> None:
     raise ConfigError(
         f"model_name={cfg.model_name} is too big for {cfg.compile_topology}: every choice needs at "
         f"least {least / MIB:,.0f} MiB a device, which has {planned.chip.hbm / MIB:,.0f}. "
-        f"{MAKE_ROOM}"
+        f"{make_room(cfg, outer_state=False)}"  # the plan has tried pinned_host
     )
 
 

@@ -4,8 +4,9 @@ import functools
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -13,14 +14,10 @@ import jax
 from maxdiloco.engine.calls import START, Call
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags.config import Config
+from maxdiloco.models.remat import AUTO
 
 # XLA compiles without the GIL; more threads need more host memory (our choice).
 THREADS = 4
-# The remedy when a program does not fit.
-MAKE_ROOM = (
-    "Use more devices in a slice, a smaller per_device_batch_size, remat_policy=full or "
-    "diloco_outer_memory=pinned_host."
-)
 
 
 class CompileLog:
@@ -34,45 +31,44 @@ class CompileLog:
         self._say = say
         self._show_memory = show_memory
         self._lock = threading.Lock()
+        self._silent = False  # after an error, while threads that nothing waits for still compile
         self.resident = ""
 
     def __call__(self, name: str, seconds: float, compiled: jax.stages.Compiled) -> None:
         """Print one compile; see on_compile of parallel.program.Program."""
         with self._lock:
-            self._say(f"compiled {name} in {seconds:.1f} s")
+            if not self._silent:
+                self._say(f"compiled {name} in {seconds:.1f} s")
 
-    def all_of(self, calls: Iterable[Call]) -> list[Any]:
-        """Compile the programs of a run in threads, each from when the iterable gives it.
+    def all_of(self, calls: Iterable[Call], *, room: str) -> list[Any]:
+        """Compile the programs of a run, see side_by_side; the first error ends it at once.
 
-        This thread lowers them one after another, so that the first compiles early. The first that
-        is not for the start is the plain inner step. A program for the start is run here with its
-        arguments as soon as it is there, while others compile: returns their results.
-        Raises ConfigError for a program that does not fit the device's memory.
+        The first that is not for the start is the plain inner step. A program for the start whose
+        arguments are arrays is run here as soon as it is there, while others compile: returns their
+        results.
+        Raises ConfigError, with `room` as the remedy, for a program that does not fit the device.
         """
         started = time.perf_counter()
-        pool = ThreadPoolExecutor(THREADS, thread_name_prefix="compile")
         hits: list[str] = []
         results = []
+        finished = False
         count = functools.partial(_note_hit, hits)
         jax.monitoring.register_event_listener(count)
         try:
-            futures = [(call, pool.submit(call.program.lowered(*call.args))) for call in calls]
-            for call, future in sorted(futures, key=lambda pair: pair[0].when != START):
-                try:
-                    future.result()
-                except jax.errors.JaxRuntimeError as error:
-                    if (reason := too_big(error)) is None:
-                        raise
-                    raise ConfigError(
-                        f"{call.program.name} does not fit the device: {reason} {MAKE_ROOM}"
-                    ) from error
-                if call.when == START:
-                    results.append(call.program(*call.args))
+            with side_by_side(calls) as futures:
+                for future in as_completed(futures):
+                    call = futures[future]
+                    with fitting(call.program.name, room):
+                        future.result()
+                        if _runs_now(call):
+                            results.append(jax.block_until_ready(call.program(*call.args)))
+            finished = True
         finally:
-            pool.shutdown(cancel_futures=True)
+            self._silent = not finished
             jax.monitoring.unregister_event_listener(count)
-        calls = [call for call, _ in futures]
-        kept = f", {len(hits)} of them from jax_cache_dir" if hits else ""
+        calls = list(futures.values())
+        folder = jax.config.values["jax_compilation_cache_dir"]
+        kept = f", {len(hits)} of them from {folder}" if hits else ""
         took = time.perf_counter() - started
         self._say(f"{len(calls)} programs ready after {took:.1f} s{kept}")
         if self._show_memory:
@@ -92,13 +88,46 @@ class CompileLog:
                 )
 
 
+@contextmanager
+def side_by_side(calls: Iterable[Call]) -> Iterator[dict[Future, Call]]:
+    """Compile programs in threads, each from when the iterable gives it; their calls by future.
+
+    This thread lowers them one after another, so that the first compiles early. After an error in
+    the context no other program is begun, and what is being compiled is not waited for.
+    """
+    pool = ThreadPoolExecutor(THREADS, thread_name_prefix="compile")
+    try:
+        yield {pool.submit(call.program.lowered(*call.args)): call for call in calls}
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _runs_now(call: Call) -> bool:
+    shapes = (isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(call.args))
+    return call.when == START and not any(shapes)
+
+
 def _note_hit(hits: list[str], event: str, **_: Any) -> None:
     if event == "/jax/compilation_cache/cache_hits":
         hits.append(event)  # safe between threads
 
 
+@contextmanager
+def fitting(name: str, room: str) -> Iterator[None]:
+    """Raises ConfigError where the program that is compiled, or run and waited for, does not fit.
+
+    A CPU and a GPU refuse memory only when a program runs. room: the remedy.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if (reason := too_big(error)) is None:
+            raise
+        raise ConfigError(f"{name} does not fit the device: {reason} {room}") from error
+
+
 def too_big(error: jax.errors.JaxRuntimeError) -> str | None:
-    """The compiler's message when a program does not fit; None for another error."""
+    """The message of XLA when a program does not fit; None for another error."""
     _, status, message = str(error).replace("\n", " ").partition("RESOURCE_EXHAUSTED: ")
     if not status:
         return None
@@ -123,12 +152,12 @@ def temporaries(message: str, arguments: int) -> int:
 def make_room(cfg: Config, *, outer_state: bool) -> str:
     """The remedy when a program of this config does not fit: what is not yet on.
 
-    outer_state: whether the trainer keeps one besides the replicas.
+    outer_state: whether the trainer keeps one besides the replicas, which could be on the host.
     """
     ways = ["more devices in a slice"]
     if cfg.per_device_batch_size > 1:
         ways.append("a smaller per_device_batch_size")
-    if cfg.remat_policy != "full":
+    if cfg.remat_policy not in ("full", AUTO):  # a model that no step trains takes AUTO as `full`
         ways.append("remat_policy=full")
     if outer_state and cfg.diloco_outer_memory == "device":
         ways.append("diloco_outer_memory=pinned_host")

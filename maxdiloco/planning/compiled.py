@@ -9,7 +9,7 @@ from maxdiloco.aot.hlo.replay import Link
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
-from maxdiloco.metrics.compiles import MAKE_ROOM
+from maxdiloco.metrics.compiles import make_room
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.planning.choices import EXACT
 from maxdiloco.planning.rating import Step
@@ -47,7 +47,7 @@ def plain_step(cfg: Config, *, gbps: float, say: Callable[[str], None]) -> Step:
     if found.too_big:
         raise ConfigError(
             f"model_name={cfg.model_name} is too big for {cfg.compile_topology}: {found.too_big} "
-            f"{MAKE_ROOM}"
+            f"{make_room(cfg, outer_state=False)}"  # the plan tries pinned_host itself
         )
     if found.kernels:
         say(f"the step's time leaves out {found.kernels} Pallas kernels whose products are unknown")

@@ -54,8 +54,8 @@ class Parts(NamedTuple):
 
     learning_rate: inner steps done -> rate of the next. batch: a step's, leaves [R, B, L] and
     "learning_rate" [R, 1].
-    params, opt_state: one replica's. init: seed -> state. of_replicas: None without eval_replicas.
-    sampler: None without sample_prompt.
+    params, opt_state: one replica's. init: seed -> state. init_with: params, donated -> state.
+    of_replicas: None without eval_replicas. sampler: None without sample_prompt.
     """
 
     mesh: Mesh
@@ -68,6 +68,7 @@ class Parts(NamedTuple):
     params: Any
     opt_state: Any
     init: Program
+    init_with: Program
     monitor: Monitor
     evaluation: Evaluation
     of_replicas: ReplicaEvaluation | None
@@ -124,6 +125,9 @@ def assemble(
         params=params,
         opt_state=opt_state,
         init=_init_program(trainer, model, inner_optimizer),
+        init_with=trainer.init_program(
+            lambda params: (params, inner_optimizer.init(params)), donate=(0,)
+        ),
         monitor=Monitor(
             trainer, batch, stop_on_nan=cfg.nan_policy == "stop", on_compile=on_compile
         ),
@@ -270,15 +274,6 @@ def initial_state(parts: Parts, seed: int) -> Any:
     return parts.init(np.uint32(seed))
 
 
-def state_with(parts: Parts, params: Any) -> Any:
-    """The state before the first step from parameters of one replica, which are donated."""
-
-    def make(params):
-        return params, parts.optimizer.init(params)
-
-    return parts.trainer.init_program(make, donate=(0,))(params)
-
-
 def calls(cfg: Config, parts: Parts) -> list[Call]:
     """Every program of a run: those of the steps, then those beside and before the steps.
 
@@ -295,12 +290,17 @@ def calls(cfg: Config, parts: Parts) -> list[Call]:
         out += parts.of_replicas.calls(evaluations)
     if evaluations and parts.sampler is not None:
         out += parts.sampler.calls(trainer.abstract_eval_params, evaluations)
-    return [*out, first_call(parts)]
+    return [*out, first_call(cfg, parts)]
 
 
-def first_call(parts: Parts, seed: int = 0) -> Call:
-    """The program that makes the state of a fresh run."""
-    return Call(parts.init, (np.uint32(seed),), 0, START)
+def first_call(cfg: Config, parts: Parts) -> Call:
+    """The program that makes the state of a run without a checkpoint of its own.
+
+    Its arguments are there, unless they are parameters that have to be read.
+    """
+    if cfg.load_parameters_path:
+        return Call(parts.init_with, (parts.params,), 0, START)
+    return Call(parts.init, (np.uint32(cfg.init_weights_seed),), 0, START)
 
 
 def _abstract_batch(shape: BatchShape, mesh: Mesh, rules: Rules) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import os
 import pathlib
 import stat
 import zipfile
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -182,7 +183,7 @@ def load(path: str, cfg: Config, mesh: Mesh, calls: list[Call]) -> int:
     with _opened(path) as archive:
         stored = _manifest(path, archive)
         blobs = {
-            (name, fingerprint): archive.read(f"program_{n}")
+            (name, fingerprint): _member(path, archive, f"program_{n}")
             for n, (name, fingerprint) in enumerate(stored["programs"])
         }
     mine = [
@@ -226,11 +227,26 @@ def _opened(path: str) -> zipfile.ZipFile:
             raise OSError(errno.EINVAL, "not a file")
         return zipfile.ZipFile(io.BytesIO(_read_trusted(path)))
     except OSError as error:
-        why, remedy = error.strerror or "not found", "Make it with maxdiloco.train_compile"
+        raise ConfigError(
+            f"compiled_trainstep_file={path} cannot be read: {error.strerror or 'not found'}. Make "
+            f"it with maxdiloco.train_compile, or leave it out."
+        ) from None
     except zipfile.BadZipFile:
-        why, remedy = "not a whole file of compiled programs", "Make it again"
-    raise ConfigError(
-        f"compiled_trainstep_file={path} cannot be read: {why}. {remedy}, or leave it out."
+        raise _not_whole(path) from None
+
+
+def _member(path: str, archive: zipfile.ZipFile, name: str) -> bytes:
+    """The bytes of a member. Raises ConfigError where its checksum says that they are damaged."""
+    try:
+        return archive.read(name)
+    except (zipfile.BadZipFile, zlib.error, EOFError):
+        raise _not_whole(path) from None
+
+
+def _not_whole(path: str) -> ConfigError:
+    return ConfigError(
+        f"compiled_trainstep_file={path} cannot be read: not a whole file of compiled programs. "
+        f"Make it again, or leave it out."
     )
 
 
@@ -257,9 +273,11 @@ def _read_trusted(path: str) -> bytes:
 
 
 def _manifest(path: str, archive: zipfile.ZipFile) -> dict[str, Any]:
+    is_ours = "manifest.json" in archive.namelist()
+    content = _member(path, archive, "manifest.json") if is_ours else b"{}"
     try:
-        stored = json.loads(archive.read("manifest.json"))
-    except (KeyError, ValueError):
+        stored = json.loads(content)
+    except ValueError:
         stored = {}
     if stored.get("format") != FORMAT:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from concurrent.futures import as_completed
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jax.sharding import Mesh
 from maxdiloco.engine.memory import memory_of
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
-from maxdiloco.metrics.compiles import too_big
+from maxdiloco.metrics.compiles import side_by_side, too_big
 from maxdiloco.models.remat import AUTO, POLICIES
 from maxdiloco.parallel import chips
 from maxdiloco.processes.agree import in_any_process
@@ -65,7 +66,7 @@ def build(
             say(f"remat_policy=auto: {LAST}, since no other policy fits {memory / MIB:,.0f} MiB")
             return chosen, parts
         needed = _needed(chosen, parts, memory)
-        if not in_any_process(needed is None or needed > memory):
+        if not in_any_process(needed > memory):
             say(
                 f"remat_policy=auto: {policy}; the inner step needs {needed / MIB:,.0f} of "
                 f"{memory / MIB:,.0f} MiB with the rest of the run's state"
@@ -79,21 +80,26 @@ def _with_policy(cfg: Config, policy: str) -> Config:
     return config.from_dict(cfg.as_dict() | {"remat_policy": policy})
 
 
-def _needed(cfg: Config, parts: Parts, memory: int) -> int | None:
-    """Bytes on a device with the largest inner step; None where it is known not to fit."""
+def _needed(cfg: Config, parts: Parts, memory: int) -> float:
+    """Bytes on a device with the largest inner step; inf where it is known not to fit."""
     if kept_bytes(parts, cfg.gradient_accumulation_steps) > memory:
-        return None  # without a compile, which takes longest where the most does not fit
+        return math.inf  # without a compile, which takes longest where the most does not fit
     needed = 0
-    for call in parts.trainer.calls(parts.batch):
-        if not any(x is parts.batch["tokens"] for x in jax.tree.leaves(call.args)):
-            continue
-        try:
-            compiled = call.program.compile(*call.args)
-        except jax.errors.JaxRuntimeError as error:
-            if too_big(error) is None:
-                raise
-            return None
-        needed = max(needed, memory_of(compiled, call, parts.trainer.abstract_state).needed)
+    tokens = parts.batch["tokens"]
+    calls = parts.trainer.calls(parts.batch)
+    steps = [call for call in calls if any(x is tokens for x in jax.tree.leaves(call.args))]
+    # All are waited for: they take about as long, and nothing else compiles beside them.
+    with side_by_side(steps) as futures:
+        for future in as_completed(futures):
+            try:
+                compiled = future.result()
+            except jax.errors.JaxRuntimeError as error:
+                if too_big(error) is None:
+                    raise
+                needed = math.inf
+            else:
+                step = memory_of(compiled, futures[future], parts.trainer.abstract_state)
+                needed = max(needed, step.needed)
     return needed
 
 

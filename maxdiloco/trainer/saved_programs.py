@@ -1,14 +1,22 @@
 """Where a program that was compiled before may be loaded: from JAX's compile cache, or a file."""
 
+import contextlib
+import re
+import sys
+import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import jax
+from etils import epath
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from maxdiloco.flags.config import Config
 from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.processes import output
 from maxdiloco.trainer import assemble
 
 LOSES_ORDER = (
@@ -29,25 +37,64 @@ def keep_their_order(cfg: Config, mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform != "cpu" or sharing == 1
 
 
-def note(cfg: Config, mesh: Mesh) -> list[str]:
-    """A line for the user whose jax_cache_dir is not used."""
-    if not cfg.jax_cache_dir or keep_their_order(cfg, mesh):
-        return []
-    return [f"note: jax_cache_dir={cfg.jax_cache_dir} is not used: {LOSES_ORDER}."]
-
-
 @contextmanager
-def compile_cache(cfg: Config) -> Iterator[None]:
-    """Programs compiled inside come from jax_cache_dir, where that is sound, and are kept there."""
-    if not cfg.jax_cache_dir:
-        yield
-        return
+def compile_cache(cfg: Config) -> Iterator[list[str]]:
+    """Programs compiled inside come from JAX's compile cache, where that is sound, and are kept.
+
+    Its folder is jax_cache_dir, or else that of JAX's own setting. Gives lines for the user.
+    """
     before = jax.config.values["jax_compilation_cache_dir"]
-    use = keep_their_order(cfg, mesh_lib.build(cfg))
-    jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir if use else None)
+    folder = cfg.jax_cache_dir or before
+    if not folder:
+        yield []
+        return
+    sound = keep_their_order(cfg, mesh_lib.build(cfg))
+    jax.config.update("jax_compilation_cache_dir", folder if sound else None)
     compilation_cache.reset_cache()  # JAX asks only once whether there is a folder
     try:
-        yield
+        with _damaged_entries_removed(folder):
+            yield [] if sound else [f"note: {_source(cfg)}={folder} is not used: {LOSES_ORDER}."]
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
         compilation_cache.reset_cache()
+
+
+def _source(cfg: Config) -> str:
+    return "jax_cache_dir" if cfg.jax_cache_dir else "JAX_COMPILATION_CACHE_DIR"
+
+
+@contextmanager
+def _damaged_entries_removed(folder: str) -> Iterator[None]:
+    """Remove an entry that JAX cannot read or write, with one line in place of JAX's warning.
+
+    JAX compiles the program, but keeps a file that is there: every start would warn and compile.
+    """
+    words = r"Error (reading|writing) persistent compilation cache entry for '.*?': "
+
+    def show(message: Warning | str, *where: Any, **options: Any) -> None:
+        if not (found := re.match(words, str(message))):
+            show_other(message, *where, **options)
+            return
+        _remove_entry(folder, sys.exception())  # before JAX writes the new one
+        what = {
+            "reading": "has an entry that cannot be read: its program is compiled and kept anew",
+            "writing": "cannot keep a program, which every start will compile",
+        }[found[1]]
+        if jax.process_index() == 0:
+            why = str(message)[found.end() :]
+            output.say(output.one_line(f"note: the compile cache {folder} {what} ({why})."))
+
+    show_other = warnings.showwarning
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", message=words)  # each entry, not each text
+        warnings.showwarning = show
+        yield
+
+
+def _remove_entry(folder: str, error: BaseException) -> None:
+    """Remove the file that JAX was reading or writing; only the frames of its error know which."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if key := frame.f_locals.get("cache_key"):
+            with contextlib.suppress(OSError):
+                (epath.Path(folder) / f"{key}-cache").unlink(missing_ok=True)
+            return

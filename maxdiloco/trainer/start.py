@@ -17,13 +17,14 @@ from maxdiloco.data.pipeline import TrainingData
 from maxdiloco.errors import DataError
 from maxdiloco.flags import base_yml, resume
 from maxdiloco.flags.config import Config
+from maxdiloco.metrics.compiles import fitting, make_room
 from maxdiloco.metrics.history import MOST_STEPS, History
 from maxdiloco.processes import output
 from maxdiloco.processes.agree import from_first_process, in_any_process
 from maxdiloco.storage import shared_folder
 from maxdiloco.storage.run_folder import RunFolder, absolute
 from maxdiloco.trainer import optimizer, resumed, run_tokenizer
-from maxdiloco.trainer.assemble import BatchShape, Parts, state_with
+from maxdiloco.trainer.assemble import BatchShape, Parts, has_replicas
 
 
 class Start(NamedTuple):
@@ -33,10 +34,6 @@ class Start(NamedTuple):
     position: Position
     origin: str
     saved: Restored | None
-
-    def is_fresh(self, cfg: Config) -> bool:
-        """Whether the parameters are drawn at random, not read from a checkpoint."""
-        return self.saved is None and not cfg.load_parameters_path
 
     def since_row(self, t: int) -> dict[str, Any] | None:
         """What the checkpoint of step t notes of the time since the last row (Recorder.save).
@@ -131,7 +128,8 @@ def _differs_between_processes(text: str) -> bool:
 def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | None) -> Any:
     """The state before the first step of this start, which is not a fresh one, on the mesh.
 
-    Raises CheckpointError when shapes differ or the checkpoint cannot be read.
+    Raises CheckpointError when shapes differ or the checkpoint cannot be read, ConfigError when
+    the state does not fit the devices beside parameters that are loaded.
     """
     trainer = parts.trainer
     if start.saved is None:
@@ -144,7 +142,9 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
                 f"warning: load_parameters_path={cfg.load_parameters_path} is of a run with "
                 f"another tokenizer: a row of its embedding may stand for another text than here."
             )
-        return state_with(parts, params)
+        room = make_room(cfg, outer_state=has_replicas(cfg))
+        with fitting(parts.init_with.name, room):
+            return jax.block_until_ready(parts.init_with(params))
     layout = resumed.layout(cfg, start.saved)
 
     def abstract_of(meta):

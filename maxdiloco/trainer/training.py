@@ -22,7 +22,7 @@ from maxdiloco.errors import INTERRUPTED, Preempted
 from maxdiloco.flags import config, warnings
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics import wandb_run
-from maxdiloco.metrics.compiles import CompileLog
+from maxdiloco.metrics.compiles import CompileLog, make_room
 from maxdiloco.metrics.console import Console
 from maxdiloco.metrics.writer import MetricsWriter
 from maxdiloco.models.transformer import count_parameters
@@ -60,8 +60,8 @@ def run(cfg: Config, begun: float, notes: Sequence[str] = ()) -> int:
     """
     if cfg.enable_wandb:
         wandb_run.require()
-    with job.joined(cfg), saved_programs.compile_cache(cfg):
-        return train(cfg, begun, notes)
+    with job.joined(cfg), saved_programs.compile_cache(cfg) as lines:
+        return train(cfg, begun, [*notes, *lines])
 
 
 def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
@@ -115,9 +115,12 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
         done, total = begin.step, cfg.steps
         if total == -1:
             total = pipeline.last_step_of_epoch(text, begin.position)
+        if done >= total:
+            say(f"nothing to do: step {done} of {total} is done. Raise steps to go on.")
+            return 0
 
         compiles = CompileLog(say, show_memory=cfg.show_memory)
-        parts = _build(cfg, mesh, total, compiles, links, say)
+        chosen, parts = _build(cfg, mesh, total, compiles, links, say)
         trainer = parts.trainer
         stack.callback(trainer.close)
         description = trainer.description()
@@ -127,14 +130,11 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
         say(f"{begin.origin}; {total} steps in all")
         for line in start.changes(cfg, parts, begin, checkpointer, total_steps=total):
             say(line)
-        if done >= total:
-            say(f"nothing to do: step {done} of {total} is done. Raise steps to go on.")
-            return 0
 
         say(f"ready to compile after {time.perf_counter() - begun:.1f} s")
-        fresh = _compile(cfg, parts, compiles, say, fresh=begin.is_fresh(cfg))
+        fresh = _compile(chosen, parts, compiles, say, resumes=begin.saved is not None)
         gc.enable()  # train.main disables it for the start
-        state = fresh[0] if fresh else start.load(cfg, parts, begin, checkpointer)
+        state = fresh[0] if fresh else start.load(chosen, parts, begin, checkpointer)
         done = state.t
         stack.enter_context(start.history_of(folder, parts, done=done, total=total))
 
@@ -194,7 +194,6 @@ def _settings(cfg: Config, mesh: jax.sharding.Mesh) -> list[str]:
         *config.describe_differences(cfg),
         *config.warnings(cfg),
         *warnings.short_run(cfg),
-        *saved_programs.note(cfg, mesh),
         mesh_lib.describe(mesh, cfg),
     ]
 
@@ -285,8 +284,8 @@ def _build(
     compiles: CompileLog,
     links: Links | None,
     say: Say,
-) -> Parts:
-    """The parts of a run of `total` steps, with remat_policy chosen."""
+) -> tuple[Config, Parts]:
+    """The config with remat_policy chosen, and the parts of a run of `total` steps."""
 
     def make(cfg: Config) -> Parts:
         shape = assemble.batch_shape(cfg, mesh)
@@ -297,28 +296,29 @@ def _build(
     memory = remat_choice.device_memory(mesh)
     path = cfg.compiled_trainstep_file
     stored = compiled_file.stored_keys(path)["remat_policy"] if path else ""
-    return remat_choice.build(cfg, make, memory=memory, say=say, stored=stored)[1]
+    return remat_choice.build(cfg, make, memory=memory, say=say, stored=stored)
 
 
 def _compile(
-    cfg: Config, parts: Parts, compiles: CompileLog, say: Say, *, fresh: bool
+    cfg: Config, parts: Parts, compiles: CompileLog, say: Say, *, resumes: bool
 ) -> list[Any]:
     """Compile every program before the first step: one that does not fit must not fail later.
 
-    Returns the state of a fresh run, made meanwhile; of another nothing.
+    Returns the state of a fresh run, made meanwhile; of one that reads parameters nothing.
     """
-    calls = _calls(cfg, parts, fresh=fresh)
+    calls = _calls(cfg, parts, resumes=resumes)
     path = cfg.compiled_trainstep_file
     if path:
         count = compiled_file.load(path, cfg, parts.mesh, calls)
         say(f"{count} compiled programs loaded from {path}")
-    return compiles.all_of(calls)
+    room = make_room(cfg, outer_state=assemble.has_replicas(cfg))
+    return compiles.all_of(calls, room=room)
 
 
-def _calls(cfg: Config, parts: Parts, *, fresh: bool) -> list[Call]:
-    """The programs of a run: the inner step first, which compiles longest, then a fresh state's."""
+def _calls(cfg: Config, parts: Parts, *, resumes: bool) -> list[Call]:
+    """The programs of a run: the inner step first, which compiles longest, then a first state's."""
     step, *others = (call for call in assemble.calls(cfg, parts) if call.when != START)
-    init = [assemble.first_call(parts, cfg.init_weights_seed)] if fresh else []
+    init = [] if resumes else [assemble.first_call(cfg, parts)]
     return [step, *init, *others]
 
 

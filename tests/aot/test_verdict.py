@@ -158,3 +158,5 @@ def test_a_remedy_is_one_that_is_not_yet_on():
     assert compiles.make_room(cfg, outer_state=False) == without
     other = config.load(["remat_policy=minimal"], {})
     assert "remat_policy=full" in compiles.make_room(other, outer_state=True)
+    auto = config.load([], {})
+    assert "remat_policy" not in compiles.make_room(auto, outer_state=True)

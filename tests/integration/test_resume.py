@@ -135,10 +135,14 @@ def test_what_was_in_flight_is_dropped_with_another_M_and_the_run_says_so(
 
 
 def test_load_parameters_path_takes_theta_and_nothing_else(finished, tmp_path, capfd):
-    """Step 0, a fresh optimizer, the first sequences. lr 0 keeps the start."""
+    """Step 0, a fresh optimizer, the first sequences. lr 0 keeps the start. The program that makes
+    the state is compiled with the others, once."""
     keys = dict(load_parameters_path=finished, learning_rate=0.0, steps=1)
     assert tools.run(tmp_path, "new", **keys) == 0
-    assert f"a fresh start with the outer parameters of {finished};" in capfd.readouterr().out
+    out = capfd.readouterr().out
+    assert f"a fresh start with the outer parameters of {finished};" in out
+    before, after = out.split(" programs ready after ")
+    assert (before.count("compiled init in "), after.count("compiled init in ")) == (1, 0)
     theta = tools.item(tools.arrays(finished, STEPS), "outer_params")
     after = tools.arrays(tmp_path / "new", 1)
     tools.assert_equal_bits(tools.item(after, "outer_params"), theta)
@@ -161,7 +165,10 @@ def test_load_full_state_path_goes_on_in_a_folder_of_its_own(finished, tmp_path)
 
 
 def test_a_finished_run_has_nothing_to_do(finished, tmp_path, capfd):
+    """Nothing is built for it: remat_policy=auto may compile the inner step."""
     shutil.copytree(finished, tmp_path / "finished")
-    assert tools.run(tmp_path, "finished") == 0
-    assert "nothing to do: step 62 of 62 is done. Raise steps to go on." in capfd.readouterr().out
+    assert tools.run(tmp_path, "finished", remat_policy="auto") == 0
+    out = capfd.readouterr().out
+    assert "nothing to do: step 62 of 62 is done. Raise steps to go on." in out
+    assert "remat_policy=auto: " not in out
     tools.assert_equal_runs(tmp_path / "finished", finished, steps=STEPS)

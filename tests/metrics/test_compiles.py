@@ -1,14 +1,21 @@
 """Every program before the first step, several at a time, and what one that cannot be made says."""
 
+import contextlib
+import subprocess
+import sys
 import threading
+import time
 import types
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from maxdiloco.engine.calls import START, Call
 from maxdiloco.errors import ConfigError
-from maxdiloco.metrics.compiles import CompileLog
+from maxdiloco.metrics.compiles import THREADS, CompileLog
+from maxdiloco.parallel.program import Program
 
 
 def call(name, compile_):
@@ -28,7 +35,8 @@ def test_programs_are_compiled_at_the_same_time():
     both = threading.Barrier(2, timeout=60)
     said = []
     compiles = CompileLog(said.append, show_memory=False)
-    compiles.all_of([call("inner", lambda: both.wait()), call("merge", lambda: both.wait())])
+    calls = [call("inner", lambda: both.wait()), call("merge", lambda: both.wait())]
+    compiles.all_of(calls, room="")
     assert said[-1].startswith("2 programs ready after ")
 
 
@@ -42,7 +50,7 @@ def test_a_program_compiles_while_the_next_one_is_still_traced():
         yield call("inner", lambda: None)
 
     said = []
-    CompileLog(said.append, show_memory=False).all_of(calls())
+    CompileLog(said.append, show_memory=False).all_of(calls(), room="")
     assert said[-1].startswith("2 programs ready after ")
 
 
@@ -63,7 +71,7 @@ def test_programs_are_lowered_one_after_another_by_the_thread_that_asks():
         assert lowered == ["init"]
         yield program("inner")
 
-    CompileLog(lambda line: None, show_memory=False).all_of(calls())
+    CompileLog(lambda line: None, show_memory=False).all_of(calls(), room="")
     assert lowered == ["init", "inner"]
 
 
@@ -87,7 +95,7 @@ def test_a_program_for_the_start_runs_while_others_compile():
         assert ran.wait(60)
 
     calls = [call("inner", other), Call(First(), (3,), 0, START)]
-    made = CompileLog(lambda line: None, show_memory=False).all_of(calls)
+    made = CompileLog(lambda line: None, show_memory=False).all_of(calls, room="")
     assert made == ["state of seed 3"]
 
 
@@ -95,14 +103,94 @@ def test_a_program_that_does_not_fit_ends_the_run_in_one_line():
     text = "RESOURCE_EXHAUSTED: Ran out of memory in hbm. Used 18G\nof 16G."
     calls = [call("inner", lambda: None), call("merge [2 leaves]", failing(text))]
     with pytest.raises(ConfigError, match=r"merge \[2 leaves\] does not fit .* Use more") as error:
-        CompileLog(lambda line: None, show_memory=False).all_of(calls)
-    assert str(error.value).startswith(
-        "merge [2 leaves] does not fit the device: Ran out of memory in hbm. Use more devices"
+        CompileLog(lambda line: None, show_memory=False).all_of(calls, room="Use more.")
+    assert str(error.value) == (
+        "merge [2 leaves] does not fit the device: Ran out of memory in hbm. Use more."
     )
+
+
+def test_a_program_whose_memory_is_refused_when_it_runs_ends_the_run_in_one_line():
+    """As on a CPU and a GPU: it compiles. 2**60 bytes are beyond any processor's addresses."""
+    init = Program("init", lambda x: jnp.full(2**58, x), on_compile=lambda *_: None)
+    init.compile(np.float32(1))
+    calls = [call("inner", lambda: None), Call(init, (np.float32(1),), 0, START)]
+    with pytest.raises(ConfigError, match="init does not fit the device: Out of .* Use m") as error:
+        CompileLog(lambda line: None, show_memory=False).all_of(calls, room="Use more.")
     assert "\n" not in str(error.value)
+
+
+PROGRAM = """
+import sys, time, types
+import jax
+from maxdiloco.command_line import end_with, guarded
+from maxdiloco.engine.calls import Call
+from maxdiloco.metrics.compiles import CompileLog
+
+@guarded
+def main(argv):
+    def long():
+        time.sleep(1)
+        compiles("long", 1.0, None)
+        time.sleep(60)
+
+    def failing():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Too big.")
+
+    compiles = CompileLog(print, show_memory=False)
+    calls = [Call(types.SimpleNamespace(name="merge", lowered=lambda body=body: body), (), 1)
+             for body in (long, failing)]
+    compiles.all_of(calls, room="Use more.")
+    return 0
+
+end_with(main)
+"""
+
+
+def test_a_failure_ends_the_process_while_another_program_compiles():
+    """Which would take a minute; nothing is said of it after the error."""
+    begun = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "ConfigError: merge does not fit the device: Too big. Use more.\n"
+    assert time.monotonic() - begun < 40
+
+
+def test_after_a_failure_the_queue_is_dropped():
+    """Each thread has a program, and the one that failed may have taken one more."""
+    over, begun = threading.Event(), []
+
+    def body():
+        begun.append(1)
+        assert over.wait(60)
+
+    calls = [call("merge", failing("INTERNAL: a bug")), *[call("merge", body)] * 50]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: a bug"):
+        CompileLog(lambda line: None, show_memory=False).all_of(calls, room="")
+    over.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("compile"):
+            thread.join()
+    assert len(begun) <= THREADS
 
 
 def test_any_other_error_of_the_compiler_is_not_hidden():
     calls = [call("inner", failing("INTERNAL: a bug"))]
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: a bug"):
-        CompileLog(lambda line: None, show_memory=False).all_of(calls)
+        CompileLog(lambda line: None, show_memory=False).all_of(calls, room="")
+
+
+@pytest.mark.parametrize("error", [None, "INTERNAL: a bug"])
+def test_nothing_listens_to_jax_afterwards(monkeypatch, error):
+    """Also after an error. Control: something listens while a program compiles."""
+    listeners, seen = [], []
+    monkeypatch.setattr(jax.monitoring, "register_event_listener", listeners.append)
+    monkeypatch.setattr(jax.monitoring, "unregister_event_listener", listeners.remove)
+
+    def body():
+        seen.append(len(listeners))
+        if error:
+            raise jax.errors.JaxRuntimeError(error)
+
+    with pytest.raises(jax.errors.JaxRuntimeError) if error else contextlib.nullcontext():
+        CompileLog(lambda line: None, show_memory=False).all_of([call("inner", body)], room="")
+    assert (seen, listeners) == ([1], [])

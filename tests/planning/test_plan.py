@@ -226,7 +226,10 @@ def test_a_compiled_step_too_big_for_the_chip_is_one_line(monkeypatch, capsys):
             "num_slices=2", "dcn_bandwidth_gbps=1")  # fmt: skip
     assert plan.main(argv) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("ConfigError: model_name=tiny is too big for v5e-4: it needs 40 GiB.")
+    assert error == (
+        "ConfigError: model_name=tiny is too big for v5e-4: it needs 40 GiB. Use more devices in a "
+        "slice, a smaller per_device_batch_size or optimizer_memory_host_offload=true."
+    )
 
 
 def test_a_loss_is_printed_only_where_it_was_measured(planned, monkeypatch, tmp_path):

@@ -1,8 +1,10 @@
 """Which programs count as the same, and where their file cannot be read from or written to."""
 
 import base64
+import json
 import os
 import re
+import zipfile
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +41,25 @@ def test_a_disk_that_is_full_at_the_end_is_one_line_and_leaves_the_old_file(tmp_
     with pytest.raises(ConfigError, match="cannot be written: No space left .* free space"):
         compiled_file.write_whole("compiled_trainstep_file", str(path), b"new")
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("programs", b"old")]
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "program_0"])
+@pytest.mark.parametrize("at", range(0, 100, 7))
+def test_a_damaged_member_is_not_a_whole_file(tmp_path, name, at):
+    """A byte of a member is another: what is deflated ends early, goes wrong, or has another sum.
+    Control: as written, the file is read."""
+    file = tmp_path / "programs.zip"
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        manifest = {"format": compiled_file.FORMAT, "programs": [["inner", "1"]], "keys": {}}
+        archive.writestr("manifest.json", json.dumps(manifest | {"filling": [*range(99)]}))
+        archive.writestr("program_0", bytes(range(256)))
+        start = archive.getinfo(name).header_offset + 30 + len(name)
+    compiled_file.load(str(file), config.load([], {}), None, [])
+    content = bytearray(file.read_bytes())
+    content[start + at] ^= 0xFF
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match="cannot be read: not a whole file .* Make it again, or"):
+        compiled_file.load(str(file), config.load([], {}), None, [])
 
 
 def test_what_an_executable_depends_on_changes_the_fingerprint(devices):

@@ -1,9 +1,16 @@
 """remat_policy=auto on one CPU device whose memory is said to be this or that."""
 
 import functools
+import math
+import threading
+import time
+import types
 
+import jax
+import numpy as np
 import pytest
 
+from maxdiloco.engine.calls import Call
 from maxdiloco.engine.memory import memory_of
 from maxdiloco.flags import config
 from maxdiloco.models.remat import POLICIES
@@ -97,3 +104,44 @@ def test_a_policy_that_is_named_stays_and_nothing_is_said(choose):
 def test_a_cpu_has_no_known_memory(devices):
     mesh = mesh_lib.build(config.load(FLAGS, {}))
     assert remat_choice.device_memory(mesh) is None
+
+
+def steps_that(monkeypatch, *compiles):
+    """What _needed says of steps with these bodies; each gives its bytes."""
+    batch = {"tokens": jax.ShapeDtypeStruct((1,), np.int32)}
+    calls = [
+        Call(types.SimpleNamespace(name="inner", lowered=lambda _, body=body: body), (x,), 1)
+        for body in compiles
+        for x in batch.values()
+    ]
+    trainer = types.SimpleNamespace(calls=lambda batch: calls, abstract_state=None)
+    parts = types.SimpleNamespace(batch=batch, trainer=trainer)
+    monkeypatch.setattr(remat_choice, "kept_bytes", lambda *_: 0)
+    monkeypatch.setattr(
+        remat_choice, "memory_of", lambda compiled, *_: types.SimpleNamespace(needed=compiled)
+    )
+    return remat_choice._needed(config.load(FLAGS, {}), parts, 9)
+
+
+def test_the_steps_of_a_policy_compile_side_by_side(monkeypatch):
+    """Each waits for the other: one after the other they would never end. The larger counts."""
+    both = threading.Barrier(2, timeout=60)
+    assert steps_that(monkeypatch, lambda: 5 + both.wait() * 0, lambda: 3 + both.wait() * 0) == 5
+
+
+def test_a_step_that_the_compiler_refuses_does_not_fit(monkeypatch):
+    """The other one is waited for. Control: another error is raised."""
+    ended = []
+
+    def refused(status):
+        raise jax.errors.JaxRuntimeError(f"{status}: Too big.")
+
+    def other():
+        time.sleep(0.2)
+        ended.append(True)
+        return 3
+
+    assert steps_that(monkeypatch, lambda: refused("RESOURCE_EXHAUSTED"), other) == math.inf
+    assert ended
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        steps_that(monkeypatch, lambda: refused("INTERNAL"), lambda: 3)

@@ -1,11 +1,23 @@
-"""What a resumed run says of its learning rate, and how it reads older checkpoints."""
+"""What a resumed run says of its learning rate, how it reads older checkpoints, and a start that
+does not fit."""
 
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from etils import epath
 
+from maxdiloco.checkpoint import read
 from maxdiloco.checkpoint.read import Restored
 from maxdiloco.engine.trainer import ExchangeSettings
+from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
+from maxdiloco.metrics.compiles import CompileLog
+from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.parallel.program import Program
+from maxdiloco.trainer import assemble, run_tokenizer, start
 from maxdiloco.trainer.resumed import layout, rate_lines
 
 BEFORE = config.from_dict({"learning_rate": 1.0})
@@ -47,3 +59,44 @@ def test_a_checkpoint_without_its_exchange_settings_has_them_in_its_config():
     settings = ExchangeSettings.from_dict(found.exchange)
     assert settings == ExchangeSettings(6, 2, (0, 2, 4), "none", "int8", 1, False)
     assert (found.dropped_until, found.schedule_since) == (4, 0)
+
+
+def test_a_state_that_does_not_fit_beside_loaded_parameters_is_one_line(monkeypatch):
+    """A CPU refuses 2**60 bytes when the program runs, not when it is compiled."""
+    state = Program("init", lambda x: jnp.full(2**58, x), on_compile=lambda *_: None)
+    found = np.float32(1), types.SimpleNamespace(meta={})
+    monkeypatch.setattr(read, "restore_theta", lambda *_, **__: found)
+    monkeypatch.setattr(run_tokenizer, "differs", lambda *_: False)
+    parts = types.SimpleNamespace(trainer=None, params=None, init_with=state)
+    begin = start.Start(0, None, "", None)
+    words = "init does not fit the device: Out of memory .* Use more devices in a slice"
+    with pytest.raises(ConfigError, match=words):
+        start.load(BEFORE, parts, begin, None)
+
+
+@pytest.mark.usefixtures("few_compiler_passes")
+@pytest.mark.parametrize("diloco", ["true", "false"])
+def test_the_state_of_loaded_parameters_is_compiled_from_their_shapes(devices, diloco):
+    """all_of compiles its program and does not run it. Control: the one of a seed is run."""
+    flags = (
+        "hardware=cpu dataset_type=synthetic dcn_diloco_parallelism=2 ici_fsdp_parallelism=2 "
+        "base_num_decoder_layers=1 base_emb_dim=32 base_mlp_dim=32 max_target_length=8 "
+        f"vocab_size=64 enable_diloco={diloco}"
+    ).split()
+    for path in ("runs/a", ""):
+        cfg = config.load([*flags, f"load_parameters_path={path}"], {})
+        mesh, said = mesh_lib.build(cfg, devices[:4]), []
+        compiles = CompileLog(said.append, show_memory=True)
+        shape = assemble.batch_shape(cfg, mesh)
+        parts = assemble.assemble(cfg, mesh, shape, total_steps=1, on_compile=compiles)
+        made = compiles.all_of(assemble.calls(cfg, parts)[-1:], room="")
+        assert len(made) == (0 if path else 1)
+        assert [line[:9] for line in said if line.startswith(("compiled", "init"))] == [
+            "compiled ", "init: mem"
+        ]  # fmt: skip
+        if path:
+            zeros = lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding)  # noqa: E731
+            made = [parts.init_with(jax.tree.map(zeros, parts.params))]
+            assert len(parts.init_with.compiled) == 1
+        like = parts.trainer.abstract_state
+        assert jax.tree.map(jnp.shape, made[0]) == jax.tree.map(jnp.shape, like)
