@@ -96,6 +96,7 @@ def _devices(cfg: Config) -> tuple[Any, Any]:
         jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
     if cfg.compile_topology:
         jax.config.update("jax_platforms", "cpu")  # nothing here runs; other backends may be absent
+        mesh_lib.tell_libtpu(cfg)
         devices = topology.devices(cfg.compile_topology, cfg.compile_topology_num_slices)
         return mesh_lib.build(cfg, devices), topology.chip(cfg.compile_topology)
     mesh_lib.choose_platform(cfg)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import jax
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.parallel.chips import CHIPS, Chip, hide_transfers
+from maxdiloco.parallel.chips import CHIPS, Chip
 
 # Name -> libtpu's name of one slice.
 TOPOLOGIES = {
@@ -103,7 +103,6 @@ def devices(name: str, num_slices: int) -> list[jax.Device]:
         )
     from jax.experimental import topologies
 
-    hide_transfers()
     with _pretending():
         # A real v4 chip joins its two cores into one device; a topology needs this option for it.
         options = {"chip_config_name": "megacore"} if topology_name.startswith("v4") else {}

@@ -52,15 +52,18 @@ def product(sizes: Mapping[str, int]) -> str:
 
 
 def choose_platform(cfg: Config) -> None:
-    """Set JAX's platform, and libtpu's flag, before its backends start.
-
-    hardware=auto leaves the choice to JAX.
-    """
+    """Set JAX's platform before its backends start; hardware=auto leaves the choice to JAX."""
     platforms = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
     if cfg.hardware == "tpu" or (cfg.hardware == "auto" and not on_cpu_alone(cfg)):
-        chips.hide_transfers()
+        tell_libtpu(cfg)
     if cfg.hardware in platforms:
         jax.config.update("jax_platforms", platforms[cfg.hardware])
+
+
+def tell_libtpu(cfg: Config) -> None:
+    """Set libtpu's flags for the programs of a run. Call before JAX loads libtpu."""
+    if not cfg.optimizer_memory_host_offload:  # whose copies would seem slow too, and begin early
+        chips.hide_transfers()
 
 
 def on_cpu_alone(cfg: Config) -> bool:

@@ -133,6 +133,9 @@ def gathering_step(params, momentum, batch):
 BEHIND_A_GATHER = """
 import test_tpu_overlap as here
 import tpu_programs
+from maxdiloco.parallel import chips
+
+chips.hide_transfers()
 small = tpu_programs.trainer(
     tpu_programs.mesh_of(2), step=here.gathering_step, batch_size=2048,
     exchange_dtype="float4_e3m0", **here.STREAMING,

@@ -44,8 +44,9 @@ BYTES = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 256, "float4_e3m0": 0.5 + 
 
 
 @pytest.fixture
-def compile_run(tmp_path, capfd):
+def compile_run(tmp_path, capfd, monkeypatch):
     """Exit code, reports and printed lines of train_compile."""
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")  # train_compile adds a flag
 
     def compile_run(*, small=KEYS, **keys):
         path = tmp_path / "report.json"
@@ -127,6 +128,8 @@ def test_one_slice_is_compiled_and_sends_nothing_to_another(compile_run):
     assert code == 0
     assert "mesh: 4 x TPU v5 lite; fsdp 4 (over slices: all 1 = 1)" in said.out
     assert not any(program["dcn"] for program in report["programs"])
+    flag = "--xla_tpu_pcie_bandwidth_multiplier=0.00001"
+    assert report["compiler_flags"]["LIBTPU_INIT_ARGS"] == flag
     assert "nothing" in said.out.splitlines()
     inside = said.out.partition("what crosses devices inside a slice")[2].splitlines()
     assert "inner" in inside and any(" fsdp " in line for line in inside)

@@ -40,6 +40,7 @@ LINK = "--xla_tpu_pcie_bandwidth_multiplier="
         ("tpu", None, "", f"{LINK}0.00001"),
         ("tpu", None, "--a=b", f"--a=b {LINK}0.00001"),
         ("tpu", None, f"{LINK}1 --a=b", f"{LINK}1 --a=b"),  # the user's own
+        ("tpu optimizer_memory_host_offload=true", None, "", ""),  # its copies would seem slow
         ("auto", None, "", f"{LINK}0.00001"),  # may be a TPU
         ("auto", "cpu", "", ""),
         ("gpu", None, "", ""),
@@ -53,7 +54,7 @@ def test_a_run_that_may_have_tpus_has_libtpu_hide_transfers(
     before = jax.config.jax_platforms
     jax.config.update("jax_platforms", platforms)
     try:
-        mesh.choose_platform(config.load([f"hardware={hardware}"], {}))
+        mesh.choose_platform(config.load(f"hardware={hardware}".split(), {}))
     finally:
         jax.config.update("jax_platforms", before)
     assert os.environ["LIBTPU_INIT_ARGS"] == expected
