@@ -88,9 +88,9 @@ def step_options(device_kind: str) -> dict[str, str] | None:
 
     A flag of the same name in LIBTPU_INIT_ARGS is left to act.
     """
-    chip, flags = _chip_of(device_kind), compiler_flags()["LIBTPU_INIT_ARGS"]
+    chip = _chip_of(device_kind)
     wanted = dict(chip.options) if chip else {}
-    return {name: wanted[name] for name in wanted if f"--{name}=" not in flags} or None
+    return {name: wanted[name] for name in wanted if not _is_given(name)} or None
 
 
 def hide_transfers() -> None:
@@ -98,9 +98,15 @@ def hide_transfers() -> None:
 
     A flag of the same name in LIBTPU_INIT_ARGS is left to act.
     """
-    flags, (name, value) = compiler_flags()["LIBTPU_INIT_ARGS"], _SLOW_LINK
-    if f"--{name}=" not in flags:
+    name, value = _SLOW_LINK
+    if not _is_given(name):
+        flags = compiler_flags()["LIBTPU_INIT_ARGS"]
         os.environ["LIBTPU_INIT_ARGS"] = f"{flags} --{name}={value}".strip()
+
+
+def _is_given(name: str) -> bool:
+    """Whether the user has a flag in LIBTPU_INIT_ARGS."""
+    return f"--{name}=" in compiler_flags()["LIBTPU_INIT_ARGS"]
 
 
 def compiler_flags() -> dict[str, str]:
