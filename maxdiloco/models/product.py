@@ -50,8 +50,11 @@ def _backward(equation, precision, float32_factors, factors, d_out):
     factors_in, out = equation.split("->")
     x_in, w_in = factors_in.split(",")
     dx = _product(f"{out},{w_in}->{x_in}", precision, float32_factors, d_out, w)
-    dw = _product(f"{x_in},{out}->{w_in}", precision, float32_factors, x, d_out)
-    return dx, dw
+    # XLA:CPU turns the left factor of a sum over tokens in memory: better the smaller one, and dw.
+    (left, a), (right, b) = sorted(((x_in, x), (out, d_out)), key=lambda factor: factor[1].size)
+    order = "".join(letter for letter in left + right if letter in w_in)
+    dw = _product(f"{left},{right}->{order}", precision, float32_factors, a, b)
+    return dx, jnp.einsum(f"{order}->{w_in}", dw)
 
 
 _product.defvjp(_forward, _backward)

@@ -1,5 +1,6 @@
 """Products of bfloat16 factors on a CPU: the same values, with float32 factors where faster."""
 
+import math
 import re
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ EQUATIONS = {
     "bld,df->blf": ((2, 8, 16), (16, 24)),
     "bld,dnh->blnh": ((2, 8, 16), (16, 2, 4)),
     "blnh,nhd->bld": ((2, 8, 2, 4), (2, 4, 16)),
+    "blf,fd->bld": ((2, 8, 24), (24, 16)),  # larger than the product
 }
 
 
@@ -75,6 +77,26 @@ def test_no_factor_becomes_float32(devices):
     assert dots_of_float32(wide=False)[0] > 0
 
 
+def sizes_of_a_weight_s_gradient(equation, wide):
+    """Numbers of the left and the right factor of the one sum over batch and length."""
+    x, w = factors(equation)
+    step = jax.jit(lambda x, w: value_and_gradients(equation, wide, x, w))
+    factor = r"tensor<(\S+)xbf16>"
+    over_tokens = rf"contracting_dims = \[0, 1\] x \[0, 1\].* : \({factor}, {factor}\)"
+    [shapes] = re.findall(over_tokens, step.lower(x, w).as_text())
+    return [math.prod(map(int, shape.split("x"))) for shape in shapes]
+
+
+def test_the_smaller_factor_of_a_weight_s_gradient_is_the_left_one():
+    """XLA:CPU turns the left one. Control: einsum's own gradients have a larger one there."""
+    ours, plain = (
+        [sizes_of_a_weight_s_gradient(equation, wide) for equation in EQUATIONS]
+        for wide in (True, False)
+    )
+    assert all(left <= right for left, right in ours)
+    assert any(left > right for left, right in plain)
+
+
 def test_every_factor_becomes_float32_where_that_is_faster(devices):
     assert dots_of_float32(wide=True, float32_factors=True) == (3, 3)
 
@@ -118,6 +140,7 @@ NAMES = {
     "bld,df->blf": ("embed", "mlp"),
     "bld,dnh->blnh": ("embed", "heads", "head_dim"),
     "blnh,nhd->bld": ("heads", "head_dim", "embed"),
+    "blf,fd->bld": ("mlp", "embed"),
 }
 
 
