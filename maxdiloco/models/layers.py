@@ -16,6 +16,7 @@ from maxdiloco.models.embedding import look_up
 from maxdiloco.models.product import product
 from maxdiloco.models.remat import ATTENTION_OUT, MLP_IN, NORM_FACTOR, QKV, keep
 from maxdiloco.models.rope import rotate
+from maxdiloco.models.spec import ModelSpec
 from maxdiloco.models.weights import names_of, residual_gain
 from maxdiloco.models.weights import weight as _weight
 from maxdiloco.parallel.sharding import constrain
@@ -166,10 +167,11 @@ class MLP(nnx.Module):
     def __call__(self, x_BLD):
         """[B, L, D] -> [B, L, D]."""
         spec = self.spec
-        up_BLF = activate_up(spec, self._project(x_BLD, self.w_up, "w_up_bias"))
-        if len(spec.mlp_activations) == 2:
-            up_BLF = activate_gate(spec, self._project(x_BLD, self.w_gate, "w_gate_bias")) * up_BLF
-        out_BLD = product("blf,fd->bld", up_BLF, self.w_out[...], spec, names_of(self.w_out))
+        gated = len(spec.mlp_activations) == 2
+        up_BLF = self._project(x_BLD, self.w_up, "w_up_bias")
+        gate_BLF = self._project(x_BLD, self.w_gate, "w_gate_bias") if gated else None
+        hidden_BLF = activated(spec, up_BLF, gate_BLF)
+        out_BLD = product("blf,fd->bld", hidden_BLF, self.w_out[...], spec, names_of(self.w_out))
         return out_BLD + self.w_out_bias[...].astype(out_BLD.dtype) if spec.mlp_bias else out_BLD
 
     def _project(self, x_BLD, w_DF, bias):
@@ -181,16 +183,23 @@ class MLP(nnx.Module):
         return hidden_BLF + vars(self)[bias][...].astype(hidden_BLF.dtype)
 
 
-def activate_up(spec, x):
-    """The activation of a plain layer, or of a gated layer's second factor."""
-    limit = spec.mlp_activations_limit
-    return ACTIVATIONS[spec.mlp_activations[-1]](jnp.clip(x, -limit, limit) if limit else x)
+def activated(spec: ModelSpec, up: jax.Array, gate: jax.Array | None = None) -> jax.Array:
+    """An MLP's hidden values, f(up) or, of a gated layer, f(gate) * g(up), in the type of up.
 
-
-def activate_gate(spec, x):
-    """The activation of a gated layer's first factor; a limit binds it from above alone."""
-    limit = spec.mlp_activations_limit
-    return ACTIVATIONS[spec.mlp_activations[0]](jnp.minimum(x, limit) if limit else x)
+    XLA:CPU rounds bfloat16 after every operation, in several instructions, so that it computes
+    them in float32 (spec.float32_products) and rounds once. A limit binds up from both sides and
+    the gate from above alone.
+    """
+    dtype, limit = up.dtype, spec.mlp_activations_limit
+    if spec.float32_products:
+        up, gate = (x if x is None else x.astype(f32) for x in (up, gate))
+    if limit:
+        up = jnp.clip(up, -limit, limit)
+    hidden = ACTIVATIONS[spec.mlp_activations[-1]](up)
+    if gate is not None:
+        gate = jnp.minimum(gate, limit) if limit else gate
+        hidden = ACTIVATIONS[spec.mlp_activations[0]](gate) * hidden
+    return hidden.astype(dtype)
 
 
 class DecoderLayer(nnx.Module):

@@ -12,7 +12,7 @@ from flax import nnx
 
 from maxdiloco.models import experts, router
 from maxdiloco.models.each_device import automatic_spec, on_each_device
-from maxdiloco.models.layers import MLP, activate_gate, activate_up
+from maxdiloco.models.layers import MLP, activated
 from maxdiloco.models.remat import MLP_IN, keep
 from maxdiloco.models.router import Usage
 from maxdiloco.models.weights import residual_gain, weight
@@ -177,7 +177,5 @@ def _logits(x_TD, w):
 
 def _hidden(spec, product):
     """The hidden values of tokens; product(name) is a token's product with its expert's matrix."""
-    up = activate_up(spec, keep(product("w_up"), MLP_IN))
-    if len(spec.mlp_activations) == 1:
-        return up
-    return activate_gate(spec, keep(product("w_gate"), MLP_IN)) * up
+    names = ("w_up", "w_gate")[: len(spec.mlp_activations)]
+    return activated(spec, *(keep(product(name), MLP_IN) for name in names))
