@@ -22,7 +22,9 @@ from maxdiloco.models.product import scattered_sum
 from maxdiloco.parallel.sharding import Rules, axes_of, constrain
 
 f32 = jnp.float32
-CHUNK_TOKENS = 1024  # logits of so many tokens exist on a device at once; ours, see benchmarks/
+# Logits of so many tokens exist on a device at once; ours, see benchmarks/README.md. Products of
+# bfloat16 are so fast on a CPU that what a chunk writes has to stay in the cache.
+CHUNK_TOKENS, CPU_BF16_CHUNK_TOKENS = 1024, 256
 TOKENS = ("batch", "length")  # what spreads groups of tokens over devices
 MIN_CHUNKS = 2  # for small batches too: the whole float32 [B, L, V] never exists
 
@@ -81,7 +83,7 @@ def token_losses(
         cross, z_loss, _ = _losses(logits_GSTV, targets_GST, counts_GST, head)
         return (sums[0] + cross, sums[1] + z_loss), None
 
-    chunks = _chunks((x_BLD, targets_BL, counts_BL), head.rules)
+    chunks = _chunks((x_BLD, targets_BL, counts_BL), head)
     (cross, z_loss), _ = jax.lax.scan(chunk, (f32(0), f32(0)), chunks)
     return cross + z_loss, (cross, z_loss)
 
@@ -89,7 +91,7 @@ def token_losses(
 def _forward(head, x_BLD, w, targets_BL, counts_BL):
     """The loss with its gradient as the residual."""
     w_compute = _gather(w.astype(_factor_type(x_BLD, head)), head)
-    chunks = _chunks((x_BLD, targets_BL, counts_BL), head.rules)
+    chunks = _chunks((x_BLD, targets_BL, counts_BL), head)
 
     def chunk(carry, inputs):
         cross_sum, z_sum, dw_G = carry
@@ -197,16 +199,18 @@ def batch_shards(rules: Rules) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def _chunks(arrays, rules):
+def _chunks(arrays, head):
     """Each [B, L, ...] as [C, G, S, T, ...], zeros (not counted) after the last token of a part.
 
     Only the length is divided, so that every chunk has tokens of every device's sequences.
     """
     B, L = arrays[0].shape[:2]
+    rules, fast = head.rules, head.float32_products and not head.float32_factors
     parts = length_shards(rules)
     shards = batch_shards(rules)
     G, L = shards if B % shards == 0 else 1, L // parts
-    num_chunks = max(MIN_CHUNKS, math.ceil(B // G * L / CHUNK_TOKENS))
+    chunk_tokens = CPU_BF16_CHUNK_TOKENS if fast else CHUNK_TOKENS
+    num_chunks = max(MIN_CHUNKS, math.ceil(B // G * L / chunk_tokens))
     T = math.ceil(L / min(num_chunks, L))
     C = math.ceil(L / T)
 
