@@ -40,7 +40,7 @@ from maxdiloco.models.transformer import count_parameters
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.job import set_up_cpu
 from maxdiloco.processes.output import aligned
-from maxdiloco.trainer import assemble, feeding, flops
+from maxdiloco.trainer import assemble, feeding, flops, remat_choice
 
 DEFAULTS = {
     "model_name": "peer25m",
@@ -171,11 +171,22 @@ def make_pair(label: str, cfg: Config, mesh: Mesh) -> tuple[Case, Case]:
             if name != "init":
                 compiles.append((seconds, compiled))
 
-        shape = assemble.batch_shape(trainer_cfg, mesh)
-        parts = assemble.assemble(
-            trainer_cfg, mesh, shape, total_steps=cfg.steps, on_compile=on_compile
+        def make(cfg, compiles=compiles, on_compile=on_compile):
+            compiles.clear()  # of a policy that remat_policy=auto did not take
+            shape = assemble.batch_shape(cfg, mesh)
+            return assemble.assemble(
+                cfg, mesh, shape, total_steps=cfg.steps, on_compile=on_compile
+            )
+
+        title = f"{name} {label}".strip()
+        trainer_cfg, parts = remat_choice.build(
+            trainer_cfg,
+            make,
+            mesh,
+            memory=remat_choice.device_memory(mesh),
+            say=lambda line, title=title: print(f"{title}: {line}", flush=True),
         )
-        cases.append(Case(f"{name} {label}".strip(), trainer_cfg, parts, compiles))
+        cases.append(Case(title, trainer_cfg, parts, compiles))
     data_parallel, diloco = cases
     steps = [diloco.parts.trainer.schedule.actions(t + 1) for t in range(WARM_UP + cfg.steps)]
     if any(actions != (Action(INNER),) for actions in steps):

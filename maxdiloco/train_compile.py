@@ -128,7 +128,7 @@ def _measured(cfg: Config, mesh: Any, chip: Any) -> tuple[Config, Any, Any]:
         return assemble.assemble(cfg, mesh, shape, total_steps=cfg.steps, on_compile=on_compile)
 
     memory = chip.hbm if chip else remat_choice.device_memory(mesh)
-    cfg, parts = remat_choice.build(cfg, make, memory=memory, say=_say)
+    cfg, parts = remat_choice.build(cfg, make, mesh, memory=memory, say=_say)
     dcn = mesh_lib.sizes_over_slices(cfg, list(mesh.devices.flat))
     state = parts.trainer.abstract_state
     restore = arrays.calls(state, on_compile=on_compile)

@@ -24,6 +24,7 @@ MIB = 2**20
 # (benchmarks/README.md).
 TRIED = tuple(policy for policy in POLICIES if policy != "none")
 LAST = TRIED[-1]
+ON_CPU = "save_context"  # the fastest by measurement (benchmarks/README.md), for little memory
 
 
 def device_memory(mesh: Mesh) -> int | None:
@@ -38,6 +39,7 @@ def device_memory(mesh: Mesh) -> int | None:
 def build(
     cfg: Config,
     make: Callable[[Config], Parts],
+    mesh: Mesh,
     *,
     memory: int | None,
     say: Callable[[str], None],
@@ -46,13 +48,16 @@ def build(
     """The config with a policy in place of auto, and its parts; all processes call it.
 
     make: config -> parts. memory: of device_memory. stored: the policy of the file of compiled
-    programs that the run starts from. The inner steps of the result are compiled;
-    with another value than auto nothing is. Nothing is refused: `full` is taken unseen.
+    programs that the run starts from. The inner steps of the result are compiled, but not where
+    auto is not the value or memory is None. Nothing is refused: `full` is taken unseen.
     """
     if cfg.remat_policy != AUTO:
         return cfg, make(cfg)
     if policy := stored:
         say(f"remat_policy=auto: {policy}, as in {cfg.compiled_trainstep_file}")
+    elif memory is None and mesh.devices.flat[0].platform == "cpu":
+        policy = ON_CPU
+        say(f"remat_policy=auto: {policy}, which is the fastest on a CPU")
     elif memory is None:
         policy = LAST
         say(f"remat_policy=auto: {policy}, since nothing says how much memory a device has")

@@ -296,7 +296,7 @@ def _build(
     memory = remat_choice.device_memory(mesh)
     path = cfg.compiled_trainstep_file
     stored = compiled_file.stored_keys(path)["remat_policy"] if path else ""
-    return remat_choice.build(cfg, make, memory=memory, say=say, stored=stored)
+    return remat_choice.build(cfg, make, mesh, memory=memory, say=say, stored=stored)
 
 
 def _compile(

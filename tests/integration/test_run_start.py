@@ -15,14 +15,14 @@ ONE_DEVICE = dict(dcn_diloco_parallelism=1, enable_checkpointing="false")
 
 
 def test_the_remedy_is_of_the_policy_that_was_chosen(tmp_path, monkeypatch, capsys):
-    """remat_policy=auto is `full` where nothing says how much memory a device has."""
+    """remat_policy=auto is `save_context` on a CPU."""
 
     def all_of(self, calls, *, room):
         raise ConfigError(room)
 
     monkeypatch.setattr(CompileLog, "all_of", all_of)
     keys = dict(enable_checkpointing="false", optimizer_memory_host_offload="true")
-    for policy, remedy in (("auto", ""), ("minimal", ", remat_policy=full")):
+    for policy, remedy in (("auto", ", remat_policy=full"), ("full", "")):
         assert run_tools.run(tmp_path, policy, remat_policy=policy, **keys) == 2
         assert capsys.readouterr().err == (
             "ConfigError: Use more devices in a slice, a smaller per_device_batch_size"

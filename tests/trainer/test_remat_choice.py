@@ -29,12 +29,17 @@ FLAGS = (
 def choose(devices):
     """memory -> (policy, line for the user, policies that were compiled)."""
 
-    def choose(memory, *argv, stored=""):
+    def choose(memory, *argv, stored="", mesh=None):
         cfg = config.load([*FLAGS, *argv], {})
         compiled, lines = [], []
         make = functools.partial(parts_of, compiled=compiled)
         chosen, parts = remat_choice.build(
-            cfg, make, memory=memory, say=lines.append, stored=stored
+            cfg,
+            make,
+            mesh or mesh_lib.build(cfg),
+            memory=memory,
+            say=lines.append,
+            stored=stored,
         )
         assert parts.model.spec.remat_policy == chosen.remat_policy
         return chosen.remat_policy, lines, list(dict.fromkeys(compiled))
@@ -86,9 +91,16 @@ def test_nothing_that_fits_is_full(choose):
 
 
 def test_memory_that_is_not_known_is_full_without_a_compile(choose):
-    policy, (line,), compiled = choose(None)
+    gpus = np.array([types.SimpleNamespace(platform="gpu")])
+    policy, (line,), compiled = choose(None, mesh=types.SimpleNamespace(devices=gpus))
     assert (policy, compiled) == ("full", [])
     assert line == "remat_policy=auto: full, since nothing says how much memory a device has"
+
+
+def test_a_cpu_takes_the_fastest_without_a_compile(choose):
+    policy, (line,), compiled = choose(None)
+    assert (policy, compiled) == ("save_context", [])
+    assert line == "remat_policy=auto: save_context, which is the fastest on a CPU"
 
 
 def test_a_file_of_programs_says_which(choose):
