@@ -161,33 +161,30 @@ def values_to_compare(compared: Sequence[str]) -> list[str]:
 
 
 def make_pair(label: str, cfg: Config, mesh: Mesh) -> tuple[Case, Case]:
-    """Data parallelism and DiLoCo with one config. Raises ConfigError if steps hold an exchange."""
-    cases = []
-    for name, enable in (("data parallel", False), ("DiLoCo", True)):
-        trainer_cfg = config.from_dict(cfg.as_dict() | {"enable_diloco": enable})
+    """Data parallelism and DiLoCo with one config. Raises ConfigError if steps hold an exchange.
+
+    remat_policy=auto is what DiLoCo takes, for both.
+    """
+    cases, policy = [], cfg.remat_policy
+    for name, enable in (("DiLoCo", True), ("data parallel", False)):
+        changes = {"enable_diloco": enable, "remat_policy": policy}
+        trainer_cfg = config.from_dict(cfg.as_dict() | changes)
         compiles = []
 
         def on_compile(name, seconds, compiled, compiles=compiles):
-            if name != "init":
+            if name in ("inner", "data parallel"):
                 compiles.append((seconds, compiled))
 
         def make(cfg, compiles=compiles, on_compile=on_compile):
-            compiles.clear()  # of a policy that remat_policy=auto did not take
+            compiles.clear()  # of a policy that was not taken
             shape = assemble.batch_shape(cfg, mesh)
-            return assemble.assemble(
-                cfg, mesh, shape, total_steps=cfg.steps, on_compile=on_compile
-            )
+            return assemble.assemble(cfg, mesh, shape, total_steps=cfg.steps, on_compile=on_compile)
 
-        title = f"{name} {label}".strip()
-        trainer_cfg, parts = remat_choice.build(
-            trainer_cfg,
-            make,
-            mesh,
-            memory=remat_choice.device_memory(mesh),
-            say=lambda line, title=title: print(f"{title}: {line}", flush=True),
-        )
-        cases.append(Case(title, trainer_cfg, parts, compiles))
-    data_parallel, diloco = cases
+        memory = remat_choice.device_memory(mesh)
+        trainer_cfg, parts = remat_choice.build(trainer_cfg, make, mesh, memory=memory, say=print)
+        cases.append(Case(f"{name} {label}".strip(), trainer_cfg, parts, compiles))
+        policy = trainer_cfg.remat_policy
+    diloco, data_parallel = cases
     steps = [diloco.parts.trainer.schedule.actions(t + 1) for t in range(WARM_UP + cfg.steps)]
     if any(actions != (Action(INNER),) for actions in steps):
         raise ConfigError(

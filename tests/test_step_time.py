@@ -90,6 +90,19 @@ def test_compared_values_become_configs(step_time):
     ]
 
 
+def test_both_trainers_take_the_policy_that_fits_diloco(step_time, monkeypatch, capsys, devices):
+    """A device of known memory: the compiled step is the one that counts, and compiled once."""
+    monkeypatch.setattr(step_time.remat_choice, "device_memory", lambda mesh: 2**40)
+    [(label, cfg)] = step_time.configs([*SMALL, "dcn_diloco_parallelism=1"])
+    assert cfg.remat_policy == "auto"
+    pair = step_time.make_pair(label, cfg, step_time.mesh_lib.build(cfg))
+    assert [case.cfg.remat_policy for case in pair] == ["minimal", "minimal"]
+    assert capsys.readouterr().out.count("remat_policy=auto: minimal; ") == 1
+    for case in pair:
+        step_time.warm_up(case, step_time.make_batch(case.cfg, case.parts))
+        assert len(case.compiles) == 1
+
+
 def test_flags_win_over_the_benchmark_s_defaults(step_time):
     [(_, cfg)] = step_time.configs(["dtype=float32"])
     assert (cfg.dtype, cfg.model_name, cfg.max_target_length) == ("float32", "peer25m", 512)

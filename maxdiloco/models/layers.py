@@ -191,12 +191,11 @@ def activated(spec: ModelSpec, up: jax.Array, gate: jax.Array | None = None) -> 
     the gate from above alone.
     """
     dtype, limit = up.dtype, spec.mlp_activations_limit
-    if spec.float32_products:
-        up, gate = (x if x is None else x.astype(f32) for x in (up, gate))
-    if limit:
-        up = jnp.clip(up, -limit, limit)
-    hidden = ACTIVATIONS[spec.mlp_activations[-1]](up)
+    wide = f32 if spec.float32_products else dtype
+    up = up.astype(wide)
+    hidden = ACTIVATIONS[spec.mlp_activations[-1]](jnp.clip(up, -limit, limit) if limit else up)
     if gate is not None:
+        gate = gate.astype(wide)
         gate = jnp.minimum(gate, limit) if limit else gate
         hidden = ACTIVATIONS[spec.mlp_activations[0]](gate) * hidden
     return hidden.astype(dtype)

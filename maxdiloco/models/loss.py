@@ -205,11 +205,12 @@ def _chunks(arrays, head):
     Only the length is divided, so that every chunk has tokens of every device's sequences.
     """
     B, L = arrays[0].shape[:2]
-    rules, fast = head.rules, head.float32_products and not head.float32_factors
+    rules, chunk_tokens = head.rules, CHUNK_TOKENS
+    if head.float32_products and not head.float32_factors:
+        chunk_tokens = CPU_BF16_CHUNK_TOKENS
     parts = length_shards(rules)
     shards = batch_shards(rules)
     G, L = shards if B % shards == 0 else 1, L // parts
-    chunk_tokens = CPU_BF16_CHUNK_TOKENS if fast else CHUNK_TOKENS
     num_chunks = max(MIN_CHUNKS, math.ceil(B // G * L / chunk_tokens))
     T = math.ceil(L / min(num_chunks, L))
     C = math.ceil(L / T)
