@@ -13,14 +13,14 @@ from maxdiloco.metrics.compiles import make_room
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.planning.choices import EXACT
 from maxdiloco.planning.rating import Step
-from maxdiloco.trainer import assemble
+from maxdiloco.trainer import assemble, remat_choice
 
 
 def plain_step(cfg: Config, *, gbps: float, say: Callable[[str], None]) -> Step:
     """Time and memory of the step without an exchange, the same in every mode.
 
-    Takes one compilation. Raises ConfigError where libtpu is missing and for a program that the
-    chip does not hold.
+    Takes one compilation, and one more for each policy of remat_policy=auto that does not fit the
+    chip. Raises ConfigError where libtpu is missing and for a program that the chip does not hold.
     """
     if cfg.jax_cache_dir:
         jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
@@ -29,13 +29,17 @@ def plain_step(cfg: Config, *, gbps: float, say: Callable[[str], None]) -> Step:
         cfg, topology.devices(cfg.compile_topology, cfg.compile_topology_num_slices)
     )
     chip = topology.chip(cfg.compile_topology)
-    parts = assemble.assemble(
-        cfg,
-        mesh,
-        assemble.batch_shape(cfg, mesh),
-        total_steps=max(1, cfg.steps),
-        on_compile=lambda name, seconds, _: say(f"compiled {name} in {seconds:.1f} s"),
-    )
+
+    def make(cfg: Config) -> assemble.Parts:
+        return assemble.assemble(
+            cfg,
+            mesh,
+            assemble.batch_shape(cfg, mesh),
+            total_steps=max(1, cfg.steps),
+            on_compile=lambda name, seconds, _: say(f"compiled {name} in {seconds:.1f} s"),
+        )
+
+    cfg, parts = remat_choice.build(cfg, make, mesh, memory=chip.hbm, say=say)
     dcn = mesh_lib.sizes_over_slices(cfg, list(mesh.devices.flat))
     (found,) = measure.measure(
         parts.trainer.calls(parts.batch)[:1],

@@ -228,12 +228,14 @@ def waited_by_the_plan(report, keys):
 
 def test_the_plan_compiles_the_plain_step_and_nothing_else(tmp_path, capfd):
     path = tmp_path / "plan.json"
-    argv = [f"{key}={value}" for key, value in KEYS.items() if key != "diloco_sync_period"]
+    own = ("diloco_sync_period", "remat_policy")
+    argv = [f"{key}={value}" for key, value in KEYS.items() if key not in own]
     assert plan.main([*argv, "dcn_bandwidth_gbps=0.02", f"report={path}"]) == 0
     said = capfd.readouterr().out
     assert [line.split()[1] for line in said.splitlines() if line.startswith("compiled ")] == [
         "inner"
     ]
+    assert "remat_policy=auto: minimal; the inner step needs " in said, "as a run chooses it"
     found = json.loads(path.read_text())
     assert 1e-5 < found["plain_step_seconds"] < 1
     # At least the state that the chip holds: 4 bytes a parameter in params, theta and momentum.
