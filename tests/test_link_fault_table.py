@@ -115,6 +115,7 @@ def two_hosts():
         yield made
 
 
+@pytest.mark.xdist_group("hosts")  # as in test_thin_link_hosts.py
 def test_a_cut_drops_only_its_direction_until_it_is_mended():
     """What arrives is what was sent in a direction that was not cut, in this order."""
     fault = Fault("cut", victim=1, receives=False)

@@ -18,6 +18,8 @@ from benchmarks.link import counters, hosts
 from benchmarks.link.hosts import DEVICE, ETC, NAMESPACES, PROGRAMS, Link
 from maxdiloco.errors import ConfigError
 
+pytestmark = pytest.mark.xdist_group("hosts")  # whoever makes hosts sweeps those of killed ones
+
 ROOT = pathlib.Path(__file__).parent.parent
 WAIT_S = 120
 QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
