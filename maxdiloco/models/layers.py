@@ -184,8 +184,9 @@ class MLP(nnx.Module):
 
 
 def activated(spec: ModelSpec, up: jax.Array, gate: jax.Array | None = None) -> jax.Array:
-    """An MLP's hidden values, f(up) or, of a gated layer, f(gate) * g(up), in the type of up.
+    """An MLP's hidden values [..., F], f(up) or, of a gated layer, f(gate) * g(up).
 
+    up, gate: [..., F], the products of the layer's input, in the type that is returned.
     XLA:CPU rounds bfloat16 after every operation, in several instructions, so that it computes
     them in float32 (spec.float32_products) and rounds once. A limit binds up from both sides and
     the gate from above alone.
