@@ -223,7 +223,7 @@ def test_a_compiled_step_too_big_for_the_chip_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(compiled.topology, "devices", lambda *_: jax.devices())
     monkeypatch.setattr(compiled.measure, "measure", lambda *_, **__: [too_big])
     argv = ("model_name=tiny", "compile_topology=v5e-4", "compile_topology_num_slices=2",
-            "num_slices=2", "dcn_bandwidth_gbps=1")  # fmt: skip
+            "num_slices=2", "dcn_bandwidth_gbps=1", "remat_policy=full")  # fmt: skip
     assert plan.main(argv) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error == (
