@@ -45,7 +45,8 @@ class ModelSpec:
     is the root of head_dim. embedding_multiplier: of the looked-up rows.
     attention: the kernel chosen, `dot_product`, `cudnn` or `splash`.
     rules: logical axis name -> mesh axes. float32_products, float32_factors, scattered_gradients:
-    see models/product.py. ragged_kernel: see models/ragged.py.
+    see models/product.py; the first, which is bfloat16 on a CPU, also layers.activated.
+    ragged_kernel: see models/ragged.py.
     """
 
     emb_dim: int

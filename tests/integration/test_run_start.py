@@ -22,7 +22,8 @@ def test_the_remedy_is_of_the_policy_that_was_chosen(tmp_path, monkeypatch, caps
 
     monkeypatch.setattr(CompileLog, "all_of", all_of)
     keys = dict(enable_checkpointing="false", optimizer_memory_host_offload="true")
-    for policy, remedy in (("auto", ", remat_policy=full"), ("full", "")):
+    to_full = ", remat_policy=full"
+    for policy, remedy in (("auto", to_full), ("minimal", to_full), ("full", "")):
         assert run_tools.run(tmp_path, policy, remat_policy=policy, **keys) == 2
         assert capsys.readouterr().err == (
             "ConfigError: Use more devices in a slice, a smaller per_device_batch_size"
