@@ -62,6 +62,9 @@ def test_a_mode_changed_before_the_first_exchange_is_as_if_it_had_always_been(
     tools.assert_equal_bits(theta(run, 12), before)
     assert any(np.any(x != before[name]) for name, x in theta(run, 15).items())
 
+    assert tools.run(tmp_path, "run", **longer, **begin, steps=16) == 0  # the same schedule since 9
+    assert "age of each fragment of theta [steps]: 4, 7 or more" in capfd.readouterr().out
+
 
 def test_the_same_text_by_another_path_resumes_and_other_text_in_its_place_does_not(
     text_run, tmp_path, capfd
