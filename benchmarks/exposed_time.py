@@ -104,8 +104,7 @@ def changed(cfg: config.Config, keys: dict[str, Any]) -> config.Config:
 
 
 def bound(cfg: config.Config, mesh: Any) -> assemble.Parts:
-    shape = assemble.batch_shape(cfg, mesh)
-    return assemble.assemble(cfg, mesh, shape, total_steps=cfg.steps, on_compile=_say)
+    return assemble.assemble(cfg, mesh, total_steps=cfg.steps, on_compile=_say)
 
 
 def _say(name: str, seconds: float, compiled: jax.stages.Compiled) -> None:

@@ -67,8 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
 def bound(cfg: config.Config, keys: dict[str, Any], mesh: Any) -> assemble.Parts:
     cfg = config.from_dict(cfg.as_dict() | keys)
-    shape = assemble.batch_shape(cfg, mesh)
-    return assemble.assemble(cfg, mesh, shape, total_steps=cfg.steps, on_compile=_say)
+    return assemble.assemble(cfg, mesh, total_steps=cfg.steps, on_compile=_say)
 
 
 def _say(name: str, seconds: float, compiled: jax.stages.Compiled) -> None:

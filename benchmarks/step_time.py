@@ -177,8 +177,7 @@ def make_pair(label: str, cfg: Config, mesh: Mesh) -> tuple[Case, Case]:
 
         def make(cfg, compiles=compiles, on_compile=on_compile):
             compiles.clear()  # of a policy that was not taken
-            shape = assemble.batch_shape(cfg, mesh)
-            return assemble.assemble(cfg, mesh, shape, total_steps=cfg.steps, on_compile=on_compile)
+            return assemble.assemble(cfg, mesh, total_steps=cfg.steps, on_compile=on_compile)
 
         memory = remat_choice.device_memory(mesh)
         trainer_cfg, parts = remat_choice.build(trainer_cfg, make, mesh, memory=memory, say=print)
@@ -314,8 +313,7 @@ def without_all_reduce(data_parallel: Case) -> Cost:
     if mesh.shape["diloco"] == 1:
         return cost(data_parallel.compiles[0][1])
     cfg, alone = data_parallel.cfg, Mesh(mesh.devices[:1], mesh.axis_names)
-    shape = assemble.batch_shape(cfg, alone)
-    parts = assemble.assemble(cfg, alone, shape, total_steps=cfg.steps, on_compile=say_nothing)
+    parts = assemble.assemble(cfg, alone, total_steps=cfg.steps, on_compile=say_nothing)
     state = parts.trainer.abstract_state
     return cost(parts.trainer.inner.lower(state.params, state.opt_state, parts.batch).compile())
 

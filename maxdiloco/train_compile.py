@@ -4,6 +4,7 @@ Takes the flags of maxdiloco.train. With compile_topology no accelerator is need
 Exit code 1 when the programs should not be run as they are, so that it can stand before a job.
 """
 
+import functools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -123,10 +124,9 @@ def _measured(cfg: Config, mesh: Any, chip: Any) -> tuple[Config, Any, Any]:
     def on_compile(name, seconds, compiled):
         _say(f"compiled {name} in {seconds:.1f} s")
 
-    def make(cfg):
-        shape = assemble.batch_shape(cfg, mesh)
-        return assemble.assemble(cfg, mesh, shape, total_steps=cfg.steps, on_compile=on_compile)
-
+    make = functools.partial(
+        assemble.assemble, mesh=mesh, total_steps=cfg.steps, on_compile=on_compile
+    )
     memory = chip.hbm if chip else remat_choice.device_memory(mesh)
     cfg, parts = remat_choice.build(cfg, make, mesh, memory=memory, say=_say)
     dcn = mesh_lib.sizes_over_slices(cfg, list(mesh.devices.flat))

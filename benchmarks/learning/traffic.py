@@ -25,13 +25,7 @@ def traffic(keys: Mapping[str, Any]) -> Traffic:
     """What the run with these keys sends; a mode without replicas sends the baseline."""
     cfg = config.load([f"{name}={value}" for name, value in keys.items()], {})
     mesh = mesh_lib.build(cfg)
-    parts = assemble.assemble(
-        cfg,
-        mesh,
-        assemble.batch_shape(cfg, mesh),
-        total_steps=cfg.steps,
-        on_compile=say_nothing,
-    )
+    parts = assemble.assemble(cfg, mesh, total_steps=cfg.steps, on_compile=say_nothing)
     count = count_parameters(parts.model)
     baseline = DATA_PARALLEL_BYTES * count * cfg.steps
     if not cfg.enable_diloco:

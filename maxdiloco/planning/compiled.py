@@ -1,5 +1,6 @@
 """The plain inner step of a job, compiled for slices that need not be there."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -30,15 +31,12 @@ def plain_step(cfg: Config, *, gbps: float, say: Callable[[str], None]) -> Step:
     )
     chip = topology.chip(cfg.compile_topology)
 
-    def make(cfg: Config) -> assemble.Parts:
-        return assemble.assemble(
-            cfg,
-            mesh,
-            assemble.batch_shape(cfg, mesh),
-            total_steps=max(1, cfg.steps),
-            on_compile=lambda name, seconds, _: say(f"compiled {name} in {seconds:.1f} s"),
-        )
-
+    make = functools.partial(
+        assemble.assemble,
+        mesh=mesh,
+        total_steps=max(1, cfg.steps),
+        on_compile=lambda name, seconds, _: say(f"compiled {name} in {seconds:.1f} s"),
+    )
     cfg, parts = remat_choice.build(cfg, make, mesh, memory=chip.hbm, say=say)
     dcn = mesh_lib.sizes_over_slices(cfg, list(mesh.devices.flat))
     (found,) = measure.measure(

@@ -78,7 +78,6 @@ class Parts(NamedTuple):
 def assemble(
     cfg: Config,
     mesh: Mesh,
-    shape: BatchShape,
     *,
     total_steps: int,
     on_compile: OnCompile,
@@ -86,9 +85,10 @@ def assemble(
 ) -> Parts:
     """Build model, optimizers and trainer on the mesh; nothing is allocated or compiled yet.
 
-    shape: of batch_shape. links: see needs_bulk. total_steps: of the learning-rate schedule, when
-    the config leaves it open. Raises ConfigError for a model that the devices cannot run.
+    links: see needs_bulk. total_steps: of the learning-rate schedule, when the config leaves it
+    open. Raises ConfigError for a model that the devices cannot run, and what batch_shape raises.
     """
+    shape = batch_shape(cfg, mesh)
     model = model_on_mesh.build(cfg, mesh)
     rules = model.spec.rules
     learning_rate = optimizer.learning_rate_schedule(cfg, total_steps)

@@ -46,7 +46,7 @@ from maxdiloco.trainer import (
     saved_programs,
     start,
 )
-from maxdiloco.trainer.assemble import BatchShape, Parts
+from maxdiloco.trainer.assemble import Parts
 from maxdiloco.trainer.recorder import Profile, Recorder
 
 Say = Callable[[str], None]
@@ -75,7 +75,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
     for line in [*notes, *_settings(cfg, mesh)]:
         say(line)
     if cfg.show_fragments:
-        return _show_fragments(cfg, mesh, shape, say)
+        return _show_fragments(cfg, mesh, say)
 
     # Data before the run's folder: bad data must not create one.
     name = cfg.run_name or f"run-{from_first_process(int(time.time()))}"
@@ -198,9 +198,9 @@ def _settings(cfg: Config, mesh: jax.sharding.Mesh) -> list[str]:
     ]
 
 
-def _show_fragments(cfg: Config, mesh: jax.sharding.Mesh, shape: BatchShape, say: Say) -> int:
+def _show_fragments(cfg: Config, mesh: jax.sharding.Mesh, say: Say) -> int:
     total = max(1, cfg.steps)
-    parts = assemble.assemble(cfg, mesh, shape, total_steps=total, on_compile=lambda *_: None)
+    parts = assemble.assemble(cfg, mesh, total_steps=total, on_compile=lambda *_: None)
     for line in parts.trainer.description().fragments:
         say(line)
     return 0
@@ -286,13 +286,9 @@ def _build(
     say: Say,
 ) -> tuple[Config, Parts]:
     """The config with remat_policy chosen, and the parts of a run of `total` steps."""
-
-    def make(cfg: Config) -> Parts:
-        shape = assemble.batch_shape(cfg, mesh)
-        return assemble.assemble(
-            cfg, mesh, shape, total_steps=total, on_compile=compiles, links=links
-        )
-
+    make = functools.partial(
+        assemble.assemble, mesh=mesh, total_steps=total, on_compile=compiles, links=links
+    )
     memory = remat_choice.device_memory(mesh)
     path = cfg.compiled_trainstep_file
     stored = compiled_file.stored_keys(path)["remat_policy"] if path else ""

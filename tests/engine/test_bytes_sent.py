@@ -98,8 +98,7 @@ def test_data_parallelism_sends_the_gradients_of_each_micro_batch_by_a_ring(slic
     keys |= dict(base_num_kv_heads=2, max_target_length=16, per_device_batch_size=2)
     cfg = config.load([f"{key}={value}" for key, value in keys.items()], {})
     mesh = mesh_lib.build(cfg)
-    shape = assemble.batch_shape(cfg, mesh)
-    parts = assemble.assemble(cfg, mesh, shape, total_steps=9, on_compile=lambda *_: None)
+    parts = assemble.assemble(cfg, mesh, total_steps=9, on_compile=lambda *_: None)
     ((program, args, *_),) = parts.trainer.calls(parts.batch)
     module = reader.read(program.compile(*args).as_text())
     found = [c for c in collectives.collectives(module, mesh.shape) if c.kind == "all-reduce"]

@@ -37,8 +37,7 @@ def parts_of(name):
     """The parts of a run with a model file; built once, since that takes the time."""
     cfg = config.load([f"model_name={name}", *FLAGS], {})
     mesh = mesh_lib.build(cfg)
-    shape = assemble.batch_shape(cfg, mesh)
-    return assemble.assemble(cfg, mesh, shape, total_steps=1, on_compile=lambda *_: None)
+    return assemble.assemble(cfg, mesh, total_steps=1, on_compile=lambda *_: None)
 
 
 def layout_of(name, P, k=1, M=2, **options):
@@ -240,8 +239,7 @@ def test_the_outer_state_lies_where_the_flag_says(memory):
     flags = [*FLAGS, "model_name=tiny", f"diloco_outer_memory={memory}"]
     cfg = config.load(flags, {})
     mesh = parts_of("tiny").mesh
-    shape = assemble.batch_shape(cfg, mesh)
-    parts = assemble.assemble(cfg, mesh, shape, total_steps=1, on_compile=lambda *_: None)
+    parts = assemble.assemble(cfg, mesh, total_steps=1, on_compile=lambda *_: None)
     state = parts.trainer.abstract_state
     outer = jax.tree.leaves((state.outer, state.outer_opt))
     assert {x.sharding.memory_kind == "pinned_host" for x in outer} == {memory == "pinned_host"}

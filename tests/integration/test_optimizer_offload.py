@@ -39,8 +39,7 @@ def test_the_state_lies_on_the_host_before_and_after_a_step_and_counts_there(dil
         keys = dict(enable_diloco=diloco, optimizer_memory_host_offload=offload)
         cfg = config.load(tools.arguments("unused", "unused", **keys), {})
         mesh = mesh_lib.build(cfg)
-        shape = assemble.batch_shape(cfg, mesh)
-        parts = assemble.assemble(cfg, mesh, shape, total_steps=1, on_compile=lambda *_: None)
+        parts = assemble.assemble(cfg, mesh, total_steps=1, on_compile=lambda *_: None)
         call = parts.trainer.calls(parts.batch)[0]
         state = assemble.initial_state(parts, 0)
         after = call.program(

@@ -35,8 +35,7 @@ def parts_of(*, devices=None, **keys):
     keys = dict(dataset_type="synthetic", eval_interval=10) | keys
     cfg = config.load([f"{key}={value}" for key, value in keys.items()], {})
     mesh = mesh_lib.build(cfg, devices)
-    shape = assemble.batch_shape(cfg, mesh)
-    return cfg, assemble.assemble(cfg, mesh, shape, total_steps=10, on_compile=lambda *_: None)
+    return cfg, assemble.assemble(cfg, mesh, total_steps=10, on_compile=lambda *_: None)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -45,8 +45,7 @@ def test_the_loss_of_a_replica_is_that_of_its_parameters_alone():
     """Each replica's parameters in the evaluation of theta give the same loss."""
     cfg = config.load([*SIZES, "num_diloco_replicas=2"], {})
     mesh = mesh_lib.build(cfg)
-    shape = assemble.batch_shape(cfg, mesh)
-    parts = assemble.assemble(cfg, mesh, shape, total_steps=4, on_compile=lambda *_: None)
+    parts = assemble.assemble(cfg, mesh, total_steps=4, on_compile=lambda *_: None)
     params = [parts.model.init(jax.random.key(seed)) for seed in (1, 2)]
     state = assemble.initial_state(parts, 0)
     state = type(state)(

@@ -49,9 +49,8 @@ def choose(devices):
 
 def parts_of(cfg, compiled):
     mesh = mesh_lib.build(cfg)
-    shape = assemble.batch_shape(cfg, mesh)
     on_compile = lambda *_: compiled.append(cfg.remat_policy)  # noqa: E731
-    return assemble.assemble(cfg, mesh, shape, total_steps=1, on_compile=on_compile)
+    return assemble.assemble(cfg, mesh, total_steps=1, on_compile=on_compile)
 
 
 @functools.cache
