@@ -30,7 +30,6 @@ def plain_step(cfg: Config, *, gbps: float, say: Callable[[str], None]) -> Step:
         cfg, topology.devices(cfg.compile_topology, cfg.compile_topology_num_slices)
     )
     chip = topology.chip(cfg.compile_topology)
-
     make = functools.partial(
         assemble.assemble,
         mesh=mesh,
