@@ -16,7 +16,7 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.models.dot_product import Queries, Softmax, dot_product
 from maxdiloco.models.each_device import on_each_device
 from maxdiloco.models.over_length import gathered_text, length_axes, part, positions
-from maxdiloco.models.remat import CONTEXT, keep
+from maxdiloco.models.remat import CONTEXT
 from maxdiloco.parallel.sharding import Rules
 
 SPLASH_BLOCK = 512  # tile of queries and keys, our choice from the kernel's power-of-two sizes
@@ -24,6 +24,8 @@ SPLASH_BLOCK = 512  # tile of queries and keys, our choice from the kernel's pow
 # comes before the kernel so, too, and the program takes 0.8 times as long (benchmarks/README.md).
 SPLASH_LAYOUT = "SEQ_MINOR"  # a QKVLayout of the kernel
 SPLASH_LANES = 128  # tiles are multiples of a TPU vector register's lanes
+TRITON_ROWS = 16  # tiles are multiples of what a GPU's matrix units take
+TRITON_HEAD_DIM = 256  # the accumulators of wider heads have no room in a GPU's registers
 
 
 def choose_kernel(
@@ -33,11 +35,9 @@ def choose_kernel(
     head_dim: int,
     length: int,
     dtype: DTypeLike,
-    soft_cap: float,
-    sink: bool = False,
     shards: int = 1,
 ) -> str:
-    """The kernel for a backend: `dot_product`, `cudnn` or `splash`.
+    """The kernel for a backend: `dot_product`, `triton` or `splash`.
 
     attention: `dot_product`; `flash`, the backend's fused kernel or an error; `autoselected`, the
     fused kernel where it can compute this model and dot_product elsewhere.
@@ -46,9 +46,9 @@ def choose_kernel(
     """
     if attention == "dot_product":
         return "dot_product"
-    kernel = {"gpu": "cudnn", "tpu": "splash"}.get(backend)
+    kernel = {"gpu": "triton", "tpu": "splash"}.get(backend)
     dtype = jnp.dtype(dtype)
-    obstacle = _obstacle(kernel, backend, head_dim, length, dtype, soft_cap, sink, shards)
+    obstacle = _obstacle(kernel, backend, head_dim, length, dtype, shards)
     if obstacle is None:
         return kernel
     if attention == "flash":
@@ -56,7 +56,7 @@ def choose_kernel(
     return "dot_product"
 
 
-def _obstacle(kernel, backend, head_dim, length, dtype, soft_cap, sink, shards) -> str | None:
+def _obstacle(kernel, backend, head_dim, length, dtype, shards) -> str | None:
     """Why the kernel cannot compute this model; None when it can."""
     if kernel is None:
         return f"the {backend} backend has no fused attention"
@@ -70,17 +70,13 @@ def _obstacle(kernel, backend, head_dim, length, dtype, soft_cap, sink, shards) 
             )
         return None
     if shards > 1:
-        return f"context parallelism {shards} spreads a sequence over devices (cuDNN)"
+        return f"context parallelism {shards} spreads a sequence over devices (Triton on GPU)"
     if dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
-        return f"dtype={dtype} is not bfloat16 or float16 (cuDNN)"
-    if head_dim % 8 or head_dim > 128:
-        return f"head_dim={head_dim} is not a multiple of 8 up to 128 (cuDNN)"
-    if length % 2:
-        return f"max_target_length={length} is odd (cuDNN)"
-    if soft_cap:
-        return f"attn_logits_soft_cap={soft_cap} is not 0 (cuDNN)"
-    if sink:
-        return "attention_sink=true has no place in its softmax (cuDNN)"
+        return f"dtype={dtype} is not bfloat16 or float16 (Triton on GPU)"
+    if head_dim > TRITON_HEAD_DIM:
+        return f"head_dim={head_dim} is above {TRITON_HEAD_DIM} (Triton on GPU)"
+    if length % TRITON_ROWS:
+        return f"max_target_length={length} is not a multiple of {TRITON_ROWS} (Triton on GPU)"
     return None
 
 
@@ -115,7 +111,9 @@ def attend(
     elif kernel == "splash":
         local = functools.partial(splash, soft_cap=soft_cap, window=window, divisor=divisor)
     else:
-        local = functools.partial(cudnn, (window, divisor))
+        from maxdiloco.models import triton
+
+        local = functools.partial(triton.attend, softmax_config, False)
     if axes:
         local = _with_all_keys(local, axes)
     q_names, kv_names = (("batch", "length", heads, None) for heads in ("heads_act", "kv_act"))
@@ -216,69 +214,3 @@ def _shard_of(kernel, shard, shards):
         return jax.lax.dynamic_slice_in_dim(table, shard * size, size, dim)
 
     return jax.tree.map(rows, kernel)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def cudnn(options, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL):
-    """cuDNN's fused attention through jax.nn, half precision. options: (window, divisor).
-
-    The backward pass runs the forward kernel once more: the kernel's own residuals cannot pass
-    the batching below. jax 0.10's rule for vmap over a masked kernel wants the mask once per
-    head; here a vmap over replicas makes the batch longer instead.
-    """
-    return keep(_cudnn_forward(options)(q_BLNH, k_BLKH, v_BLKH, segment_ids_BL), CONTEXT)
-
-
-def _cudnn_fwd(options, q, k, v, segment_ids):
-    return cudnn(options, q, k, v, segment_ids), (q, k, v, segment_ids)
-
-
-def _cudnn_bwd(options, residuals, d_context):
-    return (*_cudnn_backward(options)(*residuals, d_context), None)
-
-
-cudnn.defvjp(_cudnn_fwd, _cudnn_bwd)
-
-
-def _cudnn_plain(options, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL):
-    window, divisor = options
-    same_B1LS = segment_ids_BL[:, None, :, None] == segment_ids_BL[:, None, None, :]
-    return jax.nn.dot_product_attention(
-        q_BLNH,
-        k_BLKH,
-        v_BLKH,
-        mask=same_B1LS,
-        scale=None if divisor is None else 1 / divisor,
-        is_causal=True,
-        local_window_size=(window - 1, 0) if window else None,
-        implementation="cudnn",
-    )
-
-
-def _cudnn_forward(options):
-    return vmap_joins_batch(functools.partial(_cudnn_plain, options))
-
-
-def _cudnn_backward(options):
-    def backward(q, k, v, segment_ids, d_context):
-        _, pull = jax.vjp(lambda q, k, v: _cudnn_plain(options, q, k, v, segment_ids), q, k, v)
-        return pull(d_context)
-
-    return vmap_joins_batch(backward)
-
-
-def vmap_joins_batch(fn):
-    """fn over arrays [B, ...]; a vmap over it calls fn once with [R * B, ...]."""
-    wrapped = jax.custom_batching.custom_vmap(fn)
-
-    @wrapped.def_vmap
-    def _(size, in_batched, *args):
-        full = [
-            x if batched else jnp.broadcast_to(x[None], (size, *x.shape))
-            for x, batched in zip(args, in_batched, strict=True)
-        ]
-        out = wrapped(*(x.reshape(-1, *x.shape[2:]) for x in full))
-        out = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out)
-        return out, jax.tree.map(lambda _: True, out)
-
-    return wrapped

@@ -134,7 +134,9 @@ def _backward(softmax_config, residuals, d_BLNH):
     dq_BLNH = _by_head(jnp.concatenate(dq, axis=3)).astype(q_BLNH.dtype)
     dk_BLKH = dkT_BKHS.transpose(0, 3, 1, 2).astype(k_BLKH.dtype)
     dv_BLKH = dvT_BKHS.transpose(0, 3, 1, 2).astype(v_BLKH.dtype)
-    return dq_BLNH, dk_BLKH, dv_BLKH, None, _d_sinks(sinks_N, mean_BKGL1, lse_BKGL1), None
+    rows = B, -1, q_BLNH.shape[1]
+    d_sinks_N = d_sinks(sinks_N, mean_BKGL1.reshape(rows), lse_BKGL1.reshape(rows))
+    return dq_BLNH, dk_BLKH, dv_BLKH, None, d_sinks_N, None
 
 
 dot_product.defvjp(_forward, _backward)
@@ -205,13 +207,15 @@ def _sinks(sinks_N, num_kv_heads):
     return sinks_N.astype(f32).reshape(num_kv_heads, -1, 1, 1)
 
 
-def _d_sinks(sinks_N, mean_BKGL1, lse_BKGL1):
-    """A sink's weight has the value 0, so its gradient is minus that of the others' mean."""
+def d_sinks(sinks_N: jax.Array | None, mean_BNL: jax.Array, lse_BNL: jax.Array) -> jax.Array | None:
+    """A sink's weight has the value 0, so its gradient is minus that of the others' mean.
+
+    mean: of the weights' gradients, under the weights. lse: log normalisers, with the sink.
+    """
     if sinks_N is None:
         return None
-    weights_BKGL1 = jnp.exp(_sinks(sinks_N, lse_BKGL1.shape[1]) - lse_BKGL1)
-    d_KG = -jnp.sum(weights_BKGL1 * mean_BKGL1, axis=(0, 3, 4))
-    return d_KG.reshape(sinks_N.shape).astype(sinks_N.dtype)
+    weights_BNL = jnp.exp(sinks_N.astype(f32)[:, None] - lse_BNL)
+    return -jnp.sum(weights_BNL * mean_BNL, axis=(0, 2)).astype(sinks_N.dtype)
 
 
 def _matmul(softmax_config, equation, x, y):

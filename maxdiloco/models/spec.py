@@ -43,7 +43,7 @@ class ModelSpec:
     n_routing_groups and topk_routing_group: -1 is off. See models/moe.py and models/router.py.
     pattern: the kinds of the layers, repeated over them. query_divisor: of attention logits; None
     is the root of head_dim. embedding_multiplier: of the looked-up rows.
-    attention: the kernel chosen, `dot_product`, `cudnn` or `splash`.
+    attention: the kernel chosen, `dot_product`, `triton` or `splash`.
     rules: logical axis name -> mesh axes. float32_products, float32_factors, scattered_gradients:
     see models/product.py; the first, which is bfloat16 on a CPU, also layers.activated.
     ragged_kernel: see models/ragged.py.
@@ -174,8 +174,6 @@ def _kernel(cfg, backend, dtype, length_shards):
         head_dim=cfg.head_dim,
         length=cfg.max_target_length,
         dtype=dtype,
-        soft_cap=cfg.attn_logits_soft_cap,
-        sink=cfg.attention_sink,
         shards=length_shards,
     )
 

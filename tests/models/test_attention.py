@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import jax
 import jax.extend
@@ -11,35 +12,34 @@ import pytest
 import tiny_model
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.models import attention, dot_product
+from maxdiloco.models import attention, dot_product, remat, triton, triton_kernels
 from maxdiloco.models.dot_product import Softmax
 from maxdiloco.parallel.replicas import map_fn
 from maxdiloco.parallel.sharding import DEFAULT_RULES
 
 # B sequences  L queries  S keys  N query heads  K key/value heads  H head dim
 
-FITS = dict(head_dim=64, length=1024, dtype=jnp.bfloat16, soft_cap=0.0)
+FITS = dict(head_dim=64, length=1024, dtype=jnp.bfloat16)
 
 
 @pytest.mark.parametrize(
     ("wanted", "backend", "changes", "kernel"),
     [
         ("autoselected", "cpu", {}, "dot_product"),
-        ("autoselected", "gpu", {}, "cudnn"),
+        ("autoselected", "gpu", {}, "triton"),
         ("autoselected", "tpu", {}, "splash"),
-        ("flash", "gpu", {}, "cudnn"),
+        ("flash", "gpu", {}, "triton"),
         ("flash", "tpu", {}, "splash"),
         ("dot_product", "gpu", {}, "dot_product"),
         ("dot_product", "tpu", {}, "dot_product"),
         ("autoselected", "gpu", dict(dtype=jnp.float32), "dot_product"),
-        ("autoselected", "gpu", dict(head_dim=12), "dot_product"),
-        ("autoselected", "gpu", dict(head_dim=256), "dot_product"),
-        ("autoselected", "gpu", dict(soft_cap=50.0), "dot_product"),
-        ("autoselected", "gpu", dict(length=1023), "dot_product"),
-        ("autoselected", "gpu", dict(sink=True), "dot_product"),
-        ("autoselected", "tpu", dict(sink=True), "splash"),
+        ("autoselected", "gpu", dict(head_dim=12), "triton"),
+        ("autoselected", "gpu", dict(head_dim=256), "triton"),
+        ("autoselected", "gpu", dict(head_dim=257), "dot_product"),
+        ("autoselected", "gpu", dict(length=1000), "dot_product"),
+        ("autoselected", "gpu", dict(shards=2), "dot_product"),
         ("autoselected", "tpu", dict(length=1000), "dot_product"),
-        ("autoselected", "tpu", dict(soft_cap=50.0, dtype=jnp.float32), "splash"),
+        ("autoselected", "tpu", dict(dtype=jnp.float32), "splash"),
     ],
 )
 def test_kernel_follows_backend_and_model(wanted, backend, changes, kernel):
@@ -51,10 +51,9 @@ def test_kernel_follows_backend_and_model(wanted, backend, changes, kernel):
     [
         ("cpu", {}, "the cpu backend has no fused attention"),
         ("gpu", dict(dtype=jnp.float32), "dtype=float32 is not bfloat16 or float16"),
-        ("gpu", dict(head_dim=12), "head_dim=12 is not a multiple of 8 up to 128"),
-        ("gpu", dict(soft_cap=50.0), "attn_logits_soft_cap=50.0 is not 0"),
-        ("gpu", dict(length=1023), "max_target_length=1023 is odd"),
-        ("gpu", dict(sink=True), "attention_sink=true has no place in its softmax"),
+        ("gpu", dict(head_dim=320), "head_dim=320 is above 256"),
+        ("gpu", dict(length=1000), "max_target_length=1000 is not a multiple of 16"),
+        ("gpu", dict(shards=2), "context parallelism 2 spreads a sequence over devices"),
         ("tpu", dict(length=1000), "max_target_length=1000 is not a multiple of 128"),
     ],
 )
@@ -179,15 +178,24 @@ def test_splash_computes_plain_attention(window, soft_cap, divisor, sink):
     )
 
 
+def kernels(jaxpr):
+    """The calls of Pallas kernels in a program."""
+    found = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            found.append(eqn)
+        else:
+            for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+                found += kernels(inner)
+    return found
+
+
 def kernel_inputs(jaxpr):
     """Of each Pallas kernel of a program, by name: the shapes of its floating arguments."""
     found = {}
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "pallas_call":
-            arrays = [v.aval for v in eqn.invars if jnp.issubdtype(v.aval.dtype, jnp.floating)]
-            found[eqn.params["name"]] = [x.shape for x in arrays]
-        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-            found |= kernel_inputs(inner)
+    for eqn in kernels(jaxpr):
+        arrays = [v.aval for v in eqn.invars if jnp.issubdtype(v.aval.dtype, jnp.floating)]
+        found[eqn.params["name"]] = [x.shape for x in arrays]
     return found
 
 
@@ -206,20 +214,28 @@ def test_queries_keys_and_values_reach_splash_with_tokens_in_the_lanes(layout, m
         assert shapes[:3] == [(2, 4, *last), (2, 2, *last), (2, 2, *last)]
 
 
-def test_a_kernel_gets_each_device_its_sequences_and_heads(devices, monkeypatch):
-    """Splash under the map over replicas and a vmap, sequences over fsdp and heads over tensor."""
+@pytest.mark.parametrize(("name", "module"), [("splash", attention), ("triton", triton)])
+def test_a_kernel_gets_each_device_its_sequences_and_heads(name, module, devices, monkeypatch):
+    """Under the map over replicas and a vmap, sequences over fsdp and heads over tensor."""
     mesh = tiny_model.mesh_of(devices, diloco=2, fsdp=2, tensor=2)
-    kernel, shapes = attention.splash, set()
+    function = {"splash": "splash", "triton": "attend"}[name]
+    kernel, shapes = getattr(module, function), set()
 
     def interpreted(*args, **kwargs):
-        shapes.add(tuple(x.shape for x in args))
-        return kernel(*args, **kwargs, interpret=True)
+        if name == "triton":
+            softmax_config, interpret, *args = args
+            assert not interpret
+            args = (softmax_config, True, *args)
+        else:
+            kwargs["interpret"] = True
+        shapes.add(tuple(x.shape for x in args if isinstance(x, jax.Array)))
+        return kernel(*args, **kwargs)
 
-    monkeypatch.setattr(attention, "splash", interpreted)
+    monkeypatch.setattr(module, function, interpreted)
 
     def attend(*args):
         options = dict(soft_cap=0.0, window=0, rules=DEFAULT_RULES, precision="default")
-        return attention.attend("splash", *args, **options)
+        return attention.attend(name, *args, **options)
 
     M = 4
     inputs_of = lambda m: (*inputs(128, seed=m), sinks() * (m + 1))  # noqa: E731
@@ -230,42 +246,103 @@ def test_a_kernel_gets_each_device_its_sequences_and_heads(devices, monkeypatch)
     assert shapes == {((1, 128, 2, 8), (1, 128, 1, 8), (1, 128, 1, 8), (1, 128), (2,))}
 
 
-def test_vmap_makes_the_batch_longer():
-    """A vmap over R, one argument shared by all, calls the function once with R * B rows."""
-    calls = []
+@pytest.mark.parametrize(
+    ("L", "one_document", "changes"),
+    [
+        (256, False, {}),
+        (512, True, {}),  # blocks that need no mask
+        (512, True, dict(window=300)),
+        (256, False, dict(window=20, soft_cap=0.7)),
+        (208, False, dict(divisor=2.5, sink=True, value_dim=8)),  # blocks of 16
+        (16, False, dict(head_dim=24)),  # arrays of 32 that are filled up
+    ],
+)
+def test_triton_computes_plain_attention(L, one_document, changes):
+    """The kernels, interpreted; grouped queries. Values of another size than keys, as latent
+    attention has them, and a sink in one case."""
+    changes = dict(soft_cap=0.0, window=0, precision="default") | changes
+    q, k, v, segments = inputs(L, H=changes.pop("head_dim", 16))
+    v = v[..., : changes.pop("value_dim", v.shape[-1])]
+    more = (sinks(),) if changes.pop("sink", False) else ()
+    args = (q, k, v, np.ones_like(segments) if one_document else segments, *more)
+    softmax_config = Softmax(**changes)
+    kernel = functools.partial(triton.attend, softmax_config, True)
+    plain = functools.partial(naive, softmax_config)
+    tiny_model.assert_close(
+        tiny_model.compiled(with_gradient(kernel))(*args),
+        tiny_model.compiled(with_gradient(plain))(*args),
+        atol=2e-5,
+    )
 
-    def fn(x_BD, y_BD):
-        calls.append(x_BD.shape)
-        return x_BD.sum(-1) - y_BD.sum(-1)
 
-    x_RBD, y_BD = np.arange(24.0).reshape(3, 2, 4), np.arange(8.0).reshape(2, 4)
-    out_RB = jax.vmap(attention.vmap_joins_batch(fn), in_axes=(0, None))(x_RBD, y_BD)
-    np.testing.assert_allclose(out_RB, x_RBD.sum(-1) - y_BD.sum(-1))
-    assert (6, 4) in calls
-
-
-@pytest.fixture
-def without_cudnn(monkeypatch):
-    """jax.nn's attention in place of the kernel, which needs a GPU: what is around it stays."""
-    plain = jax.nn.dot_product_attention
-    seen = []
-
-    def stand_in(*args, implementation, **kwargs):
-        seen.append((implementation, args[0].shape, kwargs["mask"].shape))
-        return plain(*args, implementation="xla", **kwargs)
-
-    monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
-    return seen
+@pytest.mark.parametrize(
+    ("window", "first", "last"),
+    [
+        (0, [0, 0, 0, 3, 3, 5], [2, 2, 2, 4, 4, 5]),
+        (2, [0, 0, 1, 3, 3, 5], [1, 2, 2, 4, 4, 5]),
+    ],
+)
+def test_a_query_sees_its_document_and_window(window, first, last):
+    """Documents of three, two and one tokens."""
+    found = triton.reach(jnp.array([[7, 7, 7, 1, 1, 2]]), window)
+    np.testing.assert_array_equal(found.first_BL, [first])
+    np.testing.assert_array_equal(found.last_BL, [last])
 
 
-@pytest.mark.parametrize(("window", "divisor"), [(0, None), (5, 1.5)])
-def test_around_cudnn_masks_window_scale_and_vmap_are_right(window, divisor, without_cudnn):
-    """Against plain attention, for one replica and for a vmap over three."""
-    args = [np.stack(x) for x in zip(*(inputs(16, seed=m) for m in range(3)), strict=True)]
-    kernel = with_gradient(functools.partial(attention.cudnn, (window, divisor)))
-    plain = with_gradient(functools.partial(naive, Softmax(0.0, window, "default", divisor)))
-    expected = tiny_model.compiled(jax.vmap(plain))(*args)
-    tiny_model.assert_close(tiny_model.compiled(jax.vmap(kernel))(*args), expected, atol=2e-5)
-    assert {(name, q) for name, q, _ in without_cudnn if q[0] == 6} == {("cudnn", (6, 16, 4, 8))}
-    one, first = jax.tree.map(lambda x: x[0], (args, expected))
-    tiny_model.assert_close(tiny_model.compiled(kernel)(*one), first, atol=2e-5)
+@pytest.mark.parametrize("direction", ["keys of an earlier document", "queries of a later one"])
+def test_triton_leaves_out_blocks_of_other_documents(direction):
+    """0 * NaN is NaN, so a block of NaN that were met would show in the other document: its
+    result, or the gradients of its keys. The control: in its own document it does."""
+    L, cut = 512, 256
+    q, k, v, segments = inputs(L, B=1, H=16)
+    segments = (np.arange(L)[None] >= cut).astype(np.int32)
+    kernel = functools.partial(triton.attend, Softmax(0.0, 0, "default"), True)
+    run = tiny_model.compiled(with_gradient(kernel))
+    if direction == "keys of an earlier document":
+        k, v, poisoned = k.copy(), v.copy(), slice(0, cut)
+        k[:, poisoned] = v[:, poisoned] = np.nan
+        (dq, _, _), out = run(q, k, v, segments)
+        results = (out, dq)
+    else:
+        q, poisoned = q.copy(), slice(cut, L)
+        q[:, poisoned] = np.nan
+        (_, dk, dv), _ = run(q, k, v, segments)
+        results = (dk, dv)
+    clean = np.ones(L, bool)
+    clean[poisoned] = False
+    for x in results:
+        assert np.isfinite(x[:, clean]).all()
+        assert np.isnan(x[:, ~clean]).any()
+
+
+def test_triton_has_no_array_of_queries_by_keys():
+    """The largest array of the program is of the size of q; the control: dot_product's weights."""
+    q, k, v, segments = inputs(2048, B=1, N=2, K=2, H=16)
+
+    def largest(fn):
+        jaxpr = jax.make_jaxpr(with_gradient(fn))(q, k, v, segments).jaxpr
+        return max(v.aval.size for eqn in jaxpr.eqns for v in eqn.outvars)
+
+    softmax_config = Softmax(0.0, 0, "default")
+    assert largest(functools.partial(triton.attend, softmax_config, True)) == q.size
+    plain = functools.partial(naive, softmax_config)
+    assert largest(plain) >= 2048 * 2048
+
+
+@pytest.mark.parametrize(("policy", "again"), [("save_context", False), ("full", True)])
+def test_a_kept_context_spares_triton_a_second_forward_pass(policy, again):
+    """In the compiled program, where what nobody uses is gone."""
+    softmax_config = Softmax(0.0, 0, "default")
+    layer = remat.checkpointed(functools.partial(triton.attend, softmax_config, True), policy)
+    text = jax.jit(with_gradient(layer)).lower(*inputs(16)).compile().as_text()
+    assert bool(re.search(r"rematted_computation/[^\"]*attention_forward", text)) == again
+    assert "attention_d_queries" in text
+
+
+@pytest.mark.parametrize("kernel", ["forward", "d_queries", "d_keys_values"])
+def test_tiles_divide_the_sequence(kernel):
+    for head_dim in (16, 64, 128, 192, 256):
+        for length in (16, 48, 208, 1024, 2048):
+            sizes = triton_kernels.tiles(kernel, head_dim, length)
+            assert length % sizes.own == 0 and length % sizes.other == 0
+            assert min(sizes.own, sizes.other) >= 16
