@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from maxdiloco.aot import gpus
 from maxdiloco.command_line import end_with, guarded
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, config, help
@@ -46,6 +47,11 @@ def main(argv: Sequence[str]) -> int:
     cfg = config.load(options.keys, os.environ)
     given = given_keys(options.keys, os.environ)
     link = _link(options, given)
+    if "step_time" not in options.numbers and gpus.kind_of(cfg.compile_topology):
+        raise ConfigError(
+            f"step_time is not given, and for GPUs as compile_topology={cfg.compile_topology} the "
+            f"compiler estimates no time. Give step_time=0.8 (seconds), measured on one of them."
+        )
     if not cfg.compile_topology and "step_time" not in options.numbers:
         raise ConfigError(
             "step_time is not given and compile_topology is empty, so the time of a step is "

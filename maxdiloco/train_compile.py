@@ -1,6 +1,7 @@
 """Compile a run ahead of time and say what crosses slices: `python -m maxdiloco.train_compile`.
 
-Takes the flags of maxdiloco.train. With compile_topology no accelerator is needed, only libtpu.
+Takes the flags of maxdiloco.train. With compile_topology no accelerator is needed, only libtpu or
+JAX's plugin for CUDA.
 Exit code 1 when the programs should not be run as they are, so that it can stand before a job.
 """
 
@@ -40,7 +41,7 @@ def _compile(cfg: Config) -> int:
     for key in ("compiled_trainstep_file", "report"):
         if path := cfg.as_dict()[key]:
             compiled_file.check_place(key, path)
-    mesh, chip = _devices(cfg)
+    cfg, mesh, chip = _devices(cfg)
     cfg = config.with_replicas(cfg, assemble.batch_shape(cfg, mesh).num_replicas)
     for line in config.describe_differences(cfg):
         _say(line)
@@ -86,20 +87,28 @@ def _say(line: str) -> None:
     say(one_line(line))
 
 
-def _devices(cfg: Config) -> tuple[Any, Any]:
-    """The mesh to compile for, and the chip of its TPU devices; None for other devices."""
+def _devices(cfg: Config) -> tuple[Config, Any, Any]:
+    """The config with its slices, the mesh to compile for, and the chip of compile_topology.
+
+    The chip is None for devices of this machine.
+    """
     import jax
 
-    from maxdiloco.aot import topology
+    from maxdiloco.aot import target, topology
     from maxdiloco.parallel import mesh as mesh_lib
 
     if cfg.jax_cache_dir:
         jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
     if cfg.compile_topology:
-        jax.config.update("jax_platforms", "cpu")  # nothing here runs; other backends may be absent
-        mesh_lib.tell_libtpu(cfg)
-        devices = topology.devices(cfg.compile_topology, cfg.compile_topology_num_slices)
-        return mesh_lib.build(cfg, devices), topology.chip(cfg.compile_topology)
+        if not topology.is_gpu(cfg.compile_topology):
+            mesh_lib.tell_libtpu(cfg)
+        elif cfg.compiled_trainstep_file:
+            raise ConfigError(
+                f"compiled_trainstep_file={cfg.compiled_trainstep_file} cannot be made for "
+                f"compile_topology={cfg.compile_topology}: without a GPU the compiler cannot try "
+                f"which kernels are fast. Make it on the GPUs, with compile_topology empty."
+            )
+        return target.of(cfg)
     mesh_lib.choose_platform(cfg)
     mesh_lib.emulate_devices(cfg, num_processes=1)
     mesh = mesh_lib.build(cfg)
@@ -108,7 +117,7 @@ def _devices(cfg: Config) -> tuple[Any, Any]:
             "compile_topology is empty, but the devices of this machine are TPUs. Name them, as "
             "compile_topology=v5e-16."
         )
-    return mesh, None
+    return cfg, mesh, None
 
 
 def _measured(cfg: Config, mesh: Any, chip: Any) -> tuple[Config, Any, Any]:
@@ -137,7 +146,7 @@ def _measured(cfg: Config, mesh: Any, chip: Any) -> tuple[Config, Any, Any]:
         [*assemble.calls(cfg, parts), *restore],
         state,
         mesh_tiers=tiers,
-        link=chip and Link.of(chip, cfg.dcn_bandwidth_gbps),
+        link=Link.of(chip, cfg.dcn_bandwidth_gbps) if chip and chip.timed else None,
         say=_say,
     )
     slices = mesh_lib.count_slices(cfg, list(mesh.devices.flat))
@@ -152,7 +161,20 @@ def _measured(cfg: Config, mesh: Any, chip: Any) -> tuple[Config, Any, Any]:
         flags=chips.compiler_flags(),
         job=_job(cfg, parts, mesh, tiers.ici),
         devices_per_host=topology.devices_per_host(cfg.compile_topology) if chip else 0,
+        by_hosts=_by_hosts(cfg, parts, mesh),
     )
+
+
+def _by_hosts(cfg: Config, parts: Any, mesh: Any) -> float:
+    """Bytes that a slice sends in a period through its hosts."""
+    from maxdiloco.trainer import assemble
+
+    if not assemble.needs_bulk(cfg, mesh):
+        return 0.0
+    period = parts.trainer.period
+    steps = range(2 * period + 1, 3 * period + 1)  # not the first, in which little has arrived
+    replicas = parts.shape.num_replicas // mesh.shape["diloco"]
+    return float(replicas * sum(map(parts.trainer.bytes_sent, steps)))
 
 
 def _job(cfg: Config, parts: Any, mesh: Any, ici: Mapping[str, int]) -> Any:

@@ -55,13 +55,17 @@ def few_compiler_passes():
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config, items):
-    """full_grid runs only when -m names it; tpu_aot needs libtpu, in one process at a time."""
+    """full_grid runs only when -m names it; tpu_aot needs libtpu, in one process at a time, and
+    gpu_aot JAX's plugin for CUDA."""
     if "full_grid" not in config.getoption("markexpr"):
         config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("full_grid")])
         items[:] = [item for item in items if not item.get_closest_marker("full_grid")]
     absent = importlib.util.find_spec("libtpu") is None
+    no_cuda = importlib.util.find_spec("jax_cuda12_plugin") is None
     for item in items:
         if item.get_closest_marker("tpu_aot"):
             item.add_marker(pytest.mark.xdist_group("tpu_aot"))
             if absent:
                 item.add_marker(pytest.mark.skip(reason="needs libtpu: install the extra [tpu]"))
+        if item.get_closest_marker("gpu_aot") and no_cuda:
+            item.add_marker(pytest.mark.skip(reason="install the extra [cuda12_compile]"))

@@ -45,10 +45,12 @@ class Event(NamedTuple):
 class Report(NamedTuple):
     """What was compiled, and for what.
 
-    period: the H inner steps in which a program runs `runs` times. chip: None off TPU.
+    period: the H inner steps in which a program runs `runs` times. chip: None where what was
+    compiled for is this machine.
     gbps: one device's share of the DCN [Gbit/s]. devices_per_host: they share its link; 0 where
     that is not known. flags: of the compiler; the job needs the same.
-    job: None leaves speed, and what would do, out of the verdict.
+    job: None leaves speed, and what would do, out of the verdict. by_hosts: bytes that a slice
+    sends to others in a period beside its programs, exchange_carrier=host.
     """
 
     title: str
@@ -60,6 +62,12 @@ class Report(NamedTuple):
     flags: Mapping[str, str]
     job: Job | None = None
     devices_per_host: int = 0
+    by_hosts: float = 0.0
+
+    @property
+    def timed(self) -> bool:
+        """Whether the compiler estimates times, which it does for TPUs."""
+        return self.chip is not None and self.chip.timed
 
     def at(self, when: str) -> list[Measured]:
         """The programs that run at STEP, BESIDE or START; see Call."""
@@ -75,7 +83,7 @@ class Report(NamedTuple):
 
         None off TPU, and where a program of the steps was not compiled.
         """
-        if self.chip is None or self.missing(STEP):
+        if not self.timed or self.missing(STEP):
             return None
         return self.seconds(STEP) / self.period
 
@@ -133,7 +141,7 @@ def as_json(report: Report) -> dict[str, Any]:
     None: not known, as a program was not compiled, or there is no TPU.
     """
     unknown = bool(report.missing(STEP))
-    untimed = unknown or report.chip is None
+    untimed = unknown or not report.timed
     return {
         "title": report.title,
         "period_steps": report.period,
@@ -145,6 +153,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "compiler_flags": dict(report.flags),
         "step_seconds": report.step_seconds,
         "dcn_bytes_per_device_and_step": None if unknown else report.bytes_per_step,
+        "dcn_bytes_by_hosts_per_slice_and_period": report.by_hosts,
         "dcn_busy_seconds_per_period": None if untimed else report.busy_seconds,
         "dcn_exposed_seconds_per_period": None if untimed else report.exposed_seconds,
         "dcn_exposed_seconds_per_period_least": (None if untimed else report.exposed_seconds_least),

@@ -17,6 +17,11 @@ SEND_DONE = (
     "exposed ms: if a send is done when the other slice has the data; or: when its buffer",
     "  is free. No TPU has told yet which; the first one counts",
 )
+WITHOUT_GPU = (
+    "compiled without a GPU: kernels are the compiler's default ones, none tried for its speed,",
+    "  and no time is estimated. Memory is the share of a GPU that JAX takes at its start, 0.75",
+    "  unless XLA_PYTHON_CLIENT_MEM_FRACTION says another",
+)
 
 
 def lines(report: Report) -> list[str]:
@@ -27,6 +32,7 @@ def lines(report: Report) -> list[str]:
     programs = as_json(report)["programs"]
     out = [f"== {report.title}", ""]
     out += [f"compiled under {name}={flags}" for name, flags in report.flags.items() if flags]
+    out += WITHOUT_GPU if report.chip and not report.timed else ()
     out += _programs(report, programs)
     unknown = [f"not known: {line}" for line in _wrapped(_names(programs))]
     out += ["", f"what crosses slices{_at(report)}", *_over_slices(programs), *unknown]
@@ -133,7 +139,7 @@ def _summary(report: Report) -> list[str]:
     steps = f"to other slices, a device and period of {report.period} steps: {sent}"
     beside = f"beside the steps: {aside}"
     if report.step_seconds is None:
-        return [steps, beside, *_events(report)]
+        return [steps, *_by_hosts(report), beside, *_events(report)]
     whole = report.step_seconds * report.period
     share = exposed_share(report.exposed_seconds, report.busy_seconds)
     if not report.missing(BESIDE):
@@ -141,9 +147,22 @@ def _summary(report: Report) -> list[str]:
         beside += f", {report.seconds(BESIDE) / whole:.1%} of the steps' time"
     return [
         steps,
+        *_by_hosts(report),
         f"link busy {report.busy_seconds / whole:.1%} of the time, {share:.1%} of it exposed",
         beside,
         *_events(report),
+    ]
+
+
+def _by_hosts(report: Report) -> list[str]:
+    """The line on exchanges that no program holds."""
+    if not report.by_hosts:
+        return []
+    gbps = report.gbps * report.devices_per_slice
+    return [
+        f"beside the programs the hosts of a slice send (exchange_carrier=host) "
+        f"{report.by_hosts:,.0f} bytes a period,",
+        f"  {report.by_hosts * 8e-9 / gbps:.2f} s at {gbps:g} Gbit/s a slice",
     ]
 
 

@@ -1,7 +1,7 @@
-"""TPU slices to compile for on a machine without them: their names, chips and devices.
+"""Slices to compile for on a machine without them: their names, chips and devices.
 
-Names are MaxText's; XPK's, Cloud TPU's (v5litepod-16) and a kind with its shape, as GKE has them
-(v5p-2x2x4, tpu-v5-lite-podslice-4x4), mean the same slices. Sizes are
+GPUs are in gpus.py. Names of TPUs are MaxText's; XPK's, Cloud TPU's (v5litepod-16) and a kind with
+its shape, as GKE has them (v5p-2x2x4, tpu-v5-lite-podslice-4x4), mean the same slices. Sizes are
 cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}: a v4 or v5p name counts TensorCores, two a chip
 and one JAX device; a v5e or v6e name counts chips; a tpu7x name JAX devices, two a chip.
 """
@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import jax
 
+from maxdiloco.aot import gpus
 from maxdiloco.errors import ConfigError
 from maxdiloco.parallel.chips import CHIPS, Chip
 
@@ -48,11 +49,18 @@ _PRETEND = {
 }
 
 
+def is_gpu(name: str) -> bool:
+    """Whether a name means GPUs; no name is of GPUs and of TPUs."""
+    return gpus.kind_of(name) is not None
+
+
 def chip(name: str) -> Chip:
     """The chip that is one device of a topology, with the ICI links that all of its slice have.
 
     Raises ConfigError for an unknown name.
     """
+    if gpus.kind_of(name):
+        return gpus.chip(name)
     kind, _, shape = _libtpu_name(name).partition(":")
     links, of = ici_links(kind, tuple(map(int, shape.split("x"))))
     whole = CHIPS[kind]
@@ -61,15 +69,19 @@ def chip(name: str) -> Chip:
 
 def devices_per_slice(name: str) -> int:
     """JAX devices of one slice. Raises ConfigError for an unknown name."""
+    if gpus.kind_of(name):
+        return gpus.size_of(name)
     kind, _, shape = _libtpu_name(name).partition(":")
     return math.prod(map(int, shape.split("x"))) * (2 if kind == "tpu7x" else 1)
 
 
 def devices_per_host(name: str) -> int:
-    """JAX devices of one host of a slice: four chips, and eight of v5e-8 and v6e-8.
+    """JAX devices of one host of a slice: four chips, and eight of v5e-8, v6e-8 and of GPUs.
 
     Raises ConfigError for an unknown name.
     """
+    if gpus.kind_of(name):
+        return min(gpus.size_of(name), gpus.ON_HOST)
     if known_name(name) in ("v5e-8", "v6e-8"):
         return 8
     return 8 if _libtpu_name(name).startswith("tpu7x") else 4
@@ -93,8 +105,11 @@ def ici_links(kind: str, shape: tuple[int, ...]) -> tuple[int, int]:
 def devices(name: str, num_slices: int) -> list[jax.Device]:
     """Devices of `num_slices` slices to compile for; nothing can run on them.
 
-    Raises ConfigError for an unknown name, and where libtpu is not installed.
+    Raises ConfigError for an unknown name, and where libtpu, or JAX's plugin for CUDA, is not
+    installed.
     """
+    if gpus.kind_of(name):
+        return gpus.devices(name, num_slices)
     topology_name = _libtpu_name(name)
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(
@@ -125,10 +140,10 @@ def known_name(name: str) -> str:
         return found
     same_kind = [known for known in TOPOLOGIES if known.rpartition("-")[0] == kind]
     if not same_kind:
-        kinds = dict.fromkeys(known.rpartition("-")[0] for known in TOPOLOGIES)
+        kinds = dict.fromkeys([*(known.rpartition("-")[0] for known in TOPOLOGIES), *gpus.GPUS])
         raise ConfigError(
-            f"compile_topology={name} is not known. Use a kind and its size, as v5e-16, v5p-32 or "
-            f"v5litepod-16; kinds: {', '.join(kinds)}."
+            f"compile_topology={name} is not known. Use a kind and its size, as v5e-16, "
+            f"v5litepod-16 or h100-8; kinds: {', '.join(kinds)}."
         )
     shape = TOPOLOGIES[same_kind[1]].partition(":")[2]
     raise ConfigError(
@@ -139,6 +154,9 @@ def known_name(name: str) -> str:
 
 def larger(name: str, num_devices: float) -> str:
     """The smallest known slice of the same kind with at least so many devices; "" for none."""
+    if gpus.kind_of(name):
+        sizes = (size for size in gpus.SIZES if size >= num_devices)
+        return next((f"{gpus.kind_of(name)}-{size}" for size in sizes), "")
     kind = known_name(name).rpartition("-")[0]
     same_kind = (known for known in TOPOLOGIES if known.rpartition("-")[0] == kind)
     return next((known for known in same_kind if devices_per_slice(known) >= num_devices), "")

@@ -162,7 +162,7 @@ def _performance(report: Report) -> dict[str, float] | None:
 
 def _speed(report: Report, found: dict[str, Any]) -> list[str]:
     if found["tokens_per_second"] is None:
-        return ["speed: not known" + ("" if report.chip else " off TPU")]
+        return ["speed: not known" + ("" if report.timed else " off TPU")]
     kernels = max((program.kernels for program in report.programs), default=0)
     without = f" without {kernels} Pallas kernels" if kernels else ""
     return [
@@ -173,7 +173,7 @@ def _speed(report: Report, found: dict[str, Any]) -> list[str]:
 
 def _long_axis(report: Report) -> list[str]:
     """Where an axis is so long that weights are not gathered, how to make two of it."""
-    if report.chip is None or report.job is None:
+    if not report.timed or report.job is None:
         return []
     data, fsdp = (report.job.ici.get(axis, 1) for axis in ("data", "fsdp"))
     if fsdp <= MOST_GATHERED or fsdp % MOST_GATHERED:
@@ -189,7 +189,7 @@ def _long_axis(report: Report) -> list[str]:
 
 def _exposed(report: Report, found: dict[str, Any]) -> list[str]:
     if report.step_seconds is None:
-        return ["exposed: not known" + ("" if report.chip else " off TPU")]
+        return ["exposed: not known" + ("" if report.timed else " off TPU")]
     exposed, least = report.exposed_seconds, report.exposed_seconds_least
     if not exposed:
         return [f"exposed: nothing, at {report.gbps:g} Gbit/s a device"]

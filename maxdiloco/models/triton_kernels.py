@@ -39,7 +39,7 @@ def tiles(kernel: str, head_dim: int, length: int) -> Tiles:
         found = Tiles(64, 32, 8, 2) if wide else found
     else:
         found = Tiles(128, 32, 4, 3) if small else Tiles(64, 64, 8, 2)
-        found = Tiles(64, 16, 8, 1) if wide else found
+        found = Tiles(32, 32, 8, 1) if wide else found
     fits = math.gcd(length, 1024)
     return found._replace(own=min(found.own, fits), other=min(found.other, fits))
 

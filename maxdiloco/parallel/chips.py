@@ -21,6 +21,11 @@ class Chip(NamedTuple):
     options: tuple[tuple[str, str], ...] = ()
 
     @property
+    def timed(self) -> bool:
+        """Whether the compiler estimates the time of a program; for GPUs it does not."""
+        return self.clock_hz is not None
+
+    @property
     def hbm(self) -> int:
         """What a program may use [bytes]."""
         return int(self.hbm_gib * 2**30)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import jax
 
-from maxdiloco.aot import measure, topology
+from maxdiloco.aot import measure, target
 from maxdiloco.aot.hlo.replay import Link
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
@@ -26,10 +26,7 @@ def plain_step(cfg: Config, *, gbps: float, say: Callable[[str], None]) -> Step:
     if cfg.jax_cache_dir:
         jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
     cfg = config.from_dict(cfg.as_dict() | EXACT.keys())
-    mesh = mesh_lib.build(
-        cfg, topology.devices(cfg.compile_topology, cfg.compile_topology_num_slices)
-    )
-    chip = topology.chip(cfg.compile_topology)
+    cfg, mesh, chip = target.of(cfg)
     make = functools.partial(
         assemble.assemble,
         mesh=mesh,

@@ -62,8 +62,10 @@ def of(cfg: Config) -> Job:
     dcn = mesh_lib.fill(mesh_lib.tier(cfg, "dcn"), slices, "dcn")
     ici = mesh_lib.fill(mesh_lib.tier(cfg, "ici"), per_slice, "ici")
     mesh = AbstractMesh(tuple(dcn[axis] * ici[axis] for axis in AXES), AXES)
-    on_tpu = chip is not None or cfg.hardware == "tpu"
-    backend = "tpu" if on_tpu else "gpu" if cfg.hardware == "gpu" else "cpu"
+    hardware = cfg.hardware
+    if cfg.compile_topology:
+        hardware = "gpu" if topology.is_gpu(cfg.compile_topology) else "tpu"
+    backend = hardware if hardware in ("tpu", "gpu") else "cpu"
     over_length.check(cfg.max_target_length, mesh.shape["context"])
     model = transformer.build(cfg, backend=backend, length_shards=mesh.shape["context"])
     params = model_on_mesh.parameters(model, mesh)
@@ -72,7 +74,7 @@ def of(cfg: Config) -> Job:
     replicas = slices if cfg.num_diloco_replicas == -1 else cfg.num_diloco_replicas
     carrier = cfg.exchange_carrier
     if carrier == "auto":
-        carrier = "program" if on_tpu else "host"
+        carrier = "program" if backend == "tpu" else "host"
     sharing = per_slice // mesh.shape["context"]  # groups of devices with sequences of their own
     rows = cfg.per_device_batch_size * sharing * cfg.gradient_accumulation_steps
     return Job(

@@ -160,8 +160,10 @@ def _commands(plan: Plan) -> list[str]:
 def train_command(plan: Plan) -> list[str]:
     """The command that trains with the best choice."""
     keys = _without(plan.argv, {*NOT_TRAINING, *plan.best.choice.keys()})
-    on_tpu = [] if _names(keys) & {"hardware"} or plan.job.chip is None else ["hardware=tpu"]
-    return ["python", "-m", "maxdiloco.train", *keys, *on_tpu, *plan.best.choice.arguments()]
+    hardware = []
+    if plan.job.chip is not None and not _names(keys) & {"hardware"}:
+        hardware = ["hardware=tpu" if plan.job.chip.timed else "hardware=gpu"]
+    return ["python", "-m", "maxdiloco.train", *keys, *hardware, *plan.best.choice.arguments()]
 
 
 def compile_command(plan: Plan) -> list[str]:

@@ -14,9 +14,10 @@ from process_tools import ROOT
 @pytest.mark.parametrize("hardware", ["gpu", "tpu"])
 def test_hardware_that_is_not_there_is_refused_with_2_and_the_remedy(tmp_path, hardware):
     """Without a plugin or a device JAX raises for a TPU, and takes the CPU in place of a GPU."""
-    hidden = tmp_path / "libtpu"  # found before an installed one, which would ask for its devices
-    hidden.mkdir()
-    (hidden / "__init__.py").write_text("raise ImportError('not here')")
+    # Found before installed ones, which would ask for their devices.
+    for name, text in [("libtpu", "raise ImportError('not here')"), ("jax_plugins", "")]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(text)
     done = subprocess.run(
         [sys.executable, "-m", "maxdiloco.train", f"hardware={hardware}", "dataset_type=synthetic"],
         cwd=ROOT,

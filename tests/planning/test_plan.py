@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from maxdiloco import plan, train
-from maxdiloco.aot import measure
+from maxdiloco.aot import measure, topology
 from maxdiloco.diloco.quantize import NAMES as WIRES
 from maxdiloco.flags import config
 from maxdiloco.planning import choices, compiled, job, losses, rating, table
@@ -220,7 +220,7 @@ def test_a_compiled_step_too_big_for_the_chip_is_one_line(monkeypatch, capsys):
     """The state fits, the step does not: what the compiler says is in the line."""
     too_big = measure.Measured("inner", 1, "step", 1.0, "it needs 40 GiB.", 0.0, None, 0,
                                measure.Memory(0, 0, 0, 0, 0), (), ())  # fmt: skip
-    monkeypatch.setattr(compiled.topology, "devices", lambda *_: jax.devices())
+    monkeypatch.setattr(topology, "devices", lambda *_: jax.devices())
     monkeypatch.setattr(compiled.measure, "measure", lambda *_, **__: [too_big])
     argv = ("model_name=tiny", "compile_topology=v5e-4", "compile_topology_num_slices=2",
             "num_slices=2", "dcn_bandwidth_gbps=1", "remat_policy=full")  # fmt: skip

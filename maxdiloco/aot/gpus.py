@@ -1,0 +1,169 @@
+"""GPUs to compile for on a machine without them: their names, what the compiler asks, devices.
+
+A name is a kind and the number of GPUs that one slice has, up to eight of one host and then whole
+hosts. XPK's names mean the same. No GPU is there to try kernels on, so the compiler takes its
+default ones, and it gives no estimate of time.
+"""
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from maxdiloco.errors import ConfigError
+from maxdiloco.parallel.chips import CHIPS, Chip
+
+ON_HOST = 8  # GPUs of a host, joined by NVLink
+SIZES = (1, 2, 4, *(ON_HOST * hosts for hosts in (1, 2, 4, 8, 16, 32, 64, 128)))
+PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+# The part of a GPU's memory that JAX takes when it starts, and where the user says another:
+# docs.jax.dev/en/latest/gpu_memory_allocation.html.
+SHARE, SHARE_KEYS = 0.75, ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+
+class Gpu(NamedTuple):
+    """What XLA's compiler asks of a GPU, as its own descriptions have it.
+
+    chip: the name in CHIPS. name: jax.Device.device_kind. capability: of CUDA, major. accelerated:
+    whether it has instructions of that generation alone. cores: multiprocessors. lanes: float32
+    units of one. memory, l2: bytes. shared: bytes of a multiprocessor, and what one block may take.
+    bandwidth: bytes a second. nvlink_gbps: all links together, one way [1e9 bits per second].
+    """
+
+    chip: str
+    name: str
+    capability: int
+    accelerated: bool
+    cores: int
+    lanes: int
+    memory: int
+    l2: int
+    shared: tuple[int, int]
+    bandwidth: int
+    clock_ghz: float
+    nvlink_gbps: float
+
+
+# github.com/openxla/xla, xla/backends/gpu/target_config/specs; NVLink by NVIDIA's data sheets.
+_AMPERE, _HOPPER = (167936, 166912), (233472, 232448)  # bytes of shared memory
+GPUS = {
+    "a100-40gb": Gpu("a100", "NVIDIA A100-SXM4-40GB", 8, False, 108, 64, 42331013120, 41943040,
+                     _AMPERE, 1555200000000, 1.41, 2400),
+    "a100-80gb": Gpu("a100", "NVIDIA A100-SXM4-80GB", 8, False, 108, 64, 85100068864, 41943040,
+                     _AMPERE, 2039040000000, 1.41, 2400),
+    "h100": Gpu("h100", "NVIDIA H100 80GB HBM3", 9, True, 132, 128, 84942979072, 52428800,
+                _HOPPER, 3352320000000, 1.98, 3600),
+    "h200": Gpu("h100", "NVIDIA H200", 9, True, 132, 128, 151397597184, 52428800,
+                _HOPPER, 4800000000000, 1.98, 3600),
+    "b200": Gpu("b200", "NVIDIA B200", 10, True, 148, 128, 191514411008, 132644864,
+                _HOPPER, 7672320000000, 1.965, 7200),
+}  # fmt: skip
+OTHER_KINDS = {
+    "a100": "a100-80gb",
+    "h100-80gb": "h100",
+    "h100-mega-80gb": "h100",
+    "h200-141gb": "h200",
+}
+
+
+def kind_of(name: str) -> str | None:
+    """The kind in GPUS of a name, as `h100` of h100-8; None for what names no GPU."""
+    kind = name.rpartition("-")[0]
+    kind = OTHER_KINDS.get(kind, kind)
+    return kind if kind in GPUS else None
+
+
+def known_name(name: str) -> str:
+    """The name of GPUs by one of the names of their kind. Raises ConfigError for another number."""
+    kind, size = kind_of(name), name.rpartition("-")[2]
+    found = f"{kind}-{size}"
+    if size.isdecimal() and int(size) in SIZES:
+        return found
+    sizes = ", ".join(map(str, SIZES))
+    raise ConfigError(
+        f"compile_topology={name} is not known: {kind} counts GPUs of one slice. Use one of "
+        f"{sizes}, as {kind}-{ON_HOST}."
+    )
+
+
+def size_of(name: str) -> int:
+    """GPUs of one slice. Raises ConfigError for an unknown number."""
+    return int(known_name(name).rpartition("-")[2])
+
+
+def chip(name: str, environ: Mapping[str, str] = os.environ) -> Chip:
+    """The chip that one GPU is, with the memory that JAX takes of it and its NVLink.
+
+    Raises ConfigError for an unknown name and for a share of memory that is no number in (0, 1].
+    """
+    size_of(name)
+    gpu = GPUS[kind_of(name)]
+    return CHIPS[gpu.chip]._replace(
+        hbm_gib=gpu.memory * _share(environ) / 2**30, ici_gbps=gpu.nvlink_gbps
+    )
+
+
+def _share(environ: Mapping[str, str]) -> float:
+    for key in SHARE_KEYS:
+        if raw := environ.get(key, ""):
+            try:
+                share = float(raw)
+            except ValueError:
+                share = 0.0
+            if not 0 < share <= 1:
+                raise ConfigError(f"{key}={raw} must be above 0 and at most 1. Use 0.9, say.")
+            return share
+    return SHARE
+
+
+def devices(name: str, num_slices: int) -> list[Any]:
+    """The jax.Device objects of `num_slices` slices, slice by slice; nothing can run on them.
+
+    Raises ConfigError for an unknown name, and where JAX has no plugin for CUDA.
+    """
+    size = size_of(name)
+    if not any(map(importlib.util.find_spec, PLUGINS)):
+        raise ConfigError(
+            f"compile_topology={name} needs JAX's plugin for CUDA, which is not installed. Install "
+            f"the extra: pip install '.[cuda12_compile]' in a checkout of maxdiloco."
+        )
+    from jax.experimental import topologies
+
+    hosts = max(1, size // ON_HOST)
+    slices = topologies.get_topology_desc(
+        platform="cuda",
+        target_config=target_config(GPUS[kind_of(name)]),
+        topology=f"{num_slices}x{hosts}x{size // hosts}",
+    )
+    return list(slices.devices)
+
+
+def target_config(gpu: Gpu) -> str:
+    """The stream_executor.GpuTargetConfigProto of a GPU, as text."""
+    extension = "ACCELERATED_FEATURES" if gpu.accelerated else "NONE"
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  threads_per_core_limit: 2048
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {gpu.shared[0]}
+  shared_memory_per_block_optin: {gpu.shared[1]}
+  core_count: {gpu.cores}
+  fpus_per_core: {gpu.lanes}
+  memory_bandwidth: {gpu.bandwidth}
+  l2_cache_size: {gpu.l2}
+  clock_rate_ghz: {gpu.clock_ghz}
+  device_memory_size: {gpu.memory}
+  cuda_compute_capability {{ major: {gpu.capability} feature_extension: {extension} }}
+}}
+platform_name: "CUDA"
+runtime_version {{ major: 12 minor: 8 }}
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "{gpu.name}"
+"""

@@ -1,0 +1,185 @@
+"""Runs compiled for GPUs that need not be there: what their programs have and what crosses slices.
+
+A decoder of two layers of width 128 and a vocabulary of 256: 32768 values in the embedding, tied; a
+layer has 4 * 128 * 128 of attention, 2 * 128 * 256 of feed-forward and 2 * 128 of norms, and there
+is a last norm.
+"""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxdiloco import plan, train_compile
+from maxdiloco.aot import gpus
+from maxdiloco.models import triton
+from maxdiloco.models.dot_product import Softmax
+
+KEYS = dict(
+    base_emb_dim=128,
+    base_num_decoder_layers=2,
+    base_mlp_dim=256,
+    base_num_query_heads=2,
+    base_num_kv_heads=2,
+    head_dim=64,
+    use_qk_norm="false",
+    vocab_size=256,
+    mlp_activations="[gelu]",
+    dataset_type="synthetic",
+    max_target_length=256,
+    per_device_batch_size=8,
+    diloco_sync_period=8,
+    opt_type="sgd",  # compiles in half the time, and does not change what is exchanged
+    adam_weight_decay=0,
+    gradient_clipping_threshold=0,
+    compile_topology="h100-2",
+    compile_topology_num_slices=2,
+)
+PARAMETERS = 256 * 128 + 128 + 2 * (4 * 128 * 128 + 2 * 128 * 256 + 2 * 128)
+
+
+@pytest.fixture
+def compile_run(tmp_path, capfd):
+    """Exit code, report and printed lines of train_compile."""
+
+    def compile_run(**keys):
+        path = tmp_path / "report.json"
+        argv = [f"{key}={value}" for key, value in (KEYS | {"report": path} | keys).items()]
+        code = train_compile.main(argv)
+        said = capfd.readouterr()
+        return code, json.loads(path.read_text())["reports"] if path.exists() else None, said
+
+    return compile_run
+
+
+@pytest.mark.gpu_aot
+def test_hosts_carry_the_exchange_and_no_step_sends_a_byte(compile_run):
+    """Every parameter once a period, in float32, by the hosts of each slice."""
+    code, (report,), said = compile_run()
+    assert code == 0
+    assert (
+        "mesh: 4 x NVIDIA H100 80GB HBM3; diloco 2, fsdp 2 (over slices: diloco 2 = 2)" in said.out
+    )
+    assert "fits: " in said.out and "of 60,756 MiB" in said.out
+    assert "compiled without a GPU" in said.out
+    assert report["dcn_bytes_per_device_and_step"] == 0
+    sent = report["dcn_bytes_by_hosts_per_slice_and_period"]
+    assert 4 * PARAMETERS <= sent <= 4 * PARAMETERS + 128  # and a few flags
+    assert f"{sent:,.0f} bytes a period" in said.out
+    steps = [program for program in report["programs"] if program["when"] == "step"]
+    assert len(steps) > 1 and not any(program["dcn"] for program in steps)
+    inner = next(program for program in steps if program["name"] == "inner")
+    assert inner["estimated_seconds"] is None
+    assert {row["axes"][0] for row in inner["ici"]} == {"fsdp"}
+
+
+@pytest.mark.gpu_aot
+def test_an_exchange_inside_the_programs_is_in_the_table(compile_run):
+    """The control of the absence above: two devices a slice share what is sent, 4 bits each and
+    the scales of blocks of 256."""
+    keys = dict(exchange_carrier="program", diloco_exchange_dtype="float4_e3m0")
+    code, (report,), said = compile_run(**keys)
+    assert code == 0
+    assert report["dcn_bytes_by_hosts_per_slice_and_period"] == 0
+    (program,) = [p for p in report["programs"] if p["when"] == "step" and p["dcn"]]
+    assert program["name"].startswith("synchronise")
+    sent = sum(row["bytes_per_slice"] for row in program["dcn"] if row["dtype"] == "u8")
+    assert PARAMETERS // 2 <= sent <= 1.05 * PARAMETERS // 2
+    assert report["dcn_bytes_per_device_and_step"] > 0
+
+
+@pytest.mark.gpu_aot
+def test_a_model_that_does_not_fit_is_refused_with_more_gpus(compile_run):
+    """4.3 billion parameters of feed-forward on GPUs of 40 GB, two a slice."""
+    code, (report,), said = compile_run(
+        base_emb_dim=16384, base_mlp_dim=65536, compile_topology="a100-40gb-2", remat_policy="full"
+    )
+    assert code == 1
+    assert not report["verdict"]["fits"]
+    assert re.search(r"by arithmetic a100-40gb-\d+ would do", said.out)
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.parametrize("kind", ["a100-80gb", "h100", "b200"])
+@pytest.mark.parametrize(
+    ("H", "E", "softmax_config", "sink"),
+    [
+        (64, 64, Softmax(0.0, 128, "default"), True),  # gpt-oss
+        (128, 128, Softmax(0.0, 0, "default"), False),  # Llama 3
+        (192, 128, Softmax(0.0, 0, "default"), False),  # DeepSeek-V3
+        (256, 256, Softmax(50.0, 512, "default", 16.0), False),  # Gemma 2
+    ],
+)
+def test_attention_kernels_fit_every_gpu(kind, H, E, softmax_config, sink):
+    """Registers and shared memory are the compiler's to refuse. Eight query heads of two keys."""
+    sharding = NamedSharding(Mesh(np.array(gpus.devices(f"{kind}-1", 1)), ("x",)), P())
+
+    def struct(*dims, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+
+    def loss(q, k, v, sinks, segments):
+        more = (sinks,) if sink else ()
+        out = triton.attend(softmax_config, False, q, k, v, segments, *more)
+        return out.astype(jnp.float32).sum()
+
+    args = struct(1, 1024, 8, H), struct(1, 1024, 2, H), struct(1, 1024, 2, E)
+    more = struct(8, dtype=jnp.float32), struct(1, 1024, dtype=jnp.int32)
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*args, *more).compile()
+    text = compiled.as_text()
+    for name in ("attention_forward", "attention_d_queries", "attention_d_keys_values"):
+        assert re.search(rf'custom_call_target="__gpu\$xla.gpu.triton".*{name}', text)
+
+
+@pytest.mark.gpu_aot
+def test_packed_documents_make_no_mask_in_a_step(compile_run, monkeypatch):
+    """No array of queries by keys in the compiled step; the control: dot_product's block of 256
+    queries and keys."""
+    texts = {}
+    from maxdiloco.parallel.program import Program
+
+    compile_ = Program.compile
+
+    def kept(self, *args):
+        compiled = compile_(self, *args)
+        texts[self.name] = compiled.as_text()
+        return compiled
+
+    monkeypatch.setattr(Program, "compile", kept)
+    square = re.compile(r"\[(?:\d+,){2,}256,256\]")  # of sequences and heads
+    sizes = dict(base_mlp_dim=512, vocab_size=320, max_target_length=384)
+    for attention, found in (("flash", False), ("dot_product", True)):
+        assert compile_run(attention=attention, **sizes)[0] == 0
+        assert bool(square.search(texts["inner"])) == found
+
+
+def test_a_file_of_programs_needs_the_gpus(compile_run, tmp_path):
+    code, _, said = compile_run(compiled_trainstep_file=tmp_path / "programs")
+    assert code == 2
+    assert re.search(r"compiled_trainstep_file=.* compile_topology=h100-2: .*on the GPUs", said.err)
+    assert not (tmp_path / "programs").exists()
+
+
+@pytest.mark.gpu_aot
+def test_sizes_over_slices_have_to_be_those_of_the_topology(compile_run):
+    code, _, said = compile_run(dcn_diloco_parallelism=4)
+    assert code == 2
+    assert "diloco 4 = 4, but there are 2 slices" in said.err
+
+
+def test_a_plan_for_gpus_wants_the_time_of_a_step(capfd):
+    argv = ["model_name=1b", "compile_topology=h100-8", "compile_topology_num_slices=2",
+            "dcn_bandwidth_gbps=0.2"]  # fmt: skip
+    assert plan.main(argv) == 2
+    assert re.search(
+        r"step_time is not given, .*=h100-8 .*Give step_time=0.8", capfd.readouterr().err
+    )
+    assert plan.main([*argv, "step_time=0.3"]) == 0
+    said = capfd.readouterr().out
+    assert "2 replicas on 2 slices of h100-8" in said
+    assert "exchange by host" in said
+    assert "hardware=gpu" in said.partition("run it:")[2].splitlines()[1]
