@@ -22,23 +22,37 @@ class _Options(NamedTuple):
 
     precision: str
     preferred: DTypeLike | None
-    kernel: bool
+    kernel: str
 
 
 def ragged(x_AD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, spec: ModelSpec) -> jax.Array:
     """[A, F]: consecutive rows, sizes_E of them, times the matrix of their expert.
 
     Rows after the last group come out as anything.
-    spec.ragged_kernel: the gradients come from Pallas kernels. XLA:TPU of jax 0.10 has a kernel for
-    the product. It takes it for the gradient in x too, but copies the matrices for it, and
-    multiplies every row by every expert in the other gradient (benchmarks/README.md).
+    spec.ragged_kernel: "megablox" takes JAX's Pallas kernels for the gradients. XLA:TPU of jax 0.10
+    has a kernel for the product. It takes it for the gradient in x too, but copies the matrices for
+    it, and multiplies every row by every expert in the other gradient (benchmarks/README.md).
+    "triton" takes the kernels of triton_ragged.py for all three, where they fit. "" takes XLA's.
     """
     preferred = f32 if spec.float32_products else None  # see models/product.py
-    options = _Options(spec.precision, preferred, spec.ragged_kernel)
+    kernel = spec.ragged_kernel
+    if kernel == "triton" and not _fits_triton(x_AD, w_EDF):
+        kernel = ""
+    options = _Options(spec.precision, preferred, kernel)
     return _ragged(options, x_AD, w_EDF, sizes_E)
 
 
+def _fits_triton(x_AD, w_EDF):
+    from maxdiloco.models import triton_ragged
+
+    return triton_ragged.fits(x_AD, w_EDF)
+
+
 def _plain(options, x_AD, w_EDF, sizes_E):
+    if options.kernel == "triton":
+        from maxdiloco.models import triton_ragged
+
+        return triton_ragged.rows_by_matrices(x_AD, w_EDF, sizes_E)
     out = jax.lax.ragged_dot(
         x_AD,
         w_EDF,
@@ -56,7 +70,12 @@ def _ragged(options, x_AD, w_EDF, sizes_E):
 
 def _ragged_backward(options, factors, d_AF):
     def backward(x_AD, w_EDF, sizes_E, d_AF):
-        if options.kernel:
+        if options.kernel == "triton":
+            from maxdiloco.models import triton_ragged as kernels
+
+            dx_AD = kernels.rows_by_matrices(d_AF, w_EDF, sizes_E, transposed=True)
+            return dx_AD, kernels.matrices_gradient(x_AD, d_AF, sizes_E, w_EDF.dtype)
+        if options.kernel == "megablox":
             dx_AD = rows_gradient_by_kernel(options.precision, d_AF, w_EDF, sizes_E)
             dw_EDF = gradient_by_kernel(options.precision, x_AD, d_AF, sizes_E)
             return dx_AD, dw_EDF.astype(w_EDF.dtype)

@@ -99,7 +99,7 @@ class ModelSpec:
     float32_products: bool
     float32_factors: bool
     scattered_gradients: bool
-    ragged_kernel: bool
+    ragged_kernel: str
 
     @property
     def rotated_dim(self) -> int:
@@ -163,7 +163,7 @@ def from_config(cfg: Config, *, backend: str, length_shards: int = 1) -> ModelSp
         float32_products=half_on_cpu,
         float32_factors=half_on_cpu and processor.float32_is_faster(processor.host_cpuinfo()),
         scattered_gradients=backend == "tpu",
-        ragged_kernel=backend == "tpu",
+        ragged_kernel={"tpu": "megablox", "gpu": "triton"}.get(backend, ""),
     )
 
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxdiloco import plan, train_compile
 from maxdiloco.aot import gpus
-from maxdiloco.models import triton
+from maxdiloco.models import triton, triton_ragged
 from maxdiloco.models.dot_product import Softmax
 
 KEYS = dict(
@@ -133,6 +133,30 @@ def test_attention_kernels_fit_every_gpu(kind, H, E, softmax_config, sink):
     text = compiled.as_text()
     for name in ("attention_forward", "attention_d_queries", "attention_d_keys_values"):
         assert re.search(rf'custom_call_target="__gpu\$xla.gpu.triton".*{name}', text)
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.parametrize("kind", ["a100-80gb", "h100", "b200"])
+def test_products_of_experts_fit_every_gpu_and_leave_other_rows_out(kind):
+    """Memory for nothing but what goes in and out; XLA's own has every row for every expert."""
+    A, E, D, F = 16384, 128, 2048, 768  # Qwen3 30B-A3B
+    sharding = NamedSharding(Mesh(np.array(gpus.devices(f"{kind}-1", 1)), ("x",)), P())
+
+    def struct(*dims, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+
+    def temporary(fn):
+        args = struct(A, D), struct(E, D, F), struct(E, dtype=jnp.int32), struct(A, F)
+        return jax.jit(fn).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+    def by_triton(x, w, sizes, d):
+        product = triton_ragged.rows_by_matrices
+        dx = product(d, w, sizes, transposed=True)
+        return product(x, w, sizes), dx, triton_ragged.matrices_gradient(x, d, sizes, w.dtype)
+
+    assert temporary(by_triton) < 2**20
+    if kind == "h100":
+        assert temporary(lambda x, w, sizes, d: jax.lax.ragged_dot(x, w, sizes)) > 2 * A * E * D
 
 
 @pytest.mark.gpu_aot

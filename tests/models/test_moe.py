@@ -16,7 +16,7 @@ import tiny_model
 from flax import nnx
 
 from maxdiloco.diloco import fragments
-from maxdiloco.models import decode, experts, ragged, router
+from maxdiloco.models import decode, experts, ragged, router, triton_ragged
 from maxdiloco.models.moe import MoE
 
 BALANCE = dict(load_balance_loss_weight=0.1, router_z_loss_weight=0.02)
@@ -173,6 +173,75 @@ def test_the_rows_gradient_from_the_kernel_is_that_of_the_product():
     assert np.abs(expected[5] - w_EDF[2] @ d_AF[5]).max() > 0.1
 
 
+@pytest.mark.parametrize(
+    ("A", "widths", "sizes"),
+    [
+        (700, (32, 48), [100, 0, 300, 200]),  # tiles of 64; the last hundred rows are nobody's
+        (2048, (32, 160), [1000, 1048]),  # tiles of 128 rows and of 32 columns
+        (64, (16, 16), [0, 0, 0]),
+    ],
+)
+def test_products_by_triton_are_those_of_each_expert(A, widths, sizes):
+    """Interpreted: the product and both gradients, by slices. Rows of nobody give 0."""
+    rng = np.random.default_rng(6)
+    D, F = widths
+    x_AD, d_AF = (rng.standard_normal((A, n)).astype(np.float32) for n in (D, F))
+    w_EDF = rng.standard_normal((len(sizes), D, F)).astype(np.float32)
+    sizes_E = np.array(sizes, np.int32)
+    out_AF, dx_AD, dw_EDF = np.zeros_like(d_AF), np.zeros_like(x_AD), np.zeros_like(w_EDF)
+    for e, end in enumerate(np.cumsum(sizes)):
+        rows = slice(end - sizes[e], end)
+        out_AF[rows], dx_AD[rows] = x_AD[rows] @ w_EDF[e], d_AF[rows] @ w_EDF[e].T
+        dw_EDF[e] = x_AD[rows].T @ d_AF[rows]
+    product = functools.partial(triton_ragged.rows_by_matrices, interpret=True)
+    np.testing.assert_allclose(product(x_AD, w_EDF, sizes_E), out_AF, atol=1e-4)
+    found = product(d_AF, w_EDF, sizes_E, transposed=True)
+    np.testing.assert_allclose(found, dx_AD, atol=1e-4)
+    found = triton_ragged.matrices_gradient(x_AD, d_AF, sizes_E, np.float32, interpret=True)
+    np.testing.assert_allclose(found, dw_EDF, atol=1e-3)
+
+
+def test_tiles_of_rows_cover_each_expert_once():
+    """Tiles of 4: experts of 5, 0, 4 and 1 rows have 2, 0, 1 and 1; two are left over."""
+    tiles = triton_ragged.tiles_of(jnp.array([5, 0, 4, 1]), num_rows=10, rows=4)
+    assert tiles.expert_T[:4].tolist() == [0, 0, 2, 3]
+    assert tiles.start_T.tolist() == [0, 4, 5, 9, 0, 0]
+    assert tiles.end_T.tolist() == [5, 5, 9, 10, 0, 0]
+
+
+@pytest.mark.parametrize(("dtype", "by_triton"), [(jnp.bfloat16, True), (jnp.float32, False)])
+def test_on_a_gpu_triton_takes_the_product_and_both_gradients(dtype, by_triton, monkeypatch):
+    """With gradients as of the array code; float32 stays with it."""
+    calls = []
+
+    def interpreted(name, kernel, *args, **kwargs):
+        calls.append(name)
+        return kernel(*args, **kwargs, interpret=True)
+
+    for name in ("rows_by_matrices", "matrices_gradient"):
+        kernel = functools.partial(interpreted, name, getattr(triton_ragged, name))
+        monkeypatch.setattr(triton_ragged, name, kernel)
+    rng = np.random.default_rng(4)
+    x_AD = jnp.asarray(rng.standard_normal((40, 16)), dtype)
+    w_EDF = jnp.asarray(rng.standard_normal((3, 16, 32)), dtype)
+    sizes_E = jnp.array([25, 0, 10])
+    spec = dataclasses.replace(tiny_model.build(num_experts=3).spec, precision="highest")
+
+    def gradients(spec):
+        def total(x, w):
+            out = ragged.ragged(x, w, sizes_E, spec)[:35]
+            return jnp.sum(jnp.square(out.astype(jnp.float32)))
+
+        return jax.jit(jax.grad(total, argnums=(0, 1)))(x_AD, w_EDF)
+
+    found = gradients(dataclasses.replace(spec, ragged_kernel="triton"))
+    assert calls == (["rows_by_matrices"] * 2 + ["matrices_gradient"] if by_triton else [])
+    expected = gradients(spec)
+    for one, other in zip(found, expected, strict=True):
+        one, other = (np.asarray(x, np.float32) for x in (one, other))
+        np.testing.assert_allclose(one, other, atol=0.01 * np.abs(other).max())
+
+
 def test_replicas_of_a_slot_take_the_kernels_one_by_one(monkeypatch):
     """As on a TPU, interpreted: gradients of both factors are those without the kernels."""
     calls = []
@@ -198,7 +267,7 @@ def test_replicas_of_a_slot_take_the_kernels_one_by_one(monkeypatch):
 
     expected = gradients(spec)
     assert not calls
-    found = gradients(dataclasses.replace(spec, ragged_kernel=True))
+    found = gradients(dataclasses.replace(spec, ragged_kernel="megablox"))
     assert {call[1].shape for call in calls} == {(6, 8), (6, 4)}, "kernels of one replica"
     tiny_model.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
