@@ -2,7 +2,7 @@
 # What a machine with a GPU can show in under ten minutes: each part says what to expect, then what
 # was seen. Logs go into $OUT; a part that fails or runs out of time does not keep the others away.
 #   usage: bash benchmarks/gpu_check.sh [part ...]
-#   parts: torch_180m torch_1b replicas_180m (all of them)
+#   parts: kernels torch_180m torch_1b replicas_180m (all of them)
 #   PYTHON: with jax and its GPU plugin, and torch (python3); HARDWARE: gpu, or cpu to try the script
 #   OUT: folder for logs and compile caches (runs/gpu_check); KEYS: further keys of the trainer
 set -uo pipefail
@@ -12,7 +12,7 @@ hardware=${HARDWARE:-gpu}
 out=${OUT:-runs/gpu_check}
 read -ra keys <<<"${KEYS:-}"
 parts=("$@")
-if ((${#parts[@]} == 0)); then parts=(torch_180m torch_1b replicas_180m); fi
+if ((${#parts[@]} == 0)); then parts=(kernels torch_180m torch_1b replicas_180m); fi
 mkdir -p "$out"
 export PYTHONPATH=$PWD
 failed=()
@@ -40,16 +40,26 @@ export python hardware out
 
 for name in "${parts[@]}"; do
   case $name in
+    kernels)
+      small=() # as array code, where there is no GPU
+      if [ "$hardware" = cpu ]; then
+        small=(interpret=true sequences=1 length=64 heads=2 kv_heads=1 rows=96 experts=3 width=32)
+      fi
+      of_runs=("${keys[@]}") keys=("${small[@]}")
+      part "$name" 60 "errors of 0.02 at most; triton faster than dot_product and ragged_dot" \
+        "$python" benchmarks/gpu_kernels.py
+      keys=("${of_runs[@]}") ;;
     torch_180m)
-      part "$name" 150 "tokens/s at least 1.1 times torch's" bash -c 'beside_torch 180m 8 "$@"' _ ;;
+      part "$name" 130 "tokens/s at least 1.1 times torch's" bash -c 'beside_torch 180m 8 "$@"' _ ;;
     torch_1b)
-      part "$name" 240 "tokens/s at least 1.1 times torch's; half of the GPU's peak" \
+      part "$name" 220 "tokens/s at least 1.1 times torch's; half of the GPU's peak" \
         bash -c 'beside_torch 1b 4 "$@"' _ ;;
     replicas_180m)
-      part "$name" 200 "4 replicas at 0.95 of data parallelism's tokens/s or more" \
+      part "$name" 180 "4 replicas at 0.95 of data parallelism's tokens/s or more" \
         "$python" benchmarks/replica_cost.py hardware="$hardware" out="$out/replica_cost" ;;
     *)
-      printf 'gpu_check: %s is no part. Use torch_180m, torch_1b or replicas_180m.\n' "$name" >&2
+      printf 'gpu_check: %s is no part. Use kernels, torch_180m, torch_1b, replicas_180m.\n' \
+        "$name" >&2
       exit 2 ;;
   esac
 done
