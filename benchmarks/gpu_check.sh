@@ -56,7 +56,8 @@ for name in "${parts[@]}"; do
         bash -c 'beside_torch 1b 4 "$@"' _ ;;
     replicas_180m)
       part "$name" 180 "4 replicas at 0.95 of data parallelism's tokens/s or more" \
-        "$python" benchmarks/replica_cost.py hardware="$hardware" out="$out/replica_cost" ;;
+        "$python" benchmarks/replica_cost.py hardware="$hardware" out="$out/replica_cost" \
+        turns=1 ;;
     *)
       printf 'gpu_check: %s is no part. Use kernels, torch_180m, torch_1b, replicas_180m.\n' \
         "$name" >&2

@@ -10,8 +10,8 @@ from maxdiloco.errors import ConfigError
 def test_both_cases_read_as_many_tokens_a_step():
     _, cases = replica_cost.arguments(["hardware=cpu", "replicas=4", "num_diloco_fragments=3"])
     base, streaming = cases.values()
-    assert base["per_device_batch_size"] == "8" and base["enable_diloco"] == "false"
-    assert (streaming["per_device_batch_size"], streaming["num_diloco_replicas"]) == ("2", "4")
+    assert base["per_device_batch_size"] == "32" and base["enable_diloco"] == "false"
+    assert (streaming["per_device_batch_size"], streaming["num_diloco_replicas"]) == ("8", "4")
     assert streaming["num_diloco_fragments"] == "3" and "num_diloco_fragments" not in base
     assert base["steps"] == streaming["steps"] == "90" and base["log_period"] == "30"
 

@@ -97,7 +97,8 @@ def attend(
 ) -> jax.Array:
     """Attention of a training window with itself: context [B, L, N, H].
 
-    kernel: from choose_kernel. segment_ids: equal ids see each other. soft_cap, window: 0 is off.
+    kernel: from choose_kernel. segment_ids: equal ids see each other and lie side by side.
+    soft_cap, window: 0 is off.
     sinks, divisor, float32_factors: see dot_product and Softmax.
     Where sequences are spread over devices q, k, v and the context are in their order, and
     segment_ids whole in the order of the text, see models/over_length.py.
