@@ -36,7 +36,7 @@ setup(
         "tpu": ["jax[tpu]>=0.10.2,<0.12"],
         "cuda12": ["jax[cuda12]>=0.10.2,<0.12"],
         # What compiles for GPUs without one: JAX's plugin and ptxas, not NVIDIA's libraries.
-        "cuda12_compile": ["jax-cuda12-plugin>=0.10.2,<0.12", "nvidia-cuda-nvcc-cu12"],
+        "cudacompile": ["jax-cuda12-plugin>=0.10.2,<0.12", "nvidia-cuda-nvcc-cu12"],
         "gcs": ["gcsfs", "google-cloud-storage"],
         "data": ["datasets>=4", "pyarrow>=20"],
         "hf": ["safetensors>=0.6"],

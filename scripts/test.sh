@@ -8,8 +8,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export MAXDILOCO_VENV=${MAXDILOCO_VENV:-.venv}
 workers=${MAXDILOCO_TEST_WORKERS:-2}
 
-# tpu and cuda12_compile compile for slices without one; gcs uses a fake bucket of the tests.
-bash scripts/make_venv.sh "$MAXDILOCO_VENV" cuda12_compile,data,dev,gcs,hf,text,tpu
+# tpu and cudacompile compile for slices without one; gcs uses a fake bucket of the tests.
+bash scripts/make_venv.sh "$MAXDILOCO_VENV" cudacompile,data,dev,gcs,hf,text,tpu
 bash scripts/check.sh
 parallel=()
 # loadgroup: tests that share a resource (libtpu) wear one xdist_group and stay in one worker.

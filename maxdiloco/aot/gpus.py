@@ -125,7 +125,7 @@ def devices(name: str, num_slices: int) -> list[Any]:
     if not any(map(importlib.util.find_spec, PLUGINS)):
         raise ConfigError(
             f"compile_topology={name} needs JAX's plugin for CUDA, which is not installed. Install "
-            f"the extra: pip install '.[cuda12_compile]' in a checkout of maxdiloco."
+            f"the extra: pip install '.[cudacompile]' in a checkout of maxdiloco."
         )
     from jax.experimental import topologies
 

@@ -69,7 +69,7 @@ def test_an_unknown_kind_names_gpus_too():
 
 def test_without_the_plugin_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(gpus, "PLUGINS", ("no_such_plugin",))
-    with pytest.raises(ConfigError, match=r"=h100-8 needs JAX's plugin .*cuda12_compile"):
+    with pytest.raises(ConfigError, match=r"=h100-8 needs JAX's plugin .*cudacompile"):
         topology.devices("h100-8", 2)
 
 
