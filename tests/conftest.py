@@ -68,4 +68,4 @@ def pytest_collection_modifyitems(config, items):
             if absent:
                 item.add_marker(pytest.mark.skip(reason="needs libtpu: install the extra [tpu]"))
         if item.get_closest_marker("gpu_aot") and no_cuda:
-            item.add_marker(pytest.mark.skip(reason="needs the extra [cudacompile], as in scripts/test.sh"))
+            item.add_marker(pytest.mark.skip(reason="needs the plugin, see scripts/test.sh"))
