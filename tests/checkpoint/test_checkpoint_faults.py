@@ -287,7 +287,9 @@ def test_a_real_full_disk_and_a_real_read_only_one(tmpfs, monkeypatch, capfd):
         filler.write_bytes(bytes(shutil.disk_usage(tmpfs).free - 40_000))
         save_and_wait(checkpointer, 2)
         assert len(said) == 1 and "No space left on device; the last step saved is 1." in said[0]
-        assert os.listdir(folder) == ["1"]
+        assert checkpointer.steps() == [1]
+        # A thread of the failed save may write late; the next start removes it.
+        assert set(os.listdir(folder)) <= {"1", "2.orbax-checkpoint-tmp"}
         filler.unlink()
         checkpointer.save(3, items(3), {}, last=True)
 
