@@ -59,7 +59,7 @@ def chip(name: str) -> Chip:
 
     Raises ConfigError for an unknown name.
     """
-    if gpus.kind_of(name):
+    if is_gpu(name):
         return gpus.chip(name)
     kind, _, shape = _libtpu_name(name).partition(":")
     links, of = ici_links(kind, tuple(map(int, shape.split("x"))))
@@ -69,7 +69,7 @@ def chip(name: str) -> Chip:
 
 def devices_per_slice(name: str) -> int:
     """JAX devices of one slice. Raises ConfigError for an unknown name."""
-    if gpus.kind_of(name):
+    if is_gpu(name):
         return gpus.size_of(name)
     kind, _, shape = _libtpu_name(name).partition(":")
     return math.prod(map(int, shape.split("x"))) * (2 if kind == "tpu7x" else 1)
@@ -80,7 +80,7 @@ def devices_per_host(name: str) -> int:
 
     Raises ConfigError for an unknown name.
     """
-    if gpus.kind_of(name):
+    if is_gpu(name):
         return min(gpus.size_of(name), gpus.ON_HOST)
     if known_name(name) in ("v5e-8", "v6e-8"):
         return 8
@@ -108,7 +108,7 @@ def devices(name: str, num_slices: int) -> list[jax.Device]:
     Raises ConfigError for an unknown name, and where libtpu, or JAX's plugin for CUDA, is not
     installed.
     """
-    if gpus.kind_of(name):
+    if is_gpu(name):
         return gpus.devices(name, num_slices)
     topology_name = _libtpu_name(name)
     if importlib.util.find_spec("libtpu") is None:
@@ -154,7 +154,7 @@ def known_name(name: str) -> str:
 
 def larger(name: str, num_devices: float) -> str:
     """The smallest known slice of the same kind with at least so many devices; "" for none."""
-    if gpus.kind_of(name):
+    if is_gpu(name):
         sizes = (size for size in gpus.SIZES if size >= num_devices)
         return next((f"{gpus.kind_of(name)}-{size}" for size in sizes), "")
     kind = known_name(name).rpartition("-")[0]

@@ -36,16 +36,12 @@ def ragged(x_AD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, spec: ModelSpe
     """
     preferred = f32 if spec.float32_products else None  # see models/product.py
     kernel = spec.ragged_kernel
-    if kernel == "triton" and not _fits_triton(x_AD, w_EDF):
-        kernel = ""
+    if kernel == "triton":
+        from maxdiloco.models import triton_ragged
+
+        kernel = kernel if triton_ragged.fits(x_AD, w_EDF) else ""
     options = _Options(spec.precision, preferred, kernel)
     return _ragged(options, x_AD, w_EDF, sizes_E)
-
-
-def _fits_triton(x_AD, w_EDF):
-    from maxdiloco.models import triton_ragged
-
-    return triton_ragged.fits(x_AD, w_EDF)
 
 
 def _plain(options, x_AD, w_EDF, sizes_E):
@@ -71,10 +67,10 @@ def _ragged(options, x_AD, w_EDF, sizes_E):
 def _ragged_backward(options, factors, d_AF):
     def backward(x_AD, w_EDF, sizes_E, d_AF):
         if options.kernel == "triton":
-            from maxdiloco.models import triton_ragged as kernels
+            from maxdiloco.models import triton_ragged
 
-            dx_AD = kernels.rows_by_matrices(d_AF, w_EDF, sizes_E, transposed=True)
-            return dx_AD, kernels.matrices_gradient(x_AD, d_AF, sizes_E, w_EDF.dtype)
+            dx_AD = triton_ragged.rows_by_matrices(d_AF, w_EDF, sizes_E, transposed=True)
+            return dx_AD, triton_ragged.matrices_gradient(x_AD, d_AF, sizes_E, w_EDF.dtype)
         if options.kernel == "megablox":
             dx_AD = rows_gradient_by_kernel(options.precision, d_AF, w_EDF, sizes_E)
             dw_EDF = gradient_by_kernel(options.precision, x_AD, d_AF, sizes_E)

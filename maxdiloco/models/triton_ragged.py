@@ -33,9 +33,8 @@ class Tiles(NamedTuple):
 
 def fits(x: jax.ShapeDtypeStruct, w: jax.ShapeDtypeStruct) -> bool:
     """Whether the kernels take rows [A, D] and matrices [E, D, F] of these types and widths."""
-    sides = (*w.shape[1:],)
     half = all(a.dtype in (jnp.bfloat16, jnp.float16) for a in (x, w))
-    return half and all(side % SMALLEST == 0 for side in sides)
+    return half and all(side % SMALLEST == 0 for side in w.shape[1:])
 
 
 def tiles_of(sizes_E: jax.Array, num_rows: int, rows: int) -> Tiles:
