@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from maxdiloco.errors import ConfigError
 from maxdiloco.parallel.chips import CHIPS, Chip
 
-ON_HOST = 8  # GPUs of a host, joined by NVLink
+ON_HOST = 8  # GPUs of a host, joined by NVLink or PCIe
 SIZES = (1, 2, 4, *(ON_HOST * hosts for hosts in (1, 2, 4, 8, 16, 32, 64, 128)))
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 # The part of a GPU's memory that JAX takes when it starts, and where the user says another:
@@ -24,15 +24,16 @@ SHARE, SHARE_KEYS = 0.75, ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRA
 class Gpu(NamedTuple):
     """What XLA's compiler asks of a GPU, as its own descriptions have it.
 
-    chip: the name in CHIPS. name: jax.Device.device_kind. capability: of CUDA, major. accelerated:
+    chip: the name in CHIPS. name: jax.Device.device_kind. capability: of CUDA. accelerated:
     whether it has instructions of that generation alone. cores: multiprocessors. lanes: float32
     units of one. memory, l2: bytes. shared: bytes of a multiprocessor, and what one block may take.
-    bandwidth: bytes a second. nvlink_gbps: all links together, one way [1e9 bits per second].
+    bandwidth: bytes a second. link_gbps: to the GPUs of its host, NVLink or PCIe, all links
+    together, one way [1e9 bits per second].
     """
 
     chip: str
     name: str
-    capability: int
+    capability: str
     accelerated: bool
     cores: int
     lanes: int
@@ -41,22 +42,32 @@ class Gpu(NamedTuple):
     shared: tuple[int, int]
     bandwidth: int
     clock_ghz: float
-    nvlink_gbps: float
+    link_gbps: float
 
 
-# github.com/openxla/xla, xla/backends/gpu/target_config/specs; NVLink by NVIDIA's data sheets.
-_AMPERE, _HOPPER = (167936, 166912), (233472, 232448)  # bytes of shared memory
+# github.com/openxla/xla, xla/backends/gpu/target_config/specs; of T4, L4 and GeForce what
+# deviceQuery of NVIDIA's CUDA samples prints. Links by NVIDIA's data sheets.
+_TURING, _AMPERE, _HOPPER = (65536, 65536), (167936, 166912), (233472, 232448)  # shared memory
+_SMALL = (102400, 101376)  # of Ampere, Ada and Blackwell for desktops
 GPUS = {
-    "a100-40gb": Gpu("a100", "NVIDIA A100-SXM4-40GB", 8, False, 108, 64, 42331013120, 41943040,
+    "a100-40gb": Gpu("a100", "NVIDIA A100-SXM4-40GB", "8.0", False, 108, 64, 42331013120, 41943040,
                      _AMPERE, 1555200000000, 1.41, 2400),
-    "a100-80gb": Gpu("a100", "NVIDIA A100-SXM4-80GB", 8, False, 108, 64, 85100068864, 41943040,
+    "a100-80gb": Gpu("a100", "NVIDIA A100-SXM4-80GB", "8.0", False, 108, 64, 85100068864, 41943040,
                      _AMPERE, 2039040000000, 1.41, 2400),
-    "h100": Gpu("h100", "NVIDIA H100 80GB HBM3", 9, True, 132, 128, 84942979072, 52428800,
+    "h100": Gpu("h100", "NVIDIA H100 80GB HBM3", "9.0", True, 132, 128, 84942979072, 52428800,
                 _HOPPER, 3352320000000, 1.98, 3600),
-    "h200": Gpu("h100", "NVIDIA H200", 9, True, 132, 128, 151397597184, 52428800,
+    "h200": Gpu("h100", "NVIDIA H200", "9.0", True, 132, 128, 151397597184, 52428800,
                 _HOPPER, 4800000000000, 1.98, 3600),
-    "b200": Gpu("b200", "NVIDIA B200", 10, True, 148, 128, 191514411008, 132644864,
+    "b200": Gpu("b200", "NVIDIA B200", "10.0", True, 148, 128, 191514411008, 132644864,
                 _HOPPER, 7672320000000, 1.965, 7200),
+    "t4": Gpu("t4", "Tesla T4", "7.5", False, 40, 64, 15843721216, 4194304,
+              _TURING, 320064000000, 1.59, 128),
+    "l4": Gpu("l4", "NVIDIA L4", "8.9", False, 58, 128, 23583784960, 50331648,
+              _SMALL, 300048000000, 2.04, 256),
+    "a6000": Gpu("a6000", "NVIDIA RTX A6000", "8.6", False, 84, 128, 51041271808, 6291456,
+                 _SMALL, 768096000000, 1.8, 256),
+    "rtx5090": Gpu("rtx5090", "NVIDIA GeForce RTX 5090", "12.0", False, 170, 128, 33677180928,
+                   100663296, _SMALL, 1792128000000, 2.655, 512),
 }  # fmt: skip
 OTHER_KINDS = {
     "a100": "a100-80gb",
@@ -92,14 +103,14 @@ def size_of(name: str) -> int:
 
 
 def chip(name: str, environ: Mapping[str, str] = os.environ) -> Chip:
-    """The chip that one GPU is, with the memory that JAX takes of it and its NVLink.
+    """The chip that one GPU is, with the memory that JAX takes of it and its links.
 
     Raises ConfigError for an unknown name and for a share of memory that is no number in (0, 1].
     """
     size_of(name)
     gpu = GPUS[kind_of(name)]
     return CHIPS[gpu.chip]._replace(
-        hbm_gib=gpu.memory * _share(environ) / 2**30, ici_gbps=gpu.nvlink_gbps
+        hbm_gib=gpu.memory * _share(environ) / 2**30, ici_gbps=gpu.link_gbps
     )
 
 
@@ -141,6 +152,7 @@ def devices(name: str, num_slices: int) -> list[Any]:
 def target_config(gpu: Gpu) -> str:
     """The stream_executor.GpuTargetConfigProto of a GPU, as text."""
     extension = "ACCELERATED_FEATURES" if gpu.accelerated else "NONE"
+    major, minor = gpu.capability.split(".")
     return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -160,7 +172,7 @@ gpu_device_info {{
   l2_cache_size: {gpu.l2}
   clock_rate_ghz: {gpu.clock_ghz}
   device_memory_size: {gpu.memory}
-  cuda_compute_capability {{ major: {gpu.capability} feature_extension: {extension} }}
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {extension} }}
 }}
 platform_name: "CUDA"
 runtime_version {{ major: 12 minor: 8 }}

@@ -67,6 +67,11 @@ def chip(name: str) -> Chip:
     return whole._replace(ici_gbps=whole.ici_gbps * links / of)
 
 
+def compute_capability(name: str) -> str:
+    """Of GPUs, as jax.Device has it; "" for a name that means none."""
+    return gpus.GPUS[gpus.kind_of(name)].capability if is_gpu(name) else ""
+
+
 def devices_per_slice(name: str) -> int:
     """JAX devices of one slice. Raises ConfigError for an unknown name."""
     if is_gpu(name):

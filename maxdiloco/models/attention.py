@@ -7,6 +7,7 @@ sees position s when s <= t, both are of one segment and, with a window, t - s <
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ SPLASH_LAYOUT = "SEQ_MINOR"  # a QKVLayout of the kernel
 SPLASH_LANES = 128  # tiles are multiples of a TPU vector register's lanes
 TRITON_ROWS = 16  # tiles are multiples of what a GPU's matrix units take
 TRITON_HEAD_DIM = 256  # the accumulators of wider heads have no room in a GPU's registers
+TRITON_CAPABILITY = 8  # XLA compiles Triton for NVIDIA's compute capability 8.0 and later
 
 
 def choose_kernel(
@@ -36,19 +38,21 @@ def choose_kernel(
     length: int,
     dtype: DTypeLike,
     shards: int = 1,
+    compute_capability: str = "",
 ) -> str:
     """The kernel for a backend: `dot_product`, `triton` or `splash`.
 
     attention: `dot_product`; `flash`, the backend's fused kernel or an error; `autoselected`, the
     fused kernel where it can compute this model and dot_product elsewhere.
     backend: `cpu`, `gpu` or `tpu`. length: tokens of a sequence. shards: devices it is spread over.
+    compute_capability: see has_triton.
     Raises ConfigError when attention=flash has no kernel for the backend and model.
     """
     if attention == "dot_product":
         return "dot_product"
     kernel = {"gpu": "triton", "tpu": "splash"}.get(backend)
     dtype = jnp.dtype(dtype)
-    obstacle = _obstacle(kernel, backend, head_dim, length, dtype, shards)
+    obstacle = _obstacle(kernel, backend, head_dim, length, dtype, shards, compute_capability)
     if obstacle is None:
         return kernel
     if attention == "flash":
@@ -56,7 +60,18 @@ def choose_kernel(
     return "dot_product"
 
 
-def _obstacle(kernel, backend, head_dim, length, dtype, shards) -> str | None:
+def has_triton(compute_capability: str) -> bool:
+    """Whether XLA compiles Triton kernels for a GPU.
+
+    compute_capability: of jax.Device, such as `8.0`; "" and AMD's names are taken for one that has.
+    """
+    major = re.match(r"(\d+)\.\d+$", compute_capability)
+    return major is None or int(major.group(1)) >= TRITON_CAPABILITY
+
+
+def _obstacle(
+    kernel, backend, head_dim, length, dtype, shards, compute_capability
+) -> str | None:
     """Why the kernel cannot compute this model; None when it can."""
     if kernel is None:
         return f"the {backend} backend has no fused attention"
@@ -69,6 +84,11 @@ def _obstacle(kernel, backend, head_dim, length, dtype, shards) -> str | None:
                 f"{shards} (splash on TPU)"
             )
         return None
+    if not has_triton(compute_capability):
+        return (
+            f"the GPU's compute capability {compute_capability} is below {TRITON_CAPABILITY}.0 "
+            f"(Triton on GPU)"
+        )
     if shards > 1:
         return f"context parallelism {shards} spreads a sequence over devices (Triton on GPU)"
     if dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):

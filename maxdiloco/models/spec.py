@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from maxdiloco.flags.config import Config
-from maxdiloco.models.attention import choose_kernel
+from maxdiloco.models.attention import choose_kernel, has_triton
 from maxdiloco.models.rope import RopeConfig
 from maxdiloco.parallel import processor
 from maxdiloco.parallel.sharding import Rules, rules_with
@@ -118,11 +118,13 @@ def compute_dtype(dtype: str, backend: str) -> DTypeLike:
     return jnp.dtype(dtype)
 
 
-def from_config(cfg: Config, *, backend: str, length_shards: int = 1) -> ModelSpec:
+def from_config(
+    cfg: Config, *, backend: str, length_shards: int = 1, compute_capability: str = ""
+) -> ModelSpec:
     """Read the model's keys from the config.
 
     backend: `cpu`, `gpu` or `tpu`, as jax.default_backend() names it. length_shards: devices that
-    a sequence is spread over.
+    a sequence is spread over. compute_capability: see attention.has_triton.
     Raises ConfigError for a kernel that the backend lacks; flags has checked the sizes.
     """
     dtype = compute_dtype(cfg.dtype, backend)
@@ -156,18 +158,18 @@ def from_config(cfg: Config, *, backend: str, length_shards: int = 1) -> ModelSp
         z_loss_multiplier=cfg.z_loss_multiplier,
         dtype=dtype,
         weight_dtype=jnp.dtype(cfg.weight_dtype),
-        attention=_kernel(cfg, backend, dtype, length_shards),
+        attention=_kernel(cfg, backend, dtype, length_shards, compute_capability),
         remat_policy=cfg.remat_policy,
         precision=cfg.matmul_precision,
         rules=rules_with(cfg.logical_axis_rules),
         float32_products=half_on_cpu,
         float32_factors=half_on_cpu and processor.float32_is_faster(processor.host_cpuinfo()),
         scattered_gradients=backend == "tpu",
-        ragged_kernel={"tpu": "megablox", "gpu": "triton"}.get(backend, ""),
+        ragged_kernel=_ragged_kernel(backend, compute_capability),
     )
 
 
-def _kernel(cfg, backend, dtype, length_shards):
+def _kernel(cfg, backend, dtype, length_shards, compute_capability):
     return choose_kernel(
         cfg.attention,
         backend,
@@ -175,7 +177,14 @@ def _kernel(cfg, backend, dtype, length_shards):
         length=cfg.max_target_length,
         dtype=dtype,
         shards=length_shards,
+        compute_capability=compute_capability,
     )
+
+
+def _ragged_kernel(backend, compute_capability):
+    if backend == "gpu":
+        return "triton" if has_triton(compute_capability) else ""
+    return "megablox" if backend == "tpu" else ""
 
 
 def _latent(cfg):

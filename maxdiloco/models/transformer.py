@@ -233,14 +233,22 @@ class Model:
         return self.embed_and_head.with_weights({name: params[name] for name in names})
 
 
-def build(cfg: Config, *, backend: str, length_shards: int = 1) -> Model:
+def build(
+    cfg: Config, *, backend: str, length_shards: int = 1, compute_capability: str = ""
+) -> Model:
     """The model of a config.
 
     backend: `cpu`, `gpu` or `tpu`; chooses the attention kernel and what dtype=auto means.
-    length_shards: devices that a sequence is spread over.
+    length_shards: devices that a sequence is spread over. compute_capability: of a GPU, see
+    attention.has_triton.
     Raises ConfigError for a kernel that the backend lacks.
     """
-    spec = spec_lib.from_config(cfg, backend=backend, length_shards=length_shards)
+    spec = spec_lib.from_config(
+        cfg,
+        backend=backend,
+        length_shards=length_shards,
+        compute_capability=compute_capability,
+    )
     embed_and_head = _blueprint(functools.partial(EmbedAndHead, spec))
     logical_axes = dict(embed_and_head.names)
     layer_axis = _map_names(_vocabulary, embed_and_head.names)

@@ -37,7 +37,8 @@ class Chip(NamedTuple):
 # compiler leaves 16 of 128 MiB to an operation; with twice as much, products are not cut into small
 # pieces. It makes one operation of the two products of an MLP, which takes longer than both apart
 # (benchmarks/README.md).
-# GPU: NVIDIA's data sheets, Tensor Core bfloat16 without sparsity.
+# GPU: NVIDIA's data sheets, Tensor Core bfloat16 without sparsity, sums in float32; a T4's are of
+# float16, since it has no bfloat16.
 _V5E_OPTIONS = (
     ("xla_tpu_scoped_vmem_limit_kib", "32768"),
     ("xla_tpu_dot_dot_fusion", "false"),
@@ -67,8 +68,13 @@ CHIPS = {
     "h100": Chip(("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB"), 989e12),
     "h100-pcie": Chip(("NVIDIA H100 PCIe",), 756e12),
     "b200": Chip(("NVIDIA B200",), 2250e12),
+    "t4": Chip(("Tesla T4",), 65e12),
     "l4": Chip(("NVIDIA L4",), 121e12),
     "l40s": Chip(("NVIDIA L40S",), 362e12),
+    "a6000": Chip(("NVIDIA RTX A6000",), 154.8e12),
+    "rtx3090": Chip(("NVIDIA GeForce RTX 3090",), 71e12),
+    "rtx4090": Chip(("NVIDIA GeForce RTX 4090",), 165.2e12),
+    "rtx5090": Chip(("NVIDIA GeForce RTX 5090",), 209.5e12),
 }
 
 

@@ -67,7 +67,12 @@ def of(cfg: Config) -> Job:
         hardware = "gpu" if topology.is_gpu(cfg.compile_topology) else "tpu"
     backend = hardware if hardware in ("tpu", "gpu") else "cpu"
     over_length.check(cfg.max_target_length, mesh.shape["context"])
-    model = transformer.build(cfg, backend=backend, length_shards=mesh.shape["context"])
+    model = transformer.build(
+        cfg,
+        backend=backend,
+        length_shards=mesh.shape["context"],
+        compute_capability=topology.compute_capability(cfg.compile_topology),
+    )
     params = model_on_mesh.parameters(model, mesh)
     rule = optimizer.build(cfg, model=model)
     opt_state = optimizer.abstract_state(cfg, rule, params, mesh)

@@ -22,11 +22,15 @@ def build(cfg: Config, mesh: Mesh) -> Model:
 
     Raises ConfigError for a kernel that they lack, and for sequences that they cannot share.
     """
-    backend = mesh.devices.flat[0].platform
+    device = mesh.devices.flat[0]
+    backend = "gpu" if device.platform in ("cuda", "rocm") else device.platform
     shards = length_shards(cfg, mesh)
     over_length.check(cfg.max_target_length, shards)
     return transformer.build(
-        cfg, backend="gpu" if backend in ("cuda", "rocm") else backend, length_shards=shards
+        cfg,
+        backend=backend,
+        length_shards=shards,
+        compute_capability=device.compute_capability if backend == "gpu" else "",
     )
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from maxdiloco.aot import gpus, topology
 from maxdiloco.errors import ConfigError
+from maxdiloco.parallel.chips import CHIPS
 
 GIB = 2**30
 
@@ -17,6 +18,8 @@ GIB = 2**30
         ("a100-1", "a100-80gb-1", 1, 1, 312e12),
         ("a100-40gb-4", "a100-40gb-4", 4, 4, 312e12),
         ("b200-64", "b200-64", 64, 8, 2250e12),
+        ("l4-2", "l4-2", 2, 2, 121e12),  # XPK's too
+        ("rtx5090-8", "rtx5090-8", 8, 8, 209.5e12),
     ],
 )
 def test_a_name_is_a_kind_and_a_number_of_gpus(name, known, devices, on_host, peak):
@@ -87,3 +90,11 @@ def test_devices_come_slice_by_slice_and_host_by_host():
     assert [device.process_index for device in found] == [n // 8 for n in range(32)]
     assert {device.device_kind for device in found} == {"NVIDIA H100 80GB HBM3"}
     assert {device.compute_capability for device in found} == {"9.0"}
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.parametrize("kind", list(gpus.GPUS))
+def test_the_table_has_the_capability_of_the_devices(kind):
+    (device,) = gpus.devices(f"{kind}-1", 1)
+    assert device.compute_capability == topology.compute_capability(f"{kind}-1")
+    assert device.device_kind == gpus.GPUS[kind].name in CHIPS[gpus.GPUS[kind].chip].kinds

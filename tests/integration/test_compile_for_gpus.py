@@ -40,6 +40,7 @@ KEYS = dict(
     compile_topology="h100-2",
     compile_topology_num_slices=2,
 )
+KINDS = ("a100-80gb", "h100", "b200", "l4")  # by shared memory and instructions
 PARAMETERS = 256 * 128 + 128 + 2 * (4 * 128 * 128 + 2 * 128 * 256 + 2 * 128)
 
 
@@ -105,7 +106,17 @@ def test_a_model_that_does_not_fit_is_refused_with_more_gpus(compile_run):
 
 
 @pytest.mark.gpu_aot
-@pytest.mark.parametrize("kind", ["a100-80gb", "h100", "b200"])
+@pytest.mark.parametrize("more", [{}, dict(num_experts=4, num_experts_per_tok=2)])
+def test_a_gpu_too_old_for_triton_has_programs(compile_run, more):
+    """A T4; what its users may not ask for is in test_attention.py."""
+    code, (report,), said = compile_run(compile_topology="t4-2", **more)
+    assert code == 0
+    assert "mesh: 4 x Tesla T4" in said.out
+    assert report["verdict"]["fits"]
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("H", "E", "softmax_config", "sink"),
     [
@@ -136,7 +147,7 @@ def test_attention_kernels_fit_every_gpu(kind, H, E, softmax_config, sink):
 
 
 @pytest.mark.gpu_aot
-@pytest.mark.parametrize("kind", ["a100-80gb", "h100", "b200"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_products_of_experts_fit_every_gpu_and_leave_other_rows_out(kind):
     """Memory for nothing but what goes in and out; XLA's own has every row for every expert."""
     A, E, D, F = 16384, 128, 2048, 768  # Qwen3 30B-A3B

@@ -11,56 +11,12 @@ import numpy as np
 import pytest
 import tiny_model
 
-from maxdiloco.errors import ConfigError
 from maxdiloco.models import attention, dot_product, remat, triton, triton_kernels
 from maxdiloco.models.dot_product import Softmax
 from maxdiloco.parallel.replicas import map_fn
 from maxdiloco.parallel.sharding import DEFAULT_RULES
 
 # B sequences  L queries  S keys  N query heads  K key/value heads  H head dim
-
-FITS = dict(head_dim=64, length=1024, dtype=jnp.bfloat16)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "backend", "changes", "kernel"),
-    [
-        ("autoselected", "cpu", {}, "dot_product"),
-        ("autoselected", "gpu", {}, "triton"),
-        ("autoselected", "tpu", {}, "splash"),
-        ("flash", "gpu", {}, "triton"),
-        ("flash", "tpu", {}, "splash"),
-        ("dot_product", "gpu", {}, "dot_product"),
-        ("dot_product", "tpu", {}, "dot_product"),
-        ("autoselected", "gpu", dict(dtype=jnp.float32), "dot_product"),
-        ("autoselected", "gpu", dict(head_dim=12), "triton"),
-        ("autoselected", "gpu", dict(head_dim=256), "triton"),
-        ("autoselected", "gpu", dict(head_dim=257), "dot_product"),
-        ("autoselected", "gpu", dict(length=1000), "dot_product"),
-        ("autoselected", "gpu", dict(shards=2), "dot_product"),
-        ("autoselected", "tpu", dict(length=1000), "dot_product"),
-        ("autoselected", "tpu", dict(dtype=jnp.float32), "splash"),
-    ],
-)
-def test_kernel_follows_backend_and_model(wanted, backend, changes, kernel):
-    assert attention.choose_kernel(wanted, backend, **FITS | changes) == kernel
-
-
-@pytest.mark.parametrize(
-    ("backend", "changes", "why"),
-    [
-        ("cpu", {}, "the cpu backend has no fused attention"),
-        ("gpu", dict(dtype=jnp.float32), "dtype=float32 is not bfloat16 or float16"),
-        ("gpu", dict(head_dim=320), "head_dim=320 is above 256"),
-        ("gpu", dict(length=1000), "max_target_length=1000 is not a multiple of 16"),
-        ("gpu", dict(shards=2), "context parallelism 2 spreads a sequence over devices"),
-        ("tpu", dict(length=1000), "max_target_length=1000 is not a multiple of 128"),
-    ],
-)
-def test_flash_that_cannot_be_had_is_refused(backend, changes, why):
-    with pytest.raises(ConfigError, match=f"attention=flash .*{why}.* Use autoselected"):
-        attention.choose_kernel("flash", backend, **FITS | changes)
-
 
 def inputs(L, *, B=2, N=4, K=2, H=8, seed=0):
     """q, k, v and segments: per row three documents at random cuts."""
