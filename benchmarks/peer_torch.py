@@ -41,6 +41,7 @@ from maxdiloco.trainer import flops
 OWN = {
     "python": "",  # of an environment with torch; empty: one is made in `out`
     "compile": "true",  # torch.compile
+    "torch_dtype": "",  # of torch's autocast, bfloat16 or float32; empty: the trainer's dtype
     "start": "true",  # measure the starts too
     "threads": "0",  # of torch; 0: as many as it chooses
     "pause_s": "0.3",  # between turns, so that the threads of the one that waits are asleep
@@ -135,6 +136,8 @@ def arguments(argv: Sequence[str]) -> tuple[dict[str, str], list[str], Config]:
     for name in ("compile", "start"):
         if own[name] not in ("true", "false"):
             raise ConfigError(f"{name}={own[name]} is neither. Use true or false.")
+    if own["torch_dtype"] not in ("", "bfloat16", "float32"):
+        raise ConfigError(f"torch_dtype={own['torch_dtype']} is none. Use bfloat16 or float32.")
     if not own["threads"].isdecimal():
         raise ConfigError(f"threads={own['threads']} is no whole number. Use threads=0.")
     pairs = [f"{name}={value}" for name, value in keys.items()]
@@ -155,7 +158,7 @@ def torch_job(cfg: Config, own: dict[str, str]) -> dict[str, Any]:
         "tied": cfg.logits_via_embedding,
         "qk_norm": cfg.use_qk_norm,
         "gated": len(cfg.mlp_activations) == 2,
-        "dtype": cfg.dtype,
+        "dtype": own["torch_dtype"] or cfg.dtype,
         "batch": cfg.per_device_batch_size,
         "device": "cuda" if cfg.hardware == "gpu" else "cpu",
         "compile": own["compile"] == "true",
@@ -259,7 +262,8 @@ def report(
         rows.append(("part of the device's peak", share, ""))
     lines = [
         f"{cfg.model_name}, {ready['parameters']:,} parameters, {tokens:,} tokens a step, "
-        f"{cfg.dtype}, {cfg.hardware}; torch {ready['torch']}, {ready['threads']} threads",
+        f"{cfg.dtype}, {cfg.hardware}; torch {ready['torch']}, {ready['dtype']}, "
+        f"{ready['threads']} threads",
         *aligned(rows),
         f"maxdiloco / torch: tokens/s {median(walls['torch']) / median(walls['maxdiloco']):.3f} "
         f"(turn by turn {', '.join(f'{x:.2f}' for x in quartiles(walls))} quartiles), CPU time "

@@ -11,7 +11,8 @@ from maxdiloco.errors import ConfigError
 
 LOOP = """
 import json, sys
-print(json.dumps({"parameters": 7, "torch": "2", "threads": 1, "first_step_s": 1.0}), flush=True)
+ready = {"parameters": 7, "torch": "2", "dtype": "half", "threads": 1, "first_step_s": 1.0}
+print(json.dumps(ready), flush=True)
 for k, _ in enumerate(sys.stdin):
     if k == 2:
         sys.exit("out of memory")
@@ -24,6 +25,7 @@ for k, _ in enumerate(sys.stdin):
     [
         ("compile=yes", "compile=yes is neither. Use true or false"),
         ("threads=-1", "threads=-1 is no whole number"),
+        ("torch_dtype=half", "torch_dtype=half is none. Use bfloat16 or float32"),
         ("steps=-1 dataset_type=text", "steps=-1, .* Use steps of 1 or more"),
         ("mlp_activations=[relu]", "mlp_activations=relu: torch's loop"),
     ],
@@ -39,6 +41,8 @@ def test_torch_is_told_the_model_of_the_trainer():
     assert (job["device"], job["threads"], job["dtype"]) == ("cuda", 3, "bfloat16")
     assert (job["tied"], job["qk_norm"]) == (cfg.logits_via_embedding, cfg.use_qk_norm)
     assert not job["gated"]
+    own, _, cfg = peer_torch.arguments(["torch_dtype=float32"])
+    assert (cfg.dtype, peer_torch.torch_job(cfg, own)["dtype"]) == ("bfloat16", "float32")
     assert job["spec"]["base_num_decoder_layers"] == 12 and job["batch"] == 4
 
 
@@ -93,4 +97,4 @@ def test_the_report_has_the_ratio_of_medians(tmp_path, monkeypatch):
     assert walls == {"maxdiloco": [0.25, 0.25], "torch": [0.5, 1.5]}
     monkeypatch.setattr(peer_torch, "peak_share", lambda *_: "0.512")
     text = peer_torch.report(cfg, ours, torch.ready, walls, cpus, {"torch": 9.0})
-    assert all(words in text for words in ("tokens/s 4.000", "CPU time 2.000", "8,192", "0.512"))
+    assert all(words in text for words in ("s 4.000", "time 2.000", "8,192", "0.512", "2, half"))

@@ -76,6 +76,7 @@ def main() -> None:
     answer(
         first_step_s=first_s,
         torch=torch.__version__,
+        dtype=job["dtype"],
         threads=torch.get_num_threads(),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
     )
