@@ -8,7 +8,7 @@ checkpoints/120/            the state after inner step 120
     tokenizer/              files of the run, such as those of its tokenizer
     seal.json               sizes and CRC-32 of these files
 checkpoints/130.damaged/    a damaged checkpoint, set aside
-checkpoints/140.orbax-checkpoint-tmp/   an unfinished save; removed by the next start
+checkpoints/140.orbax-checkpoint-tmp/   an unfinished save; removed by the next good one or start
 """
 
 import contextlib
@@ -79,6 +79,7 @@ class Checkpointer:
         self._newest: int | None = None  # the newest step known to be saved
         self._removal: Future | None = None  # of checkpoints that are not kept
         self._known_good: set[epath.Path] = set()
+        self._failed_folders: set[epath.Path] = set()  # of saves; a thread may still write there
         if self._primary:
             with self._one_line("cannot be used"):
                 if is_local(self._folder):  # object stores have no folders
@@ -238,6 +239,10 @@ class Checkpointer:
         finally:
             if not whole:  # at once: the disk may be full
                 self._thread.submit(write.discard, save.folder)
+                if is_local(save.folder):  # elsewhere the next try writes to the same one
+                    self._failed_folders.add(save.folder)
+        while self._failed_folders:  # and again: what was written late
+            self._thread.submit(write.discard, self._failed_folders.pop())
         if self._max_to_keep is not None:
             self._removal = self._remover.submit(self._remove_old)
 
