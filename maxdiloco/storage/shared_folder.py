@@ -33,20 +33,7 @@ def require(folder: epath.Path) -> None:
 
     The first process must have made the folder, where folders are made. A no-op for one process.
     """
-    if jax.process_count() == 1:
-        return
-    meet()
-    number = agree.from_first_process(secrets.randbelow(1 << 31))
-    marker = folder / "start"
-    problem = None
-    if jax.process_index() == 0:
-        problem = _write(marker, number)
-    meet()
-    if jax.process_index() != 0:
-        problem = _wait_for(marker, number)
-    blind = [p for p, seen in enumerate(agree.from_all(problem is None)) if not seen]
-    if jax.process_index() == 0 and problem is None:
-        marker.unlink(missing_ok=True)
+    problem, blind = _look(folder)
     if blind:
         here = f" Process {jax.process_index()} on {socket.gethostname()}: {problem}."
         raise CheckpointError(
@@ -56,8 +43,34 @@ def require(folder: epath.Path) -> None:
         )
 
 
-def _write(marker: epath.Path, number: int) -> str | None:
+def is_shared(folder: epath.Path) -> bool:
+    """Whether all processes see what the first one writes to folder, which it makes if need be."""
+    return not _look(folder, make=True)[1]
+
+
+def _look(folder: epath.Path, *, make: bool = False) -> tuple[str | None, list[int]]:
+    """Why this process does not see what the first one writes, if so, and those that do not."""
+    if jax.process_count() == 1:
+        return None, []
+    meet()
+    number = agree.from_first_process(secrets.randbelow(1 << 31))
+    marker = folder / "start"
+    problem = None
+    if jax.process_index() == 0:
+        problem = _write(marker, number, make=make)
+    meet()
+    if jax.process_index() != 0:
+        problem = _wait_for(marker, number)
+    blind = [p for p, seen in enumerate(agree.from_all(problem is None)) if not seen]
+    if jax.process_index() == 0 and problem is None:
+        marker.unlink(missing_ok=True)
+    return problem, blind
+
+
+def _write(marker: epath.Path, number: int, *, make: bool) -> str | None:
     try:
+        if make:
+            marker.parent.mkdir(parents=True, exist_ok=True)
         marker.write_text(str(number))
     except (OSError, *object_store.errors(marker)) as error:
         return reason(error)

@@ -17,11 +17,20 @@ from jax.sharding import Mesh
 from maxdiloco.flags.config import Config
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes import output
+from maxdiloco.storage import shared_folder
+from maxdiloco.storage.run_folder import absolute
 from maxdiloco.trainer import assemble
 
 LOSES_ORDER = (
     "a CPU loses the order of collectives in a saved program, and devices that share a replica "
     "would wait for each other forever"
+)
+# Only the first process writes to the cache. XLA:GPU divides the search for fast kernels among the
+# processes that compile a program, and a process waits for the others' parts (github.com/openxla/
+# xla/pull/14968), up to a day.
+NOT_SHARED = (
+    "not every machine sees this folder, and a GPU that compiles would wait for one that need not; "
+    "use a folder that all machines share, or gs://"
 )
 
 
@@ -48,15 +57,25 @@ def compile_cache(cfg: Config) -> Iterator[list[str]]:
     if not folder:
         yield []
         return
-    sound = keep_their_order(cfg, mesh_lib.build(cfg))
-    jax.config.update("jax_compilation_cache_dir", folder if sound else None)
+    obstacle = _obstacle(cfg, mesh_lib.build(cfg), folder)
+    jax.config.update("jax_compilation_cache_dir", None if obstacle else folder)
     compilation_cache.reset_cache()  # JAX asks only once whether there is a folder
     try:
         with _damaged_entries_removed(folder):
-            yield [] if sound else [f"note: {_source(cfg)}={folder} is not used: {LOSES_ORDER}."]
+            yield [f"note: {_source(cfg)}={folder} is not used: {obstacle}."] if obstacle else []
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
         compilation_cache.reset_cache()
+
+
+def _obstacle(cfg: Config, mesh: Mesh, folder: str) -> str:
+    """Why the compile cache is not used; "" where it is. All processes call it."""
+    if not keep_their_order(cfg, mesh):
+        return LOSES_ORDER
+    if mesh.devices.flat[0].platform in ("cpu", "tpu"):
+        return ""
+    path = absolute(folder, key=_source(cfg))
+    return "" if shared_folder.is_shared(path) else NOT_SHARED
 
 
 def _source(cfg: Config) -> str:

@@ -31,7 +31,9 @@ from maxdiloco.processes import agree
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.checkpoint.arrays import Cycled
 from maxdiloco.errors import CheckpointError
+from maxdiloco.storage import shared_folder
 from maxdiloco.storage.run_folder import locate
+from etils import epath
 folder = locate(base, "run").checkpoints
 mesh = jax.make_mesh((2, 2), ("diloco", "fsdp"), (jax.sharding.AxisType.Auto,) * 2)
 
@@ -179,6 +181,8 @@ refusal("absent")
 folder.mkdir(parents=True, exist_ok=True)
 (folder / "start").write_text("1")  # of a start before
 refusal("another")
+cache = epath.Path(base + "-caches")
+tell("shared", [shared_folder.is_shared(cache / name) for name in ("same", f"of-{rank}")])
 """
 
 
@@ -318,3 +322,12 @@ def test_hosts_that_do_not_share_a_disk_are_refused_in_all(two, what, why):
     assert first == f"{start}{two[0]}{end}"
     assert second.startswith(start) and f"Process 1 on {socket.gethostname()}: {why}." in second
     assert second.endswith(" Use a folder that all machines share, or gs://.")
+
+
+def test_a_folder_of_caches_is_shared_or_each_machine_s_own(two):
+    """The first process makes it where it is not there, and leaves nothing in it."""
+    folder, told = two
+    assert [dict(mine)["shared"] for mine in told] == [[True, False]] * 2
+    caches = folder.parents[2] / "base-caches"
+    assert sorted(os.listdir(caches)) == ["of-0", "same"]
+    assert not any(os.listdir(caches / name) for name in os.listdir(caches))

@@ -3,9 +3,11 @@
 import errno
 import functools
 import os
+import types
 import warnings
 
 import jax
+import numpy as np
 import pytest
 from etils import epath
 
@@ -72,6 +74,19 @@ def test_the_compile_cache_is_used_where_it_is_sound_and_put_back(setting, keys,
         else:
             assert (inside, lines) == (source.partition("=")[2], [])
         assert jax.config.values["jax_compilation_cache_dir"] == "own"
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_gpus_use_a_compile_cache_that_all_their_hosts_see(setting, monkeypatch, tmp_path, shared):
+    setting(None)
+    gpus = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform="gpu")]))
+    gpus.size, gpus.shape = 1, {"diloco": 1}
+    monkeypatch.setattr(saved_programs.mesh_lib, "build", lambda cfg: gpus)
+    monkeypatch.setattr(saved_programs.shared_folder, "is_shared", lambda folder: shared)
+    with saved_programs.compile_cache(load(*TWO, f"jax_cache_dir={tmp_path}")) as lines:
+        inside = jax.config.values["jax_compilation_cache_dir"]
+    note = f"note: jax_cache_dir={tmp_path} is not used: {saved_programs.NOT_SHARED}."
+    assert (inside, lines) == ((str(tmp_path), []) if shared else (None, [note]))
 
 
 def test_without_a_folder_there_is_no_compile_cache(setting):
