@@ -15,8 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
+from maxdiloco.models.triton_kernels import SMALLEST
+
 f32 = jnp.float32
-SMALLEST = 16  # side of a tile that a GPU's matrix units take
 # Sides of a tile: of the results, and of the sums. Our choice from the registers and the shared
 # memory that the compiler reports (benchmarks/README.md).
 SIDE, INNER = 128, 64
@@ -46,7 +47,7 @@ def tiles_of(sizes_E: jax.Array, num_rows: int, rows: int) -> Tiles:
     index_T = jnp.arange(num_rows // rows + E, dtype=jnp.int32)
     tiles_E = (sizes_E + rows - 1) // rows
     until_E = jnp.cumsum(tiles_E)
-    expert_T = jnp.searchsorted(until_E, index_T, side="right").astype(jnp.int32)
+    expert_T = jnp.sum(until_E <= index_T[:, None], axis=1, dtype=jnp.int32)
     used_T = expert_T < E
     expert_T = jnp.minimum(expert_T, E - 1)
     ends_E = jnp.cumsum(sizes_E)

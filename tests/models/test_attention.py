@@ -211,6 +211,7 @@ def test_a_kernel_gets_each_device_its_sequences_and_heads(name, module, devices
         (256, False, dict(window=20, soft_cap=0.7)),
         (208, False, dict(divisor=2.5, sink=True, value_dim=8)),  # blocks of 16
         (16, False, dict(head_dim=24)),  # arrays of 32 that are filled up
+        (32, False, dict(head_dim=4)),
     ],
 )
 def test_triton_computes_plain_attention(L, one_document, changes):
@@ -302,3 +303,24 @@ def test_tiles_divide_the_sequence(kernel):
             sizes = triton_kernels.tiles(kernel, head_dim, length)
             assert length % sizes.own == 0 and length % sizes.other == 0
             assert min(sizes.own, sizes.other) >= 16
+
+
+def test_no_product_of_a_kernel_sums_over_less_than_matrix_units_do():
+    """Of heads of 4 and values of 2; interpreted as compiled for a GPU the sums would be right."""
+    q, k, v, segments = inputs(32, H=4)
+    attend = functools.partial(triton.attend, Softmax(0.0, 0, "default"), False)
+    jaxpr = jax.make_jaxpr(with_gradient(attend))(q, k, v[..., :2], segments)
+    summed = list(contracted(jaxpr.jaxpr))
+    # Three loops, with and without a mask, of 2, 3 and 4 products in each body.
+    assert len(summed) == 3 * (2 + 3 + 4)
+    assert min(summed) >= 16
+
+
+def contracted(jaxpr):
+    """The sizes that the products of the kernels in a jaxpr sum over."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (axes, _), _ = equation.params["dimension_numbers"]
+            yield math.prod(equation.invars[0].aval.shape[axis] for axis in axes)
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from contracted(inner)

@@ -89,9 +89,19 @@ def test_nothing_that_fits_is_full(choose):
     assert "no other policy fits" in line
 
 
+def gpu_mesh():
+    return types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform="gpu")]))
+
+
+def test_a_tenth_of_a_gpus_memory_is_left(choose):
+    enough = math.ceil(needed("minimal")[0] / 0.9) + 1
+    assert choose(enough, mesh=gpu_mesh())[0] == "minimal"
+    assert choose(enough - 2, mesh=gpu_mesh())[0] != "minimal"
+    assert choose(enough - 2)[0] == "minimal"
+
+
 def test_memory_that_is_not_known_is_full_without_a_compile(choose):
-    gpus = np.array([types.SimpleNamespace(platform="gpu")])
-    policy, (line,), compiled = choose(None, mesh=types.SimpleNamespace(devices=gpus))
+    policy, (line,), compiled = choose(None, mesh=gpu_mesh())
     assert (policy, compiled) == ("full", [])
     assert line == "remat_policy=auto: full, since nothing says how much memory a device has"
 
