@@ -199,6 +199,19 @@ def test_a_file_of_programs_needs_the_gpus(compile_run, tmp_path):
     assert not (tmp_path / "programs").exists()
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "other"),
+    [
+        ("diloco_outer_memory", "pinned_host", "device"),
+        ("optimizer_memory_host_offload", "true", "false"),
+    ],
+)
+def test_host_memory_needs_the_gpus(compile_run, key, value, other):
+    code, _, said = compile_run(**{key: value})
+    assert code == 2
+    assert re.search(rf"{key}={value} cannot .*=h100-2: .*Use {key}={other}", said.err)
+
+
 @pytest.mark.gpu_aot
 def test_sizes_over_slices_have_to_be_those_of_the_topology(compile_run):
     code, _, said = compile_run(dcn_diloco_parallelism=4)
