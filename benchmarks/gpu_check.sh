@@ -38,8 +38,9 @@ part() { # name, seconds, what to expect, then the command
 }
 
 beside_torch() { # model, sequences
-  XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.5} \
-    XLA_PYTHON_CLIENT_PREALLOCATE=false "$python" benchmarks/peer_torch.py hardware="$hardware" model_name="$1" max_target_length=2048 \
+  export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.5}
+  export XLA_PYTHON_CLIENT_PREALLOCATE=false
+  "$python" benchmarks/peer_torch.py hardware="$hardware" model_name="$1" max_target_length=2048 \
     per_device_batch_size="$2" steps=20 start=false pause_s=0 python="$(command -v "$python")" \
     out="$out/peer_torch" "${@:3}"
 }

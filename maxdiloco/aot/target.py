@@ -43,7 +43,7 @@ def _check_memory(cfg: Config) -> None:
         if values[key] == on_host:
             raise ConfigError(
                 f"{key}={show(on_host)} cannot be compiled for "
-                f"compile_topology={cfg.compile_topology}: without the GPUs there is no host memory "
-                f"of theirs. Use {key}={show(on_device)}, which counts all on the device, or leave "
-                f"compile_topology empty on the GPUs."
+                f"compile_topology={cfg.compile_topology}: without the GPUs there is no host "
+                f"memory of theirs. Use {key}={show(on_device)}, which counts all on the device, "
+                f"or leave compile_topology empty on the GPUs."
             )

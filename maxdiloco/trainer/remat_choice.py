@@ -24,8 +24,8 @@ MIB = 2**20
 # (benchmarks/README.md).
 TRIED = tuple(policy for policy in POLICIES if policy != "none")
 LAST = TRIED[-1]
-# Of what JAX takes of a GPU's memory. XLA:GPU wants all temporaries of a program in one piece, beside
-# the state of the run, and refuses a program when it runs. Our choice.
+# Of what JAX takes of a GPU's memory. XLA:GPU wants all temporaries of a program in one piece, and
+# refuses a program when it runs. Our choice.
 ON_GPU = 0.9
 ON_CPU = "save_context"  # the fastest by measurement (benchmarks/README.md), for little memory
 
