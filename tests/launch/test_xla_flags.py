@@ -51,7 +51,7 @@ def test_every_flag_has_a_reason_and_a_source_or_a_mark():
     for block in blocks[1:]:
         flags, comment = "+=" in block, " ".join(re.findall(r"^# ?(.*)$", block, re.M))
         if flags:
-            assert re.search(r"\[(guide|axlearn|jax)", comment), block
+            assert re.search(r"\[(guide|axlearn|jax|nvidia|xla)", comment), block
             assert re.search(r"Not verified|Compiled:", comment), block
 
 
