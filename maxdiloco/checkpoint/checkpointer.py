@@ -8,7 +8,7 @@ checkpoints/120/            the state after inner step 120
     tokenizer/              files of the run, such as those of its tokenizer
     seal.json               sizes and CRC-32 of these files
 checkpoints/130.damaged/    a damaged checkpoint, set aside
-checkpoints/140.orbax-checkpoint-tmp/   an unfinished save; removed by the next good one or start
+checkpoints/140.orbax-checkpoint-tmp/   an unfinished save; removed by the next good save or start
 """
 
 import contextlib
@@ -79,7 +79,7 @@ class Checkpointer:
         self._newest: int | None = None  # the newest step known to be saved
         self._removal: Future | None = None  # of checkpoints that are not kept
         self._known_good: set[epath.Path] = set()
-        self._failed_folders: set[epath.Path] = set()  # of saves; a thread may still write there
+        self._failed_folders: set[epath.Path] = set()  # in which there may still be files
         if self._primary:
             with self._one_line("cannot be used"):
                 if is_local(self._folder):  # object stores have no folders
@@ -208,6 +208,8 @@ class Checkpointer:
             self._saving = step, self._thread.submit(self._complete, save, writes)
         elif started == _FAILED:
             self._saving = step, prepared
+            if failed and is_local(folder):  # of which a part may have been made
+                self._failed_folders.add(folder)
         return started
 
     def _prepare(

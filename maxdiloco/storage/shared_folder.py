@@ -1,4 +1,4 @@
-"""The run's folder as its processes see it: locked by the first one, and the same for all."""
+"""Folders as the processes of a run see them: the run's, and that of a compile cache."""
 
 import secrets
 import socket
@@ -14,6 +14,7 @@ from maxdiloco.storage.run_folder import reason
 
 # A network file system may cache for up to a minute that a name is absent. Our choice.
 WAIT_S = 60.0
+SHORT_WAIT_S = 5.0  # where nothing can be cached. Our choice.
 PAUSE_S = 1.0
 # Until the first process has the lock and has removed what was unfinished. Our choice.
 PATIENCE_S = 1800.0
@@ -33,7 +34,7 @@ def require(folder: epath.Path) -> None:
 
     The first process must have made the folder, where folders are made. A no-op for one process.
     """
-    problem, blind = _look(folder)
+    problem, blind = _look(folder, name="start", wait_s=WAIT_S)
     if blind:
         here = f" Process {jax.process_index()} on {socket.gethostname()}: {problem}."
         raise CheckpointError(
@@ -43,26 +44,34 @@ def require(folder: epath.Path) -> None:
         )
 
 
-def is_shared(folder: epath.Path) -> bool:
-    """Whether all processes see what the first one writes to folder, which it makes if need be."""
-    return not _look(folder, make=True)[1]
+def is_shared(folder: epath.Path | None) -> bool:
+    """Whether all processes see what the first one writes to folder; the same in all.
+
+    The first process makes the folder. None: this process has none. Runs may share the folder, so
+    the file has a name of its own, which no file system can have cached as absent.
+    """
+    return not _look(folder, name="seen-{}", wait_s=SHORT_WAIT_S, make=True)[1]
 
 
-def _look(folder: epath.Path, *, make: bool = False) -> tuple[str | None, list[int]]:
-    """Why this process does not see what the first one writes, if so, and those that do not."""
+def _look(
+    folder: epath.Path | None, *, name: str, wait_s: float, make: bool = False
+) -> tuple[str | None, list[int]]:
+    """This process's problem, if it has one, and the numbers of the processes that have one."""
     if jax.process_count() == 1:
         return None, []
     meet()
     number = agree.from_first_process(secrets.randbelow(1 << 31))
-    marker = folder / "start"
-    problem = None
-    if jax.process_index() == 0:
+    problem = "it has no such folder" if folder is None else None
+    if jax.process_index() == 0 and problem is None:
+        marker = folder / name.format(number)
         problem = _write(marker, number, make=make)
     meet()
-    if jax.process_index() != 0:
-        problem = _wait_for(marker, number)
+    if agree.from_first_process(problem is not None):  # nothing to wait for
+        return problem or "process 0 cannot write to it", list(range(jax.process_count()))
+    if jax.process_index() != 0 and problem is None:
+        problem = _wait_for(folder / name.format(number), number, wait_s)
     blind = [p for p, seen in enumerate(agree.from_all(problem is None)) if not seen]
-    if jax.process_index() == 0 and problem is None:
+    if jax.process_index() == 0:
         marker.unlink(missing_ok=True)
     return problem, blind
 
@@ -77,9 +86,9 @@ def _write(marker: epath.Path, number: int, *, make: bool) -> str | None:
     return None
 
 
-def _wait_for(marker: epath.Path, number: int) -> str | None:
-    """Why the marker with this number cannot be read within WAIT_S; None when it can."""
-    limit = time.monotonic() + WAIT_S
+def _wait_for(marker: epath.Path, number: int, wait_s: float) -> str | None:
+    """Why the marker with this number cannot be read within wait_s; None when it can."""
+    limit = time.monotonic() + wait_s
     while True:
         try:
             text = marker.read_text()

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from maxdiloco.flags.config import Config
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.processes import output
+from maxdiloco.processes import agree, output
 from maxdiloco.storage import shared_folder
 from maxdiloco.storage.run_folder import absolute
 from maxdiloco.trainer import assemble
@@ -29,8 +29,8 @@ LOSES_ORDER = (
 # processes that compile a program, and a process waits for the others' parts (github.com/openxla/
 # xla/pull/14968), up to a day.
 NOT_SHARED = (
-    "not every machine sees this folder, and a GPU that compiles would wait for one that need not; "
-    "use a folder that all machines share, or gs://"
+    "not every process sees what the first one writes there, and a GPU that compiles would wait "
+    "for one that loads; use a folder that all machines share, or gs://"
 )
 
 
@@ -54,28 +54,26 @@ def compile_cache(cfg: Config) -> Iterator[list[str]]:
     """
     before = jax.config.values["jax_compilation_cache_dir"]
     folder = cfg.jax_cache_dir or before
-    if not folder:
+    mesh = mesh_lib.build(cfg)
+    on_gpus = mesh.devices.flat[0].platform not in ("cpu", "tpu")
+    # The variable of the environment may be one host's alone.
+    if not (agree.in_any_process(bool(folder)) if on_gpus else folder):
         yield []
         return
-    obstacle = _obstacle(cfg, mesh_lib.build(cfg), folder)
+    if on_gpus:
+        path = absolute(folder, key=_source(cfg)) if folder else None
+        obstacle = "" if shared_folder.is_shared(path) else NOT_SHARED
+    else:
+        obstacle = "" if keep_their_order(cfg, mesh) else LOSES_ORDER
     jax.config.update("jax_compilation_cache_dir", None if obstacle else folder)
     compilation_cache.reset_cache()  # JAX asks only once whether there is a folder
     try:
         with _damaged_entries_removed(folder):
-            yield [f"note: {_source(cfg)}={folder} is not used: {obstacle}."] if obstacle else []
+            note = f"note: {_source(cfg)}={folder or ''} is not used: {obstacle}."
+            yield [note] if obstacle else []
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
         compilation_cache.reset_cache()
-
-
-def _obstacle(cfg: Config, mesh: Mesh, folder: str) -> str:
-    """Why the compile cache is not used; "" where it is. All processes call it."""
-    if not keep_their_order(cfg, mesh):
-        return LOSES_ORDER
-    if mesh.devices.flat[0].platform in ("cpu", "tpu"):
-        return ""
-    path = absolute(folder, key=_source(cfg))
-    return "" if shared_folder.is_shared(path) else NOT_SHARED
 
 
 def _source(cfg: Config) -> str:

@@ -18,7 +18,7 @@ from maxdiloco.storage.run_folder import locate
 ROOT = pathlib.Path(__file__).parents[2]
 
 START = """
-import json, sys
+import json, sys, time
 import numpy as np
 import jax
 import jax.numpy as jnp
@@ -151,7 +151,7 @@ with open_checkpoints() as checkpointer:
     agree.in_any_process(False)  # a barrier
 
 # One host sees a file later than the other, or never.
-read.shared_folder.WAIT_S = 1.2
+read.shared_folder.WAIT_S = read.shared_folder.SHORT_WAIT_S = 1.2
 damage = seal.damage
 looks = []
 
@@ -182,7 +182,13 @@ folder.mkdir(parents=True, exist_ok=True)
 (folder / "start").write_text("1")  # of a start before
 refusal("another")
 cache = epath.Path(base + "-caches")
-tell("shared", [shared_folder.is_shared(cache / name) for name in ("same", f"of-{rank}")])
+(cache / "same").mkdir(parents=True, exist_ok=True)
+(cache / "same" / "start").write_text("1")  # of another run that looks at this folder
+began = time.monotonic()
+asked = [cache / "same", cache / f"of-{rank}", None if rank else cache / "same",
+         cache / "same" if rank else None, cache / "same" / "start" / "below a file"]
+tell("shared", [shared_folder.is_shared(folder) for folder in asked])
+tell("seconds", time.monotonic() - began)
 """
 
 
@@ -325,9 +331,13 @@ def test_hosts_that_do_not_share_a_disk_are_refused_in_all(two, what, why):
 
 
 def test_a_folder_of_caches_is_shared_or_each_machine_s_own(two):
-    """The first process makes it where it is not there, and leaves nothing in it."""
+    """The first process makes it where it is not there, and leaves nothing in it.
+
+    A process may have none, and the first one may not write there: nobody waits then.
+    """
     folder, told = two
-    assert [dict(mine)["shared"] for mine in told] == [[True, False]] * 2
+    assert [dict(mine)["shared"] for mine in told] == [[True, False, False, False, False]] * 2
+    assert all(dict(mine)["seconds"] < 3 * 1.2 for mine in told)
     caches = folder.parents[2] / "base-caches"
     assert sorted(os.listdir(caches)) == ["of-0", "same"]
-    assert not any(os.listdir(caches / name) for name in os.listdir(caches))
+    assert os.listdir(caches / "of-0") == [] and os.listdir(caches / "same") == ["start"]

@@ -61,8 +61,11 @@ def setting():
         (("jax_cache_dir=",), "JAX_COMPILATION_CACHE_DIR=own"),
     ],
 )
-def test_the_compile_cache_is_used_where_it_is_sound_and_put_back(setting, keys, source):
+def test_the_compile_cache_is_used_where_it_is_sound_and_put_back(
+    setting, monkeypatch, keys, source
+):
     """Of both sources; a line names the one that is not used. jax_cache_dir comes first."""
+    monkeypatch.delattr(saved_programs.shared_folder, "is_shared")  # asked on GPUs alone
     setting("own")
     for argv in ((), ("ici_fsdp_parallelism=2",)):
         cfg = load(*TWO, "enable_diloco=true", *argv, *keys)
