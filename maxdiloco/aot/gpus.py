@@ -10,11 +10,14 @@ import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
+
 from maxdiloco.errors import ConfigError
 from maxdiloco.parallel.chips import CHIPS, Chip
 
 ON_HOST = 8  # GPUs of a host, joined by NVLink or PCIe
 SIZES = (1, 2, 4, *(ON_HOST * hosts for hosts in (1, 2, 4, 8, 16, 32, 64, 128)))
+FROM_MACHINE = (0, 11)  # JAX that takes the GPU of a Triton kernel from the machine
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 # The part of a GPU's memory that JAX takes when it starts, and where the user says another:
 # docs.jax.dev/en/latest/gpu_memory_allocation.html.
@@ -26,9 +29,9 @@ class Gpu(NamedTuple):
 
     chip: the name in CHIPS. name: jax.Device.device_kind. capability: of CUDA. accelerated:
     whether it has instructions of that generation alone. cores: multiprocessors. lanes: float32
-    units of one. memory, l2: bytes. shared: bytes of a multiprocessor, and what one block may take.
-    bandwidth: bytes a second. link_gbps: to the GPUs of its host, NVLink or PCIe, all links
-    together, one way [1e9 bits per second].
+    units of one. memory, l2: bytes. room: threads that run at once on a multiprocessor, bytes of
+    its shared memory, and what one block may take of them. bandwidth: bytes a second. link_gbps: to
+    the GPUs of its host, NVLink or PCIe, all links together, one way [1e9 bits per second].
     """
 
     chip: str
@@ -39,7 +42,7 @@ class Gpu(NamedTuple):
     lanes: int
     memory: int
     l2: int
-    shared: tuple[int, int]
+    room: tuple[int, int, int]
     bandwidth: int
     clock_ghz: float
     link_gbps: float
@@ -47,8 +50,8 @@ class Gpu(NamedTuple):
 
 # github.com/openxla/xla, xla/backends/gpu/target_config/specs; of T4, L4 and GeForce what
 # deviceQuery of NVIDIA's CUDA samples prints. Links by NVIDIA's data sheets.
-_TURING, _AMPERE, _HOPPER = (65536, 65536), (167936, 166912), (233472, 232448)  # shared memory
-_SMALL = (102400, 101376)  # of Ampere, Ada and Blackwell for desktops
+_TURING, _AMPERE, _HOPPER = (1024, 65536, 65536), (2048, 167936, 166912), (2048, 233472, 232448)
+_SMALL = (1536, 102400, 101376)  # Ampere, Ada and Blackwell for desktops
 GPUS = {
     "a100-40gb": Gpu("a100", "NVIDIA A100-SXM4-40GB", "8.0", False, 108, 64, 42331013120, 41943040,
                      _AMPERE, 1555200000000, 1.41, 2400),
@@ -130,13 +133,19 @@ def _share(environ: Mapping[str, str]) -> float:
 def devices(name: str, num_slices: int) -> list[Any]:
     """The jax.Device objects of `num_slices` slices, slice by slice; nothing can run on them.
 
-    Raises ConfigError for an unknown name, and where JAX has no plugin for CUDA.
+    Raises ConfigError for an unknown name, and for a JAX without a plugin for CUDA or after 0.10.
     """
     size = size_of(name)
     if not any(map(importlib.util.find_spec, PLUGINS)):
         raise ConfigError(
             f"compile_topology={name} needs JAX's plugin for CUDA, which is not installed. Install "
             f"the extra: pip install '.[cudacompile]' in a checkout of maxdiloco."
+        )
+    if jax.__version_info__ >= FROM_MACHINE:
+        raise ConfigError(
+            f"compile_topology={name} cannot be compiled for by jax {jax.__version__}, which makes "
+            f"Triton kernels for the GPU of this machine alone. Use jax 0.10.2, as the extra has "
+            f"it: pip install '.[cudacompile]'."
         )
     from jax.experimental import topologies
 
@@ -157,15 +166,15 @@ def target_config(gpu: Gpu) -> str:
 gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
-  threads_per_core_limit: 2048
+  threads_per_core_limit: {gpu.room[0]}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
   shared_memory_per_block: 49152
-  shared_memory_per_core: {gpu.shared[0]}
-  shared_memory_per_block_optin: {gpu.shared[1]}
+  shared_memory_per_core: {gpu.room[1]}
+  shared_memory_per_block_optin: {gpu.room[2]}
   core_count: {gpu.cores}
   fpus_per_core: {gpu.lanes}
   memory_bandwidth: {gpu.bandwidth}

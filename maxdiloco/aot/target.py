@@ -36,14 +36,13 @@ _ON_HOST = (
 
 
 def _check_memory(cfg: Config) -> None:
-    """Raise ConfigError for arrays in host memory: the compiler counts those of absent GPUs on the
-    device."""
+    """Raise ConfigError for arrays in host memory, which would be counted on the device."""
     values = cfg.as_dict()
     for key, on_host, on_device in _ON_HOST:
         if values[key] == on_host:
             raise ConfigError(
                 f"{key}={show(on_host)} cannot be compiled for "
-                f"compile_topology={cfg.compile_topology}: without the GPUs there is no host "
-                f"memory of theirs. Use {key}={show(on_device)}, which counts all on the device, "
+                f"compile_topology={cfg.compile_topology}: without the GPUs the compiler "
+                f"has no host memory. Use {key}={show(on_device)}, which counts all on the device, "
                 f"or leave compile_topology empty on the GPUs."
             )

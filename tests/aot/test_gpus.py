@@ -92,9 +92,51 @@ def test_devices_come_slice_by_slice_and_host_by_host():
     assert {device.compute_capability for device in found} == {"9.0"}
 
 
+DEVICES = {
+    "a100-40gb": ("8.0", "NVIDIA A100-SXM4-40GB"),
+    "a100-80gb": ("8.0", "NVIDIA A100-SXM4-80GB"),
+    "h100": ("9.0", "NVIDIA H100 80GB HBM3"),
+    "h200": ("9.0", "NVIDIA H200"),
+    "b200": ("10.0", "NVIDIA B200"),
+    "t4": ("7.5", "Tesla T4"),
+    "l4": ("8.9", "NVIDIA L4"),
+    "a6000": ("8.6", "NVIDIA RTX A6000"),
+    "rtx5090": ("12.0", "NVIDIA GeForce RTX 5090"),
+}
+
+
+def test_kinds_are_chips_and_have_a_capability():
+    assert set(DEVICES) == set(gpus.GPUS)
+    for kind, (capability, device_kind) in DEVICES.items():
+        assert topology.compute_capability(f"{kind}-1") == capability
+        assert device_kind in CHIPS[gpus.GPUS[kind].chip].kinds
+    assert topology.compute_capability("v5e-16") == ""
+
+
 @pytest.mark.gpu_aot
-@pytest.mark.parametrize("kind", list(gpus.GPUS))
-def test_the_table_has_the_capability_of_the_devices(kind):
+@pytest.mark.parametrize("kind", DEVICES)
+def test_devices_are_what_the_name_means(kind):
     (device,) = gpus.devices(f"{kind}-1", 1)
-    assert device.compute_capability == topology.compute_capability(f"{kind}-1")
-    assert device.device_kind == gpus.GPUS[kind].name in CHIPS[gpus.GPUS[kind].chip].kinds
+    assert (device.compute_capability, device.device_kind) == DEVICES[kind]
+
+
+def test_a_jax_that_compiles_for_its_own_gpu_alone_is_refused(monkeypatch):
+    def reached(gpu):
+        raise LookupError(gpu.name)
+
+    monkeypatch.setattr(gpus, "target_config", reached)
+    monkeypatch.setattr(gpus, "PLUGINS", ("os",))
+    with pytest.raises(LookupError):
+        topology.devices("a100-1", 1)
+    monkeypatch.setattr(gpus.jax, "__version_info__", (0, 11, 2))
+    with pytest.raises(ConfigError, match=r"=a100-1 cannot .* jax .*Use jax 0.10.2, as the"):
+        topology.devices("a100-1", 1)
+
+
+def test_the_threads_of_a_multiprocessor_are_its_generation_s():
+    """NVIDIA's CUDA C++ Programming Guide, technical specifications per compute capability."""
+    expected = {"7": 1024, "8.0": 2048, "8.6": 1536, "8.9": 1536, "9": 2048, "10": 2048, "12": 1536}
+    for gpu in gpus.GPUS.values():
+        key = gpu.capability if gpu.capability in expected else gpu.capability.partition(".")[0]
+        assert gpu.room[0] == expected[key]
+        assert f"threads_per_core_limit: {expected[key]}\n" in gpus.target_config(gpu)

@@ -156,6 +156,11 @@ def test_a_remedy_is_one_that_is_not_yet_on():
     assert compiles.make_room(cfg, outer_state=True) == room
     without = room.replace(", diloco_outer_memory=pinned_host", "")
     assert compiles.make_room(cfg, outer_state=False) == without
+    elsewhere = (
+        "Use more devices in a slice, diloco_outer_memory=pinned_host on the GPUs themselves or "
+        "optimizer_memory_host_offload=true on the GPUs themselves."
+    )
+    assert compiles.make_room(cfg, outer_state=True, there=False) == elsewhere
     other = config.load(["remat_policy=minimal"], {})
     assert "remat_policy=full" in compiles.make_room(other, outer_state=True)
     auto = config.load([], {})
