@@ -14,6 +14,11 @@ python=${PYTHON:-python3}
 hardware=${HARDWARE:-gpu}
 out=${OUT:-runs/gpu_check}
 read -ra keys <<<"${KEYS:-}"
+if [[ ! ${SLOWER:-1} =~ ^[1-9][0-9]*$ ]]; then
+  printf 'gpu_check: SLOWER=%s is not a whole number of 1 or more. Use SLOWER=3, say.\n' \
+    "$SLOWER" >&2
+  exit 2
+fi
 parts=("$@")
 if ((${#parts[@]} == 0)); then parts=(kernels torch_180m torch_1b replicas_180m); fi
 mkdir -p "$out"
@@ -38,7 +43,9 @@ part() { # name, seconds, what to expect, then the command
 }
 
 beside_torch() { # model, sequences
-  export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.5}
+  if [ -z "${XLA_CLIENT_MEM_FRACTION:-}" ]; then  # JAX takes one of the two names
+    export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.5}
+  fi
   export XLA_PYTHON_CLIENT_PREALLOCATE=false
   "$python" benchmarks/peer_torch.py hardware="$hardware" model_name="$1" max_target_length=2048 \
     per_device_batch_size="$2" steps=20 start=false pause_s=0 python="$(command -v "$python")" \
@@ -48,7 +55,7 @@ export -f beside_torch
 export python hardware out
 
 memory() { # MiB of the GPU; nothing where nobody says it
-  nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits \
+  [ "$hardware" = gpu ] && nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits \
     -i "${CUDA_VISIBLE_DEVICES:-0}" 2>/dev/null | head -n 1
 }
 

@@ -178,6 +178,7 @@ def _by_hosts(cfg: Config, parts: Any, mesh: Any) -> float:
 
 
 def _job(cfg: Config, parts: Any, mesh: Any, ici: Mapping[str, int]) -> Any:
+    from maxdiloco.aot import topology
     from maxdiloco.aot.figures import Job
     from maxdiloco.metrics.compiles import make_room
     from maxdiloco.trainer import flops
@@ -190,7 +191,9 @@ def _job(cfg: Config, parts: Any, mesh: Any, ici: Mapping[str, int]) -> Any:
         tau=cfg.num_communication_overlapping_steps,
         overlap=cfg.diloco_outer_overlap if exchanges else "",
         topology=cfg.compile_topology,
-        room=make_room(cfg, outer_state=exchanges),
+        room=make_room(
+            cfg, outer_state=exchanges, there=not topology.is_gpu(cfg.compile_topology)
+        ),
         ici=ici,
     )
 

@@ -149,20 +149,22 @@ def temporaries(message: str, arguments: int) -> int:
     return 0
 
 
-def make_room(cfg: Config, *, outer_state: bool) -> str:
+def make_room(cfg: Config, *, outer_state: bool, there: bool = True) -> str:
     """The remedy when a program of this config does not fit: what is not yet on.
 
     outer_state: whether the trainer keeps one besides the replicas, which could be on the host.
+    there: whether it can be tried here; for absent GPUs nothing in host memory can be compiled.
     """
+    where = "" if there else " on the GPUs themselves"
     ways = ["more devices in a slice"]
     if cfg.per_device_batch_size > 1:
         ways.append("a smaller per_device_batch_size")
     if cfg.remat_policy not in ("full", AUTO):  # a model that no step trains takes AUTO as `full`
         ways.append("remat_policy=full")
     if outer_state and cfg.diloco_outer_memory == "device":
-        ways.append("diloco_outer_memory=pinned_host")
+        ways.append(f"diloco_outer_memory=pinned_host{where}")
     if not cfg.optimizer_memory_host_offload:
-        ways.append("optimizer_memory_host_offload=true")
+        ways.append(f"optimizer_memory_host_offload=true{where}")
     *most, last = ways
     return f"Use {', '.join(most)} or {last}." if most else f"Use {last}."
 

@@ -19,8 +19,8 @@ def float32_is_faster(cpuinfo: str) -> bool:
     """Whether an x86 processor multiplies matrices faster in float32 than in bfloat16.
 
     Intel's AVX512-BF16 multiplies no more numbers a cycle than float32 does, and its factors have
-    to be interleaved. Without instructions for it they have to be widened. With AMX, and with AMD's
-    AVX512-BF16, bfloat16 is faster (benchmarks/README.md).
+    to be interleaved. A processor without bfloat16 instructions has to widen them. With AMX, and
+    with AMD's AVX512-BF16, bfloat16 is faster (benchmarks/README.md).
     False where the text does not say what the processor has, as on Arm.
     """
     flags = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)

@@ -152,6 +152,9 @@ def _legend(plan: Plan) -> list[str]:
 
 def _commands(plan: Plan) -> list[str]:
     out = ["run it:", f"  {shlex.join(train_command(plan))}"]
+    absent_gpus = plan.job.chip is not None and not plan.job.chip.timed
+    if absent_gpus and plan.best.choice.memory == "pinned_host":
+        return out  # cannot be compiled without them
     if plan.job.cfg.compile_topology:
         out += ["look at its programs first:", f"  {shlex.join(compile_command(plan))}"]
     return out

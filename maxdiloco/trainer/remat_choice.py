@@ -25,8 +25,8 @@ MIB = 2**20
 TRIED = tuple(policy for policy in POLICIES if policy != "none")
 LAST = TRIED[-1]
 # Of what JAX takes of a GPU's memory. XLA:GPU wants all temporaries of a program in one piece, and
-# refuses a program when it runs. Our choice.
-ON_GPU = 0.9
+# memory in pieces may have none; it shows when the program runs, not before. Our choice.
+SHARE_ON_GPU = 0.9
 ON_CPU = "save_context"  # the fastest by measurement (benchmarks/README.md), for little memory
 
 
@@ -67,8 +67,9 @@ def build(
     if policy:
         chosen = _with_policy(cfg, policy)
         return chosen, make(chosen)
+    of = ""
     if mesh.devices.flat[0].platform not in ("cpu", "tpu"):
-        memory = int(memory * ON_GPU)
+        memory, of = int(memory * SHARE_ON_GPU), f", {SHARE_ON_GPU:g} of the GPU's,"
     for policy in TRIED:
         chosen = _with_policy(cfg, policy)
         parts = make(chosen)
@@ -79,7 +80,7 @@ def build(
         if not in_any_process(needed > memory):
             say(
                 f"remat_policy=auto: {policy}; the inner step needs {needed / MIB:,.0f} of "
-                f"{memory / MIB:,.0f} MiB with the rest of the run's state"
+                f"{memory / MIB:,.0f} MiB{of} with the rest of the run's state"
             )
             return chosen, parts
         parts.trainer.close()

@@ -103,12 +103,13 @@ def test_a_model_that_does_not_fit_is_refused_with_more_gpus(compile_run):
     assert code == 1
     assert not report["verdict"]["fits"]
     assert re.search(r"by arithmetic a100-40gb-\d+ would do", said.out)
+    assert "diloco_outer_memory=pinned_host on the GPUs themselves" in said.err
 
 
 @pytest.mark.gpu_aot
 @pytest.mark.parametrize("more", [{}, dict(num_experts=4, num_experts_per_tok=2)])
 def test_a_gpu_too_old_for_triton_has_programs(compile_run, more):
-    """A T4; what its users may not ask for is in test_attention.py."""
+    """A T4; what its users may not ask for is in test_kernel_choice.py."""
     code, (report,), said = compile_run(compile_topology="t4-2", **more)
     assert code == 0
     assert "mesh: 4 x Tesla T4" in said.out
@@ -230,4 +231,16 @@ def test_a_plan_for_gpus_wants_the_time_of_a_step(capfd):
     said = capfd.readouterr().out
     assert "2 replicas on 2 slices of h100-8" in said
     assert "exchange by host" in said
-    assert "hardware=gpu" in said.partition("run it:")[2].splitlines()[1]
+    run, look = said.partition("run it:")[2].split("look at its programs first:")
+    assert "hardware=gpu" in run and "pinned_host" not in run
+    assert "maxdiloco.train_compile" in look
+
+
+def test_a_plan_names_no_command_that_absent_gpus_refuse(capfd):
+    """1b on two T4 a slice fits with its outer state in host memory alone."""
+    argv = ["model_name=1b", "compile_topology=t4-2", "compile_topology_num_slices=2",
+            "dcn_bandwidth_gbps=1", "step_time=0.8"]  # fmt: skip
+    assert plan.main(argv) == 0
+    said = capfd.readouterr().out
+    assert "diloco_outer_memory=pinned_host" in said.partition("run it:")[2]
+    assert "maxdiloco.train_compile" not in said

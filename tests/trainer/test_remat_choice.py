@@ -95,7 +95,8 @@ def gpu_mesh():
 
 def test_a_tenth_of_a_gpus_memory_is_left(choose):
     enough = math.ceil(needed("minimal")[0] / 0.9) + 1
-    assert choose(enough, mesh=gpu_mesh())[0] == "minimal"
+    policy, (line,), _ = choose(enough, mesh=gpu_mesh())
+    assert policy == "minimal" and " MiB, 0.9 of the GPU's, with the rest" in line
     assert choose(enough - 2, mesh=gpu_mesh())[0] != "minimal"
     assert choose(enough - 2)[0] == "minimal"
 
