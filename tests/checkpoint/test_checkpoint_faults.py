@@ -281,6 +281,13 @@ def test_a_real_full_disk_and_a_real_read_only_one(tmpfs, monkeypatch, capfd):
     said = []
     folder = folder_of(tmpfs)
     monkeypatch.setattr(write_lib, "require_space", lambda *_: None)
+    discard, discarded = write_lib.discard, []
+
+    def noted(path):
+        discard(path)
+        discarded.append(path.name)
+
+    monkeypatch.setattr(write_lib, "discard", noted)
     with Checkpointer(folder, max_to_keep=2, say=said.append) as checkpointer:
         checkpointer.save(1, items(1), {}, last=True)
         filler = tmpfs / "filler"
@@ -288,6 +295,7 @@ def test_a_real_full_disk_and_a_real_read_only_one(tmpfs, monkeypatch, capfd):
         save_and_wait(checkpointer, 2)
         assert len(said) == 1 and "No space left on device; the last step saved is 1." in said[0]
         assert checkpointer.steps() == [1]
+        assert discarded == ["2.orbax-checkpoint-tmp"]  # at once: it takes room
         late = folder / "2.orbax-checkpoint-tmp" / "late"  # a thread of the failed save may write
         late.parent.mkdir(parents=True, exist_ok=True)
         late.write_text("")
