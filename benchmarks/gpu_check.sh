@@ -13,10 +13,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 python=${PYTHON:-python3}
 hardware=${HARDWARE:-gpu}
 out=${OUT:-runs/gpu_check}
+slower=${SLOWER:-1}
 read -ra keys <<<"${KEYS:-}"
-if [[ ! ${SLOWER:-1} =~ ^[1-9][0-9]*$ ]]; then
+if [[ ! $slower =~ ^[1-9][0-9]*$ ]]; then
   printf 'gpu_check: SLOWER=%s is not a whole number of 1 or more. Use SLOWER=3, say.\n' \
-    "$SLOWER" >&2
+    "$slower" >&2
   exit 2
 fi
 parts=("$@")
@@ -30,7 +31,7 @@ fi
 failed=()
 
 part() { # name, seconds, what to expect, then the command
-  local name=$1 limit=$(($2 * ${SLOWER:-1})) expect=$3 began=$SECONDS code
+  local name=$1 limit=$(($2 * slower)) expect=$3 began=$SECONDS code
   shift 3
   printf '== %s, at most %s s\nexpect: %s\n' "$name" "$limit" "$expect"
   timeout "$limit" "$@" "${keys[@]}" 2>"$out/$name.err" | tee "$out/$name.log"

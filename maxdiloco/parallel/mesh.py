@@ -191,6 +191,11 @@ def count_slices(cfg: Config, devices: Sequence[jax.Device]) -> int:
     return len({device.process_index for device in devices})
 
 
+def on_gpus(mesh: Mesh) -> bool:
+    """Whether its devices are GPUs, whatever their plugin calls them."""
+    return mesh.devices.flat[0].platform in ("gpu", "cuda", "rocm")
+
+
 def build(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Mesh over AXES, DCN parts outermost within each axis.
 

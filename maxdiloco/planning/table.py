@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+from maxdiloco.aot import topology
 from maxdiloco.planning import losses, rating
 from maxdiloco.planning.exposure import FULL
 from maxdiloco.planning.job import Job
@@ -152,10 +153,8 @@ def _legend(plan: Plan) -> list[str]:
 
 def _commands(plan: Plan) -> list[str]:
     out = ["run it:", f"  {shlex.join(train_command(plan))}"]
-    absent_gpus = plan.job.chip is not None and not plan.job.chip.timed
-    if absent_gpus and plan.best.choice.memory == "pinned_host":
-        return out  # cannot be compiled without them
-    if plan.job.cfg.compile_topology:
+    name, on_host = plan.job.cfg.compile_topology, plan.best.choice.memory == "pinned_host"
+    if name and not (on_host and topology.is_gpu(name)):  # absent GPUs have no host memory
         out += ["look at its programs first:", f"  {shlex.join(compile_command(plan))}"]
     return out
 

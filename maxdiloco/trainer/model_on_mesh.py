@@ -9,6 +9,7 @@ from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
 from maxdiloco.models import over_length, transformer
 from maxdiloco.models.transformer import Model
+from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.sharding import parameter_shardings, rules_with
 
 
@@ -23,14 +24,14 @@ def build(cfg: Config, mesh: Mesh) -> Model:
     Raises ConfigError for a kernel that they lack, and for sequences that they cannot share.
     """
     device = mesh.devices.flat[0]
-    backend = "gpu" if device.platform in ("cuda", "rocm") else device.platform
+    on_gpus = mesh_lib.on_gpus(mesh)
     shards = length_shards(cfg, mesh)
     over_length.check(cfg.max_target_length, shards)
     return transformer.build(
         cfg,
-        backend=backend,
+        backend="gpu" if on_gpus else device.platform,
         length_shards=shards,
-        compute_capability=device.compute_capability if backend == "gpu" else "",
+        compute_capability=device.compute_capability if on_gpus else "",
     )
 
 

@@ -15,6 +15,7 @@ from maxdiloco.flags.config import Config
 from maxdiloco.metrics.compiles import side_by_side, too_big
 from maxdiloco.models.remat import AUTO, POLICIES
 from maxdiloco.parallel import chips
+from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes.agree import in_any_process
 from maxdiloco.trainer.assemble import Parts
 
@@ -68,7 +69,7 @@ def build(
         chosen = _with_policy(cfg, policy)
         return chosen, make(chosen)
     of = ""
-    if mesh.devices.flat[0].platform not in ("cpu", "tpu"):
+    if mesh_lib.on_gpus(mesh):
         memory, of = int(memory * SHARE_ON_GPU), f", {SHARE_ON_GPU:g} of the GPU's,"
     for policy in TRIED:
         chosen = _with_policy(cfg, policy)

@@ -55,7 +55,7 @@ def compile_cache(cfg: Config) -> Iterator[list[str]]:
     before = jax.config.values["jax_compilation_cache_dir"]
     folder = cfg.jax_cache_dir or before
     mesh = mesh_lib.build(cfg)
-    on_gpus = mesh.devices.flat[0].platform not in ("cpu", "tpu")
+    on_gpus = mesh_lib.on_gpus(mesh)
     # The variable of the environment may be one host's alone.
     if not (agree.in_any_process(bool(folder)) if on_gpus else folder):
         yield []
