@@ -1,29 +1,46 @@
 #!/usr/bin/env bash
-# All checks and all tests, in an environment of their own. The last line printed is pytest's.
-#   usage: bash scripts/test.sh [pytest arguments]     for example tests/diloco -k schedule
+# Checks and tests, in an environment of their own. The last line printed is pytest's.
+#   usage: bash scripts/test.sh [quick|full] [pytest arguments]
+#     no word   the default tier, at most 12 minutes on two cores; with arguments that part of it,
+#               for example: bash scripts/test.sh tests/diloco -k schedule
+#     quick     under 90 seconds: style, the algorithm, the keys, the smallest cases of the oracle
+#     full      the default tier and the tests marked `full`: whole grids, every fault and family
 #   MAXDILOCO_VENV: the environment's folder (.venv); MAXDILOCO_PYTHON: the Python to make it with.
 #   MAXDILOCO_TEST_WORKERS: test processes at once (2); 1 runs them in pytest's own process.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export MAXDILOCO_VENV=${MAXDILOCO_VENV:-.venv}
+python=$MAXDILOCO_VENV/bin/python
 workers=${MAXDILOCO_TEST_WORKERS:-2}
+tier=default
+case ${1:-} in quick|full) tier=$1; shift ;; esac
 
 # libtpu compiles for TPU slices without a TPU; gcs reads and writes a fake bucket of the tests.
 bash scripts/make_venv.sh "$MAXDILOCO_VENV" data,dev,gcs,hf,text,tpu
 bash scripts/check.sh
+
+pytest=("$python" -m pytest -q)
+# Files are handed out in the order of collection: tests/conftest.py puts the dearest first.
+if [ "$workers" != 1 ]; then pytest+=(-n "$workers" --dist loadgroup --no-loadscope-reorder); fi
+chosen="not exhaustive"
+if [ "$tier" != full ]; then chosen+=" and not full"; fi
+
 # Without a GPU JAX's plugin for CUDA writes to stderr of every program that finds it, so only the
 # tests that compile for GPUs do.
-if [ $# = 0 ]; then
+if [ $# = 0 ] && [ "$tier" != quick ]; then
   plugin=$MAXDILOCO_VENV/cuda-plugin
   if [ ! -d "$plugin/jax_cuda12_plugin" ]; then
-    "$MAXDILOCO_VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps \
+    "$python" -m pip install --quiet --disable-pip-version-check --no-deps \
       -c constraints.txt --target "$plugin" \
       jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12
   fi
-  PYTHONPATH=$plugin "$MAXDILOCO_VENV/bin/python" -m pytest -q -n "$workers" -m gpu_aot \
+  PYTHONPATH=$plugin "${pytest[@]}" -m "gpu_aot and $chosen" \
     tests/aot/test_gpus.py tests/integration/test_compile_for_gpus.py
 fi
-parallel=()
-# loadgroup: tests that share a resource (libtpu) wear one xdist_group and stay in one worker.
-if [ "$workers" != 1 ]; then parallel=(-n "$workers" --dist loadgroup); fi
-exec "$MAXDILOCO_VENV/bin/python" -m pytest -q ${parallel[@]+"${parallel[@]}"} "$@"
+case $tier in
+  quick) set -- -m "$chosen and not tpu_aot" tests/diloco tests/flags tests/engine/test_oracle.py \
+    tests/integration/test_against_oracle.py::test_every_step_in_small_equals_the_oracle "$@" ;;
+  full) set -- -m "$chosen" "$@" ;;
+  default) if [ $# = 0 ]; then set -- --keep-durations; fi ;;
+esac
+exec "${pytest[@]}" "$@"

@@ -11,6 +11,9 @@ import hypothesis
 import jax
 import jaxlib
 import pytest
+from durations import pytest_addoption, pytest_configure  # noqa: F401  hooks
+
+pytest_plugins = ["pytester"]
 
 # In the environment too, so that programs started by a test agree. They choose their own number of
 # devices and read keys from M_*, so nothing of that kind reaches them from the caller's shell.
@@ -54,12 +57,9 @@ def few_compiler_passes():
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
-def pytest_collection_modifyitems(config, items):
-    """full_grid runs only when -m names it; tpu_aot needs libtpu, in one process at a time, and
-    gpu_aot JAX's plugin for CUDA."""
-    if "full_grid" not in config.getoption("markexpr"):
-        config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("full_grid")])
-        items[:] = [item for item in items if not item.get_closest_marker("full_grid")]
+def pytest_collection_modifyitems(items):
+    """One worker runs all tests of a file, which share what is made for it, and one those that load
+    libtpu, which no two processes can. The dearest come first, so that workers end together."""
     absent = importlib.util.find_spec("libtpu") is None
     no_cuda = importlib.util.find_spec("jax_cuda12_plugin") is None
     for item in items:
@@ -67,5 +67,13 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.xdist_group("tpu_aot"))
             if absent:
                 item.add_marker(pytest.mark.skip(reason="needs libtpu: install the extra [tpu]"))
+        elif not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
         if item.get_closest_marker("gpu_aot") and no_cuda:
             item.add_marker(pytest.mark.skip(reason="needs the plugin, see scripts/test.sh"))
+
+    def dearest_first(item):
+        libtpu = item.get_closest_marker("tpu_aot") is not None
+        return not libtpu, item.path.parent.name != "integration"
+
+    items.sort(key=dearest_first)

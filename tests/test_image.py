@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 
-import pytest
 import yaml
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -52,7 +51,6 @@ def build(folder):
     return site, work
 
 
-@pytest.mark.slow
 def test_the_image_holds_a_working_maxdiloco(tmp_path):
     """From its working folder: what is imported is the installed package, whole."""
     site, work = build(tmp_path)

@@ -54,7 +54,6 @@ def step_time():
     return module
 
 
-@pytest.mark.slow
 def test_both_trainers_side_by_side_without_the_packages_of_the_trainer():
     """Two emulated slices; the plain step costs no more than data parallelism on one slice."""
     ran = without_packages(PROGRAM, *SMALL, "dcn_diloco_parallelism=2")

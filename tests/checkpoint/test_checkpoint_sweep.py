@@ -68,7 +68,6 @@ print(json.dumps([operations, found, lasting]))
 """
 
 
-@pytest.mark.slow
 def test_whichever_file_operation_fails_the_state_is_saved_or_the_run_ends_in_one_line(tmp_path):
     """Each of the operations of a save fails once with EIO; and all from the n-th on.
 

@@ -14,12 +14,15 @@ import numpy as np
 import process_tools
 import pytest
 from streaming import MODES, WIRES, made, placed, steps
+from tiers import corner, full
 
 from maxdiloco.engine.trainer import SavedLayout
 
 CASES = [(mode, wire) for mode in MODES for wire in WIRES]
 # But for eager, with the merge rda, too.
 FEEDBACK = [("at once", "int2"), ("overlapped", "topk"), ("delayed", "int2"), ("eager", "topk")]
+# Each mode and each wire once.
+CORNER = [*zip(MODES, WIRES, strict=True), ("delayed", "int2"), ("eager", "topk")]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,7 +57,7 @@ def copied(items):
     return jax.device_put(jax.tree.map(np.array, items), shardings)
 
 
-@pytest.mark.parametrize("mode, wire", CASES + FEEDBACK)
+@pytest.mark.parametrize("mode, wire", corner(CASES + FEEDBACK, CORNER))
 def test_both_compute_the_same_bits_and_resume_what_the_other_has_saved(mode, wire):
     """Saved after 8 and 9: one exchange was just sent, one has one of two chunks there, one is
     whole."""
@@ -116,14 +119,13 @@ def together(tmp_path):
         process.kill()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "slots", "replicas", "cases"),
     [
         (2, 2, 4, ["at once:float32", "overlapped:float4_e3m0:pinned_host", "delayed:bfloat16",
                    "eager:int8"]),
-        (3, 3, 3, ["overlapped:int2", "eager:float4_e3m0:pinned_host"]),
-        (4, 2, 2, ["at once:int8", "overlapped:float32"]),
+        full(3, 3, 3, ["overlapped:int2", "eager:float4_e3m0:pinned_host"]),
+        full(4, 2, 2, ["at once:int8", "overlapped:float32"]),
     ],
 )  # fmt: skip
 def test_several_processes_exchange_the_bits_that_programs_do(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import run_tools as tools
 
-pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("programs")
 
 EAGER = dict(diloco_outer_overlap="eager", diloco_exchange_dtype="int8", diloco_sync_period=9)
 # Sends at 2, 4, 6, ..., each applied three steps later.

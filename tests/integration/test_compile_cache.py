@@ -6,7 +6,7 @@ import jax
 import pytest
 import run_tools as tools
 
-pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("programs")
 
 
 def test_a_run_with_more_steps_takes_every_program_from_the_cache(tmp_path, capfd):

@@ -6,6 +6,7 @@ import zipfile
 
 import pytest
 import run_tools
+from tiers import full
 
 from maxdiloco import train, train_compile
 from maxdiloco.flags import config
@@ -82,8 +83,8 @@ def test_keys_that_change_no_program_of_the_steps_may_differ(file, tmp_path, cap
     ("change", "names", "difference"),
     [
         (dict(adam_b1=0.5), "inner, inner + exchange", "adam_b1=0.9, here 0.5"),
-        (dict(nan_policy="skip"), "inner, inner + exchange", "nan_policy=stop, here skip"),
-        (
+        full(dict(nan_policy="skip"), "inner, inner + exchange", "nan_policy=stop, here skip"),
+        full(
             dict(communication_overlapping_alpha=0.5),
             "merge [2 leaves], merge [2 layers, 11 leaves]",
             "communication_overlapping_alpha=0.0, here 0.5",

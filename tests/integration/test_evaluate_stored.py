@@ -15,7 +15,7 @@ from maxdiloco.checkpoint import arrays as checkpoint_arrays
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.trainer import stored
 
-pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("programs")
 
 # float32 sums of about 100 losses in another order.
 OTHER_ORDER = 1e-6
@@ -167,6 +167,7 @@ def test_help_lists_the_keys_that_may_change(capfd):
     assert max(map(len, text.splitlines())) <= 100
 
 
+@pytest.mark.full
 def test_two_processes_log_samples_and_losses_of_the_eager_theta_of_each_slice(tmp_path, report):
     """Two slices of two devices; the first process prints the sample. The loss of the mean of the
     thetas, which is read from the checkpoint on one device, is near the one that they have logged:

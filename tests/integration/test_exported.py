@@ -20,7 +20,6 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = [
     pytest.mark.xdist_group("torch"),
-    pytest.mark.slow,
     pytest.mark.usefixtures("programs"),
 ]
 

@@ -11,7 +11,7 @@ from power import small_ext4
 from maxdiloco.checkpoint import write
 from maxdiloco.processes.preemption import Preemption
 
-pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("programs")
 
 LAST = dict(steps=12, checkpoint_period=4)  # saves after 4, 8 and 12
 

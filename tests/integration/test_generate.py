@@ -16,7 +16,7 @@ from maxdiloco.metrics.console import sample_lines
 from maxdiloco.models import transformer
 from maxdiloco.trainer import stored
 
-pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("programs")
 
 
 def generated(capfd, *argv):

@@ -18,7 +18,6 @@ SMALLER = (
 PROGRAMS = {"maxdiloco.hf": hf.main, "maxdiloco.train": train.main}
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("programs")
 def test_the_commands_of_the_page_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

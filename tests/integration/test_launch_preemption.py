@@ -9,8 +9,6 @@ import sys
 import process_tools as tools
 import pytest
 
-pytestmark = pytest.mark.slow
-
 LAUNCH = pathlib.Path(__file__).parents[1] / "launch"
 STEPS = 400  # far more than run before the signal comes
 KEYS = {
@@ -29,6 +27,7 @@ def slurm(tmp_path, monkeypatch):
     return slurm_stand_in, slurm_stand_in.install(tmp_path)
 
 
+@pytest.mark.full
 def test_a_preempted_job_saves_is_requeued_and_goes_on_with_the_same_command(
     slurm, tmp_path, programs
 ):

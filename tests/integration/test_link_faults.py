@@ -12,8 +12,6 @@ import process_tools as tools
 import pytest
 import run_tools
 
-pytestmark = pytest.mark.slow
-
 SCRIPT = tools.ROOT / "scripts" / "run_local_slices.sh"
 KILLED = pathlib.Path(__file__).with_name("killed_process.py")
 
@@ -123,6 +121,7 @@ def assert_restarts(text, kills):
     assert lost == [(str(1 - int(kill[0])), kill[0]) for kill in kills if " KILL " in kill]
 
 
+@pytest.mark.full
 def test_processes_that_are_killed_in_flight_told_to_stop_and_killed_in_a_save_change_no_bit(
     run, undisturbed
 ):
@@ -134,7 +133,7 @@ def test_processes_that_are_killed_in_flight_told_to_stop_and_killed_in_a_save_c
     run_tools.assert_equal_bits(ends(folder), undisturbed)
 
 
-@pytest.mark.full_grid
+@pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("changes", [STREAMING, EAGER, DATA_PARALLEL])
 def test_twenty_kills_at_random_steps_change_no_bit(run, changes):

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import run_tools as tools
+from tiers import corner
 
-pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("programs")
 
 STEPS = 6  # a round of four and half of the next
 # Plain SGD: Adam divides a gradient by its own size, and so makes rounding large where it is small.
@@ -33,7 +34,7 @@ def assert_close_runs(run, other, *, items):
             )
 
 
-@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor"])
+@pytest.mark.parametrize("axis", corner(["data", "fsdp", "tensor"], ["tensor"]))
 def test_two_devices_of_a_slice_compute_what_one_does(base, tmp_path, axis):
     """The same four rows a replica: two a device, or with tensor two on each device of the pair."""
     keys = KEYS | {f"ici_{axis}_parallelism": 2, "per_device_batch_size": 2}

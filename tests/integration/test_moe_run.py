@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import run_tools as tools
 
-pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("programs")
 
 EXPERTS = dict(
     num_experts=4, num_experts_per_tok=2, norm_topk_prob="true", base_moe_mlp_dim=16,
@@ -17,6 +17,7 @@ EXPERTS = dict(
 )  # fmt: skip
 
 
+@pytest.mark.full
 def test_a_run_with_experts_over_devices_resumes_to_the_same_bits(tmp_path):
     """Two replicas of two devices, which hold two of four experts each; the routed bias is saved,
     exchanged with its layer's fragment and goes on. Rows have the experts' metrics."""

@@ -16,7 +16,7 @@ from maxdiloco import tokenizer as program
 from maxdiloco.data import tokenizer
 from maxdiloco.storage import object_lock
 
-pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("programs")
 
 STEPS = tools.TINY["steps"]
 BASE = f"gs://{BUCKET}/runs"
@@ -235,6 +235,7 @@ def test_a_place_that_cannot_be_used_is_one_line(store, tmp_path, capfd, keys, s
     assert key in lines[0] and keys[key] in lines[0] and words in lines[0]
 
 
+@pytest.mark.full
 def test_two_processes_wait_for_a_lock_to_go_stale_and_resume(store, tmp_path):
     """The lock of a first process that was killed: the second process waits with the first."""
     changes = {"base_output_directory": BASE, "run_name": "a", "max_num_checkpoints_to_keep": "2"}

@@ -15,7 +15,6 @@ from maxdiloco.trainer import assemble
 pytestmark = pytest.mark.usefixtures("programs")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("diloco", ["true", "false"])
 def test_a_run_that_moves_the_state_out_and_back_has_the_bits_of_one_on_the_device(
     tmp_path, diloco

@@ -9,7 +9,7 @@ import pytest
 
 from maxdiloco import evaluate, generate, prepare, tokenizer, train
 
-pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("programs")
 README = pathlib.Path(__file__).parents[2] / "README.md"
 PROGRAMS = {
     "tokenizer": tokenizer,

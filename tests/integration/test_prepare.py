@@ -145,7 +145,6 @@ def test_a_source_is_tokenised_at_the_first_start_and_found_at_the_second(tmp_pa
     assert data.fingerprint == same.fingerprint
 
 
-@pytest.mark.slow
 def test_a_run_trains_and_evaluates_on_parquet(tmp_path, parquet):
     """The whole command."""
     arguments = [*parquet, "run_name=a", f"base_output_directory={tmp_path}/runs", *TRAIN]

@@ -7,11 +7,12 @@ import socket
 import numpy as np
 import process_tools as tools
 import pytest
+from tiers import full
 
 from maxdiloco import train
 from maxdiloco.storage import run_folder
 
-pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("programs")
 
 STEPS = 40
 FULL = {"steps": STEPS, "eval_interval": 20, "eval_steps": 1}
@@ -72,6 +73,7 @@ def assert_equal_runs(run, other):
         np.testing.assert_array_equal(array, others[name], err_msg=name)
 
 
+@pytest.mark.full
 def test_two_processes_equal_one_bit_for_bit(alone, started, tmp_path):
     """The same programs on the same mesh; which process owns a device changes no order of a sum."""
     changes = named("two", tmp_path, FULL)
@@ -105,7 +107,7 @@ def test_sigterm_to_one_saves_the_same_step_in_all_and_a_resume_equals_no_stop(
     assert_equal_runs(tmp_path / "two", alone)
 
 
-@pytest.mark.parametrize("victim, when", [(0, "ready to compile"), (1, "step 2/")])
+@pytest.mark.parametrize("victim, when", [full(0, "ready to compile"), (1, "step 2/")])
 def test_a_killed_process_ends_the_others_with_5_and_its_name(started, tmp_path, victim, when):
     """Process 0 holds JAX's coordination service: JAX aborts without it, here while it compiles
     and no error of a collective can come first."""
@@ -121,6 +123,7 @@ def test_a_killed_process_ends_the_others_with_5_and_its_name(started, tmp_path,
     assert "Start the run again with the same run_name" in line
 
 
+@pytest.mark.full
 def test_hardware_auto_and_no_mesh_sizes_train_to_the_end(started, tmp_path):
     """Three CPU processes bring a device each; every process is a slice. The rows are those of one
     process with three devices and the same carrier, bit for bit: this one, with the compiler that
@@ -151,6 +154,7 @@ def test_a_folder_that_one_host_cannot_read_ends_all_with_3_and_the_reason(start
     assert f"process 1 on {HOST} ended with exit code 3, and so does this process: {own}" in line
 
 
+@pytest.mark.full
 def test_a_run_name_in_use_ends_all_with_2_and_the_reason(started, tmp_path):
     """Process 0 alone holds the lock; JAX aborts the others with it, unless they end first."""
     with run_folder.open_run_folder(tmp_path, "busy"):
@@ -163,6 +167,7 @@ def test_a_run_name_in_use_ends_all_with_2_and_the_reason(started, tmp_path):
     assert f"process 0 on {HOST} ended with exit code 2, and so does this process: {own}" in line
 
 
+@pytest.mark.full
 def test_an_error_of_all_is_told_by_each_as_its_own(started, tmp_path):
     """Two processes cannot share three devices: no process blames another."""
     changes = named(
@@ -175,6 +180,7 @@ def test_an_error_of_all_is_told_by_each_as_its_own(started, tmp_path):
         assert line.startswith("ConfigError: the mesh needs 3 emulated devices")
 
 
+@pytest.mark.full
 def test_a_loss_that_is_not_finite_in_one_process_stops_all_with_4(started, tmp_path):
     """Nothing is exchanged before: process 0, whose own steps are finite, learns of it from the
     watch. No row of that step or a later one is written."""
@@ -192,6 +198,7 @@ def test_a_loss_that_is_not_finite_in_one_process_stops_all_with_4(started, tmp_
     assert steps == list(range(1, len(steps) + 1)) and len(steps) < bad
 
 
+@pytest.mark.full
 def test_ctrl_c_saves_the_same_step_in_all_processes(started, tmp_path):
     """Through the script, as from a terminal; the session that it leads is empty afterwards."""
     changes = named("interrupted", tmp_path, LONG)
@@ -207,6 +214,7 @@ def test_ctrl_c_saves_the_same_step_in_all_processes(started, tmp_path):
     assert tools.session_members(started[0].popen.pid) == []
 
 
+@pytest.mark.full
 def test_ctrl_c_in_one_process_saves_the_step_of_all(started, tmp_path):
     changes = named("interrupted", tmp_path, LONG)
     started += tools.trainers(2, changes, tmp_path)

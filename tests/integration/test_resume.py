@@ -5,11 +5,12 @@ import shutil
 import numpy as np
 import pytest
 import run_tools as tools
+from tiers import full
 
 from maxdiloco.data import order
 from maxdiloco.data.order import Position
 
-pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("programs")
 
 STEPS = tools.TINY["steps"]
 AT_THE_END = dict(checkpoint_period=10**6)  # the only save of a run that nobody interrupts
@@ -22,7 +23,7 @@ STREAMING = dict(
 )
 
 
-@pytest.mark.parametrize("keys", [STREAMING, dict(diloco_outer_overlap="eager")])
+@pytest.mark.parametrize("keys", [STREAMING, full(dict(diloco_outer_overlap="eager"))])
 def test_a_run_killed_between_send_and_apply_resumes_to_the_same_bits(tmp_path, capfd, keys):
     """Offsets 0, 2, 4 and tau 2, or eager updates: after every step something is in flight."""
     assert tools.run(tmp_path, "whole", **keys, **AT_THE_END) == 0
@@ -39,6 +40,7 @@ def test_a_run_killed_between_send_and_apply_resumes_to_the_same_bits(tmp_path, 
     tools.assert_equal_runs(tmp_path / "killed", tmp_path / "whole", steps=STEPS)
 
 
+@pytest.mark.full
 def test_muon_trains_sharded_replicas_and_resumes_to_the_same_bits(tmp_path):
     """Its state has gaps where a parameter has none; two replicas, each over two devices."""
     keys = dict(opt_type="muon", ici_fsdp_parallelism=2, checkpoint_period=5, steps=9)

@@ -18,7 +18,7 @@ from maxdiloco.metrics import history
 from maxdiloco.metrics.monitor import Monitor
 from maxdiloco.storage.run_folder import RunFolder
 
-pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("programs")
 
 STEPS = tools.TINY["steps"]
 

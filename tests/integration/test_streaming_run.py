@@ -12,7 +12,7 @@ import run_tools as tools
 from maxdiloco.metrics import console
 from maxdiloco.processes import output
 
-pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("programs")
 
 # The programs are those of test_resume.py, and compiled once for both.
 KEYS = dict(

@@ -10,7 +10,7 @@ from maxdiloco import tokenizer as program
 from maxdiloco.checkpoint import find
 from maxdiloco.data import token_text, tokenizer
 
-pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("programs")
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from maxdiloco.flags import config
 from maxdiloco.processes.preemption import Preemption
 from maxdiloco.trainer import training
 
-pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("programs")
 
 ROWS = dict(steps=8, log_period=4, checkpoint_period=100)
 

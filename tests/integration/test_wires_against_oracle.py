@@ -11,6 +11,7 @@ import itertools
 import numpy as np
 import pytest
 from oracle import Oracle, Settings
+from tiers import corner
 from tiny_problem import (
     TREES,
     jax_inner_step,
@@ -199,8 +200,12 @@ def compare(algorithm, problem, expected):
             np.testing.assert_allclose(got, wanted, rtol=0, atol=TOLERANCE, err_msg=f"step {t}")
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("wire", CODECS)
+# Each wire once, and each mode.
+GRID = list(itertools.product(CODECS, MODES))
+CORNER = GRID[::5]
+
+
+@pytest.mark.parametrize(("wire", "mode"), corner(GRID, CORNER))
 def test_three_rounds_on_every_wire_equal_the_oracle(wire, mode):
     """Every term is what a receiver decodes, the own one of eager too."""
     tree, steps = TREES["mixed"], 3 * H + 2
@@ -215,8 +220,13 @@ def test_three_rounds_on_every_wire_equal_the_oracle(wire, mode):
     compare(maxdiloco.DiLoCo(jax_inner_step, **arguments), problem, expected)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("wire", ["float4_e3m0", "int2", "topk"])
+@pytest.mark.parametrize(
+    ("wire", "mode"),
+    corner(
+        itertools.product(["float4_e3m0", "int2", "topk"], MODES),
+        [("float4_e3m0", "eager"), ("int2", "overlapped"), ("topk", "delayed")],
+    ),
+)
 def test_four_rounds_with_error_feedback_equal_the_oracle(wire, mode):
     """And differ from those without by 100 tolerances."""
     tree, steps = TREES["mixed"], 4 * H + 2
@@ -237,8 +247,13 @@ def test_four_rounds_with_error_feedback_equal_the_oracle(wire, mode):
     assert max(apart) > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("mode", ["at once", "overlapped", "delayed"])
-@pytest.mark.parametrize("P", [1, 3])
+@pytest.mark.parametrize(
+    ("mode", "P"),
+    corner(
+        itertools.product(["at once", "overlapped", "delayed"], [1, 3]),
+        [("at once", 1), ("overlapped", 3)],
+    ),
+)
 def test_the_norm_preserving_merge_equals_the_oracle(mode, P):
     """Three replicas, whatever fragments cut the layers apart; the plain mean is far from it."""
     tree, steps = TREES["mixed"], 3 * H + 2
@@ -293,8 +308,7 @@ def on_a_grid(problem):
     return problem._replace(params=rounded(problem.params), targets=targets)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("wire", CODECS)
+@pytest.mark.parametrize(("wire", "mode"), corner(GRID, CORNER))
 def test_blocks_run_along_a_fragments_slice_of_each_leaf(wire, mode):
     """1800 and 1200 values of a leaf whose layers lie in the middle dim: 8 and 5 blocks, and in
     float32 two chunks of 1024 in the window of two steps.

@@ -42,7 +42,6 @@ def place(model, mesh, params_R, batch_R):
     return jax.tree.unflatten(jax.tree.structure(params_R), put), batch_R
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "M", "changes"), MESHES)
 def test_replicas_with_experts_on_a_mesh_are_replicas_alone(devices, sizes, M, changes):
     """Loss, balance, counts and gradient of every replica; float32 sums in another order. Each

@@ -144,7 +144,6 @@ def look(chromium, pages, folder, *, dark):
     return dict(zip(order, json.loads(unescape(text)), strict=True)), console
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True])
 def test_every_page_is_drawn_and_readable_at_both_sizes(chromium, pages, tmp_path, dark):
     """Contrast as WCAG 2 asks: 4.5 for text, 3 for lines of a chart."""
