@@ -166,6 +166,7 @@ def test_what_crosses_slices_is_the_fragments_and_nothing_else(compile_run, mode
     assert waited > 0.01 or mode != "streaming, tau 1"
 
 
+@pytest.mark.full
 def test_devices_that_share_sequences_gather_keys_inside_their_slice(compile_run):
     """A Llama-like layer through splash attention: queries of 256 tokens meet keys of 512, sent in
     bfloat16; the gradients of the keys come back added up, and scattered. Nothing crosses."""
@@ -244,12 +245,15 @@ def test_the_plan_compiles_the_plain_step_and_nothing_else(tmp_path, capfd):
     assert "diloco_sync_period=" in " ".join(found["train_command"])
 
 
-def test_a_gate_that_fails_is_exit_code_1_and_data_parallel_stands_beside_the_run(compile_run):
+@pytest.mark.parametrize("parallel", corner([False, True], [False]))
+def test_a_gate_that_fails_is_exit_code_1_and_data_parallel_stands_beside_the_run(
+    compile_run, parallel
+):
     """tau 0 on a slow link: all of the exchange is exposed. Data parallelism sends the gradients in
     every step: of float32 each device's quarter once to the other slice, less what the compiler
     sends as bfloat16."""
-    code, (diloco, parallel), said = compile_run(
-        max_exposed_fraction=0.05, dcn_bandwidth_gbps=0.5, compile_data_parallel="true"
+    code, (diloco, *beside), said = compile_run(
+        max_exposed_fraction=0.05, dcn_bandwidth_gbps=0.5, compile_data_parallel=parallel
     )
     (cross,) = diloco["programs"][1]["dcn"]
     assert cross["exposed_seconds"] > 0.9 * cross["link_seconds"] > 0
@@ -257,8 +261,9 @@ def test_a_gate_that_fails_is_exit_code_1_and_data_parallel_stands_beside_the_ru
     (line,) = [line for line in said.err.splitlines() if line.startswith("refused: ")]
     assert line.startswith("refused: max_exposed_fraction=0.05: synchronise")
     size = ENDS + 2 * LAYER
-    assert 2 * size <= bytes_of_period(parallel) <= 1.2 * 4 * size
-    assert "data parallel" in said.out
+    assert len(beside) == parallel == ("data parallel" in said.out)
+    for data_parallel in beside:
+        assert 2 * size <= bytes_of_period(data_parallel) <= 1.2 * 4 * size
 
 
 def test_a_program_too_big_for_the_chip_is_exit_code_1(compile_run):
