@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tiers import corner, full
 
 from maxdiloco import plan, train_compile
 from maxdiloco.aot import gpus
@@ -94,6 +95,7 @@ def test_an_exchange_inside_the_programs_is_in_the_table(compile_run):
     assert report["dcn_bytes_per_device_and_step"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.gpu_aot
 def test_a_model_that_does_not_fit_is_refused_with_more_gpus(compile_run):
     """4.3 billion parameters of feed-forward on GPUs of 40 GB, two a slice."""
@@ -107,7 +109,7 @@ def test_a_model_that_does_not_fit_is_refused_with_more_gpus(compile_run):
 
 
 @pytest.mark.gpu_aot
-@pytest.mark.parametrize("more", [{}, dict(num_experts=4, num_experts_per_tok=2)])
+@pytest.mark.parametrize("more", [{}, full(dict(num_experts=4, num_experts_per_tok=2))])
 def test_a_gpu_too_old_for_triton_has_programs(compile_run, more):
     """A T4; what its users may not ask for is in test_kernel_choice.py."""
     code, (report,), said = compile_run(compile_topology="t4-2", **more)
@@ -117,14 +119,14 @@ def test_a_gpu_too_old_for_triton_has_programs(compile_run, more):
 
 
 @pytest.mark.gpu_aot
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", corner(KINDS, ["h100"]))
 @pytest.mark.parametrize(
     ("H", "E", "softmax_config", "sink"),
     [
-        (64, 64, Softmax(0.0, 128, "default"), True),  # gpt-oss
+        full(64, 64, Softmax(0.0, 128, "default"), True),  # gpt-oss
         (128, 128, Softmax(0.0, 0, "default"), False),  # Llama 3
-        (192, 128, Softmax(0.0, 0, "default"), False),  # DeepSeek-V3
-        (256, 256, Softmax(50.0, 512, "default", 16.0), False),  # Gemma 2
+        full(192, 128, Softmax(0.0, 0, "default"), False),  # DeepSeek-V3
+        full(256, 256, Softmax(50.0, 512, "default", 16.0), False),  # Gemma 2
     ],
 )
 def test_attention_kernels_fit_every_gpu(kind, H, E, softmax_config, sink):
@@ -148,7 +150,7 @@ def test_attention_kernels_fit_every_gpu(kind, H, E, softmax_config, sink):
 
 
 @pytest.mark.gpu_aot
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", corner(KINDS, ["h100"]))
 def test_products_of_experts_fit_every_gpu_and_leave_other_rows_out(kind):
     """Memory for nothing but what goes in and out; XLA's own has every row for every expert."""
     A, E, D, F = 16384, 128, 2048, 768  # Qwen3 30B-A3B

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 import run_tools as tools
+from tiers import corner
 
 from maxdiloco.engine.memory import is_on_device
 from maxdiloco.flags import config
@@ -15,7 +16,7 @@ from maxdiloco.trainer import assemble
 pytestmark = pytest.mark.usefixtures("programs")
 
 
-@pytest.mark.parametrize("diloco", ["true", "false"])
+@pytest.mark.parametrize("diloco", corner(["true", "false"], ["true"]))
 def test_a_run_that_moves_the_state_out_and_back_has_the_bits_of_one_on_the_device(
     tmp_path, diloco
 ):
@@ -30,7 +31,7 @@ def test_a_run_that_moves_the_state_out_and_back_has_the_bits_of_one_on_the_devi
     tools.assert_equal_runs(tmp_path / "moved", tmp_path / "device", steps=7)
 
 
-@pytest.mark.parametrize("diloco", ["true", "false"])
+@pytest.mark.parametrize("diloco", corner(["true", "false"], ["true"]))
 def test_the_state_lies_on_the_host_before_and_after_a_step_and_counts_there(diloco):
     """The numbers of a step, which are scalars of a replica, stay on the device."""
     kinds, arguments = {}, {}

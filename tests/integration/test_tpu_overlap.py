@@ -73,7 +73,7 @@ def struct(mesh, shape, dtype, *spec):
 
 
 def test_a_plain_step_sends_nothing(trainer):
-    assert sent_by(trainer(exchange_dtype="float4_e3m0", **STREAMING).inner()) == []
+    assert sent_by(trainer(exchange_dtype="float4_e3m0", **STREAMING).inner) == []
 
 
 def mean_loss_step(params, momentum, batch):
@@ -84,7 +84,7 @@ def mean_loss_step(params, momentum, batch):
 
 def test_a_mean_of_the_loss_over_replicas_is_seen(trainer):
     """Positive control of all that send nothing."""
-    (transfer,) = sent_by(trainer(step=mean_loss_step, **STREAMING).inner())
+    (transfer,) = sent_by(trainer(step=mean_loss_step, **STREAMING).inner)
     assert (transfer.kind, transfer.sent.dtype) == ("ALL_REDUCE", "f32")
 
 
@@ -112,7 +112,7 @@ def test_an_outer_step_sends_nothing(trainer, overlap):
 def test_the_step_hides_its_exchange(trainer, wire, memory):
     """Also where chunks are kept in host memory: the copies are no part of the program."""
     small = trainer(exchange_dtype=wire, outer_memory=memory, **STREAMING)
-    module = module_of(small.inner_exchange())
+    module = module_of(small.inner_exchange)
     pieces = transfers.transfers(module)
     assert len(pieces) == small.algorithm.layout.plans[1].num_pieces
     loops = [i for i, item in enumerate(module.entry.instructions) if item.opcode == "while"]
@@ -141,8 +141,8 @@ small = tpu_programs.trainer(
     tpu_programs.mesh_of(2), step=here.gathering_step, batch_size=2048,
     exchange_dtype="float4_e3m0", **here.STREAMING,
 )
-small.inner()  # the flag is read once
-for item in here.module_of(small.inner_exchange()).entry.instructions:
+small.inner  # the flag is read once
+for item in here.module_of(small.inner_exchange).entry.instructions:
     if item.opcode in ("send", "while", "send-done"):
         print(item.opcode)
 """
@@ -173,7 +173,7 @@ def test_what_arrives_takes_the_memory_of_what_it_replaces(trainer):
     layout = small.algorithm.layout
     plain, beside = (
         program.memory_analysis().alias_size_in_bytes
-        for program in (small.inner(), small.inner_exchange())
+        for program in (small.inner, small.inner_exchange)
     )
     slot = layout.state.incoming[0]
     arrives = sum(bytes_on_device(slot[i]) for i in layout.places(layout.plans[1], [0]))
@@ -214,7 +214,7 @@ def test_the_wire_crosses_as_it_is_and_once(trainer, wire, num_slices, axis):
     small = trainer(
         num_slices, axis, step=tpu_programs.tiny_step, exchange_dtype=wire, **STREAMING
     )
-    found = [sent_by(small.inner_exchange(index)) for index in (0, 1)]
+    found = [sent_by(small.inner_with(index)) for index in (0, 1)]
     for transfer in (*found[0], *found[1]):
         assert transfer.sent.dtype == WIRES[wire]
         assert len(transfer.sent.dims) == 1

@@ -4,6 +4,7 @@ libtpu compiles ahead of time for a topology; the text of what it made is in the
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -59,12 +60,19 @@ class Trainer:
     algorithm: DiLoCo
     batch: jax.ShapeDtypeStruct
 
+    @functools.cached_property
     def inner(self):
+        """The plain inner step."""
         state = self.algorithm.layout.state
         return self.algorithm.programs.inner.compile(state.params, state.opt_state, self.batch)
 
-    def inner_exchange(self, index: int = 1):
-        """The inner step beside the first chunk of one fragment."""
+    @functools.cached_property
+    def inner_exchange(self):
+        """The inner step beside the first chunk of fragment 1."""
+        return self.inner_with(1)
+
+    def inner_with(self, index: int):
+        """The inner step beside the first chunk of a fragment."""
         action = Action(INNER_EXCHANGE, index, chunk=0, slot=0)
         state = self.algorithm.layout.state
         program, args = arguments(self.algorithm.programs, action, state, self.batch)
