@@ -12,6 +12,8 @@ from maxdiloco.errors import ConfigError
 MOST_NESTED = 10  # lists in a yml file; no key has more than 3
 MAY_CHANGE = "may change, because "
 SHAPES = "must stay, because it shapes the parameters."
+MAY_DIFFER = "may differ, because "
+PATHS_MAY_DIFFER = "paths may differ, because "
 
 
 class Table(tuple):
@@ -27,7 +29,8 @@ class Key:
 
     allowed: the limit as base.yml words it, such as `-1 or >= 1`; empty: any value of the type.
     unit: such as `inner steps`, or empty. source: where the default comes from.
-    resume: MAY_CHANGE and the reason, or SHAPES, or empty.
+    resume: MAY_CHANGE and the reason, or SHAPES, or empty. hosts: MAY_DIFFER or PATHS_MAY_DIFFER
+    and the reason, or empty: the same in all processes of a run.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Key:
     unit: str
     source: str
     resume: str
+    hosts: str
 
     @property
     def may_change(self) -> bool:
@@ -180,11 +184,12 @@ def declared(path: pathlib.Path | None = None) -> dict[str, Key]:
 
 
 def _facts(comment: str) -> dict[str, str]:
-    """`What it is. Allowed: x. Unit: y. Default: z. Resume: w.` by field of Key.
+    """`What it is. Allowed: x. Unit: y. Default: z. Resume: w. Hosts: v.` by field of Key.
 
     Allowed and unit come without their full stops.
     """
-    rest, _, resume = comment.partition("Resume: ")
+    rest, _, hosts = comment.partition("Hosts: ")
+    rest, _, resume = rest.partition("Resume: ")
     rest, _, source = rest.partition("Default: ")
     rest, _, unit = rest.partition("Unit: ")
     meaning, _, allowed = rest.partition("Allowed: ")
@@ -193,7 +198,8 @@ def _facts(comment: str) -> dict[str, str]:
         "allowed": allowed.strip().removesuffix("."),
         "unit": unit.strip().removesuffix("."),
         "source": source.strip(),
-        "resume": resume,
+        "resume": resume.strip(),
+        "hosts": hosts.strip(),
     }
 
 

@@ -33,7 +33,7 @@ def help_text(program: str, words: Sequence[str] = ()) -> str:
     intro = (
         "Later wins: configs/base.yml, the file of model_name, file.yml, environment M_<KEY>, "
         f"key=value. Model names: default, {models}. Where each default comes from, and why a "
-        "resumed run may change a key, is written in configs/base.yml."
+        "resumed run may change a key or hosts may differ in it, is written in configs/base.yml."
     )
     return "\n".join(
         [
@@ -54,7 +54,8 @@ def _table(keys: Iterable[Key]) -> list[str]:
             group = key.group
             lines += ["", group]
         resume = "may change on resume" if key.may_change else ""
-        limits = "; ".join(part for part in (key.allowed, key.unit, resume) if part)
+        hosts = "may differ between hosts" if key.hosts else ""
+        limits = "; ".join(part for part in (key.allowed, key.unit, resume, hosts) if part)
         text = f"{key.name}={show(key.default)}  {key.meaning}{f' [{limits}]' if limits else ''}"
         lines += textwrap.wrap(
             text,

@@ -1,20 +1,26 @@
 """Devices and processes of a program: chosen, emulated and joined before JAX's backends start."""
 
+import importlib.metadata
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from maxdiloco.flags import base_yml, shared_keys
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel import processor
-from maxdiloco.processes import distributed
+from maxdiloco.processes import distributed, members
+from maxdiloco.version import __version__
+
+_COMPILE = ("jax", "jaxlib")  # which make the programs that exchange with each other
 
 
 @contextmanager
 def joined(cfg: Any) -> Iterator[None]:
     """This process with its devices, beside the others of the job, for a `with`.
 
-    cfg: a Config. Raises ConfigError for devices that are not there, LostPeerError.
+    cfg: a Config. Raises ConfigError for keys or versions that differ between the processes and
+    for devices that are not there, LostPeerError.
     """
     mesh_lib.choose_platform(cfg)
     set_up_cpu(cfg)
@@ -24,9 +30,21 @@ def joined(cfg: Any) -> Iterator[None]:
         peer_timeout_s=cfg.peer_timeout_seconds,
         peer_port=cfg.peer_port,
     ) as job:
+        members.require_equal(
+            job,
+            shared_keys.shared(cfg.as_dict(), keys=base_yml.declared()) | versions(),
+            difference=shared_keys.difference,
+            timeout_s=cfg.peer_timeout_seconds,
+        )
         mesh_lib.emulate_devices(cfg, num_processes=job.num_processes)
         mesh_lib.visible_devices(cfg)  # those that are not there are refused before JAX is used
         yield
+
+
+def versions() -> dict[str, str]:
+    """What has to be installed alike for all processes."""
+    installed = {f"version of {name}": importlib.metadata.version(name) for name in _COMPILE}
+    return {"version of maxdiloco": __version__} | installed
 
 
 def set_up_cpu(cfg: Any) -> None:

@@ -98,14 +98,15 @@ class Process:
         self.popen.wait()
 
 
-def trainer(changes, log, environ=None):
-    """`python -m maxdiloco.train` as one process."""
-    command = [sys.executable, "-m", "maxdiloco.train", *flags(changes)]
+def trainer(changes, log, environ=None, program=None):
+    """`python -m maxdiloco.train` as one process. program: Python code in its place."""
+    code = ["-c", program] if program else ["-m", "maxdiloco.train"]
+    command = [sys.executable, *code, *flags(changes)]
     return Process(command, log, FEW_PASSES | (environ or {}))
 
 
-def trainers(count, changes, folder, environs=None):
-    """`count` processes of one run. environs: further variables of each."""
+def trainers(count, changes, folder, environs=None, program=None):
+    """`count` processes of one run. environs: further variables of each. program: of trainer."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     together = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count)}
@@ -114,6 +115,7 @@ def trainers(count, changes, folder, environs=None):
             changes,
             pathlib.Path(folder) / f"process_{index}.log",
             together | {"JAX_PROCESS_ID": str(index)} | (environs[index] if environs else {}),
+            program,
         )
         for index in range(count)
     ]

@@ -20,6 +20,15 @@ LONG = {"steps": 100000, "checkpoint_period": 100000, "learning_rate_schedule_st
 # For errors, which do not depend on the devices of a slice: with one each programs are shared.
 ONE_EACH = LONG | {"ici_fsdp_parallelism": 1}
 HOST = socket.gethostname()
+# A trainer whose learning rate is RATE, which no key could be in one process alone.
+OWN_RATE = """
+import os
+from maxdiloco import train
+from maxdiloco.trainer import optimizer
+if rate := os.environ.get("RATE"):
+    optimizer.learning_rate_schedule = lambda cfg, steps: lambda t: float(rate)
+train.cli()
+"""
 
 
 def named(run_name, folder, changes):
@@ -145,7 +154,7 @@ def test_hardware_auto_and_no_mesh_sizes_train_to_the_end(started, tmp_path):
 def test_a_folder_that_one_host_cannot_read_ends_all_with_3_and_the_reason(started, tmp_path):
     """The host says why; the others say who and why."""
     changes = named("one", tmp_path, ONE_EACH | {"dataset_type": "text"})
-    environs = [{}, {"M_DATASET_PATH": str(tmp_path / "absent")}]
+    environs = [{"M_DATASET_PATH": path} for path in ("docs", str(tmp_path / "absent"))]
     started += tools.trainers(2, changes, tmp_path, environs)
     assert [process.end() for process in started] == [3, 3], started[0].text()
     (own,) = started[1].errors()
@@ -167,6 +176,23 @@ def test_a_run_name_in_use_ends_all_with_2_and_the_reason(started, tmp_path):
     assert f"process 0 on {HOST} ended with exit code 2, and so does this process: {own}" in line
 
 
+def test_processes_with_other_keys_all_end_with_2_and_both_values(started, tmp_path):
+    """Two commands typed by hand, of which one has a variable more; meshes differ with M. Without
+    the comparison a rate trains to the end as two runs that mix, and a period waits for ever."""
+    short = ONE_EACH | {"steps": 4, "diloco_outer_lr": 0.7}
+    own = {"M_EXCHANGE_INTERFACE": "127.0.0.1", "M_SHOW_MEMORY": "true"}  # a host's own
+    others = {"M_NUM_DILOCO_REPLICAS": "4", "M_LEARNING_RATE": "1e-3"}
+    started += tools.trainers(2, named("two", tmp_path, short), tmp_path, [own, others])
+    assert [process.end() for process in started] == [2, 2], started[0].text()
+    for process in started:
+        (line,) = process.errors()
+        assert line.startswith(
+            "ConfigError: learning_rate is 0.0004 in process 0, 0.001 in process 1; "
+            "num_diloco_replicas is -1 in process 0, 4 in process 1. All processes"
+        )
+        assert "mesh:" not in process.text()
+
+
 @pytest.mark.full
 def test_an_error_of_all_is_told_by_each_as_its_own(started, tmp_path):
     """Two processes cannot share three devices: no process blames another."""
@@ -185,8 +211,8 @@ def test_a_loss_that_is_not_finite_in_one_process_stops_all_with_4(started, tmp_
     """Nothing is exchanged before: process 0, whose own steps are finite, learns of it from the
     watch. No row of that step or a later one is written."""
     changes = ONE_EACH | {"diloco_sync_period": 1000, "gradient_clipping_threshold": 0}
-    environs = [{}, {"M_LEARNING_RATE": "1e30"}]
-    started += tools.trainers(2, named("nan", tmp_path, changes), tmp_path, environs)
+    environs = [{}, {"RATE": "1e30"}]
+    started += tools.trainers(2, named("nan", tmp_path, changes), tmp_path, environs, OWN_RATE)
     assert [process.end() for process in started] == [4, 4], started[0].text()
     (own,) = started[1].errors()
     assert own.startswith("NumericsError: step ") and " of replica 1 is not finite" in own

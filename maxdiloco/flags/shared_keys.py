@@ -1,0 +1,84 @@
+"""Which keys the processes of a run must share, and the line that names those that differ.
+
+base.yml says key by key what may differ. A key of which it says nothing may not.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from maxdiloco.flags.base_yml import MAY_DIFFER, PATHS_MAY_DIFFER, Key
+
+MOST_SHOWN = 80  # characters of a value; our choice
+MOST_NAMED = 8  # processes; our choice
+_MISSING = "no such key"
+
+
+def shared(values: Mapping[str, Any], *, keys: Mapping[str, Key]) -> dict[str, Any]:
+    """What has to be equal in all processes: the values without those of a host, and its paths.
+
+    values: of Config.as_dict. keys: base.yml's.
+    """
+    return {
+        name: _without_paths(value) if keys[name].hosts.startswith(PATHS_MAY_DIFFER) else value
+        for name, value in values.items()
+        if not keys[name].hosts.startswith(MAY_DIFFER)
+    }
+
+
+def _without_paths(value: Any) -> Any:
+    """Whether there is a path; of dataset_mixture all but the paths, of eval_sets the names."""
+    if isinstance(value, list):
+        return [{name: part for name, part in entry.items() if name != "path"} for entry in value]
+    if isinstance(value, dict):
+        return list(value)
+    return "a path" if value else ""
+
+
+def difference(groups: Mapping[tuple[int, ...], Mapping[str, Any]]) -> str:
+    """The line on all that differs, with each value and who has it, and the remedy.
+
+    groups: {processes: what `shared` gives in each of them}, with what else they compare.
+    """
+    names = dict.fromkeys(name for values in groups.values() for name in values)
+    differing = []
+    for name in names:
+        holders: dict[str, list[int]] = {}
+        for processes, values in groups.items():
+            text = _text(values[name]) if name in values else _MISSING
+            holders.setdefault(text, []).extend(processes)
+        if len(holders) > 1:
+            same = len(os.path.commonprefix(list(holders)))
+            differing.append(
+                f"{name} is "
+                + ", ".join(f"{_cut(text, same)} in {_who(who)}" for text, who in holders.items())
+            )
+    return (
+        f"{'; '.join(differing)}. All processes of a run must have the same keys and versions: "
+        f"give each the same command, yml file and M_<KEY> variables. What may be a host's own has "
+        f"`Hosts:` in configs/base.yml."
+    )
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) and value else json.dumps(value)
+
+
+def _cut(text: str, same: int) -> str:
+    """The text, or of a long one the part where it differs. same: characters that all begin with"""
+    if len(text) <= MOST_SHOWN:
+        return text
+    start = max(0, min(same, len(text)) - MOST_SHOWN // 4)
+    end = start + MOST_SHOWN
+    return f"{'...' if start else ''}{text[start:end]}{'...' if end < len(text) else ''}"
+
+
+def _who(processes: list[int]) -> str:
+    """`process 0`, `processes 1 and 3`, `processes 1, 2, 5 and 90 more`."""
+    if len(processes) == 1:
+        return f"process {processes[0]}"
+    *named, last = sorted(processes)
+    if len(processes) > MOST_NAMED:
+        named, last = sorted(processes)[:MOST_NAMED], f"{len(processes) - MOST_NAMED} more"
+    return f"processes {', '.join(map(str, named))} and {last}"

@@ -1,0 +1,85 @@
+"""The processes of a run compare their values before anything is compiled."""
+
+import concurrent.futures
+import threading
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from maxdiloco.errors import ConfigError, LostPeerError
+from maxdiloco.processes import coordination, members
+from maxdiloco.processes.coordination import Job
+
+
+class Store:
+    """The key-value store of JAX's coordination service, for threads. written: all that was put."""
+
+    def __init__(self):
+        self.written, self._changed = {}, threading.Condition()
+
+    def key_value_set(self, key, value):
+        with self._changed:
+            assert key not in self.written and value
+            self.written[key] = value
+            self._changed.notify_all()
+
+    def blocking_key_value_get(self, key, timeout_in_ms):
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self.written, timeout_in_ms / 1000):
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
+            return self.written[key]
+
+
+@pytest.fixture
+def store(monkeypatch):
+    store = Store()
+    monkeypatch.setattr(coordination.distributed, "global_state", SimpleNamespace(client=store))
+    return store
+
+
+def compare(of_each, *, count=None, timeout_s=60):
+    """What require_equal raises in each process; None for nothing. count: of processes, all."""
+
+    def one(index):
+        try:
+            return members.require_equal(
+                Job(index, count or len(of_each)),
+                of_each[index],
+                difference=lambda groups: f"differ \udcff: {groups}",  # a path that is no text
+                timeout_s=timeout_s,
+            )
+        except (ConfigError, LostPeerError) as error:
+            return error
+
+    with concurrent.futures.ThreadPoolExecutor(len(of_each)) as threads:
+        return list(threads.map(one, range(len(of_each))))
+
+
+def test_equal_values_pass_and_only_hashes_travel(store):
+    assert compare([{"steps": 8, "seed": 1}] * 3) == [None] * 3
+    assert not any("steps" in value for value in store.written.values())
+
+
+def test_all_processes_raise_the_same_line_and_one_of_each_hash_sends_its_values(store):
+    """Those that agree with process 0 end, too: the run cannot begin without the others."""
+    errors = compare([{"steps": 8}, {"steps": 8}, {"steps": 9}, {"steps": 9}, {"steps": 8}])
+    assert all(type(error) is ConfigError and error.exit_code == 2 for error in errors)
+    (line,) = {str(error) for error in errors}
+    assert line == "differ \udcff: {(0, 1, 4): {'steps': 8}, (2, 3): {'steps': 9}}"
+    assert {key for key in store.written if "values" in key} == {
+        "maxdiloco/members/values/0",
+        "maxdiloco/members/values/2",
+    }
+
+
+def test_a_process_that_never_sends_its_values_is_named(store):
+    errors = compare([{}, {}], count=3, timeout_s=0.05)
+    assert [type(error) for error in errors] == [LostPeerError] * 2
+    assert "the keys of process 2 have not come since " in str(errors[0])
+    assert "(peer_timeout_seconds=0.05)" in str(errors[0])
+    assert "of process 0 have not come" in str(errors[1])
+
+
+def test_one_process_compares_with_nobody():
+    assert compare([{}]) == [None]
