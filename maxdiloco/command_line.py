@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from maxdiloco.errors import CRASHED, INTERRUPTED, USER_ERRORS
 from maxdiloco.processes import output
-from maxdiloco.processes.signals import hearing_ctrl_c, quit_now
+from maxdiloco.processes.signals import hearing, quit_now
 from maxdiloco.version import __version__
 
 HELP = ("-h", "--help", "help")
@@ -55,7 +55,7 @@ def end_with(main: Program) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     code = CRASHED
     try:
-        with hearing_ctrl_c(quit_now):
+        with hearing(signal.SIGINT, quit_now):
             code = main(sys.argv[1:])
     finally:
         if code == INTERRUPTED:  # it is ending already: another Ctrl-C must not change the code

@@ -11,6 +11,7 @@ from maxdiloco.errors import ConfigError, LostPeerError
 from maxdiloco.processes import aborts, coordination, peers, star
 from maxdiloco.processes.coordination import Job
 from maxdiloco.processes.peers import one_line
+from maxdiloco.processes.preemption import ending_at_second_sigterm
 from maxdiloco.processes.watch import end_process
 
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
@@ -75,19 +76,19 @@ def processes(
     aborts.delay()
     _initialize(kind, environ, timeout_s=timeout_s, peer_timeout_s=peer_timeout_s)
     job = coordination.job()
-    if job.num_processes == 1:
-        try:
-            yield job
-        finally:
-            jax.distributed.shutdown()
-        return
-    with peers.watched(
-        job,
-        peer_port=peer_port,
-        next_port=kind not in (SLURM, OPEN_MPI),  # there the next job's JAX listens on it
-        timeout_s=min(timeout_s, peer_timeout_s),  # all have started: JAX has connected them
-        silence_s=peer_timeout_s,
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(ending_at_second_sigterm())
+        if job.num_processes == 1:
+            stack.callback(jax.distributed.shutdown)
+        else:
+            watched = peers.watched(
+                job,
+                peer_port=peer_port,
+                next_port=kind not in (SLURM, OPEN_MPI),  # there the next job's JAX listens on it
+                timeout_s=min(timeout_s, peer_timeout_s),  # all have started: JAX has connected
+                silence_s=peer_timeout_s,
+            )
+            stack.enter_context(watched)
         yield job
 
 

@@ -1,20 +1,71 @@
 """SIGTERM, a closed terminal and Ctrl-C: requests to save and leave after the step under way."""
 
+import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 import jax
 from jax.experimental import multihost_utils
 
-from maxdiloco.processes.signals import hearing_ctrl_c, quit_now
+from maxdiloco.errors import Preempted
+from maxdiloco.processes.signals import hearing, quit_now
 
 # One press reaches a process twice behind timeout, mpirun or srun: a terminal sends it to a group
 # of processes, and a launcher passes it on. A person who wants to quit is slower. Our choice.
 SAME_PRESS_S = 1.0
+SECOND_SIGTERM = "SIGTERM again: ended at once. A run with a name goes on from its last checkpoint."
+
+
+class _Presses:
+    """Counts the presses of a signal, which may each come twice. For one thread."""
+
+    def __init__(self) -> None:
+        self._first_s: float | None = None
+
+    def count(self) -> int:
+        """1 for the first press, 0 for what comes within SAME_PRESS_S of it, 2 for any other."""
+        now = time.monotonic()
+        if self._first_s is None:
+            self._first_s = now
+            return 1
+        return 0 if now - self._first_s < SAME_PRESS_S else 2
+
+
+@contextmanager
+def ending_at_second_sigterm() -> Iterator[None]:
+    """Leave the first SIGTERM to JAX's preemption service, and end the process at another one.
+
+    Enter it in the main thread after jax.distributed.initialize, whose C handler of SIGTERM takes a
+    note for the next step: a process that compiles or waits for a peer would never end. Without
+    that handler nothing changes.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    libc.signal.restype = ctypes.c_void_p
+    theirs = libc.signal(signal.SIGTERM, signal.SIG_IGN)
+    if theirs in (None, int(signal.SIG_IGN)):  # None: the default
+        libc.signal(signal.SIGTERM, theirs)
+        yield
+        return
+    take_note = ctypes.CFUNCTYPE(None, ctypes.c_int)(theirs)  # it sets a flag
+    presses = _Presses()
+
+    def heard() -> None:
+        match presses.count():
+            case 1:
+                take_note(signal.SIGTERM)
+            case 2:
+                quit_now(SECOND_SIGTERM, Preempted.exit_code)
+
+    try:
+        with hearing(signal.SIGTERM, heard):
+            yield
+    finally:
+        libc.signal(signal.SIGTERM, theirs)
 
 
 class Preemption:
@@ -24,22 +75,24 @@ class Preemption:
     One process: a signal sets a flag. Several: JAX's preemption service, which has its own
     handler of SIGTERM, names a step that no process has passed; SIGHUP and Ctrl-C are sent on to
     it as SIGTERM. SIGHUP does nothing where it is ignored, as under nohup.
-    report: called with one line for the user at the first Ctrl-C. Another one ends the process at
-    once, unless it comes within SAME_PRESS_S; no other signal cuts a save short.
+    report: called with one line for the user at the first Ctrl-C. Another one, or another SIGTERM,
+    ends the process at once, whatever it waits for, unless it comes within SAME_PRESS_S: with
+    several processes see ending_at_second_sigterm.
     """
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
         self._several = jax.process_count() > 1
         self._asked = False
-        self._pressed_s: float | None = None  # when Ctrl-C was heard first
+        self._ctrl_c, self._sigterm = _Presses(), _Presses()
         self.by_ctrl_c = False  # whether Ctrl-C, and no other signal before it, asked this process
         self._stack = ExitStack()
 
     def __enter__(self) -> "Preemption":
-        self._stack.enter_context(hearing_ctrl_c(self._on_ctrl_c))
+        self._stack.enter_context(hearing(signal.SIGINT, self._on_ctrl_c))
         if not self._several:
-            self._handle(signal.SIGTERM)
+            self._stack.enter_context(hearing(signal.SIGTERM, self._on_sigterm))
+            self._handle(signal.SIGTERM)  # noted at once, where Python runs
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             self._handle(signal.SIGHUP)
         return self
@@ -64,19 +117,23 @@ class Preemption:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._ask()
 
+    # Called in a thread of their own, one call at a time.
+
+    def _on_sigterm(self) -> None:
+        if self._sigterm.count() == 2:
+            quit_now(SECOND_SIGTERM, Preempted.exit_code)
+
     def _on_ctrl_c(self) -> None:
-        # Called in a thread of its own, one call at a time.
-        now = time.monotonic()
-        if self._pressed_s is not None:
-            if now - self._pressed_s < SAME_PRESS_S:
-                return
+        count = self._ctrl_c.count()
+        if count == 2:
             quit_now()
-        self._pressed_s = now
+        if count != 1:
+            return
         self.by_ctrl_c = not self._asked
         self._report("Ctrl-C: stopping after this step; press it again to quit now.")
         self._ask()
 
     def _ask(self) -> None:
-        self._asked = True
-        if self._several:
+        asked, self._asked = self._asked, True
+        if self._several and not asked:  # another SIGTERM would end the process
             os.kill(os.getpid(), signal.SIGTERM)

@@ -34,6 +34,20 @@ with Preemption(print) as preemption:
             break
 """
 
+# Both take note of the first SIGTERM; then each is in one native call of many minutes.
+WAITING = """
+import hashlib, os, sys
+from maxdiloco.processes import distributed
+from maxdiloco.processes.preemption import Preemption
+with distributed.processes(os.environ, timeout_s=60, peer_timeout_s=60), Preemption(print) as it:
+    print("begun", flush=True)
+    step = 0
+    while not it.requested(step := step + 1):
+        pass
+    print("noted", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+"""
+
 ONE_PROCESS = """
 import os, signal
 from maxdiloco.processes.preemption import Preemption
@@ -121,6 +135,25 @@ def test_a_press_that_arrives_twice_is_one_and_another_press_quits(monkeypatch):
         quits.get(timeout=WAIT_S)
 
 
+def test_a_second_sigterm_ends_a_process_whatever_it_waits_for(monkeypatch):
+    """A launcher may send one twice; the next one is meant. Python's handler would only take note,
+    and after the native call."""
+    ends = queue.Queue()
+    monkeypatch.setattr(preemption_lib, "quit_now", lambda *end: ends.put(end))
+    with Preemption(print) as preemption:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # within SAME_PRESS_S
+        assert preemption.requested(1)
+    assert ends.empty()  # the context has ended the thread that hears
+    monkeypatch.setattr(preemption_lib, "SAME_PRESS_S", 0.0)
+    with Preemption(print):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        line, code = ends.get(timeout=WAIT_S)
+    assert code == 143
+    assert line.startswith("SIGTERM again: ended at once.")
+
+
 def test_ctrl_c_after_sigterm_does_not_change_why_the_run_stops():
     told = queue.Queue()
     with Preemption(told.put) as preemption:
@@ -164,3 +197,32 @@ def test_processes_leave_at_one_step():
     assert steps[0] == steps[1]
     assert int(steps[0]) > 5
     assert [run.returncode for run in runs] == [0, 0]
+
+
+def test_a_second_sigterm_ends_one_of_several_that_waits_for_ever(free_port):
+    """JAX's handler takes note of each and ends nothing: SIGKILL was the only way out."""
+    together = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port}", "JAX_NUM_PROCESSES": "2"}
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", WAITING],
+            env=os.environ | together | {"JAX_PROCESS_ID": str(rank), "JAX_PLATFORMS": "cpu"},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [run.stdout.readline() for run in runs] == ["begun\n"] * 2
+        runs[1].send_signal(signal.SIGTERM)
+        assert [run.stdout.readline() for run in runs] == ["noted\n"] * 2
+        time.sleep(preemption_lib.SAME_PRESS_S)
+        runs[1].send_signal(signal.SIGTERM)
+        _, errors = runs[1].communicate(timeout=20)
+        assert runs[1].returncode == 143
+        assert errors.splitlines()[-1] == preemption_lib.SECOND_SIGTERM
+        assert runs[0].wait(timeout=20) == 5
+    finally:
+        for run in runs:
+            run.kill()

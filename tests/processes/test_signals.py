@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from maxdiloco.processes.signals import hearing_ctrl_c
+from maxdiloco.processes.signals import hearing
 
 ROOT = pathlib.Path(__file__).parents[2]
 WAIT_S = 60  # far above what a thread takes to be woken
@@ -20,10 +20,10 @@ WAIT_S = 60  # far above what a thread takes to be woken
 def test_the_inner_context_hears_and_then_the_outer_one_again():
     heard = queue.Queue()
     before = signal.getsignal(signal.SIGINT)
-    with hearing_ctrl_c(lambda: heard.put("outer")):
+    with hearing(signal.SIGINT, lambda: heard.put("outer")):
         for expected in ("outer", "inner", "outer"):
             if expected == "inner":
-                with hearing_ctrl_c(lambda: heard.put("inner")):
+                with hearing(signal.SIGINT, lambda: heard.put("inner")):
                     os.kill(os.getpid(), signal.SIGINT)
                     assert heard.get(timeout=WAIT_S) == expected
             else:
@@ -31,6 +31,18 @@ def test_the_inner_context_hears_and_then_the_outer_one_again():
                 assert heard.get(timeout=WAIT_S) == expected
     assert signal.getsignal(signal.SIGINT) is before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_context_of_another_signal_inside_passes_this_one_on():
+    """Python has one descriptor for all signals, the innermost context's."""
+    heard = queue.Queue()
+    with (
+        hearing(signal.SIGINT, lambda: heard.put("outer")),
+        hearing(signal.SIGTERM, lambda: heard.put("inner")),
+    ):
+        for number, expected in ((signal.SIGINT, "outer"), (signal.SIGTERM, "inner")):
+            os.kill(os.getpid(), number)
+            assert heard.get(timeout=WAIT_S) == expected
 
 
 def test_a_signal_while_the_context_ends_does_not_meet_the_handler_from_before(monkeypatch):
@@ -44,7 +56,7 @@ def test_a_signal_while_the_context_ends_does_not_meet_the_handler_from_before(m
 
     before = signal.signal(signal.SIGINT, lambda number, frame: heard.put("handler"))
     try:
-        with hearing_ctrl_c(lambda: None):
+        with hearing(signal.SIGINT, lambda: None):
             monkeypatch.setattr(threading.Thread, "join", hit_while_joining)
         assert heard.empty()
         os.kill(os.getpid(), signal.SIGINT)
@@ -57,7 +69,7 @@ def test_other_signals_are_not_heard():
     heard = queue.Queue()
     before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.put("handler"))
     try:
-        with hearing_ctrl_c(lambda: heard.put("heard")):
+        with hearing(signal.SIGINT, lambda: heard.put("heard")):
             os.kill(os.getpid(), signal.SIGUSR1)
             assert heard.get(timeout=WAIT_S) == "handler"
     finally:
