@@ -227,7 +227,9 @@ class HostExchange:
 
     def _start(self, plan: FragmentPlan, send_step: int, chunks: tuple[jax.Array, ...]) -> None:
         key = self._key(plan.index, send_step)
-        self._carrier.start(key, chunks, size=plan.payload.size, within_s=self._within_s())
+        what = f"fragment {plan.index} of step {send_step}"
+        options = dict(size=plan.payload.size, within_s=self._within_s(), what=what)
+        self._carrier.start(key, chunks, **options)
 
     def _within_s(self) -> float | None:
         """Most of the time until the fragment is taken or the next one sent, by recent steps [s].

@@ -21,19 +21,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from maxdiloco.exchange.collective import incoming_spec, outgoing_spec
+from maxdiloco.processes import patience
+from maxdiloco.processes.patience import Patience
 
-# A peer may compile or evaluate for long before it sends; one that is gone is noticed by the links.
-PATIENCE_S = 30 * 86400.0  # our choice
 
-
-class Links(Protocol):
+class Links(patience.Links, Protocol):
     """Connections to the other processes of a run: processes.links.Links."""
 
     def send(self, peer: int, key: Hashable, data: Sequence[memoryview]) -> None:
         """Queue a message; never blocks."""
-
-    def receive(self, peer: int, key: Hashable, deadline: float) -> bytearray:
-        """Wait for a message until a time of time.monotonic(). Raises LostPeerError."""
 
     def pace(self, bytes_per_second: float | None) -> bool:
         """Send to each peer at most so fast; None: at once."""
@@ -118,16 +114,24 @@ class HostCarrier:
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="fetch")
         self._collector = ThreadPoolExecutor(1, thread_name_prefix="collect")
         self._arriving: dict[Hashable, Future] = {}
+        self._patience = Patience()  # of the collector, from one exchange to the next
         self.waited_s = 0.0
 
     def start(
-        self, key: Hashable, chunks: Sequence[jax.Array], *, size: int, within_s: float | None
+        self,
+        key: Hashable,
+        chunks: Sequence[jax.Array],
+        *,
+        size: int,
+        within_s: float | None,
+        what: str,
     ) -> None:
         """Begin to exchange the chunks of a fragment; returns at once.
 
         key: names the exchange, the same in every process. chunks: laid out by outgoing_spec; they
         must not be donated before `take`. size: wire elements of a replica on one device that are
-        not padding, C. within_s: the time to spread the bytes over [s]; None: at once.
+        not padding, C. within_s: the time to spread the bytes over [s]; None: at once. what: the
+        fragment in words, for messages.
         """
         if self._links is not None:
             self._pace(chunks, size, within_s)
@@ -136,13 +140,14 @@ class HostCarrier:
         fetched = self._fetcher.submit(self._fetch, key, tuple(chunks), size)
         lengths = [chunk.shape[0] // (self._replicas * self._places) for chunk in chunks]
         self._arriving[key] = self._collector.submit(
-            self._collect, key, fetched, lengths, size, chunks[0].dtype
+            self._collect, key, fetched, lengths, size, chunks[0].dtype, what
         )
 
     def take(self, key: Hashable) -> tuple[jax.Array, ...]:
         """The chunks of all replicas, laid out by incoming_spec; waits for those still under way.
 
-        Raises LostPeerError when a process they come from is gone.
+        Raises LostPeerError when a process they come from is gone, or sends nothing for too long:
+        see Patience.
         """
         started = time.perf_counter()
         arrived = self._arriving.pop(key).result()
@@ -160,6 +165,7 @@ class HostCarrier:
     def forget(self) -> None:
         """No exchange is under way any more; what still arrives of them is not taken."""
         self._arriving.clear()
+        self._patience.begin()
 
     def close(self) -> None:
         """End the threads; one that waits for a peer ends when the links are closed."""
@@ -185,17 +191,19 @@ class HostCarrier:
             self._links.send(peer, key, [_bytes(row) for row in rows])
         return own
 
-    def _collect(self, key, fetched, lengths, size, dtype) -> tuple[jax.Array, ...]:
+    def _collect(self, key, fetched, lengths, size, dtype, what) -> tuple[jax.Array, ...]:
         """The chunks as `take` gives them, on the devices."""
         here = {shard.place for shard in self._routes.own}
         codes = [
             {p: np.zeros((self._replicas, length), dtype) for p in here} for length in lengths
         ]
-        for shard, chunks in fetched.result().items():
+        own = fetched.result()
+        self._patience.worked()
+        for shard, chunks in own.items():
             for chunk, block in zip(codes, chunks, strict=True):
                 chunk[shard.place][self._rows(shard)] = block
         for peer, shards in self._routes.gets.items():
-            received = self._links.receive(peer, key, time.monotonic() + PATIENCE_S)
+            received = self._patience.receive(self._links, peer, key, what)
             data = np.frombuffer(received, np.uint8).view(dtype)
             for shard in shards:
                 blocks = [chunk[shard.place][self._rows(shard)] for chunk in codes]

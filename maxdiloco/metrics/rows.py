@@ -6,21 +6,20 @@ process 0 writes a row some steps later where others are late. No JAX here.
     # R replicas
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-# A peer may compile or evaluate for long before it sends; one that is gone is noticed by the links.
-PATIENCE_S = 30 * 86400.0  # our choice
+from maxdiloco.processes import patience
+from maxdiloco.processes.patience import Patience
 
 Metrics = Mapping[str, np.ndarray]
 Values = Mapping[str, float]
 
 
-class Links(Protocol):
+class Links(patience.Links, Protocol):
     """Connections to the other processes of a run: processes.links.Links."""
 
     def send_row(self, peer: int, key: tuple[str | int, ...], data: Sequence[object]) -> None:
@@ -28,9 +27,6 @@ class Links(Protocol):
 
     def arrived(self, peer: int, key: tuple[str | int, ...]) -> bool:
         """Whether a message is there. Raises LostPeerError."""
-
-    def receive(self, peer: int, key: tuple[str | int, ...], deadline: float) -> bytearray:
-        """Wait for a message until a time of time.monotonic(). Raises LostPeerError."""
 
 
 class Row(NamedTuple):
@@ -63,6 +59,7 @@ class Rows:
         self._links = links
         self._write = write
         self._waiting: deque[Row] = deque()
+        self._patience = Patience()  # from one row to the next
 
     def add(self, step: int, metrics: Metrics | None, values: Values) -> None:
         """Add the row of a step; never waits. Process 0 writes it with write_complete or write_all.
@@ -70,6 +67,7 @@ class Rows:
         metrics: of this process's replicas, in their order. values: what process 0 adds to them.
         Raises LostPeerError.
         """
+        self._patience.worked()
         if self._process == 0:
             self._waiting.append(Row(step, metrics, values))
         elif metrics is not None and self._process in self._replicas:
@@ -84,8 +82,8 @@ class Rows:
     def write_all(self) -> None:
         """Wait for what is missing and write all rows.
 
-        Raises LostPeerError when a process is silent for the time that the links allow, or has
-        ended without its part.
+        Raises LostPeerError when a process is silent for the time that the links allow, sends
+        nothing for too long (see Patience), or has ended without its part.
         """
         while self._waiting:
             self._write_first()
@@ -98,9 +96,10 @@ class Rows:
 
     def _write_first(self) -> None:
         row = self._waiting[0]
-        deadline = time.monotonic() + PATIENCE_S
+        what = f"its part of the row of step {row.step}"
         parts = {
-            peer: self._links.receive(peer, _key(row.step), deadline) for peer in self._peers(row)
+            peer: self._patience.receive(self._links, peer, _key(row.step), what)
+            for peer in self._peers(row)
         }
         self._waiting.popleft()
         self._write(row.step, row.metrics and self._of_all(row.metrics, parts), row.values)

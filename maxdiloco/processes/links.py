@@ -109,6 +109,7 @@ class Links:
         if len(secret) < _LEAST_SECRET:
             raise ValueError(f"a secret of {len(secret)} bytes: {_LEAST_SECRET} are the least")
         self._rank, self._addresses, self._secret = rank, dict(addresses), secret
+        self.timeout_s = timeout_s
         self._changed = threading.Condition()
         self._messages: dict[tuple[int, Key], deque[bytearray]] = defaultdict(deque)
         self._failure: BaseException | None = None
@@ -199,6 +200,10 @@ class Links:
     def traffic(self) -> dict[int, Traffic]:
         """The counters of each peer."""
         return {peer: self._traffic(peer) for peer in self._addresses}
+
+    def received_bytes(self, peer: int) -> int:
+        """Bytes of messages, parts included, that have come from a peer so far."""
+        return self._traffic(peer).payload_received
 
     def close(self, within_s: float, why: str | None = None) -> bool:
         """Send what is queued, say goodbye and end all threads. Again: nothing happens.

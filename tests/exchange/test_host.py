@@ -33,7 +33,7 @@ def test_it_brings_the_arrays_of_the_program(devices, grid, M, dtype):
     mesh = mesh_of(devices, *grid)
     carrier = HostCarrier(mesh, num_replicas=M, links=None)
     sent = chunks_of(mesh, M, dtype, [1024, 1024])
-    carrier.start("a", sent, size=2000, within_s=None)
+    carrier.start("a", sent, size=2000, within_s=None, what="")
     for chunk, arrived in zip(sent, carrier.take("a"), strict=True):
         expected = collective.all_gather_chunk(chunk, mesh)
         assert arrived.sharding.is_equivalent_to(expected.sharding, 1)
@@ -67,9 +67,14 @@ def test_what_one_sends_another_gets_in_the_same_order():
 class Loop:
     """Links of one process to a twin that holds the other slot and sends back what it gets."""
 
+    timeout_s = 60.0
+
     def __init__(self):
         self.messages = queue.Queue()
         self.paces = []
+
+    def received_bytes(self, peer):
+        return 0
 
     def pace(self, bytes_per_second):
         self.paces.append(bytes_per_second)
@@ -109,7 +114,7 @@ def test_padding_stays_here(devices, monkeypatch):
     fetched = carrier._fetch("k", _local(sent, mesh, carrier), 1500)
     assert links.messages.queue[0][2] == own[:1500].tobytes()
     done = _Done(fetched)
-    arrived = carrier._collect("k", done, [1024, 1024], 1500, jnp.int8.dtype)
+    arrived = carrier._collect("k", done, [1024, 1024], 1500, jnp.int8.dtype, "")
     twin = np.concatenate([np.asarray(chunk)[1024:] for chunk in arrived])
     np.testing.assert_array_equal(twin[:1500], own[:1500])
     assert not twin[1500:].any()

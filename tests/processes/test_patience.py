@@ -1,0 +1,123 @@
+"""A peer that is alive and sends nothing is lost after a while, in words; a slow one is not."""
+
+import re
+from concurrent.futures import Future
+
+import jax.numpy as jnp
+import pytest
+
+from maxdiloco.errors import LostPeerError
+from maxdiloco.exchange.host import HostCarrier, Shard, routes
+from maxdiloco.metrics.rows import Rows
+from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.processes.patience import SLOWER, Patience
+
+
+class Peer:
+    """Links to a process that is alive: its message comes at a time, its bytes before it.
+
+    A clock of its own. busy_until: bytes come until then.
+    """
+
+    timeout_s = 100.0
+
+    def __init__(self, *, comes_at=float("inf"), busy_until=0.0):
+        self.now, self._comes_at, self._busy_until = 0.0, comes_at, busy_until
+
+    def clock(self):
+        return self.now
+
+    def received_bytes(self, peer):
+        return int(min(self.now, self._busy_until))
+
+    def arrived(self, peer, key):
+        return self.now >= self._comes_at
+
+    def receive(self, peer, key, deadline):
+        if self._comes_at > deadline:
+            self.now = deadline
+            raise TimeoutError("not in time")
+        self.now = max(self.now, self._comes_at)
+        return bytearray(b"here")
+
+
+def wait(peer, *, worked_s=0.0):
+    """What comes, or the error, and the lines said."""
+    lines = []
+    patience = Patience(say=lines.append, clock=peer.clock)
+    peer.now = worked_s
+    patience.worked()
+    try:
+        return patience.receive(peer, 1, ("key",), "fragment 0 of step 8"), lines
+    except LostPeerError as error:
+        return error, lines
+
+
+def test_a_peer_that_is_alive_and_silent_is_lost_in_words():
+    """What is waited for, from whom, since when: with other periods both waited for ever."""
+    peer = Peer()
+    error, lines = wait(peer, worked_s=2.0)
+    assert isinstance(error, LostPeerError) and error.exit_code == 5
+    assert peer.now - 2.0 == pytest.approx(100 + SLOWER * 2.0, abs=10)
+    assert re.match(
+        r"process 1 is alive, but fragment 0 of step 8 has not come from it since \d\d:\d\d:\d\d, "
+        r"and nothing else for 1\d\d s \(peer_timeout_seconds=100, and 4 times the 2.0 s that",
+        str(error),
+    )
+    assert "Raise peer_timeout_seconds if it was only slow." in str(error)
+    (line,) = lines
+    assert re.match(r"waiting since \S+ for fragment 0 of step 8 from process 1, which", line)
+
+
+@pytest.mark.parametrize(
+    "peer, worked_s",
+    [
+        (Peer(comes_at=99), 0.0),
+        (Peer(comes_at=1900), 500.0),  # 500 steps of a second, and a peer of thrice the time
+        (Peer(comes_at=5000, busy_until=4990), 0.0),  # a fragment on a thin link
+    ],
+)
+def test_a_slow_peer_is_not_lost(peer, worked_s):
+    assert wait(peer, worked_s=worked_s)[0] == b"here"
+
+
+def test_the_time_in_which_this_process_was_stopped_is_not_the_peers():
+    class Stopped(Peer):
+        def receive(self, peer, key, deadline):
+            if self.now == 0.0:
+                self.now = 1000.0
+                raise TimeoutError("not in time")
+            return super().receive(peer, key, deadline)
+
+    assert wait(Stopped(comes_at=1050))[0] == b"here"
+    assert isinstance(wait(Stopped(comes_at=1250))[0], LostPeerError)
+
+
+@pytest.fixture
+def hurried(monkeypatch):
+    """Links to a process that is alive and never sends; their clock is everybody's."""
+    peer = Peer()
+    make = Patience.__init__
+    monkeypatch.setattr(
+        Patience, "__init__", lambda self: make(self, say=lambda line: None, clock=peer.clock)
+    )
+    return peer
+
+
+def test_the_exchange_through_the_host_ends_the_wait(hurried, devices):
+    """As `take` of the engine sees it: the error of the thread that collects."""
+    mesh = mesh_lib.Mesh([[devices[0]], [devices[1]]], ("diloco", "fsdp"))
+    carrier = HostCarrier(mesh, num_replicas=2, links=hurried)
+    carrier._routes = routes({Shard(0, 0): 0, Shard(1, 0): 1}, 0)
+    fetched = Future()
+    fetched.set_result({})
+    with pytest.raises(LostPeerError, match="process 1 is alive, but fragment 0 of step 8 has not"):
+        carrier._collect("key", fetched, [8], 8, jnp.int8.dtype, "fragment 0 of step 8")
+    carrier.close()
+
+
+def test_the_rows_of_a_run_end_the_wait(hurried):
+    rows = Rows(0, {0: [0], 1: [1]}, links=hurried, write=lambda *row: None)
+    rows.add(8, {}, {})
+    with pytest.raises(LostPeerError, match="process 1 is alive, but its part of the row of step 8"):
+        rows.write_all()
