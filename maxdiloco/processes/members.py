@@ -6,18 +6,16 @@ key-value store: it is there first, and needs neither devices nor equal meshes.
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-
-from maxdiloco.errors import ConfigError, LostPeerError
+from maxdiloco.errors import ConfigError
 from maxdiloco.processes import coordination
 from maxdiloco.processes.coordination import Job
 
 KEY = "maxdiloco/members"
 _EQUAL = "equal"
+_KEYS = "its keys, as the same version of maxdiloco does"
 
 Values = Mapping[str, Any]
 
@@ -37,39 +35,28 @@ def require_equal(
     """
     if job.num_processes == 1:
         return
+
+    def get(key: str, what: str, process: int) -> str:
+        return coordination.value_of(process, f"{KEY}/{key}", what, timeout_s=timeout_s)
+
     me, text = job.process_id, json.dumps(values, sort_keys=True)
     coordination.put(f"{KEY}/hash/{me}", hashlib.sha256(text.encode()).hexdigest())
     if me == 0:
         groups: dict[str, list[int]] = {}
         for process in range(job.num_processes):
-            found = _get(f"hash/{process}", "the keys", process, timeout_s=timeout_s)
-            groups.setdefault(found, []).append(process)
+            groups.setdefault(get(f"hash/{process}", _KEYS, process), []).append(process)
         # The first process of each hash sends its values.
         asked = [processes[0] for processes in groups.values()]
         coordination.put(f"{KEY}/asked", _EQUAL if len(groups) == 1 else json.dumps(asked))
-    answer = _get("asked", "the comparison of the keys", 0, timeout_s=timeout_s)
+    answer = get("asked", "whether the keys are equal", 0)
     if answer == _EQUAL:
         return
     if me in json.loads(answer):
         coordination.put(f"{KEY}/values/{me}", text)
     if me == 0:
         of_all = {
-            tuple(processes): json.loads(
-                _get(f"values/{processes[0]}", "the keys", processes[0], timeout_s=timeout_s)
-            )
+            tuple(processes): json.loads(get(f"values/{processes[0]}", _KEYS, processes[0]))
             for processes in groups.values()
         }
         coordination.put(f"{KEY}/line", json.dumps(difference(of_all)))
-    raise ConfigError(json.loads(_get("line", "the difference", 0, timeout_s=timeout_s)))
-
-
-def _get(key: str, what: str, process: int, *, timeout_s: float) -> str:
-    begun = time.strftime("%H:%M:%S")
-    try:
-        return coordination.get(f"{KEY}/{key}", timeout_s=timeout_s)
-    except jax.errors.JaxRuntimeError as error:
-        raise LostPeerError(
-            f"{what} of process {process} have not come since {begun} "
-            f"(peer_timeout_seconds={timeout_s:g}). See the end of its own output, and that it "
-            f"runs the same version of maxdiloco."
-        ) from error
+    raise ConfigError(json.loads(get("line", "which keys differ", 0)))

@@ -23,10 +23,10 @@ PATIENCE_S = 1800.0
 def meet() -> None:
     """Barrier of all processes, for as long as the first may wait for a lock or an object store.
 
-    A collective would not do: gloo gives up after 30 s. Raises JaxRuntimeError.
+    A collective would not do: gloo gives up after 30 s. Raises LostPeerError.
     """
     if jax.process_count() > 1:
-        coordination.barrier("maxdiloco/folder", timeout_s=PATIENCE_S)
+        coordination.meet("maxdiloco/folder", "opened its folders", timeout_s=PATIENCE_S)
 
 
 def require(folder: epath.Path) -> None:

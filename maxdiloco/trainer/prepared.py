@@ -70,7 +70,7 @@ def _paths(cfg, splits):
 
 def _of_first_process(paths):
     named = {
-        path: coordination.get(_name(number), timeout_s=_PATIENCE_S)
+        path: coordination.value_of(0, _name(number), f"{path} as tokens", timeout_s=_PATIENCE_S)
         for number, path in enumerate(paths)
     }
     folders = {path: folder for path, folder in named.items() if folder != "-"}

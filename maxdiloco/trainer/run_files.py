@@ -83,7 +83,7 @@ def host_names() -> list[str]:
         coordination.put(_host_key(jax.process_index()), own)
         return []
     others = [
-        coordination.get(_host_key(number), timeout_s=_HOSTS_S)
+        coordination.value_of(number, _host_key(number), "its host's name", timeout_s=_HOSTS_S)
         for number in range(1, jax.process_count())
     ]
     return [own, *others]

@@ -3,7 +3,9 @@
     # R replicas
 """
 
+import threading
 import zlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -19,12 +21,16 @@ from maxdiloco.flags import base_yml, resume
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.compiles import fitting, make_room
 from maxdiloco.metrics.history import MOST_STEPS, History
-from maxdiloco.processes import output
+from maxdiloco.processes import coordination, output
 from maxdiloco.processes.agree import from_first_process, in_any_process
 from maxdiloco.storage import shared_folder
 from maxdiloco.storage.run_folder import RunFolder, absolute
 from maxdiloco.trainer import optimizer, resumed, run_tokenizer
 from maxdiloco.trainer.assemble import BatchShape, Parts, has_replicas
+
+# Until all have compiled: large programs take many minutes, cached ones seconds. Our choice.
+PATIENCE_S = 2 * 3600.0
+_SAY_AFTER_S = 10.0  # of waiting; our choice
 
 
 class Start(NamedTuple):
@@ -158,6 +164,26 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
             start.saved.path, abstract_of, key="load_full_state_path"
         )
     return trainer.restored(restored.items, layout, t=restored.step)
+
+
+def meet(say: Callable[[str], None]) -> None:
+    """Wait until all processes have compiled their programs and have their state.
+
+    One that finds its programs in a cache may be here long before another. Raises LostPeerError.
+    """
+    if jax.process_count() == 1:
+        return
+    note = threading.Timer(
+        _SAY_AFTER_S, say, ("waiting for the other processes, which compile or read their state",)
+    )
+    note.daemon = True
+    note.start()
+    try:
+        coordination.meet(
+            "maxdiloco/ready", "compiled its programs and made its state", timeout_s=PATIENCE_S
+        )
+    finally:
+        note.cancel()
 
 
 def changes(

@@ -136,6 +136,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
         gc.enable()  # train.main disables it for the start
         state = fresh[0] if fresh else start.load(chosen, parts, begin, checkpointer)
         done = state.t
+        start.meet(say)  # from here on a process that is silent for long is lost
         stack.enter_context(start.history_of(folder, parts, done=done, total=total))
 
         preemption = stack.enter_context(Preemption(say))
