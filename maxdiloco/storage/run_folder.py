@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
@@ -86,6 +87,23 @@ def locate(base_output_directory: str, run_name: str) -> RunFolder:
     return RunFolder(absolute(base_output_directory) / run_name)
 
 
+def require_place(base_output_directory: str, run_name: str) -> None:
+    """Look whether the folder of a run can be made and written, and make nothing.
+
+    gs:// is left to open_run_folder. Raises CheckpointError as that does.
+    """
+    path = locate(base_output_directory, run_name).path
+    if not is_local(path):
+        return
+    while not path.exists():
+        path = path.parent
+    try:
+        with tempfile.TemporaryFile(dir=path):  # without a name, where the file system can
+            return
+    except OSError as error:
+        raise _cannot_hold(base_output_directory, run_name, error, local=True) from error
+
+
 @contextlib.contextmanager
 def open_run_folder(
     base_output_directory: str,
@@ -121,12 +139,19 @@ def open_run_folder(
                 stack.enter_context(lock)
                 folder = dataclasses.replace(folder, require_lock=lock.require)
         except (OSError, *object_store.errors(folder.path)) as error:
-            free = " and has free space" if is_local(folder.path) else ""
-            raise CheckpointError(
-                f"base_output_directory={base_output_directory} cannot hold run_name={run_name}: "
-                f"{reason(error)}. Choose a folder that can be written{free}."
-            ) from error
+            local = is_local(folder.path)
+            raise _cannot_hold(base_output_directory, run_name, error, local=local) from error
         yield folder
+
+
+def _cannot_hold(
+    base_output_directory: str, run_name: str, error: BaseException, *, local: bool
+) -> CheckpointError:
+    free = " and has free space" if local else ""
+    return CheckpointError(
+        f"base_output_directory={base_output_directory} cannot hold run_name={run_name}: "
+        f"{reason(error)}. Choose a folder that can be written{free}."
+    )
 
 
 def require_space(folder: epath.PathLike, nbytes: int) -> None:

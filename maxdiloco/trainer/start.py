@@ -24,7 +24,7 @@ from maxdiloco.metrics.history import MOST_STEPS, History
 from maxdiloco.processes import coordination, output
 from maxdiloco.processes.agree import from_first_process, in_any_process
 from maxdiloco.storage import shared_folder
-from maxdiloco.storage.run_folder import RunFolder, absolute
+from maxdiloco.storage.run_folder import RunFolder, absolute, require_place
 from maxdiloco.trainer import optimizer, resumed, run_tokenizer
 from maxdiloco.trainer.assemble import BatchShape, Parts, has_replicas
 
@@ -82,11 +82,14 @@ def look(
     return Start(saved.step, position, f"resumed after step {saved.step}", saved)
 
 
-def check_source(cfg: Config, folder: RunFolder) -> None:
-    """Look whether the path that a run is to start from has a checkpoint, before it makes a folder.
+def check_places(cfg: Config, folder: RunFolder) -> None:
+    """Look at what a run reads and writes besides text, which may take long to read.
 
-    A run that resumes needs none. Raises CheckpointError.
+    Its folder can be made, and a path that it is to start from has a checkpoint; a run that resumes
+    needs none. Makes nothing. Raises CheckpointError.
     """
+    if jax.process_index() == 0:
+        require_place(cfg.base_output_directory, folder.path.name)
     given = {key: vars(cfg)[key] for key in ("load_parameters_path", "load_full_state_path")}
     for key, path in given.items():
         if not path:

@@ -39,6 +39,7 @@ from maxdiloco.trainer import (
     eval_texts,
     feeding,
     flops,
+    model_on_mesh,
     remat_choice,
     run_data,
     run_files,
@@ -80,7 +81,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
     # Data before the run's folder: bad data must not create one.
     name = cfg.run_name or f"run-{from_first_process(int(time.time()))}"
     location = locate(cfg.base_output_directory, name)
-    start.check_source(cfg, location)
+    start.check_places(cfg, location)
     tokenizer = run_tokenizer.open_tokenizer(cfg)
     text, held_out, index = run_data.open_data(cfg, shape, location, say)
     seldom_meant = warnings.of_run(
@@ -188,7 +189,11 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
 
 
 def _settings(cfg: Config, mesh: jax.sharding.Mesh) -> list[str]:
-    """Lines on the keys that are set, those that are seldom meant, and the mesh."""
+    """Lines on the keys that are set, those that are seldom meant, and the mesh.
+
+    Raises ConfigError for a model that the mesh cannot hold, before data are read.
+    """
+    model_on_mesh.parameters(model_on_mesh.build(cfg, mesh), mesh)
     path = cfg.compiled_trainstep_file
     return [
         *(compiled_file.check(path, cfg, mesh) if path else ()),

@@ -55,6 +55,23 @@ def test_a_key_that_cannot_work_is_refused_with_2(capfd, tmp_path, keys, words):
 @pytest.mark.parametrize(
     "keys, words",
     [
+        (
+            dict(ici_fsdp_parallelism=3),
+            "ConfigError: fsdp parallelism 3 does not divide dim",
+        ),
+        (dict(base_output_directory="/proc/runs"), "CheckpointError: base_output_directory=/proc/"),
+    ],
+)
+def test_what_needs_no_data_is_refused_before_they_are_read(capfd, tmp_path, keys, words):
+    """Both are wrong here. A large text takes minutes, and its own error would come first."""
+    absent = dict(dataset_type="text", dataset_path=str(tmp_path / "absent"), vocab_size=512)
+    code, line = refused(capfd, tmp_path, **absent | keys)
+    assert (code, line[: len(words)]) == (2, words)
+
+
+@pytest.mark.parametrize(
+    "keys, words",
+    [
         (dict(dataset_path="{}/absent"), ["dataset_path=", "/absent does not exist", "Give a "]),
         (
             dict(dataset_path="{}/empty"),

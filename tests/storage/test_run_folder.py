@@ -12,7 +12,14 @@ import pytest
 
 from maxdiloco.errors import CheckpointError
 from maxdiloco.storage import object_store, run_folder
-from maxdiloco.storage.run_folder import locate, megabytes, open_run_folder, reason, require_space
+from maxdiloco.storage.run_folder import (
+    locate,
+    megabytes,
+    open_run_folder,
+    reason,
+    require_place,
+    require_space,
+)
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -167,10 +174,21 @@ def test_only_the_first_process_locks_and_makes(tmp_path):
             assert folder.path.exists()
 
 
-def test_a_file_in_the_place_of_the_folder_is_one_line(tmp_path):
+def test_a_place_is_looked_at_before_the_folder_is_made(tmp_path):
+    """Control: a place that can be written passes, and nothing is made in it."""
+    require_place(str(tmp_path / "new" / "runs"), "run")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(CheckpointError, match=r"=/proc/runs cannot hold run_name=run: .*\. Choose"):
+        require_place("/proc/runs", "run")
+
+
+@pytest.mark.parametrize(
+    "find", [require_place, lambda *run: open_run_folder(*run).__enter__()], ids=["look", "open"]
+)
+def test_a_file_in_the_place_of_the_folder_is_one_line(tmp_path, find):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError) as error:
-        open_run_folder(str(tmp_path / "file"), "run").__enter__()
+        find(str(tmp_path / "file"), "run")
     assert str(error.value) == (
         f"base_output_directory={tmp_path}/file cannot hold run_name=run: Not a directory. "
         "Choose a folder that can be written and has free space."
