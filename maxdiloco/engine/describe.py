@@ -162,14 +162,17 @@ def restore_lines(reader: Reader, t: int) -> list[str]:
     M, old = reader.layout.num_replicas, reader.saved.num_replicas
     lines = []
     if M != old:
-        lines.append(f"replicas {old} -> {M}: replica r goes on from what was replica r mod {old}.")
+        lines.append(
+            f"replicas {old} -> {M}: replica r goes on from what was replica r mod {old}."
+            f"{_ended(reader, t) if M < old else ''}"
+        )
     if reader.was_eager and not reader.layout.per_replica_outer:
         lines.append("theta and its momentum are the means of those of the replicas.")
     if reader.layout.per_replica_outer and not reader.was_eager:
         lines.append("each replica starts from a copy of theta and its momentum.")
     sends = reader.dropped(t)
     if sends:
-        lines.append(_dropped(sends, reader.before.outer_overlap, old))
+        lines.append(_dropped(sends, reader.before.outer_overlap, old, all_stay=M >= old))
     if reader.settings.error_feedback and not reader.keeps_residual:
         lines.append("error feedback: the residuals of the replicas begin at zero.")
     if reader.before.error_feedback and not reader.settings.error_feedback:
@@ -179,8 +182,26 @@ def restore_lines(reader: Reader, t: int) -> list[str]:
     return lines
 
 
-def _dropped(sends: Sequence[Event], overlap: str, M: int) -> str:
-    """The line on exchanges in flight that are dropped. overlap, M: of the run that sent them."""
+def _ended(reader: Reader, t: int) -> str:
+    """What becomes of the work of the replicas that do not go on after step t."""
+    M, old = reader.layout.num_replicas, reader.saved.num_replicas
+    saved = reader.saved
+    age = max(reader.before.schedule.ages(t, dropped_until=saved.dropped_until))
+    since = t - saved.schedule_since  # the exchanges before it had another schedule
+    age = f"{since} or more" if 0 < saved.schedule_since and age >= since else str(age)
+    who = f"replica {M}" if old - M == 1 else f"replicas {M} to {old - 1}"
+    gone = "the state of their optimizers is gone"
+    if age == "0":
+        return f" theta has all the work of {who}; {gone}."
+    steps = "step" if age == "1" else "steps"
+    return f" theta keeps the work of {who} up to {age} {steps} ago; the rest is lost, and {gone}."
+
+
+def _dropped(sends: Sequence[Event], overlap: str, M: int, *, all_stay: bool) -> str:
+    """The line on exchanges in flight that are dropped. overlap, M: of the run that sent them.
+
+    all_stay: whether every replica of that run goes on.
+    """
     named = ", ".join(f"{send.fragment} (sent after step {send.send_step})" for send in sends)
     if len(sends) > MOST_NAMED:
         steps = f"{sends[0].send_step} to {sends[-1].send_step}"
@@ -188,8 +209,8 @@ def _dropped(sends: Sequence[Event], overlap: str, M: int) -> str:
     line = f"dropped: fragments in flight, {named}."
     if overlap == "none":
         return (
-            f"{line} theta and the replicas keep their values, so the next outer gradients carry "
-            f"the same progress."
+            f"{line} theta and the replicas{'' if all_stay else ' that go on'} keep their values, so "
+            f"the next outer gradients carry {'the same' if all_stay else 'their'} progress."
         )
     kept = "nothing" if overlap == "delayed" else f"a replica's own part, 1/{M} of it,"
     return (

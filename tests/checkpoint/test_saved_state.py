@@ -248,6 +248,21 @@ def test_a_line_tells_what_was_dropped(devices):
     _, line = target.restore_lines(layout._replace(dropped_until=6), 8)
     assert "in flight, 1 (sent after step 8). theta" in line
     assert target.restore_lines(layout._replace(dropped_until=8), 8) == [more]
+    fewer, _ = streaming(1, mesh_of(devices, 1, 1, 2))
+    gone = "the state of their optimizers is gone."
+    first, line = fewer.restore_lines(layout, 8)
+    assert first == (  # fragment 0 was first sent after step 6
+        "replicas 2 -> 1: replica r goes on from what was replica r mod 2. theta keeps the work of "
+        f"replica 1 up to 8 steps ago; the rest is lost, and {gone}"
+    )
+    assert line.endswith("the replicas that go on keep their values, so the next outer gradients "
+                         "carry their progress.")  # fmt: skip
+    plain, state = trained(4, 0)
+    one, _ = trained(1, 0)
+    (line,) = one.restore_lines(layout_of(plain, state), 3)  # H=3
+    assert line.endswith(f" theta has all the work of replicas 1 to 3; {gone}")
+    (line,) = one.restore_lines(layout_of(plain, state), 4)
+    assert "work of replicas 1 to 3 up to 1 step ago" in line
     eager, state = trained(2, 0, outer_overlap="eager")
     larger, _ = trained(4, 0, outer_overlap="eager")
     _, line, last = larger.restore_lines(layout_of(eager, state), 4)
