@@ -33,6 +33,8 @@ LINGER_S = 60.0  # process 0 stays this long for peers that are still saving
 THREAD = "maxdiloco-watch"
 SEE_OUTPUT = "See the end of its own output."
 RESUME = "Start the run again with the same run_name: it resumes from the last checkpoint."
+# Nothing keeps JAX's stack from the output: see aborts.py.
+STACK = "JAX ends with its process and prints a stack, which says no more; then comes the reason."
 
 
 class Loss(NamedTuple):
@@ -136,6 +138,8 @@ class Watch:
                 self._links.remove(link)
                 link.socket.close()
                 if not link.ended:
+                    if link.peer == 0 and self._loss is None:
+                        output.say_error(f"{link.name()} is gone. {STACK}")
                     self._lose_peer(link, f"is gone: {error}.")
 
     def _check_silence(self, begun: float) -> None:

@@ -91,6 +91,17 @@ def test_a_closed_connection_ends_the_process_with_5_and_the_name(ends, guarding
     assert "\n" not in line
 
 
+@pytest.mark.parametrize("peer", [0, 1])
+def test_the_stack_that_JAX_prints_without_process_0_is_announced(ends, guarding, capfd, peer):
+    """Only where there is one: without another process JAX goes on."""
+    link, bare = link_pair(peer)
+    guarding(1 - peer, [link], silence_s=WAIT_S)
+    bare.close()
+    ends.next()
+    said = f"process 0 on host-b is gone. {watch.STACK}\n" if peer == 0 else ""
+    assert capfd.readouterr().err == said
+
+
 def test_silence_ends_the_process_with_the_name_the_key_and_the_remedy(ends, guarding):
     """A stopped process, or one behind a cut cable, keeps its connection open."""
     link, bare = link_pair()
