@@ -107,7 +107,7 @@ def radial_directional_mean(
 
     total, _ = ordered_mean(equally_long, num_replicas)
     length = norms(total)
-    known = jax.tree.map(lambda a, n: jnp.isfinite(a) & (n > 0), radius, length)
+    known = jax.tree.map(lambda n: jnp.isfinite(n) & (n > 0), length)
     factors = jax.tree.map(lambda k, a, n: jnp.where(k, a / n, 0), known, radius, length)
     return alone(jax.tree.map(
         lambda k, t, f, m: jnp.where(k, t * f, m), spread(known), total, spread(factors), mean

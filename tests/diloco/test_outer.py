@@ -170,6 +170,8 @@ def test_rda_keeps_the_norm_of_orthogonal_terms_where_a_mean_loses_the_root_of_m
         ([[0.0, 0.0], [4.0, 0.0], [0.0, 4.0]], [32**0.5 / 3] * 2),
         ([[3e30, 0.0], [0.0, 1e30]], [1.5e30, 0.5e30]),  # a norm above float32: the mean
         ([[3e-30, 0.0], [0.0, 1e-30]], [1.5e-30, 0.5e-30]),  # below it, too
+        # The largest norm; times seven rounded sevenths it is above float32.
+        ([[1.8446743e19, 0.0]] * 7, [1.8446743e19, 0.0]),
     ],
 )
 def test_rda_without_a_norm_or_a_direction(terms, expected):
