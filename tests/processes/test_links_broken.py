@@ -133,3 +133,17 @@ def test_a_peer_that_never_comes_is_named(network):
     zero, _, _ = network.links(3, timeout_s=0.5, each={1: dict(rows=[], bulk=[0, 2])})
     with pytest.raises(LostPeerError, match="process 1 at .*: it has not connected"):
         zero.meet()
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_an_acknowledgement_of_frames_not_sent_or_before_the_last_one_breaks(number):
+    """The first would drop frames that the peer may not have. Control: frame 1, then it again."""
+    outgoing = frames.Outgoing()
+    outgoing.add((0, 1), [b"gradient"])
+    assert [frame.number for frame in outgoing.batch()] == [1, 2]
+    outgoing.acknowledge(1)
+    outgoing.acknowledge(1)
+    with pytest.raises(frames.BrokenError, match="it acknowledged what was never sent"):
+        outgoing.acknowledge(number)
+    outgoing.resume(1)
+    assert [frame.number for frame in outgoing.batch()] == [2]

@@ -13,6 +13,7 @@ from maxdiloco.processes import handshake
 
 HELLO_BYTES = 51
 PROOF_BYTES = 32
+SOON_S = 5  # a stranger that is let in waits so long for the end that does not come
 
 
 @pytest.fixture
@@ -98,7 +99,7 @@ class Door:
 
     def answer(self, hello):
         """What it says to a hello, and the open connection."""
-        stranger = socket.create_connection(self.address)
+        stranger = socket.create_connection(self.address, timeout=SOON_S)
         stranger.sendall(hello)
         return stranger.recv(HELLO_BYTES + PROOF_BYTES, socket.MSG_WAITALL), stranger
 
