@@ -34,13 +34,12 @@ from maxdiloco.processes.frames import (
     Key,
     Outgoing,
 )
-from maxdiloco.processes.handshake import MismatchError
+from maxdiloco.processes.handshake import MismatchError, pause_s
 from maxdiloco.processes.threads import ReportingThread
 
 # In seconds, at most and as a part of the timeout; our choice.
 _BEAT_S, _BEAT_PART = 2.0, 1 / 20
 _QUIET_S, _QUIET_PART = 10.0, 1 / 4
-_PAUSE_S = 0.1  # from one try to connect to the next
 _ACKNOWLEDGE_AFTER = 16  # frames, within a message
 
 REMEDY = (
@@ -93,6 +92,7 @@ class Channel:
         # Of the receiver alone.
         self.incoming = Incoming(deliver)
         self._unanswered = 0  # frames
+        self._failures = 0  # to connect, in a row
         self._whole_at = self._dialled_at = time.monotonic()  # a frame last came as it was sent
 
     def start(self) -> None:
@@ -257,9 +257,10 @@ class Channel:
 
     def _try_to_dial(self, dial: Callable[[float], socket.socket]) -> None:
         with self._changed:
-            pause_s = self._dialled_at + _PAUSE_S - time.monotonic()
-            if self._changed.wait_for(self._ending, pause_s):
+            again_at = self._dialled_at + pause_s(self._failures, self._beat_s)
+            if self._changed.wait_for(self._ending, again_at - time.monotonic()):
                 return
+        self._failures += 1  # until the connection is open
         self._dialled_at = time.monotonic()
         try:
             self.adopt(dial(self._quiet_s))
@@ -285,6 +286,7 @@ class Channel:
             self._writing = connection
             connection.pace(self._pace)
             self._changed.notify_all()
+        self._failures = 0
         self._met()
 
     def _take(self, connection: Connection) -> None:

@@ -34,8 +34,10 @@ _PROOF_BYTES = 32  # of SHA-256
 _PROVED = _HELLO.size + _PROOF_BYTES
 
 # Our choice.
-_GUESTS = 64  # at most, which have not proved anything; the oldest one goes for a new one
+_GUESTS = 64  # without a proof, beside one of each that is expected; then the oldest one goes
 _GUEST_S = 10.0  # for one of them to give its proof
+_PAUSE_S = 0.1  # from the first try to connect to the second
+_MOST_DOUBLINGS = 10  # of the pause between two tries
 _TIRED_S = 0.2  # before the next try where the system has no file descriptor left
 
 
@@ -77,26 +79,45 @@ def check_version(other: Hello) -> None:
         )
 
 
+def pause_s(failures: int, most_s: float) -> float:
+    """Time between two tries to connect, after so many failures in a row [seconds].
+
+    It doubles up to most_s. Half of it is random: processes that were turned away together do not
+    come back together.
+    """
+    pause = min(_PAUSE_S * 2 ** min(failures, _MOST_DOUBLINGS), most_s)
+    return secrets.SystemRandom().uniform(0.5, 1) * pause
+
+
+def receive(connection: socket.socket, count: int, until: float) -> bytes:
+    """So many bytes, by `until` [monotonic] however slowly they come. Raises OSError."""
+    data = b""
+    while len(data) < count:
+        if (left := until - time.monotonic()) <= 0:
+            raise TimeoutError("it did not answer in time")
+        connection.settimeout(left)
+        part = connection.recv(count - len(data))
+        if not part:
+            raise RefusedError("it closed the connection before it had proved anything")
+        data += part
+    return data
+
+
 def dial(
     address: tuple[str, int], secret: bytes, mine: Hello, *, connect_s: float, answer_s: float
 ) -> socket.socket:
     """Connect to the process mine.target at `address`.
 
-    connect_s, answer_s: for the connection to stand, and for each part of the answer [seconds].
+    connect_s, answer_s: for the connection to stand, and for the whole answer [seconds].
     Raises OSError (RefusedError, TimeoutError), MismatchError.
     """
     connection = socket.create_connection(address, timeout=connect_s)
     with contextlib.ExitStack() as stack:
         stack.callback(connection.close)
-        connection.settimeout(answer_s)
+        until = time.monotonic() + answer_s
         dialled = _HELLO.pack(*mine)
         connection.sendall(dialled)
-        answer = b""
-        while len(answer) < _PROVED:
-            part = connection.recv(_PROVED - len(answer))
-            if not part:
-                raise RefusedError("it closed the connection before it had proved anything")
-            answer += part
+        answer = receive(connection, _PROVED, until)
         answered, proof = answer[: _HELLO.size], answer[_HELLO.size :]
         theirs = Hello(*_HELLO.unpack(answered))
         if (theirs.magic, theirs.source, theirs.target) != (_MAGIC, mine.target, mine.source):
@@ -184,7 +205,7 @@ class Acceptor:
             return
         connection.setblocking(False)
         guest = _Guest(connection, _plain(address[0]), time.monotonic() + _GUEST_S)
-        if len(self._guests) >= _GUESTS:
+        if len(self._guests) >= _GUESTS + len(self.expected):
             self._dismiss(next(iter(self._guests.values())))
         self._guests[connection.fileno()] = guest
         self._selector.register(connection, selectors.EVENT_READ, guest)

@@ -30,7 +30,7 @@ def keep_arming(proxy, faults, *, times, within, done):
 
 
 def test_connections_that_break_fifty_times_lose_and_repeat_nothing(network):
-    zero, one, proxy = network.pair()
+    zero, one, proxy = network.pair(timeout_s=20)
     sending = later(lambda: assert_all_arrive(zero, one, (1, 2), 16))
     broken = keep_arming(proxy, ["end", "reset"], times=40, within=600_000, done=sending.done)
     there, back = sending.result(WAIT_S)

@@ -1,15 +1,18 @@
 """Who may connect: processes of the run, and nobody else."""
 
+import contextlib
 import random
 import socket
 import threading
+import time
 
 import link_tools
+import numpy as np
 import pytest
 from link_tools import SECRET, WAIT_S, soon, together, until
 
 from maxdiloco.errors import LostPeerError
-from maxdiloco.processes import handshake
+from maxdiloco.processes import handshake, links
 
 HELLO_BYTES = 51
 PROOF_BYTES = 32
@@ -73,7 +76,7 @@ def test_strangers_disturb_no_one(network):
     for peer, side in ((1, one), (2, two)):
         side.send(0, (0, 1), [b"gradient"])
         assert zero.receive(peer, (0, 1), soon()) == b"gradient"
-    assert len(zero._acceptor._guests) <= 64
+    assert len(zero._acceptor._guests) <= 64 + 4  # two streams of two peers
     for stranger in strangers:
         stranger.close()
 
@@ -187,6 +190,62 @@ def test_an_impostor_at_the_address_is_refused():
             handshake.dial(address, SECRET, mine, connect_s=WAIT_S, answer_s=WAIT_S)
         thread.join()
     assert len(hellos[0]) == HELLO_BYTES
+
+
+def test_an_answer_that_drips_ends_with_the_time_for_the_whole_of_it():
+    """A byte each 20 ms would take 1.7 s; each one alone comes in time."""
+
+    def drip(listener):
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            for _ in range(HELLO_BYTES + PROOF_BYTES):
+                connection.sendall(b"m")
+                time.sleep(0.02)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        dripping = link_tools.later(lambda: drip(listener))
+        address, mine = listener.getsockname(), handshake.hello(1, 0, 1)
+        with pytest.raises(TimeoutError, match="it did not answer in time|timed out"):
+            handshake.dial(address, SECRET, mine, connect_s=WAIT_S, answer_s=0.2)
+        dripping.result(WAIT_S)
+
+
+def test_the_processes_of_a_run_do_not_send_each_other_away(network, monkeypatch):
+    """Sixteen connections at once, each a while on its way; one place for strangers."""
+    dials, connect = [], socket.create_connection
+
+    def far(address, timeout):
+        dials.append(address)
+        connection = connect(address, timeout)
+        time.sleep(0.2)
+        return connection
+
+    monkeypatch.setattr(handshake, "_GUESTS", 1)
+    monkeypatch.setattr(socket, "create_connection", far)
+    star = {rank: dict(bulk=[0], rows=[0]) for rank in range(1, 9)}
+    ranks = network.links(9, each=star, timeout_s=5)
+    together(*(each.meet for each in ranks))
+    assert len(dials) == 16
+
+
+def test_tries_to_connect_come_ever_more_rarely_and_never_together(network, monkeypatch):
+    """Until a connection is open. At least half of 0.2, 0.4 and 0.8 s; the rest is random."""
+    tried, dial = [], handshake.dial
+
+    def refuse(*arguments, **options):
+        tried.append(time.monotonic())
+        if len(tried) < 4:
+            raise ConnectionRefusedError("refused")
+        return dial(*arguments, **options)
+
+    monkeypatch.setattr(handshake, "dial", refuse)
+    zero, one = network.links(2, rows=[])
+    together(zero.meet, one.meet)
+    pauses = np.diff(tried)
+    assert all(pauses >= [0.1, 0.2, 0.4])
+    assert one._channels[0, links.BULK]._failures == 0
+    assert len({handshake.pause_s(3, WAIT_S) for _ in range(9)}) == 9
+    assert 1 <= handshake.pause_s(10_000, 2) <= 2
 
 
 def test_one_that_gives_no_proof_in_time_is_sent_away(monkeypatch, door):
