@@ -98,7 +98,7 @@ def receive(connection: socket.socket, count: int, until: float) -> bytes:
         connection.settimeout(left)
         part = connection.recv(count - len(data))
         if not part:
-            raise RefusedError("it closed the connection before it had proved anything")
+            raise RefusedError("it closed the connection in the middle of a handshake")
         data += part
     return data
 

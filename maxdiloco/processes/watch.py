@@ -29,6 +29,7 @@ BEAT_S = 0.5  # between two signs of life
 PATIENCE_S = 1.0  # for the main thread, in which a loss may raise an error, to clean up
 GRACE_S = 5.0  # for a process to end by itself after a peer has ended with an error
 LINGER_S = 60.0  # process 0 stays this long for peers that are still saving
+WHY_CHARS = 4000  # of an error, for the peers: escaped, the message stays below star.LINE_BYTES
 
 THREAD = "maxdiloco-watch"
 SEE_OUTPUT = "See the end of its own output."
@@ -98,7 +99,7 @@ class Watch:
 
         why: the error in one line, for the peers to print.
         """
-        self._goodbye = exit_code, why
+        self._goodbye = exit_code, why and why[:WHY_CHARS]
 
     def close(self) -> None:
         """Stop watching: every process is done."""
@@ -129,6 +130,7 @@ class Watch:
             try:
                 for message in link.messages():
                     link.ended |= "end" in message
+                    link.host = message.get("host", link.host)
                     if message.get("loss"):
                         self._lose(Loss(*message["loss"]))
             except TimeoutError:

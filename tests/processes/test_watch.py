@@ -1,5 +1,6 @@
 """Losses and ends of peers, with real sockets and threads inside one process."""
 
+import contextlib
 import json
 import os
 import queue
@@ -13,7 +14,7 @@ import pytest
 
 from maxdiloco.processes import star, watch
 
-WAIT_S = 60  # far above what anything here takes
+WAIT_S = 20  # far above what anything here takes
 HOST = socket.gethostname()
 
 
@@ -209,7 +210,9 @@ def test_any_other_bad_end_of_a_peer_is_a_loss(ends, guarding, code):
     )
 
 
-@pytest.mark.parametrize("torn", [b'{"be{"beat": true}\n', b"7\n", b"\xff\n"])
+@pytest.mark.parametrize(
+    "torn", [b'{"be{"beat": true}\n', b"7\n", b"\xff\n", b"[" * 60_000 + b"\n"]
+)
 def test_a_message_that_was_cut_off_is_a_loss(ends, guarding, torn):
     """The thread goes on: it has to name the peer and end the process."""
     link, bare = link_pair()
@@ -219,6 +222,36 @@ def test_a_message_that_was_cut_off_is_a_loss(ends, guarding, torn):
     assert code == 5
     assert "process 1 on host-b is gone: a message from it was cut off" in line
     bare.close()
+
+
+def test_a_message_without_an_end_is_a_loss(ends, guarding):
+    """It is not kept for ever."""
+    link, bare = link_pair()
+    guarding(0, [link], silence_s=WAIT_S)
+    with contextlib.suppress(OSError):
+        for _ in range(100):
+            bare.sendall(b" " * 10_000)
+    code, line = ends.next()
+    assert code == 5
+    assert "process 1 on host-b is gone: a message from it is longer than 65536 bytes" in line
+    bare.close()
+
+
+def test_a_reason_of_any_length_reaches_the_peers_with_the_code(ends, guarding):
+    """Each of its characters takes six bytes."""
+    link, bare = link_pair(1, "host-b")
+    guarding(0, [link], silence_s=WAIT_S)
+    leaving = guarding(1, [star.Link(bare, 0, "host-a")], silence_s=WAIT_S, main=over())
+    leaving.leave(3, "\N{SNOWMAN}" * 100_000)
+    assert sorted(end[0] for end in (ends.next(), ends.next())) == [3, 3]
+
+
+def test_process_0_names_the_host_that_a_peer_has_said(ends, guarding):
+    link, bare = link_pair(1, "")
+    guarding(0, [link], silence_s=WAIT_S)
+    say(bare, host="host-b")
+    bare.close()
+    assert "process 1 on host-b is gone" in ends.next()[1]
 
 
 @pytest.mark.parametrize("code", [0, 143])
