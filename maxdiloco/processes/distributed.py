@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import jax
 
 from maxdiloco.errors import ConfigError, LostPeerError
-from maxdiloco.processes import aborts, coordination, peers, star
+from maxdiloco.processes import aborts, coordination, links, peers
 from maxdiloco.processes.coordination import Job
 from maxdiloco.processes.peers import one_line
 from maxdiloco.processes.preemption import ending_at_second_sigterm
@@ -113,21 +113,24 @@ def _local(environ: Mapping[str, str]) -> dict[str, object]:
             f"{INDEX}={numbers['process_id']} must be below {COUNT}={numbers['num_processes']}: "
             f"processes are counted from 0. Use {numbers['num_processes'] - 1} or less."
         )
-    if numbers.get("process_id") == 0 and BIND_ADDRESS not in environ:
-        _check_free(int(port))
+    if numbers.get("process_id") == 0:
+        _check_free(environ)
     if len(numbers) == 2:  # nothing is left to ask a cluster's service
         return {**numbers, "cluster_detection_method": "deactivate"}
     return numbers
 
 
-def _check_free(port: int) -> None:
+def _check_free(environ: Mapping[str, str]) -> None:
     """Refuse a port in use: JAX's coordination service may crash on it."""
+    key = BIND_ADDRESS if BIND_ADDRESS in environ else ADDRESS
+    host, _, port = environ[key].rpartition(":")
+    interface = host.strip("[]") if key == BIND_ADDRESS else ""
     try:
-        star.listen(port)[0].close()
-    except (OSError, OverflowError) as error:
+        links.listen(interface, int(port)).close()
+    except (OSError, OverflowError, ValueError) as error:
         raise LostPeerError(
-            f"{ADDRESS} names port {port}, which process 0 cannot use on {socket.gethostname()}: "
-            f"{error}. End what holds it, or choose another port."
+            f"{key}={environ[key]} names a port that process 0 cannot use on "
+            f"{socket.gethostname()}: {error}. End what holds it, or choose another address."
         ) from error
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from maxdiloco.errors import LostPeerError
-from maxdiloco.processes import handshake
+from maxdiloco.processes import handshake, links
 from maxdiloco.processes.handshake import Hello
 
 CHANNEL = 2  # of the hello: beside BULK and ROWS of links.py
@@ -85,10 +85,7 @@ def listen(port: int = 0) -> tuple[socket.socket, str]:
 
     port: 0 for any free one. Raises OSError when the port cannot be used.
     """
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    listener = socket.create_server(("", port), family=family, dualstack_ipv6=dual)
-    return listener, secrets.token_hex(32)
+    return links.listen(port=port), secrets.token_hex(32)
 
 
 def gather(
@@ -99,18 +96,18 @@ def gather(
     A second connection of a process is refused, too, while its first one stands.
     Raises LostPeerError naming the processes that did not come within timeout_s, MismatchError.
     """
-    links: dict[int, Link] = {}
+    came: dict[int, Link] = {}
     errors: list[BaseException] = []
     over = threading.Event()
 
     def admit(hello: Hello, connection: socket.socket) -> None:
-        if hello.source in links and not links[hello.source].closed():
+        if hello.source in came and not came[hello.source].closed():
             connection.close()
             return
-        links[hello.source] = Link(connection, hello.source)
+        came[hello.source] = Link(connection, hello.source)
         with contextlib.suppress(OSError):  # gone again: the next one takes its place
             connection.sendall(TAKEN)  # the buffer of a new socket has room for it
-        if len(links) == num_processes - 1:
+        if len(came) == num_processes - 1:
             over.set()
 
     def fail(error: BaseException) -> None:
@@ -128,13 +125,13 @@ def gather(
     acceptor.stop()
     if errors:
         raise errors[0]
-    if missing := sorted({process for process, _ in expected} - links.keys()):
+    if missing := sorted({process for process, _ in expected} - came.keys()):
         raise LostPeerError(
             f"processes {missing} did not reach process 0 on {socket.gethostname()} within "
             f"{timeout_s:g} s (the lesser of jax_distributed_initialization_timeout and "
             f"peer_timeout_seconds). See the end of their own output, and {REACHABLE}"
         )
-    return list(links.values())
+    return list(came.values())
 
 
 def join(

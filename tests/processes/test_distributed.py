@@ -134,11 +134,38 @@ def test_a_coordinator_port_in_use_is_named_before_jax_starts(asked, free_port):
     environ = local | {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port}"}
     with (
         socket.create_server(("", free_port)),
-        pytest.raises(LostPeerError, match=f"names port {free_port}, which process 0.*in use"),
+        pytest.raises(LostPeerError, match=f"=localhost:{free_port} names a port that .*in use"),
     ):
         initialize("JAX_COORDINATOR_ADDRESS", environ)
     assert "num_processes" not in asked
     initialize("JAX_COORDINATOR_ADDRESS", environ)
+    assert asked["num_processes"] == 2
+
+
+@pytest.mark.parametrize(
+    ("bind", "message"),
+    [
+        ("127.0.0.1:{port}", "in use.*End what holds it"),
+        ("192.0.2.1:{port}", "annot assign requested address"),  # TEST-NET-1: of no host
+        ("127.0.0.1", "invalid literal"),
+    ],
+)
+def test_an_address_to_bind_that_cannot_be_used_is_named_before_jax_starts(
+    asked, free_port, bind, message
+):
+    """JAX takes it in place of every interface; the last part has a free port as the control."""
+    local = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
+    local["JAX_COORDINATOR_ADDRESS"] = f"localhost:{free_port}"
+    bind = bind.format(port=free_port)
+    line = f"JAX_COORDINATOR_BIND_ADDRESS={bind} names a port that .*{message}"
+    with (
+        socket.create_server(("127.0.0.1", free_port)),
+        pytest.raises(LostPeerError, match=line),
+    ):
+        initialize("JAX_COORDINATOR_ADDRESS", local | {"JAX_COORDINATOR_BIND_ADDRESS": bind})
+    assert "num_processes" not in asked
+    here = {"JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{free_port}"}
+    initialize("JAX_COORDINATOR_ADDRESS", local | here)
     assert asked["num_processes"] == 2
 
 
