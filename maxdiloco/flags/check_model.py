@@ -20,6 +20,7 @@ _ROPE_KEYS = (
 def check(cfg: Any) -> None:
     """Raise ConfigError for the first of the model's values that cannot work together."""
     _sizes(cfg)
+    _vocabulary(cfg)
     _pattern(cfg)
     _rope(cfg)
     _latent(cfg)
@@ -46,6 +47,15 @@ def _sizes(cfg: Any) -> None:
         raise ConfigError(
             f"mlp_activations={show(cfg.mlp_activations)} has {len(cfg.mlp_activations)} entries: "
             f"a plain layer has one, a gated one two. Use [gelu] or [silu, linear]."
+        )
+
+
+def _vocabulary(cfg: Any) -> None:
+    rows = cfg.padded_vocab_size
+    if -1 != rows < cfg.vocab_size:
+        raise ConfigError(
+            f"padded_vocab_size={rows} is below vocab_size={cfg.vocab_size}: every token has a row, "
+            f"and the rows after them are padding. Use {cfg.vocab_size} or more, or -1 for none."
         )
 
 

@@ -161,7 +161,7 @@ def _same(mine: Any, other: Any) -> bool:
 def _resolved(keys: Values) -> Values:
     """The keys with what their words and their defaults stand for, equal for equal models."""
     kinds = rules.kinds_of_layers(keys)
-    found = keys | {"attention_pattern": kinds}
+    found = keys | {"attention_pattern": kinds, "padded_vocab_size": -1}  # padding is not computed
     if "local" not in kinds:
         found["sliding_window_size"] = 0
     if keys["embedding_scale"] == "auto":

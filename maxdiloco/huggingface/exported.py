@@ -52,15 +52,14 @@ class Options(NamedTuple):
 class _Model(NamedTuple):
     """What is written beside the tensors. cfg: of the model that the files hold.
 
-    rows: of the embedding, in the files. untied: whether the files have the one table of the
-    checkpoint twice: scaled as the embedding, and as the head.
+    untied: whether the files have the one table of the checkpoint twice: scaled as the embedding,
+    and as the head.
     """
 
     family: Any
     config: dict[str, Any]
     carried: pathlib.Path | None
     cfg: Config
-    rows: int
     untied: bool = False
 
 
@@ -83,6 +82,8 @@ def export_model(folder: epath.Path, target: pathlib.Path, options: Options, say
     found = read.restore_from(folder, lambda meta: {}, key="RUN")
     cfg = stored.config_of(found.meta)
     model = _model(cfg, found, options.like, say)
+    if (padding := cfg.padded_vocab_size - cfg.vocab_size) > 0:
+        say(f"the last {padding} of {cfg.padded_vocab_size} rows for tokens are padding, left out")
     plan = layout.of_model(model.cfg, model.family)
     there = [path for path in plan.leaves if not (model.untied and path == HEAD)]
     readers = _readers(found, options.parameters, there)
@@ -123,7 +124,7 @@ def _model(cfg: Config, found: Restored, like: str, say: Say) -> _Model:
                 f"looked up, which {family.model_type} does not do: the files hold it scaled, and "
                 "as a head of its own"
             )
-        return _Model(family, config, None, as_exported, cfg.vocab_size, untied)
+        return _Model(family, config, None, as_exported, untied)
     there = config_json.read(carried)
     rows = there.keys["vocab_size"]
     text = there.text | {"vocab_size": max(rows, cfg.vocab_size)}
@@ -134,8 +135,8 @@ def _model(cfg: Config, found: Restored, like: str, say: Say) -> _Model:
         )
     say(f"config.json, generation_config.json and the tokenizer are those of {carried}")
     if rows < cfg.vocab_size:
-        say(f"the last {cfg.vocab_size - rows} of {cfg.vocab_size} rows for tokens are left out")
-    return _Model(there.family, there.text | there.family.of_exports, carried, cfg, rows)
+        say(f"vocab_size is {cfg.vocab_size}, the run's, which has {rows} in that config.json")
+    return _Model(there.family, text | there.family.of_exports, carried, cfg)
 
 
 def _carried(cfg: Config, found: Restored, like: str) -> pathlib.Path | None:
@@ -178,7 +179,7 @@ def _write_tensors(
 ) -> None:
     def shape(part):
         is_table = part.leaf in tensors.OF_VOCABULARY
-        return (model.rows, *part.shape[1:]) if is_table else part.shape
+        return (model.cfg.vocab_size, *part.shape[1:]) if is_table else part.shape
 
     written = {part.name: Written(shape(part), dtypes[part.leaf]) for part in plan.in_files()}
     writer = safetensors_files.Writer(folder, written, max_shard_bytes)

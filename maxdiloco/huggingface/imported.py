@@ -19,7 +19,7 @@ from maxdiloco.checkpoint import by_part, orbax_io, write
 from maxdiloco.checkpoint.by_part import PartedLeaf
 from maxdiloco.data import subword, tokenizer
 from maxdiloco.engine.trainer import OUTER_PARAMS
-from maxdiloco.errors import CheckpointError, ConfigError
+from maxdiloco.errors import CheckpointError, ConfigError, DataError
 from maxdiloco.flags import base_yml, config
 from maxdiloco.flags.checks import AXES
 from maxdiloco.flags.config import Config
@@ -43,7 +43,10 @@ Say = Callable[[str], None]
 
 
 class Options(NamedTuple):
-    """vocab_multiple: rows of the embedding are rounded up to a multiple of it."""
+    """vocab_multiple: rows of the embedding are rounded up to a multiple of it.
+
+    1: no row is added; then a tokenizer with more tokens than the model has rows is refused.
+    """
 
     vocab_multiple: int
     keys: Sequence[str]
@@ -61,6 +64,8 @@ def import_model(source: pathlib.Path, target: pathlib.Path, options: Options, s
     found = _canonical(safetensors_files.tensors_of(source), model)
     plan = layout.of_model(cfg, model.family)
     dtypes = _checked(plan, found, model, cfg)
+    if (more := cfg.vocab_size - model.keys["vocab_size"]) > 0:
+        say(f"note: the tokenizer has {more} tokens more than the model: it adds {more} rows of zeros.")
     for name in model.unknown:
         say(f"note: {name} of config.json is not known here and has no effect.")
     if others := sum(_is_of_other_part(name, model) for name in found):
@@ -80,7 +85,8 @@ def import_model(source: pathlib.Path, target: pathlib.Path, options: Options, s
 
 
 def _keys(model: Read, cfg: Config) -> dict[str, Any]:
-    return model.keys | {"vocab_size": cfg.vocab_size}
+    sizes = {"vocab_size": cfg.vocab_size, "padded_vocab_size": cfg.padded_vocab_size}
+    return model.keys | sizes
 
 
 def _config(model: Read, source: pathlib.Path, target: pathlib.Path, options: Options) -> Config:
@@ -88,8 +94,7 @@ def _config(model: Read, source: pathlib.Path, target: pathlib.Path, options: Op
     rows = model.keys["vocab_size"]
     if not isinstance(rows, int):
         raise ConfigError(f"vocab_size={rows} of config.json is no number. Download it again.")
-    keys = model.keys | {"vocab_size": -(-rows // options.vocab_multiple) * options.vocab_multiple}
-    keys |= _tokenizer_keys(source, target)
+    keys = model.keys | _tokenizer_keys(source, target)
     stored = {name: key.default for name, key in base_yml.declared().items()}
     stored |= {"model_name": str(target / "model.yml")} | keys
     cfg = config.changed(
@@ -100,9 +105,13 @@ def _config(model: Read, source: pathlib.Path, target: pathlib.Path, options: Op
         {},
         may_change=MAY_SET,
     )
+    tokens = rows
     if cfg.tokenizer_type != "byte":
-        _tokenizer(cfg, source, options)
-    return cfg
+        there = config.from_dict(cfg.as_dict() | {"tokenizer_path": str(source)})
+        tokens = _tokens(there, rows, options.vocab_multiple)
+    padded = -(-tokens // options.vocab_multiple) * options.vocab_multiple
+    sizes = {"vocab_size": tokens, "padded_vocab_size": -1 if padded == tokens else padded}
+    return config.from_dict(cfg.as_dict() | sizes)
 
 
 def _tokenizer_keys(source: pathlib.Path, target: pathlib.Path) -> dict[str, Any]:
@@ -119,9 +128,19 @@ def _tokenizer_keys(source: pathlib.Path, target: pathlib.Path) -> dict[str, Any
     }
 
 
-def _tokenizer(cfg: Config, source: pathlib.Path, options: Options) -> tokenizer.Tokenizer:
-    """The model's tokenizer. Raises DataError where it has more tokens than the model has rows."""
-    return tokenizer.build(config.from_dict(cfg.as_dict() | {"tokenizer_path": str(source)}))
+def _tokens(cfg: Config, rows: int, multiple: int) -> int:
+    """Tokens of the model: its own rows, or more where its tokenizer has more.
+
+    Raises DataError for more where no row may be added.
+    """
+    found = tokenizer.of_keys(cfg).vocab_size
+    if found > rows and multiple == 1:
+        raise DataError(
+            f"vocab_size={rows} is too small for tokenizer_type={cfg.tokenizer_type} "
+            f"tokenizer_path={cfg.tokenizer_path}: it has {found} tokens. Give vocab_multiple=128, "
+            "which adds rows of zeros for them, or the tokenizer that belongs to the model."
+        )
+    return max(found, rows)
 
 
 def _canonical(found: dict[str, Stored], model: Read) -> dict[str, tuple[str, Stored]]:
@@ -168,11 +187,9 @@ def _checked(plan: Layout, found: Any, model: Read, cfg: Config) -> dict[str, np
 
 
 def _their_shape(part, model, cfg):
-    """With the rows that config.json says, where the embedding here has more."""
+    """With the rows that config.json says: the embedding here may have more."""
     rows = model.keys["vocab_size"]
-    if rows == cfg.vocab_size or part.leaf not in tensors.OF_VOCABULARY:
-        return part.shape
-    return (rows, *part.shape[1:])
+    return (rows, *part.shape[1:]) if part.leaf in tensors.OF_VOCABULARY else part.shape
 
 
 def _is_left_out(name: str, model: Read) -> bool:
@@ -220,7 +237,7 @@ def _write_checkpoint(
     write.prepare(unfinished, target, (), nbytes=by_part.nbytes(leaves))
     writer = by_part.Writer(unfinished / OUTER_PARAMS, leaves)
     for part in plan.parts:
-        _write_part(writer, part, *found[part.name], cfg)
+        _write_part(writer, part, *found[part.name])
     writer.commit()
     tree = by_part.tree_of(
         {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
@@ -243,11 +260,11 @@ def _write_checkpoint(
 
 
 def _write_part(
-    writer: by_part.Writer, part: tensors.Part, name: str, stored: Stored, cfg: Config
+    writer: by_part.Writer, part: tensors.Part, name: str, stored: Stored
 ) -> None:
     values = safetensors_files.read(stored, name)
     if part.leaf in tensors.OF_VOCABULARY:
-        values = tensors.with_rows(values, cfg.vocab_size)
+        values = tensors.with_rows(values, part.shape[0])
     writer.write(part.leaf, part.index, tensors.to_part(values, part))
 
 

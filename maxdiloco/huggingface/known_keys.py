@@ -6,6 +6,7 @@ from maxdiloco.flags.check_experts import OF_WHAT_IS_COMPUTED
 OF_TRAINING = ("model_name", "override_model_config", "z_loss_multiplier", "capacity_factor")
 # Values of the keys that a family says nothing of.
 NEUTRAL = {
+    "padded_vocab_size": -1,
     "num_experts": 1,
     **OF_WHAT_IS_COMPUTED,
     "mlp_activations_limit": 0.0,

@@ -247,7 +247,7 @@ class EmbedAndHead(nnx.Module):
     """The parameters outside the layers: token embedding, final norm, untied head."""
 
     def __init__(self, spec, rngs):
-        D, V = spec.emb_dim, spec.vocab_size
+        D, V = spec.emb_dim, spec.padded_vocab_size
         self.spec = spec
         small = spec.tied_head or spec.embedding_multiplier != 1
         self.embedding = _weight(

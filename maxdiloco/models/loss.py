@@ -36,6 +36,7 @@ class Head:
     tied: the head's weight is the embedding, [V, D], instead of [D, V].
     soft_cap: logits are soft_cap * tanh(raw / soft_cap); 0 is off.
     z_loss: multiplier of the squared log normaliser (PaLM, arXiv 2204.02311, section 5).
+    vocab_size: tokens; the weight's rows from it on are padding, whose logits are -inf. -1: none.
     """
 
     tied: bool
@@ -43,6 +44,7 @@ class Head:
     z_loss: float
     precision: str
     rules: Rules
+    vocab_size: int = -1
     float32_products: bool = False
     float32_factors: bool = False
     scattered_gradients: bool = False
@@ -60,10 +62,23 @@ def next_tokens(tokens_BL: jax.Array, segment_ids_BL: jax.Array) -> tuple[jax.Ar
 
 
 def head_logits(x: jax.Array, w: jax.Array, head: Head) -> jax.Array:
-    """Logits [..., V] in float32 of hidden states [..., D]; w in the type of x."""
+    """Logits [..., V] in float32 of hidden states [..., D]; w in the type of x.
+
+    Those of padding are -inf, which takes no part in a softmax and is never drawn.
+    """
     equation = "...d,vd->...v" if head.tied else "...d,dv->...v"
     logits = float32_product(equation, x, w, head.precision, head.float32_factors)
-    return head.soft_cap * jnp.tanh(logits / head.soft_cap) if head.soft_cap else logits
+    if head.soft_cap:
+        logits = head.soft_cap * jnp.tanh(logits / head.soft_cap)
+    return _where_token(logits, -jnp.inf, head)
+
+
+def _where_token(x, otherwise, head):
+    """x [..., V], with another value in the columns of padding."""
+    rows = x.shape[-1]
+    if head.vocab_size in (-1, rows):
+        return x
+    return jnp.where(jnp.arange(rows) < head.vocab_size, x, otherwise)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -176,6 +191,7 @@ def _d_logits(logits_GSTV, targets_GST, counts_GST, lse_GST, head):
     d_GSTV = softmax_GSTV * z_factor_GST1 - hit_GSTV
     if head.soft_cap:
         d_GSTV = d_GSTV * (1 - jnp.square(logits_GSTV / head.soft_cap))
+    d_GSTV = _where_token(d_GSTV, 0, head)  # -inf times 0 is NaN in the soft-cap's factor
     return jnp.where(counts_GST[..., None], d_GSTV, 0)
 
 

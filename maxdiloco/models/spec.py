@@ -39,6 +39,7 @@ class ModelSpec:
     """A decoder's sizes and choices. A soft-cap, a limit or a window of 0 is off.
 
     mlp_activations: (f,) for f(x w_up) w_out, (f, g) for f(x w_gate) * g(x w_up) w_out.
+    vocab_size: tokens. padded_vocab_size: rows of the embedding and the head, see loss.Head.
     num_experts: 1 without experts. moe_mlp_dim: hidden width of one expert. capacity_factor, and
     n_routing_groups and topk_routing_group: -1 is off. See models/moe.py and models/router.py.
     pattern: the kinds of the layers, repeated over them. query_divisor: of attention logits; None
@@ -72,6 +73,7 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    padded_vocab_size: int
     mlp_activations: tuple[str, ...]
     mlp_activations_limit: float
     mlp_bias: bool
@@ -138,6 +140,7 @@ def from_config(
         num_kv_heads=cfg.base_num_kv_heads,
         head_dim=cfg.head_dim,
         vocab_size=cfg.vocab_size,
+        padded_vocab_size=_rows(cfg),
         mlp_activations=tuple(cfg.mlp_activations),
         mlp_activations_limit=cfg.mlp_activations_limit,
         mlp_bias=cfg.mlp_bias,
@@ -223,6 +226,10 @@ def _pattern(cfg):
     if not cfg.attention_pattern:
         return (LayerKind(cfg.sliding_window_size, rope),)
     return tuple(kinds[name] for name in cfg.attention_pattern)
+
+
+def _rows(cfg):
+    return cfg.vocab_size if cfg.padded_vocab_size == -1 else cfg.padded_vocab_size
 
 
 def _embedding_multiplier(cfg):

@@ -295,6 +295,7 @@ def head_of(spec: ModelSpec, params: Params) -> tuple[jax.Array, Head]:
         z_loss=spec.z_loss_multiplier,
         precision=spec.precision,
         rules=spec.rules,
+        vocab_size=spec.vocab_size,
         float32_products=spec.float32_products,
         float32_factors=spec.float32_factors,
         scattered_gradients=spec.scattered_gradients,

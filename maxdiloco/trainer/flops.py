@@ -20,7 +20,7 @@ def flops_per_token(cfg: Config, params: Any) -> float:
         if len(x.shape) > 1
     )
     if not cfg.logits_via_embedding:
-        matmul -= cfg.vocab_size * cfg.base_emb_dim  # the input embedding is looked up
+        matmul -= math.prod(params["embedding"].shape)  # it is looked up
     return training_flops_per_token(
         matmul,
         cfg.base_num_decoder_layers,

@@ -116,12 +116,13 @@ def test_a_larger_vocabulary_gets_rows_of_zeros_that_an_export_leaves_out(tmp_pa
     source = small.save(tmp_path / "source", small.weights())
     arguments = ["import", str(source), str(tmp_path / "ours"), "vocab_multiple=16"]
     assert hf.main(arguments) == 0
-    assert find.newest_meta(tmp_path / "ours", key="RUN")["config"]["vocab_size"] == 32
+    keys = find.newest_meta(tmp_path / "ours", key="RUN")["config"]
+    assert (keys["vocab_size"], keys["padded_vocab_size"]) == (31, 32)
     found = leaves(tmp_path / "ours")
     for rows in (found["embedding"], found["head"].T):
         assert rows.shape == (32, 8) and rows[:31].any(1).all() and not rows[31].any()
     assert hf.main(["export", str(tmp_path / "ours"), str(tmp_path / "theirs")]) == 0
-    assert "the last 1 of 32 rows for tokens are left out" in capfd.readouterr().out
+    assert "the last 1 of 32 rows for tokens are padding, left out" in capfd.readouterr().out
     assert_same_bits(loaded(tmp_path / "theirs"), small.weights())
 
 

@@ -179,3 +179,23 @@ def test_a_target_s_logit_that_is_read_has_the_bits_of_one_that_is_picked_by_a_s
     )
     np.testing.assert_array_equal(read, picked)
     assert read[0, 1, 3] == 0 and np.all(read[0, 0] != 0)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_of_padding_change_neither_loss_nor_gradient_and_get_none(tied):
+    """11 tokens in 16 rows, the padding's values large: as if it were cut off. The soft-cap's
+    factor of a masked logit is 0 times infinity."""
+    x_BLD, w, *others = problem(2, 8, V=11, tied=tied)
+    w_padded = np.pad(w, [(0, 5), (0, 0)] if tied else [(0, 0), (0, 5)], constant_values=9)
+    how = dict(tied=tied, soft_cap=0.8, z_loss=0.3)
+    found = [
+        tiny_model.compiled(
+            jax.value_and_grad(loss.token_losses, argnums=(1, 2), has_aux=True), static_argnums=0
+        )(head(**how, **sizes), x_BLD, w_, *others)
+        for sizes, w_ in (({"vocab_size": 11}, w_padded), ({}, w))
+    ]
+    (values, (dx, dw)), (expected, (expected_dx, expected_dw)) = found
+    cut, rest = (dw[:11], dw[11:]) if tied else (dw[:, :11], dw[:, 11:])
+    wanted = (expected, expected_dx, expected_dw)
+    tiny_model.assert_close((values, dx, cut), wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(rest, 0)

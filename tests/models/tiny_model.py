@@ -57,6 +57,7 @@ def config(**changes):
         base_num_kv_heads=2,
         head_dim=4,
         vocab_size=32,
+        padded_vocab_size=-1,
         mlp_activations=("silu", "linear"),
         mlp_activations_limit=0.0,
         mlp_bias=False,

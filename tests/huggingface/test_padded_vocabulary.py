@@ -1,0 +1,114 @@
+"""A padded vocabulary is the same model: before training, after it, and in an export."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import small_models as small
+from data.tokenizers_on_disk import byte_level_bpe
+from safetensors.numpy import load_file
+
+from maxdiloco import hf, train
+from maxdiloco.checkpoint import find
+from maxdiloco.flags.checks import AXES
+from maxdiloco.trainer import stored
+
+# A training that reads each of 31 tokens; what it is given shapes no number of the model's.
+TRAIN = {
+    "hardware": "cpu", "dcn_diloco_parallelism": 2, "num_slices": 2, "ici_fsdp_parallelism": 1,
+    "dataset_type": "synthetic", "max_target_length": 16, "per_device_batch_size": 2, "steps": 4,
+    "diloco_sync_period": 2, "log_period": 2, "eval_interval": 4, "eval_steps": 2,
+    "learning_rate": 1e-2, "adam_weight_decay": 0.1, "remat_policy": "none",
+    "enable_tensorboard": "false", "async_checkpointing": "false",
+}  # fmt: skip
+
+
+def sizes(folder):
+    keys = find.newest_meta(folder, key="RUN")["config"]
+    return keys["vocab_size"], keys["padded_vocab_size"]
+
+
+def loss_of(folder):
+    """The loss of a text of all 31 tokens with the parameters of an import."""
+    found = stored.load(
+        find.locate(str(folder), base_output_directory="", key="RUN"),
+        key="RUN",
+        configure=stored.config_of,
+        mesh_of=lambda cfg: jax.sharding.Mesh(
+            np.array(jax.devices()[:1]).reshape([1] * len(AXES)), AXES
+        ),
+    )
+    tokens = np.arange(31, dtype=np.int32)[None]
+    batch = {"tokens": tokens, "segment_ids": np.ones_like(tokens)}
+    return float(jax.jit(found.model.loss)(found.params, batch)[0])
+
+
+@pytest.mark.parametrize("changes", [{}, {"model_type": "gemma", "tie_word_embeddings": True}])
+def test_a_padded_import_has_the_loss_of_the_model(tmp_path, changes):
+    """31 tokens in 1,000 rows; logits of zeros had most of the probability. float32: 1e-6."""
+    values = small.weights()
+    if changes:
+        del values["lm_head.weight"]
+    source = small.save(tmp_path / "source", values, **changes)
+    losses = []
+    for name, multiple in (("plain", 1), ("padded", 1000)):
+        arguments = [str(source), str(tmp_path / name), f"vocab_multiple={multiple}"]
+        assert hf.main(["import", *arguments]) == 0
+        losses.append(loss_of(tmp_path / name))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """{multiple: folder of a run from the import with it}; the padded one has 31 of 64 rows."""
+    place = tmp_path_factory.mktemp("padded")
+    source = small.save(place / "source", small.weights())
+    for multiple in (1, 64):
+        ours = place / f"ours-{multiple}"
+        assert hf.main(["import", str(source), str(ours), f"vocab_multiple={multiple}"]) == 0
+        keys = TRAIN | {"base_output_directory": place, "run_name": f"run-{multiple}"}
+        start = [str(ours / "start.yml"), *(f"{key}={value}" for key, value in keys.items())]
+        assert train.main(start) == 0
+    return {multiple: place / f"run-{multiple}" for multiple in (1, 64)}
+
+
+def test_training_with_padding_is_training_without(trained, tmp_path):
+    """Losses and evaluations of 4 steps, 2 rounds; an export has the 31 rows alone.
+
+    float32: XLA sums 64 columns in another order than 31, and Adam divides by small moments.
+    """
+    rows = {}
+    for multiple, folder in trained.items():
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        rows[multiple] = [json.loads(line) for line in lines]
+    assert sizes(trained[64]) == (31, 64) and sizes(trained[1]) == (31, -1)
+    for padded, plain in zip(rows[64], rows[1], strict=True):
+        losses = [name for name in plain if name.endswith("loss")]
+        assert len(losses) > 1 and padded["step"] == plain["step"]
+        for name in losses:
+            assert padded[name] == pytest.approx(plain[name], rel=1e-5), name
+    values = {}
+    for multiple, folder in trained.items():
+        out = tmp_path / str(multiple)
+        assert hf.main(["export", str(folder), str(out)]) == 0
+        assert json.loads((out / "config.json").read_text())["vocab_size"] == 31
+        values[multiple] = load_file(out / "model.safetensors")
+    before = small.weights()
+    for name, plain in values[1].items():
+        assert plain.shape == before[name].shape and (plain != before[name]).any()
+        np.testing.assert_allclose(values[64][name], plain, atol=1e-4)
+
+
+def test_the_rows_of_a_larger_tokenizer_are_tokens_and_are_exported(tmp_path, capfd):
+    """A tokenizer of 300 tokens, a model of 31: 300 of 384 rows count, and an export has them."""
+    source = small.save(tmp_path / "source", small.weights())
+    byte_level_bpe(source, vocab_size=300)
+    assert hf.main(["import", str(source), str(tmp_path / "ours"), "vocab_multiple=128"]) == 0
+    assert sizes(tmp_path / "ours") == (300, 384)
+    assert "adds 269 rows of zeros" in capfd.readouterr().out
+    assert hf.main(["export", str(tmp_path / "ours"), str(tmp_path / "out")]) == 0
+    assert "vocab_size is 300, the run's, which has 31" in capfd.readouterr().out
+    assert json.loads((tmp_path / "out/config.json").read_text())["vocab_size"] == 300
+    rows = load_file(tmp_path / "out/model.safetensors")["model.embed_tokens.weight"]
+    assert rows.shape == (300, 8) and not rows[31:].any()
