@@ -184,6 +184,12 @@ def _routed_biases(model: Any) -> list[Any]:
 
 def imported(model: Any, folder: pathlib.Path) -> Any:
     """trainer.stored.Stored of the model after save_pretrained and an import."""
+    model.save_pretrained(folder / "theirs")
+    return imported_files(folder)
+
+
+def imported_files(folder: pathlib.Path, vocab_multiple: int = 1) -> Any:
+    """trainer.stored.Stored of the model in folder/theirs after an import to folder/ours."""
     import jax
     from jax.sharding import Mesh
 
@@ -193,8 +199,7 @@ def imported(model: Any, folder: pathlib.Path) -> Any:
     from maxdiloco.huggingface import imported as imports
     from maxdiloco.trainer import stored
 
-    model.save_pretrained(folder / "theirs")
-    options = imports.Options(1, [f"max_target_length={LENGTH}"])
+    options = imports.Options(vocab_multiple, [f"max_target_length={LENGTH}"])
     imports.import_model(folder / "theirs", folder / "ours", options, lambda line: None)
 
     def configure(meta):

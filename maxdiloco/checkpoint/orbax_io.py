@@ -12,12 +12,15 @@ import jax
 import numpy as np
 from etils import epath
 
+from maxdiloco import json_text
+from maxdiloco.errors import CheckpointError
 from maxdiloco.storage.run_folder import is_local
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
 META = "meta"  # the item that is JSON; the others are trees of arrays
+_META_FILE = "metadata"  # Orbax's name of its file
 COMMIT = "commit_success.txt"  # Orbax writes it last
 # A smaller share is not worth the program that slices it, which compiles in 50-100 ms on a CPU.
 SHARED_WRITE_BYTES = 1 << 22  # our choice
@@ -100,10 +103,16 @@ def note_of(step: int, items: Mapping[str, Any], meta: Mapping[str, Any]) -> dic
 
 
 def read_note(step_folder: epath.Path) -> Note:
-    """The Note of a checkpoint."""
-    import orbax.checkpoint as ocp
-
-    return Note(**ocp.JsonCheckpointHandler().restore(step_folder / META))
+    """The Note of a checkpoint. Raises CheckpointError for one that is not as this program writes
+    it, OSError."""
+    path = step_folder / META / _META_FILE
+    try:
+        return Note(**json_text.parse(path.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is not as this maxdiloco writes it: {error}. Use another checkpoint, or the "
+            "maxdiloco that wrote it."
+        ) from error
 
 
 def is_complete(step_folder: epath.Path) -> bool:

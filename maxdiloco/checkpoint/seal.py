@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from etils import epath
 
+from maxdiloco import json_text
 from maxdiloco.storage import object_store
 from maxdiloco.storage.run_folder import is_local
 
@@ -54,7 +55,7 @@ def damage(
     Raises nothing for damage; other OSErrors (a folder that may not be read) pass through.
     """
     try:
-        listed = json.loads((folder / FILE).read_text())["files"]
+        listed = json_text.parse((folder / FILE).read_bytes())["files"]
         entries = sorted((name, int(size), crc32) for name, (size, crc32) in listed.items())
     except FileNotFoundError:
         return Damage(SEAL, f"{FILE} is missing")

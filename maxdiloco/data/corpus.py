@@ -7,7 +7,6 @@ import dataclasses
 import errno
 import glob
 import itertools
-import json
 import os
 import stat
 import sysconfig
@@ -16,6 +15,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from maxdiloco import json_text
 from maxdiloco.data.line_index import LineIndex, Stamp
 from maxdiloco.data.tokenizer import to_bytes
 from maxdiloco.errors import DataError
@@ -253,8 +253,8 @@ def _lines(file, column, leave_out):
 def line_text(line: bytes, column: str, where: str) -> str:
     """The text in a .jsonl line. Raises DataError, which names where, for a line without it."""
     try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        fields = json_text.parse(line)
+    except ValueError as error:
         raise DataError(
             f"{where} is not JSON: {error}. Every line of a .jsonl file is one JSON object."
         ) from error

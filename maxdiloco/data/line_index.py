@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from etils import epath
 
+from maxdiloco import json_text
+
 # Count its number up when the tokenizer changes the sizes of documents.
 _MAGIC = b"maxdiloco line index 1 "
 
@@ -65,7 +67,10 @@ class LineIndex:
             self.report(f"note: {path} is damaged or of another version: .jsonl files are read.")
             return
         end = data.index(b"\n", begin) + 1
-        about = json.loads(data[begin:end])
+        try:
+            about = json_text.parse(data[begin:end])
+        except ValueError:  # with a right sum: somebody wrote it so
+            about = {"column": None}
         if about["column"] != self.column:
             return
         documents_D3 = np.frombuffer(data, "<i8", offset=end).reshape(-1, 3)

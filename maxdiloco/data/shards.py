@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from maxdiloco import json_text
 from maxdiloco.data.documents import Piece
 from maxdiloco.errors import DataError
 
@@ -87,7 +88,10 @@ def read_manifest(folder: str, where: str) -> Manifest:
         ) from error
     if checksum.decode("ascii", "replace") != hashlib.sha256(body.removesuffix(b"\n")).hexdigest():
         raise DataError(f"{where}: {MANIFEST} is damaged. {_REMEDY}")
-    fields = json.loads(body)
+    try:
+        fields = json_text.parse(body)
+    except ValueError as error:
+        raise DataError(f"{where}: {MANIFEST} is damaged: {error}. {_REMEDY}") from error
     if fields.pop("format") != FORMAT:
         raise DataError(f"{where} is of another version of maxdiloco.prepare. {_REMEDY}")
     return Manifest(**fields)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from maxdiloco import json_text
 from maxdiloco.data import tokenizer_files
 from maxdiloco.data.tokenizer_files import SETTINGS, to_bytes
 from maxdiloco.errors import ConfigError, DataError
@@ -253,7 +254,7 @@ def _downloaded(name: str) -> Source:
 
 def _names(content: bytes, where: str) -> Mapping[str, Any]:
     try:
-        fields = json.loads(content)
+        fields = json_text.parse(content)
     except ValueError as error:
         raise DataError(f"{where} is not JSON: {error}. Mend it or remove it.") from error
     return fields if isinstance(fields, dict) else {}

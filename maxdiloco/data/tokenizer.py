@@ -4,12 +4,12 @@ A tokenizer is its files: `save` writes them into a folder, and `load` needs not
 """
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from maxdiloco import json_text
 from maxdiloco.data import subword, tokenizer_files
 from maxdiloco.data.tokenizer_files import SETTINGS, to_bytes
 from maxdiloco.errors import DataError
@@ -146,7 +146,7 @@ def load(folder: "epath.PathLike") -> Tokenizer:
 
     folder = epath.Path(folder)
     try:
-        fields = json.loads((folder / SETTINGS).read_bytes())
+        fields = json_text.parse((folder / SETTINGS).read_bytes())
         kind, bos, eos = fields["tokenizer_type"], fields["bos"], fields["eos"]
         if kind == "byte":
             return ByteTokenizer()

@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from maxdiloco import json_text
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml
 from maxdiloco.flags import config as config_lib
@@ -35,7 +36,7 @@ def read(folder: pathlib.Path) -> Read:
     """The model of a folder. Raises ConfigError for one that maxdiloco cannot compute."""
     path = folder / "config.json"
     try:
-        whole = json.loads(path.read_bytes())
+        whole = json_text.parse(path.read_bytes())
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror}. Give the folder of a downloaded model."
@@ -51,6 +52,15 @@ def read(folder: pathlib.Path) -> Read:
     keys = keys_of(text, family)
     known = {field.theirs for field in family.fields} | set(family.must) | NOTED
     return Read(family, whole, text, keys, tuple(sorted(text.keys() - known)))
+
+
+def untied(model: Read) -> Read:
+    """The same model with a head of its own, in its config.json too."""
+    changed = {"tie_word_embeddings": False}
+    text = model.text | changed
+    whole = model.whole | {model.family.inner: text} if model.family.inner else text
+    whole |= changed if "tie_word_embeddings" in model.whole else {}
+    return model._replace(whole=whole, text=text, keys=keys_of(text, model.family))
 
 
 def family_of(model_type: str) -> Family:

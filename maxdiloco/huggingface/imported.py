@@ -6,6 +6,7 @@ DST/start.yml        the keys with which train goes on from it
 DST/huggingface/     config.json, the tokenizer's files and the like, for an export
 """
 
+import json
 import pathlib
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +24,14 @@ from maxdiloco.errors import CheckpointError, ConfigError, DataError
 from maxdiloco.flags import base_yml, config
 from maxdiloco.flags.checks import AXES
 from maxdiloco.flags.config import Config
-from maxdiloco.huggingface import config_json, folders, layout, safetensors_files, tensors
+from maxdiloco.huggingface import (
+    carried,
+    config_json,
+    folders,
+    layout,
+    safetensors_files,
+    tensors,
+)
 from maxdiloco.huggingface.config_json import Read
 from maxdiloco.huggingface.layout import Layout
 from maxdiloco.huggingface.safetensors_files import Stored
@@ -33,11 +41,6 @@ CARRIED = "huggingface"  # folder in DST with the files that are carried along
 # Keys of base.yml that an import may be given.
 MAY_SET = ("max_target_length", "add_bos", "add_eos")
 _MOST_NAMES = 8  # of tensors in a message
-CARRIED_FILES = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model",
-    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
 
 Say = Callable[[str], None]
 
@@ -60,18 +63,19 @@ def import_model(source: pathlib.Path, target: pathlib.Path, options: Options, s
     folders.refuse_existing(target)
     safetensors_files.package()
     model = config_json.read(source)
-    cfg = _config(model, source, target, options)
     found = _canonical(safetensors_files.tensors_of(source), model)
+    model = _with_own_head(model, found, say)
+    cfg = _config(model, source, target, options)
     plan = layout.of_model(cfg, model.family)
     dtypes = _checked(plan, found, model, cfg)
     if (more := cfg.vocab_size - model.keys["vocab_size"]) > 0:
-        say(f"note: the tokenizer has {more} tokens more than the model: it adds {more} rows of zeros.")
+        say(f"note: the tokenizer has more tokens than the model: it adds {more} rows of zeros.")
     for name in model.unknown:
         say(f"note: {name} of config.json is not known here and has no effect.")
     if others := sum(_is_of_other_part(name, model) for name in found):
         say(f"note: {model.family.left_out_part} is left out, {others} tensors of the files.")
     with folders.appearing(target) as folder:
-        _write_carried(source, folder)
+        _write_carried(source, folder, model)
         (folder / "model.yml").write_text(config_json.model_yml(_keys(model, cfg), str(source)))
         (folder / "start.yml").write_text(_start_yml(cfg, target))
         _write_checkpoint(folder, plan, found, dtypes, cfg)
@@ -156,6 +160,25 @@ def _canonical(found: dict[str, Stored], model: Read) -> dict[str, tuple[str, St
     return renamed
 
 
+def _with_own_head(model: Read, found: dict[str, tuple[str, Stored]], say: Say) -> Read:
+    """The model, untied where config.json says tied and the files have another head.
+
+    transformers 5 ties the two only where they are equal. Raises CheckpointError.
+    """
+    table, head = (model.family.tensors[leaf].name for leaf in tensors.OF_VOCABULARY)
+    both = table in found and head in found
+    if not model.keys["logits_via_embedding"] or not both:
+        return model
+    if safetensors_files.equal(found[table], found[head]):
+        return model
+    say(
+        f"note: {head} is not {model.family.tensors[tensors.EMBEDDING].name}, though config.json "
+        "says tie_word_embeddings: both are kept and the model is not tied, as transformers reads "
+        "it from version 5 on."
+    )
+    return config_json.untied(model)
+
+
 def _checked(plan: Layout, found: Any, model: Read, cfg: Config) -> dict[str, np.dtype]:
     """{leaf: dtype}. Raises CheckpointError for tensors that do not fit the model."""
     expected = plan.by_tensor()
@@ -207,11 +230,10 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
-def _write_carried(source: pathlib.Path, folder: epath.Path) -> None:
-    (folder / CARRIED).mkdir()
-    for name in CARRIED_FILES:
-        if (source / name).is_file():
-            (folder / CARRIED / name).write_bytes((source / name).read_bytes())
+def _write_carried(source: pathlib.Path, folder: epath.Path, model: Read) -> None:
+    carried.copy(source, pathlib.Path(folder) / CARRIED)
+    text = json.dumps(model.whole, indent=2, ensure_ascii=False)
+    (folder / CARRIED / carried.CONFIG).write_text(text + "\n")
 
 
 def _start_yml(cfg: Config, target: pathlib.Path) -> str:

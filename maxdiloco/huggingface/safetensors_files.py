@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from maxdiloco import json_text
 from maxdiloco.errors import CheckpointError, ConfigError
 from maxdiloco.huggingface import tensors
 from maxdiloco.huggingface.tensors import Part
@@ -24,6 +25,7 @@ SINGLE = "model.safetensors"
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _NUMPY = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _FILL_BYTES = 1 << 20  # our choice
+_COMPARED_ROWS = 4096  # in memory at once, of two tables for tokens; our choice
 _ALIGNMENT = 8  # of the first tensor's bytes, as the package has it
 
 
@@ -89,10 +91,16 @@ def _files(folder: pathlib.Path) -> list[pathlib.Path]:
             )
         )
     try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
-        files = [folder / name for name in sorted(names)]
+        names = sorted(set(json_text.parse(index.read_bytes())["weight_map"].values()))
+        files = [folder / name for name in names]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is damaged: {error!r}. Download it again.") from error
+    for name in names:
+        if pathlib.PurePath(name).name != name:
+            raise CheckpointError(
+                f"{index} names {name}, which is no file of its folder: files elsewhere are not "
+                "read. Download the model again, from a source that you trust."
+            )
     missing = [path.name for path in files if not path.is_file()]
     if missing:
         raise CheckpointError(
@@ -110,6 +118,26 @@ def read(tensor: Stored, name: str) -> np.ndarray:
     module = package()
     with _opened(module, tensor.file) as opened:
         return opened.get_tensor(name)
+
+
+def equal(one: tuple[str, Stored], other: tuple[str, Stored]) -> bool:
+    """Whether two tensors of a name have the same values, read some rows at a time.
+
+    Raises CheckpointError.
+    """
+    (name, tensor), (other_name, other_tensor) = one, other
+    if tensor.shape != other_tensor.shape:
+        return False
+    for key, stored in (one, other):
+        numpy_dtype(key, stored.dtype)
+    module = package()
+    with _opened(module, tensor.file) as here, _opened(module, other_tensor.file) as there:
+        mine, theirs = here.get_slice(name), there.get_slice(other_name)
+        num_rows = tensor.shape[0]
+        boxes = [
+            slice(i, min(i + _COMPARED_ROWS, num_rows)) for i in range(0, num_rows, _COMPARED_ROWS)
+        ]
+        return all(np.array_equal(mine[rows], theirs[rows]) for rows in boxes)
 
 
 def _opened(module: Any, file: pathlib.Path) -> Any:

@@ -9,7 +9,7 @@ from etils import epath
 from maxdiloco.data import subword
 from maxdiloco.data.tokenizer import ByteTokenizer, Tokenizer
 from maxdiloco.flags.config import Config
-from maxdiloco.huggingface.imported import CARRIED_FILES
+from maxdiloco.huggingface import carried
 from maxdiloco.trainer import run_tokenizer
 
 GENERATION = "generation_config.json"
@@ -17,16 +17,14 @@ _JSON = subword.FILES["huggingface"]
 
 
 def write(
-    folder: pathlib.Path, cfg: Config, checkpoint: epath.Path, carried: pathlib.Path | None
+    folder: pathlib.Path, cfg: Config, checkpoint: epath.Path, like: pathlib.Path | None
 ) -> None:
-    """Write generation_config.json and the tokenizer. carried: folder with files to copy, or None.
+    """Write generation_config.json and the tokenizer. like: folder with files to copy, or None.
 
     Raises CheckpointError, DataError where the checkpoint's tokenizer cannot be read; OSError.
     """
-    if carried is not None:
-        for name in CARRIED_FILES:
-            if name != "config.json" and (carried / name).is_file():
-                (folder / name).write_bytes((carried / name).read_bytes())
+    if like is not None:
+        carried.copy(like, folder)
         return
     tokens = ends(cfg, checkpoint)
     (folder / GENERATION).write_text(json.dumps(tokens, indent=2) + "\n")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+from maxdiloco import json_text
 from maxdiloco.errors import CheckpointError
 from maxdiloco.processes import output
 from maxdiloco.storage import object_store
@@ -67,7 +68,7 @@ def read(folder: RunFolder) -> list[dict[str, Any]]:
     events = []
     for line in text.splitlines():
         try:
-            event = json.loads(line)
+            event = json_text.parse(line)
         except ValueError:  # half a line of a process that was killed
             continue
         if isinstance(event, dict) and event.get("event") in ("start", "end"):

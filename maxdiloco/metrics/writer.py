@@ -37,6 +37,7 @@ from typing import Any
 
 from etils import epath
 
+from maxdiloco import json_text
 from maxdiloco.errors import CheckpointError
 from maxdiloco.metrics.line_files import LocalLines, RemoteLines
 from maxdiloco.metrics.tensorboard import EventFile
@@ -202,7 +203,7 @@ def _wall_time(rows: str) -> float:
 
 def _step_of(line: str) -> int | None:
     try:
-        content = json.loads(line)
+        content = json_text.parse(line)
     except ValueError:
         return None
     step = content.get("step") if isinstance(content, dict) else None

@@ -3,7 +3,6 @@
     # N rows of metrics.jsonl
 """
 
-import json
 import math
 from array import array
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
+from maxdiloco import json_text
 from maxdiloco.checkpoint import find, read, seal
 from maxdiloco.errors import CheckpointError, ConfigError, DataError
 from maxdiloco.flags import base_yml
@@ -146,7 +146,7 @@ def parse(text: bytes) -> tuple[np.ndarray, dict[str, np.ndarray], list[str]]:
 def _row(line: bytes) -> dict[str, Any] | None:
     """{"step": int, metric: float}; None for a line that is no row."""
     try:
-        content = json.loads(line)
+        content = json_text.parse(line)
     except ValueError:
         return None
     if not isinstance(content, dict) or type(content.get("step")) is not int:

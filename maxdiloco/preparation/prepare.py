@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from etils import epath
 
+from maxdiloco import json_text
 from maxdiloco.data import shards
 from maxdiloco.data.sources.spans import Source, Span
 from maxdiloco.errors import ConfigError, DataError
@@ -132,9 +133,18 @@ def _facts(out, number):
     names = part.names_of(out, number)
     try:
         with open(names.facts, "rb") as file:
-            return json.load(file)
-    except FileNotFoundError:
+            return json_text.parse(file.read())
+    except (FileNotFoundError, ValueError):
         return None
+
+
+def _begun_with(content):
+    """What a folder was begun with; {} where that cannot be read, which is another's then."""
+    try:
+        found = json_text.parse(content)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _is_begun(work, out):
@@ -156,7 +166,7 @@ def _is_begun(work, out):
         part.write_durably(path, json.dumps(plan).encode())
         return False
     with open(path, "rb") as file:
-        before = json.load(file)
+        before = _begun_with(file.read())
     different = [key for key in plan if before.get(key) != plan[key]]
     if different:
         raise ConfigError(

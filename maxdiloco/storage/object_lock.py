@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
+from maxdiloco import json_text
 from maxdiloco.errors import CheckpointError
 from maxdiloco.storage import object_store
 
@@ -192,7 +193,7 @@ class ObjectLock:
 def _read(text: str) -> tuple[str, str]:
     """Holder and nonce in a lock object, whose text anybody may have written."""
     try:
-        content = json.loads(text)
+        content = json_text.parse(text)
         return content["holder"], content["nonce"]
     except (ValueError, KeyError, TypeError):
         return "an unknown process", ""

@@ -26,6 +26,7 @@ from etils import epath
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
+from maxdiloco import json_text
 from maxdiloco.engine.calls import STEP, Call
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags.config import Config
@@ -276,7 +277,7 @@ def _manifest(path: str, archive: zipfile.ZipFile) -> dict[str, Any]:
     is_ours = "manifest.json" in archive.namelist()
     content = _member(path, archive, "manifest.json") if is_ours else b"{}"
     try:
-        stored = json.loads(content)
+        stored = json_text.parse(content)
     except ValueError:
         stored = {}
     if stored.get("format") != FORMAT:

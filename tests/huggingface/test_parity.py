@@ -85,6 +85,37 @@ def test_the_text_model_of_files_with_images(tmp_path, capfd):
     assert np.abs(parity.their_logits(loaded, batch)[0][0] - theirs).max() < parity.TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["llama, stretched", "gemma2"])
+def test_a_head_of_its_own_beside_tied_and_a_padded_vocabulary(name, tmp_path):
+    """transformers 5 keeps a head of the files that is not the table, whatever config.json says;
+    its logits are ours, those of 67 rows of padding are -inf, and an export loads as the same."""
+    import torch
+    import transformers
+
+    model = parity.torch_model(parity.CASES[name])
+    model.save_pretrained(tmp_path / "theirs")
+    values = load_file(tmp_path / "theirs/model.safetensors")
+    assert "lm_head.weight" not in values
+    table = values["model.embed_tokens.weight"]
+    values["lm_head.weight"] = np.random.default_rng(0).normal(0, 0.2, table.shape).astype("f4")
+    save_file(values, tmp_path / "theirs/model.safetensors", {"format": "pt"})
+
+    def logits_of(folder):
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="eager", dtype=torch.float32
+        ).eval()
+        return parity.their_logits(loaded, batch)[0][0]
+
+    batch = parity.texts()
+    theirs = logits_of(tmp_path / "theirs")
+    assert np.abs(theirs - parity.their_logits(model, batch)[0][0]).max() > 1  # it is not tied
+    ours = parity.our_logits(parity.imported_files(tmp_path, vocab_multiple=128), batch)
+    assert ours.shape[-1] == 128 and (ours[..., parity.VOCABULARY :] == -np.inf).all()
+    assert np.abs(ours[0, :, : parity.VOCABULARY] - theirs).max() < parity.TOLERANCE
+    assert hf.main(["export", str(tmp_path / "ours"), str(tmp_path / "again")]) == 0
+    np.testing.assert_array_equal(logits_of(tmp_path / "again"), theirs)
+
+
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_a_key_that_config_json_lacks_has_the_default_of_transformers(model_type):
     """Each key of the whole config.json is left out on its own, but for the sizes of the model."""

@@ -140,6 +140,31 @@ def test_truncated_and_absent_files(tmp_path, refusal):
     assert "cannot be read" in refusal(tmp_path / "absent")
 
 
+@pytest.mark.parametrize("name", ["../other.safetensors", "/other.safetensors", "sub/a"])
+def test_an_index_that_names_a_file_outside_its_folder(tmp_path, refusal, name):
+    """It was read as if it were the model's, whoever wrote the index."""
+    source = small.save(tmp_path / "a", small.weights(), shards=2)
+    (source / "model-1.safetensors").rename(tmp_path / "other.safetensors")
+    index = source / "model.safetensors.index.json"
+    there = str(tmp_path / "other.safetensors") if name.startswith("/") else name
+    index.write_text(index.read_text().replace("model-1.safetensors", there))
+    assert f"{index} names {there}, which is no file of its folder" in refusal(source)
+
+
+def test_nesting_without_end_in_a_file_of_the_model(tmp_path, refusal):
+    """Each of them ended in a traceback of Python's JSON reader."""
+    source = small.save(tmp_path / "a", small.weights(), shards=2)
+    (source / "model.safetensors.index.json").write_text("[" * 100_000)
+    line = refusal(source)
+    assert "index.json is damaged" in line and "its values are nested too deeply" in line
+    (source / "config.json").write_text('{"a":' * 100_000)
+    assert "config.json is not JSON: its values are nested too deeply" in refusal(source)
+    other = small.save(tmp_path / "b", small.weights())
+    byte_level_bpe(other, vocab_size=300)
+    (other / "tokenizer_config.json").write_text("[" * 100_000)
+    assert "tokenizer_config.json is not JSON: its values are nested" in refusal(other, code=3)
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(tmp_path, refusal):
     """Exit code 3, data; rows enough for it are a remedy."""
     source = small.save(tmp_path / "a", small.weights())

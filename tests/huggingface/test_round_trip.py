@@ -155,14 +155,49 @@ def test_a_weight_whose_layers_have_two_types_is_stored_in_the_wider(tmp_path):
         assert_same_bits(loaded(tmp_path / f"theirs{i}"), values)
 
 
-def test_a_head_beside_a_tied_embedding_is_left_out(tmp_path):
-    """As transformers does; rotary_emb.inv_freq of older files likewise."""
-    source = small.save(tmp_path / "source", small.weights(), tie_word_embeddings=True)
+@pytest.mark.parametrize("wider", [False, True])
+def test_a_copy_of_a_tied_embedding_is_left_out_and_another_head_is_kept(
+    tmp_path, capfd, monkeypatch, wider
+):
+    """As transformers 5 does. The copy counts in a wider type too; one value differs in the last
+    row that is compared."""
+    monkeypatch.setattr(safetensors_files, "_COMPARED_ROWS", 10)
+    values = small.weights(ml_dtypes.bfloat16 if wider else np.float32)
+    table = values["model.embed_tokens.weight"]
+    copy = values | {"lm_head.weight": table.astype(np.float32)}
+    source = small.save(tmp_path / "source", copy, tie_word_embeddings=True)
     assert hf.main(["import", str(source), str(tmp_path / "ours")]) == 0
     assert hf.main(["export", str(tmp_path / "ours"), str(tmp_path / "theirs")]) == 0
-    expected = small.weights()
-    del expected["lm_head.weight"]
+    expected = {name: value for name, value in copy.items() if name != "lm_head.weight"}
     assert_same_bits(loaded(tmp_path / "theirs"), expected)
+    assert "tie_word_embeddings" not in capfd.readouterr().out
+
+    copy["lm_head.weight"] = copy["lm_head.weight"].copy()
+    copy["lm_head.weight"][-1, -1] += 1
+    source = small.save(tmp_path / "own", copy, tie_word_embeddings=True)
+    assert hf.main(["import", str(source), str(tmp_path / "ours, own")]) == 0
+    assert "note: lm_head.weight is not model.embed_tokens.weight" in capfd.readouterr().out
+    assert hf.main(["export", str(tmp_path / "ours, own"), str(tmp_path / "theirs, own")]) == 0
+    assert_same_bits(loaded(tmp_path / "theirs, own"), copy)
+    config_json = json.loads((tmp_path / "theirs, own/config.json").read_text())
+    assert config_json["tie_word_embeddings"] is False
+
+
+def test_files_of_the_tokenizer_and_of_the_licence_come_along(tmp_path):
+    """An import and its export have the same; a file of another kind stays behind."""
+    source = small.save(tmp_path / "source", small.weights())
+    names = ["LICENSE", "LICENSE.txt", "Notice", "USE_POLICY.md", "vocab.txt", "spiece.model",
+             "tekken.json", "additional_chat_templates/tool_use.jinja"]  # fmt: skip
+    for name in [*names, "README.md", "additional_chat_templates/run.py"]:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(f"content of {name}")
+    assert hf.main(["import", str(source), str(tmp_path / "ours")]) == 0
+    assert hf.main(["export", str(tmp_path / "ours"), str(tmp_path / "theirs")]) == 0
+    for folder in (tmp_path / "ours/huggingface", tmp_path / "theirs"):
+        assert all((folder / name).read_text() == f"content of {name}" for name in names)
+        found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+        others = {"config.json", "generation_config.json", "model.safetensors"}
+        assert found - others == set(names)
 
 
 @pytest.mark.parametrize("tokens", [{"bos_token": "a", "eos_token": "b"}, {"eos_token": "b"}])

@@ -1,0 +1,30 @@
+"""The files beside a model's weights that an import keeps and an export gives back."""
+
+import pathlib
+
+CONFIG = "config.json"
+_FILES = {
+    "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
+    "spiece.model", "sentencepiece.bpe.model", "tekken.json", "chat_template.jinja",
+    "chat_template.json",
+}  # fmt: skip
+_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
+# Beginnings of the names of files that say who may do what with the model, in any case.
+_LICENCES = ("license", "licence", "notice", "copying", "use_policy")
+
+
+def copy(source: pathlib.Path, target: pathlib.Path) -> None:
+    """Copy what is there of them but config.json. target: a folder, made if there is none.
+
+    Raises OSError.
+    """
+    target.mkdir(exist_ok=True)
+    for path in sorted(source.iterdir()):
+        if path.is_file() and (path.name in _FILES or path.name.lower().startswith(_LICENCES)):
+            (target / path.name).write_bytes(path.read_bytes())
+    templates = sorted((source / _TEMPLATES).glob("*.jinja"))
+    if templates:
+        (target / _TEMPLATES).mkdir(exist_ok=True)
+    for path in templates:
+        (target / _TEMPLATES / path.name).write_bytes(path.read_bytes())
