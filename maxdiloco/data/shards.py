@@ -15,13 +15,15 @@ import json
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from maxdiloco import json_text
+from maxdiloco.data import tokenizer_files
 from maxdiloco.data.documents import Piece
+from maxdiloco.data.tokenizer_files import SETTINGS
 from maxdiloco.errors import DataError
 
 # Tokens of a record: our choice. A window of 1,024 is in one record or two; reading it takes 50 us.
@@ -249,15 +251,56 @@ def of_files(shards: Shards, chosen: np.ndarray) -> np.ndarray:
     return np.flatnonzero(np.repeat(chosen, counts))
 
 
-def refuse_other_tokenizer(manifest: Manifest, fingerprint: str, where: str, flags: str) -> None:
-    """Raise DataError when the tokens are of another tokenizer. flags: what names it."""
-    if manifest.tokenizer != fingerprint:
-        raise DataError(
-            f"{where} was tokenised with another tokenizer (fingerprint {manifest.tokenizer}, "
-            f"vocab_size {manifest.vocab_size}) than {flags} (fingerprint {fingerprint}). Set "
-            f"tokenizer_type and tokenizer_path to the folder's own {TOKENIZER}/, with the same "
-            "add_bos and add_eos, or prepare the text again."
-        )
+def refuse_other_tokenizer(
+    documents: Shards, files: Mapping[str, bytes], where: str, flags: str
+) -> None:
+    """Raise DataError when the tokens are of another tokenizer, with what differs.
+
+    files: of the tokenizer that is asked for. flags: what names it.
+    """
+    manifest = documents.manifest
+    if manifest.tokenizer == tokenizer_files.fingerprint(files):
+        return
+    own = os.path.join(documents.folder, TOKENIZER)
+    there, here = _saved(own), json_text.parse(files[SETTINGS])
+    kind = there.get("tokenizer_type")
+    keys = {}  # of the folder's tokenizer, where they are others
+    wrong = []
+    if kind != here["tokenizer_type"]:
+        keys["tokenizer_type"] = kind
+        wrong.append(f"tokenizer_type={kind}, not {here['tokenizer_type']}")
+    elif other := [name for name in files if name != SETTINGS and _differs(own, name, files)]:
+        wrong.append(f"another {other[0]}")
+    for key, token in (("add_bos", "bos"), ("add_eos", "eos")):
+        mine, theirs = here[token], there.get(token)
+        if (mine is None) != (theirs is None):
+            keys[key] = "false" if theirs is None else "true"
+            wrong.append(f"{key}={keys[key]}")
+        elif mine != theirs and not wrong:
+            wrong.append(f"token {theirs} as {token}, not {mine}")
+    of_file = "tokenizer_type" in keys or len(wrong) > len(keys)
+    if kind not in (None, "byte") and of_file:
+        keys["tokenizer_path"] = own
+    remedy = " ".join(f"{key}={value}" for key, value in keys.items())
+    raise DataError(
+        f"{where} was tokenised otherwise than with {flags}: with "
+        f"{', '.join(wrong) or 'another tokenizer'}. "
+        f"{f'Set {remedy}, or prepare' if remedy else 'Prepare'} the text again."
+    )
+
+
+def _differs(own, name, files):
+    return file_hash(os.path.join(own, name)) != hashlib.sha256(files[name]).hexdigest()
+
+
+def _saved(folder):
+    """The settings of a folder's own tokenizer; none where they cannot be read."""
+    try:
+        with open(os.path.join(folder, SETTINGS), "rb") as file:
+            found = json_text.parse(file.read())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _starts(lengths):

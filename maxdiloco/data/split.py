@@ -92,7 +92,7 @@ def _of_shards(cfg, folder, key, tokens, split, shared):
     name = f"{key}={folder}"
     documents = shards.open_shards(folder, key)
     flags = f"tokenizer_type={cfg.tokenizer_type}"
-    shards.refuse_other_tokenizer(documents.manifest, tokens.fingerprint(), name, flags)
+    shards.refuse_other_tokenizer(documents, tokens.files(), name, flags)
     if not shared or len(documents.manifest.files) < HELD_OUT:
         return Split(documents, name, shared)
     held_out = np.arange(len(documents.manifest.files)) % HELD_OUT == 0

@@ -94,7 +94,10 @@ class HuggingFaceTokenizer(SubwordTokenizer):
     kind = "huggingface"
 
     def special_tokens(self, names: Mapping[str, Any]) -> tuple[int | None, int | None]:
-        """The tokens that start and end a document, by the file _CONFIG or their usual names."""
+        """The tokens that start and end a document, by the file _CONFIG or their usual names.
+
+        null in the file is none; a key that it lacks says nothing.
+        """
         return (
             self._token(names, "bos_token", BOS_NAMES),
             self._token(names, "eos_token", EOS_NAMES),
@@ -104,7 +107,7 @@ class HuggingFaceTokenizer(SubwordTokenizer):
         name = names.get(key)
         if isinstance(name, dict):
             name = name.get("content")
-        candidates = usual if not names else (name,) if isinstance(name, str) else ()
+        candidates = usual if key not in names else (name,) if isinstance(name, str) else ()
         found = [self.engine.token_to_id(each) for each in candidates]
         return next((token for token in found if token is not None), None)
 

@@ -55,7 +55,7 @@ def _vocabulary(cfg: Any) -> None:
     if -1 != rows < cfg.vocab_size:
         raise ConfigError(
             f"padded_vocab_size={rows} is below vocab_size={cfg.vocab_size}: every token has a "
-            f"row, and the rows after them are padding. Use {cfg.vocab_size} or more, or -1 for none."
+            f"row, the rows after them are padding. Use at least {cfg.vocab_size}, or -1 for none."
         )
 
 

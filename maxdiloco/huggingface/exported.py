@@ -27,6 +27,7 @@ from maxdiloco.huggingface import (
 )
 from maxdiloco.huggingface.imported import CARRIED
 from maxdiloco.huggingface.layout import Layout
+from maxdiloco.huggingface.progress import Progress
 from maxdiloco.huggingface.safetensors_files import Written
 from maxdiloco.huggingface.tensors import EMBEDDING, HEAD
 from maxdiloco.trainer import assemble, stored
@@ -92,7 +93,7 @@ def export_model(folder: epath.Path, target: pathlib.Path, options: Options, say
     dtypes.setdefault(HEAD, dtypes[EMBEDDING])
     with folders.appearing(target) as there:
         place = pathlib.Path(there)
-        _write_tensors(place, plan, readers, dtypes, model, options.max_shard_bytes)
+        _write_tensors(place, plan, readers, dtypes, model, options.max_shard_bytes, say)
         tokenizer_out.write(place, cfg, found.path, model.carried)
         hf = model.config | {"dtype": dtypes["embedding"].name}
         hf.pop("torch_dtype", None)
@@ -176,6 +177,7 @@ def _write_tensors(
     dtypes: Mapping[str, np.dtype],
     model: _Model,
     max_shard_bytes: int,
+    say: Say,
 ) -> None:
     def shape(part):
         is_table = part.leaf in tensors.OF_VOCABULARY
@@ -184,10 +186,14 @@ def _write_tensors(
     written = {part.name: Written(shape(part), dtypes[part.leaf]) for part in plan.in_files()}
     writer = safetensors_files.Writer(folder, written, max_shard_bytes)
     targets = _targets(plan, model)
-    for leaf in dict.fromkeys(leaf for leaf, _ in targets):
+    leaves = dict.fromkeys(leaf for leaf, _ in targets)
+    sizes = (math.prod(plan.leaves[x].shape) * readers[0].dtype(x).itemsize for x in leaves)
+    done = Progress("exported", sum(sizes), say)
+    for leaf in leaves:
         num_indexed = plan.num_indexed(leaf)
         for box in readers[0].boxes(leaf, num_indexed):
-            _write_box(writer, readers, leaf, box, num_indexed, targets)
+            done.more(_write_box(writer, readers, leaf, box, num_indexed, targets))
+    done.last("the files are forced to the disk")
 
 
 def _targets(plan: Layout, model: _Model) -> Mapping[tuple[str, tensors.Shape], list[_Target]]:
@@ -206,6 +212,7 @@ def _targets(plan: Layout, model: _Model) -> Mapping[tuple[str, tensors.Shape], 
 
 
 def _write_box(writer, readers, leaf, box, num_indexed, targets):
+    """Returns the bytes read, of one replica."""
     values = _mean(readers, leaf, box)
     for i in np.ndindex(values.shape[:num_indexed]):
         index = tuple(start.start + j for start, j in zip(box, i, strict=False))
@@ -214,6 +221,7 @@ def _write_box(writer, readers, leaf, box, num_indexed, targets):
             if target.scale is not None:
                 piece = piece * np.asarray(target.scale, piece.dtype)
             writer.put(target.name, target.part, box[num_indexed:], piece)
+    return values.nbytes
 
 
 def _mean(readers, leaf, box):

@@ -34,6 +34,7 @@ from maxdiloco.huggingface import (
 )
 from maxdiloco.huggingface.config_json import Read
 from maxdiloco.huggingface.layout import Layout
+from maxdiloco.huggingface.progress import Progress
 from maxdiloco.huggingface.safetensors_files import Stored
 from maxdiloco.trainer import run_tokenizer
 
@@ -78,9 +79,15 @@ def import_model(source: pathlib.Path, target: pathlib.Path, options: Options, s
         _write_carried(source, folder, model)
         (folder / "model.yml").write_text(config_json.model_yml(_keys(model, cfg), str(source)))
         (folder / "start.yml").write_text(_start_yml(cfg, target))
-        _write_checkpoint(folder, plan, found, dtypes, cfg)
+        _write_checkpoint(folder, plan, found, dtypes, cfg, say)
     if cfg.tokenizer_type == "byte":
         say(f"note: {source} holds no tokenizer. Set tokenizer_type and tokenizer_path to train.")
+    elif not cfg.add_eos:
+        say(
+            "note: the tokenizer names no token that ends a document, so there is none in training "
+            "and generate stops at its length. Name eos_token in tokenizer_config.json, and import "
+            "again."
+        )
     say(
         f"{target}: {model.family.model_type}, {len(plan.by_tensor())} tensors, {plan.size:,} "
         f"parameters. Go on training with\n"
@@ -247,7 +254,12 @@ def _start_yml(cfg: Config, target: pathlib.Path) -> str:
 
 
 def _write_checkpoint(
-    folder: epath.Path, plan: Layout, found: Any, dtypes: dict[str, np.dtype], cfg: Config
+    folder: epath.Path,
+    plan: Layout,
+    found: Any,
+    dtypes: dict[str, np.dtype],
+    cfg: Config,
+    say: Say,
 ) -> None:
     leaves = {
         path: PartedLeaf(leaf.shape, dtypes[path], plan.num_indexed(path))
@@ -258,9 +270,11 @@ def _write_checkpoint(
     unfinished = write.folder_of(target, attempt=0)
     write.prepare(unfinished, target, (), nbytes=by_part.nbytes(leaves))
     writer = by_part.Writer(unfinished / OUTER_PARAMS, leaves)
+    done = Progress("imported", by_part.nbytes(leaves), say)
     for part in plan.parts:
-        _write_part(writer, part, *found[part.name])
+        done.more(_write_part(writer, part, *found[part.name]))
     writer.commit()
+    done.last("the checkpoint is sealed")
     tree = by_part.tree_of(
         {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
     )
@@ -281,13 +295,14 @@ def _write_checkpoint(
     write.commit(save, None)
 
 
-def _write_part(
-    writer: by_part.Writer, part: tensors.Part, name: str, stored: Stored
-) -> None:
+def _write_part(writer: by_part.Writer, part: tensors.Part, name: str, stored: Stored) -> int:
+    """Returns the bytes written."""
     values = safetensors_files.read(stored, name)
     if part.leaf in tensors.OF_VOCABULARY:
         values = tensors.with_rows(values, part.shape[0])
-    writer.write(part.leaf, part.index, tensors.to_part(values, part))
+    values = tensors.to_part(values, part)
+    writer.write(part.leaf, part.index, values)
+    return values.nbytes
 
 
 def _meta(cfg: Config, fingerprint: str) -> dict[str, Any]:

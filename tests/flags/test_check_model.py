@@ -40,6 +40,7 @@ REFUSED = [
     ("attention_type=mla", "head_dim=32 does not fit", "Use head_dim=192"),
     ("attention_type=mla head_dim=192", "base_num_kv_heads=2 does not", "Use base_num_kv_heads=4"),
     ("qk_rope_head_dim=7 attention_type=mla", "is odd", "Use qk_rope_head_dim=8"),
+    ("padded_vocab_size=383", "is below vocab_size=384", "Use at least 384, or -1 for none"),
     ("norm_placement=peri", "must be one of: pre, sandwich, post"),
 ]
 

@@ -15,7 +15,7 @@ from maxdiloco import hf
 from maxdiloco.checkpoint import by_part, find, orbax_io
 from maxdiloco.engine.trainer import OUTER_PARAMS
 from maxdiloco.flags import base_yml, config
-from maxdiloco.huggingface import known_keys, safetensors_files
+from maxdiloco.huggingface import known_keys, progress, safetensors_files
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +212,48 @@ def test_start_yml_adds_the_tokens_that_the_tokenizer_names(tmp_path, tokens):
     add_bos = "true" if "bos_token" in tokens else "false"
     assert (keys["add_bos"], keys["add_eos"]) == (add_bos, "true")
     assert keys["tokenizer_path"] == str(tmp_path / "ours/huggingface")
+
+
+def test_start_yml_has_the_defaults_where_the_tokenizer_says_nothing_else(tmp_path, capfd):
+    """transformers 5 writes a tokenizer_config.json without bos_token and eos_token for a bare
+    tokenizer.json; shards that were prepared with the defaults were then refused. null is none."""
+    source = small.save(tmp_path / "source", small.weights())
+    byte_level_bpe(source, vocab_size=300)
+    for i, names in enumerate(({"model_max_length": 9}, {"bos_token": None, "eos_token": None})):
+        (source / "tokenizer_config.json").write_text(json.dumps(names))
+        capfd.readouterr()
+        arguments = [str(source), str(tmp_path / str(i)), "vocab_multiple=300"]
+        assert hf.main(["import", *arguments]) == 0
+        start = {name: v for name, v, _ in base_yml.read_yml(tmp_path / f"{i}/start.yml")}
+        wanted = "false" if i else "true"
+        assert (start["add_bos"], start["add_eos"]) == (wanted, wanted)
+        assert ("names no token that ends a document" in capfd.readouterr().out) == bool(i)
+
+
+def test_a_long_import_or_export_says_how_far_it_is():
+    """3 GB in parts of 1 GB: at 4 s nothing, at 12 s 2 of 3 GB with 6 s left, then what follows."""
+    lines, now = [], iter([0.0, 4.0, 12.0, 18.0, 18.0])
+    done = progress.Progress("imported", 3 * 10**9, lines.append, clock=lambda: next(now))
+    for _ in range(3):
+        done.more(10**9)
+    done.last("the checkpoint is sealed")
+    assert lines == [
+        "imported 2.0 of 3.0 GB (67%), about 6 s left",
+        "imported 3.0 GB; the checkpoint is sealed",
+    ]
+
+
+def test_import_and_export_report_all_of_their_bytes(tmp_path, capfd, monkeypatch):
+    """A line for each part when none is too early; the last one is of all bytes."""
+    monkeypatch.setattr(progress, "_PERIOD_S", 0.0)
+    source = small.save(tmp_path / "source", small.weights())
+    assert hf.main(["import", str(source), str(tmp_path / "ours"), "vocab_multiple=64"]) == 0
+    assert hf.main(["export", str(tmp_path / "ours"), str(tmp_path / "theirs")]) == 0
+    out = capfd.readouterr().out
+    for verb in ("imported", "exported"):
+        found = [line for line in out.splitlines() if line.startswith(f"{verb} ")]
+        assert len(found) > 10 and "(100%)" in found[-2] and "(99%)" not in found[-2], found[-3:]
+        assert sum("(100%)" in line for line in found) < 4
 
 
 def test_an_export_like_an_import_and_of_older_files_names_its_type_once(imported, tmp_path):
