@@ -48,8 +48,9 @@ def load(
     """The config of a run.
 
     argv: the command line without the program: at most one yml file, first, then key=value.
-      base.yml itself may stand there, as MaxText wants it, and changes nothing. configs/... that
-      is not here is taken from the package, as configs/recipes/eager.yml.
+      base.yml itself may stand there, as MaxText wants it, and changes nothing; of a copy that was
+      edited what was edited counts. configs/... that is not here is taken from the package, as
+      configs/recipes/eager.yml.
     environ: the environment; names that start with M_ are keys.
     warn: called with a line for each key that is given twice on the command line, on MaxText's
       keys that do nothing here, and on values of its own.
@@ -61,8 +62,7 @@ def load(
     given: dict[str, Given] = {}
     if argv and _is_file(argv[0]):
         path = _found(pathlib.Path(argv.pop(0)), folder)
-        if path.resolve() != (folder / "base.yml").resolve():
-            given |= translate(_from_file(path))
+        given |= _edited(path, keys) if path.name == maxtext.BASE else translate(_from_file(path))
     given |= translate(_from_environment(environ, keys))
     given |= translate(_from_command_line(argv, warn))
     given = maxtext.taken(given, keys, warn)
@@ -162,6 +162,25 @@ def _found(path: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
 
 def _from_file(path: pathlib.Path) -> dict[str, Given]:
     return {name: Given(raw, str(path)) for name, raw, _ in base_yml.read_yml(path)}
+
+
+def _edited(path: pathlib.Path, keys: Mapping[str, Key]) -> dict[str, Given]:
+    """What a copy of base.yml has otherwise: its other values are defaults, which a model may set.
+
+    A file of that name with fewer than half of the keys is one as any other. Raises ConfigError for
+    MaxText's file of that name.
+    """
+    maxtext.refuse_missing_base(path)
+    given = _from_file(path)
+    maxtext.refuse_base(path, given, keys)
+    given = translate(given)
+    return {
+        name: text
+        for name, text in given.items()
+        if len(given) < len(keys) / 2
+        or name not in keys
+        or convert(keys[name], text) != keys[name].default
+    }
 
 
 def _from_environment(environ: Mapping[str, str], keys: Mapping[str, Key]) -> dict[str, Given]:

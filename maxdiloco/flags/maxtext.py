@@ -4,6 +4,7 @@ From MaxText's configs/base.yml and its scripts for streaming DiLoCo, read in 20
 docs/maxtext.md is the same for its users; a test compares the two.
 """
 
+import pathlib
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
@@ -227,6 +228,26 @@ FRACTION = (
     "batch, and those that share sequences by context parallelism add them together. Use 1 with "
     "fewer devices in a slice, or with ici_context_parallelism."
 )
+
+
+BASE = "base.yml"  # its file of defaults, which its command lines name first; ours too
+_MOST_FOREIGN = 20  # keys of MaxText alone in a copy of our base.yml: our choice; its own has 700
+_IN_ITS_PLACE = (
+    "Put configs/base.yml in its place: the defaults here are this package's, and docs/maxtext.md "
+    "lists those that differ."
+)
+
+
+def refuse_missing_base(path: pathlib.Path) -> None:
+    """Raise ConfigError for a base.yml that is not there, as on a command line of MaxText."""
+    if not path.is_file():
+        raise ConfigError(f"{path} is no file here; MaxText's commands name one. {_IN_ITS_PLACE}")
+
+
+def refuse_base(path: pathlib.Path, given: Collection[str], keys: Collection[str]) -> None:
+    """Raise ConfigError for MaxText's own base.yml. given: its keys; keys: of ours."""
+    if sum(name not in keys and foreign(name) is not None for name in given) > _MOST_FOREIGN:
+        raise ConfigError(f"{path} is MaxText's, whose defaults are not read. {_IN_ITS_PLACE}")
 
 
 def foreign(name: str) -> Foreign | None:

@@ -8,6 +8,8 @@ _FAR_ABOVE = 2
 # ten rounds, costs loss: at 150 it did (benchmarks/README.md, what a mode costs in loss).
 _FEW_ROUNDS, _FEW_FOR_MOMENTUM = 100, 200
 _HIGH_MOMENTUM = 0.7
+# Parameters of which a CPU takes a minute and more for a step of 1,000 tokens: our choice.
+_LARGE_ON_CPU = 500_000_000
 
 
 def warnings(cfg: Any) -> list[str]:
@@ -84,3 +86,15 @@ def of_run(cfg: Any, *, num_replicas: int, num_tokens: int) -> list[str]:
             "vocab_size=-1 override_model_config=true, or a larger tokenizer (tokenizer_path)."
         )
     return lines
+
+
+def on_cpu(cfg: Any, devices: Any, num_parameters: int) -> list[str]:
+    """A line on a large model on a CPU that nobody asked for. devices: array of jax.Device."""
+    on_accelerator = devices.flat[0].platform != "cpu"
+    if cfg.hardware != "auto" or on_accelerator or num_parameters < _LARGE_ON_CPU:
+        return []
+    return [
+        f"warning: hardware=auto found no accelerator and takes this CPU, as {devices.size} "
+        f"devices, for {num_parameters:,} parameters. Set hardware=tpu or hardware=gpu, which "
+        "refuse to start without one, or hardware=cpu if you mean it."
+    ]

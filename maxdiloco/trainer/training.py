@@ -278,6 +278,7 @@ def _sizes(cfg: Config, parts: Parts) -> list[str]:
     if cfg.num_experts > 1:
         active = f", {flops.active_parameters(cfg, parts.params):,} of them used by a token"
     return [
+        *warnings.on_cpu(cfg, parts.trainer.mesh.devices, count_parameters(parts.model)),
         f"model: {cfg.model_name}, {count_parameters(parts.model):,} parameters{active}",
         f"batch: {R} replicas * {B} sequences * {L} tokens = {parts.shape.tokens:,} tokens a step",
     ]

@@ -40,6 +40,36 @@ def replaced(argv, **changes):
     return [f"{key}={value}" for key, value in given.items() if value is not None]
 
 
+def test_its_base_yml_is_refused_in_words_whether_it_is_there_or_not(tmp_path):
+    """Its commands name MaxText/configs/base.yml first, mostly from a checkout that is not here."""
+    remedy = "Put configs/base.yml in its place: the defaults here are this package's"
+    line = refusal("MaxText/configs/base.yml", "model_name=llama2-7b")
+    assert line.startswith("MaxText/configs/base.yml is no file here; MaxText's commands name one.")
+    assert remedy in line and "cannot be read" in refusal("MaxText/configs/other.yml")
+    foreign = ["decoder_block: llama2", "scan_layers: true", "quantization: ''", "enable_nnx: true"]
+    foreign += [f"sa_block_{i}: 512" for i in range(20)]
+    path = tmp_path / "base.yml"
+    path.write_text("\n".join(["steps: 150_001", "base_emb_dim: 2048", *foreign]))
+    line = refusal(str(path))
+    assert f"{path} is MaxText's, whose defaults are not read. {remedy}" in line
+
+
+def test_a_copy_of_base_yml_is_its_edits_and_leaves_the_model_its_sizes(tmp_path):
+    """The installed package's and a checkout's are two files; their sizes were refused beside a
+    model, and the remedy, override_model_config=true, made a llama2-7b of a million parameters."""
+    path = tmp_path / "base.yml"
+    text = (base_yml.config_folder() / "base.yml").read_text(encoding="utf-8")
+    path.write_text(text)
+    cfg, _ = load(str(path), "model_name=llama2-7b")
+    assert cfg == load("model_name=llama2-7b")[0] and cfg.base_emb_dim == 4096
+    text = text.replace("\nsteps: 1000", "\nsteps: 7").replace("_dim: 128", "_dim: 256", 1)
+    path.write_text(text)
+    assert load(str(path))[0] == load("steps=7", "base_emb_dim=256")[0]
+    assert "base_emb_dim=256" in refusal(str(path), "model_name=llama2-7b")
+    path.write_text("base_emb_dim: 128")  # somebody's own short file of that name
+    assert "base_emb_dim=128" in refusal(str(path), "model_name=llama2-7b")
+
+
 def test_the_script_for_streaming_diloco_is_told_once_what_it_has_to_change():
     """The data set of TFDS, in one line; then the mounted text: two reports of what cannot carry
     over, and all other flags do."""

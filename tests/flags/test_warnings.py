@@ -1,7 +1,9 @@
 """What is seldom meant and known only when devices and tokenizer are there."""
 
 import re
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from maxdiloco.flags import config, warnings
@@ -10,6 +12,20 @@ from maxdiloco.flags import config, warnings
 def lines(*keys, num_replicas=2, num_tokens=257):
     cfg = config.load(keys, {})
     return warnings.of_run(cfg, num_replicas=num_replicas, num_tokens=num_tokens)
+
+
+def test_a_large_model_on_a_cpu_that_nobody_asked_for_is_a_warning():
+    """MaxText's default is tpu; eight emulated devices were taken for 7B without a word."""
+
+    def found(*keys, platform="cpu", size=7 * 10**9):
+        cfg = config.load(keys, {})
+        devices = np.array([SimpleNamespace(platform=platform)] * 8)
+        return warnings.on_cpu(cfg, devices, size)
+
+    (line,) = found()
+    assert "takes this CPU, as 8 devices, for 7,000,000,000 parameters" in line
+    assert "Set hardware=tpu or hardware=gpu" in line
+    assert found("hardware=cpu") == found(platform="tpu") == found(size=10**8) == []
 
 
 def test_one_replica_is_named_for_what_it_is():

@@ -5,12 +5,14 @@ import re
 import time
 import types
 
+import jax
 import pytest
 import run_tools as tools
 
-from maxdiloco.flags import config
+from maxdiloco.flags import config, warnings
+from maxdiloco.models import transformer
 from maxdiloco.processes.preemption import Preemption
-from maxdiloco.trainer import training
+from maxdiloco.trainer import assemble, training
 
 pytestmark = pytest.mark.usefixtures("programs")
 
@@ -47,3 +49,18 @@ def test_a_run_stopped_between_two_rows_goes_on_from_its_config_with_the_same_ro
     assert "Preempted: SIGTERM after step 6: saved. run_name=run-1234 goes on." in lines
     assert re.search(r"resumed after step 6; 8 steps in all\n", log)
     assert json.loads((folder / "environment.json").read_text())["devices"] == {"cpu": 8}
+
+
+def test_a_large_model_on_a_cpu_is_told_beside_its_size(monkeypatch):
+    """Two devices that JAX found by itself; hardware=cpu is silent."""
+    monkeypatch.setattr(warnings, "_LARGE_ON_CPU", 1)
+    for hardware in ("auto", "cpu"):
+        cfg = config.load([f"hardware={hardware}"], {})
+        parts = types.SimpleNamespace(
+            shape=assemble.BatchShape(1, 2, 4),
+            model=transformer.build(cfg, backend="cpu"),
+            trainer=types.SimpleNamespace(mesh=jax.sharding.Mesh(jax.devices()[:2], "x")),
+        )
+        told = [line for line in training._sizes(cfg, parts) if line.startswith("warning: ")]
+        assert len(told) == (hardware == "auto")
+        assert not told or "takes this CPU, as 2 devices, for" in told[0]
