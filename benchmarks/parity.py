@@ -182,14 +182,8 @@ def _routed_biases(model: Any) -> list[Any]:
     return [bias for name, bias in named if name.endswith("e_score_correction_bias")]
 
 
-def imported(model: Any, folder: pathlib.Path) -> Any:
-    """trainer.stored.Stored of the model after save_pretrained and an import."""
-    model.save_pretrained(folder / "theirs")
-    return imported_files(folder)
-
-
-def imported_files(folder: pathlib.Path, vocab_multiple: int = 1) -> Any:
-    """trainer.stored.Stored of the model in folder/theirs after an import to folder/ours."""
+def imported(model: Any, folder: pathlib.Path, vocab_multiple: int = 1) -> Any:
+    """trainer.stored.Stored after save_pretrained, unless model is None, and an import."""
     import jax
     from jax.sharding import Mesh
 
@@ -199,17 +193,16 @@ def imported_files(folder: pathlib.Path, vocab_multiple: int = 1) -> Any:
     from maxdiloco.huggingface import imported as imports
     from maxdiloco.trainer import stored
 
+    if model is not None:
+        model.save_pretrained(folder / "theirs")
     options = imports.Options(vocab_multiple, [f"max_target_length={LENGTH}"])
     imports.import_model(folder / "theirs", folder / "ours", options, lambda line: None)
 
-    def configure(meta):
-        keys = {"z_loss_multiplier": 0.0, "dtype": "float32", "remat_policy": "none"}
-        return config.from_dict(meta["config"] | keys)
-
+    keys = {"z_loss_multiplier": 0.0, "dtype": "float32", "remat_policy": "none"}
     return stored.load(
         find.locate(str(folder / "ours"), base_output_directory="", key="DST"),
         key="DST",
-        configure=configure,
+        configure=lambda meta: config.from_dict(meta["config"] | keys),
         mesh_of=lambda cfg: Mesh(np.array(jax.devices()[:1]).reshape([1] * len(AXES)), AXES),
     )
 

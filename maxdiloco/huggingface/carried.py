@@ -14,16 +14,17 @@ _TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
 _LICENCES = ("license", "licence", "notice", "copying", "use_policy")
 
 
-def copy(source: pathlib.Path, target: pathlib.Path) -> None:
+def copy(source: pathlib.Path, target: pathlib.Path, *, licence_alone: bool = False) -> None:
     """Copy what is there of them but config.json. target: a folder, made if there is none.
 
-    Raises OSError.
+    licence_alone: without what belongs to the tokenizer. Raises OSError.
     """
     target.mkdir(exist_ok=True)
+    names = set() if licence_alone else _FILES
     for path in sorted(source.iterdir()):
-        if path.is_file() and (path.name in _FILES or path.name.lower().startswith(_LICENCES)):
+        if path.is_file() and (path.name in names or path.name.lower().startswith(_LICENCES)):
             (target / path.name).write_bytes(path.read_bytes())
-    templates = sorted((source / _TEMPLATES).glob("*.jinja"))
+    templates = [] if licence_alone else sorted((source / _TEMPLATES).glob("*.jinja"))
     if templates:
         (target / _TEMPLATES).mkdir(exist_ok=True)
     for path in templates:

@@ -134,7 +134,11 @@ def _model(cfg: Config, found: Restored, like: str, say: Say) -> _Model:
             f"{config_json.differing(wrong)} of {carried / 'config.json'}, which this export would "
             "be like. Give like= the folder of a model with the same keys."
         )
-    say(f"config.json, generation_config.json and the tokenizer are those of {carried}")
+    if tokenizer_out.is_of_run(carried, cfg, found.path):
+        say(f"config.json, generation_config.json and the tokenizer are those of {carried}")
+    else:
+        text |= tokenizer_out.ends(cfg, found.path)
+        say(f"config.json is that of {carried}; the tokenizer is the run's, which is another")
     if rows < cfg.vocab_size:
         say(f"vocab_size is {cfg.vocab_size}, the run's, which has {rows} in that config.json")
     return _Model(there.family, text | there.family.of_exports, carried, cfg)

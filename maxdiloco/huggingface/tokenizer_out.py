@@ -21,10 +21,13 @@ def write(
 ) -> None:
     """Write generation_config.json and the tokenizer. like: folder with files to copy, or None.
 
-    Raises CheckpointError, DataError where the checkpoint's tokenizer cannot be read; OSError.
+    Of a folder with another tokenizer than the run's the licence alone is copied. Raises
+    CheckpointError, DataError where the checkpoint's tokenizer cannot be read; OSError.
     """
+    same = like is not None and is_of_run(like, cfg, checkpoint)
     if like is not None:
-        carried.copy(like, folder)
+        carried.copy(like, folder, licence_alone=not same)
+    if same:
         return
     tokens = ends(cfg, checkpoint)
     (folder / GENERATION).write_text(json.dumps(tokens, indent=2) + "\n")
@@ -48,6 +51,20 @@ def write(
         if token is not None:
             settings[name] = names[token]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def is_of_run(like: pathlib.Path, cfg: Config, checkpoint: epath.Path) -> bool:
+    """Whether a folder has the tokenizer of a run; tokens that are no text have any.
+
+    Raises as `write` does.
+    """
+    if cfg.dataset_type == "synthetic":
+        return True
+    if cfg.tokenizer_type == "byte":
+        return not any((like / name).is_file() for name in subword.FILES.values())
+    tokenizer = run_tokenizer.of_checkpoint(cfg, checkpoint)
+    path = like / subword.FILES[tokenizer.kind]
+    return path.is_file() and path.read_bytes() == tokenizer.content
 
 
 def ends(cfg: Config, checkpoint: epath.Path) -> dict[str, int | None]:

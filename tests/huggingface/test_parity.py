@@ -109,7 +109,7 @@ def test_a_head_of_its_own_beside_tied_and_a_padded_vocabulary(name, tmp_path):
     batch = parity.texts()
     theirs = logits_of(tmp_path / "theirs")
     assert np.abs(theirs - parity.their_logits(model, batch)[0][0]).max() > 1  # it is not tied
-    ours = parity.our_logits(parity.imported_files(tmp_path, vocab_multiple=128), batch)
+    ours = parity.our_logits(parity.imported(None, tmp_path, vocab_multiple=128), batch)
     assert ours.shape[-1] == 128 and (ours[..., parity.VOCABULARY :] == -np.inf).all()
     assert np.abs(ours[0, :, : parity.VOCABULARY] - theirs).max() < parity.TOLERANCE
     assert hf.main(["export", str(tmp_path / "ours"), str(tmp_path / "again")]) == 0

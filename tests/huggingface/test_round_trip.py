@@ -256,6 +256,26 @@ def test_import_and_export_report_all_of_their_bytes(tmp_path, capfd, monkeypatc
         assert sum("(100%)" in line for line in found) < 4
 
 
+def test_an_export_has_the_tokenizer_of_its_run_not_that_of_the_model_it_is_like(tmp_path, capfd):
+    """A run from an import, with a tokenizer of its own, gave the text of the import's tokens."""
+    for name, size in (("a", 300), ("b", 290)):
+        source = small.save(tmp_path / name, small.weights())
+        byte_level_bpe(source, vocab_size=size)
+        (source / "LICENSE").write_text(name)
+        arguments = [str(source), str(tmp_path / f"ours-{name}"), "vocab_multiple=300"]
+        assert hf.main(["import", *arguments]) == 0
+    for name, like in (("own", "a"), ("other", "b")):
+        arguments = [str(tmp_path / "ours-a"), str(tmp_path / name), f"like={tmp_path / like}"]
+        assert hf.main(["export", *arguments]) == 0
+        found = (tmp_path / name / "tokenizer.json").read_text()
+        vocabulary = json.loads((tmp_path / "a/tokenizer.json").read_text())["model"]["vocab"]
+        assert json.loads(found)["model"]["vocab"] == vocabulary
+        assert (tmp_path / name / "LICENSE").read_text() == like
+    told = capfd.readouterr().out
+    assert told.count("the tokenizer is the run's, which is another") == 1
+    assert json.loads((tmp_path / "other/config.json").read_text())["eos_token_id"] is not None
+
+
 def test_an_export_like_an_import_and_of_older_files_names_its_type_once(imported, tmp_path):
     """torch_dtype is the older name of dtype."""
     source = small.save(tmp_path / "source", small.weights(), torch_dtype="float16")
