@@ -1,8 +1,8 @@
 """Which way to synchronise fits a link: `python -m maxdiloco.plan`.
 
 Takes the flags of maxdiloco.train and the bandwidth of the link between slices. The plain step is
-compiled for compile_topology, or its time is given as step_time and nothing is compiled. Exit code
-1 when no choice fills the link.
+compiled for compile_topology, or its time is given as step_time and nothing is compiled; that of
+GPUs is guessed from their peak. Exit code 1 when no choice fills the link.
 """
 
 import json
@@ -25,6 +25,7 @@ MEANING = {
     "step_time": "seconds of an inner step without an exchange, measured; then nothing is compiled",
     "host_bandwidth_gbps": "Gbit/s of a host's link, in place of dcn_bandwidth_gbps",
     "slice_bandwidth_gbps": "Gbit/s of a slice's link, in place of dcn_bandwidth_gbps",
+    "latency_ms": "milliseconds from one slice to another, half a round trip; by default none",
 }
 # Each names one link between slices: of a device, a host, a slice.
 LINKS = ("dcn_bandwidth_gbps", "host_bandwidth_gbps", "slice_bandwidth_gbps")
@@ -47,15 +48,10 @@ def main(argv: Sequence[str]) -> int:
     cfg = config.load(options.keys, os.environ)
     given = given_keys(options.keys, os.environ)
     link = _link(options, given)
-    if "step_time" not in options.numbers and gpus.kind_of(cfg.compile_topology):
-        raise ConfigError(
-            f"step_time is not given, and for GPUs as compile_topology={cfg.compile_topology} the "
-            f"compiler estimates no time. Give step_time=0.8 (seconds), measured on one of them."
-        )
     if not cfg.compile_topology and "step_time" not in options.numbers:
         raise ConfigError(
             "step_time is not given and compile_topology is empty, so the time of a step is "
-            "unknown. Give step_time=0.8 (seconds), or compile_topology=v5e-16."
+            "unknown. Give step_time=0.8 (seconds), or compile_topology=v5e-16 or h100-8."
         )
     from maxdiloco.trainer import run_tokenizer
 
@@ -139,14 +135,18 @@ def _plan(cfg: Config, options: Options, given: set[str], link: str) -> int:
         raise ConfigError(
             "no way to synchronise has the values that are given for H, P and tau. Leave one out."
         )
+    latency_s = options.numbers.get("latency_ms", 0.0) / 1e3
     step = rating.Step(options.numbers.get("step_time", 1.0))
-    rows = rating.ranked(planned, families, step=step, gbps=gbps)
+    is_guessed = "step_time" not in options.numbers and gpus.kind_of(cfg.compile_topology)
+    if is_guessed:
+        step = compiled.estimated_step(planned)
+    rows = rating.ranked(planned, families, step=step, gbps=gbps, latency_s=latency_s)
     _check_memory(planned, rows)
-    if "step_time" not in options.numbers:
+    if "step_time" not in options.numbers and not is_guessed:
         step = compiled.plain_step(cfg, gbps=gbps, say=_say)
-        rows = rating.ranked(planned, families, step=step, gbps=gbps)
+        rows = rating.ranked(planned, families, step=step, gbps=gbps, latency_s=latency_s)
         _check_memory(planned, rows)
-    plan = table.Plan(planned, step, gbps, share, rows, options.keys)
+    plan = table.Plan(planned, step, gbps, share, rows, options.keys, latency_s)
     for line in table.lines(plan):
         _say(line)
     if cfg.report:

@@ -1,9 +1,10 @@
 """How long training waits for the link: arithmetic on a schedule, in a run without end.
 
-Only bytes count: a link carries one fragment after the other, and there is no header, no latency
-but the one given, no packing and no compute of the exchange.
+Only bytes and the latency that is given count: a link carries one fragment after the other, and
+there is no header, no packing and no compute of the exchange.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 from maxdiloco.diloco.schedule import offsets
@@ -39,13 +40,13 @@ def host_exposed_s(
     return max(waited, sum(seconds) - H * step_s)
 
 
-def program_exposed_s(seconds: Sequence[float], *, step_s: float) -> float:
+def program_exposed_s(seconds: Sequence[float], *, step_s: float, latency_s: float = 0.0) -> float:
     """Seconds that a period waits for an exchange inside compiled programs.
 
     A step that carries a chunk ends when the chunk has arrived. seconds: on the link, of each chunk
     that a period carries. Without overlap a chunk is a fragment, and no step carries it: step_s=0.
     """
-    return sum(max(0.0, chunk_s - step_s) for chunk_s in seconds)
+    return sum(max(0.0, chunk_s + latency_s - step_s) for chunk_s in seconds)
 
 
 def utilisation(step_s: float, exposed_s: float, H: int) -> float:
@@ -54,8 +55,13 @@ def utilisation(step_s: float, exposed_s: float, H: int) -> float:
 
 
 def least_gbps(at: Callable[[float], float], target: float = FULL) -> float:
-    """The least bandwidth at which a utilisation reaches the target, to one in a thousand."""
+    """The least bandwidth at which a utilisation reaches the target, to one in a thousand.
+
+    Infinity where none does: the latency alone is too long.
+    """
     low, high = 1e-14, 1e6
+    if at(high) < target:
+        return math.inf
     while high / low > 1.001:
         middle = (low * high) ** 0.5
         low, high = (low, middle) if at(middle) >= target else (middle, high)

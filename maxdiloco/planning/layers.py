@@ -3,7 +3,7 @@
 A step is a forward, a backward for activations and a backward for weights of every layer, of equal
 length. A layer's reduction is released after its backward for weights, waits for the link, which
 carries one after the other, and has to have arrived before that layer's forward in a later step.
-No latency.
+The papers have no latency.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,7 +31,13 @@ class Send(NamedTuple):
 
 
 def utilisation(
-    size: Size, sends: Iterable[Send], *, steps: int, bits_per_layer: float, gbps: float
+    size: Size,
+    sends: Iterable[Send],
+    *,
+    steps: int,
+    bits_per_layer: float,
+    gbps: float,
+    latency_s: float = 0.0,
 ) -> float:
     """Time of the computation / time of the run, in (0, 1]."""
     unit = size.step_s / (3 * size.layers)
@@ -52,7 +58,7 @@ def utilisation(
         )
         for when, layer, needed in released:
             link = max(link, when) + bits_per_layer / (gbps * 1e9)
-            awaited.setdefault(needed, {})[layer] = link
+            awaited.setdefault(needed, {})[layer] = link + latency_s
         now += 2 * unit * size.layers
     return steps * size.step_s / now
 
@@ -63,11 +69,13 @@ def whole_model(layers: int, steps: int, *, period: int) -> list[Send]:
     return [Send(step, range(layers), step + 1) for step in sent]
 
 
-def data_parallel(size: Size, gbps: float) -> float:
+def data_parallel(size: Size, gbps: float, latency_s: float = 0.0) -> float:
     """Utilisation of data parallelism: bfloat16 gradients once a step, as the papers count.
 
     gbps: of all devices of a replica together [Gbit/s].
     """
     per_layer = BFLOAT16 * size.parameters / size.layers
     sends = whole_model(size.layers, ENDLESS, period=1)
-    return utilisation(size, sends, steps=ENDLESS, bits_per_layer=per_layer, gbps=gbps)
+    return utilisation(
+        size, sends, steps=ENDLESS, bits_per_layer=per_layer, gbps=gbps, latency_s=latency_s
+    )

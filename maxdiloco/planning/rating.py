@@ -20,11 +20,20 @@ from maxdiloco.planning.job import Job
 GRADIENT = 2  # bytes a parameter that data parallelism sends in a step, as the papers count
 
 
+# Computation that leaves a choice before eager, whose loss is the largest that was measured; our
+# choice, for want of a way to weigh time against loss.
+PATIENT = 0.9
+
+
 class Step(NamedTuple):
-    """A plain inner step on a device. peak: bytes that its program needs; 0 where unknown."""
+    """A plain inner step on a device. peak: bytes that its program needs; 0 where unknown.
+
+    origin: where its time is from, in words.
+    """
 
     seconds: float
     peak: int = 0
+    origin: str = "as given"
 
 
 class Traffic(NamedTuple):
@@ -39,7 +48,8 @@ class Traffic(NamedTuple):
 
 class Rated(NamedTuple):
     """A choice on a link. exposed_s: of a period. memory: bytes of a device. less: how many times
-    less traffic than data parallelism. least_gbps: of a device, for FULL.
+    less traffic than data parallelism. least_gbps: of a device, for FULL; infinity where the
+    latency alone is too long.
     """
 
     choice: Choice
@@ -93,23 +103,27 @@ def traffic(job: Job, choice: Choice) -> Traffic:
     return Traffic(tuple(map(sum, each)), tuple(itertools.chain.from_iterable(each)))
 
 
-def exposed_s(job: Job, choice: Choice, sent: Traffic, *, step_s: float, gbps: float) -> float:
+def exposed_s(
+    job: Job, choice: Choice, sent: Traffic, *, step_s: float, gbps: float, latency_s: float = 0.0
+) -> float:
     """Seconds that a period waits for the link. gbps: one device's share [Gbit/s]."""
     per_byte = job.copies * 8 / (gbps * 1e9)
-    if not choice.schedule.lag:
-        return sum(sent.fragments) * per_byte
+    lag = choice.schedule.lag
+    if not lag:
+        return sum(size * per_byte + latency_s for size in sent.fragments)
     if job.carrier == "program":
         seconds = [size * per_byte for size in sent.chunks]
-        return exposure.program_exposed_s(seconds, step_s=step_s)
+        return exposure.program_exposed_s(seconds, step_s=step_s, latency_s=latency_s)
     seconds = [size * per_byte for size in sent.fragments]
-    return exposure.host_exposed_s(seconds, H=choice.H, lag=choice.schedule.lag, step_s=step_s)
+    return exposure.host_exposed_s(seconds, H=choice.H, lag=lag, step_s=step_s, latency_s=latency_s)
 
 
-def chosen(job: Job, family: Family, *, step: Step, gbps: float) -> Choice:
+def chosen(job: Job, family: Family, *, step: Step, gbps: float, latency_s: float = 0.0) -> Choice:
     """The first of a family that fills the link; otherwise the one that waits least."""
 
     def utilisation(choice: Choice) -> float:
-        waited = exposed_s(job, choice, traffic(job, choice), step_s=step.seconds, gbps=gbps)
+        sent = traffic(job, choice)
+        waited = exposed_s(job, choice, sent, step_s=step.seconds, gbps=gbps, latency_s=latency_s)
         return exposure.utilisation(step.seconds, waited, choice.H)
 
     best, reached = family.choices[0], -1.0
@@ -122,12 +136,12 @@ def chosen(job: Job, family: Family, *, step: Step, gbps: float) -> Choice:
     return best
 
 
-def rated(job: Job, choice: Choice, *, step: Step, gbps: float) -> Rated:
+def rated(job: Job, choice: Choice, *, step: Step, gbps: float, latency_s: float = 0.0) -> Rated:
     """What a choice costs."""
     sent = traffic(job, choice)
 
     def waited(at: float) -> float:
-        return exposed_s(job, choice, sent, step_s=step.seconds, gbps=at)
+        return exposed_s(job, choice, sent, step_s=step.seconds, gbps=at, latency_s=latency_s)
 
     def utilisation(at: float) -> float:
         return exposure.utilisation(step.seconds, waited(at), choice.H)
@@ -186,20 +200,23 @@ def _feedback(job: Job, choice: Choice) -> bool:
     return wire.feedback if asked is None else asked and wire.name != "float32"
 
 
-def ranked(job: Job, families: list[Family], *, step: Step, gbps: float) -> list[Rated]:
+def ranked(
+    job: Job, families: list[Family], *, step: Step, gbps: float, latency_s: float = 0.0
+) -> list[Rated]:
     """One choice of each family, best first, without those that gain nothing over another.
 
     What the chip does not hold comes last. Of choices that fill the link the one that changes
-    training least is first: eager last, then by period, overlap and wire, the widest first. Of
-    those that do not, the fastest.
+    training least is first: by period, overlap and wire, the widest first. Eager follows what
+    trains for PATIENT of the time or more. The rest by speed, the fastest first.
     """
+    link = dict(gbps=gbps, latency_s=latency_s)
     rows = []
     for family in families:
-        choice = chosen(job, family, step=step, gbps=gbps)
-        row = rated(job, choice, step=step, gbps=gbps)
+        choice = chosen(job, family, step=step, **link)
+        row = rated(job, choice, step=step, **link)
         if not row.fits and choice.memory == "device":
             moved = choice._replace(memory="pinned_host")
-            row = max(row, rated(job, moved, step=step, gbps=gbps), key=lambda x: x.fits)
+            row = max(row, rated(job, moved, step=step, **link), key=lambda x: x.fits)
         rows.append(row)
     rows = [row for row in rows if not any(_beats(other, row) for other in rows)]
     return sorted(rows, key=_order)
@@ -211,7 +228,10 @@ def _change(row: Rated) -> tuple[int, int, int, int]:
 
 
 def _order(row: Rated) -> tuple:
-    return not row.fits, not row.fills, 0 if row.fills else -row.utilisation, _change(row)
+    eager = row.choice.overlap != "none"
+    groups = (row.fills and not eager, row.utilisation >= PATIENT and not eager, row.fills, True)
+    speed = 0 if row.fills else -row.utilisation
+    return not row.fits, groups.index(True), speed, _change(row)
 
 
 def _beats(other: Rated, row: Rated) -> bool:
@@ -221,7 +241,7 @@ def _beats(other: Rated, row: Rated) -> bool:
     return same and other is not row and all(a <= b for a, b in pairs)
 
 
-def data_parallel(job: Job, *, step: Step, gbps: float) -> float:
+def data_parallel(job: Job, *, step: Step, gbps: float, latency_s: float = 0.0) -> float:
     """Utilisation of data parallelism on the same link, by the papers' simulator."""
     size = layers.Size(
         job.cfg.model_name,
@@ -229,4 +249,4 @@ def data_parallel(job: Job, *, step: Step, gbps: float) -> float:
         job.num_parameters,
         step.seconds,
     )
-    return layers.data_parallel(size, gbps * job.per_slice)
+    return layers.data_parallel(size, gbps * job.per_slice, latency_s)

@@ -1,6 +1,9 @@
 """The plan as lines, as JSON, and as the command that runs it."""
 
+import functools
+import math
 import shlex
+import textwrap
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -9,9 +12,10 @@ from maxdiloco.planning import losses, rating
 from maxdiloco.planning.exposure import FULL
 from maxdiloco.planning.job import Job
 from maxdiloco.planning.rating import Rated, Step
-from maxdiloco.processes.output import aligned
+from maxdiloco.processes.output import aligned, span
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
+WIDTH = 100  # of a line but for the commands, in characters; our choice
 # Keys of train_compile and of the plan, which a run does not need.
 NOT_TRAINING = (
     "compile_topology",
@@ -22,8 +26,8 @@ NOT_TRAINING = (
     "report",
 )
 COLUMNS = (
-    "mode", "H", "P", "tau", "wire", "exposed ms a period", "step ms", "tokens/s", "utilisation",
-    "MiB a device", "staleness", "less traffic", "least Gbit/s", "loss",
+    "mode", "H", "P", "tau", "wire", "waits", "step", "busy", "memory", "less sent", "Gbit/s",
+    "loss",
 )  # fmt: skip
 
 
@@ -38,6 +42,7 @@ class Plan(NamedTuple):
     share: tuple[int, str]
     rows: Sequence[Rated]
     argv: Sequence[str]
+    latency_s: float = 0.0
 
     @property
     def best(self) -> Rated:
@@ -52,12 +57,19 @@ class Plan(NamedTuple):
     @property
     def data_parallel(self) -> float:
         """Utilisation of data parallelism."""
-        return rating.data_parallel(self.job, step=self.step, gbps=self.gbps)
+        return rating.data_parallel(
+            self.job, step=self.step, gbps=self.gbps, latency_s=self.latency_s
+        )
 
 
 def lines(plan: Plan) -> list[str]:
     """What is planned for, the choices, what the columns mean, and the commands."""
-    return [*_setting(plan), "", *_table(plan), "", *_legend(plan), "", *_commands(plan)]
+    wrapped = functools.partial(textwrap.wrap, width=WIDTH, subsequent_indent="  ")
+    setting, legend = (
+        [line for text in texts for line in wrapped(text)]
+        for texts in (_setting(plan), _legend(plan))
+    )
+    return [*setting, "", *_table(plan), "", *legend, "", *_commands(plan)]
 
 
 def _setting(plan: Plan) -> list[str]:
@@ -65,15 +77,16 @@ def _setting(plan: Plan) -> list[str]:
     where = job.cfg.compile_topology or (
         f"{job.per_slice} device{'s' if job.per_slice > 1 else ''}"
     )
-    origin = "compiled, never run" if plan.step.peak else "as given"
     link = f"{plan.gbps:g} Gbit/s a device, {plan.gbps * job.per_slice:g} a slice"
     if of == "host":
         link += f", {plan.gbps * share:g} a host"
+    if plan.latency_s:
+        link += f", {span(plan.latency_s)} one way"
     return [
         f"model: {job.cfg.model_name}, {job.num_parameters:,} parameters; {job.num_replicas} "
         f"replicas on {job.slices} slices of {where}",
-        f"step: {plan.step.seconds * 1e3:,.1f} ms without an exchange ({origin}), {job.tokens:,} "
-        f"tokens",
+        f"step: {span(plan.step.seconds)} without an exchange ({plan.step.origin}), {job.tokens:,} "
+        f"tokens, {job.tokens / plan.step.seconds:,.0f} tokens/s",
         f"link: {link}; exchange by {job.carrier}",
     ]
 
@@ -81,12 +94,11 @@ def _setting(plan: Plan) -> list[str]:
 def _table(plan: Plan) -> list[str]:
     known = losses.measured()
     rows = [COLUMNS, *(_cells(plan, row, known) for row in plan.rows)]
-    job, share = plan.job, plan.data_parallel
+    share = plan.data_parallel
     step_s = plan.step.seconds / share
     rows.append((
-        "data parallel", 1, "-", "-", "bfloat16", f"{1e3 * (step_s - plan.step.seconds):,.1f}",
-        f"{1e3 * step_s:,.1f}", f"{job.tokens / step_s:,.0f}", f"{share:.1%}", "-", 0, "1", "-",
-        "0",
+        "data parallel", 1, "-", "-", "bfloat16", span(step_s - plan.step.seconds), span(step_s),
+        f"{share:.1%}", "-", "1x", "-", "0",
     ))  # fmt: skip
     return aligned(rows)
 
@@ -94,22 +106,20 @@ def _table(plan: Plan) -> list[str]:
 def _cells(plan: Plan, row: Rated, known: list[losses.Loss]) -> tuple[object, ...]:
     choice = row.choice
     share, _ = plan.share
-    mark = f" {choice.memory}" if _is_moved(plan, row) else "" if row.fits else " too big"
+    mark = " host" if _is_moved(plan, row) else "" if row.fits else " too big"
     return (
         choice.mode,
         choice.H,
         choice.P,
         choice.tau,
         choice.wire,
-        f"{1e3 * row.exposed_s:,.1f}",
-        f"{1e3 * row.step_s:,.1f}",
-        f"{row.tokens_per_s:,.0f}",
+        span(row.exposed_s),
+        span(row.step_s),
         f"{row.utilisation:.1%}",
-        f"{row.memory / MIB:,.0f}{mark}",
-        choice.staleness,
-        f"{row.less:,.0f}x",
-        f"{row.least_gbps * share:.3g}",
-        loss_words(plan, row, known),
+        f"{row.memory / GIB:.3g} GiB{mark}",
+        f"{row.less:,.0f}x" if row.less >= 10 else f"{row.less:.2g}x",
+        f"{row.least_gbps * share:.3g}" if math.isfinite(row.least_gbps) else "none",
+        loss_words(plan, row, known).partition(" (")[0].replace("not measured", "?"),
     )
 
 
@@ -134,24 +144,44 @@ def _legend(plan: Plan) -> list[str]:
         "of the state alone, without activations"
     )  # fmt: skip
     out = [
-        f"exposed: time that a period of H steps waits for the link; MiB: {memory}; staleness: "
-        f"steps from an outer gradient to its use; less traffic: than bfloat16 gradients in every "
-        f"step; least: of a {plan.share[1]}'s link for {FULL:.0%}; loss: difference to data "
-        f"parallelism where our own tables have it (maxdiloco/planning/losses.yml)",
-        "best first: what fills the link and changes training least, so eager after the others, "
-        "then the shorter period, the shorter overlap, the wider wire. Each row is the shortest "
-        "such period and overlap of its mode and wire. Times are arithmetic on bytes: no latency, "
-        "no pack and merge.",
+        f"waits: time that a period of H steps waits for the link; busy: part of the time that "
+        f"computes; memory: of a device, {memory}; less sent: than bfloat16 gradients in every "
+        f"step; Gbit/s: the least of a {plan.share[1]}'s link for {FULL:.0%} busy; loss: nats a "
+        f"token above data parallelism as maxdiloco/planning/losses.yml has it, ?: not measured",
+        *_measured(plan),
+        f"best first: what is {FULL:.0%} busy and changes training least: the shorter period, the "
+        f"shorter overlap, the wider wire. Eager costs most loss, so it follows what is "
+        f"{rating.PATIENT:.0%} busy. Each row is the shortest such period and overlap of its mode "
+        f"and wire. Times are arithmetic on bytes"
+        + (" and latency" if plan.latency_s else ": no latency (latency_ms)")
+        + ", no pack and merge.",
     ]
     if any(_is_moved(plan, row) for row in plan.rows):
         out.append(
-            "pinned_host: a row that fits with diloco_outer_memory=pinned_host, and not with the "
-            "outer state on the device"
+            "host: a row that fits with diloco_outer_memory=pinned_host, and not with the outer "
+            "state on the device"
         )
     return out
 
 
+def _measured(plan: Plan) -> list[str]:
+    """What was measured of the best row's mode, where the table has no figure for that row."""
+    known = losses.measured()
+    if loss_words(plan, plan.best, known) != "not measured":
+        return []
+    of_mode = [loss for loss in known if loss.mode == plan.best.choice.mode]
+    return [
+        "measured of the first row's mode: "
+        + ", ".join(
+            f"{loss.difference:+.3f} at H {loss.H}, tau {loss.tau}, {loss.wire}" for loss in of_mode
+        )
+        + f" ({of_mode[0].model}, M={of_mode[0].replicas})"
+    ] * bool(of_mode)
+
+
 def _commands(plan: Plan) -> list[str]:
+    if refusals(plan):
+        return [f"the first row all the same: {shlex.join(train_command(plan))}"]
     out = ["run it:", f"  {shlex.join(train_command(plan))}"]
     name, on_host = plan.job.cfg.compile_topology, plan.best.choice.memory == "pinned_host"
     if name and not (on_host and topology.is_gpu(name)):  # absent GPUs have no host memory
@@ -193,16 +223,19 @@ def _without(argv: Sequence[str], names: Collection[str]) -> list[str]:
 
 
 def refusals(plan: Plan) -> list[str]:
-    """Why no choice should be run; empty where the best one fills the link."""
-    if plan.best.fills:
+    """Why no choice should be run; empty where one fills the link."""
+    if any(row.fits and row.fills for row in plan.rows):
         return []
     share, of = plan.share
     least = plan.least
     choice = least.choice
+    remedy = f"{least.least_gbps * share:.3g} Gbit/s a {of} would do"
+    if not math.isfinite(least.least_gbps):
+        remedy = f"No bandwidth would do at a latency of {span(plan.latency_s)}; nearest"
     return [
         f"no choice fills a link of {plan.gbps * share:g} Gbit/s a {of}: the best one trains for "
-        f"{plan.best.utilisation:.2%} of the time, not {FULL:.0%}. {least.least_gbps * share:.3g} "
-        f"Gbit/s a {of} would do, with {choice.mode}: {' '.join(choice.arguments())}"
+        f"{plan.best.utilisation:.2%} of the time, not {FULL:.0%}. {remedy}, with {choice.mode}: "
+        f"{' '.join(choice.arguments())}"
     ]
 
 
@@ -216,10 +249,13 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "devices_per_slice": plan.job.per_slice,
         "exchange_carrier": plan.job.carrier,
         "plain_step_seconds": plan.step.seconds,
+        "plain_step_origin": plan.step.origin,
         "dcn_bandwidth_gbps": plan.gbps,
+        "latency_seconds": plan.latency_s,
         "data_parallel_utilisation": plan.data_parallel,
         "choices": [_row(plan, row, known) for row in plan.rows],
         "train_command": train_command(plan),
+        "refused": refusals(plan),
     }
 
 
@@ -235,6 +271,6 @@ def _row(plan: Plan, row: Rated, known: list[losses.Loss]) -> dict[str, Any]:
         "fits": row.fits,
         "staleness_steps": row.choice.staleness,
         "times_less_traffic": row.less,
-        "least_dcn_bandwidth_gbps": row.least_gbps,
+        "least_dcn_bandwidth_gbps": row.least_gbps if math.isfinite(row.least_gbps) else None,
         "loss": loss_words(plan, row, known),
     }

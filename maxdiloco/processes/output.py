@@ -55,6 +55,15 @@ def aligned(rows: Sequence[Sequence[object]]) -> list[str]:
     ]
 
 
+def span(seconds: float) -> str:
+    """A length of time in the unit that a reader would take: '744 ms', '5.9 s', '6.8 min'."""
+    units = ((2 * 86400, 86400, "days"), (6000, 3600, "h"), (100, 60, "min"), (1, 1, "s"))
+    for least, size, unit in units:
+        if seconds >= least:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{1e3 * seconds:.3g} ms" if seconds else "0 s"
+
+
 def finish() -> None:
     """Flush both streams; what cannot be written is dropped.
 

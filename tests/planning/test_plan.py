@@ -14,6 +14,7 @@ from maxdiloco.aot import measure, topology
 from maxdiloco.diloco.quantize import NAMES as WIRES
 from maxdiloco.flags import config
 from maxdiloco.planning import choices, compiled, job, losses, rating, table
+from maxdiloco.processes import output
 
 TINY = ("model_name=tiny", "max_target_length=256", "dcn_diloco_parallelism=2", "hardware=cpu")
 ONE_B = ("model_name=1b", "compile_topology=v5e-16", "compile_topology_num_slices=2")
@@ -88,7 +89,9 @@ def test_a_fast_link_is_left_exact_and_a_slow_one_gets_overlap_then_fewer_bits(p
     assert bits[0] <= bits[1] <= bits[2] and bits[2] > 0
 
 
-def test_every_row_that_fills_stands_before_those_that_do_not_and_eager_after_the_others(planned):
+def test_what_fills_is_first_and_eager_follows_what_waits_a_tenth_of_the_time_at_most(planned):
+    """Eager has the largest loss of those measured. Of 180m at 20 Mbit/s it alone fills the link,
+    beside choices that wait less than a tenth of the time, and is not what to run."""
     _, found, _ = planned(*TINY, "step_time=0.2", "slice_bandwidth_gbps=0.005",
                           "diloco_sync_period=20")  # fmt: skip
     rows = found["choices"]
@@ -98,6 +101,12 @@ def test_every_row_that_fills_stands_before_those_that_do_not_and_eager_after_th
     assert filling[-1] == "eager" and filling[0] == "overlapped"
     rest = [row["utilisation"] for row in rows if row["utilisation"] < 0.99]
     assert rest == sorted(rest, reverse=True)
+    code, found, said = planned("model_name=180m", *TINY[2:], "ici_fsdp_parallelism=8",
+                                "step_time=0.8", "slice_bandwidth_gbps=0.02")  # fmt: skip
+    rows = [(row["mode"], row["utilisation"] >= 0.99) for row in found["choices"]]
+    assert code == 0 and rows[:3] == [("overlapped", False), ("DiLoCo", False), ("eager", True)]
+    assert "diloco_outer_overlap" not in said.out
+    assert "\nmeasured of the first row's mode: +" in said.out
 
 
 def test_at_the_least_bandwidth_the_choice_fills_the_link_and_below_it_not(planned):
@@ -119,6 +128,8 @@ def test_a_link_that_cannot_be_filled_is_exit_code_1_and_the_bandwidth_that_woul
     (line,) = said.err.splitlines()
     least = min(row["least_dcn_bandwidth_gbps"] for row in found["choices"])
     assert line.startswith("refused: no choice fills a link of 1e-05 Gbit/s a host")
+    assert "run it:" not in said.out and found["refused"] == [line.removeprefix("refused: ")]
+    assert said.out.splitlines()[-1].startswith("the first row all the same: python -m maxdiloco.")
     assert f"{least:.3g} Gbit/s a host would do, with eager: diloco_sync_period=500" in line
 
 
@@ -157,6 +168,45 @@ def test_the_traffic_is_counted_against_bfloat16_gradients_in_every_step(planned
         assert row["exposed_seconds_per_period"] == pytest.approx(
             (slices - 1) * 1_033_600 * 32 / 1e9, rel=1e-3
         )
+
+
+def test_a_wire_that_sends_more_than_data_parallelism_has_a_factor_below_one(planned):
+    """float32 in every step is twice bfloat16's bytes, which read `0x`."""
+    keys = ("step_time=0.2", "dcn_bandwidth_gbps=9", "diloco_sync_period=1",
+            "num_communication_overlapping_steps=0", "diloco_exchange_dtype=float32",
+            "diloco_outer_overlap=none", "enable_streaming_diloco=false")  # fmt: skip
+    _, _, said = planned(*TINY, *keys)
+    (row,) = [line for line in said.out.splitlines() if line.startswith("DiLoCo ")]
+    assert " 0.5x " in row
+
+
+def test_a_latency_is_waited_for_once_an_exchange_and_hidden_as_its_bytes_are(planned):
+    """50 ms one way. DiLoCo waits for them; two fragments with an overlap of five steps of 0.2 s do
+    not. Where every step waits for them no bandwidth fills the link."""
+    keys = (*TINY, "step_time=0.2", "dcn_bandwidth_gbps=1", "diloco_sync_period=20")
+    waits = []
+    for more in ([], ["latency_ms=50"]):
+        _, found, _ = planned(*keys, *more)
+        waits.append({row["mode"]: row["exposed_seconds_per_period"] for row in found["choices"]})
+    for mode, latency in (("DiLoCo", 0.05), ("overlapped", 0), ("eager", 0)):
+        assert waits[1][mode] - waits[0][mode] == pytest.approx(latency, abs=1e-9)
+    every = [key for key in keys if "sync_period" not in key] + ["diloco_sync_period=1"]
+    code, found, said = planned(*every, "latency_ms=50", "diloco_outer_overlap=none")
+    assert code == 1 and found["choices"][0]["least_dcn_bandwidth_gbps"] is None
+    assert "No bandwidth would do at a latency of 50 ms; nearest, with DiLoCo" in said.err
+
+
+def test_the_step_of_gpus_is_guessed_from_their_peak_and_said_to_be(planned):
+    """40 % of 989 TFLOP/s (parallel/chips.py); 6 FLOPs a parameter and token, and attention."""
+    gpus = ("model_name=1b", "compile_topology=h100-8", "compile_topology_num_slices=2")
+    code, found, said = planned(*gpus, "slice_bandwidth_gbps=5")
+    tokens = 2 * 8 * 4096
+    least = 6 * found["num_parameters"] * tokens / (0.4 * 989e12 * 16)
+    assert code == 0 and least < found["plain_step_seconds"] < 1.5 * least
+    assert "(a guess: 40% of the peak of 989 TFLOP/s" in said.out
+    assert "give step_time=SECONDS" in said.out.replace("\n  ", " ")
+    _, found, said = planned(*gpus, "slice_bandwidth_gbps=5", "step_time=0.3")
+    assert found["plain_step_seconds"] == 0.3 and "guess" not in said.out
 
 
 def test_the_command_takes_the_keys_of_the_best_choice_and_the_config_accepts_it(planned):
@@ -206,14 +256,14 @@ def test_the_table_marks_a_choice_that_fits_with_its_outer_state_on_the_host_alo
     """10b in float32: eager's theta, momentum and own outer gradients do not fit v5e beside 7.6 GB
     of other state; DiLoCo's theta and momentum do. Control: of 1b every choice fits."""
     keys = ("step_time=1.5", "slice_bandwidth_gbps=10", "diloco_exchange_dtype=float32")
-    legend = "\npinned_host: a row that fits with diloco_outer_memory=pinned_host, and not"
+    legend = "\nhost: a row that fits with diloco_outer_memory=pinned_host, and not"
     _, found, said = planned("model_name=10b", *ONE_B[1:], *keys)
     rows = [line for line in said.out.splitlines() if line.startswith(("DiLoCo ", "eager "))]
-    marked = {line.split()[0]: " pinned_host " in line for line in rows}
+    marked = {line.split()[0]: " host " in line for line in rows}
     assert marked == {"DiLoCo": False, "eager": True} and legend in said.out
     kept = {row["mode"]: row["diloco_outer_memory"] for row in found["choices"]}
     assert kept["DiLoCo"] == "device" and kept["eager"] == "pinned_host"
-    assert "pinned_host" not in planned(*ONE_B, *keys)[2].out
+    assert "host:" not in planned(*ONE_B, *keys)[2].out
 
 
 def test_a_compiled_step_too_big_for_the_chip_is_one_line(monkeypatch, capsys):
@@ -248,6 +298,8 @@ def test_a_loss_is_printed_only_where_it_was_measured(planned, monkeypatch, tmp_
     assert words == {"DiLoCo": "+0.012 (35m, M=2)", "overlapped": "not measured",
                      "eager": "not measured"}  # fmt: skip
     assert "not measured" in said.out
+    marks = {line.split()[0]: line.split()[-1] for line in said.out.splitlines() if line}
+    assert marks["DiLoCo"] == "+0.012" and marks["overlapped"] == marks["eager"] == "?"
 
 
 @pytest.mark.parametrize(
@@ -312,4 +364,14 @@ def test_every_line_of_the_table_has_every_column(planned):
     lines = said.out.splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("mode "))
     rows = lines[first : first + len(found["choices"]) + 2]
-    assert rows[-1].startswith("data parallel") and len(table.COLUMNS) == 14
+    assert rows[-1].startswith("data parallel") and len(table.COLUMNS) == 12
+
+
+def test_no_line_but_the_commands_is_wider_than_a_terminal(planned):
+    """Also where a link of 1 Mbit/s makes the times longest, in units that a reader would take."""
+    for link in ("slice_bandwidth_gbps=0.001", "slice_bandwidth_gbps=5"):
+        _, _, said = planned(*ONE_B, "step_time=0.8", link)
+        lines = [line for line in said.out.splitlines() if "-m maxdiloco." not in line]
+        assert max(map(len, lines)) <= table.WIDTH
+    waited = [output.span(s) for s in (0, 0.0004, 0.744, 5.906, 408.055, 7200, 3 * 86400)]
+    assert waited == ["0 s", "0.4 ms", "744 ms", "5.91 s", "6.8 min", "2 h", "3 days"]
