@@ -3,9 +3,14 @@
 The library is `maxdiloco.DiLoCo`, `maxdiloco.Stacked` for its `layer_axis`, and `Checkpointer` with
 `save_state` and `restore_state`. They are imported on first use, so that `python -m
 maxdiloco.train` checks its flags before JAX loads.
+
+This file and version.py are written for Python 3.6 too: a Python that is too old reads them, and
+says so, before it meets what it cannot read.
 """
 
 import importlib
+import importlib.util
+import sys
 from typing import TYPE_CHECKING
 
 from maxdiloco.version import __version__ as __version__
@@ -24,6 +29,33 @@ _MODULES = {
     "restore_state": "checkpoint.saved_state",
     "save_state": "checkpoint.saved_state",
 }
+# Packages of setup.py by the names under which they are imported.
+_PACKAGES = (
+    "jax", "flax", "optax", "orbax", "tensorstore", "grain", "etils", "ml_dtypes", "numpy", "yaml",
+    "tensorboardX", "tqdm",
+)  # fmt: skip
+_REMEDY = (
+    "Activate the environment of maxdiloco (`source .venv/bin/activate`), or make one in its "
+    "checkout: `bash scripts/make_venv.sh .venv`."
+)
+
+
+def _check_python():
+    """Ends a program that this Python cannot run with one line and exit code 2.
+
+    A library gets an ImportError from a Python that is too old.
+    """
+    line = ""
+    if sys.version_info < (3, 11):  # noqa: UP036
+        line = "is Python {}.{}, and maxdiloco needs 3.11 or newer".format(*sys.version_info[:2])
+    else:
+        absent = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+        line = "has no " + ", ".join(absent) if absent else ""
+    if line and sys.argv[:1] != ["-m"]:
+        raise ImportError(f"{sys.executable} {line}. {_REMEDY}")
+    if line:
+        sys.stderr.write(f"{sys.executable} {line}. {_REMEDY}\n")
+        sys.exit(2)
 
 
 def __getattr__(name):
@@ -33,3 +65,8 @@ def __getattr__(name):
     raise AttributeError(
         f"module 'maxdiloco' has no attribute {name!r}: it exports {', '.join(__all__)}. "
         "Import a submodule by its full name, as in maxdiloco.diloco.schedule.")
+
+
+# Of a program: Python has put "-m" there while it looks for the module to run.
+if sys.argv[:1] == ["-m"] or sys.version_info < (3, 11):
+    _check_python()

@@ -217,6 +217,9 @@ def _is_main_guard(node):
         "TYPE_CHECKING",
         "typing.TYPE_CHECKING",
         "__name__ == '__main__'",
+        # In the package's own file: whoever runs a program by the wrong Python gets a line of ours
+        # before the program's imports end in a traceback.
+        "sys.argv[:1] == ['-m'] or sys.version_info < (3, 11)",
     )
 
 

@@ -179,6 +179,37 @@ def test_the_package_exports_the_class_and_names_what_it_lacks():
         _ = maxdiloco.Diloco
 
 
+def test_a_program_run_by_a_python_without_the_packages_ends_in_one_line():
+    """-S: no site-packages, as where no environment was activated. It was a traceback."""
+    for module in ("maxdiloco", "maxdiloco.train"):
+        done = run([sys.executable, "-S", "-m", module, "--help"], cwd=ROOT)
+        (line,) = done.stderr.splitlines()
+        assert done.returncode == 2 and done.stdout == ""
+        assert line.startswith(f"{sys.executable} has no jax, flax, optax, orbax, ")
+        assert "Activate the environment of maxdiloco (`source .venv/bin/activate`)" in line
+
+
+def test_a_program_run_by_an_old_python_ends_in_one_line_and_the_library_in_an_import_error():
+    """The files that say so must be read by that Python; the rest of the package is not."""
+    old = "import sys; sys.version_info = (3, 9, 2); sys.argv = {}; import maxdiloco"
+    done = python(old.format(["-m"]), cwd=ROOT)
+    words = f"{sys.executable} is Python 3.9, and maxdiloco needs 3.11 or newer. Activate the "
+    assert done.returncode == 2 and done.stderr.startswith(words)
+    assert len(done.stderr.splitlines()) == 1
+    done = python(old.format([""]), cwd=ROOT)
+    assert done.returncode == 1 and f"ImportError: {words}" in done.stderr
+    for name in ("maxdiloco/__init__.py", "maxdiloco/version.py"):
+        ast.parse((ROOT / name).read_text(), feature_version=(3, 7))
+    with pytest.raises(SyntaxError):
+        ast.parse("if a := 1: pass", feature_version=(3, 7))
+
+
+def test_the_packages_that_a_program_asks_for_are_those_of_setup_py(requirements):
+    names = dict(orbax="orbax-checkpoint", yaml="pyyaml", ml_dtypes="ml-dtypes")
+    asked = {canonicalize_name(names.get(name, name)) for name in maxdiloco._PACKAGES}
+    assert asked == {canonicalize_name(r.name) for r in requirements if r.marker is None}
+
+
 def test_the_quickstart_config_is_two_slices_of_diloco():
     cfg = config.load([str(ROOT / "configs/quickstart.yml")], {})
     assert (cfg.run_name, cfg.hardware, cfg.enable_diloco) == ("quickstart", "cpu", True)
