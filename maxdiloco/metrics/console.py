@@ -12,7 +12,7 @@ from etils import epath
 
 from maxdiloco.errors import USER_ERRORS
 from maxdiloco.metrics.log_file import LogFile
-from maxdiloco.processes.output import one_line, say
+from maxdiloco.processes.output import one_line, say, span
 
 WIDTH = 100  # of a terminal, in characters; our choice
 _GAP = "  "  # between the columns of a row
@@ -33,12 +33,19 @@ _BAR = "{percentage:3.0f}%|{bar:30}| {n_fmt}/{total_fmt} [{elapsed}<{remaining},
 _CLEAR_LINE = "\r\x1b[K"  # of every terminal since the VT100
 
 
-def console_line(step: int, total_steps: int, values: Mapping[str, float]) -> str:
-    """step 120/2000  loss 2.3456  lr 3.0e-04  0.812 s: the metrics of _COLUMNS, s a step."""
+def console_line(
+    step: int, total_steps: int, values: Mapping[str, float], *, left: bool = False
+) -> str:
+    """step 120/2000  loss 2.3456  lr 3.0e-04  0.812 s: the metrics of _COLUMNS, s a step.
+
+    left: add the time of the steps that are left, `25.4 min left`, without evaluations and saves.
+    """
     shown = dict(values)
     if "perf/tokens_per_second" in shown:
         shown["perf/tokens_per_second"] = _short(shown["perf/tokens_per_second"])
     columns = [form.format(shown[name]) for name, form in _COLUMNS if name in shown]
+    if left and step < total_steps and "perf/step_time" in values:
+        columns.append(f"{span((total_steps - step) * values['perf/step_time'])} left")
     return _GAP.join([f"step {step}/{total_steps}", *columns])
 
 
@@ -95,6 +102,11 @@ class Console:
         self._early: list[str] | None = []  # lines before there is a log
         self._log: LogFile | None = None
         self._lock = threading.Lock()  # of the two above
+
+    @property
+    def has_bar(self) -> bool:
+        """Whether a progress bar shows how long the run still takes."""
+        return self._bar is not None
 
     def say(self, text: str) -> None:
         """Print one line; control characters are escaped."""

@@ -151,7 +151,8 @@ class Recorder:
             learning_rate = optimizer.learning_rate(self._parts.learning_rate, t - 1)
             row = learning_metrics(metrics, learning_rate) | row
         self._writer.write(t, row)
-        self._console.line(console_line(t, self._total, row))
+        left = not self._console.has_bar
+        self._console.line(console_line(t, self._total, row, left=left))
         if sample := self._samples.pop(t, ""):
             self._writer.write_text(t, "eval/sample", sample)
             self._console.line(sample_lines(t, sample))

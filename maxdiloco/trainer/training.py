@@ -314,6 +314,8 @@ def _compile(
     if path:
         count = compiled_file.load(path, cfg, parts.mesh, calls)
         say(f"{count} compiled programs loaded from {path}")
+    else:
+        say(f"compiling {len(calls)} programs, {calls[0].program.name} first; a line for each")
     room = make_room(cfg, outer_state=assemble.has_replicas(cfg))
     return compiles.all_of(calls, room=room)
 

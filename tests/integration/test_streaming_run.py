@@ -64,6 +64,8 @@ def test_every_program_is_compiled_and_told_before_the_first_step(run):
     steps = ["inner", "inner + exchange", "merge", "merge", "pack", "pack"]
     assert kinds == sorted([*steps, "init", "watch"])
     (ready,) = [i for i, line in enumerate(said) if re.match(r"8 programs ready after ", line)]
+    begun = said.index("compiling 8 programs, inner first; a line for each")
+    assert begun < min(i for i, found in enumerate(told) if found)
     assert max(i for i, found in enumerate(told) if found) < ready
     assert ready < min(i for i, line in enumerate(said) if line.startswith("step "))
 

@@ -55,6 +55,14 @@ def test_the_line_shows_known_names_in_order_and_leaves_the_rest_to_the_files():
     )
 
 
+def test_the_line_says_how_long_the_rest_takes_where_there_is_a_rest():
+    """1,880 steps of 0.8123 s; a log file and a pipe have no progress bar that says so."""
+    line = console_line(120, 2000, VALUES, left=True)
+    assert line.endswith("  12.3k tok/s  mfu 41%  25.5 min left")
+    assert "left" not in console_line(2000, 2000, VALUES, left=True)
+    assert "left" not in console_line(120, 2000, {"learning/loss": 2.3}, left=True)
+
+
 @pytest.mark.parametrize(
     "tokens, words",
     [(12.3456, "12.3"), (999.4, "999"), (999.6, "1k"), (999_999, "1M"), (1.234e9, "1.23G")],

@@ -13,8 +13,9 @@ from maxdiloco.trainer import recorder
 class Run:
     """The parts of a run; each takes the seconds given for it on a clock that stands still."""
 
-    def __init__(self, monkeypatch, since_row=None, memory=None, **seconds):
+    def __init__(self, monkeypatch, since_row=None, memory=None, bar=False, **seconds):
         self.now = 0.0
+        self.lines = []
         self.written, self.resumed, self.notes = [], [], []
         self._seconds = seconds
         monkeypatch.setattr(recorder, "StepClock", lambda t: StepClock(t, clock=lambda: self.now))
@@ -54,7 +55,7 @@ class Run:
             parts,
             done=0,
             total=9,
-            console=types.SimpleNamespace(line=lambda text: None),
+            console=types.SimpleNamespace(line=self.lines.append, has_bar=bar),
             writer=types.SimpleNamespace(
                 write=lambda t, row: self._takes("write", self.written.append(row))(),
                 sync=self._takes("save", None),
@@ -116,6 +117,14 @@ def test_a_save_writes_the_rows_before_it(monkeypatch):
     monkeypatch.setattr(recorder.Rows, "write_all", lambda rows: waited.append(True))
     run.recorder.save(1, state)
     assert waited == [True]
+
+
+def test_a_line_says_how_long_the_rest_takes_unless_a_bar_does(monkeypatch):
+    """Steps 1 and 2 of 9, of a second each."""
+    for bar, left in ((False, ["8 s left", "7 s left"]), (True, ["8 tok/s", "8 tok/s"])):
+        run = Run(monkeypatch, bar=bar)
+        run.times(2)
+        assert [line.split("  ")[-1] for line in run.lines] == left
 
 
 def test_a_row_has_the_time_of_all_lives_of_the_run_and_the_memory_of_the_device(monkeypatch):
