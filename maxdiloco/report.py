@@ -3,6 +3,7 @@
 The page is one file that needs no network. Several runs are drawn over each other.
 """
 
+import time
 from collections.abc import Sequence
 
 from maxdiloco.command_line import HELP, end_with, guarded
@@ -13,12 +14,15 @@ USAGE = """usage: python -m maxdiloco.report RUN [RUN ...] [key=value ...]
 
 RUN: name of a run, its folder, or the folder of one of its checkpoints; also on gs://
   out=  file to write; empty: report.html in the first run's folder (for gs://: in this folder)
+  watch=0  seconds after which the page is written again, and a browser that shows it reads it
+        again, until every run has ended; 0: write it once
   base_output_directory=runs  where the runs are, when RUN is a name
 
-The page shows losses of the replicas and of theta, learning rates, norms, cosine, drift, speed,
+The page says whether a run is healthy, whether its link is the bottleneck, and how it stands beside
+others. It shows losses of the replicas and of theta, learning rates, norms, cosine, drift, speed,
 one or two periods of the schedule, keys that differ, starts and checkpoints. It is one file and
 needs no network."""
-OPTIONS = {"out": "", "base_output_directory": "runs"}
+OPTIONS = {"out": "", "watch": "0", "base_output_directory": "runs"}
 
 
 @guarded
@@ -28,11 +32,28 @@ def main(argv: Sequence[str]) -> int:
         say(USAGE)
         return 0
     names, options = _split(argv)
-    from maxdiloco.flags import base_yml, checks
+    from maxdiloco.flags import checks
 
     for name in names:
         checks.refuse_store("RUN", name)
-    from maxdiloco.page import html
+    watch = _seconds(options["watch"])
+    said = ""
+    while watch:
+        running, size = _write(names, options, reload_s=watch)
+        if not running:
+            break
+        if not said:
+            said = f"{size}; written again every {watch} s until every run has ended"
+            say(said)
+        time.sleep(watch)
+    say(_write(names, options, reload_s=0)[1])
+    return 0
+
+
+def _write(names: Sequence[str], options: dict[str, str], *, reload_s: int) -> tuple[bool, str]:
+    """Write the page. Returns whether a run has not ended, and a line on the file."""
+    from maxdiloco.flags import base_yml
+    from maxdiloco.page import facts, html
     from maxdiloco.page import run as run_lib
     from maxdiloco.storage.run_folder import is_local
     from maxdiloco.trainer import compiled_file
@@ -43,10 +64,17 @@ def main(argv: Sequence[str]) -> int:
     folder = runs[0].folder
     out = options["out"] or (str(folder / "report.html") if is_local(folder) else "report.html")
     compiled_file.check_place("out", out)
-    content = html.page(runs, defaults).encode()
+    content = html.page(runs, defaults, reload_s=reload_s).encode()
     compiled_file.write_whole("out", out, content)
-    say(f"{out}: {len(content) / 1e6:.2f} MB, {sum(len(run.steps_N) for run in runs):,} rows")
-    return 0
+    size = f"{out}: {len(content) / 1e6:.2f} MB, {sum(len(run.steps_N) for run in runs):,} rows"
+    return any(facts.is_running(run) for run in runs), size
+
+
+def _seconds(raw: str) -> int:
+    """The value of watch. Raises ConfigError."""
+    if not raw.isdecimal():
+        raise ConfigError(f"watch={raw} must be a whole number of seconds, 0 for none. Use 30.")
+    return int(raw)
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:

@@ -109,6 +109,12 @@ def state(run: Run) -> str:
     return found[-1].how if found else "not recorded"
 
 
+def is_running(run: Run) -> bool:
+    """Whether the last start has no end: the run goes on, or was killed."""
+    found = lives(run)
+    return bool(found) and found[-1].end is None
+
+
 def starts(runs: Sequence[Run]) -> Rows:
     """One row for each start of each run: when, from where, on what, and how it ended."""
     head = ["run", "started", "after step", "processes", "devices", "ended", "how"]
@@ -154,8 +160,9 @@ def _text(value: Any) -> str:
     return base_yml.show(value) or '""'
 
 
-def date(seconds: float) -> str:
-    """Seconds since 1970 -> '2026-11-22 06:01 UTC'."""
-    if not np.isfinite(seconds):
+def date(moment: float, *, seconds: bool = False) -> str:
+    """Seconds since 1970 -> '2026-11-22 06:01 UTC', or 06:01:59."""
+    if not np.isfinite(moment):
         return UNKNOWN
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+    shown = "%Y-%m-%d %H:%M:%S UTC" if seconds else "%Y-%m-%d %H:%M UTC"
+    return time.strftime(shown, time.gmtime(moment))

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from maxdiloco.page import facts, panels, timeline
+from maxdiloco.page import facts, panels, timeline, verdict
 from maxdiloco.page.facts import Rows
 from maxdiloco.page.run import Run
 
@@ -23,14 +23,20 @@ FOLDER = pathlib.Path(__file__).parent
 MOST_ROWS = 200  # of a table; our choice
 
 
-def page(runs: Sequence[Run], defaults: Mapping[str, Any]) -> str:
-    """The whole page as HTML. defaults: {key: value} of base.yml."""
+def page(runs: Sequence[Run], defaults: Mapping[str, Any], *, reload_s: int = 0) -> str:
+    """The whole page as HTML.
+
+    defaults: {key: value} of base.yml. reload_s: seconds after which a browser reads the page
+    again; 0: never.
+    """
     names = ", ".join(run.name for run in runs)
     drawn = [timeline.of_run(run) for run in runs]
     parts = {
         "title": escape(f"{names} – maxdiloco"),
         "heading": escape(names if len(runs) == 1 else f"{len(runs)} runs"),
         "subtitle": escape(_subtitle(runs)),
+        "reload": f'<meta http-equiv="refresh" content="{reload_s}">' if reload_s else "",
+        "verdict": _list(verdict.lines(runs), "verdict"),
         "summary": _table(facts.summary(runs), "cards"),
         "notes": _notes(runs),
         "marks": _marks(runs),
@@ -57,7 +63,7 @@ def _read(name: str) -> str:
 
 
 def _subtitle(runs: Sequence[Run]) -> str:
-    made = f"made {facts.date(time.time())}"
+    made = f"made {facts.date(time.time(), seconds=True)}"
     return f"{runs[0].folder} · {made}" if len(runs) == 1 else made
 
 
@@ -66,8 +72,12 @@ def _notes(runs: Sequence[Run]) -> str:
     for run in runs:
         before = f"{run.name}: " if len(runs) > 1 else ""
         lines += [before + line for line in [*run.notes, *panels.not_finite(run)]]
+    return _list(lines, "notes")
+
+
+def _list(lines: Sequence[str], kind: str) -> str:
     items = "".join(f"<li>{escape(line)}</li>" for line in lines[:MOST_ROWS])
-    return f'<ul class="notes">{items}</ul>' if items else ""
+    return f'<ul class="{kind}">{items}</ul>' if items else ""
 
 
 def _marks(runs: Sequence[Run]) -> str:
@@ -118,7 +128,7 @@ def _config(runs: Sequence[Run], defaults: Mapping[str, Any]) -> str:
     if all(run.keys is None for run in runs):
         return "<p>The configuration is unknown.</p>"
     same = "Every key has its default." if len(runs) == 1 else "The runs have the same keys."
-    return _table(facts.differences(runs, defaults), "", empty=same)
+    return _table(facts.differences(runs, defaults), "cards", empty=same)
 
 
 def _data(runs: Sequence[Run], drawn: Sequence[timeline.Timeline | str]) -> dict[str, Any]:
@@ -133,7 +143,8 @@ def _data(runs: Sequence[Run], drawn: Sequence[timeline.Timeline | str]) -> dict
         panel._asdict()
         | {
             "series": [
-                [s.label, s.role, s.run, s.table, places[s.table, s.column]] for s in panel.series
+                [s.label, s.role, s.run, s.table, places[s.table, s.column], s.gone]
+                for s in panel.series
             ]
         }
         for panel in panels.panels(runs, tables)

@@ -150,10 +150,10 @@ class Chart {
   get shown() {
     const replicas = document.getElementById("replicas").checked;
     const count = {};
-    return this.panel.series.map(([label, role, run, table, column]) => {
+    return this.panel.series.map(([label, role, run, table, column, gone]) => {
       const key = `${run} ${role}`;
       count[key] = (count[key] ?? -1) + 1;
-      return { label, role, run, table, column, index: count[key] };
+      return { label, role, run, table, column, gone, index: count[key] };
     }).filter((each) => replicas || each.role !== "replica");
   }
 
@@ -204,7 +204,8 @@ class Chart {
     const replicas = {};
     const at = (k) => {
       const ys = this.plot.data[k];
-      if (idx === null || idx === undefined) return last(ys);
+      // Of a replica that the run no longer has nothing is the last value of the run.
+      if (idx === null || idx === undefined) return this.order[k - 1].gone ? undefined : last(ys);
       if (idx > this.ends[k]) return undefined; // beyond the end of a shorter run
       for (let i = idx; i >= 0; i--) if (ys[i] !== undefined) return ys[i];
       return undefined;

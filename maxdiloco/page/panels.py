@@ -23,7 +23,8 @@ EVAL_SET = re.compile(r"eval/(.+)/loss")
 class Series(NamedTuple):
     """A line of a panel: a column of one of the page's tables.
 
-    run: its number. role: mean, theta, replica or line; how it is drawn.
+    run: its number. role: mean, theta, replica or line; how it is drawn. gone: a replica that the
+    run no longer has, whose last value says nothing of the present.
     """
 
     label: str
@@ -31,6 +32,7 @@ class Series(NamedTuple):
     run: int
     table: int
     column: str
+    gone: bool = False
 
 
 class Panel(NamedTuple):
@@ -50,7 +52,7 @@ _PANELS = (
     (
         THETA,
         "nats a token",
-        "of the held-out text",
+        "of the held-out text; theta: the parameters that the replicas share",
         {"eval/loss": "theta", "eval/loss_mean_of_replicas": "mean of the replicas' parameters"},
     ),
     ("Loss of theta by text", "nats a token", "eval_sets", {}),
@@ -85,13 +87,18 @@ _PANELS = (
         "of error feedback, of the fragment sent last",
         {"diloco/residual_norm": "residual norm"},
     ),
-    ("Drift", "", "mean |replica - theta| of a fragment when sent", {"diloco/drift": "drift"}),
+    (
+        "Drift",
+        "",
+        "how far replicas are from theta: mean |replica - theta| of a fragment when sent",
+        {"diloco/drift": "drift"},
+    ),
     ("Step time", "s", "evaluations and saves left out", {"perf/step_time": "step time"}),
     ("Tokens a second", "tokens/s", "all replicas", {"perf/tokens_per_second": "tokens/s"}),
     (
         "Bytes sent a step",
         "B",
-        "by a replica to all other slices, mean since the row before",
+        "by a replica to all other slices, mean of whole periods",
         {"dcn/bytes_sent": "bytes sent"},
     ),
     (
@@ -116,8 +123,23 @@ def tables_of(runs: Sequence[Run]) -> list[tuple[int, Table]]:
     return [
         (number, table)
         for number, run in enumerate(runs)
-        for table in thin.tables(run.steps_N, run.columns, limit=limit)
+        for table in thin.tables(run.steps_N, _drawn(run), limit=limit)
     ]
+
+
+def _drawn(run: Run) -> dict[str, np.ndarray]:
+    name = "dcn/bytes_sent"
+    means = {name: timeline.over_whole_periods(run)} if name in run.columns else {}
+    return run.columns | means
+
+
+def _gone_after(run: Run, name: str) -> int | None:
+    """The last step of a replica's loss; None where the last row of such losses has it."""
+    kind = "learning/loss" if REPLICA.fullmatch(name) else "eval/loss"
+    of_all, own = (np.flatnonzero(~np.isnan(run.column(each))) for each in (kind, name))
+    if len(of_all) and len(own) and own[-1] < of_all[-1]:
+        return int(run.steps_N[own[-1]])
+    return None
 
 
 def panels(runs: Sequence[Run], tables: Sequence[tuple[int, Table]]) -> list[Panel]:
@@ -128,7 +150,12 @@ def panels(runs: Sequence[Run], tables: Sequence[tuple[int, Table]]) -> list[Pan
 
     def taken(name: str, label: str, role: str) -> list[Series]:
         found = [(run, left.pop((run, name))) for run in range(len(runs)) if (run, name) in left]
-        return [Series(label, role, run, table, name) for run, table in found]
+        series = []
+        for run, table in found:
+            gone = _gone_after(runs[run], name) if role == "replica" else None
+            shown = label if gone is None else f"{label} (until step {gone:,})"
+            series.append(Series(shown, role, run, table, name, gone is not None))
+        return series
 
     out = []
     for title, unit, note, metrics in _PANELS:

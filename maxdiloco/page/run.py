@@ -53,8 +53,14 @@ class Run(NamedTuple):
 
     @property
     def num_replicas(self) -> int:
-        """Replicas whose losses the rows have; 1 where a row has one loss."""
-        return max(1, sum(name.startswith("learning/loss_replica_") for name in self.columns))
+        """Replicas whose losses the last row with a loss has; 1 where it has one loss.
+
+        A resumed run may have fewer than before, or more.
+        """
+        rows = np.flatnonzero(~np.isnan(self.column("learning/loss")))
+        last = rows[-1] if len(rows) else -1
+        of_replicas = [v for n, v in self.columns.items() if n.startswith("learning/loss_replica_")]
+        return max(1, sum(not math.isnan(values_N[last]) for values_N in of_replicas))
 
 
 def load(

@@ -9,7 +9,7 @@ function drawLanes(host, timeline, { css, colour, short, whole }) {
     grid: { stroke: css("--grid"), width: 1 }, ticks: { stroke: css("--grid"), width: 1 } };
   const steps = { ...axis, values: (u, found) => found.map(String), size: 30, space: 60,
     incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000] };
-  const side = { ...axis, size: 52, labelSize: 18, labelFont: axis.font };
+  const side = { ...axis, size: 76, labelSize: 20, labelFont: axis.font };
   const x = { time: false, range: () => [first - 1, lastStep + 1] };
   const cursor = { sync: { key: `lanes${host.dataset.timeline}`, setSeries: false },
     drag: { x: false, y: false }, points: { show: false }, y: false };
@@ -80,7 +80,7 @@ function drawLanes(host, timeline, { css, colour, short, whole }) {
     series: [{}, { stroke: "transparent", points: { show: false } }],
     hooks: { draw: [bars], setCursor: [read] },
   }, [xs, xs.map(() => null)], host);
-  new uPlot({
+  if (timeline.bytes.some((n) => n > 0)) new uPlot({
     width, height: 110, cursor, legend: { show: false },
     scales: { x, y: { range: (u, low, high) => [0, (high || 1) * 1.1] } },
     axes: [steps, { ...side, label: "sent", space: 30,

@@ -13,6 +13,7 @@ from maxdiloco.diloco.schedule import INNER_EXCHANGE, SYNCHRONISE, Schedule, off
 from maxdiloco.page.run import Run
 
 TWO_PERIODS = 60  # longest H of which two periods are drawn [inner steps]; our choice
+FEW_PERIODS = 10  # in which log_period and H should meet, for exact means; our choice
 MOST_STEPS = 5000  # longest period that is drawn [inner steps]; our choice
 
 
@@ -47,15 +48,43 @@ def of_run(run: Run) -> Timeline | str:
     """The timeline of a run, or a line that says why there is none."""
     if run.keys is None:
         return "no configuration, no timeline"
-    mean = run.column("dcn/bytes_sent")
+    mean = over_whole_periods(run)
     finite = mean[np.isfinite(mean)]
     mean_bytes = float(finite[-1]) if len(finite) else 0.0
     schedule = schedule_of(run.keys)
     if schedule is None:
         return f"data parallelism: every step sends {amount(mean_bytes)} a slice"
+    told = _told(run, schedule.H)
+    if run.num_replicas == 1 and not mean_bytes and not any(told):
+        return f"one replica sends nothing; its theta moves every H = {schedule.H:,} inner steps"
     if schedule.H > MOST_STEPS:
         return f"a period of H = {schedule.H:,} steps is longer than the {MOST_STEPS:,} drawn here"
-    return _drawn(schedule, _told(run, schedule.H), mean_bytes)
+    return _drawn(schedule, told, mean_bytes)
+
+
+def over_whole_periods(run: Run) -> np.ndarray:
+    """dcn/bytes_sent [N], each value the mean of whole periods up to its row [bytes a step].
+
+    A row's own mean is of the steps since the row before, which hold now more and now fewer
+    exchanges: a sawtooth of log_period against H. Before a whole period it is the mean so far.
+    """
+    values_N = run.column("dcn/bytes_sent")
+    at = np.flatnonzero(np.isfinite(values_N))
+    schedule = run.keys and schedule_of(run.keys)
+    if not schedule or len(at) < 2:
+        return values_N
+    steps = run.steps_N[at]
+    each = int(np.median(np.diff(steps)))  # steps from row to row
+    window = math.lcm(schedule.H, each)
+    if window > FEW_PERIODS * max(schedule.H, each):
+        window = schedule.H * -(-FEW_PERIODS * each // schedule.H)
+    begin = max(0, steps[0] - each)  # a file may go on from another one
+    ends = np.concatenate([[begin], steps])
+    sums = np.concatenate([[0.0], np.cumsum(values_N[at] * np.diff(ends))])
+    from_ = np.maximum(steps - window, begin)
+    means_N = values_N.copy()
+    means_N[at] = (sums[1:] - np.interp(from_, ends, sums)) / (steps - from_)
+    return means_N
 
 
 def schedule_of(config: dict[str, Any]) -> Schedule | None:

@@ -81,6 +81,36 @@ def test_the_summary_has_last_and_best_losses(defaults):
     assert shown["mode"] == "DiLoCo, H 100, P 1, tau 0, float32"
 
 
+def test_replicas_that_are_gone_are_not_counted_and_have_no_last_value(defaults):
+    """Four replicas up to step 60, then two."""
+    columns = {"learning/loss": np.ones(ROWS)}
+    columns |= {f"learning/loss_replica_{m}": np.ones(ROWS) for m in range(4)}
+    for m in (2, 3):
+        columns[f"learning/loss_replica_{m}"][60:] = np.nan
+    run = run_of(defaults, columns=columns)
+    table = facts.summary([run])
+    assert dict(zip(table.head, table.rows[0], strict=True))["replicas"] == "2"
+    (loss,) = [p for p in data_of(html.page([run], defaults))["panels"] if p["title"] == "Loss"]
+    assert [(series[0], series[5]) for series in loss["series"]] == [
+        ("replica 0", False), ("replica 1", False), ("replica 2 (until step 60)", True),
+        ("replica 3 (until step 60)", True), ("mean of the replicas", False),
+    ]  # fmt: skip
+
+
+def test_a_page_that_is_watched_reads_itself_again(defaults):
+    """A meta element, which the policy of the page allows; without it a page is still."""
+    run = run_of(defaults)
+    again = '<meta http-equiv="refresh" content="30">'
+    assert again in html.page([run], defaults, reload_s=30)
+    assert "refresh" not in html.page([run], defaults)
+
+
+def test_the_words_of_the_page_are_explained_on_it(defaults):
+    page = html.page([run_of(defaults)], defaults)
+    explained = re.findall(r"<dt>(.*?)</dt>", page)
+    assert {"theta", "H", "fragment, P", "tau", "drift"} <= set(explained)
+
+
 def test_what_is_not_finite_is_said_and_no_number(defaults):
     loss = np.full(ROWS, 2.0)
     loss[[41, 99]] = run_lib.NOT_FINITE

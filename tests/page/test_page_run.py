@@ -97,9 +97,31 @@ def test_the_program_writes_into_the_first_runs_folder_or_where_it_is_told(tmp_p
     assert capsys.readouterr().out.splitlines()[1].startswith(f"{tmp_path}/b/page.html: 0.")
 
 
+def test_a_watched_page_is_written_until_every_run_has_ended(tmp_path, monkeypatch, capsys):
+    """It ends while the program sleeps: two pages that read themselves again, then a still one."""
+    history = [synthetic_runs.start(0, until=200)]
+    folder = synthetic_runs.write(tmp_path / "a", steps=20, history=history)
+    pages = []
+
+    def sleep(seconds):
+        assert seconds == 7
+        pages.append((folder / "report.html").read_text())
+        if len(pages) == 2:
+            with open(folder / "history.jsonl", "a") as file:
+                file.write(json.dumps(synthetic_runs.end()) + "\n")
+
+    monkeypatch.setattr(report.time, "sleep", sleep)
+    assert report.main([str(folder), "watch=7"]) == 0
+    assert ['content="7"' in page for page in pages] == [True, True]
+    assert "refresh" not in (folder / "report.html").read_text()
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.endswith("written again every 7 s until every run has ended") and "MB" in last
+
+
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
+        (["a", "watch=soon"], 2, "watch=soon must be a whole number of seconds, 0 for none. Use"),
         (["out=x.html"], 2, "RUN is missing: give the name"),
         (["a", "width=3"], 2, "width=3 is not an option of report. Use key=value with one of out"),
         (["a", "out=x", "out=y"], 2, "out=y: out is given twice. Give it once."),

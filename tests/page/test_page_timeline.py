@@ -75,6 +75,29 @@ def test_the_apply_is_where_the_mode_puts_it(keys, lag, how):
     assert found.caption.endswith(how)
 
 
+def test_bytes_are_means_of_whole_periods_and_no_sawtooth():
+    """H=6 sends 12 bytes after steps 6, 12, ...; rows of 4 steps have 0, 12, 12, 0, 12, 12 of them.
+
+    From step 12 on, a period of both, each value is 2 bytes a step.
+    """
+    raw = np.tile([0.0, 3.0, 3.0], 5)
+    run = run_of(diloco_sync_period=6)._replace(
+        steps_N=np.arange(4, 64, 4), columns={"dcn/bytes_sent": raw}
+    )
+    means = timeline.over_whole_periods(run)
+    np.testing.assert_allclose(means[:3], [0, 12 / 8, 24 / 12])
+    np.testing.assert_allclose(means[2:], 2.0)
+    assert np.ptp(raw[2:]) == 3
+    plain = run._replace(keys=run.keys | {"enable_diloco": False})
+    np.testing.assert_array_equal(timeline.over_whole_periods(plain), raw)
+
+
+def test_one_replica_has_a_line_in_place_of_an_empty_chart():
+    found = timeline.of_run(run_of(sent=0.0, diloco_sync_period=20))
+    assert found == "one replica sends nothing; its theta moves every H = 20 inner steps"
+    assert not isinstance(timeline.of_run(run_of(diloco_sync_period=20)), str)
+
+
 def test_a_long_period_is_drawn_once_and_a_very_long_one_not():
     assert timeline.of_run(run_of(diloco_sync_period=100)).steps == (201, 300)
     assert "H = 6,000 steps is longer" in timeline.of_run(run_of(diloco_sync_period=6000))
