@@ -139,13 +139,13 @@ def devices(name: str, num_slices: int) -> list[Any]:
     if not any(map(importlib.util.find_spec, PLUGINS)):
         raise ConfigError(
             f"compile_topology={name} needs JAX's plugin for CUDA, which is not installed. Install "
-            f"the extra: pip install '.[cudacompile]' in a checkout of maxdiloco."
+            f"the extra: pip install -e '.[cudacompile]' in a checkout of maxdiloco."
         )
     if jax.__version_info__ >= FROM_MACHINE:
         raise ConfigError(
             f"compile_topology={name} cannot be compiled for by jax {jax.__version__}, which makes "
             f"Triton kernels for the GPU of this machine alone. Use jax 0.10.2, as the extra has "
-            f"it: pip install '.[cudacompile]'."
+            f"it: pip install -e '.[cudacompile]'."
         )
     from jax.experimental import topologies
 

@@ -119,7 +119,7 @@ def devices(name: str, num_slices: int) -> list[jax.Device]:
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(
             f"compile_topology={name} needs libtpu, which is not installed. Install the extra: "
-            f"pip install '.[tpu]' in a checkout of maxdiloco."
+            f"pip install -e '.[tpu]' in a checkout of maxdiloco."
         )
     from jax.experimental import topologies
 

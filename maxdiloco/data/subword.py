@@ -329,5 +329,5 @@ def _package(name: str, kind: str) -> types.ModuleType:
     except ImportError as error:
         raise ConfigError(
             f"tokenizer_type={kind} needs the package {name}, which is not installed: pip install "
-            "'.[text]' in a checkout of maxdiloco, or use tokenizer_type=byte."
+            "-e '.[text]' in a checkout of maxdiloco, or use tokenizer_type=byte."
         ) from error

@@ -1,5 +1,8 @@
-"""The flags of a run: read from base.yml, the model file, a yml file, the environment and the
-command line, checked as far as no device is needed, and frozen. JAX is not imported here."""
+"""The flags of a run: read, checked as far as no device is needed, and frozen.
+
+They are from base.yml, the model file, a yml file, the environment and the command line. JAX is
+not imported here.
+"""
 
 import dataclasses
 import difflib

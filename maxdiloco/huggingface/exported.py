@@ -1,5 +1,4 @@
-"""A checkpoint as a Hugging Face model: safetensors, config.json, generation_config.json and the
-files of the tokenizer."""
+"""A checkpoint as a Hugging Face model: safetensors, two config files, those of the tokenizer."""
 
 import json
 import math

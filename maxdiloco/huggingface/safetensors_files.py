@@ -55,8 +55,8 @@ def package() -> Any:
         import safetensors
     except ImportError as error:
         raise ConfigError(
-            "safetensors is not installed, which Hugging Face's files need: pip install '.[hf]' in "
-            "a checkout of maxdiloco."
+            "safetensors is not installed, which Hugging Face's files need: pip install -e '.[hf]' "
+            "in a checkout of maxdiloco."
         ) from error
     return safetensors
 

@@ -133,7 +133,7 @@ def visible_devices(cfg: Config) -> list[jax.Device]:
     """
     remedy = (
         "See that this machine has one and JAX can use it (in a checkout of maxdiloco: pip install "
-        "'.[{}]'), or set hardware=cpu."
+        "-e '.[{}]'), or set hardware=cpu."
     )
     extra = {"gpu": "cuda12", "tpu": "tpu"}
     try:

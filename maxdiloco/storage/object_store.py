@@ -37,7 +37,7 @@ def prepare(path: epath.PathLike, key: str) -> None:
     if not all(map(_is_installed, EXTRA)):
         raise CheckpointError(
             f"{key}={path} needs the packages gcsfs and google-cloud-storage, which are not "
-            "installed: pip install '.[gcs]' in a checkout of maxdiloco, or use a folder on a "
+            "installed: pip install -e '.[gcs]' in a checkout of maxdiloco, or use a folder on a "
             "mounted file system."
         )
     from fsspec.config import conf

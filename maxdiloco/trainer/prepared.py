@@ -1,5 +1,4 @@
-"""Sources that a run tokenises at its first start, below base_output_directory; later ones find
-them."""
+"""Sources that a run tokenises at its first start, for later ones: in base_output_directory."""
 
 import hashlib
 import json

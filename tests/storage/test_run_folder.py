@@ -238,8 +238,8 @@ def test_an_object_store_without_its_library_is_one_line(monkeypatch):
         open_run_folder("gs://bucket", "run").__enter__()
     assert str(error.value) == (
         "base_output_directory=gs://bucket needs the packages gcsfs and google-cloud-storage, "
-        "which are not installed: pip install '.[gcs]' in a checkout of maxdiloco, or use a folder "
-        "on a mounted file system."
+        "which are not installed: pip install -e '.[gcs]' in a checkout of maxdiloco, or use a "
+        "folder on a mounted file system."
     )
 
 

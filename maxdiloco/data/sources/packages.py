@@ -17,5 +17,5 @@ def require(name: str, why: str) -> types.ModuleType:
         package = name.partition(".")[0]
         raise ConfigError(
             f"{why}, which needs the package {package} ({error}). Install it: pip install "
-            "'.[data]' in a checkout of maxdiloco."
+            "-e '.[data]' in a checkout of maxdiloco."
         ) from error
