@@ -31,6 +31,8 @@ def lines(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         before = f"{run.name}: " if len(runs) > 1 else ""
         said.append(before + " ".join([health(run), link(run), progress(run)]))
+    if len(runs) == 1 and (runs[0].keys is None or timeline.schedule_of(runs[0].keys) is None):
+        return said
     if len(runs) == 1:
         how = "maxdiloco.report RUN BASELINE, the second one with enable_diloco=false"
         return [*said, f"Whether it is behind data parallelism shows beside such a run: {how}."]
@@ -101,8 +103,8 @@ def beside(first: Run, other: Run) -> str:
     differing = _eval_keys_that_differ(first, other)
     if differing:
         return (
-            f"{other.name} and {first.name} are not compared: {', '.join(differing)} differ, so "
-            f"their losses may be of different held-out texts."
+            f"{other.name} and {first.name} are not compared, since their losses may be of different "
+            f"held-out texts: they differ in {', '.join(differing)}."
         )
     curves = [_curve(run, counted) for counted, run in itertools.product((1, 0), (first, other))]
     of, (a, b) = ("tokens", curves[:2]) if all(map(len, curves[:2])) else ("steps", curves[2:])
