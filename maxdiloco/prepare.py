@@ -1,6 +1,6 @@
 """Tokenise text once, for many runs: `python -m maxdiloco.prepare SOURCE out=FOLDER key=value`.
 
-The folder is read with dataset_type=arrayrecord dataset_path=FOLDER; docs/data.md describes it.
+The folder is read with dataset_path=FOLDER; docs/data.md describes it.
 """
 
 import os
@@ -90,7 +90,7 @@ def _value(name, raw):
 
 
 def _prepare(source, options, keys):
-    from maxdiloco.data import tokenizer
+    from maxdiloco.data import shards, tokenizer
     from maxdiloco.data.sources import opening
     from maxdiloco.flags import config
     from maxdiloco.preparation.prepare import Work, prepare
@@ -100,6 +100,11 @@ def _prepare(source, options, keys):
         raise ConfigError(
             f"dataset_type={cfg.dataset_type} needs no preparation. Use one of "
             f"{', '.join(opening.KINDS)}."
+        )
+    if shards.is_folder(source):
+        raise ConfigError(
+            f"SOURCE={source} is prepared already. Train with dataset_path={source}, or give the "
+            "text that it was made from."
         )
     text = opening.open_source(cfg.dataset_type, source, "SOURCE", cfg.text_column)
     work = Work(
@@ -111,7 +116,7 @@ def _prepare(source, options, keys):
         part_bytes=options.part_mb << 20,
     )
     prepare(work, os.path.abspath(os.path.expanduser(options.out)), say)
-    say(f"train with dataset_type=arrayrecord dataset_path={options.out} and the same tokenizer")
+    say(f"train with dataset_path={options.out} and the same tokenizer")
     return 0
 
 

@@ -117,9 +117,11 @@ def read_table(
     """
     paths = tuple(paths)
     index = LineIndex(column) if index is None else index
+    # Another source of a mixture may have the text of the same file in another field.
+    names = [path if column == index.column else f"{path}\0{column}" for path in paths]
     # All files are opened before the first is read through, which may take an hour.
     stamps = [stamp(path) for path in paths]
-    tables = [_known(path, stamp, index) for path, stamp in zip(paths, stamps, strict=True)]
+    tables = [_known(*file, index) for file in zip(paths, names, stamps, strict=True)]
     unread = [number for number, table in enumerate(tables) if table is None]
     if unread:
         size = sum(stamps[number].size for number in unread)
@@ -130,7 +132,7 @@ def read_table(
         for error in left_out:
             index.report(f"left out: {error}")
         if not left_out:  # another start may allow fewer
-            index.add(paths[number], stamps[number], tables[number])
+            index.add(names[number], stamps[number], tables[number])
     file = np.repeat(np.arange(len(paths)), [len(table) for table in tables])
     columns = np.ascontiguousarray(np.concatenate([_rows(), *tables]).T)
     return Documents(paths, file, *columns, column=column)
@@ -173,12 +175,12 @@ def _stamp_of(file):
     return Stamp(status.st_size, status.st_mtime_ns)
 
 
-def _known(path, stamp, index):
+def _known(path, name, stamp, index):
     """Table of a file, int64 [D, 3] as in LineIndex; None when it has to be read through."""
     if not stamp.size:
         return _rows()
     if path.endswith(".jsonl"):
-        return index.find(path, stamp)
+        return index.find(name, stamp)
     return _rows((0, stamp.size, stamp.size))
 
 

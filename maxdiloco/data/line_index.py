@@ -26,7 +26,7 @@ class Stamp(NamedTuple):
 
 
 class LineIndex:
-    """Documents of .jsonl files, by path.
+    """Documents of .jsonl files, by path; a NUL and a field follow that of another than column.
 
     A file's documents are int64 [D, 3]: offset and length of a line, size of its text [bytes].
     column: the field that holds the text. report: called with one line for the user.

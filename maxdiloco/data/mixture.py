@@ -6,6 +6,7 @@
 import dataclasses
 from collections.abc import Iterator
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -45,15 +46,30 @@ def open_dataset(cfg, *, split: str, **options) -> TrainingData:
     return Mixture.of(names, sources, shares, cfg.data_shuffle_seed)
 
 
-def _open_source(cfg, entry, split, options):
-    name = entry["name"]
+def source_configs(cfg) -> dict[str, Any]:
+    """{key, or name in a mixture: the config with which the source is read} of dataset_path, or of
+    all sources of dataset_mixture."""
+    if not cfg.dataset_mixture:
+        return {"dataset_path": cfg}
+    entries = [dict(entry) for entry in cfg.dataset_mixture]
+    return {f"dataset_mixture, source {entry['name']}": _of_source(cfg, entry) for entry in entries}
+
+
+def _of_source(cfg, entry):
+    of_entry = {key: entry[key] for key in ("dataset_type", "text_column") if key in entry}
     keys = {
         "dataset_path": entry["path"],
+        "dataset_mixture": (),
         # Sources of one size have different permutations.
-        "data_shuffle_seed": order.seed_of(name, cfg.data_shuffle_seed),
+        "data_shuffle_seed": order.seed_of(entry["name"], cfg.data_shuffle_seed),
     }
+    return type(cfg)(**vars(cfg) | keys | of_entry)
+
+
+def _open_source(cfg, entry, split, options):
+    name = entry["name"]
     try:
-        source = pipeline.open_dataset(type(cfg)(**vars(cfg) | keys), split=split, **options)
+        source = pipeline.open_dataset(_of_source(cfg, entry), split=split, **options)
     except DataError as error:
         raise DataError(f"dataset_mixture, source {name}: {error}") from error
     return dataclasses.replace(source, name=f"dataset_mixture, source {name}")

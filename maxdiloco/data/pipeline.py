@@ -178,7 +178,7 @@ def open_dataset(
     *,
     split: str,
     index: LineIndex | None = None,
-    prepared: Mapping[str, str] | None = None,
+    prepared: Mapping[tuple[str, str, str], str] | None = None,
 ) -> Dataset:
     """The data of a split, "train" or "eval", that cfg names. index, prepared: split.open_split.
 

@@ -67,8 +67,11 @@ def part_name(number: int) -> str:
 
 
 def is_folder(path: str) -> bool:
-    """Whether a path is a complete folder of shards."""
-    return os.path.isfile(os.path.join(os.path.expanduser(path), MANIFEST))
+    """Whether a path is a complete folder of shards, which no other kind of source looks like."""
+    folder = os.path.expanduser(path)
+    return bool(path) and all(
+        os.path.isfile(os.path.join(folder, name)) for name in (MANIFEST, LENGTHS)
+    )
 
 
 def read_manifest(folder: str, where: str) -> Manifest:

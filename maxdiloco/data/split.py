@@ -34,17 +34,23 @@ def split_path(cfg, split: str) -> tuple[str, str]:
     return "dataset_path", cfg.dataset_path
 
 
+def source_of(cfg, path: str) -> tuple[str, str, str]:
+    """What names a source in `prepared`: its kind, its path and the column with its text."""
+    return cfg.dataset_type, path, cfg.text_column
+
+
 def open_split(
     cfg,
     *,
     split: str,
     index: LineIndex | None = None,
-    prepared: Mapping[str, str] | None = None,
+    prepared: Mapping[tuple[str, str, str], str] | None = None,
 ) -> Split:
     """The documents of a split.
 
     index: known documents of .jsonl files; those of the other files are added to it.
-    prepared: {path of a source: its folder of shards} of what has been tokenised.
+    prepared: {source_of: its folder of shards} of what was tokenised at this start. A path that
+    is such a folder itself is read as one, whatever dataset_type is.
     eval_dataset_path, when set, is the eval split, and all of dataset_path is for training.
     Empty: files 0, 20, 40, ... of dataset_path are held out for eval; of fewer than 20 files the
     windows are divided.
@@ -52,9 +58,9 @@ def open_split(
     """
     tokens = tokenizer.build(cfg)
     key, path = split_path(cfg, split)
-    folder = (prepared or {}).get(path, path)
+    folder = (prepared or {}).get(source_of(cfg, path), path)
     shared = not cfg.eval_dataset_path
-    if cfg.dataset_type == "arrayrecord" or folder != path:
+    if cfg.dataset_type == "arrayrecord" or shards.is_folder(folder):
         return _of_shards(cfg, folder, key, tokens, split, shared)
     files = corpus.find_files(path, key)
     for file in files:
@@ -76,11 +82,12 @@ def open_split(
 
 
 def needs_tokenising(cfg, path: str, key: str) -> bool:
-    """Whether a source has no known token counts: all but plain text and .jsonl read as bytes.
+    """Whether a source has no known token counts: all but plain text and .jsonl read as bytes,
+    and folders of shards.
 
     Raises DataError when the files cannot be listed.
     """
-    if cfg.dataset_type in ("synthetic", "arrayrecord"):
+    if cfg.dataset_type in ("synthetic", "arrayrecord") or shards.is_folder(path):
         return False
     if cfg.dataset_type != "text" or cfg.tokenizer_type != "byte":
         return True

@@ -91,7 +91,7 @@ def open_text(
     *,
     split: str,
     index: LineIndex | None = None,
-    prepared: Mapping[str, str] | None = None,
+    prepared: Mapping[tuple[str, str, str], str] | None = None,
 ) -> tuple[TextWindows, str]:
     """Windows of the text of a split, train or eval, and its flag and path, for messages.
 

@@ -8,6 +8,9 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.flags.base_yml import Table, show
 
 _FORM = "Write dataset_mixture=[{path: ..., weight: ..., name: ...}, ...]."
+# What a source may have of its own, in place of the run's key.
+_OWN = ("dataset_type", "text_column")
+_TYPES = ("text", "parquet", "hf", "arrayrecord")
 
 
 def check(cfg: Any) -> None:
@@ -58,12 +61,17 @@ def _weight(entry: Any) -> Fraction:
     if not isinstance(entry, Table) or not all(isinstance(text, str) for _, text in entry):
         raise ConfigError(f"dataset_mixture: {show(entry)} is not a source. {_FORM}")
     shown, entry = show(entry), dict(entry)
-    unknown = sorted(entry.keys() - {"path", "weight", "name"})
+    unknown = sorted(entry.keys() - {"path", "weight", "name", *_OWN})
     missing = [key for key in ("path", "name") if not entry.get(key)]
     if unknown or missing:
         why = f"has no {missing[0]}" if missing else f"has {unknown[0]}, which is no key of it"
         raise ConfigError(f"dataset_mixture: source {shown} {why}. {_FORM}")
     name, path, weight = entry["name"], entry["path"], entry.get("weight", "1")
+    if entry.get("dataset_type", "text") not in _TYPES:
+        raise ConfigError(
+            f"dataset_mixture: dataset_type {entry['dataset_type']} of source {name} is none of "
+            f"{', '.join(_TYPES)}. Use one of them, or leave it out for the run's dataset_type."
+        )
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name):
         raise ConfigError(
             f"dataset_mixture: name {name} cannot be part of a metric's name. Use letters, digits, "

@@ -285,7 +285,7 @@ def _data(cfg: Any) -> None:
                 "no end. Set eval_steps."
             )
         return
-    if cfg.dataset_type != "text" and not cfg.dataset_path:
+    if cfg.dataset_type != "text" and not cfg.dataset_path and not cfg.dataset_mixture:
         raise ConfigError(
             f"dataset_path is empty, but dataset_type={cfg.dataset_type} has no data of its own. "
             "Set dataset_path, or use dataset_type=text."

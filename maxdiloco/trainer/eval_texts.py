@@ -14,7 +14,9 @@ HELD_OUT = ""  # its metrics have no name between eval/ and loss
 
 
 def open_texts(
-    cfg: Config, index: LineIndex | None = None, prepared: Mapping[str, str] | None = None
+    cfg: Config,
+    index: LineIndex | None = None,
+    prepared: Mapping[tuple[str, str, str], str] | None = None,
 ) -> dict[str, Dataset]:
     """{name: data set}: HELD_OUT, the eval split of the run, then eval_sets in their order.
 

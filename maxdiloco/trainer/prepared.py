@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Mapping
 
 import jax
 
-from maxdiloco.data import shards, tokenizer
+from maxdiloco.data import mixture, shards, tokenizer
 from maxdiloco.data.sources import opening
-from maxdiloco.data.split import needs_tokenising, split_path
+from maxdiloco.data.split import needs_tokenising, source_of, split_path
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.flags.config import Config
 from maxdiloco.preparation.prepare import PART_BYTES, Work, prepare
@@ -19,6 +19,7 @@ from maxdiloco.processes import coordination
 from maxdiloco.storage import object_store
 from maxdiloco.storage.run_folder import absolute
 
+Source = tuple[str, str, str]  # of split.source_of
 FOLDER = "prepared"
 _LARGE = 1e9  # bytes; above it the program for this is named. Our choice: some minutes.
 _PATIENCE_S = 7 * 24 * 3600.0  # of the other processes; a lost one ends them before
@@ -33,48 +34,53 @@ _KEYS = (
 
 def prepare_sources(
     cfg: Config, say: Callable[[str], None], *, splits: Collection[str] = ("train", "eval")
-) -> dict[str, str]:
-    """{path: folder of shards} of the sources that have no known token counts.
+) -> dict[Source, str]:
+    """{split.source_of: folder of shards} of the sources that have no known token counts.
 
     splits: that are read; eval only where the run evaluates. say: called with lines for the user.
     Process 0 tokenises; the others wait for it.
     Raises DataError for text that is missing, unreadable or damaged, ConfigError where
     base_output_directory is no folder.
     """
-    paths = _paths(cfg, splits)
+    sources = _sources(cfg, splits)
     if jax.process_index() != 0:
-        return _of_first_process(list(paths))
+        return _of_first_process(list(sources))
     folders = {}
-    for number, (path, key) in enumerate(paths.items()):
-        folder = ""
-        if needs_tokenising(cfg, path, key):
-            folder = folders[path] = _prepare(cfg, path, key, say)
+    for number, (source, (of_source, key)) in enumerate(sources.items()):
+        folder, path = "", source[1]
+        if needs_tokenising(of_source, path, key):
+            folder = folders[source] = _prepare(of_source, path, key, say)
         if jax.process_count() > 1:
             coordination.put(_name(number), folder or "-")  # no empty values there
     return folders
 
 
-def _paths(cfg, splits):
-    """{path: its key} of all sources that are read."""
+def _sources(cfg: Config, splits: Collection[str]) -> dict[Source, tuple[Config, str]]:
+    """{split.source_of: the config that it is read with, its key} of all that are read."""
     if cfg.eval_interval == -1:
         splits = [split for split in splits if split != "eval"]
-    chosen = [split_path(cfg, split) for split in splits]
-    if cfg.dataset_mixture and any(key == "dataset_path" for key, _ in chosen):
-        mixed = [("dataset_mixture", dict(entry)["path"]) for entry in cfg.dataset_mixture]
-        chosen = mixed + [pair for pair in chosen if pair[0] != "dataset_path"]
+    chosen = [(*split_path(cfg, split), cfg) for split in splits]
+    if any(key == "dataset_path" for key, *_ in chosen):
+        trained = mixture.source_configs(cfg).items()
+        chosen = [
+            *((key, of_source.dataset_path, of_source) for key, of_source in trained),
+            *(each for each in chosen if each[0] != "dataset_path"),
+        ]
     if "eval" in splits:
-        chosen += [(f"eval_sets.{name}", path) for name, path in cfg.eval_sets]
-    return {path: key for key, path in chosen}
+        chosen += [(f"eval_sets.{name}", path, cfg) for name, path in cfg.eval_sets]
+    return {source_of(read_with, path): (read_with, key) for key, path, read_with in chosen}
 
 
-def _of_first_process(paths):
+def _of_first_process(sources: list[Source]) -> dict[Source, str]:
     named = {
-        path: coordination.value_of(0, _name(number), f"{path} as tokens", timeout_s=_PATIENCE_S)
-        for number, path in enumerate(paths)
+        source: coordination.value_of(
+            0, _name(number), f"{source[1]} as tokens", timeout_s=_PATIENCE_S
+        )
+        for number, source in enumerate(sources)
     }
-    folders = {path: folder for path, folder in named.items() if folder != "-"}
+    folders = {source: folder for source, folder in named.items() if folder != "-"}
     deadline = time.monotonic() + _WAIT_S
-    for path, folder in folders.items():
+    for (_, path, _), folder in folders.items():
         while not shards.is_folder(folder):
             if time.monotonic() > deadline:
                 raise DataError(
@@ -95,7 +101,7 @@ def _prepare(cfg, path, key, say):
         raise ConfigError(
             f"{key}={path} has to be tokenised first, and base_output_directory="
             f"{cfg.base_output_directory} is no folder for it. Run `{_command(cfg, path)}`, then "
-            "set dataset_type=arrayrecord and the path to FOLDER."
+            "give FOLDER in place of the path."
         )
     source = opening.open_source(cfg.dataset_type, path, key, cfg.text_column)
     tokens = tokenizer.build(cfg)

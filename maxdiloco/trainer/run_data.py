@@ -30,7 +30,7 @@ def open_data(
     """
     prepared = prepare_sources(cfg, say)
     index = LineIndex(cfg.text_column, report=say)
-    if cfg.dataset_type == "text":
+    if any(each.dataset_type == "text" for each in mixture.source_configs(cfg).values()):
         load_index(index, folder.line_index)
     train = mixture.open_dataset(cfg, split="train", index=index, prepared=prepared)
     pipeline.check_size(train, train.first_position(shape.num_replicas, shape.sequences))

@@ -53,6 +53,7 @@ def test_weights_may_change_on_resume_and_replicas_sources_may_not():
         (["dataset_mixture=[{name: a}]"], "has no path"),
         (["dataset_mixture=[{name: a, path: }]"], "has no path"),
         (["dataset_mixture=[{name: a, path: /a, wait: 1}]"], "has wait, which is no key of it"),
+        (["dataset_mixture=[{name: a, path: /a, dataset_type: csv}]"], "csv of source a is none"),
         (["dataset_mixture=[{name: a/b, path: /a}]"], "name a/b cannot be part of a metric's name"),
         (["dataset_mixture=[{name: a, path: gs://b/c}]"], "Mount the bucket"),
         (["dataset_mixture=[{name: a, path: /a, weight: -1}]"], "weight -1 of source a is not a"),

@@ -10,13 +10,15 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
-from maxdiloco import prepare
-from maxdiloco.data import pipeline
-from maxdiloco.errors import ConfigError
+from maxdiloco import prepare, tokenizer
+from maxdiloco.data import mixture, pipeline, shards
+from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.flags import config
-from maxdiloco.trainer import prepared
+from maxdiloco.preparation import prepare as preparing
+from maxdiloco.trainer import prepared, run_tokenizer
 
 WAIT_S = 300  # far above what a command takes
 
@@ -139,10 +141,99 @@ def test_a_source_is_tokenised_at_the_first_start_and_found_at_the_second(tmp_pa
     assert prepared.prepare_sources(cfg, said.append) == first
     assert [line.rpartition(" is ")[2] for line in said] == ["prepared: nothing to do"]
     assert prepare.main([str(tmp_path), f"out={tmp_path}/shards", *parquet[::2]]) == 0
-    shards = ["dataset_type=arrayrecord", f"dataset_path={tmp_path}/shards"]
+    stored = ["dataset_type=arrayrecord", f"dataset_path={tmp_path}/shards"]
     data = pipeline.open_dataset(cfg, split="train", prepared=first)
-    same = pipeline.open_dataset(config.load([*keys[3:], *shards], {}), split="train")
+    same = pipeline.open_dataset(config.load([*keys[3:], *stored], {}), split="train")
     assert data.fingerprint == same.fingerprint
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Parts are made in this process: a process of its own costs a second."""
+    monkeypatch.setattr(
+        preparing.workers,
+        "map_parts",
+        lambda call, common, calls, processes: (
+            (number, call(*common, *one)) for number, one in enumerate(calls)
+        ),
+    )
+
+
+@pytest.fixture
+def mixed(tmp_path, parquet, here, capsys):
+    """Argv of a mixture of a prepared folder, a parquet file, lines whose text is in another field,
+    and a text file, all read by a tokenizer of one's own."""
+    (tmp_path / "a.txt").write_text("one two three. " * 400)
+    (tmp_path / "b.jsonl").write_text(json.dumps({"content": "four five six. " * 400}) + "\n")
+    own = ["tokenizer_type=huggingface", f"tokenizer_path={tmp_path}/tok.json"]
+    text = str(tmp_path / "a.txt")
+    assert tokenizer.main([text, f"out={tmp_path}/tok.json", "vocab_size=280"]) == 0
+    assert prepare.main([text, f"out={tmp_path}/shards", *own]) == 0
+    sources = [
+        f"{{path: {tmp_path}/shards, name: stored}}",
+        f"{{path: {tmp_path}/a.parquet, name: table, dataset_type: parquet, text_column: body}}",
+        f"{{path: {tmp_path}/b.jsonl, name: lines, text_column: content}}",
+        f"{{path: {text}, name: plain}}",
+    ]
+    capsys.readouterr()
+    runs = f"base_output_directory={tmp_path}/runs"
+    return [*own, runs, "max_target_length=16", f"dataset_mixture=[{', '.join(sources)}]"]
+
+
+def test_a_mixture_has_sources_of_every_kind_and_prepared_ones_are_not_tokenised(mixed):
+    """A folder of shards is recognised, and dataset_type=arrayrecord goes with a mixture."""
+    for kind in ("text", "arrayrecord"):
+        argv, said = [*mixed, f"dataset_type={kind}"], []
+        if kind == "arrayrecord":
+            argv = [
+                argument.replace(
+                    "text_column: content", "text_column: content, dataset_type: text"
+                ).replace("name: plain", "name: plain, dataset_type: text")
+                for argument in argv
+            ]
+        cfg = run_tokenizer.resolved(config.load([*argv, "vocab_size=-1"], {}))
+        found = prepared.prepare_sources(cfg, said.append)
+        assert sorted(os.path.basename(path) for _, path, _ in found) == [
+            "a.parquet",
+            "a.txt",
+            "b.jsonl",
+        ]
+        data = mixture.open_dataset(cfg, split="train", prepared=found)
+        by_name = dict(zip(data.names, data.sources, strict=True))
+        stored, plain = by_name["stored"], by_name["plain"]
+        assert stored.windows.contents() == plain.windows.contents()
+        position = data.first_position(2, 4)
+        assert data.read(position, 1, *np.ix_(range(2), range(4)))["tokens"].max() < 280
+        held_out = mixture.open_dataset(cfg, split="eval", prepared=found)
+        assert held_out.num_windows >= 4
+
+
+def test_a_source_of_a_mixture_that_another_tokenizer_has_prepared_is_refused(mixed):
+    """By the name of the source."""
+    cfg = config.load([*mixed[2:3], *mixed[4:]], {})
+    with pytest.raises(
+        DataError, match="^dataset_mixture, source stored: .*huggingface, not byte.*prepare "
+    ):
+        mixture.open_dataset(cfg, split="train")
+    cfg = config.load([*mixed, "vocab_size=384", "add_eos=false"], {})
+    with pytest.raises(
+        DataError, match="source stored: .* with add_eos=true. Set add_eos=true, or prepare"
+    ):
+        mixture.open_dataset(cfg, split="train")
+
+
+def test_one_path_may_be_two_sources_of_two_kinds(tmp_path, parquet, here):
+    """A folder with lines and tables: each source has its own, and its own field."""
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "four five six. " * 400}) + "\n")
+    sources = [
+        f"{{path: {tmp_path}, name: lines}}",
+        f"{{path: {tmp_path}, name: table, dataset_type: parquet, text_column: body}}",
+    ]
+    argv = [f"base_output_directory={tmp_path}/runs", "max_target_length=16"]
+    cfg = config.load([*argv, f"dataset_mixture=[{', '.join(sources)}]"], {})
+    data = mixture.open_dataset(cfg, split="train", prepared=prepared.prepare_sources(cfg, print))
+    sizes = [len(source.windows.documents.lengths) for source in data.sources]
+    assert (data.names, sizes) == (("lines", "table"), [1, 60])
 
 
 def test_a_run_trains_and_evaluates_on_parquet(tmp_path, parquet):
@@ -162,6 +253,7 @@ def test_a_run_trains_and_evaluates_on_parquet(tmp_path, parquet):
         (["a.txt"], 2, "out= is missing: the folder to make"),
         (["a.txt", "out=x", "processes=-1"], 2, "processes=-1 is no whole number >= 0"),
         (["a.txt", "out=x", "dataset_type=synthetic"], 2, "dataset_type=synthetic needs no prep"),
+        (["shards", "out=x"], 2, "SOURCE=shards is prepared already. Train with"),
         (["a.txt", "out=x", "part_size=3"], 2, "part_size=3 (command line) is no key"),
         (["none.txt", "out=x"], 3, "SOURCE=none.txt does not exist or is out of reach"),
         (["a.txt", "check=true"], 3, "SOURCE=a.txt holds no manifest.json"),
@@ -173,6 +265,9 @@ def test_wrong_arguments_end_in_one_line(tmp_path, monkeypatch, capsys, argument
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "bad.txt").write_bytes(b"a\xffb")
+    (tmp_path / "shards").mkdir()
+    for name in (shards.MANIFEST, shards.LENGTHS):
+        (tmp_path / "shards" / name).touch()
     assert prepare.main(arguments) == code
     (line,) = capsys.readouterr().err.splitlines()
     assert why in line
