@@ -1,7 +1,7 @@
 """A tokenizer for your text: `python -m maxdiloco.tokenizer SOURCE out=tok.json vocab_size=32000`.
 
 Trains a byte-level BPE, which gives back every text exactly. Train with it:
-`tokenizer_type=huggingface tokenizer_path=tok.json vocab_size=-1`.
+`tokenizer_type=huggingface tokenizer_path=tok.json`.
 """
 
 import codecs
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     say(
         f"{options.out}: {tokens:,} tokens from {len(documents):,} documents, "
         f"{documents.size.sum() / 1e6:,.1f} MB. Train with tokenizer_type=huggingface "
-        f"tokenizer_path={options.out} vocab_size=-1"
+        f"tokenizer_path={options.out}"
     )
     return 0
 

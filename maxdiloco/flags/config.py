@@ -57,7 +57,8 @@ def load(
     environ: the environment; names that start with M_ are keys.
     warn: called with a line for each key that is given twice on the command line, on MaxText's
       keys that do nothing here, and on values of its own.
-    Later wins: base.yml, the model file, the yml file, the environment, key=value.
+    Later wins: base.yml, the model file, the yml file, the environment, key=value. vocab_size that
+    none of the last three gives is -1 with a tokenizer file, unless weights are loaded.
     Raises ConfigError, one line with key, value, why and remedy; of unknown keys it names all.
     """
     folder, keys = base_yml.config_folder(), base_yml.declared()
@@ -73,6 +74,8 @@ def load(
     values = {name: key.default for name, key in keys.items()}
     values |= {name: convert(keys[name], text) for name, text in given.items()}
     values |= _from_model(values, given, folder, keys, warn)
+    if "vocab_size" not in given and _has_free_rows(values):
+        values["vocab_size"] = -1
     checks.check(Config(**values), keys)
     values["diloco_outer_momentum"] = outer_rate.momentum(values)
     return Config(**values)
@@ -97,6 +100,14 @@ def with_vocab_size(cfg: Config, vocab_size: int) -> Config:
     changed = Config(**vars(cfg) | {"vocab_size": vocab_size})
     checks.check(changed, base_yml.declared())
     return changed
+
+
+def rows_of_model(cfg: Config) -> int | None:
+    """vocab_size of the model file that the config names, None where there is none."""
+    if cfg.model_name == "default":
+        return None
+    given = _from_file(_model_file(cfg.model_name, base_yml.config_folder())).get("vocab_size")
+    return given and convert(base_yml.declared()["vocab_size"], given)
 
 
 def with_replicas(cfg: Config, num_replicas: int) -> Config:
@@ -239,7 +250,7 @@ def _from_model(
 
     model_name is a name in configs/models or the path of a yml file. Raises ConfigError for an
     unknown model, for a file that is no model's, and for a later layer that sets another value
-    without override_model_config.
+    without override_model_config; vocab_size of a tokenizer file or -1 is not another model.
     """
     model = str(values["model_name"])
     if model == "default":
@@ -258,6 +269,8 @@ def _from_model(
         of_model = convert(keys[name], text)
         if name not in given:
             out[name] = of_model
+        elif name == "vocab_size" and (values[name] == -1 or values["tokenizer_type"] != "byte"):
+            continue  # the rows belong to the tokenizer, and a model may have any
         elif values[name] != of_model and not values["override_model_config"]:
             raise ConfigError(
                 f"{name}={show(values[name])} ({given[name].where}) differs from "
@@ -265,6 +278,12 @@ def _from_model(
                 f"override_model_config=true."
             )
     return out
+
+
+def _has_free_rows(values: Mapping[str, Value]) -> bool:
+    """Whether a tokenizer decides the rows of the embedding: one is given, weights are not."""
+    weights = values["load_parameters_path"] or values["load_full_state_path"]
+    return values["tokenizer_type"] != "byte" and not weights
 
 
 def _model_file(model: str, folder: pathlib.Path) -> pathlib.Path:

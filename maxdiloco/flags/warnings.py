@@ -83,7 +83,7 @@ def of_run(cfg: Any, *, num_replicas: int, num_tokens: int) -> list[str]:
         lines.append(
             f"warning: vocab_size={cfg.vocab_size}, but tokenizer_type={cfg.tokenizer_type} has "
             f"{num_tokens} tokens: {unused:.0%} of the embedding's rows are never trained. Use "
-            "vocab_size=-1 override_model_config=true, or a larger tokenizer (tokenizer_path)."
+            "vocab_size=-1, or a larger tokenizer (tokenizer_path)."
         )
     return lines
 

@@ -14,15 +14,56 @@ def test_the_byte_tokenizer_has_384_rows_and_a_given_number_stays():
     assert run_tokenizer.resolved(config.load(["vocab_size=300"], {})).vocab_size == 300
 
 
-@pytest.mark.parametrize(("tokens", "rows"), [(1, 128), (128, 128), (129, 256)])
-def test_rows_are_the_tokens_rounded_up_to_128(tokens, rows, tmp_path):
-    vocabulary = {f"w{i}": i for i in range(tokens)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    argv = ["tokenizer_type=huggingface", f"tokenizer_path={tmp_path}", "vocab_size=-1"]
-    cfg = config.load([*argv, "add_bos=false", "add_eos=false"], {})
-    assert run_tokenizer.resolved(cfg).vocab_size == rows
+@pytest.fixture
+def own(tmp_path):
+    """Makes argv of a tokenizer file of so many tokens."""
+
+    def make(tokens):
+        vocabulary = {f"w{i}": i for i in range(tokens)}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        argv = ["tokenizer_type=huggingface", f"tokenizer_path={tmp_path}"]
+        return [*argv, "add_bos=false", "add_eos=false"]
+
+    return make
+
+
+def rows(*argv):
+    return run_tokenizer.resolved(config.load(argv, {})).vocab_size
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(1, 128), (128, 128), (129, 256)])
+@pytest.mark.parametrize("given", [["vocab_size=-1"], []])
+def test_rows_are_the_tokens_rounded_up_to_128(own, given, tokens, expected):
+    """Also where vocab_size is left out."""
+    assert rows(*own(tokens), *given) == expected
+
+
+@pytest.mark.parametrize("given", [["vocab_size=-1"], []])
+def test_a_named_model_takes_the_vocabulary_of_ones_own_tokenizer(own, given):
+    """Without override_model_config; everything else is the model's, which has 32,768 rows."""
+    argv = ["model_name=35m", *own(1000), *given]
+    cfg = run_tokenizer.resolved(config.load(argv, {}))
+    assert (cfg.vocab_size, cfg.base_emb_dim) == (1024, 512)
+    with pytest.raises(ConfigError, match="base_emb_dim=64 .* differs from base_emb_dim=512"):
+        config.load([*argv, "base_emb_dim=64"], {})
+
+
+def test_a_named_model_keeps_its_rows_where_its_tokenizer_or_its_weights_are_used(own, tmp_path):
+    """95 % of 32,768 is 31,129.6. Rows of weights that are loaded stay unless another number is
+    given; without a tokenizer file only -1 may be."""
+    assert rows("model_name=35m", *own(31130)) == 32768
+    assert rows("model_name=35m", *own(31129)) == 31232
+    assert rows("model_name=35m", *own(32769)) == 32896
+    weights = "load_parameters_path=/runs/a"
+    assert rows("model_name=35m", weights, *own(1000)) == 32768
+    assert rows("model_name=35m", weights, *own(1000), "vocab_size=1024") == 1024
+    assert rows("model_name=35m", "vocab_size=-1") == 384
+    (tmp_path / "mine.yml").write_text("base_emb_dim: 64\n")
+    assert rows(f"model_name={tmp_path}/mine.yml", *own(1000)) == 1024
+    with pytest.raises(ConfigError, match="vocab_size=1024 .* differs from vocab_size=32768"):
+        config.load(["model_name=35m", "vocab_size=1024"], {})
 
 
 def test_checks_that_need_the_number_are_made_again():
