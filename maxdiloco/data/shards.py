@@ -254,6 +254,13 @@ def of_files(shards: Shards, chosen: np.ndarray) -> np.ndarray:
     return np.flatnonzero(np.repeat(chosen, counts))
 
 
+def tokens_of_files(shards: Shards) -> np.ndarray:
+    """Tokens of the documents that begin in each file of the source, int64 [F]."""
+    counts = [documents for _, documents in shards.manifest.files]
+    totals = np.concatenate([[0], np.cumsum(shards.lengths)])
+    return np.diff(totals[np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])])
+
+
 def refuse_other_tokenizer(
     documents: Shards, files: Mapping[str, bytes], where: str, flags: str
 ) -> None:

@@ -1,6 +1,8 @@
 """The documents of a split, train or eval: which there are, and which of them are held out."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
@@ -11,9 +13,6 @@ from maxdiloco.data.line_index import LineIndex
 from maxdiloco.data.sources import plain_text
 from maxdiloco.data.sources.files import COMPRESSED, check_kind
 from maxdiloco.errors import DataError
-
-# Without eval_dataset_path, 1 in 20 files or windows is held out: our choice, 5 %.
-HELD_OUT = 20
 
 
 class Split(NamedTuple):
@@ -52,22 +51,26 @@ def open_split(
     prepared: {source_of: its folder of shards} of what was tokenised at this start. A path that
     is such a folder itself is read as one, whatever dataset_type is.
     eval_dataset_path, when set, is the eval split, and all of dataset_path is for training.
-    Empty: files 0, 20, 40, ... of dataset_path are held out for eval; of fewer than 20 files the
-    windows are divided.
+    Empty: held_out_files of dataset_path are for eval, or where there are none the windows are
+    divided.
     Raises DataError for data that are missing, damaged, empty, or of another tokenizer.
     """
     tokens = tokenizer.build(cfg)
     key, path = split_path(cfg, split)
     folder = (prepared or {}).get(source_of(cfg, path), path)
-    shared = not cfg.eval_dataset_path
+    share = Fraction(0) if cfg.eval_dataset_path else held_out(cfg)
+    if split == "eval" and not share and key != "eval_dataset_path":
+        raise DataError(
+            "eval_fraction=0 holds nothing out. Set eval_fraction or eval_dataset_path."
+        )
     if cfg.dataset_type == "arrayrecord" or shards.is_folder(folder):
-        return _of_shards(cfg, folder, key, tokens, split, shared)
+        return _of_shards(cfg, folder, key, tokens, split, share)
     files = corpus.find_files(path, key)
     for file in files:
         check_kind("text", file)
-    by_file = shared and len(files) >= HELD_OUT
-    if by_file:
-        files = [file for i, file in enumerate(files) if (i % HELD_OUT == 0) == (split == "eval")]
+    whole = held_out_files(_sizes(files), share)
+    if whole is not None:
+        files = [file for file, held in zip(files, whole, strict=True) if held == (split == "eval")]
     if path:  # what Python's own source is written in is its own affair
         plain_text.refuse_other(files, key)
     table = corpus.read_table(
@@ -78,7 +81,41 @@ def open_split(
         raise DataError(
             f"{name} holds no text for {split}: {len(files)} files, all empty. Give text to read."
         )
-    return Split(ByteDocuments.of(table, tokens.bos), name, shared and not by_file)
+    return Split(ByteDocuments.of(table, tokens.bos), name, share > 0 and whole is None)
+
+
+def held_out(cfg) -> Fraction:
+    """The share of a source that is held out of it, as it is written: 1/20 for 0.05."""
+    return Fraction(str(cfg.eval_fraction))
+
+
+def held_out_files(sizes: Sequence[int], share: Fraction) -> np.ndarray | None:
+    """Which files are held out, bool [files]: 0, 20, 40, ... for a twentieth.
+
+    sizes: of the files, in any unit. None where files are too few, or too unequal: with half to
+    twice the share of what there is, and no less than half of the rest left to train on.
+    """
+    p, q = share.numerator, share.denominator
+    if len(sizes) * share < 1:
+        return None
+    held = np.array([-(-(i + 1) * p // q) > -(-i * p // q) for i in range(len(sizes))])
+    total, part = (
+        sum(sizes),
+        sum(size for size, is_held in zip(sizes, held, strict=True) if is_held),
+    )
+    within = share / 2 * total <= part <= min(2 * share, (1 + share) / 2) * total
+    return held if total and within else None
+
+
+def _sizes(paths: Sequence[str]) -> list[int]:
+    """Bytes of files, which stand for their tokens: compared before the files are read."""
+    sizes = []
+    for path in paths:
+        try:
+            sizes.append(os.path.getsize(path))
+        except OSError as error:
+            raise corpus.unreadable(path, error) from error
+    return sizes
 
 
 def needs_tokenising(cfg, path: str, key: str) -> bool:
@@ -95,15 +132,13 @@ def needs_tokenising(cfg, path: str, key: str) -> bool:
     return any(name.endswith(COMPRESSED) for name in names)
 
 
-def _of_shards(cfg, folder, key, tokens, split, shared):
+def _of_shards(cfg, folder, key, tokens, split, share):
     name = f"{key}={folder}"
     documents = shards.open_shards(folder, key)
     flags = f"tokenizer_type={cfg.tokenizer_type}"
     shards.refuse_other_tokenizer(documents, tokens.files(), name, flags)
-    if not shared or len(documents.manifest.files) < HELD_OUT:
-        return Split(documents, name, shared)
-    held_out = np.arange(len(documents.manifest.files)) % HELD_OUT == 0
-    numbers = shards.of_files(documents, held_out == (split == "eval"))
-    if not len(numbers):
-        raise DataError(f"{name} holds no text for {split}. Give more, or set eval_dataset_path.")
+    whole = held_out_files(shards.tokens_of_files(documents).tolist(), share)
+    if whole is None:
+        return Split(documents, name, share > 0)
+    numbers = shards.of_files(documents, whole == (split == "eval"))
     return Split(Chosen.of(documents, numbers), name, False)

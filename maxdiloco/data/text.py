@@ -14,7 +14,7 @@ import numpy as np
 from maxdiloco.data import packing
 from maxdiloco.data.documents import TokenDocuments
 from maxdiloco.data.line_index import LineIndex
-from maxdiloco.data.split import HELD_OUT, open_split
+from maxdiloco.data.split import held_out, open_split
 from maxdiloco.errors import DataError
 
 
@@ -96,7 +96,7 @@ def open_text(
     """Windows of the text of a split, train or eval, and its flag and path, for messages.
 
     index, prepared: as for split.open_split, which chooses the documents. Where the splits share
-    them, the last 5 % of the windows are held out for eval, at least one.
+    them, the last of the windows are held out for eval, eval_fraction of them, at least one.
     Raises DataError when the split has no sequence or vocab_size is too small.
     """
     documents, name, by_window = open_split(cfg, split=split, index=index, prepared=prepared)
@@ -104,7 +104,7 @@ def open_text(
     layout = packing.layout(documents.lengths, cfg.max_target_length, kind)
     first, num_windows = 0, layout.num_windows
     if by_window:
-        first, num_windows = _by_window(layout.num_windows, split)
+        first, num_windows = _by_window(layout.num_windows, split, held_out(cfg))
     if num_windows < 1:
         raise DataError(
             f"{name} is too short: its {documents.lengths.sum()} tokens leave no sequence of "
@@ -115,6 +115,6 @@ def open_text(
     return windows, name
 
 
-def _by_window(count, split):
-    held_out = max(1, count // HELD_OUT) if count else 0
-    return (count - held_out, held_out) if split == "eval" else (0, count - held_out)
+def _by_window(count, split, share):
+    held = max(1, int(count * share)) if count else 0
+    return (count - held, held) if split == "eval" else (0, count - held)

@@ -285,6 +285,11 @@ def _data(cfg: Any) -> None:
                 "no end. Set eval_steps."
             )
         return
+    if cfg.eval_interval != -1 and not cfg.eval_fraction and not cfg.eval_dataset_path:
+        raise ConfigError(
+            f"eval_fraction=0 holds nothing out, but eval_interval={cfg.eval_interval} evaluates "
+            "on it. Set eval_dataset_path or eval_fraction, or use eval_interval=-1."
+        )
     if cfg.dataset_type != "text" and not cfg.dataset_path and not cfg.dataset_mixture:
         raise ConfigError(
             f"dataset_path is empty, but dataset_type={cfg.dataset_type} has no data of its own. "

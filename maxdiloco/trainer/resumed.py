@@ -40,6 +40,8 @@ def refuse_changes(cfg: Config, saved: Restored, *, B: int, data: dict[str, str]
         given = f"dataset_mixture, sources {', '.join(sources)}"
     elif bool(saved.meta["config"]["eval_dataset_path"]) != bool(cfg.eval_dataset_path):
         given = f"eval_dataset_path={cfg.eval_dataset_path or 'empty'} decides what is held out"
+    elif "eval_fraction" not in saved.meta["config"]:
+        given += ", or what is held out of it (every 20th file before eval_fraction, of any size)"
     raise CheckpointError(
         f"{given}: the text is not that of the checkpoint of step {saved.step}, so its "
         f"place in it means nothing. Restore the text, or start a new run with "

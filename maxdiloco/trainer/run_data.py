@@ -17,6 +17,9 @@ from maxdiloco.trainer import eval_texts
 from maxdiloco.trainer.assemble import BatchShape
 from maxdiloco.trainer.prepared import prepare_sources
 
+# Times eval_fraction: our choice; a source without enough sequences for its share has more.
+_LARGE = 2
+
 
 def open_data(
     cfg: Config, shape: BatchShape, folder: RunFolder, say: Callable[[str], None]
@@ -60,8 +63,32 @@ def lines(
             f"held out{f' as {name}' if name else ''}: {dataset.num_windows:,} sequences, of which "
             f"an evaluation reads {'all' if cfg.eval_steps == -1 else f'{cfg.eval_steps} batches'}"
         )
-    if not held_out and not cfg.eval_dataset_path:
-        out.append("held out: a twentieth, and never evaluated (eval_interval=-1)")
+    if cfg.eval_dataset_path:
+        return out
+    if held_out:
+        return [*out, *_large_shares(cfg, text, held_out[eval_texts.HELD_OUT])]
+    if cfg.eval_fraction:
+        out.append(
+            f"held out: eval_fraction={cfg.eval_fraction}, and never evaluated (eval_interval=-1); "
+            "eval_fraction=0 trains on all of the text"
+        )
+    return out
+
+
+def _large_shares(cfg: Config, text: TrainingData, held: Dataset) -> list[str]:
+    """A warning for each source of which far more is held out than eval_fraction says."""
+    pairs = [(text, held.windows)]
+    if cfg.dataset_mixture:
+        pairs = list(zip(text.sources, held.windows.sources, strict=True))
+    out = []
+    for source, windows in pairs:
+        share = windows.num_windows / (windows.num_windows + source.num_windows)
+        if share > _LARGE * cfg.eval_fraction:
+            out.append(
+                f"warning: {share:.0%} of {source.name} is held out, not eval_fraction="
+                f"{cfg.eval_fraction}: it has {windows.num_windows + source.num_windows} sequences "
+                "and one is the least. Give more text, or set eval_dataset_path."
+            )
     return out
 
 

@@ -16,6 +16,7 @@ def settings():
             "dataset_mixture": (),
             "dataset_per_replica": False,
             "eval_dataset_path": "",
+            "eval_fraction": 0.05,
             "text_column": "text",
             "max_corrupted_records": 0,
             "tokenizer_type": "byte",

@@ -16,7 +16,8 @@ from multiprocessing import resource_tracker
 from maxdiloco.data import order, pipeline
 
 cfg = types.SimpleNamespace(
-    dataset_type="text", dataset_path=sys.argv[1], eval_dataset_path="", text_column="text",
+    dataset_type="text", dataset_path=sys.argv[1], eval_dataset_path="", eval_fraction=0.05,
+    text_column="text",
     max_corrupted_records=0,
     tokenizer_type="byte", packing=True, grain_packing_type="concat_then_split",
     enable_data_shuffling=True, data_shuffle_seed=0, max_target_length=4, vocab_size=257,

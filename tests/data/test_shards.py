@@ -124,6 +124,20 @@ def test_of_twenty_files_every_twentieth_is_held_out(settings, tmp_path):
     assert found["train"] == {256, *range(ord("b"), ord("u"))}
 
 
+def test_files_of_unequal_size_in_shards_are_not_held_out_whole(settings, tmp_path):
+    """File 0 of 20 has a third of the tokens, an empty file none: windows are divided."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for number in range(20):
+        size = {0: 1999, 1: 0}.get(number, 222)
+        (folder / f"{number:02d}.txt").write_text(chr(97 + number) * size)
+    documents = make(folder, tmp_path / "out", part_bytes=300)
+    assert shards.tokens_of_files(documents).tolist() == [2000, 0, *[223] * 18]
+    cfg = settings(dataset_type="arrayrecord", dataset_path=str(tmp_path / "out"))
+    counts = [text.open_text(cfg, split=split)[0].num_windows for split in ("train", "eval")]
+    assert counts == [1429, 75]  # 6014 tokens in windows of 4
+
+
 def test_fingerprints_tell_the_tokens_and_the_split_apart(settings, source, tmp_path):
     """A copy has the same; another text and the other split have others."""
 

@@ -78,7 +78,8 @@ PROGRAM = """
     for missing in ("grain", "jax", "orbax", "absl"):
         sys.modules[missing] = None  # import raises ImportError
     from maxdiloco.data import order, pipeline
-    keys = dict(dataset_type={kind!r}, dataset_path="", eval_dataset_path="", packing=True,
+    keys = dict(dataset_type={kind!r}, dataset_path="", eval_dataset_path="", eval_fraction=0.05,
+                packing=True,
                 grain_packing_type="concat_then_split", max_corrupted_records=0,
                 text_column="text", tokenizer_type="byte",
                 enable_data_shuffling=True, data_shuffle_seed=0, max_target_length=16,

@@ -121,6 +121,44 @@ def test_of_few_files_the_last_windows_are_held_out(settings, folder, length, tr
     assert np.concatenate(tokens).reshape(-1).tolist() == [S, *text_bytes]
 
 
+def test_files_of_unequal_size_are_not_held_out_whole(settings, folder):
+    """File 0 of 20 has 34 % of the bytes: the last 5 % of the windows are held out in its place.
+    With 9 % of them in file 0 the file is held out, and with 2 % not."""
+
+    def share(first, rest=660):
+        root = folder({f"{i:02}.txt": bytes([97 + i]) * (rest if i else first) for i in range(20)})
+        parts = [
+            text.open_text(settings(dataset_path=root), split=split)[0]
+            for split in ("train", "eval")
+        ]
+        counts = [part.num_windows for part in parts]
+        return round(counts[1] / sum(counts), 3), set(parts[1].documents.table.file)
+
+    assert share(6460) == (0.05, set(range(20)))
+    assert share(1240) == (0.09, {0})
+    assert share(256) == (0.05, set(range(20)))
+
+
+@pytest.mark.parametrize("fraction, held", [(0.25, [0, 4, 8, 12]), (0.3, [0, 3, 6, 10, 13])])
+def test_eval_fraction_is_the_share_that_is_held_out(settings, folder, fraction, held):
+    """Of 16 equal files, spread over them; of two the last windows."""
+    root = folder({f"a/{number:02}.txt": b"abcdefghijk" for number in range(16)})
+    folder({f"b/{number}.txt": b"x" * 199 for number in range(2)})
+    cfg = settings(dataset_path=f"{root}/a", eval_fraction=fraction)
+    assert split_paths(cfg)[1] == tuple(f"{root}/a/{number:02}.txt" for number in held)
+    cfg.dataset_path = f"{root}/b"
+    parts = [text.open_text(cfg, split=split)[0] for split in ("train", "eval")]
+    assert [part.num_windows for part in parts] == [100 - int(100 * fraction), int(100 * fraction)]
+
+
+def test_eval_fraction_zero_trains_on_all_of_the_text(settings, folder):
+    root = folder({f"{number:02}.txt": b"abc" for number in range(21)})
+    cfg = settings(dataset_path=root, eval_fraction=0.0)
+    assert text.open_text(cfg, split="train")[0].num_windows == 21
+    with pytest.raises(DataError, match="eval_fraction=0 holds nothing out. Set eval_fraction or"):
+        text.open_text(cfg, split="eval")
+
+
 def test_eval_text_of_ones_own_leaves_all_of_the_other_for_training(settings, folder):
     """Nothing is held out, nothing mixed."""
     root = folder({"train/1.txt": b"abcdefg", "held/2.txt": b"fedcbag"})
