@@ -25,14 +25,15 @@ class Options(NamedTuple):
 
     out: str = ""
     processes: int = 0
-    part_mb: int = 64
+    part_mb: int = 0
     check: bool = False
 
 
 MEANING = {
     "out": "folder to make",
     "processes": "processes that tokenise; 0: one for each core",
-    "part_mb": "text in a file of the folder, and what a kill costs a process [MB]",
+    "part_mb": "text in a file of the folder, and what a kill costs a process [MB]; 0: 64 for 2 GB "
+    "or more, down to 1 for less, so that all cores have some",
     "check": "true: read a folder that is complete, SOURCE, and compare it with its checksums",
 }
 
@@ -81,7 +82,7 @@ def parse(argv: Sequence[str]) -> tuple[str, Options, list[str]]:
 
 def _value(name, raw):
     kind = Options.__annotations__[name]
-    least = {"processes": 0, "part_mb": 1}
+    least = {"processes": 0, "part_mb": 0}
     if kind is int and not (raw.isdecimal() and int(raw) >= least[name]):
         raise ConfigError(f"{name}={raw} is no whole number >= {least[name]}: {MEANING[name]}.")
     if kind is bool and raw not in ("true", "false"):
@@ -90,8 +91,9 @@ def _value(name, raw):
 
 
 def _prepare(source, options, keys):
-    from maxdiloco.data import shards, tokenizer
+    from maxdiloco.data import tokenizer
     from maxdiloco.data.sources import opening
+    from maxdiloco.data.sources.files import left_out_line
     from maxdiloco.flags import config
     from maxdiloco.preparation.prepare import Work, prepare
 
@@ -101,12 +103,9 @@ def _prepare(source, options, keys):
             f"dataset_type={cfg.dataset_type} needs no preparation. Use one of "
             f"{', '.join(opening.KINDS)}."
         )
-    if shards.is_folder(source):
-        raise ConfigError(
-            f"SOURCE={source} is prepared already. Train with dataset_path={source}, or give the "
-            "text that it was made from."
-        )
     text = opening.open_source(cfg.dataset_type, source, "SOURCE", cfg.text_column)
+    if line := left_out_line(cfg.dataset_type, source, "SOURCE"):
+        say(line)
     work = Work(
         text,
         tokenizer.of_keys(cfg),

@@ -4,24 +4,28 @@ Trains a byte-level BPE, which gives back every text exactly. Train with it:
 `tokenizer_type=huggingface tokenizer_path=tok.json`.
 """
 
-import codecs
 import os
-import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from maxdiloco.command_line import HELP, end_with, guarded
-from maxdiloco.data import corpus, subword
-from maxdiloco.data.corpus import Documents
-from maxdiloco.errors import ConfigError
-from maxdiloco.processes.output import say
+from maxdiloco.data import subword
+from maxdiloco.data.sources import opening
+from maxdiloco.data.sources.files import left_out_line
+from maxdiloco.data.sources.spans import Damaged, Source
+from maxdiloco.data.tokenizer import to_bytes
+from maxdiloco.errors import ConfigError, DataError
+from maxdiloco.preparation.part import check_damage
+from maxdiloco.processes.output import say, shows_bars
 
 # The first two tokens; data.subword knows them by these names.
 SPECIAL_TOKENS = [subword.BOS_NAMES[0], subword.EOS_NAMES[0]]
 LEAST = 256 + 2  # tokens: every byte is one, and the special ones
-# Bytes of text that are handed over at once; the package holds 256 such pieces. Our choice.
+# Characters of text that are handed over at once; the package holds 256 such pieces. Our choice.
 PIECE = 1 << 16
+_SPAN = 64 << 20  # bytes that are read as one; of a hub's data the rows of that many
 
 
 class Options(NamedTuple):
@@ -29,13 +33,17 @@ class Options(NamedTuple):
 
     out: str = ""
     vocab_size: int = 32000
+    dataset_type: str = "text"
     text_column: str = "text"
+    max_corrupted_records: int = 0
 
 
 MEANING = {
     "out": "file to write, in the format of Hugging Face's tokenizer.json",
     "vocab_size": "number of tokens; with little text there are fewer",
-    "text_column": "field of a .jsonl line that holds the text",
+    "dataset_type": f"what SOURCE is, as in training: {', '.join(opening.KINDS)}",
+    "text_column": "field of a .jsonl line, or column of a table, that holds the text",
+    "max_corrupted_records": "damaged records that are skipped",
 }
 
 
@@ -45,20 +53,27 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in HELP:
         say(
             "usage: python -m maxdiloco.tokenizer SOURCE out=tok.json [key=value ...]\n\n"
-            "SOURCE: text as for dataset_path: a folder, a file or a glob\n"
+            "SOURCE: text as for dataset_path: a folder, file or glob, or a name of the hub\n"
         )
         for name, default in Options()._asdict().items():
             say(f"  {name}={default!r}  {MEANING[name]}")
         return 0
     options = parse(argv[1:])
     package = subword.package("huggingface")
-    documents = corpus.read_table(corpus.find_files(argv[0], "SOURCE"), column=options.text_column)
-    content = train(package, documents, options.vocab_size).to_str().encode()
+    kind, path = options.dataset_type, argv[0]
+    source = opening.open_source(kind, path, "SOURCE", options.text_column)
+    if line := left_out_line(kind, path, "SOURCE"):
+        say(line)
+    count: Counter[str] = Counter()
+    pieces = texts(source, count, allowed=options.max_corrupted_records)
+    content = train(package, pieces, options.vocab_size).to_str().encode()
+    if not count["documents"]:
+        raise DataError(f"SOURCE={path} holds no text: its documents are empty. Give text to read.")
     _write(options.out, content)
     tokens = subword.of_content("huggingface", content, options.out, None, None).vocab_size
     say(
-        f"{options.out}: {tokens:,} tokens from {len(documents):,} documents, "
-        f"{documents.size.sum() / 1e6:,.1f} MB. Train with tokenizer_type=huggingface "
+        f"{options.out}: {tokens:,} tokens from {count['documents']:,} documents, "
+        f"{count['bytes'] / 1e6:,.1f} MB. Train with tokenizer_type=huggingface "
         f"tokenizer_path={options.out}"
     )
     return 0
@@ -81,7 +96,17 @@ def parse(arguments: Sequence[str]) -> Options:
             f"vocab_size={size} is no number of tokens. Use {LEAST} or more: 256 bytes, a start "
             "and an end of a document, and what is learnt."
         )
-    options = Options(**given, vocab_size=int(size))
+    allowed = given.pop("max_corrupted_records", "0")
+    if not allowed.isdecimal():
+        raise ConfigError(
+            f"max_corrupted_records={allowed} is no number of records. Use 0 or more."
+        )
+    options = Options(**given, vocab_size=int(size), max_corrupted_records=int(allowed))
+    if options.dataset_type not in opening.KINDS:
+        raise ConfigError(
+            f"dataset_type={options.dataset_type} has no text to read. Use one of "
+            f"{', '.join(opening.KINDS)}."
+        )
     if not options.out:
         raise ConfigError("out is empty: it says which file to write. Set out=tok.json.")
     if os.path.exists(options.out):
@@ -94,10 +119,10 @@ def parse(arguments: Sequence[str]) -> Options:
     return options
 
 
-def train(package: types.ModuleType, documents: Documents, vocab_size: int):
-    """A byte-level BPE of documents. package: tokenizers.
+def train(package: types.ModuleType, pieces: Iterable[str], vocab_size: int):
+    """A byte-level BPE of text. package: tokenizers.
 
-    The text is read piece by piece; in memory are its distinct words. The same documents give the
+    The text is read piece by piece; in memory are its distinct words. The same pieces give the
     same tokenizer.
     """
     byte_level = package.pre_tokenizers.ByteLevel
@@ -108,24 +133,31 @@ def train(package: types.ModuleType, documents: Documents, vocab_size: int):
         vocab_size=vocab_size,
         special_tokens=SPECIAL_TOKENS,
         initial_alphabet=byte_level.alphabet(),
-        show_progress=sys.stderr.isatty(),
+        show_progress=shows_bars(),
     )
-    count = int((-(-documents.size // PIECE)).sum())
-    tokenizer.train_from_iterator(texts(documents), trainer, length=count)
+    tokenizer.train_from_iterator(pieces, trainer)
     return tokenizer
 
 
-def texts(documents: Documents) -> Iterator[str]:
-    """The text of documents in pieces of at most PIECE bytes, cut between characters.
+def texts(source: Source, count: Counter[str], *, allowed: int = 0) -> Iterator[str]:
+    """The text of a source in pieces of at most PIECE characters.
 
-    Bytes that are not UTF-8 become U+FFFD.
+    count: gets the documents and bytes that were read. allowed: damaged records that are skipped.
+    Raises DataError for text that is unreadable and for one damaged record more.
     """
-    for document, size in enumerate(documents.size.tolist()):
-        cuts = [*range(0, size, PIECE), size]
-        pieces = [(document, a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        for (_, _, end), data in zip(pieces, corpus.read_pieces(documents, pieces), strict=True):
-            yield decoder.decode(data.tobytes(), final=end == size)
+    damaged: list[Damaged] = []
+    for span in source.spans(_SPAN):
+        for item in source.read(span):
+            if isinstance(item, Damaged):
+                damaged.append(item)
+                check_damage(damaged, allowed)
+                continue
+            count["documents"] += item.begins
+            for begin in range(0, len(item.text), PIECE):
+                # Half of a surrogate pair becomes a question mark, as in every tokenizer.
+                data = to_bytes(item.text[begin : begin + PIECE])
+                count["bytes"] += len(data)
+                yield data.decode()
 
 
 def _write(out: str, content: bytes) -> None:

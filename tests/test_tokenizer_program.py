@@ -1,12 +1,15 @@
 """python -m maxdiloco.tokenizer: a tokenizer for the user's own text."""
 
+import collections
+import gzip
 import json
 import types
 
 import pytest
 
 from maxdiloco import tokenizer as program
-from maxdiloco.data import corpus, tokenizer
+from maxdiloco.data import shards, tokenizer
+from maxdiloco.data.sources import opening
 
 
 def made(out):
@@ -46,12 +49,60 @@ def test_the_same_text_gives_the_same_file_and_every_text_comes_back(source, tmp
 
 
 def test_pieces_are_cut_between_characters(tmp_path, monkeypatch):
-    """é has two bytes: pieces of three bytes end inside every other one. \\xff is no UTF-8."""
+    """é has two bytes; half of a surrogate pair, which JSON may hold, is a question mark."""
     monkeypatch.setattr(program, "PIECE", 3)
-    (tmp_path / "a.txt").write_bytes("ééé".encode() + b"\xff")
-    (tmp_path / "b.txt").write_bytes(b"abc")
-    documents = corpus.read_table(corpus.find_files(str(tmp_path), "SOURCE"), column="text")
-    assert list(program.texts(documents)) == ["é", "éé", "\ufffd", "abc"]
+    (tmp_path / "a.txt").write_text("ééééé")
+    (tmp_path / "b.jsonl").write_text('{"text": "a\\ud800b"}\n')
+    count = collections.Counter()
+    source = opening.open_source("text", str(tmp_path), "SOURCE", "text")
+    assert list(program.texts(source, count)) == ["ééé", "éé", "a?b"]
+    assert count == {"documents": 2, "bytes": 13}
+
+
+def write(folder, kind, texts):
+    """Documents as a source of a kind; returns SOURCE and options."""
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    path = folder / kind
+    if kind == "a.jsonl":
+        path.write_bytes(lines)
+    elif kind == "a.jsonl.gz":
+        path.write_bytes(gzip.compress(lines))
+    elif kind == "a.parquet":
+        tables = pytest.importorskip("pyarrow.parquet")
+        tables.write_table(pytest.importorskip("pyarrow").table({"text": texts}), path)
+        return [str(path), "dataset_type=parquet"]
+    else:
+        datasets = pytest.importorskip("datasets")
+        datasets.Dataset.from_dict({"text": texts}).save_to_disk(path)
+        return [str(path), "dataset_type=hf"]
+    return [str(path)]
+
+
+def test_every_kind_of_source_gives_the_same_tokenizer(tmp_path):
+    """The readers are those of training: a compressed file is decompressed, not learnt."""
+    texts = [f"the cat number {number} and the hat; the end" for number in range(99)]
+    made = []
+    for kind in ("a.jsonl", "a.jsonl.gz", "a.parquet", "hub"):
+        out = tmp_path / f"{kind}.json"
+        arguments = write(tmp_path, kind, texts)
+        assert program.main([*arguments, f"out={out}", "vocab_size=300"]) == 0
+        made.append(out.read_bytes())
+    assert made == [made[0]] * 4
+
+
+def test_a_folder_is_read_as_in_training_and_says_what_it_leaves_out(tmp_path, capsys):
+    """Compressed lines lie beside text; tables are of another dataset_type."""
+    write(tmp_path, "a.jsonl.gz", ["one", "two"])
+    (tmp_path / "b.txt").write_text("three")
+    for name in ("c.parquet", "d.parquet", "e.txt.gz"):
+        (tmp_path / name).write_bytes(b"?")
+    assert program.main([str(tmp_path), f"out={tmp_path}/tok.json", "vocab_size=258"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        f"warning: 3 other files in SOURCE={tmp_path} are not read: 2 .parquet, 1 .gz; "
+        "dataset_type=parquet reads those." in said
+    )
+    assert "258 tokens from 3 documents" in said
 
 
 def test_a_file_that_exists_is_left_alone(source, tmp_path, capsys):
@@ -70,6 +121,13 @@ def test_a_file_that_exists_is_left_alone(source, tmp_path, capsys):
         (["text", "out=a.json", "out=b.json"], 2, "out=b.json is no option of tokenizer, or is"),
         (["text", "out=a.json", "size=3"], 2, "Use key=value, once each, with out, vocab_size"),
         (["text", "out=no/a.json"], 2, "out=no/a.json: its folder does not exist. Make it first."),
+        (["text", "out=a.json", "dataset_type=arrayrecord"], 2, "has no text to read. Use one of"),
+        (["text", "out=a.json", "max_corrupted_records=x"], 2, "is no number of records. Use 0"),
+        (["text", "out=a.json", "text_column=none"], 3, "text_column=none is not in text/b.jsonl"),
+        (["bad.txt", "out=a.json"], 3, "bad.txt byte 1: not UTF-8"),
+        (["a.txt.gz", "out=a.json"], 3, "a.txt.gz is no text. JSON lines may be compressed"),
+        (["empty.txt", "out=a.json"], 3, "SOURCE=empty.txt holds no text"),
+        (["shards", "out=a.json"], 3, "SOURCE=shards is prepared already: it holds tokens"),
         (["nowhere", "out=a.json"], 3, "SOURCE=nowhere does not exist"),
     ],
 )
@@ -77,6 +135,11 @@ def test_what_cannot_work_is_refused_in_one_line(
     arguments, code, words, source, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
+    for name, data in (("bad.txt", b"a\xffb"), ("a.txt.gz", b"?"), ("empty.txt", b"")):
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "shards").mkdir()
+    for name in (shards.MANIFEST, shards.LENGTHS):
+        (tmp_path / "shards" / name).touch()
     assert program.main(arguments) == code
     line = capsys.readouterr().err.strip()
     assert words in line and "\n" not in line

@@ -12,7 +12,7 @@ from etils import epath
 
 from maxdiloco.errors import USER_ERRORS
 from maxdiloco.metrics.log_file import LogFile
-from maxdiloco.processes.output import one_line, say, span
+from maxdiloco.processes.output import one_line, say, shows_bars, span
 
 WIDTH = 100  # of a terminal, in characters; our choice
 _GAP = "  "  # between the columns of a row
@@ -147,7 +147,7 @@ class Console:
 
         first_step, total_steps: steps done before, and at the end.
         """
-        if not self._shown or sys.stderr is None or not sys.stderr.isatty():
+        if not self._shown or not shows_bars():
             yield
             return
         from tqdm import tqdm

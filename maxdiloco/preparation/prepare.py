@@ -6,7 +6,6 @@ import fcntl
 import glob
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -18,10 +17,15 @@ from maxdiloco.data import shards
 from maxdiloco.data.sources.spans import Source, Span
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.preparation import part, workers
+from maxdiloco.processes import output
 from maxdiloco.storage import durable
 
-# Source bytes of a part, which is a file of the result and what a kill costs a process: 15 s.
+# Source bytes of a part, which is a file of the result and what a kill costs a process. Of a small
+# source less, so that all cores have some: it is tokenised in _PARTS parts of 1 MB or more. Our
+# choice; it depends on the source alone, so that the folder does.
 PART_BYTES = 64 << 20
+_PARTS = 32
+_LEAST_BYTES = 1 << 20
 _PLAN = "source.json"
 _LOCK = "lock"
 _MOST_NAMED = 10  # damaged records that are printed; the manifest has all
@@ -32,6 +36,7 @@ class Work:
     """What to prepare, and how.
 
     name: of the source, for messages. allowed: max_corrupted_records. processes: 0: all cores.
+    part_bytes: of the source in a part; 0: part_bytes_of it.
     """
 
     source: Source
@@ -39,7 +44,13 @@ class Work:
     name: str
     allowed: int = 0
     processes: int = 0
-    part_bytes: int = PART_BYTES
+    part_bytes: int = 0
+
+
+def part_bytes_of(source: Source) -> int:
+    """Bytes of the source in a part, where nothing else is asked for."""
+    size = sum(span.size for span in source.spans(PART_BYTES))
+    return min(PART_BYTES, max(_LEAST_BYTES, -(-size // _PARTS)))
 
 
 def prepare(work: Work, out: str, say: Callable[[str], None]) -> shards.Shards:
@@ -50,6 +61,7 @@ def prepare(work: Work, out: str, say: Callable[[str], None]) -> shards.Shards:
     Raises DataError for text that is missing, unreadable or damaged, ConfigError when the folder
     is in use or holds something else, LostPeerError when a process is gone.
     """
+    work = dataclasses.replace(work, part_bytes=work.part_bytes or part_bytes_of(work.source))
     try:
         durable.make_folder(out)
         with _locked(out):
@@ -257,7 +269,7 @@ class _Bar:
         self._total, self._done, self._say = max(total, 1), done, say
         self._begun = time.perf_counter()
         self._bar = None
-        if sys.stderr is not None and sys.stderr.isatty():
+        if output.shows_bars():
             from tqdm import tqdm
 
             self._bar = tqdm(total=total, initial=done, unit="B", unit_scale=True, leave=False)

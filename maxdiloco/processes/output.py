@@ -36,6 +36,17 @@ def say_error(text: str) -> None:
         say(text, sys.stderr)
 
 
+def shows_bars() -> bool:
+    """Whether standard error is a terminal with columns; one of none shows no progress bar."""
+    stream = sys.stderr
+    if stream is None or not stream.isatty():
+        return False
+    try:
+        return os.get_terminal_size(stream.fileno()).columns > 0
+    except OSError:  # a stream in the place of a terminal's
+        return True
+
+
 def one_line(text: str) -> str:
     """The text with its control characters escaped: a line feed as `\\n`."""
     control = r"[\x00-\x1f\x7f-\x9f\u2028\u2029]"

@@ -14,7 +14,7 @@ from maxdiloco.data.sources import opening
 from maxdiloco.data.split import needs_tokenising, source_of, split_path
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.flags.config import Config
-from maxdiloco.preparation.prepare import PART_BYTES, Work, prepare
+from maxdiloco.preparation.prepare import PART_BYTES, Work, part_bytes_of, prepare
 from maxdiloco.processes import coordination
 from maxdiloco.storage import object_store
 from maxdiloco.storage.run_folder import absolute
@@ -105,10 +105,21 @@ def _prepare(cfg, path, key, say):
         )
     source = opening.open_source(cfg.dataset_type, path, key, cfg.text_column)
     tokens = tokenizer.build(cfg)
-    work = Work(source, tokens, f"{key}={path}", allowed=cfg.max_corrupted_records)
-    plan = [source.stamps(), cfg.text_column, tokens.fingerprint(), PART_BYTES]
-    name = hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:16]
-    out = os.fspath(absolute(cfg.base_output_directory) / FOLDER / name)
+    # A source may have been prepared in parts of PART_BYTES whatever its size: that is the data of
+    # the runs beside it.
+    for part_bytes in (PART_BYTES, part_bytes_of(source)):
+        plan = [source.stamps(), cfg.text_column, tokens.fingerprint(), part_bytes]
+        name = hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:16]
+        out = os.fspath(absolute(cfg.base_output_directory) / FOLDER / name)
+        if shards.is_folder(out):
+            break
+    work = Work(
+        source,
+        tokens,
+        f"{key}={path}",
+        allowed=cfg.max_corrupted_records,
+        part_bytes=part_bytes,
+    )
     size = sum(span.size for span in source.spans(PART_BYTES))
     if size > _LARGE and not shards.is_folder(out):
         say(

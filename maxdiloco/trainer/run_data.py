@@ -1,15 +1,14 @@
 """The data of a run, opened before its folder: data that are refused must not create one."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 
 from etils import epath
 
-from maxdiloco.data import corpus, mixture, pipeline
+from maxdiloco.data import mixture, pipeline, shards
 from maxdiloco.data.line_index import LineIndex
 from maxdiloco.data.order import Position
 from maxdiloco.data.pipeline import Dataset, TrainingData
-from maxdiloco.data.sources.files import COMPRESSED
+from maxdiloco.data.sources import files
 from maxdiloco.flags.config import Config
 from maxdiloco.storage import object_store
 from maxdiloco.storage.run_folder import RunFolder, reason
@@ -50,14 +49,10 @@ def lines(
     out = text.summary(text.first_position(shape.num_replicas, shape.sequences))
     if text.computed:
         return out
-    if cfg.dataset_type == "text" and not cfg.dataset_mixture:
-        others = corpus.left_out(cfg.dataset_path, corpus.SUFFIXES + COMPRESSED)
-        if others:
-            named = [f"{count:,} {suffix or 'without a suffix'}" for suffix, count in _most(others)]
-            out.append(
-                f"warning: {others.total():,} other files in dataset_path={cfg.dataset_path} are "
-                f"not read: {', '.join(named)}."
-            )
+    for key, source in mixture.source_configs(cfg).items():
+        if not shards.is_folder(source.dataset_path):
+            line = files.left_out_line(source.dataset_type, source.dataset_path, key)
+            out += [line] if line else []
     for name, dataset in held_out.items():
         out.append(
             f"held out{f' as {name}' if name else ''}: {dataset.num_windows:,} sequences, of which "
@@ -90,10 +85,6 @@ def _large_shares(cfg: Config, text: TrainingData, held: Dataset) -> list[str]:
                 "and one is the least. Give more text, or set eval_dataset_path."
             )
     return out
-
-
-def _most(others: Counter[str]) -> list[tuple[str, int]]:
-    return others.most_common(8)
 
 
 def metrics(text: TrainingData, position: Position, length: int, step: int) -> dict[str, float]:

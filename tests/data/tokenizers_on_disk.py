@@ -8,7 +8,6 @@ import sentencepiece
 import tokenizers
 
 from maxdiloco import tokenizer as program
-from maxdiloco.data import corpus
 
 STDLIB = pathlib.Path(sysconfig.get_paths()["stdlib"])
 SOURCES = [str(STDLIB / name) for name in ("argparse.py", "ast.py", "json/decoder.py")]
@@ -16,9 +15,9 @@ SOURCES = [str(STDLIB / name) for name in ("argparse.py", "ast.py", "json/decode
 
 def byte_level_bpe(folder, vocab_size=600):
     """Path of a tokenizer.json as maxdiloco.tokenizer makes it."""
-    documents = corpus.read_table(SOURCES, column="text")
+    texts = [pathlib.Path(path).read_bytes().decode() for path in SOURCES]
     path = folder / "tokenizer.json"
-    path.write_text(program.train(tokenizers, documents, vocab_size).to_str())
+    path.write_text(program.train(tokenizers, texts, vocab_size).to_str())
     return path
 
 

@@ -1,10 +1,12 @@
 """python -m maxdiloco.prepare: the same folder after kills, and runs that train on it."""
 
+import gzip
 import hashlib
 import json
 import os
 import pathlib
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import pytest
 
 from maxdiloco import prepare, tokenizer
 from maxdiloco.data import mixture, pipeline, shards
+from maxdiloco.data.sources.files import Files
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.flags import config
 from maxdiloco.preparation import prepare as preparing
@@ -80,6 +83,16 @@ def test_a_killed_preparation_goes_on_to_the_same_bytes(tmp_path, lines):
     again = run(lines, f"out={killed}", "part_mb=1")
     assert "nothing to do" in again.stdout
     assert "20 parts: good" in run(killed, "check=true").stdout
+
+
+def test_on_a_terminal_of_no_columns_progress_is_lines(monkeypatch):
+    """As under some shells of containers: a bar shows nothing there."""
+    monkeypatch.setattr(preparing.output, "shows_bars", lambda: False)
+    said = []
+    with preparing._Bar(100, 0, said.append) as bar:
+        for _ in range(4):
+            bar.advance(25)
+    assert [line.split()[1] for line in said] == ["25%", "50%", "75%"]
 
 
 def test_a_second_preparation_of_a_folder_is_refused_while_the_first_runs(tmp_path, lines):
@@ -222,6 +235,31 @@ def test_a_source_of_a_mixture_that_another_tokenizer_has_prepared_is_refused(mi
         mixture.open_dataset(cfg, split="train")
 
 
+def test_a_small_source_has_a_part_for_every_core(tmp_path, here, capsys):
+    """20 MB in 20 parts of 1 MB, 40 MB in 32, and 64 MB a part from 2 GB on."""
+    (tmp_path / "a.txt").write_bytes(b"one two three. " * 170_000)
+    assert prepare.main([str(tmp_path / "a.txt"), f"out={tmp_path}/out"]) == 0
+    assert "2.5 MB in 3 parts" in capsys.readouterr().out
+
+    def size_of_part(megabytes):
+        return preparing.part_bytes_of(Files(("a",), (megabytes << 20,), (0,), "text")) / (1 << 20)
+
+    assert [size_of_part(size) for size in (0, 20, 40, 2048, 9999)] == [1, 1, 1.25, 64, 64]
+
+
+def test_a_source_that_was_prepared_in_parts_of_64_mb_is_found(tmp_path, here, monkeypatch):
+    """By a run that goes on: in smaller parts its text would have another hash."""
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one two"}\n' * 99))
+    argv = [f"dataset_path={tmp_path}/a.jsonl.gz", f"base_output_directory={tmp_path}/runs"]
+    cfg = config.load(argv, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(prepared, "part_bytes_of", lambda source: prepared.PART_BYTES)
+        before = prepared.prepare_sources(cfg, print)
+    assert prepared.prepare_sources(cfg, print) == before
+    shutil.rmtree(tmp_path / "runs")
+    assert prepared.prepare_sources(cfg, print) != before
+
+
 def test_one_path_may_be_two_sources_of_two_kinds(tmp_path, parquet, here):
     """A folder with lines and tables: each source has its own, and its own field."""
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": "four five six. " * 400}) + "\n")
@@ -253,7 +291,7 @@ def test_a_run_trains_and_evaluates_on_parquet(tmp_path, parquet):
         (["a.txt"], 2, "out= is missing: the folder to make"),
         (["a.txt", "out=x", "processes=-1"], 2, "processes=-1 is no whole number >= 0"),
         (["a.txt", "out=x", "dataset_type=synthetic"], 2, "dataset_type=synthetic needs no prep"),
-        (["shards", "out=x"], 2, "SOURCE=shards is prepared already. Train with"),
+        (["shards", "out=x"], 3, "SOURCE=shards is prepared already: it holds"),
         (["a.txt", "out=x", "part_size=3"], 2, "part_size=3 (command line) is no key"),
         (["none.txt", "out=x"], 3, "SOURCE=none.txt does not exist or is out of reach"),
         (["a.txt", "check=true"], 3, "SOURCE=a.txt holds no manifest.json"),

@@ -1,11 +1,15 @@
 """A program goes on when nobody takes its output, and ends with the exit code it would have."""
 
 import errno
+import fcntl
 import io
 import os
 import pathlib
+import pty
+import struct
 import subprocess
 import sys
+import termios
 
 import pytest
 
@@ -77,3 +81,16 @@ def test_a_line_stays_one_line():
     assert output.one_line("run_name=a\nb\r\x1b[2J\u2028\x85é") == (
         r"run_name=a\nb\r\x1b[2J\u2028\x85é"
     )
+
+
+def test_a_terminal_of_no_columns_shows_no_bar(monkeypatch):
+    """As some containers have it; tqdm would draw an empty bar over and over."""
+    first, second = pty.openpty()  # of 0 columns until somebody sets them
+    with open(first, "rb"), open(second, "w") as terminal:
+        monkeypatch.setattr(output.sys, "stderr", terminal)
+        assert not output.shows_bars()
+        fcntl.ioctl(second, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        assert output.shows_bars()
+    for stream in (None, io.StringIO()):
+        monkeypatch.setattr(output.sys, "stderr", stream)
+        assert not output.shows_bars()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections import Counter
 from collections.abc import Iterator
 
 from maxdiloco.data import corpus
@@ -75,6 +76,23 @@ def open_files(kind: str, path: str, key: str, column: str) -> Files:
         tuple(stamp.size for stamp in stamps),
         tuple(stamp.mtime for stamp in stamps),
         column,
+    )
+
+
+def left_out_line(kind: str, path: str, key: str) -> str:
+    """A warning that counts the files of a folder that its source does not read; empty: none.
+
+    kind, path, key: of open_files; a data set of the hub leaves nothing out.
+    """
+    read = {"text": corpus.SUFFIXES + COMPRESSED, "parquet": PARQUET}
+    others = corpus.left_out(path, read[kind]) if kind in read else Counter()
+    if not others:
+        return ""
+    named = [f"{count:,} {suffix or 'without a suffix'}" for suffix, count in others.most_common(8)]
+    tables = "; dataset_type=parquet reads those" if others[".parquet"] else ""
+    return (
+        f"warning: {others.total():,} other files in {key}={path} are not read: "
+        f"{', '.join(named)}{tables}."
     )
 
 
