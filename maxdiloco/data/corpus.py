@@ -35,9 +35,11 @@ class Documents:
 
     file: index into paths; offset, stored: where the document or its .jsonl line is [bytes];
     size: length of its text [bytes], never 0. column: field of a .jsonl line with the text.
+    stamps: of each path, when the table was made.
     """
 
     paths: tuple[str, ...]
+    stamps: tuple[Stamp, ...]
     file: np.ndarray
     offset: np.ndarray
     stored: np.ndarray
@@ -46,11 +48,6 @@ class Documents:
 
     def __len__(self) -> int:
         return len(self.size)
-
-
-def base_names(documents: Documents) -> list[str]:
-    """Names of the files without their folders."""
-    return [os.path.basename(path) for path in documents.paths]
 
 
 def find_files(path: str, key: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
@@ -135,7 +132,7 @@ def read_table(
             index.add(names[number], stamps[number], tables[number])
     file = np.repeat(np.arange(len(paths)), [len(table) for table in tables])
     columns = np.ascontiguousarray(np.concatenate([_rows(), *tables]).T)
-    return Documents(paths, file, *columns, column=column)
+    return Documents(paths, tuple(stamps), file, *columns, column=column)
 
 
 def read_pieces(
@@ -144,14 +141,18 @@ def read_pieces(
     """Bytes of parts of documents, uint8, one array for each piece.
 
     pieces: (document, begin, end), begin and end in bytes of its text.
-    Raises DataError for a file that is gone or has another length than the table says.
+    Raises DataError for a file that is gone or was changed since the table was made.
     """
     for number, run in itertools.groupby(pieces, key=lambda piece: documents.file[piece[0]]):
         path = documents.paths[number]
         try:
             with open(path, "rb") as file:
                 for document, begin, end in run:
-                    yield np.frombuffer(_piece(documents, file, document, begin, end), np.uint8)
+                    data = _piece(documents, file, document, begin, end)
+                    now, before = _stamp_of(file), documents.stamps[number]
+                    if now.size == before.size and now != before:  # a .jsonl file may grow
+                        raise changed(path, int(documents.size[document]), "was written over")
+                    yield np.frombuffer(data, np.uint8)
         except OSError as error:
             raise unreadable(path, error) from error
 

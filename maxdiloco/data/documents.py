@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import os
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
@@ -76,7 +77,7 @@ class ByteDocuments:
 
     def identity(self) -> Iterator[bytes]:
         """File names and lengths of documents; a change that keeps them goes unnoticed."""
-        names = "\n".join(corpus.base_names(self.table))
+        names = "\n".join(os.path.basename(path) for path in self.table.paths)
         yield f"{names}\n".encode("utf-8", errors="replace")
         yield self.table.file.tobytes()
         yield self.table.size.tobytes()

@@ -263,13 +263,18 @@ def test_a_jsonl_line_without_the_text_is_told_by_its_number(folder, line, messa
         ("a.txt", b"abcdef", b"abc"),
         ("a.txt", b"abcdef", b"abcdefg"),
         ("a.jsonl", b'{"text": "abcdef"}\n', b'{"text": "abc"   }\n'),
+        ("a.txt", b"abcdef", b"ghijkl"),
+        ("a.jsonl", b'{"text": "abcdef"}\n', b'{"text": "ghijkl"}\n'),
     ],
 )
 def test_a_file_that_changes_under_a_run_is_told(folder, name, before, after):
-    """Its windows would hold other text than before, or none."""
+    """Its windows would hold other text than before, or none; also where its size stays."""
     root = folder({name: before})
     documents = corpus.read_table([f"{root}/{name}"], column="text")
+    assert texts(documents) == [b"abcdef"]
+    later = os.stat(f"{root}/{name}").st_mtime_ns + 1  # a clock may stand
     folder({name: after})
+    os.utime(f"{root}/{name}", ns=(0, later))
     with pytest.raises(
         DataError, match=r"has changed since the run began.*of 6 bytes.*start again"
     ):

@@ -19,9 +19,9 @@ FIRST = 65  # byte of window 0: what is read as text has no control characters
 @pytest.fixture
 def text(settings, folder):
     """Opens 30 windows of 4 tokens: window i is S, 3 times FIRST + i; `seed` None is file order."""
+    root = folder({f"{number:02}.txt": bytes([FIRST + number] * 3) for number in range(30)})
 
     def make(split="train", **changed):
-        root = folder({f"{number:02}.txt": bytes([FIRST + number] * 3) for number in range(30)})
         keys = {"dataset_path": root, "eval_dataset_path": root, "enable_data_shuffling": False}
         return pipeline.open_dataset(settings(**keys | changed), split=split)
 

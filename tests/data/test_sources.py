@@ -195,9 +195,11 @@ def test_a_file_that_has_changed_since_it_was_listed_is_refused(tmp_path):
     """Its spans would no longer be what they were."""
     (tmp_path / "a.txt").write_bytes(b"abc")
     source = open_source("text", str(tmp_path), "dataset_path", "text")
-    (tmp_path / "a.txt").write_bytes(b"abcd")
-    with pytest.raises(DataError, match="a.txt has changed since the run began"):
-        list(source.read(next(source.spans(10))))
+    for data in (b"abcd", b"xyz"):
+        (tmp_path / "a.txt").write_bytes(data)
+        os.utime(tmp_path / "a.txt", ns=(0, source.changed[0] + 1))
+        with pytest.raises(DataError, match="a.txt has changed since the run began"):
+            list(source.read(next(source.spans(10))))
 
 
 def test_a_hub_name_without_a_network_says_how_to_download_it(tmp_path):

@@ -41,7 +41,8 @@ class Files:
         """Documents of a span (spans.Source)."""
         path, size = self.names[span.file], self.sizes[span.file]
         try:
-            if os.path.getsize(path) != size:
+            status = os.stat(path)
+            if (status.st_size, status.st_mtime_ns) != (size, self.changed[span.file]):
                 raise corpus.changed(path, size, "of text is no longer there")
             if path.endswith(PARQUET):
                 yield from parquet.read(path, span.begin, span.end, self.column)
