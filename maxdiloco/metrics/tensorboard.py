@@ -16,6 +16,7 @@ LOCAL_FLUSH_SECONDS = 10.0  # between two flushes to a disk
 REMOTE_FLUSH_SECONDS = 60.0  # and to an object store, where the whole file is written anew
 MOST_WAITING = 1000  # rows in the queue of a slow disk
 CLOSE_SECONDS = 30.0  # for the last rows at the end of the run
+SYNC_SECONDS = 2.0  # for those before a checkpoint
 
 
 class EventFile:
@@ -24,7 +25,7 @@ class EventFile:
     folder: that of the file. purge_step: the first step of this life of the run; TensorBoard drops
     what an earlier life wrote from there on. say: prints a line when the file cannot be written or
     the thread is MOST_WAITING rows behind; nothing more is written then. `write` never waits,
-    `close` waits CLOSE_SECONDS at most, and neither raises.
+    `sync` waits SYNC_SECONDS at most, `close` CLOSE_SECONDS, and none raises.
 
     tensorboardX's own SummaryWriter is not used: when an error ends its thread, its queue fills and
     `add_scalar` waits for ever.
@@ -35,12 +36,25 @@ class EventFile:
         self._rows: queue.Queue = queue.Queue(MOST_WAITING)
         self._error: BaseException | None = None
         self._given_up = False
+        self._sync: threading.Event | None = None
         self._thread = threading.Thread(target=self._run, name="maxdiloco-tensorboard", daemon=True)
         self._thread.start()
 
     def write(self, step: int, values: Mapping[str, float | str]) -> None:
         """Add the values of a step, numbers as scalars, texts as texts."""
         self._put((step, time.time(), dict(values)))
+
+    def sync(self) -> None:
+        """Flush the rows written so far; where that takes longer than SYNC_SECONDS, behind the run.
+
+        One sync at a time is waited for, so that a disk that hangs costs the run no more than that.
+        """
+        if self._sync is not None and not self._sync.is_set():
+            return
+        self._sync = threading.Event()
+        self._put(self._sync)
+        if not self._given_up:
+            self._sync.wait(SYNC_SECONDS)
 
     def close(self) -> None:
         """Write the rows that are left, within CLOSE_SECONDS."""
@@ -51,7 +65,7 @@ class EventFile:
         elif self._error is not None:
             self._give_up(reason(self._error))
 
-    def _put(self, row: tuple | None) -> None:
+    def _put(self, row: tuple | threading.Event | None) -> None:
         if self._error is not None:
             self._give_up(reason(self._error))
         if self._given_up:
@@ -94,16 +108,19 @@ class EventFile:
         period = LOCAL_FLUSH_SECONDS if is_local(self._folder) else REMOTE_FLUSH_SECONDS
         flushed, is_new = time.monotonic(), False
         while (row := self._next_row(period)) is not None:
-            if row:
+            sync = row if isinstance(row, threading.Event) else None
+            if row and sync is None:
                 file.write_event(self._event(*row))
                 is_new = True
-            if is_new and time.monotonic() - flushed >= period:
+            if sync or (is_new and time.monotonic() - flushed >= period):
                 file.flush()
                 flushed, is_new = time.monotonic(), False
+            if sync:
+                sync.set()
         file.close()
 
-    def _next_row(self, wait_s: float) -> tuple | None:
-        """The next row; () after wait_s [seconds] without one; None at the end."""
+    def _next_row(self, wait_s: float) -> tuple | threading.Event | None:
+        """The next row or sync; () after wait_s [seconds] without one; None at the end."""
         try:
             return self._rows.get(timeout=wait_s)
         except queue.Empty:

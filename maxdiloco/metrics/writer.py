@@ -135,8 +135,10 @@ class MetricsWriter:
             self._events.write(step, {name: text})
 
     def sync(self) -> None:
-        """Force the rows written so far to the disk, or to the object store."""
+        """Force the rows written so far to the disk, or to the object store, in all files."""
         self._try(self._sink.sync)
+        if self._events is not None:
+            self._events.sync()
 
     def _try(self, write: Callable[[], None]) -> None:
         try:

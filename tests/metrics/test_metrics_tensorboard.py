@@ -126,6 +126,36 @@ def test_an_event_file_that_cannot_be_made_is_one_warning(folder):
     assert rows_and_warnings(folder, 3) == given_up(folder, "Not a directory")
 
 
+def test_a_save_flushes_the_event_file(folder):
+    """The recorder calls sync before each; then kill -9 loses no row before the checkpoint."""
+    with MetricsWriter(folder, tensorboard=True, resume_step=None) as writer:
+        for step in (10, 20):
+            writer.write(step, {"learning/loss": 10.0 / step})
+            writer.sync()
+            assert events(folder)[-1] == (step, {"learning/loss": 10.0 / step})
+
+
+def test_a_sync_on_a_disk_that_hangs_is_waited_for_once(folder, monkeypatch):
+    hanging, waits = threading.Event(), []
+    monkeypatch.setattr(record_writer.RecordWriter, "flush", lambda self: hanging.wait())
+    for name in ("CLOSE_SECONDS", "SYNC_SECONDS"):
+        monkeypatch.setattr(tensorboard, name, 0.05)
+    real = threading.Event.wait
+    monkeypatch.setattr(
+        tensorboard.threading.Event,
+        "wait",
+        lambda event, seconds=None: waits.append(seconds) or real(event, seconds),
+    )
+    try:
+        with MetricsWriter(folder, tensorboard=True, resume_step=None, say=print) as writer:
+            for step in range(1, 9):
+                writer.write(step, {"learning/loss": 1.0})
+                writer.sync()
+            assert waits.count(0.05) == 1
+    finally:
+        hanging.set()
+
+
 def test_an_event_file_on_a_disk_that_hangs_holds_nobody_up(folder, monkeypatch):
     """Neither a row, when as many wait as may, nor the end of the run."""
     hanging = threading.Event()
