@@ -38,9 +38,9 @@ def refuse_changes(cfg: Config, saved: Restored, *, B: int, data: dict[str, str]
     given = f"dataset_path={cfg.dataset_path or 'empty'}"
     if sources := mixture.changed_sources(before, now):
         given = f"dataset_mixture, sources {', '.join(sources)}"
-    elif bool(saved.meta["config"]["eval_dataset_path"]) != bool(cfg.eval_dataset_path):
+    if bool(saved.meta["config"]["eval_dataset_path"]) != bool(cfg.eval_dataset_path):
         given = f"eval_dataset_path={cfg.eval_dataset_path or 'empty'} decides what is held out"
-    elif "eval_fraction" not in saved.meta["config"]:
+    elif not cfg.eval_dataset_path and "eval_fraction" not in saved.meta["config"]:
         given += ", or what is held out of it (every 20th file before eval_fraction, of any size)"
     raise CheckpointError(
         f"{given}: the text is not that of the checkpoint of step {saved.step}, so its "

@@ -6,7 +6,10 @@ import pytest
 
 from maxdiloco.data import corpus, mixture, split
 from maxdiloco.data.sources import plain_text
-from maxdiloco.errors import DataError
+from maxdiloco.errors import ConfigError, DataError
+from maxdiloco.flags import config
+from maxdiloco.trainer import run_data
+from maxdiloco.trainer.assemble import BatchShape
 
 AE = "\u00e4".encode()  # two bytes
 
@@ -83,3 +86,46 @@ def test_the_line_on_the_data_counts_what_an_epoch_reads(settings, tmp_path):
         f"data: dataset_path={tmp_path}: 2 files, 2 documents, 40 bytes; 9 sequences of 4 tokens "
         "to train on, 4.5 steps an epoch"
     ]
+
+
+def lines(*argv):
+    """Of a start that reads text and evaluates."""
+    cfg = config.load(["max_target_length=4", "vocab_size=257", *argv], {})
+    text, held = (mixture.open_dataset(cfg, split=split) for split in ("train", "eval"))
+    return run_data.lines(cfg, text, {"": held}, BatchShape(2, 1, 4))
+
+
+def test_a_start_warns_where_far_more_than_eval_fraction_is_held_out(tmp_path):
+    """One sequence of 5 is 20 %, of 20 it is 5 %; the source of a mixture is named."""
+    for name, tokens in (("small", 20), ("large", 80)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text("x" * (tokens - 1))
+    (warning,) = [line for line in lines(f"dataset_path={tmp_path}/small") if "warning" in line]
+    assert warning.startswith(
+        f"warning: 20% of dataset_path={tmp_path}/small is held out, not eval"
+    )
+    assert not [line for line in lines(f"dataset_path={tmp_path}/large") if "warning" in line]
+    enough = lines(f"dataset_path={tmp_path}/small", "eval_fraction=0.1")
+    assert not [line for line in enough if "warning" in line]
+    sources = ", ".join(f"{{path: {tmp_path}/{name}, name: {name}}}" for name in ("small", "large"))
+    (warning,) = [line for line in lines(f"dataset_mixture=[{sources}]") if "warning" in line]
+    assert "20% of dataset_mixture, source small is held out" in warning
+    own = f"eval_dataset_path={tmp_path}/large"
+    assert not [line for line in lines(f"dataset_path={tmp_path}/small", own) if "warning:" in line]
+
+
+def test_files_that_a_source_of_a_mixture_leaves_out_are_said(tmp_path):
+    (tmp_path / "a.txt").write_text("x" * 99)
+    (tmp_path / "b.parquet").write_bytes(b"?")
+    said = lines(f"dataset_mixture=[{{path: {tmp_path}, name: a}}]")
+    assert (
+        f"warning: 1 other files in dataset_mixture, source a={tmp_path} are not read: 1 .parquet; "
+        "dataset_type=parquet reads those." in said
+    )
+
+
+def test_nothing_held_out_and_an_evaluation_of_it_are_refused():
+    with pytest.raises(ConfigError, match="eval_fraction=0 holds nothing out, but eval_interval=9"):
+        config.load(["eval_fraction=0", "eval_interval=9"], {})
+    config.load(["eval_fraction=0"], {})
+    config.load(["eval_fraction=0", "eval_interval=9", "eval_dataset_path=/data"], {})

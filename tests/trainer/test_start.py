@@ -12,13 +12,13 @@ from etils import epath
 from maxdiloco.checkpoint import read
 from maxdiloco.checkpoint.read import Restored
 from maxdiloco.engine.trainer import ExchangeSettings
-from maxdiloco.errors import ConfigError
+from maxdiloco.errors import CheckpointError, ConfigError
 from maxdiloco.flags import config
 from maxdiloco.metrics.compiles import CompileLog
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.program import Program
 from maxdiloco.trainer import assemble, run_tokenizer, start
-from maxdiloco.trainer.resumed import layout, rate_lines
+from maxdiloco.trainer.resumed import layout, rate_lines, refuse_changes
 
 BEFORE = config.from_dict({"learning_rate": 1.0})
 
@@ -99,3 +99,19 @@ def test_the_state_of_loaded_parameters_is_compiled_from_their_shapes(devices, d
             assert len(parts.init_with.compiled) == 1
         like = parts.trainer.abstract_state
         assert jax.tree.map(jnp.shape, made[0]) == jax.tree.map(jnp.shape, like)
+
+
+def test_another_part_that_is_held_out_of_the_same_text_is_named_when_a_run_goes_on():
+    """Of a checkpoint that is older than eval_fraction; a younger one names the key."""
+    cfg, data = config.load([], {}), {"data": "names", "contents": "new"}
+
+    def saved(**keys):
+        stored = {name: value for name, value in cfg.as_dict().items() if name != "eval_fraction"}
+        meta = {"config": stored | keys, "position": {"B": 2}, "data": "names", "contents": "old"}
+        return types.SimpleNamespace(meta=meta, step=4, path="/runs/a/checkpoints/4")
+
+    refuse_changes(cfg, saved(), B=2, data=data | {"contents": "old"})
+    with pytest.raises(CheckpointError, match="or what is held out of it .every 20th file before"):
+        refuse_changes(cfg, saved(), B=2, data=data)
+    with pytest.raises(CheckpointError, match=r"^eval_fraction=0.05 \(the checkpoint has 0.1\)"):
+        refuse_changes(cfg, saved(eval_fraction=0.1), B=2, data=data)
