@@ -44,10 +44,10 @@ def test_files_of_a_checkpoint_that_are_nested_without_end_are_damage(tmp_path):
     folder = epath.Path(tmp_path)
     (folder / seal.FILE).write_text(DEEP)
     assert seal.damage(folder).what == f"{seal.FILE} is damaged"
-    for content in (DEEP, "[]", '{"step": 1}', '{"format": 9}'):
+    for content in (DEEP, "[]", '{"step": 1}'):
         (folder / orbax_io.META).mkdir(exist_ok=True)
         (folder / orbax_io.META / "metadata").write_text(content)
-        with pytest.raises(CheckpointError, match="is not as this maxdiloco writes it: .* Use an"):
+        with pytest.raises(CheckpointError, match="meta of .* is damaged: .* Use another"):
             orbax_io.read_note(folder)
         with pytest.raises(CheckpointError, match="RUN=.* holds no checkpoint"):
             find.newest_meta(folder, key="RUN")

@@ -8,10 +8,14 @@ checkpoints/120/            the state after inner step 120
     tokenizer/              files of the run, such as those of its tokenizer
     seal.json               sizes and CRC-32 of these files
 checkpoints/130.damaged/    a damaged checkpoint, set aside
-checkpoints/140.orbax-checkpoint-tmp/   an unfinished save; removed by the next good save or start
+checkpoints/140.maxdiloco-saving/   an unfinished save; removed by the next good save
+
+Nothing else in the folder is touched: see own_folder.
 """
 
 import contextlib
+import os
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +26,7 @@ import jax
 from etils import epath
 
 from maxdiloco.checkpoint import orbax_io, quiet, read, room, write
+from maxdiloco.checkpoint.own_folder import OwnFolder
 from maxdiloco.checkpoint.read import AbstractOf, Restored, Say
 from maxdiloco.errors import CheckpointError, SaveError
 from maxdiloco.processes import agree, output
@@ -31,12 +36,10 @@ from maxdiloco.storage.run_folder import absolute, is_local, reason
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
-_DAMAGED = ".damaged"
-_DELETED = ".deleted"
 _REMEDY = "Set the keys of the model and the optimizer back, or set another run_name."
 
 # The outcome of starting a save, as the first process decides it.
-_RUNS, _EXISTS, _FAILED = range(3)
+_RUNS, _EXISTS, _FAILED, _REFUSED = range(4)
 # Errors that no disk and no store raises: they end the run with a traceback.
 _BUGS = (AssertionError, AttributeError, LookupError, NameError, TypeError)
 
@@ -44,12 +47,16 @@ _BUGS = (AssertionError, AttributeError, LookupError, NameError, TypeError)
 class Checkpointer:
     """Saves and restores the state of one run. All processes of the run make the same calls.
 
-    folder: RunFolder.checkpoints, a folder that all processes see.
-    max_to_keep: complete checkpoints that stay, at least 1; None keeps all.
+    folder: RunFolder.checkpoints, a folder that all processes see. It is made, and what the run
+    left unfinished there removed, by the first save; who only reads changes nothing.
+    max_to_keep: complete checkpoints of this run that stay, at least 1; None keeps all. Those of
+    other runs stay and do not count; a run goes on from the checkpoint that it restores.
     use_async: save() returns as soon as the arrays are copied to the host.
     timeout_s: seconds that the processes may take to write the arrays of one save.
     files: content of files to put into each checkpoint, by path inside it: <folder>/<name>.
     say: prints a line; called in the first process only.
+    locked: whether the caller holds a lock on the folder; else the first save takes one, until the
+    context is left.
     A context manager: leaving it waits for the save that runs. Imports Orbax. Raises
     CheckpointError when the folder cannot be used.
 
@@ -66,6 +73,7 @@ class Checkpointer:
         timeout_s: float = 1200,
         files: Mapping[str, bytes] = MappingProxyType({}),
         say: Say = output.say,
+        locked: bool = False,
     ):
         self._folder = absolute(folder)
         self._max_to_keep = max_to_keep
@@ -79,13 +87,14 @@ class Checkpointer:
         self._newest: int | None = None  # the newest step known to be saved
         self._removal: Future | None = None  # of checkpoints that are not kept
         self._known_good: set[epath.Path] = set()
+        self._damaged: list[epath.Path] = []  # found by restore; the next save sets them aside
         self._failed_folders: set[epath.Path] = set()  # in which there may still be files
+        run = secrets.token_hex(8)
+        self._own = OwnFolder(self._folder, run=run, locked=locked, say=self._say)
         if self._primary:
             with self._one_line("cannot be used"):
-                if is_local(self._folder):  # object stores have no folders
-                    durable.make_folder(self._folder)
-                self._remove_unfinished()
-        # Barrier: the first process removes unfinished saves before others list the folder.
+                if is_local(self._folder):
+                    self._look_at_folder()
         shared_folder.require(self._folder)
         self._outcomes = write.Outcomes()
         self._writer = orbax_io.open_writer()
@@ -111,17 +120,23 @@ class Checkpointer:
             self._thread.shutdown()
             self._remover.shutdown()
             self._writer.close()
+            self._own.close()
             quiet.end(self._quiet)
 
     def steps(self) -> list[int]:
-        """The steps that have a complete checkpoint, oldest first."""
-        return read.steps(self._folder)
+        """The steps that have a complete checkpoint, oldest first, but for damage that was found.
+
+        Those of other runs in the folder are among them.
+        """
+        damaged = {path.name for path in self._damaged}
+        return [step for step in read.steps(self._folder) if str(step) not in damaged]
 
     def shortage(self, nbytes: int) -> list[str]:
         """The line that tells that the disk is too small for what is kept of nbytes each."""
         if self._max_to_keep is None or not self._primary:
             return []
-        return room.shortage(self._folder, nbytes, count=self._max_to_keep)
+        own = self._own.steps
+        return room.shortage(self._folder, nbytes, count=self._max_to_keep, own=own)
 
     def save(
         self, step: int, items: Mapping[str, Any], meta: Mapping[str, Any], *, last: bool = False
@@ -132,7 +147,8 @@ class Checkpointer:
         meta: what JSON takes.
         last: whether it is the last save: wait until it is on the disk, and try once more at once
         if it fails.
-        Waits for the save before this one. Raises SaveError when two in a row have failed.
+        Waits for the save before this one. Raises SaveError when two in a row have failed,
+        CheckpointError when another process saves to the folder.
         """
         self._end_of_save(limit=None if last else 2)
         if self._removal is not None and self._removal.done():
@@ -157,27 +173,28 @@ class Checkpointer:
     def restore(self, abstract_of: AbstractOf) -> Restored | None:
         """Read the newest undamaged checkpoint; None when there is no checkpoint at all.
 
-        A damaged one is set aside as <step>.damaged, with a warning, and the one before it is read.
+        A damaged one is not used, with a warning, and the one before it is read; the next save sets
+        it aside as <step>.damaged.
         `restore(lambda meta: {}).meta` reads no arrays. Raises CheckpointError when all are
         damaged or when shapes or dtypes differ from those of abstract_of, and whatever abstract_of
         raises.
         """
         self._end_of_save()
         with read.reading(self._folder, "base_output_directory"):
+            newest_first = read.newest_first(self._folder)
             restored, damaged = read.first_undamaged(
-                read.newest_first(self._folder),
+                (path for path in newest_first if path not in self._damaged),
                 abstract_of,
                 say=self._say,
                 remedy=lambda meta: _REMEDY,
                 known_good=self._known_good,
             )
+            if restored is not None and self._primary:
+                self._own.adopt(restored.path, older=self._max_to_keep is not None)
+        self._damaged += damaged
         if restored is not None:
             self._known_good.add(restored.path)
             self._newest = restored.step
-        if self._primary:
-            with self._one_line("cannot set a damaged checkpoint aside"):
-                for path in damaged:
-                    self._set_aside(path)
         return restored
 
     def _start(self, step: int, items: Mapping[str, Any], meta: Mapping[str, Any]) -> int:
@@ -191,16 +208,22 @@ class Checkpointer:
             nbytes = sum(map(orbax_io.nbytes, items.values()))
             nbytes += sum(map(len, self._files.values()))
             prepared = self._thread.submit(self._prepare, folder, target, tuple(trees), nbytes)
-        failed = prepared.exception() is not None
-        started = _FAILED if failed else _RUNS if prepared.result() else _EXISTS
+        error = prepared.exception()
+        started = _REFUSED if isinstance(error, CheckpointError) else _FAILED
+        if error is None:
+            started = _RUNS if prepared.result() else _EXISTS
         started = agree.from_first_process(started)
+        if started == _REFUSED:
+            raise error or CheckpointError(f"folder={self._folder}: see the output of process 0.")
+        if started != _FAILED:
+            self._damaged.clear()
         if started == _RUNS:
             save = write.Save(
                 folder=folder,
                 target=target,
                 items=tuple(trees),
                 files=self._files,
-                note=orbax_io.note_of(step, items, meta),
+                note=orbax_io.note_of(step, items, meta, run=self._own.run),
                 deadline=time.monotonic() + self._timeout_s,
             )
             self._outcomes.next()
@@ -208,7 +231,8 @@ class Checkpointer:
             self._saving = step, self._thread.submit(self._complete, save, writes)
         elif started == _FAILED:
             self._saving = step, prepared
-            if failed and is_local(folder):  # of which a part may have been made
+            others = isinstance(error, FileExistsError)  # what is in the way is not of this save
+            if error is not None and is_local(folder) and not others:
                 self._failed_folders.add(folder)
         return started
 
@@ -216,16 +240,24 @@ class Checkpointer:
         self, folder: epath.Path, target: epath.Path, items: tuple[str, ...], nbytes: int
     ) -> bool:
         # Runs in the thread.
+        self._own.begin(step := int(target.name), self._damaged)
+        if step not in self._own.steps and orbax_io.is_complete(target):
+            self._say(
+                f"warning: step {step} is not saved: {target} is there already, of another run. "
+                "Use a folder for each run."
+            )
         if self._max_to_keep is not None and not orbax_io.is_complete(target):
             if self._removal is not None and room.is_short(self._folder, nbytes):
                 self._removal.exception()  # what it removes makes room too
-            for step in room.in_the_way(self._folder, nbytes, kept=self._newest):
-                self._remove(self._folder / str(step))
+            own, kept = self._own.steps, self._newest
+            for old in room.in_the_way(self._folder, nbytes, own=own, kept=kept):
+                self._own.remove(old)
                 self._say(
-                    f"the disk of {self._folder} is nearly full: checkpoint {step} was removed to "
-                    f"make room for {target.name}"
+                    f"the disk of {self._folder} is nearly full: checkpoint {old} was removed to "
+                    f"make room for {step}"
                 )
-        return write.prepare(folder, target, items, nbytes=nbytes)
+        is_alone = self._own.is_alone
+        return write.prepare(folder, target, items, nbytes=nbytes, is_alone=is_alone)
 
     def _complete(self, save: write.Save, writes: Sequence["ocp.future.Future"]) -> None:
         # Runs in the thread.
@@ -237,6 +269,7 @@ class Checkpointer:
             write.wait_for_arrays(save, writes)
             self._outcomes.wait(save.deadline)
             write.commit(save, self._writer)
+            self._own.steps.add(int(save.target.name))
             whole = True
         finally:
             if not whole:  # at once: the disk may be full
@@ -291,34 +324,15 @@ class Checkpointer:
             )
 
     def _remove_old(self) -> None:
-        for old in self.steps()[: -self._max_to_keep]:
-            self._remove(self._folder / str(old))
+        own = [step for step in self.steps() if step in self._own.steps]
+        for old in own[: -self._max_to_keep]:
+            self._own.remove(old)
 
-    def _remove_unfinished(self) -> None:
-        # Nobody is writing these now: this process holds the lock of the run folder.
-        for path in self._folder.iterdir() if self._folder.is_dir() else ():
-            step, suffix, _ = path.name.partition(".")
-            if not step.isdigit() or path.name.endswith(_DAMAGED):
-                continue
-            if suffix or not orbax_io.is_complete(path):
-                object_store.remove(path)
-
-    def _remove(self, path: epath.Path) -> None:
-        if is_local(path):
-            # Renamed first: a half-deleted folder must not look like a checkpoint.
-            path = path.rename(path.parent / (path.name + _DELETED))
-            durable.sync_folder(path.parent)  # the rename reaches the disk before the deletions
-        else:
-            (path / orbax_io.COMMIT).unlink(missing_ok=True)
-        object_store.remove(path)
-
-    def _set_aside(self, path: epath.Path) -> None:
-        target = path.parent / (path.name + _DAMAGED)
-        if target.exists():
-            object_store.remove(target)
-        path.rename(target)
-        if is_local(path):
-            durable.sync_folder(path.parent)
+    def _look_at_folder(self) -> None:
+        if jax.process_count() > 1:  # they look whether all see what one writes there
+            durable.make_folder(self._folder)
+        with contextlib.suppress(FileNotFoundError):
+            os.listdir(self._folder)
 
     @contextlib.contextmanager
     def _one_line(self, what: str) -> Iterator[None]:

@@ -75,6 +75,6 @@ def newest_meta(folder: epath.Path, *, key: str) -> dict[str, Any]:
         for path in paths:
             try:
                 return orbax_io.read_note(path).meta
-            except (FileNotFoundError, CheckpointError):  # damaged: the one before it
+            except (FileNotFoundError, orbax_io.DamagedError):  # damaged: the one before it
                 continue
     raise read.no_checkpoint(folder, key)

@@ -15,6 +15,7 @@ from etils import epath
 from maxdiloco import json_text
 from maxdiloco.errors import CheckpointError
 from maxdiloco.storage.run_folder import is_local
+from maxdiloco.version import __version__
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 META = "meta"  # the item that is JSON; the others are trees of arrays
 _META_FILE = "metadata"  # Orbax's name of its file
 COMMIT = "commit_success.txt"  # Orbax writes it last
+SEAL = "seal.json"
+# Of what a checkpoint says and how. Raised with what an earlier version cannot read; 0: had none.
+FORMAT = 1
 # A smaller share is not worth the program that slices it, which compiles in 50-100 ms on a CPU.
 SHARED_WRITE_BYTES = 1 << 22  # our choice
 # A reader decodes whole chunks. A larger chunk is split where its parts have LEAST_CHUNK_BYTES.
@@ -89,36 +93,54 @@ def split_dims(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return tuple(dims)
 
 
+class DamagedError(CheckpointError):
+    """What a checkpoint says of itself cannot be read."""
+
+
 class Note(NamedTuple):
-    """The content of a checkpoint's META."""
+    """The content of a checkpoint's META. run: the same in all checkpoints of a run."""
 
     step: int
     meta: dict[str, Any]
     arrays: dict[str, dict[str, Any]]  # {item: {leaf name: [shape, dtype name]}}
+    run: str = ""
+    format: int = FORMAT
+    version: str = __version__  # of maxdiloco
 
 
-def note_of(step: int, items: Mapping[str, Any], meta: Mapping[str, Any]) -> dict[str, Any]:
+def note_of(
+    step: int, items: Mapping[str, Any], meta: Mapping[str, Any], *, run: str = ""
+) -> dict[str, Any]:
     """The Note of a checkpoint of these items, as a dict for JSON."""
-    return Note(step, dict(meta), {name: shapes(tree) for name, tree in items.items()})._asdict()
+    arrays = {name: shapes(tree) for name, tree in items.items()}
+    return Note(step, dict(meta), arrays, run)._asdict()
 
 
 def read_note(step_folder: epath.Path) -> Note:
-    """The Note of a checkpoint. Raises CheckpointError for one that is not as this program writes
-    it, OSError."""
-    path = step_folder / META / _META_FILE
+    """The Note of a checkpoint.
+
+    Raises CheckpointError for a format that a later version of maxdiloco writes, DamagedError for
+    one that is not as any version writes it, OSError.
+    """
     try:
-        return Note(**json_text.parse(path.read_bytes()))
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"{path} is not as this maxdiloco writes it: {error}. Use another checkpoint, or the "
-            "maxdiloco that wrote it."
+        stored = json_text.parse((step_folder / META / _META_FILE).read_bytes())
+        number, version = stored.get("format", 0), stored.get("version", "a later version")
+        if number <= FORMAT:
+            return Note(**{"format": 0, "version": ""} | stored)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise DamagedError(
+            f"{META} of checkpoint {step_folder} is damaged: {error}. Use another checkpoint."
         ) from error
+    raise CheckpointError(
+        f"checkpoint {step_folder} has format {number}, of maxdiloco {version}; maxdiloco "
+        f"{__version__} reads formats up to {FORMAT}. Use that version or a later one."
+    )
 
 
 def is_complete(step_folder: epath.Path) -> bool:
-    """Whether the folder became visible as a whole checkpoint."""
-    if is_local(step_folder):
-        return step_folder.is_dir()  # it got this name by an atomic rename
+    """Whether the folder became visible as a whole checkpoint; one of others has no such files."""
+    if is_local(step_folder):  # it got this name by an atomic rename; damage may take either file
+        return any((step_folder / name).exists() for name in (SEAL, COMMIT))
     return (step_folder / COMMIT).exists()
 
 

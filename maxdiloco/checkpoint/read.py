@@ -1,6 +1,7 @@
 """Finds and reads the newest undamaged checkpoint, of this run or of another."""
 
 import contextlib
+import re
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -15,6 +16,7 @@ from maxdiloco.processes import agree, output
 from maxdiloco.storage import object_store, shared_folder
 from maxdiloco.storage.run_folder import absolute, reason
 
+_STEP = re.compile("0|[1-9][0-9]*")  # as a save names its folder
 _ATTEMPTS = 12  # to read a file that only some hosts find damaged
 
 # The meta of a checkpoint -> {item: tree of jax.ShapeDtypeStruct with shardings, or of
@@ -119,7 +121,7 @@ def reading(folder: epath.Path, key: str) -> Iterator[None]:
 def steps(folder: epath.PathLike) -> list[int]:
     """The steps that have a complete checkpoint in a folder of checkpoints, oldest first."""
     try:
-        paths = [path for path in epath.Path(folder).iterdir() if path.name.isdigit()]
+        paths = [path for path in epath.Path(folder).iterdir() if _STEP.fullmatch(path.name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(int(path.name) for path in paths if orbax_io.is_complete(path))
@@ -146,10 +148,12 @@ def first_undamaged(
 
     The processes share the examination and agree on its outcome. known_good: candidates that were
     examined before. otherwise: the remedy when all are damaged and there is no copy. The other
-    arguments are those of restore_from.
+    arguments are those of restore_from. Raises CheckpointError for a later format, too.
     """
     damaged: dict[epath.Path, str] = {}
     for path in candidates:
+        with contextlib.suppress(OSError, orbax_io.DamagedError):  # damage, of which the seal knows more
+            orbax_io.read_note(path)  # first: a later format may have another seal
         if path not in known_good and (problem := _damage(path)):
             say(f"warning: checkpoint {path} is damaged and is not used: {problem}.")
             damaged[path] = problem

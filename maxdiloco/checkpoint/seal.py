@@ -13,10 +13,10 @@ from typing import NamedTuple
 from etils import epath
 
 from maxdiloco import json_text
+from maxdiloco.checkpoint.orbax_io import SEAL as FILE
 from maxdiloco.storage import object_store
 from maxdiloco.storage.run_folder import is_local
 
-FILE = "seal.json"
 # Reading back takes about 0.3 s per GB from the page cache; above this the seal has sizes alone.
 CONTENT_LIMIT_BYTES = 16 << 30  # our choice
 _BLOCK_BYTES = 1 << 24

@@ -25,7 +25,8 @@ from maxdiloco.storage.run_folder import is_local, reason, require_space
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
-UNFINISHED = ".orbax-checkpoint-tmp"
+# Suffixes of what no reader may take for a checkpoint, and of nothing that others make.
+UNFINISHED, DELETED = ".maxdiloco-saving", ".maxdiloco-deleted"
 KEY = "checkpoint_timeout_seconds"
 
 
@@ -57,22 +58,46 @@ def folder_of(target: epath.Path, *, attempt: int) -> epath.Path:
     return target.parent / f"{target.name}{UNFINISHED}{f'-{attempt}' if attempt else ''}"
 
 
-def prepare(folder: epath.Path, target: epath.Path, items: Sequence[str], *, nbytes: int) -> bool:
+def mark_of(target: epath.Path) -> epath.Path:
+    """On gs://: the object that says of a step's objects that they are an unfinished save."""
+    return target.parent / f"{target.name}{UNFINISHED}"
+
+
+def prepare(
+    folder: epath.Path,
+    target: epath.Path,
+    items: Sequence[str],
+    *,
+    nbytes: int,
+    is_alone: bool = False,
+) -> bool:
     """Make the folders of a save; False when the checkpoint exists. For the first process.
 
-    nbytes: most bytes that the arrays may take. Raises CheckpointError without that room, OSError.
+    nbytes: most bytes that the arrays may take. is_alone: whether an unfinished save in the folder
+    is that of no living process, and makes room. Raises OSError, also for what others have there.
     """
     if orbax_io.is_complete(target):
         if is_local(target):
             durable.sync_folder(target.parent)  # in which the save that made it may have failed
         return False
+    if is_local(target) and target.exists():
+        raise _in_the_way(target)
     if folder.exists():
+        if not is_alone or not (is_local(folder) or mark_of(target).exists()):
+            raise _in_the_way(folder)
         object_store.remove(folder)
     require_space(target.parent, nbytes)
     if is_local(folder):
         for name in (*items, META):
             (folder / name).mkdir(parents=True)
+    else:
+        mark_of(target).write_text("")
     return True
+
+
+def _in_the_way(path: epath.Path) -> OSError:
+    why = f"{path.name} is there and is no checkpoint, and nothing of others is removed: move it"
+    return OSError(errno.EEXIST, why)
 
 
 def wait_for_arrays(save: Save, writes: Sequence["ocp.future.Future"]) -> None:
@@ -115,6 +140,7 @@ def commit(save: Save, writer: "ocp.PyTreeCheckpointHandler") -> None:
         durable.sync_folder(save.target.parent)
     else:
         (save.folder / COMMIT).write_text("complete\n")
+        mark_of(save.target).unlink(missing_ok=True)
 
 
 def discard(folder: epath.Path) -> None:

@@ -168,8 +168,11 @@ def require_space(folder: epath.PathLike, nbytes: int) -> None:
 
 
 def free_bytes(folder: epath.PathLike) -> int | None:
-    """Free space of the disk that a folder is on; None on gs://, which has no limit."""
-    return shutil.disk_usage(folder).free if is_local(folder) else None
+    """Free space of the disk that a folder is on, or will be; None on gs://, without a limit."""
+    if not is_local(folder):
+        return None
+    folder = epath.Path(folder)
+    return shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
 
 
 def megabytes(nbytes: int) -> str:

@@ -34,7 +34,7 @@ def require(folder: epath.Path) -> None:
 
     The first process must have made the folder, where folders are made. A no-op for one process.
     """
-    problem, blind = _look(folder, name="start", wait_s=WAIT_S)
+    problem, blind = _look(folder, name="maxdiloco-start", wait_s=WAIT_S)
     if blind:
         here = f" Process {jax.process_index()} on {socket.gethostname()}: {problem}."
         raise CheckpointError(

@@ -224,6 +224,7 @@ def _open_checkpointer(
         timeout_s=cfg.checkpoint_timeout_seconds,
         files=run_tokenizer.travelling_files(tokenizer),
         say=say,
+        locked=True,  # by open_run_folder
     )
 
 

@@ -1,5 +1,6 @@
 """Damaged, half-written and unwritable checkpoints: reported, and the one before is used."""
 
+import json
 import os
 import pathlib
 import shutil
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from maxdiloco.checkpoint import checkpointer as checkpointer_lib
-from maxdiloco.checkpoint import orbax_io, seal, write
+from maxdiloco.checkpoint import find, orbax_io, own_folder, seal, write
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.checkpoint.read import restore_from
 from maxdiloco.errors import CheckpointError
@@ -116,8 +117,8 @@ def test_a_resuming_run_sets_the_damaged_one_aside_and_saves_that_step_again(tmp
             assert checkpointer.restore(wanted).step == 10
             assert checkpointer.steps() == [10]
             assert checkpointer.save(20, items(20), {})
-        assert sorted(os.listdir(folder)) == ["10", "20", "20.damaged"]
         (folder / "20" / "outer_params" / "manifest.ocdbt").unlink()
+    assert sorted(os.listdir(folder)) == ["10", "20", "20.damaged", "20.damaged-2"]
     assert len(said) == 2
     assert "outer_params/manifest.ocdbt is missing" in said[0]
 
@@ -142,6 +143,43 @@ def test_a_single_damaged_checkpoint_that_was_asked_for_is_an_error(tmp_path, tw
     with pytest.raises(CheckpointError, match=message):
         restore_from(folder / "20", wanted, key="load_full_state_path")
     assert (folder / "20").exists()  # another run's folder is left as it is
+
+
+@pytest.mark.parametrize("reader", ["run", "resuming", "name"])
+def test_a_checkpoint_of_a_later_format_is_one_line_and_no_damage(tmp_path, two_saved, reader):
+    """Even where its seal is written in a way that this version does not know."""
+    folder = damaged_run(tmp_path, two_saved)
+    (folder / "20" / "seal.json").write_text("[]")
+    meta = folder / "20" / "meta" / "metadata"
+    later = json.loads(meta.read_text()) | {"format": 7, "version": "9.9", "more": 1}
+    meta.write_text(json.dumps(later))
+    message = (
+        rf"checkpoint {folder}/20 has format 7, of maxdiloco 9\.9; maxdiloco \S+ reads formats up "
+        r"to 1\. Use that version or a later one\."
+    )
+    with pytest.raises(CheckpointError, match=message):
+        if reader == "run":
+            restore_from(folder.parent, wanted, key="k")
+        elif reader == "name":
+            find.newest_meta(folder.parent, key="k")
+        else:
+            with Checkpointer(folder, max_to_keep=1) as checkpointer:
+                checkpointer.restore(wanted)
+    assert sorted(os.listdir(folder)) == ["10", "20"]
+
+
+def test_a_checkpoint_without_a_format_is_read_and_a_deep_one_is_damaged(tmp_path, two_saved):
+    """The first versions wrote no number."""
+    folder = damaged_run(tmp_path, two_saved)
+    meta = folder / "20" / "meta" / "metadata"
+    stored = json.loads(meta.read_text())
+    meta.write_text(json.dumps({name: stored[name] for name in ("step", "meta", "arrays")}))
+    assert orbax_io.read_note(folder / "20")[:1] == (20,)
+    assert orbax_io.read_note(folder / "20").format == 0
+    for wrong in ("[" * 100_000, "[]", "{}", '{"format": "x"}'):
+        meta.write_text(wrong)
+        with pytest.raises(orbax_io.DamagedError, match="meta of .* is damaged"):
+            orbax_io.read_note(folder / "20")
 
 
 def test_processes_share_the_examination(tmp_path, two_saved):
@@ -198,10 +236,11 @@ def test_kill_9_during_a_save_leaves_the_previous_checkpoint(tmp_path):
     assert done.returncode == -signal.SIGKILL
     folder = folder_of(tmp_path)
     left = sorted(os.listdir(folder))
-    assert left[0] == "1" and left[1].startswith("2.orbax-checkpoint-tmp") and len(left) == 2
-    with Checkpointer(folder, max_to_keep=1) as checkpointer:
-        assert os.listdir(folder) == ["1"]
+    assert left == ["1", f"2{write.UNFINISHED}"]
+    with Checkpointer(folder, max_to_keep=2) as checkpointer:
         assert checkpointer.restore(lambda meta: {}).meta == {"t": 1}
+        checkpointer.save(3, items(3), {}, last=True)
+        assert sorted(os.listdir(folder)) == ["1", "3"]
 
 
 def test_a_disk_that_fills_up_is_one_line_and_leaves_the_previous_checkpoint(tmp_path):
@@ -241,23 +280,14 @@ def test_a_failed_save_does_not_hide_the_error_under_way(tmp_path, monkeypatch):
     assert "step 1" in said[0] and "No space left on device" in said[0]
 
 
-def test_leftovers_are_removed_at_the_start_and_damaged_ones_kept(tmp_path):
-    folder = folder_of(tmp_path)
-    for name in ("4.orbax-checkpoint-tmp", "3.deleted", "2.damaged", "notes"):
-        (folder / name).mkdir(parents=True)
-    with Checkpointer(folder, max_to_keep=1) as checkpointer:
-        assert checkpointer.steps() == []
-    assert sorted(os.listdir(folder)) == ["2.damaged", "notes"]
-
-
 def test_where_folders_cannot_be_renamed_the_commit_file_tells_and_goes_first(
     tmp_path, two_saved, monkeypatch
 ):
     """gs://: a folder has its final name from the start. A local folder stands in for it."""
     folder = damaged_run(tmp_path, two_saved)
     monkeypatch.setattr(orbax_io, "is_local", lambda path: False)
-    monkeypatch.setattr(checkpointer_lib, "is_local", lambda path: False)
-    monkeypatch.setattr(write, "is_local", lambda path: False)
+    for module in (checkpointer_lib, own_folder, write):
+        monkeypatch.setattr(module, "is_local", lambda path: False)
     prepare = write.prepare
 
     def prepare_and_make_a_folder(folder, *arguments, **options):  # an object store needs none
@@ -267,15 +297,17 @@ def test_where_folders_cannot_be_renamed_the_commit_file_tells_and_goes_first(
 
     monkeypatch.setattr(write, "prepare", prepare_and_make_a_folder)
     (folder / "30").mkdir()
+    write.mark_of(folder / "30").write_text("")
     gone = []
     rmtree = type(folder).rmtree
     monkeypatch.setattr(
         type(folder), "rmtree", lambda path: gone.append(sorted(os.listdir(path))) or rmtree(path)
     )
-    with Checkpointer(folder, max_to_keep=1) as checkpointer:
-        assert gone == [[]]  # 30 has no commit file
-        assert checkpointer.steps() == [10, 20]
+    with Checkpointer(folder, max_to_keep=1, locked=True) as checkpointer:
+        assert checkpointer.restore(lambda meta: {}).step == 20
         checkpointer.save(40, items(40), {})
+        checkpointer.wait()
+    assert gone[0] == []  # 30 has no commit file, and a mark
     assert sorted(os.listdir(folder)) == ["40"]
     assert all("commit_success.txt" not in names and names for names in gone[1:])
     assert len(gone) == 3
@@ -289,6 +321,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, two_sav
 
     said = []
     with Checkpointer(folder, max_to_keep=2, say=said.append) as checkpointer:
+        checkpointer.restore(lambda meta: {})
         monkeypatch.setattr(type(folder), "rmtree", refuse)
         checkpointer.save(30, items(30), {})
         checkpointer.wait()
@@ -297,4 +330,4 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, two_sav
             "next save tries again; remove it if the disk fills up."
         ]
         monkeypatch.undo()
-    assert sorted(os.listdir(folder)) == ["10.deleted", "20", "30"]
+    assert sorted(os.listdir(folder)) == [f"10{write.DELETED}", "20", "30"]

@@ -262,7 +262,7 @@ def test_old_checkpoints_go_in_a_thread_that_no_save_waits_for(tmp_path, monkeyp
     threads = {who for who, _ in done if who != "synced"}
     assert threads and threading.main_thread() not in threads
     first_removal = next(i for i, (who, _) in enumerate(done) if who != "synced")
-    assert done[first_removal][1] == "1.deleted"
+    assert done[first_removal][1] == f"1{write_lib.DELETED}"
     assert done[:first_removal].count(("synced", "checkpoints")) >= 3  # 1, 2, and the deletion
 
 
@@ -295,8 +295,8 @@ def test_a_real_full_disk_and_a_real_read_only_one(tmpfs, monkeypatch, capfd):
         save_and_wait(checkpointer, 2)
         assert len(said) == 1 and "No space left on device; the last step saved is 1." in said[0]
         assert checkpointer.steps() == [1]
-        assert discarded == ["2.orbax-checkpoint-tmp"]  # at once: it takes room
-        late = folder / "2.orbax-checkpoint-tmp" / "late"  # a thread of the failed save may write
+        assert discarded == [f"2{write_lib.UNFINISHED}"]  # at once: it takes room
+        late = folder / f"2{write_lib.UNFINISHED}" / "late"  # a thread of the failed save may write
         late.parent.mkdir(parents=True, exist_ok=True)
         late.write_text("")
         filler.unlink()
@@ -333,5 +333,5 @@ def test_the_seal_of_a_second_try_is_that_of_its_own_files(opened, monkeypatch):
 
     monkeypatch.setattr(seal, "write", fail_once)
     checkpointer.save(2, items(2), {}, last=True)
-    assert folders == ["2.orbax-checkpoint-tmp", "2.orbax-checkpoint-tmp-1"]
+    assert folders == [f"2{write_lib.UNFINISHED}", f"2{write_lib.UNFINISHED}-1"]
     assert seal.damage(checkpointer._folder / "2") is None

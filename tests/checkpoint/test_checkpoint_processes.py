@@ -179,7 +179,7 @@ def refusal(what):
 folder = locate(base + ("" if rank == 0 else "-elsewhere"), "run").checkpoints
 refusal("absent")
 folder.mkdir(parents=True, exist_ok=True)
-(folder / "start").write_text("1")  # of a start before
+(folder / "maxdiloco-start").write_text("1")  # of a start before
 refusal("another")
 cache = epath.Path(base + "-caches")
 (cache / "same").mkdir(parents=True, exist_ok=True)
@@ -280,12 +280,13 @@ def test_two_processes_agree_on_a_damaged_checkpoint(two):
     for mine in map(dict, (first, second)):
         assert mine["used"] == 2
         assert mine["saved again"]
-    assert sorted(os.listdir(folder)) == ["3", "3.damaged", "5"]  # after the test below too
+    assert sorted(os.listdir(folder)) == ["2", "3", "3.damaged", "5"]  # see below
 
 
 def test_the_failure_of_one_process_is_a_failed_save_for_all(two):
     """Saves 4, 6 and 7 fail in the second process; the first one hears of it at once, not after
-    the 20 minutes that a save may take, and says why. Two in a row end both.
+    the 20 minutes that a save may take, and says why. Two in a row end both. This run restored
+    nothing, so it removes no older checkpoint.
     """
     folder, (first, second) = two
     warnings = [text for what, text in first if what == "said" and "could not be saved" in text]

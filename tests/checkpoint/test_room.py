@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxdiloco.checkpoint import seal
+from maxdiloco.checkpoint import room, seal
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.storage import run_folder
 
@@ -22,9 +22,12 @@ def disk(tmp_path, monkeypatch):
     """Sets the size of a disk that holds the checkpoints of tmp_path and nothing else."""
     usage = run_folder.shutil.disk_usage(tmp_path)
     size = [10 * NBYTES]
-    monkeypatch.setattr(
-        run_folder.shutil, "disk_usage", lambda _: usage._replace(free=size[0] - used(tmp_path))
-    )
+
+    def disk_usage(path):
+        path.stat()  # as the real one
+        return usage._replace(free=size[0] - used(tmp_path))
+
+    monkeypatch.setattr(run_folder.shutil, "disk_usage", disk_usage)
     return lambda nbytes: size.__setitem__(0, nbytes)
 
 
@@ -76,6 +79,8 @@ def test_a_line_tells_at_the_start_when_the_disk_is_too_small_for_all_that_are_k
     disk(4 * NBYTES)
     assert checkpointer.shortage(NBYTES) == []
     disk(2 * NBYTES)
+    folder = checkpointer._folder / "not" / "made"
+    assert room.shortage(folder, NBYTES, count=1, own=()) == []
     (line,) = checkpointer.shortage(NBYTES)
     assert "max_num_checkpoints_to_keep=3 checkpoints take up to 0.2 MB" in line
     assert f"{checkpointer._folder} has 0.2 MB for them" in line

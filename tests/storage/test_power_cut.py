@@ -14,6 +14,7 @@ from power import small_ext4
 
 from maxdiloco.checkpoint import seal
 from maxdiloco.checkpoint.checkpointer import Checkpointer
+from maxdiloco.checkpoint.write import DELETED
 from maxdiloco.metrics.writer import MetricsWriter
 from maxdiloco.storage import durable
 from maxdiloco.storage.run_folder import RunFolder, locate, open_run_folder
@@ -83,7 +84,7 @@ class Disk:
         name = os.path.basename(target)
         if name.isdigit():
             self.visible.append((int(name), self.missing(source)))
-        elif name.endswith(".deleted"):
+        elif name.endswith(DELETED):
             above = self.names.get(os.path.dirname(source), set())
             self.removed.append((int(name.partition(".")[0]), above))
 
@@ -124,7 +125,8 @@ def test_an_old_checkpoint_is_removed_when_the_new_one_is_on_the_disk(tmp_path, 
 
 def test_the_names_of_the_run_s_folders_are_on_the_disk(tmp_path, disk):
     with open_run_folder(str(tmp_path / "a" / "b"), "run") as folder:
-        Checkpointer(folder.checkpoints, max_to_keep=1)
+        with Checkpointer(folder.checkpoints, max_to_keep=1) as checkpointer:
+            checkpointer.save(1, items(1), {})
     for path in ("a", "a/b", "a/b/run", "a/b/run/checkpoints"):
         above, name = os.path.split(tmp_path / path)
         assert name in disk.names[above], path

@@ -1,0 +1,220 @@
+"""Files of others in a folder of checkpoints: people, other runs, a process that saves right now.
+
+Most saves here have no arrays: what a Checkpointer does to its folder does not depend on them.
+"""
+
+import json
+import os
+import pathlib
+import tempfile
+
+import jax.numpy as jnp
+import pytest
+from etils import epath
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from maxdiloco.checkpoint import orbax_io, own_folder, write
+from maxdiloco.checkpoint.checkpointer import Checkpointer
+from maxdiloco.checkpoint.write import DELETED, UNFINISHED
+from maxdiloco.errors import CheckpointError
+
+NUMBERS = ["0", "3", "007", "42", "2024", "123456789", "²"]
+SUFFIXES = [
+    "", ".photos", ".tar.gz", ".keep", ".11-env", ".damaged", ".deleted", " copy",
+    ".orbax-checkpoint-tmp", ".orbax-checkpoint-tmp-1700000000",
+]  # fmt: skip
+OTHER = ["notes", "lock", "start", "metrics.jsonl", ".hidden", "seal.json"]
+KINDS = ["file", "empty folder", "folder", "other run", "unfinished"]
+names = st.builds("".join, st.tuples(st.sampled_from(NUMBERS), st.sampled_from(SUFFIXES)))
+folders = st.dictionaries(
+    names | st.sampled_from(OTHER), st.sampled_from(KINDS), min_size=1, max_size=6
+)
+
+
+def put(path, kind):
+    if kind == "file":
+        path.write_text("a file")
+        return
+    path.mkdir()
+    if kind == "folder":
+        (path / "2024").mkdir()
+        (path / "2024" / "a.jpg").write_text("a picture")
+    if kind in ("other run", "unfinished"):
+        (path / "meta").mkdir()
+        step = int(path.name) if path.name.isdecimal() else 0
+        note = orbax_io.note_of(step, {}, {}, run="another")
+        (path / "meta" / "metadata").write_text(json.dumps(note))
+    if kind == "other run":
+        (path / "seal.json").write_text(json.dumps({"files": {}}))
+        (path / "commit_success.txt").write_text("complete")
+
+
+def content(folder):
+    """{path: bytes of a file, or None for a folder} of all that is there."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
+
+
+def save(folder, *steps, restore=False, keep=1, said=None, items=None):
+    lines = [] if said is None else said
+    with Checkpointer(folder, max_to_keep=keep, say=lines.append) as checkpointer:
+        if restore:
+            checkpointer.restore(lambda meta: {})
+        for step in steps:
+            checkpointer.save(step, items or {}, {}, last=True)
+        checkpointer.wait()
+        return checkpointer.steps()
+
+
+@settings(max_examples=25)
+@given(folders, st.sampled_from(["open", "read", "save"]), st.integers(1, 2))
+@example({"2024.photos": "folder", "2025.tar.gz": "file", "3.11-env": "folder"}, "open", 1)
+@example({"2021": "other run", "2022": "other run", "2023": "other run"}, "save", 2)
+def test_nothing_of_others_is_ever_changed(entries, action, keep):
+    """Opened, read, saved to and left: all that was there is there, byte for byte."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        for entry, kind in entries.items():
+            put(folder / entry, kind)
+        before = content(folder)
+        saved = [] if action != "save" else [5, 10, 15]
+        save(folder, *saved, restore=action == "read", keep=keep)
+        after = content(folder)
+        if action != "save":
+            assert after == before
+        assert {path: after.get(path, "gone") for path in before} == before
+        own = {str(step) for step in saved[-keep:]}
+        assert {path.partition("/")[0] for path in after.keys() - before.keys()} == own
+
+
+@settings(max_examples=10)
+@given(folders.map(lambda found: {"x" + name: kind for name, kind in found.items()}))
+@example({"1.keep": "folder", "1.before-experiment": "folder", "1.tar": "file"})
+def test_a_run_that_goes_on_removes_its_own_checkpoints_alone(entries):
+    """The older ones of the run go, in this process and of the process before."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        save(folder, 1, 2, keep=None)
+        for entry, kind in entries.items():
+            put(folder / entry, kind)
+        before = {path: found for path, found in content(folder).items() if path[0] not in "12"}
+        before |= {path: x for path, x in content(folder).items() if path.startswith("1.")}
+        assert save(folder, 3, 4, restore=True, keep=2) == [3, 4]
+        after = content(folder)
+        assert {path: after.get(path, "gone") for path in before} == before
+
+
+def test_an_older_run_s_checkpoints_below_the_newest_stay_and_do_not_count(tmp_path):
+    """The other run has 3 and 6; this one saves 5, 10 and, after a restart, 15, and keeps two."""
+    for step in (3, 6):
+        put(tmp_path / str(step), "other run")
+    (tmp_path / "6").rename(tmp_path / "away")
+    save(tmp_path, 5, 10, keep=2)
+    (tmp_path / "away").rename(tmp_path / "6")
+    assert save(tmp_path, 15, restore=True, keep=2) == [3, 6, 10, 15]
+
+
+def test_a_save_below_a_later_step_or_in_its_place_is_said(tmp_path):
+    """A restart would go on from the later one; it belongs to another run."""
+    for step in (100, 5):
+        put(tmp_path / str(step), "other run")
+    said = []
+    assert save(tmp_path, 4, 5, 6, keep=2, said=said) == [4, 5, 6, 100]
+    later, there = said
+    assert f"step 4 is saved below step 100 in {tmp_path}" in later and "folder for each" in later
+    assert f"step 5 is not saved: {tmp_path}/5 is there already, of another run" in there
+
+
+def test_a_step_whose_name_others_have_is_a_failed_save(tmp_path):
+    """The folder 7 is no checkpoint: it stays, and the next step is saved."""
+    put(tmp_path / "7", "folder")
+    said = []
+    with Checkpointer(tmp_path, max_to_keep=1, say=said.append) as checkpointer:
+        for step in (7, 8):
+            checkpointer.save(step, {}, {})
+            checkpointer.wait()
+        assert checkpointer.steps() == [8]
+    (line,) = said
+    assert "step 7 could not be saved" in line
+    assert "7 is there and is no checkpoint, and nothing of others is removed: move it" in line
+    assert (tmp_path / "7" / "2024" / "a.jpg").exists()
+
+
+def test_a_second_process_may_read_but_not_save(tmp_path):
+    """Its own lock on the folder stands in for another process's: they exclude each other alike."""
+    items = {"outer_params": {"w": jnp.ones(2)}}
+    with Checkpointer(tmp_path, max_to_keep=1) as first:
+        first.save(8, {}, {}, last=True)
+        running = tmp_path / f"9{UNFINISHED}"
+        running.mkdir()  # as the save of step 9 begins
+        before = content(tmp_path)
+        save(tmp_path, restore=True)
+        message = f"folder={tmp_path}: another process saves checkpoints to it. Wait .* give anot"
+        with pytest.raises(CheckpointError, match=message):
+            save(tmp_path, 10, items=items)
+        assert content(tmp_path) == before
+    assert save(tmp_path, 10, items=items) == [8, 10]  # given back when the first one was left
+
+
+def test_what_the_run_left_unfinished_goes_with_the_next_save_and_is_said(tmp_path):
+    for name in (f"4{UNFINISHED}", f"4{UNFINISHED}-1", f"3{DELETED}"):
+        put(tmp_path / name, "folder")
+    (tmp_path / f"2{UNFINISHED}").write_text("no folder: not of a save")
+    said = []
+    save(tmp_path, restore=True, said=said)
+    assert len(os.listdir(tmp_path)) == 4 and said == []
+    assert save(tmp_path, 5, said=said) == [5]
+    assert sorted(os.listdir(tmp_path)) == [f"2{UNFINISHED}", "5"]
+    assert len(said) == 3 and said[0].startswith(f"removed what an earlier save left in {tmp_path}")
+
+
+def test_without_locks_what_is_unfinished_stays_and_is_said(tmp_path, monkeypatch):
+    """Some network file systems lock no folders: the save may be that of another process."""
+
+    def no_locks(descriptor, how):
+        raise OSError(9, "Bad file descriptor")
+
+    monkeypatch.setattr(own_folder.fcntl, "flock", no_locks)
+    put(tmp_path / f"5{UNFINISHED}", "folder")
+    said = []
+    with Checkpointer(tmp_path, max_to_keep=1, say=said.append) as checkpointer:
+        for step in (5, 6):
+            checkpointer.save(step, {}, {})
+            checkpointer.wait()
+        assert checkpointer.steps() == [6]
+    assert (tmp_path / f"5{UNFINISHED}" / "2024").exists()
+    assert "cannot be locked (Bad file descriptor): what earlier saves left unfinished" in said[0]
+    assert f"step 5 could not be saved in {tmp_path}: 5{UNFINISHED} is there" in said[1]
+
+
+def test_a_removal_and_a_damaged_one_take_no_name_that_others_have(tmp_path):
+    """1.maxdiloco-deleted and 2.damaged are there before the run needs such names."""
+    save(tmp_path, 1, 2, keep=None)
+    put(tmp_path / "2.damaged", "folder")
+    (tmp_path / "2" / "seal.json").unlink()
+    with Checkpointer(tmp_path, max_to_keep=1, say=lambda line: None) as checkpointer:
+        assert checkpointer.restore(lambda meta: {}).step == 1
+        assert sorted(os.listdir(tmp_path)) == ["1", "2", "2.damaged"]  # reading changes nothing
+        (tmp_path / f"1{DELETED}").write_text("")
+        checkpointer.save(2, {}, {}, last=True)
+        checkpointer.wait()
+    left = sorted(os.listdir(tmp_path))
+    assert left == [f"1{DELETED}", "2", "2.damaged", "2.damaged-2"]
+    assert (tmp_path / "2.damaged" / "2024").exists()
+
+
+def test_objects_of_others_under_the_name_of_a_step_stay(tmp_path, monkeypatch):
+    """gs://: a save writes under its final name, so a mark beside it says that it is unfinished."""
+    for module in (write, orbax_io):
+        monkeypatch.setattr(module, "is_local", lambda path: False)
+    target = epath.Path(tmp_path / "7")
+    put(target, "folder")
+    for is_alone in (True, False):
+        with pytest.raises(OSError, match="7 is there and is no checkpoint"):
+            write.prepare(target, target, (), nbytes=0, is_alone=is_alone)
+    write.mark_of(target).write_text("")
+    assert write.prepare(target, target, (), nbytes=0, is_alone=True)
+    assert not target.exists() and write.mark_of(target).exists()
