@@ -53,6 +53,7 @@ def main(folder: str = "", steps: int = STEPS) -> list[float]:
             batch = jax.device_put({"x": x, "y": np.sin(x)}, rows)
             state, metrics = algorithm.step(state, batch)
             if t % H == 0:
+                algorithm.check_finite(state)  # waits for the step
                 losses.append(float(metrics["loss"].mean()))
                 print(f"step {t}: loss {losses[-1]:.4f}")
                 if saver:

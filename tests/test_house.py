@@ -28,9 +28,9 @@ PROGRAMS = set(
 
 # Importer, and what it must not import although the floors would allow it.
 NEVER = (
-    # The trainer hands plain values from flags to the algorithm. The schedule, integers without
-    # JAX, has the checks that both need.
-    ("flags.*", "diloco diloco.* !diloco.schedule jax jax.* flax optax"),
+    # The trainer hands plain values from flags to the algorithm. The schedule and the outer rate,
+    # numbers without JAX, are what both need.
+    ("flags.*", "diloco diloco.* !diloco.schedule !diloco.outer_rate jax jax.* flax optax"),
     ("diloco diloco.*", "errors"),
     # The algorithm serves any training step: it knows no language model and no config.
     ("engine.* exchange.*", "flags.* models.* data.*"),

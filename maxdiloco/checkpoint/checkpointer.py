@@ -81,7 +81,7 @@ class Checkpointer:
         self._timeout_s = timeout_s
         self._files = files
         self._primary = jax.process_index() == 0
-        self._say = say if self._primary else read.say_nothing
+        self.say = self._say = say if self._primary else read.say_nothing
         self._saving: tuple[int, Future] | None = None  # the step whose save runs
         self._failures = 0  # failed saves since the last good one
         self._newest: int | None = None  # the newest step known to be saved

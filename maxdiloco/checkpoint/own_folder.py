@@ -18,7 +18,7 @@ from maxdiloco.storage import durable, object_store
 from maxdiloco.storage.run_folder import is_local, reason
 
 _DAMAGED = ".damaged"
-_LEFT = re.compile(rf"([0-9]+)(?:{re.escape(UNFINISHED)}(?:-[0-9]+)?|{re.escape(DELETED)})")
+_LEFT = re.compile(rf"([0-9]+)(?:\{UNFINISHED}(?:-[0-9]+)?|\{DELETED})")  # both begin with a dot
 
 
 class OwnFolder:

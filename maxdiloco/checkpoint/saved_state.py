@@ -12,14 +12,18 @@ import jax
 from maxdiloco.checkpoint.arrays import Cycled
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.engine.trainer import SavedLayout, Trainer
+from maxdiloco.errors import NumericsError
+from maxdiloco.processes import agree
 
 
 def save_state(checkpointer: Checkpointer, trainer: Trainer, state: Any) -> None:
     """Write a state beside the training; the checkpoint is whole on the disk or absent.
 
     The caller may donate the state at once. Does nothing where its step has a checkpoint. Raises
-    SaveError when two saves in a row have failed.
+    NumericsError for a state that is not finite, SaveError when two saves in a row have failed,
+    CheckpointError when another process saves to the folder.
     """
+    require_finite(trainer, state)
     note = trainer.note(state) | {"specs": _specs(trainer)}
     checkpointer.save(state.t, trainer.saved_items(state), note)
 
@@ -28,7 +32,8 @@ def restore_state(checkpointer: Checkpointer, trainer: Trainer) -> Any | None:
     """The newest undamaged state that save_state wrote, or None where there is none.
 
     trainer: bound to the parameters (DiLoCo.bind). Its replicas, mesh, schedule, fragments and wire
-    may differ from those of the saved state: see DiLoCo.restore_lines for what that changes.
+    may differ from those of the saved state, and alpha, merge and the outer rate and momentum;
+    lines say what differs, and what DiLoCo.restore_lines tells of it.
     Raises CheckpointError where parameters or optimizers differ or nothing can be read.
     """
 
@@ -37,7 +42,43 @@ def restore_state(checkpointer: Checkpointer, trainer: Trainer) -> Any | None:
         return SavedLayout(**given, same_rules=note["specs"] == _specs(trainer))
 
     found = checkpointer.restore(lambda note: abstract_items(trainer, layout(note)))
-    return found and trainer.restored(found.items, layout(found.meta), t=found.step)
+    if found is None:
+        return None
+    saved = layout(found.meta)
+    state = trainer.restored(found.items, saved, t=found.step)
+    lines = [*_changes(found.meta, trainer.note(state)), *trainer.restore_lines(saved, state.t)]
+    for line in lines:
+        checkpointer.say(line)
+    return state
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """The line on settings of DiLoCo that differ between two notes; a note may lack some."""
+    named = {}
+    for part in ("exchange", "rule"):
+        for name in now.get(part, {}).keys() & before.get(part, {}).keys():
+            old, new = before[part][name], now[part][name]
+            if old != new:
+                named[name] = f"{name} {old} -> {new}"
+    if not named:
+        return []
+    return [f"changed since the checkpoint: {', '.join(named[name] for name in sorted(named))}"]
+
+
+def require_finite(trainer: Trainer, state: Any) -> None:
+    """Raise NumericsError in all processes if a value of the state is not finite in one of them.
+
+    All processes call it, before a state is saved.
+    """
+    found = None
+    try:
+        trainer.check_finite(state)
+    except NumericsError as error:
+        found = error
+    if agree.in_any_process(found is not None):
+        raise found or NumericsError(
+            f"step {state.t}: a replica of another process is not finite, see its output."
+        )
 
 
 def _specs(trainer: Trainer) -> int:

@@ -28,6 +28,9 @@ class Vocabulary(NamedTuple):
     axis: int
 
 
+_ENTRIES = Stacked | Vocabulary | int | None  # of layer_axis
+
+
 class Fragment(NamedTuple):
     """One fragment: its slices in tree order of the leaves, its layers, its number of values."""
 
@@ -73,20 +76,32 @@ def partition(
 
 def kinds_of(params: Any, layer_axis: Any) -> list[Any]:
     """None, Stacked or Vocabulary for each leaf; see partition. Raises ValueError."""
-    leaves = jax.tree.leaves(params)
     if layer_axis is None:
-        return [None] * len(leaves)
-    entry = (Stacked, Vocabulary, int, type(None))
-    kinds = jax.tree.leaves(layer_axis, is_leaf=lambda x: isinstance(x, entry))
-    if len(kinds) != len(leaves):
-        raise ValueError(
-            f"layer_axis has {len(kinds)} entries but params has {len(leaves)} leaves. Give one "
-            f"entry (None, an axis, Stacked or Vocabulary) for each leaf."
-        )
-    return [_checked(kind, leaf.shape) for kind, leaf in zip(kinds, leaves, strict=True)]
+        return [None] * len(jax.tree.leaves(params))
+    leaves, kinds = _by_path(params, type(None)), _by_path(layer_axis, _ENTRIES)
+    for name in [*leaves, *kinds]:
+        if name not in leaves or name not in kinds:
+            has, lacks = ("params", "layer_axis") if name in leaves else ("layer_axis", "params")
+            raise ValueError(
+                f"{lacks}{name} is missing, which {has} has. Give layer_axis the structure of "
+                "params, with None, an axis, Stacked or Vocabulary for each leaf."
+            )
+    # A None in params is no leaf, whatever stands for it in layer_axis.
+    return [_checked(kinds[name], x.shape) for name, x in leaves.items() if x is not None]
+
+
+def _by_path(tree, entries) -> dict[str, Any]:
+    """{path: leaf}, where what is of the types `entries` is a leaf, too."""
+    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, entries))
+    return {jax.tree_util.keystr(path): leaf for path, leaf in pairs}
 
 
 def _checked(kind, shape):
+    if not isinstance(kind, _ENTRIES) or isinstance(kind, bool):
+        raise ValueError(
+            f"layer_axis has {kind!r} for a leaf of shape {shape}. Give None, an axis, Stacked or "
+            "Vocabulary."
+        )
     if kind is None:
         return None
     if isinstance(kind, int):

@@ -7,6 +7,7 @@ the outer parameters are float32, whatever the replicas compute in.
 
 # R replicas (M of them): the first dim where there is one; the other dims are any
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -179,12 +180,12 @@ def outer_optimizer(name: str, *, lr: float, momentum: float) -> optax.GradientT
     sgd: SGD with plain (heavy-ball) momentum, theta' = theta - lr m'. With momentum 0 it keeps no
         state; lr 1 then averages the parameters.
     adam: b1 = momentum, b2 = 0.95, eps = 0.1 (both our choice).
-    Raises ValueError for another name, and for a rate or momentum below 0.
+    Raises ValueError for another name, and for a rate or momentum that is not a number or below 0.
     """
-    if lr < 0 or momentum < 0:
+    if not (0 <= lr < math.inf and 0 <= momentum < math.inf):
         raise ValueError(
-            f"diloco_outer_lr={lr} and diloco_outer_momentum={momentum} must not be below 0: theta "
-            f"would move away from the replicas. flags.outer_rate chooses them for -1."
+            f"diloco_outer_lr={lr} and diloco_outer_momentum={momentum} must not be below 0, nan: "
+            f"theta would move away from the replicas. flags.outer_rate chooses them for -1."
         )
     decay = momentum if momentum else None  # None keeps no trace in the state
     if name == "nesterov":

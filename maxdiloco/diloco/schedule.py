@@ -17,7 +17,7 @@ import functools
 from bisect import bisect_right
 from collections.abc import Iterable
 from numbers import Integral
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 OVERLAPS = ("none", "delayed", "eager")
 
@@ -99,7 +99,7 @@ def check(*, H: int, P: int, tau: int, offsets: Iterable[int], overlap: str) -> 
     """
     check_counts(H=H, P=P, tau=tau, overlap=overlap)
     offsets = tuple(offsets)
-    if len(offsets) != P or not all(isinstance(offset, Integral) for offset in offsets):
+    if len(offsets) != P or not all(map(is_count, offsets)):
         raise ValueError(
             f"offsets={offsets} must be {P} integers: each of the num_fragments={P} has one, in "
             f"inner steps. Give {P} integers, or leave offsets out."
@@ -111,23 +111,28 @@ def check(*, H: int, P: int, tau: int, offsets: Iterable[int], overlap: str) -> 
         )
 
 
+def is_count(value: Any) -> bool:
+    """Whether a value is an integer; True and 2.0 count nothing."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def check_counts(*, H: int, P: int, tau: int, overlap: str, names: Names = ARGUMENTS) -> None:
     """Refuse counts that no offsets fit.
 
     Raises ValueError: H < 1, P outside 1..H, tau outside 0..H-1, an unknown overlap or one that
     refuses tau > 0.
     """
-    if not isinstance(H, Integral) or H < 1:
+    if not is_count(H) or H < 1:
         raise ValueError(
             f"{names.H}={H} must be a positive integer: it counts the inner steps between two "
             "sends of a fragment. Use 1 or more."
         )
-    if not isinstance(P, Integral) or not 1 <= P <= H:
+    if not is_count(P) or not 1 <= P <= H:
         raise ValueError(
             f"{names.P}={P} must be an integer from 1 to {names.H}={H}: at most one fragment is "
             f"sent per inner step. Use 1 to {H}."
         )
-    if not isinstance(tau, Integral) or not 0 <= tau < H:
+    if not is_count(tau) or not 0 <= tau < H:
         raise ValueError(
             f"{names.tau}={tau} must be below {names.H}={H}, an integer from 0: a fragment has to "
             f"be applied before it is sent again. Use 0 to {H - 1}."
@@ -150,10 +155,10 @@ def check_replicas(M: int, slots: int, *, name: str, slots_name: str) -> None:
     slots: size of the mesh axis `diloco`. name, slots_name: what the message calls M and slots.
     Raises ValueError.
     """
-    if M < 1 or M % slots:
+    if not is_count(M) or M < 1 or M % slots:
         raise ValueError(
             f"{name}={M} must be a multiple of {slots_name} {slots}: every slot of the mesh holds "
-            f"equally many replicas. Use a multiple of {slots}."
+            f"equally many replicas, a whole number. Use a multiple of {slots}."
         )
 
 

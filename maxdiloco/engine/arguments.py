@@ -1,24 +1,36 @@
 """Checks of the arguments of class DiLoCo, before anything is compiled."""
 
+import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 from jax.sharding import Mesh
 
+from maxdiloco.diloco import outer, outer_rate, schedule
 from maxdiloco.diloco.outer import MERGES
 from maxdiloco.diloco.quantize import WireFormat
 from maxdiloco.engine.exchanges import CARRIERS
 
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
-def check_offsets(num_fragments: int, offsets: Sequence[int]) -> None:
-    """Raise ValueError unless there is an offset for each fragment."""
+
+def offsets(offsets: Sequence[int] | None, **counts: Any) -> Sequence[int]:
+    """The offset of each fragment. counts: of schedule.check_counts. Raises ValueError."""
+    schedule.check_counts(**counts)
+    num_fragments = counts["P"]
+    if offsets is None:
+        return schedule.offsets(num_fragments, counts["H"])
     if len(offsets) != num_fragments:
         raise ValueError(
             f"offsets={tuple(offsets)} must be {num_fragments} integers, one for each of "
             f"num_fragments={num_fragments}. Give as many, or leave offsets out."
         )
+    return offsets
 
 
 def feedback(error_feedback: bool | None, wire: WireFormat) -> bool:
@@ -45,16 +57,57 @@ def check_merge(merge: str, outer_overlap: str) -> None:
         )
 
 
-def check(alpha: float, outer_memory: str, exchange_carrier: str, mesh: Mesh) -> None:
+def outer_optimizer(
+    given: optax.GradientTransformation | None,
+    lr: float | None,
+    momentum: float | None,
+    default_lr: float,
+) -> tuple[optax.GradientTransformation, dict[str, float | None]]:
+    """The outer optimizer, and its numbers as a checkpoint notes them; None: unknown.
+
+    given, lr, momentum: arguments of class DiLoCo. Raises ValueError for numbers that make no
+    optimizer, or stand beside a given one.
+    """
+    if given is not None:
+        if (lr, momentum) != (None, None):
+            raise ValueError(
+                f"outer_lr={lr} and outer_momentum={momentum} do nothing beside outer_optimizer, "
+                "which has its own. Leave them out."
+            )
+        return given, {"outer_lr": None, "outer_momentum": None}
+    lr = default_lr if lr is None else lr
+    momentum = outer_rate.MOMENTUM if momentum is None else momentum
+    if not (isinstance(lr, Real) and 0 <= lr < math.inf):
+        raise ValueError(
+            f"outer_lr={lr!r} must be a number from 0: theta would move away from the replicas, or "
+            "be no number. Leave it out for the trainer's default."
+        )
+    if not (isinstance(momentum, Real) and 0 <= momentum < 1):
+        raise ValueError(
+            f"outer_momentum={momentum!r} must be from 0 to below 1: what it adds up would grow "
+            "without end. Leave it out for the trainer's default."
+        )
+    numbers = {"outer_lr": float(lr), "outer_momentum": float(momentum)}
+    return outer.outer_optimizer("nesterov", lr=lr, momentum=momentum), numbers
+
+
+def check(
+    alpha: float, outer_memory: str, exchange_carrier: str, num_nonlayer: int, mesh: Mesh
+) -> None:
     """Raise ValueError for a value outside the contract."""
+    if not schedule.is_count(num_nonlayer) or num_nonlayer < 1:
+        raise ValueError(
+            f"num_nonlayer_fragments={num_nonlayer} must be a positive integer: it counts the "
+            "fragments of what belongs to no layer. Use 1 or more."
+        )
     if "diloco" not in mesh.axis_names:
         raise ValueError(
             f"mesh axes {mesh.axis_names} lack 'diloco', the axis of the replicas. Add it, "
             f"with size 1 if all replicas share the devices."
         )
-    if not 0.0 <= alpha <= 1.0:
+    if not (isinstance(alpha, Real) and 0.0 <= alpha <= 1.0):
         raise ValueError(
-            f"alpha={alpha} must be in [0, 1]: it is the weight of a replica's own values. Use 0 "
+            f"alpha={alpha!r} must be in [0, 1]: it is the weight of a replica's own values. Use 0 "
             f"to take the outer ones."
         )
     if outer_memory not in ("device", "pinned_host"):
@@ -63,11 +116,46 @@ def check(alpha: float, outer_memory: str, exchange_carrier: str, mesh: Mesh) ->
         raise ValueError(f"exchange_carrier={exchange_carrier!r} is unknown. Use program or host.")
 
 
-def check_parameters(params: Any) -> None:
-    """Raise ValueError for a parameter that cannot be averaged."""
+def check_replicas(num_replicas: int, mesh: Mesh) -> None:
+    """Raise ValueError unless the replicas fill the mesh evenly."""
+    slots, name = mesh.shape["diloco"], "the mesh's diloco size"
+    schedule.check_replicas(num_replicas, slots, name="num_replicas", slots_name=name)
+
+
+def check_trees(params: Any, opt_state: Any) -> None:
+    """Raise ValueError for a parameter that cannot be averaged, and for leaves that are no arrays.
+
+    params, opt_state: one replica's, of arrays or ShapeDtypeStructs.
+    """
+    if not jax.tree.leaves(params):
+        raise ValueError("params has no leaves: there is nothing to train. Give a tree of arrays.")
+    for name, tree in (("params", params), ("opt_state", opt_state)):
+        for path, x in jax.tree_util.tree_leaves_with_path(tree):
+            if not isinstance(x, _ARRAYS):
+                raise ValueError(
+                    f"{name}{jax.tree_util.keystr(path)} is no array but {type(x).__name__}. "
+                    "Give jnp.asarray of it."
+                )
     for path, x in jax.tree_util.tree_leaves_with_path(params):
+        if not math.prod(x.shape):
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)} has no elements, shape {x.shape}. Leave it "
+                "out."
+            )
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(
                 f"params{jax.tree_util.keystr(path)} is {x.dtype}, which cannot be averaged. "
                 f"Keep what is not floating point in opt_state."
+            )
+
+
+def check_batch(batch: Any, num_replicas: int) -> None:
+    """Raise ValueError unless the leaves of a batch are [R, ...]."""
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        shape = np.shape(x)
+        if shape[:1] != (num_replicas,):
+            lead = f"leading dim {shape[0]}" if shape else "no dim"
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} has {lead}, num_replicas={num_replicas}. Stack "
+                f"one batch for each replica: its shape is [{num_replicas}, ...]."
             )

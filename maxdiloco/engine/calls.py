@@ -5,6 +5,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from maxdiloco.diloco.schedule import (
     INNER,
@@ -124,6 +126,13 @@ def after(programs: Programs, action: Action, state: State, results: Any) -> tup
         update_ratio=update_ratio,
     )
     return state, None
+
+
+def abstract_metrics(programs: Programs, batch: Any) -> Any:
+    """ShapeDtypeStructs of the metrics of a step, leaves [R, ...]. batch: ShapeDtypeStructs."""
+    like, lead = programs.layout.state, NamedSharding(programs.layout.mesh, P("diloco"))
+    shapes = programs.inner.out_shapes(like.params, like.opt_state, batch)[2]
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lead), shapes)
 
 
 def with_residual(state: State, plan: FragmentPlan, residual: Any, norm_R: Any) -> State:

@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxdiloco.engine import finite
 from maxdiloco.engine.calls import Call
 from maxdiloco.engine.trainer import OUTER_PARAMS, Description, SavedLayout
 from maxdiloco.parallel import chips, offload
@@ -126,8 +127,12 @@ class DataParallel:
         params, opt_state, metrics = self.inner(state.params, state.opt_state, batch)
         return State(state.t + 1, params, opt_state), metrics
 
-    def check_finite(self, state: State) -> None:
+    def check_exchanges(self, state: State) -> None:
         """Checks nothing: the loss of the step says whether the gradients were finite."""
+
+    def check_finite(self, state: State) -> None:
+        """Raise NumericsError if a parameter is not finite."""
+        finite.check_params(state.params, state.t, replicas=False)
 
     def outer_params(self, state: State) -> Any:
         """The parameters."""

@@ -239,12 +239,28 @@ def not_finite(layout: Layout, bad_RF: np.ndarray, t: int) -> str:
     )
 
 
+def bad_parameter(name: str, t: int, *, replica: int | None = None) -> str:
+    """What to say of a value of the state that is not finite. replica: whose; None: of all."""
+    whose = "" if replica is None else f" of replica {replica}"
+    return (
+        f"step {t}: {name}{whose} has a NaN or infinity: this state is of no use. Go on from the "
+        f"last checkpoint with a lower learning rate."
+    )
+
+
 def residual_metrics(norm_R: jax.Array | tuple[()]) -> dict[str, float]:
     """Mean norm of the residuals of the fragment sent last, of the replicas held here."""
     if isinstance(norm_R, tuple):
         return {}
     held = {str(shard.index): np.asarray(shard.data) for shard in norm_R.addressable_shards}
     return {"diloco/residual_norm": float(np.mean(np.concatenate([*held.values()])))}
+
+
+def state_metrics(state: State) -> dict[str, float]:
+    """Metrics of the last exchange, as the state has them."""
+    sizes = jax.tree.map(np.asarray, state.sizes)
+    row = outer_metrics(sizes, state.update_ratio)
+    return row | residual_metrics(state.residual_norm_R)
 
 
 def outer_metrics(sizes: Sizes, update_ratio: jax.Array) -> dict[str, float]:

@@ -7,6 +7,8 @@ into programs and a state; it knows no language model.
     # R replicas  F leaves
 """
 
+import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,17 +16,15 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
-from maxdiloco.diloco import fragments, outer, quantize, schedule
-from maxdiloco.engine import arguments, describe, saved
+from maxdiloco.diloco import fragments, outer_rate, quantize
+from maxdiloco.engine import arguments, calls, describe, finite, saved
 from maxdiloco.engine.calls import BESIDE, EVALUATION, Call
 from maxdiloco.engine.exchanges import HostExchange, ProgramExchange
 from maxdiloco.engine.programs import Programs, Rule
 from maxdiloco.engine.state import Layout, State, lay_out
 from maxdiloco.engine.trainer import Description, ExchangeSettings, SavedLayout
-from maxdiloco.errors import NumericsError
 from maxdiloco.exchange.host import Links
 from maxdiloco.parallel.program import Program
 
@@ -39,8 +39,9 @@ class DiLoCo:
     inner_step: (params, opt_state, batch) -> (params, opt_state, metrics), one replica's view, any
       JAX code. num_replicas M; sync_period H [inner steps]; num_fragments P; overlap_steps tau
       [inner steps]; alpha: weight of the replica's own values in the merge.
-    outer_lr, outer_momentum: of SGD with Nesterov momentum; outer_optimizer: any optax
-      transformation in its place (it sees a fragment as a list of float32 arrays).
+    outer_lr, outer_momentum: of SGD with Nesterov momentum; None: the trainer's, of
+      diloco.outer_rate: 0.7 and 0.6, delayed 0.4, the mean of four replicas and more 1.
+    outer_optimizer: any optax transformation in its place (a fragment is a list of float32 arrays).
     outer_overlap: none | delayed | eager. exchange_dtype: of quantize.NAMES. error_feedback: send
       what earlier sends have left over, too; None: with int2 and topk.
     merge: mean | rda, how the outer gradients become one: see outer.radial_directional_mean.
@@ -70,8 +71,8 @@ class DiLoCo:
         num_fragments: int = 1,
         overlap_steps: int = 0,
         alpha: float = 0.0,
-        outer_lr: float = 0.7,
-        outer_momentum: float = 0.9,
+        outer_lr: float | None = None,
+        outer_momentum: float | None = None,
         outer_optimizer: optax.GradientTransformation | None = None,
         outer_overlap: str = "none",
         exchange_dtype: str = "float32",
@@ -88,15 +89,10 @@ class DiLoCo:
         on_compile: Callable[[str, float, jax.stages.Compiled], None] = say_nothing,
     ):
         mesh = mesh or Mesh(np.array(jax.devices()[:1]), ("diloco",))
-        arguments.check(alpha, outer_memory, exchange_carrier, mesh)
-        schedule.check_replicas(
-            num_replicas,
-            mesh.shape["diloco"],
-            name="num_replicas",
-            slots_name="the mesh's diloco size",
-        )
-        offsets = schedule.offsets(num_fragments, sync_period) if offsets is None else offsets
-        arguments.check_offsets(num_fragments, offsets)
+        arguments.check(alpha, outer_memory, exchange_carrier, num_nonlayer_fragments, mesh)
+        arguments.check_replicas(num_replicas, mesh)
+        counts = dict(H=sync_period, P=num_fragments, tau=overlap_steps, overlap=outer_overlap)
+        offsets = arguments.offsets(offsets, **counts)
         self._wire = quantize.wire_format(exchange_dtype)
         feedback = arguments.feedback(error_feedback, self._wire)
         arguments.check_merge(merge, outer_overlap)
@@ -112,14 +108,17 @@ class DiLoCo:
         )
         self.schedule = self.settings.schedule
         self.mesh, self.num_replicas = mesh, num_replicas
-        self.optimizer = outer_optimizer or outer.outer_optimizer(
-            "nesterov", lr=outer_lr, momentum=outer_momentum
+        rate = outer_rate.rate(num_replicas, overlap=outer_overlap, merge=merge)
+        self.optimizer, numbers = arguments.outer_optimizer(
+            outer_optimizer, outer_lr, outer_momentum, rate
         )
+        self._noted_rule = numbers | {"alpha": float(alpha), "merge": merge}
         self._rule, self._merge = Rule(self.optimizer, alpha, outer_overlap), merge
         self._inner_step, self._layer_axis = inner_step, layer_axis
         self._outer_memory = None if outer_memory == "device" else outer_memory
-        self._carrier, self._links = exchange_carrier, links
-        self._on_compile = on_compile
+        self._carrier, self._links, self._on_compile = exchange_carrier, links, on_compile
+        self._exchange: ProgramExchange | HostExchange | None = None
+        self._last_state: Callable[[], State | None] = lambda: None  # for `close`
         self._throttled = mesh.devices.flat[0].platform == "cpu" and mesh.size > 1
 
     def bind(self, params: Any, opt_state: Any) -> Layout:
@@ -128,7 +127,7 @@ class DiLoCo:
         `init` does it; a run that may restore a state calls it instead. Raises ValueError when
         the fragments do not fit the parameters or a parameter is not a floating-point array.
         """
-        arguments.check_parameters(params)
+        arguments.check_trees(params, opt_state)
         if self._merge == "rda":
             kinds = fragments.kinds_of(params, self._layer_axis)
             self._rule = replace(self._rule, kinds=kinds)
@@ -190,26 +189,33 @@ class DiLoCo:
         Streaming DiLoCo Algorithm 2, line 2 for one t: lines 3-12, in the order of
         schedule.actions.
         state: donated. batch: leaves [R, ...]. Returns the new state and metrics with leaves
-        [R, ...]. Not itself jittable. Raises NumericsError when a replica's outer gradient was not
-        finite; the host reads the flags of a synchronisation after the next one.
+        [R, ...]. Not itself jittable. Raises ValueError for a batch without R; NumericsError when a
+        replica's outer gradient was not finite, after the next synchronisation.
         """
+        arguments.check_batch(batch, self.num_replicas)
         if state.t != self._last_step:  # the first step, or another state
             self._exchange.begin(state)
         actions = self.schedule.actions(state.t + 1, dropped_until=state.dropped_until)
         if len(actions) > 1:
             # The host would wait for the flags of the last synchronisation.
-            self._check_finite(state.bad_before, state.t)
+            finite.check_flags(self.layout, state.bad_before, state.t)
         state, metrics = replace(state, t=state.t + 1), None
         for action in actions:
             self._throttle_cpu(state)
             state, new = self._exchange.run(action, state, batch)
             metrics = metrics if new is None else new
-        self._last_step = state.t
+        self._last_step, self._last_state = state.t, weakref.ref(state)
         return state, metrics
 
     def close(self) -> None:
-        """End the threads of the exchange."""
-        self._exchange.close()
+        """End the threads of the exchange. Raises NumericsError as check_finite of the last state.
+
+        Not while another error is under way.
+        """
+        if self._exchange is not None:
+            self._exchange.close()
+        if (state := self._last_state()) is not None and sys.exception() is None:
+            finite.check(self.layout, state)
 
     def _throttle_cpu(self, state: State) -> None:
         # On several emulated devices a host that runs ahead deadlocks XLA's rendezvous on CPU.
@@ -217,25 +223,31 @@ class DiLoCo:
             busy = (state.params, state.incoming, state.outer, state.residual_norm_R)
             jax.block_until_ready(busy)
 
-    def check_finite(self, state: State) -> None:
+    def check_exchanges(self, state: State) -> None:
         """Raise NumericsError if a replica's outer gradient was not finite at a past send.
 
         Waits for the last synchronisation. Its flags travel with the exchange, so all processes
         raise alike. A synchronisation with a bad flag changes nothing.
         """
-        self._check_finite(state.bad, state.t)
+        finite.check_flags(self.layout, state.bad, state.t)
 
-    def _check_finite(self, flags_RF: jax.Array, t: int) -> None:
-        bad_RF = np.asarray(flags_RF)
-        if bad_RF.any():
-            raise NumericsError(describe.not_finite(self.layout, bad_RF, t))
+    def check_finite(self, state: State) -> None:
+        """Raise NumericsError as check_exchanges, and if parameters or theta are not finite now.
+
+        Waits for the step. A process sees the replicas that it holds.
+        """
+        finite.check(self.layout, state)
 
     def replica_params(self, state: State) -> Any:
         """The replicas' parameters, leaves [R, ...]."""
         return state.params
 
     def outer_params(self, state: State) -> Any:
-        """theta, float32, leaves [...], in device memory; the mean over the replicas when eager."""
+        """theta, float32, leaves [...], on the devices; eager: the mean. Raises NumericsError."""
+        self.check_finite(state)
+        return self._theta(state)
+
+    def _theta(self, state: State) -> Any:
         if self.layout.per_replica_outer:
             return self.programs.mean_outer(state.outer)
         like = self.layout.outer_params
@@ -251,32 +263,18 @@ class DiLoCo:
     def eval_params(self, state: State) -> Any:
         """See Trainer.eval_params. Never sends theta to another slice."""
         if not self.evaluates_slots:
-            return self.outer_params(state)
+            return self._theta(state)
         one_each = self.layout.eval_params is self.layout.state.outer
         return state.outer if one_each else self.programs.slot_means(state.outer)
 
-    @property
-    def abstract_eval_params(self) -> Any:
-        """ShapeDtypeStructs of `eval_params`."""
-        return self.layout.eval_params
-
-    @property
-    def abstract_outer_params(self) -> Any:
-        """ShapeDtypeStructs of `outer_params`."""
-        return self.layout.outer_params
-
-    @property
-    def abstract_state(self) -> State:
-        """The state as ShapeDtypeStructs with shardings."""
-        return self.layout.state
+    # ShapeDtypeStructs
+    abstract_state = property(lambda self: self.layout.state)
+    abstract_outer_params = property(lambda self: self.layout.outer_params)
+    abstract_eval_params = property(lambda self: self.layout.eval_params)
 
     def abstract_metrics(self, batch: Any) -> Any:
         """ShapeDtypeStructs of the metrics of a step, leaves [R, ...]."""
-        like, lead = self.layout.state, NamedSharding(self.mesh, P("diloco"))
-        shapes = self.programs.inner.out_shapes(like.params, like.opt_state, batch)[2]
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lead), shapes
-        )
+        return calls.abstract_metrics(self.programs, batch)
 
     def bytes_sent(self, t: int) -> int:
         """Bytes that inner step t makes one replica send to other slices."""
@@ -293,10 +291,8 @@ class DiLoCo:
 
         diloco/residual_norm is of the fragment sent last, a mean over the replicas held here.
         """
-        sizes = jax.tree.map(np.asarray, state.sizes)
-        sent = sum(map(self.bytes_sent, steps)) / len(steps)
-        row = describe.outer_metrics(sizes, state.update_ratio) | {"dcn/bytes_sent": sent}
-        row |= describe.residual_metrics(state.residual_norm_R)
+        row = describe.state_metrics(state)
+        row["dcn/bytes_sent"] = sum(map(self.bytes_sent, steps)) / len(steps)
         return row | self._exchange.extra_metrics()
 
     def description(self) -> Description:
@@ -318,6 +314,7 @@ class DiLoCo:
             "num_replicas": self.num_replicas,
             "mesh": dict(self.mesh.shape),
             "exchange": self.settings.to_dict(),
+            "rule": self._noted_rule,
             "dropped_until": state.dropped_until,
             "schedule_since": state.schedule_since,
             "chunk_pieces": list(self.layout.pieces),

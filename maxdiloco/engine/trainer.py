@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from maxdiloco.diloco.schedule import Schedule
 from maxdiloco.engine.calls import Call
+from maxdiloco.errors import CheckpointError
 from maxdiloco.parallel.program import Program
 
 # The checkpoint item with theta, which load_parameters_path and generation read; and that of a run
@@ -23,7 +24,7 @@ class SavedLayout(NamedTuple):
     """How the state in a checkpoint is laid out.
 
     num_replicas, mesh (sizes of the axes), exchange (ExchangeSettings as a dict), dropped_until,
-    schedule_since, chunk_pieces and theta_item: from Trainer.note. same_rules: whether the run that
+    schedule_since and the last three: from Trainer.note. same_rules: whether the run that
     saved it had the logical axis rules of this run. chunk_pieces: Layout.pieces; None: all chunks
     were of one length, the longest.
     """
@@ -36,6 +37,7 @@ class SavedLayout(NamedTuple):
     schedule_since: int
     chunk_pieces: Sequence[int] | None = None
     theta_item: str = OUTER_PARAMS  # runs with eager updates once saved it too
+    rule: dict[str, Any] | None = None  # alpha, merge, rate and momentum, to tell what has changed
 
 
 class ExchangeSettings(NamedTuple):
@@ -70,7 +72,12 @@ class ExchangeSettings(NamedTuple):
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "ExchangeSettings":
-        """The settings that `to_dict` wrote."""
+        """The settings that `to_dict` wrote. Raises CheckpointError for unknown ones."""
+        if later := fields.keys() - set(cls._fields):
+            raise CheckpointError(
+                f"exchange of the checkpoint has {', '.join(sorted(later))}, which this version of "
+                "maxdiloco does not know. Use the version that wrote it."
+            )
         return cls(**fields | {"offsets": tuple(fields["offsets"])})
 
 
@@ -123,8 +130,11 @@ class Trainer(Protocol):
     def step(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """One inner step: the new state, and metrics with leaves [R]. state is donated."""
 
-    def check_finite(self, state: Any) -> None:
+    def check_exchanges(self, state: Any) -> None:
         """Raise NumericsError if an exchange up to this state met a value that is not finite."""
+
+    def check_finite(self, state: Any) -> None:
+        """As check_exchanges, and if parameters that this process holds are not finite now."""
 
     def outer_params(self, state: Any) -> Any:
         """The parameters to export, leaves [...], in device memory."""

@@ -110,7 +110,7 @@ class Monitor:
             step, replica = min(found)
         if step < NEVER:
             raise NumericsError(_not_finite(step, replica, saved_steps()))
-        self._trainer.check_finite(state)
+        self._trainer.check_exchanges(state)
         own = self._own(held)
         return {name: values_S[own] for name, values_S in last.items()}
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from maxdiloco.checkpoint import saved_state
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.data.pipeline import Dataset
 from maxdiloco.flags.config import Config
@@ -122,6 +123,7 @@ class Recorder:
         self._check(state, together=True)
         with self._clock.excluded():
             trainer = self._parts.trainer
+            saved_state.require_finite(trainer, state)
             items, note = trainer.saved_items(state), self._note | trainer.note(state)
             note["since_row"] = {"row": self._logged, "loss": self._parts.monitor.loss_sums()}
             self.write_all()  # a checkpoint on the disk has its rows there too

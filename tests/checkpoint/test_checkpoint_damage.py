@@ -157,14 +157,14 @@ def test_a_checkpoint_of_a_later_format_is_one_line_and_no_damage(tmp_path, two_
         rf"checkpoint {folder}/20 has format 7, of maxdiloco 9\.9; maxdiloco \S+ reads formats up "
         r"to 1\. Use that version or a later one\."
     )
-    with pytest.raises(CheckpointError, match=message):
-        if reader == "run":
-            restore_from(folder.parent, wanted, key="k")
-        elif reader == "name":
-            find.newest_meta(folder.parent, key="k")
-        else:
-            with Checkpointer(folder, max_to_keep=1) as checkpointer:
-                checkpointer.restore(wanted)
+    with Checkpointer(folder, max_to_keep=1) as checkpointer:
+        readers = {
+            "run": lambda: restore_from(folder.parent, wanted, key="k"),
+            "name": lambda: find.newest_meta(folder.parent, key="k"),
+            "resuming": lambda: checkpointer.restore(wanted),
+        }
+        with pytest.raises(CheckpointError, match=message):
+            readers[reader]()
     assert sorted(os.listdir(folder)) == ["10", "20"]
 
 

@@ -137,12 +137,22 @@ def test_a_layer_that_no_leaf_holds_leaves_an_empty_fragment():
     [
         ({"w": 2}, "is not a dim of a leaf of shape"),
         ({"w": Stacked(0, (0,))}, "names 1 layers but dim 0 .* has 2 entries. Name one layer"),
-        ([0, 1], r"layer_axis has 2 entries but params has 1 leaves. Give one"),
+        ([0, 1], r"layer_axis\['w'\] is missing, which params has. Give layer_axis the structure"),
+        ({"w": 0, "v": 0}, r"params\['v'\] is missing, which layer_axis has"),
+        ({"v": 0}, r"layer_axis\['w'\] is missing"),
+        ({"w": "0"}, "layer_axis has '0' for a leaf of shape .* Give None, an axis"),
     ],
 )
 def test_layer_axis_that_does_not_fit_is_refused(axes, message):
     with pytest.raises(ValueError, match=message):
         partition(shapes(w=(2, 3)), axes, num_fragments=2)
+
+
+def test_layer_axis_is_matched_by_path_and_a_none_of_params_is_no_leaf():
+    """A tree of the structure of params fits it, where params has a None, too."""
+    params = shapes(a=(4, 2), z=(3,)) | {"b": None}
+    first, second = partition(params, {"z": None, "b": None, "a": 0}, num_fragments=2)
+    assert (held(first), held(second)) == ([(1, None)], [(0, 0, [0, 1, 2, 3])])
 
 
 def test_a_fragment_above_twice_the_median_is_oversized():

@@ -105,7 +105,7 @@ def test_a_bad_replica_changes_no_other_and_stops_the_run(mode):
         for _ in range(4 * 4 + 2):
             current, _ = algorithm.step(current, batch(2))
             w_R = np.asarray(algorithm.replica_params(current)["w"])
-            theta = np.asarray(algorithm.outer_params(current)["embedding"])
+            theta = np.asarray(current.outer["embedding"])
             seen.append(np.isfinite(w_R[0]).all() and np.isfinite(theta).all())
 
     with pytest.raises(NumericsError, match=r"replica 1 .*params\['w'\].*learning_rate"):
@@ -237,6 +237,14 @@ def test_the_outer_update_is_told_relative_to_theta(overlap):
         (dict(num_fragments=2, offsets=(0,)), r"offsets=\(0,\) must be 2 .*num_fragments=2.*Give"),
         (dict(num_fragments=5), "num_fragments=5 .*sync_period=4.*Use 1 to 4"),
         (dict(outer_overlap="eager", overlap_steps=1), "overlap_steps=1 .*eager.*overlap_steps=0"),
+        (dict(outer_lr=float("nan")), "outer_lr=nan must be a number from 0.*Leave it out"),
+        (dict(outer_momentum=5.0), "outer_momentum=5.0 must be from 0 to below 1.*Leave it out"),
+        (dict(outer_lr=1.0, outer_optimizer=optax.sgd(1.0)), "outer_lr=1.0 .* beside outer_opt"),
+        (dict(M=True), "num_replicas=True must be a multiple of"),
+        (dict(M=2.0), "num_replicas=2.0 must be a multiple of .* a whole number"),
+        (dict(sync_period=True), "sync_period=True must be a positive integer"),
+        (dict(num_fragments=True), "num_fragments=True must be an integer"),
+        (dict(num_nonlayer_fragments=0), "num_nonlayer_fragments=0 must be .*Use 1 or more"),
         (dict(outer_overlap="later"), "outer_overlap='later' is unknown.*Use one of none"),
     ],
 )
