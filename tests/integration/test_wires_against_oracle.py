@@ -184,7 +184,8 @@ WITHOUT = dict(error_feedback=False)
 
 def both(tree, wire, mode, P, M=2, alpha=0.25, **outer):
     """Settings of the oracle and arguments of the library class."""
-    shared = dict(num_replicas=M, sync_period=H, num_fragments=P, alpha=alpha) | MODES[mode] | outer
+    shared = dict(num_replicas=M, sync_period=H, num_fragments=P, alpha=alpha)
+    shared |= dict(outer_lr=0.7, outer_momentum=0.9) | MODES[mode] | outer
     shared = WITHOUT | shared
     kinds = tuple(kind for _, kind in tree.values())
     return Settings(kinds=kinds, **shared), dict(
