@@ -152,7 +152,7 @@ def first_undamaged(
     """
     damaged: dict[epath.Path, str] = {}
     for path in candidates:
-        with contextlib.suppress(OSError, orbax_io.DamagedError):  # damage, of which the seal knows more
+        with contextlib.suppress(OSError, orbax_io.DamagedError):  # the seal knows more of damage
             orbax_io.read_note(path)  # first: a later format may have another seal
         if path not in known_good and (problem := _damage(path)):
             say(f"warning: checkpoint {path} is damaged and is not used: {problem}.")

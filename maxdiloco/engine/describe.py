@@ -209,8 +209,8 @@ def _dropped(sends: Sequence[Event], overlap: str, M: int, *, all_stay: bool) ->
     line = f"dropped: fragments in flight, {named}."
     if overlap == "none":
         return (
-            f"{line} theta and the replicas{'' if all_stay else ' that go on'} keep their values, so "
-            f"the next outer gradients carry {'the same' if all_stay else 'their'} progress."
+            f"{line} theta and the replicas{'' if all_stay else ' that go on'} keep their values, "
+            f"so the next outer gradients carry {'the same' if all_stay else 'their'} progress."
         )
     kept = "nothing" if overlap == "delayed" else f"a replica's own part, 1/{M} of it,"
     return (

@@ -103,8 +103,8 @@ def beside(first: Run, other: Run) -> str:
     differing = _eval_keys_that_differ(first, other)
     if differing:
         return (
-            f"{other.name} and {first.name} are not compared, since their losses may be of different "
-            f"held-out texts: they differ in {', '.join(differing)}."
+            f"{other.name} and {first.name} are not compared, since their losses may be of "
+            f"different held-out texts: they differ in {', '.join(differing)}."
         )
     curves = [_curve(run, counted) for counted, run in itertools.product((1, 0), (first, other))]
     of, (a, b) = ("tokens", curves[:2]) if all(map(len, curves[:2])) else ("steps", curves[2:])

@@ -67,7 +67,7 @@ class Patience:
             if (so_far := links.received_bytes(peer)) != received:
                 received, silent_since = so_far, now
             if not warned and now - begun >= timeout_s:
-                self._say(f"waiting since {begun_at} for {what} from process {peer}, which is alive")
+                self._say(f"waiting since {begun_at} for {what} of process {peer}, which is alive")
                 warned = True
         raise LostPeerError(
             f"process {peer} is alive, but {what} has not come from it since {begun_at}, and "

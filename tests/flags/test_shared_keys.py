@@ -87,8 +87,8 @@ def test_a_difference_names_every_key_both_values_who_has_them_and_the_remedy():
     line = difference(groups)
     many = "processes 0, 2, 3, 4, 5, 6, 7, 8 and 11 more"
     assert line.startswith(
-        f"steps is 8 in {many}, 9 in process 1; sample_prompt is \"\" in {many}, Once in process 1; "
-        f"new_key is 1 in {many}, no such key in process 1. All processes of a run must"
+        f"steps is 8 in {many}, 9 in process 1; sample_prompt is \"\" in {many}, Once in process 1"
+        f"; new_key is 1 in {many}, no such key in process 1. All processes of a run must"
     )
     assert "give each the same command, yml file and M_<KEY> variables" in line
     assert "seed" not in line
