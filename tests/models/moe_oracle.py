@@ -5,18 +5,7 @@ dispatch; it shares no code with the package.
 """
 
 import numpy as np
-from model_oracle import activation
-
-
-def mlp(x_D, p, cfg):
-    """One expert, or the shared ones together."""
-    limit, names = cfg.mlp_activations_limit or np.inf, cfg.mlp_activations
-    up = np.clip(x_D @ p["w_up"] + p.get("w_up_bias", 0), -limit, limit)
-    hidden = activation(names[-1], up)
-    if len(names) == 2:
-        gate = np.minimum(x_D @ p["w_gate"] + p.get("w_gate_bias", 0), limit)
-        hidden = activation(names[0], gate) * hidden
-    return hidden @ p["w_out"] + p.get("w_out_bias", 0)
+from model_oracle import mlp
 
 
 def scores(logits_E, cfg):

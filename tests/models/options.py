@@ -4,34 +4,29 @@ A rotation of base 50 in heads of 8 features turns its pairs 10.2, 3.8, 1.4 and 
 of 64 tokens: some pairs are kept, some divided and some between.
 """
 
-STRETCHED = dict(
-    head_dim=8, rope_max_timescale=50.0, rope_factor=4.0, original_max_position_embeddings=64
-)
+BASE_50 = dict(head_dim=8, rope_max_timescale=50.0, rope_factor=4.0)
+STRETCHED = BASE_50 | dict(original_max_position_embeddings=64)
 YARN = STRETCHED | dict(rope_type="yarn", beta_fast=2.0)
+TWO_KINDS = dict(base_num_decoder_layers=2, attention_pattern=("local", "global"))
 # Five layers: a block of three and two more.
 LOCAL_AND_GLOBAL = dict(
-    attention_pattern=("local", "global", "local"),
-    sliding_window_size=3,
-    base_num_decoder_layers=5,
-    use_qk_norm=False,
-)
+    attention_pattern=("local", "global", "local"), sliding_window_size=3,
+    base_num_decoder_layers=5, use_qk_norm=False,
+)  # fmt: skip
 OWN_BASE = LOCAL_AND_GLOBAL | dict(
     local_rope_max_timescale=20.0, rope_type="linear", rope_factor=8.0
 )
 LATENT = dict(attention_type="mla", head_dim=6, base_num_kv_heads=4, use_qk_norm=False)
+CLAMPED = dict(mlp_activations=("quick_gelu", "plus_one"), mlp_activations_limit=0.6)
+BIASED = dict(attention_bias="all", mlp_bias=True)
+TIED_UNSCALED = dict(logits_via_embedding=True, embedding_scale="one")
 
 EACH = {
     "local and global layers": LOCAL_AND_GLOBAL,
     "local layers with a rotation of their own": OWN_BASE,
-    "two blocks of layers, recomputed": dict(
-        attention_pattern=("local", "global"),
-        sliding_window_size=2,
-        base_num_decoder_layers=4,
-        remat_policy="full",
-    ),
-    "linear rotation": dict(
-        head_dim=8, rope_max_timescale=50.0, rope_type="linear", rope_factor=4.0
-    ),
+    "two blocks of layers, recomputed": TWO_KINDS
+    | dict(sliding_window_size=2, base_num_decoder_layers=4, remat_policy="full"),
+    "linear rotation": BASE_50 | dict(rope_type="linear"),
     "Llama 3.1 rotation": STRETCHED | dict(rope_type="llama3.1"),
     "YaRN": YARN,
     "YaRN of gpt-oss and DeepSeek": YARN | dict(rope_truncate=False, rope_attention_factor=1.0),
@@ -42,56 +37,27 @@ EACH = {
     "query scale": dict(query_pre_attn_scalar=2.5),
     "sinks": dict(attention_sink=True),
     "biases of queries, keys and values": dict(attention_bias="qkv"),
-    "biases everywhere": dict(attention_bias="all", mlp_bias=True),
+    "biases everywhere": BIASED,
     "latent keys and values": LATENT,
     "latent queries": LATENT | dict(q_lora_rank=5),
-    "clamped activations": dict(
-        mlp_activations=("quick_gelu", "plus_one"), mlp_activations_limit=0.6
-    ),
-    "tied without scaling": dict(logits_via_embedding=True, embedding_scale="one"),
+    "clamped activations": CLAMPED,
+    "tied without scaling": TIED_UNSCALED,
     "untied with scaling": dict(embedding_scale="sqrt_emb_dim"),
 }
 TOGETHER = {
     "as Gemma": OWN_BASE
     | dict(
-        norm_placement="sandwich",
-        norm_scale_offset=1.0,
-        attn_logits_soft_cap=0.7,
-        final_logits_soft_cap=0.9,
-        query_pre_attn_scalar=2.5,
-        logits_via_embedding=True,
+        norm_placement="sandwich", norm_scale_offset=1.0, attn_logits_soft_cap=0.7,
+        final_logits_soft_cap=0.9, query_pre_attn_scalar=2.5, logits_via_embedding=True,
         use_qk_norm=True,
     ),
-    "as gpt-oss": YARN
-    | LOCAL_AND_GLOBAL
+    "as gpt-oss": YARN | LOCAL_AND_GLOBAL | BIASED | CLAMPED
+    | dict(attention_sink=True, rope_truncate=False),
+    "as DeepSeek": LATENT | YARN
     | dict(
-        attention_sink=True,
-        attention_bias="all",
-        mlp_bias=True,
-        mlp_activations=("quick_gelu", "plus_one"),
-        mlp_activations_limit=0.6,
-        rope_truncate=False,
+        q_lora_rank=5, qk_nope_head_dim=8, qk_rope_head_dim=8, head_dim=16,
+        rope_attention_factor=1.0, query_pre_attn_scalar=2.5,
     ),
-    "as DeepSeek": LATENT
-    | dict(
-        q_lora_rank=5,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=8,
-        head_dim=16,
-        rope_type="yarn",
-        rope_max_timescale=50.0,
-        rope_factor=4.0,
-        original_max_position_embeddings=64,
-        beta_fast=2.0,
-        rope_attention_factor=1.0,
-        query_pre_attn_scalar=2.5,
-    ),
-    "as OLMo 2 and Llama 3.1": STRETCHED
-    | dict(
-        norm_placement="post",
-        qk_norm_scope="projection",
-        rope_type="llama3.1",
-        logits_via_embedding=True,
-        embedding_scale="one",
-    ),
-}
+    "as OLMo 2 and Llama 3.1": STRETCHED | TIED_UNSCALED
+    | dict(norm_placement="post", qk_norm_scope="projection", rope_type="llama3.1"),
+}  # fmt: skip

@@ -5,7 +5,6 @@ import math
 import re
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -66,37 +65,66 @@ def with_gradient(fn):
     return lambda q, k, v, segments, *sinks: gradient((q, k, v, *sinks), segments)
 
 
+PLAIN = Softmax(0.0, 0, "default")
+SPLASH = functools.partial(attention.splash, interpret=True)
+
+
+def dot_product_of(softmax_config):
+    return functools.partial(dot_product.dot_product, softmax_config)
+
+
+def triton_of(softmax_config):
+    return functools.partial(triton.attend, softmax_config, True)
+
+
+def splash_of(softmax_config):
+    names = ("soft_cap", "window", "divisor")
+    return functools.partial(SPLASH, **{name: getattr(softmax_config, name) for name in names})
+
+
 @pytest.mark.parametrize(
-    ("L", "changes"),
+    ("kernel_of", "L", "changes"),
     [
-        (16, {}),
-        (600, {}),  # blocks of 256, 256 and 88
-        (200, dict(window=100)),  # blocks of 128 and 72
-        (16, dict(window=1)),
-        (16, dict(soft_cap=0.5)),
-        (16, dict(divisor=1.5)),
-        (300, dict(window=100, divisor=1.5, sink=True)),
+        (dot_product_of, 16, {}),
+        (dot_product_of, 600, {}),  # blocks of 256, 256 and 88
+        (dot_product_of, 200, dict(window=100)),  # blocks of 128 and 72
+        (dot_product_of, 16, dict(window=1)),
+        (dot_product_of, 16, dict(soft_cap=0.5)),
+        (dot_product_of, 300, dict(window=100, divisor=1.5, sink=True)),
+        (splash_of, 256, {}),
+        (splash_of, 256, dict(window=100, soft_cap=0.7)),
+        (splash_of, 256, dict(window=100, divisor=2.5, sink=True, value_dim=8)),
+        (triton_of, 256, {}),
+        (triton_of, 512, dict(documents=1)),  # blocks that need no mask
+        (triton_of, 512, dict(documents=1, window=300)),
+        (triton_of, 256, dict(window=20, soft_cap=0.7)),
+        (triton_of, 208, dict(divisor=2.5, sink=True, value_dim=8)),  # blocks of 16
+        (triton_of, 16, dict(head_dim=24)),  # arrays of 32 that are filled up
+        (triton_of, 32, dict(head_dim=4)),
     ],
 )
-def test_blocks_of_queries_compute_plain_attention(L, changes):
+def test_a_kernel_computes_plain_attention(kernel_of, L, changes):
+    """Pallas kernels interpreted; grouped queries, three documents a row. Values of another size
+    than keys are as latent attention has them."""
     changes = dict(soft_cap=0.0, window=0, precision="default") | changes
-    args = (*inputs(L), sinks()) if changes.pop("sink", False) else inputs(L)
+    q, k, v, segments = inputs(L, H=changes.pop("head_dim", 16))
+    v = v[..., : changes.pop("value_dim", v.shape[-1])]
+    segments = np.minimum(segments, changes.pop("documents", 3))
+    args = (q, k, v, segments, *([sinks()] if changes.pop("sink", False) else []))
     softmax_config = Softmax(**changes)
-    blocks = tiny_model.compiled(
-        with_gradient(functools.partial(dot_product.dot_product, softmax_config))
+    found, expected = (
+        tiny_model.compiled(with_gradient(fn))(*args)
+        for fn in (kernel_of(softmax_config), functools.partial(naive, softmax_config))
     )
-    plain = tiny_model.compiled(with_gradient(functools.partial(naive, softmax_config)))
-    tiny_model.assert_close(blocks(*args), plain(*args), atol=2e-5)
+    tiny_model.assert_close(found, expected, atol=2e-5)
 
 
 @pytest.mark.parametrize(
     ("length", "window", "expected"),
     [
         (100, 0, [((0, 100), (0, 100))]),
-        (256, 0, [((0, 128), (0, 128)), ((128, 256), (0, 256))]),
         (256, 50, [((0, 128), (0, 128)), ((128, 256), (79, 256))]),
         (600, 0, [((0, 256), (0, 256)), ((256, 512), (0, 512)), ((512, 600), (0, 600))]),
-        (600, 50, [((0, 256), (0, 256)), ((256, 512), (207, 512)), ((512, 600), (463, 600))]),
     ],
 )
 def test_a_block_meets_the_keys_that_its_queries_see(length, window, expected):
@@ -113,45 +141,15 @@ def test_long_sequences_get_longer_blocks():
     assert [rows.stop for rows, _ in dot_product.blocks(8192, 0)] == list(range(1024, 8193, 1024))
 
 
-@pytest.mark.parametrize(
-    ("window", "soft_cap", "divisor", "sink"),
-    [(0, 0.0, None, False), (100, 0.7, None, False), (100, 0.0, 2.5, True)],
-)
-def test_splash_computes_plain_attention(window, soft_cap, divisor, sink):
-    """The Pallas kernel, interpreted; 256 tokens, grouped queries, three documents a row. Values
-    of another size than keys, as latent attention has them, in the last case."""
-    args = inputs(256, H=16)
-    if sink:
-        q, k, v, segments = args
-        args = (q, k, v[..., :8], segments, sinks())
-    options = dict(window=window, soft_cap=soft_cap, divisor=divisor)
-    kernel = functools.partial(attention.splash, **options, interpret=True)
-    plain = functools.partial(naive, Softmax(**options, precision="default"))
-    tiny_model.assert_close(
-        jax.jit(with_gradient(kernel))(*args),
-        tiny_model.compiled(with_gradient(plain))(*args),
-        atol=2e-5,
-    )
-
-
-def kernels(jaxpr):
-    """The calls of Pallas kernels in a program."""
-    found = []
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "pallas_call":
-            found.append(eqn)
-        else:
-            for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-                found += kernels(inner)
-    return found
-
-
-def kernel_inputs(jaxpr):
+def kernel_inputs(fn, *args):
     """Of each Pallas kernel of a program, by name: the shapes of its floating arguments."""
     found = {}
-    for eqn in kernels(jaxpr):
-        arrays = [v.aval for v in eqn.invars if jnp.issubdtype(v.aval.dtype, jnp.floating)]
-        found[eqn.params["name"]] = [x.shape for x in arrays]
+    for equation in tiny_model.equations(fn, *args):
+        if equation.primitive.name == "pallas_call":
+            arrays = [v.aval for v in equation.invars]
+            found[equation.params["name"]] = [
+                x.shape for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)
+            ]
     return found
 
 
@@ -162,88 +160,42 @@ def test_queries_keys_and_values_reach_splash_with_tokens_in_the_lanes(layout, m
     if layout != "as it is":
         monkeypatch.setattr(attention, "SPLASH_LAYOUT", layout)
     splash = functools.partial(attention.splash, soft_cap=0.0, window=0)
-    args = inputs(256, H=16)
-    found = kernel_inputs(jax.make_jaxpr(with_gradient(splash))(*args).jaxpr)
+    found = kernel_inputs(with_gradient(splash), *inputs(256, H=16))
     last = (16, 256) if layout == "as it is" else (256, 16)
     assert sorted(name.split("_")[2] for name in found) == ["dkv", "dq", "fwd"]
     for shapes in found.values():
         assert shapes[:3] == [(2, 4, *last), (2, 2, *last), (2, 2, *last)]
 
 
-@pytest.mark.parametrize(("name", "module"), [("splash", attention), ("triton", triton)])
-def test_a_kernel_gets_each_device_its_sequences_and_heads(name, module, devices, monkeypatch):
+@pytest.mark.parametrize("name", ["splash", "triton"])
+def test_a_kernel_gets_each_device_its_sequences_and_heads(name, devices, monkeypatch):
     """Under the map over replicas and a vmap, sequences over fsdp and heads over tensor."""
     mesh = tiny_model.mesh_of(devices, diloco=2, fsdp=2, tensor=2)
-    function = {"splash": "splash", "triton": "attend"}[name]
-    kernel, shapes = getattr(module, function), set()
+    attend_triton, shapes = triton.attend, set()
 
-    def interpreted(*args, **kwargs):
-        if name == "triton":
-            softmax_config, interpret, *args = args
-            assert not interpret
-            args = (softmax_config, True, *args)
-        else:
-            kwargs["interpret"] = True
-        shapes.add(tuple(x.shape for x in args if isinstance(x, jax.Array)))
-        return kernel(*args, **kwargs)
+    def seen(arrays):
+        shapes.add(tuple(x.shape for x in arrays))
 
-    monkeypatch.setattr(module, function, interpreted)
+    def splash(*args, **kwargs):
+        seen(args)
+        return SPLASH(*args, **kwargs)
 
-    def attend(*args):
-        options = dict(soft_cap=0.0, window=0, rules=DEFAULT_RULES, precision="default")
-        return attention.attend(name, *args, **options)
+    def attend(softmax_config, interpret, *args):
+        assert not interpret
+        seen(args)
+        return attend_triton(softmax_config, True, *args)
 
+    monkeypatch.setattr(attention, "splash", splash)
+    monkeypatch.setattr(triton, "attend", attend)
+    options = dict(soft_cap=0.0, window=0, rules=DEFAULT_RULES, precision="default")
+    kernel = with_gradient(functools.partial(attention.attend, name, **options))
     M = 4
-    inputs_of = lambda m: (*inputs(128, seed=m), sinks() * (m + 1))  # noqa: E731
-    args = [np.stack(x) for x in zip(*map(inputs_of, range(M)), strict=True)]
-    in_slots = map_fn(with_gradient(attend), mesh=mesh, num_replicas=M)
-    plain = jax.vmap(with_gradient(functools.partial(naive, Softmax(0.0, 0, "default"))))
+    replicas = ((*inputs(128, seed=m), sinks() * (m + 1)) for m in range(M))
+    args = [np.stack(x) for x in zip(*replicas, strict=True)]
+    in_slots = map_fn(kernel, mesh=mesh, num_replicas=M)
+    plain = jax.vmap(with_gradient(functools.partial(naive, PLAIN)))
     tiny_model.assert_close(jax.jit(in_slots)(*args), tiny_model.compiled(plain)(*args), atol=2e-5)
     assert shapes == {((1, 128, 2, 8), (1, 128, 1, 8), (1, 128, 1, 8), (1, 128), (2,))}
-
-
-@pytest.mark.parametrize(
-    ("L", "one_document", "changes"),
-    [
-        (256, False, {}),
-        (512, True, {}),  # blocks that need no mask
-        (512, True, dict(window=300)),
-        (256, False, dict(window=20, soft_cap=0.7)),
-        (208, False, dict(divisor=2.5, sink=True, value_dim=8)),  # blocks of 16
-        (16, False, dict(head_dim=24)),  # arrays of 32 that are filled up
-        (32, False, dict(head_dim=4)),
-    ],
-)
-def test_triton_computes_plain_attention(L, one_document, changes):
-    """The kernels, interpreted; grouped queries. Values of another size than keys, as latent
-    attention has them, and a sink in one case."""
-    changes = dict(soft_cap=0.0, window=0, precision="default") | changes
-    q, k, v, segments = inputs(L, H=changes.pop("head_dim", 16))
-    v = v[..., : changes.pop("value_dim", v.shape[-1])]
-    more = (sinks(),) if changes.pop("sink", False) else ()
-    args = (q, k, v, np.ones_like(segments) if one_document else segments, *more)
-    softmax_config = Softmax(**changes)
-    kernel = functools.partial(triton.attend, softmax_config, True)
-    plain = functools.partial(naive, softmax_config)
-    tiny_model.assert_close(
-        tiny_model.compiled(with_gradient(kernel))(*args),
-        tiny_model.compiled(with_gradient(plain))(*args),
-        atol=2e-5,
-    )
-
-
-@pytest.mark.parametrize(
-    ("window", "first", "last"),
-    [
-        (0, [0, 0, 0, 3, 3, 5], [2, 2, 2, 4, 4, 5]),
-        (2, [0, 0, 1, 3, 3, 5], [1, 2, 2, 4, 4, 5]),
-    ],
-)
-def test_a_query_sees_its_document_and_window(window, first, last):
-    """Documents of three, two and one tokens."""
-    found = triton.reach(jnp.array([[7, 7, 7, 1, 1, 2]]), window)
-    np.testing.assert_array_equal(found.first_BL, [first])
-    np.testing.assert_array_equal(found.last_BL, [last])
 
 
 @pytest.mark.parametrize("direction", ["keys of an earlier document", "queries of a later one"])
@@ -253,8 +205,7 @@ def test_triton_leaves_out_blocks_of_other_documents(direction):
     L, cut = 512, 256
     q, k, v, segments = inputs(L, B=1, H=16)
     segments = (np.arange(L)[None] >= cut).astype(np.int32)
-    kernel = functools.partial(triton.attend, Softmax(0.0, 0, "default"), True)
-    run = tiny_model.compiled(with_gradient(kernel))
+    run = tiny_model.compiled(with_gradient(triton_of(PLAIN)))
     if direction == "keys of an earlier document":
         k, v, poisoned = k.copy(), v.copy(), slice(0, cut)
         k[:, poisoned] = v[:, poisoned] = np.nan
@@ -277,20 +228,17 @@ def test_triton_has_no_array_of_queries_by_keys():
     q, k, v, segments = inputs(2048, B=1, N=2, K=2, H=16)
 
     def largest(fn):
-        jaxpr = jax.make_jaxpr(with_gradient(fn))(q, k, v, segments).jaxpr
-        return max(v.aval.size for eqn in jaxpr.eqns for v in eqn.outvars)
+        found = tiny_model.equations(with_gradient(fn), q, k, v, segments)
+        return max(v.aval.size for equation in found for v in equation.outvars)
 
-    softmax_config = Softmax(0.0, 0, "default")
-    assert largest(functools.partial(triton.attend, softmax_config, True)) == q.size
-    plain = functools.partial(naive, softmax_config)
-    assert largest(plain) >= 2048 * 2048
+    assert largest(triton_of(PLAIN)) == q.size
+    assert largest(functools.partial(naive, PLAIN)) >= 2048 * 2048
 
 
 @pytest.mark.parametrize(("policy", "again"), [("save_context", False), ("full", True)])
 def test_a_kept_context_spares_triton_a_second_forward_pass(policy, again):
     """In the compiled program, where what nobody uses is gone."""
-    softmax_config = Softmax(0.0, 0, "default")
-    layer = remat.checkpointed(functools.partial(triton.attend, softmax_config, True), policy)
+    layer = remat.checkpointed(triton_of(PLAIN), policy)
     text = jax.jit(with_gradient(layer)).lower(*inputs(16)).compile().as_text()
     assert bool(re.search(r"rematted_computation/[^\"]*attention_forward", text)) == again
     assert "attention_d_queries" in text
@@ -308,19 +256,12 @@ def test_tiles_divide_the_sequence(kernel):
 def test_no_product_of_a_kernel_sums_over_less_than_matrix_units_do():
     """Of heads of 4 and values of 2. Interpreted, sums over fewer than 16 are right too."""
     q, k, v, segments = inputs(32, H=4)
-    attend = functools.partial(triton.attend, Softmax(0.0, 0, "default"), False)
-    jaxpr = jax.make_jaxpr(with_gradient(attend))(q, k, v[..., :2], segments)
-    summed = list(contracted(jaxpr.jaxpr))
+    attend = functools.partial(triton.attend, PLAIN, False)
+    summed = []
+    for equation in tiny_model.equations(with_gradient(attend), q, k, v[..., :2], segments):
+        if equation.primitive.name == "dot_general":
+            (axes, _), _ = equation.params["dimension_numbers"]
+            summed.append(math.prod(equation.invars[0].aval.shape[axis] for axis in axes))
     # Three loops, with and without a mask, of 2, 3 and 4 products in each body.
     assert len(summed) == 3 * (2 + 3 + 4)
     assert min(summed) >= 16
-
-
-def contracted(jaxpr):
-    """The sizes that the products of the kernels in a jaxpr sum over."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            (axes, _), _ = equation.params["dimension_numbers"]
-            yield math.prod(equation.invars[0].aval.shape[axis] for axis in axes)
-        for inner in jax.extend.core.jaxprs_in_params(equation.params):
-            yield from contracted(inner)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from maxdiloco.models import transformer
 from maxdiloco.parallel.replicas import map_fn
 from maxdiloco.parallel.sharding import parameter_shardings
+from maxdiloco.parallel.sharding import spec as spec_of
 
 # R replicas  B sequences per replica  L tokens
 
@@ -26,75 +27,60 @@ def replicas(model, M):
 
 
 def place(model, mesh, params_R, batch_R):
-    """Parameters over fsdp, context and tensor, sequences over data and fsdp, their tokens over
-    context, replicas over diloco."""
-    one = jax.tree.map(lambda x_R: x_R[0], params_R)
-    lies = parameter_shardings(model.logical_axes, one, mesh, model.spec.rules)
-    rows = NamedSharding(mesh, P("diloco", ("data", "fsdp"), "context"))
-    params_R = jax.tree.map(
-        lambda x_R, s: jax.device_put(x_R, NamedSharding(mesh, P("diloco", *s.spec))),
-        params_R,
-        lies,
-    )
-    return params_R, jax.tree.map(lambda x: jax.device_put(x, rows), batch_R)
+    """Parameters and sequences as the rules have them, replicas over diloco."""
+    one, rules = jax.tree.map(lambda x_R: x_R[0], params_R), model.spec.rules
+    shardings = parameter_shardings(model.logical_axes, one, mesh, rules)
+
+    def over_replicas(x_R, sharding):
+        return jax.device_put(x_R, NamedSharding(mesh, P("diloco", *sharding.spec)))
+
+    rows = NamedSharding(mesh, spec_of(("batch", "length"), rules, without=["diloco"]))
+    batch_R = {name: over_replicas(x_R, rows) for name, x_R in batch_R.items()}
+    return jax.tree.map(over_replicas, params_R, shardings), batch_R
+
+
+def assert_as_alone(found, model, params_R, batch_R):
+    """Loss and gradient of every replica; float32 sums in another order."""
+    alone = tiny_model.compiled(jax.value_and_grad(model.loss, has_aux=True))
+    for m in range(len(batch_R["tokens"])):
+        one, *args = jax.tree.map(lambda x_R, m=m: x_R[m], (found, params_R, batch_R))
+        tiny_model.assert_close(one, alone(*args), rtol=1e-4, atol=1e-4)
+
+
+SOFT_CAP = dict(attn_logits_soft_cap=5.0)
+GPT_OSS = options.TOGETHER["as gpt-oss"] | options.TWO_KINDS
+DEEPSEEK = options.TOGETHER["as DeepSeek"] | dict(q_lora_rank=6, kv_lora_rank=4)
 
 
 @pytest.mark.parametrize(
     ("sizes", "M", "changes"),
     [
-        (dict(diloco=2, fsdp=2, tensor=2), 2, dict(attn_logits_soft_cap=5.0)),
+        (dict(diloco=2, fsdp=2, tensor=2), 2, SOFT_CAP),
         # Both replicas in one slot, under a vmap.
-        (dict(diloco=1, data=2, fsdp=2), 2, dict(attn_logits_soft_cap=5.0)),
+        (dict(diloco=1, data=2, fsdp=2), 2, SOFT_CAP),
         # Sinks, biases and local layers; a norm over heads that lie on two devices.
-        (
-            dict(diloco=1, fsdp=2, tensor=2),
-            1,
-            options.TOGETHER["as gpt-oss"]
-            | dict(base_num_decoder_layers=2, attention_pattern=("local", "global")),
-        ),
+        (dict(diloco=1, fsdp=2, tensor=2), 1, GPT_OSS),
         (dict(diloco=1, fsdp=2, tensor=2), 1, options.TOGETHER["as OLMo 2 and Llama 3.1"]),
         # Of 64 rows those of the second device are padding alone.
         (dict(diloco=1, fsdp=2, tensor=2), 1, dict(padded_vocab_size=64, final_logits_soft_cap=2)),
-        (
-            dict(diloco=1, fsdp=2, tensor=2),
-            1,
-            options.TOGETHER["as DeepSeek"] | dict(q_lora_rank=6, kv_lora_rank=4),
-        ),
+        (dict(diloco=1, fsdp=2, tensor=2), 1, DEEPSEEK),
         # Of 12 tokens each device has two chunks of 3, or of 2; all of them cut documents in two.
-        (
-            dict(diloco=2, fsdp=2, context=2),
-            2,
-            dict(attn_logits_soft_cap=5.0, sliding_window_size=4),
-        ),
-        (
-            dict(diloco=1, context=3, tensor=2),
-            2,
-            options.TOGETHER["as gpt-oss"]
-            | dict(
-                base_emb_dim=12,
-                base_num_decoder_layers=2,
-                attention_pattern=("local", "global"),
-            ),
-        ),
+        (dict(diloco=2, fsdp=2, context=2), 2, SOFT_CAP | dict(sliding_window_size=4)),
+        (dict(diloco=1, context=3, tensor=2), 2, GPT_OSS | dict(base_emb_dim=12)),
     ],
 )
 @pytest.mark.parametrize("scattered", [False, True])
 def test_replicas_on_a_mesh_are_replicas_alone(devices, sizes, M, changes, scattered, monkeypatch):
-    """Loss and gradient of every replica; float32 sums in another order. scattered: as on a TPU."""
+    """scattered: as on a TPU."""
     model = tiny_model.build(remat_policy="minimal", **changes)
     mesh = tiny_model.mesh_of(devices, **sizes)
-    step = jax.value_and_grad(model.loss, has_aux=True)
-    params_R, batch_R = replicas(model, M)
+    both_R = replicas(model, M)
     spec = dataclasses.replace(model.spec, scattered_gradients=scattered)
     monkeypatch.setattr(transformer.spec_lib, "from_config", lambda *_, **__: spec)
     as_on_tpu = jax.value_and_grad(tiny_model.build().loss, has_aux=True)
     on_mesh = tiny_model.compiled(map_fn(as_on_tpu, mesh=mesh, num_replicas=M))
-    found = jax.device_get(on_mesh(*place(model, mesh, params_R, batch_R)))
-    alone = tiny_model.compiled(step)
-    for m in range(M):
-        expected = alone(*jax.tree.map(lambda x_R, m=m: x_R[m], (params_R, batch_R)))
-        one = jax.tree.map(lambda x_R, m=m: x_R[m], found)
-        tiny_model.assert_close(one, expected, rtol=1e-4, atol=1e-4)
+    found = jax.device_get(on_mesh(*place(model, mesh, *both_R)))
+    assert_as_alone(found, model, *both_R)
 
 
 def collectives(text):

@@ -12,6 +12,8 @@ import tiny_model
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxdiloco.models import spec as spec_lib
+from maxdiloco.models.layers import activated
 from maxdiloco.models.product import product
 from maxdiloco.parallel import processor
 from maxdiloco.parallel.replicas import map_fn
@@ -26,14 +28,12 @@ EQUATIONS = {
 }
 
 
-def spec(wide, scattered=False, float32_factors=False):
+def spec(wide, *, scattered=False, float32_factors=False, activations=(), limit=0.0):
     return SimpleNamespace(
-        float32_products=wide,
-        float32_factors=float32_factors,
-        scattered_gradients=scattered,
-        precision="default",
-        rules=DEFAULT_RULES,
-    )
+        float32_products=wide, float32_factors=float32_factors, scattered_gradients=scattered,
+        precision="default", rules=DEFAULT_RULES, mlp_activations=activations,
+        mlp_activations_limit=limit,
+    )  # fmt: skip
 
 
 def factors(equation):
@@ -71,9 +71,10 @@ def dots_of_float32(wide, **choices):
     return sum("f32" in {shapes[name] for name in pair} for pair in dots), len(dots)
 
 
-def test_no_factor_becomes_float32(devices):
+def test_no_factor_becomes_float32_or_every_one_where_that_is_faster(devices):
     """Positive control: einsum alone has three such products on a CPU."""
     assert dots_of_float32(wide=True) == (0, 3)
+    assert dots_of_float32(wide=True, float32_factors=True) == (3, 3)
     assert dots_of_float32(wide=False)[0] > 0
 
 
@@ -97,10 +98,6 @@ def test_the_smaller_factor_of_a_weight_s_gradient_is_the_left_one():
     assert any(left > right for left, right in plain)
 
 
-def test_every_factor_becomes_float32_where_that_is_faster(devices):
-    assert dots_of_float32(wide=True, float32_factors=True) == (3, 3)
-
-
 @pytest.mark.parametrize(
     ("cpuinfo", "expected"),
     [
@@ -114,26 +111,34 @@ def test_every_factor_becomes_float32_where_that_is_faster(devices):
 )
 def test_the_processor_says_whether_float32_is_faster(cpuinfo, expected, monkeypatch, tmp_path):
     """And the model's choice follows it, on a CPU with bfloat16 alone."""
-    from maxdiloco.models import spec as spec_lib
-
     monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
     if cpuinfo:
         processor.CPUINFO.write_text(cpuinfo)
     for backend, dtype in (("cpu", "bfloat16"), ("cpu", "float32"), ("tpu", "bfloat16")):
-        wanted = expected and (backend, dtype) == ("cpu", "bfloat16")
-        cfg = tiny_model.config(dtype=dtype)
-        assert spec_lib.from_config(cfg, backend=backend).float32_factors is wanted
+        on_cpu = (backend, dtype) == ("cpu", "bfloat16")
+        found = spec_lib.from_config(tiny_model.config(dtype=dtype), backend=backend)
+        assert found.float32_products is on_cpu
+        assert found.float32_factors is (on_cpu and expected)
 
 
-@pytest.mark.parametrize(
-    ("backend", "dtype", "expected"),
-    [("cpu", "bfloat16", True), ("cpu", "float32", False), ("tpu", "bfloat16", False)],
-)
-def test_it_is_asked_for_on_a_cpu_with_bfloat16(backend, dtype, expected):
-    from maxdiloco.models import spec as spec_lib
+@pytest.mark.parametrize("limit", [0.0, 1.5])
+@pytest.mark.parametrize("activations", [("silu", "linear"), ("gelu",), ("quick_gelu", "plus_one")])
+def test_hidden_values_and_gradients_are_rounded_once(activations, limit):
+    """Of an MLP, against float32. Control: bfloat16 rounded after every operation."""
+    rng = np.random.default_rng(0)
+    inputs = [jnp.asarray(2 * rng.normal(size=(8, 64)), jnp.bfloat16) for _ in activations]
 
-    cfg = tiny_model.config(dtype=dtype)
-    assert spec_lib.from_config(cfg, backend=backend).float32_products is expected
+    def value_and_gradients(wide, *inputs):
+        how = spec(wide, activations=activations, limit=limit)
+        value, pull = jax.vjp(lambda *x: activated(how, *x), *inputs)
+        return value, *pull(jnp.ones_like(value))
+
+    exact = value_and_gradients(False, *(x.astype(jnp.float32) for x in inputs))
+    exact = [x.astype(jnp.bfloat16) for x in exact]
+    found, rounded = (value_and_gradients(wide, *inputs) for wide in (True, False))
+    assert {x.dtype for x in found} == {jnp.dtype(jnp.bfloat16)}
+    assert all(map(np.array_equal, found, exact))
+    assert not all(map(np.array_equal, rounded, exact))
 
 
 NAMES = {
@@ -150,16 +155,15 @@ def test_scattered_gradients_are_sums_that_each_device_gets_its_part_of(equation
     mesh = tiny_model.mesh_of(devices, diloco=2, fsdp=2, tensor=2)
     M, names = 2, NAMES[equation]
     x_R, w_R = (
-        np.stack([np.asarray(factors(equation)[i], np.float32) * (m + 1) for m in range(M)])
-        for i in range(2)
+        np.stack([np.asarray(factor, np.float32) * (m + 1) for m in range(M)])
+        for factor in factors(equation)
     )
-    w_R = jax.device_put(
-        w_R, NamedSharding(mesh, P("diloco", *spec_of(names, DEFAULT_RULES, without=["diloco"])))
-    )
+    of_w = P("diloco", *spec_of(names, DEFAULT_RULES, without=["diloco"]))
+    w_R = jax.device_put(w_R, NamedSharding(mesh, of_w))
 
     def gradients(scattered):
         def total(x, w):
-            out = product(equation, x, w, spec(False, scattered), names)
+            out = product(equation, x, w, spec(False, scattered=scattered), names)
             return jnp.sum(jnp.sin(out))
 
         step = map_fn(jax.grad(total, argnums=(0, 1)), mesh=mesh, num_replicas=M)

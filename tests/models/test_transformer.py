@@ -28,8 +28,8 @@ VARIANTS = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_loss_and_gradient_are_those_of_the_oracle(name):
-    """float32 against float64: 1e-5 of the sums over 27 tokens. The gradient is the oracle's slope
-    (central differences) along one random direction of every leaf."""
+    """float32 against float64: 1e-5 of the sums over 27 tokens of packed documents. A row is
+    padding alone."""
     cfg = tiny_model.config(**VARIANTS[name])
     model = tiny_model.build(**VARIANTS[name])
     params, batch = tiny_model.params_of(model), tiny_model.batch()
@@ -40,22 +40,16 @@ def test_loss_and_gradient_are_those_of_the_oracle(name):
         tree = jax.tree.unflatten(structure, leaves)
         return model_oracle.loss(tree, batch["tokens"], batch["segment_ids"], cfg)
 
+    def total_of(leaves):
+        found = oracle(leaves)
+        return found["cross_entropy"] + found["z_loss"]
+
     expected = oracle(flat)
     assert expected["tokens"] == 4 + 3 + 2 + 6 + 11
     for part, value in expected.items():
         np.testing.assert_allclose(aux[part], value, rtol=1e-5)
-    np.testing.assert_allclose(total, expected["cross_entropy"] + expected["z_loss"], rtol=1e-5)
-    rng, step = np.random.default_rng(3), 1e-5
-    for i, leaf in enumerate(jax.tree.leaves(gradient)):
-        direction = rng.standard_normal(leaf.shape)
-        sides = []
-        for sign in (1, -1):
-            moved = [x + sign * step * direction if j == i else x for j, x in enumerate(flat)]
-            found = oracle(moved)
-            sides.append(found["cross_entropy"] + found["z_loss"])
-        slope = (sides[0] - sides[1]) / (2 * step)
-        typical = np.linalg.norm(leaf)  # size of a random direction's slope
-        np.testing.assert_allclose(np.vdot(leaf, direction), slope, atol=2e-4 * typical + 1e-4)
+    np.testing.assert_allclose(total, total_of(flat), rtol=1e-5)
+    tiny_model.assert_slopes(total_of, flat, jax.tree.leaves(gradient), step=1e-5, slack=1e-4)
 
 
 # These add parameters or take them away; a model without them has none of that shape. The others
@@ -86,26 +80,6 @@ def test_the_oracle_tells_every_option_from_its_absence(name):
         assert abs(loss(**without) / with_all - 1) > 3e-5, key
 
 
-def test_a_layer_attends_as_its_caller_says():
-    """An attend of our own, where each token sees itself alone: the context is its value, and the
-    oracle's mask a diagonal. What attend returns beside it comes back."""
-    cfg, model = tiny_model.config(), tiny_model.build()
-    weights = model_oracle.layer_of(tiny_model.params_of(model)["layers"], 0)
-    x_BLD = np.random.default_rng(2).standard_normal((1, 3, 16)).astype(np.float32)
-
-    def attend(q, k, v, sinks):
-        assert q.shape == (1, 3, 4, 4) and k.shape == v.shape == (1, 3, 2, 4)
-        return jnp.repeat(v, 2, axis=2), "cache"
-
-    layer = model.stacks[0].blueprint.with_weights(weights)
-    y_BLD, cache, _ = layer(x_BLD, rotation(jnp.arange(3)[None], 4, RopeConfig(10000.0)), attend)
-    expected = model_oracle.layer(
-        x_BLD[0].astype(np.float64), model_oracle.float64(weights), cfg, np.eye(3, dtype=bool)
-    )
-    np.testing.assert_allclose(y_BLD[0], expected, atol=1e-5)
-    assert cache == "cache"
-
-
 @pytest.fixture(scope="module")
 def usual():
     """Value and gradient of a model that keeps everything, compiled; its parameters; and what
@@ -113,33 +87,6 @@ def usual():
     model = tiny_model.build()
     run, params = tiny_model.value_and_gradient(model), tiny_model.params_of(model)
     return run, params, run(params, tiny_model.batch())
-
-
-def test_packed_documents_are_separate_documents():
-    """Losses and gradients of a window add up to those of its documents alone, in float32."""
-    model = tiny_model.build(sliding_window_size=4)
-    params, packed = tiny_model.params_of(model), tiny_model.batch()
-    packed["segment_ids"] = packed["segment_ids"] * np.array([[1], [0], [0], [0]], np.int32)
-    alone = jax.tree.map(np.zeros_like, packed)
-    for i, (start, end) in enumerate(((0, 5), (5, 9), (9, 12))):
-        alone["tokens"][i, : end - start] = packed["tokens"][0, start:end]
-        alone["segment_ids"][i, : end - start] = 1
-    joined = packed | {"segment_ids": np.minimum(packed["segment_ids"], 1)}
-    run = tiny_model.value_and_gradient(model)
-    (total, _), gradient = run(params, packed)
-    (expected, _), expected_gradient = run(params, alone)
-    np.testing.assert_allclose(total, expected, rtol=1e-5)
-    tiny_model.assert_close(gradient, expected_gradient, atol=1e-4)
-    (together, _), _ = run(params, joined)
-    assert abs(together - expected) > 1e-2  # control: as one document the loss is another
-
-
-def test_padding_has_no_loss_and_no_gradient(usual):
-    run, params, _ = usual
-    padding = tiny_model.batch(np.zeros_like(tiny_model.SEGMENTS))
-    (total, aux), gradient = run(params, padding)
-    assert total == 0 and aux["tokens"] == 0
-    assert all(not np.any(leaf) for leaf in jax.tree.leaves(gradient))
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "none"])
@@ -167,13 +114,7 @@ def test_policies_run_more_matmuls_the_less_they_keep():
         model = tiny_model.build(remat_policy=policy)
         counts[policy] = matmuls(model, tiny_model.params_of(model), batch)
     extra = {policy: count - counts["none"] for policy, count in counts.items()}
-    assert extra == {
-        "none": 0,
-        "minimal": 0,
-        "save_qkv_context": 3,
-        "save_context": 6,
-        "full": 8,
-    }
+    assert extra == dict(none=0, minimal=0, save_qkv_context=3, save_context=6, full=8)
 
 
 def test_bfloat16_compute_keeps_float32_weights_and_gradients(usual):
@@ -186,12 +127,10 @@ def test_bfloat16_compute_keeps_float32_weights_and_gradients(usual):
     assert {leaf.dtype.name for leaf in jax.tree.leaves(gradient)} == {"float32"}
 
 
-@pytest.mark.parametrize(
-    ("backend", "dtype"), [("cpu", "float32"), ("gpu", "bfloat16"), ("tpu", "bfloat16")]
-)
-def test_auto_computes_in_bfloat16_on_accelerators(backend, dtype):
-    model = transformer.build(tiny_model.config(dtype="auto"), backend=backend)
-    assert model.spec.dtype == jnp.dtype(dtype)
+def test_auto_computes_in_bfloat16_on_accelerators():
+    for backend, dtype in (("cpu", "float32"), ("gpu", "bfloat16"), ("tpu", "bfloat16")):
+        model = transformer.build(tiny_model.config(dtype="auto"), backend=backend)
+        assert model.spec.dtype == jnp.dtype(dtype)
 
 
 def test_weights_have_weight_dtype():
@@ -256,6 +195,31 @@ def test_a_token_outside_the_vocabulary_shows_in_the_loss(usual):
     batch["tokens"][0, 3] = 32
     (total, _), _ = run(params, batch)
     assert np.isnan(total)
+
+
+def stretches(**options):
+    """What YaRN multiplies the frequencies of the four pairs of a head of 8 by."""
+    rope = RopeConfig(
+        50.0, type="yarn", factor=4.0, original_length=64, attention_factor=1.0, **options
+    )
+    angles_I = np.arcsin(rotation(jnp.ones((1, 1)), 8, rope).sin_BLI[0, 0])
+    return angles_I * 50.0 ** np.array([0, 0.25, 0.5, 0.75])
+
+
+@pytest.mark.parametrize(
+    ("borders", "ramp"),
+    [
+        # 64 tokens turn a pair 32 times at -1.2, so at pair 0; once at 2.4, so at pair 3.
+        (dict(beta_fast=32.0, beta_slow=1.0), [0, 1 / 3, 2 / 3, 1]),
+        # 0.001 times at 9.4, beyond the last number of a head, 7.
+        (dict(beta_fast=32.0, beta_slow=0.001), [0, 1 / 7, 2 / 7, 3 / 7]),
+        # 2 times at 1.66: a step.
+        (dict(beta_fast=2.0, beta_slow=2.0, truncate=False), [0, 0, 1, 1]),
+    ],
+)
+def test_yarn_divides_between_the_borders_and_within_the_head(borders, ramp):
+    """1 where the ramp is 0, 1 / factor where it is 1."""
+    np.testing.assert_allclose(stretches(**borders), 1 - 0.75 * np.array(ramp), rtol=1e-4)
 
 
 def test_halves_that_change_places_in_a_product_are_rotated_to_the_same_bits():

@@ -7,9 +7,11 @@ import math
 from types import SimpleNamespace
 
 import jax
+import jax.extend
 import numpy as np
 from jax.sharding import Mesh
 
+from maxdiloco.flags import config as base
 from maxdiloco.models import transformer
 from maxdiloco.parallel.mesh import AXES
 
@@ -26,83 +28,22 @@ SEGMENTS = np.array(
 )
 
 
-DENSE = dict(
-    num_experts=1,
-    num_experts_per_tok=1,
-    base_moe_mlp_dim=-1,
-    shared_experts=0,
-    first_num_dense_layers=0,
-    routed_score_func="softmax",
-    norm_topk_prob=False,
-    routed_scaling_factor=1.0,
-    routed_bias=False,
-    routed_bias_update_rate=1e-3,
-    n_routing_groups=-1,
-    topk_routing_group=-1,
-    router_bias=False,
-    capacity_factor=-1.0,
-    load_balance_loss_weight=0.0,
-    router_z_loss_weight=0.0,
-)
+DEFAULTS = base.from_dict({}).as_dict()
+TINY = dict(
+    base_emb_dim=16, base_num_decoder_layers=2, base_mlp_dim=24, base_num_query_heads=4,
+    base_num_kv_heads=2, head_dim=4, vocab_size=32, max_target_length=12, use_qk_norm=True,
+    mlp_activations=("silu", "linear"), logits_via_embedding=False, kv_lora_rank=6,
+    qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=3, attention_pattern=(),
+    logical_axis_rules=(), z_loss_multiplier=1e-2, dtype="float32", attention="dot_product",
+    remat_policy="none",
+)  # fmt: skip
 
 
 def config(**changes):
-    """Two layers of width 16, four query heads on two key/value heads, gated, untied."""
-    keys = dict(
-        base_emb_dim=16,
-        base_num_decoder_layers=2,
-        base_mlp_dim=24,
-        **DENSE,
-        base_num_query_heads=4,
-        base_num_kv_heads=2,
-        head_dim=4,
-        vocab_size=32,
-        padded_vocab_size=-1,
-        mlp_activations=("silu", "linear"),
-        mlp_activations_limit=0.0,
-        mlp_bias=False,
-        norm_placement="pre",
-        norm_scale_offset=0.0,
-        normalization_layer_epsilon=1e-5,
-        rope_max_timescale=10000.0,
-        rope_type="default",
-        rope_factor=1.0,
-        original_max_position_embeddings=0,
-        rope_low_freq_factor=1.0,
-        rope_high_freq_factor=4.0,
-        beta_fast=32.0,
-        beta_slow=1.0,
-        rope_truncate=True,
-        rope_attention_factor=0.0,
-        logits_via_embedding=False,
-        embedding_scale="auto",
-        use_qk_norm=True,
-        qk_norm_scope="head",
-        query_pre_attn_scalar=0.0,
-        attention_bias="none",
-        attention_sink=False,
-        attention_type="global",
-        q_lora_rank=0,
-        kv_lora_rank=6,
-        qk_nope_head_dim=4,
-        qk_rope_head_dim=2,
-        v_head_dim=3,
-        attn_logits_soft_cap=0.0,
-        final_logits_soft_cap=0.0,
-        sliding_window_size=0,
-        attention_pattern=(),
-        local_rope_max_timescale=-1.0,
-        z_loss_multiplier=1e-2,
-        dtype="float32",
-        weight_dtype="float32",
-        attention="dot_product",
-        remat_policy="none",
-        matmul_precision="default",
-        logical_axis_rules=(),
-        max_target_length=12,
-    )
-    assert not changes.keys() - keys.keys()
-    return SimpleNamespace(**keys | changes)
+    """Two layers of width 16, four query heads on two key/value heads, gated, untied; the other
+    keys as in base.yml."""
+    assert not changes.keys() - DEFAULTS.keys()
+    return SimpleNamespace(**DEFAULTS | TINY | changes)
 
 
 def build(**changes):
@@ -142,6 +83,34 @@ def value_and_gradient(model):
 
 def assert_close(tree, expected, **tolerance):
     jax.tree.map(lambda x, e: np.testing.assert_allclose(x, e, **tolerance), tree, expected)
+
+
+def assert_slopes(oracle, at, gradient, *, step, slack):
+    """Each leaf of the gradient is the oracle's slope (central differences of what it gives for
+    the leaves `at`, float64) along a random direction."""
+    rng = np.random.default_rng(3)
+    for i, leaf in enumerate(gradient):
+        direction = rng.standard_normal(leaf.shape)
+        ahead, behind = (
+            oracle([x + move * direction if j == i else x for j, x in enumerate(at)])
+            for move in (step, -step)
+        )
+        typical = np.linalg.norm(leaf)  # size of a random direction's slope
+        slope = (ahead - behind) / (2 * step)
+        tolerance = 2e-4 * typical + slack
+        np.testing.assert_allclose(np.vdot(leaf, direction), slope, atol=tolerance)
+
+
+def equations(fn, *args):
+    """Those of the program of fn, inside loops and kernels too."""
+
+    def walk(jaxpr):
+        for equation in jaxpr.eqns:
+            yield equation
+            for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                yield from walk(inner)
+
+    return list(walk(jax.make_jaxpr(fn)(*args).jaxpr))
 
 
 def mesh_of(devices, **sizes):

@@ -66,7 +66,7 @@ def test_a_peer_that_is_alive_and_silent_is_lost_in_words():
     )
     assert "Raise peer_timeout_seconds if it was only slow." in str(error)
     (line,) = lines
-    assert re.match(r"waiting since \S+ for fragment 0 of step 8 from process 1, which", line)
+    assert re.match(r"waiting since \S+ for fragment 0 of step 8 of process 1, which", line)
 
 
 @pytest.mark.parametrize(
