@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from models.tiny_model import mesh_of
 
 from maxdiloco.diloco.fragments import Stacked, Vocabulary
 from maxdiloco.exchange import collective, payload
@@ -25,11 +26,7 @@ LEAVES = {
     "table": ((4, 3), P("fsdp", None), Vocabulary(0)),
 }
 SHAPES, SPECS, KINDS = (list(column) for column in zip(*LEAVES.values(), strict=True))
-GRIDS = [(2, 2, 2), (1, 2, 4)]  # slots, data, fsdp
-
-
-def mesh_of(devices, grid):
-    return Mesh(np.array(devices[: np.prod(grid)]).reshape(grid), ("diloco", "data", "fsdp"))
+MESHES = [dict(diloco=2, data=2, fsdp=2), dict(data=2, fsdp=4)]
 
 
 def leaves(mesh, seed=0):
@@ -64,11 +61,11 @@ def rda_of_a_leaf(x_R, kind):
     return np.moveaxis(np.stack([rda(layer_R) for layer_R in layers]), 0, kind.axis)
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-def test_rda_takes_the_norms_of_whole_tensors_whoever_has_their_values(devices, grid):
+@pytest.mark.parametrize("sizes", MESHES)
+def test_rda_takes_the_norms_of_whole_tensors_whoever_has_their_values(devices, sizes):
     """Of each layer, of each other tensor; the table is averaged. The sizes that the metrics show
     are of the plain mean."""
-    mesh = mesh_of(devices, grid)
+    mesh = mesh_of(devices, **sizes)
     fragment = payload.for_leaves(SHAPES, SPECS, wire="float32", mesh=mesh)
     arrays, placed = leaves(mesh)
 
@@ -84,12 +81,12 @@ def test_rda_takes_the_norms_of_whole_tensors_whoever_has_their_values(devices, 
     assert float(found.sizes.mean_norm) == pytest.approx(np.linalg.norm(plain), rel=1e-5)
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-def test_what_arrives_and_what_is_left_over_are_what_was_wanted(devices, grid):
+@pytest.mark.parametrize("sizes", MESHES)
+def test_what_arrives_and_what_is_left_over_are_what_was_wanted(devices, sizes):
     """Every value is left over once, on whichever devices it is, and counts once in the norm.
 
     int2 has no code for the zeros that fill up the last of equal parts."""
-    mesh = mesh_of(devices, grid)
+    mesh = mesh_of(devices, **sizes)
     fragment = payload.for_leaves(SHAPES, SPECS, wire="int2", mesh=mesh)
     (g_R, placed), (before_R, residual) = leaves(mesh), leaves(mesh, seed=1)
 

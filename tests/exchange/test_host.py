@@ -1,20 +1,17 @@
 """The host carrier brings what `all_gather_chunk` brings, to the bit; who sends what to whom."""
 
 import queue
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
+from models.tiny_model import mesh_of
 
 from maxdiloco.exchange import collective
 from maxdiloco.exchange.host import HostCarrier, Shard, routes, shards_of
-
-
-def mesh_of(devices, slots, data, fsdp):
-    used = np.array(devices[: slots * data * fsdp]).reshape(slots, data, fsdp)
-    return Mesh(used, ("diloco", "data", "fsdp"))
 
 
 def chunks_of(mesh, M, dtype, lengths):
@@ -28,9 +25,11 @@ def chunks_of(mesh, M, dtype, lengths):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8, jnp.uint8])
-@pytest.mark.parametrize(("grid", "M"), [((1, 1, 1), 1), ((2, 1, 2), 2), ((2, 2, 2), 4)])
-def test_it_brings_the_arrays_of_the_program(devices, grid, M, dtype):
-    mesh = mesh_of(devices, *grid)
+@pytest.mark.parametrize(
+    ("sizes", "M"), [({}, 1), (dict(diloco=2, fsdp=2), 2), (dict(diloco=2, data=2, fsdp=2), 4)]
+)
+def test_it_brings_the_arrays_of_the_program(devices, sizes, M, dtype):
+    mesh = mesh_of(devices, **sizes)
     carrier = HostCarrier(mesh, num_replicas=M, links=None)
     sent = chunks_of(mesh, M, dtype, [1024, 1024])
     carrier.start("a", sent, size=2000, within_s=None, what="")
@@ -43,15 +42,6 @@ def test_it_brings_the_arrays_of_the_program(devices, grid, M, dtype):
     carrier.close()
 
 
-def test_each_shard_goes_once_to_each_process_that_holds_its_place():
-    """Two slices of two processes: place 0 is with 0 and 2, place 1 with 1 and 3."""
-    owners = {Shard(0, 0): 0, Shard(0, 1): 1, Shard(1, 0): 2, Shard(1, 1): 3}
-    first = routes(owners, 0)
-    assert first.own == (Shard(0, 0),)
-    assert first.sends == {2: (Shard(0, 0),)}
-    assert first.gets == {2: (Shard(1, 0),)}
-
-
 def test_what_one_sends_another_gets_in_the_same_order():
     """Three slices of two places; process 1 holds two slices, the others share the third."""
     owners = {Shard(s, p): 1 if s < 2 else 2 + p for s in range(3) for p in range(2)}
@@ -60,6 +50,7 @@ def test_what_one_sends_another_gets_in_the_same_order():
         for b in tables:
             if a != b:
                 assert tables[a].sends.get(b) == tables[b].gets.get(a)
+    assert tables[2].own == (Shard(2, 0),)
     assert tables[2].sends == {1: (Shard(2, 0),)}
     assert tables[2].gets == {1: (Shard(0, 0), Shard(1, 0))}
 
@@ -88,52 +79,42 @@ class Loop:
         return memoryview(data)
 
 
+@pytest.fixture
+def beside_a_twin(devices):
+    """(carrier, links) of the process with the first of two slots, for M replicas."""
+    mesh, links = mesh_of(devices, diloco=2), Loop()
+    carriers = []
+
+    def make(M):
+        carrier = HostCarrier(mesh, num_replicas=M, links=links)
+        carrier._routes = routes({s: s.slot for s in shards_of(mesh).values()}, 0)
+        carriers.append(carrier)
+        return carrier, links, chunks_of(mesh, M, jnp.int8, [1024, 1024])
+
+    yield make
+    for carrier in carriers:
+        carrier.close()
+
+
 @pytest.mark.parametrize(
     ("M", "within_s", "pace"), [(2, 2.0, 750.0), (4, 2.0, 1500.0), (2, None, None)]
 )
-def test_a_fragment_is_spread_over_the_time_it_has(devices, M, within_s, pace):
+def test_a_fragment_is_spread_over_the_time_it_has(beside_a_twin, M, within_s, pace):
     """1,500 bytes of each replica here, in two seconds."""
-    mesh = mesh_of(devices, 2, 1, 1)
-    links = Loop()
-    carrier = HostCarrier(mesh, num_replicas=M, links=links)
-    carrier._routes = routes({s: s.slot for s in shards_of(mesh).values()}, 0)
-    carrier._pace(chunks_of(mesh, M, jnp.int8, [1024, 1024]), 1500, within_s)
+    carrier, links, sent = beside_a_twin(M)
+    carrier._pace(sent, 1500, within_s)
     assert links.paces == [pace]
-    carrier.close()
 
 
-def test_padding_stays_here(devices, monkeypatch):
+def test_padding_stays_here(beside_a_twin):
     """Of 2 x 1024 elements 1,500 are a payload: those travel, and zeros stand for the rest."""
-    mesh = mesh_of(devices, 2, 1, 1)
-    links = Loop()
-    carrier = HostCarrier(mesh, num_replicas=2, links=links)
-    shards = shards_of(mesh)
-    carrier._routes = routes({s: s.slot for s in shards.values()}, 0)
-    sent = chunks_of(mesh, 2, jnp.int8, [1024, 1024])
+    carrier, links, sent = beside_a_twin(2)
     own = np.concatenate([np.asarray(chunk)[:1024] for chunk in sent])
-    fetched = carrier._fetch("k", _local(sent, mesh, carrier), 1500)
+    of_slot_0 = [SimpleNamespace(addressable_shards=x.addressable_shards[:1]) for x in sent]
+    fetched = carrier._fetch("k", of_slot_0, 1500)
     assert links.messages.queue[0][2] == own[:1500].tobytes()
-    done = _Done(fetched)
+    done = SimpleNamespace(result=lambda: fetched)
     arrived = carrier._collect("k", done, [1024, 1024], 1500, jnp.int8.dtype, "")
     twin = np.concatenate([np.asarray(chunk)[1024:] for chunk in arrived])
     np.testing.assert_array_equal(twin[:1500], own[:1500])
     assert not twin[1500:].any()
-    carrier.close()
-
-
-class _Done:
-    def __init__(self, value):
-        self.value = value
-
-    def result(self):
-        return self.value
-
-
-class _Part:
-    def __init__(self, chunk, own):
-        self.addressable_shards = [s for s in chunk.addressable_shards if s.device in own]
-
-
-def _local(chunks, mesh, carrier):
-    own = {d for d, s in shards_of(mesh).items() if s in carrier._routes.own}
-    return tuple(_Part(chunk, own) for chunk in chunks)
