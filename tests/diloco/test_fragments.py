@@ -109,27 +109,22 @@ def test_every_value_is_in_exactly_one_fragment(layers, rows, k, sequential, dat
     assert all((count == 1).all() for count in counts)
 
 
+MATRIX = shapes(w=(2, 3))
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("params", "axes", "options", "message"),
     [
-        (dict(num_fragments=7), r"num_diloco_fragments=7 does not fit 5 layers.*Use 1, or 2 to 6"),
-        (dict(num_fragments=2, num_nonlayer=2), r"num_diloco_fragments=2 .* Use 1, or 3 to 7"),
+        (MODEL, AXES, dict(num_fragments=7), "=7 does not fit 5 layers.*Use 1, or 2 to 6"),
+        (MODEL, AXES, dict(num_fragments=2, num_nonlayer=2), "=2 .* Use 1, or 3 to 7"),
+        (MATRIX, None, dict(num_fragments=2), "=2 is more than the 1 leaves.*Use"),
+        (MATRIX, {"w": Stacked(0, (0, 2))}, dict(num_fragments=3),
+         "=3 leaves fragment 1 empty.*fewer"),
     ],
-)
-def test_counts_that_do_not_fit_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        partition(MODEL, AXES, **options)
-
-
-def test_more_fragments_than_leaves_are_refused():
-    with pytest.raises(ValueError, match=r"num_diloco_fragments=2 is more than the 1 leaves.*Use"):
-        partition(shapes(a=(3,)), None, num_fragments=2)
-
-
-def test_a_layer_that_no_leaf_holds_leaves_an_empty_fragment():
-    params, axes = shapes(w=(2, 3)), {"w": Stacked(0, (0, 2))}
-    with pytest.raises(ValueError, match=r"num_diloco_fragments=3 leaves fragment 1 empty.*fewer"):
-        partition(params, axes, num_fragments=3)
+)  # fmt: skip
+def test_counts_that_do_not_fit_are_refused(params, axes, options, message):
+    with pytest.raises(ValueError, match=f"num_diloco_fragments{message}"):
+        partition(params, axes, **options)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +140,7 @@ def test_a_layer_that_no_leaf_holds_leaves_an_empty_fragment():
 )
 def test_layer_axis_that_does_not_fit_is_refused(axes, message):
     with pytest.raises(ValueError, match=message):
-        partition(shapes(w=(2, 3)), axes, num_fragments=2)
+        partition(MATRIX, axes, num_fragments=2)
 
 
 def test_layer_axis_is_matched_by_path_and_a_none_of_params_is_no_leaf():

@@ -91,46 +91,56 @@ def e3m0_by_the_docstring(x):
     return arrived
 
 
-def test_int8_array_by_hand():
-    """Largest 127: scale 127 / 127 = 1 = 0x3F800000, lowest byte first; ties go to even."""
-    x = jnp.array([127.0, -64.0, 0.5, 1.5, 2.5, -0.5, 0.0], jnp.float32)
-    assert jit_encode("int8", x).tolist() == [127, -64, 0, 2, 2, 0, 0] + [0, 0, -128, 0x3F]
+# Largest 127: scale 127 / 127 = 1 = 0x3F800000, lowest byte first; ties go to even.
+INT8 = [127, -64, 0.5, 1.5, 2.5, -0.5, 0]
+# Largest 1: s = 1, scale byte 127. Ties 0.75, 0.375 and 1/128 go away from zero.
+# codes: 1 -> 7, -1 -> 8+7, 0.75 -> 1 -> 7, 0.74 -> 0.5 -> 6 | 1/64 -> 1, 1/128 -> 1/64 -> 1,
+# 0.0078 -> 0, -0.375 -> -0.5 -> 8+6. Byte i = first half [i] + 16 * second half [i].
+E3M0 = [1, -1, 0.75, 0.74, 1 / 64, 1 / 128, 0.0078, -0.375]
+
+
+@pytest.mark.parametrize(
+    ("name", "x", "code", "arrived"),
+    [
+        ("int8", INT8, [127, -64, 0, 2, 2, 0, 0] + [0, 0, -128, 0x3F], [127, -64, 0, 2, 2, 0, 0]),
+        ("float4_e3m0", E3M0, [7 + 16, 15 + 16, 7, 6 + 16 * 14, 127],
+         [1, -1, 1, 0.5, 1 / 64, 1 / 64, 0, -0.5]),
+        # Of an odd number the last half byte is 0: 1, -1 | 0.5, filler.
+        ("float4_e3m0", [1, -1, 0.5], [7 + 16 * 6, 15, 127], [1, -1, 0.5]),
+        # The power of two nearest to the largest: 1.5 is a tie. None is above 2^127.
+        ("float4_e3m0", [1.49], [7, 127], [1]),
+        ("float4_e3m0", [1.5], [7, 128], [2]),
+        ("float4_e3m0", [3e38], [7, 254], [2.0**127]),
+        # Magnitudes 1, 1, 4, 2, 0: mean 8/5, s = 5/4 of it = 2 = 0x4000 as bfloat16. Codes of 1,
+        # -1, 4, -2, 0: 0, 2, 1, 3 (2 is as large as s), 0. Quarters of two codes, the last ones
+        # fillers: bytes 0 + 1*4 + 0*16, 2 + 3*4; then the low bytes of s, then the high ones.
+        ("int2", [1, -1, 4, -2, 0], [4, 14, 0x00, 0x40], [1, -1, 3, -3, 1]),
+        # Half a step would be denormal: s = 5/4 * 2^-126 is below 2^-125. Control: twice as much.
+        ("int2", [2.0**-126], [0, 0, 0], [0]),
+        ("int2", [2.0**-125], [0, 0x20, 0x01], [1.25 * 2.0**-126]),
+        # Of 12 values the eight largest: 2 at place 11, 1 or -1 at 0..6; 1 at 7..10 is not sent.
+        # s = 2, so 1 has code 6 and -1 code 8 + 6. Low half bytes are of the first four places.
+        ("topk", [1] * 5 + [-1, 1] + [1] * 4 + [2],
+         [0, 1, 2, 3, 4, 5, 6, 11] + [6 + 16 * 6, 6 + 16 * 14, 102, 6 + 16 * 7] + [128],
+         [1] * 5 + [-1, 1] + [0] * 4 + [2]),
+        # Of fewer values than it sends fillers have place 0 and code 0, and stand before the value
+        # at place 0. 3 is a tie: s = 4.
+        ("topk", [3, 0, -1], [0] * 7 + [2] + [0, 0, 16 * 7, 16 * 13] + [129], [4, 0, -1]),
+    ],
+)  # fmt: skip
+def test_arrays_by_hand(name, x, code, arrived):
+    x = np.float32(x)
+    assert jit_encode(name, x).tolist() == code
+    assert round_trip(name, x).tolist() == arrived
 
 
 def test_int8_scales_lie_behind_the_codes_byte_by_byte():
     """Two blocks, largest 127 and 254: scales 1 = 0x3F800000 and 2 = 0x40000000."""
     x = np.zeros(257, np.float32)
     x[0], x[256] = -127, 254
-    code = jit_encode("int8", jnp.asarray(x))
-    assert code.shape == (257 + 8,)
+    code = jit_encode("int8", x)
     assert [int(code[0]), int(code[256])] == [-127, 127]
     assert code[257:].tolist() == [0, 0, 0, 0, -128, 0, 0x3F, 0x40]
-
-
-def test_e3m0_array_by_hand():
-    """Largest 1: s = 1, scale byte 127. Ties 0.75, 0.375 and 1/128 go away from zero.
-
-    codes: 1 -> 7, -1 -> 8+7, 0.75 -> 1 -> 7, 0.74 -> 0.5 -> 6 | 1/64 -> 1, 1/128 -> 1/64 -> 1,
-    0.0078 -> 0, -0.375 -> -0.5 -> 8+6. Byte i = first half [i] + 16 * second half [i].
-    """
-    x = [1.0, -1.0, 0.75, 0.74, 1 / 64, 1 / 128, 0.0078, -0.375]
-    code = jit_encode("float4_e3m0", jnp.array(x, jnp.float32))
-    assert code.tolist() == [7 + 16, 15 + 16, 7, 6 + 16 * 14, 127]
-    arrived = jit_decode("float4_e3m0", code, 8).tolist()
-    assert arrived == [1, -1, 1, 0.5, 1 / 64, 1 / 64, 0, -0.5]
-
-
-def test_e3m0_of_an_odd_number_of_values_fills_the_last_half_byte_with_zero():
-    """1, -1 | 0.5, filler: 7 + 16 * 6, 8+7; scale byte 127."""
-    code = jit_encode("float4_e3m0", jnp.array([1.0, -1.0, 0.5], jnp.float32))
-    assert code.tolist() == [7 + 16 * 6, 15, 127]
-    assert jit_decode("float4_e3m0", code, 3).tolist() == [1.0, -1.0, 0.5]
-
-
-def test_e3m0_scale_is_the_power_of_two_nearest_to_the_largest():
-    """1.5 is a tie and gives 2 (byte 128); 1.49 gives 1. At 3e38 there is none above 2^127."""
-    code = [jit_encode("float4_e3m0", np.float32([a])).tolist() for a in (1.49, 1.5, 3e38)]
-    assert code == [[7, 127], [7, 128], [7, 254]]
 
 
 def test_bfloat16_rounds_to_nearest_even_and_never_to_infinity():
@@ -139,34 +149,6 @@ def test_bfloat16_rounds_to_nearest_even_and_never_to_infinity():
     x = np.float32([1 + u / 2, 1 + 3 * u / 2, -1 - 0.51 * u, 3.4e38])
     largest = 2.0**127 * (2 - u)
     assert round_trip("bfloat16", x).tolist() == [1, 1 + 2 * u, -1 - u, largest]
-
-
-def test_bfloat16_rounds_in_a_compiled_round_trip_too():
-    """A conversion to bfloat16 and back may be dropped by a compiler; the rounding must stay."""
-    x = normal(0, 1000, 0)
-    expected = x.astype(wire_format("bfloat16").dtype).astype(np.float32)
-    both = jax.jit(lambda x: decode("bfloat16", encode("bfloat16", x), 1000))
-    assert (expected != x).any()
-    assert raw(both(x)) == raw(expected)
-
-
-@settings(max_examples=200, deadline=None)
-@given(values())
-@at_the_limits
-def test_errors_stay_within_the_stated_bounds(x):
-    """|x| / 256; a / 253; the larger of |x| / 3 and a / 96 (|x| / 2 from 1.5 * 2^127 on)."""
-    exact, a = x.astype(np.float64), largest_of_block(x)
-    of_value = np.where(a >= 1.5 * 2.0**127, 1 / 2, 1 / 3) * np.abs(exact)
-    bounds = {
-        "float32": np.zeros(x.size),
-        "bfloat16": np.maximum(np.abs(exact) / 256, 2.0**-126),
-        "int8": np.maximum(a / 253, TINY),
-        "float4_e3m0": np.maximum(np.maximum(of_value, a / 96), TINY),
-    }
-    for name, bound in bounds.items():
-        arrived = round_trip(name, x).astype(np.float64)
-        assert np.isfinite(arrived).all()
-        assert (np.abs(exact - arrived) <= bound).all(), name
 
 
 @settings(max_examples=100, deadline=None)
@@ -285,28 +267,13 @@ def test_sizes_on_the_wire():
         assert code.size * code.dtype.itemsize == bytes_of_two_blocks[name]
 
 
-def test_e3m0_loss_on_normal_values_is_what_the_docstring_says():
-    """Norm of the error 19.4 %, 3.9 % short along x, mean relative error 0.19."""
-    x = normal(0, 1 << 16, -7).astype(np.float64)
-    arrived = round_trip("float4_e3m0", x.astype(np.float32)).astype(np.float64)
-    assert np.linalg.norm(x - arrived) / np.linalg.norm(x) == pytest.approx(0.194, abs=0.003)
-    assert 1 - np.dot(x, arrived) / np.dot(x, x) == pytest.approx(0.039, abs=0.003)
-    assert np.mean(np.abs(x - arrived) / np.abs(x)) == pytest.approx(0.19, abs=0.005)
-
-
 def test_an_unknown_wire_is_refused():
     """One line with key, value and remedy, from every function that takes the name."""
     one = jnp.ones((1,), jnp.float32)
-    remedy = "diloco_exchange_dtype='fp4'.*Use one of float32, bfloat16, int8, float4_e3m0, "
-    remedy += "int2, topk"
-    for call in (
-        lambda: wire_format("fp4"),
-        lambda: encode("fp4", one),
-        lambda: decode("fp4", one, 1),
-        lambda: encoded_size("fp4", 1),
-    ):
-        with pytest.raises(ValueError, match=remedy):
-            call()
+    remedy = "Use one of float32, bfloat16, int8, float4_e3m0, int2, topk"
+    for function, *args in ((wire_format,), (encode, one), (decode, one, 1), (encoded_size, 1)):
+        with pytest.raises(ValueError, match=f"diloco_exchange_dtype='fp4'.*{remedy}"):
+            function("fp4", *args)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +289,6 @@ def test_only_one_dim_of_float32_is_encoded(x):
 def test_an_array_of_another_size_or_dtype_is_not_decoded():
     """3 values are 3 codes and one scale of 4 bytes."""
     code = jnp.zeros((7,), jnp.int8)
-    assert jit_decode("int8", code, 3).shape == (3,)
     for wrong, shown in ((code[:-1], r"int8\[6\]"), (code.astype(jnp.uint8), r"uint8\[7\]")):
         with pytest.raises(ValueError, match=rf"code={shown}.* 3 int8 .*Use the array that encode"):
             decode("int8", wrong, 3)
