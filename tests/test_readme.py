@@ -60,6 +60,6 @@ def test_every_flag_in_the_readme_exists():
     """Positive control: a misspelt one is found. JAX_... and prompt= are not flags."""
     commands = "\n".join(line for line in README.splitlines() if "generate" not in line)
     known = {"key", "check", "out", "prompt", "mesh", "num_replicas", "sync_period", "max_to_keep"}
-    known |= {"step_time", "slice_bandwidth_gbps", "watch"}
+    known |= {"step_time", "slice_bandwidth_gbps", "latency_ms", "watch"}
     assert unknown_flags(commands) <= known
     assert unknown_flags("use `stepz=5`") == {"stepz"}

@@ -94,7 +94,7 @@ def test_the_slice_that_would_do_has_at_least_so_many_devices(name, wanted, foun
 
 def test_without_libtpu_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs libtpu.*pip install '\.\[tpu\]'"):
+    with pytest.raises(ConfigError, match=r"needs libtpu.*pip install -e '\.\[tpu\]'"):
         topology.devices("v5e-4", 2)
 
 

@@ -219,5 +219,5 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(tmp_path, monke
     """None in sys.modules is how Python marks a module that cannot be imported."""
     (tmp_path / "a.jsonl.gz").write_bytes(b"x")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match=r"package pyarrow .*pip install '\.\[data\]'"):
+    with pytest.raises(ConfigError, match=r"package pyarrow .*pip install -e '\.\[data\]'"):
         items("text", tmp_path)

@@ -210,7 +210,7 @@ def test_a_name_of_the_hub_without_a_network_says_how_to_download_it(monkeypatch
 )
 def test_a_missing_package_is_named_with_the_command(kind, package, folder, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=rf"package {package}, .*pip install '\.\[text\]'"):
+    with pytest.raises(ConfigError, match=rf"package {package}, .*pip install -e '\.\[text\]'"):
         tokenizer.build(keys(kind, folder))
 
 
