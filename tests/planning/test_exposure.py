@@ -1,8 +1,11 @@
-"""How long training waits for the link, by hand."""
+"""How long training waits for the link, and what its device holds meanwhile, by hand."""
 
 import pytest
 
-from maxdiloco.planning import exposure
+from maxdiloco.flags import config
+from maxdiloco.planning import choices, exposure, job, rating
+
+ONE_B = ("model_name=1b", "compile_topology=v5e-16", "compile_topology_num_slices=2")
 
 
 @pytest.mark.parametrize(
@@ -35,3 +38,36 @@ def test_a_step_that_carries_a_chunk_ends_when_it_has_arrived():
 def test_the_least_bandwidth_is_found_over_many_powers_of_ten(needed):
     found = exposure.least_gbps(lambda gbps: min(1.0, 0.99 * gbps / needed))
     assert needed <= found <= 1.001 * needed
+
+
+def of_config(*argv):
+    return job.of(config.load(argv, {}))
+
+
+def test_without_room_on_the_chip_the_outer_state_is_kept_on_the_host():
+    """10b with one sequence: 12 bytes a parameter on 16 chips are 7.6 GB, with theta and momentum
+    12.7; of v5e's 16.9 the state alone fits, with a step's 9.7 GB it does not."""
+    found = of_config("model_name=10b", *ONE_B[1:])
+    choice = choices.Choice(100, 1, 1, 0, "float32", "none", streaming=False)
+    family = choices.Family("DiLoCo", "float32", (choice,))
+    for peak, memory in ((0, "device"), (14_500_000_000, "pinned_host")):
+        step = rating.Step(1.5, peak)
+        (row,) = rating.ranked(found, [family], step=step, gbps=25)
+        assert (row.choice.memory, row.fits) == (memory, True)
+
+
+@pytest.mark.parametrize(
+    ("memory", "carrier", "models"),
+    [("pinned_host", "program", 0.06), ("pinned_host", "host", 0), ("device", "program", 5)],
+)
+def test_of_what_is_in_flight_on_the_host_the_chunks_of_two_steps_are_on_the_device(
+    memory, carrier, models
+):
+    """Eager with H=100 sends a hundredth of the model's float32 a step, and gets two replicas';
+    through host memory no step does. Control: on the device theta, momentum and three whole models
+    are beside the step."""
+    found = of_config(*ONE_B, f"exchange_carrier={carrier}")
+    model = 4 * found.num_parameters / 16
+    choice = choices.Choice(100, 1, 1, 0, "float32", "eager", streaming=False, memory=memory)
+    row = rating.rated(found, choice, step=rating.Step(1.5, 10**9), gbps=25)
+    assert row.memory - 10**9 == pytest.approx(models * model, rel=0.02)

@@ -223,35 +223,6 @@ def test_the_command_takes_the_keys_of_the_best_choice_and_the_config_accepts_it
     assert line.split() == found["train_command"]
 
 
-def test_without_room_on_the_chip_the_outer_state_is_kept_on_the_host(planned):
-    """10b with one sequence: 12 bytes a parameter on 16 chips are 7.6 GB, with theta and momentum
-    12.7; of v5e's 16.9 the state alone fits, with a step's 9.7 GB it does not."""
-    found = job_of("model_name=10b", *ONE_B[1:])
-    choice = choices.Choice(100, 1, 1, 0, "float32", "none", streaming=False)
-    family = choices.Family("DiLoCo", "float32", (choice,))
-    for peak, memory in ((0, "device"), (14_500_000_000, "pinned_host")):
-        step = rating.Step(1.5, peak)
-        (row,) = rating.ranked(found, [family], step=step, gbps=25)
-        assert (row.choice.memory, row.fits) == (memory, True)
-
-
-@pytest.mark.parametrize(
-    ("memory", "carrier", "models"),
-    [("pinned_host", "program", 0.06), ("pinned_host", "host", 0), ("device", "program", 5)],
-)
-def test_of_what_is_in_flight_on_the_host_the_chunks_of_two_steps_are_on_the_device(
-    memory, carrier, models
-):
-    """Eager with H=100 sends a hundredth of the model's float32 a step, and gets two replicas';
-    through host memory no step does. Control: on the device theta, momentum and three whole models
-    are beside the step."""
-    found = job_of(*ONE_B, f"exchange_carrier={carrier}")
-    model = 4 * found.num_parameters / 16
-    choice = choices.Choice(100, 1, 1, 0, "float32", "eager", streaming=False, memory=memory)
-    row = rating.rated(found, choice, step=rating.Step(1.5, 10**9), gbps=25)
-    assert row.memory - 10**9 == pytest.approx(models * model, rel=0.02)
-
-
 def test_the_table_marks_a_choice_that_fits_with_its_outer_state_on_the_host_alone(planned):
     """10b in float32: eager's theta, momentum and own outer gradients do not fit v5e beside 7.6 GB
     of other state; DiLoCo's theta and momentum do. Control: of 1b every choice fits."""
