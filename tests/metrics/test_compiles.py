@@ -23,6 +23,10 @@ def call(name, compile_):
     return Call(program, (), 1)
 
 
+def all_of(calls, said=lambda line: None):
+    return CompileLog(said, show_memory=False).all_of(calls, room="Use more.")
+
+
 def failing(text):
     def compile_(*args):
         raise jax.errors.JaxRuntimeError(text)
@@ -34,44 +38,29 @@ def test_programs_are_compiled_at_the_same_time():
     """Each waits for the other: one after the other they would never end."""
     both = threading.Barrier(2, timeout=60)
     said = []
-    compiles = CompileLog(said.append, show_memory=False)
-    calls = [call("inner", lambda: both.wait()), call("merge", lambda: both.wait())]
-    compiles.all_of(calls, room="")
+    all_of([call(name, lambda: both.wait()) for name in ("inner", "merge")], said.append)
     assert said[-1].startswith("2 programs ready after ")
 
 
-def test_a_program_compiles_while_the_next_one_is_still_traced():
-    """The second call is made once the first program compiles: otherwise it never would be."""
-    compiling = threading.Event()
-
-    def calls():
-        yield call("init", compiling.set)
-        assert compiling.wait(60)
-        yield call("inner", lambda: None)
-
-    said = []
-    CompileLog(said.append, show_memory=False).all_of(calls(), room="")
-    assert said[-1].startswith("2 programs ready after ")
-
-
-def test_programs_are_lowered_one_after_another_by_the_thread_that_asks():
-    """Python holds the GIL: two at a time would only make the first compile later."""
-    lowered = []
+def test_a_program_compiles_while_the_thread_that_asks_lowers_the_next_one():
+    """One after another, as Python holds the GIL: two at a time would only make the first compile
+    later. The second call is made once the first program compiles: otherwise it never would be."""
+    compiling, lowered = threading.Event(), []
 
     def program(name):
         def lower(*args):
             assert threading.current_thread() is threading.main_thread()
             lowered.append(name)
-            return lambda: None
+            return compiling.set
 
         return Call(types.SimpleNamespace(name=name, lowered=lower), (), 1)
 
     def calls():
         yield program("init")
-        assert lowered == ["init"]
+        assert lowered == ["init"] and compiling.wait(60)
         yield program("inner")
 
-    CompileLog(lambda line: None, show_memory=False).all_of(calls(), room="")
+    all_of(calls())
     assert lowered == ["init", "inner"]
 
 
@@ -95,15 +84,14 @@ def test_a_program_for_the_start_runs_while_others_compile():
         assert ran.wait(60)
 
     calls = [call("inner", other), Call(First(), (3,), 0, START)]
-    made = CompileLog(lambda line: None, show_memory=False).all_of(calls, room="")
-    assert made == ["state of seed 3"]
+    assert all_of(calls) == ["state of seed 3"]
 
 
 def test_a_program_that_does_not_fit_ends_the_run_in_one_line():
     text = "RESOURCE_EXHAUSTED: Ran out of memory in hbm. Used 18G\nof 16G."
     calls = [call("inner", lambda: None), call("merge [2 leaves]", failing(text))]
     with pytest.raises(ConfigError, match=r"merge \[2 leaves\] does not fit .* Use more") as error:
-        CompileLog(lambda line: None, show_memory=False).all_of(calls, room="Use more.")
+        all_of(calls)
     assert str(error.value) == (
         "merge [2 leaves] does not fit the device: Ran out of memory in hbm. Use more."
     )
@@ -115,12 +103,12 @@ def test_a_program_whose_memory_is_refused_when_it_runs_ends_the_run_in_one_line
     init.compile(np.float32(1))
     calls = [call("inner", lambda: None), Call(init, (np.float32(1),), 0, START)]
     with pytest.raises(ConfigError, match="init does not fit the device: Out of .* Use m") as error:
-        CompileLog(lambda line: None, show_memory=False).all_of(calls, room="Use more.")
+        all_of(calls)
     assert "\n" not in str(error.value)
 
 
 PROGRAM = """
-import sys, time, types
+import time, types
 import jax
 from maxdiloco.command_line import end_with, guarded
 from maxdiloco.engine.calls import Call
@@ -130,17 +118,15 @@ from maxdiloco.metrics.compiles import CompileLog
 def main(argv):
     def long():
         time.sleep(1)
-        compiles("long", 1.0, None)
+        log("long", 1.0, None)
         time.sleep(60)
 
     def failing():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Too big.")
 
-    compiles = CompileLog(print, show_memory=False)
-    calls = [Call(types.SimpleNamespace(name="merge", lowered=lambda body=body: body), (), 1)
-             for body in (long, failing)]
-    compiles.all_of(calls, room="Use more.")
-    return 0
+    log = CompileLog(print, show_memory=False)
+    log.all_of([Call(types.SimpleNamespace(name="merge", lowered=lambda body=body: body), (), 1)
+                for body in (long, failing)], room="Use more.")
 
 end_with(main)
 """
@@ -155,7 +141,7 @@ def test_a_failure_ends_the_process_while_another_program_compiles():
     assert time.monotonic() - begun < 40
 
 
-def test_after_a_failure_the_queue_is_dropped():
+def test_after_an_error_that_is_not_hidden_the_queue_is_dropped():
     """Each thread has a program, and the one that failed may have taken one more."""
     over, begun = threading.Event(), []
 
@@ -165,18 +151,12 @@ def test_after_a_failure_the_queue_is_dropped():
 
     calls = [call("merge", failing("INTERNAL: a bug")), *[call("merge", body)] * 50]
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: a bug"):
-        CompileLog(lambda line: None, show_memory=False).all_of(calls, room="")
+        all_of(calls)
     over.set()
     for thread in threading.enumerate():
         if thread.name.startswith("compile"):
             thread.join()
     assert len(begun) <= THREADS
-
-
-def test_any_other_error_of_the_compiler_is_not_hidden():
-    calls = [call("inner", failing("INTERNAL: a bug"))]
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: a bug"):
-        CompileLog(lambda line: None, show_memory=False).all_of(calls, room="")
 
 
 @pytest.mark.parametrize("error", [None, "INTERNAL: a bug"])
@@ -192,5 +172,5 @@ def test_nothing_listens_to_jax_afterwards(monkeypatch, error):
             raise jax.errors.JaxRuntimeError(error)
 
     with pytest.raises(jax.errors.JaxRuntimeError) if error else contextlib.nullcontext():
-        CompileLog(lambda line: None, show_memory=False).all_of([call("inner", body)], room="")
+        all_of([call("inner", body)])
     assert (seen, listeners) == ([1], [])

@@ -50,9 +50,12 @@ VALUES = {
 
 
 def test_the_line_shows_known_names_in_order_and_leaves_the_rest_to_the_files():
+    """That of a long run fits a terminal."""
     assert console_line(120, 2000, VALUES) == (
         "step 120/2000  loss 2.3457  lr 3.0e-04  0.812 s  12.3k tok/s  mfu 41%"
     )
+    norms = {"learning/grad_norm": 1.234, "diloco/outer_grad_norm": 12.345}
+    assert len(console_line(20_000, 20_000, VALUES | norms)) <= WIDTH
 
 
 def test_the_line_says_how_long_the_rest_takes_where_there_is_a_rest():
@@ -69,11 +72,6 @@ def test_the_line_says_how_long_the_rest_takes_where_there_is_a_rest():
 )
 def test_tokens_a_second_have_three_digits(tokens, words):
     assert console_line(1, 2, {"perf/tokens_per_second": tokens}).endswith(f"  {words} tok/s")
-
-
-def test_a_row_of_a_long_run_fits_a_terminal():
-    values = VALUES | {"learning/grad_norm": 1.234, "diloco/outer_grad_norm": 12.345}
-    assert len(console_line(20_000, 20_000, values)) <= WIDTH
 
 
 def test_a_line_that_is_too_long_is_cut_between_columns_or_words():

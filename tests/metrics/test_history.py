@@ -7,18 +7,11 @@ import pytest
 from maxdiloco.errors import Preempted
 from maxdiloco.metrics import history
 from maxdiloco.metrics.history import History
-from maxdiloco.storage.run_folder import locate
 from maxdiloco.trainer import start
 
 
-@pytest.fixture
-def folder(tmp_path):
-    found = locate(tmp_path, "run")
-    found.path.mkdir()
-    return found
-
-
 def test_a_start_and_its_end_are_two_lines_and_the_next_start_adds_to_them(folder):
+    assert history.read(folder) == []
     times = iter([10.0, 20.0, 30.0])
     with History(folder, {"step": 0, "processes": 2}, clock=lambda: next(times)):
         assert len(history.read(folder)) == 1
@@ -49,10 +42,6 @@ def test_a_folder_that_cannot_be_written_is_a_warning(folder):
         assert len(said) == 1
     assert [line.rpartition(": ")[2] for line in said] == ["Is a directory."] * 2
     assert said[0].startswith("warning: base_output_directory: cannot write ")
-
-
-def test_a_run_without_the_file_has_no_history(folder):
-    assert history.read(folder) == []
 
 
 @pytest.mark.parametrize(("H", "sent"), [(3, [7, 8, 9]), (10**9, None)])

@@ -19,9 +19,6 @@ class Network:
         self.messages = {}
         self.late = set()
 
-    def links(self, rank):
-        return Side(self, rank)
-
 
 class Side:
     timeout_s = 60.0
@@ -41,10 +38,9 @@ class Side:
         return 0
 
     def receive(self, peer, key, deadline):
-        try:
-            return self._network.messages.pop((self._rank, peer, key))
-        except KeyError:
-            raise LostPeerError(f"process {peer} is gone") from None
+        if (self._rank, peer, key) not in self._network.messages:
+            raise LostPeerError(f"process {peer} is gone")
+        return self._network.messages.pop((self._rank, peer, key))
 
 
 def metrics(step, replicas):
@@ -62,7 +58,7 @@ def run():
     """(rows of each process, the network, what process 0 has written)."""
     network, written = Network(), []
     rows = [
-        Rows(p, REPLICAS, links=network.links(p), write=lambda *row: written.append(row))
+        Rows(p, REPLICAS, links=Side(network, p), write=lambda *row: written.append(row))
         for p in REPLICAS
     ]
     return rows, network, written

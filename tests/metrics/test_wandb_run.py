@@ -10,7 +10,6 @@ from maxdiloco import train
 from maxdiloco.errors import ConfigError
 from maxdiloco.metrics import wandb_run
 from maxdiloco.metrics.writer import MetricsWriter
-from maxdiloco.storage.run_folder import locate
 
 WANDB = """
 import types
@@ -40,13 +39,6 @@ def wandb(tmp_path, monkeypatch):
     sys.modules.pop("wandb", None)
 
 
-@pytest.fixture
-def folder(tmp_path):
-    found = locate(tmp_path, "a")
-    found.path.mkdir()
-    return found
-
-
 def write(folder, steps, resume_step=None, say=lambda line: None):
     options = dict(tensorboard=False, resume_step=resume_step, say=say)
     with MetricsWriter(folder, wandb_config={"steps": 9}, **options) as writer:
@@ -64,7 +56,7 @@ def test_the_rows_go_to_wandb_and_a_restart_goes_on_with_the_same_run(folder, wa
     assert (first, row) == (second, ("log", 6, {"learning/loss": 1.5}))
     options = first[1]
     assert (options["project"], options["name"], options["config"]) == (
-        "maxdiloco", "a", {"steps": 9}
+        "maxdiloco", "run", {"steps": 9}
     )  # fmt: skip
     assert options["resume"] == "allow" and options["id"]
 

@@ -1,5 +1,6 @@
 """The lock of a run on gs://: who has it, when it goes stale, how it is lost."""
 
+import concurrent.futures
 import os
 import socket
 import threading
@@ -101,24 +102,19 @@ def test_of_two_that_take_over_a_stale_lock_one_gets_it(store):
                 both.wait(60)
         return None
 
-    results, ends = [], threading.Event()
+    refused = threading.Event()
 
-    def run():
+    def run(_):
         try:
             with lock():
-                results.append("held")
-                ends.wait(60)
+                return "held" if refused.wait(60) else "held by both"
         except CheckpointError:
-            results.append("refused")
-            ends.set()
+            refused.set()
+            return "refused"
 
     store.fault = fault
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(results) == ["held", "refused"]
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        assert sorted(threads.map(run, range(2))) == ["held", "refused"]
 
 
 def test_a_lock_that_is_lost_is_an_error_and_is_left_to_its_new_holder(store):

@@ -14,7 +14,6 @@ from maxdiloco.errors import CheckpointError
 from maxdiloco.storage import object_store, run_folder
 from maxdiloco.storage.run_folder import (
     locate,
-    megabytes,
     open_run_folder,
     reason,
     require_place,
@@ -34,23 +33,26 @@ def child(code, *arguments, **options):
     )
 
 
-def test_the_folder_and_its_parents_are_made_and_the_parts_have_their_names(tmp_path):
-    with open_run_folder(str(tmp_path / "a" / "b"), "run") as folder:
-        assert folder.path.is_dir()
-        assert str(folder.path) == str(tmp_path / "a" / "b" / "run")
-        assert folder.checkpoints == folder.path / "checkpoints"
-        assert folder.metrics == folder.path / "metrics.jsonl"
-        assert folder.tensorboard == folder.path / "tensorboard"
+def refused(base, **options):
+    """Why a run named run cannot have its folder."""
+    with pytest.raises(CheckpointError) as error:
+        open_run_folder(str(base), "run", **options).__enter__()
+    return str(error.value)
+
+
+def test_the_folder_and_its_parents_are_made_and_the_parts_have_their_names(tmp_path, monkeypatch):
+    """The path becomes absolute, as Orbax needs it."""
+    monkeypatch.chdir(tmp_path)
+    with open_run_folder("a/b", "run") as folder:
+        assert folder.path.is_dir() and str(folder.path) == str(tmp_path / "a" / "b" / "run")
+        names = [folder.checkpoints, folder.metrics, folder.tensorboard, folder.history]
+        assert [path.relative_to(folder.path).as_posix() for path in names] == [
+            "checkpoints", "metrics.jsonl", "tensorboard", "history.jsonl",
+        ]  # fmt: skip
     assert os.listdir(folder.path) == ["lock"]
 
 
-def test_a_relative_folder_is_made_absolute(tmp_path, monkeypatch):
-    """Orbax takes absolute paths only."""
-    monkeypatch.chdir(tmp_path)
-    assert str(locate("runs", "run").path) == str(tmp_path / "runs" / "run")
-
-
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a"])
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b"])
 def test_a_run_name_is_one_folder(name, tmp_path):
     with pytest.raises(CheckpointError, match=r"run_name=.* must be the name of one folder.*use"):
         locate(tmp_path, name)
@@ -58,19 +60,18 @@ def test_a_run_name_is_one_folder(name, tmp_path):
 
 def test_a_second_run_with_one_name_is_refused_while_the_first_one_lasts(tmp_path):
     with open_run_folder(str(tmp_path), "run"):
-        with pytest.raises(CheckpointError) as error:
-            open_run_folder(str(tmp_path), "run").__enter__()
+        assert refused(tmp_path) == (
+            f"run_name=run is in use: process {os.getpid()} on {os.uname().nodename} writes to "
+            f"{tmp_path}/run. Wait for it, stop it, or set another run_name."
+        )
         with open_run_folder(str(tmp_path), "another"):
             pass
-    assert str(error.value).startswith(f"run_name=run is in use: process {os.getpid()} on ")
-    assert str(error.value).endswith("Wait for it, stop it, or set another run_name.")
     with open_run_folder(str(tmp_path), "run"):
         pass
 
 
 HOLDER = """
 import subprocess, sys, time
-from maxdiloco.storage import run_folder
 from maxdiloco.storage.run_folder import open_run_folder
 with open_run_folder(sys.argv[1], "run"):
     worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -83,8 +84,7 @@ def test_kill_9_leaves_nothing_to_clean_even_when_a_worker_outlives_the_run(tmp_
     holder = child(HOLDER, tmp_path)
     worker = int(holder.stdout.readline())
     try:
-        with pytest.raises(CheckpointError, match=f"process {holder.pid} on"):
-            open_run_folder(str(tmp_path), "run").__enter__()
+        assert f"process {holder.pid} on" in refused(tmp_path)
         os.kill(holder.pid, signal.SIGKILL)
         holder.wait()
         os.kill(worker, 0)  # still there
@@ -95,7 +95,7 @@ def test_kill_9_leaves_nothing_to_clean_even_when_a_worker_outlives_the_run(tmp_
 
 
 ELSEWHERE = """
-import fcntl, sys, time
+import fcntl, sys
 with open(sys.argv[1], "a+") as file:
     fcntl.flock(file, fcntl.LOCK_EX)
     file.write(sys.argv[2])
@@ -127,14 +127,13 @@ def held(tmp_path):
 def test_the_lock_of_a_host_that_may_be_dead_is_waited_for(tmp_path, held, monkeypatch, name):
     """A file server lets go of it after a while. One line says that the run waits."""
     holder = held(name)
-    said = []
+    said, slept = [], []
 
     def let_go(seconds):
         if len(slept) == 2:
             holder.communicate("end\n")
         slept.append(seconds)
 
-    slept = []
     monkeypatch.setattr(run_folder.time, "sleep", let_go)
     with open_run_folder(str(tmp_path), "run", warn=said.append):
         pass
@@ -148,9 +147,8 @@ def test_the_lock_of_a_host_that_may_be_dead_is_waited_for(tmp_path, held, monke
 def test_a_lock_that_outlasts_the_wait_is_an_error(tmp_path, held):
     held("process 1 on another-host")
     said = []
-    with pytest.raises(CheckpointError, match="is in use: process 1 on another-host writes to"):
-        open_run_folder(str(tmp_path), "run", warn=said.append, lock_wait_s=0.05).__enter__()
-    assert len(said) == 1
+    error = refused(tmp_path, warn=said.append, lock_wait_s=0.05)
+    assert "is in use: process 1 on another-host writes to" in error and len(said) == 1
 
 
 def test_a_holder_that_lives_on_this_host_is_refused_at_once(tmp_path, held, monkeypatch):
@@ -158,8 +156,7 @@ def test_a_holder_that_lives_on_this_host_is_refused_at_once(tmp_path, held, mon
     monkeypatch.setattr(run_folder.time, "sleep", lambda s: pytest.fail("waited"))
     monkeypatch.setattr(run_folder.socket, "gethostname", lambda: "here")
     held(f"process {os.getppid()} on here")
-    with pytest.raises(CheckpointError, match="is in use"):
-        open_run_folder(str(tmp_path), "run").__enter__()
+    assert "is in use" in refused(tmp_path)
     assert run_folder._runs_here("process 1 on here")
     assert not run_folder._runs_here("process 1 on there")
     assert not run_folder._runs_here("process 999999999 on here")  # above any pid_max
@@ -195,27 +192,12 @@ def test_a_file_in_the_place_of_the_folder_is_one_line(tmp_path, find):
     )
 
 
-def test_a_file_system_that_takes_no_folders_is_one_line():
-    with pytest.raises(CheckpointError, match=r"base_output_directory=/proc .*run_name=run: "):
-        open_run_folder("/proc", "run").__enter__()
-
-
-FULL = """
-import resource, sys
-from maxdiloco.errors import CheckpointError
-from maxdiloco.storage import run_folder
-from maxdiloco.storage.run_folder import open_run_folder
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-try:
-    open_run_folder(sys.argv[1], "run").__enter__()
-except CheckpointError as error:
-    print(error)
-"""
-
-
 def test_a_full_disk_is_found_before_training(tmp_path):
     """A limit on the size of files stands in for the disk: the probe cannot be written."""
-    text = child(FULL, tmp_path).communicate()[0]
+    code = "import resource, sys; from maxdiloco.storage.run_folder import open_run_folder\n"
+    code += "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+    code += "open_run_folder(sys.argv[1], 'run').__enter__()"
+    text = child(code, tmp_path, stderr=subprocess.PIPE).communicate()[1]
     assert f"base_output_directory={tmp_path} cannot hold run_name=run: File too large." in text
     assert os.listdir(tmp_path / "run") == ["lock"]
 
@@ -228,15 +210,13 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
     said = []
     with open_run_folder(str(tmp_path), "run", warn=said.append):
         pass
-    assert len(said) == 1
-    assert "without locks (No locks available)" in said[0] and "run_name=run" in said[0]
+    (line,) = said
+    assert "without locks (No locks available)" in line and "run_name=run" in line
 
 
 def test_an_object_store_without_its_library_is_one_line(monkeypatch):
     monkeypatch.setattr(object_store, "EXTRA", ("gcsfs", "google.cloud.absent"))
-    with pytest.raises(CheckpointError) as error:
-        open_run_folder("gs://bucket", "run").__enter__()
-    assert str(error.value) == (
+    assert refused("gs://bucket") == (
         "base_output_directory=gs://bucket needs the packages gcsfs and google-cloud-storage, "
         "which are not installed: pip install -e '.[gcs]' in a checkout of maxdiloco, or use a "
         "folder on a mounted file system."
@@ -251,8 +231,7 @@ def test_room_for_a_checkpoint_is_asked_for_in_bytes(tmp_path):
     assert error.value.errno == errno.ENOSPC
 
 
-def test_megabytes():
-    assert megabytes(1_500_000) == "1.5 MB"
+LAYERS = 'while doing "x": Failed to write 5 bytes: Disk full [code=1]\nmore: here'
 
 
 @pytest.mark.parametrize(
@@ -260,10 +239,7 @@ def test_megabytes():
     [
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
         (ValueError(), "ValueError"),
-        (
-            ValueError('while doing "x": Failed to write 5 bytes: Disk full [code=1]\nmore: here'),
-            "Failed to write 5 bytes: Disk full",
-        ),
+        (ValueError(LAYERS), "Failed to write 5 bytes: Disk full"),
     ],
 )
 def test_the_reason_of_an_error_is_its_last_words(error, expected):
