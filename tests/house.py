@@ -5,6 +5,7 @@ They read syntax trees and import nothing of the package.
 
 import ast
 import fnmatch
+import graphlib
 import re
 
 DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
@@ -94,26 +95,12 @@ def upward_imports(graph, floors, programs):
     ]
 
 
-def cycles(graph):
+def cycle(graph):
     """One import cycle as a list of modules, or []."""
-    done, path = set(), []
-
-    def visit(module):
-        if module in path:
-            return [*path[path.index(module) :], module]
-        if module in done:
-            return []
-        path.append(module)
-        for other in sorted(graph[module] & graph.keys()):
-            if found := visit(other):
-                return found
-        path.pop()
-        done.add(module)
-        return []
-
-    for module in sorted(graph):
-        if found := visit(module):
-            return found
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
     return []
 
 
@@ -143,15 +130,10 @@ def forbidden_imports(graph, pairs):
 # -- size ---------------------------------------------------------------------------------------
 
 
-def too_long(source, *, file, function, line, exceptions=()):
-    """What is over budget. exceptions: {function name: its own budget}."""
-    lines = source.splitlines()
-    out = [f"{len(lines)} lines, {file} allowed"] if len(lines) > file else []
-    out += [
-        f"line {n} has {len(text)} characters, {line} allowed"
-        for n, text in enumerate(lines, 1)
-        if len(text) > line
-    ]
+def too_long(source, *, file, function, exceptions=()):
+    """What is over budget [lines]. exceptions: {function name: its own budget}."""
+    count = len(source.splitlines())
+    out = [f"{count} lines, {file} allowed"] if count > file else []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = node.end_lineno - node.lineno + 1
@@ -196,20 +178,43 @@ def broad_excepts(source):
 
 
 def unfinished(source):
-    """NotImplementedError that is raised, not caught, and bodies that are only `...` or pass."""
+    """NotImplementedError that is raised, not caught, and bodies that end with `...` or pass."""
     out = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Raise):
-            names = [name.id for name in ast.walk(node) if isinstance(name, ast.Name)]
-            if "NotImplementedError" in names:
+            if "NotImplementedError" in map(last_name, ast.walk(node)):
                 out.append(f"line {node.lineno}: NotImplementedError")
-        if isinstance(node, ast.FunctionDef) and isinstance(node.body[-1], ast.Pass):
+        elif isinstance(node, ast.FunctionDef) and ast.unparse(node.body[-1]) in ("pass", "..."):
             out.append(f"line {node.lineno}: {node.name} does nothing")
-        if isinstance(node, ast.FunctionDef) and isinstance(node.body[-1], ast.Expr):
-            value = node.body[-1].value
-            if isinstance(value, ast.Constant) and value.value is ...:
-                out.append(f"line {node.lineno}: {node.name} does nothing")
     return out
+
+
+TRAINERS = {"DiLoCo", "DataParallel"}
+
+
+def class_questions(source):
+    """Where isinstance, type or match tells the class of a trainer."""
+    out = []
+    for node in ast.walk(ast.parse(source)):
+        asked = []
+        if isinstance(node, ast.Call) and last_name(node.func) in ("isinstance", "issubclass"):
+            asked = ast.walk(node.args[1])
+        elif isinstance(node, ast.Compare):
+            asked = ast.walk(node) if "type" in {last_name(c.func) for c in calls(node)} else ()
+        elif isinstance(node, ast.MatchClass):
+            asked = [node.cls]
+        out += [f"line {node.lineno}: {last_name(a)}" for a in asked if last_name(a) in TRAINERS]
+    return out
+
+
+def mode_questions(source):
+    """Where enable_diloco is read or written: as an attribute, or by its name in quotes."""
+    return [
+        f"line {node.lineno}"
+        for node in ast.walk(ast.parse(source))
+        if (isinstance(node, ast.Attribute) and node.attr == "enable_diloco")
+        or (isinstance(node, ast.Constant) and node.value == "enable_diloco")
+    ]
 
 
 def _is_main_guard(node):
@@ -292,51 +297,44 @@ def module_state(source):
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-def own_nodes(definition):
-    """The nodes that run with a function's body: not those of functions and classes inside it."""
-    waiting = list(ast.iter_child_nodes(definition))
+def _facts(definition):
+    """(whether a definition checks something itself, the names in its body), without what runs in
+    functions and classes inside it; of a class its methods are names."""
+    is_class = isinstance(definition, ast.ClassDef)
+    names = {m.name for m in definition.body if isinstance(m, DEFINITIONS)} if is_class else set()
+    checks, waiting = False, list(ast.iter_child_nodes(definition))
     while waiting:
         node = waiting.pop()
-        if not isinstance(node, DEFINITIONS):
-            yield node
-            waiting += ast.iter_child_nodes(node)
+        if isinstance(node, DEFINITIONS):
+            continue
+        waiting += ast.iter_child_nodes(node)
+        name = last_name(node.func if isinstance(node, ast.Call) else node)
+        names.add(name)
+        says_so = name in ("raises", "warns", "fail") or name.lstrip("_").startswith("assert")
+        checks |= isinstance(node, ast.Assert) or (isinstance(node, ast.Call) and says_so)
+    return checks, names
 
 
 def toothless(source):
     """Test functions that check nothing: no assert, no pytest.raises, no assert_... call, and no
     use of a function or class of the same file that checks."""
     tree = ast.parse(source)
-    methods = {
-        node.name: node
-        for scope in ast.walk(tree)
-        if isinstance(scope, ast.ClassDef)
-        for node in scope.body
-        if isinstance(node, DEFINITIONS)
-    }
-    outer = methods | {node.name: node for node in tree.body if isinstance(node, DEFINITIONS)}
+    facts = {node: _facts(node) for node in ast.walk(tree) if isinstance(node, DEFINITIONS)}
+    scopes = [tree, *(node for node in facts if isinstance(node, ast.ClassDef))]
+    outer = {node for scope in scopes for node in scope.body if node in facts}
 
-    def bites(definition, known, seen):
-        seen = {*seen, definition}
-        if isinstance(definition, ast.ClassDef):
-            return any(bites(m, known, seen) for m in definition.body if m in methods.values())
-        inside = {n.name: n for n in ast.walk(definition) if isinstance(n, DEFINITIONS)}
-        known = known | inside
-        for node in own_nodes(definition):
-            name = last_name(node.func if isinstance(node, ast.Call) else node)
-            if isinstance(node, ast.Assert):
-                return True
-            if name in known and known[name] not in seen and bites(known[name], known, seen):
-                return True
-            checks = name in ("raises", "warns", "fail") or name.lstrip("_").startswith("assert")
-            if isinstance(node, ast.Call) and name not in known and checks:
-                return True
-        return False
+    def bites(test):
+        known = outer | {node for node in ast.walk(test) if node in facts}
+        biting, before = {node.name for node in known if facts[node][0]}, set()
+        while biting != before:
+            before = set(biting)
+            biting |= {node.name for node in known if facts[node][1] & before}
+        return test.name in biting
 
     return [
         f"line {node.lineno}: {node.name}"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-        if not bites(node, outer, set())
+        for node in facts
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and not bites(node)
     ]
 
 

@@ -2,6 +2,7 @@
 say why in the commit. Each checker is shown a small source that breaks its rule.
 """
 
+import functools
 import pathlib
 import re
 import warnings
@@ -44,7 +45,7 @@ DILOCO_LIBRARIES = {
     "math", "numbers", "numpy", "operator", "optax", "statistics", "typing",
 }  # fmt: skip
 
-BUDGETS = {"file": 350, "function": 60, "line": 100}
+BUDGETS = {"file": 350, "function": 60}  # lines; ruff has their length
 LONGER = {"maxdiloco/trainer/training.py": {"train": 120}}  # a run, paragraph by paragraph
 
 # What this text speaks of is the project alone.
@@ -132,11 +133,8 @@ def test_an_import_of_another_floor_or_without_a_floor_is_found():
 
 
 def test_no_import_cycle(graph):
-    assert house.cycles(graph) == []
-
-
-def test_an_import_cycle_is_found():
-    assert house.cycles({"a": {"b"}, "b": {"c", "jax"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert house.cycle(graph) == []
+    assert set(house.cycle({"a": {"b"}, "b": {"c", "jax"}, "c": {"b"}})) == {"b", "c"}
 
 
 def test_folders_that_never_meet_do_not(graph):
@@ -172,16 +170,12 @@ def test_diloco_knows_numbers_and_pytrees_only(graph):
 
 
 def test_lines_of_scripts_and_configs():
-    long = [
-        f"{path}: line {n}"
-        for path in files("scripts", "configs", suffixes=(".sh", ".yml", ".yaml", ".env"))
-        for n, line in enumerate(read(path).splitlines(), 1)
-        if len(line) > BUDGETS["line"]
-    ]
-    nothing(long)
+    paths = files("scripts", "configs", suffixes=(".sh", ".yml", ".yaml", ".env"))
+    lines = [(path, n, line) for path in paths for n, line in enumerate(read(path).splitlines(), 1)]
+    nothing([f"{path}: line {n}" for path, n, line in lines if len(line) > 100])
 
 
-def test_budgets_of_files_functions_and_lines():
+def test_budgets_of_files_and_functions():
     over = []
     for path in files("maxdiloco", "tests", "scripts", "benchmarks"):
         budgets = {**BUDGETS, "exceptions": LONGER.get(path.as_posix(), {})}
@@ -190,86 +184,82 @@ def test_budgets_of_files_functions_and_lines():
 
 
 def test_a_budget_overrun_is_found():
-    source = "def f():\n    x = 1\n    return x  # long\n"
-    generous = {"file": 3, "function": 3, "line": 20}
-    assert house.too_long(source, **generous) == []
-    assert house.too_long(source, **generous | {"file": 2}) == ["3 lines, 2 allowed"]
-    assert house.too_long(source, **generous | {"function": 2}) == ["f has 3 lines, 2 allowed"]
-    assert house.too_long(source, **generous | {"line": 19}) == [
-        "line 3 has 20 characters, 19 allowed"
-    ]
-    assert house.too_long(source, **generous | {"function": 2}, exceptions={"f": 3}) == []
+    source = "def f():\n    x = 1\n    return x\n"
+    assert house.too_long(source, file=3, function=3) == []
+    assert house.too_long(source, file=2, function=3) == ["3 lines, 2 allowed"]
+    assert house.too_long(source, file=3, function=2) == ["f has 3 lines, 2 allowed"]
+    assert house.too_long(source, file=3, function=2, exceptions={"f": 3}) == []
 
 
-CHECKERS = (
-    (house.guessing, ('hasattr(x, "a")', 'getattr(x, "a", None)')),
-    (
-        house.broad_excepts,
-        (
-            "try:\n    f()\nexcept:\n    g()",
-            "try:\n    f()\nexcept (OSError, Exception) as e:\n    g()",
-            "try:\n    f()\nexcept BaseException:\n    g()",
-            "with contextlib.suppress(Exception):\n    f()",
-        ),
-    ),
-    (
-        house.unfinished,
-        (
-            "def f():\n    ...",
-            "def f():\n    pass",
-            "def f():\n    raise NotImplementedError",
-            "def f():\n    raise NotImplementedError('later')",
-        ),
-    ),
-    (
-        house.work_at_import,
-        (
-            "x = jnp.zeros(3)",
-            "print(1)",
-            "for i in range(3):\n    x = i",
-            "try:\n    import a\nexcept ImportError:\n    a = None",
-            "lock = threading.Lock()",
-            "with open(p) as f:\n    pass",
-            "class A:\n    print(1)",
-        ),
-    ),
-    (
-        house.module_state,
-        (
-            "seen = []",
-            "SEEN = {}\ndef f(x):\n    SEEN[x] = 1",
-            "SEEN = []\ndef f(x):\n    SEEN.append(x)",
-            "N = 0\ndef f():\n    global N\n    N = 1",
-            "@functools.lru_cache(maxsize=None)\ndef f():\n    return 1",
-            "@cache\ndef f():\n    return 1",
-        ),
-    ),
-)
+BREACHES = {
+    house.guessing: ['hasattr(x, "a")', 'getattr(x, "a", None)'],
+    house.broad_excepts: [
+        "try:\n    f()\nexcept:\n    g()",
+        "try:\n    f()\nexcept (OSError, Exception) as e:\n    g()",
+        "try:\n    f()\nexcept BaseException:\n    g()",
+        "with contextlib.suppress(Exception):\n    f()",
+    ],
+    house.unfinished: [
+        "def f():\n    ...",
+        "def f():\n    pass",
+        "def f():\n    raise NotImplementedError",
+        "def f():\n    raise NotImplementedError('later')",
+    ],
+    house.work_at_import: [
+        "x = jnp.zeros(3)",
+        "print(1)",
+        "for i in range(3):\n    x = i",
+        "try:\n    import a\nexcept ImportError:\n    a = None",
+        "lock = threading.Lock()",
+        "with open(p) as f:\n    pass",
+        "class A:\n    print(1)",
+    ],
+    house.module_state: [
+        "seen = []",
+        "SEEN = {}\ndef f(x):\n    SEEN[x] = 1",
+        "SEEN = []\ndef f(x):\n    SEEN.append(x)",
+        "N = 0\ndef f():\n    global N\n    N = 1",
+        "@functools.lru_cache(maxsize=None)\ndef f():\n    return 1",
+        "@cache\ndef f():\n    return 1",
+    ],
+    # A difference between the trainers is a method of engine.trainer.Trainer.
+    house.class_questions: [
+        "isinstance(run.trainer, DiLoCo)",
+        "isinstance(trainer, (int, data_parallel.DataParallel))",
+        "isinstance(trainer, int | DiLoCo)",
+        "if type(trainer) is DiLoCo:\n    f()",
+        "match trainer:\n    case DiLoCo():\n        f()",
+    ],
+    functools.partial(house.forbidden_words, words=CODE_WORDS): [
+        "delta = a - b", "outer_delta = 1", "# the deltas", "Delta_p = 2"
+    ],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("checker", [checker for checker, _ in CHECKERS])
+@pytest.mark.parametrize("checker", BREACHES)
 def test_the_package_keeps_the_rule(checker):
     nothing(every(checker, "maxdiloco"))
 
 
 @pytest.mark.parametrize(
-    ("checker", "source"), [(checker, bad) for checker, sources in CHECKERS for bad in sources]
+    ("checker", "source"), [(checker, bad) for checker in BREACHES for bad in BREACHES[checker]]
 )
 def test_a_breach_is_found(checker, source):
     assert len(checker(source)) == 1
 
 
-@pytest.mark.parametrize("checker", [checker for checker, _ in CHECKERS])
+@pytest.mark.parametrize("checker", BREACHES)
 def test_ordinary_code_is_no_breach(checker):
     source = (
         '"""Words."""\nimport re\nfrom typing import TYPE_CHECKING\n\n'
         "if TYPE_CHECKING:\n    import a\n\n"
         'NAMES = ("a", "b")\nTABLE = {"a": 1}\nPATTERN = re.compile("a")\nRULE = Rule(3)\n'
-        '__all__ = ["f"]\n\n'
+        '__all__ = ["f"]\nfrom datetime import timedelta\n\n'
         "f.defvjp(forward, backward)\n\n"
         "@dataclasses.dataclass(frozen=True)\nclass A:\n    b: int = field(default=1)\n\n"
         "def f(x):\n    seen = {}\n    seen[x] = getattr(x, NAMES[0])\n"
         "    try:\n        return TABLE[x]\n    except KeyError as e:\n        raise A(1) from e\n"
+        "    return isinstance(x, Cycled) or DiLoCo(step)\n"
     )
     assert checker(source) == []
 
@@ -321,10 +311,6 @@ def test_the_text_speaks_of_the_project_alone():
     nothing([f"{path}: {found}" for path, lines in texts.items() for found in lines])
 
 
-def test_the_code_has_one_word_for_the_outer_gradient():
-    nothing(every(house.forbidden_words, "maxdiloco", words=CODE_WORDS))
-
-
 @pytest.mark.parametrize(
     "line",
     ["cd /wor" "k/main", "see ../shared", "Fixes issue #3", "see DESIGN.md 2", "pip --index-url x"],
@@ -333,10 +319,19 @@ def test_a_foreign_word_is_found(line):
     assert len(house.forbidden_words(line, WORDS)) == 1
 
 
-def test_delta_is_found_as_a_word_and_inside_a_name():
-    bad = ("delta = a - b", "outer_delta = 1", "# the deltas", "Delta_p = 2")
-    assert [len(house.forbidden_words(line, CODE_WORDS)) for line in bad] == [1, 1, 1, 1]
-    assert house.forbidden_words("from datetime import timedelta", CODE_WORDS) == []
+# The checks of the flags, what chooses the trainer, and what draws the schedule of a stored run.
+CHOOSERS = "flags/checks flags/outer_rate flags/warnings trainer/assemble page/timeline".split()
+
+
+def test_the_trainer_is_chosen_in_one_place():
+    found = {path.as_posix() for path in files("maxdiloco") if house.mode_questions(read(path))}
+    assert found == {f"maxdiloco/{name}.py" for name in CHOOSERS}
+
+
+@pytest.mark.parametrize("source", ["if cfg.enable_diloco: f()", 'x = vars(cfg)["enable_diloco"]'])
+def test_a_second_place_that_chooses_is_found(source):
+    assert len(house.mode_questions(source)) == 1
+    assert house.mode_questions('say("enable_diloco=false: no fragments")') == []
 
 
 def test_base_yml_stays_readable():
