@@ -66,13 +66,3 @@ def test_every_other_replica_gets_a_copy():
         for n in (2, 4)
     )
     assert four == pytest.approx(3 * two, rel=0.005)
-
-
-@pytest.mark.parametrize(
-    ("argument", "words"),
-    [("replicas=1", "replicas=1 is no whole number of 2"), ("size=1b", "size is unknown")],
-)
-def test_what_it_does_not_know_is_one_line(argument, words, capsys):
-    assert model.main([argument]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("ConfigError: ") and words in line

@@ -1,32 +1,20 @@
-"""The benchmark of faults on the link: its moments, its judgement, and how it cuts a link.
+"""The benchmark of faults on the link: its moments and its judgement.
 
-Whole runs that meet faults, without network namespaces, are in integration/test_link_faults.py.
+Whole runs that meet faults, without network namespaces, are in integration/test_link_faults.py; how
+a link is cut is in test_thin_link_hosts.py.
 """
-
-import contextlib
-import os
-import subprocess
-import sys
 
 import pytest
 
 from benchmarks import link_faults
-from benchmarks.link import faults, hosts, moments
+from benchmarks.link import moments
 from benchmarks.link.faults import End, Fault
-from maxdiloco.errors import ConfigError
-from maxdiloco.flags import base_yml
 
 GONE = "LostPeerError: process 1 on host-b is gone."
 
 
 def end(code, line="", after_s=1.0):
     return End(code, after_s, 0.1, line)
-
-
-def test_the_keys_are_the_trainers():
-    keys = set(base_yml.declared(faults.ROOT / "configs" / "base.yml"))
-    assert set(link_faults.KEYS) <= keys
-    assert not set(link_faults.OWN) & keys
 
 
 def test_the_moments_are_what_they_are_called():
@@ -70,71 +58,3 @@ def test_the_table_has_times_codes_and_what_was_equal():
         "| kill | in flight | 5 after 1.2 s | -9 after 0.1 s | yes, restarted |",
         "| cut | at apply | goes on after 0.1 s | goes on after 0.1 s | NO |",
     ]
-
-
-@pytest.mark.parametrize(
-    "argument, words",
-    [
-        ("fault=kill", "fault is no key of the trainer"),
-        ("moments=lunch", "use all, or some of: inner steps, in flight"),
-        ("hosts=1", "hosts=1 is not a number of 2 or more"),
-    ],
-)
-def test_what_is_not_offered_is_refused_with_one_line(argument, words, capsys):
-    assert link_faults.main([argument]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("ConfigError: ") and error.count("\n") == 1
-    assert words in error
-
-
-RECEIVE = """
-import socket
-with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as place:
-    place.bind(("0.0.0.0", 5000))
-    print("up", flush=True)
-    while True:
-        print(place.recv(100).decode(), flush=True)
-"""
-SEND = """
-import socket, sys
-with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as place:
-    place.sendto(sys.argv[2].encode(), (sys.argv[1], 5000))
-"""
-
-
-@contextlib.contextmanager
-def two_hosts():
-    """Skips where this machine cannot make hosts."""
-    if os.geteuid() != 0:
-        pytest.skip("network namespaces are made by root")
-    with contextlib.ExitStack() as stack:
-        try:
-            made = stack.enter_context(hosts.hosts(2, hosts.Link()))
-        except ConfigError as error:
-            pytest.skip(f"no hosts on this machine: {error}")
-        yield made
-
-
-@pytest.mark.xdist_group("hosts")  # as in test_thin_link_hosts.py
-def test_a_cut_drops_only_its_direction_until_it_is_mended():
-    """What arrives is what was sent in a direction that was not cut, in this order."""
-    fault = Fault("cut", victim=1, receives=False)
-    with two_hosts() as made:
-        there = [
-            made.start(i, [sys.executable, "-c", RECEIVE], stdout=subprocess.PIPE, text=True)
-            for i in range(2)
-        ]
-        assert [process.stdout.readline() for process in there] == ["up\n"] * 2
-
-        def send(source, words):
-            command = [sys.executable, "-c", SEND, made.addresses[1 - source], words]
-            assert made.start(source, command).wait(60) == 0
-
-        send(1, "before")
-        faults._cut(fault, made, mend=False)
-        send(1, "lost")
-        send(0, "the other way")
-        faults._cut(fault, made, mend=True)
-        send(1, "after")
-        assert [there[0].stdout.readline() for _ in range(2)] == ["before\n", "after\n"]
-        assert there[1].stdout.readline() == "the other way\n"

@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks import peer_torch
 from benchmarks.link.rows import RowError
-from maxdiloco.errors import ConfigError
 
 LOOP = """
 import json, sys
@@ -18,21 +17,6 @@ for k, _ in enumerate(sys.stdin):
         sys.exit("out of memory")
     print(json.dumps({"wall": 0.5 + k, "cpu": 0.25}), flush=True)
 """
-
-
-@pytest.mark.parametrize(
-    ("argument", "words"),
-    [
-        ("compile=yes", "compile=yes is neither. Use true or false"),
-        ("threads=-1", "threads=-1 is no whole number"),
-        ("torch_dtype=half", "torch_dtype=half is none. Use bfloat16 or float32"),
-        ("steps=-1 dataset_type=text", "steps=-1, .* Use steps of 1 or more"),
-        ("mlp_activations=[relu]", "mlp_activations=relu: torch's loop"),
-    ],
-)
-def test_bad_arguments_are_one_line(argument, words):
-    with pytest.raises(ConfigError, match=words):
-        peer_torch.arguments([*argument.split(), "override_model_config=true"])
 
 
 def test_torch_is_told_the_model_of_the_trainer():

@@ -11,7 +11,7 @@ import sys
 import pytest
 from thin_link_rows import measured
 
-from benchmarks import peer_torchft, thin_link
+from benchmarks import peer_torchft
 from benchmarks.link import command, torchft_process, torchft_rows
 from benchmarks.link.rows import Row, RowError
 from maxdiloco.errors import ConfigError
@@ -49,27 +49,6 @@ def test_the_keys_of_the_model_are_the_trainers_and_torchft_gets_them():
     assert set(job["spec"]) == set(torchft_rows.SPEC)
     assert (job["spec"]["vocab_size"], job["spec"]["base_mlp_dim"]) == (1000, 544)
     assert json.loads(json.dumps(job)) == job
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["wires=int8"],
-            "wires=int8: wires is chosen here: float32,float4_e3m0.*thin_link",
-        ),
-        (["bucketization=on"], "bucketization=on is neither. Use true or false"),
-        (["rates=0"], "rates=0: every rate is a number"),
-        (["steps=5"], "steps=5: steps is chosen for every row"),
-        (["per_device_batch_size=0.5"], "per_device_batch_size=0.5 is no whole number.*Use 4, say"),
-        (["num_diloco_fragments=5"], "num_diloco_fragments=5 does not suit torchft.*1 to 3 for 3"),
-        (["diloco_sync_period=18", "log_period=18"], "diloco_sync_period=18 has to be a multiple"),
-        (["num_communication_overlapping_steps=5"], "steps=5 must be below .* = 5.*Use 4 or less"),
-    ],
-)
-def test_an_argument_that_cannot_work_is_refused(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        peer_torchft.arguments(arguments)
 
 
 def test_what_a_machine_cannot_do_is_refused_before_anything_is_installed(
@@ -215,8 +194,3 @@ def test_models_of_different_size_are_not_compared(both):
     both[1]["parameters"] += 64
     with pytest.raises(RowError, match="the models have 1000000 and 1000064 parameters"):
         peer_torchft.same_model(both)
-
-
-def test_the_names_of_the_benchmark_are_those_of_the_thin_link_and_one_more():
-    assert set(peer_torchft.OWN) - set(thin_link.OWN) == {"bucketization"}
-    assert set(peer_torchft.CHOSEN) <= set(thin_link.OWN)

@@ -179,20 +179,6 @@ def test_the_figures_have_a_line_for_every_mode():
 # -- command line -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("argument", "words"),
-    [
-        ("scale=big", "scale=big is unknown. Use cpu or gpu"),
-        ("modes=diloko", "modes='diloko' is unknown. Use all, data parallel; "),
-        ("seeds=0", "seeds=0 is no whole number of 1 or more"),
-        ("stepz=3", "stepz=3: stepz is unknown. Use scale, "),
-    ],
-)
-def test_bad_arguments_are_one_line(argument, words, capsys):
-    assert quality.main([argument]) == 2
-    assert words in capsys.readouterr().err
-
-
 def test_rows_are_stored_and_those_of_another_setup_refused(tmp_path):
     asked = quality.arguments([f"out={tmp_path}", "steps=60"])
     row = Row(DILOCO, 2.0, 0.4, 0)

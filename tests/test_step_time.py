@@ -108,21 +108,6 @@ def test_flags_win_over_the_benchmark_s_defaults(step_time):
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["compare=remat_policy"], "compare=remat_policy is not one key.*Write, say, compare="),
-        (["compare=dcn_data_parallelism:1,2"], "compare=dcn_data_par.*other than.*Write, say"),
-        (["compare=hardware:cpu,gpu"], "compare=hardware:cpu,gpu is not one key.*Write, say"),
-        (["steps=-1", "dataset_type=text"], "steps=-1, enable_diloco=True.*Use steps of 1 or"),
-        (["enable_diloco=false"], "enable_diloco=False.*leave enable_diloco out"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(step_time, argv, message):
-    with pytest.raises(step_time.ConfigError, match=message):
-        step_time.configs(argv)
-
-
-@pytest.mark.parametrize(
     ("keys", "message"),
     [
         ("diloco_sync_period=4", "diloco_sync_period=4: one of the 4 steps has.*fewer steps"),

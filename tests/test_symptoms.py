@@ -54,8 +54,3 @@ def test_a_case_that_is_there_is_not_run_again(tmp_path):
     rows = series((100, 200), 2.0)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert symptoms.rows_of(case, {}, tmp_path) == rows
-
-
-def test_an_unknown_group_is_one_line(capsys):
-    assert symptoms.main(["group=third"]) == 2
-    assert "group=third is unknown. Use symptoms or first_hour." in capsys.readouterr().err

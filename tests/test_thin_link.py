@@ -18,8 +18,6 @@ from benchmarks.link.arguments import Part
 from benchmarks.link.grid import Row, Window
 from maxdiloco.diloco import schedule
 from maxdiloco.engine import data_parallel
-from maxdiloco.errors import ConfigError
-from maxdiloco.flags import base_yml
 
 # -- times --------------------------------------------------------------------------------------
 
@@ -57,8 +55,6 @@ def test_lines_name_the_rows_in_place_of_modes_wires_and_carriers():
         Row("eager", "int8", "host", "5"),
         Row("plain", turn=1),
     ]
-    with pytest.raises(ConfigError, match="wires=int8 and lines=data_parallel: .* Leave one of"):
-        arguments.parts(["lines=data_parallel", "wires=int8"])
 
 
 def test_the_published_grid_has_what_the_claims_need_and_arguments_go_before_its_own():
@@ -79,47 +75,6 @@ def test_the_published_grid_has_what_the_claims_need_and_arguments_go_before_its
     assert 200 / grid.expected_step_ms(row, two, plain) == pytest.approx(0.0281, abs=1e-4)
 
 
-def known_keys():
-    return set(base_yml.declared(rows.ROOT / "configs" / "base.yml"))
-
-
-def test_the_names_of_the_benchmark_are_no_keys_of_the_trainer():
-    keys = known_keys()
-    assert set(arguments.KEYS) <= keys
-    assert not set(arguments.OWN) & keys
-    assert arguments.SET_HERE <= keys
-
-
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("hosts=1", "hosts=1 is not a whole number of 2 or more. Use 2"),
-        ("periods=1.5", "periods=1.5 is not a whole number of 1 or more"),
-        ("delay_ms=nan", "delay_ms=nan is not a number of 0 or more. Use 0"),
-        ("modes=eager,fast", "modes=eager,fast: 'fast' is not offered. Use all, or some of data_"),
-        ("wires=int4", "wires=int4: 'int4' is not offered.*float4_e3m0"),
-        ("carriers=pigeon", "carriers=pigeon: 'pigeon' is not offered"),
-        ("lines=eager", "lines=eager: 'eager' is not data_parallel or mode:wire:carrier.*Use data"),
-        ("lines=plain", "lines=plain: 'plain' is not data_parallel or mode"),
-        ("lines=data_parallel:int8:host", "'data_parallel:int8:host' is not data_parallel or mode"),
-        ("grid=all", "grid=all is not known. Use published"),
-        ("other_periods=0", "other_periods=0 is not a whole number of 1 or more. Use 1"),
-        ("row_seconds=0", "row_seconds=0 is not a number of 1 or more. Use 300"),
-        ("rates=10,none", "rates=10,none: every rate is a number of Mbit/s.*or unlimited. Use"),
-        ("rates=0", "rates=0: every rate is a number of Mbit/s from 0.1"),
-        ("diloco_sync_period=x", "diloco_sync_period=x is not a whole number of 1 or more. Use 20"),
-        ("num_communication_overlapping_steps=-1", "steps=-1 is not a whole number of 0 or more"),
-        ("log_period=7", "log_period=7 does not divide diloco_sync_period=20.*Use log_period=20"),
-        ("model_name=giant", "model_name=giant"),
-        ("steps=5", "steps=5: steps is chosen for every row. Use grid, hosts, "),
-        ("hosst=3", "hosst=3: hosst is no key of the trainer. Use grid, hosts, "),
-    ],
-)
-def test_an_argument_that_cannot_work_is_refused(argument, message):
-    with pytest.raises(ConfigError, match=message):
-        arguments.parts([argument])
-
-
 @pytest.fixture
 def no_hosts(monkeypatch):
     """Hosts that must not be made; and the signals of this process stay as they are."""
@@ -132,24 +87,22 @@ def no_hosts(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_hosts")
-def test_without_root_one_line_and_exit_code_2(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(hosts.os, "geteuid", lambda: 1000)
+@pytest.mark.parametrize(
+    ("user", "absent", "first", "last"),
+    [
+        (1000, "", "user id 1000 may not make network namespaces", "Run it as root."),
+        (0, "ip", "the command ip is not there", "Install iproute2."),
+        (0, "tc", "the command tc is not there", "Install iproute2."),
+    ],
+)
+def test_a_machine_that_cannot_make_hosts_is_one_line_and_exit_code_2(
+    monkeypatch, capsys, tmp_path, user, absent, first, last
+):
+    monkeypatch.setattr(hosts.os, "geteuid", lambda: user)
+    monkeypatch.setattr(hosts.shutil, "which", lambda name: None if name == absent else name)
     assert thin_link.main([f"out={tmp_path}"]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("ConfigError: user id 1000 may not make network namespaces")
-    assert line.endswith("Run it as root.")
-
-
-@pytest.mark.usefixtures("no_hosts")
-@pytest.mark.parametrize("program", ["ip", "tc"])
-def test_without_iproute2_one_line_and_exit_code_2(monkeypatch, capsys, tmp_path, program):
-    monkeypatch.setattr(hosts.os, "geteuid", lambda: 0)
-    present = {"ip", "tc"} - {program}
-    monkeypatch.setattr(hosts.shutil, "which", lambda name: name if name in present else None)
-    assert thin_link.main([f"out={tmp_path}"]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"ConfigError: the command {program} is not there")
-    assert line.endswith("Install iproute2.")
+    assert line.startswith(f"ConfigError: {first}") and line.endswith(last)
 
 
 # -- a run of rows ------------------------------------------------------------------------------
@@ -221,36 +174,35 @@ def test_bytes_that_are_not_those_claimed_end_it_with_exit_code_1(capsys, tmp_pa
 # -- what one row reads -------------------------------------------------------------------------
 
 
-def test_the_window_is_whole_periods_after_the_first_exchanges_are_applied():
-    """An exchange that waits for nothing is applied in its period, others in the next one."""
-    assert grid.window(Row("eager", "int8", "host", "5"), SETUP, PLAIN) == Window(40, 140, 141)
-    assert grid.window(Row("diloco", "int8", "host", "5"), SETUP, PLAIN) == Window(20, 120, 121)
-    assert grid.window(Row("plain"), SETUP, None) == Window(40, 140, 141)
+EAGER, SLOW = Row("eager", "int8", "host", "5"), Row("diloco", "float32", "host", "10")
+PARALLEL = Row("data_parallel", rate="10")
 
 
-def test_the_lowest_rate_and_the_plain_step_measure_more_periods():
-    setup = SETUP | {"other_periods": 2}
-    assert grid.window(Row("eager", "int8", "host", "5"), setup, PLAIN) == Window(40, 140, 141)
-    assert grid.window(Row("eager", "int8", "host", "10"), setup, PLAIN) == Window(40, 80, 81)
-    assert grid.window(Row("plain", turn=1), setup, PLAIN) == Window(40, 140, 141)
-
-
-def test_a_slow_row_measures_the_periods_that_row_seconds_have_room_for():
-    """4 MB at 10 Mbit/s are 3.2 s, beside 20 steps of 200 ms 7.2 s a period; never none."""
-    row = Row("diloco", "float32", "host", "10")
-    for seconds, periods in ((72.1, 5), (29, 4), (15, 2), (1, 1)):
-        span = grid.window(row, SETUP | {"row_seconds": seconds}, PLAIN)
-        assert span == Window(20, 20 + 20 * periods, 21 + 20 * periods)
-
-
-def test_data_parallelism_is_measured_about_as_long():
-    """100 steps of 200 ms. 4 MB at 10 Mbit/s take 3.2 s: 20 s are 5.9 steps; at 160 Mbit/s 0.2 s:
-    50 steps. 5 s have room for 1.5 of the former, and the least is 4.
-    """
-    row = Row("data_parallel", rate="10")
-    assert grid.window(row, SETUP, PLAIN) == Window(2, 8, 9)
-    assert grid.window(row._replace(rate="160"), SETUP, PLAIN) == Window(2, 52, 53)
-    assert grid.window(row, SETUP | {"row_seconds": 5.0}, PLAIN) == Window(2, 6, 7)
+@pytest.mark.parametrize(
+    ("row", "changes", "window"),
+    [
+        # An exchange that waits for nothing is applied in its period, others in the next one.
+        (EAGER, {}, (40, 140)),
+        (EAGER._replace(mode="diloco"), {}, (20, 120)),
+        # The lowest rate and the plain step measure more periods.
+        (EAGER, {"other_periods": 2}, (40, 140)),
+        (EAGER._replace(rate="10"), {"other_periods": 2}, (40, 80)),
+        (Row("plain", turn=1), {"other_periods": 2}, (40, 140)),
+        # 4 MB at 10 Mbit/s are 3.2 s, beside 20 steps of 200 ms 7.2 s a period; never none.
+        (SLOW, {"row_seconds": 72.1}, (20, 20 + 5 * 20)),
+        (SLOW, {"row_seconds": 29}, (20, 20 + 4 * 20)),
+        (SLOW, {"row_seconds": 15}, (20, 20 + 2 * 20)),
+        (SLOW, {"row_seconds": 1}, (20, 20 + 20)),
+        # About as long: 100 steps of 200 ms. 20 s are 5.9 steps of 3.4 s; at 160 Mbit/s 50 of 0.4.
+        (PARALLEL, {}, (2, 8)),
+        (PARALLEL._replace(rate="160"), {}, (2, 52)),
+        # 5 s have room for 1.5 steps, and the least is 4.
+        (PARALLEL, {"row_seconds": 5.0}, (2, 6)),
+    ],
+)
+def test_a_row_measures_whole_periods_that_row_seconds_have_room_for(row, changes, window):
+    found = grid.window(row, SETUP | changes, PLAIN)
+    assert found == Window(*window, window[1] + 1)
 
 
 def test_the_time_a_row_takes_is_told_from_those_before():
@@ -265,21 +217,29 @@ def test_the_time_a_row_takes_is_told_from_those_before():
     assert grid.expected_s(Row("plain"), SETUP, []) == pytest.approx(first)
 
 
-def test_the_keys_of_each_mode():
-
-    def keys(row):
-        return dict(key.split("=", 1) for key in rows.trainer_keys(row, SETUP, "f", 9))
-
-    assert keys(Row("plain"))["diloco_sync_period"] == "1000000"
-    assert keys(Row("data_parallel"))["enable_diloco"] == "false"
-    streaming = keys(Row("streaming", "int8", "program"))
-    assert streaming["num_communication_overlapping_steps"] == "0"
-    assert streaming["num_diloco_fragments"] == "2"
-    assert streaming["diloco_exchange_dtype"] == "int8"
-    assert keys(Row("overlapped"))["num_communication_overlapping_steps"] == "4"
-    eager = keys(Row("eager", "int8", "host"))
-    assert eager["diloco_outer_overlap"] == "eager" and "num_diloco_fragments" not in eager
-    assert eager["exchange_carrier"] == "host" and "exchange_carrier" not in keys(Row("plain"))
+@pytest.mark.parametrize(
+    ("row", "given", "absent"),
+    [
+        (Row("plain"), "diloco_sync_period=1000000", "exchange_carrier"),
+        (Row("data_parallel"), "enable_diloco=false", "exchange_carrier"),
+        (
+            Row("streaming", "int8", "program"),
+            "num_communication_overlapping_steps=0 num_diloco_fragments=2 "
+            "diloco_exchange_dtype=int8",
+            "diloco_outer_overlap",
+        ),
+        (Row("overlapped"), "num_communication_overlapping_steps=4", "diloco_outer_overlap"),
+        (
+            Row("eager", "int8", "host"),
+            "diloco_outer_overlap=eager exchange_carrier=host",
+            "num_diloco_fragments",
+        ),
+    ],
+)
+def test_the_keys_of_each_mode(row, given, absent):
+    found = rows.trainer_keys(row, SETUP, "f", 9)
+    assert set(given.split()) <= set(found)
+    assert not any(key.startswith(absent) for key in found)
 
 
 def test_the_tables_of_the_trainer_s_log_are_read(tmp_path):

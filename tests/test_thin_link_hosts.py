@@ -14,7 +14,8 @@ import time
 
 import pytest
 
-from benchmarks.link import counters, hosts
+from benchmarks.link import counters, faults, hosts
+from benchmarks.link.faults import Fault
 from benchmarks.link.hosts import DEVICE, ETC, NAMESPACES, PROGRAMS, Link
 from maxdiloco.errors import ConfigError
 
@@ -157,6 +158,43 @@ def test_a_kernel_without_tbf_is_refused(tmp_path, monkeypatch):
         with hosts.hosts(2, Link(mbit=10.0)):
             pytest.fail("a shaped link without tbf")
     assert left(os.getpid()) == []
+
+
+PRINT_WHAT_COMES = """
+import socket
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as place:
+    place.bind(("0.0.0.0", 5000))
+    print("up", flush=True)
+    while True:
+        print(place.recv(100).decode(), flush=True)
+"""
+SEND_WORDS = """
+import socket, sys
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as place:
+    place.sendto(sys.argv[2].encode(), (sys.argv[1], 5000))
+"""
+
+
+def test_a_cut_drops_only_its_direction_until_it_is_mended():
+    """What arrives is what was sent in a direction that was not cut, in this order."""
+    fault = Fault("cut", victim=1, receives=False)
+    with hosts.hosts(2, Link()) as made:
+        printing = [sys.executable, "-c", PRINT_WHAT_COMES]
+        there = [made.start(i, printing, stdout=subprocess.PIPE, text=True) for i in range(2)]
+        assert [process.stdout.readline() for process in there] == ["up\n"] * 2
+
+        def send(source, words):
+            command = [sys.executable, "-c", SEND_WORDS, made.addresses[1 - source], words]
+            assert made.start(source, command).wait(60) == 0
+
+        send(1, "before")
+        faults._cut(fault, made, mend=False)
+        send(1, "lost")
+        send(0, "the other way")
+        faults._cut(fault, made, mend=True)
+        send(1, "after")
+        assert [there[0].stdout.readline() for _ in range(2)] == ["before\n", "after\n"]
+        assert there[1].stdout.readline() == "the other way\n"
 
 
 @pytest.fixture

@@ -1,0 +1,134 @@
+"""What each benchmark does not take, in one line; and names of its own beside the trainer's."""
+
+import re
+import signal
+import subprocess
+
+import pytest
+
+from benchmarks import (
+    bandwidth_model,
+    gpu_kernels,
+    link_faults,
+    peer_torch,
+    peer_torchft,
+    quality,
+    replica_cost,
+    step_time,
+    symptoms,
+    thin_link,
+)
+from benchmarks.link import arguments, rows
+from maxdiloco.flags import base_yml
+
+REFUSED = {
+    bandwidth_model: [
+        ("replicas=1", "replicas=1 is no whole number of 2"),
+        ("size=1b", "size is unknown"),
+    ],
+    gpu_kernels: [
+        ("steps=0", "steps=0 is not a whole number of 1 or more. Use steps=20"),
+        ("interpret=1", "interpret=1 is not true or false. Use interpret=false"),
+        ("head=64", "head is not known. Use one of sequences, "),
+    ],
+    link_faults: [
+        ("fault=kill", "fault is no key of the trainer"),
+        ("moments=lunch", "use all, or some of: inner steps, in flight"),
+        ("hosts=1", "hosts=1 is not a number of 2 or more"),
+    ],
+    peer_torch: [
+        ("compile=yes", "compile=yes is neither. Use true or false"),
+        ("threads=-1", "threads=-1 is no whole number"),
+        ("torch_dtype=half", "torch_dtype=half is none. Use bfloat16 or float32"),
+        ("steps=-1 dataset_type=text", "steps=-1, .* Use steps of 1 or more"),
+        ("mlp_activations=[relu] override_model_config=true", "tions=relu: torch's loop"),
+    ],
+    peer_torchft: [
+        ("wires=int8", "wires=int8: wires is chosen here: float32,float4_e3m0.*thin_link"),
+        ("bucketization=on", "bucketization=on is neither. Use true or false"),
+        ("rates=0", "rates=0: every rate is a number"),
+        ("steps=5", "steps=5: steps is chosen for every row"),
+        ("per_device_batch_size=0.5", "per_device_batch_size=0.5 is no whole number.*Use 4, say"),
+        ("num_diloco_fragments=5", "num_diloco_fragments=5 does not suit torchft.*1 to 3 for 3"),
+        ("diloco_sync_period=18 log_period=18", "diloco_sync_period=18 has to be a multiple"),
+        ("num_communication_overlapping_steps=5", "steps=5 must be below .* = 5.*Use 4 or less"),
+    ],
+    quality: [
+        ("scale=big", "scale=big is unknown. Use cpu or gpu"),
+        ("modes=diloko", "modes='diloko' is unknown. Use all, data parallel; "),
+        ("seeds=0", "seeds=0 is no whole number of 1 or more"),
+        ("stepz=3", "stepz=3: stepz is unknown. Use scale, "),
+    ],
+    replica_cost: [
+        ("replicas=4 per_device_batch_size=6", "batch_size=6 .* Use per_device_batch_size=8"),
+        ("turns=0", "turns=0 is no whole number of 1 or more"),
+    ],
+    step_time: [
+        ("compare=remat_policy", "compare=remat_policy is not one key.*Write, say, compare="),
+        ("compare=dcn_data_parallelism:1,2", "compare=dcn_data_par.*other than.*Write, say"),
+        ("compare=hardware:cpu,gpu", "compare=hardware:cpu,gpu is not one key.*Write, say"),
+        ("steps=-1 dataset_type=text", "steps=-1, enable_diloco=True.*Use steps of 1 or"),
+        ("enable_diloco=false", "enable_diloco=False.*leave enable_diloco out"),
+    ],
+    symptoms: [("group=third", "group=third is unknown. Use symptoms or first_hour.")],
+    thin_link: [
+        ("hosts=1", "hosts=1 is not a whole number of 2 or more. Use 2"),
+        ("periods=1.5", "periods=1.5 is not a whole number of 1 or more"),
+        ("delay_ms=nan", "delay_ms=nan is not a number of 0 or more. Use 0"),
+        ("modes=eager,fast", "modes=eager,fast: 'fast' is not offered. Use all, or some of data_"),
+        ("wires=int4", "wires=int4: 'int4' is not offered.*float4_e3m0"),
+        ("carriers=pigeon", "carriers=pigeon: 'pigeon' is not offered"),
+        ("lines=eager", "lines=eager: 'eager' is not data_parallel or mode:wire:carrier.*Use data"),
+        ("lines=plain", "lines=plain: 'plain' is not data_parallel or mode"),
+        ("lines=data_parallel:int8:host", "'data_parallel:int8:host' is not data_parallel or mode"),
+        ("lines=data_parallel wires=int8", "wires=int8 and lines=data_parallel: .* Leave one of"),
+        ("grid=all", "grid=all is not known. Use published"),
+        ("other_periods=0", "other_periods=0 is not a whole number of 1 or more. Use 1"),
+        ("row_seconds=0", "row_seconds=0 is not a number of 1 or more. Use 300"),
+        ("rates=10,none", "rates=10,none: every rate is a number of Mbit/s.*or unlimited. Use"),
+        ("rates=0", "rates=0: every rate is a number of Mbit/s from 0.1"),
+        ("diloco_sync_period=x", "diloco_sync_period=x is not a whole number of 1 or more. Use 20"),
+        ("num_communication_overlapping_steps=-1", "steps=-1 is not a whole number of 0 or more"),
+        ("log_period=7", "log_period=7 does not divide diloco_sync_period=20.*Use log_period=20"),
+        ("model_name=giant", "model_name=giant"),
+        ("steps=5", "steps=5: steps is chosen for every row. Use grid, hosts, "),
+        ("hosst=3", "hosst=3: hosst is no key of the trainer. Use grid, hosts, "),
+    ],
+}
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch, tmp_path):
+    """No process is started, and the signals of this one stay as they are."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("it runs something"))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize(
+    ("benchmark", "given", "words"),
+    [
+        pytest.param(benchmark, *case, id=f"{benchmark.__name__.rpartition('.')[2]} {case[0]}")
+        for benchmark, cases in REFUSED.items()
+        for case in cases
+    ],
+)
+def test_what_a_benchmark_does_not_take_is_one_line_and_exit_code_2(
+    benchmark, given, words, capsys
+):
+    assert benchmark.main(given.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("ConfigError: ") and re.search(words, line)
+
+
+@pytest.mark.parametrize("benchmark", [arguments, link_faults])
+def test_the_names_of_a_benchmark_are_no_keys_of_the_trainer(benchmark):
+    keys = set(base_yml.declared(rows.ROOT / "configs" / "base.yml"))
+    assert set(benchmark.KEYS) <= keys and arguments.SET_HERE <= keys
+    assert not set(benchmark.OWN) & keys
+
+
+def test_the_names_of_the_benchmark_of_torchft_are_those_of_the_thin_link_and_one_more():
+    assert set(peer_torchft.OWN) - set(thin_link.OWN) == {"bucketization"}
+    assert set(peer_torchft.CHOSEN) <= set(thin_link.OWN)
