@@ -64,31 +64,27 @@ def test_a_run_that_may_go_on_is_requeued(batch, tmp_path, codes):
     assert "requeued, restart 1 of 3." in done.stdout
 
 
-@pytest.mark.parametrize("codes", ["0 0", "2 2", "3 3", "4 4", "1 1", "130 130"])
-def test_a_run_that_is_done_or_would_end_so_again_is_not(batch, tmp_path, codes):
-    done = batch(codes)
-    assert done.returncode == int(codes.split()[0])
-    assert slurm_stand_in.requeues(tmp_path) == 0
-
-
-def test_a_final_code_in_one_partition_counts_before_others(batch, tmp_path):
-    both = {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "a"}
-    for codes in ("5 3", "3 5"):
-        done = batch(codes, **both, SLURM_JOB_NODELIST_HET_GROUP_1="b")
-        assert done.returncode == 3
-        assert "exit code 3 would come again: not requeued." in done.stdout
-    assert slurm_stand_in.requeues(tmp_path) == 0
+BOTH = {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "a"}
+BOTH |= {"SLURM_JOB_NODELIST_HET_GROUP_1": "b"}
 
 
 @pytest.mark.parametrize(
-    ("variables", "words"),
+    ("codes", "variables", "code", "words"),
     [
-        ({"SLURM_RESTART_COUNT": "3"}, "exit code 5; no restart of 3 is left."),
-        ({"STATE": "COMPLETING"}, "exit code 5; the job is COMPLETING: not requeued"),
+        # It is done, or would end so again.
+        ("0 0", {}, 0, ""),
+        ("130 130", {}, 130, "not requeued"),
+        *((f"{code} {code}", {}, code, "would come again: not requeued.") for code in (1, 2, 3, 4)),
+        # A final code in one partition counts before others.
+        ("5 3", BOTH, 3, "exit code 3 would come again: not requeued."),
+        ("3 5", BOTH, 3, "exit code 3 would come again: not requeued."),
+        # After the last restart, or after scancel.
+        ("5 5", {"SLURM_RESTART_COUNT": "3"}, 5, "exit code 5; no restart of 3 is left."),
+        ("5 5", {"STATE": "COMPLETING"}, 5, "exit code 5; the job is COMPLETING: not requeued"),
     ],
 )
-def test_no_requeue_after_the_last_restart_or_scancel(batch, tmp_path, variables, words):
-    done = batch("5 5", **variables)
-    assert done.returncode == 5
+def test_a_run_that_may_not_go_on_is_not_requeued(batch, tmp_path, codes, variables, code, words):
+    done = batch(codes, **variables)
+    assert done.returncode == code
     assert words in done.stdout
     assert slurm_stand_in.requeues(tmp_path) == 0
