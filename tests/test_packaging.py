@@ -1,4 +1,4 @@
-"""What a user installs and types: the wheel, the pins, the lazy package and the scripts."""
+"""What a user installs and types: the wheel, the pins, the lazy package, the scripts, the image."""
 
 import ast
 import os
@@ -21,6 +21,8 @@ from maxdiloco.flags import config
 
 ROOT = pathlib.Path(__file__).parent.parent
 SHOWN = (".html", ".css", ".js")  # files of the report's page
+# Packages of an index that a document may name; the project is none of them.
+INDEXED = {"xpk", "jax", "wandb", "setuptools"}
 
 
 def run(command, **kwargs):
@@ -67,35 +69,17 @@ def pins():
 
 
 def test_the_wheel_holds_every_module_and_every_config(wheel):
-    package = [p for p in (ROOT / "maxdiloco").rglob("*") if p.suffix in (".py", ".yml")]
-    expected = {path.relative_to(ROOT).as_posix() for path in package}
-    configs = {path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.yml")}
-    expected |= {f"maxdiloco/{name}" for name in configs}
-    page = {path for path in (ROOT / "maxdiloco/page").rglob("*.*") if path.suffix in SHOWN}
+    package, configs = ROOT / "maxdiloco", ROOT / "configs"
+    page = {path for path in (package / "page").rglob("*.*") if path.suffix in SHOWN}
     assert len(page) == 6
-    page |= {ROOT / "maxdiloco/page/uplot/LICENSE"}
-    expected |= {path.relative_to(ROOT).as_posix() for path in page}
+    page |= {path for path in package.rglob("*") if path.suffix in (".py", ".yml")}
+    expected = {path.relative_to(ROOT) for path in {*page, package / "page/uplot/LICENSE"}}
+    expected |= {"maxdiloco" / path.relative_to(ROOT) for path in configs.rglob("*.yml")}
     with zipfile.ZipFile(wheel) as archive:
-        held = {name for name in archive.namelist() if ".dist-info/" not in name}
-        assert archive.read("maxdiloco/configs/base.yml") == (
-            (ROOT / "configs/base.yml").read_bytes()
-        )
-    assert "maxdiloco/configs/models/tiny.yml" in held
+        held = {pathlib.Path(name) for name in archive.namelist() if ".dist-info/" not in name}
+        base = archive.read("maxdiloco/configs/base.yml")
+    assert base == (configs / "base.yml").read_bytes()
     assert held == expected
-
-
-def test_an_installed_wheel_finds_its_configs_from_anywhere(wheel, tmp_path):
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "site")
-    away = tmp_path / "away"
-    away.mkdir()
-    code = (
-        "import maxdiloco; from maxdiloco.flags import config; print(maxdiloco.__file__); "
-        "print(config.load(['model_name=35m'], {}).model_name)"
-    )
-    done = python(code, cwd=away, env={**os.environ, "PYTHONPATH": str(tmp_path / "site")})
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(tmp_path / "site/maxdiloco/__init__.py"), "35m"]
 
 
 def interpreter(version):
@@ -144,16 +128,12 @@ def test_each_console_command_names_a_function_without_arguments(wheel):
 
 
 def test_every_requirement_has_an_exact_pin_inside_its_range(requirements, pins):
+    assert pins["jax"] == "0.10.2"
+    assert [v for v in pins.values() if not re.fullmatch(r"[0-9][0-9a-z.]*", v)] == []
     assert {name for r in requirements for name in r.extras} == {"epath", "tpu", "cuda12"}
     named = {canonicalize_name(name): version for name, version in pins.items()}
     for requirement in requirements:
         assert requirement.specifier.contains(named[canonicalize_name(requirement.name)])
-
-
-def test_pins_are_exact_versions_and_nothing_else(pins):
-    assert pins["jax"] == "0.10.2"
-    wrong = {name: v for name, v in pins.items() if not re.fullmatch(r"[0-9][0-9a-z.]*", v)}
-    assert wrong == {}
 
 
 def test_the_pinned_libtpu_is_the_one_jax_names(pins):
@@ -217,17 +197,6 @@ def test_the_quickstart_config_is_two_slices_of_diloco():
     assert cfg.eval_interval > 0 and cfg.steps % cfg.diloco_sync_period == 0
 
 
-@pytest.fixture
-def fake_venv(tmp_path):
-    """An environment whose Python writes down how it was called, and does nothing."""
-    (tmp_path / "venv/bin").mkdir(parents=True)
-    (tmp_path / "venv/pyvenv.cfg").touch()
-    fake = tmp_path / "venv/bin/python"
-    fake.write_text(f'#!/bin/sh\nprintf "%s|" "$@" >>{tmp_path}/log; echo >>{tmp_path}/log\n')
-    fake.chmod(0o755)
-    return tmp_path
-
-
 @pytest.mark.parametrize(
     ("arguments", "folder"),
     [
@@ -235,53 +204,132 @@ def fake_venv(tmp_path):
         (["steps=3", "run_name=a b", "base_output_directory=/x"], "/x/a b"),
     ],
 )
-def test_quickstart_trains_and_lets_the_model_write(fake_venv, arguments, folder):
+def test_quickstart_trains_and_lets_the_model_write(tmp_path, arguments, folder):
+    """By a Python that writes down how it was called, and does nothing."""
+    fake, log = tmp_path / "venv/bin/python", tmp_path / "log"
+    fake.parent.mkdir(parents=True)
+    (tmp_path / "venv/pyvenv.cfg").touch()
+    fake.write_text(f'#!/bin/sh\nprintf "%s|" "$@" >>{log}; echo >>{log}\n')
+    fake.chmod(0o755)
     script = ["bash", ROOT / "scripts/quickstart.sh", *arguments]
-    done = run(script, cwd="/", env={**os.environ, "MAXDILOCO_VENV": str(fake_venv / "venv")})
+    done = run(script, cwd="/", env={**os.environ, "MAXDILOCO_VENV": str(tmp_path / "venv")})
     assert done.returncode == 0, done.stderr
-    train, generate = (fake_venv / "log").read_text(encoding="utf-8").splitlines()[-2:]
+    train, generate = log.read_text(encoding="utf-8").splitlines()[-2:]
     assert train == "|".join(["-m", "maxdiloco.train", "configs/quickstart.yml", *arguments, ""])
     assert generate == f"-m|maxdiloco.generate|{folder}|prompt=def |"
 
 
-def test_without_a_python_the_scripts_say_what_to_install(tmp_path):
-    """Names on PATH that hold no Python, as version managers leave them, do not count."""
+@pytest.mark.parametrize(
+    ("script", "venv", "environ", "words"),
+    [
+        # Names on PATH that hold no Python, as version managers leave them, do not count.
+        ("make_venv", "new", {"PATH": "bin"}, "no Python 3.11 or newer on PATH .*Install one, or"),
+        ("make_venv", "new", {"MAXDILOCO_PYTHON": "p"}, "PYTHON=.*/p is not .*Set it to one"),
+        ("make_venv", "bin", {}, "bin exists and is not .*Name another folder"),
+        ("check", "", {"MAXDILOCO_VENV": "none"}, "no ruff in .*/none. Make the environment with"),
+    ],
+)
+def test_a_script_that_cannot_work_says_what_to_do(tmp_path, script, venv, environ, words):
+    """And leaves the folder that is no environment alone."""
+    there = tmp_path / "bin"
+    there.mkdir()
     for name in ("bash", "dirname", "ls"):
-        (tmp_path / name).symlink_to(shutil.which(name))
-    (tmp_path / "python3").write_text("#!/bin/bash\nexit 127\n")
-    (tmp_path / "python3").chmod(0o755)
-    script = ["bash", ROOT / "scripts/make_venv.sh", tmp_path / "venv"]
-    done = run(script, env={"PATH": str(tmp_path)})
+        (there / name).symlink_to(shutil.which(name))
+    (there / "python3").write_text("#!/bin/bash\nexit 127\n")
+    (there / "python3").chmod(0o755)
+    before = sorted(tmp_path.rglob("*"))
+    environ = {name: str(tmp_path / value) for name, value in environ.items()}
+    command = ["bash", ROOT / f"scripts/{script}.sh", *([tmp_path / venv] if venv else [])]
+    done = run(command, env=os.environ | environ)
     assert done.returncode == 2
-    assert re.search(r"no Python 3\.11 or newer on PATH .*Install one, or set", done.stderr)
+    assert re.search(words, done.stderr)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_python_that_does_not_run_is_named(tmp_path):
-    script = ["bash", ROOT / "scripts/make_venv.sh", tmp_path / "venv"]
-    done = run(script, env={**os.environ, "MAXDILOCO_PYTHON": "/nowhere/python"})
-    assert done.returncode == 2
-    assert re.search(r"MAXDILOCO_PYTHON=/nowhere/python is not .*Set it to one", done.stderr)
+# -- the image of the Dockerfile, and what the documents tell to install ------------------------
 
 
-def test_a_folder_that_is_no_environment_is_left_alone(tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    done = run(["bash", ROOT / "scripts/make_venv.sh", tmp_path])
-    assert done.returncode == 2
-    assert re.search(f"{tmp_path} exists and is not .*Name another folder", done.stderr)
-    assert (tmp_path / "notes.txt").read_text() == "mine"
+def instructions(text):
+    """(instruction, its text) of a Dockerfile, lines that go on joined."""
+    lines = re.sub(r"\\\n", " ", re.sub(r"(?m)^#.*\n", "", text)).splitlines()
+    return [tuple(line.split(None, 1)) for line in lines if line.strip()]
 
 
-def test_checks_without_an_environment_say_how_to_make_one(tmp_path):
-    script = ["bash", ROOT / "scripts/check.sh"]
-    done = run(script, env={**os.environ, "MAXDILOCO_VENV": str(tmp_path / "none")})
-    assert done.returncode == 2
-    assert re.search(r"no ruff in .*/none\. Make the environment with", done.stderr)
+def build(folder):
+    """The Dockerfile's steps as plain commands; returns the folder of installed packages.
+
+    Its pip installs into a folder of the test, and only what lies in the checkout.
+    """
+    site, work = folder / "site", folder / "work"
+    work.mkdir(parents=True)
+    pip = folder / "bin/pip"
+    pip.parent.mkdir()
+    pip.write_text(
+        '#!/bin/bash\ncase "${@: -1}" in .*) ;; *) exit 0 ;; esac\n'
+        f'exec {sys.executable} -m pip "$@" --quiet --no-index --no-deps --upgrade --target {site}'
+    )
+    pip.chmod(0o755)
+    environ = {**os.environ, "PATH": f"{pip.parent}:{os.environ['PATH']}", "EXTRAS": "tpu,gcs"}
+    for instruction, rest in instructions((ROOT / "Dockerfile").read_text(encoding="utf-8")):
+        if instruction == "COPY":
+            for name in rest.split()[:-1]:
+                assert f"!{name}" in (ROOT / ".dockerignore").read_text().splitlines()
+                if (ROOT / name).is_dir():
+                    shutil.copytree(ROOT / name, work / name, dirs_exist_ok=True)
+                else:
+                    shutil.copy2(ROOT / name, work / name)
+        if instruction == "RUN":
+            command = ["bash", "-c", rest]
+            done = run(command, cwd=work, env=environ)
+            assert done.returncode == 0, done.stderr
+    return site, work
 
 
-def test_the_image_copies_only_what_exists():
-    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-    copied = [name for line in re.findall(r"(?m)^COPY (.*)$", text) for name in line.split()[:-1]]
-    assert {"maxdiloco", "configs", "constraints.txt", "setup.py"} <= set(copied)
-    assert [name for name in copied if not (ROOT / name).exists()] == []
-    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
-    assert [name for name in copied if f"!{name}" not in ignored] == []
+def test_the_image_holds_a_working_maxdiloco(tmp_path):
+    """From its working folder: what is imported is the installed package, whole."""
+    site, work = build(tmp_path)
+    code = (
+        "import maxdiloco; from maxdiloco.flags import config; print(maxdiloco.__file__); "
+        "print(config.load(['model_name=35m'], {}).model_name, maxdiloco.DiLoCo.__name__)"
+    )
+    done = python(code, cwd=work, env={**os.environ, "PYTHONPATH": str(site)})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(site / "maxdiloco/__init__.py"), "35m", "DiLoCo"]
+
+
+def named_packages(text):
+    """The first thing that each `pip install` is told to take from an index: no option, no path."""
+    found = set()
+    for rest in re.findall(r"pip install (.*)", text):
+        words = re.sub(r"-c \S+", "", rest).split()
+        wanted = next((word.strip("'\"`") for word in words if not word.startswith("-")), ".")
+        found |= {re.match(r"[\w-]*", wanted)[0]} - {""}
+    return found
+
+
+def test_no_command_installs_a_package_that_no_index_has():
+    """Positive control: the project's own name with an extra is found, a checkout is not."""
+    assert named_packages("`pip install 'maxdiloco[tpu]'` or `pip install .[gcs]`") == {"maxdiloco"}
+    assert named_packages("pip install --quiet maxdiloco") == {"maxdiloco"}
+    texts = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "scripts").glob("*.sh")]
+    texts += [*(ROOT / "maxdiloco").rglob("*.py"), ROOT / "configs/base.yml", ROOT / "Dockerfile"]
+    joined = [re.sub(r'"\s*f?"', "", path.read_text(encoding="utf-8")) for path in texts]
+    assert sum("pip install" in text for text in joined) > 5, "the texts are read at all"
+    named = {path.name: named_packages(text) for path, text in zip(texts, joined, strict=True)}
+    assert {name: found for name, found in named.items() if found - INDEXED} == {}
+
+
+def test_the_citation_is_yml_of_the_version_in_setup_py():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    version = re.search(r'version="([\d.]+)"', (ROOT / "setup.py").read_text(encoding="utf-8"))[1]
+    assert cited["version"] == version
+    assert {"cff-version", "message", "title", "authors"} <= set(cited)
+    assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_the_pages_say_that_no_licence_is_given_until_there_is_one():
+    assert not list(ROOT.glob("LICEN[CS]E*"))
+    for name in ("README.md", "CONTRIBUTING.md"):
+        assert re.search(r"(?i)licen[cs]e.{0,20}none is given yet|no licence is given yet",
+                         (ROOT / name).read_text(encoding="utf-8"))  # fmt: skip
+    assert "the owner has not chosen one yet" in (ROOT / "setup.py").read_text(encoding="utf-8")
