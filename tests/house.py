@@ -6,6 +6,7 @@ They read syntax trees and import nothing of the package.
 import ast
 import fnmatch
 import graphlib
+import importlib.util
 import re
 
 DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
@@ -51,16 +52,13 @@ def calls(tree):
 
 def imported(source, module, is_package, known):
     """The names a module imports: of ours as modules in `known`, of others by their top name."""
+    package = module if is_package else module.rpartition(".")[0]
     out = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             out |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                package = module.split(".") if is_package else module.split(".")[:-1]
-                parts = package[: len(package) - node.level + 1]
-                base = ".".join([*parts, *([base] if base else [])])
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             names = {f"{base}.{alias.name}" for alias in node.names}
             out |= {name if name in known else base for name in names}
     return {name if name in known else name.partition(".")[0] for name in out}
@@ -112,11 +110,8 @@ def forbidden_imports(graph, pairs):
 
     def matches(name, patterns):
         short = name.removeprefix("maxdiloco.")
-        included, excluded = [], []
-        for pattern in patterns.split():
-            (excluded if pattern.startswith("!") else included).append(pattern.lstrip("!"))
-        hit = any(fnmatch.fnmatchcase(short, pattern) for pattern in included)
-        return hit and not any(fnmatch.fnmatchcase(short, pattern) for pattern in excluded)
+        hits = [p for p in patterns.split() if fnmatch.fnmatchcase(short, p.lstrip("!"))]
+        return bool(hits) and not any(hit.startswith("!") for hit in hits)
 
     return [
         f"{module} imports {other}"

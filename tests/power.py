@@ -43,10 +43,6 @@ class Ext4:
             time.sleep(0.1)
         raise AssertionError(_run("fuser", "-vm", self.path).stderr)
 
-    def turn_read_only(self):
-        """As at an error with errors=remount-ro; abort is the mount option that simulates one."""
-        _run("mount", "-o", "remount,abort", self.path)
-
 
 @contextlib.contextmanager
 def small_ext4(folder):

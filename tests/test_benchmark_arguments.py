@@ -1,4 +1,4 @@
-"""What each benchmark does not take, in one line; and names of its own beside the trainer's."""
+"""What benchmarks do not take, or cannot do here, in one line; their names beside the trainer's."""
 
 import re
 import signal
@@ -18,7 +18,7 @@ from benchmarks import (
     symptoms,
     thin_link,
 )
-from benchmarks.link import arguments, rows
+from benchmarks.link import arguments, hosts, rows
 from maxdiloco.flags import base_yml
 
 REFUSED = {
@@ -120,6 +120,26 @@ def test_what_a_benchmark_does_not_take_is_one_line_and_exit_code_2(
     assert benchmark.main(given.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("ConfigError: ") and re.search(words, line)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize("benchmark", [link_faults, peer_torchft, thin_link])
+@pytest.mark.parametrize(
+    ("user", "absent", "words"),
+    [
+        (1000, "", "user id 1000 may not make network namespaces.* Run it as root."),
+        (0, "ip", "the command ip is not there.* Install iproute2."),
+        (0, "tc", "the command tc is not there.* Install iproute2."),
+    ],
+)
+def test_a_machine_that_cannot_make_hosts_is_one_line_before_anything_is_made(
+    monkeypatch, capsys, tmp_path, benchmark, user, absent, words
+):
+    monkeypatch.setattr(hosts.os, "geteuid", lambda: user)
+    monkeypatch.setattr(hosts.shutil, "which", lambda name: None if name == absent else name)
+    assert benchmark.main(["out=out"]) == 2
+    assert re.fullmatch(f"ConfigError: {words}\n", capsys.readouterr().err)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("benchmark", [arguments, link_faults])

@@ -290,11 +290,6 @@ def test_a_test_that_cannot_fail_is_found(body, wrong):
     assert house.toothless(source) == (["line 1: test_a"] if wrong else [])
 
 
-def test_names_of_test_files_are_unique():
-    names = [path.name for path in files("tests") if path.name.startswith("test_")]
-    assert sorted(set(names)) == sorted(names)
-
-
 def project_text():
     """Every text of the project but this file and its helper, which spell the words out."""
     suffixes = (".py", ".sh", ".yml", ".md", ".txt", ".toml")

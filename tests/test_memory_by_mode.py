@@ -1,6 +1,5 @@
 """benchmarks/memory_by_mode.py: what a mode may add; programs that are alike compile once."""
 
-import functools
 from types import SimpleNamespace
 
 import jax
@@ -16,56 +15,49 @@ MIB = 2**20
 COUNT = MIB // 4  # float32 of one MiB
 
 
-def parts(names, kept_mib, told):
+def parts(names, told=lambda name: None, kept_mib=8):
     """Of a run whose programs multiply one MiB each, beside `kept_mib` of other state; one
-    named in capitals gives two."""
+    named in capitals gives two. told: is called with the name of what is compiled."""
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     x, state = (
-        jax.ShapeDtypeStruct((n,), jnp.float32, sharding=sharding)
-        for n in (COUNT, COUNT * kept_mib)
+        jax.ShapeDtypeStruct((COUNT * mib,), jnp.float32, sharding=sharding)
+        for mib in (1, kept_mib)
     )
 
-    def scaled(x, i, name):
-        return jnp.concatenate([x] * (1 + name.isupper())) * (i + 2)
+    def program(i, name):
+        def scaled(x):
+            return jnp.concatenate([x] * (1 + name.isupper())) * (i + 2)
 
-    programs = [
-        Program(
-            name,
-            functools.partial(scaled, i=i, name=name),
-            on_compile=lambda name, *_: told.append(name),
-        )
-        for i, name in enumerate(names)
-    ]
-    calls = [Call(program, (x,), 1) for program in programs]
+        return Program(name, scaled, on_compile=lambda name, *_: told(name))
+
+    calls = [Call(program(i, name), (x,), 1) for i, name in enumerate(names)]
     plans = [SimpleNamespace(fragment=SimpleNamespace(size=mib * 2 * COUNT)) for mib in (3, 5)]
-    return SimpleNamespace(
-        trainer=SimpleNamespace(
-            calls=lambda batch: calls,
-            abstract_state=[x, state],
-            layout=SimpleNamespace(plans=plans),
-        ),
-        batch=None,
-        mesh=SimpleNamespace(size=4, shape={"diloco": 2}),
+    trainer = SimpleNamespace(
+        calls=lambda batch: calls,
+        abstract_state=[x, state],
+        layout=SimpleNamespace(plans=plans),
     )
+    mesh = SimpleNamespace(size=4, shape={"diloco": 2})
+    return SimpleNamespace(trainer=trainer, batch=None, mesh=mesh)
 
 
 def test_a_mode_may_add_its_largest_fragment_and_five_percent():
     """Two MiB of a program and 8 that the run keeps; a fragment of 10 MiB on two devices."""
-    found = memory_by_mode.row(parts(["a"], 8, []), 4 * MIB, {})
+    found = memory_by_mode.row(parts("a"), 4 * MIB, {})
     assert found == ("10", "a", "6", "5", "5")
-    assert memory_by_mode.row(parts(["a"], 8, []), 100 * MIB, {})[-1] == "10"
+    assert memory_by_mode.row(parts("a"), 100 * MIB, {})[-1] == "10"
 
 
 def test_a_mode_needs_what_its_largest_program_needs():
-    found = memory_by_mode.needed(parts(["a", "B", "c"], 8, []), {})
+    found = memory_by_mode.needed(parts("aBc"), {})
     assert found == (11 * MIB, "B")
 
 
 def test_programs_that_are_alike_are_compiled_once():
     """The second run's first program is the first run's; its state is counted for itself."""
     told, compiled = [], {}
-    first, _ = memory_by_mode.needed(parts(["a"], 8, told), compiled)
-    second, _ = memory_by_mode.needed(parts(["a", "b"], 9, told), compiled)
+    first, _ = memory_by_mode.needed(parts("a", told.append), compiled)
+    second, _ = memory_by_mode.needed(parts("ab", told.append, kept_mib=9), compiled)
     assert told == ["a", "b"] and second - first == MIB
 
 

@@ -30,24 +30,20 @@ def test_torch_is_told_the_model_of_the_trainer():
     assert job["spec"]["base_num_decoder_layers"] == 12 and job["batch"] == 4
 
 
-def loop(tmp_path, monkeypatch):
-    script = tmp_path / "loop.py"
-    script.write_text(LOOP)
-    monkeypatch.setattr(peer_torch, "PROCESS", script)
-    return peer_torch.Torch(sys.executable, {}, tmp_path / "log")
+@pytest.fixture
+def torch(tmp_path, monkeypatch):
+    (tmp_path / "loop.py").write_text(LOOP)
+    monkeypatch.setattr(peer_torch, "PROCESS", tmp_path / "loop.py")
+    found = peer_torch.Torch(sys.executable, {}, tmp_path / "log")
+    yield found
+    found.close()
 
 
-def test_a_loop_answers_each_turn_and_its_end_is_an_error_with_its_last_words(
-    tmp_path, monkeypatch
-):
-    torch = loop(tmp_path, monkeypatch)
-    try:
-        assert torch.ready["parameters"] == 7
-        assert [torch.step()["wall"], torch.step()["wall"]] == [0.5, 1.5]
-        with pytest.raises(RowError, match="ended with 1: out of memory"):
-            torch.step()
-    finally:
-        torch.close()
+def test_a_loop_answers_each_turn_and_its_end_is_an_error_with_its_last_words(torch):
+    assert torch.ready["parameters"] == 7
+    assert [torch.step()["wall"], torch.step()["wall"]] == [0.5, 1.5]
+    with pytest.raises(RowError, match="ended with 1: out of memory"):
+        torch.step()
 
 
 def test_models_of_different_size_are_not_compared():
@@ -68,17 +64,13 @@ class Ours:
         self.cpu.append(0.5)
 
 
-def test_the_report_has_the_ratio_of_medians(tmp_path, monkeypatch):
+def test_the_report_has_the_ratio_of_medians(torch, monkeypatch):
     """torch's steps 0.5 and 1.5 s, ours 0.25: 1.0 / 0.25 = 4; tokens 2048 / 0.25 = 8,192."""
-    torch = loop(tmp_path, monkeypatch)
     monkeypatch.setattr(peer_torch.step_time, "make_batch", lambda *_: None)
+    monkeypatch.setattr(peer_torch, "peak_share", lambda *_: "0.512")
     cfg = types.SimpleNamespace(steps=2, model_name="m", dtype="float32", hardware="cpu")
     ours = Ours()
-    try:
-        walls, cpus = peer_torch.in_turns(ours, torch, cfg, 0.0)
-    finally:
-        torch.close()
+    walls, cpus = peer_torch.in_turns(ours, torch, cfg, 0.0)
     assert walls == {"maxdiloco": [0.25, 0.25], "torch": [0.5, 1.5]}
-    monkeypatch.setattr(peer_torch, "peak_share", lambda *_: "0.512")
     text = peer_torch.report(cfg, ours, torch.ready, walls, cpus, {"torch": 9.0})
     assert all(words in text for words in ("s 4.000", "time 2.000", "8,192", "0.512", "2, half"))

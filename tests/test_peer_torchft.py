@@ -7,12 +7,13 @@ import json
 import pathlib
 import subprocess
 import sys
+import types
 
 import pytest
 from thin_link_rows import measured
 
 from benchmarks import peer_torchft
-from benchmarks.link import command, torchft_process, torchft_rows
+from benchmarks.link import torchft_process, torchft_rows
 from benchmarks.link.rows import Row, RowError
 from maxdiloco.errors import ConfigError
 
@@ -39,11 +40,11 @@ def test_turns_alternate_between_the_trainers_and_begin_and_end_with_both_plain_
 
 def test_the_keys_of_the_model_are_the_trainers_and_torchft_gets_them():
     setup, turns, out = peer_torchft.arguments(["periods=3", "vocab_size=1000"])
-    folder = out / "logs"
-    job = torchft_rows.job(1, ["10.77.0.1", "10.77.0.2"], turns[1][1], setup, folder)
-    assert (
-        not job["exchange"] and torchft_rows.job(0, ["a"], turns[2][1], setup, folder)["exchange"]
+    plain, job = (
+        torchft_rows.job(1, ["10.77.0.1", "10.77.0.2"], row, setup, out / "logs")
+        for _, row in turns[1:3]
     )
+    assert job["exchange"] and not plain["exchange"]
     # 2 periods before the window, 3 in it, 1 for the checks, of 20 steps.
     assert (job["steps"], job["replicas"], job["fast_ms"]) == (6 * 20, 2, 120.0)
     assert set(job["spec"]) == set(torchft_rows.SPEC)
@@ -51,58 +52,41 @@ def test_the_keys_of_the_model_are_the_trainers_and_torchft_gets_them():
     assert json.loads(json.dumps(job)) == job
 
 
-def test_what_a_machine_cannot_do_is_refused_before_anything_is_installed(
-    tmp_path, monkeypatch, capsys
-):
-    """Not as root, say: one line, exit code 2."""
-
-    def check():
-        raise ConfigError("user id 1 may not make network namespaces")
-
-    monkeypatch.setattr(peer_torchft, "check", check)
-    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
-    assert peer_torchft.main([f"out={tmp_path / 'out'}"]) == 2
-    assert capsys.readouterr().err == "ConfigError: user id 1 may not make network namespaces\n"
-    assert not (tmp_path / "out").exists()
-
-
 # -- torchft's environment and process ----------------------------------------------------------
 
 
-def test_an_environment_that_is_there_is_used_again_and_one_of_other_versions_is_not(
-    tmp_path, monkeypatch
-):
-    ran = []
+@pytest.fixture
+def pip(tmp_path, monkeypatch):
+    """What is run to make an environment; `says` is pip's last word, and its failure."""
+    found = types.SimpleNamespace(ran=[], says="")
 
-    def run(command, **_):
-        ran.append(command)
+    def run(command, *, stdout, **_):
+        found.ran.append(command)
         (tmp_path / "venv").mkdir(exist_ok=True)
-        return subprocess.CompletedProcess(command, 0)
+        failed = "pip" in command and found.says
+        print(found.says if failed else "", file=stdout, flush=True)
+        return subprocess.CompletedProcess(command, int(bool(failed)))
 
     monkeypatch.setattr(torchft_rows.subprocess, "run", run)
+    return found
+
+
+def test_an_environment_that_is_there_is_used_again_and_one_of_other_versions_is_not(tmp_path, pip):
     wanted = torchft_rows.REQUIREMENTS
     python = torchft_rows.environment(tmp_path, wanted)
     assert python == tmp_path / "venv" / "bin" / "python"
-    assert [command[:3] for command in ran] == [
+    assert [command[:3] for command in pip.ran] == [
         [sys.executable, "-m", "venv"], [str(python), "-m", "pip"],
     ]  # fmt: skip
-    assert torchft_rows.environment(tmp_path, wanted) == python and len(ran) == 2
+    assert torchft_rows.environment(tmp_path, wanted) == python and len(pip.ran) == 2
     torchft_rows.environment(tmp_path, ("torchft==0.0.1",))
-    assert ran[3][-1] == "torchft==0.0.1"
+    assert pip.ran[3][-1] == "torchft==0.0.1"
 
 
-def test_an_environment_that_pip_cannot_make_is_refused_with_pips_last_line(tmp_path, monkeypatch):
-    def run(command, *, stdout, **_):
-        if "pip" in command:
-            stdout.write("...\nERROR: No matching distribution found for torchft==0.2.0\n")
-            stdout.flush()
-        return subprocess.CompletedProcess(command, int("pip" in command))
-
-    monkeypatch.setattr(torchft_rows.subprocess, "run", run)
-    with pytest.raises(
-        ConfigError,
-        match=f"out={tmp_path}: .* found for torchft==0.2.0 .*pip.log.*needs a package index",
-    ):
+def test_an_environment_that_pip_cannot_make_is_refused_with_pips_last_line(tmp_path, pip):
+    pip.says = "ERROR: No matching distribution found for torchft==0.2.0"
+    words = f"out={tmp_path}: .* found for torchft==0.2.0 .*pip.log.*needs a package index"
+    with pytest.raises(ConfigError, match=words):
         torchft_rows.environment(tmp_path, torchft_rows.REQUIREMENTS)
 
 
@@ -112,15 +96,6 @@ def test_the_process_of_torchft_runs_as_a_file_without_torch_or_a_package_of_our
     code = f"import runpy; runpy.run_path({str(path)!r}, run_name='driver')"
     command = [sys.executable, "-I", "-S", "-c", code]
     assert subprocess.run(command, capture_output=True, text=True).stderr == ""
-
-
-def reports(**changes):
-    """Of two replicas whose two fragments, 0 and 1, were exchanged as they should."""
-    one = {"commits": 12, "participants": 2}
-    return [
-        one | {"exchanged": [[0, 11, 500], [1, 12, 600]]},
-        one | {"exchanged": [[0, 21, 500], [1, 22, 600]]} | changes,
-    ]
 
 
 @pytest.mark.parametrize(
@@ -134,14 +109,16 @@ def reports(**changes):
     ],
 )
 def test_a_torchft_that_does_not_exchange_is_found(changes, message):
-    job = {
-        "steps": 120,
-        "replicas": 2,
-        "spec": {"num_diloco_fragments": 2, "diloco_sync_period": 20},
-    }
-    torchft_rows.check_exchanges(reports(), job)  # 120 steps, one of 2 fragments every 10
+    """120 steps, one of two fragments every 10, of two replicas."""
+    job = {"steps": 120, "replicas": 2}
+    job["spec"] = {"num_diloco_fragments": 2, "diloco_sync_period": 20}
+    one, other = (
+        {"commits": 12, "participants": 2, "exchanged": [[0, value, 500], [1, value + 1, 600]]}
+        for value in (11, 21)
+    )
+    torchft_rows.check_exchanges([one, other], job)
     with pytest.raises(RowError, match=message):
-        torchft_rows.check_exchanges(reports(**changes), job)
+        torchft_rows.check_exchanges([one, other | changes], job)
 
 
 # -- figures ------------------------------------------------------------------------------------

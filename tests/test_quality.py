@@ -2,6 +2,7 @@
 
 import json
 import math
+import types
 
 import pytest
 
@@ -20,67 +21,60 @@ SMALL = SCALE._replace(
 )
 
 
+BOTH = [BY_NAME[DATA_PARALLEL], BY_NAME[DILOCO]]
+
+
 def figures(loss):
     return {"loss": loss, "curve": [[30, 2.0], [60, loss]]}
 
 
-def finish(done, mode, inner, outer, loss, seed=0):
-    done[Row(mode, inner, outer, seed)] = figures(loss)
+def finished(mode, losses, inner=None, seed=0):
+    """Rows of a mode that are done: of inner rates, or with one of those of outer rates."""
+    rates = {rate: (rate, 0.0) if inner is None else (inner, rate) for rate in losses}
+    return {Row(mode, *rates[rate], seed): figures(losses[rate]) for rate in losses}
+
+
+def tuned():
+    """Everything of DiLoCo's is done but the second seed; its best outer rate is 0.4."""
+    done = finished(DATA_PARALLEL, {1.0: 3.0, 2.0: 2.0, 4.0: 2.5})
+    return done | finished(DILOCO, {0.2: 2.4, 0.4: 2.1, 0.8: None}, inner=2.0)
+
+
+def left(some, done):
+    """What is decided and not done."""
+    return [row for row in plan.decided(some, SCALE, done) if row not in done]
 
 
 # -- rows ---------------------------------------------------------------------------------------
 
 
 def test_the_inner_rate_is_tuned_on_data_parallelism_before_anything_else():
-    some = [BY_NAME[DATA_PARALLEL], BY_NAME[DILOCO]]
-    done = {}
-    assert plan.decided(some, SCALE, done) == [
-        Row(DATA_PARALLEL, rate, 0.0, 0) for rate in (1.0, 2.0, 4.0)
-    ]
-    for rate, loss in ((1.0, 3.0), (2.0, 2.0), (4.0, 2.5)):
-        finish(done, DATA_PARALLEL, rate, 0.0, loss)
-    left = [row for row in plan.decided(some, SCALE, done) if row not in done]
-    assert left == [
+    assert left(BOTH, {}) == [Row(DATA_PARALLEL, rate, 0.0, 0) for rate in (1.0, 2.0, 4.0)]
+    done = finished(DATA_PARALLEL, {1.0: 3.0, 2.0: 2.0, 4.0: 2.5})
+    assert left(BOTH, done) == [
         *(Row(DILOCO, 2.0, rate, 0) for rate in (0.2, 0.4, 0.8)),
         Row(DATA_PARALLEL, 2.0, 0.0, 1),
     ]
 
 
 def test_a_grid_whose_best_is_at_its_end_grows_there():
-    done = {}
-    for rate, loss in ((1.0, 3.0), (2.0, 2.5), (4.0, 2.0)):
-        finish(done, DATA_PARALLEL, rate, 0.0, loss)
-    some = [BY_NAME[DATA_PARALLEL]]
-    assert Row(DATA_PARALLEL, 8.0, 0.0, 0) in plan.decided(some, SCALE, done)
-    finish(done, DATA_PARALLEL, 8.0, 0.0, 2.1)
-    assert plan.chosen(some[0], SCALE, done) == Row(DATA_PARALLEL, 4.0, 0.0, 0)
-
-
-def tuned():
-    """Everything of DiLoCo's is done but the second seed; its best outer rate is 0.4."""
-    done = {}
-    for rate, loss in ((1.0, 3.0), (2.0, 2.0), (4.0, 2.5)):
-        finish(done, DATA_PARALLEL, rate, 0.0, loss)
-    for rate, loss in ((0.2, 2.4), (0.4, 2.1), (0.8, None)):
-        finish(done, DILOCO, 2.0, rate, loss)
-    return done
+    done = finished(DATA_PARALLEL, {1.0: 3.0, 2.0: 2.5, 4.0: 2.0})
+    assert Row(DATA_PARALLEL, 8.0, 0.0, 0) in left(BOTH[:1], done)
+    done |= finished(DATA_PARALLEL, {8.0: 2.1})
+    assert plan.chosen(BOTH[0], SCALE, done) == Row(DATA_PARALLEL, 4.0, 0.0, 0)
 
 
 def test_the_best_rate_runs_with_the_other_seeds_and_what_diverged_is_never_best():
-    some = [BY_NAME[DATA_PARALLEL], BY_NAME[DILOCO]]
     done = tuned()
-    left = [row for row in plan.decided(some, SCALE, done) if row not in done]
-    assert left == [Row(DATA_PARALLEL, 2.0, 0.0, 1), Row(DILOCO, 2.0, 0.4, 1)]
-    assert not plan.is_over(some, SCALE, done)
-    for row in left:
-        done[row] = figures(2.0)
-    assert plan.is_over(some, SCALE, done)
+    rows_left = left(BOTH, done)
+    assert rows_left == [Row(DATA_PARALLEL, 2.0, 0.0, 1), Row(DILOCO, 2.0, 0.4, 1)]
+    assert not plan.is_over(BOTH, SCALE, done)
+    assert plan.is_over(BOTH, SCALE, done | dict.fromkeys(rows_left, figures(2.0)))
 
 
 def test_a_mode_may_take_a_part_of_the_best_rate_of_another():
     quarter = BY_NAME["delayed, a quarter of it"]
-    left = [row for row in plan.decided([quarter], SCALE, tuned()) if row not in tuned()]
-    assert left == [Row(quarter.name, 2.0, 0.1, 0)]
+    assert left([quarter], tuned()) == [Row(quarter.name, 2.0, 0.1, 0)]
 
 
 def test_every_row_is_accepted_by_the_trainer_and_reads_as_many_tokens_a_step():
@@ -139,35 +133,28 @@ def found_of(done, names=(DATA_PARALLEL, DILOCO)):
     return table.results(some, SCALE, done, sent)
 
 
+def cells(done):
+    """Of DiLoCo's row of the table."""
+    line = table.table(found_of(done), SCALE).splitlines()[3]
+    return [cell.strip() for cell in line.split("|")[1:-1]]
+
+
 def test_the_table_has_mean_spread_difference_and_bytes():
     """DiLoCo: (2.1 + 2.3) / 2 = 2.2, 10 % above 2.0; deviation 0.2 / sqrt(2); 2 N 60 / (8 N)."""
-    done = tuned()
-    finish(done, DATA_PARALLEL, 2.0, 0.0, 2.0, seed=1)
-    finish(done, DILOCO, 2.0, 0.4, 2.3, seed=1)
-    lines = table.table(found_of(done), SCALE).splitlines()
-    assert [cell.strip() for cell in lines[3].split("|")[1:6]] == [
-        DILOCO, "0.4", "2.2000", "0.1414", "+10.00%",
-    ]  # fmt: skip
-    assert lines[3].split("|")[-2].strip() == "15"
-    assert "0.2: 2.4000, 0.4: 2.1000, 0.8: diverged" in table.sweeps(
-        [BY_NAME[DATA_PARALLEL], BY_NAME[DILOCO]], SCALE, done
-    )
+    done = tuned() | finished(DATA_PARALLEL, {2.0: 2.0}, seed=1)
+    done |= finished(DILOCO, {0.4: 2.3}, inner=2.0, seed=1)
+    found = cells(done)
+    assert found[:5] == [DILOCO, "0.4", "2.2000", "0.1414", "+10.00%"] and found[-1] == "15"
+    sweeps = table.sweeps(BOTH, SCALE, done)
+    assert "0.2: 2.4000, 0.4: 2.1000, 0.8: diverged" in sweeps
 
 
-def test_a_seed_is_compared_with_the_same_seed():
+def test_a_seed_is_compared_with_the_same_seed_and_those_that_are_missing_are_said():
     """DiLoCo has seed 0 alone, 2.1, where data parallelism has 2.0, and 1.5 at seed 1."""
-    done = tuned()
-    finish(done, DATA_PARALLEL, 2.0, 0.0, 1.5, seed=1)
-    line = table.table(found_of(done), SCALE).splitlines()[3]
-    assert [cell.strip() for cell in line.split("|")[3:6]] == [
-        "2.1000", "one seed (1 of 2 seeds)", "+5.00%",
-    ]  # fmt: skip
-
-
-def test_seeds_that_are_missing_are_said_and_modes_without_a_best_rate_left_out():
-    done = tuned()
-    lines = table.table(found_of(done, (DATA_PARALLEL, DILOCO, DELAYED)), SCALE)
-    assert "(1 of 2 seeds)" in lines and DELAYED not in lines
+    done = tuned() | finished(DATA_PARALLEL, {2.0: 1.5}, seed=1)
+    assert cells(done)[2:5] == ["2.1000", "one seed (1 of 2 seeds)", "+5.00%"]
+    # A mode without a best rate is left out.
+    assert DELAYED not in table.table(found_of(done, (DATA_PARALLEL, DILOCO, DELAYED)), SCALE)
 
 
 def test_the_figures_have_a_line_for_every_mode():
@@ -190,17 +177,10 @@ def test_rows_are_stored_and_those_of_another_setup_refused(tmp_path):
         quality.stored(quality.arguments([f"out={tmp_path}", "steps=90"]))
 
 
-class Over:
-    """A run that is over. code: its exit code."""
-
-    def __init__(self, code):
-        self.returncode = code
-
-
 def result(tmp_path, code, evaluated):
     run = object.__new__(rows.Run)
     run.row, run._folder, run._scale = Row(DILOCO, 2.0, 0.4, 0), tmp_path, SMALL
-    run._process, run._began = Over(code), 0.0
+    run._process, run._began = types.SimpleNamespace(returncode=code), 0.0
     (tmp_path / "log").write_text("line\n" * 20 + "last words")
     (tmp_path / "run").mkdir(exist_ok=True)
     lines = [{"step": step, "learning/loss": 1.5, "eval/loss": loss} for step, loss in evaluated]

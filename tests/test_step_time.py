@@ -1,12 +1,13 @@
 """The benchmark of a step: what it prints and checks, and that it needs few packages."""
 
-import importlib.util
 import os
 import pathlib
 import subprocess
 import sys
 
 import pytest
+
+from benchmarks import step_time
 
 ROOT = pathlib.Path(__file__).parent.parent
 PROGRAM = ROOT / "benchmarks" / "step_time.py"
@@ -44,16 +45,6 @@ def without_packages(program, *argv):
     )
 
 
-@pytest.fixture(scope="module")
-def step_time():
-    """The program as a module."""
-    spec = importlib.util.spec_from_file_location("step_time", PROGRAM)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["step_time"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_both_trainers_side_by_side_without_the_packages_of_the_trainer():
     """Two emulated slices; the plain step costs no more than data parallelism on one slice."""
     ran = without_packages(PROGRAM, *SMALL, "dcn_diloco_parallelism=2")
@@ -73,23 +64,26 @@ def test_the_absent_packages_are_absent():
     assert ran.returncode == 1 and "ModuleNotFoundError: etils is absent" in ran.stderr
 
 
-def test_costs_above_the_tolerance(step_time):
+@pytest.mark.parametrize(
+    ("flops", "bytes_accessed", "fine"),
+    [(102.0, 90.0, True), (103.0, 100.0, False), (100.0, 103.0, False)],
+)
+def test_costs_above_the_tolerance(flops, bytes_accessed, fine):
     """2 % of 100 is 2: 102 is no more, 103 is; each of the two counts, and less is welcome."""
     alone = step_time.Cost(100.0, 100.0)
-    for flops, bytes_accessed, fine in (
-        (102.0, 90.0, True), (103.0, 100.0, False), (100.0, 103.0, False)
-    ):
-        assert step_time.is_no_more(step_time.Cost(flops, bytes_accessed), alone) is fine
+    assert step_time.is_no_more(step_time.Cost(flops, bytes_accessed), alone) is fine
 
 
-def test_compared_values_become_configs(step_time):
-    found = step_time.configs([*SMALL, "compare=remat_policy:full,none"])
+def test_compared_values_become_configs_and_flags_win_over_the_benchmark_s_defaults():
+    found = step_time.configs(["dtype=float32", "compare=remat_policy:full,none"])
     assert [(label, cfg.remat_policy) for label, cfg in found] == [
         ("full", "full"), ("none", "none")
     ]
+    cfg = found[0][1]
+    assert (cfg.dtype, cfg.model_name, cfg.max_target_length) == ("float32", "peer25m", 512)
 
 
-def test_both_trainers_take_the_policy_that_fits_diloco(step_time, monkeypatch, capsys, devices):
+def test_both_trainers_take_the_policy_that_fits_diloco(monkeypatch, capsys, devices):
     """A device of known memory: the compiled step is the one that counts, and compiled once."""
     monkeypatch.setattr(step_time.remat_choice, "device_memory", lambda mesh: 2**40)
     [(label, cfg)] = step_time.configs([*SMALL, "dcn_diloco_parallelism=1"])
@@ -102,11 +96,6 @@ def test_both_trainers_take_the_policy_that_fits_diloco(step_time, monkeypatch, 
         assert len(case.compiles) == 1
 
 
-def test_flags_win_over_the_benchmark_s_defaults(step_time):
-    [(_, cfg)] = step_time.configs(["dtype=float32"])
-    assert (cfg.dtype, cfg.model_name, cfg.max_target_length) == ("float32", "peer25m", 512)
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -114,7 +103,7 @@ def test_flags_win_over_the_benchmark_s_defaults(step_time):
         ("num_diloco_replicas=2", "num_diloco_replicas=2: several replicas.*Leave it out"),
     ],
 )
-def test_steps_that_would_not_compare_are_refused(step_time, keys, message):
+def test_steps_that_would_not_compare_are_refused(keys, message):
     """WARM_UP 2 and steps=2 are four steps; the fourth has the exchange."""
     [(label, cfg)] = step_time.configs([*SMALL, "ici_fsdp_parallelism=1", keys])
     with pytest.raises(step_time.ConfigError, match=message):

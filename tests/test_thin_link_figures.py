@@ -26,100 +26,54 @@ def samples(*sent):
     return [Sample(k * 0.05, (n,), (0,)) for k, n in enumerate(sent)]
 
 
-def test_bytes_between_two_moments_are_interpolated():
-    """0.025 s is half of the first 100 bytes, 0.10 s all 300."""
+def test_counts_are_of_any_moments_and_of_spans_of_100_ms():
+    """0.025 s is half of the first 100 bytes, 0.10 s all 300. Of 300 bytes within 0.05 s, 400 are
+    within any 0.1 s: 4,000 a second, not 6,000."""
     sent, received = counters.between(samples(0, 100, 300, 300), 0.025, 0.10)
     assert (sent, received) == ([pytest.approx(250)], [0])
     with pytest.raises(ValueError, match="outside"):
         counters.between(samples(0, 100), 0.01, 0.2)
-
-
-def test_the_peak_is_over_100_ms():
-    """300 bytes within 0.05 s, but 400 within any 0.1 s: 4,000 a second, not 6,000."""
     assert counters.peak(samples(0, 100, 400, 400, 400), 0, 1) == pytest.approx(4000)
     assert counters.peak(samples(0, 100, 400, 400, 400), 0.10, 1) == 0
     assert counters.peak(samples(0, 400, 400), 0, 1) == pytest.approx(4000)
-
-
-def test_bars_are_bytes_of_100_ms_each():
     assert counters.bars(samples(0, 100, 300, 300, 350, 350), 0.0001, 0.2002) == [300, 50]
 
 
-SECOND = 1_000_000  # bytes that a link of 8 Mbit/s carries in a second
+THREE = {"hosts": 3, "delay_ms": 25.0}
 
 
 @pytest.mark.parametrize(
-    ("sizes", "keys", "seconds"),
-    [
-        # tau=0: every byte is waited for.
-        ([SECOND], dict(H=4, lag=0), 1.0),
-        ([SECOND, SECOND // 2], dict(H=4, lag=0), 1.5),
-        # Two steps of 0.2 s hide 0.4 s of each fragment's 1.0 and 0.5 s.
-        ([SECOND, SECOND // 2], dict(H=20, lag=2), 0.6 + 0.1),
-        ([SECOND], dict(H=20, lag=5), 0.0),
-        # Both fragments within one round of 4 * 0.2 s: the link itself is too slow, 1.5 s a period.
-        ([SECOND, SECOND // 2], dict(H=4, lag=4), 0.7),
-        # To two other hosts; and an arrival 0.05 s later, with one fragment.
-        ([SECOND], dict(H=4, lag=0, num_hosts=3), 2.0),
-        ([SECOND], dict(H=4, lag=0, latency_s=0.05), 1.05),
-    ],
-)
-def test_the_predicted_exposure(sizes, keys, seconds):
-    assert figures.exposed_s(sizes, step_s=0.2, mbit=8.0, **keys) == pytest.approx(seconds)
-
-
-def test_an_exchange_behind_another_waits_for_it():
-    """Sends after steps 1 and 2 (mod 2), 0.2 s each, used one step later, 0.3 s on the link each:
-    the link is busy all the time, 0.6 s a period of 0.4.
-    """
-    both = figures.exposed_s([300_000] * 2, H=2, lag=1, step_s=0.2, mbit=8.0)
-    assert both == pytest.approx(0.2)
-
-
-def test_a_ring_over_the_gradients():
-    """Two hosts send the bytes of all gradients once, four 1.5 times."""
-    assert figures.all_reduce_bytes(SECOND, 2) == SECOND
-    assert figures.all_reduce_bytes(SECOND, 4) == 1.5 * SECOND
-
-
-@pytest.mark.parametrize(
-    ("mode", "rate", "milliseconds"),
+    ("mode", "changes", "milliseconds"),
     [
         # 4 MB of gradients a step: 3.2 s.
-        ("data_parallel", "10", 3200.0),
+        ("data_parallel", {}, 3200.0),
         # 1.5 MB a period of 20 steps, all of it waited for: 1.2 s; twice that.
-        ("diloco", "10", 60.0),
-        ("streaming", "10", 60.0),
-        ("streaming", "5", 120.0),
+        ("diloco", {}, 60.0),
+        ("streaming", {}, 60.0),
+        ("streaming", {"rate": "5"}, 120.0),
         # 4 steps of 0.2 s are as long as 1 MB at 10 Mbit/s; at 5 it takes 1.6 s, 0.8 too many, and
         # the other 0.5 MB exactly 0.8 s.
-        ("overlapped", "10", 0.0),
-        ("overlapped", "5", 40.0),
+        ("overlapped", {}, 0.0),
+        ("overlapped", {"rate": "5"}, 40.0),
         # A whole period of 4 s: 2.4 s at 5 Mbit/s fit, 6 s at 2 do not, and 2 s of 20 steps stay.
-        ("eager", "5", 0.0),
-        ("eager", "2", 100.0),
-        *((mode, "unlimited", 0.0) for mode in MODES),
+        ("eager", {"rate": "5"}, 0.0),
+        ("eager", {"rate": "2"}, 100.0),
+        *((mode, {"rate": "unlimited"}, 0.0) for mode in MODES),
+        # Three hosts, 25 ms one way. Data parallelism: 4/3 of 4 MB and 4 turns. DiLoCo: to each of
+        # two others, 2.4 s, and 25 ms once a period; streaming twice. tau=4 hides 0.8 of 1.6 and
+        # of 0.8 s.
+        ("data_parallel", THREE, 4266.667 + 100.0),
+        ("diloco", THREE, 121.25),
+        ("streaming", THREE, 122.5),
+        ("overlapped", THREE, 42.5),
+        ("eager", THREE, 0.0),
     ],
 )
-def test_the_predicted_exposure_of_each_mode(mode, rate, milliseconds):
+def test_the_predicted_exposure_of_each_mode(mode, changes, milliseconds):
     sizes = [1_000_000, 500_000] if mode in ("streaming", "overlapped") else [1_500_000]
-    row = measured(mode, 300.0, rate=rate, fragment_bytes=sizes)
-    assert figures.predicted_ms(row, SETUP, 200.0) == pytest.approx(milliseconds, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("mode", "milliseconds"),
-    [("data_parallel", 4266.667 + 100.0), ("diloco", 121.25), ("streaming", 122.5),
-     ("overlapped", 42.5), ("eager", 0.0)],
-)  # fmt: skip
-def test_the_predicted_exposure_over_three_hosts_with_a_delay(mode, milliseconds):
-    """10 Mbit/s, 25 ms one way. Data parallelism: 4/3 of 4 MB and 4 turns. DiLoCo: to each of two
-    others, 2.4 s, and 25 ms once a period; streaming twice. tau=4 hides 0.8 of 1.6 and of 0.8 s.
-    """
-    sizes = [1_000_000, 500_000] if mode in ("streaming", "overlapped") else [1_500_000]
-    row = measured(mode, 300.0, fragment_bytes=sizes)
-    setup = SETUP | {"hosts": 3, "delay_ms": 25.0}
-    assert figures.predicted_ms(row, setup, 200.0) == pytest.approx(milliseconds, abs=1e-3)
+    row = measured(mode, 300.0, fragment_bytes=sizes) | changes
+    found = figures.predicted_ms(row, SETUP | changes, 200.0)
+    assert found == pytest.approx(milliseconds, abs=1e-3)
 
 
 def test_a_tied_embedding_s_gradient_is_reduced_twice():
@@ -137,23 +91,19 @@ def test_a_tied_embedding_s_gradient_is_reduced_twice():
     assert not figures.result(more, [PLAIN, more], setup).bytes_agree
 
 
-def test_chatter_is_what_the_plain_steps_send():
-    """90 and 110 bytes a step, and 140 and 160 when measured again; the exchange's do not count."""
-    again = PLAIN | {"sent_per_step": [140.0, 160.0]}
-    assert figures.chatter([PLAIN, measured("eager", 201.0), again]) == 125
-
-
 def test_a_row_beside_the_plain_step():
     """1.5 MB at 10 Mbit/s are 1.2 s, 60 ms of each of 20 steps; 250 ms is 50 above the plain 200.
     1,100 bytes less the chatter of 100 against 950.
     """
     row = measured("streaming", 250.0, claimed_per_step=950.0)
-    again = PLAIN | {"step_ms": 204.0}
     one = figures.result(row, [PLAIN, row], SETUP)
     assert one.utilisation == pytest.approx(0.8)
     assert (one.exposed_ms, one.predicted_ms) == (pytest.approx(50), pytest.approx(60))
     assert one.claimed_ratio == pytest.approx(1000 / 950)
+    # The plain steps measured again: 140 and 160 bytes a step.
+    again = PLAIN | {"step_ms": 204.0, "sent_per_step": [140.0, 160.0]}
     assert figures.plain_ms([PLAIN, row, again]) == pytest.approx(202)
+    assert figures.chatter([PLAIN, row, again]) == 125
     cells = figures.cells(row, [PLAIN, row], SETUP)
     assert cells == [
         "streaming, tau=0, float32, program", "10", "20", "250.0", "80.0%", "50.0", "60.0", "0.83",

@@ -12,19 +12,6 @@ from maxdiloco.data import shards, tokenizer
 from maxdiloco.data.sources import opening
 
 
-def made(out):
-    """The tokenizer that a run with out as its tokenizer_path has."""
-    return tokenizer.build(
-        types.SimpleNamespace(
-            tokenizer_type="huggingface",
-            tokenizer_path=str(out),
-            vocab_size=10**6,
-            add_bos=True,
-            add_eos=True,
-        )
-    )
-
-
 @pytest.fixture
 def source(tmp_path):
     """A text file and a .jsonl file."""
@@ -42,7 +29,9 @@ def test_the_same_text_gives_the_same_file_and_every_text_comes_back(source, tmp
     line = capsys.readouterr().out.splitlines()[-1]
     assert "280 tokens from 2 documents, 0.0 MB. Train with tokenizer_type=huggingface" in line
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
-    found = made(tmp_path / "a.json")
+    keys = dict(tokenizer_type="huggingface", tokenizer_path=str(tmp_path / "a.json"))
+    keys |= dict(vocab_size=10**6, add_bos=True, add_eos=True)
+    found = tokenizer.build(types.SimpleNamespace(**keys))
     assert (found.bos, found.eos, found.vocab_size) == (0, 1, 280)
     assert found.decode(found.encode("no such word ☃\0")) == "no such word ☃\0"
     assert len(found.encode(" the")) == 1 < len(found.encode(" qxz"))

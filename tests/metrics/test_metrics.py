@@ -31,7 +31,8 @@ def write(folder, steps, **options):
 
 
 def test_a_row_is_an_object_that_is_in_the_file_when_write_returns(folder):
-    writer(folder).write(10, {"learning/loss": 2.5, "dcn/bytes_sent": 4096})
+    rows = writer(folder)  # which is not closed
+    rows.write(10, {"learning/loss": 2.5, "dcn/bytes_sent": 4096})
     assert folder.metrics.read_text() == (
         '{"step": 10, "learning/loss": 2.5, "dcn/bytes_sent": 4096}\n'
     )

@@ -203,20 +203,3 @@ def test_a_real_cut_takes_a_checkpoint_that_was_not_forced_to_the_disk(ext4, mon
     save_and_cut(ext4, folder, (1,))
     left = folder / "1"
     assert not left.exists() or seal.damage(left) is not None
-
-
-def test_a_disk_that_turns_read_only_leaves_the_checkpoint_that_was_told_to_be_saved(ext4):
-    """As errors=remount-ro does. The journal stops there: a cut takes what is not yet in it."""
-    folder = locate(ext4.path, "run").checkpoints
-    said = []
-    with Checkpointer(folder, max_to_keep=2, say=said.append) as checkpointer:
-        checkpointer.save(1, items(1), {"t": 1}, last=True)
-        ext4.turn_read_only()
-        with pytest.raises(OSError, match="Read-only file system"):
-            (ext4.path / "file").write_text("x")
-        checkpointer.save(2, items(2), {"t": 2})
-        checkpointer.wait()
-    assert len(said) == 1 and "step 2 could not be saved" in said[0]
-    ext4.cut()
-    with Checkpointer(folder, max_to_keep=2) as checkpointer:
-        assert checkpointer.restore(wanted).step == 1
