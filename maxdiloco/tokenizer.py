@@ -41,7 +41,7 @@ class Options(NamedTuple):
 MEANING = {
     "out": "file to write, in the format of Hugging Face's tokenizer.json",
     "vocab_size": "number of tokens; with little text there are fewer",
-    "dataset_type": f"what SOURCE is, as in training: {', '.join(opening.KINDS)}",
+    "dataset_type": "what SOURCE is, as in training: text, parquet or hf",
     "text_column": "field of a .jsonl line, or column of a table, that holds the text",
     "max_corrupted_records": "damaged records that are skipped",
 }
