@@ -183,6 +183,14 @@ def test_products_by_triton_are_those_of_each_expert(A, widths, sizes):
     np.testing.assert_allclose(found, dw_EDF, atol=1e-3)
 
 
+def test_tiles_of_rows_cover_each_expert_once():
+    """Tiles of 4: experts of 5, 0, 4 and 1 rows have 2, 0, 1 and 1; two are left over."""
+    tiles = triton_ragged.tiles_of(jnp.array([5, 0, 4, 1]), num_rows=10, rows=4)
+    assert tiles.expert_T[:4].tolist() == [0, 0, 2, 3]
+    assert tiles.start_T.tolist() == [0, 4, 5, 9, 0, 0]
+    assert tiles.end_T.tolist() == [5, 5, 9, 10, 0, 0]
+
+
 @pytest.mark.parametrize(("dtype", "by_triton"), [(jnp.bfloat16, True), (jnp.float32, False)])
 def test_on_a_gpu_triton_takes_the_product_and_both_gradients(dtype, by_triton, monkeypatch):
     """With gradients as of the array code; float32 stays with it."""
