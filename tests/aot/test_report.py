@@ -159,17 +159,12 @@ def refusals(*programs, chip=CHIP, most=0.2):
     return report.refusals(a_report(*programs, chip=chip), max_exposed_fraction=most)
 
 
-def test_nothing_is_refused_that_is_well():
-    """Positive control of the refusals below."""
-    assert refusals(program(), exchange()) == []
-
-
 def test_too_much_exposed_time_is_refused():
-    """1 of 4 ms is a quarter."""
+    """1 of 4 ms is a quarter. Positive control: nothing is refused that is well."""
     (line,) = refusals(exchange(waited=0.001))
     assert line.startswith("max_exposed_fraction=0.2: inner + exchange exposes 25.0% of its time")
     assert "num_communication_overlapping_steps" in line
-    assert refusals(exchange(waited=0.001), most=0.25) == []
+    assert refusals(exchange(waited=0.001), most=0.25) == refusals(program(), exchange()) == []
 
 
 def test_traffic_over_diloco_in_a_plain_step_is_refused():
@@ -180,11 +175,9 @@ def test_traffic_over_diloco_in_a_plain_step_is_refused():
 
 
 def test_a_program_that_the_compiler_refuses_is_refused():
-    """Positive control: see test_nothing_is_refused_that_is_well."""
-    (line,) = refusals(program(too_big="Ran out of memory.", seconds=None))
-    assert line == "inner is too big for the chip: Ran out of memory."
-    shown = report.lines(a_report(program(too_big="Ran out of memory.", seconds=None)))
-    assert "inner does not fit: Ran out of memory." in shown
+    found = program(too_big="Ran out of memory.", seconds=None)
+    assert refusals(found) == ["inner is too big for the chip: Ran out of memory."]
+    assert "inner does not fit: Ran out of memory." in report.lines(a_report(found))
 
 
 def test_what_was_not_compiled_is_never_shown_as_zero():

@@ -5,6 +5,7 @@ from test_report import CHIP, MIB, a_report, crossing, exchange, memory, program
 
 from maxdiloco.aot import figures, report, verdict
 from maxdiloco.aot.measure import Memory
+from maxdiloco.flags import config
 from maxdiloco.metrics import compiles
 
 JOB = figures.Job(tokens_per_step=4096, flops_per_token=6e6, num_devices=8, tau=1, overlap="none",
@@ -71,6 +72,7 @@ def test_what_is_waited_for_by_design_hides_with_a_larger_tau_and_on_no_link():
     line = "nothing would be exposed with num_communication_overlapping_steps=3 (estimate)"
     assert verdict.lines(found)[-1] == line
     assert verdict.tau_enough(found._replace(period=3)) is None
+    assert verdict.tau_enough(judged(program(), synchronise(0.05, 0.05), tau=0)) is None
     assert "use a longer diloco_sync_period" in verdict.lines(found._replace(period=3))[-2]
 
 
@@ -82,12 +84,6 @@ def test_tau_grows_with_what_a_fragment_takes():
     assert verdict.tau_enough(found) == 3
     assert verdict.bandwidth_enough(found) == 35.0  # 14 / 10 of 25
     assert verdict.tau_enough(judged(program(), step, tau=2, overlap="eager")) is None
-
-
-def test_a_link_too_thin_for_the_period_is_not_helped_by_tau():
-    """50 ms on the link in a period of four steps of 10 ms."""
-    found = judged(program(), synchronise(0.05, 0.05), tau=0)
-    assert verdict.tau_enough(found) is None
 
 
 @pytest.mark.parametrize(("used", "word"), [(900, "fits:"), (930, "fits tightly:")])
@@ -146,8 +142,6 @@ def test_the_compiler_s_message_tells_the_temporaries(message, arguments, found)
 
 
 def test_a_remedy_is_one_that_is_not_yet_on():
-    from maxdiloco.flags import config
-
     cfg = config.load(["remat_policy=full", "per_device_batch_size=1"], {})
     room = (
         "Use more devices in a slice, diloco_outer_memory=pinned_host or "

@@ -27,26 +27,24 @@ def compiled(devices, fn):
 
 
 @pytest.mark.parametrize(
-    ("axis", "size"), [("data", 2), ("fsdp", 4), (("data", "fsdp"), 8)], ids=str
-)
-def test_an_all_reduce_names_its_axes(devices, axis, size):
-    """By a ring each device sends (n - 1) / n of its 32 bytes twice."""
-    (one,) = found(compiled(devices, lambda x: jax.lax.psum(x, axis)))
-    axes = axis if isinstance(axis, tuple) else (axis,)
-    assert (one.kind, one.dtype, one.axes, one.times) == ("all-reduce", "f32", axes, 1)
-    assert one.bytes_sent == 2 * 32 * (size - 1) // size
+    ("fn", "kind", "axes", "bytes_sent"),
+    [
+        # By a ring each device sends (n - 1) / n of its 32 bytes twice.
+        (lambda x: jax.lax.psum(x, "data"), "all-reduce", ("data",), 32),
+        (lambda x: jax.lax.psum(x, "fsdp"), "all-reduce", ("fsdp",), 48),
+        (lambda x: jax.lax.psum(x, ("data", "fsdp")), "all-reduce", ("data", "fsdp"), 56),
+        (lambda x: jax.lax.all_gather(x, "fsdp", tiled=True)[:8], "all-gather", ("fsdp",), 32 * 3),
+        (lambda x: jax.lax.ppermute(x, "data", [(0, 1), (1, 0)]), "collective-permute", ("data",),
+         32),
+    ],
+)  # fmt: skip
+def test_a_collective_has_its_axes_and_bytes(devices, fn, kind, axes, bytes_sent):
+    """Positive control: a program without one."""
+    (one,) = found(compiled(devices, fn))
+    assert (one.kind, one.dtype, one.axes, one.times) == (kind, "f32", axes, 1)
+    assert one.bytes_sent == bytes_sent
     assert one.waits
-
-
-def test_a_gather_sends_the_payload_to_each_other(devices):
-    gather = compiled(devices, lambda x: jax.lax.all_gather(x, "fsdp", tiled=True)[:8])
-    (one,) = found(gather)
-    assert (one.kind, one.axes, one.bytes_sent) == ("all-gather", ("fsdp",), 32 * 3)
-
-
-def test_a_permutation_sends_the_payload_once(devices):
-    (one,) = found(compiled(devices, lambda x: jax.lax.ppermute(x, "data", [(0, 1), (1, 0)])))
-    assert (one.kind, one.axes, one.bytes_sent) == ("collective-permute", ("data",), 32)
+    assert found(compiled(devices, lambda x: 2 * x)) == []
 
 
 def test_a_collective_in_a_scan_counts_at_every_trip(devices):
@@ -55,11 +53,6 @@ def test_a_collective_in_a_scan_counts_at_every_trip(devices):
 
     text = compiled(devices, lambda x: jax.lax.scan(step, x, None, length=5)[0])
     assert [(one.kind, one.times) for one in found(text)] == [("all-reduce", 5)]
-
-
-def test_a_program_without_collectives(devices):
-    """Positive control: the others find theirs."""
-    assert found(compiled(devices, lambda x: 2 * x)) == []
 
 
 FUSED = """%gather.N (p: f32[8]) -> f32[32] {
@@ -88,12 +81,14 @@ def test_pieces_of_one_asynchronous_collective_count_once():
     assert len(found(fused(7, 8), sizes)) == 2
 
 
-def test_devices_that_the_mesh_does_not_have():
-    with pytest.raises(ValueError, match="reaches device 3, but its mesh has 2 devices"):
-        found(fused(7), {"fsdp": 2})
-
-
-def test_a_kind_whose_bytes_are_not_known():
-    text = changed(fused(7), " all-gather(", " collective-broadcast(")
-    with pytest.raises(ValueError, match="%g is a collective-broadcast, whose bytes are not known"):
-        found(text, {"fsdp": 4})
+@pytest.mark.parametrize(
+    ("old", "new", "sizes", "message"),
+    [
+        ("", "", {"fsdp": 2}, "reaches device 3, but its mesh has 2 devices"),
+        (" all-gather(", " collective-broadcast(", {"fsdp": 4},
+         "%g is a collective-broadcast, whose bytes are not known"),
+    ],
+)  # fmt: skip
+def test_what_it_cannot_count(old, new, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        found(fused(7).replace(old, new), sizes)

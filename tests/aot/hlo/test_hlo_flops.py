@@ -8,33 +8,24 @@ from hlo_excerpts import BESIDE_LOOP, changed
 from maxdiloco.aot.hlo import flops, reader
 
 
-def counted(fn, *shapes):
+def layers(x, w_LDD):
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w_LDD)[0]
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes", "expected"),
+    [
+        (lambda x, w: x @ w, [(8, 16), (16, 32)], 2 * 8 * 16 * 32),
+        (lambda x, w: jnp.einsum("bsd,bdh->bsh", x, w), [(3, 8, 16), (3, 16, 4)],
+         3 * 2 * 8 * 16 * 4),
+        (layers, [(8, 16), (5, 16, 16)], 5 * 2 * 8 * 16 * 16),  # XLA's own count has it once
+        (lambda x: jnp.tanh(x).sum(), [(8, 16)], 0),
+    ],
+)  # fmt: skip
+def test_products_have_two_flops_for_each_pair_at_every_trip(fn, shapes, expected):
     args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    return flops.matmul_flops(reader.read(jax.jit(fn).lower(*args).compile().as_text()))
-
-
-def test_a_product_has_two_flops_for_each_pair():
-    assert counted(lambda x, w: x @ w, (8, 16), (16, 32)) == 2 * 8 * 16 * 32
-
-
-def test_a_batched_product():
-    assert counted(lambda x, w: jnp.einsum("bsd,bdh->bsh", x, w), (3, 8, 16), (3, 16, 4)) == (
-        3 * 2 * 8 * 16 * 4
-    )
-
-
-def test_a_product_in_a_scan_counts_at_every_trip():
-    """XLA's own count has it once."""
-
-    def layers(x, w_LDD):
-        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w_LDD)[0]
-
-    assert counted(layers, (8, 16), (5, 16, 16)) == 5 * 2 * 8 * 16 * 16
-
-
-def test_sums_are_no_products():
-    """Positive control of the others: no product, nothing counted."""
-    assert counted(lambda x: jnp.tanh(x).sum(), (8, 16)) == 0
+    text = jax.jit(fn).lower(*args).compile().as_text()
+    assert flops.matmul_flops(reader.read(text)) == expected
 
 
 def product(line, operands):
@@ -52,31 +43,18 @@ def product(line, operands):
     [
         ("f32[8,32]", "f32[8,16]", "f32[16,32]", "dim_labels=bf_io->bf", 2 * 8 * 16 * 32),
         # A batch of 3 as a spatial dim: each output position meets one position of the kernel.
-        (
-            "f32[3,8,4]",
-            "f32[3,8,16]",
-            "f32[3,16,4]",
-            "window={size=3 stride=2 pad=0_0 lhs_dilate=3}, dim_labels=0bf_0io->0bf",
-            3 * 2 * 8 * 16 * 4,
-        ),
+        ("f32[3,8,4]", "f32[3,8,16]", "f32[3,16,4]",
+         "window={size=3 stride=2 pad=0_0 lhs_dilate=3}, dim_labels=0bf_0io->0bf",
+         3 * 2 * 8 * 16 * 4),
         # A true window of 3 over 5 places with padding: 2 + 3 + 3 + 3 + 2 = 13 pairs.
-        (
-            "f32[1,5,4]",
-            "f32[1,5,2]",
-            "f32[3,2,4]",
-            "window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f",
-            13 * 2 * 2 * 4,
-        ),
+        ("f32[1,5,4]", "f32[1,5,2]", "f32[3,2,4]",
+         "window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f",
+         13 * 2 * 2 * 4),
     ],
-)
+)  # fmt: skip
 def test_a_convolution_of_a_tpu(out, lhs, kernel, attributes, expected):
-    line = f"%c = {out} convolution(%a, %b), {attributes}"
-    text = product(line, {"a": lhs, "b": kernel})
+    text = product(f"%c = {out} convolution(%a, %b), {attributes}", {"a": lhs, "b": kernel})
     assert flops.matmul_flops(reader.read(text)) == 8 * expected
-
-
-def test_labels_it_cannot_read():
-    text = product("%c = f32[8,32] convolution(%a, %b), dim_labels=?", {"a": "f32[8,16]",
-                   "b": "f32[16,32]"})  # fmt: skip
+    unknown = text.replace("dim_labels=", "dim_labels=?")
     with pytest.raises(ValueError, match="%c has dim_labels .*, which this reader cannot read"):
-        flops.matmul_flops(reader.read(text))
+        flops.matmul_flops(reader.read(unknown))

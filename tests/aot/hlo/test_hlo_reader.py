@@ -17,8 +17,12 @@ def test_computations_and_the_order_of_entry():
 
 
 def test_an_instruction_in_parts():
+    """Pallas kernels print their metadata over several lines, with unpaired parentheses."""
     module = reader.read(BESIDE_LOOP)
-    fusion = module.computation("body.1")["fusion.5"]
+    body = module.computation("body.1")
+    assert len(body.instructions) == 8
+    assert "jit(step)/while/body" in body["get-tuple-element.11"].attributes
+    fusion = body["fusion.5"]
     assert fusion.shape == "bf16[8,64]{1,0:T(8,128)(2,1)S(1)}"
     assert (fusion.opcode, fusion.operands) == ("fusion", ("get-tuple-element.11",))
     assert fusion.called() == ("fused.1",)
@@ -27,13 +31,6 @@ def test_an_instruction_in_parts():
     assert (loop.attribute("condition"), loop.attribute("body")) == ("condition.1", "body.1")
     assert loop.shape.startswith("(s32[]{:T(128)}, bf16") and loop.estimated_cycles() is None
     assert module.entry["constant.10"].literal == "{0}"
-
-
-def test_attributes_with_line_breaks_belong_to_one_instruction():
-    """Pallas kernels print their metadata over several lines, with unpaired parentheses."""
-    body = reader.read(BESIDE_LOOP).computation("body.1")
-    assert len(body.instructions) == 8
-    assert "jit(step)/while/body" in body["get-tuple-element.11"].attributes
 
 
 def test_branches_are_called():
@@ -78,16 +75,18 @@ def trips(text):
     return loops.trip_count(module, module.entry, module.entry["while.1"])
 
 
-def test_trips_of_a_loop():
-    assert trips(BESIDE_LOOP) == 8
-    assert trips(changed(BESIDE_LOOP, "%constant.9 = s32[]{:T(128)} constant(0)",
-                         "%constant.9 = s32[]{:T(128)} constant(3)")) == 5  # fmt: skip
-    by_three = changed(BESIDE_LOOP, "constant.7 = s32[]{:T(128)} constant(1)",
-                       "constant.7 = s32[]{:T(128)} constant(3)")  # fmt: skip
-    assert trips(by_three) == 3  # 0, 3, 6
-    known = changed(BESIDE_LOOP, "body=%body.1",
-                    'body=%body.1, backend_config={"known_trip_count":{"n":"5"}}')  # fmt: skip
-    assert trips(known) == 5
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("", "", 8),
+        ("%constant.9 = s32[]{:T(128)} constant(0)", "%constant.9 = s32[]{:T(128)} constant(3)", 5),
+        # 0, 3, 6
+        ("constant.7 = s32[]{:T(128)} constant(1)", "constant.7 = s32[]{:T(128)} constant(3)", 3),
+        ("body=%body.1", 'body=%body.1, backend_config={"known_trip_count":{"n":"5"}}', 5),
+    ],
+)
+def test_trips_of_a_loop(old, new, expected):
+    assert trips(changed(BESIDE_LOOP, old, new)) == expected
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,7 @@ def test_what_the_loop_does_not_hide_is_exposed():
     assert exposed(BESIDE_LOOP, gbps=12.5) == pytest.approx(1 - 10 / (2 * 19.98848))
     four = changed(BESIDE_LOOP, "{1,2}x{0:3}", "{1,2,3,4}x{0:3}")
     assert exposed(four) == pytest.approx(1 - 10 / (3 * 19.98848))
-
-
-def test_a_link_fast_enough_is_hidden():
-    assert exposed(BESIDE_LOOP, gbps=51) == 0.0
+    assert exposed(BESIDE_LOOP, gbps=51) == 0.0  # fast enough
 
 
 def test_time_before_the_send_and_after_the_done_hides_nothing():
@@ -45,11 +42,8 @@ def test_a_send_done_before_the_loop_waits_under_one_reading_only():
     moved = [line for line in lines if line not in done]
     text = "\n".join([*moved[:loop], *done, *moved[loop:]])
     assert exposed(text) == pytest.approx(1 - 2 / 19.98848)
-    assert exposed(text, send_done_waits=False) == pytest.approx(1 - 10 / 19.98848)
-
-
-def test_a_recv_done_waits_under_both_readings():
-    assert exposed(BESIDE_LOOP, send_done_waits=False) == pytest.approx(exposed(BESIDE_LOOP))
+    for either in (text, BESIDE_LOOP):  # a recv-done waits under both
+        assert exposed(either, send_done_waits=False) == pytest.approx(1 - 10 / 19.98848)
 
 
 def test_nothing_outside_a_conditional_hides_what_is_inside():
@@ -127,21 +121,6 @@ def test_an_attention_kernel_takes_the_time_of_its_products():
     assert replay.replay(reader.read(other), link).waited == pytest.approx(9.98848e-6)
 
 
-def test_queries_whose_tokens_are_in_the_lanes_are_the_same_products():
-    """[.., 64, 1024] goes in, [.., 1024, 64] comes out: 64 is the head, not the length."""
-    turned = changed(KERNEL, "%q = bf16[2,8,1024,64]", "%q = bf16[2,8,64,1024]")
-    found = [flops_of(kernel) for kernel in (KERNEL, turned)]
-    assert found[1] == found[0] == 3 * 2 * 2 * 8 * 1024 * 1024 * 128 * 10 / 16
-
-
-def flops_of(kernel):
-    """What is counted for the attention kernel in these lines."""
-    text = changed(BESIDE_LOOP, "  %send-done =", kernel + "  %send-done =")
-    pairs = reader.read(text).reached()
-    ((where, item),) = [pair for pair in pairs if pair[1].name.startswith("splash")]
-    return kernels.attention_flops(where, item)
-
-
 EXPERTS = """\
   %x = bf16[4096,256]{1,0} custom-call()
   %w = bf16[8,256,512]{2,1,0} custom-call()
@@ -167,34 +146,38 @@ def test_a_product_of_experts_multiplies_every_row_once():
     assert found == expected
 
 
-def test_a_batch_of_one_sequence_has_no_dim_of_its_own():
-    one = changed(KERNEL, "%q = bf16[2,8,1024,64]{3,2,1,0}", "%q = bf16[8,1024,64]{2,1,0}")
-    one = changed(one, "bf16[2,8,1024,64]{3,2,1,0}) custom", "bf16[8,1024,64]{2,1,0}) custom")
-    assert flops_of(one) == flops_of(KERNEL) / 2
+PRODUCT = 2 * 2 * 8 * 1024 * 1024 * 128  # of two sequences, eight heads, all pairs, 128 lanes
+HALF_OF_QUERIES = [("s8[1,4,4]{2,1,0}", "s8[1,2,4]{2,1,0}"), ("%q, %q, %q)", "%r, %q, %q)")]
 
 
-@pytest.mark.parametrize(("name", "products"), [("dq", 3), ("dkv", 4)])
-def test_devices_that_share_sequences_share_their_products(name, products):
-    """512 queries of 1024 keys, 2 by 4 blocks of 256: half of what a device with all would compute.
-    The gradients of the keys are of all 1024."""
-    here = changed(KERNEL, "s8[1,4,4]{2,1,0}", "s8[1,2,4]{2,1,0}")
-    here = changed(here, "%blocks, %q, %q, %q", "%blocks, %r, %q, %q").replace("_dq_", f"_{name}_")
-    here += "  %r = bf16[2,8,512,64]{3,2,1,0} custom-call()\n"
-    if name == "dq":
-        here = changed(here, "bf16[2,8,1024,64]{3,2,1,0}) custom", "bf16[2,8,512,64]) custom")
-    assert flops_of(here) == products * 2 * 2 * 8 * 1024 * 1024 * 128 * 10 / 16 / 2
-
-
-def test_a_window_of_blocks_is_what_a_kernel_computes():
-    """Two of four blocks a row: 1 + 2 + 2 + 2 of 16."""
-    text = changed(BESIDE_LOOP, "  %send-done =", KERNEL + "  %send-done =")
-    text = changed(text, "s8[1,4,4]", "s8[1,4,2]")
-    computations = reader.read(text)
-    (where, item), *_ = [
-        pair for pair in computations.reached() if pair[1].name.startswith("splash")
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ([], 3 * PRODUCT * 10 / 16),
+        # Tokens in the lanes: [.., 64, 1024] goes in, [.., 1024, 64] comes out.
+        ([("%q = bf16[2,8,1024,64]", "%q = bf16[2,8,64,1024]")], 3 * PRODUCT * 10 / 16),
+        # A batch of one sequence has no dim of its own.
+        ([("%q = bf16[2,8,1024,64]{3,2,1,0}", "%q = bf16[8,1024,64]{2,1,0}"),
+          ("bf16[2,8,1024,64]{3,2,1,0}) custom", "bf16[8,1024,64]{2,1,0}) custom")],
+         3 * PRODUCT * 10 / 16 / 2),
+        # A window: two of four blocks a row, 1 + 2 + 2 + 2 of 16.
+        ([("s8[1,4,4]", "s8[1,4,2]")], 3 * PRODUCT * 7 / 16),
+        # Devices that share sequences share their products: 512 queries of 1024 keys, 2 by 4 blocks
+        # of 256. The gradients of the keys are of all 1024.
+        ([*HALF_OF_QUERIES, ("bf16[2,8,1024,64]{3,2,1,0}) custom", "bf16[2,8,512,64]) custom")],
+         3 * PRODUCT * 10 / 16 / 2),
+        ([*HALF_OF_QUERIES, ("_dq_", "_dkv_")], 4 * PRODUCT * 10 / 16 / 2),
+    ],
+)  # fmt: skip
+def test_products_of_an_attention_kernel(changes, expected):
+    kernel = KERNEL + "  %r = bf16[2,8,512,64]{3,2,1,0} custom-call()\n"
+    for old, new in changes:
+        kernel = changed(kernel, old, new)
+    text = changed(BESIDE_LOOP, "  %send-done =", kernel + "  %send-done =")
+    ((where, item),) = [
+        pair for pair in reader.read(text).reached() if pair[1].name.startswith("splash")
     ]
-    flops = 3 * 2 * 2 * 8 * 1024 * 1024 * 128
-    assert kernels.attention_flops(where, item) == pytest.approx(flops * 7 / 16)
+    assert kernels.attention_flops(where, item) == expected
 
 
 def test_what_goes_to_a_sparse_core_has_no_estimate():
