@@ -5,13 +5,13 @@ import math
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from models.tiny_model import mesh_of
 
 from maxdiloco.data import pipeline, tokenizer
 from maxdiloco.data.token_text import bytes_of_tokens
 from maxdiloco.flags import config
-from maxdiloco.flags.checks import AXES
 from maxdiloco.models import transformer
 from maxdiloco.trainer.evaluate import Evaluation, Totals
 
@@ -46,61 +46,58 @@ def test_a_byte_is_one_byte_and_the_start_of_a_document_is_none():
     assert found.dtype == np.int32 and found.sum() == 256 and found[256:].sum() == 0
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 5])
-def test_an_untrained_model_pays_the_logarithm_of_its_vocabulary(tmp_path, num_bytes):
+@pytest.fixture
+def evaluate(tmp_path):
+    """(model, evaluate): the totals of parameters on a text; more keys are Evaluation's."""
+    path = tmp_path / "a.txt"
+    cfg = config.load([*SIZES, f"eval_dataset_path={path}"], {})
+    model = transformer.build(cfg, backend="cpu")
+
+    def totals(params, text, mesh, **keys):
+        path.write_text(text)
+        evaluation = Evaluation(
+            model, mesh, model.spec.rules, length=8, on_compile=lambda *_: None, **keys
+        )
+        return evaluation(params, pipeline.open_dataset(cfg, split="eval"))
+
+    return model, totals
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5])
+def test_an_untrained_model_pays_the_logarithm_of_its_vocabulary(evaluate, devices, num_bytes):
     """Zero weights: ln V nats a target. 20 letters and the start of their document are two windows
     of 8 tokens, of which 7 targets count in each. Here each letter stands for some bytes."""
-    (tmp_path / "a.txt").write_text("a" * 20)
-    cfg = config.load([*SIZES, f"eval_dataset_path={tmp_path / 'a.txt'}"], {})
-    model = transformer.build(cfg, backend="cpu")
-    params = jax.tree.map(
-        lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(model.init, jax.random.key(0))
-    )
-    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1, 1, 1, 1), AXES)
+    model, totals = evaluate
+    zeros = jax.tree.map(np.zeros_like, model.init(jax.random.key(0)))
     bytes_V = np.zeros(257, np.int32)
     bytes_V[ord("a")] = num_bytes
-    evaluation = Evaluation(
-        model,
-        mesh,
-        model.spec.rules,
-        rows=3,
-        length=8,
-        num_sequences=-1,
-        token_bytes=bytes_V,
-        on_compile=lambda *_: None,
+    found = totals(
+        zeros, "a" * 20, mesh_of(devices), rows=3, num_sequences=-1, token_bytes=bytes_V
     )
-    totals = evaluation(params, pipeline.open_dataset(cfg, split="eval"))
-    assert (totals.tokens, totals.num_bytes) == (14, 14 * num_bytes)
-    assert totals.loss == pytest.approx(math.log(257), rel=1e-6)
+    assert (found.tokens, found.num_bytes) == (14, 14 * num_bytes)
+    assert found.loss == pytest.approx(math.log(257), rel=1e-6)
 
 
-def test_each_slot_evaluates_its_own_parameters_on_its_own_sequences(tmp_path, devices):
+def test_each_slot_evaluates_its_own_parameters_on_its_own_sequences(evaluate, devices):
     """Two slots of one device, two windows: slot m adds up the loss of model m on window m. With
     one model in both slots it is the evaluation of that model. Control: of the other model it is
     another loss."""
-    (tmp_path / "a.txt").write_text("the quick fox ")  # and the start of the document: 15 tokens
-    cfg = config.load([*SIZES, f"eval_dataset_path={tmp_path / 'a.txt'}"], {})
-    model = transformer.build(cfg, backend="cpu")
+    model, totals = evaluate
     first, second = (model.init(jax.random.key(seed)) for seed in (0, 1))
-    text = pipeline.open_dataset(cfg, split="eval")
-    mesh = Mesh(np.array(devices[:2]).reshape(2, 1, 1, 1, 1, 1), AXES)
+    mesh = mesh_of(devices, diloco=2)
 
-    def totals(params, *, sequences, of_slots):
-        evaluation = Evaluation(
-            model, mesh, model.spec.rules, rows=2, length=8, num_sequences=sequences,
-            token_bytes=np.ones(257, np.int32), of_slots=of_slots, on_compile=lambda *_: None,
+    def of(params, *, sequences=2, of_slots=False):
+        where = NamedSharding(mesh, P("diloco") if of_slots else P())
+        text = "the quick fox "  # and the start of the document: 15 tokens
+        return totals(
+            jax.device_put(params, where), text, mesh, rows=2, num_sequences=sequences,
+            token_bytes=np.ones(257, np.int32), of_slots=of_slots,
         )  # fmt: skip
-        spec = P("diloco") if of_slots else P()
-        return evaluation(jax.device_put(params, NamedSharding(mesh, spec)), text)
 
     def of_slots(*params):
-        stacked = jax.tree.map(lambda *x: np.stack(x), *params)
-        return totals(stacked, sequences=2, of_slots=True)
+        return of(jax.tree.map(lambda *x: np.stack(x), *params), of_slots=True)
 
-    window_0, both, others = (
-        totals(params, sequences=n, of_slots=False)
-        for params, n in ((second, 1), (second, 2), (first, 1))
-    )
+    window_0, both, others = of(second, sequences=1), of(second), of(first, sequences=1)
     found = of_slots(first, second)
     expected = others.cross_entropy + both.cross_entropy - window_0.cross_entropy
     assert found.cross_entropy == pytest.approx(expected, rel=1e-6)

@@ -54,20 +54,16 @@ def test_hosts_of_a_torus_read_their_rows_and_feed_their_devices():
     assert count == M * B
 
 
-def test_rows_that_several_devices_of_a_process_hold_are_read_once():
-    """Tensor parallel devices share rows."""
+def test_a_row_of_another_process_is_no_row_of_this_one():
+    """Asking for it is an error, not some other row. Rows that several devices hold are read
+    once."""
     shards = [(slice(2, 4), slice(None)), (slice(2, 4), slice(None)), (slice(0, 1), slice(None))]
     (rows,) = feeding.rows_of(shards, (6, 8))
     assert rows.tolist() == [0, 2, 3]
-
-
-def test_a_row_of_another_process_is_no_row_of_this_one():
-    """Asking for it is an error, not some other row."""
-    rows = feeding.rows_of([(slice(2, 4), slice(None))], (6, 8))
-    positions = feeding.positions_of(rows, (6, 8))
-    local = np.arange(16).reshape(2, 8)
+    positions = feeding.positions_of((rows,), (6, 8))
+    local = np.arange(24).reshape(3, 8)
     shard = feeding.take_shard(local, positions, (slice(3, 4), slice(0, 4)))
-    assert np.array_equal(shard, local[1:, :4])
+    assert np.array_equal(shard, local[2:, :4])
     with pytest.raises(IndexError):
         feeding.take_shard(local, positions, (slice(3, 5), slice(None)))
 

@@ -32,8 +32,7 @@ def test_a_step_moves_the_routed_bias_by_the_sign_of_the_load_of_all_micro_batch
     new, _, metrics = tiny_model.compiled(step)(params, rule.init(params), batch)
 
     loss = tiny_model.compiled(model.loss)
-    halves = [{name: x[part] for name, x in tiny_model.batch().items()} for part in (
-        slice(0, 2), slice(2, 4))]  # fmt: skip
+    halves = (jax.tree.map(lambda x, at=at: x[at : at + 2], tiny_model.batch()) for at in (0, 2))
     of_halves = [loss(params, half)[1] for half in halves]
     counts_lE = sum(np.asarray(aux["expert_counts"]) for aux in of_halves)
     before, after = (tree["layers"]["moe"]["routed_bias"] for tree in (params, new))
@@ -90,24 +89,19 @@ def test_metrics_of_experts_have_their_own_names_in_a_row():
     assert "tokens" not in row and "learning/moe/dropped_tokens" not in row
 
 
-def test_flops_count_the_experts_that_a_token_uses():
-    """As a dense layer of twice an expert's width beside the router, D E of it a layer."""
+def test_flops_and_active_parameters_are_those_of_a_tokens_experts():
+    """Two layers of eight experts of 3 * 16 * 32 values, of which a token uses two: as a dense
+    layer of twice an expert's width beside the router, D E of it a layer."""
     sizes = ["base_num_decoder_layers=2", "base_emb_dim=16", "use_qk_norm=false"]
     moe = ["num_experts=8", "num_experts_per_tok=2", "base_moe_mlp_dim=32"]
-    found = []
-    for keys in (moe, ["base_mlp_dim=64"]):
+
+    def built(keys):
         cfg = config.load([*sizes, *keys], {})
         model = transformer.build(cfg, backend="cpu")
-        params = jax.eval_shape(model.init, jax.random.key(0))
-        found.append(flops.flops_per_token(cfg, params))
-    assert found[0] - found[1] == 6 * 2 * 16 * 8
+        return cfg, model, jax.eval_shape(model.init, jax.random.key(0))
 
-
-def test_active_parameters_are_those_of_a_tokens_experts():
-    """Two layers of eight experts of 3 * 16 * 32 values, of which a token uses two."""
-    keys = ["base_num_decoder_layers=2", "base_emb_dim=16", "num_experts=8"]
-    cfg = config.load([*keys, "num_experts_per_tok=2", "base_moe_mlp_dim=32"], {})
-    model = transformer.build(cfg, backend="cpu")
-    params = jax.eval_shape(model.init, jax.random.key(0))
+    (cfg, model, params), (dense, _, dense_params) = built(moe), built(["base_mlp_dim=64"])
+    of_router = flops.flops_per_token(cfg, params) - flops.flops_per_token(dense, dense_params)
+    assert of_router == 6 * 2 * 16 * 8
     unused = 2 * 6 * 3 * 16 * 32
     assert flops.active_parameters(cfg, params) == transformer.count_parameters(model) - unused

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.flags import base_yml, checks
+from maxdiloco.flags import config as base
 from maxdiloco.parallel.mesh import AXES
 from maxdiloco.parallel.sharding import DEFAULT_RULES, optimizer_shardings, parameter_shardings
 from maxdiloco.trainer import optimizer
@@ -45,23 +46,12 @@ def model():
 
 
 def config(**changes):
+    """As in base.yml, but a constant rate of 0.1, no decay and no clipping."""
     keys = dict(
-        opt_type="adamw",
-        learning_rate=0.1,
-        warmup_steps_fraction=0.0,
-        warmup_steps=-1,
-        lr_schedule_type="cosine",
-        wsd_decay_steps_fraction=0.1,
-        wsd_decay_style="linear",
-        learning_rate_final_fraction=1.0,
-        learning_rate_schedule_steps=-1,
-        adam_b1=0.9,
-        adam_b2=0.99,
-        adam_eps=1e-8,
-        adam_weight_decay=0.0,
-        gradient_clipping_threshold=0.0,
-    )
-    return SimpleNamespace(**keys | changes)
+        learning_rate=0.1, warmup_steps_fraction=0.0, learning_rate_final_fraction=1.0,
+        adam_weight_decay=0.0, gradient_clipping_threshold=0.0,
+    )  # fmt: skip
+    return SimpleNamespace(**base.from_dict({}).as_dict() | keys | changes)
 
 
 def tree(make):
@@ -73,13 +63,9 @@ def random(seed):
     return tree(lambda shape: rng.standard_normal(shape).astype(np.float32))
 
 
-def build(cfg, model):
-    return optimizer.build(cfg, model=model)
-
-
 def run(cfg, model, params, gradients):
     """Parameters after one step for each gradient."""
-    rule = build(cfg, model)
+    rule = optimizer.build(cfg, model=model)
     state, schedule = rule.init(params), optimizer.learning_rate_schedule(cfg, 10)
     for count, gradient in enumerate(gradients):
         rate = optimizer.learning_rate(schedule, count)
@@ -88,71 +74,52 @@ def run(cfg, model, params, gradients):
     return params
 
 
-def test_warmup_rises_to_the_peak_and_a_cosine_falls_to_the_final_fraction():
-    """100 steps, a tenth of warmup: t/10 of the peak until step 10, half way down (0.525) at step
-    55, a twentieth at step 100 and after."""
-    cfg = config(warmup_steps_fraction=0.1, learning_rate_final_fraction=0.05)
-    schedule = optimizer.learning_rate_schedule(cfg, 100)
-    expected = {1: 0.1, 5: 0.5, 10: 1.0, 55: 0.525, 100: 0.05, 101: 0.05, 1000: 0.05}
-    for t, fraction in expected.items():
-        assert float(schedule(t - 1)) == pytest.approx(0.1 * fraction, rel=1e-6)
-    lower = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * 20 / 90))
-    assert float(schedule(29)) == pytest.approx(0.1 * lower, rel=1e-6)
+def half_a_cosine(progress, last):
+    return last + (1 - last) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def test_the_schedule_may_be_shorter_than_the_run():
-    cfg = config(learning_rate_final_fraction=0.2, learning_rate_schedule_steps=4)
-    schedule = optimizer.learning_rate_schedule(cfg, 100)
-    found = [float(schedule(count)) / 0.1 for count in range(6)]
-    root = 0.4 * math.cos(math.pi / 4)
-    assert found == pytest.approx([0.6 + root, 0.6, 0.6 - root, 0.2, 0.2, 0.2], rel=1e-6)
-
-
-def test_a_warmup_that_fills_the_run_ends_at_the_peak():
-    schedule = optimizer.learning_rate_schedule(config(warmup_steps_fraction=1.0), 4)
-    assert [float(schedule(c)) for c in range(4)] == pytest.approx([0.025, 0.05, 0.075, 0.1])
-
-
-@pytest.mark.parametrize(
-    ("style", "middle"), [("linear", 0.55), ("cosine", 0.1 + 0.9 * 0.5)], ids=["linear", "cosine"]
+WARMUP = dict(warmup_steps_fraction=0.1)
+WSD = WARMUP | dict(
+    lr_schedule_type="wsd", wsd_decay_steps_fraction=0.2, learning_rate_final_fraction=0.1
 )
-def test_wsd_holds_the_peak_and_falls_in_the_last_part(style, middle):
-    """100 steps, 10 of warmup, the last 20 fall from the peak to a tenth; half way at step 90.
-    A quarter of the way, step 85, the two styles differ: 0.775 and 0.1 + 0.9 * (1 + cos pi/4) / 2.
-    """
-    cfg = config(
-        warmup_steps_fraction=0.1, lr_schedule_type="wsd", wsd_decay_steps_fraction=0.2,
-        wsd_decay_style=style, learning_rate_final_fraction=0.1,
-    )  # fmt: skip
-    schedule = optimizer.learning_rate_schedule(cfg, 100)
-    quarter = {"linear": 0.775, "cosine": 0.1 + 0.45 * (1 + math.cos(math.pi / 4))}[style]
-    expected = {5: 0.5, 10: 1.0, 50: 1.0, 80: 1.0, 85: quarter, 90: middle, 100: 0.1, 999: 0.1}
-    for t, fraction in expected.items():
-        assert float(schedule(t - 1)) == pytest.approx(0.1 * fraction, rel=1e-6)
+HOLDS = {5: 0.5, 10: 1.0, 50: 1.0, 80: 1.0, 100: 0.1, 999: 0.1}
+# Keys, steps of the run, and by step, which counts from 1, the part of the peak.
+SCHEDULES = {
+    "a tenth of warmup, a cosine to a twentieth": (
+        WARMUP | dict(learning_rate_final_fraction=0.05),
+        100,
+        {1: 0.1, 5: 0.5, 10: 1.0, 30: half_a_cosine(20 / 90, 0.05), 55: 0.525, 100: 0.05}
+        | {101: 0.05, 1000: 0.05},
+    ),
+    "shorter than the run": (
+        dict(learning_rate_final_fraction=0.2, learning_rate_schedule_steps=4),
+        100,
+        {t: half_a_cosine(t / 4, 0.2) for t in (1, 2, 3)} | {4: 0.2, 5: 0.2, 6: 0.2},
+    ),
+    "a warmup that fills the run": (
+        dict(warmup_steps_fraction=1.0), 4, {1: 0.25, 2: 0.5, 3: 0.75, 4: 1.0},
+    ),
+    "wsd, whose last 20 steps fall": (WSD, 100, HOLDS | {85: 0.775, 90: 0.55}),
+    "wsd that falls as a cosine": (
+        WSD | dict(wsd_decay_style="cosine"), 100, HOLDS | {85: half_a_cosine(0.25, 0.1), 90: 0.55},
+    ),
+    "wsd whose warmup and fall overlap": (
+        WSD | dict(warmup_steps=8, wsd_decay_steps_fraction=0.5, learning_rate_final_fraction=0.0),
+        10,
+        {8: 1.0, 9: 0.5, 10: 0.0},
+    ),
+    "a warmup in steps": (dict(warmup_steps=10), 100, {5: 0.5, 10: 1.0}),
+    "a warmup in steps of a longer run": (dict(warmup_steps=10), 1000, {5: 0.5, 10: 1.0}),
+    "no steps of warmup, whatever the fraction": (WARMUP | dict(warmup_steps=0), 100, {1: 1.0}),
+}  # fmt: skip
 
 
-def test_wsd_whose_warmup_and_fall_overlap_falls_after_the_warmup():
-    cfg = config(warmup_steps=8, lr_schedule_type="wsd", wsd_decay_steps_fraction=0.5,
-                 learning_rate_final_fraction=0.0)  # fmt: skip
-    schedule = optimizer.learning_rate_schedule(cfg, 10)
-    assert [schedule(t - 1) for t in (8, 9, 10)] == pytest.approx([0.1, 0.05, 0.0])
-
-
-def test_the_warmup_in_steps_does_not_stretch_with_the_schedule():
-    """Step 5 of a warmup of 10 is at half the peak, however long the schedule is."""
-    for length in (100, 1000):
-        schedule = optimizer.learning_rate_schedule(config(warmup_steps=10), length)
-        assert [schedule(4), schedule(9)] == pytest.approx([0.05, 0.1])
-    none = optimizer.learning_rate_schedule(config(warmup_steps=0, warmup_steps_fraction=0.5), 100)
-    assert none(0) == pytest.approx(0.1)
-
-
-def test_the_optimizer_follows_the_schedule(model):
-    """sgd without momentum: the sum of two rates of 0.1 t / 2 with gradient 1."""
-    cfg = config(opt_type="sgd", warmup_steps_fraction=0.2)
-    ones = tree(ONES)
-    end = run(cfg, model, tree(ZEROS), [ones, ones])
-    jax.tree.map(lambda x: np.testing.assert_allclose(x, -0.15, rtol=1e-6), end)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_learning_rate_follows_its_schedule(name):
+    changes, steps, fractions = SCHEDULES[name]
+    schedule = optimizer.learning_rate_schedule(config(**changes), steps)
+    found = {t: schedule(t - 1) / 0.1 for t in fractions}
+    assert found == pytest.approx(fractions, rel=1e-6)
 
 
 def test_adamw_is_adam_with_decoupled_decay_of_all_but_norm_scales(model):
@@ -174,22 +141,15 @@ def test_adamw_is_adam_with_decoupled_decay_of_all_but_norm_scales(model):
     jax.tree.map(lambda x, e: np.testing.assert_allclose(x, e, rtol=1e-5, atol=1e-6), end, expected)
 
 
-@pytest.mark.parametrize("opt_type", ["adamw", "muon"])
-def test_only_norm_scales_do_not_decay(opt_type, model):
+def test_norm_scales_do_not_decay_under_muon_either(model):
     """Gradient 0: what is left is the decay, 1 - 0.1 * 0.3."""
-    cfg = config(opt_type=opt_type, adam_weight_decay=0.3)
+    cfg = config(opt_type="muon", adam_weight_decay=0.3)
     end = run(cfg, model, tree(ONES), [tree(ZEROS)])
 
     def check(x, names):
         np.testing.assert_allclose(x, 1.0 if "norm" in names else 0.97, rtol=1e-6)
 
     jax.tree.map(check, end, AXIS_NAMES)
-
-
-def orthogonality(matrix):
-    """Largest over smallest singular value."""
-    values = np.linalg.svd(matrix, compute_uv=False)
-    return values[0] / values[-1]
 
 
 def test_muon_orthogonalises_layers_matrices_with_heads_side_by_side(model):
@@ -203,8 +163,8 @@ def test_muon_orthogonalises_layers_matrices_with_heads_side_by_side(model):
         for layer in range(2):
             update = np.asarray(end["layers"][name][layer]).reshape(shape)
             raw = gradient["layers"][name][layer].reshape(shape)
-            assert orthogonality(update) < 2 < orthogonality(raw)
-            singular = np.linalg.svd(update, compute_uv=False)
+            singular, of_raw = np.linalg.svd(np.stack([update, raw]), compute_uv=False)
+            assert singular[0] / singular[-1] < 2 < of_raw[0] / of_raw[-1]
             assert singular == pytest.approx(0.1 * 0.2 * math.sqrt(6), rel=0.4)
             assert np.vdot(update, raw) < 0
     for leaf, g in ((end["embedding"], gradient["embedding"]), (end["norm"], gradient["norm"])):
@@ -226,7 +186,7 @@ def test_clipping_scales_the_whole_gradient_to_the_threshold(model):
 
 @pytest.mark.parametrize("opt_type", ["adamw", "muon", "sgd"])
 def test_state_is_float32_and_keeps_its_types_under_bfloat16_weights(opt_type, model):
-    rule = build(config(opt_type=opt_type), model)
+    rule = optimizer.build(config(opt_type=opt_type), model=model)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random(0))
     before = rule.init(params)
     updates, after = rule.update(random(1), before, params, learning_rate=0.1)
@@ -240,7 +200,7 @@ def test_state_is_float32_and_keeps_its_types_under_bfloat16_weights(opt_type, m
 def test_state_lies_like_the_parameters(opt_type, model, devices):
     """Moments of query over fsdp (embed) and tensor (heads); muon has one, and none of its Adam."""
     mesh = Mesh(np.array(devices[:4]).reshape(1, 1, 2, 1, 1, 2), AXES)
-    rule = build(config(opt_type=opt_type), model)
+    rule = optimizer.build(config(opt_type=opt_type), model=model)
     params = random(0)
     lies = parameter_shardings(AXIS_NAMES, params, mesh, DEFAULT_RULES)
     state = jax.eval_shape(rule.init, params)

@@ -1,6 +1,6 @@
 """What perf/step_time counts, and when a row is written."""
 
-import types
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -8,6 +8,8 @@ import pytest
 from maxdiloco.flags import config
 from maxdiloco.metrics.speed import StepClock
 from maxdiloco.trainer import recorder
+
+STATE = mock.Mock(params=np.zeros(1))
 
 
 class Run:
@@ -20,57 +22,30 @@ class Run:
         self._seconds = seconds
         monkeypatch.setattr(recorder, "StepClock", lambda t: StepClock(t, clock=lambda: self.now))
         monkeypatch.setattr(recorder.time, "perf_counter", lambda: self.now)
-        loss = {"loss": np.float32([1.5])}
-        trainer = types.SimpleNamespace(
-            extra_metrics=self._takes("extra", {"dcn/bytes_sent": 0.0}),
-            eval_params=lambda state: None,
-            saved_items=self._takes("save", {}),
-            note=lambda state: {},
-        )
-        parts = types.SimpleNamespace(
-            params={"w": np.zeros((2, 2))},
-            shape=types.SimpleNamespace(tokens=8),
-            mesh=types.SimpleNamespace(
-                size=1,
-                devices=np.array([types.SimpleNamespace(device_kind="cpu")]),
-                local_devices=[types.SimpleNamespace(memory_stats=lambda: memory)],
-            ),
-            learning_rate=lambda t: 0.1,
-            monitor=types.SimpleNamespace(
-                replicas={0: [0]},
-                check=self._takes("check", loss),
-                take_mean_loss=lambda steps: np.float32([1.5]),
-                loss_sums=lambda: [3.0],
-                resume_losses=self.resumed.append,
-            ),
-            trainer=trainer,
-            evaluation=self._takes(
-                "evaluate", types.SimpleNamespace(metrics=lambda name: {f"eval/{name}loss": 2.0})
-            ),
-            of_replicas=None,
-            sampler=None,
-        )
+        parts = mock.Mock(params={"w": np.zeros((2, 2))}, of_replicas=None, sampler=None)
+        parts.shape.tokens, parts.mesh.size = 8, 1
+        parts.mesh.devices = np.array([mock.Mock(device_kind="cpu")])
+        parts.mesh.local_devices = [mock.Mock(**{"memory_stats.return_value": memory})]
+        parts.learning_rate = lambda t: 0.1
+        parts.monitor.replicas = {0: [0]}
+        parts.monitor.check = self._takes("check", {"loss": np.float32([1.5])})
+        parts.monitor.take_mean_loss.return_value = np.float32([1.5])
+        parts.monitor.loss_sums.return_value = [3.0]
+        parts.monitor.resume_losses = self.resumed.append
+        parts.trainer.extra_metrics = self._takes("extra", {"dcn/bytes_sent": 0.0})
+        parts.trainer.saved_items = self._takes("save", {})
+        parts.trainer.note.return_value = {}
+        parts.evaluation = self._takes("evaluate", mock.Mock(metrics=lambda name: {"eval/loss": 2}))
+        writer = mock.Mock(wall_time_s=1000.0, sync=self._takes("save", None))
+        writer.write = lambda t, row: self._takes("write", self.written.append(row))()
+        saver = mock.Mock(steps=list)
+        saver.save = lambda t, items, note, **_: self._takes("save", self.notes.append(note))()
         self.recorder = recorder.Recorder(
-            config.load([], {}),
-            parts,
-            done=0,
-            total=9,
-            console=types.SimpleNamespace(line=self.lines.append, has_bar=bar),
-            writer=types.SimpleNamespace(
-                write=lambda t, row: self._takes("write", self.written.append(row))(),
-                sync=self._takes("save", None),
-                wall_time_s=1000.0,
-            ),
-            links=None,
-            checkpointer=types.SimpleNamespace(
-                steps=list,
-                save=lambda t, items, note, **_: self._takes("save", self.notes.append(note))(),
-            ),
-            note={},
-            data_metrics=lambda t: {},
-            since_row=since_row,
-            begun=0.0,
-        )
+            config.load([], {}), parts, done=0, total=9,
+            console=mock.Mock(line=self.lines.append, has_bar=bar), writer=writer,
+            links=None, checkpointer=saver, note={}, data_metrics=lambda t: {},
+            since_row=since_row, begun=0.0,
+        )  # fmt: skip
 
     def _takes(self, what, result):
         def call(*args, **kwargs):
@@ -79,13 +54,12 @@ class Run:
 
         return call
 
-    def times(self, steps, after=lambda t, state: None):
+    def times(self, steps, after=lambda t: None):
         """perf/step_time of rows at each of some steps, each of which takes one second."""
-        state = types.SimpleNamespace(params=np.zeros(1))
         for t in range(1, steps + 1):
             self.now += 1.0
-            self.recorder.log(t, state)
-            after(t, state)
+            self.recorder.log(t, STATE)
+            after(t)
             self.recorder.write(t)
         return [row["perf/step_time"] for row in self.written]
 
@@ -101,21 +75,20 @@ def test_the_step_time_covers_all_that_a_log_costs(monkeypatch, part):
 def test_an_evaluation_and_a_save_are_left_out_but_not_the_wait_for_others_before(monkeypatch):
     """Each of the two waits in `check` until all processes are there."""
     run = Run(monkeypatch, evaluate=50, save=70)
-    times = run.times(3, lambda t, state: run.recorder.evaluate(t, state, {"": None}))
+    times = run.times(3, lambda t: run.recorder.evaluate(t, STATE, {"": None}))
     assert times == [1, 1, 1]
     assert [row["eval/loss"] for row in run.written] == [2, 2, 2]
 
     run = Run(monkeypatch, save=70, check=0.25)
-    times = run.times(2, lambda t, state: run.recorder.save(t, state))
+    times = run.times(2, lambda t: run.recorder.save(t, STATE))
     assert times == [1.25, 1.5]
 
 
 def test_a_save_writes_the_rows_before_it(monkeypatch):
     run = Run(monkeypatch)
-    state = types.SimpleNamespace(params=np.zeros(1))
     waited = []
     monkeypatch.setattr(recorder.Rows, "write_all", lambda rows: waited.append(True))
-    run.recorder.save(1, state)
+    run.recorder.save(1, STATE)
     assert waited == [True]
 
 
@@ -141,10 +114,9 @@ def test_a_row_has_the_time_of_all_lives_of_the_run_and_the_memory_of_the_device
 
 def test_a_save_between_two_rows_notes_the_losses_since_the_last_one(monkeypatch):
     run = Run(monkeypatch)
-    state = types.SimpleNamespace(params=np.zeros(1))
     run.now = 2.0
-    run.recorder.log(2, state)
-    run.recorder.save(3, state)
+    run.recorder.log(2, STATE)
+    run.recorder.save(3, STATE)
     assert run.notes == [{"since_row": {"row": 2, "loss": [3.0]}}]
     assert Run(monkeypatch, since_row=run.notes[0]["since_row"]).resumed == [[3.0]]
     assert run.resumed == []

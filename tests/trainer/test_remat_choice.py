@@ -27,20 +27,15 @@ FLAGS = (
 
 @pytest.fixture
 def choose(devices):
-    """memory -> (policy, line for the user, policies that were compiled)."""
+    """(policy, lines for the user, policies that were compiled)."""
 
-    def choose(memory, *argv, stored="", mesh=None):
+    def choose(*argv, memory, stored="", mesh=None):
         cfg = config.load([*FLAGS, *argv], {})
         compiled, lines = [], []
-        make = functools.partial(parts_of, compiled=compiled)
         chosen, parts = remat_choice.build(
-            cfg,
-            make,
-            mesh or mesh_lib.build(cfg),
-            memory=memory,
-            say=lines.append,
-            stored=stored,
-        )
+            cfg, functools.partial(parts_of, compiled=compiled), mesh or mesh_lib.build(cfg),
+            memory=memory, say=lines.append, stored=stored,
+        )  # fmt: skip
         assert parts.model.spec.remat_policy == chosen.remat_policy
         return chosen.remat_policy, lines, list(dict.fromkeys(compiled))
 
@@ -71,20 +66,20 @@ def test_policies_stand_from_least_computed_to_least_memory():
 
 
 def test_the_first_policy_that_fits_is_taken_and_said(choose):
-    policy, (line,), compiled = choose(needed("minimal")[0])
+    policy, (line,), compiled = choose(memory=needed("minimal")[0])
     assert (policy, compiled) == ("minimal", ["minimal"])
     assert line.startswith("remat_policy=auto: minimal; the inner step needs ")
 
 
 def test_what_keeps_more_than_the_memory_is_not_compiled(choose):
     kept = needed("minimal")[1]
-    assert "minimal" not in choose(kept - 1)[2]
-    assert "minimal" in choose(kept)[2]
+    assert "minimal" not in choose(memory=kept - 1)[2]
+    assert "minimal" in choose(memory=kept)[2]
 
 
 def test_nothing_that_fits_is_full(choose):
     """The caller says what does not fit."""
-    policy, (line,), compiled = choose(1)
+    policy, (line,), compiled = choose(memory=1)
     assert (policy, compiled) == ("full", [])
     assert "no other policy fits" in line
 
@@ -95,32 +90,29 @@ def gpu_mesh():
 
 def test_a_tenth_of_a_gpus_memory_is_left(choose):
     enough = math.ceil(needed("minimal")[0] / 0.9) + 1
-    policy, (line,), _ = choose(enough, mesh=gpu_mesh())
+    policy, (line,), _ = choose(memory=enough, mesh=gpu_mesh())
     assert policy == "minimal" and " MiB, 0.9 of the GPU's, with the rest" in line
-    assert choose(enough - 2, mesh=gpu_mesh())[0] != "minimal"
-    assert choose(enough - 2)[0] == "minimal"
+    assert choose(memory=enough - 2, mesh=gpu_mesh())[0] != "minimal"
+    assert choose(memory=enough - 2)[0] == "minimal"
 
 
-def test_memory_that_is_not_known_is_full_without_a_compile(choose):
-    policy, (line,), compiled = choose(None, mesh=gpu_mesh())
-    assert (policy, compiled) == ("full", [])
-    assert line == "remat_policy=auto: full, since nothing says how much memory a device has"
+SAYS = "remat_policy=auto: "
 
 
-def test_a_cpu_takes_the_fastest_without_a_compile(choose):
-    policy, (line,), compiled = choose(None)
-    assert (policy, compiled) == ("save_context", [])
-    assert line == "remat_policy=auto: save_context, which is the fastest on a CPU"
-
-
-def test_a_file_of_programs_says_which(choose):
-    policy, (line,), compiled = choose(None, "compiled_trainstep_file=x.zip", stored="minimal")
-    assert (policy, compiled) == ("minimal", [])
-    assert line == "remat_policy=auto: minimal, as in x.zip"
-
-
-def test_a_policy_that_is_named_stays_and_nothing_is_said(choose):
-    assert choose(1, "remat_policy=save_context") == ("save_context", [], [])
+@pytest.mark.parametrize(
+    ("argv", "keys", "policy", "lines"),
+    [
+        ((), dict(memory=None, mesh=gpu_mesh()), "full",
+         [SAYS + "full, since nothing says how much memory a device has"]),
+        ((), dict(memory=None), "save_context",
+         [SAYS + "save_context, which is the fastest on a CPU"]),
+        (("compiled_trainstep_file=x.zip",), dict(memory=None, stored="minimal"), "minimal",
+         [SAYS + "minimal, as in x.zip"]),
+        (("remat_policy=save_context",), dict(memory=1), "save_context", []),
+    ],
+)  # fmt: skip
+def test_what_needs_no_compile_has_none(choose, argv, keys, policy, lines):
+    assert choose(*argv, **keys) == (policy, lines, [])
 
 
 def test_a_cpu_has_no_known_memory(devices):

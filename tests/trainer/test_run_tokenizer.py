@@ -67,7 +67,7 @@ def test_a_named_model_keeps_its_rows_where_its_tokenizer_or_its_weights_are_use
 
 
 def test_checks_that_need_the_number_are_made_again():
-    """Of 384 rows none is left for a 385th fragment."""
+    """257 bytes and the like have 3 * 128 = 384 rows: none is left for a 385th fragment."""
     streaming = ["enable_streaming_diloco=true", "diloco_sync_period=1000", "steps=1000"]
     many = ["num_diloco_fragments=387", "num_nonlayer_fragments=385"]
     cfg = config.load(["vocab_size=-1", *streaming, *many], {})
