@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-import types
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -29,60 +29,50 @@ def test_sizes_that_do_not_fill_are_an_equation(sizes):
 
 def test_slices_are_contiguous_blocks_of_devices(devices):
     """dcn_diloco 2 * ici_fsdp 2 * ici_tensor 2: slice 0 is devices 0-3, diloco is outermost."""
-    cfg = load(
-        "dcn_diloco_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"
-    )
-    mesh = mesh_lib.build(cfg, devices)
-    assert dict(mesh.shape) == {
-        "diloco": 2, "data": 1, "fsdp": 2, "expert": 1, "context": 1, "tensor": 2
-    }
+    keys = "dcn_diloco_parallelism=2 ici_fsdp_parallelism=2 ici_tensor_parallelism=2"
+    mesh = mesh_lib.build(load(*keys.split()), devices)
+    assert tuple(mesh.shape) == ("diloco", "data", "fsdp", "expert", "context", "tensor")
+    assert tuple(mesh.shape.values()) == (2, 1, 2, 1, 1, 2)
     assert [[d.id for d in half.flat] for half in mesh.devices] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_dcn_is_the_outer_part_of_an_axis(devices):
     """dcn_data 2 * ici_data 2, ici_fsdp 2: data coordinate 0,1 are slice 0 and 2,3 slice 1."""
-    cfg = load(
-        "dcn_diloco_parallelism=1",
-        "dcn_data_parallelism=2",
-        "ici_data_parallelism=2",
-        "ici_fsdp_parallelism=2",
-    )
-    mesh = mesh_lib.build(cfg, devices)
+    keys = "dcn_data_parallelism=2 ici_data_parallelism=2 ici_fsdp_parallelism=2"
+    mesh = mesh_lib.build(load("dcn_diloco_parallelism=1", *keys.split()), devices)
     ids = [[d.id for d in row.flat] for row in mesh.devices[0]]
     assert ids == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-def test_product_that_does_not_match_names_both_sides(devices):
-    cfg = load("dcn_diloco_parallelism=2", "ici_data_parallelism=3", "ici_fsdp_parallelism=-1")
-    with pytest.raises(ConfigError, match=r"diloco 2 \* data 3 = 6 devices, but 8 are visible"):
-        mesh_lib.build(cfg, devices)
-
-
-def test_too_few_devices_are_named(devices):
-    cfg = load("dcn_diloco_parallelism=4", "ici_fsdp_parallelism=4")
-    with pytest.raises(ConfigError, match=r"diloco 4 \* fsdp 4 = 16 devices, but 8 are visible"):
-        mesh_lib.build(cfg, devices)
-
-
-def test_emulated_devices_are_the_product():
-    cfg = load("dcn_diloco_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2")
-    assert mesh_lib.emulated_devices(cfg, 1) == 8
-    assert mesh_lib.emulated_devices(load("num_slices=3"), 1) == 3  # both open: one device a slice
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("dcn_diloco_parallelism=2 ici_data_parallelism=3 ici_fsdp_parallelism=-1",
+         r"diloco 2 \* data 3 = 6 devices, but 8 are visible"),
+        ("dcn_diloco_parallelism=4 ici_fsdp_parallelism=4",
+         r"diloco 4 \* fsdp 4 = 16 devices, but 8 are visible.*; hardware=cpu emulates devices"),
+    ],
+)  # fmt: skip
+def test_a_product_that_does_not_match_names_both_sides(devices, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        mesh_lib.build(load(*keys.split()), devices)
 
 
 @pytest.mark.parametrize(
     ("keys", "processes", "expected"),
     [
-        ([], 2, 2),  # two slices of one device
-        (["ici_tensor_parallelism=2"], 2, 4),  # fsdp is open still
-        (["dcn_data_parallelism=2"], 4, 4),
-        (["dcn_diloco_parallelism=2"], 4, 4),  # two slices of two devices
-        (["num_slices=3"], 2, 6),  # three slices of two
-        (["dcn_diloco_parallelism=3", "ici_fsdp_parallelism=2"], 2, 6),
+        ("dcn_diloco_parallelism=2 ici_fsdp_parallelism=2 ici_tensor_parallelism=2", 1, 8),
+        ("num_slices=3", 1, 3),  # both open: one device a slice
+        ("", 2, 2),  # two slices of one device
+        ("ici_tensor_parallelism=2", 2, 4),  # fsdp is open still
+        ("dcn_data_parallelism=2", 4, 4),
+        ("dcn_diloco_parallelism=2", 4, 4),  # two slices of two devices
+        ("num_slices=3", 2, 6),  # three slices of two
+        ("dcn_diloco_parallelism=3 ici_fsdp_parallelism=2", 2, 6),
     ],
 )
 def test_open_sizes_give_every_process_as_many_devices(keys, processes, expected):
-    assert mesh_lib.emulated_devices(load(*keys), processes) == expected
+    assert mesh_lib.emulated_devices(load(*keys.split()), processes) == expected
 
 
 def test_processes_share_the_devices_evenly():
@@ -100,7 +90,7 @@ def test_devices_are_emulated_where_jax_uses_the_cpu_alone(
 ):
     """16 CPU devices for 8 processes; on accelerators nothing is asked, set or refused."""
     set_to = {"jax_platforms": platforms, "jax_num_cpu_devices": -1}
-    monkeypatch.setattr(jax, "config", types.SimpleNamespace(**set_to, update=set_to.__setitem__))
+    monkeypatch.setattr(jax, "config", SimpleNamespace(**set_to, update=set_to.__setitem__))
     keys = ["dcn_diloco_parallelism=8", "ici_fsdp_parallelism=2"]
     mesh_lib.emulate_devices(load(f"hardware={hardware}", *keys), num_processes=8)
     assert set_to["jax_num_cpu_devices"] == expected
@@ -143,11 +133,6 @@ def test_devices_of_processes_that_were_not_joined_are_refused(monkeypatch):
     assert len(mesh_lib.visible_devices(cfg)) == 8
 
 
-def test_too_few_devices_of_the_cpu_name_what_emulates_them(devices):
-    with pytest.raises(ConfigError, match=r"= 16 devices, but 8 .*; hardware=cpu emulates devices"):
-        mesh_lib.build(load("dcn_diloco_parallelism=4", "ici_fsdp_parallelism=4"), devices)
-
-
 @dataclasses.dataclass(frozen=True)
 class Gpu:
     """What the mesh reads of a GPU."""
@@ -164,23 +149,21 @@ def gpus(*hosts):
     return [Gpu(i, i, host) for i, host in enumerate(hosts)]
 
 
-def test_real_slices_are_told_apart_by_their_index():
-    """On TPU the number of slices is read off the devices, not the config."""
-    tpus = [types.SimpleNamespace(platform="tpu", slice_index=i // 2) for i in range(6)]
-    assert mesh_lib.count_slices(load(), tpus) == 3
+ALONE, TWO_HOSTS = SimpleNamespace(platform="tpu"), gpus(0, 0, 0, 0, 1, 1, 1, 1)
 
 
-def test_devices_of_one_tpu_slice_have_no_index():
-    tpus = [types.SimpleNamespace(platform="tpu") for _ in range(4)]
-    assert mesh_lib.count_slices(load(), tpus) == 1
-
-
-def test_a_slice_of_gpus_is_a_host_not_a_process(devices):
-    """2 hosts of 4 GPUs, a process each; CPUs, which tell no hosts, are the control."""
-    assert mesh_lib.count_slices(load(), gpus(0, 0, 0, 0, 1, 1, 1, 1)) == 2
-    assert mesh_lib.count_slices(load("num_slices=4"), gpus(0, 0, 0, 0, 1, 1, 1, 1)) == 4
-    cpus = [types.SimpleNamespace(platform="cpu", process_index=i) for i in range(8)]
-    assert mesh_lib.count_slices(load(), cpus) == 8
+@pytest.mark.parametrize(
+    ("keys", "devices", "slices"),
+    [
+        ("", [SimpleNamespace(platform="tpu", slice_index=i // 2) for i in range(6)], 3),
+        ("", [ALONE] * 4, 1),  # devices of one TPU slice have no index
+        ("", TWO_HOSTS, 2),  # a process each, but a slice is a host
+        ("num_slices=4", TWO_HOSTS, 4),
+        ("", [SimpleNamespace(platform="cpu", process_index=i) for i in range(8)], 8),
+    ],
+)
+def test_slices_are_counted_by_what_devices_tell(keys, devices, slices):
+    assert mesh_lib.count_slices(load(*keys.split()), devices) == slices
 
 
 @pytest.mark.parametrize("slices", ["-1", "4"])
@@ -238,7 +221,7 @@ def test_every_topology_takes_ordinary_sizes_and_a_replica_stays_in_its_slice():
 def test_no_more_devices_are_emulated_than_collectives_can_join(monkeypatch):
     """XLA would abort the process in its first collective, or while it makes the devices."""
     asked = {}
-    fresh = types.SimpleNamespace(
+    fresh = SimpleNamespace(
         jax_num_cpu_devices=-1, update=lambda key, value: asked.update({key: value})
     )
     monkeypatch.setattr(mesh_lib.jax, "config", fresh)

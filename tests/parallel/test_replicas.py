@@ -7,12 +7,7 @@ import pytest
 from jax.sharding import Mesh
 
 from maxdiloco.parallel.program import Program
-from maxdiloco.parallel.replicas import (
-    broadcast,
-    map_fn,
-    reduce_mean,
-    without_singleton_vmap,
-)
+from maxdiloco.parallel.replicas import broadcast, map_fn, reduce_mean, without_singleton_vmap
 
 
 @pytest.mark.parametrize("slots", [1, 2, 4])
@@ -30,37 +25,20 @@ def test_map_fn_is_a_loop_over_replicas(devices, slots):
     np.testing.assert_array_equal(out["x"], x_R + 1)
 
 
-def test_fn_cannot_reach_another_replica(devices):
-    """Inside the map the arrays have no R; positive control: outside it they do."""
-    mesh = Mesh(np.array(devices[:2]), ("diloco",))
-    seen = []
-
-    def fn(x):
-        seen.append(x.shape)
-        return x
-
-    jax.jit(map_fn(fn, mesh=mesh, num_replicas=2))(jnp.ones((2, 5)))
-    assert seen == [(5,)]
-
-
 @pytest.mark.parametrize("M", [2, 4])
 def test_without_singleton_vmap_has_no_replica_dim(devices, M):
     """One replica a slot: a host callback that refuses vmap works; two a slot: it is refused."""
     mesh = Mesh(np.array(devices[:2]), ("diloco",))
-    seen = []
 
     def heavy(x, y):
-        seen.append(x.shape)
-        callback = jax.pure_callback(
-            lambda v: 2 * v, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method=None
-        )
+        like = jax.ShapeDtypeStruct((3,), x.dtype)
+        callback = jax.pure_callback(lambda v: 2 * v, like, x, vmap_method=None)
         return {"out": callback + y}
 
     mapped = jax.jit(map_fn(without_singleton_vmap(heavy), mesh=mesh, num_replicas=M))
     x_R = np.arange(3.0 * M, dtype=np.float32).reshape(M, 3)
     if M == 2:
         np.testing.assert_array_equal(mapped(x_R, x_R)["out"], 3 * x_R)
-        assert set(seen) == {(3,)}
     else:
         with pytest.raises(NotImplementedError):
             mapped(x_R, x_R)

@@ -3,10 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from models.tiny_model import mesh_of
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.parallel import sharding
@@ -14,8 +13,7 @@ from maxdiloco.parallel import sharding
 
 @pytest.fixture(scope="module")
 def mesh(devices):
-    names = ("diloco", "data", "fsdp", "expert", "context", "tensor")
-    return Mesh(np.array(devices).reshape(2, 1, 2, 1, 1, 2), names)
+    return mesh_of(devices, diloco=2, fsdp=2, tensor=2)
 
 
 def test_a_mesh_axis_serves_one_dim():
@@ -43,13 +41,12 @@ def test_constrain_leaves_out_manual_axes(mesh):
     mapped = jax.jit(
         jax.shard_map(view, mesh=mesh, in_specs=P("diloco"), out_specs=P("diloco"),
                       axis_names={"diloco"}, check_vma=False)
-    )
+    )  # fmt: skip
     x = jnp.arange(32.0).reshape(8, 4)
     np.testing.assert_array_equal(mapped(x), 2 * x)
-    text = mapped.lower(x).as_text()
-    assert "sharding_constraint" in text
-    assert not [line for line in text.splitlines() if "sharding_constraint" in line and "diloco" in
-                line]
+    lines = mapped.lower(x).as_text().splitlines()
+    constraints = [line for line in lines if "sharding_constraint" in line]
+    assert constraints and not any("diloco" in line for line in constraints)
 
 
 def test_constrain_without_a_mesh_returns_the_array():
@@ -63,14 +60,3 @@ def test_dims_that_do_not_divide_are_refused(mesh):
         sharding.parameter_shardings(
             {"w": ("embed", "mlp")}, shapes, mesh, sharding.DEFAULT_RULES
         )
-
-
-def test_optimizer_state_is_sharded_like_its_parameters(mesh):
-    """Adam's moments are sharded as the parameters, its count is everywhere."""
-    shapes = {"w": jax.ShapeDtypeStruct((4, 4), np.float32)}
-    parameters = {"w": NamedSharding(mesh, P("fsdp", "tensor"))}
-    state = sharding.optimizer_shardings(optax.adam(1e-3), shapes, parameters, mesh)
-    specs = {str(path): s.spec for path, s in jax.tree_util.tree_leaves_with_path(state)}
-    assert sorted(map(str, specs.values())) == sorted(
-        map(str, [P(), P("fsdp", "tensor"), P("fsdp", "tensor")])
-    )
