@@ -169,13 +169,14 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
     return trainer.restored(restored.items, layout, t=restored.step)
 
 
-def meet(say: Callable[[str], None]) -> None:
-    """Wait until all processes have compiled their programs and have their state.
+def meet(state: Any, say: Callable[[str], None]) -> int:
+    """Wait until all processes have compiled their programs and have their state; its step.
 
-    One that finds its programs in a cache may be here long before another. Raises LostPeerError.
+    One that finds its programs in a cache may be here long before another. From here on a process
+    that is silent for long is lost. Raises LostPeerError.
     """
     if jax.process_count() == 1:
-        return
+        return state.t
     note = threading.Timer(
         _SAY_AFTER_S, say, ("waiting for the other processes, which compile or read their state",)
     )
@@ -187,6 +188,7 @@ def meet(say: Callable[[str], None]) -> None:
         )
     finally:
         note.cancel()
+    return state.t
 
 
 def changes(

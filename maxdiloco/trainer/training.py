@@ -136,8 +136,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
         fresh = _compile(chosen, parts, compiles, say, resumes=begin.saved is not None)
         gc.enable()  # train.main disables it for the start
         state = fresh[0] if fresh else start.load(chosen, parts, begin, checkpointer)
-        done = state.t
-        start.meet(say)  # from here on a process that is silent for long is lost
+        done = start.meet(state, say)
         stack.enter_context(start.history_of(folder, parts, done=done, total=total))
 
         preemption = stack.enter_context(Preemption(say))
@@ -189,10 +188,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
 
 
 def _settings(cfg: Config, mesh: jax.sharding.Mesh) -> list[str]:
-    """Lines on the keys that are set, those that are seldom meant, and the mesh.
-
-    Raises ConfigError for a model that the mesh cannot hold, before data are read.
-    """
+    """Lines on keys and mesh. Raises ConfigError for a model that the mesh cannot hold."""
     model_on_mesh.parameters(model_on_mesh.build(cfg, mesh), mesh)
     path = cfg.compiled_trainstep_file
     return [
