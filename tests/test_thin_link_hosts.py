@@ -258,6 +258,7 @@ def test_hosts_of_a_living_process_and_files_of_others_are_not_swept():
     other.rmdir()
 
 
+@pytest.mark.full
 def test_a_run_over_two_hosts_measures_what_it_sends(bench, tmp_path):
     """Three runs of a small model: the plain step twice, and one exchange between them."""
     out = tmp_path / "out"

@@ -201,8 +201,7 @@ def _settings(cfg: Config, mesh: jax.sharding.Mesh) -> list[str]:
 
 
 def _show_fragments(cfg: Config, mesh: jax.sharding.Mesh, say: Say) -> int:
-    total = max(1, cfg.steps)
-    parts = assemble.assemble(cfg, mesh, total_steps=total, on_compile=lambda *_: None)
+    parts = assemble.assemble(cfg, mesh, total_steps=1, on_compile=lambda *_: None)
     for line in parts.trainer.description().fragments:
         say(line)
     return 0

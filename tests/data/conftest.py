@@ -1,8 +1,12 @@
 """Settings and small texts for the tests of the data."""
 
+import json
 import types
 
 import pytest
+from data.shards_on_disk import TEXTS
+
+from maxdiloco.preparation import prepare
 
 
 @pytest.fixture
@@ -45,3 +49,26 @@ def folder(tmp_path):
         return str(tmp_path)
 
     return make
+
+
+@pytest.fixture
+def parts_here(monkeypatch):
+    """Processes cost a second each; those tests that are about them start the program."""
+    monkeypatch.setattr(
+        prepare.workers,
+        "map_parts",
+        lambda call, common, calls, processes: (
+            (number, call(*common, *one)) for number, one in enumerate(calls)
+        ),
+    )
+
+
+@pytest.fixture
+def source(tmp_path):
+    """Five text files and a file of lines, in a folder."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for number, content in enumerate(TEXTS):
+        (folder / f"{number}.txt").write_text(content, encoding="utf-8")
+    (folder / "9.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
+    return folder

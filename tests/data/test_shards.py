@@ -4,57 +4,19 @@ import json
 import os
 import pickle
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from data.tokenizers_on_disk import byte_level_bpe
+from data.shards_on_disk import TEXTS, make
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from maxdiloco.data import order, pipeline, shards, subword, text, tokenizer
-from maxdiloco.data.sources.opening import open_source
+from maxdiloco.data import order, pipeline, shards, text, tokenizer
 from maxdiloco.errors import ConfigError, DataError
-from maxdiloco.preparation import part, prepare
-from maxdiloco.preparation.prepare import Work
+from maxdiloco.preparation import part
 
-TEXTS = ["abcdefg" * 40, "x", "\u00e4\u00f6\u00fc" * 9, "hello world\n" * 300, "y" * 77]
-
-
-def silent(line):
-    """For say."""
-
-
-def make(path, out, *, tokens=None, part_bytes=1 << 10, **changed):
-    """Shards of a source, in this process: the parts one after the other."""
-    source = open_source("text", str(path), "dataset_path", "text")
-    work = Work(source, tokens or tokenizer.ByteTokenizer(), "source", part_bytes=part_bytes)
-    work = prepare.dataclasses.replace(work, **changed)
-    return prepare.prepare(work, str(out), silent)
-
-
-@pytest.fixture(autouse=True)
-def here(monkeypatch):
-    """Processes cost a second each; those tests that are about them start the program."""
-    monkeypatch.setattr(
-        prepare.workers,
-        "map_parts",
-        lambda call, common, calls, processes: (
-            (number, call(*common, *one)) for number, one in enumerate(calls)
-        ),
-    )
-
-
-@pytest.fixture
-def source(tmp_path):
-    """Five text files and a file of lines, in a folder."""
-    folder = tmp_path / "source"
-    folder.mkdir()
-    for number, content in enumerate(TEXTS):
-        (folder / f"{number}.txt").write_text(content, encoding="utf-8")
-    (folder / "9.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
-    return folder
+pytestmark = pytest.mark.usefixtures("parts_here")
 
 
 @pytest.mark.parametrize("record", [5, 64, 8192])
@@ -152,57 +114,6 @@ def test_fingerprints_tell_the_tokens_and_the_split_apart(settings, source, tmp_
     assert fingerprint(tmp_path / "one") == fingerprint(tmp_path / "two")
     others = [fingerprint(tmp_path / "three"), fingerprint(tmp_path / "one", "eval")]
     assert len({fingerprint(tmp_path / "one"), *others}) == 3
-
-
-def test_shards_of_another_tokenizer_are_refused_and_what_differs_is_named(
-    settings, source, tmp_path
-):
-    """The same file without its end of a document is the commonest case."""
-    place = tmp_path / "one"
-    place.mkdir()
-    path = byte_level_bpe(place, vocab_size=300)
-    subwords = subword.of_source(subword.read("huggingface", str(path)), add_bos=True, add_eos=True)
-    folders = {
-        "own": tokenizer.ByteTokenizer(),
-        "byte": tokenizer.ByteTokenizer(document_start=255),
-        "subword": subwords,
-    }
-    for name, tokens in folders.items():
-        make(source, tmp_path / name, tokens=tokens)
-
-    def opened(name, **keys):
-        own = dict(add_bos=True, add_eos=True, eval_dataset_path="unused")
-        own |= dict(dataset_type="arrayrecord", dataset_path=str(tmp_path / name))
-        return text.open_text(SimpleNamespace(**vars(settings()) | own | keys), split="train")
-
-    def refusal(name, **keys):
-        with pytest.raises(DataError) as caught:
-            opened(name, **keys)
-        return str(caught.value).removeprefix(f"dataset_path={tmp_path / name} was tokenised ")
-
-    assert opened("own")
-    assert refusal("byte") == (
-        "otherwise than with tokenizer_type=byte: with token 255 as bos, not 256. Prepare the "
-        "text again."
-    )
-    there = f"{tmp_path / 'subword/tokenizer'}"
-    assert refusal("subword") == (
-        "otherwise than with tokenizer_type=byte: with tokenizer_type=huggingface, not byte, "
-        f"add_eos=true. Set tokenizer_type=huggingface add_eos=true tokenizer_path={there}, or "
-        "prepare the text again."
-    )
-    same = dict(tokenizer_type="huggingface", tokenizer_path=str(path), vocab_size=400)
-    assert opened("subword", **same)
-    assert refusal("subword", add_eos=False, **same) == (
-        "otherwise than with tokenizer_type=huggingface: with add_eos=true. Set add_eos=true, or "
-        "prepare the text again."
-    )
-    (tmp_path / "two").mkdir()
-    same["tokenizer_path"] = str(byte_level_bpe(tmp_path / "two", vocab_size=310))
-    assert refusal("subword", **same) == (
-        "otherwise than with tokenizer_type=huggingface: with another tokenizer.json. Set "
-        f"tokenizer_path={there}, or prepare the text again."
-    )
 
 
 def cut(path):

@@ -69,6 +69,7 @@ def test_a_sample_of_the_standard_library_comes_back_exactly(each):
     assert_comes_back(each, texts)
 
 
+@pytest.mark.full
 def test_the_standard_library_comes_back_exactly(each):
     texts = stdlib(1)
     assert len(texts) > 500

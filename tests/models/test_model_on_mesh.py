@@ -10,6 +10,7 @@ import pytest
 import tiny_model
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tiers import corner, full
 
 from maxdiloco.models import transformer
 from maxdiloco.parallel.replicas import map_fn
@@ -57,19 +58,19 @@ DEEPSEEK = options.TOGETHER["as DeepSeek"] | dict(q_lora_rank=6, kv_lora_rank=4)
     [
         (dict(diloco=2, fsdp=2, tensor=2), 2, SOFT_CAP),
         # Both replicas in one slot, under a vmap.
-        (dict(diloco=1, data=2, fsdp=2), 2, SOFT_CAP),
+        full(dict(diloco=1, data=2, fsdp=2), 2, SOFT_CAP),
         # Sinks, biases and local layers; a norm over heads that lie on two devices.
-        (dict(diloco=1, fsdp=2, tensor=2), 1, GPT_OSS),
-        (dict(diloco=1, fsdp=2, tensor=2), 1, options.TOGETHER["as OLMo 2 and Llama 3.1"]),
+        full(dict(diloco=1, fsdp=2, tensor=2), 1, GPT_OSS),
+        full(dict(diloco=1, fsdp=2, tensor=2), 1, options.TOGETHER["as OLMo 2 and Llama 3.1"]),
         # Of 64 rows those of the second device are padding alone.
         (dict(diloco=1, fsdp=2, tensor=2), 1, dict(padded_vocab_size=64, final_logits_soft_cap=2)),
-        (dict(diloco=1, fsdp=2, tensor=2), 1, DEEPSEEK),
+        full(dict(diloco=1, fsdp=2, tensor=2), 1, DEEPSEEK),
         # Of 12 tokens each device has two chunks of 3, or of 2; all of them cut documents in two.
-        (dict(diloco=2, fsdp=2, context=2), 2, SOFT_CAP | dict(sliding_window_size=4)),
+        full(dict(diloco=2, fsdp=2, context=2), 2, SOFT_CAP | dict(sliding_window_size=4)),
         (dict(diloco=1, context=3, tensor=2), 2, GPT_OSS | dict(base_emb_dim=12)),
     ],
 )
-@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("scattered", corner([False, True], [True]))
 def test_replicas_on_a_mesh_are_replicas_alone(devices, sizes, M, changes, scattered, monkeypatch):
     """scattered: as on a TPU."""
     model = tiny_model.build(remat_policy="minimal", **changes)

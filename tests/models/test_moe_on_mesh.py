@@ -4,6 +4,7 @@ import jax
 import pytest
 import tiny_model
 from test_model_on_mesh import assert_as_alone, place, replicas
+from tiers import corner
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.parallel.replicas import map_fn
@@ -26,7 +27,7 @@ MESHES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("sizes", "M", "changes"), MESHES)
+@pytest.mark.parametrize(("sizes", "M", "changes"), corner(MESHES, [MESHES[0], MESHES[3]]))
 def test_replicas_with_experts_on_a_mesh_are_replicas_alone(devices, sizes, M, changes):
     """Loss, balance, counts and gradient of every replica. Each device of the axis `expert` holds
     half of the experts, or one where they are stored over two."""
