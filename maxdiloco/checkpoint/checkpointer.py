@@ -241,7 +241,9 @@ class Checkpointer:
     ) -> bool:
         # Runs in the thread.
         self._own.begin(step := int(target.name), self._damaged)
-        if step not in self._own.steps and orbax_io.is_complete(target):
+        if orbax_io.is_complete(target) and self._own.includes(step):
+            self._own.steps.add(step)
+        elif orbax_io.is_complete(target):
             self._say(
                 f"warning: step {step} is not saved: {target} is there already, of another run. "
                 "Use a folder for each run."

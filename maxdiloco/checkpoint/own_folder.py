@@ -44,15 +44,18 @@ class OwnFolder:
         """
         newest = orbax_io.read_note(path)
         self.run, self.steps = newest.run, {newest.step}
-        for step in read.steps(self._path) if older else ():
-            try:
-                if step < newest.step and self._run_of(step) == self.run:
-                    self.steps.add(step)
-            except (OSError, CheckpointError):
-                continue  # what cannot be read is not known to be this run's
+        earlier = (step for step in read.steps(self._path) if step < newest.step)
+        self.steps |= set(filter(self.includes, earlier)) if older else set()
 
-    def _run_of(self, step: int) -> str:
-        return orbax_io.read_note(self._path / str(step)).run
+    def includes(self, step: int) -> bool:
+        """Whether a checkpoint says that it is this run's; one that cannot be read does not.
+
+        A save may have failed after its checkpoint became visible.
+        """
+        try:
+            return orbax_io.read_note(self._path / str(step)).run == self.run
+        except (OSError, CheckpointError):
+            return False
 
     def begin(self, step: int, damaged: Iterable[epath.Path]) -> None:
         """Make the folder ready for a save; for later ones than the first it sets damaged aside.

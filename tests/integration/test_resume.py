@@ -59,17 +59,17 @@ def test_a_run_killed_during_a_save_resumes_to_the_same_bits(finished, tmp_path,
 
     def saving():
         there = [p.name for p in checkpoints.glob("*")]
-        return "5" in there and any(name.endswith("-tmp") for name in there)
+        return "5" in there and any(name.endswith("-saving") for name in there)
 
     with tools.Child(tmp_path, "killed", log_period=10**6) as child:
         child.kill_once(saving)
     newest = tools.saved_steps(tmp_path / "killed")[-1]
-    (unfinished,) = checkpoints.glob("*-tmp")
+    (unfinished,) = checkpoints.glob("*-saving")
     assert unfinished.name.startswith(f"{newest + 5}.")
 
     assert tools.run(tmp_path, "killed", log_period=10**6, **AT_THE_END) == 0
     assert f"resumed after step {newest};" in capfd.readouterr().out
-    assert not list(checkpoints.glob("*-tmp"))
+    assert not list(checkpoints.glob("*-saving"))
     tools.assert_equal_bits(tools.arrays(tmp_path / "killed", STEPS), tools.arrays(finished, STEPS))
 
 

@@ -142,7 +142,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_though_the_loss_is():
     like = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=placed)
     trainer = types.SimpleNamespace(
         mesh=mesh,
-        check_finite=lambda state: None,
+        check_exchanges=lambda state: None,
         abstract_metrics=lambda batch: {"loss": like, "grad_norm": like},
     )
     monitor = Monitor(trainer, None, stop_on_nan=True, on_compile=lambda *_: None)

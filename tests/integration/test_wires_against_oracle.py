@@ -318,7 +318,7 @@ def test_blocks_run_along_a_fragments_slice_of_each_leaf(wire, mode):
     gradient with a rounding in it."""
     steps = {"at once": 9, "overlapped": 12, "delayed": 17, "eager": 9}[mode]
     shared = dict(num_replicas=2, sync_period=8, num_fragments=3, offsets=(0, 2, 5), alpha=0.5)
-    shared |= WITHOUT | MODES[mode]
+    shared |= dict(outer_lr=0.7, outer_momentum=0.9) | WITHOUT | MODES[mode]
     shared |= {"overlap_steps": 3} if mode == "overlapped" else {}
     settings = Settings(kinds=tuple(kind for _, kind in WIDE.values()), **shared)
     # A tie of int8 may go either way: its code is x times a rounded inverse.
