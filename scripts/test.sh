@@ -6,12 +6,14 @@
 #     quick     under 90 seconds: style, the algorithm, the keys, the smallest cases of the oracle
 #     full      the default tier and the tests marked `full`: whole grids, every fault and family
 #   MAXDILOCO_VENV: the environment's folder (.venv); MAXDILOCO_PYTHON: the Python to make it with.
-#   MAXDILOCO_TEST_WORKERS: test processes at once (2); 1 runs them in pytest's own process.
+#   MAXDILOCO_TEST_WORKERS: test processes at once (the cores, up to 8; 3 GB of memory each); 1
+#   runs the tests in pytest's own process.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export MAXDILOCO_VENV=${MAXDILOCO_VENV:-.venv}
 python=$MAXDILOCO_VENV/bin/python
-workers=${MAXDILOCO_TEST_WORKERS:-2}
+cores=$(nproc)
+workers=${MAXDILOCO_TEST_WORKERS:-$((cores < 8 ? cores : 8))}
 tier=default
 case ${1:-} in quick|full) tier=$1; shift ;; esac
 

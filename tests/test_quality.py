@@ -77,6 +77,7 @@ def test_a_mode_may_take_a_part_of_the_best_rate_of_another():
     assert left([quarter], tuned()) == [Row(quarter.name, 2.0, 0.1, 0)]
 
 
+@pytest.mark.full
 def test_every_row_is_accepted_by_the_trainer_and_reads_as_many_tokens_a_step():
     for mode in modes.MODES:
         keys = rows.keys_of(Row(mode.name, 1e-3, 0.5, 7), SMALL, {})

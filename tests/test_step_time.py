@@ -83,6 +83,7 @@ def test_compared_values_become_configs_and_flags_win_over_the_benchmark_s_defau
     assert (cfg.dtype, cfg.model_name, cfg.max_target_length) == ("float32", "peer25m", 512)
 
 
+@pytest.mark.full
 def test_both_trainers_take_the_policy_that_fits_diloco(monkeypatch, capsys, devices):
     """A device of known memory: the compiled step is the one that counts, and compiled once."""
     monkeypatch.setattr(step_time.remat_choice, "device_memory", lambda mesh: 2**40)

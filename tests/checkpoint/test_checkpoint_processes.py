@@ -232,6 +232,7 @@ def test_two_processes_save_and_restore_to_the_bit(two):
         assert mine["there"] == ["2", "3"]  # two are kept
 
 
+@pytest.mark.full
 def test_each_byte_is_read_once_not_once_a_slice(two):
     """A process reads its part of a leaf; what is replicated over the slices is gathered.
 

@@ -13,6 +13,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tiers import corner
 
 from maxdiloco import DiLoCo
 from maxdiloco.engine import outer_state, saved
@@ -165,7 +166,7 @@ def test_step_needs_nothing_from_the_other_replicas(devices):
     assert re.search(collective, sync.compile().as_text())
 
 
-@pytest.mark.parametrize("carrier", ["program", "host"])
+@pytest.mark.parametrize("carrier", corner(["program", "host"], ["program"]))
 @pytest.mark.parametrize("mode", MODES)
 def test_pinned_host_memory_changes_no_bit(mode, carrier):
     """outer_memory=pinned_host: theta, its optimizer state and what is in flight are kept there.

@@ -6,6 +6,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from models.tiny_model import mesh_of
+from tiers import full
 
 from maxdiloco.diloco import quantize
 from maxdiloco.exchange import collective, payload
@@ -73,7 +74,7 @@ def test_bits_do_not_depend_on_slots_or_chunks(devices, wire):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("sizes", [{}, dict(diloco=2, data=2, fsdp=2)])
+@pytest.mark.parametrize("sizes", [full({}), dict(diloco=2, data=2, fsdp=2)])
 def test_a_bad_value_is_flagged_by_replica_and_leaf(devices, sizes, bad):
     """Positive control: without it no flag is up."""
     mesh, arrays = mesh_of(devices, **sizes), leaves(M=2)

@@ -73,6 +73,7 @@ def trained(tmp_path_factory):
     return {multiple: place / f"run-{multiple}" for multiple in (1, 64)}
 
 
+@pytest.mark.full
 def test_training_with_padding_is_training_without(trained, tmp_path):
     """Losses and evaluations of 4 steps, 2 rounds; an export has the 31 rows alone.
 

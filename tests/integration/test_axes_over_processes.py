@@ -6,7 +6,6 @@ Both hold one replica together, and compute what one process with one device com
 import numpy as np
 import process_tools as tools
 import pytest
-from tiers import corner
 
 EXPERTS = {
     "num_experts": "4",
@@ -22,7 +21,8 @@ AXES = {
 }
 
 
-@pytest.mark.parametrize("axis", corner(AXES, ["context"]))
+@pytest.mark.full
+@pytest.mark.parametrize("axis", AXES)
 def test_an_axis_over_two_processes_equals_one_device(tmp_path, axis):
     """Loss, norm of the gradient and balance of two steps with an exchange; sums in float32 in
     another order. Control: other sequences have another loss by far more."""

@@ -108,8 +108,9 @@ def test_a_model_that_does_not_fit_is_refused_with_more_gpus(compile_run):
     assert "diloco_outer_memory=pinned_host on the GPUs themselves" in said.err
 
 
+@pytest.mark.full
 @pytest.mark.gpu_aot
-@pytest.mark.parametrize("more", [{}, full(dict(num_experts=4, num_experts_per_tok=2))])
+@pytest.mark.parametrize("more", [{}, dict(num_experts=4, num_experts_per_tok=2)])
 def test_a_gpu_too_old_for_triton_has_programs(compile_run, more):
     """A T4; what its users may not ask for is in test_kernel_choice.py."""
     code, (report,), said = compile_run(compile_topology="t4-2", **more)
@@ -174,7 +175,8 @@ def test_products_of_experts_fit_every_gpu_and_leave_other_rows_out(kind):
 
 
 @pytest.mark.gpu_aot
-def test_packed_documents_make_no_mask_in_a_step(compile_run, monkeypatch):
+@pytest.mark.parametrize(("attention", "found"), [("flash", False), ("dot_product", True)])
+def test_packed_documents_make_no_mask_in_a_step(compile_run, monkeypatch, attention, found):
     """No array of queries by keys in the compiled step; the control: dot_product's block of 256
     queries and keys."""
     texts = {}
@@ -190,9 +192,8 @@ def test_packed_documents_make_no_mask_in_a_step(compile_run, monkeypatch):
     monkeypatch.setattr(Program, "compile", kept)
     square = re.compile(r"\[(?:\d+,){2,}256,256\]")  # of sequences and heads
     sizes = dict(base_mlp_dim=512, vocab_size=320, max_target_length=384)
-    for attention, found in (("flash", False), ("dot_product", True)):
-        assert compile_run(attention=attention, **sizes)[0] == 0
-        assert bool(square.search(texts["inner"])) == found
+    assert compile_run(attention=attention, **sizes)[0] == 0
+    assert bool(square.search(texts["inner"])) == found
 
 
 def test_a_file_of_programs_needs_the_gpus(compile_run, tmp_path):

@@ -82,7 +82,7 @@ def test_keys_that_change_no_program_of_the_steps_may_differ(file, tmp_path, cap
 @pytest.mark.parametrize(
     ("change", "names", "difference"),
     [
-        (dict(adam_b1=0.5), "inner, inner + exchange", "adam_b1=0.9, here 0.5"),
+        full(dict(adam_b1=0.5), "inner, inner + exchange", "adam_b1=0.9, here 0.5"),
         full(dict(nan_policy="skip"), "inner, inner + exchange", "nan_policy=stop, here skip"),
         full(
             dict(communication_overlapping_alpha=0.5),

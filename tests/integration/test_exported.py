@@ -119,6 +119,7 @@ def test_transformers_continue_a_prompt_with_the_same_text(trained, exported, ca
     assert len(ours) > len(PROMPT) + 20
 
 
+@pytest.mark.full
 def test_the_evaluation_loss_is_that_of_transformers_on_the_same_tokens(trained, exported):
     """eval_steps=4 batches of 8 windows; each document of a window is a text of its own there.
 

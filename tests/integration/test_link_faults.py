@@ -184,6 +184,7 @@ class Stopped:
         return "\n".join(process.text() for process in self.processes)
 
 
+@pytest.mark.full
 def test_a_process_that_is_stopped_for_less_than_the_timeout_changes_no_bit(
     started, tmp_path, undisturbed
 ):
@@ -196,6 +197,7 @@ def test_a_process_that_is_stopped_for_less_than_the_timeout_changes_no_bit(
     run_tools.assert_equal_bits(ends(tmp_path / "run"), undisturbed)
 
 
+@pytest.mark.full
 def test_a_process_that_is_stopped_for_longer_ends_the_other_with_5_and_then_itself(
     started, tmp_path
 ):

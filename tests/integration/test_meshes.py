@@ -42,6 +42,7 @@ def test_two_devices_of_a_slice_compute_what_one_does(base, tmp_path, axis):
     assert_close_runs(tmp_path / axis, base, items=["outer_params", "params"])
 
 
+@pytest.mark.full
 def test_a_run_spread_over_lengths_computes_what_one_device_does_and_goes_on_without(
     base, tmp_path
 ):

@@ -59,6 +59,7 @@ def test_a_resumed_mixture_equals_one_that_was_not_interrupted(capfd, tmp_path, 
     assert line.startswith("CheckpointError: dataset_mixture, sources code: the text is not that")
 
 
+@pytest.mark.full
 def test_replicas_with_sources_of_their_own_count_them_apart(capfd, tmp_path, sources):
     """Two replicas of 2 sequences of 16; steps=-1 ends before the shorter source repeats."""
     keys = sources(web=1, code=1, dataset_per_replica="true", steps=-1)

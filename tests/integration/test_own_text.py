@@ -23,6 +23,7 @@ SMALL = dict(
     hardware="cpu", steps=2, log_period=1, eval_steps=1, max_target_length=16, base_emb_dim=16,
     base_num_decoder_layers=1, base_mlp_dim=16, base_num_query_heads=2, base_num_kv_heads=1,
     head_dim=8, per_device_batch_size=2, diloco_sync_period=2, dtype="float32",
+    ici_fsdp_parallelism=1,
     enable_tensorboard="false", jax_cache_dir="",
 )  # fmt: skip
 

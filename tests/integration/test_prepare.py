@@ -274,6 +274,7 @@ def test_one_path_may_be_two_sources_of_two_kinds(tmp_path, parquet, here):
     assert (data.names, sizes) == (("lines", "table"), [1, 60])
 
 
+@pytest.mark.full
 def test_a_run_trains_and_evaluates_on_parquet(tmp_path, parquet):
     """The whole command."""
     arguments = [*parquet, "run_name=a", f"base_output_directory={tmp_path}/runs", *TRAIN]

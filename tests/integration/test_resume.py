@@ -73,7 +73,7 @@ def test_a_run_killed_during_a_save_resumes_to_the_same_bits(finished, tmp_path,
     tools.assert_equal_bits(tools.arrays(tmp_path / "killed", STEPS), tools.arrays(finished, STEPS))
 
 
-@pytest.mark.parametrize("M, slots", [(4, 2), (1, 1)])
+@pytest.mark.parametrize("M, slots", [(4, 2), full(1, 1)])
 def test_another_number_of_replicas_takes_over_parameters_and_place(finished, tmp_path, M, slots):
     """Replica r starts from what was r mod 2; no sequence is read twice. lr 0 keeps the start."""
     shutil.copytree(finished, tmp_path / "finished")

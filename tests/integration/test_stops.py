@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import run_tools as tools
 from jax.sharding import NamedSharding, PartitionSpec
+from tiers import full
 
 from maxdiloco.errors import NumericsError
 from maxdiloco.metrics import history
@@ -27,7 +28,7 @@ STEPS = tools.TINY["steps"]
     "number, code, words",
     [
         (signal.SIGTERM, 143, r"Preempted: SIGTERM after step (\d+): saved\."),
-        (signal.SIGINT, 130, r"Ctrl-C after step (\d+): saved\."),
+        full(signal.SIGINT, 130, r"Ctrl-C after step (\d+): saved\."),
     ],
 )
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(

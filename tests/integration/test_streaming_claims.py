@@ -227,6 +227,7 @@ def two_processes(tmp_path):
             process.kill()
 
 
+@pytest.mark.full
 def test_two_processes_have_the_bits_of_one_and_stop_at_one_step_for_one_replicas_nan(
     two_processes,
 ):

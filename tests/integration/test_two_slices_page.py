@@ -75,6 +75,7 @@ def in_a_shell(line, folder, environ):
     return done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("few_compiler_passes")
 def test_each_command_that_can_run_here_does_what_the_page_says(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

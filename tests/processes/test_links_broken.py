@@ -29,6 +29,7 @@ def keep_arming(proxy, faults, *, times, within, done):
     return times
 
 
+@pytest.mark.full
 def test_connections_that_break_fifty_times_lose_and_repeat_nothing(network):
     zero, one, proxy = network.pair(timeout_s=20)
     sending = later(lambda: assert_all_arrive(zero, one, (1, 2), 16))

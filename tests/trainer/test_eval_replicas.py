@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from tiers import full
 
 from maxdiloco import train
 from maxdiloco.data import pipeline
@@ -31,7 +32,7 @@ def rows_of(tmp_path, *keys):
 
 
 @pytest.mark.parametrize(
-    "mesh", ["num_diloco_replicas=2", "dcn_diloco_parallelism=2 ici_fsdp_parallelism=2"]
+    "mesh", [full("num_diloco_replicas=2"), "dcn_diloco_parallelism=2 ici_fsdp_parallelism=2"]
 )
 def test_replicas_are_theta_at_a_synchronisation_and_differ_a_step_later(tmp_path, mesh):
     """H=3, tau=0: after step 3 all have theta; after step 4 each has taken a step of its own."""
@@ -61,6 +62,7 @@ def test_the_loss_of_a_replica_is_that_of_its_parameters_alone():
     assert row["eval/loss_mean_of_replicas"] == pytest.approx(alone, rel=1e-5)
 
 
+@pytest.mark.full
 def test_eager_replicas_on_two_slices_are_evaluated_as_on_one(tmp_path):
     """Two slices evaluate a theta each, but a replica's loss, and the mean's, on all sequences."""
     names = ["eval/loss_replica_0", "eval/loss_replica_1", "eval/loss_mean_of_replicas"]

@@ -88,6 +88,7 @@ def gpu_mesh():
     return types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform="gpu")]))
 
 
+@pytest.mark.full
 def test_a_tenth_of_a_gpus_memory_is_left(choose):
     enough = math.ceil(needed("minimal")[0] / 0.9) + 1
     policy, (line,), _ = choose(memory=enough, mesh=gpu_mesh())
