@@ -21,6 +21,13 @@ def test_two_sources_by_hand():
     assert numbers.tolist() == [0, 1, 2, 0, 3, 4, 5, 1, 6]
 
 
+def test_a_deadline_that_is_no_whole_place_is_rounded_up():
+    """Shares 1, 2 and 5 of 8: number 1 of the last is due after 16/5, so after 4 places, as number
+    0 of the second is, which comes first. A run that resumes reads on in this order."""
+    sources, _ = Interleave.of((1, 2, 5)).at(np.arange(8))
+    assert sources.tolist() == [2, 1, 2, 2, 2, 0, 1, 2]
+
+
 @given(shares=some_shares)
 def test_a_source_is_never_a_whole_sequence_from_its_share(shares):
     """After every n up to two periods and a bit, in exact numbers."""

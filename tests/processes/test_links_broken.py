@@ -148,3 +148,15 @@ def test_an_acknowledgement_of_frames_not_sent_or_before_the_last_one_breaks(num
         outgoing.acknowledge(number)
     outgoing.resume(1)
     assert [frame.number for frame in outgoing.batch()] == [2]
+
+
+@pytest.mark.parametrize(("number", "in_turn"), [(1, True), (2, False), (0, True)])
+def test_a_numbered_frame_comes_in_its_turn(number, in_turn):
+    """A frame that was lost on the way would leave a hole. Those without a number have no turn."""
+    incoming = frames.Incoming(lambda key, data: None)
+    header = frames.Header(frames.MESSAGE, 8, number, 0, 0)
+    if in_turn:
+        assert len(incoming.space(header)) == 8
+    else:
+        with pytest.raises(frames.BrokenError, match="a frame came out of turn"):
+            incoming.space(header)
