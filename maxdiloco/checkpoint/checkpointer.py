@@ -241,14 +241,15 @@ class Checkpointer:
     ) -> bool:
         # Runs in the thread.
         self._own.begin(step := int(target.name), self._damaged)
-        if orbax_io.is_complete(target) and self._own.includes(step):
+        is_there = orbax_io.is_complete(target)
+        if is_there and self._own.includes(step):
             self._own.steps.add(step)
-        elif orbax_io.is_complete(target):
+        elif is_there:
             self._say(
                 f"warning: step {step} is not saved: {target} is there already, of another run. "
                 "Use a folder for each run."
             )
-        if self._max_to_keep is not None and not orbax_io.is_complete(target):
+        if self._max_to_keep is not None and not is_there:
             if self._removal is not None and room.is_short(self._folder, nbytes):
                 self._removal.exception()  # what it removes makes room too
             own, kept = self._own.steps, self._newest

@@ -152,13 +152,14 @@ def first_undamaged(
     """
     damaged: dict[epath.Path, str] = {}
     for path in candidates:
+        note = None
         with contextlib.suppress(OSError, orbax_io.DamagedError):  # the seal knows more of damage
-            orbax_io.read_note(path)  # first: a later format may have another seal
+            note = orbax_io.read_note(path)  # first: a later format may have another seal
         if path not in known_good and (problem := _damage(path)):
             say(f"warning: checkpoint {path} is damaged and is not used: {problem}.")
             damaged[path] = problem
             continue
-        note = orbax_io.read_note(path)
+        note = note or orbax_io.read_note(path)  # or what is wrong with it
         abstract = abstract_of(note.meta)
         _refuse_mismatch(path, note, abstract, remedy=remedy, cast=cast)
         items = {

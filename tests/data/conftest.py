@@ -4,9 +4,7 @@ import json
 import types
 
 import pytest
-from data.shards_on_disk import TEXTS
-
-from maxdiloco.preparation import prepare
+from data.shards_on_disk import TEXTS, prepare_in_this_process
 
 
 @pytest.fixture
@@ -53,14 +51,8 @@ def folder(tmp_path):
 
 @pytest.fixture
 def parts_here(monkeypatch):
-    """Processes cost a second each; those tests that are about them start the program."""
-    monkeypatch.setattr(
-        prepare.workers,
-        "map_parts",
-        lambda call, common, calls, processes: (
-            (number, call(*common, *one)) for number, one in enumerate(calls)
-        ),
-    )
+    """Those tests that are about processes start the program."""
+    prepare_in_this_process(monkeypatch)
 
 
 @pytest.fixture

@@ -8,6 +8,17 @@ from maxdiloco.preparation.prepare import Work
 TEXTS = ["abcdefg" * 40, "x", "\u00e4\u00f6\u00fc" * 9, "hello world\n" * 300, "y" * 77]
 
 
+def prepare_in_this_process(monkeypatch):
+    """Parts are made here, one after the other: a process of its own costs a second."""
+    monkeypatch.setattr(
+        prepare.workers,
+        "map_parts",
+        lambda call, common, calls, processes: (
+            (number, call(*common, *one)) for number, one in enumerate(calls)
+        ),
+    )
+
+
 def silent(line):
     """For say."""
 

@@ -14,6 +14,7 @@ import time
 
 import numpy as np
 import pytest
+from data.shards_on_disk import prepare_in_this_process
 
 from maxdiloco import prepare, tokenizer
 from maxdiloco.data import mixture, pipeline, shards
@@ -162,14 +163,7 @@ def test_a_source_is_tokenised_at_the_first_start_and_found_at_the_second(tmp_pa
 
 @pytest.fixture
 def here(monkeypatch):
-    """Parts are made in this process: a process of its own costs a second."""
-    monkeypatch.setattr(
-        preparing.workers,
-        "map_parts",
-        lambda call, common, calls, processes: (
-            (number, call(*common, *one)) for number, one in enumerate(calls)
-        ),
-    )
+    prepare_in_this_process(monkeypatch)
 
 
 @pytest.fixture
