@@ -1,6 +1,5 @@
 """Several processes train as one, and end as one."""
 
-import functools
 import re
 import signal
 import socket
@@ -47,25 +46,15 @@ def started():
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, programs):
-    """Runs of one process that the others are compared with, by the devices of a slice: one, in
-    this process, with the compiler that the others have then, or two, with that of users."""
-
-    @functools.cache
-    def run(devices):
-        folder = tmp_path_factory.mktemp("alone")
-        changes = named("alone", folder, FULL | {"ici_fsdp_parallelism": devices})
-        if devices == 1:
-            assert train.main(tools.flags(changes | {"exchange_carrier": "host"})) == 0
-            return folder / "alone"
-        process = tools.trainer(changes, folder / "log", tools.AS_USERS)
-        try:
-            assert process.end() == 0, process.text()
-        finally:
-            process.kill()
-        return folder / "alone"
-
-    return run
+def alone(tmp_path_factory):
+    """The run of one process that the others are compared with."""
+    folder = tmp_path_factory.mktemp("alone")
+    process = tools.trainer(named("alone", folder, FULL), folder / "log", tools.AS_USERS)
+    try:
+        assert process.end() == 0, process.text()
+    finally:
+        process.kill()
+    return folder / "alone"
 
 
 def without_carrier(rows):
@@ -101,18 +90,15 @@ def test_two_processes_equal_one_bit_for_bit(alone, started, tmp_path):
     assert started[0].end() == 0, started[0].text()
     assert "[0] done: step 40" in started[0].text()
     assert re.search(r"^\[1\] ", started[0].text(), re.MULTILINE)
-    assert_equal_runs(tmp_path / "two", alone(2))
+    assert_equal_runs(tmp_path / "two", alone)
 
 
-@pytest.mark.parametrize(
-    ("devices", "environ"), [(1, {}), full(2, tools.AS_USERS)], ids=["one device each", "two"]
-)
 def test_sigterm_to_one_saves_the_same_step_in_all_and_a_resume_equals_no_stop(
-    alone, started, tmp_path, devices, environ
+    alone, started, tmp_path
 ):
     """JAX's preemption service names a step that no process has passed; exit code 143."""
-    changes = named("two", tmp_path, FULL | {"ici_fsdp_parallelism": devices})
-    started += tools.trainers(2, changes, tmp_path, [environ] * 2)
+    changes = named("two", tmp_path, FULL)
+    started += tools.trainers(2, changes, tmp_path, [tools.AS_USERS] * 2)
     started[0].wait_for("step 2/")
     started[1].popen.send_signal(signal.SIGTERM)
     assert [process.end() for process in started] == [143, 143], started[0].text()
@@ -123,11 +109,11 @@ def test_sigterm_to_one_saves_the_same_step_in_all_and_a_resume_equals_no_stop(
     assert rows == list(range(1, int(stopped[0]) + 1))
     assert int(stopped[0]) < STEPS
 
-    again = tools.trainers(2, changes, tmp_path, [environ] * 2)
+    again = tools.trainers(2, changes, tmp_path, [tools.AS_USERS] * 2)
     started += again
     assert [process.end() for process in again] == [0, 0], again[0].text()
     assert f"resumed after step {stopped[0]}" in again[0].text()
-    assert_equal_runs(tmp_path / "two", alone(devices))
+    assert_equal_runs(tmp_path / "two", alone)
 
 
 @pytest.mark.parametrize("victim, when", [full(0, "ready to compile"), (1, "step 2/")])
