@@ -18,6 +18,7 @@ from maxdiloco.data import order
 from maxdiloco.data.line_index import LineIndex
 from maxdiloco.data.order import Position
 from maxdiloco.data.read_ahead import read_ahead
+from maxdiloco.data.split import Source
 from maxdiloco.data.synthetic import SyntheticWindows
 from maxdiloco.data.text import TextWindows, open_text
 from maxdiloco.errors import DataError
@@ -178,7 +179,7 @@ def open_dataset(
     *,
     split: str,
     index: LineIndex | None = None,
-    prepared: Mapping[tuple[str, str, str], str] | None = None,
+    prepared: Mapping[Source, str] | None = None,
 ) -> Dataset:
     """The data of a split, "train" or "eval", that cfg names. index, prepared: split.open_split.
 

@@ -14,6 +14,8 @@ from maxdiloco.data.sources import plain_text
 from maxdiloco.data.sources.files import COMPRESSED, check_kind
 from maxdiloco.errors import DataError
 
+Source = tuple[str, str, str]  # what names a source: see source_of
+
 
 class Split(NamedTuple):
     """Documents of a split. name: the flag and path, for messages.
@@ -33,7 +35,7 @@ def split_path(cfg, split: str) -> tuple[str, str]:
     return "dataset_path", cfg.dataset_path
 
 
-def source_of(cfg, path: str) -> tuple[str, str, str]:
+def source_of(cfg, path: str) -> Source:
     """What names a source in `prepared`: its kind, its path and the column with its text."""
     return cfg.dataset_type, path, cfg.text_column
 
@@ -43,7 +45,7 @@ def open_split(
     *,
     split: str,
     index: LineIndex | None = None,
-    prepared: Mapping[tuple[str, str, str], str] | None = None,
+    prepared: Mapping[Source, str] | None = None,
 ) -> Split:
     """The documents of a split.
 

@@ -14,7 +14,7 @@ import numpy as np
 from maxdiloco.data import packing
 from maxdiloco.data.documents import TokenDocuments
 from maxdiloco.data.line_index import LineIndex
-from maxdiloco.data.split import held_out, open_split
+from maxdiloco.data.split import Source, held_out, open_split
 from maxdiloco.errors import DataError
 
 
@@ -91,7 +91,7 @@ def open_text(
     *,
     split: str,
     index: LineIndex | None = None,
-    prepared: Mapping[tuple[str, str, str], str] | None = None,
+    prepared: Mapping[Source, str] | None = None,
 ) -> tuple[TextWindows, str]:
     """Windows of the text of a split, train or eval, and its flag and path, for messages.
 

@@ -30,12 +30,13 @@ def joined(cfg: Any) -> Iterator[None]:
         peer_timeout_s=cfg.peer_timeout_seconds,
         peer_port=cfg.peer_port,
     ) as job:
-        members.require_equal(
-            job,
-            shared_keys.shared(cfg.as_dict(), keys=base_yml.declared()) | versions(),
-            difference=shared_keys.difference,
-            timeout_s=cfg.peer_timeout_seconds,
-        )
+        if job.num_processes > 1:
+            members.require_equal(
+                job,
+                shared_keys.shared(cfg.as_dict(), keys=base_yml.declared()) | versions(),
+                difference=shared_keys.difference,
+                timeout_s=cfg.peer_timeout_seconds,
+            )
         mesh_lib.emulate_devices(cfg, num_processes=job.num_processes)
         mesh_lib.visible_devices(cfg)  # those that are not there are refused before JAX is used
         yield

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from maxdiloco.data import mixture
 from maxdiloco.data.line_index import LineIndex
 from maxdiloco.data.pipeline import Dataset
+from maxdiloco.data.split import Source
 from maxdiloco.errors import DataError
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
@@ -16,7 +17,7 @@ HELD_OUT = ""  # its metrics have no name between eval/ and loss
 def open_texts(
     cfg: Config,
     index: LineIndex | None = None,
-    prepared: Mapping[tuple[str, str, str], str] | None = None,
+    prepared: Mapping[Source, str] | None = None,
 ) -> dict[str, Dataset]:
     """{name: data set}: HELD_OUT, the eval split of the run, then eval_sets in their order.
 

@@ -11,7 +11,7 @@ import jax
 
 from maxdiloco.data import mixture, shards, tokenizer
 from maxdiloco.data.sources import opening
-from maxdiloco.data.split import needs_tokenising, source_of, split_path
+from maxdiloco.data.split import Source, needs_tokenising, source_of, split_path
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.flags.config import Config
 from maxdiloco.preparation.prepare import PART_BYTES, Work, part_bytes_of, prepare
@@ -19,7 +19,6 @@ from maxdiloco.processes import coordination
 from maxdiloco.storage import object_store
 from maxdiloco.storage.run_folder import absolute
 
-Source = tuple[str, str, str]  # of split.source_of
 FOLDER = "prepared"
 _LARGE = 1e9  # bytes; above it the program for this is named. Our choice: some minutes.
 _PATIENCE_S = 7 * 24 * 3600.0  # of the other processes; a lost one ends them before
