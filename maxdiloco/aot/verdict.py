@@ -19,7 +19,7 @@ from maxdiloco.metrics.speed import performance
 TIGHT = 0.9  # part of the memory; above it another version of the compiler may not fit. Our choice
 HIDDEN = 0.02  # of a transfer's time: with less of it hidden, none is hidden by design. Our choice
 # Devices of an axis over which XLA:TPU of libtpu 0.0.42 still makes all-gathers, on v5e and v5p
-# (benchmarks/README.md, Qwen3 30B-A3B).
+# (benchmarks/log, Qwen3 30B-A3B).
 MOST_GATHERED = 32
 
 

@@ -22,7 +22,7 @@ from maxdiloco.parallel.sharding import Rules
 
 SPLASH_BLOCK = 512  # tile of queries and keys, our choice from the kernel's power-of-two sizes
 # Tokens in the lanes, which heads of less than 128 features do not fill: XLA then lays out what
-# comes before the kernel so, too, and the program takes 0.8 times as long (benchmarks/README.md).
+# comes before the kernel so, too, and the program takes 0.8 times as long (benchmarks/log).
 SPLASH_LAYOUT = "SEQ_MINOR"  # a QKVLayout of the kernel
 SPLASH_LANES = 128  # tiles are multiples of a TPU vector register's lanes
 TRITON_ROWS = 16  # tiles are multiples of what a GPU's matrix units take

@@ -19,7 +19,7 @@ from maxdiloco.models.remat import CONTEXT, keep
 
 f32 = jnp.float32
 # Queries of a block, in sequences of up to two and in longer ones. Each is unrolled into the
-# program: our choice from step and compile time in benchmarks/README.md.
+# program: our choice from step and compile time in benchmarks/log.
 SHORT_BLOCK, BLOCK = 128, 256
 MAX_BLOCKS = 8  # still longer sequences get longer blocks
 

@@ -22,7 +22,7 @@ from maxdiloco.models.product import scattered_sum
 from maxdiloco.parallel.sharding import Rules, axes_of, constrain
 
 f32 = jnp.float32
-# Logits of so many tokens exist on a device at once; ours, see benchmarks/README.md. Products of
+# Logits of so many tokens exist on a device at once; ours, see benchmarks/log. Products of
 # bfloat16 are so fast on a CPU that what a chunk writes has to stay in the cache.
 CHUNK_TOKENS, CPU_BF16_CHUNK_TOKENS = 1024, 256
 TOKENS = ("batch", "length")  # what spreads groups of tokens over devices

@@ -24,7 +24,7 @@ def product(
 
     Accelerators sum in float32 by themselves. XLA:CPU has instructions for bfloat16 factors only
     where the result is float32, and computes in float32 altogether otherwise, which takes two to
-    three times as long (benchmarks/README.md); spec.float32_products asks for that result, and
+    three times as long (benchmarks/log); spec.float32_products asks for that result, and
     spec.float32_factors makes the factors float32 first, for processors that are faster so.
     names: logical names of the weight's dims, for spec.scattered_gradients, see _scattered_product;
     b and l in the equation are batch and length then. () leaves the sum to the partitioner.
@@ -65,7 +65,7 @@ def _scattered_product(equation, precision, names, rules, x, w):
     """einsum whose weight's gradient is reduced straight to the devices that keep its parts.
 
     The partitioner adds up whole gradients on every device and cuts them afterwards, or cuts the
-    product into as many pieces as there are devices; both take longer (benchmarks/README.md).
+    product into as many pieces as there are devices; both take longer (benchmarks/log).
     """
     return jnp.einsum(equation, x, w, precision=precision)
 

@@ -31,7 +31,7 @@ def ragged(x_AD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, spec: ModelSpe
     Rows after the last group come out as anything.
     spec.ragged_kernel: "megablox" takes JAX's Pallas kernels for the gradients. XLA:TPU of jax 0.10
     has a kernel for the product. It takes it for the gradient in x too, but copies the matrices for
-    it, and multiplies every row by every expert in the other gradient (benchmarks/README.md).
+    it, and multiplies every row by every expert in the other gradient (benchmarks/log).
     "triton" takes the kernels of triton_ragged.py for all three, where they fit. "" takes XLA's.
     """
     preferred = f32 if spec.float32_products else None  # see models/product.py

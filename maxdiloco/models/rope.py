@@ -92,7 +92,7 @@ def rotate(x_BLNH: jax.Array, rope: Rotation, *, by_product: bool = False) -> ja
     by_product: the halves change places in a product with a permutation, to the same bits, also
     in the gradient. For bfloat16, whose products with 1 and 0 are exact, and for finite x. XLA:TPU
     fuses the product with what is around it; slices and their concatenation it puts through memory
-    (benchmarks/README.md).
+    (benchmarks/log).
     """
     return _by_product(x_BLNH, rope) if by_product else _by_halves(x_BLNH, rope)
 

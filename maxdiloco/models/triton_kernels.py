@@ -32,7 +32,7 @@ def tiles(kernel: str, head_dim: int, length: int) -> Tiles:
 
     As FlashAttention-2's by head dim, smaller where a block of a GPU has no room for them: our
     choice from the registers and the shared memory that the compiler reports
-    (benchmarks/README.md).
+    (benchmarks/log).
     """
     small, wide = head_dim <= 64, head_dim > 128
     if kernel == "forward":

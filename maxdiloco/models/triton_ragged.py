@@ -19,7 +19,7 @@ from maxdiloco.models.triton_kernels import SMALLEST
 
 f32 = jnp.float32
 # Sides of a tile: of the results, and of the sums. Our choice from the registers and the shared
-# memory that the compiler reports (benchmarks/README.md).
+# memory that the compiler reports (benchmarks/log).
 SIDE, INNER = 128, 64
 MANY_ROWS = 256  # of a mean expert, from which on its tiles have SIDE rows and not half of them
 

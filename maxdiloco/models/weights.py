@@ -27,7 +27,7 @@ def unrolled_threefry() -> Hashable:
     """JAX's threefry2x32 for jax.random.key(impl=...), its rounds one after another.
 
     The same keys and bits. On a CPU JAX makes a loop over whole arrays of the rounds, which takes
-    eight times as long without optimisation (benchmarks/README.md). jax_threefry_partitionable, the
+    eight times as long without optimisation (benchmarks/log). jax_threefry_partitionable, the
     default, is taken for granted.
     """
     jaxs = jax_random.threefry_prng_impl

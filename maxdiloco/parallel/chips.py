@@ -36,7 +36,7 @@ class Chip(NamedTuple):
 # libtpu says when a program is too big; the clock is the peak over the FLOPs of a cycle. v5e's
 # compiler leaves 16 of 128 MiB to an operation; with twice as much, products are not cut into small
 # pieces. It makes one operation of the two products of an MLP, which takes longer than both apart
-# (benchmarks/README.md).
+# (benchmarks/log).
 # GPU: NVIDIA's data sheets, Tensor Core bfloat16 without sparsity, sums in float32; a T4's are of
 # float16, since it has no bfloat16.
 _V5E_OPTIONS = (
@@ -45,7 +45,7 @@ _V5E_OPTIONS = (
 )
 # libtpu's scheduler puts the end of a transfer to other slices as far from its start as it believes
 # that it takes: by its figures for DCN, 51 Gbit/s, or for PCIe, 32 GB/s, whichever is slower. This
-# factor of the second gives every transfer the whole step (benchmarks/README.md). A process takes
+# factor of the second gives every transfer the whole step (benchmarks/log). A process takes
 # it at its first compile, so it is no option of one program.
 _SLOW_LINK = ("xla_tpu_pcie_bandwidth_multiplier", "0.00001")
 CHIPS = {

@@ -20,7 +20,7 @@ def float32_is_faster(cpuinfo: str) -> bool:
 
     Intel's AVX512-BF16 multiplies no more numbers a cycle than float32 does, and its factors have
     to be interleaved. A processor without bfloat16 instructions has to widen them. With AMX, and
-    with AMD's AVX512-BF16, bfloat16 is faster (benchmarks/README.md).
+    with AMD's AVX512-BF16, bfloat16 is faster (benchmarks/log).
     False where the text does not say what the processor has, as on Arm.
     """
     flags = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
@@ -35,7 +35,7 @@ def keep_freed_memory(*, in_caller: bool) -> None:
     """Have glibc keep the memory that XLA frees after a step, for the next step.
 
     Otherwise each step gets its temporary arrays as new pages, which the kernel clears one by one
-    (benchmarks/README.md). Call before JAX's backends start their threads. Nothing is set without
+    (benchmarks/log). Call before JAX's backends start their threads. Nothing is set without
     glibc, nor where the environment has GLIBC_TUNABLES, which then has the say.
 
     in_caller: of mesh.run_in_caller. Otherwise all threads share the first one's heap: the heap of

@@ -136,7 +136,7 @@ def gathered(
     """A weight, gathered over the mesh axes that split the tokens, for its use in a product.
 
     Without the constraint the partitioner may cut the product into as many pieces as the axis has
-    devices, which took twice the time on TPU (benchmarks/README.md). The weight stays sharded
+    devices, which took twice the time on TPU (benchmarks/log). The weight stays sharded
     over `tensor`. Experts stay as they are: models/moe.py gathers them. Without a mesh in the
     context w is returned as it is.
     scattered: the gradient comes in parts, as of models.product, and is not gathered too.

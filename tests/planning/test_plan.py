@@ -56,7 +56,7 @@ def test_the_bytes_are_those_that_the_trainer_prints(choice, carrier, capsys):
     assert [2 * size for size in sent.fragments] == printed and len(printed) == choice.P
 
 
-# In benchmarks/README.md, a thin link at 5 Mbit/s: predicted exposed milliseconds of a step.
+# Of benchmarks/log: predicted exposed milliseconds of a step on a thin link at 5 Mbit/s.
 THIN = {
     ("float32", 0, 1): 330.8,
     ("float32", 0, 4): 330.8,
