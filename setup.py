@@ -15,6 +15,7 @@ setup(
     package_dir={CONFIGS: "configs"},
     package_data={
         CONFIGS: ["*.yml", "models/*.yml", "recipes/*.yml"],
+        "maxdiloco.flags": ["*.yml"],
         "maxdiloco.page": ["page.*", "timeline.js", "uplot/*"],
         "maxdiloco.planning": ["*.yml"],
     },

@@ -204,7 +204,7 @@ def _from_environment(environ: Mapping[str, str], keys: Mapping[str, Key]) -> di
             continue
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
         if variable != ENVIRONMENT_PREFIX + name.upper() or not (
-            name in {*keys, *OTHER_NAMES} or maxtext.foreign(name)
+            name in {*keys, *OTHER_NAMES} or maxtext.foreign(name, maxtext.foreign_keys())
         ):
             near = _nearest_key(name, keys)
             remedy = f"Did you mean {ENVIRONMENT_PREFIX}{near.upper()}?" if near else "Unset it."

@@ -1,181 +1,52 @@
 """MaxText's command line: keys and values that base.yml does not have, and what becomes of them.
 
-From MaxText's configs/base.yml and its scripts for streaming DiLoCo, read in 2026.
-docs/maxtext.md is the same for its users; a test compares the two.
+maxtext.yml is the table of the keys.
 """
 
 import pathlib
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
+
+import yaml
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags.base_yml import show
 
+FOLDER = pathlib.Path(__file__).parent
+
 
 class Foreign(NamedTuple):
-    """Keys of MaxText that base.yml does not have.
+    """Keys of MaxText that base.yml does not have; see maxtext.yml.
 
-    names: a regular expression. harmless: the values that are dropped with a note, likewise; an
-    empty value is always harmless. why: why nothing is lost then. instead: the remedy for others.
+    names, harmless: regular expressions of the keys, and of the values that are dropped with a
+    note. why: why nothing is lost then. instead: the remedy for other values.
     """
 
     names: str
     harmless: str
     why: str
-    instead: str = ""
+    instead: str
 
 
-_ANY = r"(?s:.*)"
-_OFF = r"false|0|0\.0*|-1|-1\.0*|none|null|\[\]|\{\}|0\.|disabled"
-FOREIGN = (
-    # -- not needed
-    Foreign("pure_nnx|pure_nnx_decoder|enable_nnx", _ANY, "it chooses between modules of Flax"),
-    Foreign(
-        "scan_layers|param_scan_axis|scan_layers_per_stage|force_unroll",
-        _ANY,
-        "layers are always scanned",
-    ),
-    Foreign(
-        "save_config_to_gcs|log_config|gcs_metrics|metrics_file",
-        _ANY,
-        "the run's folder has the metrics, and each checkpoint the config",
-    ),
-    Foreign(
-        "upload_all_profiler_results|profile_cleanly|hide_profiler_step_metric|tpu_num_.*|xprof_.*|"
-        "enable_tpu_profiling_options|profile_power_events|profiler_max_num_hosts|"
-        "enable_jax_profiler|jax_profiler_port",
-        _ANY,
-        "a profile has no options but profiler_steps and skip_first_n_steps_for_profiler",
-    ),
-    Foreign(
-        "enable_goodput_recording|monitor_goodput|goodput_.*|enable_pathways_goodput|"
-        "monitor_step_time_deviation|step_deviation_.*|enable_gcp_.*|"
-        "report_\\w+_for_gcp_monitoring|heartbeat_.*|managed_mldiagnostics.*|record_internal_nn.*",
-        _ANY,
-        "metrics.jsonl has perf/*; nothing is reported to a cloud's monitoring",
-    ),
-    Foreign(
-        "checkpoint_storage_.*|enable_orbax_v1|enable_single_replica_ckpt_restoring|"
-        "checkpoint_todelete_.*|enable_checkpoint_cloud_logger|enable_continuous_checkpointing|"
-        "enable_autocheckpoint|save_checkpoint_on_start|colocated_python_checkpointing",
-        _ANY,
-        "checkpoints are written one way, and SIGTERM saves first",
-    ),
-    Foreign(
-        "local_checkpoint_.*|multi_tier_checkpointing_.*|mtc_.*",
-        _ANY,
-        "a checkpoint is one folder that all hosts see",
-    ),
-    Foreign(
-        "(local_)?sa_.*|(local_)?use_splash_scheduler|use_(tokamax|jax)_splash|cost_estimate_.*|"
-        "use_max_logit_estimate|dq_reduction_steps|force_q_layout|ring_scan_unroll|"
-        "enable_padding_causal_mask|max_segments_per_seq|use_ragged_attention|ragged_block_size",
-        _ANY,
-        "attention computes the same values; its tiles are chosen here",
-    ),
-    Foreign(
-        "shardy|remove_size_one_mesh_axis_from_type|allow_split_physical_axes|sharding_tolerance|"
-        "optimize_mesh_for_tpu_v6e|debug_sharding|mesh_axes|data_sharding|custom_mesh|check_vma|"
-        "input_data_sharding_logical_axes|context_sharding|ulysses_context_sharding|shard_mode|"
-        "override_logical_axis_rules|context_parallel_.*|compile_xla_flags|use_iota_embed|"
-        "max_inflight_computations|max_corpus_chars|num_vocab_tiling|max_checkify|"
-        "diloco_bucketize_non_scanned|internal_compile.*|skip_jax_distributed_system|"
-        "jax_debug_log_modules|colocated_python_data_input|grain_num_threads.*|"
-        "grain_prefetch_buffer_size.*|grain_per_worker_.*|grain_ram_.*|grain_worker_count_eval|"
-        "generate_padding_batch_.*|expansion_factor_real_data|write_estimator_result",
-        _ANY,
-        "it says how to compute or read the same values",
-    ),
-    Foreign(
-        "wandb_project_name|wandb_run_name|vertex_tensorboard_.*|dump_hlo_.*|dump_jaxpr_.*|"
-        "dump_step|skip_step_interval|skip_step_scaling_factor|per_device_batch_size_.*|"
-        "global_rampup_samples|dcn_bandwidth_(burst|latency|interface)|chat_template.*",
-        _ANY,
-        "it belongs to a key that is not here",
-    ),
-    Foreign(
-        "inference_.*|prefill_.*|decode_sampling_.*|max_prefill_predict_length|prompt|"
-        "load_from_prefill_dir|autoregressive_decode_assert|generate_slice|kv_quant_.*|"
-        "stack_prefill_result_cache|(ar_cache|compute|prefill_cache)_axis_order|reshape_q|"
-        "prometheus_port|return_log_prob|multi_sampling|enable_model_warmup|vllm_.*|"
-        "enable_prefix_caching|prefix_caching_.*|use_chunked_prefill|model_call_mode",
-        _ANY,
-        "training reads none of it; see maxdiloco.generate",
-    ),
-    Foreign("enable_dropout", _ANY, "there is no dropout"),
-    # -- needed for more than the values here
-    Foreign("decoder_block", "llama2", "the decoder is llama2's",
-            "Give model_name a file that sets this package's keys"),
-    Foreign("use_post_attn_norm|use_post_ffw_norm", _OFF, "a block's output is not normed",
-            "Use norm_placement=sandwich, for both blocks of a layer"),
-    Foreign("rope_linear_scaling_factor", r"1|1\.0*", "it is off here too",
-            "Use rope_type=linear rope_factor=N"),
-    Foreign("rope_interleave", _OFF, "pairs are taken from the two halves of a head",
-            "Leave it out: pairs are taken from the two halves of a head"),
-    Foreign("rope_use_scale|rope_attention_scaling|mscale", _ANY,
-            "it belongs to rope_type; see rope_attention_factor"),
-    Foreign("max_position_embeddings", _ANY, "rotary embedding has no end"),
-    Foreign("use_vertex_tensorboard", _OFF, "", "TensorBoard's files are in the run's folder"),
-    Foreign("dump_hlo|dump_jaxpr", _OFF, "", "Set XLA_FLAGS=--xla_dump_to=FOLDER"),
-    Foreign("reuse_example_batch", _OFF, "", "Use dataset_type=synthetic"),
-    Foreign("mu_dtype|grad_dtype", "float32", "gradients and moments are float32",
-            "Gradients and Adam's moments stay float32"),
-    Foreign("dropout_rate", _OFF, "there is no dropout", "Leave it out: there is no dropout"),
-    Foreign("adam_eps_root", _OFF, "it is 0", "Leave it out: it is 0"),
-    Foreign("adamw_mask|trainable_parameters_mask", _OFF, "",
-            "Norm scales do not decay, and all parameters train"),
-    Foreign("muon_beta", r"0\.950*", "it is 0.95", "Leave it out: it is 0.95"),
-    Foreign("muon_consistent_rms", r"0\.20*", "it is 0.2", "Leave it out: it is 0.2"),
-    Foreign("muon_weight_decay", "$^", "", "Use adam_weight_decay, which counts with muon too"),
-    Foreign("quantization", _OFF, "", "Products are in bfloat16: dtype=bfloat16"),
-    Foreign("abort_on_(nan|inf)_loss", "true", "nan_policy=stop ends the run",
-            "Use nan_policy=skip to skip such steps"),
-    Foreign("skip_step_on_spikes", _OFF, "", "Use nan_policy=skip for what is not finite"),
-    Foreign("num_epoch", "1|1.0", "steps counts", "Use steps, or steps=-1 for one epoch"),
-    Foreign("enable_single_controller", _OFF, "a process runs on each host",
-            "Start a process on each host: scripts/xpk_run.sh"),
-    Foreign("enable_non_spmd_diloco|enable_threaded_diloco", _OFF, "",
-            "Use exchange_carrier=host, which sends beside the step"),
-    Foreign("enable_emergency_checkpoint|enable_multi_tier_checkpointing", _OFF, "",
-            "Lower checkpoint_period"),
-    Foreign("source_checkpoint_layout|checkpoint_conversion_fn", "orbax|none", "",
-            "Checkpoints of other programs are not read"),
-    Foreign("dcn_bandwidth_limit", "$^", "", "Use benchmarks/thin_link.py to train on a slow link"),
-    Foreign("enable_rampup_batch_size", _OFF, "", "Start again with a larger batch and "
-            "load_parameters_path"),
-    Foreign("tokenize_(train|eval)_data", "true", "text is tokenised",
-            "Use dataset_type=arrayrecord for what maxdiloco.prepare has tokenised"),
-    Foreign("use_truncation", _OFF, "a document is split, never cut off",
-            "A document is split over sequences, never cut off"),
-    Foreign("eval_start_step|target_eval_loss", _OFF, "", "Set eval_interval and stop by hand"),
-    Foreign("(dcn|ici)_(fsdp_transpose|sequence|context_usp_ulysses|context_autoregressive|"
-            "tensor_transpose|tensor_sequence|pipeline|autoregressive)_parallelism", "1",
-            "the mesh has no such axis", "Use fsdp or tensor parallelism"),
-    Foreign("dataset_name|eval_dataset_name|train_split|eval_split", "$^", "",
-            "Name the text in dataset_path, and a held-out one in eval_dataset_path"),
-    Foreign("hf_name|hf_data_dir|hf_eval_split|hf_access_token", "$^", "",
-            "Use dataset_type=hf dataset_path=NAME:CONFIG:SPLIT and the hub's own login"),
-    Foreign("grain_train_mixture_config_path", "$^", "", "Use dataset_mixture"),
-    Foreign("(wi|wo)_tile_.*|megablox|sparse_matmul|use_ring_of_experts|use_(tokamax_)?gmm.*|"
-            "moe_.*|num_moe_.*|float32_gate_logits",
-            _ANY, "experts' products compute the same values"),
-    Foreign("shard_exp_on_fsdp", _OFF, "",
-            "Use logical_axis_rules=[[stored_expert, [expert, fsdp]]]"),
-    Foreign("interleave_moe_layer_step", "1", "every layer has experts",
-            "Layers with experts follow one another, after first_num_dense_layers"),
-    Foreign("use_random_routing", _OFF, "", "Leave it out: the router chooses"),
-    Foreign("use_multimodal|use_audio|use_sft|use_dpo|elastic_enabled|use_indexer|moba|use_mrope|"
-            "use_qk_clip|fused_qkv|fused_mlp|quantize_kvcache|mtp_num_layers|"
-            "use_untrainable_positional_embedding|"
-            "temperature_tuning|parameter_memory_host_offload|"
-            "shard_optimizer_over_data|chunk_attn_window_size|float32_qk_product|"
-            "share_kv_projections|use_batch_split_schedule|weight_sparsity_n|weight_sparsity_m",
-            _OFF, "it is off here too", "Leave it out: there is no such thing here"),
-    Foreign(r".*_for_vit|.*_for_audio|.*_mm|distill_.*|elastic_.*|engram_.*|gdn_.*|indexer_.*|"
-            "video_.*|audio_.*|image_.*|mtp_.*|moba_.*|mhc_.*|num_pipeline_.*|pipeline_.*",
-            _ANY, "it belongs to something that is not here"),
-)  # fmt: skip
+_HARMLESS = {
+    "any": r"(?s:.*)",
+    "off": r"false|0|0\.0*|-1|-1\.0*|none|null|\[\]|\{\}|0\.|disabled",
+}
+
+
+def foreign_keys() -> list[Foreign]:
+    """The entries of maxtext.yml."""
+    read = yaml.safe_load((FOLDER / "maxtext.yml").read_text(encoding="utf-8"))
+    return [_foreign(**entry) for entry in read]
+
+
+def _foreign(
+    names: list[str], harmless: str | list[str], why: str = "", instead: str = ""
+) -> Foreign:
+    values = _HARMLESS[harmless] if isinstance(harmless, str) else "|".join(harmless)
+    return Foreign("|".join(names), values, why, instead)
+
 
 # Values of keys that base.yml has. (key, value): (our value, what differs).
 VALUES = {
@@ -246,13 +117,14 @@ def refuse_missing_base(path: pathlib.Path) -> None:
 
 def refuse_base(path: pathlib.Path, given: Collection[str], keys: Collection[str]) -> None:
     """Raise ConfigError for MaxText's own base.yml. given: its keys; keys: of ours."""
-    if sum(name not in keys and foreign(name) is not None for name in given) > _MOST_FOREIGN:
+    known = foreign_keys()
+    if sum(name not in keys and foreign(name, known) is not None for name in given) > _MOST_FOREIGN:
         raise ConfigError(f"{path} is MaxText's, whose defaults are not read. {_IN_ITS_PLACE}")
 
 
-def foreign(name: str) -> Foreign | None:
-    """What is known of a key of MaxText that base.yml does not have."""
-    return next((entry for entry in FOREIGN if re.fullmatch(entry.names, name)), None)
+def foreign(name: str, known: Iterable[Foreign]) -> Foreign | None:
+    """The entry of a key of MaxText that base.yml does not have, None where there is none."""
+    return next((entry for entry in known if re.fullmatch(entry.names, name)), None)
 
 
 def taken(
@@ -264,10 +136,11 @@ def taken(
     of them is never taken for MaxText's. warn: called with a line on what was dropped, and on each
     value that was replaced. Raises ConfigError, one line for all that cannot be dropped.
     """
+    known = [] if given.keys() <= set(keys) else foreign_keys()
     kept, dropped, refused = {}, {}, []
     for name, value in given.items():
         text = _text(value.raw)
-        entry = None if name in keys else foreign(name)
+        entry = None if name in keys else foreign(name, known)
         where = (name, _plain(text))
         if entry is not None and (text == "" or re.fullmatch(entry.harmless, _plain(text))):
             dropped.setdefault(entry.why or "off here too", []).append(name)

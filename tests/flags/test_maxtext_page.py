@@ -9,6 +9,7 @@ from maxdiloco.flags.other_names import OTHER_NAMES
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs/maxtext.md").read_text(encoding="utf-8")
 KEYS = base_yml.declared()
+FOREIGN = maxtext.foreign_keys()
 
 
 def section(title):
@@ -66,17 +67,17 @@ def test_what_the_page_calls_not_needed_is_dropped_whatever_its_value():
     notes = []
     assert maxtext.taken(given, KEYS, notes.append) == {}
     assert len(notes) == 1
-    assert not re.fullmatch(maxtext.foreign("quantization").harmless, "strange")
+    assert not re.fullmatch(maxtext.foreign("quantization", FOREIGN).harmless, "strange")
 
 
 def test_what_the_page_calls_not_here_is_refused_with_a_value_of_its_own():
     for row in rows("Not here"):
         for name in names(row[0]):
-            assert not re.fullmatch(maxtext.foreign(name).harmless, "strange"), name
+            assert not re.fullmatch(maxtext.foreign(name, FOREIGN).harmless, "strange"), name
 
 
 def test_every_entry_of_the_code_is_on_the_page():
     listed = {name for title in ("Not needed", "Not here") for row in rows(title)
               for name in names(row[0])}  # fmt: skip
-    for entry in maxtext.FOREIGN:
-        assert any(maxtext.foreign(name) is entry for name in listed), entry.names
+    for entry in FOREIGN:
+        assert any(maxtext.foreign(name, FOREIGN) is entry for name in listed), entry.names
