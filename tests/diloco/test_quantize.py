@@ -134,15 +134,6 @@ def test_arrays_by_hand(name, x, code, arrived):
     assert round_trip(name, x).tolist() == arrived
 
 
-def test_int8_scales_lie_behind_the_codes_byte_by_byte():
-    """Two blocks, largest 127 and 254: scales 1 = 0x3F800000 and 2 = 0x40000000."""
-    x = np.zeros(257, np.float32)
-    x[0], x[256] = -127, 254
-    code = jit_encode("int8", x)
-    assert [int(code[0]), int(code[256])] == [-127, 127]
-    assert code[257:].tolist() == [0, 0, 0, 0, -128, 0, 0x3F, 0x40]
-
-
 def test_bfloat16_rounds_to_nearest_even_and_never_to_infinity():
     """u = 2^-7: 1 + u/2 is a tie to 1, 1 + 3u/2 to 1 + 2u; 3.4e38 would round to infinity."""
     u = 2.0**-7
@@ -238,18 +229,6 @@ def test_a_sum_of_decoded_values_has_the_same_bits_in_every_program(name):
     apart = [np.asarray(jit_decode(name, code, 4096)) for code in (a, b)]
     fused = jax.jit(lambda p, q: decode(name, p, 4096) + decode(name, q, 4096))
     assert raw(fused(a, b)) == raw(apart[0] + apart[1])
-
-
-@pytest.mark.parametrize("name", LOSSY[1:])
-def test_a_block_depends_on_its_own_values_only(name):
-    """Block 1 of 3 changes: what arrives of blocks 0 and 2 keeps its bits, and 1 does not."""
-    x = normal(3, 600, 0)
-    changed = x.copy()
-    changed[300] = 1e6
-    before, after = round_trip(name, x), round_trip(name, changed)
-    assert raw(before[:256]) == raw(after[:256])
-    assert raw(before[512:]) == raw(after[512:])
-    assert raw(before[256:512]) != raw(after[256:512])
 
 
 def test_sizes_on_the_wire():
