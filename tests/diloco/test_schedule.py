@@ -234,3 +234,8 @@ def test_impossible_schedules_are_refused(bad, key_value, remedy):
     with pytest.raises(ValueError, match=f"(?s){key_value}.*{remedy}") as error:
         check(**GOOD | bad)
     assert "\n" not in str(error.value)
+
+
+def test_a_schedule_object_is_always_checked():
+    with pytest.raises(ValueError, match=r"offsets=\(1, 11\).*differ modulo 10"):
+        Schedule(10, 0, (1, 11))
