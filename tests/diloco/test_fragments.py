@@ -33,32 +33,25 @@ def held(fragment):
     ]
 
 
-def test_one_fragment_holds_everything():
-    """P=1 is DiLoCo: one fragment, every leaf whole."""
-    (only,) = partition(MODEL, AXES, num_fragments=1)
-    assert held(only) == [(0, None), (1, None), (2, None)]
-    assert only.size == 12 + 2 + 30
-
-
-def test_strided_layers_follow_the_non_layer_fragment():
-    """P=3, k=1: layers 0,2,4 in fragment 1 and 1,3 in fragment 2."""
-    first, second, third = partition(MODEL, AXES, num_fragments=3)
-    assert held(first) == [(0, None), (1, None)]
-    assert held(second) == [(2, 0, [0, 2, 4])] and second.layers == (0, 2, 4)
-    assert held(third) == [(2, 0, [1, 3])] and third.size == 12
-
-
-def test_sequential_layers_are_runs_the_first_longer():
-    """5 layers over 2 fragments: 0,1,2 and 3,4."""
-    _, second, third = partition(MODEL, AXES, num_fragments=3, sequential=True)
-    assert (second.layers, third.layers) == ((0, 1, 2), (3, 4))
-
-
-def test_vocabulary_rows_are_assigned_to_k_fragments():
-    """k=2: row v in fragment v mod 2, every other non-layer leaf in fragment 0."""
-    first, second, _ = partition(MODEL, AXES, num_fragments=3, num_nonlayer=2)
-    assert held(first) == [(0, 0, [0, 2, 4]), (1, None)]
-    assert held(second) == [(0, 0, [1, 3, 5])]
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (dict(num_fragments=1), [[(0, None), (1, None), (2, None)]]),  # DiLoCo
+        # Layers 0, 2, 4 and 1, 3 behind what is no layer.
+        (dict(num_fragments=3), [[(0, None), (1, None)], [(2, 0, [0, 2, 4])], [(2, 0, [1, 3])]]),
+        # Runs, the first longer.
+        (dict(num_fragments=3, sequential=True),
+         [[(0, None), (1, None)], [(2, 0, [0, 1, 2])], [(2, 0, [3, 4])]]),
+        # Row v in fragment v mod 2, every other non-layer leaf in fragment 0.
+        (dict(num_fragments=3, num_nonlayer=2),
+         [[(0, 0, [0, 2, 4]), (1, None)], [(0, 0, [1, 3, 5])], [(2, 0, [0, 1, 2, 3, 4])]]),
+    ],
+)  # fmt: skip
+def test_fragments_by_hand(options, expected):
+    fragments = partition(MODEL, AXES, **options)
+    assert [held(fragment) for fragment in fragments] == expected
+    for fragment in fragments[1:]:
+        assert [fragment.layers] == [tuple(s[2]) for s in held(fragment) if s[0] == 2] or [()]
 
 
 def test_repeated_blocks_follow_the_layers_they_name():

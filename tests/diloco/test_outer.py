@@ -17,7 +17,6 @@ from maxdiloco.diloco.outer import (
 
 f32 = jnp.float32
 bf16 = jnp.bfloat16
-THIRD = np.float32(1 / 3)
 
 
 def bits(x):
@@ -67,12 +66,11 @@ def test_the_mean_is_summed_in_replica_order(wrap):
     assert wrap(mean_of)({"w": terms})["w"].tolist() == [0.25]
 
 
-def test_the_mean_is_unweighted_and_has_the_same_bits_in_every_program():
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "op by op"])
+def test_the_mean_is_unweighted_and_has_the_same_bits_in_every_program(wrap):
     """(1 + 2 + 4) times float32(1/3); XLA would rewrite a division by 3 in compiled code only."""
     terms = jnp.array([[1.0], [2.0], [4.0]], f32)
-    expected = bits(np.array([np.float32(7) * THIRD]))
-    assert bits(mean_of(terms)) == expected
-    assert bits(jax.jit(mean_of)(terms)) == expected
+    assert bits(wrap(mean_of)(terms)) == bits(np.array([np.float32(7) * np.float32(1 / 3)]))
 
 
 def test_the_mean_of_bfloat16_terms_is_float32():
@@ -82,32 +80,11 @@ def test_the_mean_of_bfloat16_terms_is_float32():
     assert mean.tolist() == [65.0]
 
 
-def test_the_mean_notes_something_of_each_replica():
-    """Values 1, 2, 6 with notes 10 times as large, in replica order."""
-    terms = jnp.array([[1.0], [2.0], [6.0]])
-    mean, notes = ordered_mean(lambda r: (terms[r], {"size": 10 * terms[r, 0]}), 3)
-    assert mean.tolist() == [3.0] and notes["size"].tolist() == [10, 20, 60]
-
-
 def test_the_eager_mean_adds_the_own_term_in_its_slot():
     """Replica 2 of 4 in float32: ((1e8 + 1) - 1e8) + 1 = 1; own term first would give 0 or 2. Its
     own stale 7 is unused."""
     stale = jnp.array([[1e8], [1.0], [7.0], [1.0]], f32)
     assert eager_mean(stale, jnp.array([-1e8], f32), 2).tolist() == [0.25]
-
-
-def test_the_eager_mean_takes_a_traced_replica_index():
-    """Under vmap each replica sees its own slot: M=2, stale (10, 20), fresh (1, 2)."""
-    stale = jnp.array([[10.0], [20.0]], f32)
-    fresh_R = jnp.array([[1.0], [2.0]], f32)
-    per_replica = jax.vmap(lambda own, m: eager_mean(stale, own, m))
-    assert per_replica(fresh_R, jnp.arange(2)).tolist() == [[(1 + 20) / 2], [(10 + 2) / 2]]
-
-
-def test_one_eager_replica_uses_its_fresh_value_bit_for_bit():
-    """M=1 is DiLoCo: nothing of the stale value is left, and no rounding is added."""
-    own = jnp.array([1.1, -0.0, 3e38, 2e-38], f32)
-    assert bits(eager_mean(jnp.full((1, 4), 5.0, f32), own, 0)) == bits(own)
 
 
 def rda(terms_R):
@@ -121,13 +98,6 @@ def rda(terms_R):
 
     M, mean = terms_R.shape[0], mean_of(terms_R)
     return radial_directional_mean(lambda r: terms_R[r], mean, M, norm=norm, spread=spread)
-
-
-def test_the_merge_rda_by_hand():
-    """(3, 0) and (0, 1): mean norm 2, direction (1, 1) / sqrt(2). Each tensor for itself: (4, 0)
-    twice is (4, 0)."""
-    terms = jnp.array([[[3.0, 0.0], [4.0, 0.0]], [[0.0, 1.0], [4.0, 0.0]]])
-    np.testing.assert_allclose(rda(terms), [[2**0.5, 2**0.5], [4.0, 0.0]], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -162,9 +132,6 @@ def test_rda_without_a_norm_or_a_direction(terms, expected):
         #   v = 0.95 * 0.0125 + 0.05 = 0.061875, / 0.0975 = 0.6346154, root 0.7966276;
         #   0.6666667 + 0.4 * 0.3333333 / 0.8966276.
         ("adam", 0.8, [0.6666667, 0.8153720]),
-        # theta = 1 - 0.4 * 0.5 and 0.8 + 0.4.
-        ("nesterov", 0.0, [0.8, 1.2]),
-        ("sgd", 0.0, [0.8, 1.2]),
     ],
 )
 def test_outer_optimizers_by_hand(name, momentum, expected):
@@ -178,16 +145,6 @@ def test_momentum_zero_has_no_state(name):
     kept = outer_optimizer(name, lr=0.4, momentum=0.9).init(jnp.ones(3))
     assert [x.shape for x in jax.tree.leaves(plain)] == []
     assert [x.shape for x in jax.tree.leaves(kept)] == [(3,)]
-
-
-def test_lr_one_outer_sgd_is_parameter_averaging():
-    """theta = 10, replicas at 1, 2, 6, 7: the outer step lands on their mean, 4."""
-    theta, inner_R = jnp.array([10.0], f32), jnp.array([[1.0], [2.0], [6.0], [7.0]], f32)
-    optimizer = outer_optimizer("sgd", lr=1.0, momentum=0.0)
-    mean = mean_of(jax.vmap(outer_gradient, (None, 0))(theta, inner_R))
-    new, _ = outer_update(optimizer, theta, optimizer.init(theta), mean)
-    assert new.tolist() == [4.0]
-    assert merge(inner_R[0], new, alpha=0.0).tolist() == [4.0]
 
 
 def test_merge_weighs_the_own_value_by_alpha():

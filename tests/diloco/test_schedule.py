@@ -59,13 +59,6 @@ def key(event):
     return (event.send_step, event.fragment, event.round)
 
 
-def test_second_fragment_follows_half_a_period_later():
-    """Offsets t_p = floor(p*H/P): H=100, P=2 sends at 100, 200 and 50, 150, 250."""
-    s = Schedule(100, 0, offsets(2, 100))
-    sent = [(t, event.fragment) for t in range(1, 251) for event in s.sends(t)]
-    assert sent == [(50, 1), (100, 0), (150, 1), (200, 0), (250, 1)]
-
-
 def test_default_offsets_are_floor_of_p_h_over_p():
     """By hand: H=10, P=4 gives 0, 2.5, 5, 7.5 rounded down."""
     assert offsets(4, 10) == (0, 2, 5, 7)
@@ -91,23 +84,6 @@ def test_overlap_longer_than_the_gap_holds_several_fragments():
     ]
     assert s.pending(7) == (second, third)
     assert s.ages(8) == (8, 6, 8)
-
-
-@pytest.mark.parametrize("overlap", ["delayed", "eager"])
-def test_outer_overlap_uses_the_send_of_one_period_before(overlap):
-    """arXiv 2502.12996: theta(t) takes in the exchange of t-H; round 0 stands for zeros.
-
-    H=4, P=2: fragment 1 at 2, 6; fragment 0 at 4, 8. Each fragment keeps its slot.
-    """
-    s = Schedule(4, 0, offsets(2, 4), overlap)
-    assert (s.gap, s.max_chunks, s.slots) == (2, 2, 2)
-    sent, applied = (
-        [(e.fragment, e.round, e.slot) for t in range(1, 7) for e in found(t)]
-        for found in (s.sends, s.applies)
-    )
-    assert sent == [(1, 1, 0), (0, 1, 1), (1, 2, 0)]
-    assert applied == [(1, 0, 0), (0, 0, 1), (1, 1, 0)]
-    assert s.ages(6) == (6, 4)
 
 
 @settings(max_examples=150, deadline=None)

@@ -39,6 +39,18 @@ def parts_of(*, devices=None, **keys):
     return cfg, assemble.assemble(cfg, mesh, total_steps=10, on_compile=lambda *_: None)
 
 
+def measured(parts, calls):
+    """Programs of two slices that hold one replica each."""
+    one_slice = {axis: 1 for axis in mesh_lib.AXES if axis != "diloco"}
+    return measure.measure(
+        calls,
+        parts.trainer.abstract_state,
+        mesh_tiers=measure.tiers(parts.mesh, {"diloco": 2} | one_slice),
+        link=None,
+        say=lambda line: None,
+    )
+
+
 @pytest.mark.parametrize("model", corner(MODELS, ["1b", "deepseek-v3"]))
 def test_every_program_of_a_model_traces(devices, model):
     """Sizes above 2^31 elements among them. Control: the trees have as many values as the name
@@ -79,14 +91,7 @@ def test_no_program_of_a_log_step_sends_to_another_slice(devices):
     )
     calls = {call.program.name.partition(" [")[0]: call for call in assemble.calls(cfg, parts)}
     assert set(calls) == {"inner", "inner + exchange", "pack", "merge", "watch", "init"}
-    tiers = measure.tiers(parts.mesh, {"diloco": 2} | dict(ONE_SLICE))
-    found = measure.measure(
-        [calls[name] for name in ("inner", "watch", "inner + exchange")],
-        parts.trainer.abstract_state,
-        mesh_tiers=tiers,
-        link=None,
-        say=lambda line: None,
-    )
+    found = measured(parts, [calls[name] for name in ("inner", "watch", "inner + exchange")])
     crossing = [sum(c.bytes_per_device for c in one.crossings) for one in found]
     assert crossing[:2] == [0, 0] and crossing[2] > 0
 
@@ -120,13 +125,7 @@ def test_an_evaluation_and_a_save_of_eager_thetas_send_nothing_to_another_slice(
     assert [c.program.name for c in calls] == ["watch", *programs, "evaluate"]
     like = trainer.abstract_state
     control = Call(trainer.programs.mean_outer, (like.outer,), 1, "beside")
-    found = measure.measure(
-        [*calls, control],
-        like,
-        mesh_tiers=measure.tiers(parts.mesh, {"diloco": 2} | dict(ONE_SLICE)),
-        link=None,
-        say=lambda line: None,
-    )
+    found = measured(parts, [*calls, control])
     *nothing, crossing = [sum(c.bytes_per_device for c in one.crossings) for one in found]
     assert set(nothing) == {0} and crossing > 1000
     in_state = {id(x) for x in jax.tree.leaves(like)}
@@ -186,7 +185,6 @@ def test_the_outer_state_compiles_for_tpu_in_either_memory(memory, mode, pattern
     assert kinds == {memory}
 
 
-ONE_SLICE = {axis: 1 for axis in mesh_lib.AXES if axis != "diloco"}
 SMALL = dict(
     base_emb_dim=256,
     base_num_decoder_layers=2,
@@ -217,14 +215,7 @@ def test_start_and_evaluation_need_no_more_memory_than_a_step(memory):
     def needed(*names, **keys):
         cfg, parts = parts_of(devices=devices, **SMALL | dict(diloco_outer_memory=memory) | keys)
         calls = [call for call in assemble.calls(cfg, parts) if call.program.name in names]
-        found = measure.measure(
-            calls,
-            parts.trainer.abstract_state,
-            mesh_tiers=measure.tiers(parts.mesh, {"diloco": 2} | dict(ONE_SLICE)),
-            link=None,
-            say=lambda line: None,
-        )
-        return [one.memory.needed for one in found]
+        return [one.memory.needed for one in measured(parts, calls)]
 
     inner, evaluate, init = needed("inner", "evaluate", "init")
     assert init <= inner and evaluate <= inner
@@ -289,20 +280,27 @@ def test_a_synchronisation_does_not_wait_for_the_one_before_it():
 
 @pytest.mark.usefixtures("few_compiler_passes")
 def test_nothing_compiles_after_the_first_step_begins(tmp_path, monkeypatch, caplog, request):
-    """Evaluations, log steps, saves and their small change included. The trainer is bound once."""
-    ready, bound = [], []
-    whole, bind = compiles.CompileLog.all_of, DiLoCo.bind
+    """Evaluations, log steps, saves and their small change included. The trainer is bound once, and
+    garbage is collected in the steps, not while programs are compiled."""
+    ready, bound, collected = [], [], {}
+    whole, bind, step = compiles.CompileLog.all_of, DiLoCo.bind, DiLoCo.step
 
     def all_of(self, calls, **remedy):
+        collected["compile"] = gc.isenabled()
         made = whole(self, calls, **remedy)
         ready.append(len(finished()))
         return made
+
+    def observed_step(*args):
+        collected["step"] = gc.isenabled()
+        return step(*args)
 
     def finished():
         said = [record.getMessage() for record in caplog.records]
         return [line for line in said if line.startswith("Finished XLA compilation of")]
 
     monkeypatch.setattr(compiles.CompileLog, "all_of", all_of)
+    monkeypatch.setattr(DiLoCo, "step", observed_step)
     monkeypatch.setattr(DiLoCo, "bind", lambda self, *args: bound.append(bind(self, *args)))
     request.addfinalizer(lambda: jax.config.update("jax_log_compiles", False))
     jax.config.update("jax_log_compiles", True)  # jax.log_compiles() is of this thread alone
@@ -313,29 +311,8 @@ def test_nothing_compiles_after_the_first_step_begins(tmp_path, monkeypatch, cap
         )  # fmt: skip
     assert code == 0
     assert len(bound) == 1
+    assert collected == {"compile": False, "step": True} and gc.isenabled()
     assert ready and ready[0] >= 4  # the control: compiles are seen
     after = [line.partition("jit(")[2].partition(")")[0] for line in finished()[ready[0] :]]
     assert after == []
     assert pathlib.Path(tmp_path / "run" / "checkpoints" / "8").is_dir()
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("few_compiler_passes")
-def test_no_garbage_is_collected_until_the_programs_are_compiled(tmp_path, monkeypatch):
-    """Control: it is collected in the steps, and after the run."""
-    collected = {}
-    whole, step = compiles.CompileLog.all_of, DiLoCo.step
-
-    def all_of(self, calls, **remedy):
-        collected["compile"] = gc.isenabled()
-        return whole(self, calls, **remedy)
-
-    def first_step(*args):
-        collected["step"] = gc.isenabled()
-        return step(*args)
-
-    monkeypatch.setattr(compiles.CompileLog, "all_of", all_of)
-    monkeypatch.setattr(DiLoCo, "step", first_step)
-    assert run_tools.run(tmp_path, "run", steps=1, enable_checkpointing="false") == 0
-    assert collected == {"compile": False, "step": True}
-    assert gc.isenabled()

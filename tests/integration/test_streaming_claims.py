@@ -16,8 +16,6 @@ import jax
 import numpy as np
 import process_tools
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from streaming import (
     MODES,
     SHAPES,
@@ -177,29 +175,6 @@ def host_of_others(state):
         theta = np.array(state.outer[name])
         found[f"outer.{name}"] = theta[[0, 1, 3]] if theta.ndim > len(SHAPES[name]) else theta
     return found
-
-
-@pytest.mark.parametrize(
-    ("mode", "programs"),
-    [
-        ("at once", ["inner", "synchronise", "synchronise"]),
-        ("overlapped", ["inner", "inner + exchange", "merge", "merge", "pack", "pack"]),
-        ("delayed", ["inner", "inner + exchange", "outer_step", "outer_step"]),
-        ("eager", ["inner", "inner + exchange", "outer_step", "outer_step"]),
-    ],
-)
-def test_compiles_do_not_grow_with_the_number_of_fragments(mode, programs):
-    """One program for `embed` and one for all fragments of `kernel`, of two layers or of one."""
-    algorithm, start, compiles = trainer(mode, STOPS[mode][0])
-    list(steps(algorithm, start(), until=13))
-    assert set(compiles) <= {"init", "outer parameters", *programs}
-    assert sorted(name for name in compiles if name in programs) == programs
-    for count in (3, 5):
-        algorithm = made(mode, STOPS[mode][0], 2, count)
-        algorithm.bind(placed(algorithm.mesh), ())
-        rows = NamedSharding(algorithm.mesh, P("diloco"))
-        calls = algorithm.calls(jax.device_put(numbers()[1][0], rows))
-        assert sorted(call.program.name.partition(" [")[0] for call in calls) == programs
 
 
 @pytest.fixture

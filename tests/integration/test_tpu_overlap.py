@@ -72,10 +72,6 @@ def struct(mesh, shape, dtype, *spec):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
 
-def test_a_plain_step_sends_nothing(trainer):
-    assert sent_by(trainer(exchange_dtype="float4_e3m0", **STREAMING).inner) == []
-
-
 def mean_loss_step(params, momentum, batch):
     """A step whose logged loss is a mean over the replicas."""
     params, momentum, metrics = tpu_programs.tiny_step(params, momentum, batch)
@@ -83,28 +79,32 @@ def mean_loss_step(params, momentum, batch):
 
 
 def test_a_mean_of_the_loss_over_replicas_is_seen(trainer):
-    """Positive control of all that send nothing."""
+    """Positive control of those that send nothing."""
     (transfer,) = sent_by(trainer(step=mean_loss_step, **STREAMING).inner)
     assert (transfer.kind, transfer.sent.dtype) == ("ALL_REDUCE", "f32")
 
 
-@pytest.mark.parametrize("fragment", corner([0, 1], [1]))
-@pytest.mark.parametrize("kind", ["pack", "merge"])
-def test_pack_and_merge_send_nothing(trainer, kind, fragment):
-    assert sent_by(trainer(exchange_dtype="float4_e3m0", **STREAMING).of(kind, fragment)) == []
+FOUR_BITS = STREAMING | dict(exchange_dtype="float4_e3m0")
+LATE = dict(sync_period=8, num_fragments=3, exchange_dtype="bfloat16")
 
 
-@pytest.mark.parametrize("wire", corner(["int2", "topk"], ["int2"]))
-@pytest.mark.parametrize("kind", corner(["pack", "merge"], ["pack"]))
-def test_error_feedback_sends_nothing_to_other_slices(trainer, kind, wire):
-    """Whose pack has collectives inside a slice: by `data` the parts of a residual are gathered."""
-    assert sent_by(trainer(axis="data", exchange_dtype=wire, **STREAMING).of(kind, 1)) == []
-
-
-@pytest.mark.parametrize("overlap", corner(["delayed", "eager"], ["eager"]))
-def test_an_outer_step_sends_nothing(trainer, overlap):
-    options = dict(sync_period=8, num_fragments=3, outer_overlap=overlap)
-    assert sent_by(trainer(exchange_dtype="bfloat16", **options).of("outer_step", 1)) == []
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("inner", FOUR_BITS),
+        ("pack", FOUR_BITS),
+        ("merge", FOUR_BITS),
+        ("outer_step", LATE | dict(outer_overlap="eager")),
+        full("outer_step", LATE | dict(outer_overlap="delayed")),
+        # With collectives inside a slice: by `data` the parts of a residual are gathered.
+        ("pack", STREAMING | dict(axis="data", exchange_dtype="int2")),
+        full("pack", STREAMING | dict(axis="data", exchange_dtype="topk")),
+        full("merge", STREAMING | dict(axis="data", exchange_dtype="topk")),
+    ],
+)
+def test_a_program_without_an_exchange_sends_nothing(trainer, kind, options):
+    small = trainer(**options)
+    assert sent_by(small.inner if kind == "inner" else small.of(kind, 1)) == []
 
 
 @pytest.mark.parametrize("memory", corner(["device", "pinned_host"], ["device"]))
@@ -211,9 +211,7 @@ CROSSING = [(wire, n, axis) for wire in WIRES for n in (2, 4) for axis in ("data
 def test_the_wire_crosses_as_it_is_and_once(trainer, wire, num_slices, axis):
     """Two layers of 2 * 128 * 512 values, in two chunks, over the four devices of a slice. The head
     has 128 * 128: where a short chunk saves enough, it rides in one."""
-    small = trainer(
-        num_slices, axis, step=tpu_programs.tiny_step, exchange_dtype=wire, **STREAMING
-    )
+    small = trainer(num_slices, axis, step=tpu_programs.tiny_step, exchange_dtype=wire, **STREAMING)
     found = [sent_by(small.inner_with(index)) for index in (0, 1)]
     for transfer in (*found[0], *found[1]):
         assert transfer.sent.dtype == WIRES[wire]
@@ -226,15 +224,6 @@ def test_the_wire_crosses_as_it_is_and_once(trainer, wire, num_slices, axis):
     payload = 2 * 2 * 128 * 512 * BYTES[wire] * (num_slices - 1)
     tiles = 2 * 4 * 1024 * 4 * (num_slices - 1)
     assert payload <= 2 * 4 * per_device <= payload + tiles
-
-
-@pytest.mark.parametrize("wire", corner(["bfloat16", "float4_e3m0"], ["float4_e3m0"]))
-def test_an_exchange_in_the_open_is_not_padded_either(trainer, wire):
-    """tau = 0: one program encodes, exchanges and decodes; XLA may move reshapes between them."""
-    small = trainer(sync_period=8, exchange_dtype=wire)
-    (transfer,) = sent_by(small.of("synchronise", 0))
-    assert (transfer.sent.dtype, transfer.padding) == (WIRES[wire], 0)
-    assert 4 * transfer.bytes_sent() == small.algorithm.bytes_sent(8)
 
 
 def test_a_mean_of_quantised_values_crosses_as_float32(mesh):
@@ -270,6 +259,7 @@ def test_a_payload_of_rank_three_is_padded(mesh):
 @pytest.mark.parametrize(
     ("kind", "options", "on_host"),
     [
+        ("synchronise", dict(sync_period=8, outer_memory="device"), 0),  # the control
         # theta of the two leaves, a quarter on each device; then with the momentum of two layers.
         full("pack", STREAMING, 4 * 2 * 128 * 512),
         ("merge", STREAMING, 4 * 2 * 128 * 512 + 2 * 2 * 128 * 512),
@@ -282,7 +272,7 @@ def test_outer_state_in_host_memory_compiles(trainer, kind, options, on_host):
 
     So do the chunks: pack's results, and of both replicas merge's arguments.
     """
-    small = trainer(exchange_dtype="bfloat16", outer_memory="pinned_host", **options)
+    small = trainer(**dict(exchange_dtype="bfloat16", outer_memory="pinned_host") | options)
     fragment = 1 if kind != "synchronise" else 0
     program = small.of(kind, fragment)
     memory = program.memory_analysis()
@@ -293,10 +283,3 @@ def test_outer_state_in_host_memory_compiles(trainer, kind, options, on_host):
     assert memory.host_argument_size_in_bytes == on_host + arrived
     assert memory.host_output_size_in_bytes == (sent if kind == "pack" else on_host)
     assert len(sent_by(program)) == (kind == "synchronise")
-
-
-def test_outer_state_on_the_device_takes_no_host_memory(trainer):
-    """Positive control: the same figures for outer_memory=device."""
-    program = trainer(sync_period=8, exchange_dtype="bfloat16").of("synchronise", 0)
-    memory = program.memory_analysis()
-    assert memory.host_argument_size_in_bytes == memory.host_output_size_in_bytes == 0

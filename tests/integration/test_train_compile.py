@@ -89,7 +89,7 @@ def table(said):
 MODES = {
     "vanilla": (dict(diloco_exchange_dtype="float32"), [ENDS + 2 * LAYER]),
     "streaming, tau 0": (
-        streaming(2, 0) | dict(diloco_exchange_dtype="bfloat16"),
+        streaming(2, 0) | dict(diloco_exchange_dtype="float4_e3m0"),
         [ENDS, 2 * LAYER],
     ),
     "streaming, tau 1": (
@@ -107,7 +107,7 @@ MODES = {
         [ENDS, 2 * LAYER],
     ),
     "eager": (
-        dict(diloco_outer_overlap="eager", diloco_exchange_dtype="float4_e3m0"),
+        dict(diloco_outer_overlap="eager", diloco_exchange_dtype="bfloat16"),
         [ENDS + 2 * LAYER],
     ),
     "four slices, outer state on the host": (

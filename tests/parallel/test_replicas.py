@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.replicas import broadcast, map_fn, reduce_mean, without_singleton_vmap
 
 
@@ -69,11 +68,3 @@ def test_broadcast_copies_and_mean_is_summed_in_order():
     np.testing.assert_array_equal(broadcast(jnp.arange(3.0), 2), [[0, 1, 2], [0, 1, 2]])
     assert float(reduce_mean(jnp.float32([1e8, 1, -1e8]))) == 0
     assert float(reduce_mean(jnp.float32([1e8, -1e8, 1]))) == pytest.approx(1 / 3)
-
-
-def test_a_program_compiles_once_for_each_shape_and_says_so():
-    told = []
-    program = Program("double", lambda x: 2 * x, on_compile=lambda name, s, c: told.append(name))
-    for x in (np.ones(3), np.zeros(3), np.ones(2)):
-        np.testing.assert_array_equal(program(x), 2 * x)
-    assert told == ["double", "double"]
