@@ -1,7 +1,6 @@
-"""Starts the trainer as real processes, watches what they print, and reads what they saved."""
+"""Starts the trainer as real processes and watches what they print."""
 
 import contextlib
-import json
 import os
 import pathlib
 import re
@@ -11,12 +10,7 @@ import subprocess
 import sys
 import time
 
-import jax
-import numpy as np
-import orbax.checkpoint as ocp
-
-ROOT = pathlib.Path(__file__).parent.parent.parent
-WAIT_S = 300  # far above what a start takes on a busy machine
+from run_tools import ROOT, WAIT_S
 
 # Code generation as it comes, see tests/conftest.py: the older one rounds a metric of `merge` and
 # `synchronise` differently.
@@ -105,19 +99,24 @@ def trainer(changes, log, environ=None, program=None):
     return Process(command, log, FEW_PASSES | (environ or {}))
 
 
-def trainers(count, changes, folder, environs=None, program=None):
-    """`count` processes of one run. environs: further variables of each. program: of trainer."""
+def variables(count):
+    """The variables of the environment that make each of `count` processes one of a run."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     together = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count)}
+    return [together | {"JAX_PROCESS_ID": str(index)} for index in range(count)]
+
+
+def trainers(count, changes, folder, environs=None, program=None):
+    """`count` processes of one run. environs: further variables of each. program: of trainer."""
     return [
         trainer(
             changes,
             pathlib.Path(folder) / f"process_{index}.log",
-            together | {"JAX_PROCESS_ID": str(index)} | (environs[index] if environs else {}),
+            together | (environs[index] if environs else {}),
             program,
         )
-        for index in range(count)
+        for index, together in enumerate(variables(count))
     ]
 
 
@@ -126,31 +125,6 @@ def local_slices(count, changes, log, environ=None):
     command = ["bash", str(ROOT / "scripts" / "run_local_slices.sh"), str(count)]
     environ = FEW_PASSES | {"MAXDILOCO_VENV": sys.prefix} | (environ or {})
     return Process([*command, *flags(changes)], log, environ)
-
-
-def metrics(run):
-    """Rows of metrics.jsonl without what depends on the clock."""
-    rows = [json.loads(line) for line in (pathlib.Path(run) / "metrics.jsonl").open()]
-    return [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in rows]
-
-
-def saved(run, step):
-    """{item and leaf: array} of a checkpoint, as bytes on disk say, on no particular mesh."""
-    folder = pathlib.Path(run) / "checkpoints" / str(step)
-    arrays = {}
-    for item in ("params", "opt_state", "outer_params", "outer_opt"):
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            tree = reader.metadata(folder / item).item_metadata.tree
-            plan = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-            found = reader.restore(folder / item, args=ocp.args.PyTreeRestore(restore_args=plan))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(found):
-            arrays[item + jax.tree_util.keystr(path)] = leaf
-    return arrays
-
-
-def steps(run):
-    """The steps whose checkpoints a run has."""
-    return sorted(int(p.name) for p in (pathlib.Path(run) / "checkpoints").iterdir())
 
 
 def session_members(leader):

@@ -59,6 +59,15 @@ def run(folder, name, **keys):
     return train.main(arguments(folder, name, **keys))
 
 
+def refused(capfd, program, argv):
+    """The exit code of a program that refuses its arguments, and its one line of error."""
+    capfd.readouterr()
+    code = program([str(argument) for argument in argv])
+    line = capfd.readouterr().err.strip()
+    assert "\n" not in line and "Traceback" not in line
+    return code, line
+
+
 class Child:
     """A run in a process of its own, which waits when its output is not read."""
 

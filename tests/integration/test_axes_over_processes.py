@@ -6,6 +6,7 @@ Both hold one replica together, and compute what one process with one device com
 import numpy as np
 import process_tools as tools
 import pytest
+import run_tools
 
 EXPERTS = {
     "num_experts": "4",
@@ -45,7 +46,7 @@ def test_an_axis_over_two_processes_equals_one_device(tmp_path, axis):
         for process in processes:
             process.kill()
     assert f"{axis} 2 (over slices: {axis} 2 = 2)" in processes[1].text()
-    found, expected = (tools.metrics(tmp_path / name) for name in ("shared", "alone"))
+    found, expected = (run_tools.rows(tmp_path / name) for name in ("shared", "alone"))
     compared = [n for n in expected[0] if n.startswith(("learning/loss", "learning/grad", "moe/"))]
     assert len(compared) >= 2
     values, others = ([[row[n] for n in compared] for row in rows] for rows in (found, expected))

@@ -7,7 +7,6 @@ on where a checkpoint of the other was in flight.
 import functools
 import hashlib
 import os
-import socket
 import sys
 
 import jax
@@ -102,18 +101,13 @@ def together(tmp_path):
     running = []
 
     def run(count, *arguments):
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            address = f"127.0.0.1:{server.getsockname()[1]}"
         environ = {
-            "JAX_COORDINATOR_ADDRESS": address,
-            "JAX_NUM_PROCESSES": str(count),
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
             "PYTHONPATH": os.pathsep.join([str(process_tools.ROOT), *sys.path]),
         }
         command = [sys.executable, "tests/integration/carriers_process.py", *arguments]
-        for i in range(count):
-            mine = environ | {"JAX_PROCESS_ID": str(i)}
-            running.append(process_tools.Process(command, tmp_path / f"{i}.log", mine))
+        for i, mine in enumerate(process_tools.variables(count)):
+            running.append(process_tools.Process(command, tmp_path / f"{i}.log", environ | mine))
         return running
 
     yield run

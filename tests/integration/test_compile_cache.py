@@ -25,6 +25,8 @@ def test_a_run_with_more_steps_takes_every_program_from_the_cache(tmp_path, capf
         assert tools.run(tmp_path, name, learning_rate_schedule_steps=-1, **keys) == 0
         lines = capfd.readouterr().out.splitlines()
         (ready,) = (i for i, line in enumerate(lines) if " programs ready after " in line)
+        stretched = any("step 6 has a rate of " in line for line in lines)
+        assert stretched == (keys["steps"] == 9)
         compiled = [i for i, line in enumerate(lines) if line.startswith("compiled ")]
         number, kept = re.match(
             r"(\d+) programs ready after \S+ s(?:, (\d+) of them from)?", lines[ready]

@@ -1,7 +1,6 @@
 """python -m maxdiloco.evaluate: a stored checkpoint has the numbers that its run has logged."""
 
 import json
-import socket
 import sys
 
 import jax
@@ -25,15 +24,6 @@ def evaluated(report, *argv):
     """The report on an evaluation."""
     assert evaluate.main([*map(str, argv), f"report={report}"]) == 0
     return json.loads(report.read_text())
-
-
-def refused(capfd, *argv):
-    """Its exit code and its one line of error."""
-    capfd.readouterr()
-    code = evaluate.main([*map(str, argv)])
-    line = capfd.readouterr().err.strip()
-    assert "\n" not in line
-    return code, line
 
 
 @pytest.fixture
@@ -66,7 +56,6 @@ def test_one_device_reads_the_same_sequences_as_two_slices(text_run, report):
     run, _ = text_run
     two = evaluated(report, run)
     for keys in (
-        ["dcn_diloco_parallelism=1"],
         ["dcn_diloco_parallelism=1", "eval_per_device_batch_size=3"],
         ["dcn_diloco_parallelism=2", "ici_fsdp_parallelism=2"],
     ):
@@ -85,7 +74,9 @@ def test_a_run_is_found_by_its_name_and_step_and_a_checkpoint_by_its_folder(text
     assert evaluated(report, "text", f"base_output_directory={run.parent}", "step=4") == by_path
 
 
-def read_items(monkeypatch):
+@pytest.mark.parametrize("parameters", ["outer", "replica_0", "replica_1", "mean"])
+def test_only_the_parameters_asked_for_are_read(finished, monkeypatch, parameters):
+    """62 steps in rounds of 4: the replicas differ from theta and from each other."""
     names = []
     read_item = checkpoint_arrays.read_item
 
@@ -94,13 +85,6 @@ def read_items(monkeypatch):
         return read_item(path, name, tree)
 
     monkeypatch.setattr(checkpoint_arrays, "read_item", recorded)
-    return names
-
-
-@pytest.mark.parametrize("parameters", ["outer", "replica_0", "replica_1", "mean"])
-def test_only_the_parameters_asked_for_are_read(finished, monkeypatch, parameters):
-    """62 steps in rounds of 4: the replicas differ from theta and from each other."""
-    names = read_items(monkeypatch)
     found = stored.load(
         finished,
         key="RUN",
@@ -111,12 +95,13 @@ def test_only_the_parameters_asked_for_are_read(finished, monkeypatch, parameter
     assert names == ["outer_params" if parameters == "outer" else "params"]
     saved = tools.arrays(finished, 62)
     leaves = tools.item(saved, names[0])
-    if parameters == "mean":
-        wanted = {name: x.mean(0) for name, x in leaves.items()}
-    elif parameters == "outer":
-        wanted = leaves
-    else:
-        wanted = {name: x[int(parameters[-1])] for name, x in leaves.items()}
+    choose = {
+        "outer": lambda x: x,
+        "replica_0": lambda x: x[0],
+        "replica_1": lambda x: x[1],
+        "mean": lambda x: x.mean(0),
+    }
+    wanted = {name: choose[parameters](x) for name, x in leaves.items()}
     read = dict(jax.tree_util.tree_leaves_with_path(found.params))
     assert {jax.tree_util.keystr(path) for path in read} == wanted.keys()
     for path, x in read.items():
@@ -135,7 +120,6 @@ def test_only_the_parameters_asked_for_are_read(finished, monkeypatch, parameter
         (["steps=5"], ["steps=5", "is taken from the run and cannot be changed here", "Leave it"]),
         (["stepz=5"], ["stepz=5", "is no key"]),
         (["step=3"], ["step=3: RUN=", "has checkpoints of the steps 4. Give one of these"]),
-        (["step=x"], ["step=x is no step. Use -1"]),
         (["step=1", "step=1"], ["step is given twice"]),
         (["parameters=inner"], ["parameters=inner must be outer, mean, or replica_0 to replica_1"]),
         (["parameters=replica_2"], ["replica_2: the run had 2 replicas. Use 0 to 1"]),
@@ -143,28 +127,20 @@ def test_only_the_parameters_asked_for_are_read(finished, monkeypatch, parameter
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(capfd, text_run, argv, words):
-    code, line = refused(capfd, text_run[0], *argv)
+    code, line = tools.refused(capfd, evaluate.main, [text_run[0], *argv])
     assert code == (3 if "eval_sets" in argv[0] else 2)
     for word in words:
         assert word in line
 
 
 def test_a_run_that_is_not_there_is_refused(capfd, tmp_path, text_run):
-    code, line = refused(capfd, "absent", f"base_output_directory={tmp_path}")
-    assert code == 2
-    assert "RUN=absent: there is no /" in line and f"and {tmp_path / 'absent'}. Give" in line
-    code, line = refused(capfd, tmp_path)
-    assert (code, "holds no checkpoint: give the folder" in line) == (2, True)
-    code, line = refused(capfd, text_run[0] / "checkpoints" / "4", "step=4")
-    assert (code, "is one checkpoint already. Leave step out" in line) == (2, True)
-
-
-def test_help_lists_the_keys_that_may_change(capfd):
-    assert evaluate.main(["--help"]) == 0
-    text = capfd.readouterr().out
-    assert "usage: python -m maxdiloco.evaluate RUN" in text
-    assert "ici_fsdp_parallelism" in text and "eval_steps" in text
-    assert max(map(len, text.splitlines())) <= 100
+    for argv, words in (
+        (["absent", f"base_output_directory={tmp_path}"], f"and {tmp_path / 'absent'}. Give"),
+        ([tmp_path], f"CheckpointError: RUN={tmp_path} holds no checkpoint: give the folder"),
+        ([text_run[0] / "checkpoints" / "4", "step=4"], "one checkpoint already. Leave step out"),
+    ):
+        code, line = tools.refused(capfd, evaluate.main, argv)
+        assert code == 2 and words in line
 
 
 @pytest.mark.full
@@ -192,7 +168,7 @@ def test_two_processes_log_samples_and_losses_of_the_eager_theta_of_each_slice(t
     assert "sample after" not in both[1].text()
     one_device = ["dcn_diloco_parallelism=1", "ici_fsdp_parallelism=1"]
     (text,) = evaluated(report, tmp_path / "a", *one_device)["texts"]
-    logged = process_tools.metrics(tmp_path / "a")[-1]
+    logged = tools.rows(tmp_path / "a")[-1]
     assert text["loss"] == pytest.approx(logged["eval/loss"], rel=1e-2)
     assert text["loss"] != pytest.approx(logged["eval/loss"], rel=OTHER_ORDER)
 
@@ -201,15 +177,10 @@ def test_two_processes_evaluate_what_one_has_trained(text_run, tmp_path):
     """Two slices, each a process; the first one prints."""
     run, _ = text_run
     report = tmp_path / "report.json"
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
     command = [sys.executable, "-m", "maxdiloco.evaluate", str(run), f"report={report}"]
-    together = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
     both = [
-        process_tools.Process(
-            command, tmp_path / f"{index}.log", together | {"JAX_PROCESS_ID": str(index)}
-        )
-        for index in range(2)
+        process_tools.Process(command, tmp_path / f"{index}.log", environ)
+        for index, environ in enumerate(process_tools.variables(2))
     ]
     for process in both:
         assert process.end() == 0, process.text()

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+import run_tools as tools
 from etils import epath
 from safetensors.numpy import load_file
 
@@ -25,28 +26,16 @@ pytestmark = [
 
 TEXT = "".join(f"the cat number {i} sat on mat {i * 7 % 13}, and why not?\n" for i in range(400))
 PROMPT = "the cat number 3"
-RUN = {
-    "hardware": "cpu",
-    "dcn_diloco_parallelism": 2,
-    "ici_fsdp_parallelism": 1,
-    "base_emb_dim": 32,
-    "base_num_decoder_layers": 2,
-    "base_mlp_dim": 64,
-    "base_num_query_heads": 2,
+RUN = tools.TINY | {
     "base_num_kv_heads": 1,
-    "head_dim": 16,
+    "dataset_type": "text",
     "vocab_size": -1,
     "tokenizer_type": "huggingface",
     "max_target_length": 48,
-    "per_device_batch_size": 4,
-    "remat_policy": "none",
-    "learning_rate": 1e-2,
     "diloco_sync_period": 5,
     "steps": 22,  # between rounds: the replicas differ
     "log_period": 11,
     "eval_steps": 4,
-    "enable_tensorboard": "false",
-    "async_checkpointing": "false",
     "max_num_checkpoints_to_keep": 1,
 }
 
@@ -65,14 +54,12 @@ def place(tmp_path_factory, programs):
 
 def run(place, name, **keys):
     """A run of 22 steps over two replicas; its folder."""
-    values = RUN | {
+    paths = {
         "dataset_path": place / "text",
         "eval_dataset_path": place / "text",
         "tokenizer_path": place / "tok.json",
-        "base_output_directory": place,
-        "run_name": name,
     }
-    assert train.main([f"{key}={value}" for key, value in (values | keys).items()]) == 0
+    assert tools.run(place, name, **RUN | paths | keys) == 0
     return place / name
 
 
@@ -99,10 +86,8 @@ def theirs(folder):
 def greedy(folder, prompt, count):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer(prompt, return_tensors="pt")
-    found = theirs(folder).generate(
-        inputs["input_ids"], attention_mask=inputs["attention_mask"],
-        max_new_tokens=count, do_sample=False, pad_token_id=0,
-    )  # fmt: skip
+    options = dict(max_new_tokens=count, do_sample=False, pad_token_id=0)
+    found = theirs(folder).generate(**inputs, **options)
     return tokenizer.decode(found[0], skip_special_tokens=True)
 
 

@@ -4,7 +4,6 @@ import pathlib
 import random
 import re
 import signal
-import socket
 import sys
 import time
 
@@ -153,20 +152,14 @@ class Stopped:
     and number 0 waits for that."""
 
     def __init__(self, started, folder, timeout_s):
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            address = f"127.0.0.1:{server.getsockname()[1]}"
-        environ = {
-            "JAX_COORDINATOR_ADDRESS": address,
-            "JAX_NUM_PROCESSES": "2",
-            "PYTHONPATH": str(tools.ROOT),
-        }
+        environ = {"PYTHONPATH": str(tools.ROOT)}
         module = [sys.executable, "-m", "benchmarks.link.fault_process", str(folder)]
         changes = STREAMING | {"num_slices": 2, "peer_timeout_seconds": timeout_s}
         command = [*module, "1", "at apply", "6", *flags(changes, folder)]
         self.folder = folder
         self.processes = [
-            started(command, folder / f"{i}.log", environ | {"JAX_PROCESS_ID": str(i)})
-            for i in range(2)
+            started(command, folder / f"{i}.log", environ | mine)
+            for i, mine in enumerate(tools.variables(2))
         ]
         limit = time.monotonic() + tools.WAIT_S
         for name in ("held", "take.0"):

@@ -57,14 +57,3 @@ def test_a_resumed_mixture_equals_one_that_was_not_interrupted(capfd, tmp_path, 
     assert tools.run(tmp_path, "parts", steps=9, **sources(web=1)) == 2
     (line,) = capfd.readouterr().err.strip().splitlines()
     assert line.startswith("CheckpointError: dataset_mixture, sources code: the text is not that")
-
-
-@pytest.mark.full
-def test_replicas_with_sources_of_their_own_count_them_apart(capfd, tmp_path, sources):
-    """Two replicas of 2 sequences of 16; steps=-1 ends before the shorter source repeats."""
-    keys = sources(web=1, code=1, dataset_per_replica="true", steps=-1)
-    assert tools.run(tmp_path, "own", **keys) == 0
-    assert "source code: 121 sequences an epoch; replicas 1, 3, ..." in capfd.readouterr().out
-    last = tools.rows(tmp_path / "own")[-1]
-    assert last["step"] == 121 // 2
-    assert last["data/tokens_web"] == last["data/tokens_code"] == last["step"] * 2 * 16

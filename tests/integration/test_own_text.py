@@ -28,6 +28,24 @@ SMALL = dict(
 )  # fmt: skip
 
 
+# Words of each program's help besides its usage.
+HELP = {
+    "prepare SOURCE out=FOLDER": prepare.MEANING,
+    "evaluate RUN": ["ici_fsdp_parallelism", "eval_steps"],
+    "generate RUN [key=value ...]": [f"  {name}=" for name in generate.Options._fields],
+}
+
+
+@pytest.mark.parametrize("usage", HELP)
+def test_help_lists_the_options(capsys, usage):
+    """Without arguments too."""
+    for arguments in ([], ["--help"]):
+        assert PROGRAMS[usage.split()[0]].main(arguments) == 0
+        text = capsys.readouterr().out
+        assert f"usage: python -m maxdiloco.{usage}" in text
+        assert all(word in text for word in HELP[usage])
+
+
 def commands(data):
     """(module, arguments) of the section's lines, with /data elsewhere and at most 300 tokens."""
     section = README.read_text(encoding="utf-8").split("## Your own text")[1]

@@ -7,15 +7,14 @@ import socket
 import numpy as np
 import process_tools as tools
 import pytest
+import run_tools
 from tiers import full
 
 from maxdiloco import train
-from maxdiloco.storage import run_folder
 
 pytestmark = pytest.mark.usefixtures("programs")
 
-STEPS = 40
-FULL = {"steps": STEPS, "eval_interval": 20, "eval_steps": 1}
+STEPS = 400  # far more than run before the signal comes
 LONG = {"steps": 100000, "checkpoint_period": 100000, "learning_rate_schedule_steps": 1000}
 # For errors, which do not depend on the devices of a slice: with one each programs are shared.
 ONE_EACH = LONG | {"ici_fsdp_parallelism": 1}
@@ -45,75 +44,62 @@ def started():
         process.kill()
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """The run of one process that the others are compared with."""
-    folder = tmp_path_factory.mktemp("alone")
-    process = tools.trainer(named("alone", folder, FULL), folder / "log", tools.AS_USERS)
-    try:
-        assert process.end() == 0, process.text()
-    finally:
-        process.kill()
-    return folder / "alone"
-
-
-def without_carrier(rows):
-    """Processes exchange through host memory, without padding."""
+def without_carrier(run):
+    """The rows of a run; processes exchange through host memory, without padding."""
     return [
         {name: x for name, x in row.items() if name not in ("dcn/bytes_sent", "dcn/waited_s")}
-        for row in rows
+        for row in run_tools.rows(run)
     ]
 
 
-def assert_equal_runs(run, other):
-    """Parameters, optimizer states and metrics bit for bit, but for the evaluation: it sums over
-    four devices, and where they are in two processes in another order. A slice has two, and a + b
-    is b + a."""
-    found, wanted = without_carrier(tools.metrics(run)), without_carrier(tools.metrics(other))
+def stopped_at(processes, number, code, words):
+    """The step of which all of a run say that they have saved it after a signal to the second."""
+    processes[0].wait_for("step 2/")
+    processes[1].popen.send_signal(number)
+    assert [process.end() for process in processes] == [code] * 2, processes[0].text()
+    (step,) = {re.search(words + r" after step (\d+): saved", p.text())[1] for p in processes}
+    return int(step)
+
+
+@pytest.mark.parametrize(
+    "number, code, words",
+    [(signal.SIGTERM, 143, "SIGTERM"), full(signal.SIGINT, 130, "Ctrl-C")],
+)
+def test_a_signal_to_one_saves_the_same_step_in_all(started, tmp_path, number, code, words):
+    """JAX's preemption service names a step that no process has passed."""
+    started += tools.trainers(2, named("two", tmp_path, ONE_EACH), tmp_path)
+    step = stopped_at(started, number, code, words)
+    assert run_tools.saved_steps(tmp_path / "two") == [step]
+    rows = [row["step"] for row in run_tools.rows(tmp_path / "two")]
+    assert rows == list(range(1, step + 1))
+
+
+@pytest.mark.full
+def test_two_processes_that_are_stopped_and_go_on_equal_one_bit_for_bit(started, tmp_path):
+    """The same programs on the same mesh; which process owns a device changes no order of a sum,
+    but for the evaluation: it sums over four devices. A slice has two, and a + b is b + a."""
+    keys = {"steps": STEPS, "eval_interval": 200, "eval_steps": 1, "checkpoint_period": 1000}
+    changes = named("two", tmp_path, keys)
+    alone = named("alone", tmp_path, keys)
+    started.append(tools.trainer(alone, tmp_path / "log", tools.AS_USERS))
+    assert started[0].end() == 0, started[0].text()
+    first = tools.trainers(2, changes, tmp_path, [tools.AS_USERS] * 2)
+    started += first
+    step = stopped_at(first, signal.SIGTERM, 143, "SIGTERM")
+    assert step < STEPS
+    again = tools.trainers(2, changes, tmp_path, [tools.AS_USERS] * 2)
+    started += again
+    assert [process.end() for process in again] == [0, 0], again[0].text()
+    assert f"resumed after step {step}" in again[0].text()
+
+    found, wanted = (without_carrier(tmp_path / run) for run in ("two", "alone"))
     for row, expected in zip(found, wanted, strict=True):
         of_text = [name for name in row if name.startswith("eval/")]
         summed, wanted_sums = ([each.pop(n) for n in of_text] for each in (row, expected))
         np.testing.assert_allclose(summed, wanted_sums, rtol=1e-5)
         assert row == expected
-    arrays, others = tools.saved(run, STEPS), tools.saved(other, STEPS)
-    assert len(arrays) > 50
-    assert arrays.keys() == others.keys()
-    for name, array in arrays.items():
-        np.testing.assert_array_equal(array, others[name], err_msg=name)
-
-
-@pytest.mark.full
-def test_two_processes_equal_one_bit_for_bit(alone, started, tmp_path):
-    """The same programs on the same mesh; which process owns a device changes no order of a sum."""
-    changes = named("two", tmp_path, FULL)
-    started.append(tools.local_slices(2, changes, tmp_path / "log", tools.AS_USERS))
-    assert started[0].end() == 0, started[0].text()
-    assert "[0] done: step 40" in started[0].text()
-    assert re.search(r"^\[1\] ", started[0].text(), re.MULTILINE)
-    assert_equal_runs(tmp_path / "two", alone)
-
-
-def test_sigterm_to_one_saves_the_same_step_in_all_and_a_resume_equals_no_stop(
-    alone, started, tmp_path
-):
-    """JAX's preemption service names a step that no process has passed; exit code 143."""
-    changes = named("two", tmp_path, FULL)
-    started += tools.trainers(2, changes, tmp_path, [tools.AS_USERS] * 2)
-    started[0].wait_for("step 2/")
-    started[1].popen.send_signal(signal.SIGTERM)
-    assert [process.end() for process in started] == [143, 143], started[0].text()
-    stopped = [re.search(r"SIGTERM after step (\d+): saved", p.text())[1] for p in started]
-    assert stopped[0] == stopped[1]
-    assert tools.steps(tmp_path / "two") == [int(stopped[0])]
-    rows = [row["step"] for row in tools.metrics(tmp_path / "two")]
-    assert rows == list(range(1, int(stopped[0]) + 1))
-    assert int(stopped[0]) < STEPS
-
-    again = tools.trainers(2, changes, tmp_path, [tools.AS_USERS] * 2)
-    started += again
-    assert [process.end() for process in again] == [0, 0], again[0].text()
-    assert f"resumed after step {stopped[0]}" in again[0].text()
-    assert_equal_runs(tmp_path / "two", alone)
+    arrays = (run_tools.arrays(tmp_path / run, STEPS) for run in ("two", "alone"))
+    run_tools.assert_equal_bits(*arrays)
 
 
 @pytest.mark.parametrize("victim, when", [full(0, "ready to compile"), (1, "step 2/")])
@@ -145,35 +131,28 @@ def test_hardware_auto_and_no_mesh_sizes_train_to_the_end(started, tmp_path):
     assert "done: step 5" in started[0].text()
     sizes = {"dcn_diloco_parallelism": 3, "ici_fsdp_parallelism": 1, "exchange_carrier": "host"}
     assert train.main(tools.flags(named("alone", tmp_path, short | sizes))) == 0
-    found, wanted = (without_carrier(tools.metrics(tmp_path / run)) for run in ("open", "alone"))
+    found, wanted = (without_carrier(tmp_path / run) for run in ("open", "alone"))
     assert found == wanted
     assert [row["step"] for row in found] == [1, 2, 3, 4, 5]
     assert found[-1].keys() >= {"learning/loss_replica_2", "diloco/drift", "learning/z_loss"}
 
 
-def test_a_folder_that_one_host_cannot_read_ends_all_with_3_and_the_reason(started, tmp_path):
-    """The host says why; the others say who and why."""
+@pytest.mark.parametrize("blind", [full(0), 1])
+def test_a_folder_that_one_host_cannot_read_ends_all_with_3_and_the_reason(
+    started, tmp_path, blind
+):
+    """The host says why; the others say who and why. JAX aborts them with process 0, unless they
+    end first."""
     changes = named("one", tmp_path, ONE_EACH | {"dataset_type": "text"})
-    environs = [{"M_DATASET_PATH": path} for path in ("docs", str(tmp_path / "absent"))]
+    environs = [{"M_DATASET_PATH": "docs"}] * 2
+    environs[blind] = {"M_DATASET_PATH": str(tmp_path / "absent")}
     started += tools.trainers(2, changes, tmp_path, environs)
     assert [process.end() for process in started] == [3, 3], started[0].text()
-    (own,) = started[1].errors()
+    (own,) = started[blind].errors()
     assert own.startswith("DataError: ")
-    (line,) = started[0].errors()
-    assert f"process 1 on {HOST} ended with exit code 3, and so does this process: {own}" in line
-
-
-@pytest.mark.full
-def test_a_run_name_in_use_ends_all_with_2_and_the_reason(started, tmp_path):
-    """Process 0 alone holds the lock; JAX aborts the others with it, unless they end first."""
-    with run_folder.open_run_folder(tmp_path, "busy"):
-        started += tools.trainers(2, named("busy", tmp_path, LONG), tmp_path)
-        assert [process.end() for process in started] == [2, 2], started[1].text()
-    (own,) = started[0].errors()
-    assert own.startswith("CheckpointError: ")
-    assert "run_name=busy" in own
-    (line,) = started[1].errors()
-    assert f"process 0 on {HOST} ended with exit code 2, and so does this process: {own}" in line
+    (line,) = started[1 - blind].errors()
+    ended = f"process {blind} on {HOST} ended with exit code 3, and so does this process: {own}"
+    assert ended in line
 
 
 def test_processes_with_other_keys_all_end_with_2_and_both_values(started, tmp_path):
@@ -194,19 +173,6 @@ def test_processes_with_other_keys_all_end_with_2_and_both_values(started, tmp_p
 
 
 @pytest.mark.full
-def test_an_error_of_all_is_told_by_each_as_its_own(started, tmp_path):
-    """Two processes cannot share three devices: no process blames another."""
-    changes = named(
-        "three", tmp_path, LONG | {"dcn_diloco_parallelism": 3, "ici_fsdp_parallelism": 1}
-    )
-    started += tools.trainers(2, changes, tmp_path)
-    assert [process.end() for process in started] == [2, 2], started[0].text()
-    for process in started:
-        (line,) = process.errors()
-        assert line.startswith("ConfigError: the mesh needs 3 emulated devices")
-
-
-@pytest.mark.full
 def test_a_loss_that_is_not_finite_in_one_process_stops_all_with_4(started, tmp_path):
     """Nothing is exchanged before: process 0, whose own steps are finite, learns of it from the
     watch. No row of that step or a later one is written."""
@@ -219,7 +185,7 @@ def test_a_loss_that_is_not_finite_in_one_process_stops_all_with_4(started, tmp_
     (line,) = started[0].errors()
     ended = f"process 1 on {HOST} ended with exit code 4, and so does this process"
     assert f"{ended}: {own[:-1]}" in line
-    steps = [row["step"] for row in tools.metrics(tmp_path / "nan")]
+    steps = [row["step"] for row in run_tools.rows(tmp_path / "nan")]
     bad = int(re.match(r"NumericsError: step (\d+)", own)[1])
     assert steps == list(range(1, len(steps) + 1)) and len(steps) < bad
 
@@ -235,33 +201,21 @@ def test_ctrl_c_saves_the_same_step_in_all_processes(started, tmp_path):
     text = started[0].text()
     assert "[0] Ctrl-C: stopping after this step; press it again to quit now." in text
     (step,) = re.findall(r"^\[0\] Ctrl-C after step (\d+): saved\.", text, re.MULTILINE)
-    assert tools.steps(tmp_path / "interrupted") == [int(step)]
+    assert run_tools.saved_steps(tmp_path / "interrupted") == [int(step)]
     assert "Traceback" not in text
     assert tools.session_members(started[0].popen.pid) == []
 
 
-@pytest.mark.full
-def test_ctrl_c_in_one_process_saves_the_step_of_all(started, tmp_path):
-    changes = named("interrupted", tmp_path, LONG)
-    started += tools.trainers(2, changes, tmp_path)
-    started[0].wait_for("step 2/")
-    started[1].popen.send_signal(signal.SIGINT)
-    assert [process.end() for process in started] == [130, 130], started[0].text()
-    (step,) = re.findall(r"^Ctrl-C after step (\d+): saved\.", started[0].text(), re.MULTILINE)
-    assert tools.steps(tmp_path / "interrupted") == [int(step)]
-
-
-def test_the_local_script_refuses_a_count_that_is_none(started, tmp_path):
-    started.append(tools.local_slices("two", {}, tmp_path / "log"))
+@pytest.mark.parametrize(
+    "count, words",
+    [
+        ("two", ["N=two is not a number of processes. usage: bash"]),
+        (2, ["[0] ConfigError: diloco_sync_perod", "[1] ConfigError: diloco_sync_perod"]),
+    ],
+)
+def test_the_local_script_ends_with_the_exit_code_of_its_processes(started, tmp_path, count, words):
+    """A misspelt key is refused by each process before JAX is imported; a count by the script."""
+    started.append(tools.local_slices(count, {"diloco_sync_perod": 2}, tmp_path / "log"))
     assert started[0].end() == 2
-    assert "N=two is not a number of processes. usage: bash" in started[0].text()
-
-
-def test_the_local_script_ends_with_the_exit_code_of_its_processes(started, tmp_path):
-    """A misspelt key is refused by each process before JAX is imported."""
-    started.append(tools.local_slices(2, {"diloco_sync_perod": 2}, tmp_path / "log"))
-    assert started[0].end() == 2
-    assert [line[:16] for line in sorted(started[0].errors())] == [
-        "[0] ConfigError:",
-        "[1] ConfigError:",
-    ]
+    for word in words:
+        assert word in started[0].text()

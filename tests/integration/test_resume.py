@@ -74,12 +74,16 @@ def test_a_run_killed_during_a_save_resumes_to_the_same_bits(finished, tmp_path,
 
 
 @pytest.mark.parametrize("M, slots", [(4, 2), full(1, 1)])
-def test_another_number_of_replicas_takes_over_parameters_and_place(finished, tmp_path, M, slots):
+def test_another_number_of_replicas_takes_over_parameters_and_place(
+    finished, tmp_path, capfd, M, slots
+):
     """Replica r starts from what was r mod 2; no sequence is read twice. lr 0 keeps the start."""
     shutil.copytree(finished, tmp_path / "finished")
     keys = dict(num_diloco_replicas=M, dcn_diloco_parallelism=slots, learning_rate=0.0)
     code = tools.run(tmp_path, "finished", **keys, checkpoint_period=1, steps=STEPS + 2)
     assert code == 0
+    out = capfd.readouterr().out
+    assert f"\nreplicas 2 -> {M}: replica r goes on from what was replica r mod 2.\n" in out
 
     before = tools.arrays(finished, STEPS)
     after = tools.arrays(tmp_path / "finished", STEPS + 1)
@@ -98,42 +102,6 @@ def test_another_number_of_replicas_takes_over_parameters_and_place(finished, tm
     # 64 is the end of a round: the new replicas have exchanged, and theta has moved.
     moved = tools.item(tools.arrays(tmp_path / "finished", STEPS + 2), "outer_params")
     assert any(np.any(x != moved[name]) for name, x in tools.item(after, "outer_params").items())
-
-
-def test_what_was_in_flight_is_dropped_with_another_M_and_the_run_says_so(
-    tmp_path, capfd
-):
-    """Offsets 0, 2, 4 and tau 2: after step 8 fragment 1 is in flight, to be applied at 10.
-
-    Resumed with 4 replicas after 8, and once more after 9: theta stays until the send of 10 is
-    applied at 12. More steps stretch the learning rate's schedule, which a line tells.
-    """
-    keys = STREAMING | dict(
-        checkpoint_period=1, max_num_checkpoints_to_keep=9, learning_rate_schedule_steps=-1
-    )
-    assert tools.run(tmp_path, "run", **keys, steps=8) == 0
-    assert "dropped:" not in capfd.readouterr().out
-    four = keys | dict(num_diloco_replicas=4)
-    assert tools.run(tmp_path, "run", **four, steps=9) == 0
-    out = capfd.readouterr().out
-    changes = "diloco_outer_lr 0.7 -> 1.0, num_diloco_replicas -1 -> 4, steps 8 -> 9"
-    assert f"changed since the checkpoint: {changes}\n" in out
-    assert "\nreplicas 2 -> 4: replica r goes on from what was replica r mod 2.\n" in out
-    assert "\ndropped: fragments in flight, 1 (sent after step 8). theta" in out
-    assert tools.run(tmp_path, "run", **four, steps=12) == 0
-    out = capfd.readouterr().out
-    assert "dropped:" not in out
-    assert "step 10 has a rate of 0.00125, not 0.0005;" in out
-    assert "age of each fragment of theta [steps]: 6, 10, 2" in out
-
-    theta = {
-        step: tools.item(tools.arrays(tmp_path / "run", step), "outer_params")
-        for step in range(8, 13)
-    }
-    for step in (9, 10, 11):
-        tools.assert_equal_bits(theta[step], theta[8])
-    assert any(np.any(theta[12][name] != x) for name, x in theta[8].items())
-    assert tools.meta(tmp_path / "run", 12)["dropped_until"] == 8
 
 
 def test_load_parameters_path_takes_theta_and_nothing_else(finished, tmp_path, capfd):

@@ -14,13 +14,23 @@ STREAMING = dict(
 ONE_DEVICE = dict(dcn_diloco_parallelism=1, enable_checkpointing="false")
 
 
-def test_the_remedy_is_of_the_policy_that_was_chosen(tmp_path, monkeypatch, capsys):
-    """remat_policy=auto is `save_context` on a CPU."""
+@pytest.fixture
+def compiles(monkeypatch):
+    """What a run would have compiled when its compile fails: the names, and whether garbage is
+    collected then."""
+    found = []
 
     def all_of(self, calls, *, room):
+        found.append(([call.program.name for call in calls], gc.isenabled()))
         raise ConfigError(room)
 
     monkeypatch.setattr(CompileLog, "all_of", all_of)
+    return found
+
+
+@pytest.mark.usefixtures("compiles")
+def test_the_remedy_is_of_the_policy_that_was_chosen(tmp_path, capsys):
+    """remat_policy=auto is `save_context` on a CPU."""
     keys = dict(enable_checkpointing="false", optimizer_memory_host_offload="true")
     to_full = ", remat_policy=full"
     for policy, remedy in (("auto", to_full), ("minimal", to_full), ("full", "")):
@@ -31,34 +41,18 @@ def test_the_remedy_is_of_the_policy_that_was_chosen(tmp_path, monkeypatch, caps
         )
 
 
-def test_inner_is_lowered_first_and_then_the_program_of_the_state(tmp_path, monkeypatch):
-    """inner compiles longest, and the state is made while it compiles."""
-    names = []
-
-    def all_of(self, calls, *, room):
-        names.extend(call.program.name for call in calls)
-        raise ConfigError(room)
-
-    monkeypatch.setattr(CompileLog, "all_of", all_of)
+def test_inner_is_lowered_first_and_then_the_program_of_the_state(tmp_path, compiles):
+    """inner compiles longest, and the state is made while it compiles. Garbage is collected again
+    after the error, and after one before the compile; control: it is not collected until then."""
     keys = dict(eval_interval=4, eval_steps=1, **STREAMING)
     assert run_tools.run(tmp_path, "run", **keys) == 2
+    assert gc.isenabled()
+    assert run_tools.run(tmp_path, "run", dataset_type="none") == 2
+    assert gc.isenabled()
+    ((names, collected),) = compiles
+    assert not collected
     assert names[:2] == ["inner", "init"]
     assert "inner + exchange" in names[2:] and "evaluate" in names[2:]
-
-
-def test_garbage_is_collected_again_after_an_error(tmp_path, monkeypatch):
-    """At the compile, and before it. Control: it is not collected until then."""
-    during = []
-
-    def all_of(self, calls, *, room):
-        during.append(gc.isenabled())
-        raise ConfigError(room)
-
-    monkeypatch.setattr(CompileLog, "all_of", all_of)
-    for keys, reached in ((STREAMING, [False]), ({"dataset_type": "none"}, [])):
-        del during[:]
-        assert run_tools.run(tmp_path, "run", **keys) == 2
-        assert (during, gc.isenabled()) == (reached, True)
 
 
 @pytest.mark.usefixtures("programs")

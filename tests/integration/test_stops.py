@@ -84,17 +84,6 @@ def test_a_run_whose_output_nobody_reads_goes_on_to_the_same_end(finished, tmp_p
     tools.assert_equal_runs(tmp_path / "unread", finished, steps=STEPS)
 
 
-def test_without_checkpoints_a_stop_says_that_nothing_is_saved(tmp_path):
-    with tools.Child(tmp_path, "stopped", enable_checkpointing="false") as child:
-        child.until("step 8/")
-        child.send(signal.SIGTERM)
-        assert child.end() == 143, child.text
-    assert re.search(
-        r"SIGTERM after step \d+: nothing is saved, since enable_checkpointing=false\.", child.text
-    )
-    assert not (tmp_path / "stopped" / "checkpoints").exists()
-
-
 def test_a_damaged_newest_checkpoint_is_told_once_and_the_one_before_is_used(
     finished, tmp_path, capfd
 ):

@@ -2,6 +2,7 @@
 
 import shutil
 
+import numpy as np
 import pytest
 import run_tools as tools
 
@@ -77,15 +78,11 @@ def test_parameters_of_a_run_with_another_tokenizer_are_loaded_with_a_warning(
         assert ("is of a run with another tokenizer" in output.out + output.err) == warned
 
 
-def test_text_ends_where_the_model_ends_it():
-    """Token 1 ends a document; the byte tokenizer has no end."""
-    saved = tokenizer.ByteTokenizer()
-    assert token_text.continuation(saved, [256, 97], [98, 1, 99]) == "b\x01c"
-
-
-def test_text_after_the_end_of_a_document_is_left_out(trained):
-    saved = tokenizer.load(trained[0] / "tokenizer")
-    prompt = [saved.bos, *saved.encode("the")]
+def test_text_ends_with_its_document(trained):
+    """The byte tokenizer has no end but the start of the next one."""
+    byte, saved = tokenizer.ByteTokenizer(), tokenizer.load(trained[0] / "tokenizer")
+    assert token_text.continuation(byte, [256], np.array([104, 1, 256, 104])) == "h\x01"
+    prompt = token_text.prompt_tokens(saved, "the")
+    assert prompt == [saved.bos, *saved.encode("the")]
     more = [*saved.encode(" hat"), saved.eos, *saved.encode(" and")]
     assert token_text.continuation(saved, prompt, more) == " hat"
-    assert token_text.continuation(saved, prompt, [t for t in more if t != 1]) == " hat and"

@@ -5,14 +5,12 @@ import re
 import time
 import types
 
-import jax
 import pytest
 import run_tools as tools
 
-from maxdiloco.flags import config, warnings
-from maxdiloco.models import transformer
+from maxdiloco.flags import config
 from maxdiloco.processes.preemption import Preemption
-from maxdiloco.trainer import assemble, training
+from maxdiloco.trainer import training
 
 pytestmark = pytest.mark.usefixtures("programs")
 
@@ -29,8 +27,11 @@ def test_a_run_stopped_between_two_rows_goes_on_from_its_config_with_the_same_ro
     clock = types.SimpleNamespace(time=lambda: 1234.0, perf_counter=time.perf_counter)
     monkeypatch.setattr(training, "time", clock)
     assert tools.run(tmp_path, "", **ROWS) == 143
-    monkeypatch.undo()
     told = capfd.readouterr()
+    assert tools.run(tmp_path, "unsaved", **ROWS, enable_checkpointing="false") == 143
+    monkeypatch.undo()
+    nothing = "SIGTERM after step 6: nothing is saved, since enable_checkpointing=false."
+    assert nothing in capfd.readouterr().err
     folder = tmp_path / "run-1234"
     assert f"run folder: {folder}; run_name=run-1234 goes on." in told.out
     assert "SIGTERM after step 6: saved. run_name=run-1234 goes on." in told.err
@@ -49,18 +50,3 @@ def test_a_run_stopped_between_two_rows_goes_on_from_its_config_with_the_same_ro
     assert "Preempted: SIGTERM after step 6: saved. run_name=run-1234 goes on." in lines
     assert re.search(r"resumed after step 6; 8 steps in all\n", log)
     assert json.loads((folder / "environment.json").read_text())["devices"] == {"cpu": 8}
-
-
-def test_a_large_model_on_a_cpu_is_told_beside_its_size(monkeypatch):
-    """Two devices that JAX found by itself; hardware=cpu is silent."""
-    monkeypatch.setattr(warnings, "_LARGE_ON_CPU", 1)
-    for hardware in ("auto", "cpu"):
-        cfg = config.load([f"hardware={hardware}"], {})
-        parts = types.SimpleNamespace(
-            shape=assemble.BatchShape(1, 2, 4),
-            model=transformer.build(cfg, backend="cpu"),
-            trainer=types.SimpleNamespace(mesh=jax.sharding.Mesh(jax.devices()[:2], "x")),
-        )
-        told = [line for line in training._sizes(cfg, parts) if line.startswith("warning: ")]
-        assert len(told) == (hardware == "auto")
-        assert not told or "takes this CPU, as 2 devices, for" in told[0]

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import time
 
 import launch_tools as tools
 import pytest
@@ -12,6 +13,7 @@ TRAINER = """#!/bin/bash
 note=$FOLDER/process.$JAX_PROCESS_ID
 echo "$JAX_COORDINATOR_ADDRESS $JAX_NUM_PROCESSES $JAX_PARTITION_INDEX $XLA_FLAGS" >"$note"
 printf '%s|' "$@" >>"$note"
+if [ "$CODES" = wait ]; then trap 'kill $!; exit 143' TERM; echo >>"$note"; sleep 100 & wait; fi
 codes=($CODES)
 exit "${codes[JAX_PROCESS_ID]}"
 """
@@ -24,16 +26,16 @@ def batch(tmp_path):
     (tmp_path / "python").chmod(0o755)
     environ = os.environ | slurm_stand_in.install(tmp_path)
 
-    def run(codes, *flags, **variables):
+    def run(codes, *flags, program=subprocess.run, **variables):
         script = str(tools.ROOT / "scripts/launch/train.sbatch")
         settings = [str(tmp_path / "python"), "2", "8476", "3"]
         settings += [str(tools.ROOT / "scripts/launch/xla_flags.env")]
-        return subprocess.run(
+        return program(
             ["bash", script, *settings, *flags],
             env=environ | {"CODES": codes} | variables,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=120,
         )
 
     return run
@@ -56,12 +58,24 @@ def test_each_process_knows_its_number_its_slice_and_the_first_node(batch, tmp_p
         assert f"srun {options} --het-group={group} bash\n" in asked
 
 
-@pytest.mark.parametrize("codes", ["5 137", "143 143", "75 75", "0 5", "137 5", "134 5"])
+@pytest.mark.parametrize("codes", ["5 137", "143 143", "75 75", "0 5", "134 5"])
 def test_a_run_that_may_go_on_is_requeued(batch, tmp_path, codes):
     done = batch(codes)
     assert done.returncode == max(map(int, codes.split()))
     assert slurm_stand_in.requeues(tmp_path) == 1
     assert "requeued, restart 1 of 3." in done.stdout
+
+
+def test_sigterm_reaches_the_processes_and_a_run_that_has_saved_is_requeued(batch, tmp_path):
+    with batch("wait", program=subprocess.Popen) as process:
+        for note in (tmp_path / "process.0", tmp_path / "process.1"):
+            while not (note.exists() and note.read_text().endswith("|\n")):
+                time.sleep(0.01)
+        process.terminate()
+        said, _ = process.communicate()
+    assert process.returncode == 143
+    assert "train.sbatch: exit code 143: requeued, restart 1 of 3." in said
+    assert slurm_stand_in.requeues(tmp_path) == 1
 
 
 BOTH = {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "a"}

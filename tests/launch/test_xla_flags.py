@@ -45,16 +45,6 @@ def test_a_line_that_is_no_flag_is_named(compiler_flags, tmp_path):
     assert compiler_flags.read("none", "gpu", []) == ""
 
 
-def test_every_flag_has_a_reason_and_a_source_or_a_mark():
-    """Each block of flags is below its comment."""
-    blocks = re.split(r"\n\n", FILE.read_text(encoding="utf-8"))
-    for block in blocks[1:]:
-        flags, comment = "+=" in block, " ".join(re.findall(r"^# ?(.*)$", block, re.M))
-        if flags:
-            assert re.search(r"\[(guide|axlearn|jax|nvidia|xla)", comment), block
-            assert re.search(r"Not verified|Compiled:", comment), block
-
-
 def test_the_pinned_jaxlib_knows_the_flags_of_gpus(compiler_flags):
     """XLA reads all of XLA_FLAGS on any platform, and refuses what it does not know."""
     code = "import jax; print(jax.devices()[0].platform)"

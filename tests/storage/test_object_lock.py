@@ -180,12 +180,3 @@ def test_a_bucket_that_cannot_be_written_is_one_line(store, base, status, words)
         f"base_output_directory={base} cannot hold run_name=a: {words}. Choose a folder that can "
         "be written."
     )
-
-
-def test_the_lock_of_a_run_folder_is_beside_its_checkpoints(store):
-    with open_run_folder(f"gs://{BUCKET}/runs", "a") as folder:
-        assert store.names() == [NAME]
-        folder.require_lock()
-    with open_run_folder(f"gs://{BUCKET}/runs", "a", primary=False) as folder:
-        assert store.names() == []
-        folder.require_lock()

@@ -94,20 +94,22 @@ def disk(monkeypatch):
     return Disk(monkeypatch)
 
 
-def save(tmp_path, steps, max_to_keep=None):
+def save(tmp_path, steps):
     """Checkpoints of these steps, one after another; yields after each."""
     folder = locate(tmp_path, "run").checkpoints
-    with Checkpointer(folder, max_to_keep=max_to_keep) as checkpointer:
+    with Checkpointer(folder, max_to_keep=1) as checkpointer:
         for step in steps:
             checkpointer.save(step, items(step), {}, last=True)
             yield folder, step
 
 
 def test_all_of_a_checkpoint_is_on_the_disk_before_it_is_visible(tmp_path, disk):
-    """And its name is when the run says "saved"."""
+    """And its name is when the run says "saved", and when an old one is removed."""
     for folder, step in save(tmp_path, (1, 2)):
         assert str(step) in disk.names[str(folder)]
     assert disk.visible == [(1, []), (2, [])]
+    [(step, names)] = disk.removed
+    assert step == 1 and "2" in names
 
 
 @pytest.mark.parametrize("name", ["sync_file", "sync_folder"])
@@ -117,12 +119,6 @@ def test_a_checkpoint_that_is_not_forced_to_the_disk_is_found(tmp_path, disk, mo
     list(save(tmp_path, (1,)))
     [(step, lost)] = disk.visible
     assert step == 1 and {"seal.json", "metadata", "_METADATA"} <= set(lost)
-
-
-def test_an_old_checkpoint_is_removed_when_the_new_one_is_on_the_disk(tmp_path, disk):
-    list(save(tmp_path, (1, 2), max_to_keep=1))
-    [(step, names)] = disk.removed
-    assert step == 1 and "2" in names
 
 
 def test_the_names_of_the_run_s_folders_are_on_the_disk(tmp_path, disk):

@@ -5,7 +5,6 @@ import json
 import jax
 import numpy as np
 import pytest
-from tiers import full
 
 from maxdiloco import train
 from maxdiloco.data import pipeline
@@ -31,12 +30,9 @@ def rows_of(tmp_path, *keys):
     return [row for row in map(json.loads, lines) if "eval/loss" in row]
 
 
-@pytest.mark.parametrize(
-    "mesh", [full("num_diloco_replicas=2"), "dcn_diloco_parallelism=2 ici_fsdp_parallelism=2"]
-)
-def test_replicas_are_theta_at_a_synchronisation_and_differ_a_step_later(tmp_path, mesh):
+def test_replicas_are_theta_at_a_synchronisation_and_differ_a_step_later(tmp_path):
     """H=3, tau=0: after step 3 all have theta; after step 4 each has taken a step of its own."""
-    at_3, at_4 = rows_of(tmp_path, *mesh.split())
+    at_3, at_4 = rows_of(tmp_path, "dcn_diloco_parallelism=2", "ici_fsdp_parallelism=2")
     names = ["eval/loss_replica_0", "eval/loss_replica_1", "eval/loss_mean_of_replicas"]
     assert [at_3[name] for name in names] == pytest.approx([at_3["eval/loss"]] * 3, rel=1e-5)
     assert len({at_4[name] for name in ["eval/loss", *names]}) == 4
@@ -49,9 +45,7 @@ def test_the_loss_of_a_replica_is_that_of_its_parameters_alone():
     parts = assemble.assemble(cfg, mesh, total_steps=4, on_compile=lambda *_: None)
     params = [parts.model.init(jax.random.key(seed)) for seed in (1, 2)]
     state = assemble.initial_state(parts, 0)
-    state = type(state)(
-        **vars(state) | {"params": jax.tree.map(lambda *x: np.stack(x), *params)}
-    )
+    state = type(state)(**vars(state) | {"params": jax.tree.map(lambda *x: np.stack(x), *params)})
     dataset = pipeline.open_dataset(cfg, split="eval")
     row = parts.of_replicas(state, dataset)
     for m, each in enumerate(params):
@@ -60,19 +54,6 @@ def test_the_loss_of_a_replica_is_that_of_its_parameters_alone():
     mean = jax.tree.map(lambda *x: (x[0] + x[1]) / 2, *params)
     alone = parts.evaluation(mean, dataset).loss
     assert row["eval/loss_mean_of_replicas"] == pytest.approx(alone, rel=1e-5)
-
-
-@pytest.mark.full
-def test_eager_replicas_on_two_slices_are_evaluated_as_on_one(tmp_path):
-    """Two slices evaluate a theta each, but a replica's loss, and the mean's, on all sequences."""
-    names = ["eval/loss_replica_0", "eval/loss_replica_1", "eval/loss_mean_of_replicas"]
-    eager = ("diloco_outer_overlap=eager", "ici_fsdp_parallelism=1")
-    one = rows_of(
-        tmp_path / "one", *eager, "num_diloco_replicas=2", "eval_per_device_batch_size=4"
-    )[-1]
-    two = rows_of(tmp_path / "two", *eager, "dcn_diloco_parallelism=2")[-1]
-    assert [two[name] for name in names] == pytest.approx([one[name] for name in names], rel=1e-5)
-    assert len({one[name] for name in names}) == 3
 
 
 def test_data_parallelism_has_no_replicas_to_evaluate(tmp_path):

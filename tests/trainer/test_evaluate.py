@@ -71,9 +71,7 @@ def test_an_untrained_model_pays_the_logarithm_of_its_vocabulary(evaluate, devic
     zeros = jax.tree.map(np.zeros_like, model.init(jax.random.key(0)))
     bytes_V = np.zeros(257, np.int32)
     bytes_V[ord("a")] = num_bytes
-    found = totals(
-        zeros, "a" * 20, mesh_of(devices), rows=3, num_sequences=-1, token_bytes=bytes_V
-    )
+    found = totals(zeros, "a" * 20, mesh_of(devices), rows=3, num_sequences=-1, token_bytes=bytes_V)
     assert (found.tokens, found.num_bytes) == (14, 14 * num_bytes)
     assert found.loss == pytest.approx(math.log(257), rel=1e-6)
 

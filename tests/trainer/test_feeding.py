@@ -9,11 +9,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.aot import topology
 from maxdiloco.data import order, pipeline
 from maxdiloco.data.synthetic import SyntheticWindows
-from maxdiloco.flags import config
-from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.trainer import feeding
 
 
@@ -81,24 +78,3 @@ def test_arrays_of_the_whole_shape_hold_every_row_in_its_place(spec):
     (batch,) = feeding.feed(iter([{"tokens": whole[rows]}]), rows, sharding, whole.shape)
     assert batch["tokens"].sharding == sharding
     assert np.array_equal(batch["tokens"], whole)
-
-
-@pytest.mark.tpu_aot
-@pytest.mark.parametrize("name", ["v5e-16", "v5e-64", "v5e-256", "v5p-128"])
-def test_hosts_of_tpu_slices_read_no_row_that_their_devices_do_not_hold(name):
-    """In training [R, B] and in evaluation [B]. Ranges would be 2 to 5 times as many rows."""
-    keys = ["dcn_diloco_parallelism=-1", "ici_fsdp_parallelism=-1", "hardware=tpu"]
-    devices = topology.devices(name, 2)
-    mesh = mesh_lib.build(config.load([*keys, "model_name=tiny"], {}), devices)
-    size = len(devices) // 2
-    training = P("diloco", "fsdp"), (2, size, 8)
-    evaluation = P(("diloco", "fsdp")), (2 * size, 8)
-    for spec, shape in (training, evaluation):
-        hosts = collections.defaultdict(list)
-        for device, shard in NamedSharding(mesh, spec).devices_indices_map(shape).items():
-            hosts[device.process_index].append(shard)
-        assert len(hosts) > 2
-        rows = [feeding.rows_of(shards, shape) for shards in hosts.values()]
-        # One row a device, and no device is in two hosts.
-        assert sum(len(host[0]) for host in rows) == len(devices)
-        assert np.mean([box_size(host) / len(host[0]) for host in rows]) >= 2

@@ -15,10 +15,9 @@ STATE = mock.Mock(params=np.zeros(1))
 class Run:
     """The parts of a run; each takes the seconds given for it on a clock that stands still."""
 
-    def __init__(self, monkeypatch, since_row=None, memory=None, bar=False, **seconds):
+    def __init__(self, monkeypatch, memory=None, **seconds):
         self.now = 0.0
-        self.lines = []
-        self.written, self.resumed, self.notes = [], [], []
+        self.written = []
         self._seconds = seconds
         monkeypatch.setattr(recorder, "StepClock", lambda t: StepClock(t, clock=lambda: self.now))
         monkeypatch.setattr(recorder.time, "perf_counter", lambda: self.now)
@@ -30,8 +29,6 @@ class Run:
         parts.monitor.replicas = {0: [0]}
         parts.monitor.check = self._takes("check", {"loss": np.float32([1.5])})
         parts.monitor.take_mean_loss.return_value = np.float32([1.5])
-        parts.monitor.loss_sums.return_value = [3.0]
-        parts.monitor.resume_losses = self.resumed.append
         parts.trainer.extra_metrics = self._takes("extra", {"dcn/bytes_sent": 0.0})
         parts.trainer.saved_items = self._takes("save", {})
         parts.trainer.note.return_value = {}
@@ -39,12 +36,12 @@ class Run:
         writer = mock.Mock(wall_time_s=1000.0, sync=self._takes("save", None))
         writer.write = lambda t, row: self._takes("write", self.written.append(row))()
         saver = mock.Mock(steps=list)
-        saver.save = lambda t, items, note, **_: self._takes("save", self.notes.append(note))()
+        saver.save = self._takes("save", None)
         self.recorder = recorder.Recorder(
             config.load([], {}), parts, done=0, total=9,
-            console=mock.Mock(line=self.lines.append, has_bar=bar), writer=writer,
+            console=mock.Mock(has_bar=False), writer=writer,
             links=None, checkpointer=saver, note={}, data_metrics=lambda t: {},
-            since_row=since_row, begun=0.0,
+            since_row=None, begun=0.0,
         )  # fmt: skip
 
     def _takes(self, what, result):
@@ -92,14 +89,6 @@ def test_a_save_writes_the_rows_before_it(monkeypatch):
     assert waited == [True]
 
 
-def test_a_line_says_how_long_the_rest_takes_unless_a_bar_does(monkeypatch):
-    """Steps 1 and 2 of 9, of a second each."""
-    for bar, left in ((False, ["8 s left", "7 s left"]), (True, ["8 tok/s", "8 tok/s"])):
-        run = Run(monkeypatch, bar=bar)
-        run.times(2)
-        assert [line.split("  ")[-1] for line in run.lines] == left
-
-
 def test_a_row_has_the_time_of_all_lives_of_the_run_and_the_memory_of_the_device(monkeypatch):
     """1000 s before; CPU devices have no figures of memory."""
     run = Run(monkeypatch, memory={"bytes_in_use": 5, "peak_bytes_in_use": 7, "other": 9})
@@ -110,13 +99,3 @@ def test_a_row_has_the_time_of_all_lives_of_the_run_and_the_memory_of_the_device
     run = Run(monkeypatch)
     run.times(1)
     assert not [name for name in run.written[0] if name.startswith("device/")]
-
-
-def test_a_save_between_two_rows_notes_the_losses_since_the_last_one(monkeypatch):
-    run = Run(monkeypatch)
-    run.now = 2.0
-    run.recorder.log(2, STATE)
-    run.recorder.save(3, STATE)
-    assert run.notes == [{"since_row": {"row": 2, "loss": [3.0]}}]
-    assert Run(monkeypatch, since_row=run.notes[0]["since_row"]).resumed == [[3.0]]
-    assert run.resumed == []

@@ -116,11 +116,6 @@ def test_what_needs_no_compile_has_none(choose, argv, keys, policy, lines):
     assert choose(*argv, **keys) == (policy, lines, [])
 
 
-def test_a_cpu_has_no_known_memory(devices):
-    mesh = mesh_lib.build(config.load(FLAGS, {}))
-    assert remat_choice.device_memory(mesh) is None
-
-
 def steps_that(monkeypatch, *compiles):
     """What _needed says of steps with these bodies; each gives its bytes."""
     batch = {"tokens": jax.ShapeDtypeStruct((1,), np.int32)}

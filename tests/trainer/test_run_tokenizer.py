@@ -33,16 +33,11 @@ def rows(*argv):
     return run_tokenizer.resolved(config.load(argv, {})).vocab_size
 
 
-@pytest.mark.parametrize(("tokens", "expected"), [(1, 128), (128, 128), (129, 256)])
 @pytest.mark.parametrize("given", [["vocab_size=-1"], []])
-def test_rows_are_the_tokens_rounded_up_to_128(own, given, tokens, expected):
-    """Also where vocab_size is left out."""
-    assert rows(*own(tokens), *given) == expected
-
-
-@pytest.mark.parametrize("given", [["vocab_size=-1"], []])
-def test_a_named_model_takes_the_vocabulary_of_ones_own_tokenizer(own, given):
-    """Without override_model_config; everything else is the model's, which has 32,768 rows."""
+def test_rows_are_the_tokens_of_ones_own_rounded_up_to_128(own, given):
+    """Also where vocab_size is left out, and of a named model without override_model_config;
+    everything else is the model's, which has 32,768 rows."""
+    assert [rows(*own(tokens), *given) for tokens in (1, 128, 129)] == [128, 128, 256]
     argv = ["model_name=35m", *own(1000), *given]
     cfg = run_tokenizer.resolved(config.load(argv, {}))
     assert (cfg.vocab_size, cfg.base_emb_dim) == (1024, 512)

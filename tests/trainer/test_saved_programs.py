@@ -92,12 +92,6 @@ def test_gpus_use_a_compile_cache_that_all_their_hosts_see(setting, monkeypatch,
     assert (inside, lines) == ((str(tmp_path), []) if shared else (None, [note]))
 
 
-def test_without_a_folder_there_is_no_compile_cache(setting):
-    setting(None)
-    with saved_programs.compile_cache(load(*TWO, "jax_cache_dir=")) as lines:
-        assert (jax.config.values["jax_compilation_cache_dir"], lines) == (None, [])
-
-
 @pytest.fixture
 def every_program():
     """JAX keeps programs that compile fast, too."""

@@ -3,7 +3,6 @@ does not fit."""
 
 import types
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,39 +13,31 @@ from maxdiloco.checkpoint.read import Restored
 from maxdiloco.engine.trainer import ExchangeSettings
 from maxdiloco.errors import CheckpointError, ConfigError
 from maxdiloco.flags import config
-from maxdiloco.metrics.compiles import CompileLog
-from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.program import Program
-from maxdiloco.trainer import assemble, run_tokenizer, start
+from maxdiloco.trainer import run_tokenizer, start
 from maxdiloco.trainer.resumed import layout, rate_lines, refuse_changes
 
 BEFORE = config.from_dict({"learning_rate": 1.0})
 
 
-def lines(before, **keys):
+@pytest.mark.parametrize(
+    ("before", "keys", "expected"),
+    [
+        # At step 4 of 4 the cosine has reached 0.05 of the peak. In 8 steps with none of warmup
+        # (0.05 of 8 rounds to 0), step 5 is at 5/8: 0.05 + 0.475 (1 + cos(5 pi / 8)) = 0.343.
+        (4, {}, ["the learning rate's schedule is 8 steps long, not 4: step 5 has a rate of 0.343, "
+                 "not 0.05; learning_rate_schedule_steps=4 keeps it."]),
+        (8, {"learning_rate": 0.1}, ["the learning rate's schedule has changed: step 5 has a rate "
+                                     "of 0.0343, not 0.343."]),
+        (8, {}, []),
+        (4, {"learning_rate_schedule_steps": 4}, []),
+    ],
+)  # fmt: skip
+def test_a_line_tells_when_more_steps_or_another_key_change_the_learning_rate(
+    before, keys, expected
+):
     cfg = config.from_dict({"learning_rate": 1.0} | keys)
-    return rate_lines(cfg, BEFORE, before=before, t=4, total_steps=8)
-
-
-def test_a_line_tells_when_more_steps_stretch_the_learning_rate():
-    """At step 4 of 4 the cosine has reached 0.05 of the peak. In 8 steps with none of warmup (0.05
-    of 8 rounds to 0), step 5 is at 5/8: 0.05 + 0.475 (1 + cos(5 pi / 8)) = 0.343.
-    """
-    assert lines(4) == [
-        "the learning rate's schedule is 8 steps long, not 4: step 5 has a rate of 0.343, not "
-        "0.05; learning_rate_schedule_steps=4 keeps it."
-    ]
-
-
-def test_a_line_tells_when_another_key_changes_the_learning_rate():
-    assert lines(8, learning_rate=0.1) == [
-        "the learning rate's schedule has changed: step 5 has a rate of 0.0343, not 0.343."
-    ]
-
-
-@pytest.mark.parametrize(("given", "before"), [(-1, 8), (4, 4)])
-def test_no_line_when_the_length_is_as_before_or_given(given, before):
-    assert lines(before, learning_rate_schedule_steps=given) == []
+    assert rate_lines(cfg, BEFORE, before=before, t=4, total_steps=8) == expected
 
 
 def test_a_checkpoint_without_its_exchange_settings_has_them_in_its_config():
@@ -72,33 +63,6 @@ def test_a_state_that_does_not_fit_beside_loaded_parameters_is_one_line(monkeypa
     words = "init does not fit the device: Out of memory .* Use more devices in a slice"
     with pytest.raises(ConfigError, match=words):
         start.load(BEFORE, parts, begin, None)
-
-
-@pytest.mark.usefixtures("few_compiler_passes")
-@pytest.mark.parametrize("diloco", ["true", "false"])
-def test_the_state_of_loaded_parameters_is_compiled_from_their_shapes(devices, diloco):
-    """all_of compiles its program and does not run it. Control: the one of a seed is run."""
-    flags = (
-        "hardware=cpu dataset_type=synthetic dcn_diloco_parallelism=2 ici_fsdp_parallelism=2 "
-        "base_num_decoder_layers=1 base_emb_dim=32 base_mlp_dim=32 max_target_length=8 "
-        f"vocab_size=64 enable_diloco={diloco}"
-    ).split()
-    for path in ("runs/a", ""):
-        cfg = config.load([*flags, f"load_parameters_path={path}"], {})
-        mesh, said = mesh_lib.build(cfg, devices[:4]), []
-        compiles = CompileLog(said.append, show_memory=True)
-        parts = assemble.assemble(cfg, mesh, total_steps=1, on_compile=compiles)
-        made = compiles.all_of(assemble.calls(cfg, parts)[-1:], room="")
-        assert len(made) == (0 if path else 1)
-        assert [line[:9] for line in said if line.startswith(("compiled", "init"))] == [
-            "compiled ", "init: mem"
-        ]  # fmt: skip
-        if path:
-            zeros = lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding)  # noqa: E731
-            made = [parts.init_with(jax.tree.map(zeros, parts.params))]
-            assert len(parts.init_with.compiled) == 1
-        like = parts.trainer.abstract_state
-        assert jax.tree.map(jnp.shape, made[0]) == jax.tree.map(jnp.shape, like)
 
 
 def test_another_part_that_is_held_out_of_the_same_text_is_named_when_a_run_goes_on():
