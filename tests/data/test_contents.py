@@ -28,9 +28,7 @@ def test_a_start_reads_a_bounded_part_of_a_large_text_from_all_of_its_stretches(
     assert max(np.diff([*places, int(sizes.sum())])) <= sizes.sum() / SAMPLES + 1
 
 
-def test_the_same_text_elsewhere_is_the_same_and_other_text_of_that_length_is_not(
-    settings, folder
-):
+def test_the_same_text_elsewhere_is_the_same_and_other_text_of_that_length_is_not(settings, folder):
     """Also where it is a line of a .jsonl file; the fingerprint, of names and lengths, differs."""
     root = folder(
         {

@@ -39,11 +39,11 @@ def columns(table):
 
 
 def test_the_second_start_reads_no_line_and_has_the_same_table(folder, start):
-    """Also next to text files and empty ones; nothing new is written then."""
-    files = ["a.jsonl", "b.txt", "c.jsonl", "d.jsonl"]
-    folder({"a.jsonl": LINES, "b.txt": b"text", "c.jsonl": b"", "d.jsonl": OTHER})
+    """Also next to text files, empty ones and blank lines; nothing new is written then."""
+    files = ["a.jsonl", "b.txt", "c.jsonl", "d.jsonl", "e.jsonl"]
+    folder({"a.jsonl": LINES, "b.txt": b"text", "c.jsonl": b"", "d.jsonl": OTHER, "e.jsonl": b"\n"})
     first, told = start(files)
-    assert told == ["reading 2 .jsonl files through: 0.0 MB"]
+    assert told == ["reading 3 .jsonl files through: 0.0 MB"]
     written = os.stat(start.place).st_mtime_ns
     second, told = start(files)
     assert told == []
@@ -96,14 +96,6 @@ def test_a_damaged_index_is_told_and_made_anew(folder, start):
         assert told[1:] == [READING]
         assert columns(again) == columns(table)
         assert start.place.read_bytes() == good
-
-
-def test_a_file_of_blank_lines_is_known_too(folder, start):
-    """It holds no document, and nor does the index then."""
-    folder({"a.jsonl": b"\n", "b.txt": b"text"})
-    assert start(["a.jsonl", "b.txt"])[1] == [READING]
-    table, told = start(["a.jsonl", "b.txt"])
-    assert (table.size.tolist(), told) == ([4], [])
 
 
 def test_an_index_of_another_column_is_not_used(folder, start):

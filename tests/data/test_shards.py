@@ -8,11 +8,8 @@ import shutil
 import numpy as np
 import pytest
 from data.shards_on_disk import TEXTS, make
-from hypothesis import HealthCheck, given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
 
-from maxdiloco.data import order, pipeline, shards, text, tokenizer
+from maxdiloco.data import pipeline, shards, text, tokenizer
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.preparation import part
 
@@ -169,62 +166,6 @@ def test_a_flipped_bit_is_found_by_the_check_and_when_its_record_is_read(source,
         shards.check_contents(damaged)
     with pytest.raises(DataError, match="part-00000.arrayrecord record 0"):
         list(damaged.read([(0, 0, 3)]))
-
-
-@given(
-    windows=st.integers(4, 60),
-    shapes=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=4),
-    seed=st.integers(0, 5),
-)
-@hypothesis_settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-def test_no_sequence_of_shards_is_read_twice_or_left_out_in_an_epoch(
-    settings, tmp_path_factory, windows, shapes, seed
-):
-    """Replicas and sequences a step change at every restart; each row is read by a process of its
-    own. Documents are letters of a window's size, so that a window tells its number."""
-    tmp_path = tmp_path_factory.mktemp("shards")
-    folder = tmp_path / "source"
-    folder.mkdir()
-    (folder / "a.txt").write_text("".join(f"{number:04d}" for number in range(windows))[1:])
-    make(folder, tmp_path / "out", part_bytes=50)
-    cfg = settings(
-        dataset_type="arrayrecord",
-        dataset_path=str(tmp_path / "out"),
-        eval_dataset_path="unused",
-        data_shuffle_seed=seed,
-    )
-    data = pipeline.open_dataset(cfg, split="train")
-    assert data.num_windows == windows
-    seen, step, position = [], 1, None
-    for M, B in shapes * windows:
-        first = order.first_position(M, B)
-        position = first if position is None else order.next_position(position, step, M, B)
-        if len(seen) + M * B > windows:
-            break
-        for replica in range(M):
-            for row in range(B):
-                batch = pipeline.read(data, position, step, replicas=[replica], rows=[row])
-                seen.append(tuple(batch["tokens"].reshape(-1).tolist()))
-        step += 1
-    assert len(seen) == len(set(seen))
-    assert len(seen) > windows - max(M * B for M, B in shapes)
-
-
-def test_readers_in_processes_give_the_same_batches(settings, source, tmp_path):
-    """grain_worker_count=2 against a thread."""
-    make(source, tmp_path / "out")
-    cfg = settings(dataset_type="arrayrecord", dataset_path=str(tmp_path / "out"))
-    data = pipeline.open_dataset(cfg, split="train")
-    keys = dict(steps=range(1, 4), replicas=[[0], [1]], rows=range(3))
-    read = []
-    for worker_count in (0, 2):
-        with pipeline.batches(
-            data, order.first_position(2, 3), **keys, worker_count=worker_count
-        ) as batches:
-            read.append([batch["tokens"].tolist() for batch in batches])
-    assert read[0] == read[1]
 
 
 def test_damaged_records_are_counted_over_all_parts_and_named(source, tmp_path):
