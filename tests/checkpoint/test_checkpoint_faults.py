@@ -165,7 +165,7 @@ def test_the_last_save_is_tried_again_at_once(opened, monkeypatch, where):
     with pytest.raises(SaveError, match="step 3 could not be saved .*the last step saved is 2"):
         checkpointer.save(3, items(3), {}, last=True)
     assert tried == [3, 3] and len(said) == 2
-    checkpointer.save(2, items(2), {}, last=True)  # there already
+    assert not checkpointer.save(2, items(2), {}, last=True)  # there already
     assert tried == [3, 3, 2]
 
 
