@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import pytest
 
-from maxdiloco.checkpoint import checkpointer as checkpointer_lib
 from maxdiloco.checkpoint import find, orbax_io, own_folder, seal, write
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.checkpoint.read import restore_from
@@ -214,37 +213,23 @@ def test_a_failed_save_does_not_hide_the_error_under_way(tmp_path, monkeypatch):
     assert "step 1" in said[0] and "No space left on device" in said[0]
 
 
-def test_where_folders_cannot_be_renamed_the_commit_file_tells_and_goes_first(
+def test_where_folders_cannot_be_renamed_the_commit_file_goes_first(
     tmp_path, two_saved, monkeypatch
 ):
-    """gs://: a folder has its final name from the start. A local folder stands in for it."""
+    """gs://: a folder has its final name from the start, a mark beside it says that it goes."""
     folder = damaged_run(tmp_path, two_saved)
-    monkeypatch.setattr(orbax_io, "is_local", lambda path: False)
-    for module in (checkpointer_lib, own_folder, write):
-        monkeypatch.setattr(module, "is_local", lambda path: False)
-    prepare = write.prepare
-
-    def prepare_and_make_a_folder(folder, *arguments, **options):  # an object store needs none
-        absent = prepare(folder, *arguments, **options)
-        (folder / "meta").mkdir(parents=True)
-        return absent
-
-    monkeypatch.setattr(write, "prepare", prepare_and_make_a_folder)
-    (folder / "30").mkdir()
-    write.mark_of(folder / "30").write_text("")
+    monkeypatch.setattr(own_folder, "is_local", lambda path: False)
     gone = []
     rmtree = type(folder).rmtree
     monkeypatch.setattr(
         type(folder), "rmtree", lambda path: gone.append(sorted(os.listdir(path))) or rmtree(path)
     )
-    with Checkpointer(folder, max_to_keep=1, locked=True) as checkpointer:
-        assert checkpointer.restore(lambda meta: {}).step == 20
-        checkpointer.save(40, items(40), {})
-        checkpointer.wait()
-    assert gone[0] == []  # 30 has no commit file, and a mark
-    assert sorted(os.listdir(folder)) == ["40"]
-    assert all("commit_success.txt" not in names and names for names in gone[1:])
-    assert len(gone) == 3
+    own = own_folder.OwnFolder(folder, run="", locked=True, say=print)
+    own.adopt(folder / "20", older=True)
+    own.remove(10)
+    (names,) = gone
+    assert names and "commit_success.txt" not in names
+    assert sorted(os.listdir(folder)) == ["20"] and own.steps == {20}
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, two_saved, monkeypatch):

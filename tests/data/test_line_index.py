@@ -5,7 +5,7 @@ import os
 import pytest
 from etils import epath
 
-from maxdiloco.data import corpus, text
+from maxdiloco.data import corpus
 from maxdiloco.data.line_index import LineIndex
 from maxdiloco.errors import DataError
 from maxdiloco.trainer import run_data
@@ -139,17 +139,6 @@ def test_a_full_disk_leaves_the_index_before_and_nothing_half_written(folder, st
     ]
     assert not os.path.lexists(part)
     assert start(["a.jsonl"])[1] == []
-
-
-def test_both_splits_of_a_few_files_read_them_once(settings, folder):
-    """Fewer than 20 files hold the text of training and of evaluation."""
-    root = folder({"a.jsonl": b'{"text": "abcdefghijklmnop"}\n'})
-    told = []
-    index = LineIndex("text", told.append)
-    for split in ("train", "eval"):
-        windows, _ = text.open_text(settings(dataset_path=root), split=split, index=index)
-        assert windows.num_windows in (1, 3)
-    assert told == [READING]
 
 
 def test_lines_without_the_text_are_left_out_up_to_a_number(folder):

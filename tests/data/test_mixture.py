@@ -49,10 +49,13 @@ def mixed(shares, sizes=None, seed=5):
     return Mixture.of(tuple(sizes), tuple(sources), shares, seed)
 
 
+def box(replicas, rows):
+    """All these rows of all these replicas, as `read` takes them."""
+    return dict(zip(("replicas", "rows"), np.ix_(replicas, rows), strict=True))
+
+
 def all_rows(position):
-    return dict(
-        zip(("replicas", "rows"), np.ix_(range(position.M), range(position.B)), strict=True)
-    )
+    return box(range(position.M), range(position.B))
 
 
 def windows_read(data, position, step):
@@ -119,27 +122,14 @@ def test_a_run_that_resumes_reads_the_batches_of_one_that_did_not_stop(shares):
             assert np.array_equal(leaf, pipeline.read(data, whole, step, **all_rows(whole))[name])
 
 
-def test_rows_split_over_processes_and_workers_are_those_of_one():
-    """Half of the rows each; a process of its own reads the same as a thread."""
+def test_rows_split_over_processes_are_those_of_one():
     data = mixed({"a": 2, "b": 1, "c": 1})
     position = data.first_position(2, 4)
-    found = []
-    for replicas, rows, worker_count in [
-        (range(2), range(4), 1),
-        (range(2), range(2), 0),
-        (range(2), range(2, 4), 0),
-    ]:
-        grid = np.ix_(replicas, rows)
-        with pipeline.batches(
-            data,
-            position,
-            steps=range(3, 6),
-            replicas=grid[0],
-            rows=grid[1],
-            worker_count=worker_count,
-        ) as batches:
-            found.append(np.stack([batch["tokens"] for batch in batches]))
-    assert np.array_equal(np.concatenate(found[1:], axis=2), found[0])
+    whole, left, right = (
+        pipeline.read(data, position, 3, **box(range(2), rows))["tokens"]
+        for rows in (range(4), range(2), range(2, 4))
+    )
+    assert np.array_equal(np.concatenate([left, right], axis=1), whole)
 
 
 def test_with_weights_that_change_every_source_goes_on_where_it_is():

@@ -37,17 +37,8 @@ def numbers(batch):
     return (batch["tokens"][..., 1] - FIRST).tolist()
 
 
-def test_replica_m_row_b_reads_its_place_of_the_global_order(text):
-    """Two replicas of three rows: step 1 reads 0-5, step 2 reads 6-11, replica by replica."""
-    data, position = text(), order.first_position(2, 3)
-    batch = pipeline.read(data, position, 2, **box(range(2), range(3)))
-    assert numbers(batch) == [[6, 7, 8], [9, 10, 11]]
-    assert batch["tokens"][0, 0].tolist() == [S, *3 * [FIRST + 6]]
-    assert batch["segment_ids"].shape == (2, 3, 4) and np.all(batch["segment_ids"] == 1)
-
-
 def test_batches_are_what_read_gives_step_by_step(text):
-    """Over the end of an epoch too: step 6 of 6 windows is places 30 to 35, windows 0 to 5."""
+    """Two replicas of three rows: step 2 reads 6 to 11, step 6 windows 0 to 5 of the next epoch."""
     data, position = text(), order.first_position(2, 3)
     with pipeline.batches(data, position, steps=range(2, 7), **box(range(2), range(3))) as batches:
         found = list(batches)
@@ -58,6 +49,9 @@ def test_batches_are_what_read_gives_step_by_step(text):
         for name, leaf in batch.items():
             assert leaf.dtype == np.int32
             assert np.array_equal(leaf, alone[name])
+    assert numbers(found[0]) == [[6, 7, 8], [9, 10, 11]]
+    assert found[0]["tokens"][0, 0].tolist() == [S, *3 * [FIRST + 6]]
+    assert np.all(found[0]["segment_ids"] == 1)
     assert numbers(found[-1]) == [[0, 1, 2], [3, 4, 5]]
 
 
@@ -74,23 +68,6 @@ def test_shuffled_epochs_read_every_window_once_in_orders_of_their_own(text):
     first = box(range(2), range(3))
     assert numbers(pipeline.read(same, position, 1, **first)) == read[0, :6].reshape(2, 3).tolist()
     assert numbers(pipeline.read(other, position, 1, **first)) != read[0, :6].reshape(2, 3).tolist()
-
-
-def test_processes_that_share_the_rows_read_what_one_process_reads(text):
-    """Two processes with half the rows each, and two with a replica each."""
-    data = text(enable_data_shuffling=True)
-    position = order.first_position(2, 4)
-
-    def tokens(replicas, rows):
-        steps = range(1, 4)
-        with pipeline.batches(data, position, steps=steps, **box(replicas, rows)) as batches:
-            return np.stack([batch["tokens"] for batch in batches])
-
-    whole = tokens(range(2), range(4))
-    halves = [tokens(range(2), range(2)), tokens(range(2), range(2, 4))]
-    assert np.array_equal(np.concatenate(halves, axis=2), whole)
-    alone = [tokens([0], range(4)), tokens([1], range(4))]
-    assert np.array_equal(np.concatenate(alone, axis=1), whole)
 
 
 def test_scattered_rows_are_read_and_no_other(text, monkeypatch):
@@ -169,16 +146,10 @@ def test_evaluation_is_always_the_same_and_samples_all_files(text):
     other = text("eval", enable_data_shuffling=True, data_shuffle_seed=9)
     assert found == eval_numbers(other, batch_size=4, num_sequences=8)
     assert len(found) == 2 and max(found[0] + found[1]) > 8
+    # Seven: another mesh has another batch and reads the same sequences.
+    (at_once,) = eval_numbers(other, batch_size=7, num_sequences=7)
+    assert eval_numbers(other, batch_size=4, num_sequences=7) == [at_once[:4], [*at_once[4:], None]]
     assert len(eval_numbers(other, batch_size=4, num_sequences=99)) == 8
-
-
-def test_evaluation_of_a_number_of_sequences_reads_them_in_batches_of_any_size(text):
-    """Seven: another mesh has another batch and reads the same sequences."""
-    data = text("eval")
-    found = eval_numbers(data, batch_size=4, num_sequences=7)
-    assert [number is None for number in found[1]] == [False, False, False, True]
-    (at_once,) = eval_numbers(data, batch_size=7, num_sequences=7)
-    assert found[0] + found[1][:3] == at_once
 
 
 def test_evaluation_rows_split_over_processes_are_those_of_one(text):

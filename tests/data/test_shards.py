@@ -4,12 +4,14 @@ import json
 import os
 import pickle
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from data.shards_on_disk import TEXTS, make
+from data.tokenizers_on_disk import byte_level_bpe
 
-from maxdiloco.data import pipeline, shards, text, tokenizer
+from maxdiloco.data import pipeline, shards, subword, text, tokenizer
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.preparation import part
 
@@ -169,19 +171,17 @@ def test_a_flipped_bit_is_found_by_the_check_and_when_its_record_is_read(source,
 
 
 def test_damaged_records_are_counted_over_all_parts_and_named(source, tmp_path):
-    """Two of them, in two parts: one more than allowed is an error that names the second."""
+    """One more than is allowed is an error that names the last: of three, in two parts."""
     fine = json.dumps({"text": "fine " * 100})
-    (source / "a.jsonl").write_text(f"{{no\n{fine}\n")
-    (source / "b.txt").write_bytes(b"\xff")
+    (source / "a.jsonl").write_text(f'{{no\n{{"id": 2}}\n{fine}\n')
+    (source / "b.txt").write_bytes(b"abc\xff")
     with pytest.raises(
-        DataError, match=r"b.txt byte 0: not UTF-8.*max_corrupted_records=1 damaged records"
+        DataError, match=r"b.txt byte 3: not UTF-8.*max_corrupted_records=2 damaged records"
     ):
-        make(source, tmp_path / "out", allowed=1, part_bytes=100)
-    documents = make(source, tmp_path / "out", allowed=2, part_bytes=100)
-    assert [os.path.basename(where) for where, _ in documents.manifest.damaged] == [
-        "a.jsonl byte 0",
-        "b.txt byte 0",
-    ]
+        make(source, tmp_path / "out", allowed=2, part_bytes=100)
+    documents = make(source, tmp_path / "out", allowed=3, part_bytes=100)
+    places = [os.path.basename(where) for where, _ in documents.manifest.damaged]
+    assert places == ["a.jsonl byte 0", "a.jsonl byte 4", "b.txt byte 3"]
     assert len(documents.lengths) == 2 * len(TEXTS) + 1
 
 
@@ -214,3 +214,54 @@ def test_an_empty_source_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n\n")
     with pytest.raises(DataError, match="source holds no text"):
         make(tmp_path / "a.jsonl", tmp_path / "other")
+
+
+def test_shards_of_another_tokenizer_are_refused_and_what_differs_is_named(
+    settings, source, tmp_path
+):
+    """The same file without its end of a document is the commonest case."""
+    place = tmp_path / "one"
+    place.mkdir()
+    path = byte_level_bpe(place, vocab_size=300)
+    subwords = subword.of_source(subword.read("huggingface", str(path)), add_bos=True, add_eos=True)
+    folders = {
+        "own": tokenizer.ByteTokenizer(),
+        "byte": tokenizer.ByteTokenizer(document_start=255),
+        "subword": subwords,
+    }
+    for name, tokens in folders.items():
+        make(source, tmp_path / name, tokens=tokens)
+
+    def opened(name, **keys):
+        own = dict(add_bos=True, add_eos=True, eval_dataset_path="unused")
+        own |= dict(dataset_type="arrayrecord", dataset_path=str(tmp_path / name))
+        return text.open_text(SimpleNamespace(**vars(settings()) | own | keys), split="train")
+
+    def refusal(name, **keys):
+        with pytest.raises(DataError) as caught:
+            opened(name, **keys)
+        return str(caught.value).removeprefix(f"dataset_path={tmp_path / name} was tokenised ")
+
+    assert opened("own")
+    assert refusal("byte") == (
+        "otherwise than with tokenizer_type=byte: with token 255 as bos, not 256. Prepare the "
+        "text again."
+    )
+    there = f"{tmp_path / 'subword/tokenizer'}"
+    assert refusal("subword") == (
+        "otherwise than with tokenizer_type=byte: with tokenizer_type=huggingface, not byte, "
+        f"add_eos=true. Set tokenizer_type=huggingface add_eos=true tokenizer_path={there}, or "
+        "prepare the text again."
+    )
+    same = dict(tokenizer_type="huggingface", tokenizer_path=str(path), vocab_size=400)
+    assert opened("subword", **same)
+    assert refusal("subword", add_eos=False, **same) == (
+        "otherwise than with tokenizer_type=huggingface: with add_eos=true. Set add_eos=true, or "
+        "prepare the text again."
+    )
+    (tmp_path / "two").mkdir()
+    same["tokenizer_path"] = str(byte_level_bpe(tmp_path / "two", vocab_size=310))
+    assert refusal("subword", **same) == (
+        "otherwise than with tokenizer_type=huggingface: with another tokenizer.json. Set "
+        f"tokenizer_path={there}, or prepare the text again."
+    )

@@ -1,9 +1,10 @@
-"""Windows of a text, worked out by hand."""
+"""Windows of a text, worked out by hand, and what tells two texts apart."""
 
 import numpy as np
 import pytest
 
-from maxdiloco.data import text
+from maxdiloco.data import pipeline, text
+from maxdiloco.data.documents import SAMPLE_BYTES, SAMPLES, sampled
 from maxdiloco.errors import DataError
 
 S = 256  # the token that starts a document
@@ -76,20 +77,27 @@ def split_paths(cfg):
     ]
 
 
-def test_held_out_text_is_every_twentieth_file(settings, folder):
-    """41 files: 0, 20 and 40 are held out, the others are for training."""
-    root = folder({f"{number:02}.txt": b"abcdef" for number in range(41)})
-    train, held_out = split_paths(settings(dataset_path=root))
-    assert held_out == tuple(f"{root}/{name}.txt" for name in ("00", "20", "40"))
-    assert len(train) == 38 and not set(train) & set(held_out)
+@pytest.mark.parametrize(
+    ("count", "fraction", "held"),
+    [(41, 0.05, [0, 20, 40]), (16, 0.25, [0, 4, 8, 12]), (16, 0.3, [0, 3, 6, 10, 13])],
+)
+def test_of_many_equal_files_those_held_out_lie_apart(settings, folder, count, fraction, held):
+    root = folder({f"{number:02}.txt": b"abcdefghijk" for number in range(count)})
+    train, held_out = split_paths(settings(dataset_path=root, eval_fraction=fraction))
+    assert held_out == tuple(f"{root}/{number:02}.txt" for number in held)
+    assert len(train) == count - len(held) and not set(train) & set(held_out)
 
 
-@pytest.mark.parametrize("length, train, held_out", [(400, 95, 5), (16, 3, 1), (8, 1, 1)])
-def test_of_few_files_the_last_windows_are_held_out(settings, folder, length, train, held_out):
-    """5 % of the windows of 4, at least one: 400 tokens are 100 windows, 5 of them for eval."""
+@pytest.mark.parametrize(
+    ("length", "fraction", "train", "held_out"),
+    [(400, 0.05, 95, 5), (400, 0.25, 75, 25), (16, 0.05, 3, 1), (8, 0.05, 1, 1)],
+)
+def test_of_few_files_the_last_windows_are_held_out(
+    settings, folder, length, fraction, train, held_out
+):
+    """Windows of 4, at least one: 400 tokens are 100 windows, 5 of them for eval."""
     text_bytes = bytes(65 + number % 61 for number in range(length - 1))
-    root = folder({"1.txt": text_bytes})
-    cfg = settings(dataset_path=root)
+    cfg = settings(dataset_path=folder({"1.txt": text_bytes}), eval_fraction=fraction)
     parts = [text.open_text(cfg, split=split)[0] for split in ("train", "eval")]
     assert [part.num_windows for part in parts] == [train, held_out]
     tokens = [part.read(np.arange(part.num_windows))[0] for part in parts]
@@ -112,18 +120,6 @@ def test_files_of_unequal_size_are_not_held_out_whole(settings, folder):
     assert share(6460) == (0.05, set(range(20)))
     assert share(1240) == (0.09, {0})
     assert share(256) == (0.05, set(range(20)))
-
-
-@pytest.mark.parametrize("fraction, held", [(0.25, [0, 4, 8, 12]), (0.3, [0, 3, 6, 10, 13])])
-def test_eval_fraction_is_the_share_that_is_held_out(settings, folder, fraction, held):
-    """Of 16 equal files, spread over them; of two the last windows."""
-    root = folder({f"a/{number:02}.txt": b"abcdefghijk" for number in range(16)})
-    folder({f"b/{number}.txt": b"x" * 199 for number in range(2)})
-    cfg = settings(dataset_path=f"{root}/a", eval_fraction=fraction)
-    assert split_paths(cfg)[1] == tuple(f"{root}/a/{number:02}.txt" for number in held)
-    cfg.dataset_path = f"{root}/b"
-    parts = [text.open_text(cfg, split=split)[0] for split in ("train", "eval")]
-    assert [part.num_windows for part in parts] == [100 - int(100 * fraction), int(100 * fraction)]
 
 
 def test_eval_fraction_zero_trains_on_all_of_the_text(settings, folder):
@@ -196,3 +192,45 @@ def test_fingerprints_stay_the_same_between_versions(settings, folder):
     root = folder({"1.txt": b"abcdefgh", "2.jsonl": b'{"text": "abc"}\n\n{"text": "defg"}\n'})
     windows, _ = text.open_text(settings(dataset_path=root), split="train")
     assert windows.fingerprint() == "8766f845ccc56041"
+
+
+@pytest.mark.parametrize("sizes", [[1], [3 * SAMPLE_BYTES + 1], [5000, 1, 100, 9000] * 10])
+def test_all_of_a_small_text_is_compared(sizes):
+    seen = [np.zeros(size, bool) for size in sizes]
+    for document, begin, end in sampled(np.array(sizes)):
+        assert begin < end
+        seen[document][begin:end] = True
+    assert all(each.all() for each in seen)
+
+
+@pytest.mark.parametrize("sizes", [[5_000_000] * 10_000, [7] * 3_000_000, [50_000_000_000]])
+def test_a_start_reads_a_bounded_part_of_a_large_text_from_all_of_its_stretches(sizes):
+    sizes = np.array(sizes, np.int64)
+    pieces = sampled(sizes)
+    assert SAMPLES <= len(pieces) <= 2 * SAMPLES
+    assert sum(end - begin for _, begin, end in pieces) <= 2 * SAMPLES * SAMPLE_BYTES
+    starts = np.cumsum(sizes) - sizes
+    places = [int(starts[document]) + begin for document, begin, _ in pieces]
+    assert places == sorted(places)
+    assert max(np.diff([*places, int(sizes.sum())])) <= sizes.sum() / SAMPLES + 1
+
+
+def test_the_same_text_elsewhere_is_the_same_and_other_text_of_that_length_is_not(settings, folder):
+    """Also where it is a line of a .jsonl file; the fingerprint, of names and lengths, differs."""
+    root = folder(
+        {
+            "here/1.txt": b"abcdefgh" * 9,
+            "there/deep/2.txt": b"abcdefgh" * 9,
+            "lines/1.jsonl": b'{"text": "' + b"abcdefgh" * 9 + b'"}\n',
+            "other/1.txt": b"abcdefgh" * 8 + b"abcdefgi",
+        }
+    )
+
+    def opened(name):
+        return pipeline.open_dataset(settings(dataset_path=f"{root}/{name}"), split="train")
+
+    here, there, lines, other = map(opened, ("here", "there", "lines", "other"))
+    assert here.contents == there.contents == lines.contents
+    assert here.fingerprint != there.fingerprint
+    assert here.contents != other.contents
+    assert here.fingerprint == other.fingerprint
