@@ -4,8 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -124,7 +122,6 @@ def test_an_array_that_cannot_be_read_is_one_line(step_folder, lost):
     ("shape", "spec", "padded", "expected"),
     [
         ((4, 6), P(None, "fsdp"), (4, 6), P("diloco", "fsdp")),
-        ((3, 4), P("fsdp"), (3, 4), None),  # not laid out evenly: jax refuses the sharding itself
         ((3, 8), P(None, "fsdp"), (3, 8), P(None, ("fsdp", "diloco"))),
         ((3, 10), P(None, "fsdp"), (3, 12), P(None, ("fsdp", "diloco"))),
         ((5,), P(), (6,), P("diloco")),
@@ -135,29 +132,11 @@ def test_the_dimension_that_is_read_in_parts(devices, shape, spec, padded, expec
     auto = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 2), ("diloco", "fsdp"), auto, devices=devices[:4])
     sharding = NamedSharding(mesh, spec)
-    if expected is None:
-        with pytest.raises(ValueError, match="divi"):
-            split_over_slices(shape, sharding)
-        return
     found_shape, found_spec = split_over_slices(shape, sharding)
     assert found_shape == padded
     assert NamedSharding(mesh, found_spec).is_equivalent_to(
         NamedSharding(mesh, expected), len(shape)
     )
-
-
-@given(
-    shape=st.lists(st.integers(1, 40), min_size=1, max_size=3),
-    slices=st.sampled_from([2, 3, 4, 8]),
-)
-def test_parts_cover_the_array_and_are_equally_large(devices, shape, slices):
-    mesh = jax.make_mesh((slices,), ("diloco",), devices=devices[:slices])
-    found, spec = split_over_slices(tuple(shape), NamedSharding(mesh, P()))
-    assert all(a >= b for a, b in zip(found, shape, strict=True))
-    assert sum(a != b for a, b in zip(found, shape, strict=True)) <= 1
-    part = NamedSharding(mesh, spec).shard_shape(found)
-    assert np.prod(part) * slices == np.prod(found)
-    assert np.prod(found) < np.prod(shape) * (1 + slices / max(shape))
 
 
 MB = 1 << 20
@@ -169,13 +148,10 @@ MB = 1 << 20
         ((32, MB // 4), ()),  # 32 MiB
         ((33, MB // 4), (0,)),  # 33 layers of 1 MiB each
         ((1025, MB // 8), ()),  # of half a MiB each
-        ((2, 20, MB), (0, 1)),  # 2 replicas of 80 MiB each
-        ((1, 20, MB), (0, 1)),
+        ((1, 20, MB), (0, 1)),  # a replica of 80 MiB
         ((2, 8, 2 * MB // 4, 2), (0,)),  # of 32 MiB each, all of their layers
         ((2, 8, 128, 512, 1024), (0, 1, 2)),  # with 128 experts
         ((128256, 4096), ()),  # a table: a row has 16 KiB
-        ((4096, 32, 128), ()),
-        ((1 << 30,), ()),
         ((), ()),
     ],
 )

@@ -3,7 +3,6 @@
 import asyncio
 import errno
 import os
-import pathlib
 import shutil
 import subprocess
 import threading
@@ -166,7 +165,7 @@ def test_the_last_save_is_tried_again_at_once(opened, monkeypatch, where):
     with pytest.raises(SaveError, match="step 3 could not be saved .*the last step saved is 2"):
         checkpointer.save(3, items(3), {}, last=True)
     assert tried == [3, 3] and len(said) == 2
-    checkpointer.save(2, items(2), {}, last=True)  # there already
+    assert not checkpointer.save(2, items(2), {}, last=True)  # there already
     assert tried == [3, 3, 2]
 
 
@@ -209,49 +208,30 @@ def test_without_room_for_it_nothing_of_a_checkpoint_is_written(tmp_path, monkey
         assert checkpointer.steps() == [2]
 
 
-def test_a_save_that_takes_longer_than_its_time_has_failed(tmp_path, monkeypatch):
-    from orbax.checkpoint._src.serialization import serialization
-
-    released = threading.Event()
-    write = serialization.async_serialize_from_host
-
-    async def wait_and_write(*args, **kwargs):
-        await asyncio.to_thread(released.wait, 60)
-        await write(*args, **kwargs)
-
-    monkeypatch.setattr(serialization, "async_serialize_from_host", wait_and_write)
+def test_a_save_that_takes_longer_than_its_time_has_failed(tmp_path, held_write):
     said = []
-    with Checkpointer(
-        folder_of(tmp_path), max_to_keep=None, timeout_s=0.1, say=said.append
-    ) as checkpointer:
-        checkpointer.save(1, items(1), {})
-        checkpointer.wait()
-        released.set()
+    options = dict(max_to_keep=None, timeout_s=0.1, say=said.append)
+    with Checkpointer(folder_of(tmp_path), **options) as checkpointer:
+        save_and_wait(checkpointer, 1)
+        held_write.set()
     assert len(said) == 1
     assert "the arrays were not written within checkpoint_timeout_seconds; no step" in said[0]
 
 
 def test_old_checkpoints_go_in_a_thread_that_no_save_waits_for(tmp_path, monkeypatch):
-    """And only after the new one is on the disk."""
     folder = folder_of(tmp_path)
     may_go, begun = threading.Event(), threading.Event()
-    done = []
-    rmtree, sync_folder = type(folder).rmtree, durable.sync_folder
+    threads = []
+    rmtree = type(folder).rmtree
 
     def slow(path):
         begun.set()
         assert may_go.wait(60)
-        done.append((threading.current_thread(), path.name))
+        threads.append(threading.current_thread())
         rmtree(path)
 
-    def noted(path):
-        done.append(("synced", pathlib.Path(path).name))
-        sync_folder(path)
-
     monkeypatch.setattr(type(folder), "rmtree", slow)
-    monkeypatch.setattr(durable, "sync_folder", noted)
     with Checkpointer(folder, max_to_keep=1) as checkpointer:
-        done.clear()
         for step in (1, 2, 3):
             checkpointer.save(step, items(step), {}, last=True)
         assert begun.wait(60)
@@ -259,11 +239,7 @@ def test_old_checkpoints_go_in_a_thread_that_no_save_waits_for(tmp_path, monkeyp
         may_go.set()
         checkpointer.wait()
         assert checkpointer.steps() == [3]
-    threads = {who for who, _ in done if who != "synced"}
     assert threads and threading.main_thread() not in threads
-    first_removal = next(i for i, (who, _) in enumerate(done) if who != "synced")
-    assert done[first_removal][1] == f"1{write_lib.DELETED}"
-    assert done[:first_removal].count(("synced", "checkpoints")) >= 3  # 1, 2, and the deletion
 
 
 @pytest.fixture

@@ -1,5 +1,4 @@
-"""A disk that is nearly full: old checkpoints make room for the next one, the last good one stays.
-"""
+"""A nearly full disk: old checkpoints make room for the next one, the last good one stays."""
 
 import jax
 import numpy as np

@@ -64,20 +64,6 @@ def test_the_same_trainer_gets_the_same_state_back(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize(("old", "new"), [(2, 4), (4, 2), (2, 3)])
-def test_with_another_M_replica_r_is_the_old_r_mod_M(tmp_path, old, new):
-    """theta and the outer optimizer state stay as they are."""
-    algorithm, state = trained(old, 4)
-    larger, _ = trained(new, 0)
-    back = moved(tmp_path, algorithm, state, larger)
-    for r in range(new):
-        np.testing.assert_array_equal(back.params["w"][r], state.params["w"][r % old])
-        np.testing.assert_array_equal(back.opt_state[r], state.opt_state[r % old])
-    np.testing.assert_array_equal(back.outer["w"], state.outer["w"])
-    assert back.bad.shape == (new, 1) and back.sizes.norm_R.shape == (new,)
-    larger.step(back, np.zeros(new, np.float32))
-
-
 def test_eager_history_restarts_with_another_M(tmp_path):
     """theta is per replica: replica r takes that of old r mod M; what was in flight is zeros."""
     algorithm, state = trained(2, 5, outer_overlap="eager")

@@ -5,7 +5,7 @@ import os
 import pytest
 from etils import epath
 
-from maxdiloco.data import corpus, text
+from maxdiloco.data import corpus
 from maxdiloco.data.line_index import LineIndex
 from maxdiloco.errors import DataError
 from maxdiloco.trainer import run_data
@@ -39,11 +39,11 @@ def columns(table):
 
 
 def test_the_second_start_reads_no_line_and_has_the_same_table(folder, start):
-    """Also next to text files and empty ones; nothing new is written then."""
-    files = ["a.jsonl", "b.txt", "c.jsonl", "d.jsonl"]
-    folder({"a.jsonl": LINES, "b.txt": b"text", "c.jsonl": b"", "d.jsonl": OTHER})
+    """Also next to text files, empty ones and blank lines; nothing new is written then."""
+    files = ["a.jsonl", "b.txt", "c.jsonl", "d.jsonl", "e.jsonl"]
+    folder({"a.jsonl": LINES, "b.txt": b"text", "c.jsonl": b"", "d.jsonl": OTHER, "e.jsonl": b"\n"})
     first, told = start(files)
-    assert told == ["reading 2 .jsonl files through: 0.0 MB"]
+    assert told == ["reading 3 .jsonl files through: 0.0 MB"]
     written = os.stat(start.place).st_mtime_ns
     second, told = start(files)
     assert told == []
@@ -98,14 +98,6 @@ def test_a_damaged_index_is_told_and_made_anew(folder, start):
         assert start.place.read_bytes() == good
 
 
-def test_a_file_of_blank_lines_is_known_too(folder, start):
-    """It holds no document, and nor does the index then."""
-    folder({"a.jsonl": b"\n", "b.txt": b"text"})
-    assert start(["a.jsonl", "b.txt"])[1] == [READING]
-    table, told = start(["a.jsonl", "b.txt"])
-    assert (table.size.tolist(), told) == ([4], [])
-
-
 def test_an_index_of_another_column_is_not_used(folder, start):
     """The sizes are those of another text."""
     folder({"a.jsonl": b'{"text": "abc", "body": "de"}\n'})
@@ -147,17 +139,6 @@ def test_a_full_disk_leaves_the_index_before_and_nothing_half_written(folder, st
     ]
     assert not os.path.lexists(part)
     assert start(["a.jsonl"])[1] == []
-
-
-def test_both_splits_of_a_few_files_read_them_once(settings, folder):
-    """Fewer than 20 files hold the text of training and of evaluation."""
-    root = folder({"a.jsonl": b'{"text": "abcdefghijklmnop"}\n'})
-    told = []
-    index = LineIndex("text", told.append)
-    for split in ("train", "eval"):
-        windows, _ = text.open_text(settings(dataset_path=root), split=split, index=index)
-        assert windows.num_windows in (1, 3)
-    assert told == [READING]
 
 
 def test_lines_without_the_text_are_left_out_up_to_a_number(folder):

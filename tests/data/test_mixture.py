@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from maxdiloco.data import mixture, order, packing, pipeline, text
+from maxdiloco.data import mixture, order, pipeline
 from maxdiloco.data.mixture import Mixture
 from maxdiloco.data.order import Position
 from maxdiloco.errors import ConfigError, DataError
@@ -49,10 +49,13 @@ def mixed(shares, sizes=None, seed=5):
     return Mixture.of(tuple(sizes), tuple(sources), shares, seed)
 
 
+def box(replicas, rows):
+    """All these rows of all these replicas, as `read` takes them."""
+    return dict(zip(("replicas", "rows"), np.ix_(replicas, rows), strict=True))
+
+
 def all_rows(position):
-    return dict(
-        zip(("replicas", "rows"), np.ix_(range(position.M), range(position.B)), strict=True)
-    )
+    return box(range(position.M), range(position.B))
 
 
 def windows_read(data, position, step):
@@ -107,21 +110,6 @@ def test_no_sequence_of_a_source_is_read_twice_or_left_out_in_its_epoch(legs, pe
         )
 
 
-@hypothesis_settings(max_examples=30, deadline=None)
-@given(shares=some_shares, M=st.integers(1, 4), B=st.integers(1, 4), steps=st.integers(1, 12))
-def test_shares_are_exact_after_every_step_whatever_m_and_b(shares, M, B, steps):
-    """Less than one sequence off, and a pure function of how many were read."""
-    data = mixed(shares)
-    position = data.first_position(M, B)
-    read = [row[0] for t in range(1, steps + 1) for row in sum(windows_read(data, position, t), [])]
-    total = sum(shares.values())
-    for k, share in enumerate(shares.values()):
-        assert abs(read.count(k) * total - len(read) * share) < total
-    other = data.first_position(1, 1)
-    alone = [windows_read(data, other, t)[0][0][0] for t in range(1, len(read) + 1)]
-    assert sorted(read) == sorted(alone)
-
-
 @pytest.mark.parametrize("shares", [{"a": 2, "b": 1, "c": 1}, {}])
 def test_a_run_that_resumes_reads_the_batches_of_one_that_did_not_stop(shares):
     """Bit for bit, at each of ten steps."""
@@ -134,27 +122,14 @@ def test_a_run_that_resumes_reads_the_batches_of_one_that_did_not_stop(shares):
             assert np.array_equal(leaf, pipeline.read(data, whole, step, **all_rows(whole))[name])
 
 
-def test_rows_split_over_processes_and_workers_are_those_of_one():
-    """Half of the rows each; a process of its own reads the same as a thread."""
+def test_rows_split_over_processes_are_those_of_one():
     data = mixed({"a": 2, "b": 1, "c": 1})
     position = data.first_position(2, 4)
-    found = []
-    for replicas, rows, worker_count in [
-        (range(2), range(4), 1),
-        (range(2), range(2), 0),
-        (range(2), range(2, 4), 0),
-    ]:
-        grid = np.ix_(replicas, rows)
-        with pipeline.batches(
-            data,
-            position,
-            steps=range(3, 6),
-            replicas=grid[0],
-            rows=grid[1],
-            worker_count=worker_count,
-        ) as batches:
-            found.append(np.stack([batch["tokens"] for batch in batches]))
-    assert np.array_equal(np.concatenate(found[1:], axis=2), found[0])
+    whole, left, right = (
+        pipeline.read(data, position, 3, **box(range(2), rows))["tokens"]
+        for rows in (range(4), range(2), range(2, 4))
+    )
+    assert np.array_equal(np.concatenate([left, right], axis=1), whole)
 
 
 def test_with_weights_that_change_every_source_goes_on_where_it_is():
@@ -177,17 +152,6 @@ def test_with_two_equal_sources_a_replica_meets_both():
     position = data.first_position(2, 1)
     seen = [windows_read(data, position, step)[0][0][0] for step in range(1, 41)]
     assert 8 < sum(seen) < 32
-
-
-def test_a_small_source_repeats_in_another_order_while_a_large_one_is_in_its_first_epoch():
-    data = mixed({"a": 1, "c": 1}, sizes={"a": 40, "c": 7})
-    position = data.first_position(1, 2)
-    read = [row for step in range(1, 15) for row in windows_read(data, position, step)[0]]
-    small = [window for source, window in read if source == 1]
-    assert sorted(small[:7]) == sorted(small[7:]) == list(range(7))
-    assert small[:7] != small[7:]
-    large = [window for source, window in read if source == 0]
-    assert len(set(large)) == len(large) == 14
 
 
 def test_replica_m_reads_source_m_mod_k_alone():
@@ -277,41 +241,6 @@ def test_a_source_that_is_missing_or_empty_is_named(two_sources, folder):
         entries = ({"path": f"{root}/{path}", "name": "x"},)
         with pytest.raises(DataError, match=rf"^dataset_mixture, source x: .*{path} {words}"):
             mixture.open_dataset(two_sources(dataset_mixture=entries), split="train")
-
-
-def test_without_a_mixture_the_data_set_is_the_one_of_the_path(settings, folder):
-    root = folder({"1.txt": b"a" * 99})
-    data = mixture.open_dataset(settings(dataset_path=root), split="train")
-    assert isinstance(data, pipeline.Dataset) and data.name == f"dataset_path={root}"
-    # 100 tokens in sequences, of which a twentieth is held out.
-    assert data.metrics(data.first_position(1, 1), 2) == {"data/epoch": 2 / data.num_windows}
-
-
-@hypothesis_settings(max_examples=40, deadline=None)
-@given(
-    texts=st.lists(st.integers(1, 30), min_size=5, max_size=30),
-    kind=st.sampled_from(["concat_then_split", "best_fit", "none"]),
-    legs=st.lists(
-        st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(0, 4)), min_size=1, max_size=4
-    ),
-)
-def test_every_window_of_a_text_is_read_once_an_epoch(texts, kind, legs):
-    """Over changes of M and B, for every packing."""
-    lengths = np.array(texts, np.int64)
-    layout = packing.layout(lengths, 5, kind)
-    size = layout.num_windows
-    windows = text.TextWindows(None, layout, 5, kind, 0, size)
-    data = pipeline.Dataset(windows, 3, "text")
-    position, step, read = data.first_position(*legs[0][:2]), 1, []
-    for M, B, steps in legs:
-        position = data.next_position(through_json(position), step, M, B)
-        for _ in range(steps):
-            grid = np.ix_(range(M), range(B))
-            read += data._windows(order.indices(position, step, *grid)).flat
-            step += 1
-    for begin in range(0, len(read), size):
-        epoch = read[begin : begin + size]
-        assert len(set(epoch)) == len(epoch)
 
 
 def test_best_fit_reports_its_padding(settings, folder):

@@ -30,17 +30,6 @@ def test_replicas_take_turns_of_b_sequences():
     assert order.indices(position, 3, [0, 1], [2, 0]).tolist() == [12, 13]
 
 
-@given(M=counts, B=counts, size=st.integers(1, 60), seed=seeds)
-def test_an_epoch_reads_every_window_once(M, B, size, seed):
-    """Over replicas and steps, in two epochs running."""
-    position = order.first_position(M, B)
-    steps = 2 * size // (M * B) + 1
-    read = np.concatenate([step_indices(position, step) for step in range(1, steps + 1)])
-    windows = order.windows(read, size=size, seed=seed)
-    for epoch in range(2):
-        assert sorted(windows[epoch * size : (epoch + 1) * size]) == list(range(size))
-
-
 @given(
     size=st.integers(1, 90),
     seed=seeds,
@@ -70,19 +59,6 @@ def test_the_same_m_and_b_leave_the_position_as_it_is():
     assert order.next_position(position, 9, 2, 3) is position
     # Steps 4 to 8 have read 5 * 6 sequences.
     assert order.next_position(position, 9, 3, 2) == Position(base=37, s0=9, M=3, B=2)
-
-
-@given(M=counts, B=counts, step=st.integers(1, 40), cut=st.integers(0, 5))
-def test_rows_split_over_processes_are_the_rows_of_one(M, B, step, cut):
-    """A replica's data do not depend on who reads them."""
-    position = order.first_position(M, B)
-    whole = order.indices(position, step, *np.ix_(range(M), range(B)))
-    cut = min(cut, B)
-    left = order.indices(position, step, *np.ix_(range(M), range(cut)))
-    right = order.indices(position, step, *np.ix_(range(M), range(cut, B)))
-    assert np.array_equal(np.concatenate([left, right], axis=1), whole)
-    alone = [order.indices(position, step, m, range(B)) for m in range(M)]
-    assert np.array_equal(np.stack(alone), whole)
 
 
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**70), epoch=st.integers(0, 99))
@@ -122,12 +98,6 @@ def test_the_order_stays_the_same_between_versions():
     assert order._mix(np.array([order._GAMMA], np.uint64))[0] == 0xE220A8397B1DCDAF
     pinned = [3, 5, 1, 2, 11, 0, 10, 7, 8, 9, 6, 4]
     assert order.permute(np.arange(12), size=12, seed=5, epoch=2).tolist() == pinned
-
-
-def test_file_order_starts_again_each_epoch():
-    """Without a seed index i is window i mod N."""
-    found = order.windows(np.array([[0, 4], [5, 11]]), size=5, seed=None)
-    assert found.tolist() == [[0, 4], [0, 1]]
 
 
 def test_a_position_survives_json():

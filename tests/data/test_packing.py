@@ -85,22 +85,3 @@ def test_best_fit_cuts_no_document_that_fits_and_pads_less_than_documents_apart(
             assert end - begin == min(length, documents[document] - begin)
     apart = layout(documents, length, packing.DOCUMENTS_APART)
     assert -(-sum(documents) // length) <= windows.num_windows <= apart.num_windows
-
-
-@given(documents=st.lists(st.integers(1, 9), min_size=2, max_size=30))
-def test_windows_of_best_fit_stand_in_the_order_of_their_first_documents(documents):
-    """Without shuffling they are read nearly in file order, not by size."""
-    firsts = [pieces[0][1][:2] for pieces in read(layout(documents, 10, packing.BEST_FIT))]
-    assert firsts == sorted(firsts)
-
-
-def test_a_million_documents_fill_their_windows():
-    """Sizes as web text has them: under 1 % of padding, where documents apart have a third."""
-    documents = np.random.default_rng(0).lognormal(6, 1.2, 1_000_000).astype(np.int64) + 1
-    total = documents.sum()
-    shares = {
-        kind: 1 - total / (1024 * layout(documents, 1024, kind).num_windows)
-        for kind in (packing.BEST_FIT, packing.DOCUMENTS_APART)
-    }
-    assert shares[packing.BEST_FIT] < 0.01
-    assert shares[packing.DOCUMENTS_APART] > 0.3

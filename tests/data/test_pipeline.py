@@ -1,7 +1,6 @@
 """Batches for replicas: the order, who reads what, workers, evaluation, what is refused."""
 
 import multiprocessing
-import threading
 
 import numpy as np
 import pytest
@@ -38,17 +37,8 @@ def numbers(batch):
     return (batch["tokens"][..., 1] - FIRST).tolist()
 
 
-def test_replica_m_row_b_reads_its_place_of_the_global_order(text):
-    """Two replicas of three rows: step 1 reads 0-5, step 2 reads 6-11, replica by replica."""
-    data, position = text(), order.first_position(2, 3)
-    batch = pipeline.read(data, position, 2, **box(range(2), range(3)))
-    assert numbers(batch) == [[6, 7, 8], [9, 10, 11]]
-    assert batch["tokens"][0, 0].tolist() == [S, *3 * [FIRST + 6]]
-    assert batch["segment_ids"].shape == (2, 3, 4) and np.all(batch["segment_ids"] == 1)
-
-
 def test_batches_are_what_read_gives_step_by_step(text):
-    """Over the end of an epoch too: step 6 of 6 windows is places 30 to 35, windows 0 to 5."""
+    """Two replicas of three rows: step 2 reads 6 to 11, step 6 windows 0 to 5 of the next epoch."""
     data, position = text(), order.first_position(2, 3)
     with pipeline.batches(data, position, steps=range(2, 7), **box(range(2), range(3))) as batches:
         found = list(batches)
@@ -59,15 +49,16 @@ def test_batches_are_what_read_gives_step_by_step(text):
         for name, leaf in batch.items():
             assert leaf.dtype == np.int32
             assert np.array_equal(leaf, alone[name])
+    assert numbers(found[0]) == [[6, 7, 8], [9, 10, 11]]
+    assert found[0]["tokens"][0, 0].tolist() == [S, *3 * [FIRST + 6]]
+    assert np.all(found[0]["segment_ids"] == 1)
     assert numbers(found[-1]) == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_shuffled_epochs_read_every_window_once_in_orders_of_their_own(text):
     """Two epochs of 30 windows, five steps each."""
-    data, position = (
-        text(enable_data_shuffling=True, data_shuffle_seed=4),
-        order.first_position(2, 3),
-    )
+    data = text(enable_data_shuffling=True, data_shuffle_seed=4)
+    position = order.first_position(2, 3)
     with pipeline.batches(data, position, steps=range(1, 11), **box(range(2), range(3))) as batches:
         read = np.array([numbers(batch) for batch in batches]).reshape(2, 30)
     assert sorted(read[0]) == sorted(read[1]) == list(range(30))
@@ -77,23 +68,6 @@ def test_shuffled_epochs_read_every_window_once_in_orders_of_their_own(text):
     first = box(range(2), range(3))
     assert numbers(pipeline.read(same, position, 1, **first)) == read[0, :6].reshape(2, 3).tolist()
     assert numbers(pipeline.read(other, position, 1, **first)) != read[0, :6].reshape(2, 3).tolist()
-
-
-def test_processes_that_share_the_rows_read_what_one_process_reads(text):
-    """Two processes with half the rows each, and two with a replica each."""
-    data = text(enable_data_shuffling=True)
-    position = order.first_position(2, 4)
-
-    def tokens(replicas, rows):
-        steps = range(1, 4)
-        with pipeline.batches(data, position, steps=steps, **box(replicas, rows)) as batches:
-            return np.stack([batch["tokens"] for batch in batches])
-
-    whole = tokens(range(2), range(4))
-    halves = [tokens(range(2), range(2)), tokens(range(2), range(2, 4))]
-    assert np.array_equal(np.concatenate(halves, axis=2), whole)
-    alone = [tokens([0], range(4)), tokens([1], range(4))]
-    assert np.array_equal(np.concatenate(alone, axis=1), whole)
 
 
 def test_scattered_rows_are_read_and_no_other(text, monkeypatch):
@@ -108,14 +82,6 @@ def test_scattered_rows_are_read_and_no_other(text, monkeypatch):
     with pipeline.batches(data, position, steps=range(2, 3), **mine) as batches:
         assert numbers(next(batches)) == [9, 11, 12]
     assert [windows.tolist() for windows in asked] == [[9, 11, 12]]
-
-
-def test_a_run_that_changes_m_reads_on_and_nothing_twice(text):
-    """Steps 1 and 2 with 2 replicas of 3, then 3 replicas of 2 from window 12 on."""
-    data, position = text(), order.first_position(2, 3)
-    position = order.next_position(position, 3, 3, 2)
-    batch = pipeline.read(data, position, 3, **box(range(3), range(2)))
-    assert numbers(batch) == [[12, 13], [14, 15], [16, 17]]
 
 
 @hypothesis_settings(max_examples=20)
@@ -136,11 +102,6 @@ class FakeWindows:
     num_windows = 64
 
 
-def test_an_epoch_from_the_start_is_n_over_m_b_steps(text):
-    """30 windows, 2 * 4 a step: 3 steps; 6 windows are left over."""
-    assert pipeline.last_step_of_epoch(text(), order.first_position(2, 4)) == 3
-
-
 def test_worker_processes_read_the_same_and_end(text):
     """grain_worker_count 0 and 2; after close no process is left, before it there are two."""
     data, position = text(enable_data_shuffling=True), order.first_position(2, 3)
@@ -157,30 +118,6 @@ def test_worker_processes_read_the_same_and_end(text):
             assert len(multiprocessing.active_children()) == worker_count
         assert multiprocessing.active_children() == []
     assert found[0] == found[1]
-
-
-def test_leaving_the_with_leaves_no_thread(text):
-    """Inside it there is one."""
-    before = set(threading.enumerate())
-    with pipeline.batches(
-        text(), order.first_position(1, 1), steps=range(1, 9), replicas=[0], rows=[0]
-    ) as batches:
-        next(batches)
-        assert len(set(threading.enumerate()) - before) == 1
-    assert set(threading.enumerate()) == before
-
-
-def test_an_error_in_a_worker_process_reaches_the_loop(text, tmp_path):
-    """A file that goes away is told as it is without workers."""
-    data, position = text(), order.first_position(1, 1)
-    (tmp_path / "02.txt").unlink()
-    for worker_count in (0, 1):
-        with pipeline.batches(
-            data, position, steps=range(1, 9), replicas=[0], rows=[0], worker_count=worker_count
-        ) as batches:
-            assert [numbers(next(batches)) for _ in range(2)] == [[0], [1]]
-            with pytest.raises(DataError, match=r"02\.txt cannot be read \(No such file"):
-                next(batches)
 
 
 def eval_numbers(data, **arguments):
@@ -209,47 +146,20 @@ def test_evaluation_is_always_the_same_and_samples_all_files(text):
     other = text("eval", enable_data_shuffling=True, data_shuffle_seed=9)
     assert found == eval_numbers(other, batch_size=4, num_sequences=8)
     assert len(found) == 2 and max(found[0] + found[1]) > 8
+    # Seven: another mesh has another batch and reads the same sequences.
+    (at_once,) = eval_numbers(other, batch_size=7, num_sequences=7)
+    assert eval_numbers(other, batch_size=4, num_sequences=7) == [at_once[:4], [*at_once[4:], None]]
     assert len(eval_numbers(other, batch_size=4, num_sequences=99)) == 8
 
 
-def test_evaluation_of_a_number_of_sequences_reads_them_in_batches_of_any_size(text):
-    """Seven: another mesh has another batch and reads the same sequences."""
-    data = text("eval")
-    found = eval_numbers(data, batch_size=4, num_sequences=7)
-    assert [number is None for number in found[1]] == [False, False, False, True]
-    (at_once,) = eval_numbers(data, batch_size=7, num_sequences=7)
-    assert found[0] + found[1][:3] == at_once
-
-
 def test_evaluation_rows_split_over_processes_are_those_of_one(text):
-    """The last batch of 30 in 8s: rows 4 to 7 are two windows and two of padding."""
+    """The last batch of 30 in 8s: rows 6 and 7 are padding."""
     data = text("eval")
     whole = eval_numbers(data, batch_size=8, num_sequences=-1)
-    left = eval_numbers(data, batch_size=8, num_sequences=-1, rows=range(4))
-    right = eval_numbers(data, batch_size=8, num_sequences=-1, rows=range(4, 8))
+    left = eval_numbers(data, batch_size=8, num_sequences=-1, rows=range(6))
+    right = eval_numbers(data, batch_size=8, num_sequences=-1, rows=range(6, 8))
+    assert right[-1] == [None, None]
     assert [one + two for one, two in zip(left, right, strict=True)] == whole
-
-
-def test_an_evaluation_batch_larger_than_the_data_is_padded(text):
-    """Rows of a process may be padding altogether."""
-    found = eval_numbers(text("eval"), batch_size=40, num_sequences=99, rows=range(32, 40))
-    assert found == [[None] * 8]
-
-
-def test_synthetic_data_go_through_the_same_order(settings):
-    """Index i is window i; evaluation has windows of its own."""
-    data = pipeline.open_dataset(settings(dataset_type="synthetic"), split="train")
-    position = order.first_position(2, 3)
-    with pipeline.batches(
-        data, position, steps=range(2, 3), replicas=[1], rows=range(3)
-    ) as batches:
-        tokens = next(batches)["tokens"]
-    assert np.array_equal(tokens, data.windows.read(np.array([9, 10, 11]))[0])
-    held_out = pipeline.open_dataset(settings(dataset_type="synthetic"), split="eval")
-    with pipeline.eval_batches(held_out, batch_size=3, num_sequences=6) as batches:
-        found = [batch["tokens"] for batch in batches]
-    assert np.array_equal(np.concatenate(found), held_out.windows.read(np.arange(6))[0])
-    assert data.fingerprint != held_out.fingerprint
 
 
 def test_data_shorter_than_one_step_are_refused_with_both_numbers(text):
@@ -275,9 +185,3 @@ def test_an_epoch_of_data_without_an_end_is_refused(settings):
         pipeline.last_step_of_epoch(data, order.first_position(1, 1))
     with pytest.raises(DataError, match=r"^eval_steps=-1 .*synthetic has no end.*Set eval_steps"):
         pipeline.eval_batches(data, batch_size=1, num_sequences=-1)
-
-
-def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(text):
-    """Before any batch is read."""
-    with pytest.raises(DataError, match=r"^vocab_size=100 .*257 tokens.*vocab_size=257"):
-        text(vocab_size=100)

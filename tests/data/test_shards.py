@@ -4,15 +4,14 @@ import json
 import os
 import pickle
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from data.shards_on_disk import TEXTS, make
-from hypothesis import HealthCheck, given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
+from data.tokenizers_on_disk import byte_level_bpe
 
-from maxdiloco.data import order, pipeline, shards, text, tokenizer
+from maxdiloco.data import pipeline, shards, subword, text, tokenizer
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.preparation import part
 
@@ -171,76 +170,18 @@ def test_a_flipped_bit_is_found_by_the_check_and_when_its_record_is_read(source,
         list(damaged.read([(0, 0, 3)]))
 
 
-@given(
-    windows=st.integers(4, 60),
-    shapes=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=4),
-    seed=st.integers(0, 5),
-)
-@hypothesis_settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-def test_no_sequence_of_shards_is_read_twice_or_left_out_in_an_epoch(
-    settings, tmp_path_factory, windows, shapes, seed
-):
-    """Replicas and sequences a step change at every restart; each row is read by a process of its
-    own. Documents are letters of a window's size, so that a window tells its number."""
-    tmp_path = tmp_path_factory.mktemp("shards")
-    folder = tmp_path / "source"
-    folder.mkdir()
-    (folder / "a.txt").write_text("".join(f"{number:04d}" for number in range(windows))[1:])
-    make(folder, tmp_path / "out", part_bytes=50)
-    cfg = settings(
-        dataset_type="arrayrecord",
-        dataset_path=str(tmp_path / "out"),
-        eval_dataset_path="unused",
-        data_shuffle_seed=seed,
-    )
-    data = pipeline.open_dataset(cfg, split="train")
-    assert data.num_windows == windows
-    seen, step, position = [], 1, None
-    for M, B in shapes * windows:
-        first = order.first_position(M, B)
-        position = first if position is None else order.next_position(position, step, M, B)
-        if len(seen) + M * B > windows:
-            break
-        for replica in range(M):
-            for row in range(B):
-                batch = pipeline.read(data, position, step, replicas=[replica], rows=[row])
-                seen.append(tuple(batch["tokens"].reshape(-1).tolist()))
-        step += 1
-    assert len(seen) == len(set(seen))
-    assert len(seen) > windows - max(M * B for M, B in shapes)
-
-
-def test_readers_in_processes_give_the_same_batches(settings, source, tmp_path):
-    """grain_worker_count=2 against a thread."""
-    make(source, tmp_path / "out")
-    cfg = settings(dataset_type="arrayrecord", dataset_path=str(tmp_path / "out"))
-    data = pipeline.open_dataset(cfg, split="train")
-    keys = dict(steps=range(1, 4), replicas=[[0], [1]], rows=range(3))
-    read = []
-    for worker_count in (0, 2):
-        with pipeline.batches(
-            data, order.first_position(2, 3), **keys, worker_count=worker_count
-        ) as batches:
-            read.append([batch["tokens"].tolist() for batch in batches])
-    assert read[0] == read[1]
-
-
 def test_damaged_records_are_counted_over_all_parts_and_named(source, tmp_path):
-    """Two of them, in two parts: one more than allowed is an error that names the second."""
+    """One more than is allowed is an error that names the last: of three, in two parts."""
     fine = json.dumps({"text": "fine " * 100})
-    (source / "a.jsonl").write_text(f"{{no\n{fine}\n")
-    (source / "b.txt").write_bytes(b"\xff")
+    (source / "a.jsonl").write_text(f'{{no\n{{"id": 2}}\n{fine}\n')
+    (source / "b.txt").write_bytes(b"abc\xff")
     with pytest.raises(
-        DataError, match=r"b.txt byte 0: not UTF-8.*max_corrupted_records=1 damaged records"
+        DataError, match=r"b.txt byte 3: not UTF-8.*max_corrupted_records=2 damaged records"
     ):
-        make(source, tmp_path / "out", allowed=1, part_bytes=100)
-    documents = make(source, tmp_path / "out", allowed=2, part_bytes=100)
-    assert [os.path.basename(where) for where, _ in documents.manifest.damaged] == [
-        "a.jsonl byte 0",
-        "b.txt byte 0",
-    ]
+        make(source, tmp_path / "out", allowed=2, part_bytes=100)
+    documents = make(source, tmp_path / "out", allowed=3, part_bytes=100)
+    places = [os.path.basename(where) for where, _ in documents.manifest.damaged]
+    assert places == ["a.jsonl byte 0", "a.jsonl byte 4", "b.txt byte 3"]
     assert len(documents.lengths) == 2 * len(TEXTS) + 1
 
 
@@ -273,3 +214,54 @@ def test_an_empty_source_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n\n")
     with pytest.raises(DataError, match="source holds no text"):
         make(tmp_path / "a.jsonl", tmp_path / "other")
+
+
+def test_shards_of_another_tokenizer_are_refused_and_what_differs_is_named(
+    settings, source, tmp_path
+):
+    """The same file without its end of a document is the commonest case."""
+    place = tmp_path / "one"
+    place.mkdir()
+    path = byte_level_bpe(place, vocab_size=300)
+    subwords = subword.of_source(subword.read("huggingface", str(path)), add_bos=True, add_eos=True)
+    folders = {
+        "own": tokenizer.ByteTokenizer(),
+        "byte": tokenizer.ByteTokenizer(document_start=255),
+        "subword": subwords,
+    }
+    for name, tokens in folders.items():
+        make(source, tmp_path / name, tokens=tokens)
+
+    def opened(name, **keys):
+        own = dict(add_bos=True, add_eos=True, eval_dataset_path="unused")
+        own |= dict(dataset_type="arrayrecord", dataset_path=str(tmp_path / name))
+        return text.open_text(SimpleNamespace(**vars(settings()) | own | keys), split="train")
+
+    def refusal(name, **keys):
+        with pytest.raises(DataError) as caught:
+            opened(name, **keys)
+        return str(caught.value).removeprefix(f"dataset_path={tmp_path / name} was tokenised ")
+
+    assert opened("own")
+    assert refusal("byte") == (
+        "otherwise than with tokenizer_type=byte: with token 255 as bos, not 256. Prepare the "
+        "text again."
+    )
+    there = f"{tmp_path / 'subword/tokenizer'}"
+    assert refusal("subword") == (
+        "otherwise than with tokenizer_type=byte: with tokenizer_type=huggingface, not byte, "
+        f"add_eos=true. Set tokenizer_type=huggingface add_eos=true tokenizer_path={there}, or "
+        "prepare the text again."
+    )
+    same = dict(tokenizer_type="huggingface", tokenizer_path=str(path), vocab_size=400)
+    assert opened("subword", **same)
+    assert refusal("subword", add_eos=False, **same) == (
+        "otherwise than with tokenizer_type=huggingface: with add_eos=true. Set add_eos=true, or "
+        "prepare the text again."
+    )
+    (tmp_path / "two").mkdir()
+    same["tokenizer_path"] = str(byte_level_bpe(tmp_path / "two", vocab_size=310))
+    assert refusal("subword", **same) == (
+        "otherwise than with tokenizer_type=huggingface: with another tokenizer.json. Set "
+        f"tokenizer_path={there}, or prepare the text again."
+    )

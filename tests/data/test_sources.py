@@ -118,22 +118,8 @@ def test_the_cut_off_end_of_a_compressed_file_is_one_damaged_record(tmp_path, co
     assert last.where.startswith(f"{path} after byte ")
 
 
-def test_damaged_records_are_told_with_their_places(tmp_path):
-    """A line that is no JSON, one without the field, and bytes that are not UTF-8."""
-    (tmp_path / "a.jsonl").write_bytes(lines(["one"]) + b"{no\n" + b'{"id": 2}\n' + lines(["two"]))
-    (tmp_path / "b.txt").write_bytes(b"abc\xff")
-    first, second = len(lines(["one"])), len(lines(["one"])) + 4
-    found = items("text", tmp_path)
-    assert [item.where for item in found if isinstance(item, Damaged)] == [
-        f"{tmp_path}/a.jsonl byte {first}",
-        f"{tmp_path}/a.jsonl byte {second}",
-        f"{tmp_path}/b.txt byte 3",
-    ]
-    assert [item.text for item in found if isinstance(item, Text)] == ["one", "two"]
-
-
 def test_a_damaged_row_group_costs_no_other(tmp_path):
-    """A byte of the second one is changed, in the middle of the file."""
+    """The second one, in the middle of the file. Without its footer none can be found."""
     path = tmp_path / "a.parquet"
     texts = [os.urandom(2000).hex() for _ in range(30)]
     parquet(path, {"text": texts}, rows=10)
@@ -144,16 +130,9 @@ def test_a_damaged_row_group_costs_no_other(tmp_path):
     kept = [item.text for item in found if isinstance(item, Text)]
     assert {*texts[:10], *texts[20:]} <= set(kept)
     assert [item.where for item in found if isinstance(item, Damaged)]
-
-
-def test_a_cut_off_parquet_file_is_one_damaged_record(tmp_path):
-    """Its footer is gone: none of its rows can be found."""
-    path = tmp_path / "a.parquet"
-    parquet(path)
-    path.write_bytes(path.read_bytes()[:-9])
+    path.write_bytes(data[:-9])
     (found,) = items("parquet", path, limit=100)
-    assert isinstance(found, Damaged)
-    assert found.where == str(path)
+    assert isinstance(found, Damaged) and found.where == str(path)
 
 
 @pytest.mark.parametrize(

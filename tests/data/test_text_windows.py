@@ -1,81 +1,67 @@
-"""Windows of a text, worked out by hand."""
-
-import shutil
+"""Windows of a text, worked out by hand, and what tells two texts apart."""
 
 import numpy as np
 import pytest
 
-from maxdiloco.data import corpus, text
+from maxdiloco.data import pipeline, text
+from maxdiloco.data.documents import SAMPLE_BYTES, SAMPLES, sampled
 from maxdiloco.errors import DataError
 
 S = 256  # the token that starts a document
 a, b, c, d, e, f = b"abcdef"
 
 
-def open_all(cfg):
-    """All windows of dataset_path, nothing held out: tokens and segments as lists."""
-    cfg.eval_dataset_path = cfg.dataset_path
+@pytest.mark.parametrize(
+    ("texts", "keys", "tokens", "segments"),
+    [
+        (  # S a b c | S d e S | f, which is too short and not read
+            (b"abc", b"de", b"f"),
+            {},
+            [[S, a, b, c], [S, d, e, S]],
+            [[1, 1, 1, 1], [1, 1, 1, 2]],
+        ),
+        (  # a document goes on in the next window, as segment 1
+            (b"abc", b"de", b"f"),
+            {"max_target_length": 3},
+            [[S, a, b], [c, S, d], [e, S, f]],
+            [[1, 1, 1], [1, 2, 2], [1, 2, 2]],
+        ),
+        (  # each begins a window and is padded with segment 0
+            (b"abc", b"de", b"abcdef"),
+            {"packing": False},
+            [[S, a, b, c], [S, d, e, 0], [S, a, b, c], [d, e, f, 0]],
+            [[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 0]],
+        ),
+        (  # abcdef alone is cut; S a fits beside nothing
+            (b"abc", b"de", b"abcdef", b"a"),
+            {"grain_packing_type": "best_fit"},
+            [[S, a, b, c], [S, d, e, 0], [S, a, b, c], [d, e, f, 0], [S, a, 0, 0]],
+            [[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]],
+        ),
+        (  # S b c d and one of S a, S e, S f; the other two together
+            (b"a", b"bcd", b"e", b"f"),
+            {"grain_packing_type": "best_fit", "max_target_length": 6},
+            [[S, a, S, e, 0, 0], [S, b, c, d, S, f]],
+            [[1, 1, 2, 2, 0, 0], [1, 1, 1, 1, 2, 2]],
+        ),
+    ],
+    ids=["packed", "over_two_windows", "apart", "best_fit_cuts", "best_fit_side_by_side"],
+)
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_windows_and_segments_by_hand(settings, folder, kind, texts, keys, tokens, segments):
+    """Documents are files, or lines of one file; the windows have 4 tokens unless keys say."""
+    if kind == "txt":
+        root = folder({f"{number}.txt": content for number, content in enumerate(texts)})
+    else:
+        root = folder({"1.jsonl": b"".join(b'{"text": "%s"}\n' % content for content in texts)})
+    cfg = settings(dataset_path=root, eval_dataset_path=root, **keys)  # nothing is held out
     windows, _ = text.open_text(cfg, split="train")
-    tokens, segments = windows.read(np.arange(windows.num_windows))
-    assert tokens.dtype == segments.dtype == np.int32
-    return tokens.tolist(), segments.tolist()
-
-
-def test_windows_run_over_documents_and_segments_tell_them_apart(settings, folder):
-    """abc, de, f in windows of 4: S a b c | S d e S | f, which is too short and not read."""
-    root = folder({"1.txt": b"abc", "2.txt": b"de", "3.txt": b"f"})
-    tokens, segments = open_all(settings(dataset_path=root))
-    assert tokens == [[S, a, b, c], [S, d, e, S]]
-    assert segments == [[1, 1, 1, 1], [1, 1, 1, 2]]
-
-
-def test_a_document_goes_on_in_the_next_window_as_segment_one(settings, folder):
-    """Lines of a .jsonl file, windows of 3: S a b | c S d | e S f."""
-    lines = b"".join(b'{"text": "%s"}\n' % text for text in (b"abc", b"de", b"f"))
-    root = folder({"1.jsonl": lines})
-    tokens, segments = open_all(settings(dataset_path=root, max_target_length=3))
-    assert tokens == [[S, a, b], [c, S, d], [e, S, f]]
-    assert segments == [[1, 1, 1], [1, 2, 2], [1, 2, 2]]
-
-
-def test_without_packing_no_window_holds_two_documents(settings, folder):
-    """abc, de, abcdef in windows of 4: each begins a window and is padded with segment 0."""
-    root = folder({"1.txt": b"abc", "2.txt": b"de", "3.txt": b"abcdef"})
-    tokens, segments = open_all(settings(dataset_path=root, packing=False))
-    assert tokens == [[S, a, b, c], [S, d, e, 0], [S, a, b, c], [d, e, f, 0]]
-    assert segments == [[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 0]]
-
-
-def test_best_fit_cuts_only_what_is_longer_than_a_window(settings, folder):
-    """abc, de, abcdef, i in windows of 4: abcdef is S a b c and d e f; S i fits beside nothing."""
-    root = folder({"1.txt": b"abc", "2.txt": b"de", "3.txt": b"abcdef", "4.txt": b"i"})
-    cfg = settings(dataset_path=root, grain_packing_type="best_fit")
-    tokens, segments = open_all(cfg)
-    assert tokens == [[S, a, b, c], [S, d, e, 0], [S, a, b, c], [d, e, f, 0], [S, ord("i"), 0, 0]]
-    assert segments == [[1] * 4, [1, 1, 1, 0], [1] * 4, [1, 1, 1, 0], [1, 1, 0, 0]]
-
-
-def test_best_fit_puts_documents_side_by_side_as_segments_of_their_own(settings, folder):
-    """a, bcd, e, f in windows of 6: S b c d and one of S a, S e, S f; the other two together."""
-    root = folder({"1.txt": b"a", "2.txt": b"bcd", "3.txt": b"e", "4.txt": b"f"})
-    cfg = settings(dataset_path=root, grain_packing_type="best_fit", max_target_length=6)
-    tokens, segments = open_all(cfg)
-    assert tokens == [[S, a, S, e, 0, 0], [S, b, c, d, S, f]]
-    assert segments == [[1, 1, 2, 2, 0, 0], [1, 1, 1, 1, 2, 2]]
-
-
-def test_windows_are_the_concatenation_cut_up(settings, folder):
-    """Against the plain statement of it, for documents of every size around a window's."""
-    texts = [bytes(range(65, 65 + size)) for size in (7, 1, 16, 2, 3, 8, 4, 5, 15, 9)]
-    root = folder({f"{number}.txt": data for number, data in enumerate(texts)})
-    tokens, _ = open_all(settings(dataset_path=root, max_target_length=5))
-    stream = [token for data in texts for token in (S, *data)]
-    count = len(stream) // 5
-    assert tokens == np.reshape(stream[: 5 * count], (count, 5)).tolist()
+    found = windows.read(np.arange(windows.num_windows))
+    assert found[0].dtype == found[1].dtype == np.int32
+    assert (found[0].tolist(), found[1].tolist()) == (tokens, segments)
 
 
 def test_any_windows_can_be_asked_for_in_any_order(settings, folder):
-    """A window does not depend on what was read before it."""
     root = folder({"1.txt": b"abcdefghijklmnop" * 9})
     cfg = settings(dataset_path=root, eval_dataset_path=root)
     windows, _ = text.open_text(cfg, split="train")
@@ -91,30 +77,27 @@ def split_paths(cfg):
     ]
 
 
-def test_held_out_text_is_every_twentieth_file(settings, folder):
-    """41 files: 0, 20 and 40 are held out, the others are for training."""
-    root = folder({f"{number:02}.txt": b"abcdef" for number in range(41)})
-    train, held_out = split_paths(settings(dataset_path=root))
-    assert held_out == tuple(f"{root}/{name}.txt" for name in ("00", "20", "40"))
-    assert len(train) == 38 and not set(train) & set(held_out)
+@pytest.mark.parametrize(
+    ("count", "fraction", "held"),
+    [(41, 0.05, [0, 20, 40]), (16, 0.25, [0, 4, 8, 12]), (16, 0.3, [0, 3, 6, 10, 13])],
+)
+def test_of_many_equal_files_those_held_out_lie_apart(settings, folder, count, fraction, held):
+    root = folder({f"{number:02}.txt": b"abcdefghijk" for number in range(count)})
+    train, held_out = split_paths(settings(dataset_path=root, eval_fraction=fraction))
+    assert held_out == tuple(f"{root}/{number:02}.txt" for number in held)
+    assert len(train) == count - len(held) and not set(train) & set(held_out)
 
 
-def test_the_default_text_is_split_by_file(settings):
-    """Disjoint, together all of it, and both long enough to use."""
-    cfg = settings(max_target_length=1024)
-    train, held_out = split_paths(cfg)
-    assert not set(train) & set(held_out)
-    assert sorted(train + held_out) == corpus.find_files("", "dataset_path")
-    assert text.open_text(cfg, split="train")[0].num_windows > 1000
-    assert text.open_text(cfg, split="eval")[0].num_windows > 100
-
-
-@pytest.mark.parametrize("length, train, held_out", [(400, 95, 5), (16, 3, 1), (8, 1, 1)])
-def test_of_few_files_the_last_windows_are_held_out(settings, folder, length, train, held_out):
-    """5 % of the windows of 4, at least one: 400 tokens are 100 windows, 5 of them for eval."""
+@pytest.mark.parametrize(
+    ("length", "fraction", "train", "held_out"),
+    [(400, 0.05, 95, 5), (400, 0.25, 75, 25), (16, 0.05, 3, 1), (8, 0.05, 1, 1)],
+)
+def test_of_few_files_the_last_windows_are_held_out(
+    settings, folder, length, fraction, train, held_out
+):
+    """Windows of 4, at least one: 400 tokens are 100 windows, 5 of them for eval."""
     text_bytes = bytes(65 + number % 61 for number in range(length - 1))
-    root = folder({"1.txt": text_bytes})
-    cfg = settings(dataset_path=root)
+    cfg = settings(dataset_path=folder({"1.txt": text_bytes}), eval_fraction=fraction)
     parts = [text.open_text(cfg, split=split)[0] for split in ("train", "eval")]
     assert [part.num_windows for part in parts] == [train, held_out]
     tokens = [part.read(np.arange(part.num_windows))[0] for part in parts]
@@ -137,18 +120,6 @@ def test_files_of_unequal_size_are_not_held_out_whole(settings, folder):
     assert share(6460) == (0.05, set(range(20)))
     assert share(1240) == (0.09, {0})
     assert share(256) == (0.05, set(range(20)))
-
-
-@pytest.mark.parametrize("fraction, held", [(0.25, [0, 4, 8, 12]), (0.3, [0, 3, 6, 10, 13])])
-def test_eval_fraction_is_the_share_that_is_held_out(settings, folder, fraction, held):
-    """Of 16 equal files, spread over them; of two the last windows."""
-    root = folder({f"a/{number:02}.txt": b"abcdefghijk" for number in range(16)})
-    folder({f"b/{number}.txt": b"x" * 199 for number in range(2)})
-    cfg = settings(dataset_path=f"{root}/a", eval_fraction=fraction)
-    assert split_paths(cfg)[1] == tuple(f"{root}/a/{number:02}.txt" for number in held)
-    cfg.dataset_path = f"{root}/b"
-    parts = [text.open_text(cfg, split=split)[0] for split in ("train", "eval")]
-    assert [part.num_windows for part in parts] == [100 - int(100 * fraction), int(100 * fraction)]
 
 
 def test_eval_fraction_zero_trains_on_all_of_the_text(settings, folder):
@@ -193,31 +164,27 @@ def test_a_text_without_a_sequence_for_a_split_is_told(settings, folder, split, 
 
 def test_fingerprints_differ_when_the_windows_do(settings, folder):
     """Another length, split, packing or a file more; the folder's own name does not count."""
-    root = folder({f"one/{i}.txt": b"abcdefgh" for i in range(3)})
-    folder({f"two/{i}.txt": b"abcdefgh" for i in range(3)})
-    base = {"dataset_path": f"{root}/one"}
+    eights = {f"{i}.txt": b"abcdefgh" for i in range(3)}
+    more = {"3": (b"ab", "3"), "4": (b"abc", "3"), "5": (b"abc", "4")}
+    root = folder({f"{top}/{name}": data for top in "12345" for name, data in eights.items()})
+    folder({f"{top}/{name}.txt": data for top, (data, name) in more.items()})
 
-    def fingerprint(split="train", **changed):
-        return text.open_text(settings(**base | changed), split=split)[0].fingerprint()
+    def fingerprint(split="train", top="1", **changed):
+        cfg = settings(**{"dataset_path": f"{root}/{top}"} | changed)
+        return text.open_text(cfg, split=split)[0].fingerprint()
 
-    assert fingerprint() == fingerprint(dataset_path=f"{root}/two")
-    others = [fingerprint("eval"), fingerprint(packing=False), fingerprint(max_target_length=5)]
+    assert fingerprint() == fingerprint(top="2")
+    found = [fingerprint(), fingerprint("eval"), fingerprint(packing=False)]
     # 27 tokens are two windows of 12 or 13, one of them for eval.
-    others += [fingerprint(max_target_length=length) for length in (12, 13)]
-    others.append(fingerprint("eval", max_target_length=12))
+    found += [fingerprint(max_target_length=length) for length in (5, 12, 13)]
+    found.append(fingerprint("eval", max_target_length=12))
     # 27 tokens in windows of 9 are three documents whatever the packing, of the same names.
     nines = [fingerprint(max_target_length=9, packing=packing) for packing in (True, False)]
     assert nines[0] == nines[1]
-    others += [
-        nines[0],
-        fingerprint(max_target_length=9, grain_packing_type="best_fit"),
-    ]
+    found += [nines[0], fingerprint(max_target_length=9, grain_packing_type="best_fit")]
     # 27 tokens and 3 or 4 more are 7 windows either way; then the same length by another name.
-    for name, data in [("3", b"ab"), ("3", b"abc"), ("4", b"abc")]:
-        shutil.rmtree(f"{root}/more", ignore_errors=True)
-        folder({f"more/{i}.txt": b"abcdefgh" for i in range(3)} | {f"more/{name}.txt": data})
-        others.append(fingerprint(dataset_path=f"{root}/more"))
-    assert len({fingerprint(), *others}) == 12
+    found += [fingerprint(top=top) for top in more]
+    assert len(set(found)) == 12
 
 
 def test_fingerprints_stay_the_same_between_versions(settings, folder):
@@ -225,3 +192,45 @@ def test_fingerprints_stay_the_same_between_versions(settings, folder):
     root = folder({"1.txt": b"abcdefgh", "2.jsonl": b'{"text": "abc"}\n\n{"text": "defg"}\n'})
     windows, _ = text.open_text(settings(dataset_path=root), split="train")
     assert windows.fingerprint() == "8766f845ccc56041"
+
+
+@pytest.mark.parametrize("sizes", [[1], [3 * SAMPLE_BYTES + 1], [5000, 1, 100, 9000] * 10])
+def test_all_of_a_small_text_is_compared(sizes):
+    seen = [np.zeros(size, bool) for size in sizes]
+    for document, begin, end in sampled(np.array(sizes)):
+        assert begin < end
+        seen[document][begin:end] = True
+    assert all(each.all() for each in seen)
+
+
+@pytest.mark.parametrize("sizes", [[5_000_000] * 10_000, [7] * 3_000_000, [50_000_000_000]])
+def test_a_start_reads_a_bounded_part_of_a_large_text_from_all_of_its_stretches(sizes):
+    sizes = np.array(sizes, np.int64)
+    pieces = sampled(sizes)
+    assert SAMPLES <= len(pieces) <= 2 * SAMPLES
+    assert sum(end - begin for _, begin, end in pieces) <= 2 * SAMPLES * SAMPLE_BYTES
+    starts = np.cumsum(sizes) - sizes
+    places = [int(starts[document]) + begin for document, begin, _ in pieces]
+    assert places == sorted(places)
+    assert max(np.diff([*places, int(sizes.sum())])) <= sizes.sum() / SAMPLES + 1
+
+
+def test_the_same_text_elsewhere_is_the_same_and_other_text_of_that_length_is_not(settings, folder):
+    """Also where it is a line of a .jsonl file; the fingerprint, of names and lengths, differs."""
+    root = folder(
+        {
+            "here/1.txt": b"abcdefgh" * 9,
+            "there/deep/2.txt": b"abcdefgh" * 9,
+            "lines/1.jsonl": b'{"text": "' + b"abcdefgh" * 9 + b'"}\n',
+            "other/1.txt": b"abcdefgh" * 8 + b"abcdefgi",
+        }
+    )
+
+    def opened(name):
+        return pipeline.open_dataset(settings(dataset_path=f"{root}/{name}"), split="train")
+
+    here, there, lines, other = map(opened, ("here", "there", "lines", "other"))
+    assert here.contents == there.contents == lines.contents
+    assert here.fingerprint != there.fingerprint
+    assert here.contents != other.contents
+    assert here.fingerprint == other.fingerprint

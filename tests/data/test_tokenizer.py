@@ -1,42 +1,218 @@
-"""Bytes as tokens."""
+"""Tokenizers: what comes back, what is saved, what is refused."""
 
+import json
+import pickle
+import shutil
+import sys
+import types
+
+import huggingface_hub.constants
+import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import tokenizers_on_disk as on_disk
+from tiers import full
 
-from maxdiloco.data import tokenizer
-from maxdiloco.errors import DataError
+from maxdiloco.data import corpus, tokenizer
+from maxdiloco.errors import ConfigError, DataError
 
-BYTE = tokenizer.ByteTokenizer()
-
-
-@given(st.text())
-def test_any_text_comes_back(text):
-    """decode undoes encode; the document start has no text."""
-    assert BYTE.decode(BYTE.encode(text)) == text
-    assert BYTE.decode([BYTE.document_start, *BYTE.encode(text)]) == text
-
-
-def test_tokens_are_the_bytes_of_utf_8():
-    """U+00E9 is C3 A9 in UTF-8."""
-    assert BYTE.encode("aé") == [97, 0xC3, 0xA9]
-    assert (BYTE.document_start, BYTE.vocab_size) == (256, 257)
+HARD = (
+    "",
+    "emoji \U0001f468‍\U0001f469‍\U0001f467 \U0001f600 e\u0301 \ufeff \u2047 \u4e2d",
+    "a\r\nb\rc\n\n\t  d  ",
+    "nul \0 \x01\x7f",
+    "<|begin_of_text|> a <|end_of_text|> <s> </s> <unk> <0x41>",
+    "one line " * 110_000,  # 1 MB
+    "x" * 1_000_000,
+)
 
 
-def test_tokens_without_text_are_left_out_and_broken_utf_8_is_marked():
-    """An embedding may have more rows than the tokenizer has tokens, and a sample may end early."""
-    assert BYTE.decode([97, 256, 98, 300, 0xC3]) == "ab\ufffd"
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a tokenizer.json and a tokenizer.model."""
+    found = tmp_path_factory.mktemp("tokenizers")
+    on_disk.byte_level_bpe(found)
+    on_disk.sentencepiece_model(found)
+    return found
 
 
-def test_half_a_surrogate_pair_is_a_question_mark():
-    """JSON may hold one; UTF-8 cannot."""
-    assert BYTE.encode("a\ud800") == [97, ord("?")]
+def keys(kind, path, **changed):
+    """The keys that a tokenizer reads."""
+    values = dict(tokenizer_type=kind, tokenizer_path=str(path), vocab_size=10**6)
+    return types.SimpleNamespace(**values | dict(add_bos=True, add_eos=True) | changed)
 
 
-def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(settings):
-    """Both numbers are in the message."""
-    assert tokenizer.build(settings(vocab_size=257)) == BYTE
+@pytest.fixture(params=["byte", "huggingface", "sentencepiece"])
+def each(request, folder):
+    """A tokenizer of each type."""
+    return tokenizer.build(keys(request.param, folder))
+
+
+def stdlib(step):
+    """Text of every step-th file of the standard library."""
+    paths = corpus.find_files("", "dataset_path")[::step]
+    return [open(path, "rb").read().decode("utf-8", errors="replace") for path in paths]
+
+
+@pytest.mark.parametrize(
+    ("texts", "least"),
+    [(lambda: HARD, 5), (lambda: stdlib(60), 6), full(lambda: stdlib(1), 501)],
+    ids=["hard", "some_of_the_library", "all_of_the_library"],
+)
+def test_every_text_comes_back_exactly(each, texts, least):
+    found = texts()
+    assert len(found) >= least
+    for start in range(0, len(found), 50):
+        batch = found[start : start + 50]
+        for text, tokens_T in zip(batch, each.encode_batch(batch), strict=True):
+            assert each.decode(tokens_T) == text
+            assert tokens_T.dtype == np.int32
+            assert 0 <= tokens_T.min(initial=0) and tokens_T.max(initial=0) < each.vocab_size
+    assert each.decode(each.encode(found[1])) == found[1]
+
+
+def test_tokens_of_bytes_are_those_of_utf_8():
+    """U+00E9 is C3 A9. A sample may end within a character."""
+    found = tokenizer.ByteTokenizer()
+    assert found.encode("aé") == [97, 0xC3, 0xA9]
+    assert (found.document_start, found.vocab_size) == (256, 257)
+    assert found.decode([97, 256, 98, 300, 0xC3]) == "ab\ufffd"
+
+
+def test_a_sentencepiece_model_that_normalises_is_not_exact(tmp_path):
+    """The positive control; U+2581, its sign for a space, never comes back."""
+    path = on_disk.sentencepiece_model(tmp_path, normalization_rule_name="nmt_nfkc")
+    changing = tokenizer.build(keys("sentencepiece", path))
+    assert changing.decode(changing.encode("ﬁne")) == "fine"
+    assert changing.decode(changing.encode("\u2581")) == " "
+
+
+def test_half_a_surrogate_pair_is_a_question_mark(each):
+    assert each.decode(each.encode("a\ud800")) == "a?"
+    assert each.decode(each.encode_batch(["a\ud800"])[0]) == "a?"
+
+
+def test_a_document_stands_between_its_start_and_end(each):
+    tokens = each.encode("a b").copy()
+    end = [] if each.eos is None else [each.eos]
+    assert each.encode_batch(["a b", ""])[0].tolist() == [each.bos, *tokens, *end]
+    assert each.encode_batch(["a b", ""])[1].tolist() == [each.bos, *end]
+
+
+def test_text_that_reads_like_a_special_token_stays_text(folder):
+    for kind, words in (("huggingface", "<|end_of_text|>"), ("sentencepiece", "</s>")):
+        found = tokenizer.build(keys(kind, folder))
+        assert found.eos is not None
+        assert found.eos not in found.encode(f"a {words} b")
+        assert found.eos not in pickle.loads(pickle.dumps(found)).encode(f"a {words} b")
+
+
+def test_numbers_that_are_no_token_have_no_text(each):
+    tokens = each.encode("ab")
+    assert each.decode([-1, *tokens[:1], 10**6, each.bos, *tokens[1:]]) == "ab"
+
+
+def test_what_is_saved_loads_as_the_same_tokenizer(each, tmp_path):
+    each.save(tmp_path / "deep" / "copy")
+    copy = tokenizer.load(tmp_path / "deep" / "copy")
+    assert copy == each and copy.fingerprint() == each.fingerprint()
+    assert copy.encode_batch(["a é"])[0].tolist() == each.encode_batch(["a é"])[0].tolist()
+
+
+def test_a_saved_tokenizer_is_a_tokenizer_path_too(folder, tmp_path):
+    """Its tokens around a document are known without their names."""
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps({"bos_token": "!", "eos_token": {"content": '"'}}))
+    found = tokenizer.build(keys("huggingface", folder))
+    config.unlink()
+    assert (found.bos, found.eos) == (2, 3)
+    assert found != tokenizer.build(keys("huggingface", folder))
+    found.save(tmp_path)
+    assert tokenizer.build(keys("huggingface", tmp_path)) == found
+
+
+def test_a_file_is_taken_like_its_folder(folder):
+    for kind, name in (("huggingface", "tokenizer.json"), ("sentencepiece", "tokenizer.model")):
+        assert tokenizer.build(keys(kind, folder / name)) == tokenizer.build(keys(kind, folder))
+
+
+def test_fingerprints_tell_tokenizers_apart(folder, tmp_path):
+    of = [
+        tokenizer.ByteTokenizer(),
+        *(tokenizer.build(keys(kind, folder)) for kind in ("huggingface", "sentencepiece")),
+        tokenizer.build(keys("huggingface", folder, add_eos=False)),
+        tokenizer.build(keys("huggingface", folder, add_bos=False)),
+        tokenizer.build(keys("huggingface", on_disk.byte_level_bpe(tmp_path, vocab_size=599))),
+    ]
+    assert len({each.fingerprint() for each in of}) == len(of)
+    assert of[1].fingerprint() == tokenizer.build(keys("huggingface", folder)).fingerprint()
+
+
+def test_truncation_and_padding_of_the_file_do_not_apply(folder, tmp_path):
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    limit = {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields | {"truncation": limit}))
+    found = tokenizer.build(keys("huggingface", tmp_path))
+    assert found.decode(found.encode("abcdefgh")) == "abcdefgh"
+
+
+def test_a_token_around_documents_that_the_file_lacks_is_refused(folder, tmp_path):
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": null, "eos_token": "!"}')
+    with pytest.raises(ConfigError, match=r"^add_bos=true, but .*starts a document.*add_bos=fal"):
+        tokenizer.build(keys("huggingface", tmp_path))
+    assert tokenizer.build(keys("huggingface", tmp_path, add_bos=False)).eos == 2
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(DataError, match=r"tokenizer_config.json is not JSON: .*Mend it or remove"):
+        tokenizer.build(keys("huggingface", tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"), [("byte", 257), ("huggingface", 600), ("sentencepiece", 600)]
+)
+def test_a_tokenizer_with_more_tokens_than_the_embedding_is_refused(kind, size, folder):
+    tokenizer.build(keys(kind, folder, vocab_size=size))
+    message = rf"^vocab_size={size - 1} is too small .*{kind}.*{size} tokens. Set vocab_size={size}"
+    with pytest.raises(DataError, match=message):
+        tokenizer.build(keys(kind, folder, vocab_size=size - 1))
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "sentencepiece"])
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff\x00 words " * 9, b'{"model": 3}'])
+def test_a_file_that_is_no_tokenizer_is_refused(kind, content, tmp_path):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(DataError, match=rf"a.json is no tokenizer.* of tokenizer_type={kind}: "):
+        tokenizer.build(keys(kind, tmp_path / "a.json"))
+
+
+def test_a_path_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"^tokenizer_path=\S*no.json: .*No such file.*Give a tok"):
+        tokenizer.build(keys("huggingface", tmp_path / "no.json"))
+    with pytest.raises(DataError, match=r"^tokenizer_path=.*tokenizer.model cannot be read .*Give"):
+        tokenizer.build(keys("sentencepiece", tmp_path))
+
+
+def test_a_name_of_the_hub_without_a_network_says_how_to_download_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(
-        DataError, match=r"^vocab_size=256 is too small.*byte.*257 tokens.*vocab_size=257"
-    ):
-        tokenizer.build(settings(vocab_size=256))
+        DataError, match=r"^tokenizer_path=org/name is no file.*`hf download org/name .*=DIR\.$"
+    ) as error:
+        tokenizer.build(keys("huggingface", "org/name"))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "package"), [("huggingface", "tokenizers"), ("sentencepiece", "sentencepiece")]
+)
+def test_a_missing_package_is_named_with_the_command(kind, package, folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"package {package}, .*pip install -e '\.\[text\]'"):
+        tokenizer.build(keys(kind, folder))
+
+
+def test_a_folder_without_a_saved_tokenizer_is_refused(folder, tmp_path):
+    with pytest.raises(DataError, match=r"holds no saved tokenizer: .*settings.json.*Give the fo"):
+        tokenizer.load(folder)
+    (tmp_path / "settings.json").write_text('{"tokenizer_type": "bits", "bos": 1, "eos": 2}')
+    with pytest.raises(DataError, match="holds no saved tokenizer: 'bits'"):
+        tokenizer.load(tmp_path)

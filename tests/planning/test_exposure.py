@@ -34,26 +34,8 @@ def test_a_step_that_carries_a_chunk_ends_when_it_has_arrived():
     assert exposure.program_exposed_s([0.1] * 4, step_s=0.2) == 0
 
 
-@pytest.mark.parametrize("needed", [3e-7, 0.4, 900.0])
-def test_the_least_bandwidth_is_found_over_many_powers_of_ten(needed):
-    found = exposure.least_gbps(lambda gbps: min(1.0, 0.99 * gbps / needed))
-    assert needed <= found <= 1.001 * needed
-
-
 def of_config(*argv):
     return job.of(config.load(argv, {}))
-
-
-def test_without_room_on_the_chip_the_outer_state_is_kept_on_the_host():
-    """10b with one sequence: 12 bytes a parameter on 16 chips are 7.6 GB, with theta and momentum
-    12.7; of v5e's 16.9 the state alone fits, with a step's 9.7 GB it does not."""
-    found = of_config("model_name=10b", *ONE_B[1:])
-    choice = choices.Choice(100, 1, 1, 0, "float32", "none", streaming=False)
-    family = choices.Family("DiLoCo", "float32", (choice,))
-    for peak, memory in ((0, "device"), (14_500_000_000, "pinned_host")):
-        step = rating.Step(1.5, peak)
-        (row,) = rating.ranked(found, [family], step=step, gbps=25)
-        assert (row.choice.memory, row.fits) == (memory, True)
 
 
 @pytest.mark.parametrize(
