@@ -22,17 +22,19 @@ SLURM = {
     "SLURM_PROCID": "0",
     "SLURM_LOCALID": "0",
 }
+ALONE_ON_HOST = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "2"}
 MPI = {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:1"}
 KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
 LOCAL = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1"}
+LOCAL_0 = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
 
 
 @pytest.mark.parametrize(
     "environ, expected",
     [
         ({}, None),
-        (LOCAL | {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "JAX_COORDINATOR_ADDRESS"),
-        (LOCAL | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, None),
+        (LOCAL | LOCAL_0, "JAX_COORDINATOR_ADDRESS"),
+        (LOCAL | LOCAL_0 | {"JAX_NUM_PROCESSES": "1"}, None),
         (LOCAL, "JAX_COORDINATOR_ADDRESS"),
         (SLURM | {"SLURM_NTASKS": "2"}, "Slurm"),
         (SLURM | {"SLURM_NTASKS": "1"}, None),
@@ -50,12 +52,9 @@ def test_the_environment_tells_whether_there_are_several_processes(environ, expe
     assert distributed.launcher(environ, on_tpu=False) == expected
 
 
-def test_tpu_hosts_are_found_by_jax_itself():
-    assert distributed.launcher({}, on_tpu=True) == "TPU"
-
-
 def test_a_tpu_host_without_a_cluster_is_one_process(monkeypatch):
     """jax.distributed.initialize finds no coordinator, as on the machine behind a notebook."""
+    assert distributed.launcher({}, on_tpu=True) == distributed.TPU == "TPU"
 
     def finds_none(**arguments):
         raise ValueError("coordinator_address should be defined.")
@@ -88,10 +87,11 @@ def initialize(kind, environ=None):
 @pytest.mark.parametrize(
     ("kind", "environ", "all_it_sees"),
     [
-        ("Slurm", {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "2"}, True),
         ("Slurm", {"SLURM_NTASKS": "16", "SLURM_STEP_NUM_NODES": "2"}, False),
         ("Slurm", {"SLURM_NTASKS": "16", "CUDA_VISIBLE_DEVICES": "0"}, True),  # --gpus-per-task=1
         ("Slurm", {"SLURM_NTASKS": "16", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, False),
+        ("Slurm", ALONE_ON_HOST, True),
+        ("Slurm", ALONE_ON_HOST | {"JAX_LOCAL_DEVICE_IDS": "0,1"}, False),  # named by the user
         ("Open MPI", {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, True),
         ("Open MPI", {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, False),
         ("TPU", {}, False),
@@ -102,12 +102,6 @@ def test_a_process_alone_on_its_host_keeps_all_gpus(asked, kind, environ, all_it
     """JAX would give it the one of its place on the host; [] leaves what is visible."""
     initialize(kind, environ)
     assert asked.get("local_device_ids") == ([] if all_it_sees else None)
-
-
-def test_the_gpus_that_the_user_names_are_left_to_jax(asked):
-    alone = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "2"}
-    initialize("Slurm", alone | {"JAX_LOCAL_DEVICE_IDS": "0,1"})
-    assert "local_device_ids" not in asked
 
 
 def test_a_cluster_that_jax_cannot_read_is_refused_in_one_line(asked):
@@ -128,80 +122,70 @@ def test_processes_that_cannot_connect_are_lost_with_jax_s_reason(asked):
     assert "that the port of JAX_COORDINATOR_ADDRESS is free" in str(caught.value)
 
 
-def test_a_coordinator_port_in_use_is_named_before_jax_starts(asked, free_port):
-    """jaxlib's service sometimes crashes on one; a free port is the control."""
-    local = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
-    environ = local | {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port}"}
-    with (
-        socket.create_server(("", free_port)),
-        pytest.raises(LostPeerError, match=f"=localhost:{free_port} names a port that .*in use"),
-    ):
-        initialize("JAX_COORDINATOR_ADDRESS", environ)
-    assert "num_processes" not in asked
-    initialize("JAX_COORDINATOR_ADDRESS", environ)
-    assert asked["num_processes"] == 2
-
-
 @pytest.mark.parametrize(
     ("bind", "message"),
     [
-        ("127.0.0.1:{port}", "in use.*End what holds it"),
-        ("192.0.2.1:{port}", "annot assign requested address"),  # TEST-NET-1: of no host
-        ("127.0.0.1", "invalid literal"),
+        ("", "JAX_COORDINATOR_ADDRESS=localhost:{port} names a port that .*in use"),
+        ("127.0.0.1:{port}", "{bind} names a port that .*in use.*End what holds it"),
+        ("192.0.2.1:{port}", "{bind} .*annot assign requested address"),  # TEST-NET-1: of no host
+        ("127.0.0.1", "{bind} .*invalid literal"),
     ],
 )
-def test_an_address_to_bind_that_cannot_be_used_is_named_before_jax_starts(
+def test_a_coordinator_s_port_that_cannot_be_used_is_named_before_jax_starts(
     asked, free_port, bind, message
 ):
-    """JAX takes it in place of every interface; the last part has a free port as the control."""
-    local = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
-    local["JAX_COORDINATOR_ADDRESS"] = f"localhost:{free_port}"
-    bind = bind.format(port=free_port)
-    line = f"JAX_COORDINATOR_BIND_ADDRESS={bind} names a port that .*{message}"
+    """jaxlib's service sometimes crashes on one in use. JAX takes the address to bind in place of
+    every interface; the last part has a free port as the control."""
+    environ = LOCAL_0 | {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port}"}
+    given = {"JAX_COORDINATOR_BIND_ADDRESS": bind.format(port=free_port)} if bind else {}
+    named = "".join(f"{key}={value}" for key, value in given.items())
+    line = message.format(port=free_port, bind=named)
     with (
-        socket.create_server(("127.0.0.1", free_port)),
+        socket.create_server(("127.0.0.1" if bind else "", free_port)),
         pytest.raises(LostPeerError, match=line),
     ):
-        initialize("JAX_COORDINATOR_ADDRESS", local | {"JAX_COORDINATOR_BIND_ADDRESS": bind})
+        initialize("JAX_COORDINATOR_ADDRESS", environ | given)
     assert "num_processes" not in asked
-    here = {"JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{free_port}"}
-    initialize("JAX_COORDINATOR_ADDRESS", local | here)
+    here = {"JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{free_port}"} if bind else {}
+    initialize("JAX_COORDINATOR_ADDRESS", environ | here)
     assert asked["num_processes"] == 2
 
 
-@pytest.mark.parametrize("address", ["10.0.0.1", "host:", ":80", "host:http"])
-def test_an_address_without_host_or_port_is_refused(address):
-    environ = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
-    with pytest.raises(ConfigError, match=f"={address} has no host and port: set it to host:port"):
-        initialize("JAX_COORDINATOR_ADDRESS", environ)
-
-
-@pytest.mark.parametrize("key", ["JAX_NUM_PROCESSES", "JAX_PROCESS_ID"])
-def test_a_local_run_without_an_address_is_refused(key):
-    with pytest.raises(ConfigError, match=f"{key}=2 is set.*unset {key}") as caught:
-        distributed.launcher({key: "2"}, on_tpu=False)
-    assert "Set JAX_COORDINATOR_ADDRESS=host:port" in str(caught.value)
-
-
 @pytest.mark.parametrize(
-    "count, index, message",
+    "environ, message",
     [
-        (
-            "two",
-            "0",
-            "JAX_NUM_PROCESSES=two is not a whole number: set it to the number of processes",
+        *(
+            (
+                LOCAL_0 | {"JAX_COORDINATOR_ADDRESS": address},
+                f"{address} has no host and port: set it to host:port",
+            )
+            for address in ("10.0.0.1", "host:", ":80", "host:http")
         ),
-        ("2", "-1", "JAX_PROCESS_ID=-1 is not a whole number: set it to the index of this process"),
-        ("2", "2", "JAX_PROCESS_ID=2 must be below JAX_NUM_PROCESSES=2.*Use 1 or less"),
+        *(
+            ({key: "2"}, f"{key}=2 is set.*Set JAX_COORDINATOR_ADDRESS=host:port.*unset {key}")
+            for key in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+        ),
+        (
+            LOCAL | LOCAL_0 | {"JAX_NUM_PROCESSES": "two"},
+            "two is not a whole number: set it to the",
+        ),
+        (
+            LOCAL | LOCAL_0 | {"JAX_PROCESS_ID": "-1"},
+            "JAX_PROCESS_ID=-1 is not a whole number: set",
+        ),
+        (
+            LOCAL | LOCAL_0 | {"JAX_PROCESS_ID": "2"},
+            "JAX_PROCESS_ID=2 must be below JAX_NUM_PROCESSES=2.*Use 1 or less",
+        ),
     ],
 )
-def test_wrong_numbers_of_a_local_run_are_refused(count, index, message):
-    environ = LOCAL | {"JAX_NUM_PROCESSES": count, "JAX_PROCESS_ID": index}
+def test_variables_of_a_local_run_that_cannot_work_are_refused(asked, environ, message):
     with (
         pytest.raises(ConfigError, match=message),
         distributed.processes(environ, timeout_s=1, peer_timeout_s=1),
     ):
         pass
+    assert "num_processes" not in asked
 
 
 def test_one_process_is_left_alone():
@@ -244,7 +228,7 @@ def test_a_count_that_jax_cannot_find_is_refused_with_the_variables_to_set():
 def test_processes_that_never_come_end_the_wait_with_5_and_the_key(free_port):
     """JAX's own timeout ends in an abort; ours comes before it."""
     address = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port}"}
-    ended = alone(address | {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"})
+    ended = alone(address | LOCAL_0)
     assert ended.returncode == 5
     assert ended.stdout == ""
     assert "LostPeerError: jax_distributed_initialization_timeout=1 s have passed" in ended.stderr

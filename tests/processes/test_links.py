@@ -26,12 +26,6 @@ from maxdiloco.errors import LostPeerError
 from maxdiloco.processes import channel, connection, frames, handshake, links
 
 
-@pytest.fixture
-def network():
-    with link_tools.Network() as made:
-        yield made
-
-
 def test_messages_of_any_size_arrive_in_any_order_of_keys(network):
     zero, one, _ = network.pair()
     there, back = assert_all_arrive(zero, one, (1, 2), 12)

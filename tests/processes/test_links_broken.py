@@ -3,18 +3,11 @@
 import random
 import time
 
-import link_tools
 import pytest
 from link_tools import WAIT_S, assert_all_arrive, contents, later, soon, together, until
 
 from maxdiloco.errors import LostPeerError
 from maxdiloco.processes import frames
-
-
-@pytest.fixture
-def network():
-    with link_tools.Network() as made:
-        yield made
 
 
 def keep_arming(proxy, faults, *, times, within, done):
@@ -88,14 +81,18 @@ def test_a_link_that_stops_for_less_than_the_timeout_goes_on(network, directions
     assert max(zero.traffic()[1].longest_silence_s, one.traffic()[0].longest_silence_s) > 1.8
 
 
-@pytest.mark.parametrize("directions", [("to", "from"), ("to",), ("from",)])
+@pytest.mark.parametrize("directions", [("to", "from"), ("to",), ("from",), "killed"])
 def test_a_link_that_stops_for_longer_loses_the_peer_on_both_sides(network, directions):
+    """Or for good, as when the peer is killed: its connections close and its port refuses."""
     zero, one, proxy = network.pair(timeout_s=1.5)
     waiting = [
         later(lambda: zero.receive(1, (0, 1), soon())),
         later(lambda: one.receive(0, (0, 1), soon())),
     ]
-    proxy.stop(*directions)
+    if directions == "killed":
+        proxy.close()
+    else:
+        proxy.stop(*directions)
     for peer, future in ((1, waiting[0]), (0, waiting[1])):
         line = rf"process {peer} at 127.0.0.1 port \d+ has been out of reach for \d s \(peer_time"
         with pytest.raises(LostPeerError, match=line) as error:

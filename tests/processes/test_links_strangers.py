@@ -19,12 +19,6 @@ PROOF_BYTES = 32
 SOON_S = 5  # a stranger that is let in waits so long for the end that does not come
 
 
-@pytest.fixture
-def network():
-    with link_tools.Network() as made:
-        yield made
-
-
 def test_a_wrong_secret_keeps_a_process_out_on_both_sides(network):
     zero, one = network.links(2, timeout_s=1.5, each={1: dict(secret=b"guessed by someone")})
     with pytest.raises(LostPeerError, match="process 0 at .*: what answers there does not know"):
@@ -115,15 +109,6 @@ def door():
     for connection in made.admitted:
         connection.close()
     assert made.failures == []
-
-
-def test_a_process_of_the_run_comes_in(door):
-    """The positive control of the next ones."""
-    with door.dial() as connection:
-        until(lambda: door.admitted)
-        door.admitted[0].setblocking(True)
-        connection.sendall(b"hello")
-        assert door.admitted[0].recv(100) == b"hello"
 
 
 @pytest.mark.parametrize("claim", [dict(source=2), dict(target=1), dict(channel=0)])

@@ -1,41 +1,10 @@
 """The processes of a run compare their values before anything is compiled."""
 
 import concurrent.futures
-import threading
-from types import SimpleNamespace
-
-import jax
-import pytest
 
 from maxdiloco.errors import ConfigError, LostPeerError
-from maxdiloco.processes import coordination, members
+from maxdiloco.processes import members
 from maxdiloco.processes.coordination import Job
-
-
-class Store:
-    """The key-value store of JAX's coordination service, for threads. written: all that was put."""
-
-    def __init__(self):
-        self.written, self._changed = {}, threading.Condition()
-
-    def key_value_set(self, key, value):
-        with self._changed:
-            assert key not in self.written and value
-            self.written[key] = value
-            self._changed.notify_all()
-
-    def blocking_key_value_get(self, key, timeout_in_ms):
-        with self._changed:
-            if not self._changed.wait_for(lambda: key in self.written, timeout_in_ms / 1000):
-                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
-            return self.written[key]
-
-
-@pytest.fixture
-def store(monkeypatch):
-    store = Store()
-    monkeypatch.setattr(coordination.distributed, "global_state", SimpleNamespace(client=store))
-    return store
 
 
 def compare(of_each, *, count=None, timeout_s=60):

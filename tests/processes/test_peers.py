@@ -1,9 +1,7 @@
 """How the processes of a run connect, and with which code each of them ends."""
 
 import concurrent.futures
-import queue
 import socket
-import threading
 from types import SimpleNamespace
 
 import jax
@@ -48,30 +46,15 @@ def test_a_process_0_lost_while_meeting_is_named(monkeypatch):
     assert "start the run again" in str(caught.value)
 
 
-class Store:
-    """The key-value store and the barrier of JAX's coordination service, for two threads."""
-
-    def __init__(self):
-        self.values = queue.Queue()
-        self.barrier = threading.Barrier(2)
-
-    def key_value_set(self, key, value):
-        self.values.put(value)
-
-    def blocking_key_value_get(self, key, timeout_in_ms):
-        return self.values.get(timeout=WAIT_S)
-
-    def wait_at_barrier(self, name, timeout_in_ms):
-        self.barrier.wait(WAIT_S)
-
-
 @pytest.fixture
-def meet(monkeypatch, free_port):
+def meet(monkeypatch, free_port, store):
     """Two processes meet in two threads: the port they used, or the error of each."""
-    state = SimpleNamespace(client=Store(), coordinator_address=f"127.0.0.1:{free_port}")
+    state = SimpleNamespace(client=store, coordinator_address=f"127.0.0.1:{free_port}")
     monkeypatch.setattr(coordination.distributed, "global_state", state)
 
     def meet(peer_port, *, next_port=True):
+        store.written.clear()
+
         def connect(index):
             try:
                 return peers._connect(Job(index, 2), peer_port, next_port, timeout_s=WAIT_S)

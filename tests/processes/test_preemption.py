@@ -5,7 +5,6 @@ import pathlib
 import queue
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,21 +16,19 @@ from maxdiloco.processes.preemption import Preemption
 
 ROOT = pathlib.Path(__file__).parents[2]
 
-TWO_PROCESSES = """
-import os, signal, sys, time
-import jax
-rank, port = int(sys.argv[1]), sys.argv[2]
-jax.config.update("jax_num_cpu_devices", 1)
-jax.distributed.initialize(f"localhost:{port}", 2, rank)
+AT_ONE_STEP = """
+import os, signal, time
+from maxdiloco.processes import distributed
 from maxdiloco.processes.preemption import Preemption
-with Preemption(print) as preemption:
-    for step in range(1, 100_000):
-        time.sleep(0.01 if rank else 0.03)  # one runs ahead
-        if rank == 1 and step == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-        if preemption.requested(step):
-            print("left at", step)
-            break
+with distributed.processes(os.environ, timeout_s=60, peer_timeout_s=60) as job:
+    with Preemption(print) as preemption:
+        for step in range(1, 100_000):
+            time.sleep(0.01 if job.process_id else 0.03)  # one runs ahead
+            if job.process_id == 1 and step == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if preemption.requested(step):
+                print("left at", step)
+                break
 """
 
 # Both take note of the first SIGTERM; then each is in one native call of many minutes.
@@ -47,17 +44,6 @@ with distributed.processes(os.environ, timeout_s=60, peer_timeout_s=60), Preempt
     print("noted", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
 """
-
-ONE_PROCESS = """
-import os, signal
-from maxdiloco.processes.preemption import Preemption
-with Preemption(print) as preemption:
-    os.kill(os.getpid(), signal.SIGTERM)
-    print("alive", preemption.requested(1), flush=True)
-os.kill(os.getpid(), signal.SIGTERM)
-print("still alive")
-"""
-
 
 WAIT_S = 60  # far above what a thread takes to be woken
 
@@ -116,42 +102,27 @@ def test_ctrl_c_is_told_at_once_and_noted():
         assert preemption.by_ctrl_c
 
 
-def test_a_press_that_arrives_twice_is_one_and_another_press_quits(monkeypatch):
-    """A launcher passes on the signal that the terminal has sent to the process already."""
-    told, quits = queue.Queue(), queue.Queue()
-    monkeypatch.setattr(preemption_lib, "quit_now", lambda: quits.put(True))
-    monkeypatch.setattr(preemption_lib, "SAME_PRESS_S", 1000.0)
-    with Preemption(told.put) as preemption:
-        os.kill(os.getpid(), signal.SIGINT)
-        told.get(timeout=WAIT_S)
-        wait_until(lambda: preemption.requested(1))
-        os.kill(os.getpid(), signal.SIGINT)
-    assert quits.empty()  # the context has ended the thread that hears
-    monkeypatch.setattr(preemption_lib, "SAME_PRESS_S", 0.0)
-    with Preemption(told.put) as preemption:
-        os.kill(os.getpid(), signal.SIGINT)
-        wait_until(lambda: preemption.requested(1))
-        os.kill(os.getpid(), signal.SIGINT)
-        quits.get(timeout=WAIT_S)
-
-
-def test_a_second_sigterm_ends_a_process_whatever_it_waits_for(monkeypatch):
-    """A launcher may send one twice; the next one is meant. Python's handler would only take note,
-    and after the native call."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_arrives_twice_is_one_and_a_later_one_ends_the_process(monkeypatch, number):
+    """A launcher passes on the signal that the terminal has sent to the process already, and may
+    send one twice. The next one is meant, whatever the process waits for."""
     ends = queue.Queue()
     monkeypatch.setattr(preemption_lib, "quit_now", lambda *end: ends.put(end))
-    with Preemption(print) as preemption:
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)  # within SAME_PRESS_S
-        assert preemption.requested(1)
+
+    def hit_twice():
+        with Preemption(lambda line: None) as preemption:
+            os.kill(os.getpid(), number)
+            wait_until(lambda: preemption.requested(1))
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(preemption_lib, "SAME_PRESS_S", 1000.0)
+    hit_twice()
     assert ends.empty()  # the context has ended the thread that hears
     monkeypatch.setattr(preemption_lib, "SAME_PRESS_S", 0.0)
-    with Preemption(print):
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-        line, code = ends.get(timeout=WAIT_S)
-    assert code == 143
-    assert line.startswith("SIGTERM again: ended at once.")
+    hit_twice()
+    end = ends.get(timeout=WAIT_S)
+    if number == signal.SIGTERM:
+        assert end[0].startswith("SIGTERM again: ended at once.") and end[1] == 143
 
 
 def test_ctrl_c_after_sigterm_does_not_change_why_the_run_stops():
@@ -165,64 +136,51 @@ def test_ctrl_c_after_sigterm_does_not_change_why_the_run_stops():
     assert not preemption.by_ctrl_c
 
 
-def test_sigterm_kills_again_afterwards():
-    done = subprocess.run(
-        [sys.executable, "-c", ONE_PROCESS], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.stdout == "alive True\n"
-    assert done.returncode == -signal.SIGTERM
+@pytest.fixture
+def two_processes(free_port):
+    """Starts a program twice, as the processes of a run; what is left is killed at the end."""
+    environ = os.environ | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port}"}
+    environ |= {"JAX_NUM_PROCESSES": "2", "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    runs = []
+
+    def start(program):
+        for rank in ("0", "1"):
+            runs.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", program],
+                    env=environ | {"JAX_PROCESS_ID": rank},
+                    cwd=ROOT,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        return runs
+
+    yield start
+    for run in runs:
+        run.kill()
 
 
-def test_processes_leave_at_one_step():
+def test_processes_leave_at_one_step(two_processes):
     """SIGTERM in one of two; the faster one has passed steps that the slower one has not."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", TWO_PROCESSES, str(rank), port],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [run.communicate(timeout=120) for run in runs]
-    finally:
-        for run in runs:
-            run.kill()
+    runs = two_processes(AT_ONE_STEP)
+    outputs = [run.communicate(timeout=120) for run in runs]
     steps = [re.fullmatch(r"left at (\d+)\n", out).group(1) for out, _ in outputs]
     assert steps[0] == steps[1]
     assert int(steps[0]) > 5
     assert [run.returncode for run in runs] == [0, 0]
 
 
-def test_a_second_sigterm_ends_one_of_several_that_waits_for_ever(free_port):
+def test_a_second_sigterm_ends_one_of_several_that_waits_for_ever(two_processes):
     """JAX's handler takes note of each and ends nothing: SIGKILL was the only way out."""
-    together = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port}", "JAX_NUM_PROCESSES": "2"}
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", WAITING],
-            env=os.environ | together | {"JAX_PROCESS_ID": str(rank), "JAX_PLATFORMS": "cpu"},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert [run.stdout.readline() for run in runs] == ["begun\n"] * 2
-        runs[1].send_signal(signal.SIGTERM)
-        assert [run.stdout.readline() for run in runs] == ["noted\n"] * 2
-        time.sleep(preemption_lib.SAME_PRESS_S)
-        runs[1].send_signal(signal.SIGTERM)
-        _, errors = runs[1].communicate(timeout=20)
-        assert runs[1].returncode == 143
-        assert errors.splitlines()[-1] == preemption_lib.SECOND_SIGTERM
-        assert runs[0].wait(timeout=20) == 5
-    finally:
-        for run in runs:
-            run.kill()
+    runs = two_processes(WAITING)
+    assert [run.stdout.readline() for run in runs] == ["begun\n"] * 2
+    runs[1].send_signal(signal.SIGTERM)
+    assert [run.stdout.readline() for run in runs] == ["noted\n"] * 2
+    time.sleep(preemption_lib.SAME_PRESS_S)
+    runs[1].send_signal(signal.SIGTERM)
+    _, errors = runs[1].communicate(timeout=20)
+    assert runs[1].returncode == 143
+    assert errors.splitlines()[-1] == preemption_lib.SECOND_SIGTERM
+    assert runs[0].wait(timeout=20) == 5
