@@ -4,6 +4,7 @@ Trains a byte-level BPE, which gives back every text exactly. Train with it:
 `tokenizer_type=huggingface tokenizer_path=tok.json`.
 """
 
+import contextlib
 import os
 import types
 from collections import Counter
@@ -19,6 +20,7 @@ from maxdiloco.data.tokenizer import to_bytes
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.preparation.part import check_damage
 from maxdiloco.processes.output import say, shows_bars
+from maxdiloco.storage import durable
 
 # The first two tokens; data.subword knows them by these names.
 SPECIAL_TOKENS = [subword.BOS_NAMES[0], subword.EOS_NAMES[0]]
@@ -162,12 +164,13 @@ def texts(source: Source, count: Counter[str], *, allowed: int = 0) -> Iterator[
 
 def _write(out: str, content: bytes) -> None:
     """Write a file that is whole or absent. Raises ConfigError where that fails."""
-    unfinished = f"{out}.unfinished"
+    unfinished = durable.beside(out)
     try:
-        with open(unfinished, "wb") as file:
-            file.write(content)
+        unfinished.write_bytes(content)
         os.replace(unfinished, out)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
         raise ConfigError(
             f"out={out} cannot be written ({error.strerror}). Choose a folder that can be written "
             "and has free space."

@@ -23,12 +23,15 @@ def source(tmp_path):
 
 
 def test_the_same_text_gives_the_same_file_and_every_text_comes_back(source, tmp_path, capsys):
+    other = tmp_path / "a.json.unfinished"
+    other.write_text("a file of others")
     for name in ("a.json", "b.json"):
         arguments = [str(source), f"out={tmp_path / name}", "vocab_size=280", "text_column=body"]
         assert program.main(arguments) == 0
     line = capsys.readouterr().out.splitlines()[-1]
     assert "280 tokens from 2 documents, 0.0 MB. Train with tokenizer_type=huggingface" in line
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+    assert other.read_text() == "a file of others"
     keys = dict(tokenizer_type="huggingface", tokenizer_path=str(tmp_path / "a.json"))
     keys |= dict(vocab_size=10**6, add_bos=True, add_eos=True)
     found = tokenizer.build(types.SimpleNamespace(**keys))

@@ -95,9 +95,10 @@ def from_dict(stored: Mapping[str, Any]) -> Config:
     return Config(**values)
 
 
-def with_vocab_size(cfg: Config, vocab_size: int) -> Config:
-    """The config with the number that vocab_size=-1 stands for. Raises ConfigError as `load`."""
-    changed = Config(**vars(cfg) | {"vocab_size": vocab_size})
+def with_vocab_size(cfg: Config, vocab_size: int, padded_vocab_size: int) -> Config:
+    """The config with the numbers that vocab_size=-1 stands for. Raises ConfigError as `load`."""
+    sizes = {"vocab_size": vocab_size, "padded_vocab_size": padded_vocab_size}
+    changed = Config(**vars(cfg) | sizes)
     checks.check(changed, base_yml.declared())
     return changed
 

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+from maxdiloco.flags import base_yml
+
 # A vocabulary so many times the tokenizer's is more than a round number: our choice.
 _FAR_ABOVE = 2
-_EVAL_FRACTION = 0.05  # base.yml's
 # Rounds below which a run says little of a mode; and below which a momentum of 0.9, an average over
 # ten rounds, costs loss: at 150 it did (benchmarks/README.md, what a mode costs in loss).
 _FEW_ROUNDS, _FEW_FOR_MOMENTUM = 100, 200
@@ -35,7 +36,8 @@ def _of_config(cfg: Any) -> list[str]:
             f"compile_topology={cfg.compile_topology} says what maxdiloco.train_compile compiles "
             f"for; training takes the devices there are. Leave it out here."
         )
-    if cfg.eval_dataset_path and cfg.eval_fraction != _EVAL_FRACTION:
+    usual = base_yml.declared()["eval_fraction"].default
+    if cfg.eval_dataset_path and cfg.eval_fraction != usual:
         lines.append(
             f"eval_fraction={cfg.eval_fraction} does nothing beside eval_dataset_path, which is "
             f"the held-out text. Leave one of them out."

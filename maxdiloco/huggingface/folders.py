@@ -1,6 +1,7 @@
 """Folders that appear whole: what is written goes to a folder beside, which is renamed."""
 
 import contextlib
+import fcntl
 import pathlib
 import shutil
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from maxdiloco.storage import durable
 from maxdiloco.storage.run_folder import reason
 
 UNFINISHED = ".unfinished"
+MARK = "maxdiloco-writes-here"  # a file in such a folder, locked by the program that fills it
 
 
 def refuse_existing(target: pathlib.Path) -> None:
@@ -24,22 +26,55 @@ def refuse_existing(target: pathlib.Path) -> None:
 def appearing(target: pathlib.Path) -> Iterator[epath.Path]:
     """A folder to fill in a `with`, which gets the target's name when that ends without an error.
 
-    A folder that a killed program left is removed first. Raises CheckpointError where the disk
+    A folder that a killed program left is removed first; one without its MARK stays. Raises
+    ConfigError for that, and where another program fills it; CheckpointError where the disk
     refuses, then too without a trace.
     """
     folder = epath.Path(target.parent / (target.name + UNFINISHED))
+    with contextlib.ExitStack() as stack:
+        try:
+            if folder.exists():
+                _remove_left(folder, target)
+            durable.make_folder(folder.parent)
+            folder.mkdir()
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            _lock(stack, folder, "x")
+            yield folder
+            durable.sync_tree(folder)
+            (folder / MARK).unlink()
+            durable.sync_folder(folder)
+            folder.rename(target)
+            durable.sync_folder(target.parent)
+        except OSError as error:
+            raise CheckpointError(
+                f"DST={target} cannot be written: {reason(error)}. Free some space or give another "
+                "folder."
+            ) from error
+
+
+def _remove_left(folder: epath.Path, target: pathlib.Path) -> None:
+    """Remove what a killed program left. Raises ConfigError where it is not that, OSError."""
+    if not (folder / MARK).is_file():
+        raise ConfigError(
+            f"DST={target} is written to {folder}, which exists and is not of an import or export "
+            "that was ended. Move it, or give another folder."
+        )
+    with contextlib.ExitStack() as stack:
+        if not _lock(stack, folder, "r"):
+            raise ConfigError(
+                f"DST={target} is being written by another process. Wait for it, or give another "
+                "folder."
+            )
+        folder.rmtree()
+
+
+def _lock(stack: contextlib.ExitStack, folder: epath.Path, mode: str) -> bool:
+    """Lock the MARK of a folder until the stack ends; False where another process has it."""
+    file = stack.enter_context(open(folder / MARK, mode, encoding="utf-8"))
     try:
-        if folder.exists():
-            folder.rmtree()
-        durable.make_folder(folder)
-        yield folder
-        durable.sync_tree(folder)
-        folder.rename(target)
-        durable.sync_folder(target.parent)
-    except OSError as error:
-        raise CheckpointError(
-            f"DST={target} cannot be written: {reason(error)}. Free some space or give another "
-            "folder."
-        ) from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system without locks
+    return True

@@ -3,9 +3,9 @@
 import contextlib
 import dataclasses
 import fcntl
-import glob
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 
@@ -28,6 +28,10 @@ _PARTS = 32
 _LEAST_BYTES = 1 << 20
 _PLAN = "source.json"
 _LOCK = "lock"
+# Names of what only an unfinished folder needs, and of what a kill leaves half written.
+_FACTS = r"part-\d{5,}\.(json|lengths\.npy)"
+_WHOLE = rf"({_FACTS}|part-\d{{5,}}\.arrayrecord|(source|manifest)\.json|lengths\.npy)"
+_LEFT = rf"{_WHOLE}(\.\d+)?\.tmp"
 _MOST_NAMED = 10  # damaged records that are printed; the manifest has all
 
 
@@ -79,7 +83,7 @@ def prepare(work: Work, out: str, say: Callable[[str], None]) -> shards.Shards:
 
 def _make(work, out, say):
     begun = time.perf_counter()
-    _remove(out, "*.tmp")
+    _remove(out, _LEFT)
     parts = list(_parts(work.source.spans(work.part_bytes), work.part_bytes))
     if not parts:
         raise DataError(f"{work.name} holds no text: its files are empty. Give text to read.")
@@ -170,7 +174,7 @@ def _is_begun(work, out):
     }
     path = os.path.join(out, _PLAN)
     if not os.path.exists(path):
-        if any(name != _LOCK and not name.endswith(".tmp") for name in os.listdir(out)):
+        if not all(_is_of_a_beginning(entry) for entry in os.scandir(out)):
             raise ConfigError(
                 f"out={out} is not empty, and was not made by maxdiloco.prepare. Choose a new "
                 "folder."
@@ -186,6 +190,11 @@ def _is_begun(work, out):
             "or remove this one."
         )
     return shards.is_folder(out)
+
+
+def _is_of_a_beginning(entry):
+    """Whether an entry may stand in a folder that has no plan yet: a kill left it, or the lock."""
+    return re.fullmatch(_LEFT, entry.name) or (entry.name == _LOCK and not entry.stat().st_size)
 
 
 def _finish(work, out, facts):
@@ -219,7 +228,7 @@ def _finish(work, out, facts):
 
 def _remove_facts(out):
     """Remove what only an unfinished folder needs."""
-    for pattern in ("part-*.json", "part-*.lengths.npy", "*.tmp"):
+    for pattern in (_FACTS, _LEFT):
         _remove(out, pattern)
 
 
@@ -246,7 +255,7 @@ def _join_lengths(out, facts, path):
 @contextlib.contextmanager
 def _locked(out):
     """The folder is of one program at a time; the kernel releases it when that one dies."""
-    with open(os.path.join(out, _LOCK), "w") as file:
+    with open(os.path.join(out, _LOCK), "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -258,8 +267,9 @@ def _locked(out):
 
 
 def _remove(out, pattern):
-    for path in glob.glob(os.path.join(glob.escape(out), pattern)):
-        os.remove(path)
+    for name in os.listdir(out):
+        if re.fullmatch(pattern, name):
+            os.remove(os.path.join(out, name))
 
 
 class _Bar:

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from maxdiloco import json_text
+
 # Kinds of frames. The first two carry no number.
 RESUME, BEAT, MESSAGE, DATA, GOODBYE = range(5)
 
@@ -196,10 +198,12 @@ class Incoming:
         return memoryview(self._data)[self._filled : end]
 
     def take(self, header: Header, body: memoryview) -> bool:
-        """A numbered frame has arrived as it was sent. True when a message is whole now."""
+        """A numbered frame has arrived as it was sent. True when a message is whole now.
+
+        Raises BrokenError for the first frame of a message that no sender of ours writes.
+        """
         if header.kind == MESSAGE:
-            (total,) = _TOTAL.unpack_from(body)
-            self._key = tuple(json.loads(bytes(body[_TOTAL.size :])))
+            self._key, total = _begin(bytes(body))
             self._data, self._filled = bytearray(total), 0
         elif header.kind == DATA:
             self._filled += header.size
@@ -211,3 +215,15 @@ class Incoming:
         self._key, self._data, self._filled = None, bytearray(), 0
         self._deliver(key, data)
         return True
+
+
+def _begin(body: bytes) -> tuple[Key, int]:
+    """Key and size of a message, of its first frame. Raises BrokenError."""
+    try:
+        (total,) = _TOTAL.unpack_from(body)
+        key = json_text.parse(body[_TOTAL.size :])
+    except (ValueError, struct.error):
+        key = None
+    if not isinstance(key, list) or not all(isinstance(part, str | int) for part in key):
+        raise BrokenError("a message began with no key")
+    return tuple(key), total

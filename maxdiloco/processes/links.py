@@ -19,6 +19,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from maxdiloco import json_text
 from maxdiloco.errors import LostPeerError
 from maxdiloco.processes import handshake
 from maxdiloco.processes.channel import REMEDY, Channel
@@ -26,6 +27,8 @@ from maxdiloco.processes.connection import set_pace
 from maxdiloco.processes.frames import Key
 
 Address = tuple[str, int]  # host and port
+
+OTHERS_WRITE = "Keep the coordinator's port from all but the hosts of the run."
 
 BULK, ROWS = 0, 1  # numbers of the channels
 _LEAST_SECRET = 16  # bytes, our choice
@@ -75,10 +78,24 @@ def exchange_addresses(
 ) -> dict[int, Address]:
     """Tell the peers where this process listens, by a store of texts, and read where they do.
 
-    get: waits until the key is there, or raises an error of its own.
+    get: waits until the key is there, or raises an error of its own. Raises LostPeerError where
+    somebody else has written to the store.
     """
     put(f"maxdiloco/links/{rank}", json.dumps(mine))
-    return {peer: tuple(json.loads(get(f"maxdiloco/links/{peer}"))) for peer in peers}
+    return {peer: _address(peer, get(f"maxdiloco/links/{peer}")) for peer in peers}
+
+
+def _address(peer: int, text: str) -> Address:
+    try:
+        host, port = json_text.parse(text)
+    except (ValueError, TypeError):
+        host = port = None
+    if not isinstance(host, str) or not isinstance(port, int):
+        raise LostPeerError(
+            f"JAX's key-value store holds no address of process {peer}, but {text[:60]!r}. "
+            f"{OTHERS_WRITE}"
+        )
+    return host, port
 
 
 class Links:

@@ -7,9 +7,11 @@ import os
 import socket
 from collections.abc import Iterator
 from types import TracebackType
+from typing import Any
 
 import jax
 
+from maxdiloco import json_text
 from maxdiloco.errors import (
     CRASHED,
     INTERRUPTED,
@@ -21,7 +23,7 @@ from maxdiloco.errors import (
     Preempted,
     SaveError,
 )
-from maxdiloco.processes import coordination, star
+from maxdiloco.processes import coordination, links, star
 from maxdiloco.processes.coordination import Job
 from maxdiloco.processes.watch import Watch
 
@@ -109,17 +111,33 @@ def _connect(job: Job, peer_port: int, next_port: bool, *, timeout_s: float) -> 
         coordination.put(KEY, json.dumps(place))
         return star.gather(listener, secret, job.num_processes, timeout_s=timeout_s)
     try:
-        place = json.loads(coordination.get(KEY, timeout_s=timeout_s))
+        text = coordination.get(KEY, timeout_s=timeout_s)
     except jax.errors.JaxRuntimeError as error:
         raise LostPeerError(
             f"process 0 at {address} was lost before process {job.process_id} could connect to it. "
             f"See the end of its output and start the run again."
         ) from error
+    place = _place(text, address)
     if "problem" in place:
         _wait_until_read()
         line = f"process 0 at {address} has ended: {place['problem']}"
         raise LostPeerError(line, ConfigError.exit_code)
     return star.join(address, **place, process_id=job.process_id, timeout_s=timeout_s)
+
+
+def _place(text: str, address: str) -> dict[str, Any]:
+    """What process 0 has told. Raises LostPeerError where somebody else has written it."""
+    try:
+        place = json_text.parse(text)
+    except ValueError:
+        place = None
+    told = {name: type(value) for name, value in place.items()} if isinstance(place, dict) else {}
+    if told not in ({"problem": str}, {"port": int, "secret": str, "host": str}):
+        raise LostPeerError(
+            f"JAX's key-value store holds no place of process 0 at {address}, but {text[:60]!r}. "
+            f"{links.OTHERS_WRITE}"
+        )
+    return place
 
 
 def _listen(peer_port: int, next_port: int) -> tuple[socket.socket, str]:

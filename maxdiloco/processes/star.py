@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from maxdiloco import json_text
 from maxdiloco.errors import LostPeerError
 from maxdiloco.processes import handshake, links
 from maxdiloco.processes.handshake import Hello
@@ -180,8 +181,8 @@ def _dial(address: tuple[str, int], secret: str, process_id: int, limit: float) 
 def _message(line: bytes) -> dict:
     """One line as a message. Raises ConnectionError: a sender that gave up half-way wrote it."""
     try:
-        message = json.loads(line)
-    except (ValueError, RecursionError):
+        message = json_text.parse(line)
+    except ValueError:
         message = None
     if not isinstance(message, dict):
         raise ConnectionError("a message from it was cut off")

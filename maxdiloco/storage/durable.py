@@ -6,6 +6,7 @@ contents, fsync of its folder keeps the name. Neither implies the other.
 
 import errno
 import os
+import secrets
 
 from etils import epath
 
@@ -47,6 +48,12 @@ def make_folder(path: epath.PathLike) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for folder in [path, *missing]:  # path too: a process that made it may have died before this
         sync_folder(folder.parent)
+
+
+def beside(path: epath.PathLike) -> epath.Path:
+    """A name that nothing has, for what is written before it takes the place of a file."""
+    path = epath.Path(path)
+    return path.parent / f"{path.name}.{secrets.token_hex(4)}.part"
 
 
 def _sync(path: str) -> None:

@@ -43,8 +43,8 @@ class ObjectLock:
 
     path: the object. renew_s, stale_s: see RENEW_S and STALE_S.
     say: called with one line for the user, from another thread too. Imports google-cloud-storage.
-    Entering raises CheckpointError when another process renews the lock, and what
-    object_store.errors names.
+    Entering raises CheckpointError when another process renews the lock or the object is no
+    lock, and what object_store.errors names.
     """
 
     def __init__(
@@ -99,6 +99,11 @@ class ObjectLock:
             if lock.nonce == self._nonce:  # the answer to an upload of ours was lost
                 self._generation = lock.generation
                 return
+            if not lock.nonce:
+                raise CheckpointError(
+                    f"run_name={self._run_name}: {self._path} is no lock of a run, and nothing of "
+                    "others is replaced. Move it, or set another run_name."
+                )
             if lock.age >= self._stale_s:
                 if self._write(expected=lock.generation):
                     self._say(f"{self._words(lock)}: taken over.")
@@ -150,7 +155,7 @@ class ObjectLock:
         if blob is None:
             return None
         try:
-            text = blob.download_as_text(if_generation_match=blob.generation)
+            text = blob.download_as_bytes(if_generation_match=blob.generation)
         except (NotFound, PreconditionFailed):  # written or deleted in between
             return None
         holder, nonce = _read(text)
@@ -190,10 +195,10 @@ class ObjectLock:
         )
 
 
-def _read(text: str) -> tuple[str, str]:
-    """Holder and nonce in a lock object, whose text anybody may have written."""
+def _read(text: str | bytes) -> tuple[str, str]:
+    """Holder and nonce in a lock object; the nonce is "" where no run wrote it."""
     try:
         content = json_text.parse(text)
-        return content["holder"], content["nonce"]
+        return str(content["holder"]), str(content["nonce"])
     except (ValueError, KeyError, TypeError):
         return "an unknown process", ""

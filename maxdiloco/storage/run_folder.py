@@ -26,6 +26,8 @@ _PROBE_BYTES = 1 << 20
 # NFS keeps the lock of a dead client for its lease, 90 s on Linux, and a grace period.
 LOCK_WAIT_S = 120.0
 _LOCK_POLL_S = 1.0  # our choice
+_HOLDER = re.compile(r"process (\d{1,9}) on (.{0,255})\n?")  # all of a lock file that a run wrote
+_MOST_HOLDER = 300  # characters that are looked at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +100,7 @@ def require_place(base_output_directory: str, run_name: str) -> None:
     while not path.exists():
         path = path.parent
     try:
-        with tempfile.TemporaryFile(dir=path):  # without a name, where the file system can
+        with tempfile.TemporaryFile(dir=path):
             return
     except OSError as error:
         raise _cannot_hold(base_output_directory, run_name, error, local=True) from error
@@ -119,8 +121,9 @@ def open_run_folder(
     primary: whether this process is the first of the run; the others make and lock nothing.
     warn: called with one line when the file system has no locks, or during a wait for the lock.
     lock_wait_s: how long to wait for the lock of a process that does not run on this host.
-    The lock is an flock. The kernel releases it when the process dies, so that kill -9 leaves
-    nothing to clean; on gs:// it is an object that its holder renews (storage/object_lock.py).
+    The lock is an flock of the file `lock`, whose line names the holder unless the file is another
+    program's. The kernel releases it when the process dies, so that kill -9 leaves nothing to
+    clean; on gs:// it is an object that its holder renews (storage/object_lock.py).
     Imports no JAX.
     Raises CheckpointError when the folder cannot be made or written, or another run holds it.
     """
@@ -197,7 +200,7 @@ def _locked(
     folder: RunFolder, run_name: str, warn: Callable[[str], None], wait_s: float
 ) -> Iterator[None]:
     # Opened for appending: the line of the holder must stay until this process has the lock.
-    with open(folder.path / "lock", "a+", encoding="utf-8") as file:
+    with open(folder.path / "lock", "a+", encoding="utf-8", errors="replace") as file:
         try:
             if not _lock(file):
                 _wait_for_lock(file, folder, run_name, warn, wait_s)
@@ -206,10 +209,18 @@ def _locked(
                 f"warning: {folder.path} is on a file system without locks ({reason(error)}): "
                 f"a second run with run_name={run_name} would not be noticed."
             )
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+        if _holder(file) is not None:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
         yield
+
+
+def _holder(file: TextIO) -> str | None:
+    """The line of a lock file, "" where it is empty; None where no run wrote it."""
+    file.seek(0)
+    text = file.read(_MOST_HOLDER)
+    return text.strip() if not text or _HOLDER.fullmatch(text) else None
 
 
 def _lock(file: TextIO) -> bool:
@@ -227,8 +238,7 @@ def _wait_for_lock(
     limit = time.monotonic() + wait_s
     warned = False
     while True:
-        file.seek(0)
-        holder = file.read().strip()
+        holder = _holder(file) or ""
         if _runs_here(holder) or time.monotonic() >= limit:
             raise CheckpointError(
                 f"run_name={run_name} is in use: {holder or 'another process'} writes to "
@@ -247,7 +257,7 @@ def _wait_for_lock(
 
 def _runs_here(holder: str) -> bool:
     """Whether the line of a lock file names a living process of this host."""
-    match = re.fullmatch(r"process (\d{1,9}) on (.*)", holder)
+    match = _HOLDER.fullmatch(holder)
     if match is None or match[2] != socket.gethostname():
         return False
     try:
@@ -260,10 +270,7 @@ def _runs_here(holder: str) -> bool:
 
 
 def _probe(path: epath.Path) -> None:
-    probe = path / "write-probe"
-    try:
-        probe.write_bytes(bytes(_PROBE_BYTES))
-        with open(probe, "rb") as file:
-            os.fsync(file.fileno())  # some file systems report a full disk only here
-    finally:
-        probe.unlink(missing_ok=True)
+    with tempfile.TemporaryFile(dir=path) as file:  # without a name, where the file system can
+        file.write(bytes(_PROBE_BYTES))
+        file.flush()
+        os.fsync(file.fileno())  # some file systems report a full disk only here

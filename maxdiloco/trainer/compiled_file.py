@@ -31,6 +31,7 @@ from maxdiloco.engine.calls import STEP, Call
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags.config import Config
 from maxdiloco.parallel import chips
+from maxdiloco.storage import durable
 from maxdiloco.storage.run_folder import is_local, reason
 from maxdiloco.trainer import saved_programs
 
@@ -121,8 +122,7 @@ def _is_no_file(path: epath.Path) -> bool:
 @contextlib.contextmanager
 def _writing(key: str, path: str) -> Iterator[epath.Path]:
     """A temporary file beside the target, which the caller fills and moves; removed on errors."""
-    target = epath.Path(path)
-    temporary = target.parent / f"{target.name}.part"
+    temporary = durable.beside(path)
     try:
         yield temporary
     except OSError as error:

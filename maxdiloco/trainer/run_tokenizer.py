@@ -27,19 +27,21 @@ FOLDER = "tokenizer"  # in a run's folder and in a checkpoint
 
 
 def resolved(cfg: Config) -> Config:
-    """The config with vocab_size=-1 replaced by the tokenizer's, rounded up, or by the number of
-    the model file where the tokenizer fills nearly all of it.
+    """The config with vocab_size=-1 replaced by the tokenizer's, and its rows by that rounded up
+    unless they are given; or by the number of the model file where the tokenizer fills nearly all
+    of it.
 
     Raises DataError and ConfigError of data.tokenizer.build, ConfigError of the checks.
     """
     if cfg.vocab_size != -1:
         return cfg
-    size = tokenizers.of_keys(cfg).vocab_size
-    rows = -(-size // _MULTIPLE) * _MULTIPLE
+    size, rows = tokenizers.of_keys(cfg).vocab_size, cfg.padded_vocab_size
     of_model = config.rows_of_model(cfg)
     if of_model is not None and _OWN * of_model <= size <= of_model:
-        rows = of_model
-    return config.with_vocab_size(cfg, rows)
+        size = of_model
+    elif rows == -1 and size % _MULTIPLE:
+        rows = -(-size // _MULTIPLE) * _MULTIPLE
+    return config.with_vocab_size(cfg, size, rows)
 
 
 def open_tokenizer(cfg: Config) -> Tokenizer:

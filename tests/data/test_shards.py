@@ -197,6 +197,32 @@ def test_a_folder_of_other_text_or_of_something_else_is_refused(source, tmp_path
         make(source, source)
 
 
+OTHERS = ("work.tmp", "part-list.json", "part-00000.old.lengths.npy", "part-00000.json.bak.tmp")
+
+
+def test_files_of_others_in_the_folder_stay(source, tmp_path):
+    """Where it is made, where that goes on, and where it is found made; or it is refused."""
+    out = tmp_path / "out"
+    for name, content in ((OTHERS[0], ""), ("lock", "mine")):
+        out.mkdir()
+        (out / name).write_text(content)
+        with pytest.raises(ConfigError, match="is not empty, and was not made by"):
+            make(source, out)
+        assert (out / name).read_text() == content
+        shutil.rmtree(out)
+    make(source, out)
+    for name in ("lock", *OTHERS):
+        (out / name).write_text("mine")
+    for left in ("part-00007.json", "part-00000.arrayrecord.17.tmp", "lengths.npy.tmp"):
+        (out / left).write_text("{}")
+    make(source, out)
+    (out / shards.MANIFEST).unlink()
+    make(source, out)
+    assert {(out / name).read_text() for name in ("lock", *OTHERS)} == {"mine"}
+    assert {path.name for path in out.glob("*.tmp")} == {name for name in OTHERS if ".tmp" in name}
+    assert {path.name for path in out.glob("part*.json")} == {"part-list.json"}
+
+
 def test_a_preparation_that_was_killed_before_its_first_part_goes_on(source, tmp_path):
     """The plan was on its way to the disk."""
     (tmp_path / "out").mkdir()

@@ -1,5 +1,7 @@
 """What an import and an export refuse: one line, its exit code, nothing left behind."""
 
+import contextlib
+import fcntl
 import json
 
 import ml_dtypes
@@ -231,12 +233,31 @@ def test_a_failure_while_writing_leaves_nothing(tmp_path, refusal, monkeypatch):
 def test_what_a_killed_program_left_is_removed(tmp_path):
     left = tmp_path / ("ours" + folders.UNFINISHED)
     left.mkdir()
+    (left / folders.MARK).write_text("")
     (left / "old").write_text("")
     with folders.appearing(tmp_path / "ours") as folder:
-        assert not list(epath.Path(folder).iterdir())
+        assert [path.name for path in epath.Path(folder).iterdir()] == [folders.MARK]
         (folder / "new").write_text("")
     assert [path.name for path in (tmp_path / "ours").iterdir()] == ["new"]
     assert not left.exists()
+
+
+@pytest.mark.parametrize("mine", [True, False])
+def test_an_unfinished_folder_of_others_stays(tmp_path, mine):
+    """One that the program did not make, and one that another program fills right now."""
+    left = tmp_path / ("ours" + folders.UNFINISHED)
+    left.mkdir()
+    (left / "thesis").write_text("years")
+    words = "exists and is not of an import or export that was ended. Move it"
+    with contextlib.ExitStack() as stack:
+        if mine:
+            (left / folders.MARK).write_text("")
+            other = stack.enter_context(open(left / folders.MARK))
+            fcntl.flock(other, fcntl.LOCK_EX)
+            words = "is being written by another process. Wait for it"
+        with pytest.raises(ConfigError, match=f"DST={tmp_path}/ours .*{words}"):
+            folders.appearing(tmp_path / "ours").__enter__()
+    assert (left / "thesis").read_text() == "years" and not (tmp_path / "ours").exists()
 
 
 def test_a_model_that_no_type_covers_is_refused_with_its_keys():

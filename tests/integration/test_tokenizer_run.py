@@ -30,7 +30,7 @@ def trained(tmp_path_factory):
 
 
 def test_the_run_folder_and_every_checkpoint_hold_the_tokenizer(trained):
-    """264 tokens; 3 * 128 = 384 rows."""
+    """264 tokens; 3 * 128 = 384 rows, of which the last 120 are padding."""
     run, _, _ = trained
     copies = [
         tokenizer.load(path)
@@ -39,7 +39,8 @@ def test_the_run_folder_and_every_checkpoint_hold_the_tokenizer(trained):
     ]
     assert len(copies) == 2 and copies[0] == copies[1]
     assert (copies[0].vocab_size, copies[0].eos) == (264, 1)
-    assert find.newest_meta(run, key="RUN")["config"]["vocab_size"] == 384
+    keys = find.newest_meta(run, key="RUN")["config"]
+    assert (keys["vocab_size"], keys["padded_vocab_size"]) == (264, 384)
 
 
 def test_a_checkpoint_copied_elsewhere_generates_alone(trained, tmp_path, capfd):

@@ -157,3 +157,22 @@ def test_a_numbered_frame_comes_in_its_turn(number, in_turn):
     else:
         with pytest.raises(frames.BrokenError, match="a frame came out of turn"):
             incoming.space(header)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", bytes(8), bytes(8) + b"{}", bytes(8) + b"[[1]]", bytes(8) + b"[" * 100_000],
+)
+def test_a_message_that_begins_with_no_key_breaks(body):
+    """It is well framed and no sender of ours writes it. Control: a key of a number and a word."""
+    came = []
+    incoming = frames.Incoming(lambda key, data: came.append(key))
+
+    def take(content):
+        header = frames.Header(frames.MESSAGE, len(content), 1, 0, 0)
+        return incoming.take(header, memoryview(content))
+
+    with pytest.raises(frames.BrokenError, match="a message began with no key"):
+        take(body)
+    assert incoming.arrived == 0 and came == []
+    assert take(bytes(8) + b'[1, "a"]') and came == [(1, "a")]

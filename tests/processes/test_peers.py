@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from maxdiloco.errors import CheckpointError, ConfigError, DataError, LostPeerError
-from maxdiloco.processes import coordination, peers
+from maxdiloco.processes import coordination, links, peers
 from maxdiloco.processes.coordination import Job
 
 WAIT_S = 60  # far above what anything here takes
@@ -44,6 +44,19 @@ def test_a_process_0_lost_while_meeting_is_named(monkeypatch):
     with pytest.raises(LostPeerError, match="process 0 at ::1 was lost before process 3") as caught:
         peers._connect(Job(3, 4), 0, False, timeout_s=1)
     assert "start the run again" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["?", "[1]", '{"port": 1}', '{"problem": 1}', "[" * 100_000])
+def test_a_store_that_a_stranger_wrote_to_is_an_error_in_words(monkeypatch, text):
+    """Whoever reaches the coordinator's port may write there; a value is written once."""
+    client = SimpleNamespace(blocking_key_value_get=lambda key, timeout_in_ms: text)
+    state = SimpleNamespace(client=client, coordinator_address="[::1]:1234")
+    monkeypatch.setattr(coordination.distributed, "global_state", state)
+    words = "JAX's key-value store holds no {} of process {}.*Keep the coordinator's port"
+    with pytest.raises(LostPeerError, match=words.format("place", 0)):
+        peers._connect(Job(3, 4), 0, False, timeout_s=1)
+    with pytest.raises(LostPeerError, match=words.format("address", 1)):
+        links.exchange_addresses(0, [1], ("host", 1), put=lambda *_: None, get=lambda key: text)
 
 
 @pytest.fixture

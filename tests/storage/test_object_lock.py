@@ -14,6 +14,7 @@ from maxdiloco.storage.object_lock import ObjectLock
 from maxdiloco.storage.run_folder import absolute, open_run_folder
 
 NAME = "runs/a/lock"
+OF_7, OF_8 = (b'{"holder": "process %d on x", "nonce": "%d"}' % (n, n) for n in (7, 8))
 ME = f"process {os.getpid()} on {socket.gethostname()} (started "
 
 
@@ -68,7 +69,7 @@ def test_a_second_run_is_refused_and_told_of_the_holder(store):
 
 def test_a_lock_that_nobody_renews_is_waited_for_and_taken_over(store):
     said = []
-    store.put(NAME, b'{"holder": "process 7 on x", "nonce": "7"}')
+    store.put(NAME, OF_7)
     store.age(NAME, 3.0)
     with lock(said.append, stale_s=4.0) as held:
         held.require()
@@ -77,10 +78,9 @@ def test_a_lock_that_nobody_renews_is_waited_for_and_taken_over(store):
     assert "of process 7 on x was renewed 4 s ago: taken over." in said[1]
 
 
-@pytest.mark.parametrize("content", [b'{"holder": "process 7 on x", "nonce": "7"}', b"[]", b"?"])
-def test_a_stale_lock_is_taken_over_without_a_wait_by_the_clock_of_the_store(store, content):
+def test_a_stale_lock_is_taken_over_without_a_wait_by_the_clock_of_the_store(store):
     """The object has aged on the store; the host's clock says nothing of it."""
-    store.put(NAME, content)
+    store.put(NAME, OF_7)
     store.age(NAME, 61.0)
     begun = time.monotonic()
     with lock():
@@ -88,8 +88,36 @@ def test_a_stale_lock_is_taken_over_without_a_wait_by_the_clock_of_the_store(sto
     assert time.monotonic() - begun < 30
 
 
+@pytest.mark.parametrize("content", [b"[]", b"?", b"\xff", b'{"holder": 1}'])
+def test_an_object_of_others_with_the_name_of_the_lock_stays(store, content):
+    """An upload is whole or absent, so no run can have left it."""
+    store.put(NAME, content)
+    store.age(NAME, 61.0)
+    with pytest.raises(CheckpointError, match=r"lock is no lock of a run, .*Move it, or set"):
+        lock().__enter__()
+    assert store.names() == [NAME] and store.objects[BUCKET][NAME].data == content
+
+
+def test_a_stale_lock_that_another_takes_over_just_before_stays_that_ones(store):
+    """Between the look at the stale object, which ends with a probe's removal, and the write."""
+    store.put(NAME, OF_7)
+    store.age(NAME, 61.0)
+    seen = []
+
+    def fault(request):
+        seen.append(request.kind)
+        if "delete" in seen and request.kind in ("write", "stat"):  # taken over, then renewed
+            store.put(NAME, OF_8)
+        return None
+
+    store.fault = fault
+    with pytest.raises(CheckpointError, match="run_name=a is in use: .* of process 8 on x"):
+        lock().__enter__()
+    assert store.objects[BUCKET][NAME].data == OF_8
+
+
 def test_of_two_that_take_over_a_stale_lock_one_gets_it(store):
-    store.put(NAME, b"{}")
+    store.put(NAME, OF_7)
     store.age(NAME, 61.0)
     both = threading.Barrier(2)
     looked = set()
@@ -119,13 +147,13 @@ def test_of_two_that_take_over_a_stale_lock_one_gets_it(store):
 
 def test_a_lock_that_is_lost_is_an_error_and_is_left_to_its_new_holder(store):
     with lock() as held:
-        other = store.put(NAME, b'{"holder": "process 8 on y", "nonce": "8"}')
+        other = store.put(NAME, OF_8)
         wait_for(lambda: 412 in writes(store))
         wait_for(lambda: held._lost is not None)
         with pytest.raises(CheckpointError) as error:
             held.require()
     assert "run_name=a: gs://" in str(error.value)
-    assert "was not renewed in time and is now that of process 8 on y" in str(error.value)
+    assert "was not renewed in time and is now that of process 8 on x" in str(error.value)
     assert store.objects[BUCKET][NAME] == other
 
 

@@ -70,6 +70,29 @@ def test_a_second_run_with_one_name_is_refused_while_the_first_one_lasts(tmp_pat
         pass
 
 
+@pytest.mark.parametrize("content", [b"user@host:42\n", bytes(range(256)), b"process 1 on a\nmine"])
+def test_files_of_others_in_the_folder_of_a_run_stay_as_they_are(tmp_path, content):
+    """A file `lock` that no run wrote is locked and not written; nothing probes by a fixed name."""
+    (tmp_path / "run").mkdir()
+    for name in ("lock", "write-probe"):
+        (tmp_path / "run" / name).write_bytes(content)
+    with open_run_folder(str(tmp_path), "run"):
+        assert "is in use: another process writes to" in refused(tmp_path, lock_wait_s=0.0)
+    for name in ("lock", "write-probe"):
+        assert (tmp_path / "run" / name).read_bytes() == content
+
+
+@pytest.mark.parametrize("left", [None, "", "process 999999999 on a-host-of-a-long-name\n"])
+def test_the_lock_of_an_earlier_run_gets_the_line_of_its_new_holder(tmp_path, left):
+    """Also one that a kill or a full disk left empty."""
+    lock = tmp_path / "run" / "lock"
+    lock.parent.mkdir()
+    if left is not None:
+        lock.write_text(left)
+    with open_run_folder(str(tmp_path), "run"):
+        assert lock.read_text() == f"process {os.getpid()} on {os.uname().nodename}\n"
+
+
 HOLDER = """
 import subprocess, sys, time
 from maxdiloco.storage.run_folder import open_run_folder

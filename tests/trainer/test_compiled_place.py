@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
 from maxdiloco.parallel.program import Program
+from maxdiloco.storage import durable
 from maxdiloco.trainer import compiled_file
 
 
@@ -31,13 +32,23 @@ def test_what_is_no_file_is_neither_read_nor_replaced(tmp_path, place):
         compiled_file._opened(place)
     with pytest.raises(ConfigError, match=f"report={place} is no file, .* Give the path"):
         compiled_file.check_place("report", place)
-    assert not os.path.exists(f"{place}.part")
+    assert not list(tmp_path.glob("*.part"))
 
 
-def test_a_disk_that_is_full_at_the_end_is_one_line_and_leaves_the_old_file(tmp_path):
+def test_a_file_of_others_beside_what_is_written_stays(tmp_path):
+    """The name of what is half written was that of the file with .part."""
+    (tmp_path / "report.html.part").write_text("mine")
+    compiled_file.check_place("out", str(tmp_path / "report.html"))
+    compiled_file.write_whole("out", str(tmp_path / "report.html"), b"page")
+    files = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert files == {"report.html": "page", "report.html.part": "mine"}
+
+
+def test_a_disk_that_is_full_at_the_end_is_one_line_and_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "programs"
     compiled_file.write_whole("compiled_trainstep_file", str(path), b"old")
-    (tmp_path / "programs.part").symlink_to("/dev/full")
+    (tmp_path / "programs.1.part").symlink_to("/dev/full")
+    monkeypatch.setattr(durable.secrets, "token_hex", lambda count: "1")
     with pytest.raises(ConfigError, match="cannot be written: No space left .* free space"):
         compiled_file.write_whole("compiled_trainstep_file", str(path), b"new")
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("programs", b"old")]
