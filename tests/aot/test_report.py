@@ -57,12 +57,10 @@ def test_times_and_bytes_of_a_period():
 
 def test_the_share_of_a_device_is_told_beside_the_link_of_its_host():
     """25 Gbit/s for each of four devices. Where hosts are not known, the device's alone."""
-    found = a_report(exchange())
-    assert "what crosses slices, at 25 Gbit/s a device" in report.lines(found)
-    assert figures.as_json(found)["dcn_bandwidth_gbps_per_host"] is None
-    found = found._replace(devices_per_host=4)
-    assert "what crosses slices, at 25 Gbit/s a device, 100 a host of 4" in report.lines(found)
-    assert figures.as_json(found)["dcn_bandwidth_gbps_per_host"] == 100
+    for hosts, of_host, told in ((0, None, ""), (4, 100, ", 100 a host of 4")):
+        found = a_report(exchange())._replace(devices_per_host=hosts)
+        assert f"what crosses slices, at 25 Gbit/s a device{told}" in report.lines(found)
+        assert figures.as_json(found)["dcn_bandwidth_gbps_per_host"] == of_host
 
 
 def test_two_readings_of_send_done_are_told_where_they_differ():
@@ -104,35 +102,21 @@ def test_what_runs_beside_the_steps_is_counted_apart():
     assert report.refusals(found, max_exposed_fraction=0.1) == []
 
 
-def test_a_crossing_lies_between_its_start_and_its_end():
-    (program,) = figures.as_json(a_report(exchange(waited=0.002)))["programs"]
-    (where,) = program["dcn"]
-    assert where["starts"] == pytest.approx(0.0025 / 0.012)
-    assert where["ends"] == pytest.approx(1.0)
-    # From 2.5 to 12 ms less the 2 ms of standing still, of 10 ms of its own.
-    assert where["hides_behind"] == pytest.approx(0.75)
-
-
 def test_lines_have_each_program_transfer_and_axis():
-    text = "\n".join(report.lines(a_report(program(), exchange())))
-    assert "inner + exchange" in text
-    lines = text.splitlines()
+    """2 ms of standing still: the transfer lies between 2.5 and 12 ms, beside 7.5 of the 10 ms of
+    the program itself."""
+    flags = {"XLA_FLAGS": "", "LIBTPU_INIT_ARGS": "--xla_enable_async_all_gather=true"}
+    lines = report.lines(a_report(program(), exchange(waited=0.002), flags=flags))
+    told = [line for line in lines if line.startswith("compiled under")]
+    assert told == ["compiled under LIBTPU_INIT_ARGS=--xla_enable_async_all_gather=true"]
     (place,) = [i for i, line in enumerate(lines) if "u8" in line]
     assert lines[place - 1] == "inner + exchange", "the program stands above its rows"
     row = lines[place].split()
-    assert row[-9:-2] == ["diloco", "1,000", "24", "25%", "100%", "75%", "4.000"]
-    assert row[-2:] == ["0.000", "0.000"]
-    assert "all-reduce f32, waited for" in text
+    assert row[-9:-2] == ["diloco", "1,000", "24", "21%", "100%", "75%", "4.000"]
+    assert row[-2:] == ["2.000", "0.000"]
+    assert any("all-reduce f32, waited for" in line for line in lines)
     gathers = next(line for line in lines if "all-gather bf16" in line).split()
     assert gathers[-3:] == ["4", "8.00", f"{8 * MIB * 8 / 1600e9 * 1e3:.3f}"]
-
-
-def test_the_flags_of_the_compiler_are_told():
-    set_one = {"XLA_FLAGS": "", "LIBTPU_INIT_ARGS": "--xla_enable_async_all_gather=true"}
-    found = a_report(program(), flags=set_one)
-    lines = [line for line in report.lines(found) if line.startswith("compiled under")]
-    assert lines == ["compiled under LIBTPU_INIT_ARGS=--xla_enable_async_all_gather=true"]
-    assert figures.as_json(found)["compiler_flags"] == set_one
 
 
 def test_json_has_the_same_figures():
@@ -140,10 +124,8 @@ def test_json_has_the_same_figures():
     assert plain["dcn"] == [] and plain["memory"]["needed"] == 150 * MIB
     (cross,) = other["dcn"]
     assert (cross["bytes_per_slice"], cross["exposed_seconds"]) == (4000, 0.001)
-    assert {ici["collective"]: ici["number"] for ici in other["ici"]} == {
-        "all-gather bf16": 4,
-        "all-reduce f32": 1,
-    }
+    numbers = {ici["collective"]: ici["number"] for ici in other["ici"]}
+    assert numbers == {"all-gather bf16": 4, "all-reduce f32": 1}
 
 
 def test_off_tpu_there_are_no_times():

@@ -67,16 +67,12 @@ def test_a_recipe_trains(name, tmp_path):
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_sets_no_key_of_the_model_and_names_itself(path):
-    keys = base_yml.declared()
+def test_a_recipe_names_itself_sets_no_key_of_the_model_and_comments_every_number(path):
+    keys, text = base_yml.declared(), path.read_text(encoding="utf-8")
     given = [name for name, _, _ in base_yml.read_yml(path)]
     assert given and not [name for name in given if keys[name].group == keys["head_dim"].group]
-    assert f"configs/recipes/{path.name} " in path.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_number_of_a_recipe_has_a_comment_above_it(path):
-    lines = path.read_text(encoding="utf-8").splitlines()
+    assert f"configs/recipes/{path.name} " in text
+    lines = text.splitlines()
     numbers = [i for i, line in enumerate(lines) if re.search(r": [0-9.]+$", line)]
     assert all(lines[i - 1].startswith("#") for i in numbers)
 

@@ -27,21 +27,22 @@ def test_sizes_that_do_not_fill_are_an_equation(sizes):
         mesh_lib.fill(sizes, 8, "ici")
 
 
-def test_slices_are_contiguous_blocks_of_devices(devices):
-    """dcn_diloco 2 * ici_fsdp 2 * ici_tensor 2: slice 0 is devices 0-3, diloco is outermost."""
-    keys = "dcn_diloco_parallelism=2 ici_fsdp_parallelism=2 ici_tensor_parallelism=2"
+@pytest.mark.parametrize(
+    ("keys", "sizes"),
+    [
+        # Of slice 0, devices 0-3: diloco is outermost.
+        ("dcn_diloco_parallelism=2 ici_fsdp_parallelism=2 ici_tensor_parallelism=2",
+         (2, 1, 2, 1, 1, 2)),
+        # Data coordinates 0, 1 are slice 0 and 2, 3 slice 1: dcn is the outer part of an axis.
+        ("dcn_diloco_parallelism=1 dcn_data_parallelism=2 ici_data_parallelism=2 "
+         "ici_fsdp_parallelism=2", (1, 4, 2, 1, 1, 1)),
+    ],
+)  # fmt: skip
+def test_slices_are_contiguous_blocks_of_devices(devices, keys, sizes):
     mesh = mesh_lib.build(load(*keys.split()), devices)
     assert tuple(mesh.shape) == ("diloco", "data", "fsdp", "expert", "context", "tensor")
-    assert tuple(mesh.shape.values()) == (2, 1, 2, 1, 1, 2)
-    assert [[d.id for d in half.flat] for half in mesh.devices] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-def test_dcn_is_the_outer_part_of_an_axis(devices):
-    """dcn_data 2 * ici_data 2, ici_fsdp 2: data coordinate 0,1 are slice 0 and 2,3 slice 1."""
-    keys = "dcn_data_parallelism=2 ici_data_parallelism=2 ici_fsdp_parallelism=2"
-    mesh = mesh_lib.build(load("dcn_diloco_parallelism=1", *keys.split()), devices)
-    ids = [[d.id for d in row.flat] for row in mesh.devices[0]]
-    assert ids == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert tuple(mesh.shape.values()) == sizes
+    assert [device.id for device in mesh.devices.flat] == list(range(8))
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,10 @@ def mesh(devices):
     return mesh_of(devices, diloco=2, fsdp=2, tensor=2)
 
 
-def test_a_mesh_axis_serves_one_dim():
+def test_rules_are_overridable_and_a_mesh_axis_serves_one_dim():
     """embed and mlp both on fsdp: the first dim that asks gets it."""
     rules = sharding.rules_with([["mlp", "fsdp"]])
     assert sharding.spec(("embed", "mlp"), rules) == P(("fsdp", "context"), None)
-
-
-def test_rules_are_overridable():
     rules = sharding.rules_with([["vocab", ["fsdp", "tensor"]], ["embed", []]])
     assert sharding.spec(("vocab", "embed"), rules) == P(("fsdp", "tensor"), None)
 
