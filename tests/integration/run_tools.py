@@ -8,7 +8,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 
 import jax
 import numpy as np
@@ -117,21 +116,10 @@ class Child:
             self.text += self._popen.stdout.read()
         return self._popen.wait(WAIT_S)
 
-    def kill_once(self, holds):
-        """kill -9 at a moment when holds() is true: the process stands still while it is asked."""
-        limit = time.monotonic() + WAIT_S
-        while time.monotonic() < limit:
-            if holds():
-                self.send(signal.SIGSTOP)
-                os.waitid(os.P_PID, self._popen.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-                if holds():
-                    self.send(signal.SIGKILL)
-                    assert self.end() == -signal.SIGKILL
-                    return
-                self.send(signal.SIGCONT)
-            assert self._popen.poll() is None, f"ended too early:\n{self.end()}{self.text}"
-            time.sleep(0.001)
-        raise AssertionError(f"never held in {WAIT_S} s:\n{self.text}")
+    def kill(self):
+        """kill -9 to a process that has not ended."""
+        self.send(signal.SIGKILL)
+        assert self.end() == -signal.SIGKILL
 
 
 def rows(run_folder):

@@ -17,14 +17,14 @@ def sources(tmp_path):
             text = bytes(97 + (number * 7 + i) % 26 for i in range(size + number))
             (tmp_path / name / f"{number:02}.txt").write_bytes(text)
 
-    def keys(web=3, code=1, **changed):
+    def keys(web=3):
         entries = [
             {"path": str(tmp_path / "web"), "weight": str(web), "name": "web"},
-            {"path": str(tmp_path / "code"), "weight": str(code), "name": "code"},
+            {"path": str(tmp_path / "code"), "weight": "1", "name": "code"},
         ]
         mixture = json.dumps(entries)
         common = dict(dataset_type="text", vocab_size=257, grain_packing_type="best_fit")
-        return common | dict(dataset_mixture=mixture) | changed
+        return common | dict(dataset_mixture=mixture)
 
     return keys
 

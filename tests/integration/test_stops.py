@@ -84,29 +84,6 @@ def test_a_run_whose_output_nobody_reads_goes_on_to_the_same_end(finished, tmp_p
     tools.assert_equal_runs(tmp_path / "unread", finished, steps=STEPS)
 
 
-def test_a_damaged_newest_checkpoint_is_told_once_and_the_one_before_is_used(
-    finished, tmp_path, capfd
-):
-    """62 is damaged, so the run goes on from 60, to the same end."""
-    run = tmp_path / "finished"
-    shutil.copytree(finished, run)
-    files = [p for p in (run / "checkpoints" / "62").rglob("*") if p.is_file()]
-    largest = max(files, key=lambda p: p.stat().st_size)
-    content = bytearray(largest.read_bytes())
-    content[len(content) // 2] ^= 1
-    largest.write_bytes(content)
-
-    capfd.readouterr()
-    assert tools.run(tmp_path, "finished") == 0
-    told = capfd.readouterr()
-    warnings = [line for line in (told.out + told.err).splitlines() if line.startswith("warning: ")]
-    assert len(warnings) == 1
-    assert "checkpoints/62" in warnings[0]
-    assert "resumed after step 60;" in told.out
-    assert (run / "checkpoints" / "62.damaged").is_dir()
-    tools.assert_equal_runs(run, finished, steps=STEPS)
-
-
 def test_a_loss_that_is_not_finite_ends_with_4_step_replica_and_checkpoint(
     finished, tmp_path, capfd
 ):

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import threading
 import time
 import types
 
@@ -131,12 +130,6 @@ def steps_that(monkeypatch, *compiles):
         remat_choice, "memory_of", lambda compiled, *_: types.SimpleNamespace(needed=compiled)
     )
     return remat_choice._needed(config.load(FLAGS, {}), parts, 9)
-
-
-def test_the_steps_of_a_policy_compile_side_by_side(monkeypatch):
-    """Each waits for the other: one after the other they would never end. The larger counts."""
-    both = threading.Barrier(2, timeout=60)
-    assert steps_that(monkeypatch, lambda: 5 + both.wait() * 0, lambda: 3 + both.wait() * 0) == 5
 
 
 def test_a_step_that_the_compiler_refuses_does_not_fit(monkeypatch):
