@@ -45,7 +45,6 @@ def save_and_wait(checkpointer, step):
 
 @pytest.fixture
 def opened(tmp_path):
-    """A Checkpointer that has saved step 1, and what it says."""
     said = []
     with Checkpointer(folder_of(tmp_path), max_to_keep=None, say=said.append) as checkpointer:
         checkpointer.save(1, items(1), {"t": 1})
@@ -78,8 +77,6 @@ def of_orbax(monkeypatch, number):
 
 
 def of_preparation(monkeypatch, number):
-    """The folders of a checkpoint cannot be made."""
-
     def fail(*args, **kwargs):
         raise OSError(number, os.strerror(number))
 
