@@ -76,6 +76,8 @@ def test_damage_of_any_file_is_reported_and_the_previous_checkpoint_used(
     tmp_path, two_saved, damage, capsys
 ):
     saved, files = two_saved
+    restored = restore_from(saved / "run", wanted, key="k")  # the positive control
+    assert restored.step == 20 and capsys.readouterr().out == ""
     assert "seal.json" in files and "meta/metadata" in files and len(files) > 8
     for name in files:
         if name in UNSEALED:
@@ -89,12 +91,6 @@ def test_damage_of_any_file_is_reported_and_the_previous_checkpoint_used(
         np.testing.assert_array_equal(restored.items["outer_params"]["w"], values(10)["w"])
         (said,) = capsys.readouterr().out.splitlines()
         assert said.startswith(f"warning: checkpoint {folder_of(run)}/20 is damaged"), name
-
-
-def test_undamaged_the_newest_is_used_and_nothing_said(two_saved, capsys):
-    """The positive control of the test above."""
-    restored = restore_from(two_saved[0] / "run", wanted, key="k")
-    assert restored.step == 20 and capsys.readouterr().out == ""
 
 
 def damaged_run(tmp_path, two_saved, *steps):
@@ -174,7 +170,6 @@ def test_a_checkpoint_without_a_format_is_read_and_a_deep_one_is_damaged(tmp_pat
 
 
 def test_processes_share_the_examination(tmp_path, two_saved):
-    """Together they look at every file, none at all of them."""
     folder = damaged_run(tmp_path, two_saved)
     newest = folder / "20"
     (newest / "meta" / "metadata").unlink()

@@ -74,7 +74,6 @@ def save(folder, *steps, restore=False, keep=1, said=None, items=None):
 @example({"2024.photos": "folder", "2025.tar.gz": "file", "3.11-env": "folder"}, "open", 1)
 @example({"2021": "other run", "2022": "other run", "2023": "other run"}, "save", 2)
 def test_nothing_of_others_is_ever_changed(entries, action, keep):
-    """Opened, read, saved to and left: all that was there is there, byte for byte."""
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         for entry, kind in entries.items():
@@ -129,7 +128,6 @@ def test_a_save_below_a_later_step_or_in_its_place_is_said(tmp_path):
 
 
 def test_a_step_whose_name_others_have_is_a_failed_save(tmp_path):
-    """The folder 7 is no checkpoint: it stays, and the next step is saved."""
     put(tmp_path / "7", "folder")
     said = []
     with Checkpointer(tmp_path, max_to_keep=1, say=said.append) as checkpointer:

@@ -32,7 +32,6 @@ def disk(tmp_path, monkeypatch):
 
 @pytest.fixture
 def opened(tmp_path, disk):
-    """A Checkpointer that keeps three, and what it says."""
     said = []
     with Checkpointer(tmp_path, max_to_keep=3, say=said.append) as checkpointer:
         yield checkpointer, said

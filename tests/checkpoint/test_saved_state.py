@@ -1,4 +1,4 @@
-"""A state out of a checkpoint: with the same M and mesh, and with others."""
+"""A state out of a checkpoint: with the same M and mesh, and with others; and theta alone."""
 
 import functools
 import math
@@ -9,14 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco import DiLoCo
 from maxdiloco.checkpoint import arrays as arrays_lib
-from maxdiloco.checkpoint import saved_state
+from maxdiloco.checkpoint import saved_state, theta
 from maxdiloco.checkpoint.checkpointer import Checkpointer
-from maxdiloco.engine.trainer import SavedLayout
+from maxdiloco.checkpoint.read import restore_from, restore_theta
+from maxdiloco.engine.trainer import OUTER_OF_EACH, SavedLayout
 
 PARAMS = {"w": np.arange(6, dtype=np.float32).reshape(3, 2)}
 
@@ -45,23 +46,16 @@ def moved(folder, source, state, target):
     return read(folder, target, layout_of(source, state))
 
 
-def save(folder, trainer, state):
+def save(folder, trainer, state, *, items=None, without=()):
+    note = {name: value for name, value in trainer.note(state).items() if name not in without}
     with Checkpointer(folder, max_to_keep=1, use_async=False) as checkpointer:
-        checkpointer.save(state.t, trainer.saved_items(state), {})
+        checkpointer.save(state.t, items or trainer.saved_items(state), note)
 
 
 def read(folder, trainer, layout):
     with Checkpointer(folder, max_to_keep=1) as checkpointer:
         restored = checkpointer.restore(lambda meta: saved_state.abstract_items(trainer, layout))
     return trainer.restored(restored.items, layout, t=restored.step)
-
-
-def test_the_same_trainer_gets_the_same_state_back(tmp_path):
-    algorithm, state = trained(2, 4, num_fragments=2, overlap_steps=1)
-    back = moved(tmp_path, algorithm, state, algorithm)
-    assert back.t == 4
-    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(back), strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 def test_eager_history_restarts_with_another_M(tmp_path):
@@ -254,3 +248,60 @@ def test_a_line_tells_what_was_dropped(devices):
     _, line, last = larger.restore_lines(layout_of(eager, state), 4)
     assert "a replica's own part, 1/2 of it, is in theta" in line and "the rest is lost" in line
     assert last == "eager: the first exchanges are as in round 1."
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_who_reads_a_run_with_eager_updates_takes_the_mean(tmp_path, dtype):
+    """In float32, then rounded. Control: the two thetas differ."""
+    algorithm, state = trained(2, 5, sync_period=2, outer_overlap="eager")
+    save(tmp_path / "checkpoints", algorithm, state)
+    here = SingleDeviceSharding(jax.devices()[0])
+    like = {"w": jax.ShapeDtypeStruct((3, 2), dtype, sharding=here)}
+    found, restored = restore_theta(tmp_path, like, key="RUN")
+    assert restored.items.keys() == {"outer"}
+    w_R = np.asarray(state.outer["w"])
+    assert np.any(w_R[0] != w_R[1])
+    mean = (w_R[0] + w_R[1]) / np.float32(2)
+    np.testing.assert_array_equal(found["w"], mean.astype(dtype))
+    np.testing.assert_array_equal(found["w"], algorithm.outer_params(state)["w"].astype(dtype))
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_run_without_eager_updates_goes_on_from_the_mean(tmp_path, older):
+    """Older checkpoints have the mean as an item of its own, and do not say where theta is."""
+    algorithm, state = trained(2, 5, sync_period=2, outer_overlap="eager")
+    mean = np.asarray(algorithm.outer_params(state)["w"])
+    items, without = algorithm.saved_items(state), ()
+    if older:
+        items, without = items | {"outer_params": {"w": jnp.asarray(mean)}}, ["theta_item"]
+    save(tmp_path / "checkpoints", algorithm, state, items=items, without=without)
+    target, _ = trained(2, 0, sync_period=2)
+    names = SavedLayout._fields
+
+    def layout(meta):
+        return SavedLayout(**{n: meta[n] for n in names if n in meta}, same_rules=True)
+
+    restored = restore_from(
+        tmp_path, lambda meta: saved_state.abstract_items(target, layout(meta)), key="RUN"
+    )
+    assert ("outer_params" in restored.items) == older
+    back = target.restored(restored.items, layout(restored.meta), t=5)
+    np.testing.assert_array_equal(back.outer["w"], mean)
+
+
+@pytest.mark.parametrize(("R", "first"), [(4, "diloco"), (3, None)])
+def test_the_thetas_of_replicas_are_divided_among_the_slices_where_they_divide(devices, R, first):
+    """Read in float32, whatever the mean is wanted in."""
+    mesh = Mesh(np.array(devices[:2]), ("diloco",))
+    like = jax.ShapeDtypeStruct((6,), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
+    wanted = theta.wanted({"w": like}, {"theta_item": OUTER_OF_EACH, "num_replicas": R})
+    found = wanted.abstract["w"]
+    assert (wanted.item, found.shape, found.dtype) == (OUTER_OF_EACH, (R, 6), jnp.float32)
+    assert found.sharding.spec == P(first)
+
+
+def test_theta_of_any_other_run_is_one_item():
+    like = {"w": jax.ShapeDtypeStruct((6,), jnp.float32)}
+    for meta in ({}, {"theta_item": "outer_params"}):
+        wanted = theta.wanted(like, meta)
+        assert (wanted.item, wanted.abstract) == ("outer_params", like)

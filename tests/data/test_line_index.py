@@ -34,7 +34,6 @@ def start(folder, tmp_path_factory):
 
 
 def columns(table):
-    """All of a table, to compare."""
     return [array.tolist() for array in (table.file, table.offset, table.stored, table.size)]
 
 
@@ -70,17 +69,6 @@ def test_a_file_with_another_size_or_time_is_read_again_and_the_others_are_not(f
     assert start(["a.jsonl", "b.jsonl"])[1] == []
 
 
-def test_a_file_more_is_the_only_one_to_be_read(folder, start):
-    """And one that is no longer asked for is forgotten."""
-    folder({"a.jsonl": LINES, "b.jsonl": OTHER})
-    start(["a.jsonl"])
-    assert start(["a.jsonl", "b.jsonl"])[1] == [READING]
-    start(["b.jsonl"])
-    folder({"c.jsonl": OTHER})
-    start(["b.jsonl", "c.jsonl"])
-    assert start(["a.jsonl"])[1] == [READING]
-
-
 def test_a_damaged_index_is_told_and_made_anew(folder, start):
     """Cut anywhere, any byte changed, of another kind, or empty."""
     folder({"a.jsonl": LINES})
@@ -99,7 +87,6 @@ def test_a_damaged_index_is_told_and_made_anew(folder, start):
 
 
 def test_an_index_of_another_column_is_not_used(folder, start):
-    """The sizes are those of another text."""
     folder({"a.jsonl": b'{"text": "abc", "body": "de"}\n'})
     assert start(["a.jsonl"])[0].size.tolist() == [3]
     table, told = start(["a.jsonl"], column="body")

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import json
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from maxdiloco.data import mixture, order, pipeline
+from maxdiloco.data import interleave, mixture, order, pipeline
+from maxdiloco.data.interleave import Interleave
 from maxdiloco.data.mixture import Mixture
 from maxdiloco.data.order import Position
 from maxdiloco.errors import ConfigError, DataError
@@ -99,7 +101,6 @@ def follow(legs, *, per_replica=False):
 @hypothesis_settings(max_examples=60, deadline=None)
 @given(legs=legs, per_replica=st.booleans())
 def test_no_sequence_of_a_source_is_read_twice_or_left_out_in_its_epoch(legs, per_replica):
-    """Whatever M, B and the weights become on the way, also with sources for replicas."""
     for source, windows in follow(legs, per_replica=per_replica).items():
         size = list(SIZES.values())[source]
         # Steps interleave replicas, so a step may finish an epoch in another order: compare sets.
@@ -108,18 +109,6 @@ def test_no_sequence_of_a_source_is_read_twice_or_left_out_in_its_epoch(legs, pe
         assert sorted(counts[window] for window in range(size)) == (
             [epochs] * (size - rest) + [epochs + 1] * rest
         )
-
-
-@pytest.mark.parametrize("shares", [{"a": 2, "b": 1, "c": 1}, {}])
-def test_a_run_that_resumes_reads_the_batches_of_one_that_did_not_stop(shares):
-    """Bit for bit, at each of ten steps."""
-    data = mixed(shares)
-    whole = data.first_position(3, 2)
-    for step in range(2, 11):
-        resumed = data.next_position(through_json(whole), step, 3, 2)
-        assert resumed == whole
-        for name, leaf in pipeline.read(data, resumed, step, **all_rows(whole)).items():
-            assert np.array_equal(leaf, pipeline.read(data, whole, step, **all_rows(whole))[name])
 
 
 def test_rows_split_over_processes_are_those_of_one():
@@ -208,8 +197,6 @@ def test_the_fingerprint_is_that_of_the_sources_and_not_of_the_weights():
 
 @pytest.fixture
 def two_sources(settings, folder):
-    """Settings of two folders of text; keywords replace them."""
-
     def make(**changed):
         root = folder(
             {f"a/{i}.txt": b"a" * 39 for i in range(3)}
@@ -251,3 +238,51 @@ def test_best_fit_reports_its_padding(settings, folder):
     assert data.metrics(data.first_position(1, 2), 1) == {"data/padding": 0.25, "data/epoch": 1}
     (line,) = data.description()
     assert line == f"dataset_path={root}: 2 sequences an epoch, 25.00% of them padding"
+
+
+def test_two_sources_by_hand():
+    """Shares 3 and 1: deadlines of source 0 are after 2, 3 and 4 places, of source 1 after 4.
+    The last two are a tie, which source 0 wins."""
+    order = Interleave.of((3, 1))
+    sources, numbers = order.at(np.arange(9))
+    assert sources.tolist() == [0, 0, 0, 1, 0, 0, 0, 1, 0]
+    assert numbers.tolist() == [0, 1, 2, 0, 3, 4, 5, 1, 6]
+
+
+def test_a_deadline_that_is_no_whole_place_is_rounded_up():
+    """Shares 1, 2 and 5 of 8: number 1 of the last is due after 16/5, so after 4 places, as number
+    0 of the second is, which comes first. A run that resumes reads on in this order."""
+    sources, _ = Interleave.of((1, 2, 5)).at(np.arange(8))
+    assert sources.tolist() == [2, 1, 2, 2, 2, 0, 1, 2]
+
+
+@given(shares=st.lists(st.integers(0, 40), min_size=1, max_size=7).filter(any))
+def test_a_source_is_never_a_whole_sequence_from_its_share(shares):
+    order, total = Interleave.of(shares), sum(shares)
+    counts = np.zeros(len(shares), np.int64)
+    sources, numbers = order.at(np.arange(2 * total + 3))
+    for n, (source, number) in enumerate(zip(sources, numbers, strict=True)):
+        assert number == counts[source]
+        assert np.array_equal(order.before(n), counts)
+        assert order.index_of(source, int(number)) == n
+        counts[source] += 1
+        off = counts * total - (n + 1) * np.array(shares)
+        assert np.all(np.abs(off) < total)
+
+
+def test_weights_are_taken_as_they_are_written():
+    """0.7, 0.2 and 0.1 are 7, 2 and 1 of 10; a source of weight 0 has no part."""
+    assert interleave.shares([Fraction(text) for text in ("0.7", "0.2", "0.1")]) == (7, 2, 1)
+    assert interleave.shares([Fraction(3), Fraction(0), Fraction("1.5")]) == (2, 0, 1)
+
+
+@given(st.lists(st.integers(0, 10**12), min_size=1, max_size=9).filter(any))
+def test_shares_of_token_counts_are_within_the_rounding(weights):
+    """Of 100,000 parts; what is not 0 stays above it."""
+    found = interleave.shares([Fraction(weight) for weight in weights])
+    most = interleave.LONGEST_PERIOD + len(weights)
+    assert sum(found) <= most
+    for share, weight in zip(found, weights, strict=True):
+        assert (share > 0) == (weight > 0)
+        exact = weight / sum(weights)
+        assert abs(share / sum(found) - exact) <= (len(weights) + 1) / interleave.LONGEST_PERIOD

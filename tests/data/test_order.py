@@ -1,21 +1,17 @@
 """The global order: every sequence once an epoch, whoever reads it."""
 
-import dataclasses
-import json
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from maxdiloco.data import order
-from maxdiloco.data.order import Position, SourcesRead
+from maxdiloco.data.order import Position
 
 counts = st.integers(1, 5)
 seeds = st.one_of(st.none(), st.integers(0, 2**70))
 
 
 def step_indices(position, step):
-    """All indices of a step, in the order replica by replica, row by row."""
     return order.indices(position, step, *np.ix_(range(position.M), range(position.B))).reshape(-1)
 
 
@@ -36,7 +32,6 @@ def test_replicas_take_turns_of_b_sequences():
     parts=st.lists(st.tuples(counts, counts, st.integers(0, 4)), min_size=1, max_size=5),
 )
 def test_a_run_goes_on_with_the_next_unread_sequence(size, seed, parts):
-    """M and B change after any number of steps: no index is left out, none is read twice."""
     position, step, read = None, 1, []
     for M, B, steps in parts:
         if position is None:
@@ -98,12 +93,5 @@ def test_the_order_stays_the_same_between_versions():
     assert order._mix(np.array([order._GAMMA], np.uint64))[0] == 0xE220A8397B1DCDAF
     pinned = [3, 5, 1, 2, 11, 0, 10, 7, 8, 9, 6, 4]
     assert order.permute(np.arange(12), size=12, seed=5, epoch=2).tolist() == pinned
-
-
-def test_a_position_survives_json():
-    """It is part of a checkpoint."""
     position = Position(base=2**40, s0=17, M=3, B=8)
     assert position.to_dict() == {"base": 2**40, "s0": 17, "M": 3, "B": 8}
-    sources = SourcesRead(begun=5, read={"a": 3, "b": 2}, shares={"a": 1, "b": 1})
-    for kept in (position, dataclasses.replace(position, sources=sources)):
-        assert Position.from_dict(json.loads(json.dumps(kept.to_dict()))) == kept

@@ -73,15 +73,3 @@ def test_every_token_is_in_one_window_and_pieces_lie_side_by_side(documents, len
     assert windows.num_tokens(np.arange(len(filled))).tolist() == filled
     kept = stream[-1] // length * length if kind == packing.CONCATENATED else stream[-1]
     assert sorted(seen) == list(range(kept))
-
-
-@given(documents=sizes, length=lengths)
-def test_best_fit_cuts_no_document_that_fits_and_pads_less_than_documents_apart(documents, length):
-    """The first tokens of a long document fill windows of their own."""
-    windows = layout(documents, length, packing.BEST_FIT)
-    for pieces in read(windows):
-        for _, (document, begin, end) in pieces:
-            assert begin % length == 0
-            assert end - begin == min(length, documents[document] - begin)
-    apart = layout(documents, length, packing.DOCUMENTS_APART)
-    assert -(-sum(documents) // length) <= windows.num_windows <= apart.num_windows

@@ -33,7 +33,6 @@ def box(replicas, rows):
 
 
 def numbers(batch):
-    """Which windows of `text` a batch holds."""
     return (batch["tokens"][..., 1] - FIRST).tolist()
 
 
@@ -56,7 +55,6 @@ def test_batches_are_what_read_gives_step_by_step(text):
 
 
 def test_shuffled_epochs_read_every_window_once_in_orders_of_their_own(text):
-    """Two epochs of 30 windows, five steps each."""
     data = text(enable_data_shuffling=True, data_shuffle_seed=4)
     position = order.first_position(2, 3)
     with pipeline.batches(data, position, steps=range(1, 11), **box(range(2), range(3))) as batches:
@@ -97,8 +95,6 @@ def test_an_epoch_ends_before_a_window_would_be_read_again(M, B, taken):
 
 
 class FakeWindows:
-    """Only the number of windows."""
-
     num_windows = 64
 
 
@@ -108,11 +104,7 @@ def test_worker_processes_read_the_same_and_end(text):
     found = []
     for worker_count in (0, 2):
         with pipeline.batches(
-            data,
-            position,
-            steps=range(1, 12),
-            **box(range(2), range(3)),
-            worker_count=worker_count,
+            data, position, steps=range(1, 12), **box(range(2), range(3)), worker_count=worker_count
         ) as batches:
             found.append([numbers(next(batches)) for _ in range(7)])
             assert len(multiprocessing.active_children()) == worker_count
@@ -133,7 +125,6 @@ def eval_numbers(data, **arguments):
 
 
 def test_evaluation_reads_all_of_the_data_once_and_pads_the_last_batch(text):
-    """30 windows in batches of 8: 6 in the last, and 2 rows of padding."""
     found = eval_numbers(text("eval"), batch_size=8, num_sequences=-1)
     assert [len(batch) for batch in found] == [8, 8, 8, 8]
     assert sorted(found[0] + found[1] + found[2] + found[3][:6]) == list(range(30))
@@ -163,21 +154,14 @@ def test_evaluation_rows_split_over_processes_are_those_of_one(text):
 
 
 def test_data_shorter_than_one_step_are_refused_with_both_numbers(text):
-    """30 windows, 4 replicas of 8."""
-    data, position = text(), order.first_position(4, 8)
-    message = (
-        r"^dataset_path=.* has 30 sequences of max_target_length=4, but a step reads "
-        r"4 replicas \* 8 = 32\. Give more text, or lower max_target_length"
-    )
-    with pytest.raises(DataError, match=message):
-        pipeline.batches(data, position, steps=range(1, 2), replicas=[0], rows=[0])
-    with pytest.raises(DataError, match=message):
-        pipeline.last_step_of_epoch(data, position)
-    pipeline.check_size(data, order.first_position(5, 6))
+    words = r"has 30 sequences of max_target_length=4, but a step reads 4 replicas \* 8 = 32\. Give"
+    for read in (pipeline.check_size, pipeline.last_step_of_epoch):
+        with pytest.raises(DataError, match=rf"^dataset_path=.* {words} more text, or lower"):
+            read(text(), order.first_position(4, 8))
+    pipeline.check_size(text(), order.first_position(5, 6))
 
 
 def test_an_epoch_of_data_without_an_end_is_refused(settings):
-    """steps=-1 and eval_steps=-1."""
     data = pipeline.open_dataset(settings(dataset_type="synthetic"), split="train")
     with pytest.raises(
         DataError, match=r"^steps=-1 .*dataset_type=synthetic has no end.*Set steps"

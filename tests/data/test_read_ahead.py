@@ -17,7 +17,6 @@ from maxdiloco.errors import DataError, LostPeerError
 
 
 def grain_threads():
-    """Threads that read ahead."""
     return [thread for thread in threading.enumerate() if "grain" in thread.name]
 
 
@@ -27,7 +26,6 @@ def large(number):
 
 
 def failing(number):
-    """Batch 1 cannot be read."""
     if number == 1:
         raise DataError("dataset_path=x is gone")
     return number
@@ -93,7 +91,6 @@ def test_close_waits_for_the_read_under_way():
 
 
 def blocked_signals(process):
-    """The signals that a process blocks."""
     with open(f"/proc/{process}/status") as file:
         fields = dict(line.split(":", 1) for line in file)
     bits = int(fields["SigBlk"], 16)

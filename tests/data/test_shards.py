@@ -70,7 +70,6 @@ def test_the_table_of_a_large_vocabulary_is_wider(source, tmp_path, monkeypatch)
 
 
 def test_of_twenty_files_every_twentieth_is_held_out(settings, tmp_path):
-    """Files 0 and 20 of 21, as where text is read directly."""
     folder = tmp_path / "source"
     folder.mkdir()
     for number in range(21):
@@ -150,7 +149,6 @@ def zero(path):
     ],
 )
 def test_a_damaged_folder_is_refused_when_it_is_opened(source, tmp_path, name, damage, why):
-    """Before a run compiles anything."""
     make(source, tmp_path / "out")
     shards.open_shards(str(tmp_path / "out"), "dataset_path")
     damage(tmp_path / "out" / name)
@@ -159,7 +157,6 @@ def test_a_damaged_folder_is_refused_when_it_is_opened(source, tmp_path, name, d
 
 
 def test_a_flipped_bit_is_found_by_the_check_and_when_its_record_is_read(source, tmp_path):
-    """Sizes are as before."""
     documents = make(source, tmp_path / "out", part_bytes=1 << 20)
     shards.check_contents(documents)
     damaged = shards.open_shards(str(tmp_path / "out"), "dataset_path")
@@ -186,7 +183,6 @@ def test_damaged_records_are_counted_over_all_parts_and_named(source, tmp_path):
 
 
 def test_a_folder_of_other_text_or_of_something_else_is_refused(source, tmp_path):
-    """Nothing in it is overwritten."""
     make(source, tmp_path / "out")
     with pytest.raises(ConfigError, match="was begun with another part_bytes. Choose another"):
         make(source, tmp_path / "out", part_bytes=77)
@@ -233,7 +229,6 @@ def test_a_preparation_that_was_killed_before_its_first_part_goes_on(source, tmp
 
 
 def test_an_empty_source_is_refused(tmp_path):
-    """Files there are, text there is none."""
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(DataError, match="source holds no text"):
         make(tmp_path / "a.txt", tmp_path / "out")

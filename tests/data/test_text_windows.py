@@ -71,7 +71,6 @@ def test_any_windows_can_be_asked_for_in_any_order(settings, folder):
 
 
 def split_paths(cfg):
-    """Files of the train and of the eval split."""
     return [
         text.open_text(cfg, split=split)[0].documents.table.paths for split in ("train", "eval")
     ]
@@ -131,7 +130,6 @@ def test_eval_fraction_zero_trains_on_all_of_the_text(settings, folder):
 
 
 def test_eval_text_of_ones_own_leaves_all_of_the_other_for_training(settings, folder):
-    """Nothing is held out, nothing mixed."""
     root = folder({"train/1.txt": b"abcdefg", "held/2.txt": b"fedcbag"})
     cfg = settings(dataset_path=f"{root}/train", eval_dataset_path=f"{root}/held")
     assert split_paths(cfg) == [(f"{root}/train/1.txt",), (f"{root}/held/2.txt",)]
@@ -139,15 +137,6 @@ def test_eval_text_of_ones_own_leaves_all_of_the_other_for_training(settings, fo
     assert (train.num_windows, name) == (2, f"dataset_path={root}/train")
     held, name = text.open_text(cfg, split="eval")
     assert (held.num_windows, name) == (2, f"eval_dataset_path={root}/held")
-
-
-def test_an_empty_data_set_is_told(settings, folder):
-    """Files there are, text there is none."""
-    root = folder({"1.txt": b"", "2.jsonl": b"\n"})
-    with pytest.raises(
-        DataError, match=rf"^dataset_path={root} holds no text for train: 2 files, all empty.*Give"
-    ):
-        text.open_text(settings(dataset_path=root), split="train")
 
 
 @pytest.mark.parametrize("split, size", [("train", 6), ("train", 2), ("eval", 2)])

@@ -9,10 +9,6 @@ from maxdiloco.errors import DataError, LostPeerError
 from maxdiloco.preparation.workers import map_parts
 
 
-def join(prefix, number):
-    return f"{prefix}{number}"
-
-
 def sleep(seconds):
     time.sleep(seconds)
     return seconds
@@ -20,12 +16,6 @@ def sleep(seconds):
 
 def refuse(number):
     raise DataError(f"number {number} is no text")
-
-
-def test_every_call_is_made_once_whatever_the_number_of_processes():
-    """Five calls for two processes; those that come first are done first."""
-    found = dict(map_parts(join, ("part-",), [(number,) for number in range(5)], 2))
-    assert found == {number: f"part-{number}" for number in range(5)}
 
 
 def test_a_process_that_has_ended_for_want_of_calls_is_not_lost():
