@@ -295,6 +295,8 @@ def refuse_other_tokenizer(
     wrong = []
     if kind != here["tokenizer_type"]:
         keys["tokenizer_type"] = kind
+        if kind == "byte":
+            keys["tokenizer_path"] = ""  # does nothing with byte, and is refused beside it
         wrong.append(f"tokenizer_type={kind}, not {here['tokenizer_type']}")
     elif other := [name for name in files if name != SETTINGS and _differs(own, name, files)]:
         wrong.append(f"another {other[0]}")

@@ -276,6 +276,11 @@ def test_shards_of_another_tokenizer_are_refused_and_what_differs_is_named(
     )
     same = dict(tokenizer_type="huggingface", tokenizer_path=str(path), vocab_size=400)
     assert opened("subword", **same)
+    assert refusal("own", **same) == (  # a path beside byte is refused
+        "otherwise than with tokenizer_type=huggingface: with tokenizer_type=byte, not "
+        "huggingface, add_eos=false. Set tokenizer_type=byte tokenizer_path= add_eos=false, or "
+        "prepare the text again."
+    )
     assert refusal("subword", add_eos=False, **same) == (
         "otherwise than with tokenizer_type=huggingface: with add_eos=true. Set add_eos=true, or "
         "prepare the text again."

@@ -1,0 +1,299 @@
+"""Any two features together: a run trains and is read, or is refused with a remedy that works.
+
+Each feature is tested alone elsewhere; here every two values of FACTORS meet in a row at least once
+(a covering array, of allpairspy). The first value of a factor is the plain one, and ids name the
+others.
+"""
+
+import collections
+import gzip
+import json
+import math
+import re
+
+import pytest
+import run_tools as tools
+from allpairspy import AllPairs
+from tiers import corner
+
+from maxdiloco import evaluate, generate, hf, prepare, report, train
+from maxdiloco import tokenizer as tokenizer_program
+from maxdiloco.errors import CheckpointError, ConfigError, DataError
+from maxdiloco.flags import base_yml
+from maxdiloco.preparation import prepare as preparation
+
+pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.xdist_group("pairs")]
+
+SIZES = dict(
+    base_emb_dim=16, base_num_decoder_layers=2, base_mlp_dim=32, base_num_query_heads=2,
+    base_num_kv_heads=2, head_dim=8,
+)  # fmt: skip
+MESH = dict(dcn_diloco_parallelism=2, ici_fsdp_parallelism=1)
+STREAMING = dict(enable_streaming_diloco="true", num_diloco_fragments=2)
+# {factor: {name of a value: the keys it stands for}}; PLACE is the folder of `place` below.
+FACTORS = {
+    "data": {
+        "text": dict(dataset_path="PLACE/text"),
+        "synthetic": dict(dataset_type="synthetic"),
+        "jsonl": dict(dataset_path="PLACE/lines.jsonl.gz", text_column="body"),
+        "parquet": dict(dataset_type="parquet", dataset_path="PLACE/parquet", text_column="body"),
+        "shards": dict(dataset_path="PLACE/shards"),
+    },
+    "sources": {  # SOURCES: what the row reads otherwise, and a text beside it
+        "one_source": {},
+        "mixture": dict(dataset_mixture="SOURCES"),
+        "per_replica": dict(dataset_mixture="SOURCES", dataset_per_replica="true"),
+    },
+    "tokenizer": {
+        "byte": {},
+        "bpe": dict(tokenizer_type="huggingface", tokenizer_path="PLACE/tok.json"),
+        "pieces": dict(tokenizer_type="sentencepiece", tokenizer_path="PLACE/tok.model"),
+        "bpe_any_rows": dict(
+            tokenizer_type="huggingface", tokenizer_path="PLACE/tok.json", vocab_size=-1
+        ),
+    },
+    "model": {
+        "small": SIZES,
+        "named": dict(model_name="tiny"),
+        "gemma": SIZES | dict(
+            model_name="gemma3-1b", override_model_config="true", vocab_size=384,
+            attention_pattern="[local, global]",
+        ),
+        "experts": SIZES | dict(num_experts=4, num_experts_per_tok=2),
+        "imported": dict(yml="PLACE/imported/start.yml"),
+    },  # fmt: skip
+    "mode": {
+        "diloco": {},
+        "data_parallel": dict(enable_diloco="false"),
+        "overlapped": STREAMING | dict(
+            num_communication_overlapping_steps=1, communication_overlapping_alpha=0.5
+        ),
+        "eager": dict(diloco_outer_overlap="eager"),
+        "delayed": dict(diloco_outer_overlap="delayed"),
+    },  # fmt: skip
+    "wire": {
+        "float32_wire": {},
+        "int8": dict(diloco_exchange_dtype="int8", diloco_error_feedback="always"),
+        "float4": dict(diloco_exchange_dtype="float4_e3m0"),
+        "int2": dict(diloco_exchange_dtype="int2"),
+        "topk": dict(diloco_exchange_dtype="topk", diloco_error_feedback="never"),
+    },
+    "carrier": {
+        "auto": {},
+        "program": dict(exchange_carrier="program"),
+        "host": dict(exchange_carrier="host"),
+    },
+    "outer": {
+        "nesterov": {},
+        "rda": dict(diloco_merge="rda", diloco_outer_optimizer="sgd"),
+        "outer_adam": dict(diloco_outer_optimizer="adam"),
+        "alpha": dict(communication_overlapping_alpha=0.25),
+        "outer_on_host": dict(diloco_outer_memory="pinned_host"),
+    },
+    "inner": {
+        "adamw": {},
+        "muon": dict(opt_type="muon"),
+        "sgd": dict(opt_type="sgd"),
+        "offload": dict(optimizer_memory_host_offload="true"),
+    },
+    "mesh": {
+        "two_slices": MESH,
+        "fsdp": MESH | dict(ici_fsdp_parallelism=2),
+        "tensor": MESH | dict(ici_tensor_parallelism=2),
+        "stacked": MESH | dict(dcn_diloco_parallelism=1, num_diloco_replicas=2),
+        "experts_apart": MESH | dict(ici_expert_parallelism=2),
+    },
+    "numbers": {
+        "auto_dtype": {},
+        "bfloat16": dict(dtype="bfloat16", weight_dtype="bfloat16"),
+        "float32": dict(dtype="float32", matmul_precision="highest"),
+    },
+    "batch": {
+        "plain_batch": {},
+        "best_fit": dict(grain_packing_type="best_fit"),
+        "unpacked": dict(packing="false"),
+        "evaluated": dict(
+            eval_interval=2, eval_replicas="mean", eval_sets="{more: PLACE/text}", sample_prompt="a"
+        ),
+        "one_epoch": dict(steps=-1),
+    },
+    "again": {  # what a second start of the run has otherwise; None: there is none
+        "once": None,
+        "other_wire": dict(diloco_exchange_dtype="int8"),
+        "other_mode": STREAMING,
+        "other_mesh": dict(dcn_diloco_parallelism=1, num_diloco_replicas=-1),
+        "other_optimizer": dict(opt_type="sgd"),
+    },
+    "reader": {"evaluate": {}, "generate": {}, "export": {}, "report": {}},
+}
+BASE = dict(
+    hardware="cpu", max_target_length=16, per_device_batch_size=2, remat_policy="none",
+    diloco_sync_period=2, log_period=1, steps=3, eval_steps=1, learning_rate_schedule_steps=10,
+    enable_tensorboard="false", async_checkpointing="false",
+)  # fmt: skip
+ROWS = list(AllPairs(collections.OrderedDict((name, list(of)) for name, of in FACTORS.items())))
+PLAIN = {next(iter(of)) for of in FACTORS.values()}
+ROUNDS = 6  # remedies that a row may need, one after the other
+KEYS = sorted(base_yml.declared(), key=len, reverse=True)
+OPTIONS = ["RUN", "DST", "parameters", "like", "step", "vocab_multiple"]  # of the readers
+# The first word of a remedy.
+IMPERATIVES = "Use|Set|Leave|Give|Add|Lower|Raise|Choose|Prepare|Name|Copy|Mount|Restore|Install"
+DOCUMENTS = [f"the cat number {i} sat on mat {i * 7 % 13}, and why not?\n" * 3 for i in range(60)]
+
+
+def corner_of(rows):
+    """The first rows that bring a value; none for the page alone, which reads any run's files."""
+    seen, kept = {"report"}, []
+    for row in rows:
+        if set(row) - seen:
+            kept.append(row)
+        seen |= set(row)
+    return kept
+
+
+DEFAULT = corner_of(ROWS)
+
+
+def test_every_two_values_meet_and_the_default_tier_has_each_once():
+    for i, first in enumerate(FACTORS):
+        for second in list(FACTORS)[:i]:
+            met = {(getattr(row, first), getattr(row, second)) for row in ROWS}
+            assert len(met) == len(FACTORS[first]) * len(FACTORS[second])
+    names = {value for values in FACTORS.values() for value in values}
+    assert {name for row in DEFAULT for name in row} == names - {"report"}
+
+
+def name_of(row):
+    return "+".join(value for value in row if value not in PLAIN) or "plain"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, programs):
+    """Folder with the data, the tokenizers, a run and its import that FACTORS name."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    trainer = pytest.importorskip("sentencepiece").SentencePieceTrainer
+    folder = tmp_path_factory.mktemp("pairs")
+    for name in ("text", "more", "parquet"):
+        (folder / name).mkdir()
+    for i, document in enumerate(DOCUMENTS):
+        (folder / "text" / f"{i}.txt").write_text(document)
+        (folder / "more" / f"{i}.txt").write_text(document[::-1])
+    lines = [json.dumps({"body": document}) for document in DOCUMENTS]
+    (folder / "lines.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
+    parquet.write_table(pyarrow.table({"body": DOCUMENTS}), folder / "parquet" / "0.parquet")
+    with (folder / "tok.model").open("wb") as model:
+        trainer.train(
+            sentence_iterator=iter(DOCUMENTS), model_writer=model, vocab_size=300,
+            model_type="bpe", byte_fallback=True, num_threads=1, minloglevel=2,
+            hard_vocab_limit=False,
+        )  # fmt: skip
+    text = str(folder / "text")
+    assert tokenizer_program.main([text, f"out={folder / 'tok.json'}", "vocab_size=280"]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preparation.workers, "map_parts", in_this_process)
+        assert prepare.main([text, f"out={folder / 'shards'}"]) == 0
+        keys = BASE | FACTORS["tokenizer"]["bpe"] | SIZES | MESH | dict(dataset_path=text)
+        assert start(folder, keys | dict(run_name="run", base_output_directory=folder)) == 0
+    exported, imported = str(folder / "exported"), str(folder / "imported")
+    assert hf.main(["export", str(folder / "run"), exported]) == 0
+    assert hf.main(["import", exported, imported]) == 0
+    return folder
+
+
+def in_this_process(call, common, calls, processes):
+    """For workers.map_parts: a process of its own costs a second."""
+    return ((number, call(*common, *one)) for number, one in enumerate(calls))
+
+
+def values_of(row, output):
+    """The keys of a row's first start."""
+    values = BASE | dict(base_output_directory=output, run_name="run")
+    for factor, name in row._asdict().items():
+        if factor not in ("again", "reader"):
+            values |= FACTORS[factor][name]
+    if values.get("dataset_mixture"):
+        beside = dict(path="PLACE/more", name="more", dataset_type="text", text_column="text")
+        mine = dict(path=values.pop("dataset_path", "PLACE/text"), name="mine")
+        values["dataset_mixture"] = json.dumps([mine, beside])
+    return values
+
+
+def start(place, values):
+    """Train with these keys; the exit code."""
+    keys = {key: str(value).replace("PLACE", str(place)) for key, value in values.items()}
+    yml = [keys.pop("yml")] if "yml" in keys else []
+    return train.main([*yml, *[f"{key}={value}" for key, value in keys.items()]])
+
+
+def refusal(code, err, known):
+    """The keys that the one line of a refusal names, in its order, and its remedy."""
+    (line,) = err.strip().splitlines()
+    match = re.match(r"(\w+): (.*)", line)
+    kinds = {kind.__name__: kind for kind in (ConfigError, CheckpointError, DataError)}
+    assert match and match[1] in kinds and code == kinds[match[1]].exit_code, line
+    named = re.findall(rf"\b({'|'.join(known)})\b", match[2])
+    remedy = re.search(rf"(?:[.;:] )((?:{IMPERATIVES})\b.*)", match[2])
+    assert named and remedy, f"no key or no remedy: {line}"
+    return named, remedy[1]
+
+
+def mended(values, named, remedy, number):
+    """The keys with one of the remedies taken: of those written key=value the number-th, else
+    without the first named key that is the row's own."""
+    pair = rf"\b({'|'.join(KEYS)})=(\[[^]]*\]|\S*?)(?=[.,;:)]*(?:\s|$))"
+    choices = [c for c in re.split(r",? or ", remedy) if re.search(pair, c)]
+    if choices:
+        chosen = choices[number % len(choices)]
+        values = values | dict(re.findall(pair, chosen))
+        return values | dict(run_name="anew") if "another run_name" in chosen else values
+    fixed = BASE | {key: values[key] for key in ("base_output_directory", "run_name")}
+    own = [key for key in named if key in values and values[key] != fixed.get(key)]
+    assert own, f"the remedy is no key=value, and names no key of the row: {remedy}"
+    return BASE | {key: value for key, value in values.items() if key != own[0]}
+
+
+def trained(place, values, number, capfd):
+    """Start until it trains, with the remedy of each refusal; the keys it trained with."""
+    said = []
+    for _ in range(ROUNDS):
+        capfd.readouterr()
+        code = start(place, values)
+        err = capfd.readouterr().err
+        if code == 0:
+            return values
+        said.append(err.strip())
+        values = mended(values, *refusal(code, err, KEYS), number)
+    raise AssertionError("no remedy helps:\n" + "\n".join(said))
+
+
+def read(reader, run, capfd):
+    """Read a run with a program: it works, or says in a line why not."""
+    folder, out = str(run), run.parent / "read"
+    capfd.readouterr()
+    code = {
+        "evaluate": lambda: evaluate.main([folder, f"report={out}"]),
+        "generate": lambda: generate.main([folder, "max_new_tokens=3", f"output={out}"]),
+        "export": lambda: hf.main(["export", folder, str(out)]),
+        "report": lambda: report.main([folder, f"out={out}"]),
+    }[reader]()
+    if code:
+        refusal(code, capfd.readouterr().err, KEYS + OPTIONS)
+    assert out.exists() == (code == 0)
+
+
+@pytest.mark.parametrize("row", corner(ROWS, DEFAULT), ids=name_of)
+def test_a_row_trains_and_is_read_or_is_refused_with_a_remedy(
+    row, place, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setattr(preparation.workers, "map_parts", in_this_process)
+    number = ROWS.index(row)
+    values = trained(place, values_of(row, tmp_path), number, capfd)
+    change = FACTORS["again"][row.again]
+    if change is not None:
+        more = {} if values["steps"] == -1 else dict(steps=5)
+        values = trained(place, values | change | more, number, capfd)
+    run = tmp_path / values["run_name"]
+    rows = tools.rows(run)
+    assert rows and all(math.isfinite(each["learning/loss"]) for each in rows)
+    assert tools.saved_steps(run)[-1] == rows[-1]["step"]
+    read(row.reader, run, capfd)
