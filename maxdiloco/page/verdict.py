@@ -51,7 +51,8 @@ def health(run: Run) -> str:
     before, now = loss_N[-2 * n : -n].mean(), loss_N[-n:].mean()
     moves = "is flat" if abs(now / before - 1) < FLAT else "falls" if now < before else "rises"
     judged = "Not healthy" if moves == "rises" else "Healthy"
-    text = f"{judged}: the loss {moves}, {before:.4f} to {now:.4f} (means of {n} rows)"
+    rows = "the last two rows" if n == 1 else f"means of {n} rows"
+    text = f"{judged}: the loss {moves}, {before:.4f} to {now:.4f} ({rows})"
     theta_N = run.column("eval/loss")
     theta_N = theta_N[np.isfinite(theta_N)]
     if len(theta_N) and theta_N[-1] > theta_N.min() * (1 + FLAT):

@@ -108,4 +108,4 @@ def check_kind(kind: str, name: str) -> None:
         remedy = f"JSON lines may be compressed, as {' '.join(COMPRESSED)}"
         if name.endswith(PARQUET):
             remedy = "Set dataset_type=parquet"
-        raise DataError(f"dataset_type=text: {name} is no text. {remedy}; or leave it out.")
+        raise DataError(f"dataset_type=text: {name} is no text. {remedy}; or leave the file out.")
