@@ -9,7 +9,7 @@ from maxdiloco.trainer import run_tokenizer
 
 
 def test_the_byte_tokenizer_has_384_rows_and_a_given_number_stays():
-    """257 tokens; 3 * 128 = 384. The rows beyond the tokens are padding, whose logits are masked."""
+    """257 tokens; 3 * 128 = 384. The rows after them are padding, whose logits are masked."""
     assert sizes("vocab_size=-1") == (257, 384)
     assert sizes("vocab_size=300") == (300, -1)
     assert sizes("vocab_size=-1", "padded_vocab_size=260") == (257, 260)
