@@ -32,6 +32,7 @@ RUN = tools.TINY | {
     "vocab_size": -1,
     "tokenizer_type": "huggingface",
     "max_target_length": 48,
+    "per_device_batch_size": 4,
     "diloco_sync_period": 5,
     "steps": 22,  # between rounds: the replicas differ
     "log_period": 11,
