@@ -28,15 +28,19 @@ def test_at_tau_1_the_embedding_and_the_layers_have_a_length_each():
     assert sent(sizes, (40 * K,), 1) == 120 * K
 
 
-def test_either_kind_may_be_the_larger_one():
-    assert pieces([10 * K, 40 * K, 40 * K], 1) == (10 * K, 30 * K)
-
-
-def test_the_second_length_is_the_one_that_saves_most():
-    """80 tiles of 120, where chunks of 10 send 90. If equal the longer one, which takes no more
-    steps: 100 tiles either way."""
-    assert pieces([40 * K, 20 * K, 10 * K], 1) == (20 * K, 20 * K)
-    assert pieces([40 * K, 20 * K, 10 * K, 10 * K], 1) == (20 * K, 20 * K)
+@pytest.mark.parametrize(
+    "sizes, max_chunks, found",
+    [
+        ([10, 40, 40], 1, (10, 30)),  # either kind may be the larger one
+        ([40, 20, 10], 1, (20, 20)),  # the one that saves most: 80 tiles of 120, not 90
+        ([40, 20, 10, 10], 1, (20, 20)),  # 100 either way: the longer one takes no more steps
+        ([40] * 4, 3, (14,)),  # equal fragments have one length
+        ([100] * 30 + [10], 1, (100,)),  # it would save 3 %, and has to save a tenth
+        ([100] * 2 + [10], 1, (10, 90)),
+    ],
+)
+def test_the_second_length_is_the_one_that_saves_most_if_it_saves_enough(sizes, max_chunks, found):
+    assert pieces([K * size for size in sizes], max_chunks) == tuple(K * size for size in found)
 
 
 def test_the_arrays_of_a_short_chunk_are_the_first_of_a_long_one():
@@ -72,17 +76,7 @@ def test_no_length_sends_more_than_one_for_all(max_chunks):
         assert size <= cut.size and cut.num_chunks <= max_chunks
 
 
-def test_a_second_length_has_to_save_a_tenth():
-    """30 fragments of 100 tiles and one that could save 90: 3 %. Control: with two it is 30 %."""
-    assert pieces([100 * K] * 30 + [10 * K], 1) == (100 * K,)
-    assert pieces([100 * K] * 2 + [10 * K], 1) == (10 * K, 90 * K)
-
-
 def test_a_second_length_has_to_save_64_KiB():
     """30 tiles a device: 30 KiB for one device and one byte an element, 120 KiB for four."""
     assert pieces([40 * K, 10 * K], 1, unit=1) == (40 * K,)
     assert pieces([40 * K, 10 * K], 1, unit=4) == (10 * K, 30 * K)
-
-
-def test_equal_fragments_have_one_length():
-    assert pieces([40 * K] * 4, 3) == (14 * K,)

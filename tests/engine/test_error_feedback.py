@@ -6,7 +6,6 @@ The numbers of whole runs are held to the oracle in tests/integration/test_wires
 """
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
@@ -67,17 +66,6 @@ def test_what_is_left_over_by_hand():
     norm = np.sqrt(4 * 0.375**2 + 2 * (0.0625**2 + 0.8125**2))
     found = algorithm.extra_metrics(state, range(1, 3))["diloco/residual_norm"]
     assert found == pytest.approx(1.5 * norm, rel=1e-6)
-
-
-def test_what_has_arrived_is_all_that_was_moved_less_the_residual():
-    """Outer SGD of rate 1 adds up what arrives; six rounds move 1 and 2 times MOVED each."""
-    algorithm = made()
-    state = steps(algorithm, start(algorithm), 12)
-    theta = algorithm.outer_params(state)
-    for name, moved in MOVED.items():
-        left = np.asarray(state.residual[name]).mean(0)
-        np.testing.assert_allclose(-theta[name], 6 * 1.5 * moved - left, rtol=1e-5)
-    assert np.abs(left).max() > 0.1
 
 
 def test_a_wire_has_feedback_by_its_nature_or_by_request():
@@ -181,25 +169,25 @@ def test_with_more_replicas_each_takes_the_residual_of_its_number_mod_m():
     assert lines == ["replicas 2 -> 4: replica r goes on from what was replica r mod 2."]
 
 
-@pytest.mark.parametrize("options, said", [
-    (dict(exchange_dtype="topk"), "the residuals of the replicas begin at zero."),
-    (dict(exchange_dtype="int8"), "the residuals of the replicas are dropped."),
-    (dict(error_feedback=False), "the residuals of the replicas are dropped."),
-])  # fmt: skip
-def test_another_wire_or_none_begins_without_residuals_and_says_so(options, said):
-    algorithm = made()
+BEGIN, DROPPED = "begin at zero", "are dropped"
+
+
+@pytest.mark.parametrize(
+    "old, new, said",
+    [
+        ({}, dict(exchange_dtype="topk"), BEGIN),
+        ({}, dict(exchange_dtype="int8"), DROPPED),
+        ({}, dict(error_feedback=False), DROPPED),
+        (dict(error_feedback=False), {}, BEGIN),
+    ],
+)
+def test_another_wire_or_feedback_begins_without_residuals_and_says_so(old, new, said):
+    algorithm = made(**old)
     state = steps(algorithm, start(algorithm), 2)
-    resumer = made(**options)
+    resumer = made(**new)
     again, lines = restored(algorithm, state, resumer)
-    assert lines[-1] == f"error feedback: {said}"
+    assert lines[-1] == f"error feedback: the residuals of the replicas {said}."
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(again.residual))
-    steps(resumer, again, 3)
-
-
-def test_a_run_without_feedback_may_begin_it():
-    algorithm = made(error_feedback=False)
-    state = steps(algorithm, start(algorithm), 2)
-    resumer = made()
-    again, lines = restored(algorithm, state, resumer)
-    assert lines[-1] == "error feedback: the residuals of the replicas begin at zero."
-    assert jnp.abs(steps(resumer, again, 2).residual["w"]).max() > 0
+    state = steps(resumer, again, 3)
+    if not new:  # topk sends all of leaves as small as these
+        assert np.abs(np.asarray(state.residual["w"])).max() > 0

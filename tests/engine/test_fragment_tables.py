@@ -183,13 +183,6 @@ def test_what_only_fills_chunks_is_told_as_padding():
     assert [row[5] for row in read(describe.fragment_table(layout, exact))[0]] == [0] * 5
 
 
-def test_sequential_layers_are_told_as_runs():
-    """6 layers over 4 fragments: the first two have one more."""
-    layout = layout_of("35m", 5, sequential_layers=True)
-    table, _ = read(describe.fragment_table(layout, wire_bytes(layout)))
-    assert [row[1] for row in table] == ["none", "0-1", "2-3", "4", "5"]
-
-
 def test_a_fragment_far_above_the_others_is_told_with_its_bytes_and_a_remedy():
     """35m: the embedding is 47 % of it. Control: cut in two by rows it is no longer."""
     layout = layout_of("35m", 5)
@@ -232,20 +225,6 @@ def test_the_outer_state_is_told_with_its_memory_and_whose_it_is(overlap, factor
     assert float(found[2]) == pytest.approx(theta, abs=0.05 + 0.005 * factor)
     assert float(found[1]) == pytest.approx(2 * theta, abs=0.05 + 0.01 * factor)
     assert line.endswith(f", {copies}, kept in device")
-
-
-@pytest.mark.parametrize("memory", ["device", "pinned_host"])
-def test_the_outer_state_lies_where_the_flag_says(memory):
-    """All of theta and of the outer optimizer's state; the replicas stay on the device."""
-    flags = [*FLAGS, "model_name=tiny", f"diloco_outer_memory={memory}"]
-    cfg = config.load(flags, {})
-    mesh = parts_of("tiny").mesh
-    parts = assemble.assemble(cfg, mesh, total_steps=1, on_compile=lambda *_: None)
-    state = parts.trainer.abstract_state
-    outer = jax.tree.leaves((state.outer, state.outer_opt))
-    assert {x.sharding.memory_kind == "pinned_host" for x in outer} == {memory == "pinned_host"}
-    replicas = jax.tree.leaves((state.params, state.opt_state))
-    assert not any(x.sharding.memory_kind == "pinned_host" for x in replicas)
 
 
 @pytest.mark.parametrize(
