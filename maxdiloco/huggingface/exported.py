@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 from etils import epath
 
-from maxdiloco.checkpoint import by_part, read
+from maxdiloco.checkpoint import by_part, read, theta
 from maxdiloco.checkpoint.read import Restored
 from maxdiloco.engine.trainer import OUTER_PARAMS
 from maxdiloco.errors import ConfigError
@@ -156,10 +156,16 @@ def _carried(cfg: Config, found: Restored, like: str) -> pathlib.Path | None:
 
 
 def _readers(found: Restored, parameters: str, names: Sequence[str]) -> list[by_part.Reader]:
-    """One reader, or for the mean one a replica. Raises ConfigError for other parameters."""
-    if parameters == "outer":
-        return [by_part.Reader(found.path, OUTER_PARAMS, names)]
+    """One reader, or for a mean one a replica. Raises ConfigError for other parameters.
+
+    theta of a run with eager updates is the mean over its replicas, as checkpoint.theta reads it.
+    """
+    item = theta.item_of(found.meta)
+    if parameters == "outer" and item == OUTER_PARAMS:
+        return [by_part.Reader(found.path, item, names)]
     R = found.meta["num_replicas"]
+    if parameters == "outer":
+        return [by_part.Reader(found.path, item, names, entry) for entry in range(R)]
     given = re.fullmatch(r"replica_([0-9]{1,9})", parameters)
     if parameters != "mean" and not (given and int(given[1]) < R):
         raise ConfigError(

@@ -194,3 +194,13 @@ def test_a_run_on_bytes_is_exported_with_a_tokenizer_of_bytes(place, capfd):
     assert tokenizer.decode(list(text.encode())) == text
     ours = our_greedy(folder, "the", 8, capfd)
     assert greedy(out, "the", 8) == ours
+
+
+def test_an_eager_run_is_exported_as_the_mean_of_its_replicas_thetas(place):
+    """The tied table is written as it is for the head. Seven steps of H=5: the thetas differ."""
+    folder, out = run(place, "eager", diloco_outer_overlap="eager", steps=7), place / "eager_out"
+    assert hf.main(["export", str(folder), str(out)]) == 0
+    theta_R = leaf(folder, "outer", "embedding")
+    assert np.any(theta_R[0] != theta_R[1])
+    head = load_file(out / "model.safetensors")["lm_head.weight"]
+    np.testing.assert_array_equal(head, (theta_R[0] + theta_R[1]) / np.float32(2))
