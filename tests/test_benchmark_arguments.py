@@ -147,8 +147,3 @@ def test_the_names_of_a_benchmark_are_no_keys_of_the_trainer(benchmark):
     keys = set(base_yml.declared(rows.ROOT / "configs" / "base.yml"))
     assert set(benchmark.KEYS) <= keys and arguments.SET_HERE <= keys
     assert not set(benchmark.OWN) & keys
-
-
-def test_the_names_of_the_benchmark_of_torchft_are_those_of_the_thin_link_and_one_more():
-    assert set(peer_torchft.OWN) - set(thin_link.OWN) == {"bucketization"}
-    assert set(peer_torchft.CHOSEN) <= set(thin_link.OWN)

@@ -1,6 +1,7 @@
-"""What README and the pages beside it say of the code is there: flags, folders, modules, extras."""
+"""What README and the pages beside it say of the code, and the figure that they show, are true."""
 
 import ast
+import importlib.util
 import pathlib
 import re
 
@@ -63,3 +64,14 @@ def test_every_flag_in_the_readme_exists():
     known |= {"step_time", "slice_bandwidth_gbps", "latency_ms", "watch"}
     assert unknown_flags(commands) <= known
     assert unknown_flags("use `stepz=5`") == {"stepz"}
+
+
+def test_the_figure_in_docs_is_current_and_shows_what_overlaps():
+    """H=12, P=3, tau=3: nine chunks beside steps; eager: all twelve steps carry one."""
+    spec = importlib.util.spec_from_file_location("draw", ROOT / "scripts" / "draw_schedules.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    figure = module.draw()
+    assert (ROOT / "docs" / "schedules.svg").read_text(encoding="utf-8") == figure
+    assert figure.count(">f0.2<") == 2 and figure.count(">f0.3<") == 1
+    assert figure.count('fill="#cc2222"') == 1 + 3  # DiLoCo waits once, streaming three times

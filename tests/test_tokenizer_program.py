@@ -136,9 +136,3 @@ def test_what_cannot_work_is_refused_in_one_line(
     line = capsys.readouterr().err.strip()
     assert words in line and "\n" not in line
     assert not (tmp_path / "a.json").exists()
-
-
-def test_help_names_every_option(capsys):
-    assert program.main(["--help"]) == 0
-    text = capsys.readouterr().out
-    assert all(f"  {name}=" in text for name in program.MEANING)
