@@ -54,58 +54,56 @@ def sends(H, P, tau=0, until=12, **settings):
 # --- fragments --------------------------------------------------------------------------------
 
 
-FIVE = ("layers", 0, (0, 1, 2, 3, 4))
-ROW = [0, 1, 2, 0, 1]
-LEAVES = [(1,), (1,), (), (2,), (1,)]  # without layers whole leaves are dealt in tree order
+def test_layers_are_strided_behind_the_nonlayer_fragment():
+    """Fragment 0 is the non-layer part; layer i is in 1 + (i mod 2): five layers do not divide."""
+    kinds = (("layers", 0, (0, 1, 2, 3, 4)), None)
+    assert owners([(5,), (2,)], num_fragments=3, kinds=kinds) == [[1, 2, 1, 2, 1], [0, 0]]
+
+
+def test_layers_in_contiguous_runs_are_longer_first():
+    """Five layers over two fragments: three and two."""
+    kinds = (("layers", 0, (0, 1, 2, 3, 4)), None)
+    homes = owners([(5,), (2,)], num_fragments=3, kinds=kinds, sequential=True)
+    assert homes == [[1, 1, 1, 2, 2], [0, 0]]
+
+
+def test_layers_alone_begin_at_fragment_zero():
+    kinds = (("layers", 1, (0, 1, 2, 3, 4)),)
+    row = [0, 1, 2, 0, 1]
+    assert owners([(2, 5)], num_fragments=3, kinds=kinds) == [[row, row]]
+
+
+def test_a_leaf_of_repeated_blocks_follows_its_layers():
+    """Layers 0, 3, 6 and 1, 2, 4, 5 of seven over three: mod 3 they are 0, 0, 0 and 1, 2, 1, 2."""
+    kinds = (("layers", 0, (0, 3, 6)), ("layers", 0, (1, 2, 4, 5)))
+    assert owners([(3,), (4,)], num_fragments=3, kinds=kinds) == [[0, 0, 0], [1, 2, 1, 2]]
+
+
+def test_vocabulary_rows_are_spread_over_two_nonlayer_fragments():
+    """k=2: row v in v mod 2, other non-layer leaves in 0, layer i in 2 + (i mod (4 - 2))."""
+    kinds = (("vocabulary", 0), ("layers", 0, (0, 1, 2)), None)
+    homes = owners([(5,), (3,), (2,)], num_fragments=4, num_nonlayer=2, kinds=kinds)
+    assert homes == [[0, 1, 0, 1, 0], [2, 3, 2], [0, 0]]
+
+
+def test_vocabulary_rows_stay_together_with_one_nonlayer_fragment():
+    kinds = (("vocabulary", 0), ("layers", 0, (0, 1, 2)))
+    assert owners([(3,), (3,)], num_fragments=3, kinds=kinds) == [[0, 0, 0], [1, 2, 1]]
 
 
 @pytest.mark.parametrize(
-    ("shapes", "settings", "homes"),
-    [
-        # Fragment 0 is the non-layer part; layer i is in 1 + (i mod 2): five do not divide.
-        ([(5,), (2,)], dict(num_fragments=3, kinds=(FIVE, None)), [[1, 2, 1, 2, 1], [0, 0]]),
-        # Runs are longer first: three and two.
-        (
-            [(5,), (2,)],
-            dict(num_fragments=3, kinds=(FIVE, None), sequential=True),
-            [[1, 1, 1, 2, 2], [0, 0]],
-        ),
-        # Layers alone begin at fragment zero.
-        ([(2, 5)], dict(num_fragments=3, kinds=(("layers", 1, FIVE[2]),)), [[ROW, ROW]]),
-        # Repeated blocks: 0, 3, 6 and 1, 2, 4, 5 of seven over three are 0, 0, 0 and 1, 2, 1, 2.
-        (
-            [(3,), (4,)],
-            dict(num_fragments=3, kinds=(("layers", 0, (0, 3, 6)), ("layers", 0, (1, 2, 4, 5)))),
-            [[0, 0, 0], [1, 2, 1, 2]],
-        ),
-        # k=2: row v in v mod 2, other non-layer leaves in 0, layer i in 2 + (i mod (4 - 2)).
-        (
-            [(5,), (3,), (2,)],
-            dict(
-                num_fragments=4,
-                num_nonlayer=2,
-                kinds=(("vocabulary", 0), ("layers", 0, (0, 1, 2)), None),
-            ),
-            [[0, 1, 0, 1, 0], [2, 3, 2], [0, 0]],
-        ),
-        # With k=1 the rows stay together.
-        (
-            [(3,), (3,)],
-            dict(num_fragments=3, kinds=(("vocabulary", 0), ("layers", 0, (0, 1, 2)))),
-            [[0, 0, 0], [1, 2, 1]],
-        ),
-        (LEAVES, dict(num_fragments=2), [[0], [1], 0, [1, 1], [0]]),
-        (LEAVES, dict(num_fragments=2, sequential=True), [[0], [0], 0, [1, 1], [1]]),
-        # One fragment holds everything.
-        (
-            [(2,), (1,), (2,)],
-            dict(num_nonlayer=2, kinds=(("layers", 0, (0, 1)), None, ("vocabulary", 0))),
-            [[0, 0], [0], [0, 0]],
-        ),
-    ],
+    ("sequential", "homes"),
+    [(False, [[0], [1], 0, [1, 1], [0]]), (True, [[0], [0], 0, [1, 1], [1]])],
 )
-def test_each_value_lies_in_the_fragment_that_the_rule_names(shapes, settings, homes):
-    assert owners(shapes, **settings) == homes
+def test_without_layers_whole_leaves_are_dealt_in_tree_order(sequential, homes):
+    """Five leaves over two fragments, one of them a scalar."""
+    shapes = [(1,), (1,), (), (2,), (1,)]
+    assert owners(shapes, num_fragments=2, sequential=sequential) == homes
+
+
+def test_one_fragment_holds_everything():
+    kinds = (("layers", 0, (0, 1)), None, ("vocabulary", 0))
+    assert owners([(2,), (1,), (2,)], num_nonlayer=2, kinds=kinds) == [[0, 0], [0], [0, 0]]
 
 
 def test_an_empty_fragment_is_refused():
@@ -134,6 +132,10 @@ def test_given_offsets_are_taken_mod_the_period():
     }
 
 
+def test_a_period_of_one_sends_after_every_step():
+    assert sends(1, 1, until=3) == {0: ([1, 2, 3], [1, 2, 3])}
+
+
 # --- the algorithm, one value -----------------------------------------------------------------
 
 STEADY = [(-1.0, -3.0)] * 5  # replica 0 moves by -1 a step, replica 1 by -3
@@ -156,6 +158,12 @@ def test_overlap_mixes_the_steps_taken_meanwhile():
     assert seen[2] == ([5, 3.5], [5])
     assert seen[3] == ([4, 0.5], [5])
     assert seen[4] == ([2.578125, 1.203125], [2.4375])
+
+
+def test_sgd_is_without_the_look_ahead():
+    """As the first case with m alone: theta = 8 - 4/2 = 6, then x = 4, 0; g = 2, 6; m = 6; 3."""
+    seen = run(Settings(2, 2, outer="sgd", outer_lr=0.5, outer_momentum=0.5), STEADY[:4])
+    assert [theta for _, theta in seen] == [[8], [6], [6], [3]]
 
 
 GROWING = [(-1.0, -3.0), (-2.0, -6.0), (-3.0, -9.0)]
@@ -192,6 +200,12 @@ def test_eager_merges_with_the_own_outer_parameters():
     assert seen == [([7.25, 5.75], [7.5, 6.5]), ([5.0625, 1.1875], [4.875, 2.625])]
 
 
+def test_eager_reports_the_mean_of_the_replicas_outer_parameters():
+    simulated = Oracle(Settings(2, 1, outer_overlap="eager", **PLAIN), add, [np.array([8.0])], 0)
+    simulated.step(GROWING[0])
+    assert simulated.outer_params()[0].tolist() == [7.0]  # of 7.5 and 6.5
+
+
 def test_every_term_passes_the_codec():
     """Rounding down, g = 1.5, 3.5 arrive as 1, 3. Plain: theta = 8 - 2. Eager: 1/2 and 3/2, then
     x = 6, 3; g = 1.5, 3.5 again: (1 + 3)/2 = 2 for both."""
@@ -213,15 +227,34 @@ def test_adam_has_bias_corrected_moments():
 # --- the algorithm, two fragments -------------------------------------------------------------
 
 
+def two_leaves(settings, steps):
+    """Leaves a and b from 0; replica 0 moves by 1 a step, replica 1 by 3. [(a of m, b of m)]."""
+    simulated = Oracle(settings, add, [np.zeros(1), np.zeros(1)], 0)
+    seen = []
+    for _ in range(steps):
+        simulated.step((1.0, 3.0))
+        seen.append(tuple([r[i].item() for r in simulated.replicas] for i in range(2)))
+    return simulated, seen
+
+
 def test_fragments_are_averaged_at_their_own_steps():
     """H=2, P=2: a after steps 2, 4; b after 1, 3, the first time one step after the start."""
-    simulated = Oracle(Settings(2, 2, num_fragments=2, **PLAIN), add, [np.zeros(1), np.zeros(1)], 0)
-    seen = []
-    for _ in range(4):
-        assert simulated.step((1.0, 3.0)) == [1.0, 3.0]
-        seen.append(tuple([r[i].item() for r in simulated.replicas] for i in range(2)))
+    _, seen = two_leaves(Settings(2, 2, num_fragments=2, **PLAIN), 4)
     assert seen == [([1, 3], [2, 2]), ([4, 4], [3, 5]), ([5, 7], [6, 6]), ([8, 8], [7, 9])]
-    assert simulated.opt_states == [4, 4]
+
+
+def test_outer_optimizer_state_is_kept_per_fragment():
+    """Adam's first step is lr * sign(g), also for a, whose first step comes after b's."""
+    settings = Settings(2, 2, num_fragments=2, outer="adam", outer_lr=0.25)
+    simulated, _ = two_leaves(settings, 2)
+    np.testing.assert_allclose(np.concatenate(simulated.outer_params()), [0.25, 0.25], rtol=1e-7)
+
+
+def test_inner_optimizer_state_and_metrics_stay_with_their_replica():
+    simulated = Oracle(Settings(2, 3), add, [np.zeros(1)], 0)
+    assert simulated.step((1.0, 3.0)) == [1.0, 3.0]
+    simulated.step((1.0, 3.0))
+    assert simulated.opt_states == [2, 2]
 
 
 def test_the_oracle_imports_nothing_of_the_package():
