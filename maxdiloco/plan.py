@@ -51,7 +51,8 @@ def main(argv: Sequence[str]) -> int:
     if not cfg.compile_topology and "step_time" not in options.numbers:
         raise ConfigError(
             "step_time is not given and compile_topology is empty, so the time of a step is "
-            "unknown. Give step_time=0.8 (seconds), or compile_topology=v5e-16 or h100-8."
+            "unknown. Give step_time=0.8 (seconds), or compile_topology=v5e-16 or h100-8 with "
+            "compile_topology_num_slices=2."
         )
     from maxdiloco.trainer import run_tokenizer
 

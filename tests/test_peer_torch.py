@@ -46,6 +46,12 @@ def test_a_loop_answers_each_turn_and_its_end_is_an_error_with_its_last_words(to
         torch.step()
 
 
+def test_models_of_different_size_are_not_compared():
+    peer_torch.check_size(7, 7)
+    with pytest.raises(RowError, match="8 parameters here, 7 in torch"):
+        peer_torch.check_size(8, 7)
+
+
 class Ours:
     """A case whose steps take 0.25 s and 0.5 s of CPU time."""
 

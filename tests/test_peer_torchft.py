@@ -1,31 +1,101 @@
-"""The benchmark beside torchft: its environment, what is checked of torchft, the table by hand.
+"""The benchmark beside torchft: its arguments, what is checked of torchft, the table's arithmetic.
 
 torch is no dependency: its process runs only in the benchmark, in an environment of its own.
 """
 
+import json
+import pathlib
 import subprocess
+import sys
+import types
 
 import pytest
 from thin_link_rows import measured
 
 from benchmarks import peer_torchft
-from benchmarks.link import torchft_rows
-from benchmarks.link.rows import RowError
+from benchmarks.link import torchft_process, torchft_rows
+from benchmarks.link.rows import Row, RowError
 from maxdiloco.errors import ConfigError
 
+# -- arguments ----------------------------------------------------------------------------------
 
-def test_an_environment_that_pip_cannot_make_is_refused_with_pips_last_line(tmp_path, monkeypatch):
-    words = "ERROR: No matching distribution found for torchft==0.2.0"
+
+def test_turns_alternate_between_the_trainers_and_begin_and_end_with_both_plain_steps():
+    _, turns, _ = peer_torchft.arguments(["rates=unlimited,5"])
+    plain, again = Row("plain"), Row("plain", turn=1)
+    at_rates = [
+        (trainer, Row("overlapped", wire, carrier, rate))
+        for rate in ("unlimited", "5")
+        for trainer, wire, carrier in (
+            ("maxdiloco", "float32", "host"),
+            ("torchft", "float32", "gloo"),
+            ("maxdiloco", "float4_e3m0", "host"),
+        )
+    ]
+    assert turns == [
+        ("maxdiloco", plain), ("torchft", plain), *at_rates,
+        ("maxdiloco", again), ("torchft", again),
+    ]  # fmt: skip
+
+
+def test_the_keys_of_the_model_are_the_trainers_and_torchft_gets_them():
+    setup, turns, out = peer_torchft.arguments(["periods=3", "vocab_size=1000"])
+    plain, job = (
+        torchft_rows.job(1, ["10.77.0.1", "10.77.0.2"], row, setup, out / "logs")
+        for _, row in turns[1:3]
+    )
+    assert job["exchange"] and not plain["exchange"]
+    # 2 periods before the window, 3 in it, 1 for the checks, of 20 steps.
+    assert (job["steps"], job["replicas"], job["fast_ms"]) == (6 * 20, 2, 120.0)
+    assert set(job["spec"]) == set(torchft_rows.SPEC)
+    assert (job["spec"]["vocab_size"], job["spec"]["base_mlp_dim"]) == (1000, 544)
+    assert json.loads(json.dumps(job)) == job
+
+
+# -- torchft's environment and process ----------------------------------------------------------
+
+
+@pytest.fixture
+def pip(tmp_path, monkeypatch):
+    """What is run to make an environment; `says` is pip's last word, and its failure."""
+    found = types.SimpleNamespace(ran=[], says="")
 
     def run(command, *, stdout, **_):
+        found.ran.append(command)
         (tmp_path / "venv").mkdir(exist_ok=True)
-        print(words, file=stdout, flush=True)
-        return subprocess.CompletedProcess(command, int("pip" in command))
+        failed = "pip" in command and found.says
+        print(found.says if failed else "", file=stdout, flush=True)
+        return subprocess.CompletedProcess(command, int(bool(failed)))
 
     monkeypatch.setattr(torchft_rows.subprocess, "run", run)
+    return found
+
+
+def test_an_environment_that_is_there_is_used_again_and_one_of_other_versions_is_not(tmp_path, pip):
+    wanted = torchft_rows.REQUIREMENTS
+    python = torchft_rows.environment(tmp_path, wanted)
+    assert python == tmp_path / "venv" / "bin" / "python"
+    assert [command[:3] for command in pip.ran] == [
+        [sys.executable, "-m", "venv"], [str(python), "-m", "pip"],
+    ]  # fmt: skip
+    assert torchft_rows.environment(tmp_path, wanted) == python and len(pip.ran) == 2
+    torchft_rows.environment(tmp_path, ("torchft==0.0.1",))
+    assert pip.ran[3][-1] == "torchft==0.0.1"
+
+
+def test_an_environment_that_pip_cannot_make_is_refused_with_pips_last_line(tmp_path, pip):
+    pip.says = "ERROR: No matching distribution found for torchft==0.2.0"
     words = f"out={tmp_path}: .* found for torchft==0.2.0 .*pip.log.*needs a package index"
     with pytest.raises(ConfigError, match=words):
         torchft_rows.environment(tmp_path, torchft_rows.REQUIREMENTS)
+
+
+def test_the_process_of_torchft_runs_as_a_file_without_torch_or_a_package_of_ours():
+    """Its functions import torch; -I as in the benchmark: no path but the standard library's."""
+    path = pathlib.Path(torchft_process.__file__)
+    code = f"import runpy; runpy.run_path({str(path)!r}, run_name='driver')"
+    command = [sys.executable, "-I", "-S", "-c", code]
+    assert subprocess.run(command, capture_output=True, text=True).stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -94,3 +164,10 @@ def test_bytes_other_than_the_payload_end_with_code_one(both, tmp_path, capsys):
     both[3]["claimed_per_step"] = 2000.0  # (1,150 - 100) / 2,000
     assert peer_torchft.report(tmp_path, setup, both) == 1
     assert "bytes: torchft float32 at 10 Mbit/s: 0.525 of the payload" in capsys.readouterr().out
+
+
+def test_models_of_different_size_are_not_compared(both):
+    peer_torchft.same_model(both)
+    both[1]["parameters"] += 64
+    with pytest.raises(RowError, match="the models have 1000000 and 1000064 parameters"):
+        peer_torchft.same_model(both)

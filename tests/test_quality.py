@@ -7,7 +7,7 @@ import types
 import pytest
 
 from benchmarks import quality
-from benchmarks.learning import modes, plan, rows, table
+from benchmarks.learning import draw, modes, plan, rows, table
 from benchmarks.learning.modes import BY_NAME, DATA_PARALLEL, DELAYED, DILOCO, SCALES
 from benchmarks.learning.plan import Row
 from benchmarks.learning.traffic import traffic
@@ -156,6 +156,12 @@ def test_a_seed_is_compared_with_the_same_seed_and_those_that_are_missing_are_sa
     assert cells(done)[2:5] == ["2.1000", "one seed (1 of 2 seeds)", "+5.00%"]
     # A mode without a best rate is left out.
     assert DELAYED not in table.table(found_of(done, (DATA_PARALLEL, DILOCO, DELAYED)), SCALE)
+
+
+def test_the_figures_have_a_line_for_every_mode():
+    found = found_of(tuned())
+    assert draw.curves(found, "a", 1024).count('stroke-width="1.6"') == 2
+    assert "times fewer" in draw.tradeoff(found, "b")
 
 
 # -- command line -------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Short runs: the trainer accepts each, the table and the figures say what they are."""
 
+import json
+
 import pytest
 
 from benchmarks import symptoms
@@ -42,3 +44,12 @@ def test_the_table_compares_with_data_parallelism_of_as_many_steps(group):
     assert len(compared) >= 4 and all("+0.0%" in line for line in compared)
     assert not any("%" in line for line in lines[2:] if line not in compared)
     assert "| 0.4 | 0.1 | 0.001 |" in lines[3]
+
+
+def test_a_case_that_is_there_is_not_run_again(tmp_path):
+    case = SYMPTOMS[0]
+    folder = tmp_path / symptoms.folder_name(case) / "run"
+    folder.mkdir(parents=True)
+    rows = series((100, 200), 2.0)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert symptoms.rows_of(case, {}, tmp_path) == rows

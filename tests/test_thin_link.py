@@ -3,6 +3,7 @@
 What needs root, to make network namespaces, is in test_thin_link_hosts.py.
 """
 
+import io
 import json
 import pathlib
 import types
@@ -11,9 +12,11 @@ import pytest
 from thin_link_rows import PLAIN, SETUP, measured
 
 from benchmarks import thin_link
-from benchmarks.link import arguments, command, grid, rows
+from benchmarks.link import arguments, command, grid, process, rows
 from benchmarks.link.arguments import Part
 from benchmarks.link.grid import Row, Window
+from maxdiloco.diloco import schedule
+from maxdiloco.engine import data_parallel
 
 # -- times --------------------------------------------------------------------------------------
 
@@ -236,3 +239,30 @@ def test_the_claim_is_that_of_the_logs_in_the_window(tmp_path):
     assert rows.claimed(path, Window(41, 50, 70)) == 500
     path.write_text(json.dumps({"step": 20}) + "\n")
     assert rows.claimed(path, Window(20, 60, 70)) is None
+
+
+def test_the_programs_of_an_inner_step_are_called_so():
+    assert schedule.INNER.startswith(process.INNER)
+    assert schedule.INNER_EXCHANGE.startswith(process.INNER)
+    for name in (schedule.PACK, schedule.MERGE, schedule.SYNCHRONISE, schedule.OUTER_STEP):
+        assert not name.startswith(process.INNER)
+    source = pathlib.Path(data_parallel.__file__).read_text(encoding="utf-8")
+    assert f'"{process.INNER[1]}",' in source
+
+
+def test_an_inner_program_writes_its_time_and_sleeps_after_its_results():
+    class Program:
+        def __init__(self, name):
+            self.name = name
+
+        def __call__(self, x):
+            order.append(self.name)
+            return x
+
+    order, trace = [], io.StringIO()
+    process.trace_steps(Program, trace, 0.05, lambda results: order.append(f"waited {results}"))
+    assert Program("pack")(1) == 1 and not trace.getvalue()
+    assert Program("inner")(2) == 2 and Program("inner + exchange")(3) == 3
+    assert order == ["pack", "inner", "waited 2", "inner + exchange", "waited 3"]
+    first, second = map(float, trace.getvalue().split())
+    assert second - first >= 0.05

@@ -11,6 +11,16 @@ from benchmarks.link.counters import Sample
 MODES = ("data_parallel", "diloco", "streaming", "overlapped", "eager")
 
 
+def test_the_kernel_s_counters_are_read():
+    text = (
+        "Inter-|   Receive                            |  Transmit\n"
+        " face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs\n"
+        "    lo:       0       0    0    0    0     0          0         0        0       0    0\n"
+        " port0: 1234567    8901    0    0    0     0          0         7      765      43    0\n"
+    )
+    assert counters.parse(text)["port0"] == (1_234_567, 765)
+
+
 def samples(*sent):
     """One host, a sample every 50 ms; it receives nothing."""
     return [Sample(k * 0.05, (n,), (0,)) for k, n in enumerate(sent)]
@@ -142,6 +152,18 @@ def test_what_is_claimed_is_said_where_data_parallelism_starves():
 def shapes(figure, name):
     root = ElementTree.fromstring(figure)
     return [shape for shape in root.iter() if shape.tag.endswith(f"}}{name}")]
+
+
+def test_the_figure_of_utilisation_has_a_line_for_every_mode_wire_and_carrier():
+    """Five modes at two rates; 0, 20, .. 100 % are lines too, and each line is in the legend."""
+    rows = [PLAIN]
+    for rate, step_ms in (("unlimited", 200.0), ("10", 400.0)):
+        rows += [measured(mode, step_ms, rate=rate) for mode in MODES]
+    lines = shapes(draw.utilisation(rows, SETUP), "polyline")
+    assert len(lines) == 6 + 2 * 5
+    xs, ys = zip(*(point.split(",") for point in lines[6].get("points").split()), strict=True)
+    assert float(xs[0]) < float(xs[1])
+    assert [float(y) for y in ys] == [draw.TOP + draw.HEIGHT / 2, draw.TOP]  # 50 % and 100 %
 
 
 def test_the_figure_of_a_period_shows_the_thinnest_link():

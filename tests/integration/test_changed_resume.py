@@ -23,6 +23,7 @@ def theta(folder, step):
     return tools.item(tools.arrays(folder, step), "outer_params")
 
 
+@pytest.mark.full
 def test_a_mode_changed_before_the_first_exchange_is_as_if_it_had_always_been(
     finished, tmp_path, capfd
 ):

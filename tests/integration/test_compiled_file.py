@@ -103,6 +103,7 @@ def test_a_program_of_another_text_is_refused_by_name(
     assert line.endswith("Compile it again with maxdiloco.train_compile, or leave the file out.")
 
 
+@pytest.mark.full
 def test_other_flags_of_the_compiler_are_told(file, monkeypatch):
     """The control is above: with the same flags no note is printed."""
     cfg = config.load(arguments(file.parent), {})

@@ -106,6 +106,7 @@ def test_a_run_has_the_bits_of_one_on_a_disk_and_leaves_nothing_else(finished, s
     assert reports[0] == reports[1] == reports[2]
 
 
+@pytest.mark.full
 def test_a_run_killed_during_a_save_resumes_to_the_same_bits(finished, store, capfd):
     """The objects of the unfinished save count for nothing and are removed. The store is slow and
     at times unavailable while the run resumes and saves."""

@@ -122,6 +122,7 @@ MODES = {
 }
 
 
+@pytest.mark.full
 def test_one_slice_is_compiled_and_sends_nothing_to_another(compile_run):
     """Its devices have no slice_index; XLA prints its replica groups as axes of a mesh. Here
     remat_policy is chosen, by compiling the step."""

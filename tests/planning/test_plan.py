@@ -274,7 +274,10 @@ def test_a_loss_is_printed_only_where_it_was_measured(planned, monkeypatch, tmp_
     ("argv", "words"),
     [
         (("model_name=1b", "step_time=1"), "dcn_bandwidth_gbps is not given"),
-        (("dcn_bandwidth_gbps=2",), "step_time is not given and compile_topology is empty"),
+        (
+            ("dcn_bandwidth_gbps=2",),
+            "v5e-16 or h100-8 with compile_topology_num_slices=2.",
+        ),
         (("dcn_bandwidth_gbps=2", "slice_bandwidth_gbps=2", "step_time=1"), "name the same link"),
         (("dcn_bandwidth_gbps=2", "step_time=0"), "step_time=0 must be above 0: seconds"),
         (("dcn_bandwidth_gbps=2", "step_time=-1"), "step_time=-1 must be above 0"),

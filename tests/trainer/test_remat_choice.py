@@ -70,6 +70,7 @@ def test_the_first_policy_that_fits_is_taken_and_said(choose):
     assert line.startswith("remat_policy=auto: minimal; the inner step needs ")
 
 
+@pytest.mark.full
 def test_what_keeps_more_than_the_memory_is_not_compiled(choose):
     kept = needed("minimal")[1]
     assert "minimal" not in choose(memory=kept - 1)[2]
