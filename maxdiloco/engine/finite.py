@@ -6,7 +6,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from maxdiloco.engine import describe
@@ -45,28 +44,14 @@ def check_params(params: Any, t: int, *, replicas: bool = True) -> None:
 def first_bad(tree: Any) -> tuple[str, int] | None:
     """(path of a leaf, entry of its first dim) with a NaN or infinity in this process, or None.
 
-    tree: of floating-point arrays. Waits for them. Each part is read where it lies: on its device
-    by one program, or in host memory.
+    tree: of floating-point arrays. Waits for them. They are read on the host, where a save needs
+    them too: a program of its own would compile in the middle of a run.
     """
-    on_device: dict[Any, list] = {}
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         for shard in {str(shard.index): shard for shard in x.addressable_shards}.values():
-            part = jax.tree_util.keystr(path), shard
-            if x.sharding.memory_kind != "pinned_host":
-                on_device.setdefault(shard.device, []).append(part)
-            elif (entry := _bad_entry(np.isfinite(np.asarray(shard.data)))) is not None:
-                return part[0], _start(shard) + entry
-    for parts in on_device.values():
-        flags = _finite([shard.data for _, shard in parts])
-        for (name, shard), finite in zip(parts, jax.device_get(flags), strict=True):
-            if (entry := _bad_entry(finite)) is not None:
-                return name, _start(shard) + entry
+            if (entry := _bad_entry(np.isfinite(np.asarray(shard.data)))) is not None:
+                return jax.tree_util.keystr(path), _start(shard) + entry
     return None
-
-
-@jax.jit
-def _finite(arrays: list[jax.Array]) -> list[jax.Array]:
-    return [jnp.isfinite(x).all(axis=tuple(range(1, x.ndim))) for x in arrays]
 
 
 def _bad_entry(finite: np.ndarray) -> int | None:
