@@ -203,4 +203,5 @@ def test_an_eager_run_is_exported_as_the_mean_of_its_replicas_thetas(place):
     theta_R = leaf(folder, "outer", "embedding")
     assert np.any(theta_R[0] != theta_R[1])
     head = load_file(out / "model.safetensors")["lm_head.weight"]
-    np.testing.assert_array_equal(head, (theta_R[0] + theta_R[1]) / np.float32(2))
+    mean = (theta_R[0] + theta_R[1]) / np.float32(2)
+    np.testing.assert_array_equal(head, mean[: len(head)])  # less the rows of padding

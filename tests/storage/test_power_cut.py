@@ -50,7 +50,7 @@ class Disk:
             path = os.readlink(f"/proc/self/fd/{descriptor}")
             if os.path.isdir(path):
                 self.names[path] = set(os.listdir(path))
-            else:
+            elif os.path.exists(path):  # a file without a name is lost with its process
                 self.files[path] = self.state(path)
 
         def renaming(really):
