@@ -319,7 +319,13 @@ def refuse_other_tokenizer(
 
 
 def _differs(own, name, files):
-    return file_hash(os.path.join(own, name)) != hashlib.sha256(files[name]).hexdigest()
+    path = os.path.join(own, name)
+    try:
+        with open(path, "rb") as file:
+            there = file.read()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}). {_REMEDY}") from error
+    return tokenizer_files.meaning(there) != tokenizer_files.meaning(files[name])
 
 
 def _saved(folder):

@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from maxdiloco import json_text
+
 if TYPE_CHECKING:
     from etils import epath  # imported where it is used: benchmarks of a step do without
 
 # Type of a saved tokenizer and the tokens around its documents, beside the files of its package.
 SETTINGS = "settings.json"
+# Parts of a tokenizer.json that add, cut or pad after the tokens of a text: none is used here.
+_UNUSED = ("post_processor", "truncation", "padding")
 
 
 def settings(kind: str, bos: int | None, eos: int | None) -> bytes:
@@ -21,12 +25,29 @@ def settings(kind: str, bos: int | None, eos: int | None) -> bytes:
 
 
 def fingerprint(files: Mapping[str, bytes]) -> str:
-    """16 hexadecimal digits: a hash of the names and contents of a tokenizer's files."""
+    """16 hexadecimal digits: a hash of the name and the `meaning` of each file of a tokenizer."""
     digest = hashlib.sha256()
     for name, content in sorted(files.items()):
+        content = meaning(content)
         digest.update(f"{name} {len(content)}\n".encode())
         digest.update(content)
     return digest.hexdigest()[:16]
+
+
+def meaning(content: bytes) -> bytes:
+    """What of a tokenizer's file decides which tokens a text becomes.
+
+    Of JSON the values, however they are written, but for those that are not used here: a
+    tokenizer.json that `hf export` writes puts a token before each text, which add_bos decides
+    here. Of other files all.
+    """
+    try:
+        fields = json_text.parse(content)
+    except ValueError:
+        return content
+    if isinstance(fields, dict):
+        fields = {name: value for name, value in fields.items() if name not in _UNUSED}
+    return json.dumps(fields, sort_keys=True).encode()
 
 
 def write(folder: "epath.Path", files: Mapping[str, bytes]) -> None:

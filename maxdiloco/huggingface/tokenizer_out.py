@@ -6,7 +6,7 @@ from typing import Any
 
 from etils import epath
 
-from maxdiloco.data import subword
+from maxdiloco.data import subword, tokenizer_files
 from maxdiloco.data.tokenizer import ByteTokenizer, Tokenizer
 from maxdiloco.flags.config import Config
 from maxdiloco.huggingface import carried
@@ -64,7 +64,9 @@ def is_of_run(like: pathlib.Path, cfg: Config, checkpoint: epath.Path) -> bool:
         return not any((like / name).is_file() for name in subword.FILES.values())
     tokenizer = run_tokenizer.of_checkpoint(cfg, checkpoint)
     path = like / subword.FILES[tokenizer.kind]
-    return path.is_file() and path.read_bytes() == tokenizer.content
+    if not path.is_file():
+        return False
+    return tokenizer_files.meaning(path.read_bytes()) == tokenizer_files.meaning(tokenizer.content)
 
 
 def ends(cfg: Config, checkpoint: epath.Path) -> dict[str, int | None]:

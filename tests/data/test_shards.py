@@ -276,6 +276,10 @@ def test_shards_of_another_tokenizer_are_refused_and_what_differs_is_named(
     )
     same = dict(tokenizer_type="huggingface", tokenizer_path=str(path), vocab_size=400)
     assert opened("subword", **same)
+    after = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
+    exported = json.loads(path.read_text()) | {"post_processor": after}
+    path.write_text(json.dumps(exported, indent=1))  # other bytes, the same tokens of a text
+    assert opened("subword", **same)
     assert refusal("own", **same) == (  # a path beside byte is refused
         "otherwise than with tokenizer_type=huggingface: with tokenizer_type=byte, not "
         "huggingface, add_eos=false. Set tokenizer_type=byte tokenizer_path= add_eos=false, or "
