@@ -4,7 +4,6 @@ Trains a byte-level BPE, which gives back every text exactly. Train with it:
 `tokenizer_type=huggingface tokenizer_path=tok.json`.
 """
 
-import contextlib
 import os
 import types
 from collections import Counter
@@ -164,13 +163,10 @@ def texts(source: Source, count: Counter[str], *, allowed: int = 0) -> Iterator[
 
 def _write(out: str, content: bytes) -> None:
     """Write a file that is whole or absent. Raises ConfigError where that fails."""
-    unfinished = durable.beside(out)
     try:
-        unfinished.write_bytes(content)
-        os.replace(unfinished, out)
+        with durable.replacing(out) as path:
+            path.write_bytes(content)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
         raise ConfigError(
             f"out={out} cannot be written ({error.strerror}). Choose a folder that can be written "
             "and has free space."

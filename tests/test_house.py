@@ -15,8 +15,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 # program at the top of the package, which may import all of them.
 FLOORS = (
     "errors json_text version diloco",
-    "flags data processes",
-    "parallel storage",
+    "flags processes", "storage",
+    "data parallel",
     "models exchange preparation",
     "engine", "checkpoint", "metrics",
     "trainer aot page", "planning huggingface",
@@ -123,7 +123,7 @@ def test_an_import_of_another_floor_or_without_a_floor_is_found():
         imports = house.imported(source, "maxdiloco.diloco.outer", False, known)
         graph = {"maxdiloco.diloco.outer": imports, "maxdiloco.models.loss": set()}
         assert house.upward_imports(graph, FLOORS, PROGRAMS) == [
-            "maxdiloco.diloco.outer (floor 0) imports maxdiloco.models.loss (floor 3)"
+            "maxdiloco.diloco.outer (floor 0) imports maxdiloco.models.loss (floor 4)"
         ]
     beside = {"maxdiloco.flags.config": {"maxdiloco.data.text"}, "maxdiloco.data.text": set()}
     assert len(house.upward_imports(beside, FLOORS, PROGRAMS)) == 1

@@ -3,7 +3,6 @@
 # D documents of a file
 """
 
-import contextlib
 import json
 import zlib
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import numpy as np
 from etils import epath
 
 from maxdiloco import json_text
+from maxdiloco.storage import durable
 
 # Count its number up when the tokenizer changes the sizes of documents.
 _MAGIC = b"maxdiloco line index 1 "
@@ -89,16 +89,9 @@ class LineIndex:
         about = json.dumps({"column": self.column, "files": files}).encode() + b"\n"
         documents_D3 = np.concatenate([table for _, table in self._used.values()]).astype("<i8")
         checksum = zlib.crc32(documents_D3, zlib.crc32(about))
-        part = path.parent / f"{path.name}.part"
-        try:
-            with part.open("wb") as file:
-                file.write(_head(checksum) + about)
-                file.write(documents_D3)
-            part.replace(path)
-        except OSError:
-            with contextlib.suppress(OSError):  # what was written before the disk was full
-                part.unlink(missing_ok=True)
-            raise
+        with durable.replacing(path) as part, part.open("wb") as file:
+            file.write(_head(checksum) + about)
+            file.write(documents_D3)
         self._changed = False
 
 

@@ -30,7 +30,6 @@ Names (a row has those that exist at its step):
 import json
 import math
 import numbers
-import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -43,7 +42,7 @@ from maxdiloco.metrics.line_files import LocalLines, RemoteLines
 from maxdiloco.metrics.tensorboard import EventFile
 from maxdiloco.metrics.wandb_run import WandbRun
 from maxdiloco.processes import output
-from maxdiloco.storage import object_store
+from maxdiloco.storage import durable, object_store
 from maxdiloco.storage.run_folder import RunFolder, is_local, reason
 
 
@@ -217,9 +216,5 @@ def _replace(path: epath.Path, text: str) -> None:
         with object_store.as_os_errors(path):
             path.write_text(text)
         return
-    beside = f"{path}.new"
-    with open(beside, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    with durable.replacing(path) as new:
+        new.write_text(text)

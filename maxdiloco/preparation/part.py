@@ -59,8 +59,8 @@ def make_part(
     names = names_of(folder, number)
     facts = {"tokens": 0, "documents": 0, "continues": False, "damaged": [], "files": []}
     lengths: list[int] = []
-    with _ReplacedFile(names.tokens) as path:
-        writer = _Writer(path, dtype_of(tokenizer.vocab_size))
+    with durable.replacing(names.tokens) as path:
+        writer = _Writer(os.fspath(path), dtype_of(tokenizer.vocab_size))
         try:
             for found in _tokens(source, spans, tokenizer):
                 if isinstance(found, Damaged):
@@ -74,16 +74,11 @@ def make_part(
     facts |= {"tokens": sum(lengths), "documents": len(lengths)}
     facts["bytes"] = os.path.getsize(names.tokens)
     facts["sha256"] = shards.file_hash(names.tokens)
-    with _ReplacedFile(names.lengths) as path, open(path, "wb") as file:
+    with durable.replacing(names.lengths) as path, path.open("wb") as file:
         np.save(file, np.array(lengths, np.int64))
-    write_durably(names.facts, json.dumps(facts).encode())
+    with durable.replacing(names.facts) as path:
+        path.write_text(json.dumps(facts))
     return facts
-
-
-def write_durably(path: str, content: bytes) -> None:
-    """Write a file that appears whole or not at all, also after a power cut. Raises OSError."""
-    with _ReplacedFile(path) as part, open(part, "wb") as file:
-        file.write(content)
 
 
 def dtype_of(vocab_size: int) -> str:
@@ -100,24 +95,6 @@ def check_damage(damaged: Sequence[Sequence[str]], allowed: int) -> None:
             f"{where}: {why}{'' if why.endswith('.') else '.'} max_corrupted_records={allowed} "
             "damaged records are skipped. Repair the file, leave it out, or allow more."
         )
-
-
-class _ReplacedFile:
-    """A temporary name whose file takes the right one, on the disk, when the with ends well."""
-
-    def __init__(self, path: str):
-        self._path = path
-        self._part = f"{path}.{os.getpid()}.tmp"
-
-    def __enter__(self) -> str:
-        return self._part
-
-    def __exit__(self, kind, error, traceback) -> None:
-        if kind is not None:
-            return
-        durable.sync_file(self._part)
-        os.replace(self._part, self._path)
-        durable.sync_folder(os.path.dirname(self._path))
 
 
 class _Writer:

@@ -31,7 +31,7 @@ _LOCK = "lock"
 # Names of what only an unfinished folder needs, and of what a kill leaves half written.
 _FACTS = r"part-\d{5,}\.(json|lengths\.npy)"
 _WHOLE = rf"({_FACTS}|part-\d{{5,}}\.arrayrecord|(source|manifest)\.json|lengths\.npy)"
-_LEFT = rf"{_WHOLE}(\.\d+)?\.tmp"
+_LEFT = rf"{_WHOLE}\.[0-9a-f]{{8}}\.part"  # durable.beside
 _MOST_NAMED = 10  # damaged records that are printed; the manifest has all
 
 
@@ -179,7 +179,8 @@ def _is_begun(work, out):
                 f"out={out} is not empty, and was not made by maxdiloco.prepare. Choose a new "
                 "folder."
             )
-        part.write_durably(path, json.dumps(plan).encode())
+        with durable.replacing(path) as new:
+            new.write_text(json.dumps(plan))
         return False
     with open(path, "rb") as file:
         before = _begun_with(file.read())
@@ -221,7 +222,8 @@ def _finish(work, out, facts):
         files=[[name, int(documents)] for name, documents in zip(names, files, strict=True)],
         damaged=[record for found in facts for record in found["damaged"]],
     )
-    part.write_durably(os.path.join(out, shards.MANIFEST), manifest.to_bytes())
+    with durable.replacing(os.path.join(out, shards.MANIFEST)) as path:
+        path.write_bytes(manifest.to_bytes())
     _remove_facts(out)
     return manifest
 
@@ -235,20 +237,17 @@ def _remove_facts(out):
 def _join_lengths(out, facts, path):
     """The tables of all parts as one; a document that goes on in the next part is one."""
     count = sum(found["documents"] - found["continues"] for found in facts)
-    temporary = f"{path}.tmp"
-    table = np.lib.format.open_memmap(temporary, mode="w+", dtype="<i8", shape=(count,))
-    place = 0
-    for number, found in enumerate(facts):
-        lengths = np.load(part.names_of(out, number).lengths)
-        if found["continues"]:
-            table[place - 1] += lengths[0]
-            lengths = lengths[1:]
-        table[place : place + len(lengths)] = lengths
-        place += len(lengths)
-    table.flush()
-    durable.sync_file(temporary)
-    os.replace(temporary, path)
-    durable.sync_folder(out)
+    with durable.replacing(path) as whole:
+        table = np.lib.format.open_memmap(whole, mode="w+", dtype="<i8", shape=(count,))
+        place = 0
+        for number, found in enumerate(facts):
+            lengths = np.load(part.names_of(out, number).lengths)
+            if found["continues"]:
+                table[place - 1] += lengths[0]
+                lengths = lengths[1:]
+            table[place : place + len(lengths)] = lengths
+            place += len(lengths)
+        table.flush()
     return count
 
 

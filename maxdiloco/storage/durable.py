@@ -1,14 +1,19 @@
-"""fsync of files and folders, so that a power cut cannot undo what was written.
+"""Files that appear whole, and fsync, so that a power cut cannot undo what was written.
 
 A file's contents and its name are two things to a file system: fsync of the file keeps the
 contents, fsync of its folder keeps the name. Neither implies the other.
 """
 
+import contextlib
 import errno
 import os
 import secrets
+from collections.abc import Iterator
 
 from etils import epath
+
+from maxdiloco.storage import object_store
+from maxdiloco.storage.object_store import is_local
 
 # Errors of fsync of a folder where only files can be synced (FUSE, some network mounts), and of
 # open for a folder that may be entered but not read.
@@ -54,6 +59,26 @@ def beside(path: epath.PathLike) -> epath.Path:
     """A name that nothing has, for what is written before it takes the place of a file."""
     path = epath.Path(path)
     return path.parent / f"{path.name}.{secrets.token_hex(4)}.part"
+
+
+@contextlib.contextmanager
+def replacing(path: epath.PathLike) -> Iterator[epath.Path]:
+    """A name to write a file under, which takes the place of `path` when the `with` ends well.
+
+    The file is on the disk before it has its name, and its name before the `with` is over. An error
+    leaves nothing beside `path`; a killed process may leave the name of `beside`. Raises OSError.
+    """
+    part = beside(path)
+    try:
+        yield part
+        if is_local(part):
+            sync_file(part)
+        part.replace(epath.Path(path))
+        if is_local(part):
+            sync_folder(part.parent)
+    finally:
+        with contextlib.suppress(OSError, *object_store.errors(part)):
+            part.unlink(missing_ok=True)  # gone already where all went well
 
 
 def _sync(path: str) -> None:

@@ -99,19 +99,19 @@ def check_place(key: str, path: str) -> None:
         raise ConfigError(
             f"{key}={path} is no file, and writing would replace it. Give the path of a file."
         )
-    with _writing(key, path) as temporary:
+    with _no_os_error(key, path):
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(b"")
-        temporary.unlink()
+        probe = durable.beside(path)
+        probe.write_bytes(b"")
+        probe.unlink()
 
 
 def write_whole(key: str, path: str, content: bytes) -> None:
     """Write a file that appears whole or not at all. Raises ConfigError when it cannot be."""
-    with _writing(key, path) as temporary:
-        temporary.write_bytes(content)
-        if is_local(temporary):  # a run refuses programs that others may write
-            os.chmod(temporary, os.stat(temporary).st_mode & ~_OTHERS_WRITE)
-        temporary.replace(epath.Path(path))
+    with _no_os_error(key, path), durable.replacing(path) as part:
+        part.write_bytes(content)
+        if is_local(part):  # a run refuses programs that others may write
+            os.chmod(part, os.stat(part).st_mode & ~_OTHERS_WRITE)
 
 
 def _is_no_file(path: epath.Path) -> bool:
@@ -120,14 +120,11 @@ def _is_no_file(path: epath.Path) -> bool:
 
 
 @contextlib.contextmanager
-def _writing(key: str, path: str) -> Iterator[epath.Path]:
-    """A temporary file beside the target, which the caller fills and moves; removed on errors."""
-    temporary = durable.beside(path)
+def _no_os_error(key: str, path: str) -> Iterator[None]:
+    """Raise ConfigError where a file cannot be written."""
     try:
-        yield temporary
+        yield
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise ConfigError(
             f"{key}={path} cannot be written: {reason(error)}. Give the path of a file in a "
             f"folder that can be written and has free space."

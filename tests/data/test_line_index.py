@@ -8,6 +8,7 @@ from etils import epath
 from maxdiloco.data import corpus
 from maxdiloco.data.line_index import LineIndex
 from maxdiloco.errors import DataError
+from maxdiloco.storage import durable
 from maxdiloco.trainer import run_data
 
 LINES = b'{"text": "abc"}\n\n{"text": "\xc3\xa9"}\n'
@@ -112,12 +113,13 @@ def test_a_place_that_cannot_be_used_is_a_line_and_no_failure(
     assert table.size.tolist() == [3, 2]
 
 
-def test_a_full_disk_leaves_the_index_before_and_nothing_half_written(folder, start):
+def test_a_full_disk_leaves_the_index_before_and_nothing_half_written(folder, start, monkeypatch):
     """/dev/full has no space for the new one."""
     folder({"a.jsonl": LINES, "b.jsonl": OTHER})
     start(["a.jsonl"])
-    part = start.place.parent / "line_index.part"
+    part = start.place.parent / "full"
     os.symlink("/dev/full", part)
+    monkeypatch.setattr(durable, "beside", lambda path: part)
     _, told = start(["a.jsonl", "b.jsonl"])
     assert told == [
         READING,

@@ -193,7 +193,7 @@ def test_a_folder_of_other_text_or_of_something_else_is_refused(source, tmp_path
         make(source, source)
 
 
-OTHERS = ("work.tmp", "part-list.json", "part-00000.old.lengths.npy", "part-00000.json.bak.tmp")
+OTHERS = ("work.part", "part-list.json", "part-00000.old.lengths.npy", "part-00000.json.bak.part")
 
 
 def test_files_of_others_in_the_folder_stay(source, tmp_path):
@@ -209,13 +209,13 @@ def test_files_of_others_in_the_folder_stay(source, tmp_path):
     make(source, out)
     for name in ("lock", *OTHERS):
         (out / name).write_text("mine")
-    for left in ("part-00007.json", "part-00000.arrayrecord.17.tmp", "lengths.npy.tmp"):
+    for left in ("part-00007.json", "part-00000.arrayrecord.0123abcd.part"):
         (out / left).write_text("{}")
     make(source, out)
     (out / shards.MANIFEST).unlink()
     make(source, out)
     assert {(out / name).read_text() for name in ("lock", *OTHERS)} == {"mine"}
-    assert {path.name for path in out.glob("*.tmp")} == {name for name in OTHERS if ".tmp" in name}
+    assert {path.name for path in out.glob("*.part")} == {OTHERS[0], OTHERS[3]}
     assert {path.name for path in out.glob("part*.json")} == {"part-list.json"}
 
 
@@ -223,9 +223,9 @@ def test_a_preparation_that_was_killed_before_its_first_part_goes_on(source, tmp
     """The plan was on its way to the disk."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "lock").touch()
-    (tmp_path / "out" / "source.json.17.tmp").write_text("{")
+    (tmp_path / "out" / "source.json.0123abcd.part").write_text("{")
     make(source, tmp_path / "out")
-    assert not list((tmp_path / "out").glob("*.tmp"))
+    assert not list((tmp_path / "out").glob("*.part"))
 
 
 def test_an_empty_source_is_refused(tmp_path):
