@@ -19,9 +19,10 @@ from maxdiloco.data import pipeline
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
 from maxdiloco.models.router import COUNTS
+from maxdiloco.parallel import feeding
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.storage.run_folder import locate
-from maxdiloco.trainer import assemble, feeding, run_data
+from maxdiloco.trainer import assemble, run_data
 from maxdiloco.trainer.assemble import Parts
 
 MODEL = (

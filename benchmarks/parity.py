@@ -183,15 +183,15 @@ def _routed_biases(model: Any) -> list[Any]:
 
 
 def imported(model: Any, folder: pathlib.Path, vocab_multiple: int = 1) -> Any:
-    """trainer.stored.Stored after save_pretrained, unless model is None, and an import."""
+    """evaluation.stored.Stored after save_pretrained, unless model is None, and an import."""
     import jax
     from jax.sharding import Mesh
 
     from maxdiloco.checkpoint import find
+    from maxdiloco.evaluation import stored
     from maxdiloco.flags import config
     from maxdiloco.flags.checks import AXES
     from maxdiloco.huggingface import imported as imports
-    from maxdiloco.trainer import stored
 
     if model is not None:
         model.save_pretrained(folder / "theirs")

@@ -37,10 +37,11 @@ from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.speed import performance
 from maxdiloco.models.transformer import count_parameters
+from maxdiloco.parallel import feeding
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.job import set_up_cpu
 from maxdiloco.processes.output import aligned
-from maxdiloco.trainer import assemble, feeding, flops, remat_choice
+from maxdiloco.trainer import assemble, flops, remat_choice
 
 DEFAULTS = {
     "model_name": "peer25m",

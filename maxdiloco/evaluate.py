@@ -1,6 +1,6 @@
 """Evaluate a stored checkpoint: `python -m maxdiloco.evaluate RUN [key=value ...]`.
 
-Only the parameters are read. The flags are checked before JAX starts; see trainer/eval_stored.py.
+Only the parameters are read. The flags are checked before JAX starts (evaluation/eval_stored.py).
 """
 
 import json
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 def _help() -> None:
     import textwrap
 
-    from maxdiloco.trainer import eval_stored
+    from maxdiloco.evaluation import eval_stored
 
     say(USAGE)
     indent = "  "
@@ -74,8 +74,9 @@ def _run(folder, parameters: str, keys: list[str]) -> int:
     import jax
 
     from maxdiloco.checkpoint import find
+    from maxdiloco.evaluation import eval_stored
     from maxdiloco.parallel import job
-    from maxdiloco.trainer import compiled_file, eval_stored, saved_programs
+    from maxdiloco.trainer import compiled_file, saved_programs
 
     # The mesh has to be known before JAX's backends start; the checkpoint itself is read after.
     cfg = eval_stored.configure(find.newest_meta(folder, key="RUN"), keys, os.environ)

@@ -134,11 +134,11 @@ def continued(run: str, options: Options, prompts: Sequence[str]) -> list[str]:
     from jax.sharding import Mesh
 
     from maxdiloco.checkpoint import find
-    from maxdiloco.data import token_text
+    from maxdiloco.data import run_tokenizer, token_text
+    from maxdiloco.evaluation import stored
     from maxdiloco.flags import config
     from maxdiloco.flags.checks import AXES
     from maxdiloco.models import sampling
-    from maxdiloco.trainer import run_tokenizer, stored
 
     folder = find.locate(
         run, base_output_directory=options.base_output_directory, step=options.step, key="RUN"

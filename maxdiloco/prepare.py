@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         for name, default in Options()._asdict().items():
             say(f"  {name}={default!r}  {MEANING[name]}")
         return 0
-    from maxdiloco.data import shards
+    from maxdiloco.data.prepared import shards
 
     source, options, keys = parse(argv)
     if options.check:
@@ -92,10 +92,10 @@ def _value(name, raw):
 
 def _prepare(source, options, keys):
     from maxdiloco.data import tokenizer
+    from maxdiloco.data.prepared.prepare import Work, prepare
     from maxdiloco.data.sources import opening
     from maxdiloco.data.sources.files import left_out_line
     from maxdiloco.flags import config
-    from maxdiloco.preparation.prepare import Work, prepare
 
     cfg = config.load([*_yml_first(keys), f"dataset_path={source}"], os.environ)
     if cfg.dataset_type not in opening.KINDS:

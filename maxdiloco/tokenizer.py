@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from maxdiloco.command_line import HELP, end_with, guarded
 from maxdiloco.data import subword
+from maxdiloco.data.prepared.part import check_damage
 from maxdiloco.data.sources import opening
 from maxdiloco.data.sources.files import left_out_line
 from maxdiloco.data.sources.spans import Damaged, Source
 from maxdiloco.data.tokenizer import to_bytes
 from maxdiloco.errors import ConfigError, DataError
-from maxdiloco.preparation.part import check_damage
 from maxdiloco.processes.output import say, shows_bars
 from maxdiloco.storage import durable
 

@@ -17,8 +17,8 @@ FLOORS = (
     "errors json_text version diloco",
     "flags processes", "storage",
     "data parallel",
-    "models exchange preparation",
-    "engine", "checkpoint", "metrics",
+    "models exchange",
+    "engine", "checkpoint", "metrics", "evaluation",
     "trainer aot page", "planning huggingface",
 )  # fmt: skip
 PROGRAMS = set(

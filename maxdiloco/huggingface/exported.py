@@ -15,6 +15,8 @@ from maxdiloco.checkpoint import by_part, read, theta
 from maxdiloco.checkpoint.read import Restored
 from maxdiloco.engine.trainer import OUTER_PARAMS
 from maxdiloco.errors import ConfigError
+from maxdiloco.evaluation import stored
+from maxdiloco.flags import checks
 from maxdiloco.flags.config import Config
 from maxdiloco.huggingface import (
     config_json,
@@ -29,7 +31,6 @@ from maxdiloco.huggingface.layout import Layout
 from maxdiloco.huggingface.progress import Progress
 from maxdiloco.huggingface.safetensors_files import Written
 from maxdiloco.huggingface.tensors import EMBEDDING, HEAD
-from maxdiloco.trainer import assemble, stored
 
 Say = Callable[[str], None]
 
@@ -171,7 +172,7 @@ def _readers(found: Restored, parameters: str, names: Sequence[str]) -> list[by_
         raise ConfigError(
             f"parameters={parameters} must be outer, mean, or replica_0 to replica_{R - 1}."
         )
-    if found.meta.get("imported") or not assemble.has_replicas(stored.config_of(found.meta)):
+    if found.meta.get("imported") or not checks.has_replicas(stored.config_of(found.meta)):
         raise ConfigError(
             f"parameters={parameters}: the checkpoint has no replicas. Use parameters=outer."
         )

@@ -18,7 +18,7 @@ from etils import epath
 
 from maxdiloco.checkpoint import by_part, orbax_io, write
 from maxdiloco.checkpoint.by_part import PartedLeaf
-from maxdiloco.data import subword, tokenizer
+from maxdiloco.data import run_tokenizer, subword, tokenizer
 from maxdiloco.engine.trainer import OUTER_PARAMS
 from maxdiloco.errors import CheckpointError, ConfigError, DataError
 from maxdiloco.flags import base_yml, config
@@ -36,7 +36,6 @@ from maxdiloco.huggingface.config_json import Read
 from maxdiloco.huggingface.layout import Layout
 from maxdiloco.huggingface.progress import Progress
 from maxdiloco.huggingface.safetensors_files import Stored
-from maxdiloco.trainer import run_tokenizer
 
 CARRIED = "huggingface"  # folder in DST with the files that are carried along
 # Keys of base.yml that an import may be given.

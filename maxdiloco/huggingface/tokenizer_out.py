@@ -6,11 +6,10 @@ from typing import Any
 
 from etils import epath
 
-from maxdiloco.data import subword, tokenizer_files
+from maxdiloco.data import run_tokenizer, subword, tokenizer_files
 from maxdiloco.data.tokenizer import ByteTokenizer, Tokenizer
 from maxdiloco.flags.config import Config
 from maxdiloco.huggingface import carried
-from maxdiloco.trainer import run_tokenizer
 
 GENERATION = "generation_config.json"
 _JSON = subword.FILES["huggingface"]

@@ -8,13 +8,14 @@ from jax.sharding import AbstractMesh
 
 from maxdiloco.aot import topology
 from maxdiloco.errors import ConfigError
+from maxdiloco.flags import checks
 from maxdiloco.flags.checks import AXES
 from maxdiloco.flags.config import Config
-from maxdiloco.models import over_length, transformer
+from maxdiloco.models import on_mesh, over_length, transformer
 from maxdiloco.models.transformer import Model
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.chips import Chip
-from maxdiloco.trainer import assemble, model_on_mesh, optimizer
+from maxdiloco.trainer import assemble, optimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,13 +74,10 @@ def of(cfg: Config) -> Job:
         length_shards=mesh.shape["context"],
         compute_capability=topology.compute_capability(cfg.compile_topology),
     )
-    params = model_on_mesh.parameters(model, mesh)
+    params = on_mesh.parameters(model, mesh)
     rule = optimizer.build(cfg, model=model)
     opt_state = optimizer.abstract_state(cfg, rule, params, mesh)
     replicas = slices if cfg.num_diloco_replicas == -1 else cfg.num_diloco_replicas
-    carrier = cfg.exchange_carrier
-    if carrier == "auto":
-        carrier = "program" if backend == "tpu" else "host"
     sharing = per_slice // mesh.shape["context"]  # groups of devices with sequences of their own
     rows = cfg.per_device_batch_size * sharing * cfg.gradient_accumulation_steps
     return Job(
@@ -92,7 +90,7 @@ def of(cfg: Config) -> Job:
         params=params,
         opt_state=opt_state,
         tokens=replicas * rows * cfg.max_target_length,
-        carrier=carrier,
+        carrier=assemble.carrier(cfg.exchange_carrier, backend, joins_processes=True),
         chip=chip,
     )
 
@@ -120,7 +118,7 @@ def _product(sizes: dict[str, int]) -> int:
 
 
 def _check(cfg: Config, slices: int) -> None:
-    if not assemble.has_replicas(cfg):
+    if not checks.has_replicas(cfg):
         raise ConfigError(
             "enable_diloco=false leaves nothing to plan: data parallelism crosses the link in "
             "every step. Use enable_diloco=true; the plan has a row for data parallelism."

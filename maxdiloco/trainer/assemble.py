@@ -20,18 +20,20 @@ from maxdiloco.engine.data_parallel import DataParallel
 from maxdiloco.engine.diloco import DiLoCo
 from maxdiloco.engine.trainer import Trainer
 from maxdiloco.errors import ConfigError
+from maxdiloco.evaluation import eval_replicas, held_out
+from maxdiloco.evaluation.eval_replicas import ReplicaEvaluation
+from maxdiloco.evaluation.held_out import Evaluation
+from maxdiloco.evaluation.samples import Sampler
 from maxdiloco.exchange.host import Links
 from maxdiloco.flags import checks, config, outer_rate
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.monitor import Monitor
+from maxdiloco.models import on_mesh
 from maxdiloco.models.transformer import Model
 from maxdiloco.models.weights import unrolled_threefry
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import Rules, spec
-from maxdiloco.trainer import eval_replicas, evaluate, inner_step, model_on_mesh, optimizer
-from maxdiloco.trainer.eval_replicas import ReplicaEvaluation
-from maxdiloco.trainer.evaluate import Evaluation
-from maxdiloco.trainer.samples import Sampler
+from maxdiloco.trainer import inner_step, optimizer
 
 OnCompile = Callable[[str, float, jax.stages.Compiled], None]
 
@@ -89,11 +91,11 @@ def assemble(
     open. Raises ConfigError for a model that the devices cannot run, and what batch_shape raises.
     """
     shape = batch_shape(cfg, mesh)
-    model = model_on_mesh.build(cfg, mesh)
+    model = on_mesh.build(cfg, mesh)
     rules = model.spec.rules
     learning_rate = optimizer.learning_rate_schedule(cfg, total_steps)
     inner_optimizer = optimizer.build(cfg, model=model)
-    params = model_on_mesh.parameters(model, mesh)
+    params = on_mesh.parameters(model, mesh)
     opt_state = optimizer.abstract_state(cfg, inner_optimizer, params, mesh)
     step = inner_step.make(
         model,
@@ -108,11 +110,11 @@ def assemble(
         trainer = _data_parallel(cfg, mesh, step, params, opt_state, on_compile)
     batch = _abstract_batch(shape, mesh, rules)
     rows = eval_rows(cfg, mesh, shape)
-    evaluation = evaluate.of_run(
+    evaluation = held_out.of_run(
         cfg, trainer, model, rows=rows, length=shape.length, on_compile=on_compile
     )
     of_replicas = None
-    if has_replicas(cfg):
+    if checks.has_replicas(cfg):
         of_replicas = eval_replicas.of_run(cfg, evaluation, trainer, model, on_compile=on_compile)
     return Parts(
         mesh=mesh,
@@ -142,7 +144,7 @@ def _sampler(
 ) -> Sampler | None:
     if not cfg.sample_prompt:
         return None
-    model = model_on_mesh.for_decoding(cfg, mesh, model)
+    model = on_mesh.for_decoding(cfg, mesh, model)
     text = tokenizer.build(cfg), cfg.sample_prompt
     return Sampler(model, mesh, *text, of_slots=of_slots, on_compile=on_compile)
 
@@ -150,7 +152,7 @@ def _sampler(
 def eval_rows(cfg: Config, mesh: Mesh, shape: BatchShape) -> int:
     """Sequences of an evaluation batch, over all devices."""
     if cfg.eval_per_device_batch_size != -1:
-        devices = mesh.size // model_on_mesh.length_shards(cfg, mesh)
+        devices = mesh.size // on_mesh.length_shards(cfg, mesh)
         return cfg.eval_per_device_batch_size * devices
     return shape.num_replicas * shape.sequences // cfg.gradient_accumulation_steps
 
@@ -162,7 +164,7 @@ def batch_shape(cfg: Config, mesh: Mesh) -> BatchShape:
     Raises ConfigError for replicas or a dtype that these devices cannot take.
     """
     _check_dtype(cfg, mesh)
-    devices = mesh.size // mesh.shape["diloco"] // model_on_mesh.length_shards(cfg, mesh)
+    devices = mesh.size // mesh.shape["diloco"] // on_mesh.length_shards(cfg, mesh)
     sequences = cfg.per_device_batch_size * devices * cfg.gradient_accumulation_steps
     return BatchShape(_count_replicas(cfg, mesh), sequences, cfg.max_target_length)
 
@@ -193,23 +195,25 @@ def baseline(cfg: Config) -> Config | None:
     return config.from_dict(cfg.as_dict() | {"enable_diloco": False})
 
 
+def carrier(chosen: str, platform: str, *, joins_processes: bool) -> str:
+    """program or host: what exchange_carrier chooses. XLA hides an exchange on TPU alone.
+
+    joins_processes: whether slots of the mesh axis diloco are in different processes.
+    """
+    if chosen != "auto":
+        return chosen
+    return "host" if platform != "tpu" and joins_processes else "program"
+
+
 def _carrier(cfg: Config, mesh: Mesh) -> str:
-    """program or host: what exchange_carrier chooses."""
-    if cfg.exchange_carrier != "auto":
-        return cfg.exchange_carrier
-    platform = mesh.devices.flat[0].platform
-    return "host" if platform != "tpu" and _joins_processes(mesh) else "program"
+    joins = _joins_processes(mesh)
+    return carrier(cfg.exchange_carrier, mesh.devices.flat[0].platform, joins_processes=joins)
 
 
 def _joins_processes(mesh: Mesh) -> bool:
     """Whether slots of the mesh axis diloco are in different processes."""
     slots = mesh.devices.reshape(mesh.shape["diloco"], -1)
     return len({frozenset(device.process_index for device in slot) for slot in slots}) > 1
-
-
-def has_replicas(cfg: Config) -> bool:
-    """Whether a run of this config keeps, and saves, parameters of each replica."""
-    return cfg.enable_diloco
 
 
 def needs_bulk(cfg: Config, mesh: Mesh) -> bool:

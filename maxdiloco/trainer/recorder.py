@@ -10,6 +10,7 @@ import jax
 from maxdiloco.checkpoint import saved_state
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.data.pipeline import Dataset
+from maxdiloco.evaluation.eval_texts import HELD_OUT
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.console import Console, console_line, sample_lines
 from maxdiloco.metrics.monitor import learning_metrics
@@ -19,7 +20,6 @@ from maxdiloco.metrics.writer import MetricsWriter
 from maxdiloco.storage.run_folder import RunFolder
 from maxdiloco.trainer import flops, optimizer
 from maxdiloco.trainer.assemble import Parts
-from maxdiloco.trainer.eval_texts import HELD_OUT
 
 
 class Recorder:

@@ -4,17 +4,18 @@ from collections.abc import Callable, Mapping
 
 from etils import epath
 
-from maxdiloco.data import mixture, pipeline, shards
+from maxdiloco.data import mixture, pipeline
 from maxdiloco.data.line_index import LineIndex
 from maxdiloco.data.order import Position
 from maxdiloco.data.pipeline import Dataset, TrainingData
+from maxdiloco.data.prepared import shards
+from maxdiloco.data.prepared.at_start import prepare_sources
 from maxdiloco.data.sources import files
+from maxdiloco.evaluation import eval_texts
 from maxdiloco.flags.config import Config
 from maxdiloco.storage import object_store
 from maxdiloco.storage.run_folder import RunFolder, reason
-from maxdiloco.trainer import eval_texts
 from maxdiloco.trainer.assemble import BatchShape
-from maxdiloco.trainer.prepared import prepare_sources
 
 # Times eval_fraction: our choice; a source without enough sequences for its share has more.
 _LARGE = 2

@@ -14,12 +14,12 @@ from etils import epath
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
+from maxdiloco.flags import checks
 from maxdiloco.flags.config import Config
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes import agree, output
 from maxdiloco.storage import shared_folder
 from maxdiloco.storage.run_folder import absolute
-from maxdiloco.trainer import assemble
 
 LOSES_ORDER = (
     "a CPU loses the order of collectives in a saved program, and devices that share a replica "
@@ -42,7 +42,7 @@ def keep_their_order(cfg: Config, mesh: Mesh) -> bool:
     one outside then start in any order, on each device in another. Programs without a collective
     in a loop are sound: those of replicas that have a device each.
     """
-    sharing = mesh.size // (mesh.shape["diloco"] if assemble.has_replicas(cfg) else 1)
+    sharing = mesh.size // (mesh.shape["diloco"] if checks.has_replicas(cfg) else 1)
     return mesh.devices.flat[0].platform != "cpu" or sharing == 1
 
 

@@ -4,7 +4,6 @@
 """
 
 import threading
-import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -14,19 +13,18 @@ import jax
 from maxdiloco.checkpoint import find, read, saved_state
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.checkpoint.read import Restored
+from maxdiloco.data import agreed, run_tokenizer
 from maxdiloco.data.order import Position
 from maxdiloco.data.pipeline import TrainingData
-from maxdiloco.errors import DataError
-from maxdiloco.flags import base_yml, resume
+from maxdiloco.flags import base_yml, checks, resume
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.compiles import fitting, make_room
 from maxdiloco.metrics.history import MOST_STEPS, History
 from maxdiloco.processes import coordination, output
-from maxdiloco.processes.agree import from_first_process, in_any_process
-from maxdiloco.storage import shared_folder
+from maxdiloco.processes.agree import from_first_process
 from maxdiloco.storage.run_folder import RunFolder, absolute, require_place
-from maxdiloco.trainer import optimizer, resumed, run_tokenizer
-from maxdiloco.trainer.assemble import BatchShape, Parts, has_replicas
+from maxdiloco.trainer import optimizer, resumed
+from maxdiloco.trainer.assemble import BatchShape, Parts
 
 # Until all have compiled: large programs take many minutes, cached ones seconds. Our choice.
 PATIENCE_S = 2 * 3600.0
@@ -101,37 +99,8 @@ def check_places(cfg: Config, folder: RunFolder) -> None:
 
 
 def agreed_data(text: TrainingData) -> dict[str, str]:
-    """What a checkpoint says of the training data. Raises DataError as agreed_contents."""
-    return {"data": text.fingerprint, "contents": agreed_contents(text.contents)}
-
-
-def agreed_contents(data: str, *, key: str = "dataset_path") -> str:
-    """The contents of the data. Raises DataError unless they are the same in all processes.
-
-    key: what gave the data, for the message.
-    """
-    shared_folder.meet()  # the first process may still wait for the lock of the run's folder
-    if _differs_between_processes(data):
-        raise DataError(
-            f"{key}: process {jax.process_index()} and others have different text. Give "
-            f"every host the same files; the built-in text differs with the version of Python."
-        )
-    return data
-
-
-def agreed_tokenizer(fingerprint: str) -> str:
-    """The fingerprint of the tokenizer. Raises DataError unless all processes have the same."""
-    if _differs_between_processes(fingerprint):
-        raise DataError(
-            f"tokenizer_path: process {jax.process_index()} and others have different tokenizers. "
-            f"Give every host the same files."
-        )
-    return fingerprint
-
-
-def _differs_between_processes(text: str) -> bool:
-    checksum = zlib.crc32(text.encode()) >> 1  # fits a signed 32-bit integer
-    return in_any_process(from_first_process(checksum) != checksum)
+    """What a checkpoint says of the training data. Raises DataError as agreed.contents."""
+    return {"data": text.fingerprint, "contents": agreed.contents(text.contents)}
 
 
 def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | None) -> Any:
@@ -151,7 +120,7 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
                 f"warning: load_parameters_path={cfg.load_parameters_path} is of a run with "
                 f"another tokenizer: a row of its embedding may stand for another text than here."
             )
-        room = make_room(cfg, outer_state=has_replicas(cfg))
+        room = make_room(cfg, outer_state=checks.has_replicas(cfg))
         with fitting(parts.init_with.name, room):
             return jax.block_until_ready(parts.init_with(params))
     layout = resumed.layout(cfg, start.saved)

@@ -14,19 +14,21 @@ import jax
 from etils import epath
 
 from maxdiloco.checkpoint.checkpointer import Checkpointer
-from maxdiloco.data import pipeline
+from maxdiloco.data import agreed, pipeline, run_tokenizer
 from maxdiloco.data.order import Position
 from maxdiloco.data.tokenizer import Tokenizer
 from maxdiloco.engine.calls import START, Call
 from maxdiloco.errors import INTERRUPTED, Preempted
-from maxdiloco.flags import config, warnings
+from maxdiloco.evaluation import eval_texts
+from maxdiloco.flags import checks, config, warnings
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics import wandb_run
 from maxdiloco.metrics.compiles import CompileLog, make_room
 from maxdiloco.metrics.console import Console
 from maxdiloco.metrics.writer import MetricsWriter
+from maxdiloco.models import on_mesh
 from maxdiloco.models.transformer import count_parameters
-from maxdiloco.parallel import job
+from maxdiloco.parallel import feeding, job
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes import run_links
 from maxdiloco.processes.agree import from_first_process, in_any_process
@@ -36,14 +38,10 @@ from maxdiloco.storage.run_folder import RunFolder, locate, open_run_folder
 from maxdiloco.trainer import (
     assemble,
     compiled_file,
-    eval_texts,
-    feeding,
     flops,
-    model_on_mesh,
     remat_choice,
     run_data,
     run_files,
-    run_tokenizer,
     saved_programs,
     start,
 )
@@ -103,7 +101,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
 
         data = start.agreed_data(text)
         eval_texts.agree(held_out)
-        tokens = start.agreed_tokenizer(tokenizer.fingerprint())
+        tokens = agreed.tokenizer(tokenizer.fingerprint())
         log_path = run_files.log_path(folder)
         stack.enter_context(console.logging(log_path, require_lock=folder.require_lock))
         again = "The same command goes on." if cfg.run_name else f"run_name={name} goes on."
@@ -189,7 +187,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
 
 def _settings(cfg: Config, mesh: jax.sharding.Mesh) -> list[str]:
     """Lines on keys and mesh. Raises ConfigError for a model that the mesh cannot hold."""
-    model_on_mesh.parameters(model_on_mesh.build(cfg, mesh), mesh)
+    on_mesh.parameters(on_mesh.build(cfg, mesh), mesh)
     path = cfg.compiled_trainstep_file
     return [
         *(compiled_file.check(path, cfg, mesh) if path else ()),
@@ -312,7 +310,7 @@ def _compile(
         say(f"{count} compiled programs loaded from {path}")
     else:
         say(f"compiling {len(calls)} programs, {calls[0].program.name} first; a line for each")
-    room = make_room(cfg, outer_state=assemble.has_replicas(cfg))
+    room = make_room(cfg, outer_state=checks.has_replicas(cfg))
     return compiles.all_of(calls, room=room)
 
 

@@ -1,9 +1,9 @@
 """Prepared shards of a small source, made in this process."""
 
 from maxdiloco.data import tokenizer
+from maxdiloco.data.prepared import prepare
+from maxdiloco.data.prepared.prepare import Work
 from maxdiloco.data.sources.opening import open_source
-from maxdiloco.preparation import prepare
-from maxdiloco.preparation.prepare import Work
 
 TEXTS = ["abcdefg" * 40, "x", "\u00e4\u00f6\u00fc" * 9, "hello world\n" * 300, "y" * 77]
 

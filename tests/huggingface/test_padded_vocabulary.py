@@ -11,8 +11,8 @@ from safetensors.numpy import load_file
 
 from maxdiloco import hf, train
 from maxdiloco.checkpoint import find
+from maxdiloco.evaluation import stored
 from maxdiloco.flags.checks import AXES
-from maxdiloco.trainer import stored
 
 # A training that reads each of 31 tokens; what it is given shapes no number of the model's.
 TRAIN = {

@@ -11,8 +11,8 @@ import run_tools as tools
 
 from maxdiloco import evaluate
 from maxdiloco.checkpoint import arrays as checkpoint_arrays
+from maxdiloco.evaluation import stored
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.trainer import stored
 
 pytestmark = pytest.mark.usefixtures("programs")
 

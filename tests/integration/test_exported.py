@@ -13,8 +13,8 @@ from maxdiloco import evaluate, generate, hf, train
 from maxdiloco import tokenizer as tokenizer_program
 from maxdiloco.checkpoint import by_part, find
 from maxdiloco.data import pipeline
-from maxdiloco.trainer import eval_stored, eval_texts
-from maxdiloco.trainer.prepared import prepare_sources
+from maxdiloco.data.prepared.at_start import prepare_sources
+from maxdiloco.evaluation import eval_stored, eval_texts
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

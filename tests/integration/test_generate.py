@@ -7,10 +7,10 @@ import run_tools as tools
 
 from maxdiloco import generate
 from maxdiloco.errors import ConfigError
+from maxdiloco.evaluation import stored
 from maxdiloco.flags import config
 from maxdiloco.metrics.console import sample_lines
 from maxdiloco.models import transformer
-from maxdiloco.trainer import stored
 
 pytestmark = pytest.mark.usefixtures("programs")
 

@@ -18,9 +18,9 @@ from tiers import corner
 
 from maxdiloco import evaluate, generate, hf, prepare, report, train
 from maxdiloco import tokenizer as tokenizer_program
+from maxdiloco.data.prepared import prepare as preparation
 from maxdiloco.errors import CheckpointError, ConfigError, DataError
 from maxdiloco.flags import base_yml
-from maxdiloco.preparation import prepare as preparation
 
 pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.xdist_group("pairs")]
 

@@ -17,12 +17,12 @@ import pytest
 from data.shards_on_disk import prepare_in_this_process
 
 from maxdiloco import prepare, tokenizer
-from maxdiloco.data import mixture, pipeline, shards
+from maxdiloco.data import mixture, pipeline, run_tokenizer
+from maxdiloco.data.prepared import at_start, shards
+from maxdiloco.data.prepared import prepare as preparing
 from maxdiloco.data.sources.files import Files
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.flags import config
-from maxdiloco.preparation import prepare as preparing
-from maxdiloco.trainer import prepared, run_tokenizer
 
 WAIT_S = 300  # far above what a command takes
 
@@ -117,10 +117,10 @@ def test_a_source_is_tokenised_at_the_first_start_and_found_at_the_second(tmp_pa
     """What is found is what prepare makes of the same source."""
     keys = [*parquet, f"base_output_directory={tmp_path}/runs", "max_target_length=32"]
     cfg, said = config.load(keys, {}), []
-    first = prepared.prepare_sources(cfg, said.append)
+    first = at_start.prepare_sources(cfg, said.append)
     assert said[0].startswith("tokenising dataset_path=")
     said.clear()
-    assert prepared.prepare_sources(cfg, said.append) == first
+    assert at_start.prepare_sources(cfg, said.append) == first
     assert [line.rpartition(" is ")[2] for line in said] == ["prepared: nothing to do"]
     assert prepare.main([str(tmp_path), f"out={tmp_path}/shards", *parquet[::2]]) == 0
     stored = ["dataset_type=arrayrecord", f"dataset_path={tmp_path}/shards"]
@@ -163,7 +163,7 @@ def test_a_mixture_has_sources_of_every_kind_and_prepared_ones_are_not_tokenised
         for of in ("text_column: content", "name: plain"):
             argv = [argument.replace(of, f"{of}, dataset_type: text") for argument in argv]
     cfg = run_tokenizer.resolved(config.load(argv, {}))
-    found = prepared.prepare_sources(cfg, print)
+    found = at_start.prepare_sources(cfg, print)
     names = sorted(os.path.basename(path) for _, path, _ in found)
     assert names == ["a.parquet", "a.txt", "b.jsonl"]
     data = mixture.open_dataset(cfg, split="train", prepared=found)
@@ -206,11 +206,11 @@ def test_a_source_that_was_prepared_in_parts_of_64_mb_is_found(tmp_path, here, m
     argv = [f"dataset_path={tmp_path}/a.jsonl.gz", f"base_output_directory={tmp_path}/runs"]
     cfg = config.load(argv, {})
     with monkeypatch.context() as patch:
-        patch.setattr(prepared, "part_bytes_of", lambda source: prepared.PART_BYTES)
-        before = prepared.prepare_sources(cfg, print)
-    assert prepared.prepare_sources(cfg, print) == before
+        patch.setattr(at_start, "part_bytes_of", lambda source: at_start.PART_BYTES)
+        before = at_start.prepare_sources(cfg, print)
+    assert at_start.prepare_sources(cfg, print) == before
     shutil.rmtree(tmp_path / "runs")
-    assert prepared.prepare_sources(cfg, print) != before
+    assert at_start.prepare_sources(cfg, print) != before
 
 
 def test_one_path_may_be_two_sources_of_two_kinds(tmp_path, parquet, here):
@@ -222,7 +222,7 @@ def test_one_path_may_be_two_sources_of_two_kinds(tmp_path, parquet, here):
     ]
     argv = [f"base_output_directory={tmp_path}/runs", "max_target_length=16"]
     cfg = config.load([*argv, f"dataset_mixture=[{', '.join(sources)}]"], {})
-    data = mixture.open_dataset(cfg, split="train", prepared=prepared.prepare_sources(cfg, print))
+    data = mixture.open_dataset(cfg, split="train", prepared=at_start.prepare_sources(cfg, print))
     sizes = [len(source.windows.documents.lengths) for source in data.sources]
     assert (data.names, sizes) == (("lines", "table"), [1, 60])
 
@@ -259,5 +259,5 @@ def test_no_preparation_below_a_bucket(monkeypatch, tmp_path):
     with pytest.raises(
         ConfigError, match="is no folder for it. Run `python -m maxdiloco.prepare .* out=FOLDER "
     ):
-        prepared.prepare_sources(config.load(keys, {}), print)
+        at_start.prepare_sources(config.load(keys, {}), print)
     assert os.listdir(tmp_path) == ["a.jsonl.gz"]

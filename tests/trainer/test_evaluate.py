@@ -11,9 +11,9 @@ from models.tiny_model import mesh_of
 
 from maxdiloco.data import pipeline, tokenizer
 from maxdiloco.data.token_text import bytes_of_tokens
+from maxdiloco.evaluation.held_out import Evaluation, Totals
 from maxdiloco.flags import config
 from maxdiloco.models import transformer
-from maxdiloco.trainer.evaluate import Evaluation, Totals
 
 SIZES = (
     "vocab_size=257 base_emb_dim=8 base_num_decoder_layers=1 base_mlp_dim=8 head_dim=4 "

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxdiloco.data import order, pipeline
 from maxdiloco.data.synthetic import SyntheticWindows
-from maxdiloco.trainer import feeding
+from maxdiloco.parallel import feeding
 
 
 def box_size(rows):

@@ -3,9 +3,9 @@
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from maxdiloco.data import run_tokenizer
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
-from maxdiloco.trainer import run_tokenizer
 
 
 def test_the_byte_tokenizer_has_384_rows_and_a_given_number_stays():

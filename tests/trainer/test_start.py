@@ -10,11 +10,12 @@ from etils import epath
 
 from maxdiloco.checkpoint import read
 from maxdiloco.checkpoint.read import Restored
+from maxdiloco.data import run_tokenizer
 from maxdiloco.engine.trainer import ExchangeSettings
 from maxdiloco.errors import CheckpointError, ConfigError
 from maxdiloco.flags import config
 from maxdiloco.parallel.program import Program
-from maxdiloco.trainer import run_tokenizer, start
+from maxdiloco.trainer import start
 from maxdiloco.trainer.resumed import layout, rate_lines, refuse_changes
 
 BEFORE = config.from_dict({"learning_rate": 1.0})

@@ -9,12 +9,13 @@ from collections.abc import Callable, Collection, Mapping
 
 import jax
 
-from maxdiloco.data import mixture, shards, tokenizer
+from maxdiloco.data import mixture, tokenizer
+from maxdiloco.data.prepared import shards
+from maxdiloco.data.prepared.prepare import PART_BYTES, Work, part_bytes_of, prepare
 from maxdiloco.data.sources import opening
 from maxdiloco.data.split import Source, needs_tokenising, source_of, split_path
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.flags.config import Config
-from maxdiloco.preparation.prepare import PART_BYTES, Work, part_bytes_of, prepare
 from maxdiloco.processes import coordination
 from maxdiloco.storage import object_store
 from maxdiloco.storage.run_folder import absolute

@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
+from maxdiloco.data import run_tokenizer
+from maxdiloco.data.prepared.at_start import prepare_sources
+from maxdiloco.evaluation import eval_texts, stored
+from maxdiloco.evaluation.held_out import Evaluation, Totals, sequences, token_bytes
 from maxdiloco.flags import base_yml
 from maxdiloco.flags.config import Config, changed
 from maxdiloco.metrics.compiles import CompileLog
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes import output
-from maxdiloco.trainer import eval_texts, run_tokenizer, stored
-from maxdiloco.trainer.evaluate import Evaluation, Totals, sequences, token_bytes
-from maxdiloco.trainer.prepared import prepare_sources
 
 _GROUP_MESH = "mesh"
 # Keys of the run that an evaluation may set anew, besides those of the mesh.

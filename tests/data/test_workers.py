@@ -5,8 +5,8 @@ import time
 
 import pytest
 
+from maxdiloco.data.prepared.workers import map_parts
 from maxdiloco.errors import DataError, LostPeerError
-from maxdiloco.preparation.workers import map_parts
 
 
 def sleep(seconds):

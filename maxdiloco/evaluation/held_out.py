@@ -19,10 +19,9 @@ from maxdiloco.engine.calls import BESIDE, EVALUATION, Call
 from maxdiloco.engine.trainer import Trainer
 from maxdiloco.flags.config import Config
 from maxdiloco.models.loss import next_tokens
-from maxdiloco.parallel import slots
+from maxdiloco.parallel import feeding, slots
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import Rules, spec
-from maxdiloco.trainer import feeding
 
 
 class Totals(NamedTuple):

@@ -16,10 +16,10 @@ from maxdiloco.checkpoint import read, theta
 from maxdiloco.checkpoint.arrays import Cycled
 from maxdiloco.checkpoint.theta import Wanted
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import config
+from maxdiloco.flags import checks, config
 from maxdiloco.flags.config import Config
+from maxdiloco.models import on_mesh
 from maxdiloco.models.transformer import Model
-from maxdiloco.trainer import assemble, model_on_mesh
 
 REPLICAS = "params"  # the item of a checkpoint with the replicas' own parameters, [R, ...]
 
@@ -61,8 +61,8 @@ def load(
     def abstract_of(meta):
         cfg = configure(meta)
         mesh = mesh_of(cfg)
-        model = model_on_mesh.build(cfg, mesh)
-        abstract = model_on_mesh.parameters(model, mesh)
+        model = on_mesh.build(cfg, mesh)
+        abstract = on_mesh.parameters(model, mesh)
         wanted = _wanted(parameters, abstract, meta)
         built[:] = cfg, mesh, model, abstract, wanted
         return {wanted.item: wanted.abstract}
@@ -82,7 +82,7 @@ def _wanted(parameters: str, abstract: Any, meta: dict[str, Any]) -> Wanted:
         raise ConfigError(
             f"parameters={parameters} must be outer, mean, or replica_0 to replica_{R - 1}."
         )
-    if not assemble.has_replicas(config_of(meta)):
+    if not checks.has_replicas(config_of(meta)):
         raise ConfigError(
             f"parameters={parameters}: the run had enable_diloco=false and so no replicas. Use "
             f"parameters=outer."

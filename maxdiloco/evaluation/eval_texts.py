@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping
 
-from maxdiloco.data import mixture
+from maxdiloco.data import agreed, mixture
 from maxdiloco.data.line_index import LineIndex
 from maxdiloco.data.pipeline import Dataset
 from maxdiloco.data.split import Source
 from maxdiloco.errors import DataError
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
-from maxdiloco.trainer import start
 
 HELD_OUT = ""  # its metrics have no name between eval/ and loss
 
@@ -38,6 +37,6 @@ def open_texts(
 def agree(texts: dict[str, Dataset]) -> None:
     """Raise DataError unless all processes have the same texts. All processes call it."""
     if texts:
-        start.agreed_contents(
+        agreed.contents(
             "".join(text.contents for text in texts.values()), key="the texts to evaluate on"
         )

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxdiloco.engine.calls import BESIDE, Call
 from maxdiloco.engine.trainer import Trainer
+from maxdiloco.evaluation.held_out import Evaluation
 from maxdiloco.flags.config import Config
 from maxdiloco.models.loss import next_tokens
 from maxdiloco.models.transformer import Model
@@ -26,7 +27,6 @@ from maxdiloco.parallel.replicas import (
     without_singleton_vmap,
 )
 from maxdiloco.parallel.sharding import spec
-from maxdiloco.trainer.evaluate import Evaluation
 
 
 class ReplicaEvaluation:

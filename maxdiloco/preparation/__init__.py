@@ -1,1 +1,0 @@
-"""Text tokenised once, by all cores, into a folder of shards (data/shards.py)."""
