@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from maxdiloco.diloco import outer, outer_rate, schedule
 from maxdiloco.diloco.outer import MERGES
 from maxdiloco.diloco.quantize import WireFormat
-from maxdiloco.engine.exchanges import CARRIERS
+from maxdiloco.engine import exchanges
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
@@ -112,8 +112,9 @@ def check(
         )
     if outer_memory not in ("device", "pinned_host"):
         raise ValueError(f"outer_memory={outer_memory!r} is not known. Use device or pinned_host.")
-    if exchange_carrier not in CARRIERS:
-        raise ValueError(f"exchange_carrier={exchange_carrier!r} is unknown. Use program or host.")
+    if exchange_carrier not in exchanges.CARRIERS:
+        known = " or ".join(exchanges.CARRIERS)
+        raise ValueError(f"exchange_carrier={exchange_carrier!r} is unknown. Use {known}.")
 
 
 def check_replicas(num_replicas: int, mesh: Mesh) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from maxdiloco.diloco.fragments import oversized
 from maxdiloco.diloco.schedule import Event, Schedule
-from maxdiloco.engine.exchanges import chunks_on_device
+from maxdiloco.engine import exchanges
 from maxdiloco.engine.saved import Reader
 from maxdiloco.engine.state import Layout, State
 from maxdiloco.engine.trainer import Description
@@ -126,7 +126,7 @@ def flight_lines(layout: Layout, carrier: str) -> list[str]:
         return []
     flight = jax.tree.leaves((layout.state.outgoing, layout.state.incoming))
     line = f"in flight: {_mib(flight):.1f} MiB a device, kept in {layout.chunk_memory}"
-    chunks = chunks_on_device(layout, carrier)
+    chunks = exchanges.chunks_on_device(layout, exchanges.CARRIERS[carrier].steps_on_device)
     if chunks:
         line += f"; the chunks of two steps, {_mib(chunks):.1f} MiB at most, are on the device"
     return [line]

@@ -19,9 +19,9 @@ import optax
 from jax.sharding import Mesh
 
 from maxdiloco.diloco import fragments, outer_rate, quantize
-from maxdiloco.engine import arguments, calls, describe, finite, saved
+from maxdiloco.engine import arguments, calls, describe, exchanges, finite, saved
 from maxdiloco.engine.calls import BESIDE, EVALUATION, Call
-from maxdiloco.engine.exchanges import HostExchange, ProgramExchange
+from maxdiloco.engine.exchanges import Exchange
 from maxdiloco.engine.programs import Programs, Rule
 from maxdiloco.engine.state import Layout, State, lay_out
 from maxdiloco.engine.trainer import Description, ExchangeSettings, SavedLayout
@@ -117,7 +117,7 @@ class DiLoCo:
         self._inner_step, self._layer_axis = inner_step, layer_axis
         self._outer_memory = None if outer_memory == "device" else outer_memory
         self._carrier, self._links, self._on_compile = exchange_carrier, links, on_compile
-        self._exchange: ProgramExchange | HostExchange | None = None
+        self._exchange: Exchange | None = None
         self._last_state: Callable[[], State | None] = lambda: None  # for `close`
         self._throttled = mesh.devices.flat[0].platform == "cpu" and mesh.size > 1
 
@@ -149,10 +149,8 @@ class DiLoCo:
         chunks = tuple(plan.num_chunks for plan in self.layout.plans)
         self.schedule = replace(self.schedule, num_chunks=chunks)
         self.programs = Programs(self.layout, self._inner_step, self._rule, self._on_compile)
-        if self._carrier == "host":
-            self._exchange = HostExchange(self.programs, self.schedule, self._links)
-        else:
-            self._exchange = ProgramExchange(self.programs, self.schedule)
+        carrier = exchanges.CARRIERS[self._carrier](self.programs, self.schedule, self._links)
+        self._exchange = Exchange(self.programs, self.schedule, carrier)
         self._last_step = None
         return self.layout
 
@@ -194,7 +192,7 @@ class DiLoCo:
         """
         arguments.check_batch(batch, self.num_replicas)
         if state.t != self._last_step:  # the first step, or another state
-            self._exchange.begin(state)
+            self._exchange.carrier.begin(state)
         actions = self.schedule.actions(state.t + 1, dropped_until=state.dropped_until)
         if len(actions) > 1:
             # The host would wait for the flags of the last synchronisation.
@@ -213,7 +211,7 @@ class DiLoCo:
         Not while another error is under way.
         """
         if self._exchange is not None:
-            self._exchange.close()
+            self._exchange.carrier.close()
         if (state := self._last_state()) is not None and sys.exception() is None:
             finite.check(self.layout, state)
 
@@ -293,11 +291,11 @@ class DiLoCo:
         """
         row = describe.state_metrics(state)
         row["dcn/bytes_sent"] = sum(map(self.bytes_sent, steps)) / len(steps)
-        return row | self._exchange.extra_metrics()
+        return row | self._exchange.carrier.extra_metrics()
 
     def description(self) -> Description:
         """Replicas, fragments and the memory of the outer state."""
-        wire_bytes = [self._exchange.fragment_bytes(plan) for plan in self.layout.plans]
+        wire_bytes = [self._exchange.carrier.fragment_bytes(plan) for plan in self.layout.plans]
         return describe.description(self.layout, self.schedule, wire_bytes, self._carrier)
 
     def closing_line(self, state: State) -> str:
@@ -306,7 +304,7 @@ class DiLoCo:
 
     def saved_items(self, state: State) -> dict[str, Any]:
         """Everything in the state as it lies; theta is an item of its own."""
-        return saved.items_of(self._exchange.settled(state), self.layout)
+        return saved.items_of(self._exchange.carrier.settled(state), self.layout)
 
     def note(self, state: State) -> dict[str, Any]:
         """What SavedLayout asks for."""

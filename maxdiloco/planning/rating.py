@@ -7,7 +7,7 @@ import jax
 
 from maxdiloco.diloco import fragments, outer, quantize
 from maxdiloco.engine.describe import bytes_on_device
-from maxdiloco.engine.exchanges import chunks_on_device
+from maxdiloco.engine.exchanges import CARRIERS, chunks_on_device
 from maxdiloco.engine.memory import is_on_device
 from maxdiloco.engine.state import FragmentPlan, lay_out, plan_fragments
 from maxdiloco.exchange import payload
@@ -189,7 +189,7 @@ def _memory(job: Job, choice: Choice, step: Step) -> int:
     if not step.peak:
         kept += [state.params, state.opt_state]
     on_device = [x for x in jax.tree.leaves(kept) if is_on_device(x)]
-    on_device += chunks_on_device(layout, job.carrier)
+    on_device += chunks_on_device(layout, CARRIERS[job.carrier].steps_on_device)
     return step.peak + sum(map(bytes_on_device, on_device))
 
 

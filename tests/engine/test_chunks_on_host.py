@@ -7,7 +7,7 @@ import pytest
 
 from maxdiloco import DiLoCo
 from maxdiloco.diloco.schedule import INNER_EXCHANGE
-from maxdiloco.engine.calls import arguments
+from maxdiloco.engine import actions
 from maxdiloco.engine.memory import elsewhere
 from maxdiloco.parallel import offload
 
@@ -58,7 +58,8 @@ def test_a_step_takes_the_chunk_that_it_sends_in_device_memory(memory):
     (action, *_) = algorithm.schedule.actions(5)
     assert action.program == INNER_EXCHANGE
     for given in (state, algorithm.layout.state):
-        _, args = arguments(algorithm.programs, action, given, np.zeros(2))
+        on = actions.Given(algorithm.layout, action, given, np.zeros(2))
+        args = actions.INNER_EXCHANGE.arguments(on)
         assert {x.sharding.memory_kind or "device" for x in args[3]} == {"device"}
         assert given.outgoing[0].sharding.memory_kind in (memory, None)
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from maxdiloco import DiLoCo
 from maxdiloco.aot import topology
 from maxdiloco.diloco.schedule import INNER_EXCHANGE, Action
-from maxdiloco.engine.calls import arguments
+from maxdiloco.engine import actions
 from maxdiloco.engine.fragment_arrays import FragmentArrays
 from maxdiloco.engine.state import fragment_leaves
 
@@ -75,7 +75,8 @@ class Trainer:
         """The inner step beside the first chunk of a fragment."""
         action = Action(INNER_EXCHANGE, index, chunk=0, slot=0)
         state = self.algorithm.layout.state
-        program, args = arguments(self.algorithm.programs, action, state, self.batch)
+        given = actions.Given(self.algorithm.layout, action, state, self.batch)
+        ((program, args),) = actions.INNER_EXCHANGE.calls(self.algorithm.programs, given)
         return program.compile(*args)
 
     def of(self, kind: str, index: int):

@@ -1,0 +1,241 @@
+"""One record for each kind of action: its executable, its arguments, what it changes and sends.
+
+A carrier says in a table which kinds carry out an action of the schedule (engine/exchanges.py).
+Nothing else in the engine asks of which kind an action is.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from maxdiloco.diloco import schedule
+from maxdiloco.diloco.schedule import Action
+from maxdiloco.engine.fragment_arrays import FragmentArrays
+from maxdiloco.engine.programs import Programs
+from maxdiloco.engine.state import (
+    FragmentPlan,
+    Layout,
+    State,
+    fragment_leaves,
+    with_fragment,
+    with_item,
+    with_items,
+)
+from maxdiloco.parallel import offload
+from maxdiloco.parallel.program import Program
+
+# Chunks of a fragment on their way from one kind of a step to the next: those that were packed, or
+# those that have arrived. None: the state has them.
+Chunks = tuple[Any, ...] | None
+
+
+class Given(NamedTuple):
+    """What an action is carried out on: arrays, or ShapeDtypeStructs. batch: of the inner step."""
+
+    layout: Layout
+    action: Action
+    state: State
+    batch: Any = None
+    chunks: Chunks = None
+
+    @property
+    def plan(self) -> FragmentPlan:
+        """Of the action's fragment."""
+        return self.layout.plans[self.action.fragment]
+
+
+class Changed(NamedTuple):
+    """What is there after it. metrics: of the inner step, None of the others."""
+
+    state: State
+    chunks: Chunks = None
+    metrics: Any = None
+
+
+class Compiled(NamedTuple):
+    """A kind that one compiled program carries out.
+
+    executable: (programs, Given) -> the program. arguments: Given -> what it takes. changed:
+    (Given, results) -> Changed. bytes_sent: (layout, plan) -> bytes that one replica sends to one
+    other. carries: whether a chunk travels in it, and arrives in a receive slot.
+    """
+
+    executable: Callable[[Programs, Given], Program]
+    arguments: Callable[[Given], tuple]
+    changed: Callable[[Given, Any], Changed]
+    bytes_sent: Callable[[Layout, FragmentPlan], int] | None = None
+    carries: bool = False
+
+    def run(self, programs: Programs, given: Given) -> Changed:
+        """Carry it out."""
+        program = self.executable(programs, given)
+        return self.changed(given, program(*self.arguments(given)))
+
+    def calls(self, programs: Programs, given: Given) -> list[tuple[Program, tuple]]:
+        """Its program and what that takes."""
+        return [(self.executable(programs, given), self.arguments(given))]
+
+    def handed_on(self, given: Given) -> Given:
+        """What the kinds after it are given, in ShapeDtypeStructs."""
+        return given
+
+
+class Done(NamedTuple):
+    """A kind that a carrier does itself, on the host: it compiles nothing and changes no state.
+
+    do: Given -> the chunks for what follows. abstract: Given -> ShapeDtypeStructs of them; None: it
+    hands none on. bytes_sent: as in Compiled.
+    """
+
+    do: Callable[[Given], Chunks]
+    abstract: Callable[[Given], Chunks] | None = None
+    bytes_sent: Callable[[Layout, FragmentPlan], int] | None = None
+    carries: bool = False
+
+    def run(self, programs: Programs, given: Given) -> Changed:
+        """Carry it out."""
+        return Changed(given.state, self.do(given))
+
+    def calls(self, programs: Programs, given: Given) -> list[tuple[Program, tuple]]:
+        """None."""
+        return []
+
+    def handed_on(self, given: Given) -> Given:
+        """What the kinds after it are given, in ShapeDtypeStructs."""
+        return given._replace(chunks=self.abstract(given)) if self.abstract else given
+
+
+Kind = Compiled | Done
+
+
+def _step(given):
+    return given.state.params, given.state.opt_state, given.batch
+
+
+def _stepped(given, results):
+    params, opt_state, metrics = results
+    return Changed(replace(given.state, params=params, opt_state=opt_state), metrics=metrics)
+
+
+def _step_with_chunk(given):
+    layout, state = given.layout, given.state
+    places = layout.places(given.plan, [given.action.chunk])
+    chunk = tuple(offload.moved(state.outgoing[i], None) for i in places)
+    slot = state.incoming[given.action.slot]
+    replaced = () if layout.chunk_memory else tuple(slot[i] for i in places)
+    return (*_step(given), chunk, replaced)
+
+
+def _stepped_with_chunk(given, results):
+    after = _stepped(given, results[:3])
+    layout, action, incoming = given.layout, given.action, after.state.incoming
+    places = layout.places(given.plan, [action.chunk])
+    chunk = [offload.moved(x, layout.chunk_memory) for x in results[3:]]
+    incoming = with_item(incoming, action.slot, with_items(incoming[action.slot], places, chunk))
+    return after._replace(state=replace(after.state, incoming=incoming))
+
+
+def _leaves(given, *, outer_opt=True):
+    """The fragment's parameters, theta and outer optimizer, and the residual of error feedback."""
+    state, plan = given.state, given.plan
+    return FragmentArrays(
+        fragment_leaves(state.params, plan),
+        fragment_leaves(state.outer, plan),
+        state.outer_opt[plan.index] if outer_opt else (),
+        fragment_leaves(state.residual, plan),
+    )
+
+
+def _pack(given):
+    leaves = _leaves(given, outer_opt=False)
+    residual = (leaves.residual,) if leaves.residual else ()
+    return (leaves._replace(residual=()), given.plan.starts, *residual)
+
+
+def _packed(given, sent):
+    state, plan = _with_residual(given, sent.residual, sent.norm_R), given.plan
+    return Changed(_with_outgoing(state, given.layout, plan, sent.chunks), sent.chunks)
+
+
+def _synchronise(given):
+    return _leaves(given), given.state.bad, given.plan.starts
+
+
+def _merge(given):
+    return (_leaves(given)._replace(residual=()), *_synchronise(given)[1:], _arrived(given))
+
+
+def _outer_step(given):
+    return (*_synchronise(given), _arrived(given))
+
+
+def _arrived(given):
+    if given.chunks is not None:
+        return given.chunks
+    slot = given.state.incoming[given.action.slot]
+    return tuple(slot[i] for i in given.layout.places(given.plan))
+
+
+def _replaced(given, results):
+    leaves, bad, sizes, update_ratio, sent = results
+    bad.copy_to_host_async()
+    plan, before = given.plan, given.state
+    state = replace(
+        _with_residual(given, leaves.residual, sent.norm_R),
+        params=with_fragment(before.params, plan, leaves.params),
+        outer=with_fragment(before.outer, plan, leaves.theta),
+        outer_opt=with_item(before.outer_opt, plan.index, leaves.outer_opt),
+        bad=bad,
+        bad_before=before.bad,
+        sizes=sizes,
+        update_ratio=update_ratio,
+    )
+    return Changed(_with_outgoing(state, given.layout, plan, sent.chunks), sent.chunks)
+
+
+def _with_residual(given, residual, norm_R):
+    """The state after a send of a fragment. residual: its leaves; () where nothing was sent."""
+    if not residual:
+        return given.state
+    whole = with_fragment(given.state.residual, given.plan, residual)
+    return replace(given.state, residual=whole, residual_norm_R=norm_R)
+
+
+def _with_outgoing(state, layout, plan, chunks):
+    """The state with the chunks that were packed; without overlap it keeps none."""
+    if not chunks or not state.outgoing:
+        return state
+    return replace(state, outgoing=with_items(state.outgoing, layout.places(plan), chunks))
+
+
+# Streaming DiLoCo (arXiv 2501.18512) Algorithm 2, by its lines; see diloco/schedule.py.
+INNER = Compiled(lambda programs, given: programs.inner, _step, _stepped)  # 3-5
+INNER_EXCHANGE = Compiled(  # the same beside a chunk: 8 and 10
+    lambda programs, given: programs.inner_exchange(given.plan),
+    _step_with_chunk,
+    _stepped_with_chunk,
+    bytes_sent=Layout.chunk_bytes,
+    carries=True,
+)
+PACK = Compiled(lambda made, given: made.of("pack", given.plan), _pack, _packed)  # 7-8
+MERGE = Compiled(lambda made, given: made.of("merge", given.plan), _merge, _replaced)  # 10-12
+SYNCHRONISE = Compiled(  # 7-12, tau = 0
+    lambda made, given: made.of("synchronise", given.plan),
+    _synchronise,
+    _replaced,
+    bytes_sent=Layout.chunk_bytes,
+)
+OUTER_STEP = Compiled(  # delayed and eager: the same with the mean of the round before
+    lambda made, given: made.of("outer_step", given.plan), _outer_step, _replaced
+)
+
+# By the names of the schedule.
+KINDS: Mapping[str, Compiled] = MappingProxyType({
+    schedule.INNER: INNER,
+    schedule.INNER_EXCHANGE: INNER_EXCHANGE,
+    schedule.PACK: PACK,
+    schedule.MERGE: MERGE,
+    schedule.SYNCHRONISE: SYNCHRONISE,
+    schedule.OUTER_STEP: OUTER_STEP,
+})  # fmt: skip

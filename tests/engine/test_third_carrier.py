@@ -1,0 +1,92 @@
+"""A carrier is a table of kinds: one that is added by its table alone trains to the same bits."""
+
+import pathlib
+import re
+from types import MappingProxyType
+
+import jax
+import numpy as np
+import pytest
+import tiny_problem
+from jax.sharding import Mesh, NamedSharding
+
+from maxdiloco import DiLoCo
+from maxdiloco.diloco import schedule
+from maxdiloco.engine import exchanges
+from maxdiloco.engine.actions import INNER, KINDS, MERGE, OUTER_STEP, PACK, Done
+from maxdiloco.exchange.collective import incoming_spec
+from maxdiloco.exchange.payload import payload_bytes
+
+
+class ThroughQueue(exchanges.InPrograms):
+    """What was packed waits in this process until it is merged."""
+
+    steps_on_device = 0
+
+    def __init__(self, programs, schedule_of_run, links):
+        mesh, queue = programs.layout.mesh, {}
+        arrived = NamedSharding(mesh, incoming_spec(mesh))
+
+        def put(given):
+            chunks = tuple(jax.device_put(np.asarray(chunk), arrived) for chunk in given.chunks)
+            queue[given.plan.index, given.state.t] = chunks
+
+        def get(given):
+            return queue.pop((given.plan.index, given.state.t - schedule_of_run.lag), None)
+
+        put = Done(put, bytes_sent=lambda _, plan: payload_bytes(plan.payload))
+        get = Done(get)
+        self.table = MappingProxyType({
+            schedule.INNER: (INNER,),
+            schedule.INNER_EXCHANGE: (INNER,),
+            schedule.PACK: (PACK, put),
+            schedule.MERGE: (get, MERGE),
+            schedule.SYNCHRONISE: (PACK, put, get, MERGE),
+            schedule.OUTER_STEP: (get, OUTER_STEP, put),
+        })  # fmt: skip
+
+
+MODES = {
+    "tau 0": dict(num_fragments=2),
+    "tau 2": dict(num_fragments=2, overlap_steps=2, alpha=0.25),
+    "eager": dict(outer_overlap="eager"),
+}
+
+
+def trained(carrier, **options):
+    problem = tiny_problem.problem("mixed")
+    mesh = Mesh(np.array(jax.devices()[:3]), ("diloco",))
+    algorithm = DiLoCo(
+        tiny_problem.jax_inner_step, num_replicas=3, sync_period=4, exchange_dtype="int8",
+        mesh=mesh, layer_axis=tiny_problem.layer_axis(problem.tree), exchange_carrier=carrier,
+        **options,
+    )  # fmt: skip
+    steps = list(tiny_problem.train(algorithm, problem, 9))
+    algorithm.close()
+    return jax.tree.leaves(steps), [algorithm.bytes_sent(t) for t in range(1, 10)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_carrier_is_added_by_a_table_alone(mode, monkeypatch):
+    """On three slices."""
+    monkeypatch.setattr(exchanges, "CARRIERS", exchanges.CARRIERS | {"queue": ThroughQueue})
+    values, bytes_sent = trained("queue", **MODES[mode])
+    wanted, of_host = trained("host", **MODES[mode])
+    assert bytes_sent == of_host and any(bytes_sent)
+    for one, other in zip(values, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_every_kind_has_all_its_parts_and_every_carrier_every_kind():
+    """A part that lacks is found here, not in a run."""
+    assert set(KINDS) == set(schedule.PROGRAMS)
+    for kind in KINDS.values():
+        assert all(map(callable, (kind.executable, kind.arguments, kind.changed)))
+
+
+def test_the_engine_compares_no_kind_of_an_action():
+    """Control: a comparison is found."""
+    comparison = re.compile(r"\.program (==|!=|in|not in) ")
+    paths = list(pathlib.Path(exchanges.__file__).parent.glob("*.py"))
+    assert len(paths) > 15 and not [p for p in paths if comparison.search(p.read_text())]
+    assert comparison.search("if action.program in (PACK, MERGE):")
