@@ -1,36 +1,21 @@
 """Settings and small texts for the tests of the data."""
 
 import json
-import types
 
 import pytest
 from data.shards_on_disk import TEXTS, prepare_in_this_process
 
+from maxdiloco.flags import config
+
 
 @pytest.fixture
 def settings():
-    """The keys the data read, on a small text; keywords replace them."""
+    """A config of windows of four tokens; keywords replace its values, which nothing checks."""
+    defaults = vars(config.load(["max_target_length=4", "vocab_size=257"], {}))
 
     def make(**changed):
-        keys = {
-            "dataset_type": "text",
-            "dataset_path": "",
-            "dataset_mixture": (),
-            "dataset_per_replica": False,
-            "eval_dataset_path": "",
-            "eval_fraction": 0.05,
-            "text_column": "text",
-            "max_corrupted_records": 0,
-            "tokenizer_type": "byte",
-            "packing": True,
-            "grain_packing_type": "concat_then_split",
-            "enable_data_shuffling": True,
-            "data_shuffle_seed": 0,
-            "max_target_length": 4,
-            "vocab_size": 257,
-        }
-        assert changed.keys() <= keys.keys()
-        return types.SimpleNamespace(**keys | changed)
+        assert changed.keys() <= defaults.keys()
+        return config.Config(**defaults | changed)
 
     return make
 

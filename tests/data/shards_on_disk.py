@@ -19,13 +19,9 @@ def prepare_in_this_process(monkeypatch):
     )
 
 
-def silent(line):
-    """For say."""
-
-
 def make(path, out, *, tokens=None, part_bytes=1 << 10, **changed):
     """Shards of a source, in this process: the parts one after the other."""
     source = open_source("text", str(path), "dataset_path", "text")
     work = Work(source, tokens or tokenizer.ByteTokenizer(), "source", part_bytes=part_bytes)
     work = prepare.dataclasses.replace(work, **changed)
-    return prepare.prepare(work, str(out), silent)
+    return prepare.prepare(work, str(out), lambda line: None)

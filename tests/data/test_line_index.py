@@ -50,24 +50,28 @@ def test_the_second_start_reads_no_line_and_has_the_same_table(folder, start):
     assert columns(second) == columns(first)
     assert columns(first)[0] == [0, 0, 1, 3] and columns(first)[3] == [3, 2, 4, 4]
     assert os.stat(start.place).st_mtime_ns == written
+    # An index of another column is not used.
+    folder({"b.jsonl": b'{"text": "abc", "body": "de"}\n'})
+    assert start(["b.jsonl"])[0].size.tolist() == [3]
+    table, told = start(["b.jsonl"], column="body")
+    assert (table.size.tolist(), told) == ([2], [READING])
 
 
-@pytest.mark.parametrize("what", ["size", "time"])
-def test_a_file_with_another_size_or_time_is_read_again_and_the_others_are_not(folder, start, what):
+def test_a_file_with_another_size_or_time_is_read_again_and_the_others_are_not(folder, start):
     """A document of 4 bytes in place of 3, then one of other bytes in as many."""
+    files = ["a.jsonl", "b.jsonl"]
     root = folder({"a.jsonl": b'{"text": "abc" }\n', "b.jsonl": LINES})
-    start(["a.jsonl", "b.jsonl"])
+    start(files)
     before = os.stat(f"{root}/a.jsonl")
-    folder({"a.jsonl": OTHER if what == "time" else b'{"text": "abcd"   }\n'})
-    if what == "size":
-        os.utime(f"{root}/a.jsonl", ns=(before.st_atime_ns, before.st_mtime_ns))
-    else:
-        assert os.stat(f"{root}/a.jsonl").st_size == before.st_size
-        os.utime(f"{root}/a.jsonl", ns=(0, before.st_mtime_ns + 1))
-    table, told = start(["a.jsonl", "b.jsonl"])
-    assert told == [READING]
-    assert table.size.tolist() == [4, 3, 2]
-    assert start(["a.jsonl", "b.jsonl"])[1] == []
+    folder({"a.jsonl": b'{"text": "abcd"   }\n'})
+    os.utime(f"{root}/a.jsonl", ns=(before.st_atime_ns, before.st_mtime_ns))
+    table, told = start(files)
+    assert (table.size.tolist(), told) == ([4, 3, 2], [READING])
+    folder({"a.jsonl": b'{"text": "abcde"  }\n'})
+    os.utime(f"{root}/a.jsonl", ns=(0, before.st_mtime_ns + 1))
+    table, told = start(files)
+    assert (table.size.tolist(), told) == ([5, 3, 2], [READING])
+    assert start(files)[1] == []
 
 
 def test_a_damaged_index_is_told_and_made_anew(folder, start):
@@ -87,35 +91,20 @@ def test_a_damaged_index_is_told_and_made_anew(folder, start):
         assert start.place.read_bytes() == good
 
 
-def test_an_index_of_another_column_is_not_used(folder, start):
-    folder({"a.jsonl": b'{"text": "abc", "body": "de"}\n'})
-    assert start(["a.jsonl"])[0].size.tolist() == [3]
-    table, told = start(["a.jsonl"], column="body")
-    assert (table.size.tolist(), told) == ([2], [READING])
-
-
-@pytest.mark.parametrize(
-    "name, reading, writing",
-    [
+def test_a_place_that_cannot_be_used_is_a_line_and_no_failure(folder, start, monkeypatch):
+    """A file where a folder should be, and a folder where the file should be. On a full disk, as
+    /dev/full is, the index before stays and nothing half written."""
+    root = folder({"a.jsonl": LINES, "b.jsonl": OTHER, "file": b"", "folder/x": b""})
+    for name, reading, writing in (
         ("file/index", "Not a directory", "Not a directory"),
         ("folder", "Is a directory", "Cannot overwrite"),
-    ],
-)
-def test_a_place_that_cannot_be_used_is_a_line_and_no_failure(
-    folder, start, name, reading, writing
-):
-    """A file where a folder should be, and a folder where the file should be."""
-    place = epath.Path(folder({"a.jsonl": LINES, "file": b"", "folder/x": b""})) / name
-    table, told = start(["a.jsonl"], path=place)
-    assert told[0].startswith(f"note: {place} cannot be read ({reading}")
-    assert told[1] == READING
-    assert told[2].startswith(f"note: {place} cannot be written ({writing}")
-    assert table.size.tolist() == [3, 2]
-
-
-def test_a_full_disk_leaves_the_index_before_and_nothing_half_written(folder, start, monkeypatch):
-    """/dev/full has no space for the new one."""
-    folder({"a.jsonl": LINES, "b.jsonl": OTHER})
+    ):
+        place = epath.Path(root) / name
+        table, told = start(["a.jsonl"], path=place)
+        assert told[0].startswith(f"note: {place} cannot be read ({reading}")
+        assert told[1] == READING
+        assert told[2].startswith(f"note: {place} cannot be written ({writing}")
+        assert table.size.tolist() == [3, 2]
     start(["a.jsonl"])
     part = start.place.parent / "full"
     os.symlink("/dev/full", part)

@@ -51,57 +51,37 @@ def mixed(shares, sizes=None, seed=5):
     return Mixture.of(tuple(sizes), tuple(sources), shares, seed)
 
 
-def box(replicas, rows):
-    """All these rows of all these replicas, as `read` takes them."""
-    return dict(zip(("replicas", "rows"), np.ix_(replicas, rows), strict=True))
-
-
-def all_rows(position):
-    return box(range(position.M), range(position.B))
-
-
 def windows_read(data, position, step):
     """(source, window) of every row of a step, by replica."""
-    tokens = pipeline.read(data, position, step, **all_rows(position))["tokens"]
+    rows = np.ix_(range(position.M), range(position.B))
+    tokens = data.read(position, step, *rows)["tokens"]
     return [[tuple(row[:2].tolist()) for row in replica] for replica in tokens]
-
-
-def through_json(position):
-    """As a checkpoint keeps it, with its keys in any order."""
-    return Position.from_dict(json.loads(json.dumps(position.to_dict(), sort_keys=True)))
 
 
 some_shares = st.dictionaries(st.sampled_from("abc"), st.integers(1, 5)).map(
     lambda given: {name: given.get(name, 1) for name in "abc"}
 )
-legs = st.lists(
-    st.tuples(st.integers(3, 5), st.integers(1, 3), st.integers(0, 4), some_shares),
-    min_size=1,
-    max_size=4,
-)
+leg = st.tuples(st.integers(3, 5), st.integers(1, 3), st.integers(0, 4), some_shares)
 
 
-def follow(legs, *, per_replica=False):
-    """Windows read of each source over a run that stops and goes on with other M, B and weights;
-    and the position at the end. Each start knows only what a checkpoint keeps."""
+@hypothesis_settings(max_examples=60, deadline=None)
+@given(legs=st.lists(leg, min_size=1, max_size=4), per_replica=st.booleans())
+def test_no_sequence_of_a_source_is_read_twice_or_left_out_in_its_epoch(legs, per_replica):
+    """Over a run that stops and goes on with other M, B and weights. Each start knows only what a
+    checkpoint keeps."""
     position, step, read = None, 1, collections.defaultdict(list)
     for M, B, steps, shares in legs:
         data = mixed({} if per_replica else shares)
         if position is None:
             position = data.first_position(M, B)
         else:
-            position = data.next_position(through_json(position), step, M, B)
+            kept = json.loads(json.dumps(position.to_dict(), sort_keys=True))
+            position = data.next_position(Position.from_dict(kept), step, M, B)
         for _ in range(steps):
-            for row in sum(windows_read(data, position, step), []):
-                read[row[0]].append(row[1])
+            for source, window in sum(windows_read(data, position, step), []):
+                read[source].append(window)
             step += 1
-    return read
-
-
-@hypothesis_settings(max_examples=60, deadline=None)
-@given(legs=legs, per_replica=st.booleans())
-def test_no_sequence_of_a_source_is_read_twice_or_left_out_in_its_epoch(legs, per_replica):
-    for source, windows in follow(legs, per_replica=per_replica).items():
+    for source, windows in read.items():
         size = list(SIZES.values())[source]
         # Steps interleave replicas, so a step may finish an epoch in another order: compare sets.
         counts = collections.Counter(windows)
@@ -115,7 +95,7 @@ def test_rows_split_over_processes_are_those_of_one():
     data = mixed({"a": 2, "b": 1, "c": 1})
     position = data.first_position(2, 4)
     whole, left, right = (
-        pipeline.read(data, position, 3, **box(range(2), rows))["tokens"]
+        data.read(position, 3, *np.ix_(range(2), rows))["tokens"]
         for rows in (range(4), range(2), range(2, 4))
     )
     assert np.array_equal(np.concatenate([left, right], axis=1), whole)
@@ -135,16 +115,9 @@ def test_with_weights_that_change_every_source_goes_on_where_it_is():
     assert then.metrics(position, 3)["data/tokens_c"] == 4 * 3
 
 
-def test_with_two_equal_sources_a_replica_meets_both():
-    """Two replicas of one row: the order of sources is a, b, a, b, but rows are drawn."""
-    data = mixed({"a": 1, "b": 1}, sizes={"a": 40, "b": 13})
-    position = data.first_position(2, 1)
-    seen = [windows_read(data, position, step)[0][0][0] for step in range(1, 41)]
-    assert 8 < sum(seen) < 32
-
-
-def test_replica_m_reads_source_m_mod_k_alone():
-    """Five replicas, three sources: 0 and 3 share the first, 1 and 4 the second."""
+def test_replica_m_reads_source_m_mod_k_alone_or_with_shares_meets_every_source():
+    """Five replicas, three sources: 0 and 3 share the first, 1 and 4 the second. Two replicas of
+    one row: the order of sources is a, b, a, b, but rows are drawn."""
     data = mixed({})
     position = data.first_position(5, 2)
     for step in range(1, 4):
@@ -153,6 +126,10 @@ def test_replica_m_reads_source_m_mod_k_alone():
     assert [line.partition("; ")[2] for line in data.description() if "; " in line] == [
         f"replicas {k}, {k + 3}, ..." for k in range(3)
     ]
+    data = mixed({"a": 1, "b": 1}, sizes={"a": 40, "b": 13})
+    position = data.first_position(2, 1)
+    seen = [windows_read(data, position, step)[0][0][0] for step in range(1, 41)]
+    assert 8 < sum(seen) < 32
 
 
 @pytest.mark.parametrize("shares", [{"a": 6, "b": 3, "c": 1}, {"a": 1, "b": 0, "c": 0}, {}])
@@ -179,55 +156,40 @@ def test_metrics_count_tokens_of_each_source_and_the_padding_of_the_step():
     assert set(found) == {"data/epoch_a", "data/epoch_b"}
 
 
-def test_a_source_too_small_for_a_step_and_one_without_a_replica_are_refused():
+def test_a_source_too_small_or_without_a_replica_is_refused_and_one_that_changed_is_known():
     data = mixed({"a": 2, "b": 1, "c": 1})
     with pytest.raises(DataError, match=r"^c has 7 sequences of .* reads 8 of it\. Give it more"):
         pipeline.check_size(data, data.first_position(2, 16))
     with pytest.raises(ConfigError, match=r"2 replicas leave source c unread.*replicas=3 or more"):
         mixed({}).check_size(mixed({}).first_position(2, 1))
-
-
-def test_the_fingerprint_is_that_of_the_sources_and_not_of_the_weights():
-    one = mixed({"a": 2, "b": 1, "c": 1}).fingerprint
-    assert mixed({"a": 1, "b": 1, "c": 5}).fingerprint == one
+    # The fingerprint is that of the sources and not of the weights.
+    assert mixed({"a": 1, "b": 1, "c": 5}).fingerprint == data.fingerprint
     other = mixed({"a": 2, "b": 1, "c": 1}, sizes=SIZES | {"b": 12}).fingerprint
-    assert mixture.changed_sources(one, other) == ["b"]
+    assert mixture.changed_sources(data.fingerprint, other) == ["b"]
     assert mixture.changed_sources("8766f845ccc56041", "synthetic-1") == []
 
 
-@pytest.fixture
-def two_sources(settings, folder):
-    def make(**changed):
-        root = folder(
-            {f"a/{i}.txt": b"a" * 39 for i in range(3)}
-            | {f"b/{i}.txt": b"b" * 19 for i in range(5)}
-        )
-        entries = ({"path": f"{root}/b", "weight": "1", "name": "b"},)
-        entries += ({"path": f"{root}/a", "weight": "3", "name": "a"},)
-        return settings(**{"dataset_mixture": entries} | changed)
-
-    return make
-
-
-def test_sources_of_a_config_are_opened_in_the_order_of_their_names(two_sources):
-    """And the held-out part is that of each: one window of 25 and one of 30."""
-    data = mixture.open_dataset(two_sources(), split="train")
+def test_sources_of_a_config_are_opened_in_the_order_of_their_names(settings, folder):
+    """And the held-out part is that of each: one window of 25 and one of 30. One that is missing or
+    empty is named."""
+    root = folder({f"a/{i}.txt": b"a" * 39 for i in range(3)})
+    folder({f"b/{i}.txt": b"b" * 19 for i in range(5)} | {"none/1.txt": b""})
+    entries = ({"path": f"{root}/b", "weight": "1", "name": "b"},)
+    entries += ({"path": f"{root}/a", "weight": "3", "name": "a"},)
+    cfg = settings(dataset_mixture=entries)
+    data = mixture.open_dataset(cfg, split="train")
     assert (data.names, data.shares) == (("a", "b"), {"a": 3, "b": 1})
     assert [source.num_windows for source in data.sources] == [29, 24]
     assert len({source.seed for source in data.sources}) == 2
-    held_out = mixture.open_dataset(two_sources(), split="eval")
+    held_out = mixture.open_dataset(cfg, split="eval")
     tokens = held_out.read_indices(np.arange(held_out.num_windows))["tokens"]
     assert sorted(set(tokens.flat)) == [ord("a"), ord("b")] and len(tokens) == 2
-    own = two_sources(eval_dataset_path=two_sources().dataset_mixture[0]["path"])
+    own = settings(dataset_mixture=entries, eval_dataset_path=f"{root}/b")
     assert mixture.open_dataset(own, split="eval").name.startswith("eval_dataset_path=")
-
-
-def test_a_source_that_is_missing_or_empty_is_named(two_sources, folder):
-    root = folder({"none/1.txt": b""})
     for path, words in [("absent", "does not exist"), ("none", "holds no text for train")]:
         entries = ({"path": f"{root}/{path}", "name": "x"},)
         with pytest.raises(DataError, match=rf"^dataset_mixture, source x: .*{path} {words}"):
-            mixture.open_dataset(two_sources(dataset_mixture=entries), split="train")
+            mixture.open_dataset(settings(dataset_mixture=entries), split="train")
 
 
 def test_best_fit_reports_its_padding(settings, folder):
@@ -240,18 +202,14 @@ def test_best_fit_reports_its_padding(settings, folder):
     assert line == f"dataset_path={root}: 2 sequences an epoch, 25.00% of them padding"
 
 
-def test_two_sources_by_hand():
-    """Shares 3 and 1: deadlines of source 0 are after 2, 3 and 4 places, of source 1 after 4.
-    The last two are a tie, which source 0 wins."""
-    order = Interleave.of((3, 1))
-    sources, numbers = order.at(np.arange(9))
+def test_the_order_of_two_and_of_three_sources_by_hand():
+    """Shares 3 and 1: deadlines of source 0 are after 2, 3 and 4 places, of source 1 after 4. The
+    last two are a tie, which source 0 wins. One that is no whole place is rounded up: of shares 1,
+    2 and 5 of 8, number 1 of the last is due after 16/5, so after 4 places, as number 0 of the
+    second is, which comes first. A run that resumes reads on in this order."""
+    sources, numbers = Interleave.of((3, 1)).at(np.arange(9))
     assert sources.tolist() == [0, 0, 0, 1, 0, 0, 0, 1, 0]
     assert numbers.tolist() == [0, 1, 2, 0, 3, 4, 5, 1, 6]
-
-
-def test_a_deadline_that_is_no_whole_place_is_rounded_up():
-    """Shares 1, 2 and 5 of 8: number 1 of the last is due after 16/5, so after 4 places, as number
-    0 of the second is, which comes first. A run that resumes reads on in this order."""
     sources, _ = Interleave.of((1, 2, 5)).at(np.arange(8))
     assert sources.tolist() == [2, 1, 2, 2, 2, 0, 1, 2]
 
@@ -270,15 +228,11 @@ def test_a_source_is_never_a_whole_sequence_from_its_share(shares):
         assert np.all(np.abs(off) < total)
 
 
-def test_weights_are_taken_as_they_are_written():
-    """0.7, 0.2 and 0.1 are 7, 2 and 1 of 10; a source of weight 0 has no part."""
-    assert interleave.shares([Fraction(text) for text in ("0.7", "0.2", "0.1")]) == (7, 2, 1)
-    assert interleave.shares([Fraction(3), Fraction(0), Fraction("1.5")]) == (2, 0, 1)
-
-
 @given(st.lists(st.integers(0, 10**12), min_size=1, max_size=9).filter(any))
 def test_shares_of_token_counts_are_within_the_rounding(weights):
-    """Of 100,000 parts; what is not 0 stays above it."""
+    """Of 100,000 parts; what is not 0 stays above it. 0.7, 0.2 and 0.1 are 7, 2 and 1 of 10."""
+    assert interleave.shares([Fraction(text) for text in ("0.7", "0.2", "0.1")]) == (7, 2, 1)
+    assert interleave.shares([Fraction(3), Fraction(0), Fraction("1.5")]) == (2, 0, 1)
     found = interleave.shares([Fraction(weight) for weight in weights])
     most = interleave.LONGEST_PERIOD + len(weights)
     assert sum(found) <= most

@@ -6,7 +6,7 @@ import pytest
 
 from maxdiloco.data import corpus, mixture, split
 from maxdiloco.data.sources import plain_text
-from maxdiloco.errors import ConfigError, DataError
+from maxdiloco.errors import DataError
 from maxdiloco.flags import config
 from maxdiloco.trainer import run_data
 from maxdiloco.trainer.assemble import BatchShape
@@ -38,13 +38,13 @@ def test_bytes_that_are_no_utf_8_are_refused_with_file_place_and_remedy(tmp_path
                          "dataset_path.")  # fmt: skip
 
 
-@pytest.mark.parametrize("shift", range(3))
-@pytest.mark.parametrize("size", [0, 5, 8192, 16384, 400_000])
-def test_text_is_text_wherever_a_block_ends(tmp_path, size, shift):
+def test_text_is_text_wherever_a_block_ends(tmp_path):
     """Characters of two and four bytes lie across the ends of blocks."""
-    text = b"x" * shift + (AE + "\U0001f600".encode()) * (size // 6)
-    (tmp_path / "a.txt").write_bytes(text)
-    assert plain_text.refuse_other([str(tmp_path / "a.txt")], "dataset_path") is None
+    path = tmp_path / "a.txt"
+    for size in (0, 5, 8192, 16384, 400_000):
+        for shift in range(3):
+            path.write_bytes(b"x" * shift + (AE + "\U0001f600".encode()) * (size // 6))
+            assert plain_text.refuse_other([str(path)], "dataset_path") is None
 
 
 @pytest.mark.parametrize(
@@ -64,18 +64,9 @@ def test_a_file_that_is_given_by_name_and_is_no_text_is_refused(settings, tmp_pa
         split.open_split(cfg, split="train")
 
 
-def test_files_that_a_folder_leaves_out_are_counted_by_suffix(tmp_path):
-    for name in ("a.txt", "b.json", "c.parquet", "e.TXT", "f.html", ".hidden.bin", "README"):
-        (tmp_path / name).write_text("x")
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "g.html").write_text("x")
-    found = corpus.left_out(str(tmp_path))
-    assert found == {".html": 2, ".json": 1, ".parquet": 1, ".TXT": 1, "": 1}
-    for path in ("", str(tmp_path / "a.txt"), str(tmp_path / "*.json")):
-        assert not corpus.left_out(path)
-
-
-def test_the_line_on_the_data_counts_what_an_epoch_reads(settings, tmp_path):
+def test_the_line_on_the_data_counts_what_an_epoch_reads_and_what_a_folder_leaves_out(
+    settings, tmp_path
+):
     """40 bytes and 2 starts in sequences of 4: 10, of which one is held out."""
     for name, size in (("a.txt", 30), ("b.txt", 10)):
         (tmp_path / name).write_text("x" * size)
@@ -86,46 +77,38 @@ def test_the_line_on_the_data_counts_what_an_epoch_reads(settings, tmp_path):
         f"data: dataset_path={tmp_path}: 2 files, 2 documents, 40 bytes; 9 sequences of 4 tokens "
         "to train on, 4.5 steps an epoch"
     ]
+    (tmp_path / "sub").mkdir()
+    for name in ("c.json", "d.parquet", "e.TXT", "f.html", ".hidden.bin", "README", "sub/g.html"):
+        (tmp_path / name).write_text("x")
+    found = corpus.left_out(str(tmp_path))
+    assert found == {".html": 2, ".json": 1, ".parquet": 1, ".TXT": 1, "": 1}
+    for path in ("", str(tmp_path / "a.txt"), str(tmp_path / "*.json")):
+        assert not corpus.left_out(path)
 
 
-def lines(*argv):
-    """Of a start that reads text and evaluates."""
+def warned(*argv):
+    """The warnings of a start that reads text and evaluates."""
     cfg = config.load(["max_target_length=4", "vocab_size=257", *argv], {})
     text, held = (mixture.open_dataset(cfg, split=split) for split in ("train", "eval"))
-    return run_data.lines(cfg, text, {"": held}, BatchShape(2, 1, 4))
+    lines = run_data.lines(cfg, text, {"": held}, BatchShape(2, 1, 4))
+    return [line for line in lines if line.startswith("warning: ")]
 
 
-def test_a_start_warns_where_far_more_than_eval_fraction_is_held_out(tmp_path):
+def test_a_start_warns_where_far_more_is_held_out_or_files_are_left_out(tmp_path):
     """One sequence of 5 is 20 %, of 20 it is 5 %; the source of a mixture is named."""
     for name, tokens in (("small", 20), ("large", 80)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.txt").write_text("x" * (tokens - 1))
-    (warning,) = [line for line in lines(f"dataset_path={tmp_path}/small") if "warning" in line]
-    assert warning.startswith(
-        f"warning: 20% of dataset_path={tmp_path}/small is held out, not eval"
-    )
-    assert not [line for line in lines(f"dataset_path={tmp_path}/large") if "warning" in line]
-    enough = lines(f"dataset_path={tmp_path}/small", "eval_fraction=0.1")
-    assert not [line for line in enough if "warning" in line]
+    small, large = f"dataset_path={tmp_path}/small", f"dataset_path={tmp_path}/large"
+    (warning,) = warned(small)
+    assert warning.startswith(f"warning: 20% of {small} is held out, not eval")
+    for argv in ([large], [small, "eval_fraction=0.1"], [small, f"eval_{large}"]):
+        assert warned(*argv) == []
     sources = ", ".join(f"{{path: {tmp_path}/{name}, name: {name}}}" for name in ("small", "large"))
-    (warning,) = [line for line in lines(f"dataset_mixture=[{sources}]") if "warning" in line]
+    (warning,) = warned(f"dataset_mixture=[{sources}]")
     assert "20% of dataset_mixture, source small is held out" in warning
-    own = f"eval_dataset_path={tmp_path}/large"
-    assert not [line for line in lines(f"dataset_path={tmp_path}/small", own) if "warning:" in line]
-
-
-def test_files_that_a_source_of_a_mixture_leaves_out_are_said(tmp_path):
-    (tmp_path / "a.txt").write_text("x" * 99)
-    (tmp_path / "b.parquet").write_bytes(b"?")
-    said = lines(f"dataset_mixture=[{{path: {tmp_path}, name: a}}]")
-    assert (
-        f"warning: 1 other files in dataset_mixture, source a={tmp_path} are not read: 1 .parquet; "
-        "dataset_type=parquet reads those." in said
-    )
-
-
-def test_nothing_held_out_and_an_evaluation_of_it_are_refused():
-    with pytest.raises(ConfigError, match="eval_fraction=0 holds nothing out, but eval_interval=9"):
-        config.load(["eval_fraction=0", "eval_interval=9"], {})
-    config.load(["eval_fraction=0"], {})
-    config.load(["eval_fraction=0", "eval_interval=9", "eval_dataset_path=/data"], {})
+    (tmp_path / "large" / "b.parquet").write_bytes(b"?")
+    assert warned(f"dataset_mixture=[{{path: {tmp_path}/large, name: a}}]") == [
+        f"warning: 1 other files in dataset_mixture, source a={tmp_path}/large are not read: 1 "
+        ".parquet; dataset_type=parquet reads those."
+    ]

@@ -16,10 +16,6 @@ from maxdiloco.data.read_ahead import read_ahead
 from maxdiloco.errors import DataError, LostPeerError
 
 
-def grain_threads():
-    return [thread for thread in threading.enumerate() if "grain" in thread.name]
-
-
 def large(number):
     """A batch of 1 MiB: more than a pipe holds."""
     return np.full((1, 131072), number)
@@ -31,17 +27,14 @@ def failing(number):
     return number
 
 
-def test_batches_come_in_order_and_end():
-    """A reader at its end stays there; one with nothing to read is at its end."""
+def test_batches_come_in_order_and_end_and_two_are_read_ahead():
+    """No more, which would fill the memory. A reader at its end stays there; one with nothing to
+    read is at its end."""
     for count in (7, 0):
         batches = read_ahead(abs, count)
         assert list(batches) == list(range(count))
         assert list(batches) == []
         batches.close()
-
-
-def test_two_batches_are_read_ahead():
-    """No more, which would fill the memory."""
     read, asked = [], threading.Semaphore(0)
 
     def remember(number):
@@ -75,6 +68,9 @@ def test_close_waits_for_the_read_under_way():
     """A file is closed before the run goes on; while open there is one thread."""
     begun, ended = threading.Event(), []
 
+    def threads():
+        return sum("grain" in thread.name for thread in threading.enumerate())
+
     def slow(number):
         if number == 1:
             begun.set()
@@ -84,10 +80,9 @@ def test_close_waits_for_the_read_under_way():
 
     batches = read_ahead(slow, 9)
     assert next(batches) == 0 and begun.wait(60)
-    assert len(grain_threads()) == 1
+    assert threads() == 1
     batches.close()
-    assert ended == [1]
-    assert grain_threads() == []
+    assert (ended, threads()) == ([1], 0)
 
 
 def blocked_signals(process):

@@ -2,9 +2,9 @@
 
 import json
 import os
+import pathlib
 import pickle
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -40,7 +40,8 @@ def test_windows_of_shards_are_those_of_the_text(
 
 
 def test_any_piece_is_read_and_a_copy_in_another_process_opens_its_own_files(source, tmp_path):
-    """Each piece of the longest document, through a pickle."""
+    """Each piece of the longest document, through a pickle. The table of a large vocabulary is
+    wider: token 65,536 needs four bytes."""
     documents = pickle.loads(pickle.dumps(make(source, tmp_path / "out")))
     number = int(np.argmax(documents.lengths))
     (whole,) = documents.read([(number, 0, int(documents.lengths[number]))])
@@ -48,6 +49,10 @@ def test_any_piece_is_read_and_a_copy_in_another_process_opens_its_own_files(sou
     pieces = [(number, begin, begin + 10) for begin in range(0, len(whole) - 10, 7)]
     for (_, begin, end), found in zip(pieces, documents.read(pieces), strict=True):
         assert found.tolist() == whole[begin:end].tolist()
+    assert documents.manifest.dtype == "<u2"
+    wide = make(source, tmp_path / "wide", tokens=tokenizer.ByteTokenizer(vocab_size=65537))
+    assert wide.manifest.dtype == "<u4"
+    assert [t.tolist() for t in wide.read([(0, 0, 3)])] == [[256, 97, 98]]
 
 
 def test_a_long_line_is_one_document_in_pieces(tmp_path, monkeypatch):
@@ -61,41 +66,26 @@ def test_a_long_line_is_one_document_in_pieces(tmp_path, monkeypatch):
     assert whole.tolist() == [256, *long.encode()]
 
 
-def test_the_table_of_a_large_vocabulary_is_wider(source, tmp_path, monkeypatch):
-    """Token 65,536 needs four bytes."""
-    assert make(source, tmp_path / "narrow").manifest.dtype == "<u2"
-    wide = make(source, tmp_path / "wide", tokens=tokenizer.ByteTokenizer(vocab_size=65537))
-    assert wide.manifest.dtype == "<u4"
-    assert [t.tolist() for t in wide.read([(0, 0, 3)])] == [[256, 97, 98]]
+def test_of_twenty_equal_files_every_twentieth_is_held_out_and_unequal_ones_are_divided(
+    settings, tmp_path
+):
+    """File 0 of the unequal 20 has a third of the tokens, an empty file none: 6014 tokens are 1503
+    windows of 4."""
 
+    def split(name, sizes):
+        (tmp_path / name).mkdir()
+        for number, size in enumerate(sizes):
+            (tmp_path / name / f"{number:02d}.txt").write_text(chr(97 + number) * size)
+        documents = make(tmp_path / name, tmp_path / f"{name}.out", part_bytes=300)
+        assert shards.tokens_of_files(documents).tolist() == [size + (size > 0) for size in sizes]
+        cfg = settings(dataset_type="arrayrecord", dataset_path=str(tmp_path / f"{name}.out"))
+        parts = [text.open_text(cfg, split=split)[0] for split in ("train", "eval")]
+        return [part.read(np.arange(part.num_windows))[0] for part in parts]
 
-def test_of_twenty_files_every_twentieth_is_held_out(settings, tmp_path):
-    folder = tmp_path / "source"
-    folder.mkdir()
-    for number in range(21):
-        (folder / f"{number:02d}.txt").write_text(chr(97 + number) * 7)
-    make(folder, tmp_path / "out", part_bytes=30)
-    cfg = settings(dataset_type="arrayrecord", dataset_path=str(tmp_path / "out"))
-    found = {}
-    for split in ("train", "eval"):
-        windows, _ = text.open_text(cfg, split=split)
-        found[split] = set(windows.read(np.arange(windows.num_windows))[0].reshape(-1).tolist())
-    assert found["eval"] == {256, ord("a"), ord("u")}
-    assert found["train"] == {256, *range(ord("b"), ord("u"))}
-
-
-def test_files_of_unequal_size_in_shards_are_not_held_out_whole(settings, tmp_path):
-    """File 0 of 20 has a third of the tokens, an empty file none: windows are divided."""
-    folder = tmp_path / "source"
-    folder.mkdir()
-    for number in range(20):
-        size = {0: 1999, 1: 0}.get(number, 222)
-        (folder / f"{number:02d}.txt").write_text(chr(97 + number) * size)
-    documents = make(folder, tmp_path / "out", part_bytes=300)
-    assert shards.tokens_of_files(documents).tolist() == [2000, 0, *[223] * 18]
-    cfg = settings(dataset_type="arrayrecord", dataset_path=str(tmp_path / "out"))
-    counts = [text.open_text(cfg, split=split)[0].num_windows for split in ("train", "eval")]
-    assert counts == [1428, 75]  # 6014 tokens are 1503 windows of 4
+    train, held_out = split("equal", [7] * 21)
+    assert {*held_out.flat} == {256, ord("a"), ord("u")}
+    assert {*train.flat} == {256, *range(ord("b"), ord("u"))}
+    assert [len(part) for part in split("unequal", [1999, 0, *[222] * 18])] == [1428, 75]
 
 
 def test_fingerprints_tell_the_tokens_and_the_split_apart(settings, source, tmp_path):
@@ -150,21 +140,16 @@ def zero(path):
 )
 def test_a_damaged_folder_is_refused_when_it_is_opened(source, tmp_path, name, damage, why):
     make(source, tmp_path / "out")
-    shards.open_shards(str(tmp_path / "out"), "dataset_path")
+    documents = shards.open_shards(str(tmp_path / "out"), "dataset_path")
+    shards.check_contents(documents)
     damage(tmp_path / "out" / name)
     with pytest.raises(DataError, match=why):
         shards.open_shards(str(tmp_path / "out"), "dataset_path")
-
-
-def test_a_flipped_bit_is_found_by_the_check_and_when_its_record_is_read(source, tmp_path):
-    documents = make(source, tmp_path / "out", part_bytes=1 << 20)
-    shards.check_contents(documents)
-    damaged = shards.open_shards(str(tmp_path / "out"), "dataset_path")
-    flip(tmp_path / "out" / "part-00000.arrayrecord")  # after the start, which looks at some
-    with pytest.raises(DataError, match="part-00000.arrayrecord is damaged"):
-        shards.check_contents(damaged)
-    with pytest.raises(DataError, match="part-00000.arrayrecord record 0"):
-        list(damaged.read([(0, 0, 3)]))
+    if damage is flip and name.startswith("part"):  # after the start, which looks at some
+        with pytest.raises(DataError, match="part-00000.arrayrecord is damaged"):
+            shards.check_contents(documents)
+        with pytest.raises(DataError, match="part-00000.arrayrecord record 0"):
+            list(documents.read([(0, 0, 3)]))
 
 
 def test_damaged_records_are_counted_over_all_parts_and_named(source, tmp_path):
@@ -182,7 +167,7 @@ def test_damaged_records_are_counted_over_all_parts_and_named(source, tmp_path):
     assert len(documents.lengths) == 2 * len(TEXTS) + 1
 
 
-def test_a_folder_of_other_text_or_of_something_else_is_refused(source, tmp_path):
+def test_a_folder_of_something_else_and_an_empty_source_are_refused(source, tmp_path):
     make(source, tmp_path / "out")
     with pytest.raises(ConfigError, match="was begun with another part_bytes. Choose another"):
         make(source, tmp_path / "out", part_bytes=77)
@@ -191,13 +176,18 @@ def test_a_folder_of_other_text_or_of_something_else_is_refused(source, tmp_path
         make(source, tmp_path / "out")
     with pytest.raises(ConfigError, match="is not empty, and was not made by maxdiloco.prepare"):
         make(source, source)
+    for name, content in (("a.txt", ""), ("a.jsonl", "\n\n")):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(DataError, match="source holds no text"):
+            make(tmp_path / name, tmp_path / f"{name}.out")
 
 
 OTHERS = ("work.part", "part-list.json", "part-00000.old.lengths.npy", "part-00000.json.bak.part")
 
 
 def test_files_of_others_in_the_folder_stay(source, tmp_path):
-    """Where it is made, where that goes on, and where it is found made; or it is refused."""
+    """Where it is made, where that goes on, and where it is found made; or it is refused. One that
+    was killed before its first part goes on: the plan was on its way to the disk."""
     out = tmp_path / "out"
     for name, content in ((OTHERS[0], ""), ("lock", "mine")):
         out.mkdir()
@@ -206,7 +196,11 @@ def test_files_of_others_in_the_folder_stay(source, tmp_path):
             make(source, out)
         assert (out / name).read_text() == content
         shutil.rmtree(out)
+    out.mkdir()
+    (out / "lock").touch()
+    (out / "source.json.0123abcd.part").write_text("{")
     make(source, out)
+    assert not list(out.glob("*.part"))
     for name in ("lock", *OTHERS):
         (out / name).write_text("mine")
     for left in ("part-00007.json", "part-00000.arrayrecord.0123abcd.part"):
@@ -219,79 +213,48 @@ def test_files_of_others_in_the_folder_stay(source, tmp_path):
     assert {path.name for path in out.glob("part*.json")} == {"part-list.json"}
 
 
-def test_a_preparation_that_was_killed_before_its_first_part_goes_on(source, tmp_path):
-    """The plan was on its way to the disk."""
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "lock").touch()
-    (tmp_path / "out" / "source.json.0123abcd.part").write_text("{")
-    make(source, tmp_path / "out")
-    assert not list((tmp_path / "out").glob("*.part"))
-
-
-def test_an_empty_source_is_refused(tmp_path):
-    (tmp_path / "a.txt").write_text("")
-    with pytest.raises(DataError, match="source holds no text"):
-        make(tmp_path / "a.txt", tmp_path / "out")
-    (tmp_path / "a.jsonl").write_text("\n\n")
-    with pytest.raises(DataError, match="source holds no text"):
-        make(tmp_path / "a.jsonl", tmp_path / "other")
-
-
 def test_shards_of_another_tokenizer_are_refused_and_what_differs_is_named(
     settings, source, tmp_path
 ):
     """The same file without its end of a document is the commonest case."""
-    place = tmp_path / "one"
-    place.mkdir()
-    path = byte_level_bpe(place, vocab_size=300)
-    subwords = subword.of_source(subword.read("huggingface", str(path)), add_bos=True, add_eos=True)
-    folders = {
-        "own": tokenizer.ByteTokenizer(),
-        "byte": tokenizer.ByteTokenizer(document_start=255),
-        "subword": subwords,
-    }
-    for name, tokens in folders.items():
-        make(source, tmp_path / name, tokens=tokens)
+    paths = []
+    for size in (300, 310):
+        (tmp_path / str(size)).mkdir()
+        paths.append(str(byte_level_bpe(tmp_path / str(size), vocab_size=size)))
+    subwords = subword.of_source(subword.read("huggingface", paths[0]), add_bos=True, add_eos=True)
+    make(source, tmp_path / "own")
+    make(source, tmp_path / "byte", tokens=tokenizer.ByteTokenizer(document_start=255))
+    make(source, tmp_path / "subword", tokens=subwords)
 
     def opened(name, **keys):
         own = dict(add_bos=True, add_eos=True, eval_dataset_path="unused")
         own |= dict(dataset_type="arrayrecord", dataset_path=str(tmp_path / name))
-        return text.open_text(SimpleNamespace(**vars(settings()) | own | keys), split="train")
+        return text.open_text(settings(**own | keys), split="train")
 
-    def refusal(name, **keys):
-        with pytest.raises(DataError) as caught:
-            opened(name, **keys)
-        return str(caught.value).removeprefix(f"dataset_path={tmp_path / name} was tokenised ")
-
-    assert opened("own")
-    assert refusal("byte") == (
-        "otherwise than with tokenizer_type=byte: with token 255 as bos, not 256. Prepare the "
-        "text again."
-    )
     there = f"{tmp_path / 'subword/tokenizer'}"
-    assert refusal("subword") == (
-        "otherwise than with tokenizer_type=byte: with tokenizer_type=huggingface, not byte, "
-        f"add_eos=true. Set tokenizer_type=huggingface add_eos=true tokenizer_path={there}, or "
-        "prepare the text again."
+    same, other = (
+        dict(tokenizer_type="huggingface", tokenizer_path=path, vocab_size=400) for path in paths
     )
-    same = dict(tokenizer_type="huggingface", tokenizer_path=str(path), vocab_size=400)
-    assert opened("subword", **same)
+    assert opened("own") and opened("subword", **same)
     after = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
+    path = pathlib.Path(paths[0])
     exported = json.loads(path.read_text()) | {"post_processor": after}
     path.write_text(json.dumps(exported, indent=1))  # other bytes, the same tokens of a text
     assert opened("subword", **same)
-    assert refusal("own", **same) == (  # a path beside byte is refused
-        "otherwise than with tokenizer_type=huggingface: with tokenizer_type=byte, not "
-        "huggingface, add_eos=false. Set tokenizer_type=byte tokenizer_path= add_eos=false, or "
-        "prepare the text again."
-    )
-    assert refusal("subword", add_eos=False, **same) == (
-        "otherwise than with tokenizer_type=huggingface: with add_eos=true. Set add_eos=true, or "
-        "prepare the text again."
-    )
-    (tmp_path / "two").mkdir()
-    same["tokenizer_path"] = str(byte_level_bpe(tmp_path / "two", vocab_size=310))
-    assert refusal("subword", **same) == (
-        "otherwise than with tokenizer_type=huggingface: with another tokenizer.json. Set "
-        f"tokenizer_path={there}, or prepare the text again."
-    )
+    for name, keys, words in (
+        ("byte", {}, "byte: with token 255 as bos, not 256. Prepare the text again."),
+        ("subword", {}, "byte: with tokenizer_type=huggingface, not byte, add_eos=true. Set "
+         f"tokenizer_type=huggingface add_eos=true tokenizer_path={there}, or prepare the text "
+         "again."),
+        # A path beside byte is refused.
+        ("own", same, "huggingface: with tokenizer_type=byte, not huggingface, add_eos=false. Set "
+         "tokenizer_type=byte tokenizer_path= add_eos=false, or prepare the text again."),
+        ("subword", same | {"add_eos": False},
+         "huggingface: with add_eos=true. Set add_eos=true, or prepare the text again."),
+        ("subword", other, "huggingface: with another tokenizer.json. Set "
+         f"tokenizer_path={there}, or prepare the text again."),
+    ):  # fmt: skip
+        with pytest.raises(DataError) as caught:
+            opened(name, **keys)
+        start = f"dataset_path={tmp_path / name} was tokenised otherwise than with tokenizer_type="
+        assert str(caught.value) == start + words

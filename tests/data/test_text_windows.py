@@ -1,55 +1,40 @@
-"""Windows of a text, worked out by hand, and what tells two texts apart."""
+"""Windows of a text: how documents fill them, which are held out, and what tells texts apart."""
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
-from maxdiloco.data import pipeline, text
+from maxdiloco.data import packing, pipeline, text
 from maxdiloco.data.documents import SAMPLE_BYTES, SAMPLES, sampled
 from maxdiloco.errors import DataError
 
-S = 256  # the token that starts a document
-a, b, c, d, e, f = b"abcdef"
+START = 256  # the token that starts a document
 
 
 @pytest.mark.parametrize(
     ("texts", "keys", "tokens", "segments"),
     [
-        (  # S a b c | S d e S | f, which is too short and not read
-            (b"abc", b"de", b"f"),
-            {},
-            [[S, a, b, c], [S, d, e, S]],
-            [[1, 1, 1, 1], [1, 1, 1, 2]],
-        ),
-        (  # a document goes on in the next window, as segment 1
-            (b"abc", b"de", b"f"),
-            {"max_target_length": 3},
-            [[S, a, b], [c, S, d], [e, S, f]],
-            [[1, 1, 1], [1, 2, 2], [1, 2, 2]],
-        ),
-        (  # each begins a window and is padded with segment 0
-            (b"abc", b"de", b"abcdef"),
-            {"packing": False},
-            [[S, a, b, c], [S, d, e, 0], [S, a, b, c], [d, e, f, 0]],
-            [[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 0]],
-        ),
-        (  # abcdef alone is cut; S a fits beside nothing
-            (b"abc", b"de", b"abcdef", b"a"),
-            {"grain_packing_type": "best_fit"},
-            [[S, a, b, c], [S, d, e, 0], [S, a, b, c], [d, e, f, 0], [S, a, 0, 0]],
-            [[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]],
-        ),
-        (  # S b c d and one of S a, S e, S f; the other two together
-            (b"a", b"bcd", b"e", b"f"),
-            {"grain_packing_type": "best_fit", "max_target_length": 6},
-            [[S, a, S, e, 0, 0], [S, b, c, d, S, f]],
-            [[1, 1, 2, 2, 0, 0], [1, 1, 1, 1, 2, 2]],
-        ),
+        # f is too short and not read
+        ("abc de f", {}, "<abc <de<", "1111 1112"),
+        # a document goes on in the next window, as segment 1
+        ("abc de f", {"max_target_length": 3}, "<ab c<d e<f", "111 122 122"),
+        # each begins a window and is padded with segment 0
+        ("abc de abcdef", {"packing": False}, "<abc <de_ <abc def_", "1111 1110 1111 1110"),
+        # abcdef alone is cut; <a fits beside nothing
+        ("abc de abcdef a", {"grain_packing_type": "best_fit"},
+         "<abc <de_ <abc def_ <a__", "1111 1110 1111 1110 1100"),
+        # <bcd and one of <a, <e, <f; the other two together
+        ("a bcd e f", {"grain_packing_type": "best_fit", "max_target_length": 6},
+         "<a<e__ <bcd<f", "112200 111122"),
     ],
-    ids=["packed", "over_two_windows", "apart", "best_fit_cuts", "best_fit_side_by_side"],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("kind", ["txt", "jsonl"])
 def test_windows_and_segments_by_hand(settings, folder, kind, texts, keys, tokens, segments):
-    """Documents are files, or lines of one file; the windows have 4 tokens unless keys say."""
+    """Documents are files, or lines of one file; the windows have 4 tokens unless keys say. < is
+    the start of a document, _ padding."""
+    texts = [each.encode() for each in texts.split()]
     if kind == "txt":
         root = folder({f"{number}.txt": content for number, content in enumerate(texts)})
     else:
@@ -58,22 +43,16 @@ def test_windows_and_segments_by_hand(settings, folder, kind, texts, keys, token
     windows, _ = text.open_text(cfg, split="train")
     found = windows.read(np.arange(windows.num_windows))
     assert found[0].dtype == found[1].dtype == np.int32
-    assert (found[0].tolist(), found[1].tolist()) == (tokens, segments)
+    signs = {"<": START, "_": 0}
+    tokens = [[signs.get(sign, ord(sign)) for sign in window] for window in tokens.split()]
+    assert found[0].tolist() == tokens
+    assert found[1].tolist() == [list(map(int, window)) for window in segments.split()]
+    assert windows.read(np.array([1, 0, 1]))[0].tolist() == [tokens[i] for i in (1, 0, 1)]
 
 
-def test_any_windows_can_be_asked_for_in_any_order(settings, folder):
-    root = folder({"1.txt": b"abcdefghijklmnop" * 9})
-    cfg = settings(dataset_path=root, eval_dataset_path=root)
-    windows, _ = text.open_text(cfg, split="train")
-    tokens, _ = windows.read(np.arange(windows.num_windows))
-    chosen = np.array([7, 0, 7, 3])
-    assert np.array_equal(windows.read(chosen)[0], tokens[chosen])
-
-
-def split_paths(cfg):
-    return [
-        text.open_text(cfg, split=split)[0].documents.table.paths for split in ("train", "eval")
-    ]
+def split(cfg):
+    """The windows to train on, and those that are held out."""
+    return [text.open_text(cfg, split=split)[0] for split in ("train", "eval")]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +61,10 @@ def split_paths(cfg):
 )
 def test_of_many_equal_files_those_held_out_lie_apart(settings, folder, count, fraction, held):
     root = folder({f"{number:02}.txt": b"abcdefghijk" for number in range(count)})
-    train, held_out = split_paths(settings(dataset_path=root, eval_fraction=fraction))
+    train, held_out = (
+        part.documents.table.paths
+        for part in split(settings(dataset_path=root, eval_fraction=fraction))
+    )
     assert held_out == tuple(f"{root}/{number:02}.txt" for number in held)
     assert len(train) == count - len(held) and not set(train) & set(held_out)
 
@@ -97,46 +79,41 @@ def test_of_few_files_the_last_windows_are_held_out(
     """Windows of 4, at least one: 400 tokens are 100 windows, 5 of them for eval."""
     text_bytes = bytes(65 + number % 61 for number in range(length - 1))
     cfg = settings(dataset_path=folder({"1.txt": text_bytes}), eval_fraction=fraction)
-    parts = [text.open_text(cfg, split=split)[0] for split in ("train", "eval")]
+    parts = split(cfg)
     assert [part.num_windows for part in parts] == [train, held_out]
     tokens = [part.read(np.arange(part.num_windows))[0] for part in parts]
-    assert np.concatenate(tokens).reshape(-1).tolist() == [S, *text_bytes]
+    assert np.concatenate(tokens).reshape(-1).tolist() == [START, *text_bytes]
 
 
-def test_files_of_unequal_size_are_not_held_out_whole(settings, folder):
+@pytest.mark.parametrize(
+    ("first", "share", "files"),
+    [(6460, 0.05, range(20)), (1240, 0.09, [0]), (256, 0.05, range(20))],
+)
+def test_files_of_unequal_size_are_not_held_out_whole(settings, folder, first, share, files):
     """File 0 of 20 has 34 % of the bytes: the last 5 % of the windows are held out in its place.
     With 9 % of them in file 0 the file is held out, and with 2 % not."""
-
-    def share(first, rest=660):
-        root = folder({f"{i:02}.txt": bytes([97 + i]) * (rest if i else first) for i in range(20)})
-        parts = [
-            text.open_text(settings(dataset_path=root), split=split)[0]
-            for split in ("train", "eval")
-        ]
-        counts = [part.num_windows for part in parts]
-        return round(counts[1] / sum(counts), 3), set(parts[1].documents.table.file)
-
-    assert share(6460) == (0.05, set(range(20)))
-    assert share(1240) == (0.09, {0})
-    assert share(256) == (0.05, set(range(20)))
+    root = folder({f"{i:02}.txt": bytes([97 + i]) * (660 if i else first) for i in range(20)})
+    parts = split(settings(dataset_path=root))
+    counts = [part.num_windows for part in parts]
+    assert round(counts[1] / sum(counts), 3) == share
+    assert set(parts[1].documents.table.file) == set(files)
 
 
-def test_eval_fraction_zero_trains_on_all_of_the_text(settings, folder):
-    root = folder({f"{number:02}.txt": b"abc" for number in range(21)})
-    cfg = settings(dataset_path=root, eval_fraction=0.0)
-    assert text.open_text(cfg, split="train")[0].num_windows == 21
-    with pytest.raises(DataError, match="eval_fraction=0 holds nothing out. Set eval_fraction or"):
-        text.open_text(cfg, split="eval")
-
-
-def test_eval_text_of_ones_own_leaves_all_of_the_other_for_training(settings, folder):
+def test_with_eval_fraction_zero_or_eval_text_of_ones_own_all_of_the_text_is_trained_on(
+    settings, folder
+):
     root = folder({"train/1.txt": b"abcdefg", "held/2.txt": b"fedcbag"})
     cfg = settings(dataset_path=f"{root}/train", eval_dataset_path=f"{root}/held")
-    assert split_paths(cfg) == [(f"{root}/train/1.txt",), (f"{root}/held/2.txt",)]
     train, name = text.open_text(cfg, split="train")
     assert (train.num_windows, name) == (2, f"dataset_path={root}/train")
+    assert train.documents.table.paths == (f"{root}/train/1.txt",)
     held, name = text.open_text(cfg, split="eval")
     assert (held.num_windows, name) == (2, f"eval_dataset_path={root}/held")
+    assert held.documents.table.paths == (f"{root}/held/2.txt",)
+    cfg = settings(dataset_path=root, eval_fraction=0.0)
+    assert text.open_text(cfg, split="train")[0].num_windows == 4
+    with pytest.raises(DataError, match="eval_fraction=0 holds nothing out. Set eval_fraction or"):
+        text.open_text(cfg, split="eval")
 
 
 @pytest.mark.parametrize("split, size", [("train", 6), ("train", 2), ("eval", 2)])
@@ -174,13 +151,9 @@ def test_fingerprints_differ_when_the_windows_do(settings, folder):
     # 27 tokens and 3 or 4 more are 7 windows either way; then the same length by another name.
     found += [fingerprint(top=top) for top in more]
     assert len(set(found)) == 12
-
-
-def test_fingerprints_stay_the_same_between_versions(settings, folder):
-    """A run that goes on is refused when its text has another one."""
-    root = folder({"1.txt": b"abcdefgh", "2.jsonl": b'{"text": "abc"}\n\n{"text": "defg"}\n'})
-    windows, _ = text.open_text(settings(dataset_path=root), split="train")
-    assert windows.fingerprint() == "8766f845ccc56041"
+    # It stays the same between versions: a run is refused when its text has another one.
+    folder({"6/1.txt": b"abcdefgh", "6/2.jsonl": b'{"text": "abc"}\n\n{"text": "defg"}\n'})
+    assert fingerprint(top="6") == "8766f845ccc56041"
 
 
 @pytest.mark.parametrize("sizes", [[1], [3 * SAMPLE_BYTES + 1], [5000, 1, 100, 9000] * 10])
@@ -223,3 +196,72 @@ def test_the_same_text_elsewhere_is_the_same_and_other_text_of_that_length_is_no
     assert here.fingerprint != there.fingerprint
     assert here.contents != other.contents
     assert here.fingerprint == other.fingerprint
+
+
+sizes = st.lists(st.integers(1, 30), min_size=1, max_size=60)
+lengths = st.integers(2, 12)
+KINDS = (packing.CONCATENATED, packing.DOCUMENTS_APART, packing.BEST_FIT)
+
+
+def layout(documents, length, kind):
+    return packing.layout(np.array(documents, np.int64), length, kind)
+
+
+def read(windows):
+    """Per window: pieces with their first places."""
+    return [list(zip(*windows.pieces(i), strict=True)) for i in range(windows.num_windows)]
+
+
+def test_best_fit_by_hand():
+    """Documents of 3, 9, 1, 2 and 1 tokens, windows of 4. 9 is 4 + 4 + 1. The rest, largest
+    first: 3 opens a window, 2 another; of the ones, the last first, one fills the first, one goes
+    to the second and the last one, of document 2, fills it. Windows stand in file order.
+    """
+    windows = layout([3, 9, 1, 2, 1], 4, packing.BEST_FIT)
+    assert read(windows) == [
+        [(0, (0, 0, 3)), (3, (4, 0, 1))],
+        [(0, (1, 0, 4))],
+        [(0, (1, 4, 8))],
+        [(0, (1, 8, 9)), (1, (2, 0, 1)), (2, (3, 0, 2))],
+    ]
+    assert windows.num_tokens(np.arange(4)).tolist() == [4, 4, 4, 4]
+
+
+def naive_best_fit(pieces, length):
+    """Room left in every window: each piece, largest first, where it leaves the least room."""
+    rooms = []
+    for size in sorted(pieces, reverse=True):
+        fitting = [room for room in rooms if room >= size]
+        if fitting:
+            rooms.remove(min(fitting))
+            rooms.append(min(fitting) - size)
+        else:
+            rooms.append(length - size)
+    return sorted(rooms)
+
+
+@hypothesis_settings(max_examples=200)
+@given(pieces=sizes, length=st.integers(30, 70))
+def test_pieces_of_one_size_together_are_best_fit_one_by_one(pieces, length):
+    """Which of two windows with equal room takes a piece is all that differs."""
+    windows, count = packing.best_fit(np.array(pieces, np.int32), length)
+    filled = np.bincount(windows, weights=pieces, minlength=count)
+    assert sorted(length - filled) == naive_best_fit(pieces, length)
+
+
+@given(documents=sizes, length=lengths, kind=st.sampled_from(KINDS))
+def test_every_token_is_in_one_window_and_pieces_lie_side_by_side(documents, length, kind):
+    """Concatenated documents lose the last tokens, fewer than a window; the others lose none."""
+    windows = layout(documents, length, kind)
+    stream, seen, filled = np.cumsum([0, *documents]), [], []
+    for pieces in read(windows):
+        place = 0
+        for first, (document, begin, end) in pieces:
+            assert first == place and begin < end
+            place += end - begin
+            seen += range(stream[document] + begin, stream[document] + end)
+        assert place <= length
+        filled.append(place)
+    assert windows.num_tokens(np.arange(len(filled))).tolist() == filled
+    kept = stream[-1] // length * length if kind == packing.CONCATENATED else stream[-1]
+    assert sorted(seen) == list(range(kept))

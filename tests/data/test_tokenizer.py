@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import shutil
 import sys
 import types
 
@@ -83,16 +82,15 @@ def test_a_sentencepiece_model_that_normalises_is_not_exact(tmp_path):
     assert changing.decode(changing.encode("\u2581")) == " "
 
 
-def test_half_a_surrogate_pair_is_a_question_mark(each):
-    assert each.decode(each.encode("a\ud800")) == "a?"
-    assert each.decode(each.encode_batch(["a\ud800"])[0]) == "a?"
-
-
 def test_a_document_stands_between_its_start_and_end(each):
+    """Half a surrogate pair is a question mark; numbers that are no token have no text."""
     tokens = each.encode("a b").copy()
     end = [] if each.eos is None else [each.eos]
     assert each.encode_batch(["a b", ""])[0].tolist() == [each.bos, *tokens, *end]
     assert each.encode_batch(["a b", ""])[1].tolist() == [each.bos, *end]
+    assert each.decode(each.encode("a\ud800")) == "a?"
+    assert each.decode(each.encode_batch(["a\ud800"])[0]) == "a?"
+    assert each.decode([-1, *tokens[:1], 10**6, each.bos, *tokens[1:]]) == "a b"
 
 
 def test_text_that_reads_like_a_special_token_stays_text(folder):
@@ -103,11 +101,6 @@ def test_text_that_reads_like_a_special_token_stays_text(folder):
         assert found.eos not in pickle.loads(pickle.dumps(found)).encode(f"a {words} b")
 
 
-def test_numbers_that_are_no_token_have_no_text(each):
-    tokens = each.encode("ab")
-    assert each.decode([-1, *tokens[:1], 10**6, each.bos, *tokens[1:]]) == "ab"
-
-
 def test_what_is_saved_loads_as_the_same_tokenizer(each, tmp_path):
     each.save(tmp_path / "deep" / "copy")
     copy = tokenizer.load(tmp_path / "deep" / "copy")
@@ -115,8 +108,12 @@ def test_what_is_saved_loads_as_the_same_tokenizer(each, tmp_path):
     assert copy.encode_batch(["a é"])[0].tolist() == each.encode_batch(["a é"])[0].tolist()
 
 
-def test_a_saved_tokenizer_is_a_tokenizer_path_too(folder, tmp_path):
+def test_a_saved_tokenizer_is_a_tokenizer_path_too_and_a_file_is_taken_like_its_folder(
+    folder, tmp_path
+):
     """Its tokens around a document are known without their names."""
+    for kind, name in (("huggingface", "tokenizer.json"), ("sentencepiece", "tokenizer.model")):
+        assert tokenizer.build(keys(kind, folder / name)) == tokenizer.build(keys(kind, folder))
     config = folder / "tokenizer_config.json"
     config.write_text(json.dumps({"bos_token": "!", "eos_token": {"content": '"'}}))
     found = tokenizer.build(keys("huggingface", folder))
@@ -125,11 +122,6 @@ def test_a_saved_tokenizer_is_a_tokenizer_path_too(folder, tmp_path):
     assert found != tokenizer.build(keys("huggingface", folder))
     found.save(tmp_path)
     assert tokenizer.build(keys("huggingface", tmp_path)) == found
-
-
-def test_a_file_is_taken_like_its_folder(folder):
-    for kind, name in (("huggingface", "tokenizer.json"), ("sentencepiece", "tokenizer.model")):
-        assert tokenizer.build(keys(kind, folder / name)) == tokenizer.build(keys(kind, folder))
 
 
 def test_fingerprints_tell_tokenizers_apart(folder, tmp_path):
@@ -144,16 +136,13 @@ def test_fingerprints_tell_tokenizers_apart(folder, tmp_path):
     assert of[1].fingerprint() == tokenizer.build(keys("huggingface", folder)).fingerprint()
 
 
-def test_truncation_and_padding_of_the_file_do_not_apply(folder, tmp_path):
+def test_a_token_around_documents_that_the_file_lacks_is_refused(folder, tmp_path):
+    """Truncation and padding of the file do not apply."""
     fields = json.loads((folder / "tokenizer.json").read_text())
     limit = {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(fields | {"truncation": limit}))
     found = tokenizer.build(keys("huggingface", tmp_path))
     assert found.decode(found.encode("abcdefgh")) == "abcdefgh"
-
-
-def test_a_token_around_documents_that_the_file_lacks_is_refused(folder, tmp_path):
-    shutil.copy(folder / "tokenizer.json", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": null, "eos_token": "!"}')
     with pytest.raises(ConfigError, match=r"^add_bos=true, but .*starts a document.*add_bos=fal"):
         tokenizer.build(keys("huggingface", tmp_path))
@@ -173,12 +162,20 @@ def test_a_tokenizer_with_more_tokens_than_the_embedding_is_refused(kind, size, 
         tokenizer.build(keys(kind, folder, vocab_size=size - 1))
 
 
-@pytest.mark.parametrize("kind", ["huggingface", "sentencepiece"])
-@pytest.mark.parametrize("content", [b"", b"{}", b"\xff\x00 words " * 9, b'{"model": 3}'])
-def test_a_file_that_is_no_tokenizer_is_refused(kind, content, tmp_path):
-    (tmp_path / "a.json").write_bytes(content)
-    with pytest.raises(DataError, match=rf"a.json is no tokenizer.* of tokenizer_type={kind}: "):
-        tokenizer.build(keys(kind, tmp_path / "a.json"))
+@pytest.mark.parametrize(
+    ("kind", "package"), [("huggingface", "tokenizers"), ("sentencepiece", "sentencepiece")]
+)
+def test_a_file_that_is_no_tokenizer_and_a_missing_package_are_refused(
+    kind, package, folder, tmp_path, monkeypatch
+):
+    words = rf"a.json is no tokenizer.* of tokenizer_type={kind}: "
+    for content in (b"", b"{}", b"\xff\x00 words " * 9, b'{"model": 3}'):
+        (tmp_path / "a.json").write_bytes(content)
+        with pytest.raises(DataError, match=words):
+            tokenizer.build(keys(kind, tmp_path / "a.json"))
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"package {package}, .*pip install -e '\.\[text\]'"):
+        tokenizer.build(keys(kind, folder))
 
 
 def test_a_name_of_the_hub_without_a_network_says_how_to_download_it(monkeypatch, tmp_path):
@@ -189,15 +186,6 @@ def test_a_name_of_the_hub_without_a_network_says_how_to_download_it(monkeypatch
     ) as error:
         tokenizer.build(keys("huggingface", "org/name"))
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("kind", "package"), [("huggingface", "tokenizers"), ("sentencepiece", "sentencepiece")]
-)
-def test_a_missing_package_is_named_with_the_command(kind, package, folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=rf"package {package}, .*pip install -e '\.\[text\]'"):
-        tokenizer.build(keys(kind, folder))
 
 
 def test_a_folder_without_a_saved_tokenizer_is_refused(folder, tmp_path):

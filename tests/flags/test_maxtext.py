@@ -1,9 +1,15 @@
-"""MaxText's command lines: what is taken, what is dropped with a note, what is refused."""
+"""MaxText's command lines: what is taken and what is dropped with a note; docs/maxtext.md says so.
+
+The table of what is refused is in test_config_errors.py.
+"""
+
+import pathlib
+import re
 
 import pytest
 
-from maxdiloco.errors import ConfigError
-from maxdiloco.flags import base_yml, config, maxtext
+from maxdiloco.flags import base_yml, checks, config, maxtext, resume
+from maxdiloco.flags.other_names import OTHER_NAMES
 
 KEYS = base_yml.declared()
 
@@ -27,20 +33,13 @@ def load(*argv):
     return config.load(argv, {}, warn=notes.append), notes
 
 
-def refusal(*argv):
-    with pytest.raises(ConfigError) as caught:
-        load(*argv)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 def replaced(argv, **changes):
     """A command line with other values; None leaves the key out."""
     given = dict(one.split("=", 1) for one in argv) | changes
     return [f"{key}={value}" for key, value in given.items() if value is not None]
 
 
-def test_its_base_yml_is_refused_in_words_whether_it_is_there_or_not(tmp_path):
+def test_its_base_yml_is_refused_in_words_whether_it_is_there_or_not(refusal, tmp_path):
     """Its commands name MaxText/configs/base.yml first, mostly from a checkout that is not here."""
     remedy = "Put configs/base.yml in its place: the defaults here are this package's"
     line = refusal("MaxText/configs/base.yml", "model_name=llama2-7b")
@@ -54,7 +53,7 @@ def test_its_base_yml_is_refused_in_words_whether_it_is_there_or_not(tmp_path):
     assert f"{path} is MaxText's, whose defaults are not read. {remedy}" in line
 
 
-def test_a_copy_of_base_yml_is_its_edits_and_leaves_the_model_its_sizes(tmp_path):
+def test_a_copy_of_base_yml_is_its_edits_and_leaves_the_model_its_sizes(refusal, tmp_path):
     """The installed package's and a checkout's are two files; their sizes were refused beside a
     model, and the remedy, override_model_config=true, made a llama2-7b of a million parameters."""
     path = tmp_path / "base.yml"
@@ -70,7 +69,7 @@ def test_a_copy_of_base_yml_is_its_edits_and_leaves_the_model_its_sizes(tmp_path
     assert "base_emb_dim=128" in refusal(str(path), "model_name=llama2-7b")
 
 
-def test_the_script_for_streaming_diloco_is_told_once_what_it_has_to_change():
+def test_the_script_for_streaming_diloco_is_told_once_what_it_has_to_change(refusal):
     """The data set of TFDS, in one line; then the mounted text: two reports of what cannot carry
     over, and all other flags do."""
     line = refusal(*SCRIPT)
@@ -105,42 +104,10 @@ def test_a_key_that_does_nothing_is_dropped_with_one_note(argument):
     assert argument.partition("=")[0] in note
     assert config.load([], {f"M_{argument.partition('=')[0].upper()}": "0"[:0]}, warn=notes.append)
     assert len(notes) == 2
-
-
-def test_a_command_without_maxtexts_keys_has_no_note():
     assert load("steps=7", "learning_rate=1e-3")[1] == []
 
 
-@pytest.mark.parametrize(
-    ("argument", "words"),
-    [
-        ("mu_dtype=bfloat16", "moments stay float32"),
-        ("quantization=int8", "dtype=bfloat16"),
-        ("scan_layer=true", "is no key"),  # not MaxText's either
-        ("decoder_block=gemma2", "Give model_name a file"),
-        ("attention_type=local_sliding", "Use sliding_window_size=N"),
-        ("reuse_example_batch=1", "Use dataset_type=synthetic"),
-        ("enable_single_controller=true", "a process on each host"),
-        ("num_epoch=2", "Use steps"),
-        ("ici_pipeline_parallelism=4", "Use fsdp or tensor parallelism"),
-        (
-            "remat_policy=qkv_proj_offloaded",
-            "no layer's values go to host memory. Use remat_policy",
-        ),
-        ("remat_policy=custom", "names of single tensors"),
-        ("opt_type=adam_pax", "Use opt_type=adamw"),
-        ("profiler=nsys", "Use profiler=xplane"),
-        ("tokenizer_type=tiktoken", "Use tokenizer_type=huggingface"),
-        ("dataset_type=tfds", "Use dataset_type=hf, or text in files"),
-        ("per_device_batch_size=0.5", "less than a sequence for each device. "),
-        ("abort_on_nan_loss=false", "Use nan_policy=skip"),
-    ],
-)
-def test_what_cannot_be_dropped_is_refused_with_a_remedy(argument, words):
-    assert words in refusal(argument)
-
-
-def test_all_that_is_refused_stands_in_one_line():
+def test_all_that_is_refused_stands_in_one_line(refusal):
     line = refusal("quantization=int8", "steps=3", "num_epoch=2", "remat_policy=custom")
     assert all(word in line for word in ("quantization=int8", "num_epoch=2", "remat_policy=custom"))
 
@@ -155,44 +122,67 @@ def test_a_value_of_maxtext_is_taken_as_the_nearest_with_a_note(key, value):
     assert note.startswith(f"note: {key}={written} of MaxText is {key}={own} here, ")
 
 
-def test_values_that_are_replaced_or_refused_are_of_keys_and_none_of_ours():
-    """What base.yml allows is never replaced; what replaces it is allowed."""
-    from maxdiloco.flags import checks
-
+def test_what_is_replaced_or_refused_is_none_of_ours_and_what_replaces_it_is():
+    """A pattern may reach further than it was meant to; an alias of nothing would be lost."""
     for key, value in [*maxtext.VALUES, *maxtext.REFUSED]:
         allowed = KEYS[key].allowed
         assert not allowed.startswith("one of ") or value not in checks.choices(allowed)
     for (key, _), (own, _) in maxtext.VALUES.items():
         allowed = KEYS[key].allowed
         assert not allowed.startswith("one of ") or own in checks.choices(allowed)
-
-
-def test_a_key_of_base_yml_is_never_taken_for_one_of_maxtext():
-    """A pattern may reach further than it was meant to."""
     value = config.Given("x", "here")
     assert maxtext.taken(dict.fromkeys(KEYS, value), KEYS, lambda line: None).keys() == set(KEYS)
+    assert set(OTHER_NAMES.values()) <= set(KEYS) and not set(OTHER_NAMES) & set(KEYS)
 
 
-def test_grain_is_its_file_type():
+def test_the_names_of_maxtext_set_the_keys_that_mean_the_same(tmp_path):
+    """On the command line, in the environment and in a yml file; later layers win as ever."""
+    names = ("grain_train_files=/data/a", "grain_file_type=arrayrecord", "train_data_columns=[c]")
+    cfg, _ = load(*names)
+    assert (cfg.dataset_path, cfg.dataset_type, cfg.text_column) == ("/data/a", "arrayrecord", "c")
+    assert config.load([], {"M_HF_PATH": "/data/b"}).dataset_path == "/data/b"
+    path = tmp_path / "a.yml"
+    path.write_text("hf_train_files: /data/c\ntrain_data_columns: ['body']\n")
+    cfg, _ = load(str(path))
+    assert (cfg.dataset_path, cfg.text_column) == ("/data/c", "body")
+    assert load(str(path), "dataset_path=/data/d")[0].dataset_path == "/data/d"
+
+
+def test_the_old_and_the_new_name_of_a_renamed_key_mean_the_same():
+    """On the command line, and in the config of a checkpoint that is read or resumed."""
+    old, new = "cosine_learning_rate_final_fraction", "learning_rate_final_fraction"
+    for name in (old, new):
+        assert load(f"{name}=0.2")[0].learning_rate_final_fraction == 0.2
+        assert config.from_dict({name: 0.2}).learning_rate_final_fraction == 0.2
+    ours = load()[0].as_dict()
+    stored = {old if name == new else name: value for name, value in ours.items()}
+    assert resume.changed_keys(stored, ours, keys=KEYS) == {}
+
+
+def test_grain_is_its_file_type_and_one_epoch_another_length():
     """MaxText needs both; alone it means arrayrecord there."""
     path = "grain_train_files=/data/a"
     cfg, _ = load("dataset_type=grain", "grain_file_type=parquet", path)
     assert (cfg.dataset_type, cfg.dataset_path) == ("parquet", "/data/a")
     assert load("dataset_type=grain", path)[0].dataset_type == "arrayrecord"
-
-
-def test_one_epoch_is_another_length_in_maxtext():
     _, (note,) = load("steps=-1", "learning_rate_schedule_steps=100")
     assert note.startswith("note: steps=-1 is one epoch of the text here; in MaxText")
     assert load("steps=-1")[1] == []
 
 
-MODEL = "base_emb_dim: 64\nbase_num_decoder_layers: 2\n"
-
-
-def test_a_model_is_a_file_too(tmp_path):
+def test_a_model_is_a_file_too_and_one_that_is_none_is_refused(refusal, tmp_path):
     path = tmp_path / "my.yml"
-    path.write_text(MODEL + "decoder_block: llama2\n")
+    for content, words in (
+        (None, "is no file here. Give a path"),
+        ("steps: 5\n", "sets steps=5, but a model file sets keys of the group model alone"),
+        ("base_emb_dims: 5\n", "base_emb_dims=5"),
+        ("just text\n", "holds no keys"),
+        ("interleave_moe_layer_step: 2\n", "after first_num_dense_layers"),
+    ):
+        if content is not None:
+            path.write_text(content)
+        assert words in refusal(f"model_name={path}")
+    path.write_text("base_emb_dim: 64\nbase_num_decoder_layers: 2\ndecoder_block: llama2\n")
     cfg, (note,) = load(f"model_name={path}")
     assert (cfg.base_emb_dim, cfg.base_num_decoder_layers) == (64, 2)
     assert "decoder_block" in note
@@ -201,19 +191,58 @@ def test_a_model_is_a_file_too(tmp_path):
     assert changed.base_emb_dim == 32
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (None, "is no file here. Give a path"),
-        ("steps: 5\n", "sets steps=5, but a model file sets keys of the group model alone"),
-        ("base_emb_dims: 5\n", "base_emb_dims=5"),
-        ("just text\n", "holds no keys"),
-        ("interleave_moe_layer_step: 2\n", "after first_num_dense_layers"),
-    ],
-)
-def test_a_file_that_is_no_model_is_refused(tmp_path, content, words):
-    path = tmp_path / "my.yml"
-    if content is not None:
-        path.write_text(content)
-    line = refusal(f"model_name={path}")
-    assert words in line
+PAGE = pathlib.Path(__file__).parents[2].joinpath("docs/maxtext.md").read_text(encoding="utf-8")
+FOREIGN = maxtext.foreign_keys()
+
+
+def section(title):
+    """The text under a heading."""
+    (found,) = re.findall(rf"(?ms)^## {re.escape(title)}\n(.*?)(?=^## |\Z)", PAGE)
+    return found
+
+
+def rows(title):
+    """Cells of the table under a heading, without its head."""
+    lines = [line for line in section(title).splitlines() if line.startswith("|")]
+    assert len(lines) > 2, title
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def names(text):
+    return re.findall(r"`(\w+)`", text)
+
+
+def test_the_page_s_columns_of_defaults_are_those_of_base_yml():
+    """A key stands in one of the two tables. Positive control of the comparison: the columns of
+    MaxText differ from ours in every row."""
+    table = rows("The same with another default")
+    ours = {names(key)[0]: here for key, _, here, _ in table}
+    assert ours == {name: base_yml.show(KEYS[name].default) or "empty" for name in ours}
+    assert all(theirs != here for _, theirs, here, _ in table)
+    assert {"learning_rate", "adam_b2", "diloco_sync_period", "diloco_outer_lr"} <= set(ours)
+    same = names(section("The same, default included"))
+    assert len(same) == len(set(same)) > 50
+    assert set(same) <= set(KEYS) and not set(same) & set(ours)
+
+
+def test_the_page_s_other_names_and_values_are_those_of_the_code():
+    assert {names(old)[0]: names(new)[0] for old, new in rows("Other names")} == OTHER_NAMES
+    table = {tuple(re.search(r"`(\w+)=([\w-]+)`", cell[0]).groups()): cell[1]
+             for cell in rows("Other values")}  # fmt: skip
+    assert table.keys() == maxtext.VALUES.keys() | maxtext.REFUSED.keys()
+    assert all(table[where].startswith(f"`{own}`") for where, (own, _) in maxtext.VALUES.items())
+    assert all(table[where].startswith("refused") for where in maxtext.REFUSED)
+
+
+def test_what_the_page_calls_not_needed_is_dropped_whatever_its_value_and_not_here_is_refused():
+    """And every entry of the code is on the page."""
+    dropped, refused = ([name for row in rows(title) for name in names(row[0])]
+                        for title in ("Not needed", "Not here"))  # fmt: skip
+    notes = []
+    given = {name: config.Given("strange", "here") for name in dropped}
+    assert maxtext.taken(given, KEYS, notes.append) == {} and len(notes) == 1
+    for name in refused:
+        assert not re.fullmatch(maxtext.foreign(name, FOREIGN).harmless, "strange"), name
+    for entry in FOREIGN:
+        listed = (maxtext.foreign(name, FOREIGN) for name in [*dropped, *refused])
+        assert any(found is entry for found in listed), entry.names

@@ -1,9 +1,10 @@
-"""What may change between a run and its resumption."""
+"""What may differ between a run and its resumption, and between the processes of a run."""
 
 import pytest
 
 from maxdiloco.errors import CheckpointError
 from maxdiloco.flags import base_yml
+from maxdiloco.flags.base_yml import MAY_DIFFER, PATHS_MAY_DIFFER
 from maxdiloco.flags.resume import (
     KEEP,
     change_lines,
@@ -11,20 +12,24 @@ from maxdiloco.flags.resume import (
     model_remedy,
     refuse_changes,
 )
+from maxdiloco.flags.shared_keys import MOST_SHOWN, difference, shared
 
 KEYS = base_yml.declared()
 BASE = {name: base_yml.as_lists(key.default) for name, key in KEYS.items()}
 
 
-def refuse(**changes):
-    refuse_changes(BASE, BASE | changes, keys=KEYS, checkpoint="runs/a/checkpoints/5")
+def refuse(saved=BASE, keys=KEYS, **changes):
+    refuse_changes(saved, BASE | changes, keys=keys, checkpoint="runs/a/checkpoints/5")
 
 
-@pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)
-def test_what_base_yml_says_of_resuming_is_understood(key):
+def test_what_base_yml_says_of_resuming_and_of_hosts_is_understood():
     """Other words would refuse the key, and nobody would see why."""
-    assert key.resume in ("", base_yml.SHAPES) or key.may_change
-    assert key.resume == "" or key.resume.endswith(".")
+    for name, key in KEYS.items():
+        assert key.resume in ("", base_yml.SHAPES) or key.may_change, name
+        assert key.resume == "" or key.resume.endswith("."), name
+        assert key.hosts == "" or key.hosts.startswith((MAY_DIFFER, PATHS_MAY_DIFFER)), name
+        assert key.hosts == "" or key.hosts.endswith("."), name
+    assert sum(key.hosts != "" for key in KEYS.values()) > 20
 
 
 def test_a_key_without_the_fact_is_refused_and_the_fact_alone_frees_it(tmp_path):
@@ -37,90 +42,68 @@ def test_a_key_without_the_fact_is_refused_and_the_fact_alone_frees_it(tmp_path)
     )
     swapped = base_yml.declared(path)
     for key, with_fact, without in (("log_period", KEYS, swapped), ("adam_b1", swapped, KEYS)):
-        refuse_changes(BASE, BASE | {key: 7}, keys=with_fact, checkpoint="")
+        refuse(keys=with_fact, **{key: 7})
         with pytest.raises(CheckpointError, match=f"^{key}=7 "):
-            refuse_changes(BASE, BASE | {key: 7}, keys=without, checkpoint="")
+            refuse(keys=without, **{key: 7})
     assert [name for name in KEYS if KEYS[name] != swapped[name]] == ["log_period", "adam_b1"]
 
 
-@pytest.mark.parametrize(
-    "key",
-    ["num_diloco_replicas", "learning_rate", "diloco_outer_lr", "steps", "checkpoint_period",
-     "diloco_sync_period", "enable_streaming_diloco", "num_diloco_fragments",
-     "num_nonlayer_fragments", "use_sequential_layers", "num_communication_overlapping_steps",
-     "communication_overlapping_alpha", "diloco_outer_overlap", "diloco_exchange_dtype",
-     "diloco_error_feedback", "diloco_merge",
-     "dataset_path"],
-)  # fmt: skip
-def test_replicas_learning_rates_steps_cadence_and_exchange_may_change(key):
-    assert refuse(**{key: 12345}) is None
+def test_replicas_learning_rates_steps_cadence_and_exchange_may_change():
+    free = """num_diloco_replicas learning_rate diloco_outer_lr steps checkpoint_period dataset_path
+        diloco_sync_period enable_streaming_diloco num_diloco_fragments num_nonlayer_fragments
+        use_sequential_layers num_communication_overlapping_steps diloco_outer_overlap diloco_merge
+        communication_overlapping_alpha diloco_exchange_dtype diloco_error_feedback
+        dataset_mixture"""
+    assert refuse(**dict.fromkeys(free.split(), 12345)) is None
 
 
-@pytest.mark.parametrize(
-    "key",
-    "diloco_outer_momentum diloco_outer_optimizer base_emb_dim data_shuffle_seed max_target_length "
-    "enable_diloco".split(),
-)
-def test_a_key_that_alters_the_result_is_refused_with_both_values_and_the_way_out(key):
-    old = BASE[key]
-    with pytest.raises(CheckpointError) as error:
-        refuse(**{key: 12345})
-    assert str(error.value).startswith(f"{key}=12345 (the checkpoint has {old}): ")
-    way_out = "Set it back, or set another run_name to start anew"
-    weights = (
-        ""
-        if key == "base_emb_dim"
-        else (", with load_parameters_path=runs/a/checkpoints/5 from its weights")
-    )
-    assert str(error.value).endswith(f"{way_out}{weights}.")
-
-
-def test_all_changed_keys_are_named_in_one_line():
-    with pytest.raises(CheckpointError, match=r"adam_b1=.*adam_b2=.*Set them back") as e:
+def test_keys_that_alter_the_result_are_refused_with_both_values_and_the_way_out():
+    weights = ", with load_parameters_path=runs/a/checkpoints/5 from its weights"
+    refused = """diloco_outer_momentum diloco_outer_optimizer base_emb_dim data_shuffle_seed
+        max_target_length enable_diloco dataset_per_replica"""
+    for key in refused.split():
+        with pytest.raises(CheckpointError) as error:
+            refuse(**{key: 12345})
+        assert str(error.value).startswith(f"{key}=12345 (the checkpoint has {BASE[key]}): ")
+        anew = "Set it back, or set another run_name to start anew"
+        assert str(error.value).endswith(f"{anew}{'' if key == 'base_emb_dim' else weights}.")
+    with pytest.raises(CheckpointError, match=r"adam_b1=.*adam_b2=.*Set them back") as error:
         refuse(adam_b1=0.5, adam_b2=0.7)
-    assert "\n" not in str(e.value)
+    assert "\n" not in str(error.value)
 
 
-def test_a_key_younger_than_the_checkpoint_had_its_default():
+def test_a_key_younger_than_the_checkpoint_had_its_default_and_one_that_is_gone_has_changed():
+    """A tuple equals the list that JSON makes of it."""
     saved = {key: value for key, value in BASE.items() if key != "adam_b1"}
-    refuse_changes(saved, BASE, keys=KEYS, checkpoint="")
+    refuse(saved)
     with pytest.raises(CheckpointError, match=r"adam_b1=0.5 \(the checkpoint has 0.9\)"):
-        refuse_changes(saved, BASE | {"adam_b1": 0.5}, keys=KEYS, checkpoint="")
-
-
-def test_a_key_that_is_gone_counts_as_changed_and_a_tuple_equals_the_list_that_json_makes_of_it():
+        refuse(saved, adam_b1=0.5)
     assert changed_keys({"old": 3}, {}, keys={}) == {"old": (3, None)}
     assert changed_keys({"a": [1, [2]]}, {"a": (1, (2,))}, keys={}) == {}
     assert changed_keys({"a": [1, [2]]}, {"a": (1, (3,))}, keys={}) != {}
 
 
 def test_the_batch_of_a_replica_is_compared_not_the_keys_it_comes_from():
+    """Twice the devices, half the sequences on each: the same 8."""
     saved = BASE | {"sequences_per_replica": 8}
-    # Twice the devices, half the sequences on each: the same 8.
-    halved = {"per_device_batch_size": 2, "ici_fsdp_parallelism": 4, "sequences_per_replica": 8}
-    refuse_changes(saved, BASE | halved, keys=KEYS, checkpoint="")
+    refuse(saved, per_device_batch_size=2, ici_fsdp_parallelism=4, sequences_per_replica=8)
     with pytest.raises(
         CheckpointError, match=r"sequences_per_replica=16 .*has 8.*is per_device_batch_size \*"
     ):
-        refuse_changes(saved, BASE | {"sequences_per_replica": 16}, keys=KEYS, checkpoint="")
+        refuse(saved, sequences_per_replica=16)
 
 
-def test_the_keys_that_shape_the_parameters_are_marked():
-    """Those that a decoder's parameters follow from, see models/transformer.py."""
-    shapes = {name for name, key in KEYS.items() if key.resume == base_yml.SHAPES}
-    assert shapes == {
-        *("base_emb_dim", "base_num_decoder_layers", "base_mlp_dim", "base_num_query_heads"),
-        *("base_num_kv_heads", "head_dim", "vocab_size", "padded_vocab_size"),
-        *("mlp_activations", "logits_via_embedding", "use_qk_norm", "qk_norm_scope"),
-        *("norm_placement", "attention_bias", "mlp_bias", "attention_sink", "attention_type"),
-        *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-        *("num_experts", "base_moe_mlp_dim", "shared_experts", "first_num_dense_layers"),
-        *("routed_bias", "router_bias"),
-    }
-
-
-def test_the_remedy_for_other_shapes_names_the_model_keys_that_differ():
-    """adam_b1 differs too, but shapes nothing."""
+def test_the_keys_that_shape_the_parameters_are_marked_and_named_in_the_remedy():
+    """Those that a decoder's parameters follow from, see models/transformer.py. adam_b1 differs
+    too, but shapes nothing."""
+    shapes = """base_emb_dim base_num_decoder_layers base_mlp_dim base_num_query_heads
+        base_num_kv_heads head_dim vocab_size padded_vocab_size mlp_activations logits_via_embedding
+        use_qk_norm qk_norm_scope norm_placement attention_bias mlp_bias attention_sink
+        attention_type q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
+        num_experts base_moe_mlp_dim shared_experts first_num_dense_layers routed_bias
+        router_bias"""
+    marked = {name for name, key in KEYS.items() if key.resume == base_yml.SHAPES}
+    assert marked == set(shapes.split())
     meta = {"config": BASE | {"base_emb_dim": 96, "head_dim": 24, "adam_b1": 0.5}}
     assert model_remedy(BASE, keys=KEYS)(meta) == "Set base_emb_dim=96, head_dim=24."
     assert "another program" in model_remedy(BASE, keys=KEYS)({"config": BASE})
@@ -135,3 +118,76 @@ def test_lines_name_every_key_that_differs_with_both_values_and_those_beside_the
         "changed beside the training: log_period 10 -> 5, run_name empty -> b",
     ]
     assert change_lines(BASE, dict(BASE), keys=KEYS) == []
+
+
+# Of each group of base.yml: a key that must be equal with another value, and one that may differ;
+# a group without the second has none that may.
+MATRIX = {
+    "run": ({"data_shuffle_seed": 1}, {"base_output_directory": "/mnt/runs"}),
+    "checkpoint": ({"checkpoint_period": 3}, None),
+    "model": ({"base_emb_dim": 256}, {"model_name": "tiny"}),
+    "numerics": ({"dtype": "float32"}, None),
+    "mesh": ({"dcn_diloco_parallelism": 4}, None),
+    "batch": ({"max_target_length": 512}, None),
+    "inner": ({"learning_rate": 1e-3}, None),
+    "diloco": ({"diloco_outer_lr": 0.1}, {"exchange_interface": "10.0.0.2"}),
+    "data": ({"add_eos": False}, {"grain_worker_count": 4}),
+    "tools": ({"peer_timeout_seconds": 5}, {"profiler": "xplane"}),
+    "compile": ({"compiled_trainstep_file": "programs.zip"}, {"report": "report.json"}),
+}
+
+
+def same(changes, others=BASE):
+    return shared(BASE | changes, keys=KEYS) == shared(BASE | others, keys=KEYS)
+
+
+def test_of_each_group_one_key_must_be_equal_and_one_may_differ():
+    """Processes that differ in H wait for ever, in a rate they train apart; paths are a host's."""
+    groups = {}
+    for name, key in KEYS.items():
+        groups.setdefault(key.group.partition(":")[0], []).append(name)
+    assert list(groups) == list(MATRIX)
+    for group, (unequal, own) in MATRIX.items():
+        assert {*unequal, *(own or {})} <= {*groups[group]}
+        assert not same(unequal), group
+        assert same(own) if own else not any(KEYS[name].hosts for name in groups[group]), group
+
+
+@pytest.mark.parametrize(
+    "key, one, other, equal",
+    [
+        ("dataset_path", "/data/a", "/mnt/b", True),
+        ("dataset_path", "/data/a", "", False),
+        ("eval_sets", {"wiki": "/a"}, {"wiki": "/b"}, True),
+        ("eval_sets", {"wiki": "/a", "web": "/b"}, {"web": "/b", "wiki": "/a"}, False),
+        ("dataset_mixture", [{"path": "a", "weight": 1}], [{"path": "b", "weight": 1}], True),
+        ("dataset_mixture", [{"path": "a", "weight": 1}], [{"path": "a", "weight": 2}], False),
+        ("dataset_mixture", [{"path": "a", "name": "c"}], [{"path": "a", "name": "d"}], False),
+    ],
+)
+def test_paths_may_differ_but_not_whether_there_is_one_nor_what_stands_beside_them(
+    key, one, other, equal
+):
+    """A host that has no source at all would make other collective calls than the rest."""
+    assert same({key: one}, {key: other}) is equal
+
+
+def test_a_difference_names_every_key_both_values_who_has_them_and_the_remedy():
+    """Of a long value the part that differs is shown."""
+    groups = {
+        (0, 2): {"steps": 8, "sample_prompt": "", "new_key": 1, "seed": 0},
+        (1,): {"steps": 9, "sample_prompt": "Once", "seed": 0},
+        tuple(range(3, 20)): {"steps": 8, "sample_prompt": "", "new_key": 1, "seed": 0},
+    }
+    line = difference(groups)
+    many = "processes 0, 2, 3, 4, 5, 6, 7, 8 and 11 more"
+    assert line.startswith(
+        f'steps is 8 in {many}, 9 in process 1; sample_prompt is "" in {many}, Once in process 1'
+        f"; new_key is 1 in {many}, no such key in process 1. All processes of a run must"
+    )
+    assert "give each the same command, yml file and M_<KEY> variables" in line
+    assert "seed" not in line
+    one, other = ("rule, " * 40 + end for end in ("first" + "x" * 200, "second"))
+    line = difference({(0,): {"rules": one}, (1,): {"rules": other}}).partition(". All ")[0]
+    assert "first" in line and "second" in line
+    assert len(line) < 2 * MOST_SHOWN + 60

@@ -1,5 +1,9 @@
-"""Values and names as people write them, and values far beyond any use: what is said of them."""
+"""Values as people write them, wherever they are written, and what is said of those that are none.
 
+The table of what is refused on the command line is in test_config_errors.py.
+"""
+
+import json
 import types
 
 import pytest
@@ -8,57 +12,59 @@ from maxdiloco import train
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, checks, config
 
-
-@pytest.mark.parametrize(
-    "name, remedy",
-    [
-        ("my_dtype", "--help lists every key."),
-        ("enable_more_recording", "--help lists every key."),
-        ("enable_tensorbord", "Did you mean enable_tensorboard? --help lists every key."),
-        ("stepz", "Did you mean steps? --help lists every key."),
-        ("outer_lr", "Did you mean diloco_outer_lr? --help lists every key."),
-    ],
+TWO = "[{path: /a, weight: 0.7, name: web}, {path: /b, weight: 3, name: code}]"
+SOURCES = (
+    (("path", "/a"), ("weight", "0.7"), ("name", "web")),
+    (("path", "/b"), ("weight", "3"), ("name", "code")),
 )
-def test_only_a_slip_or_words_of_a_key_are_taken_for_that_key(name, remedy):
-    with pytest.raises(ConfigError) as caught:
-        config.load([f"{name}=1"], {})
-    assert str(caught.value) == f"{name}=1 (command line) is no key. {remedy}"
-
-
-def test_all_unknown_keys_are_named_at_once(tmp_path):
-    (tmp_path / "run.yml").write_text("qqq: 2\n")
-    with pytest.raises(ConfigError) as caught:
-        config.load([str(tmp_path / "run.yml"), "steps=5", "log_perod=3"], {})
-    assert str(caught.value) == (
-        f"qqq=2 ({tmp_path}/run.yml) is no key. log_perod=3 (command line) is no key. Did you mean "
-        "log_period? --help lists every key."
-    )
 
 
 @pytest.mark.parametrize(
-    "argument, name, value",
+    "name, written, value",
     [
-        *[(f"enable_diloco={text}", "enable_diloco", True) for text in ("1", "yes", "on", "True")],
-        *[(f"enable_diloco={text}", "enable_diloco", False) for text in ("0", "no", "off")],
-        ("steps=1e3", "steps", 1000),
-        ("steps=2.5e3", "steps", 2500),
-        ("per_device_batch_size=12.0", "per_device_batch_size", 12),
-        ("steps=-1.0", "steps", -1),
-        ("--steps=7", "steps", 7),
-        ("num_diloco_fragments=null", "num_diloco_fragments", 1),
-        ("num_slices=null", "num_slices", -1),
-        ("run_name=null", "run_name", ""),
-        ("eval_sets=null", "eval_sets", ()),
+        *[("enable_diloco", text, True) for text in ("1", "yes", "on", "True")],
+        *[("enable_diloco", text, False) for text in ("0", "no", "off", "False")],
+        *[("learning_rate", text, 0.5) for text in ("0.5", ".5", "5e-1", "5E-1")],
+        *[("learning_rate", text, 2.0) for text in ("2", "2.")],
+        ("steps", "1e3", 1000),
+        ("steps", "2.5e3", 2500),
+        ("steps", "1_000", 1000),
+        ("steps", "-1.0", -1),
+        ("per_device_batch_size", "12.0", 12),
+        ("num_diloco_fragments", "null", 1),
+        ("num_slices", "null", -1),
+        ("run_name", "null", ""),
+        ("run_name", "1e-4", "1e-4"),  # a text key stays text
+        ("dataset_path", "/a=b/*.py", "/a=b/*.py"),  # only the first = separates
+        ("mlp_activations", "[gelu]", ("gelu",)),
+        ("logical_axis_rules", "[[embed, [fsdp]], [mlp, []]]", (("embed", ("fsdp",)), ("mlp", ()))),
+        ("eval_sets", "null", ()),
+        ("eval_sets", '{"wiki": "/w", "code": "/c"}', (("wiki", "/w"), ("code", "/c"))),
+        ("eval_sets", "\n  wiki: /w\n  code: /c", (("wiki", "/w"), ("code", "/c"))),
+        ("dataset_mixture", TWO, SOURCES),
+        ("dataset_mixture", json.dumps([dict(source) for source in SOURCES]), SOURCES),
     ],
 )
-def test_values_are_taken_as_people_write_them(argument, name, value):
-    """Other programs write yes, 1e3, 12.0, --key=value and null; null is no choice of one's own."""
-    found = vars(config.load([argument], {}))[name]
-    assert (found, type(found) is bool) == (value, type(value) is bool)
+def test_values_are_taken_as_people_write_them_wherever_they_are_written(
+    tmp_path, name, written, value
+):
+    """Other programs write yes, 1e3, 12.0, --key=value and null; null is no choice of one's own.
+    yml 1.1 alone would read 1e-4 as text. What is shown and what a checkpoint stores is the same.
+    """
+    path = tmp_path / "run.yml"
+    path.write_text(f"{name}: {written}\n")
+    cfg = config.load([str(path)], {})
+    assert vars(cfg)[name] == value and isinstance(vars(cfg)[name], type(value))
+    assert config.from_dict(json.loads(json.dumps(cfg.as_dict()))) == cfg
+    assert config.load([f"{name}={base_yml.show(vars(cfg)[name])}"], {}) == cfg
+    if "\n" not in written:
+        assert config.load([f"{name}={written}"], {}) == cfg
+        assert config.load([f"--{name}={written}"], {}) == cfg
+        assert config.load([], {f"M_{name.upper()}": written}) == cfg
 
 
-def test_of_a_key_that_is_given_twice_the_last_one_counts_with_a_warning():
-    """So that a script may append to the flags of another."""
+def test_of_a_key_that_is_given_twice_the_last_one_counts_with_a_warning(refusal):
+    """So that a script may append to the flags of another; not so within a {table}."""
     told = []
     assert config.load(["steps=1", "log_period=2", "steps=3"], {}, warn=told.append).steps == 3
     assert told == [
@@ -66,6 +72,83 @@ def test_of_a_key_that_is_given_twice_the_last_one_counts_with_a_warning():
     ]
     config.load(["steps=1", "log_period=2"], {"M_STEPS": "4"}, warn=told.append)
     assert len(told) == 1
+    assert "name stands twice in one {table}" in refusal("eval_sets={name: /a, name: /b}")
+
+
+def test_all_unknown_keys_are_named_at_once(refusal, tmp_path):
+    (tmp_path / "run.yml").write_text("qqq: 2\n")
+    assert refusal(str(tmp_path / "run.yml"), "steps=5", "log_perod=3") == (
+        f"qqq=2 ({tmp_path}/run.yml) is no key. log_perod=3 (command line) is no key. Did you mean "
+        "log_period? --help lists every key."
+    )
+
+
+@pytest.mark.parametrize(
+    "environ, words",
+    [
+        ({"M_LEARNIN_RATE": "1"}, ["M_LEARNIN_RATE=1 is no key", "Did you mean M_LEARNING_RATE?"]),
+        ({"M_learning_rate": "1"}, ["M_learning_rate=1 is no key", "mean M_LEARNING_RATE?"]),
+        ({"M_QQQ": "1", "M_STEPZ": "2"}, ["M_QQQ=1 is no key. Unset it.", "mean M_STEPS?"]),
+        ({"M_STEPS": "x"}, ["steps=x (environment M_STEPS)", "steps=1000"]),
+    ],
+)
+def test_a_wrong_variable_of_the_environment_is_named(refusal, environ, words):
+    line = refusal(environ=environ)
+    assert [word for word in words if word not in line] == []
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (b"steps: [1\n", ["is not a yml file: line ", "Write one `key: value` a line"]),
+        (b"a: b: c\n", ["is not a yml file: line 1: ", "Write one"]),
+        (b"\xff\xfe\xfa", ["is not a yml file: it is not text", "Write one"]),
+        (b"\x00", ["is not a yml file: it is not text", "Write one"]),
+        (b"- steps\n", ["holds no keys", "Write one"]),
+        (b"steps: 1\nlog_period: 2\nsteps: 3\n", ["steps twice, in lines 1 and 3", "Keep one"]),
+        (b"steps:\n  inner: 1\n", ["steps={inner: 1}", "is a table", "keys are not nested"]),
+        (b"eval_sets: [a]\n", ["eval_sets=[a]", "is not a table", "eval_sets={}"]),
+        (b"eval_sets: {a: b, a: c}\n", ["a stands twice in one {table}", "Keep one"]),
+        (b"steps: [1]\n", ["steps=[1]", "run.yml) is a list", "steps=1000"]),
+        (b"mlp_activations: silu\n", ["mlp_activations=silu", "is not a list"]),
+        (b"step: 5\n", ["step=5", "run.yml) is no key", "Did you mean steps?"]),
+        (b"base_emb_dim: 64\nmodel_name: 1b\n", ["base_emb_dim=64", "override_model_config=true"]),
+    ],
+)
+def test_a_yml_file_that_does_not_work_is_named(refusal, tmp_path, content, words):
+    path = tmp_path / "run.yml"
+    path.write_bytes(content)
+    line = refusal(str(path))
+    assert str(path) in line
+    assert [word for word in words if word not in line] == []
+
+
+def test_a_yml_file_that_cannot_be_read_or_comes_late_is_named(refusal, tmp_path):
+    line = refusal(f"{tmp_path}/missing.yml")
+    assert "missing.yml cannot be read: No such file" in line
+    assert "Give the path of a yml file" in line
+    (tmp_path / "folder.yml").mkdir()
+    assert "folder.yml cannot be read: Is a directory" in refusal(f"{tmp_path}/folder.yml")
+    line = refusal("steps=1", "run.yml")
+    assert "run.yml is not key=value" in line and "a yml file comes first" in line
+
+
+@pytest.mark.parametrize(
+    "name, value, words",
+    [
+        ("steps", "5", "=5 (stored config) is not of type int"),
+        ("steps", True, "=true (stored config) is not of type int"),
+        ("learning_rate", "1", "=1 (stored config) is not of type float"),
+        ("enable_diloco", 1, "=1 (stored config) is not of type bool"),
+        ("run_name", 5, "=5 (stored config) is not of type text"),
+        ("mlp_activations", "silu", "=silu (stored config) is not of type list"),
+        ("stepz", 5, "=5 (stored config) is no key. Did you mean steps?"),
+    ],
+)
+def test_a_stored_config_of_another_kind_is_refused(name, value, words):
+    with pytest.raises(ConfigError) as caught:
+        config.from_dict({name: value})
+    assert str(caught.value).startswith(name + words)
 
 
 def test_every_whole_number_has_an_upper_limit():
@@ -82,21 +165,16 @@ def test_every_whole_number_has_an_upper_limit():
 
 
 @pytest.mark.parametrize("digits", [f"{-(2**63)}", "2147483648", "1" * 5000])
-@pytest.mark.parametrize("source", ["command line", "yml", "environment"])
-def test_a_number_of_any_length_is_refused_in_one_line(tmp_path, digits, source):
+def test_a_number_of_any_length_is_refused_in_one_line(refusal, tmp_path, digits):
     """Python itself refuses to read more than 4,300 digits."""
-    argv, environ = [f"base_mlp_dim={digits}"], {}
-    if source == "environment":
-        argv, environ = [], {"M_BASE_MLP_DIM": digits}
-    if source == "yml":
-        (tmp_path / "run.yml").write_text(f"base_mlp_dim: {digits}\n")
-        argv = [str(tmp_path / "run.yml")]
-    with pytest.raises(ConfigError) as caught:
-        config.load(argv, environ)
-    line = str(caught.value)
-    assert f"base_mlp_dim={digits[:100]}" in line
-    assert "is too large" in line or "must be >= 1" in line
-    assert len(line) < 500
+    (tmp_path / "run.yml").write_text(f"base_mlp_dim: {digits}\n")
+    for line in (
+        refusal(f"base_mlp_dim={digits}"),
+        refusal(environ={"M_BASE_MLP_DIM": digits}),
+        refusal(str(tmp_path / "run.yml")),
+    ):
+        assert f"base_mlp_dim={digits[:100]}" in line and len(line) < 500
+        assert "is too large" in line or "must be >= 1" in line
 
 
 @pytest.mark.parametrize(
@@ -104,13 +182,11 @@ def test_a_number_of_any_length_is_refused_in_one_line(tmp_path, digits, source)
               "[" * 100_000, "[[*a,*a],&a x]"]
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["mlp_activations", "logical_axis_rules"])
-def test_a_list_without_an_end_is_refused(tmp_path, name, value):
+def test_a_list_without_an_end_is_refused(refusal, tmp_path, name, value):
     """Aliases and nested lists, of which few letters make a value of any size."""
-    with pytest.raises(ConfigError, match="is not a list"):
-        config.load([f"{name}={value}"], {})
+    assert "is not a list" in refusal(f"{name}={value}")
     (tmp_path / "run.yml").write_text(f"steps: 5\n{name}: {value}\n")
-    with pytest.raises(ConfigError, match=r"run\.yml is not a yml file: line [23]"):
-        config.load([str(tmp_path / "run.yml")], {})
+    assert "run.yml is not a yml file: line " in refusal(str(tmp_path / "run.yml"))
 
 
 def test_a_value_with_a_line_feed_makes_a_message_of_one_line(capsys):

@@ -1,4 +1,4 @@
-"""What is seldom meant and known only when devices and tokenizer are there."""
+"""What works but is seldom meant, and what -1 stands for in the outer rate and momentum."""
 
 import re
 from types import SimpleNamespace
@@ -6,12 +6,32 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from maxdiloco import train
+from maxdiloco.diloco import outer
 from maxdiloco.flags import config, warnings
 
 
-def lines(*keys, num_replicas=2, num_tokens=257):
-    cfg = config.load(keys, {})
-    return warnings.of_run(cfg, num_replicas=num_replicas, num_tokens=num_tokens)
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("diloco_outer_overlap=eager diloco_outer_optimizer=adam", ["=adam with", "Use nesterov"]),
+        ("enable_streaming_diloco=true", ["num_diloco_fragments=1", "every three layers"]),
+        ("steps=99", ["steps=99", "diloco_sync_period=100", "shorter period"]),
+        ("compile_topology=v5e-16", ["compile_topology=v5e-16", "train_compile", "Leave it out"]),
+        # The other side of each condition above.
+        ("", []),
+        ("diloco_outer_overlap=eager", []),
+        ("diloco_outer_optimizer=adam", []),
+        ("enable_streaming_diloco=true num_diloco_fragments=3", []),
+        ("steps=100", []),
+        ("steps=99 enable_diloco=false", []),
+        ("steps=-1", []),
+    ],
+)
+def test_what_works_but_is_seldom_meant_is_a_warning(flags, words):
+    lines = config.warnings(config.load(flags.split(), {}))
+    assert len(lines) == bool(words)
+    assert all(word in line for line in lines for word in words)
 
 
 def test_a_large_model_on_a_cpu_that_nobody_asked_for_is_a_warning():
@@ -28,21 +48,21 @@ def test_a_large_model_on_a_cpu_that_nobody_asked_for_is_a_warning():
     assert found("hardware=cpu") == found(platform="tpu") == found(size=10**8) == []
 
 
-def test_one_replica_is_named_for_what_it_is():
+def lines(*keys, num_replicas=2):
+    cfg = config.load(keys, {})
+    return warnings.of_run(cfg, num_replicas=num_replicas, num_tokens=257)
+
+
+def test_one_replica_and_a_vocabulary_far_above_the_tokenizers_are_warnings():
     (line,) = lines(num_replicas=1)
     assert "is the Lookahead optimizer" in line.replace("which makes this the", "is the")
     assert "enable_diloco=false" in line
     assert lines("enable_diloco=false", num_replicas=1) == lines(num_replicas=2) == []
-
-
-@pytest.mark.parametrize("vocab_size, warned", [(384, 0), (513, 0), (514, 1), (32768, 1)])
-def test_a_vocabulary_far_above_the_tokenizers_is_a_warning(vocab_size, warned):
-    found = lines(f"vocab_size={vocab_size}")
-    assert len(found) == warned
-    if vocab_size == 32768:
-        assert "has 257 tokens: 99% of the embedding's rows are never trained" in found[0]
-        assert "Use vocab_size=-1" in found[0]
-    assert lines(f"vocab_size={vocab_size}", "dataset_type=synthetic") == []
+    assert lines("vocab_size=513") == lines("vocab_size=514", "dataset_type=synthetic") == []
+    assert len(lines("vocab_size=514")) == 1
+    (line,) = lines("vocab_size=32768")
+    assert "has 257 tokens: 99% of the embedding's rows are never trained" in line
+    assert "Use vocab_size=-1" in line
 
 
 @pytest.mark.parametrize(
@@ -66,3 +86,47 @@ def test_a_run_of_few_rounds_says_what_to_expect(keys, said):
     found = warnings.short_run(config.load(["diloco_sync_period=20", *keys.split()], {}))
     assert len(found) == len(said)
     assert all(re.search(words, line) for words, line in zip(said, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("keys", "replicas", "rate", "momentum"),
+    [
+        ("", 1, 0.7, 0.6),
+        ("", 3, 0.7, 0.6),
+        ("", 4, 1.0, 0.6),
+        ("", 8, 1.0, 0.6),
+        ("diloco_merge=rda", 8, 0.7, 0.6),
+        ("diloco_sync_period=500", 2, 0.7, 0.6),
+        ("diloco_outer_overlap=eager", 8, 0.7, 0.6),
+        ("diloco_outer_overlap=delayed", 8, 0.4, 0.6),
+        ("opt_type=muon", 2, 0.7, 0.6),
+        ("diloco_outer_optimizer=adam", 2, 0.7, 0.9),
+        ("diloco_outer_lr=-1 diloco_outer_momentum=-1", 2, 0.7, 0.6),
+        ("diloco_outer_lr=0 diloco_outer_momentum=0.3", 8, 0.0, 0.3),  # what is given stays
+    ],
+)
+def test_the_outer_rate_and_momentum_are_those_of_the_table(keys, replicas, rate, momentum):
+    """benchmarks/README.md, what a mode costs in loss. And they are stored."""
+    cfg = config.with_replicas(config.load(keys.split(), {}), replicas)
+    assert (cfg.diloco_outer_lr, cfg.diloco_outer_momentum) == pytest.approx((rate, momentum))
+    assert config.from_dict(cfg.as_dict()).diloco_outer_lr == rate
+
+
+@pytest.mark.parametrize(("slices", "rate"), [(2, 0.7), (4, 1.0)])
+def test_the_replicas_that_the_mesh_has_are_counted(slices, rate, capfd, monkeypatch):
+    """num_diloco_replicas=-1: the user is told the rate, and the outer optimizer gets it, which
+    takes none below 0."""
+    given = []
+    build = outer.outer_optimizer
+
+    def seen(name, *, lr, momentum):
+        given.append(lr)
+        return build(name, lr=lr, momentum=momentum)
+
+    monkeypatch.setattr(outer, "outer_optimizer", seen)
+    argv = [f"dcn_diloco_parallelism={slices}", "model_name=tiny", "dataset_type=synthetic"]
+    assert train.main([*argv, "hardware=cpu", "steps=4", "show_fragments=true"]) == 0
+    assert f"diloco_outer_lr={rate} (default -1.0)" in capfd.readouterr().out
+    assert given == [rate]
+    with pytest.raises(ValueError, match="diloco_outer_lr=-1.0 .*must not be below 0"):
+        build("nesterov", lr=-1.0, momentum=0.9)

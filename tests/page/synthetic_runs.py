@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 
 import numpy as np
 from etils import epath
@@ -22,39 +21,24 @@ CONFIG = {
 }
 
 
-def row(t, replicas, noise, *, evaluate=False):
+def row(t, replicas):
     """The metrics of step t of a DiLoCo run; no training, only shapes that look like one."""
-    mean = 2 + 6 * math.exp(-t / 300)
-    losses = [mean + 0.1 * noise.gauss(0, 1) + 0.02 * m for m in range(replicas)]
-    found = {"step": t, "learning/loss": sum(losses) / replicas}
+    loss = 2 + 6 * math.exp(-t / 300)
+    found = {"step": t, "learning/loss": loss, "learning/lr": 1e-3, "learning/grad_norm": 0.5}
     if replicas > 1:
-        found |= {f"learning/loss_replica_{m}": loss for m, loss in enumerate(losses)}
-    found |= {
-        "learning/lr": 1e-3 * min(1, t / 50),
-        "learning/grad_norm": 0.5 + 0.1 * noise.random(),
-        "diloco/outer_grad_norm": 3 + noise.random(),
-        "diloco/outer_grad_cosine": 0.4 + 0.2 * noise.random(),
-        "diloco/outer_update_ratio": 0.05,
-        "diloco/drift": 1e-3 * (1 + noise.random()),
-        "perf/step_time": 0.8 + 0.05 * noise.random(),
-        "perf/tokens_per_second": 5e5 + 1e4 * noise.random(),
-        "perf/tflops_per_device": 80.0,
-        "dcn/bytes_sent": 1.5e6,
-        "learning/tokens": t * 4e5,
-    }
-    return found | ({"eval/loss": mean + 0.05, "eval/perplexity": 9.0} if evaluate else {})
+        found |= {f"learning/loss_replica_{m}": loss + 0.02 * m for m in range(replicas)}
+    for name in ("outer_grad_norm", "outer_grad_cosine", "outer_update_ratio", "drift"):
+        found[f"diloco/{name}"] = 0.4
+    found |= {"perf/step_time": 0.8, "perf/tokens_per_second": 5e5, "perf/tflops_per_device": 80.0}
+    found |= {"dcn/bytes_sent": 1.5e6, "learning/tokens": t * 4e5}
+    return found | ({"eval/loss": loss, "eval/perplexity": 9.0} if t % 10 == 0 else {})
 
 
-def write(
-    folder, *, steps=100, replicas=2, every=1, evaluate=10, config=CONFIG, history=(), seed=0
-):
+def write(folder, *, steps=100, config=CONFIG, history=()):
     """A run of `steps` steps in a folder; config: None for a run that does not say."""
     folder.mkdir(parents=True)
-    noise = random.Random(seed)
-    with open(folder / "metrics.jsonl", "w", encoding="utf-8") as file:
-        for t in range(every, steps + 1, every):
-            values = row(t, replicas, noise, evaluate=t % evaluate == 0)
-            file.write(json.dumps(values) + "\n")
+    rows = [json.dumps(row(t, replicas=2)) + "\n" for t in range(1, steps + 1)]
+    (folder / "metrics.jsonl").write_text("".join(rows))
     if config is not None:
         lines = [f"{name}: {value}\n" for name, value in config.items()]
         (folder / "config.yml").write_text("".join(lines))
@@ -83,24 +67,24 @@ def checkpoint(folder, step):
     return path
 
 
-def defaults():
-    """{key: value} of base.yml."""
-    keys = {name: base_yml.as_lists(key.default) for name, key in base_yml.declared().items()}
-    return keys | {"diloco_outer_lr": 0.7}  # a run's config has no -1
+# {key: value} of base.yml; a run's config has no -1.
+DEFAULTS = {name: base_yml.as_lists(key.default) for name, key in base_yml.declared().items()}
+DEFAULTS["diloco_outer_lr"] = 0.7
 
 
-def run_of(defaults, *, name="a", columns=None, history=(), rows=ROWS, **keys):
+def run_of(*, name="a", columns=None, history=(), rows=ROWS, **keys):
+    """What the report would read of a run of some rows."""
     steps = np.arange(1, rows + 1)
     columns = {"learning/loss": 10.0 / steps} if columns is None else columns
     folder = epath.Path("/runs") / name
-    return run_lib.Run(name, folder, steps, columns, defaults | keys, list(history), [], [])
+    return run_lib.Run(name, folder, steps, columns, DEFAULTS | keys, list(history), [], [])
 
 
-def long_run(defaults, replicas):
+def long_run(replicas):
     """100,000 rows as noisy as they come: nothing repeats, so nothing is short."""
     noise = np.random.default_rng(0)
     names = ["learning/loss", *(f"learning/loss_replica_{m}" for m in range(replicas))]
     names += ["learning/lr", "learning/grad_norm", "diloco/drift", "perf/step_time"]
     columns = {name: noise.standard_normal(100_000) for name in names}
     columns["eval/loss"] = np.where(np.arange(100_000) % 1000 == 999, 1.0, np.nan)
-    return run_of(defaults, columns=columns, rows=100_000)
+    return run_of(columns=columns, rows=100_000)

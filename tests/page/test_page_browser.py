@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -11,7 +10,7 @@ from html import unescape
 import numpy as np
 import pytest
 import synthetic_runs
-from synthetic_runs import long_run, run_of
+from synthetic_runs import DEFAULTS, long_run, run_of
 
 from maxdiloco.page import html
 from maxdiloco.page.run import NOT_FINITE, Checkpoint
@@ -101,25 +100,24 @@ def chromium():
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     """{name: file}: 2 and 64 replicas, 100,000 steps, ten runs, one row."""
-    folder, defaults = tmp_path_factory.mktemp("pages"), synthetic_runs.defaults()
-    names = set(synthetic_runs.row(1, 2, random.Random(0), evaluate=True)) - {"step"}
+    folder = tmp_path_factory.mktemp("pages")
+    names = set(synthetic_runs.row(10, 2)) - {"step"}
     columns = {name: np.ones(100) for name in sorted(names)}
     columns["learning/loss"][50] = NOT_FINITE
     history = [synthetic_runs.start(0), synthetic_runs.start(40), synthetic_runs.end()]
-    two = run_of(defaults, columns=columns, history=history, **STREAMING)
+    two = run_of(columns=columns, history=history, **STREAMING)
     two = two._replace(checkpoints=[Checkpoint(100, 1.7e9)])
-    many = [run_of(defaults, name=f"a-run-with-a-rather-long-name-{n}") for n in range(9)]
-    plain = run_of(defaults, rows=1, columns={"learning/loss": np.ones(1)}, enable_diloco=False)
+    many = [run_of(name=f"a-run-with-a-rather-long-name-{n}") for n in range(9)]
+    plain = run_of(rows=1, columns={"learning/loss": np.ones(1)}, enable_diloco=False)
     runs = {
         "two": [two],
-        "long_2": [long_run(defaults, 2)],
-        "long_64": [long_run(defaults, 64)],
+        "long_2": [long_run(2)],
+        "long_64": [long_run(64)],
         "many": [two, *many],
         "plain": [plain],
     }
     for name, each in runs.items():
-        (folder / name).write_text(html.page(each, defaults), encoding="utf-8")
-        (folder / name).rename(folder / f"{name}.html")
+        (folder / f"{name}.html").write_text(html.page(each, DEFAULTS), encoding="utf-8")
     return {name: folder / f"{name}.html" for name in runs}
 
 

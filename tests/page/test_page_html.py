@@ -6,15 +6,10 @@ import re
 import numpy as np
 import pytest
 import synthetic_runs
-from synthetic_runs import ROWS, long_run, run_of
+from synthetic_runs import DEFAULTS, ROWS, long_run, run_of
 
-from maxdiloco.page import facts, html, panels
-from maxdiloco.page import run as run_lib
-
-
-@pytest.fixture(scope="module")
-def defaults():
-    return synthetic_runs.defaults()
+from maxdiloco.page import facts, html, panels, thin
+from maxdiloco.page.run import NOT_FINITE
 
 
 def data_of(page):
@@ -24,27 +19,29 @@ def data_of(page):
 
 
 @pytest.mark.parametrize("replicas", [2, 64])
-def test_a_page_of_100000_steps_is_below_5_mb(defaults, replicas):
-    page = html.page([long_run(defaults, replicas)], defaults)
+def test_a_page_of_100000_steps_is_below_5_mb(replicas):
+    page = html.page([long_run(replicas)], DEFAULTS)
     assert len(page.encode()) < 5e6
     loss = next(panel for panel in data_of(page)["panels"] if panel["title"] == "Loss")
     assert len(loss["series"]) == replicas + 2
 
 
-def test_the_page_asks_for_nothing(defaults):
+def test_the_page_asks_for_nothing_and_explains_its_words():
     """Positive control: a style sheet of another host is found, and the policy refuses it."""
     request = r"(?i)(\bsrc|\bhref)\s*=|@import|url\(|\bfetch\(|XMLHttpRequest|WebSocket|import\("
-    page = html.page([run_of(defaults)], defaults)
+    page = html.page([run_of()], DEFAULTS)
     assert re.findall(request, page) == []
     assert re.search(request, '<link href="https://example.org/a.css">')
     assert "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'" in page
+    explained = re.findall(r"<dt>(.*?)</dt>", page)
+    assert {"theta", "H", "fragment, P", "tau", "drift"} <= set(explained)
 
 
-def test_every_metric_is_in_one_panel_and_unknown_ones_are_folded(defaults):
+def test_every_metric_is_in_one_panel_and_unknown_ones_are_folded():
     names = ["learning/loss", "learning/loss_replica_0", "learning/loss_replica_10", "eval/loss"]
     names += ["learning/loss_replica_2", "eval/wiki/loss", "eval/wiki/perplexity", "learning/lr"]
     names += ["diloco/outer_grad_cosine", "perf/mfu", "new/metric"]
-    run = run_of(defaults, columns={name: np.ones(ROWS) for name in names})
+    run = run_of(columns={name: np.ones(ROWS) for name in names})
     found = panels.panels([run], panels.tables_of([run]))
     assert sorted(s.column for panel in found for s in panel.series) == sorted(names)
     assert [panel.title for panel in found if panel.main] == [
@@ -58,22 +55,22 @@ def test_every_metric_is_in_one_panel_and_unknown_ones_are_folded(defaults):
     assert found[2].note.endswith("the outer one's is constant: 0.7")
 
 
-def test_a_metric_of_two_runs_is_one_panel_of_two_lines(defaults):
+def test_a_metric_of_two_runs_is_one_panel_of_two_lines():
     """Theta has a panel of its own then."""
     columns = {"learning/loss": np.ones(ROWS), "eval/loss": np.ones(ROWS)}
-    runs = [run_of(defaults, name=name, columns=columns) for name in "ab"]
+    runs = [run_of(name=name, columns=columns) for name in "ab"]
     loss, theta = panels.panels(runs, panels.tables_of(runs))
     assert [(s.run, s.column) for s in loss.series] == [(0, "learning/loss"), (1, "learning/loss")]
     assert [(s.run, s.column) for s in theta.series] == [(0, "eval/loss"), (1, "eval/loss")]
     assert (loss.title, theta.title) == ("Loss", "Loss of theta")
 
 
-def test_the_summary_has_last_and_best_losses(defaults):
+def test_the_summary_has_last_and_best_losses():
     theta = np.full(ROWS, np.nan)
     theta[[9, 49, 89]] = 3.0, 1.5, 2.0
     loss = 10.0 / np.arange(1, ROWS + 1)
     columns = {"learning/loss": loss, "eval/loss": theta}
-    table = facts.summary([run_of(defaults, columns=columns)])
+    table = facts.summary([run_of(columns=columns)])
     shown = dict(zip(table.head, table.rows[0], strict=True))
     assert (shown["loss"], shown["loss of theta"]) == ("0.1000", "2.0000 (step 90)")
     assert shown["best of theta"] == "1.5000 (step 50)"
@@ -81,79 +78,87 @@ def test_the_summary_has_last_and_best_losses(defaults):
     assert shown["mode"] == "DiLoCo, H 100, P 1, tau 0, float32"
 
 
-def test_replicas_that_are_gone_are_not_counted_and_have_no_last_value(defaults):
+def test_replicas_that_are_gone_are_not_counted_and_have_no_last_value():
     """Four replicas up to step 60, then two."""
     columns = {"learning/loss": np.ones(ROWS)}
     columns |= {f"learning/loss_replica_{m}": np.ones(ROWS) for m in range(4)}
     for m in (2, 3):
         columns[f"learning/loss_replica_{m}"][60:] = np.nan
-    run = run_of(defaults, columns=columns)
+    run = run_of(columns=columns)
     table = facts.summary([run])
     assert dict(zip(table.head, table.rows[0], strict=True))["replicas"] == "2"
-    (loss,) = [p for p in data_of(html.page([run], defaults))["panels"] if p["title"] == "Loss"]
+    (loss,) = [p for p in data_of(html.page([run], DEFAULTS))["panels"] if p["title"] == "Loss"]
     assert [(series[0], series[5]) for series in loss["series"]] == [
         ("replica 0", False), ("replica 1", False), ("replica 2 (until step 60)", True),
         ("replica 3 (until step 60)", True), ("mean of the replicas", False),
     ]  # fmt: skip
 
 
-def test_a_page_that_is_watched_reads_itself_again(defaults):
-    """A meta element, which the policy of the page allows; without it a page is still."""
-    run = run_of(defaults)
-    again = '<meta http-equiv="refresh" content="30">'
-    assert again in html.page([run], defaults, reload_s=30)
-    assert "refresh" not in html.page([run], defaults)
-
-
-def test_the_words_of_the_page_are_explained_on_it(defaults):
-    page = html.page([run_of(defaults)], defaults)
-    explained = re.findall(r"<dt>(.*?)</dt>", page)
-    assert {"theta", "H", "fragment, P", "tau", "drift"} <= set(explained)
-
-
-def test_what_is_not_finite_is_said_and_no_number(defaults):
-    loss = np.full(ROWS, 2.0)
-    loss[[41, 99]] = run_lib.NOT_FINITE
-    run = run_of(defaults, columns={"learning/loss": loss})
-    page = html.page([run], defaults)
-    assert "<li>learning/loss is not finite in 2 rows, first after step 42.</li>" in page
-    assert '<td data-label="loss">not finite</td>' in page
-
-
-def test_starts_say_how_each_ended(defaults):
+def test_starts_say_how_each_ended():
     start, end = synthetic_runs.start, synthetic_runs.end
     history = [start(0), start(40), end("Preempted: x"), start(60), end(), start(80), end()]
-    table = facts.starts([run_of(defaults, history=history)])
+    table = facts.starts([run_of(history=history)])
     assert [row[2] for row in table.rows] == ["0", "40", "60", "80"]
     assert [row[-1] for row in table.rows] == ["killed", "Preempted: x", "Ctrl-C", "done"]
     assert table.rows[1][1] == "2023-11-14 22:13 UTC"
-    under_way = run_of(defaults, history=[start(0)])
+    under_way = run_of(history=[start(0)])
     assert facts.state(under_way) == "running, or killed"
-    assert facts.state(run_of(defaults, history=[start(0, until=200), end()])) == "Ctrl-C"
+    assert facts.state(run_of(history=[start(0, until=200), end()])) == "Ctrl-C"
 
 
-def test_keys_are_compared_with_base_yml_or_with_each_other(defaults):
-    first = run_of(defaults, name="a", steps=5, learning_rate=0.5, run_name="a")
-    second = run_of(defaults, name="b", steps=5, learning_rate=0.25, run_name="b")
-    alone = facts.differences([first], defaults)
+def test_keys_are_compared_with_base_yml_or_with_each_other():
+    first = run_of(name="a", steps=5, learning_rate=0.5, run_name="a")
+    second = run_of(name="b", steps=5, learning_rate=0.25, run_name="b")
+    alone = facts.differences([first], DEFAULTS)
     assert (alone.head, alone.rows) == (
         ["key", "a", "base.yml"],
         [["steps", "5", "1000"], ["learning_rate", "0.5", "0.0004"]],
     )
-    both = facts.differences([first, second], defaults)
+    both = facts.differences([first, second], DEFAULTS)
     assert both.rows == [["learning_rate", "0.5", "0.25", "0.0004"]]
 
 
-def test_texts_of_a_run_are_no_html(defaults):
-    run = run_of(defaults, name="<b>&", columns={"</script><i>": np.ones(ROWS)})
-    page = html.page([run], defaults)
+def test_what_is_not_finite_or_unknown_is_said_and_texts_of_a_run_are_no_html():
+    """Also of a run of one row, and of data parallelism."""
+    loss = np.full(ROWS, 2.0)
+    loss[[41, 99]] = NOT_FINITE
+    page = html.page([run_of(columns={"learning/loss": loss})], DEFAULTS)
+    assert "<li>learning/loss is not finite in 2 rows, first after step 42.</li>" in page
+    assert '<td data-label="loss">not finite</td>' in page
+    page = html.page([run_of(name="<b>&", columns={"</script><i>": np.ones(ROWS)})], DEFAULTS)
     assert "&lt;b&gt;&amp;" in page and "<b>&" not in page and "</script><i>" not in page
     assert data_of(page)["panels"][0]["title"] == "</script><i>"
+    run = run_of(rows=1, columns={"learning/loss": np.ones(1)}, enable_diloco=False)
+    assert "data parallelism: every step sends 0 B a slice" in html.page([run], DEFAULTS)
+    assert "The configuration is unknown." in html.page([run_of()._replace(keys=None)], DEFAULTS)
 
 
-def test_runs_of_one_row_and_without_diloco_have_a_page(defaults):
-    run = run_of(defaults, rows=1, columns={"learning/loss": np.ones(1)}, enable_diloco=False)
-    page = html.page([run], defaults)
-    assert "data parallelism: every step sends 0 B a slice" in page
-    unknown = run_of(defaults)._replace(keys=None)
-    assert "The configuration is unknown." in html.page([unknown], defaults)
+@pytest.mark.parametrize(
+    ("values", "limit", "rows", "steps", "kept"),
+    [
+        ([1.0, 2.0, NOT_FINITE, 3.0], 4, 1, [0, 1, 2, 3], [1, 2, NOT_FINITE, 3]),  # short: whole
+        ([5.0, 1, 9, 4, 2, 8, 3, 7], 4, 4, [0, 3, 4, 7], [1, 9, 2, 8]),  # of two buckets, in order
+        ([7.0, 3, 8, 2, 4, 9, 1, 5], 4, 4, [0, 3, 4, 7], [8, 2, 9, 1]),
+        (np.arange(7.0), 6, 3, [0, 2, 3, 5, 6], [0, 2, 3, 5, 6]),  # the last one has one row
+        # a gap only where nothing in a bucket is finite
+        ([NOT_FINITE] * 3 + [3, NOT_FINITE, 1], 4, 3, [0, 2, 3, 5], [NOT_FINITE, NOT_FINITE, 3, 1]),
+    ],
+)
+def test_a_bucket_of_rows_keeps_its_least_and_its_largest_value(values, limit, rows, steps, kept):
+    table = thin.table(np.arange(len(values)), {"a": np.array(values)}, limit=limit)
+    assert (table.steps.tolist(), table.rows) == (steps, rows)
+    assert table.columns["a"].tolist() == kept
+
+
+def test_extremes_of_a_long_series_stay_and_a_rare_metric_has_its_own_rows():
+    values = np.random.default_rng(0).standard_normal(100_000)
+    values[12_345], values[67_890] = 50.0, -50.0
+    table = thin.table(np.arange(100_000), {"a": values}, limit=1000)
+    assert len(table.steps) <= 1000 and np.all(np.diff(table.steps) > 0)
+    assert (table.columns["a"].max(), table.columns["a"].min()) == (50, -50)
+    steps = np.arange(1, 101)
+    rare = np.where(steps % 10 == 0, steps, np.nan).astype(float)
+    often, once = thin.tables(steps, {"a": steps * 1.0, "b": rare, "c": steps * 2.0}, limit=20)
+    assert (list(often.columns), list(once.columns)) == (["a", "c"], ["b"])
+    assert once.steps.tolist() == list(range(10, 101, 10)) and once.rows == 1
+    assert len(often.steps) == 20

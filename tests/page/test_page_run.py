@@ -22,22 +22,15 @@ def lines(*rows):
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
-def test_null_is_not_finite_and_an_absent_metric_is_nothing():
+def test_null_is_not_finite_an_absent_metric_is_nothing_and_broken_lines_are_counted():
+    """Half a line at the end is left out without a word."""
     text = lines({"step": 1, "a": 1.5, "b": 2}, {"step": 2, "a": None}, {"step": 5, "b": 3, "c": 4})
-    steps, columns, notes = run_lib.parse(text)
+    steps, columns, notes = run_lib.parse(text + b'{"step": 6, "a"')
     nan, bad = np.nan, np.inf
     assert steps.tolist() == [1, 2, 5] and notes == []
     np.testing.assert_array_equal(columns["a"], [1.5, bad, nan])
     np.testing.assert_array_equal(columns["b"], [2, nan, 3])
     np.testing.assert_array_equal(columns["c"], [nan, nan, 4])
-
-
-def test_half_a_line_at_the_end_is_left_out_without_a_word():
-    steps, _, notes = run_lib.parse(lines({"step": 1, "a": 1}) + b'{"step": 2, "a"')
-    assert (steps.tolist(), notes) == ([1], [])
-
-
-def test_broken_lines_before_the_end_and_repeated_steps_are_counted():
     text = b'{"st\n[1]\n' + lines({"step": 3, "a": 1}, {"step": 3, "a": 2}, {"step": 4, "a": 3})
     steps, columns, notes = run_lib.parse(text)
     assert steps.tolist() == [3, 4] and columns["a"].tolist() == [1, 3]
@@ -47,31 +40,21 @@ def test_broken_lines_before_the_end_and_repeated_steps_are_counted():
     ]
 
 
-def test_a_run_is_found_by_name_folder_and_checkpoint(tmp_path):
+def test_a_run_is_found_by_name_folder_and_checkpoint_with_its_config(tmp_path):
+    """Younger keys have their defaults; runs of one name are told apart by their folders."""
     folder = synthetic_runs.write(tmp_path / "a")
     saved = synthetic_runs.checkpoint(folder, 50)
     for given in ("a", folder, saved):
         (run,) = load(given, base=tmp_path)
         assert (run.name, str(run.folder)) == ("a", str(folder))
         assert [one.step for one in run.checkpoints] == [50]
-
-
-def test_the_config_is_that_of_config_yml_and_younger_keys_have_their_defaults(tmp_path):
-    (run,) = load(synthetic_runs.write(tmp_path / "a"))
     assert run.keys["diloco_sync_period"] == 20
     assert run.keys["enable_streaming_diloco"] is True
     assert run.keys["enable_diloco"] is True  # not in the file
-
-
-def test_a_run_without_config_and_checkpoint_says_so(tmp_path):
-    (run,) = load(synthetic_runs.write(tmp_path / "a", config=None))
-    assert run.keys is None
-    assert "neither a config.yml nor a checkpoint" in run.notes[0]
-
-
-def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
-    folders = [synthetic_runs.write(tmp_path / part / "a", steps=1) for part in ("x", "y")]
-    assert [run.name for run in load(*folders)] == ["x/a", "y/a"]
+    other = synthetic_runs.write(tmp_path / "x" / "a", config=None)
+    run, unknown = load(folder, other)
+    assert (run.name, unknown.name) == (f"{tmp_path.name}/a", "x/a") and unknown.keys is None
+    assert "neither a config.yml nor a checkpoint" in unknown.notes[0]
 
 
 def test_folders_that_are_no_run_are_refused_in_one_line(tmp_path):
@@ -94,7 +77,10 @@ def test_the_program_writes_into_the_first_runs_folder_or_where_it_is_told(tmp_p
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
     assert report.main([str(folder), f"out={tmp_path}/b/page.html"]) == 0
     assert (tmp_path / "b/page.html").exists()
-    assert capsys.readouterr().out.splitlines()[1].startswith(f"{tmp_path}/b/page.html: 0.")
+    assert report.main([]) == 0
+    _, second, usage, *_ = capsys.readouterr().out.splitlines()
+    assert second.startswith(f"{tmp_path}/b/page.html: 0.")
+    assert usage.startswith("usage: python -m maxdiloco.report RUN [RUN ...]")
 
 
 def test_a_watched_page_is_written_until_every_run_has_ended(tmp_path, monkeypatch, capsys):
@@ -135,8 +121,3 @@ def test_the_program_refuses_in_one_line(tmp_path, monkeypatch, capsys, argv, co
     assert report.main(argv) == code
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
-
-
-def test_without_arguments_the_program_says_how_it_is_called(capsys):
-    assert report.main([]) == 0
-    assert capsys.readouterr().out.startswith("usage: python -m maxdiloco.report RUN [RUN ...]")

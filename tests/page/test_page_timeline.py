@@ -1,19 +1,22 @@
-"""The timeline is the schedule that a run carries out, with the bytes that it has written down."""
+"""The sentences at the top of the page, and the timeline: the schedule that a run carries out, with
+the bytes that it has written down. Expected numbers by hand."""
 
 import numpy as np
 import pytest
-import synthetic_runs
+from synthetic_runs import DEFAULTS, ROWS, end, run_of, start
 
-from maxdiloco.page import run as run_lib
-from maxdiloco.page import timeline
+from maxdiloco.page import html, timeline, verdict
+from maxdiloco.page.run import NOT_FINITE
 
 
-def run_of(history=(), sent=3.0, **keys):
+def sending(sent=3.0, **keys):
     """A run of 10 rows, with some keys."""
-    config = synthetic_runs.defaults()
-    steps = np.arange(1, 11)
-    columns = {"dcn/bytes_sent": np.full(10, sent)}
-    return run_lib.Run("a", None, steps, columns, config | keys, list(history), [], [])
+    return run_of(rows=10, columns={"dcn/bytes_sent": np.full(10, sent)}, **keys)
+
+
+def told(bytes_sent):
+    """That run, streaming, whose first start has written down the bytes of t = 1..6 (mod 6)."""
+    return sending(history=[start(0, bytes_sent=bytes_sent)], **STREAMING)
 
 
 STREAMING = {
@@ -26,10 +29,9 @@ STREAMING = {
 
 def test_an_exchange_is_sent_carried_and_applied_as_scheduled():
     """H=6, P=2, tau=2: fragment 0 after 12, 18, 24, fragment 1 after 15, 21; two periods."""
-    told = [4.0, 4.0, 0.0, 7.0, 7.0, 0.0]  # of t = 1..6 (mod 6)
-    found = timeline.of_run(run_of([synthetic_runs.start(0, bytes_sent=told)], **STREAMING))
+    found = timeline.of_run(told([4.0, 4.0, 0.0, 7.0, 7.0, 0.0]))
     assert (found.steps, found.fragments, found.told) == ((13, 24), 2, True)
-    assert found.bytes == told * 2
+    assert found.bytes == [4, 4, 0, 7, 7, 0] * 2
     assert [tuple(each) for each in found.exchanges] == [
         (0, 12, 14, [13, 14]),
         (1, 15, 17, [16, 17]),
@@ -40,23 +42,18 @@ def test_an_exchange_is_sent_carried_and_applied_as_scheduled():
     assert found.caption == "H = 6 inner steps, P = 2 fragments; an exchange has 2 inner steps"
 
 
-def test_through_host_memory_no_step_carries_a_chunk():
-    """All bytes of a fragment are those of the step that sends it: t = 0 and 3 (mod 6)."""
-    told = [0.0, 0.0, 5.0, 0.0, 0.0, 6.0]
-    found = timeline.of_run(run_of([synthetic_runs.start(0, bytes_sent=told)], **STREAMING))
-    assert found.bytes == told * 2
-    assert [each.chunks for each in found.exchanges] == [[]] * 5
-
-
-def test_a_small_fragment_needs_fewer_chunks():
-    told = [4.0, 0.0, 0.0, 4.0, 4.0, 0.0]
-    found = timeline.of_run(run_of([synthetic_runs.start(0, bytes_sent=told)], **STREAMING))
-    assert [each.chunks for each in found.exchanges[:2]] == [[13], [16, 17]]
-
-
-def test_without_a_record_the_mean_is_divided_equally_among_the_steps_that_send():
-    """4 of 6 steps carry a chunk: 3 bytes a step are 4.5 in each of them."""
-    found = timeline.of_run(run_of(**STREAMING))
+def test_the_steps_that_carry_chunks_are_those_whose_bytes_were_told():
+    """Through host memory all bytes are of the step that sends; a small fragment needs fewer steps.
+    Without a record the mean is divided equally among the steps that send: 4 of 6 carry a chunk,
+    and 3 bytes a step are 4.5 in each of them."""
+    for bytes_sent, chunks in (
+        ([0.0, 0.0, 5.0, 0.0, 0.0, 6.0], [[]] * 5),
+        ([4.0, 0.0, 0.0, 4.0, 4.0, 0.0], [[13], [16, 17], [19], [22, 23], []]),
+    ):
+        found = timeline.of_run(told(bytes_sent))
+        assert found.bytes == bytes_sent * 2
+        assert [each.chunks for each in found.exchanges] == chunks
+    found = timeline.of_run(sending(**STREAMING))
     assert found.bytes == [4.5, 4.5, 0, 4.5, 4.5, 0] * 2 and not found.told
 
 
@@ -70,7 +67,7 @@ def test_without_a_record_the_mean_is_divided_equally_among_the_steps_that_send(
 )
 def test_the_apply_is_where_the_mode_puts_it(keys, lag, how):
     mode = STREAMING | {"num_communication_overlapping_steps": 0} | keys
-    found = timeline.of_run(run_of(**mode))
+    found = timeline.of_run(sending(**mode))
     assert {each.apply - each.send for each in found.exchanges} == {lag}
     assert found.caption.endswith(how)
 
@@ -81,7 +78,7 @@ def test_bytes_are_means_of_whole_periods_and_no_sawtooth():
     From step 12 on, a period of both, each value is 2 bytes a step.
     """
     raw = np.tile([0.0, 3.0, 3.0], 5)
-    run = run_of(diloco_sync_period=6)._replace(
+    run = sending(diloco_sync_period=6)._replace(
         steps_N=np.arange(4, 64, 4), columns={"dcn/bytes_sent": raw}
     )
     means = timeline.over_whole_periods(run)
@@ -92,19 +89,13 @@ def test_bytes_are_means_of_whole_periods_and_no_sawtooth():
     np.testing.assert_array_equal(timeline.over_whole_periods(plain), raw)
 
 
-def test_one_replica_has_a_line_in_place_of_an_empty_chart():
-    found = timeline.of_run(run_of(sent=0.0, diloco_sync_period=20))
+def test_a_run_whose_schedule_cannot_be_drawn_has_a_line_and_a_long_period_is_drawn_once():
+    assert timeline.of_run(sending(diloco_sync_period=100)).steps == (201, 300)
+    assert not isinstance(timeline.of_run(sending(diloco_sync_period=20)), str)
+    found = timeline.of_run(sending(sent=0.0, diloco_sync_period=20))
     assert found == "one replica sends nothing; its theta moves every H = 20 inner steps"
-    assert not isinstance(timeline.of_run(run_of(diloco_sync_period=20)), str)
-
-
-def test_a_long_period_is_drawn_once_and_a_very_long_one_not():
-    assert timeline.of_run(run_of(diloco_sync_period=100)).steps == (201, 300)
-    assert "H = 6,000 steps is longer" in timeline.of_run(run_of(diloco_sync_period=6000))
-
-
-def test_data_parallelism_has_no_schedule():
-    assert timeline.of_run(run_of(enable_diloco=False, sent=2.5e6)) == (
+    assert "H = 6,000 steps is longer" in timeline.of_run(sending(diloco_sync_period=6000))
+    assert timeline.of_run(sending(enable_diloco=False, sent=2.5e6)) == (
         "data parallelism: every step sends 2.5 MB a slice"
     )
 
@@ -113,3 +104,95 @@ def test_amounts_have_three_digits_and_a_unit():
     amounts = (0, 0.5, 999, 1974272, 2.5e9, 1e18)
     shown = ["0 B", "0.5 B", "999 B", "1.97 MB", "2.5 GB", "1e+03 PB"]
     assert [timeline.amount(n) for n in amounts] == shown
+
+
+FALLING = np.linspace(4, 2, ROWS)
+
+
+def with_columns(**columns):
+    """Two replicas; names of metrics with _ for /."""
+    columns = {"learning_loss": FALLING} | columns
+    named = {name.replace("_", "/", 1): np.array(each) for name, each in columns.items()}
+    named |= {f"learning/loss_replica_{m}": named["learning/loss"] for m in (0, 1)}
+    return run_of(columns=named)
+
+
+def test_a_loss_that_falls_is_healthy_and_one_that_rises_or_is_not_finite_is_not():
+    """Means of rows 81 to 90 and 91 to 100 of 4 to 2 in 99 equal steps."""
+    said = verdict.health(with_columns())
+    assert said == "Healthy: the loss falls, 2.2929 to 2.0909 (means of 10 rows)."
+    said = verdict.health(with_columns(learning_loss=FALLING[[0, -1]]))
+    assert said.endswith("4.0000 to 2.0000 (the last two rows).")
+    said = verdict.health(with_columns(learning_loss=FALLING[::-1]))
+    assert said.startswith("Not healthy: the loss rises, 3.7071 to 3.9091")
+    assert verdict.health(with_columns(learning_loss=np.ones(ROWS))).startswith(
+        "Healthy: the loss is flat"
+    )
+    broken = np.append(FALLING[1:], NOT_FINITE)
+    said = verdict.health(with_columns(learning_loss=broken))
+    assert said == "Not healthy: the loss is not finite."
+    theta = np.where(np.arange(ROWS) < 50, 2.5, 2.75)
+    said = verdict.health(with_columns(eval_loss=theta))
+    assert said.endswith("; but theta's is 0.2500 above its best.")
+
+
+def test_the_link_is_judged_by_what_the_last_half_of_the_run_waited_where_a_metric_tells():
+    """Steps of 1 s; what the first half waited does not count."""
+    for waited, words in (
+        (0.004, "The link is no bottleneck: process 0 waits for exchanges 0.4% of the time."),
+        (0.05, "The link costs a little: process 0 waits for exchanges 5.0% of the time."),
+        (0.3, "The link, or a slower process, is the bottleneck: process 0 waits for exchanges 30"),
+    ):
+        waits = np.where(np.arange(ROWS) < ROWS // 2, 0.9, waited)
+        run = with_columns(dcn_waited_s=waits, perf_step_time=np.ones(ROWS))
+        assert verdict.link(run).startswith(words)
+    assert "not measured: exchanges are inside" in verdict.link(with_columns())
+    assert "not measured: gradients cross it" in verdict.link(run_of(enable_diloco=False))
+    assert verdict.link(run_of()) == "One replica has no link."
+
+
+def test_the_rest_of_a_run_takes_its_step_time():
+    """100 of 400 steps are done, 300 of 2 s are left; without an end the run goes on."""
+    columns = {"learning/loss": FALLING, "perf/step_time": np.full(ROWS, 2.0)}
+    run = run_of(columns=columns, history=[start(0, until=400)])
+    assert verdict.progress(run) == "Step 100 of 400, running, or killed; 10 min left."
+    ended = run._replace(history=[*run.history, end()])
+    assert verdict.progress(ended) == "Step 100 of 400, Ctrl-C."
+
+
+def evaluated(name, theta, *, tokens=10.0, **keys):
+    """A row each step, of `tokens` tokens."""
+    columns = {"learning/loss": FALLING, "eval/loss": np.array(theta)}
+    columns["learning/tokens"] = tokens * np.arange(1, ROWS + 1)
+    return run_of(name=name, columns=columns, **keys)
+
+
+def test_a_run_is_behind_another_at_as_many_tokens():
+    """b reads twice as many tokens a step: a's last row, 1,000 tokens, is b's step 50."""
+    falling = np.linspace(3, 2.01, ROWS)
+    a = evaluated("a", falling)
+    b = evaluated("b", falling, tokens=20.0)
+    words = "b is behind a: theta's loss is 2.5100 beside 2.0100 (+24.9%) after 1,000 tokens."
+    assert verdict.beside(a, b) == words
+    assert verdict.beside(b, a).startswith("a is ahead of b: theta's loss is 2.0100 beside 2.5100")
+    assert verdict.beside(a, a._replace(name="c")).startswith("c is level with a: ")
+
+
+def test_runs_with_other_held_out_texts_and_one_alone_are_not_compared_and_it_is_said():
+    """A training text of its own is no other held-out text where eval_dataset_path names one."""
+    theta = np.full(ROWS, 2.0)
+    a = evaluated("a", theta, dataset_path="/data/x")
+    b = evaluated("b", theta, dataset_path="/data/y", eval_steps=3)
+    said = verdict.beside(a, b)
+    assert said == (
+        "b and a are not compared, since their losses may be of different held-out texts: they "
+        "differ in dataset_path, eval_steps."
+    )
+    assert said in verdict.lines([a, b]) and "not compared" in html.page([a, b], DEFAULTS)
+    same = dict(eval_dataset_path="/data/held_out")
+    a, b = a._replace(keys=a.keys | same), b._replace(keys=b.keys | same | {"eval_steps": 10})
+    assert verdict.beside(a, b).startswith("b is level with a")
+    own, how = verdict.lines([with_columns()])
+    assert own.startswith("Healthy: ") and "with enable_diloco=false" in how
+    plain = with_columns()._replace(keys=a.keys | {"enable_diloco": False})
+    assert len(verdict.lines([plain])) == 1

@@ -13,7 +13,7 @@ from maxdiloco import plan, train
 from maxdiloco.aot import measure, topology
 from maxdiloco.diloco.quantize import NAMES as WIRES
 from maxdiloco.flags import config
-from maxdiloco.planning import choices, compiled, job, losses, rating, table
+from maxdiloco.planning import choices, compiled, exposure, job, losses, rating, table
 from maxdiloco.processes import output
 
 TINY = ("model_name=tiny", "max_target_length=256", "dcn_diloco_parallelism=2", "hardware=cpu")
@@ -56,22 +56,18 @@ def test_the_bytes_are_those_that_the_trainer_prints(choice, carrier, capsys):
     assert [2 * size for size in sent.fragments] == printed and len(printed) == choice.P
 
 
-# Of benchmarks/log: predicted exposed milliseconds of a step on a thin link at 5 Mbit/s.
-THIN = {
-    ("float32", 0, 1): 330.8,
-    ("float32", 0, 4): 330.8,
-    ("float32", 4, 4): 195.0,
-    ("float4_e3m0", 4, 4): 0.0,
-}
-
-
-@pytest.mark.parametrize(("wire", "tau", "P"), THIN)
-def test_the_exposure_is_that_of_the_thin_link_s_table(wire, tau, P):
+@pytest.mark.parametrize(
+    ("wire", "tau", "P", "milliseconds"),
+    [("float32", 0, 1, 330.8), ("float32", 0, 4, 330.8), ("float32", 4, 4, 195.0),
+     ("float4_e3m0", 4, 4, 0.0)],
+)  # fmt: skip
+def test_the_exposure_is_that_of_the_thin_link_s_table(wire, tau, P, milliseconds):
+    """benchmarks/log: predicted exposed milliseconds of a step on a thin link at 5 Mbit/s."""
     found = job_of(*TINY)
     choice = choices.Choice(20, P, 1, tau, wire, "none", streaming=P > 1)
     sent = rating.traffic(found, choice)
     waited = rating.exposed_s(found, choice, sent, step_s=0.2, gbps=0.005)
-    assert 1e3 * waited / 20 == pytest.approx(THIN[wire, tau, P], abs=0.06)
+    assert 1e3 * waited / 20 == pytest.approx(milliseconds, abs=0.06)
 
 
 def test_a_fast_link_is_left_exact_and_a_slow_one_gets_overlap_then_fewer_bits(planned):
@@ -87,6 +83,10 @@ def test_a_fast_link_is_left_exact_and_a_slow_one_gets_overlap_then_fewer_bits(p
     assert taus[0] == 0 < taus[1] <= taus[2]
     bits = [WIRES.index(best[gbps]["diloco_exchange_dtype"]) for gbps in (1000, 0.2, 0.05)]
     assert bits[0] <= bits[1] <= bits[2] and bits[2] > 0
+    # A link of a slice and of a host is shared by its devices: 16 chips in hosts of four.
+    for link in ("host_bandwidth_gbps=4000", "slice_bandwidth_gbps=16000"):
+        _, found, _ = planned(*ONE_B, "step_time=0.8", link)
+        assert found["dcn_bandwidth_gbps"] == 1000 and found["choices"][0] == best[1000]
 
 
 def test_what_fills_is_first_and_eager_follows_what_waits_a_tenth_of_the_time_at_most(planned):
@@ -133,16 +133,6 @@ def test_a_link_that_cannot_be_filled_is_exit_code_1_and_the_bandwidth_that_woul
     assert f"{least:.3g} Gbit/s a host would do, with eager: diloco_sync_period=500" in line
 
 
-def test_a_link_of_a_slice_and_of_a_host_is_shared_by_its_devices(planned):
-    """v5e-16 has 16 chips in hosts of four."""
-    rows = {}
-    for link in ("dcn_bandwidth_gbps=0.5", "host_bandwidth_gbps=2", "slice_bandwidth_gbps=8"):
-        _, found, _ = planned(*ONE_B, "step_time=0.8", link)
-        assert found["dcn_bandwidth_gbps"] == 0.5
-        rows[link] = found["choices"]
-    assert len(set(map(json.dumps, rows.values()))) == 1
-
-
 def test_a_key_that_is_given_stays_even_with_the_value_of_base_yml(planned):
     """H=100, which base.yml has too, and two fragments; without them the plan chooses others."""
     keys = (*TINY, "step_time=0.2", "dcn_bandwidth_gbps=0.02")
@@ -155,15 +145,9 @@ def test_a_key_that_is_given_stays_even_with_the_value_of_base_yml(planned):
         assert kept == (100, 2) and row["diloco_exchange_dtype"] == "int8"
 
 
-@pytest.mark.parametrize(
-    ("slices", "H", "less"),
-    [
-        (2, 100, 50),  # float32 once in 100 steps: 100 * 2 bytes / 4
-        (3, 100, 25),
-        (2, 1, 0.5),  # in every step: twice bfloat16's bytes
-    ],
-)
+@pytest.mark.parametrize(("slices", "H", "less"), [(2, 100, 50), (3, 100, 25), (2, 1, 0.5)])
 def test_the_traffic_is_counted_against_bfloat16_gradients_in_every_step(planned, slices, H, less):
+    """float32 once in 100 steps: 100 * 2 bytes / 4; in every step twice bfloat16's bytes."""
     keys = ("step_time=0.2", "dcn_bandwidth_gbps=1", f"diloco_sync_period={H}",
             "num_communication_overlapping_steps=0", "diloco_exchange_dtype=float32",
             "diloco_outer_overlap=none", "enable_streaming_diloco=false")  # fmt: skip
@@ -270,58 +254,43 @@ def test_a_loss_is_printed_only_where_it_was_measured(planned, monkeypatch, tmp_
     assert marks["DiLoCo"] == "+0.012" and marks["overlapped"] == marks["eager"] == "?"
 
 
+LINK = "dcn_bandwidth_gbps=2"
+STEP = f"{LINK} step_time=1"
+ON_CPU = f"{STEP} {' '.join(TINY)}"
+OF_10B = f"{STEP} model_name=10b compile_topology=v5e-4 compile_topology_num_slices=2"
+EVERY_STEP = "diloco_sync_period=1 num_communication_overlapping_steps=0"
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("model_name=1b", "step_time=1"), "dcn_bandwidth_gbps is not given"),
-        (
-            ("dcn_bandwidth_gbps=2",),
-            "v5e-16 or h100-8 with compile_topology_num_slices=2.",
-        ),
-        (("dcn_bandwidth_gbps=2", "slice_bandwidth_gbps=2", "step_time=1"), "name the same link"),
-        (("dcn_bandwidth_gbps=2", "step_time=0"), "step_time=0 must be above 0: seconds"),
-        (("dcn_bandwidth_gbps=2", "step_time=-1"), "step_time=-1 must be above 0"),
-        (("dcn_bandwidth_gbps=2", "step_time=fast"), "step_time=fast must be above 0"),
-        (("dcn_bandwidth_gbps=2", "step_time=1", "step_time=2"), "step_time is given twice"),
-        (("dcn_bandwidth_gbps=2", "step_time=1"), "dcn_diloco_parallelism=-1 is one slice"),
-        (
-            ("dcn_bandwidth_gbps=2", "step_time=1", "compile_topology=v5e-17"),
-            "compile_topology=v5e-17 is not known",
-        ),
-        (
-            (*TINY, "dcn_bandwidth_gbps=2", "step_time=1", "enable_diloco=false"),
-            "enable_diloco=false leaves nothing to plan",
-        ),
-        (
-            (*TINY, "dcn_bandwidth_gbps=2", "step_time=1", "dcn_fsdp_parallelism=2"),
-            "dcn_fsdp_parallelism=2: the plan is for one slot",
-        ),
-        (
-            ("model_name=10b", "dcn_bandwidth_gbps=2", "step_time=1", "compile_topology=v5e-4",
-             "compile_topology_num_slices=2"),
-            "model_name=10b is too big for v5e-4: every choice needs at least",
-        ),
-        (
-            (*TINY, "dcn_bandwidth_gbps=2", "step_time=1", "diloco_sync_period=1",
-             "num_communication_overlapping_steps=0", "enable_streaming_diloco=true"),
-            "no way to synchronise has the values that are given",
-        ),
+        ("model_name=1b step_time=1", "dcn_bandwidth_gbps is not given"),
+        (LINK, "v5e-16 or h100-8 with compile_topology_num_slices=2."),
+        (f"{STEP} slice_bandwidth_gbps=2", "name the same link"),
+        (f"{LINK} step_time=0", "step_time=0 must be above 0: seconds"),
+        (f"{LINK} step_time=-1", "step_time=-1 must be above 0"),
+        (f"{LINK} step_time=fast", "step_time=fast must be above 0"),
+        (f"{STEP} step_time=2", "step_time is given twice"),
+        (STEP, "dcn_diloco_parallelism=-1 is one slice"),
+        (f"{STEP} compile_topology=v5e-17", "compile_topology=v5e-17 is not known"),
+        (f"{ON_CPU} enable_diloco=false", "enable_diloco=false leaves nothing to plan"),
+        (f"{ON_CPU} dcn_fsdp_parallelism=2", "dcn_fsdp_parallelism=2: the plan is for one slot"),
+        (OF_10B, "model_name=10b is too big for v5e-4: every choice needs at least"),
+        (f"{ON_CPU} {EVERY_STEP} enable_streaming_diloco=true", "no way to synchronise has the va"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_planned_is_one_line(argv, words, capsys):
-    assert plan.main(list(argv)) == 2
+    assert plan.main(argv.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("ConfigError: ") and words in line
 
 
-def test_help_lists_the_plan_s_own_options_and_the_keys(capsys):
+def test_help_lists_the_plan_s_own_options_and_keys_of_a_file_are_given(capsys, tmp_path):
+    """And those of the environment."""
     assert plan.main(["--help"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("usage: python -m maxdiloco.plan ")
     assert all(f"  {name}=" in said for name in (*plan.MEANING, "diloco_sync_period"))
-
-
-def test_keys_of_a_yml_file_and_of_the_environment_count_as_given(tmp_path):
     path = tmp_path / "run.yml"
     path.write_text("diloco_sync_period: 100\n")
     argv = [str(path), "model_name=tiny"]
@@ -338,3 +307,43 @@ def test_no_line_but_the_commands_is_wider_than_a_terminal(planned):
         assert max(map(len, lines)) <= table.WIDTH
     waited = [output.span(s) for s in (0, 0.0004, 0.744, 5.906, 408.055, 7200, 3 * 86400)]
     assert waited == ["0 s", "0.4 ms", "744 ms", "5.91 s", "6.8 min", "2 h", "3 days"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "keys", "waited"),
+    [
+        # Without overlap every second is waited for.
+        ([1.0, 0.5], dict(H=20, lag=0), 1.5),
+        # Two steps of 0.2 s hide 0.4 s of each fragment.
+        ([1.0, 0.5], dict(H=20, lag=2), 0.6 + 0.1),
+        ([1.0], dict(H=20, lag=5), 0.0),
+        ([1.0], dict(H=20, lag=5, latency_s=0.05), 0.05),
+        # Eager: a period of 4 s hides 3.9 s, and of 4.004 s all but 0.004. Two fragments fill the
+        # queue for a thousand sends before the first one is waited for.
+        ([3.9], dict(H=20, lag=20), 0.0),
+        ([4.004], dict(H=20, lag=20), 0.004),
+        ([2.002, 2.002], dict(H=20, lag=20), 0.004),
+    ],
+)
+def test_what_a_period_waits_for_through_host_memory(seconds, keys, waited):
+    assert exposure.host_exposed_s(seconds, step_s=0.2, **keys) == pytest.approx(waited)
+    # A step that carries a chunk ends when it has arrived: four of 0.3 s, and of 0.1 s, which hide.
+    assert exposure.program_exposed_s([0.3] * 4, step_s=0.2) == pytest.approx(0.4)
+    assert exposure.program_exposed_s([0.1] * 4, step_s=0.2) == 0
+
+
+@pytest.mark.parametrize(
+    ("memory", "carrier", "models"),
+    [("pinned_host", "program", 0.06), ("pinned_host", "host", 0), ("device", "program", 5)],
+)
+def test_of_what_is_in_flight_on_the_host_the_chunks_of_two_steps_are_on_the_device(
+    memory, carrier, models
+):
+    """Eager with H=100 sends a hundredth of the model's float32 a step, and gets two replicas';
+    through host memory no step does. Control: on the device theta, momentum and three whole models
+    are beside the step."""
+    found = job_of(*ONE_B, f"exchange_carrier={carrier}")
+    model = 4 * found.num_parameters / 16
+    choice = choices.Choice(100, 1, 1, 0, "float32", "eager", streaming=False, memory=memory)
+    row = rating.rated(found, choice, step=rating.Step(1.5, 10**9), gbps=25)
+    assert row.memory - 10**9 == pytest.approx(models * model, rel=0.02)
