@@ -64,17 +64,13 @@ def test_after_a_full_disk_lines_are_printed_again():
     assert stream.getvalue() == "first\nsecond\n"
 
 
-def test_what_the_stream_cannot_encode_is_escaped():
+def test_what_the_stream_cannot_encode_is_escaped_and_a_line_stays_one_line():
     """The name of a file need not be text; Python reads the byte 255 as \\udcff."""
     stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     output.say("dataset_path=\udcff\u2192", stream)
     assert stream.buffer.getvalue() == b"dataset_path=\\udcff\\u2192\n"
-
-
-def test_a_line_stays_one_line():
-    assert output.one_line("run_name=a\nb\r\x1b[2J\u2028\x85é") == (
-        r"run_name=a\nb\r\x1b[2J\u2028\x85é"
-    )
+    escaped = r"run_name=a\nb\r\x1b[2J\u2028\x85é"
+    assert output.one_line("run_name=a\nb\r\x1b[2J\u2028\x85é") == escaped
 
 
 def test_a_terminal_of_no_columns_shows_no_bar(monkeypatch):
