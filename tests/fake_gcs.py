@@ -54,17 +54,6 @@ class Stored(NamedTuple):
 Fault = Callable[[Request], int | None]
 
 
-class Slow(NamedTuple):
-    """A Fault: every request takes `latency` seconds, and a share of them is answered with 503."""
-
-    latency: float
-    unavailable: float = 0.0
-
-    def __call__(self, request: Request) -> int | None:
-        time.sleep(self.latency)
-        return 503 if random.random() < self.unavailable else None
-
-
 class FakeGcs:
     """The store, with one bucket. page: entries in one answer to a list, at most."""
 
@@ -203,15 +192,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _read(self, store, request, body):
         stored = _found(store, request)
         headers = {"x-goog-generation": str(stored.generation)}
-        wanted = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if not wanted:
             return 200, headers, stored.data
-        size = len(stored.data)
-        start = int(wanted[1]) if wanted[1] else max(0, size - int(wanted[2]))
-        end = min(int(wanted[2]) if wanted[1] and wanted[2] else size, size - 1)
-        if start >= size:
+        start, end = int(wanted[1]), min(int(wanted[2]), len(stored.data) - 1)
+        if start > end:
             raise _Refused(416)
-        headers["Content-Range"] = f"bytes {start}-{end}/{size}"
+        headers["Content-Range"] = f"bytes {start}-{end}/{len(stored.data)}"
         return 206, headers, stored.data[start : end + 1]
 
     def _write(self, store, request, body):
@@ -239,9 +226,6 @@ class _Handler(BaseHTTPRequestHandler):
         return 308, {"Range": f"bytes=0-{len(content) - 1}"} if content else {}, b""
 
     def _delete(self, store, request, body):
-        if "upload_id" in request.query:
-            store.uploads.pop(request.query["upload_id"], None)
-            return 499, {}, b""
         with store.lock:
             _found(store, request)
             del store.objects[BUCKET][request.name]
@@ -338,8 +322,13 @@ def main() -> None:
     parser.add_argument("--latency", type=float, default=0.0, help="of each request [seconds]")
     parser.add_argument("--unavailable", type=float, default=0.0, help="share answered with 503")
     options = parser.parse_args()
+
+    def slow(request: Request) -> int | None:
+        time.sleep(options.latency)
+        return 503 if random.random() < options.unavailable else None
+
     with FakeGcs(port=options.port) as store:
-        store.fault = Slow(options.latency, options.unavailable)
+        store.fault = slow
         print(*(f"export {key}={value}" for key, value in store.environ().items()), sep="\n")
         threading.Event().wait()
 

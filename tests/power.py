@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,48 +16,41 @@ IMAGE_BYTES = 64 << 20
 
 
 def _run(*command):
-    return subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    return subprocess.run(command, capture_output=True, text=True)
 
 
-class Ext4:
-    """path: where it is mounted."""
+@contextlib.contextmanager
+def small_ext4(folder):
+    """An ext4 in a folder: .path, where it is mounted, and .cut(), which cuts its power and mounts
+    what is left. Skips the test where there cannot be one."""
+    if os.geteuid() != 0 or shutil.which("mkfs.ext4") is None:
+        pytest.skip("mounting an ext4 takes root and mkfs.ext4")
+    image, path = folder / "image", folder / "mount"
 
-    def __init__(self, image, path):
-        self._image, self.path = image, path
-
-    def mount(self):
+    def mount():
         # commit: the journal would otherwise write by itself what is older than 5 s.
-        done = _run("mount", "-o", "loop,commit=300", self._image, self.path)
+        done = _run("mount", "-o", "loop,commit=300", image, path)
         if done.returncode:
             pytest.skip(f"a file system in a file cannot be mounted here: {done.stderr.strip()}")
 
-    def cut(self):
-        """Cut the power, and mount what is left."""
-        descriptor = os.open(self.path, os.O_RDONLY)
+    def cut():
+        descriptor = os.open(path, os.O_RDONLY)
         try:
             fcntl.ioctl(descriptor, _SHUTDOWN, _NOLOGFLUSH.to_bytes(4, "little"))
         finally:
             os.close(descriptor)
         for _ in range(100):  # a thread that meets the dead disk may still hold a file
-            if _run("umount", self.path).returncode == 0:
-                return self.mount()
+            if _run("umount", path).returncode == 0:
+                return mount()
             time.sleep(0.1)
-        raise AssertionError(_run("fuser", "-vm", self.path).stderr)
+        raise AssertionError(_run("fuser", "-vm", path).stderr)
 
-
-@contextlib.contextmanager
-def small_ext4(folder):
-    """A mounted Ext4 in a folder; skips the test where there cannot be one."""
-    if os.geteuid() != 0 or shutil.which("mkfs.ext4") is None:
-        pytest.skip("mounting an ext4 takes root and mkfs.ext4")
-    image, path = folder / "image", folder / "mount"
     path.mkdir()
     with image.open("wb") as file:
         file.truncate(IMAGE_BYTES)
-    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
-    found = Ext4(image, path)
-    found.mount()
+    subprocess.run(["mkfs.ext4", "-q", image], check=True)
+    mount()
     try:
-        yield found
+        yield SimpleNamespace(path=path, cut=cut)
     finally:
         _run("umount", "--lazy", path)

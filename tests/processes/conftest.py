@@ -11,8 +11,6 @@ import pytest
 
 from maxdiloco.processes import coordination
 
-WAIT_S = 60  # far above what anything here takes
-
 
 @pytest.fixture
 def free_port():
@@ -51,13 +49,13 @@ class Store:
             return self.written[key]
 
     def wait_at_barrier(self, name, timeout_in_ms):
-        self._barrier.wait(WAIT_S)
+        self._barrier.wait(link_tools.WAIT_S)
 
 
 @pytest.fixture
-def store(monkeypatch):
+def store(monkeypatch, free_port):
     """The store, in the place of JAX's; its process 0 has the address `127.0.0.1`."""
     made = Store()
-    state = SimpleNamespace(client=made, coordinator_address="127.0.0.1:1")
+    state = SimpleNamespace(client=made, coordinator_address=f"127.0.0.1:{free_port}")
     monkeypatch.setattr(coordination.distributed, "global_state", state)
     return made

@@ -1,15 +1,12 @@
 """Links between threads of one process, and a bad network between them."""
 
 import contextlib
-import os
 import random
 import socket
-import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-
-import numpy as np
+from dataclasses import dataclass
 
 from maxdiloco.processes import links
 
@@ -18,46 +15,32 @@ SECRET = b"known to all of them"
 TICK_S = 0.02
 
 
+@dataclass
 class Pair:
     """Two connections of a proxy, one to each side."""
 
-    def __init__(self, near, far):
-        self.near, self.far = near, far
-        self.dead = False  # what enters it never comes out
-        self.ended = False
-        self._pumps = 2
-        self._lock = threading.Lock()
+    near: socket.socket
+    far: socket.socket
+    ended: bool = False
 
-    def end(self, reset=False):
+    def end(self):
         self.ended = True
         for connection in (self.near, self.far):
             with contextlib.suppress(OSError):
-                if reset:
-                    hard = struct.pack("ii", 1, 0)
-                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, hard)
-                else:
-                    connection.shutdown(socket.SHUT_RDWR)
-
-    def release(self):
-        with self._lock:
-            self._pumps -= 1
-            if self._pumps == 0:
-                self.near.close()
-                self.far.close()
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 class Proxy:
-    """A TCP link to `target` that can stop, damage, lose and end what goes through.
+    """A TCP link to `target` that can stop, damage and end what goes through.
 
-    Directions: "to" the target and "from" it.
+    stopped: directions that do, "to" the target and "from" it. fault: ("end" or "flip", after how
+    many more bytes in any direction), happens once and is None then. seen: a bytearray records.
     """
 
     def __init__(self, target):
         self.target = target
-        self.seen = None  # a bytearray records
-        self._stopped = {"to": threading.Event(), "from": threading.Event()}
+        self.stopped, self.fault, self.seen = set(), None, None
         self._pairs = []
-        self._faults = {}  # {"end", "reset" or "flip": bytes until then}
         self._lock = threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = self._listener.getsockname()
@@ -65,9 +48,8 @@ class Proxy:
         self._start(self._accept)
 
     def _start(self, body, *arguments):
-        thread = threading.Thread(target=body, args=arguments)
-        self._threads.append(thread)
-        thread.start()
+        self._threads.append(threading.Thread(target=body, args=arguments))
+        self._threads[-1].start()
 
     def _accept(self):
         with contextlib.suppress(OSError):
@@ -85,68 +67,38 @@ class Proxy:
                 self._start(self._pump, far, near, "from", pair)
 
     def _pump(self, source, sink, direction, pair):
-        try:
+        with contextlib.suppress(OSError):
             while not pair.ended:
                 try:
                     data = bytearray(source.recv(65536))
                 except TimeoutError:
                     continue
-                while self._stopped[direction].is_set() and not pair.ended:
+                while direction in self.stopped and not pair.ended:
                     time.sleep(TICK_S)
                 if not data:
                     break
-                if not pair.dead:
-                    self._pass_on(data, sink, pair)
-        except OSError:
-            pair.end()
-        finally:
-            if not pair.dead:
-                pair.end()
-            pair.release()
+                self._pass_on(data, sink, pair)
+        pair.end()
 
     def _pass_on(self, data, sink, pair):
         if self.seen is not None:
             self.seen += data
-        if self._due("flip", len(data)):
+        fault = self._due(len(data))
+        if fault == "flip":
             data[len(data) // 2] ^= 1
-        for fault in ("end", "reset"):
-            if self._due(fault, len(data)):
-                pair.end(reset=fault == "reset")
+        if fault == "end":
+            pair.end()
         while data and not pair.ended:
             with contextlib.suppress(TimeoutError):
                 del data[: sink.send(data)]
 
-    def _due(self, fault, count):
+    def _due(self, count):
         with self._lock:
-            if fault not in self._faults:
-                return False
-            self._faults[fault] -= count
-            if self._faults[fault] > 0:
-                return False
-            del self._faults[fault]
-            return True
-
-    def arm(self, fault, after):
-        """Let something happen once, after so many more bytes in any direction."""
-        with self._lock:
-            self._faults[fault] = after
-
-    def armed(self):
-        with self._lock:
-            return bool(self._faults)
-
-    def lose(self):
-        """What enters the connections of now never comes out. New ones work."""
-        for pair in self._pairs:
-            pair.dead = True
-
-    def stop(self, *directions):
-        for direction in directions or ("to", "from"):
-            self._stopped[direction].set()
-
-    def go_on(self):
-        for event in self._stopped.values():
-            event.clear()
+            if self.fault is None:
+                return None
+            fault, after = self.fault
+            self.fault = (fault, after - count) if after > count else None
+            return None if self.fault else fault
 
     def close(self):
         with contextlib.suppress(OSError):
@@ -157,6 +109,9 @@ class Proxy:
             pair.end()
         for thread in self._threads:
             thread.join()
+        for pair in self._pairs:
+            pair.near.close()
+            pair.far.close()
 
 
 class Network(contextlib.ExitStack):
@@ -222,40 +177,8 @@ def until(condition):
         time.sleep(0.005)
 
 
-def descriptors():
-    """How many this process has open."""
-    return len(os.listdir("/proc/self/fd"))
-
-
 def contents(seed, count, most=5_000_000):
     """{key: bytes}: sizes from none to `most`, as many small as large ones."""
-    random.seed(seed)
-    sizes = [0, 1, most] + [int(most ** random.random()) for _ in range(count - 3)]
-    pool = random.randbytes(most)
-    offsets = [random.randrange(most - size + 1) for size in sizes]
-    return {
-        (seed, i): pool[offset : offset + size]
-        for i, (offset, size) in enumerate(zip(offsets, sizes, strict=True))
-    }
-
-
-def assert_all_arrive(zero, one, seeds, count):
-    """Both ways at once; asked for in another order than sent, before and after they come."""
-    there, back = (contents(seed, count) for seed in seeds)
-
-    def send(side, peer, messages):
-        for key, data in messages.items():
-            middle = len(data) // 3
-            side.send(peer, key, [data[:middle], np.frombuffer(data[middle:], np.uint8)])
-
-    def receive(side, peer, messages):
-        for key in random.Random(seeds[0]).sample(list(messages), len(messages)):
-            assert side.receive(peer, key, soon()) == messages[key], key
-
-    together(
-        lambda: send(zero, 1, there),
-        lambda: send(one, 0, back),
-        lambda: receive(zero, 1, back),
-        lambda: receive(one, 0, there),
-    )
-    return sum(map(len, there.values())), sum(map(len, back.values()))
+    chance = random.Random(seed)
+    sizes = [0, 1, most] + [int(most ** chance.random()) for _ in range(count - 3)]
+    return {(seed, i): chance.randbytes(size) for i, size in enumerate(sizes)}

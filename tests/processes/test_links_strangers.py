@@ -1,4 +1,4 @@
-"""Who may connect: processes of the run, and nobody else."""
+"""Who may connect: processes of the run, and nobody else; how they connect to process 0."""
 
 import contextlib
 import random
@@ -6,25 +6,29 @@ import socket
 import threading
 import time
 
-import link_tools
-import numpy as np
 import pytest
-from link_tools import SECRET, WAIT_S, soon, together, until
+from link_tools import SECRET, WAIT_S, Proxy, later, soon, together, until
 
 from maxdiloco.errors import LostPeerError
-from maxdiloco.processes import handshake, links
+from maxdiloco.processes import handshake, links, star
 
 HELLO_BYTES = 51
 PROOF_BYTES = 32
 SOON_S = 5  # a stranger that is let in waits so long for the end that does not come
 
 
-def test_a_wrong_secret_keeps_a_process_out_on_both_sides(network):
+def dial(address, hello, answer_s=WAIT_S):
+    return handshake.dial(address, SECRET, hello, connect_s=WAIT_S, answer_s=answer_s)
+
+
+def test_a_wrong_secret_keeps_a_process_out_on_both_sides_and_a_short_one_is_none(network):
     zero, one = network.links(2, timeout_s=1.5, each={1: dict(secret=b"guessed by someone")})
     with pytest.raises(LostPeerError, match="process 0 at .*: what answers there does not know"):
         one.meet()
     with pytest.raises(LostPeerError, match="process 1 at .* without a proof of the secret"):
         zero.meet()
+    with links.listen() as listener, pytest.raises(ValueError, match="16 are the least"):
+        links.Links(0, {}, listener=listener, secret=b"abc", fingerprint="", timeout_s=1)
 
 
 def test_another_fingerprint_is_an_error_that_shows_both(network):
@@ -90,15 +94,17 @@ class Door:
         )
         self.acceptor.start()
 
-    def dial(self, source=1, target=0, channel=1, secret=SECRET):
-        mine = handshake.hello(source, target, channel)
-        return handshake.dial(self.address, secret, mine, connect_s=WAIT_S, answer_s=WAIT_S)
-
-    def answer(self, hello):
-        """What it says to a hello, and the open connection."""
-        stranger = socket.create_connection(self.address, timeout=SOON_S)
-        stranger.sendall(hello)
-        return stranger.recv(HELLO_BYTES + PROOF_BYTES, socket.MSG_WAITALL), stranger
+    def refuses(self, hello, proof_of):
+        """Whether it closes the connection of who says hello and then this proof, and lets no one
+        in. proof_of: its answer -> a proof, or b"" for none."""
+        with socket.create_connection(self.address, timeout=SOON_S) as stranger:
+            stranger.sendall(hello)
+            answer = stranger.recv(HELLO_BYTES + PROOF_BYTES, socket.MSG_WAITALL)
+            assert len(answer) == HELLO_BYTES + PROOF_BYTES
+            stranger.sendall(proof_of(answer))
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
+        return not self.admitted
 
 
 @pytest.fixture
@@ -111,88 +117,71 @@ def door():
     assert made.failures == []
 
 
-@pytest.mark.parametrize("claim", [dict(source=2), dict(target=1), dict(channel=0)])
+@pytest.mark.parametrize("claim", [(2, 0, 1), (1, 1, 1), (1, 0, 0)])
 def test_who_is_not_expected_gets_no_answer(door, claim):
+    """Another process, another target, another channel."""
     with pytest.raises((handshake.RefusedError, ConnectionResetError)):
-        door.dial(**claim)
+        dial(door.address, handshake.hello(*claim))
     assert not door.admitted
 
 
-def refused(door, stranger):
-    """The acceptor closes the connection, and has let no one in."""
-    try:
-        return stranger.recv(1) == b"" and not door.admitted
-    except ConnectionResetError:
-        return not door.admitted
-
-
-def test_the_answer_of_the_acceptor_is_no_proof_for_it(door):
-    """A proof says of which side it is."""
-    hello = bytes(handshake._HELLO.pack(*handshake.hello(1, 0, 1)))
-    answer, stranger = door.answer(hello)
-    assert len(answer) == HELLO_BYTES + PROOF_BYTES
-    with stranger:
-        stranger.sendall(answer[HELLO_BYTES:])
-        assert refused(door, stranger)
+@pytest.mark.parametrize(
+    ("proof_of", "complaint"),
+    [
+        (lambda answer: answer[HELLO_BYTES:], "does not know the secret"),  # says of which side
+        (lambda answer: b"", "gave no proof of the secret in time"),
+    ],
+)
+def test_the_answer_of_the_acceptor_is_no_proof_for_it_nor_is_none(
+    monkeypatch, door, proof_of, complaint
+):
+    if "in time" in complaint:
+        monkeypatch.setattr(handshake, "_GUEST_S", 0.05)
+    assert door.refuses(handshake._HELLO.pack(*handshake.hello(1, 0, 1)), proof_of)
     until(lambda: door.complaints)
-    assert "from 127.0.0.1 does not know the secret" in door.complaints[0]
+    assert f"from 127.0.0.1 {complaint}" in door.complaints[0]
 
 
 def test_what_was_recorded_opens_nothing(network, door):
     """Both proofs hold a number that is new each time; and the secret itself is never sent."""
-    proxy = link_tools.Proxy(door.address)
+    proxy = Proxy(door.address)
     network.callback(proxy.close)
     proxy.seen = bytearray()
-    mine = handshake.hello(1, 0, 1)
-    with handshake.dial(proxy.address, SECRET, mine, connect_s=WAIT_S, answer_s=WAIT_S):
+    with dial(proxy.address, handshake.hello(1, 0, 1)):
         until(lambda: door.admitted)
     door.admitted.pop().close()
     record = bytes(proxy.seen)
     assert len(record) == 2 * (HELLO_BYTES + PROOF_BYTES)
     assert SECRET not in record
-    _, stranger = door.answer(record[:HELLO_BYTES])
-    with stranger:
-        stranger.sendall(record[-PROOF_BYTES:])
-        assert refused(door, stranger)
+    assert door.refuses(record[:HELLO_BYTES], lambda answer: record[-PROOF_BYTES:])
 
 
-def test_an_impostor_at_the_address_is_refused():
-    """Whoever listens there learns nothing but a hello."""
-    hellos = []
+IMPOSTOR = handshake._HELLO.pack(*handshake.hello(0, 1, 1)) + bytes(PROOF_BYTES)
 
+
+@pytest.mark.parametrize(
+    ("pieces", "error", "words"),
+    [
+        ([IMPOSTOR], handshake.RefusedError, "does not know the secret of this run"),
+        # A byte each 20 ms takes 1.7 s; each one alone comes in time.
+        ([b"m"] * len(IMPOSTOR), TimeoutError, "it did not answer in time|timed out"),
+    ],
+)
+def test_an_impostor_at_the_address_learns_a_hello_and_holds_up_nobody(pieces, error, words):
     def impostor(listener):
         connection, _ = listener.accept()
-        with connection:
-            hellos.append(connection.recv(1000))
-            answer = handshake._HELLO.pack(*handshake.hello(0, 1, 1))
-            connection.sendall(answer + bytes(PROOF_BYTES))
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=impostor, args=(listener,))
-        thread.start()
-        address, mine = listener.getsockname(), handshake.hello(1, 0, 1)
-        with pytest.raises(handshake.RefusedError, match="does not know the secret of this run"):
-            handshake.dial(address, SECRET, mine, connect_s=WAIT_S, answer_s=WAIT_S)
-        thread.join()
-    assert len(hellos[0]) == HELLO_BYTES
-
-
-def test_an_answer_that_drips_ends_with_the_time_for_the_whole_of_it():
-    """A byte each 20 ms would take 1.7 s; each one alone comes in time."""
-
-    def drip(listener):
-        connection, _ = listener.accept()
         with connection, contextlib.suppress(OSError):
-            for _ in range(HELLO_BYTES + PROOF_BYTES):
-                connection.sendall(b"m")
+            heard = connection.recv(1000)
+            for piece in pieces:
+                connection.sendall(piece)
                 time.sleep(0.02)
+        return heard
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        dripping = link_tools.later(lambda: drip(listener))
-        address, mine = listener.getsockname(), handshake.hello(1, 0, 1)
-        with pytest.raises(TimeoutError, match="it did not answer in time|timed out"):
-            handshake.dial(address, SECRET, mine, connect_s=WAIT_S, answer_s=0.2)
-        dripping.result(WAIT_S)
+        heard = later(lambda: impostor(listener))
+        with pytest.raises(error, match=words):
+            dial(listener.getsockname(), handshake.hello(1, 0, 1), answer_s=1.0)
+        assert len(heard.result(WAIT_S)) == HELLO_BYTES
 
 
 def test_the_processes_of_a_run_do_not_send_each_other_away(network, monkeypatch):
@@ -207,36 +196,88 @@ def test_the_processes_of_a_run_do_not_send_each_other_away(network, monkeypatch
 
     monkeypatch.setattr(handshake, "_GUESTS", 1)
     monkeypatch.setattr(socket, "create_connection", far)
-    star = {rank: dict(bulk=[0], rows=[0]) for rank in range(1, 9)}
-    ranks = network.links(9, each=star, timeout_s=5)
+    each = {rank: dict(bulk=[0], rows=[0]) for rank in range(1, 9)}
+    ranks = network.links(9, each=each, timeout_s=5)
     together(*(each.meet for each in ranks))
     assert len(dials) == 16
 
 
-def test_tries_to_connect_come_ever_more_rarely_and_never_together(network, monkeypatch):
-    """Until a connection is open. At least half of 0.2, 0.4 and 0.8 s; the rest is random."""
-    tried, dial = [], handshake.dial
-
-    def refuse(*arguments, **options):
-        tried.append(time.monotonic())
-        if len(tried) < 4:
-            raise ConnectionRefusedError("refused")
-        return dial(*arguments, **options)
-
-    monkeypatch.setattr(handshake, "dial", refuse)
-    zero, one = network.links(2, rows=[])
-    together(zero.meet, one.meet)
-    pauses = np.diff(tried)
-    assert all(pauses >= [0.1, 0.2, 0.4])
-    assert one._channels[0, links.BULK]._failures == 0
-    assert len({handshake.pause_s(3, WAIT_S) for _ in range(9)}) == 9
+def test_the_pause_before_a_try_grows_to_a_limit_and_no_two_are_alike():
+    """At least half of 0.8 s after three; the rest is random, so that none come back together."""
+    pauses = {handshake.pause_s(3, WAIT_S) for _ in range(9)}
+    assert len(pauses) == 9 and min(pauses) >= 0.4
     assert 1 <= handshake.pause_s(10_000, 2) <= 2
 
 
-def test_one_that_gives_no_proof_in_time_is_sent_away(monkeypatch, door):
-    monkeypatch.setattr(handshake, "_GUEST_S", 0.05)
-    _, stranger = door.answer(handshake._HELLO.pack(*handshake.hello(1, 0, 1)))
-    with stranger:
-        assert refused(door, stranger)
-    until(lambda: door.complaints)
-    assert "gave no proof of the secret in time" in door.complaints[0]
+class Star:
+    """A listener of process 0 on a host."""
+
+    def __init__(self):
+        self.listener, self.secret = star.listen()
+        self.port = self.listener.getsockname()[1]
+
+    def join(self, process_id, secret=None, timeout_s=WAIT_S):
+        return star.join(
+            "localhost", port=self.port, secret=secret or self.secret, host="host-a",
+            process_id=process_id, timeout_s=timeout_s,
+        )  # fmt: skip
+
+    def gathering(self, count, timeout_s=WAIT_S):
+        """A future of the links of process 0."""
+        arguments = self.listener, self.secret, count
+        return later(lambda: star.gather(*arguments, timeout_s=timeout_s))
+
+
+@pytest.fixture
+def zero():
+    return Star()
+
+
+def test_gather_names_the_processes_that_did_not_come(zero):
+    gathered = zero.gathering(4, timeout_s=1.0)
+    (came,) = zero.join(2)
+    with pytest.raises(LostPeerError) as caught:
+        gathered.result(WAIT_S)
+    assert "processes [1, 3] did not reach process 0" in str(caught.value)
+    assert "within 1 s (the lesser of jax_distributed_initialization_timeout" in str(caught.value)
+    assert "let the hosts open TCP connections" in str(caught.value)
+    assert came.name() == "process 0 on host-a"
+
+
+@pytest.mark.parametrize(("process", "secret"), [(1, "guessed"), (7, None), (0, None)])
+def test_who_does_not_know_the_secret_or_is_no_process_of_the_run_stays_out(zero, process, secret):
+    gathered = zero.gathering(2, timeout_s=1.0)
+    line = f"{process} cannot reach process 0 at localhost port .* let the hosts open TCP connec"
+    with pytest.raises(LostPeerError, match=line):
+        zero.join(process, secret, timeout_s=0.3)
+    with pytest.raises(LostPeerError, match=r"processes \[1\] did not reach process 0"):
+        gathered.result(WAIT_S)
+
+
+def test_a_second_connection_of_a_process_replaces_only_one_that_has_closed(zero):
+    """Who has come says the name of its host."""
+    gathered = zero.gathering(3)
+    star._dial(("localhost", zero.port), zero.secret, 1, time.monotonic() + WAIT_S).close()
+    (first,) = zero.join(1)
+    with pytest.raises(LostPeerError, match="it closed the connection"):
+        zero.join(1, timeout_s=0.3)
+    (other,) = zero.join(2)
+    taken = gathered.result(WAIT_S)
+    ports = {link.peer: link.socket.getpeername()[1] for link in taken}
+    assert ports == {1: first.socket.getsockname()[1], 2: other.socket.getsockname()[1]}
+    for link in taken:
+        link.socket.settimeout(WAIT_S)
+        assert next(link.messages()) == {"host": socket.gethostname()}
+
+
+def test_messages_to_process_0_come_whole_and_in_order_however_they_are_cut():
+    ours, theirs = socket.socketpair()
+    link = star.Link(ours)
+    theirs.sendall(b'{"be')
+    threading.Timer(0.2, theirs.sendall, [b'at": true}\n{"e']).start()
+    assert [message for _ in range(2) for message in link.messages()] == [{"beat": True}]
+    theirs.sendall(b'nd": 0}\n')
+    assert list(link.messages()) == [{"end": 0}]
+    theirs.close()
+    with pytest.raises(ConnectionError, match="its connection closed without a word"):
+        next(link.messages())

@@ -93,31 +93,21 @@ def test_the_time_in_which_this_process_was_stopped_is_not_the_peers():
     assert isinstance(wait(Stopped(comes_at=1250))[0], LostPeerError)
 
 
-@pytest.fixture
-def hurried(monkeypatch):
-    """Links to a process that is alive and never sends; their clock is everybody's."""
-    peer = Peer()
-    make = Patience.__init__
+def test_the_exchange_through_the_host_and_the_rows_of_a_run_end_the_wait(monkeypatch, devices):
+    """As `take` of the engine sees it: the error of the thread that collects."""
+    peer, make = Peer(), Patience.__init__
     monkeypatch.setattr(
         Patience, "__init__", lambda self: make(self, say=lambda line: None, clock=peer.clock)
     )
-    return peer
-
-
-def test_the_exchange_through_the_host_ends_the_wait(hurried, devices):
-    """As `take` of the engine sees it: the error of the thread that collects."""
     mesh = mesh_lib.Mesh([[devices[0]], [devices[1]]], ("diloco", "fsdp"))
-    carrier = HostCarrier(mesh, num_replicas=2, links=hurried)
+    carrier = HostCarrier(mesh, num_replicas=2, links=peer)
     carrier._routes = routes({Shard(0, 0): 0, Shard(1, 0): 1}, 0)
     fetched = Future()
     fetched.set_result({})
     with pytest.raises(LostPeerError, match="process 1 is alive, but fragment 0 of step 8 has not"):
         carrier._collect("key", fetched, [8], 8, jnp.int8.dtype, "fragment 0 of step 8")
     carrier.close()
-
-
-def test_the_rows_of_a_run_end_the_wait(hurried):
-    rows = Rows(0, {0: [0], 1: [1]}, links=hurried, write=lambda *row: None)
+    rows = Rows(0, {0: [0], 1: [1]}, links=peer, write=lambda *row: None)
     rows.add(8, {}, {})
     with pytest.raises(LostPeerError, match="process 1 is alive, but its part of the row of ste"):
         rows.write_all()

@@ -1,4 +1,4 @@
-"""Ctrl-C is heard while native code runs; how a program ends, whatever its threads do."""
+"""Ctrl-C is heard while native code runs; signals that stop a run; how a program ends."""
 
 import os
 import pathlib
@@ -10,39 +10,65 @@ import threading
 import time
 
 import pytest
+from link_tools import WAIT_S, until
 
+from maxdiloco.processes import preemption as preemption_lib
+from maxdiloco.processes.preemption import Preemption
 from maxdiloco.processes.signals import hearing
 
 ROOT = pathlib.Path(__file__).parents[2]
-WAIT_S = 60  # far above what a thread takes to be woken
+
+
+@pytest.fixture
+def started():
+    """Starts programs as lines of Python; what is left is killed at the end."""
+    children = []
+
+    def start(program, *arguments, **environ):
+        command = [sys.executable, "-c", program, *arguments]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        children.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | environ, **pipes))
+        return children[-1]
+
+    yield start
+    for child in children:
+        with child:
+            child.kill()
+
+
+@pytest.fixture
+def before():
+    """before(number, handler): what takes a signal before a test, until its end."""
+    handlers = []
+
+    def install(number, handler):
+        handlers.append((number, signal.signal(number, handler)))
+
+    yield install
+    for number, handler in handlers:
+        signal.signal(number, handler)
 
 
 def test_the_inner_context_hears_and_then_the_outer_one_again():
+    """One of another signal passes this one on: Python has one descriptor for all signals."""
     heard = queue.Queue()
     before = signal.getsignal(signal.SIGINT)
+
+    def hears(number, expected):
+        os.kill(os.getpid(), number)
+        return heard.get(timeout=WAIT_S) == expected
+
     with hearing(signal.SIGINT, lambda: heard.put("outer")):
         with hearing(signal.SIGINT, lambda: heard.put("inner")):
-            os.kill(os.getpid(), signal.SIGINT)
-            assert heard.get(timeout=WAIT_S) == "inner"
-        os.kill(os.getpid(), signal.SIGINT)
-        assert heard.get(timeout=WAIT_S) == "outer"
+            assert hears(signal.SIGINT, "inner")
+        with hearing(signal.SIGTERM, lambda: heard.put("inner")):
+            assert hears(signal.SIGINT, "outer") and hears(signal.SIGTERM, "inner")
+        assert hears(signal.SIGINT, "outer")
     assert signal.getsignal(signal.SIGINT) is before
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_a_context_of_another_signal_inside_passes_this_one_on():
-    """Python has one descriptor for all signals, the innermost context's."""
-    heard = queue.Queue()
-    with (
-        hearing(signal.SIGINT, lambda: heard.put("outer")),
-        hearing(signal.SIGTERM, lambda: heard.put("inner")),
-    ):
-        for number, expected in ((signal.SIGINT, "outer"), (signal.SIGTERM, "inner")):
-            os.kill(os.getpid(), number)
-            assert heard.get(timeout=WAIT_S) == expected
-
-
-def test_a_signal_while_the_context_ends_does_not_meet_the_handler_from_before(monkeypatch):
+def test_a_signal_while_the_context_ends_does_not_meet_the_handler_from_before(before, monkeypatch):
     """That may be the default one, which ends the process. Control: after the context it does."""
     heard = queue.Queue()
     join = threading.Thread.join
@@ -51,15 +77,12 @@ def test_a_signal_while_the_context_ends_does_not_meet_the_handler_from_before(m
         os.kill(os.getpid(), signal.SIGINT)
         join(thread)
 
-    before = signal.signal(signal.SIGINT, lambda number, frame: heard.put("handler"))
-    try:
-        with hearing(signal.SIGINT, lambda: None):
-            monkeypatch.setattr(threading.Thread, "join", hit_while_joining)
-        assert heard.empty()
-        os.kill(os.getpid(), signal.SIGINT)
-        assert heard.get(timeout=WAIT_S) == "handler"
-    finally:
-        signal.signal(signal.SIGINT, before)
+    before(signal.SIGINT, lambda number, frame: heard.put("handler"))
+    with hearing(signal.SIGINT, lambda: None):
+        monkeypatch.setattr(threading.Thread, "join", hit_while_joining)
+    assert heard.empty()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert heard.get(timeout=WAIT_S) == "handler"
 
 
 PROGRAM = """
@@ -80,23 +103,15 @@ end_with(guarded(program))
 
 
 @pytest.mark.parametrize("what, count", [("sleep", 1), ("sleep", 20), ("native", 1)])
-def test_ctrl_c_ends_a_program_with_one_line_and_130(what, count):
+def test_ctrl_c_ends_a_program_with_one_line_and_130(started, what, count):
     """However often it is pressed, in a clean-up too, and while no Python code runs."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, what],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with child:
-        assert child.stdout.readline() == "begun\n"
-        time.sleep(0.2 if what == "native" else 0.0)  # until it is in there
-        for _ in range(count):
-            child.send_signal(signal.SIGINT)
-        _, errors = child.communicate(timeout=WAIT_S)
-    assert errors == "Interrupted.\n"
-    assert child.returncode == 130
+    child = started(PROGRAM, what)
+    assert child.stdout.readline() == "begun\n"
+    time.sleep(0.2 if what == "native" else 0.0)  # until it is in there
+    for _ in range(count):
+        child.send_signal(signal.SIGINT)
+    _, errors = child.communicate(timeout=WAIT_S)
+    assert (child.returncode, errors) == (130, "Interrupted.\n")
 
 
 HANGING = """
@@ -116,11 +131,102 @@ command_line.end_with(program)
 
 
 @pytest.mark.parametrize("end, code", [("return", 7), ("crash", 1)])
-def test_a_program_ends_though_a_thread_of_a_library_never_does(end, code):
+def test_a_program_ends_though_a_thread_of_a_library_never_does(started, end, code):
     """After a save that a read-only disk has refused Orbax's threads wait for minutes."""
-    done = subprocess.run(
-        [sys.executable, "-c", HANGING, end], cwd=ROOT, capture_output=True, text=True,
-        timeout=WAIT_S,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (code, "done\n")
-    assert ("RuntimeError: crash" in done.stderr) == (end == "crash")
+    child = started(HANGING, end)
+    out, errors = child.communicate(timeout=WAIT_S)
+    assert (child.returncode, out) == (code, "done\n")
+    assert ("RuntimeError: crash" in errors) == (end == "crash")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_asks_the_run_to_stop_and_the_handler_before_comes_back(before, number):
+    """SIGHUP is that of a closed terminal. Ctrl-C is told at once, too."""
+
+    def mine(number, frame):
+        raise AssertionError("called")
+
+    before(number, mine)
+    told = queue.Queue()
+    with Preemption(told.put) as preemption:
+        assert not preemption.requested(1)
+        os.kill(os.getpid(), number)
+        until(lambda: preemption.requested(2))
+        assert preemption.requested(3)
+        assert preemption.by_ctrl_c == (number == signal.SIGINT)
+    assert signal.getsignal(number) is mine
+    if number == signal.SIGINT:
+        line = "Ctrl-C: stopping after this step; press it again to quit now."
+        assert told.get(timeout=WAIT_S) == line
+
+
+def test_a_closed_terminal_counts_for_nothing_under_nohup(before):
+    before(signal.SIGHUP, signal.SIG_IGN)
+    with Preemption(print) as preemption:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not preemption.requested(1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_arrives_twice_is_one_and_a_later_one_ends_the_process(monkeypatch, number):
+    """A launcher passes on the signal that the terminal has sent to the process already, and may
+    send one twice. The next one is meant, whatever the process waits for."""
+    ends = queue.Queue()
+    monkeypatch.setattr(preemption_lib, "quit_now", lambda *end: ends.put(end))
+
+    def hit_twice():
+        with Preemption(lambda line: None) as preemption:
+            os.kill(os.getpid(), number)
+            until(lambda: preemption.requested(1))
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(preemption_lib, "SAME_PRESS_S", 1000.0)
+    hit_twice()
+    assert ends.empty()  # the context has ended the thread that hears
+    monkeypatch.setattr(preemption_lib, "SAME_PRESS_S", 0.0)
+    hit_twice()
+    end = ends.get(timeout=WAIT_S)
+    if number == signal.SIGTERM:
+        assert end[0].startswith("SIGTERM again: ended at once.") and end[1] == 143
+
+
+def test_ctrl_c_after_sigterm_does_not_change_why_the_run_stops():
+    told = queue.Queue()
+    with Preemption(told.put) as preemption:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        told.get(timeout=WAIT_S)
+    assert preemption.requested(1)
+    assert not preemption.by_ctrl_c
+
+
+# Both take note of the first SIGTERM; then each is in one native call of many minutes.
+WAITING = """
+import hashlib, os, sys
+from maxdiloco.processes import distributed
+from maxdiloco.processes.preemption import Preemption
+with distributed.processes(os.environ, timeout_s=60, peer_timeout_s=60), Preemption(print) as it:
+    print("begun", flush=True)
+    step = 0
+    while not it.requested(step := step + 1):
+        pass
+    print("noted", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+"""
+
+
+def test_a_second_sigterm_ends_one_of_several_that_waits_for_ever(started, free_port):
+    """JAX's handler takes note of each and ends nothing: SIGKILL was the only way out."""
+    environ = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port}", "JAX_NUM_PROCESSES": "2"}
+    environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    runs = [started(WAITING, JAX_PROCESS_ID=rank, **environ) for rank in "01"]
+    assert [run.stdout.readline() for run in runs] == ["begun\n"] * 2
+    runs[1].send_signal(signal.SIGTERM)
+    assert [run.stdout.readline() for run in runs] == ["noted\n"] * 2
+    time.sleep(preemption_lib.SAME_PRESS_S)
+    runs[1].send_signal(signal.SIGTERM)
+    _, errors = runs[1].communicate(timeout=20)
+    assert runs[1].returncode == 143
+    assert errors.splitlines()[-1] == preemption_lib.SECOND_SIGTERM
+    assert runs[0].wait(timeout=20) == 5

@@ -1,5 +1,6 @@
 """The folder of a run: made, locked, checked before anything is trained."""
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -12,25 +13,15 @@ import pytest
 
 from maxdiloco.errors import CheckpointError
 from maxdiloco.storage import object_store, run_folder
-from maxdiloco.storage.run_folder import (
-    locate,
-    open_run_folder,
-    reason,
-    require_place,
-    require_space,
-)
+from maxdiloco.storage.run_folder import locate, open_run_folder, require_place
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def child(code, *arguments, **options):
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        **options,
-    )
+def child(code, *arguments):
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=ROOT, **pipes)
 
 
 def refused(base, **options):
@@ -59,13 +50,17 @@ def test_a_run_name_is_one_folder(name, tmp_path):
 
 
 def test_a_second_run_with_one_name_is_refused_while_the_first_one_lasts(tmp_path):
+    """Only the first process of a run locks, and makes the folder."""
+    with open_run_folder(str(tmp_path), "run", primary=False) as folder:
+        assert not folder.path.exists()
     with open_run_folder(str(tmp_path), "run"):
         assert refused(tmp_path) == (
             f"run_name=run is in use: process {os.getpid()} on {os.uname().nodename} writes to "
             f"{tmp_path}/run. Wait for it, stop it, or set another run_name."
         )
-        with open_run_folder(str(tmp_path), "another"):
-            pass
+        for name, primary in (("another", True), ("run", False)):
+            with open_run_folder(str(tmp_path), name, primary=primary) as folder:
+                assert folder.path.exists()
     with open_run_folder(str(tmp_path), "run"):
         pass
 
@@ -117,33 +112,23 @@ def test_kill_9_leaves_nothing_to_clean_even_when_a_worker_outlives_the_run(tmp_
         os.kill(worker, signal.SIGKILL)
 
 
-ELSEWHERE = """
-import fcntl, sys
-with open(sys.argv[1], "a+") as file:
-    fcntl.flock(file, fcntl.LOCK_EX)
-    file.write(sys.argv[2])
-    file.flush()
-    print("locked", flush=True)
-    sys.stdin.readline()
-"""
-
-
 @pytest.fixture
 def held(tmp_path):
-    """held(text): a process that holds the lock of a run, and that text in it."""
+    """held(text): the lock of a run with that text in it; who holds it lets go when it is closed.
+
+    A lock is that of an open file: another one of this process stands for another process's.
+    """
     (tmp_path / "run").mkdir()
-    holders = []
+    with contextlib.ExitStack() as stack:
 
-    def hold(text):
-        lock = tmp_path / "run" / "lock"
-        holders.append(child(ELSEWHERE, lock, text, stdin=subprocess.PIPE))
-        assert holders[-1].stdout.readline() == "locked\n"
-        return holders[-1]
+        def hold(text):
+            file = stack.enter_context(open(tmp_path / "run" / "lock", "w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.write(text)
+            file.flush()
+            return file
 
-    yield hold
-    for holder in holders:
-        holder.kill()
-        holder.wait()
+        yield hold
 
 
 @pytest.mark.parametrize("name", ["process 1 on another-host", ""])
@@ -151,27 +136,22 @@ def test_the_lock_of_a_host_that_may_be_dead_is_waited_for(tmp_path, held, monke
     """A file server lets go of it after a while. One line says that the run waits."""
     holder = held(name)
     said, slept = [], []
+    error = refused(tmp_path, warn=said.append, lock_wait_s=0.05)
+    assert f"is in use: {name or 'another process'} writes to" in error and len(said) == 1
 
     def let_go(seconds):
         if len(slept) == 2:
-            holder.communicate("end\n")
+            holder.close()
         slept.append(seconds)
 
     monkeypatch.setattr(run_folder.time, "sleep", let_go)
     with open_run_folder(str(tmp_path), "run", warn=said.append):
         pass
     assert len(slept) == 3
-    assert said == [
+    assert said[1:] == [
         f"run_name=run is locked by {name or 'another process'}: waiting up to 120 s, since a file "
         "server keeps the lock of a host that died for a while"
     ]
-
-
-def test_a_lock_that_outlasts_the_wait_is_an_error(tmp_path, held):
-    held("process 1 on another-host")
-    said = []
-    error = refused(tmp_path, warn=said.append, lock_wait_s=0.05)
-    assert "is in use: process 1 on another-host writes to" in error and len(said) == 1
 
 
 def test_a_holder_that_lives_on_this_host_is_refused_at_once(tmp_path, held, monkeypatch):
@@ -186,33 +166,20 @@ def test_a_holder_that_lives_on_this_host_is_refused_at_once(tmp_path, held, mon
     assert not run_folder._runs_here("garbage")
 
 
-def test_only_the_first_process_locks_and_makes(tmp_path):
-    with open_run_folder(str(tmp_path), "run", primary=False) as folder:
-        assert not folder.path.exists()
-    with open_run_folder(str(tmp_path), "run"):
-        with open_run_folder(str(tmp_path), "run", primary=False) as folder:
-            assert folder.path.exists()
-
-
 def test_a_place_is_looked_at_before_the_folder_is_made(tmp_path):
     """Control: a place that can be written passes, and nothing is made in it."""
     require_place(str(tmp_path / "new" / "runs"), "run")
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(CheckpointError, match=r"=/proc/runs cannot hold run_name=run: .*\. Choose"):
         require_place("/proc/runs", "run")
-
-
-@pytest.mark.parametrize(
-    "find", [require_place, lambda *run: open_run_folder(*run).__enter__()], ids=["look", "open"]
-)
-def test_a_file_in_the_place_of_the_folder_is_one_line(tmp_path, find):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError) as error:
-        find(str(tmp_path / "file"), "run")
-    assert str(error.value) == (
-        f"base_output_directory={tmp_path}/file cannot hold run_name=run: Not a directory. "
-        "Choose a folder that can be written and has free space."
-    )
+    for find in (require_place, lambda *run: open_run_folder(*run).__enter__()):
+        with pytest.raises(CheckpointError) as error:
+            find(str(tmp_path / "file"), "run")
+        assert str(error.value) == (
+            f"base_output_directory={tmp_path}/file cannot hold run_name=run: Not a directory. "
+            "Choose a folder that can be written and has free space."
+        )
 
 
 def test_a_full_disk_is_found_before_training(tmp_path):
@@ -220,7 +187,7 @@ def test_a_full_disk_is_found_before_training(tmp_path):
     code = "import resource, sys; from maxdiloco.storage.run_folder import open_run_folder\n"
     code += "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
     code += "open_run_folder(sys.argv[1], 'run').__enter__()"
-    text = child(code, tmp_path, stderr=subprocess.PIPE).communicate()[1]
+    text = child(code, tmp_path).communicate()[1]
     assert f"base_output_directory={tmp_path} cannot hold run_name=run: File too large." in text
     assert os.listdir(tmp_path / "run") == ["lock"]
 
@@ -246,24 +213,9 @@ def test_an_object_store_without_its_library_is_one_line(monkeypatch):
     )
 
 
-def test_room_for_a_checkpoint_is_asked_for_in_bytes(tmp_path):
-    require_space(tmp_path, 1)
-    require_space("gs://bucket/run", 1 << 60)  # an object store has no such limit
-    with pytest.raises(OSError, match="are free but it takes 1,152,921,504,606.8 MB") as error:
-        require_space(tmp_path, 1 << 60)
-    assert error.value.errno == errno.ENOSPC
-
-
-LAYERS = 'while doing "x": Failed to write 5 bytes: Disk full [code=1]\nmore: here'
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
-        (ValueError(), "ValueError"),
-        (ValueError(LAYERS), "Failed to write 5 bytes: Disk full"),
-    ],
-)
-def test_the_reason_of_an_error_is_its_last_words(error, expected):
-    assert reason(error) == expected
+def test_the_reason_of_an_error_is_its_last_words():
+    layers = 'while doing "x": Failed to write 5 bytes: Disk full [code=1]\nmore: here'
+    full = "No space left on device"
+    assert run_folder.reason(OSError(errno.ENOSPC, full)) == full
+    assert run_folder.reason(ValueError()) == "ValueError"
+    assert run_folder.reason(ValueError(layers)) == "Failed to write 5 bytes: Disk full"

@@ -1,0 +1,38 @@
+"""What tests of checkpoints share: states by their step, and what devices hold."""
+
+import math
+from collections import Counter
+
+import jax
+import numpy as np
+
+from maxdiloco.storage.run_folder import locate
+
+
+def folder_of(path):
+    """Of the checkpoints of the run `run`."""
+    return locate(path, "run").checkpoints
+
+
+def values(step):
+    return np.random.default_rng(step).standard_normal((64, 64)).astype(np.float32)
+
+
+def items(step):
+    return {
+        "outer_params": {"w": jax.device_put(values(step))},
+        "state": {name: jax.device_put(values(step + n)) for n, name in enumerate("ab")},
+    }
+
+
+def wanted(meta):
+    return jax.eval_shape(lambda: items(0))
+
+
+def bytes_on_devices(arrays):
+    """Counter of the bytes that each device holds of some arrays."""
+    held = Counter()
+    for array in arrays:
+        nbytes = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        held.update(dict.fromkeys(array.sharding.device_set, nbytes))
+    return held
