@@ -54,17 +54,6 @@ class Stored(NamedTuple):
 Fault = Callable[[Request], int | None]
 
 
-class Slow(NamedTuple):
-    """A Fault: every request takes `latency` seconds, and a share of them is answered with 503."""
-
-    latency: float
-    unavailable: float = 0.0
-
-    def __call__(self, request: Request) -> int | None:
-        time.sleep(self.latency)
-        return 503 if random.random() < self.unavailable else None
-
-
 class FakeGcs:
     """The store, with one bucket. page: entries in one answer to a list, at most."""
 
@@ -339,7 +328,12 @@ def main() -> None:
     parser.add_argument("--unavailable", type=float, default=0.0, help="share answered with 503")
     options = parser.parse_args()
     with FakeGcs(port=options.port) as store:
-        store.fault = Slow(options.latency, options.unavailable)
+
+        def slow(request: Request) -> int | None:
+            time.sleep(options.latency)
+            return 503 if random.random() < options.unavailable else None
+
+        store.fault = slow
         print(*(f"export {key}={value}" for key, value in store.environ().items()), sep="\n")
         threading.Event().wait()
 
