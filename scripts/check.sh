@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The rules of the house that a machine can check, in seconds: ruff, shellcheck, and
+# The rules of the house that a machine can check, in seconds: ruff, import-linter, shellcheck, and
 # tests/test_house.py. Any violation ends it with an exit code that is not zero.
 #   MAXDILOCO_VENV: the environment made by scripts/test.sh (.venv).
 set -euo pipefail
@@ -11,6 +11,7 @@ if ! "$python" -m ruff --version >/dev/null 2>&1; then
   exit 2
 fi
 "$python" -m ruff check .
+"${MAXDILOCO_VENV:-.venv}/bin/lint-imports" --no-cache
 "${MAXDILOCO_VENV:-.venv}/bin/shellcheck" -x scripts/*.sh benchmarks/*.sh scripts/launch/*.sh \
   scripts/launch/train.sbatch .ci/run
 "$python" -m pytest -q tests/test_house.py

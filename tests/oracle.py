@@ -179,16 +179,15 @@ class Oracle:
         self.opt_states = [opt_state for _ in range(s.num_replicas)]
         copies = s.num_replicas if s.outer_overlap == "eager" else 1
         self.thetas = [[leaf.copy() for leaf in start] for _ in range(copies)]
+
+        def zeros():
+            return [np.zeros_like(leaf) for leaf in start]
+
         self.outer_states = [
-            OuterState(
-                [np.zeros_like(leaf) for leaf in start],
-                [np.zeros_like(leaf) for leaf in start],
-                [0] * s.num_fragments,
-            )
-            for _ in range(copies)
+            OuterState(zeros(), zeros(), [0] * s.num_fragments) for _ in range(copies)
         ]
         # [m][leaf]: what the sends of each replica have left over, full size.
-        self.residuals = [[np.zeros_like(leaf) for leaf in start] for _ in self.replicas]
+        self.residuals = [zeros() for _ in self.replicas]
         # [P][m][leaf]: the outer gradients as received, of each fragment's last send; zeros before.
         self.sent = [
             [[np.zeros(mask.sum()) for mask in fragment] for _ in range(s.num_replicas)]

@@ -14,7 +14,7 @@ OWN_WORDS = {
 }  # fmt: skip
 
 
-def test_nesting_without_end_is_a_value_error():
+def test_nesting_without_end_is_a_value_error_of_the_parser_that_all_use():
     """json raises RecursionError, which callers that expect a broken text do not catch."""
     assert json_text.parse(b'{"a": [1, null]}') == {"a": [1, None]}
     for text in ("[" * 100_000, '{"a":' * 100_000, b"[" * 100_000):
@@ -22,10 +22,7 @@ def test_nesting_without_end_is_a_value_error():
             json_text.parse(text)
     with pytest.raises(ValueError, match="Expecting value"):
         json_text.parse("")
-
-
-def test_files_are_read_by_this_parser():
-    """Tests of each reader show that it catches a ValueError."""
+    # By every file: tests of each reader show that it catches a ValueError.
     texts = {path: path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
     direct = {path for path, text in texts.items() if "json.load" in text}
     assert {path.relative_to(PACKAGE).as_posix() for path in direct} == OWN_WORDS

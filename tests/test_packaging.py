@@ -21,8 +21,6 @@ from maxdiloco.flags import config
 
 ROOT = pathlib.Path(__file__).parent.parent
 SHOWN = (".html", ".css", ".js")  # files of the report's page
-# Packages of an index that a document may name; the project is none of them.
-INDEXED = {"xpk", "jax", "wandb", "setuptools"}
 
 
 def run(command, **kwargs):
@@ -62,13 +60,7 @@ def requirements(wheel):
     return [Requirement(text) for text in metadata.get_all("Requires-Dist")]
 
 
-@pytest.fixture(scope="module")
-def pins():
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
-
-
-def test_the_wheel_holds_every_module_and_every_config(wheel):
+def test_the_wheel_holds_every_module_config_and_console_command(wheel):
     package, configs = ROOT / "maxdiloco", ROOT / "configs"
     page = {path for path in (package / "page").rglob("*.*") if path.suffix in SHOWN}
     assert len(page) == 6
@@ -78,8 +70,17 @@ def test_the_wheel_holds_every_module_and_every_config(wheel):
     with zipfile.ZipFile(wheel) as archive:
         held = {pathlib.Path(name) for name in archive.namelist() if ".dist-info/" not in name}
         base = archive.read("maxdiloco/configs/base.yml")
+        (name,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
+        entries = archive.read(name).decode()
     assert base == (configs / "base.yml").read_bytes()
     assert held == expected
+    commands = dict(re.findall(r"^(maxdiloco-\w+) = maxdiloco\.(\w+):cli$", entries, re.M))
+    programs = "train plan generate evaluate prepare tokenizer report hf".split()
+    assert commands == {f"maxdiloco-{program}": program for program in programs}
+    for module in programs:
+        tree = ast.parse((package / f"{module}.py").read_text(encoding="utf-8"))
+        (cli,) = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "cli"]
+        assert ast.unparse(cli.args) == ""
 
 
 def interpreter(version):
@@ -114,43 +115,28 @@ def test_another_python_compiles_every_module_and_reads_a_config(wheel, tmp_path
     assert done.stdout.split() == ["35m", "False"]
 
 
-def test_each_console_command_names_a_function_without_arguments(wheel):
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
-        text = archive.read(name).decode()
-    commands = dict(re.findall(r"^(maxdiloco-\w+) = maxdiloco\.(\w+):cli$", text, re.M))
-    programs = ("train plan generate evaluate prepare tokenizer report hf").split()
-    assert commands == {f"maxdiloco-{program}": program for program in programs}
-    for module in commands.values():
-        tree = ast.parse((ROOT / f"maxdiloco/{module}.py").read_text(encoding="utf-8"))
-        (cli,) = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "cli"]
-        assert ast.unparse(cli.args) == ""
-
-
-def test_every_requirement_has_an_exact_pin_inside_its_range(requirements, pins):
+def test_every_requirement_has_an_exact_pin_inside_its_range(requirements):
+    """jax's extra `tpu` names one libtpu for each release. A program that lacks packages asks for
+    those of setup.py."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
     assert pins["jax"] == "0.10.2"
     assert [v for v in pins.values() if not re.fullmatch(r"[0-9][0-9a-z.]*", v)] == []
     assert {name for r in requirements for name in r.extras} == {"epath", "tpu", "cuda12"}
-    named = {canonicalize_name(name): version for name, version in pins.items()}
-    for requirement in requirements:
-        assert requirement.specifier.contains(named[canonicalize_name(requirement.name)])
+    pinned = {canonicalize_name(name): version for name, version in pins.items()}
+    (libtpu,) = [r for r in map(Requirement, requires("jax")) if r.name == "libtpu"]
+    for requirement in [*requirements, libtpu]:
+        assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)])
+    names = dict(orbax="orbax-checkpoint", yaml="pyyaml", ml_dtypes="ml-dtypes")
+    asked = {canonicalize_name(names.get(name, name)) for name in maxdiloco._PACKAGES}
+    assert asked == {canonicalize_name(r.name) for r in requirements if r.marker is None}
 
 
-def test_the_pinned_libtpu_is_the_one_jax_names(pins):
-    """jax's extra `tpu` names one libtpu for each release."""
-    named = [Requirement(text) for text in requires("jax")]
-    (libtpu,) = [requirement for requirement in named if requirement.name == "libtpu"]
-    assert libtpu.specifier.contains(pins["libtpu"])
-
-
-def test_the_package_loads_jax_only_for_the_class():
+def test_the_package_loads_jax_only_for_what_it_exports_and_names_what_it_lacks():
     code = "import maxdiloco, maxdiloco.flags.config, sys; print('jax' in sys.modules); {}; {}"
     late = code.format("maxdiloco.DiLoCo, maxdiloco.Stacked", "print('jax' in sys.modules)")
     done = python(late, cwd=ROOT)
     assert done.stdout.split() == ["False", "True"], done.stderr
-
-
-def test_the_package_exports_the_class_and_names_what_it_lacks():
     assert maxdiloco.DiLoCo.__module__ == "maxdiloco.engine.diloco"
     assert maxdiloco.Stacked.__module__ == "maxdiloco.diloco.fragments"
     names = [maxdiloco.__getattr__(name).__name__ for name in maxdiloco.__all__]
@@ -159,21 +145,18 @@ def test_the_package_exports_the_class_and_names_what_it_lacks():
         _ = maxdiloco.Diloco
 
 
-def test_a_program_run_by_a_python_without_the_packages_ends_in_one_line():
-    """-S: no site-packages, as where no environment was activated. It was a traceback."""
+def test_a_program_run_by_a_wrong_python_ends_in_one_line_and_the_library_in_an_import_error():
+    """-S: no site-packages, as where no environment was activated. An old Python reads the files
+    that say so, and not the rest of the package."""
+    remedy = "Activate the environment of maxdiloco (`source .venv/bin/activate`)"
     for module in ("maxdiloco", "maxdiloco.train"):
         done = run([sys.executable, "-S", "-m", module, "--help"], cwd=ROOT)
         (line,) = done.stderr.splitlines()
-        assert done.returncode == 2 and done.stdout == ""
+        assert done.returncode == 2 and done.stdout == "" and remedy in line
         assert line.startswith(f"{sys.executable} has no jax, flax, optax, orbax, ")
-        assert "Activate the environment of maxdiloco (`source .venv/bin/activate`)" in line
-
-
-def test_a_program_run_by_an_old_python_ends_in_one_line_and_the_library_in_an_import_error():
-    """The files that say so must be read by that Python; the rest of the package is not."""
     old = "import sys; sys.version_info = (3, 9, 2); sys.argv = {}; import maxdiloco"
     done = python(old.format(["-m"]), cwd=ROOT)
-    words = f"{sys.executable} is Python 3.9, and maxdiloco needs 3.11 or newer. Activate the "
+    words = f"{sys.executable} is Python 3.9, and maxdiloco needs 3.11 or newer. {remedy}"
     assert done.returncode == 2 and done.stderr.startswith(words)
     assert len(done.stderr.splitlines()) == 1
     done = python(old.format([""]), cwd=ROOT)
@@ -184,19 +167,6 @@ def test_a_program_run_by_an_old_python_ends_in_one_line_and_the_library_in_an_i
         ast.parse("if a := 1: pass", feature_version=(3, 7))
 
 
-def test_the_packages_that_a_program_asks_for_are_those_of_setup_py(requirements):
-    names = dict(orbax="orbax-checkpoint", yaml="pyyaml", ml_dtypes="ml-dtypes")
-    asked = {canonicalize_name(names.get(name, name)) for name in maxdiloco._PACKAGES}
-    assert asked == {canonicalize_name(r.name) for r in requirements if r.marker is None}
-
-
-def test_the_quickstart_config_is_two_slices_of_diloco():
-    cfg = config.load([str(ROOT / "configs/quickstart.yml")], {})
-    assert (cfg.run_name, cfg.hardware, cfg.enable_diloco) == ("quickstart", "cpu", True)
-    assert (cfg.dcn_diloco_parallelism, cfg.ici_fsdp_parallelism) == (2, 2)
-    assert cfg.eval_interval > 0 and cfg.steps % cfg.diloco_sync_period == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "folder"),
     [
@@ -205,7 +175,11 @@ def test_the_quickstart_config_is_two_slices_of_diloco():
     ],
 )
 def test_quickstart_trains_and_lets_the_model_write(tmp_path, arguments, folder):
-    """By a Python that writes down how it was called, and does nothing."""
+    """Two slices of DiLoCo, by a Python that writes down how it was called, and does nothing."""
+    cfg = config.load([str(ROOT / "configs/quickstart.yml")], {})
+    assert (cfg.run_name, cfg.dcn_diloco_parallelism, cfg.ici_fsdp_parallelism) == (
+        "quickstart", 2, 2
+    )  # fmt: skip
     fake, log = tmp_path / "venv/bin/python", tmp_path / "log"
     fake.parent.mkdir(parents=True)
     (tmp_path / "venv/pyvenv.cfg").touch()
@@ -297,39 +271,15 @@ def test_the_image_holds_a_working_maxdiloco(tmp_path):
     assert done.stdout.split() == [str(site / "maxdiloco/__init__.py"), "35m", "DiLoCo"]
 
 
-def named_packages(text):
-    """The first thing that each `pip install` is told to take from an index: no option, no path."""
-    found = set()
-    for rest in re.findall(r"pip install (.*)", text):
-        words = re.sub(r"-c \S+", "", rest).split()
-        wanted = next((word.strip("'\"`") for word in words if not word.startswith("-")), ".")
-        found |= {re.match(r"[\w-]*", wanted)[0]} - {""}
-    return found
-
-
-def test_no_command_installs_a_package_that_no_index_has():
-    """Positive control: the project's own name with an extra is found, a checkout is not."""
-    assert named_packages("`pip install 'maxdiloco[tpu]'` or `pip install .[gcs]`") == {"maxdiloco"}
-    assert named_packages("pip install --quiet maxdiloco") == {"maxdiloco"}
-    texts = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "scripts").glob("*.sh")]
-    texts += [*(ROOT / "maxdiloco").rglob("*.py"), ROOT / "configs/base.yml", ROOT / "Dockerfile"]
-    joined = [re.sub(r'"\s*f?"', "", path.read_text(encoding="utf-8")) for path in texts]
-    assert sum("pip install" in text for text in joined) > 5, "the texts are read at all"
-    named = {path.name: named_packages(text) for path, text in zip(texts, joined, strict=True)}
-    assert {name: found for name, found in named.items() if found - INDEXED} == {}
-
-
-def test_the_citation_is_yml_of_the_version_in_setup_py():
+def test_the_citation_has_the_version_of_setup_py_and_pages_say_that_no_licence_is_given():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    version = re.search(r'version="([\d.]+)"', (ROOT / "setup.py").read_text(encoding="utf-8"))[1]
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    version = re.search(r'version="([\d.]+)"', setup)[1]
     assert cited["version"] == version
     assert {"cff-version", "message", "title", "authors"} <= set(cited)
     assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-
-
-def test_the_pages_say_that_no_licence_is_given_until_there_is_one():
     assert not list(ROOT.glob("LICEN[CS]E*"))
     for name in ("README.md", "CONTRIBUTING.md"):
-        assert re.search(r"(?i)licen[cs]e.{0,20}none is given yet|no licence is given yet",
-                         (ROOT / name).read_text(encoding="utf-8"))  # fmt: skip
-    assert "the owner has not chosen one yet" in (ROOT / "setup.py").read_text(encoding="utf-8")
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert re.search(r"(?i)licen[cs]e.{0,20}none is given yet|no licence is given yet", text)
+    assert "the owner has not chosen one yet" in setup

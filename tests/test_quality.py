@@ -19,8 +19,6 @@ SCALE = SCALES["cpu"]._replace(
 SMALL = SCALE._replace(
     keys=SCALE.keys | {"base_emb_dim": 8, "base_mlp_dim": 16, "head_dim": 8}, steps=60
 )
-
-
 BOTH = [BY_NAME[DATA_PARALLEL], BY_NAME[DILOCO]]
 
 
@@ -48,13 +46,21 @@ def left(some, done):
 # -- rows ---------------------------------------------------------------------------------------
 
 
-def test_the_inner_rate_is_tuned_on_data_parallelism_before_anything_else():
+def test_rates_are_tuned_one_after_the_other_and_the_best_runs_with_the_other_seeds():
+    """The inner rate on data parallelism, before anything else; what diverged is never best."""
     assert left(BOTH, {}) == [Row(DATA_PARALLEL, rate, 0.0, 0) for rate in (1.0, 2.0, 4.0)]
     done = finished(DATA_PARALLEL, {1.0: 3.0, 2.0: 2.0, 4.0: 2.5})
     assert left(BOTH, done) == [
         *(Row(DILOCO, 2.0, rate, 0) for rate in (0.2, 0.4, 0.8)),
         Row(DATA_PARALLEL, 2.0, 0.0, 1),
     ]
+    done = tuned()
+    rows_left = left(BOTH, done)
+    assert rows_left == [Row(DATA_PARALLEL, 2.0, 0.0, 1), Row(DILOCO, 2.0, 0.4, 1)]
+    assert not plan.is_over(BOTH, SCALE, done)
+    assert plan.is_over(BOTH, SCALE, done | dict.fromkeys(rows_left, figures(2.0)))
+    quarter = BY_NAME["delayed, a quarter of it"]  # of the best rate of another mode
+    assert left([quarter], done) == [Row(quarter.name, 2.0, 0.1, 0)]
 
 
 def test_a_grid_whose_best_is_at_its_end_grows_there():
@@ -62,19 +68,6 @@ def test_a_grid_whose_best_is_at_its_end_grows_there():
     assert Row(DATA_PARALLEL, 8.0, 0.0, 0) in left(BOTH[:1], done)
     done |= finished(DATA_PARALLEL, {8.0: 2.1})
     assert plan.chosen(BOTH[0], SCALE, done) == Row(DATA_PARALLEL, 4.0, 0.0, 0)
-
-
-def test_the_best_rate_runs_with_the_other_seeds_and_what_diverged_is_never_best():
-    done = tuned()
-    rows_left = left(BOTH, done)
-    assert rows_left == [Row(DATA_PARALLEL, 2.0, 0.0, 1), Row(DILOCO, 2.0, 0.4, 1)]
-    assert not plan.is_over(BOTH, SCALE, done)
-    assert plan.is_over(BOTH, SCALE, done | dict.fromkeys(rows_left, figures(2.0)))
-
-
-def test_a_mode_may_take_a_part_of_the_best_rate_of_another():
-    quarter = BY_NAME["delayed, a quarter of it"]
-    assert left([quarter], tuned()) == [Row(quarter.name, 2.0, 0.1, 0)]
 
 
 @pytest.mark.full
@@ -87,25 +80,24 @@ def test_every_row_is_accepted_by_the_trainer_and_reads_as_many_tokens_a_step():
         assert (keys["init_weights_seed"], keys["data_shuffle_seed"]) == (7, 7)
 
 
-def test_modes_that_lost_run_where_they_are_named(tmp_path):
+def test_the_command_line_names_modes_and_seeds(tmp_path):
+    """Modes that lost run where they are named. Seeds that are named are those of every mode;
+    without them only what is compared closely has more than one."""
+
+    def asked(*argv):
+        return quality.arguments([*argv, f"out={tmp_path}"])
+
     def names(*argv):
-        return {mode.name for mode in quality.arguments([*argv, f"out={tmp_path}"]).modes}
+        return {mode.name for mode in asked(*argv).modes}
 
     extra = {mode.name for mode in modes.MODES if mode.extra}
     assert extra and not extra & names()
     assert names("modes=all") == names() | extra
     assert names("modes=eager, no momentum") == {"eager, no momentum"} <= extra
-
-
-def test_seeds_that_are_named_are_those_of_every_mode(tmp_path):
-    """Without them only what is compared closely has more than one."""
-    names = ("DiLoCo, H=10", DILOCO)
-
-    def seeds(*argv):
-        scale = quality.arguments([*argv, f"out={tmp_path}"]).scale
-        return [len(scale.seeds_of(BY_NAME[name])) for name in names]
-
-    assert (seeds(), seeds("seeds=2"), seeds("seeds=1")) == ([1, 3], [2, 2], [1, 1])
+    for argv, seeds in (((), (1, 3)), (("seeds=2",), (2, 2)), (("seeds=1",), (1, 1))):
+        scale = asked(*argv).scale
+        found = (len(scale.seeds_of(BY_NAME[name])) for name in ("DiLoCo, H=10", DILOCO))
+        assert tuple(found) == seeds
 
 
 # -- bytes --------------------------------------------------------------------------------------
@@ -134,31 +126,23 @@ def found_of(done, names=(DATA_PARALLEL, DILOCO)):
     return table.results(some, SCALE, done, sent)
 
 
-def cells(done):
-    """Of DiLoCo's row of the table."""
-    line = table.table(found_of(done), SCALE).splitlines()[3]
-    return [cell.strip() for cell in line.split("|")[1:-1]]
+def test_the_table_has_mean_spread_difference_and_bytes_and_figures_a_line_for_every_mode():
+    """DiLoCo: (2.1 + 2.3) / 2 = 2.2, 10 % above 2.0; deviation 0.2 / sqrt(2); 2 N 60 / (8 N). A
+    seed is compared with the same seed, and those that are missing are said: 2.1 at seed 0, where
+    data parallelism has 2.0, and 1.5 at seed 1. A mode without a best rate is left out."""
 
+    def cells(done):
+        line = table.table(found_of(done), SCALE).splitlines()[3]
+        return [cell.strip() for cell in line.split("|")[1:-1]]
 
-def test_the_table_has_mean_spread_difference_and_bytes():
-    """DiLoCo: (2.1 + 2.3) / 2 = 2.2, 10 % above 2.0; deviation 0.2 / sqrt(2); 2 N 60 / (8 N)."""
     done = tuned() | finished(DATA_PARALLEL, {2.0: 2.0}, seed=1)
-    done |= finished(DILOCO, {0.4: 2.3}, inner=2.0, seed=1)
-    found = cells(done)
-    assert found[:5] == [DILOCO, "0.4", "2.2000", "0.1414", "+10.00%"] and found[-1] == "15"
-    sweeps = table.sweeps(BOTH, SCALE, done)
-    assert "0.2: 2.4000, 0.4: 2.1000, 0.8: diverged" in sweeps
-
-
-def test_a_seed_is_compared_with_the_same_seed_and_those_that_are_missing_are_said():
-    """DiLoCo has seed 0 alone, 2.1, where data parallelism has 2.0, and 1.5 at seed 1."""
-    done = tuned() | finished(DATA_PARALLEL, {2.0: 1.5}, seed=1)
+    whole = done | finished(DILOCO, {0.4: 2.3}, inner=2.0, seed=1)
+    assert cells(whole)[:5] == [DILOCO, "0.4", "2.2000", "0.1414", "+10.00%"]
+    assert cells(whole)[-1] == "15"
+    assert "0.2: 2.4000, 0.4: 2.1000, 0.8: diverged" in table.sweeps(BOTH, SCALE, whole)
+    done |= finished(DATA_PARALLEL, {2.0: 1.5}, seed=1)
     assert cells(done)[2:5] == ["2.1000", "one seed (1 of 2 seeds)", "+5.00%"]
-    # A mode without a best rate is left out.
     assert DELAYED not in table.table(found_of(done, (DATA_PARALLEL, DILOCO, DELAYED)), SCALE)
-
-
-def test_the_figures_have_a_line_for_every_mode():
     found = found_of(tuned())
     assert draw.curves(found, "a", 1024).count('stroke-width="1.6"') == 2
     assert "times fewer" in draw.tradeoff(found, "b")
@@ -178,20 +162,21 @@ def test_rows_are_stored_and_those_of_another_setup_refused(tmp_path):
         quality.stored(quality.arguments([f"out={tmp_path}", "steps=90"]))
 
 
-def result(tmp_path, code, evaluated):
-    run = object.__new__(rows.Run)
-    run.row, run._folder, run._scale = Row(DILOCO, 2.0, 0.4, 0), tmp_path, SMALL
-    run._process, run._began = types.SimpleNamespace(returncode=code), 0.0
-    (tmp_path / "log").write_text("line\n" * 20 + "last words")
-    (tmp_path / "run").mkdir(exist_ok=True)
-    lines = [{"step": step, "learning/loss": 1.5, "eval/loss": loss} for step, loss in evaluated]
-    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    return run.result()
-
-
 def test_a_run_that_diverged_is_a_result_and_one_that_failed_is_not(tmp_path):
-    assert result(tmp_path, 0, [(30, 2.0), (60, 1.9)])["loss"] == 1.9
-    assert result(tmp_path, 4, [(30, 2.0)])["loss"] is None
-    assert result(tmp_path, 0, [(30, 2.0), (60, math.inf)])["loss"] is None
+    run = object.__new__(rows.Run)
+    run.row, run._folder, run._scale, run._began = Row(DILOCO, 2.0, 0.4, 0), tmp_path, SMALL, 0.0
+    (tmp_path / "log").write_text("line\n" * 20 + "last words")
+    (tmp_path / "run").mkdir()
+
+    def result(code, evaluated):
+        run._process = types.SimpleNamespace(returncode=code)
+        lines = [{"step": step, "learning/loss": 1.5, "eval/loss": x} for step, x in evaluated]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / "run" / "metrics.jsonl").write_text(text)
+        return run.result()
+
+    assert result(0, [(30, 2.0), (60, 1.9)])["loss"] == 1.9
+    assert result(4, [(30, 2.0)])["loss"] is None
+    assert result(0, [(30, 2.0), (60, math.inf)])["loss"] is None
     with pytest.raises(rows.RowError, match="exit code 3. End of its log:(.|\n)*last words"):
-        result(tmp_path, 3, [(60, 1.9)])
+        result(3, [(60, 1.9)])

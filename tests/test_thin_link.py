@@ -1,4 +1,4 @@
-"""The benchmark of thin links: its arguments, counters and arithmetic, and what a row is made of.
+"""The benchmark of thin links: its rows, what each measures and reads, and its arithmetic by hand.
 
 What needs root, to make network namespaces, is in test_thin_link_hosts.py.
 """
@@ -6,54 +6,35 @@ What needs root, to make network namespaces, is in test_thin_link_hosts.py.
 import io
 import json
 import pathlib
-import types
+from xml.etree import ElementTree
 
 import pytest
 from thin_link_rows import PLAIN, SETUP, measured
 
 from benchmarks import thin_link
-from benchmarks.link import arguments, command, grid, process, rows
+from benchmarks.link import arguments, command, counters, draw, figures, grid, process, rows
 from benchmarks.link.arguments import Part
+from benchmarks.link.counters import Sample
 from benchmarks.link.grid import Row, Window
 from maxdiloco.diloco import schedule
 from maxdiloco.engine import data_parallel
 
-# -- times --------------------------------------------------------------------------------------
+# -- rows ---------------------------------------------------------------------------------------
 
 
-def test_a_step_begins_when_the_last_process_begins_it():
-    """Two processes take turns in being first at an exchange: each one's own steps are uneven."""
-    begun = [[0.0, 1.0, 9.0, 11.0], [0.5, 4.0, 6.0, 14.0]]
-    assert rows.together(begun) == [0.5, 4.0, 9.0, 14.0]
-
-
-# -- arguments ----------------------------------------------------------------------------------
-
-
-def test_rows_are_every_mode_wire_and_carrier_at_every_rate_between_two_plain_ones():
+def test_rows_are_every_mode_wire_and_carrier_or_the_lines_between_two_plain_ones():
+    """At every rate. Lines stand in place of modes, wires and carriers."""
     _, found, _ = arguments.arguments(
         ["modes=data_parallel,eager", "wires=int8,float32", "rates=unlimited,2.50"]
     )
-    assert (found[0], found[-1]) == (Row("plain"), Row("plain", turn=1))
-    assert found[1:-1] == [
-        row
-        for rate in ("unlimited", "2.5")
-        for row in [
-            Row("data_parallel", "", "", rate),
-            *(Row("eager", wire, carrier, rate) for wire in ("int8", "float32")
-              for carrier in ("program", "host")),
-        ]
-    ]  # fmt: skip
-
-
-def test_lines_name_the_rows_in_place_of_modes_wires_and_carriers():
+    ways = [(wire, carrier) for wire in ("int8", "float32") for carrier in ("program", "host")]
+    between = []
+    for rate in ("unlimited", "2.5"):
+        between += [Row("data_parallel", rate=rate), *(Row("eager", *way, rate) for way in ways)]
+    assert found == [Row("plain"), *between, Row("plain", turn=1)]
     [part] = arguments.parts(["lines=data_parallel,eager:int8:host", "rates=5"])
-    assert part.rows == [
-        Row("plain"),
-        Row("data_parallel", rate="5"),
-        Row("eager", "int8", "host", "5"),
-        Row("plain", turn=1),
-    ]
+    between = [Row("data_parallel", rate="5"), Row("eager", "int8", "host", "5")]
+    assert part.rows == [Row("plain"), *between, Row("plain", turn=1)]
 
 
 def test_the_published_grid_has_what_the_claims_need_and_arguments_go_before_its_own():
@@ -74,73 +55,37 @@ def test_the_published_grid_has_what_the_claims_need_and_arguments_go_before_its
     assert 200 / grid.expected_step_ms(row, two, plain) == pytest.approx(0.0281, abs=1e-4)
 
 
-# -- a run of rows ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def bench(monkeypatch, tmp_path):
-    """Starts the benchmark with rows that measure nothing; `ends` says before which it is ended."""
-    seen = types.SimpleNamespace(measured=[], ends=None, fails=None, out=tmp_path / "out")
+def test_a_run_goes_on_at_the_row_that_failed_or_was_ended(monkeypatch, tmp_path, capsys):
+    """Rows measure nothing here. What was measured with another set-up is not mixed in."""
+    seen, stops = [], {}
     monkeypatch.setattr(command.signal, "signal", lambda *_: None)
     monkeypatch.setattr(thin_link, "check", lambda: None)
     monkeypatch.setattr(thin_link, "hosts", lambda *_: open("/dev/null"))
 
     def measure(row, setup, folder, plain):
-        if row.mode == seen.ends:
-            raise KeyboardInterrupt
-        if row.mode == seen.fails:
-            raise rows.RowError("exit codes [3, 5]")
-        seen.measured.append(row.mode)
-        assert (plain is None) == (not seen.measured[1:] and row.mode == "plain")
+        if row.mode in stops:
+            raise stops[row.mode]
+        seen.append(row.mode)
+        assert (plain is None) == (not seen[1:] and row.mode == "plain")
         return measured(row.mode, 200.0) | row._asdict() | {"period_ms": [200.0]}
 
     monkeypatch.setattr(thin_link, "measure", measure)
-    seen.start = lambda *more: thin_link.main(
-        [f"out={seen.out}", "wires=float32", "rates=10", "carriers=program", *more]
-    )
-    return seen
-
-
-ALL = ["plain", "data_parallel", "diloco", "streaming", "overlapped", "eager", "plain"]
-
-
-def test_a_run_that_was_ended_goes_on_at_its_row(bench):
-    bench.ends = "streaming"
-    assert bench.start() == 130
-    assert bench.measured == ALL[:3] and not (bench.out / "table.md").exists()
-    bench.ends = None
-    assert bench.start() == 0
-    assert bench.measured == ALL
-    assert (bench.out / "table.md").read_text().count("| 10 |") == 5
-
-
-def test_a_row_that_fails_is_tried_again_and_the_others_are_measured(bench, capsys):
-    bench.fails = "diloco"
-    assert bench.start() == 1
-    others = [mode for mode in ALL if mode != "diloco"]
-    assert bench.measured == others
-    assert "failed: diloco-float32-program-10. The same command" in capsys.readouterr().err
-    bench.fails = None
-    assert bench.start() == 0
-    assert bench.measured == [*others, "diloco"]
-
-
-def test_rows_of_another_setup_are_not_mixed_in(bench, capsys):
-    assert bench.start() == 0
-    assert bench.start("periods=6", "fast_device_ms=180") == 2
+    out = tmp_path / "out"
+    argv = [f"out={out}", "wires=float32", "rates=10", "carriers=program"]
+    stops |= {"streaming": KeyboardInterrupt()}
+    assert thin_link.main(argv) == 130
+    assert seen == ["plain", "data_parallel", "diloco"] and not (out / "table.md").exists()
+    stops = {"streaming": rows.RowError("exit codes [3, 5]")}
+    assert thin_link.main(argv) == 1
+    assert seen[3:] == ["overlapped", "eager", "plain"]
+    assert "failed: streaming-float32-program-10. The same command" in capsys.readouterr().err
+    stops = {}
+    assert thin_link.main(argv) == 0
+    assert seen[6:] == ["streaming"]
+    assert (out / "table.md").read_text().count("| 10 |") == 5
+    assert thin_link.main([*argv, "periods=6", "fast_device_ms=180"]) == 2
     told = capsys.readouterr().err
     assert "rows that were measured with another periods, other_periods, fast_device_ms" in told
-
-
-def test_bytes_that_are_not_those_claimed_end_it_with_exit_code_1(capsys, tmp_path):
-    """Chatter 100 a step, 1,100 sent: 1,000 are 1.053 of 950, 0.980 of 1,020, 1.136 of 880."""
-    for claim, code in ((950.0, 0), (1020.0, 1), (880.0, 1)):
-        row = measured("diloco", 400.0, claimed_per_step=claim)
-        assert thin_link.report(Part(SETUP, [], tmp_path), [PLAIN, row]) == code
-        assert ("at 10 Mbit/s" in capsys.readouterr().out) == bool(code)
-
-
-# -- what one row reads -------------------------------------------------------------------------
 
 
 EAGER, SLOW = Row("eager", "int8", "host", "5"), Row("diloco", "float32", "host", "10")
@@ -160,7 +105,6 @@ PARALLEL = Row("data_parallel", rate="10")
         # 4 MB at 10 Mbit/s are 3.2 s, beside 20 steps of 200 ms 7.2 s a period; never none.
         (SLOW, {"row_seconds": 72.1}, (20, 20 + 5 * 20)),
         (SLOW, {"row_seconds": 29}, (20, 20 + 4 * 20)),
-        (SLOW, {"row_seconds": 15}, (20, 20 + 2 * 20)),
         (SLOW, {"row_seconds": 1}, (20, 20 + 20)),
         # About as long: 100 steps of 200 ms. 20 s are 5.9 steps of 3.4 s; at 160 Mbit/s 50 of 0.4.
         (PARALLEL, {}, (2, 8)),
@@ -172,18 +116,6 @@ PARALLEL = Row("data_parallel", rate="10")
 def test_a_row_measures_whole_periods_that_row_seconds_have_room_for(row, changes, window):
     found = grid.window(row, SETUP | changes, PLAIN)
     assert found == Window(*window, window[1] + 1)
-
-
-def test_the_time_a_row_takes_is_told_from_those_before():
-    """10 s around the steps of the plain row; 141 of 200 ms, and 1 MB of int8 at 10 Mbit/s, 0.8 s,
-    hides behind a period.
-    """
-    row = Row("eager", "int8", "host", "10")
-    assert grid.expected_s(row, SETUP, [PLAIN]) == pytest.approx(10 + 141 * 0.2)
-    later = [PLAIN, PLAIN | {"start_s": 14.0}, PLAIN | {"start_s": 15.0}]
-    assert grid.expected_s(row, SETUP, later) == pytest.approx(14 + 141 * 0.2)
-    first = grid.START_S + 141 * (180 + grid.STEP_MS) / 1000
-    assert grid.expected_s(Row("plain"), SETUP, []) == pytest.approx(first)
 
 
 @pytest.mark.parametrize(
@@ -198,11 +130,7 @@ def test_the_time_a_row_takes_is_told_from_those_before():
             "diloco_outer_overlap",
         ),
         (Row("overlapped"), "num_communication_overlapping_steps=4", "diloco_outer_overlap"),
-        (
-            Row("eager", "int8", "host"),
-            "diloco_outer_overlap=eager exchange_carrier=host",
-            "num_diloco_fragments",
-        ),
+        (EAGER, "diloco_outer_overlap=eager exchange_carrier=host", "num_diloco_fragments"),
     ],
 )
 def test_the_keys_of_each_mode(row, given, absent):
@@ -211,8 +139,12 @@ def test_the_keys_of_each_mode(row, given, absent):
     assert not any(key.startswith(absent) for key in found)
 
 
-def test_the_tables_of_the_trainer_s_log_are_read(tmp_path):
-    log = tmp_path / "log"
+# -- what one row reads -------------------------------------------------------------------------
+
+
+def test_the_trainer_s_log_and_metrics_are_read(tmp_path):
+    """Metrics at 20, 40 and 60, 70 at the end: those of 20..60 are 300 and 500 a step."""
+    log, metrics = tmp_path / "log", tmp_path / "metrics.jsonl"
     table = (
         "model: tiny, 1,033,600 parameters\n"
         "fragment  layers  parameters  padding  bytes on the wire  share\n"
@@ -227,30 +159,19 @@ def test_the_tables_of_the_trainer_s_log_are_read(tmp_path):
     log.write_text("ConfigError: no\n")
     with pytest.raises(rows.RowError, match="no line of the model"):
         rows.parse_log(log)
-
-
-def test_the_claim_is_that_of_the_logs_in_the_window(tmp_path):
-    """Logs at 20, 40 and 60, 70 at the end: those of 20..60 are 300 and 500 a step."""
-    path = tmp_path / "metrics.jsonl"
-    claims = {20: 100, 40: 300, 60: 500, 70: 900}
-    path.write_text("".join(json.dumps({"step": t, "dcn/bytes_sent": x}) + "\n"
-                            for t, x in claims.items()))  # fmt: skip
-    assert rows.claimed(path, Window(20, 60, 70)) == 400
-    assert rows.claimed(path, Window(41, 50, 70)) == 500
-    path.write_text(json.dumps({"step": 20}) + "\n")
-    assert rows.claimed(path, Window(20, 60, 70)) is None
-
-
-def test_the_programs_of_an_inner_step_are_called_so():
-    assert schedule.INNER.startswith(process.INNER)
-    assert schedule.INNER_EXCHANGE.startswith(process.INNER)
-    for name in (schedule.PACK, schedule.MERGE, schedule.SYNCHRONISE, schedule.OUTER_STEP):
-        assert not name.startswith(process.INNER)
-    source = pathlib.Path(data_parallel.__file__).read_text(encoding="utf-8")
-    assert f'"{process.INNER[1]}",' in source
+    claims = [(20, 100), (40, 300), (60, 500), (70, 900)]
+    lines = [json.dumps({"step": step, "dcn/bytes_sent": sent}) for step, sent in claims]
+    metrics.write_text("\n".join(lines))
+    assert rows.claimed(metrics, Window(20, 60, 70)) == 400
+    assert rows.claimed(metrics, Window(41, 50, 70)) == 500
+    metrics.write_text(json.dumps({"step": 20}) + "\n")
+    assert rows.claimed(metrics, Window(20, 60, 70)) is None
 
 
 def test_an_inner_program_writes_its_time_and_sleeps_after_its_results():
+    """By the names that the trainer gives its programs. A step begins when the last process begins
+    it: two take turns in being first at an exchange, and each one's own steps are uneven."""
+
     class Program:
         def __init__(self, name):
             self.name = name
@@ -261,8 +182,168 @@ def test_an_inner_program_writes_its_time_and_sleeps_after_its_results():
 
     order, trace = [], io.StringIO()
     process.trace_steps(Program, trace, 0.05, lambda results: order.append(f"waited {results}"))
-    assert Program("pack")(1) == 1 and not trace.getvalue()
-    assert Program("inner")(2) == 2 and Program("inner + exchange")(3) == 3
-    assert order == ["pack", "inner", "waited 2", "inner + exchange", "waited 3"]
+    others = (schedule.PACK, schedule.MERGE, schedule.SYNCHRONISE, schedule.OUTER_STEP)
+    assert [Program(name)(1) for name in others] == [1] * 4 and not trace.getvalue()
+    order.clear()
+    assert Program(schedule.INNER)(2) == 2 and Program(schedule.INNER_EXCHANGE)(3) == 3
+    assert order == [schedule.INNER, "waited 2", schedule.INNER_EXCHANGE, "waited 3"]
     first, second = map(float, trace.getvalue().split())
     assert second - first >= 0.05
+    source = pathlib.Path(data_parallel.__file__).read_text(encoding="utf-8")
+    assert f'"{process.INNER[1]}",' in source
+    begun = [[0.0, 1.0, 9.0, 11.0], [0.5, 4.0, 6.0, 14.0]]
+    assert rows.together(begun) == [0.5, 4.0, 9.0, 14.0]
+
+
+def test_the_kernel_s_counters_are_counts_of_any_moments_and_of_spans_of_100_ms():
+    """A sample every 50 ms: 0.025 s is half of the first 100 bytes, 0.10 s all 300. Of 300 bytes
+    within 0.05 s, 400 are within any 0.1 s: 4,000 a second, not 6,000."""
+    text = (
+        "Inter-|   Receive                            |  Transmit\n"
+        " face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs\n"
+        "    lo:       0       0    0    0    0     0          0         0        0       0    0\n"
+        " port0: 1234567    8901    0    0    0     0          0         7      765      43    0\n"
+    )
+    assert counters.parse(text)["port0"] == (1_234_567, 765)
+
+    def samples(*sent):
+        return [Sample(k * 0.05, (n,), (0,)) for k, n in enumerate(sent)]
+
+    sent, received = counters.between(samples(0, 100, 300, 300), 0.025, 0.10)
+    assert (sent, received) == ([pytest.approx(250)], [0])
+    with pytest.raises(ValueError, match="outside"):
+        counters.between(samples(0, 100), 0.01, 0.2)
+    assert counters.peak(samples(0, 100, 400, 400, 400), 0, 1) == pytest.approx(4000)
+    assert counters.peak(samples(0, 100, 400, 400, 400), 0.10, 1) == 0
+    assert counters.peak(samples(0, 400, 400), 0, 1) == pytest.approx(4000)
+    assert counters.bars(samples(0, 100, 300, 300, 350, 350), 0.0001, 0.2002) == [300, 50]
+
+
+# -- arithmetic ---------------------------------------------------------------------------------
+
+MODES = ("data_parallel", "diloco", "streaming", "overlapped", "eager")
+THREE = {"hosts": 3, "delay_ms": 25.0}
+
+
+@pytest.mark.parametrize(
+    ("mode", "changes", "milliseconds"),
+    [
+        # 4 MB of gradients a step: 3.2 s; a tied embedding's are reduced twice, 3.52 s of 4.4 MB.
+        ("data_parallel", {}, 3200.0),
+        ("data_parallel", {"tied_parameters": 100_000}, 3520.0),
+        # 1.5 MB a period of 20 steps, all of it waited for: 1.2 s; twice that.
+        ("diloco", {}, 60.0),
+        ("streaming", {}, 60.0),
+        ("streaming", {"rate": "5"}, 120.0),
+        # 4 steps of 0.2 s are as long as 1 MB at 10 Mbit/s; at 5 it takes 1.6 s, 0.8 too many, and
+        # the other 0.5 MB exactly 0.8 s.
+        ("overlapped", {}, 0.0),
+        ("overlapped", {"rate": "5"}, 40.0),
+        # A whole period of 4 s: 2.4 s at 5 Mbit/s fit, 6 s at 2 do not, and 2 s of 20 steps stay.
+        ("eager", {"rate": "5"}, 0.0),
+        ("eager", {"rate": "2"}, 100.0),
+        *((mode, {"rate": "unlimited"}, 0.0) for mode in MODES),
+        # Three hosts, 25 ms one way. Data parallelism: 4/3 of 4 MB and 4 turns. DiLoCo: to each of
+        # two others, 2.4 s, and 25 ms once a period; streaming twice. tau=4 hides 0.8 of 1.6 and
+        # of 0.8 s.
+        ("data_parallel", THREE, 4266.667 + 100.0),
+        ("diloco", THREE, 121.25),
+        ("streaming", THREE, 122.5),
+        ("overlapped", THREE, 42.5),
+        ("eager", THREE, 0.0),
+    ],
+)
+def test_the_predicted_exposure_of_each_mode(mode, changes, milliseconds):
+    sizes = [1_000_000, 500_000] if mode in ("streaming", "overlapped") else [1_500_000]
+    row = measured(mode, 300.0, fragment_bytes=sizes) | changes
+    found = figures.predicted_ms(row, SETUP | changes, 200.0)
+    assert found == pytest.approx(milliseconds, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("claim", "sent", "tied", "agree"),
+    [
+        # Chatter 100 a step, 1,100 sent: 1,000 are 1.053 of 950, 0.980 of 1,020, 1.136 of 880.
+        (950, 1100, None, True), (1020, 1100, None, False), (880, 1100, None, False),
+        # A claim without a tied embedding's 400,000 bytes may be that much lower, one with it not.
+        (4_000_000, 4_400_000 * 1.11, 100_000, True), (4_000_000, 4_400_000 * 1.13, 100_000, False),
+        (4_400_000, 4_400_000 * 1.13, 100_000, False),
+    ],
+)  # fmt: skip
+def test_bytes_that_are_not_those_claimed_end_it_with_exit_code_1(
+    claim, sent, tied, agree, capsys, tmp_path
+):
+    mode = "diloco" if tied is None else "data_parallel"
+    row = measured(mode, 4000.0, claimed_per_step=claim, sent_per_step=[sent, sent])
+    part = Part(SETUP | {"tied_parameters": tied or 0}, [], tmp_path)
+    assert thin_link.report(part, [PLAIN, row]) == int(not agree)
+    assert ("at 10 Mbit/s: " in capsys.readouterr().out) != agree
+
+
+def test_a_row_beside_the_plain_step():
+    """1.5 MB at 10 Mbit/s are 1.2 s, 60 ms of each of 20 steps; 250 ms is 50 above the plain 200,
+    50 / 60 = 0.83. 1,100 bytes less the chatter of 100 against 950."""
+    row = measured("streaming", 250.0, claimed_per_step=950.0)
+    assert figures.cells(row, [PLAIN, row], SETUP) == [
+        "streaming, tau=0, float32, program", "10", "20", "250.0", "80.0%", "50.0", "60.0", "0.83",
+        "1.1", "1.053", "9.5",
+    ]  # fmt: skip
+    # The plain steps measured again: 140 and 160 bytes a step.
+    again = PLAIN | {"step_ms": 204.0, "sent_per_step": [140.0, 160.0]}
+    assert figures.plain_ms([PLAIN, row, again]) == pytest.approx(202)
+    assert figures.chatter([PLAIN, row, again]) == 125
+
+
+def test_what_is_claimed_is_said_where_data_parallelism_starves():
+    """200 ms of 5,000 are 4 %: there 4 bits have to reach 99 %, with real compute 95 %. At 100
+    Mbit/s data parallelism has 10 %, so nothing is claimed."""
+    bits = dict(wire="float4_e3m0", carrier="host")
+    found = [
+        PLAIN,
+        measured("data_parallel", 5000.0, wire="", carrier=""),
+        measured("data_parallel", 2000.0, wire="", carrier="", rate="100"),
+        measured("diloco", 201.0, **bits),
+        measured("overlapped", 208.0, **bits, period_ms=[208.0] * 5),
+        measured("eager", 201.0, **bits),
+        measured("eager", 201.0),
+        measured("eager", 201.0, **bits, rate="100"),
+    ]
+    [claim] = figures.claims(found, SETUP)
+    assert claim == (
+        "At 10 Mbit/s data parallelism has 4.0%; streaming, tau=4, float4_e3m0, host 96.2% over 5 "
+        "periods (below 99%), eager, float4_e3m0, host 99.5% over 1 periods (at least 99%)."
+    )
+    assert claim in figures.table(found, SETUP)
+    [real] = figures.claims(found, SETUP | {"fast_device_ms": 0.0})
+    assert "host 96.2% over 5 periods (at least 95%)" in real
+    nothing = ["No rate here leaves data parallelism less than 5%."]
+    assert figures.claims(found[:1] + found[2:], SETUP) == nothing
+
+
+def test_figures_state_their_conditions_and_draw_every_line_and_bar():
+    """Five modes at two rates; 0, 20, .. 100 % are lines too, and each line is in the legend.
+    125,000 bytes in 100 ms are 10 Mbit/s: a bar as high as its strip; three bars a mode."""
+
+    def shapes(figure, name):
+        return [s for s in ElementTree.fromstring(figure).iter() if s.tag.endswith(f"}}{name}")]
+
+    found = [PLAIN]
+    for rate, step_ms in (("unlimited", 200.0), ("10", 400.0)):
+        found += [measured(mode, step_ms, rate=rate) for mode in MODES]
+    figure = draw.utilisation(found, SETUP)
+    lines = shapes(figure, "polyline")
+    assert len(lines) == 6 + 2 * 5
+    xs, ys = zip(*(point.split(",") for point in lines[6].get("points").split()), strict=True)
+    assert float(xs[0]) < float(xs[1])
+    assert [float(y) for y in ys] == [draw.TOP + draw.HEIGHT / 2, draw.TOP]  # 50 % and 100 %
+    slow = [PLAIN, measured("eager", 300.0, rate="100"), measured("diloco", 300.0)]
+    period = draw.period(slow, SETUP)
+    assert "10 Mbit/s" in period and "eager" not in period
+    bars = [bar for bar in shapes(period, "rect") if bar.get("fill") != "white"]
+    heights = [float(bar.get("height")) for bar in bars]
+    assert heights == [0.0, draw.STRIP, pytest.approx(23.0)]
+    words = "fast device (180 ms of sleep in place of compute); 2 hosts, tiny, H=20, P=2, tau=4"
+    for text in (figures.table(found, SETUP), figure, period):
+        assert words in text and "TCP reno" in text and "delay 0 ms" in text and "abc" in text
+    real = figures.table(found, SETUP | {"fast_device_ms": 0.0})
+    assert real.startswith("real compute; 2 hosts")

@@ -44,13 +44,6 @@ def thin_links():
         pytest.skip(f"no hosts on this machine: {error}")
 
 
-def left(pid):
-    """Files that the hosts of a process are made of, and processes that carry their frames."""
-    prefix = f"{hosts.PREFIX}-{pid}-"
-    files = [path for folder in (NAMESPACES, ETC, PROGRAMS) for path in folder.glob(f"{prefix}*")]
-    return files + running(prefix)
-
-
 def running(words):
     """Processes whose command line has the words."""
     found = []
@@ -61,8 +54,11 @@ def running(words):
     return found
 
 
-def interfaces():
-    return subprocess.run(["ip", "-br", "link"], capture_output=True, text=True).stdout
+def left(pid):
+    """Files that the hosts of a process are made of, and processes that carry their frames."""
+    prefix = f"{hosts.PREFIX}-{pid}-"
+    files = [path for folder in (NAMESPACES, ETC, PROGRAMS) for path in folder.glob(f"{prefix}*")]
+    return files + running(prefix)
 
 
 SERVE = """
@@ -98,10 +94,9 @@ def sent_over(made, size):
 
 
 def test_a_link_is_as_thin_as_it_says_and_its_bytes_are_counted():
-    """1 MB at 10 Mbit/s less the bucket's 32 KB is 0.77 s; with headers it is at most 1.2 MB.
-
-    A busy machine makes it longer, never shorter.
-    """
+    """1 MB at 10 Mbit/s less the bucket's 32 KB is 0.77 s; with headers it is at most 1.2 MB. A
+    busy machine makes it longer, never shorter. An unlimited link is the control. With 60 ms one
+    way the data and the answer are 120 ms, and more round trips at a slow start."""
     with hosts.hosts(2, Link(mbit=10.0, congestion="reno")) as made:
         assert made.congestion() == "reno"
         with counters.Sampler(made) as sampler:
@@ -114,11 +109,6 @@ def test_a_link_is_as_thin_as_it_says_and_its_bytes_are_counted():
     assert 1_000_000 < sent[1] < 1_200_000 and 1_000_000 < received[0] < 1_200_000
     assert sent[0] < 100_000
     assert counters.peak(sampler.samples, first, last) < 1.5 * 10e6 / 8
-
-
-def test_an_unlimited_link_is_not_thin_and_a_delayed_one_waits():
-    """The control of the test above: 1 MB at 100 Mbit/s would take 0.08 s. 60 ms one way: the data
-    and the answer are 120 ms, and more round trips at a slow start."""
     with hosts.hosts(2, Link()) as made:
         assert sent_over(made, 1_000_000)[0] < 0.5
     with hosts.hosts(3, Link(mbit=50.0, delay_ms=60.0)) as made:
@@ -126,6 +116,13 @@ def test_an_unlimited_link_is_not_thin_and_a_delayed_one_waits():
 
 
 def test_nothing_is_left_of_hosts_and_what_ran_on_them():
+    """Hosts of a living process and files of others are not swept; those of a killed one are."""
+    other = PROGRAMS / f"{hosts.PREFIX}-1-notes-of-somebody"
+    other.mkdir(exist_ok=True)
+
+    def interfaces():
+        return subprocess.run(["ip", "-br", "link"], capture_output=True, text=True).stdout
+
     before, pid = interfaces(), os.getpid()
     with hosts.hosts(2, Link(mbit=10.0, delay_ms=1.0)) as made:
         there = [path.name for path in left(pid)]
@@ -133,9 +130,12 @@ def test_nothing_is_left_of_hosts_and_what_ran_on_them():
         assert sorted(there) == sorted(
             [*made.names, made.switch, *made.names, made.switch, "cmdline", "cmdline"]
         )  # namespaces, /etc/netns of the hosts, the folder of delay.c, a process for each host
+        assert made.switch not in hosts.sweep()
+        assert (NAMESPACES / made.switch).exists() and other.exists()
         assert sleeper.poll() is None and DEVICE not in interfaces()
     assert left(pid) == [] and sleeper.returncode == -signal.SIGKILL
     assert interfaces() == before
+    other.rmdir()
 
 
 @pytest.mark.parametrize(
@@ -216,23 +216,18 @@ def bench(tmp_path):
     hosts.sweep()
 
 
-def in_mid_run(process, out):
-    """Wait until both processes of the first row's trainer run on their hosts."""
-    limit = time.monotonic() + WAIT_S
-    logs = [out / "logs" / "plain-unlimited" / f"process_{i}.log" for i in range(2)]
-    while not all(log.exists() and log.stat().st_size for log in logs):
-        assert process.poll() is None and time.monotonic() < limit, process.log.read_text()
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
 )
 def test_nothing_is_left_of_a_benchmark_that_is_ended_in_mid_run(bench, tmp_path, number, code):
-    """A killed one cannot clean up: its trainers end with it, and the next one sweeps its hosts."""
-    out = tmp_path / "out"
+    """Both processes of the first row's trainer run on their hosts. A killed one cannot clean up:
+    its trainers end with it, and the next one sweeps its hosts."""
+    out, limit = tmp_path / "out", time.monotonic() + WAIT_S
     process = bench(f"out={out}", *SMALL)
-    in_mid_run(process, out)
+    logs = [out / "logs" / "plain-unlimited" / f"process_{i}.log" for i in range(2)]
+    while not all(log.exists() and log.stat().st_size for log in logs):
+        assert process.poll() is None and time.monotonic() < limit, process.log.read_text()
+        time.sleep(0.05)
     assert len(left(process.pid)) == 5, "three namespaces and /etc/netns of two hosts"
     assert len(running(str(out))) >= 3, "the benchmark and its trainers"
     process.send_signal(number)
@@ -246,16 +241,6 @@ def test_nothing_is_left_of_a_benchmark_that_is_ended_in_mid_run(bench, tmp_path
         assert len(names) == 3
         assert hosts.sweep() == sorted(names)
     assert left(process.pid) == []
-
-
-def test_hosts_of_a_living_process_and_files_of_others_are_not_swept():
-    """The control is above: the hosts of a killed process are."""
-    other = PROGRAMS / f"{hosts.PREFIX}-1-notes-of-somebody"
-    other.mkdir(exist_ok=True)
-    with hosts.hosts(1, Link()) as made:
-        assert made.switch not in hosts.sweep()
-        assert (NAMESPACES / made.switch).exists() and other.exists()
-    other.rmdir()
 
 
 @pytest.mark.full

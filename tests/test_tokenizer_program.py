@@ -13,6 +13,10 @@ from maxdiloco.data.prepared import shards
 from maxdiloco.data.sources import opening
 
 
+def as_lines(texts):
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
 @pytest.fixture
 def source(tmp_path):
     """A text file and a .jsonl file."""
@@ -24,6 +28,7 @@ def source(tmp_path):
 
 
 def test_the_same_text_gives_the_same_file_and_every_text_comes_back(source, tmp_path, capsys):
+    """A file that exists is left alone."""
     other = tmp_path / "a.json.unfinished"
     other.write_text("a file of others")
     for name in ("a.json", "b.json"):
@@ -39,6 +44,10 @@ def test_the_same_text_gives_the_same_file_and_every_text_comes_back(source, tmp
     assert (found.bos, found.eos, found.vocab_size) == (0, 1, 280)
     assert found.decode(found.encode("no such word ☃\0")) == "no such word ☃\0"
     assert len(found.encode(" the")) == 1 < len(found.encode(" qxz"))
+    other.rename(tmp_path / "a.json")
+    assert program.main([str(source), f"out={tmp_path / 'a.json'}"]) == 2
+    assert "exists already, and runs may use it. Give another name" in capsys.readouterr().err
+    assert (tmp_path / "a.json").read_text() == "a file of others"
 
 
 def test_pieces_are_cut_between_characters(tmp_path, monkeypatch):
@@ -52,40 +61,28 @@ def test_pieces_are_cut_between_characters(tmp_path, monkeypatch):
     assert count == {"documents": 2, "bytes": 13}
 
 
-def write(folder, kind, texts):
-    """Documents as a source of a kind; returns SOURCE and options."""
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-    path = folder / kind
-    if kind == "a.jsonl":
-        path.write_bytes(lines)
-    elif kind == "a.jsonl.gz":
-        path.write_bytes(gzip.compress(lines))
-    elif kind == "a.parquet":
-        tables = pytest.importorskip("pyarrow.parquet")
-        tables.write_table(pytest.importorskip("pyarrow").table({"text": texts}), path)
-        return [str(path), "dataset_type=parquet"]
-    else:
-        datasets = pytest.importorskip("datasets")
-        datasets.Dataset.from_dict({"text": texts}).save_to_disk(path)
-        return [str(path), "dataset_type=hf"]
-    return [str(path)]
-
-
 def test_every_kind_of_source_gives_the_same_tokenizer(tmp_path):
     """The readers are those of training: a compressed file is decompressed, not learnt."""
+    arrow, tables = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     texts = [f"the cat number {number} and the hat; the end" for number in range(99)]
+    (tmp_path / "a.jsonl").write_bytes(as_lines(texts))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(as_lines(texts)))
+    tables.write_table(arrow.table({"text": texts}), tmp_path / "a.parquet")
+    rows = pytest.importorskip("datasets").Dataset.from_dict({"text": texts})
+    rows.save_to_disk(tmp_path / "hub")
     made = []
-    for kind in ("a.jsonl", "a.jsonl.gz", "a.parquet", "hub"):
-        out = tmp_path / f"{kind}.json"
-        arguments = write(tmp_path, kind, texts)
-        assert program.main([*arguments, f"out={out}", "vocab_size=300"]) == 0
+    kinds = {"a.jsonl": "", "a.jsonl.gz": "", "a.parquet": "parquet", "hub": "hf"}
+    for name, kind in kinds.items():
+        out, options = tmp_path / f"{name}.json", [f"dataset_type={kind}"] if kind else []
+        arguments = [str(tmp_path / name), *options, f"out={out}", "vocab_size=300"]
+        assert program.main(arguments) == 0
         made.append(out.read_bytes())
     assert made == [made[0]] * 4
 
 
 def test_a_folder_is_read_as_in_training_and_says_what_it_leaves_out(tmp_path, capsys):
     """Compressed lines lie beside text; tables are of another dataset_type."""
-    write(tmp_path, "a.jsonl.gz", ["one", "two"])
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(as_lines(["one", "two"])))
     (tmp_path / "b.txt").write_text("three")
     for name in ("c.parquet", "d.parquet", "e.txt.gz"):
         (tmp_path / name).write_bytes(b"?")
@@ -96,13 +93,6 @@ def test_a_folder_is_read_as_in_training_and_says_what_it_leaves_out(tmp_path, c
         "dataset_type=parquet reads those." in said
     )
     assert "258 tokens from 3 documents" in said
-
-
-def test_a_file_that_exists_is_left_alone(source, tmp_path, capsys):
-    (tmp_path / "a.json").write_text("mine")
-    assert program.main([str(source), f"out={tmp_path / 'a.json'}"]) == 2
-    assert "exists already, and runs may use it. Give another name" in capsys.readouterr().err
-    assert (tmp_path / "a.json").read_text() == "mine"
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,6 @@ TINY = 2.0**-119  # a block below it is sent as zeros by float4_e3m0
 TINY_INT8 = 127 * 2.0**-126  # the same for int8
 
 
-def float32_codec(x_N):
-    return np.asarray(x_N, np.float32)
-
-
 def bfloat16_codec(x_N):
     """Eight significant bits, ties to even: np.round does that to x over its last bit's worth."""
     _, exponent_N = np.frexp(x_N)  # |x| = f * 2^exponent, 1/2 <= f < 1
@@ -75,7 +71,7 @@ def topk_codec(x_N, largest):
 
 e3m0_codec = by_block(e3m0)
 CODECS = {
-    "float32": float32_codec,
+    "float32": np.float32,
     "bfloat16": bfloat16_codec,
     "int8": int8_codec,
     "float4_e3m0": e3m0_codec,

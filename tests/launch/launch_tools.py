@@ -54,3 +54,10 @@ def called(folder, program):
     """(arguments, standard input) of the stand-in, or None."""
     path = folder / f"{program}.json"
     return json.loads(path.read_text()) if path.exists() else None
+
+
+def launch(script, arguments, folder, **environment):
+    """What the cluster's program was called with: (arguments, standard input)."""
+    done = run(script, arguments, folder, **environment)
+    assert done.returncode == 0, done.stderr
+    return called(folder, SCRIPTS[script][0])

@@ -20,9 +20,7 @@ ALL = {"QUEUE": "q", "TEXT_CLAIM": "my-text", "RESERVATION": "projects/p/reserva
 
 def launched(folder, variables, *arguments):
     """The manifest that kubectl got."""
-    done = tools.run("jobset_run", ["first", *arguments], folder, **variables)
-    assert done.returncode == 0, done.stderr
-    command, text = tools.called(folder, "kubectl")
+    command, text = tools.launch("jobset_run", ["first", *arguments], folder, **variables)
     assert command == ["create", "--namespace=default", "-f", "-"]
     return yaml.safe_load(text)
 
@@ -43,23 +41,16 @@ def faults(whole):
     return [fault.message for fault in jsonschema.Draft202012Validator(SCHEMA).iter_errors(whole)]
 
 
-def test_a_manifest_fits_the_schema_of_jobset(manifest, tmp_path):
+def test_a_manifest_fits_the_schema_of_jobset_and_one_with_a_mistake_does_not(manifest, tmp_path):
     """With every optional variable and without."""
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     assert faults(manifest[1]) == faults(launched(tmp_path, tools.TPU)) == []
-
-
-MISTAKES = [
-    lambda m: m.update(apiVersion="jobset.x-k8s.io/v1"),
-    lambda m: m["spec"]["failurePolicy"]["rules"][0].update(action="Fail"),
-    lambda m: m["spec"]["replicatedJobs"][0]["template"]["spec"].update(backofLimit=0),
-    lambda m: pod(m)["volumes"][0].update(emptyDirr={}),
-]
-
-
-def test_a_manifest_with_a_mistake_does_not_fit(manifest):
-    """The control of the test above."""
-    for mistake in MISTAKES:
+    for mistake in (
+        lambda m: m.update(apiVersion="jobset.x-k8s.io/v1"),
+        lambda m: m["spec"]["failurePolicy"]["rules"][0].update(action="Fail"),
+        lambda m: m["spec"]["replicatedJobs"][0]["template"]["spec"].update(backofLimit=0),
+        lambda m: pod(m)["volumes"][0].update(emptyDirr={}),
+    ):
         broken = copy.deepcopy(manifest[1])
         mistake(broken)
         assert len(faults(broken)) == 1
@@ -83,7 +74,7 @@ def test_codes_that_would_come_again_end_the_jobset_and_others_restart_it(manife
     assert not (final | {1}) & again
 
 
-def test_a_slice_is_a_job_on_nodes_of_its_kind(manifest):
+def test_a_slice_is_a_job_on_nodes_of_its_kind_with_shared_memory_and_the_text(manifest):
     kind, whole = manifest
     (replicated,) = whole["spec"]["replicatedJobs"]
     job, labels = replicated["template"]["spec"], pod(whole)["nodeSelector"]
@@ -101,6 +92,11 @@ def test_a_slice_is_a_job_on_nodes_of_its_kind(manifest):
     else:
         assert counted == (2, 2, 2) and limits == {"nvidia.com/gpu": 8}
         assert labels == {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
+    mounts = {m["name"]: m["mountPath"] for m in pod(whole)["containers"][0]["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod(whole)["volumes"]}
+    assert mounts == {"shm": "/dev/shm", "text": "/text"}
+    assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "16G"}
+    assert volumes["text"]["persistentVolumeClaim"] == {"claimName": "my-text", "readOnly": True}
 
 
 def test_the_topologies_are_those_the_project_compiles_for(monkeypatch):
@@ -120,21 +116,10 @@ def test_the_topologies_are_those_the_project_compiles_for(monkeypatch):
         assert hosts * 4 == math.prod(map(int, shape.split("x")))
 
 
-def test_pods_see_shared_memory_and_the_text(manifest):
-    mounts = {m["name"]: m["mountPath"] for m in pod(manifest[1])["containers"][0]["volumeMounts"]}
-    volumes = {volume["name"]: volume for volume in pod(manifest[1])["volumes"]}
-    assert mounts == {"shm": "/dev/shm", "text": "/text"}
-    assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "16G"}
-    assert volumes["text"]["persistentVolumeClaim"] == {"claimName": "my-text", "readOnly": True}
-
-
 def expanded(text, variables):
     """As Kubernetes does: $$ is $, $(NAME) a variable; another $ stays."""
-
-    def value(found):
-        return "$" if found[0] == "$$" else variables.get(found[1], found[0])
-
-    return re.sub(r"\$\$|\$\(([^)]*)\)", value, text)
+    known = {"$$": "$"} | {f"$({name})": value for name, value in variables.items()}
+    return re.sub(r"\$\$|\$\([^)]*\)", lambda found: known.get(found[0], found[0]), text)
 
 
 @pytest.mark.parametrize("kind", KINDS)

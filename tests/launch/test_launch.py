@@ -1,9 +1,13 @@
-"""The launch scripts: what is refused before anything is created, and what is called."""
+"""The launch scripts: what is refused before anything is created, what is called, and the flags of
+scripts/launch/xla_flags.env, which the compilers know.
+"""
 
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 
 import launch_tools as tools
 import pytest
@@ -13,7 +17,8 @@ from maxdiloco import errors
 
 @pytest.mark.parametrize("script", tools.SCRIPTS)
 def test_the_program_is_called_once_with_what_a_dry_run_prints(script, tmp_path):
-    """The control of every refusal below: these variables are enough."""
+    """The control of every refusal below: these variables are enough. One that is not there is
+    named."""
     program, variables = tools.SCRIPTS[script]
     arguments = ["first", "model_name=tiny", "mlp_activations=[silu, linear]"]
     dry = tools.run(script, arguments, tmp_path, **variables, DRY_RUN="1")
@@ -25,6 +30,13 @@ def test_the_program_is_called_once_with_what_a_dry_run_prints(script, tmp_path)
     line, _, manifest = dry.stdout.partition("\n")
     assert shlex.split(line.removeprefix("# ")) == [program, *command]
     assert manifest == text
+    (tmp_path / "bin").mkdir()  # on PATH alone: the program may be installed
+    for name in ("bash", "dirname"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name))
+    nowhere = {"PATH": str(tmp_path / "bin")}
+    done = tools.run(script, ["a"], tmp_path, **variables | nowhere)
+    assert done.returncode == 2
+    assert re.search(rf"{program} is not on PATH\. (Install|Run)", done.stderr)
 
 
 FAULTS = [
@@ -92,18 +104,6 @@ def test_a_launch_that_cannot_work_is_refused(script, arguments, changes, messag
     assert tools.called(tmp_path, program) is None
 
 
-@pytest.mark.parametrize("script", tools.SCRIPTS)
-def test_a_program_that_is_not_there_is_named(script, tmp_path):
-    program, variables = tools.SCRIPTS[script]
-    (tmp_path / "bin").mkdir()  # on PATH alone: the program may be installed
-    for name in ("bash", "dirname"):
-        (tmp_path / "bin" / name).symlink_to(shutil.which(name))
-    nowhere = {"PATH": str(tmp_path / "bin")}
-    done = tools.run(script, ["a"], tmp_path, **variables | nowhere)
-    assert done.returncode == 2
-    assert re.search(rf"{program} is not on PATH\. (Install|Run)", done.stderr)
-
-
 def test_the_variables_of_maxtexts_diloco_scripts_are_taken(tmp_path):
     """Names and values of src/maxtext/trainers/diloco/scripts/run_spmd_streaming_diloco.sh, but for
     the model, and a data set on gs://."""
@@ -118,9 +118,7 @@ def test_the_variables_of_maxtexts_diloco_scripts_are_taken(tmp_path):
         "DILOCO_COMM_OVERLAP_ALPHA": "0.5", "DILOCO_OUTER_LR": "0.3",
         "DILOCO_OUTER_MOMENTUM": "0.9", "DILOCO_USE_SEQUENTIAL_LAYERS": "false",
     }  # fmt: skip
-    done = tools.run("xpk_run", ["steps=40"], tmp_path, **variables)
-    assert done.returncode == 0, done.stderr
-    command, _ = tools.called(tmp_path, "xpk")
+    command, _ = tools.launch("xpk_run", ["steps=40"], tmp_path, **variables)
     expected = "--cluster=mlperf-v5p --project=my-project --zone=europe-west4-b --num-slices=2 "
     expected += "--workload=dlco-resm-01 --tpu-type=v5p-16 --docker-image=gcr.io/p/i:1 "
     expected += "--reservation=cloudtpu-2"
@@ -142,9 +140,7 @@ def test_xpk_gets_the_training_command_whole(tmp_path):
     Kubernetes makes $$ a $."""
     arguments = ["first", "configs/quickstart.yml", "mlp_activations=[silu, linear]"]
     arguments += ["sample_prompt=$(touch x) $$ `y` 'z'"]
-    done = tools.run("xpk_run", arguments, tmp_path, **tools.XPK, STORAGE="my-text")
-    assert done.returncode == 0, done.stderr
-    command, _ = tools.called(tmp_path, "xpk")
+    command, _ = tools.launch("xpk_run", arguments, tmp_path, **tools.XPK, STORAGE="my-text")
     assert command[:2] == ["workload", "create"]
     assert "--storage=my-text" in command
     codes = f"{errors.LostPeerError.exit_code},{errors.SaveError.exit_code}"
@@ -162,9 +158,8 @@ def test_xpk_gets_the_training_command_whole(tmp_path):
 
 def test_slurm_gets_a_component_for_each_partition(tmp_path):
     variables = tools.SLURM | {"PARTITIONS": "east west", "NUM_SLICES": "4", "TIME": "1-00:00:00"}
-    done = tools.run("slurm_run", ["first", "steps=3"], tmp_path, **variables, NODES_PER_SLICE="3")
-    assert done.returncode == 0, done.stderr
-    command, _ = tools.called(tmp_path, "sbatch")
+    variables |= {"NODES_PER_SLICE": "3"}
+    command, _ = tools.launch("slurm_run", ["first", "steps=3"], tmp_path, **variables)
     component = ["--job-name=first", "--nodes=6", "--ntasks-per-node=1", "--signal=TERM@180"]
     component += ["--gpus-per-node=8", "--partition={}", "--time=1-00:00:00"]
     script = command.index(str(tools.ROOT / "scripts/launch/train.sbatch"))
@@ -182,3 +177,55 @@ def test_on_slurm_the_environment_of_the_trainer_counts_and_in_pods_it_does_not(
     done = tools.run("slurm_run", ["a"], tmp_path, **tools.SLURM, **wrong)
     assert (done.returncode, "steps=x" in done.stderr) == (2, True)
     assert tools.run("xpk_run", ["a"], tmp_path, **tools.XPK, **wrong).returncode == 0
+
+
+# -- xla_flags.env ------------------------------------------------------------------------------
+
+FILE = tools.ROOT / "scripts/launch/xla_flags.env"
+
+
+@pytest.fixture
+def compiler_flags(monkeypatch):
+    monkeypatch.syspath_prepend(str(tools.ROOT / "scripts/launch"))
+    import compiler_flags
+
+    return compiler_flags
+
+
+def python(code, **environ):
+    environ = os.environ | {"PYTHONPATH": str(tools.ROOT), "JAX_PLATFORMS": "cpu"} | environ
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_bash_and_the_launch_scripts_read_the_same_flags(compiler_flags, tmp_path):
+    """A line that is no flag is named."""
+    for hardware, name in compiler_flags.OF.items():
+        faults = []
+        found = compiler_flags.read(str(FILE), hardware, faults)
+        code = f'{name}=; . {FILE}; echo "${name}"'
+        sourced = subprocess.run(["bash", "-euc", code], capture_output=True, text=True)
+        assert (found, faults) == (sourced.stdout.strip(), []) and found.startswith("--")
+    (tmp_path / "f").write_text('# a\nXLA_FLAGS+=" --a=b"\nXLA_FLAGS=--c=d\n')
+    assert compiler_flags.read(str(tmp_path / "f"), "gpu", faults) == "--a=b"
+    (fault,) = faults
+    assert re.search(r"line 3 is no flag: XLA_FLAGS=--c=d\. Write it as", fault)
+    assert compiler_flags.read("none", "gpu", []) == ""
+
+
+def test_the_pinned_jaxlib_knows_the_flags_of_gpus(compiler_flags):
+    """XLA reads all of XLA_FLAGS on any platform, and refuses what it does not know."""
+    code = "import jax; print(jax.devices()[0].platform)"
+    known = python(code, XLA_FLAGS=compiler_flags.read(str(FILE), "gpu", []))
+    assert known.stdout == "cpu\n", known.stderr
+    assert "Unknown flag" in python(code, XLA_FLAGS="--xla_gpu_no_such_flag=1").stderr
+
+
+@pytest.mark.tpu_aot
+def test_the_pinned_libtpu_knows_the_flags_of_tpus(compiler_flags):
+    code = "from maxdiloco.aot import topology; print(len(topology.devices('v5e-4', 2)))"
+    known = python(code, LIBTPU_INIT_ARGS=compiler_flags.read(str(FILE), "tpu", []))
+    assert known.stdout == "8\n", known.stderr
+    unknown = python(code, LIBTPU_INIT_ARGS="--megascale_no_such_flag=1")
+    assert "Unknown command line flag" in unknown.stderr
