@@ -11,6 +11,7 @@ import hypothesis
 import jax
 import jaxlib
 import pytest
+from durations import pytest_addoption, pytest_configure  # noqa: F401  hooks
 
 pytest_plugins = ["pytester"]
 
