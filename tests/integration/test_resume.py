@@ -88,7 +88,7 @@ def test_another_number_of_replicas_takes_over_parameters_and_place(
     code = tools.run(tmp_path, "finished", **keys, checkpoint_period=1, steps=tools.STEPS + 2)
     assert code == 0
     out = capfd.readouterr().out
-    assert f"\nreplicas 2 -> {M}: replica r goes on from what was replica r mod 2.\n" in out
+    assert f"\nreplicas 2 -> {M}: replica r goes on from what was replica r mod 2." in out
 
     before = tools.arrays(finished, tools.STEPS)
     after = tools.arrays(tmp_path / "finished", tools.STEPS + 1)
