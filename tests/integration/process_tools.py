@@ -20,25 +20,13 @@ AS_USERS = {"XLA_FLAGS": ""}
 FEW_PASSES = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 # Two slices of two devices; one layer; small enough to compile in seconds.
-TINY = {
-    "model_name": "tiny",
-    "override_model_config": "true",
-    "base_emb_dim": "16",
-    "base_num_decoder_layers": "1",
-    "base_mlp_dim": "32",
-    "base_num_query_heads": "2",
-    "base_num_kv_heads": "1",
-    "head_dim": "8",
-    "dataset_type": "synthetic",
-    "max_target_length": "16",
-    "per_device_batch_size": "1",
-    "hardware": "cpu",
-    "dcn_diloco_parallelism": "2",
-    "ici_fsdp_parallelism": "2",
-    "diloco_sync_period": "2",
-    "log_period": "1",
-    "enable_tensorboard": "false",
-}
+FLAGS = (
+    "model_name=tiny override_model_config=true base_emb_dim=16 base_num_decoder_layers=1 "
+    "base_mlp_dim=32 base_num_query_heads=2 base_num_kv_heads=1 head_dim=8 dataset_type=synthetic "
+    "max_target_length=16 per_device_batch_size=1 hardware=cpu dcn_diloco_parallelism=2 "
+    "ici_fsdp_parallelism=2 diloco_sync_period=2 log_period=1 enable_tensorboard=false"
+)
+TINY = dict(flag.split("=") for flag in FLAGS.split())
 
 
 def flags(changes):

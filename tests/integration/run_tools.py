@@ -5,7 +5,6 @@ they leave: rows of metrics.jsonl and checkpoints.
 import json
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 
@@ -19,32 +18,18 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 WAIT_S = 300  # far above what a start takes on a busy machine
 
 # Two replicas on two devices, rounds of four steps, a schedule that does not depend on the length.
-TINY = {
-    "hardware": "cpu",
-    "dcn_diloco_parallelism": 2,
-    "ici_fsdp_parallelism": 1,
-    "dataset_type": "synthetic",
-    "vocab_size": 32,
-    "base_emb_dim": 16,
-    "base_num_decoder_layers": 2,
-    "base_mlp_dim": 32,
-    "base_num_query_heads": 2,
-    "base_num_kv_heads": 2,
-    "head_dim": 8,
-    "max_target_length": 16,
-    "per_device_batch_size": 2,
-    "remat_policy": "none",
-    "learning_rate": 1e-2,
-    "learning_rate_schedule_steps": 100,
-    "diloco_sync_period": 4,
-    "log_period": 1,
-    "checkpoint_period": 5,
-    "async_checkpointing": "false",
-    "enable_tensorboard": "false",
-    # A pipe holds the output of 30 steps: a child that nobody reads cannot reach the last one. And
-    # 62 is no multiple of the period, so the replicas differ in the end.
-    "steps": 62,
-}
+FLAGS = (
+    "hardware=cpu dcn_diloco_parallelism=2 ici_fsdp_parallelism=1 dataset_type=synthetic "
+    "vocab_size=32 base_emb_dim=16 base_num_decoder_layers=2 base_mlp_dim=32 "
+    "base_num_query_heads=2 base_num_kv_heads=2 head_dim=8 max_target_length=16 "
+    "per_device_batch_size=2 remat_policy=none learning_rate=1e-2 diloco_sync_period=4 "
+    "learning_rate_schedule_steps=100 log_period=1 checkpoint_period=5 async_checkpointing=false "
+    "enable_tensorboard=false"
+)
+# A pipe holds the output of 30 steps: a child that nobody reads cannot reach the last one. And 62
+# is no multiple of the period, so the replicas differ in the end.
+STEPS = 62
+TINY = dict(flag.split("=") for flag in FLAGS.split()) | {"steps": STEPS}
 
 
 def arguments(folder, name, **keys):
@@ -67,12 +52,12 @@ def refused(capfd, program, argv):
     return code, line
 
 
-class Child:
+class Child(subprocess.Popen):
     """A run in a process of its own, which waits when its output is not read."""
 
     def __init__(self, folder, name, **keys):
         self.text = ""
-        self._popen = subprocess.Popen(
+        super().__init__(
             [sys.executable, "-m", "maxdiloco.train", *arguments(folder, name, **keys)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -84,42 +69,23 @@ class Child:
             pipesize=4096,
         )
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, exception, traceback):
-        self._popen.kill()
-        self._popen.wait()
-        self._popen.stdout.close()
+    def __exit__(self, *exception):
+        self.kill()
+        super().__exit__(*exception)
 
     def until(self, words):
         """Read the output as far as the line with these words."""
-        for line in self._popen.stdout:
+        for line in self.stdout:
             self.text += line
             if words in line:
                 return
         raise AssertionError(f"ended without {words!r}:\n{self.text}")
 
-    def send(self, number):
-        self._popen.send_signal(number)
-
-    def lives(self):
-        return self._popen.poll() is None
-
-    def close_output(self):
-        """Read no more, and let the child know."""
-        self._popen.stdout.close()
-
     def end(self):
         """Read to the end; the exit code, negative for a signal that killed it."""
-        if not self._popen.stdout.closed:
-            self.text += self._popen.stdout.read()
-        return self._popen.wait(WAIT_S)
-
-    def kill(self):
-        """kill -9 to a process that has not ended."""
-        self.send(signal.SIGKILL)
-        assert self.end() == -signal.SIGKILL
+        if not self.stdout.closed:
+            self.text += self.stdout.read()
+        return self.wait(WAIT_S)
 
 
 def rows(run_folder):
@@ -146,7 +112,7 @@ def arrays(run_folder, step):
     """{item and leaf: array} of all items of a checkpoint, on no mesh."""
     found = {}
     for item in sorted((run_folder / "checkpoints" / str(step)).iterdir()):
-        if item.name == "meta" or not item.is_dir():
+        if item.name in ("meta", "tokenizer") or not item.is_dir():
             continue
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
             tree = reader.metadata(item).item_metadata.tree

@@ -1,6 +1,6 @@
 """Small trainers in every mode and on every wire, for tests in one process and in several.
 
-    # R replicas
+# R replicas
 """
 
 import functools
@@ -45,17 +45,16 @@ def numbers():
     return draw(1.0), [draw(0.1, M) for _ in range(STEPS)]
 
 
-def made(mode, wire, slots, num_fragments=3, compiled=lambda name: None, **options):
+def made(mode, wire, slots, **options):
     """A trainer on `slots` emulated slices of two devices. options: of DiLoCo."""
     return DiLoCo(
         inner_step,
         num_replicas=options.pop("num_replicas", M),
         sync_period=H,
-        num_fragments=num_fragments,
+        num_fragments=3,
         exchange_dtype=wire,
         layer_axis={"embed": None, "kernel": 0},
         mesh=Mesh(np.array(jax.devices()[: 2 * slots]).reshape(slots, 2), ("diloco", "fsdp")),
-        on_compile=lambda name, *_: compiled(name.partition(" [")[0]),
         **MODES[mode],
         **options,
     )
@@ -102,8 +101,8 @@ def poisoned(algorithm, first, bad):
 def digests(state):
     """{what, and which part of it a device of this process holds: hash of its bits}."""
     found = {}
-    trees = {"params": state.params, "outer": state.outer, "outer_opt": state.outer_opt}
-    trees["residual"] = state.residual
+    names = ("params", "outer", "outer_opt", "bad", "sizes", "residual", "residual_norm_R")
+    trees = {name: getattr(state, name) for name in names}
     for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
         for shard in leaf.addressable_shards:
             name = f"{jax.tree_util.keystr(path)} {shard.index}"

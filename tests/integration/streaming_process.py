@@ -1,7 +1,10 @@
-"""One of several processes that train the trainers of streaming.py, each until its NaN stops it.
+"""One of several processes that train the trainers of streaming.py.
 
-Prints a JSON object for each mode: the error, and digests of what this process's devices hold
-after every step. Ends with the last of the errors, as train.py would.
+usage: streaming_process.py SLOTS REPLICAS [MODE:WIRE[:OUTER_MEMORY] ...]
+
+Each case with both carriers, whose bits are compared after every step. Without one, every mode
+until its NaN stops it: a JSON object for each has the error, and digests of what this process's
+devices hold after every step; the last of the errors ends the process, as it would end train.py.
 """
 
 import json
@@ -13,17 +16,36 @@ import streaming
 
 from maxdiloco.command_line import guarded
 from maxdiloco.errors import NumericsError
-from maxdiloco.processes import distributed
+from maxdiloco.processes import distributed, run_links
 
 
 @guarded
 def main(argv):
-    """Every mode of streaming.STOPS; returns no exit code, since each ends in an error."""
-    jax.config.update("jax_num_cpu_devices", 2)
+    """0 when both carriers had the same bits in every case."""
+    slots, replicas, *cases = argv
+    jax.config.update("jax_num_cpu_devices", 2 * int(slots) // int(os.environ["JAX_NUM_PROCESSES"]))
     with distributed.processes(os.environ, timeout_s=200, peer_timeout_s=100):
-        for mode in streaming.STOPS:
-            error = stopped(mode)
-        raise error
+        if not cases:
+            raise [stopped(mode) for mode in streaming.STOPS][-1]
+        where = dict(port=0, interface="", fingerprint="test", timeout_s=100)
+        with run_links.opened(**where) as links:
+            for case in cases:
+                compared(int(slots), int(replicas), links, *case.split(":"))
+    return 0
+
+
+def compared(slots, replicas, links, mode, wire, memory="device"):
+    """Print what `take` has brought and whether it is the same, step by step."""
+    found = {}
+    for carrier in ("program", "host"):
+        options = dict(exchange_carrier=carrier, links=links, num_replicas=replicas)
+        algorithm = streaming.made(mode, wire, slots, outer_memory=memory, **options)
+        first = algorithm.init(streaming.placed(algorithm.mesh), ())
+        found[carrier] = list(map(streaming.digests, streaming.steps(algorithm, first)))
+        algorithm.close()
+    assert found["host"] == found["program"], (mode, wire)
+    sent = sum(traffic.payload_sent for traffic in links.traffic().values())
+    print(f"equal {mode} {wire} {memory}: {sent} bytes sent", flush=True)
 
 
 def stopped(mode):

@@ -34,19 +34,12 @@ pytestmark = pytest.mark.usefixtures("programs")
 # off makes 3e-4 or more (test_a_setting_that_is_slightly_off_shows).
 TOLERANCE = 3e-6
 
+NESTEROV = dict(outer_lr=0.5, outer_momentum=0.6)
+ADAM = dict(outer_lr=0.2, outer_momentum=0.8, adam_b2=0.9, adam_eps=0.05)
 OUTER = {  # name: (settings of the oracle, arguments of the library class)
-    "nesterov": (
-        dict(outer="nesterov", outer_lr=0.5, outer_momentum=0.6),
-        lambda: dict(outer_lr=0.5, outer_momentum=0.6),
-    ),
-    "sgd": (
-        dict(outer="sgd", outer_lr=0.5, outer_momentum=0.0),
-        lambda: dict(outer_optimizer=optax.sgd(0.5)),
-    ),
-    "adam": (
-        dict(outer="adam", outer_lr=0.2, outer_momentum=0.8, adam_b2=0.9, adam_eps=0.05),
-        lambda: dict(outer_optimizer=optax.adam(0.2, b1=0.8, b2=0.9, eps=0.05)),
-    ),
+    "nesterov": (NESTEROV, NESTEROV),
+    "sgd": (dict(outer_lr=0.5, outer_momentum=0.0), dict(outer_optimizer=optax.sgd(0.5))),
+    "adam": (ADAM, dict(outer_optimizer=optax.adam(0.2, b1=0.8, b2=0.9, eps=0.05))),
 }
 
 
@@ -111,11 +104,8 @@ def pairs_of(cases: list[Case]) -> np.ndarray:
 
 
 def sample(cases: list[Case], count: int) -> list[Case]:
-    """`count` cases, the same ones every time, that hold all pairs about equally often.
-
-    Greedy: the next case is the one whose pairs were taken least, where a pair taken n times
-    weighs 4^-n.
-    """
+    """`count` cases, the same ones every time, that hold all pairs about equally often. Greedy: the
+    next case is the one whose pairs were taken least, where a pair taken n times weighs 4^-n."""
     pairs = pairs_of(cases)
     weight = np.ones(pairs.max() + 1)
     chosen: list[int] = []
@@ -153,6 +143,7 @@ def oracle_settings(c: Case) -> Settings:
         sequential=c.layers == "sequential",
         num_nonlayer=c.k,
         kinds=tuple(kind for _, kind in TREES[c.tree].values()),
+        outer=c.outer,
         **OUTER[c.outer][0],
     )
 
@@ -170,7 +161,7 @@ def library(c: Case, problem: Problem, **more: Any):
         sequential_layers=c.layers == "sequential",
         num_nonlayer_fragments=c.k,
         layer_axis=layer_axis(problem.tree),
-        **OUTER[c.outer][1](),
+        **OUTER[c.outer][1],
         **more,
     )
 
@@ -189,16 +180,10 @@ def first_difference(c: Case, tolerance: float = TOLERANCE) -> str | None:
     """None, or where the library class leaves the oracle first, with both values."""
     tiny, steps = problem(c.tree), 3 * c.H + 2
     both = zip(
-        train(library(c, tiny), tiny, steps),
-        simulate(oracle_settings(c), tiny, steps),
-        strict=True,
+        train(library(c, tiny), tiny, steps), simulate(oracle_settings(c), tiny, steps), strict=True
     )
     for t, (ours, theirs) in enumerate(both, start=1):
-        what = [
-            "distance",
-            *(f"replicas.{n}" for n in tiny.tree),
-            *(f"theta.{n}" for n in tiny.tree),
-        ]
+        what = ["distance", *(f"{of}.{n}" for of in ("replicas", "theta") for n in tiny.tree)]
         flat = [[distances, *replicas, *theta] for distances, replicas, theta in (ours, theirs)]
         for name, got, expected in zip(what, *flat, strict=True):
             assert got.shape == expected.shape, f"{name}: {got.shape}, not {expected.shape}"
@@ -229,30 +214,18 @@ def test_every_step_equals_the_oracle(case):
 BASE = Case(4, "mixed", 2, 4, 7, 1, "none", 0.25, "nesterov", "even", "strided")
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        dict(num_replicas=3),
-        dict(sync_period=8),
-        dict(num_fragments=3),
-        dict(num_nonlayer=1),
-        dict(overlap_steps=2),
-        dict(overlap_steps=0),
-        dict(alpha=0.3),
-        dict(outer="sgd"),
-        dict(outer_lr=0.55),
-        dict(outer_momentum=0.55),
-        dict(offsets=(0, 1, 3, 6)),
-        dict(sequential=True),
-        dict(overlap_steps=0, outer_overlap="delayed"),
-        dict(overlap_steps=0, outer_overlap="eager"),
-    ],
-    ids=str,
-)
+AT_ONCE = dict(overlap_steps=0)
+CHANGED = dict(num_replicas=3, sync_period=8, num_fragments=3, num_nonlayer=1, overlap_steps=2)
+CHANGED |= dict(alpha=0.3, outer="sgd", outer_lr=0.55, outer_momentum=0.55, sequential=True)
+CHANGED |= dict(offsets=(0, 1, 3, 6))
+ONE_OFF = [AT_ONCE, *({name: value} for name, value in CHANGED.items())]
+ONE_OFF += [AT_ONCE | dict(outer_overlap=overlap) for overlap in ("delayed", "eager")]
+
+
+@pytest.mark.parametrize("changed", ONE_OFF, ids=str)
 def test_a_setting_that_is_slightly_off_shows(changed):
     """Control of the comparison: two oracles one setting apart differ by 100 tolerances."""
-    settings = oracle_settings(BASE)
-    tiny = problem(BASE.tree)
+    settings, tiny = oracle_settings(BASE), problem(BASE.tree)
     one, other = (
         list(simulate(s, tiny, 23))[-1]
         for s in (settings, dataclasses.replace(settings, **changed))

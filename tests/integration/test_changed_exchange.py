@@ -1,5 +1,6 @@
 """A run that goes on with another schedule, partition, mode or wire: the oracle that switches."""
 
+import copy
 import dataclasses
 
 import jax
@@ -34,14 +35,10 @@ class Switching(Oracle):
             )
             self.outer_states = [OuterState(first, second, self.outer_states[0].count)]
         if was < now:
-            (theta,), (state,) = self.thetas, self.outer_states
-            self.thetas = [[x.copy() for x in theta] for _ in range(now)]
-            self.outer_states = [
-                OuterState([x.copy() for x in state.first], [x.copy() for x in state.second], [])
-                for _ in range(now)
-            ]
-            for each in self.outer_states:
-                each.count = list(state.count)
+            self.thetas, self.outer_states = (
+                [copy.deepcopy(one) for _ in range(now)]
+                for (one,) in (self.thetas, self.outer_states)
+            )
         for each in self.outer_states:
             each.count = [each.count[0]] * s.num_fragments
         self.s, self.dropped_until = s, self.t
@@ -108,16 +105,15 @@ CASES = {
 }
 
 
+def steps_of(before, after, at):
+    return before, after, at, at + 2 * after.H + 1
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_changed_run_equals_the_oracle_that_switches_there(name):
     """After every step: the new schedule, theta and momentum of every value, nothing in flight."""
-    before, after, at = CASES[name]
-    steps = at + 2 * after.H + 1
-    both = zip(
-        switched_library(before, after, at, steps),
-        switched_oracle(before, after, at, steps),
-        strict=True,
-    )
+    case = steps_of(*CASES[name])
+    both = zip(switched_library(*case), switched_oracle(*case), strict=True)
     apart = [difference(ours, theirs) for ours, theirs in both]
     assert max(apart) <= TOLERANCE, f"step {1 + int(np.argmax(np.array(apart) > TOLERANCE))}"
 
@@ -125,10 +121,11 @@ def test_a_changed_run_equals_the_oracle_that_switches_there(name):
 @pytest.mark.parametrize("name", ["H_P_tau", "from_eager"])
 def test_an_oracle_that_does_not_switch_or_forgets_the_momentum_shows(name):
     """Control of the comparison above."""
-    before, after, at = CASES[name]
-    steps = at + 2 * after.H + 1
-    right = list(switched_oracle(before, after, at, steps))[-1]
-    assert difference(list(switched_oracle(before, before, at, steps))[-1], right) > 1e-3
-    forgetful = after._replace(outer="sgd")
+    before, after, at, steps = steps_of(*CASES[name])
     assert OUTER["sgd"][0]["outer_momentum"] == 0
-    assert difference(list(switched_oracle(before, forgetful, at, steps))[-1], right) > 1e-3
+    right, same, forgetful = (
+        list(switched_oracle(before, other, at, steps))[-1]
+        for other in (after, before, after._replace(outer="sgd"))
+    )
+    assert difference(same, right) > 1e-3
+    assert difference(forgetful, right) > 1e-3

@@ -25,10 +25,8 @@ PROGRAMS = 8  # inner, inner + exchange, two packs, two merges, watch, init
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory, programs):
-    """The folder of a run of KEYS that compiled its own programs.
-
-    JAX's cache has them now, and so has this process: from there, by another run of them.
-    """
+    """The folder of a run of KEYS that compiled its own programs. JAX's cache has them now, and so
+    has this process: from there, by another run of them."""
     folder = tmp_path_factory.mktemp("own")
     with run_tools.Child(folder, "own", **KEYS) as child:
         assert child.end() == 0, child.text
@@ -50,13 +48,9 @@ def arguments(folder, **keys):
     return run_tools.arguments(folder, "run", **KEYS | keys)
 
 
-def test_another_process_computes_the_same_bits_without_compiling(
-    own, file, tmp_path, monkeypatch
-):
-    """The run that compiled its own leaves the same checkpoint and the same rows.
-
-    Sets are ordered otherwise there, and the text of a program must not be.
-    """
+def test_another_process_computes_the_same_bits_without_compiling(own, file, tmp_path, monkeypatch):
+    """The run that compiled its own leaves the same checkpoint and the same rows. Sets are ordered
+    otherwise there, and the text of a program must not be."""
     monkeypatch.setenv("PYTHONHASHSEED", "7" if os.environ.get("PYTHONHASHSEED") != "7" else "8")
     with run_tools.Child(tmp_path, "loaded", **KEYS, compiled_trainstep_file=file) as child:
         assert child.end() == 0, child.text
@@ -78,28 +72,32 @@ def test_keys_that_change_no_program_of_the_steps_may_differ(file, tmp_path, cap
     assert re.findall(r"compiled (\w+) ", out) == ["programs", "evaluate"]
 
 
+def refusal(capsys, folder, **keys):
+    """The line that a run of KEYS with these is refused with."""
+    assert train.main(arguments(folder, **keys)) == 2
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    assert line.startswith(
+        f"ConfigError: compiled_trainstep_file={keys['compiled_trainstep_file']}"
+    )
+    return line, said.out
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("change", "names", "difference"),
+    ("key", "before", "now", "names"),
     [
-        (dict(nan_policy="skip"), "inner, inner + exchange", "nan_policy=stop, here skip"),
-        (
-            dict(communication_overlapping_alpha=0.5),
-            "merge [2 leaves], merge [2 layers, 11 leaves]",
-            "communication_overlapping_alpha=0.0, here 0.5",
-        ),
+        ("nan_policy", "stop", "skip", "inner, inner + exchange"),
+        ("communication_overlapping_alpha", 0.0, 0.5, "merge [2 leaves], merge [2 layers, 11 leav"),
     ],
 )
 def test_a_program_of_another_text_is_refused_by_name(
-    file, tmp_path, capsys, change, names, difference
+    file, tmp_path, capsys, key, before, now, names
 ):
-    assert train.main(arguments(tmp_path, compiled_trainstep_file=file, **change)) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(
-        f"ConfigError: compiled_trainstep_file={file} was compiled for another program {names}. "
-        f"Its keys that differ: base_output_directory={file.parent}, here {tmp_path}; "
-    )
-    assert f"; {difference}" in line
+    line, _ = refusal(capsys, tmp_path, compiled_trainstep_file=file, **{key: now})
+    assert f" was compiled for another program {names}" in line
+    assert f". Its keys that differ: base_output_directory={file.parent}, here {tmp_path}; " in line
+    assert f"; {key}={before}, here {now}" in line
     assert line.endswith("Compile it again with maxdiloco.train_compile, or leave the file out.")
 
 
@@ -114,15 +112,6 @@ def test_other_flags_of_the_compiler_are_told(file, monkeypatch):
     ]
 
 
-def test_other_devices_are_refused_before_anything_is_built(file, tmp_path, capsys):
-    change = dict(dcn_diloco_parallelism=1, num_diloco_replicas=2)
-    assert train.main(arguments(tmp_path, compiled_trainstep_file=file, **change)) == 2
-    said = capsys.readouterr()
-    (line,) = said.err.splitlines()
-    assert "was compiled for devices=2, but this run has devices=1. Compile it again" in line
-    assert "model: " not in said.out and not (tmp_path / "run").exists()
-
-
 def rewritten(path, target, old, new):
     """A copy of the file with other words in its manifest."""
     with zipfile.ZipFile(path) as archive, zipfile.ZipFile(target, "w") as copy:
@@ -132,50 +121,46 @@ def rewritten(path, target, old, new):
                 assert old in data
                 data = data.replace(old, new)
             copy.writestr(name, data)
-    return target
 
 
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        (b'"jaxlib": "', b'"jaxlib": "9', "was compiled with jaxlib=9"),
-        (b'"processor": "', b'"processor": "f', "was compiled for processor=f"),
-        (b'"inner + exchange"', b'"other"', "for another program inner + exchange. Its keys"),
-        (b'"format": 3', b'"format": 2', "has no programs, or those of another maxdiloco"),
+        (b'"jaxlib": "', b'"jaxlib": "9', " was compiled with jaxlib=9"),
+        (b'"processor": "', b'"processor": "f', " was compiled for processor=f"),
+        (b'"inner + exchange"', b'"other"', " for another program inner + exchange. Its keys"),
+        (b'"format": 3', b'"format": 2', " has no programs, or those of another maxdiloco"),
+        ("whole", "cut", " cannot be read: not a whole file of compiled programs. Make it again"),
+        ("file", "no file", " cannot be read: No such file or directory. Make it with"),
     ],
 )
-def test_a_file_of_other_software_is_refused(file, tmp_path, capsys, old, new, words):
-    other = rewritten(file, tmp_path / "other.zip", old, new)
-    assert train.main(arguments(tmp_path, compiled_trainstep_file=other)) == 2
-    assert words in capsys.readouterr().err
+def test_a_file_of_other_software_not_whole_or_not_there_is_refused(
+    file, tmp_path, capsys, old, new, words
+):
+    other = tmp_path / "other.zip"
+    if new == "cut":
+        other.write_bytes(file.read_bytes()[:-100])
+    elif new != "no file":
+        rewritten(file, other, old, new)
+    assert words in refusal(capsys, tmp_path, compiled_trainstep_file=other)[0]
 
 
-def test_a_file_that_is_not_whole_or_not_there_is_refused(file, tmp_path, capsys):
-    cut = tmp_path / "cut.zip"
-    cut.write_bytes(file.read_bytes()[:-100])
-    for path, words in (
-        (cut, "cannot be read: not a whole file of compiled programs. Make it again"),
-        (tmp_path / "absent", "cannot be read: No such file or directory. Make it with"),
-    ):
-        assert train.main(arguments(tmp_path, compiled_trainstep_file=path)) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"ConfigError: compiled_trainstep_file={path} {words}")
+def test_other_devices_are_refused_before_anything_is_built(file, tmp_path, capsys):
+    change = dict(dcn_diloco_parallelism=1, num_diloco_replicas=2)
+    line, out = refusal(capsys, tmp_path, compiled_trainstep_file=file, **change)
+    assert "was compiled for devices=2, but this run has devices=1. Compile it again" in line
+    assert "model: " not in out and not (tmp_path / "run").exists()
 
 
 def test_programs_that_others_may_have_written_are_refused(file, tmp_path, capsys, monkeypatch):
     """Loading them runs them. What train_compile wrote is one's own, whatever the umask."""
     assert file.stat().st_mode & 0o022 == 0 and file.stat().st_uid == os.geteuid()
 
-    def refusal(path):
-        assert train.main(arguments(tmp_path, compiled_trainstep_file=path)) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        return line
-
     other = tmp_path / "other.zip"
     other.write_bytes(file.read_bytes())
     for mode in (0o664, 0o646):
         other.chmod(mode)
-        line = refusal(other)
+        line, _ = refusal(capsys, tmp_path, compiled_trainstep_file=other)
         assert f"compiled_trainstep_file={other} may be written by others (mode {mode:o})" in line
         assert f"If you trust it, run chmod go-w {other}, or leave it out." in line
     other.chmod(0o644)
@@ -183,15 +168,14 @@ def test_programs_that_others_may_have_written_are_refused(file, tmp_path, capsy
         assert "manifest.json" in archive.namelist()
     owner = os.geteuid()
     os.chown(other, owner + 1, -1) if owner == 0 else monkeypatch.setattr(os, "geteuid", lambda: -1)
-    assert f"belongs to user {other.stat().st_uid}, and a program runs what is" in refusal(other)
+    line, _ = refusal(capsys, tmp_path, compiled_trainstep_file=other)
+    assert f"belongs to user {other.stat().st_uid}, and a program runs what is" in line
 
 
 def test_a_place_that_cannot_be_written_is_one_line_before_anything_compiles(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    for key, path in (
-        ("compiled_trainstep_file", tmp_path / "file" / "programs.zip"),
-        ("report", tmp_path / "file" / "report.json"),
-    ):
+    for key in ("compiled_trainstep_file", "report"):
+        path = tmp_path / "file" / "programs.zip"
         assert train_compile.main(arguments(tmp_path, **{key: path})) == 2
         said = capsys.readouterr()
         (line,) = said.err.splitlines()

@@ -6,12 +6,11 @@ import json
 import numpy as np
 import pytest
 import run_tools as tools
-from etils import epath
 from safetensors.numpy import load_file
 
 from maxdiloco import evaluate, generate, hf, train
 from maxdiloco import tokenizer as tokenizer_program
-from maxdiloco.checkpoint import by_part, find
+from maxdiloco.checkpoint import find
 from maxdiloco.data import pipeline
 from maxdiloco.data.prepared.at_start import prepare_sources
 from maxdiloco.evaluation import eval_stored, eval_texts
@@ -19,26 +18,14 @@ from maxdiloco.evaluation import eval_stored, eval_texts
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-pytestmark = [
-    pytest.mark.xdist_group("torch"),
-    pytest.mark.usefixtures("programs"),
-]
+pytestmark = [pytest.mark.xdist_group("torch"), pytest.mark.usefixtures("programs")]
 
 TEXT = "".join(f"the cat number {i} sat on mat {i * 7 % 13}, and why not?\n" for i in range(400))
 PROMPT = "the cat number 3"
-RUN = tools.TINY | {
-    "base_num_kv_heads": 1,
-    "dataset_type": "text",
-    "vocab_size": -1,
-    "tokenizer_type": "huggingface",
-    "max_target_length": 48,
-    "per_device_batch_size": 4,
-    "diloco_sync_period": 5,
-    "steps": 22,  # between rounds: the replicas differ
-    "log_period": 11,
-    "eval_steps": 4,
-    "max_num_checkpoints_to_keep": 1,
-}
+RUN = tools.TINY | dict(dataset_type="text", vocab_size=-1, tokenizer_type="huggingface")
+RUN |= dict(max_target_length=48, per_device_batch_size=4, diloco_sync_period=5, eval_steps=4)
+RUN |= dict(base_num_kv_heads=1, log_period=11, max_num_checkpoints_to_keep=1)
+RUN |= dict(steps=22)  # between rounds: the replicas differ
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +42,8 @@ def place(tmp_path_factory, programs):
 
 def run(place, name, **keys):
     """A run of 22 steps over two replicas; its folder."""
-    paths = {
-        "dataset_path": place / "text",
-        "eval_dataset_path": place / "text",
-        "tokenizer_path": place / "tok.json",
-    }
+    paths = dict(dataset_path=place / "text", eval_dataset_path=place / "text")
+    paths |= dict(tokenizer_path=place / "tok.json")
     assert tools.run(place, name, **RUN | paths | keys) == 0
     return place / name
 
@@ -70,18 +54,20 @@ def trained(place):
     return run(place, "defaults")
 
 
-@pytest.fixture(scope="module")
-def exported(trained):
-    out = trained.parent / "exported"
-    assert hf.main(["export", str(trained), str(out)]) == 0
+def export(run, out, *options):
+    """The folder of its export."""
+    assert hf.main(["export", str(run), str(out), *options]) == 0
     return out
 
 
+@pytest.fixture(scope="module")
+def exported(trained):
+    return export(trained, trained.parent / "exported")
+
+
 def theirs(folder):
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
-    return model.eval()
+    how = dict(dtype=torch.float32, attn_implementation="eager")
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **how).eval()
 
 
 def greedy(folder, prompt, count):
@@ -108,9 +94,7 @@ def test_transformers_continue_a_prompt_with_the_same_text(trained, exported, ca
 @pytest.mark.full
 def test_the_evaluation_loss_is_that_of_transformers_on_the_same_tokens(trained, exported):
     """eval_steps=4 batches of 8 windows; each document of a window is a text of its own there.
-
-    Float32 sums of some 1,500 losses: 1e-5 of the mean.
-    """
+    Float32 sums of some 1,500 losses: 1e-5 of the mean."""
     report = trained.parent / "loss.json"
     assert evaluate.main([str(trained), f"report={report}"]) == 0
     ours = json.loads(report.read_text())["texts"][0]
@@ -133,27 +117,19 @@ def test_the_evaluation_loss_is_that_of_transformers_on_the_same_tokens(trained,
     assert total / tokens == pytest.approx(ours["loss"], rel=1e-5)
 
 
-def leaf(run, item, path):
-    meta = find.newest_meta(run, key="RUN")
-    checkpoint = max((run / "checkpoints").iterdir(), key=lambda p: int(p.name))
-    assert meta["num_replicas"] == 2
-    return by_part.Reader(epath.Path(checkpoint), item, [path]).read(path)
-
-
 def test_parameters_of_a_replica_and_the_mean_on_request(trained, exported, tmp_path):
     """The replicas differ, two steps after a round; outer parameters are neither."""
     name = "model.layers.1.mlp.down_proj.weight"
     found = {"outer": load_file(exported / "model.safetensors")[name].T}
     for parameters in ("replica_1", "mean"):
-        out = tmp_path / parameters
-        arguments = ["export", str(trained), str(out), f"parameters={parameters}"]
-        assert hf.main(arguments) == 0
+        out = export(trained, tmp_path / parameters, f"parameters={parameters}")
         found[parameters] = load_file(out / "model.safetensors")[name].T
-    path = "layers.mlp.w_out"
-    first, second = leaf(trained, "params", path)[:, 1]
+    saved = tools.arrays(trained, 22)
+    first, second = saved["params['layers']['mlp']['w_out']"][:, 1]
     np.testing.assert_array_equal(found["replica_1"], second)
     np.testing.assert_array_equal(found["mean"], (first + second) / np.float32(2))
-    np.testing.assert_array_equal(found["outer"], leaf(trained, "outer_params", path)[1])
+    theta = saved["outer_params['layers']['mlp']['w_out']"][1]
+    np.testing.assert_array_equal(found["outer"], theta)
     assert len({value.tobytes() for value in (first, *found.values())}) == 4
     assert hf.main(["export", str(trained), str(tmp_path / "x"), "parameters=replica_2"]) == 2
 
@@ -172,8 +148,7 @@ def test_a_run_goes_on_from_an_import_with_its_tokenizer(exported, place, capfd)
     output = capfd.readouterr()
     assert "with the outer parameters of" in output.out
     assert "another tokenizer" not in output.out + output.err
-    again = place / "again"
-    assert hf.main(["export", str(place / "more"), str(again)]) == 0
+    again = export(place / "more", place / "again")
     assert f"are those of {ours / 'huggingface'}" in capfd.readouterr().out
     before, after = (load_file(folder / "model.safetensors") for folder in (exported, again))
     assert before.keys() == after.keys()
@@ -186,8 +161,7 @@ def test_a_run_goes_on_from_an_import_with_its_tokenizer(exported, place, capfd)
 def test_a_run_on_bytes_is_exported_with_a_tokenizer_of_bytes(place, capfd):
     keys = dict(tokenizer_type="byte", tokenizer_path="", steps=3, vocab_size=384)
     folder = run(place, "bytes", **keys)
-    out = place / "bytes-exported"
-    assert hf.main(["export", str(folder), str(out)]) == 0
+    out = export(folder, place / "bytes-exported")
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     text = "Grüße \U0001f600\n\x00 end"
     assert tokenizer(text)["input_ids"] == [256, *text.encode()]
@@ -198,9 +172,9 @@ def test_a_run_on_bytes_is_exported_with_a_tokenizer_of_bytes(place, capfd):
 
 def test_an_eager_run_is_exported_as_the_mean_of_its_replicas_thetas(place):
     """The tied table is written as it is for the head. Seven steps of H=5: the thetas differ."""
-    folder, out = run(place, "eager", diloco_outer_overlap="eager", steps=7), place / "eager_out"
-    assert hf.main(["export", str(folder), str(out)]) == 0
-    theta_R = leaf(folder, "outer", "embedding")
+    folder = run(place, "eager", diloco_outer_overlap="eager", steps=7)
+    out = export(folder, place / "eager_out")
+    theta_R = tools.arrays(folder, 7)["outer['embedding']"]
     assert np.any(theta_R[0] != theta_R[1])
     head = load_file(out / "model.safetensors")["lm_head.weight"]
     mean = (theta_R[0] + theta_R[1]) / np.float32(2)

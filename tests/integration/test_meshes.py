@@ -1,9 +1,17 @@
-"""The mesh says where the numbers are computed, not which."""
+"""The mesh, and the memory of the optimizer's state, say where numbers are computed, not which."""
 
+import shutil
+
+import jax
 import numpy as np
 import pytest
 import run_tools as tools
 from tiers import corner
+
+from maxdiloco.engine.memory import is_on_device
+from maxdiloco.flags import config
+from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.trainer import assemble
 
 pytestmark = pytest.mark.usefixtures("programs")
 
@@ -21,7 +29,7 @@ def base(tmp_path_factory):
     return folder / "base"
 
 
-def assert_close_runs(run, other, *, items):
+def assert_close_runs(run, other, items=("outer_params", "params")):
     """Losses and parameters agree up to float32 rounding: sums in another order, six steps long."""
     losses, others = ([row["learning/loss"] for row in tools.rows(r)] for r in (run, other))
     assert len(losses) == STEPS
@@ -34,12 +42,20 @@ def assert_close_runs(run, other, *, items):
             )
 
 
-@pytest.mark.parametrize("axis", corner(["data", "fsdp", "tensor"], ["tensor"]))
-def test_two_devices_of_a_slice_compute_what_one_does(base, tmp_path, axis):
-    """The same four rows a replica: two a device, or with tensor two on each device of the pair."""
-    keys = KEYS | {f"ici_{axis}_parallelism": 2, "per_device_batch_size": 2}
-    assert tools.run(tmp_path, axis, **keys) == 0
-    assert_close_runs(tmp_path / axis, base, items=["outer_params", "params"])
+# The four rows of a replica in another way.
+OTHER_WAYS = {
+    # The same rows on two devices, two each, or with tensor two on each device of the pair.
+    **{axis: {f"ici_{axis}_parallelism": 2} for axis in ("data", "fsdp", "tensor")},
+    "one vmap": dict(dcn_diloco_parallelism=1, num_diloco_replicas=2, per_device_batch_size=4),
+    "micro-batches": dict(gradient_accumulation_steps=2),  # two of two rows
+}
+
+
+@pytest.mark.parametrize("way", corner(OTHER_WAYS, ["tensor", "one vmap", "micro-batches"]))
+def test_another_way_computes_what_one_device_for_each_replica_does(base, tmp_path, way):
+    keys = KEYS | dict(per_device_batch_size=2) | OTHER_WAYS[way]
+    assert tools.run(tmp_path, "way", **keys) == 0
+    assert_close_runs(tmp_path / "way", base)
 
 
 @pytest.mark.full
@@ -51,21 +67,7 @@ def test_a_run_spread_over_lengths_computes_what_one_device_does_and_goes_on_wit
     assert tools.run(tmp_path, "context", **BASE | dict(ici_context_parallelism=2, steps=3)) == 0
     rows = KEYS | dict(ici_fsdp_parallelism=2, per_device_batch_size=2)
     assert tools.run(tmp_path, "context", **rows) == 0
-    assert_close_runs(tmp_path / "context", base, items=["outer_params", "params"])
-
-
-def test_replicas_on_one_device_compute_what_replicas_on_slices_do(base, tmp_path):
-    """Two replicas under one vmap."""
-    keys = BASE | dict(dcn_diloco_parallelism=1, num_diloco_replicas=2)
-    assert tools.run(tmp_path, "one", **keys) == 0
-    assert_close_runs(tmp_path / "one", base, items=["outer_params", "params"])
-
-
-def test_accumulated_gradients_are_those_of_the_whole_batch(base, tmp_path):
-    """Two micro-batches of two rows are one batch of four."""
-    keys = KEYS | dict(gradient_accumulation_steps=2, per_device_batch_size=2)
-    assert tools.run(tmp_path, "accumulated", **keys) == 0
-    assert_close_runs(tmp_path / "accumulated", base, items=["outer_params", "params"])
+    assert_close_runs(tmp_path / "context", base)
 
 
 def test_data_parallel_over_slices_computes_what_one_device_does(base, tmp_path):
@@ -77,3 +79,44 @@ def test_data_parallel_over_slices_computes_what_one_device_does(base, tmp_path)
     assert_close_runs(tmp_path / "slices", tmp_path / "one", items=["outer_params"])
     with pytest.raises(AssertionError):
         assert_close_runs(tmp_path / "slices", base, items=["outer_params"])
+
+
+@pytest.mark.parametrize("diloco", corner(["true", "false"], ["true"]))
+def test_a_run_that_moves_the_state_out_and_back_has_the_bits_of_one_on_the_device(
+    tmp_path, diloco
+):
+    keys = dict(enable_diloco=diloco, ici_fsdp_parallelism=2, checkpoint_period=3)
+    assert tools.run(tmp_path, "device", steps=7, **keys) == 0
+    shutil.copytree(tmp_path / "device", tmp_path / "moved")
+    for step in (6, 7):
+        shutil.rmtree(tmp_path / "moved" / "checkpoints" / str(step))
+    for steps, offload in ((5, "true"), (7, "false")):
+        keys["optimizer_memory_host_offload"] = offload
+        assert tools.run(tmp_path, "moved", steps=steps, **keys) == 0
+    tools.assert_equal_runs(tmp_path / "moved", tmp_path / "device", steps=7)
+
+
+@pytest.mark.parametrize("diloco", corner(["true", "false"], ["true"]))
+def test_the_state_lies_on_the_host_before_and_after_a_step_and_counts_there(diloco):
+    """The numbers of a step, which are scalars of a replica, stay on the device."""
+    kinds, arguments = {}, {}
+    for offload in ("true", "false"):
+        keys = dict(enable_diloco=diloco, optimizer_memory_host_offload=offload)
+        cfg = config.load(tools.arguments("unused", "unused", **keys), {})
+        mesh = mesh_lib.build(cfg)
+        parts = assemble.assemble(cfg, mesh, total_steps=1, on_compile=lambda *_: None)
+        call = parts.trainer.calls(parts.batch)[0]
+        state = assemble.initial_state(parts, 0)
+        batch = jax.tree.map(
+            lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), parts.batch
+        )
+        after = call.program(state.params, state.opt_state, batch)[1]
+        kinds[offload] = [
+            {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim > 1}
+            for tree in (parts.trainer.abstract_state.opt_state, after)
+        ]
+        arguments[offload] = sum(x.size for x in jax.tree.leaves(call.args) if is_on_device(x))
+    assert kinds["true"] == [{"pinned_host"}] * 2
+    assert "pinned_host" not in set().union(*kinds["false"])
+    parameters = sum(x.size for x in jax.tree.leaves(parts.trainer.abstract_state.params))
+    assert arguments["false"] - arguments["true"] == 2 * parameters

@@ -1,6 +1,7 @@
 """Runs on gs://, against a store of our own: the bits of runs on a disk, whatever it does."""
 
 import json
+import signal
 import threading
 import time
 
@@ -17,8 +18,8 @@ from maxdiloco.storage import object_lock
 
 pytestmark = pytest.mark.usefixtures("programs")
 
-STEPS = tools.TINY["steps"]
 BASE = f"gs://{BUCKET}/runs"
+RUN = epath.Path(BASE) / "a"
 STALE_S = object_lock.STALE_S + 1
 
 
@@ -40,62 +41,20 @@ def store(server):
     server.fault = None
 
 
-def run_folder(name):
-    return epath.Path(BASE) / name
-
-
-def copied(store, folder, name):
-    """A folder of this disk as objects."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            store.put(f"runs/{name}/{path.relative_to(folder)}", path.read_bytes())
-    return run_folder(name)
-
-
-class Gate:
-    """A fault that holds back the requests for which matches(request) is true until it opens."""
-
-    def __init__(self, matches):
-        self.matches = matches
-        self.reached = threading.Event()
-        self.opened = threading.Event()
-
-    def __call__(self, request):
-        if not self.matches(request) or self.opened.is_set():
-            return None
-        self.reached.set()
-        self.opened.wait(tools.WAIT_S)
-        return 503  # whoever asked is gone
-
-
-class Burst:
-    """A fault: the first `count` requests that match are answered with 503, every one is slow."""
-
-    def __init__(self, count, matches):
-        self.left, self.matches = count, matches
-
-    def __call__(self, request):
-        time.sleep(0.01)
-        if self.left and self.matches(request):
-            self.left -= 1
-            return 503
-        return None
-
-
 def test_a_run_has_the_bits_of_one_on_a_disk_and_leaves_nothing_else(finished, store, tmp_path):
     """Saves of 20, 40, 60 and 62 beside the training, of which one is kept."""
     keys = dict(async_checkpointing="true", enable_tensorboard="true")
     keys |= dict(checkpoint_period=20, max_num_checkpoints_to_keep=1)
     assert tools.run(BASE, "a", **keys) == 0
-    tools.assert_equal_runs(run_folder("a"), finished, steps=STEPS)
+    tools.assert_equal_runs(RUN, finished, steps=tools.STEPS)
 
     names = store.names()
     files = {"metrics.jsonl", "history.jsonl", "log.txt", "config.yml", "environment.json"}
     assert {name.split("/")[2] for name in names} == {"checkpoints", "tensorboard"} | files
     log = store.objects[BUCKET]["runs/a/log.txt"].data.decode()
-    assert f"step {STEPS}/{STEPS}  loss" in log
+    assert f"step {tools.STEPS}/{tools.STEPS}  loss" in log
     saved = {name.split("/")[3] for name in names if name.startswith("runs/a/checkpoints/")}
-    assert saved == {str(STEPS)}
+    assert saved == {str(tools.STEPS)}
 
     # By its name and by its path, like the run on the disk.
     reports = []
@@ -110,46 +69,63 @@ def test_a_run_has_the_bits_of_one_on_a_disk_and_leaves_nothing_else(finished, s
 def test_a_run_killed_during_a_save_resumes_to_the_same_bits(finished, store, capfd):
     """The objects of the unfinished save count for nothing and are removed. The store is slow and
     at times unavailable while the run resumes and saves."""
-    gate = Gate(lambda request: "/checkpoints/20/outer_params/" in request.name)
-    store.fault = gate
+    reached, opened = threading.Event(), threading.Event()
+
+    def hold(request):
+        if "/checkpoints/20/outer_params/" not in request.name or opened.is_set():
+            return None
+        reached.set()
+        opened.wait(tools.WAIT_S)
+        return 503  # whoever asked is gone
+
+    store.fault = hold
     with tools.Child(BASE, "a", async_checkpointing="true", checkpoint_period=10) as child:
         child.until("step 20/")
-        assert gate.reached.wait(tools.WAIT_S)
+        assert reached.wait(tools.WAIT_S)
         child.kill()
-    gate.opened.set()
+        assert child.end() == -signal.SIGKILL
+    opened.set()
     assert "runs/a/lock" in store.names()
     assert store.names("runs/a/checkpoints/20/")
     assert "runs/a/checkpoints/20/commit_success.txt" not in store.names()
     store.age("runs/a/lock", STALE_S)
 
-    reading = Burst(2, lambda request: "/checkpoints/10/" in request.name)
-    writing = Burst(2, lambda request: "/checkpoints/62/" in request.name)
-    store.fault = lambda request: reading(request) or writing(request)
+    left = {"/checkpoints/10/": 2, "/checkpoints/62/": 2}  # read, and written
+
+    def burst(request):
+        time.sleep(0.01)
+        for place, count in left.items():
+            if count > 0 and place in request.name:
+                left[place] -= 1
+                return 503
+        return None
+
+    store.fault = burst
     capfd.readouterr()
     keys = dict(checkpoint_period=10**6, max_num_checkpoints_to_keep=1)
     assert tools.run(BASE, "a", **keys) == 0
     told = capfd.readouterr()
     assert "resumed after step 10;" in told.out
     assert "gs://fake-bucket/runs/a/lock of process " in told.out and ": taken over." in told.out
-    assert reading.left == writing.left == 0
+    assert max(left.values()) <= 0
     assert "Traceback" not in told.err
-    tools.assert_equal_runs(run_folder("a"), finished, steps=STEPS)
-    assert {name.split("/")[3] for name in store.names("runs/a/checkpoints/")} == {str(STEPS)}
+    tools.assert_equal_runs(RUN, finished, steps=tools.STEPS)
+    assert {name.split("/")[3] for name in store.names("runs/a/checkpoints/")} == {str(tools.STEPS)}
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(finished, store, capfd):
     """An object that is too short. The store has no folder to rename: its objects move."""
     keys = dict(checkpoint_period=60)
     assert tools.run(BASE, "a", **keys) == 0
-    name = f"runs/a/checkpoints/{STEPS}/meta/metadata"
+    name = f"runs/a/checkpoints/{tools.STEPS}/meta/metadata"
     store.put(name, store.objects[BUCKET][name].data[:-1])
     capfd.readouterr()
     assert tools.run(BASE, "a", **keys) == 0
     told = capfd.readouterr().out
-    assert f"warning: checkpoint {BASE}/a/checkpoints/{STEPS} is damaged" in told
+    assert f"warning: checkpoint {BASE}/a/checkpoints/{tools.STEPS} is damaged" in told
     assert "resumed after step 60;" in told
-    assert f"runs/a/checkpoints/{STEPS}.damaged/meta/metadata" in store.names()
-    tools.assert_equal_runs(run_folder("a"), finished, steps=STEPS)
+    assert f"runs/a/checkpoints/{tools.STEPS}.damaged/meta/metadata" in store.names()
+    tools.assert_equal_runs(RUN, finished, steps=tools.STEPS)
 
 
 def test_a_run_that_loses_its_lock_ends_and_writes_no_more(store, capfd, monkeypatch):
@@ -168,27 +144,36 @@ def test_a_run_that_loses_its_lock_ends_and_writes_no_more(store, capfd, monkeyp
     assert line.startswith("CheckpointError: run_name=a: gs://fake-bucket/runs/a/lock was not rene")
     assert "is now that of process 1 on b" in line
     assert store.objects[BUCKET]["runs/a/lock"] == taken[0]
-    rows = [json.loads(row)["step"] for row in run_folder("a").joinpath("metrics.jsonl").open()]
+    rows = [json.loads(row)["step"] for row in RUN.joinpath("metrics.jsonl").open()]
     assert rows == [1, 2, 3, 4, 5]  # written before the save, and not again
     assert "runs/a/log.txt" not in store.objects[BUCKET]
 
 
-def test_text_and_parameters_are_read_from_a_store(text_run, store, tmp_path, capfd):
-    """The same as from a disk; nothing there is changed."""
-    folder, keys = text_run
-    there = copied(store, folder, "text") / "checkpoints" / "4"
+def test_text_parameters_and_a_tokenizer_are_read_from_a_store(store, tmp_path, capfd):
+    """The same as from a disk; nothing there is changed. The tokenizer, of 264 tokens, is in the
+    run's folder and in a checkpoint: the file that the run was given is gone."""
+    (tmp_path / "text.txt").write_text("the cat and the hat " * 100)
+    given = tmp_path / "tok.json"
+    assert program.main([str(tmp_path / "text.txt"), f"out={given}", "vocab_size=264"]) == 0
+    keys = dict(tokenizer_type="huggingface", tokenizer_path=given, vocab_size=-1)
+    assert tools.run(BASE, "a", steps=2, **keys) == 0
+    given.unlink()
     before = dict(store.objects[BUCKET])
-    texts = []
-    for source in (folder, there):
+    for name, item in before.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(item.data)
+    copy, texts, runs = tmp_path / "runs" / "a", [], []
+    for source in (RUN, copy):
+        for folder in (source, source / "checkpoints" / "2"):
+            assert tokenizer.load(folder / "tokenizer").vocab_size == 264
         capfd.readouterr()
-        assert generate.main([str(source), "max_new_tokens=8"]) == 0
+        assert generate.main([str(source), "prompt=the cat", "max_new_tokens=8"]) == 0
         texts.append(capfd.readouterr().out)
-        loading = dict(load_parameters_path=source, steps=1, learning_rate=0.0)
-        assert tools.run(tmp_path, f"new-{len(texts)}", **keys | loading) == 0
-    assert texts[0] == texts[1]
-    tools.assert_equal_bits(
-        tools.arrays(tmp_path / "new-1", 1), tools.arrays(tmp_path / "new-2", 1)
-    )
+        keys |= dict(load_parameters_path=source, tokenizer_path=copy / "tokenizer")
+        runs.append(f"new-{len(runs)}")
+        assert tools.run(tmp_path, runs[-1], **keys | dict(steps=1, learning_rate=0.0)) == 0
+    assert texts[0] == texts[1] and texts[0].startswith("the cat")
+    tools.assert_equal_bits(*(tools.arrays(tmp_path / run, 1) for run in runs))
     assert store.objects[BUCKET] == before
 
 
@@ -233,21 +218,5 @@ def test_two_processes_wait_for_a_lock_to_go_stale_and_resume(store, tmp_path):
     assert {name.split("/")[2] for name in names} == {"checkpoints", "environment.json", *files}
     assert {name.split("/")[3] for name in names if "/checkpoints/" in name} == {"4", "6"}
     assert any("/checkpoints/6/params/ocdbt.process_1/" in name for name in names)
-    rows = run_folder("a").joinpath("metrics.jsonl").read_text().splitlines()
+    rows = RUN.joinpath("metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == list(range(1, 7))
-
-
-def test_the_tokenizer_is_in_the_run_folder_and_in_a_checkpoint(store, tmp_path, capfd):
-    """264 tokens; the file that the run was given is gone when text is generated."""
-    (tmp_path / "text.txt").write_text("the cat and the hat " * 100)
-    given = tmp_path / "tok.json"
-    assert program.main([str(tmp_path / "text.txt"), f"out={given}", "vocab_size=264"]) == 0
-    keys = dict(tokenizer_type="huggingface", tokenizer_path=given, vocab_size=-1)
-    assert tools.run(BASE, "a", steps=2, **keys) == 0
-    given.unlink()
-    run = run_folder("a")
-    for folder in (run, run / "checkpoints" / "2"):
-        assert tokenizer.load(folder / "tokenizer").vocab_size == 264
-    capfd.readouterr()
-    assert generate.main([str(run), "prompt=the cat", "max_new_tokens=3"]) == 0
-    assert capfd.readouterr().out.startswith("the cat")

@@ -1,5 +1,6 @@
 """When run_local_slices.sh --restart starts a run again, with a stand-in for the trainer."""
 
+import re
 import sys
 
 import process_tools as tools
@@ -14,72 +15,61 @@ code=$(cut -d';' -f"$(wc -l <"$lives")" <<<"$CODES" | cut -d, -f"$((JAX_PROCESS_
 if [ "$code" = killed ]; then kill -KILL $$; fi
 exit "$code"
 """
-NAMED = "run_name=a"
 SAYS = "run_local_slices: "
+# Codes of each life's processes; arguments; the code it ends with, which may be any process's; and
+# its own lines.
+CASES = [
+    # It starts again, and ends with the code of the last life.
+    (
+        "killed,5;143,143;75,75;134,5;0,0",
+        "--restart 9 2 run_name=a",
+        "0",
+        [
+            SAYS + "restart 1 of 9: .*",
+            SAYS + r"restart 2 of 9: .* \(SIGTERM\).",
+            SAYS + "restart 3 of 9: .* 75.",
+            SAYS + "restart 4 of 9: .*",
+        ],
+    ),
+    # The cause is told, and the restarts end.
+    (
+        "5;137;5",
+        "--restart 2 1 run_name=a",
+        "5",
+        [
+            SAYS + "restart 1 of 2: process 0 ended first, with exit code 5.",
+            SAYS + r"restart 2 of 2: process 0 ended first, with exit code 137 \(SIGKILL\).",
+            SAYS + "process 0 ended first, with exit code 5; no restart of 2 is left.",
+        ],
+    ),
+    # What would come again is not tried again, whichever process ends first; nor anything unasked.
+    *(
+        (codes, "--restart 2 2 run_name=a", codes, [])
+        for codes in ("1,5", "5,2", "3,3", "4,5", "130,130")
+    ),
+    ("5,5;0,0", "2 run_name=a", "5", []),
+    # Flags that cannot be resumed: told once, before any process starts.
+    ("0,0", "--restart 2 2", "2", ["ConfigError: run_name is not set, but a restart goes on .*"]),
+    *(
+        ("0,0", f"--restart 2 2 run_name=a {flag}", "2", [f"ConfigError: {flag}.*"])
+        for flag in ("enable_checkpointing=false", "stepps=3")
+    ),
+    ("0,0", "--restart 2x 2", "2", [SAYS + "--restart 2x is not a number of restarts. usage: .*"]),
+]
 
 
-@pytest.fixture
-def script(tmp_path):
-    """Runs the script for processes that end with these codes: its code, and its own lines."""
+@pytest.mark.parametrize("codes, arguments, code, lines", CASES)
+def test_a_run_starts_again_where_that_may_help(tmp_path, codes, arguments, code, lines):
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     python.write_text(STAND_IN.format(python=sys.executable))
     python.chmod(0o755)
-
-    def run(codes, *arguments):
-        command = ["bash", str(tools.ROOT / "scripts" / "run_local_slices.sh"), *arguments]
-        environ = {"MAXDILOCO_VENV": str(tmp_path), "FOLDER": str(tmp_path), "CODES": codes}
-        process = tools.Process(command, tmp_path / "log", environ)
-        code = process.end()
-        lines = process.text().splitlines()
-        return code, [line for line in lines if line.startswith((SAYS, "ConfigError: "))]
-
-    return run
-
-
-def test_a_run_that_lost_processes_starts_again_and_ends_with_the_code_of_the_last_life(script):
-    codes = "killed,5;143,143;75,75;134,5;0,0"
-    code, lines = script(codes, "--restart", "9", "2", NAMED)
-    assert code == 0
-    assert [line.partition(" of 9: ")[0] for line in lines] == [
-        f"{SAYS}restart {n}" for n in (1, 2, 3, 4)
-    ]
-    assert [line.rpartition(" ")[2] for line in lines[1:3]] == ["(SIGTERM).", "75."]
-
-
-def test_the_cause_is_told_and_the_restarts_end(script):
-    code, lines = script("5;137;5", "--restart", "2", "1", NAMED)
-    assert code == 5
-    assert lines == [
-        f"{SAYS}restart 1 of 2: process 0 ended first, with exit code 5.",
-        f"{SAYS}restart 2 of 2: process 0 ended first, with exit code 137 (SIGKILL).",
-        f"{SAYS}process 0 ended first, with exit code 5; no restart of 2 is left.",
-    ]
-
-
-@pytest.mark.parametrize(
-    "codes, restart",
-    [*((codes, ["--restart", "2"]) for codes in ("1,5", "5,2", "3,3", "4,5", "130,130")),
-     ("5,5;0,0", [])],
-)  # fmt: skip
-def test_what_would_come_again_is_not_tried_again_nor_anything_unasked(script, codes, restart):
-    """Whichever process ends first. The control: the codes above, which are."""
-    code, lines = script(codes, *restart, "2", NAMED)
-    assert str(code) in codes.partition(";")[0].split(",")
-    assert lines == []
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["2", "2"], "ConfigError: run_name is not set, but a restart goes on from the last"),
-        (["2", "2", NAMED, "enable_checkpointing=false"], "ConfigError: enable_checkpointing=fals"),
-        (["2", "2", NAMED, "stepps=3"], "ConfigError: stepps=3"),
-        (["2x", "2"], f"{SAYS}--restart 2x is not a number of restarts. usage: bash"),
-    ],
-)
-def test_a_restart_needs_flags_that_can_be_resumed(script, arguments, words):
-    """Told once, before any process starts."""
-    code, (line,) = script("0,0", "--restart", *arguments)
-    assert code == 2
-    assert line.startswith(words)
+    command = ["bash", str(tools.ROOT / "scripts" / "run_local_slices.sh"), *arguments.split()]
+    environ = {"MAXDILOCO_VENV": str(tmp_path), "FOLDER": str(tmp_path), "CODES": codes}
+    process = tools.Process(command, tmp_path / "log", environ)
+    assert str(process.end()) in code.split(",")
+    told = process.text().splitlines()
+    told = [line for line in told if line.startswith((SAYS, "ConfigError: "))]
+    assert len(told) == len(lines)
+    for line, words in zip(told, lines, strict=True):
+        assert re.fullmatch(words, line)

@@ -1,6 +1,9 @@
-"""A run that was killed goes on as if nothing had happened; so does one with another M."""
+"""A run that was killed goes on as if nothing had happened; what it says and does when its command
+line has changed.
+"""
 
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -12,7 +15,6 @@ from maxdiloco.data.order import Position
 
 pytestmark = pytest.mark.usefixtures("programs")
 
-STEPS = tools.TINY["steps"]
 AT_THE_END = dict(checkpoint_period=10**6)  # the only save of a run that nobody interrupts
 STREAMING = dict(
     enable_streaming_diloco="true",
@@ -22,6 +24,19 @@ STREAMING = dict(
     communication_overlapping_alpha=0.5,
 )
 
+# Two replicas, each over two devices.
+SHARDED = {
+    # Its state has gaps where a parameter has none.
+    "muon": dict(opt_type="muon", ici_fsdp_parallelism=2, checkpoint_period=5),
+    "experts": dict(
+        num_experts=4, num_experts_per_tok=2, norm_topk_prob="true", base_moe_mlp_dim=16,
+        first_num_dense_layers=1, routed_bias="true", load_balance_loss_weight=0.01,
+        ici_expert_parallelism=2, per_device_batch_size=1,
+        enable_streaming_diloco="true", num_diloco_fragments=3,
+        num_communication_overlapping_steps=1, diloco_exchange_dtype="int8",
+    ),
+}  # fmt: skip
+
 
 @pytest.mark.parametrize("keys", [STREAMING, full(dict(diloco_outer_overlap="eager"))])
 def test_a_run_killed_between_send_and_apply_resumes_to_the_same_bits(tmp_path, capfd, keys):
@@ -30,6 +45,7 @@ def test_a_run_killed_between_send_and_apply_resumes_to_the_same_bits(tmp_path, 
     with tools.Child(tmp_path, "killed", **keys) as child:
         child.until("step 8/")
         child.kill()
+        assert child.end() == -signal.SIGKILL
     newest = tools.saved_steps(tmp_path / "killed")[-1]
     flying = tools.item(tools.arrays(tmp_path / "killed", newest), "flight")
     assert any(np.any(x != 0) for x in flying.values())
@@ -37,20 +53,29 @@ def test_a_run_killed_between_send_and_apply_resumes_to_the_same_bits(tmp_path, 
     capfd.readouterr()
     assert tools.run(tmp_path, "killed", **keys, **AT_THE_END) == 0
     assert f"resumed after step {newest};" in capfd.readouterr().out
-    tools.assert_equal_runs(tmp_path / "killed", tmp_path / "whole", steps=STEPS)
+    tools.assert_equal_runs(tmp_path / "killed", tmp_path / "whole", steps=tools.STEPS)
 
 
 @pytest.mark.full
-def test_muon_trains_sharded_replicas_and_resumes_to_the_same_bits(tmp_path):
-    """Its state has gaps where a parameter has none; two replicas, each over two devices."""
-    keys = dict(opt_type="muon", ici_fsdp_parallelism=2, checkpoint_period=5, steps=9)
-    assert tools.run(tmp_path, "whole", **keys) == 0
-    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+@pytest.mark.parametrize("name", SHARDED)
+def test_sharded_replicas_resume_to_the_same_bits(tmp_path, name):
+    """Experts: a device holds two of four; the routed bias is saved, exchanged with its layer's
+    fragment and goes on, and rows have the experts' metrics."""
+    keys, whole = SHARDED[name], tmp_path / "whole"
+    assert tools.run(tmp_path, "whole", **keys, steps=9) == 0
+    shutil.copytree(whole, tmp_path / "resumed")
     shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "9")
-    assert tools.run(tmp_path, "resumed", **keys) == 0
-    tools.assert_equal_runs(tmp_path / "resumed", tmp_path / "whole", steps=9)
-    losses = [row["learning/loss"] for row in tools.rows(tmp_path / "whole")]
-    assert losses[-1] < losses[0] - 0.5
+    assert tools.run(tmp_path, "resumed", **keys, steps=9) == 0
+    tools.assert_equal_runs(tmp_path / "resumed", whole, steps=9)
+    first, *_, last = tools.rows(whole)
+    if name == "muon":
+        assert last["learning/loss"] < first["learning/loss"] - 0.5
+        return
+    assert last["moe/max_expert_share"] >= 1 >= last["moe/min_expert_share"] >= 0
+    assert last["learning/load_balance_loss"] > 0
+    biases = {n: x for n, x in tools.arrays(whole, 9).items() if n.endswith("['routed_bias']")}
+    (theta,) = tools.item(biases, "outer_params").values()
+    assert len(biases) > 1 and np.any(theta != 0)
 
 
 @pytest.mark.parametrize("M, slots", [(4, 2), full(1, 1)])
@@ -60,27 +85,26 @@ def test_another_number_of_replicas_takes_over_parameters_and_place(
     """Replica r starts from what was r mod 2; no sequence is read twice. lr 0 keeps the start."""
     shutil.copytree(finished, tmp_path / "finished")
     keys = dict(num_diloco_replicas=M, dcn_diloco_parallelism=slots, learning_rate=0.0)
-    code = tools.run(tmp_path, "finished", **keys, checkpoint_period=1, steps=STEPS + 2)
+    code = tools.run(tmp_path, "finished", **keys, checkpoint_period=1, steps=tools.STEPS + 2)
     assert code == 0
     out = capfd.readouterr().out
     assert f"\nreplicas 2 -> {M}: replica r goes on from what was replica r mod 2." in out
 
-    before = tools.arrays(finished, STEPS)
-    after = tools.arrays(tmp_path / "finished", STEPS + 1)
+    before = tools.arrays(finished, tools.STEPS)
+    after = tools.arrays(tmp_path / "finished", tools.STEPS + 1)
     tools.assert_equal_bits(tools.item(after, "outer_params"), tools.item(before, "outer_params"))
     old = tools.item(before, "params")
     assert any(np.any(x[0] != x[1]) for x in old.values())
     tools.assert_equal_bits(
-        tools.item(after, "params"),
-        {name: x[np.arange(M) % 2] for name, x in old.items()},
+        tools.item(after, "params"), {name: x[np.arange(M) % 2] for name, x in old.items()}
     )
 
     # Steps 1 to 62 of 2 replicas with 2 rows have read the sequences 0 to 247.
-    position = Position.from_dict(tools.meta(tmp_path / "finished", STEPS + 1)["position"])
-    read = order.indices(position, STEPS + 1, *np.ix_(range(M), range(2)))
+    position = Position.from_dict(tools.meta(tmp_path / "finished", tools.STEPS + 1)["position"])
+    read = order.indices(position, tools.STEPS + 1, *np.ix_(range(M), range(2)))
     np.testing.assert_array_equal(read.reshape(-1), 248 + np.arange(2 * M))
     # 64 is the end of a round: the new replicas have exchanged, and theta has moved.
-    moved = tools.item(tools.arrays(tmp_path / "finished", STEPS + 2), "outer_params")
+    moved = tools.item(tools.arrays(tmp_path / "finished", tools.STEPS + 2), "outer_params")
     assert any(np.any(x != moved[name]) for name, x in tools.item(after, "outer_params").items())
 
 
@@ -93,7 +117,7 @@ def test_load_parameters_path_takes_theta_and_nothing_else(finished, tmp_path, c
     assert f"a fresh start with the outer parameters of {finished};" in out
     before, after = out.split(" programs ready after ")
     assert (before.count("compiled init in "), after.count("compiled init in ")) == (1, 0)
-    theta = tools.item(tools.arrays(finished, STEPS), "outer_params")
+    theta = tools.item(tools.arrays(finished, tools.STEPS), "outer_params")
     after = tools.arrays(tmp_path / "new", 1)
     tools.assert_equal_bits(tools.item(after, "outer_params"), theta)
     tools.assert_equal_bits(
@@ -111,14 +135,65 @@ def test_load_full_state_path_goes_on_in_a_folder_of_its_own(finished, tmp_path)
     assert tools.run(tmp_path, "branch", load_full_state_path=source) == 0
     assert [row["step"] for row in tools.rows(tmp_path / "branch")] == [61, 62]
     assert tools.rows(tmp_path / "branch") == tools.rows(finished)[-2:]
-    tools.assert_equal_bits(tools.arrays(tmp_path / "branch", STEPS), tools.arrays(finished, STEPS))
+    tools.assert_equal_bits(
+        tools.arrays(tmp_path / "branch", tools.STEPS), tools.arrays(finished, tools.STEPS)
+    )
 
 
 def test_a_finished_run_has_nothing_to_do(finished, tmp_path, capfd):
-    """Nothing is built for it: remat_policy=auto may compile the inner step."""
+    """Nothing is built for it, where remat_policy=auto may compile the inner step; and the path
+    that it has started from is not asked for."""
     shutil.copytree(finished, tmp_path / "finished")
-    assert tools.run(tmp_path, "finished", remat_policy="auto") == 0
+    keys = dict(remat_policy="auto", load_parameters_path=tmp_path / "absent")
+    assert tools.run(tmp_path, "finished", **keys) == 0
     out = capfd.readouterr().out
     assert "nothing to do: step 62 of 62 is done. Raise steps to go on." in out
     assert "remat_policy=auto: " not in out
-    tools.assert_equal_runs(tmp_path / "finished", finished, steps=STEPS)
+    tools.assert_equal_runs(tmp_path / "finished", finished, steps=tools.STEPS)
+
+
+EAGER = dict(diloco_outer_overlap="eager", diloco_exchange_dtype="int8", diloco_sync_period=9)
+# Sends at 2, 4, 6, ..., each applied three steps later.
+ALWAYS = dict(enable_streaming_diloco="true", num_diloco_fragments=2, diloco_sync_period=4)
+ALWAYS |= dict(num_communication_overlapping_steps=3)
+
+
+@pytest.mark.full
+def test_a_mode_changed_before_the_first_exchange_is_as_if_it_had_always_been(
+    finished, tmp_path, capfd
+):
+    """To the bit; then H changes with a fragment in flight, and theta waits for the new schedule:
+    H=6 and two fragments send at 12, 15, 18, and what is sent after 12 is applied first, at 15."""
+    # The programs that draw weights differ between the modes, and may round differently.
+    begin = dict(checkpoint_period=3, max_num_checkpoints_to_keep=20, log_period=100)
+    begin["load_parameters_path"] = finished
+    assert tools.run(tmp_path, "whole", **ALWAYS, **begin, steps=9) == 0
+    assert tools.run(tmp_path, "run", **EAGER, **begin, steps=1) == 0
+    capfd.readouterr()
+    assert tools.run(tmp_path, "run", **ALWAYS, **begin, steps=9) == 0
+    said = capfd.readouterr().out
+    assert max(len(line) for line in said.splitlines() if "->" in line) <= 100
+    said = said.replace("\n  ", " ")  # a line goes on
+    for words in (
+        "\nchanged since the checkpoint: diloco_exchange_dtype int8 -> float32, "
+        "diloco_outer_overlap eager -> none, diloco_sync_period 9 -> 4, ",
+        "\ntheta and its momentum are the means of those of the replicas.\n",
+    ):
+        assert words in said
+    assert "dropped:" not in said
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    tools.assert_equal_bits(tools.arrays(run, 9), tools.arrays(whole, 9))
+
+    longer = ALWAYS | dict(diloco_sync_period=6, exchange_carrier="host")
+    assert tools.run(tmp_path, "run", **longer, **begin, steps=15) == 0
+    said = capfd.readouterr().out.replace("\n  ", " ")
+    assert "changed since the checkpoint: diloco_sync_period 4 -> 6, " in said
+    assert "exchange_carrier auto -> host, steps 9 -> 15\n" in said
+    assert "\ndropped: fragments in flight, 0 (sent after step 8). theta and the replicas " in said
+    assert "age of each fragment of theta [steps]: 3, 6 or more" in said
+    at_9, at_12, at_15 = (tools.item(tools.arrays(run, t), "outer_params") for t in (9, 12, 15))
+    tools.assert_equal_bits(at_12, at_9)
+    assert any(np.any(x != at_9[name]) for name, x in at_15.items())
+
+    assert tools.run(tmp_path, "run", **longer, **begin, steps=16) == 0  # the same schedule since 9
+    assert "age of each fragment of theta [steps]: 4, 7 or more" in capfd.readouterr().out

@@ -1,17 +1,64 @@
-"""The start of a run as far as the compile of its programs, which fails here or is not reached."""
+"""The start of a run: what is refused before JAX loads or a folder is made, what is told of the
+programs, and which of them come from the cache.
+"""
 
 import gc
+import os
+import re
+import subprocess
+import sys
 
+import jax
 import pytest
-import run_tools
+import run_tools as tools
 
 from maxdiloco.errors import ConfigError
+from maxdiloco.metrics import console
 from maxdiloco.metrics.compiles import CompileLog
+from maxdiloco.processes import output
+
+
+@pytest.mark.parametrize(
+    "key, hardware, remedy",
+    [
+        ("hardware=gpu", "gpu", ", or set hardware=cpu."),
+        ("hardware=tpu", "tpu", ", or set hardware=cpu."),
+        ("num_communication_overlapping_steps=1000", "cpu", ""),
+    ],
+)
+def test_what_cannot_be_is_refused_with_2_by_a_real_program(tmp_path, key, hardware, remedy):
+    """Without a plugin or a device JAX raises for a TPU, and takes the CPU in place of a GPU. What
+    no exchange can be is refused before JAX is loaded; every such refusal and its words are in
+    tests/flags/test_config_errors.py."""
+    # Found before installed ones, which would ask for their devices.
+    for name, text in [("libtpu", "raise ImportError('not here')"), ("jax_plugins", "")]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(text)
+    code = (
+        "import sys; from maxdiloco import train; "
+        "print(train.main(sys.argv[1:]), 'jax' in sys.modules, 'numpy' in sys.modules)"
+    )
+    keys = [f"hardware={hardware}", "dataset_type=synthetic", "diloco_sync_period=4", key]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *dict.fromkeys(keys)],
+        cwd=tools.ROOT,
+        env=os.environ
+        | {"PYTHONPATH": f"{tmp_path}:{tools.ROOT}", "CUDA_VISIBLE_DEVICES": ""}
+        | {"M_BASE_OUTPUT_DIRECTORY": str(tmp_path / "runs")},
+        capture_output=True,
+        text=True,
+    )
+    loads = hardware != "cpu"
+    assert done.stdout.splitlines()[-1] == f"2 {loads} {loads}", done.stderr
+    line = done.stderr.strip().splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert line.startswith(f"ConfigError: {key} ") and line.endswith(remedy)
+    assert not (tmp_path / "runs").exists()
+
 
 STREAMING = dict(
     enable_streaming_diloco="true", num_diloco_fragments=2, num_communication_overlapping_steps=1
 )
-ONE_DEVICE = dict(dcn_diloco_parallelism=1, enable_checkpointing="false")
 
 
 @pytest.fixture
@@ -34,7 +81,7 @@ def test_the_remedy_is_of_the_policy_that_was_chosen(tmp_path, capsys):
     keys = dict(enable_checkpointing="false", optimizer_memory_host_offload="true")
     to_full = ", remat_policy=full"
     for policy, remedy in (("auto", to_full), ("minimal", to_full), ("full", "")):
-        assert run_tools.run(tmp_path, policy, remat_policy=policy, **keys) == 2
+        assert tools.run(tmp_path, policy, remat_policy=policy, **keys) == 2
         assert capsys.readouterr().err == (
             "ConfigError: Use more devices in a slice, a smaller per_device_batch_size"
             f"{remedy} or diloco_outer_memory=pinned_host.\n"
@@ -45,9 +92,9 @@ def test_inner_is_lowered_first_and_then_the_program_of_the_state(tmp_path, comp
     """inner compiles longest, and the state is made while it compiles. Garbage is collected again
     after the error, and after one before the compile; control: it is not collected until then."""
     keys = dict(eval_interval=4, eval_steps=1, **STREAMING)
-    assert run_tools.run(tmp_path, "run", **keys) == 2
+    assert tools.run(tmp_path, "run", **keys) == 2
     assert gc.isenabled()
-    assert run_tools.run(tmp_path, "run", dataset_type="none") == 2
+    assert tools.run(tmp_path, "run", dataset_type="none") == 2
     assert gc.isenabled()
     ((names, collected),) = compiles
     assert not collected
@@ -56,11 +103,75 @@ def test_inner_is_lowered_first_and_then_the_program_of_the_state(tmp_path, comp
 
 
 @pytest.mark.usefixtures("programs")
-def test_another_seed_is_another_first_loss(tmp_path):
-    """Control: the same seed has the same one."""
-    losses = []
-    for n, seed in enumerate((0, 1, 1)):
-        keys = dict(init_weights_seed=seed, steps=1, enable_diloco="false", **ONE_DEVICE)
-        assert run_tools.run(tmp_path, f"run{n}", **keys) == 0
-        losses.append(run_tools.rows(tmp_path / f"run{n}")[0]["learning/loss"])
-    assert losses[0] != losses[1] == losses[2]
+def test_fragments_then_every_compile_are_told_before_the_first_step(tmp_path, monkeypatch):
+    """Two step programs, a pack and a merge for the layers and for the rest, and those beside.
+    show_memory tells what each takes and what it costs beyond plain training."""
+    said = []
+    for module in (output, console):
+        monkeypatch.setattr(module, "say", lambda text, stream=None: said.append(text))
+    # The programs are those of test_resume.py, and compiled once for both.
+    keys = dict(num_diloco_fragments=3, diloco_sync_period=6, communication_overlapping_alpha=0.5)
+    keys |= dict(num_communication_overlapping_steps=2, show_memory="true", steps=9)
+    assert tools.run(tmp_path, "streaming", **STREAMING | keys) == 0
+    told = [re.fullmatch(r"compiled (.*) in [\d.]+ s", line) for line in said]
+    kinds = sorted(found[1].partition(" [")[0] for found in told if found)
+    steps = ["inner", "inner + exchange", "merge", "merge", "pack", "pack"]
+    assert kinds == sorted([*steps, "init", "watch"])
+    (ready,) = [i for i, line in enumerate(said) if re.match(r"8 programs ready after ", line)]
+    begun = said.index("compiling 8 programs, inner first; a line for each")
+    assert any(line.startswith("fragment  layers") for line in said[:begun])
+    assert any(line.startswith("outer state: ") for line in said[:begun])
+    compiled = [i for i, found in enumerate(told) if found]
+    assert begun < min(compiled) and max(compiled) < ready
+    assert ready < min(i for i, line in enumerate(said) if line.startswith("step "))
+
+    memory = [i for i, line in enumerate(said) if ": memory a device [MiB]: arguments " in line]
+    assert len(memory) == 8 and said[memory[0]].startswith("inner: ")
+    for i in memory:
+        assert said[i].endswith(tuple("0123456789")) and " on the host " in said[i]
+        assert re.match(
+            r"  beyond plain training \[MiB a device\]: outer state [\d.]+, "
+            r"in flight [\d.]+, temporary [\d.]+$",
+            said[i + 1],
+        )
+
+
+@pytest.mark.usefixtures("programs")
+def test_a_run_with_more_steps_or_another_seed_takes_every_program_from_the_cache(tmp_path, capfd):
+    """Nothing of the schedule's length or the seed is in a program. Another batch size is the
+    control: it compiles. All programs are compiled, and counted, before the first step."""
+    requests, hits = [], []
+
+    def note(event, **_):
+        requests.append(event) if event.endswith("requests_use_cache") else None
+        hits.append(event) if event.endswith("/cache_hits") else None
+
+    def programs(name, **keys):
+        """Of a run: how many its line counts, how many from the cache, and lines of compiles."""
+        del requests[:], hits[:]
+        capfd.readouterr()
+        assert tools.run(tmp_path, name, learning_rate_schedule_steps=-1, **keys) == 0
+        lines = capfd.readouterr().out.splitlines()
+        (ready,) = (i for i, line in enumerate(lines) if " programs ready after " in line)
+        stretched = any("step 6 has a rate of " in line for line in lines)
+        assert stretched == (keys["steps"] == 9)
+        compiled = [i for i, line in enumerate(lines) if line.startswith("compiled ")]
+        number, kept = re.match(
+            r"(\d+) programs ready after \S+ s(?:, (\d+) of them from)?", lines[ready]
+        ).groups(default="0")
+        assert len(compiled) == int(number) and max(compiled) < ready
+        return int(number), int(kept), len(requests) - len(hits)
+
+    jax.monitoring.register_event_listener(note)
+    try:
+        number, *_ = programs("longer", steps=5)
+        number_then, kept, missed = programs("longer", steps=9, per_device_batch_size=2)
+        seeded = programs("seeded", steps=5, init_weights_seed=1)
+        other = programs("other", steps=5, per_device_batch_size=3)
+    finally:
+        jax.monitoring.unregister_event_listener(note)
+    assert number_then == number - 1  # the program that makes the first state is not run
+    assert missed == seeded[2] == 0 and kept > 0  # this process still has the rest
+    assert other[1] < other[0] and other[2] > 0
+    first, another = (tools.rows(tmp_path / name)[0] for name in ("longer", "seeded"))
+    assert first["learning/loss"] != another["learning/loss"]

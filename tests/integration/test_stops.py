@@ -1,5 +1,10 @@
-"""How a run ends before its end: signals, numbers that are not finite, a damaged checkpoint."""
+"""How a run ends before its end, and goes on: signals, numbers that are not finite, saves that
+fail, a power cut.
+"""
 
+import errno
+import json
+import os
 import re
 import shutil
 import signal
@@ -12,16 +17,19 @@ import numpy as np
 import pytest
 import run_tools as tools
 from jax.sharding import NamedSharding, PartitionSpec
+from power import small_ext4
 from tiers import full
 
+from maxdiloco.checkpoint import write
 from maxdiloco.errors import NumericsError
+from maxdiloco.flags import config
 from maxdiloco.metrics import history
 from maxdiloco.metrics.monitor import Monitor
+from maxdiloco.processes.preemption import Preemption
 from maxdiloco.storage.run_folder import RunFolder
+from maxdiloco.trainer import training
 
 pytestmark = pytest.mark.usefixtures("programs")
-
-STEPS = tools.TINY["steps"]
 
 
 @pytest.mark.parametrize(
@@ -35,9 +43,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(
     finished, tmp_path, capfd, number, code, words
 ):
     """While it runs, a second one with its name is refused. The step is no multiple of 5.
-
-    history.jsonl has both starts and how each ended.
-    """
+    history.jsonl has both starts and how each ended."""
     keys = dict(checkpoint_period=10**6)
     with tools.Child(tmp_path, "stopped", **keys) as child:
         child.until("step 8/")
@@ -46,18 +52,21 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(
         assert "\n" not in line
         assert "run_name=stopped is in use: process " in line
         assert "or set another run_name" in line
-        child.send(number)
+        child.send_signal(number)
         assert child.end() == code, child.text
     step = int(re.search(words + " The same command goes on", child.text)[1])
-    assert 8 <= step < STEPS
+    assert 8 <= step < tools.STEPS
     assert tools.saved_steps(tmp_path / "stopped") == [step]
 
     assert tools.run(tmp_path, "stopped", **keys) == 0
     assert f"resumed after step {step};" in capfd.readouterr().out
-    tools.assert_equal_runs(tmp_path / "stopped", finished, steps=STEPS)
+    tools.assert_equal_runs(tmp_path / "stopped", finished, steps=tools.STEPS)
     events = history.read(RunFolder(tmp_path / "stopped"))
     assert [event["event"] for event in events] == ["start", "end"] * 2
-    assert [(events[k]["step"], events[k]["until"]) for k in (0, 2)] == [(0, STEPS), (step, STEPS)]
+    assert [(events[k]["step"], events[k]["until"]) for k in (0, 2)] == [
+        (0, tools.STEPS),
+        (step, tools.STEPS),
+    ]
     assert re.match(words if code == 143 else "$", events[1]["why"]) and events[3]["why"] == ""
 
 
@@ -66,8 +75,8 @@ def test_ctrl_c_any_number_of_times_ends_with_130_and_no_traceback(tmp_path):
     was so quick that the run had ended."""
     with tools.Child(tmp_path, "stopped", checkpoint_period=10**6) as child:
         child.until("step 8/")
-        while child.lives():
-            child.send(signal.SIGINT)
+        while child.poll() is None:
+            child.send_signal(signal.SIGINT)
             time.sleep(0.02)
         assert child.end() == 130, child.text
     assert "Traceback" not in child.text
@@ -79,9 +88,9 @@ def test_a_run_whose_output_nobody_reads_goes_on_to_the_same_end(finished, tmp_p
     """As behind `| head`: the pipe is closed while the programs compile."""
     with tools.Child(tmp_path, "unread") as child:
         child.until("ready to compile")
-        child.close_output()
+        child.stdout.close()
         assert child.end() == 0
-    tools.assert_equal_runs(tmp_path / "unread", finished, steps=STEPS)
+    tools.assert_equal_runs(tmp_path / "unread", finished, steps=tools.STEPS)
 
 
 def test_a_loss_that_is_not_finite_ends_with_4_step_replica_and_checkpoint(
@@ -104,7 +113,6 @@ def test_a_loss_that_is_not_finite_ends_with_4_step_replica_and_checkpoint(
 def test_a_gradient_that_is_not_finite_ends_the_run_though_the_loss_is():
     """nan_policy=stop speaks of both: the parameters of the next step would be NaN."""
     mesh = jax.make_mesh((1,), ("diloco",), devices=jax.devices()[:1])
-    fine = {"loss": jnp.ones(3), "grad_norm": jnp.ones(3)}
     placed = NamedSharding(mesh, PartitionSpec())
     like = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=placed)
     trainer = types.SimpleNamespace(
@@ -113,12 +121,15 @@ def test_a_gradient_that_is_not_finite_ends_the_run_though_the_loss_is():
         abstract_metrics=lambda batch: {"loss": like, "grad_norm": like},
     )
     monitor = Monitor(trainer, None, stop_on_nan=True, on_compile=lambda *_: None)
-    fine = jax.device_put(fine, placed)
-    monitor.add(7, fine)
+
+    def add(step, *grad_norm_R):
+        metrics = {"loss": jnp.ones(3), "grad_norm": jnp.array(grad_norm_R)}
+        monitor.add(step, jax.device_put(metrics, placed))
+
+    add(7, 1.0, 1.0, 1.0)
     monitor.check(None, list)
-    bad = jax.device_put(jnp.array([1.0, 1.0, np.inf]), placed)
-    monitor.add(8, fine | {"grad_norm": bad})
-    monitor.add(9, fine)
+    add(8, 1.0, 1.0, np.inf)
+    add(9, 1.0, 1.0, 1.0)
     words = "step 8: .* replica 2 .* no checkpoint was saved. .* lower learning_rate"
     with pytest.raises(NumericsError, match=words):
         monitor.check(None, list)
@@ -135,3 +146,111 @@ def test_nan_policy_skip_leaves_the_parameters_and_goes_on(tmp_path):
     assert rows[1]["learning/grad_norm"] is None
     params = tools.item(tools.arrays(tmp_path / "skip", 6), "params")
     assert all(np.all(np.isfinite(x)) for x in params.values())
+
+
+ROWS = dict(steps=8, log_period=4, checkpoint_period=100)
+
+
+def test_a_run_stopped_between_two_rows_goes_on_from_its_config_with_the_same_rows(
+    tmp_path, capfd, monkeypatch
+):
+    """Stopped after step 6 of rows at 4 and 8; without a name at first, so it says the name."""
+    assert tools.run(tmp_path, "whole", **ROWS) == 0
+
+    monkeypatch.setattr(Preemption, "requested", lambda preemption, t: t == 6)
+    clock = types.SimpleNamespace(time=lambda: 1234.0, perf_counter=time.perf_counter)
+    monkeypatch.setattr(training, "time", clock)
+    assert tools.run(tmp_path, "", **ROWS) == 143
+    told = capfd.readouterr()
+    assert tools.run(tmp_path, "unsaved", **ROWS, enable_checkpointing="false") == 143
+    monkeypatch.undo()
+    nothing = "SIGTERM after step 6: nothing is saved, since enable_checkpointing=false."
+    assert nothing in capfd.readouterr().err
+    folder = tmp_path / "run-1234"
+    assert f"run folder: {folder}; run_name=run-1234 goes on." in told.out
+    saved = "SIGTERM after step 6: saved. run_name=run-1234 goes on."
+    assert saved in told.err
+
+    assert training.run(config.load([str(folder / "config.yml")], {}), 0.0) == 0
+    assert [row["step"] for row in tools.rows(folder)] == [4, 8]
+    assert tools.rows(folder) == tools.rows(tmp_path / "whole")
+
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["learning/tokens"] for row in rows] == [4 * 64, 8 * 64]
+    assert rows[0]["perf/wall_time_s"] < rows[1]["perf/wall_time_s"]
+    assert not [name for name in rows[1] if name.startswith("device/")]
+    log = (folder / "log.txt").read_text()
+    lines = [line.partition(" ")[2] for line in log.splitlines()]
+    assert len([line for line in lines if line.startswith("-- ")]) == 2
+    assert f"Preempted: {saved}" in lines
+    assert re.search(r"resumed after step 6; 8 steps in all\n", log)
+    assert json.loads((folder / "environment.json").read_text())["devices"] == {"cpu": 8}
+
+
+LAST = dict(steps=12, checkpoint_period=4)  # saves after 4, 8 and 12
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """failing(4, 12, 12): how often the save of a step fails, before it succeeds."""
+    commit, left = write.commit, []
+
+    def commit_or_fail(save, writer):
+        step = int(save.target.name)
+        if step in left:
+            left.remove(step)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        commit(save, writer)
+
+    monkeypatch.setattr(write, "commit", commit_or_fail)
+    return lambda *steps: left.extend(steps)
+
+
+@pytest.mark.parametrize("steps, at", [((4, 8), 8), ((12, 12), 12)])
+def test_two_failed_saves_in_a_row_end_the_run_with_75_and_one_line(
+    tmp_path, capfd, failing, steps, at
+):
+    """In the middle of a run, and at its end. Given again, the command goes on."""
+    failing(*steps)
+    assert tools.run(tmp_path, "run", **LAST) == 75
+    told = capfd.readouterr()
+    warned = [line for line in told.out.splitlines() if line.startswith("warning: step")]
+    assert [line.split()[2] for line in warned] == [str(steps[0])]
+    assert told.err.count("\n") == 1
+    assert told.err.startswith(f"SaveError: base_output_directory: step {at} could not be saved")
+    assert "done" not in told.out
+    assert tools.run(tmp_path, "run", **LAST) == 0
+    assert tools.saved_steps(tmp_path / "run")[-1] == 12
+
+
+def test_a_run_told_to_stop_does_not_say_saved_when_it_is_not(
+    tmp_path, capfd, failing, monkeypatch
+):
+    requested = Preemption.requested
+
+    def at_five(self, step):
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return requested(self, step)
+
+    monkeypatch.setattr(Preemption, "requested", at_five)
+    failing(5, 5)
+    assert tools.run(tmp_path, "run", **LAST) == 75
+    told = capfd.readouterr()
+    assert "saved. The same command" not in told.out + told.err
+    assert "step 5 could not be saved" in told.err and "the last step saved is 4." in told.err
+    failing(5)
+    assert tools.run(tmp_path, "run", **LAST) == 143  # the second try saves it
+    assert tools.saved_steps(tmp_path / "run") == [4, 5]
+
+
+def test_a_finished_run_survives_a_power_cut_with_its_rows(tmp_path, capfd):
+    with small_ext4(tmp_path) as disk:
+        keys = LAST | dict(async_checkpointing="true", max_num_checkpoints_to_keep=1)
+        assert tools.run(disk.path, "run", **keys) == 0
+        disk.cut()
+        assert tools.saved_steps(disk.path / "run") == [12]
+        assert [row["step"] for row in tools.rows(disk.path / "run")] == list(range(1, 13))
+        capfd.readouterr()
+        assert tools.run(disk.path, "run", **keys | dict(steps=13)) == 0
+        assert "resumed after step 12; 13 steps in all" in capfd.readouterr().out

@@ -34,28 +34,18 @@ LINK = replay.Link(gbps_per_device=25.0, clock_hz=1.5e9)
 
 
 @pytest.fixture(scope="module")
-def mesh():
-    """Meshes by (slices, in-slice axis)."""
-    return functools.cache(tpu_programs.mesh_of)
-
-
-@pytest.fixture(scope="module")
-def trainer(mesh):
+def trainer():
     """Trainers by their options; each keeps the programs it has compiled."""
 
     @functools.cache
     def make(num_slices=2, axis="fsdp", **options):
-        return tpu_programs.trainer(mesh(num_slices, axis), **options)
+        return tpu_programs.trainer(tpu_programs.mesh_of(num_slices, axis), **options)
 
     return make
 
 
-def module_of(compiled):
-    return reader.read(compiled.as_text())
-
-
 def sent_by(compiled):
-    return transfers.transfers(module_of(compiled))
+    return transfers.transfers(reader.read(compiled.as_text()))
 
 
 def exposed(module):
@@ -68,24 +58,9 @@ def compiled(fn, *args, **options):
     return jax.jit(fn, **options).lower(*args).compile()
 
 
-def struct(mesh, shape, dtype, *spec):
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
-
-
-def mean_loss_step(params, momentum, batch):
-    """A step whose logged loss is a mean over the replicas."""
-    params, momentum, metrics = tpu_programs.tiny_step(params, momentum, batch)
-    return params, momentum, {"loss": jax.lax.pmean(metrics["loss"], "diloco")}
-
-
-def test_a_mean_of_the_loss_over_replicas_is_seen(trainer):
-    """Positive control of those that send nothing."""
-    (transfer,) = sent_by(trainer(step=mean_loss_step, **STREAMING).inner)
-    assert (transfer.kind, transfer.sent.dtype) == ("ALL_REDUCE", "f32")
-
-
 FOUR_BITS = STREAMING | dict(exchange_dtype="float4_e3m0")
 LATE = dict(sync_period=8, num_fragments=3, exchange_dtype="bfloat16")
+BY_DATA = STREAMING | dict(axis="data")
 
 
 @pytest.mark.parametrize(
@@ -97,9 +72,9 @@ LATE = dict(sync_period=8, num_fragments=3, exchange_dtype="bfloat16")
         ("outer_step", LATE | dict(outer_overlap="eager")),
         full("outer_step", LATE | dict(outer_overlap="delayed")),
         # With collectives inside a slice: by `data` the parts of a residual are gathered.
-        ("pack", STREAMING | dict(axis="data", exchange_dtype="int2")),
-        full("pack", STREAMING | dict(axis="data", exchange_dtype="topk")),
-        full("merge", STREAMING | dict(axis="data", exchange_dtype="topk")),
+        ("pack", BY_DATA | dict(exchange_dtype="int2")),
+        full("pack", BY_DATA | dict(exchange_dtype="topk")),
+        full("merge", BY_DATA | dict(exchange_dtype="topk")),
     ],
 )
 def test_a_program_without_an_exchange_sends_nothing(trainer, kind, options):
@@ -110,9 +85,12 @@ def test_a_program_without_an_exchange_sends_nothing(trainer, kind, options):
 @pytest.mark.parametrize("memory", corner(["device", "pinned_host"], ["device"]))
 @pytest.mark.parametrize("wire", corner(["float32", "float4_e3m0"], ["float4_e3m0"]))
 def test_the_step_hides_its_exchange(trainer, wire, memory):
-    """Also where chunks are kept in host memory: the copies are no part of the program."""
-    small = trainer(exchange_dtype=wire, outer_memory=memory, **STREAMING)
-    module = module_of(small.inner_exchange)
+    """Also where chunks are kept in host memory: the copies are no part of the program. What
+    arrives takes the memory of what it replaces: nothing else of the program shares more than in
+    the plain step, which is the control."""
+    in_memory = {} if memory == "device" else dict(outer_memory=memory)
+    small = trainer(**STREAMING | dict(exchange_dtype=wire) | in_memory)
+    module = reader.read(small.inner_exchange.as_text())
     pieces = transfers.transfers(module)
     assert len(pieces) == small.algorithm.layout.plans[1].num_pieces
     loops = [i for i, item in enumerate(module.entry.instructions) if item.opcode == "while"]
@@ -121,6 +99,14 @@ def test_the_step_hides_its_exchange(trainer, wire, memory):
         assert not transfer.in_conditional
         assert transfer.start < min(loops) and max(loops) < transfer.done
     assert exposed(module) <= MOST_EXPOSED
+    plain, beside = (
+        program.memory_analysis().alias_size_in_bytes
+        for program in (small.inner, small.inner_exchange)
+    )
+    layout = small.algorithm.layout
+    slot = layout.state.incoming[0]
+    arrives = sum(bytes_on_device(slot[i]) for i in layout.places(layout.plans[1], [0]))
+    assert plain > 0 and (beside - plain == arrives > 0 or memory == "pinned_host")
 
 
 def gathering_step(params, momentum, batch):
@@ -142,7 +128,7 @@ small = tpu_programs.trainer(
     exchange_dtype="float4_e3m0", **here.STREAMING,
 )
 small.inner  # the flag is read once
-for item in here.module_of(small.inner_exchange).entry.instructions:
+for item in here.reader.read(small.inner_exchange.as_text()).entry.instructions:
     if item.opcode in ("send", "while", "send-done"):
         print(item.opcode)
 """
@@ -167,23 +153,10 @@ def test_a_send_ends_behind_loops_that_wait_for_a_large_gather(flags, expected):
     assert done.stdout.split() == expected, done.stderr
 
 
-def test_what_arrives_takes_the_memory_of_what_it_replaces(trainer):
-    """Nothing else of a program shares more than in the plain step, which is the control."""
-    small = trainer(exchange_dtype="float4_e3m0", **STREAMING)
-    layout = small.algorithm.layout
-    plain, beside = (
-        program.memory_analysis().alias_size_in_bytes
-        for program in (small.inner, small.inner_exchange)
-    )
-    slot = layout.state.incoming[0]
-    arrives = sum(bytes_on_device(slot[i]) for i in layout.places(layout.plans[1], [0]))
-    assert plain > 0 and beside - plain == arrives > 0
-
-
-def test_an_exchange_in_a_conditional_is_exposed(trainer, mesh):
+def test_an_exchange_in_a_conditional_is_exposed(trainer):
     """Positive control: the same step, carrying its chunk only if a flag is set."""
     small = trainer(exchange_dtype="float32", **STREAMING)
-    state, slices = small.algorithm.layout.state, mesh(2, "fsdp")
+    state, slices = small.algorithm.layout.state, small.algorithm.mesh
     step = map_fn(tpu_programs.inner_step, mesh=slices, num_replicas=2)
     lies = NamedSharding(slices, collective.incoming_spec(slices))
 
@@ -195,9 +168,9 @@ def test_an_exchange_in_a_conditional_is_exposed(trainer, mesh):
         )
         return *step(params, opt_state, batch), arrived
 
-    wanted = struct(slices, (), jnp.bool_)
+    wanted = tpu_programs.struct(slices, (), dtype=jnp.bool_)
     args = (state.params, state.opt_state, small.batch, state.outgoing[0], wanted)
-    module = module_of(compiled(exchange, *args))
+    module = reader.read(compiled(exchange, *args).as_text())
     assert any(transfer.in_conditional for transfer in transfers.transfers(module))
     assert exposed(module) > MOST_EXPOSED
 
@@ -226,23 +199,25 @@ def test_the_wire_crosses_as_it_is_and_once(trainer, wire, num_slices, axis):
     assert payload <= 2 * 4 * per_device <= payload + tiles
 
 
-def test_a_mean_of_quantised_values_crosses_as_float32(mesh):
-    """Positive control of the dtype: each slice decodes its own and the sum crosses."""
-    slices = mesh(2, "fsdp")
+def test_a_mean_that_crosses_its_dtype_and_its_padding_are_seen(trainer):
+    """Positive controls of those that send nothing, of the dtype and of the padding."""
 
-    def quantised_mean(x_RN):
+    def mean_loss_step(params, momentum, batch):
+        params, momentum, metrics = tpu_programs.tiny_step(params, momentum, batch)
+        return params, momentum, {"loss": jax.lax.pmean(metrics["loss"], "diloco")}
+
+    def quantised_mean(x_RN):  # each slice decodes its own and the sum crosses
         codes_RN = jnp.clip(jnp.round(x_RN * 16), -127, 127).astype(jnp.int8)
         return jnp.mean(codes_RN.astype(jnp.float32) / 16, axis=0)
 
-    x_RN = struct(slices, (2, 1 << 16), jnp.float32, "diloco", "fsdp")
+    (transfer,) = sent_by(trainer(step=mean_loss_step, **STREAMING).inner)
+    assert (transfer.kind, transfer.sent.dtype) == ("ALL_REDUCE", "f32")
+    slices = tpu_programs.mesh_of(2)
+    x_RN = tpu_programs.struct(slices, (2, 1 << 16), "diloco", "fsdp")
     lies = NamedSharding(slices, P("fsdp"))
     (transfer,) = sent_by(compiled(quantised_mean, x_RN, out_shardings=lies))
     assert transfer.sent.dtype == "f32"
 
-
-def test_a_payload_of_rank_three_is_padded(mesh):
-    """Positive control of the padding: local [1, 1, N], one row of a tile's four."""
-    slices = mesh(2, "fsdp")
     gather = jax.shard_map(
         lambda x: jax.lax.all_gather(x, "diloco", tiled=True),
         mesh=slices,
@@ -250,9 +225,9 @@ def test_a_payload_of_rank_three_is_padded(mesh):
         out_specs=P(None, "fsdp"),
         check_vma=False,
     )
-    payload = struct(slices, (2, 4, 4096), jnp.uint8, "diloco", "fsdp")
+    payload = tpu_programs.struct(slices, (2, 4, 4096), "diloco", "fsdp", dtype=jnp.uint8)
     (transfer,) = sent_by(compiled(gather, payload))
-    assert transfer.sent.dims == (1, 1, 4096)
+    assert transfer.sent.dims == (1, 1, 4096)  # one row of a tile's four
     assert transfer.padding == 3 * 4096
 
 
@@ -268,10 +243,8 @@ def test_a_payload_of_rank_three_is_padded(mesh):
     ],
 )
 def test_outer_state_in_host_memory_compiles(trainer, kind, options, on_host):
-    """Arguments lie in host memory, nothing more crosses, and nothing of theta stays outside it.
-
-    So do the chunks: pack's results, and of both replicas merge's arguments.
-    """
+    """Arguments lie in host memory, nothing more crosses, and nothing of theta stays outside it. So
+    do the chunks: pack's results, and of both replicas merge's arguments."""
     small = trainer(**dict(exchange_dtype="bfloat16", outer_memory="pinned_host") | options)
     fragment = 1 if kind != "synchronise" else 0
     program = small.of(kind, fragment)

@@ -16,28 +16,15 @@ from maxdiloco.planning import choices, job, rating
 
 pytestmark = pytest.mark.tpu_aot
 
-KEYS = dict(
-    base_emb_dim=128,
-    base_num_decoder_layers=2,
-    base_mlp_dim=256,
-    base_num_query_heads=2,
-    base_num_kv_heads=2,
-    head_dim=64,
-    use_qk_norm="false",
-    vocab_size=256,
-    mlp_activations="[gelu]",
-    dataset_type="synthetic",
-    max_target_length=256,
-    per_device_batch_size=8,
-    attention="dot_product",
-    remat_policy="none",
-    opt_type="sgd",  # compiles in half the time, and does not change what is exchanged
-    adam_weight_decay=0,
-    gradient_clipping_threshold=0,
-    diloco_sync_period=8,
-    compile_topology="v5e-4",
-    compile_topology_num_slices=2,
+# sgd compiles in half the time, and does not change what is exchanged.
+FLAGS = (
+    "base_emb_dim=128 base_num_decoder_layers=2 base_mlp_dim=256 base_num_query_heads=2 "
+    "base_num_kv_heads=2 head_dim=64 use_qk_norm=false vocab_size=256 mlp_activations=[gelu] "
+    "dataset_type=synthetic max_target_length=256 per_device_batch_size=8 attention=dot_product "
+    "remat_policy=none opt_type=sgd adam_weight_decay=0 gradient_clipping_threshold=0 "
+    "diloco_sync_period=8 compile_topology=v5e-4 compile_topology_num_slices=2"
 )
+KEYS = dict(flag.split("=") for flag in FLAGS.split())
 ENDS = 256 * 128 + 128
 LAYER = 4 * 128 * 128 + 2 * 128 * 256 + 2 * 128
 # Bytes of one value, with its share of the scale of a block.
@@ -59,14 +46,6 @@ def compile_run(tmp_path, capfd, monkeypatch):
     return compile_run
 
 
-def streaming(fragments, tau):
-    return dict(
-        enable_streaming_diloco="true",
-        num_diloco_fragments=fragments,
-        num_communication_overlapping_steps=tau,
-    )
-
-
 def bytes_of_period(report):
     """Bytes that leave a slice in one period."""
     return sum(
@@ -86,37 +65,27 @@ def table(said):
     return [int(row[-2].replace(",", "")) for row in rows]
 
 
+def streaming(fragments, tau, wire, **keys):
+    return keys | dict(
+        enable_streaming_diloco="true",
+        num_diloco_fragments=fragments,
+        num_communication_overlapping_steps=tau,
+        diloco_exchange_dtype=wire,
+    )
+
+
+IN_TWO = dict(ici_fsdp_parallelism=2, ici_tensor_parallelism=2, max_exposed_fraction=0.01)
+OF_FOUR = dict(compile_topology_num_slices=4, diloco_outer_memory="pinned_host")
+EAGER = dict(diloco_outer_overlap="eager", diloco_exchange_dtype="bfloat16")
+# The keys of each, and the values of its fragments.
 MODES = {
     "vanilla": (dict(diloco_exchange_dtype="float32"), [ENDS + 2 * LAYER]),
-    "streaming, tau 0": (
-        streaming(2, 0) | dict(diloco_exchange_dtype="float4_e3m0"),
-        [ENDS, 2 * LAYER],
-    ),
-    "streaming, tau 1": (
-        streaming(3, 1) | dict(diloco_exchange_dtype="int8", dcn_bandwidth_gbps=0.01),
-        [ENDS, LAYER, LAYER],
-    ),
-    "streaming, tau 4, tensor": (
-        streaming(2, 4)
-        | dict(
-            diloco_exchange_dtype="float4_e3m0",
-            ici_fsdp_parallelism=2,
-            ici_tensor_parallelism=2,
-            max_exposed_fraction=0.01,
-        ),
-        [ENDS, 2 * LAYER],
-    ),
-    "eager": (
-        dict(diloco_outer_overlap="eager", diloco_exchange_dtype="bfloat16"),
-        [ENDS + 2 * LAYER],
-    ),
+    "streaming, tau 0": (streaming(2, 0, "float4_e3m0"), [ENDS, 2 * LAYER]),
+    "streaming, tau 1": (streaming(3, 1, "int8", dcn_bandwidth_gbps=0.01), [ENDS, LAYER, LAYER]),
+    "streaming, tau 4, tensor": (streaming(2, 4, "float4_e3m0", **IN_TWO), [ENDS, 2 * LAYER]),
+    "eager": (EAGER, [ENDS + 2 * LAYER]),
     "four slices, outer state on the host": (
-        streaming(3, 1)
-        | dict(
-            diloco_exchange_dtype="float4_e3m0",
-            compile_topology_num_slices=4,
-            diloco_outer_memory="pinned_host",
-        ),
+        streaming(3, 1, "float4_e3m0", **OF_FOUR),
         [ENDS, LAYER, LAYER],
     ),
 }
@@ -151,7 +120,7 @@ def test_what_crosses_slices_is_the_fragments_and_nothing_else(compile_run, mode
     for size, sent in zip(fragments, table(said), strict=True):
         if size == max(fragments):  # the others are filled up to chunks of the same length
             least = size * BYTES[wire]
-            chunks = KEYS["diloco_sync_period"] if mode == "eager" else 5
+            chunks = int(KEYS["diloco_sync_period"]) if mode == "eager" else 5
             assert least <= sent <= 1.01 * least + 4 * 1024 * itemsize * chunks
     for program in report["programs"]:
         exchanges = program["name"].partition(" [")[0] in (
@@ -162,72 +131,59 @@ def test_what_crosses_slices_is_the_fragments_and_nothing_else(compile_run, mode
             assert program["when"] != "step" or cross["padding_bytes"] == 0
             assert not cross["in_conditional"]
             assert cross["axes"] == ["diloco"]
-    waited = waited_by_the_plan(report, KEYS | keys)
+    # What maxdiloco.plan says that a period waits, with the time of the compiled plain step.
+    cfg = config.load([f"{key}={value}" for key, value in (KEYS | keys).items()], {})
+    H, P = cfg.diloco_sync_period, cfg.num_diloco_fragments
+    tau = cfg.num_communication_overlapping_steps
+    choice = choices.Choice(H, P, 1, tau, wire, cfg.diloco_outer_overlap, P > 1)
+    found = job.of(cfg)
+    (inner,) = [program for program in report["programs"] if program["name"] == "inner"]
+    sizes = dict(step_s=inner["estimated_seconds"], gbps=cfg.dcn_bandwidth_gbps)
+    waited = rating.exposed_s(found, choice, rating.traffic(found, choice), **sizes)
     # What `synchronise` computes itself hides some microseconds.
     assert waited == pytest.approx(report["dcn_exposed_seconds_per_period"], rel=0.03, abs=2e-5)
     assert waited > 0.01 or mode != "streaming, tau 1"
 
 
+LIKE_LLAMA = dict(
+    base_num_query_heads=4,
+    mlp_activations="[silu,linear]",
+    logits_via_embedding="false",
+    attention="flash",
+    max_target_length=512,
+    per_device_batch_size=1,
+    ici_context_parallelism=2,
+)
+EXPERTS = dict(
+    num_diloco_replicas=4,
+    base_num_decoder_layers=1,
+    num_experts=4,
+    num_experts_per_tok=2,
+    base_moe_mlp_dim=128,
+    ici_expert_parallelism=2,
+    ici_fsdp_parallelism=2,
+)
+
+
 @pytest.mark.full
-def test_devices_that_share_sequences_gather_keys_inside_their_slice(compile_run):
+@pytest.mark.parametrize("keys", [LIKE_LLAMA, EXPERTS], ids=["context", "experts"])
+def test_what_crosses_devices_stays_in_their_slice(compile_run, keys):
     """A Llama-like layer through splash attention: queries of 256 tokens meet keys of 512, sent in
-    bfloat16; the gradients of the keys come back added up, and scattered. Nothing crosses."""
-    like_llama = dict(
-        base_num_query_heads=4,
-        mlp_activations="[silu,linear]",
-        logits_via_embedding="false",
-        attention="flash",
-        max_target_length=512,
-        per_device_batch_size=1,
-        ici_context_parallelism=2,
-    )
-    code, (report,), said = compile_run(**like_llama)
-    assert code == 0, said.err
-    (inner,) = [program for program in report["programs"] if program["name"] == "inner"]
-    assert not inner["dcn"]
-    over = {(row["collective"], *row["axes"]): row["number"] for row in inner["ici"]}
-    assert over["all-gather bf16", "context"] == over["reduce-scatter bf16", "context"] == 4
-    assert not [row for row in over if row[0].endswith("f32") and row[1:] == ("context",)
-                and "all-gather" in row[0]]  # fmt: skip
-
-
-@pytest.mark.full
-def test_replicas_of_a_slot_with_experts_send_nothing_in_a_plain_step(compile_run):
-    """Two replicas on each of two slices, whose devices hold two of four experts each; each replica
-    has kernels of its own, which no batch dim goes through. Their exchange is the control."""
-    code, (report,), said = compile_run(
-        num_diloco_replicas=4,
-        base_num_decoder_layers=1,
-        num_experts=4,
-        num_experts_per_tok=2,
-        base_moe_mlp_dim=128,
-        ici_expert_parallelism=2,
-        ici_fsdp_parallelism=2,
-    )
+    bfloat16; the gradients of the keys come back added up, and scattered. And two replicas on each
+    of two slices, whose devices hold two of four experts each; each replica has kernels of its own,
+    which no batch dim goes through. The exchange is the control."""
+    code, (report,), said = compile_run(**keys)
     assert code == 0, said.err
     programs = {program["name"].partition(" [")[0]: program for program in report["programs"]}
-    assert not programs["inner"]["dcn"]
-    assert programs["synchronise"]["dcn"]
-    inside = {axis for row in programs["inner"]["ici"] for axis in row["axes"]}
-    assert {"expert", "fsdp"} <= inside
-    assert programs["inner"]["pallas_kernels_not_estimated"] == 0
-
-
-def waited_by_the_plan(report, keys):
-    """What maxdiloco.plan says that a period waits, with the time of the compiled plain step."""
-    cfg = config.load([f"{key}={value}" for key, value in keys.items()], {})
-    P = cfg.num_diloco_fragments
-    choice = choices.Choice(cfg.diloco_sync_period, P, 1, cfg.num_communication_overlapping_steps,
-                            cfg.diloco_exchange_dtype, cfg.diloco_outer_overlap, P > 1)  # fmt: skip
-    found = job.of(cfg)
-    (inner,) = [program for program in report["programs"] if program["name"] == "inner"]
-    return rating.exposed_s(
-        found,
-        choice,
-        rating.traffic(found, choice),
-        step_s=inner["estimated_seconds"],
-        gbps=cfg.dcn_bandwidth_gbps,
-    )
+    inner = programs["inner"]
+    assert not inner["dcn"] and programs["synchronise"]["dcn"]
+    over = {(row["collective"], *row["axes"]): row["number"] for row in inner["ici"]}
+    if keys is EXPERTS:
+        assert {"expert", "fsdp"} <= {axis for _, *axes in over for axis in axes}
+        assert inner["pallas_kernels_not_estimated"] == 0
+    else:
+        assert over["all-gather bf16", "context"] == over["reduce-scatter bf16", "context"] == 4
+        assert ("all-gather f32", "context") not in over
 
 
 def test_the_plan_compiles_the_plain_step_and_nothing_else(tmp_path, capfd):

@@ -1,6 +1,6 @@
 """Quantised exchange: the library class against an oracle that quantises the same way.
 
-    # R replicas  N values of one leaf of a fragment  δ a difference that float32 may make
+# R replicas  N values of one leaf of a fragment  δ a difference that float32 may make
 """
 
 import dataclasses
@@ -20,10 +20,8 @@ pytestmark = pytest.mark.usefixtures("programs")
 
 # float32 rounds by 6e-8 of values of size 1, over 14 steps of about 20 operations.
 TOLERANCE = 5e-6
+FAR = 100 * TOLERANCE  # what is not the same
 DELTA = 5e-6  # how far an outer gradient of the library may be from the oracle's
-
-
-# --- several rounds of a small tree -----------------------------------------------------------
 
 H = 4
 MODES = {
@@ -54,10 +52,9 @@ def guarded(codec, delta):
 
 
 def clear_of_edges(make, settings, steps, codec, **inner):
-    """The first of the problems make(0), make(1) ... whose run keeps clear of rounding edges.
-
-    Next to an edge, the last bit of float32 decides on a whole step of the wire. Returns the
-    problem and what the oracle makes of it."""
+    """The first of the problems make(0), make(1) ... whose run keeps clear of rounding edges. Next
+    to an edge, the last bit of float32 decides on a whole step of the wire. Returns the problem and
+    what the oracle makes of it."""
     for seed in range(1000):
         problem = make(seed)
         try:
@@ -90,11 +87,15 @@ def compare(algorithm, problem, expected):
             np.testing.assert_allclose(got, wanted, rtol=0, atol=TOLERANCE, err_msg=f"step {t}")
 
 
+def distances(run, other):
+    """Of each leaf of theta at the end of two runs of the oracle."""
+    last, others = (list(each)[-1][2] for each in (run, other))
+    return [np.abs(a - b).max() for a, b in zip(last, others, strict=True)]
+
+
 # Each wire once, and each mode.
 GRID = list(itertools.product(CODECS, MODES))
 CORNER = GRID[::5]
-
-
 BY_FEEDBACK = [(wire, mode, False) for wire, mode in GRID]
 BY_FEEDBACK += itertools.product(["float4_e3m0", "int2", "topk"], MODES, [True])
 KEPT = [(wire, mode, False) for wire, mode in CORNER]
@@ -110,17 +111,12 @@ def test_rounds_on_every_wire_equal_the_oracle(wire, mode, feedback):
         tree, wire, mode, P=3, outer_lr=0.5, outer_momentum=0.6, error_feedback=feedback
     )
     problem, expected = clear_of_edges(
-        lambda seed: make_problem(tree, steps, seed),
-        settings,
-        steps,
-        guarded(CODECS[wire], DELTA),
+        lambda seed: make_problem(tree, steps, seed), settings, steps, guarded(CODECS[wire], DELTA)
     )
     compare(maxdiloco.DiLoCo(jax_inner_step, **arguments), problem, expected)
     if feedback:
         without = dataclasses.replace(settings, error_feedback=False)
-        *_, (_, _, theta) = simulate(without, problem, steps, CODECS[wire])
-        apart = [np.abs(a - b).max() for a, b in zip(theta, expected[-1][2], strict=True)]
-        assert max(apart) > 100 * TOLERANCE
+        assert max(distances(simulate(without, problem, steps, CODECS[wire]), expected)) > FAR
 
 
 @pytest.mark.parametrize(
@@ -138,25 +134,18 @@ def test_the_norm_preserving_merge_equals_the_oracle(mode, P):
     expected = list(simulate(settings, problem, steps))
     compare(maxdiloco.DiLoCo(jax_inner_step, **arguments), problem, expected)
     plain = dataclasses.replace(settings, merge="mean")
-    *_, (_, _, theta) = simulate(plain, problem, steps)
-    apart = [np.abs(a - b).max() for a, b in zip(theta, expected[-1][2], strict=True)]
-    assert min(apart[1:]) > 100 * TOLERANCE  # kernel and norm; the embedding is averaged
+    _, *apart = distances(simulate(plain, problem, steps), expected)
+    assert min(apart) > FAR  # kernel and norm; the embedding is averaged
 
 
 def test_the_wires_are_told_apart():
     """Control of the comparison above: another wire is 100 tolerances away."""
-    tree = TREES["mixed"]
-    problem = make_problem(tree, 3 * H)
-    last = []
-    for codec in CODECS.values():
-        settings, _ = both(tree, "float32", "eager", P=3)
-        *_, (_, _, theta) = simulate(settings, problem, 3 * H, codec)
-        last.append(np.concatenate([leaf.ravel() for leaf in theta]))
-    for one, other in itertools.combinations(last, 2):
-        assert np.abs(one - other).max() > 100 * TOLERANCE
+    problem = make_problem(TREES["mixed"], 3 * H)
+    settings, _ = both(problem.tree, "float32", "eager", P=3)
+    runs = [list(simulate(settings, problem, 3 * H, codec)) for codec in CODECS.values()]
+    for one, other in itertools.combinations(runs, 2):
+        assert max(distances(one, other)) > FAR
 
-
-# --- many blocks and several chunks -----------------------------------------------------------
 
 WIDE = {  # a fragment's slice of the kernel has 3 * 3 * 200 or 3 * 2 * 200 values
     "embed": ((9, 40), ("vocabulary", 0)),
@@ -187,10 +176,8 @@ def on_a_grid(problem):
 @pytest.mark.parametrize(("wire", "mode"), corner(GRID, CORNER))
 def test_blocks_run_along_a_fragments_slice_of_each_leaf(wire, mode):
     """1800 and 1200 values of a leaf whose layers lie in the middle dim: 8 and 5 blocks, and in
-    float32 two chunks of 1024 in the window of two steps.
-
-    Sent after steps 2, 5, 8, 10, 13 ... Up to the step before the first that uses an outer
-    gradient with a rounding in it."""
+    float32 two chunks of 1024 in the window of two steps. Sent after steps 2, 5, 8, 10, 13 ... Up
+    to the step before the first that uses an outer gradient with a rounding in it."""
     steps = {"at once": 9, "overlapped": 12, "delayed": 17, "eager": 9}[mode]
     shared = dict(num_replicas=2, sync_period=8, num_fragments=3, offsets=(0, 2, 5), alpha=0.5)
     shared |= dict(outer_lr=0.7, outer_momentum=0.9) | WITHOUT | MODES[mode]

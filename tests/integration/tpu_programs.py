@@ -29,6 +29,11 @@ def mesh_of(num_slices: int, axis: str = "fsdp") -> Mesh:
     return Mesh(np.array(by_slice).reshape(num_slices, -1), ("diloco", axis))
 
 
+def struct(mesh, shape, *spec, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
+    """An array that lies over these axes."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+
 def loss(params, x_BLD):
     """Scanned and rematerialised layers, as in a language model."""
 
@@ -104,25 +109,16 @@ def trainer(mesh: Mesh, *, step=inner_step, batch_size: int = 64, **options) -> 
     """Bind DiLoCo to the small model; parameters lie over fsdp, or everywhere without one."""
     axis = mesh.axis_names[1]
     over = axis if axis == "fsdp" else None
-
-    def struct(shape, *spec):
-        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
-
     params = {
-        "head": struct((WIDTH, WIDTH), over, None),
+        "head": struct(mesh, (WIDTH, WIDTH), over, None),
         "layers": {
-            "w_in": struct((LAYERS, WIDTH, HIDDEN), None, over, None),
-            "w_out": struct((LAYERS, HIDDEN, WIDTH), None, over, None),
+            "w_in": struct(mesh, (LAYERS, WIDTH, HIDDEN), None, over, None),
+            "w_out": struct(mesh, (LAYERS, HIDDEN, WIDTH), None, over, None),
         },
     }
     M = mesh.shape["diloco"]
-    algorithm = DiLoCo(
-        step,
-        num_replicas=M,
-        layer_axis={"head": None, "layers": {"w_in": 0, "w_out": 0}},
-        mesh=mesh,
-        **options,
-    )
+    layer_axis = {"head": None, "layers": {"w_in": 0, "w_out": 0}}
+    algorithm = DiLoCo(step, num_replicas=M, layer_axis=layer_axis, mesh=mesh, **options)
     algorithm.bind(params, params)
-    batch = struct((M, batch_size, TOKENS, WIDTH), "diloco", axis)
+    batch = struct(mesh, (M, batch_size, TOKENS, WIDTH), "diloco", axis)
     return Trainer(algorithm, batch)

@@ -14,35 +14,24 @@ from maxdiloco.data.synthetic import SyntheticWindows
 from maxdiloco.parallel import feeding
 
 
-def box_size(rows):
-    """Rows in the smallest box around some of them: what reading ranges would cost."""
-    return np.prod([coordinates.max() - coordinates.min() + 1 for coordinates in rows])
-
-
-def torus(M, side, tile, sequences):
-    """{host: shards [R, B, L] of its devices}: each slice a torus, hosts hold square tiles of it.
-
-    Replica m is slice m; device i of a slice, row by row, holds `sequences` rows of it.
-    """
-    hosts = collections.defaultdict(list)
-    for m, y, x in itertools.product(range(M), range(side), range(side)):
-        first = (y * side + x) * sequences
-        shard = (slice(m, m + 1), slice(first, first + sequences), slice(None))
-        hosts[m, y // tile, x // tile].append(shard)
-    return hosts
-
-
 def test_hosts_of_a_torus_read_their_rows_and_feed_their_devices():
-    """Two 4x4 slices in tiles of 2x2, 3 rows a device: each of the 96 rows is read by one host."""
-    M, B = 2, 48
+    """Two 4x4 slices in tiles of 2x2, 3 rows a device: each of the 96 rows is read by one host.
+    Replica m is slice m; device i of a slice, row by row, holds three rows of it."""
+    M, B, side = 2, 48, 4
+    hosts = collections.defaultdict(list)  # {host: shards [R, B, L] of its devices}
+    for m, y, x in itertools.product(range(M), range(side), range(side)):
+        first = (y * side + x) * 3
+        shard = (slice(m, m + 1), slice(first, first + 3), slice(None))
+        hosts[m, y // 2, x // 2].append(shard)
     data = pipeline.Dataset(SyntheticWindows(0, "train", 99, 5), None, "dataset_type=synthetic")
     position = order.first_position(M, B)
     indices = np.ix_(range(M), range(B))
     whole = pipeline.read(data, position, 1, replicas=indices[0], rows=indices[1])["tokens"]
     count = 0
-    for shards in torus(M, side=4, tile=2, sequences=3).values():
+    for shards in hosts.values():
         rows = feeding.rows_of(shards, whole.shape)
-        assert box_size(rows) == 18  # the tile's second row of devices is 12 rows further on
+        # The tile's second row of devices is 12 rows further on: a box around the rows has 18.
+        assert np.prod([np.ptp(coordinates) + 1 for coordinates in rows]) == 18
         count += len(rows[0])
         local = pipeline.read(data, position, 1, replicas=rows[0], rows=rows[1])["tokens"]
         positions = feeding.positions_of(rows, whole.shape)

@@ -1,6 +1,5 @@
 """The inner optimizer: its schedule, what decays, what muon takes, how it lies on a mesh."""
 
-import functools
 import math
 from types import SimpleNamespace
 
@@ -33,16 +32,8 @@ SHAPES = {
     "norm": (4,),
 }
 OPT_TYPES = checks.choices(base_yml.declared()["opt_type"].allowed)
-ZEROS, ONES = (
-    functools.partial(np.zeros, dtype=np.float32),
-    functools.partial(np.ones, dtype=np.float32),
-)
-
-
-@pytest.fixture
-def model():
-    """Only the axis names of a model, all the optimizer looks at."""
-    return SimpleNamespace(logical_axes=AXIS_NAMES)
+# Only the axis names of a model, all the optimizer looks at.
+MODEL = SimpleNamespace(logical_axes=AXIS_NAMES)
 
 
 def config(**changes):
@@ -55,17 +46,17 @@ def config(**changes):
 
 
 def tree(make):
-    return jax.tree.map(make, SHAPES, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    shaped = lambda shape: np.float32(make(shape))  # noqa: E731
+    return jax.tree.map(shaped, SHAPES, is_leaf=lambda leaf: isinstance(leaf, tuple))
 
 
 def random(seed):
-    rng = np.random.default_rng(seed)
-    return tree(lambda shape: rng.standard_normal(shape).astype(np.float32))
+    return tree(np.random.default_rng(seed).standard_normal)
 
 
-def run(cfg, model, params, gradients):
+def run(cfg, params, gradients):
     """Parameters after one step for each gradient."""
-    rule = optimizer.build(cfg, model=model)
+    rule = optimizer.build(cfg, model=MODEL)
     state, schedule = rule.init(params), optimizer.learning_rate_schedule(cfg, 10)
     for count, gradient in enumerate(gradients):
         rate = optimizer.learning_rate(schedule, count)
@@ -122,11 +113,12 @@ def test_the_learning_rate_follows_its_schedule(name):
     assert found == pytest.approx(fractions, rel=1e-6)
 
 
-def test_adamw_is_adam_with_decoupled_decay_of_all_but_norm_scales(model):
-    """arXiv 1711.05101, algorithm 2, in NumPy, three steps."""
+def test_adamw_is_adam_with_decoupled_decay_of_all_but_norm_scales():
+    """arXiv 1711.05101, algorithm 2, in NumPy, three steps. Under muon too: with a gradient of 0,
+    what is left is the decay, 1 - 0.1 * 0.3."""
     cfg = config(adam_weight_decay=0.3)
     start, gradients = random(0), [random(seed) for seed in (1, 2, 3)]
-    end = run(cfg, model, start, gradients)
+    end = run(cfg, start, gradients)
 
     def by_hand(x, names, *gradients):
         x, m, v = np.float64(x), 0.0, 0.0
@@ -137,28 +129,22 @@ def test_adamw_is_adam_with_decoupled_decay_of_all_but_norm_scales(model):
             x = x - 0.1 * (step + decay * x)
         return x
 
-    expected = jax.tree.map(by_hand, start, AXIS_NAMES, *gradients)
-    jax.tree.map(lambda x, e: np.testing.assert_allclose(x, e, rtol=1e-5, atol=1e-6), end, expected)
+    def check(x, expected):
+        np.testing.assert_allclose(x, expected, rtol=1e-5, atol=1e-6)
+
+    jax.tree.map(check, end, jax.tree.map(by_hand, start, AXIS_NAMES, *gradients))
+    muon = config(opt_type="muon", adam_weight_decay=0.3)
+    end = run(muon, tree(np.ones), [tree(np.zeros)])
+    jax.tree.map(lambda x, names: check(x, 1.0 if "norm" in names else 0.97), end, AXIS_NAMES)
 
 
-def test_norm_scales_do_not_decay_under_muon_either(model):
-    """Gradient 0: what is left is the decay, 1 - 0.1 * 0.3."""
-    cfg = config(opt_type="muon", adam_weight_decay=0.3)
-    end = run(cfg, model, tree(ONES), [tree(ZEROS)])
-
-    def check(x, names):
-        np.testing.assert_allclose(x, 1.0 if "norm" in names else 0.97, rtol=1e-6)
-
-    jax.tree.map(check, end, AXIS_NAMES)
-
-
-def test_muon_orthogonalises_layers_matrices_with_heads_side_by_side(model):
+def test_muon_orthogonalises_layers_matrices_with_heads_side_by_side():
     """The update of a layer's query, [embed 4, heads * head_dim 6], and out, [6, 4], has nearly
     equal singular values (Newton-Schulz brings them to 0.7 ... 1.2) and AdamW's size: 0.2 * lr
     * sqrt(6) each, lr 0.1. A gradient's own spread is larger; embedding and norms get Adam's
     first step, +-lr."""
     gradient = random(1)
-    end = run(config(opt_type="muon"), model, tree(ZEROS), [gradient])
+    end = run(config(opt_type="muon"), tree(np.zeros), [gradient])
     for name, shape in (("query", (4, 6)), ("out", (6, 4))):
         for layer in range(2):
             update = np.asarray(end["layers"][name][layer]).reshape(shape)
@@ -171,22 +157,22 @@ def test_muon_orthogonalises_layers_matrices_with_heads_side_by_side(model):
         np.testing.assert_allclose(leaf, -0.1 * np.sign(g), rtol=1e-4)
 
 
-def test_clipping_scales_the_whole_gradient_to_the_threshold(model):
+def test_clipping_scales_the_whole_gradient_to_the_threshold():
     """Global norm 10 and threshold 2: a fifth of it; a norm below the threshold stays."""
-    ones = tree(ONES)
+    ones = tree(np.ones)
     norm = float(optax.tree.norm(ones))
     cfg = config(opt_type="sgd", gradient_clipping_threshold=2.0)
     for size, kept in ((10.0, 2.0), (1.5, 1.5)):
         gradient = jax.tree.map(lambda x, size=size: x * size / norm, ones)
-        end = run(cfg, model, tree(ZEROS), [gradient])
+        end = run(cfg, tree(np.zeros), [gradient])
         assert float(optax.tree.norm(end)) == pytest.approx(0.1 * kept, rel=1e-5)
-    unclipped = run(config(opt_type="sgd"), model, tree(ZEROS), [ones])
+    unclipped = run(config(opt_type="sgd"), tree(np.zeros), [ones])
     assert float(optax.tree.norm(unclipped)) == pytest.approx(0.1 * norm, rel=1e-5)
 
 
 @pytest.mark.parametrize("opt_type", ["adamw", "muon", "sgd"])
-def test_state_is_float32_and_keeps_its_types_under_bfloat16_weights(opt_type, model):
-    rule = optimizer.build(config(opt_type=opt_type), model=model)
+def test_state_is_float32_and_keeps_its_types_under_bfloat16_weights(opt_type):
+    rule = optimizer.build(config(opt_type=opt_type), model=MODEL)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random(0))
     before = rule.init(params)
     updates, after = rule.update(random(1), before, params, learning_rate=0.1)
@@ -197,10 +183,10 @@ def test_state_is_float32_and_keeps_its_types_under_bfloat16_weights(opt_type, m
 
 
 @pytest.mark.parametrize("opt_type", OPT_TYPES)
-def test_state_lies_like_the_parameters(opt_type, model, devices):
+def test_state_lies_like_the_parameters(opt_type, devices):
     """Moments of query over fsdp (embed) and tensor (heads); muon has one, and none of its Adam."""
     mesh = Mesh(np.array(devices[:4]).reshape(1, 1, 2, 1, 1, 2), AXES)
-    rule = optimizer.build(config(opt_type=opt_type), model=model)
+    rule = optimizer.build(config(opt_type=opt_type), model=MODEL)
     params = random(0)
     lies = parameter_shardings(AXIS_NAMES, params, mesh, DEFAULT_RULES)
     state = jax.eval_shape(rule.init, params)

@@ -70,23 +70,18 @@ def test_the_step_time_covers_all_that_a_log_costs(monkeypatch, part):
 
 
 def test_an_evaluation_and_a_save_are_left_out_but_not_the_wait_for_others_before(monkeypatch):
-    """Each of the two waits in `check` until all processes are there."""
+    """Each of the two waits in `check` until all processes are there. A save writes the rows before
+    it."""
     run = Run(monkeypatch, evaluate=50, save=70)
     times = run.times(3, lambda t: run.recorder.evaluate(t, STATE, {"": None}))
     assert times == [1, 1, 1]
     assert [row["eval/loss"] for row in run.written] == [2, 2, 2]
 
     run = Run(monkeypatch, save=70, check=0.25)
-    times = run.times(2, lambda t: run.recorder.save(t, STATE))
-    assert times == [1.25, 1.5]
-
-
-def test_a_save_writes_the_rows_before_it(monkeypatch):
-    run = Run(monkeypatch)
     waited = []
     monkeypatch.setattr(recorder.Rows, "write_all", lambda rows: waited.append(True))
-    run.recorder.save(1, STATE)
-    assert waited == [True]
+    times = run.times(2, lambda t: run.recorder.save(t, STATE))
+    assert times == [1.25, 1.5] and waited
 
 
 def test_a_row_has_the_time_of_all_lives_of_the_run_and_the_memory_of_the_device(monkeypatch):

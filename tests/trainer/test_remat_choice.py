@@ -64,36 +64,28 @@ def test_policies_stand_from_least_computed_to_least_memory():
     assert remat_choice.LAST == "full"
 
 
-def test_the_first_policy_that_fits_is_taken_and_said(choose):
+def test_the_first_policy_that_fits_is_taken_and_said_and_full_where_none_does(choose):
+    """The caller says what does not fit."""
     policy, (line,), compiled = choose(memory=needed("minimal")[0])
     assert (policy, compiled) == ("minimal", ["minimal"])
     assert line.startswith("remat_policy=auto: minimal; the inner step needs ")
-
-
-@pytest.mark.full
-def test_what_keeps_more_than_the_memory_is_not_compiled(choose):
-    kept = needed("minimal")[1]
-    assert "minimal" not in choose(memory=kept - 1)[2]
-    assert "minimal" in choose(memory=kept)[2]
-
-
-def test_nothing_that_fits_is_full(choose):
-    """The caller says what does not fit."""
     policy, (line,), compiled = choose(memory=1)
     assert (policy, compiled) == ("full", [])
     assert "no other policy fits" in line
 
 
-def gpu_mesh():
-    return types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform="gpu")]))
+GPU = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform="gpu")]))
 
 
 @pytest.mark.full
-def test_a_tenth_of_a_gpus_memory_is_left(choose):
-    enough = math.ceil(needed("minimal")[0] / 0.9) + 1
-    policy, (line,), _ = choose(memory=enough, mesh=gpu_mesh())
+def test_what_keeps_more_than_the_memory_is_not_compiled_and_a_tenth_of_a_gpus_is_left(choose):
+    enough, kept = needed("minimal")
+    assert "minimal" not in choose(memory=kept - 1)[2]
+    assert "minimal" in choose(memory=kept)[2]
+    enough = math.ceil(enough / 0.9) + 1
+    policy, (line,), _ = choose(memory=enough, mesh=GPU)
     assert policy == "minimal" and " MiB, 0.9 of the GPU's, with the rest" in line
-    assert choose(memory=enough - 2, mesh=gpu_mesh())[0] != "minimal"
+    assert choose(memory=enough - 2, mesh=GPU)[0] != "minimal"
     assert choose(memory=enough - 2)[0] == "minimal"
 
 
@@ -103,7 +95,7 @@ SAYS = "remat_policy=auto: "
 @pytest.mark.parametrize(
     ("argv", "keys", "policy", "lines"),
     [
-        ((), dict(memory=None, mesh=gpu_mesh()), "full",
+        ((), dict(memory=None, mesh=GPU), "full",
          [SAYS + "full, since nothing says how much memory a device has"]),
         ((), dict(memory=None), "save_context",
          [SAYS + "save_context, which is the fastest on a CPU"]),
@@ -116,25 +108,24 @@ def test_what_needs_no_compile_has_none(choose, argv, keys, policy, lines):
     assert choose(*argv, **keys) == (policy, lines, [])
 
 
-def steps_that(monkeypatch, *compiles):
-    """What _needed says of steps with these bodies; each gives its bytes."""
-    batch = {"tokens": jax.ShapeDtypeStruct((1,), np.int32)}
-    calls = [
-        Call(types.SimpleNamespace(name="inner", lowered=lambda _, body=body: body), (x,), 1)
-        for body in compiles
-        for x in batch.values()
-    ]
-    trainer = types.SimpleNamespace(calls=lambda batch: calls, abstract_state=None)
-    parts = types.SimpleNamespace(batch=batch, trainer=trainer)
-    monkeypatch.setattr(remat_choice, "kept_bytes", lambda *_: 0)
-    monkeypatch.setattr(
-        remat_choice, "memory_of", lambda compiled, *_: types.SimpleNamespace(needed=compiled)
-    )
-    return remat_choice._needed(config.load(FLAGS, {}), parts, 9)
-
-
 def test_a_step_that_the_compiler_refuses_does_not_fit(monkeypatch):
     """The other one is waited for. Control: another error is raised."""
+
+    def needed_by(*compiles):
+        """What _needed says of steps with these bodies; each gives its bytes."""
+        batch = {"tokens": jax.ShapeDtypeStruct((1,), np.int32)}
+        programs = [
+            types.SimpleNamespace(name="inner", lowered=lambda _, body=body: body)
+            for body in compiles
+        ]
+        calls = [Call(program, tuple(batch.values()), 1) for program in programs]
+        trainer = types.SimpleNamespace(calls=lambda batch: calls, abstract_state=None)
+        parts = types.SimpleNamespace(batch=batch, trainer=trainer)
+        return remat_choice._needed(config.load(FLAGS, {}), parts, 9)
+
+    monkeypatch.setattr(remat_choice, "kept_bytes", lambda *_: 0)
+    given = lambda compiled, *_: types.SimpleNamespace(needed=compiled)  # noqa: E731
+    monkeypatch.setattr(remat_choice, "memory_of", given)
     ended = []
 
     def refused(status):
@@ -145,7 +136,7 @@ def test_a_step_that_the_compiler_refuses_does_not_fit(monkeypatch):
         ended.append(True)
         return 3
 
-    assert steps_that(monkeypatch, lambda: refused("RESOURCE_EXHAUSTED"), other) == math.inf
+    assert needed_by(lambda: refused("RESOURCE_EXHAUSTED"), other) == math.inf
     assert ended
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        steps_that(monkeypatch, lambda: refused("INTERNAL"), lambda: 3)
+        needed_by(lambda: refused("INTERNAL"), lambda: 3)

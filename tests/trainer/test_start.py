@@ -1,22 +1,100 @@
-"""What a resumed run says of its learning rate, how it reads older checkpoints, and a start that
-does not fit."""
+"""The number that vocab_size=-1 stands for, what a resumed run says of its learning rate, how it
+reads older checkpoints, a start that does not fit, and what a run's folder says of it.
+"""
 
+import shutil
+import subprocess
 import types
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from maxdiloco.checkpoint import read
 from maxdiloco.checkpoint.read import Restored
 from maxdiloco.data import run_tokenizer
 from maxdiloco.engine.trainer import ExchangeSettings
 from maxdiloco.errors import CheckpointError, ConfigError
-from maxdiloco.flags import config
+from maxdiloco.flags import base_yml, config
 from maxdiloco.parallel.program import Program
-from maxdiloco.trainer import start
+from maxdiloco.storage.run_folder import locate
+from maxdiloco.trainer import run_files, start
 from maxdiloco.trainer.resumed import layout, rate_lines, refuse_changes
+
+
+@pytest.fixture
+def own(tmp_path):
+    """Makes argv of a tokenizer file of so many tokens, 0: none."""
+
+    def make(tokens):
+        if not tokens:
+            return []
+        vocabulary = {f"w{i}": i for i in range(tokens)}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        argv = ["tokenizer_type=huggingface", f"tokenizer_path={tmp_path}"]
+        return [*argv, "add_bos=false", "add_eos=false"]
+
+    return make
+
+
+AUTO, NAMED = "vocab_size=-1", "model_name=35m"
+# Keys, tokens of one's own, and the tokens of the model and the rows of its embedding, -1: as many.
+SIZES = [
+    # Of the byte tokenizer 257 tokens; 3 * 128 = 384. The rows beyond are padding, masked.
+    (AUTO, 0, (257, 384)),
+    ("vocab_size=300", 0, (300, -1)),
+    (f"{AUTO} padded_vocab_size=260", 0, (257, 260)),
+    # One's own rounded up to 128, also where vocab_size is left out, and of a named model without
+    # override_model_config; everything else is the model's, which has 32,768 rows.
+    (AUTO, 2, (2, 128)),
+    (AUTO, 128, (128, -1)),
+    ("", 129, (129, 256)),
+    (NAMED, 1000, (1000, 1024)),
+    (f"{NAMED} {AUTO}", 1000, (1000, 1024)),
+    # It keeps its rows where its tokenizer is used, 95 % of 32,768 being 31,129.6, or its weights,
+    # unless another number is given; without a tokenizer file only -1 may be.
+    (NAMED, 31130, (32768, -1)),
+    (NAMED, 31129, (31129, 31232)),
+    (NAMED, 32769, (32769, 32896)),
+    (f"{NAMED} load_parameters_path=/runs/a", 1000, (32768, -1)),
+    (f"{NAMED} load_parameters_path=/runs/a vocab_size=1024", 1000, (1024, -1)),
+    (f"{NAMED} {AUTO}", 0, (257, 384)),
+    ("model_name={}/mine.yml", 1000, (1000, 1024)),
+]
+
+
+@pytest.mark.parametrize("keys, tokens, expected", SIZES)
+def test_a_model_has_the_tokens_and_rows_of_its_tokenizer(own, tmp_path, keys, tokens, expected):
+    (tmp_path / "mine.yml").write_text("base_emb_dim: 64\n")
+    argv = [*keys.format(tmp_path).split(), *own(tokens)]
+    cfg = run_tokenizer.resolved(config.load(argv, {}))
+    assert (cfg.vocab_size, cfg.padded_vocab_size) == expected
+    assert NAMED not in argv or cfg.base_emb_dim == 512
+
+
+@pytest.mark.parametrize(
+    "keys, tokens, words",
+    [
+        (f"{AUTO} padded_vocab_size=256", 0, "padded_vocab_size=256 is below vocab_size=257"),
+        (f"{NAMED} base_emb_dim=64", 1000, "base_emb_dim=64 .* differs from base_emb_dim=512"),
+        (f"{NAMED} vocab_size=1024", 0, "vocab_size=1024 .* differs from vocab_size=32768"),
+        # Checks that need the number are made again: no byte is left for a 258th fragment.
+        (
+            f"{AUTO} enable_streaming_diloco=true diloco_sync_period=1000 steps=1000 "
+            "num_diloco_fragments=260 num_nonlayer_fragments=258",
+            0,
+            "num_nonlayer_fragments=258 exceeds vocab_size=257",
+        ),
+    ],
+)
+def test_a_number_that_does_not_fit_is_refused(own, keys, tokens, words):
+    with pytest.raises(ConfigError, match=words):
+        run_tokenizer.resolved(config.load([*keys.split(), *own(tokens)], {}))
+
 
 BEFORE = config.from_dict({"learning_rate": 1.0})
 
@@ -80,3 +158,52 @@ def test_another_part_that_is_held_out_of_the_same_text_is_named_when_a_run_goes
         refuse_changes(cfg, saved(), B=2, data=data)
     with pytest.raises(CheckpointError, match=r"^eval_fraction=0.05 \(the checkpoint has 0.1\)"):
         refuse_changes(cfg, saved(eval_fraction=0.1), B=2, data=data)
+
+
+KEYS = [
+    "run_name=a", "steps=7", "learning_rate=1e-5", "model_name=35m", "eval_interval=5",
+    "sample_prompt=it's: \u00e4 \U0001f600",
+    "mlp_activations=[gelu]", "override_model_config=true",
+    "dataset_mixture=[{path: /a b, weight: 0.7, name: x}, {path: '/c, d', name: y}]",
+    "eval_sets={wiki: /data/wiki}", "logical_axis_rules=[[embed, [fsdp, tensor]]]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("keys", [[], KEYS])
+def test_the_config_file_gives_the_same_config(tmp_path, keys):
+    cfg = config.load(keys, {})
+    path = tmp_path / "config.yml"
+    path.write_text(run_files.config_yml(cfg))
+    assert config.load([str(path)], {}) == cfg
+    assert max(map(len, path.read_text().splitlines())) <= 100 or keys
+
+
+def test_a_file_that_cannot_be_written_is_a_note(tmp_path):
+    said = []
+    run_files.write(config.load([], {}), locate(tmp_path, "absent"), said.append)
+    assert len(said) == 2
+    assert said[0].startswith("note: ") and "config.yml cannot be written (No such" in said[0]
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_is_that_of_the_packages_own_checkout(tmp_path):
+    """Not of a checkout in whose folder a virtual environment lies; with changes it is dirty."""
+
+    def git(*arguments):
+        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        command = ["git", "-C", tmp_path, *author, *arguments]
+        subprocess.run(command, check=True, capture_output=True)
+
+    package = tmp_path / "maxdiloco"
+    package.mkdir()
+    shutil.copy(base_yml.PACKAGE / "version.py", package)
+    assert run_files.git_commit(package) is None
+    git("init")
+    git("commit", "--allow-empty", "-m", "another project")
+    assert run_files.git_commit(package) is None
+    git("add", "maxdiloco")
+    git("commit", "-m", "the package")
+    commit = run_files.git_commit(package)
+    assert len(commit) == 40
+    (package / "version.py").write_text("")
+    assert run_files.git_commit(package) == f"{commit}-dirty"

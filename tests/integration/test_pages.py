@@ -1,0 +1,217 @@
+"""The commands of README's "Your own text", docs/huggingface.md and docs/two_slices.md run as they
+stand, but for their places and their size; so does the example of the library class.
+"""
+
+import importlib
+import json
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+
+import pytest
+from data.tokenizers_on_disk import byte_level_bpe
+from huggingface import small_models as small
+from run_tools import ROOT
+
+from maxdiloco import evaluate, generate, prepare
+from maxdiloco.flags import config
+from maxdiloco.planning.choices import EXACT
+
+# A tiny model, a few steps; the command line wins over these.
+TINY = dict(
+    max_target_length=16, base_emb_dim=16, base_mlp_dim=16, base_num_query_heads=2,
+    base_num_kv_heads=1, head_dim=8, per_device_batch_size=2, dtype="float32", eval_steps=1,
+    enable_tensorboard="false",
+)  # fmt: skip
+
+
+def page(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def blocks(text):
+    """Every line of every block."""
+    found = re.findall(r"^```\n(.*?)^```", text, re.S | re.M)
+    return [line for block in found for line in block.splitlines()]
+
+
+def as_variables(keys):
+    return {f"M_{name.upper()}": str(value) for name, value in keys.items()}
+
+
+def run(line, capsys, *more):
+    """What a command prints, which runs in this process with more arguments."""
+    python, flag, module, *arguments = shlex.split(line)
+    assert (python, flag) == ("python", "-m")
+    main = importlib.import_module(module).main
+    assert main([*arguments, *more]) == 0, (line, capsys.readouterr())
+    return capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("programs")
+def test_the_commands_of_your_own_text_run(tmp_path, monkeypatch, capsys):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    data = tmp_path / "data"
+    for name, words in (("text", "the cat and the hat "), ("code", "def f(x): return x ")):
+        (data / name).mkdir(parents=True)
+        for i in range(3):
+            (data / name / f"{i}.txt").write_text(words * 80)
+    (data / "parquet").mkdir()
+    table = pyarrow.table({"body": ["a document of its own " * 20] * 20})
+    parquet.write_table(table, data / "parquet" / "0.parquet")
+    monkeypatch.chdir(tmp_path)
+    keys = TINY | dict(hardware="cpu", steps=2, log_period=1, base_num_decoder_layers=1)
+    keys |= dict(diloco_sync_period=2, ici_fsdp_parallelism=1, jax_cache_dir="")
+    for name, value in as_variables(keys).items():
+        monkeypatch.setenv(name, value)
+    more = {"generate": "max_new_tokens=3", "eval_interval": "steps=100"}
+    lines = blocks(page("README.md").split("## Your own text")[1].partition("\n## ")[0])
+    for line in lines:
+        words = [value for key, value in more.items() if key in line]
+        said = run(line.replace("/data/", f"{data}/").replace("=32000", "=300"), capsys, *words)
+        assert ("Once upon" in said) == ("Once upon" in line)
+    programs = "tokenizer prepare prepare train evaluate evaluate generate train train train"
+    assert [line.split()[2].partition(".")[2] for line in lines] == programs.split()
+    (text,) = json.loads((tmp_path / "a.json").read_text())["texts"]
+    assert text["tokens"] > 0 and text["bytes"] > text["tokens"]  # a subword has several
+    rows = [json.loads(line) for line in open(tmp_path / "runs/c/metrics.jsonl")]
+    assert rows[-1]["data/tokens_web"] == 3 * rows[-1]["data/tokens_code"] > 0
+    rows = [json.loads(line) for line in open(tmp_path / "runs/d/metrics.jsonl")]
+    assert {"eval/loss", "eval/code/loss", "eval/code/bits_per_byte"} <= set(rows[-1])
+
+
+@pytest.mark.parametrize(
+    "main, usage, words",
+    [
+        (prepare.main, "prepare SOURCE out=FOLDER", prepare.MEANING),
+        (evaluate.main, "evaluate RUN", ["ici_fsdp_parallelism", "eval_steps"]),
+        (generate.main, "generate RUN [key=value ...]", generate.Options._fields),
+    ],
+)
+def test_help_lists_the_options(capsys, main, usage, words):
+    """Without arguments too."""
+    for arguments in ([], ["--help"]):
+        assert main(arguments) == 0
+        text = capsys.readouterr().out
+        assert f"usage: python -m maxdiloco.{usage}" in text
+        assert all(word in text for word in words)
+
+
+@pytest.mark.usefixtures("programs")
+def test_the_commands_of_the_huggingface_page_run(tmp_path, monkeypatch, capsys):
+    """The test's model has 31 rows."""
+    monkeypatch.chdir(tmp_path)
+    source = small.save(tmp_path / "Qwen3-0.6B", small.weights())
+    byte_level_bpe(source, vocab_size=300)
+    (tmp_path / "text.txt").write_text("one two three four\n" * 200)
+    lines = re.findall(r"^python -m .+$", page("docs/huggingface.md"), re.M)
+    names = [line.split()[2].partition(".")[2] for line in lines]
+    assert names == ["hf", "train", "prepare", "train", "hf"]
+    smaller = (
+        "hardware=cpu dcn_diloco_parallelism=2 ici_fsdp_parallelism=1 max_target_length=16 steps=1 "
+        "per_device_batch_size=1 remat_policy=none enable_tensorboard=false"
+    ).split()
+    for name, line in zip(names, lines, strict=True):
+        line = line.replace("/data/text", f"{tmp_path}/text.txt").replace("/data/", f"{tmp_path}/")
+        more = ["vocab_multiple=300"] if " import " in line else []
+        run(line, capsys, *(smaller if name == "train" else more))
+    assert (tmp_path / "qwen3-more/tokenizer.json").is_file()
+
+
+SLICES = blocks(page("docs/two_slices.md"))
+# A command that is not run; its keys are read all the same.
+NOT_RUN = (
+    "bash scripts/xpk_run.sh",  # needs a cluster; its dry run is run
+    "python -m maxdiloco.train_compile",  # minutes of compiling; test_train_compile.py
+)
+
+
+def shortened(line):
+    """100 steps are 6, 150 are 8; H follows."""
+    line = line.replace("steps=100", "steps=6").replace("steps=150", "steps=8")
+    return line.replace("diloco_sync_period=30", "diloco_sync_period=4")
+
+
+def in_a_shell(line, folder, environ):
+    """export lines are kept in `environ` for those that follow."""
+    if line.startswith("export "):
+        environ |= dict(word.split("=", 1) for word in shlex.split(line)[1:])
+        return ""
+    words = line if "DRY_RUN" in line else shortened(line)
+    words = words.replace("scripts/", f"{ROOT}/scripts/")
+    done = subprocess.run(
+        ["bash", "-c", words], cwd=folder, env=environ, text=True, capture_output=True, timeout=500
+    )
+    assert done.returncode == 0, (line, done.stdout, done.stderr)
+    return done.stdout
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("few_compiler_passes")
+def test_each_command_of_two_slices_that_can_run_here_does_what_the_page_says(
+    tmp_path, monkeypatch, capsys
+):
+    """And the runs of the page have the keys that the plans above them print."""
+    monkeypatch.chdir(tmp_path)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("M_")}
+    dry = clean | {"MAXDILOCO_VENV": sys.prefix}
+    keys = dict(override_model_config="true", log_period=2, base_num_decoder_layers=2)
+    small = as_variables(TINY | keys | dict(opt_type="sgd"))
+    local = os.environ | small | {"MAXDILOCO_VENV": sys.prefix}
+    local |= {"M_ENABLE_CHECKPOINTING": "false"}  # what it writes is only watched
+    local |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    said = {}
+    for line in SLICES:
+        if line.startswith(NOT_RUN):
+            continue
+        if ".plan " in line:  # of the real models; what compiling 1b for v5e-16 gives
+            said[line] = run(line, capsys, *([] if "step_time" in line else ["step_time=0.86"]))
+        elif line.startswith("python"):
+            with monkeypatch.context() as patch:
+                for name, value in small.items():
+                    patch.setenv(name, value)
+                more = ["max_new_tokens=3"] if ".generate " in line else []
+                said[line] = run(shortened(line), capsys, *more)
+        else:
+            environ = dry if "xpk" in line or "export" in line else local
+            said[line] = in_a_shell(line, tmp_path, environ)
+    rows = [json.loads(text.splitlines()[-1]) for line, text in said.items() if "tail" in line]
+    assert [row["step"] for row in rows] == [6, 6] and all(row["perf/step_time"] for row in rows)
+    (dry_run,) = [text for line, text in said.items() if line.startswith("DRY_RUN")]
+    assert dry_run.startswith("xpk workload create") and "two-slices" in dry_run
+    programs = {line.split()[2].partition(".")[2] for line in said if line.startswith("python")}
+    assert programs == {"train", "plan", "evaluate", "generate", "report"}
+    assert (tmp_path / "runs/laptop/checkpoints/8").is_dir()
+
+    laptop, slices = [text for line, text in said.items() if ".plan" in line]
+    for text, start in (
+        (laptop, "bash scripts/run_local_slices.sh 2 model_name=tiny"),
+        (slices, "DRY_RUN=1 bash"),
+        *((slices, start) for start in NOT_RUN),
+    ):
+        (line,) = [line for line in SLICES if line.startswith(start)]
+        (command,) = [each for each in text.splitlines() if "-m maxdiloco.train " in each]
+        chosen = [word for word in command.split() if word.partition("=")[0] in EXACT.keys()]
+        assert len(chosen) == 5 and set(chosen) <= set(line.split()), (line, command)
+
+
+def test_the_keys_of_what_is_not_run_are_read_too():
+    found = [line for line in SLICES if line.startswith(NOT_RUN)]
+    assert len(found) == len(NOT_RUN)
+    for line in found:
+        cfg = config.load([word for word in shlex.split(line) if "=" in word], {})
+        assert cfg.model_name == "1b"
+
+
+def test_library_example_learns_and_goes_on_from_what_it_has_saved(tmp_path):
+    """scripts/library_example.py: a user's own HSDP-sharded step; the loss falls every round. Three
+    rounds and, from the saved state, a fourth are four rounds to the bit."""
+    main = runpy.run_path(ROOT / "scripts" / "library_example.py")["main"]
+    losses = main()
+    assert len(losses) == 4
+    assert losses[-1] < 0.6 * losses[0]
+    assert main(str(tmp_path / "saved"), steps=30) == losses[:3]
+    assert main(str(tmp_path / "saved"), steps=40) == losses[3:]

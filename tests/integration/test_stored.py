@@ -1,0 +1,272 @@
+"""What is done with theta, in the run and from its folder: evaluation and text."""
+
+import json
+import sys
+
+import jax
+import numpy as np
+import process_tools
+import pytest
+import run_tools as tools
+
+from maxdiloco import evaluate, generate
+from maxdiloco.checkpoint import arrays as checkpoint_arrays
+from maxdiloco.errors import ConfigError
+from maxdiloco.evaluation import stored
+from maxdiloco.flags import config
+from maxdiloco.metrics.console import sample_lines
+from maxdiloco.models import transformer
+from maxdiloco.parallel import mesh as mesh_lib
+
+pytestmark = pytest.mark.usefixtures("programs")
+
+# float32 sums of about 100 losses in another order.
+OTHER_ORDER = 1e-6
+
+
+@pytest.fixture
+def evaluated(tmp_path):
+    """The report on an evaluation."""
+    report = tmp_path / "report.json"
+
+    def evaluated(*argv):
+        assert evaluate.main([*map(str, argv), f"report={report}"]) == 0
+        return json.loads(report.read_text())
+
+    return evaluated
+
+
+def generated(capfd, *argv):
+    """What `python -m maxdiloco.generate` prints."""
+    capfd.readouterr()
+    assert generate.main([str(argument) for argument in argv]) == 0
+    return capfd.readouterr().out
+
+
+def test_the_numbers_are_those_that_the_run_has_logged(capfd, text_run, evaluated):
+    """The held-out text, to the bit on the same mesh; and beside it a text of another name. A run
+    is found by its name and step too, and a checkpoint by its folder."""
+    run, keys = text_run
+    logged = tools.rows(run)[-1]
+    sets = f"eval_sets={{same: {keys['dataset_path']}}}"
+    capfd.readouterr()
+    result = evaluated(run, sets)
+    held_out, named = result["texts"]
+    assert [held_out["name"], named["name"]] == ["", "same"]
+    for name in ("loss", "perplexity", "bits_per_byte"):
+        assert held_out[name] == logged[f"eval/{name}"]
+    # 8 sequences of 16 tokens, of which 15 are predicted, and of one document.
+    assert held_out["tokens"] == held_out["bytes"] <= 8 * 15
+    assert held_out["bits_per_byte"] == pytest.approx(held_out["loss"] / np.log(2))
+    assert named["loss"] != held_out["loss"]
+    assert (result["step"], result["num_sequences"]) == (4, 8)
+    lines = capfd.readouterr().out.splitlines()
+    assert f"step 4 of {run}, parameters: outer" in lines
+    assert f"{held_out['loss']:.6f}" in next(line for line in lines if "(held out)" in line)
+
+    by_path = evaluated(run)
+    assert by_path["texts"] == [held_out]
+    assert evaluated(run / "checkpoints" / "4") == by_path
+    assert evaluated("text", f"base_output_directory={run.parent}", "step=4") == by_path
+
+
+def test_one_device_reads_the_same_sequences_as_two_slices(text_run, evaluated):
+    run, _ = text_run
+    (wanted,) = evaluated(run)["texts"]
+    for keys in (
+        ["dcn_diloco_parallelism=1", "eval_per_device_batch_size=3"],
+        ["dcn_diloco_parallelism=2", "ici_fsdp_parallelism=2"],
+    ):
+        (other,) = evaluated(run, *keys)["texts"]
+        assert (other["tokens"], other["bytes"]) == (wanted["tokens"], wanted["bytes"])
+        assert other["loss"] == pytest.approx(wanted["loss"], rel=OTHER_ORDER)
+    (half,) = evaluated(run, "eval_steps=1")["texts"]
+    assert half["tokens"] < wanted["tokens"]
+
+
+OF_REPLICAS = {
+    "outer": lambda x: x,
+    "replica_0": lambda x: x[0],
+    "replica_1": lambda x: x[1],
+    "mean": lambda x: x.mean(0),
+}
+
+
+@pytest.mark.parametrize("parameters", OF_REPLICAS)
+def test_only_the_parameters_asked_for_are_read(finished, monkeypatch, parameters):
+    """62 steps in rounds of 4: the replicas differ from theta and from each other."""
+    names = []
+    read_item = checkpoint_arrays.read_item
+
+    def recorded(path, name, tree):
+        names.append(name)
+        return read_item(path, name, tree)
+
+    monkeypatch.setattr(checkpoint_arrays, "read_item", recorded)
+    how = dict(configure=stored.config_of, mesh_of=mesh_lib.build, parameters=parameters)
+    found = stored.load(finished, key="RUN", **how)
+    assert names == ["outer_params" if parameters == "outer" else "params"]
+    saved = tools.arrays(finished, 62)
+    read = jax.tree_util.tree_leaves_with_path(found.params)
+    read = {jax.tree_util.keystr(path): np.asarray(x) for path, x in read}
+    wanted = jax.tree.map(OF_REPLICAS[parameters], tools.item(saved, names[0]))
+    assert read.keys() == wanted.keys()
+    for path, x in read.items():
+        np.testing.assert_allclose(x, wanted[path], rtol=1e-6, atol=1e-7)
+    outer = tools.item(saved, "outer_params")
+    differ = any(np.any(x != outer[name]) for name, x in wanted.items())
+    assert differ == (parameters != "outer")
+
+
+NO_RUN = [
+    (evaluate, ["{text}", "steps=5"], 2, "is taken from the run and cannot be changed here"),
+    (evaluate, ["{text}", "stepz=5"], 2, "is no key"),
+    (evaluate, ["{text}", "step=3"], 2, "has checkpoints of the steps 4. Give one of these"),
+    (evaluate, ["{text}", "step=1", "step=1"], 2, "step is given twice"),
+    (evaluate, ["{text}", "parameters=inner"], 2, "must be outer, mean, or replica_0 to replica_1"),
+    (evaluate, ["{text}", "parameters=replica_2"], 2, "the run had 2 replicas. Use 0 to 1"),
+    (evaluate, ["{text}", "eval_sets={{a: /nowhere}}"], 3, "eval_sets.a=/nowhere does not exist"),
+    (evaluate, ["absent", "base_output_directory={tmp}"], 2, "and {tmp}/absent. Give"),
+    (evaluate, ["{tmp}"], 2, "CheckpointError: RUN={tmp} holds no checkpoint: give the folder"),
+    (evaluate, ["{text}/checkpoints/4", "step=4"], 2, "one checkpoint already. Leave step out"),
+    (generate, ["{text}", "promt=a"], 2, "ConfigError: promt=a is not an option of generate. Use "),
+    (generate, ["{text}", "top_k=few"], 2, "ConfigError: top_k=few is not int."),
+    (generate, ["{text}", "temperature=nan"], 2, "temperature=nan is not finite. Use 0 to 1"),
+    (generate, ["{text}", "max_new_tokens=0"], 2, "max_new_tokens=0 asks for no text. Use 1 or "),
+    (generate, ["{text}", "seed=-1"], 2, "seed=-1 is out of range. Use 0 to"),
+    (generate, ["{text}", f"seed={2**63}"], 2, f"seed={2**63} is out of range. Use 0 to"),
+    (generate, ["{text}", "seed=1", "seed=2"], 2, "seed=2: seed is given twice. Give it once."),
+    (generate, ["{text}", "prompts_file={tmp}/no"], 2, "prompts_file={tmp}/no cannot be read"),
+    (generate, ["{text}", "prompts_file={tmp}/empty"], 2, "prompts_file={tmp}/empty is empty"),
+    (generate, ["{text}", "prompts_file={tmp}/bad"], 2, "it is not UTF-8 text"),
+    # Of a run that has not learnt text: its vocabulary has no place for bytes.
+    (generate, ["{finished}", "prompt=a"], 3, "DataError: vocab_size=32 is too small for tokenize"),
+]
+
+
+@pytest.mark.parametrize("program, argv, code, words", NO_RUN)
+def test_what_cannot_work_is_refused_in_one_line(
+    capfd, text_run, finished, tmp_path, program, argv, code, words
+):
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "bad").write_bytes(b"\xff")
+    places = dict(text=text_run[0], finished=finished, tmp=tmp_path)
+    argv = [argument.format(**places) for argument in argv]
+    found, line = tools.refused(capfd, program.main, argv)
+    assert found == code
+    assert words.format(**places) in line
+    assert ("one prompt a line" in line) == ("prompts_file=" in line)
+
+
+@pytest.mark.full
+def test_two_processes_log_samples_and_losses_of_the_eager_theta_of_each_slice(tmp_path, evaluated):
+    """Two slices of two devices; the first process prints the sample. The loss of the mean of the
+    thetas, which is read from the checkpoint on one device, is near the one that they have logged:
+    after 3 steps the thetas are near each other."""
+    (tmp_path / "a.txt").write_text("in the beginning there was a byte. " * 40)
+    keys = {
+        "run_name": "a",
+        "base_output_directory": str(tmp_path),
+        "dataset_type": "text",
+        "dataset_path": str(tmp_path / "a.txt"),
+        "vocab_size": "257",
+        "diloco_outer_overlap": "eager",
+        "steps": "3",
+        "eval_interval": "3",
+        "eval_steps": "1",
+        "sample_prompt": "in the ",
+    }
+    both = process_tools.trainers(2, keys, tmp_path)
+    for process in both:
+        assert process.end() == 0, process.text()
+    assert "sample after step 3:\n  | in the " in both[0].text()
+    assert "sample after" not in both[1].text()
+    one_device = ["dcn_diloco_parallelism=1", "ici_fsdp_parallelism=1"]
+    (text,) = evaluated(tmp_path / "a", *one_device)["texts"]
+    logged = tools.rows(tmp_path / "a")[-1]
+    assert text["loss"] == pytest.approx(logged["eval/loss"], rel=1e-2)
+    assert text["loss"] != pytest.approx(logged["eval/loss"], rel=OTHER_ORDER)
+
+
+def test_two_processes_evaluate_what_one_has_trained(text_run, tmp_path):
+    """Two slices, each a process; the first one prints."""
+    run, _ = text_run
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "maxdiloco.evaluate", str(run), f"report={report}"]
+    both = [
+        process_tools.Process(command, tmp_path / f"{index}.log", environ)
+        for index, environ in enumerate(process_tools.variables(2))
+    ]
+    for process in both:
+        assert process.end() == 0, process.text()
+    (text,) = json.loads(report.read_text())["texts"]
+    assert text["loss"] == pytest.approx(tools.rows(run)[-1]["eval/loss"], rel=OTHER_ORDER)
+    assert "held out" in both[0].text() and "held out" not in both[1].text()
+
+
+def test_text_goes_on_from_the_prompt_the_same_way_for_the_same_seed(
+    capfd, text_run, tmp_path, monkeypatch
+):
+    """Prompts of a file are continued into a file, an object each, as for the prompt alone. A run
+    trained with attention=flash, kernels of TPU and GPU, is sampled on a CPU."""
+    run, _ = text_run
+    options = ["prompt=in the ", "max_new_tokens=12", "temperature=1", "top_k=0"]
+    first = generated(capfd, run, *options)
+    assert first.startswith("in the ")
+    assert len(first) > len("in the \n")
+    assert generated(capfd, run, *options, "seed=0") == first
+    assert generated(capfd, run, *options, "seed=1") != first
+    # A checkpoint of the run does as well as the run.
+    assert generated(capfd, run / "checkpoints" / "4", *options) == first
+
+    (tmp_path / "prompts.txt").write_text("in the \nit was")
+    out = tmp_path / "out" / "texts.jsonl"
+    arguments = [f"prompts_file={tmp_path / 'prompts.txt'}", f"output={out}", "max_new_tokens=12"]
+    where = [f"base_output_directory={run.parent}", "step=4"]
+    assert generated(capfd, "text", *where, *arguments) == ""
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == ["in the ", "it was"]
+    capfd.readouterr()
+    assert generate.main([str(run), "prompt=it was", "max_new_tokens=12"]) == 0
+    assert capfd.readouterr() == (rows[1]["text"] + "\n", f"step 4 of {run}\n")
+
+    cfg = config.from_dict(tools.meta(run, 4)["config"] | {"attention": "flash"})
+    with pytest.raises(ConfigError, match="attention=flash"):
+        transformer.build(cfg, backend="cpu")
+    monkeypatch.setattr(stored, "config_of", lambda meta: cfg)
+    assert generated(capfd, run, *options) == first
+
+
+def test_a_run_writes_samples_at_its_evaluations_and_keeps_its_bits(capfd, text_run, tmp_path):
+    """The text that generate draws from the same checkpoint, on two slices here; the state is that
+    of the run without samples."""
+    run, keys = text_run
+    keys = keys | dict(sample_prompt="in the ", enable_tensorboard="true")
+    capfd.readouterr()
+    assert tools.run(tmp_path, "text", **keys) == 0
+    said = capfd.readouterr().out
+    assert [f"sample after step {t}:" in said for t in (1, 2, 3, 4)] == [False, True, False, True]
+    tools.assert_equal_runs(tmp_path / "text", run, steps=4)
+    wanted = generated(capfd, run, "prompt=in the ", "max_new_tokens=100")[:-1]
+    assert sample_lines(4, wanted) in said
+    (board,) = (tmp_path / "text" / "tensorboard").iterdir()
+    content = board.read_bytes()
+    assert content.count(b"eval/sample/text_summary") == 2
+    assert b"".join(f"    {line}\n".encode() for line in wanted.splitlines()) in content
+
+
+def test_a_run_spread_over_lengths_evaluates_and_samples(capfd, text_run, tmp_path):
+    """The evaluations of the run on one device a replica, and the text that generate draws; the
+    prompt of 7 tokens and the one token of a step could not be shared by two devices."""
+    run, keys = text_run
+    keys = keys | dict(sample_prompt="in the ", ici_context_parallelism=2)
+    assert tools.run(tmp_path, "text", **keys) == 0
+    said = capfd.readouterr().out
+    for name in ("learning/loss", "eval/loss"):
+        alone, spread = (
+            [row[name] for row in tools.rows(folder) if name in row]
+            for folder in (run, tmp_path / "text")
+        )
+        assert len(alone) >= 2 and spread == pytest.approx(alone, rel=1e-5)
+    wanted = generated(capfd, tmp_path / "text", "prompt=in the ", "max_new_tokens=100")[:-1]
+    assert sample_lines(4, wanted) in said
