@@ -130,7 +130,9 @@ def yml_lines(keys: Mapping[str, Any]) -> list[str]:
 
 def config_of(cfg: Config, family: Family) -> Values:
     """config.json of a config that `misfits` finds nothing in."""
-    ours = vars(cfg)
+    ours = dict(vars(cfg))
+    if ours["base_moe_mlp_dim"] == -1:
+        ours["base_moe_mlp_dim"] = ours["base_mlp_dim"]
     hf = {"architectures": [family.architecture], "model_type": family.model_type}
     hf |= family.must
     hf |= {field.theirs: ours[field.ours] for field in family.fields}
@@ -189,21 +191,7 @@ def _resolved(keys: Values) -> Values:
             found["base_moe_mlp_dim"] = keys["base_mlp_dim"]
         if not keys["first_num_dense_layers"]:  # no layer is as wide as that
             found["base_mlp_dim"] = found["base_moe_mlp_dim"]
-    return found | _unread_rope_keys(keys)
-
-
-def _unread_rope_keys(keys: Values) -> Values:
-    """What the type of rotation does not read, as base.yml has it."""
-    read_by = {
-        "llama3.1": ("rope_low_freq_factor", "rope_high_freq_factor"),
-        "yarn": ("beta_fast", "beta_slow"),
-    }
-    return {
-        name: NEUTRAL[name]
-        for kind, names in read_by.items()
-        for name in names
-        if keys["rope_type"] != kind
-    }
+    return found | {name: NEUTRAL[name] for name in rules.unread_rope_keys(keys["rope_type"])}
 
 
 def family_for(cfg: Config) -> tuple[Family, Config]:

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from maxdiloco.huggingface import rules
-from maxdiloco.huggingface.family import Family, Field, per_token, sizes, unless_null
+from maxdiloco.huggingface.family import Family, Field, expert_fields, sizes, unless_null
 from maxdiloco.huggingface.rules import Rule
 from maxdiloco.huggingface.tensor_names import (
     ATTENTION,
@@ -46,6 +46,8 @@ def v2() -> Family:
     """The model type deepseek_v2: a softmax router without a bias."""
     tensors = {leaf: tensor for leaf, tensor in v3().tensors.items() if leaf != "moe.routed_bias"}
     changed = {
+        "n_routed_experts": lambda hf: hf.get("num_local_experts") or 64,
+        "moe_intermediate_size": 1407,
         "first_k_dense_replace": 0,
         "n_shared_experts": unless_null("n_shared_experts", 2, lambda hf: 0),
         "num_experts_per_tok": 6,
@@ -59,7 +61,7 @@ def v2() -> Family:
             for field in _fields()
             if field.theirs != "norm_topk_prob"
         ),
-        rules=_rules(experts=64, width=1407),
+        rules=_rules(),
         fixed={
             "attention_type": "mla",
             "routed_score_func": "softmax",
@@ -86,7 +88,7 @@ def v3() -> Family:
         model_type="deepseek_v3",
         architecture="DeepseekV3ForCausalLM",
         fields=_fields(),
-        rules=(*_rules(experts=256, width=2048), _groups()),
+        rules=(*_rules(), _groups()),
         fixed={
             "attention_type": "mla",
             "routed_score_func": "sigmoid",
@@ -115,23 +117,17 @@ def v3() -> Family:
     )
 
 
-def _rules(*, experts: int, width: int) -> tuple[Rule, ...]:
-    """What both types have. experts, width: where config.json has no such key."""
-    return (
-        rules.activation("hidden_act", "silu"),
-        rules.tied(False),
-        _ranks(),
-        _latent_rope(),
-        rules.experts("n_routed_experts", experts),
-        rules.expert_width("moe_intermediate_size", width),
-    )
+def _rules() -> tuple[Rule, ...]:
+    """What both types have."""
+    rank = rules.or_null("q_lora_rank", "q_lora_rank", _Q_LORA_RANK)
+    return (rules.activation("hidden_act", "silu"), rank, _latent_rope())
 
 
 def _fields() -> tuple[Field, ...]:
     in_rules = ("head_dim", "rms_norm_eps")
     return (
         *(field for field in sizes(epsilon=_EPSILON) if field.theirs not in in_rules),
-        per_token(8),
+        *expert_fields("n_routed_experts", 256, 8, "moe_intermediate_size", 2048),
         Field("kv_lora_rank", "kv_lora_rank", 512),
         Field("qk_nope_head_dim", "qk_nope_head_dim", 128),
         Field("qk_rope_head_dim", "qk_rope_head_dim", 64),
@@ -147,21 +143,6 @@ def _fields() -> tuple[Field, ...]:
     )
 
 
-def _ranks() -> Rule:
-    """The rank of the queries, and the features of a head."""
-
-    def read(hf):
-        return {
-            "q_lora_rank": hf.get("q_lora_rank", _Q_LORA_RANK) or 0,
-            "head_dim": _head_dim(hf),
-        }
-
-    def write(ours):
-        return {"q_lora_rank": ours["q_lora_rank"] or None}
-
-    return Rule(read, write)
-
-
 def _head_dim(hf: rules.Values) -> Any:
     names = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
     return sum(rules.number(name, hf.get(name, default)) for name, default in names.items())
@@ -173,7 +154,7 @@ def _latent_rope() -> Rule:
 
     def read(hf):
         parameters = rules.rope_parameters(hf)
-        found = base.read(hf)
+        found = base.read(hf) | {"head_dim": _head_dim(hf)}
         all_dim = parameters.get("mscale_all_dim")
         if found["rope_type"] == "yarn" and all_dim:
             number = rules.number("factor", found["rope_factor"])

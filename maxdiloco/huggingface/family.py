@@ -22,8 +22,8 @@ class Field(NamedTuple):
 class Family(NamedTuple):
     """A model type.
 
-    fixed: our keys that it always has so. must: keys of config.json that may have this value only;
-    the default too. tensors: by path of our leaf. inner: key of config.json that holds the text
+    tensors: by path of our leaf. fixed: our keys that it always has so. must: keys of config.json
+    that may have this value only; the default too. inner: key of config.json that holds the text
     model's keys. prefixes: (theirs, ours) of tensor names in other files of the type. left_out:
     beginnings of names of tensors that the text model does without, {layers} its number of layers;
     left_out_part: what they are. of_exports: keys of config.json whatever an import's says.
@@ -33,9 +33,9 @@ class Family(NamedTuple):
     architecture: str
     fields: tuple[Field, ...]
     rules: tuple[Rule, ...]
-    fixed: Mapping[str, Any]
-    must: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
+    fixed: Mapping[str, Any] = MappingProxyType({})
+    must: Mapping[str, Any] = MappingProxyType({})
     inner: str = ""
     prefixes: tuple[tuple[str, str], ...] = ()
     left_out: tuple[str, ...] = ()
@@ -61,8 +61,11 @@ def grouped(default: int) -> Callable[[Mapping[str, Any]], Any]:
     return unless_null("num_key_value_heads", default, _heads)
 
 
-def sizes(*, epsilon: float, **defaults: Any) -> tuple[Field, ...]:
-    """The fields that all types have. defaults: by key of config.json."""
+def sizes(*, epsilon: float, tied: bool = False, **defaults: Any) -> tuple[Field, ...]:
+    """The fields that all types have. defaults: by key of config.json.
+
+    tied: whether the embedding is the head too where config.json does not say.
+    """
     head_dim = {"num_key_value_heads": _heads, "head_dim": _head_dim} | defaults
     names = {
         "hidden_size": "base_emb_dim",
@@ -74,9 +77,22 @@ def sizes(*, epsilon: float, **defaults: Any) -> tuple[Field, ...]:
         "vocab_size": "vocab_size",
     }
     fields = [Field(theirs, ours, head_dim.get(theirs)) for theirs, ours in names.items()]
-    return (*fields, Field("rms_norm_eps", "normalization_layer_epsilon", epsilon))
+    return (
+        *fields,
+        Field("rms_norm_eps", "normalization_layer_epsilon", epsilon),
+        Field("tie_word_embeddings", "logits_via_embedding", tied),
+    )
 
 
-def per_token(default: int) -> Field:
-    """The number of experts that a token uses."""
-    return Field("num_experts_per_tok", "num_experts_per_tok", default)
+def expert_fields(
+    key: str, default: int, per_token: int, width_key: str, width: int
+) -> tuple[Field, ...]:
+    """The numbers of experts and of those that a token uses, and the hidden width of one.
+
+    key, width_key: of the published config.json; newer files have another key of the number.
+    """
+    return (
+        Field(key, "num_experts", lambda hf: hf.get("num_local_experts") or default),
+        Field("num_experts_per_tok", "num_experts_per_tok", per_token),
+        Field(width_key, "base_moe_mlp_dim", width),
+    )

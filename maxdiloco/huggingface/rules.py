@@ -56,19 +56,6 @@ def activation(key: str, default: str, *, gelu_is_tanh: bool = False) -> Rule:
     return Rule(read, write)
 
 
-def tied(default: bool) -> Rule:
-    """Whether the embedding is the head too. default: where config.json does not say."""
-
-    def read(hf):
-        value = hf.get("tie_word_embeddings")
-        return {"logits_via_embedding": default if value is None else value}
-
-    def write(ours):
-        return {"tie_word_embeddings": ours["logits_via_embedding"]}
-
-    return Rule(read, write)
-
-
 def attention_bias(default: bool) -> Rule:
     """Biases of all four products of attention, or of none."""
 
@@ -82,20 +69,14 @@ def attention_bias(default: bool) -> Rule:
     return Rule(read, write)
 
 
-def soft_caps(attention: float, final: float) -> Rule:
-    """Gemma's soft-caps; null is none. attention, final: where config.json has no such key."""
+def or_null(theirs: str, ours: str, default: float) -> Rule:
+    """A number, or null for our zero. default: where config.json has no such key."""
 
     def read(hf):
-        return {
-            "attn_logits_soft_cap": hf.get("attn_logit_softcapping", attention) or 0.0,
-            "final_logits_soft_cap": hf.get("final_logit_softcapping", final) or 0.0,
-        }
+        return {ours: hf.get(theirs, default) or 0 * default}
 
-    def write(ours):
-        return {
-            "attn_logit_softcapping": ours["attn_logits_soft_cap"] or None,
-            "final_logit_softcapping": ours["final_logits_soft_cap"] or None,
-        }
+    def write(keys):
+        return {theirs: keys[ours] or None}
 
     return Rule(read, write)
 
@@ -178,6 +159,12 @@ def _stretch(parameters: Values, hf: Values) -> dict[str, Any]:
     return found
 
 
+def unread_rope_keys(rope_type: str) -> list[str]:
+    """Our keys that a type of rotation, ours, does not read."""
+    theirs = next(kind for kind, name in _ROPE_TYPES.items() if name == rope_type)
+    return [ours for ours, kinds in _ROPE_KEYS.values() if theirs not in kinds]
+
+
 def mscale(factor: float, weight: float) -> float:
     """Yarn's factor of the rotated features (arXiv 2309.00071, section 3.4), weighted."""
     return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
@@ -195,15 +182,8 @@ def _scaling(ours: Values) -> dict[str, Any] | None:
 
 
 def window(default: int) -> Rule:
-    """One window of all layers; null is none. default: where config.json has no such key."""
-
-    def read(hf):
-        return {"sliding_window_size": hf.get("sliding_window", default) or 0}
-
-    def write(ours):
-        return {"sliding_window": ours["sliding_window_size"] or None}
-
-    return Rule(read, write)
+    """One window of all layers."""
+    return or_null("sliding_window", "sliding_window_size", default)
 
 
 def pattern(default: int, period: int) -> Rule:
@@ -270,31 +250,6 @@ def kinds_of_layers(ours: Values) -> tuple[str, ...]:
     alike = ("local",) if ours["sliding_window_size"] else ("global",)
     kinds = ours["attention_pattern"] or alike
     return tuple(kinds[i % len(kinds)] for i in range(ours["base_num_decoder_layers"]))
-
-
-def experts(key: str, default: int) -> Rule:
-    """The number of experts. key: of the published config.json; newer files have another."""
-
-    def read(hf):
-        return {"num_experts": hf.get(key) or hf.get("num_local_experts") or default}
-
-    def write(ours):
-        return {key: ours["num_experts"]}
-
-    return Rule(read, write)
-
-
-def expert_width(key: str, default: int) -> Rule:
-    """The hidden width of an expert."""
-
-    def read(hf):
-        return {"base_moe_mlp_dim": hf.get(key) or default}
-
-    def write(ours):
-        width = ours["base_moe_mlp_dim"]
-        return {key: ours["base_mlp_dim"] if width == -1 else width}
-
-    return Rule(read, write)
 
 
 def number(key: str, value: Any) -> float:

@@ -1,4 +1,4 @@
-"""Fragments: every value in exactly one, by layers as the model declares them."""
+"""Fragments: every value in exactly one, by layers as the model declares them; slices of leaves."""
 
 import jax
 import numpy as np
@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from maxdiloco.diloco import slices
 from maxdiloco.diloco.fragments import Stacked, Vocabulary, assign, oversized, partition
 
 
@@ -17,12 +18,13 @@ MODEL = shapes(embedding=(6, 2), norm=(2,), w=(5, 3, 2))  # tree order: embeddin
 AXES = {"embedding": Vocabulary(0), "norm": None, "w": 0}
 
 
-def entries(leaf_slice):
+THREE = shapes(a=(1,), b=(2,), c=(3,))
+
+
+def entries(s):
     """The entries of dim `axis` that a slice takes."""
-    first = leaf_slice.start_or_indices
-    if leaf_slice.pattern == "list":
-        return list(first)
-    return list(range(first, first + leaf_slice.count * leaf_slice.stride, leaf_slice.stride))
+    first = s.start_or_indices
+    return list(first) if s.pattern == "list" else [first + i * s.stride for i in range(s.count)]
 
 
 def held(fragment):
@@ -34,42 +36,37 @@ def held(fragment):
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("params", "axes", "options", "expected"),
     [
-        (dict(num_fragments=1), [[(0, None), (1, None), (2, None)]]),  # DiLoCo
+        (MODEL, AXES, dict(num_fragments=1), [[(0, None), (1, None), (2, None)]]),  # DiLoCo
         # Layers 0, 2, 4 and 1, 3 behind what is no layer.
-        (dict(num_fragments=3), [[(0, None), (1, None)], [(2, 0, [0, 2, 4])], [(2, 0, [1, 3])]]),
+        (MODEL, AXES, dict(num_fragments=3),
+         [[(0, None), (1, None)], [(2, 0, [0, 2, 4])], [(2, 0, [1, 3])]]),
         # Runs, the first longer.
-        (dict(num_fragments=3, sequential=True),
+        (MODEL, AXES, dict(num_fragments=3, sequential=True),
          [[(0, None), (1, None)], [(2, 0, [0, 1, 2])], [(2, 0, [3, 4])]]),
         # Row v in fragment v mod 2, every other non-layer leaf in fragment 0.
-        (dict(num_fragments=3, num_nonlayer=2),
+        (MODEL, AXES, dict(num_fragments=3, num_nonlayer=2),
          [[(0, 0, [0, 2, 4]), (1, None)], [(0, 0, [1, 3, 5])], [(2, 0, [0, 1, 2, 3, 4])]]),
+        # Repeated blocks: a leaf that holds layers 0, 3 and 6 and one that holds the rest.
+        (shapes(big=(3, 2), small=(4, 2)),
+         {"big": Stacked(0, (0, 3, 6)), "small": Stacked(0, (1, 2, 4, 5))}, dict(num_fragments=2),
+         [[(0, 0, [0, 2]), (1, 0, [1, 2])], [(0, 0, [1]), (1, 0, [0, 3])]]),
+        # Without layers leaf i in tree order is in fragment i mod P, or contiguous.
+        (THREE, None, dict(num_fragments=2), [[(0, None), (2, None)], [(1, None)]]),
+        (THREE, None, dict(num_fragments=2, sequential=True),
+         [[(0, None), (1, None)], [(2, None)]]),
+        # Axes are matched by path, and a None of params is no leaf.
+        (shapes(a=(4, 2), z=(3,)) | {"b": None}, {"z": None, "b": None, "a": 0},
+         dict(num_fragments=2), [[(1, None)], [(0, 0, [0, 1, 2, 3])]]),
     ],
 )  # fmt: skip
-def test_fragments_by_hand(options, expected):
-    fragments = partition(MODEL, AXES, **options)
+def test_fragments_by_hand(params, axes, options, expected):
+    fragments = partition(params, axes, **options)
     assert [held(fragment) for fragment in fragments] == expected
-    for fragment in fragments[1:]:
-        assert [fragment.layers] == [tuple(s[2]) for s in held(fragment) if s[0] == 2] or [()]
-
-
-def test_repeated_blocks_follow_the_layers_they_name():
-    """A leaf that holds layers 0, 3 and 6 and one that holds the rest; P=2 with only layers."""
-    params = shapes(big=(3, 2), small=(4, 2))
-    axes = {"big": Stacked(0, (0, 3, 6)), "small": Stacked(0, (1, 2, 4, 5))}
-    even, odd = partition(params, axes, num_fragments=2)
-    assert held(even) == [(0, 0, [0, 2]), (1, 0, [1, 2])]
-    assert held(odd) == [(0, 0, [1]), (1, 0, [0, 3])]
-
-
-def test_without_layer_axis_leaves_are_assigned():
-    """layer_axis=None: leaf i in tree order -> fragment i mod P, or contiguous."""
-    params = shapes(a=(1,), b=(2,), c=(3,))
-    strided = partition(params, None, num_fragments=2)
-    assert [[s.leaf for s in f.slices] for f in strided] == [[0, 2], [1]]
-    runs = partition(params, None, num_fragments=2, sequential=True)
-    assert [[s.leaf for s in f.slices] for f in runs] == [[0, 1], [2]]
+    if axes is AXES:
+        layers = [[tuple(s[2]) for s in part if s[0] == 2] for part in expected[1:]]
+        assert [[f.layers] for f in fragments[1:]] == [found or [()] for found in layers]
 
 
 @given(st.integers(1, 40), st.data(), st.booleans())
@@ -106,43 +103,76 @@ MATRIX = shapes(w=(2, 3))
 
 
 @pytest.mark.parametrize(
-    ("params", "axes", "options", "message"),
+    ("params", "axes", "P", "k", "message"),
     [
-        (MODEL, AXES, dict(num_fragments=7), "=7 does not fit 5 layers.*Use 1, or 2 to 6"),
-        (MODEL, AXES, dict(num_fragments=2, num_nonlayer=2), "=2 .* Use 1, or 3 to 7"),
-        (MATRIX, None, dict(num_fragments=2), "=2 is more than the 1 leaves.*Use"),
-        (MATRIX, {"w": Stacked(0, (0, 2))}, dict(num_fragments=3),
-         "=3 leaves fragment 1 empty.*fewer"),
-    ],
-)  # fmt: skip
-def test_counts_that_do_not_fit_are_refused(params, axes, options, message):
-    with pytest.raises(ValueError, match=f"num_diloco_fragments{message}"):
-        partition(params, axes, **options)
-
-
-@pytest.mark.parametrize(
-    ("axes", "message"),
-    [
-        ({"w": 2}, "is not a dim of a leaf of shape"),
-        ({"w": Stacked(0, (0,))}, "names 1 layers but dim 0 .* has 2 entries. Name one layer"),
-        ([0, 1], r"layer_axis\['w'\] is missing, which params has. Give layer_axis the structure"),
-        ({"w": 0, "v": 0}, r"params\['v'\] is missing, which layer_axis has"),
-        ({"v": 0}, r"layer_axis\['w'\] is missing"),
-        ({"w": "0"}, "layer_axis has '0' for a leaf of shape .* Give None, an axis"),
+        (MODEL, AXES, 7, 1, "fragments=7 does not fit 5 layers.*Use 1, or 2 to 6"),
+        (MODEL, AXES, 2, 2, "num_diloco_fragments=2 .* Use 1, or 3 to 7"),
+        (MATRIX, None, 2, 1, "num_diloco_fragments=2 is more than the 1 leaves.*Use"),
+        (MATRIX, {"w": Stacked(0, (0, 2))}, 3, 1, "fragments=3 leaves fragment 1 empty.*fewer"),
+        (MATRIX, {"w": 2}, 2, 1, "is not a dim of a leaf of shape"),
+        (MATRIX, {"w": Stacked(0, (0,))}, 2, 1, "1 layers but dim 0 .* has 2 entries. Name one"),
+        (MATRIX, [0, 1], 2, 1, r"layer_axis\['w'\] is missing, which params has. Give layer_axis"),
+        (MATRIX, {"w": 0, "v": 0}, 2, 1, r"params\['v'\] is missing, which layer_axis has"),
+        (MATRIX, {"v": 0}, 2, 1, r"layer_axis\['w'\] is missing"),
+        (MATRIX, {"w": "0"}, 2, 1, "layer_axis has '0' for a leaf of shape .* Give None, an axis"),
     ],
 )
-def test_layer_axis_that_does_not_fit_is_refused(axes, message):
+def test_counts_and_axes_that_do_not_fit_are_refused(params, axes, P, k, message):
     with pytest.raises(ValueError, match=message):
-        partition(MATRIX, axes, num_fragments=2)
-
-
-def test_layer_axis_is_matched_by_path_and_a_none_of_params_is_no_leaf():
-    """A tree of the structure of params fits it, where params has a None, too."""
-    params = shapes(a=(4, 2), z=(3,)) | {"b": None}
-    first, second = partition(params, {"z": None, "b": None, "a": 0}, num_fragments=2)
-    assert (held(first), held(second)) == ([(1, None)], [(0, 0, [0, 1, 2, 3])])
+        partition(params, axes, num_fragments=P, num_nonlayer=k)
 
 
 def test_a_fragment_above_twice_the_median_is_oversized():
     assert oversized([10, 4, 4, 4]) == [0]
     assert oversized([8, 4, 4, 4]) == []
+
+
+# --- a slice is taken and put back where a start says, known when it runs -----------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "size", "entries"),
+    [
+        ("run", 6, (2, 3, 4)),
+        ("run", 6, (5,)),
+        ("stride", 6, (1, 3, 5)),
+        ("stride", 6, (2, 5)),
+        ("list", 7, (0, 3, 6)),  # 7 does not divide by 3
+        ("list", 7, (1, 2, 5)),
+        ("list", 140, tuple(i for i in range(140) if i % 3)),  # more than are taken one by one
+    ],
+)
+@pytest.mark.parametrize("lead", [0, 1])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_take_and_put_are_numpy_indexing(pattern, size, entries, lead, axis):
+    """With a leading R and without, on either dim, under jit with a traced start."""
+    shape = (size, 3) if axis == 0 else (3, size)
+    leaf_slice = slices.along(0, axis, entries, shape)
+    assert leaf_slice.pattern == pattern
+    x = np.random.default_rng(0).normal(size=(2,) * lead + shape).astype(np.float32)
+    index = (slice(None),) * (axis + lead) + (list(entries),)
+    start, form = np.array(leaf_slice.start_or_indices, np.int32), leaf_slice.form
+    taken = jax.jit(lambda x, start: slices.take(x, form, start, lead=lead))(x, start)
+    assert taken.shape == x.shape[:lead] + leaf_slice.shape(shape)
+    np.testing.assert_array_equal(taken, x[index])
+    expected = x.copy()
+    expected[index] = -x[index]
+    put = jax.jit(lambda x, start, v: slices.put(x, form, start, v, lead=lead))(x, start, -taken)
+    np.testing.assert_array_equal(put, expected)
+
+
+def test_a_whole_leaf_is_itself():
+    leaf_slice = slices.whole(0)
+    x = np.arange(8.0).reshape(4, 2)
+    assert slices.take(x, leaf_slice, np.int32(0)) is x
+    assert slices.put(x, leaf_slice, np.int32(0), x + 1)[0, 0] == 1
+    assert leaf_slice.shape(x.shape) == x.shape
+
+
+def test_slices_that_differ_in_layers_have_one_form():
+    """8 layers strided over 4: all start elsewhere; so one compiled program serves them all."""
+    all_four = [slices.along(0, 0, (p, p + 4), (8, 3)) for p in range(4)]
+    assert len({leaf_slice.form for leaf_slice in all_four}) == 1
+    assert [leaf_slice.start_or_indices for leaf_slice in all_four] == [0, 1, 2, 3]
+    other = slices.along(0, 0, (1, 2), (8, 3)), slices.along(0, 0, (0, 3), (8, 3))
+    assert len({leaf_slice.form for leaf_slice in (all_four[0], *other)}) == 3

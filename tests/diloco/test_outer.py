@@ -29,28 +29,6 @@ def mean_of(terms_R):
     return ordered_mean(lambda r: (jax.tree.map(lambda x: x[r], terms_R), ()), M)[0]
 
 
-def eager_mean(stale_R, own, m):
-    """The mean that replica m uses."""
-    M = jax.tree.leaves(stale_R)[0].shape[0]
-
-    def term(r):
-        return own_fresh(jax.tree.map(lambda x: x[r], stale_R), own, r, m), ()
-
-    return ordered_mean(term, M)[0]
-
-
-def steps(name, momentum, gradients):
-    """Outer parameters after each outer gradient, from 1.0."""
-    optimizer = outer_optimizer(name, lr=0.4, momentum=momentum)
-    theta = {"w": jnp.ones((1,), f32)}
-    state = optimizer.init(theta)
-    seen = []
-    for g in gradients:
-        theta, state = outer_update(optimizer, theta, state, {"w": jnp.full((1,), g, f32)})
-        seen.append(float(theta["w"][0]))
-    return seen
-
-
 def test_outer_gradient_of_bfloat16_parameters_is_float32():
     """1 + 2^-10 is not a bfloat16: a difference taken in bfloat16 would be 0."""
     outer, inner = jnp.array([1 + 2.0**-10], f32), jnp.array([1.0], bf16)
@@ -60,44 +38,30 @@ def test_outer_gradient_of_bfloat16_parameters_is_float32():
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "op by op"])
-def test_the_mean_is_summed_in_replica_order(wrap):
-    """In float32 ((1e8 + 1) - 1e8) + 1 = 1; two halves give 0, exact arithmetic 2."""
-    terms = jnp.array([[1e8], [1.0], [-1e8], [1.0]], f32)
-    assert wrap(mean_of)({"w": terms})["w"].tolist() == [0.25]
-
-
-@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "op by op"])
-def test_the_mean_is_unweighted_and_has_the_same_bits_in_every_program(wrap):
-    """(1 + 2 + 4) times float32(1/3); XLA would rewrite a division by 3 in compiled code only."""
-    terms = jnp.array([[1.0], [2.0], [4.0]], f32)
-    assert bits(wrap(mean_of)(terms)) == bits(np.array([np.float32(7) * np.float32(1 / 3)]))
-
-
-def test_the_mean_of_bfloat16_terms_is_float32():
-    """256 + 1 + 1 + 2 is 256 in bfloat16 and 260 in float32; / 4 = 65."""
-    mean = mean_of(jnp.array([[256.0], [1.0], [1.0], [2.0]], bf16))
-    assert mean.dtype == f32
-    assert mean.tolist() == [65.0]
+@pytest.mark.parametrize(
+    ("terms", "dtype", "mean"),
+    [
+        # In replica order: ((1e8 + 1) - 1e8) + 1 = 1; two halves give 0, exact arithmetic 2.
+        ([1e8, 1, -1e8, 1], f32, 0.25),
+        # Of (1 + 2 + 4) float32(1/3); XLA would rewrite a division by 3 in compiled code only.
+        ([1, 2, 4], f32, np.float32(7) * np.float32(1 / 3)),
+        # 256 + 1 + 1 + 2 is 256 in bfloat16 and 260 in float32.
+        ([256, 1, 1, 2], bf16, 65),
+    ],
+)
+def test_the_mean_is_unweighted_float32_and_has_the_same_bits_in_every_program(
+    wrap, terms, dtype, mean
+):
+    found = wrap(mean_of)({"w": jnp.array(terms, dtype)[:, None]})["w"]
+    assert found.dtype == f32 and found.tolist() == [mean]
 
 
 def test_the_eager_mean_adds_the_own_term_in_its_slot():
     """Replica 2 of 4 in float32: ((1e8 + 1) - 1e8) + 1 = 1; own term first would give 0 or 2. Its
     own stale 7 is unused."""
-    stale = jnp.array([[1e8], [1.0], [7.0], [1.0]], f32)
-    assert eager_mean(stale, jnp.array([-1e8], f32), 2).tolist() == [0.25]
-
-
-def rda(terms_R):
-    """Of arrays [R, tensors, values]."""
-
-    def norm(x):
-        return jnp.sqrt(jnp.sum(x * x, axis=-1))
-
-    def spread(n):
-        return jnp.broadcast_to(n[:, None], terms_R.shape[1:])
-
-    M, mean = terms_R.shape[0], mean_of(terms_R)
-    return radial_directional_mean(lambda r: terms_R[r], mean, M, norm=norm, spread=spread)
+    stale, own = jnp.array([[1e8], [1.0], [7.0], [1.0]], f32), jnp.array([-1e8], f32)
+    mean, _ = ordered_mean(lambda r: (own_fresh(stale[r], own, r, 2), ()), 4)
+    assert mean.tolist() == [0.25]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +80,10 @@ def rda(terms_R):
     ],
 )
 def test_rda_without_a_norm_or_a_direction(terms, expected):
-    np.testing.assert_allclose(rda(jnp.array(terms)[:, None])[0], expected, rtol=1e-6)
+    terms_R, M = jnp.array(terms), len(terms)
+    options = dict(norm=lambda x: jnp.sqrt(jnp.sum(x * x)), spread=lambda n: jnp.full(2, n))
+    found = radial_directional_mean(lambda r: terms_R[r], mean_of(terms_R), M, **options)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -135,29 +102,27 @@ def test_rda_without_a_norm_or_a_direction(terms, expected):
     ],
 )
 def test_outer_optimizers_by_hand(name, momentum, expected):
-    assert steps(name, momentum, [0.5, -1.0]) == pytest.approx(expected, rel=1e-6)
+    optimizer = outer_optimizer(name, lr=0.4, momentum=momentum)
+    theta = {"w": jnp.ones((1,), f32)}
+    state = optimizer.init(theta)
+    for g, wanted in zip([0.5, -1.0], expected, strict=True):
+        theta, state = outer_update(optimizer, theta, state, {"w": jnp.full((1,), g, f32)})
+        assert float(theta["w"][0]) == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["nesterov", "sgd"])
 def test_momentum_zero_has_no_state(name):
     """Zeros as a trace would waste memory."""
-    plain = outer_optimizer(name, lr=0.4, momentum=0.0).init(jnp.ones(3))
-    kept = outer_optimizer(name, lr=0.4, momentum=0.9).init(jnp.ones(3))
-    assert [x.shape for x in jax.tree.leaves(plain)] == []
-    assert [x.shape for x in jax.tree.leaves(kept)] == [(3,)]
+    for momentum, shapes in ((0.0, []), (0.9, [(3,)])):
+        state = outer_optimizer(name, lr=0.4, momentum=momentum).init(jnp.ones(3))
+        assert [x.shape for x in jax.tree.leaves(state)] == shapes
 
 
-def test_merge_weighs_the_own_value_by_alpha():
-    """Algorithm 2, line 12: 0.25 * 4 + 0.75 * 8 = 7."""
+def test_merge_weighs_the_own_value_by_alpha_in_float32_and_returns_the_inner_dtype():
+    """Algorithm 2, line 12: 0.25 * 4 + 0.75 * 8 = 7. bfloat16 steps near 1 are u = 2^-7: half of 1
+    and of 1 + 1.375 u is 1 + 0.6875 u, nearest 1 + u. In bfloat16 throughout, the outer value is
+    1 + u first and the mean 1 + 0.5 u, a tie to 1."""
     assert merge(jnp.array([4.0]), jnp.array([8.0]), alpha=0.25).tolist() == [7.0]
-
-
-def test_merge_mixes_in_float32_and_returns_the_inner_dtype():
-    """bfloat16 steps near 1 are u = 2^-7.
-
-    Half of 1 and of 1 + 1.375 u is 1 + 0.6875 u, nearest 1 + u. In bfloat16 throughout,
-    the outer value is 1 + u first and the mean 1 + 0.5 u, a tie to 1.
-    """
     u = 2.0**-7
     mixed = merge(jnp.array([1.0], bf16), jnp.array([1 + 1.375 * u], f32), alpha=0.5)
     assert mixed.dtype == bf16
@@ -178,8 +143,6 @@ def test_merge_at_its_ends_is_a_copy(wrap):
 
 
 def test_an_unknown_outer_optimizer_is_refused():
-    """One line with key, value and remedy."""
-    with pytest.raises(
-        ValueError, match="diloco_outer_optimizer='lion'.*Use one of nesterov, sgd, adam"
-    ):
+    words = "diloco_outer_optimizer='lion'.*Use one of nesterov, sgd, adam"
+    with pytest.raises(ValueError, match=words):
         outer_optimizer("lion", lr=0.4, momentum=0.9)

@@ -1,25 +1,14 @@
 """The schedule against a brute-force statement of its contract, and worked examples by hand."""
 
 import dataclasses
+import itertools
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxdiloco.diloco import schedule
-from maxdiloco.diloco.schedule import (
-    INNER,
-    INNER_EXCHANGE,
-    MERGE,
-    OUTER_STEP,
-    PACK,
-    SYNCHRONISE,
-    Action,
-    Event,
-    Schedule,
-    check,
-    offsets,
-)
+from maxdiloco.diloco.schedule import Action, Event, Schedule, check, offsets
 
 
 @st.composite
@@ -59,40 +48,48 @@ def key(event):
     return (event.send_step, event.fragment, event.round)
 
 
-def test_default_offsets_are_floor_of_p_h_over_p():
-    """By hand: H=10, P=4 gives 0, 2.5, 5, 7.5 rounded down."""
-    assert offsets(4, 10) == (0, 2, 5, 7)
-    assert offsets(1, 7) == (0,)
-
-
 def test_overlap_longer_than_the_gap_holds_several_fragments():
     """H=6, P=3, tau=5 by hand: sends at 2, 4, 6, ...; each applied 5 steps later.
 
-    w = min(5, 2) = 2 chunks; before the apply at 7, the sends of 2, 4 and 6 wait: 3 slots.
+    w = min(5, 2) = 2 chunks; before the apply at 7, the sends of 2, 4 and 6 wait: 3 slots. A resume
+    at step 4 drops two. Offsets are floors: of H=10 and P=4 of 0, 2.5, 5, 7.5.
     """
+    assert offsets(4, 10) == (0, 2, 5, 7) and offsets(1, 7) == (0,)
     s = Schedule(6, 5, offsets(3, 6))
     assert (s.gap, s.max_chunks, s.slots) == (2, 2, 3)
     second, third = Event(2, 1, 4, 1), Event(0, 1, 6, 2)
     assert [s.actions(t) for t in range(1, 8)] == [
-        (Action(INNER),),
-        (Action(INNER), Action(PACK, 1)),
-        (Action(INNER_EXCHANGE, 1, slot=0, chunk=0),),
-        (Action(INNER_EXCHANGE, 1, slot=0, chunk=1), Action(PACK, 2)),
-        (Action(INNER_EXCHANGE, 2, slot=1, chunk=0),),
-        (Action(INNER_EXCHANGE, 2, slot=1, chunk=1), Action(PACK, 0)),
-        (Action(INNER_EXCHANGE, 0, slot=2, chunk=0), Action(MERGE, 1, slot=0)),
+        (Action(schedule.INNER),),
+        (Action(schedule.INNER), Action(schedule.PACK, 1)),
+        (Action(schedule.INNER_EXCHANGE, 1, slot=0, chunk=0),),
+        (Action(schedule.INNER_EXCHANGE, 1, slot=0, chunk=1), Action(schedule.PACK, 2)),
+        (Action(schedule.INNER_EXCHANGE, 2, slot=1, chunk=0),),
+        (Action(schedule.INNER_EXCHANGE, 2, slot=1, chunk=1), Action(schedule.PACK, 0)),
+        (Action(schedule.INNER_EXCHANGE, 0, slot=2, chunk=0), Action(schedule.MERGE, 1, slot=0)),
     ]
     assert s.pending(7) == (second, third)
     assert s.ages(8) == (8, 6, 8)
+    for dropped, merged in ((0, [7, 9, 11]), (4, [11])):
+        found = {t: s.actions(t, dropped_until=dropped) for t in range(5, 12)}
+        assert [t for t in found if any(a.program == schedule.MERGE for a in found[t])] == merged
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(schedules())
-def test_events_are_those_of_the_contract(s):
-    """Sent when t = t_p (mod H) and t >= 1; applied lag steps later; sends come first."""
+def test_events_are_those_of_the_contract_and_one_send_at_a_time_is_carried(s):
+    """Sent when t = t_p (mod H) and t >= 1; applied lag steps later; sends come first. Chunk c
+    rides step send + 1 + c; w chunks of every send, none of two sends in one step, all before the
+    apply."""
     steps = 4 * s.H
     sent = brute_sends(s, steps)
+    pairs = [b[0] - a[0] for a, b in itertools.combinations(sent, 2) if b[0] > a[0]]
+    assert s.gap == min([*pairs, s.H])  # every fragment follows itself after H
+    assert s.max_chunks == min(brute_lag(s), s.gap)
     for t in range(1, steps + 1):
+        riding = [(x, t - x[0] - 1) for x in sent if 0 <= t - x[0] - 1 < s.max_chunks]
+        assert len(riding) <= 1 and all(t <= x[0] + brute_lag(s) for x, _ in riding)
+        carried = s.carrying(t)
+        assert ([] if carried is None else [(key(carried.send), carried.chunk)]) == riding
         now = [x for x in sent if x[0] == t]
         assert [key(e) for e in s.sends(t)] == now
         assert {p for p in range(s.P) if s.is_sent(p, t)} == {p for _, p, _ in now}
@@ -102,7 +99,7 @@ def test_events_are_those_of_the_contract(s):
         assert [key(e) for e in s.applies(t)] == due
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(schedules(), st.data())
 def test_actions_are_the_inner_step_then_sends_then_applies(s, data):
     """Algorithm 2, lines 3-12. tau = 0: send and apply are one program; delayed and eager: the
@@ -114,53 +111,21 @@ def test_actions_are_the_inner_step_then_sends_then_applies(s, data):
         inner, *others = s.actions(t)
         carried = s.carrying(t)
         if carried is None or carried.chunk >= chunks[carried.send.fragment]:
-            assert inner == Action(INNER)
+            assert inner == Action(schedule.INNER)
         else:
             send, chunk = carried
-            assert inner == Action(INNER_EXCHANGE, send.fragment, send.slot, chunk)
+            assert inner == Action(schedule.INNER_EXCHANGE, send.fragment, send.slot, chunk)
         if s.overlap != "none":
-            wanted = [Action(OUTER_STEP, e.fragment, e.slot) for e in s.sends(t)]
+            wanted = [Action(schedule.OUTER_STEP, e.fragment, e.slot) for e in s.sends(t)]
         elif s.tau == 0:
-            wanted = [Action(SYNCHRONISE, e.fragment) for e in s.sends(t)]
+            wanted = [Action(schedule.SYNCHRONISE, e.fragment) for e in s.sends(t)]
         else:
-            wanted = [Action(PACK, e.fragment) for e in s.sends(t)]
-            wanted += [Action(MERGE, e.fragment, e.slot) for e in s.applies(t)]
+            wanted = [Action(schedule.PACK, e.fragment) for e in s.sends(t)]
+            wanted += [Action(schedule.MERGE, e.fragment, e.slot) for e in s.applies(t)]
         assert others == wanted
 
 
-def test_what_was_in_flight_and_is_dropped_is_not_merged():
-    """H=6, P=3, tau=5: sent at 2, 4 and 6, applied at 7, 9 and 11; a resume at step 4 drops two."""
-    s = Schedule(6, 5, offsets(3, 6))
-
-    def merged(dropped_until):
-        found = {t: s.actions(t, dropped_until=dropped_until) for t in range(5, 12)}
-        return [t for t, actions in found.items() if any(a.program == MERGE for a in actions)]
-
-    assert merged(0) == [7, 9, 11]
-    assert merged(4) == [11]
-
-
-@settings(max_examples=150, deadline=None)
-@given(schedules())
-def test_one_fragment_at_a_time_is_carried_and_arrives_before_its_apply(s):
-    """Chunk c rides step send + 1 + c; w chunks of every send, none of two sends in one step."""
-    steps = 4 * s.H
-    sent = brute_sends(s, steps)
-    pairs = [
-        b - a for a in [x[0] for x in sent[:-1]] for b in [x[0] for x in sent[1:]] if b > a
-    ] + [s.H]  # every fragment follows itself after H
-    assert s.gap == min(pairs)
-    assert s.max_chunks == min(brute_lag(s), s.gap)
-    for t in range(1, steps + 1):
-        riding = [(x, t - x[0] - 1) for x in sent if 0 <= t - x[0] - 1 < s.max_chunks]
-        assert len(riding) <= 1
-        carried = s.carrying(t)
-        assert ([] if carried is None else [(key(carried.send), carried.chunk)]) == riding
-        for (step, _, _), _ in riding:
-            assert t <= step + brute_lag(s)
-
-
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(schedules())
 def test_slots_are_as_few_as_possible_and_never_shared(s):
     """A slot belongs to one exchange from the step after its send to its apply."""
@@ -184,7 +149,7 @@ def test_slots_are_as_few_as_possible_and_never_shared(s):
             assert s.slots == 0 or event.slot == sent.index(key(event)) % s.slots
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(schedules(), st.integers(0, 80))
 def test_pending_and_ages_follow_from_the_events(s, dropped_until):
     """pending: sent, not yet applied. ages: t minus the newest applied send, from every replica.
@@ -216,6 +181,8 @@ GOOD = {"H": 10, "P": 2, "tau": 3, "offsets": (0, 5), "overlap": "none"}
     [
         ({"H": 0}, "sync_period=0", "Use 1 or more"),
         ({"H": 2.5}, "sync_period=2.5", "Use 1 or more"),
+        ({"H": True}, "sync_period=True must be a positive integer", ""),
+        ({"P": True}, "num_fragments=True must be an integer", ""),
         ({"P": 0}, "num_fragments=0", "Use 1 to 10"),
         ({"P": 11}, "num_fragments=11", "Use 1 to 10"),
         ({"tau": 10}, "overlap_steps=10", "Use 0 to 9"),
@@ -234,8 +201,5 @@ def test_impossible_schedules_are_refused(bad, key_value, remedy):
     with pytest.raises(ValueError, match=f"(?s){key_value}.*{remedy}") as error:
         check(**GOOD | bad)
     assert "\n" not in str(error.value)
-
-
-def test_a_schedule_object_is_always_checked():
     with pytest.raises(ValueError, match=r"offsets=\(1, 11\).*differ modulo 10"):
-        Schedule(10, 0, (1, 11))
+        Schedule(10, 0, (1, 11))  # a schedule object is always checked

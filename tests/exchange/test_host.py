@@ -1,5 +1,6 @@
 """The host carrier brings what `all_gather_chunk` brings, to the bit; who sends what to whom."""
 
+import contextlib
 import queue
 from types import SimpleNamespace
 
@@ -79,42 +80,35 @@ class Loop:
         return memoryview(data)
 
 
-@pytest.fixture
-def beside_a_twin(devices):
-    """(carrier, links) of the process with the first of two slots, for M replicas."""
+@contextlib.contextmanager
+def beside_a_twin(devices, M):
+    """(carrier, links, chunks) of the process with the first of two slots, for M replicas."""
     mesh, links = mesh_of(devices, diloco=2), Loop()
-    carriers = []
-
-    def make(M):
-        carrier = HostCarrier(mesh, num_replicas=M, links=links)
-        carrier._routes = routes({s: s.slot for s in shards_of(mesh).values()}, 0)
-        carriers.append(carrier)
-        return carrier, links, chunks_of(mesh, M, jnp.int8, [1024, 1024])
-
-    yield make
-    for carrier in carriers:
-        carrier.close()
+    carrier = HostCarrier(mesh, num_replicas=M, links=links)
+    carrier._routes = routes({s: s.slot for s in shards_of(mesh).values()}, 0)
+    yield carrier, links, chunks_of(mesh, M, jnp.int8, [1024, 1024])
+    carrier.close()
 
 
 @pytest.mark.parametrize(
     ("M", "within_s", "pace"), [(2, 2.0, 750.0), (4, 2.0, 1500.0), (2, None, None)]
 )
-def test_a_fragment_is_spread_over_the_time_it_has(beside_a_twin, M, within_s, pace):
+def test_a_fragment_is_spread_over_the_time_it_has(devices, M, within_s, pace):
     """1,500 bytes of each replica here, in two seconds."""
-    carrier, links, sent = beside_a_twin(M)
-    carrier._pace(sent, 1500, within_s)
+    with beside_a_twin(devices, M) as (carrier, links, sent):
+        carrier._pace(sent, 1500, within_s)
     assert links.paces == [pace]
 
 
-def test_padding_stays_here(beside_a_twin):
+def test_padding_stays_here(devices):
     """Of 2 x 1024 elements 1,500 are a payload: those travel, and zeros stand for the rest."""
-    carrier, links, sent = beside_a_twin(2)
-    own = np.concatenate([np.asarray(chunk)[:1024] for chunk in sent])
-    of_slot_0 = [SimpleNamespace(addressable_shards=x.addressable_shards[:1]) for x in sent]
-    fetched = carrier._fetch("k", of_slot_0, 1500)
-    assert links.messages.queue[0][2] == own[:1500].tobytes()
-    done = SimpleNamespace(result=lambda: fetched)
-    arrived = carrier._collect("k", done, [1024, 1024], 1500, jnp.int8.dtype, "")
+    with beside_a_twin(devices, 2) as (carrier, links, sent):
+        own = np.concatenate([np.asarray(chunk)[:1024] for chunk in sent])
+        of_slot_0 = [SimpleNamespace(addressable_shards=x.addressable_shards[:1]) for x in sent]
+        fetched = carrier._fetch("k", of_slot_0, 1500)
+        assert links.messages.queue[0][2] == own[:1500].tobytes()
+        done = SimpleNamespace(result=lambda: fetched)
+        arrived = carrier._collect("k", done, [1024, 1024], 1500, jnp.int8.dtype, "")
     twin = np.concatenate([np.asarray(chunk)[1024:] for chunk in arrived])
     np.testing.assert_array_equal(twin[:1500], own[:1500])
     assert not twin[1500:].any()

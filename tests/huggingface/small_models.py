@@ -3,7 +3,9 @@
 import json
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
+
+from maxdiloco import hf
 
 SIZES = {
     "hidden_size": 8,
@@ -29,21 +31,19 @@ def shapes():
         "model.norm.weight": (8,),
         "lm_head.weight": (31, 8),
     }
+    in_layer = {
+        "input_layernorm": (8,),
+        "post_attention_layernorm": (8,),
+        "self_attn.q_proj": (12, 8),
+        "self_attn.k_proj": (6, 8),
+        "self_attn.v_proj": (6, 8),
+        "self_attn.o_proj": (8, 12),
+        "mlp.gate_proj": (12, 8),
+        "mlp.up_proj": (12, 8),
+        "mlp.down_proj": (8, 12),
+    }
     for layer in range(3):
-        found |= {
-            f"model.layers.{layer}.{name}.weight": shape
-            for name, shape in {
-                "input_layernorm": (8,),
-                "post_attention_layernorm": (8,),
-                "self_attn.q_proj": (12, 8),
-                "self_attn.k_proj": (6, 8),
-                "self_attn.v_proj": (6, 8),
-                "self_attn.o_proj": (8, 12),
-                "mlp.gate_proj": (12, 8),
-                "mlp.up_proj": (12, 8),
-                "mlp.down_proj": (8, 12),
-            }.items()
-        }
+        found |= {f"model.layers.{layer}.{name}.weight": in_layer[name] for name in in_layer}
     return found
 
 
@@ -71,3 +71,24 @@ def save(folder, values, shards=1, **changes):
     index = {"metadata": {}, "weight_map": files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
+
+
+def done(*arguments):
+    """Import or export."""
+    assert hf.main([str(argument) for argument in arguments]) == 0
+
+
+def there_and_back(source, place, *options):
+    """Import a folder with the options to `ours` of a place, and export that to `theirs`."""
+    done("import", source, place / "ours", *options)
+    done("export", place / "ours", place / "theirs")
+
+
+def assert_weights(folder, expected):
+    """The tensors of a folder's files are the expected ones, bit for bit."""
+    files = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
+    found = {name: value for file in files for name, value in file.items()}
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
+        assert found[name].tobytes() == value.tobytes(), name

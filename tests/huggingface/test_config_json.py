@@ -6,7 +6,7 @@ import pytest
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, config
-from maxdiloco.huggingface import config_json, families, known_keys
+from maxdiloco.huggingface import config_json, families, known_keys, layout
 
 # The config.json of published models, without what says nothing of the computation.
 PUBLISHED = {
@@ -90,21 +90,9 @@ def test_a_published_config_json_has_the_keys_of_our_model_file(name, tmp_path):
     read = config_json.read(tmp_path)
     assert read.unknown == ()
     assert config_json.misfits(of_file(name), read.text, read.family) == {}
-    other = read.text | {"hidden_size": 1024}
-    assert list(config_json.misfits(of_file(name), other, read.family)) == ["base_emb_dim"]
-
-
-def test_one_group_of_experts_is_none():
-    """config.json has n_group=1 for either. Control: two groups are not four."""
-    cfg = config.from_dict(
-        of_file("deepseek-v3").as_dict() | {"n_routing_groups": 1, "topk_routing_group": 1}
-    )
-    family, _ = config_json.family_for(cfg)
-    assert family.model_type == "deepseek_v3"
-    theirs = config_json.config_of(cfg, family)
-    assert theirs["n_group"] == 1
-    two = config_json.misfits(cfg, theirs | {"n_group": 2, "topk_group": 1}, family)
-    assert two.keys() == {"n_routing_groups", "topk_routing_group"}
+    other = read.text | {"hidden_size": 1024, "n_group": 2}
+    expected = ["base_emb_dim", "n_routing_groups"][: 1 + (name == "deepseek-v3")]
+    assert sorted(config_json.misfits(of_file(name), other, read.family)) == expected
 
 
 def test_layers_that_all_have_the_window_need_no_pattern():
@@ -120,46 +108,37 @@ def test_layers_that_all_have_the_window_need_no_pattern():
     assert (keys["sliding_window_size"], keys["attention_pattern"]) == (0, ())
 
 
-def test_a_window_that_no_layer_has_is_none():
-    """Control: one that a layer has is in config.json."""
-    keys = of_file("qwen3-0.6b").as_dict() | {"sliding_window_size": 5}
-    for pattern, windows in ((("global",), 0), (("global", "local"), 14)):
-        cfg = config.from_dict(keys | {"attention_pattern": pattern})
-        family, _ = config_json.family_for(cfg)
-        types = config_json.config_of(cfg, family)["layer_types"]
-        assert family.model_type == "qwen3" and types.count("sliding_attention") == windows
+NO_LAYER = {"sliding_window_size": 5, "attention_pattern": ("global",)}
+SOME_LAYERS = {"sliding_window_size": 5, "attention_pattern": ("global", "local")}
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"),
+    ("name", "changes", "written"),
     [
-        ("mixtral-8x7b", {"base_mlp_dim": 777}),  # of dense layers, which it has none of
-        ("qwen3-0.6b", {"beta_fast": 20.0, "rope_low_freq_factor": 2.0}),  # of scalings
+        # config.json has the same for one group of experts and for none.
+        ("deepseek-v3", {"n_routing_groups": 1, "topk_routing_group": 1}, {"n_group": 1}),
+        ("qwen3-0.6b", NO_LAYER, {"layer_types": ["full_attention"] * 28}),
+        ("qwen3-0.6b", SOME_LAYERS, {"layer_types": ["full_attention", "sliding_attention"] * 14}),
+        # Of dense layers, which it has none of, and of scalings.
+        ("mixtral-8x7b", {"base_mlp_dim": 777}, {}),
+        ("qwen3-0.6b", {"beta_fast": 20.0, "rope_low_freq_factor": 2.0}, {}),
+        # Experts as wide as a layer.
+        ("qwen3-30b-a3b", {"base_moe_mlp_dim": -1}, {"moe_intermediate_size": 6144}),
     ],
 )
-def test_a_key_that_nothing_reads_is_no_obstacle_to_an_export(name, changes):
+def test_what_no_layer_computes_is_no_obstacle_to_an_export(name, changes, written):
     cfg = config.from_dict(of_file(name).as_dict() | changes)
-    assert config_json.family_for(cfg)[0].model_type == name.split("-")[0]
-
-
-def test_experts_as_wide_as_a_layer_are_exported_with_its_width():
-    cfg = config.from_dict(of_file("qwen3-30b-a3b").as_dict() | {"base_moe_mlp_dim": -1})
     family, _ = config_json.family_for(cfg)
+    assert family.model_type == config_json.family_for(of_file(name))[0].model_type
     theirs = config_json.config_of(cfg, family)
-    assert theirs["moe_intermediate_size"] == theirs["intermediate_size"] == cfg.base_mlp_dim
+    assert {key: theirs[key] for key in written} == written
 
 
 def test_gelu_of_the_first_gemma_is_its_tanh_form(tmp_path):
     """As transformers reads the files of gemma-2b, which say gelu. Control: llama's is refused."""
-    published = {
-        "model_type": "gemma", "attention_bias": False, "head_dim": 256, "hidden_act": "gelu",
-        "hidden_size": 2048, "intermediate_size": 16384, "max_position_embeddings": 8192,
-        "num_attention_heads": 8, "num_hidden_layers": 18, "num_key_value_heads": 1,
-        "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 10000.0, "vocab_size": 256000,
-    }  # fmt: skip
+    published = PUBLISHED["llama3.2-1b"] | {"model_type": "gemma", "hidden_act": "gelu"}
     (tmp_path / "config.json").write_text(json.dumps(published))
-    read = config_json.read(tmp_path)
-    assert read.unknown == () and read.keys["mlp_activations"] == ("gelu", "linear")
+    assert config_json.read(tmp_path).keys["mlp_activations"] == ("gelu", "linear")
     (tmp_path / "config.json").write_text(json.dumps(published | {"model_type": "llama"}))
     with pytest.raises(ConfigError, match="hidden_act=gelu of config.json has no counterpart"):
         config_json.read(tmp_path)
@@ -172,11 +151,14 @@ def test_a_scaled_tied_embedding_is_exported_with_a_head_of_its_own():
     assert (exported.logits_via_embedding, exported.embedding_scale) == (False, "one")
 
 
-def test_every_key_of_the_model_is_neutral_of_training_or_of_every_family():
+@pytest.mark.parametrize("family", families.families(), ids=lambda family: family.model_type)
+def test_a_family_has_every_key_of_the_model_and_a_tensor_for_every_parameter(family):
     """A new key of base.yml has to be placed: else an import would take its default."""
-    keys = base_yml.declared()
+    keys, experts = base_yml.declared(), "num_experts=4 first_num_dense_layers=1 shared_experts=1"
+    cfg = config.load(experts.split(), {})
     group = {key.name for key in keys.values() if key.group == keys["model_name"].group}
-    for family in families.families():
-        config_of = config_json.config_of(config.load([], {}), family)
-        found = config_json.keys_of(config_of, family).keys()
-        assert group - set(known_keys.OF_TRAINING) == set(found), family.model_type
+    found = config_json.keys_of(config_json.config_of(cfg, family), family)
+    assert group - set(known_keys.OF_TRAINING) == set(found)
+    plan = layout.of_model(config.from_dict(cfg.as_dict() | found), family)  # or it names the leaf
+    for name, parts in plan.by_tensor().items():
+        assert [part.tensor.half for part in parts] in ([None], [0, 1]), name

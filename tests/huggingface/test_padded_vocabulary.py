@@ -9,7 +9,7 @@ import small_models as small
 from data.tokenizers_on_disk import byte_level_bpe
 from safetensors.numpy import load_file
 
-from maxdiloco import hf, train
+from maxdiloco import train
 from maxdiloco.checkpoint import find
 from maxdiloco.evaluation import stored
 from maxdiloco.flags.checks import AXES
@@ -53,48 +53,35 @@ def test_a_padded_import_has_the_loss_of_the_model(tmp_path, changes):
     source = small.save(tmp_path / "source", values, **changes)
     losses = []
     for name, multiple in (("plain", 1), ("padded", 1000)):
-        arguments = [str(source), str(tmp_path / name), f"vocab_multiple={multiple}"]
-        assert hf.main(["import", *arguments]) == 0
+        small.done("import", source, tmp_path / name, f"vocab_multiple={multiple}")
         losses.append(loss_of(tmp_path / name))
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """{multiple: folder of a run from the import with it}; the padded one has 31 of 64 rows."""
-    place = tmp_path_factory.mktemp("padded")
-    source = small.save(place / "source", small.weights())
-    for multiple in (1, 64):
-        ours = place / f"ours-{multiple}"
-        assert hf.main(["import", str(source), str(ours), f"vocab_multiple={multiple}"]) == 0
-        keys = TRAIN | {"base_output_directory": place, "run_name": f"run-{multiple}"}
-        start = [str(ours / "start.yml"), *(f"{key}={value}" for key, value in keys.items())]
-        assert train.main(start) == 0
-    return {multiple: place / f"run-{multiple}" for multiple in (1, 64)}
-
-
 @pytest.mark.full
-def test_training_with_padding_is_training_without(trained, tmp_path):
-    """Losses and evaluations of 4 steps, 2 rounds; an export has the 31 rows alone.
+def test_training_with_padding_is_training_without(tmp_path):
+    """Losses and evaluations of 4 steps, 2 rounds, with 31 of 64 rows; an export has the 31 alone.
 
     float32: XLA sums 64 columns in another order than 31, and Adam divides by small moments.
     """
-    rows = {}
-    for multiple, folder in trained.items():
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
+    source = small.save(tmp_path / "source", small.weights())
+    rows, values = {}, {}
+    for multiple, padded in ((1, -1), (64, 64)):
+        ours, run, out = (tmp_path / f"{name}-{multiple}" for name in ("ours", "run", "out"))
+        small.done("import", source, ours, f"vocab_multiple={multiple}")
+        keys = TRAIN | {"base_output_directory": tmp_path, "run_name": run.name}
+        start = [str(ours / "start.yml"), *(f"{key}={value}" for key, value in keys.items())]
+        assert train.main(start) == 0 and sizes(run) == (31, padded)
+        lines = (run / "metrics.jsonl").read_text().splitlines()
         rows[multiple] = [json.loads(line) for line in lines]
-    assert sizes(trained[64]) == (31, 64) and sizes(trained[1]) == (31, -1)
+        small.done("export", run, out)
+        assert json.loads((out / "config.json").read_text())["vocab_size"] == 31
+        values[multiple] = load_file(out / "model.safetensors")
     for padded, plain in zip(rows[64], rows[1], strict=True):
         losses = [name for name in plain if name.endswith("loss")]
         assert len(losses) > 1 and padded["step"] == plain["step"]
         for name in losses:
             assert padded[name] == pytest.approx(plain[name], rel=1e-5), name
-    values = {}
-    for multiple, folder in trained.items():
-        out = tmp_path / str(multiple)
-        assert hf.main(["export", str(folder), str(out)]) == 0
-        assert json.loads((out / "config.json").read_text())["vocab_size"] == 31
-        values[multiple] = load_file(out / "model.safetensors")
     before = small.weights()
     for name, plain in values[1].items():
         assert plain.shape == before[name].shape and (plain != before[name]).any()
@@ -105,11 +92,10 @@ def test_the_rows_of_a_larger_tokenizer_are_tokens_and_are_exported(tmp_path, ca
     """A tokenizer of 300 tokens, a model of 31: 300 of 384 rows count, and an export has them."""
     source = small.save(tmp_path / "source", small.weights())
     byte_level_bpe(source, vocab_size=300)
-    assert hf.main(["import", str(source), str(tmp_path / "ours"), "vocab_multiple=128"]) == 0
+    small.there_and_back(source, tmp_path, "vocab_multiple=128")
     assert sizes(tmp_path / "ours") == (300, 384)
-    assert "adds 269 rows of zeros" in capfd.readouterr().out
-    assert hf.main(["export", str(tmp_path / "ours"), str(tmp_path / "out")]) == 0
-    assert "vocab_size is 300, the run's, which has 31" in capfd.readouterr().out
-    assert json.loads((tmp_path / "out/config.json").read_text())["vocab_size"] == 300
-    rows = load_file(tmp_path / "out/model.safetensors")["model.embed_tokens.weight"]
+    told = capfd.readouterr().out
+    assert "adds 269 rows of zeros" in told and "vocab_size is 300, the run's, which has 31" in told
+    assert json.loads((tmp_path / "theirs/config.json").read_text())["vocab_size"] == 300
+    rows = load_file(tmp_path / "theirs/model.safetensors")["model.embed_tokens.weight"]
     assert rows.shape == (300, 8) and not rows[31:].any()

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import small_models as small
 from tiers import corner
 
 pytest.importorskip("torch")
@@ -9,7 +10,6 @@ pytest.importorskip("transformers")
 from safetensors.numpy import load_file, save_file
 
 from benchmarks import parity
-from maxdiloco import hf
 from maxdiloco.huggingface import config_json
 
 pytestmark = pytest.mark.xdist_group("torch")  # its import takes 5 s, once
@@ -31,11 +31,8 @@ def test_logits_are_those_of_transformers_and_an_export_has_the_same_bits(name, 
     assert 1 < found.size < 100
     assert found.greatest < parity.TOLERANCE, found
     assert not gradient or found.gradient < parity.TOLERANCE, found
-    assert hf.main(["export", str(tmp_path / "ours"), str(tmp_path / "again")]) == 0
-    before, after = (load_file(tmp_path / of / "model.safetensors") for of in ("theirs", "again"))
-    assert {name: (value.shape, value.tobytes()) for name, value in before.items()} == {
-        name: (value.shape, value.tobytes()) for name, value in after.items()
-    }
+    small.done("export", tmp_path / "ours", tmp_path / "again")
+    small.assert_weights(tmp_path / "again", load_file(tmp_path / "theirs/model.safetensors"))
 
 
 def test_the_text_model_of_files_with_images(tmp_path, capfd):
@@ -72,16 +69,13 @@ def test_the_text_model_of_files_with_images(tmp_path, capfd):
     }
     assert any(name.startswith("model.vision_tower.") for name in other)
     save_file(other, tmp_path / "theirs/model.safetensors")
-    assert hf.main(["import", str(tmp_path / "theirs"), str(tmp_path / "other")]) == 0
+    small.done("import", tmp_path / "theirs", tmp_path / "other")
     left_out = f"note: the part for images is left out, {len(other) - len(text_values)} tensors"
     assert left_out in capfd.readouterr().out
     for name in ("ours", "other"):
         out = tmp_path / f"{name} exported"
-        assert hf.main(["export", str(tmp_path / name), str(out)]) == 0
-        again = load_file(out / "model.safetensors")
-        assert {k: v.tobytes() for k, v in again.items()} == {
-            k: v.tobytes() for k, v in text_values.items()
-        }
+        small.done("export", tmp_path / name, out)
+        small.assert_weights(out, text_values)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager")
     assert type(loaded).__name__ == "Gemma3ForCausalLM"
     assert np.abs(parity.their_logits(loaded, batch)[0][0] - theirs).max() < parity.TOLERANCE
@@ -114,7 +108,7 @@ def test_a_head_of_its_own_beside_tied_and_a_padded_vocabulary(name, tmp_path):
     ours = parity.our_logits(parity.imported(None, tmp_path, vocab_multiple=128), batch)
     assert ours.shape[-1] == 128 and (ours[..., parity.VOCABULARY :] == -np.inf).all()
     assert np.abs(ours[0, :, : parity.VOCABULARY] - theirs).max() < parity.TOLERANCE
-    assert hf.main(["export", str(tmp_path / "ours"), str(tmp_path / "again")]) == 0
+    small.done("export", tmp_path / "ours", tmp_path / "again")
     np.testing.assert_array_equal(logits_of(tmp_path / "again"), theirs)
 
 
@@ -134,19 +128,10 @@ def test_a_key_that_config_json_lacks_has_the_default_of_transformers(model_type
 
 def test_another_epsilon_would_be_seen(tmp_path, monkeypatch):
     """A positive control: one key off by a little is 100 times the tolerance off."""
-    from maxdiloco.huggingface import config_json
-
     right = config_json.keys_of
-    monkeypatch.setattr(
-        config_json,
-        "keys_of",
-        lambda config, family: right(config, family) | {"rope_max_timescale": 9000.0},
-    )
+
+    def wrong(config, family):
+        return right(config, family) | {"rope_max_timescale": 9000.0}
+
+    monkeypatch.setattr(config_json, "keys_of", wrong)
     assert parity.compare(parity.CASES["mistral"], tmp_path).greatest > 100 * parity.TOLERANCE
-
-
-def test_the_table_has_a_row_for_each_type():
-    found = parity.Found(1e-6, 2e-6, 3e-6, 4.0, None)
-    text = parity.table({"llama": found, "qwen3": found._replace(gradient=5e-6)})
-    assert "| llama | 1.0e-06 | 2.0e-06 | 3.0e-06 | 4.0 |  |\n" in text
-    assert text.endswith("| qwen3 | 1.0e-06 | 2.0e-06 | 3.0e-06 | 4.0 | 5.0e-06 |\n")

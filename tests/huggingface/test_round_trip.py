@@ -9,13 +9,20 @@ import small_models as small
 from data.tokenizers_on_disk import byte_level_bpe
 from etils import epath
 from safetensors import safe_open
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
-from maxdiloco import hf
-from maxdiloco.checkpoint import by_part, find, orbax_io
+from maxdiloco.checkpoint import by_part, find
 from maxdiloco.engine.trainer import OUTER_PARAMS
 from maxdiloco.flags import base_yml, config
-from maxdiloco.huggingface import known_keys, progress, safetensors_files
+from maxdiloco.huggingface import (
+    config_json,
+    known_keys,
+    layout,
+    progress,
+    safetensors_files,
+    tensors,
+)
+from maxdiloco.huggingface.tensors import Leaf, Tensor
 
 
 @pytest.fixture(scope="module")
@@ -23,23 +30,8 @@ def imported(tmp_path_factory):
     """An import of float32 weights; its source is beside it."""
     folder = tmp_path_factory.mktemp("imported")
     source = small.save(folder / "source", small.weights())
-    assert hf.main(["import", str(source), str(folder / "ours")]) == 0
+    small.done("import", source, folder / "ours")
     return folder / "ours"
-
-
-def loaded(folder):
-    return {
-        name: value
-        for path in sorted(folder.glob("*.safetensors"))
-        for name, value in load_file(path).items()
-    }
-
-
-def assert_same_bits(found, expected):
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype
-        assert found[name].tobytes() == value.tobytes(), name
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
@@ -48,31 +40,19 @@ def test_an_export_of_an_import_has_the_same_bits(tmp_path, dtype):
     values = small.weights(dtype)
     values["model.norm.weight"][:2] = -0.0, np.float32(1e-40)
     source = small.save(tmp_path / "source", values, shards=3)
-    assert hf.main(["import", str(source), str(tmp_path / "ours")]) == 0
-    assert hf.main(["export", str(tmp_path / "ours"), str(tmp_path / "theirs")]) == 0
-    assert_same_bits(loaded(tmp_path / "theirs"), values)
+    small.there_and_back(source, tmp_path)
+    small.assert_weights(tmp_path / "theirs", values)
     name = np.dtype(dtype).name
     theirs = json.loads((tmp_path / "theirs/config.json").read_text())
     assert theirs == small.config() | {"dtype": name}
     assert (tmp_path / "theirs/generation_config.json").read_text() == '{"eos_token_id": 2}'
-
-
-def test_an_import_of_an_export_is_the_same_checkpoint(imported, tmp_path):
-    assert hf.main(["export", str(imported), str(tmp_path / "theirs")]) == 0
-    assert hf.main(["import", str(tmp_path / "theirs"), str(tmp_path / "again")]) == 0
-    folders = (imported, tmp_path / "again")
-    metas = [find.newest_meta(folder, key="RUN") for folder in folders]
-    assert metas[0]["config"].pop("model_name") != metas[1]["config"].pop("model_name")
-    assert metas[0] == metas[1]
-    assert_same_bits(*(leaves(folder) for folder in folders))
-
-
-def leaves(folder):
-    """{path: values} of the checkpoint of an import."""
-    checkpoint = epath.Path(folder) / "checkpoints/0"
-    names = list(orbax_io.read_note(checkpoint).arrays[OUTER_PARAMS])
-    reader = by_part.Reader(checkpoint, OUTER_PARAMS, names)
-    return {name: reader.read(name) for name in names}
+    # The tensors layer by layer at multiples of 8 bytes.
+    content = (tmp_path / "theirs/model.safetensors").read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    names = [name for name in json.loads(content[8 : 8 + size]) if name != "__metadata__"]
+    layers = [int(name.split(".")[2]) for name in names if ".layers." in name]
+    assert size % 8 == 0 and layers == sorted(layers) and len(layers) == 27
+    assert (names[0], names[-1]) == ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def test_the_model_file_gives_the_very_keys_of_the_checkpoint(imported):
@@ -90,7 +70,7 @@ def test_the_model_file_gives_the_very_keys_of_the_checkpoint(imported):
 def test_shards_hold_what_fits_and_the_index_names_them(imported, tmp_path):
     """31 * 8 * 4 = 992 bytes is the largest tensor."""
     out = tmp_path / "theirs"
-    assert hf.main(["export", str(imported), str(out), "max_shard_size=1KB"]) == 0
+    small.done("export", imported, out, "max_shard_size=1KB")
     index = json.loads((out / "model.safetensors.index.json").read_text())
     files = sorted(out.glob("*.safetensors"))
     assert {path.name for path in files} == set(index["weight_map"].values()) and len(files) > 3
@@ -100,46 +80,34 @@ def test_shards_hold_what_fits_and_the_index_names_them(imported, tmp_path):
             assert all(index["weight_map"][name] == path.name for name in opened.keys())
         assert sum(value.nbytes for value in load_file(path).values()) <= 1000
     assert index["metadata"]["total_size"] == sum(v.nbytes for v in small.weights().values())
-    assert_same_bits(loaded(out), small.weights())
-
-
-def test_one_file_where_all_fits(tmp_path):
-    written = {"a": safetensors_files.Written((2,), np.dtype(np.float32))}
-    writer = safetensors_files.Writer(tmp_path, written, 8)
-    writer.write("a", np.array([1, 2], np.float32))
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
-    assert_same_bits(loaded(tmp_path), {"a": np.array([1, 2], np.float32)})
+    small.assert_weights(out, small.weights())
 
 
 def test_a_larger_vocabulary_gets_rows_of_zeros_that_an_export_leaves_out(tmp_path, capfd):
     """31 rows to a multiple of 16: 32."""
     source = small.save(tmp_path / "source", small.weights())
-    arguments = ["import", str(source), str(tmp_path / "ours"), "vocab_multiple=16"]
-    assert hf.main(arguments) == 0
+    small.there_and_back(source, tmp_path, "vocab_multiple=16")
     keys = find.newest_meta(tmp_path / "ours", key="RUN")["config"]
     assert (keys["vocab_size"], keys["padded_vocab_size"]) == (31, 32)
-    found = leaves(tmp_path / "ours")
-    for rows in (found["embedding"], found["head"].T):
+    checkpoint = epath.Path(tmp_path / "ours/checkpoints/0")
+    reader = by_part.Reader(checkpoint, OUTER_PARAMS, ["embedding", "head"])
+    for rows in (reader.read("embedding"), reader.read("head").T):
         assert rows.shape == (32, 8) and rows[:31].any(1).all() and not rows[31].any()
-    assert hf.main(["export", str(tmp_path / "ours"), str(tmp_path / "theirs")]) == 0
     assert "the last 1 of 32 rows for tokens are padding, left out" in capfd.readouterr().out
-    assert_same_bits(loaded(tmp_path / "theirs"), small.weights())
-
-
-def test_the_type_of_an_export_is_on_request(imported, tmp_path):
-    out = tmp_path / "theirs"
-    assert hf.main(["export", str(imported), str(out), "dtype=bfloat16"]) == 0
-    rounded = {name: value.astype(ml_dtypes.bfloat16) for name, value in small.weights().items()}
-    assert_same_bits(loaded(out), rounded)
-    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    small.assert_weights(tmp_path / "theirs", small.weights())
 
 
 def test_an_export_like_a_model_takes_no_weights_and_no_index_of_it(imported, tmp_path):
-    source = small.save(tmp_path / "source", small.weights(), shards=2)
-    out = tmp_path / "theirs"
-    assert hf.main(["export", str(imported), str(out), f"like={source}"]) == 0
-    names = sorted(path.name for path in out.iterdir())
-    assert names == ["config.json", "generation_config.json", "model.safetensors"]
+    """Or like an import of it; torch_dtype is the older name of dtype."""
+    source = small.save(tmp_path / "source", small.weights(), shards=2, torch_dtype="float16")
+    small.done("import", source, tmp_path / "ours")
+    for like in (source, tmp_path / "ours"):
+        out = tmp_path / f"like {like.name}"
+        small.done("export", imported, out, f"like={like}")
+        names = sorted(path.name for path in out.iterdir())
+        assert names == ["config.json", "generation_config.json", "model.safetensors"]
+        written = json.loads((out / "config.json").read_text())
+        assert written == small.config() | {"dtype": "float32"}
 
 
 def test_a_weight_whose_layers_have_two_types_is_stored_in_the_wider(tmp_path):
@@ -148,11 +116,11 @@ def test_a_weight_whose_layers_have_two_types_is_stored_in_the_wider(tmp_path):
     for i, layer in enumerate((0, 2)):
         values = small.weights()
         values[name.format(layer)] = values[name.format(layer)].astype(ml_dtypes.bfloat16)
-        source = small.save(tmp_path / f"source{i}", values)
-        assert hf.main(["import", str(source), str(tmp_path / f"ours{i}")]) == 0
-        assert hf.main(["export", str(tmp_path / f"ours{i}"), str(tmp_path / f"theirs{i}")]) == 0
+        place = tmp_path / str(i)
+        place.mkdir()
+        small.there_and_back(small.save(place / "source", values), place)
         values[name.format(layer)] = values[name.format(layer)].astype(np.float32)
-        assert_same_bits(loaded(tmp_path / f"theirs{i}"), values)
+        small.assert_weights(place / "theirs", values)
 
 
 @pytest.mark.parametrize("wider", [False, True])
@@ -166,21 +134,19 @@ def test_a_copy_of_a_tied_embedding_is_left_out_and_another_head_is_kept(
     table = values["model.embed_tokens.weight"]
     copy = values | {"lm_head.weight": table.astype(np.float32)}
     source = small.save(tmp_path / "source", copy, tie_word_embeddings=True)
-    assert hf.main(["import", str(source), str(tmp_path / "ours")]) == 0
-    assert hf.main(["export", str(tmp_path / "ours"), str(tmp_path / "theirs")]) == 0
+    small.there_and_back(source, tmp_path)
     expected = {name: value for name, value in copy.items() if name != "lm_head.weight"}
-    assert_same_bits(loaded(tmp_path / "theirs"), expected)
+    small.assert_weights(tmp_path / "theirs", expected)
     assert "tie_word_embeddings" not in capfd.readouterr().out
 
     copy["lm_head.weight"] = copy["lm_head.weight"].copy()
     copy["lm_head.weight"][-1, -1] += 1
-    source = small.save(tmp_path / "own", copy, tie_word_embeddings=True)
-    assert hf.main(["import", str(source), str(tmp_path / "ours, own")]) == 0
+    own = small.save(tmp_path / "own", copy, tie_word_embeddings=True)
+    small.there_and_back(own, own)
     assert "note: lm_head.weight is not model.embed_tokens.weight" in capfd.readouterr().out
-    assert hf.main(["export", str(tmp_path / "ours, own"), str(tmp_path / "theirs, own")]) == 0
-    assert_same_bits(loaded(tmp_path / "theirs, own"), copy)
-    config_json = json.loads((tmp_path / "theirs, own/config.json").read_text())
-    assert config_json["tie_word_embeddings"] is False
+    small.assert_weights(own / "theirs", copy)
+    written = json.loads((own / "theirs/config.json").read_text())
+    assert written["tie_word_embeddings"] is False
 
 
 def test_files_of_the_tokenizer_and_of_the_licence_come_along(tmp_path):
@@ -191,8 +157,7 @@ def test_files_of_the_tokenizer_and_of_the_licence_come_along(tmp_path):
     for name in [*names, "README.md", "additional_chat_templates/run.py"]:
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(f"content of {name}")
-    assert hf.main(["import", str(source), str(tmp_path / "ours")]) == 0
-    assert hf.main(["export", str(tmp_path / "ours"), str(tmp_path / "theirs")]) == 0
+    small.there_and_back(source, tmp_path)
     for folder in (tmp_path / "ours/huggingface", tmp_path / "theirs"):
         assert all((folder / name).read_text() == f"content of {name}" for name in names)
         found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
@@ -200,34 +165,28 @@ def test_files_of_the_tokenizer_and_of_the_licence_come_along(tmp_path):
         assert found - others == set(names)
 
 
-@pytest.mark.parametrize("tokens", [{"bos_token": "a", "eos_token": "b"}, {"eos_token": "b"}])
-def test_start_yml_adds_the_tokens_that_the_tokenizer_names(tmp_path, tokens):
+@pytest.mark.parametrize(
+    ("names", "add_bos", "add_eos"),
+    [
+        ({"bos_token": "a", "eos_token": "b"}, "true", "true"),
+        ({"bos_token": None, "eos_token": "b"}, "false", "true"),
+        ({"bos_token": None, "eos_token": None}, "false", "false"),
+        # As transformers 5 writes it for a bare tokenizer.json: the defaults of a preparation.
+        ({"model_max_length": 9}, "true", "true"),
+    ],
+)
+def test_start_yml_adds_the_tokens_that_the_tokenizer_names(
+    tmp_path, capfd, names, add_bos, add_eos
+):
     source = small.save(tmp_path / "source", small.weights())
     byte_level_bpe(source, vocab_size=300)
-    names = {"bos_token": None, "eos_token": None} | tokens
     (source / "tokenizer_config.json").write_text(json.dumps(names))
-    arguments = ["import", str(source), str(tmp_path / "ours"), "vocab_multiple=300"]
-    assert hf.main(arguments) == 0
+    small.done("import", source, tmp_path / "ours", "vocab_multiple=300")
     keys = {name: value for name, value, _ in base_yml.read_yml(tmp_path / "ours/start.yml")}
-    add_bos = "true" if "bos_token" in tokens else "false"
-    assert (keys["add_bos"], keys["add_eos"]) == (add_bos, "true")
+    assert (keys["add_bos"], keys["add_eos"]) == (add_bos, add_eos)
     assert keys["tokenizer_path"] == str(tmp_path / "ours/huggingface")
-
-
-def test_start_yml_has_the_defaults_where_the_tokenizer_says_nothing_else(tmp_path, capfd):
-    """transformers 5 writes a tokenizer_config.json without bos_token and eos_token for a bare
-    tokenizer.json; shards that were prepared with the defaults were then refused. null is none."""
-    source = small.save(tmp_path / "source", small.weights())
-    byte_level_bpe(source, vocab_size=300)
-    for i, names in enumerate(({"model_max_length": 9}, {"bos_token": None, "eos_token": None})):
-        (source / "tokenizer_config.json").write_text(json.dumps(names))
-        capfd.readouterr()
-        arguments = [str(source), str(tmp_path / str(i)), "vocab_multiple=300"]
-        assert hf.main(["import", *arguments]) == 0
-        start = {name: v for name, v, _ in base_yml.read_yml(tmp_path / f"{i}/start.yml")}
-        wanted = "false" if i else "true"
-        assert (start["add_bos"], start["add_eos"]) == (wanted, wanted)
-        assert ("names no token that ends a document" in capfd.readouterr().out) == bool(i)
+    said = "names no token that ends a document" in capfd.readouterr().out
+    assert said == (add_eos == "false")
 
 
 def test_a_long_import_or_export_says_how_far_it_is():
@@ -247,8 +206,7 @@ def test_import_and_export_report_all_of_their_bytes(tmp_path, capfd, monkeypatc
     """A line for each part when none is too early; the last one is of all bytes."""
     monkeypatch.setattr(progress, "_PERIOD_S", 0.0)
     source = small.save(tmp_path / "source", small.weights())
-    assert hf.main(["import", str(source), str(tmp_path / "ours"), "vocab_multiple=64"]) == 0
-    assert hf.main(["export", str(tmp_path / "ours"), str(tmp_path / "theirs")]) == 0
+    small.there_and_back(source, tmp_path, "vocab_multiple=64")
     out = capfd.readouterr().out
     for verb in ("imported", "exported"):
         found = [line for line in out.splitlines() if line.startswith(f"{verb} ")]
@@ -262,11 +220,9 @@ def test_an_export_has_the_tokenizer_of_its_run_not_that_of_the_model_it_is_like
         source = small.save(tmp_path / name, small.weights())
         byte_level_bpe(source, vocab_size=size)
         (source / "LICENSE").write_text(name)
-        arguments = [str(source), str(tmp_path / f"ours-{name}"), "vocab_multiple=300"]
-        assert hf.main(["import", *arguments]) == 0
+        small.done("import", source, tmp_path / f"ours-{name}", "vocab_multiple=300")
     for name, like in (("own", "a"), ("other", "b")):
-        arguments = [str(tmp_path / "ours-a"), str(tmp_path / name), f"like={tmp_path / like}"]
-        assert hf.main(["export", *arguments]) == 0
+        small.done("export", tmp_path / "ours-a", tmp_path / name, f"like={tmp_path / like}")
         found = (tmp_path / name / "tokenizer.json").read_text()
         vocabulary = json.loads((tmp_path / "a/tokenizer.json").read_text())["model"]["vocab"]
         assert json.loads(found)["model"]["vocab"] == vocabulary
@@ -276,20 +232,70 @@ def test_an_export_has_the_tokenizer_of_its_run_not_that_of_the_model_it_is_like
     assert json.loads((tmp_path / "other/config.json").read_text())["eos_token_id"] is not None
 
 
-def test_an_export_like_an_import_and_of_older_files_names_its_type_once(imported, tmp_path):
-    """torch_dtype is the older name of dtype."""
-    source = small.save(tmp_path / "source", small.weights(), torch_dtype="float16")
-    assert hf.main(["import", str(source), str(tmp_path / "ours")]) == 0
-    out = tmp_path / "theirs"
-    assert hf.main(["export", str(imported), str(out), f"like={tmp_path / 'ours'}"]) == 0
-    assert json.loads((out / "config.json").read_text()) == small.config() | {"dtype": "float32"}
+# --- DeepSeek-V3 has what no other type has: pairs of neighbours, a bias, a module more ---------
+
+THEIRS = {
+    "model_type": "deepseek_v3", "hidden_size": 8, "intermediate_size": 12, "vocab_size": 31,
+    "num_hidden_layers": 2, "first_k_dense_replace": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "q_lora_rank": 5, "kv_lora_rank": 3, "qk_nope_head_dim": 2,
+    "qk_rope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 7, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
+    "num_nextn_predict_layers": 1, "max_position_embeddings": 64,
+    "rope_scaling": {
+        "type": "yarn", "factor": 4, "original_max_position_embeddings": 16, "mscale": 0.5,
+        "mscale_all_dim": 2,
+    },
+}  # fmt: skip
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
-def test_a_file_has_its_tensors_layer_by_layer_at_multiples_of_8_bytes(imported, tmp_path):
-    assert hf.main(["export", str(imported), str(tmp_path / "theirs")]) == 0
-    content = (tmp_path / "theirs/model.safetensors").read_bytes()
-    size = int.from_bytes(content[:8], "little")
-    names = [name for name in json.loads(content[8 : 8 + size]) if name != "__metadata__"]
-    layers = [int(name.split(".")[2]) for name in names if ".layers." in name]
-    assert size % 8 == 0 and layers == sorted(layers) and len(layers) == 27
-    assert (names[0], names[-1]) == ("model.embed_tokens.weight", "lm_head.weight")
+def deepseek(**changes):
+    """The config of a model like THEIRS."""
+    keys = config_json.keys_of(THEIRS, config_json.family_of("deepseek_v3"))
+    return config.from_dict(config.load([], {}).as_dict() | keys | changes)
+
+
+def test_the_module_for_another_token_is_left_out_and_the_bias_stays_in_float32(tmp_path, capfd):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(THEIRS))
+    plan = layout.of_model(deepseek(), config_json.family_of("deepseek_v3"))
+    rng = np.random.default_rng(0)
+    values = {part.name: rng.normal(size=part.shape).astype("bfloat16") for part in plan.parts}
+    values[BIAS] = rng.normal(size=4).astype(np.float32)
+    more = {"model.layers.2.eh_proj.weight": np.ones((8, 16), ml_dtypes.bfloat16)}
+    save_file(values | more, source / "model.safetensors")
+    small.done("import", source, tmp_path / "ours")
+    line = "note: the module for the token after the next is left out, 1 tensors of the files."
+    assert line in capfd.readouterr().out.splitlines()
+    small.done("export", tmp_path / "ours", tmp_path / "theirs", "dtype=bfloat16")
+    small.assert_weights(tmp_path / "theirs", values)
+    written = json.loads((tmp_path / "theirs/config.json").read_text())
+    assert written == THEIRS | {"dtype": "bfloat16", "num_nextn_predict_layers": 0}
+
+
+def test_pairs_of_neighbours_become_pairs_of_two_halves():
+    """2 heads of 1 + 4 features: 0 is not rotated, (1, 2) and (3, 4) are pairs."""
+    leaf = Leaf("query", (1, 2, 5), None)
+    (part,) = tensors.parts_of(leaf, Tensor("q", inputs=1, in_pairs=True), 4)
+    theirs = np.arange(10)[:, None]
+    ours = tensors.to_part(theirs, part)
+    assert ours.tolist() == [[[0, 1, 3, 2, 4], [5, 6, 8, 7, 9]]]
+    again = np.zeros_like(theirs)
+    for first, last in ((0, 2), (2, 5)):  # in pieces, as a checkpoint may have them
+        box = (slice(0, 1), slice(0, 2), slice(first, last))
+        tensors.put(again, part, box, ours[:, :, first:last])
+    np.testing.assert_array_equal(again, theirs)
+    (plain,) = tensors.parts_of(leaf, Tensor("q", inputs=1), 4)
+    np.testing.assert_array_equal(tensors.to_part(theirs, plain).reshape(-1), np.arange(10))
+
+
+@pytest.mark.parametrize(
+    ("scalar", "factor"), [(0.0, 0.0), (5.0, 0.0), (5.0, 1.0), (7.0, 0.3), (0.0, 1.0)]
+)
+def test_every_pair_of_factors_has_a_config_json(scalar, factor):
+    family = config_json.family_of("deepseek_v3")
+    cfg = deepseek(query_pre_attn_scalar=scalar, rope_attention_factor=factor)
+    written = config_json.config_of(cfg, family)
+    assert config_json.misfits(cfg, written, family) == {}
+    assert config_json.misfits(cfg, written | {"q_lora_rank": 4}, family) == {"q_lora_rank": (5, 4)}

@@ -1,7 +1,8 @@
-"""The mesh: tiers, -1, emulated slices, and equations in the errors."""
+"""The mesh: tiers, -1, emulated slices, equations in the errors, and flags of the chips."""
 
 import dataclasses
 import math
+import os
 from types import SimpleNamespace
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from maxdiloco.aot import topology
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
+from maxdiloco.parallel import chips
 from maxdiloco.parallel import mesh as mesh_lib
 
 
@@ -18,13 +20,11 @@ def load(*argv):
 
 
 def test_one_open_size_takes_what_the_others_leave():
+    """Sizes that do not fill are an equation."""
     assert mesh_lib.fill({"data": 2, "fsdp": -1}, 8, "ici") == {"data": 2, "fsdp": 4}
-
-
-@pytest.mark.parametrize("sizes", [{"data": 3, "fsdp": -1}, {"data": 2, "fsdp": 2}])
-def test_sizes_that_do_not_fill_are_an_equation(sizes):
-    with pytest.raises(ConfigError, match=r"ici_data_parallelism=.* = \d, but there are 8"):
-        mesh_lib.fill(sizes, 8, "ici")
+    for sizes in ({"data": 3, "fsdp": -1}, {"data": 2, "fsdp": 2}):
+        with pytest.raises(ConfigError, match=r"ici_data_parallelism=.* = \d, but there are 8"):
+            mesh_lib.fill(sizes, 8, "ici")
 
 
 @pytest.mark.parametrize(
@@ -74,40 +74,43 @@ def test_a_product_that_does_not_match_names_both_sides(devices, keys, message):
 )
 def test_open_sizes_give_every_process_as_many_devices(keys, processes, expected):
     assert mesh_lib.emulated_devices(load(*keys.split()), processes) == expected
-
-
-def test_processes_share_the_devices_evenly():
-    cfg = load("dcn_diloco_parallelism=2", "ici_fsdp_parallelism=1")
     with pytest.raises(ConfigError, match=r"2 emulated devices, which 3 .* multiple of 3"):
-        mesh_lib.emulated_devices(cfg, 3)
+        mesh_lib.emulated_devices(load("dcn_diloco_parallelism=2", "ici_fsdp_parallelism=1"), 3)
 
 
 @pytest.mark.parametrize(
-    ("hardware", "platforms", "expected"),
-    [("cpu", "", 2), ("auto", "cpu", 2), ("auto", "", -1), ("tpu", "", -1), ("gpu", "", -1)],
+    ("keys", "platforms", "processes", "expected"),
+    [
+        # 16 CPU devices for 8 processes.
+        ("hardware=cpu ici_fsdp_parallelism=2 dcn_diloco_parallelism=8", "", 8, 2),
+        ("hardware=auto ici_fsdp_parallelism=2 dcn_diloco_parallelism=8", "cpu", 8, 2),
+        # On accelerators nothing is asked, set or refused.
+        ("hardware=auto ici_fsdp_parallelism=2 dcn_diloco_parallelism=8", "", 3, -1),
+        ("hardware=tpu ici_fsdp_parallelism=2 dcn_diloco_parallelism=8", "", 3, -1),
+        ("hardware=gpu ici_fsdp_parallelism=2 dcn_diloco_parallelism=8", "", 3, -1),
+        # No more than 256, which collectives can join: XLA would abort the process in its first
+        # collective, or while it makes the devices.
+        ("hardware=cpu ici_fsdp_parallelism=128 dcn_diloco_parallelism=2", "", 1, 256),
+        ("hardware=cpu ici_fsdp_parallelism=1000000000 dcn_diloco_parallelism=2", "", 1, 256),
+        ("hardware=cpu ici_fsdp_parallelism=100 dcn_diloco_parallelism=2", "", 1, 200),
+    ],
 )
 def test_devices_are_emulated_where_jax_uses_the_cpu_alone(
-    monkeypatch, hardware, platforms, expected
+    monkeypatch, keys, platforms, processes, expected
 ):
-    """16 CPU devices for 8 processes; on accelerators nothing is asked, set or refused."""
     set_to = {"jax_platforms": platforms, "jax_num_cpu_devices": -1}
     monkeypatch.setattr(jax, "config", SimpleNamespace(**set_to, update=set_to.__setitem__))
-    keys = ["dcn_diloco_parallelism=8", "ici_fsdp_parallelism=2"]
-    mesh_lib.emulate_devices(load(f"hardware={hardware}", *keys), num_processes=8)
+    mesh_lib.emulate_devices(load(*keys.split()), num_processes=processes)
     assert set_to["jax_num_cpu_devices"] == expected
-    if expected == -1:
-        mesh_lib.emulate_devices(load(f"hardware={hardware}", *keys), num_processes=3)
-
-
-@pytest.mark.parametrize("hardware", ["gpu", "tpu"])
-def test_hardware_that_is_not_there_is_refused(hardware):
-    """Training would start on the CPU: JAX passes over a platform that is not installed."""
-    with pytest.raises(ConfigError, match=f"hardware={hardware} but JAX finds only cpu devices"):
-        mesh_lib.visible_devices(load(f"hardware={hardware}"))
-    assert len(mesh_lib.visible_devices(load("hardware=cpu"))) == 8
 
 
 def test_hardware_that_does_not_start_is_refused_with_jax_s_reason(monkeypatch):
+    """Training would start on the CPU: JAX passes over a platform that is not installed."""
+    for hardware in ("gpu", "tpu"):
+        with pytest.raises(ConfigError, match=f"hardware={hardware} but JAX finds only cpu dev"):
+            mesh_lib.visible_devices(load(f"hardware={hardware}"))
+    assert len(mesh_lib.visible_devices(load("hardware=cpu"))) == 8
+
     def fails():
         raise RuntimeError(f"Unable to start tpu: {why} (set JAX_PLATFORMS='' to choose)\nTrace")
 
@@ -167,25 +170,21 @@ def test_slices_are_counted_by_what_devices_tell(keys, devices, slices):
     assert mesh_lib.count_slices(load(*keys.split()), devices) == slices
 
 
-@pytest.mark.parametrize("slices", ["-1", "4"])
-def test_a_slice_of_gpus_stays_on_its_host_when_processes_were_dealt_in_turn(slices):
-    """Slurm's cyclic distribution: even processes on one host, odd ones on the other."""
-    mesh = mesh_lib.build(load(f"num_slices={slices}"), gpus(0, 1, 0, 1, 0, 1, 0, 1))
-    assert mesh.devices.shape[0] == (2 if slices == "-1" else 4)
-    assert [device.id for device in mesh.devices.flat] == [0, 2, 4, 6, 1, 3, 5, 7]
-    for slot in mesh.devices:
-        assert len({device.slice_index for device in slot.flat}) == 1
-
-
-def test_a_slice_of_gpus_may_be_several_whole_hosts():
-    """4 hosts of 2 GPUs as 2 slices, their processes dealt in turn."""
-    mesh = mesh_lib.build(load("num_slices=2"), gpus(0, 1, 2, 3, 0, 1, 2, 3))
-    hosts = [{device.slice_index for device in slot.flat} for slot in mesh.devices]
-    assert hosts == [{0, 1}, {2, 3}]
-
-
-def test_a_slice_of_gpus_that_cuts_through_hosts_is_refused():
-    """3 hosts of 2 GPUs as 2 slices of 3: the second host would be in both."""
+@pytest.mark.parametrize(
+    ("slices", "hosts", "ids", "of_slices"),
+    [
+        # Slurm's cyclic distribution: even processes on one host, odd ones on the other.
+        ("-1", [0, 1] * 4, [0, 2, 4, 6, 1, 3, 5, 7], [{0}, {1}]),
+        ("4", [0, 1] * 4, [0, 2, 4, 6, 1, 3, 5, 7], [{0}, {0}, {1}, {1}]),
+        # 4 hosts of 2 GPUs as 2 slices, their processes dealt in turn.
+        ("2", [0, 1, 2, 3] * 2, [0, 4, 1, 5, 2, 6, 3, 7], [{0, 1}, {2, 3}]),
+    ],
+)
+def test_a_slice_of_gpus_is_a_part_of_a_host_or_whole_hosts(slices, hosts, ids, of_slices):
+    """3 hosts of 2 GPUs as 2 slices of 3 are refused: the second host would be in both."""
+    mesh = mesh_lib.build(load(f"num_slices={slices}"), gpus(*hosts))
+    assert [device.id for device in mesh.devices.flat] == ids
+    assert [{device.slice_index for device in slot.flat} for slot in mesh.devices] == of_slices
     with pytest.raises(ConfigError, match=r"2 slices of 3 GPUs cut .* have 2, 2, 2\. Choose"):
         mesh_lib.build(load("num_slices=2"), gpus(0, 0, 1, 1, 2, 2))
 
@@ -219,15 +218,55 @@ def test_every_topology_takes_ordinary_sizes_and_a_replica_stays_in_its_slice():
     assert ("v5e-16", 2, ("tensor", 4)) not in shared  # a whole dimension of 4
 
 
-def test_no_more_devices_are_emulated_than_collectives_can_join(monkeypatch):
-    """XLA would abort the process in its first collective, or while it makes the devices."""
-    asked = {}
-    fresh = SimpleNamespace(
-        jax_num_cpu_devices=-1, update=lambda key, value: asked.update({key: value})
-    )
-    monkeypatch.setattr(mesh_lib.jax, "config", fresh)
-    for size, emulated in ((128, 256), (10**9, 256), (100, 200)):
-        cfg = load("hardware=cpu", "dcn_diloco_parallelism=2", f"ici_data_parallelism={size}",
-                   "ici_fsdp_parallelism=1")
-        mesh_lib.emulate_devices(cfg, num_processes=1)
-        assert asked["jax_num_cpu_devices"] == emulated
+# --- what the table of chips gives to the compiler ----------------------------------------------
+
+OPTION = "xla_tpu_scoped_vmem_limit_kib"
+APART = {"xla_tpu_dot_dot_fusion": "false"}
+BOTH = {OPTION: "32768"} | APART
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "flags", "expected"),
+    [
+        ("TPU v5 lite", "", BOTH),
+        ("TPU v5 lite", "--xla_enable_async_all_gather=true", BOTH),
+        ("TPU v5 lite", f"--a=b --{OPTION}=65536", APART),  # the user's own
+        ("TPU v5 lite", f"--{OPTION}=65536 --xla_tpu_dot_dot_fusion=true", None),
+        ("TPU v6 lite", "", None),  # not tried
+        ("cpu", "", None),
+    ],
+)
+def test_a_step_on_v5e_leaves_more_memory_to_an_operation_and_products_apart(
+    device_kind, flags, expected, monkeypatch
+):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", flags)
+    assert chips.step_options(device_kind) == expected
+
+
+LINK = "--xla_tpu_pcie_bandwidth_multiplier="
+
+
+@pytest.mark.parametrize(
+    ("hardware", "platforms", "flags", "expected"),
+    [
+        ("tpu", None, "", f"{LINK}0.00001"),
+        ("tpu", None, "--a=b", f"--a=b {LINK}0.00001"),
+        ("tpu", None, f"{LINK}1 --a=b", f"{LINK}1 --a=b"),  # the user's own
+        ("tpu optimizer_memory_host_offload=true", None, "", ""),  # its copies would seem slow
+        ("auto", None, "", f"{LINK}0.00001"),  # may be a TPU
+        ("auto", "cpu", "", ""),
+        ("gpu", None, "", ""),
+        ("cpu", None, "", ""),
+    ],
+)
+def test_a_run_that_may_have_tpus_has_libtpu_hide_transfers(
+    hardware, platforms, flags, expected, monkeypatch
+):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", flags)
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", platforms)
+    try:
+        mesh_lib.choose_platform(load(*f"hardware={hardware}".split()))
+    finally:
+        jax.config.update("jax_platforms", before)
+    assert os.environ["LIBTPU_INIT_ARGS"] == expected

@@ -25,11 +25,10 @@ def faults():
 thread = threading.Thread(target=faults)
 {run}
 """
-
-
-def faults(set_up, first_thread=False, **environ):
-    run = "faults()" if first_thread else "thread.start(); thread.join()"
-    return pages(FAULTS.format(set_up=set_up, run=run), **environ)
+FIRST, ANOTHER = "faults()", "thread.start(); thread.join()"
+ONE_HEAP = "processor.keep_freed_memory(in_caller=False)"
+HEAP_OF_EACH = "processor.keep_freed_memory(in_caller=True)"
+glibc = pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 
 
 def pages(code, **environ):
@@ -38,22 +37,22 @@ def pages(code, **environ):
     return int(done.stdout)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
-def test_freed_memory_is_used_again_without_new_pages():
-    """128 MiB are 32768 pages. Controls: without the call, where the environment has its say."""
-    one_heap = "processor.keep_freed_memory(in_caller=False)"
-    assert faults(one_heap) < 4000
-    assert faults("") >= 32768
-    tunables = {"GLIBC_TUNABLES": "glibc.malloc.check=0"}
-    assert faults(one_heap, **tunables) >= 32768
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
-def test_threads_that_compile_have_heaps_of_their_own_where_programs_run_in_the_caller():
-    """The first thread's heap keeps what is freed, and no other thread allocates there."""
-    set_up = "processor.keep_freed_memory(in_caller=True)"
-    assert faults(set_up) >= 32768
-    assert faults(set_up, first_thread=True) < 4000
+@glibc
+@pytest.mark.parametrize(
+    ("set_up", "run", "environ", "kept"),
+    [
+        (ONE_HEAP, ANOTHER, {}, True),
+        ("", ANOTHER, {}, False),
+        (ONE_HEAP, ANOTHER, {"GLIBC_TUNABLES": "glibc.malloc.check=0"}, False),  # it has its say
+        # Threads that compile have heaps of their own where programs run in the caller.
+        (HEAP_OF_EACH, ANOTHER, {}, False),
+        (HEAP_OF_EACH, FIRST, {}, True),
+    ],
+)
+def test_freed_memory_is_used_again_without_new_pages(set_up, run, environ, kept):
+    """128 MiB are 32768 pages."""
+    found = pages(FAULTS.format(set_up=set_up, run=run), **environ)
+    assert found < 4000 if kept else found >= 32768
 
 
 # Bytes by which the first thread's heap ends earlier after a block of it is freed.
@@ -72,7 +71,7 @@ print(end - libc.sbrk(0))
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
+@glibc
 def test_a_block_of_any_size_is_kept():
     """3 GiB, of which no page is touched: mallopt takes an int, so 2 GiB would be a threshold."""
     assert pages(GIVEN_BACK.format(size=3 << 30)) == 0
@@ -97,7 +96,7 @@ print(min(faults[1:]))
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
+@glibc
 def test_a_program_run_in_the_caller_uses_freed_memory_again():
     """64 MiB are 16384 pages. Control: in a thread of XLA's they are new ones."""
     assert pages(STEP_FAULTS.format(set_up="mesh.run_in_caller()")) < 4000
