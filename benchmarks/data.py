@@ -135,7 +135,7 @@ def _arguments(keys):
 
 def _prepare(keys):
     from maxdiloco import prepare
-    from maxdiloco.data.prepared import shards
+    from maxdiloco.data import shards
 
     begun = time.perf_counter()
     with _stdout_to_stderr():

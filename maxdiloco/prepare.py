@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         for name, default in Options()._asdict().items():
             say(f"  {name}={default!r}  {MEANING[name]}")
         return 0
-    from maxdiloco.data.prepared import shards
+    from maxdiloco.data import shards
 
     source, options, keys = parse(argv)
     if options.check:

@@ -65,7 +65,7 @@ MUTATIONS = (
              "replicas read each other's sequences"),
     Mutation("data/interleave.py", "-(-(number + 1) * T // share_K[k])",
              "(number + 1) * T // share_K[k]", "deadlines of a mixture rounded down"),
-    Mutation("data/prepared/shards.py", "if size_now != size:", "if False:",
+    Mutation("data/shards.py", "if size_now != size:", "if False:",
              "a shard cut short is read"),
     Mutation("processes/frames.py", "header.number not in (0, self.arrived + 1)", "False",
              "a frame out of turn is taken"),

@@ -8,8 +8,7 @@ import types
 import pytest
 
 from maxdiloco import tokenizer as program
-from maxdiloco.data import tokenizer
-from maxdiloco.data.prepared import shards
+from maxdiloco.data import shards, tokenizer
 from maxdiloco.data.sources import opening
 
 

@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxdiloco.data import corpus, tokenizer
+from maxdiloco.data import corpus, shards, tokenizer
 from maxdiloco.data.documents import ByteDocuments, Chosen, TokenDocuments
 from maxdiloco.data.line_index import LineIndex
-from maxdiloco.data.prepared import shards
 from maxdiloco.data.sources import plain_text
 from maxdiloco.data.sources.files import COMPRESSED, check_kind
 from maxdiloco.errors import DataError

@@ -4,11 +4,10 @@ from collections.abc import Callable, Mapping
 
 from etils import epath
 
-from maxdiloco.data import mixture, pipeline
+from maxdiloco.data import mixture, pipeline, shards
 from maxdiloco.data.line_index import LineIndex
 from maxdiloco.data.order import Position
 from maxdiloco.data.pipeline import Dataset, TrainingData
-from maxdiloco.data.prepared import shards
 from maxdiloco.data.prepared.at_start import prepare_sources
 from maxdiloco.data.sources import files
 from maxdiloco.evaluation import eval_texts

@@ -11,8 +11,8 @@ import pytest
 from data.shards_on_disk import TEXTS, make
 from data.tokenizers_on_disk import byte_level_bpe
 
-from maxdiloco.data import pipeline, subword, text, tokenizer
-from maxdiloco.data.prepared import part, shards
+from maxdiloco.data import pipeline, shards, subword, text, tokenizer
+from maxdiloco.data.prepared import part
 from maxdiloco.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.usefixtures("parts_here")

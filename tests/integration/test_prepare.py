@@ -15,8 +15,8 @@ import pytest
 from data.shards_on_disk import prepare_in_this_process
 
 from maxdiloco import prepare, tokenizer
-from maxdiloco.data import mixture, pipeline, run_tokenizer
-from maxdiloco.data.prepared import at_start, shards
+from maxdiloco.data import mixture, pipeline, run_tokenizer, shards
+from maxdiloco.data.prepared import at_start
 from maxdiloco.data.prepared import prepare as preparing
 from maxdiloco.data.sources.files import Files
 from maxdiloco.errors import ConfigError, DataError

@@ -1,1 +1,1 @@
-"""Text tokenised once: a folder of shards, how it is written and how it is read."""
+"""Text tokenised once, into a folder of shards: by a program, or at the first start of a run."""

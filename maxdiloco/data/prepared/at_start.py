@@ -9,8 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 
 import jax
 
-from maxdiloco.data import mixture, tokenizer
-from maxdiloco.data.prepared import shards
+from maxdiloco.data import mixture, shards, tokenizer
 from maxdiloco.data.prepared.prepare import PART_BYTES, Work, part_bytes_of, prepare
 from maxdiloco.data.sources import opening
 from maxdiloco.data.split import Source, needs_tokenising, source_of, split_path

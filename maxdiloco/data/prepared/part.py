@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxdiloco.data.prepared import shards
+from maxdiloco.data import shards
 from maxdiloco.data.sources.spans import PIECE, Damaged, Item, Source, Span, Text
 from maxdiloco.errors import DataError
 from maxdiloco.storage import durable

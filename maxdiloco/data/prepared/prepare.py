@@ -13,7 +13,8 @@ import numpy as np
 from etils import epath
 
 from maxdiloco import json_text
-from maxdiloco.data.prepared import part, shards, workers
+from maxdiloco.data import shards
+from maxdiloco.data.prepared import part, workers
 from maxdiloco.data.sources.spans import Source, Span
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.processes import output

@@ -1,6 +1,6 @@
 """The source that dataset_type names."""
 
-from maxdiloco.data.prepared import shards
+from maxdiloco.data import shards
 from maxdiloco.data.sources import files, hub
 from maxdiloco.data.sources.spans import Source
 from maxdiloco.errors import DataError
