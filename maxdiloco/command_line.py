@@ -1,14 +1,17 @@
-"""How every program ends: one line and an exit code for an error the user can act on."""
+"""What every program does alike: its options, and how it ends: one line and an exit code."""
 
 import functools
+import math
 import os
 import signal
 import sys
+import textwrap
 import threading
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple, NoReturn
 
-from maxdiloco.errors import CRASHED, INTERRUPTED, USER_ERRORS
+from maxdiloco.errors import CRASHED, INTERRUPTED, USER_ERRORS, ConfigError
 from maxdiloco.processes import output
 from maxdiloco.processes.signals import hearing, quit_now
 from maxdiloco.version import __version__
@@ -19,6 +22,80 @@ LEAVE_S = 5.0  # until threads that are left are abandoned; our choice
 
 
 Program = Callable[[Sequence[str]], int]  # arguments -> exit code
+
+
+class Option(NamedTuple):
+    """An option of a program, written name=value.
+
+    default: where it is not given. meaning: for --help and messages. kind: str, int, float or bool.
+    least: of an int; a float has to be above it.
+    """
+
+    default: Any
+    meaning: str
+    kind: type = str
+    least: float | None = None
+
+
+def read_options(
+    arguments: Sequence[str], options: Mapping[str, Option], program: str, *, keys: bool = False
+) -> tuple[SimpleNamespace, list[str]]:
+    """The value of every option, as attributes, and the arguments that are none of them.
+
+    program: for messages. keys: whether other arguments may be there, such as keys of base.yml.
+    Raises ConfigError for another argument, an option that is given twice, a value of another kind.
+    """
+    given, others = {}, []
+    for argument in arguments:
+        name, equals, raw = argument.partition("=")
+        name = name.lstrip("-")
+        if not equals or name not in options:
+            if not keys:
+                raise ConfigError(
+                    f"{argument} is not an option of {program}. Use key=value with one of "
+                    f"{', '.join(options)}."
+                )
+            others.append(argument)
+        elif name in given:
+            raise ConfigError(f"{argument}: {name} is given twice. Give it once.")
+        else:
+            given[name] = _value(name, options[name], raw)
+    defaults = {name: option.default for name, option in options.items()}
+    return SimpleNamespace(**defaults | given), others
+
+
+def _value(name: str, option: Option, raw: str) -> Any:
+    if option.kind is str:
+        return raw
+    if option.kind is bool and raw in ("true", "false"):
+        return raw == "true"
+    try:
+        value = math.nan if option.kind is bool else option.kind(raw)
+    except ValueError:
+        value = math.nan
+    least = -math.inf if option.least is None else option.least
+    whole = option.kind is int
+    if math.isfinite(value) and (least <= value < 2**63 if whole else least < value):
+        return value
+    what = {bool: "neither true nor false", int: "no whole number", float: "no number"}[option.kind]
+    if whole and value >= 2**63:
+        what += " below 2**63"
+    elif option.least is not None:
+        what += f" of {option.least} or more" if whole else f" above {option.least}"
+    raise ConfigError(f"{name}={raw} is {what}: {option.meaning}. Give one.")
+
+
+def option_lines(options: Mapping[str, Option]) -> list[str]:
+    """For --help: each option with its default, in at most 100 columns."""
+    return [
+        textwrap.fill(
+            f"{name}={option.default!r}  {option.meaning}",
+            100,
+            initial_indent="  ",
+            subsequent_indent=" " * 6,
+        )
+        for name, option in options.items()
+    ]
 
 
 def guarded(program: Program) -> Program:

@@ -5,21 +5,23 @@ Only the parameters are read. The flags are checked before JAX starts (evaluatio
 
 import json
 import os
-import re
 from collections.abc import Sequence
+from types import MappingProxyType
 
-from maxdiloco.command_line import HELP, end_with, guarded
-from maxdiloco.errors import ConfigError
+from maxdiloco.command_line import HELP, Option, end_with, guarded, option_lines, read_options
 from maxdiloco.processes.output import one_line, say
 
 USAGE = """usage: python -m maxdiloco.evaluate RUN [key=value ...]
 
 RUN: name of a run, its folder, or the folder of one of its checkpoints; also on gs://
-  step=-1  step of the checkpoint; -1: the newest
-  parameters=outer  outer: theta; replica_0 ...: those of one replica; mean: of all replicas
   eval_sets={}  texts to evaluate on beside the held-out one, as {wiki: /data/wiki}
-  report=  file to write the result to, as JSON
-The other keys are those of the run. These may be set anew:"""
+  report=  file to write the result to, as JSON"""
+OPTIONS = MappingProxyType({
+    "step": Option(-1, "of the checkpoint; -1: the newest", int, -1),
+    "parameters": Option(
+        "outer", "outer: theta; replica_0 ...: those of one replica; mean: of all replicas"
+    ),
+})  # fmt: skip
 
 
 @guarded
@@ -28,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in HELP:
         _help()
         return 0
-    run, options, keys = argv[0], *_split(argv[1:])
+    run, (options, keys) = argv[0], read_options(argv[1:], OPTIONS, "evaluate", keys=True)
     from maxdiloco.checkpoint import find
     from maxdiloco.flags import checks, config
 
@@ -36,8 +38,8 @@ def main(argv: Sequence[str]) -> int:
     place = [key for key in keys if key.startswith("base_output_directory=")]
     environ = {k: v for k, v in os.environ.items() if k == "M_BASE_OUTPUT_DIRECTORY"}
     base = config.load(place, environ).base_output_directory
-    folder = find.locate(run, base_output_directory=base, step=options["step"], key="RUN")
-    return _run(folder, options["parameters"], keys)
+    folder = find.locate(run, base_output_directory=base, step=options.step, key="RUN")
+    return _run(folder, options.parameters, keys)
 
 
 def _help() -> None:
@@ -45,29 +47,11 @@ def _help() -> None:
 
     from maxdiloco.evaluation import eval_stored
 
-    say(USAGE)
+    say("\n".join([USAGE, *option_lines(OPTIONS)]))
+    say("The other keys are those of the run. These may be set anew:")
     indent = "  "
     for line in textwrap.wrap(", ".join(eval_stored.may_change()), 98):
         say(indent + line)
-
-
-def _split(arguments: Sequence[str]) -> tuple[dict, list[str]]:
-    """The options of this program, and the keys of base.yml."""
-    options = {"step": -1, "parameters": "outer"}
-    given, keys = set(), []
-    for argument in arguments:
-        name, _, raw = argument.partition("=")
-        if name not in options:
-            keys.append(argument)
-            continue
-        if name in given:
-            raise ConfigError(f"{argument}: {name} is given twice. Give it once.")
-        given.add(name)
-        options[name] = raw
-    if not re.fullmatch(r"-1|[0-9]{1,18}", str(options["step"])):
-        raise ConfigError(f"step={options['step']} is no step. Use -1 for the newest, or a number.")
-    options["step"] = int(options["step"])
-    return options, keys
 
 
 def _run(folder, parameters: str, keys: list[str]) -> int:

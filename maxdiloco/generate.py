@@ -5,41 +5,31 @@ standard output; which step it is of, to standard error.
 """
 
 import json
-import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from types import MappingProxyType, SimpleNamespace
 
-from maxdiloco.command_line import HELP, end_with, guarded
+from maxdiloco.command_line import HELP, Option, end_with, guarded, option_lines, read_options
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import checks
 from maxdiloco.processes.output import say, say_error
 
-
-class Options(NamedTuple):
-    """The options that may follow RUN as key=value, with their defaults."""
-
-    prompt: str = "\n"
-    prompts_file: str = ""
-    output: str = ""
-    max_new_tokens: int = 200
-    temperature: float = 0.8
-    top_k: int = 40
-    seed: int = 0
-    step: int = -1
-    base_output_directory: str = "runs"
-
-
-MEANING = {
-    "prompt": "text to continue",
-    "prompts_file": "file with one prompt a line, in place of prompt",
-    "output": "file to write to, a JSON object with prompt and text a line; empty: print",
-    "max_new_tokens": "most tokens of a continuation, which ends with its document",
-    "temperature": "0 takes the likeliest token, 1 samples as the model says",
-    "top_k": "sample from the k likeliest tokens; 0: from all",
-    "seed": "of the sampling",
-    "step": "of the checkpoint; -1: the newest",
-    "base_output_directory": "where the run is, when RUN is its name",
-}
+OPTIONS = MappingProxyType({
+    "prompt": Option("\n", "text to continue"),
+    "prompts_file": Option("", "file with one prompt a line, in place of prompt"),
+    "output": Option(
+        "", "file to write to, a JSON object with prompt and text a line; empty: print"
+    ),
+    "max_new_tokens": Option(
+        200, "most tokens of a continuation, which ends with its document", int
+    ),
+    "temperature": Option(
+        0.8, "0 takes the likeliest token, 1 samples as the model says", float
+    ),
+    "top_k": Option(40, "sample from the k likeliest tokens; 0: from all", int),
+    "seed": Option(0, "of the sampling", int, 0),
+    "step": Option(-1, "of the checkpoint; -1: the newest", int, -1),
+    "base_output_directory": Option("runs", "where the run is, when RUN is its name"),
+})  # fmt: skip
 
 
 @guarded
@@ -50,10 +40,9 @@ def main(argv: Sequence[str]) -> int:
             "usage: python -m maxdiloco.generate RUN [key=value ...]\n\n"
             "RUN: name of a run, its folder, or the folder of one of its checkpoints\n"
         )
-        for name, default in Options()._asdict().items():
-            say(f"  {name}={default!r}  {MEANING[name]}")
+        say("\n".join(option_lines(OPTIONS)))
         return 0
-    run, options = argv[0], parse(argv[1:])
+    run, (options, _) = argv[0], read_options(argv[1:], OPTIONS, "generate")
     checks.refuse_store("RUN", run)
     prompts = _prompts(options)
     if options.output:
@@ -67,32 +56,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def parse(arguments: Sequence[str]) -> Options:
-    """Options from key=value. Raises ConfigError for an unknown key or a value of another type."""
-    given = {}
-    for argument in arguments:
-        name, equals, raw = argument.partition("=")
-        if name in given:
-            raise ConfigError(f"{argument}: {name} is given twice. Give it once.")
-        if not equals or name not in MEANING:
-            raise ConfigError(
-                f"{argument} is not an option of generate. Use key=value with one of "
-                f"{', '.join(MEANING)}."
-            )
-        kind = Options.__annotations__[name]
-        try:
-            given[name] = kind(raw)
-        except ValueError:
-            raise ConfigError(f"{name}={raw} is not {kind.__name__}. {MEANING[name]}.") from None
-    options = Options(**given)
-    if not math.isfinite(options.temperature):
-        raise ConfigError(f"temperature={options.temperature} is not finite. Use 0 to 1.")
-    if not 0 <= options.seed < 2**63:
-        raise ConfigError(f"seed={options.seed} is out of range. Use 0 to 2**63 - 1.")
-    return options
-
-
-def _prompts(options: Options) -> list[str]:
+def _prompts(options: SimpleNamespace) -> list[str]:
     """The prompts, at least one. Raises ConfigError."""
     path = options.prompts_file
     if not path:
@@ -124,7 +88,7 @@ def _write(path: str, prompts: list[str], texts: list[str]) -> None:
     compiled_file.write_whole("output", path, "".join(f"{line}\n" for line in lines).encode())
 
 
-def continued(run: str, options: Options, prompts: Sequence[str]) -> list[str]:
+def continued(run: str, options: SimpleNamespace, prompts: Sequence[str]) -> list[str]:
     """Each prompt with its continuation by the model of a run.
 
     Raises CheckpointError when `run` holds no checkpoint, ConfigError for options out of range.

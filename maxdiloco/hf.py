@@ -5,9 +5,9 @@ A run starts from an import; an export loads in transformers. docs/huggingface.m
 
 import pathlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from types import MappingProxyType, SimpleNamespace
 
-from maxdiloco.command_line import HELP, end_with, guarded
+from maxdiloco.command_line import HELP, Option, end_with, guarded, option_lines, read_options
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import checks
 from maxdiloco.processes.output import say
@@ -21,39 +21,28 @@ RUN: name of a run, its folder, or the folder of one of its checkpoints or of an
 import:"""
 
 
-class Import(NamedTuple):
-    """The options of an import, with their defaults."""
-
-    vocab_multiple: int = 1
-    max_target_length: str = ""
-    add_bos: str = ""
-    add_eos: str = ""
-
-
-class Export(NamedTuple):
-    """The options of an export, with their defaults."""
-
-    parameters: str = "outer"
-    dtype: str = "stored"
-    max_shard_size: str = "5GB"
-    like: str = ""
-    step: int = -1
-    base_output_directory: str = "runs"
-
-
-MEANING = {
-    "vocab_multiple": "rows for tokens are rounded up to a multiple of it, the new ones zeros",
-    "max_target_length": "as for train; of an evaluation of the import itself",
-    "add_bos": "as for train; empty: true where the tokenizer has the token",
-    "add_eos": "as for train; empty: true where the tokenizer has the token",
-    "parameters": "outer: theta; replica_0 ...: those of one replica; mean: of all replicas",
-    "dtype": "float32, bfloat16, or stored: as in the checkpoint, float32 for a run's",
-    "max_shard_size": "size of a file of weights, which holds at least one tensor",
-    "like": "folder of a model with the same keys, whose config.json and tokenizer to take",
-    "step": "of the checkpoint; -1: the newest",
-    "base_output_directory": "where the run is, when RUN is its name",
-}
-_COMMANDS = {"import": Import, "export": Export}
+IMPORT = MappingProxyType({
+    "vocab_multiple": Option(
+        1, "rows for tokens are rounded up to a multiple of it, the new ones zeros", int, 1
+    ),
+    "max_target_length": Option("", "as for train; of an evaluation of the import itself"),
+    "add_bos": Option("", "as for train; empty: true where the tokenizer has the token"),
+    "add_eos": Option("", "as for train; empty: true where the tokenizer has the token"),
+})  # fmt: skip
+EXPORT = MappingProxyType({
+    "parameters": Option(
+        "outer", "outer: theta; replica_0 ...: those of one replica; mean: of all replicas"
+    ),
+    "dtype": Option(
+        "stored", "float32, bfloat16, or stored: as in the checkpoint, float32 for a run's"
+    ),
+    "max_shard_size": Option("5GB", "size of a file of weights, which holds at least one tensor"),
+    "like": Option(
+        "", "folder of a model with the same keys, whose config.json and tokenizer to take"
+    ),
+    "step": Option(-1, "of the checkpoint; -1: the newest", int, -1),
+    "base_output_directory": Option("runs", "where the run is, when RUN is its name"),
+})  # fmt: skip
 
 
 @guarded
@@ -63,12 +52,13 @@ def main(argv: Sequence[str]) -> int:
         _help()
         return 0
     command, *rest = argv
-    if command not in _COMMANDS:
+    if command not in ("import", "export"):
         raise ConfigError(f"{command} is neither import nor export. Give one of them first.")
     if len(rest) < 2 or any("=" in path for path in rest[:2]):
         names = "SRC DST" if command == "import" else "RUN DST"
         raise ConfigError(f"{command} needs two places. Write {command} {names} [key=value ...].")
-    options = parse(command, rest[2:])
+    table = IMPORT if command == "import" else EXPORT
+    options, _ = read_options(rest[2:], table, command)
     if command == "export":
         checks.refuse_store("RUN", rest[0])
     _refuse_store("DST", rest[1])
@@ -81,35 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _help() -> None:
-    say(USAGE)
-    for name, default in Import()._asdict().items():
-        say(f"  {name}={default!r}  {MEANING[name]}")
-    say("\nexport:")
-    for name, default in Export()._asdict().items():
-        say(f"  {name}={default!r}  {MEANING[name]}")
-
-
-def parse(command: str, arguments: Sequence[str]) -> Import | Export:
-    """Options from key=value. Raises ConfigError for an unknown key or a value that cannot work."""
-    kinds = _COMMANDS[command].__annotations__
-    given = {}
-    for argument in arguments:
-        name, equals, raw = argument.partition("=")
-        if name in given:
-            raise ConfigError(f"{argument}: {name} is given twice. Give it once.")
-        if not equals or name not in kinds:
-            raise ConfigError(
-                f"{argument} is not an option of {command}. Use key=value with one of "
-                f"{', '.join(kinds)}."
-            )
-        try:
-            given[name] = kinds[name](raw)
-        except ValueError:
-            raise ConfigError(f"{name}={raw} is not a whole number: {MEANING[name]}.") from None
-    options = _COMMANDS[command](**given)
-    if isinstance(options, Import) and options.vocab_multiple < 1:
-        raise ConfigError(f"vocab_multiple={options.vocab_multiple} is below 1. Use 128, or 1.")
-    return options
+    say("\n".join([USAGE, *option_lines(IMPORT), "\nexport:", *option_lines(EXPORT)]))
 
 
 def _refuse_store(name: str, path: str) -> None:
@@ -124,10 +86,10 @@ def _on_cpu() -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
-def _import(source: str, target: pathlib.Path, options: Import) -> None:
+def _import(source: str, target: pathlib.Path, options: SimpleNamespace) -> None:
     from maxdiloco.huggingface import imported
 
-    keys = {name: options._asdict()[name] for name in imported.MAY_SET}
+    keys = {name: vars(options)[name] for name in imported.MAY_SET}
     imported.import_model(
         pathlib.Path(source).expanduser(),
         target,
@@ -138,7 +100,7 @@ def _import(source: str, target: pathlib.Path, options: Import) -> None:
     )
 
 
-def _export(run: str, target: pathlib.Path, options: Export) -> None:
+def _export(run: str, target: pathlib.Path, options: SimpleNamespace) -> None:
     from maxdiloco.checkpoint import find
     from maxdiloco.huggingface import exported, safetensors_files
 

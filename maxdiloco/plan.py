@@ -6,27 +6,40 @@ GPUs is guessed from their peak. Exit code 1 when no choice fills the link.
 """
 
 import json
-import math
 import os
 import pathlib
-import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from maxdiloco.aot import gpus
-from maxdiloco.command_line import end_with, guarded
+from maxdiloco.command_line import Option, end_with, guarded, read_options
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, config, help
 from maxdiloco.flags.config import ENVIRONMENT_PREFIX, Config
 from maxdiloco.processes.output import one_line, say, say_error
 
 REFUSED = 1
-MEANING = {
-    "step_time": "seconds of an inner step without an exchange, measured; then nothing is compiled",
-    "host_bandwidth_gbps": "Gbit/s of a host's link, in place of dcn_bandwidth_gbps",
-    "slice_bandwidth_gbps": "Gbit/s of a slice's link, in place of dcn_bandwidth_gbps",
-    "latency_ms": "milliseconds from one slice to another, half a round trip; by default none",
-}
+OPTIONS = MappingProxyType({
+    "step_time": Option(
+        None,
+        "seconds of an inner step without an exchange, measured; then nothing is compiled",
+        float,
+        0,
+    ),
+    "host_bandwidth_gbps": Option(
+        None, "Gbit/s of a host's link, in place of dcn_bandwidth_gbps", float, 0
+    ),
+    "slice_bandwidth_gbps": Option(
+        None, "Gbit/s of a slice's link, in place of dcn_bandwidth_gbps", float, 0
+    ),
+    "latency_ms": Option(
+        None,
+        "milliseconds from one slice to another, half a round trip; by default none",
+        float,
+        0,
+    ),
+})  # fmt: skip
 # Each names one link between slices: of a device, a host, a slice.
 LINKS = ("dcn_bandwidth_gbps", "host_bandwidth_gbps", "slice_bandwidth_gbps")
 
@@ -64,28 +77,15 @@ def help_text(words: Sequence[str]) -> str:
     keys = help.help_text("maxdiloco.plan", words)
     if words:
         return keys
-    own = "\n".join(f"  {name}=  {meaning}" for name, meaning in MEANING.items())
+    own = "\n".join(f"  {name}=  {option.meaning}" for name, option in OPTIONS.items())
     head, rest = keys.split("\n", 1)
     return f"{head}\n{rest}\n\nof the plan, beside the keys of a run\n{own}"
 
 
 def parse(argv: Sequence[str]) -> Options:
     """Split the command line. Raises ConfigError for an option that is no positive number."""
-    numbers: dict[str, float] = {}
-    keys = []
-    for argument in argv:
-        name, _, raw = argument.partition("=")
-        name = name.lstrip("-")
-        if name not in MEANING:
-            keys.append(argument)
-            continue
-        if name in numbers:
-            raise ConfigError(f"{argument}: {name} is given twice. Give it once.")
-        number = re.fullmatch(r"[0-9]*\.?[0-9]*([eE][+-]?[0-9]+)?", raw) and raw[:1].strip("eE")
-        numbers[name] = float(raw) if number and raw != "." else math.nan
-        if not 0 < numbers[name] < math.inf:
-            raise ConfigError(f"{name}={raw} must be above 0: {MEANING[name]}. Use a number.")
-    return Options(numbers, keys)
+    values, keys = read_options(argv, OPTIONS, "plan", keys=True)
+    return Options({k: v for k, v in vars(values).items() if v is not None}, keys)
 
 
 def given_keys(keys: Sequence[str], environ: Mapping[str, str]) -> set[str]:

@@ -5,9 +5,9 @@ The folder is read with dataset_path=FOLDER; docs/data.md describes it.
 
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
+from types import MappingProxyType, SimpleNamespace
 
-from maxdiloco.command_line import HELP, end_with, guarded
+from maxdiloco.command_line import HELP, Option, end_with, guarded, option_lines, read_options
 from maxdiloco.errors import ConfigError
 from maxdiloco.processes.output import say
 
@@ -20,22 +20,23 @@ text_column, max_corrupted_records. A killed command goes on when it is started 
 """
 
 
-class Options(NamedTuple):
-    """The options beside the keys of base.yml, with their defaults."""
-
-    out: str = ""
-    processes: int = 0
-    part_mb: int = 0
-    check: bool = False
-
-
-MEANING = {
-    "out": "folder to make",
-    "processes": "processes that tokenise; 0: one for each core",
-    "part_mb": "text in a file of the folder, and what a kill costs a process [MB]; 0: 64 for 2 GB "
-    "or more, down to 1 for less, so that all cores have some",
-    "check": "true: read a folder that is complete, SOURCE, and compare it with its checksums",
-}
+# Beside the keys of base.yml.
+OPTIONS = MappingProxyType({
+    "out": Option("", "folder to make"),
+    "processes": Option(0, "processes that tokenise; 0: one for each core", int, 0),
+    "part_mb": Option(
+        0,
+        "text in a file of the folder, and what a kill costs a process [MB]; 0: 64 for 2 GB "
+        "or more, down to 1 for less, so that all cores have some",
+        int,
+        0,
+    ),
+    "check": Option(
+        False,
+        "true: read a folder that is complete, SOURCE, and compare it with its checksums",
+        bool,
+    ),
+})  # fmt: skip
 
 
 @guarded
@@ -43,8 +44,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
     if not argv or argv[0] in HELP:
         say(USAGE)
-        for name, default in Options()._asdict().items():
-            say(f"  {name}={default!r}  {MEANING[name]}")
+        say("\n".join(option_lines(OPTIONS)))
         return 0
     from maxdiloco.data import shards
 
@@ -57,37 +57,15 @@ def main(argv: Sequence[str]) -> int:
     return _prepare(source, options, keys)
 
 
-def parse(argv: Sequence[str]) -> tuple[str, Options, list[str]]:
-    """SOURCE, the options, and the arguments that are keys of base.yml.
-
-    Raises ConfigError for an option without a value that fits.
-    """
+def parse(argv: Sequence[str]) -> tuple[str, SimpleNamespace, list[str]]:
+    """SOURCE, the options, and the arguments that are keys of base.yml. Raises ConfigError."""
     source, *rest = argv
     if "=" in source and not os.path.exists(source):
         raise ConfigError(f"{source} is no SOURCE. Give it first, then out=FOLDER and keys.")
-    given, keys = {}, []
-    for argument in rest:
-        name, equals, raw = argument.partition("=")
-        if not equals or name not in MEANING:
-            keys.append(argument)
-        elif name in given:
-            raise ConfigError(f"{argument}: {name} is given twice. Give it once.")
-        else:
-            given[name] = _value(name, raw)
-    options = Options(**given)
+    options, keys = read_options(rest, OPTIONS, "prepare", keys=True)
     if not options.out and not options.check:
         raise ConfigError("out= is missing: the folder to make. Add out=FOLDER.")
     return source, options, keys
-
-
-def _value(name, raw):
-    kind = Options.__annotations__[name]
-    least = {"processes": 0, "part_mb": 0}
-    if kind is int and not (raw.isdecimal() and int(raw) >= least[name]):
-        raise ConfigError(f"{name}={raw} is no whole number >= {least[name]}: {MEANING[name]}.")
-    if kind is bool and raw not in ("true", "false"):
-        raise ConfigError(f"{name}={raw} is neither true nor false: {MEANING[name]}.")
-    return raw == "true" if kind is bool else kind(raw)
 
 
 def _prepare(source, options, keys):

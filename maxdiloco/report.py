@@ -5,52 +5,65 @@ The page is one file that needs no network. Several runs are drawn over each oth
 
 import time
 from collections.abc import Sequence
+from types import MappingProxyType, SimpleNamespace
 
-from maxdiloco.command_line import HELP, end_with, guarded
+from maxdiloco.command_line import HELP, Option, end_with, guarded, option_lines, read_options
 from maxdiloco.errors import ConfigError
 from maxdiloco.processes.output import say
 
 USAGE = """usage: python -m maxdiloco.report RUN [RUN ...] [key=value ...]
 
 RUN: name of a run, its folder, or the folder of one of its checkpoints; also on gs://
-  out=  file to write; empty: report.html in the first run's folder (for gs://: in this folder)
-  watch=0  seconds after which the page is written again, and a browser that shows it reads it
-        again, until every run has ended; 0: write it once
-  base_output_directory=runs  where the runs are, when RUN is a name
 
 The page says whether a run is healthy, whether its link is the bottleneck, and how it stands beside
 others. It shows losses of the replicas and of theta, learning rates, norms, cosine, drift, speed,
 one or two periods of the schedule, keys that differ, starts and checkpoints. It is one file and
 needs no network."""
-OPTIONS = {"out": "", "watch": "0", "base_output_directory": "runs"}
+OPTIONS = MappingProxyType({
+    "out": Option(
+        "", "file to write; empty: report.html in the first run's folder, for gs:// in this folder"
+    ),
+    "watch": Option(
+        0,
+        "seconds after which the page is written again, and a browser that shows it reads it "
+        "again, until every run has ended; 0: write it once",
+        int,
+        0,
+    ),
+    "base_output_directory": Option("runs", "where the runs are, when RUN is a name"),
+})  # fmt: skip
 
 
 @guarded
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
     if not argv or argv[0] in HELP:
-        say(USAGE)
+        say("\n".join([USAGE, *option_lines(OPTIONS)]))
         return 0
-    names, options = _split(argv)
+    named = [argument for argument in argv if "=" not in argument]
+    options, _ = read_options(
+        [argument for argument in argv if "=" in argument], OPTIONS, "report"
+    )
+    if not named:
+        raise ConfigError("RUN is missing: give the name or the folder of one run or more.")
     from maxdiloco.flags import checks
 
-    for name in names:
+    for name in named:
         checks.refuse_store("RUN", name)
-    watch = _seconds(options["watch"])
-    said = ""
+    watch, said = options.watch, ""
     while watch:
-        running, size = _write(names, options, reload_s=watch)
+        running, size = _write(named, options, reload_s=watch)
         if not running:
             break
         if not said:
             said = f"{size}; written again every {watch} s until every run has ended"
             say(said)
         time.sleep(watch)
-    say(_write(names, options, reload_s=0)[1])
+    say(_write(named, options, reload_s=0)[1])
     return 0
 
 
-def _write(names: Sequence[str], options: dict[str, str], *, reload_s: int) -> tuple[bool, str]:
+def _write(names: Sequence[str], options: SimpleNamespace, *, reload_s: int) -> tuple[bool, str]:
     """Write the page. Returns whether a run has not ended, and a line on the file."""
     from maxdiloco.flags import base_yml
     from maxdiloco.page import facts, html
@@ -59,43 +72,15 @@ def _write(names: Sequence[str], options: dict[str, str], *, reload_s: int) -> t
     from maxdiloco.trainer import compiled_file
 
     defaults = {name: base_yml.as_lists(key.default) for name, key in base_yml.declared().items()}
-    base = options["base_output_directory"]
+    base = options.base_output_directory
     runs = run_lib.load(names, base_output_directory=base, defaults=defaults)
     folder = runs[0].folder
-    out = options["out"] or (str(folder / "report.html") if is_local(folder) else "report.html")
+    out = options.out or (str(folder / "report.html") if is_local(folder) else "report.html")
     compiled_file.check_place("out", out)
     content = html.page(runs, defaults, reload_s=reload_s).encode()
     compiled_file.write_whole("out", out, content)
     size = f"{out}: {len(content) / 1e6:.2f} MB, {sum(len(run.steps_N) for run in runs):,} rows"
     return any(facts.is_running(run) for run in runs), size
-
-
-def _seconds(raw: str) -> int:
-    """The value of watch. Raises ConfigError."""
-    if not raw.isdecimal():
-        raise ConfigError(f"watch={raw} must be a whole number of seconds, 0 for none. Use 30.")
-    return int(raw)
-
-
-def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The runs, and the options. Raises ConfigError."""
-    names, options = [], {}
-    for argument in argv:
-        name, equals, raw = argument.partition("=")
-        if not equals:
-            names.append(argument)
-        elif name not in OPTIONS:
-            raise ConfigError(
-                f"{argument} is not an option of report. Use key=value with one of "
-                f"{', '.join(OPTIONS)}."
-            )
-        elif name in options:
-            raise ConfigError(f"{argument}: {name} is given twice. Give it once.")
-        else:
-            options[name] = raw
-    if not names:
-        raise ConfigError("RUN is missing: give the name or the folder of one run or more.")
-    return names, OPTIONS | options
 
 
 def cli() -> None:

@@ -8,9 +8,9 @@ import os
 import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from types import MappingProxyType, SimpleNamespace
 
-from maxdiloco.command_line import HELP, end_with, guarded
+from maxdiloco.command_line import HELP, Option, end_with, guarded, option_lines, read_options
 from maxdiloco.data import subword
 from maxdiloco.data.prepared.part import check_damage
 from maxdiloco.data.sources import opening
@@ -29,23 +29,21 @@ PIECE = 1 << 16
 _SPAN = 64 << 20  # bytes that are read as one; of a hub's data the rows of that many
 
 
-class Options(NamedTuple):
-    """The options that may follow SOURCE as key=value, with their defaults."""
-
-    out: str = ""
-    vocab_size: int = 32000
-    dataset_type: str = "text"
-    text_column: str = "text"
-    max_corrupted_records: int = 0
-
-
-MEANING = {
-    "out": "file to write, in the format of Hugging Face's tokenizer.json",
-    "vocab_size": "number of tokens; with little text there are fewer",
-    "dataset_type": "what SOURCE is, as in training: text, parquet or hf",
-    "text_column": "field of a .jsonl line, or column of a table, that holds the text",
-    "max_corrupted_records": "damaged records that are skipped",
-}
+OPTIONS = MappingProxyType({
+    "out": Option("", "file to write, in the format of Hugging Face's tokenizer.json"),
+    "vocab_size": Option(
+        32000,
+        "number of tokens: 256 bytes, a start and an end of a document, and what is learnt; "
+        "with little text there are fewer",
+        int,
+        LEAST,
+    ),
+    "dataset_type": Option("text", "what SOURCE is, as in training: text, parquet or hf"),
+    "text_column": Option(
+        "text", "field of a .jsonl line, or column of a table, that holds the text"
+    ),
+    "max_corrupted_records": Option(0, "damaged records that are skipped", int, 0),
+})  # fmt: skip
 
 
 @guarded
@@ -56,8 +54,7 @@ def main(argv: Sequence[str]) -> int:
             "usage: python -m maxdiloco.tokenizer SOURCE out=tok.json [key=value ...]\n\n"
             "SOURCE: text as for dataset_path: a folder, file or glob, or a name of the hub\n"
         )
-        for name, default in Options()._asdict().items():
-            say(f"  {name}={default!r}  {MEANING[name]}")
+        say("\n".join(option_lines(OPTIONS)))
         return 0
     options = parse(argv[1:])
     package = subword.package("huggingface")
@@ -80,29 +77,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def parse(arguments: Sequence[str]) -> Options:
-    """Options from key=value. Raises ConfigError for what cannot work."""
-    given = {}
-    for argument in arguments:
-        name, equals, raw = argument.partition("=")
-        if not equals or name not in MEANING or name in given:
-            raise ConfigError(
-                f"{argument} is no option of tokenizer, or is given twice. Use key=value, once "
-                f"each, with {', '.join(MEANING)}."
-            )
-        given[name] = raw
-    size = given.pop("vocab_size", str(Options().vocab_size))
-    if not size.isdecimal() or not LEAST <= int(size) < 2**31:
-        raise ConfigError(
-            f"vocab_size={size} is no number of tokens. Use {LEAST} or more: 256 bytes, a start "
-            "and an end of a document, and what is learnt."
-        )
-    allowed = given.pop("max_corrupted_records", "0")
-    if not allowed.isdecimal():
-        raise ConfigError(
-            f"max_corrupted_records={allowed} is no number of records. Use 0 or more."
-        )
-    options = Options(**given, vocab_size=int(size), max_corrupted_records=int(allowed))
+def parse(arguments: Sequence[str]) -> SimpleNamespace:
+    """The options. Raises ConfigError for what cannot work."""
+    options, _ = read_options(arguments, OPTIONS, "tokenizer")
     if options.dataset_type not in opening.KINDS:
         raise ConfigError(
             f"dataset_type={options.dataset_type} has no text to read. Use one of "

@@ -86,9 +86,9 @@ def test_the_commands_of_your_own_text_run(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "main, usage, words",
     [
-        (prepare.main, "prepare SOURCE out=FOLDER", prepare.MEANING),
+        (prepare.main, "prepare SOURCE out=FOLDER", prepare.OPTIONS),
         (evaluate.main, "evaluate RUN", ["ici_fsdp_parallelism", "eval_steps"]),
-        (generate.main, "generate RUN [key=value ...]", generate.Options._fields),
+        (generate.main, "generate RUN [key=value ...]", generate.OPTIONS),
     ],
 )
 def test_help_lists_the_options(capsys, main, usage, words):

@@ -141,17 +141,19 @@ IMPERATIVES = "Use|Set|Leave|Give|Add|Lower|Raise|Choose|Prepare|Name|Copy|Mount
 DOCUMENTS = [f"the cat number {i} sat on mat {i * 7 % 13}, and why not?\n" * 3 for i in range(60)]
 
 
-def corner_of(rows):
-    """The first rows that bring a value; none for the page alone, which reads any run's files."""
+def a_dozen(rows):
+    """The first rows that bring a value, none for the page alone, which reads any run's files; and
+    more that start once, which take half as long."""
     seen, kept = {"report"}, []
     for row in rows:
         if set(row) - seen:
             kept.append(row)
         seen |= set(row)
-    return kept
+    once = [row for row in rows if row.again == "once" and row not in kept]
+    return kept + once[: 12 - len(kept)]
 
 
-DEFAULT = corner_of(ROWS)
+DEFAULT = a_dozen(ROWS)
 
 
 def test_every_two_values_meet_and_the_default_tier_has_each_once():
@@ -160,7 +162,7 @@ def test_every_two_values_meet_and_the_default_tier_has_each_once():
             met = {(getattr(row, first), getattr(row, second)) for row in ROWS}
             assert len(met) == len(FACTORS[first]) * len(FACTORS[second])
     names = {value for values in FACTORS.values() for value in values}
-    assert {name for row in DEFAULT for name in row} == names - {"report"}
+    assert {name for row in DEFAULT for name in row} >= names - {"report"} and len(DEFAULT) == 12
 
 
 def name_of(row):

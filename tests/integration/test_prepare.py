@@ -214,7 +214,7 @@ def test_one_path_may_be_two_sources_of_two_kinds(tmp_path, parquet, here):
     [
         (["out=x"], 2, "out=x is no SOURCE. Give it first"),
         (["a.txt"], 2, "out= is missing: the folder to make"),
-        (["a.txt", "out=x", "processes=-1"], 2, "processes=-1 is no whole number >= 0"),
+        (["a.txt", "out=x", "processes=-1"], 2, "processes=-1 is no whole number of 0"),
         (["a.txt", "out=x", "dataset_type=synthetic"], 2, "dataset_type=synthetic needs no prep"),
         (["shards", "out=x"], 3, "SOURCE=shards is prepared already: it holds"),
         (["a.txt", "check=true"], 3, "SOURCE=a.txt holds no manifest.json"),

@@ -107,7 +107,7 @@ def test_a_watched_page_is_written_until_every_run_has_ended(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
-        (["a", "watch=soon"], 2, "watch=soon must be a whole number of seconds, 0 for none. Use"),
+        (["a", "watch=soon"], 2, "watch=soon is no whole number of 0 or more: seconds"),
         (["out=x.html"], 2, "RUN is missing: give the name"),
         (["a", "width=3"], 2, "width=3 is not an option of report. Use key=value with one of out"),
         (["a", "out=x", "out=y"], 2, "out=y: out is given twice. Give it once."),

@@ -267,9 +267,9 @@ EVERY_STEP = "diloco_sync_period=1 num_communication_overlapping_steps=0"
         ("model_name=1b step_time=1", "dcn_bandwidth_gbps is not given"),
         (LINK, "v5e-16 or h100-8 with compile_topology_num_slices=2."),
         (f"{STEP} slice_bandwidth_gbps=2", "name the same link"),
-        (f"{LINK} step_time=0", "step_time=0 must be above 0: seconds"),
-        (f"{LINK} step_time=-1", "step_time=-1 must be above 0"),
-        (f"{LINK} step_time=fast", "step_time=fast must be above 0"),
+        (f"{LINK} step_time=0", "step_time=0 is no number above 0: seconds"),
+        (f"{LINK} step_time=-1", "step_time=-1 is no number above 0"),
+        (f"{LINK} step_time=fast", "step_time=fast is no number above 0"),
         (f"{STEP} step_time=2", "step_time is given twice"),
         (STEP, "dcn_diloco_parallelism=-1 is one slice"),
         (f"{STEP} compile_topology=v5e-17", "compile_topology=v5e-17 is not known"),
@@ -290,7 +290,7 @@ def test_help_lists_the_plan_s_own_options_and_keys_of_a_file_are_given(capsys, 
     assert plan.main(["--help"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("usage: python -m maxdiloco.plan ")
-    assert all(f"  {name}=" in said for name in (*plan.MEANING, "diloco_sync_period"))
+    assert all(f"  {name}=" in said for name in (*plan.OPTIONS, "diloco_sync_period"))
     path = tmp_path / "run.yml"
     path.write_text("diloco_sync_period: 100\n")
     argv = [str(path), "model_name=tiny"]
