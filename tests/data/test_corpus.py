@@ -24,7 +24,8 @@ def names(root, files):
 
 
 def test_a_folder_is_its_text_files_sorted_by_path(folder):
-    """Subfolders are searched; hidden names and other suffixes are left out."""
+    """Subfolders are searched; hidden names and other suffixes are left out. Links that lead back
+    end no search and repeat no text."""
     files = "b.txt a/z.py a/a.jsonl c[1].md c1.md image.png .git/x.txt .hidden.txt".split()
     root = folder(dict.fromkeys(files, b"1"))
     assert names(root, corpus.find_files(root, "dataset_path")) == [
@@ -32,6 +33,13 @@ def test_a_folder_is_its_text_files_sorted_by_path(folder):
     ]  # fmt: skip
     exists = f"{root}/c[1].md"  # what looks like a glob
     assert corpus.find_files(exists, "dataset_path") == [exists]
+    # Two links to the folder itself: 2 ** 40 ways to the file. A link by name is used.
+    root = f"{folder({'linked/a/text.txt': b'1'})}/linked"
+    for name in ("one", "two"):
+        os.symlink(".", f"{root}/a/{name}")
+    for path in (root, f"{root}/**/*.txt", f"{root}/**"):
+        assert names(root, corpus.find_files(path, "dataset_path")) == ["a/text.txt"]
+    assert names(root, corpus.find_files(f"{root}/a/one/*.txt", "k")) == ["a/one/text.txt"]
 
 
 @pytest.mark.parametrize(
@@ -51,17 +59,7 @@ def test_a_glob_matches_what_python_s_glob_does(folder, monkeypatch, pattern):
             assert not expected
 
 
-def test_links_that_lead_back_end_no_search_and_repeat_no_text(folder):
-    """Two links to the folder itself: 2 ** 40 ways to the file. A link by name is used."""
-    root = folder({"a/text.txt": b"1"})
-    for name in ("one", "two"):
-        os.symlink(".", f"{root}/a/{name}")
-    for path in (root, f"{root}/**/*.txt", f"{root}/**"):
-        assert names(root, corpus.find_files(path, "dataset_path")) == ["a/text.txt"]
-    assert names(root, corpus.find_files(f"{root}/a/one/*.txt", "k")) == ["a/one/text.txt"]
-
-
-def test_a_file_is_a_document_and_a_jsonl_line_is_one(folder):
+def test_a_file_is_a_document_and_a_jsonl_line_is_one(folder, monkeypatch):
     """Empty ones and blank lines are none; the size is that of the text, not of the line."""
     root = folder(
         {
@@ -73,6 +71,12 @@ def test_a_file_is_a_document_and_a_jsonl_line_is_one(folder):
     documents = corpus.read_table(corpus.find_files(root, "dataset_path"), column="text")
     assert texts(documents) == [b"one\n", "twé".encode(), b"a?b"]  # half a surrogate pair
     assert documents.size.tolist() == [4, 4, 3]
+    # A line too long for the memory is told, as of one JSON array without line feeds.
+    monkeypatch.setattr(corpus, "MAX_LINE", 20)
+    root = folder({"d.jsonl": b'{"text": "1234567"}\n', "e.jsonl": b'{"text": "12345678"}\n'})
+    assert texts(corpus.read_table([f"{root}/d.jsonl"], column="text")) == [b"1234567"]
+    with pytest.raises(DataError, match=r"e\.jsonl line 1 is longer than 20 bytes\. Every line"):
+        corpus.read_table([f"{root}/e.jsonl"], column="text")
 
 
 def test_the_default_is_the_source_of_the_standard_library():
@@ -131,15 +135,6 @@ def test_a_file_that_cannot_be_read_is_told_before_any_is_read_through(tmp_path,
     make(tmp_path / "z.txt")
     with pytest.raises(DataError, match=rf"z\.txt {words}"):
         corpus.read_table(corpus.find_files(f"{tmp_path}/*", "dataset_path"), column="text")
-
-
-def test_a_line_too_long_for_the_memory_is_told(folder, monkeypatch):
-    """As of one JSON array without line feeds. A line of just the limit is read."""
-    monkeypatch.setattr(corpus, "MAX_LINE", 20)
-    root = folder({"a.jsonl": b'{"text": "1234567"}\n', "b.jsonl": b'{"text": "12345678"}\n'})
-    assert texts(corpus.read_table([f"{root}/a.jsonl"], column="text")) == [b"1234567"]
-    with pytest.raises(DataError, match=r"b\.jsonl line 1 is longer than 20 bytes\. Every line"):
-        corpus.read_table([f"{root}/b.jsonl"], column="text")
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_an_epoch_ends_before_any_sequence_would_be_read_again(shares):
     assert pipeline.last_step_of_epoch(data, resumed) <= last
 
 
-def test_metrics_count_tokens_of_each_source_and_the_padding_of_the_step():
+def test_metrics_count_tokens_of_each_source_and_the_padding_of_the_step(settings, folder):
     """Step 2 of 4 sequences at 2:1:1 in windows of 3, of which one token is padding."""
     data = mixed({"a": 2, "b": 1, "c": 1})
     found = data.metrics(data.first_position(2, 2), 2)
@@ -154,6 +154,13 @@ def test_metrics_count_tokens_of_each_source_and_the_padding_of_the_step():
         assert found.pop(f"data/tokens_{source}") == tokens
     assert found.pop("data/epoch_c") == 2 / 7  # 7 sequences, one of them read in each step
     assert set(found) == {"data/epoch_a", "data/epoch_b"}
+    # Of one source, in best fit: two documents of 3 tokens in windows of 4 are a quarter padding.
+    root = folder({"1.txt": b"ab", "2.txt": b"cd"})
+    cfg = settings(dataset_path=root, eval_dataset_path=root, grain_packing_type="best_fit")
+    data = mixture.open_dataset(cfg, split="train")
+    assert data.metrics(data.first_position(1, 2), 1) == {"data/padding": 0.25, "data/epoch": 1}
+    (line,) = data.description()
+    assert line == f"dataset_path={root}: 2 sequences an epoch, 25.00% of them padding"
 
 
 def test_a_source_too_small_or_without_a_replica_is_refused_and_one_that_changed_is_known():
@@ -190,16 +197,6 @@ def test_sources_of_a_config_are_opened_in_the_order_of_their_names(settings, fo
         entries = ({"path": f"{root}/{path}", "name": "x"},)
         with pytest.raises(DataError, match=rf"^dataset_mixture, source x: .*{path} {words}"):
             mixture.open_dataset(settings(dataset_mixture=entries), split="train")
-
-
-def test_best_fit_reports_its_padding(settings, folder):
-    """Two documents of 3 tokens in windows of 4: a quarter."""
-    root = folder({"1.txt": b"ab", "2.txt": b"cd"})
-    cfg = settings(dataset_path=root, eval_dataset_path=root, grain_packing_type="best_fit")
-    data = mixture.open_dataset(cfg, split="train")
-    assert data.metrics(data.first_position(1, 2), 1) == {"data/padding": 0.25, "data/epoch": 1}
-    (line,) = data.description()
-    assert line == f"dataset_path={root}: 2 sequences an epoch, 25.00% of them padding"
 
 
 def test_the_order_of_two_and_of_three_sources_by_hand():

@@ -39,7 +39,9 @@ def test_windows_of_shards_are_those_of_the_text(
         np.testing.assert_array_equal(mine, theirs)
 
 
-def test_any_piece_is_read_and_a_copy_in_another_process_opens_its_own_files(source, tmp_path):
+def test_any_piece_is_read_and_a_copy_in_another_process_opens_its_own_files(
+    source, tmp_path, monkeypatch
+):
     """Each piece of the longest document, through a pickle. The table of a large vocabulary is
     wider: token 65,536 needs four bytes."""
     documents = pickle.loads(pickle.dumps(make(source, tmp_path / "out")))
@@ -53,14 +55,11 @@ def test_any_piece_is_read_and_a_copy_in_another_process_opens_its_own_files(sou
     wide = make(source, tmp_path / "wide", tokens=tokenizer.ByteTokenizer(vocab_size=65537))
     assert wide.manifest.dtype == "<u4"
     assert [t.tolist() for t in wide.read([(0, 0, 3)])] == [[256, 97, 98]]
-
-
-def test_a_long_line_is_one_document_in_pieces(tmp_path, monkeypatch):
-    """Pieces of 8 characters of a document in JSON; document_start comes once."""
+    # A long line is one document in pieces, here of 8 characters; document_start comes once.
     monkeypatch.setattr(part, "PIECE", 8)
     long = "ab\ncd" * 11
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": long}) + '\n{"text": "z"}\n')
-    documents = make(tmp_path / "a.jsonl", tmp_path / "out")
+    documents = make(tmp_path / "a.jsonl", tmp_path / "long")
     assert documents.lengths.tolist() == [1 + len(long), 2]
     (whole,) = documents.read([(0, 0, 1 + len(long))])
     assert whole.tolist() == [256, *long.encode()]
@@ -89,7 +88,6 @@ def test_of_twenty_equal_files_every_twentieth_is_held_out_and_unequal_ones_are_
 
 
 def test_fingerprints_tell_the_tokens_and_the_split_apart(settings, source, tmp_path):
-    """A copy has the same; another text and the other split have others."""
 
     def fingerprint(path, split="train"):
         cfg = settings(dataset_type="arrayrecord", dataset_path=str(path))

@@ -43,7 +43,6 @@ def items(kind, path, *, limit=1 << 20, column="text"):
 
 
 def documents(found):
-    """Whole documents of pieces."""
     whole = []
     for item in found:
         assert isinstance(item, Text), item

@@ -174,6 +174,7 @@ tokenizer_type=tiktoken | Use tokenizer_type=huggingface
 dataset_type=tfds | Use dataset_type=hf, or text in files
 per_device_batch_size=0.5 | less than a sequence for each device.
 abort_on_nan_loss=false | Use nan_policy=skip
+quantization=int8 steps=3 num_epoch=2 remat_policy=custom | num_epoch=2 | remat_policy=custom
 hf_path=a dataset_path=b | dataset_path=b and hf_path=a both mean dataset_path
 train_data_columns=[a,b] | [a, b] names 2 columns | Use text_column=NAME
 """

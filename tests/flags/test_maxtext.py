@@ -107,11 +107,6 @@ def test_a_key_that_does_nothing_is_dropped_with_one_note(argument):
     assert load("steps=7", "learning_rate=1e-3")[1] == []
 
 
-def test_all_that_is_refused_stands_in_one_line(refusal):
-    line = refusal("quantization=int8", "steps=3", "num_epoch=2", "remat_policy=custom")
-    assert all(word in line for word in ("quantization=int8", "num_epoch=2", "remat_policy=custom"))
-
-
 @pytest.mark.parametrize(("key", "value"), maxtext.VALUES)
 def test_a_value_of_maxtext_is_taken_as_the_nearest_with_a_note(key, value):
     """Written as MaxText's base.yml has it."""
@@ -196,7 +191,6 @@ FOREIGN = maxtext.foreign_keys()
 
 
 def section(title):
-    """The text under a heading."""
     (found,) = re.findall(rf"(?ms)^## {re.escape(title)}\n(.*?)(?=^## |\Z)", PAGE)
     return found
 

@@ -70,6 +70,12 @@ def test_keys_that_alter_the_result_are_refused_with_both_values_and_the_way_out
     with pytest.raises(CheckpointError, match=r"adam_b1=.*adam_b2=.*Set them back") as error:
         refuse(adam_b1=0.5, adam_b2=0.7)
     assert "\n" not in str(error.value)
+    # The batch of a replica is compared: twice the devices, half the sequences on each are equal.
+    saved = BASE | {"sequences_per_replica": 8}
+    refuse(saved, per_device_batch_size=2, ici_fsdp_parallelism=4, sequences_per_replica=8)
+    words = r"sequences_per_replica=16 .*has 8.*is per_device_batch_size \*"
+    with pytest.raises(CheckpointError, match=words):
+        refuse(saved, sequences_per_replica=16)
 
 
 def test_a_key_younger_than_the_checkpoint_had_its_default_and_one_that_is_gone_has_changed():
@@ -81,16 +87,6 @@ def test_a_key_younger_than_the_checkpoint_had_its_default_and_one_that_is_gone_
     assert changed_keys({"old": 3}, {}, keys={}) == {"old": (3, None)}
     assert changed_keys({"a": [1, [2]]}, {"a": (1, (2,))}, keys={}) == {}
     assert changed_keys({"a": [1, [2]]}, {"a": (1, (3,))}, keys={}) != {}
-
-
-def test_the_batch_of_a_replica_is_compared_not_the_keys_it_comes_from():
-    """Twice the devices, half the sequences on each: the same 8."""
-    saved = BASE | {"sequences_per_replica": 8}
-    refuse(saved, per_device_batch_size=2, ici_fsdp_parallelism=4, sequences_per_replica=8)
-    with pytest.raises(
-        CheckpointError, match=r"sequences_per_replica=16 .*has 8.*is per_device_batch_size \*"
-    ):
-        refuse(saved, sequences_per_replica=16)
 
 
 def test_the_keys_that_shape_the_parameters_are_marked_and_named_in_the_remedy():

@@ -75,26 +75,17 @@ def test_of_a_key_that_is_given_twice_the_last_one_counts_with_a_warning(refusal
     assert "name stands twice in one {table}" in refusal("eval_sets={name: /a, name: /b}")
 
 
-def test_all_unknown_keys_are_named_at_once(refusal, tmp_path):
+def test_all_unknown_keys_are_named_at_once_and_where_they_stand(refusal, tmp_path):
     (tmp_path / "run.yml").write_text("qqq: 2\n")
     assert refusal(str(tmp_path / "run.yml"), "steps=5", "log_perod=3") == (
         f"qqq=2 ({tmp_path}/run.yml) is no key. log_perod=3 (command line) is no key. Did you mean "
         "log_period? --help lists every key."
     )
-
-
-@pytest.mark.parametrize(
-    "environ, words",
-    [
-        ({"M_LEARNIN_RATE": "1"}, ["M_LEARNIN_RATE=1 is no key", "Did you mean M_LEARNING_RATE?"]),
-        ({"M_learning_rate": "1"}, ["M_learning_rate=1 is no key", "mean M_LEARNING_RATE?"]),
-        ({"M_QQQ": "1", "M_STEPZ": "2"}, ["M_QQQ=1 is no key. Unset it.", "mean M_STEPS?"]),
-        ({"M_STEPS": "x"}, ["steps=x (environment M_STEPS)", "steps=1000"]),
-    ],
-)
-def test_a_wrong_variable_of_the_environment_is_named(refusal, environ, words):
-    line = refusal(environ=environ)
-    assert [word for word in words if word not in line] == []
+    for name in ("M_LEARNIN_RATE", "M_learning_rate"):
+        assert f"{name}=1 is no key. Did you mean M_LEARNING_RATE?" in refusal(environ={name: "1"})
+    line = refusal(environ={"M_QQQ": "1", "M_STEPZ": "2"})
+    assert "M_QQQ=1 is no key. Unset it." in line and "mean M_STEPS?" in line
+    assert "steps=x (environment M_STEPS) is not a whole" in refusal(environ={"M_STEPS": "x"})
 
 
 @pytest.mark.parametrize(

@@ -34,26 +34,19 @@ def test_what_works_but_is_seldom_meant_is_a_warning(flags, words):
     assert all(word in line for line in lines for word in words)
 
 
-def test_a_large_model_on_a_cpu_that_nobody_asked_for_is_a_warning():
-    """MaxText's default is tpu; eight emulated devices were taken for 7B without a word."""
-
-    def found(*keys, platform="cpu", size=7 * 10**9):
-        cfg = config.load(keys, {})
-        devices = np.array([SimpleNamespace(platform=platform)] * 8)
-        return warnings.on_cpu(cfg, devices, size)
-
-    (line,) = found()
-    assert "takes this CPU, as 8 devices, for 7,000,000,000 parameters" in line
-    assert "Set hardware=tpu or hardware=gpu" in line
-    assert found("hardware=cpu") == found(platform="tpu") == found(size=10**8) == []
-
-
 def lines(*keys, num_replicas=2):
     cfg = config.load(keys, {})
     return warnings.of_run(cfg, num_replicas=num_replicas, num_tokens=257)
 
 
-def test_one_replica_and_a_vocabulary_far_above_the_tokenizers_are_warnings():
+def on_cpu(*keys, platform="cpu", size=7 * 10**9):
+    devices = np.array([SimpleNamespace(platform=platform)] * 8)
+    return warnings.on_cpu(config.load(keys, {}), devices, size)
+
+
+def test_one_replica_a_vocabulary_far_above_the_tokenizers_and_a_cpu_are_warnings():
+    """A large model on a CPU that nobody asked for: MaxText's default is tpu; eight emulated
+    devices were taken for 7B without a word."""
     (line,) = lines(num_replicas=1)
     assert "is the Lookahead optimizer" in line.replace("which makes this the", "is the")
     assert "enable_diloco=false" in line
@@ -63,6 +56,10 @@ def test_one_replica_and_a_vocabulary_far_above_the_tokenizers_are_warnings():
     (line,) = lines("vocab_size=32768")
     assert "has 257 tokens: 99% of the embedding's rows are never trained" in line
     assert "Use vocab_size=-1" in line
+    (line,) = on_cpu()
+    assert "takes this CPU, as 8 devices, for 7,000,000,000 parameters" in line
+    assert "Set hardware=tpu or hardware=gpu" in line
+    assert on_cpu("hardware=cpu") == on_cpu(platform="tpu") == on_cpu(size=10**8) == []
 
 
 @pytest.mark.parametrize(

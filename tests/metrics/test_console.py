@@ -50,28 +50,18 @@ VALUES = {
 
 
 def test_the_line_shows_known_names_in_order_and_leaves_the_rest_to_the_files():
-    """That of a long run fits a terminal."""
-    assert console_line(120, 2000, VALUES) == (
-        "step 120/2000  loss 2.3457  lr 3.0e-04  0.812 s  12.3k tok/s  mfu 41%"
-    )
-    norms = {"learning/grad_norm": 1.234, "diloco/outer_grad_norm": 12.345}
-    assert len(console_line(20_000, 20_000, VALUES | norms)) <= WIDTH
-
-
-def test_the_line_says_how_long_the_rest_takes_where_there_is_a_rest():
-    """1,880 steps of 0.8123 s; a log file and a pipe have no progress bar that says so."""
-    line = console_line(120, 2000, VALUES, left=True)
-    assert line.endswith("  12.3k tok/s  mfu 41%  25.5 min left")
+    """That of a long run fits a terminal. It says how long the rest takes where there is a rest:
+    1,880 steps of 0.8123 s; a log file and a pipe have no progress bar that says so."""
+    line = "step 120/2000  loss 2.3457  lr 3.0e-04  0.812 s  12.3k tok/s  mfu 41%"
+    assert console_line(120, 2000, VALUES) == line
+    assert console_line(120, 2000, VALUES, left=True) == f"{line}  25.5 min left"
     assert "left" not in console_line(2000, 2000, VALUES, left=True)
     assert "left" not in console_line(120, 2000, {"learning/loss": 2.3}, left=True)
-
-
-@pytest.mark.parametrize(
-    "tokens, words",
-    [(12.3456, "12.3"), (999.4, "999"), (999.6, "1k"), (999_999, "1M"), (1.234e9, "1.23G")],
-)
-def test_tokens_a_second_have_three_digits(tokens, words):
-    assert console_line(1, 2, {"perf/tokens_per_second": tokens}).endswith(f"  {words} tok/s")
+    norms = {"learning/grad_norm": 1.234, "diloco/outer_grad_norm": 12.345}
+    assert len(console_line(20_000, 20_000, VALUES | norms)) <= WIDTH
+    three_digits = {12.3456: "12.3", 999.4: "999", 999.6: "1k", 999_999: "1M", 1.234e9: "1.23G"}
+    for tokens, words in three_digits.items():
+        assert console_line(1, 2, {"perf/tokens_per_second": tokens}).endswith(f"  {words} tok/s")
 
 
 def test_a_line_that_is_too_long_is_cut_between_columns_or_words():
@@ -82,15 +72,12 @@ def test_a_line_that_is_too_long_is_cut_between_columns_or_words():
     )
     assert fit("a warning of several words", 18) == "a warning of\n  several words"
     assert fit(row, 200) == row
-
-
-def test_elsewhere_than_on_a_terminal_only_lines_are_printed(capsys):
-    console = Console()
-    with console.progress(first_step=0, total_steps=3):
-        for step in range(1, 4):
-            console.advance()
-            console.say(f"step {step} " + "x" * 150)
-    assert capsys.readouterr() == ("".join(f"step {t} {'x' * 150}\n" for t in (1, 2, 3)), "")
+    # Of a sample spaces and empty lines stay, and control characters are escaped.
+    text = "def f():\n    return 1\n\n" + "a" * 150 + "\x07"
+    lines = sample_lines(20, text).split("\n")
+    assert lines[:4] == ["sample after step 20:", "  | def f():", "  |     return 1", "  |"]
+    assert "".join(line.removeprefix("  | ") for line in lines[4:]) == "a" * 150 + r"\x07"
+    assert max(map(len, lines)) <= 100 and len(lines) > 5
 
 
 def test_nothing_is_left_of_the_bar_and_of_the_echo_of_ctrl_c_behind_a_line(monkeypatch):
@@ -107,19 +94,20 @@ def test_nothing_is_left_of_the_bar_and_of_the_echo_of_ctrl_c_behind_a_line(monk
     assert screen(written.getvalue()) == ["before", "short", "done", ""]
 
 
-def test_the_other_processes_show_nothing(monkeypatch):
+def test_elsewhere_than_on_a_terminal_only_lines_are_printed_and_by_other_processes_none(
+    capsys, monkeypatch
+):
+    for shown in (True, False):
+        console = Console(shown=shown)
+        with console.progress(first_step=0, total_steps=3):
+            for step in range(1, 4):
+                console.advance()
+                console.say(f"step {step} " + "x" * 150)
+        said = "".join(f"step {t} {'x' * 150}\n" for t in (1, 2, 3)) if shown else ""
+        assert capsys.readouterr() == (said, "")
     written = terminal(monkeypatch)
-    console = Console(shown=False)
-    with console.progress(first_step=0, total_steps=1):
-        console.advance()
-        console.say("step 1")
-    assert written.getvalue() == ""
-
-
-def lines_of(path):
-    """Those of a log without the time in front, and without the line of each start."""
-    lines = [line.split(" ", 1)[1] for line in path.read_text().splitlines()]
-    return [line for line in lines if not line.startswith("-- ")]
+    with Console(shown=False).progress(first_step=0, total_steps=1):
+        assert written.getvalue() == ""
 
 
 @pytest.mark.parametrize("shown", [True, False])
@@ -141,25 +129,14 @@ def test_the_log_has_the_lines_before_it_and_the_error_at_the_end_and_is_appende
     console.say("not logged")
     with pytest.raises(KeyError):
         run(KeyError("a bug"), Console(shown=False))
-    found = lines_of(path)
+    lines = [line.split(" ", 1)[1] for line in path.read_text().splitlines()]  # without the time
+    found = [line for line in lines if not line.startswith("-- ")]  # nor that of each start
     assert found[:4] == [r"early\n", "two", "lines", "NumericsError: step 3: bad"]
     assert found[6] == "Traceback (most recent call last):" and found[-1] == "KeyError: 'a bug'"
     shown_lines = "early\\n\ntwo\nlines\nnot logged\n" if shown else ""
     assert capsys.readouterr().out == shown_lines
-
-
-def test_a_log_that_cannot_be_written_is_one_note(tmp_path, capsys):
-    console = Console()
+    # One that cannot be written is a note of every process.
     with console.logging(epath.Path(tmp_path / "absent" / "log.txt")):
         console.say("goes on")
-    out = capsys.readouterr().out
-    assert re.fullmatch(r"note: \S+/log.txt cannot be written: No such .+\.\ngoes on\n", out)
-
-
-def test_a_sample_keeps_its_lines_and_fits_the_terminal():
-    """Long lines are broken, spaces and empty lines stay, control characters are escaped."""
-    text = "def f():\n    return 1\n\n" + "a" * 150 + "\x07"
-    lines = sample_lines(20, text).split("\n")
-    assert lines[:4] == ["sample after step 20:", "  | def f():", "  |     return 1", "  |"]
-    assert "".join(line.removeprefix("  | ") for line in lines[4:]) == "a" * 150 + r"\x07"
-    assert max(map(len, lines)) <= 100 and len(lines) > 5
+    note = r"note: \S+/log.txt cannot be written: No such .+\.\n"
+    assert re.fullmatch(note + "goes on\n" * shown, capsys.readouterr().out)

@@ -1,19 +1,21 @@
-"""Rows of metrics.jsonl: one a step, also after a kill and a resume."""
+"""metrics.jsonl: a row for each step, also after a kill and a resume; history.jsonl: each start."""
 
 import errno
 import io
 import json
 import math
 import os
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from maxdiloco.errors import CheckpointError
-from maxdiloco.metrics import line_files
-from maxdiloco.metrics import writer as writer_lib
+from maxdiloco.errors import CheckpointError, Preempted
+from maxdiloco.metrics import history, line_files
+from maxdiloco.metrics.history import History
 from maxdiloco.metrics.writer import MetricsWriter, row
+from maxdiloco.trainer import start
 
 
 def steps_in(folder):
@@ -30,27 +32,20 @@ def write(folder, steps, **options):
             rows.write(step, {"learning/loss": 10.0 / step})
 
 
-def test_a_row_is_an_object_that_is_in_the_file_when_write_returns(folder):
+class Device(np.ndarray):
+    """What jax.Array does: float() of one element."""
+
+
+def test_a_row_is_json_that_is_in_the_file_when_write_returns(folder):
+    """One-element arrays are numbers and counts stay whole; RFC 8259 has no NaN."""
     rows = writer(folder)  # which is not closed
-    rows.write(10, {"learning/loss": 2.5, "dcn/bytes_sent": 4096})
+    loss = np.array(2.5, np.float32).view(Device)
+    rows.write(10, {"learning/loss": loss, "dcn/bytes_sent": np.int64(4096)})
     assert folder.metrics.read_text() == (
         '{"step": 10, "learning/loss": 2.5, "dcn/bytes_sent": 4096}\n'
     )
-
-
-def test_one_element_arrays_are_numbers_and_counts_stay_whole():
-    class Device(np.ndarray):  # what jax.Array does: float() of one element
-        pass
-
-    with_array = np.array(0.5, np.float32).view(Device)
-    line = row(1, {"a": writer_lib._number(with_array), "b": writer_lib._number(np.int64(7))})
-    assert line == '{"step": 1, "a": 0.5, "b": 7}'
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_value_that_is_not_finite_is_null_so_that_the_row_is_json(value):
-    """RFC 8259 has no NaN."""
-    assert row(3, {"loss": value, "lr": 0.1}) == '{"step": 3, "loss": null, "lr": 0.1}'
+    for value in (math.nan, math.inf, -math.inf):
+        assert row(3, {"loss": value, "lr": 0.1}) == '{"step": 3, "loss": null, "lr": 0.1}'
 
 
 def test_a_step_is_written_once_also_by_a_run_that_goes_on(folder):
@@ -64,8 +59,10 @@ def test_a_step_is_written_once_also_by_a_run_that_goes_on(folder):
             rows.write(30, {})
 
 
-def test_resume_drops_the_rows_beyond_the_checkpoint(folder):
-    """Killed after step 50, resumed from the checkpoint of step 30: 40 and 50 come again."""
+def test_resume_drops_the_rows_beyond_the_checkpoint_and_a_new_run_all(folder):
+    """Killed after step 50, resumed from the checkpoint of step 30: 40 and 50 come again. A clean
+    resume leaves the file and says nothing."""
+    write(folder, [10])
     write(folder, [10, 20, 30, 40, 50])
     said = []
     write(folder, [40, 50, 60], resume_step=30, say=said.append)
@@ -74,18 +71,8 @@ def test_resume_drops_the_rows_beyond_the_checkpoint(folder):
         "metrics.jsonl: 3 rows kept, 2 later rows and 0 broken lines of an earlier life of this "
         "run dropped"
     ]
-
-
-def test_a_run_that_starts_anew_starts_an_empty_file(folder):
-    write(folder, [10, 20])
-    write(folder, [10])
-    assert steps_in(folder) == [10]
-
-
-def test_a_clean_resume_leaves_the_file_and_says_nothing(folder):
-    write(folder, [10, 20])
     before = os.stat(folder.metrics).st_ino
-    write(folder, [], resume_step=20, say=pytest.fail)
+    write(folder, [], resume_step=60, say=pytest.fail)
     assert os.stat(folder.metrics).st_ino == before
 
 
@@ -125,71 +112,58 @@ def disk(monkeypatch):
     return found
 
 
-def on_a_full_disk(folder, disk, until, error=None):
-    """(what a run of 100 steps says whose disk is full from step 20 until another, its error)."""
-    said = []
+CANNOT = "base_output_directory: cannot write FILE: Full."
+WAITS = f"warning: {CANNOT} Its rows are kept for later."
+AGAIN = "FILE is written again."
+LOST = f"{CANNOT} The rows since then are lost."
+ADVICE = (
+    " The training is not: free some space, and the same command goes on from the last checkpoint."
+)
+
+
+@pytest.mark.parametrize(
+    ("until", "error", "said", "raised"),
+    [
+        (90, None, [WAITS, AGAIN], ""),  # one line at each turn, and a file without a gap
+        (1000, None, [WAITS], LOST + ADVICE),
+        # A loss that is not finite ends with its own exit code, whatever the disk does.
+        (1000, ArithmeticError("not finite"), [WAITS, f"warning: {LOST}"], "not finite"),
+    ],
+)
+def test_on_a_full_disk_rows_wait_until_there_is_space_again(
+    folder, disk, until, error, said, raised
+):
+    """From step 20 until another; rows that stay unwritten are an error at the end."""
+    told = []
 
     def run():
-        with writer(folder, say=said.append) as rows:
+        with writer(folder, say=told.append) as rows:
             for step in range(1, 101):
                 disk.room = 1000 if 20 <= step < until else math.inf
                 rows.write(step, {"learning/loss": 1.0})
             if error:
                 raise error
 
-    found = None
-    try:
+    with pytest.raises((CheckpointError, ArithmeticError)) if raised else nullcontext() as caught:
         run()
-    except (CheckpointError, ArithmeticError) as caught:
-        found = str(caught)
-    return [line.replace(str(folder.metrics), "FILE") for line in said], found
-
-
-CANNOT = "base_output_directory: cannot write FILE: Full."
-WAITS = f"warning: {CANNOT} Its rows are kept for later."
-
-
-def test_on_a_full_disk_rows_wait_until_there_is_space_again(folder, disk):
-    """One line at each turn, and a file without a gap."""
-    assert on_a_full_disk(folder, disk, 90) == ([WAITS, "FILE is written again."], None)
-    assert steps_in(folder) == list(range(1, 101))
-
-
-def test_rows_that_stay_unwritten_are_an_error_at_the_end(folder, disk):
-    said, error = on_a_full_disk(folder, disk, 1000)
-    assert said == [WAITS]
-    assert error.replace(str(folder.metrics), "FILE") == (
-        f"{CANNOT} The rows since then are lost. The training is not: free some space, and the "
-        "same command goes on from the last checkpoint."
-    )
+    assert [line.replace(str(folder.metrics), "FILE") for line in told] == said
+    assert not raised or str(caught.value).replace(str(folder.metrics), "FILE") == raised
+    if not raised:
+        assert steps_in(folder) == list(range(1, 101))
     disk.room = math.inf
     write(folder, [100], resume_step=5)
     assert steps_in(folder) == [1, 2, 3, 4, 5, 100]
 
 
-def test_rows_that_stay_unwritten_do_not_hide_another_error(folder, disk):
-    """A loss that is not finite ends with its own exit code, whatever the disk does."""
-    said, error = on_a_full_disk(folder, disk, 1000, ArithmeticError("another error"))
-    assert said == [WAITS, f"warning: {CANNOT} The rows since then are lost."]
-    assert error == "another error"
+def test_rows_on_an_object_store_are_written_whole_by_who_has_the_lock(tmp_path):
+    """gs:// cannot append, so not at every step; a local file stands in for the object."""
 
+    def require_lock():
+        if lost:
+            raise CheckpointError("lost")
 
-def test_a_folder_in_the_place_of_the_file_is_one_line(folder):
-    folder.metrics.mkdir()
-    with pytest.raises(CheckpointError, match=r"cannot write .*metrics.jsonl: Is a directory"):
-        writer(folder)
-
-
-def remote_rows(path, clock, require_lock=lambda: None):
-    """A local file stands in for the object."""
-    return line_files.RemoteLines(path, "old\n", clock, require_lock)
-
-
-def test_rows_on_an_object_store_are_written_whole_and_not_at_every_step(tmp_path):
-    """gs:// cannot append."""
-    now = [0.0]
-    path = tmp_path / "metrics.jsonl"
-    sink = remote_rows(path, lambda: now[0])
+    now, lost, path = [0.0], False, tmp_path / "metrics.jsonl"
+    sink = line_files.RemoteLines(path, "old\n", lambda: now[0], require_lock)
     sink.write("a")
     assert not path.exists()
     now[0] = line_files.REMOTE_FLUSH_SECONDS
@@ -200,20 +174,54 @@ def test_rows_on_an_object_store_are_written_whole_and_not_at_every_step(tmp_pat
     assert path.read_text() == "old\na\nb\nc\n"
     path.unlink()
     sink.close()  # nothing new
-    assert not path.exists()
-
-
-def test_rows_are_not_written_over_those_of_a_run_that_has_taken_the_lock(tmp_path):
-    def require_lock():
-        if lost:
-            raise CheckpointError("lost")
-
-    path = tmp_path / "metrics.jsonl"
-    lost = False
-    sink = remote_rows(path, lambda: 0.0, require_lock)
-    sink.write("a")
-    lost = True
-    for write in (sink.sync, sink.close, lambda: sink.write("b")):
+    sink.write("d")
+    lost = True  # to a run that has taken the lock
+    for write in (sink.sync, sink.close, lambda: sink.write("e")):
         with pytest.raises(CheckpointError, match="lost"):
             write()
     assert not path.exists()
+
+
+def test_a_start_and_its_end_are_two_lines_of_history_and_the_next_start_adds_to_them(folder):
+    """An error is why, and goes on."""
+    assert history.read(folder) == []
+    times = iter([10.0, 20.0, 30.0])
+    with History(folder, {"step": 0, "processes": 2}, clock=lambda: next(times)):
+        assert len(history.read(folder)) == 1
+    History(folder, {"step": 5, "processes": 1}, clock=lambda: next(times))
+    assert history.read(folder) == [
+        {"event": "start", "time": 10.0, "step": 0, "processes": 2},
+        {"event": "end", "time": 20.0, "why": ""},
+        {"event": "start", "time": 30.0, "step": 5, "processes": 1},
+    ]
+    with pytest.raises(Preempted), History(folder, {}):
+        raise Preempted("SIGTERM after\nstep 3")
+    assert history.read(folder)[-1]["why"] == "Preempted: SIGTERM after\\nstep 3"
+
+
+def test_half_a_line_of_history_spoils_no_later_line_and_a_folder_in_its_place_is_a_warning(folder):
+    """One in the place of metrics.jsonl is an error."""
+    folder.history.write_text('{"event": "sta')
+    with History(folder, {"step": 7}):
+        assert [event["event"] for event in history.read(folder)] == ["start"]
+    folder.history.unlink()
+    folder.history.mkdir()
+    said = []
+    with History(folder, {}, say=said.append):
+        assert len(said) == 1
+    assert [line.rpartition(": ")[2] for line in said] == ["Is a directory."] * 2
+    assert said[0].startswith("warning: base_output_directory: cannot write ")
+    folder.metrics.mkdir()
+    with pytest.raises(CheckpointError, match=r"cannot write .*metrics.jsonl: Is a directory"):
+        writer(folder)
+
+
+@pytest.mark.parametrize(("H", "sent"), [(3, [7, 8, 9]), (10**9, None)])
+def test_the_line_of_a_start_has_the_bytes_of_the_third_period(folder, H, sent):
+    """From the third on all exchanges of a period before are under way; a long one is cut."""
+    trainer = SimpleNamespace(period=H, num_replicas=2, bytes_sent=lambda t: t)
+    parts = SimpleNamespace(trainer=trainer, mesh=SimpleNamespace(size=4))
+    with start.history_of(folder, parts, done=5, total=9):
+        (line,) = history.read(folder)
+    assert (line["step"], line["until"], line["replicas"], line["devices"]) == (5, 9, 2, 4)
+    assert line["bytes_sent"] == sent or len(line["bytes_sent"]) == history.MOST_STEPS

@@ -1,5 +1,6 @@
-"""The mean loss of a row, also when the run was interrupted since the row before."""
+"""Figures of a row: the mean loss, also of an interrupted run, step time and share of the peak."""
 
+import contextlib
 import types
 
 import jax
@@ -10,6 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxdiloco.metrics import monitor as monitor_lib
 from maxdiloco.metrics.monitor import Monitor
+from maxdiloco.metrics.speed import StepClock, performance, training_flops_per_token
+from maxdiloco.parallel.chips import CHIPS
 
 
 def placed(losses_R, slots=2):
@@ -55,12 +58,20 @@ def test_the_loss_of_a_row_is_the_mean_of_the_steps_since_the_last_row(monkeypat
 
 
 def test_a_run_that_was_interrupted_between_two_rows_writes_the_same_row():
+    """With more replicas each goes on from the one that it is a copy of: replica r takes the
+    parameters of r mod M, and its losses."""
     whole, before, after = monitor(), monitor(), monitor()
     add(whole, range(1, 8))
     add(before, range(1, 4))
     after.resume_losses(before.loss_sums())
     add(after, range(4, 8))
     np.testing.assert_array_equal(after.take_mean_loss(7), whole.take_mean_loss(7))
+    before, after = monitor(2), monitor(6)
+    add(before, [1, 2], R=2)
+    after.resume_losses(before.loss_sums())
+    add(after, [3], R=6)
+    wanted = (np.tile(mean([1, 2], 2).astype(np.float64), 3) * 2 + losses(3, 6)) / 3
+    np.testing.assert_allclose(after.take_mean_loss(3), wanted, rtol=1e-6)
 
 
 def test_a_row_of_a_step_that_was_not_finite_has_no_mean():
@@ -72,11 +83,53 @@ def test_a_row_of_a_step_that_was_not_finite_has_no_mean():
     assert np.isnan(watcher.take_mean_loss(3)).tolist() == [False, True, False, False]
 
 
-def test_with_more_replicas_each_goes_on_from_the_one_it_is_a_copy_of():
-    """Replica r takes the parameters of r mod M, and its losses."""
-    before, after = monitor(2), monitor(6)
-    add(before, [1, 2], R=2)
-    after.resume_losses(before.loss_sums())
-    add(after, [3], R=6)
-    wanted = (np.tile(mean([1, 2], 2).astype(np.float64), 3) * 2 + losses(3, 6)) / 3
-    np.testing.assert_allclose(after.take_mean_loss(3), wanted, rtol=1e-6)
+def test_step_time_is_the_interval_between_log_points_over_its_steps_without_what_is_excluded():
+    """That counts in its interval alone, also when what the time was spent on fails."""
+    hands = [100.0]  # a clock that is set by hand
+    clock = StepClock(20, clock=lambda: hands[0])
+    hands[0] += 6.0
+    assert clock.lap(30) == pytest.approx(0.6)
+    hands[0] += 6.0
+    with contextlib.suppress(KeyError), clock.excluded():  # an evaluation
+        hands[0] += 50.0
+        raise KeyError
+    clock.exclude(2.0)  # of the 6 s, a compile
+    assert clock.lap(34) == pytest.approx(1.0)
+    hands[0] += 3.0
+    assert clock.lap(35) == pytest.approx(3.0)
+
+
+def test_flops_per_token_and_performance_by_hand():
+    """arXiv 2204.02311 App. B: 6 N + 12 L H Q T; N=1000, L=2, H=4 heads of Q=8, T=16. 0.5 s a step,
+    2000 tokens, 3e9 FLOP a token on 4 devices: 4000 tokens/s, 3e12 a device. No mfu where the peak
+    is unknown."""
+    assert training_flops_per_token(1000, 2, 4 * 8, 16) == 6000 + 12 * 2 * 32 * 16
+    work = dict(step_time=0.5, tokens_per_step=2000, flops_per_token=3e9, num_devices=4)
+    found = {
+        "perf/step_time": 0.5,
+        "perf/tokens_per_second": 4000.0,
+        "perf/tflops_per_device": 3.0,
+    }
+    assert performance(**work, device_kind="cpu") == found
+    found["perf/mfu"] = pytest.approx(3e12 / 197e12)
+    assert performance(**work, device_kind="TPU v5 lite") == found
+
+
+def test_peaks_agree_with_those_that_pallas_knows():
+    """jax's own table, per TensorCore; 2.5 % apart at most (it rounds v6e to 920 TFLOP/s).
+
+    v3 is left out: 123 TFLOP/s on the product page, 140 in that table.
+    """
+    from jax._src.pallas.mosaic import tpu_info
+
+    peaks = {kind: chip.peak_flops for chip in CHIPS.values() for kind in chip.kinds}
+    seen = 0
+    for kind, peak in peaks.items():
+        version = tpu_info.chip_version_from_device_kind(kind)
+        if version is None or kind == "TPU v3":
+            continue
+        cores = 2 if version.supports_megacore else 1  # TensorCores that make up one device
+        known = tpu_info._get_tpu_info_impl(version, cores).bf16_ops_per_second * cores
+        assert peak == pytest.approx(known, rel=0.025), kind
+        seen += 1
+    assert seen >= 8

@@ -1,6 +1,6 @@
 """Rows of metrics come together in process 0 while every process goes on. No JAX, no socket.
 
-    # R replicas
+# R replicas
 """
 
 import numpy as np
@@ -12,35 +12,28 @@ from maxdiloco.metrics.rows import Rows
 REPLICAS = {0: [0, 3], 1: [1], 2: [2, 4], 3: []}  # process 3 shares a slice with another
 
 
-class Network:
-    """Messages between the links of several processes; those of `late` ones are under way."""
+class Links:
+    """Of a process. messages: of all, under way; late: processes of which none has arrived."""
 
-    def __init__(self):
-        self.messages = {}
-        self.late = set()
-
-
-class Side:
     timeout_s = 60.0
 
-    def __init__(self, network, rank):
-        self._network, self._rank = network, rank
+    def __init__(self, messages, late, rank):
+        self._messages, self._late, self._rank = messages, late, rank
 
     def send_row(self, peer, key, data):
-        assert (peer, self._rank, key) not in self._network.messages
-        self._network.messages[peer, self._rank, key] = bytearray(b"".join(data))
+        assert (peer, self._rank, key) not in self._messages
+        self._messages[peer, self._rank, key] = bytearray(b"".join(data))
 
     def arrived(self, peer, key):
-        there = (self._rank, peer, key) in self._network.messages
-        return there and peer not in self._network.late
+        return (self._rank, peer, key) in self._messages and peer not in self._late
 
     def received_bytes(self, peer):
         return 0
 
     def receive(self, peer, key, deadline):
-        if (self._rank, peer, key) not in self._network.messages:
+        if (self._rank, peer, key) not in self._messages:
             raise LostPeerError(f"process {peer} is gone")
-        return self._network.messages.pop((self._rank, peer, key))
+        return self._messages.pop((self._rank, peer, key))
 
 
 def metrics(step, replicas):
@@ -55,13 +48,13 @@ def metrics(step, replicas):
 
 @pytest.fixture
 def run():
-    """(rows of each process, the network, what process 0 has written)."""
-    network, written = Network(), []
+    """(rows of each process, messages, who is late, what process 0 has written)."""
+    messages, late, written = {}, set(), []
     rows = [
-        Rows(p, REPLICAS, links=Side(network, p), write=lambda *row: written.append(row))
+        Rows(p, REPLICAS, links=Links(messages, late, p), write=lambda *row: written.append(row))
         for p in REPLICAS
     ]
-    return rows, network, written
+    return rows, messages, late, written
 
 
 def add(rows, step, *processes):
@@ -70,8 +63,7 @@ def add(rows, step, *processes):
 
 
 def test_a_row_has_the_bits_of_all_replicas_in_their_order(run):
-    """And beside them what process 0 says alone."""
-    rows, network, written = run
+    rows, messages, late, written = run
     add(rows, 7, 0, 1, 2, 3)
     rows[0].write_complete()
     ((step, found, values),) = written
@@ -81,53 +73,39 @@ def test_a_row_has_the_bits_of_all_replicas_in_their_order(run):
     for name, values_R in wanted.items():
         assert found[name].dtype == values_R.dtype
         assert found[name].tobytes() == values_R.tobytes()
-    assert network.messages == {}
+    assert messages == {}
 
 
 def test_process_0_goes_on_while_another_is_late_and_writes_in_the_order_of_steps(run):
     """Row 4 has no metrics and waits for no process, but for row 2 all the same."""
-    rows, network, written = run
-    network.late.add(2)
+    rows, messages, late, written = run
+    late.add(2)
     for step in (1, 2, 3):
         add(rows, step, *((0, 1, 2) if step < 3 else (0, 1)))
         rows[0].write_complete()
     rows[0].add(4, None, {"eval/loss": 1.5})
     rows[0].write_complete()
     assert written == []
-    network.late.clear()
+    late.clear()
     rows[0].write_complete()
     assert [step for step, *_ in written] == [1, 2]
     add(rows, 3, 2)
     rows[0].write_complete()
     assert [step for step, *_ in written] == [1, 2, 3, 4]
     assert written[-1][1:] == (None, {"eval/loss": 1.5})
-
-
-def test_at_the_end_the_rows_that_are_missing_are_waited_for(run):
-    """The links wait, here for no time at all, and raise when a process is gone."""
-    rows, network, written = run
-    network.late.add(1)
-    add(rows, 1, 0, 1, 2)
-    add(rows, 2, 0, 1)
+    # At the end the rows that are missing are waited for, here until a process is gone.
+    add(rows, 5, 0, 1, 2)
+    add(rows, 6, 0, 1)
+    late.add(1)
     with pytest.raises(LostPeerError, match="process 2 is gone"):
         rows[0].write_all()
-    assert [step for step, *_ in written] == [1]
-
-
-def test_one_process_writes_at_once_and_needs_no_links():
-    written = []
-    rows = Rows(0, {0: [0, 1]}, links=None, write=lambda *row: written.append(row))
-    rows.add(1, metrics(1, [0, 1]), {})
-    rows.write_complete()
-    ((step, found, _),) = written
-    assert step == 1
-    np.testing.assert_array_equal(found["count"], [100, 101])
+    assert [step for step, *_ in written] == [1, 2, 3, 4, 5]
 
 
 def test_a_process_sends_nothing_for_a_row_without_metrics_or_of_no_replica(run):
-    rows, network, _ = run
+    rows, messages, _, _ = run
     rows[1].add(1, None, {"eval/loss": 2.0})
     rows[3].add(1, metrics(1, []), {})
-    assert network.messages == {}
+    assert messages == {}
     rows[1].add(2, metrics(2, [1]), {})  # the control
-    assert list(network.messages) == [(0, 1, ("row", 2))]
+    assert list(messages) == [(0, 1, ("row", 2))]

@@ -1,6 +1,8 @@
-"""TensorBoard's event file: which steps it holds, and that its failures end no run."""
+"""Where else the rows go: TensorBoard and wandb, and that their failures end no run."""
 
 import errno
+import importlib
+import json
 import os
 import pathlib
 import struct
@@ -10,51 +12,55 @@ import threading
 
 import pytest
 from tensorboardX import record_writer
+from tensorboardX.proto import event_pb2
 
-from maxdiloco.metrics import tensorboard
+from maxdiloco import train
+from maxdiloco.errors import ConfigError
+from maxdiloco.metrics import tensorboard, wandb_run
 from maxdiloco.metrics.writer import MetricsWriter
-from maxdiloco.storage.run_folder import RunFolder, locate
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-@pytest.fixture
-def folder(tmp_path) -> RunFolder:
-    found = locate(tmp_path, "run")
-    found.path.mkdir()
-    return found
-
-
-def write(folder, steps, *, resume_step=None, say=lambda line: None):
-    with MetricsWriter(folder, tensorboard=True, resume_step=resume_step, say=say) as writer:
+def write(folder, steps, *, resume_step=None, say=lambda line: None, **options):
+    options = {"tensorboard": True} | options
+    with MetricsWriter(folder, resume_step=resume_step, say=say, **options) as writer:
         for step in steps:
             writer.write(step, {"learning/loss": 10.0 / step})
 
 
-def events(folder):
-    """(step, purged step or {name: value}) of all events, in order of the files' age."""
-    from tensorboardX.proto import event_pb2
-
-    found = []
+def records(folder):
     for path in sorted(folder.tensorboard.iterdir(), key=lambda path: os.stat(path).st_mtime_ns):
         data = path.read_bytes()
         while data:
             (length,) = struct.unpack("<Q", data[:8])  # then 4 bytes CRC, the event, 4 bytes CRC
-            event = event_pb2.Event.FromString(data[12 : 12 + length])
+            yield event_pb2.Event.FromString(data[12 : 12 + length])
             data = data[16 + length :]
-            if event.HasField("session_log"):
-                found.append((event.step, "purge"))
-            elif event.HasField("summary"):
-                values = {value.tag: value.simple_value for value in event.summary.value}
-                found.append((event.step, values))
+
+
+def events(folder):
+    """(step, "purge" or {name: value}) of each record that has one."""
+    found = []
+    for event in records(folder):
+        if event.HasField("session_log"):
+            found.append((event.step, "purge"))
+        elif event.HasField("summary"):
+            values = {value.tag: value.simple_value for value in event.summary.value}
+            found.append((event.step, values))
     return found
 
 
-def test_tensorboard_is_told_which_steps_come_again(folder):
+def test_tensorboard_is_told_which_steps_come_again_and_an_object_is_written_whole(folder):
+    """A local file stands in for the object of an object store."""
     write(folder, [10, 20, 30])
+    (path,) = folder.tensorboard.iterdir()
+    file, content = tensorboard._RemoteFiles().open(folder.path / "copy"), path.read_bytes()
+    for part in (content[:100], content[100:]):
+        file.write(part)
+        file.flush()
+    assert (folder.path / "copy").read_bytes() == content
     write(folder, [30], resume_step=20)
-    found = events(folder)
-    assert found == [
+    assert events(folder) == [
         (0, "purge"),
         (10, {"learning/loss": 1.0}),
         (20, {"learning/loss": 0.5}),
@@ -64,25 +70,22 @@ def test_tensorboard_is_told_which_steps_come_again(folder):
     ]
 
 
-def test_a_text_is_written_as_text_and_numbers_beside_it_as_scalars(folder):
-    """Tag and plugin are those that TensorBoard's tab of texts looks for."""
-    from tensorboardX.proto import event_pb2
-
+def test_a_text_is_written_as_text_and_a_save_flushes_the_event_file(folder):
+    """Tag and plugin are those that TensorBoard's tab of texts looks for. The recorder calls sync
+    before each save; then kill -9 loses no row before the checkpoint."""
     with MetricsWriter(folder, tensorboard=True, resume_step=None) as writer:
         writer.write(1, {"eval/loss": 2.0})
         writer.write_text(1, "eval/sample", "a b\nc")
-    (path,) = folder.tensorboard.iterdir()
-    data, found = path.read_bytes(), {}
-    while data:
-        (length,) = struct.unpack("<Q", data[:8])
-        event = event_pb2.Event.FromString(data[12 : 12 + length])
-        found |= {value.tag: value for value in event.summary.value}
-        data = data[16 + length :]
+        for step in (10, 20):
+            writer.write(step, {"learning/loss": 10.0 / step})
+            writer.sync()
+            assert events(folder)[-1] == (step, {"learning/loss": 10.0 / step})
+    found = {value.tag: value for event in records(folder) for value in event.summary.value}
     assert found["eval/loss"].simple_value == 2.0
     sample = found["eval/sample/text_summary"]
     assert sample.metadata.plugin_data.plugin_name == "text"
     assert sample.tensor.string_val[0].decode() == "    a b\n    c\n"
-    assert len(folder.metrics.read_text().splitlines()) == 1
+    assert len(folder.metrics.read_text().splitlines()) == 3
 
 
 def rows_and_warnings(folder, count):
@@ -126,18 +129,16 @@ def test_an_event_file_that_cannot_be_made_is_one_warning(folder):
     assert rows_and_warnings(folder, 3) == given_up(folder, "Not a directory")
 
 
-def test_a_save_flushes_the_event_file(folder):
-    """The recorder calls sync before each; then kill -9 loses no row before the checkpoint."""
-    with MetricsWriter(folder, tensorboard=True, resume_step=None) as writer:
-        for step in (10, 20):
-            writer.write(step, {"learning/loss": 10.0 / step})
-            writer.sync()
-            assert events(folder)[-1] == (step, {"learning/loss": 10.0 / step})
+@pytest.fixture
+def hanging(monkeypatch):
+    over = threading.Event()
+    monkeypatch.setattr(record_writer.RecordWriter, "flush", lambda self: over.wait())
+    yield
+    over.set()
 
 
-def test_a_sync_on_a_disk_that_hangs_is_waited_for_once(folder, monkeypatch):
-    hanging, waits = threading.Event(), []
-    monkeypatch.setattr(record_writer.RecordWriter, "flush", lambda self: hanging.wait())
+def test_a_sync_on_a_disk_that_hangs_is_waited_for_once(folder, hanging, monkeypatch):
+    waits = []
     for name in ("CLOSE_SECONDS", "SYNC_SECONDS"):
         monkeypatch.setattr(tensorboard, name, 0.05)
     real = threading.Event.wait
@@ -146,41 +147,20 @@ def test_a_sync_on_a_disk_that_hangs_is_waited_for_once(folder, monkeypatch):
         "wait",
         lambda event, seconds=None: waits.append(seconds) or real(event, seconds),
     )
-    try:
-        with MetricsWriter(folder, tensorboard=True, resume_step=None, say=print) as writer:
-            for step in range(1, 9):
-                writer.write(step, {"learning/loss": 1.0})
-                writer.sync()
-            assert waits.count(0.05) == 1
-    finally:
-        hanging.set()
+    with MetricsWriter(folder, tensorboard=True, resume_step=None, say=print) as writer:
+        for step in range(1, 9):
+            writer.write(step, {"learning/loss": 1.0})
+            writer.sync()
+        assert waits.count(0.05) == 1
 
 
-def test_an_event_file_on_a_disk_that_hangs_holds_nobody_up(folder, monkeypatch):
+def test_an_event_file_on_a_disk_that_hangs_holds_nobody_up(folder, hanging, monkeypatch):
     """Neither a row, when as many wait as may, nor the end of the run."""
-    hanging = threading.Event()
-    try:
-        monkeypatch.setattr(record_writer.RecordWriter, "flush", lambda self: hanging.wait())
-        monkeypatch.setattr(tensorboard, "MOST_WAITING", 5)
-        monkeypatch.setattr(tensorboard, "CLOSE_SECONDS", 0.01)
-        assert rows_and_warnings(folder, 4) == given_up(folder, "the last rows are not written yet")
-        folder.metrics.unlink()
-        assert rows_and_warnings(folder, 20) == given_up(folder, "5 rows wait to be written")
-    finally:
-        hanging.set()
-
-
-def test_an_event_file_on_an_object_store_is_written_whole(folder, monkeypatch):
-    """A local file stands in for the object."""
-    write(folder, [10, 20])
-    (path,) = folder.tensorboard.iterdir()
-    file = tensorboard._RemoteFiles().open(folder.path / "copy")
-    content = path.read_bytes()
-    file.write(content[:100])
-    file.flush()
-    file.write(content[100:])
-    file.flush()
-    assert (folder.path / "copy").read_bytes() == content
+    monkeypatch.setattr(tensorboard, "MOST_WAITING", 5)
+    monkeypatch.setattr(tensorboard, "CLOSE_SECONDS", 0.01)
+    assert rows_and_warnings(folder, 4) == given_up(folder, "the last rows are not written yet")
+    folder.metrics.unlink()
+    assert rows_and_warnings(folder, 20) == given_up(folder, "5 rows wait to be written")
 
 
 def test_without_tensorboard_it_is_neither_imported_nor_written(folder):
@@ -193,10 +173,75 @@ def test_without_tensorboard_it_is_neither_imported_nor_written(folder):
         "print('tensorboardX' in sys.modules, f.tensorboard.exists())"
     )
     for wanted, expected in (("no", "False False\n"), ("yes", "True True\n")):
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(folder.path.parent), wanted],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-        )
+        command = [sys.executable, "-c", code, str(folder.path.parent), wanted]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert done.stdout == expected
+
+
+# What only looks like wandb.
+WANDB = """
+import types
+class Error(Exception): pass
+errors = types.SimpleNamespace(Error=Error)
+calls = []
+refuses = set()
+class Run:
+    def log(self, values, step):
+        if "log" in refuses: raise Error("quota")
+        calls.append(("log", step, values))
+    def finish(self): calls.append(("finish",))
+def init(**options):
+    if "init" in refuses: raise Error("no login")
+    calls.append(("init", options))
+    return Run()
+"""
+
+
+@pytest.fixture
+def wandb(tmp_path, monkeypatch):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "wandb.py").write_text(WANDB)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    yield importlib.import_module("wandb")
+    sys.modules.pop("wandb", None)
+
+
+IN_WANDB = {"tensorboard": False, "wandb_config": {"steps": 9}}
+
+
+def test_the_rows_go_to_wandb_and_a_restart_goes_on_with_the_same_run(folder, wandb):
+    write(folder, [2, 4], **IN_WANDB)
+    write(folder, [5], resume_step=4, **IN_WANDB)
+    first, *rows, second, row, _ = wandb.calls
+    assert rows[:2] == [("log", 2, {"learning/loss": 5}), ("log", 4, {"learning/loss": 2.5})]
+    assert rows[2:] == [("finish",)]
+    assert (first, row) == (second, ("log", 5, {"learning/loss": 2}))
+    options = first[1]
+    assert options.items() >= dict(project="maxdiloco", name="run", resume="allow").items()
+    assert options["config"] == {"steps": 9} and options["id"]
+
+
+def test_a_row_that_wandb_refuses_is_one_warning_and_a_refused_run_one_line(folder, wandb):
+    wandb.refuses.add("log")
+    said = []
+    write(folder, [2, 4], say=said.append, **IN_WANDB)
+    assert said == ["warning: wandb is given up: quota. metrics.jsonl goes on."]
+    rows = [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()]
+    assert rows == [2, 4]
+    wandb.refuses.add("init")
+    with pytest.raises(ConfigError, match="cannot begin a run .no login.*Run `wandb login`"):
+        write(folder, [2], **IN_WANDB)
+
+
+def test_without_the_package_the_run_is_refused_before_it_has_a_folder(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # what makes an import fail
+    with pytest.raises(ConfigError, match="enable_wandb=true needs the package wandb"):
+        wandb_run.require()
+    keys = ["enable_wandb=true", "dataset_type=synthetic", "hardware=cpu", "run_name=w"]
+    mesh = ["dcn_diloco_parallelism=2", "ici_fsdp_parallelism=1"]
+    assert train.main([*keys, *mesh, f"base_output_directory={tmp_path}/runs"]) == 2
+    assert "pip install wandb; or set enable_wandb=false" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()

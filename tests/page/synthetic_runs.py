@@ -49,13 +49,11 @@ def write(folder, *, steps=100, config=CONFIG, history=()):
 
 
 def start(step, *, until=100, time=1.7e9, bytes_sent=()):
-    """A line of history.jsonl."""
     facts = {"processes": 2, "devices": 8, "replicas": 2, "bytes_sent": list(bytes_sent)}
     return {"event": "start", "time": time, "step": step, "until": until, **facts}
 
 
 def end(why="", *, time=1.7e9 + 60):
-    """A line of history.jsonl."""
     return {"event": "end", "time": time, "why": why}
 
 
@@ -73,7 +71,6 @@ DEFAULTS["diloco_outer_lr"] = 0.7
 
 
 def run_of(*, name="a", columns=None, history=(), rows=ROWS, **keys):
-    """What the report would read of a run of some rows."""
     steps = np.arange(1, rows + 1)
     columns = {"learning/loss": 10.0 / steps} if columns is None else columns
     folder = epath.Path("/runs") / name

@@ -110,6 +110,7 @@ def test_what_fills_is_first_and_eager_follows_what_waits_a_tenth_of_the_time_at
 
 
 def test_at_the_least_bandwidth_the_choice_fills_the_link_and_below_it_not(planned):
+    """A link that cannot be filled is exit code 1, and the bandwidth that would do."""
     keys = ("step_time=0.2", "diloco_sync_period=20")
     _, found, _ = planned(*TINY, *keys, "dcn_bandwidth_gbps=0.004")
     row = next(row for row in found["choices"] if row["mode"] == "overlapped")
@@ -120,9 +121,6 @@ def test_at_the_least_bandwidth_the_choice_fills_the_link_and_below_it_not(plann
         gbps = factor * row["least_dcn_bandwidth_gbps"]
         code, again, _ = planned(*given, f"dcn_bandwidth_gbps={gbps:.12f}")
         assert (again["choices"][0]["utilisation"] >= 0.99) == filled == (code == 0)
-
-
-def test_a_link_that_cannot_be_filled_is_exit_code_1_and_the_bandwidth_that_would_do(planned):
     code, found, said = planned(*TINY, "step_time=0.2", "host_bandwidth_gbps=1e-5")
     assert code == 1
     (line,) = said.err.splitlines()
@@ -286,7 +284,6 @@ def test_what_cannot_be_planned_is_one_line(argv, words, capsys):
 
 
 def test_help_lists_the_plan_s_own_options_and_keys_of_a_file_are_given(capsys, tmp_path):
-    """And those of the environment."""
     assert plan.main(["--help"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("usage: python -m maxdiloco.plan ")
