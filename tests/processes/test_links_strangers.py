@@ -255,19 +255,24 @@ def test_who_does_not_know_the_secret_or_is_no_process_of_the_run_stays_out(zero
 
 
 def test_a_second_connection_of_a_process_replaces_only_one_that_has_closed(zero):
-    """Who has come says the name of its host."""
+    """Who has come says the name of its host, and never sends the secret, only proves it."""
     gathered = zero.gathering(3)
     star._dial(("localhost", zero.port), zero.secret, 1, time.monotonic() + WAIT_S).close()
     (first,) = zero.join(1)
     with pytest.raises(LostPeerError, match="it closed the connection"):
         zero.join(1, timeout_s=0.3)
-    (other,) = zero.join(2)
-    taken = gathered.result(WAIT_S)
-    ports = {link.peer: link.socket.getpeername()[1] for link in taken}
-    assert ports == {1: first.socket.getsockname()[1], 2: other.socket.getsockname()[1]}
-    for link in taken:
-        link.socket.settimeout(WAIT_S)
-        assert next(link.messages()) == {"host": socket.gethostname()}
+    with contextlib.closing(Proxy(("localhost", zero.port))) as proxy:
+        proxy.seen = bytearray()
+        zero.port = proxy.address[1]
+        (_kept,) = zero.join(2)
+        taken = {link.peer: link for link in gathered.result(WAIT_S)}
+        for link in taken.values():
+            link.socket.settimeout(WAIT_S)
+            assert next(link.messages()) == {"host": socket.gethostname()}
+    assert taken.keys() == {1, 2}
+    assert taken[1].socket.getpeername()[1] == first.socket.getsockname()[1]
+    assert zero.secret.encode() not in proxy.seen
+    assert socket.gethostname().encode() in proxy.seen, "the control: it would be seen"
 
 
 def test_messages_to_process_0_come_whole_and_in_order_however_they_are_cut():

@@ -16,13 +16,14 @@ from maxdiloco.processes.patience import SLOWER, Patience
 class Peer:
     """Links to a process that is alive: its message comes at a time, its bytes before it.
 
-    A clock of its own. busy_until: bytes come until then.
+    A clock of its own. busy_until: bytes come until then. stopped_s: this process is, at first.
     """
 
     timeout_s = 100.0
 
-    def __init__(self, *, comes_at=float("inf"), busy_until=0.0):
+    def __init__(self, *, comes_at=float("inf"), busy_until=0.0, stopped_s=0.0):
         self.now, self._comes_at, self._busy_until = 0.0, comes_at, busy_until
+        self._stopped_s = stopped_s
 
     def clock(self):
         return self.now
@@ -35,7 +36,7 @@ class Peer:
 
     def receive(self, peer, key, deadline):
         if self._comes_at > deadline:
-            self.now = deadline
+            self.now, self._stopped_s = max(deadline, self._stopped_s), 0.0
             raise TimeoutError("not in time")
         self.now = max(self.now, self._comes_at)
         return bytearray(b"here")
@@ -75,22 +76,13 @@ def test_a_peer_that_is_alive_and_silent_is_lost_in_words():
         (Peer(comes_at=99), 0.0),
         (Peer(comes_at=1900), 500.0),  # 500 steps of a second, and a peer of thrice the time
         (Peer(comes_at=5000, busy_until=4990), 0.0),  # a fragment on a thin link
+        (Peer(comes_at=1050, stopped_s=1000.0), 0.0),  # the time is not the peer's
     ],
 )
 def test_a_slow_peer_is_not_lost(peer, worked_s):
+    """Control: after the stop of this process, too, its patience has an end."""
     assert wait(peer, worked_s=worked_s)[0] == b"here"
-
-
-def test_the_time_in_which_this_process_was_stopped_is_not_the_peers():
-    class Stopped(Peer):
-        def receive(self, peer, key, deadline):
-            if self.now == 0.0:
-                self.now = 1000.0
-                raise TimeoutError("not in time")
-            return super().receive(peer, key, deadline)
-
-    assert wait(Stopped(comes_at=1050))[0] == b"here"
-    assert isinstance(wait(Stopped(comes_at=1250))[0], LostPeerError)
+    assert isinstance(wait(Peer(comes_at=1250, stopped_s=1000.0))[0], LostPeerError)
 
 
 def test_the_exchange_through_the_host_and_the_rows_of_a_run_end_the_wait(monkeypatch, devices):

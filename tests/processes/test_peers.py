@@ -2,6 +2,7 @@
 
 import pathlib
 import socket
+import threading
 from types import SimpleNamespace
 
 import jax
@@ -14,21 +15,11 @@ from maxdiloco.processes import coordination, links, members, peers
 from maxdiloco.processes.coordination import Job
 
 
-@pytest.mark.parametrize(
-    "error, code",
-    [
-        (ConfigError(), 2),
-        (CheckpointError(), 2),
-        (DataError(), 3),
-        (KeyboardInterrupt(), 130),
-        (SystemExit(7), 7),
-        (SystemExit(), 0),
-        (SystemExit("words"), 1),
-        (KeyError(), 1),
-    ],
-)
-def test_exit_codes(error, code):
-    assert peers.exit_code(error) == code
+def test_exit_codes():
+    ends = {2: [ConfigError(), CheckpointError()], 3: [DataError()], 130: [KeyboardInterrupt()]}
+    ends |= {0: [SystemExit()], 1: [SystemExit("words"), KeyError()], 7: [SystemExit(7)]}
+    for code, errors in ends.items():
+        assert [peers.exit_code(error) for error in errors] == [code] * len(errors)
 
 
 @pytest.fixture
@@ -93,6 +84,38 @@ def test_a_store_that_a_stranger_wrote_to_is_an_error_in_words(served, text):
         peers._connect(Job(3, 4), 0, False, timeout_s=1)
     with pytest.raises(LostPeerError, match=words.format("address", 1)):
         links.exchange_addresses(0, [1], ("host", 1), put=lambda *_: None, get=lambda key: text)
+
+
+class Store:
+    """The key-value store of JAX's coordination service, for threads. written: all that was put."""
+
+    def __init__(self):
+        self.written, self._changed = {}, threading.Condition()
+        self._barrier = threading.Barrier(2)
+
+    def key_value_set(self, key, value):
+        with self._changed:
+            assert key not in self.written and value
+            self.written[key] = value
+            self._changed.notify_all()
+
+    def blocking_key_value_get(self, key, timeout_in_ms):
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self.written, timeout_in_ms / 1000):
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
+            return self.written[key]
+
+    def wait_at_barrier(self, name, timeout_in_ms):
+        self._barrier.wait(WAIT_S)
+
+
+@pytest.fixture
+def store(monkeypatch, free_port):
+    """The store, in the place of JAX's; its process 0 has the address `127.0.0.1`."""
+    made = Store()
+    state = SimpleNamespace(client=made, coordinator_address=f"127.0.0.1:{free_port}")
+    monkeypatch.setattr(coordination.distributed, "global_state", state)
+    return made
 
 
 @pytest.fixture
