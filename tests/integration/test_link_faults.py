@@ -13,6 +13,11 @@ import run_tools
 
 SCRIPT = tools.ROOT / "scripts" / "run_local_slices.sh"
 KILLED = pathlib.Path(__file__).with_name("killed_process.py")
+# Of a virtual environment: starts killed_process.py in place of maxdiloco.train.
+PYTHON = """#!/bin/sh
+if [ "$2" = maxdiloco.train ]; then shift 2; exec {0} {1} {2} "$@"; fi
+exec {0} "$@"
+"""
 
 STEPS = 24
 KEYS = {"steps": STEPS, "checkpoint_period": 5, "log_period": 4, "ici_fsdp_parallelism": 1}
@@ -48,10 +53,13 @@ def run(started, tmp_path_factory):
     def run(changes, kills=()):
         folder = tmp_path_factory.mktemp("run")
         (folder / "kills").write_text("".join(f"{kill}\n" for kill in kills))
-        venv = environment(folder / "venv", KILLED, folder / "kills")
+        python = folder / "bin" / "python"
+        python.parent.mkdir()
+        python.write_text(PYTHON.format(sys.executable, KILLED, folder / "kills"))
+        python.chmod(0o755)
         restart = ["--restart", str(len(kills))] if kills else []
         command = ["bash", str(SCRIPT), *restart, "2", *flags(changes, folder)]
-        process = started(command, folder / "log", {"MAXDILOCO_VENV": str(venv)})
+        process = started(command, folder / "log", {"MAXDILOCO_VENV": str(folder)})
         code = process.popen.wait(timeout=tools.WAIT_S * (1 + len(kills)))
         assert code == 0, process.text()
         return folder / "run", process.text()
@@ -59,30 +67,8 @@ def run(started, tmp_path_factory):
     return run
 
 
-@pytest.fixture(scope="module")
-def undisturbed(run):
-    """What the streaming run ends with when nothing happens."""
-    folder, text = run(STREAMING)
-    assert "run_local_slices: " not in text
-    return ends(folder)
-
-
 def flags(changes, folder):
-    names = {"run_name": "run", "base_output_directory": folder}
-    return tools.flags(KEYS | changes | names)
-
-
-def environment(folder, *program):
-    """A virtual environment whose python starts a program in place of maxdiloco.train."""
-    command = " ".join([sys.executable, *map(str, program)])
-    python = folder / "bin" / "python"
-    python.parent.mkdir(parents=True, exist_ok=True)
-    python.write_text(
-        f'#!/bin/sh\nif [ "$2" = maxdiloco.train ]; then shift 2; exec {command} "$@"; fi\n'
-        f'exec {sys.executable} "$@"\n'
-    )
-    python.chmod(0o755)
-    return folder
+    return tools.flags(KEYS | changes | {"run_name": "run", "base_output_directory": folder})
 
 
 def random_kills(count, *, seed):
@@ -98,26 +84,26 @@ def random_kills(count, *, seed):
 
 
 def ends(run_folder, steps=STEPS):
-    """Parameters, optimizers' states and what was sent and not applied, at the end of a run.
-
-    Without what has arrived: places that wait for their next exchange may still hold the last one.
-    """
+    """Parameters, optimizers' states and what was sent and not applied, at a run's end. Without
+    what has arrived: places that wait for their next exchange may still hold the last one."""
     arrays = run_tools.arrays(run_folder, steps)
     return {name: x for name, x in arrays.items() if not name.startswith("flight['incoming']")}
 
 
 def assert_restarts(text, kills):
-    """A line of the script for each kill, and after SIGKILL one of the process that was left."""
-    lines = re.findall(r"^run_local_slices: restart .*", text, re.MULTILINE)
-    assert len(lines) == len(kills)
-    for n, (line, kill) in enumerate(zip(lines, kills, strict=True), 1):
-        first, end = kill[0], "137 (SIGKILL)"
-        if " TERM " in kill:  # both have saved
-            first, end = "[01]", "143 (SIGTERM)"
-        why = f"process {first} ended first, with exit code {re.escape(end)}."
-        assert re.fullmatch(f"run_local_slices: restart {n} of {len(kills)}: {why}", line)
-    lost = re.findall(r"^\[(\d)\] LostPeerError: process (\d) on ", text, re.MULTILINE)
+    """The script tells of each kill, and after SIGKILL the process that was left of the other."""
+    causes = re.findall(r"^run_local_slices: restart .* ended first, .* \(SIG(\w+)\)", text, re.M)
+    assert causes == [kill.split(" ")[1] for kill in kills]
+    lost = re.findall(r"^\[(\d)\] LostPeerError: process (\d) on ", text, re.M)
     assert lost == [(str(1 - int(kill[0])), kill[0]) for kill in kills if " KILL " in kill]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(run):
+    """What the streaming run ends with when nothing happens."""
+    folder, text = run(STREAMING)
+    assert "run_local_slices: " not in text
+    return ends(folder)
 
 
 @pytest.mark.full
@@ -147,61 +133,53 @@ def test_twenty_kills_at_random_steps_change_no_bit(run, changes):
     run_tools.assert_equal_bits(ends(killed, 120), ends(folder, 120))
 
 
-class Stopped:
-    """Two processes, of which number 1 stands still before it sends what is sent after step 6,
-    and number 0 waits for that."""
+@pytest.fixture
+def stopped(started, tmp_path):
+    """Two processes, of which number 1 stands still before it sends what is sent after step 6, and
+    number 0 waits for that."""
 
-    def __init__(self, started, folder, timeout_s):
+    def stopped(timeout_s):
         environ = {"PYTHONPATH": str(tools.ROOT)}
-        module = [sys.executable, "-m", "benchmarks.link.fault_process", str(folder)]
+        module = [sys.executable, "-m", "benchmarks.link.fault_process", str(tmp_path)]
         changes = STREAMING | {"num_slices": 2, "peer_timeout_seconds": timeout_s}
-        command = [*module, "1", "at apply", "6", *flags(changes, folder)]
-        self.folder = folder
-        self.processes = [
-            started(command, folder / f"{i}.log", environ | mine)
+        command = [*module, "1", "at apply", "6", *flags(changes, tmp_path)]
+        both = [
+            started(command, tmp_path / f"{i}.log", environ | mine)
             for i, mine in enumerate(tools.variables(2))
         ]
         limit = time.monotonic() + tools.WAIT_S
         for name in ("held", "take.0"):
-            while not (folder / name).exists():
-                assert time.monotonic() < limit, self.processes[0].text()
-                assert [p.popen.poll() for p in self.processes] == [None] * 2, self.texts()
+            while not (tmp_path / name).exists():
+                assert time.monotonic() < limit, both[0].text()
+                assert [p.popen.poll() for p in both] == [None] * 2, both[0].text()
                 time.sleep(0.05)
-        self.signal(signal.SIGSTOP)
-        (folder / "go").touch()
+        both[1].popen.send_signal(signal.SIGSTOP)
+        (tmp_path / "go").touch()
+        return both
 
-    def signal(self, number):
-        self.processes[1].popen.send_signal(number)
-
-    def texts(self):
-        return "\n".join(process.text() for process in self.processes)
+    return stopped
 
 
 @pytest.mark.full
 def test_a_process_that_is_stopped_for_less_than_the_timeout_changes_no_bit(
-    started, tmp_path, undisturbed
+    stopped, tmp_path, undisturbed
 ):
     """Longer than the silence after which its connections are made anew, a quarter of it."""
-    stopped = Stopped(started, tmp_path, timeout_s=20)
+    zero, one = stopped(timeout_s=20)
     time.sleep(6)
-    assert stopped.processes[0].popen.poll() is None
-    stopped.signal(signal.SIGCONT)
-    assert [process.end() for process in stopped.processes] == [0, 0], stopped.texts()
+    assert zero.popen.poll() is None
+    one.popen.send_signal(signal.SIGCONT)
+    assert [zero.end(), one.end()] == [0, 0], zero.text() + one.text()
     run_tools.assert_equal_bits(ends(tmp_path / "run"), undisturbed)
 
 
 @pytest.mark.full
-def test_a_process_that_is_stopped_for_longer_ends_the_other_with_5_and_then_itself(
-    started, tmp_path
-):
+def test_a_process_that_is_stopped_for_longer_ends_the_other_with_5_and_then_itself(stopped):
     """The other one waits for an exchange, and names it; woken up, it finds that it is alone."""
-    stopped = Stopped(started, tmp_path, timeout_s=10)
-    zero, one = stopped.processes
+    zero, one = stopped(timeout_s=10)
     assert zero.end() == 5, zero.text()
-    (line,) = zero.errors()
-    assert line.startswith("LostPeerError: process 1 ")
-    assert "peer_timeout_seconds=10" in line
-    stopped.signal(signal.SIGCONT)
+    one.popen.send_signal(signal.SIGCONT)
     assert one.end() == 5, one.text()
-    (line,) = one.errors()
-    assert line.startswith("LostPeerError: process 0 ")
+    (line,), (of_one,) = zero.errors(), one.errors()
+    assert line.startswith("LostPeerError: process 1 ") and "peer_timeout_seconds=10" in line
+    assert of_one.startswith("LostPeerError: process 0 ")

@@ -46,6 +46,8 @@ def assert_close_runs(run, other, items=("outer_params", "params")):
 OTHER_WAYS = {
     # The same rows on two devices, two each, or with tensor two on each device of the pair.
     **{axis: {f"ici_{axis}_parallelism": 2} for axis in ("data", "fsdp", "tensor")},
+    # Half of the tokens of the four rows on each.
+    "lengths": dict(ici_context_parallelism=2, per_device_batch_size=4),
     "one vmap": dict(dcn_diloco_parallelism=1, num_diloco_replicas=2, per_device_batch_size=4),
     "micro-batches": dict(gradient_accumulation_steps=2),  # two of two rows
 }
@@ -56,18 +58,6 @@ def test_another_way_computes_what_one_device_for_each_replica_does(base, tmp_pa
     keys = KEYS | dict(per_device_batch_size=2) | OTHER_WAYS[way]
     assert tools.run(tmp_path, "way", **keys) == 0
     assert_close_runs(tmp_path / "way", base)
-
-
-@pytest.mark.full
-def test_a_run_spread_over_lengths_computes_what_one_device_does_and_goes_on_without(
-    base, tmp_path
-):
-    """Both devices of a slice have half of the tokens of the four rows for three steps, then two of
-    the rows."""
-    assert tools.run(tmp_path, "context", **BASE | dict(ici_context_parallelism=2, steps=3)) == 0
-    rows = KEYS | dict(ici_fsdp_parallelism=2, per_device_batch_size=2)
-    assert tools.run(tmp_path, "context", **rows) == 0
-    assert_close_runs(tmp_path / "context", base)
 
 
 def test_data_parallel_over_slices_computes_what_one_device_does(base, tmp_path):
