@@ -93,10 +93,6 @@ def last_name(node):
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
-def calls(tree):
-    return [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-
-
 # -- checkers: each takes source text and returns what it finds wrong ------------------------------
 
 
@@ -143,9 +139,9 @@ def work_at_import(source):
                 # A class body may hold fields: dataclasses.field and the like.
                 look([n for n in node.body if not isinstance(n, ast.Assign | ast.AnnAssign)])
             elif isinstance(node, ast.Assign | ast.AnnAssign):
-                inner = {c for f in ast.walk(node) if isinstance(f, ast.Lambda) for c in calls(f)}
-                for call in set(calls(node)) - inner:
-                    if not makes_constant(call):
+                lambdas = [part for part in ast.walk(node) if isinstance(part, ast.Lambda)]
+                for call in set(ast.walk(node)).difference(*map(ast.walk, lambdas)):
+                    if isinstance(call, ast.Call) and not makes_constant(call):
                         out.append(f"line {node.lineno}: calls {ast.unparse(call.func)} at import")
             elif not completes(node) and not isinstance(
                 node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.Pass

@@ -167,30 +167,25 @@ def test_a_program_run_by_a_wrong_python_ends_in_one_line_and_the_library_in_an_
         ast.parse("if a := 1: pass", feature_version=(3, 7))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "folder"),
-    [
-        ([], "runs/quickstart"),
-        (["steps=3", "run_name=a b", "base_output_directory=/x"], "/x/a b"),
-    ],
-)
-def test_quickstart_trains_and_lets_the_model_write(tmp_path, arguments, folder):
+def test_quickstart_trains_and_lets_the_model_write(tmp_path):
     """Two slices of DiLoCo, by a Python that writes down how it was called, and does nothing."""
     cfg = config.load([str(ROOT / "configs/quickstart.yml")], {})
-    assert (cfg.run_name, cfg.dcn_diloco_parallelism, cfg.ici_fsdp_parallelism) == (
-        "quickstart", 2, 2
-    )  # fmt: skip
+    slices = cfg.dcn_diloco_parallelism, cfg.ici_fsdp_parallelism
+    assert (cfg.run_name, *slices) == ("quickstart", 2, 2)
     fake, log = tmp_path / "venv/bin/python", tmp_path / "log"
     fake.parent.mkdir(parents=True)
     (tmp_path / "venv/pyvenv.cfg").touch()
     fake.write_text(f'#!/bin/sh\nprintf "%s|" "$@" >>{log}; echo >>{log}\n')
     fake.chmod(0o755)
-    script = ["bash", ROOT / "scripts/quickstart.sh", *arguments]
-    done = run(script, cwd="/", env={**os.environ, "MAXDILOCO_VENV": str(tmp_path / "venv")})
-    assert done.returncode == 0, done.stderr
-    train, generate = log.read_text(encoding="utf-8").splitlines()[-2:]
-    assert train == "|".join(["-m", "maxdiloco.train", "configs/quickstart.yml", *arguments, ""])
-    assert generate == f"-m|maxdiloco.generate|{folder}|prompt=def |"
+    given = ["steps=3", "run_name=a b", "base_output_directory=/x"]
+    for arguments, folder in (([], "runs/quickstart"), (given, "/x/a b")):
+        script = ["bash", ROOT / "scripts/quickstart.sh", *arguments]
+        done = run(script, cwd="/", env={**os.environ, "MAXDILOCO_VENV": str(tmp_path / "venv")})
+        assert done.returncode == 0, done.stderr
+        train, generate = log.read_text(encoding="utf-8").splitlines()[-2:]
+        assert train.split("|")[:3] == ["-m", "maxdiloco.train", "configs/quickstart.yml"]
+        assert train.split("|")[3:] == [*arguments, ""]
+        assert generate == f"-m|maxdiloco.generate|{folder}|prompt=def |"
 
 
 @pytest.mark.parametrize(
@@ -223,20 +218,11 @@ def test_a_script_that_cannot_work_says_what_to_do(tmp_path, script, venv, envir
 # -- the image of the Dockerfile, and what the documents tell to install ------------------------
 
 
-def instructions(text):
-    """(instruction, its text) of a Dockerfile, lines that go on joined."""
-    lines = re.sub(r"\\\n", " ", re.sub(r"(?m)^#.*\n", "", text)).splitlines()
-    return [tuple(line.split(None, 1)) for line in lines if line.strip()]
-
-
-def build(folder):
-    """The Dockerfile's steps as plain commands; returns the folder of installed packages.
-
-    Its pip installs into a folder of the test, and only what lies in the checkout.
-    """
-    site, work = folder / "site", folder / "work"
-    work.mkdir(parents=True)
-    pip = folder / "bin/pip"
+def test_the_image_holds_a_working_maxdiloco(tmp_path):
+    """The Dockerfile's steps as plain commands. Its pip installs into a folder of the test, only
+    what lies in the checkout. What is imported from the working folder is the installed package."""
+    site, work, pip = tmp_path / "site", tmp_path / "work", tmp_path / "bin/pip"
+    work.mkdir()
     pip.parent.mkdir()
     pip.write_text(
         '#!/bin/bash\ncase "${@: -1}" in .*) ;; *) exit 0 ;; esac\n'
@@ -244,24 +230,19 @@ def build(folder):
     )
     pip.chmod(0o755)
     environ = {**os.environ, "PATH": f"{pip.parent}:{os.environ['PATH']}", "EXTRAS": "tpu,gcs"}
-    for instruction, rest in instructions((ROOT / "Dockerfile").read_text(encoding="utf-8")):
-        if instruction == "COPY":
-            for name in rest.split()[:-1]:
-                assert f"!{name}" in (ROOT / ".dockerignore").read_text().splitlines()
-                if (ROOT / name).is_dir():
-                    shutil.copytree(ROOT / name, work / name, dirs_exist_ok=True)
-                else:
-                    shutil.copy2(ROOT / name, work / name)
+    text = re.sub(r"(?m)^#.*\n", "", (ROOT / "Dockerfile").read_text(encoding="utf-8"))
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    for line in re.sub(r"\\\n", " ", text).splitlines():
+        instruction, _, rest = line.partition(" ")
+        for name in rest.split()[:-1] if instruction == "COPY" else []:
+            assert f"!{name}" in ignored
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, work / name, dirs_exist_ok=True)
+            else:
+                shutil.copy2(ROOT / name, work / name)
         if instruction == "RUN":
-            command = ["bash", "-c", rest]
-            done = run(command, cwd=work, env=environ)
+            done = run(["bash", "-c", rest], cwd=work, env=environ)
             assert done.returncode == 0, done.stderr
-    return site, work
-
-
-def test_the_image_holds_a_working_maxdiloco(tmp_path):
-    """From its working folder: what is imported is the installed package, whole."""
-    site, work = build(tmp_path)
     code = (
         "import maxdiloco; from maxdiloco.flags import config; print(maxdiloco.__file__); "
         "print(config.load(['model_name=35m'], {}).model_name, maxdiloco.DiLoCo.__name__)"

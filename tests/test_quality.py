@@ -68,6 +68,8 @@ def test_a_grid_whose_best_is_at_its_end_grows_there():
     assert Row(DATA_PARALLEL, 8.0, 0.0, 0) in left(BOTH[:1], done)
     done |= finished(DATA_PARALLEL, {8.0: 2.1})
     assert plan.chosen(BOTH[0], SCALE, done) == Row(DATA_PARALLEL, 4.0, 0.0, 0)
+    done = finished(DATA_PARALLEL, {1.0: 2.0, 2.0: 2.5, 4.0: 3.0})
+    assert Row(DATA_PARALLEL, 0.5, 0.0, 0) in left(BOTH[:1], done)
 
 
 @pytest.mark.full

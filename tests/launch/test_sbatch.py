@@ -6,7 +6,6 @@ import time
 
 import launch_tools as tools
 import pytest
-import slurm_stand_in
 
 # A trainer that writes down what it is told and ends with its own word of CODES.
 TRAINER = """#!/bin/bash
@@ -17,14 +16,37 @@ if [ "$CODES" = wait ]; then trap 'kill $!; exit 143' TERM; echo >>"$note"; slee
 codes=($CODES)
 exit "${codes[JAX_PROCESS_ID]}"
 """
+# srun: each task as a process; SIGTERM is passed on; the highest exit code. scontrol: `a,b` is two
+# nodes. All note in `asked` what was asked of them.
+ASKED = '#!/bin/bash\necho "${0##*/} ${*:1:6}" >>"$FOLDER/asked"\n'
+SLURM = {
+    "scontrol": 'if [ "$1" = show ]; then tr , "\\n" <<<"$3"; fi\n',
+    "squeue": 'echo "$STATE"\n',
+    "srun": """highest=0
+while [[ $1 == --* ]]; do if [[ $1 == --ntasks=* ]]; then count=${1#*=}; fi; shift; done
+for ((i = 0; i < count; i++)); do SLURM_PROCID=$i "$@" & tasks+=("$!"); done
+trap 'kill "${tasks[@]}"' TERM
+for task in "${tasks[@]}"; do
+  wait "$task"; code=$?
+  while kill -0 "$task" 2>/dev/null; do wait "$task"; code=$?; done  # the trap had interrupted it
+  if ((code > highest)); then highest=$code; fi
+done
+exit "$highest"
+""",
+}
 
 
 @pytest.fixture
 def batch(tmp_path):
     """Runs the batch script for processes that end with these codes."""
-    (tmp_path / "python").write_text(TRAINER)
-    (tmp_path / "python").chmod(0o755)
-    environ = os.environ | slurm_stand_in.install(tmp_path)
+    programs = {"python": TRAINER} | {name: ASKED + text for name, text in SLURM.items()}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environ = os.environ | {
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "a,b",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "FOLDER": str(tmp_path), "STATE": "RUNNING",
+    }  # fmt: skip
 
     def run(codes, *flags, program=subprocess.run, **variables):
         script = str(tools.ROOT / "scripts/launch/train.sbatch")
@@ -39,6 +61,10 @@ def batch(tmp_path):
         )
 
     return run
+
+
+def requeues(folder):
+    return (folder / "asked").read_text().count("scontrol requeue 7\n")
 
 
 def test_each_process_knows_its_number_its_slice_and_the_first_node(batch, tmp_path):
@@ -67,7 +93,7 @@ def test_sigterm_reaches_the_processes_and_a_run_that_has_saved_is_requeued(batc
         said, _ = process.communicate()
     assert process.returncode == 143
     assert "train.sbatch: exit code 143: requeued, restart 1 of 3." in said
-    assert slurm_stand_in.requeues(tmp_path) == 1
+    assert requeues(tmp_path) == 1
 
 
 BOTH = {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "a"}
@@ -96,4 +122,4 @@ def test_a_run_is_requeued_where_it_may_go_on(batch, tmp_path, codes, variables,
     done = batch(codes, **variables)
     assert done.returncode == code
     assert words in done.stdout
-    assert slurm_stand_in.requeues(tmp_path) == words.startswith("requeued")
+    assert requeues(tmp_path) == words.startswith("requeued")
