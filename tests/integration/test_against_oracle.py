@@ -118,14 +118,6 @@ def sample(cases: list[Case], count: int) -> list[Case]:
     return [cases[i] for i in chosen]
 
 
-def name_of(c: Case) -> str:
-    tau = "H-1" if c.tau < 0 else c.tau
-    return (
-        f"{c.tree}-M{c.M}-P{c.P}-k{c.k}-{c.layers}-H{c.H}-{c.offsets}-tau{tau}-{c.overlap}"
-        f"-alpha{c.alpha}-{c.outer}"
-    )
-
-
 def given_offsets(P: int, H: int) -> tuple[int, ...]:
     """Negative and above H, out of order: mod 4 they are 3, 1, 2, 0, mod 7 they are 6, 1, 2, 0."""
     return (-1, H + 1, 2 - 3 * H, 5 * H)[:P]
@@ -190,7 +182,7 @@ def first_difference(c: Case, tolerance: float = TOLERANCE) -> str | None:
             off = ~(np.abs(got - expected) <= tolerance)
             if off.any():
                 at = tuple(int(i) for i in np.argwhere(off)[0])
-                return f"{name_of(c)}: step {t}, {name}{at} is {got[at]}, not {expected[at]}"
+                return f"{c}: step {t}, {name}{at} is {got[at]}, not {expected[at]}"
     return None
 
 
@@ -205,7 +197,7 @@ def test_every_pair_of_values_is_in_the_sample():
         assert set(held) == set(values)
 
 
-@pytest.mark.parametrize("case", corner(CASES, CORNER), ids=name_of)
+@pytest.mark.parametrize("case", corner(CASES, CORNER), ids=str)
 def test_every_step_equals_the_oracle(case):
     """Replicas, theta and distances after every inner step of three rounds."""
     assert first_difference(case) is None

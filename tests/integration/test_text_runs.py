@@ -154,26 +154,23 @@ def test_the_run_folder_and_a_checkpoint_copied_elsewhere_have_the_tokenizer(
     assert "no undamaged checkpoint is left" in capfd.readouterr().err
 
 
-def test_resuming_goes_on_with_the_saved_tokenizer_and_refuses_another(trained, tmp_path, capfd):
-    shutil.copytree(trained[0], tmp_path / "run")
-    keys = trained[1] | dict(steps=3)
-    assert tools.run(tmp_path, "run", **keys, tokenizer_path=trained[2]) == 2
-    line = capfd.readouterr().err.strip().splitlines()[-1]
-    saved = tmp_path / "run" / "checkpoints" / "2" / "tokenizer"
-    assert f"tokenizer_path={trained[2]}: the tokenizer is not that of checkpoint" in line
-    assert f"Set tokenizer_path={saved}, or set another run_name" in line
-    assert tools.run(tmp_path, "run", **keys, tokenizer_path=saved) == 0
-    assert "resumed after step 2" in capfd.readouterr().out
-    assert tools.run(tmp_path, "run", **keys, tokenizer_path=saved, add_eos="false") == 2
-    assert "add_eos=False (the checkpoint has True)" in capfd.readouterr().err
-
-
-def test_parameters_of_a_run_with_another_tokenizer_are_loaded_with_a_warning(
+def test_another_tokenizer_is_refused_where_a_run_goes_on_and_told_where_parameters_are_loaded(
     trained, tmp_path, capfd
 ):
+    """It goes on with the saved one, of which nothing is told either."""
     run, keys, other = trained
-    for path, warned in ((run / "tokenizer", False), (other, True)):
-        capfd.readouterr()
+    shutil.copytree(run, tmp_path / "run")
+    more = keys | dict(steps=3)
+    assert tools.run(tmp_path, "run", **more, tokenizer_path=other) == 2
+    line = capfd.readouterr().err.strip().splitlines()[-1]
+    saved = tmp_path / "run" / "checkpoints" / "2" / "tokenizer"
+    assert f"tokenizer_path={other}: the tokenizer is not that of checkpoint" in line
+    assert f"Set tokenizer_path={saved}, or set another run_name" in line
+    assert tools.run(tmp_path, "run", **more, tokenizer_path=saved) == 0
+    assert "resumed after step 2" in capfd.readouterr().out
+    assert tools.run(tmp_path, "run", **more, tokenizer_path=saved, add_eos="false") == 2
+    assert "add_eos=False (the checkpoint has True)" in capfd.readouterr().err
+    for path, warned in ((saved, False), (other, True)):
         loaded = keys | dict(load_parameters_path=run, tokenizer_path=path)
         assert tools.run(tmp_path, f"run-{warned}", **loaded) == 0
         output = capfd.readouterr()
