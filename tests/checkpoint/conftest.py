@@ -1,9 +1,23 @@
-"""Saves that take as long as a test wants."""
+"""Meshes, and saves that take as long as a test wants."""
 
 import asyncio
+import math
 import threading
 
+import numpy as np
 import pytest
+from jax.sharding import Mesh
+
+
+@pytest.fixture
+def mesh_of(devices):
+    """mesh_of(2, 3): of the first devices, with the axes diloco and fsdp."""
+
+    def make(*sizes):
+        names = {1: ("diloco",), 2: ("diloco", "fsdp"), 3: ("diloco", "data", "fsdp")}
+        return Mesh(np.array(devices[: math.prod(sizes)]).reshape(sizes), names[len(sizes)])
+
+    return make
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checkpoint_tools import folder_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -38,19 +39,14 @@ class Pair(NamedTuple):
 
 
 @pytest.fixture
-def mesh(devices):
-    auto = (jax.sharding.AxisType.Auto,) * 2
-    return jax.make_mesh((2, 2), ("diloco", "fsdp"), auto, devices=devices[:4])
-
-
-@pytest.fixture
-def place(mesh):
+def place(mesh_of):
     """numbers(shape, spec): unequal values laid out on the mesh."""
     generator = np.random.default_rng(0)
 
     def numbers(shape, spec=REPLICATED, dtype=np.float32, memory_kind=None):
         values = (generator.standard_normal(shape) * 10).astype(dtype)
-        return jax.device_put(values, NamedSharding(mesh, spec, memory_kind=memory_kind))
+        sharding = NamedSharding(mesh_of(2, 2), spec, memory_kind=memory_kind)
+        return jax.device_put(values, sharding)
 
     return numbers
 
@@ -76,10 +72,6 @@ def items(place):
 
 def abstract(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
-
-
-def folder_of(path):
-    return locate(path, "run").checkpoints
 
 
 def save(path, items, *steps, max_to_keep=None, meta=None, **options):
@@ -134,11 +126,6 @@ def test_the_state_may_go_as_soon_as_save_returns(tmp_path, place, held_write, h
         restored = checkpointer.restore(lambda meta: wanted)
     assert len(rubbish) == 8
     np.testing.assert_array_equal(restored.items["state"]["x"], expected)
-
-
-def test_nothing_there_is_none_and_asks_for_nothing(tmp_path):
-    with Checkpointer(folder_of(tmp_path), max_to_keep=1) as checkpointer:
-        assert checkpointer.restore(lambda meta: pytest.fail("asked")) is None
 
 
 THERE = "outer_params.w_LDF is float32[4, 8, 6]"
@@ -198,11 +185,12 @@ def test_a_path_without_a_checkpoint_is_one_line_with_its_key(tmp_path, name):
     )
 
 
-def test_a_file_in_the_place_of_the_folder_is_one_line(tmp_path):
+def test_nothing_there_is_none_and_a_file_in_the_place_of_the_folder_is_one_line(tmp_path):
+    with Checkpointer(folder_of(tmp_path), max_to_keep=1) as checkpointer:
+        assert checkpointer.restore(lambda meta: pytest.fail("asked")) is None
     (tmp_path / "run").write_text("")
-    with pytest.raises(
-        CheckpointError, match=r"base_output_directory: cannot be used in .*Not a directory"
-    ):
+    line = r"base_output_directory: cannot be used in .*Not a directory"
+    with pytest.raises(CheckpointError, match=line):
         Checkpointer(folder_of(tmp_path), max_to_keep=1)
 
 

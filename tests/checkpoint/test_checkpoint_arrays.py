@@ -1,9 +1,12 @@
 """Reading saved arrays into their places: how much of them is where, and when."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoint_tools import bytes_on_devices
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -31,32 +34,24 @@ def wanted(sharding=None, dtype=np.float32):
     return dict.fromkeys(VALUES, struct)
 
 
-def bytes_of(arrays):
-    return sum(
-        np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * len(x.sharding.device_set)
-        for x in arrays
-    )
-
-
-def test_gathered_leaves_are_read_one_at_a_time(devices, step_folder, monkeypatch):
+def test_gathered_leaves_are_read_one_at_a_time(mesh_of, step_folder, monkeypatch):
     """Four slices read a quarter each: beside what is done there is one leaf and its quarter.
 
     All quarters first, all gathers after it, would be 2 leaves more at the end.
     """
-    mesh = jax.make_mesh((4,), ("diloco",), (jax.sharding.AxisType.Auto,), devices=devices[:4])
     before = jax.live_arrays()
     most = []
     gather = arrays_lib._gathered
 
     def gathered(array, leaf):
         whole = gather(array, leaf)
-        kept = {id(x) for x in before}
-        most.append(bytes_of([x for x in jax.live_arrays() if id(x) not in kept]))
+        new = [x for x in jax.live_arrays() if not any(x is kept for kept in before)]
+        most.append(sum(bytes_on_devices(new).values()))
         return whole
 
     monkeypatch.setattr(arrays_lib, "_gathered", gathered)
     monkeypatch.setattr(jax, "process_count", lambda: 4)
-    found = read_item(step_folder, "params", wanted(NamedSharding(mesh, P())))
+    found = read_item(step_folder, "params", wanted(NamedSharding(mesh_of(4), P())))
     jax.tree.map(np.testing.assert_array_equal, found, VALUES)
     leaf = 4 * 128  # on four devices
     assert most == [n * leaf + leaf / 4 for n in range(1, LEAVES + 1)]
@@ -85,11 +80,9 @@ def test_a_host_reads_a_bounded_number_of_bytes_ahead(step_folder, monkeypatch, 
     assert max(most) == leaves
 
 
-def test_a_device_reads_only_what_it_keeps(devices, step_folder, monkeypatch):
+def test_a_device_reads_only_what_it_keeps(mesh_of, step_folder, monkeypatch):
     """The first 3 entries of 8, each cut in two over 3 x 2 devices, and cast to bfloat16."""
-    auto = (jax.sharding.AxisType.Auto,) * 2
-    mesh = jax.make_mesh((3, 2), ("diloco", "fsdp"), auto, devices=devices[:6])
-    sharding = NamedSharding(mesh, P("diloco", "fsdp"))
+    sharding = NamedSharding(mesh_of(3, 2), P("diloco", "fsdp"))
     bounds = []
     read = arrays_lib.read_part
     monkeypatch.setattr(
@@ -121,22 +114,15 @@ def test_an_array_that_cannot_be_read_is_one_line(step_folder, lost):
 @pytest.mark.parametrize(
     ("shape", "spec", "padded", "expected"),
     [
-        ((4, 6), P(None, "fsdp"), (4, 6), P("diloco", "fsdp")),
+        ((4, 6), P(None, "fsdp"), (4, 6), P(("diloco",), "fsdp")),
         ((3, 8), P(None, "fsdp"), (3, 8), P(None, ("fsdp", "diloco"))),
         ((3, 10), P(None, "fsdp"), (3, 12), P(None, ("fsdp", "diloco"))),
-        ((5,), P(), (6,), P("diloco")),
+        ((5,), P(), (6,), P(("diloco",))),
     ],
 )
-def test_the_dimension_that_is_read_in_parts(devices, shape, spec, padded, expected):
+def test_the_dimension_that_is_read_in_parts(mesh_of, shape, spec, padded, expected):
     """The first whose shards divide; else the longest, padded."""
-    auto = (jax.sharding.AxisType.Auto,) * 2
-    mesh = jax.make_mesh((2, 2), ("diloco", "fsdp"), auto, devices=devices[:4])
-    sharding = NamedSharding(mesh, spec)
-    found_shape, found_spec = split_over_slices(shape, sharding)
-    assert found_shape == padded
-    assert NamedSharding(mesh, found_spec).is_equivalent_to(
-        NamedSharding(mesh, expected), len(shape)
-    )
+    assert split_over_slices(shape, NamedSharding(mesh_of(2, 2), spec)) == (padded, expected)
 
 
 MB = 1 << 20
@@ -160,19 +146,19 @@ def test_replicas_layers_and_experts_of_a_large_leaf_are_chunks_of_their_own(sha
     assert orbax_io.split_dims(shape, 4) == dims
 
 
-def test_a_chunk_of_a_sharded_leaf_is_one_layer_of_a_devices_part(devices, tmp_path, monkeypatch):
+def test_a_chunk_of_a_sharded_leaf_is_one_layer_of_a_devices_part(mesh_of, tmp_path, monkeypatch):
     """[2 replicas, 3 layers, 8, 4] of float32 on 2 x 2 devices: a part has 3 * 64 bytes.
 
     Beside it one of 2 layers: a part has 128 bytes, and is one chunk.
     """
     monkeypatch.setattr(orbax_io, "CHUNK_BYTES", 128)
     monkeypatch.setattr(orbax_io, "LEAST_CHUNK_BYTES", 64)
-    auto = (jax.sharding.AxisType.Auto,) * 2
-    mesh = jax.make_mesh((2, 2), ("diloco", "fsdp"), auto, devices=devices[:4])
-    values = {"large": np.arange(192.0), "small": np.arange(128.0)}
-    shapes = {"large": (2, 3, 8, 4), "small": (2, 2, 8, 4)}
+    mesh = mesh_of(2, 2)
+    values = {
+        "large": np.arange(192, dtype=np.float32).reshape(2, 3, 8, 4),
+        "small": np.arange(128, dtype=np.float32).reshape(2, 2, 8, 4),
+    }
     sharding = NamedSharding(mesh, P("diloco", None, "fsdp"))
-    values = {name: x.reshape(shapes[name]).astype(np.float32) for name, x in values.items()}
     with Checkpointer(tmp_path, max_to_keep=1, use_async=False) as checkpointer:
         checkpointer.save(7, {"params": jax.device_put(values, sharding)}, {})
     reader = by_part.Reader(tmp_path / "7", "params", tuple(values), entry=1)
@@ -185,9 +171,7 @@ def test_a_chunk_of_a_sharded_leaf_is_one_layer_of_a_devices_part(devices, tmp_p
     for layer in range(3):
         box = (slice(layer, layer + 1), slice(0, 8), slice(0, 4))
         np.testing.assert_array_equal(of_one.read("large", box)[0], values["large"][0, layer])
-    targets = {
-        name: jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, P(None)))
-        for name, shape in shapes.items()
-    }
+    struct = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, P()))
+    targets = jax.tree.map(lambda x: struct(x.shape, x.dtype), values)
     found = read_item(tmp_path / "7", "params", targets)
     jax.tree.map(np.testing.assert_array_equal, found, values)

@@ -2,40 +2,24 @@
 
 import asyncio
 import errno
+import json
 import os
+import pathlib
 import shutil
 import subprocess
+import sys
 import threading
 
-import jax
-import numpy as np
 import pytest
+from checkpoint_tools import folder_of, items, wanted
 
 from maxdiloco.checkpoint import seal
 from maxdiloco.checkpoint import write as write_lib
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.errors import SaveError
-from maxdiloco.storage import durable, run_folder
-from maxdiloco.storage.run_folder import locate
+from maxdiloco.storage import durable
 
-
-def values(step):
-    return np.random.default_rng(step).standard_normal((64, 64)).astype(np.float32)
-
-
-def items(step):
-    return {
-        "outer_params": {"w": jax.device_put(values(step))},
-        "state": {name: jax.device_put(values(step + n)) for n, name in enumerate("ab")},
-    }
-
-
-def wanted(meta):
-    return jax.eval_shape(lambda: items(0))
-
-
-def folder_of(path):
-    return locate(path, "run").checkpoints
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def save_and_wait(checkpointer, step):
@@ -53,13 +37,18 @@ def opened(tmp_path):
         yield checkpointer, said
 
 
-def of_python(monkeypatch, number):
-    """Every fsync of a checkpoint's files fails, as it does where a disk fills up or breaks."""
+def failing(module, name):
+    def let_fail(monkeypatch, number):
+        def fail(*args, **kwargs):
+            raise OSError(number, os.strerror(number))
 
-    def fail(path):
-        raise OSError(number, os.strerror(number))
+        monkeypatch.setattr(module, name, fail)
 
-    monkeypatch.setattr(durable, "sync_tree", fail)
+    return let_fail
+
+
+of_python = failing(durable, "sync_tree")  # as it does where a disk fills up or breaks
+of_preparation = failing(write_lib, "prepare")
 
 
 def of_orbax(monkeypatch, number):
@@ -76,71 +65,57 @@ def of_orbax(monkeypatch, number):
     monkeypatch.setattr(serialization, "async_serialize_from_host", fail)
 
 
-def of_preparation(monkeypatch, number):
-    def fail(*args, **kwargs):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(write_lib, "prepare", fail)
-
-
-WHERE = [of_python, of_orbax, of_preparation]
-
-
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
-@pytest.mark.parametrize("where", WHERE)
-def test_one_failed_save_is_one_line_and_the_next_one_makes_up_for_it(
+@pytest.mark.parametrize("where", [of_python, of_orbax, of_preparation])
+def test_a_failed_save_is_one_line_that_the_next_makes_up_for_and_two_in_a_row_end_the_run_with_75(
     opened, monkeypatch, capfd, where, number
 ):
     """Full disk, quota, broken disk, read-only: nothing of another library is printed."""
     checkpointer, said = opened
-    where(monkeypatch, number)
-    save_and_wait(checkpointer, 2)
-    assert len(said) == 1
-    assert said[0].startswith("warning: step 2 could not be saved in ")
-    assert said[0].endswith(
-        f"{os.strerror(number)}; the last step saved is 1. It is tried again with the next save."
-    )
-    assert checkpointer.steps() == [1]
-    monkeypatch.undo()
-    save_and_wait(checkpointer, 3)
-    assert not checkpointer.save(3, items(3), {})  # there already
-    assert sorted(os.listdir(checkpointer._folder)) == ["1", "3"]  # nothing is left of 2
-    assert len(said) == 1
-    assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("where", WHERE)
-def test_two_failed_saves_in_a_row_end_the_run_with_75(opened, monkeypatch, capfd, where):
-    checkpointer, said = opened
     for step, broken in ((2, True), (3, False), (4, True)):  # a good one in between starts anew
         with monkeypatch.context() as patch:
             if broken:
-                where(patch, errno.EIO)
+                where(patch, number)
             save_and_wait(checkpointer, step)
-    with monkeypatch.context() as patch:
-        where(patch, errno.EIO)
-        with pytest.raises(SaveError) as error:
-            save_and_wait(checkpointer, 5)
+        assert checkpointer.steps() == ([1] if step == 2 else [1, 3])
+        if not broken:
+            assert sorted(os.listdir(checkpointer._folder)) == ["1", "3"]  # nothing is left of 2
+            assert not checkpointer.save(3, items(3), {})  # there already
+    for line, failed, good in zip(said, (2, 4), (1, 3), strict=True):
+        assert line.startswith(f"warning: step {failed} could not be saved in ")
+        assert line.endswith(
+            f"{os.strerror(number)}; the last step saved is {good}. It is tried again with the "
+            "next save."
+        )
+    where(monkeypatch, number)
+    with pytest.raises(SaveError) as error:
+        save_and_wait(checkpointer, 5)
     assert error.value.exit_code == 75
     assert str(error.value).startswith("base_output_directory: step 5 could not be saved in ")
     assert str(error.value).endswith(
-        "Input/output error; the last step saved is 3. Free some space or mend the disk; then the "
-        "same command goes on."
+        f"{os.strerror(number)}; the last step saved is 3. Free some space or mend the disk; then "
+        "the same command goes on."
     )
-    assert [line.split()[2] for line in said] == ["2", "4"]
     assert checkpointer.restore(wanted).step == 3
-    assert capfd.readouterr() == ("", "")
+    assert len(said) == 2 and capfd.readouterr() == ("", "")
 
 
-def test_a_save_that_fails_while_the_run_ends_is_an_error(tmp_path, monkeypatch):
-    def save_and_leave():
-        with Checkpointer(folder_of(tmp_path), max_to_keep=1) as checkpointer:
-            of_python(monkeypatch, errno.EIO)
+def test_a_save_that_fails_while_the_run_ends_is_an_error_and_hides_none(tmp_path, monkeypatch):
+    of_python(monkeypatch, errno.EIO)
+    said = []
+
+    def save_and_leave(error=None):
+        with Checkpointer(folder_of(tmp_path), max_to_keep=1, say=said.append) as checkpointer:
             checkpointer.save(1, items(1), {})
+            if error is not None:
+                raise error
 
     message = "step 1 could not be saved in .*no step was saved since the start"
     with pytest.raises(SaveError, match=message):
         save_and_leave()
+    with pytest.raises(ZeroDivisionError):
+        save_and_leave(ZeroDivisionError())
+    assert "step 1" in said[-1] and "Input/output error" in said[-1]
 
 
 def test_a_mistake_of_ours_is_no_failed_save(opened, monkeypatch):
@@ -153,22 +128,6 @@ def test_a_mistake_of_ours_is_no_failed_save(opened, monkeypatch):
     checkpointer.save(2, items(2), {})
     with pytest.raises(TypeError, match="takes 0"):
         checkpointer.wait()
-
-
-def test_without_room_for_it_nothing_of_a_checkpoint_is_written(tmp_path, monkeypatch):
-    """Three leaves of 64 * 64 float32 are 49,152 B; the disk is said to have 49,151 free."""
-    usage = run_folder.shutil.disk_usage(tmp_path)
-    said = []
-    with Checkpointer(folder_of(tmp_path), max_to_keep=None, say=said.append) as checkpointer:
-        monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda p: usage._replace(free=49151))
-        assert checkpointer.save(1, items(1), {})
-        assert len(said) == 1
-        assert "step 1 could not be saved" in said[0]
-        assert "0.0 MB are free but it takes 0.0 MB; no step was saved since the start" in said[0]
-        assert os.listdir(folder_of(tmp_path)) == []
-        monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda p: usage._replace(free=49152))
-        save_and_wait(checkpointer, 2)
-        assert checkpointer.steps() == [2]
 
 
 def test_a_save_that_takes_longer_than_its_time_has_failed(tmp_path, held_write):
@@ -274,3 +233,94 @@ def test_the_seal_of_a_second_try_is_that_of_its_own_files(opened, monkeypatch):
     checkpointer.save(2, items(2), {}, last=True)
     assert folders == [f"2{write_lib.UNFINISHED}", f"2{write_lib.UNFINISHED}-1"]
     assert seal.damage(checkpointer._folder / "2") is None
+
+
+SWEEP = """
+import ctypes, errno, json, os, pathlib, sys
+import jax, numpy as np
+from maxdiloco.checkpoint import seal
+from maxdiloco.checkpoint.checkpointer import Checkpointer
+from maxdiloco.errors import SaveError
+sys.path.insert(0, "tests")
+from checkpoint_tools import folder_of, items, values, wanted
+
+faults = ctypes.CDLL(os.environ["LD_PRELOAD"])
+folder = folder_of(sys.argv[1])
+below, never = str(folder).encode(), (1 << 31)
+
+def arm(first, last, number):
+    faults.faults_arm(below, ctypes.c_long(first), ctypes.c_long(last), number)
+
+said = []
+with Checkpointer(folder, max_to_keep=2, say=said.append) as checkpointer:
+    for step in (1, 2, 3):  # the third removes the first
+        arm(0, 0, 0)
+        checkpointer.save(step, items(step), {}, last=True)
+        checkpointer.wait()
+    operations = faults.faults_count()
+    found = []
+    for n in range(1, operations + 1):
+        step += 1
+        said.clear()
+        arm(n, n, errno.EIO)
+        checkpointer.save(step, items(step), {}, last=True)
+        checkpointer.wait()
+        arm(0, 0, 0)
+        restored = checkpointer.restore(wanted)
+        checkpointer._known_good.clear()
+        same = np.array_equal(restored.items["state"]["b"], values(step + 1))
+        found.append([restored.step == step and same, list(said)])
+    lasting = []
+    for n in range(1, operations, operations // 5):
+        for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            step += 1
+            said.clear()
+            newest = checkpointer.steps()[-1]
+            arm(n, never, number)
+            try:
+                checkpointer.save(step, items(step), {}, last=True)
+                error = ""
+            except SaveError as failure:
+                error = str(failure)
+            checkpointer.wait()  # for the removal of old ones, which may fail too
+            arm(0, 0, 0)
+            good = checkpointer.restore(wanted).step
+            checkpointer._known_good.clear()
+            lasting.append([good in (newest, step), error, os.strerror(number), list(said)])
+print(json.dumps([operations, found, lasting]))
+"""
+
+
+def test_whichever_file_operation_fails_the_state_is_saved_or_the_run_ends_in_one_line(tmp_path):
+    """Each of the operations of a save fails once with EIO; and all from the n-th on.
+
+    One that fails is made up for by the second try, so that the newest checkpoint is whole and
+    holds the numbers of its step.
+    """
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc to build the library that lets operations fail")
+    library = tmp_path / "file_faults.so"
+    source = ROOT / "tests" / "file_faults.c"
+    build = ["gcc", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"]
+    subprocess.run(build, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SWEEP, str(tmp_path / "out")],
+        cwd=ROOT,
+        env=os.environ | {"LD_PRELOAD": str(library)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and done.stderr == "", done.stderr[-3000:]
+    operations, found, lasting = json.loads(done.stdout)  # and nothing else is printed
+    assert operations > 60
+    for number, (whole, said) in enumerate(found, 1):
+        assert whole, number
+        assert len(said) <= 1, said
+        assert all(line.startswith("warning: ") for line in said)
+    failed = [said for _, said in found if said and "Input/output error" in said[0]]
+    assert len(failed) > operations / 2, "the faults are seen at all"
+    for whole, error, reason, said in lasting:
+        assert whole
+        assert error == "" or (reason in error and "\n" not in error)
+        assert len(said) <= 2 and all(reason in line for line in said), said
+    assert sum(error != "" for _, error, _, _ in lasting) > len(lasting) / 2

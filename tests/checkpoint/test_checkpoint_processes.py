@@ -6,6 +6,8 @@ import pathlib
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +18,9 @@ from maxdiloco.checkpoint.read import restore_parameters
 from maxdiloco.storage.run_folder import locate
 
 ROOT = pathlib.Path(__file__).parents[2]
+SHARED = " Use a folder that all machines share, or gs://"
 
-START = """
+SCRIPT = """
 import json, sys, time
 import numpy as np
 import jax
@@ -30,10 +33,11 @@ from maxdiloco.checkpoint import read, seal
 from maxdiloco.processes import agree
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.checkpoint.arrays import Cycled
-from maxdiloco.errors import CheckpointError
+from maxdiloco.errors import CheckpointError, SaveError
 from maxdiloco.storage import shared_folder
 from maxdiloco.storage.run_folder import locate
 from etils import epath
+from orbax.checkpoint._src.serialization import serialization
 folder = locate(base, "run").checkpoints
 mesh = jax.make_mesh((2, 2), ("diloco", "fsdp"), (jax.sharding.AxisType.Auto,) * 2)
 
@@ -71,9 +75,7 @@ def tell(what, value):
 
 def open_checkpoints():
     return Checkpointer(folder, max_to_keep=2, say=lambda line: tell("said", line))
-"""
 
-SCRIPT = """
 def local_bits(array):
     return [np.asarray(shard.data).tobytes() for shard in array.addressable_shards]
 
@@ -113,7 +115,6 @@ with open_checkpoints() as checkpointer:
     tell("used", restored.step)
     tell("saved again", checkpointer.save(3, items, {"t": 3}))
 
-from orbax.checkpoint._src.serialization import serialization
 write_slices = serialization.async_serialize_from_host
 
 async def full_disk(*args, **kwargs):
@@ -122,7 +123,6 @@ async def full_disk(*args, **kwargs):
 def failing(there):  # in the second process only
     serialization.async_serialize_from_host = full_disk if there and rank else write_slices
 
-from maxdiloco.errors import SaveError
 with open_checkpoints() as checkpointer:
     for step in (4, 5):
         failing(step == 4)
@@ -181,83 +181,67 @@ tell("seconds", time.monotonic() - began)
 """
 
 
+class Told(NamedTuple):
+    """What a process has printed, and its answers."""
+
+    said: list[str]
+    answers: dict
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """(folder of the checkpoints, what each of the two processes told)."""
+    """The folder of the checkpoints, and what each of the two processes told."""
     path = tmp_path_factory.mktemp("two")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
+    with socket.create_server(("localhost", 0)) as free:
         port = str(free.getsockname()[1])
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", START + SCRIPT, str(rank), port, str(path / "base")],
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,  # gloo writes to it
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for run in runs:
-            error = run.communicate(timeout=180)[1]
-            assert run.returncode == 0, error[-3000:]
-    finally:
-        for run in runs:
-            run.kill()
-    told = [
-        [json.loads(line) for line in (path / f"base-{rank}").read_text().splitlines()]
-        for rank in range(2)
-    ]
-    return locate(path / "base", "run").checkpoints, told
 
+    def run(rank):
+        command = [sys.executable, "-c", SCRIPT, str(rank), port, str(path / "base")]
+        pipes = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)  # gloo writes to stdout
+        done = subprocess.run(command, cwd=ROOT, text=True, timeout=180, **pipes)
+        assert done.returncode == 0, done.stderr[-3000:]
 
-def test_two_processes_save_and_restore_to_the_bit(two):
-    folder, told = two
-    for mine in map(dict, told):
-        assert mine["restored"] == 3
-        assert mine["same"]
-        assert mine["kind"] == "pinned_host"
-        assert mine["there"] == ["2", "3"]  # two are kept
-
-
-def test_two_processes_read_the_replicas_of_another_M(two):
-    """Two become six and four become two; a process holds half of them, on two devices."""
-    assert [dict(mine)["cycled"] for mine in two[1]] == [[True] * 4, [True] * 4]
-
-
-def test_one_process_reads_what_two_have_written(two):
-    params = restore_parameters(
-        two[0].parent,
-        {
-            "even": jax.ShapeDtypeStruct((4, 6), jnp.float32),
-            "odd": jax.ShapeDtypeStruct((3, 5), jnp.float32),
-            "wide": jax.ShapeDtypeStruct((3, 10), jnp.float32),
-            "bytes": jax.ShapeDtypeStruct((6,), jnp.int8),
-            "scalar": jax.ShapeDtypeStruct((), jnp.int32),
-            "own": jax.ShapeDtypeStruct((2, 4), jnp.float32),
-        },
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(run, range(2)))
+    lines = [(path / f"base-{rank}").read_text().splitlines() for rank in range(2)]
+    told = [[json.loads(line) for line in mine] for mine in lines]
+    first, second = (
+        Told([text for what, text in mine if what == "said"], dict(mine)) for mine in told
     )
+    return locate(path / "base", "run").checkpoints, first, second
+
+
+def test_what_two_processes_save_comes_back_to_the_bit(two):
+    """In both; as the replicas of another M, two become six and four become two, of which a process
+    holds half on two devices; and in one process alone."""
+    folder, *both = two
+    for mine in both:
+        assert mine.answers["restored"] == 3
+        assert mine.answers["same"]
+        assert mine.answers["kind"] == "pinned_host"
+        assert mine.answers["there"] == ["2", "3"]  # two are kept
+        assert mine.answers["cycled"] == [True] * 4
+    of = jax.ShapeDtypeStruct
+    wanted = {"even": of((4, 6), jnp.float32), "odd": of((3, 5), jnp.float32)}
+    wanted |= {"wide": of((3, 10), jnp.float32), "bytes": of((6,), jnp.int8)}
+    wanted |= {"scalar": of((), jnp.int32), "own": of((2, 4), jnp.float32)}
+    params = restore_parameters(folder.parent, wanted)
     np.testing.assert_array_equal(params["own"], [[1, -0.0, 3, 4], [5, 6, 7, 8]])
     np.testing.assert_array_equal(params["bytes"], [1, 2, 3, 4, 5, 6])
-
-
-def test_the_seal_covers_the_files_of_both(two):
-    sealed = json.loads((two[0] / "3" / "seal.json").read_text())["files"]
+    sealed = json.loads((folder / "3" / "seal.json").read_text())["files"]
     folders = {part for name in sealed for part in name.split("/") if "process" in part}
     assert {"ocdbt.process_0", "ocdbt.process_1"} <= folders
 
 
 def test_two_processes_agree_on_a_damaged_checkpoint(two):
     """Only one of them examines the file that is gone; both go back, and the first one says so."""
-    folder, (first, second) = two
-    warnings = [text for what, text in first if what == "said" and "is damaged" in text]
-    assert len(warnings) == 1
-    assert warnings[0].startswith(f"warning: checkpoint {folder}/3 is damaged and is not used")
-    assert [what for what, _ in second if what == "said"] == []
-    for mine in map(dict, (first, second)):
-        assert mine["used"] == 2
-        assert mine["saved again"]
+    folder, first, second = two
+    (warning,) = [text for text in first.said if "is damaged" in text]
+    assert warning.startswith(f"warning: checkpoint {folder}/3 is damaged and is not used")
+    assert second.said == []
+    for mine in (first, second):
+        assert mine.answers["used"] == 2
+        assert mine.answers["saved again"]
     assert sorted(os.listdir(folder)) == ["2", "3", "3.damaged", "5"]  # see below
 
 
@@ -266,47 +250,40 @@ def test_the_failure_of_one_process_is_a_failed_save_for_all(two):
     the 20 minutes that a save may take, and says why. Two in a row end both. This run restored
     nothing, so it removes no older checkpoint.
     """
-    folder, (first, second) = two
-    warnings = [text for what, text in first if what == "said" and "could not be saved" in text]
-    why = "process 1: Failed to write 5 bytes: No space left on device; the last step saved is"
-    first_why = why.replace("the last step saved is", "no step was saved since the start")
-    assert len(warnings) == 2
-    assert f"step 4 could not be saved in {folder}: {first_why}" in warnings[0]
-    assert f"step 6 could not be saved in {folder}: {why} 5." in warnings[1]
-    assert [what for what, _ in second if what == "said"] == []
-    mine, other = dict(first)["ended"], dict(second)["ended"]
-    assert f"step 7 could not be saved in {folder}: {why} 5." in mine
-    assert f"step 7 could not be saved in {folder}: Failed to write 5 bytes" in other
-    assert dict(first)["good"] == dict(second)["good"] == 5
+    folder, first, second = two
+    step_4, step_6 = [text for text in first.said if "could not be saved" in text]
+    cause = "Failed to write 5 bytes: No space left on device"
+    last = "the last step saved is 5."
+    none = "no step was saved since the start"
+    assert f"step 4 could not be saved in {folder}: process 1: {cause}; {none}" in step_4
+    assert f"step 6 could not be saved in {folder}: process 1: {cause}; {last}" in step_6
+    ended = f"step 7 could not be saved in {folder}: "
+    assert f"{ended}process 1: {cause}; {last}" in first.answers["ended"]
+    assert f"{ended}Failed to write 5 bytes" in second.answers["ended"]
+    assert first.answers["good"] == second.answers["good"] == 5
 
 
-def test_a_file_that_one_host_sees_late_is_no_damage(two):
-    """The first process finds the file whole, so the others look again."""
-    assert [dict(mine)["late"] for mine in two[1]] == [5, 5]
-
-
-def test_a_file_that_one_host_never_sees_ends_the_run_and_sets_nothing_aside(two):
-    folder, told = two
-    first, second = [dict(mine)["never"] for mine in told]
+def test_a_file_that_one_host_sees_late_is_no_damage_and_one_that_it_never_sees_ends_the_run(two):
+    """The first process finds the file whole, so the others look again. Nothing is set aside."""
+    folder, first, second = two
+    assert first.answers["late"] == second.answers["late"] == 5
     start = f"checkpoint {folder}/5 is whole as process 0 sees it, but not as process 1 does."
-    end = " Use a folder that all machines share, or gs://, and start again."
-    assert first == start + end
-    assert second == f"{start} Process 1 on {socket.gethostname()}: a file is missing.{end}"
+    assert first.answers["never"] == f"{start}{SHARED}, and start again."
+    why = f"Process 1 on {socket.gethostname()}: a file is missing."
+    assert second.answers["never"] == f"{start} {why}{SHARED}, and start again."
     assert (folder / "3").is_dir()
 
 
-@pytest.mark.parametrize(
-    ("what", "why"),
-    [("absent", "No such file or directory"), ("another", "it is another folder of the same name")],
-)
-def test_hosts_that_do_not_share_a_disk_are_refused_in_all(two, what, why):
+def test_hosts_that_do_not_share_a_disk_are_refused_in_all(two):
     """Each host may well have a folder of that name; what one writes the other does not see."""
-    first, second = [dict(mine)[what] for mine in two[1]]
+    folder, first, second = two
     start = "base_output_directory: not every process of the run sees "
-    end = " as process 0 does: not 1. Use a folder that all machines share, or gs://."
-    assert first == f"{start}{two[0]}{end}"
-    assert second.startswith(start) and f"Process 1 on {socket.gethostname()}: {why}." in second
-    assert second.endswith(" Use a folder that all machines share, or gs://.")
+    another = "it is another folder of the same name"
+    for what, why in (("absent", "No such file or directory"), ("another", another)):
+        assert first.answers[what] == f"{start}{folder} as process 0 does: not 1.{SHARED}."
+        line = second.answers[what]
+        assert line.startswith(start) and line.endswith(f"{SHARED}.")
+        assert f"Process 1 on {socket.gethostname()}: {why}." in line
 
 
 def test_a_folder_of_caches_is_shared_or_each_machine_s_own(two):
@@ -314,9 +291,10 @@ def test_a_folder_of_caches_is_shared_or_each_machine_s_own(two):
 
     A process may have none, and the first one may not write there: nobody waits then.
     """
-    folder, told = two
-    assert [dict(mine)["shared"] for mine in told] == [[True, False, False, False, False]] * 2
-    assert all(dict(mine)["seconds"] < 3 * 1.2 for mine in told)
+    folder, *both = two
+    for mine in both:
+        assert mine.answers["shared"] == [True, False, False, False, False]
+        assert mine.answers["seconds"] < 3 * 1.2
     caches = folder.parents[2] / "base-caches"
     assert sorted(os.listdir(caches)) == ["of-0", "same"]
     assert os.listdir(caches / "of-0") == [] and os.listdir(caches / "same") == ["start"]

@@ -1,7 +1,6 @@
 """A state out of a checkpoint: with the same M and mesh, and with others; and theta alone."""
 
 import functools
-import math
 from collections import Counter
 from dataclasses import replace
 
@@ -9,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from checkpoint_tools import bytes_on_devices
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco import DiLoCo
@@ -31,9 +31,7 @@ def trained(M, steps, **options):
         inner_step, num_replicas=M, layer_axis={"w": 0}, **(dict(sync_period=3) | options)
     )
     state = algorithm.init(jax.tree.map(jnp.asarray, PARAMS), jnp.zeros(()))
-    for _ in range(steps):
-        state, _ = algorithm.step(state, np.arange(1, M + 1, dtype=np.float32) / 10)
-    return algorithm, state
+    return algorithm, stepped(algorithm, state, steps)
 
 
 def layout_of(source, state):
@@ -68,15 +66,6 @@ def test_eager_history_restarts_with_another_M(tmp_path):
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(back.incoming))
 
 
-def mesh_of(devices, *sizes):
-    names = ("diloco", "data", "fsdp")
-    return Mesh(np.array(devices[: math.prod(sizes)]).reshape(sizes), names)
-
-
-def sharded(mesh):
-    return {"w": NamedSharding(mesh, P("fsdp")), "b": NamedSharding(mesh, P())}
-
-
 @functools.cache
 def streaming(M, mesh, outer_memory="device"):
     """Four layers and a vector of 5, in fragments of two layers and the vector; tau=3.
@@ -89,12 +78,9 @@ def streaming(M, mesh, outer_memory="device"):
         num_fragments=3, overlap_steps=3, alpha=0.25, outer_memory=outer_memory,
     )  # fmt: skip
     numbers = np.random.default_rng(3)
-    params = {
-        "w": numbers.normal(size=(4, 4)).astype(np.float32),
-        "b": numbers.normal(size=5).astype(np.float32),
-    }
-    lies = sharded(mesh)
-    placed = {name: jax.device_put(x, lies[name]) for name, x in params.items()}
+    params = {"w": numbers.normal(size=(4, 4)), "b": numbers.normal(size=5)}
+    lies = {"w": NamedSharding(mesh, P("fsdp")), "b": NamedSharding(mesh, P())}
+    placed = jax.tree.map(lambda x, at: jax.device_put(np.float32(x), at), params, lies)
     return algorithm, algorithm.init(placed, jnp.zeros(()))
 
 
@@ -114,15 +100,6 @@ def stepped(algorithm, state, steps):
     return state
 
 
-def bytes_on_devices(arrays):
-    """Counter of the bytes that each device holds of some arrays."""
-    held = Counter()
-    for array in arrays:
-        nbytes = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
-        held.update(dict.fromkeys(array.sharding.device_set, nbytes))
-    return held
-
-
 class Watched:
     """The most that devices hold of new arrays whenever a part of a leaf arrives or one is done."""
 
@@ -131,18 +108,12 @@ class Watched:
         self.most = Counter()
         for name in ("result", "_finished"):
             inner = getattr(arrays_lib, name)
-            monkeypatch.setattr(arrays_lib, name, functools.partial(self.call, inner))
+            monkeypatch.setattr(arrays_lib, name, lambda *a, inner=inner: self.look(inner(*a)))
 
-    def call(self, inner, *args):
-        found = inner(*args)
-        self.look()
-        return found
-
-    def look(self):
+    def look(self, found=None):
         before = set(map(id, self.before))
-        new = [array for array in jax.live_arrays() if id(array) not in before]
-        for device, nbytes in bytes_on_devices(new).items():
-            self.most[device] = max(self.most[device], nbytes)
+        self.most |= bytes_on_devices([x for x in jax.live_arrays() if id(x) not in before])
+        return found
 
 
 @pytest.mark.parametrize(
@@ -150,11 +121,11 @@ class Watched:
     [(4, 3, "device"), (4, 2, "pinned_host"), (2, 4, "device"), (3, 2, "device")],
 )
 def test_a_slice_more_or_less_takes_no_room_beyond_the_new_state(
-    devices, tmp_path, monkeypatch, old, new, memory
+    mesh_of, tmp_path, monkeypatch, old, new, memory
 ):
     """One replica a slice of two devices. Every leaf is that of old r mod M_old, in its place."""
-    source, first = streaming(old, mesh_of(devices, old, 1, 2), memory)
-    target, _ = streaming(new, mesh_of(devices, new, 1, 2), memory)
+    source, first = streaming(old, mesh_of(old, 1, 2), memory)
+    target, _ = streaming(new, mesh_of(new, 1, 2), memory)
     state = stepped(source, copy_of(first), 8)
     saved = {name: jax.tree.map(np.asarray, x) for name, x in vars(state).items()}
     save(tmp_path, source, state)
@@ -182,15 +153,15 @@ def test_a_slice_more_or_less_takes_no_room_beyond_the_new_state(
 
 
 @pytest.mark.parametrize("grid", [(4, 1, 2), (2, 2, 2)])
-def test_what_was_in_flight_is_dropped_with_another_M_or_mesh(devices, tmp_path, grid):
+def test_what_was_in_flight_is_dropped_with_another_M_or_mesh(mesh_of, tmp_path, grid):
     """After step 8 those of 6 and 8 are in flight; their applies at 9 and 11 do nothing.
 
     The next send is that of step 10, applied at 13. A second resume in between keeps to that.
     Positive control: without dropped_until the zeros move theta, by its momentum.
     """
     M = grid[0]
-    source, first = streaming(2, mesh_of(devices, 2, 1, 2))
-    target, _ = streaming(M, mesh_of(devices, *grid))
+    source, first = streaming(2, mesh_of(2, 1, 2))
+    target, _ = streaming(M, mesh_of(*grid))
     state = stepped(source, copy_of(first), 8)
     theta = jax.tree.map(np.asarray, state.outer)
 
@@ -212,10 +183,10 @@ def test_what_was_in_flight_is_dropped_with_another_M_or_mesh(devices, tmp_path,
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def test_a_line_tells_what_was_dropped(devices):
+def test_a_line_tells_what_was_dropped(mesh_of):
     """Only what is in flight, only once, and nothing on the same layout."""
-    source, state = streaming(2, mesh_of(devices, 2, 1, 2))
-    target, _ = streaming(4, mesh_of(devices, 4, 1, 2))
+    source, state = streaming(2, mesh_of(2, 1, 2))
+    target, _ = streaming(4, mesh_of(4, 1, 2))
     layout = layout_of(source, state)
     more = "replicas 2 -> 4: replica r goes on from what was replica r mod 2."
     line = (
@@ -228,7 +199,7 @@ def test_a_line_tells_what_was_dropped(devices):
     _, line = target.restore_lines(layout._replace(dropped_until=6), 8)
     assert "in flight, 1 (sent after step 8). theta" in line
     assert target.restore_lines(layout._replace(dropped_until=8), 8) == [more]
-    fewer, _ = streaming(1, mesh_of(devices, 1, 1, 2))
+    fewer, _ = streaming(1, mesh_of(1, 1, 2))
     gone = "the state of their optimizers is gone."
     first, line = fewer.restore_lines(layout, 8)
     assert first == (  # fragment 0 was first sent after step 6
@@ -250,31 +221,29 @@ def test_a_line_tells_what_was_dropped(devices):
     assert last == "eager: the first exchanges are as in round 1."
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_who_reads_a_run_with_eager_updates_takes_the_mean(tmp_path, dtype):
-    """In float32, then rounded. Control: the two thetas differ."""
+@pytest.mark.parametrize("older", [False, True])
+def test_a_run_with_eager_updates_is_read_as_its_mean_and_goes_on_from_it_without_them(
+    tmp_path, older
+):
+    """In float32, then rounded. Control: the two thetas differ.
+
+    Older checkpoints have the mean as an item of its own, and do not say where theta is.
+    """
     algorithm, state = trained(2, 5, sync_period=2, outer_overlap="eager")
-    save(tmp_path / "checkpoints", algorithm, state)
-    here = SingleDeviceSharding(jax.devices()[0])
-    like = {"w": jax.ShapeDtypeStruct((3, 2), dtype, sharding=here)}
-    found, restored = restore_theta(tmp_path, like, key="RUN")
-    assert restored.items.keys() == {"outer"}
     w_R = np.asarray(state.outer["w"])
     assert np.any(w_R[0] != w_R[1])
     mean = (w_R[0] + w_R[1]) / np.float32(2)
-    np.testing.assert_array_equal(found["w"], mean.astype(dtype))
-    np.testing.assert_array_equal(found["w"], algorithm.outer_params(state)["w"].astype(dtype))
-
-
-@pytest.mark.parametrize("older", [False, True])
-def test_a_run_without_eager_updates_goes_on_from_the_mean(tmp_path, older):
-    """Older checkpoints have the mean as an item of its own, and do not say where theta is."""
-    algorithm, state = trained(2, 5, sync_period=2, outer_overlap="eager")
-    mean = np.asarray(algorithm.outer_params(state)["w"])
+    np.testing.assert_array_equal(algorithm.outer_params(state)["w"], mean)
     items, without = algorithm.saved_items(state), ()
     if older:
         items, without = items | {"outer_params": {"w": jnp.asarray(mean)}}, ["theta_item"]
     save(tmp_path / "checkpoints", algorithm, state, items=items, without=without)
+    here = SingleDeviceSharding(jax.devices()[0])
+    for dtype in (jnp.float32, jnp.bfloat16):
+        like = {"w": jax.ShapeDtypeStruct((3, 2), dtype, sharding=here)}
+        found, restored = restore_theta(tmp_path, like, key="RUN")
+        assert restored.items.keys() == {"outer_params" if older else "outer"}
+        np.testing.assert_array_equal(found["w"], mean.astype(dtype))
     target, _ = trained(2, 0, sync_period=2)
     names = SavedLayout._fields
 
@@ -290,18 +259,14 @@ def test_a_run_without_eager_updates_goes_on_from_the_mean(tmp_path, older):
 
 
 @pytest.mark.parametrize(("R", "first"), [(4, "diloco"), (3, None)])
-def test_the_thetas_of_replicas_are_divided_among_the_slices_where_they_divide(devices, R, first):
+def test_the_thetas_of_replicas_are_divided_among_the_slices_where_they_divide(mesh_of, R, first):
     """Read in float32, whatever the mean is wanted in."""
-    mesh = Mesh(np.array(devices[:2]), ("diloco",))
-    like = jax.ShapeDtypeStruct((6,), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
+    like = jax.ShapeDtypeStruct((6,), jnp.bfloat16, sharding=NamedSharding(mesh_of(2), P()))
     wanted = theta.wanted({"w": like}, {"theta_item": OUTER_OF_EACH, "num_replicas": R})
     found = wanted.abstract["w"]
     assert (wanted.item, found.shape, found.dtype) == (OUTER_OF_EACH, (R, 6), jnp.float32)
     assert found.sharding.spec == P(first)
-
-
-def test_theta_of_any_other_run_is_one_item():
-    like = {"w": jax.ShapeDtypeStruct((6,), jnp.float32)}
-    for meta in ({}, {"theta_item": "outer_params"}):
+    like = {"w": like}
+    for meta in ({}, {"theta_item": "outer_params"}):  # of any other run
         wanted = theta.wanted(like, meta)
         assert (wanted.item, wanted.abstract) == ("outer_params", like)

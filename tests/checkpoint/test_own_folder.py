@@ -1,6 +1,7 @@
-"""Files of others in a folder of checkpoints: people, other runs, a process that saves right now.
+"""What a Checkpointer does to its folder: files of others stay, old ones of its own make room.
 
-Most saves here have no arrays: what a Checkpointer does to its folder does not depend on them.
+Others are people, other runs, a process that saves right now. Most saves here have no arrays: what
+a Checkpointer does to its folder does not depend on them.
 """
 
 import json
@@ -8,16 +9,18 @@ import os
 import pathlib
 import tempfile
 
-import jax.numpy as jnp
+import jax
+import numpy as np
 import pytest
 from etils import epath
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from maxdiloco.checkpoint import orbax_io, own_folder, write
+from maxdiloco.checkpoint import orbax_io, own_folder, room, seal, write
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.checkpoint.write import DELETED, UNFINISHED
 from maxdiloco.errors import CheckpointError
+from maxdiloco.storage import run_folder
 
 NUMBERS = ["0", "3", "007", "42", "2024", "123456789", "²"]
 SUFFIXES = [
@@ -106,25 +109,22 @@ def test_a_run_that_goes_on_removes_its_own_checkpoints_alone(entries):
         assert {path: after.get(path, "gone") for path in before} == before
 
 
-def test_an_older_run_s_checkpoints_below_the_newest_stay_and_do_not_count(tmp_path):
-    """The other run has 3 and 6; this one saves 5, 10 and, after a restart, 15, and keeps two."""
+def test_checkpoints_of_another_run_stay_do_not_count_and_are_told(tmp_path):
+    """The other run has 3 and 6; this one saves 5, 10 and, after a restart, 15, and keeps two.
+
+    A restart would go on from a later one: a save below it is said, as one in its place.
+    """
     for step in (3, 6):
         put(tmp_path / str(step), "other run")
     (tmp_path / "6").rename(tmp_path / "away")
     save(tmp_path, 5, 10, keep=2)
     (tmp_path / "away").rename(tmp_path / "6")
     assert save(tmp_path, 15, restore=True, keep=2) == [3, 6, 10, 15]
-
-
-def test_a_save_below_a_later_step_or_in_its_place_is_said(tmp_path):
-    """A restart would go on from the later one; it belongs to another run."""
-    for step in (100, 5):
-        put(tmp_path / str(step), "other run")
     said = []
-    assert save(tmp_path, 4, 5, 6, keep=2, said=said) == [4, 5, 6, 100]
+    assert save(tmp_path, 4, 6, 7, keep=2, said=said) == [3, 4, 6, 7, 10, 15]
     later, there = said
-    assert f"step 4 is saved below step 100 in {tmp_path}" in later and "folder for each" in later
-    assert f"step 5 is not saved: {tmp_path}/5 is there already, of another run" in there
+    assert f"step 4 is saved below step 15 in {tmp_path}" in later and "folder for each" in later
+    assert f"step 6 is not saved: {tmp_path}/6 is there already, of another run" in there
 
 
 def test_a_step_whose_name_others_have_is_a_failed_save(tmp_path):
@@ -143,7 +143,7 @@ def test_a_step_whose_name_others_have_is_a_failed_save(tmp_path):
 
 def test_a_second_process_may_read_but_not_save(tmp_path):
     """Its own lock on the folder stands in for another process's: they exclude each other alike."""
-    items = {"outer_params": {"w": jnp.ones(2)}}
+    items = {"outer_params": {"w": jax.device_put(np.ones(2))}}
     with Checkpointer(tmp_path, max_to_keep=1) as first:
         first.save(8, {}, {}, last=True)
         running = tmp_path / f"9{UNFINISHED}"
@@ -216,3 +216,90 @@ def test_objects_of_others_under_the_name_of_a_step_stay(tmp_path, monkeypatch):
     write.mark_of(target).write_text("")
     assert write.prepare(target, target, (), nbytes=0, is_alone=True)
     assert not target.exists() and write.mark_of(target).exists()
+
+
+VALUES = np.random.default_rng(0).standard_normal(20_000).astype(np.float32)
+NBYTES = VALUES.nbytes
+
+
+@pytest.fixture
+def disk(tmp_path, monkeypatch):
+    """Sets the size of a disk that holds the checkpoints of tmp_path and nothing else."""
+    usage = run_folder.shutil.disk_usage(tmp_path)
+    size = [10 * NBYTES]
+
+    def disk_usage(path):
+        path.stat()  # as the real one
+        used = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+        return usage._replace(free=size[0] - used)
+
+    monkeypatch.setattr(run_folder.shutil, "disk_usage", disk_usage)
+    return lambda nbytes: size.__setitem__(0, nbytes)
+
+
+@pytest.fixture
+def opened(tmp_path, disk):
+    said = []
+    with Checkpointer(tmp_path, max_to_keep=3, say=said.append) as checkpointer:
+        yield checkpointer, said
+
+
+def save_values(checkpointer, step):
+    checkpointer.save(step, {"outer_params": {"w": jax.device_put(VALUES)}}, {})
+    checkpointer.wait()
+
+
+def test_without_room_for_it_nothing_of_a_checkpoint_is_written(tmp_path, disk, opened):
+    """The leaf of 20,000 float32 takes 80,000 B."""
+    checkpointer, said = opened
+    disk(NBYTES - 1)
+    save_values(checkpointer, 1)
+    (line,) = said
+    assert "step 1 could not be saved" in line
+    assert "0.1 MB are free but it takes 0.1 MB; no step was saved since the start" in line
+    assert os.listdir(tmp_path) == []
+    disk(NBYTES)
+    save_values(checkpointer, 2)
+    assert checkpointer.steps() == [2]
+
+
+def test_the_oldest_make_room_where_that_suffices_and_no_more_than_needed(disk, opened):
+    """Room for two and a half: of 1 and 2 the first goes; then of 2 and 3."""
+    checkpointer, said = opened
+    save_values(checkpointer, 1)
+    disk(5 * NBYTES // 2 + seal.nbytes(checkpointer._folder / "1") - NBYTES)
+    save_values(checkpointer, 2)
+    assert checkpointer.steps() == [1, 2] and said == []
+    save_values(checkpointer, 3)
+    assert checkpointer.steps() == [2, 3]
+    (line,) = said
+    assert "nearly full: checkpoint 1 was removed to make room for 3" in line
+    save_values(checkpointer, 4)
+    assert checkpointer.steps() == [3, 4]
+
+
+def test_nothing_is_removed_where_it_would_not_suffice_and_the_last_good_one_never(disk, opened):
+    checkpointer, said = opened
+    for step in (1, 2):
+        save_values(checkpointer, step)
+    disk(3 * NBYTES // 2)  # with 2 kept there is never room for another
+    save_values(checkpointer, 3)
+    assert checkpointer.steps() == [1, 2]
+    assert "step 3 could not be saved" in said[0] and "the last step saved is 2" in said[0]
+    disk(5 * NBYTES)
+    save_values(checkpointer, 4)
+    assert checkpointer.steps() == [1, 2, 4]
+
+
+def test_a_line_tells_at_the_start_when_the_disk_is_too_small_for_all_that_are_kept(disk, opened):
+    """Those that are there count as room."""
+    checkpointer, _ = opened
+    save_values(checkpointer, 1)
+    disk(4 * NBYTES)
+    assert checkpointer.shortage(NBYTES) == []
+    disk(2 * NBYTES)
+    folder = checkpointer._folder / "not" / "made"
+    assert room.shortage(folder, NBYTES, count=1, own=()) == []
+    (line,) = checkpointer.shortage(NBYTES)
+    assert "max_num_checkpoints_to_keep=3 checkpoints take up to 0.2 MB" in line
+    assert f"{checkpointer._folder} has 0.2 MB for them" in line
