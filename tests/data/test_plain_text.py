@@ -47,21 +47,17 @@ def test_text_is_text_wherever_a_block_ends(tmp_path):
             assert plain_text.refuse_other([str(path)], "dataset_path") is None
 
 
-@pytest.mark.parametrize(
-    "name, words",
-    [
-        ("a.gz", "a.gz is no text. JSON lines may be compressed"),
-        ("a.parquet", "Set dataset_type=parquet"),
-        ("a.zip", "a.zip is no text.*; or leave the file out"),
-        ("noise.txt", "noise.txt is no UTF-8 text"),
-    ],
-)
-def test_a_file_that_is_given_by_name_and_is_no_text_is_refused(settings, tmp_path, name, words):
+def test_a_file_that_is_given_by_name_and_is_no_text_is_refused(settings, tmp_path):
     """Read as bytes it would train without a word. The suffix alone is enough."""
-    (tmp_path / name).write_bytes(b"\x1f\x8b\x08" if name == "noise.txt" else b"text " * 99)
-    cfg = settings(dataset_path=str(tmp_path / name))
-    with pytest.raises(DataError, match=words):
-        split.open_split(cfg, split="train")
+    for name, words in {
+        "a.gz": "a.gz is no text. JSON lines may be compressed",
+        "a.parquet": "Set dataset_type=parquet",
+        "a.zip": "a.zip is no text.*; or leave the file out",
+        "noise.txt": "noise.txt is no UTF-8 text",
+    }.items():
+        (tmp_path / name).write_bytes(b"\x1f\x8b\x08" if name == "noise.txt" else b"text " * 99)
+        with pytest.raises(DataError, match=words):
+            split.open_split(settings(dataset_path=str(tmp_path / name)), split="train")
 
 
 def test_the_line_on_the_data_counts_what_an_epoch_reads_and_what_a_folder_leaves_out(

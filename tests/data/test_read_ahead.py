@@ -1,5 +1,6 @@
 """Batches read ahead: their order, their errors, what close ends, who stops the processes."""
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -14,11 +15,6 @@ import pytest
 
 from maxdiloco.data.read_ahead import read_ahead
 from maxdiloco.errors import DataError, LostPeerError
-
-
-def large(number):
-    """A batch of 1 MiB: more than a pipe holds."""
-    return np.full((1, 131072), number)
 
 
 def failing(number):
@@ -95,6 +91,7 @@ def blocked_signals(process):
 def test_a_process_that_reads_leaves_signals_to_the_trainer_and_is_missed_when_killed():
     """Ctrl-C and a cluster's SIGTERM reach all processes; the trainer still wants its batches.
     A process that is killed with half a batch in a pipe would be waited for without an end."""
+    large = functools.partial(np.full, (1, 131072))  # 1 MiB: more than a pipe holds
     batches = read_ahead(large, 200, 1)
     try:
         assert [next(batches)[0, 0] for _ in range(3)] == [0, 1, 2]

@@ -18,7 +18,7 @@ BASE = config.load([], {})
 KEYS = base_yml.declared()
 
 
-def test_each_layer_overrides_those_before_it(tmp_path):
+def test_each_layer_overrides_those_before_it_and_nothing_the_config(tmp_path):
     """base.yml < model file < yml file < environment < key=value, one key for each step."""
     yml = tmp_path / "run.yml"
     yml.write_text(
@@ -35,6 +35,11 @@ def test_each_layer_overrides_those_before_it(tmp_path):
     # MaxText's commands name base.yml; it is the first layer already, not a third one.
     base = base_yml.config_folder() / "base.yml"
     assert config.load([str(base), "model_name=35m"], {}).base_emb_dim == 512
+    with pytest.raises(AttributeError, match=r"steps=5 cannot be set.*Load another"):
+        cfg.steps = 5
+    with pytest.raises(AttributeError, match=r"steps cannot be deleted.*Load another"):
+        del cfg.steps
+    assert cfg.steps == 33
 
 
 @pytest.mark.parametrize(
@@ -57,14 +62,6 @@ def test_the_model_file_is_the_second_layer_whichever_layer_names_it(
     path = tmp_path / "run.yml"
     path.write_text(written)
     assert config.load([str(path), *argv], environ).base_num_decoder_layers == layers
-
-
-def test_a_config_cannot_be_changed():
-    with pytest.raises(AttributeError, match=r"steps=5 cannot be set.*Load another"):
-        BASE.steps = 5
-    with pytest.raises(AttributeError, match=r"steps cannot be deleted.*Load another"):
-        del BASE.steps
-    assert BASE.steps == 1000
 
 
 VALUES = {

@@ -11,7 +11,6 @@ from maxdiloco.flags import config
 REFUSED = """
 # unknown keys: only a slip or words of a key are taken for that key
 my_dtype=1 | my_dtype=1 (command line) is no key. --help lists every key.
-enable_more_recording=1 | enable_more_recording=1 (command line) is no key. --help lists
 enable_tensorbord=1 | (command line) is no key. Did you mean enable_tensorboard? --help lists
 stepz=1 | is no key. Did you mean steps? --help lists every key.
 outer_lr=1 | is no key. Did you mean diloco_outer_lr? --help lists every key.
@@ -22,7 +21,6 @@ learning_rate=nan | is not a number
 learning_rate=1e999 | is too large | learning_rate=0.0004
 steps=1e-4 | is not a whole number | steps=1000
 steps=10.5 | is not a whole number | steps=1000
-learning_rate=null | is not a number
 steps=1e999999999 | is too large. Write it like the default, steps=1000
 enable_diloco=2 | is neither true nor false | enable_diloco=true
 mlp_activations=silu | is not a list | mlp_activations=[silu, linear]

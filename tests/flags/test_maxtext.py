@@ -1,7 +1,5 @@
 """MaxText's command lines: what is taken and what is dropped with a note; docs/maxtext.md says so.
-
-The table of what is refused is in test_config_errors.py.
-"""
+The table of what is refused is in test_config_errors.py."""
 
 import pathlib
 import re

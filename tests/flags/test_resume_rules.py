@@ -5,13 +5,7 @@ import pytest
 from maxdiloco.errors import CheckpointError
 from maxdiloco.flags import base_yml
 from maxdiloco.flags.base_yml import MAY_DIFFER, PATHS_MAY_DIFFER
-from maxdiloco.flags.resume import (
-    KEEP,
-    change_lines,
-    changed_keys,
-    model_remedy,
-    refuse_changes,
-)
+from maxdiloco.flags.resume import KEEP, change_lines, changed_keys, model_remedy, refuse_changes
 from maxdiloco.flags.shared_keys import MOST_SHOWN, difference, shared
 
 KEYS = base_yml.declared()

@@ -1,7 +1,5 @@
 """Values as people write them, wherever they are written, and what is said of those that are none.
-
-The table of what is refused on the command line is in test_config_errors.py.
-"""
+The table of what is refused on the command line is in test_config_errors.py."""
 
 import json
 import types

@@ -52,9 +52,7 @@ def test_every_metric_is_in_one_panel_and_unknown_ones_are_folded():
         "replica 0", "replica 2", "replica 10", "mean of the replicas", "theta",
     ]  # fmt: skip
     assert found[2].note.endswith("the outer one's is constant: 0.7")
-
-
-def test_a_metric_of_two_runs_is_one_panel_of_two_lines():
+    # A metric of two runs is one panel of two lines; theta has a panel of its own then.
     columns = {"learning/loss": np.ones(ROWS), "eval/loss": np.ones(ROWS)}
     runs = [run_of(name=name, columns=columns) for name in "ab"]
     loss, theta = panels.panels(runs, panels.tables_of(runs))

@@ -1,7 +1,5 @@
 """The plan of a link: its choices, its order, its commands, and what it refuses. Nothing compiles.
-
-The decoder of configs/models/tiny.yml has 1,033,600 parameters in 4 layers.
-"""
+The decoder of configs/models/tiny.yml has 1,033,600 parameters in 4 layers."""
 
 import json
 
