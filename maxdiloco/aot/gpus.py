@@ -10,11 +10,14 @@ import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
+
 from maxdiloco.errors import ConfigError
 from maxdiloco.parallel.chips import CHIPS, Chip
 
 ON_HOST = 8  # GPUs of a host, joined by NVLink or PCIe
 SIZES = (1, 2, 4, *(ON_HOST * hosts for hosts in (1, 2, 4, 8, 16, 32, 64, 128)))
+FROM_MACHINE = (0, 11)  # JAX that takes the GPU of a Triton kernel from the machine
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 # The part of a GPU's memory that JAX takes when it starts, and where the user says another:
 # docs.jax.dev/en/latest/gpu_memory_allocation.html.
@@ -130,13 +133,19 @@ def _share(environ: Mapping[str, str]) -> float:
 def devices(name: str, num_slices: int) -> list[Any]:
     """The jax.Device objects of `num_slices` slices, slice by slice; nothing can run on them.
 
-    Raises ConfigError for an unknown name, and for a JAX without a plugin for CUDA.
+    Raises ConfigError for an unknown name, and for a JAX without a plugin for CUDA or after 0.10.
     """
     size = size_of(name)
     if not any(map(importlib.util.find_spec, PLUGINS)):
         raise ConfigError(
             f"compile_topology={name} needs JAX's plugin for CUDA, which is not installed. Install "
             f"the extra: pip install -e '.[cudacompile]' in a checkout of maxdiloco."
+        )
+    if jax.__version_info__ >= FROM_MACHINE:
+        raise ConfigError(
+            f"compile_topology={name} cannot be compiled for by jax {jax.__version__}, which makes "
+            f"Triton kernels for the GPU of this machine alone. Use jax 0.10.2, as the extra has "
+            f"it: pip install -e '.[cudacompile]'."
         )
     from jax.experimental import topologies
 

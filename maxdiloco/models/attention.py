@@ -28,7 +28,8 @@ SPLASH_LAYOUT = "SEQ_MINOR"  # a QKVLayout of the kernel
 SPLASH_LANES = 128  # tiles are multiples of a TPU vector register's lanes
 # What cuDNN's fused attention takes of jax.nn.dot_product_attention on every GPU that has it; heads
 # of up to 256 features would need compute capability 9.0, and jax asks the machine that compiles.
-CUDNN_HEAD_DIM, CUDNN_CAPABILITY = 128, 8
+CUDNN_HEAD_DIM = 128
+CAPABILITY = 8  # of CUDA, from which on GPUs have cuDNN's attention and Triton's bfloat16 products
 
 
 def choose_kernel(
@@ -50,8 +51,7 @@ def choose_kernel(
     fused kernel where it can compute this model and dot_product elsewhere.
     backend: `cpu`, `gpu` or `tpu`. length: tokens of a sequence. shards: devices it is spread over.
     value_dim: of a head's values, None as its keys. soft_cap, sink: see dot_product.
-    compute_capability: of a GPU by jax.Device, such as `8.0`, or AMD's name of one; "" is not known
-    and taken for one that cuDNN knows.
+    compute_capability: see has_kernels.
     Raises ConfigError when attention=flash has no kernel for the backend and model.
     """
     if attention == "dot_product":
@@ -71,6 +71,16 @@ def choose_kernel(
     if attention == "flash":
         raise ConfigError(f"attention=flash cannot be used: {obstacle}. Use autoselected.")
     return "dot_product"
+
+
+def has_kernels(compute_capability: str) -> bool:
+    """Whether a GPU has the kernels of attention and of grouped products (models/triton_ragged.py).
+
+    compute_capability: by jax.Device, such as `8.0`, or AMD's name of a GPU, which has neither; ""
+    is not known and taken for one that has both.
+    """
+    major = re.match(r"(\d+)\.\d+$", compute_capability)
+    return not compute_capability or (major is not None and int(major[1]) >= CAPABILITY)
 
 
 def check_cudnn(attention: str) -> None:
@@ -103,10 +113,9 @@ def _cudnn_obstacle(
     head_dim, length, dtype, value_dim, soft_cap, sink, shards, compute_capability
 ) -> str | None:
     """Why cuDNN cannot compute this model; None when it can."""
-    major = re.match(r"(\d+)\.\d+$", compute_capability)
     found = None
-    if compute_capability and (major is None or int(major[1]) < CUDNN_CAPABILITY):
-        found = f"the GPU's compute capability {compute_capability} is below {CUDNN_CAPABILITY}.0"
+    if not has_kernels(compute_capability):
+        found = f"the GPU's compute capability {compute_capability} is below {CAPABILITY}.0"
     elif shards > 1:
         found = f"context parallelism {shards} spreads a sequence over devices"
     elif dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):

@@ -31,15 +31,25 @@ def ragged(x_AD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, spec: ModelSpe
     Rows after the last group come out as anything.
     spec.ragged_kernel: "megablox" takes JAX's Pallas kernels for the gradients. XLA:TPU of jax 0.10
     has a kernel for the product. It takes it for the gradient in x too, but copies the matrices for
-    it, and multiplies every row by every expert in the other gradient (benchmarks/log). "" takes
-    XLA's, which on a CPU and a GPU multiply every row by every expert.
+    it, and multiplies every row by every expert in the other gradient (benchmarks/log).
+    "triton" takes the kernels of triton_ragged.py for all three, where they fit. "" takes XLA's,
+    which on a CPU and a GPU multiply every row by every expert.
     """
     preferred = f32 if spec.float32_products else None  # see models/product.py
-    options = _Options(spec.precision, preferred, spec.ragged_kernel)
+    kernel = spec.ragged_kernel
+    if kernel == "triton":
+        from maxdiloco.models import triton_ragged
+
+        kernel = kernel if triton_ragged.fits(x_AD, w_EDF) else ""
+    options = _Options(spec.precision, preferred, kernel)
     return _ragged(options, x_AD, w_EDF, sizes_E)
 
 
 def _plain(options, x_AD, w_EDF, sizes_E):
+    if options.kernel == "triton":
+        from maxdiloco.models import triton_ragged
+
+        return triton_ragged.rows_by_matrices(x_AD, w_EDF, sizes_E)
     out = jax.lax.ragged_dot(
         x_AD,
         w_EDF,
@@ -57,6 +67,11 @@ def _ragged(options, x_AD, w_EDF, sizes_E):
 
 def _ragged_backward(options, factors, d_AF):
     def backward(x_AD, w_EDF, sizes_E, d_AF):
+        if options.kernel == "triton":
+            from maxdiloco.models import triton_ragged
+
+            dx_AD = triton_ragged.rows_by_matrices(d_AF, w_EDF, sizes_E, transposed=True)
+            return dx_AD, triton_ragged.matrices_gradient(x_AD, d_AF, sizes_E, w_EDF.dtype)
         if options.kernel == "megablox":
             dx_AD = rows_gradient_by_kernel(options.precision, d_AF, w_EDF, sizes_E)
             dw_EDF = gradient_by_kernel(options.precision, x_AD, d_AF, sizes_E)

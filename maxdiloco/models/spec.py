@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from maxdiloco.flags.config import Config
-from maxdiloco.models.attention import choose_kernel
+from maxdiloco.models.attention import choose_kernel, has_kernels
 from maxdiloco.models.rope import RopeConfig
 from maxdiloco.parallel import processor
 from maxdiloco.parallel.sharding import Rules, rules_with
@@ -126,7 +126,7 @@ def from_config(
     """Read the model's keys from the config.
 
     backend: `cpu`, `gpu` or `tpu`, as jax.default_backend() names it. length_shards: devices that
-    a sequence is spread over. compute_capability: see attention.choose_kernel.
+    a sequence is spread over. compute_capability: see attention.has_kernels.
     Raises ConfigError for a kernel that the backend lacks; flags has checked the sizes.
     """
     dtype = compute_dtype(cfg.dtype, backend)
@@ -168,7 +168,7 @@ def from_config(
         float32_products=half_on_cpu,
         float32_factors=half_on_cpu and processor.float32_is_faster(processor.host_cpuinfo()),
         scattered_gradients=backend == "tpu",
-        ragged_kernel="megablox" if backend == "tpu" else "",
+        ragged_kernel=_ragged_kernel(backend, compute_capability),
     )
 
 
@@ -185,6 +185,12 @@ def _kernel(cfg, backend, dtype, length_shards, compute_capability):
         shards=length_shards,
         compute_capability=compute_capability,
     )
+
+
+def _ragged_kernel(backend, compute_capability):
+    if backend == "gpu":
+        return "triton" if has_kernels(compute_capability) else ""
+    return "megablox" if backend == "tpu" else ""
 
 
 def _latent(cfg):

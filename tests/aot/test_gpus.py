@@ -116,6 +116,19 @@ def test_devices_are_what_the_names_mean_slice_by_slice_and_host_by_host():
     assert [d.process_index for d in gpus.devices("h100-16", 2)] == [n // 8 for n in range(32)]
 
 
+def test_a_jax_that_compiles_for_its_own_gpu_alone_is_refused(monkeypatch):
+    def reached(gpu):
+        raise LookupError(gpu.name)
+
+    monkeypatch.setattr(gpus, "target_config", reached)
+    monkeypatch.setattr(gpus, "PLUGINS", ("os",))
+    with pytest.raises(LookupError):
+        topology.devices("a100-1", 1)
+    monkeypatch.setattr(gpus.jax, "__version_info__", (0, 11, 2))
+    with pytest.raises(ConfigError, match=r"=a100-1 cannot .* jax .*Use jax 0.10.2, as the"):
+        topology.devices("a100-1", 1)
+
+
 def test_the_threads_of_a_multiprocessor_are_its_generation_s():
     """NVIDIA's CUDA C++ Programming Guide, technical specifications per compute capability."""
     expected = {"7": 1024, "8.0": 2048, "8.6": 1536, "8.9": 1536, "9": 2048, "10": 2048, "12": 1536}

@@ -8,10 +8,17 @@ is a last norm.
 import json
 import re
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from tiers import corner
 
 from maxdiloco import plan, train_compile
+from maxdiloco.aot import gpus
+from maxdiloco.models import triton_ragged
 from maxdiloco.parallel.program import Program
 
 KEYS = dict(
@@ -34,6 +41,7 @@ KEYS = dict(
     compile_topology="h100-2",
     compile_topology_num_slices=2,
 )
+KINDS = ("a100-80gb", "h100", "b200", "l4")  # by shared memory and instructions
 PARAMETERS = 256 * 128 + 128 + 2 * (4 * 128 * 128 + 2 * 128 * 256 + 2 * 128)
 
 
@@ -101,7 +109,7 @@ def test_a_model_that_does_not_fit_is_refused_with_more_gpus(compile_run):
 
 
 @pytest.mark.gpu_aot
-@pytest.mark.parametrize("kind", corner(["a100-80gb", "h100", "b200", "l4"], ["h100"]))
+@pytest.mark.parametrize("kind", corner(KINDS, ["h100"]))
 def test_attention_is_cudnns_with_no_weights_of_every_head(compile_run, monkeypatch, kind):
     """The only array of queries by keys is the mask of documents, a bias that all heads share, with
     its gradient. Control: a block of plain attention's logits, by sequence and head."""
@@ -121,6 +129,30 @@ def test_attention_is_cudnns_with_no_weights_of_every_head(compile_run, monkeypa
         assert code == 0
         assert ("__cudnn$fmha" in texts["inner"]) == calls
         assert bool(square.search(texts["inner"])) != calls
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.parametrize("kind", corner(KINDS, ["h100"]))
+def test_products_of_experts_fit_every_gpu_and_leave_other_rows_out(kind):
+    """Memory for nothing but what goes in and out; XLA's own has every row for every expert."""
+    A, E, D, F = 16384, 128, 2048, 768  # Qwen3 30B-A3B
+    sharding = NamedSharding(Mesh(np.array(gpus.devices(f"{kind}-1", 1)), ("x",)), P())
+
+    def struct(*dims, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+
+    def temporary(fn):
+        args = struct(A, D), struct(E, D, F), struct(E, dtype=jnp.int32), struct(A, F)
+        return jax.jit(fn).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+    def by_triton(x, w, sizes, d):
+        product = triton_ragged.rows_by_matrices
+        dx = product(d, w, sizes, transposed=True)
+        return product(x, w, sizes), dx, triton_ragged.matrices_gradient(x, d, sizes, w.dtype)
+
+    assert temporary(by_triton) < 2**20
+    if kind == "h100":
+        assert temporary(lambda x, w, sizes, d: jax.lax.ragged_dot(x, w, sizes)) > 2 * A * E * D
 
 
 @pytest.mark.full

@@ -15,7 +15,7 @@ import pytest
 import tiny_model
 from flax import nnx
 
-from maxdiloco.models import decode, experts, ragged, router
+from maxdiloco.models import decode, experts, ragged, router, triton_ragged
 from maxdiloco.models.moe import MoE
 
 BALANCE = dict(load_balance_loss_weight=0.1, router_z_loss_weight=0.02)
@@ -148,34 +148,86 @@ def test_both_gradients_from_the_kernels_are_those_of_the_product():
     assert np.abs(expected_x[5] - w_EDF[2] @ d_AF[5]).max() > 0.1
 
 
-def test_replicas_of_a_slot_take_the_kernels_one_by_one(monkeypatch):
-    """As on a TPU, interpreted: gradients of both factors are those without the kernels."""
-    calls = []
+@pytest.mark.parametrize(
+    ("A", "widths", "sizes"),
+    [
+        (700, (32, 48), [100, 0, 300, 200]),  # tiles of 64; the last hundred rows are nobody's
+        (2048, (32, 160), [1000, 1048]),  # tiles of 128 rows and of 32 columns
+        (64, (16, 16), [0, 0, 0]),
+    ],
+)
+def test_products_by_triton_are_those_of_ragged_dot(A, widths, sizes):
+    """Interpreted: the product and both gradients. XLA's own of a CPU, where nobody's rows give 0,
+    multiply every row by every expert."""
+    rng = np.random.default_rng(6)
+    x_AD, d_AF = (rng.standard_normal((A, n)).astype(np.float32) for n in widths)
+    w_EDF = rng.standard_normal((len(sizes), *widths)).astype(np.float32)
+    sizes_E = np.array(sizes, np.int32)
+    product = functools.partial(triton_ragged.rows_by_matrices, interpret=True)
+    found = (
+        product(x_AD, w_EDF, sizes_E),
+        product(d_AF, w_EDF, sizes_E, transposed=True),
+        triton_ragged.matrices_gradient(x_AD, d_AF, sizes_E, np.float32, interpret=True),
+    )
+    out_AF, pull = jax.vjp(lambda x, w: jax.lax.ragged_dot(x, w, sizes_E), x_AD, w_EDF)
+    tiny_model.assert_close(found, (out_AF, *pull(d_AF)), rtol=1e-5, atol=1e-3)
 
-    def interpreted(by_kernel, *args):
-        calls.append(args)
-        return by_kernel(*args, interpret=True)
 
-    for name in ("gradient_by_kernel", "rows_gradient_by_kernel"):
-        by_kernel = functools.partial(interpreted, getattr(ragged, name))
-        monkeypatch.setattr(ragged, name, by_kernel)
+def test_tiles_of_rows_cover_each_expert_once():
+    """Tiles of 4: experts of 5, 0, 4 and 1 rows have 2, 0, 1 and 1; two are left over."""
+    tiles = triton_ragged.tiles_of(jnp.array([5, 0, 4, 1]), num_rows=10, rows=4)
+    assert tiles.expert_T[:4].tolist() == [0, 0, 2, 3]
+    assert tiles.start_T.tolist() == [0, 4, 5, 9, 0, 0]
+    assert tiles.end_T.tolist() == [5, 5, 9, 10, 0, 0]
+
+
+GRADIENTS = {"gradient_by_kernel", "rows_gradient_by_kernel"}
+PRODUCTS = {"rows_by_matrices", "matrices_gradient"}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "module", "width", "dtype", "expected_calls"),
+    [
+        ("megablox", ragged, 8, jnp.float32, GRADIENTS),
+        ("triton", triton_ragged, 32, jnp.bfloat16, PRODUCTS),
+        ("triton", triton_ragged, 32, jnp.float32, set()),  # neither fits: XLA's take their place
+        ("triton", triton_ragged, 24, jnp.bfloat16, set()),
+    ],
+)
+def test_replicas_of_a_slot_take_the_kernels_one_by_one(
+    kernel, module, width, dtype, expected_calls, monkeypatch
+):
+    """As on a TPU and a GPU, interpreted: gradients of both factors are those without kernels."""
+    calls = {}
+
+    def interpreted(name, by_kernel, *args, **kwargs):
+        calls.setdefault(name, set()).update(np.ndim(x) for x in args if isinstance(x, jax.Array))
+        return by_kernel(*args, **kwargs, interpret=True)
+
+    for name in GRADIENTS if kernel == "megablox" else PRODUCTS:
+        by_kernel = functools.partial(interpreted, name, getattr(module, name))
+        monkeypatch.setattr(module, name, by_kernel)
     rng = np.random.default_rng(4)
-    x_RAD = rng.standard_normal((2, 6, 8)).astype(np.float32)
-    w_REDF = rng.standard_normal((2, 3, 8, 4)).astype(np.float32)
+    x_RAD = jnp.asarray(rng.standard_normal((2, 6, width)), dtype)
+    w_REDF = jnp.asarray(rng.standard_normal((2, 3, width, 16)), dtype)
     sizes_RE = np.array([[1, 5, 0], [2, 2, 2]], np.int32)
     spec = tiny_model.build(num_experts=3).spec
 
     def gradients(spec):
         def total(x, w, sizes):
-            return jnp.sum(jnp.square(ragged.ragged(x, w, sizes, spec)))
+            return jnp.sum(jnp.square(ragged.ragged(x, w, sizes, spec).astype(jnp.float32)))
 
-        return jax.jit(jax.vmap(jax.grad(total, argnums=(0, 1))))(x_RAD, w_REDF, sizes_RE)
+        found = jax.jit(jax.vmap(jax.grad(total, argnums=(0, 1))))(x_RAD, w_REDF, sizes_RE)
+        return jax.tree.map(lambda x: np.asarray(x, np.float32), found)
 
     expected = gradients(spec)
     assert not calls
-    found = gradients(dataclasses.replace(spec, ragged_kernel="megablox"))
-    assert {call[1].shape for call in calls} == {(6, 8), (6, 4)}, "kernels of one replica"
-    tiny_model.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    found = gradients(dataclasses.replace(spec, ragged_kernel=kernel))
+    assert set(calls) == expected_calls
+    assert set().union(*calls.values()) <= {1, 2, 3}, "kernels of one replica"
+    rounding = 0.01 if dtype == jnp.bfloat16 else 1e-5
+    atol = rounding * max(np.abs(x).max() for x in expected)
+    tiny_model.assert_close(found, expected, rtol=rounding, atol=atol)
 
 
 MODEL = FAMILIES["deepseek-v3"] | dict(base_num_decoder_layers=3, first_num_dense_layers=1)

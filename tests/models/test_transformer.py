@@ -135,11 +135,15 @@ def test_a_token_outside_the_vocabulary_shows_in_the_loss(usual):
 
 
 def test_types_and_kernels_of_products_follow_the_backend():
-    """dtype=auto; grouped products by JAX's kernels on a TPU alone. Weights have weight_dtype."""
-    for backend, dtype in (("cpu", "float32"), ("gpu", "bfloat16"), ("tpu", "bfloat16")):
-        model = transformer.build(tiny_model.config(dtype="auto"), backend=backend)
-        assert model.spec.dtype == jnp.dtype(dtype)
-        assert model.spec.ragged_kernel == ("megablox" if backend == "tpu" else "")
+    """dtype=auto; grouped products have kernels on a TPU and on a GPU that can have them. Weights
+    have weight_dtype."""
+    for backend, capability, dtype, kernel in (
+        ("cpu", "", "float32", ""), ("gpu", "8.6", "bfloat16", "triton"),
+        ("gpu", "7.5", "bfloat16", ""), ("tpu", "", "bfloat16", "megablox"),
+    ):  # fmt: skip
+        cfg = tiny_model.config(dtype="auto")
+        spec = transformer.build(cfg, backend=backend, compute_capability=capability).spec
+        assert (spec.dtype, spec.ragged_kernel) == (jnp.dtype(dtype), kernel)
     init = tiny_model.build(weight_dtype="bfloat16").init
     shapes = jax.eval_shape(init, jax.random.key(0))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(shapes)} == {"bfloat16"}
