@@ -36,9 +36,12 @@ setup(
     extras_require={
         "tpu": ["jax[tpu]>=0.10.2,<0.12"],
         "cuda12": ["jax[cuda12]>=0.10.2,<0.12"],
-        # What compiles for GPUs without one: JAX's plugin and ptxas, not NVIDIA's libraries. From
-        # 0.11 on JAX makes Triton kernels for the GPU of the machine alone.
-        "cudacompile": ["jax<0.11", "jax-cuda12-plugin>=0.10.2,<0.11", "nvidia-cuda-nvcc-cu12"],
+        # What compiles for GPUs without one: JAX's plugin, ptxas and cuDNN, not NVIDIA's other
+        # libraries. From 0.11 on JAX makes Triton kernels for the GPU of the machine alone.
+        "cudacompile": [
+            "jax<0.11", "jax-cuda12-plugin>=0.10.2,<0.11", "nvidia-cuda-nvcc-cu12",
+            "nvidia-cudnn-cu12",
+        ],  # fmt: skip
         "gcs": ["gcsfs", "google-cloud-storage"],
         "data": ["datasets>=4", "pyarrow>=20"],
         "hf": ["safetensors>=0.6"],

@@ -2,7 +2,7 @@
 # What a machine with a GPU can show in under ten minutes: each part says what to expect, then what
 # was seen. Logs go into $OUT; a part that fails or runs out of time does not keep the others away.
 #   usage: bash benchmarks/gpu_check.sh [part ...]
-#   parts: kernels torch_180m torch_1b replicas_180m (all of them)
+#   parts: torch_180m torch_1b replicas_180m (all of them)
 #   PYTHON: with jax and its GPU plugin, and torch (python3); HARDWARE: gpu, or cpu to try the script
 #   OUT: folder for logs and compile caches (runs/gpu_check); KEYS: further keys of the trainer
 #   SLOWER: the limits of time are those of an H100 times this whole number (1)
@@ -21,7 +21,7 @@ if [[ ! $slower =~ ^[1-9][0-9]*$ ]]; then
   exit 2
 fi
 parts=("$@")
-if ((${#parts[@]} == 0)); then parts=(kernels torch_180m torch_1b replicas_180m); fi
+if ((${#parts[@]} == 0)); then parts=(torch_180m torch_1b replicas_180m); fi
 mkdir -p "$out"
 export PYTHONPATH=$PWD
 if [ "$hardware" = gpu ]; then
@@ -62,15 +62,6 @@ memory() { # MiB of the GPU; nothing where nobody says it
 
 for name in "${parts[@]}"; do
   case $name in
-    kernels)
-      small=() # as array code, where there is no GPU
-      if [ "$hardware" = cpu ]; then
-        small=(interpret=true sequences=1 length=64 heads=2 kv_heads=1 rows=96 experts=3 width=32)
-      fi
-      of_runs=("${keys[@]}") keys=("${small[@]}")
-      part "$name" 100 "errors of 0.02 at most; triton faster than dot_product and ragged_dot" \
-        "$python" benchmarks/gpu_kernels.py
-      keys=("${of_runs[@]}") ;;
     torch_180m)
       part "$name" 120 "tokens/s at least 1.1 times torch's" bash -c 'beside_torch 180m 8 "$@"' _ ;;
     torch_1b)
@@ -87,7 +78,7 @@ for name in "${parts[@]}"; do
         "$python" benchmarks/replica_cost.py hardware="$hardware" out="$out/replica_cost" \
         turns=1 ;;
     *)
-      printf 'gpu_check: %s is no part. Use kernels, torch_180m, torch_1b, replicas_180m.\n' \
+      printf 'gpu_check: %s is no part. Use torch_180m, torch_1b, replicas_180m.\n' \
         "$name" >&2
       exit 2 ;;
   esac

@@ -31,10 +31,11 @@ if [ "$tier" != full ]; then chosen+=" and not full"; fi
 # tests that compile for GPUs do.
 if [ $# = 0 ] && [ "$tier" != quick ]; then
   plugin=$MAXDILOCO_VENV/cuda-plugin
-  if [ ! -d "$plugin/jax_cuda12_plugin" ]; then
+  if [ ! -d "$plugin/nvidia/cudnn" ]; then
+    rm -rf "$plugin"  # pip adds nothing to a folder that is there
     "$python" -m pip install --quiet --disable-pip-version-check --no-deps \
       -c constraints.txt --target "$plugin" \
-      jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12
+      jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12 nvidia-cudnn-cu12
   fi
   PYTHONPATH=$plugin "${pytest[@]}" -m "gpu_aot and $chosen" \
     tests/aot/test_gpus.py tests/integration/test_compile_for_gpus.py

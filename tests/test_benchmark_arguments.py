@@ -8,7 +8,6 @@ import pytest
 
 from benchmarks import (
     bandwidth_model,
-    gpu_kernels,
     link_faults,
     peer_torch,
     peer_torchft,
@@ -25,11 +24,6 @@ REFUSED = {
     bandwidth_model: [
         ("replicas=1", "replicas=1 is no whole number of 2"),
         ("size=1b", "size is unknown"),
-    ],
-    gpu_kernels: [
-        ("steps=0", "steps=0 is not a whole number of 1 or more. Use steps=20"),
-        ("interpret=1", "interpret=1 is not true or false. Use interpret=false"),
-        ("head=64", "head is not known. Use one of sequences, "),
     ],
     link_faults: [
         ("fault=kill", "fault is no key of the trainer"),

@@ -60,8 +60,8 @@ VALUES = {
     ("remat_policy", "save_qkv_proj"): ("save_qkv_context", "which keeps attention's result too"),
     ("remat_policy", "save_out_proj"): (
         "save_context", "which keeps attention's result in place of its output product"),
-    ("attention", "cudnn_flash_te"): ("flash", "which is a Triton kernel on a GPU"),
-    ("attention", "cudnn_flash_jax"): ("flash", "which is a Triton kernel on a GPU"),
+    ("attention", "cudnn_flash_te"): ("flash", "which is cuDNN's kernel by JAX on a GPU"),
+    ("attention", "cudnn_flash_jax"): ("flash", "which is cuDNN's kernel by JAX on a GPU"),
     ("hardware", "gpu_multiprocess"): ("gpu", "for one process and for several"),
     ("grain_packing_type", "first_fit"): ("best_fit", "which cuts no document that fits either"),
     ("eval_per_device_batch_size", "0"): ("-1", "which is per_device_batch_size"),

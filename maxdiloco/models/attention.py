@@ -8,16 +8,17 @@ sees position s when s <= t, both are of one segment and, with a window, t - s <
 import functools
 import math
 import re
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.models.dot_product import Queries, Softmax, dot_product
+from maxdiloco.models.dot_product import Queries, Softmax, causal_mask, dot_product
 from maxdiloco.models.each_device import on_each_device
 from maxdiloco.models.over_length import gathered_text, length_axes, part, positions
-from maxdiloco.models.remat import CONTEXT
+from maxdiloco.models.remat import CONTEXT, keep
 from maxdiloco.parallel.sharding import Rules
 
 SPLASH_BLOCK = 512  # tile of queries and keys, our choice from the kernel's power-of-two sizes
@@ -25,9 +26,10 @@ SPLASH_BLOCK = 512  # tile of queries and keys, our choice from the kernel's pow
 # comes before the kernel so, too, and the program takes 0.8 times as long (benchmarks/log).
 SPLASH_LAYOUT = "SEQ_MINOR"  # a QKVLayout of the kernel
 SPLASH_LANES = 128  # tiles are multiples of a TPU vector register's lanes
-TRITON_ROWS = 16  # tiles are multiples of what a GPU's matrix units take
-TRITON_HEAD_DIM = 256  # the accumulators of wider heads have no room in a GPU's registers
-TRITON_CAPABILITY = 8  # XLA compiles Triton for NVIDIA's compute capability 8.0 and later
+# What cuDNN's fused attention takes of jax.nn.dot_product_attention on every GPU that has it; heads
+# of up to 256 features would need compute capability 9.0, and jax asks the machine that compiles.
+CUDNN_HEAD_DIM = 128
+CAPABILITY = 8  # of CUDA, from which on GPUs have cuDNN's attention and Triton's bfloat16 products
 
 
 def choose_kernel(
@@ -37,22 +39,33 @@ def choose_kernel(
     head_dim: int,
     length: int,
     dtype: DTypeLike,
+    value_dim: int | None = None,
+    soft_cap: float = 0.0,
+    sink: bool = False,
     shards: int = 1,
     compute_capability: str = "",
 ) -> str:
-    """The kernel for a backend: `dot_product`, `triton` or `splash`.
+    """The kernel for a backend: `dot_product`, `cudnn` or `splash`.
 
     attention: `dot_product`; `flash`, the backend's fused kernel or an error; `autoselected`, the
     fused kernel where it can compute this model and dot_product elsewhere.
     backend: `cpu`, `gpu` or `tpu`. length: tokens of a sequence. shards: devices it is spread over.
-    compute_capability: see has_triton.
+    value_dim: of a head's values, None as its keys. soft_cap, sink: see dot_product.
+    compute_capability: see has_kernels.
     Raises ConfigError when attention=flash has no kernel for the backend and model.
     """
     if attention == "dot_product":
         return "dot_product"
-    kernel = {"gpu": "triton", "tpu": "splash"}.get(backend)
-    dtype = jnp.dtype(dtype)
-    obstacle = _obstacle(kernel, backend, head_dim, length, dtype, shards, compute_capability)
+    kernel = {"gpu": "cudnn", "tpu": "splash"}.get(backend)
+    if kernel == "splash":
+        obstacle = _splash_obstacle(length, shards)
+    elif kernel == "cudnn":
+        obstacle = _cudnn_obstacle(
+            head_dim, length, jnp.dtype(dtype), value_dim, soft_cap, sink, shards,
+            compute_capability,
+        )  # fmt: skip
+    else:
+        obstacle = f"the {backend} backend has no fused attention"
     if obstacle is None:
         return kernel
     if attention == "flash":
@@ -60,44 +73,64 @@ def choose_kernel(
     return "dot_product"
 
 
-def has_triton(compute_capability: str) -> bool:
-    """Whether XLA compiles Triton kernels for a GPU.
+def has_kernels(compute_capability: str) -> bool:
+    """Whether a GPU has the kernels of attention and of grouped products (models/triton_ragged.py).
 
-    compute_capability: of jax.Device, such as `8.0`; "" and AMD's names are taken for one that has.
+    compute_capability: by jax.Device, such as `8.0`, or AMD's name of a GPU, which has neither; ""
+    is not known and taken for one that has both.
     """
     major = re.match(r"(\d+)\.\d+$", compute_capability)
-    return major is None or int(major.group(1)) >= TRITON_CAPABILITY
+    return not compute_capability or (major is not None and int(major[1]) >= CAPABILITY)
 
 
-def _obstacle(
-    kernel, backend, head_dim, length, dtype, shards, compute_capability
-) -> str | None:
-    """Why the kernel cannot compute this model; None when it can."""
-    if kernel is None:
-        return f"the {backend} backend has no fused attention"
-    if kernel == "splash":
-        if length % SPLASH_LANES:
-            return f"max_target_length={length} is not a multiple of {SPLASH_LANES} (splash on TPU)"
-        if shards > 1 and length % (2 * shards * SPLASH_LANES):
-            return (
-                f"max_target_length={length} is not a multiple of {SPLASH_LANES} * 2 * context "
-                f"{shards} (splash on TPU)"
-            )
-        return None
-    if not has_triton(compute_capability):
+def check_cudnn(attention: str) -> None:
+    """Raise ConfigError where JAX finds no cuDNN, which it looks for when it traces a program."""
+    heads = jax.ShapeDtypeStruct((1, 2, 1, 8), jnp.bfloat16)
+    fused = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    try:
+        jax.eval_shape(fused, heads, heads, heads)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"attention={attention} takes cuDNN's kernel on GPUs, but JAX says: {error} Install "
+            f"the extra cuda12, or cudacompile on a machine without a GPU: pip install -e "
+            f"'.[cuda12]'. Or use attention=dot_product."
+        ) from error
+
+
+def _splash_obstacle(length, shards) -> str | None:
+    """Why splash cannot compute this model; None when it can."""
+    if length % SPLASH_LANES:
+        return f"max_target_length={length} is not a multiple of {SPLASH_LANES} (splash on TPU)"
+    if shards > 1 and length % (2 * shards * SPLASH_LANES):
         return (
-            f"the GPU's compute capability {compute_capability} is below {TRITON_CAPABILITY}.0 "
-            f"(Triton on GPU)"
+            f"max_target_length={length} is not a multiple of {SPLASH_LANES} * 2 * context "
+            f"{shards} (splash on TPU)"
         )
-    if shards > 1:
-        return f"context parallelism {shards} spreads a sequence over devices (Triton on GPU)"
-    if dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
-        return f"dtype={dtype} is not bfloat16 or float16 (Triton on GPU)"
-    if head_dim > TRITON_HEAD_DIM:
-        return f"head_dim={head_dim} is above {TRITON_HEAD_DIM} (Triton on GPU)"
-    if length % TRITON_ROWS:
-        return f"max_target_length={length} is not a multiple of {TRITON_ROWS} (Triton on GPU)"
     return None
+
+
+def _cudnn_obstacle(
+    head_dim, length, dtype, value_dim, soft_cap, sink, shards, compute_capability
+) -> str | None:
+    """Why cuDNN cannot compute this model; None when it can."""
+    found = None
+    if not has_kernels(compute_capability):
+        found = f"the GPU's compute capability {compute_capability} is below {CAPABILITY}.0"
+    elif shards > 1:
+        found = f"context parallelism {shards} spreads a sequence over devices"
+    elif dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+        found = f"dtype={dtype} is not bfloat16 or float16"
+    elif head_dim % 8 or head_dim > CUDNN_HEAD_DIM:
+        found = f"head_dim={head_dim} is not a multiple of 8 up to {CUDNN_HEAD_DIM}"
+    elif value_dim not in (None, head_dim):
+        found = f"v_head_dim={value_dim} is not the {head_dim} of queries and keys"
+    elif length % 2:
+        found = f"max_target_length={length} is odd"
+    elif soft_cap:
+        found = f"attn_logits_soft_cap={soft_cap} is not 0"
+    elif sink:
+        found = "attention_sink=true has no place in its softmax"
+    return None if found is None else f"{found} (cuDNN on GPU)"
 
 
 def attend(
@@ -132,9 +165,7 @@ def attend(
     elif kernel == "splash":
         local = functools.partial(splash, soft_cap=soft_cap, window=window, divisor=divisor)
     else:
-        from maxdiloco.models import triton
-
-        local = functools.partial(triton.attend, softmax_config, False)
+        local = functools.partial(cudnn, softmax_config)
     if axes:
         local = _with_all_keys(local, axes)
     q_names, kv_names = (("batch", "length", heads, None) for heads in ("heads_act", "kv_act"))
@@ -235,3 +266,64 @@ def _shard_of(kernel, shard, shards):
         return jax.lax.dynamic_slice_in_dim(table, shard * size, size, dim)
 
     return jax.tree.map(rows, kernel)
+
+
+def cudnn(
+    softmax_config: Softmax,
+    q_BLNH: jax.Array,
+    k_BLKH: jax.Array,
+    v_BLKH: jax.Array,
+    segment_ids_BL: jax.Array,
+) -> jax.Array:
+    """cuDNN's fused attention by jax.nn.dot_product_attention, of choose_kernel's models.
+
+    Documents and the window are a mask [B, 1, L, L], a bias for cuDNN, which before 9.10.2 takes no
+    window of its own beside one. The backward pass runs the forward kernel again: what jax keeps
+    for it cannot pass _joined.
+    """
+
+    def plain(q_BLNH, k_BLKH, v_BLKH, segment_ids_BL):
+        L, H = segment_ids_BL.shape[1], q_BLNH.shape[-1]
+        positions_L = jnp.arange(L)
+        same_B1LL = (segment_ids_BL[:, :, None] == segment_ids_BL[:, None])[:, None]
+        return jax.nn.dot_product_attention(
+            q_BLNH,
+            k_BLKH,
+            v_BLKH,
+            mask=same_B1LL & causal_mask(positions_L, positions_L, softmax_config.window),
+            scale=1 / softmax_config.divisor_of(H),
+            is_causal=True,
+            implementation="cudnn",
+        )
+
+    def pulled(*arrays):
+        *qkv, segment_ids_BL, d_BLNH = arrays
+        _, pull = jax.vjp(lambda *qkv: plain(*qkv, segment_ids_BL), *qkv)
+        return pull(d_BLNH)
+
+    fused = jax.custom_vjp(_joined(plain))
+    fused.defvjp(
+        lambda *arrays: (fused(*arrays), arrays),
+        lambda arrays, d_BLNH: (*_joined(pulled)(*arrays, d_BLNH), None),
+    )
+    return keep(fused(q_BLNH, k_BLKH, v_BLKH, segment_ids_BL), CONTEXT)
+
+
+def _joined(fn: Callable) -> Callable:
+    """fn of arrays [B, ...]; a vmap over it, of the replicas of a slot, makes their batch longer.
+
+    jax 0.10's rule for a vmap over cuDNN wants a mask for each head.
+    """
+    wrapped = jax.custom_batching.custom_vmap(fn)
+
+    @wrapped.def_vmap
+    def _(size, in_batched, *args):
+        whole = (
+            x if batched else jnp.broadcast_to(x, (size, *x.shape))
+            for x, batched in zip(args, in_batched, strict=True)
+        )
+        out = wrapped(*(x.reshape(-1, *x.shape[2:]) for x in whole))
+        out = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return wrapped

@@ -135,7 +135,7 @@ def _backward(softmax_config, residuals, d_BLNH):
     dk_BLKH = dkT_BKHS.transpose(0, 3, 1, 2).astype(k_BLKH.dtype)
     dv_BLKH = dvT_BKHS.transpose(0, 3, 1, 2).astype(v_BLKH.dtype)
     rows = B, -1, q_BLNH.shape[1]
-    d_sinks_N = d_sinks(sinks_N, mean_BKGL1.reshape(rows), lse_BKGL1.reshape(rows))
+    d_sinks_N = _d_sinks(sinks_N, mean_BKGL1.reshape(rows), lse_BKGL1.reshape(rows))
     return dq_BLNH, dk_BLKH, dv_BLKH, None, d_sinks_N, None
 
 
@@ -207,7 +207,7 @@ def _sinks(sinks_N, num_kv_heads):
     return sinks_N.astype(f32).reshape(num_kv_heads, -1, 1, 1)
 
 
-def d_sinks(sinks_N: jax.Array | None, mean_BNL: jax.Array, lse_BNL: jax.Array) -> jax.Array | None:
+def _d_sinks(sinks_N, mean_BNL, lse_BNL):
     """A sink's weight has the value 0, so its gradient is minus that of the others' mean.
 
     mean: of the weights' gradients, under the weights. lse: log normalisers, with the sink.

@@ -1,4 +1,8 @@
-"""Functions of one device's part of an array, inside a program that XLA partitions."""
+"""Functions of one device's part of an array, inside a program that XLA partitions.
+
+A need more than a gain: XLA cannot split a kernel over an automatic axis. Scattered gradients
+(models/product.py) and the experts' own sums are formed so, too.
+"""
 
 from collections.abc import Callable, Sequence
 

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
-from maxdiloco.models import over_length, transformer
+from maxdiloco.models import attention, over_length, transformer
 from maxdiloco.models.transformer import Model
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.sharding import parameter_shardings, rules_with
@@ -21,18 +21,22 @@ def length_shards(cfg: Config, mesh: Mesh) -> int:
 def build(cfg: Config, mesh: Mesh) -> Model:
     """The model for the devices of a mesh.
 
-    Raises ConfigError for a kernel that they lack, and for sequences that they cannot share.
+    Raises ConfigError for a kernel that they or this machine lack, and for sequences that they
+    cannot share.
     """
     device = mesh.devices.flat[0]
     on_gpus = mesh_lib.on_gpus(mesh)
     shards = length_shards(cfg, mesh)
     over_length.check(cfg.max_target_length, shards)
-    return transformer.build(
+    model = transformer.build(
         cfg,
         backend="gpu" if on_gpus else device.platform,
         length_shards=shards,
         compute_capability=device.compute_capability if on_gpus else "",
     )
+    if model.spec.attention == "cudnn":
+        attention.check_cudnn(cfg.attention)
+    return model
 
 
 def for_decoding(cfg: Config, mesh: Mesh, model: Model) -> Model:

@@ -2,7 +2,8 @@
 
 With `length` over C devices a sequence is 2 C chunks, and device i has chunks i and 2 C - 1 - i
 (Llama 3, arXiv 2407.21783, section 3.3.2). The early chunk sees few keys and the late one many, so
-every device has as much attention to compute as the others.
+every device has as much attention to compute as the others; with runs in order the last would have
+1.5 times the mean of two, by arithmetic (benchmarks/log/2026-11-24.md, "Sequences over devices").
 """
 # B sequences  L tokens of a sequence, or of one device's part of it
 

@@ -1,4 +1,9 @@
-"""Products of activations and weights: einsum, with other types or gradients where faster."""
+"""Products of activations and weights: einsum, with other types or gradients where faster.
+
+The gains, in benchmarks/log/2026-11-22.md: float32 sums and factors on a CPU, 0.885 of a step's CPU
+time ("CPU, one device": float32 factors); scattered gradients on a TPU, half of the bytes ("The
+step of 1b": 648.1 ms).
+"""
 
 import functools
 from collections.abc import Callable

@@ -32,7 +32,8 @@ def ragged(x_AD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, spec: ModelSpe
     spec.ragged_kernel: "megablox" takes JAX's Pallas kernels for the gradients. XLA:TPU of jax 0.10
     has a kernel for the product. It takes it for the gradient in x too, but copies the matrices for
     it, and multiplies every row by every expert in the other gradient (benchmarks/log).
-    "triton" takes the kernels of triton_ragged.py for all three, where they fit. "" takes XLA's.
+    "triton" takes the kernels of triton_ragged.py for all three, where they fit. "" takes XLA's,
+    which on a CPU and a GPU multiply every row by every expert.
     """
     preferred = f32 if spec.float32_products else None  # see models/product.py
     kernel = spec.ragged_kernel

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from maxdiloco.flags.config import Config
-from maxdiloco.models.attention import choose_kernel, has_triton
+from maxdiloco.models.attention import choose_kernel, has_kernels
 from maxdiloco.models.rope import RopeConfig
 from maxdiloco.parallel import processor
 from maxdiloco.parallel.sharding import Rules, rules_with
@@ -44,7 +44,7 @@ class ModelSpec:
     n_routing_groups and topk_routing_group: -1 is off. See models/moe.py and models/router.py.
     pattern: the kinds of the layers, repeated over them. query_divisor: of attention logits; None
     is the root of head_dim. embedding_multiplier: of the looked-up rows.
-    attention: the kernel chosen, `dot_product`, `triton` or `splash`.
+    attention: the kernel chosen, `dot_product`, `cudnn` or `splash`.
     rules: logical axis name -> mesh axes. float32_products, float32_factors, scattered_gradients:
     see models/product.py; the first, which is bfloat16 on a CPU, also layers.activated.
     ragged_kernel: see models/ragged.py.
@@ -126,7 +126,7 @@ def from_config(
     """Read the model's keys from the config.
 
     backend: `cpu`, `gpu` or `tpu`, as jax.default_backend() names it. length_shards: devices that
-    a sequence is spread over. compute_capability: see attention.has_triton.
+    a sequence is spread over. compute_capability: see attention.has_kernels.
     Raises ConfigError for a kernel that the backend lacks; flags has checked the sizes.
     """
     dtype = compute_dtype(cfg.dtype, backend)
@@ -179,6 +179,9 @@ def _kernel(cfg, backend, dtype, length_shards, compute_capability):
         head_dim=cfg.head_dim,
         length=cfg.max_target_length,
         dtype=dtype,
+        value_dim=cfg.v_head_dim if cfg.attention_type == "mla" else None,
+        soft_cap=cfg.attn_logits_soft_cap,
+        sink=cfg.attention_sink,
         shards=length_shards,
         compute_capability=compute_capability,
     )
@@ -186,7 +189,7 @@ def _kernel(cfg, backend, dtype, length_shards, compute_capability):
 
 def _ragged_kernel(backend, compute_capability):
     if backend == "gpu":
-        return "triton" if has_triton(compute_capability) else ""
+        return "triton" if has_kernels(compute_capability) else ""
     return "megablox" if backend == "tpu" else ""
 
 

@@ -240,7 +240,7 @@ def build(
 
     backend: `cpu`, `gpu` or `tpu`; chooses the attention kernel and what dtype=auto means.
     length_shards: devices that a sequence is spread over. compute_capability: of a GPU, see
-    attention.has_triton.
+    attention.has_kernels.
     Raises ConfigError for a kernel that the backend lacks.
     """
     spec = spec_lib.from_config(

@@ -15,9 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
-from maxdiloco.models.triton_kernels import SMALLEST
-
 f32 = jnp.float32
+SMALLEST = 16  # side of a tile that a GPU's matrix units take
 # Sides of a tile: of the results, and of the sums. Our choice from the registers and the shared
 # memory that the compiler reports (benchmarks/log).
 SIDE, INNER = 128, 64

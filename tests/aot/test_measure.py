@@ -70,21 +70,18 @@ def fake(compile_):
     return SimpleNamespace(name="inner", compile=compile_)
 
 
-def test_a_program_that_the_compiler_refuses_is_in_the_result_with_its_words(mesh):
-    def too_big():
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 20.1G of 15.75G hbm. Exceeded")
+def test_a_program_too_big_is_in_the_result_and_another_failure_is_not_hidden(mesh):
+    def failing(message):
+        def compile_():
+            raise jax.errors.JaxRuntimeError(message)
 
-    found = measured(mesh, fake(too_big), [])
+        return fake(compile_)
+
+    found = measured(mesh, failing("RESOURCE_EXHAUSTED: Used 20.1G of 15.75G hbm. Exceeded"), [])
     assert found.too_big == "Used 20.1G of 15.75G hbm."
     assert found.seconds is None
-
-
-def test_another_failure_of_the_compiler_is_not_hidden(mesh):
-    def broken():
-        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
-
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
-        measured(mesh, fake(broken), [])
+        measured(mesh, failing("INTERNAL: something else"), [])
 
 
 def test_a_program_that_cannot_be_read_is_one_line(mesh):

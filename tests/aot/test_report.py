@@ -1,14 +1,16 @@
-"""What the report on compiled programs says and refuses; figures by hand."""
+"""What the report on compiled programs says and refuses, and its verdict; figures by hand."""
 
 import re
 
 import pytest
 
-from maxdiloco.aot import figures, report
+from maxdiloco.aot import figures, report, verdict
 from maxdiloco.aot.figures import Report
 from maxdiloco.aot.hlo.collectives import Collective
 from maxdiloco.aot.hlo.replay import Timing
 from maxdiloco.aot.measure import Crossing, Measured, Memory
+from maxdiloco.flags import config
+from maxdiloco.metrics import compiles
 from maxdiloco.parallel.chips import Chip
 
 MIB = 2**20
@@ -102,11 +104,12 @@ def test_what_runs_beside_the_steps_is_counted_apart():
     assert report.refusals(found, max_exposed_fraction=0.1) == []
 
 
-def test_lines_have_each_program_transfer_and_axis():
+def test_lines_and_json_have_each_program_transfer_and_axis():
     """2 ms of standing still: the transfer lies between 2.5 and 12 ms, beside 7.5 of the 10 ms of
     the program itself."""
     flags = {"XLA_FLAGS": "", "LIBTPU_INIT_ARGS": "--xla_enable_async_all_gather=true"}
-    lines = report.lines(a_report(program(), exchange(waited=0.002), flags=flags))
+    whole = a_report(program(), exchange(waited=0.002), flags=flags)
+    lines = report.lines(whole)
     told = [line for line in lines if line.startswith("compiled under")]
     assert told == ["compiled under LIBTPU_INIT_ARGS=--xla_enable_async_all_gather=true"]
     (place,) = [i for i, line in enumerate(lines) if "u8" in line]
@@ -117,13 +120,10 @@ def test_lines_have_each_program_transfer_and_axis():
     assert any("all-reduce f32, waited for" in line for line in lines)
     gathers = next(line for line in lines if "all-gather bf16" in line).split()
     assert gathers[-3:] == ["4", "8.00", f"{8 * MIB * 8 / 1600e9 * 1e3:.3f}"]
-
-
-def test_json_has_the_same_figures():
-    (plain, other) = figures.as_json(a_report(program(), exchange(waited=0.001)))["programs"]
+    (plain, other) = figures.as_json(whole)["programs"]
     assert plain["dcn"] == [] and plain["memory"]["needed"] == 150 * MIB
     (cross,) = other["dcn"]
-    assert (cross["bytes_per_slice"], cross["exposed_seconds"]) == (4000, 0.001)
+    assert (cross["bytes_per_slice"], cross["exposed_seconds"]) == (4000, 0.002)
     numbers = {ici["collective"]: ici["number"] for ici in other["ici"]}
     assert numbers == {"all-gather bf16": 4, "all-reduce f32": 1}
 
@@ -137,29 +137,29 @@ def test_off_tpu_there_are_no_times():
     assert report.lines(found)[-5].endswith("period of 4 steps: 3,000 bytes")
 
 
-def refusals(*programs, chip=CHIP, most=0.2):
-    return report.refusals(a_report(*programs, chip=chip), max_exposed_fraction=most)
-
-
-def test_too_much_exposed_time_is_refused():
-    """1 of 4 ms is a quarter. Positive control: nothing is refused that is well."""
-    (line,) = refusals(exchange(waited=0.001))
-    assert line.startswith("max_exposed_fraction=0.2: inner + exchange exposes 25.0% of its time")
-    assert "num_communication_overlapping_steps" in line
-    assert refusals(exchange(waited=0.001), most=0.25) == refusals(program(), exchange()) == []
-
-
-def test_traffic_over_diloco_in_a_plain_step_is_refused():
-    """Traffic over slices inside a replica is not."""
-    (line,) = refusals(program(crossings=[crossing()]))
-    assert line.startswith("a plain step sends bytes to other slices over diloco")
-    assert refusals(program(crossings=[crossing(axes=("data",))])) == []
-
-
-def test_a_program_that_the_compiler_refuses_is_refused():
-    found = program(too_big="Ran out of memory.", seconds=None)
-    assert refusals(found) == ["inner is too big for the chip: Ran out of memory."]
-    assert "inner does not fit: Ran out of memory." in report.lines(a_report(found))
+@pytest.mark.parametrize(
+    ("refused", "line", "well"),
+    [
+        # 1 of 4 ms is a quarter.
+        (exchange(waited=0.001), r"max_exposed_fraction=0.2: inner \+ exchange exposes 25.0% of its"
+         " time.*num_communication_overlapping_steps", exchange(waited=0.0008)),
+        # Traffic over slices inside a replica is not.
+        (program(crossings=[crossing()]), "a plain step sends bytes to other slices over diloco",
+         program(crossings=[crossing(axes=("data",))])),
+        (program(too_big="Ran out of memory.", seconds=None),
+         r"inner is too big for the chip: Ran out of memory\.$", program()),
+        # 900 MiB of its own and 200 of the rest, of 1024; with less of the rest it fits.
+        (program(memory=memory(peak=900, elsewhere=200)), "inner needs 1,100 MiB a device with the "
+         "rest of the run's state, but", program(memory=memory(peak=900, elsewhere=100))),
+    ],
+)  # fmt: skip
+def test_what_is_refused_is_one_line(refused, line, well):
+    """Positive control: nothing is refused that is well."""
+    found, none = (
+        report.refusals(a_report(one), max_exposed_fraction=0.2) for one in (refused, well)
+    )
+    assert len(found) == 1 and re.match(line, found[0])
+    assert none == []
 
 
 def test_what_was_not_compiled_is_never_shown_as_zero():
@@ -177,6 +177,7 @@ def test_what_was_not_compiled_is_never_shown_as_zero():
     ]  # fmt: skip
     assert other["flops_per_device"] and other["dcn"]
     lines = report.lines(found)
+    assert "inner does not fit: Ran out." in lines
     assert lines.count("not known: inner") == 2, "over slices and inside a slice"
     assert "to other slices, a device and period of 4 steps: not known" in lines
     assert "nothing" not in lines
@@ -187,16 +188,156 @@ def test_what_was_not_compiled_is_never_shown_as_zero():
 
 
 def test_every_line_fits_100_columns():
-    """The longest names there are, and sizes of a large model."""
+    """The longest names there are, and sizes of a large model; the verdict's lines too."""
     name = "synchronise [48 layers, 12 leaves]"
     big = crossing()._replace(bytes_per_device=1_610_612_736)
     made = program(name, crossings=[big], flops=9.9e15, seconds=12.3,
                    memory=memory(peak=123_456, elsewhere=99_999))  # fmt: skip
     assert max(map(len, report.lines(a_report(made)))) <= report.WIDTH
+    name = "inner + exchange [0, 3, 6, 9, 12, 15 of 48 layers]"
+    big = program(name, too_big="Ran out.", seconds=None, memory=memory(peak=10**6))
+    room = "Use more devices in a slice or remat_policy=full. " * 2
+    found = judged(big, exchange(), room=room)
+    assert max(map(len, verdict.lines(found))) <= report.WIDTH
 
 
-def test_a_program_that_leaves_no_room_for_the_rest_is_refused():
-    """900 MiB of its own and 200 of the rest, of 1024; without the rest it fits."""
-    (line,) = refusals(program(memory=memory(peak=900, elsewhere=200)))
-    assert line.startswith("inner needs 1,100 MiB a device with the rest of the run's state, but")
-    assert refusals(program(memory=memory(peak=900, elsewhere=100))) == []
+# -- the verdict: what fits, how fast, what is exposed ---------------------------------------------
+
+JOB = figures.Job(tokens_per_step=4096, flops_per_token=6e6, num_devices=8, tau=1, overlap="none",
+                 topology="v5e-4", room="Use more devices in a slice.",
+                 ici={"data": 1, "fsdp": 32})  # fmt: skip
+
+V5E = CHIP._replace(kinds=("TPU v5 lite",))
+
+
+def judged(*programs, chip=V5E, **changes):
+    return a_report(*programs, chip=chip)._replace(job=JOB._replace(**changes))
+
+
+def synchronise(busy, waited):
+    """An exchange at once: on the link for `busy` s, of which `waited` are waited for."""
+    cross = crossing()
+    timing = cross.timing._replace(busy=busy, waited=waited)
+    return program("synchronise", runs=1, crossings=[cross._replace(timing=timing)])
+
+
+def test_the_verdict_stands_in_a_few_lines():
+    """150 of 1024 MiB; 4096 tokens in a step of (3 * 10 + 11) / 4 ms, which is 4096 * 6e6 FLOPs on
+    8 devices of 1e12: 30 %; 1 of 41 ms exposed, and the other 3 of 4 ms of the link hide, so that
+    a link of 4/3 the rate would do: 33.4 Gbit/s, in two digits 34."""
+    lines = verdict.lines(judged(program(), exchange(waited=0.001)))
+    assert lines == [
+        "verdict on tiny",
+        "fits: 150 of 1,024 MiB a device (15%), most in inner",
+        f"speed: 10.2 ms a step, 399,610 tokens/s, {399610 * 6e6 / 8 / 197e12:.1%} MFU (estimate; "
+        "nothing was run)",
+        "exposed: 1.00 ms (or 0.00) a period of 4 steps, 2.44% of the time, at 25 Gbit/s a device",
+        "nothing would be exposed with dcn_bandwidth_gbps=34 (estimate)",
+    ]
+    hidden = judged(program(), exchange())
+    assert verdict.lines(hidden)[-1] == "exposed: nothing, at 25 Gbit/s a device"
+    assert verdict.as_json(hidden)["bandwidth_enough_gbps"] is None
+    off_tpu = verdict.lines(judged(program(seconds=None), chip=None))
+    assert off_tpu[1] == "memory: 150 MiB a device, in inner"
+    assert off_tpu[2:] == ["speed: not known off TPU", "exposed: not known off TPU"]
+
+
+@pytest.mark.parametrize(
+    ("ici", "remedy"),
+    [
+        ({"data": 1, "fsdp": 64}, "ici_data_parallelism=2 ici_fsdp_parallelism=32"),
+        ({"data": 2, "fsdp": 128}, "ici_data_parallelism=8 ici_fsdp_parallelism=32"),
+        ({"data": 2, "fsdp": 32}, None),
+        ({"data": 64, "fsdp": 1}, None),
+    ],
+)
+def test_an_axis_too_long_for_all_gathers_has_a_mesh_that_gathers(ici, remedy):
+    lines = verdict.lines(judged(program(), exchange(), ici=ici))
+    text = " ".join(line.strip() for line in lines)
+    assert (f"fsdp has {ici['fsdp']} devices" in text) == (remedy is not None)
+    assert remedy is None or f"Compare with {remedy}, which gathers" in text
+    assert "fsdp has" not in " ".join(verdict.lines(judged(program(), ici=ici, chip=None)))
+
+
+def test_what_is_waited_for_by_design_hides_with_a_larger_tau_and_on_no_link():
+    """tau=0: all of 25 ms; three steps of 10 ms hide it. With H=3 they are the whole period."""
+    found = judged(program(), synchronise(0.025, 0.025), tau=0)
+    assert verdict.bandwidth_enough(found) is None
+    assert verdict.tau_enough(found) == 3
+    line = "nothing would be exposed with num_communication_overlapping_steps=3 (estimate)"
+    assert verdict.lines(found)[-1] == line
+    assert verdict.tau_enough(found._replace(period=3)) is None
+    assert verdict.tau_enough(judged(program(), synchronise(0.05, 0.05), tau=0)) is None
+    assert "use a longer diloco_sync_period" in verdict.lines(found._replace(period=3))[-2]
+
+
+def test_tau_grows_with_what_a_fragment_takes():
+    """tau=2, chunks of 14 ms of which 4 are waited for: 28 ms a fragment, three steps of 10."""
+    step = program("inner + exchange", runs=2, crossings=[crossing()._replace(
+        timing=crossing().timing._replace(busy=0.014, waited=0.004))])  # fmt: skip
+    found = judged(program(), step, tau=2)
+    assert verdict.tau_enough(found) == 3
+    assert verdict.bandwidth_enough(found) == 35.0  # 14 / 10 of 25
+    assert verdict.tau_enough(judged(program(), step, tau=2, overlap="eager")) is None
+
+
+@pytest.mark.parametrize(("used", "word"), [(900, "fits:"), (930, "fits tightly:")])
+def test_more_than_nine_tenths_of_the_memory_is_tight(used, word):
+    line = verdict.lines(judged(program(memory=memory(peak=used, elsewhere=0))))[1]
+    assert line.startswith(f"{word} {used} of 1,024 MiB a device ({used / 1024:.0%})")
+
+
+def test_a_program_too_big_names_the_total_the_slice_and_a_remedy():
+    """100 MiB of arguments, 400 of other state and 2500 of temporaries on 4 devices of 1024: 12
+    devices hold as much, and v5e-16 is the next slice."""
+    big = program(too_big="Ran out.", seconds=None,
+                  memory=Memory(100 * MIB, 0, 2500 * MIB, 2600 * MIB, 400 * MIB))  # fmt: skip
+    found = judged(big, exchange())
+    text = " ".join(" ".join(verdict.lines(found)).split())
+    assert "does not fit: inner needs at least 3,000 of 1,024 MiB a device" in text
+    assert "500 of state, 2,500 of temporaries" in text
+    assert "by arithmetic v5e-16 would do, if all of it is shared by more devices" in text
+    assert "Use more devices in a slice not compiled, so not known below: inner" in text
+    line = verdict.does_not_fit(found)
+    for words in ("at least 3,000 of 1,024 MiB", "v5e-16 would do", "Use more devices in a slice."):
+        assert words in line
+    assert verdict.does_not_fit(judged(program(), exchange())) == ""
+    assert "speed: not known exposed: not known" in text
+    assert verdict.as_json(found)["fits"] is False
+    assert verdict.as_json(judged(program(), exchange()))["topology_enough"] is None
+    huge = big._replace(memory=Memory(0, 0, 10**6 * MIB, 10**6 * MIB, 0))
+    assert "no known slice of this kind would do" in " ".join(verdict.lines(judged(huge)))
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments", "found"),
+    [
+        ("memory required for HLO temporaries (41.5G) exceeds available HBM (15.75G).", 7,
+         int(41.5 * 2**30)),
+        ("Used 20.5G of 15.75G hbm.", 2**30, int(19.5 * 2**30)),
+        ("Used 512.0M of 256.0M hbm.", 2**30, 0),
+        ("Something else.", 7, 0),
+    ],
+)  # fmt: skip
+def test_the_compiler_s_message_tells_the_temporaries(message, arguments, found):
+    assert compiles.temporaries(message, arguments) == found
+
+
+def test_a_remedy_is_one_that_is_not_yet_on():
+    cfg = config.load(["remat_policy=full", "per_device_batch_size=1"], {})
+    room = (
+        "Use more devices in a slice, diloco_outer_memory=pinned_host or "
+        "optimizer_memory_host_offload=true."
+    )
+    assert compiles.make_room(cfg, outer_state=True) == room
+    without = room.replace(", diloco_outer_memory=pinned_host", "")
+    assert compiles.make_room(cfg, outer_state=False) == without
+    elsewhere = (
+        "Use more devices in a slice, diloco_outer_memory=pinned_host on the GPUs themselves or "
+        "optimizer_memory_host_offload=true on the GPUs themselves."
+    )
+    assert compiles.make_room(cfg, outer_state=True, there=False) == elsewhere
+    other = config.load(["remat_policy=minimal"], {})
+    assert "remat_policy=full" in compiles.make_room(other, outer_state=True)
+    auto = config.load([], {})
+    assert "remat_policy" not in compiles.make_room(auto, outer_state=True)

@@ -10,42 +10,32 @@ from maxdiloco.parallel import chips
 
 
 @pytest.mark.parametrize(
-    ("name", "libtpu", "hbm_gib"),
+    ("name", "libtpu", "hbm_gib", "links", "of"),
     [
-        ("v4-8", "v4:2x2x1", 30.75),  # 8 cores, 4 chips
-        ("v5e-16", "v5e:4x4", 15.75),
-        ("v5e-256", "v5e:16x16", 15.75),
-        ("v5p-8", "v5p:2x2x1", 95.74),
-        ("v5p-128", "v5p:4x4x4", 95.74),
-        ("v6e-16", "v6e:4x4", 31.25),
-        ("v6e-256", "v6e:16x16", 31.25),
-        ("tpu7x-8", "tpu7x:2x2x1", 94.75),  # 4 chips of two devices
-        ("tpu7x-16", "tpu7x:2x2x2", 94.75),
+        ("v4-8", "v4:2x2x1", 30.75, 2, 6),  # 8 cores, 4 chips
+        ("v4-256", "v4:4x4x8", 30.75, 6, 6),
+        ("v5e-4", "v5e:2x2", 15.75, 2, 4),
+        ("v5e-16", "v5e:4x4", 15.75, 2, 4),  # a corner of a 4x4 mesh
+        ("v5e-128", "v5e:8x16", 15.75, 3, 4),  # a ring along 16
+        ("v5e-256", "v5e:16x16", 15.75, 4, 4),
+        ("v5p-8", "v5p:2x2x1", 95.74, 2, 6),
+        ("v5p-32", "v5p:2x2x4", 95.74, 3, 6),  # no torus
+        ("v5p-128", "v5p:4x4x4", 95.74, 6, 6),
+        ("v6e-16", "v6e:4x4", 31.25, 2, 4),
+        ("v6e-256", "v6e:16x16", 31.25, 4, 4),
+        ("tpu7x-8", "tpu7x:2x2x1", 94.75, 2, 6),  # 4 chips of two devices
+        ("tpu7x-16", "tpu7x:2x2x2", 94.75, 3, 6),
     ],
 )
-def test_a_name_is_a_shape_and_a_chip(name, libtpu, hbm_gib):
+def test_a_name_is_a_shape_and_a_chip_and_its_slowest_has_so_many_links(
+    name, libtpu, hbm_gib, links, of
+):
     assert topology.TOPOLOGIES[name] == libtpu
-    assert topology.chip(name).hbm == int(hbm_gib * 2**30)
-
-
-@pytest.mark.parametrize(
-    ("name", "links", "of"),
-    [
-        ("v5e-4", 2, 4),
-        ("v5e-16", 2, 4),  # a corner of a 4x4 mesh
-        ("v5e-128", 3, 4),  # 8x16: a ring along 16
-        ("v5e-256", 4, 4),
-        ("v5p-8", 2, 6),
-        ("v5p-32", 3, 6),  # 2x2x4: no torus
-        ("v5p-128", 6, 6),  # 4x4x4
-        ("v4-256", 6, 6),  # 4x4x8
-    ],
-)
-def test_the_slowest_chip_of_a_slice_has_so_many_links(name, links, of):
-    kind, _, shape = topology.TOPOLOGIES[name].partition(":")
+    kind, _, shape = libtpu.partition(":")
     assert topology.ici_links(kind, tuple(map(int, shape.split("x")))) == (links, of)
-    whole = chips.CHIPS[kind].ici_gbps
-    assert topology.chip(name).ici_gbps == pytest.approx(whole * links / of)
+    chip = topology.chip(name)
+    assert chip.hbm == int(hbm_gib * 2**30)
+    assert chip.ici_gbps == pytest.approx(chips.CHIPS[kind].ici_gbps * links / of)
 
 
 def test_an_unknown_name_lists_the_known_ones():

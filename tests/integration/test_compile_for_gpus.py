@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tiers import corner, full
+from tiers import corner
 
 from maxdiloco import plan, train_compile
 from maxdiloco.aot import gpus
-from maxdiloco.models import triton, triton_ragged
-from maxdiloco.models.dot_product import Softmax
+from maxdiloco.models import triton_ragged
+from maxdiloco.parallel.program import Program
 
 KEYS = dict(
     base_emb_dim=128,
@@ -108,46 +108,27 @@ def test_a_model_that_does_not_fit_is_refused_with_more_gpus(compile_run):
     assert "diloco_outer_memory=pinned_host on the GPUs themselves" in said.err
 
 
-@pytest.mark.full
-@pytest.mark.gpu_aot
-@pytest.mark.parametrize("more", [{}, dict(num_experts=4, num_experts_per_tok=2)])
-def test_a_gpu_too_old_for_triton_has_programs(compile_run, more):
-    """A T4; what its users may not ask for is in test_kernel_choice.py."""
-    code, (report,), said = compile_run(compile_topology="t4-2", **more)
-    assert code == 0
-    assert "mesh: 4 x Tesla T4" in said.out
-    assert report["verdict"]["fits"]
-
-
 @pytest.mark.gpu_aot
 @pytest.mark.parametrize("kind", corner(KINDS, ["h100"]))
-@pytest.mark.parametrize(
-    ("H", "E", "softmax_config", "sink"),
-    [
-        full(64, 64, Softmax(0.0, 128, "default"), True),  # gpt-oss
-        (128, 128, Softmax(0.0, 0, "default"), False),  # Llama 3
-        full(192, 128, Softmax(0.0, 0, "default"), False),  # DeepSeek-V3
-        full(256, 256, Softmax(50.0, 512, "default", 16.0), False),  # Gemma 2
-    ],
-)
-def test_attention_kernels_fit_every_gpu(kind, H, E, softmax_config, sink):
-    """Registers and shared memory are the compiler's to refuse. Eight query heads of two keys."""
-    sharding = NamedSharding(Mesh(np.array(gpus.devices(f"{kind}-1", 1)), ("x",)), P())
+def test_attention_is_cudnns_with_no_weights_of_every_head(compile_run, monkeypatch, kind):
+    """The only array of queries by keys is the mask of documents, a bias that all heads share, with
+    its gradient. Control: a block of plain attention's logits, by sequence and head."""
+    texts = {}
+    compile_ = Program.compile
 
-    def struct(*dims, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+    def kept(self, *args):
+        compiled = compile_(self, *args)
+        texts[self.name] = compiled.as_text()
+        return compiled
 
-    def loss(q, k, v, sinks, segments):
-        more = (sinks,) if sink else ()
-        out = triton.attend(softmax_config, False, q, k, v, segments, *more)
-        return out.astype(jnp.float32).sum()
-
-    args = struct(1, 1024, 8, H), struct(1, 1024, 2, H), struct(1, 1024, 2, E)
-    more = struct(8, dtype=jnp.float32), struct(1, 1024, dtype=jnp.int32)
-    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*args, *more).compile()
-    text = compiled.as_text()
-    for name in ("attention_forward", "attention_d_queries", "attention_d_keys_values"):
-        assert re.search(rf'custom_call_target="__gpu\$xla.gpu.triton".*{name}', text)
+    monkeypatch.setattr(Program, "compile", kept)
+    square = re.compile(r"\[(?:\d+,){2,}256,256\]")
+    sizes = dict(base_mlp_dim=512, vocab_size=320, max_target_length=384)
+    for attention, calls in (("flash", True), ("dot_product", False)):
+        code, _, _ = compile_run(attention=attention, compile_topology=f"{kind}-2", **sizes)
+        assert code == 0
+        assert ("__cudnn$fmha" in texts["inner"]) == calls
+        assert bool(square.search(texts["inner"])) != calls
 
 
 @pytest.mark.gpu_aot
@@ -174,26 +155,15 @@ def test_products_of_experts_fit_every_gpu_and_leave_other_rows_out(kind):
         assert temporary(lambda x, w, sizes, d: jax.lax.ragged_dot(x, w, sizes)) > 2 * A * E * D
 
 
+@pytest.mark.full
 @pytest.mark.gpu_aot
-@pytest.mark.parametrize(("attention", "found"), [("flash", False), ("dot_product", True)])
-def test_packed_documents_make_no_mask_in_a_step(compile_run, monkeypatch, attention, found):
-    """No array of queries by keys in the compiled step; the control: dot_product's block of 256
-    queries and keys."""
-    texts = {}
-    from maxdiloco.parallel.program import Program
-
-    compile_ = Program.compile
-
-    def kept(self, *args):
-        compiled = compile_(self, *args)
-        texts[self.name] = compiled.as_text()
-        return compiled
-
-    monkeypatch.setattr(Program, "compile", kept)
-    square = re.compile(r"\[(?:\d+,){2,}256,256\]")  # of sequences and heads
-    sizes = dict(base_mlp_dim=512, vocab_size=320, max_target_length=384)
-    assert compile_run(attention=attention, **sizes)[0] == 0
-    assert bool(square.search(texts["inner"])) == found
+@pytest.mark.parametrize("more", [{}, dict(num_experts=4, num_experts_per_tok=2)])
+def test_a_gpu_too_old_for_cudnn_has_programs(compile_run, more):
+    """A T4; what its users may not ask for is in tests/models/test_attention.py."""
+    code, (report,), said = compile_run(compile_topology="t4-2", **more)
+    assert code == 0
+    assert "mesh: 4 x Tesla T4" in said.out
+    assert report["verdict"]["fits"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +9,14 @@ import numpy as np
 import pytest
 import tiny_model
 
-from maxdiloco.models import attention, dot_product, remat, triton, triton_kernels
+from maxdiloco.errors import ConfigError
+from maxdiloco.models import attention, dot_product, over_length, remat
 from maxdiloco.models.dot_product import Softmax
 from maxdiloco.parallel.replicas import map_fn
 from maxdiloco.parallel.sharding import DEFAULT_RULES
 
 # B sequences  L queries  S keys  N query heads  K key/value heads  H head dim
+
 
 def inputs(L, *, B=2, N=4, K=2, H=8, seed=0):
     """q, k, v and segments: per row three documents at random cuts."""
@@ -65,6 +66,21 @@ def with_gradient(fn):
     return lambda q, k, v, segments, *sinks: gradient((q, k, v, *sinks), segments)
 
 
+@pytest.fixture
+def without_cudnn(monkeypatch):
+    """jax.nn's array code in the place of cuDNN, which needs a GPU; all around it stays. Gives the
+    shapes of the queries, keys and values that it got."""
+    by_jax, shapes = jax.nn.dot_product_attention, set()
+
+    def stand_in(*qkv, implementation, **options):
+        assert implementation == "cudnn" and options["is_causal"]
+        shapes.add(tuple(x.shape for x in qkv))
+        return by_jax(*qkv, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+    return shapes
+
+
 PLAIN = Softmax(0.0, 0, "default")
 SPLASH = functools.partial(attention.splash, interpret=True)
 
@@ -73,8 +89,8 @@ def dot_product_of(softmax_config):
     return functools.partial(dot_product.dot_product, softmax_config)
 
 
-def triton_of(softmax_config):
-    return functools.partial(triton.attend, softmax_config, True)
+def cudnn_of(softmax_config):
+    return functools.partial(attention.cudnn, softmax_config)
 
 
 def splash_of(softmax_config):
@@ -94,16 +110,11 @@ def splash_of(softmax_config):
         (splash_of, 256, {}),
         (splash_of, 256, dict(window=100, soft_cap=0.7)),
         (splash_of, 256, dict(window=100, divisor=2.5, sink=True, value_dim=8)),
-        (triton_of, 256, {}),
-        (triton_of, 512, dict(documents=1)),  # blocks that need no mask
-        (triton_of, 512, dict(documents=1, window=300)),
-        (triton_of, 256, dict(window=20, soft_cap=0.7)),
-        (triton_of, 208, dict(divisor=2.5, sink=True, value_dim=8)),  # blocks of 16
-        (triton_of, 16, dict(head_dim=24)),  # arrays of 32 that are filled up
-        (triton_of, 32, dict(head_dim=4)),
+        (cudnn_of, 32, {}),
+        (cudnn_of, 32, dict(window=5, divisor=1.5)),
     ],
 )
-def test_a_kernel_computes_plain_attention(kernel_of, L, changes):
+def test_a_kernel_computes_plain_attention(kernel_of, L, changes, without_cudnn):
     """Pallas kernels interpreted; grouped queries, three documents a row. Values of another size
     than keys are as latent attention has them."""
     changes = dict(soft_cap=0.0, window=0, precision="default") | changes
@@ -119,38 +130,12 @@ def test_a_kernel_computes_plain_attention(kernel_of, L, changes):
     tiny_model.assert_close(found, expected, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("length", "window", "expected"),
-    [
-        (100, 0, [((0, 100), (0, 100))]),
-        (256, 50, [((0, 128), (0, 128)), ((128, 256), (79, 256))]),
-        (600, 0, [((0, 256), (0, 256)), ((256, 512), (0, 512)), ((512, 600), (0, 600))]),
-    ],
-)
-def test_a_block_meets_the_keys_that_its_queries_see(length, window, expected):
-    """Query 128 with a window of 50 sees keys 79 to 128."""
-    found = [
-        ((rows.start, rows.stop), (keys.start, keys.stop))
-        for rows, keys in dot_product.blocks(length, window)
-    ]
-    assert found == expected
-
-
-def test_long_sequences_get_longer_blocks():
-    """The program does not grow with the length: 8 blocks of 1024 for 8192 queries."""
+def test_a_block_meets_the_keys_that_its_queries_see():
+    """Query 128 with a window of 50 sees keys 79 to 128. The program does not grow with the length:
+    8 blocks of 1024 for 8192 queries."""
+    _, (rows, keys) = dot_product.blocks(256, 50)
+    assert ((rows.start, rows.stop), (keys.start, keys.stop)) == ((128, 256), (79, 256))
     assert [rows.stop for rows, _ in dot_product.blocks(8192, 0)] == list(range(1024, 8193, 1024))
-
-
-def kernel_inputs(fn, *args):
-    """Of each Pallas kernel of a program, by name: the shapes of its floating arguments."""
-    found = {}
-    for equation in tiny_model.equations(fn, *args):
-        if equation.primitive.name == "pallas_call":
-            arrays = [v.aval for v in equation.invars]
-            found[equation.params["name"]] = [
-                x.shape for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)
-            ]
-    return found
 
 
 @pytest.mark.parametrize("layout", ["as it is", "HEAD_DIM_MINOR"])
@@ -160,108 +145,141 @@ def test_queries_keys_and_values_reach_splash_with_tokens_in_the_lanes(layout, m
     if layout != "as it is":
         monkeypatch.setattr(attention, "SPLASH_LAYOUT", layout)
     splash = functools.partial(attention.splash, soft_cap=0.0, window=0)
-    found = kernel_inputs(with_gradient(splash), *inputs(256, H=16))
+    found = {}
+    for equation in tiny_model.equations(with_gradient(splash), *inputs(256, H=16)):
+        if equation.primitive.name == "pallas_call":
+            shapes = [v.aval.shape for v in equation.invars if v.aval.dtype == jnp.float32]
+            found[equation.params["name"]] = shapes
     last = (16, 256) if layout == "as it is" else (256, 16)
     assert sorted(name.split("_")[2] for name in found) == ["dkv", "dq", "fwd"]
     for shapes in found.values():
         assert shapes[:3] == [(2, 4, *last), (2, 2, *last), (2, 2, *last)]
 
 
-@pytest.mark.parametrize("name", ["splash", "triton"])
-def test_a_kernel_gets_each_device_its_sequences_and_heads(name, devices, monkeypatch):
+@pytest.mark.parametrize("name", ["splash", "cudnn"])
+def test_a_kernel_gets_each_device_its_sequences_and_heads(
+    name, devices, without_cudnn, monkeypatch
+):
     """Under the map over replicas and a vmap, sequences over fsdp and heads over tensor."""
     mesh = tiny_model.mesh_of(devices, diloco=2, fsdp=2, tensor=2)
-    attend_triton, shapes = triton.attend, set()
-
-    def seen(arrays):
-        shapes.add(tuple(x.shape for x in arrays))
+    shapes, has_sinks = without_cudnn, name == "splash"
 
     def splash(*args, **kwargs):
-        seen(args)
+        shapes.add(tuple(x.shape for x in args))
         return SPLASH(*args, **kwargs)
 
-    def attend(softmax_config, interpret, *args):
-        assert not interpret
-        seen(args)
-        return attend_triton(softmax_config, True, *args)
-
     monkeypatch.setattr(attention, "splash", splash)
-    monkeypatch.setattr(triton, "attend", attend)
     options = dict(soft_cap=0.0, window=0, rules=DEFAULT_RULES, precision="default")
     kernel = with_gradient(functools.partial(attention.attend, name, **options))
     M = 4
-    replicas = ((*inputs(128, seed=m), sinks() * (m + 1)) for m in range(M))
-    args = [np.stack(x) for x in zip(*replicas, strict=True)]
+    of_each = [(*inputs(128, seed=m), *[sinks() * (m + 1)] * has_sinks) for m in range(M)]
+    args = [np.stack(x) for x in zip(*of_each, strict=True)]
     in_slots = map_fn(kernel, mesh=mesh, num_replicas=M)
     plain = jax.vmap(with_gradient(functools.partial(naive, PLAIN)))
     tiny_model.assert_close(jax.jit(in_slots)(*args), tiny_model.compiled(plain)(*args), atol=2e-5)
-    assert shapes == {((1, 128, 2, 8), (1, 128, 1, 8), (1, 128, 1, 8), (1, 128), (2,))}
+    of_heads = (128, 2, 8), (128, 1, 8), (128, 1, 8)
+    if has_sinks:
+        assert shapes == {(*((1, *dims) for dims in of_heads), (1, 128), (2,))}
+    else:  # the two replicas of a slot side by side
+        assert tuple((2, *dims) for dims in of_heads) in shapes
 
 
-@pytest.mark.parametrize("direction", ["keys of an earlier document", "queries of a later one"])
-def test_triton_leaves_out_blocks_of_other_documents(direction):
-    """0 * NaN is NaN, so a block of NaN that were met would show in the other document: its
-    result, or the gradients of its keys. The control: in its own document it does."""
-    L, cut = 512, 256
-    q, k, v, segments = inputs(L, B=1, H=16)
-    segments = (np.arange(L)[None] >= cut).astype(np.int32)
-    run = tiny_model.compiled(with_gradient(triton_of(PLAIN)))
-    if direction == "keys of an earlier document":
-        k, v, poisoned = k.copy(), v.copy(), slice(0, cut)
-        k[:, poisoned] = v[:, poisoned] = np.nan
-        (dq, _, _), out = run(q, k, v, segments)
-        results = (out, dq)
-    else:
-        q, poisoned = q.copy(), slice(cut, L)
-        q[:, poisoned] = np.nan
-        (_, dk, dv), _ = run(q, k, v, segments)
-        results = (dk, dv)
-    clean = np.ones(L, bool)
-    clean[poisoned] = False
-    for x in results:
-        assert np.isfinite(x[:, clean]).all()
-        assert np.isnan(x[:, ~clean]).any()
+@pytest.mark.parametrize(("policy", "forward"), [("save_context", 2), ("full", 3)])
+def test_a_kept_context_spares_cudnn_a_forward_pass(policy, forward, without_cudnn):
+    """Of two products in jax.nn's array code: of the loss, of the backward pass, which has four
+    more, and again where what comes after attention needs the context."""
+    layer = remat.checkpointed(lambda *args: jnp.square(cudnn_of(PLAIN)(*args)), policy)
+    found = tiny_model.equations(with_gradient(layer), *inputs(16))
+    assert [one.primitive.name for one in found].count("dot_general") == 2 * forward + 4
 
 
-def test_triton_has_no_array_of_queries_by_keys():
-    """The largest array of the program is of the size of q; the control: dot_product's weights."""
-    q, k, v, segments = inputs(2048, B=1, N=2, K=2, H=16)
-
-    def largest(fn):
-        found = tiny_model.equations(with_gradient(fn), q, k, v, segments)
-        return max(v.aval.size for equation in found for v in equation.outvars)
-
-    assert largest(triton_of(PLAIN)) == q.size
-    assert largest(functools.partial(naive, PLAIN)) >= 2048 * 2048
-
-
-@pytest.mark.parametrize(("policy", "again"), [("save_context", False), ("full", True)])
-def test_a_kept_context_spares_triton_a_second_forward_pass(policy, again):
-    """In the compiled program, where what nobody uses is gone."""
-    layer = remat.checkpointed(triton_of(PLAIN), policy)
-    text = jax.jit(with_gradient(layer)).lower(*inputs(16)).compile().as_text()
-    assert bool(re.search(r"rematted_computation/[^\"]*attention_forward", text)) == again
-    assert "attention_d_queries" in text
+CHOSEN = [
+    ("flash", "gpu", {}, "cudnn"),
+    ("flash", "tpu", {}, "splash"),
+    ("dot_product", "gpu", {}, "dot_product"),
+    ("autoselected", "tpu", dict(dtype=jnp.float32, soft_cap=50.0, sink=True), "splash"),
+    ("autoselected", "gpu", dict(compute_capability="8.0", head_dim=128), "cudnn"),
+    ("autoselected", "gpu", dict(compute_capability="12.0", value_dim=64), "cudnn"),
+]
+FITS = dict(head_dim=64, length=1024, dtype=jnp.bfloat16)
 
 
-@pytest.mark.parametrize("kernel", ["forward", "d_queries", "d_keys_values"])
-def test_tiles_divide_the_sequence(kernel):
-    for head_dim in (16, 64, 128, 192, 256):
-        for length in (16, 48, 208, 1024, 2048):
-            sizes = triton_kernels.tiles(kernel, head_dim, length)
-            assert length % sizes.own == 0 and length % sizes.other == 0
-            assert min(sizes.own, sizes.other) >= 16
+@pytest.mark.parametrize(("wanted", "backend", "changes", "kernel"), CHOSEN)
+def test_kernel_follows_backend_and_model(wanted, backend, changes, kernel):
+    assert attention.choose_kernel(wanted, backend, **FITS | changes) == kernel
 
 
-def test_no_product_of_a_kernel_sums_over_less_than_matrix_units_do():
-    """Of heads of 4 and values of 2. Interpreted, sums over fewer than 16 are right too."""
-    q, k, v, segments = inputs(32, H=4)
-    attend = functools.partial(triton.attend, PLAIN, False)
-    summed = []
-    for equation in tiny_model.equations(with_gradient(attend), q, k, v[..., :2], segments):
-        if equation.primitive.name == "dot_general":
-            (axes, _), _ = equation.params["dimension_numbers"]
-            summed.append(math.prod(equation.invars[0].aval.shape[axis] for axis in axes))
-    # Three loops, with and without a mask, of 2, 3 and 4 products in each body.
-    assert len(summed) == 3 * (2 + 3 + 4)
-    assert min(summed) >= 16
+@pytest.mark.parametrize(
+    ("backend", "changes", "why"),
+    [
+        ("cpu", {}, "the cpu backend has no fused attention"),
+        ("gpu", dict(dtype=jnp.float32), "dtype=float32 is not bfloat16 or float16"),
+        ("gpu", dict(head_dim=12), "head_dim=12 is not a multiple of 8 up to 128"),
+        ("gpu", dict(head_dim=256), "head_dim=256 is not a multiple of 8 up to 128"),
+        ("gpu", dict(value_dim=32), "v_head_dim=32 is not the 64 of queries and keys"),
+        ("gpu", dict(soft_cap=50.0), "attn_logits_soft_cap=50.0 is not 0"),
+        ("gpu", dict(sink=True), "attention_sink=true has no place in its softmax"),
+        ("gpu", dict(length=1001), "max_target_length=1001 is odd"),
+        ("gpu", dict(shards=2), "context parallelism 2 spreads a sequence over devices"),
+        ("gpu", dict(compute_capability="7.5"), r"compute capability 7.5 is below 8.0"),
+        ("gpu", dict(compute_capability="gfx90a"), r"compute capability gfx90a is below 8.0"),
+        ("tpu", dict(length=1000), "max_target_length=1000 is not a multiple of 128"),
+    ],
+)
+def test_flash_that_cannot_be_had_is_refused_and_not_selected(backend, changes, why):
+    with pytest.raises(ConfigError, match=f"attention=flash .*{why}.* Use autoselected"):
+        attention.choose_kernel("flash", backend, **FITS | changes)
+    chosen = attention.choose_kernel("autoselected", backend, **FITS | changes)
+    assert chosen == "dot_product"
+
+
+def test_a_machine_without_cudnn_is_one_line():
+    """As this one, whose JAX has no plugin for CUDA, or one without NVIDIA's library."""
+    found = r"attention=flash .*cuDNN (is )?not .*cuda12.*=dot_product"
+    with pytest.raises(ConfigError, match=found):
+        attention.check_cudnn("flash")
+
+
+# -- sequences whose tokens are spread over devices ------------------------------------------------
+
+
+def test_each_device_has_an_early_and_a_late_chunk():
+    """Llama 3 (2407.21783), 3.3.2: rank i has chunks i and 2 C - 1 - i, here of two tokens."""
+    assert over_length.positions(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+    assert over_length.positions(5, 1).tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("kernel", "soft_cap"), [("dot_product", 0.0), ("splash", 0.7)])
+def test_a_kernel_sees_the_keys_of_all_devices(devices, monkeypatch, kernel, soft_cap):
+    """Context and gradients of 512 tokens on two devices, two replicas and a vmap over them, heads
+    over tensor: those of one device. Windows and documents reach over chunks of 128."""
+    mesh = tiny_model.mesh_of(devices, diloco=2, context=2, tensor=2)
+    monkeypatch.setattr(attention, "splash", SPLASH)
+    options = dict(soft_cap=soft_cap, window=100, rules=DEFAULT_RULES, precision="default")
+    sinks_N = np.array([0.5, -1.0, 2.0, 0.0], np.float32)
+
+    def attend(q, k, v, segments):
+        by_device = [x[:, over_length.positions(512, 2)] for x in (q, k, v)]
+        context = attention.attend(kernel, *by_device, segments, sinks_N, **options)
+        return over_length.by_text(context, 2)
+
+    def alone(*args):
+        return attention.attend("dot_product", *args, sinks_N, **options)
+
+    of_each = (inputs(512, B=1, seed=m) for m in range(4))
+    args = [np.stack(x) for x in zip(*of_each, strict=True)]
+    on_mesh = map_fn(with_gradient(attend), mesh=mesh, num_replicas=4)
+    expected = tiny_model.compiled(jax.vmap(with_gradient(alone)))(*args)
+    tiny_model.assert_close(jax.jit(on_mesh)(*args), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("length", "shards", "remedy"),
+    [(1000, 3, "max_target_length=996"), (4, 4, "max_target_length=8")],
+)
+def test_a_length_that_its_devices_cannot_share_is_refused(length, shards, remedy):
+    found = rf"max_target_length={length} is not a multiple of 2 \* context {shards} = .*{remedy}"
+    with pytest.raises(ConfigError, match=found):
+        over_length.check(length, shards)
+    over_length.check(24, shards)
+    over_length.check(7, 1)

@@ -38,6 +38,12 @@ def plain(head, x_BLD, w, targets_BL, counts_BL):
     return cross + z_loss, (cross, z_loss)
 
 
+def with_gradient(fn, how, args):
+    """The sums, and the gradient by hidden states and head."""
+    run = jax.value_and_grad(fn, argnums=(1, 2), has_aux=True)
+    return tiny_model.compiled(run, static_argnums=0)(how, *args)
+
+
 CASES = {
     "plain": ({}, (2, 8)),
     "tied": (dict(tied=True), (2, 8)),
@@ -54,12 +60,7 @@ def test_loss_and_gradient_equal_those_of_whole_logits(case):
     runs."""
     changes, shape = CASES[case]
     how, args = head(**changes), problem(*shape, tied="tied" in changes)
-    found, expected = (
-        tiny_model.compiled(
-            jax.value_and_grad(fn, argnums=(1, 2), has_aux=True), static_argnums=0
-        )(how, *args)
-        for fn in (loss.token_losses, plain)
-    )
+    found, expected = (with_gradient(fn, how, args) for fn in (loss.token_losses, plain))
     tiny_model.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     alone = tiny_model.compiled(loss.token_losses, static_argnums=0)(how, *args)
     tiny_model.assert_close(alone, expected[0], rtol=1e-5)
@@ -140,17 +141,6 @@ def test_long_batches_get_more_chunks():
         assert biggest == tokens * 32
 
 
-def test_a_target_is_the_next_token_of_the_same_document():
-    """Row 0: documents of 2 and 3 tokens, then padding; row 1: a document to the last position."""
-    tokens = np.array([[5, 6, 7, 8, 9, 0], [1, 2, 3, 4, 5, 6]], np.int32)
-    segments = np.array([[1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1]], np.int32)
-    targets, counts = loss.next_tokens(tokens, segments)
-    np.testing.assert_array_equal(
-        counts, [[True, False, True, True, False, False], [True, True, True, True, True, False]]
-    )
-    np.testing.assert_array_equal(targets[counts], [6, 8, 9, 2, 3, 4, 5, 6])
-
-
 def test_a_target_s_logit_that_is_read_has_the_bits_of_one_that_is_picked_by_a_sum():
     """On one CPU device it is read. The last target is outside the vocabulary of 11."""
     rng = np.random.default_rng(0)
@@ -172,9 +162,7 @@ def test_rows_of_padding_change_neither_loss_nor_gradient_and_get_none(tied):
     w_padded = np.pad(w, [(0, 5), (0, 0)] if tied else [(0, 0), (0, 5)], constant_values=9)
     how = dict(tied=tied, soft_cap=0.8, z_loss=0.3)
     found = [
-        tiny_model.compiled(
-            jax.value_and_grad(loss.token_losses, argnums=(1, 2), has_aux=True), static_argnums=0
-        )(head(**how, **sizes), x_BLD, w_, *others)
+        with_gradient(loss.token_losses, head(**how, **sizes), (x_BLD, w_, *others))
         for sizes, w_ in (({"vocab_size": 11}, w_padded), ({}, w))
     ]
     (values, (dx, dw)), (expected, (expected_dx, expected_dw)) = found

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiers import corner, full
 
+from maxdiloco.errors import ConfigError
 from maxdiloco.models import transformer
 from maxdiloco.parallel.replicas import map_fn
 from maxdiloco.parallel.sharding import parameter_shardings
@@ -40,17 +41,16 @@ def place(model, mesh, params_R, batch_R):
     return jax.tree.map(over_replicas, params_R, shardings), batch_R
 
 
-def assert_as_alone(found, model, params_R, batch_R):
-    """Loss and gradient of every replica; float32 sums in another order."""
-    alone = tiny_model.compiled(jax.value_and_grad(model.loss, has_aux=True))
-    for m in range(len(batch_R["tokens"])):
-        one, *args = jax.tree.map(lambda x_R, m=m: x_R[m], (found, params_R, batch_R))
-        tiny_model.assert_close(one, alone(*args), rtol=1e-4, atol=1e-4)
-
-
+SHARED_OUT = dict(logical_axis_rules=(("stored_expert", ("expert", "fsdp")),))
 SOFT_CAP = dict(attn_logits_soft_cap=5.0)
 GPT_OSS = options.TOGETHER["as gpt-oss"] | options.TWO_KINDS
 DEEPSEEK = options.TOGETHER["as DeepSeek"] | dict(q_lora_rank=6, kv_lora_rank=4)
+EXPERTS = dict(
+    num_experts=4, num_experts_per_tok=2, base_moe_mlp_dim=8, shared_experts=1, norm_topk_prob=True,
+    base_num_decoder_layers=2, first_num_dense_layers=1, mlp_bias=True, router_bias=True,
+    routed_score_func="sigmoid", routed_bias=True, n_routing_groups=2, topk_routing_group=1,
+    load_balance_loss_weight=0.1, router_z_loss_weight=0.01,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -68,11 +68,17 @@ DEEPSEEK = options.TOGETHER["as DeepSeek"] | dict(q_lora_rank=6, kv_lora_rank=4)
         # Of 12 tokens each device has two chunks of 3, or of 2; all of them cut documents in two.
         full(dict(diloco=2, fsdp=2, context=2), 2, SOFT_CAP | dict(sliding_window_size=4)),
         (dict(diloco=1, context=3, tensor=2), 2, GPT_OSS | dict(base_emb_dim=12)),
+        (dict(diloco=2, expert=2, tensor=2), 2, EXPERTS),
+        full(dict(diloco=1, fsdp=2, expert=2), 2, EXPERTS),
+        full(dict(diloco=1, fsdp=2, expert=2), 2, EXPERTS | SHARED_OUT),
+        # Sequences are whole rows, so that two devices hold two each: a capacity drops nothing.
+        (dict(diloco=2, fsdp=2, expert=2), 2, EXPERTS | dict(capacity_factor=2.0)),
+        full(dict(diloco=1, expert=2, context=2), 2, EXPERTS),
     ],
 )
 @pytest.mark.parametrize("scattered", corner([False, True], [True]))
 def test_replicas_on_a_mesh_are_replicas_alone(devices, sizes, M, changes, scattered, monkeypatch):
-    """scattered: as on a TPU."""
+    """Loss and gradient of every replica, float32 sums in another order. scattered: as on a TPU."""
     model = tiny_model.build(remat_policy="minimal", **changes)
     mesh = tiny_model.mesh_of(devices, **sizes)
     both_R = replicas(model, M)
@@ -80,8 +86,15 @@ def test_replicas_on_a_mesh_are_replicas_alone(devices, sizes, M, changes, scatt
     monkeypatch.setattr(transformer.spec_lib, "from_config", lambda *_, **__: spec)
     as_on_tpu = jax.value_and_grad(tiny_model.build().loss, has_aux=True)
     on_mesh = tiny_model.compiled(map_fn(as_on_tpu, mesh=mesh, num_replicas=M))
-    found = jax.device_get(on_mesh(*place(model, mesh, *both_R)))
-    assert_as_alone(found, model, *both_R)
+    placed = place(model, mesh, *both_R)
+    if model.spec.num_experts > 1:  # half of them on a device, or a quarter: [R, layers, E, D, F]
+        here = placed[0]["layers"]["moe"]["w_up"].addressable_shards[0].data.shape[2]
+        assert here == (1 if "logical_axis_rules" in changes else 2)
+    found = jax.device_get(on_mesh(*placed))
+    alone = tiny_model.compiled(jax.value_and_grad(model.loss, has_aux=True))
+    for m in range(M):
+        one, *args = jax.tree.map(lambda x_R, m=m: x_R[m], (found, *both_R))
+        tiny_model.assert_close(one, alone(*args), rtol=1e-4, atol=1e-4)
 
 
 def collectives(text):
@@ -107,3 +120,24 @@ def test_vocabulary_sized_weights_cross_devices_once_a_step(devices):
     vocabulary = [(entry, types) for entry, types in moved if "96" in types]
     assert all(entry for entry, _ in vocabulary)
     assert len(vocabulary) == 4
+
+
+def test_experts_that_an_open_axis_does_not_divide_are_refused_before_a_compile(devices):
+    model = tiny_model.build(num_experts=3)
+    mesh = tiny_model.mesh_of(devices, expert=2)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    with pytest.raises(ConfigError, match=r"expert parallelism 2 does not divide .*expert=3.*Use"):
+        parameter_shardings(model.logical_axes, shapes, mesh, model.spec.rules)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (("expert", ("tensor",)), "expert over tensor.*does not split the batch.*Use"),
+        # A device gathers experts over the axes after those of `expert`, and no others.
+        (("stored_expert", ("fsdp",)), "stored_expert over fsdp, but expert over expert.*Use"),
+    ],
+)
+def test_a_rule_of_experts_that_no_device_can_follow_is_refused(rule, message):
+    with pytest.raises(ConfigError, match=message):
+        tiny_model.build(num_experts=4, logical_axis_rules=(rule,))

@@ -90,39 +90,30 @@ def test_values_losses_and_gradients_are_those_of_the_oracle(name):
     )  # fmt: skip
 
 
-def test_a_capacity_drops_later_choices_and_no_others():
-    """Four tokens of one expert each, two experts, one place over: expert 0 has ceil(4/2) = 2
-    places for tokens 0, 1, 3 and drops the last; padding (token 2) takes no place."""
-    spec = tiny_model.build(num_experts=2, capacity_factor=1.0).spec
-    assert [experts.capacity(spec, tokens) for tokens in (1, 2, 3, 4)] == [1, 1, 2, 2]
-    x_TD = np.arange(1, 5, dtype=np.float32)[:, None] * np.ones((4, 3), np.float32)
-    w = {"w_up": np.stack([np.eye(3), 2 * np.eye(3)]).astype(np.float32)}
+SLOTS = [
+    # Two experts, one place over: expert 0 has ceil(4/2) = 2 places for tokens 0, 1, 3 and drops
+    # the last; padding (token 2) takes no place.
+    (dict(num_experts=2, capacity_factor=1.0), [[0], [0], [2], [0]], [1, 2, 0, 0], 1),
+    (dict(num_experts=2, capacity_factor=1.0), [[0], [1], [2], [0]], [1, 8, 0, 4], 0),
+    # Three experts of one place: every second choice is dropped, also that of token 0 for expert 0,
+    # which token 1 has as its first.
+    (dict(num_experts=3, num_experts_per_tok=2, capacity_factor=0.5), [[1, 0], [0, 2], [2, 1]],
+     [4, 2, 27], 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "chosen", "expected", "lost"), SLOTS)
+def test_a_capacity_drops_later_choices_and_no_others(changes, chosen, expected, lost):
+    """Token t has the value t + 1, expert e multiplies it by (e + 1)^2; the sum of its choices."""
+    spec = tiny_model.build(**changes).spec
+    w = {"w_up": np.arange(1, spec.num_experts + 1, dtype=np.float32)[:, None, None]}
     w["w_out"] = w["w_up"]
-    experts_TK, ones_TK = np.array([[0], [0], [2], [0]]), np.ones((4, 1), np.float32)
+    experts_TK = np.array(chosen)
+    x_TD = np.arange(1, len(chosen) + 1, dtype=np.float32)[:, None]
     run = jax.jit(functools.partial(experts.in_slots, spec, lambda product: product("w_up")))
-    y_TD, dropped = run(w, x_TD, experts_TK, ones_TK, axes=())
-    np.testing.assert_allclose(y_TD[:, 0], [1, 2, 0, 0])
-    assert dropped == 1
-    first = np.array([[0], [1], [2], [0]])  # control: with a place each, nothing is dropped
-    y_TD, dropped = run(w, x_TD, first, ones_TK, axes=())
-    np.testing.assert_allclose(y_TD[:, 0], [1, 8, 0, 4])
-    assert dropped == 0
-
-
-def test_first_choices_take_places_before_second_ones():
-    """Three experts of one place: every second choice is dropped, also that of token 0 for expert
-    0, which token 1 has as its first."""
-    spec = tiny_model.build(num_experts=3, num_experts_per_tok=2, capacity_factor=0.5).spec
-    assert experts.capacity(spec, 3) == 1
-    w = {name: np.ones((3, 1, 1), np.float32) for name in ("w_up", "w_out")}
-    x_TD = np.array([[1.0], [10.0], [100.0]], np.float32)
-    experts_TK = np.array([[1, 0], [0, 2], [2, 1]])
-    ones_TK = np.ones((3, 2), np.float32)
-    y_TD, dropped = experts.in_slots(
-        spec, lambda product: product("w_up"), w, x_TD, experts_TK, ones_TK, ()
-    )
-    np.testing.assert_allclose(y_TD[:, 0], [1, 10, 100])
-    assert dropped == 3
+    y_TD, dropped = run(w, x_TD, experts_TK, np.ones(experts_TK.shape, np.float32), axes=())
+    np.testing.assert_allclose(y_TD[:, 0], expected)
+    assert dropped == lost
 
 
 def test_a_capacity_for_all_is_no_capacity():
@@ -130,6 +121,8 @@ def test_a_capacity_for_all_is_no_capacity():
     _, graphdef, weights, x_BLD = module(changes)
     spec, limited, _, _ = module(changes | dict(capacity_factor=8.0))
     assert experts.capacity(spec, 12) == 12, "a token comes to an expert once, if at all"
+    two = tiny_model.build(num_experts=2, capacity_factor=1.0).spec
+    assert [experts.capacity(two, tokens) for tokens in (1, 2, 3, 4)] == [1, 1, 2, 2]
     y_BLD, used = nnx.merge(graphdef, weights)(x_BLD, REAL)
     found, found_used = nnx.merge(limited, weights)(x_BLD, REAL)
     np.testing.assert_allclose(found, y_BLD, atol=1e-5)
@@ -163,24 +156,21 @@ def test_both_gradients_from_the_kernels_are_those_of_the_product():
         (64, (16, 16), [0, 0, 0]),
     ],
 )
-def test_products_by_triton_are_those_of_each_expert(A, widths, sizes):
-    """Interpreted: the product and both gradients, by slices. Rows of nobody give 0."""
+def test_products_by_triton_are_those_of_ragged_dot(A, widths, sizes):
+    """Interpreted: the product and both gradients. XLA's own of a CPU, where nobody's rows give 0,
+    multiply every row by every expert."""
     rng = np.random.default_rng(6)
-    D, F = widths
-    x_AD, d_AF = (rng.standard_normal((A, n)).astype(np.float32) for n in (D, F))
-    w_EDF = rng.standard_normal((len(sizes), D, F)).astype(np.float32)
+    x_AD, d_AF = (rng.standard_normal((A, n)).astype(np.float32) for n in widths)
+    w_EDF = rng.standard_normal((len(sizes), *widths)).astype(np.float32)
     sizes_E = np.array(sizes, np.int32)
-    out_AF, dx_AD, dw_EDF = np.zeros_like(d_AF), np.zeros_like(x_AD), np.zeros_like(w_EDF)
-    for e, end in enumerate(np.cumsum(sizes)):
-        rows = slice(end - sizes[e], end)
-        out_AF[rows], dx_AD[rows] = x_AD[rows] @ w_EDF[e], d_AF[rows] @ w_EDF[e].T
-        dw_EDF[e] = x_AD[rows].T @ d_AF[rows]
     product = functools.partial(triton_ragged.rows_by_matrices, interpret=True)
-    np.testing.assert_allclose(product(x_AD, w_EDF, sizes_E), out_AF, atol=1e-4)
-    found = product(d_AF, w_EDF, sizes_E, transposed=True)
-    np.testing.assert_allclose(found, dx_AD, atol=1e-4)
-    found = triton_ragged.matrices_gradient(x_AD, d_AF, sizes_E, np.float32, interpret=True)
-    np.testing.assert_allclose(found, dw_EDF, atol=1e-3)
+    found = (
+        product(x_AD, w_EDF, sizes_E),
+        product(d_AF, w_EDF, sizes_E, transposed=True),
+        triton_ragged.matrices_gradient(x_AD, d_AF, sizes_E, np.float32, interpret=True),
+    )
+    out_AF, pull = jax.vjp(lambda x, w: jax.lax.ragged_dot(x, w, sizes_E), x_AD, w_EDF)
+    tiny_model.assert_close(found, (out_AF, *pull(d_AF)), rtol=1e-5, atol=1e-3)
 
 
 def test_tiles_of_rows_cover_each_expert_once():
@@ -191,67 +181,53 @@ def test_tiles_of_rows_cover_each_expert_once():
     assert tiles.end_T.tolist() == [5, 5, 9, 10, 0, 0]
 
 
-@pytest.mark.parametrize(("dtype", "by_triton"), [(jnp.bfloat16, True), (jnp.float32, False)])
-def test_on_a_gpu_triton_takes_the_product_and_both_gradients(dtype, by_triton, monkeypatch):
-    """With gradients as of the array code; float32 stays with it."""
-    calls = []
+GRADIENTS = {"gradient_by_kernel", "rows_gradient_by_kernel"}
+PRODUCTS = {"rows_by_matrices", "matrices_gradient"}
 
-    def interpreted(name, kernel, *args, **kwargs):
-        calls.append(name)
-        return kernel(*args, **kwargs, interpret=True)
 
-    for name in ("rows_by_matrices", "matrices_gradient"):
-        kernel = functools.partial(interpreted, name, getattr(triton_ragged, name))
-        monkeypatch.setattr(triton_ragged, name, kernel)
+@pytest.mark.parametrize(
+    ("kernel", "module", "width", "dtype", "expected_calls"),
+    [
+        ("megablox", ragged, 8, jnp.float32, GRADIENTS),
+        ("triton", triton_ragged, 32, jnp.bfloat16, PRODUCTS),
+        ("triton", triton_ragged, 32, jnp.float32, set()),  # neither fits: XLA's take their place
+        ("triton", triton_ragged, 24, jnp.bfloat16, set()),
+    ],
+)
+def test_replicas_of_a_slot_take_the_kernels_one_by_one(
+    kernel, module, width, dtype, expected_calls, monkeypatch
+):
+    """As on a TPU and a GPU, interpreted: gradients of both factors are those without kernels."""
+    calls = {}
+
+    def interpreted(name, by_kernel, *args, **kwargs):
+        calls.setdefault(name, set()).update(np.ndim(x) for x in args if isinstance(x, jax.Array))
+        return by_kernel(*args, **kwargs, interpret=True)
+
+    for name in GRADIENTS if kernel == "megablox" else PRODUCTS:
+        by_kernel = functools.partial(interpreted, name, getattr(module, name))
+        monkeypatch.setattr(module, name, by_kernel)
     rng = np.random.default_rng(4)
-    x_AD = jnp.asarray(rng.standard_normal((40, 16)), dtype)
-    w_EDF = jnp.asarray(rng.standard_normal((3, 16, 32)), dtype)
-    sizes_E = jnp.array([25, 0, 10])
-    spec = dataclasses.replace(tiny_model.build(num_experts=3).spec, precision="highest")
-
-    def gradients(spec):
-        def total(x, w):
-            out = ragged.ragged(x, w, sizes_E, spec)[:35]
-            return jnp.sum(jnp.square(out.astype(jnp.float32)))
-
-        return jax.jit(jax.grad(total, argnums=(0, 1)))(x_AD, w_EDF)
-
-    found = gradients(dataclasses.replace(spec, ragged_kernel="triton"))
-    assert calls == (["rows_by_matrices"] * 2 + ["matrices_gradient"] if by_triton else [])
-    expected = gradients(spec)
-    for one, other in zip(found, expected, strict=True):
-        one, other = (np.asarray(x, np.float32) for x in (one, other))
-        np.testing.assert_allclose(one, other, atol=0.01 * np.abs(other).max())
-
-
-def test_replicas_of_a_slot_take_the_kernels_one_by_one(monkeypatch):
-    """As on a TPU, interpreted: gradients of both factors are those without the kernels."""
-    calls = []
-
-    def interpreted(by_kernel, *args):
-        calls.append(args)
-        return by_kernel(*args, interpret=True)
-
-    for name in ("gradient_by_kernel", "rows_gradient_by_kernel"):
-        by_kernel = functools.partial(interpreted, getattr(ragged, name))
-        monkeypatch.setattr(ragged, name, by_kernel)
-    rng = np.random.default_rng(4)
-    x_RAD = rng.standard_normal((2, 6, 8)).astype(np.float32)
-    w_REDF = rng.standard_normal((2, 3, 8, 4)).astype(np.float32)
+    x_RAD = jnp.asarray(rng.standard_normal((2, 6, width)), dtype)
+    w_REDF = jnp.asarray(rng.standard_normal((2, 3, width, 16)), dtype)
     sizes_RE = np.array([[1, 5, 0], [2, 2, 2]], np.int32)
     spec = tiny_model.build(num_experts=3).spec
 
     def gradients(spec):
         def total(x, w, sizes):
-            return jnp.sum(jnp.square(ragged.ragged(x, w, sizes, spec)))
+            return jnp.sum(jnp.square(ragged.ragged(x, w, sizes, spec).astype(jnp.float32)))
 
-        return jax.jit(jax.vmap(jax.grad(total, argnums=(0, 1))))(x_RAD, w_REDF, sizes_RE)
+        found = jax.jit(jax.vmap(jax.grad(total, argnums=(0, 1))))(x_RAD, w_REDF, sizes_RE)
+        return jax.tree.map(lambda x: np.asarray(x, np.float32), found)
 
     expected = gradients(spec)
     assert not calls
-    found = gradients(dataclasses.replace(spec, ragged_kernel="megablox"))
-    assert {call[1].shape for call in calls} == {(6, 8), (6, 4)}, "kernels of one replica"
-    tiny_model.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    found = gradients(dataclasses.replace(spec, ragged_kernel=kernel))
+    assert set(calls) == expected_calls
+    assert set().union(*calls.values()) <= {1, 2, 3}, "kernels of one replica"
+    rounding = 0.01 if dtype == jnp.bfloat16 else 1e-5
+    atol = rounding * max(np.abs(x).max() for x in expected)
+    tiny_model.assert_close(found, expected, rtol=rounding, atol=atol)
 
 
 MODEL = FAMILIES["deepseek-v3"] | dict(base_num_decoder_layers=3, first_num_dense_layers=1)
@@ -287,3 +263,57 @@ def test_cached_tokens_go_to_the_experts_of_the_full_pass():
     for position in range(4, 7):
         logits_BV, caches = step(params, caches, tokens[:, position], position)
     np.testing.assert_allclose(logits_BV, full(params, tokens)[0], atol=1e-5)
+
+
+# -- the router by hand; `l` counts layers ------------------------------------------------------
+
+
+NO = -9.0  # sigmoid(-9) is 1e-4
+
+
+def test_a_group_is_worth_its_two_best_experts():
+    """Of three each. Sigmoids of 3 and of 0.4, 0.3: 0.95 and 1.17. Of 0.4, 0.3 and of 0.1, 0, -0.1:
+    1.17 and, without the third, 1.02."""
+    spec = tiny_model.build(
+        num_experts=6, routed_score_func="sigmoid", n_routing_groups=2, topk_routing_group=1
+    ).spec
+    logits_TE = np.float32([[3, NO, NO, 0.4, 0.3, NO], [0.4, 0.3, NO, 0.1, 0, -0.1]])
+    assert router.choose(spec, logits_TE, None).experts_TK.tolist() == [[3], [0]]
+
+
+def test_losses_and_metrics_are_means_over_the_layers():
+    """Six tokens, two choices each of three experts; real shares and normalisers are not needed.
+
+    Balance: 3 (1 * 1/2 + 1 * 1/2) = 3, and 3 (1/2 * 1/6 + 2/3 * 1/3 + 5/6 * 1/2) = 13/6. z: 2, 1.
+    Shares of the mean, 4 choices: 6/4 and 5/4 at most, 0 and 3/4 at least. Entropy of a token: 1
+    and 0.5. Three of 24 choices are dropped.
+    """
+    spec = tiny_model.build(
+        num_experts=3, num_experts_per_tok=2, capacity_factor=1.0,
+        load_balance_loss_weight=0.5, router_z_loss_weight=0.1,
+    ).spec  # fmt: skip
+    used = router.Usage(
+        counts=np.float32([[6, 6, 0], [3, 4, 5]]),
+        share=np.float32([[3, 3, 0], [1, 2, 3]]),
+        squared_lse=np.float32([12, 6]),
+        entropy=np.float32([6, 3]),
+        dropped=np.float32([1, 2]),
+    )
+    found = router.losses(spec, used)
+    assert found["load_balance_loss"] == pytest.approx(0.5 * (3 + 13 / 6) / 2, rel=1e-6)
+    assert found["router_z_loss"] == pytest.approx(0.1 * 1.5, rel=1e-6)
+    metrics = router.metrics(router.sums(spec, used), 2)
+    assert {name: float(value) for name, value in metrics.items()} == pytest.approx({
+        "moe/max_expert_share": 1.375,
+        "moe/min_expert_share": 0.375,
+        "moe/router_entropy": 0.75,
+        "moe/dropped_tokens": 0.125,
+    })  # fmt: skip
+
+
+def test_a_bias_follows_the_load_of_its_own_layer():
+    """Means 4 and 2; an expert with the mean keeps its bias."""
+    bias_lE = np.zeros((2, 3), np.float32)
+    counts_lE = np.float32([[6, 6, 0], [1, 2, 3]])
+    moved = router.rebalanced(bias_lE, counts_lE, 0.5)
+    assert moved.tolist() == [[-0.5, -0.5, 0.5], [0.5, 0, -0.5]]

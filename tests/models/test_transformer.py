@@ -10,9 +10,13 @@ import tiny_model
 from tiers import corner
 
 from maxdiloco.diloco.fragments import Vocabulary
+from maxdiloco.flags import config
 from maxdiloco.models import transformer
 from maxdiloco.models.remat import POLICIES
 from maxdiloco.models.rope import RopeConfig, rotate, rotation
+from maxdiloco.models.weights import unrolled_threefry
+from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.trainer import assemble
 
 VARIANTS = {
     "grouped queries, gated, untied": {},
@@ -99,12 +103,6 @@ def test_what_a_layer_keeps_does_not_change_the_gradient(policy, usual):
     tiny_model.assert_close(gradient, expected, rtol=1e-4, atol=1e-5)
 
 
-def matmuls(model, params, batch):
-    """dot_general equations of value and gradient, those inside loops counted once."""
-    text = str(jax.make_jaxpr(jax.value_and_grad(model.loss, has_aux=True))(params, batch))
-    return text.count("dot_general")
-
-
 def test_policies_run_more_matmuls_the_less_they_keep():
     """A layer has 7 weight matmuls and, in its one block of queries, 2 of attention. full runs
     all again but the last, w_out, whose result no gradient needs; save_context spares the 2 of
@@ -113,7 +111,8 @@ def test_policies_run_more_matmuls_the_less_they_keep():
     counts = {}
     for policy in POLICIES:
         model = tiny_model.build(remat_policy=policy)
-        counts[policy] = matmuls(model, tiny_model.params_of(model), batch)
+        step = jax.make_jaxpr(jax.value_and_grad(model.loss, has_aux=True))
+        counts[policy] = str(step(tiny_model.params_of(model), batch)).count("dot_general")
     extra = {policy: count - counts["none"] for policy, count in counts.items()}
     assert extra == dict(none=0, minimal=0, save_qkv_context=3, save_context=6, full=8)
 
@@ -128,13 +127,23 @@ def test_bfloat16_compute_keeps_float32_weights_and_gradients(usual):
     assert {leaf.dtype.name for leaf in jax.tree.leaves(gradient)} == {"float32"}
 
 
-def test_auto_computes_in_bfloat16_on_accelerators():
-    for backend, dtype in (("cpu", "float32"), ("gpu", "bfloat16"), ("tpu", "bfloat16")):
-        model = transformer.build(tiny_model.config(dtype="auto"), backend=backend)
-        assert model.spec.dtype == jnp.dtype(dtype)
+def test_a_token_outside_the_vocabulary_shows_in_the_loss(usual):
+    run, params, _ = usual
+    batch = tiny_model.batch()
+    batch["tokens"][0, 3] = 32
+    assert np.isnan(run(params, batch)[0][0])
 
 
-def test_weights_have_weight_dtype():
+def test_types_and_kernels_of_products_follow_the_backend():
+    """dtype=auto; grouped products have kernels on a TPU and on a GPU that can have them. Weights
+    have weight_dtype."""
+    for backend, capability, dtype, kernel in (
+        ("cpu", "", "float32", ""), ("gpu", "8.6", "bfloat16", "triton"),
+        ("gpu", "7.5", "bfloat16", ""), ("tpu", "", "bfloat16", "megablox"),
+    ):  # fmt: skip
+        cfg = tiny_model.config(dtype="auto")
+        spec = transformer.build(cfg, backend=backend, compute_capability=capability).spec
+        assert (spec.dtype, spec.ragged_kernel) == (jnp.dtype(dtype), kernel)
     init = tiny_model.build(weight_dtype="bfloat16").init
     shapes = jax.eval_shape(init, jax.random.key(0))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(shapes)} == {"bfloat16"}
@@ -190,23 +199,6 @@ def test_layers_start_different_and_the_same_key_gives_the_same():
     jax.tree.map(np.testing.assert_array_equal, params, again)
 
 
-def test_a_token_outside_the_vocabulary_shows_in_the_loss(usual):
-    run, params, _ = usual
-    batch = tiny_model.batch()
-    batch["tokens"][0, 3] = 32
-    (total, _), _ = run(params, batch)
-    assert np.isnan(total)
-
-
-def stretches(**options):
-    """What YaRN multiplies the frequencies of the four pairs of a head of 8 by."""
-    rope = RopeConfig(
-        50.0, type="yarn", factor=4.0, original_length=64, attention_factor=1.0, **options
-    )
-    angles_I = np.arcsin(rotation(jnp.ones((1, 1)), 8, rope).sin_BLI[0, 0])
-    return angles_I * 50.0 ** np.array([0, 0.25, 0.5, 0.75])
-
-
 @pytest.mark.parametrize(
     ("borders", "ramp"),
     [
@@ -219,8 +211,14 @@ def stretches(**options):
     ],
 )
 def test_yarn_divides_between_the_borders_and_within_the_head(borders, ramp):
-    """1 where the ramp is 0, 1 / factor where it is 1."""
-    np.testing.assert_allclose(stretches(**borders), 1 - 0.75 * np.array(ramp), rtol=1e-4)
+    """The frequencies of the four pairs of a head of 8 are kept where the ramp is 0, and divided by
+    the factor where it is 1."""
+    rope = RopeConfig(
+        50.0, type="yarn", factor=4.0, original_length=64, attention_factor=1.0, **borders
+    )
+    angles_I = np.arcsin(rotation(jnp.ones((1, 1)), 8, rope).sin_BLI[0, 0])
+    stretched = angles_I * 50.0 ** np.array([0, 0.25, 0.5, 0.75])
+    np.testing.assert_allclose(stretched, 1 - 0.75 * np.array(ramp), rtol=1e-4)
 
 
 def test_halves_that_change_places_in_a_product_are_rotated_to_the_same_bits():
@@ -256,3 +254,39 @@ def test_the_product_rotates_where_it_is_exact_and_fuses(backend, dtype):
 
     swaps = str(jax.make_jaxpr(layer)(weights, x)).count("name=_by_product")
     assert swaps == (2 if (backend, dtype) == ("tpu", "bfloat16") else 0)
+
+
+# -- the bits of initial weights ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 1, 5)])
+def test_unrolled_rounds_give_jaxs_bits(shape):
+    """Of keys split, folded and mapped over. Control: another seed has others."""
+
+    def bits(seed, impl):
+        key = jax.random.fold_in(jax.random.key(seed, impl=impl), 3)
+        keys = jax.random.split(key, 4)
+        drawn = jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, 1), shape))(keys)
+        return drawn, jax.random.truncated_normal(key, -2, 2, shape)
+
+    bits = jax.jit(bits, static_argnums=1)
+    of_jax, ours, others = bits(5, None), bits(5, unrolled_threefry()), bits(6, None)
+    np.testing.assert_array_equal(of_jax[0], ours[0])
+    np.testing.assert_array_equal(of_jax[1], ours[1])
+    assert (np.asarray(others[0]) != ours[0]).all()
+
+
+def test_a_run_begins_with_the_weights_of_jaxs_generator_on_any_mesh():
+    """Two slices of two devices, each with half of a matrix.
+
+    Equal bits of integers; what becomes of them is rounded as the compiler fuses it.
+    """
+    keys = ["model_name=tiny", "hardware=cpu", "dcn_diloco_parallelism=2", "ici_fsdp_parallelism=2"]
+    cfg = config.load(keys, {})
+    mesh = mesh_lib.build(cfg, jax.devices()[:4])
+    parts = assemble.assemble(cfg, mesh, total_steps=1, on_compile=lambda *_: None)
+    state = assemble.initial_state(parts, 5)
+    init = jax.jit(lambda seed: parts.model.init(jax.random.key(seed)))
+    leaves, expected = map(jax.tree.leaves, (state.outer, init(np.uint32(5))))
+    for leaf, like in zip(leaves, expected, strict=True):
+        np.testing.assert_allclose(leaf, like, rtol=1e-5)

@@ -17,33 +17,37 @@ def exposed(text, *, gbps=25.0, send_done_waits=True):
     return exposed_share(played.waited, played.busy)
 
 
+def put_before(text, place, *lines):
+    """The text with lines before the one that begins with `place`."""
+    return changed(text, place, "\n".join([*lines, place]))
+
+
+def line_of(text, part):
+    return next(line for line in text.splitlines() if part in line)
+
+
 def test_what_the_loop_does_not_hide_is_exposed():
     assert exposed(BESIDE_LOOP) == pytest.approx(1 - 10 / 19.98848)
     assert exposed(BESIDE_LOOP, gbps=12.5) == pytest.approx(1 - 10 / (2 * 19.98848))
     four = changed(BESIDE_LOOP, "{1,2}x{0:3}", "{1,2,3,4}x{0:3}")
     assert exposed(four) == pytest.approx(1 - 10 / (3 * 19.98848))
     assert exposed(BESIDE_LOOP, gbps=51) == 0.0  # fast enough
+    none = changed(IN_CONDITIONAL, "{%branch_0, %branch_1}", "{%branch_0, %branch_0}")
+    assert exposed(none) == 0.0
 
 
 def test_time_before_the_send_and_after_the_done_hides_nothing():
-    """Without the loop between them only the copy's 2 us are left."""
-    lines = BESIDE_LOOP.splitlines()
-    done = [line for line in lines if "-done = " in line]
-    loop = next(i for i, line in enumerate(lines) if "while.1 = " in line)
-    moved = [line for line in lines if line not in done]
-    moved = [*moved[:loop], *done, *moved[loop:]]
-    assert exposed("\n".join(moved)) == pytest.approx(1 - 2 / 19.98848)
-
-
-def test_a_send_done_before_the_loop_waits_under_one_reading_only():
-    lines = BESIDE_LOOP.splitlines()
-    done = [line for line in lines if "%send-done = " in line]
-    loop = next(i for i, line in enumerate(lines) if "while.1 = " in line)
-    moved = [line for line in lines if line not in done]
-    text = "\n".join([*moved[:loop], *done, *moved[loop:]])
-    assert exposed(text) == pytest.approx(1 - 2 / 19.98848)
-    for either in (text, BESIDE_LOOP):  # a recv-done waits under both
-        assert exposed(either, send_done_waits=False) == pytest.approx(1 - 10 / 19.98848)
+    """Without the loop between them only the copy's 2 us are left. A recv-done waits under both
+    readings, a send-done under one."""
+    for early, least in (("-done = ", 2), ("%send-done = ", 10)):
+        done = [line for line in BESIDE_LOOP.splitlines() if early in line]
+        rest = "\n".join(line for line in BESIDE_LOOP.splitlines() if line not in done)
+        loop = line_of(rest, "while.1 = ")
+        text = rest.replace(loop, "\n".join([*done, loop]))
+        assert exposed(text) == pytest.approx(1 - 2 / 19.98848)
+        assert exposed(text, send_done_waits=False) == pytest.approx(1 - least / 19.98848)
+    either = exposed(BESIDE_LOOP, send_done_waits=False)
+    assert either == pytest.approx(1 - 10 / 19.98848)
 
 
 def test_nothing_outside_a_conditional_hides_what_is_inside():
@@ -51,18 +55,26 @@ def test_nothing_outside_a_conditional_hides_what_is_inside():
     assert exposed(IN_CONDITIONAL) == pytest.approx(1.0)
 
 
-def test_a_conditional_beside_an_exchange_hides_as_little_as_its_shortest_branch():
-    branch = """%branch (p: bf16[8,64]) -> bf16[8,64] {
+COPY = """%NAME (p: bf16[8,64]) -> bf16[8,64] {
   %p = bf16[8,64] parameter(0)
   ROOT %c = bf16[8,64] copy(%p), backend_config={"estimated_cycles":"CYCLES"}
 }
 """
-    branches = branch.replace("CYCLES", "1500").replace("%branch", "%short")
-    branches += branch.replace("CYCLES", "3000").replace("%branch", "%long")
-    text = changed(BESIDE_LOOP, "%body.1 (", branches + "%body.1 (")
-    item = "  %k = bf16[8,64] conditional(%param.1), branch_computations={%long, %short}\n"
-    text = changed(text, "  %send-done =", item + "  %send-done =")
-    assert exposed(text) == pytest.approx(1 - 11 / 19.98848)
+
+
+@pytest.mark.parametrize(
+    ("item", "more"),
+    [
+        ("conditional(%param.1), branch_computations={%long, %short}", 1),  # the shortest branch
+        ("call(%param.1), to_apply=%long", 2),
+    ],
+)
+def test_what_is_called_beside_an_exchange_takes_its_time(item, more):
+    called = (COPY.replace("NAME", name).replace("CYCLES", cycles)
+              for name, cycles in (("short", "1500"), ("long", "3000")))  # fmt: skip
+    text = put_before(BESIDE_LOOP, "%body.1 (", *called)
+    text = put_before(text, "  %send-done =", f"  %k = bf16[8,64] {item}")
+    assert exposed(text) == pytest.approx(1 - (10 + more) / 19.98848)
 
 
 def test_the_link_carries_one_transfer_after_the_other():
@@ -72,9 +84,8 @@ def test_the_link_carries_one_transfer_after_the_other():
         for line in BESIDE_LOOP.splitlines()
         if "megascale_runtime" in line
     ]
-    starts, ends = "\n".join(second[:2]), "\n".join(second[2:])
-    text = changed(BESIDE_LOOP, "  %copy.1 =", starts + "\n  %copy.1 =")
-    text = changed(text, "  %get-tuple-element.15 =", ends + "\n  %get-tuple-element.15 =")
+    text = put_before(BESIDE_LOOP, "  %copy.1 =", *second[:2])
+    text = put_before(text, "  %get-tuple-element.15 =", *second[2:])
     assert exposed(text) == pytest.approx(1 - 10 / (2 * 19.98848))
 
 
@@ -85,22 +96,9 @@ def test_an_exchange_in_a_loop_counts_at_every_trip():
     kept = [line for line in lines if line not in moved and "%recv-done" not in line]
     text = "\n".join(kept)
     text = changed(text, "%get-tuple-element.15)", "%param.183)")
-    text = changed(text, "  %add.5 =", "\n".join(moved[:3]) + "\n  %add.5 =")
-    text = changed(text, "  ROOT %tuple.5 =", "\n".join(moved[3:]) + "\n  ROOT %tuple.5 =")
+    text = put_before(text, "  %add.5 =", *moved[:3])
+    text = put_before(text, "  ROOT %tuple.5 =", *moved[3:])
     assert exposed(text) == pytest.approx(1 - 1 / 19.98848)
-
-
-def test_a_called_computation_takes_its_time():
-    text = changed(BESIDE_LOOP, "  %send-done =",
-                   "  %k = bf16[8,64] call(%param.1), to_apply=%extra\n  %send-done =")  # fmt: skip
-    extra = """%extra (p: bf16[8,64]) -> bf16[8,64] {
-  %p = bf16[8,64] parameter(0)
-  ROOT %c = bf16[8,64] copy(%p), backend_config={"estimated_cycles":"3000"}
-}
-"""
-    assert exposed(changed(text, "%body.1 (", extra + "%body.1 (")) == pytest.approx(
-        1 - 12 / 19.98848
-    )
 
 
 KERNEL = """  %blocks = s8[1,4,4]{2,1,0} constant({...})
@@ -182,7 +180,7 @@ def test_products_of_an_attention_kernel(changes, expected):
 
 def test_what_goes_to_a_sparse_core_has_no_estimate():
     """Its cycles are printed as the largest number there is; the loop alone hides 10 us."""
-    line = next(line for line in BESIDE_LOOP.splitlines() if "%copy.1 = " in line)
+    line = line_of(BESIDE_LOOP, "%copy.1 = ")
     cores = """\
   %prepared = s32[] custom-call(), custom_call_target="PrepareAsyncCallStart"
   %cores = ((f32[8]), f32[8]) call-start(%prepared), to_apply=%on_cores
@@ -199,13 +197,8 @@ ENTRY """
     assert exposed(text) == pytest.approx(exposed(BESIDE_LOOP))
 
 
-def test_a_program_without_transfers_exposes_nothing():
-    text = changed(IN_CONDITIONAL, "{%branch_0, %branch_1}", "{%branch_0, %branch_0}")
-    assert exposed(text) == 0.0
-
-
 def test_an_operation_it_does_not_know():
-    line = next(line for line in BESIDE_LOOP.splitlines() if "%copy.1 = " in line)
+    line = line_of(BESIDE_LOOP, "%copy.1 = ")
     other = line.partition(" copy(")[0] + " collective-broadcast(%param.1)"
     text = changed(BESIDE_LOOP, line, other)
     with pytest.raises(ValueError, match="is a 'collective-broadcast', .* UNTIMED in hlo/replay"):

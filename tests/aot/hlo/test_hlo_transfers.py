@@ -68,11 +68,6 @@ def test_a_call_is_known_by_its_target():
         found(changed(text, "HostExecute", "Odd"))
 
 
-def test_no_transfer():
-    text = changed(IN_CONDITIONAL, "{%branch_0, %branch_1}", "{%branch_0, %branch_0}")
-    assert found(text) == []
-
-
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
