@@ -13,7 +13,6 @@ import pytest
 
 from benchmarks import (
     bandwidth_model,
-    gpu_kernels,
     link_faults,
     memory_by_mode,
     replica_cost,
@@ -30,7 +29,6 @@ from benchmarks.link.rows import RowError
 from maxdiloco.diloco.schedule import Schedule
 from maxdiloco.engine.calls import Call
 from maxdiloco.flags import config
-from maxdiloco.models import triton_ragged
 from maxdiloco.parallel.program import Program
 from maxdiloco.planning.exposure import least_gbps
 
@@ -202,27 +200,6 @@ def test_the_keys_of_every_mode_of_memory_are_taken():
         assert {name: cfg.as_dict()[name] for name in keys} == keys
         assert ("4 bits" in mode) == (cfg.diloco_exchange_dtype == "float4_e3m0")
         assert ("tau 1" in mode) == (cfg.num_communication_overlapping_steps == 1)
-
-
-# -- gpu_kernels --------------------------------------------------------------------------------
-
-
-def test_every_kernel_is_near_float32_and_a_wrong_one_is_exit_code_1(monkeypatch, capsys):
-    """Here with the kernels interpreted."""
-    small = "interpret=true sequences=1 length=64 heads=2 kv_heads=1 head_dim=16 rows=96 experts=3"
-    small = [*small.split(), "width=32", "hidden=16", "steps=2"]
-    assert gpu_kernels.main(small) == 0
-    head, *lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert head[:4] == ["what", "by", "error", "ms"]
-    ways = "attention triton attention dot_product experts triton experts ragged_dot"
-    assert " ".join(" ".join(line[:2]) for line in lines) == ways
-    assert all(0 < float(line[2]) < 0.01 and float(line[3]) > 0 for line in lines)
-    right = triton_ragged.rows_by_matrices
-    monkeypatch.setattr(
-        triton_ragged, "rows_by_matrices", lambda *args, **kwargs: 1.1 * right(*args, **kwargs)
-    )
-    assert gpu_kernels.main(small) == 1
-    assert "experts by triton: error 0.1" in capsys.readouterr().err
 
 
 # -- replica_cost -------------------------------------------------------------------------------
