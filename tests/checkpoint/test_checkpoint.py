@@ -174,15 +174,15 @@ def test_parameters_are_read_alone_and_cast(tmp_path, items):
         )
 
 
-@pytest.mark.parametrize("name", ["absent", "run", "run/checkpoints"])
-def test_a_path_without_a_checkpoint_is_one_line_with_its_key(tmp_path, name):
+def test_a_path_without_a_checkpoint_is_one_line_with_its_key(tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(CheckpointError) as error:
-        restore_parameters(tmp_path / name, {})
-    assert str(error.value) == (
-        f"load_parameters_path={tmp_path / name} holds no checkpoint: give the folder of a run "
-        "that has saved one, or one of the folders in its checkpoints/."
-    )
+    for path in (tmp_path / "absent", tmp_path / "run", tmp_path / "run" / "checkpoints"):
+        with pytest.raises(CheckpointError) as error:
+            restore_parameters(path, {})
+        assert str(error.value) == (
+            f"load_parameters_path={path} holds no checkpoint: give the folder of a run that has "
+            "saved one, or one of the folders in its checkpoints/."
+        )
 
 
 def test_nothing_there_is_none_and_a_file_in_the_place_of_the_folder_is_one_line(tmp_path):
