@@ -18,8 +18,8 @@ from tiers import corner
 
 from maxdiloco import plan, train_compile
 from maxdiloco.aot import gpus
-from maxdiloco.models import triton_ragged
-from maxdiloco.parallel.program import Program
+from maxdiloco.models import attention, triton_ragged
+from maxdiloco.models.dot_product import Softmax, dot_product
 
 KEYS = dict(
     base_emb_dim=128,
@@ -110,25 +110,26 @@ def test_a_model_that_does_not_fit_is_refused_with_more_gpus(compile_run):
 
 @pytest.mark.gpu_aot
 @pytest.mark.parametrize("kind", corner(KINDS, ["h100"]))
-def test_attention_is_cudnns_with_no_weights_of_every_head(compile_run, monkeypatch, kind):
-    """The only array of queries by keys is the mask of documents, a bias that all heads share, with
-    its gradient. Control: a block of plain attention's logits, by sequence and head."""
-    texts = {}
-    compile_ = Program.compile
+def test_attention_is_cudnns_with_a_mask_and_no_weights_of_every_head(kind):
+    """With its gradients; the mask of documents is one for all heads, and has a gradient. Control:
+    blocks of plain attention's logits, by head."""
+    B, L, N, K, H = 2, 1024, 16, 8, 64
+    lies = NamedSharding(Mesh(np.array(gpus.devices(f"{kind}-1", 1)), ("x",)), P())
+    dims = {(B, L, N, H): jnp.bfloat16, (B, L, K, H): jnp.bfloat16, (B, L): jnp.int32}
+    q, k, segments = (jax.ShapeDtypeStruct(*one, sharding=lies) for one in dims.items())
 
-    def kept(self, *args):
-        compiled = compile_(self, *args)
-        texts[self.name] = compiled.as_text()
-        return compiled
+    def compiled(kernel):
+        def total(*arrays):
+            return kernel(Softmax(0.0, 0, "default"), *arrays).astype(jnp.float32).sum()
 
-    monkeypatch.setattr(Program, "compile", kept)
-    square = re.compile(r"\[(?:\d+,){2,}256,256\]")
-    sizes = dict(base_mlp_dim=512, vocab_size=320, max_target_length=384)
-    for attention, calls in (("flash", True), ("dot_product", False)):
-        code, _, _ = compile_run(attention=attention, compile_topology=f"{kind}-2", **sizes)
-        assert code == 0
-        assert ("__cudnn$fmha" in texts["inner"]) == calls
-        assert bool(square.search(texts["inner"])) != calls
+        gradient = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
+        return gradient.lower(q, k, k, segments).compile()
+
+    fused, plain = compiled(attention.cudnn), compiled(dot_product)
+    assert fused.as_text().count('custom_call_target="__cudnn$fmha') == 2
+    masks = 5 * B * L * L * 2  # made, laid out, its gradient, and the context's
+    assert fused.memory_analysis().temp_size_in_bytes < masks
+    assert plain.memory_analysis().temp_size_in_bytes > masks
 
 
 @pytest.mark.gpu_aot

@@ -1,9 +1,9 @@
-"""The text of a scheduled module, line by line."""
+"""The text of a scheduled module, line by line; its shapes and replica groups; values by hand."""
 
 import pytest
 from hlo_excerpts import BESIDE_LOOP, IN_CONDITIONAL, changed
 
-from maxdiloco.aot.hlo import loops, reader
+from maxdiloco.aot.hlo import groups, loops, reader, shapes
 
 
 def test_computations_and_the_order_of_entry():
@@ -102,3 +102,123 @@ def test_trips_of_a_loop(old, new, expected):
 def test_a_loop_whose_trips_are_unknown(old, new, why):
     with pytest.raises(ValueError, match=f"trips of .* are unknown: {why}.*Only counted loops"):
         trips(changed(BESIDE_LOOP, old, new))
+
+
+# -- bytes of shapes as XLA:TPU prints them, from the tiles ----------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "logical", "laid_out"),
+    [
+        ("u8[62464]{0:T(1024)(128)(4,1)}", 62464, 62464),  # 61 tiles of 1024
+        ("u8[1000]{0:T(1024)(128)(4,1)}", 1000, 1024),
+        ("f32[8,128]", 4096, 4096),
+        ("f32[]{:T(128)}", 4, 512),  # a scalar fills a tile
+        ("pred[]", 1, 1),
+        ("u8[1,1,2048]{2,1,0:T(4,128)(4,1)}", 2048, 8192),  # one row of four is used
+        ("bf16[1,4096]{1,0:T(2,128)(2,1)}", 8192, 16384),
+        ("bf16[64,1024]{0,1:T(8,128)(2,1)S(1)}", 131072, 262144),  # 64 lies in 128 lanes
+        ("f32[3,5,100]{0,2,1:T(8,128)}", 6000, 5 * 104 * 128 * 4),
+        ("s4[4096]{0:T(1024)(128)(8,1)E(4)}", 2048, 2048),
+    ],
+)
+def test_bytes_with_and_without_tile_padding(text, logical, laid_out):
+    shape = shapes.read(text)
+    assert (shape.bytes_logical(), shape.bytes_laid_out()) == (logical, laid_out)
+
+
+def test_dims_and_dtype_are_kept():
+    shape = shapes.read("bf16[8,64,2,64]{1,3,0,2:T(8,128)(2,1)S(1)}")
+    assert (shape.dtype, shape.dims) == ("bf16", (8, 64, 2, 64))
+    assert shape.in_memory == (2, 8, 64, 64)  # minor to major 1, 3, 0, 2, turned round
+    assert shape.tiles == ((8, 128), (2, 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *((text, "cannot read .* as the shape of one array")
+          for text in ("token[]", "(f32[2])", "f9[2]", "f32[2", "f32[<=8]{0}")),
+        *((f"f32[2,2]{{1,0{layout}}}", "tiles that this reader does not know")
+          for layout in (":T(*,128)", ":T(8,128)L(2)", ":D(D)")),
+    ],
+)  # fmt: skip
+def test_a_shape_that_it_cannot_read(text, message):
+    with pytest.raises(ValueError, match=message):
+        shapes.read(text)
+
+
+def test_parts_of_a_tuple():
+    text = "(u8[2,4]{1,0:T(4,128)(4,1)}, /*index=1*/u32[], (s32[], token[]))"
+    assert shapes.elements(text) == ["u8[2,4]{1,0:T(4,128)(4,1)}", "u32[]", "(s32[], token[])"]
+    assert shapes.elements("f32[2,4]{1,0}") == ["f32[2,4]{1,0}"]
+
+
+# -- replica groups in every spelling --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{{0,1},{2,3}}", ((0, 1), (2, 3))),
+        ("{{0},{1}}", ((0,), (1,))),
+        ("[2,4]<=[8]", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        # 0 1 2 3 over 4 5 6 7, transposed: 0 4, 1 5, 2 6, 3 7.
+        ("[4,2]<=[2,4]T(1,0)", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        # [a, b, c] = 4a + 2b + c, as [b, c, a] in rows of four.
+        ("[2,4]<=[2,2,2]T(1,2,0)", ((0, 4, 1, 5), (2, 6, 3, 7))),
+        # Devices in order along the axes; those that differ along the named ones are a group.
+        ("mesh['a'=2,'b'=2] {'a'}", ((0, 2), (1, 3))),
+        ("mesh['a'=2,'b'=2] {'a','b'}", ((0, 1, 2, 3),)),
+        ("mesh['a'=2,'b'=2] {'b','a'}", ((0, 2, 1, 3),)),
+        # 0 1 2 3 over 4 5 6 7, transposed, is 0 4 1 5 2 6 3 7: [[0 4] [1 5]] and [[2 6] [3 7]].
+        ("mesh['a'=2,'b'=2,'c'=2], device_ids=([2,4]T(1,0)) {'c'}",
+         ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("mesh['a'=2,'b'=2,'c'=2], device_ids=([2,4]T(1,0)) {'b'}",
+         ((0, 1), (4, 5), (2, 3), (6, 7))),
+        ("mesh['a'=4], device_ids=(3,1,2,0) {'a':(1)2}", ((3, 2), (1, 0))),
+        # A part of an axis of 8 = 2 * 2 * 2: the middle one, which steps by 2.
+        ("mesh['a'=8] {'a':(2)2}", ((0, 2), (1, 3), (4, 6), (5, 7))),
+        ("mesh['a'=8] {'a':(1)2,'a':(4)2}", ((0, 1, 4, 5), (2, 3, 6, 7))),
+    ],
+)
+def test_every_spelling(text, expected):
+    assert groups.read(text) == expected
+    for name in ("replica_groups", "source_target_pairs"):
+        for rest in (", use_global_device_ids=true", ""):
+            assert groups.of(f", channel_id=45, {name}={text}{rest}") == expected
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("{1,2}x{0:3}", ((0, 1),)),
+        ("{0,1}x{0:3}", ((0, 1),)),
+        ("{1,2,3,4}x{0}", ((0, 1, 2, 3),)),
+        ("{{100000,300000},{100001,300001},{200000,400000},{200001,400001}}", ((0, 2), (1, 3))),
+        ("{{200000->100000},{200001->100001}}", ((0, 1),)),
+        ("{{100001->200000},{100003->300000},{300000->100001}}", ((0, 1), (0, 2))),
+    ],
+)
+def test_slices_of_a_transfer(target, expected):
+    assert groups.slices_of(target) == expected
+
+
+UNKNOWN = r"spelling that this reader does not know: it reads \{"
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "message"),
+    [
+        *((groups.read, text, UNKNOWN) for text in (
+            "{}", "{0,1}", "[8]<=[8]x", "mesh['x'=2]{'x'}", "[2,4]<=[8]T", "{{0,1},{2,3}")),
+        (groups.of, ", replica_groups={}, channel_id=1", UNKNOWN),
+        (groups.of, ", channel_id=1", "no replica groups that can be read in ', channel_id=1'"),
+        (groups.read, "[2,4]<=[6]", "do not number every device once"),
+        (groups.read, "[8]<=[8]", "do not number every device once"),
+        (groups.slices_of, "{{100000,200000},{300000}}", "are in unequal groups"),
+    ],
+)  # fmt: skip
+def test_a_spelling_it_does_not_know(read, text, message):
+    with pytest.raises(ValueError, match=message):
+        read(text)
