@@ -35,26 +35,22 @@ def inner_step(params, opt_state, batch):
     return new, opt_state + 1, {"loss": jnp.sum(params["w"] * batch["target"])}
 
 
-def make(M=2, compiles=None, **options):
-    told = compiles if compiles is not None else []
+def make(M=2, **options):
     options = dict(sync_period=4, layer_axis=LAYERS) | options
-    return DiLoCo(
-        inner_step, num_replicas=M, on_compile=lambda name, *_: told.append(name), **options
-    )
+    return DiLoCo(inner_step, num_replicas=M, **options)
 
 
 def start(algorithm):
     return algorithm.init(jax.tree.map(jnp.asarray, PARAMS), jnp.zeros((), jnp.int32))
 
 
-def batch(M, value=None):
-    target = np.arange(1.0, M + 1) if value is None else np.asarray(value)
-    return {"target": target.astype(np.float32)}
+def batch(M):
+    return {"target": np.arange(1, M + 1, dtype=np.float32)}
 
 
-def run(algorithm, state, steps, value=None):
+def run(algorithm, state, steps):
     for _ in range(steps):
-        state, _ = algorithm.step(state, batch(algorithm.num_replicas, value))
+        state, _ = algorithm.step(state, batch(algorithm.num_replicas))
     return state
 
 
@@ -64,8 +60,8 @@ def run(algorithm, state, steps, value=None):
 def test_compiles_grow_with_the_forms_of_fragments_and_not_with_their_number(P_, H, forms):
     """8 layers in 2, 4 or 8 equal fragments, or in three of 3, 3 and 2; and the embedding: the
     state, two step programs, and of each form a pack and a merge."""
-    compiles = []
-    algorithm = make(compiles=compiles, num_fragments=P_, sync_period=H, overlap_steps=2)
+    compiles, options = [], dict(num_fragments=P_, sync_period=H, overlap_steps=2)
+    algorithm = make(on_compile=lambda name, *_: compiles.append(name), **options)
     run(algorithm, start(algorithm), 2 * H + 2)
     kinds = sorted(re.sub(r" \[.*", "", name) for name in compiles)
     assert kinds == ["init", "inner", "inner + exchange"] + ["merge"] * forms + ["pack"] * forms

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import small_models as small
 from data.tokenizers_on_disk import byte_level_bpe
+from models.tiny_model import mesh_of
 from safetensors.numpy import load_file
 
 from maxdiloco import train
 from maxdiloco.checkpoint import find
 from maxdiloco.evaluation import stored
-from maxdiloco.flags.checks import AXES
 
 # A training that reads each of 31 tokens; what it is given shapes no number of the model's.
 TRAIN = {
@@ -35,9 +35,7 @@ def loss_of(folder):
         find.locate(str(folder), base_output_directory="", key="RUN"),
         key="RUN",
         configure=stored.config_of,
-        mesh_of=lambda cfg: jax.sharding.Mesh(
-            np.array(jax.devices()[:1]).reshape([1] * len(AXES)), AXES
-        ),
+        mesh_of=lambda cfg: mesh_of(jax.devices()),
     )
     tokens = np.arange(31, dtype=np.int32)[None]
     batch = {"tokens": tokens, "segment_ids": np.ones_like(tokens)}
