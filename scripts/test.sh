@@ -31,11 +31,16 @@ if [ "$tier" != full ]; then chosen+=" and not full"; fi
 # tests that compile for GPUs do.
 if [ $# = 0 ] && [ "$tier" != quick ]; then
   plugin=$MAXDILOCO_VENV/cuda-plugin
-  if [ ! -d "$plugin/nvidia/cudnn" ]; then
+  packages=(jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12)
+  last=$plugin/nvidia/cuda_nvcc
+  if [ "$tier" = full ]; then  # 1.2 GB
+    packages+=(nvidia-cudnn-cu12)
+    last=$plugin/nvidia/cudnn
+  fi
+  if [ ! -d "$last" ]; then
     rm -rf "$plugin"  # pip adds nothing to a folder that is there
     "$python" -m pip install --quiet --disable-pip-version-check --no-deps \
-      -c constraints.txt --target "$plugin" \
-      jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12 nvidia-cudnn-cu12
+      -c constraints.txt --target "$plugin" "${packages[@]}"
   fi
   PYTHONPATH=$plugin "${pytest[@]}" -m "gpu_aot and $chosen" \
     tests/aot/test_gpus.py tests/integration/test_compile_for_gpus.py

@@ -38,6 +38,7 @@ KEYS = dict(
     opt_type="sgd",  # compiles in half the time, and does not change what is exchanged
     adam_weight_decay=0,
     gradient_clipping_threshold=0,
+    attention="dot_product",  # the default tier has no cuDNN
     compile_topology="h100-2",
     compile_topology_num_slices=2,
 )
@@ -108,8 +109,9 @@ def test_a_model_that_does_not_fit_is_refused_with_more_gpus(compile_run):
     assert "diloco_outer_memory=pinned_host on the GPUs themselves" in said.err
 
 
+@pytest.mark.full
 @pytest.mark.gpu_aot
-@pytest.mark.parametrize("kind", corner(KINDS, ["h100"]))
+@pytest.mark.parametrize("kind", KINDS)
 def test_attention_is_cudnns_with_a_mask_and_no_weights_of_every_head(kind):
     """With its gradients; the mask of documents is one for all heads, and has a gradient. Control:
     blocks of plain attention's logits, by head."""
