@@ -123,14 +123,10 @@ def test_a_row_measures_whole_periods_that_row_seconds_have_room_for(row, change
     [
         (Row("plain"), "diloco_sync_period=1000000", "exchange_carrier"),
         (Row("data_parallel"), "enable_diloco=false", "exchange_carrier"),
-        (
-            Row("streaming", "int8", "program"),
-            "num_communication_overlapping_steps=0 num_diloco_fragments=2 "
-            "diloco_exchange_dtype=int8",
-            "diloco_outer_overlap",
-        ),
-        (Row("overlapped"), "num_communication_overlapping_steps=4", "diloco_outer_overlap"),
-        (EAGER, "diloco_outer_overlap=eager exchange_carrier=host", "num_diloco_fragments"),
+        (Row("streaming"), f"{figures.TAU}=0 num_diloco_fragments=2", "diloco_outer_overlap"),
+        (Row("overlapped"), f"{figures.TAU}=4", "diloco_outer_overlap"),
+        (EAGER, "diloco_outer_overlap=eager diloco_exchange_dtype=int8", "num_diloco_fragments"),
+        (EAGER, "exchange_carrier=host", figures.TAU),
     ],
 )
 def test_the_keys_of_each_mode(row, given, absent):

@@ -11,13 +11,8 @@ SETUP = {
     "delay_ms": 0.0,
     "fast_device_ms": 180.0,
     "tied_parameters": 0,
-    "keys": {
-        "model_name": "tiny",
-        "diloco_sync_period": "20",
-        "num_diloco_fragments": "2",
-        "num_communication_overlapping_steps": "4",
-        "log_period": "20",
-    },
+    "keys": {"model_name": "tiny", "diloco_sync_period": "20", "log_period": "20"}
+    | {"num_diloco_fragments": "2", "num_communication_overlapping_steps": "4"},
 }
 
 

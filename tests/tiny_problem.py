@@ -85,17 +85,17 @@ def layer_axis(tree: Tree) -> dict[str, Any] | None:
     the same, Vocabulary; no pytree at all for a tree without layers."""
     if not any(kind and kind[0] == "layers" for _, kind in tree.values()):
         return None
-    return {name: _declared(shape, kind) for name, (shape, kind) in tree.items()}
 
+    def declared(shape, kind):
+        if kind is None:
+            return None
+        if kind[0] == "vocabulary":
+            return Vocabulary(kind[1])
+        if kind[2] == tuple(range(shape[kind[1]])):
+            return kind[1]
+        return Stacked(kind[1], kind[2])
 
-def _declared(shape, kind):
-    if kind is None:
-        return None
-    if kind[0] == "vocabulary":
-        return Vocabulary(kind[1])
-    if kind[2] == tuple(range(shape[kind[1]])):
-        return kind[1]
-    return Stacked(kind[1], kind[2])
+    return {name: declared(shape, kind) for name, (shape, kind) in tree.items()}
 
 
 LR, MOMENTUM, TIE = 0.2, 0.5, 0.1
