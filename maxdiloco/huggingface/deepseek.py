@@ -127,7 +127,7 @@ def _fields() -> tuple[Field, ...]:
     in_rules = ("head_dim", "rms_norm_eps")
     return (
         *(field for field in sizes(epsilon=_EPSILON) if field.theirs not in in_rules),
-        *expert_fields("n_routed_experts", 256, 8, "moe_intermediate_size", 2048),
+        *expert_fields("n_routed_experts", 256, per_token=8, width=("moe_intermediate_size", 2048)),
         Field("kv_lora_rank", "kv_lora_rank", 512),
         Field("qk_nope_head_dim", "qk_nope_head_dim", 128),
         Field("qk_rope_head_dim", "qk_rope_head_dim", 64),

@@ -153,7 +153,7 @@ def _with_experts() -> tuple[Family, ...]:
         architecture="MixtralForCausalLM",
         fields=(
             *sizes(epsilon=1e-5, num_key_value_heads=grouped(8)),
-            *expert_fields("num_local_experts", 8, 2, "intermediate_size", 14336),
+            *expert_fields("num_local_experts", 8, per_token=2, width=("intermediate_size", 14336)),
         ),
         rules=(silu, rules.rope(1e6), rules.window(0)),
         fixed={"norm_topk_prob": True},
@@ -164,7 +164,7 @@ def _with_experts() -> tuple[Family, ...]:
         architecture="Qwen3MoeForCausalLM",
         fields=(
             *sizes(epsilon=1e-6, num_key_value_heads=grouped(4)),
-            *expert_fields("num_experts", 128, 8, "moe_intermediate_size", 768),
+            *expert_fields("num_experts", 128, per_token=8, width=("moe_intermediate_size", 768)),
             Field("norm_topk_prob", "norm_topk_prob", False),
         ),
         rules=(silu, rules.rope(10000.0), rules.attention_bias(False)),
@@ -177,7 +177,9 @@ def _with_experts() -> tuple[Family, ...]:
         architecture="GptOssForCausalLM",
         fields=(
             *sizes(epsilon=1e-5, head_dim=64, num_key_value_heads=8),
-            *expert_fields("num_local_experts", 128, 4, "intermediate_size", 2880),
+            *expert_fields(
+                "num_local_experts", 128, per_token=4, width=("intermediate_size", 2880)
+            ),
             Field("swiglu_limit", "mlp_activations_limit", 7.0),
         ),
         rules=(

@@ -85,14 +85,14 @@ def sizes(*, epsilon: float, tied: bool = False, **defaults: Any) -> tuple[Field
 
 
 def expert_fields(
-    key: str, default: int, per_token: int, width_key: str, width: int
+    key: str, number: int, *, per_token: int, width: tuple[str, int]
 ) -> tuple[Field, ...]:
     """The numbers of experts and of those that a token uses, and the hidden width of one.
 
-    key, width_key: of the published config.json; newer files have another key of the number.
+    key: of the number in the published config.json; newer files have another. width: key and value.
     """
     return (
-        Field(key, "num_experts", lambda hf: hf.get("num_local_experts") or default),
+        Field(key, "num_experts", lambda hf: hf.get("num_local_experts") or number),
         Field("num_experts_per_tok", "num_experts_per_tok", per_token),
-        Field(width_key, "base_moe_mlp_dim", width),
+        Field(width[0], "base_moe_mlp_dim", width[1]),
     )

@@ -73,7 +73,7 @@ def or_null(theirs: str, ours: str, default: float) -> Rule:
     """A number, or null for our zero. default: where config.json has no such key."""
 
     def read(hf):
-        return {ours: hf.get(theirs, default) or 0 * default}
+        return {ours: hf.get(theirs, default) or 0 * default}  # of the default's type
 
     def write(keys):
         return {theirs: keys[ours] or None}
