@@ -75,16 +75,9 @@ def softmax(x):
 
 def visible(segments_L, window):
     """[L, L]: row t may look at column s."""
-    L = len(segments_L)
-    return np.array(
-        [
-            [
-                s <= t and segments_L[t] == segments_L[s] and (not window or t - s < window)
-                for s in range(L)
-            ]
-            for t in range(L)
-        ]
-    )
+    distance = np.subtract.outer(np.arange(len(segments_L)), np.arange(len(segments_L)))
+    near = (distance >= 0) & (distance < (window or np.inf))
+    return near & np.equal.outer(segments_L, segments_L)
 
 
 def head_attention(q_LH, k_LH, v_LH, see_LL, cfg, sink):

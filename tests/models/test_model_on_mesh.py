@@ -122,22 +122,17 @@ def test_vocabulary_sized_weights_cross_devices_once_a_step(devices):
     assert len(vocabulary) == 4
 
 
-def test_experts_that_an_open_axis_does_not_divide_are_refused_before_a_compile(devices):
+def test_experts_that_no_device_can_have_are_refused_before_a_compile(devices):
+    """An open axis that does not divide them, and rules: a device gathers experts over the axes
+    after those of `expert`, and no others."""
     model = tiny_model.build(num_experts=3)
     mesh = tiny_model.mesh_of(devices, expert=2)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     with pytest.raises(ConfigError, match=r"expert parallelism 2 does not divide .*expert=3.*Use"):
         parameter_shardings(model.logical_axes, shapes, mesh, model.spec.rules)
-
-
-@pytest.mark.parametrize(
-    ("rule", "message"),
-    [
-        (("expert", ("tensor",)), "expert over tensor.*does not split the batch.*Use"),
-        # A device gathers experts over the axes after those of `expert`, and no others.
-        (("stored_expert", ("fsdp",)), "stored_expert over fsdp, but expert over expert.*Use"),
-    ],
-)
-def test_a_rule_of_experts_that_no_device_can_follow_is_refused(rule, message):
-    with pytest.raises(ConfigError, match=message):
-        tiny_model.build(num_experts=4, logical_axis_rules=(rule,))
+    for name, axis, message in (
+        ("expert", "tensor", "expert over tensor.*does not split the batch.*Use"),
+        ("stored_expert", "fsdp", "stored_expert over fsdp, but expert over expert.*Use"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            tiny_model.build(num_experts=4, logical_axis_rules=((name, (axis,)),))
