@@ -2,7 +2,6 @@
 them, and what the tables say. torch runs in environments of the benchmarks, not here.
 """
 
-import json
 import pathlib
 import subprocess
 import sys
@@ -13,8 +12,7 @@ from thin_link_rows import measured
 
 from benchmarks import peer_torch, peer_torchft
 from benchmarks.link import torchft_process, torchft_rows
-from benchmarks.link.rows import Row, RowError
-from maxdiloco.errors import ConfigError
+from benchmarks.link.rows import RowError
 
 # -- a PyTorch loop -----------------------------------------------------------------------------
 
@@ -65,58 +63,6 @@ def test_the_report_has_the_ratio_of_medians_and_a_loop_that_ends_its_last_words
 
 
 # -- torchft ------------------------------------------------------------------------------------
-
-
-def test_turns_alternate_between_trainers_of_one_model():
-    """They begin and end with both plain steps. 2 periods before the window, 3 in it, 1 for the
-    checks, of 20 steps."""
-    setup, turns, out = peer_torchft.arguments(["rates=unlimited,5", "periods=3"])
-    at_rates = [
-        (trainer, Row("overlapped", wire, carrier, rate))
-        for rate in ("unlimited", "5")
-        for trainer, wire, carrier in (
-            ("maxdiloco", "float32", "host"),
-            ("torchft", "float32", "gloo"),
-            ("maxdiloco", "float4_e3m0", "host"),
-        )
-    ]
-    plain, again = (
-        [("maxdiloco", row), ("torchft", row)] for row in (Row("plain"), Row("plain", turn=1))
-    )
-    assert turns == [*plain, *at_rates, *again]
-    alone, job = (
-        torchft_rows.job(1, ["10.77.0.1", "10.77.0.2"], row, setup, out) for _, row in turns[1:3]
-    )
-    assert job["exchange"] and not alone["exchange"]
-    assert (job["steps"], job["replicas"], job["fast_ms"]) == (6 * 20, 2, 120.0)
-    assert set(job["spec"]) == set(torchft_rows.SPEC)
-    assert (job["spec"]["vocab_size"], job["spec"]["base_mlp_dim"]) == (2017, 544)
-    assert json.loads(json.dumps(job)) == job
-
-
-def test_an_environment_is_used_again_unless_it_has_other_versions(tmp_path, monkeypatch):
-    """One that pip cannot make is refused with pip's last line."""
-    ran, says = [], ""
-
-    def run(command, *, stdout, **_):
-        ran.append(command)
-        (tmp_path / "venv").mkdir(exist_ok=True)
-        failed = "pip" in command and says
-        print(says if failed else "", file=stdout, flush=True)
-        return subprocess.CompletedProcess(command, int(bool(failed)))
-
-    monkeypatch.setattr(torchft_rows.subprocess, "run", run)
-    wanted, python = torchft_rows.REQUIREMENTS, tmp_path / "venv" / "bin" / "python"
-    assert torchft_rows.environment(tmp_path, wanted) == python
-    made = [[sys.executable, "-m", "venv"], [str(python), "-m", "pip"]]
-    assert [command[:3] for command in ran] == made
-    assert torchft_rows.environment(tmp_path, wanted) == python and len(ran) == 2
-    torchft_rows.environment(tmp_path, ("torchft==0.0.1",))
-    assert ran[3][-1] == "torchft==0.0.1"
-    says = "ERROR: No matching distribution found for torchft==0.2.0"
-    words = f"out={tmp_path}: .* found for torchft==0.2.0 .*pip.log.*needs a package index"
-    with pytest.raises(ConfigError, match=words):
-        torchft_rows.environment(tmp_path, wanted)
 
 
 def test_the_process_of_torchft_runs_as_a_file_without_torch_or_a_package_of_ours():

@@ -82,26 +82,6 @@ def test_every_row_is_accepted_by_the_trainer_and_reads_as_many_tokens_a_step():
         assert (keys["init_weights_seed"], keys["data_shuffle_seed"]) == (7, 7)
 
 
-def test_the_command_line_names_modes_and_seeds(tmp_path):
-    """Modes that lost run where they are named. Seeds that are named are those of every mode;
-    without them only what is compared closely has more than one."""
-
-    def asked(*argv):
-        return quality.arguments([*argv, f"out={tmp_path}"])
-
-    def names(*argv):
-        return {mode.name for mode in asked(*argv).modes}
-
-    extra = {mode.name for mode in modes.MODES if mode.extra}
-    assert extra and not extra & names()
-    assert names("modes=all") == names() | extra
-    assert names("modes=eager, no momentum") == {"eager, no momentum"} <= extra
-    for argv, seeds in (((), (1, 3)), (("seeds=2",), (2, 2)), (("seeds=1",), (1, 1))):
-        scale = asked(*argv).scale
-        found = (len(scale.seeds_of(BY_NAME[name])) for name in ("DiLoCo, H=10", DILOCO))
-        assert tuple(found) == seeds
-
-
 # -- bytes --------------------------------------------------------------------------------------
 
 

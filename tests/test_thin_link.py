@@ -6,13 +6,12 @@ What needs root, to make network namespaces, is in test_thin_link_hosts.py.
 import io
 import json
 import pathlib
-from xml.etree import ElementTree
 
 import pytest
 from thin_link_rows import PLAIN, SETUP, measured
 
 from benchmarks import thin_link
-from benchmarks.link import arguments, command, counters, draw, figures, grid, process, rows
+from benchmarks.link import arguments, command, counters, figures, grid, process, rows
 from benchmarks.link.arguments import Part
 from benchmarks.link.counters import Sample
 from benchmarks.link.grid import Row, Window
@@ -116,23 +115,6 @@ PARALLEL = Row("data_parallel", rate="10")
 def test_a_row_measures_whole_periods_that_row_seconds_have_room_for(row, changes, window):
     found = grid.window(row, SETUP | changes, PLAIN)
     assert found == Window(*window, window[1] + 1)
-
-
-@pytest.mark.parametrize(
-    ("row", "given", "absent"),
-    [
-        (Row("plain"), "diloco_sync_period=1000000", "exchange_carrier"),
-        (Row("data_parallel"), "enable_diloco=false", "exchange_carrier"),
-        (Row("streaming"), f"{figures.TAU}=0 num_diloco_fragments=2", "diloco_outer_overlap"),
-        (Row("overlapped"), f"{figures.TAU}=4", "diloco_outer_overlap"),
-        (EAGER, "diloco_outer_overlap=eager diloco_exchange_dtype=int8", "num_diloco_fragments"),
-        (EAGER, "exchange_carrier=host", figures.TAU),
-    ],
-)
-def test_the_keys_of_each_mode(row, given, absent):
-    found = rows.trainer_keys(row, SETUP, "f", 9)
-    assert set(given.split()) <= set(found)
-    assert not any(key.startswith(absent) for key in found)
 
 
 # -- what one row reads -------------------------------------------------------------------------
@@ -314,32 +296,3 @@ def test_what_is_claimed_is_said_where_data_parallelism_starves():
     assert "host 96.2% over 5 periods (at least 95%)" in real
     nothing = ["No rate here leaves data parallelism less than 5%."]
     assert figures.claims(found[:1] + found[2:], SETUP) == nothing
-
-
-def test_figures_state_their_conditions_and_draw_every_line_and_bar():
-    """Five modes at two rates; 0, 20, .. 100 % are lines too, and each line is in the legend.
-    125,000 bytes in 100 ms are 10 Mbit/s: a bar as high as its strip; three bars a mode."""
-
-    def shapes(figure, name):
-        return [s for s in ElementTree.fromstring(figure).iter() if s.tag.endswith(f"}}{name}")]
-
-    found = [PLAIN]
-    for rate, step_ms in (("unlimited", 200.0), ("10", 400.0)):
-        found += [measured(mode, step_ms, rate=rate) for mode in MODES]
-    figure = draw.utilisation(found, SETUP)
-    lines = shapes(figure, "polyline")
-    assert len(lines) == 6 + 2 * 5
-    xs, ys = zip(*(point.split(",") for point in lines[6].get("points").split()), strict=True)
-    assert float(xs[0]) < float(xs[1])
-    assert [float(y) for y in ys] == [draw.TOP + draw.HEIGHT / 2, draw.TOP]  # 50 % and 100 %
-    slow = [PLAIN, measured("eager", 300.0, rate="100"), measured("diloco", 300.0)]
-    period = draw.period(slow, SETUP)
-    assert "10 Mbit/s" in period and "eager" not in period
-    bars = [bar for bar in shapes(period, "rect") if bar.get("fill") != "white"]
-    heights = [float(bar.get("height")) for bar in bars]
-    assert heights == [0.0, draw.STRIP, pytest.approx(23.0)]
-    words = "fast device (180 ms of sleep in place of compute); 2 hosts, tiny, H=20, P=2, tau=4"
-    for text in (figures.table(found, SETUP), figure, period):
-        assert words in text and "TCP reno" in text and "delay 0 ms" in text and "abc" in text
-    real = figures.table(found, SETUP | {"fast_device_ms": 0.0})
-    assert real.startswith("real compute; 2 hosts")
