@@ -1,6 +1,5 @@
 """The smaller benchmarks: their smallest run, and what computes a figure that is published."""
 
-import json
 import os
 import pathlib
 import subprocess
@@ -15,17 +14,14 @@ from benchmarks import (
     bandwidth_model,
     link_faults,
     memory_by_mode,
-    replica_cost,
     step_time,
     symptoms,
 )
 from benchmarks.bandwidth import own, simulator, tables
 from benchmarks.bandwidth.tables import Size
-from benchmarks.learning import draw_cases
-from benchmarks.learning.cases import FIRST_HOUR, GROUPS, SYMPTOMS
+from benchmarks.learning.cases import FIRST_HOUR, SYMPTOMS
 from benchmarks.link import moments
 from benchmarks.link.faults import End, Fault
-from benchmarks.link.rows import RowError
 from maxdiloco.diloco.schedule import Schedule
 from maxdiloco.engine.calls import Call
 from maxdiloco.flags import config
@@ -93,17 +89,6 @@ def test_costs_compare_within_the_tolerance_and_flags_win_over_defaults():
     ]  # fmt: skip
     cfg = full[1]
     assert (cfg.dtype, cfg.model_name, cfg.max_target_length) == ("float32", "peer25m", 512)
-
-
-def test_steps_that_would_not_compare_are_refused():
-    """WARM_UP 2 and steps=2 are four steps; the fourth has the exchange."""
-    for keys, message in (
-        ("diloco_sync_period=4", "diloco_sync_period=4: one of the 4 steps has.*fewer steps"),
-        ("num_diloco_replicas=2", "num_diloco_replicas=2: several replicas.*Leave it out"),
-    ):
-        [(label, cfg)] = step_time.configs([*SMALL, "ici_fsdp_parallelism=1", keys])
-        with pytest.raises(step_time.ConfigError, match=message):
-            step_time.make_pair(label, cfg, step_time.mesh_lib.build(cfg))
 
 
 # -- bandwidth_model ----------------------------------------------------------------------------
@@ -194,49 +179,7 @@ def test_a_mode_needs_what_its_largest_program_needs_and_may_add_a_fragment_and_
     assert told == ["a", "b"] and second - first == MIB
 
 
-def test_the_keys_of_every_mode_of_memory_are_taken():
-    for mode, keys in memory_by_mode.modes(3).items():
-        cfg = config.load(["dataset_type=synthetic", *(f"{k}={v}" for k, v in keys.items())], {})
-        assert {name: cfg.as_dict()[name] for name in keys} == keys
-        assert ("4 bits" in mode) == (cfg.diloco_exchange_dtype == "float4_e3m0")
-        assert ("tau 1" in mode) == (cfg.num_communication_overlapping_steps == 1)
-
-
-# -- replica_cost -------------------------------------------------------------------------------
-
-
-def test_replicas_on_one_device_read_as_many_tokens_and_are_compared_by_medians(tmp_path):
-    """Periods of equal tokens at 100 and 300 a second, after the first: 2 / (1/100 + 1/300)."""
-    _, cases = replica_cost.arguments(["hardware=cpu", "replicas=4", "num_diloco_fragments=3"])
-    base, streaming = cases.values()
-    assert base["per_device_batch_size"] == "32" and base["enable_diloco"] == "false"
-    assert (streaming["per_device_batch_size"], streaming["num_diloco_replicas"]) == ("8", "4")
-    assert streaming["num_diloco_fragments"] == "3" and "num_diloco_fragments" not in base
-    assert base["steps"] == streaming["steps"] == "90" and base["log_period"] == "30"
-    rows = [{"perf/tokens_per_second": speed} for speed in (1.0, 100.0, 300.0)]
-    assert replica_cost.tokens_per_second(rows) == pytest.approx(150.0)
-    with pytest.raises(RowError, match="Use steps=2 or more"):
-        replica_cost.tokens_per_second(rows[:1])
-    with pytest.raises(RowError, match="exit code 2. End of its output:(.|\n)*qqq=1"):
-        replica_cost.measure({"qqq": "1"}, tmp_path, "a case")
-    words = replica_cost.report({"data parallel": [100.0, 120.0, 80.0], "streaming": [95.0]})
-    assert words == "streaming / data parallel: tokens/s 0.950"
-
-
 # -- symptoms -----------------------------------------------------------------------------------
-
-
-def found_of(cases):
-    """Rows of metrics of runs that all end with 2 + 1/steps."""
-    more = {"diloco/outer_grad_cosine": 0.4, "diloco/outer_update_ratio": 0.1}
-    more |= {"diloco/drift": 1e-3, "eval/loss_replica_0": 2.0, "eval/loss_replica_1": 2.2}
-    return {
-        case.name: [
-            {"step": t, "learning/loss": 2.0, "eval/loss": 2 + 1 / t} | more
-            for t in (100, case.keys.get("steps", 200))
-        ]
-        for case in cases
-    }
 
 
 def test_every_case_is_a_run_that_the_trainer_accepts(tmp_path):
@@ -245,26 +188,6 @@ def test_every_case_is_a_run_that_the_trainer_accepts(tmp_path):
         cfg = config.load([f"{name}={value}" for name, value in keys.items()], {})
         replicas = cfg.num_diloco_replicas if cfg.enable_diloco else 1
         assert replicas * cfg.per_device_batch_size == 16, case.name
-
-
-def test_a_symptom_is_drawn_and_compared_beside_a_run_that_lacks_it(tmp_path):
-    """With data parallelism of as many steps. A case that is there is not run again."""
-    found = found_of(SYMPTOMS)
-    for case in filter(lambda case: case.metric, SYMPTOMS):
-        text = draw_cases.figure(case, found[case.name], found[case.beside], found)
-        assert case.metric in text and case.beside in text and text.count("<polyline") > 10
-    for cases in GROUPS.values():
-        lines = symptoms.table(cases, found_of(cases)).splitlines()[2:]
-        assert len(lines) == len(cases)
-        compared = [line for line in lines if "data parallel" not in line and "text" not in line]
-        assert len(compared) >= 4 and all("+0.0%" in line for line in compared)
-        assert not any("%" in line for line in lines if line not in compared)
-        assert "| 0.4 | 0.1 | 0.001 |" in lines[1]
-    folder = tmp_path / symptoms.folder_name(SYMPTOMS[0]) / "run"
-    folder.mkdir(parents=True)
-    rows = found[SYMPTOMS[0].name]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert symptoms.rows_of(SYMPTOMS[0], {}, tmp_path) == rows
 
 
 # -- link_faults: whole runs that meet faults are in integration/test_link_faults.py -------------

@@ -6,12 +6,10 @@ import types
 
 import pytest
 
-from benchmarks import quality
 from benchmarks.learning import draw, modes, plan, rows, table
 from benchmarks.learning.modes import BY_NAME, DATA_PARALLEL, DELAYED, DILOCO, SCALES
 from benchmarks.learning.plan import Row
 from benchmarks.learning.traffic import traffic
-from maxdiloco.errors import ConfigError
 
 SCALE = SCALES["cpu"]._replace(
     inner_rates={"adamw": (1.0, 2.0, 4.0), "muon": (1.0, 2.0)}, outer_rates=(0.2, 0.4, 0.8), seeds=2
@@ -131,17 +129,6 @@ def test_the_table_has_mean_spread_difference_and_bytes_and_figures_a_line_for_e
 
 
 # -- command line -------------------------------------------------------------------------------
-
-
-def test_rows_are_stored_and_those_of_another_setup_refused(tmp_path):
-    asked = quality.arguments([f"out={tmp_path}", "steps=60"])
-    row = Row(DILOCO, 2.0, 0.4, 0)
-    (tmp_path / "rows.json").write_text(
-        json.dumps({"setup": asked.setup(), "rows": [[list(row), figures(2.0)]]})
-    )
-    assert quality.stored(asked) == {row: figures(2.0)}
-    with pytest.raises(ConfigError, match="rows of another model, text or number of steps"):
-        quality.stored(quality.arguments([f"out={tmp_path}", "steps=90"]))
 
 
 def test_a_run_that_diverged_is_a_result_and_one_that_failed_is_not(tmp_path):

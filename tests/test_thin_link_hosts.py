@@ -138,24 +138,6 @@ def test_nothing_is_left_of_hosts_and_what_ran_on_them():
     other.rmdir()
 
 
-@pytest.mark.parametrize(
-    ("link", "words"),
-    [
-        (Link(delay_ms=1.0, congestion="none"), "congestion=none is not allowed.*Use one of reno"),
-        (Link(mbit=10.0), "tbf rate.*kind is unknown.*rates=unlimited needs no"),
-    ],
-)
-def test_nothing_is_left_of_hosts_that_could_not_be_made(tmp_path, monkeypatch, link, words):
-    """tc says what it says on a kernel without tbf."""
-    tc = tmp_path / "tc"
-    tc.write_text("#!/bin/sh\necho 'Error: Specified qdisc kind is unknown.' >&2\nexit 2\n")
-    tc.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(ConfigError, match=words), hosts.hosts(2, link):
-        pytest.fail("there are hosts")
-    assert left(os.getpid()) == []
-
-
 PRINT_WHAT_COMES = """
 import socket
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as place:
