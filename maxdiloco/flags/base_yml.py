@@ -128,7 +128,7 @@ class _Loader(yaml.BaseLoader):
         return node
 
 
-def _plain(node: yaml.Node, path: pathlib.Path) -> Any:
+def _plain(node: yaml.Node, path: pathlib.Path | str) -> Any:
     """Text, or nested tuples and Tables of text."""
     if isinstance(node, yaml.ScalarNode):
         return node.value
@@ -143,16 +143,19 @@ def _plain(node: yaml.Node, path: pathlib.Path) -> Any:
     )
 
 
-def parse_list(text: str) -> Any:
+def parse_list(text: str, where: str) -> Any:
     """A list or a table written in yml or JSON, such as `[silu, linear]` or `{wiki: /data/wiki}`,
-    as nested tuples of text; None if it is neither."""
+    as nested tuples of text; None if it is neither.
+
+    where: what gave it, for messages. Raises ConfigError for a name that a table has twice.
+    """
     try:
         node = yaml.compose(text, Loader=_Loader)
     except yaml.YAMLError:
         return None
     if not isinstance(node, yaml.CollectionNode):
         return None
-    return _plain(node, pathlib.Path("the command line"))
+    return _plain(node, where)
 
 
 def infer(text: str | tuple[Any, ...]) -> Value:

@@ -64,7 +64,8 @@ def current(stored: Mapping[str, Any]) -> dict[str, Any]:
 def _value(name: str, given: Written) -> Written:
     if name != "train_data_columns":
         return given
-    columns = base_yml.parse_list(given.raw) if isinstance(given.raw, str) else given.raw
+    raw = given.raw
+    columns = base_yml.parse_list(raw, f"{name}={raw}") if isinstance(raw, str) else raw
     if columns is None:
         return given
     if len(columns) != 1:

@@ -37,7 +37,9 @@ def convert(key: Key, given: Given) -> Value:
     if raw == _NULL and (key.default in _UNSET or key.name in _NULL_IS_DEFAULT):
         return key.default
     if isinstance(key.default, tuple):
-        value = base_yml.parse_list(raw) if isinstance(raw, str) else raw
+        value = (
+            base_yml.parse_list(raw, f"{key.name}={shown(raw)}") if isinstance(raw, str) else raw
+        )
         if type(value) is not type(key.default):
             raise _wrong(key, given, f"is not a {_TYPES[type(key.default)]}")
         return value

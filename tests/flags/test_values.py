@@ -70,7 +70,8 @@ def test_of_a_key_that_is_given_twice_the_last_one_counts_with_a_warning(refusal
     ]
     config.load(["steps=1", "log_period=2"], {"M_STEPS": "4"}, warn=told.append)
     assert len(told) == 1
-    assert "name stands twice in one {table}" in refusal("eval_sets={name: /a, name: /b}")
+    given = "eval_sets={name: /a, name: /b}"
+    assert refusal(given) == f"{given}: name stands twice in one {{table}}. Keep one of them."
 
 
 def test_all_unknown_keys_are_named_at_once_and_where_they_stand(refusal, tmp_path):
