@@ -75,7 +75,7 @@ def _value(name: str, option: Option, raw: str) -> Any:
         value = math.nan
     least = -math.inf if option.least is None else option.least
     whole = option.kind is int
-    if math.isfinite(value) and (least <= value < 2**63 if whole else least < value):
+    if least <= value < 2**63 if whole else least < value < math.inf:
         return value
     what = {bool: "neither true nor false", int: "no whole number", float: "no number"}[option.kind]
     if whole and value >= 2**63:

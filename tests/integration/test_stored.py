@@ -134,6 +134,7 @@ NO_RUN = [
     (generate, ["{text}", "temperature=nan"], 2, "temperature=nan is no number: 0 takes"),
     (generate, ["{text}", "max_new_tokens=0"], 2, "max_new_tokens=0 asks for no text. Use 1 or "),
     (generate, ["{text}", "seed=-1"], 2, "seed=-1 is no whole number of 0 or more"),
+    (generate, ["{text}", f"seed={10**400}"], 2, "00 is no whole number below 2**63"),
     (generate, ["{text}", f"seed={2**63}"], 2, f"seed={2**63} is no whole number below 2**63"),
     (generate, ["{text}", "seed=1", "seed=2"], 2, "seed=2: seed is given twice. Give it once."),
     (generate, ["{text}", "prompts_file={tmp}/no"], 2, "prompts_file={tmp}/no cannot be read"),
