@@ -15,24 +15,21 @@ def contents(data: str, *, key: str = "dataset_path") -> str:
     key: what gave the data, for the message.
     """
     shared_folder.meet()  # the first process may still wait for the lock of the run's folder
-    if _differs(data):
-        raise DataError(
-            f"{key}: process {jax.process_index()} and others have different text. Give "
-            f"every host the same files; the built-in text differs with the version of Python."
-        )
-    return data
+    return _same(
+        data,
+        key,
+        "text. Give every host the same files; the built-in text differs with the version of "
+        "Python.",
+    )
 
 
 def tokenizer(fingerprint: str) -> str:
     """The fingerprint of the tokenizer. Raises DataError unless all processes have the same."""
-    if _differs(fingerprint):
-        raise DataError(
-            f"tokenizer_path: process {jax.process_index()} and others have different tokenizers. "
-            f"Give every host the same files."
-        )
-    return fingerprint
+    return _same(fingerprint, "tokenizer_path", "tokenizers. Give every host the same files.")
 
 
-def _differs(text: str) -> bool:
+def _same(text: str, key: str, what: str) -> str:
     checksum = zlib.crc32(text.encode()) >> 1  # fits a signed 32-bit integer
-    return in_any_process(from_first_process(checksum) != checksum)
+    if in_any_process(from_first_process(checksum) != checksum):
+        raise DataError(f"{key}: process {jax.process_index()} and others have different {what}")
+    return text

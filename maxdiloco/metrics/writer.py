@@ -217,4 +217,4 @@ def _replace(path: epath.Path, text: str) -> None:
             path.write_text(text)
         return
     with durable.replacing(path) as new:
-        new.write_text(text)
+        new.write_bytes(text.encode())  # whatever the locale

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from etils import epath
 
 from maxdiloco.storage import object_store
-from maxdiloco.storage.object_store import is_local
 
 # Errors of fsync of a folder where only files can be synced (FUSE, some network mounts), and of
 # open for a folder that may be entered but not read.
@@ -71,10 +70,10 @@ def replacing(path: epath.PathLike) -> Iterator[epath.Path]:
     part = beside(path)
     try:
         yield part
-        if is_local(part):
+        if object_store.is_local(part):
             sync_file(part)
         part.replace(epath.Path(path))
-        if is_local(part):
+        if object_store.is_local(part):
             sync_folder(part.parent)
     finally:
         with contextlib.suppress(OSError, *object_store.errors(part)):
