@@ -54,7 +54,7 @@ FACTORS = {
     },
     "model": {
         "small": SIZES,
-        "named": dict(model_name="tiny"),
+        "named": dict(model_name="tiny", override_model_config="true", base_emb_dim=32),
         "gemma": SIZES | dict(
             model_name="gemma3-1b", override_model_config="true", vocab_size=384,
             attention_pattern="[local, global]",
