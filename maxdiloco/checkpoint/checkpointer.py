@@ -70,7 +70,7 @@ class Checkpointer:
         *,
         max_to_keep: int | None,
         use_async: bool = True,
-        timeout_s: float = 1200,
+        timeout_s: float = 3600,
         files: Mapping[str, bytes] = MappingProxyType({}),
         say: Say = output.say,
         locked: bool = False,

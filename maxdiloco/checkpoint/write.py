@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 # Suffixes of what no reader may take for a checkpoint, and of nothing that others make.
 UNFINISHED, DELETED = ".maxdiloco-saving", ".maxdiloco-deleted"
-KEY = "checkpoint_timeout_seconds"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +111,7 @@ def wait_for_arrays(save: Save, writes: Sequence["ocp.future.Future"]) -> None:
         except (OSError, ValueError, RuntimeError) as error:
             errors.append(error)
     if errors and time.monotonic() >= save.deadline:
-        raise TimeoutError(f"the arrays were not written within {KEY}") from errors[0]
+        raise TimeoutError("the arrays were not written in time") from errors[0]
     if errors:
         raise errors[0]
 
@@ -179,7 +178,7 @@ class Outcomes:
                 problem = coordination.get(self._key(process), timeout_s=left)
             except jax.errors.JaxRuntimeError as error:
                 raise TimeoutError(
-                    f"process {process} has not written its part within {KEY}"
+                    f"process {process} has not written its part in time"
                 ) from error
             if problem != "written":
                 raise OSError(errno.EIO, f"process {process}: {problem}")

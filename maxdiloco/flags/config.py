@@ -15,7 +15,7 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, checks, maxtext, outer_rate
 from maxdiloco.flags import warnings as seldom_meant
 from maxdiloco.flags.base_yml import Key, Value, show
-from maxdiloco.flags.other_names import OTHER_NAMES, current, translate
+from maxdiloco.flags.other_names import OTHER_NAMES, REMOVED, current, translate
 from maxdiloco.flags.values import Given, convert, same_type, shown
 
 ENVIRONMENT_PREFIX = "M_"  # MaxText's
@@ -205,7 +205,7 @@ def _from_environment(environ: Mapping[str, str], keys: Mapping[str, Key]) -> di
             continue
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
         if variable != ENVIRONMENT_PREFIX + name.upper() or not (
-            name in {*keys, *OTHER_NAMES} or maxtext.foreign(name, maxtext.foreign_keys())
+            name in {*keys, *OTHER_NAMES, *REMOVED} or maxtext.foreign(name, maxtext.foreign_keys())
         ):
             near = _nearest_key(name, keys)
             remedy = f"Did you mean {ENVIRONMENT_PREFIX}{near.upper()}?" if near else "Unset it."
@@ -321,10 +321,11 @@ def _refuse_unknown(given: Mapping[str, Given], keys: Mapping[str, Key]) -> None
     """Raise ConfigError that names every key that base.yml does not have."""
     lines = []
     for name in [name for name in given if name not in keys]:
+        written = f"{name}={shown(given[name].raw)} ({given[name].where}) is no key"
         near = _nearest_key(name, keys)
-        lines.append(
-            f"{name}={shown(given[name].raw)} ({given[name].where}) is no key."
-            f"{f' Did you mean {near}?' if near else ''}"
-        )
+        if name in REMOVED:
+            lines.append(f"{written} any more. {REMOVED[name].instead}")
+        else:
+            lines.append(f"{written}.{f' Did you mean {near}?' if near else ''}")
     if lines:
         raise ConfigError(f"{' '.join(lines)} --help lists every key.")

@@ -1,7 +1,10 @@
-"""Names of MaxText, and older ones of our own, that mean the same as a key of base.yml."""
+"""Names that base.yml does not have: MaxText's, and older ones of our own.
+
+Some mean the same as a key of base.yml, others are gone.
+"""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml
@@ -17,6 +20,19 @@ OTHER_NAMES = {
     "grain_eval_files": "eval_dataset_path",
     "grain_file_type": "dataset_type",
     "train_data_columns": "text_column",
+}
+
+
+class Removed(NamedTuple):
+    """A key that base.yml once had: its default then, and the remedy of the error for it."""
+
+    default: Any
+    instead: str
+
+
+# CHANGELOG.md names each.
+REMOVED = {
+    "checkpoint_timeout_seconds": Removed(1200, "Leave it out: a save has an hour."),
 }
 
 
@@ -57,8 +73,12 @@ def _without_grain(given: Mapping[str, Written]) -> dict[str, Written]:
 
 
 def current(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """A stored config by the names that keys have now."""
-    return {RENAMED.get(name, name): value for name, value in stored.items()}
+    """A stored config by the names that keys have now, without removed ones at their default."""
+    return {
+        RENAMED.get(name, name): value
+        for name, value in stored.items()
+        if name not in REMOVED or value != REMOVED[name].default
+    }
 
 
 def _value(name: str, given: Written) -> Written:

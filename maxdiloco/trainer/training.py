@@ -214,7 +214,6 @@ def _open_checkpointer(
         folder.checkpoints,
         max_to_keep=cfg.max_num_checkpoints_to_keep,
         use_async=cfg.async_checkpointing,
-        timeout_s=cfg.checkpoint_timeout_seconds,
         files=run_tokenizer.travelling_files(tokenizer),
         say=say,
         locked=True,  # by open_run_folder

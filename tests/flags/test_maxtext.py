@@ -6,8 +6,9 @@ import re
 
 import pytest
 
+from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, checks, config, maxtext, resume
-from maxdiloco.flags.other_names import OTHER_NAMES
+from maxdiloco.flags.other_names import OTHER_NAMES, REMOVED
 
 KEYS = base_yml.declared()
 
@@ -150,6 +151,18 @@ def test_the_old_and_the_new_name_of_a_renamed_key_mean_the_same():
     ours = load()[0].as_dict()
     stored = {old if name == new else name: value for name, value in ours.items()}
     assert resume.changed_keys(stored, ours, keys=KEYS) == {}
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_key_that_is_gone_is_told_with_what_to_use_instead(name, request):
+    """In a stored config its old default was nothing; another value there is refused too."""
+    default, instead = REMOVED[name]
+    changes = (request.config.rootpath / "CHANGELOG.md").read_text()
+    assert name not in KEYS and f"`{name}`" in changes.partition("* Keys that are gone")[2]
+    assert config.from_dict(load()[0].as_dict() | {name: default}) == load()[0]
+    for again in (lambda: load(f"{name}=7"), lambda: config.from_dict({name: "7"})):
+        with pytest.raises(ConfigError, match=rf"{name}=7 .* any more\. {re.escape(instead)}"):
+            again()
 
 
 def test_grain_is_its_file_type_and_one_epoch_another_length():
