@@ -239,6 +239,6 @@ def test_a_run_over_two_hosts_measures_what_it_sends(bench, tmp_path):
     assert plain["step_ms"] > 50 and plain["claimed_per_step"] == 0
     assert exchange["claimed_per_step"] > 50 * plain["sent_per_step"][0]
     for sent in exchange["sent_per_step"]:
-        assert 1.0 < sent / exchange["claimed_per_step"] < 1.5
+        assert 0.9 < sent / exchange["claimed_per_step"] < 1.5  # messages lie across its ends
     assert "streaming, tau=1, float32, program" in (out / "table.md").read_text()
     assert left(process.pid) == []
