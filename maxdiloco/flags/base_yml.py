@@ -218,13 +218,13 @@ def as_lists(value: Any) -> Any:
     return [as_lists(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
-def show(value: Value) -> str:
-    """A value as it is written on the command line and in a yml file."""
+def show(value: Any) -> str:
+    """A value, or what as_lists makes of it, as it is written on the command line and in a file."""
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, Table):
-        return f"{{{', '.join(f'{name}: {show(entry)}' for name, entry in value)}}}"
-    if isinstance(value, tuple):
+    if isinstance(value, Table | dict):
+        return f"{{{', '.join(f'{name}: {show(entry)}' for name, entry in dict(value).items())}}}"
+    if isinstance(value, tuple | list):
         return f"[{', '.join(show(entry) for entry in value)}]"
     return str(value)
 
