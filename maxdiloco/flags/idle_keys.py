@@ -1,13 +1,11 @@
 """Keys that do not go together, as together.yml lists them."""
 
-import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import yaml
-
 from maxdiloco.errors import ConfigError
+from maxdiloco.flags import base_yml
 from maxdiloco.flags.base_yml import Key, show
 
 
@@ -32,8 +30,7 @@ class Row(NamedTuple):
 
 def rows() -> list[Row]:
     """The rows of together.yml."""
-    path = pathlib.Path(__file__).with_name("together.yml")
-    return [Row(**entry) for entry in yaml.safe_load(path.read_text(encoding="utf-8"))]
+    return [Row(**entry) for entry in base_yml.read_table("together.yml")]
 
 
 def check(cfg: Any, keys: Mapping[str, Key]) -> None:
