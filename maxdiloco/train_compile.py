@@ -150,22 +150,18 @@ def _measured(cfg: Config, mesh: Any, chip: Any) -> tuple[Config, Any, Any]:
         say=_say,
     )
     slices = mesh_lib.count_slices(cfg, list(mesh.devices.flat))
-    return (
-        cfg,
-        parts,
-        Report(
-            title=f"{cfg.model_name}, {parts.trainer.description().title}, {slices} x "
-            f"{cfg.compile_topology or f'{mesh.size // slices} {cfg.hardware} devices'}",
-            period=parts.trainer.period,
-            devices_per_slice=mesh.size // slices,
-            chip=chip,
-            gbps=cfg.dcn_bandwidth_gbps,
-            programs=programs,
-            flags=chips.compiler_flags(),
-            job=_job(cfg, parts, mesh, tiers.ici),
-            devices_per_host=topology.devices_per_host(cfg.compile_topology) if chip else 0,
-            by_hosts=_by_hosts(cfg, parts, mesh),
-        ),
+    return cfg, parts, Report(
+        title=f"{cfg.model_name}, {parts.trainer.description().title}, {slices} x "
+        f"{cfg.compile_topology or f'{mesh.size // slices} {cfg.hardware} devices'}",
+        period=parts.trainer.period,
+        devices_per_slice=mesh.size // slices,
+        chip=chip,
+        gbps=cfg.dcn_bandwidth_gbps,
+        programs=programs,
+        flags=chips.compiler_flags(),
+        job=_job(cfg, parts, mesh, tiers.ici),
+        devices_per_host=topology.devices_per_host(cfg.compile_topology) if chip else 0,
+        by_hosts=_by_hosts(cfg, parts, mesh),
     )
 
 
@@ -195,7 +191,9 @@ def _job(cfg: Config, parts: Any, mesh: Any, ici: Mapping[str, int]) -> Any:
         tau=cfg.num_communication_overlapping_steps,
         overlap=cfg.diloco_outer_overlap if exchanges else "",
         topology=cfg.compile_topology,
-        room=make_room(cfg, outer_state=exchanges, there=not topology.is_gpu(cfg.compile_topology)),
+        room=make_room(
+            cfg, outer_state=exchanges, there=not topology.is_gpu(cfg.compile_topology)
+        ),
         ici=ici,
     )
 

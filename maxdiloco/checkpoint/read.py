@@ -162,7 +162,9 @@ def first_undamaged(
         note = note or orbax_io.read_note(path)  # or what is wrong with it
         abstract = abstract_of(note.meta)
         _refuse_mismatch(path, note, abstract, remedy=remedy, cast=cast)
-        items = {name: arrays.read_item(path, name, tree) for name, tree in abstract.items()}
+        items = {
+            name: arrays.read_item(path, name, tree) for name, tree in abstract.items()
+        }
         return Restored(note.step, items, note.meta, path), list(damaged)
     if damaged:
         folder = next(iter(damaged)).parent

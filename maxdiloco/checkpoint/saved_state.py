@@ -1,6 +1,6 @@
 """The state of a trainer into a checkpoint and back, also with another number of replicas.
 
-# R replicas
+    # R replicas
 """
 
 import math

@@ -1,6 +1,6 @@
 """theta of a checkpoint, whichever way the run kept it: one, or one for each replica.
 
-# R replicas
+    # R replicas
 """
 
 from collections.abc import Callable

@@ -177,7 +177,9 @@ class Outcomes:
             try:
                 problem = coordination.get(self._key(process), timeout_s=left)
             except jax.errors.JaxRuntimeError as error:
-                raise TimeoutError(f"process {process} has not written its part in time") from error
+                raise TimeoutError(
+                    f"process {process} has not written its part in time"
+                ) from error
             if problem != "written":
                 raise OSError(errno.EIO, f"process {process}: {problem}")
 

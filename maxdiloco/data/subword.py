@@ -129,6 +129,7 @@ class HuggingFaceTokenizer(SubwordTokenizer):
         known = [int(token) for token in tokens if 0 <= token < self.vocab_size]
         return self.engine.decode(known, skip_special_tokens=True)
 
+
     def token_bytes(self) -> np.ndarray:
         """Bytes of each token, int32 [vocab_size] (Tokenizer).
 
@@ -169,6 +170,7 @@ class SentencePieceTokenizer(SubwordTokenizer):
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of tokens. Special tokens and numbers that are no token have none."""
         return self.engine.decode([int(token) for token in tokens if 0 <= token < self.vocab_size])
+
 
     def token_bytes(self) -> np.ndarray:
         """Bytes of each token, int32 [vocab_size] (Tokenizer)."""

@@ -42,7 +42,9 @@ def abstract_metrics(programs: Programs, batch: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lead), shapes)
 
 
-def count_calls(schedule: Schedule, calls_of: Callable[[Action], Iterable[Call]]) -> list[Call]:
+def count_calls(
+    schedule: Schedule, calls_of: Callable[[Action], Iterable[Call]]
+) -> list[Call]:
     """Every program that the steps of a run call, once each, `inner` first.
 
     calls_of: the programs of an action, with ShapeDtypeStructs for their arguments. Fragments of

@@ -1,6 +1,6 @@
 """What DiLoCo tells the user: tables at the start, metrics of an exchange, the last line.
 
-# R replicas
+    # R replicas
 """
 
 import math

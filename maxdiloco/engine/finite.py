@@ -1,6 +1,6 @@
 """Whether a state is finite, asked of what this process holds of it; nothing is sent.
 
-# R replicas  F leaves
+    # R replicas  F leaves
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """One fragment's arrays: leaves of the state outside a program, the fragment's values inside it.
 
-# R replicas
+    # R replicas
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,9 @@ class _Kept:
         ]
         self.on_host = bool(like) and self.kept[0].memory_kind == "pinned_host"
 
-    def take(self, leaves: Sequence[jax.Array], starts: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    def take(
+        self, leaves: Sequence[jax.Array], starts: Sequence[jax.Array]
+    ) -> Sequence[jax.Array]:
         values = []
         for x, s, start, _, on_device in self._each(leaves, starts):
             if self._moves_data(x, s):

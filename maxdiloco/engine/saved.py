@@ -1,6 +1,6 @@
 """A DiLoCo state as items of a checkpoint, and back, also with another M, mesh or exchange.
 
-# R replicas
+    # R replicas
 """
 
 import functools

@@ -1,16 +1,16 @@
 """Where every array of a DiLoCo run lies, and which fragment holds what: all that is static.
 
-leaf        one array of a replica's parameters
- | diloco/slices.py: the entries of it that a fragment takes
-LeafSlice   --.
- |             `--  Fragment: one slice of each leaf it touches (diloco/fragments.py)
- | exchange/payload.py: the part of the slice that one device sends
-WireShard   --.
-               `--  Payload: one shard of each slice of a fragment, and flags
-FragmentPlan        a Fragment, its Payload, and the chunks in which that travels
-Layout              all FragmentPlans, and the State as shapes with shardings
+    leaf        one array of a replica's parameters
+     | diloco/slices.py: the entries of it that a fragment takes
+    LeafSlice   --.
+     |             `--  Fragment: one slice of each leaf it touches (diloco/fragments.py)
+     | exchange/payload.py: the part of the slice that one device sends
+    WireShard   --.
+                   `--  Payload: one shard of each slice of a fragment, and flags
+    FragmentPlan        a Fragment, its Payload, and the chunks in which that travels
+    Layout              all FragmentPlans, and the State as shapes with shardings
 
-# R replicas  F leaves
+    # R replicas  F leaves
 """
 
 import functools
@@ -190,13 +190,8 @@ def slice_spec(leaf_slice: LeafSlice, spec: P, mesh: Mesh) -> P:
 
 
 def plan_fragments(
-    params: Any,
-    partition: tuple[fragments.Fragment, ...],
-    specs: tuple[P, ...],
-    *,
-    wire: str,
-    mesh: Mesh,
-    max_chunks: int,
+    params: Any, partition: tuple[fragments.Fragment, ...], specs: tuple[P, ...], *, wire: str,
+    mesh: Mesh, max_chunks: int,
 ) -> tuple[tuple[FragmentPlan, ...], tuple[int, ...]]:
     """Lay out every fragment's payload, in at most `max_chunks` chunks.
 

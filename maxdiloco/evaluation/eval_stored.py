@@ -1,6 +1,6 @@
 """The evaluation of a stored checkpoint, with the numbers that its run would have logged.
 
-# R replicas  B sequences per replica
+    # R replicas  B sequences per replica
 """
 
 import math

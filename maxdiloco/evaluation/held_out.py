@@ -1,6 +1,6 @@
 """The loss of the outer parameters on held-out sequences.
 
-# B sequences of one evaluation batch, over all devices  L tokens  V vocabulary
+    # B sequences of one evaluation batch, over all devices  L tokens  V vocabulary
 """
 
 import math

@@ -1,6 +1,6 @@
 """A sample of text from theta at each evaluation of a run.
 
-# B copies of the prompt, one for each part of a batch  L tokens of the prompt  V vocabulary
+    # B copies of the prompt, one for each part of a batch  L tokens of the prompt  V vocabulary
 """
 
 from collections.abc import Callable

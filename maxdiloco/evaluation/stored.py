@@ -1,6 +1,6 @@
 """The parameters of a stored checkpoint, on any mesh, without the state of the inner optimizer.
 
-# R replicas
+    # R replicas
 """
 
 import re

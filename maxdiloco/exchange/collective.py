@@ -118,7 +118,9 @@ def send(
 
     kept = specs if residual_R else []
     sent = Sent((outgoing_spec(mesh),) * len(lengths), *([kept, P("diloco")] if kept else ()))
-    return _on_every_device(on_device, mesh, (specs, kept), sent)(list(leaves_R), list(residual_R))
+    return _on_every_device(on_device, mesh, (specs, kept), sent)(
+        list(leaves_R), list(residual_R)
+    )
 
 
 def all_gather_chunk(chunk: jax.Array, mesh: Mesh) -> jax.Array:
@@ -132,7 +134,9 @@ def all_gather_chunk(chunk: jax.Array, mesh: Mesh) -> jax.Array:
         if dtype == jnp.bfloat16:
             # As integers: CPU widens collectives of bfloat16 to float32.
             codes = jax.lax.bitcast_convert_type(codes, jnp.uint16)
-        return jax.lax.bitcast_convert_type(jax.lax.all_gather(codes, "diloco", tiled=True), dtype)
+        return jax.lax.bitcast_convert_type(
+            jax.lax.all_gather(codes, "diloco", tiled=True), dtype
+        )
 
     return _on_every_device(
         on_device,
@@ -172,7 +176,8 @@ def receive(
                 spread=functools.partial(spread_norms, payload, kinds),
             )
         mean = [
-            assemble(shard, x_N[None])[0] for shard, x_N in zip(payload.shards, mean_N, strict=True)
+            assemble(shard, x_N[None])[0]
+            for shard, x_N in zip(payload.shards, mean_N, strict=True)
         ]
         return _received(payload, mean, notes_R, plain_N)
 
@@ -207,7 +212,9 @@ def receive_with_own(
 
         def term(r):
             old, note = _decoded(payload, _codes(payload, stale, num_replicas, r))
-            mixed = [outer.own_fresh(old, new, r, first + s) for s, (new, _) in enumerate(fresh)]
+            mixed = [
+                outer.own_fresh(old, new, r, first + s) for s, (new, _) in enumerate(fresh)
+            ]
             return (old, mixed), note
 
         (stale_mean, mixed), notes_R = outer.ordered_mean(term, num_replicas)

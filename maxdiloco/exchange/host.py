@@ -63,7 +63,9 @@ def shards_of(mesh: Mesh) -> dict[jax.Device, Shard]:
     places = mesh.size // slots
     sharding = NamedSharding(mesh, outgoing_spec(mesh))
     parts = sharding.devices_indices_map((mesh.size,))
-    return {device: Shard(*divmod(part.start or 0, places)) for device, (part,) in parts.items()}
+    return {
+        device: Shard(*divmod(part.start or 0, places)) for device, (part,) in parts.items()
+    }
 
 
 def routes(owners: dict[Shard, int], process: int) -> Routes:
@@ -192,7 +194,9 @@ class HostCarrier:
     def _collect(self, key, fetched, lengths, size, dtype, what) -> tuple[jax.Array, ...]:
         """The chunks as `take` gives them, on the devices."""
         here = {shard.place for shard in self._routes.own}
-        codes = [{p: np.zeros((self._replicas, length), dtype) for p in here} for length in lengths]
+        codes = [
+            {p: np.zeros((self._replicas, length), dtype) for p in here} for length in lengths
+        ]
         own = fetched.result()
         self._patience.worked()
         for shard, chunks in own.items():

@@ -114,6 +114,7 @@ class Monitor:
         own = self._own(held)
         return {name: values_S[own] for name, values_S in last.items()}
 
+
     def take_mean_loss(self, steps: int) -> np.ndarray:
         """Mean loss of the steps since it was last taken, float32 [replicas of this process].
 

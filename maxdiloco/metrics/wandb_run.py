@@ -32,7 +32,9 @@ class WandbRun:
     Raises ConfigError without the package, and where it refuses to begin.
     """
 
-    def __init__(self, folder: RunFolder, config: Mapping[str, Any], *, say: Callable[[str], None]):
+    def __init__(
+        self, folder: RunFolder, config: Mapping[str, Any], *, say: Callable[[str], None]
+    ):
         wandb = require()
         self._error: type[Exception] = wandb.errors.Error
         self._say = say

@@ -38,7 +38,9 @@ def _look_up_forward(rules, dtype, scale, table_VD, tokens_BL):
 
 def _look_up_backward(rules, dtype, scale, found, dx_BLD):
     table_VD, tokens_BL = found
-    _, transposed = jax.vjp(lambda table: _scaled(_rows(rules, table, tokens_BL), scale), table_VD)
+    _, transposed = jax.vjp(
+        lambda table: _scaled(_rows(rules, table, tokens_BL), scale), table_VD
+    )
     return *transposed(dx_BLD.astype(table_VD.dtype)), None  # sums of many rows drift in bfloat16
 
 

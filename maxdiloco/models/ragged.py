@@ -82,7 +82,9 @@ def _ragged_backward(options, factors, d_AF):
     return (*_one_by_one(backward)(*factors, d_AF), None)
 
 
-_ragged.defvjp(lambda options, *factors: (_ragged(options, *factors), factors), _ragged_backward)
+_ragged.defvjp(
+    lambda options, *factors: (_ragged(options, *factors), factors), _ragged_backward
+)
 
 
 def rows_gradient_by_kernel(

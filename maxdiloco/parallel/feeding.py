@@ -1,6 +1,6 @@
 """From the rows a process reads to arrays that span the mesh.
 
-# R replicas  B sequences per replica  L tokens  N rows that this process reads
+    # R replicas  B sequences per replica  L tokens  N rows that this process reads
 """
 
 from collections.abc import Iterable, Iterator
@@ -42,7 +42,9 @@ def to_global(batch: Any, rows: Rows, sharding: NamedSharding, shape: tuple[int,
     )
 
 
-def take_shard(local_NL: np.ndarray, positions: np.ndarray, shard: tuple[slice, ...]) -> np.ndarray:
+def take_shard(
+    local_NL: np.ndarray, positions: np.ndarray, shard: tuple[slice, ...]
+) -> np.ndarray:
     """One shard of the whole array from the local rows; positions: of positions_of."""
     return local_NL[positions[shard[:-1]], shard[-1]]
 

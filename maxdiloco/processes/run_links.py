@@ -48,7 +48,9 @@ def opened(
         rows = others if job.process_id == 0 else [0]
         peers = others if bulk else rows
         mine = (address, listener.getsockname()[1])
-        addresses = exchange_addresses(job.process_id, peers, mine, put=coordination.put, get=get)
+        addresses = exchange_addresses(
+            job.process_id, peers, mine, put=coordination.put, get=get
+        )
     except jax.errors.JaxRuntimeError as error:
         listener.close()
         raise LostPeerError(

@@ -165,7 +165,9 @@ def require_space(folder: epath.PathLike, nbytes: int) -> None:
     """
     free = free_bytes(folder)
     if free is not None and free < nbytes:
-        raise OSError(errno.ENOSPC, f"{megabytes(free)} are free but it takes {megabytes(nbytes)}")
+        raise OSError(
+            errno.ENOSPC, f"{megabytes(free)} are free but it takes {megabytes(nbytes)}"
+        )
 
 
 def free_bytes(folder: epath.PathLike) -> int | None:

@@ -1,6 +1,6 @@
 """From the config to the parts of a run: the one place that chooses the trainer.
 
-# R replicas  B sequences per replica  L tokens
+    # R replicas  B sequences per replica  L tokens
 """
 
 from collections.abc import Callable

@@ -80,7 +80,9 @@ def build(cfg: Config, *, model: Model) -> optax.GradientTransformationExtraArgs
     return _float32_state(optax.chain(*parts))
 
 
-def abstract_state(cfg: Config, rule: optax.GradientTransformation, params: Any, mesh: Mesh) -> Any:
+def abstract_state(
+    cfg: Config, rule: optax.GradientTransformation, params: Any, mesh: Mesh
+) -> Any:
     """One replica's state as ShapeDtypeStructs, sharded like params, which are such too.
 
     In host memory with optimizer_memory_host_offload.

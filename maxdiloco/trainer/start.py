@@ -1,6 +1,6 @@
 """How a run begins: from nothing, from where it stopped, or from another run's checkpoint.
 
-# R replicas
+    # R replicas
 """
 
 import threading
@@ -132,7 +132,9 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
         restored = checkpointer.restore(abstract_of)
     else:
         # By its path: the other run may have saved a newer checkpoint meanwhile.
-        restored = read.restore_from(start.saved.path, abstract_of, key="load_full_state_path")
+        restored = read.restore_from(
+            start.saved.path, abstract_of, key="load_full_state_path"
+        )
     return trainer.restored(restored.items, layout, t=restored.step)
 
 

@@ -1,6 +1,6 @@
 """A training run: from the config to the exit code.
 
-# R replicas  B sequences per replica  L tokens
+    # R replicas  B sequences per replica  L tokens
 """
 
 import functools
@@ -152,7 +152,9 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
             writer=writer,
             links=links,
             checkpointer=checkpointer,
-            note=start.note(cfg, begin.position, data, tokenizer=tokens, total_steps=total),
+            note=start.note(
+                cfg, begin.position, data, tokenizer=tokens, total_steps=total
+            ),
             data_metrics=functools.partial(run_data.metrics, text, begin.position, shape.length),
             since_row=begin.since_row(done),
             begun=begun,

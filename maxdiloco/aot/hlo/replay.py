@@ -121,7 +121,8 @@ def replay(module: Module, link: Link) -> Replay:
     ValueError for an opcode it does not know.
     """
     seconds = {
-        t.rendezvous: t.bytes_sent() * 8 / (link.gbps_per_device * 1e9) for t in transfers(module)
+        t.rendezvous: t.bytes_sent() * 8 / (link.gbps_per_device * 1e9)
+        for t in transfers(module)
     }
     starts = {
         (computation.name, i.name): name

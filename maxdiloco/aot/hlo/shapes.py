@@ -1,6 +1,6 @@
 """Bytes of an HLO shape, as numbers and as a TPU lays them out in tiles.
 
-u8[2,3]{1,0:T(4,128)(4,1)}    dtype, dims, minor-to-major order, tiles
+    u8[2,3]{1,0:T(4,128)(4,1)}    dtype, dims, minor-to-major order, tiles
 """
 
 import math
