@@ -16,7 +16,7 @@ setup(
     package_data={
         CONFIGS: ["*.yml", "models/*.yml", "recipes/*.yml"],
         "maxdiloco.flags": ["*.yml"],
-        "maxdiloco.page": ["page.*", "timeline.js", "uplot/*"],
+        "maxdiloco.page": ["page.*", "panels.yml", "timeline.js", "uplot/*"],
         "maxdiloco.planning": ["*.yml"],
     },
     install_requires=[

@@ -41,9 +41,7 @@ def main(argv: Sequence[str]) -> int:
         say("\n".join([USAGE, *option_lines(OPTIONS)]))
         return 0
     named = [argument for argument in argv if "=" not in argument]
-    options, _ = read_options(
-        [argument for argument in argv if "=" in argument], OPTIONS, "report"
-    )
+    options, _ = read_options([argument for argument in argv if "=" in argument], OPTIONS, "report")
     if not named:
         raise ConfigError("RUN is missing: give the name or the folder of one run or more.")
     from maxdiloco.flags import checks

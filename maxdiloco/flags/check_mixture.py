@@ -1,4 +1,4 @@
-"""Checks of packing and of the mixture of sources that need no file."""
+"""Checks of the mixture of sources that need no file."""
 
 import re
 from fractions import Fraction
@@ -14,29 +14,9 @@ _TYPES = ("text", "parquet", "hf", "arrayrecord")
 
 
 def check(cfg: Any) -> None:
-    """Raise ConfigError for keys of packing and of the mixture that cannot work. cfg: a Config."""
-    if not cfg.packing and cfg.grain_packing_type != "concat_then_split":
-        raise ConfigError(
-            f"grain_packing_type={cfg.grain_packing_type} does nothing with packing=false. Leave "
-            f"it out, or use packing=true."
-        )
+    """Raise ConfigError for a mixture that cannot work. cfg: a Config."""
     if not cfg.dataset_mixture:
-        if cfg.dataset_per_replica:
-            raise ConfigError(
-                "dataset_per_replica=true does nothing without dataset_mixture. Name its sources "
-                "there, or leave it false."
-            )
         return
-    if cfg.dataset_path:
-        raise ConfigError(
-            f"dataset_path={cfg.dataset_path} is given beside dataset_mixture, which names every "
-            f"source. Leave one of them out."
-        )
-    if cfg.dataset_type == "synthetic":
-        raise ConfigError(
-            "dataset_mixture needs files, but dataset_type=synthetic has none. Leave one of them "
-            "out."
-        )
     weights = [_weight(entry) for entry in cfg.dataset_mixture]
     names = [dict(entry)["name"] for entry in cfg.dataset_mixture]
     for name in names:

@@ -16,7 +16,6 @@ from maxdiloco.flags import (
     check_model,
     eval_sets,
     idle_keys,
-    tokenizer_checks,
 )
 from maxdiloco.flags.base_yml import Key, show
 
@@ -24,24 +23,7 @@ LARGEST = 2**31 - 1  # of int32: the limit of a whole number that has none in ba
 # Axes of the mesh in its order; each has a size in the dcn and in the ici tier.
 AXES = ("diloco", "data", "fsdp", "expert", "context", "tensor")
 FEEDBACK = {"auto": None, "always": True, "never": False}  # None: as the wire needs it
-# Keys that only these modes read, and the value that leaves them off.
-NEED_DILOCO = {
-    "num_diloco_replicas": -1,
-    "enable_streaming_diloco": False,
-    "num_communication_overlapping_steps": 0,
-    "communication_overlapping_alpha": 0.0,
-    "diloco_outer_overlap": "none",
-    "diloco_exchange_dtype": "float32",
-    "diloco_error_feedback": "auto",
-    "diloco_merge": "mean",
-    "diloco_outer_memory": "device",
-    "exchange_carrier": "auto",
-}
-NEED_STREAMING = {
-    "num_diloco_fragments": 1,
-    "num_nonlayer_fragments": 1,
-    "use_sequential_layers": False,
-}
+BYTE_TOKENS = 257  # 256 byte values and the token that starts a document
 SCHEDULE_NAMES = schedule.Names(
     H="diloco_sync_period",
     P="num_diloco_fragments",
@@ -57,10 +39,10 @@ def check(cfg: Any, keys: Mapping[str, Key]) -> None:
     """
     for key in keys.values():
         _check_limit(key, vars(cfg)[key.name])
-    groups = (_run, _mesh, _numerics, _batch, _replicas, _fragments, _schedule, _data)
+    idle_keys.check(cfg, keys)
+    groups = (_run, _mesh, _numerics, _replicas, _fragments, _schedule, _vocabulary, _data)
     for check_group in (check_model.check, check_experts.check, *groups, check_mixture.check):
         check_group(cfg)
-    tokenizer_checks.check(cfg)
     check_learning_rate.check(cfg, keys)
 
 
@@ -165,16 +147,6 @@ def _as_config_errors() -> Iterator[None]:
 def _run(cfg: Any) -> None:
     for key in ("base_output_directory", "load_parameters_path", "load_full_state_path"):
         refuse_store(key, vars(cfg)[key])
-    if not re.fullmatch(r"([A-Za-z0-9_][A-Za-z0-9._-]*)?", cfg.run_name):
-        raise ConfigError(
-            f"run_name={cfg.run_name} cannot name a folder. Use letters, digits, '.', '_' and "
-            f"'-'; base_output_directory says where the folder is."
-        )
-    if cfg.load_parameters_path and cfg.load_full_state_path:
-        raise ConfigError(
-            f"load_parameters_path={cfg.load_parameters_path} and load_full_state_path="
-            f"{cfg.load_full_state_path} both say where to start. Set one of them."
-        )
     last = cfg.skip_first_n_steps_for_profiler + cfg.profiler_steps
     if cfg.profiler and cfg.steps != -1 and last > cfg.steps:
         raise ConfigError(
@@ -216,32 +188,14 @@ def _numerics(cfg: Any) -> None:
             )
 
 
-def _batch(cfg: Any) -> None:
-    if cfg.dataset_type == "synthetic" and cfg.steps == -1:
-        raise ConfigError(
-            "steps=-1 asks for one epoch, but dataset_type=synthetic has no end. Set steps."
-        )
-
-
 def _replicas(cfg: Any) -> None:
     dcn, ici = cfg.dcn_diloco_parallelism, cfg.ici_diloco_parallelism
     if dcn * ici > 0 and cfg.num_diloco_replicas != -1:
         check_replicas(cfg.num_diloco_replicas, dcn * ici, f"dcn diloco {dcn} * ici diloco {ici} =")
-    if not cfg.enable_diloco:
-        idle_keys.refuse(
-            cfg, NEED_DILOCO, beside="enable_diloco=false", remedy=" or enable_diloco=true"
-        )
 
 
 def _fragments(cfg: Any) -> None:
     count, nonlayer = cfg.num_diloco_fragments, cfg.num_nonlayer_fragments
-    if not cfg.enable_streaming_diloco:
-        idle_keys.refuse(
-            cfg,
-            NEED_STREAMING,
-            beside="enable_streaming_diloco=false",
-            remedy=" or enable_streaming_diloco=true",
-        )
     most = cfg.base_num_decoder_layers + nonlayer
     if count > most:
         raise ConfigError(
@@ -261,16 +215,6 @@ def _fragments(cfg: Any) -> None:
 
 
 def _schedule(cfg: Any) -> None:
-    if cfg.diloco_error_feedback == "always" and cfg.diloco_exchange_dtype == "float32":
-        raise ConfigError(
-            "diloco_error_feedback=always does nothing with diloco_exchange_dtype=float32, which "
-            "leaves nothing over. Use diloco_error_feedback=auto or another wire."
-        )
-    if cfg.diloco_merge == "rda" and cfg.diloco_outer_overlap == "eager":
-        raise ConfigError(
-            "diloco_merge=rda does not go with diloco_outer_overlap=eager: a replica's own terms "
-            "of two rounds cancel in a plain mean alone. Use diloco_merge=mean or another overlap."
-        )
     with _as_config_errors():
         schedule.check_counts(
             H=cfg.diloco_sync_period,
@@ -281,14 +225,18 @@ def _schedule(cfg: Any) -> None:
         )
 
 
+def _vocabulary(cfg: Any) -> None:
+    own = cfg.tokenizer_type == "byte" and cfg.dataset_type == "text"
+    if own and -1 != cfg.vocab_size < BYTE_TOKENS:
+        raise ConfigError(
+            f"vocab_size={cfg.vocab_size} is too small: tokenizer_type=byte needs {BYTE_TOKENS}, "
+            f"256 bytes and the start of a document. Use vocab_size={BYTE_TOKENS} or more."
+        )
+
+
 def _data(cfg: Any) -> None:
     eval_sets.check(cfg)
     if cfg.dataset_type == "synthetic":
-        if cfg.eval_interval != -1 and cfg.eval_steps == -1:
-            raise ConfigError(
-                "eval_steps=-1 asks for all of the held-out text, but dataset_type=synthetic has "
-                "no end. Set eval_steps."
-            )
         return
     if cfg.eval_interval != -1 and not cfg.eval_fraction and not cfg.eval_dataset_path:
         raise ConfigError(

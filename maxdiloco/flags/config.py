@@ -4,7 +4,6 @@ They are from base.yml, the model file, a yml file, the environment and the comm
 not imported here.
 """
 
-import dataclasses
 import difflib
 import pathlib
 import types
@@ -15,7 +14,8 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, checks, maxtext, outer_rate
 from maxdiloco.flags import warnings as seldom_meant
 from maxdiloco.flags.base_yml import Key, Value, show
-from maxdiloco.flags.other_names import OTHER_NAMES, REMOVED, current, translate
+from maxdiloco.flags.maxtext import renamed
+from maxdiloco.flags.other_names import REMOVED, current
 from maxdiloco.flags.values import Given, convert, same_type, shown
 
 ENVIRONMENT_PREFIX = "M_"  # MaxText's
@@ -31,14 +31,10 @@ class Config(types.SimpleNamespace):
     """
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise dataclasses.FrozenInstanceError(
-            f"{name}={value} cannot be set: a Config is frozen. Load another one."
-        )
+        raise AttributeError(f"{name}={value} cannot be set: a Config is frozen. Load another one.")
 
     def __delattr__(self, name: str) -> None:
-        raise dataclasses.FrozenInstanceError(
-            f"{name} cannot be deleted: a Config is frozen. Load another one."
-        )
+        raise AttributeError(f"{name} cannot be deleted: a Config is frozen. Load another one.")
 
     def as_dict(self) -> dict[str, Any]:
         """Every key and value, fit for JSON: lists and dicts. `from_dict` takes it back."""
@@ -51,30 +47,29 @@ def load(
     """The config of a run.
 
     argv: the command line without the program: at most one yml file, first, then key=value.
-      base.yml itself may stand there, as MaxText wants it, and changes nothing; of a copy that was
-      edited what was edited counts. configs/... that is not here is taken from the package, as
-      configs/recipes/eager.yml.
+      base.yml itself may stand there, as MaxText wants it; of an edited copy the edits count.
+      configs/... that is not here is taken from the package.
     environ: the environment; names that start with M_ are keys.
-    warn: called with a line for each key that is given twice on the command line, on MaxText's
-      keys that do nothing here, and on values of its own.
+    warn: called with a line for each key that is given twice on the command line, and for MaxText's
+      keys and values that have no meaning or another one here.
     Later wins: base.yml, the model file, the yml file, the environment, key=value. vocab_size that
     none of the last three gives is -1 with a tokenizer file, unless weights are loaded.
     Raises ConfigError, one line with key, value, why and remedy; of unknown keys it names all.
     """
-    folder, keys = base_yml.config_folder(), base_yml.declared()
-    argv = list(argv)
+    keys, argv = base_yml.declared(), list(argv)
     given: dict[str, Given] = {}
-    if argv and _is_file(argv[0]):
-        path = _found(pathlib.Path(argv.pop(0)), folder)
-        given |= _edited(path, keys) if path.name == maxtext.BASE else translate(_from_file(path))
-    given |= translate(_from_environment(environ, keys))
-    given |= translate(_from_command_line(argv, warn))
+    if argv and "=" not in argv[0] and argv[0].endswith((".yml", ".yaml")):
+        path = _found(pathlib.Path(argv.pop(0)))
+        given |= _edited(path, keys) if path.name == maxtext.BASE else renamed(_from_file(path))
+    given |= renamed(_from_environment(environ, keys))
+    given |= renamed(_from_command_line(argv, warn))
     given = maxtext.taken(given, keys, warn)
     _refuse_unknown(given, keys)
     values = {name: key.default for name, key in keys.items()}
     values |= {name: convert(keys[name], text) for name, text in given.items()}
-    values |= _from_model(values, given, folder, keys, warn)
-    if "vocab_size" not in given and _has_free_rows(values):
+    values |= _from_model(values, given, keys, warn)
+    weights = values["load_parameters_path"] or values["load_full_state_path"]
+    if "vocab_size" not in given and values["tokenizer_type"] != "byte" and not weights:
         values["vocab_size"] = -1
     checks.check(Config(**values), keys)
     values["diloco_outer_momentum"] = outer_rate.momentum(values)
@@ -107,7 +102,7 @@ def rows_of_model(cfg: Config) -> int | None:
     """vocab_size of the model file that the config names, None where there is none."""
     if cfg.model_name == "default":
         return None
-    given = _from_file(_model_file(cfg.model_name, base_yml.config_folder())).get("vocab_size")
+    given = _from_file(_model_file(cfg.model_name)).get("vocab_size")
     return given and convert(base_yml.declared()["vocab_size"], given)
 
 
@@ -133,7 +128,7 @@ def changed(
     keys = base_yml.declared()
     given = _from_environment(environ, keys)
     given = {name: text for name, text in given.items() if name in may_change}
-    written = _from_command_line(list(argv), warn)
+    written = _from_command_line(argv, warn)
     _refuse_unknown(written, keys)
     for name, text in written.items():
         if name not in may_change:
@@ -164,13 +159,9 @@ def warnings(cfg: Config) -> list[str]:
     return seldom_meant.warnings(cfg)
 
 
-def _is_file(argument: str) -> bool:
-    return "=" not in argument and argument.endswith((".yml", ".yaml"))
-
-
-def _found(path: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+def _found(path: pathlib.Path) -> pathlib.Path:
     """The file, or that of the installed package where configs/... names none here."""
-    shipped = folder.parent / path
+    shipped = base_yml.config_folder().parent / path
     known = path.parts[:1] == ("configs",) and shipped.is_file()
     return shipped if known and not path.is_file() else path
 
@@ -188,25 +179,25 @@ def _edited(path: pathlib.Path, keys: Mapping[str, Key]) -> dict[str, Given]:
     maxtext.refuse_missing_base(path)
     given = _from_file(path)
     maxtext.refuse_base(path, given, keys)
-    given = translate(given)
+    given = renamed(given)
+    if len(given) < len(keys) / 2:
+        return given
     return {
         name: text
         for name, text in given.items()
-        if len(given) < len(keys) / 2
-        or name not in keys
-        or convert(keys[name], text) != keys[name].default
+        if name not in keys or convert(keys[name], text) != keys[name].default
     }
 
 
 def _from_environment(environ: Mapping[str, str], keys: Mapping[str, Key]) -> dict[str, Given]:
-    given, unknown = {}, []
+    given, unknown, tables = {}, [], maxtext.tables()
     for variable in sorted(environ):
         if not variable.startswith(ENVIRONMENT_PREFIX):
             continue
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-        if variable != ENVIRONMENT_PREFIX + name.upper() or not (
-            name in {*keys, *OTHER_NAMES, *REMOVED} or maxtext.foreign(name, maxtext.foreign_keys())
-        ):
+        of_maxtext = name in tables.other_names or tables.foreign(name)
+        known = name in keys or name in REMOVED or of_maxtext
+        if not known or variable != ENVIRONMENT_PREFIX + name.upper():
             near = _nearest_key(name, keys)
             remedy = f"Did you mean {ENVIRONMENT_PREFIX}{near.upper()}?" if near else "Unset it."
             unknown.append(f"{variable}={environ[variable]} is no key. {remedy}")
@@ -218,7 +209,7 @@ def _from_environment(environ: Mapping[str, str], keys: Mapping[str, Key]) -> di
     return given
 
 
-def _from_command_line(argv: list[str], warn: Callable[[str], None]) -> dict[str, Given]:
+def _from_command_line(argv: Iterable[str], warn: Callable[[str], None]) -> dict[str, Given]:
     """key=value or --key=value; the last of several counts."""
     given: dict[str, Given] = {}
     for argument in argv:
@@ -243,21 +234,18 @@ def _from_command_line(argv: list[str], warn: Callable[[str], None]) -> dict[str
 def _from_model(
     values: Mapping[str, Value],
     given: Mapping[str, Given],
-    folder: pathlib.Path,
     keys: Mapping[str, Key],
     warn: Callable[[str], None],
 ) -> dict[str, Value]:
     """The values of the model file that no later layer sets.
 
-    model_name is a name in configs/models or the path of a yml file. Raises ConfigError for an
-    unknown model, for a file that is no model's, and for a later layer that sets another value
-    without override_model_config; vocab_size of a tokenizer file or -1 is not another model.
+    Raises ConfigError for an unknown model, for a file that is no model's, and for a later layer
+    that sets another value without override_model_config.
     """
     model = str(values["model_name"])
     if model == "default":
         return {}
-    path = _model_file(model, folder)
-    given_by_model = maxtext.taken(translate(_from_file(path)), keys, warn)
+    given_by_model = maxtext.taken(renamed(_from_file(_model_file(model))), keys, warn)
     out = {}
     _refuse_unknown(given_by_model, keys)
     for name, text in given_by_model.items():
@@ -281,32 +269,23 @@ def _from_model(
     return out
 
 
-def _has_free_rows(values: Mapping[str, Value]) -> bool:
-    """Whether a tokenizer decides the rows of the embedding: one is given, weights are not."""
-    weights = values["load_parameters_path"] or values["load_full_state_path"]
-    return values["tokenizer_type"] != "byte" and not weights
-
-
-def _model_file(model: str, folder: pathlib.Path) -> pathlib.Path:
-    """The file of model_name. Raises ConfigError for a name that has none."""
+def _model_file(model: str) -> pathlib.Path:
+    """The file of model_name, a name in configs/models or a path. Raises ConfigError."""
     if model.endswith((".yml", ".yaml")):
         path = pathlib.Path(model)
         if not path.is_file():
             raise ConfigError(f"model_name={model} is no file here. Give a path or a name.")
         return path
+    folder = base_yml.config_folder()
     models = base_yml.model_names(folder)
     if model not in models:
-        near = _nearest(model, models)
+        near = difflib.get_close_matches(model, models, n=1)
         raise ConfigError(
             f"model_name={model} has no file in configs/models. "
-            f"{f'Did you mean {near}? ' if near else ''}Use default, {', '.join(models)}, or the "
-            f"path of a yml file with keys of the group model."
+            f"{f'Did you mean {near[0]}? ' if near else ''}Use default, {', '.join(models)}, or "
+            f"the path of a yml file with keys of the group model."
         )
     return folder / "models" / f"{model}.yml"
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    return next(iter(difflib.get_close_matches(name, list(names), n=1)), "")
 
 
 def _nearest_key(name: str, keys: Iterable[str]) -> str:

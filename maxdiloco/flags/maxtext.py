@@ -1,27 +1,35 @@
-"""MaxText's command line: keys and values that base.yml does not have, and what becomes of them.
-
-maxtext.yml is the table of the keys.
-"""
+"""MaxText's command line: names, keys and values that base.yml does not have; see maxtext.yml."""
 
 import pathlib
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple
-
-import yaml
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
 
 from maxdiloco.errors import ConfigError
+from maxdiloco.flags import base_yml
 from maxdiloco.flags.base_yml import show
+from maxdiloco.flags.other_names import RENAMED
+from maxdiloco.flags.values import Given
 
-FOLDER = pathlib.Path(__file__).parent
+BASE = "base.yml"  # its file of defaults, which its command lines name first; ours too
+FRACTION = (
+    "would be less than a sequence for each device. Here every device adds whole sequences to the "
+    "batch, and those that share sequences by context parallelism add them together. Use 1 with "
+    "fewer devices in a slice, or with ici_context_parallelism."
+)
+_HARMLESS = {
+    "any": r"(?s:.*)",
+    "off": r"false|0|0\.0*|-1|-1\.0*|none|null|\[\]|\{\}|0\.|disabled",
+}
+_MOST_FOREIGN = 20  # keys of MaxText alone in a copy of our base.yml: our choice; its own has 700
+_IN_ITS_PLACE = (
+    "Put configs/base.yml in its place: the defaults here are this package's, and docs/maxtext.md "
+    "lists those that differ."
+)
 
 
 class Foreign(NamedTuple):
-    """Keys of MaxText that base.yml does not have; see maxtext.yml.
-
-    names, harmless: regular expressions of the keys, and of the values that are dropped with a
-    note. why: why nothing is lost then. instead: the remedy for other values.
-    """
+    """Keys that base.yml does not have. names, harmless: regular expressions, see maxtext.yml."""
 
     names: str
     harmless: str
@@ -29,84 +37,75 @@ class Foreign(NamedTuple):
     instead: str
 
 
-_HARMLESS = {
-    "any": r"(?s:.*)",
-    "off": r"false|0|0\.0*|-1|-1\.0*|none|null|\[\]|\{\}|0\.|disabled",
-}
+class Tables(NamedTuple):
+    """maxtext.yml. values: {(key, value): [our value, what differs], or what to do instead}."""
+
+    other_names: dict[str, str]
+    values: dict[tuple[str, str], list[str] | str]
+    keys: list[Foreign]
+
+    def foreign(self, name: str) -> Foreign | None:
+        """The entry of a key of MaxText that base.yml does not have, None where there is none."""
+        return next((entry for entry in self.keys if re.fullmatch(entry.names, name)), None)
 
 
-def foreign_keys() -> list[Foreign]:
-    """The entries of maxtext.yml."""
-    read = yaml.safe_load((FOLDER / "maxtext.yml").read_text(encoding="utf-8"))
-    return [_foreign(**entry) for entry in read]
+def tables() -> Tables:
+    """What maxtext.yml says."""
+    read = base_yml.read_table("maxtext.yml")
+    values = {
+        (key, text): entry for key, of in read["values"].items() for text, entry in of.items()
+    }
+    keys = []
+    for entry in read["keys"]:
+        harmless = entry["harmless"]
+        pattern = _HARMLESS[harmless] if isinstance(harmless, str) else "|".join(harmless)
+        why, instead = entry.get("why", ""), entry.get("instead", "")
+        keys.append(Foreign("|".join(entry["names"]), pattern, why, instead))
+    return Tables(RENAMED | read["other_names"], values, keys)
 
 
-def _foreign(
-    names: list[str], harmless: str | list[str], why: str = "", instead: str = ""
-) -> Foreign:
-    values = _HARMLESS[harmless] if isinstance(harmless, str) else "|".join(harmless)
-    return Foreign("|".join(names), values, why, instead)
+def renamed(given: Mapping[str, Given]) -> dict[str, Given]:
+    """The same values by the names of base.yml; given: those of one layer, such as a file.
+
+    Raises ConfigError when a value is there by two names, and for more than one column.
+    """
+    given, kind = dict(given), given.get("dataset_type")
+    if kind is not None and kind.raw == "grain":  # it says no more than grain_file_type
+        del given["dataset_type"]
+        given = {"grain_file_type": kind._replace(raw="arrayrecord")} | given
+    names, other_names = {}, tables().other_names
+    for name in given:
+        own = other_names.get(name, name)
+        if own in names:
+            raise ConfigError(
+                f"{name}={given[name].raw} and {names[own]}={given[names[own]].raw} both mean "
+                f"{own}. Give {own} alone."
+            )
+        names[own] = name
+    return {
+        own: _column(given[name]) if name == "train_data_columns" else given[name]
+        for own, name in names.items()
+    }
 
 
-# Values of keys that base.yml has. (key, value): (our value, what differs).
-VALUES = {
-    ("remat_policy", "minimal_with_context"): ("minimal", "which keeps the same"),
-    ("remat_policy", "save_dot_with_context_except_mlp"): (
-        "save_qkv_context", "which recomputes the output product of attention too"),
-    ("remat_policy", "save_dot_except_mlp"): (
-        "save_qkv_context", "which keeps attention's result in place of its output product"),
-    ("remat_policy", "save_dot_except_mlpwi"): (
-        "save_qkv_context", "which keeps attention's result in place of output products"),
-    ("remat_policy", "save_qkv_proj"): ("save_qkv_context", "which keeps attention's result too"),
-    ("remat_policy", "save_out_proj"): (
-        "save_context", "which keeps attention's result in place of its output product"),
-    ("attention", "cudnn_flash_te"): ("flash", "which is cuDNN's kernel by JAX on a GPU"),
-    ("attention", "cudnn_flash_jax"): ("flash", "which is cuDNN's kernel by JAX on a GPU"),
-    ("hardware", "gpu_multiprocess"): ("gpu", "for one process and for several"),
-    ("grain_packing_type", "first_fit"): ("best_fit", "which cuts no document that fits either"),
-    ("eval_per_device_batch_size", "0"): ("-1", "which is per_device_batch_size"),
-    ("max_num_checkpoints_to_keep", "none"): ("2147483647", "so all are kept"),
-    ("num_diloco_fragments", "none"): ("1", "which is MaxText's too"),
-    ("attention_type", "full"): ("global", "which is causal"),
-    ("attention_bias", "true"): ("qkv", "which is of queries, keys and values"),
-    ("attention_bias", "false"): ("none", "the same"),
-    ("mlp_activations_limit", "-1"): ("0.0", "which is no limit too"),
-}  # fmt: skip
-# (key, value): what to do, since nothing here is near it.
-REFUSED = {
-    ("remat_policy", "qkv_proj_offloaded"): "no layer's values go to host memory. Use "
-    "remat_policy=save_qkv_context, or full where memory is short",
-    ("remat_policy", "minimal_offloaded"): "no layer's values go to host memory. Use "
-    "remat_policy=minimal, or full where memory is short",
-    ("remat_policy", "custom"): "names of single tensors are not taken. Use minimal, "
-    "save_qkv_context, save_context or full",
-    ("attention_type", "local_sliding"): "a window is a key of its own. Use sliding_window_size=N, "
-    "with attention_pattern for some of the layers",
-    ("attention_type", "chunk"): "chunks are not here. Use sliding_window_size=N",
-    ("opt_type", "adam_pax"): "it places eps and the decay otherwise. Use opt_type=adamw",
-    ("profiler", "nsys"): "NVIDIA's profiler is not switched from here. Use profiler=xplane",
-    ("tokenizer_type", "tiktoken"): "its files are not read. Use tokenizer_type=huggingface with a "
-    "tokenizer.json of the same tokenizer",
-    ("dataset_type", "tfds"): "TFDS is not read. Use dataset_type=hf, or text in files",
-    ("dataset_type", "olmo_grain"): "its index is not read. Use maxdiloco.prepare, then "
-    "dataset_type=arrayrecord",
-    ("dataset_type", "c4_mlperf"): "TFDS is not read. Use dataset_type=hf, or text in files",
-}
+def _column(given: Given) -> Given:
+    raw, name = given.raw, "train_data_columns"
+    columns = base_yml.parse_list(raw, f"{name}={raw}") if isinstance(raw, str) else raw
+    if columns is None:
+        return given
+    if len(columns) != 1:
+        raise ConfigError(
+            f"{name}={show(columns)} names {len(columns)} columns, but text is in one. "
+            "Use text_column=NAME."
+        )
+    return given._replace(raw=columns[0])
 
 
-FRACTION = (
-    "would be less than a sequence for each device. Here every device adds whole sequences to the "
-    "batch, and those that share sequences by context parallelism add them together. Use 1 with "
-    "fewer devices in a slice, or with ici_context_parallelism."
-)
-
-
-BASE = "base.yml"  # its file of defaults, which its command lines name first; ours too
-_MOST_FOREIGN = 20  # keys of MaxText alone in a copy of our base.yml: our choice; its own has 700
-_IN_ITS_PLACE = (
-    "Put configs/base.yml in its place: the defaults here are this package's, and docs/maxtext.md "
-    "lists those that differ."
-)
+def refuse_base(path: pathlib.Path, given: Collection[str], keys: Collection[str]) -> None:
+    """Raise ConfigError for MaxText's own base.yml. given: its keys; keys: of ours."""
+    known = tables()
+    if sum(name not in keys and known.foreign(name) is not None for name in given) > _MOST_FOREIGN:
+        raise ConfigError(f"{path} is MaxText's, whose defaults are not read. {_IN_ITS_PLACE}")
 
 
 def refuse_missing_base(path: pathlib.Path) -> None:
@@ -115,43 +114,30 @@ def refuse_missing_base(path: pathlib.Path) -> None:
         raise ConfigError(f"{path} is no file here; MaxText's commands name one. {_IN_ITS_PLACE}")
 
 
-def refuse_base(path: pathlib.Path, given: Collection[str], keys: Collection[str]) -> None:
-    """Raise ConfigError for MaxText's own base.yml. given: its keys; keys: of ours."""
-    known = foreign_keys()
-    if sum(name not in keys and foreign(name, known) is not None for name in given) > _MOST_FOREIGN:
-        raise ConfigError(f"{path} is MaxText's, whose defaults are not read. {_IN_ITS_PLACE}")
-
-
-def foreign(name: str, known: Iterable[Foreign]) -> Foreign | None:
-    """The entry of a key of MaxText that base.yml does not have, None where there is none."""
-    return next((entry for entry in known if re.fullmatch(entry.names, name)), None)
-
-
 def taken(
-    given: Mapping[str, Any], keys: Collection[str], warn: Callable[[str], None]
-) -> dict[str, Any]:
+    given: Mapping[str, Given], keys: Collection[str], warn: Callable[[str], None]
+) -> dict[str, Given]:
     """What was given without MaxText's keys, and with its values as this package names them.
 
-    given: {name: values.Given}, names as other_names.translate leaves them. keys: of base.yml; one
-    of them is never taken for MaxText's. warn: called with a line on what was dropped, and on each
-    value that was replaced. Raises ConfigError, one line for all that cannot be dropped.
+    given: names as `renamed` leaves them. keys: of base.yml; one of them is never taken for
+    MaxText's. warn: called with a line on what was dropped, and on each value that was replaced.
+    Raises ConfigError, one line for all that cannot be dropped.
     """
-    known = [] if given.keys() <= set(keys) else foreign_keys()
-    kept, dropped, refused = {}, {}, []
+    known, kept, dropped, refused = tables(), {}, {}, []
     for name, value in given.items():
-        text = _text(value.raw)
-        entry = None if name in keys else foreign(name, known)
-        where = (name, _plain(text))
+        text = value.raw if isinstance(value.raw, str) else show(value.raw)
+        entry = None if name in keys else known.foreign(name)
+        nearest = known.values.get((name, _plain(text)))
         if entry is not None and (text == "" or re.fullmatch(entry.harmless, _plain(text))):
             dropped.setdefault(entry.why or "off here too", []).append(name)
         elif entry is not None:
             refused.append(f"{name}={text} is MaxText's and not here. {entry.instead}.")
         elif name == "per_device_batch_size" and re.fullmatch(r"0?\.0*[1-9]\d*", text):
             refused.append(f"{name}={text} {FRACTION}")
-        elif where in REFUSED:
-            refused.append(f"{name}={text} is MaxText's: {REFUSED[where]}.")
-        elif where in VALUES:
-            own, what = VALUES[where]
+        elif isinstance(nearest, str):
+            refused.append(f"{name}={text} is MaxText's: {nearest}.")
+        elif nearest is not None:
+            own, what = nearest
             warn(f"note: {name}={text} of MaxText is {name}={own} here, {what}.")
             kept[name] = value._replace(raw=own)
         else:
@@ -170,13 +156,7 @@ def taken(
     return kept
 
 
-def _text(raw: Any) -> str:
-    return raw if isinstance(raw, str) else show(raw)
-
-
 def _plain(text: str) -> str:
     """A value in one spelling: 0.0 and 0 are the same, and so are None and null."""
     small = text.lower()
-    if small in ("none", "null"):
-        return "none"
-    return re.sub(r"(\d)\.0*$", r"\1", small)
+    return "none" if small == "null" else re.sub(r"(\d)\.0*$", r"\1", small)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from maxdiloco.flags import base_yml
+from maxdiloco.flags import base_yml, idle_keys
 
 # A vocabulary so many times the tokenizer's is more than a round number: our choice.
 _FAR_ABOVE = 2
@@ -16,26 +16,7 @@ _LARGE_ON_CPU = 500_000_000
 
 def warnings(cfg: Any) -> list[str]:
     """One line for each setting that works but is seldom meant."""
-    return [f"warning: {line}" for line in _of_config(cfg)]
-
-
-def _of_config(cfg: Any) -> list[str]:
-    lines = []
-    if cfg.diloco_outer_overlap == "eager" and cfg.diloco_outer_optimizer == "adam":
-        lines.append(
-            "diloco_outer_optimizer=adam with diloco_outer_overlap=eager: Adam is not linear, so "
-            "a replica's own terms no longer cancel and replicas drift apart. Use nesterov."
-        )
-    if cfg.enable_streaming_diloco and cfg.num_diloco_fragments == 1:
-        lines.append(
-            "num_diloco_fragments=1 with enable_streaming_diloco=true sends all parameters at "
-            "once. Use a fragment for every three layers and one for the embedding."
-        )
-    if cfg.compile_topology:
-        lines.append(
-            f"compile_topology={cfg.compile_topology} says what maxdiloco.train_compile compiles "
-            f"for; training takes the devices there are. Leave it out here."
-        )
+    lines = idle_keys.warnings(cfg)
     usual = base_yml.declared()["eval_fraction"].default
     if cfg.eval_dataset_path and cfg.eval_fraction != usual:
         lines.append(
@@ -47,7 +28,7 @@ def _of_config(cfg: Any) -> list[str]:
             f"steps={cfg.steps} ends before diloco_sync_period={cfg.diloco_sync_period}: some or "
             f"all of the parameters are never exchanged. Use a shorter period or more steps."
         )
-    return lines
+    return [f"warning: {line}" for line in lines]
 
 
 def short_run(cfg: Any) -> list[str]:

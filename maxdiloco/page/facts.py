@@ -31,24 +31,20 @@ def summary(runs: Sequence[Run]) -> Rows:
     ]  # fmt: skip
     rows = []
     for run in runs:
+        speed, sent = run.finite("perf/tokens_per_second"), run.finite(timeline.BYTES)
         rows.append([
             run.name,
             state(run),
             f"{run.steps_N[-1]:,}",
             str(run.num_replicas),
-            UNKNOWN if run.keys is None else timeline.describe(run.keys),
+            UNKNOWN if run.keys is None else timeline.describe(run),
             _last(run, "learning/loss"),
             _last(run, "eval/loss"),
             _best(run, "eval/loss"),
-            _median(run, "perf/tokens_per_second"),
-            timeline.amount(float(np.mean(sent))) if len(sent := _finite(run)) else UNKNOWN,
+            f"{np.median(speed):,.0f}" if len(speed) else UNKNOWN,
+            timeline.amount(float(np.mean(sent))) if len(sent) else UNKNOWN,
         ])  # fmt: skip
     return Rows(head, rows, list(range(len(runs))))
-
-
-def _finite(run: Run, name: str = "dcn/bytes_sent") -> np.ndarray:
-    values = run.column(name)
-    return values[np.isfinite(values)]
 
 
 def _last(run: Run, name: str) -> str:
@@ -66,13 +62,8 @@ def _best(run: Run, name: str) -> str:
     values = run.column(name)
     if not np.isfinite(values).any():
         return UNKNOWN
-    at = int(np.argmin(np.where(np.isfinite(values), values, np.inf)))
+    at = np.nanargmin(values)
     return f"{values[at]:.4f} (step {run.steps_N[at]:,})"
-
-
-def _median(run: Run, name: str) -> str:
-    values = _finite(run, name)
-    return f"{np.median(values):,.0f}" if len(values) else UNKNOWN
 
 
 class Life(NamedTuple):
@@ -151,12 +142,8 @@ def differences(runs: Sequence[Run], defaults: Mapping[str, Any]) -> Rows:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{name}: {_text(entry)}' for name, entry in value.items())}}}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_text, value))}]"
-    if isinstance(value, float):
-        return f"{value:g}" if float(f"{value:g}") == value else str(value)
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        return f"{value:g}"
     return base_yml.show(value) or '""'
 
 

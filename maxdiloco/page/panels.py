@@ -1,23 +1,36 @@
-"""Which series stand in which panel of the page, and their points."""
+"""Which series stand in which panel of the page (panels.yml), and their points.
 
+# N rows  B buckets  K rows in a bucket
+"""
+
+import pathlib
 import re
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import yaml
 
-from maxdiloco.page import thin, timeline
+from maxdiloco.page import timeline
 from maxdiloco.page.run import NOT_FINITE, Run
-from maxdiloco.page.thin import Table
 
 # Points of all series together: 2.1 MB of a page. Our choice, for pages below 5 MB.
 POINTS = 400_000
 # Of one series: about two for each pixel of a wide screen in a view of a tenth of the run; and
 # what a narrow panel still shows. Our choice.
 MOST, LEAST = 20_000, 400
-REPLICA = re.compile(r"learning/loss_replica_(\d+)")
-EVAL_REPLICA = re.compile(r"eval/loss_replica_(\d+)")
-EVAL_SET = re.compile(r"eval/(.+)/loss")
+THETA = "Loss of theta"  # in the panel before it where there is one run
+
+
+class Table(NamedTuple):
+    """Series over the same steps. steps: int64, strictly increasing. columns: {name: float32}.
+
+    A value is NOT_FINITE for a gap. rows: how many rows a point stands for.
+    """
+
+    steps: np.ndarray
+    columns: dict[str, np.ndarray]
+    rows: int
 
 
 class Series(NamedTuple):
@@ -45,159 +58,63 @@ class Panel(NamedTuple):
     series: list[Series]
 
 
-THETA = "Loss of theta"  # beside the replicas where there is one run, so that lines stay few
-# (title, unit, what a reader may ask, {metric: label}); a panel has what the runs have of it.
-_PANELS = (
-    ("Loss", "nats a token", "", {"learning/loss": "mean of the replicas"}),
-    (
-        THETA,
-        "nats a token",
-        "of the held-out text; theta: the parameters that the replicas share",
-        {"eval/loss": "theta", "eval/loss_mean_of_replicas": "mean of the replicas' parameters"},
-    ),
-    ("Loss of theta by text", "nats a token", "eval_sets", {}),
-    ("Learning rate", "", "of the inner optimizer", {"learning/lr": "learning rate"}),
-    (
-        "Gradient norm",
-        "",
-        "mean of the replicas, before clipping",
-        {"learning/grad_norm": "gradient norm"},
-    ),
-    (
-        "Outer gradient norm",
-        "",
-        "of the mean, of the fragment synchronised last",
-        {"diloco/outer_grad_norm": "outer gradient norm"},
-    ),
-    (
-        "Cosine of outer gradients",
-        "",
-        "mean over pairs of replicas",
-        {"diloco/outer_grad_cosine": "cosine"},
-    ),
-    (
-        "Outer update",
-        "",
-        "norm of the change of theta over the norm of theta, of the fragment synchronised last",
-        {"diloco/outer_update_ratio": "outer update"},
-    ),
-    (
-        "Residual norm",
-        "",
-        "of error feedback, of the fragment sent last",
-        {"diloco/residual_norm": "residual norm"},
-    ),
-    (
-        "Drift",
-        "",
-        "how far replicas are from theta: mean |replica - theta| of a fragment when sent",
-        {"diloco/drift": "drift"},
-    ),
-    ("Step time", "s", "evaluations and saves left out", {"perf/step_time": "step time"}),
-    ("Tokens a second", "tokens/s", "all replicas", {"perf/tokens_per_second": "tokens/s"}),
-    (
-        "Bytes sent a step",
-        "B",
-        "by a replica to all other slices, mean of whole periods",
-        {"dcn/bytes_sent": "bytes sent"},
-    ),
-    (
-        "Waited for exchanges",
-        "s",
-        "by process 0 since the row before",
-        {"dcn/waited_s": "waited"},
-    ),
-    (
-        "Device memory",
-        "B",
-        "",
-        {"device/memory_in_use_bytes": "in use", "device/memory_peak_bytes": "peak"},
-    ),
-)
+def panels(runs: Sequence[Run], tables: Sequence[tuple[int, Table]]) -> list[Panel]:
+    """The panels of the page in their order; every column of every run is in one of them.
+
+    tables: of tables_of.
+    """
+    left = {
+        (run, name): index for index, (run, table) in enumerate(tables) for name in table.columns
+    }
+
+    def taken(pattern: str, role: str, label: str) -> list[Series]:
+        """The columns that are left and match, by name and run."""
+        found = [(re.fullmatch(pattern, name), run) for run, name in left]
+        found = [(match[0], label.format(*match.groups()), run) for match, run in found if match]
+        series = []
+        for name, text, run in sorted(found, key=lambda each: (len(each[0]), each[0], each[2])):
+            gone = _gone_after(runs[run], name) if role == "replica" else None
+            text += "" if gone is None else f" (until step {gone:,})"
+            series.append(Series(text, role, run, left.pop((run, name)), name, gone is not None))
+        return series
+
+    out = []
+    for entry in _declared():
+        series = [s for pattern, how in entry["series"].items() for s in taken(pattern, *how)]
+        note = entry.get("note", "")
+        if "learning/lr" in entry["series"]:
+            note += _outer_rates(runs)
+        if entry["title"] == THETA and len(runs) == 1 and out:
+            out[-1].series.extend(series)
+        elif series:
+            out.append(Panel(entry["title"], entry.get("unit", ""), note, True, series))
+    for name in sorted({name for _, name in left}):
+        out.append(Panel(name, "", "", False, taken(f"({re.escape(name)})", "line", "{}")))
+    return out
 
 
-def tables_of(runs: Sequence[Run]) -> list[tuple[int, Table]]:
-    """(number of the run, table) of all runs, thinned to about POINTS values together."""
-    count = sum(len(run.columns) for run in runs)
-    limit = max(LEAST, min(MOST, POINTS // max(count, 1)))
-    return [
-        (number, table)
-        for number, run in enumerate(runs)
-        for table in thin.tables(run.steps_N, _drawn(run), limit=limit)
-    ]
-
-
-def _drawn(run: Run) -> dict[str, np.ndarray]:
-    name = "dcn/bytes_sent"
-    means = {name: timeline.over_whole_periods(run)} if name in run.columns else {}
-    return run.columns | means
+def _declared() -> list[dict[str, Any]]:
+    text = pathlib.Path(__file__).with_name("panels.yml").read_text(encoding="utf-8")
+    return yaml.safe_load(text)
 
 
 def _gone_after(run: Run, name: str) -> int | None:
     """The last step of a replica's loss; None where the last row of such losses has it."""
-    kind = "learning/loss" if REPLICA.fullmatch(name) else "eval/loss"
-    of_all, own = (np.flatnonzero(~np.isnan(run.column(each))) for each in (kind, name))
+    of_all, own = (
+        np.flatnonzero(~np.isnan(run.column(each)))
+        for each in (name.partition("_replica_")[0], name)
+    )
     if len(of_all) and len(own) and own[-1] < of_all[-1]:
         return int(run.steps_N[own[-1]])
     return None
 
 
-def panels(runs: Sequence[Run], tables: Sequence[tuple[int, Table]]) -> list[Panel]:
-    """The panels of the page in their order; every column of every run is in one of them."""
-    left = {
-        (run, name): index for index, (run, table) in enumerate(tables) for name in table.columns
-    }
-
-    def taken(name: str, label: str, role: str) -> list[Series]:
-        found = [(run, left.pop((run, name))) for run in range(len(runs)) if (run, name) in left]
-        series = []
-        for run, table in found:
-            gone = _gone_after(runs[run], name) if role == "replica" else None
-            shown = label if gone is None else f"{label} (until step {gone:,})"
-            series.append(Series(shown, role, run, table, name, gone is not None))
-        return series
-
-    out = []
-    for title, unit, note, metrics in _PANELS:
-        series = []
-        if title == "Loss":
-            for name in _sorted_names(left, REPLICA):
-                series += taken(name, f"replica {REPLICA.fullmatch(name)[1]}", "replica")
-        if title == "Loss of theta by text":
-            for name in _sorted_names(left, EVAL_SET):
-                series += taken(name, EVAL_SET.fullmatch(name)[1], "theta")
-        if title == THETA:
-            for name in _sorted_names(left, EVAL_REPLICA):
-                label = f"replica {EVAL_REPLICA.fullmatch(name)[1]}, held-out text"
-                series += taken(name, label, "replica")
-        for name, label in metrics.items():
-            role = {"learning/loss": "mean", "eval/loss": "theta"}.get(name, "line")
-            series += taken(name, label, role)
-        if title == "Learning rate":
-            note = _outer_rates(runs) or note
-        if title == THETA and len(runs) == 1 and out:
-            out[-1].series.extend(series)
-        elif series:
-            out.append(Panel(title, unit, note, True, series))
-    others = sorted({name for _, name in left})
-    return out + [Panel(name, "", "", False, taken(name, name, "line")) for name in others]
-
-
-def _sorted_names(left: dict[tuple[int, str], int], pattern: re.Pattern) -> list[str]:
-    names = {name for _, name in left if pattern.fullmatch(name)}
-    return sorted(names, key=lambda name: (len(name), name))
-
-
 def _outer_rates(runs: Sequence[Run]) -> str:
     """The outer learning rates, which are constant."""
     rates = {
-        f"{run.keys['diloco_outer_lr']:g}"
-        for run in runs
-        if run.keys is not None and timeline.schedule_of(run.keys) is not None
+        f"{run.keys['diloco_outer_lr']:g}" for run in runs if timeline.schedule_of(run) is not None
     }
-    if not rates:
-        return ""
-    return f"of the inner optimizer; the outer one's is constant: {', '.join(sorted(rates))}"
+    return f"; the outer one's is constant: {', '.join(sorted(rates))}" if rates else ""
 
 
 def not_finite(run: Run) -> list[str]:
@@ -210,3 +127,63 @@ def not_finite(run: Run) -> list[str]:
                 f"{name} is not finite in {rows}, first after step {run.steps_N[at[0]]:,}."
             )
     return lines
+
+
+def tables_of(runs: Sequence[Run]) -> list[tuple[int, Table]]:
+    """(number of the run, table) of all runs, thinned to about POINTS values together."""
+    count = sum(len(run.columns) for run in runs)
+    limit = max(LEAST, min(MOST, POINTS // max(count, 1)))
+    out = []
+    for number, run in enumerate(runs):
+        columns = run.columns
+        if timeline.BYTES in columns:
+            columns = columns | {timeline.BYTES: timeline.over_whole_periods(run)}
+        out += [(number, table) for table in by_rows(run.steps_N, columns, limit=limit)]
+    return out
+
+
+def by_rows(steps_N: np.ndarray, columns: Mapping[str, np.ndarray], *, limit: int) -> list[Table]:
+    """The columns of a run, those of the same rows in one table, of `limit` points at most.
+
+    A column stands in the rows that have it, so an evaluation's is short and keeps every value.
+    """
+    groups: dict[bytes, list[str]] = {}
+    for name, values_N in columns.items():
+        groups.setdefault(np.isnan(values_N).tobytes(), []).append(name)
+    out = []
+    for names in groups.values():
+        present_N = ~np.isnan(columns[names[0]])
+        if present_N.any():
+            group = {name: columns[name][present_N] for name in names}
+            out.append(thinned(steps_N[present_N], group, limit=limit))
+    return out
+
+
+def thinned(steps_N: np.ndarray, columns: Mapping[str, np.ndarray], *, limit: int) -> Table:
+    """At most `limit` points, an even number >= 2.
+
+    Longer columns are cut into buckets of K rows. A bucket becomes two points, at its first and
+    last step: its least and its largest finite value in the order in which they came.
+    """
+    N = len(steps_N)
+    if limit >= N:
+        return Table(steps_N, {n: v.astype(np.float32) for n, v in columns.items()}, 1)
+    K = -(-N // (limit // 2))
+    first_B = np.arange(0, N, K)
+    at = np.stack([first_B, np.minimum(first_B + K, N) - 1], axis=1).ravel()
+    kept = np.append(True, np.diff(at) > 0)  # the last bucket may have one row
+    values = {name: _extremes(values_N, K)[kept] for name, values_N in columns.items()}
+    return Table(steps_N[at[kept]], values, K)
+
+
+def _extremes(values_N: np.ndarray, K: int) -> np.ndarray:
+    """[2 B] float32: of every K values the least and the largest finite one, in their order."""
+    padded = np.full(-(-len(values_N) // K) * K, NOT_FINITE)
+    padded[: len(values_N)] = values_N
+    values_BK = padded.reshape(-1, K)
+    finite_BK = np.isfinite(values_BK)
+    low_B = np.where(finite_BK, values_BK, np.inf).argmin(1)
+    high_B = np.where(finite_BK, values_BK, -np.inf).argmax(1)
+    at_B2 = np.sort(np.stack([low_B, high_B], axis=1), axis=1)
+    # In a bucket without a finite value both are its first one, a gap.
+    return np.take_along_axis(values_BK, at_B2, axis=1).ravel().astype(np.float32)

@@ -1,6 +1,6 @@
 """A run's folder as plain values: rows, configuration, starts and checkpoints.
 
-    # N rows of metrics.jsonl
+# N rows of metrics.jsonl
 """
 
 import math
@@ -34,8 +34,8 @@ class Run(NamedTuple):
     """What the page shows of a run.
 
     steps_N: strictly increasing. columns: {metric: float64 [N]}, NaN in rows without it and
-    NOT_FINITE where it was NaN or infinite. keys: the value of every key, or None where the run
-    does not say. notes: lines for the reader on what is missing.
+    NOT_FINITE where it was NaN or infinite. keys: of the run, or None where it does not say.
+    history: of metrics.history. notes: lines for the reader on what is missing.
     """
 
     name: str
@@ -50,6 +50,11 @@ class Run(NamedTuple):
     def column(self, name: str) -> np.ndarray:
         """A metric [N]; NaN in every row where the run has none."""
         return self.columns.get(name, np.full(len(self.steps_N), NAN))
+
+    def finite(self, name: str) -> np.ndarray:
+        """The values of a metric that are there and finite."""
+        values_N = self.column(name)
+        return values_N[np.isfinite(values_N)]
 
     @property
     def num_replicas(self) -> int:
@@ -80,21 +85,13 @@ def load(
         if folder in folders:
             raise ConfigError(f"RUN={name}: {folder} is given twice. Give each run once.")
         folders.append(folder)
-    names = _names(folders)
-    return [
-        _load(folder, name, f"RUN={text}", defaults)
-        for folder, name, text in zip(folders, names, given, strict=True)
-    ]
-
-
-def _names(folders: Sequence[epath.Path]) -> list[str]:
-    """A name for each folder: the last parts of its path that tell it from the others."""
-    depth = 1
-    while True:
-        names = ["/".join(folder.parts[-depth:]) for folder in folders]
-        if len(set(names)) == len(names):
-            return names
+    depth = 1  # of a name: the last parts of its path that tell it from the others
+    while len({folder.parts[-depth:] for folder in folders}) < len(folders):
         depth += 1
+    return [
+        _load(folder, "/".join(folder.parts[-depth:]), f"RUN={name}", defaults)
+        for folder, name in zip(folders, given, strict=True)
+    ]
 
 
 def _load(path: epath.Path, name: str, given: str, defaults: Mapping[str, Any]) -> Run:
@@ -113,10 +110,12 @@ def _load(path: epath.Path, name: str, given: str, defaults: Mapping[str, Any]) 
             )
         config, more = _config(folder)
         starts = history.read(folder)
-        saved = [_checkpoint(folder, step) for step in read.steps(folder.checkpoints)]
-    if config is not None:
-        config = dict(defaults) | config
-    return Run(name, path, steps, columns, config, starts, saved, notes + more)
+        saved = []
+        for step in read.steps(folder.checkpoints):
+            sealed = folder.checkpoints / str(step) / seal.FILE
+            saved.append(Checkpoint(step, sealed.stat().mtime if sealed.exists() else NAN))
+    keys = None if config is None else {**defaults, **config}
+    return Run(name, path, steps, columns, keys, starts, saved, notes + more)
 
 
 def parse(text: bytes) -> tuple[np.ndarray, dict[str, np.ndarray], list[str]]:
@@ -126,22 +125,18 @@ def parse(text: bytes) -> tuple[np.ndarray, dict[str, np.ndarray], list[str]]:
     broken = repeated = 0
     lines = text.split(b"\n")
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
         row = _row(line)
         if row is None:
             # A process that is killed, or one that is writing now, leaves half a line.
-            broken += number < len(lines)
-            continue
-        step = row.pop("step")
-        if steps and step <= steps[-1]:
+            broken += bool(line.strip()) and number < len(lines)
+        elif steps and row["step"] <= steps[-1]:
             repeated += 1
-            continue
-        for name, value in row.items():
-            column = columns.setdefault(name, array("d"))
-            column.extend([NAN] * (len(steps) - len(column)))
-            column.append(value)
-        steps.append(step)
+        else:
+            steps.append(row.pop("step"))
+            for name, value in row.items():
+                column = columns.setdefault(name, array("d"))
+                column.extend([NAN] * (len(steps) - 1 - len(column)))
+                column.append(value)
     for column in columns.values():
         column.extend([NAN] * (len(steps) - len(column)))
     notes = [f"{broken} broken lines of metrics.jsonl are left out."] * (broken > 0)
@@ -179,8 +174,3 @@ def _config(folder: RunFolder) -> tuple[dict[str, Any] | None, list[str]]:
             "The configuration is unknown: the folder has neither a config.yml nor a checkpoint. "
             "So there is no timeline, and keys cannot be compared."
         ]
-
-
-def _checkpoint(folder: RunFolder, step: int) -> Checkpoint:
-    path = folder.checkpoints / str(step) / seal.FILE
-    return Checkpoint(step, float(path.stat().mtime) if path.exists() else NAN)

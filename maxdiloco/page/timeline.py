@@ -5,13 +5,14 @@ Letters as in diloco/schedule.py: H inner steps in a period, P fragments, tau, t
 
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from maxdiloco.diloco.schedule import INNER_EXCHANGE, SYNCHRONISE, Schedule, offsets
+from maxdiloco.diloco.schedule import Schedule, offsets
 from maxdiloco.page.run import Run
 
+BYTES = "dcn/bytes_sent"
 TWO_PERIODS = 60  # longest H of which two periods are drawn [inner steps]; our choice
 FEW_PERIODS = 10  # in which log_period and H should meet, for exact means; our choice
 MOST_STEPS = 5000  # longest period that is drawn [inner steps]; our choice
@@ -32,15 +33,13 @@ class Exchange(NamedTuple):
 class Timeline(NamedTuple):
     """What the page draws of a schedule. steps: the first and last inner step.
 
-    bytes: of each of them, sent by a replica (without DiLoCo by a slice). told: whether they are
-    those of the run, not the run's mean in equal parts. caption: in words.
+    bytes: of each of them, sent by a replica; 0 where the run recorded none. caption: in words.
     """
 
     fragments: int
     steps: tuple[int, int]
     exchanges: list[Exchange]
     bytes: list[float]
-    told: bool
     caption: str
 
 
@@ -48,18 +47,21 @@ def of_run(run: Run) -> Timeline | str:
     """The timeline of a run, or a line that says why there is none."""
     if run.keys is None:
         return "no configuration, no timeline"
-    mean = over_whole_periods(run)
-    finite = mean[np.isfinite(mean)]
-    mean_bytes = float(finite[-1]) if len(finite) else 0.0
-    schedule = schedule_of(run.keys)
+    means = over_whole_periods(run)
+    means = means[np.isfinite(means)]
+    mean_bytes = float(means[-1]) if len(means) else 0.0
+    schedule = schedule_of(run)
     if schedule is None:
         return f"data parallelism: every step sends {amount(mean_bytes)} a slice"
-    told = _told(run, schedule.H)
-    if run.num_replicas == 1 and not mean_bytes and not any(told):
-        return f"one replica sends nothing; its theta moves every H = {schedule.H:,} inner steps"
-    if schedule.H > MOST_STEPS:
-        return f"a period of H = {schedule.H:,} steps is longer than the {MOST_STEPS:,} drawn here"
-    return _drawn(schedule, told, mean_bytes)
+    H = schedule.H
+    # Of a period, by the last start that had this H.
+    recorded = [each for event in run.history if len(each := event.get("bytes_sent", [])) == H]
+    sent = recorded[-1] if recorded else [0.0] * H
+    if run.num_replicas == 1 and not mean_bytes and not any(sent):
+        return f"one replica sends nothing; its theta moves every H = {H:,} inner steps"
+    if H > MOST_STEPS:
+        return f"a period of H = {H:,} steps is longer than the {MOST_STEPS:,} drawn here"
+    return _drawn(schedule, sent)
 
 
 def over_whole_periods(run: Run) -> np.ndarray:
@@ -68,10 +70,10 @@ def over_whole_periods(run: Run) -> np.ndarray:
     A row's own mean is of the steps since the row before, which hold now more and now fewer
     exchanges: a sawtooth of log_period against H. Before a whole period it is the mean so far.
     """
-    values_N = run.column("dcn/bytes_sent")
+    values_N = run.column(BYTES)
     at = np.flatnonzero(np.isfinite(values_N))
-    schedule = run.keys and schedule_of(run.keys)
-    if not schedule or len(at) < 2:
+    schedule = schedule_of(run)
+    if schedule is None or len(at) < 2:
         return values_N
     steps = run.steps_N[at]
     each = int(np.median(np.diff(steps)))  # steps from row to row
@@ -87,27 +89,25 @@ def over_whole_periods(run: Run) -> np.ndarray:
     return means_N
 
 
-def schedule_of(config: dict[str, Any]) -> Schedule | None:
-    """The schedule of a DiLoCo run; None for data parallelism."""
-    if not config["enable_diloco"]:
+def schedule_of(run: Run) -> Schedule | None:
+    """The schedule of a DiLoCo run; None for data parallelism and where the keys are unknown."""
+    keys = run.keys
+    if keys is None or not keys["enable_diloco"]:
         return None
-    H = config["diloco_sync_period"]
-    P = config["num_diloco_fragments"] if config["enable_streaming_diloco"] else 1
-    tau = config["num_communication_overlapping_steps"]
-    return Schedule(H, tau, offsets(P, H), config["diloco_outer_overlap"])
+    H, tau = keys["diloco_sync_period"], keys["num_communication_overlapping_steps"]
+    P = keys["num_diloco_fragments"] if keys["enable_streaming_diloco"] else 1
+    return Schedule(H, tau, offsets(P, H), keys["diloco_outer_overlap"])
 
 
-def describe(config: dict[str, Any]) -> str:
-    """The mode of a run in a few words."""
-    schedule = schedule_of(config)
+def describe(run: Run) -> str:
+    """The mode of a run of known keys, in a few words."""
+    schedule = schedule_of(run)
     if schedule is None:
         return "data parallelism"
-    name = "streaming, " if config["enable_streaming_diloco"] else ""
+    name = "streaming, " if run.keys["enable_streaming_diloco"] else ""
     overlap = f"tau {schedule.tau}" if schedule.overlap == "none" else schedule.overlap
-    return (
-        f"DiLoCo, {name}H {schedule.H}, P {schedule.P}, {overlap}, "
-        f"{config['diloco_exchange_dtype']}"
-    )
+    wire = run.keys["diloco_exchange_dtype"]
+    return f"DiLoCo, {name}H {schedule.H}, P {schedule.P}, {overlap}, {wire}"
 
 
 def amount(number: float) -> str:
@@ -118,45 +118,26 @@ def amount(number: float) -> str:
     return f"{number / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB', 'PB')[power]}"
 
 
-def _told(run: Run, H: int) -> list[float]:
-    """Bytes of each step of a period as the last start wrote them; [] where none did."""
-    for event in reversed(run.history):
-        told = event.get("bytes_sent", [])
-        if len(told) == H:
-            return told
-    return []
-
-
-def _drawn(schedule: Schedule, told: list[float], mean: float) -> Timeline:
+def _drawn(schedule: Schedule, sent_H: list[float]) -> Timeline:
     H = schedule.H
     # From the third period on all exchanges are under way, also those of delayed and eager.
     first = 2 * H + 1
     steps = range(first, first + (2 * H if H <= TWO_PERIODS else H))
-    sent = [told[(t - 1) % H] for t in steps] if told else _estimated(schedule, mean, steps)
+    sent = [sent_H[(t - 1) % H] for t in steps]
     exchanges = []
     for t in range(first - schedule.lag, steps[-1] + 1):
         for send in schedule.sends(t):
             carried = range(t + 1, t + 1 + schedule.max_chunks)
             # None through host memory: there all of a fragment leaves in the step of its send.
-            full = itertools.takewhile(lambda c: sent[(c - first) % len(sent)], carried)
+            full = itertools.takewhile(lambda c: sent_H[(c - 1) % H], carried)
             chunks = [c for c in full if c in steps]
             exchanges.append(Exchange(send.fragment, t, t + schedule.lag, chunks))
-    return Timeline(schedule.P, (first, steps[-1]), exchanges, sent, bool(told), _caption(schedule))
-
-
-def _estimated(schedule: Schedule, mean: float, steps: range) -> list[float]:
-    """The mean bytes of a step in equal parts on the steps that send, as compiled programs do."""
-    sends = [
-        any(action.program in (INNER_EXCHANGE, SYNCHRONISE) for action in schedule.actions(t))
-        for t in steps
-    ]
-    return [mean * len(sends) / sum(sends) if each else 0.0 for each in sends]
-
-
-def _caption(schedule: Schedule) -> str:
     how = f"an exchange has {schedule.tau} inner steps"
     if schedule.overlap != "none":
         how = f"an exchange has a whole period ({schedule.overlap})"
     elif not schedule.tau:
         how = "training waits for each exchange (tau 0)"
-    return f"H = {schedule.H} inner steps, P = {schedule.P} fragments; {how}"
+    caption = f"H = {H} inner steps, P = {schedule.P} fragments; {how}"
+    if not any(sent):
+        caption += "; its bytes are not recorded"
+    return Timeline(schedule.P, (first, steps[-1]), exchanges, sent, caption)

@@ -1,9 +1,8 @@
 """The sentences at the top of the page: is a run healthy, is the link its bottleneck, is it behind.
 
-    # N rows of metrics.jsonl
+# N rows of metrics.jsonl
 """
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,11 +30,9 @@ def lines(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         before = f"{run.name}: " if len(runs) > 1 else ""
         said.append(before + " ".join([health(run), link(run), progress(run)]))
-    if len(runs) == 1 and (runs[0].keys is None or timeline.schedule_of(runs[0].keys) is None):
-        return said
-    if len(runs) == 1:
+    if len(runs) == 1 and timeline.schedule_of(runs[0]) is not None:
         how = "maxdiloco.report RUN BASELINE, the second one with enable_diloco=false"
-        return [*said, f"Whether it is behind data parallelism shows beside such a run: {how}."]
+        said.append(f"Whether it is behind data parallelism shows beside such a run: {how}.")
     return said + [beside(runs[0], other) for other in runs[1:]]
 
 
@@ -53,10 +50,9 @@ def health(run: Run) -> str:
     judged = "Not healthy" if moves == "rises" else "Healthy"
     rows = "the last two rows" if n == 1 else f"means of {n} rows"
     text = f"{judged}: the loss {moves}, {before:.4f} to {now:.4f} ({rows})"
-    theta_N = run.column("eval/loss")
-    theta_N = theta_N[np.isfinite(theta_N)]
-    if len(theta_N) and theta_N[-1] > theta_N.min() * (1 + FLAT):
-        text += f"; but theta's is {theta_N[-1] - theta_N.min():.4f} above its best"
+    theta = run.finite("eval/loss")
+    if len(theta) and theta[-1] > theta.min() * (1 + FLAT):
+        text += f"; but theta's is {theta[-1] - theta.min():.4f} above its best"
     return f"{text}."
 
 
@@ -64,7 +60,7 @@ def link(run: Run) -> str:
     """How much of the time of the last half of the rows went into waiting for exchanges."""
     if run.keys is None:
         return "Its link is unknown, without a configuration."
-    if timeline.schedule_of(run.keys) is None:
+    if timeline.schedule_of(run) is None:
         return "What its link costs is not measured: gradients cross it inside the step."
     waited_N, step_s_N = run.column("dcn/waited_s"), run.column("perf/step_time")
     steps_N = np.diff(run.steps_N, prepend=0)
@@ -92,28 +88,28 @@ def progress(run: Run) -> str:
         return f"It is at step {step:,}."
     until = lives[-1].start["until"]
     text = f"Step {step:,} of {until:,}, {lives[-1].how}"
-    step_s_N = run.column("perf/step_time")
-    finite = step_s_N[np.isfinite(step_s_N)]
-    if lives[-1].end is None and step < until and len(finite):
-        text += f"; {span((until - step) * np.median(finite))} left"
+    step_s = run.finite("perf/step_time")
+    if lives[-1].end is None and step < until and len(step_s):
+        text += f"; {span((until - step) * np.median(step_s))} left"
     return f"{text}."
 
 
 def beside(first: Run, other: Run) -> str:
     """Loss of theta of two runs after as many tokens, or inner steps where a run has no count."""
-    differing = _eval_keys_that_differ(first, other)
-    if differing:
+    not_compared = f"{other.name} and {first.name} are not compared"
+    if differing := _eval_keys_that_differ(first, other):
         return (
-            f"{other.name} and {first.name} are not compared, since their losses may be of "
-            f"different held-out texts: they differ in {', '.join(differing)}."
+            f"{not_compared}, since their losses may be of different held-out texts: they differ "
+            f"in {', '.join(differing)}."
         )
-    curves = [_curve(run, counted) for counted, run in itertools.product((1, 0), (first, other))]
-    of, (a, b) = ("tokens", curves[:2]) if all(map(len, curves[:2])) else ("steps", curves[2:])
+    of, (a, b) = "tokens", [_curve(run, run.column("learning/tokens")) for run in (first, other)]
     if not len(a) or not len(b):
-        return f"{other.name} and {first.name} are not compared: one has no loss of theta."
+        of, (a, b) = "steps", [_curve(run, run.steps_N) for run in (first, other)]
+    if not len(a) or not len(b):
+        return f"{not_compared}: one has no loss of theta."
     x = min(a[-1, 0], b[-1, 0])
     if x < max(a[0, 0], b[0, 0]):
-        return f"{other.name} and {first.name} are not compared: they have no {of} in common."
+        return f"{not_compared}: they have no {of} in common."
     at_a, at_b = (np.interp(x, each[:, 0], each[:, 1]) for each in (a, b))
     where = "level with" if abs(at_b / at_a - 1) < FLAT else "behind" if at_b > at_a else "ahead of"
     return (
@@ -123,20 +119,19 @@ def beside(first: Run, other: Run) -> str:
 
 
 def _eval_keys_that_differ(first: Run, other: Run) -> list[str]:
-    """Keys of the held-out text. Of a run with eval_dataset_path its training text does not count;
-    keys that a run does not say are taken for equal.
+    """Keys of the held-out text; of runs with one eval_dataset_path the training text is none.
+
+    Keys that a run does not say are taken for equal.
     """
     if first.keys is None or other.keys is None:
         return []
-    pairs = ((name, first.keys.get(name), other.keys.get(name)) for name in _EVAL_KEYS)
-    differing = [name for name, a, b in pairs if a != b]
+    differing = [name for name in _EVAL_KEYS if first.keys.get(name) != other.keys.get(name)]
     if first.keys.get("eval_dataset_path") and "eval_dataset_path" not in differing:
         differing = [name for name in differing if name not in ("dataset_path", "dataset_mixture")]
     return differing
 
 
-def _curve(run: Run, counted: int) -> np.ndarray:
-    """[rows, 2]: tokens (counted) or steps, and the finite losses of theta; [0, 2] where absent."""
-    x_N = run.column("learning/tokens") if counted else run.steps_N.astype(float)
+def _curve(run: Run, x_N: np.ndarray) -> np.ndarray:
+    """[rows, 2]: x and the loss of theta where both are finite."""
     points_N2 = np.stack([x_N, run.column("eval/loss")], axis=1)
     return points_N2[np.isfinite(points_N2).all(1)]

@@ -9,7 +9,7 @@ import yaml
 from maxdiloco.data import corpus, packing, tokenizer
 from maxdiloco.diloco import outer, quantize, schedule
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import base_yml, checks, config, tokenizer_checks
+from maxdiloco.flags import base_yml, checks, config, idle_keys
 from maxdiloco.models import layers, remat, transformer
 
 PACKAGE = base_yml.PACKAGE
@@ -58,6 +58,22 @@ def test_limits_mean_what_they_say(allowed, inside, outside):
         checks.allows("about 5", 5)
 
 
+@pytest.mark.parametrize("row", idle_keys.rows())
+def test_a_row_of_keys_that_do_not_go_together_names_keys_and_values_that_there_are(row):
+    """One that does not would never count, or end in a traceback."""
+    conditions = [*(row.when or {}).items(), *(row.unless or {}).items()]
+    if row.use:
+        conditions += [row.use.split("=")]
+    line = row.error + row.warning
+    assert [bool(row.keys), bool(row.error), bool(row.warning)].count(True) == 1
+    assert bool(row.keys) == bool(row.use) and conditions
+    assert {*row.keys, *dict(conditions), *re.findall(r"{(.*?)}", line)} <= KEYS.keys()
+    assert all(f"{{{name}}}" in line or name in line for name in row.when or {} if line)
+    for name, pattern in conditions:
+        if KEYS[name].allowed.startswith("one of "):
+            assert checks.allows(KEYS[name].allowed, pattern), name
+
+
 def test_what_base_yml_allows_and_says_is_what_the_code_knows():
     """The config imports nothing of it, so its copies are compared here."""
     for key, names in {
@@ -70,7 +86,7 @@ def test_what_base_yml_allows_and_says_is_what_the_code_knows():
         "grain_packing_type": (packing.CONCATENATED, packing.BEST_FIT),
     }.items():
         assert sorted(checks.choices(KEYS[key].allowed)) == sorted(names), key
-    assert tokenizer_checks.BYTE_TOKENS == tokenizer.ByteTokenizer().vocab_size
+    assert checks.BYTE_TOKENS == tokenizer.ByteTokenizer().vocab_size
     assert all(suffix in KEYS["dataset_path"].meaning for suffix in corpus.SUFFIXES)
 
 
@@ -144,7 +160,7 @@ values["hardware"] + values[f"dcn_{axis}_parallelism"]
     attributes, subscripts = reads(source)
     assert attributes == {"steps", "log_period", "eval_steps"}
     assert subscripts == {"hardware", "dcn_.+_parallelism"}
-    names = ("checks.py", "check_experts.py", "tokenizer_checks.py", "warnings.py")
+    names = ("checks.py", "check_experts.py", "warnings.py")
     checking = {PACKAGE / "flags" / name for name in names}
     found = [reads(path.read_text()) for path in set(PACKAGE.rglob("*.py")) - checking]
     attributes, subscripts = (set().union(*each) for each in zip(*found, strict=True))

@@ -8,9 +8,13 @@ import pytest
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, checks, config, maxtext, resume
-from maxdiloco.flags.other_names import OTHER_NAMES, REMOVED
+from maxdiloco.flags.other_names import REMOVED
 
 KEYS = base_yml.declared()
+TABLES = maxtext.tables()
+# Values that are taken as another, and those that are refused.
+NEAREST = {where: entry for where, entry in TABLES.values.items() if isinstance(entry, list)}
+REFUSED = TABLES.values.keys() - NEAREST.keys()
 
 # The flags of MaxText's script for streaming DiLoCo over slices, in its order and with its values.
 SCRIPT = """base.yml run_name=a save_config_to_gcs=true base_output_directory=gs://bucket/logs
@@ -106,27 +110,28 @@ def test_a_key_that_does_nothing_is_dropped_with_one_note(argument):
     assert load("steps=7", "learning_rate=1e-3")[1] == []
 
 
-@pytest.mark.parametrize(("key", "value"), maxtext.VALUES)
+@pytest.mark.parametrize(("key", "value"), NEAREST)
 def test_a_value_of_maxtext_is_taken_as_the_nearest_with_a_note(key, value):
     """Written as MaxText's base.yml has it."""
     written = {"0": "0.0", "none": "None"}.get(value, value)
     cfg, (note,) = load(f"{key}={written}")
-    own, _ = maxtext.VALUES[key, value]
+    own, _ = NEAREST[key, value]
     assert str(vars(cfg)[key]) == own
     assert note.startswith(f"note: {key}={written} of MaxText is {key}={own} here, ")
 
 
 def test_what_is_replaced_or_refused_is_none_of_ours_and_what_replaces_it_is():
     """A pattern may reach further than it was meant to; an alias of nothing would be lost."""
-    for key, value in [*maxtext.VALUES, *maxtext.REFUSED]:
+    for key, value in TABLES.values:
         allowed = KEYS[key].allowed
         assert not allowed.startswith("one of ") or value not in checks.choices(allowed)
-    for (key, _), (own, _) in maxtext.VALUES.items():
+    for (key, _), (own, _) in NEAREST.items():
         allowed = KEYS[key].allowed
         assert not allowed.startswith("one of ") or own in checks.choices(allowed)
     value = config.Given("x", "here")
     assert maxtext.taken(dict.fromkeys(KEYS, value), KEYS, lambda line: None).keys() == set(KEYS)
-    assert set(OTHER_NAMES.values()) <= set(KEYS) and not set(OTHER_NAMES) & set(KEYS)
+    others = TABLES.other_names
+    assert set(others.values()) <= set(KEYS) and not set(others) & set(KEYS)
 
 
 def test_the_names_of_maxtext_set_the_keys_that_mean_the_same(tmp_path):
@@ -198,7 +203,6 @@ def test_a_model_is_a_file_too_and_one_that_is_none_is_refused(refusal, tmp_path
 
 
 PAGE = pathlib.Path(__file__).parents[2].joinpath("docs/maxtext.md").read_text(encoding="utf-8")
-FOREIGN = maxtext.foreign_keys()
 
 
 def section(title):
@@ -231,12 +235,12 @@ def test_the_page_s_columns_of_defaults_are_those_of_base_yml():
 
 
 def test_the_page_s_other_names_and_values_are_those_of_the_code():
-    assert {names(old)[0]: names(new)[0] for old, new in rows("Other names")} == OTHER_NAMES
+    assert {names(old)[0]: names(new)[0] for old, new in rows("Other names")} == TABLES.other_names
     table = {tuple(re.search(r"`(\w+)=([\w-]+)`", cell[0]).groups()): cell[1]
              for cell in rows("Other values")}  # fmt: skip
-    assert table.keys() == maxtext.VALUES.keys() | maxtext.REFUSED.keys()
-    assert all(table[where].startswith(f"`{own}`") for where, (own, _) in maxtext.VALUES.items())
-    assert all(table[where].startswith("refused") for where in maxtext.REFUSED)
+    assert table.keys() == TABLES.values.keys()
+    assert all(table[where].startswith(f"`{own}`") for where, (own, _) in NEAREST.items())
+    assert all(table[where].startswith("refused") for where in REFUSED)
 
 
 def test_what_the_page_calls_not_needed_is_dropped_whatever_its_value_and_not_here_is_refused():
@@ -247,7 +251,7 @@ def test_what_the_page_calls_not_needed_is_dropped_whatever_its_value_and_not_he
     given = {name: config.Given("strange", "here") for name in dropped}
     assert maxtext.taken(given, KEYS, notes.append) == {} and len(notes) == 1
     for name in refused:
-        assert not re.fullmatch(maxtext.foreign(name, FOREIGN).harmless, "strange"), name
-    for entry in FOREIGN:
-        listed = (maxtext.foreign(name, FOREIGN) for name in [*dropped, *refused])
+        assert not re.fullmatch(TABLES.foreign(name).harmless, "strange"), name
+    for entry in TABLES.keys:
+        listed = (TABLES.foreign(name) for name in [*dropped, *refused])
         assert any(found is entry for found in listed), entry.names

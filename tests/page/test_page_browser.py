@@ -104,8 +104,8 @@ def pages(tmp_path_factory):
     names = set(synthetic_runs.row(10, 2)) - {"step"}
     columns = {name: np.ones(100) for name in sorted(names)}
     columns["learning/loss"][50] = NOT_FINITE
-    history = [synthetic_runs.start(0), synthetic_runs.start(40), synthetic_runs.end()]
-    two = run_of(columns=columns, history=history, **STREAMING)
+    begun = [synthetic_runs.start(t, bytes_sent=[1.5e6] * 100) for t in (0, 40)]
+    two = run_of(columns=columns, history=[*begun, synthetic_runs.end()], **STREAMING)
     two = two._replace(checkpoints=[Checkpoint(100, 1.7e9)])
     many = [run_of(name=f"a-run-with-a-rather-long-name-{n}") for n in range(9)]
     plain = run_of(rows=1, columns={"learning/loss": np.ones(1)}, enable_diloco=False)

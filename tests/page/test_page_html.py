@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from synthetic_runs import DEFAULTS, ROWS, end, long_run, run_of, start
 
-from maxdiloco.page import facts, html, panels, thin
+from maxdiloco.page import facts, html, panels
 from maxdiloco.page.run import NOT_FINITE
 
 
@@ -137,7 +137,7 @@ def test_what_is_not_finite_or_unknown_is_said_and_texts_of_a_run_are_no_html():
     ],
 )
 def test_a_bucket_of_rows_keeps_its_least_and_its_largest_value(values, limit, rows, steps, kept):
-    table = thin.table(np.arange(len(values)), {"a": np.array(values)}, limit=limit)
+    table = panels.thinned(np.arange(len(values)), {"a": np.array(values)}, limit=limit)
     assert (table.steps.tolist(), table.rows) == (steps, rows)
     assert table.columns["a"].tolist() == kept
 
@@ -145,12 +145,12 @@ def test_a_bucket_of_rows_keeps_its_least_and_its_largest_value(values, limit, r
 def test_extremes_of_a_long_series_stay_and_a_rare_metric_has_its_own_rows():
     values = np.random.default_rng(0).standard_normal(100_000)
     values[12_345], values[67_890] = 50.0, -50.0
-    table = thin.table(np.arange(100_000), {"a": values}, limit=1000)
+    table = panels.thinned(np.arange(100_000), {"a": values}, limit=1000)
     assert len(table.steps) <= 1000 and np.all(np.diff(table.steps) > 0)
     assert (table.columns["a"].max(), table.columns["a"].min()) == (50, -50)
     steps = np.arange(1, 101)
     rare = np.where(steps % 10 == 0, steps, np.nan).astype(float)
-    often, once = thin.tables(steps, {"a": steps * 1.0, "b": rare, "c": steps * 2.0}, limit=20)
+    often, once = panels.by_rows(steps, {"a": steps * 1.0, "b": rare, "c": steps * 2.0}, limit=20)
     assert (list(often.columns), list(once.columns)) == (["a", "c"], ["b"])
     assert once.steps.tolist() == list(range(10, 101, 10)) and once.rows == 1
     assert len(often.steps) == 20
