@@ -15,26 +15,28 @@ SECRET = "maxdiloco/links/secret"
 
 @contextlib.contextmanager
 def opened(
-    *, port: int, interface: str, fingerprint: str, timeout_s: float, bulk: bool = True
+    *, peer_port: int, interface: str, fingerprint: str, timeout_s: float, bulk: bool = True
 ) -> Iterator[Links]:
     """Links of this process to others; enter it after jax.distributed.initialize.
 
     Rows go between process 0 and each other process. bulk: so does bulk, between any two.
-    port: process i listens on port + i; 0: on a free one. interface: the address to listen on and
-    to be reached at; "": the one from which the coordinator is reached. fingerprint: must be equal
+    peer_port: process i listens on the port 1 + i after it, since process 0 has the watch on it; 0:
+    on a free one. interface: the address to listen on and to be reached at; "": the one from which
+    the coordinator is reached. fingerprint: must be equal
     in all processes. timeout_s: silence after which a peer is lost. The normal end waits as long
     for what is queued. Raises ConfigError for an address that cannot be used, LostPeerError.
     """
     job = coordination.job()
     address = interface or interface_towards(coordination.address())
-    number = port + job.process_id if port else 0
+    number = peer_port + 1 + job.process_id if peer_port else 0
     try:
         listener = listen(address, number)
-    except OSError as error:
+    except (OSError, OverflowError) as error:  # that of a port above 65535
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ConfigError(
-            f"exchange_interface={interface} exchange_port={port}: process {job.process_id} cannot "
-            f"listen on {address} port {number}: {error.strerror or error}. Use an address of this "
-            f"host and a free port, or leave both keys out."
+            f"exchange_interface={interface} peer_port={peer_port}: process {job.process_id} cannot "
+            f"listen on {address} port {number}: {why}. Use an address of this host and free "
+            f"ports, or leave both keys out."
         ) from error
 
     def get(key: str) -> str:

@@ -238,7 +238,7 @@ def _open_links(cfg: Config, mesh: jax.sharding.Mesh) -> AbstractContextManager[
     if jax.process_count() == 1:
         return nullcontext()
     return run_links.opened(
-        port=cfg.exchange_port,
+        peer_port=cfg.peer_port,
         interface=cfg.exchange_interface,
         fingerprint=f"{cfg.diloco_exchange_dtype} {dict(mesh.shape)}",
         timeout_s=cfg.peer_timeout_seconds,

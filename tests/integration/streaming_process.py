@@ -27,7 +27,7 @@ def main(argv):
     with distributed.processes(os.environ, timeout_s=200, peer_timeout_s=100):
         if not cases:
             raise [stopped(mode) for mode in streaming.STOPS][-1]
-        where = dict(port=0, interface="", fingerprint="test", timeout_s=100)
+        where = dict(peer_port=0, interface="", fingerprint="test", timeout_s=100)
         with run_links.opened(**where) as links:
             for case in cases:
                 compared(int(slots), int(replicas), links, *case.split(":"))

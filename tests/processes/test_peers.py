@@ -11,7 +11,7 @@ from link_tools import WAIT_S, together
 
 import maxdiloco
 from maxdiloco.errors import CheckpointError, ConfigError, DataError, LostPeerError
-from maxdiloco.processes import coordination, links, members, peers
+from maxdiloco.processes import coordination, links, members, peers, run_links
 from maxdiloco.processes.coordination import Job
 
 
@@ -163,6 +163,21 @@ def test_a_peer_port_in_use_ends_every_process_with_2_and_one_line(meet):
         "Name a free port, or leave peer_port=0 to take one."
     )
     assert str(second) == f"process 0 at 127.0.0.1 has ended: {first}"
+
+
+@pytest.mark.parametrize("process, why", [(2, "Address already in use"), (65535, ".*0-65535.")])
+def test_process_i_listens_for_the_exchange_on_the_port_1_plus_i_after_peer_port(
+    store, process, why
+):
+    vars(coordination.distributed.global_state).update(process_id=process, num_processes=3)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        first = other.getsockname()[1] - 3
+        line = f"peer_port={first}: process {process} cannot listen on 127.0.0.1 port "
+        with pytest.raises(ConfigError, match=f"{line}{first + 1 + process}: {why}. Use an"):
+            with run_links.opened(
+                peer_port=first, interface="127.0.0.1", fingerprint="", timeout_s=1
+            ):
+                raise AssertionError
 
 
 def compare(of_each, *, count=None, timeout_s=60):
