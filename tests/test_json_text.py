@@ -10,7 +10,7 @@ PACKAGE = pathlib.Path(json_text.__file__).parent
 # What these read was written by this program a moment before, or was parsed already.
 OWN_WORDS = {
     "json_text.py", "data/subword.py", "huggingface/tokenizer_out.py", "metrics/writer.py",
-    "processes/members.py",
+    "processes/coordination.py",
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ class Removed(NamedTuple):
 # CHANGELOG.md names each.
 REMOVED = {
     "checkpoint_timeout_seconds": Removed(1200, "Leave it out: a save has an hour."),
+    "exchange_port": Removed(0, "Use peer_port: process i listens on the port 1 + i after it."),
 }
 
 

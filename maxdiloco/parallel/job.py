@@ -9,7 +9,7 @@ from typing import Any
 from maxdiloco.flags import base_yml, shared_keys
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel import processor
-from maxdiloco.processes import distributed, members
+from maxdiloco.processes import coordination, distributed
 from maxdiloco.version import __version__
 
 _COMPILE = ("jax", "jaxlib")  # which make the programs that exchange with each other
@@ -31,7 +31,7 @@ def joined(cfg: Any) -> Iterator[None]:
         peer_port=cfg.peer_port,
     ) as job:
         if job.num_processes > 1:
-            members.require_equal(
+            coordination.require_equal(
                 job,
                 shared_keys.shared(cfg.as_dict(), keys=base_yml.declared()) | versions(),
                 difference=shared_keys.difference,

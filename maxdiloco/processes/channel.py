@@ -6,15 +6,13 @@ connection begins with a frame of each side that says the same number, and goes 
 is lost, nothing arrives twice, and a message is resumed in its middle. A wrong checksum, or a
 number out of turn, breaks the connection.
 
-Two threads. The receiver makes the connection (it dials, or takes what the acceptor has let in),
-reads until it breaks, and makes the next. The sender writes to it. Neither waits for the program:
-the receiver puts what comes into memory, and send() into a queue. So whatever arrives is always
-read, every write ends, and the two processes cannot wait for each other in a circle.
+Two threads: the receiver makes the connection, reads until it breaks, and makes the next; the
+sender writes to it. Neither waits for the program, so whatever arrives is always read, every write
+ends, and the two processes cannot wait for each other in a circle.
 
-Each side says something once a beat, so silence means a dead link or a stopped process: TCP's own
-keepalive would add nothing. After _quiet_s of it the connection is made anew, since TCP alone tries
-a dead link ever more rarely; after timeout_s the peer is lost. The time in which this process was
-stopped itself does not count.
+Each side says something once a beat. After _quiet_s of silence the connection is made anew, since
+TCP alone tries a dead link ever more rarely; after timeout_s the peer is lost. The time in which
+this process was stopped itself does not count.
 """
 
 import socket
@@ -23,19 +21,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from maxdiloco.errors import LostPeerError
-from maxdiloco.processes.connection import Connection, Meter
-from maxdiloco.processes.frames import (
-    BEAT,
-    GOODBYE,
-    RESUME,
-    BrokenError,
-    Frame,
-    Incoming,
-    Key,
-    Outgoing,
-)
+from maxdiloco.processes import frames
+from maxdiloco.processes.frames import BrokenError, Connection, Frame, Key, Meter, set_pace
 from maxdiloco.processes.handshake import MismatchError, pause_s
-from maxdiloco.processes.threads import ReportingThread
+from maxdiloco.processes.threads import reporting_thread
 
 # In seconds, at most and as a part of the timeout; our choice.
 _BEAT_S, _BEAT_PART = 2.0, 1 / 20
@@ -53,9 +42,9 @@ class Channel:
 
     peer: the other process in words. fingerprint: the text that both sides must share.
     dial: makes a connection, each part of it in so many seconds, or raises OSError; None where the
-    peer dials: see adopt(). met: is called once a connection is open. deliver: gets the key and the
-    bytes of each message. left: gets the reason in the peer's goodbye, "" for none. fail: gets the
-    error that ended a thread. These are called by the threads, with no lock held.
+    peer dials: see adopt(). The threads call, with no lock held: met, once a connection is open;
+    deliver, with the key and bytes of each message; left, with the reason in the peer's goodbye,
+    "" for none; fail, with the error that ended a thread.
     """
 
     def __init__(
@@ -76,7 +65,7 @@ class Channel:
         self._quiet_s = min(_QUIET_S, _QUIET_PART * timeout_s)
         self._problem = "it has not connected"
         self.meter = Meter()
-        self.outgoing = Outgoing()  # behind the lock, as all that follows
+        self.outgoing = frames.Outgoing()  # behind the lock, as all that follows
         self._changed = threading.Condition()
         self._offered: socket.socket | None = None  # the next connection
         self._reading: Connection | None = None  # the receiver's
@@ -90,17 +79,15 @@ class Channel:
         self._last_words = False  # the sender ends when it has nothing more to send
         self._over = False
         # Of the receiver alone.
-        self.incoming = Incoming(deliver)
+        self.incoming = frames.Incoming(deliver)
         self._unanswered = 0  # frames
         self._failures = 0  # to connect, in a row
         self._whole_at = self._dialled_at = time.monotonic()  # a frame last came as it was sent
 
     def start(self) -> None:
         """Start both threads."""
-        self._sender = ReportingThread("maxdiloco-send", self._send, self._fail)
-        self._receiver = ReportingThread("maxdiloco-receive", self._receive, self._fail)
-
-    # -- what the program calls -------------------------------------------------------------------
+        self._sender = reporting_thread("maxdiloco-send", self._send, self._fail)
+        self._receiver = reporting_thread("maxdiloco-receive", self._receive, self._fail)
 
     def send(self, key: Key, data: Sequence[object]) -> None:
         """Queue a message: see Outgoing.add. A peer that has left is sent nothing."""
@@ -131,7 +118,7 @@ class Channel:
         with self._changed:
             self._pace = bytes_per_second
             if self._writing is not None:
-                self._writing.pace(bytes_per_second)
+                set_pace(self._writing.socket, bytes_per_second)
 
     def say_goodbye(self, why: str | None) -> None:
         """The last message, after all the others; with a reason, instead of them."""
@@ -153,7 +140,7 @@ class Channel:
     def stop(self, limit: float) -> None:
         """End the threads and the connection; until `limit` the peer may end it first.
 
-        What the peer still sends would be answered with a reset, which can overtake the goodbye.
+        What it still sends would be answered with a reset, which can overtake the goodbye.
         """
         with self._changed:
             self._last_words = True
@@ -166,8 +153,6 @@ class Channel:
         self._end()
         self._sender.join()
         self._receiver.join()
-
-    # -- both threads -----------------------------------------------------------------------------
 
     def _fail(self, error: BaseException) -> None:
         self._end()
@@ -185,8 +170,6 @@ class Channel:
 
     def _ending(self) -> bool:
         return self._over or self._left or self._last_words
-
-    # -- the sender -------------------------------------------------------------------------------
 
     def _send(self) -> None:
         while (work := self._next_work()) is not None:
@@ -213,13 +196,11 @@ class Channel:
                     wait_s = self._spoke_at + self._beat_s - time.monotonic()
                     if batch or self._owes or (wait_s <= 0 and not self._last_words):
                         self._owes, self._sending = False, True
-                        return self._writing, batch or [Frame(0, BEAT, (), 0)]
+                        return self._writing, batch or [Frame(0, frames.BEAT, (), 0)]
                 if self._last_words:
                     break
                 self._changed.wait(wait_s)
             return None
-
-    # -- the receiver -----------------------------------------------------------------------------
 
     def _receive(self) -> None:
         while (connection := self._next_connection()) is not None:
@@ -228,7 +209,7 @@ class Channel:
                 while True:
                     self._take(connection)
             except OSError as error:
-                self._problem = _words(error)
+                self._problem = str(error.strerror or error)
             finally:
                 self._drop(connection)
             if (seconds := time.monotonic() - self._whole_at) > 2 * self._timeout_s:
@@ -265,15 +246,15 @@ class Channel:
         try:
             self.adopt(dial(self._quiet_s))
         except OSError as error:
-            self._problem = _words(error)
+            self._problem = str(error.strerror or error)
 
     def _open(self, connection: Connection) -> None:
         """Agree with the peer on where to go on, and let the sender begin."""
         text = memoryview(self._fingerprint)
         connection.prepare()
-        connection.write([Frame(0, RESUME, [text], len(text))], self.incoming.arrived)
+        connection.write([Frame(0, frames.RESUME, [text], len(text))], self.incoming.arrived)
         header, body = connection.read(self.incoming)
-        if header.kind != RESUME:
+        if header.kind != frames.RESUME:
             raise BrokenError("it began a connection in the middle")
         if body != text:
             raise MismatchError(
@@ -284,7 +265,7 @@ class Channel:
             self.outgoing.resume(header.arrived)
             self.meter.connections += 1
             self._writing = connection
-            connection.pace(self._pace)
+            set_pace(connection.socket, self._pace)
             self._changed.notify_all()
         self._failures = 0
         self._met()
@@ -295,17 +276,17 @@ class Channel:
         self._whole_at = time.monotonic()
         if header.number:
             self._unanswered += 1
-            if self.incoming.take(header, body) or header.kind == GOODBYE:
+            if self.incoming.take(header, body) or header.kind == frames.GOODBYE:
                 self._unanswered = _ACKNOWLEDGE_AFTER
         with self._changed:
             self.outgoing.acknowledge(header.arrived)
             if self._unanswered >= _ACKNOWLEDGE_AFTER:
                 self._owes, self._unanswered = True, 0
-            if header.kind == GOODBYE:
+            if header.kind == frames.GOODBYE:
                 self._left = True
                 self.outgoing.drop()
             self._changed.notify_all()
-        if header.kind == GOODBYE:
+        if header.kind == frames.GOODBYE:
             self._left_with(str(body, "utf-8"))
 
     def _drop(self, connection: Connection) -> None:
@@ -315,14 +296,10 @@ class Channel:
             self._writing = None
             self._changed.wait_for(lambda: not self._sending)
             self._reading = None
-            connection.close()
+            connection.socket.close()
 
     def _lost(self, seconds: float) -> LostPeerError:
         return LostPeerError(
             f"{self._peer} has been out of reach for {seconds:.0f} s "
             f"(peer_timeout_seconds={self._timeout_s:g}): {self._problem}. {REMEDY}"
         )
-
-
-def _words(error: OSError) -> str:
-    return str(error.strerror or error)

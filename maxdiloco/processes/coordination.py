@@ -1,18 +1,26 @@
 """JAX's coordination service: who is in the run, a key-value store, and barriers.
 
-Process 0 runs it. It has no public name; no other file imports from jax._src.
+Process 0 runs it, before any device is used. It has no public name; no other file imports from
+jax._src.
 """
 
+import hashlib
+import json
 import re
 import time
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 from jax._src import distributed
 
-from maxdiloco.errors import LostPeerError
+from maxdiloco.errors import ConfigError, LostPeerError
 
 _SEE = "See the end of its own output, and start the run again with the same run_name."
+MEMBERS = "maxdiloco/members"
+_EQUAL = "equal"
+
+Values = Mapping[str, Any]
 
 
 class Job(NamedTuple):
@@ -48,6 +56,10 @@ def barrier(name: str, *, timeout_s: float) -> None:
     distributed.global_state.client.wait_at_barrier(name, _milliseconds(timeout_s))
 
 
+def _milliseconds(seconds: float) -> int:
+    return max(1, int(seconds * 1000))
+
+
 def value_of(process: int, key: str, what: str, *, timeout_s: float) -> str:
     """`get` of what a process puts there. what: it is, in words. Raises LostPeerError."""
     begun = time.strftime("%H:%M:%S")
@@ -61,8 +73,10 @@ def value_of(process: int, key: str, what: str, *, timeout_s: float) -> str:
 
 
 def meet(name: str, what: str, *, timeout_s: float) -> None:
-    """`barrier` of processes that have done something. what: it is, in words, as `compiled its
-    programs`. Raises LostPeerError."""
+    """`barrier` of processes that have done something. what: as `compiled its programs`.
+
+    Raises LostPeerError.
+    """
     begun = time.strftime("%H:%M:%S")
     try:
         barrier(name, timeout_s=timeout_s)
@@ -74,5 +88,44 @@ def meet(name: str, what: str, *, timeout_s: float) -> None:
         ) from error
 
 
-def _milliseconds(seconds: float) -> int:
-    return max(1, int(seconds * 1000))
+def require_equal(
+    job: Job,
+    values: Values,
+    *,
+    difference: Callable[[Mapping[tuple[int, ...], Values]], str],
+    timeout_s: float,
+) -> None:
+    """Raise ConfigError in all processes unless all of them have the same values.
+
+    Enter it in every process, once its peers are watched. values: what JSON takes. difference:
+    gets {processes: their values} in process 0 and says in words what differs. timeout_s: until
+    the others have come so far. Raises LostPeerError.
+    """
+    if job.num_processes == 1:
+        return
+    its_keys = "its keys, as the same version of maxdiloco does"
+
+    def read(key: str, what: str, process: int) -> str:
+        return value_of(process, f"{MEMBERS}/{key}", what, timeout_s=timeout_s)
+
+    # Process 0 compares hashes. Where they differ, the first process of each sends its values.
+    me, text = job.process_id, json.dumps(values, sort_keys=True)
+    put(f"{MEMBERS}/hash/{me}", hashlib.sha256(text.encode()).hexdigest())
+    if me == 0:
+        groups: dict[str, list[int]] = {}
+        for process in range(job.num_processes):
+            groups.setdefault(read(f"hash/{process}", its_keys, process), []).append(process)
+        asked = [processes[0] for processes in groups.values()]
+        put(f"{MEMBERS}/asked", _EQUAL if len(groups) == 1 else json.dumps(asked))
+    answer = read("asked", "whether the keys are equal", 0)
+    if answer == _EQUAL:
+        return
+    if me in json.loads(answer):
+        put(f"{MEMBERS}/values/{me}", text)
+    if me == 0:
+        of_all = {
+            tuple(processes): json.loads(read(f"values/{processes[0]}", its_keys, processes[0]))
+            for processes in groups.values()
+        }
+        put(f"{MEMBERS}/line", json.dumps(difference(of_all)))
+    raise ConfigError(json.loads(read("line", "which keys differ", 0)))

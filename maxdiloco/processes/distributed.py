@@ -1,6 +1,8 @@
-"""Several processes as one run: what started them, and jax.distributed for them."""
+"""Several processes as one run: what started them, jax.distributed and links for them."""
 
 import contextlib
+import functools
+import secrets
 import socket
 import threading
 from collections.abc import Iterator, Mapping
@@ -8,11 +10,11 @@ from collections.abc import Iterator, Mapping
 import jax
 
 from maxdiloco.errors import ConfigError, LostPeerError
-from maxdiloco.processes import aborts, coordination, links, peers
+from maxdiloco.processes import coordination, links, peers, watch
 from maxdiloco.processes.coordination import Job
+from maxdiloco.processes.links import Links
 from maxdiloco.processes.peers import one_line
-from maxdiloco.processes.preemption import ending_at_second_sigterm
-from maxdiloco.processes.watch import end_process
+from maxdiloco.processes.signals import ending_at_second_sigterm
 
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
 BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
@@ -22,6 +24,7 @@ TPU = "TPU"
 SLURM = "Slurm"
 OPEN_MPI = "Open MPI"
 
+SECRET = "maxdiloco/links/secret"
 JAX_PATIENCE_S = 60  # JAX's timeouts end in an abort, so they are this much longer; our choice
 
 
@@ -29,9 +32,8 @@ def launcher(environ: Mapping[str, str], *, on_tpu: bool) -> str | None:
     """What started several processes, as the environment says; None for a run of one process.
 
     The variables are those that jax.distributed.initialize reads, and JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID beside JAX_COORDINATOR_ADDRESS, which it does not read. A Slurm allocation or
-    an MPI environment of one task is one process. on_tpu: JAX's first platform is a TPU; JAX
-    finds the number of its hosts, which may be one, in the metadata of the TPU.
+    JAX_PROCESS_ID, which it does not. on_tpu: JAX's first platform is a TPU; JAX finds the number
+    of its hosts, which may be one, in the metadata of the TPU.
     Raises ConfigError when the variables of a local run are incomplete.
     """
     if environ.get(COUNT) == "1":
@@ -63,8 +65,7 @@ def processes(
 
     Enter it in the main thread before any JAX call that starts a backend, and use devices only
     inside. A lost peer ends this process with exit code 5; a peer that ends with 2, 3, 4 or 75
-    ends it with the same code. Either prints one line. After any error the process ends by
-    os._exit once the main thread is over: JAX's own teardown waits for the peers and aborts.
+    ends it with the same code. Either prints one line; for other errors see peers.watched.
     timeout_s: until all processes have started. peer_timeout_s: a process that is silent for so
     long is lost. peer_port: of process 0, for the watch over peers; 0: see peers._listen.
     Raises ConfigError, LostPeerError.
@@ -73,7 +74,7 @@ def processes(
     if kind is None:
         yield Job(0, 1)
         return
-    aborts.delay()
+    watch.delay_aborts()
     _initialize(kind, environ, timeout_s=timeout_s, peer_timeout_s=peer_timeout_s)
     job = coordination.job()
     with contextlib.ExitStack() as stack:
@@ -90,6 +91,67 @@ def processes(
             )
             stack.enter_context(watched)
         yield job
+
+
+@contextlib.contextmanager
+def linked(
+    *, peer_port: int, interface: str, fingerprint: str, timeout_s: float, bulk: bool = True
+) -> Iterator[Links]:
+    """Links of this process to others; enter it after jax.distributed.initialize.
+
+    Rows go between process 0 and each other process. bulk: so does bulk, between any two.
+    peer_port: process i listens on the port 1 + i after it; 0: on any free one. interface: the
+    address to listen on and to be reached at; "": the one from which the coordinator is reached.
+    fingerprint: must be equal in all processes. timeout_s: silence after which a peer is lost. The
+    normal end waits as long for what is queued. Raises ConfigError for an address that cannot be
+    used, LostPeerError.
+    """
+    job = coordination.job()
+    address = interface or links.interface_towards(coordination.address())
+    number = peer_port + 1 + job.process_id if peer_port else 0
+    try:
+        listener = links.listen(address, number)
+    except (OSError, OverflowError) as error:  # that of a port above 65535
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ConfigError(
+            f"exchange_interface={interface} peer_port={peer_port}: process {job.process_id} "
+            f"cannot listen on {address} port {number}: {why}. Use an address of this host and "
+            f"free ports, or leave both keys out."
+        ) from error
+
+    get = functools.partial(coordination.get, timeout_s=timeout_s)
+    try:
+        if job.process_id == 0:
+            coordination.put(SECRET, secrets.token_hex(32))
+        secret = bytes.fromhex(get(SECRET))
+        others = [process for process in range(job.num_processes) if process != job.process_id]
+        rows = others if job.process_id == 0 else [0]
+        towards = others if bulk else rows
+        mine = (address, listener.getsockname()[1])
+        addresses = links.exchange_addresses(
+            job.process_id, towards, mine, put=coordination.put, get=get
+        )
+    except jax.errors.JaxRuntimeError as error:
+        listener.close()
+        raise LostPeerError(
+            "a process was lost before the others could connect to it. See the end of the output "
+            "of each and start the run again."
+        ) from error
+    made = Links(
+        job.process_id,
+        addresses,
+        listener=listener,
+        secret=secret,
+        fingerprint=fingerprint,
+        timeout_s=timeout_s,
+        bulk=towards if bulk else (),
+        rows=rows,
+    )
+    with contextlib.ExitStack() as stack:
+        stack.callback(made.close, 0.0)  # after an error; at the normal end they are closed
+        made.meet()
+        yield made
+        made.close(timeout_s)
 
 
 def _local(environ: Mapping[str, str]) -> dict[str, object]:
@@ -159,7 +221,7 @@ def _initialize(
         f"have started (launched by {kind}). See the output of the others; raise the key if they "
         f"only start slowly."
     )
-    alarm = threading.Timer(timeout_s, end_process, (LostPeerError.exit_code, line))
+    alarm = threading.Timer(timeout_s, watch.end_process, (LostPeerError.exit_code, line))
     alarm.daemon = True
     alarm.start()
     try:

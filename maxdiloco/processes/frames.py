@@ -1,10 +1,15 @@
-"""Messages of bytes as frames on a connection: see channel.py, which sends and receives them."""
+"""Messages of bytes as frames, and one TCP connection that carries them: see channel.py."""
 
+import contextlib
 import json
+import socket
 import struct
+import sys
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from maxdiloco import json_text
@@ -25,6 +30,9 @@ _HEADER = struct.Struct("!BIQQI")
 _CHECKSUM = struct.Struct("!I")
 HEADER_BYTES = _HEADER.size + _CHECKSUM.size
 _TOTAL = struct.Struct("!Q")
+# Linux, include/uapi/asm-generic/socket.h; Python has no name for it. All ones: no pacing.
+_SO_MAX_PACING_RATE = 47
+_UNPACED = (1 << 64) - 1
 
 
 class BrokenError(ConnectionError):
@@ -77,7 +85,6 @@ class Outgoing:
     """Frames to send, in order, and those that are sent and not acknowledged."""
 
     def __init__(self) -> None:
-        self.payload = 0  # bytes of the messages, in frames made so far
         self._messages: deque[Iterator[tuple[int, list, int]]] = deque()
         self._goodbye: Iterator[tuple[int, list, int]] = iter(())
         self._kept: list[Frame] = []  # numbered, not acknowledged
@@ -152,7 +159,6 @@ class Outgoing:
         self._said = piece[0] == GOODBYE
         self._number += 1
         self._kept.append(Frame(self._number, *piece))
-        self.payload += piece[2] if piece[0] == DATA else 0
         return True
 
 
@@ -227,3 +233,98 @@ def _begin(body: bytes) -> tuple[Key, int]:
     if not isinstance(key, list) or not all(isinstance(part, str | int) for part in key):
         raise BrokenError("a message began with no key")
     return tuple(key), total
+
+
+@dataclass
+class Meter:
+    """How often a peer was reached, and how long it has been silent since, in seconds."""
+
+    connections: int = 0
+    silence_s: float = 0.0
+
+    def count(self, since: float, most_s: float) -> float:
+        """Add a silence, and return the time [monotonic].
+
+        most_s: what is longer was a time in which this process did not run.
+        """
+        now = time.monotonic()
+        self.silence_s += min(now - since, most_s)
+        return now
+
+
+class Connection:
+    """A socket with an owner for each direction: one thread reads, another one writes.
+
+    beat_s: between two looks at whether it is silent. quiet_s: of silence that break it.
+    """
+
+    def __init__(
+        self, connection: socket.socket, meter: Meter, *, beat_s: float, quiet_s: float
+    ) -> None:
+        self.socket, self._meter, self._beat_s, self._quiet_s = connection, meter, beat_s, quiet_s
+        self._patience_s = meter.silence_s + quiet_s
+
+    def prepare(self) -> None:
+        """Set the socket up. Raises OSError when it has ended meanwhile."""
+        self.socket.settimeout(self._beat_s)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def read(self, incoming: Incoming) -> tuple[Header, memoryview]:
+        """The next frame. Raises OSError when the connection has broken."""
+        data = bytearray(HEADER_BYTES)
+        self._fill(memoryview(data))
+        header = unpack(data)
+        body = incoming.space(header)
+        self._fill(body)
+        check(header, body)
+        return header, body
+
+    def write(self, batch: Sequence[Frame], arrived: int) -> None:
+        """Send  arrived: see pack. Raises OSError once someone has shut the connection."""
+        views = []
+        for frame in batch:
+            views += [memoryview(pack(frame, arrived)), *frame.views]
+        while views:
+            try:
+                count = self.socket.sendmsg(views)
+            except TimeoutError:
+                continue  # whether the link is dead is for the reader to judge
+            while views and count >= len(views[0]):
+                count -= len(views.pop(0))
+            if count:
+                views[0] = views[0][count:]
+
+    def shut(self, how: int = socket.SHUT_RDWR) -> None:
+        """End one or both directions, and wake the threads that wait for them."""
+        with contextlib.suppress(OSError):  # it has ended by itself
+            self.socket.shutdown(how)
+
+    def _fill(self, view: memoryview) -> None:
+        meter, most_s = self._meter, 2 * self._beat_s
+        started = time.monotonic()
+        while view:
+            try:
+                count = self.socket.recv_into(view)
+            except TimeoutError:
+                started = meter.count(started, most_s)
+                if meter.silence_s > self._patience_s:
+                    raise BrokenError(f"it was silent for {meter.silence_s:.1f} s") from None
+                continue
+            if not count:
+                raise BrokenError("it closed the connection")
+            started = meter.count(started, most_s)
+            meter.silence_s, self._patience_s = 0.0, self._quiet_s
+            view = view[count:]
+
+
+def set_pace(connection: socket.socket, bytes_per_second: int | None) -> bool:
+    """Let the kernel spread what is sent; None: no limit. False where the kernel cannot."""
+    if sys.platform != "linux":
+        return False
+    rate = _UNPACED if bytes_per_second is None else bytes_per_second
+    value = rate.to_bytes(8, sys.byteorder)
+    try:
+        connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, value)
+    except OSError:
+        return False
+    return True

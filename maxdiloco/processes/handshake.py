@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.processes.threads import ReportingThread
+from maxdiloco.processes.threads import reporting_thread
 
 VERSION = 1  # of all that the processes of a run say to each other over these connections
 _MAGIC = b"mxdiloco"
@@ -165,7 +165,7 @@ class Acceptor:
     def start(self) -> None:
         """Begin to answer."""
         self._stopping, self._stopped = socket.socketpair()
-        self._thread = ReportingThread("maxdiloco-accept", self._run, self.fail)
+        self._thread = reporting_thread("maxdiloco-accept", self._run, self.fail)
 
     def stop(self) -> None:
         """Answer no more."""

@@ -3,11 +3,9 @@
 Two streams to a peer, as channel.py describes them, each a TCP connection of its own: one for bulk,
 which may be paced, one for rows. In one connection a row would stand behind what the kernel has
 already taken of the bulk: with 200 KB/s and a buffer of some megabytes that is tens of seconds.
-Beside the bulk it waits only for the queue of the link itself, which pacing keeps short.
 
 The process with the higher number dials: process 0, whose host is the coordinator's and so in reach
-of every other host, needs to reach no one, and host 1 of two may stay behind a firewall.
-Nothing here knows JAX.
+of every other host, needs to reach no one, and host 1 of two may stay behind a firewall. No JAX.
 """
 
 import functools
@@ -17,14 +15,12 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from maxdiloco import json_text
 from maxdiloco.errors import LostPeerError
 from maxdiloco.processes import handshake
 from maxdiloco.processes.channel import REMEDY, Channel
-from maxdiloco.processes.connection import set_pace
-from maxdiloco.processes.frames import Key
+from maxdiloco.processes.frames import Key, set_pace
 
 Address = tuple[str, int]  # host and port
 
@@ -34,24 +30,8 @@ BULK, ROWS = 0, 1  # numbers of the channels
 _LEAST_SECRET = 16  # bytes, our choice
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """What has gone to and from a peer so far, in bytes and seconds."""
-
-    payload_sent: int  # handed to the kernel once
-    payload_received: int
-    wire_sent: int  # with headers, signs of life, and what was sent again
-    wire_received: int
-    broken: int  # connections that were made anew
-    silence_s: float  # since it was last heard
-    longest_silence_s: float
-
-
 def listen(host: str = "", port: int = 0) -> socket.socket:
-    """A listening socket. host: of the interface, "" for all of them; port: 0 for any free one.
-
-    Raises OSError when the address cannot be used.
-    """
+    """A listening socket. host: of the interface, "" for all; port: 0 for any. Raises OSError."""
     if host:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)
@@ -82,20 +62,20 @@ def exchange_addresses(
     somebody else has written to the store.
     """
     put(f"maxdiloco/links/{rank}", json.dumps(mine))
-    return {peer: _address(peer, get(f"maxdiloco/links/{peer}")) for peer in peers}
-
-
-def _address(peer: int, text: str) -> Address:
-    try:
-        host, port = json_text.parse(text)
-    except (ValueError, TypeError):
-        host = port = None
-    if not isinstance(host, str) or not isinstance(port, int):
-        raise LostPeerError(
-            f"JAX's key-value store holds no address of process {peer}, but {text[:60]!r}. "
-            f"{OTHERS_WRITE}"
-        )
-    return host, port
+    addresses = {}
+    for peer in peers:
+        text = get(f"maxdiloco/links/{peer}")
+        try:
+            host, port = json_text.parse(text)
+        except (ValueError, TypeError):
+            host = port = None
+        if not isinstance(host, str) or not isinstance(port, int):
+            raise LostPeerError(
+                f"JAX's key-value store holds no address of process {peer}, but {text[:60]!r}. "
+                f"{OTHERS_WRITE}"
+            )
+        addresses[peer] = host, port
+    return addresses
 
 
 class Links:
@@ -108,7 +88,7 @@ class Links:
     timeout_s: a peer that is silent for longer, or cannot be reached again, is lost.
 
     Once a peer is lost, has left with a reason, is of another run, or a thread has ended with any
-    error, every pending and later call but close() and traffic() raises that error.
+    error, every pending and later call but close() and received_bytes() raises that error.
     """
 
     def __init__(
@@ -164,9 +144,8 @@ class Links:
     def send(self, peer: int, key: Key, data: Sequence[object]) -> None:
         """Send buffers (bytes, memoryviews, arrays ...) as one message of bulk; never waits.
 
-        The buffers are not copied and must not change any more. They are kept until the peer has
-        all of it: the caller's schedule bounds how much that is. What a peer that has left without
-        a reason is sent goes nowhere.
+        The buffers are not copied and must not change any more: they are kept until the peer has
+        all of it. What is sent to a peer that has left without a reason goes nowhere.
         Raises LostPeerError and the like; TypeError for what is no contiguous buffer or no key.
         """
         self._send(peer, BULK, key, data)
@@ -190,7 +169,7 @@ class Links:
         place = peer, key
         with self._changed:
             in_time = self._changed.wait_for(
-                lambda: self._failure or place in self._messages or not self._may_send(peer),
+                lambda: self._failure or place in self._messages or not self._stays(peer),
                 deadline - time.monotonic(),
             )
             self._raise_failure()
@@ -214,13 +193,10 @@ class Links:
                 channel.pace(rate)
         return self._paces
 
-    def traffic(self) -> dict[int, Traffic]:
-        """The counters of each peer."""
-        return {peer: self._traffic(peer) for peer in self._addresses}
-
     def received_bytes(self, peer: int) -> int:
         """Bytes of messages, parts included, that have come from a peer so far."""
-        return self._traffic(peer).payload_received
+        channels = [channel for (other, _), channel in self._channels.items() if other == peer]
+        return sum(channel.incoming.payload for channel in channels)
 
     def close(self, within_s: float, why: str | None = None) -> bool:
         """Send what is queued, say goodbye and end all threads. Again: nothing happens.
@@ -243,15 +219,13 @@ class Links:
         self._fail(RuntimeError("these links are closed"))
         return self._told
 
-    # -- for the threads --------------------------------------------------------------------------
-
     def _channel(self, peer: int, number: int, fingerprint: str, timeout_s: float) -> Channel:
         return Channel(
             self._name(peer),
             fingerprint,
             timeout_s=timeout_s,
             dial=functools.partial(self._dial, peer, number) if peer < self._rank else None,
-            met=self._wake,
+            met=self._notify,
             deliver=functools.partial(self._deliver, peer),
             left=functools.partial(self._leave, peer, number),
             fail=self._fail,
@@ -262,7 +236,7 @@ class Links:
         address = self._addresses[peer]
         return handshake.dial(address, self._secret, mine, connect_s=limit_s, answer_s=limit_s)
 
-    def _wake(self) -> None:
+    def _notify(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
@@ -283,8 +257,6 @@ class Links:
             self._failure = self._failure or error
             self._changed.notify_all()
 
-    # -- inside -----------------------------------------------------------------------------------
-
     def _send(self, peer: int, number: int, key: Key, data: Sequence[object]) -> None:
         with self._changed:
             self._raise_failure()
@@ -298,19 +270,5 @@ class Links:
         host, port = self._addresses[peer]
         return f"process {peer} at {host} port {port}"
 
-    def _may_send(self, peer: int) -> bool:
+    def _stays(self, peer: int) -> bool:
         return any((peer, number) in self._staying for number in (BULK, ROWS))
-
-    def _traffic(self, peer: int) -> Traffic:
-        numbers = [number for number in (BULK, ROWS) if (peer, number) in self._channels]
-        channels = [self._channels[peer, number] for number in numbers]
-        meters = [channel.meter for channel in channels]
-        return Traffic(
-            payload_sent=sum(channel.outgoing.payload for channel in channels),
-            payload_received=sum(channel.incoming.payload for channel in channels),
-            wire_sent=sum(meter.wire_sent for meter in meters),
-            wire_received=sum(meter.wire_received for meter in meters),
-            broken=sum(max(0, meter.connections - 1) for meter in meters),
-            silence_s=max((meter.silence_s for meter in meters), default=0.0),
-            longest_silence_s=max((meter.longest_silence_s for meter in meters), default=0.0),
-        )

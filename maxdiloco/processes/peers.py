@@ -1,10 +1,17 @@
-"""How the processes of a run connect for the watch, and how each of them leaves."""
+"""How the processes of a run connect for the watch, and how each of them leaves.
+
+A connection to process 0 begins with the proofs of handshake.py, and process 0 says that it has
+taken it.
+"""
 
 import contextlib
 import functools
 import json
 import os
+import secrets
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
@@ -23,13 +30,19 @@ from maxdiloco.errors import (
     Preempted,
     SaveError,
 )
-from maxdiloco.processes import coordination, links, star
+from maxdiloco.processes import coordination, handshake, links
 from maxdiloco.processes.coordination import Job
-from maxdiloco.processes.watch import Watch
+from maxdiloco.processes.handshake import Hello
+from maxdiloco.processes.watch import Link, Watch
 
-CAUSE_S = 3.0  # an error of the main thread waits this long for a loss that may have caused it [s]
 KEY = "maxdiloco/watch"
-LAST_PORT = 65535
+CHANNEL = 2  # of the hello: beside BULK and ROWS of links.py
+TAKEN = b"taken"  # what process 0 says once a link is the one of its process
+# In seconds, our choice.
+CAUSE_S = 3.0  # an error of the main thread waits this long for a loss that may have caused it
+TRY_S = 10.0  # for one try to connect
+MOST_PAUSE_S = 2.0  # between two of them
+REACHABLE = "let the hosts open TCP connections to each other."
 
 # Errors that no lost peer causes. It can cause a CheckpointError.
 OWN_ERRORS = (
@@ -49,7 +62,12 @@ def watched(
     thread is over; with the line of the watch instead where a lost peer caused the error.
     peer_port, next_port: see _listen. timeout_s: to connect. silence_s: see Watch.
     """
-    watch = _start_watch(job, peer_port, next_port, timeout_s=timeout_s, silence_s=silence_s)
+    try:
+        connected = _connect(job, peer_port, next_port, timeout_s=timeout_s)
+    except (ConfigError, LostPeerError) as error:
+        Watch(job.process_id, [], silence_s=silence_s).leave(error.exit_code)
+        raise
+    watch = Watch(job.process_id, connected, silence_s=silence_s)
     with contextlib.ExitStack() as stack:
         stack.push(functools.partial(_leave, watch))
         yield
@@ -63,17 +81,6 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     return error.exit_code if isinstance(error, USER_ERRORS) else CRASHED
-
-
-def _start_watch(
-    job: Job, peer_port: int, next_port: bool, *, timeout_s: float, silence_s: float
-) -> Watch:
-    try:
-        connected = _connect(job, peer_port, next_port, timeout_s=timeout_s)
-    except (ConfigError, LostPeerError) as error:
-        Watch(job.process_id, [], silence_s=silence_s).leave(error.exit_code)
-        raise
-    return Watch(job.process_id, connected, silence_s=silence_s)
 
 
 def _leave(
@@ -97,19 +104,20 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()).rstrip(".")
 
 
-def _connect(job: Job, peer_port: int, next_port: bool, *, timeout_s: float) -> list[star.Link]:
+def _connect(job: Job, peer_port: int, next_port: bool, *, timeout_s: float) -> list[Link]:
     """Links to the peers; process 0 gives its port and secret by JAX's key-value store."""
     address, coordinator_port = coordination.address()
     if job.process_id == 0:
         try:
-            listener, secret = _listen(peer_port, coordinator_port + 1 if next_port else 0)
+            listener = _listen(peer_port, coordinator_port + 1 if next_port else 0)
         except ConfigError as error:
             coordination.put(KEY, json.dumps({"problem": str(error)}))
             _wait_until_read()
             raise
-        place = {"port": listener.getsockname()[1], "secret": secret, "host": socket.gethostname()}
+        port, secret = listener.getsockname()[1], secrets.token_hex(32)
+        place = {"port": port, "secret": secret, "host": socket.gethostname()}
         coordination.put(KEY, json.dumps(place))
-        return star.gather(listener, secret, job.num_processes, timeout_s=timeout_s)
+        return gather(listener, secret, job.num_processes, timeout_s=timeout_s)
     try:
         text = coordination.get(KEY, timeout_s=timeout_s)
     except jax.errors.JaxRuntimeError as error:
@@ -122,7 +130,7 @@ def _connect(job: Job, peer_port: int, next_port: bool, *, timeout_s: float) -> 
         _wait_until_read()
         line = f"process 0 at {address} has ended: {place['problem']}"
         raise LostPeerError(line, ConfigError.exit_code)
-    return star.join(address, **place, process_id=job.process_id, timeout_s=timeout_s)
+    return join(address, **place, process_id=job.process_id, timeout_s=timeout_s)
 
 
 def _place(text: str, address: str) -> dict[str, Any]:
@@ -140,26 +148,126 @@ def _place(text: str, address: str) -> dict[str, Any]:
     return place
 
 
-def _listen(peer_port: int, next_port: int) -> tuple[socket.socket, str]:
-    """What star.listen returns: on peer_port, else on next_port, else on any free port.
+def _listen(peer_port: int, next_port: int) -> socket.socket:
+    """A listener on peer_port, else on next_port, else on any free port.
 
     Each may be 0 for none. Raises ConfigError when peer_port is taken; next_port may be.
     """
     if peer_port:
         try:
-            return star.listen(peer_port)
+            return links.listen(port=peer_port)
         except OSError as error:
             raise ConfigError(
                 f"peer_port={peer_port} cannot be used on {socket.gethostname()}: "
                 f"{os.strerror(error.errno)}. Name a free port, or leave peer_port=0 to take one."
             ) from error
-    if 0 < next_port <= LAST_PORT:
-        with contextlib.suppress(OSError):
-            return star.listen(next_port)
-    return star.listen()
+    with contextlib.suppress(OSError, OverflowError):  # that of a port above 65535
+        return links.listen(port=next_port)
+    return links.listen()
 
 
 def _wait_until_read() -> None:
     """Wait until every process has read why process 0 ends: JAX's store ends with it."""
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # a lost process has nothing to read
         coordination.barrier("maxdiloco/watch_read", timeout_s=CAUSE_S)
+
+
+def gather(
+    listener: socket.socket, secret: str, num_processes: int, *, timeout_s: float
+) -> list[Link]:
+    """Process 0: wait for all other processes, then close the listener. Strangers are refused.
+
+    A second connection of a process is refused, too, while its first one stands.
+    Raises LostPeerError naming the processes that did not come within timeout_s, MismatchError.
+    """
+    came: dict[int, Link] = {}
+    errors: list[BaseException] = []
+    over = threading.Event()
+
+    def admit(hello: Hello, connection: socket.socket) -> None:
+        if hello.source in came and not _has_closed(came[hello.source].socket):
+            connection.close()
+            return
+        came[hello.source] = Link(connection, hello.source)
+        with contextlib.suppress(OSError):  # gone again: the next one takes its place
+            connection.sendall(TAKEN)  # the buffer of a new socket has room for it
+        if len(came) == num_processes - 1:
+            over.set()
+
+    def fail(error: BaseException) -> None:
+        errors.append(error)
+        over.set()
+
+    expected = [(process, CHANNEL) for process in range(1, num_processes)]
+    acceptor = handshake.Acceptor(
+        *(0, secret.encode(), listener, expected, admit),
+        complain=lambda hello, problem: None,  # a process of the run tries again
+        fail=fail,
+    )
+    acceptor.start()
+    over.wait(timeout_s)
+    acceptor.stop()
+    if errors:
+        raise errors[0]
+    if missing := sorted({process for process, _ in expected} - came.keys()):
+        raise LostPeerError(
+            f"processes {missing} did not reach process 0 on {socket.gethostname()} within "
+            f"{timeout_s:g} s (the lesser of jax_distributed_initialization_timeout and "
+            f"peer_timeout_seconds). See the end of their own output, and {REACHABLE}"
+        )
+    return list(came.values())
+
+
+def _has_closed(connection: socket.socket) -> bool:
+    """Whether the peer has ended a connection on which it has sent nothing; never waits."""
+    connection.setblocking(False)
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def join(
+    address: str, port: int, secret: str, host: str, process_id: int, *, timeout_s: float
+) -> list[Link]:
+    """Every other process: connect to process 0. Raises LostPeerError if it cannot be reached.
+
+    address: of process 0. host: its name for messages. Tries again until timeout_s where process 0
+    has sent it away among many. Raises MismatchError for another version.
+    """
+    limit = time.monotonic() + timeout_s
+    failures = 0
+    while True:
+        try:
+            connection = _dial((address, port), secret, process_id, limit)
+            break
+        except OSError as error:
+            pause_s = handshake.pause_s(failures, MOST_PAUSE_S)
+            again = isinstance(error, handshake.RefusedError | ConnectionResetError | TimeoutError)
+            if not again or time.monotonic() + pause_s > limit:
+                raise LostPeerError(
+                    f"process {process_id} cannot reach process 0 at {address} port {port}: "
+                    f"{error}. See the end of the output of process 0, and {REACHABLE}"
+                ) from error
+        time.sleep(pause_s)
+        failures += 1
+    link = Link(connection, 0, host)
+    link.send(host=socket.gethostname())
+    return [link]
+
+
+def _dial(address: tuple[str, int], secret: str, process_id: int, limit: float) -> socket.socket:
+    """A connection that process 0 has taken. Raises OSError, MismatchError."""
+    try_s = max(0.0, min(TRY_S, limit - time.monotonic()))
+    mine = handshake.hello(process_id, 0, CHANNEL)
+    connection = handshake.dial(
+        address, secret.encode(), mine, connect_s=try_s, answer_s=try_s
+    )
+    with contextlib.ExitStack() as stack:
+        stack.callback(connection.close)
+        if handshake.receive(connection, len(TAKEN), time.monotonic() + try_s) != TAKEN:
+            raise handshake.RefusedError("it has not taken the connection")
+        stack.pop_all()
+    return connection

@@ -2,40 +2,91 @@
 
 JAX alone aborts the others in C++: without our exit code, without a name, and after a killed
 process other than 0 only at its heartbeat timeout. Here a closed connection counts as a loss at
-once and a silent one after `silence_s`; process 0 tells the others. No JAX here.
-
-It is not one mechanism with links.py, which would not be simpler. A link makes a closed connection
-anew until the timeout and raises in the main thread; the watch has to take it for a killed process
-at once, also while JAX compiles, ends a process that hangs inside a collective, and says who ended
-with which code and why. The watch runs before the processes have compared their keys, which a link
-does first.
+once, also while JAX compiles or hangs inside a collective, and a silent one after `silence_s`;
+process 0 tells the others. (A stream of links.py is made anew instead, until the timeout.) The
+connections are a star: one from every process to process 0. A message is a line of JSON. No JAX.
 """
 
+import contextlib
+import ctypes
+import json
 import math
 import os
 import selectors
+import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from maxdiloco import json_text
 from maxdiloco.errors import SHARED_CODES, LostPeerError, Preempted
 from maxdiloco.processes import output
-from maxdiloco.processes.star import Link
 
 # All in seconds, all our choice.
 BEAT_S = 0.5  # between two signs of life
 PATIENCE_S = 1.0  # for the main thread, in which a loss may raise an error, to clean up
 GRACE_S = 5.0  # for a process to end by itself after a peer has ended with an error
 LINGER_S = 60.0  # process 0 stays this long for peers that are still saving
-WHY_CHARS = 4000  # of an error, for the peers: escaped, the message stays below star.LINE_BYTES
+LINE_BYTES = 1 << 16  # of a message, at most
+WHY_CHARS = 4000  # of an error, for the peers: escaped, the message stays below LINE_BYTES
 
 THREAD = "maxdiloco-watch"
 SEE_OUTPUT = "See the end of its own output."
 RESUME = "Start the run again with the same run_name: it resumes from the last checkpoint."
-# Nothing keeps JAX's stack from the output: see aborts.py.
+# Nothing keeps JAX's stack from the output: see delay_aborts.
 STACK = "JAX ends with its process and prints a stack, which says no more; then comes the reason."
+
+
+@dataclass
+class Link:
+    """The connection to one peer."""
+
+    socket: socket.socket
+    peer: int = 0  # process id
+    host: str = ""  # process 0 learns it by the first message
+    heard: float = field(default_factory=time.monotonic)  # when its last message came
+    ended: bool = False  # it has said that it ends
+    buffer: bytes = b""
+
+    def name(self) -> str:
+        """The peer in words, for messages."""
+        return f"process {self.peer} on {self.host}" if self.host else f"process {self.peer}"
+
+    def send(self, **message: object) -> None:
+        """Send a message to a peer that has not ended; one that is gone is noticed by a read."""
+        if not self.ended:
+            with contextlib.suppress(OSError):
+                self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def messages(self) -> Iterator[dict]:
+        """What has arrived. Waits until something does.
+
+        Raises ConnectionError with the reason when the connection is over, TimeoutError.
+        """
+        try:
+            data = self.socket.recv(65536)
+        except TimeoutError:
+            raise
+        except OSError:
+            data = b""
+        self.heard = time.monotonic()
+        self.buffer += data
+        while b"\n" in self.buffer:
+            line, _, self.buffer = self.buffer.partition(b"\n")
+            try:
+                message = json_text.parse(line)
+            except ValueError:
+                message = None
+            if not isinstance(message, dict):  # a sender that gave up half-way wrote it
+                raise ConnectionError("a message from it was cut off")
+            yield message
+        if len(self.buffer) > LINE_BYTES:
+            raise ConnectionError(f"a message from it is longer than {LINE_BYTES} bytes")
+        if not data:
+            raise ConnectionError("its connection closed without a word")
 
 
 class Loss(NamedTuple):
@@ -52,6 +103,20 @@ def end_process(exit_code: int, line: str | None) -> None:
         output.say_error(f"{LostPeerError.__name__}: {line}")
     output.finish()
     os._exit(exit_code)
+
+
+def delay_aborts() -> None:
+    """Make an abort of this process wait for 6 s, so that the watch ends the process first.
+
+    When process 0 dies, a C++ thread of JAX in every other process logs a stack and calls abort()
+    after 0.1 to 0.4 s: exit code 134, and no name. No timeout of JAX postpones it, and nothing
+    turns the stack off (benchmarks/log/2026-11-24.md). The handler of SIGABRT is therefore libc's
+    `sleep`: called with the signal's number, 6, it takes it for seconds, and needs no GIL.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    libc.signal.restype = ctypes.c_void_p
+    libc.signal(int(signal.SIGABRT), ctypes.cast(libc.sleep, ctypes.c_void_p))
 
 
 class Watch:
@@ -71,11 +136,8 @@ class Watch:
         end: Callable[[int, str | None], None] = end_process,
         main: threading.Thread | None = None,
     ) -> None:
-        self._process_id = process_id
-        self._links = links
-        self._silence_s = silence_s
-        self._end = end
-        self._main = main or threading.main_thread()
+        self._process_id, self._links, self._silence_s = process_id, links, silence_s
+        self._end, self._main = end, main or threading.main_thread()
         self._loss: Loss | None = None
         self._lost = threading.Event()  # there is a loss
         self._due = math.inf  # when it ends the process
@@ -95,10 +157,7 @@ class Watch:
             self._thread.join()
 
     def leave(self, exit_code: int, why: str | None = None) -> None:
-        """Tell the peers that this process ends, and end it after the main thread.
-
-        why: the error in one line, for the peers to print.
-        """
+        """Tell the peers that this process ends, and why, and end it after the main thread."""
         self._goodbye = exit_code, why and why[:WHY_CHARS]
 
     def close(self) -> None:
@@ -113,7 +172,8 @@ class Watch:
             begun = time.monotonic()
             self._receive()
             if begun - beaten >= BEAT_S:
-                self._send_all(beat=True)
+                for link in self._links:
+                    link.send(beat=True)
                 beaten = begun
             self._check_silence(begun)
         if self._goodbye is not None:
@@ -161,9 +221,9 @@ class Watch:
         self._lose(Loss(line, LostPeerError.exit_code, PATIENCE_S), link)
 
     def _lose(self, loss: Loss, lost: Link | None = None) -> None:
-        """Note the first loss, and send it to the peers: through process 0 all learn of it.
+        """Note the first loss and send it to the peers: by process 0 all learn of it.
 
-        lost: the link of the lost peer. If that one is there, it learns who has lost it.
+        lost: the link of the lost peer, which, if it is there, learns who has lost it.
         """
         if self._loss is not None:
             return
@@ -171,15 +231,15 @@ class Watch:
         self._lost.set()
         for link in self._links:
             who = f"{self._me()} says: " if link is lost else ""
-            if not link.ended:
-                link.send(loss=loss._replace(line=who + loss.line))
+            link.send(loss=loss._replace(line=who + loss.line))
 
     def _say_goodbye(self, exit_code: int, why: str | None) -> None:
         """End the process after its main thread, and process 0 after its peers.
 
         JAX aborts them as soon as process 0 is gone.
         """
-        self._send_all(end=exit_code, loss=self._loss_of_peers(exit_code, why))
+        for link in self._links:
+            link.send(end=exit_code, loss=self._loss_of_peers(exit_code, why))
         if self._closing:
             return
         begun = time.monotonic()
@@ -204,8 +264,3 @@ class Watch:
     def _me(self) -> str:
         """This process in words, for messages of the peers."""
         return f"process {self._process_id} on {socket.gethostname()}"
-
-    def _send_all(self, **message: object) -> None:
-        for link in self._links:
-            if not link.ended:
-                link.send(**message)

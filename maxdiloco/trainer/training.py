@@ -30,10 +30,10 @@ from maxdiloco.models import on_mesh
 from maxdiloco.models.transformer import count_parameters
 from maxdiloco.parallel import feeding, job
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.processes import run_links
+from maxdiloco.processes import distributed
 from maxdiloco.processes.agree import from_first_process, in_any_process
 from maxdiloco.processes.links import Links
-from maxdiloco.processes.preemption import Preemption
+from maxdiloco.processes.signals import Preemption
 from maxdiloco.storage.run_folder import RunFolder, locate, open_run_folder
 from maxdiloco.trainer import (
     assemble,
@@ -237,8 +237,8 @@ def _open_writer(
 def _open_links(cfg: Config, mesh: jax.sharding.Mesh) -> AbstractContextManager[Links | None]:
     if jax.process_count() == 1:
         return nullcontext()
-    return run_links.opened(
-        port=cfg.exchange_port,
+    return distributed.linked(
+        peer_port=cfg.peer_port,
         interface=cfg.exchange_interface,
         fingerprint=f"{cfg.diloco_exchange_dtype} {dict(mesh.shape)}",
         timeout_s=cfg.peer_timeout_seconds,

@@ -16,7 +16,7 @@ import streaming
 
 from maxdiloco.command_line import guarded
 from maxdiloco.errors import NumericsError
-from maxdiloco.processes import distributed, run_links
+from maxdiloco.processes import distributed
 
 
 @guarded
@@ -27,8 +27,8 @@ def main(argv):
     with distributed.processes(os.environ, timeout_s=200, peer_timeout_s=100):
         if not cases:
             raise [stopped(mode) for mode in streaming.STOPS][-1]
-        where = dict(port=0, interface="", fingerprint="test", timeout_s=100)
-        with run_links.opened(**where) as links:
+        where = dict(peer_port=0, interface="", fingerprint="test", timeout_s=100)
+        with distributed.linked(**where) as links:
             for case in cases:
                 compared(int(slots), int(replicas), links, *case.split(":"))
     return 0
@@ -44,8 +44,8 @@ def compared(slots, replicas, links, mode, wire, memory="device"):
         found[carrier] = list(map(streaming.digests, streaming.steps(algorithm, first)))
         algorithm.close()
     assert found["host"] == found["program"], (mode, wire)
-    sent = sum(traffic.payload_sent for traffic in links.traffic().values())
-    print(f"equal {mode} {wire} {memory}: {sent} bytes sent", flush=True)
+    count = sum(links.received_bytes(peer) for peer in range(jax.process_count()))
+    print(f"equal {mode} {wire} {memory}: {count} bytes received", flush=True)
 
 
 def stopped(mode):

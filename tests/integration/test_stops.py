@@ -25,7 +25,7 @@ from maxdiloco.errors import NumericsError
 from maxdiloco.flags import config
 from maxdiloco.metrics import history
 from maxdiloco.metrics.monitor import Monitor
-from maxdiloco.processes.preemption import Preemption
+from maxdiloco.processes.signals import Preemption
 from maxdiloco.storage.run_folder import RunFolder
 from maxdiloco.trainer import training
 

@@ -196,7 +196,7 @@ def test_several_processes_exchange_the_bits_that_programs_do(
         lines = [line for line in text.splitlines() if line.startswith("equal ")]
         for line, case in zip(lines, cases, strict=True):
             assert line.startswith(f"equal {case.replace(':', ' ')}")
-            assert not line.endswith(": 0 bytes sent")
+            assert not line.endswith(": 0 bytes received")
 
 
 @pytest.mark.full

@@ -145,6 +145,17 @@ class Network(contextlib.ExitStack):
         return zero, one, self.proxies[0]
 
 
+def broken(side, peer):
+    """How often connections to a peer were made anew."""
+    streams = [stream for (other, _), stream in side._channels.items() if other == peer]
+    return sum(max(0, stream.meter.connections - 1) for stream in streams)
+
+
+def silence_s(side):
+    """The longest that a stream is silent now."""
+    return max(stream.meter.silence_s for stream in side._channels.values())
+
+
 def close_all(made):
     """As processes do, at the same time."""
     return together(*(lambda each=each: each.close(0.5) for each in made))

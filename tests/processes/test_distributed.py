@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from maxdiloco.errors import ConfigError, LostPeerError
-from maxdiloco.processes import aborts, distributed
+from maxdiloco.processes import distributed, watch
 from maxdiloco.processes.coordination import Job
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "a,b"}
@@ -56,7 +56,7 @@ def test_a_tpu_host_without_a_cluster_is_one_process(monkeypatch):
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr(jax.distributed, "initialize", finds_none)
-    monkeypatch.setattr(aborts, "delay", lambda: None)
+    monkeypatch.setattr(watch, "delay_aborts", lambda: None)
     monkeypatch.setattr(distributed, "launcher", lambda environ, on_tpu: distributed.TPU)
     with distributed.processes({}, timeout_s=1, peer_timeout_s=1) as job:
         assert job == Job(0, 1)

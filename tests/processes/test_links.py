@@ -12,10 +12,10 @@ import link_tools
 import ml_dtypes
 import numpy as np
 import pytest
-from link_tools import WAIT_S, close_all, later, soon, together, until
+from link_tools import WAIT_S, broken, close_all, later, soon, together, until
 
 from maxdiloco.errors import LostPeerError
-from maxdiloco.processes import channel, connection, frames, handshake, links
+from maxdiloco.processes import channel, frames, handshake, links
 
 
 def test_streams_are_made_where_both_sides_name_them(network):
@@ -51,7 +51,7 @@ def test_the_kernel_paces_bulk_alone_and_new_connections_too(network, monkeypatc
         read = {}
         for (_, number), stream in side._channels.items():
             until(lambda stream=stream: stream._writing is not None)
-            data = stream._writing._socket.getsockopt(socket.SOL_SOCKET, 47, 8)
+            data = stream._writing.socket.getsockopt(socket.SOL_SOCKET, 47, 8)
             read[number] = int.from_bytes(data, sys.byteorder)
         return read
 
@@ -60,11 +60,11 @@ def test_the_kernel_paces_bulk_alone_and_new_connections_too(network, monkeypatc
     assert zero.pace(2e5)
     assert paces(zero) == {links.BULK: 200_000, links.ROWS: off}
     proxy.fault = "end", 1
-    until(lambda: zero.traffic()[1].broken)
+    until(lambda: broken(zero, 1))
     assert paces(zero) == {links.BULK: 200_000, links.ROWS: off}
     assert zero.pace(None)
     assert paces(zero) == {links.BULK: off, links.ROWS: off}
-    monkeypatch.setattr(connection, "_SO_MAX_PACING_RATE", 9999)
+    monkeypatch.setattr(frames, "_SO_MAX_PACING_RATE", 9999)
     zero, _, _ = network.pair()
     assert zero.pace(100_000) is False
     assert paces(zero)[links.BULK] == off
@@ -148,7 +148,7 @@ def test_no_thread_and_no_descriptor_is_left():
             stranger = socket.create_connection(proxy.target)
             proxy.fault = "end", 1
             zero.send(1, (0, 1), [b"to break it"])
-            until(lambda zero=zero: zero.traffic()[1].broken)
+            until(lambda zero=zero: broken(zero, 1))
             one.send(0, (0, 1), [bytes(100_000)])
             zero.receive(1, (0, 1), soon())
             assert threading.active_count() > threads and count()[1] > descriptors

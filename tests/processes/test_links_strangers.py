@@ -10,7 +10,8 @@ import pytest
 from link_tools import SECRET, WAIT_S, Proxy, later, soon, together, until
 
 from maxdiloco.errors import LostPeerError
-from maxdiloco.processes import handshake, links, star
+from maxdiloco.processes import handshake, links, peers
+from maxdiloco.processes.watch import Link
 
 HELLO_BYTES = 51
 PROOF_BYTES = 32
@@ -213,11 +214,11 @@ class Star:
     """A listener of process 0 on a host."""
 
     def __init__(self):
-        self.listener, self.secret = star.listen()
+        self.listener, self.secret = links.listen(), "a secret of this run"
         self.port = self.listener.getsockname()[1]
 
     def join(self, process_id, secret=None, timeout_s=WAIT_S):
-        return star.join(
+        return peers.join(
             "localhost", port=self.port, secret=secret or self.secret, host="host-a",
             process_id=process_id, timeout_s=timeout_s,
         )  # fmt: skip
@@ -225,7 +226,7 @@ class Star:
     def gathering(self, count, timeout_s=WAIT_S):
         """A future of the links of process 0."""
         arguments = self.listener, self.secret, count
-        return later(lambda: star.gather(*arguments, timeout_s=timeout_s))
+        return later(lambda: peers.gather(*arguments, timeout_s=timeout_s))
 
 
 @pytest.fixture
@@ -257,7 +258,7 @@ def test_who_does_not_know_the_secret_or_is_no_process_of_the_run_stays_out(zero
 def test_a_second_connection_of_a_process_replaces_only_one_that_has_closed(zero):
     """Who has come says the name of its host, and never sends the secret, only proves it."""
     gathered = zero.gathering(3)
-    star._dial(("localhost", zero.port), zero.secret, 1, time.monotonic() + WAIT_S).close()
+    peers._dial(("localhost", zero.port), zero.secret, 1, time.monotonic() + WAIT_S).close()
     (first,) = zero.join(1)
     with pytest.raises(LostPeerError, match="it closed the connection"):
         zero.join(1, timeout_s=0.3)
@@ -277,7 +278,7 @@ def test_a_second_connection_of_a_process_replaces_only_one_that_has_closed(zero
 
 def test_messages_to_process_0_come_whole_and_in_order_however_they_are_cut():
     ours, theirs = socket.socketpair()
-    link = star.Link(ours)
+    link = Link(ours)
     theirs.sendall(b'{"be')
     threading.Timer(0.2, theirs.sendall, [b'at": true}\n{"e']).start()
     assert [message for _ in range(2) for message in link.messages()] == [{"beat": True}]

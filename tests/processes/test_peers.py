@@ -11,7 +11,7 @@ from link_tools import WAIT_S, together
 
 import maxdiloco
 from maxdiloco.errors import CheckpointError, ConfigError, DataError, LostPeerError
-from maxdiloco.processes import coordination, links, members, peers
+from maxdiloco.processes import coordination, distributed, links, peers
 from maxdiloco.processes.coordination import Job
 
 
@@ -165,12 +165,27 @@ def test_a_peer_port_in_use_ends_every_process_with_2_and_one_line(meet):
     assert str(second) == f"process 0 at 127.0.0.1 has ended: {first}"
 
 
+@pytest.mark.parametrize("process, why", [(2, "Address already in use.*"), (65535, ".*0-65535.")])
+def test_process_i_listens_for_the_exchange_on_the_port_1_plus_i_after_peer_port(
+    store, process, why
+):
+    vars(coordination.distributed.global_state).update(process_id=process, num_processes=3)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        first = other.getsockname()[1] - 3
+        line = f"peer_port={first}: process {process} cannot listen on 127.0.0.1 port "
+        with pytest.raises(ConfigError, match=f"{line}{first + 1 + process}: {why}. Use an"):
+            with distributed.linked(
+                peer_port=first, interface="127.0.0.1", fingerprint="", timeout_s=1
+            ):
+                raise AssertionError
+
+
 def compare(of_each, *, count=None, timeout_s=60):
     """What require_equal raises in each process; None for nothing. count: of processes, all."""
 
     def one(index):
         try:
-            return members.require_equal(
+            return coordination.require_equal(
                 Job(index, count or len(of_each)),
                 of_each[index],
                 difference=lambda groups: f"differ \udcff: {groups}",  # a path that is no text

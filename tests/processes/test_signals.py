@@ -19,9 +19,8 @@ import pytest
 from link_tools import WAIT_S, until
 
 from maxdiloco.processes import output
-from maxdiloco.processes import preemption as preemption_lib
-from maxdiloco.processes.preemption import Preemption
-from maxdiloco.processes.signals import hearing
+from maxdiloco.processes import signals as signals_lib
+from maxdiloco.processes.signals import Preemption, hearing
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -179,7 +178,7 @@ def test_a_signal_that_arrives_twice_is_one_and_a_later_one_ends_the_process(mon
     """A launcher passes on the signal that the terminal has sent to the process already, and may
     send one twice. The next one is meant, whatever the process waits for."""
     ends = queue.Queue()
-    monkeypatch.setattr(preemption_lib, "quit_now", lambda *end: ends.put(end))
+    monkeypatch.setattr(signals_lib, "quit_now", lambda *end: ends.put(end))
 
     def hit_twice():
         with Preemption(lambda line: None) as preemption:
@@ -187,10 +186,10 @@ def test_a_signal_that_arrives_twice_is_one_and_a_later_one_ends_the_process(mon
             until(lambda: preemption.requested(1))
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(preemption_lib, "SAME_PRESS_S", 1000.0)
+    monkeypatch.setattr(signals_lib, "SAME_PRESS_S", 1000.0)
     hit_twice()
     assert ends.empty()  # the context has ended the thread that hears
-    monkeypatch.setattr(preemption_lib, "SAME_PRESS_S", 0.0)
+    monkeypatch.setattr(signals_lib, "SAME_PRESS_S", 0.0)
     hit_twice()
     end = ends.get(timeout=WAIT_S)
     if number == signal.SIGTERM:
@@ -212,7 +211,7 @@ def test_ctrl_c_after_sigterm_does_not_change_why_the_run_stops():
 WAITING = """
 import hashlib, os, sys
 from maxdiloco.processes import distributed
-from maxdiloco.processes.preemption import Preemption
+from maxdiloco.processes.signals import Preemption
 with distributed.processes(os.environ, timeout_s=60, peer_timeout_s=60), Preemption(print) as it:
     print("begun", flush=True)
     step = 0
@@ -231,11 +230,11 @@ def test_a_second_sigterm_ends_one_of_several_that_waits_for_ever(started, free_
     assert [run.stdout.readline() for run in runs] == ["begun\n"] * 2
     runs[1].send_signal(signal.SIGTERM)
     assert [run.stdout.readline() for run in runs] == ["noted\n"] * 2
-    time.sleep(preemption_lib.SAME_PRESS_S)
+    time.sleep(signals_lib.SAME_PRESS_S)
     runs[1].send_signal(signal.SIGTERM)
     _, errors = runs[1].communicate(timeout=20)
     assert runs[1].returncode == 143
-    assert errors.splitlines()[-1] == preemption_lib.SECOND_SIGTERM
+    assert errors.splitlines()[-1] == signals_lib.SECOND_SIGTERM
     assert runs[0].wait(timeout=20) == 5
 
 

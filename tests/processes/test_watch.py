@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from maxdiloco.processes import star, watch
+from maxdiloco.processes import watch
 
 WAIT_S = 20  # far above what anything here takes
 HOST = socket.gethostname()
@@ -35,14 +35,14 @@ class Room:
 
     def leaving(self, bare):
         """The watch of process 1 at the bare end of a link, whose main thread has ended."""
-        return self.guard(1, star.Link(bare, 0, "host-a"), main=over())
+        return self.guard(1, watch.Link(bare, 0, "host-a"), main=over())
 
     def pair(self, peer=1, host="host-b"):
         """A link to a peer, and the peer's bare end of it."""
         ours, theirs = socket.socketpair()
         theirs.settimeout(WAIT_S)
         self._bare.append(theirs)
-        return star.Link(ours, peer, host), theirs
+        return watch.Link(ours, peer, host), theirs
 
     def end(self):
         return self._ends.get(timeout=WAIT_S)
@@ -125,7 +125,7 @@ def test_peers_that_only_beat_are_not_lost(room):
     """The positive control of the silence: two watches face to face for twice silence_s."""
     link, bare = room.pair()
     zero = room.guard(0, link, silence_s=1.0)
-    one = room.guard(1, star.Link(bare, 0, "host-a"), silence_s=1.0)
+    one = room.guard(1, watch.Link(bare, 0, "host-a"), silence_s=1.0)
     zero.end_if_lost(2.0)
     zero.close()
     one.close()
@@ -218,10 +218,10 @@ watch.end_process(5, 'process 1 on host-b is gone')
 """
 ABORT = """
 import ctypes, os, resource, sys, threading, time
-from maxdiloco.processes import aborts
+from maxdiloco.processes import watch
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 if sys.argv[1] == "delayed":
-    aborts.delay()
+    watch.delay_aborts()
 threading.Thread(target=ctypes.CDLL(None).abort).start()  # without the GIL, as in C++
 time.sleep(1.0)
 os._exit(5)
