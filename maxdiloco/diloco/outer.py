@@ -8,7 +8,8 @@ the outer parameters are float32, whatever the replicas compute in.
 # R replicas (M of them): the first dim where there is one; the other dims are any
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -16,7 +17,6 @@ import jax.numpy as jnp
 import optax
 
 MERGES = ("mean", "rda")
-OPTIMIZERS = ("nesterov", "sgd", "adam")
 ADAM_B2 = 0.95  # our choice: a mean over about 20 rounds, each of H inner steps
 # Our choice. An outer gradient is a distance in parameter space, mostly below 0.01. With a small
 # eps Adam moves every parameter by about the outer learning rate, however little the replicas
@@ -172,14 +172,21 @@ def merge(inner_p: Any, outer_p: Any, *, alpha: float) -> Any:
     return jax.tree.map(mix, inner_p, outer_p)
 
 
+# Of (lr, momentum). A momentum of 0 keeps no trace in the state.
+Make = Callable[[float, float], optax.GradientTransformation]
+OPTIMIZERS: Mapping[str, Make] = MappingProxyType({
+    # SGD with Nesterov momentum, m' = b m + g, theta' = theta - lr (g + b m'): the choice of DiLoCo
+    # (arXiv 2311.08105) and its successors.
+    "nesterov": lambda lr, momentum: optax.sgd(lr, momentum=momentum or None, nesterov=True),
+    # Plain (heavy-ball) momentum, theta' = theta - lr m'; lr 1 without it averages the parameters.
+    "sgd": lambda lr, momentum: optax.sgd(lr, momentum=momentum or None),
+    "adam": lambda lr, momentum: optax.adam(lr, b1=momentum, b2=ADAM_B2, eps=ADAM_EPS),
+})  # fmt: skip
+
+
 def outer_optimizer(name: str, *, lr: float, momentum: float) -> optax.GradientTransformation:
     """The outer optimizer by name; no clipping, constant learning rate (arXiv 2503.09799 sec. 3).
 
-    nesterov: SGD with Nesterov momentum, m' = b m + g, theta' = theta - lr (g + b m'), the
-        choice of DiLoCo (arXiv 2311.08105) and its successors.
-    sgd: SGD with plain (heavy-ball) momentum, theta' = theta - lr m'. With momentum 0 it keeps no
-        state; lr 1 then averages the parameters.
-    adam: b1 = momentum, b2 = 0.95, eps = 0.1 (both our choice).
     Raises ValueError for another name, and for a rate or momentum that is not a number or below 0.
     """
     if not (0 <= lr < math.inf and 0 <= momentum < math.inf):
@@ -187,17 +194,12 @@ def outer_optimizer(name: str, *, lr: float, momentum: float) -> optax.GradientT
             f"diloco_outer_lr={lr} and diloco_outer_momentum={momentum} must not be below 0, nan: "
             f"theta would move away from the replicas. flags.outer_rate chooses them for -1."
         )
-    decay = momentum if momentum else None  # None keeps no trace in the state
-    if name == "nesterov":
-        return optax.sgd(lr, momentum=decay, nesterov=True)
-    if name == "sgd":
-        return optax.sgd(lr, momentum=decay)
-    if name == "adam":
-        return optax.adam(lr, b1=momentum, b2=ADAM_B2, eps=ADAM_EPS)
-    raise ValueError(
-        f"diloco_outer_optimizer={name!r} is unknown: it names the rule that applies the mean "
-        f"outer gradient. Use one of {', '.join(OPTIMIZERS)}."
-    )
+    if name not in OPTIMIZERS:
+        raise ValueError(
+            f"diloco_outer_optimizer={name!r} is unknown: it names the rule that applies the mean "
+            f"outer gradient. Use one of {', '.join(OPTIMIZERS)}."
+        )
+    return OPTIMIZERS[name](lr, momentum)
 
 
 def _float32(x: jax.Array) -> jax.Array:

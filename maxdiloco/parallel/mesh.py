@@ -275,6 +275,11 @@ def in_slice_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in mesh.axis_names if axis != "diloco")
 
 
+def devices_of_slice(mesh: Mesh) -> int:
+    """Devices of one slot of `diloco`."""
+    return mesh.size // mesh.shape["diloco"]
+
+
 def describe(mesh: Mesh, cfg: Config) -> str:
     """One line for the start of a run."""
     devices = list(mesh.devices.flat)

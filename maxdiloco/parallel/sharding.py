@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -197,30 +197,37 @@ def optimizer_shardings(
     """NamedSharding of every leaf of `optimizer.init(params)`.
 
     A leaf shaped like a parameter is sharded like it; the rest (step counts) is on every device.
-    Where the optimizer keeps nothing for a parameter, optax's MaskedNode stays.
     params: arrays or ShapeDtypeStructs; shardings: pytree like params.
     """
     replicated = NamedSharding(mesh, P())
     pairs = jax.tree.map(lambda p, s: _ShapeAndSharding(p.shape, s), params, shardings)
-    state = jax.eval_shape(optimizer.init, params)
 
     def sharding_of(leaf, parameter):
-        if _is_masked(leaf):
-            return leaf
         return parameter.sharding if leaf.shape == parameter.shape else replicated
+
+    state = jax.eval_shape(optimizer.init, params)
+    return of_parameters(optimizer, sharding_of, state, pairs, other=replicated)
+
+
+def of_parameters(
+    optimizer: optax.GradientTransformation, fn: Callable, state: Any, params: Any, *, other: Any
+) -> Any:
+    """fn(leaf, parameter) in place of each leaf of an optimizer's state that is a parameter's.
+
+    other: in place of the rest. Where the optimizer keeps nothing, optax's MaskedNode stays.
+    """
+
+    def is_masked(leaf):
+        return isinstance(leaf, optax.MaskedNode)
 
     return optax.tree.map_params(
         optimizer,
-        sharding_of,
+        lambda leaf, parameter: leaf if is_masked(leaf) else fn(leaf, parameter),
         state,
-        pairs,
-        transform_non_params=lambda _: replicated,
-        is_leaf=_is_masked,
+        params,
+        transform_non_params=lambda _: other,
+        is_leaf=is_masked,
     )
-
-
-def _is_masked(leaf: Any) -> bool:
-    return isinstance(leaf, optax.MaskedNode)
 
 
 class _ShapeAndSharding:
@@ -229,6 +236,11 @@ class _ShapeAndSharding:
     def __init__(self, shape: tuple[int, ...], sharding: NamedSharding):
         self.shape = shape
         self.sharding = sharding
+
+
+def shardings_of(tree: Any) -> Any:
+    """The sharding of every array or ShapeDtypeStruct."""
+    return jax.tree.map(lambda x: x.sharding, tree)
 
 
 def spec_on(x: Any, mesh: Mesh) -> P:
