@@ -72,7 +72,7 @@ class DataParallel(Trainer):
         self._accumulation = accumulation
         self._on_compile = on_compile
         kept = shardings_of(self.abstract_state)
-        self._inner = Program(
+        self.inner = Program(
             "data parallel",
             offload.with_state_on_device(step, self.abstract_state.opt_state),
             donate=(0, 1),
@@ -94,7 +94,7 @@ class DataParallel(Trainer):
     def calls(self, batch: Any) -> list[Call]:
         """The one program."""
         like = self.abstract_state
-        return [Call(self._inner, (like.params, like.opt_state, batch), 1)]
+        return [Call(self.inner, (like.params, like.opt_state, batch), 1)]
 
     def abstract_metrics(self, batch: Any) -> Any:
         """Leaves [1]."""
@@ -103,7 +103,7 @@ class DataParallel(Trainer):
     def step(self, state: State, batch: Any) -> tuple[State, Any]:
         """One step; state is donated, batch leaves [R, ...], metrics leaves [1]."""
         throttle_cpu(self.mesh, state.params)
-        params, opt_state, metrics = self._inner(state.params, state.opt_state, batch)
+        params, opt_state, metrics = self.inner(state.params, state.opt_state, batch)
         return State(state.t + 1, params, opt_state), metrics
 
     def check_finite(self, state: State) -> None:

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,16 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.diloco import outer
-from maxdiloco.engine.fragment_arrays import FragmentArrays, FragmentView, take_slices
+from maxdiloco.diloco import outer, slices
+from maxdiloco.engine.fragment_arrays import FragmentArrays, FragmentView
 from maxdiloco.engine.state import FragmentPlan, Layout, fragment_leaves
 from maxdiloco.exchange import collective
 from maxdiloco.parallel import chips, offload
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.replicas import broadcast, map_fn, mean_of_all, mean_of_each_slot
 from maxdiloco.parallel.sharding import shardings_of, zeros
+
+Definition = dict[str, Any]  # of a program: its function, what it donates, its results' shardings
 
 
 @dataclass(frozen=True)
@@ -103,12 +105,7 @@ class Programs:
             params, opt_state = make(*args)
             params = jax.lax.with_sharding_constraint(params, one_replica)
             theta = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-            outer_opt = tuple(
-                self.rule.optimizer.init(
-                    take_slices(fragment_leaves(theta, plan), plan, plan.starts, lead=0)
-                )
-                for plan in layout.plans
-            )
+            outer_opt = tuple(self.rule.optimizer.init(_values(theta, p)) for p in layout.plans)
             if layout.per_replica_outer:
                 theta, outer_opt = all_replicas((theta, outer_opt))
             state = layout.state
@@ -141,16 +138,14 @@ class Programs:
             layers, leaves = len(plan.fragment.layers), len(plan.slices)
             label = f"{layers} layers, {leaves} leaves" if layers else f"{leaves} leaves"
             made = DEFINITIONS[kind](self.layout, plan, self.rule)
-            self._by_form[key] = self._program(f"{kind} [{label}]", **made._asdict())
+            self._by_form[key] = self._program(f"{kind} [{label}]", **made)
         return self._by_form[key]
 
 
-class Definition(NamedTuple):
-    """What is compiled: a function, the arguments it donates, the shardings of its results."""
-
-    fn: Callable
-    donate: tuple[int, ...]
-    out_shardings: Any
+def _values(theta: Any, plan: FragmentPlan) -> list[jax.Array]:
+    """A fragment's values of one theta."""
+    leaves = fragment_leaves(theta, plan)
+    return [slices.take(*each) for each in zip(leaves, plan.slices, plan.starts, strict=True)]
 
 
 def outer_step_and_merge(
@@ -178,14 +173,6 @@ NOTHING = collective.Sent(())  # by a program that only receives
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 
-class Exchanged(NamedTuple):
-    """What an exchange brought, whether all of it is finite, and what was sent in the program."""
-
-    received: collective.Received
-    finite: jax.Array
-    sent: collective.Sent = NOTHING
-
-
 def _replacing(
     name: str,
     layout: Layout,
@@ -198,8 +185,9 @@ def _replacing(
 ) -> Definition:
     """The program that replaces a fragment's values after an exchange.
 
-    exchange(values, *incoming) -> Exchanged. sends: whether it encodes outer gradients; keeps:
-    whether their chunks are a result.
+    exchange(values, *incoming) -> what was received, whether all of it is finite, and what was sent
+    in the program. sends: whether it encodes outer gradients; keeps: whether their chunks are a
+    result.
     """
     view = FragmentView(layout, plan)
     update = functools.partial(outer_step_and_merge, rule)
@@ -230,7 +218,7 @@ def _replacing(
     sent = collective.Sent(_outgoing(layout, plan) if keeps else (), (), norm)
     # The leaves alone are donated. Not the flags: the host looks at them later.
     reported = shardings_of((state.bad, state.sizes, state.update_ratio))
-    return Definition(program, (0,), (shardings_of(kept), *reported, sent))
+    return dict(fn=program, donate=(0,), out_shardings=(shardings_of(kept), *reported, sent))
 
 
 def _outgoing(layout: Layout, plan: FragmentPlan) -> tuple[NamedSharding, ...]:
@@ -254,7 +242,7 @@ def _send(layout: Layout, plan: FragmentPlan, values: FragmentArrays) -> collect
 
 def _receive(
     layout: Layout, plan: FragmentPlan, rule: Rule, incoming, sent: collective.Sent = NOTHING
-) -> Exchanged:
+) -> tuple[collective.Received, jax.Array, collective.Sent]:
     """Algorithm 2, line 10: the mean that all replicas share."""
     received = collective.receive(
         plan.payload,
@@ -262,7 +250,7 @@ def _receive(
         num_replicas=layout.num_replicas,
         kinds=rule.kinds and [rule.kinds[s.leaf] for s in plan.slices],
     )
-    return Exchanged(received, ~jnp.any(received.bad_RF), sent)
+    return received, ~jnp.any(received.bad_RF), sent
 
 
 def _pack(layout: Layout, plan: FragmentPlan, rule: Rule) -> Definition:
@@ -270,16 +258,15 @@ def _pack(layout: Layout, plan: FragmentPlan, rule: Rule) -> Definition:
     view = FragmentView(layout, plan)
 
     def pack(leaves, starts, residual=()):
-        values = view.take(leaves, starts)
-        values = values._replace(residual=view.take_residual(residual, starts))
-        sent = _send(layout, plan, values)
-        residual = view.put_residual(residual, starts, sent.residual)
+        sent = _send(layout, plan, view.take(leaves._replace(residual=residual), starts))
+        residual = view.residual.put(residual, starts, sent.residual)
         return sent._replace(chunks=_moved(layout, sent.chunks, HOST), residual=residual)
 
     state = layout.state
     kept = shardings_of((fragment_leaves(state.residual, plan), state.residual_norm_R))
     donated = (2,) if kept[0] else ()  # the residual alone
-    return Definition(pack, donated, collective.Sent(_outgoing(layout, plan), *kept))
+    sent = collective.Sent(_outgoing(layout, plan), *kept)
+    return dict(fn=pack, donate=donated, out_shardings=sent)
 
 
 def _merge(layout: Layout, plan: FragmentPlan, rule: Rule) -> Definition:
@@ -320,7 +307,7 @@ def _outer_step(layout: Layout, plan: FragmentPlan, rule: Rule) -> Definition:
             plan.payload, incoming, sent.chunks, num_replicas=layout.num_replicas
         )
         finite_R = ~(jnp.any(received.bad_RF) | jnp.any(own_bad_RF, axis=1))
-        return Exchanged(received, finite_R, sent)
+        return received, finite_R, sent
 
     exchange = {"delayed": delayed, "eager": eager}[rule.overlap]
     name = f"{rule.overlap}_step"

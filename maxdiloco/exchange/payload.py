@@ -62,10 +62,7 @@ class Payload(NamedTuple):
 def for_leaves(
     shapes: Sequence[tuple[int, ...]], specs: Sequence[P], *, wire: str, mesh: Mesh
 ) -> Payload:
-    """The payload for the leaves of a fragment, one replica's view.
-
-    shapes, specs: of the fragment's leaves; specs name in-slice axes only and divide the dims.
-    """
+    """The payload for a fragment's leaves, one replica's view; specs name in-slice axes only."""
     shards = []
     start = len(shapes)  # the flags come first
     for shape, spec in zip(shapes, specs, strict=True):
@@ -116,15 +113,13 @@ def _first_carried(shard: WireShard) -> jax.Array:
 
 
 def decode(payload: Payload, code_C: jax.Array) -> list[jax.Array]:
-    """One replica's codes as the values that this device carries, [N] float32 for each leaf.
-
-    Zero for what fills up the last of equal parts: int2 has no code for it.
-    """
+    """One replica's codes as the values that this device carries, [N] float32 for each leaf."""
     values = []
     for shard in payload.shards:
         code = jax.lax.slice_in_dim(code_C, shard.start, shard.start + shard.length)
         x_N = quantize.decode(payload.wire, code, shard.count)
         if shard.copies * shard.count > math.prod(shard.local):
+            # What fills up the last of equal parts is zero: int2 has no code for it.
             place_N = _first_carried(shard) + jnp.arange(shard.count)
             x_N = jnp.where(place_N < math.prod(shard.local), x_N, 0.0)
         values.append(x_N)

@@ -22,7 +22,7 @@ def map_fn(fn: Callable, *, mesh: Mesh, num_replicas: int) -> Callable:
     adding it again made XLA copy the optimizer state (benchmarks/log). Code that supports no
     vmap goes into `without_singleton_vmap`. Call the result under jit.
     """
-    return _manual(jax.vmap(fn), mesh, P("diloco"))
+    return manual(jax.vmap(fn), mesh, P("diloco"))
 
 
 def without_singleton_vmap(fn: Callable) -> Callable:
@@ -81,15 +81,15 @@ def mean_of_each_slot(theta_R: Any, mesh: Mesh) -> Any:
 def _over_slots(fn, out_specs, theta_R, mesh):
     # A TPU computes in device memory only.
     on_device = jax.device_put(theta_R, jax.memory.Space.Device)
-    return jax.tree.map(_manual(fn, mesh, out_specs), on_device)
+    return jax.tree.map(manual(fn, mesh, out_specs), on_device)
 
 
-def _manual(fn: Callable, mesh: Mesh, out_specs: P) -> Callable:
+def manual(fn: Callable, mesh: Mesh, out_specs: P, in_specs: Any = None) -> Callable:
     """fn over its slot's part of arrays [R, ...], automatic over the axes inside a slot."""
     return jax.shard_map(
         fn,
         mesh=mesh,
-        in_specs=P("diloco"),
+        in_specs=in_specs or P("diloco"),
         out_specs=out_specs,
         axis_names={"diloco"},
         check_vma=False,  # replication over the automatic axes is not known here
