@@ -18,6 +18,7 @@ from maxdiloco.command_line import guarded
 from maxdiloco.data import pipeline
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
+from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.models.router import COUNTS
 from maxdiloco.parallel import feeding
 from maxdiloco.parallel import mesh as mesh_lib
@@ -58,9 +59,9 @@ def main(argv: Sequence[str]) -> int:
 
 def rounds(cfg: Config) -> Iterator[tuple[int, float, np.ndarray, np.ndarray]]:
     """(step, loss, counts [R, l, E] a step before its exchange, and after it) of every round."""
-    mesh_lib.choose_platform(cfg)
-    mesh_lib.emulate_devices(cfg, num_processes=1)
-    mesh = mesh_lib.build(cfg)
+    mesh_lib.choose_platform(hardware_of(cfg))
+    mesh_lib.emulate_devices(hardware_of(cfg), num_processes=1)
+    mesh = mesh_lib.build(hardware_of(cfg))
     shape = assemble.batch_shape(cfg, mesh)
     with tempfile.TemporaryDirectory() as folder:
         text = run_data.open_data(cfg, shape, locate(folder, "balance"), lambda line: None)[0]

@@ -31,10 +31,10 @@ from benchmarks.link.torchft_rows import environment
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
+from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.metrics.speed import performance
 from maxdiloco.models.transformer import count_parameters
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.parallel.job import set_up_cpu
 from maxdiloco.processes.output import aligned
 from maxdiloco.trainer import flops
 
@@ -193,9 +193,9 @@ def our_start(keys: Sequence[str], out: pathlib.Path) -> float:
 
 def our_case(cfg: Config) -> step_time.Case:
     """DiLoCo's plain step on one device, warmed up."""
-    mesh_lib.choose_platform(cfg)
-    set_up_cpu(cfg)
-    mesh = mesh_lib.build(cfg)
+    mesh_lib.choose_platform(hardware_of(cfg))
+    mesh_lib.set_up_cpu(hardware_of(cfg))
+    mesh = mesh_lib.build(hardware_of(cfg))
     if mesh.size != 1:
         raise ConfigError(
             f"{mesh.size} devices are visible, but torch's loop has one. Set CUDA_VISIBLE_DEVICES, "

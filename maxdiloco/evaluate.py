@@ -59,8 +59,7 @@ def _run(folder, parameters: str, keys: list[str]) -> int:
 
     from maxdiloco.checkpoint import find
     from maxdiloco.evaluation import eval_stored
-    from maxdiloco.parallel import job
-    from maxdiloco.trainer import compiled_file, saved_programs
+    from maxdiloco.trainer import compiled_file, job, saved_programs
 
     # The mesh has to be known before JAX's backends start; the checkpoint itself is read after.
     cfg = eval_stored.configure(find.newest_meta(folder, key="RUN"), keys, os.environ)

@@ -35,6 +35,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _compile(cfg: Config) -> int:
     from maxdiloco.aot import figures, report, verdict
+    from maxdiloco.flags.hardware import hardware_of
     from maxdiloco.parallel import mesh as mesh_lib
     from maxdiloco.trainer import assemble, compiled_file
 
@@ -47,7 +48,7 @@ def _compile(cfg: Config) -> int:
         _say(line)
     if cfg.compiled_trainstep_file:
         compiled_file.check_order(cfg.compiled_trainstep_file, cfg, mesh)
-    _say(mesh_lib.describe(mesh, cfg))
+    _say(mesh_lib.describe(mesh, hardware_of(cfg)))
     fresh = compiled_file.compiled_here() if cfg.compiled_trainstep_file else nullcontext()
     with fresh:
         chosen, parts, result = _measured(cfg, mesh, chip)
@@ -95,13 +96,14 @@ def _devices(cfg: Config) -> tuple[Config, Any, Any]:
     import jax
 
     from maxdiloco.aot import target, topology
+    from maxdiloco.flags.hardware import hardware_of
     from maxdiloco.parallel import mesh as mesh_lib
 
     if cfg.jax_cache_dir:
         jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
     if cfg.compile_topology:
         if not topology.is_gpu(cfg.compile_topology):
-            mesh_lib.tell_libtpu(cfg)
+            mesh_lib.tell_libtpu(hardware_of(cfg))
         elif cfg.compiled_trainstep_file:
             raise ConfigError(
                 f"compiled_trainstep_file={cfg.compiled_trainstep_file} cannot be made for "
@@ -109,9 +111,9 @@ def _devices(cfg: Config) -> tuple[Config, Any, Any]:
                 f"which kernels are fast. Make it on the GPUs, with compile_topology empty."
             )
         return target.of(cfg)
-    mesh_lib.choose_platform(cfg)
-    mesh_lib.emulate_devices(cfg, num_processes=1)
-    mesh = mesh_lib.build(cfg)
+    mesh_lib.choose_platform(hardware_of(cfg))
+    mesh_lib.emulate_devices(hardware_of(cfg), num_processes=1)
+    mesh = mesh_lib.build(hardware_of(cfg))
     if mesh.devices.flat[0].platform == "tpu":
         raise ConfigError(
             "compile_topology is empty, but the devices of this machine are TPUs. Name them, as "
@@ -126,6 +128,7 @@ def _measured(cfg: Config, mesh: Any, chip: Any) -> tuple[Config, Any, Any]:
     from maxdiloco.aot.figures import Report
     from maxdiloco.aot.hlo.replay import Link
     from maxdiloco.checkpoint import arrays
+    from maxdiloco.flags.hardware import hardware_of
     from maxdiloco.parallel import chips
     from maxdiloco.parallel import mesh as mesh_lib
     from maxdiloco.trainer import assemble, remat_choice
@@ -138,7 +141,7 @@ def _measured(cfg: Config, mesh: Any, chip: Any) -> tuple[Config, Any, Any]:
     )
     memory = chip.hbm if chip else remat_choice.device_memory(mesh)
     cfg, parts = remat_choice.build(cfg, make, mesh, memory=memory, say=_say)
-    dcn = mesh_lib.sizes_over_slices(cfg, list(mesh.devices.flat))
+    dcn = mesh_lib.sizes_over_slices(hardware_of(cfg), list(mesh.devices.flat))
     state = parts.trainer.abstract_state
     restore = arrays.calls(state, on_compile=on_compile)
     tiers = measure.tiers(mesh, dcn)
@@ -149,7 +152,7 @@ def _measured(cfg: Config, mesh: Any, chip: Any) -> tuple[Config, Any, Any]:
         link=Link.of(chip, cfg.dcn_bandwidth_gbps) if chip and chip.timed else None,
         say=_say,
     )
-    slices = mesh_lib.count_slices(cfg, list(mesh.devices.flat))
+    slices = mesh_lib.count_slices(hardware_of(cfg), list(mesh.devices.flat))
     return cfg, parts, Report(
         title=f"{cfg.model_name}, {parts.trainer.description().title}, {slices} x "
         f"{cfg.compile_topology or f'{mesh.size // slices} {cfg.hardware} devices'}",

@@ -8,6 +8,7 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
 from maxdiloco.flags.base_yml import show
 from maxdiloco.flags.config import Config
+from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.chips import Chip
 
@@ -22,9 +23,9 @@ def of(cfg: Config) -> tuple[Config, Mesh, Chip]:
     name, num_slices = cfg.compile_topology, cfg.compile_topology_num_slices
     if topology.is_gpu(name):  # whose devices do not say in which slice they are
         _check_memory(cfg)
-        mesh_lib.fill(mesh_lib.tier(cfg, "dcn"), num_slices, "dcn")
+        mesh_lib.fill(hardware_of(cfg).dcn, num_slices, "dcn")
         cfg = config.from_dict(cfg.as_dict() | {"num_slices": num_slices})
-    mesh = mesh_lib.build(cfg, topology.devices(name, num_slices))
+    mesh = mesh_lib.build(hardware_of(cfg), topology.devices(name, num_slices))
     return cfg, mesh, topology.chip(name)
 
 

@@ -5,7 +5,6 @@ default, contiguous on request. What belongs to no layer (embeddings, head, last
 fragments of its own, so layer fragments hold layers only.
 """
 
-import math
 import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -49,20 +48,20 @@ def partition(
 ) -> tuple[Fragment, ...]:
     """Put every value of `params` into exactly one fragment.
 
-    params: one replica's pytree of arrays or ShapeDtypeStructs.
-    layer_axis: None (no leaf is stacked), or a pytree like params with an entry None, int,
-      Stacked or Vocabulary for each leaf. An int axis means entry i is layer i.
-    num_nonlayer: k fragments for what belongs to no layer; with k > 1 row v of a Vocabulary
-      leaf goes to fragment v mod k and all other such leaves to fragment 0.
-    Returns num_fragments fragments. Raises ValueError for counts that leave one empty.
+    params: one replica's pytree of arrays or ShapeDtypeStructs. layer_axis: None (no leaf is
+    stacked), or a pytree like params with an entry None, int, Stacked or Vocabulary for each leaf.
+    An int axis means entry i is layer i. num_nonlayer: k fragments for what belongs to no layer;
+    with k > 1 row v of a Vocabulary leaf goes to fragment v mod k and all other such leaves to
+    fragment 0. Raises ValueError for counts that leave a fragment empty.
     """
     leaves = jax.tree.leaves(params)
     kinds = kinds_of(params, layer_axis)
+    stacked = [kind for kind in kinds if isinstance(kind, Stacked)]
+    num_layers = max((max(kind.layers) + 1 for kind in stacked), default=0)
     if num_fragments == 1:
-        leaf_slices = [whole(i) for i in range(len(leaves))]
-        return (_fragment(leaf_slices, leaves, layers=tuple(range(_num_layers(kinds)))),)
-    if any(isinstance(kind, Stacked) for kind in kinds):
-        contents = _by_layer(leaves, kinds, num_fragments, num_nonlayer, sequential)
+        contents = [([whole(i) for i in range(len(leaves))], tuple(range(num_layers)))]
+    elif stacked:
+        contents = _by_layer(leaves, kinds, num_layers, num_fragments, num_nonlayer, sequential)
     else:
         contents = _by_leaf(leaves, num_fragments, sequential)
     for p, (leaf_slices, _) in enumerate(contents):
@@ -71,7 +70,10 @@ def partition(
                 f"num_diloco_fragments={num_fragments} leaves fragment {p} empty: no leaf "
                 f"holds a layer of it. Use fewer fragments."
             )
-    return tuple(_fragment(leaf_slices, leaves, layers) for leaf_slices, layers in contents)
+    return tuple(
+        Fragment(tuple(leaf_slices), layers, sum(s.size(leaves[s.leaf].shape) for s in leaf_slices))
+        for leaf_slices, layers in contents
+    )
 
 
 def kinds_of(params: Any, layer_axis: Any) -> list[Any]:
@@ -117,12 +119,7 @@ def _checked(kind, shape):
     return kind
 
 
-def _num_layers(kinds) -> int:
-    return max((max(kind.layers) + 1 for kind in kinds if isinstance(kind, Stacked)), default=0)
-
-
-def _by_layer(leaves, kinds, P, k, sequential):
-    L = _num_layers(kinds)
+def _by_layer(leaves, kinds, L, P, k, sequential):
     k = k if any(not isinstance(kind, Stacked) for kind in kinds) else 0
     if not k < P <= L + k:
         raise ValueError(
@@ -163,11 +160,6 @@ def assign(n: int, P: int, sequential: bool) -> list[int]:
         return [i % P for i in range(n)]
     short, longer = divmod(n, P)
     return [p for p in range(P) for _ in range(short + (p < longer))]
-
-
-def _fragment(leaf_slices, leaves, layers) -> Fragment:
-    size = sum(math.prod(s.shape(leaves[s.leaf].shape)) for s in leaf_slices)
-    return Fragment(tuple(leaf_slices), layers, size)
 
 
 def oversized(sizes: Sequence[int]) -> list[int]:

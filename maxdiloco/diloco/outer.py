@@ -8,7 +8,8 @@ the outer parameters are float32, whatever the replicas compute in.
 # R replicas (M of them): the first dim where there is one; the other dims are any
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -16,7 +17,6 @@ import jax.numpy as jnp
 import optax
 
 MERGES = ("mean", "rda")
-OPTIMIZERS = ("nesterov", "sgd", "adam")
 ADAM_B2 = 0.95  # our choice: a mean over about 20 rounds, each of H inner steps
 # Our choice. An outer gradient is a distance in parameter space, mostly below 0.01. With a small
 # eps Adam moves every parameter by about the outer learning rate, however little the replicas
@@ -25,10 +25,10 @@ ADAM_EPS = 0.1
 
 
 def outer_gradient(outer_p: Any, inner_p: Any) -> Any:
-    """Outer minus inner parameters of a fragment, float32.
+    """Outer minus inner parameters of a fragment, float32: Algorithm 2, line 7.
 
-    Algorithm 2, line 7. Old minus new, because the outer optimizer subtracts. outer_p, inner_p:
-    one replica's view, equal shapes, any float dtype, before any outer update of the step.
+    Old minus new, because the outer optimizer subtracts. outer_p, inner_p: one replica's view,
+    equal shapes, any float dtype, before any outer update of the step.
     """
     return jax.tree.map(lambda o, i: _float32(o) - _float32(i), outer_p, inner_p)
 
@@ -44,21 +44,20 @@ def fed_back(g: Any, residual: Any) -> Any:
 
 
 def left_over(wanted: Any, sent: Any, residual: Any, bad: Any) -> Any:
-    """The residual after a send: wanted minus sent, the decoded values that all replicas take.
+    """The residual after a send: wanted, of fed_back, minus the decoded values that all take.
 
-    wanted: of fed_back. bad: whether `wanted` has a value that is not finite, of shapes that
-    broadcast; then nobody takes in what was sent, and the residual stays.
+    bad: whether `wanted` has a value that is not finite, of shapes that broadcast; then nobody
+    takes in what was sent, and the residual stays.
     """
     return jax.tree.map(lambda w, s, e, b: jnp.where(b, e, w - s), wanted, sent, residual, bad)
 
 
 def ordered_mean(term: Callable[[Any], tuple[Any, Any]], num_replicas: int) -> tuple[Any, Any]:
-    """Unweighted mean over the replicas, float32, and a note about each replica.
+    """Unweighted mean over the replicas, float32, and a note about each: Algorithm 2, line 8.
 
-    Algorithm 2, line 8. term(r): (leaves [...], note) of replica r, which may be traced. A loop
-    calls it, so the values of one replica exist at a time. The sum is g[0] + g[1] + ... in this
-    order, so its bits do not depend on how a reduction is compiled. Returns (leaves [...], note
-    leaves [M, ...]).
+    term(r): (leaves [...], note) of replica r, which may be traced. A loop calls it, so the values
+    of one replica exist at a time. The sum is g[0] + g[1] + ... in this order, so its bits do not
+    depend on how a reduction is compiled. Returns (leaves [...], note leaves [M, ...]).
     """
 
     def add(total, r):
@@ -89,8 +88,7 @@ def radial_directional_mean(
     shrinks with the root of M; this does not. term(r): leaves of replica r; mean: their
     ordered_mean, which stays where a norm is 0 (u may be, too) or above what float32 holds.
     norm(leaves): norms of the tensors in each leaf, 0 for a leaf that is averaged plainly;
-    spread(norms): leaves with the norm of its tensor at every value. Equal replicas give the mean
-    to rounding.
+    spread(norms): leaves with the norm of its tensor at every value.
     """
     alone = jax.lax.optimization_barrier  # else the order of a sum depends on the program it is in
 
@@ -120,9 +118,8 @@ def own_fresh(stale: Any, own: Any, r: jax.Array | int, m: jax.Array | int) -> A
 
     Eager updates (arXiv 2502.12996) Algorithm 3: replica m uses the mean (g_m(t) + sum over j != m
     of g_j(t-H)) / M, the ordered mean with the fresh term of m in place m; nothing is subtracted.
-    stale: replica r's outer gradient of the round before; own: m's fresh one; leaves of equal
-    shapes, both after encode and decode, or the replicas drift apart. r, m: 0..M-1, may be traced.
-    With M = 1 the mean is the own term, bit for bit.
+    stale: replica r's of the round before; own: m's fresh one; both after encode and decode, or the
+    replicas drift apart. r, m: 0..M-1, may be traced.
     """
     return jax.tree.map(lambda old, fresh: jnp.where(m == r, fresh, old), stale, own)
 
@@ -130,21 +127,17 @@ def own_fresh(stale: Any, own: Any, r: jax.Array | int, m: jax.Array | int) -> A
 def outer_update(
     optimizer: optax.GradientTransformation, outer_p: Any, outer_opt: Any, mean_g: Any
 ) -> tuple[Any, Any]:
-    """One step of the outer optimizer on a fragment.
+    """One step of the outer optimizer on a fragment: Algorithm 2, line 11.
 
-    Algorithm 2, line 11. outer_p: outer parameters of the round before. outer_opt: the optimizer
-    state of the fragment, never opened. mean_g: leaves shaped like outer_p, float32.
-    Returns (outer_p, outer_opt).
+    outer_p: of the round before. outer_opt: never opened. mean_g: leaves shaped like outer_p,
+    float32. Returns (outer_p, outer_opt).
     """
     updates, outer_opt = optimizer.update(mean_g, outer_opt, outer_p)
     return optax.apply_updates(outer_p, updates), outer_opt
 
 
 def update_ratio(before: Any, after: Any) -> jax.Array:
-    """Norm of an outer update relative to that of theta, float32; 0 where theta was 0.
-
-    before, after: outer parameters of a fragment, of equal shapes, float32.
-    """
+    """Norm of an outer update of a fragment relative to that of theta; 0 where theta was 0."""
     old, new = jax.tree.leaves(before), jax.tree.leaves(after)
     moved = sum(jnp.sum((n - o) ** 2) for o, n in zip(old, new, strict=True))
     size = sum(jnp.sum(o**2) for o in old)
@@ -152,34 +145,38 @@ def update_ratio(before: Any, after: Any) -> jax.Array:
 
 
 def merge(inner_p: Any, outer_p: Any, *, alpha: float) -> Any:
-    """Mix a replica's fragment with the updated outer fragment.
+    """Mix a replica's fragment with the updated outer fragment: Algorithm 2, line 12.
 
-    Algorithm 2, line 12. inner_p, outer_p: one replica's view, equal shapes. alpha: a plain
-    number in [0, 1], the weight of the replica's own value; 1 ignores the others, 0 takes theirs,
-    and both are exact, bit for bit. Mixed in float32. Returns leaves of inner_p's dtypes.
+    inner_p, outer_p: one replica's view, equal shapes. alpha: a plain number in [0, 1], the weight
+    of the replica's own value; 1 ignores the others, 0 takes theirs, and both are exact, bit for
+    bit. Mixed in float32. Returns leaves of inner_p's dtypes.
     """
 
     def mix(i, o):
-        if alpha == 0:
-            mixed = o
-        elif alpha == 1:
-            mixed = i
-        else:
-            # One product, not two: a compiler may contract either of two into a multiply-add.
-            mixed = _float32(i) + (1 - alpha) * (_float32(o) - _float32(i))
+        if alpha in (0, 1):
+            return (i if alpha == 1 else o).astype(i.dtype)
+        # One product, not two: a compiler may contract either of two into a multiply-add.
+        mixed = _float32(i) + (1 - alpha) * (_float32(o) - _float32(i))
         return mixed.astype(i.dtype)
 
     return jax.tree.map(mix, inner_p, outer_p)
 
 
+# Of (lr, momentum). A momentum of 0 keeps no trace in the state.
+Make = Callable[[float, float], optax.GradientTransformation]
+OPTIMIZERS: Mapping[str, Make] = MappingProxyType({
+    # SGD with Nesterov momentum, m' = b m + g, theta' = theta - lr (g + b m'): the choice of DiLoCo
+    # (arXiv 2311.08105) and its successors.
+    "nesterov": lambda lr, momentum: optax.sgd(lr, momentum=momentum or None, nesterov=True),
+    # Plain (heavy-ball) momentum, theta' = theta - lr m'; lr 1 without it averages the parameters.
+    "sgd": lambda lr, momentum: optax.sgd(lr, momentum=momentum or None),
+    "adam": lambda lr, momentum: optax.adam(lr, b1=momentum, b2=ADAM_B2, eps=ADAM_EPS),
+})  # fmt: skip
+
+
 def outer_optimizer(name: str, *, lr: float, momentum: float) -> optax.GradientTransformation:
     """The outer optimizer by name; no clipping, constant learning rate (arXiv 2503.09799 sec. 3).
 
-    nesterov: SGD with Nesterov momentum, m' = b m + g, theta' = theta - lr (g + b m'), the
-        choice of DiLoCo (arXiv 2311.08105) and its successors.
-    sgd: SGD with plain (heavy-ball) momentum, theta' = theta - lr m'. With momentum 0 it keeps no
-        state; lr 1 then averages the parameters.
-    adam: b1 = momentum, b2 = 0.95, eps = 0.1 (both our choice).
     Raises ValueError for another name, and for a rate or momentum that is not a number or below 0.
     """
     if not (0 <= lr < math.inf and 0 <= momentum < math.inf):
@@ -187,17 +184,12 @@ def outer_optimizer(name: str, *, lr: float, momentum: float) -> optax.GradientT
             f"diloco_outer_lr={lr} and diloco_outer_momentum={momentum} must not be below 0, nan: "
             f"theta would move away from the replicas. flags.outer_rate chooses them for -1."
         )
-    decay = momentum if momentum else None  # None keeps no trace in the state
-    if name == "nesterov":
-        return optax.sgd(lr, momentum=decay, nesterov=True)
-    if name == "sgd":
-        return optax.sgd(lr, momentum=decay)
-    if name == "adam":
-        return optax.adam(lr, b1=momentum, b2=ADAM_B2, eps=ADAM_EPS)
-    raise ValueError(
-        f"diloco_outer_optimizer={name!r} is unknown: it names the rule that applies the mean "
-        f"outer gradient. Use one of {', '.join(OPTIMIZERS)}."
-    )
+    if name not in OPTIMIZERS:
+        raise ValueError(
+            f"diloco_outer_optimizer={name!r} is unknown: it names the rule that applies the mean "
+            f"outer gradient. Use one of {', '.join(OPTIMIZERS)}."
+        )
+    return OPTIMIZERS[name](lr, momentum)
 
 
 def _float32(x: jax.Array) -> jax.Array:

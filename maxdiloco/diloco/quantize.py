@@ -59,63 +59,60 @@ drop a conversion to bfloat16 and back; XLA does on GPU.
 
 # N values  K wire elements  B blocks  Q = 256 values of a block
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from maxdiloco.diloco.few_bits import SENT, decode_int2, decode_topk, encode_int2, encode_topk
-from maxdiloco.diloco.float_bits import (
-    BLOCK,
-    MAGNITUDE,
-    MANTISSA,
-    bfloat16_bits,
-    bits_of,
-    blocks,
-    e3m0_codes,
-    e3m0_values,
-    float_of,
-    normal_bits,
-    times_power_of_two,
-)
-
-_BYTES = (0, 8, 16, 24)  # a byte each, lowest first [bits]
+from maxdiloco.diloco import codecs
+from maxdiloco.diloco.codecs import BLOCK, SENT
 
 
 class WireFormat(NamedTuple):
     """A wire format.
 
-    dtype: of the array on the wire. block: values that share a scale; 1 where there is none.
-    values: values in one wire element; 0 where only those of `scale` carry any. scale: wire
-    elements of one block besides. feedback: whether it is meant for error feedback.
+    dtype: of the array on the wire. encode: [n] float32 -> [encoded_size]; decode: back, of n.
+    block: values that share a scale; 1 where there is none. values: values in one wire element; 0
+    where only those of `scale` carry any. scale: wire elements of one block besides. error: norm
+    of the error of standard normal values relative to theirs; 0 is exact. feedback: whether it is
+    meant for error feedback.
     """
 
     name: str
     dtype: np.dtype
+    encode: Callable[[jax.Array], jax.Array]
+    decode: Callable[[jax.Array, int], jax.Array]
     block: int
     values: int
     scale: int
+    error: float
     feedback: bool = False
 
 
-_FORMATS = (
-    WireFormat("float32", np.dtype(jnp.float32), block=1, values=1, scale=0),
-    WireFormat("bfloat16", np.dtype(jnp.bfloat16), block=1, values=1, scale=0),
-    WireFormat("int8", np.dtype(jnp.int8), block=BLOCK, values=1, scale=4),
-    WireFormat("float4_e3m0", np.dtype(jnp.uint8), block=BLOCK, values=2, scale=1),
-    WireFormat("int2", np.dtype(jnp.uint8), block=BLOCK, values=4, scale=2, feedback=True),
-    WireFormat(
-        "topk", np.dtype(jnp.uint8), block=BLOCK, values=0, scale=SENT * 3 // 2 + 1, feedback=True
-    ),
+def _as_it_is(x_N: jax.Array, n: int = 0) -> jax.Array:
+    return x_N
+
+
+_F32, _BF16 = np.dtype(jnp.float32), np.dtype(jnp.bfloat16)
+_I8, _U8 = np.dtype(jnp.int8), np.dtype(jnp.uint8)
+_TOPK = SENT * 3 // 2 + 1  # bytes of a block: places, codes in pairs, a scale
+# name, dtype, encode, decode, block, values, scale, error, feedback; the most exact first.
+FORMATS = (
+    WireFormat("float32", _F32, _as_it_is, _as_it_is, 1, 1, 0, 0.0),
+    WireFormat("bfloat16", _BF16, codecs.encode_bfloat16, codecs.decode_bfloat16, 1, 1, 0, 0.0017),
+    WireFormat("int8", _I8, codecs.encode_int8, codecs.decode_int8, BLOCK, 1, 4, 0.007),
+    WireFormat("float4_e3m0", _U8, codecs.encode_e3m0, codecs.decode_e3m0, BLOCK, 2, 1, 0.194),
+    WireFormat("int2", _U8, codecs.encode_int2, codecs.decode_int2, BLOCK, 4, 2, 0.344, True),
+    WireFormat("topk", _U8, codecs.encode_topk, codecs.decode_topk, BLOCK, 0, _TOPK, 0.9, True),
 )
-NAMES = tuple(known.name for known in _FORMATS)
+NAMES = tuple(known.name for known in FORMATS)
 
 
 def wire_format(name: str) -> WireFormat:
     """The wire format of this name. Raises ValueError for another."""
-    for known in _FORMATS:
+    for known in FORMATS:
         if known.name == name:
             return known
     raise ValueError(
@@ -131,9 +128,9 @@ def ceil_div(n: int, divisor: int) -> int:
 
 def encoded_size(name: str, n: int) -> int:
     """Wire elements of n values: the codes, then the scales of the blocks."""
-    w = wire_format(name)
-    codes = ceil_div(n, w.values) if w.values else 0
-    return codes + ceil_div(n, w.block) * w.scale
+    wire = wire_format(name)
+    codes = ceil_div(n, wire.values) if wire.values else 0
+    return codes + ceil_div(n, wire.block) * wire.scale
 
 
 def encode(name: str, x_N: jax.Array) -> jax.Array:
@@ -147,15 +144,7 @@ def encode(name: str, x_N: jax.Array) -> jax.Array:
             f"x={x_N.dtype}{list(x_N.shape)} cannot be encoded: blocks run along one dim of "
             "float32 values. Use x.astype(float32).reshape(-1), and vmap over replicas."
         )
-    encoders = {
-        "float32": lambda x: x,
-        "bfloat16": _encode_bfloat16,
-        "int8": _encode_int8,
-        "float4_e3m0": _encode_e3m0,
-        "int2": encode_int2,
-        "topk": encode_topk,
-    }
-    return encoders[wire_format(name).name](x_N)
+    return wire_format(name).encode(x_N)
 
 
 def decode(name: str, code_K: jax.Array, n: int) -> jax.Array:
@@ -164,70 +153,10 @@ def decode(name: str, code_K: jax.Array, n: int) -> jax.Array:
     code_K: [encoded_size(name, n)] of the format's dtype. Raises ValueError for another shape or
     dtype and for an unknown name.
     """
-    w, size = wire_format(name), encoded_size(name, n)
-    if code_K.shape != (size,) or code_K.dtype != w.dtype:
+    wire, size = wire_format(name), encoded_size(name, n)
+    if code_K.shape != (size,) or code_K.dtype != wire.dtype:
         raise ValueError(
             f"code={code_K.dtype}{list(code_K.shape)} does not hold {n} {name} values: these are "
-            f"{w.dtype}[{size}]. Use the array that encode returned, and its number of values."
+            f"{wire.dtype}[{size}]. Use the array that encode returned, and its number of values."
         )
-    decoders = {
-        "float32": lambda code, _: code,
-        "bfloat16": lambda code, _: _decode_bfloat16(code),
-        "int8": _decode_int8,
-        "float4_e3m0": _decode_e3m0,
-        "int2": decode_int2,
-        "topk": decode_topk,
-    }
-    return decoders[name](code_K, n)
-
-
-def _encode_bfloat16(x_N: jax.Array) -> jax.Array:
-    code_N = bfloat16_bits(normal_bits(x_N))
-    return lax.bitcast_convert_type(code_N.astype(jnp.uint16), jnp.bfloat16)
-
-
-def _decode_bfloat16(code_N: jax.Array) -> jax.Array:
-    return float_of(lax.bitcast_convert_type(code_N, jnp.uint16).astype(jnp.int32) << 16)
-
-
-def _encode_int8(x_N: jax.Array) -> jax.Array:
-    bits_BQ = blocks(normal_bits(x_N))
-    largest_B = jnp.max(bits_BQ & MAGNITUDE, axis=1)
-    exponent_B = largest_B >> 23
-    # largest = significand * 2^(exponent - 150); scale = step * 2^(exponent - 150)
-    step_B = ((largest_B & MANTISSA) | (MANTISSA + 1)).astype(jnp.uint32) // 127
-    # 2^39 / step by long division in 32 bits: at most 23 bits, so exact in float32
-    high_B = (1 << 30) // step_B
-    rest_B = (1 << 30) - high_B * step_B
-    inverse_B = (high_B << 9) + (rest_B << 9) // step_B
-    scale_B = times_power_of_two(step_B, exponent_B - 150)
-    inverse_B = times_power_of_two(inverse_B, 150 - 39 - exponent_B)
-    sent_B = bits_of(scale_B) > MANTISSA  # a normal, positive float32
-    scale_B, inverse_B = jnp.where(sent_B, scale_B, 0), jnp.where(sent_B, inverse_B, 0)
-    scaled_BQ = float_of(bits_BQ) * inverse_B[:, None]
-    code_BQ = lax.round(scaled_BQ, lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int8)
-    byte_4B = (bits_of(scale_B) >> jnp.array(_BYTES)[:, None]) & 255
-    scale_K = lax.bitcast_convert_type(byte_4B.astype(jnp.uint8), jnp.int8).reshape(-1)
-    return jnp.concatenate([code_BQ.reshape(-1)[: x_N.shape[0]], scale_K])
-
-
-def _decode_int8(code_K: jax.Array, n: int) -> jax.Array:
-    code_BQ = blocks(code_K[:n])
-    byte_4B = code_K[n:].reshape(4, -1).astype(jnp.int32) & 255
-    bits_4B = byte_4B << jnp.array(_BYTES)[:, None]
-    scale_B = float_of(bits_4B[0] | bits_4B[1] | bits_4B[2] | bits_4B[3])
-    return (code_BQ.astype(jnp.float32) * scale_B[:, None]).reshape(-1)[:n]
-
-
-def _encode_e3m0(x_N: jax.Array) -> jax.Array:
-    n = x_N.shape[0]
-    code_BQ, top_B = e3m0_codes(blocks(normal_bits(x_N)))
-    low, high = jnp.split(jnp.pad(code_BQ.reshape(-1)[:n], (0, n % 2)), 2)
-    return jnp.concatenate([low | (high << 4), top_B]).astype(jnp.uint8)
-
-
-def _decode_e3m0(code_K: jax.Array, n: int) -> jax.Array:
-    code_K = code_K.astype(jnp.int32)
-    packed_K = code_K[: (n + 1) // 2]
-    code_BQ = blocks(jnp.concatenate([packed_K & 15, packed_K >> 4])[:n])
-    return e3m0_values(code_BQ, code_K[(n + 1) // 2 :]).reshape(-1)[:n]
+    return wire.decode(code_K, n)

@@ -25,12 +25,10 @@ OVERLAPS = ("none", "delayed", "eager")
 class Event(NamedTuple):
     """One exchange, which is sent and applied; (fragment, round) names it.
 
-    fragment: 0..P-1.
-    round: 1 for the first send of the fragment. An apply of round 0 (overlap delayed and eager
-        only) uses the zeros of a fresh slot in place of an exchange.
-    send_step: the inner step after which the outer gradient was taken; 0 or less for round 0.
-    slot: the receive slot of the exchange, from step send_step + 1 on: an apply in step send_step
-        may still read the chunks of the exchange before.
+    round: from 1. An apply of round 0 (delayed and eager) uses the zeros of a fresh slot in place
+    of an exchange. send_step: the inner step after which the outer gradient was taken; 0 or less
+    for round 0. slot: the receive slot, from step send_step + 1 on: an apply in step send_step may
+    still read the chunks of the exchange before.
     """
 
     fragment: int
@@ -47,11 +45,10 @@ class Carried(NamedTuple):
 
 
 class Action(NamedTuple):
-    """One program that the host runs.
+    """One program that the host runs, of PROGRAMS.
 
-    program: INNER, INNER_EXCHANGE, PACK, MERGE, SYNCHRONISE or OUTER_STEP. fragment: None for the
-    inner step alone. slot: the receive slot that INNER_EXCHANGE fills, and that MERGE and
-    OUTER_STEP read. chunk: the one that INNER_EXCHANGE carries.
+    fragment: None for the inner step alone. slot: the receive slot that INNER_EXCHANGE fills, and
+    that MERGE and OUTER_STEP read. chunk: the one that INNER_EXCHANGE carries.
     """
 
     program: str
@@ -70,16 +67,15 @@ PROGRAMS = (INNER, INNER_EXCHANGE, PACK, MERGE, SYNCHRONISE, OUTER_STEP)
 
 
 def offsets(P: int, H: int) -> tuple[int, ...]:
-    """Offsets t_p = floor(p * H / P), spread evenly over the period [inner steps].
+    """Offsets t_p = floor(p * H / P) [inner steps]: Streaming DiLoCo sec. 2.2.
 
-    Streaming DiLoCo sec. 2.2 (H=100, P=2: 0 and 50). No two are further apart than ceil(H / P)
-    or nearer than floor(H / P), the step from the last round to the first included.
+    No two are further apart than ceil(H / P) or nearer than floor(H / P), across periods too.
     """
     return tuple(p * H // P for p in range(P))
 
 
 class Names(NamedTuple):
-    """What messages call H, P, tau and the overlap. Default: the arguments of maxdiloco.DiLoCo."""
+    """What messages call H, P, tau and the overlap: the arguments of maxdiloco.DiLoCo."""
 
     H: str = "sync_period"
     P: str = "num_fragments"
@@ -91,12 +87,7 @@ ARGUMENTS = Names()
 
 
 def check(*, H: int, P: int, tau: int, offsets: Iterable[int], overlap: str) -> None:
-    """Refuse a schedule that cannot run.
-
-    The names in the messages are those of `maxdiloco.DiLoCo`. offsets: P integers, taken mod H.
-    Raises ValueError as `check_counts` does, and for offsets of another number than P, not
-    integers, or equal mod H.
-    """
+    """Raise ValueError as `check_counts`, and unless offsets are P integers distinct mod H."""
     check_counts(H=H, P=P, tau=tau, overlap=overlap)
     offsets = tuple(offsets)
     if len(offsets) != P or not all(map(is_count, offsets)):
@@ -117,10 +108,9 @@ def is_count(value: Any) -> bool:
 
 
 def check_counts(*, H: int, P: int, tau: int, overlap: str, names: Names = ARGUMENTS) -> None:
-    """Refuse counts that no offsets fit.
+    """Raise ValueError for counts that no offsets fit: H < 1, P outside 1..H, tau outside 0..H-1.
 
-    Raises ValueError: H < 1, P outside 1..H, tau outside 0..H-1, an unknown overlap or one that
-    refuses tau > 0.
+    And for an unknown overlap, or one that refuses tau > 0.
     """
     if not is_count(H) or H < 1:
         raise ValueError(
@@ -150,10 +140,9 @@ def check_counts(*, H: int, P: int, tau: int, overlap: str, names: Names = ARGUM
 
 
 def check_replicas(M: int, slots: int, *, name: str, slots_name: str) -> None:
-    """Refuse replicas that do not fill the mesh evenly.
+    """Raise ValueError for replicas that do not fill the slots of the mesh axis `diloco` evenly.
 
-    slots: size of the mesh axis `diloco`. name, slots_name: what the message calls M and slots.
-    Raises ValueError.
+    name, slots_name: what the message calls M and slots.
     """
     if not is_count(M) or M < 1 or M % slots:
         raise ValueError(
@@ -166,11 +155,10 @@ def check_replicas(M: int, slots: int, *, name: str, slots_name: str) -> None:
 class Schedule:
     """The whole schedule of a run.
 
-    H: sync period [inner steps]. tau: inner steps from a send to its apply. offsets: one integer
-    per fragment, taken mod H. overlap: 'none' applies a send after tau steps; 'delayed' and
-    'eager' (arXiv 2502.12996) use it at the next send of the fragment, H steps later.
-    num_chunks: of each fragment, `max_chunks` at most; None: `max_chunks` of each.
-    Raises ValueError as `check` does.
+    tau: inner steps from a send to its apply. offsets: one integer per fragment, taken mod H.
+    overlap: 'none' applies a send after tau steps; 'delayed' and 'eager' (arXiv 2502.12996) use it
+    at the next send of the fragment, H steps later. num_chunks: of each fragment; None:
+    `max_chunks` of each. Raises ValueError as `check` does.
     """
 
     H: int
@@ -209,10 +197,7 @@ class Schedule:
 
     @property
     def max_chunks(self) -> int:
-        """The most chunks of a fragment. An inner step carries one.
-
-        At most `gap`, so one fragment is on the link at a time.
-        """
+        """The most chunks of a fragment, one an inner step; one fragment is on the link."""
         return min(self.lag, self.gap)
 
     @functools.cached_property
@@ -242,14 +227,11 @@ class Schedule:
         """
         return (t - self.offsets[p]) % self.H == 0
 
-    def _sent_after(self, step: int) -> tuple[Event, ...]:
-        # At most one, since offsets differ; its number is that of the last send so far.
-        sent = (p for p in range(self.P) if self.is_sent(p, step))
-        return tuple(self._event(self._count(step) - 1) for _ in sent)
-
     def sends(self, t: int) -> tuple[Event, ...]:
         """Exchanges that begin after inner step t >= 1: Algorithm 2, lines 6-8."""
-        return self._sent_after(t)
+        # At most one, since offsets differ; its number is that of the last send so far.
+        is_one = any(self.is_sent(p, t) for p in range(self.P))
+        return (self._event(self._count(t) - 1),) if is_one else ()
 
     def applies(self, t: int) -> tuple[Event, ...]:
         """Exchanges used after inner step t >= 1, after its sends: Algorithm 2, lines 9-12.
@@ -258,36 +240,28 @@ class Schedule:
         round 1 the outer optimizer is called with the zeros of round 0.
         """
         send_step = t - self.lag
-        if self.overlap == "none" and send_step < 1:
-            return ()
-        return self._sent_after(send_step)
+        return () if self.overlap == "none" and send_step < 1 else self.sends(send_step)
 
     def actions(self, t: int, *, dropped_until: int = 0) -> tuple[Action, ...]:
         """What the host runs in inner step t >= 1, in this order: Algorithm 2, lines 3-12.
 
         dropped_until: exchanges that were in flight after this step are dropped.
         """
-        out = [self._inner_step(t)]
+        out, carried = [Action(INNER)], self.carrying(t)
+        if carried is not None:
+            send, chunk = carried
+            if self.num_chunks is None or chunk < self.num_chunks[send.fragment]:
+                out = [Action(INNER_EXCHANGE, send.fragment, send.slot, chunk)]
         for send in self.sends(t):
             if self.overlap != "none":
                 out.append(Action(OUTER_STEP, send.fragment, send.slot))
-            elif self.tau == 0:
-                out.append(Action(SYNCHRONISE, send.fragment))
             else:
-                out.append(Action(PACK, send.fragment))
+                out.append(Action(PACK if self.tau else SYNCHRONISE, send.fragment))
         if self.overlap == "none" and self.tau > 0:
             for apply in self.applies(t):
                 if apply.send_step > dropped_until:
                     out.append(Action(MERGE, apply.fragment, apply.slot))
         return tuple(out)
-
-    def _inner_step(self, t: int) -> Action:
-        if (carried := self.carrying(t)) is None:
-            return Action(INNER)
-        send, chunk = carried
-        if self.num_chunks is not None and chunk >= self.num_chunks[send.fragment]:
-            return Action(INNER)
-        return Action(INNER_EXCHANGE, send.fragment, send.slot, chunk)
 
     def carrying(self, t: int) -> Carried | None:
         """The chunk that inner step t carries: chunk c of a send with t = send_step + 1 + c."""
@@ -307,9 +281,8 @@ class Schedule:
         """Per fragment: inner steps since the step whose values theta last took in.
 
         t itself while theta holds its first values. eager: of the newest values that came from
-        every replica; a replica's own are `lag` younger.
-        dropped_until: as for `actions`. Of a fragment at most one exchange was in flight, so the
-        one before it counts.
+        every replica; a replica's own are `lag` younger. dropped_until: as for `actions`; of a
+        fragment at most one exchange was in flight, so the one before it counts.
         """
         taken = [0] * self.P
         until = self._count(t - self.lag)

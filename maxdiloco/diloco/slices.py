@@ -4,6 +4,7 @@ Where a slice starts is an argument of a compiled program. Fragments whose slice
 nothing else, such as those of other layers, share the program.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -61,6 +62,10 @@ class LeafSlice(NamedTuple):
         if self.pattern == "whole":
             return tuple(leaf_shape)
         return (*leaf_shape[: self.axis], self.count, *leaf_shape[self.axis + 1 :])
+
+    def size(self, leaf_shape: Sequence[int]) -> int:
+        """Values that it takes of a leaf of `leaf_shape`."""
+        return math.prod(self.shape(leaf_shape))
 
 
 def whole(leaf: int) -> LeafSlice:

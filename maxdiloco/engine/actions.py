@@ -19,14 +19,12 @@ from maxdiloco.engine.state import (
     State,
     fragment_leaves,
     with_fragment,
-    with_item,
     with_items,
 )
 from maxdiloco.parallel import offload
 from maxdiloco.parallel.program import Program
 
-# Chunks of a fragment on their way from one kind of a step to the next: those that were packed, or
-# those that have arrived. None: the state has them.
+# Of a fragment, from one kind to the next: packed, or arrived. None: the state has them.
 Chunks = tuple[Any, ...] | None
 
 
@@ -53,60 +51,37 @@ class Changed(NamedTuple):
     metrics: Any = None
 
 
-class Compiled(NamedTuple):
-    """A kind that one compiled program carries out.
+class Kind(NamedTuple):
+    """What carries out an action, or a part of one: a compiled program, or a carrier on the host.
 
-    executable: (programs, Given) -> the program. arguments: Given -> what it takes. changed:
-    (Given, results) -> Changed. bytes_sent: (layout, plan) -> bytes that one replica sends to one
-    other. carries: whether a chunk travels in it, and arrives in a receive slot.
+    changed: (Given, results of the program, None without one) -> Changed.
+    executable: (programs, Given) -> the program. arguments: Given -> what it takes. Both or none.
+    abstract: Given -> ShapeDtypeStructs of the chunks that the host hands on.
+    bytes_sent: (layout, plan) -> bytes that one replica sends to one other. carries: whether a
+    chunk travels in it, and arrives in a receive slot.
     """
 
-    executable: Callable[[Programs, Given], Program]
-    arguments: Callable[[Given], tuple]
     changed: Callable[[Given, Any], Changed]
-    bytes_sent: Callable[[Layout, FragmentPlan], int] | None = None
-    carries: bool = False
-
-    def run(self, programs: Programs, given: Given) -> Changed:
-        """Carry it out."""
-        program = self.executable(programs, given)
-        return self.changed(given, program(*self.arguments(given)))
-
-    def calls(self, programs: Programs, given: Given) -> list[tuple[Program, tuple]]:
-        """Its program and what that takes."""
-        return [(self.executable(programs, given), self.arguments(given))]
-
-    def handed_on(self, given: Given) -> Given:
-        """What the kinds after it are given, in ShapeDtypeStructs."""
-        return given
-
-
-class Done(NamedTuple):
-    """A kind that a carrier does itself, on the host: it compiles nothing and changes no state.
-
-    do: Given -> the chunks for what follows. abstract: Given -> ShapeDtypeStructs of them; None: it
-    hands none on. bytes_sent: as in Compiled.
-    """
-
-    do: Callable[[Given], Chunks]
+    executable: Callable[[Programs, Given], Program] | None = None
+    arguments: Callable[[Given], tuple] | None = None
     abstract: Callable[[Given], Chunks] | None = None
     bytes_sent: Callable[[Layout, FragmentPlan], int] | None = None
     carries: bool = False
 
     def run(self, programs: Programs, given: Given) -> Changed:
         """Carry it out."""
-        return Changed(given.state, self.do(given))
-
-    def calls(self, programs: Programs, given: Given) -> list[tuple[Program, tuple]]:
-        """None."""
-        return []
-
-    def handed_on(self, given: Given) -> Given:
-        """What the kinds after it are given, in ShapeDtypeStructs."""
-        return given._replace(chunks=self.abstract(given)) if self.abstract else given
+        results = None
+        if self.executable is not None:
+            results = self.executable(programs, given)(*self.arguments(given))
+        return self.changed(given, results)
 
 
-Kind = Compiled | Done
+def on_host(do: Callable[[Given], Chunks], **parts: Any) -> Kind:
+    """A kind that a carrier does itself: it compiles nothing and changes no state.
+
+    do: Given -> the chunks for what follows, or None.
+    """
+    return Kind(lambda given, _: Changed(given.state, do(given)), **parts)
 
 
 def _step(given):
@@ -132,7 +107,8 @@ def _stepped_with_chunk(given, results):
     layout, action, incoming = given.layout, given.action, after.state.incoming
     places = layout.places(given.plan, [action.chunk])
     chunk = [offload.moved(x, layout.chunk_memory) for x in results[3:]]
-    incoming = with_item(incoming, action.slot, with_items(incoming[action.slot], places, chunk))
+    slot = with_items(incoming[action.slot], places, chunk)
+    incoming = with_items(incoming, [action.slot], [slot])
     return after._replace(state=replace(after.state, incoming=incoming))
 
 
@@ -154,8 +130,8 @@ def _pack(given):
 
 
 def _packed(given, sent):
-    state, plan = _with_residual(given, sent.residual, sent.norm_R), given.plan
-    return Changed(_with_outgoing(state, given.layout, plan, sent.chunks), sent.chunks)
+    state = _with_residual(given, sent.residual, sent.norm_R)
+    return Changed(_with_outgoing(state, given, sent.chunks), sent.chunks)
 
 
 def _synchronise(given):
@@ -185,13 +161,13 @@ def _replaced(given, results):
         _with_residual(given, leaves.residual, sent.norm_R),
         params=with_fragment(before.params, plan, leaves.params),
         outer=with_fragment(before.outer, plan, leaves.theta),
-        outer_opt=with_item(before.outer_opt, plan.index, leaves.outer_opt),
+        outer_opt=with_items(before.outer_opt, [plan.index], [leaves.outer_opt]),
         bad=bad,
         bad_before=before.bad,
         sizes=sizes,
         update_ratio=update_ratio,
     )
-    return Changed(_with_outgoing(state, given.layout, plan, sent.chunks), sent.chunks)
+    return Changed(_with_outgoing(state, given, sent.chunks), sent.chunks)
 
 
 def _with_residual(given, residual, norm_R):
@@ -202,36 +178,37 @@ def _with_residual(given, residual, norm_R):
     return replace(given.state, residual=whole, residual_norm_R=norm_R)
 
 
-def _with_outgoing(state, layout, plan, chunks):
+def _with_outgoing(state, given, chunks):
     """The state with the chunks that were packed; without overlap it keeps none."""
     if not chunks or not state.outgoing:
         return state
-    return replace(state, outgoing=with_items(state.outgoing, layout.places(plan), chunks))
+    places = given.layout.places(given.plan)
+    return replace(state, outgoing=with_items(state.outgoing, places, chunks))
 
 
 # Streaming DiLoCo (arXiv 2501.18512) Algorithm 2, by its lines; see diloco/schedule.py.
-INNER = Compiled(lambda programs, given: programs.inner, _step, _stepped)  # 3-5
-INNER_EXCHANGE = Compiled(  # the same beside a chunk: 8 and 10
+INNER = Kind(_stepped, lambda programs, given: programs.inner, _step)  # 3-5
+INNER_EXCHANGE = Kind(  # the same beside a chunk: 8 and 10
+    _stepped_with_chunk,
     lambda programs, given: programs.inner_exchange(given.plan),
     _step_with_chunk,
-    _stepped_with_chunk,
     bytes_sent=Layout.chunk_bytes,
     carries=True,
 )
-PACK = Compiled(lambda made, given: made.of("pack", given.plan), _pack, _packed)  # 7-8
-MERGE = Compiled(lambda made, given: made.of("merge", given.plan), _merge, _replaced)  # 10-12
-SYNCHRONISE = Compiled(  # 7-12, tau = 0
-    lambda made, given: made.of("synchronise", given.plan),
-    _synchronise,
+PACK = Kind(_packed, lambda programs, given: programs.of("pack", given.plan), _pack)  # 7-8
+MERGE = Kind(_replaced, lambda programs, given: programs.of("merge", given.plan), _merge)  # 10-12
+SYNCHRONISE = Kind(  # 7-12, tau = 0
     _replaced,
+    lambda programs, given: programs.of("synchronise", given.plan),
+    _synchronise,
     bytes_sent=Layout.chunk_bytes,
 )
-OUTER_STEP = Compiled(  # delayed and eager: the same with the mean of the round before
-    lambda made, given: made.of("outer_step", given.plan), _outer_step, _replaced
+OUTER_STEP = Kind(  # delayed and eager: the same with the mean of the round before
+    _replaced, lambda programs, given: programs.of("outer_step", given.plan), _outer_step
 )
 
 # By the names of the schedule.
-KINDS: Mapping[str, Compiled] = MappingProxyType({
+KINDS: Mapping[str, Kind] = MappingProxyType({
     schedule.INNER: INNER,
     schedule.INNER_EXCHANGE: INNER_EXCHANGE,
     schedule.PACK: PACK,

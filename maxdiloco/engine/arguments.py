@@ -1,7 +1,6 @@
-"""Checks of the arguments of class DiLoCo, before anything is compiled."""
+"""Checks of the arguments of class DiLoCo, before anything is compiled. All raise ValueError."""
 
 import math
-from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
@@ -12,49 +11,62 @@ import optax
 from jax.sharding import Mesh
 
 from maxdiloco.diloco import outer, outer_rate, schedule
-from maxdiloco.diloco.outer import MERGES
 from maxdiloco.diloco.quantize import WireFormat
 from maxdiloco.engine import exchanges
+from maxdiloco.parallel import offload
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
-def offsets(offsets: Sequence[int] | None, **counts: Any) -> Sequence[int]:
-    """The offset of each fragment. counts: of schedule.check_counts. Raises ValueError."""
-    schedule.check_counts(**counts)
-    num_fragments = counts["P"]
-    if offsets is None:
-        return schedule.offsets(num_fragments, counts["H"])
-    if len(offsets) != num_fragments:
-        raise ValueError(
-            f"offsets={tuple(offsets)} must be {num_fragments} integers, one for each of "
-            f"num_fragments={num_fragments}. Give as many, or leave offsets out."
-        )
-    return offsets
-
-
-def feedback(error_feedback: bool | None, wire: WireFormat) -> bool:
-    """Whether the replicas keep residuals; None: as the wire needs it.
-
-    Raises ValueError for error feedback on a wire that leaves nothing over.
-    """
-    if error_feedback and wire.name == "float32":
-        raise ValueError(
-            "error_feedback=True does nothing with exchange_dtype=float32, which leaves nothing "
-            "over. Leave it out, or use another wire."
-        )
-    return wire.feedback if error_feedback is None else error_feedback
-
-
-def check_merge(merge: str, outer_overlap: str) -> None:
-    """Raise ValueError for a merge that is unknown or that the mode cannot have."""
-    if merge not in MERGES:
-        raise ValueError(f"merge={merge!r} is unknown. Use one of {', '.join(MERGES)}.")
-    if merge == "rda" and outer_overlap == "eager":
+def check(
+    num_replicas: int,
+    mesh: Mesh,
+    alpha: float,
+    num_nonlayer: int,
+    outer_overlap: str,
+    choices: dict[str, str],
+) -> None:
+    """Refuse values outside the contract. choices: merge, outer_memory, exchange_carrier."""
+    known = {
+        "merge": outer.MERGES,
+        "outer_memory": ("device", offload.HOST),
+        "exchange_carrier": exchanges.CARRIERS,
+    }
+    for name, value in choices.items():
+        if value not in known[name]:
+            raise ValueError(f"{name}={value!r} is unknown. Use one of {', '.join(known[name])}.")
+    if choices["merge"] == "rda" and outer_overlap == "eager":
         raise ValueError(
             "merge=rda does not go with outer_overlap=eager: a replica's own terms of two rounds "
             "cancel in a plain mean alone, and the replicas would drift apart. Use merge=mean."
         )
+    if not schedule.is_count(num_nonlayer) or num_nonlayer < 1:
+        raise ValueError(
+            f"num_nonlayer_fragments={num_nonlayer} must be a positive integer: it counts the "
+            "fragments of what belongs to no layer. Use 1 or more."
+        )
+    if not (isinstance(alpha, Real) and 0.0 <= alpha <= 1.0):
+        raise ValueError(
+            f"alpha={alpha!r} must be in [0, 1]: it is the weight of a replica's own values. Use 0 "
+            f"to take the outer ones."
+        )
+    if "diloco" not in mesh.axis_names:
+        raise ValueError(
+            f"mesh axes {mesh.axis_names} lack 'diloco', the axis of the replicas. Add it, "
+            f"with size 1 if all replicas share the devices."
+        )
+    slots, name = mesh.shape["diloco"], "the mesh's diloco size"
+    schedule.check_replicas(num_replicas, slots, name="num_replicas", slots_name=name)
+
+
+def feedback(error_feedback: bool | None, wire: WireFormat) -> bool:
+    """Whether the replicas keep residuals; None: as the wire needs it."""
+    if error_feedback and wire.error == 0:
+        raise ValueError(
+            f"error_feedback=True does nothing with exchange_dtype={wire.name}, which leaves "
+            "nothing over. Leave it out, or use another wire."
+        )
+    return wire.feedback if error_feedback is None else error_feedback
 
 
 def outer_optimizer(
@@ -65,8 +77,7 @@ def outer_optimizer(
 ) -> tuple[optax.GradientTransformation, dict[str, float | None]]:
     """The outer optimizer, and its numbers as a checkpoint notes them; None: unknown.
 
-    given, lr, momentum: arguments of class DiLoCo. Raises ValueError for numbers that make no
-    optimizer, or stand beside a given one.
+    given, lr, momentum: arguments of class DiLoCo.
     """
     if given is not None:
         if (lr, momentum) != (None, None):
@@ -91,67 +102,29 @@ def outer_optimizer(
     return outer.outer_optimizer("nesterov", lr=lr, momentum=momentum), numbers
 
 
-def check(
-    alpha: float, outer_memory: str, exchange_carrier: str, num_nonlayer: int, mesh: Mesh
-) -> None:
-    """Raise ValueError for a value outside the contract."""
-    if not schedule.is_count(num_nonlayer) or num_nonlayer < 1:
-        raise ValueError(
-            f"num_nonlayer_fragments={num_nonlayer} must be a positive integer: it counts the "
-            "fragments of what belongs to no layer. Use 1 or more."
-        )
-    if "diloco" not in mesh.axis_names:
-        raise ValueError(
-            f"mesh axes {mesh.axis_names} lack 'diloco', the axis of the replicas. Add it, "
-            f"with size 1 if all replicas share the devices."
-        )
-    if not (isinstance(alpha, Real) and 0.0 <= alpha <= 1.0):
-        raise ValueError(
-            f"alpha={alpha!r} must be in [0, 1]: it is the weight of a replica's own values. Use 0 "
-            f"to take the outer ones."
-        )
-    if outer_memory not in ("device", "pinned_host"):
-        raise ValueError(f"outer_memory={outer_memory!r} is not known. Use device or pinned_host.")
-    if exchange_carrier not in exchanges.CARRIERS:
-        known = " or ".join(exchanges.CARRIERS)
-        raise ValueError(f"exchange_carrier={exchange_carrier!r} is unknown. Use {known}.")
-
-
-def check_replicas(num_replicas: int, mesh: Mesh) -> None:
-    """Raise ValueError unless the replicas fill the mesh evenly."""
-    slots, name = mesh.shape["diloco"], "the mesh's diloco size"
-    schedule.check_replicas(num_replicas, slots, name="num_replicas", slots_name=name)
-
-
 def check_trees(params: Any, opt_state: Any) -> None:
-    """Raise ValueError for a parameter that cannot be averaged, and for leaves that are no arrays.
+    """Refuse leaves that are no arrays, and parameters that cannot be averaged.
 
     params, opt_state: one replica's, of arrays or ShapeDtypeStructs.
     """
     if not jax.tree.leaves(params):
         raise ValueError("params has no leaves: there is nothing to train. Give a tree of arrays.")
-    for name, tree in (("params", params), ("opt_state", opt_state)):
-        for path, x in jax.tree_util.tree_leaves_with_path(tree):
-            if not isinstance(x, _ARRAYS):
-                raise ValueError(
-                    f"{name}{jax.tree_util.keystr(path)} is no array but {type(x).__name__}. "
-                    "Give jnp.asarray of it."
-                )
-    for path, x in jax.tree_util.tree_leaves_with_path(params):
-        if not math.prod(x.shape):
+    both = {"params": params, "opt_state": opt_state}
+    for path, x in jax.tree_util.tree_leaves_with_path(both):
+        name = f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
+        if not isinstance(x, _ARRAYS):
+            raise ValueError(f"{name} is no array but {type(x).__name__}. Give jnp.asarray of it.")
+        if path[0].key == "params" and not math.prod(x.shape):
+            raise ValueError(f"{name} has no elements, shape {x.shape}. Leave it out.")
+        if path[0].key == "params" and not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(
-                f"params{jax.tree_util.keystr(path)} has no elements, shape {x.shape}. Leave it "
-                "out."
-            )
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(
-                f"params{jax.tree_util.keystr(path)} is {x.dtype}, which cannot be averaged. "
+                f"{name} is {x.dtype}, which cannot be averaged. "
                 f"Keep what is not floating point in opt_state."
             )
 
 
 def check_batch(batch: Any, num_replicas: int) -> None:
-    """Raise ValueError unless the leaves of a batch are [R, ...]."""
+    """Refuse a batch whose leaves are not [R, ...]."""
     for path, x in jax.tree_util.tree_leaves_with_path(batch):
         shape = np.shape(x)
         if shape[:1] != (num_replicas,):

@@ -5,10 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from maxdiloco.diloco.schedule import INNER, PROGRAMS, Action, Schedule
-from maxdiloco.engine.programs import Programs
 from maxdiloco.parallel.program import Program
 
 # When a program runs: in the steps; beside them, with the run's state on the devices; or at the
@@ -35,16 +33,13 @@ class Call(NamedTuple):
     beside: tuple[jax.ShapeDtypeStruct, ...] = ()
 
 
-def abstract_metrics(programs: Programs, batch: Any) -> Any:
-    """ShapeDtypeStructs of the metrics of a step, leaves [R, ...]. batch: ShapeDtypeStructs."""
-    like, lead = programs.layout.state, NamedSharding(programs.layout.mesh, P("diloco"))
-    shapes = programs.inner.out_shapes(like.params, like.opt_state, batch)[2]
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lead), shapes)
+def abstract_metrics(step: Call, sharding: NamedSharding) -> Any:
+    """ShapeDtypeStructs of the metrics of a plain step."""
+    shapes = step.program.out_shapes(*step.args)[2]
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
 
 
-def count_calls(
-    schedule: Schedule, calls_of: Callable[[Action], Iterable[Call]]
-) -> list[Call]:
+def count_calls(schedule: Schedule, calls_of: Callable[[Action], Iterable[Call]]) -> list[Call]:
     """Every program that the steps of a run call, once each, `inner` first.
 
     calls_of: the programs of an action, with ShapeDtypeStructs for their arguments. Fragments of

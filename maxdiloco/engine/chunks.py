@@ -5,8 +5,7 @@ a chunk longer than its fragment is filled up with zeros. So there is a second, 
 where it saves enough.
 """
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from maxdiloco.diloco.quantize import ceil_div
@@ -32,34 +31,28 @@ def pieces_of_a_chunk(sizes: Sequence[int], *, max_chunks: int, unit: int) -> tu
     is both. The largest fragment fills `max_chunks` long chunks, up to whole tiles.
     sizes: of the fragments, at least one. unit: bytes of an element on all devices of a replica.
     """
+
+    def sent(pieces):
+        return sum(cut(size, pieces, max_chunks).size for size in sizes)
+
     longest = pad_to_tile(ceil_div(max(sizes), max_chunks))
-    one_length = (longest,)
-    shorter = {
-        pad_to_tile(ceil_div(size, n)) for size in set(sizes) for n in range(1, max_chunks + 1)
-    }
-    two_lengths = [(short, longest - short) for short in sorted(shorter, reverse=True)
-                   if short < longest]  # fmt: skip
-    sent = _total(sizes, one_length, max_chunks)
-    best = min(two_lengths, key=lambda pieces: _total(sizes, pieces, max_chunks), default=None)
-    if best is None:
-        return one_length
-    saved = sent - _total(sizes, best, max_chunks)
-    worth = saved >= LEAST_PART * sent and saved * unit >= LEAST_BYTES
-    return best if worth else one_length
+    counts = range(1, max_chunks + 1)
+    lengths = {pad_to_tile(ceil_div(size, n)) for size in set(sizes) for n in counts}
+    shorter = sorted((length for length in lengths if length < longest), reverse=True)
+    if not shorter:
+        return (longest,)
+    best = min(((short, longest - short) for short in shorter), key=sent)
+    saved = sent((longest,)) - sent(best)
+    worth = saved >= LEAST_PART * sent((longest,)) and saved * unit >= LEAST_BYTES
+    return best if worth else (longest,)
 
 
 def cut(size: int, pieces: Sequence[int], max_chunks: int) -> Cut:
     """A fragment of `size` wire elements in the chunks that send least; if equal, long ones."""
-    return min(_cuts(size, pieces, max_chunks), key=lambda found: (found.size, found.num_chunks))
-
-
-def _cuts(size: int, pieces: Sequence[int], max_chunks: int) -> Iterable[Cut]:
+    cuts = []
     for num_pieces in range(1, len(pieces) + 1):
         length = sum(pieces[:num_pieces])
-        num_chunks = math.ceil(size / length)
+        num_chunks = ceil_div(size, length)
         if num_chunks <= max_chunks:
-            yield Cut(num_chunks, num_pieces, num_chunks * length)
-
-
-def _total(sizes: Sequence[int], pieces: Sequence[int], max_chunks: int) -> int:
-    return sum(cut(size, pieces, max_chunks).size for size in sizes)
+            cuts.append(Cut(num_chunks, num_pieces, num_chunks * length))
+    return min(cuts, key=lambda found: (found.size, found.num_chunks))

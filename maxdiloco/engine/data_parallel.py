@@ -14,12 +14,12 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.engine import finite
+from maxdiloco.engine import calls, finite
 from maxdiloco.engine.calls import Call
-from maxdiloco.engine.trainer import OUTER_PARAMS, Description, SavedLayout
+from maxdiloco.engine.trainer import OUTER_PARAMS, Description, SavedLayout, Trainer
 from maxdiloco.parallel import chips, offload
-from maxdiloco.parallel.program import Program
-from maxdiloco.parallel.sharding import spec_on
+from maxdiloco.parallel.program import Program, throttle_cpu
+from maxdiloco.parallel.sharding import shardings_of, spec_on
 
 
 @jax.tree_util.register_dataclass
@@ -32,13 +32,13 @@ class State:
     opt_state: Any
 
 
-class DataParallel:
-    """The trainer of data parallelism; its methods are those of engine.trainer.Trainer.
+class DataParallel(Trainer):
+    """The trainer of data parallelism.
 
     inner_step: (params, opt_state, batch) -> (params, opt_state, metrics). params, opt_state:
     ShapeDtypeStructs or arrays. The batch keeps its leading R, which is folded into the rows;
     metrics get a leading dim of 1. accumulation: micro-batches of a step; the gradients of each
-    are summed over the devices.
+    are summed over the devices. on_compile: as of DiLoCo.
     """
 
     num_replicas = 1
@@ -67,26 +67,26 @@ class DataParallel:
 
         self.mesh = mesh
         self.abstract_state = State(0, *jax.tree.map(struct, (params, opt_state)))
-        self._shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
+        self.abstract_outer_params = self.abstract_eval_params = self.abstract_state.params
         self._replicated = NamedSharding(mesh, P())
         self._accumulation = accumulation
         self._on_compile = on_compile
-        self._throttled = mesh.devices.flat[0].platform == "cpu" and mesh.size > 1
+        kept = shardings_of(self.abstract_state)
         self.inner = Program(
             "data parallel",
             offload.with_state_on_device(step, self.abstract_state.opt_state),
             donate=(0, 1),
-            out_shardings=(self._shardings.params, self._shardings.opt_state, self._replicated),
+            out_shardings=(kept.params, kept.opt_state, self._replicated),
             compiler_options=chips.step_options(mesh.devices.flat[0].device_kind),
             on_compile=on_compile,
         )
 
     def init_program(self, make: Callable[..., tuple[Any, Any]], **options) -> Program:
-        """The program that makes the state before the first step."""
+        """See Trainer."""
         return Program(
             "init",
             lambda *args: State(0, *make(*args)),
-            out_shardings=self._shardings,
+            out_shardings=shardings_of(self.abstract_state),
             on_compile=self._on_compile,
             **options,
         )
@@ -96,51 +96,22 @@ class DataParallel:
         like = self.abstract_state
         return [Call(self.inner, (like.params, like.opt_state, batch), 1)]
 
-    evaluates_slots = False
-
-    def eval_calls(self, runs: float) -> list[Call]:
-        """None: the state holds the parameters as they are."""
-        return []
-
-    @property
-    def abstract_outer_params(self) -> Any:
-        """ShapeDtypeStructs of the parameters."""
-        return self.abstract_state.params
-
-    @property
-    def abstract_eval_params(self) -> Any:
-        """The same."""
-        return self.abstract_state.params
-
     def abstract_metrics(self, batch: Any) -> Any:
-        """ShapeDtypeStructs of the metrics of a step, leaves [1]."""
-        like = self.abstract_state
-        shapes = self.inner.out_shapes(like.params, like.opt_state, batch)[2]
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._replicated), shapes
-        )
+        """Leaves [1]."""
+        return calls.abstract_metrics(self.calls(batch)[0], self._replicated)
 
     def step(self, state: State, batch: Any) -> tuple[State, Any]:
         """One step; state is donated, batch leaves [R, ...], metrics leaves [1]."""
-        if self._throttled:  # as in DiLoCo: a CPU host that runs ahead deadlocks the rendezvous
-            jax.block_until_ready(state.params)
+        throttle_cpu(self.mesh, state.params)
         params, opt_state, metrics = self.inner(state.params, state.opt_state, batch)
         return State(state.t + 1, params, opt_state), metrics
 
-    def check_exchanges(self, state: State) -> None:
-        """Checks nothing: the loss of the step says whether the gradients were finite."""
-
     def check_finite(self, state: State) -> None:
-        """Raise NumericsError if a parameter is not finite."""
+        """Raise NumericsError if a parameter is not finite.
+
+        check_exchanges has nothing to add: the loss tells whether the gradients were finite.
+        """
         finite.check_params(state.params, state.t, replicas=False)
-
-    def outer_params(self, state: State) -> Any:
-        """The parameters."""
-        return state.params
-
-    def eval_params(self, state: State) -> Any:
-        """The parameters."""
-        return state.params
 
     def extra_metrics(self, state: State, steps: range) -> dict[str, float]:
         """The bytes that a slice sends to the others per step."""
@@ -160,18 +131,14 @@ class DataParallel:
     def description(self) -> Description:
         """One line in place of tables."""
         line = "enable_diloco=false: nothing is exchanged in fragments."
-        return Description("data parallel", fragments=(line,), start=(), resident="")
-
-    def closing_line(self, state: State) -> str:
-        """The step."""
-        return f"done: step {state.t}"
+        return Description("data parallel", fragments=(line,))
 
     def saved_items(self, state: State) -> dict[str, Any]:
-        """Parameters and optimizer state."""
+        """Parameters and optimizer state, the same on any mesh."""
         return {OUTER_PARAMS: state.params, "opt_state": state.opt_state}
 
     def note(self, state: State) -> dict[str, Any]:
-        """One set of parameters, on which mesh; nothing is ever dropped."""
+        """One set of parameters; nothing is ever dropped."""
         return {
             "num_replicas": 1,
             "mesh": dict(self.mesh.shape),
@@ -180,21 +147,6 @@ class DataParallel:
             "schedule_since": 0,
         }
 
-    def abstract_items(self, saved_layout: SavedLayout) -> dict[str, Any]:
-        """The same items on any mesh."""
-        return self.saved_items(self.abstract_state)
-
-    def replica_items(self, saved_layout: SavedLayout) -> tuple[str, ...]:
-        """None: there is one copy of everything."""
-        return ()
-
     def restored(self, items: dict[str, Any], saved_layout: SavedLayout, *, t: int) -> State:
         """The state after step t."""
         return State(t, items[OUTER_PARAMS], items["opt_state"])
-
-    def close(self) -> None:
-        """There is nothing to end."""
-
-    def restore_lines(self, saved_layout: SavedLayout, t: int) -> list[str]:
-        """None: nothing is in flight between steps."""
-        return []

@@ -5,6 +5,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +16,6 @@ from maxdiloco.engine import exchanges
 from maxdiloco.engine.saved import Reader
 from maxdiloco.engine.state import Layout, State
 from maxdiloco.engine.trainer import Description
-from maxdiloco.exchange.collective import Sizes
 from maxdiloco.exchange.payload import payload_bytes
 from maxdiloco.processes.output import aligned
 
@@ -27,31 +27,26 @@ def description(
 ) -> Description:
     """See Trainer.description. wire_bytes: of each fragment. carrier: of exchanges.CARRIERS."""
     overlap = f"tau {schedule.tau}" if schedule.overlap == "none" else schedule.overlap
-    fragments = tuple(fragment_table(layout, wire_bytes))
-    return Description(
-        title=f"DiLoCo of {schedule.P} fragments, {overlap}, {layout.plans[0].payload.wire}",
-        fragments=fragments,
-        start=(
-            *replica_table(layout),
-            *fragments,
-            outer_memory_line(layout),
-            *residual_lines(layout),
-            *flight_lines(layout, carrier),
-        ),
-        resident=resident(layout),
-    )
+    fragments = fragment_table(layout, wire_bytes)
+    start = [
+        *_replica_table(layout),
+        *fragments,
+        outer_memory_line(layout),
+        *residual_lines(layout),
+        *flight_lines(layout, carrier),
+    ]
+    title = f"DiLoCo of {schedule.P} fragments, {overlap}, {layout.plans[0].payload.wire}"
+    return Description(title, tuple(fragments), tuple(start), resident(layout))
 
 
-def replica_table(layout: Layout) -> list[str]:
+def _replica_table(layout: Layout) -> list[str]:
     """The slot of the mesh and the devices of each replica."""
-    mesh = layout.mesh
-    slots = mesh.shape["diloco"]
+    slots = layout.mesh.shape["diloco"]
     rows = [("replica", "slot", "devices")]
     for m in range(layout.num_replicas):
         slot = m * slots // layout.num_replicas
-        ids = [device.id for device in np.ravel(mesh.devices[slot])]
-        shown = f"{ids[0]}..{ids[-1]}" if len(ids) > 1 else str(ids[0])
-        rows.append((m, slot, shown))
+        ids = [device.id for device in np.ravel(layout.mesh.devices[slot])]
+        rows.append((m, slot, f"{ids[0]}..{ids[-1]}" if len(ids) > 1 else str(ids[0])))
     return aligned(rows)
 
 
@@ -60,56 +55,51 @@ def fragment_table(layout: Layout, wire: Sequence[int]) -> list[str]:
 
     padding: of the bytes on the wire, those that fill chunks of one length and whole tiles.
     """
-    sizes = [plan.fragment.size for plan in layout.plans]
+    total = sum(plan.fragment.size for plan in layout.plans)
     rows = [("fragment", "layers", "parameters", "padding", "bytes on the wire", "share")]
     for p, plan in enumerate(layout.plans):
-        layers = _ranges(plan.fragment.layers) or "none"
-        if len(layout.plans) == 1:
-            layers = "all"
-        padding, share = wire[p] - payload_bytes(plan.payload), sizes[p] / sum(sizes)
-        rows.append((p, layers, f"{sizes[p]:,}", f"{padding:,}", f"{wire[p]:,}", f"{share:.1%}"))
+        layers = _ranges(plan.fragment.layers) if len(layout.plans) > 1 else "all"
+        padding, size = wire[p] - payload_bytes(plan.payload), plan.fragment.size
+        rows.append((p, layers, f"{size:,}", f"{padding:,}", f"{wire[p]:,}", f"{size / total:.1%}"))
     lines = aligned(rows)
     for p in oversized(wire):
+        remedy = "Cut it by rows with a larger num_nonlayer_fragments, or use fewer layer fragments"
+        if layout.plans[p].fragment.layers:
+            remedy = "Use more fragments: num_diloco_fragments"
         lines.append(
             f"warning: fragment {p} sends {wire[p]:,} bytes, more than twice the median, and sets "
-            f"the peak bandwidth. {_remedy(layout, p)}"
+            f"the peak bandwidth. {remedy}."
         )
     return lines
 
 
-def _remedy(layout: Layout, p: int) -> str:
-    if layout.plans[p].fragment.layers:
-        return "Use more fragments: num_diloco_fragments."
-    return "Cut it by rows with a larger num_nonlayer_fragments, or use fewer layer fragments."
-
-
 def _ranges(layers: Sequence[int]) -> str:
-    """0,1,2,5 -> '0-2,5'."""
+    """0,1,2,5 -> '0-2,5'; none -> 'none'."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and layer == runs[-1][-1] + 1:
             runs[-1].append(layer)
         else:
             runs.append([layer])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    shown = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return ",".join(shown) or "none"
 
 
 def outer_memory_line(layout: Layout) -> str:
     """Bytes of theta and the outer optimizer state on one device, and whose they are."""
-    outer = jax.tree.leaves(layout.state.outer)
-    total = _mib([*outer, *jax.tree.leaves(layout.state.outer_opt)])
-    copies = f"one copy for each of {layout.num_replicas} replicas"
+    outer, opt, copies = layout.state.outer, layout.state.outer_opt, "one copy on every slice"
+    if layout.per_replica_outer:
+        copies = f"one copy for each of {layout.num_replicas} replicas"
     return (
-        f"outer state: {total:.1f} MiB a device ({_mib(outer):.1f} MiB of it parameters), "
-        f"{copies if layout.per_replica_outer else 'one copy on every slice'}, kept in "
-        f"{_memory_of(outer)}"
+        f"outer state: {_mib((outer, opt)):.1f} MiB a device ({_mib(outer):.1f} MiB of it "
+        f"parameters), {copies}, kept in {_memory_of(outer)}"
     )
 
 
 def residual_lines(layout: Layout) -> list[str]:
     """Bytes of the residuals of error feedback on one device; none without."""
-    residual = jax.tree.leaves(layout.state.residual)
-    if not residual:
+    residual = layout.state.residual
+    if not jax.tree.leaves(residual):
         return []
     return [
         f"error feedback: {_mib(residual):.1f} MiB a device, a residual for each replica, kept in "
@@ -118,14 +108,11 @@ def residual_lines(layout: Layout) -> list[str]:
 
 
 def flight_lines(layout: Layout, carrier: str) -> list[str]:
-    """Bytes in flight of one device in host memory, and what is on the device of it; none without.
-
-    carrier: of exchanges.CARRIERS.
-    """
+    """Bytes in flight of one device in host memory, and what of it is on the device; or none."""
     if layout.chunk_memory is None:
         return []
-    flight = jax.tree.leaves((layout.state.outgoing, layout.state.incoming))
-    line = f"in flight: {_mib(flight):.1f} MiB a device, kept in {layout.chunk_memory}"
+    flight = _mib((layout.state.outgoing, layout.state.incoming))
+    line = f"in flight: {flight:.1f} MiB a device, kept in {layout.chunk_memory}"
     chunks = exchanges.chunks_on_device(layout, exchanges.CARRIERS[carrier].steps_on_device)
     if chunks:
         line += f"; the chunks of two steps, {_mib(chunks):.1f} MiB at most, are on the device"
@@ -135,21 +122,22 @@ def flight_lines(layout: Layout, carrier: str) -> list[str]:
 def resident(layout: Layout) -> str:
     """State that DiLoCo keeps for a device besides the replicas and their optimizer [MiB]."""
     state = layout.state
-    outer = jax.tree.leaves((state.outer, state.outer_opt))
-    where = _memory_of(outer)
-    flight = jax.tree.leaves((state.outgoing, state.incoming))
-    place = "" if where == "device" else f" (in {where})"
-    line = f"outer state{place} {_mib(outer):.1f}, in flight{place} {_mib(flight):.1f}"
-    residual = jax.tree.leaves(state.residual)
-    return f"{line}, residuals{place} {_mib(residual):.1f}" if residual else line
+    parts = {
+        "outer state": (state.outer, state.outer_opt),
+        "in flight": (state.outgoing, state.incoming),
+        "residuals": state.residual,
+    }
+    place = "" if _memory_of(state.outer) == "device" else f" (in {_memory_of(state.outer)})"
+    shown = [f"{name}{place} {_mib(tree):.1f}" for name, tree in parts.items()]
+    return ", ".join(shown if jax.tree.leaves(state.residual) else shown[:-1])
 
 
-def _memory_of(arrays: Sequence[jax.ShapeDtypeStruct]) -> str:
-    return arrays[0].sharding.memory_kind or "device"
+def _memory_of(tree: Any) -> str:
+    return jax.tree.leaves(tree)[0].sharding.memory_kind or "device"
 
 
-def _mib(arrays: Sequence[jax.ShapeDtypeStruct]) -> float:
-    return sum(bytes_on_device(x) for x in arrays) / 2**20
+def _mib(tree: Any) -> float:
+    return sum(map(bytes_on_device, jax.tree.leaves(tree))) / 2**20
 
 
 def bytes_on_device(x: jax.ShapeDtypeStruct) -> int:
@@ -229,59 +217,28 @@ def closing_line(schedule: Schedule, state: State) -> str:
     return f"done: step {state.t}; age of each fragment of theta [steps]: {', '.join(shown)}"
 
 
-def not_finite(layout: Layout, bad_RF: np.ndarray, t: int) -> str:
-    """What to say of the first flag of State.bad that is set."""
-    m, leaf = np.argwhere(bad_RF)[0]
-    return (
-        f"step {t}: the outer gradient of replica {m} has a NaN or infinity in "
-        f"params{layout.paths[leaf]}. No replica took it in. Go on from the last "
-        f"checkpoint with a lower learning_rate, or with nan_policy=skip."
-    )
-
-
-def bad_parameter(name: str, t: int, *, replica: int | None = None) -> str:
-    """What to say of a value of the state that is not finite. replica: whose; None: of all."""
-    whose = "" if replica is None else f" of replica {replica}"
-    return (
-        f"step {t}: {name}{whose} has a NaN or infinity: this state is of no use. Go on from the "
-        f"last checkpoint with a lower learning rate."
-    )
-
-
-def residual_metrics(norm_R: jax.Array | tuple[()]) -> dict[str, float]:
-    """Mean norm of the residuals of the fragment sent last, of the replicas held here."""
-    if isinstance(norm_R, tuple):
-        return {}
-    held = {str(shard.index): np.asarray(shard.data) for shard in norm_R.addressable_shards}
-    return {"diloco/residual_norm": float(np.mean(np.concatenate([*held.values()])))}
-
-
 def state_metrics(state: State) -> dict[str, float]:
-    """Metrics of the last exchange, as the state has them."""
-    sizes = jax.tree.map(np.asarray, state.sizes)
-    row = outer_metrics(sizes, state.update_ratio)
-    return row | residual_metrics(state.residual_norm_R)
+    """Of the fragment that was synchronised last; empty before the first synchronisation.
 
-
-def outer_metrics(sizes: Sizes, update_ratio: jax.Array) -> dict[str, float]:
-    """Norm of the mean outer gradient, mean pairwise cosine, drift and outer update of an exchange.
-
-    Of the fragment that was synchronised last; empty before the first synchronisation. When eager
-    each replica has its own update, and the metric is that of a replica of this process. The
-    cosines are weighted by the product of the two norms, so that their sum follows from the norms
-    of the replicas and of the mean: |sum g|^2 = sum |g_m|^2 + sum over pairs of 2 g_m g_n.
+    Norm of the mean outer gradient, mean pairwise cosine, drift and outer update: when eager each
+    replica has its own, and the metric is that of a replica of this process. The cosines are
+    weighted by the product of the two norms, so that their sum follows from the norms of the
+    replicas and of the mean: |sum g|^2 = sum |g_m|^2 + sum over pairs of 2 g_m g_n. The norm of the
+    residuals is of the fragment sent last, a mean over the replicas held here.
     """
+    sizes, row = jax.tree.map(np.asarray, state.sizes), {}
     norm_R = np.asarray(sizes.norm_R, np.float64)
-    M = norm_R.size
-    if not norm_R.any():
-        return {}
-    row = {
-        "diloco/outer_grad_norm": float(sizes.mean_norm),
-        "diloco/drift": float(np.mean(sizes.drift_R)),
-        "diloco/outer_update_ratio": float(np.ravel(update_ratio.addressable_data(0))[0]),
-    }
+    if norm_R.any():
+        row["diloco/outer_grad_norm"] = float(sizes.mean_norm)
+        row["diloco/drift"] = float(np.mean(sizes.drift_R))
+        ratio = state.update_ratio.addressable_data(0)
+        row["diloco/outer_update_ratio"] = float(np.ravel(ratio)[0])
     products = norm_R.sum() ** 2 - (norm_R**2).sum() if np.isfinite(norm_R).all() else 0.0
     if products > 0:
-        inner = (M * float(sizes.mean_norm)) ** 2 - (norm_R**2).sum()
+        inner = (norm_R.size * float(sizes.mean_norm)) ** 2 - (norm_R**2).sum()
         row["diloco/outer_grad_cosine"] = float(np.clip(inner / products, -1, 1))
+    if not isinstance(state.residual_norm_R, tuple):
+        shards = state.residual_norm_R.addressable_shards
+        held = {str(shard.index): np.asarray(shard.data) for shard in shards}
+        row["diloco/residual_norm"] = float(np.mean(np.concatenate([*held.values()])))
     return row

@@ -1,8 +1,7 @@
 """DiLoCo, Streaming DiLoCo and eager updates around anybody's training step.
 
 DiLoCo: arXiv 2311.08105 Algorithm 1. Streaming DiLoCo: arXiv 2501.18512 Algorithm 2. Eager
-updates: arXiv 2502.12996 Algorithm 3. This file binds an inner step, the schedule and an exchange
-into programs and a state; it knows no language model.
+updates: arXiv 2502.12996 Algorithm 3. No language model is known here.
 
     # R replicas  F leaves
 """
@@ -16,24 +15,26 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from maxdiloco.diloco import fragments, outer_rate, quantize
+from maxdiloco.diloco import fragments, outer_rate, quantize, schedule
 from maxdiloco.engine import arguments, calls, describe, exchanges, finite, saved
 from maxdiloco.engine.calls import BESIDE, EVALUATION, Call
 from maxdiloco.engine.exchanges import Exchange
 from maxdiloco.engine.programs import Programs, Rule
 from maxdiloco.engine.state import Layout, State, lay_out
-from maxdiloco.engine.trainer import Description, ExchangeSettings, SavedLayout
+from maxdiloco.engine.trainer import Description, ExchangeSettings, SavedLayout, Trainer
 from maxdiloco.exchange.host import Links
-from maxdiloco.parallel.program import Program
+from maxdiloco.parallel.program import Program, throttle_cpu
+from maxdiloco.parallel.sharding import shardings_of
 
 
 def say_nothing(name: str, seconds: float, compiled: jax.stages.Compiled) -> None:
     """The default for `on_compile`."""
 
 
-class DiLoCo:
+class DiLoCo(Trainer):
     """M replicas that train apart and synchronise fragment by fragment.
 
     inner_step: (params, opt_state, batch) -> (params, opt_state, metrics), one replica's view, any
@@ -55,7 +56,7 @@ class DiLoCo:
       connections between them (processes.links).
     on_compile(name, seconds, compiled): called after each compilation.
     layout, programs: exist from `init` or `bind` on.
-    engine.trainer.Trainer documents the methods that a training run calls.
+    Trainer documents the methods that a training run calls.
     Raises ValueError for values outside the contract, before anything is compiled.
     """
 
@@ -89,13 +90,14 @@ class DiLoCo:
         on_compile: Callable[[str, float, jax.stages.Compiled], None] = say_nothing,
     ):
         mesh = mesh or Mesh(np.array(jax.devices()[:1]), ("diloco",))
-        arguments.check(alpha, outer_memory, exchange_carrier, num_nonlayer_fragments, mesh)
-        arguments.check_replicas(num_replicas, mesh)
+        choices = dict(merge=merge, outer_memory=outer_memory, exchange_carrier=exchange_carrier)
+        arguments.check(num_replicas, mesh, alpha, num_nonlayer_fragments, outer_overlap, choices)
         counts = dict(H=sync_period, P=num_fragments, tau=overlap_steps, overlap=outer_overlap)
-        offsets = arguments.offsets(offsets, **counts)
-        self._wire = quantize.wire_format(exchange_dtype)
-        feedback = arguments.feedback(error_feedback, self._wire)
-        arguments.check_merge(merge, outer_overlap)
+        schedule.check_counts(**counts)
+        if offsets is None:
+            offsets = schedule.offsets(num_fragments, sync_period)
+        schedule.check(offsets=offsets, **counts)
+        wire = quantize.wire_format(exchange_dtype)
         self.settings = ExchangeSettings(
             sync_period=sync_period,
             overlap_steps=overlap_steps,
@@ -104,7 +106,7 @@ class DiLoCo:
             exchange_dtype=exchange_dtype,
             num_nonlayer_fragments=num_nonlayer_fragments,
             sequential_layers=sequential_layers,
-            error_feedback=feedback,
+            error_feedback=arguments.feedback(error_feedback, wire),
         )
         self.schedule = self.settings.schedule
         self.mesh, self.num_replicas = mesh, num_replicas
@@ -119,7 +121,6 @@ class DiLoCo:
         self._carrier, self._links, self._on_compile = exchange_carrier, links, on_compile
         self._exchange: Exchange | None = None
         self._last_state: Callable[[], State | None] = lambda: None  # for `close`
-        self._throttled = mesh.devices.flat[0].platform == "cpu" and mesh.size > 1
 
     def bind(self, params: Any, opt_state: Any) -> Layout:
         """Set layout and programs for one replica's pytrees (arrays or ShapeDtypeStructs).
@@ -131,20 +132,15 @@ class DiLoCo:
         if self._merge == "rda":
             kinds = fragments.kinds_of(params, self._layer_axis)
             self._rule = replace(self._rule, kinds=kinds)
-        partition = fragments.partition(params, self._layer_axis, **self.settings.partition)
         self.layout = lay_out(
             params,
             opt_state,
-            partition=partition,
+            self.settings,
+            layer_axis=self._layer_axis,
             num_replicas=self.num_replicas,
             mesh=self.mesh,
             optimizer=self.optimizer,
-            wire=self._wire.name,
-            max_chunks=self.schedule.max_chunks,
-            slots=self.schedule.slots,
-            per_replica_outer=self._rule.overlap == "eager",
             outer_memory=self._outer_memory,
-            error_feedback=self.settings.error_feedback,
         )
         chunks = tuple(plan.num_chunks for plan in self.layout.plans)
         self.schedule = replace(self.schedule, num_chunks=chunks)
@@ -167,10 +163,7 @@ class DiLoCo:
         return self.programs.init(make, **options)
 
     def calls(self, batch: Any) -> list[Call]:
-        """Every program that the steps of a run call, after `bind`; see engine.calls.
-
-        batch: ShapeDtypeStructs with shardings, leaves [R, ...].
-        """
+        """See Trainer; after `bind`."""
         return self._exchange.calls(batch)
 
     def eval_calls(self, runs: float) -> list[Call]:
@@ -199,7 +192,8 @@ class DiLoCo:
             finite.check_flags(self.layout, state.bad_before, state.t)
         state, metrics = replace(state, t=state.t + 1), None
         for action in actions:
-            self._throttle_cpu(state)
+            busy = (state.params, state.incoming, state.outer, state.residual_norm_R)
+            throttle_cpu(self.mesh, busy)
             state, new = self._exchange.run(action, state, batch)
             metrics = metrics if new is None else new
         self._last_step, self._last_state = state.t, weakref.ref(state)
@@ -214,12 +208,6 @@ class DiLoCo:
             self._exchange.carrier.close()
         if (state := self._last_state()) is not None and sys.exception() is None:
             finite.check(self.layout, state)
-
-    def _throttle_cpu(self, state: State) -> None:
-        # On several emulated devices a host that runs ahead deadlocks XLA's rendezvous on CPU.
-        if self._throttled:
-            busy = (state.params, state.incoming, state.outer, state.residual_norm_R)
-            jax.block_until_ready(busy)
 
     def check_exchanges(self, state: State) -> None:
         """Raise NumericsError if a replica's outer gradient was not finite at a past send.
@@ -251,38 +239,30 @@ class DiLoCo:
         like = self.layout.outer_params
         if like is self.layout.state.outer:
             return state.outer
-        return jax.device_put(state.outer, jax.tree.map(lambda x: x.sharding, like))
-
-    @property
-    def evaluates_slots(self) -> bool:
-        """Whether each of several slots of the mesh has a theta of its own (eager)."""
-        return self.layout.evaluates_slots
+        return jax.device_put(state.outer, shardings_of(like))
 
     def eval_params(self, state: State) -> Any:
-        """See Trainer.eval_params. Never sends theta to another slice."""
+        """See Trainer. Never sends theta to another slice."""
         if not self.evaluates_slots:
             return self._theta(state)
         one_each = self.layout.eval_params is self.layout.state.outer
         return state.outer if one_each else self.programs.slot_means(state.outer)
 
-    # ShapeDtypeStructs
+    period = property(lambda self: self.schedule.H)
+    evaluates_slots = property(lambda self: self.layout.evaluates_slots)
     abstract_state = property(lambda self: self.layout.state)
     abstract_outer_params = property(lambda self: self.layout.outer_params)
     abstract_eval_params = property(lambda self: self.layout.eval_params)
 
     def abstract_metrics(self, batch: Any) -> Any:
-        """ShapeDtypeStructs of the metrics of a step, leaves [R, ...]."""
-        return calls.abstract_metrics(self.programs, batch)
+        """Leaves [R, ...]."""
+        lead = NamedSharding(self.mesh, P("diloco"))
+        return calls.abstract_metrics(self.calls(batch)[0], lead)
 
     def bytes_sent(self, t: int) -> int:
         """Bytes that inner step t makes one replica send to other slices."""
         sent = sum(map(self._exchange.action_bytes, self.schedule.actions(t)))
         return sent * (self.mesh.shape["diloco"] - 1)
-
-    @property
-    def period(self) -> int:
-        """H [inner steps]."""
-        return self.schedule.H
 
     def extra_metrics(self, state: State, steps: range) -> dict[str, float]:
         """Of the last exchange, and the bytes a replica has sent to other slices per step.

@@ -18,26 +18,17 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import NamedSharding
 
-from maxdiloco.diloco import quantize
-from maxdiloco.diloco.schedule import (
-    INNER,
-    INNER_EXCHANGE,
-    MERGE,
-    OUTER_STEP,
-    PACK,
-    SYNCHRONISE,
-    Action,
-    Event,
-    Schedule,
-)
+from maxdiloco.diloco import schedule as names
+from maxdiloco.diloco.schedule import Action, Event, Schedule
 from maxdiloco.engine import actions
-from maxdiloco.engine.actions import Chunks, Done, Given, Kind
+from maxdiloco.engine.actions import Chunks, Given, Kind, on_host
 from maxdiloco.engine.calls import Call, count_calls
 from maxdiloco.engine.programs import Programs
-from maxdiloco.engine.state import FragmentPlan, Layout, State, with_item, with_items
+from maxdiloco.engine.state import FragmentPlan, Layout, State, with_items
 from maxdiloco.exchange.collective import incoming_spec
 from maxdiloco.exchange.host import HostCarrier, Links
 from maxdiloco.exchange.payload import payload_bytes
+from maxdiloco.parallel.mesh import devices_of_slice
 
 SAMPLES = 9  # steps whose times give the pace of the next exchange; our choice
 PACED_PART = 0.6  # of the time that a fragment has; the rest is for a peer that is behind. Ours.
@@ -53,7 +44,7 @@ class Carrier(Protocol):
     """What an Exchange asks of a carrier.
 
     table: of every kind in schedule.PROGRAMS. steps_on_device: whose chunks are on the device at
-    once, where the state keeps them in host memory.
+    once, where the state keeps them in host memory; 0 where no step carries a chunk.
     """
 
     table: Table
@@ -64,9 +55,11 @@ class Carrier(Protocol):
 
     def settled(self, state: State) -> State:
         """The state as a checkpoint holds it. Waits for the exchanges under way."""
+        return state
 
     def extra_metrics(self) -> dict[str, float]:
         """What it has to tell since the last call."""
+        return {}
 
     def fragment_bytes(self, plan: FragmentPlan) -> int:
         """Bytes of one exchange of a fragment from one replica to one other."""
@@ -98,11 +91,13 @@ class Exchange:
         layout, steps = self._programs.layout, self.carrier.steps_on_device
         given = Given(layout, action, layout.state, batch)
         for kind in self.carrier.table[action.program]:
-            # What the program itself carries is among its arguments and results.
-            beside = tuple(chunks_on_device(layout, steps - kind.carries if steps else 0))
-            for program, args in kind.calls(self._programs, given):
-                yield Call(program, args, 0, beside=beside)
-            given = kind.handed_on(given)
+            if kind.executable is not None:
+                # What the program itself carries is among its arguments and results.
+                beside = tuple(chunks_on_device(layout, steps - kind.carries if steps else 0))
+                program = kind.executable(self._programs, given)
+                yield Call(program, kind.arguments(given), 0, beside=beside)
+            if kind.abstract is not None:
+                given = given._replace(chunks=kind.abstract(given))
 
     def action_bytes(self, action: Action) -> int:
         """Bytes that an action makes one replica send to one other."""
@@ -126,7 +121,7 @@ def chunks_on_device(layout: Layout, steps: int) -> list[jax.ShapeDtypeStruct]:
     return steps * of_step
 
 
-class InPrograms:
+class InPrograms(Carrier):
     """The carrier `program`: every action is one compiled program, and the state has all of it."""
 
     steps_on_device = STEPS_ON_DEVICE
@@ -137,8 +132,8 @@ class InPrograms:
         self._arrived: deque[Chunks] = deque(maxlen=STEPS_ON_DEVICE)
         table = {name: (kind,) for name, kind in actions.KINDS.items()}
         if self._layout.chunk_memory:
-            in_turn = (Done(self._wait), actions.INNER_EXCHANGE, Done(self._note))
-            table[INNER_EXCHANGE] = in_turn
+            in_turn = (on_host(self._wait), actions.INNER_EXCHANGE, on_host(self._note))
+            table[names.INNER_EXCHANGE] = in_turn
         self.table: Table = MappingProxyType(table)
 
     def _wait(self, given: Given) -> None:
@@ -150,32 +145,15 @@ class InPrograms:
         places = self._layout.places(given.plan, [given.action.chunk])
         self._arrived.append(tuple(given.state.incoming[given.action.slot][i] for i in places))
 
-    def begin(self, state: State) -> None:
-        """Nothing to begin: what is under way is in the state."""
-
-    def settled(self, state: State) -> State:
-        """The state itself."""
-        return state
-
-    def extra_metrics(self) -> dict[str, float]:
-        """None."""
-        return {}
-
     def fragment_bytes(self, plan: FragmentPlan) -> int:
         """Padding included."""
         return plan.num_chunks * self._layout.chunk_bytes(plan)
 
-    def close(self) -> None:
-        """Nothing to close."""
 
+class ThroughHost(Carrier):
+    """The carrier `host`: what is packed leaves at once, and what is merged is waited for."""
 
-class ThroughHost:
-    """The carrier `host`: what is packed leaves at once, and what is merged is waited for.
-
-    START begins an exchange of the chunks that were packed, TAKE waits for one.
-    """
-
-    steps_on_device = 0  # no step carries a chunk
+    steps_on_device = 0
 
     def __init__(self, programs: Programs, schedule: Schedule, links: Links | None):
         self._layout, self._schedule = programs.layout, schedule
@@ -187,20 +165,20 @@ class ThroughHost:
         )
         self._step_ends: deque[float] = deque(maxlen=SAMPLES)
         self._begun = 0  # a part of every key, so that what another state has sent is never taken
-        inner = (Done(self._tick), actions.INNER)
-        start = Done(self._start_packed, bytes_sent=lambda _, plan: self.fragment_bytes(plan))
-        take = Done(self._take, self._abstract_incoming)
+        inner = (on_host(self._tick), actions.INNER)
+        start = on_host(self._start_packed, bytes_sent=lambda _, plan: self.fragment_bytes(plan))
+        take = on_host(self._take, abstract=self._abstract_incoming)
         self.table: Table = MappingProxyType({
-            INNER: inner,
-            INNER_EXCHANGE: inner,
-            PACK: (actions.PACK, start),
-            MERGE: (take, actions.MERGE),
-            SYNCHRONISE: (actions.PACK, start, take, actions.MERGE),
-            OUTER_STEP: (take, actions.OUTER_STEP, start),
+            names.INNER: inner,
+            names.INNER_EXCHANGE: inner,
+            names.PACK: (actions.PACK, start),
+            names.MERGE: (take, actions.MERGE),
+            names.SYNCHRONISE: (actions.PACK, start, take, actions.MERGE),
+            names.OUTER_STEP: (take, actions.OUTER_STEP, start),
         })  # fmt: skip
 
     def begin(self, state: State) -> None:
-        """Start again what was under way in a restored state; all processes restore the same."""
+        """See Carrier."""
         self._begun += 1
         self._carrier.forget()
         for send in self._pending(state):
@@ -219,7 +197,7 @@ class ThroughHost:
                 chunks = range(min(plan.num_chunks, state.t - send.send_step))
                 places = self._layout.places(plan, chunks)
                 slot = with_items(incoming[send.slot], places, arrived[: len(places)])
-                incoming = with_item(incoming, send.slot, slot)
+                incoming = with_items(incoming, [send.slot], [slot])
         return replace(state, incoming=incoming)
 
     def extra_metrics(self) -> dict[str, float]:
@@ -272,14 +250,11 @@ class ThroughHost:
         return self._carrier.take(key) if self._carrier.under_way(key) else None
 
     def _abstract_incoming(self, given: Given) -> Chunks:
-        mesh, plan = self._layout.mesh, given.plan
-        in_slice = mesh.size // mesh.shape["diloco"]
-        devices = self._layout.num_replicas * in_slice
-        dtype = quantize.wire_format(plan.payload.wire).dtype
-        memory = self._layout.chunk_memory
+        mesh, plan, memory = self._layout.mesh, given.plan, self._layout.chunk_memory
+        devices = self._layout.num_replicas * devices_of_slice(mesh)
         sharding = NamedSharding(mesh, incoming_spec(mesh), memory_kind=memory)
         return tuple(
-            jax.ShapeDtypeStruct((devices * length,), dtype, sharding=sharding)
+            jax.ShapeDtypeStruct((devices * length,), plan.payload.dtype, sharding=sharding)
             for length in self._layout.lengths(plan) * plan.num_chunks
         )
 

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxdiloco.engine import describe
 from maxdiloco.engine.state import Layout, State
 from maxdiloco.errors import NumericsError
 
@@ -17,7 +16,12 @@ def check_flags(layout: Layout, flags_RF: jax.Array, t: int) -> None:
     """Raise NumericsError if a flag of State.bad is set. t: the inner step that is done."""
     bad_RF = np.asarray(flags_RF)
     if bad_RF.any():
-        raise NumericsError(describe.not_finite(layout, bad_RF, t))
+        m, leaf = np.argwhere(bad_RF)[0]
+        raise NumericsError(
+            f"step {t}: the outer gradient of replica {m} has a NaN or infinity in "
+            f"params{layout.paths[leaf]}. No replica took it in. Go on from the last "
+            f"checkpoint with a lower learning_rate, or with nan_policy=skip."
+        )
 
 
 def check(layout: Layout, state: State) -> None:
@@ -30,36 +34,25 @@ def check(layout: Layout, state: State) -> None:
         return
     check_flags(layout, state.bad, state.t)
     check_params(state.params, state.t)
-    if bad := first_bad(state.outer):
-        raise NumericsError(describe.bad_parameter(f"theta{bad[0]}", state.t))
+    check_params(state.outer, state.t, name="theta", replicas=False)
 
 
-def check_params(params: Any, t: int, *, replicas: bool = True) -> None:
-    """Raise NumericsError for a value that is not finite. replicas: whether leaves are [R, ...]."""
-    if bad := first_bad(params):
-        replica = bad[1] if replicas else None
-        raise NumericsError(describe.bad_parameter(f"params{bad[0]}", t, replica=replica))
+def check_params(params: Any, t: int, *, name: str = "params", replicas: bool = True) -> None:
+    """Raise NumericsError for a value that is not finite. replicas: whether to name the first dim.
 
-
-def first_bad(tree: Any) -> tuple[str, int] | None:
-    """(path of a leaf, entry of its first dim) with a NaN or infinity in this process, or None.
-
-    tree: of floating-point arrays. Waits for them. They are read on the host, where a save needs
-    them too: a program of its own would compile in the middle of a run.
+    Waits for the arrays. They are read on the host, where a save needs them too: a program of its
+    own would compile in the middle of a run.
     """
-    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
         for shard in {str(shard.index): shard for shard in x.addressable_shards}.values():
-            if (entry := _bad_entry(np.isfinite(np.asarray(shard.data)))) is not None:
-                return jax.tree_util.keystr(path), _start(shard) + entry
-    return None
-
-
-def _bad_entry(finite: np.ndarray) -> int | None:
-    if finite.all():
-        return None
-    rows = finite.reshape(finite.shape[0], -1).all(axis=1) if finite.ndim else finite[None]
-    return int(np.argmin(rows))
-
-
-def _start(shard: Any) -> int:
-    return (shard.index[0].start or 0) if shard.index else 0
+            finite = np.isfinite(np.asarray(shard.data))
+            if finite.all():
+                continue
+            whose = ""
+            if replicas:
+                first = (shard.index[0].start or 0) + np.argwhere(~finite)[0][0]
+                whose = f" of replica {first}"
+            raise NumericsError(
+                f"step {t}: {name}{jax.tree_util.keystr(path)}{whose} has a NaN or infinity: this "
+                "state is of no use. Go on from the last checkpoint with a lower learning rate."
+            )

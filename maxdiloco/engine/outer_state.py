@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import optax
 
 from maxdiloco.diloco import slices
-from maxdiloco.engine.state import FragmentPlan
-from maxdiloco.parallel.replicas import broadcast, reduce_mean
+from maxdiloco.engine.state import FragmentPlan, fragment_structs
+from maxdiloco.parallel.replicas import reduce_mean
+from maxdiloco.parallel.sharding import of_parameters
 
 _OF_NO_PARAMETER = -1
 
@@ -39,18 +40,13 @@ def resliced(
     others = []  # of each old fragment: leaves that belong to no parameter
     for plan, state in zip(old, states, strict=True):
         _, owners = _owners(optimizer, plan, leaves)
-        values = jax.tree.leaves(state)
-        pairs = list(zip(owners, values, strict=True))
+        pairs = list(zip(owners, jax.tree.leaves(state), strict=True))
         others.append([x for owner, x in pairs if owner is None])
-        for owner, x in pairs:
-            if owner is None:
-                continue
-            copy, place = owner
-            s, start = plan.slices[place], plan.starts[place]
-            key = copy, s.leaf
+        for (copy, place), x in (pair for pair in pairs if pair[0] is not None):
+            s, key = plan.slices[place], (copy, plan.slices[place].leaf)
             if key not in whole:
                 whole[key] = jnp.zeros((*x.shape[:lead], *leaves[s.leaf].shape), x.dtype)
-            whole[key] = slices.put(whole[key], s, start, x, lead=lead)
+            whole[key] = slices.put(whole[key], s, plan.starts[place], x, lead=lead)
     out = []
     for plan in new:
         abstract, owners = _owners(optimizer, plan, leaves)
@@ -74,52 +70,35 @@ def mean_of_replicas(states: Any) -> Any:
     )
 
 
-def of_each_replica(states: Any, num_replicas: int) -> Any:
-    """[...] -> [R, ...]: a copy for every replica."""
-    return jax.tree.map(lambda x: broadcast(x, num_replicas), states)
-
-
 def _owners(optimizer, plan, leaves) -> tuple[Any, list[tuple[int, int] | None]]:
     """The abstract state of a fragment, and whom each leaf of it belongs to.
 
     (copy, place): the copy-th value (momentum; Adam's two) of the fragment's place-th slice.
     None: a leaf of no parameter.
     """
-    fragment = [jax.ShapeDtypeStruct(s.shape(leaves[s.leaf].shape), jnp.float32)
-                for s in plan.slices]  # fmt: skip
+    fragment = fragment_structs(plan, leaves)
     abstract = jax.eval_shape(optimizer.init, fragment)
 
     def place_of(leaf, place):
-        if isinstance(leaf, optax.MaskedNode):
-            return leaf
         return place if leaf.shape == fragment[place].shape else _OF_NO_PARAMETER
 
-    places = optax.tree.map_params(
-        optimizer,
-        place_of,
-        abstract,
-        list(range(len(fragment))),
-        transform_non_params=lambda _: _OF_NO_PARAMETER,
-        is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
+    places = of_parameters(
+        optimizer, place_of, abstract, list(range(len(fragment))), other=_OF_NO_PARAMETER
     )
     owners: list[tuple[int, int] | None] = []
     for place in jax.tree.leaves(places):
-        if place == _OF_NO_PARAMETER:
-            owners.append(None)
-        else:
-            copies = sum(owner is not None and owner[1] == place for owner in owners)
-            owners.append((copies, place))
+        copies = sum(owner is not None and owner[1] == place for owner in owners)
+        owners.append(None if place == _OF_NO_PARAMETER else (copies, place))
     return abstract, owners
 
 
 def _home(plan: FragmentPlan, old: Sequence[FragmentPlan]) -> int:
     """The old fragment that held the first value of a new one."""
-    first = plan.slices[0]
+    leaf, entry = plan.slices[0].leaf, plan.slices[0].first
     return next(
         p
         for p, before in enumerate(old)
-        for s in before.slices
-        if s.leaf == first.leaf and s.holds(first.first)
+        if any(s.leaf == leaf and s.holds(entry) for s in before.slices)
     )
 
 

@@ -8,9 +8,10 @@ form share one program.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +19,16 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.diloco import outer
-from maxdiloco.engine.fragment_arrays import FragmentArrays, FragmentView, take_slices
+from maxdiloco.diloco import outer, slices
+from maxdiloco.engine.fragment_arrays import FragmentArrays, FragmentView
 from maxdiloco.engine.state import FragmentPlan, Layout, fragment_leaves
-from maxdiloco.engine.theta import mean_of_all, mean_of_each_slot
 from maxdiloco.exchange import collective
 from maxdiloco.parallel import chips, offload
 from maxdiloco.parallel.program import Program
-from maxdiloco.parallel.replicas import broadcast, map_fn
-from maxdiloco.parallel.sharding import zeros
+from maxdiloco.parallel.replicas import broadcast, map_fn, mean_of_all, mean_of_each_slot
+from maxdiloco.parallel.sharding import shardings_of, zeros
+
+Definition = dict[str, Any]  # of a program: its function, what it donates, its results' shardings
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Programs:
         step = map_fn(inner_step, mesh=layout.mesh, num_replicas=layout.num_replicas)
         step = offload.with_state_on_device(step, state.opt_state)
         lead = NamedSharding(layout.mesh, P("diloco"))
-        kept = (_shardings(state.params), _shardings(state.opt_state), lead)
+        kept = (shardings_of(state.params), shardings_of(state.opt_state), lead)
         arrived = NamedSharding(layout.mesh, collective.incoming_spec(layout.mesh))
         options = {"compiler_options": chips.step_options(layout.mesh.devices.flat[0].device_kind)}
         self.inner = self._program("inner", step, donate=(0, 1), out_shardings=kept, **options)
@@ -76,12 +78,12 @@ class Programs:
         self.mean_outer = self._program(
             "outer parameters",
             functools.partial(mean_of_all, mesh=layout.mesh),
-            out_shardings=_shardings(layout.outer_params),
+            out_shardings=shardings_of(layout.outer_params),
         )
         self.slot_means = self._program(
             "outer parameters of a slice",
             functools.partial(mean_of_each_slot, mesh=layout.mesh),
-            out_shardings=_shardings(layout.slot_params) if layout.per_replica_outer else None,
+            out_shardings=shardings_of(layout.slot_params) if layout.per_replica_outer else None,
         )
 
     def init(self, make: Callable, **options) -> Program:
@@ -103,12 +105,7 @@ class Programs:
             params, opt_state = make(*args)
             params = jax.lax.with_sharding_constraint(params, one_replica)
             theta = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-            outer_opt = tuple(
-                self.rule.optimizer.init(
-                    take_slices(fragment_leaves(theta, plan), plan, plan.starts, lead=0)
-                )
-                for plan in layout.plans
-            )
+            outer_opt = tuple(self.rule.optimizer.init(_values(theta, p)) for p in layout.plans)
             if layout.per_replica_outer:
                 theta, outer_opt = all_replicas((theta, outer_opt))
             state = layout.state
@@ -121,7 +118,7 @@ class Programs:
                 outer_opt=outer_opt,
             )
 
-        return self._program("init", init, out_shardings=_shardings(layout.state), **options)
+        return self._program("init", init, out_shardings=shardings_of(layout.state), **options)
 
     def _program(self, name, fn, **options) -> Program:
         return Program(name, fn, on_compile=self.on_compile, **options)
@@ -138,32 +135,17 @@ class Programs:
         """The program `pack`, `merge`, `synchronise` or `outer_step` for a fragment."""
         key = (kind, plan.form)
         if key not in self._by_form:
-            make = {
-                "pack": _pack,
-                "merge": _merge,
-                "synchronise": _synchronise,
-                "outer_step": _outer_step,
-            }[kind]
-            made = make(self.layout, plan, self.rule)
-            self._by_form[key] = self._program(f"{kind} [{_label(plan)}]", **made._asdict())
+            layers, leaves = len(plan.fragment.layers), len(plan.slices)
+            label = f"{layers} layers, {leaves} leaves" if layers else f"{leaves} leaves"
+            made = DEFINITIONS[kind](self.layout, plan, self.rule)
+            self._by_form[key] = self._program(f"{kind} [{label}]", **made)
         return self._by_form[key]
 
 
-def _label(plan: FragmentPlan) -> str:
-    layers, leaves = len(plan.fragment.layers), len(plan.slices)
-    return f"{layers} layers, {leaves} leaves" if layers else f"{leaves} leaves"
-
-
-def _shardings(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x.sharding, tree)
-
-
-class Definition(NamedTuple):
-    """What is compiled: a function, the arguments it donates, the shardings of its results."""
-
-    fn: Callable
-    donate: tuple[int, ...]
-    out_shardings: Any
+def _values(theta: Any, plan: FragmentPlan) -> list[jax.Array]:
+    """A fragment's values of one theta."""
+    leaves = fragment_leaves(theta, plan)
+    return [slices.take(*each) for each in zip(leaves, plan.slices, plan.starts, strict=True)]
 
 
 def outer_step_and_merge(
@@ -188,14 +170,7 @@ def _where(condition, new, old):
 
 
 NOTHING = collective.Sent(())  # by a program that only receives
-
-
-class Exchanged(NamedTuple):
-    """What an exchange brought, whether all of it is finite, and what was sent in the program."""
-
-    received: collective.Received
-    finite: jax.Array
-    sent: collective.Sent = NOTHING
+DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 
 def _replacing(
@@ -210,8 +185,9 @@ def _replacing(
 ) -> Definition:
     """The program that replaces a fragment's values after an exchange.
 
-    exchange(values, *incoming) -> Exchanged. sends: whether it encodes outer gradients; keeps:
-    whether their chunks are a result.
+    exchange(values, *incoming) -> what was received, whether all of it is finite, and what was sent
+    in the program. sends: whether it encodes outer gradients; keeps: whether their chunks are a
+    result.
     """
     view = FragmentView(layout, plan)
     update = functools.partial(outer_step_and_merge, rule)
@@ -220,12 +196,14 @@ def _replacing(
 
     def program(leaves, bad_RF, starts, *incoming):
         values = view.take(leaves, starts)
-        received, finite, sent = exchange(values, *(_loaded(layout, chunks) for chunks in incoming))
+        arrived = [_moved(layout, chunks, DEVICE) for chunks in incoming]
+        received, finite, sent = exchange(values, *arrived)
         new, update_ratio = update(finite, values._replace(residual=()), received.mean)
         new = new._replace(residual=sent.residual)
         touched = jnp.array([s.leaf for s in plan.slices])
         bad_RF = bad_RF.at[:, touched].max(received.bad_RF)
-        sent = sent._replace(residual=(), chunks=_stored(layout, sent.chunks) if keeps else ())
+        chunks = _moved(layout, sent.chunks, HOST) if keeps else ()
+        sent = sent._replace(residual=(), chunks=chunks)
         return view.put(leaves, starts, new), bad_RF, received.sizes, update_ratio, sent
 
     program.__name__ = name  # of the compiled module
@@ -236,11 +214,11 @@ def _replacing(
         state.outer_opt[plan.index],
         fragment_leaves(state.residual, plan) if sends else (),
     )
-    norm = _shardings(state.residual_norm_R) if sends else ()
+    norm = shardings_of(state.residual_norm_R) if sends else ()
     sent = collective.Sent(_outgoing(layout, plan) if keeps else (), (), norm)
     # The leaves alone are donated. Not the flags: the host looks at them later.
-    reported = _shardings((state.bad, state.sizes, state.update_ratio))
-    return Definition(program, (0,), (_shardings(kept), *reported, sent))
+    reported = shardings_of((state.bad, state.sizes, state.update_ratio))
+    return dict(fn=program, donate=(0,), out_shardings=(shardings_of(kept), *reported, sent))
 
 
 def _outgoing(layout: Layout, plan: FragmentPlan) -> tuple[NamedSharding, ...]:
@@ -249,14 +227,9 @@ def _outgoing(layout: Layout, plan: FragmentPlan) -> tuple[NamedSharding, ...]:
     return (sharding,) * (plan.num_chunks * plan.num_pieces)
 
 
-def _loaded(layout: Layout, chunks: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Chunks of the state in device memory."""
-    return jax.device_put(chunks, jax.memory.Space.Device) if layout.chunk_memory else chunks
-
-
-def _stored(layout: Layout, chunks: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Chunks in the memory in which the state keeps them."""
-    return jax.device_put(chunks, jax.memory.Space.Host) if layout.chunk_memory else chunks
+def _moved(layout: Layout, chunks: Sequence[jax.Array], space: jax.memory.Space) -> Any:
+    """Chunks from and to the memory in which the state keeps them."""
+    return jax.device_put(chunks, space) if layout.chunk_memory else chunks
 
 
 def _send(layout: Layout, plan: FragmentPlan, values: FragmentArrays) -> collective.Sent:
@@ -269,7 +242,7 @@ def _send(layout: Layout, plan: FragmentPlan, values: FragmentArrays) -> collect
 
 def _receive(
     layout: Layout, plan: FragmentPlan, rule: Rule, incoming, sent: collective.Sent = NOTHING
-) -> Exchanged:
+) -> tuple[collective.Received, jax.Array, collective.Sent]:
     """Algorithm 2, line 10: the mean that all replicas share."""
     received = collective.receive(
         plan.payload,
@@ -277,7 +250,7 @@ def _receive(
         num_replicas=layout.num_replicas,
         kinds=rule.kinds and [rule.kinds[s.leaf] for s in plan.slices],
     )
-    return Exchanged(received, ~jnp.any(received.bad_RF), sent)
+    return received, ~jnp.any(received.bad_RF), sent
 
 
 def _pack(layout: Layout, plan: FragmentPlan, rule: Rule) -> Definition:
@@ -285,16 +258,15 @@ def _pack(layout: Layout, plan: FragmentPlan, rule: Rule) -> Definition:
     view = FragmentView(layout, plan)
 
     def pack(leaves, starts, residual=()):
-        values = view.take(leaves, starts)
-        values = values._replace(residual=view.take_residual(residual, starts))
-        sent = _send(layout, plan, values)
-        residual = view.put_residual(residual, starts, sent.residual)
-        return sent._replace(chunks=_stored(layout, sent.chunks), residual=residual)
+        sent = _send(layout, plan, view.take(leaves._replace(residual=residual), starts))
+        residual = view.residual.put(residual, starts, sent.residual)
+        return sent._replace(chunks=_moved(layout, sent.chunks, HOST), residual=residual)
 
     state = layout.state
-    kept = _shardings((fragment_leaves(state.residual, plan), state.residual_norm_R))
+    kept = shardings_of((fragment_leaves(state.residual, plan), state.residual_norm_R))
     donated = (2,) if kept[0] else ()  # the residual alone
-    return Definition(pack, donated, collective.Sent(_outgoing(layout, plan), *kept))
+    sent = collective.Sent(_outgoing(layout, plan), *kept)
+    return dict(fn=pack, donate=donated, out_shardings=sent)
 
 
 def _merge(layout: Layout, plan: FragmentPlan, rule: Rule) -> Definition:
@@ -335,8 +307,17 @@ def _outer_step(layout: Layout, plan: FragmentPlan, rule: Rule) -> Definition:
             plan.payload, incoming, sent.chunks, num_replicas=layout.num_replicas
         )
         finite_R = ~(jnp.any(received.bad_RF) | jnp.any(own_bad_RF, axis=1))
-        return Exchanged(received, finite_R, sent)
+        return received, finite_R, sent
 
     exchange = {"delayed": delayed, "eager": eager}[rule.overlap]
     name = f"{rule.overlap}_step"
     return _replacing(name, layout, plan, rule, exchange, sends=True, keeps=True)
+
+
+Define = Callable[[Layout, FragmentPlan, Rule], Definition]
+DEFINITIONS: Mapping[str, Define] = MappingProxyType({
+    "pack": _pack,
+    "merge": _merge,
+    "synchronise": _synchronise,
+    "outer_step": _outer_step,
+})  # fmt: skip

@@ -13,12 +13,13 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.diloco import fragments
 from maxdiloco.diloco.schedule import Event
 from maxdiloco.engine import outer_state
 from maxdiloco.engine.state import Layout, State, lay_out
 from maxdiloco.engine.trainer import OUTER_OF_EACH, OUTER_PARAMS, ExchangeSettings, SavedLayout
-from maxdiloco.parallel.sharding import zeros
+from maxdiloco.parallel import offload
+from maxdiloco.parallel.replicas import broadcast
+from maxdiloco.parallel.sharding import shardings_of, zeros
 
 IN_FLIGHT = ("flight", "diagnostics")
 RESIDUAL = "residual"
@@ -26,12 +27,8 @@ RESIDUAL = "residual"
 
 def items_of(state: State, layout: Layout) -> dict[str, Any]:
     """{item: tree of leaves}; a state of arrays or of ShapeDtypeStructs."""
-    diagnostics = {
-        "bad": state.bad,
-        "sizes": state.sizes,
-        "update_ratio": state.update_ratio,
-    }
-    residual = {}
+    names = ("bad", "sizes", "update_ratio")
+    diagnostics, residual = {name: vars(state)[name] for name in names}, {}
     if jax.tree.leaves(state.residual):
         residual = {RESIDUAL: state.residual}
         diagnostics["residual_norm"] = state.residual_norm_R
@@ -71,11 +68,8 @@ class Reader:
     @property
     def same_schedule(self) -> bool:
         """Whether fragments and schedule are those of the saved run."""
-        before, now = (
-            settings._replace(exchange_dtype="", error_feedback=False)
-            for settings in (self.before, self.settings)
-        )
-        return before == now
+        of_wire = dict(exchange_dtype="", error_feedback=False)
+        return self.before._replace(**of_wire) == self.settings._replace(**of_wire)
 
     @property
     def keeps_residual(self) -> bool:
@@ -86,17 +80,16 @@ class Reader:
     @property
     def keeps_flight(self) -> bool:
         """Whether the saved chunks in flight are laid out and used as in this run."""
-        same_mesh = self.saved.mesh == dict(self.layout.mesh.shape) and self.saved.same_rules
-        whole = self.same_schedule and self.settings.schedule.max_chunks == 0
-        same_chunks = whole or (same_mesh and self.before == self.settings and self._same_pieces)
-        same_chunks = same_chunks and self.before.error_feedback == self.settings.error_feedback
-        return same_chunks and self.saved.num_replicas == self.layout.num_replicas
-
-    @property
-    def _same_pieces(self) -> bool:
-        if self.saved.chunk_pieces is None:
-            return len(self.layout.pieces) == 1
-        return tuple(self.saved.chunk_pieces) == self.layout.pieces
+        saved, layout = self.saved, self.layout
+        if saved.num_replicas != layout.num_replicas:
+            return False
+        if self.before.error_feedback != self.settings.error_feedback:
+            return False
+        if self.same_schedule and self.settings.schedule.max_chunks == 0:
+            return True  # nothing is in flight
+        same_mesh = saved.mesh == dict(layout.mesh.shape) and saved.same_rules
+        same_pieces = tuple(saved.chunk_pieces) == layout.pieces
+        return same_mesh and same_pieces and self.before == self.settings
 
     def dropped(self, t: int) -> tuple[Event, ...]:
         """The exchanges in flight after step t that `state_of` drops, oldest first."""
@@ -124,16 +117,16 @@ class Reader:
             items = {name: tree for name, tree in items.items() if name not in IN_FLIGHT}
         if RESIDUAL in items and not self.keeps_residual:
             del items[RESIDUAL]
-        if self.was_eager != layout.per_replica_outer:
-            del items[theta_item(layout)]
-            if self.saved.theta_item == OUTER_OF_EACH:
-                items[OUTER_OF_EACH] = self._saved_replicas(self._old.state.outer)
-            else:
-                items[OUTER_PARAMS] = (
-                    layout.outer_params if layout.per_replica_outer else layout.state.outer
-                )
+        if self.was_eager and not layout.per_replica_outer:
+            del items[OUTER_PARAMS]
+            items[OUTER_OF_EACH] = self._saved_replicas(self._old.state.outer)
+        if layout.per_replica_outer and not self.was_eager:
+            del items[OUTER_OF_EACH]
+            items[OUTER_PARAMS] = layout.outer_params
         if not self._same_outer:
-            items["outer_opt"] = self._saved_outer_opt()
+            states = self._old.state.outer_opt
+            becomes_one = self.was_eager and not layout.per_replica_outer
+            items["outer_opt"] = self._saved_replicas(states) if becomes_one else states
         return items
 
     def state_of(self, items: dict[str, Any], *, t: int) -> State:
@@ -147,25 +140,21 @@ class Reader:
         dropped_until, since = self.saved.dropped_until, self.saved.schedule_since
         if not self.keeps_flight:
             items, dropped_until = items | _empty(self.layout, IN_FLIGHT), t
-        residual, residual_norm_R = (), ()
-        if self.settings.error_feedback:
-            if not self.keeps_residual:
-                items |= _empty(self.layout, (RESIDUAL,))
-            residual, residual_norm_R = items[RESIDUAL], items["diagnostics"]["residual_norm"]
+        if self.settings.error_feedback and not self.keeps_residual:
+            items |= _empty(self.layout, (RESIDUAL,))
         outer, outer_opt = self._outer(items)
+        diagnostics = dict(items["diagnostics"])
+        residual_norm_R = diagnostics.pop("residual_norm", ())
         return State(
             t=t,
             params=items["params"],
             opt_state=items["opt_state"],
             outer=outer,
             outer_opt=outer_opt,
-            outgoing=items["flight"]["outgoing"],
-            incoming=items["flight"]["incoming"],
-            bad=items["diagnostics"]["bad"],
-            bad_before=items["diagnostics"]["bad"],
-            sizes=items["diagnostics"]["sizes"],
-            update_ratio=items["diagnostics"]["update_ratio"],
-            residual=residual,
+            **items["flight"],
+            **diagnostics,
+            bad_before=diagnostics["bad"],
+            residual=items[RESIDUAL] if self.settings.error_feedback else (),
             residual_norm_R=residual_norm_R,
             dropped_until=dropped_until,
             schedule_since=since if self.same_schedule else t,
@@ -174,33 +163,22 @@ class Reader:
     @functools.cached_property
     def _old(self) -> Layout:
         """The saved state's layout on the mesh of this run, with the M of this run."""
-        theta, schedule = self.layout.outer_params, self.before.schedule
-        kind = jax.tree.leaves(self.layout.state.outer)[0].sharding.memory_kind
+        theta = self.layout.outer_params
         return lay_out(
             theta,
             (),
-            partition=fragments.partition(theta, self.layer_axis, **self.before.partition),
+            self.before,
+            layer_axis=self.layer_axis,
             num_replicas=self.layout.num_replicas,
             mesh=self.layout.mesh,
             optimizer=self.optimizer,
-            wire=self.before.exchange_dtype,
-            max_chunks=schedule.max_chunks,
-            slots=schedule.slots,
-            per_replica_outer=self.was_eager,
-            outer_memory=kind if kind == "pinned_host" else None,
+            outer_memory=offload.kind_of(jax.tree.leaves(self.layout.state.outer)[0]),
         )
 
     @property
     def _same_outer(self) -> bool:
         same_partition = self.before.partition == self.settings.partition
         return same_partition and self.was_eager == self.layout.per_replica_outer
-
-    def _saved_outer_opt(self) -> tuple[Any, ...]:
-        """ShapeDtypeStructs of the saved state of the outer optimizer."""
-        states = self._old.state.outer_opt
-        if not self.was_eager or self.layout.per_replica_outer:
-            return states
-        return self._saved_replicas(states)
 
     def _saved_replicas(self, tree: Any) -> Any:
         """Arrays [R, ...] with the R of the saved run: a mean is over all of them."""
@@ -217,33 +195,26 @@ class Reader:
     def _outer(self, items: dict[str, Any]) -> tuple[Any, Any]:
         """theta and the state of the outer optimizer of this run."""
         layout, eager = self.layout, self.layout.per_replica_outer
-        each = self.was_eager and (eager or self.saved.theta_item == OUTER_OF_EACH)
-        theta = items[OUTER_OF_EACH if each else OUTER_PARAMS]
-        if each and not eager:
-            theta = _program(outer_state.mean_of_replicas, layout.state.outer)(theta)
-        if self._same_outer:
-            return theta, items["outer_opt"]
-        if eager and not self.was_eager:
-            theta = _program(
-                lambda x: outer_state.of_each_replica(x, layout.num_replicas), layout.state.outer
-            )(theta)
 
-        def convert(states):
+        def of_each(states):
+            return jax.tree.map(lambda x: broadcast(x, layout.num_replicas), states)
+
+        def converted(states):
             if self.was_eager and not eager:
                 states = outer_state.mean_of_replicas(states)
+            plans, lead = (self._old.plans, layout.plans), int(self.was_eager and eager)
             states = outer_state.resliced(
-                states,
-                self._old.plans,
-                layout.plans,
-                layout.outer_params,
-                self.optimizer,
-                lead=1 if self.was_eager and eager else 0,
+                states, *plans, layout.outer_params, self.optimizer, lead=lead
             )
-            if eager and not self.was_eager:
-                states = outer_state.of_each_replica(states, layout.num_replicas)
-            return states
+            return of_each(states) if eager and not self.was_eager else states
 
-        return theta, _program(convert, layout.state.outer_opt)(items["outer_opt"])
+        theta = items[OUTER_OF_EACH if self.was_eager else OUTER_PARAMS]
+        if self.was_eager != eager:
+            change = outer_state.mean_of_replicas if self.was_eager else of_each
+            theta = _program(change, layout.state.outer)(theta)
+        if self._same_outer:
+            return theta, items["outer_opt"]
+        return theta, _program(converted, layout.state.outer_opt)(items["outer_opt"])
 
 
 def _program(fn, like: Any):
@@ -252,14 +223,12 @@ def _program(fn, like: Any):
     def on_device(tree):
         return fn(jax.device_put(tree, jax.memory.Space.Device))
 
-    return jax.jit(on_device, out_shardings=jax.tree.map(lambda x: x.sharding, like))
+    return jax.jit(on_device, out_shardings=shardings_of(like))
 
 
 def _empty(layout: Layout, names: Sequence[str]) -> dict[str, Any]:
     """Items as they are before any send."""
     items = items_of(layout.state, layout)
     abstract = {name: items[name] for name in names}
-    return jax.jit(
-        lambda: jax.tree.map(zeros, abstract),
-        out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
-    )()
+    made = jax.jit(lambda: jax.tree.map(zeros, abstract), out_shardings=shardings_of(abstract))
+    return made()

@@ -25,11 +25,13 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.diloco import fragments, quantize
+from maxdiloco.diloco import fragments
 from maxdiloco.diloco.slices import LeafSlice
 from maxdiloco.engine.chunks import cut, pieces_of_a_chunk
+from maxdiloco.engine.trainer import ExchangeSettings
 from maxdiloco.exchange import collective, payload
 from maxdiloco.parallel import offload
+from maxdiloco.parallel.mesh import devices_of_slice
 from maxdiloco.parallel.sharding import axes_of, optimizer_shardings, spec_on
 
 
@@ -39,9 +41,8 @@ class State:
     """All that a run needs to go on: a pytree of arrays, and t as a Python int.
 
     params, opt_state: [R, ...] of the replicas. outer: theta, float32, [...] ([R, ...] when eager).
-    outer_opt: state of the outer optimizer, one entry per fragment. outgoing: the pieces
-    of the chunks of the fragment on the wire. incoming: of those that have arrived, per receive
-    slot.
+    outer_opt: state of the outer optimizer, one entry per fragment. outgoing: pieces of the chunks
+    of the fragment on the wire; incoming: of those that have arrived, per receive slot.
     dropped_until: exchanges that were in flight after this step are never applied. schedule_since:
     the step after which the schedule is the present one.
     bad: [R, F] whether a replica's leaf had a NaN or infinity at a send; bad_before: the same
@@ -98,9 +99,10 @@ class FragmentPlan:
 class Layout:
     """Shapes and shardings of a run's state, and the plans of its fragments.
 
-    specs: of one replica's parameter leaves, in tree order. pieces: wire elements per replica and
-    device of the arrays that make one chunk, see engine.chunks; none when every fragment travels
-    whole.
+    paths, specs: of one replica's parameter leaves, in tree order. pieces: wire elements per
+    replica and device of the arrays that make one chunk, see engine.chunks; none when every
+    fragment travels whole. per_replica_outer: whether theta has a leading R (eager). state: of
+    ShapeDtypeStructs with shardings.
     """
 
     mesh: Mesh
@@ -109,18 +111,19 @@ class Layout:
     specs: tuple[P, ...]
     plans: tuple[FragmentPlan, ...]
     pieces: tuple[int, ...]
-    per_replica_outer: bool  # theta has a leading R (eager)
-    state: State  # of ShapeDtypeStructs with shardings
+    per_replica_outer: bool
+    state: State
+
+    @property
+    def _theta_is_on_host(self) -> bool:
+        return offload.on_host(jax.tree.leaves(self.state.outer)[0])
 
     @property
     def outer_params(self) -> Any:
         """ShapeDtypeStructs of theta as DiLoCo.outer_params gives it: one copy, on the device."""
-        leaves, tree = jax.tree.flatten(self.state.outer)
-        if not self.per_replica_outer and leaves[0].sharding.memory_kind != "pinned_host":
+        if not self.per_replica_outer and not self._theta_is_on_host:
             return self.state.outer
-        lead = 1 if self.per_replica_outer else 0
-        shapes = [x.shape[lead:] for x in leaves]
-        return jax.tree.unflatten(tree, self._on_device(shapes, self.specs))
+        return self._theta_on_device(self.specs)
 
     @property
     def evaluates_slots(self) -> bool:
@@ -132,25 +135,20 @@ class Layout:
         """ShapeDtypeStructs of DiLoCo.eval_params."""
         if not self.evaluates_slots:
             return self.outer_params
-        theta = self.state.outer
-        is_kept_there = jax.tree.leaves(theta)[0].sharding.memory_kind == "pinned_host"
-        one_each = self.num_replicas == self.mesh.shape["diloco"] and not is_kept_there
-        return theta if one_each else self.slot_params
+        one_each = self.num_replicas == self.mesh.shape["diloco"] and not self._theta_is_on_host
+        return self.state.outer if one_each else self.slot_params
 
     @property
     def slot_params(self) -> Any:
         """ShapeDtypeStructs of one theta for each slot of `diloco`, [slots, ...], on the device."""
-        leaves, tree = jax.tree.flatten(self.state.outer)
-        shapes = [(self.mesh.shape["diloco"], *x.shape[1:]) for x in leaves]
         specs = [P("diloco", *spec) for spec in self.specs]
-        return jax.tree.unflatten(tree, self._on_device(shapes, specs))
+        return self._theta_on_device(specs, self.mesh.shape["diloco"])
 
-    def _on_device(self, shapes, specs) -> list[jax.ShapeDtypeStruct]:
-        """float32, as theta."""
-        return [
-            jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(self.mesh, spec))
-            for shape, spec in zip(shapes, specs, strict=True)
-        ]
+    def _theta_on_device(self, specs: Sequence[P], *lead: int) -> Any:
+        leaves, tree = jax.tree.flatten(self.state.outer)
+        own = 1 if self.per_replica_outer else 0  # dims before those of one theta
+        shapes = [(*lead, *x.shape[own:]) for x in leaves]
+        return jax.tree.unflatten(tree, map(functools.partial(_struct, self.mesh), shapes, specs))
 
     @property
     def chunk_memory(self) -> str | None:
@@ -173,12 +171,11 @@ class Layout:
 
     def chunk_bytes(self, plan: FragmentPlan) -> int:
         """Bytes of one replica's chunk of this fragment, scales, flags and padding included."""
-        in_slice = self.mesh.size // self.mesh.shape["diloco"]
-        itemsize = quantize.wire_format(plan.payload.wire).dtype.itemsize
-        return sum(self.lengths(plan)) * in_slice * itemsize
+        itemsize = plan.payload.dtype.itemsize
+        return sum(self.lengths(plan)) * devices_of_slice(self.mesh) * itemsize
 
 
-def slice_spec(leaf_slice: LeafSlice, spec: P, mesh: Mesh) -> P:
+def _slice_spec(leaf_slice: LeafSlice, spec: P, mesh: Mesh) -> P:
     """In-slice spec of what a slice takes of a leaf: the leaf's, if the entries still divide."""
     axis = leaf_slice.axis
     if leaf_slice.pattern == "whole" or axis >= len(spec):
@@ -190,24 +187,24 @@ def slice_spec(leaf_slice: LeafSlice, spec: P, mesh: Mesh) -> P:
 
 
 def plan_fragments(
-    params: Any, partition: tuple[fragments.Fragment, ...], specs: tuple[P, ...], *, wire: str,
-    mesh: Mesh, max_chunks: int,
+    params: Any, settings: ExchangeSettings, layer_axis: Any, specs: Sequence[P], mesh: Mesh
 ) -> tuple[tuple[FragmentPlan, ...], tuple[int, ...]]:
-    """Lay out every fragment's payload, in at most `max_chunks` chunks.
+    """Every fragment's payload, and how many chunks it has; and Layout.pieces.
 
-    Returns the plans and Layout.pieces.
+    layer_axis: of fragments.partition, whose errors it raises. specs: as of Layout.
     """
-    leaves = jax.tree.leaves(params)
-    plans = []
+    leaves, plans = jax.tree.leaves(params), []
+    partition = fragments.partition(params, layer_axis, **settings.partition)
     for index, fragment in enumerate(partition):
         shapes = [s.shape(leaves[s.leaf].shape) for s in fragment.slices]
-        slice_specs = [slice_spec(s, specs[s.leaf], mesh) for s in fragment.slices]
-        sent = payload.for_leaves(shapes, slice_specs, wire=wire, mesh=mesh)
+        slice_specs = [_slice_spec(s, specs[s.leaf], mesh) for s in fragment.slices]
+        sent = payload.for_leaves(shapes, slice_specs, wire=settings.exchange_dtype, mesh=mesh)
         plans.append(FragmentPlan(index, fragment, sent))
+    max_chunks = settings.schedule.max_chunks
     if max_chunks == 0:
         return tuple(plans), ()
     sizes = [plan.payload.size for plan in plans]
-    unit = quantize.wire_format(wire).dtype.itemsize * (mesh.size // mesh.shape["diloco"])
+    unit = plans[0].payload.dtype.itemsize * devices_of_slice(mesh)
     pieces = pieces_of_a_chunk(sizes, max_chunks=max_chunks, unit=unit)
     cuts = [cut(size, pieces, max_chunks) for size in sizes]
     return tuple(
@@ -219,47 +216,46 @@ def plan_fragments(
 def lay_out(
     params: Any,
     opt_state: Any,
+    settings: ExchangeSettings,
     *,
-    partition: tuple[fragments.Fragment, ...],
+    layer_axis: Any,
     num_replicas: int,
     mesh: Mesh,
     optimizer: optax.GradientTransformation,
-    wire: str,
-    max_chunks: int,
-    slots: int,
-    per_replica_outer: bool,
     outer_memory: str | None,
-    error_feedback: bool = False,
 ) -> Layout:
     """The layout for one replica's params and opt_state (arrays or ShapeDtypeStructs).
 
-    What lies in host memory stays there; see parallel/offload.py.
+    outer_memory: offload.HOST or, None, the device. Optimizer state in host memory stays there.
     """
     paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(params), strict=True)
     specs = tuple(spec_on(x, mesh) for x in leaves)
-    plans, pieces = plan_fragments(
-        params, partition, specs, wire=wire, mesh=mesh, max_chunks=max_chunks
-    )
+    schedule, per_replica = settings.schedule, settings.outer_overlap == "eager"
+    plans, pieces = plan_fragments(params, settings, layer_axis, specs, mesh)
     struct = functools.partial(_struct, mesh)
 
-    def replicas(x):
-        memory, spec = offload.kind_of(x), P("diloco", *spec_on(x, mesh))
-        return struct((num_replicas, *x.shape), x.dtype, spec, memory)
+    def replicas(x, **other):
+        kept = dict(dtype=x.dtype, memory=offload.kind_of(x)) | other
+        return struct((num_replicas, *x.shape), P("diloco", *spec_on(x, mesh)), **kept)
 
-    def outer(shape, dtype, spec):
-        if per_replica_outer:
+    def outer(shape, spec, dtype=jnp.float32, memory=outer_memory):
+        if per_replica:
             shape, spec = (num_replicas, *shape), P("diloco", *spec)
-        return struct(shape, dtype, spec, outer_memory)
-
-    theta = [outer(x.shape, jnp.float32, spec) for x, spec in zip(leaves, specs, strict=True)]
-    flags = struct((num_replicas, len(leaves)), jnp.bool_, P())
-    length = num_replicas * (mesh.size // mesh.shape["diloco"])
-    wire_dtype = quantize.wire_format(wire).dtype
+        return struct(shape, spec, dtype, memory)
 
     def chunks(spec):
-        shapes = [(length * piece,) for piece in pieces] * max_chunks
-        return tuple(struct(shape, wire_dtype, spec, outer_memory) for shape in shapes)
+        length, dtype = num_replicas * devices_of_slice(mesh), plans[0].payload.dtype
+        sizes = pieces * schedule.max_chunks
+        return tuple(struct((length * size,), spec, dtype, outer_memory) for size in sizes)
 
+    residual, residual_norm_R = (), ()
+    if settings.error_feedback:
+        kept = dict(dtype=jnp.float32, memory=outer_memory)
+        residual = jax.tree.map(lambda x: replicas(x, **kept), params)
+        residual_norm_R = struct((num_replicas,), P("diloco"))
+    norms_R = struct((num_replicas,), P())
+    flags = struct((num_replicas, len(leaves)), P(), jnp.bool_)
+    theta = [outer(x.shape, spec) for x, spec in zip(leaves, specs, strict=True)]
     state = State(
         t=0,
         params=jax.tree.map(replicas, params),
@@ -267,60 +263,42 @@ def lay_out(
         outer=jax.tree.unflatten(jax.tree.structure(params), theta),
         outer_opt=tuple(_outer_opt(plan, leaves, optimizer, mesh, outer) for plan in plans),
         outgoing=chunks(collective.outgoing_spec(mesh)),
-        incoming=(chunks(collective.incoming_spec(mesh)),) * slots if pieces else (),
+        incoming=(chunks(collective.incoming_spec(mesh)),) * schedule.slots if pieces else (),
         bad=flags,
         bad_before=flags,
-        sizes=_sizes(num_replicas, struct),
-        update_ratio=_update_ratio(num_replicas, per_replica_outer, struct),
-        **(_feedback(params, num_replicas, mesh, outer_memory) if error_feedback else {}),
+        sizes=collective.Sizes(norms_R, norms_R, struct((), P())),
+        update_ratio=outer((), P(), memory=None),
+        residual=residual,
+        residual_norm_R=residual_norm_R,
     )
     names = tuple(jax.tree_util.keystr(path) for path in paths)
-    return Layout(mesh, num_replicas, names, specs, plans, pieces, per_replica_outer, state)
+    return Layout(mesh, num_replicas, names, specs, plans, pieces, per_replica, state)
 
 
-def _struct(mesh, shape, dtype, spec, memory=None) -> jax.ShapeDtypeStruct:
+def _struct(mesh, shape, spec, dtype=jnp.float32, memory=None) -> jax.ShapeDtypeStruct:
     sharding = NamedSharding(mesh, spec, memory_kind=memory)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def _update_ratio(num_replicas: int, per_replica: bool, struct) -> jax.ShapeDtypeStruct:
-    if per_replica:
-        return struct((num_replicas,), jnp.float32, P("diloco"))
-    return struct((), jnp.float32, P())
-
-
-def _sizes(num_replicas: int, struct) -> collective.Sizes:
-    """ShapeDtypeStructs of the sizes of an exchange."""
-    of_replicas = struct((num_replicas,), jnp.float32, P())
-    return collective.Sizes(of_replicas, of_replicas, struct((), jnp.float32, P()))
-
-
-def _feedback(params, num_replicas, mesh, memory) -> dict[str, Any]:
-    """Fields of a State for error feedback, as ShapeDtypeStructs."""
-
-    def struct(shape, spec, memory=None):
-        sharding = NamedSharding(mesh, P("diloco", *spec), memory_kind=memory)
-        return jax.ShapeDtypeStruct((num_replicas, *shape), jnp.float32, sharding=sharding)
-
-    residual = jax.tree.map(lambda x: struct(x.shape, spec_on(x, mesh), memory), params)
-    return dict(residual=residual, residual_norm_R=struct((), ()))
-
-
 def _outer_opt(plan, leaves, optimizer, mesh, outer):
     """ShapeDtypeStructs of one fragment's state of the outer optimizer."""
-    fragment = [
-        jax.ShapeDtypeStruct(s.shape(leaves[s.leaf].shape), jnp.float32) for s in plan.slices
-    ]
+    fragment = fragment_structs(plan, leaves)
     shardings = [NamedSharding(mesh, shard.spec) for shard in plan.payload.shards]
     specs = optimizer_shardings(optimizer, fragment, shardings, mesh)
     state = jax.eval_shape(optimizer.init, fragment)
-    return jax.tree.map(lambda x, s: outer(x.shape, x.dtype, s.spec), state, specs)
+    return jax.tree.map(lambda x, s: outer(x.shape, s.spec, x.dtype), state, specs)
 
 
-def fragment_leaves(tree: Any, plan: FragmentPlan) -> list[jax.Array]:
+def fragment_structs(plan: FragmentPlan, leaves: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    """A fragment's values of theta, of leaves of one replica."""
+    shapes = [s.shape(leaves[s.leaf].shape) for s in plan.slices]
+    return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+
+def fragment_leaves(tree: Any, plan: FragmentPlan) -> Sequence[jax.Array]:
     """The leaves a fragment touches, in tree order; () of an empty tree."""
     leaves = jax.tree.leaves(tree)
-    return () if not leaves else [leaves[s.leaf] for s in plan.slices]
+    return [leaves[s.leaf] for s in plan.slices] if leaves else ()
 
 
 def with_fragment(tree: Any, plan: FragmentPlan, values: Sequence[jax.Array]) -> Any:
@@ -331,11 +309,6 @@ def with_fragment(tree: Any, plan: FragmentPlan, values: Sequence[jax.Array]) ->
     for s, value in zip(plan.slices, values, strict=True):
         leaves[s.leaf] = value
     return jax.tree.unflatten(structure, leaves)
-
-
-def with_item(items: tuple, index: int, value: Any) -> tuple:
-    """items with one of them replaced."""
-    return (*items[:index], value, *items[index + 1 :])
 
 
 def with_items(items: tuple, places: Sequence[int], values: Sequence[Any]) -> tuple:

@@ -15,18 +15,16 @@ from maxdiloco.engine.calls import Call
 from maxdiloco.errors import CheckpointError
 from maxdiloco.parallel.program import Program
 
-# The checkpoint item with theta, which load_parameters_path and generation read; and that of a run
-# with eager updates, where each replica has its own, [R, ...].
+# The checkpoint item with theta; and that of eager updates, one for each replica, [R, ...].
 OUTER_PARAMS, OUTER_OF_EACH = "outer_params", "outer"
 
 
 class SavedLayout(NamedTuple):
-    """How the state in a checkpoint is laid out.
+    """How the state in a checkpoint is laid out, as Trainer.note has it.
 
-    num_replicas, mesh (sizes of the axes), exchange (ExchangeSettings as a dict), dropped_until,
-    schedule_since and the last three: from Trainer.note. same_rules: whether the run that
-    saved it had the logical axis rules of this run. chunk_pieces: Layout.pieces; None: all chunks
-    were of one length, the longest.
+    mesh: sizes of the axes. same_rules: whether the run that saved it had the logical axis rules of
+    this run. exchange: ExchangeSettings as a dict. chunk_pieces: Layout.pieces. theta_item: of
+    saved.items_of. rule: alpha, merge, rate and momentum, to tell what has changed.
     """
 
     num_replicas: int
@@ -36,8 +34,8 @@ class SavedLayout(NamedTuple):
     dropped_until: int
     schedule_since: int
     chunk_pieces: Sequence[int] | None = None
-    theta_item: str = OUTER_PARAMS  # runs with eager updates once saved it too
-    rule: dict[str, Any] | None = None  # alpha, merge, rate and momentum, to tell what has changed
+    theta_item: str = OUTER_PARAMS
+    rule: dict[str, Any] | None = None
 
 
 class ExchangeSettings(NamedTuple):
@@ -90,17 +88,17 @@ class Description(NamedTuple):
 
     title: str
     fragments: tuple[str, ...]
-    start: tuple[str, ...]
-    resident: str
+    start: tuple[str, ...] = ()
+    resident: str = ""
 
 
 class Trainer(Protocol):
     """A trainer that is laid out for the parameters of one run.
 
     num_replicas: R of the metrics, and of the state where its leaves have an R. period: inner
-    steps after which the same programs run again. abstract_state, abstract_outer_params: the state
-    and `outer_params` as ShapeDtypeStructs with shardings. evaluates_slots, abstract_eval_params:
-    of `eval_params`.
+    steps after which the same programs run again. abstract_*: the state, `outer_params` and
+    `eval_params` as ShapeDtypeStructs with shardings. evaluates_slots: whether each of several
+    slots of the mesh has a theta of its own (eager).
     """
 
     mesh: Mesh
@@ -108,8 +106,8 @@ class Trainer(Protocol):
     period: int
     abstract_state: Any
     abstract_outer_params: Any
-    evaluates_slots: bool
     abstract_eval_params: Any
+    evaluates_slots: bool = False
 
     def init_program(self, make: Callable[..., tuple[Any, Any]], **options) -> Program:
         """The program that makes the state before the first step.
@@ -119,10 +117,14 @@ class Trainer(Protocol):
         """
 
     def calls(self, batch: Any) -> list[Call]:
-        """Every program that the steps of a run call. batch: ShapeDtypeStructs, leaves [R, ...]."""
+        """Every program that the steps of a run call, first the plain step's; see engine.calls.
+
+        batch: ShapeDtypeStructs with shardings, leaves [R, ...].
+        """
 
     def eval_calls(self, runs: float) -> list[Call]:
-        """The programs that `eval_params` calls. runs: how often in a period."""
+        """The programs that `eval_params` calls, by default none. runs: how often in a period."""
+        return []
 
     def abstract_metrics(self, batch: Any) -> Any:
         """ShapeDtypeStructs of the metrics of a step, leaves [R]. batch: as for `calls`."""
@@ -138,12 +140,14 @@ class Trainer(Protocol):
 
     def outer_params(self, state: Any) -> Any:
         """The parameters to export, leaves [...], in device memory."""
+        return state.params
 
     def eval_params(self, state: Any) -> Any:
         """The parameters to evaluate, in device memory: those to export, leaves [...].
 
         With evaluates_slots: leaves [slots, ...], the mean of the thetas of each slot of `diloco`.
         """
+        return self.outer_params(state)
 
     def bytes_sent(self, t: int) -> float:
         """Bytes that inner step t makes a replica (without DiLoCo a slice) send to others."""
@@ -156,18 +160,21 @@ class Trainer(Protocol):
 
     def closing_line(self, state: Any) -> str:
         """The line at the end of a run."""
+        return f"done: step {state.t}"
 
     def saved_items(self, state: Any) -> dict[str, Any]:
-        """{item of a checkpoint: tree of arrays}; OUTER_PARAMS is one, to be read alone."""
+        """{item of a checkpoint: tree of arrays}; the item of theta can be read alone."""
 
     def note(self, state: Any) -> dict[str, Any]:
         """What a checkpoint says of the state besides its arrays: JSON, see SavedLayout."""
 
     def abstract_items(self, saved_layout: SavedLayout) -> dict[str, Any]:
         """The items to read of a checkpoint, as ShapeDtypeStructs of this run's state."""
+        return self.saved_items(self.abstract_state)
 
     def replica_items(self, saved_layout: SavedLayout) -> tuple[str, ...]:
-        """Those of `abstract_items` whose leaves begin with R of this run."""
+        """Those of `abstract_items` whose leaves begin with R of this run, by default none."""
+        return ()
 
     def restored(self, items: dict[str, Any], saved_layout: SavedLayout, *, t: int) -> Any:
         """The state after inner step t from the items of `abstract_items`."""
@@ -176,4 +183,5 @@ class Trainer(Protocol):
         """End the threads of the trainer, if it has any."""
 
     def restore_lines(self, saved_layout: SavedLayout, t: int) -> list[str]:
-        """What `restored` changes in the state of step t: replicas, theta, what was in flight."""
+        """What `restored` changes in the state of step t, by default nothing."""
+        return []

@@ -15,6 +15,7 @@ from maxdiloco.evaluation import eval_texts, stored
 from maxdiloco.evaluation.held_out import Evaluation, Totals, sequences, token_bytes
 from maxdiloco.flags import base_yml
 from maxdiloco.flags.config import Config, changed
+from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.metrics.compiles import CompileLog
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes import output
@@ -78,11 +79,11 @@ def evaluate(
         folder,
         key=key,
         configure=lambda meta: configure(meta, argv, environ),
-        mesh_of=mesh_lib.build,
+        mesh_of=lambda cfg: mesh_lib.build(hardware_of(cfg)),
         parameters=parameters,
     )
     say(f"step {found.step} of {found.path.parent.parent}, parameters: {parameters}")
-    say(mesh_lib.describe(found.mesh, found.cfg))
+    say(mesh_lib.describe(found.mesh, hardware_of(found.cfg)))
     with run_tokenizer.config_with(found.cfg, found.path) as cfg:
         return _evaluate(found, cfg, parameters, say)
 

@@ -37,11 +37,7 @@ LARGEST_INDEX = 2**31 - 1  # JAX indexes with 32 bits
 
 
 class Sizes(NamedTuple):
-    """Sizes of the outer gradients of one exchange, as decoded.
-
-    norm_R: L2 norm of each replica's; drift_R: mean |theta - x_m| of the fragment; mean_norm: L2
-    norm of the mean.
-    """
+    """Of the outer gradients of one exchange, as decoded: L2 norms, and mean |theta - x_m|."""
 
     norm_R: jax.Array
     drift_R: jax.Array
@@ -51,8 +47,8 @@ class Sizes(NamedTuple):
 class Received(NamedTuple):
     """What a fragment's exchange brought.
 
-    mean: leaves of the fragment, [...] for all replicas, or [R, ...] when each has its own
-    (eager). bad_RF: whether a replica's leaf was not finite.
+    mean: leaves [...] for all replicas, or [R, ...] when each has its own (eager). bad_RF: whether
+    a replica's leaf was not finite.
     """
 
     mean: list[jax.Array]
@@ -95,10 +91,9 @@ def send(
 ) -> Sent:
     """Encode a fragment's outer gradients and cut them into chunks: Algorithm 2, line 8.
 
-    leaves_R: [R, ...] float32 each. residual_R: likewise, of error feedback; () without.
-    lengths: of the arrays to send [wire elements per replica and device]; together at least the
-    payload's size. What is beyond it is zeros. No traffic over `diloco`, and none at all without
-    error feedback.
+    leaves_R: [R, ...] float32 each. residual_R: likewise, of error feedback; () without. lengths:
+    of the arrays to send [wire elements per replica and device]; what is beyond the payload's size
+    is zeros. No traffic over `diloco`, and none at all without error feedback.
     """
     mesh, specs = payload.mesh, [P("diloco", *shard.spec) for shard in payload.shards]
     ends = list(itertools.accumulate(lengths))
@@ -118,32 +113,22 @@ def send(
 
     kept = specs if residual_R else []
     sent = Sent((outgoing_spec(mesh),) * len(lengths), *([kept, P("diloco")] if kept else ()))
-    return _on_every_device(on_device, mesh, (specs, kept), sent)(
-        list(leaves_R), list(residual_R)
-    )
+    program = _on_every_device(on_device, mesh, (specs, kept), sent)
+    return program(list(leaves_R), list(residual_R))
 
 
 def all_gather_chunk(chunk: jax.Array, mesh: Mesh) -> jax.Array:
-    """Bring one chunk of every replica to every slice: the only line where replicas talk.
-
-    Algorithm 2, line 8, over the link.
-    """
+    """Bring one chunk of every replica to every slice: Algorithm 2, line 8, over the link."""
 
     def on_device(codes):
         dtype = codes.dtype
         if dtype == jnp.bfloat16:
             # As integers: CPU widens collectives of bfloat16 to float32.
             codes = jax.lax.bitcast_convert_type(codes, jnp.uint16)
-        return jax.lax.bitcast_convert_type(
-            jax.lax.all_gather(codes, "diloco", tiled=True), dtype
-        )
+        gathered = jax.lax.all_gather(codes, "diloco", tiled=True)  # the only line where they talk
+        return jax.lax.bitcast_convert_type(gathered, dtype)
 
-    return _on_every_device(
-        on_device,
-        mesh,
-        outgoing_spec(mesh),
-        incoming_spec(mesh),
-    )(chunk)
+    return _on_every_device(on_device, mesh, outgoing_spec(mesh), incoming_spec(mesh))(chunk)
 
 
 def receive(
@@ -153,12 +138,11 @@ def receive(
     num_replicas: int,
     kinds: Sequence[Any] | None = None,
 ) -> Received:
-    """The mean of all replicas' outer gradients of a fragment, in float32 and replica order.
+    """The mean of all replicas' outer gradients of a fragment: Algorithm 2, line 10.
 
-    Algorithm 2, line 10; the mean of line 8 is taken here, on arrival.
-    incoming: the fragment's chunks, laid out by `incoming_spec`. kinds: of the fragment's leaves
-    (fragments.kinds_of), for outer.radial_directional_mean; None: the plain mean. Sizes are of the
-    latter.
+    The mean of line 8 is taken here, on arrival, in float32 and replica order. incoming: the
+    fragment's chunks, laid out by `incoming_spec`. kinds: of its leaves (fragments.kinds_of), for
+    outer.radial_directional_mean; None: the plain mean, of which the sizes are.
     """
 
     def on_device(*chunks):
@@ -181,12 +165,9 @@ def receive(
         ]
         return _received(payload, mean, notes_R, plain_N)
 
-    return _on_every_device(
-        on_device,
-        payload.mesh,
-        (incoming_spec(payload.mesh),) * len(incoming),
-        Received([shard.spec for shard in payload.shards], P(), P()),
-    )(*incoming)
+    in_specs = (incoming_spec(payload.mesh),) * len(incoming)
+    out_specs = Received([shard.spec for shard in payload.shards], P(), P())
+    return _on_every_device(on_device, payload.mesh, in_specs, out_specs)(*incoming)
 
 
 def receive_with_own(
@@ -199,10 +180,9 @@ def receive_with_own(
     """Eager updates: each replica's mean of its fresh and the others' previous outer gradients.
 
     arXiv 2502.12996, Algorithm 3; see outer.own_fresh. incoming: chunks of the round before; own:
-    chunks of this round, laid out by `outgoing_spec`. Returns Received, with mean leaves [R, ...]
-    and the sizes of the round before, and own_bad_RF of the fresh values.
+    of this round, laid out by `outgoing_spec`. Returns Received, with mean leaves [R, ...] and the
+    sizes of the round before, and own_bad_RF of the fresh values.
     """
-
     num_here = num_replicas // payload.mesh.shape["diloco"]
 
     def on_device(*chunks):
@@ -212,9 +192,7 @@ def receive_with_own(
 
         def term(r):
             old, note = _decoded(payload, _codes(payload, stale, num_replicas, r))
-            mixed = [
-                outer.own_fresh(old, new, r, first + s) for s, (new, _) in enumerate(fresh)
-            ]
+            mixed = [outer.own_fresh(old, new, r, first + s) for s, (new, _) in enumerate(fresh)]
             return (old, mixed), note
 
         (stale_mean, mixed), notes_R = outer.ordered_mean(term, num_replicas)
@@ -228,9 +206,8 @@ def receive_with_own(
     mesh = payload.mesh
     in_specs = (incoming_spec(mesh),) * len(incoming) + (outgoing_spec(mesh),) * len(own)
     mean_specs = [P("diloco", *shard.spec) for shard in payload.shards]
-    return _on_every_device(
-        on_device, mesh, in_specs, (Received(mean_specs, P(), P()), P("diloco"))
-    )(*incoming, *own)
+    out_specs = (Received(mean_specs, P(), P()), P("diloco"))
+    return _on_every_device(on_device, mesh, in_specs, out_specs)(*incoming, *own)
 
 
 class _Note(NamedTuple):

@@ -36,21 +36,14 @@ class Links(patience.Links, Protocol):
 
 
 class Shard(NamedTuple):
-    """A device's part of the outgoing chunks: of the replicas of one slot, at one place in a slice.
-
-    slot: place on the mesh axis diloco; place: among the devices of a slice.
-    """
+    """A device's part of the outgoing chunks: a slot of the axis diloco, a place in its slice."""
 
     slot: int
     place: int
 
 
 class Routes(NamedTuple):
-    """Which shards a process sends to whom, and which it gets from whom, each in one order.
-
-    own: shards of this process's devices. sends, gets: {process: shards}; what stays in this
-    process is in neither.
-    """
+    """Which shards a process has, sends to whom and gets from whom, each in one order."""
 
     own: tuple[Shard, ...]
     sends: dict[int, tuple[Shard, ...]]

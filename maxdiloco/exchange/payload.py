@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.diloco import outer, quantize
 from maxdiloco.diloco.fragments import Stacked, Vocabulary
-from maxdiloco.parallel.mesh import in_slice_axes
+from maxdiloco.parallel.mesh import devices_of_slice, in_slice_axes
 from maxdiloco.parallel.sharding import axes_of
 
 # TPU lays rank-1 arrays out in tiles of 1024 elements; other lengths are padded to them.
@@ -52,14 +53,16 @@ class Payload(NamedTuple):
     size: int
     mesh: Mesh
 
+    @property
+    def dtype(self) -> np.dtype:
+        """Of a wire element."""
+        return quantize.wire_format(self.wire).dtype
+
 
 def for_leaves(
     shapes: Sequence[tuple[int, ...]], specs: Sequence[P], *, wire: str, mesh: Mesh
 ) -> Payload:
-    """The payload for the leaves of a fragment, one replica's view.
-
-    shapes, specs: of the fragment's leaves; specs name in-slice axes only and divide the dims.
-    """
+    """The payload for a fragment's leaves, one replica's view; specs name in-slice axes only."""
     shards = []
     start = len(shapes)  # the flags come first
     for shape, spec in zip(shapes, specs, strict=True):
@@ -85,13 +88,12 @@ def pad_to_tile(size: int) -> int:
 
 def encode(payload: Payload, leaves_S: Sequence[jax.Array]) -> jax.Array:
     """A device's shards of the fragment, [S, *local] float32 each, as codes [S, C]."""
-    dtype = quantize.wire_format(payload.wire).dtype
     flags, codes = [], []
     for shard, leaf_S in zip(payload.shards, leaves_S, strict=True):
         x_SN = _carried(shard, leaf_S)
         finite_SN = jnp.isfinite(x_SN)
         # A maximum of floats is one kernel of XLA:CPU, an `any` a chain of up to four.
-        flags.append(jnp.max(jnp.where(finite_SN, 0.0, 1.0), axis=1).astype(dtype))
+        flags.append(jnp.max(jnp.where(finite_SN, 0.0, 1.0), axis=1).astype(payload.dtype))
         clean_SN = jnp.where(finite_SN, x_SN, 0.0)
         codes.append(jax.vmap(lambda x_N: quantize.encode(payload.wire, x_N))(clean_SN))
     return jnp.concatenate([jnp.stack(flags, axis=1), *codes], axis=1)
@@ -111,15 +113,13 @@ def _first_carried(shard: WireShard) -> jax.Array:
 
 
 def decode(payload: Payload, code_C: jax.Array) -> list[jax.Array]:
-    """One replica's codes as the values that this device carries, [N] float32 for each leaf.
-
-    Zero for what fills up the last of equal parts: int2 has no code for it.
-    """
+    """One replica's codes as the values that this device carries, [N] float32 for each leaf."""
     values = []
     for shard in payload.shards:
         code = jax.lax.slice_in_dim(code_C, shard.start, shard.start + shard.length)
         x_N = quantize.decode(payload.wire, code, shard.count)
         if shard.copies * shard.count > math.prod(shard.local):
+            # What fills up the last of equal parts is zero: int2 has no code for it.
             place_N = _first_carried(shard) + jnp.arange(shard.count)
             x_N = jnp.where(place_N < math.prod(shard.local), x_N, 0.0)
         values.append(x_N)
@@ -208,11 +208,10 @@ def spread_norms(
 
 def payload_bytes(payload: Payload) -> int:
     """Bytes of one replica's codes, scales and flags on all devices of a slice, no padding."""
-    devices = math.prod(payload.mesh.shape[axis] for axis in in_slice_axes(payload.mesh))
-    return payload.size * devices * quantize.wire_format(payload.wire).dtype.itemsize
+    return payload.size * devices_of_slice(payload.mesh) * payload.dtype.itemsize
 
 
 def num_values(payload: Payload) -> int:
     """Values of one replica's fragment."""
-    devices = math.prod(payload.mesh.shape[axis] for axis in in_slice_axes(payload.mesh))
+    devices = devices_of_slice(payload.mesh)
     return sum(math.prod(shard.local) * (devices // shard.copies) for shard in payload.shards)

@@ -3,6 +3,7 @@
     # R replicas  B sequences per replica  L tokens  N rows that this process reads
 """
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -34,12 +35,12 @@ def rows_of(shards: Iterable[tuple[slice, ...]], shape: tuple[int, ...]) -> Rows
 def to_global(batch: Any, rows: Rows, sharding: NamedSharding, shape: tuple[int, ...]) -> Any:
     """Arrays of the whole shape from leaves [N, L]; nothing moves between processes."""
     positions = positions_of(rows, shape)
-    return jax.tree.map(
-        lambda local_NL: jax.make_array_from_callback(
-            shape, sharding, lambda shard: take_shard(local_NL, positions, shard)
-        ),
-        batch,
-    )
+
+    def whole(local_NL):
+        part = functools.partial(take_shard, local_NL, positions)
+        return jax.make_array_from_callback(shape, sharding, part)
+
+    return jax.tree.map(whole, batch)
 
 
 def take_shard(

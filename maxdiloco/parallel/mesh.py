@@ -1,6 +1,7 @@
 """The device mesh: an outer tier of slices joined by DCN, an inner tier of chips joined by ICI."""
 
 import math
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -11,18 +12,17 @@ from jax.sharding import Mesh
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags.checks import AXES
-from maxdiloco.flags.config import Config
-from maxdiloco.parallel import chips
+from maxdiloco.flags.hardware import Hardware
+from maxdiloco.parallel import chips, processor
+from maxdiloco.processes import distributed
 
 # CPU devices in one process. Our choice: on two cores collectives of 128 devices ended within
 # XLA's 40 s, those of 512 did not.
 MOST_EMULATED = 256
-
-
-def tier(cfg: Config, name: str) -> dict[str, int]:
-    """Sizes of the axes of one tier, `dcn` or `ici`, as the config gives them; -1 is open."""
-    values = cfg.as_dict()
-    return {axis: values[f"{name}_{axis}_parallelism"] for axis in AXES}
+_PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
+_EXTRAS = {"gpu": "cuda12", "tpu": "tpu"}  # of setup.py
+# Codes in the error of a backend that waits for other processes while it starts.
+_OF_A_PEER = ("DEADLINE_EXCEEDED", "UNAVAILABLE", "CANCELLED", "ABORTED")
 
 
 def fill(sizes: Mapping[str, int], total: int, name: str) -> dict[str, int]:
@@ -51,55 +51,61 @@ def product(sizes: Mapping[str, int]) -> str:
     return f"{' * '.join(shown) or 'all 1'} = {abs(math.prod(sizes.values()))}"
 
 
-def choose_platform(cfg: Config) -> None:
-    """Set JAX's platform before its backends start; hardware=auto leaves the choice to JAX."""
-    platforms = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
-    if cfg.hardware == "tpu" or (cfg.hardware == "auto" and not on_cpu_alone(cfg)):
-        tell_libtpu(cfg)
-    if cfg.hardware in platforms:
-        jax.config.update("jax_platforms", platforms[cfg.hardware])
+# -- before JAX's backends start -------------------------------------------------------------------
 
 
-def tell_libtpu(cfg: Config) -> None:
-    """Set libtpu's flags for the programs of a run. Call before JAX loads libtpu."""
-    if not cfg.optimizer_memory_host_offload:  # whose copies would seem slow too, and begin early
+def choose_platform(asked: Hardware) -> None:
+    """Set JAX's platform; hardware=auto leaves the choice to JAX."""
+    if asked.platform == "tpu" or (asked.platform == "auto" and not on_cpu_alone(asked)):
+        tell_libtpu(asked)
+    if asked.platform in _PLATFORMS:
+        jax.config.update("jax_platforms", _PLATFORMS[asked.platform])
+
+
+def tell_libtpu(asked: Hardware) -> None:
+    """Set libtpu's flags for the programs of a run."""
+    if not asked.offloads:  # whose copies would seem slow too, and begin early
         chips.hide_transfers()
 
 
-def on_cpu_alone(cfg: Config) -> bool:
-    """Whether JAX may use nothing but the CPU, known before its backends start."""
-    return cfg.hardware == "cpu" or (cfg.hardware == "auto" and jax.config.jax_platforms == "cpu")
+def on_cpu_alone(asked: Hardware) -> bool:
+    """Whether JAX may use nothing but the CPU."""
+    on_cpu = asked.platform == "auto" and jax.config.jax_platforms == "cpu"
+    return asked.platform == "cpu" or on_cpu
 
 
-def on_one_cpu_device(cfg: Config) -> bool:
-    """Whether a run of one process has one CPU device alone, known before its backends start."""
-    given = jax.config.jax_num_cpu_devices
-    count = emulated_devices(cfg, num_processes=1) if given == -1 else given
-    return on_cpu_alone(cfg) and count == 1
+def set_up_cpu(asked: Hardware) -> None:
+    """Memory and threads of XLA:CPU where JAX may use nothing else."""
+    if not on_cpu_alone(asked):
+        return
+    count = jax.config.jax_num_cpu_devices
+    count = emulated_devices(asked, num_processes=1) if count == -1 else count
+    in_caller = count == 1 and not distributed.launcher(os.environ, on_tpu=False)
+    if in_caller:
+        run_in_caller()
+    processor.keep_freed_memory(in_caller=in_caller)
 
 
 def run_in_caller() -> None:
     """Have XLA:CPU run a program in the thread that calls it, which so allocates its arrays.
 
-    That is the first thread for the steps of a run. Call before JAX's backends start. A process
-    with several devices runs each in a thread of its own all the same.
+    That is the first thread for the steps of a run. A process with several devices runs each in a
+    thread of its own all the same.
     """
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
-def emulated_devices(cfg: Config, num_processes: int) -> int:
+def emulated_devices(asked: Hardware, num_processes: int) -> int:
     """CPU devices that the mesh needs, the same number in each process.
 
     Open sizes: of the dcn tier a slice for each process, of the ici tier a device for each.
     Raises ConfigError when all sizes are given and the devices cannot be shared evenly.
     """
-    dcn, ici = tier(cfg, "dcn"), tier(cfg, "ici")
-    known = math.prod(size for size in dcn.values() if size != -1)
-    slices = known
-    if -1 in dcn.values():
-        slices = cfg.num_slices if cfg.num_slices != -1 else math.lcm(known, num_processes)
-    needed = slices * math.prod(size for size in ici.values() if size != -1)
-    if -1 in ici.values():
+    slices = known = math.prod(size for size in asked.dcn.values() if size != -1)
+    if -1 in asked.dcn.values():
+        slices = asked.num_slices if asked.num_slices != -1 else math.lcm(known, num_processes)
+    needed = slices * math.prod(size for size in asked.ici.values() if size != -1)
+    if -1 in asked.ici.values():
         return math.lcm(needed, num_processes)
     if needed % num_processes:
         raise ConfigError(
@@ -109,53 +115,49 @@ def emulated_devices(cfg: Config, num_processes: int) -> int:
     return needed
 
 
-def emulate_devices(cfg: Config, *, num_processes: int) -> None:
-    """Make as many CPU devices as the mesh needs, before JAX's backends start.
+def emulate_devices(asked: Hardware, *, num_processes: int) -> None:
+    """Make as many CPU devices as the mesh needs, where JAX may use nothing else.
 
-    Only with hardware=cpu, or where JAX may use nothing else (JAX_PLATFORMS=cpu). A process makes
-    MOST_EMULATED at most; `build` refuses a mesh that needs more. An explicit jax_num_cpu_devices
-    is respected. Raises ConfigError like emulated_devices.
+    A process makes MOST_EMULATED at most; `build` refuses a mesh that needs more. An explicit
+    jax_num_cpu_devices is respected. Raises ConfigError like emulated_devices.
     """
-    if on_cpu_alone(cfg) and jax.config.jax_num_cpu_devices == -1:
-        needed = emulated_devices(cfg, num_processes)
+    if on_cpu_alone(asked) and jax.config.jax_num_cpu_devices == -1:
+        needed = emulated_devices(asked, num_processes)
         jax.config.update("jax_num_cpu_devices", min(needed // num_processes, MOST_EMULATED))
 
 
-# Codes in the error of a backend that waits for other processes while it starts.
-_OF_A_PEER = ("DEADLINE_EXCEEDED", "UNAVAILABLE", "CANCELLED", "ABORTED")
+# -- the devices, and the mesh ---------------------------------------------------------------------
 
 
-def visible_devices(cfg: Config) -> list[jax.Device]:
+def visible_devices(asked: Hardware) -> list[jax.Device]:
     """All devices of the run; starts JAX's backends.
 
     Raises ConfigError when they are not what `hardware` asks for, and when they belong to several
     processes without jax.distributed: nobody would notice a lost one.
     """
+    needs_extra = asked.platform in _EXTRAS
     remedy = (
         "See that this machine has one and JAX can use it (in a checkout of maxdiloco: pip install "
-        "-e '.[{}]'), or set hardware=cpu."
+        f"-e '.[{_EXTRAS.get(asked.platform)}]'), or set hardware=cpu."
     )
-    extra = {"gpu": "cuda12", "tpu": "tpu"}
     try:
         devices = jax.devices()
     except RuntimeError as error:
         lost_peer = jax.distributed.is_initialized() and any(map(str(error).count, _OF_A_PEER))
-        if lost_peer or cfg.hardware not in extra:
+        if lost_peer or not needs_extra:
             raise
         reason = str(error).splitlines()[0].partition(" (set JAX_PLATFORMS")[0].rstrip(".")
         raise ConfigError(
-            f"hardware={cfg.hardware} does not work here: {reason}. "
-            + remedy.format(extra[cfg.hardware])
+            f"hardware={asked.platform} does not work here: {reason}. {remedy}"
         ) from error
-    if cfg.hardware in extra and devices[0].platform != cfg.hardware:
+    if needs_extra and devices[0].platform != asked.platform:
         raise ConfigError(
-            f"hardware={cfg.hardware} but JAX finds only {devices[0].platform} devices. "
-            + remedy.format(extra[cfg.hardware])
+            f"hardware={asked.platform} but JAX finds only {devices[0].platform} devices. {remedy}"
         )
     if jax.process_count() > 1 and not jax.distributed.is_initialized():
         raise ConfigError(
-            f"hardware={cfg.hardware}: the devices belong to {jax.process_count()} processes, but "
-            f"this one has joined no other. On a TPU pod set hardware=tpu; elsewhere set "
+            f"hardware={asked.platform}: the devices belong to {jax.process_count()} processes, "
+            f"but this one has joined no other. On a TPU pod set hardware=tpu; elsewhere set "
             f"JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID."
         )
     return devices
@@ -173,20 +175,17 @@ def slice_of(device: jax.Device) -> int:
         return 0
 
 
-def count_slices(cfg: Config, devices: Sequence[jax.Device]) -> int:
+def count_slices(asked: Hardware, devices: Sequence[jax.Device]) -> int:
     """Real slices on TPU; elsewhere the product of the dcn tier, or num_slices.
 
     Where both are open, each GPU host or CPU process is a slice.
     """
-    numbered = len({slice_of(device) for device in devices})
-    if devices[0].platform == "tpu":
-        return numbered
-    dcn = tier(cfg, "dcn")
-    if -1 not in dcn.values():
-        return math.prod(dcn.values())
-    if cfg.num_slices != -1:
-        return cfg.num_slices
-    if devices[0].platform == "gpu":
+    numbered, platform = len({slice_of(device) for device in devices}), devices[0].platform
+    if platform != "tpu" and -1 not in asked.dcn.values():
+        return math.prod(asked.dcn.values())
+    if platform != "tpu" and asked.num_slices != -1:
+        return asked.num_slices
+    if platform in ("tpu", "gpu"):
         return numbered
     return len({device.process_index for device in devices})
 
@@ -196,7 +195,7 @@ def on_gpus(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform in ("gpu", "cuda", "rocm")
 
 
-def build(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def build(asked: Hardware, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Mesh over AXES, DCN parts outermost within each axis.
 
     devices: those to use, all visible ones when None; on CPU the mesh takes the first ones it
@@ -204,25 +203,25 @@ def build(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
     some whole hosts or a part of one, on CPU any contiguous block.
     Raises ConfigError when the sizes do not fit the devices.
     """
-    devices = visible_devices(cfg) if devices is None else list(devices)
-    if devices[0].platform == "gpu":  # a launcher may assign processes to hosts in turn
+    devices = visible_devices(asked) if devices is None else list(devices)
+    platform, ici = devices[0].platform, asked.ici
+    if platform == "gpu":  # a launcher may assign processes to hosts in turn
         devices.sort(key=lambda device: (slice_of(device), device.process_index, device.id))
-    slices = count_slices(cfg, devices)
-    dcn = fill(tier(cfg, "dcn"), slices, "dcn")
-    ici = tier(cfg, "ici")
-    if devices[0].platform == "cpu" and -1 not in ici.values():
+    slices, dcn = count_slices(asked, devices), sizes_over_slices(asked, devices)
+    is_open = -1 in ici.values()
+    if platform == "cpu" and not is_open:
         devices = devices[: slices * math.prod(ici.values())]
     known = {axis: dcn[axis] * size for axis, size in ici.items()}
     needed = abs(math.prod(known.values()))
-    if len(devices) % needed or (-1 not in ici.values() and len(devices) != needed):
-        emulate = devices[0].platform == "cpu" and cfg.hardware != "cpu"
+    if len(devices) % needed or (not is_open and len(devices) != needed):
+        emulate = platform == "cpu" and asked.platform != "cpu"
         raise ConfigError(
             f"the mesh {product(known)} devices, but {len(devices)} are visible. Change a "
             f"dcn_*_parallelism or ici_*_parallelism key, or set one of the ici tier to -1"
             f"{'; hardware=cpu emulates devices' if emulate else ''}."
         )
     ici = fill(ici, len(devices) // slices, "ici")
-    if devices[0].platform == "gpu":
+    if platform == "gpu":
         _check_hosts(devices, slices)
     return Mesh(_arrange(devices, tuple(dcn.values()), tuple(ici.values()))[0], AXES)
 
@@ -241,9 +240,9 @@ def _check_hosts(devices: list[jax.Device], slices: int) -> None:
             )
 
 
-def sizes_over_slices(cfg: Config, devices: Sequence[jax.Device]) -> dict[str, int]:
+def sizes_over_slices(asked: Hardware, devices: Sequence[jax.Device]) -> dict[str, int]:
     """Size of each axis over slices, in mesh order, none left open."""
-    return fill(tier(cfg, "dcn"), count_slices(cfg, devices), "dcn")
+    return fill(asked.dcn, count_slices(asked, devices), "dcn")
 
 
 def _arrange(
@@ -275,10 +274,15 @@ def in_slice_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in mesh.axis_names if axis != "diloco")
 
 
-def describe(mesh: Mesh, cfg: Config) -> str:
+def devices_of_slice(mesh: Mesh) -> int:
+    """Devices of one slot of `diloco`."""
+    return mesh.size // mesh.shape["diloco"]
+
+
+def describe(mesh: Mesh, asked: Hardware) -> str:
     """One line for the start of a run."""
     devices = list(mesh.devices.flat)
-    dcn = sizes_over_slices(cfg, devices)
+    dcn = sizes_over_slices(asked, devices)
     ici = tuple(mesh.shape[axis] // size for axis, size in dcn.items())
     shape = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     shared = _arrange(devices, tuple(dcn.values()), ici)[1]

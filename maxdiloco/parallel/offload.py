@@ -58,8 +58,10 @@ def with_state_on_device(step: Callable, like: Any) -> Callable:
         return step
 
     def put(tree: Any, space: jax.memory.Space) -> Any:
-        return jax.tree.map(lambda x, kept: jax.device_put(x, space) if on_host(kept) else x,
-                            tree, like)  # fmt: skip
+        def move(x, kept):
+            return jax.device_put(x, space) if on_host(kept) else x
+
+        return jax.tree.map(move, tree, like)
 
     def loading(params: Any, opt_state: Any, batch: Any) -> Any:
         params, opt_state, metrics = step(params, put(opt_state, jax.memory.Space.Device), batch)

@@ -18,10 +18,9 @@ def host_cpuinfo() -> str:
 def float32_is_faster(cpuinfo: str) -> bool:
     """Whether an x86 processor multiplies matrices faster in float32 than in bfloat16.
 
-    Intel's AVX512-BF16 multiplies no more numbers a cycle than float32 does, and its factors have
-    to be interleaved. A processor without bfloat16 instructions has to widen them. With AMX, and
-    with AMD's AVX512-BF16, bfloat16 is faster (benchmarks/log).
-    False where the text does not say what the processor has, as on Arm.
+    Intel's AVX512-BF16 multiplies no more numbers a cycle than float32, and its factors have to be
+    interleaved; without bfloat16 instructions they have to be widened. With AMX, and with AMD's
+    AVX512-BF16, bfloat16 is faster (benchmarks/log). False where the text does not say.
     """
     flags = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
     if flags is None:
@@ -35,12 +34,10 @@ def keep_freed_memory(*, in_caller: bool) -> None:
     """Have glibc keep the memory that XLA frees after a step, for the next step.
 
     Otherwise each step gets its temporary arrays as new pages, which the kernel clears one by one
-    (benchmarks/log). Call before JAX's backends start their threads. Nothing is set without
-    glibc, nor where the environment has GLIBC_TUNABLES, which then has the say.
-
-    in_caller: of mesh.run_in_caller. Otherwise all threads share the first one's heap: the heap of
-    another maps large blocks whatever the other parameters are. Threads that compile wait for each
-    other there, so that compiling takes a half longer.
+    (benchmarks/log). Call before JAX's backends start. Nothing is set without glibc, nor beside
+    GLIBC_TUNABLES. in_caller: of mesh.run_in_caller; otherwise all threads share the first one's
+    heap, since that of another maps large blocks whatever else is set. Threads that compile wait
+    for each other there: compiling takes a half longer.
     """
     if platform.libc_ver()[0] != "glibc" or "GLIBC_TUNABLES" in os.environ:
         return

@@ -7,6 +7,13 @@ from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
+from jax.sharding import Mesh
+
+
+def throttle_cpu(mesh: Mesh, arrays: Any) -> None:
+    """On several emulated devices wait for arrays: a host that runs ahead deadlocks XLA:CPU."""
+    if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
+        jax.block_until_ready(arrays)
 
 
 def _abstract(args: Any) -> tuple:
@@ -16,9 +23,8 @@ def _abstract(args: Any) -> tuple:
 class Program:
     """fn under jit, compiled once for each set of argument shapes.
 
-    keep_unused: whether the executable takes arguments that fn does not use, for their memory.
-    on_compile(name, seconds, compiled) is called after each compilation. Arguments must keep the
-    shardings of the first call.
+    options: of jax.jit. on_compile(name, seconds, compiled) is called after each compilation.
+    Arguments must keep the shardings of the first call.
     """
 
     def __init__(
@@ -27,22 +33,16 @@ class Program:
         fn: Callable,
         *,
         donate: Sequence[int] = (),
-        keep_unused: bool = False,
-        out_shardings: Any = None,
         compiler_options: dict[str, Any] | None = None,
         on_compile: Callable[[str, float, jax.stages.Compiled], None],
+        **options: Any,
     ):
         self.name = name
         self.compiled: dict[tuple, jax.stages.Compiled] = {}
-        self._jitted = jax.jit(
-            fn,
-            donate_argnums=tuple(donate),
-            keep_unused=keep_unused,
-            out_shardings=out_shardings,
-            compiler_options=compiler_options,
-        )
         self._compiler_options = compiler_options
         self._on_compile = on_compile
+        options = options | dict(donate_argnums=tuple(donate), compiler_options=compiler_options)
+        self._jitted = jax.jit(fn, **options)
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """Lower fn for arrays or ShapeDtypeStructs."""

@@ -1,4 +1,4 @@
-"""The map over replicas and its two companions: broadcast and mean.
+"""The map over replicas and its companions: broadcast and means.
 
 A small vocabulary in the manner of DrJAX (arXiv 2403.07128). Every array that differs between
 replicas has R, of size M, as its first dim, sharded over the mesh axis `diloco`; a slot of that
@@ -6,6 +6,7 @@ axis holds M / (its size) replicas, side by side.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +22,7 @@ def map_fn(fn: Callable, *, mesh: Mesh, num_replicas: int) -> Callable:
     adding it again made XLA copy the optimizer state (benchmarks/log). Code that supports no
     vmap goes into `without_singleton_vmap`. Call the result under jit.
     """
-    return jax.shard_map(
-        jax.vmap(fn),
-        mesh=mesh,
-        in_specs=P("diloco"),
-        out_specs=P("diloco"),
-        axis_names={"diloco"},
-        check_vma=False,  # replication over the automatic axes is not known here
-    )
+    return manual(jax.vmap(fn), mesh, P("diloco"))
 
 
 def without_singleton_vmap(fn: Callable) -> Callable:
@@ -68,3 +62,35 @@ def reduce_mean(x_R: jax.Array) -> jax.Array:
     for m in range(1, x_R.shape[0]):
         total = total + x_R[m].astype(jnp.float32)
     return total / x_R.shape[0]
+
+
+def mean_of_all(theta_R: Any, mesh: Mesh) -> Any:
+    """The mean over the replicas, leaves [...], on all slots."""
+
+    def mean(x_S):
+        return reduce_mean(jax.lax.all_gather(x_S, "diloco", tiled=True))
+
+    return _over_slots(mean, P(), theta_R, mesh)
+
+
+def mean_of_each_slot(theta_R: Any, mesh: Mesh) -> Any:
+    """The mean over the replicas of each slot of `diloco`, leaves [slots, ...]; no traffic."""
+    return _over_slots(lambda x_S: reduce_mean(x_S)[None], P("diloco"), theta_R, mesh)
+
+
+def _over_slots(fn, out_specs, theta_R, mesh):
+    # A TPU computes in device memory only.
+    on_device = jax.device_put(theta_R, jax.memory.Space.Device)
+    return jax.tree.map(manual(fn, mesh, out_specs), on_device)
+
+
+def manual(fn: Callable, mesh: Mesh, out_specs: P, in_specs: Any = None) -> Callable:
+    """fn over its slot's part of arrays [R, ...], automatic over the axes inside a slot."""
+    return jax.shard_map(
+        fn,
+        mesh=mesh,
+        in_specs=in_specs or P("diloco"),
+        out_specs=out_specs,
+        axis_names={"diloco"},
+        check_vma=False,  # replication over the automatic axes is not known here
+    )

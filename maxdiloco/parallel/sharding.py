@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -50,9 +50,8 @@ def rules_with(overrides: Sequence[Sequence[Any]]) -> Rules:
 
     overrides: pairs (logical name, mesh axis or list of mesh axes). The experts' matrices are
     stored over the axes of `expert` unless `stored_expert` is one of them.
-    Raises ConfigError for a name that is not in the table, for experts over an axis that does not
-    split the batch, since tokens travel over it to their experts, and for experts' matrices
-    stored otherwise than over these axes and then more of them.
+    Raises ConfigError for an unknown name, for experts over an axis that does not split the batch,
+    over which tokens travel, and for matrices stored otherwise than over these axes and then more.
     """
     table = dict(DEFAULT_RULES)
     for entry in overrides:
@@ -115,10 +114,9 @@ def spec(names: Names, rules: Rules, *, without: Sequence[str] = ()) -> P:
 def constrain(
     x: jax.Array, names: Names, rules: Rules, *, without: Sequence[str] = ()
 ) -> jax.Array:
-    """x, sharded by the logical names of its dims on the mesh of the current context.
+    """x, sharded by the logical names of its dims on the mesh of the context, where there is one.
 
-    Axes that are manual in the context (`diloco` under the map over replicas) and those in
-    `without` are left out. Without a mesh in the context x is returned as it is.
+    Axes that are manual there (`diloco` under the map over replicas) and `without` are left out.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -136,10 +134,9 @@ def gathered(
     """A weight, gathered over the mesh axes that split the tokens, for its use in a product.
 
     Without the constraint the partitioner may cut the product into as many pieces as the axis has
-    devices, which took twice the time on TPU (benchmarks/log). The weight stays sharded
-    over `tensor`. Experts stay as they are: models/moe.py gathers them. Without a mesh in the
-    context w is returned as it is.
-    scattered: the gradient comes in parts, as of models.product, and is not gathered too.
+    devices, which took twice the time on TPU (benchmarks/log). The weight stays sharded over
+    `tensor`. Experts stay as they are: models/moe.py gathers them. scattered: the gradient comes in
+    parts, as of models.product, and is not gathered too.
     """
     if is_expert(names):
         return w
@@ -154,15 +151,10 @@ def _gathered(names, rules, w):
     return gathered(w, names, rules)
 
 
-def _gathered_forward(names, rules, w):
-    return _gathered(names, rules, w), None
-
-
-def _gathered_backward(names, rules, _, dw):
-    return (dw,)
-
-
-_gathered.defvjp(_gathered_forward, _gathered_backward)
+_gathered.defvjp(
+    lambda names, rules, w: (_gathered(names, rules, w), None),
+    lambda names, rules, _, dw: (dw,),
+)
 
 
 def parameter_shardings(logical_axes: Any, shapes: Any, mesh: Mesh, rules: Rules) -> Any:
@@ -172,7 +164,7 @@ def parameter_shardings(logical_axes: Any, shapes: Any, mesh: Mesh, rules: Rules
     Raises ConfigError when a dim does not divide by the mesh axes that its rule names.
     """
 
-    # Checkpoints note the specs: those of runs without the axis stay as they were.
+    # Checkpoints note the specs, which are the same without the axis.
     unused = ("context",) if mesh.shape["context"] == 1 else ()
 
     def sharding_of(path, shape, names):
@@ -197,38 +189,44 @@ def optimizer_shardings(
     """NamedSharding of every leaf of `optimizer.init(params)`.
 
     A leaf shaped like a parameter is sharded like it; the rest (step counts) is on every device.
-    Where the optimizer keeps nothing for a parameter, optax's MaskedNode stays.
     params: arrays or ShapeDtypeStructs; shardings: pytree like params.
     """
     replicated = NamedSharding(mesh, P())
-    pairs = jax.tree.map(lambda p, s: _ShapeAndSharding(p.shape, s), params, shardings)
-    state = jax.eval_shape(optimizer.init, params)
+    pairs = jax.tree.map(
+        lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s), params, shardings
+    )
 
     def sharding_of(leaf, parameter):
-        if _is_masked(leaf):
-            return leaf
         return parameter.sharding if leaf.shape == parameter.shape else replicated
+
+    state = jax.eval_shape(optimizer.init, params)
+    return of_parameters(optimizer, sharding_of, state, pairs, other=replicated)
+
+
+def of_parameters(
+    optimizer: optax.GradientTransformation, fn: Callable, state: Any, params: Any, *, other: Any
+) -> Any:
+    """fn(leaf, parameter) in place of each leaf of an optimizer's state that is a parameter's.
+
+    other: in place of the rest. Where the optimizer keeps nothing, optax's MaskedNode stays.
+    """
+
+    def is_masked(leaf):
+        return isinstance(leaf, optax.MaskedNode)
 
     return optax.tree.map_params(
         optimizer,
-        sharding_of,
+        lambda leaf, parameter: leaf if is_masked(leaf) else fn(leaf, parameter),
         state,
-        pairs,
-        transform_non_params=lambda _: replicated,
-        is_leaf=_is_masked,
+        params,
+        transform_non_params=lambda _: other,
+        is_leaf=is_masked,
     )
 
 
-def _is_masked(leaf: Any) -> bool:
-    return isinstance(leaf, optax.MaskedNode)
-
-
-class _ShapeAndSharding:
-    """Of a parameter; a pytree leaf, which a tuple would not be."""
-
-    def __init__(self, shape: tuple[int, ...], sharding: NamedSharding):
-        self.shape = shape
-        self.sharding = sharding
+def shardings_of(tree: Any) -> Any:
+    """The sharding of every array or ShapeDtypeStruct."""
+    return jax.tree.map(lambda x: x.sharding, tree)
 
 
 def spec_on(x: Any, mesh: Mesh) -> P:

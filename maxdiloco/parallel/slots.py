@@ -1,8 +1,5 @@
 """Programs over parameters that are alike everywhere, or that differ between the slots of `diloco`.
 
-A program over the slots' own parameters has no traffic between slots: each works on its own part of
-what is divided over them, and what it finds stays there until the host reads it.
-
     # S slots of the mesh axis diloco
 """
 
@@ -15,15 +12,15 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from maxdiloco.parallel.replicas import manual
 from maxdiloco.processes import agree
 
 
 def of_all(fn: Callable[[Any, Any, Any], Any], mesh: Mesh) -> Callable[[Any, Any, Any], Any]:
-    """fn(params, batch, shared) on the whole mesh: the context mesh lets a model lay out its
-    activations.
-    """
+    """fn(params, batch, shared) on the whole mesh."""
 
     def program(params, batch, shared):
+        # The context mesh lets a model lay out its activations.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return fn(params, batch, shared)
 
@@ -31,7 +28,7 @@ def of_all(fn: Callable[[Any, Any, Any], Any], mesh: Mesh) -> Callable[[Any, Any
 
 
 def of_each(fn: Callable[[Any, Any, Any], Any], mesh: Mesh) -> Callable[[Any, Any, Any], Any]:
-    """fn(params, batch, shared) of one slot, for params [S, ...].
+    """fn(params, batch, shared) of one slot, for params [S, ...]; no traffic between slots.
 
     The first dim of a batch is divided over the slots; what is shared, all of them have whole.
     Leaves of the result are [1, ...] in fn and [S, ...] outside.
@@ -40,14 +37,7 @@ def of_each(fn: Callable[[Any, Any, Any], Any], mesh: Mesh) -> Callable[[Any, An
     def of_slot(params, batch, shared):
         return fn(jax.tree.map(lambda x: x[0], params), batch, shared)
 
-    return jax.shard_map(
-        of_slot,
-        mesh=mesh,
-        in_specs=(P("diloco"), P("diloco"), P()),
-        out_specs=P("diloco"),
-        axis_names={"diloco"},
-        check_vma=False,  # replication over the automatic axes is not known here
-    )
+    return manual(of_slot, mesh, P("diloco"), in_specs=(P("diloco"), P("diloco"), P()))
 
 
 def first_here(x: jax.Array) -> np.ndarray:

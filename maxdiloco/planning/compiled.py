@@ -10,6 +10,7 @@ from maxdiloco.aot.hlo.replay import Link
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
+from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.metrics.compiles import make_room
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.planning.choices import EXACT
@@ -40,7 +41,7 @@ def plain_step(cfg: Config, *, gbps: float, say: Callable[[str], None]) -> Step:
         on_compile=lambda name, seconds, _: say(f"compiled {name} in {seconds:.1f} s"),
     )
     cfg, parts = remat_choice.build(cfg, make, mesh, memory=chip.hbm, say=say)
-    dcn = mesh_lib.sizes_over_slices(cfg, list(mesh.devices.flat))
+    dcn = mesh_lib.sizes_over_slices(hardware_of(cfg), list(mesh.devices.flat))
     (found,) = measure.measure(
         parts.trainer.calls(parts.batch)[:1],
         parts.trainer.abstract_state,

@@ -11,6 +11,7 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.flags import checks
 from maxdiloco.flags.checks import AXES
 from maxdiloco.flags.config import Config
+from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.models import on_mesh, over_length, transformer
 from maxdiloco.models.transformer import Model
 from maxdiloco.parallel import mesh as mesh_lib
@@ -60,8 +61,8 @@ def of(cfg: Config) -> Job:
     chip = topology.chip(cfg.compile_topology) if cfg.compile_topology else None
     slices, per_slice = _slices(cfg), _per_slice(cfg)
     _check(cfg, slices)
-    dcn = mesh_lib.fill(mesh_lib.tier(cfg, "dcn"), slices, "dcn")
-    ici = mesh_lib.fill(mesh_lib.tier(cfg, "ici"), per_slice, "ici")
+    dcn = mesh_lib.fill(hardware_of(cfg).dcn, slices, "dcn")
+    ici = mesh_lib.fill(hardware_of(cfg).ici, per_slice, "ici")
     mesh = AbstractMesh(tuple(dcn[axis] * ici[axis] for axis in AXES), AXES)
     hardware = cfg.hardware
     if cfg.compile_topology:
@@ -100,13 +101,13 @@ def _slices(cfg: Config) -> int:
         return cfg.compile_topology_num_slices
     if cfg.num_slices != -1:
         return cfg.num_slices
-    return _product(mesh_lib.tier(cfg, "dcn"))
+    return _product(hardware_of(cfg).dcn)
 
 
 def _per_slice(cfg: Config) -> int:
     if cfg.compile_topology:
         return topology.devices_per_slice(cfg.compile_topology)
-    return _product(mesh_lib.tier(cfg, "ici"))
+    return _product(hardware_of(cfg).ici)
 
 
 def _product(sizes: dict[str, int]) -> int:

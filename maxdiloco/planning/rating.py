@@ -5,15 +5,16 @@ from typing import NamedTuple
 
 import jax
 
-from maxdiloco.diloco import fragments, outer, quantize
+from maxdiloco.diloco import outer, quantize
 from maxdiloco.engine.describe import bytes_on_device
 from maxdiloco.engine.exchanges import CARRIERS, chunks_on_device
 from maxdiloco.engine.memory import is_on_device
 from maxdiloco.engine.state import FragmentPlan, lay_out, plan_fragments
+from maxdiloco.engine.trainer import ExchangeSettings
 from maxdiloco.exchange import payload
 from maxdiloco.flags import checks, outer_rate
 from maxdiloco.planning import exposure, layers
-from maxdiloco.planning.choices import WIRES, Choice, Family
+from maxdiloco.planning.choices import Choice, Family
 from maxdiloco.planning.exposure import FULL
 from maxdiloco.planning.job import Job
 
@@ -70,23 +71,21 @@ class Rated(NamedTuple):
 
 def plans_of(job: Job, choice: Choice) -> tuple[tuple[FragmentPlan, ...], tuple[int, ...]]:
     """The fragments, and the pieces of a chunk; see plan_fragments."""
-    return plan_fragments(
-        job.params,
-        _partition(job, choice),
-        tuple(x.sharding.spec for x in jax.tree.leaves(job.params)),
-        wire=choice.wire,
-        mesh=job.mesh,
-        max_chunks=choice.schedule.max_chunks,
-    )
+    specs = tuple(x.sharding.spec for x in jax.tree.leaves(job.params))
+    settings = _settings(job, choice)
+    return plan_fragments(job.params, settings, job.model.layer_axis, specs, job.mesh)
 
 
-def _partition(job: Job, choice: Choice) -> tuple[fragments.Fragment, ...]:
-    return fragments.partition(
-        job.params,
-        job.model.layer_axis,
-        num_fragments=choice.P,
-        num_nonlayer=choice.nonlayer,
-        sequential=job.cfg.use_sequential_layers,
+def _settings(job: Job, choice: Choice) -> ExchangeSettings:
+    return ExchangeSettings(
+        sync_period=choice.H,
+        overlap_steps=choice.schedule.tau,
+        offsets=choice.schedule.offsets,
+        outer_overlap=choice.overlap,
+        exchange_dtype=choice.wire,
+        num_nonlayer_fragments=choice.nonlayer,
+        sequential_layers=job.cfg.use_sequential_layers,
+        error_feedback=_feedback(job, choice),
     )
 
 
@@ -169,7 +168,8 @@ def _memory(job: Job, choice: Choice, step: Step) -> int:
     layout = lay_out(
         job.params,
         job.opt_state,
-        partition=_partition(job, choice),
+        _settings(job, choice),
+        layer_axis=job.model.layer_axis,
         num_replicas=job.num_replicas,
         mesh=job.mesh,
         optimizer=outer.outer_optimizer(
@@ -177,12 +177,7 @@ def _memory(job: Job, choice: Choice, step: Step) -> int:
             lr=outer_rate.rate(vars(job.cfg), job.num_replicas),
             momentum=job.cfg.diloco_outer_momentum,
         ),
-        wire=choice.wire,
-        max_chunks=choice.schedule.max_chunks,
-        slots=choice.schedule.slots,
-        per_replica_outer=choice.overlap == "eager",
         outer_memory=None if choice.memory == "device" else choice.memory,
-        error_feedback=_feedback(job, choice),
     )
     state = layout.state
     kept = [state.outer, state.outer_opt, state.residual, state.outgoing, state.incoming]
@@ -197,7 +192,7 @@ def _feedback(job: Job, choice: Choice) -> bool:
     """Whether the trainer would keep residuals."""
     asked = checks.FEEDBACK[job.cfg.diloco_error_feedback]
     wire = quantize.wire_format(choice.wire)
-    return wire.feedback if asked is None else asked and wire.name != "float32"
+    return wire.feedback if asked is None else asked and wire.error > 0
 
 
 def ranked(
@@ -222,9 +217,9 @@ def ranked(
     return sorted(rows, key=_order)
 
 
-def _change(row: Rated) -> tuple[int, int, int, int]:
-    choice = row.choice
-    return choice.overlap != "none", choice.H, choice.tau, WIRES.index(choice.wire)
+def _change(row: Rated) -> tuple[int, int, int, float]:
+    choice, wire = row.choice, quantize.wire_format(row.choice.wire)
+    return choice.overlap != "none", choice.H, choice.tau, wire.error
 
 
 def _order(row: Rated) -> tuple:

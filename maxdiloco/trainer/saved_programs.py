@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from maxdiloco.flags import checks
 from maxdiloco.flags.config import Config
+from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes import agree, output
 from maxdiloco.storage import shared_folder
@@ -54,7 +55,7 @@ def compile_cache(cfg: Config) -> Iterator[list[str]]:
     """
     before = jax.config.values["jax_compilation_cache_dir"]
     folder = cfg.jax_cache_dir or before
-    mesh = mesh_lib.build(cfg)
+    mesh = mesh_lib.build(hardware_of(cfg))
     on_gpus = mesh_lib.on_gpus(mesh)
     # The variable of the environment may be one host's alone.
     if not (agree.in_any_process(bool(folder)) if on_gpus else folder):

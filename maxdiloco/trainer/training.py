@@ -22,13 +22,14 @@ from maxdiloco.errors import INTERRUPTED, Preempted
 from maxdiloco.evaluation import eval_texts
 from maxdiloco.flags import checks, config, warnings
 from maxdiloco.flags.config import Config
+from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.metrics import wandb_run
 from maxdiloco.metrics.compiles import CompileLog, make_room
 from maxdiloco.metrics.console import Console
 from maxdiloco.metrics.writer import MetricsWriter
 from maxdiloco.models import on_mesh
 from maxdiloco.models.transformer import count_parameters
-from maxdiloco.parallel import feeding, job
+from maxdiloco.parallel import feeding
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes import distributed
 from maxdiloco.processes.agree import from_first_process, in_any_process
@@ -39,6 +40,7 @@ from maxdiloco.trainer import (
     assemble,
     compiled_file,
     flops,
+    job,
     remat_choice,
     run_data,
     run_files,
@@ -68,7 +70,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
     primary = jax.process_index() == 0
     console = Console(shown=primary)
     say = console.say
-    mesh = mesh_lib.build(cfg)
+    mesh = mesh_lib.build(hardware_of(cfg))
     shape = assemble.batch_shape(cfg, mesh)
     cfg = config.with_replicas(cfg, shape.num_replicas)
     for line in [*notes, *_settings(cfg, mesh)]:
@@ -194,7 +196,7 @@ def _settings(cfg: Config, mesh: jax.sharding.Mesh) -> list[str]:
         *config.describe_differences(cfg),
         *config.warnings(cfg),
         *warnings.short_run(cfg),
-        mesh_lib.describe(mesh, cfg),
+        mesh_lib.describe(mesh, hardware_of(cfg)),
     ]
 
 

@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from maxdiloco.diloco.outer import (
+    OPTIMIZERS,
     merge,
     ordered_mean,
     outer_gradient,
@@ -143,6 +145,9 @@ def test_merge_at_its_ends_is_a_copy(wrap):
 
 
 def test_an_unknown_outer_optimizer_is_refused():
+    """Control: each of the table is made."""
+    for name, make in OPTIMIZERS.items():
+        assert isinstance(make(0.4, 0.9), optax.GradientTransformation), name
     words = "diloco_outer_optimizer='lion'.*Use one of nesterov, sgd, adam"
     with pytest.raises(ValueError, match=words):
         outer_optimizer("lion", lr=0.4, momentum=0.9)

@@ -19,8 +19,8 @@ from tiers import corner
 from maxdiloco import DiLoCo
 from maxdiloco.engine import outer_state, saved
 from maxdiloco.engine.fragment_arrays import FragmentArrays
-from maxdiloco.engine.theta import mean_of_all, mean_of_each_slot
 from maxdiloco.errors import NumericsError
+from maxdiloco.parallel.replicas import mean_of_all, mean_of_each_slot
 
 PARAMS = {
     "embedding": np.full((8, 4), 0.5, np.float32),
@@ -174,7 +174,7 @@ def test_sizes_of_outer_gradients_and_of_the_outer_update(overlap):
     ("options", "message"),
     [
         (dict(alpha=1.5), r"alpha=1.5 must be in \[0, 1\].*Use 0"),
-        (dict(outer_memory="disk"), "outer_memory='disk' is not known. Use device or pinned_host"),
+        (dict(outer_memory="disk"), "outer_memory='disk' is unknown. Use one of device, pinned"),
         (dict(exchange_dtype="fp4"), "fp4.*Use one of float32"),
         (dict(error_feedback=True), "error_feedback=True .*float32.*Leave it out"),
         (dict(merge="median"), "merge='median' is unknown. Use one of mean, rda"),

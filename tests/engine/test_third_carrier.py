@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from maxdiloco import DiLoCo
 from maxdiloco.diloco import schedule
 from maxdiloco.engine import exchanges
-from maxdiloco.engine.actions import INNER, KINDS, MERGE, OUTER_STEP, PACK, Done
+from maxdiloco.engine.actions import INNER, KINDS, MERGE, OUTER_STEP, PACK, on_host
 from maxdiloco.exchange.collective import incoming_spec
 from maxdiloco.exchange.payload import payload_bytes
 
@@ -34,8 +34,8 @@ class ThroughQueue(exchanges.InPrograms):
         def get(given):
             return queue.pop((given.plan.index, given.state.t - schedule_of_run.lag), None)
 
-        put = Done(put, bytes_sent=lambda _, plan: payload_bytes(plan.payload))
-        get = Done(get)
+        put = on_host(put, bytes_sent=lambda _, plan: payload_bytes(plan.payload))
+        get = on_host(get)
         self.table = MappingProxyType({
             schedule.INNER: (INNER,),
             schedule.INNER_EXCHANGE: (INNER,),

@@ -1,7 +1,6 @@
 """DiLoCo and DataParallel have the interface engine.trainer.Trainer, whole and alike."""
 
 import inspect
-import types
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +37,8 @@ def methods(cls):
     """{name: names and kinds of the parameters} of the public methods of a class."""
     return {
         name: [(p.name, p.kind) for p in inspect.signature(f).parameters.values()]
-        for name, f in vars(cls).items()
-        if isinstance(f, types.FunctionType) and not name.startswith("_")
+        for name, f in inspect.getmembers(cls, inspect.isfunction)
+        if not name.startswith("_")
     }
 
 

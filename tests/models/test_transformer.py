@@ -11,6 +11,7 @@ from tiers import corner
 
 from maxdiloco.diloco.fragments import Vocabulary
 from maxdiloco.flags import config
+from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.models import transformer
 from maxdiloco.models.remat import POLICIES
 from maxdiloco.models.rope import RopeConfig, rotate, rotation
@@ -283,7 +284,7 @@ def test_a_run_begins_with_the_weights_of_jaxs_generator_on_any_mesh():
     """
     keys = ["model_name=tiny", "hardware=cpu", "dcn_diloco_parallelism=2", "ici_fsdp_parallelism=2"]
     cfg = config.load(keys, {})
-    mesh = mesh_lib.build(cfg, jax.devices()[:4])
+    mesh = mesh_lib.build(hardware_of(cfg), jax.devices()[:4])
     parts = assemble.assemble(cfg, mesh, total_steps=1, on_compile=lambda *_: None)
     state = assemble.initial_state(parts, 5)
     init = jax.jit(lambda seed: parts.model.init(jax.random.key(seed)))

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from maxdiloco.flags import config
-from maxdiloco.parallel import job, processor
+from maxdiloco.parallel import processor
+from maxdiloco.trainer import job
 
 # Pages of a second block of 128 MiB, after one was freed, in a thread that is not the first. The
 # heap of such a thread has 64 MiB at most: it would map a larger block whatever else is set.

@@ -15,6 +15,7 @@ from maxdiloco.data import pipeline, tokenizer
 from maxdiloco.data.token_text import bytes_of_tokens
 from maxdiloco.evaluation.held_out import Evaluation, Totals
 from maxdiloco.flags import config
+from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.models import transformer
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.trainer import assemble
@@ -128,7 +129,7 @@ def test_replicas_are_theta_at_a_synchronisation_and_differ_a_step_later(tmp_pat
 def test_the_loss_of_a_replica_is_that_of_its_parameters_alone():
     """Each replica's parameters in the evaluation of theta give the same loss."""
     cfg = config.load([*SIZES, *REPLICAS, "num_diloco_replicas=2"], {})
-    mesh = mesh_lib.build(cfg)
+    mesh = mesh_lib.build(hardware_of(cfg))
     parts = assemble.assemble(cfg, mesh, total_steps=4, on_compile=lambda *_: None)
     params = [parts.model.init(jax.random.key(seed)) for seed in (1, 2)]
     state = assemble.initial_state(parts, 0)

@@ -4,11 +4,11 @@ import importlib.metadata
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from maxdiloco.flags import base_yml, shared_keys
+from maxdiloco.flags.config import Config
+from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.parallel import processor
 from maxdiloco.processes import coordination, distributed
 from maxdiloco.version import __version__
 
@@ -16,14 +16,15 @@ _COMPILE = ("jax", "jaxlib")  # which make the programs that exchange with each 
 
 
 @contextmanager
-def joined(cfg: Any) -> Iterator[None]:
+def joined(cfg: Config) -> Iterator[None]:
     """This process with its devices, beside the others of the job, for a `with`.
 
-    cfg: a Config. Raises ConfigError for keys or versions that differ between the processes and
-    for devices that are not there, LostPeerError.
+    Raises ConfigError for keys or versions that differ between the processes and for devices that
+    are not there, LostPeerError.
     """
-    mesh_lib.choose_platform(cfg)
-    set_up_cpu(cfg)
+    asked = hardware_of(cfg)
+    mesh_lib.choose_platform(asked)
+    mesh_lib.set_up_cpu(asked)
     with distributed.processes(
         os.environ,
         timeout_s=cfg.jax_distributed_initialization_timeout,
@@ -37,8 +38,8 @@ def joined(cfg: Any) -> Iterator[None]:
                 difference=shared_keys.difference,
                 timeout_s=cfg.peer_timeout_seconds,
             )
-        mesh_lib.emulate_devices(cfg, num_processes=job.num_processes)
-        mesh_lib.visible_devices(cfg)  # those that are not there are refused before JAX is used
+        mesh_lib.emulate_devices(asked, num_processes=job.num_processes)
+        mesh_lib.visible_devices(asked)  # those that are not there are refused before JAX is used
         yield
 
 
@@ -46,15 +47,3 @@ def versions() -> dict[str, str]:
     """What has to be installed alike for all processes."""
     installed = {f"version of {name}": importlib.metadata.version(name) for name in _COMPILE}
     return {"version of maxdiloco": __version__} | installed
-
-
-def set_up_cpu(cfg: Any) -> None:
-    """Memory and threads of XLA:CPU where JAX may use nothing else, before its backends start."""
-    if not mesh_lib.on_cpu_alone(cfg):
-        return
-    in_caller = mesh_lib.on_one_cpu_device(cfg) and not distributed.launcher(
-        os.environ, on_tpu=False
-    )
-    if in_caller:
-        mesh_lib.run_in_caller()
-    processor.keep_freed_memory(in_caller=in_caller)
