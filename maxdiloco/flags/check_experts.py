@@ -1,9 +1,11 @@
 """Checks of the keys of a mixture of experts, without JAX or devices."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import idle_keys
+from maxdiloco.flags.base_yml import Key, Table
 
 # Keys that only experts read, and the value that leaves them off: of what is computed, and all.
 OF_WHAT_IS_COMPUTED = {
@@ -11,13 +13,7 @@ OF_WHAT_IS_COMPUTED = {
     "base_moe_mlp_dim": -1,
     "shared_experts": 0,
     "first_num_dense_layers": 0,
-    "routed_score_func": "softmax",
-    "norm_topk_prob": False,
-    "routed_scaling_factor": 1.0,
-    "routed_bias": False,
-    "n_routing_groups": -1,
-    "topk_routing_group": -1,
-    "router_bias": False,
+    "router": Table(),
 }
 NEED_EXPERTS = {
     **OF_WHAT_IS_COMPUTED,
@@ -29,8 +25,11 @@ NEED_EXPERTS = {
 }
 
 
-def check(cfg: Any) -> None:
-    """Raise ConfigError for the first key of a mixture of experts that cannot work."""
+def check(cfg: Any, keys: Mapping[str, Key]) -> None:
+    """Raise ConfigError for the first key of a mixture of experts that cannot work.
+
+    keys: base.yml's.
+    """
     if cfg.num_experts == 1:
         idle_keys.refuse(
             cfg,
@@ -50,36 +49,28 @@ def check(cfg: Any) -> None:
             f"base_num_decoder_layers={cfg.base_num_decoder_layers} to the experts. Use "
             f"{cfg.base_num_decoder_layers - 1} or fewer, or num_experts=1."
         )
-    _groups(cfg)
+    _groups(cfg, keys["router"].whole(cfg.router))
     _axis(cfg)
 
 
-def _groups(cfg: Any) -> None:
-    groups, used = cfg.n_routing_groups, cfg.topk_routing_group
-    if (groups == -1) != (used == -1):
-        unset = "topk_routing_group" if used == -1 else "n_routing_groups"
-        raise ConfigError(
-            f"n_routing_groups={groups} topk_routing_group={used}: a choice of groups needs both. "
-            f"Set {unset}, or leave both -1."
-        )
-    if groups == -1:
-        return
+def _groups(cfg: Any, router: Mapping[str, Any]) -> None:
+    groups, used = router["num_groups"], router["groups_per_token"]
     if cfg.num_experts % groups:
         raise ConfigError(
-            f"n_routing_groups={groups} does not divide num_experts={cfg.num_experts}: groups are "
-            f"equal. Use a divisor of {cfg.num_experts}."
+            f"num_groups: {groups} of router does not divide num_experts={cfg.num_experts}: groups "
+            f"are equal. Use a divisor of {cfg.num_experts}."
         )
     if used > groups:
         raise ConfigError(
-            f"topk_routing_group={used} is more than n_routing_groups={groups}. Use {groups} or "
-            f"fewer."
+            f"groups_per_token: {used} of router is more than num_groups: {groups}. Use {groups} "
+            f"or fewer."
         )
     eligible = used * cfg.num_experts // groups
     if cfg.num_experts_per_tok > eligible:
         raise ConfigError(
-            f"num_experts_per_tok={cfg.num_experts_per_tok} exceeds topk_routing_group {used} * "
+            f"num_experts_per_tok={cfg.num_experts_per_tok} exceeds groups_per_token {used} * "
             f"{cfg.num_experts // groups} experts of a group = {eligible}. Raise "
-            f"topk_routing_group, or use {eligible} or fewer."
+            f"groups_per_token, or use {eligible} or fewer."
         )
 
 

@@ -14,6 +14,7 @@ from maxdiloco.flags import (
     check_learning_rate,
     check_mixture,
     check_model,
+    check_tables,
     eval_sets,
     idle_keys,
     tokenizer_checks,
@@ -57,8 +58,12 @@ def check(cfg: Any, keys: Mapping[str, Key]) -> None:
     """
     for key in keys.values():
         _check_limit(key, vars(cfg)[key.name])
+        for entry, value in check_tables.entries(key, vars(cfg)[key.name]):
+            _check_limit(entry, value)
     groups = (_run, _mesh, _numerics, _batch, _replicas, _fragments, _schedule, _data)
-    for check_group in (check_model.check, check_experts.check, *groups, check_mixture.check):
+    check_model.check(cfg, keys)
+    check_experts.check(cfg, keys)
+    for check_group in (*groups, check_mixture.check):
         check_group(cfg)
     tokenizer_checks.check(cfg)
     check_learning_rate.check(cfg, keys)
@@ -99,17 +104,18 @@ def _term(term: str, value: float) -> bool:
 
 
 def _check_limit(key: Key, value: Any) -> None:
+    usual = f"{'an example' if key.required else 'the default'} is {key.name}={show(key.default)}"
     if type(value) is int and " to " not in key.allowed and value > LARGEST:
         raise ConfigError(
             f"{key.name}={value} is too large: sizes and counts are at most {LARGEST}. Use a "
-            f"smaller one; the default is {key.name}={show(key.default)}."
+            f"smaller one; {usual}."
         )
     if allows(key.allowed, value):
         return
     if not key.allowed.startswith("one of "):
         raise ConfigError(
             f"{key.name}={show(value)} must be {key.allowed}{f' ({key.unit})' if key.unit else ''}."
-            f" Use such a value; the default is {key.name}={show(key.default)}."
+            f" Use such a value; {usual}."
         )
     names = choices(key.allowed)
     entries = value if isinstance(value, tuple) else (value,)

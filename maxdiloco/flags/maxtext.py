@@ -12,6 +12,7 @@ import yaml
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags.base_yml import show
+from maxdiloco.flags.other_names import REMOVED
 
 FOLDER = pathlib.Path(__file__).parent
 
@@ -67,7 +68,7 @@ VALUES = {
     ("eval_per_device_batch_size", "0"): ("-1", "which is per_device_batch_size"),
     ("max_num_checkpoints_to_keep", "none"): ("2147483647", "so all are kept"),
     ("num_diloco_fragments", "none"): ("1", "which is MaxText's too"),
-    ("attention_type", "full"): ("global", "which is causal"),
+    ("use_qk_norm", "true"): ("head", "which is of each head"),
     ("attention_bias", "true"): ("qkv", "which is of queries, keys and values"),
     ("attention_bias", "false"): ("none", "the same"),
     ("mlp_activations_limit", "-1"): ("0.0", "which is no limit too"),
@@ -80,9 +81,6 @@ REFUSED = {
     "remat_policy=minimal, or full where memory is short",
     ("remat_policy", "custom"): "names of single tensors are not taken. Use minimal, "
     "save_qkv_context, save_context or full",
-    ("attention_type", "local_sliding"): "a window is a key of its own. Use sliding_window_size=N, "
-    "with attention_pattern for some of the layers",
-    ("attention_type", "chunk"): "chunks are not here. Use sliding_window_size=N",
     ("opt_type", "adam_pax"): "it places eps and the decay otherwise. Use opt_type=adamw",
     ("profiler", "nsys"): "NVIDIA's profiler is not switched from here. Use profiler=xplane",
     ("tokenizer_type", "tiktoken"): "its files are not read. Use tokenizer_type=huggingface with a "
@@ -144,6 +142,8 @@ def taken(
         where = (name, _plain(text))
         if entry is not None and (text == "" or re.fullmatch(entry.harmless, _plain(text))):
             dropped.setdefault(entry.why or "off here too", []).append(name)
+        elif name in REMOVED and _plain(text) == _plain(show(REMOVED[name].default)):
+            dropped.setdefault("that is so without it", []).append(name)
         elif entry is not None:
             refused.append(f"{name}={text} is MaxText's and not here. {entry.instead}.")
         elif name == "per_device_batch_size" and re.fullmatch(r"0?\.0*[1-9]\d*", text):

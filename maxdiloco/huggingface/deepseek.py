@@ -57,17 +57,10 @@ def v2() -> Family:
         model_type="deepseek_v2",
         architecture="DeepseekV2ForCausalLM",
         fields=tuple(
-            field._replace(default=changed.get(field.theirs, field.default))
-            for field in _fields()
-            if field.theirs != "norm_topk_prob"
+            field._replace(default=changed.get(field.theirs, field.default)) for field in _fields()
         ),
         rules=_rules(),
-        fixed={
-            "attention_type": "mla",
-            "routed_score_func": "softmax",
-            "norm_topk_prob": False,
-            "normalization_layer_epsilon": _EPSILON,
-        },
+        fixed={"normalization_layer_epsilon": _EPSILON},
         must={
             "rms_norm_eps": _EPSILON,
             "attention_bias": False,
@@ -87,12 +80,20 @@ def v3() -> Family:
     return Family(
         model_type="deepseek_v3",
         architecture="DeepseekV3ForCausalLM",
-        fields=_fields(),
-        rules=(*_rules(), _groups()),
+        fields=(
+            *_fields(),
+            Field("norm_topk_prob", "router.normalise_weights", True),
+            Field("n_group", "router.num_groups", unless_null("n_group", 8, lambda hf: 1)),
+            Field(
+                "topk_group",
+                "router.groups_per_token",
+                lambda hf: 4 if hf.get("n_group", 8) not in (1, None) else 1,
+            ),
+        ),
+        rules=_rules(),
         fixed={
-            "attention_type": "mla",
-            "routed_score_func": "sigmoid",
-            "routed_bias": True,
+            "router.score_function": "sigmoid",
+            "router.balance_bias": True,
             "normalization_layer_epsilon": _EPSILON,
         },
         must={
@@ -119,7 +120,7 @@ def v3() -> Family:
 
 def _rules() -> tuple[Rule, ...]:
     """What both types have."""
-    rank = rules.or_null("q_lora_rank", "q_lora_rank", _Q_LORA_RANK)
+    rank = rules.or_null("q_lora_rank", "latent_attention.q_lora_rank", _Q_LORA_RANK)
     return (rules.activation("hidden_act", "silu"), rank, _latent_rope())
 
 
@@ -128,18 +129,17 @@ def _fields() -> tuple[Field, ...]:
     return (
         *(field for field in sizes(epsilon=_EPSILON) if field.theirs not in in_rules),
         *expert_fields("n_routed_experts", 256, per_token=8, width=("moe_intermediate_size", 2048)),
-        Field("kv_lora_rank", "kv_lora_rank", 512),
-        Field("qk_nope_head_dim", "qk_nope_head_dim", 128),
-        Field("qk_rope_head_dim", "qk_rope_head_dim", 64),
-        Field("v_head_dim", "v_head_dim", 128),
+        Field("kv_lora_rank", "latent_attention.kv_lora_rank", 512),
+        Field("qk_nope_head_dim", "latent_attention.qk_nope_head_dim", 128),
+        Field("qk_rope_head_dim", "latent_attention.qk_rope_head_dim", 64),
+        Field("v_head_dim", "latent_attention.v_head_dim", 128),
         Field("first_k_dense_replace", "first_num_dense_layers", 3),
         Field(
             "n_shared_experts",
             "shared_experts",
             unless_null("n_shared_experts", 1, lambda hf: 0),
         ),
-        Field("norm_topk_prob", "norm_topk_prob", True),
-        Field("routed_scaling_factor", "routed_scaling_factor", 2.5),
+        Field("routed_scaling_factor", "router.scaling_factor", 2.5),
     )
 
 
@@ -156,38 +156,22 @@ def _latent_rope() -> Rule:
         parameters = rules.rope_parameters(hf)
         found = base.read(hf) | {"head_dim": _head_dim(hf)}
         all_dim = parameters.get("mscale_all_dim")
-        if found["rope_type"] == "yarn" and all_dim:
-            number = rules.number("factor", found["rope_factor"])
+        if found.get("rope_scaling", {}).get("rope_type") == "yarn" and all_dim:
+            number = rules.number("factor", parameters["factor"])
             factor = rules.mscale(number, rules.number("mscale_all_dim", all_dim))
             found["query_pre_attn_scalar"] = _head_dim(hf) / factor**4  # of a product of two
         return found
 
     def write(ours):
         found = base.write(ours)
-        scaling, scalar = found["rope_scaling"], ours["query_pre_attn_scalar"]
-        if ours["rope_type"] == "yarn" and scalar and ours["rope_factor"] > 1:
+        scaling, scalar = found["rope_scaling"] or {}, ours["query_pre_attn_scalar"]
+        if scaling.get("rope_type") == "yarn" and scalar and scaling["factor"] > 1:
             factor = (ours["head_dim"] / scalar) ** 0.25
-            all_dim = round((factor - 1) / (0.1 * math.log(ours["rope_factor"])), _DIGITS)
+            all_dim = round((factor - 1) / (0.1 * math.log(scaling["factor"])), _DIGITS)
             scaling["mscale_all_dim"] = all_dim
-            if ours["rope_attention_factor"] == 1:  # as published: the two factors cancel
+            if scaling.get("attention_factor") == 1:  # as published: the two factors cancel
                 scaling["mscale"] = all_dim
                 del scaling["attention_factor"]
         return found
-
-    return Rule(read, write)
-
-
-def _groups() -> Rule:
-    """The groups of experts; one group is none."""
-
-    def read(hf):
-        groups, used = hf.get("n_group", 8), hf.get("topk_group", 4)
-        if (groups or 1) == 1:
-            return {"n_routing_groups": -1, "topk_routing_group": -1}
-        return {"n_routing_groups": groups, "topk_routing_group": used}
-
-    def write(ours):
-        names = {"n_group": "n_routing_groups", "topk_group": "topk_routing_group"}
-        return {theirs: max(ours[name], 1) for theirs, name in names.items()}
 
     return Rule(read, write)

@@ -73,14 +73,14 @@ def _dense() -> tuple[Family, ...]:
         architecture="Qwen3ForCausalLM",
         fields=sizes(epsilon=1e-6, head_dim=128),
         rules=(*qwen2.rules, bias),
-        fixed={"use_qk_norm": True},
+        fixed={"use_qk_norm": "head"},
         tensors={**llama.tensors, **QK_NORMS},
     )
     olmo2 = llama._replace(
         model_type="olmo2",
         architecture="Olmo2ForCausalLM",
         fields=sizes(epsilon=1e-5),
-        fixed={"use_qk_norm": True, "qk_norm_scope": "projection", "norm_placement": "post"},
+        fixed={"use_qk_norm": "projection", "norm_placement": "post"},
         tensors={**OUTSIDE, **ATTENTION, **POST_NORMS, **GATED_MLP, **QK_NORMS},
     )
     return llama, mistral, qwen2, qwen3, olmo2
@@ -130,7 +130,7 @@ def _gemmas() -> tuple[Family, ...]:
         architecture="Gemma3ForCausalLM",
         fields=(*of_heads(8, 4, vocab_size=262208), scalar),
         rules=(tanh, bias, local_rope, rules.pattern(4096, 6), *soft_caps(0.0, 0.0)),
-        fixed=_GEMMA | {"use_qk_norm": True},
+        fixed=_GEMMA | {"use_qk_norm": "head"},
         tensors={**gemma2.tensors, **QK_NORMS},
     )
     images = text._replace(
@@ -156,7 +156,7 @@ def _with_experts() -> tuple[Family, ...]:
             *expert_fields("num_local_experts", 8, per_token=2, width=("intermediate_size", 14336)),
         ),
         rules=(silu, rules.rope(1e6), rules.window(0)),
-        fixed={"norm_topk_prob": True},
+        fixed={"router.normalise_weights": True},
         tensors={**outside, **experts("block_sparse_moe", "w1", "w3", "w2")},
     )
     qwen3_moe = mixtral._replace(
@@ -165,10 +165,10 @@ def _with_experts() -> tuple[Family, ...]:
         fields=(
             *sizes(epsilon=1e-6, num_key_value_heads=grouped(4)),
             *expert_fields("num_experts", 128, per_token=8, width=("moe_intermediate_size", 768)),
-            Field("norm_topk_prob", "norm_topk_prob", False),
+            Field("norm_topk_prob", "router.normalise_weights", False),
         ),
         rules=(silu, rules.rope(10000.0), rules.attention_bias(False)),
-        fixed={"use_qk_norm": True},
+        fixed={"use_qk_norm": "head"},
         must={"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
         tensors={**outside, **QK_NORMS, **experts("mlp", "gate_proj", "up_proj", "down_proj")},
     )
@@ -188,10 +188,10 @@ def _with_experts() -> tuple[Family, ...]:
             rules.attention_bias(True),
         ),
         fixed={
-            "norm_topk_prob": True,
+            "router.normalise_weights": True,
             "mlp_activations": ("quick_gelu", "plus_one"),
             "mlp_bias": True,
-            "router_bias": True,
+            "router.logit_bias": True,
             "attention_sink": True,
         },
         must={"swiglu_alpha": 1.702},

@@ -1,5 +1,6 @@
 """Keys that no family's table has: ours that stay neutral, theirs that change nothing."""
 
+from maxdiloco.flags.base_yml import Table
 from maxdiloco.flags.check_experts import OF_WHAT_IS_COMPUTED
 
 # Keys of the group model that say how to train, not what is computed.
@@ -13,24 +14,10 @@ NEUTRAL = {
     "mlp_bias": False,
     "norm_placement": "pre",
     "norm_scale_offset": 0.0,
-    "rope_type": "default",
-    "rope_factor": 1.0,
-    "original_max_position_embeddings": 0,
-    "rope_low_freq_factor": 1.0,
-    "rope_high_freq_factor": 4.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "rope_truncate": True,
-    "rope_attention_factor": 0.0,
+    "rope_scaling": Table(),
     "embedding_scale": "one",
-    "attention_type": "global",
-    "q_lora_rank": 0,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "use_qk_norm": False,
-    "qk_norm_scope": "head",
+    "latent_attention": Table(),
+    "use_qk_norm": "false",
     "query_pre_attn_scalar": 0.0,
     "attention_bias": "none",
     "attention_sink": False,

@@ -12,7 +12,10 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"  # of layer_types
 
 
 class Rule(NamedTuple):
-    """read: config.json -> our keys. write: our keys -> keys of config.json. Raise ConfigError."""
+    """read: config.json -> our keys. write: our keys -> keys of config.json. Raise ConfigError.
+
+    Our keys are those of base.yml, entries of tables as `router.scaling_factor`.
+    """
 
     read: Callable[[Values], dict[str, Any]]
     write: Callable[[Values], dict[str, Any]]
@@ -21,19 +24,13 @@ class Rule(NamedTuple):
 # Names of theirs with the function that ours computes: jax.nn.gelu is the tanh form.
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
 _THEIRS = {"silu": "silu", "gelu": "gelu_pytorch_tanh", "relu": "relu"}
-_ROPE_TYPES = {"default": "default", "linear": "linear", "llama3": "llama3.1", "yarn": "yarn"}
-_ROPE_KEYS = {  # theirs -> ours, of the scalings that read it
-    "low_freq_factor": ("rope_low_freq_factor", ("llama3",)),
-    "high_freq_factor": ("rope_high_freq_factor", ("llama3",)),
-    "beta_fast": ("beta_fast", ("yarn",)),
-    "beta_slow": ("beta_slow", ("yarn",)),
-    "truncate": ("rope_truncate", ("yarn",)),
-    "attention_factor": ("rope_attention_factor", ("yarn",)),
-    "factor": ("rope_factor", ("linear", "llama3", "yarn")),
-    "original_max_position_embeddings": (
-        "original_max_position_embeddings", ("llama3", "yarn")
-    ),
-}  # fmt: skip
+# The entries that a type of rope_scaling has beside the factor.
+_LENGTH = "original_max_position_embeddings"
+_ROPE_ENTRIES = {
+    "linear": (),
+    "llama3": ("low_freq_factor", "high_freq_factor", _LENGTH),
+    "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor", _LENGTH),
+}
 
 
 def activation(key: str, default: str, *, gelu_is_tanh: bool = False) -> Rule:
@@ -137,32 +134,25 @@ def rope_parameters(hf: Values, scaling: Values | None = None) -> dict[str, Any]
 
 def _stretch(parameters: Values, hf: Values) -> dict[str, Any]:
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind not in _ROPE_TYPES:
-        raise refused("rope_type", kind, f"the types are {', '.join(_ROPE_TYPES)}")
+    if kind not in ("default", *_ROPE_ENTRIES):
+        raise refused("rope_type", kind, f"the types are default, {', '.join(_ROPE_ENTRIES)}")
     for key in ("partial_rotary_factor", *(() if kind == "yarn" else _MSCALES)):
         if parameters.get(key) not in (None, 1, 1.0):
             raise refused(key, parameters[key], f"no model type here has it with rope_type={kind}")
-    if kind != "default" and parameters.get("factor") is None:
+    if kind == "default":
+        return {}
+    if parameters.get("factor") is None:
         raise refused("rope_scaling", parameters, f"factor is missing, which {kind} needs")
-    found = {"rope_type": _ROPE_TYPES[kind]}
-    for theirs, (ours, kinds) in _ROPE_KEYS.items():
-        if kind in kinds and parameters.get(theirs) is not None:
-            found[ours] = parameters[theirs]
+    names = ("factor", *_ROPE_ENTRIES[kind])
+    table = {name: parameters[name] for name in names if parameters.get(name) is not None}
     if kind == "yarn":
-        length = hf.get("max_position_embeddings", 0)
-        found.setdefault("original_max_position_embeddings", length)
+        table.setdefault(_LENGTH, hf.get("max_position_embeddings", 0))
         scales = [parameters.get(key) for key in _MSCALES]
-        if "rope_attention_factor" not in found and all(scales):
+        if "attention_factor" not in table and all(scales):
             factor = number("factor", parameters["factor"])
             over, under = (mscale(factor, number("mscale", scale)) for scale in scales)
-            found["rope_attention_factor"] = over / under
-    return found
-
-
-def unread_rope_keys(rope_type: str) -> list[str]:
-    """Our keys that a type of rotation, ours, does not read."""
-    theirs = next(kind for kind, name in _ROPE_TYPES.items() if name == rope_type)
-    return [ours for ours, kinds in _ROPE_KEYS.values() if theirs not in kinds]
+            table["attention_factor"] = over / under
+    return {"rope_scaling": {"rope_type": kind} | table}
 
 
 def mscale(factor: float, weight: float) -> float:
@@ -171,14 +161,12 @@ def mscale(factor: float, weight: float) -> float:
 
 
 def _scaling(ours: Values) -> dict[str, Any] | None:
-    kind = next(theirs for theirs, name in _ROPE_TYPES.items() if name == ours["rope_type"])
-    if kind == "default":
+    if not ours["rope_scaling"]:
         return None
-    found = {"rope_type": kind}
-    for theirs, (name, kinds) in _ROPE_KEYS.items():
-        if kind in kinds and (ours[name] or name != "rope_attention_factor"):
-            found[theirs] = ours[name]
-    return found
+    kind = ours["rope_scaling.rope_type"]
+    names = ("rope_type", "factor", *_ROPE_ENTRIES[kind])
+    table = {name: ours[f"rope_scaling.{name}"] for name in names}
+    return {name: value for name, value in table.items() if value or name != "attention_factor"}
 
 
 def window(default: int) -> Rule:
