@@ -1,12 +1,29 @@
-"""Checks of the keys of the group `model`."""
+"""Checks of the keys of the group `model`, and of those that only experts read."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags.base_yml import Key, show
+from maxdiloco.flags import idle_keys
+from maxdiloco.flags.base_yml import Key, Table, show
 
+# Keys that only experts read, and the value that leaves them off: of what is computed, and all.
+OF_WHAT_IS_COMPUTED = {
+    "num_experts_per_tok": 1,
+    "base_moe_mlp_dim": -1,
+    "shared_experts": 0,
+    "first_num_dense_layers": 0,
+    "router": Table(),
+}
+NEED_EXPERTS = {
+    **OF_WHAT_IS_COMPUTED,
+    "capacity_factor": -1.0,
+    "load_balance_loss_weight": 0.0,
+    "router_z_loss_weight": 0.0,
+    "dcn_expert_parallelism": 1,
+    "ici_expert_parallelism": 1,
+}
 # Of a table: an entry that has to be below another one, since frequencies between the two are
 # partly divided.
 _BELOW = (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast"))
@@ -28,6 +45,7 @@ def check(cfg: Any, keys: Mapping[str, Key]) -> None:
             )
     if cfg.latent_attention:
         _latent(cfg, dict(cfg.latent_attention))
+    _experts(cfg, keys["router"].whole(cfg.router))
 
 
 def _sizes(cfg: Any) -> None:
@@ -100,4 +118,60 @@ def _pattern(cfg: Any) -> None:
         raise ConfigError(
             f"local_rope_max_timescale={cfg.local_rope_max_timescale} does nothing with {shown}: "
             f"no layer is local. Set rope_max_timescale, or local layers in attention_pattern."
+        )
+
+
+def _experts(cfg: Any, router: Mapping[str, Any]) -> None:
+    if cfg.num_experts == 1:
+        idle_keys.refuse(
+            cfg,
+            NEED_EXPERTS,
+            beside="num_experts=1, a dense model",
+            remedy=", or set num_experts",
+        )
+        return
+    if cfg.num_experts_per_tok > cfg.num_experts:
+        raise ConfigError(
+            f"num_experts_per_tok={cfg.num_experts_per_tok} is more than num_experts="
+            f"{cfg.num_experts}: a token uses each expert once. Use {cfg.num_experts} or fewer."
+        )
+    if cfg.first_num_dense_layers >= cfg.base_num_decoder_layers:
+        raise ConfigError(
+            f"first_num_dense_layers={cfg.first_num_dense_layers} leaves none of "
+            f"base_num_decoder_layers={cfg.base_num_decoder_layers} to the experts. Use "
+            f"{cfg.base_num_decoder_layers - 1} or fewer, or num_experts=1."
+        )
+    _groups(cfg, router)
+    _axis(cfg)
+
+
+def _groups(cfg: Any, router: Mapping[str, Any]) -> None:
+    groups, used = router["num_groups"], router["groups_per_token"]
+    if cfg.num_experts % groups:
+        raise ConfigError(
+            f"num_groups: {groups} of router does not divide num_experts={cfg.num_experts}: groups "
+            f"are equal. Use a divisor of {cfg.num_experts}."
+        )
+    if used > groups:
+        raise ConfigError(
+            f"groups_per_token: {used} of router is more than num_groups: {groups}. Use {groups} "
+            f"or fewer."
+        )
+    eligible = used * cfg.num_experts // groups
+    if cfg.num_experts_per_tok > eligible:
+        raise ConfigError(
+            f"num_experts_per_tok={cfg.num_experts_per_tok} exceeds groups_per_token {used} * "
+            f"{cfg.num_experts // groups} experts of a group = {eligible}. Raise "
+            f"groups_per_token, or use {eligible} or fewer."
+        )
+
+
+def _axis(cfg: Any) -> None:
+    """Sizes that are open are checked with the devices, in parallel.sharding."""
+    dcn, ici = cfg.dcn_expert_parallelism, cfg.ici_expert_parallelism
+    if min(dcn, ici) > 0 and cfg.num_experts % (dcn * ici):
+        raise ConfigError(
+            f"num_experts={cfg.num_experts} does not divide by dcn_expert_parallelism {dcn} * "
+            f"ici_expert_parallelism {ici} = {dcn * ici}: every device has equally many. Use a "
+            f"divisor of {cfg.num_experts}."
         )

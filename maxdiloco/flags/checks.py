@@ -10,7 +10,6 @@ from typing import Any
 from maxdiloco.diloco import schedule
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import (
-    check_experts,
     check_learning_rate,
     check_mixture,
     check_model,
@@ -62,7 +61,6 @@ def check(cfg: Any, keys: Mapping[str, Key]) -> None:
             _check_limit(entry, value)
     groups = (_run, _mesh, _numerics, _batch, _replicas, _fragments, _schedule, _data)
     check_model.check(cfg, keys)
-    check_experts.check(cfg, keys)
     for check_group in (*groups, check_mixture.check):
         check_group(cfg)
     tokenizer_checks.check(cfg)

@@ -12,12 +12,52 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml
 from maxdiloco.flags import config as config_lib
 from maxdiloco.flags.base_yml import Key, Table
+from maxdiloco.flags.check_model import OF_WHAT_IS_COMPUTED
 from maxdiloco.flags.config import Config
 from maxdiloco.flags.values import Given, same_type
 from maxdiloco.huggingface import rules
 from maxdiloco.huggingface.families import families
 from maxdiloco.huggingface.family import Family
-from maxdiloco.huggingface.known_keys import NEUTRAL, NOTED, OF_TRAINING
+
+# Keys of the group model that say how to train, not what is computed.
+OF_TRAINING = ("model_name", "override_model_config", "z_loss_multiplier", "capacity_factor")
+# Values of the keys that a family says nothing of.
+NEUTRAL = {
+    "padded_vocab_size": -1,
+    "num_experts": 1,
+    **OF_WHAT_IS_COMPUTED,
+    "mlp_activations_limit": 0.0,
+    "mlp_bias": False,
+    "norm_placement": "pre",
+    "norm_scale_offset": 0.0,
+    "rope_scaling": Table(),
+    "embedding_scale": "one",
+    "latent_attention": Table(),
+    "use_qk_norm": "false",
+    "query_pre_attn_scalar": 0.0,
+    "attention_bias": "none",
+    "attention_sink": False,
+    "attn_logits_soft_cap": 0.0,
+    "final_logits_soft_cap": 0.0,
+    "sliding_window_size": 0,
+    "attention_pattern": (),
+    "local_rope_max_timescale": -1.0,
+}
+# Keys of config.json that rules read, or that change nothing of what is computed.
+NOTED = {
+    "_name_or_path", "_sliding_window_pattern", "architectures", "attention_bias",
+    "attention_dropout", "attn_implementation", "attn_logit_softcapping", "auto_map",
+    "bos_token_id", "cache_implementation", "dtype", "eos_token_id", "final_logit_softcapping",
+    "hidden_act", "hidden_activation", "initial_context_length", "initializer_range", "layer_types",
+    "max_position_embeddings", "max_window_layers", "model_type", "moe_intermediate_size",
+    "n_group", "n_routed_experts", "num_nextn_predict_layers", "q_lora_rank", "qk_head_dim",
+    "topk_group", "aux_loss_alpha", "ep_size", "head_dim", "seq_aux",
+    "num_experts", "num_local_experts", "output_router_logits", "pad_token_id",
+    "router_aux_loss_coef", "router_jitter_noise",
+    "pretraining_tp", "rope_local_base_freq", "rope_parameters", "rope_scaling", "rope_theta",
+    "sliding_window", "sliding_window_pattern", "tie_word_embeddings", "torch_dtype",
+    "transformers_version", "use_cache", "use_sliding_window",
+}  # fmt: skip
 
 Values = dict[str, Any]
 
@@ -122,17 +162,12 @@ def _default(field, hf, family):
     return value
 
 
-def model_yml(keys: Mapping[str, Any], source: str) -> str:
-    """A model file for model_name."""
-    return "\n".join([f"# Imported from {source}", *yml_lines(keys)]) + "\n"
-
-
-def yml_lines(keys: Mapping[str, Any]) -> list[str]:
-    """`key: value` of each key, the value as JSON, which yml cannot misread."""
-    return [
-        f"{name}: {json.dumps(base_yml.as_lists(value), ensure_ascii=False)}"
-        for name, value in keys.items()
-    ]
+def as_yml(keys: Mapping[str, Any]) -> str:
+    """Lines `key: value`, the value as JSON, which yml cannot misread."""
+    values = {name: base_yml.as_lists(value) for name, value in keys.items()}
+    return "".join(
+        f"{name}: {json.dumps(value, ensure_ascii=False)}\n" for name, value in values.items()
+    )
 
 
 def config_of(cfg: Config, family: Family, declared: Mapping[str, Key] | None = None) -> Values:

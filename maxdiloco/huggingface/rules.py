@@ -24,12 +24,11 @@ class Rule(NamedTuple):
 # Names of theirs with the function that ours computes: jax.nn.gelu is the tanh form.
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
 _THEIRS = {"silu": "silu", "gelu": "gelu_pytorch_tanh", "relu": "relu"}
-# The entries that a type of rope_scaling has beside the factor.
 _LENGTH = "original_max_position_embeddings"
-_ROPE_ENTRIES = {
-    "linear": (),
-    "llama3": ("low_freq_factor", "high_freq_factor", _LENGTH),
-    "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor", _LENGTH),
+_ROPE_ENTRIES = {  # of each rope_type, beside it
+    "linear": ("factor",),
+    "llama3": ("low_freq_factor", "high_freq_factor", "factor", _LENGTH),
+    "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor", "factor", _LENGTH),
 }
 
 
@@ -78,46 +77,38 @@ def or_null(theirs: str, ours: str, default: float) -> Rule:
     return Rule(read, write)
 
 
-def rope(default: float, scaling: Mapping[str, Any] | None = None) -> Rule:
+def rope(
+    default: float, scaling: Mapping[str, Any] | None = None, *, local: float | None = None
+) -> Rule:
     """Rotary embedding in transformers' form of either version.
 
-    default: the longest wavelength, scaling: rope_scaling, where config.json does not say.
+    Where config.json does not say: default, the longest wavelength; scaling, rope_scaling; local,
+    the wavelength of local layers, which is never stretched (Gemma 3), None without such.
     """
 
     def read(hf):
-        parameters = rope_parameters(hf, scaling)
-        theta = number("rope_theta", parameters.get("rope_theta", default))
-        return {"rope_max_timescale": float(theta)} | _stretch(parameters, hf)
-
-    def write(ours):
-        return {"rope_theta": ours["rope_max_timescale"], "rope_scaling": _scaling(ours)}
-
-    return Rule(read, write)
-
-
-def local_rope(default: float, local: float) -> Rule:
-    """Gemma 3: local layers rotate with a wavelength of their own, never stretched."""
-
-    def read(hf):
-        parameters = rope_parameters(hf)
-        whole, own = parameters, {"rope_theta": hf.get("rope_local_base_freq") or local}
-        if GLOBAL in parameters:
-            whole, own = parameters[GLOBAL], parameters.get(LOCAL, {})
+        whole, own = rope_parameters(hf, scaling), {"rope_theta": hf.get("rope_local_base_freq")}
+        if local is not None and GLOBAL in whole:
+            whole, own = whole[GLOBAL], whole.get(LOCAL, {})
+        found = {"rope_max_timescale": _theta(whole, default)} | _stretch(whole, hf)
+        if local is None:
+            return found
         if own.get("rope_type", "default") != "default":
             raise refused("rope_type", own["rope_type"], "local layers have default")
-        return {
-            "rope_max_timescale": float(number("rope_theta", whole.get("rope_theta", default))),
-            "local_rope_max_timescale": float(number("rope_theta", own.get("rope_theta", local))),
-        } | _stretch(whole, hf)
+        return found | {"local_rope_max_timescale": _theta(own, local)}
 
     def write(ours):
-        return {
-            "rope_theta": ours["rope_max_timescale"],
-            "rope_local_base_freq": ours["local_rope_max_timescale"],
-            "rope_scaling": _scaling(ours),
-        }
+        found = {"rope_theta": ours["rope_max_timescale"]}
+        if local is not None:
+            found["rope_local_base_freq"] = ours["local_rope_max_timescale"]
+        return found | {"rope_scaling": _scaling(ours)}
 
     return Rule(read, write)
+
+
+def _theta(parameters: Values, default: float) -> float:
+    given = parameters.get("rope_theta")
+    return float(number("rope_theta", default if given is None else given))
 
 
 def rope_parameters(hf: Values, scaling: Values | None = None) -> dict[str, Any]:
@@ -143,8 +134,8 @@ def _stretch(parameters: Values, hf: Values) -> dict[str, Any]:
         return {}
     if parameters.get("factor") is None:
         raise refused("rope_scaling", parameters, f"factor is missing, which {kind} needs")
-    names = ("factor", *_ROPE_ENTRIES[kind])
-    table = {name: parameters[name] for name in names if parameters.get(name) is not None}
+    given = {name: parameters.get(name) for name in _ROPE_ENTRIES[kind]}
+    table = {name: value for name, value in given.items() if value is not None}
     if kind == "yarn":
         table.setdefault(_LENGTH, hf.get("max_position_embeddings", 0))
         scales = [parameters.get(key) for key in _MSCALES]
@@ -155,23 +146,17 @@ def _stretch(parameters: Values, hf: Values) -> dict[str, Any]:
     return {"rope_scaling": {"rope_type": kind} | table}
 
 
-def mscale(factor: float, weight: float) -> float:
-    """Yarn's factor of the rotated features (arXiv 2309.00071, section 3.4), weighted."""
-    return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
-
-
 def _scaling(ours: Values) -> dict[str, Any] | None:
     if not ours["rope_scaling"]:
         return None
-    kind = ours["rope_scaling.rope_type"]
-    names = ("rope_type", "factor", *_ROPE_ENTRIES[kind])
+    names = ("rope_type", *_ROPE_ENTRIES[ours["rope_scaling.rope_type"]])
     table = {name: ours[f"rope_scaling.{name}"] for name in names}
     return {name: value for name, value in table.items() if value or name != "attention_factor"}
 
 
-def window(default: int) -> Rule:
-    """One window of all layers."""
-    return or_null("sliding_window", "sliding_window_size", default)
+def mscale(factor: float, weight: float) -> float:
+    """Yarn's factor of the rotated features (arXiv 2309.00071, section 3.4), weighted."""
+    return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def pattern(default: int, period: int) -> Rule:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -141,7 +140,16 @@ def from_config(
         emb_dim=cfg.base_emb_dim,
         num_layers=cfg.base_num_decoder_layers,
         mlp_dim=cfg.base_mlp_dim,
-        **_experts(cfg),
+        num_experts=cfg.num_experts,
+        num_experts_per_tok=cfg.num_experts_per_tok,
+        moe_mlp_dim=cfg.base_mlp_dim if cfg.base_moe_mlp_dim == -1 else cfg.base_moe_mlp_dim,
+        shared_experts=cfg.shared_experts,
+        first_num_dense_layers=cfg.first_num_dense_layers,
+        router=Router(**dict(cfg.router)),
+        routed_bias_update_rate=cfg.routed_bias_update_rate,
+        capacity_factor=cfg.capacity_factor,
+        load_balance_loss_weight=cfg.load_balance_loss_weight,
+        router_z_loss_weight=cfg.router_z_loss_weight,
         num_query_heads=cfg.base_num_query_heads,
         num_kv_heads=cfg.base_num_kv_heads,
         head_dim=cfg.head_dim,
@@ -220,19 +228,3 @@ def _rows(cfg):
 def _embedding_multiplier(cfg):
     scaled = {"auto": cfg.logits_via_embedding, "sqrt_emb_dim": True, "one": False}
     return math.sqrt(cfg.base_emb_dim) if scaled[cfg.embedding_scale] else 1.0
-
-
-def _experts(cfg: Config) -> dict[str, Any]:
-    """The fields of a mixture of experts."""
-    return dict(
-        num_experts=cfg.num_experts,
-        num_experts_per_tok=cfg.num_experts_per_tok,
-        moe_mlp_dim=cfg.base_mlp_dim if cfg.base_moe_mlp_dim == -1 else cfg.base_moe_mlp_dim,
-        shared_experts=cfg.shared_experts,
-        first_num_dense_layers=cfg.first_num_dense_layers,
-        router=Router(**dict(cfg.router)),
-        routed_bias_update_rate=cfg.routed_bias_update_rate,
-        capacity_factor=cfg.capacity_factor,
-        load_balance_loss_weight=cfg.load_balance_loss_weight,
-        router_z_loss_weight=cfg.router_z_loss_weight,
-    )

@@ -159,7 +159,7 @@ values["hardware"] + values[f"dcn_{axis}_parallelism"]
     attributes, subscripts = reads(source)
     assert attributes == {"steps", "log_period", "eval_steps"}
     assert subscripts == {"hardware", "dcn_.+_parallelism"}
-    names = ("checks.py", "check_experts.py", "tokenizer_checks.py", "warnings.py")
+    names = ("checks.py", "check_model.py", "tokenizer_checks.py", "warnings.py")
     checking = {PACKAGE / "flags" / name for name in names}
     found = [reads(path.read_text()) for path in set(PACKAGE.rglob("*.py")) - checking]
     attributes, subscripts = (set().union(*each) for each in zip(*found, strict=True))

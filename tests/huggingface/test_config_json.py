@@ -6,7 +6,7 @@ import pytest
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, config
-from maxdiloco.huggingface import config_json, families, known_keys, layout
+from maxdiloco.huggingface import config_json, families, tensors
 
 # The config.json of published models, without what says nothing of the computation.
 PUBLISHED = {
@@ -157,7 +157,7 @@ def test_a_family_has_every_key_of_the_model_and_a_tensor_for_every_parameter(fa
     cfg = config.load(experts.split(), {})
     group = {key.name for key in keys.values() if key.group == keys["model_name"].group}
     found = config_json.keys_of(config_json.config_of(cfg, family), family)
-    assert group - set(known_keys.OF_TRAINING) == set(found)
-    plan = layout.of_model(config.from_dict(cfg.as_dict() | found), family)  # or it names the leaf
+    assert group - set(config_json.OF_TRAINING) == set(found)
+    plan = tensors.of_model(config.from_dict(cfg.as_dict() | found), family)  # or it names the leaf
     for name, parts in plan.by_tensor().items():
         assert [part.tensor.half for part in parts] in ([None], [0, 1]), name
