@@ -62,7 +62,7 @@ def model(folder: pathlib.Path, layers: int, width: int) -> Sizes:
     writer = safetensors_files.Writer(folder, written, max_bytes=1 << 40)
     rng = np.random.default_rng(0)
     for name, tensor in written.items():
-        writer.write(name, rng.standard_normal(tensor.shape, dtype=float32))
+        writer.values(name)[:] = rng.standard_normal(tensor.shape, dtype=float32)
     sizes = [tensor.nbytes for tensor in written.values()]
     return Sizes(sum(sizes), max(sizes), 4 * layers * math.prod(shapes["mlp.up_proj"]))
 

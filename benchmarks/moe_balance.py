@@ -27,7 +27,7 @@ from maxdiloco.trainer import assemble, run_data
 from maxdiloco.trainer.assemble import Parts
 
 MODEL = (
-    "num_experts=8 num_experts_per_tok=2 norm_topk_prob=true base_emb_dim=64 base_mlp_dim=64 "
+    "num_experts=8 num_experts_per_tok=2 base_emb_dim=64 base_mlp_dim=64 "
     "base_num_decoder_layers=2 base_num_query_heads=2 base_num_kv_heads=2"
 ).split()
 RUN = (
@@ -36,10 +36,14 @@ RUN = (
     "learning_rate=3e-3"
 ).split()
 BALANCES = {
-    "none": (),
-    "load_balance_loss_weight=0.01": ("load_balance_loss_weight=0.01",),
-    "routed_bias, rate 0.01": ("routed_bias=true", "routed_bias_update_rate=0.01"),
-}
+    "none": ("router={normalise_weights: true}",),
+    "load_balance_loss_weight=0.01": (
+        "router={normalise_weights: true}", "load_balance_loss_weight=0.01"
+    ),
+    "routed_bias, rate 0.01": (
+        "router={normalise_weights: true, balance_bias: true}", "routed_bias_update_rate=0.01"
+    ),
+}  # fmt: skip
 
 
 @guarded

@@ -195,8 +195,8 @@ def imported(model: Any, folder: pathlib.Path, vocab_multiple: int = 1) -> Any:
 
     if model is not None:
         model.save_pretrained(folder / "theirs")
-    options = imports.Options(vocab_multiple, [f"max_target_length={LENGTH}"])
-    imports.import_model(folder / "theirs", folder / "ours", options, lambda line: None)
+    given = (vocab_multiple, [f"max_target_length={LENGTH}"])
+    imports.import_model(folder / "theirs", folder / "ours", *given, lambda line: None)
 
     keys = {"z_loss_multiplier": 0.0, "dtype": "float32", "remat_policy": "none"}
     return stored.load(
@@ -273,7 +273,7 @@ def gradient_error(model: Any, found: Any, batch: dict[str, np.ndarray]) -> floa
     import jax
     import torch
 
-    from maxdiloco.huggingface import config_json, layout, tensors
+    from maxdiloco.huggingface import config_json, tensors
 
     row = {name: value[:1] for name, value in batch.items()}
     options = {"xla_backend_optimization_level": 0}
@@ -286,7 +286,7 @@ def gradient_error(model: Any, found: Any, batch: dict[str, np.ndarray]) -> floa
     logits = model(tokens).logits[0, :-1].float()
     torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum").backward()
     theirs = their_gradients(model)
-    plan = layout.of_model(found.cfg, config_json.family_of(model.config.model_type))
+    plan = tensors.of_model(found.cfg, config_json.family_of(model.config.model_type))
     worst = 0.0
     for part in plan.parts:
         ours = leaves[part.leaf][part.index]

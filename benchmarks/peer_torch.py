@@ -156,7 +156,7 @@ def torch_job(cfg: Config, own: dict[str, str]) -> dict[str, Any]:
     return {
         "spec": {name: getattr(cfg, name) for name in SPEC},
         "tied": cfg.logits_via_embedding,
-        "qk_norm": cfg.use_qk_norm,
+        "qk_norm": cfg.use_qk_norm != "false",
         "gated": len(cfg.mlp_activations) == 2,
         "dtype": own["torch_dtype"] or cfg.dtype,
         "batch": cfg.per_device_batch_size,

@@ -49,55 +49,38 @@ EXPORT = MappingProxyType({
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
     if not argv or argv[0] in HELP:
-        _help()
+        say("\n".join([USAGE, *option_lines(IMPORT), "\nexport:", *option_lines(EXPORT)]))
         return 0
     command, *rest = argv
     if command not in ("import", "export"):
         raise ConfigError(f"{command} is neither import nor export. Give one of them first.")
+    is_import = command == "import"
     if len(rest) < 2 or any("=" in path for path in rest[:2]):
-        names = "SRC DST" if command == "import" else "RUN DST"
+        names = "SRC DST" if is_import else "RUN DST"
         raise ConfigError(f"{command} needs two places. Write {command} {names} [key=value ...].")
-    table = IMPORT if command == "import" else EXPORT
-    options, _ = read_options(rest[2:], table, command)
-    if command == "export":
+    options, _ = read_options(rest[2:], IMPORT if is_import else EXPORT, command)
+    if not is_import:
         checks.refuse_store("RUN", rest[0])
-    _refuse_store("DST", rest[1])
-    if command == "import":
-        _refuse_store("SRC", rest[0])
+    for name, path in (("DST", rest[1]), ("SRC", rest[0] if is_import else "")):
+        if "://" in path:
+            raise ConfigError(
+                f"{name}={path} is no folder of this machine. Give one that is mounted."
+            )
     target = pathlib.Path(rest[1]).expanduser().absolute()
-    _on_cpu()
-    (_import if command == "import" else _export)(rest[0], target, options)
-    return 0
-
-
-def _help() -> None:
-    say("\n".join([USAGE, *option_lines(IMPORT), "\nexport:", *option_lines(EXPORT)]))
-
-
-def _refuse_store(name: str, path: str) -> None:
-    if "://" in path:
-        raise ConfigError(f"{name}={path} is no folder of this machine. Give one that is mounted.")
-
-
-def _on_cpu() -> None:
-    """Take no accelerator: nothing is computed."""
     import jax
 
-    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_platforms", "cpu")  # takes no accelerator: nothing is computed
+    (_import if is_import else _export)(rest[0], target, options)
+    return 0
 
 
 def _import(source: str, target: pathlib.Path, options: SimpleNamespace) -> None:
     from maxdiloco.huggingface import imported
 
-    keys = {name: vars(options)[name] for name in imported.MAY_SET}
-    imported.import_model(
-        pathlib.Path(source).expanduser(),
-        target,
-        imported.Options(
-            options.vocab_multiple, [f"{name}={value}" for name, value in keys.items() if value]
-        ),
-        say,
-    )
+    values = {name: vars(options)[name] for name in imported.MAY_SET}
+    keys = [f"{name}={value}" for name, value in values.items() if value]
+    folder = pathlib.Path(source).expanduser()
+    imported.import_model(folder, target, options.vocab_multiple, keys, say)
 
 
 def _export(run: str, target: pathlib.Path, options: SimpleNamespace) -> None:
@@ -112,8 +95,11 @@ def _export(run: str, target: pathlib.Path, options: SimpleNamespace) -> None:
     exported.export_model(
         folder,
         target,
-        exported.Options(options.parameters, options.dtype, size, options.like),
-        say,
+        parameters=options.parameters,
+        dtype=options.dtype,
+        max_shard_bytes=size,
+        like=options.like,
+        say=say,
     )
 
 

@@ -31,7 +31,7 @@ def test_torch_is_told_the_model_of_the_trainer():
     own, _, cfg = peer_torch.arguments(["model_name=180m", "hardware=gpu", "threads=3"])
     job = peer_torch.torch_job(cfg, own)
     assert (job["device"], job["threads"], job["dtype"]) == ("cuda", 3, "bfloat16")
-    assert (job["tied"], job["qk_norm"]) == (cfg.logits_via_embedding, cfg.use_qk_norm)
+    assert (job["tied"], job["qk_norm"]) == (cfg.logits_via_embedding, True)
     assert not job["gated"]
     assert job["spec"]["base_num_decoder_layers"] == 12 and job["batch"] == 4
     own, _, cfg = peer_torch.arguments(["torch_dtype=float32"])

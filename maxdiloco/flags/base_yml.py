@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import yaml
@@ -31,6 +32,9 @@ class Key:
     unit: such as `inner steps`, or empty. source: where the default comes from.
     resume: MAY_CHANGE and the reason, or SHAPES, or empty. hosts: MAY_DIFFER or PATHS_MAY_DIFFER
     and the reason, or empty: the same in all processes of a run.
+    entries: those of a table, by their name in it; empty: any, or no table. An entry is a Key named
+    `table.entry`. required: it has no default, and `default` is an example. read_with: the entry
+    that has to have one of some values for this one to be read, and the values; or nothing.
     """
 
     name: str
@@ -42,6 +46,13 @@ class Key:
     source: str
     resume: str
     hosts: str
+    entries: Mapping[str, "Key"] = dataclasses.field(default_factory=dict)
+    required: bool = False
+    read_with: tuple[str, tuple[str, ...]] = ("", ())
+
+    def whole(self, table: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+        """The entries of a table, with the defaults of those that it leaves out."""
+        return {name: entry.default for name, entry in self.entries.items()} | dict(table)
 
     @property
     def may_change(self) -> bool:
@@ -189,8 +200,29 @@ def declared(path: pathlib.Path | None = None) -> dict[str, Key]:
         while above >= 0 and lines[above].startswith("# "):
             comment.insert(0, lines[above][2:])
             above -= 1
-        keys[name] = Key(name, _group(lines, line), infer(text), **_facts(" ".join(comment)))
+        group = _group(lines, line)
+        about, *entries = re.split(r" Entry (\w+)(=|, such as )(\S+): ", " ".join(comment))
+        keys[name] = Key(
+            name,
+            group,
+            infer(text),
+            **_facts(about),
+            entries={
+                entry: _entry(f"{name}.{entry}", group, *given)
+                for entry, *given in zip(*[iter(entries)] * 4, strict=True)
+            },
+        )
     return keys
+
+
+def _entry(name: str, group: str, sign: str, value: str, comment: str) -> Key:
+    """An entry of a table, written `name=default: ...` or `name, such as value: ...`."""
+    about, _, limits = comment.partition(" With: ")
+    condition, _, limits = limits.partition(". ") if limits else ("", "", "")
+    other, _, values = condition.removesuffix(".").partition(" ")
+    facts = _facts(f"{about} {limits}")
+    read_with = (other, tuple(values.split(" or ")))
+    return Key(name, group, infer(value), **facts, required=sign != "=", read_with=read_with)
 
 
 def _facts(comment: str) -> dict[str, str]:

@@ -1,42 +1,60 @@
-"""Checks of the keys of the group `model`."""
+"""Checks of the keys of the group `model`, and of those that only experts read."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import idle_keys
-from maxdiloco.flags.base_yml import show
+from maxdiloco.flags.base_yml import Key, Table, show
 
-LONGER_TEXTS = ("llama3.1", "yarn")  # rope types that look at original_max_position_embeddings
-# Key, its value without effect, and the rope types that read it.
-_ROPE_KEYS = (
-    ("rope_factor", 1.0, ("linear", *LONGER_TEXTS)),
-    ("original_max_position_embeddings", 0, LONGER_TEXTS),
-    ("rope_attention_factor", 0.0, ("yarn",)),
-    ("rope_truncate", True, ("yarn",)),
-)
+# Keys that only experts read, and the value that leaves them off: of what is computed, and all.
+OF_WHAT_IS_COMPUTED = {
+    "num_experts_per_tok": 1,
+    "base_moe_mlp_dim": -1,
+    "shared_experts": 0,
+    "first_num_dense_layers": 0,
+    "router": Table(),
+}
+NEED_EXPERTS = {
+    **OF_WHAT_IS_COMPUTED,
+    "capacity_factor": -1.0,
+    "load_balance_loss_weight": 0.0,
+    "router_z_loss_weight": 0.0,
+    "dcn_expert_parallelism": 1,
+    "ici_expert_parallelism": 1,
+}
+# Of a table: an entry that has to be below another one, since frequencies between the two are
+# partly divided.
+_BELOW = (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast"))
 
 
-def check(cfg: Any) -> None:
-    """Raise ConfigError for the first of the model's values that cannot work together."""
+def check(cfg: Any, keys: Mapping[str, Key]) -> None:
+    """Raise ConfigError for the first of the model's values that cannot work together.
+
+    keys: base.yml's.
+    """
     _sizes(cfg)
-    _vocabulary(cfg)
     _pattern(cfg)
-    _rope(cfg)
-    _latent(cfg)
-    if cfg.qk_norm_scope != "head" and not cfg.use_qk_norm:
-        raise ConfigError(
-            f"qk_norm_scope={cfg.qk_norm_scope} does nothing with use_qk_norm=false. Use "
-            f"qk_norm_scope=head or use_qk_norm=true."
-        )
+    scaling = keys["rope_scaling"].whole(cfg.rope_scaling)
+    for lower, upper in _BELOW:
+        if scaling[lower] >= scaling[upper]:
+            raise ConfigError(
+                f"{lower}: {scaling[lower]} of rope_scaling is not below {upper}: "
+                f"{scaling[upper]}; frequencies between them are partly divided. Lower it."
+            )
+    if cfg.latent_attention:
+        _latent(cfg, dict(cfg.latent_attention))
+    _experts(cfg, keys["router"].whole(cfg.router))
 
 
 def _sizes(cfg: Any) -> None:
     if cfg.base_num_query_heads % cfg.base_num_kv_heads:
+        divisor = math.gcd(cfg.base_num_query_heads, cfg.base_num_kv_heads)
         raise ConfigError(
             f"base_num_query_heads={cfg.base_num_query_heads} is not a multiple of "
             f"base_num_kv_heads={cfg.base_num_kv_heads}: query heads share key and value heads "
-            f"evenly. Use base_num_kv_heads={_divisor(cfg)}."
+            f"evenly. Use base_num_kv_heads={divisor}."
         )
     if cfg.head_dim % 2:
         raise ConfigError(
@@ -48,43 +66,33 @@ def _sizes(cfg: Any) -> None:
             f"mlp_activations={show(cfg.mlp_activations)} has {len(cfg.mlp_activations)} entries: "
             f"a plain layer has one, a gated one two. Use [gelu] or [silu, linear]."
         )
-
-
-def _vocabulary(cfg: Any) -> None:
-    rows = cfg.padded_vocab_size
-    if -1 != rows < cfg.vocab_size:
+    if -1 != cfg.padded_vocab_size < cfg.vocab_size:
         raise ConfigError(
-            f"padded_vocab_size={rows} is below vocab_size={cfg.vocab_size}: every token has a "
-            f"row, the rows after them are padding. Use at least {cfg.vocab_size}, or -1 for none."
+            f"padded_vocab_size={cfg.padded_vocab_size} is below vocab_size={cfg.vocab_size}: "
+            f"every token has a row, the rows after them are padding. Use at least "
+            f"{cfg.vocab_size}, or -1 for none."
         )
 
 
-def _divisor(cfg: Any) -> int:
-    """A number of kv heads, no larger than the given one, that divides the query heads."""
-    return math.gcd(cfg.base_num_query_heads, cfg.base_num_kv_heads)
-
-
-def _latent(cfg: Any) -> None:
-    if cfg.attention_type != "mla":
-        return
-    rotated, head_dim = cfg.qk_rope_head_dim, cfg.qk_nope_head_dim + cfg.qk_rope_head_dim
+def _latent(cfg: Any, latent: Mapping[str, Any]) -> None:
+    plain, rotated = latent["qk_nope_head_dim"], latent["qk_rope_head_dim"]
     if rotated % 2:
         raise ConfigError(
-            f"qk_rope_head_dim={rotated} is odd: rotary embedding rotates pairs of features. Use "
-            f"qk_rope_head_dim={rotated + 1}."
+            f"qk_rope_head_dim: {rotated} of latent_attention is odd: rotary embedding rotates "
+            f"pairs of features. Use qk_rope_head_dim: {rotated + 1}."
         )
     needed = {
-        "head_dim": head_dim,  # qk_nope_head_dim + qk_rope_head_dim
+        "head_dim": plain + rotated,
         "base_num_kv_heads": cfg.base_num_query_heads,
-        "use_qk_norm": False,
+        "use_qk_norm": "false",
         "attention_bias": "none",
     }
     for key, value in needed.items():
         if vars(cfg)[key] != value:
             raise ConfigError(
-                f"{key}={show(vars(cfg)[key])} does not fit attention_type=mla, whose heads have "
-                f"{cfg.qk_nope_head_dim} + {rotated} features, keys of their own, a norm of the "
-                f"low rank and no bias. Use {key}={show(value)}."
+                f"{key}={vars(cfg)[key]} does not fit latent_attention, whose heads have {plain} + "
+                f"{rotated} features, keys of their own, a norm of the low rank and no bias. Use "
+                f"{key}={value}."
             )
 
 
@@ -113,28 +121,57 @@ def _pattern(cfg: Any) -> None:
         )
 
 
-def _rope(cfg: Any) -> None:
-    kind = cfg.rope_type
-    for key, without, types in _ROPE_KEYS:
-        if kind not in types:
-            idle_keys.refuse(
-                cfg,
-                {key: without},
-                beside=f"rope_type={kind}",
-                remedy=f", or rope_type={' or '.join(types)}",
-            )
-    if kind in LONGER_TEXTS and not cfg.original_max_position_embeddings:
-        raise ConfigError(
-            f"rope_type={kind} needs the length of the texts of the first training, but "
-            f"original_max_position_embeddings=0. Set it."
+def _experts(cfg: Any, router: Mapping[str, Any]) -> None:
+    if cfg.num_experts == 1:
+        idle_keys.refuse(
+            cfg,
+            NEED_EXPERTS,
+            beside="num_experts=1, a dense model",
+            remedy=", or set num_experts",
         )
-    if kind == "llama3.1" and cfg.rope_low_freq_factor >= cfg.rope_high_freq_factor:
+        return
+    if cfg.num_experts_per_tok > cfg.num_experts:
         raise ConfigError(
-            f"rope_low_freq_factor={cfg.rope_low_freq_factor} is not below rope_high_freq_factor="
-            f"{cfg.rope_high_freq_factor}: frequencies between them are partly divided. Lower it."
+            f"num_experts_per_tok={cfg.num_experts_per_tok} is more than num_experts="
+            f"{cfg.num_experts}: a token uses each expert once. Use {cfg.num_experts} or fewer."
         )
-    if kind == "yarn" and cfg.beta_slow >= cfg.beta_fast:
+    if cfg.first_num_dense_layers >= cfg.base_num_decoder_layers:
         raise ConfigError(
-            f"beta_slow={cfg.beta_slow} is not below beta_fast={cfg.beta_fast}: frequencies "
-            f"between them are partly divided. Lower it."
+            f"first_num_dense_layers={cfg.first_num_dense_layers} leaves none of "
+            f"base_num_decoder_layers={cfg.base_num_decoder_layers} to the experts. Use "
+            f"{cfg.base_num_decoder_layers - 1} or fewer, or num_experts=1."
+        )
+    _groups(cfg, router)
+    _axis(cfg)
+
+
+def _groups(cfg: Any, router: Mapping[str, Any]) -> None:
+    groups, used = router["num_groups"], router["groups_per_token"]
+    if cfg.num_experts % groups:
+        raise ConfigError(
+            f"num_groups: {groups} of router does not divide num_experts={cfg.num_experts}: groups "
+            f"are equal. Use a divisor of {cfg.num_experts}."
+        )
+    if used > groups:
+        raise ConfigError(
+            f"groups_per_token: {used} of router is more than num_groups: {groups}. Use {groups} "
+            f"or fewer."
+        )
+    eligible = used * cfg.num_experts // groups
+    if cfg.num_experts_per_tok > eligible:
+        raise ConfigError(
+            f"num_experts_per_tok={cfg.num_experts_per_tok} exceeds groups_per_token {used} * "
+            f"{cfg.num_experts // groups} experts of a group = {eligible}. Raise "
+            f"groups_per_token, or use {eligible} or fewer."
+        )
+
+
+def _axis(cfg: Any) -> None:
+    """Sizes that are open are checked with the devices, in parallel.sharding."""
+    dcn, ici = cfg.dcn_expert_parallelism, cfg.ici_expert_parallelism
+    if min(dcn, ici) > 0 and cfg.num_experts % (dcn * ici):
+        raise ConfigError(
+            f"num_experts={cfg.num_experts} does not divide by dcn_expert_parallelism {dcn} * "
+            f"ici_expert_parallelism {ici} = {dcn * ici}: every device has equally many. Use a "
+            f"divisor of {cfg.num_experts}."
         )

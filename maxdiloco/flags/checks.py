@@ -10,10 +10,10 @@ from typing import Any
 from maxdiloco.diloco import schedule
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import (
-    check_experts,
     check_learning_rate,
     check_mixture,
     check_model,
+    check_tables,
     eval_sets,
     idle_keys,
 )
@@ -39,9 +39,12 @@ def check(cfg: Any, keys: Mapping[str, Key]) -> None:
     """
     for key in keys.values():
         _check_limit(key, vars(cfg)[key.name])
+        for entry, value in check_tables.entries(key, vars(cfg)[key.name]):
+            _check_limit(entry, value)
     idle_keys.check(cfg, keys)
+    check_model.check(cfg, keys)
     groups = (_run, _mesh, _numerics, _replicas, _fragments, _schedule, _vocabulary, _data)
-    for check_group in (check_model.check, check_experts.check, *groups, check_mixture.check):
+    for check_group in (*groups, check_mixture.check):
         check_group(cfg)
     check_learning_rate.check(cfg, keys)
 
@@ -81,17 +84,18 @@ def _term(term: str, value: float) -> bool:
 
 
 def _check_limit(key: Key, value: Any) -> None:
+    usual = f"{'an example' if key.required else 'the default'} is {key.name}={show(key.default)}"
     if type(value) is int and " to " not in key.allowed and value > LARGEST:
         raise ConfigError(
             f"{key.name}={value} is too large: sizes and counts are at most {LARGEST}. Use a "
-            f"smaller one; the default is {key.name}={show(key.default)}."
+            f"smaller one; {usual}."
         )
     if allows(key.allowed, value):
         return
     if not key.allowed.startswith("one of "):
         raise ConfigError(
             f"{key.name}={show(value)} must be {key.allowed}{f' ({key.unit})' if key.unit else ''}."
-            f" Use such a value; the default is {key.name}={show(key.default)}."
+            f" Use such a value; {usual}."
         )
     names = choices(key.allowed)
     entries = value if isinstance(value, tuple) else (value,)

@@ -303,7 +303,8 @@ def _refuse_unknown(given: Mapping[str, Given], keys: Mapping[str, Key]) -> None
         written = f"{name}={shown(given[name].raw)} ({given[name].where}) is no key"
         near = _nearest_key(name, keys)
         if name in REMOVED:
-            lines.append(f"{written} any more. {REMOVED[name].instead}")
+            remedy = REMOVED[name].instead.replace("VALUE", shown(given[name].raw))
+            lines.append(f"{written} any more. {remedy}")
         else:
             lines.append(f"{written}.{f' Did you mean {near}?' if near else ''}")
     if lines:

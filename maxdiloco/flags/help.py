@@ -55,16 +55,23 @@ def _table(keys: Iterable[Key]) -> list[str]:
             lines += ["", group]
         resume = "may change on resume" if key.may_change else ""
         hosts = "may differ between hosts" if key.hosts else ""
-        limits = "; ".join(part for part in (key.allowed, key.unit, resume, hosts) if part)
-        text = f"{key.name}={show(key.default)}  {key.meaning}{f' [{limits}]' if limits else ''}"
-        lines += textwrap.wrap(
-            text,
-            WIDTH,
-            initial_indent="  ",
-            subsequent_indent="      ",
-            break_on_hyphens=False,
-        )
+        lines += _lines(key, f"{key.name}={show(key.default)}", "  ", resume, hosts)
+        for name, entry in key.entries.items():
+            sign, (other, values) = " such as " if entry.required else "=", entry.read_with
+            condition = f"with {other} {' or '.join(values)}" if other else ""
+            lines += _lines(entry, f"{name}{sign}{show(entry.default)}", "      ", condition)
     return lines
+
+
+def _lines(key: Key, name: str, indent: str, *more: str) -> list[str]:
+    limits = "; ".join(part for part in (key.allowed, key.unit, *more) if part)
+    return textwrap.wrap(
+        f"{name}  {key.meaning}{f' [{limits}]' if limits else ''}",
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=f"{indent}    ",
+        break_on_hyphens=False,
+    )
 
 
 def _chosen(word: str, keys: Sequence[Key], names: str) -> list[Key]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml
 from maxdiloco.flags.base_yml import show
-from maxdiloco.flags.other_names import RENAMED
+from maxdiloco.flags.other_names import REMOVED, RENAMED
 from maxdiloco.flags.values import Given
 
 BASE = "base.yml"  # its file of defaults, which its command lines name first; ours too
@@ -130,6 +130,8 @@ def taken(
         nearest = known.values.get((name, _plain(text)))
         if entry is not None and (text == "" or re.fullmatch(entry.harmless, _plain(text))):
             dropped.setdefault(entry.why or "off here too", []).append(name)
+        elif name in REMOVED and _plain(text) == _plain(show(REMOVED[name].default)):
+            dropped.setdefault("that is so without it", []).append(name)
         elif entry is not None:
             refused.append(f"{name}={text} is MaxText's and not here. {entry.instead}.")
         elif name == "per_device_batch_size" and re.fullmatch(r"0?\.0*[1-9]\d*", text):

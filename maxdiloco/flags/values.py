@@ -3,6 +3,7 @@
 import decimal
 import math
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from maxdiloco.errors import ConfigError
@@ -42,7 +43,7 @@ def convert(key: Key, given: Given) -> Value:
         )
         if type(value) is not type(key.default):
             raise _wrong(key, given, f"is not a {_TYPES[type(key.default)]}")
-        return value
+        return _entries(key, value, given, convert) if key.entries else value
     if isinstance(raw, Table):
         raise _wrong(key, given, "is a table, but keys are not nested")
     if not isinstance(raw, str):
@@ -82,7 +83,24 @@ def same_type(key: Key, given: Given) -> Value:
         value = float(value)
     if type(value) is not type(key.default):
         raise _wrong(key, given, f"is not of type {_TYPES[type(key.default)]}")
-    return value
+    return _entries(key, value, given, same_type) if key.entries else value
+
+
+def _entries(key: Key, table: Table, given: Given, read: Callable[[Key, Given], Value]) -> Table:
+    """The entries of a table in base.yml's order, without those at their default."""
+    values = {}
+    for name, raw in table:
+        if name not in key.entries:
+            raise ConfigError(
+                f"{key.name}={shown(given.raw)} ({given.where}): {name} is no entry. Use "
+                f"{', '.join(key.entries)}."
+            )
+        values[name] = read(key.entries[name], Given(raw, given.where))
+    return Table(
+        (name, values[name])
+        for name, entry in key.entries.items()
+        if name in values and (entry.required or values[name] != entry.default)
+    )
 
 
 def shown(raw: Any) -> str:
@@ -93,8 +111,8 @@ def shown(raw: Any) -> str:
 
 def _wrong(key: Key, given: Given, why: str) -> ConfigError:
     return ConfigError(
-        f"{key.name}={shown(given.raw)} ({given.where}) {why}. Write it like the default, "
-        f"{key.name}={show(key.default)}."
+        f"{key.name}={shown(given.raw)} ({given.where}) {why}. Write it like "
+        f"{'' if key.required else 'the default, '}{key.name}={show(key.default)}."
     )
 
 

@@ -11,13 +11,53 @@ from maxdiloco import json_text
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml
 from maxdiloco.flags import config as config_lib
-from maxdiloco.flags.base_yml import Key
+from maxdiloco.flags.base_yml import Key, Table
+from maxdiloco.flags.check_model import OF_WHAT_IS_COMPUTED
 from maxdiloco.flags.config import Config
 from maxdiloco.flags.values import Given, same_type
 from maxdiloco.huggingface import rules
 from maxdiloco.huggingface.families import families
 from maxdiloco.huggingface.family import Family
-from maxdiloco.huggingface.known_keys import NEUTRAL, NOTED, OF_TRAINING
+
+# Keys of the group model that say how to train, not what is computed.
+OF_TRAINING = ("model_name", "override_model_config", "z_loss_multiplier", "capacity_factor")
+# Values of the keys that a family says nothing of.
+NEUTRAL = {
+    "padded_vocab_size": -1,
+    "num_experts": 1,
+    **OF_WHAT_IS_COMPUTED,
+    "mlp_activations_limit": 0.0,
+    "mlp_bias": False,
+    "norm_placement": "pre",
+    "norm_scale_offset": 0.0,
+    "rope_scaling": Table(),
+    "embedding_scale": "one",
+    "latent_attention": Table(),
+    "use_qk_norm": "false",
+    "query_pre_attn_scalar": 0.0,
+    "attention_bias": "none",
+    "attention_sink": False,
+    "attn_logits_soft_cap": 0.0,
+    "final_logits_soft_cap": 0.0,
+    "sliding_window_size": 0,
+    "attention_pattern": (),
+    "local_rope_max_timescale": -1.0,
+}
+# Keys of config.json that rules read, or that change nothing of what is computed.
+NOTED = {
+    "_name_or_path", "_sliding_window_pattern", "architectures", "attention_bias",
+    "attention_dropout", "attn_implementation", "attn_logit_softcapping", "auto_map",
+    "bos_token_id", "cache_implementation", "dtype", "eos_token_id", "final_logit_softcapping",
+    "hidden_act", "hidden_activation", "initial_context_length", "initializer_range", "layer_types",
+    "max_position_embeddings", "max_window_layers", "model_type", "moe_intermediate_size",
+    "n_group", "n_routed_experts", "num_nextn_predict_layers", "q_lora_rank", "qk_head_dim",
+    "topk_group", "aux_loss_alpha", "ep_size", "head_dim", "seq_aux",
+    "num_experts", "num_local_experts", "output_router_logits", "pad_token_id",
+    "router_aux_loss_coef", "router_jitter_noise",
+    "pretraining_tp", "rope_local_base_freq", "rope_parameters", "rope_scaling", "rope_theta",
+    "sliding_window", "sliding_window_pattern", "tie_word_embeddings", "torch_dtype",
+    "transformers_version", "use_cache", "use_sliding_window",
+}  # fmt: skip
 
 Values = dict[str, Any]
 
@@ -76,7 +116,10 @@ def family_of(model_type: str) -> Family:
 
 
 def keys_of(hf: Mapping[str, Any], family: Family) -> Values:
-    """Our keys of the group model, all but those of training. Raises ConfigError."""
+    """Our keys of the group model, all but those of training. Raises ConfigError.
+
+    Tables are dicts, without the entries that the family says nothing of.
+    """
     if hf.get("quantization_config"):
         raise ConfigError(
             f"quantization_config of config.json says {_method(hf)}: quantised weights are not "
@@ -86,15 +129,19 @@ def keys_of(hf: Mapping[str, Any], family: Family) -> Values:
     for key, value in family.must.items():
         if hf.get(key) is not None and hf[key] != value:
             raise rules.refused(key, hf[key], f"{family.model_type} has {key}={value}")
-    keys = dict(NEUTRAL)
+    found = dict(NEUTRAL)
     for field in family.fields:
         value = hf.get(field.theirs)
         if value is None:
             value = _default(field, hf, family)
-        keys[field.ours] = value
+        found[field.ours] = value
     for rule in family.rules:
-        keys |= rule.read(hf)
-    return keys | dict(family.fixed)
+        found |= rule.read(hf)
+    keys: Values = {}
+    for name, value in {**found, **family.fixed}.items():
+        key, _, entry = name.partition(".")
+        keys[key] = dict(keys[key]) | {entry: value} if entry else value
+    return keys
 
 
 def _method(hf):
@@ -115,22 +162,20 @@ def _default(field, hf, family):
     return value
 
 
-def model_yml(keys: Mapping[str, Any], source: str) -> str:
-    """A model file for model_name."""
-    return "\n".join([f"# Imported from {source}", *yml_lines(keys)]) + "\n"
+def as_yml(keys: Mapping[str, Any]) -> str:
+    """Lines `key: value`, the value as JSON, which yml cannot misread."""
+    values = {name: base_yml.as_lists(value) for name, value in keys.items()}
+    return "".join(
+        f"{name}: {json.dumps(value, ensure_ascii=False)}\n" for name, value in values.items()
+    )
 
 
-def yml_lines(keys: Mapping[str, Any]) -> list[str]:
-    """`key: value` of each key, the value as JSON, which yml cannot misread."""
-    return [
-        f"{name}: {json.dumps(base_yml.as_lists(value), ensure_ascii=False)}"
-        for name, value in keys.items()
-    ]
-
-
-def config_of(cfg: Config, family: Family) -> Values:
-    """config.json of a config that `misfits` finds nothing in."""
+def config_of(cfg: Config, family: Family, declared: Mapping[str, Key] | None = None) -> Values:
+    """config.json of a config that `misfits` finds nothing in. declared: as there."""
     ours = dict(vars(cfg))
+    for name, key in (declared or base_yml.declared()).items():
+        whole = key.whole(ours[name]) if key.entries else {}
+        ours |= {f"{name}.{entry}": value for entry, value in whole.items()}
     if ours["base_moe_mlp_dim"] == -1:
         ours["base_moe_mlp_dim"] = ours["base_mlp_dim"]
     hf = {"architectures": [family.architecture], "model_type": family.model_type}
@@ -167,6 +212,9 @@ def _same(mine: Any, other: Any) -> bool:
     """Whether two values are one in float32, which is what is computed."""
     if isinstance(mine, float) and isinstance(other, float):
         return math.isclose(mine, other, rel_tol=1e-9)
+    if isinstance(mine, Table) and isinstance(other, Table) and mine and len(mine) == len(other):
+        pairs = zip(mine, other, strict=True)
+        return all(a == b and _same(x, y) for (a, x), (b, y) in pairs)
     return mine == other
 
 
@@ -180,18 +228,16 @@ def _resolved(keys: Values) -> Values:
         found["embedding_scale"] = "sqrt_emb_dim" if keys["logits_via_embedding"] else "one"
     if not keys["query_pre_attn_scalar"]:
         found["query_pre_attn_scalar"] = float(keys["head_dim"])
-    if keys["rope_type"] == "default" and keys["local_rope_max_timescale"] == -1:
+    if not keys["rope_scaling"] and keys["local_rope_max_timescale"] == -1:
         found["local_rope_max_timescale"] = keys["rope_max_timescale"]
     if "local" not in kinds:
         found["local_rope_max_timescale"] = -1
-    if keys["n_routing_groups"] == 1:
-        found["n_routing_groups"] = found["topk_routing_group"] = -1
     if keys["num_experts"] > 1:
         if keys["base_moe_mlp_dim"] == -1:
             found["base_moe_mlp_dim"] = keys["base_mlp_dim"]
         if not keys["first_num_dense_layers"]:  # no layer is as wide as that
             found["base_mlp_dim"] = found["base_moe_mlp_dim"]
-    return found | {name: NEUTRAL[name] for name in rules.unread_rope_keys(keys["rope_type"])}
+    return found
 
 
 def family_for(cfg: Config) -> tuple[Family, Config]:
@@ -204,7 +250,7 @@ def family_for(cfg: Config) -> tuple[Family, Config]:
     declared = base_yml.declared()
     for exported in (cfg, _untied(cfg)):
         for family in families():
-            found = misfits(exported, config_of(exported, family), family, declared)
+            found = misfits(exported, config_of(exported, family, declared), family, declared)
             if not found:
                 return family, exported
             if least is None or len(found) < len(least[1]):

@@ -4,20 +4,23 @@ And DeepSeek-V2 (arXiv 2405.04434) without groups, as the Lite model is.
 """
 
 import math
-from typing import Any
 
 from maxdiloco.huggingface import rules
-from maxdiloco.huggingface.family import Family, Field, expert_fields, sizes, unless_null
-from maxdiloco.huggingface.rules import Rule
-from maxdiloco.huggingface.tensor_names import (
+from maxdiloco.huggingface.family import (
     ATTENTION,
     GATED_MLP,
     LAYER,
     OUTSIDE,
     PRE_NORMS,
+    Family,
+    Field,
+    Tensor,
+    expert_fields,
     experts,
+    sizes,
+    unless_null,
 )
-from maxdiloco.huggingface.tensors import Tensor
+from maxdiloco.huggingface.rules import Rule
 
 _EPSILON = 1e-6  # of the norms of low rank, whatever rms_norm_eps says: so all norms have it
 _Q_LORA_RANK = 1536  # where config.json has no such key; null is a matrix of full rank
@@ -45,29 +48,12 @@ _BESIDE_EXPERTS = {
 def v2() -> Family:
     """The model type deepseek_v2: a softmax router without a bias."""
     tensors = {leaf: tensor for leaf, tensor in v3().tensors.items() if leaf != "moe.routed_bias"}
-    changed = {
-        "n_routed_experts": lambda hf: hf.get("num_local_experts") or 64,
-        "moe_intermediate_size": 1407,
-        "first_k_dense_replace": 0,
-        "n_shared_experts": unless_null("n_shared_experts", 2, lambda hf: 0),
-        "num_experts_per_tok": 6,
-        "routed_scaling_factor": 1.0,
-    }
     return Family(
         model_type="deepseek_v2",
         architecture="DeepseekV2ForCausalLM",
-        fields=tuple(
-            field._replace(default=changed.get(field.theirs, field.default))
-            for field in _fields()
-            if field.theirs != "norm_topk_prob"
-        ),
+        fields=_fields(experts=64, per_token=6, width=1407, shared=2, first_dense=0, factor=1.0),
         rules=_rules(),
-        fixed={
-            "attention_type": "mla",
-            "routed_score_func": "softmax",
-            "norm_topk_prob": False,
-            "normalization_layer_epsilon": _EPSILON,
-        },
+        fixed={"normalization_layer_epsilon": _EPSILON},
         must={
             "rms_norm_eps": _EPSILON,
             "attention_bias": False,
@@ -87,12 +73,20 @@ def v3() -> Family:
     return Family(
         model_type="deepseek_v3",
         architecture="DeepseekV3ForCausalLM",
-        fields=_fields(),
-        rules=(*_rules(), _groups()),
+        fields=(
+            *_fields(experts=256, per_token=8, width=2048, shared=1, first_dense=3, factor=2.5),
+            Field("norm_topk_prob", "router.normalise_weights", True),
+            Field("n_group", "router.num_groups", unless_null("n_group", 8, lambda hf: 1)),
+            Field(
+                "topk_group",
+                "router.groups_per_token",
+                lambda hf: 4 if hf.get("n_group", 8) not in (1, None) else 1,
+            ),
+        ),
+        rules=_rules(),
         fixed={
-            "attention_type": "mla",
-            "routed_score_func": "sigmoid",
-            "routed_bias": True,
+            "router.score_function": "sigmoid",
+            "router.balance_bias": True,
             "normalization_layer_epsilon": _EPSILON,
         },
         must={
@@ -119,33 +113,25 @@ def v3() -> Family:
 
 def _rules() -> tuple[Rule, ...]:
     """What both types have."""
-    rank = rules.or_null("q_lora_rank", "q_lora_rank", _Q_LORA_RANK)
+    rank = rules.or_null("q_lora_rank", "latent_attention.q_lora_rank", _Q_LORA_RANK)
     return (rules.activation("hidden_act", "silu"), rank, _latent_rope())
 
 
-def _fields() -> tuple[Field, ...]:
-    in_rules = ("head_dim", "rms_norm_eps")
+def _fields(*, experts, per_token, width, shared, first_dense, factor) -> tuple[Field, ...]:
+    """Of both types, with the defaults of one."""
+    in_rules, width_of_one = ("head_dim", "rms_norm_eps"), ("moe_intermediate_size", width)
+    no_shared = unless_null("n_shared_experts", shared, lambda hf: 0)
     return (
         *(field for field in sizes(epsilon=_EPSILON) if field.theirs not in in_rules),
-        *expert_fields("n_routed_experts", 256, per_token=8, width=("moe_intermediate_size", 2048)),
-        Field("kv_lora_rank", "kv_lora_rank", 512),
-        Field("qk_nope_head_dim", "qk_nope_head_dim", 128),
-        Field("qk_rope_head_dim", "qk_rope_head_dim", 64),
-        Field("v_head_dim", "v_head_dim", 128),
-        Field("first_k_dense_replace", "first_num_dense_layers", 3),
-        Field(
-            "n_shared_experts",
-            "shared_experts",
-            unless_null("n_shared_experts", 1, lambda hf: 0),
-        ),
-        Field("norm_topk_prob", "norm_topk_prob", True),
-        Field("routed_scaling_factor", "routed_scaling_factor", 2.5),
+        *expert_fields("n_routed_experts", experts, per_token=per_token, width=width_of_one),
+        Field("kv_lora_rank", "latent_attention.kv_lora_rank", 512),
+        Field("qk_nope_head_dim", "latent_attention.qk_nope_head_dim", 128),
+        Field("qk_rope_head_dim", "latent_attention.qk_rope_head_dim", 64),
+        Field("v_head_dim", "latent_attention.v_head_dim", 128),
+        Field("first_k_dense_replace", "first_num_dense_layers", first_dense),
+        Field("n_shared_experts", "shared_experts", no_shared),
+        Field("routed_scaling_factor", "router.scaling_factor", factor),
     )
-
-
-def _head_dim(hf: rules.Values) -> Any:
-    names = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
-    return sum(rules.number(name, hf.get(name, default)) for name, default in names.items())
 
 
 def _latent_rope() -> Rule:
@@ -153,41 +139,26 @@ def _latent_rope() -> Rule:
     base = rules.rope(10000.0)
 
     def read(hf):
-        parameters = rules.rope_parameters(hf)
-        found = base.read(hf) | {"head_dim": _head_dim(hf)}
+        sizes = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+        dim = sum(rules.number(name, hf.get(name, size)) for name, size in sizes.items())
+        parameters, found = rules.rope_parameters(hf), base.read(hf) | {"head_dim": dim}
         all_dim = parameters.get("mscale_all_dim")
-        if found["rope_type"] == "yarn" and all_dim:
-            number = rules.number("factor", found["rope_factor"])
+        if found.get("rope_scaling", {}).get("rope_type") == "yarn" and all_dim:
+            number = rules.number("factor", parameters["factor"])
             factor = rules.mscale(number, rules.number("mscale_all_dim", all_dim))
-            found["query_pre_attn_scalar"] = _head_dim(hf) / factor**4  # of a product of two
+            found["query_pre_attn_scalar"] = dim / factor**4  # of a product of two
         return found
 
     def write(ours):
         found = base.write(ours)
-        scaling, scalar = found["rope_scaling"], ours["query_pre_attn_scalar"]
-        if ours["rope_type"] == "yarn" and scalar and ours["rope_factor"] > 1:
+        scaling, scalar = found["rope_scaling"] or {}, ours["query_pre_attn_scalar"]
+        if scaling.get("rope_type") == "yarn" and scalar and scaling["factor"] > 1:
             factor = (ours["head_dim"] / scalar) ** 0.25
-            all_dim = round((factor - 1) / (0.1 * math.log(ours["rope_factor"])), _DIGITS)
+            all_dim = round((factor - 1) / (0.1 * math.log(scaling["factor"])), _DIGITS)
             scaling["mscale_all_dim"] = all_dim
-            if ours["rope_attention_factor"] == 1:  # as published: the two factors cancel
+            if scaling.get("attention_factor") == 1:  # as published: the two factors cancel
                 scaling["mscale"] = all_dim
                 del scaling["attention_factor"]
         return found
-
-    return Rule(read, write)
-
-
-def _groups() -> Rule:
-    """The groups of experts; one group is none."""
-
-    def read(hf):
-        groups, used = hf.get("n_group", 8), hf.get("topk_group", 4)
-        if (groups or 1) == 1:
-            return {"n_routing_groups": -1, "topk_routing_group": -1}
-        return {"n_routing_groups": groups, "topk_routing_group": used}
-
-    def write(ours):
-        names = {"n_group": "n_routing_groups", "topk_group": "topk_routing_group"}
-        return {theirs: max(ours[name], 1) for theirs, name in names.items()}
 
     return Rule(read, write)

@@ -18,36 +18,18 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.evaluation import stored
 from maxdiloco.flags import checks
 from maxdiloco.flags.config import Config
-from maxdiloco.huggingface import (
-    config_json,
-    folders,
-    layout,
-    safetensors_files,
-    tensors,
-    tokenizer_out,
-)
+from maxdiloco.huggingface import beside_weights, config_json, folders, safetensors_files, tensors
+from maxdiloco.huggingface.family import Family
 from maxdiloco.huggingface.imported import CARRIED
-from maxdiloco.huggingface.layout import Layout
 from maxdiloco.huggingface.progress import Progress
 from maxdiloco.huggingface.safetensors_files import Written
-from maxdiloco.huggingface.tensors import EMBEDDING, HEAD
+from maxdiloco.huggingface.tensors import EMBEDDING, HEAD, Layout, Part
 
 Say = Callable[[str], None]
+_Targets = list[tuple[Part, float | None]]  # parts that take the same values, each with a factor
 
 STORED = "stored"  # as a dtype: the one that the checkpoint has
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-
-
-class Options(NamedTuple):
-    """parameters: outer, mean or replica_0 ...; dtype: stored, float32 or bfloat16.
-
-    like: folder of a Hugging Face model or of an import, or empty.
-    """
-
-    parameters: str
-    dtype: str
-    max_shard_bytes: int
-    like: str
 
 
 class _Model(NamedTuple):
@@ -57,50 +39,51 @@ class _Model(NamedTuple):
     and as the head.
     """
 
-    family: Any
+    family: Family
     config: dict[str, Any]
     carried: pathlib.Path | None
     cfg: Config
     untied: bool = False
 
 
-class _Target(NamedTuple):
-    """A tensor that a part of a leaf is written to. part: as the leaf has it."""
-
-    name: str
-    part: tensors.Part
-    scale: float | None = None
-
-
-def export_model(folder: epath.Path, target: pathlib.Path, options: Options, say: Say) -> None:
+def export_model(
+    folder: epath.Path,
+    target: pathlib.Path,
+    *,
+    parameters: str,
+    dtype: str,
+    max_shard_bytes: int,
+    like: str,
+    say: Say,
+) -> None:
     """Export a run's newest undamaged checkpoint, or one checkpoint. folder: of find.locate.
 
-    Raises ConfigError, CheckpointError, DataError.
+    parameters: outer, mean or replica_0 ...; dtype: one that check_dtype admits. like: folder of a
+    Hugging Face model or of an import, or empty. Raises ConfigError, CheckpointError, DataError.
     """
     folders.refuse_existing(target)
-    check_dtype(options.dtype)
     safetensors_files.package()
     found = read.restore_from(folder, lambda meta: {}, key="RUN")
     cfg = stored.config_of(found.meta)
-    model = _model(cfg, found, options.like, say)
+    model = _model(cfg, found, like, say)
     if (padding := cfg.padded_vocab_size - cfg.vocab_size) > 0:
         say(f"the last {padding} of {cfg.padded_vocab_size} rows for tokens are padding, left out")
-    plan = layout.of_model(model.cfg, model.family)
+    plan = tensors.of_model(model.cfg, model.family)
     there = [path for path in plan.leaves if not (model.untied and path == HEAD)]
-    readers = _readers(found, options.parameters, there)
-    dtypes = {path: _DTYPES.get(options.dtype, readers[0].dtype(path)) for path in there}
+    readers = _readers(found, parameters, there)
+    dtypes = {path: _DTYPES.get(dtype, readers[0].dtype(path)) for path in there}
     dtypes |= {part.leaf: _DTYPES["float32"] for part in plan.parts if part.tensor.float32}
     dtypes.setdefault(HEAD, dtypes[EMBEDDING])
     with folders.appearing(target) as there:
         place = pathlib.Path(there)
-        _write_tensors(place, plan, readers, dtypes, model, options.max_shard_bytes, say)
-        tokenizer_out.write(place, cfg, found.path, model.carried)
+        _write_tensors(place, plan, readers, dtypes, model, max_shard_bytes, say)
+        beside_weights.write(place, cfg, found.path, model.carried)
         hf = model.config | {"dtype": dtypes["embedding"].name}
         hf.pop("torch_dtype", None)
         (place / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
     size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
     say(
-        f"{target}: {model.family.model_type}, {options.parameters} parameters of step "
+        f"{target}: {model.family.model_type}, {parameters} parameters of step "
         f"{found.step} of {found.path.parent.parent}, {len(plan.by_tensor())} tensors, "
         f"{size / 1e6:,.1f} MB"
     )
@@ -117,7 +100,7 @@ def _model(cfg: Config, found: Restored, like: str, say: Say) -> _Model:
     carried = _carried(cfg, found, like)
     if carried is None:
         family, as_exported = config_json.family_for(cfg)
-        config = config_json.config_of(as_exported, family) | tokenizer_out.ends(cfg, found.path)
+        config = config_json.config_of(as_exported, family) | beside_weights.ends(cfg, found.path)
         untied = as_exported.logits_via_embedding != cfg.logits_via_embedding
         if untied:
             say(
@@ -134,10 +117,10 @@ def _model(cfg: Config, found: Restored, like: str, say: Say) -> _Model:
             f"{config_json.differing(wrong)} of {carried / 'config.json'}, which this export would "
             "be like. Give like= the folder of a model with the same keys."
         )
-    if tokenizer_out.is_of_run(carried, cfg, found.path):
+    if beside_weights.is_of_run(carried, cfg, found.path):
         say(f"config.json, generation_config.json and the tokenizer are those of {carried}")
     else:
-        text |= tokenizer_out.ends(cfg, found.path)
+        text |= beside_weights.ends(cfg, found.path)
         say(f"config.json is that of {carried}; the tokenizer is the run's, which is another")
     if rows < cfg.vocab_size:
         say(f"vocab_size is {cfg.vocab_size}, the run's, which has {rows} in that config.json")
@@ -189,52 +172,48 @@ def _write_tensors(
     max_shard_bytes: int,
     say: Say,
 ) -> None:
-    def shape(part):
-        is_table = part.leaf in tensors.OF_VOCABULARY
-        return (model.cfg.vocab_size, *part.shape[1:]) if is_table else part.shape
-
-    written = {part.name: Written(shape(part), dtypes[part.leaf]) for part in plan.in_files()}
+    written = {}
+    for part in plan.in_files():
+        rows = [model.cfg.vocab_size] if part.leaf in tensors.OF_VOCABULARY else part.shape[:1]
+        written[part.name] = Written((*rows, *part.shape[1:]), dtypes[part.leaf])
     writer = safetensors_files.Writer(folder, written, max_shard_bytes)
     targets = _targets(plan, model)
-    leaves = dict.fromkeys(leaf for leaf, _ in targets)
-    sizes = (math.prod(plan.leaves[x].shape) * readers[0].dtype(x).itemsize for x in leaves)
+    sizes = (math.prod(plan.leaves[x].shape) * readers[0].dtype(x).itemsize for x in targets)
     done = Progress("exported", sum(sizes), say)
-    for leaf in leaves:
-        num_indexed = plan.num_indexed(leaf)
-        for box in readers[0].boxes(leaf, num_indexed):
-            done.more(_write_box(writer, readers, leaf, box, num_indexed, targets))
+    for leaf, of_leaf in targets.items():
+        for box in readers[0].boxes(leaf, plan.num_indexed(leaf)):
+            done.more(_write_box(writer, _mean(readers, leaf, box), box, of_leaf))
     done.last("the files are forced to the disk")
 
 
-def _targets(plan: Layout, model: _Model) -> Mapping[tuple[str, tensors.Shape], list[_Target]]:
-    """Of each leaf that is read and each index of its leading dims."""
-    found: dict[tuple[str, tensors.Shape], list[_Target]] = {}
+def _targets(plan: Layout, model: _Model) -> Mapping[str, Mapping[tuple[int, ...], _Targets]]:
+    """Of each leaf that is read, and each index of its leading dims: what is written from there.
+
+    An untied model's embedding is written twice, scaled, and as the head.
+    """
+    found: dict[str, dict[tuple[int, ...], _Targets]] = {}
     for part in plan.parts:
-        if model.untied and part.leaf == HEAD:
-            continue
-        found[part.leaf, part.index] = [_Target(part.name, part)]
+        found.setdefault(part.leaf, {})[part.index] = [(part, None)]
     if model.untied:
-        table = found[EMBEDDING, ()][0]
-        head = next(part.name for part in plan.parts if part.leaf == HEAD)
-        scaled = table._replace(scale=math.sqrt(model.cfg.base_emb_dim))
-        found[EMBEDDING, ()] = [scaled, table._replace(name=head)]
+        ((table, _),), ((head, _),) = found[EMBEDDING][()], found.pop(HEAD)[()]
+        scale = math.sqrt(model.cfg.base_emb_dim)
+        found[EMBEDDING] = {(): [(table, scale), (table._replace(name=head.name), None)]}
     return found
 
 
-def _write_box(writer, readers, leaf, box, num_indexed, targets):
-    """Returns the bytes read, of one replica."""
-    values = _mean(readers, leaf, box)
+def _write_box(writer, values, box, of_leaf):
+    """Returns its bytes. No array of it is left: memory holds one box."""
+    num_indexed = len(next(iter(of_leaf)))
     for i in np.ndindex(values.shape[:num_indexed]):
         index = tuple(start.start + j for start, j in zip(box, i, strict=False))
-        for target in targets[leaf, index]:
-            piece = values[i]
-            if target.scale is not None:
-                piece = piece * np.asarray(target.scale, piece.dtype)
-            writer.put(target.name, target.part, box[num_indexed:], piece)
+        for part, scale in of_leaf[index]:
+            piece = values[i] if scale is None else values[i] * np.asarray(scale, values.dtype)
+            writer.put(part, box[num_indexed:], piece)
     return values.nbytes
 
 
 def _mean(readers, leaf, box):
+    """A box of a leaf, of several readers its mean."""
     if len(readers) == 1:
         return readers[0].read(leaf, box)
     shape = [s.stop - s.start for s in box]

@@ -4,8 +4,7 @@ Tables, not code: a model type is a Family. Rules are for what is more than anot
 """
 
 from maxdiloco.huggingface import deepseek, rules
-from maxdiloco.huggingface.family import Family, Field, expert_fields, grouped, sizes
-from maxdiloco.huggingface.tensor_names import (
+from maxdiloco.huggingface.family import (
     ATTENTION,
     GATED_MLP,
     LAYER,
@@ -14,9 +13,14 @@ from maxdiloco.huggingface.tensor_names import (
     PRE_NORMS,
     QK_NORMS,
     SANDWICH_NORMS,
+    Family,
+    Field,
+    Tensor,
+    expert_fields,
     experts,
+    grouped,
+    sizes,
 )
-from maxdiloco.huggingface.tensors import Tensor
 
 _GEMMA = {
     "norm_placement": "sandwich",
@@ -59,7 +63,7 @@ def _dense() -> tuple[Family, ...]:
         model_type="mistral",
         architecture="MistralForCausalLM",
         fields=sizes(epsilon=1e-6, num_key_value_heads=grouped(8)),
-        rules=(silu, rope, rules.window(4096)),
+        rules=(silu, rope, rules.or_null("sliding_window", "sliding_window_size", 4096)),
     )
     qwen2 = llama._replace(
         model_type="qwen2",
@@ -73,14 +77,14 @@ def _dense() -> tuple[Family, ...]:
         architecture="Qwen3ForCausalLM",
         fields=sizes(epsilon=1e-6, head_dim=128),
         rules=(*qwen2.rules, bias),
-        fixed={"use_qk_norm": True},
+        fixed={"use_qk_norm": "head"},
         tensors={**llama.tensors, **QK_NORMS},
     )
     olmo2 = llama._replace(
         model_type="olmo2",
         architecture="Olmo2ForCausalLM",
         fields=sizes(epsilon=1e-5),
-        fixed={"use_qk_norm": True, "qk_norm_scope": "projection", "norm_placement": "post"},
+        fixed={"use_qk_norm": "projection", "norm_placement": "post"},
         tensors={**OUTSIDE, **ATTENTION, **POST_NORMS, **GATED_MLP, **QK_NORMS},
     )
     return llama, mistral, qwen2, qwen3, olmo2
@@ -89,14 +93,18 @@ def _dense() -> tuple[Family, ...]:
 def _gemmas() -> tuple[Family, ...]:
     """The first has norms of the input alone, no soft-caps and no windows. gemma3 is the text model
     of a multimodal checkpoint; older and newer versions name its tensors unlike."""
+    gelu = rules.activation("hidden_act", "gelu_pytorch_tanh", gelu_is_tanh=True)
     tanh = rules.activation("hidden_activation", "gelu_pytorch_tanh")
     bias, rope = rules.attention_bias(False), rules.rope(10000.0)
-    local_rope = rules.local_rope(1e6, 1e4)
 
-    def soft_caps(attention, final):
+    def with_windows(rope, period, cap, final_cap):
         return (
-            rules.or_null("attn_logit_softcapping", "attn_logits_soft_cap", attention),
-            rules.or_null("final_logit_softcapping", "final_logits_soft_cap", final),
+            tanh,
+            bias,
+            rope,
+            rules.pattern(4096, period),
+            rules.or_null("attn_logit_softcapping", "attn_logits_soft_cap", cap),
+            rules.or_null("final_logit_softcapping", "final_logits_soft_cap", final_cap),
         )
 
     def of_heads(queries, keys, **more):
@@ -107,11 +115,7 @@ def _gemmas() -> tuple[Family, ...]:
         model_type="gemma",
         architecture="GemmaForCausalLM",
         fields=of_heads(16, 16),
-        rules=(
-            rules.activation("hidden_act", "gelu_pytorch_tanh", gelu_is_tanh=True),
-            bias,
-            rope,
-        ),
+        rules=(gelu, bias, rope),
         fixed=_GEMMA | {"norm_placement": "pre"},
         must={"use_bidirectional_attention": False},
         tensors={**OUTSIDE, **ATTENTION, **PRE_NORMS, **GATED_MLP},
@@ -121,7 +125,7 @@ def _gemmas() -> tuple[Family, ...]:
         model_type="gemma2",
         architecture="Gemma2ForCausalLM",
         fields=(*of_heads(8, 4), scalar),
-        rules=(tanh, bias, rope, rules.pattern(4096, 2), *soft_caps(50.0, 30.0)),
+        rules=with_windows(rope, 2, 50.0, 30.0),
         fixed=_GEMMA,
         tensors={**OUTSIDE, **ATTENTION, **SANDWICH_NORMS, **GATED_MLP},
     )
@@ -129,8 +133,8 @@ def _gemmas() -> tuple[Family, ...]:
         model_type="gemma3_text",
         architecture="Gemma3ForCausalLM",
         fields=(*of_heads(8, 4, vocab_size=262208), scalar),
-        rules=(tanh, bias, local_rope, rules.pattern(4096, 6), *soft_caps(0.0, 0.0)),
-        fixed=_GEMMA | {"use_qk_norm": True},
+        rules=with_windows(rules.rope(1e6, local=1e4), 6, 0.0, 0.0),
+        fixed=_GEMMA | {"use_qk_norm": "head"},
         tensors={**gemma2.tensors, **QK_NORMS},
     )
     images = text._replace(
@@ -155,8 +159,8 @@ def _with_experts() -> tuple[Family, ...]:
             *sizes(epsilon=1e-5, num_key_value_heads=grouped(8)),
             *expert_fields("num_local_experts", 8, per_token=2, width=("intermediate_size", 14336)),
         ),
-        rules=(silu, rules.rope(1e6), rules.window(0)),
-        fixed={"norm_topk_prob": True},
+        rules=(silu, rules.rope(1e6), rules.or_null("sliding_window", "sliding_window_size", 0)),
+        fixed={"router.normalise_weights": True},
         tensors={**outside, **experts("block_sparse_moe", "w1", "w3", "w2")},
     )
     qwen3_moe = mixtral._replace(
@@ -165,10 +169,10 @@ def _with_experts() -> tuple[Family, ...]:
         fields=(
             *sizes(epsilon=1e-6, num_key_value_heads=grouped(4)),
             *expert_fields("num_experts", 128, per_token=8, width=("moe_intermediate_size", 768)),
-            Field("norm_topk_prob", "norm_topk_prob", False),
+            Field("norm_topk_prob", "router.normalise_weights", False),
         ),
         rules=(silu, rules.rope(10000.0), rules.attention_bias(False)),
-        fixed={"use_qk_norm": True},
+        fixed={"use_qk_norm": "head"},
         must={"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
         tensors={**outside, **QK_NORMS, **experts("mlp", "gate_proj", "up_proj", "down_proj")},
     )
@@ -188,10 +192,10 @@ def _with_experts() -> tuple[Family, ...]:
             rules.attention_bias(True),
         ),
         fixed={
-            "norm_topk_prob": True,
+            "router.normalise_weights": True,
             "mlp_activations": ("quick_gelu", "plus_one"),
             "mlp_bias": True,
-            "router_bias": True,
+            "router.logit_bias": True,
             "attention_sink": True,
         },
         must={"swiglu_alpha": 1.702},

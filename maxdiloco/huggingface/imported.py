@@ -10,7 +10,7 @@ import json
 import pathlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,53 +21,41 @@ from maxdiloco.checkpoint.by_part import PartedLeaf
 from maxdiloco.data import run_tokenizer, subword, tokenizer
 from maxdiloco.engine.trainer import OUTER_PARAMS
 from maxdiloco.errors import CheckpointError, ConfigError, DataError
-from maxdiloco.flags import base_yml, config
+from maxdiloco.flags import config
 from maxdiloco.flags.checks import AXES
 from maxdiloco.flags.config import Config
-from maxdiloco.huggingface import (
-    carried,
-    config_json,
-    folders,
-    layout,
-    safetensors_files,
-    tensors,
-)
+from maxdiloco.huggingface import beside_weights, config_json, folders, safetensors_files, tensors
 from maxdiloco.huggingface.config_json import Read
-from maxdiloco.huggingface.layout import Layout
 from maxdiloco.huggingface.progress import Progress
 from maxdiloco.huggingface.safetensors_files import Stored
+from maxdiloco.huggingface.tensors import Layout
 
 CARRIED = "huggingface"  # folder in DST with the files that are carried along
 # Keys of base.yml that an import may be given.
 MAY_SET = ("max_target_length", "add_bos", "add_eos")
+_ABOUT_START = "Go on training from the imported model; key=value after it count more."
 _MOST_NAMES = 8  # of tensors in a message
 
 Say = Callable[[str], None]
 
 
-class Options(NamedTuple):
-    """vocab_multiple: rows of the embedding are rounded up to a multiple of it.
-
-    1: no row is added; then a tokenizer with more tokens than the model has rows is refused.
-    """
-
-    vocab_multiple: int
-    keys: Sequence[str]
-
-
-def import_model(source: pathlib.Path, target: pathlib.Path, options: Options, say: Say) -> None:
+def import_model(
+    source: pathlib.Path, target: pathlib.Path, vocab_multiple: int, keys: Sequence[str], say: Say
+) -> None:
     """Import the model in a folder. Raises ConfigError, CheckpointError, DataError.
 
-    keys: key=value of MAY_SET.
+    vocab_multiple: rows of the embedding are rounded up to a multiple of it. 1: no row is added;
+    then a tokenizer with more tokens than the model has rows is refused. keys: key=value of
+    MAY_SET.
     """
     folders.refuse_existing(target)
     safetensors_files.package()
     model = config_json.read(source)
     found = _canonical(safetensors_files.tensors_of(source), model)
     model = _with_own_head(model, found, say)
-    cfg = _config(model, source, target, options)
-    plan = layout.of_model(cfg, model.family)
-    dtypes = _checked(plan, found, model, cfg)
+    cfg = _config(model, source, target, vocab_multiple, keys)
+    plan = tensors.of_model(cfg, model.family)
+    dtypes = _checked(plan, found, model)
     if (more := cfg.vocab_size - model.keys["vocab_size"]) > 0:
         say(f"note: the tokenizer has more tokens than the model: it adds {more} rows of zeros.")
     for name in model.unknown:
@@ -75,9 +63,16 @@ def import_model(source: pathlib.Path, target: pathlib.Path, options: Options, s
     if others := sum(_is_of_other_part(name, model) for name in found):
         say(f"note: {model.family.left_out_part} is left out, {others} tensors of the files.")
     with folders.appearing(target) as folder:
-        _write_carried(source, folder, model)
-        (folder / "model.yml").write_text(config_json.model_yml(_keys(model, cfg), str(source)))
-        (folder / "start.yml").write_text(_start_yml(cfg, target))
+        beside = pathlib.Path(folder) / CARRIED
+        beside_weights.copy(source, beside)
+        whole = json.dumps(model.whole, indent=2, ensure_ascii=False)
+        (beside / "config.json").write_text(f"{whole}\n")
+        of_model = {name: vars(cfg)[name] for name in model.keys}
+        for name, about, values in (
+            ("model.yml", f"Imported from {source}", of_model),
+            ("start.yml", _ABOUT_START, _start_keys(cfg, target)),
+        ):
+            (folder / name).write_text(f"# {about}\n{config_json.as_yml(values)}")
         _write_checkpoint(folder, plan, found, dtypes, cfg, say)
     if cfg.tokenizer_type == "byte":
         say(f"note: {source} holds no tokenizer. Set tokenizer_type and tokenizer_path to train.")
@@ -94,32 +89,25 @@ def import_model(source: pathlib.Path, target: pathlib.Path, options: Options, s
     )
 
 
-def _keys(model: Read, cfg: Config) -> dict[str, Any]:
-    sizes = {"vocab_size": cfg.vocab_size, "padded_vocab_size": cfg.padded_vocab_size}
-    return model.keys | sizes
-
-
-def _config(model: Read, source: pathlib.Path, target: pathlib.Path, options: Options) -> Config:
+def _config(
+    model: Read,
+    source: pathlib.Path,
+    target: pathlib.Path,
+    vocab_multiple: int,
+    keys: Sequence[str],
+) -> Config:
     """The config of a run that starts from the import, with every check but those of devices."""
     rows = model.keys["vocab_size"]
     if not isinstance(rows, int):
         raise ConfigError(f"vocab_size={rows} of config.json is no number. Download it again.")
-    keys = model.keys | _tokenizer_keys(source, target)
-    stored = {name: key.default for name, key in base_yml.declared().items()}
-    stored |= {"model_name": str(target / "model.yml")} | keys
-    cfg = config.changed(
-        config.from_dict(
-            {name: base_yml.as_lists(value) for name, value in stored.items()}
-        ).as_dict(),
-        options.keys,
-        {},
-        may_change=MAY_SET,
-    )
+    stored = model.keys | _tokenizer_keys(source, target)
+    stored["model_name"] = str(target / "model.yml")
+    cfg = config.changed(stored, keys, {}, may_change=MAY_SET)
     tokens = rows
     if cfg.tokenizer_type != "byte":
         there = config.from_dict(cfg.as_dict() | {"tokenizer_path": str(source)})
-        tokens = _tokens(there, rows, options.vocab_multiple)
-    padded = -(-tokens // options.vocab_multiple) * options.vocab_multiple
+        tokens = _tokens(there, rows, vocab_multiple)
+    padded = -(-tokens // vocab_multiple) * vocab_multiple
     sizes = {"vocab_size": tokens, "padded_vocab_size": -1 if padded == tokens else padded}
     return config.from_dict(cfg.as_dict() | sizes)
 
@@ -155,15 +143,14 @@ def _tokens(cfg: Config, rows: int, multiple: int) -> int:
 
 def _canonical(found: dict[str, Stored], model: Read) -> dict[str, tuple[str, Stored]]:
     """{name as in the family's table: (name in the files, tensor)}."""
-    renamed = {}
-    for name, tensor in found.items():
+
+    def renamed(name):
         for theirs, ours in model.family.prefixes:
             if name.startswith(theirs):
-                renamed[ours + name.removeprefix(theirs)] = name, tensor
-                break
-        else:
-            renamed[name] = name, tensor
-    return renamed
+                return ours + name.removeprefix(theirs)
+        return name
+
+    return {renamed(name): (name, tensor) for name, tensor in found.items()}
 
 
 def _with_own_head(model: Read, found: dict[str, tuple[str, Stored]], say: Say) -> Read:
@@ -178,14 +165,14 @@ def _with_own_head(model: Read, found: dict[str, tuple[str, Stored]], say: Say) 
     if safetensors_files.equal(found[table], found[head]):
         return model
     say(
-        f"note: {head} is not {model.family.tensors[tensors.EMBEDDING].name}, though config.json "
+        f"note: {head} is not {table}, though config.json "
         "says tie_word_embeddings: both are kept and the model is not tied, as transformers reads "
         "it from version 5 on."
     )
     return config_json.untied(model)
 
 
-def _checked(plan: Layout, found: Any, model: Read, cfg: Config) -> dict[str, np.dtype]:
+def _checked(plan: Layout, found: Any, model: Read) -> dict[str, np.dtype]:
     """{leaf: dtype}. Raises CheckpointError for tensors that do not fit the model."""
     expected = plan.by_tensor()
     missing = [name for name in expected if name not in found]
@@ -204,7 +191,9 @@ def _checked(plan: Layout, found: Any, model: Read, cfg: Config) -> dict[str, np
     dtypes: dict[str, np.dtype] = {}
     for part in plan.parts:
         name, stored = found[part.name]
-        shape = _their_shape(part, model, cfg)
+        shape = part.shape
+        if part.leaf in tensors.OF_VOCABULARY:  # the embedding here may have more rows
+            shape = (model.keys["vocab_size"], *shape[1:])
         if stored.shape != shape:
             raise CheckpointError(
                 f"{name} has shape {list(stored.shape)} in {stored.file.name}, but config.json "
@@ -213,12 +202,6 @@ def _checked(plan: Layout, found: Any, model: Read, cfg: Config) -> dict[str, np
         dtype = safetensors_files.numpy_dtype(name, stored.dtype)
         dtypes[part.leaf] = np.promote_types(dtypes.get(part.leaf, dtype), dtype)
     return dtypes
-
-
-def _their_shape(part, model, cfg):
-    """With the rows that config.json says: the embedding here may have more."""
-    rows = model.keys["vocab_size"]
-    return (rows, *part.shape[1:]) if part.leaf in tensors.OF_VOCABULARY else part.shape
 
 
 def _is_left_out(name: str, model: Read) -> bool:
@@ -236,20 +219,12 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
-def _write_carried(source: pathlib.Path, folder: epath.Path, model: Read) -> None:
-    carried.copy(source, pathlib.Path(folder) / CARRIED)
-    text = json.dumps(model.whole, indent=2, ensure_ascii=False)
-    (folder / CARRIED / carried.CONFIG).write_text(text + "\n")
-
-
-def _start_yml(cfg: Config, target: pathlib.Path) -> str:
-    keys = {"model_name": cfg.model_name, "load_parameters_path": str(target)}
+def _start_keys(cfg: Config, target: pathlib.Path) -> dict[str, Any]:
     names = ("tokenizer_type", "tokenizer_path", "add_bos", "add_eos")
     if cfg.tokenizer_type == "byte":
         names = ("dataset_type",)
-    keys |= {name: vars(cfg)[name] for name in names}
-    lines = ["# Go on training from the imported model; key=value after it count more."]
-    return "\n".join([*lines, *config_json.yml_lines(keys)]) + "\n"
+    given = {name: vars(cfg)[name] for name in names}
+    return {"model_name": cfg.model_name, "load_parameters_path": str(target)} | given
 
 
 def _write_checkpoint(

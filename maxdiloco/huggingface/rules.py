@@ -12,7 +12,10 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"  # of layer_types
 
 
 class Rule(NamedTuple):
-    """read: config.json -> our keys. write: our keys -> keys of config.json. Raise ConfigError."""
+    """read: config.json -> our keys. write: our keys -> keys of config.json. Raise ConfigError.
+
+    Our keys are those of base.yml, entries of tables as `router.scaling_factor`.
+    """
 
     read: Callable[[Values], dict[str, Any]]
     write: Callable[[Values], dict[str, Any]]
@@ -21,19 +24,12 @@ class Rule(NamedTuple):
 # Names of theirs with the function that ours computes: jax.nn.gelu is the tanh form.
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
 _THEIRS = {"silu": "silu", "gelu": "gelu_pytorch_tanh", "relu": "relu"}
-_ROPE_TYPES = {"default": "default", "linear": "linear", "llama3": "llama3.1", "yarn": "yarn"}
-_ROPE_KEYS = {  # theirs -> ours, of the scalings that read it
-    "low_freq_factor": ("rope_low_freq_factor", ("llama3",)),
-    "high_freq_factor": ("rope_high_freq_factor", ("llama3",)),
-    "beta_fast": ("beta_fast", ("yarn",)),
-    "beta_slow": ("beta_slow", ("yarn",)),
-    "truncate": ("rope_truncate", ("yarn",)),
-    "attention_factor": ("rope_attention_factor", ("yarn",)),
-    "factor": ("rope_factor", ("linear", "llama3", "yarn")),
-    "original_max_position_embeddings": (
-        "original_max_position_embeddings", ("llama3", "yarn")
-    ),
-}  # fmt: skip
+_LENGTH = "original_max_position_embeddings"
+_ROPE_ENTRIES = {  # of each rope_type, beside it
+    "linear": ("factor",),
+    "llama3": ("low_freq_factor", "high_freq_factor", "factor", _LENGTH),
+    "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor", "factor", _LENGTH),
+}
 
 
 def activation(key: str, default: str, *, gelu_is_tanh: bool = False) -> Rule:
@@ -81,46 +77,38 @@ def or_null(theirs: str, ours: str, default: float) -> Rule:
     return Rule(read, write)
 
 
-def rope(default: float, scaling: Mapping[str, Any] | None = None) -> Rule:
+def rope(
+    default: float, scaling: Mapping[str, Any] | None = None, *, local: float | None = None
+) -> Rule:
     """Rotary embedding in transformers' form of either version.
 
-    default: the longest wavelength, scaling: rope_scaling, where config.json does not say.
+    Where config.json does not say: default, the longest wavelength; scaling, rope_scaling; local,
+    the wavelength of local layers, which is never stretched (Gemma 3), None without such.
     """
 
     def read(hf):
-        parameters = rope_parameters(hf, scaling)
-        theta = number("rope_theta", parameters.get("rope_theta", default))
-        return {"rope_max_timescale": float(theta)} | _stretch(parameters, hf)
-
-    def write(ours):
-        return {"rope_theta": ours["rope_max_timescale"], "rope_scaling": _scaling(ours)}
-
-    return Rule(read, write)
-
-
-def local_rope(default: float, local: float) -> Rule:
-    """Gemma 3: local layers rotate with a wavelength of their own, never stretched."""
-
-    def read(hf):
-        parameters = rope_parameters(hf)
-        whole, own = parameters, {"rope_theta": hf.get("rope_local_base_freq") or local}
-        if GLOBAL in parameters:
-            whole, own = parameters[GLOBAL], parameters.get(LOCAL, {})
+        whole, own = rope_parameters(hf, scaling), {"rope_theta": hf.get("rope_local_base_freq")}
+        if local is not None and GLOBAL in whole:
+            whole, own = whole[GLOBAL], whole.get(LOCAL, {})
+        found = {"rope_max_timescale": _theta(whole, default)} | _stretch(whole, hf)
+        if local is None:
+            return found
         if own.get("rope_type", "default") != "default":
             raise refused("rope_type", own["rope_type"], "local layers have default")
-        return {
-            "rope_max_timescale": float(number("rope_theta", whole.get("rope_theta", default))),
-            "local_rope_max_timescale": float(number("rope_theta", own.get("rope_theta", local))),
-        } | _stretch(whole, hf)
+        return found | {"local_rope_max_timescale": _theta(own, local)}
 
     def write(ours):
-        return {
-            "rope_theta": ours["rope_max_timescale"],
-            "rope_local_base_freq": ours["local_rope_max_timescale"],
-            "rope_scaling": _scaling(ours),
-        }
+        found = {"rope_theta": ours["rope_max_timescale"]}
+        if local is not None:
+            found["rope_local_base_freq"] = ours["local_rope_max_timescale"]
+        return found | {"rope_scaling": _scaling(ours)}
 
     return Rule(read, write)
+
+
+def _theta(parameters: Values, default: float) -> float:
+    given = parameters.get("rope_theta")
+    return float(number("rope_theta", default if given is None else given))
 
 
 def rope_parameters(hf: Values, scaling: Values | None = None) -> dict[str, Any]:
@@ -137,53 +125,38 @@ def rope_parameters(hf: Values, scaling: Values | None = None) -> dict[str, Any]
 
 def _stretch(parameters: Values, hf: Values) -> dict[str, Any]:
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind not in _ROPE_TYPES:
-        raise refused("rope_type", kind, f"the types are {', '.join(_ROPE_TYPES)}")
+    if kind not in ("default", *_ROPE_ENTRIES):
+        raise refused("rope_type", kind, f"the types are default, {', '.join(_ROPE_ENTRIES)}")
     for key in ("partial_rotary_factor", *(() if kind == "yarn" else _MSCALES)):
         if parameters.get(key) not in (None, 1, 1.0):
             raise refused(key, parameters[key], f"no model type here has it with rope_type={kind}")
-    if kind != "default" and parameters.get("factor") is None:
+    if kind == "default":
+        return {}
+    if parameters.get("factor") is None:
         raise refused("rope_scaling", parameters, f"factor is missing, which {kind} needs")
-    found = {"rope_type": _ROPE_TYPES[kind]}
-    for theirs, (ours, kinds) in _ROPE_KEYS.items():
-        if kind in kinds and parameters.get(theirs) is not None:
-            found[ours] = parameters[theirs]
+    given = {name: parameters.get(name) for name in _ROPE_ENTRIES[kind]}
+    table = {name: value for name, value in given.items() if value is not None}
     if kind == "yarn":
-        length = hf.get("max_position_embeddings", 0)
-        found.setdefault("original_max_position_embeddings", length)
+        table.setdefault(_LENGTH, hf.get("max_position_embeddings", 0))
         scales = [parameters.get(key) for key in _MSCALES]
-        if "rope_attention_factor" not in found and all(scales):
+        if "attention_factor" not in table and all(scales):
             factor = number("factor", parameters["factor"])
             over, under = (mscale(factor, number("mscale", scale)) for scale in scales)
-            found["rope_attention_factor"] = over / under
-    return found
+            table["attention_factor"] = over / under
+    return {"rope_scaling": {"rope_type": kind} | table}
 
 
-def unread_rope_keys(rope_type: str) -> list[str]:
-    """Our keys that a type of rotation, ours, does not read."""
-    theirs = next(kind for kind, name in _ROPE_TYPES.items() if name == rope_type)
-    return [ours for ours, kinds in _ROPE_KEYS.values() if theirs not in kinds]
+def _scaling(ours: Values) -> dict[str, Any] | None:
+    if not ours["rope_scaling"]:
+        return None
+    names = ("rope_type", *_ROPE_ENTRIES[ours["rope_scaling.rope_type"]])
+    table = {name: ours[f"rope_scaling.{name}"] for name in names}
+    return {name: value for name, value in table.items() if value or name != "attention_factor"}
 
 
 def mscale(factor: float, weight: float) -> float:
     """Yarn's factor of the rotated features (arXiv 2309.00071, section 3.4), weighted."""
     return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
-
-
-def _scaling(ours: Values) -> dict[str, Any] | None:
-    kind = next(theirs for theirs, name in _ROPE_TYPES.items() if name == ours["rope_type"])
-    if kind == "default":
-        return None
-    found = {"rope_type": kind}
-    for theirs, (name, kinds) in _ROPE_KEYS.items():
-        if kind in kinds and (ours[name] or name != "rope_attention_factor"):
-            found[theirs] = ours[name]
-    return found
-
-
-def window(default: int) -> Rule:
-    """One window of all layers."""
-    return or_null("sliding_window", "sliding_window_size", default)
 
 
 def pattern(default: int, period: int) -> Rule:

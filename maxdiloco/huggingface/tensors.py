@@ -6,36 +6,22 @@ of it. Their matrices are [outputs, inputs], ours [inputs, outputs] with the hea
 # V vocabulary
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from maxdiloco.diloco.fragments import Stacked
+from maxdiloco.errors import ConfigError
+from maxdiloco.flags.config import Config
+from maxdiloco.huggingface.family import Family, Tensor
+from maxdiloco.models import transformer
 
 Shape = tuple[int, ...]
 
 # Leaves whose tensors have a row for each token.
 OF_VOCABULARY = EMBEDDING, HEAD = "embedding", "head"
-
-
-class Tensor(NamedTuple):
-    """Where a leaf's parts are in a Hugging Face checkpoint.
-
-    name: of a tensor, with {layer} and {expert} where there is one for each.
-    inputs: leading dims of the part that are inputs of a matrix, which is transposed; 0: no matrix.
-    flat: whether the tensor has one dim for all of the part's. half: 0 or 1 where its last dim has
-    the values of two parts in turns; None: it is one part's. in_pairs: whether the rotated features
-    of its outputs, the last of a head, are pairs of neighbours; ours are the pairs of two halves.
-    float32: whether an export has it so whatever dtype is asked for.
-    """
-
-    name: str
-    inputs: int = 0
-    flat: bool = False
-    half: int | None = None
-    in_pairs: bool = False
-    float32: bool = False
 
 
 class Leaf(NamedTuple):
@@ -125,22 +111,62 @@ def with_rows(values: np.ndarray, rows: int) -> np.ndarray:
     return np.pad(values, missing)
 
 
-def leaves_of(shapes: Any, layer_axis: Any) -> dict[str, Leaf]:
-    """{path: leaf} of parameters. shapes: tree of them; layer_axis: of models.transformer.Model."""
-    import jax
+class Layout(NamedTuple):
+    """leaves: by path. parts: in the order of the leaves; a leaf's follow each other."""
 
-    axes = dict(_flat(layer_axis, is_leaf=lambda x: not isinstance(x, Mapping)))
-    return {
-        path: Leaf(path, tuple(x.shape), _layers(axes[path], x.shape))
-        for path, x in _flat(shapes, is_leaf=lambda x: isinstance(x, jax.ShapeDtypeStruct))
-    }
+    leaves: Mapping[str, Leaf]
+    parts: tuple[Part, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of parameters."""
+        return sum(math.prod(leaf.shape) for leaf in self.leaves.values())
+
+    def in_files(self) -> Iterable[Part]:
+        """The parts layer by layer, what is outside the layers around them."""
+
+        def place(part):
+            layers = self.leaves[part.leaf].layers
+            if layers is None:
+                return (0 if part.leaf == EMBEDDING else 2, 0)
+            return (1, layers[part.index[0]])
+
+        return sorted(self.parts, key=place)
+
+    def by_tensor(self) -> dict[str, list[Part]]:
+        """{name of a tensor: the parts that it holds}, in the order of the leaves."""
+        found: dict[str, list[Part]] = {}
+        for part in self.parts:
+            found.setdefault(part.name, []).append(part)
+        return found
+
+    def num_indexed(self, leaf: str) -> int:
+        """Leading dims of a leaf whose entries are tensors of their own."""
+        return next(len(part.index) for part in self.parts if part.leaf == leaf)
 
 
-def _flat(tree, is_leaf):
-    import jax
+def of_model(cfg: Config, family: Family) -> Layout:
+    """The layout of a config's model; nothing is allocated. Raises ConfigError."""
+    model = transformer.build(cfg, backend="cpu")
+    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+    axes, leaves, parts = dict(_named(model.layer_axis)), {}, []
+    for path, x in _named(shapes):
+        leaves[path] = leaf = Leaf(path, tuple(x.shape), _layers(axes[path], x.shape))
+        in_layer = path if leaf.layers is None else path.partition(".")[2]
+        tensor = family.tensors.get(in_layer)
+        if tensor is None:
+            raise ConfigError(
+                f"the parameter {path} has no counterpart in model_type={family.model_type}."
+            )
+        parts += parts_of(leaf, tensor, model.spec.rotated_dim)
+    return Layout(leaves, tuple(parts))
 
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
-        yield ".".join(jax.tree_util.keystr((key,), simple=True) for key in path), leaf
+
+def _named(tree):
+    """(dotted path, leaf) of nested dicts."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: not isinstance(x, Mapping))
+    for path, leaf in leaves:
+        yield jax.tree_util.keystr(path, simple=True, separator="."), leaf
 
 
 def _layers(axis: Any, shape: Shape) -> tuple[int, ...] | None:

@@ -29,41 +29,43 @@ class LatentAttention(Attention):
             return weight(rngs.params(), shape, names, fan_in=fan_in, spec=spec, gain=gain)
 
         up = ("lora", "heads", "head_dim")
-        if latent.q_rank:
-            self.query_down = matrix((D, latent.q_rank), ("embed", "lora"), D)
-            self.query_norm = RMSNorm((latent.q_rank,), spec)
-            self.query_up = matrix((latent.q_rank, N, spec.head_dim), up, latent.q_rank)
+        if latent.q_lora_rank:
+            self.query_down = matrix((D, latent.q_lora_rank), ("embed", "lora"), D)
+            self.query_norm = RMSNorm((latent.q_lora_rank,), spec)
+            self.query_up = matrix((latent.q_lora_rank, N, spec.head_dim), up, latent.q_lora_rank)
         else:
             self.query = matrix((D, N, spec.head_dim), ("embed", *up[1:]), D)
-        self.kv_down = matrix((D, latent.kv_rank + latent.rope_dim), ("embed", "lora"), D)
-        self.kv_norm = RMSNorm((latent.kv_rank,), spec)
-        kv_dim = latent.nope_dim + latent.v_dim
-        self.kv_up = matrix((latent.kv_rank, N, kv_dim), up, latent.kv_rank)
+        self.kv_down = matrix(
+            (D, latent.kv_lora_rank + latent.qk_rope_head_dim), ("embed", "lora"), D
+        )
+        self.kv_norm = RMSNorm((latent.kv_lora_rank,), spec)
+        kv_dim = latent.qk_nope_head_dim + latent.v_head_dim
+        self.kv_up = matrix((latent.kv_lora_rank, N, kv_dim), up, latent.kv_lora_rank)
         self.out = matrix(
-            (N, latent.v_dim, D),
+            (N, latent.v_head_dim, D),
             ("heads", "head_dim", "embed"),
-            N * latent.v_dim,
+            N * latent.v_head_dim,
             residual_gain(spec.num_layers),
         )
 
     def _project(self, x_BLD, rope):
         """Queries and keys [B, L, N, P + T], values [B, L, N, V]."""
         spec, latent = self.spec, self.spec.latent
-        P = latent.nope_dim
-        if latent.q_rank:
+        P = latent.qk_nope_head_dim
+        if latent.q_lora_rank:
             low_BLR = self._kept("bld,dr->blr", x_BLD, self.query_down)
             low_BLR = self.query_norm(low_BLR)
             q_BLNH = self._kept("blr,rnh->blnh", low_BLR, self.query_up)
         else:
             q_BLNH = self._kept("bld,dnh->blnh", x_BLD, self.query)
         down_BLR = self._kept("bld,dr->blr", x_BLD, self.kv_down)
-        low_BLR, k_BLT = jnp.split(down_BLR, [latent.kv_rank], axis=-1)
+        low_BLR, k_BLT = jnp.split(down_BLR, [latent.kv_lora_rank], axis=-1)
         low_BLR = self.kv_norm(low_BLR)
         kv_BLNH = self._kept("blr,rnh->blnh", low_BLR, self.kv_up)
         q_BLNP, q_BLNT = jnp.split(q_BLNH, [P], axis=-1)
         k_BLNP, v_BLNV = jnp.split(kv_BLNH, [P], axis=-1)
         k_BL1T = rotate(k_BLT[..., None, :], rope)
-        k_BLNT = jnp.broadcast_to(k_BL1T, (*k_BLNP.shape[:3], latent.rope_dim))
+        k_BLNT = jnp.broadcast_to(k_BL1T, (*k_BLNP.shape[:3], latent.qk_rope_head_dim))
         q_BLNH = jnp.concatenate([q_BLNP, rotate(q_BLNT, rope)], axis=-1)
         k_BLNH = jnp.concatenate([k_BLNP, k_BLNT], axis=-1)
         names = ("batch", "length", "heads_act", None)

@@ -63,10 +63,10 @@ class Attention(nnx.Module):
         K = spec.num_kv_heads
         self.spec = spec
         self._make_projections(rngs)
-        if spec.use_qk_norm and spec.qk_norm_scope == "head":
+        if spec.qk_norm == "head":
             self.query_norm = RMSNorm((H,), spec)
             self.key_norm = RMSNorm((H,), spec)
-        elif spec.use_qk_norm:
+        elif spec.qk_norm == "projection":
             self.query_norm = RMSNorm((N, H), spec, ("heads", "norm"))
             self.key_norm = RMSNorm((K, H), spec, ("kv_heads", "norm"))
         if spec.attention_bias != "none":
@@ -128,7 +128,7 @@ class Attention(nnx.Module):
                     (v_BLKH, self.value_bias),
                 )
             )
-        if spec.use_qk_norm:
+        if spec.qk_norm:
             q_BLNH, k_BLKH = self.query_norm(q_BLNH), self.key_norm(k_BLKH)
         by_product = spec.attention == "splash" and x_BLD.dtype == jnp.bfloat16
         q_BLNH, k_BLKH = (rotate(x, rope, by_product=by_product) for x in (q_BLNH, k_BLKH))

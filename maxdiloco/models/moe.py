@@ -52,14 +52,14 @@ class MoE(nnx.Module):
             self.w_gate = self._weight(rngs, "w_gate", (E, D, F), D)
         self.w_up = self._weight(rngs, "w_up", (E, D, F), D)
         self.w_out = self._weight(rngs, "w_out", (E, F, D), F, gain=residual_gain(spec.num_layers))
-        if spec.router_bias:
+        if spec.router.logit_bias:
             self.router_bias = _zeros("router_bias", (E,), spec.weight_dtype)
         if spec.mlp_bias:
             if gated:
                 self.w_gate_bias = _zeros("w_gate_bias", (E, F), spec.weight_dtype)
             self.w_up_bias = _zeros("w_up_bias", (E, F), spec.weight_dtype)
             self.w_out_bias = _zeros("w_out_bias", (E, D), spec.weight_dtype)
-        if spec.routed_bias:  # float32: bfloat16 has no room for its small steps
+        if spec.router.balance_bias:  # float32: bfloat16 has no room for its small steps
             self.routed_bias = _zeros("routed_bias", (E,), f32)
         if spec.shared_experts:
             self.shared = MLP(dataclasses.replace(spec, mlp_dim=spec.shared_experts * F), rngs)

@@ -14,15 +14,15 @@ f32 = jnp.float32
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Frequencies of a rotation; the fields are the keys of base.yml.
+    """Frequencies of a rotation: the key rope_max_timescale and the entries of rope_scaling.
 
-    type: `default`, `linear`, `llama3.1` or `yarn`. attention_factor: 0 is yarn's own.
+    rope_type: empty without the table. attention_factor: 0 is yarn's own.
     """
 
     max_timescale: float
-    type: str = "default"
+    rope_type: str = ""
     factor: float = 1.0
-    original_length: int = 0
+    original_max_position_embeddings: int = 0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
@@ -39,10 +39,10 @@ class Rotation(NamedTuple):
 
 
 def rotation(positions_BL: jax.Array, head_dim: int, rope: RopeConfig) -> Rotation:
-    """Angle of pair i at a position: position / max_timescale^(2i/H), stretched by rope.type."""
+    """Angle of pair i at a position: position / max_timescale^(2i/H), stretched by rope_type."""
     exponents_I = jnp.arange(0, head_dim, 2, dtype=f32) / head_dim
     angles_BLI = positions_BL[..., None].astype(f32) / rope.max_timescale**exponents_I
-    if rope.type == "default":
+    if not rope.rope_type:
         return Rotation(jnp.sin(angles_BLI), jnp.cos(angles_BLI))
     angles_BLI = angles_BLI * _stretch(head_dim, rope)
     factor = _attention_factor(rope)
@@ -52,12 +52,12 @@ def rotation(positions_BL: jax.Array, head_dim: int, rope: RopeConfig) -> Rotati
 def _stretch(head_dim: int, rope: RopeConfig) -> np.ndarray:
     """Factor of each pair's frequency, float32 [I]: 1 / rope.factor for slow pairs, 1 for fast."""
     pairs_I = np.arange(head_dim // 2)
-    if rope.type == "linear":
+    if rope.rope_type == "linear":
         divided_I = np.ones(head_dim // 2)
-    elif rope.type == "llama3.1":
+    elif rope.rope_type == "llama3":
         # Of a pair: its rotations in a text of the first training (arXiv 2407.21783, section 3.4).
         wavelengths_I = 2 * math.pi * rope.max_timescale ** (2 * pairs_I / head_dim)
-        rotations_I = rope.original_length / wavelengths_I
+        rotations_I = rope.original_max_position_embeddings / wavelengths_I
         width = rope.high_freq_factor - rope.low_freq_factor
         divided_I = 1 - np.clip((rotations_I - rope.low_freq_factor) / width, 0, 1)
     else:
@@ -69,7 +69,7 @@ def _yarn_ramp(pairs_I, head_dim, rope):
     """YaRN, arXiv 2309.00071 section 3.2: linear in the pair between two numbers of rotations."""
 
     def pair_of(rotations):
-        wavelength = rope.original_length / (2 * math.pi * rotations)
+        wavelength = rope.original_max_position_embeddings / (2 * math.pi * rotations)
         return head_dim * math.log(wavelength) / (2 * math.log(rope.max_timescale))
 
     first, last = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
@@ -81,7 +81,7 @@ def _yarn_ramp(pairs_I, head_dim, rope):
 
 
 def _attention_factor(rope):
-    if rope.type != "yarn":
+    if rope.rope_type != "yarn":
         return 1.0
     return rope.attention_factor or 0.1 * math.log(rope.factor) + 1
 

@@ -46,13 +46,14 @@ class Usage(NamedTuple):
 def choose(spec: ModelSpec, logits_TE: jax.Array, routed_bias_E: jax.Array | None) -> Choice:
     """The K experts of each token.
 
-    routed_score_func makes scores of the logits, in float32. The best K count, with their scores
-    as weights; norm_topk_prob divides the weights by their sum. A softmax over the K best logits
+    score_function makes scores of the logits, in float32. The best K count, with their scores
+    as weights; normalise_weights divides the weights by their sum. A softmax over the K best logits
     (Mixtral, gpt-oss) is the same as softmax, choice and division.
-    routed_bias: added to the scores for the choice alone. n_routing_groups: only the experts of
-    the topk_routing_group best groups are eligible (arXiv 2412.19437, section 2.1.2).
+    routed_bias: added to the scores for the choice alone. num_groups: only the experts of the
+    groups_per_token best groups are eligible (arXiv 2412.19437, section 2.1.2).
     """
-    if spec.routed_score_func == "sigmoid":
+    router = spec.router
+    if router.score_function == "sigmoid":
         scores_TE = jax.nn.sigmoid(logits_TE)
         share_TE = scores_TE / (jnp.sum(scores_TE, axis=-1, keepdims=True) + SMALLEST)
     else:
@@ -60,13 +61,13 @@ def choose(spec: ModelSpec, logits_TE: jax.Array, routed_bias_E: jax.Array | Non
     rank_TE = jax.lax.stop_gradient(scores_TE)
     if routed_bias_E is not None:
         rank_TE = rank_TE + jax.lax.stop_gradient(routed_bias_E).astype(f32)
-    if spec.n_routing_groups > 1:
-        rank_TE = _in_best_groups(rank_TE, spec.n_routing_groups, spec.topk_routing_group)
+    if router.num_groups > 1:
+        rank_TE = _in_best_groups(rank_TE, router.num_groups, router.groups_per_token)
     experts_TK = jax.lax.top_k(rank_TE, spec.num_experts_per_tok)[1]
     weights_TK = jnp.take_along_axis(scores_TE, experts_TK, axis=-1)
-    if spec.norm_topk_prob:
+    if router.normalise_weights:
         weights_TK = weights_TK / (jnp.sum(weights_TK, axis=-1, keepdims=True) + SMALLEST)
-    return Choice(experts_TK, weights_TK * spec.routed_scaling_factor, share_TE)
+    return Choice(experts_TK, weights_TK * router.scaling_factor, share_TE)
 
 
 def _in_best_groups(rank_TE, num_groups, kept):

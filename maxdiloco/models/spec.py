@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -25,13 +24,26 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class Latent:
-    """Sizes of multi-head latent attention, see models/latent.py; a q_rank of 0 is none."""
+    """The entries of latent_attention, see models/latent.py. q_lora_rank: 0 is full rank."""
 
-    q_rank: int
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    v_dim: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int = 0
+
+
+@dataclass(frozen=True)
+class Router:
+    """The entries of the key router, see models/router.py."""
+
+    score_function: str = "softmax"
+    normalise_weights: bool = False
+    scaling_factor: float = 1.0
+    balance_bias: bool = False
+    num_groups: int = 1
+    groups_per_token: int = 1
+    logit_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,8 +52,8 @@ class ModelSpec:
 
     mlp_activations: (f,) for f(x w_up) w_out, (f, g) for f(x w_gate) * g(x w_up) w_out.
     vocab_size: tokens. padded_vocab_size: rows of the embedding and the head, see loss.Head.
-    num_experts: 1 without experts. moe_mlp_dim: hidden width of one expert. capacity_factor, and
-    n_routing_groups and topk_routing_group: -1 is off. See models/moe.py and models/router.py.
+    num_experts: 1 without experts. moe_mlp_dim: hidden width of one expert. capacity_factor: -1 is
+    off. See models/moe.py. qk_norm: empty for none, or the use_qk_norm of base.yml.
     pattern: the kinds of the layers, repeated over them. query_divisor: of attention logits; None
     is the root of head_dim. embedding_multiplier: of the looked-up rows.
     attention: the kernel chosen, `dot_product`, `cudnn` or `splash`.
@@ -58,14 +70,8 @@ class ModelSpec:
     moe_mlp_dim: int
     shared_experts: int
     first_num_dense_layers: int
-    routed_score_func: str
-    norm_topk_prob: bool
-    routed_scaling_factor: float
-    routed_bias: bool
+    router: Router
     routed_bias_update_rate: float
-    n_routing_groups: int
-    topk_routing_group: int
-    router_bias: bool
     capacity_factor: float
     load_balance_loss_weight: float
     router_z_loss_weight: float
@@ -83,8 +89,7 @@ class ModelSpec:
     pattern: tuple[LayerKind, ...]
     tied_head: bool
     embedding_multiplier: float
-    use_qk_norm: bool
-    qk_norm_scope: str
+    qk_norm: str
     query_divisor: float | None
     attention_bias: str
     attention_sink: bool
@@ -106,7 +111,7 @@ class ModelSpec:
     @property
     def rotated_dim(self) -> int:
         """Features of a head that are rotated."""
-        return self.head_dim if self.latent is None else self.latent.rope_dim
+        return self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
 
     def kinds(self, layers: Sequence[int]) -> tuple[LayerKind, ...]:
         """The kinds of the layers with these numbers."""
@@ -135,7 +140,16 @@ def from_config(
         emb_dim=cfg.base_emb_dim,
         num_layers=cfg.base_num_decoder_layers,
         mlp_dim=cfg.base_mlp_dim,
-        **_experts(cfg),
+        num_experts=cfg.num_experts,
+        num_experts_per_tok=cfg.num_experts_per_tok,
+        moe_mlp_dim=cfg.base_mlp_dim if cfg.base_moe_mlp_dim == -1 else cfg.base_moe_mlp_dim,
+        shared_experts=cfg.shared_experts,
+        first_num_dense_layers=cfg.first_num_dense_layers,
+        router=Router(**dict(cfg.router)),
+        routed_bias_update_rate=cfg.routed_bias_update_rate,
+        capacity_factor=cfg.capacity_factor,
+        load_balance_loss_weight=cfg.load_balance_loss_weight,
+        router_z_loss_weight=cfg.router_z_loss_weight,
         num_query_heads=cfg.base_num_query_heads,
         num_kv_heads=cfg.base_num_kv_heads,
         head_dim=cfg.head_dim,
@@ -150,12 +164,11 @@ def from_config(
         pattern=_pattern(cfg),
         tied_head=cfg.logits_via_embedding,
         embedding_multiplier=_embedding_multiplier(cfg),
-        use_qk_norm=cfg.use_qk_norm,
-        qk_norm_scope=cfg.qk_norm_scope,
+        qk_norm="" if cfg.use_qk_norm == "false" else cfg.use_qk_norm,
         query_divisor=math.sqrt(cfg.query_pre_attn_scalar) if cfg.query_pre_attn_scalar else None,
         attention_bias=cfg.attention_bias,
         attention_sink=cfg.attention_sink,
-        latent=_latent(cfg),
+        latent=Latent(**dict(cfg.latent_attention)) if cfg.latent_attention else None,
         attn_logits_soft_cap=cfg.attn_logits_soft_cap,
         final_logits_soft_cap=cfg.final_logits_soft_cap,
         z_loss_multiplier=cfg.z_loss_multiplier,
@@ -179,7 +192,7 @@ def _kernel(cfg, backend, dtype, length_shards, compute_capability):
         head_dim=cfg.head_dim,
         length=cfg.max_target_length,
         dtype=dtype,
-        value_dim=cfg.v_head_dim if cfg.attention_type == "mla" else None,
+        value_dim=dict(cfg.latent_attention).get("v_head_dim"),
         soft_cap=cfg.attn_logits_soft_cap,
         sink=cfg.attention_sink,
         shards=length_shards,
@@ -193,32 +206,9 @@ def _ragged_kernel(backend, compute_capability):
     return "megablox" if backend == "tpu" else ""
 
 
-def _latent(cfg):
-    if cfg.attention_type != "mla":
-        return None
-    return Latent(
-        q_rank=cfg.q_lora_rank,
-        kv_rank=cfg.kv_lora_rank,
-        nope_dim=cfg.qk_nope_head_dim,
-        rope_dim=cfg.qk_rope_head_dim,
-        v_dim=cfg.v_head_dim,
-    )
-
-
 def _pattern(cfg):
     """The kinds of cfg.attention_pattern; without a pattern all layers have the window."""
-    rope = RopeConfig(
-        max_timescale=cfg.rope_max_timescale,
-        type=cfg.rope_type,
-        factor=cfg.rope_factor,
-        original_length=cfg.original_max_position_embeddings,
-        low_freq_factor=cfg.rope_low_freq_factor,
-        high_freq_factor=cfg.rope_high_freq_factor,
-        beta_fast=cfg.beta_fast,
-        beta_slow=cfg.beta_slow,
-        truncate=cfg.rope_truncate,
-        attention_factor=cfg.rope_attention_factor,
-    )
+    rope = RopeConfig(cfg.rope_max_timescale, **dict(cfg.rope_scaling))
     local_base = cfg.local_rope_max_timescale
     kinds = {
         "local": LayerKind(
@@ -238,25 +228,3 @@ def _rows(cfg):
 def _embedding_multiplier(cfg):
     scaled = {"auto": cfg.logits_via_embedding, "sqrt_emb_dim": True, "one": False}
     return math.sqrt(cfg.base_emb_dim) if scaled[cfg.embedding_scale] else 1.0
-
-
-def _experts(cfg: Config) -> dict[str, Any]:
-    """The fields of a mixture of experts."""
-    return dict(
-        num_experts=cfg.num_experts,
-        num_experts_per_tok=cfg.num_experts_per_tok,
-        moe_mlp_dim=cfg.base_mlp_dim if cfg.base_moe_mlp_dim == -1 else cfg.base_moe_mlp_dim,
-        shared_experts=cfg.shared_experts,
-        first_num_dense_layers=cfg.first_num_dense_layers,
-        routed_score_func=cfg.routed_score_func,
-        norm_topk_prob=cfg.norm_topk_prob,
-        routed_scaling_factor=cfg.routed_scaling_factor,
-        routed_bias=cfg.routed_bias,
-        routed_bias_update_rate=cfg.routed_bias_update_rate,
-        n_routing_groups=cfg.n_routing_groups,
-        topk_routing_group=cfg.topk_routing_group,
-        router_bias=cfg.router_bias,
-        capacity_factor=cfg.capacity_factor,
-        load_balance_loss_weight=cfg.load_balance_loss_weight,
-        router_z_loss_weight=cfg.router_z_loss_weight,
-    )

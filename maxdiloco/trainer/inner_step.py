@@ -60,7 +60,7 @@ def make(
         new_params = optax.apply_updates(params, updates)
         if router.COUNTS in aux:
             metrics |= router.metrics(aux, model.spec.num_experts_per_tok)
-            if model.spec.routed_bias:
+            if model.spec.router.balance_bias:
                 new_params = model.rebalanced(new_params, aux[router.COUNTS])
         new = new_params, new_opt_state
         if nan_policy == "skip":

@@ -1,6 +1,7 @@
 """base.yml documents every key, and the package reads each of them and no others."""
 
 import ast
+import dataclasses
 import re
 
 import pytest
@@ -10,7 +11,8 @@ from maxdiloco.data import corpus, packing, tokenizer
 from maxdiloco.diloco import outer, quantize, schedule
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, checks, config, idle_keys
-from maxdiloco.models import layers, remat, transformer
+from maxdiloco.models import layers, remat, spec, transformer
+from maxdiloco.models.rope import RopeConfig
 
 PACKAGE = base_yml.PACKAGE
 FOLDER = base_yml.config_folder()
@@ -29,8 +31,14 @@ def test_every_key_says_what_it_is_where_its_default_comes_from_and_what_is_allo
         assert re.fullmatch(r"\S.*\.", key.source), name
         assert re.fullmatch(r"\w+: .+", key.group), name
         assert len(key.meaning) <= 100, f"the help has one line for {name}"
-        assert checks.allows(key.allowed, key.default), name
-        assert key.allowed or type(key.default) not in (int, float), name
+        for part in (key, *key.entries.values()):
+            assert checks.allows(part.allowed, part.default), part.name
+            assert part.allowed or type(part.default) not in (int, float), part.name
+        for entry in key.entries.values():
+            other, values = entry.read_with
+            assert re.fullmatch(r"[a-z0-9].*\.", entry.meaning), entry.name
+            choices = checks.choices(key.entries[other].allowed) if other else values
+            assert set(values) <= set(choices) and not entry.resume + entry.source, entry.name
     # Its comments on sizes are of its own model, tiny.
     tiny = config.load(["model_name=tiny", "enable_diloco=false"], {})
     assert [line.split(" ")[0] for line in config.describe_differences(tiny)] == [
@@ -87,6 +95,13 @@ def test_what_base_yml_allows_and_says_is_what_the_code_knows():
     }.items():
         assert sorted(checks.choices(KEYS[key].allowed)) == sorted(names), key
     assert checks.BYTE_TOKENS == tokenizer.ByteTokenizer().vocab_size
+    tables = {"rope_scaling": RopeConfig, "router": spec.Router, "latent_attention": spec.Latent}
+    for key, kind in tables.items():
+        known = {field.name: field.default for field in dataclasses.fields(kind)}
+        known.pop("max_timescale", None)  # a key of its own
+        assert sorted(known) == sorted(KEYS[key].entries)
+        for name, entry in KEYS[key].entries.items():
+            assert entry.required or entry.default == known[name], entry.name
     assert all(suffix in KEYS["dataset_path"].meaning for suffix in corpus.SUFFIXES)
 
 
@@ -160,7 +175,7 @@ values["hardware"] + values[f"dcn_{axis}_parallelism"]
     attributes, subscripts = reads(source)
     assert attributes == {"steps", "log_period", "eval_steps"}
     assert subscripts == {"hardware", "dcn_.+_parallelism"}
-    names = ("checks.py", "check_experts.py", "warnings.py")
+    names = ("checks.py", "check_model.py", "warnings.py")
     checking = {PACKAGE / "flags" / name for name in names}
     found = [reads(path.read_text()) for path in set(PACKAGE.rglob("*.py")) - checking]
     attributes, subscripts = (set().union(*each) for each in zip(*found, strict=True))

@@ -98,18 +98,26 @@ attention_pattern=[near] | must be one of: local, global
 attention_pattern=[local, local] base_num_decoder_layers=1 WINDOW | has 2 entries | Use 1 or
 sliding_window_size=8 attention_pattern=[global] | no layer is local | Leave the pattern
 local_rope_max_timescale=100 | no layer is local | Set rope_max_timescale
-rope_type=yarn rope_factor=8 | original_max_position_embeddings=0 | Set it
-rope_type=llama3.1 | needs the length of the texts | Set it
-rope_factor=8 | does nothing with rope_type=default | or rope_type=linear or llama3.1 or
-original_max_position_embeddings=9 rope_type=linear | does nothing | rope_type=llama3.1
-rope_truncate=false | does nothing with rope_type=default | rope_truncate=true, or rope_type
-rope_attention_factor=2 | does nothing with | rope_type=yarn
-rope_low_freq_factor=4 LLAMA | is not below rope_high_freq_factor=4.0 | Lower it
-beta_slow=32 YARN | is not below beta_fast=32.0 | Lower it
-qk_norm_scope=projection use_qk_norm=false | does nothing with use_qk_norm=false | or use
-attention_type=mla | head_dim=32 does not fit | Use head_dim=192
-attention_type=mla head_dim=192 | base_num_kv_heads=2 does not | Use base_num_kv_heads=4
-qk_rope_head_dim=7 attention_type=mla | is odd | Use qk_rope_head_dim=8
+# entries of tables
+rope_scaling=8 | is not a table | rope_scaling={}
+rope_scaling={factor: 8} | {factor: 8.0} lacks rope_type | Add it, such as rope_type: linear.
+rope_scaling={rope_type: linear} | lacks factor. Add it, such as factor: 8.0
+rope_scaling={rope_type: yarn, factor: 8} | lacks original_max_position_embeddings. Add it, such
+rope_scaling={kind: yarn} | (command line): kind is no entry. Use rope_type, factor, original_max
+rope_scaling={rope_type: longrope} | rope_type=longrope must be one of: linear, llama3, yarn
+rope_scaling={rope_type: linear, factor: 0.5} | must be >= 1 | an example is rope_scaling.factor=8.0
+rope_scaling={rope_type: linear, factor: a} | is not a number | Write it like rope_scaling.factor=8
+rope_scaling={rope_type: linear, factor: [a]} | rope_scaling.factor=[a] | is a list
+rope_scaling={rope_type: linear, factor: 8, truncate: false} | : truncate does nothing with rope_t
+rope_scaling={rope_type: linear, factor: 8, beta_slow: 2} | or use rope_type: yarn.
+rope_scaling={LLAMA, low_freq_factor: 4} | is not below high_freq_factor: 4.0 | Lower it
+rope_scaling={YARN, beta_slow: 32} | beta_slow: 32.0 of rope_scaling is not below beta_fast: 32.0
+latent_attention={q_lora_rank: 4} | lacks kv_lora_rank. Add it, such as kv_lora_rank: 512
+latent_attention=MLA base_num_kv_heads=4 | use_qk_norm=head does not fit | Use use_qk_norm=false
+latent_attention=MLA head_dim=64 | head_dim=64 does not fit latent_attention | Use head_dim=32
+latent_attention=MLA use_qk_norm=false | base_num_kv_heads=2 does not | Use base_num_kv_heads=4
+latent_attention={kv_lora_rank: 4, qk_nope_head_dim: 9, qk_rope_head_dim: 7, v_head_dim: 4} | is odd
+use_qk_norm=heads | must be one of: false, head, projection. Did you mean head?
 padded_vocab_size=383 | is below vocab_size=384 | Use at least 384, or -1 for none
 # experts
 num_experts_per_tok=2 | does nothing with num_experts=1, a dense | or set num_experts
@@ -117,11 +125,10 @@ dcn_expert_parallelism=2 | num_experts=1, a dense | Use dcn_expert_parallelism=1
 num_experts_per_tok=5 num_experts=4 | more than num_experts=4 | Use 4 or fewer
 first_num_dense_layers=4 num_experts=4 | leaves none of base_num_decoder | Use 3 or fewer
 capacity_factor=0 num_experts=4 | must be -1 or > 0 | capacity_factor=-1
-topk_routing_group=2 num_experts=4 | a choice of groups needs both | Set n_routing_groups
-n_routing_groups=2 num_experts=4 | a choice of groups needs both | Set topk_routing_group
-n_routing_groups=3 num_experts=4 topk_routing_group=1 | does not divide num | divisor of 4
-topk_routing_group=3 num_experts=4 n_routing_groups=2 | is more than | Use 2 or fewer
-num_experts_per_tok=3 GROUPS | exceeds topk_routing_group 1 * 2 experts | or use 2 or fewer
+router={balance_bias: true} | does nothing with num_experts=1, a dense | Use router={}, or
+router={num_groups: 3} num_experts=4 | num_groups: 3 of router does not divide num | divisor of 4
+router={groups_per_token: 2} num_experts=4 | is more than num_groups: 1 | Use 1 or fewer
+num_experts_per_tok=3 GROUPS | exceeds groups_per_token 1 * 2 experts | or use 2 or fewer
 num_experts=8 ici_expert_parallelism=3 | num_experts=8 does not divide by | divisor of 8
 # the schedule of the learning rate
 warmup_steps=1001 | longer than the schedule of 1000 steps | Use 1000 or less
@@ -159,7 +166,9 @@ WEIGHED dataset_per_replica=true | do nothing with dataset_per_replica=true
 mu_dtype=bfloat16 | moments stay float32
 quantization=int8 | dtype=bfloat16
 decoder_block=gemma2 | Give model_name a file
-attention_type=local_sliding | Use sliding_window_size=N
+attention_type=local_sliding | is no key any more | sliding_window_size=N for a window
+rope_factor=8 rope_type=yarn | Use rope_scaling={factor: 8}. | Use rope_scaling={rope_type: yarn};
+routed_bias=true | Use router={balance_bias: true}.
 reuse_example_batch=1 | Use dataset_type=synthetic
 enable_single_controller=true | a process on each host
 num_epoch=2 | Use steps
@@ -184,9 +193,10 @@ SHORT = {
     "SYNTHETIC": "dataset_type=synthetic",
     "EAGER": "diloco_outer_overlap=eager",
     "WINDOW": "sliding_window_size=8",
-    "YARN": "rope_type=yarn original_max_position_embeddings=64",
-    "LLAMA": "rope_type=llama3.1 original_max_position_embeddings=64",
-    "GROUPS": "num_experts=4 n_routing_groups=2 topk_routing_group=1",
+    "YARN": "rope_type: yarn, factor: 2, original_max_position_embeddings: 64",
+    "LLAMA": "rope_type: llama3, factor: 2, original_max_position_embeddings: 64",
+    "MLA": "{kv_lora_rank: 4, qk_nope_head_dim: 24, qk_rope_head_dim: 8, v_head_dim: 4}",
+    "GROUPS": "num_experts=4 router={num_groups: 2}",
     "WSD": "lr_schedule_type=wsd",
     "SOURCE": "dataset_mixture=[{name: a, path: /a}]",
     "WEIGHED": "dataset_mixture=[{name: a, path: /a}, {name: b, path: /b, weight: 3}]",
@@ -207,7 +217,6 @@ OUTSIDE = """
     diloco_outer_overlap=early diloco_exchange_dtype=fp4 diloco_outer_memory=host
     diloco_merge=median diloco_error_feedback=on dataset_type=grains tokenizer_type=bytes
     diloco_outer_momentum=1.0 warmup_steps_fraction=1.1 adam_eps=0.0 max_target_length=1
-    rope_factor=0.5
 """.split()
 
 # Flags that would be ignored in silence: users believe they compare something.
@@ -239,7 +248,7 @@ num_slices=4 dcn_data_parallelism=2
 run_name=a-b_c.1 load_parameters_path=runs/a
 eval_fraction=0
 eval_fraction=0 eval_interval=9 eval_dataset_path=/data
-num_experts=8 num_experts_per_tok=2 n_routing_groups=4 topk_routing_group=2 capacity_factor=1.25
+num_experts=8 num_experts_per_tok=2 router={num_groups: 4, groups_per_token: 2} capacity_factor=1.25
 num_experts=8 first_num_dense_layers=1 ici_expert_parallelism=2
 warmup_steps=1000
 # the length of an epoch is not known yet

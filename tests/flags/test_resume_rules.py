@@ -88,10 +88,8 @@ def test_the_keys_that_shape_the_parameters_are_marked_and_named_in_the_remedy()
     too, but shapes nothing."""
     shapes = """base_emb_dim base_num_decoder_layers base_mlp_dim base_num_query_heads
         base_num_kv_heads head_dim vocab_size padded_vocab_size mlp_activations logits_via_embedding
-        use_qk_norm qk_norm_scope norm_placement attention_bias mlp_bias attention_sink
-        attention_type q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
-        num_experts base_moe_mlp_dim shared_experts first_num_dense_layers routed_bias
-        router_bias"""
+        use_qk_norm norm_placement attention_bias mlp_bias attention_sink latent_attention
+        num_experts base_moe_mlp_dim shared_experts first_num_dense_layers router"""
     marked = {name for name, key in KEYS.items() if key.resume == base_yml.SHAPES}
     assert marked == set(shapes.split())
     meta = {"config": BASE | {"base_emb_dim": 96, "head_dim": 24, "adam_b1": 0.5}}

@@ -6,7 +6,7 @@ import pytest
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, config
-from maxdiloco.huggingface import config_json, families, known_keys, layout
+from maxdiloco.huggingface import config_json, families, tensors
 
 # The config.json of published models, without what says nothing of the computation.
 PUBLISHED = {
@@ -91,7 +91,7 @@ def test_a_published_config_json_has_the_keys_of_our_model_file(name, tmp_path):
     assert read.unknown == ()
     assert config_json.misfits(of_file(name), read.text, read.family) == {}
     other = read.text | {"hidden_size": 1024, "n_group": 2}
-    expected = ["base_emb_dim", "n_routing_groups"][: 1 + (name == "deepseek-v3")]
+    expected = ["base_emb_dim", "router"][: 1 + (name == "deepseek-v3")]
     assert sorted(config_json.misfits(of_file(name), other, read.family)) == expected
 
 
@@ -109,19 +109,18 @@ def test_layers_that_all_have_the_window_need_no_pattern():
 
 
 NO_LAYER = {"sliding_window_size": 5, "attention_pattern": ("global",)}
+ONE_GROUP = {"score_function": "sigmoid", "normalise_weights": True, "balance_bias": True}
 SOME_LAYERS = {"sliding_window_size": 5, "attention_pattern": ("global", "local")}
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "written"),
     [
-        # config.json has the same for one group of experts and for none.
-        ("deepseek-v3", {"n_routing_groups": 1, "topk_routing_group": 1}, {"n_group": 1}),
+        ("deepseek-v3", {"router": ONE_GROUP}, {"n_group": 1, "topk_group": 1}),
         ("qwen3-0.6b", NO_LAYER, {"layer_types": ["full_attention"] * 28}),
         ("qwen3-0.6b", SOME_LAYERS, {"layer_types": ["full_attention", "sliding_attention"] * 14}),
-        # Of dense layers, which it has none of, and of scalings.
+        # Of dense layers, which it has none of.
         ("mixtral-8x7b", {"base_mlp_dim": 777}, {}),
-        ("qwen3-0.6b", {"beta_fast": 20.0, "rope_low_freq_factor": 2.0}, {}),
         # Experts as wide as a layer.
         ("qwen3-30b-a3b", {"base_moe_mlp_dim": -1}, {"moe_intermediate_size": 6144}),
     ],
@@ -158,7 +157,7 @@ def test_a_family_has_every_key_of_the_model_and_a_tensor_for_every_parameter(fa
     cfg = config.load(experts.split(), {})
     group = {key.name for key in keys.values() if key.group == keys["model_name"].group}
     found = config_json.keys_of(config_json.config_of(cfg, family), family)
-    assert group - set(known_keys.OF_TRAINING) == set(found)
-    plan = layout.of_model(config.from_dict(cfg.as_dict() | found), family)  # or it names the leaf
+    assert group - set(config_json.OF_TRAINING) == set(found)
+    plan = tensors.of_model(config.from_dict(cfg.as_dict() | found), family)  # or it names the leaf
     for name, parts in plan.by_tensor().items():
         assert [part.tensor.half for part in parts] in ([None], [0, 1]), name

@@ -16,13 +16,12 @@ from maxdiloco.engine.trainer import OUTER_PARAMS
 from maxdiloco.flags import base_yml, config
 from maxdiloco.huggingface import (
     config_json,
-    known_keys,
-    layout,
     progress,
     safetensors_files,
     tensors,
 )
-from maxdiloco.huggingface.tensors import Leaf, Tensor
+from maxdiloco.huggingface.family import Tensor
+from maxdiloco.huggingface.tensors import Leaf
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +59,11 @@ def test_the_model_file_gives_the_very_keys_of_the_checkpoint(imported):
     group = base_yml.declared()["model_name"].group
     keys = {key.name for key in base_yml.declared().values() if key.group == group}
     path = imported / "model.yml"
-    assert {name for name, _, _ in base_yml.read_yml(path)} == keys - set(known_keys.OF_TRAINING)
+    assert {name for name, _, _ in base_yml.read_yml(path)} == keys - set(config_json.OF_TRAINING)
     cfg = config.load([f"model_name={path}", "dataset_type=synthetic"], {})
     saved = find.newest_meta(imported, key="RUN")["config"]
     assert {name: cfg.as_dict()[name] for name in keys} == {name: saved[name] for name in keys}
-    assert cfg.use_qk_norm is False and cfg.rope_max_timescale == 500000.0
+    assert cfg.use_qk_norm == "false" and cfg.rope_max_timescale == 500000.0
 
 
 def test_shards_hold_what_fits_and_the_index_names_them(imported, tmp_path):
@@ -259,7 +258,7 @@ def test_the_module_for_another_token_is_left_out_and_the_bias_stays_in_float32(
     source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_text(json.dumps(THEIRS))
-    plan = layout.of_model(deepseek(), config_json.family_of("deepseek_v3"))
+    plan = tensors.of_model(deepseek(), config_json.family_of("deepseek_v3"))
     rng = np.random.default_rng(0)
     values = {part.name: rng.normal(size=part.shape).astype("bfloat16") for part in plan.parts}
     values[BIAS] = rng.normal(size=4).astype(np.float32)
@@ -295,7 +294,9 @@ def test_pairs_of_neighbours_become_pairs_of_two_halves():
 )
 def test_every_pair_of_factors_has_a_config_json(scalar, factor):
     family = config_json.family_of("deepseek_v3")
-    cfg = deepseek(query_pre_attn_scalar=scalar, rope_attention_factor=factor)
+    scaling = dict(deepseek().rope_scaling) | {"attention_factor": factor}
+    cfg = deepseek(query_pre_attn_scalar=scalar, rope_scaling=scaling)
     written = config_json.config_of(cfg, family)
     assert config_json.misfits(cfg, written, family) == {}
-    assert config_json.misfits(cfg, written | {"q_lora_rank": 4}, family) == {"q_lora_rank": (5, 4)}
+    ((ours, theirs),) = config_json.misfits(cfg, written | {"q_lora_rank": 4}, family).values()
+    assert dict(ours) == dict(theirs) | {"q_lora_rank": 5} and dict(theirs)["q_lora_rank"] == 4

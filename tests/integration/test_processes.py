@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("programs")
 
 # Of one replica over two processes: keys, the axis between them, and the sequences of a device;
 # devices that share sequences count as one.
-EXPERTS = dict(num_experts=4, num_experts_per_tok=2, norm_topk_prob="true")
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, router="{normalise_weights: true}")
 AXES = {
     "expert": (EXPERTS | dict(load_balance_loss_weight=0.01), "dcn_expert_parallelism", 1),
     "context": ({}, "dcn_context_parallelism", 2),

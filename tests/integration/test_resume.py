@@ -29,8 +29,9 @@ SHARDED = {
     # Its state has gaps where a parameter has none.
     "muon": dict(opt_type="muon", ici_fsdp_parallelism=2, checkpoint_period=5),
     "experts": dict(
-        num_experts=4, num_experts_per_tok=2, norm_topk_prob="true", base_moe_mlp_dim=16,
-        first_num_dense_layers=1, routed_bias="true", load_balance_loss_weight=0.01,
+        num_experts=4, num_experts_per_tok=2, base_moe_mlp_dim=16,
+        first_num_dense_layers=1, router="{normalise_weights: true, balance_bias: true}",
+        load_balance_loss_weight=0.01,
         ici_expert_parallelism=2, per_device_batch_size=1,
         enable_streaming_diloco="true", num_diloco_fragments=3,
         num_communication_overlapping_steps=1, diloco_exchange_dtype="int8",

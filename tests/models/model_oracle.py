@@ -17,25 +17,26 @@ def frequency(pair, H, cfg, local):
     """Radians that a pair of a head turns by from one token to the next."""
     if local and cfg.local_rope_max_timescale > 0:
         return cfg.local_rope_max_timescale ** (-2 * pair / H)
-    base, stretch = cfg.rope_max_timescale, cfg.rope_factor
+    base, scaling = cfg.rope_max_timescale, dict(cfg.rope_scaling)
+    kind, stretch = scaling.get("rope_type"), scaling.get("factor")
     kept = base ** (-2 * pair / H)
-    turns = cfg.original_max_position_embeddings * kept / (2 * np.pi)
-    if cfg.rope_type == "linear":
+    length = scaling.get("original_max_position_embeddings", 0)
+    turns = length * kept / (2 * np.pi)
+    if kind == "linear":
         return kept / stretch
-    if cfg.rope_type == "llama3.1":  # arXiv 2407.21783: kept above, divided below, mixed between
-        if turns > cfg.rope_high_freq_factor:
+    if kind == "llama3":  # arXiv 2407.21783: kept above 4, divided below 1, mixed between
+        if turns > 4:
             return kept
-        if turns < cfg.rope_low_freq_factor:
+        if turns < 1:
             return kept / stretch
-        mix = turns - cfg.rope_low_freq_factor
-        mix /= cfg.rope_high_freq_factor - cfg.rope_low_freq_factor
+        mix = (turns - 1) / (4 - 1)
         return mix * kept + (1 - mix) * kept / stretch
-    if cfg.rope_type == "yarn":  # arXiv 2309.00071; its authors' program mixes by the pair
+    if kind == "yarn":  # arXiv 2309.00071; its authors' program mixes by the pair
         borders = [
-            H / 2 * np.log(cfg.original_max_position_embeddings / (2 * np.pi * b)) / np.log(base)
-            for b in (cfg.beta_fast, cfg.beta_slow)
+            H / 2 * np.log(length / (2 * np.pi * b)) / np.log(base)
+            for b in (scaling.get("beta_fast", 32.0), scaling.get("beta_slow", 1.0))
         ]
-        if cfg.rope_truncate:
+        if scaling.get("truncate", True):
             borders = [np.floor(borders[0]), np.ceil(borders[1])]
         low, high = max(borders[0], 0), min(borders[1], H - 1)
         divided = min(max((pair - low) / (high - low), 0), 1)
@@ -49,8 +50,9 @@ def rope(x_LH, cfg, local):
     half = H // 2
     angles = np.outer(np.arange(L), [frequency(i, H, cfg, local) for i in range(half)])
     rotated = (x_LH[:, :half] + 1j * x_LH[:, half:]) * np.exp(1j * angles)
-    if cfg.rope_type == "yarn" and not (local and cfg.local_rope_max_timescale > 0):
-        rotated *= cfg.rope_attention_factor or 0.1 * np.log(cfg.rope_factor) + 1
+    scaling = dict(cfg.rope_scaling)
+    if scaling.get("rope_type") == "yarn" and not (local and cfg.local_rope_max_timescale > 0):
+        rotated *= scaling.get("attention_factor") or 0.1 * np.log(scaling["factor"]) + 1
     return np.concatenate([rotated.real, rotated.imag], axis=1)
 
 
@@ -95,21 +97,23 @@ def projected(x_LD, p, name, cfg):
     heads = [x_LD @ p[name][:, n] for n in range(p[name].shape[1])]
     if cfg.attention_bias != "none":
         heads = [head + p[f"{name}_bias"][n] for n, head in enumerate(heads)]
-    if name == "value" or not cfg.use_qk_norm:
+    if name == "value" or cfg.use_qk_norm == "false":
         return heads
-    if cfg.qk_norm_scope == "projection":  # OLMo 2, arXiv 2501.00656, section 3.1
+    if cfg.use_qk_norm == "projection":  # OLMo 2, arXiv 2501.00656, section 3.1
         return np.split(rms_norm(np.hstack(heads), p[f"{name}_norm"], cfg), len(heads), axis=1)
     return [rms_norm(head, p[f"{name}_norm"], cfg) for head in heads]
 
 
 def latent_attention(x_LD, p, cfg, see_LL):
     """DeepSeek-V2, arXiv 2405.04434, section 2.1.2 and 2.1.3."""
-    low_q = rms_norm(x_LD @ p["query_down"], p["query_norm"], cfg) if cfg.q_lora_rank else x_LD
-    query = p["query_up"] if cfg.q_lora_rank else p["query"]
+    sizes = dict(cfg.latent_attention)
+    is_low, rank = "q_lora_rank" in sizes, sizes["kv_lora_rank"]
+    low_q = rms_norm(x_LD @ p["query_down"], p["query_norm"], cfg) if is_low else x_LD
+    query = p["query_up"] if is_low else p["query"]
     down = x_LD @ p["kv_down"]
-    low = rms_norm(down[:, : cfg.kv_lora_rank], p["kv_norm"], cfg)
-    shared = rope(down[:, cfg.kv_lora_rank :], cfg, False)
-    P, out = cfg.qk_nope_head_dim, 0
+    low = rms_norm(down[:, :rank], p["kv_norm"], cfg)
+    shared = rope(down[:, rank:], cfg, False)
+    P, out = sizes["qk_nope_head_dim"], 0
     for n in range(cfg.base_num_query_heads):
         q, kv = low_q @ query[:, n], low @ p["kv_up"][:, n]
         q = np.hstack([q[:, :P], rope(q[:, P:], cfg, False)])
@@ -119,7 +123,7 @@ def latent_attention(x_LD, p, cfg, see_LL):
 
 
 def attention(x_LD, p, cfg, see_LL, local):
-    if cfg.attention_type == "mla":
+    if cfg.latent_attention:
         return latent_attention(x_LD, p, cfg, see_LL)
     share = cfg.base_num_query_heads // cfg.base_num_kv_heads
     q, k, v = (projected(x_LD, p, name, cfg) for name in ("query", "key", "value"))

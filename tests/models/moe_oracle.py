@@ -8,8 +8,14 @@ import numpy as np
 from model_oracle import mlp
 
 
+def router_of(cfg):
+    """The entries of the router, as docs/mixture_of_experts.md has their defaults."""
+    absent = dict(score_function="softmax", normalise_weights=False, scaling_factor=1.0)
+    return absent | dict(num_groups=1, groups_per_token=1) | dict(cfg.router)
+
+
 def scores(logits_E, cfg):
-    if cfg.routed_score_func == "sigmoid":
+    if router_of(cfg)["score_function"] == "sigmoid":
         return 1 / (1 + np.exp(-logits_E))
     e = np.exp(logits_E - logits_E.max())
     return e / e.sum()
@@ -18,12 +24,11 @@ def scores(logits_E, cfg):
 def chosen(rank_E, cfg):
     """The K best experts, best first, of the groups whose two best are best together."""
     eligible = list(range(len(rank_E)))
-    if cfg.n_routing_groups > 1:
-        size = len(rank_E) // cfg.n_routing_groups
-        value = [
-            sum(sorted(rank_E[g * size : (g + 1) * size])[-2:]) for g in range(cfg.n_routing_groups)
-        ]
-        kept = sorted(range(len(value)), key=lambda g: -value[g])[: cfg.topk_routing_group]
+    groups, used = router_of(cfg)["num_groups"], router_of(cfg)["groups_per_token"]
+    if groups > 1:
+        size = len(rank_E) // groups
+        value = [sum(sorted(rank_E[g * size : (g + 1) * size])[-2:]) for g in range(groups)]
+        kept = sorted(range(len(value)), key=lambda g: -value[g])[:used]
         eligible = [e for e in eligible if e // size in kept]
     return sorted(eligible, key=lambda e: -rank_E[e])[: cfg.num_experts_per_tok]
 
@@ -41,9 +46,9 @@ def layer(x_LD, p, cfg, real_L):
         logits = x_LD[t] @ p["router"] + p.get("router_bias", 0)
         s = scores(logits, cfg)
         best = chosen(s + p.get("routed_bias", 0), cfg)
-        total = sum(s[e] for e in best) if cfg.norm_topk_prob else 1.0
+        total = sum(s[e] for e in best) if router_of(cfg)["normalise_weights"] else 1.0
         for e in best:
-            weight = cfg.routed_scaling_factor * s[e] / total
+            weight = router_of(cfg)["scaling_factor"] * s[e] / total
             y[t] += weight * mlp(x_LD[t], {k: v[e] for k, v in experts.items()}, cfg)
             counts[e] += 1
         part = s / s.sum()

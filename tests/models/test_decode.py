@@ -19,7 +19,7 @@ VARIANTS = {
     "grouped queries, untied": {},
     "window, tied": dict(sliding_window_size=3, logits_via_embedding=True),
     "soft-caps, no qk-norm": dict(
-        attn_logits_soft_cap=0.7, final_logits_soft_cap=0.9, use_qk_norm=False
+        attn_logits_soft_cap=0.7, final_logits_soft_cap=0.9, use_qk_norm="false"
     ),
     **options.TOGETHER,
 }

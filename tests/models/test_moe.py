@@ -19,17 +19,22 @@ from maxdiloco.models import decode, experts, ragged, router, triton_ragged
 from maxdiloco.models.moe import MoE
 
 BALANCE = dict(load_balance_loss_weight=0.1, router_z_loss_weight=0.02)
+NORMALISED = dict(normalise_weights=True)
 FAMILIES = {
-    "mixtral": dict(num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, **BALANCE),
+    "mixtral": dict(num_experts=4, num_experts_per_tok=2, router=NORMALISED, **BALANCE),
     "qwen3, weights not divided": dict(num_experts=6, num_experts_per_tok=3, base_moe_mlp_dim=8),
     "deepseek-v3": dict(
         num_experts=8, num_experts_per_tok=3, base_moe_mlp_dim=8, shared_experts=2,
-        routed_score_func="sigmoid", norm_topk_prob=True, routed_scaling_factor=2.5,
-        routed_bias=True, n_routing_groups=4, topk_routing_group=2, **BALANCE,
+        router=NORMALISED
+        | dict(
+            score_function="sigmoid", scaling_factor=2.5, balance_bias=True, num_groups=4,
+            groups_per_token=2,
+        ),
+        **BALANCE,
     ),
     "gpt-oss": dict(
-        num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, router_bias=True, mlp_bias=True,
-        mlp_activations=("quick_gelu", "plus_one"), mlp_activations_limit=0.8,
+        num_experts=4, num_experts_per_tok=2, router=NORMALISED | dict(logit_bias=True),
+        mlp_bias=True, mlp_activations=("quick_gelu", "plus_one"), mlp_activations_limit=0.8,
     ),
     "switch, plain relu": dict(num_experts=3, mlp_activations=("relu",), **BALANCE),
 }  # fmt: skip
@@ -270,7 +275,7 @@ def test_a_group_is_worth_its_two_best_experts():
     """Of three each. Sigmoids of 3 and of 0.4, 0.3: 0.95 and 1.17. Of 0.4, 0.3 and of 0.1, 0, -0.1:
     1.17 and, without the third, 1.02."""
     spec = tiny_model.build(
-        num_experts=6, routed_score_func="sigmoid", n_routing_groups=2, topk_routing_group=1
+        num_experts=6, router=dict(score_function="sigmoid", num_groups=2)
     ).spec
     logits_TE = np.float32([[3, NO, NO, 0.4, 0.3, NO], [0.4, 0.3, NO, 0.1, 0, -0.1]])
     assert router.choose(spec, logits_TE, None).experts_TK.tolist() == [[3], [0]]

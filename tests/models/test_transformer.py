@@ -25,7 +25,7 @@ VARIANTS = {
         logits_via_embedding=True, mlp_activations=("gelu",), base_num_kv_heads=4
     ),
     "soft-caps": dict(attn_logits_soft_cap=0.7, final_logits_soft_cap=0.9),
-    "window, no qk-norm": dict(sliding_window_size=3, use_qk_norm=False),
+    "window, no qk-norm": dict(sliding_window_size=3, use_qk_norm="false"),
     "one shared key/value head, relu": dict(base_num_kv_heads=1, mlp_activations=("relu",)),
     "short rotary wavelength, no z-loss": dict(rope_max_timescale=50.0, z_loss_multiplier=0.0),
     **options.EACH,
@@ -61,10 +61,10 @@ def test_loss_and_gradient_are_those_of_the_oracle(name):
 # These add parameters or take them away; a model without them has none of that shape. The others
 # change no number here, or cannot be left out.
 OTHER_PARAMETERS = {
-    *("norm_placement", "qk_norm_scope", "head_dim", "base_num_decoder_layers"),
-    *("logits_via_embedding", "attention_type", "q_lora_rank", "base_num_kv_heads"),
+    *("norm_placement", "use_qk_norm", "head_dim", "base_num_decoder_layers"),
+    *("logits_via_embedding", "latent_attention", "base_num_kv_heads"),
 }
-SAME_NUMBERS = {"remat_policy", "use_qk_norm", "original_max_position_embeddings"}
+SAME_NUMBERS = {"remat_policy"}
 
 
 @pytest.mark.parametrize("name", options.EACH)
@@ -80,9 +80,14 @@ def test_the_oracle_tells_every_option_from_its_absence(name):
         found = model_oracle.loss(params, batch["tokens"], batch["segment_ids"], cfg)
         return found["cross_entropy"]
 
-    with_all = loss(**changes)
+    with_all, rests = loss(**changes), {}
     for key in changes.keys() - OTHER_PARAMETERS - SAME_NUMBERS:
-        without = {k: v for k, v in changes.items() if k != key}
+        rests[key] = {k: v for k, v in changes.items() if k != key}
+    scaling = changes.get("rope_scaling", {})
+    for entry in scaling.keys() & {"beta_fast", "truncate", "attention_factor"}:
+        less = {name: value for name, value in scaling.items() if name != entry}
+        rests[entry] = changes | {"rope_scaling": less}
+    for key, without in rests.items():
         assert abs(loss(**without) / with_all - 1) > 3e-5, key
 
 
@@ -215,7 +220,12 @@ def test_yarn_divides_between_the_borders_and_within_the_head(borders, ramp):
     """The frequencies of the four pairs of a head of 8 are kept where the ramp is 0, and divided by
     the factor where it is 1."""
     rope = RopeConfig(
-        50.0, type="yarn", factor=4.0, original_length=64, attention_factor=1.0, **borders
+        50.0,
+        rope_type="yarn",
+        factor=4.0,
+        original_max_position_embeddings=64,
+        attention_factor=1.0,
+        **borders,
     )
     angles_I = np.arcsin(rotation(jnp.ones((1, 1)), 8, rope).sin_BLI[0, 0])
     stretched = angles_I * 50.0 ** np.array([0, 0.25, 0.5, 0.75])

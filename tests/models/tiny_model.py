@@ -31,9 +31,8 @@ SEGMENTS = np.array(
 DEFAULTS = base.from_dict({}).as_dict()
 TINY = dict(
     base_emb_dim=16, base_num_decoder_layers=2, base_mlp_dim=24, base_num_query_heads=4,
-    base_num_kv_heads=2, head_dim=4, vocab_size=32, max_target_length=12, use_qk_norm=True,
-    mlp_activations=("silu", "linear"), logits_via_embedding=False, kv_lora_rank=6,
-    qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=3, attention_pattern=(),
+    base_num_kv_heads=2, head_dim=4, vocab_size=32, max_target_length=12, use_qk_norm="head",
+    mlp_activations=("silu", "linear"), logits_via_embedding=False, attention_pattern=(),
     logical_axis_rules=(), z_loss_multiplier=1e-2, dtype="float32", attention="dot_product",
     remat_policy="none",
 )  # fmt: skip

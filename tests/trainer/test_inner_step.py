@@ -107,8 +107,9 @@ def test_skip_leaves_a_bad_replica_as_it_was_and_no_other(bad):
 
 
 EXPERTS = dict(
-    num_experts=4, num_experts_per_tok=2, base_moe_mlp_dim=8, norm_topk_prob=True,
-    base_num_decoder_layers=1, routed_score_func="sigmoid", routed_bias=True,
+    num_experts=4, num_experts_per_tok=2, base_moe_mlp_dim=8,
+    router=dict(normalise_weights=True, score_function="sigmoid", balance_bias=True),
+    base_num_decoder_layers=1,
     routed_bias_update_rate=0.25, capacity_factor=1.0, load_balance_loss_weight=0.1,
 )  # fmt: skip
 
@@ -161,7 +162,9 @@ def test_a_step_moves_the_routed_bias_by_the_sign_of_the_load_of_all_micro_batch
 
 
 def test_biases_do_not_decay_and_muon_sees_each_expert_as_a_matrix():
-    model = tiny_model.build(**EXPERTS, mlp_bias=True, router_bias=True)
+    model = tiny_model.build(
+        **EXPERTS | dict(mlp_bias=True, router=EXPERTS["router"] | dict(logit_bias=True))
+    )
     decays = optimizer.decays(model)["layers"]["moe"]
     assert {name for name, value in decays.items() if value} == {
         "router", "w_gate", "w_up", "w_out"

@@ -1,4 +1,4 @@
-"""The files of a tokenizer beside an exported model."""
+"""The files beside a model's weights: those that an import keeps, a tokenizer's in an export."""
 
 import json
 import pathlib
@@ -7,12 +7,38 @@ from typing import Any
 from etils import epath
 
 from maxdiloco.data import run_tokenizer, subword, tokenizer_files
-from maxdiloco.data.tokenizer import ByteTokenizer, Tokenizer
+from maxdiloco.data.tokenizer import ByteTokenizer
 from maxdiloco.flags.config import Config
-from maxdiloco.huggingface import carried
 
-GENERATION = "generation_config.json"
 _JSON = subword.FILES["huggingface"]
+_FILES = {
+    "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
+    "spiece.model", "sentencepiece.bpe.model", "tekken.json", "chat_template.jinja",
+    "chat_template.json",
+}  # fmt: skip
+# Beginnings of the names of files that say who may do what with the model, in any case.
+_LICENCES = ("license", "licence", "notice", "copying", "use_policy")
+
+
+def copy(source: pathlib.Path, target: pathlib.Path, *, licence_alone: bool = False) -> None:
+    """Copy what a folder has of them, but config.json. target: a folder, made if there is none.
+
+    licence_alone: without what belongs to the tokenizer. Raises OSError.
+    """
+    target.mkdir(exist_ok=True)
+    names = set() if licence_alone else _FILES
+    paths = [
+        path
+        for path in sorted(source.iterdir())
+        if path.is_file() and (path.name in names or path.name.lower().startswith(_LICENCES))
+    ]
+    if not licence_alone:
+        paths += sorted(source.glob("additional_chat_templates/*.jinja"))
+    for path in paths:
+        place = target / path.relative_to(source)
+        place.parent.mkdir(exist_ok=True)
+        place.write_bytes(path.read_bytes())
 
 
 def write(
@@ -25,18 +51,19 @@ def write(
     """
     same = like is not None and is_of_run(like, cfg, checkpoint)
     if like is not None:
-        carried.copy(like, folder, licence_alone=not same)
+        copy(like, folder, licence_alone=not same)
     if same:
         return
     tokens = ends(cfg, checkpoint)
-    (folder / GENERATION).write_text(json.dumps(tokens, indent=2) + "\n")
+    (folder / "generation_config.json").write_text(json.dumps(tokens, indent=2) + "\n")
     if cfg.dataset_type == "synthetic":
         return  # its tokens are numbers, not text
     tokenizer = run_tokenizer.of_checkpoint(cfg, checkpoint)
     if isinstance(tokenizer, subword.SentencePieceTokenizer):
         (folder / subword.FILES["sentencepiece"]).write_bytes(tokenizer.content)
         return
-    model = _of_bytes(tokenizer) if isinstance(tokenizer, ByteTokenizer) else _model(tokenizer)
+    is_bytes = isinstance(tokenizer, ByteTokenizer)
+    model = _of_bytes(tokenizer) if is_bytes else json.loads(tokenizer.content)
     names = {token["id"]: token["content"] for token in model["added_tokens"]}
     if tokenizer.bos is not None:
         model["post_processor"] = _starting(names[tokenizer.bos], tokenizer.bos, model)
@@ -76,11 +103,6 @@ def ends(cfg: Config, checkpoint: epath.Path) -> dict[str, int | None]:
     # A document of bytes ends where the next one starts.
     end = tokenizer.bos if isinstance(tokenizer, ByteTokenizer) else tokenizer.eos
     return {"bos_token_id": tokenizer.bos, "eos_token_id": end}
-
-
-def _model(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The content of a tokenizer.json, in which the tokens around a document are special."""
-    return json.loads(tokenizer.content)
 
 
 def _starting(name: str, token: int, model: dict[str, Any]) -> dict[str, Any]:
