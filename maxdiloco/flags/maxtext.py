@@ -64,7 +64,6 @@ VALUES = {
     ("attention", "cudnn_flash_jax"): ("flash", "which is cuDNN's kernel by JAX on a GPU"),
     ("hardware", "gpu_multiprocess"): ("gpu", "for one process and for several"),
     ("grain_packing_type", "first_fit"): ("best_fit", "which cuts no document that fits either"),
-    ("eval_per_device_batch_size", "0"): ("-1", "which is per_device_batch_size"),
     ("max_num_checkpoints_to_keep", "none"): ("2147483647", "so all are kept"),
     ("num_diloco_fragments", "none"): ("1", "which is MaxText's too"),
     ("attention_type", "full"): ("global", "which is causal"),

@@ -32,6 +32,15 @@ class Removed(NamedTuple):
 
 # CHANGELOG.md names each.
 REMOVED = {
+    "warmup_steps": Removed(-1, "Use warmup_steps_fraction, the steps over those of the schedule."),
+    "eval_sets": Removed(
+        {},
+        "Use eval_dataset_path={name: path}: the first text is that of eval/loss, and an empty "
+        "path is the part of the training text that is held out.",
+    ),
+    "eval_per_device_batch_size": Removed(
+        -1, "Leave it out: an evaluation reads per_device_batch_size sequences on each device."
+    ),
     "checkpoint_timeout_seconds": Removed(1200, "Leave it out: a save has an hour."),
 }
 

@@ -55,7 +55,7 @@ _PANELS = (
         "of the held-out text; theta: the parameters that the replicas share",
         {"eval/loss": "theta", "eval/loss_mean_of_replicas": "mean of the replicas' parameters"},
     ),
-    ("Loss of theta by text", "nats a token", "eval_sets", {}),
+    ("Loss of theta by text", "nats a token", "eval_dataset_path", {}),
     ("Learning rate", "", "of the inner optimizer", {"learning/lr": "learning rate"}),
     (
         "Gradient norm",

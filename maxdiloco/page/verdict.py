@@ -130,7 +130,9 @@ def _eval_keys_that_differ(first: Run, other: Run) -> list[str]:
         return []
     pairs = ((name, first.keys.get(name), other.keys.get(name)) for name in _EVAL_KEYS)
     differing = [name for name, a, b in pairs if a != b]
-    if first.keys.get("eval_dataset_path") and "eval_dataset_path" not in differing:
+    path = first.keys.get("eval_dataset_path")
+    holds_out = not path or (isinstance(path, dict) and "" in path.values())
+    if not holds_out and "eval_dataset_path" not in differing:
         differing = [name for name in differing if name not in ("dataset_path", "dataset_mixture")]
     return differing
 
