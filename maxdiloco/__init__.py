@@ -64,7 +64,8 @@ def __getattr__(name):
         return vars(importlib.import_module(f"maxdiloco.{_MODULES[name]}"))[name]
     raise AttributeError(
         f"module 'maxdiloco' has no attribute {name!r}: it exports {', '.join(__all__)}. "
-        "Import a submodule by its full name, as in maxdiloco.diloco.schedule.")
+        "Import a submodule by its full name, as in maxdiloco.diloco.schedule."
+    )
 
 
 # Of a program: Python has put "-m" there while it looks for the module to run.

@@ -14,7 +14,7 @@ from maxdiloco.processes.output import one_line, say
 USAGE = """usage: python -m maxdiloco.evaluate RUN [key=value ...]
 
 RUN: name of a run, its folder, or the folder of one of its checkpoints; also on gs://
-  eval_sets={}  texts to evaluate on beside the held-out one, as {wiki: /data/wiki}
+  eval_dataset_path=  text to evaluate on, or several as {held_out: , wiki: /data/wiki}
   report=  file to write the result to, as JSON"""
 OPTIONS = MappingProxyType({
     "step": Option(-1, "of the checkpoint; -1: the newest", int, -1),

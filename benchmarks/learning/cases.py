@@ -17,7 +17,6 @@ SCALE = SCALES["cpu"]
 BASE: dict[str, Any] = dict(SCALE.keys) | {
     "learning_rate": INNER_RATE,
     "per_device_batch_size": SCALE.batch // 2,
-    "eval_per_device_batch_size": SCALE.batch,
     "eval_steps": 16,
     "log_period": H,
     "steps": STEPS,

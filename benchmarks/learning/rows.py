@@ -38,7 +38,6 @@ def keys_of(row: Row, scale: Scale, own: Mapping[str, str]) -> dict[str, Any]:
         keys
         | {
             "per_device_batch_size": each,
-            "eval_per_device_batch_size": scale.batch,
             "opt_type": mode.inner,
             "learning_rate": row.inner_lr,
             "init_weights_seed": row.seed,

@@ -23,8 +23,8 @@ from maxdiloco.processes import output
 _GROUP_MESH = "mesh"
 # Keys of the run that an evaluation may set anew, besides those of the mesh.
 _MAY_CHANGE = (
-    "hardware", "base_output_directory", "dataset_path", "eval_dataset_path", "eval_sets",
-    "text_column", "eval_steps", "eval_per_device_batch_size", "dtype", "attention", "remat_policy",
+    "hardware", "base_output_directory", "dataset_path", "eval_dataset_path",
+    "text_column", "eval_steps", "per_device_batch_size", "dtype", "attention", "remat_policy",
     "matmul_precision", "logical_axis_rules", "show_memory", "jax_cache_dir",
     "jax_distributed_initialization_timeout", "peer_timeout_seconds", "peer_port", "report",
 )  # fmt: skip
@@ -117,9 +117,6 @@ def _evaluate(found: stored.Stored, cfg: Config, parameters: str, say: Callable)
 
 def _rows_of_run(meta: dict[str, Any]) -> int:
     """Sequences of an evaluation batch of the run, see assemble.eval_rows."""
-    per_device = meta["config"].get("eval_per_device_batch_size", -1)
-    if per_device != -1:
-        return per_device * _devices_of_run(meta)
     M, B = meta["position"]["M"], meta["position"]["B"]
     return M * B // meta["config"]["gradient_accumulation_steps"]
 
@@ -130,10 +127,10 @@ def _devices_of_run(meta: dict[str, Any]) -> int:
 
 
 def _rows(cfg: Config, meta: dict[str, Any], num_devices: int) -> int:
-    """Sequences of a batch here: as many a device as the run had, unless the config says more."""
-    if cfg.eval_per_device_batch_size != -1:
-        return cfg.eval_per_device_batch_size * num_devices
-    return _rows_of_run(meta) // _devices_of_run(meta) * num_devices
+    """Sequences of a batch here: as many a device as the run had, or as the config says."""
+    of_device = _rows_of_run(meta) // _devices_of_run(meta)
+    slots_of_device = of_device // meta["config"]["per_device_batch_size"]
+    return slots_of_device * cfg.per_device_batch_size * num_devices
 
 
 def table(result: Result) -> list[str]:

@@ -1,4 +1,4 @@
-"""The texts that theta is evaluated on: the held-out part, and the named ones of eval_sets."""
+"""The texts that theta is evaluated on, those of eval_dataset_path."""
 
 from collections.abc import Mapping
 
@@ -7,10 +7,8 @@ from maxdiloco.data.line_index import LineIndex
 from maxdiloco.data.pipeline import Dataset
 from maxdiloco.data.split import Source
 from maxdiloco.errors import DataError
-from maxdiloco.flags import config
+from maxdiloco.flags import eval_texts
 from maxdiloco.flags.config import Config
-
-HELD_OUT = ""  # its metrics have no name between eval/ and loss
 
 
 def open_texts(
@@ -18,19 +16,22 @@ def open_texts(
     index: LineIndex | None = None,
     prepared: Mapping[Source, str] | None = None,
 ) -> dict[str, Dataset]:
-    """{name: data set}: HELD_OUT, the eval split of the run, then eval_sets in their order.
+    """{name: data set} of eval_dataset_path, that of eval/loss first.
 
     index, prepared: of data.text.open_text. Raises DataError for text that is missing, unreadable
     or too short.
     """
-    options = dict(split="eval", index=index, prepared=prepared)
-    texts = {HELD_OUT: mixture.open_dataset(cfg, **options)}
-    for name, path in cfg.eval_sets:
-        of_set = config.from_dict(cfg.as_dict() | {"eval_dataset_path": path})
+    texts = {}
+    for name, path in eval_texts.paths(cfg).items():
+        of_text = eval_texts.with_path(cfg, path)
         try:
-            texts[name] = mixture.open_dataset(of_set, **options)
+            texts[name] = mixture.open_dataset(
+                of_text, split="eval", index=index, prepared=prepared
+            )
         except DataError as error:
-            raise DataError(f"eval_sets.{name}, read as eval_dataset_path is: {error}") from error
+            if not name:
+                raise
+            raise DataError(f"{eval_texts.key_of(name)}: {error}") from error
     return texts
 
 

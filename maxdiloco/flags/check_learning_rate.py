@@ -10,20 +10,8 @@ from maxdiloco.flags.base_yml import Key, show
 def check(cfg: Any, keys: Mapping[str, Key]) -> None:
     """Raise ConfigError for keys of the schedule that cannot work together. keys: base.yml's."""
     fraction = "warmup_steps_fraction"
-    if cfg.warmup_steps != -1 and cfg.warmup_steps_fraction != keys[fraction].default:
-        raise ConfigError(
-            f"warmup_steps={cfg.warmup_steps} and {fraction}={show(cfg.warmup_steps_fraction)} "
-            f"both say how long the warmup is. Leave one of them out."
-        )
-    given = cfg.learning_rate_schedule_steps
-    length = cfg.steps if given == -1 else given
-    if cfg.warmup_steps > length != -1:
-        raise ConfigError(
-            f"warmup_steps={cfg.warmup_steps} is longer than the schedule of {length} steps, so "
-            f"the learning rate never reaches its peak. Use {length} or less, or more steps."
-        )
     if cfg.lr_schedule_type == "wsd":
-        if cfg.warmup_steps == -1 and cfg.warmup_steps_fraction + cfg.wsd_decay_steps_fraction > 1:
+        if cfg.warmup_steps_fraction + cfg.wsd_decay_steps_fraction > 1:
             raise ConfigError(
                 f"{fraction}={show(cfg.warmup_steps_fraction)} and wsd_decay_steps_fraction="
                 f"{show(cfg.wsd_decay_steps_fraction)} are more than the whole schedule together. "

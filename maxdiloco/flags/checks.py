@@ -14,7 +14,7 @@ from maxdiloco.flags import (
     check_mixture,
     check_model,
     check_tables,
-    eval_sets,
+    eval_texts,
     idle_keys,
 )
 from maxdiloco.flags.base_yml import Key, show
@@ -239,10 +239,10 @@ def _vocabulary(cfg: Any) -> None:
 
 
 def _data(cfg: Any) -> None:
-    eval_sets.check(cfg)
+    eval_texts.check(cfg)
     if cfg.dataset_type == "synthetic":
         return
-    if cfg.eval_interval != -1 and not cfg.eval_fraction and not cfg.eval_dataset_path:
+    if cfg.eval_interval != -1 and not cfg.eval_fraction and eval_texts.holds_out(cfg):
         raise ConfigError(
             f"eval_fraction=0 holds nothing out, but eval_interval={cfg.eval_interval} evaluates "
             "on it. Set eval_dataset_path or eval_fraction, or use eval_interval=-1."
@@ -252,8 +252,8 @@ def _data(cfg: Any) -> None:
             f"dataset_path is empty, but dataset_type={cfg.dataset_type} has no data of its own. "
             "Set dataset_path, or use dataset_type=text."
         )
-    paths = {"dataset_path": cfg.dataset_path, "eval_dataset_path": cfg.eval_dataset_path}
-    paths |= {f"eval_sets.{name}": path for name, path in cfg.eval_sets}
+    paths = {"dataset_path": cfg.dataset_path}
+    paths |= {eval_texts.key_of(name): path for name, path in eval_texts.paths(cfg).items()}
     for key, path in paths.items():
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path):
             raise ConfigError(

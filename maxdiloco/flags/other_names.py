@@ -50,6 +50,15 @@ REMOVED = {
     "n_routing_groups": Removed(-1, "Use router={num_groups: VALUE}."),
     "topk_routing_group": Removed(-1, "Use router={groups_per_token: VALUE}."),
     "router_bias": Removed(False, "Use router={logit_bias: VALUE}."),
+    "warmup_steps": Removed(-1, "Use warmup_steps_fraction, the steps over those of the schedule."),
+    "eval_sets": Removed(
+        {},
+        "Use eval_dataset_path={name: path}: the first text is that of eval/loss, and an empty "
+        "path is the part of the training text that is held out.",
+    ),
+    "eval_per_device_batch_size": Removed(
+        -1, "Leave it out: an evaluation reads per_device_batch_size sequences on each device."
+    ),
     "checkpoint_timeout_seconds": Removed(1200, "Leave it out: a save has an hour."),
     "exchange_port": Removed(0, "Use peer_port: process i listens on the port 1 + i after it."),
 }

@@ -28,11 +28,11 @@ def shared(values: Mapping[str, Any], *, keys: Mapping[str, Key]) -> dict[str, A
 
 
 def _without_paths(value: Any) -> Any:
-    """Whether there is a path; of dataset_mixture all but the paths, of eval_sets the names."""
+    """Whether there is a path; of dataset_mixture all but the paths, of a table each name."""
     if isinstance(value, list):
         return [{name: part for name, part in entry.items() if name != "path"} for entry in value]
     if isinstance(value, dict):
-        return list(value)
+        return [[name, _without_paths(path)] for name, path in value.items()]
     return "a path" if value else ""
 
 

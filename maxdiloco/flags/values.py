@@ -19,6 +19,7 @@ _NULL = "null"
 # Defaults that mean "none" or "choose": null is another word for them.
 _UNSET = ("", (), Table(), -1)
 _NULL_IS_DEFAULT = ("num_diloco_fragments",)  # null is MaxText's default there
+_TEXT_OR_TABLE = ("eval_dataset_path",)  # their default is text
 _TYPES = {bool: "bool", int: "int", float: "float", str: "text", tuple: "list", Table: "table"}
 
 
@@ -37,13 +38,15 @@ def convert(key: Key, given: Given) -> Value:
     raw = given.raw
     if raw == _NULL and (key.default in _UNSET or key.name in _NULL_IS_DEFAULT):
         return key.default
-    if isinstance(key.default, tuple):
+    or_text = key.name in _TEXT_OR_TABLE
+    if isinstance(key.default, tuple) or or_text:
         value = (
             base_yml.parse_list(raw, f"{key.name}={shown(raw)}") if isinstance(raw, str) else raw
         )
-        if type(value) is not type(key.default):
+        if type(value) is (Table if or_text else type(key.default)):
+            return _entries(key, value, given, convert) if key.entries else value
+        if not or_text:
             raise _wrong(key, given, f"is not a {_TYPES[type(key.default)]}")
-        return _entries(key, value, given, convert) if key.entries else value
     if isinstance(raw, Table):
         raise _wrong(key, given, "is a table, but keys are not nested")
     if not isinstance(raw, str):
@@ -81,7 +84,8 @@ def same_type(key: Key, given: Given) -> Value:
     value = _frozen(given.raw)
     if isinstance(key.default, float) and type(value) is int:
         value = float(value)
-    if type(value) is not type(key.default):
+    takes_table = key.name in _TEXT_OR_TABLE and isinstance(value, Table)
+    if type(value) is not type(key.default) and not takes_table:
         raise _wrong(key, given, f"is not of type {_TYPES[type(key.default)]}")
     return _entries(key, value, given, same_type) if key.entries else value
 

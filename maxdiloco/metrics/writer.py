@@ -22,8 +22,8 @@ Names (a row has those that exist at its step):
     mean over the steps since the last row),
     dcn/waited_s (by process 0 since the last row)
     eval/loss [nats per token], eval/perplexity, eval/bits_per_byte (only of text): of the held-out
-    text; eval/<name>/loss ... of each text of eval_sets. With eager updates each slice evaluates
-    its own theta on its share of the text
+    text; eval/<name>/loss ... of each named text of eval_dataset_path. With eager updates each
+    slice evaluates its own theta on its share of the text
     eval/loss_replica_0 ..., eval/loss_mean_of_replicas (eval_replicas): of the held-out text
 """
 

@@ -126,7 +126,9 @@ def _eval_keys_that_differ(first: Run, other: Run) -> list[str]:
     if first.keys is None or other.keys is None:
         return []
     differing = [name for name in _EVAL_KEYS if first.keys.get(name) != other.keys.get(name)]
-    if first.keys.get("eval_dataset_path") and "eval_dataset_path" not in differing:
+    path = first.keys.get("eval_dataset_path")
+    holds_out = not path or (isinstance(path, dict) and "" in path.values())
+    if not holds_out and "eval_dataset_path" not in differing:
         differing = [name for name in differing if name not in ("dataset_path", "dataset_mixture")]
     return differing
 

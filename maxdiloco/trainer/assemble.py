@@ -109,7 +109,7 @@ def assemble(
     else:
         trainer = _data_parallel(cfg, mesh, step, params, opt_state, on_compile)
     batch = _abstract_batch(shape, mesh, rules)
-    rows = eval_rows(cfg, mesh, shape)
+    rows = eval_rows(cfg, shape)
     evaluation = held_out.of_run(
         cfg, trainer, model, rows=rows, length=shape.length, on_compile=on_compile
     )
@@ -149,11 +149,8 @@ def _sampler(
     return Sampler(model, mesh, *text, of_slots=of_slots, on_compile=on_compile)
 
 
-def eval_rows(cfg: Config, mesh: Mesh, shape: BatchShape) -> int:
+def eval_rows(cfg: Config, shape: BatchShape) -> int:
     """Sequences of an evaluation batch, over all devices."""
-    if cfg.eval_per_device_batch_size != -1:
-        devices = mesh.size // on_mesh.length_shards(cfg, mesh)
-        return cfg.eval_per_device_batch_size * devices
     return shape.num_replicas * shape.sequences // cfg.gradient_accumulation_steps
 
 

@@ -33,9 +33,7 @@ def learning_rate_schedule(cfg: Config, total_steps: int) -> Callable[[int], flo
     total_steps: length of the schedule when learning_rate_schedule_steps is -1.
     """
     length = schedule_steps(cfg, total_steps)
-    warmup = cfg.warmup_steps
-    if warmup == -1:
-        warmup = round(cfg.warmup_steps_fraction * length)
+    warmup = round(cfg.warmup_steps_fraction * length)
     falls_after, style = warmup, "cosine"
     if cfg.lr_schedule_type == "wsd":
         falls_after = max(warmup, length - round(cfg.wsd_decay_steps_fraction * length))

@@ -10,7 +10,6 @@ import jax
 from maxdiloco.checkpoint import saved_state
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.data.pipeline import Dataset
-from maxdiloco.evaluation.eval_texts import HELD_OUT
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.console import Console, console_line, sample_lines
 from maxdiloco.metrics.monitor import learning_metrics
@@ -94,10 +93,14 @@ class Recorder:
         self._check(state, together=True)
         with self._clock.excluded():
             theta = self._parts.trainer.eval_params(state)
+            first = next(iter(held_out))
             for name, dataset in held_out.items():
-                self._values |= self._parts.evaluation(theta, dataset).metrics(name)
+                totals = self._parts.evaluation(theta, dataset)
+                self._values |= totals.metrics(name)
+                if name == first:
+                    self._values |= totals.metrics()
             if self._parts.of_replicas is not None:
-                self._values |= self._parts.of_replicas(state, held_out[HELD_OUT])
+                self._values |= self._parts.of_replicas(state, held_out[first])
             if self._parts.sampler is not None:
                 self._samples[t] = self._parts.sampler(theta)
 

@@ -10,7 +10,7 @@ from maxdiloco.data import mixture
 from maxdiloco.diloco import schedule
 from maxdiloco.engine.trainer import ExchangeSettings, SavedLayout, Trainer
 from maxdiloco.errors import CheckpointError
-from maxdiloco.flags import base_yml, config, resume
+from maxdiloco.flags import base_yml, config, eval_texts, resume
 from maxdiloco.flags.config import Config
 from maxdiloco.trainer import optimizer
 
@@ -38,9 +38,11 @@ def refuse_changes(cfg: Config, saved: Restored, *, B: int, data: dict[str, str]
     given = f"dataset_path={cfg.dataset_path or 'empty'}"
     if sources := mixture.changed_sources(before, now):
         given = f"dataset_mixture, sources {', '.join(sources)}"
-    if bool(saved.meta["config"]["eval_dataset_path"]) != bool(cfg.eval_dataset_path):
-        given = f"eval_dataset_path={cfg.eval_dataset_path or 'empty'} decides what is held out"
-    elif not cfg.eval_dataset_path and "eval_fraction" not in saved.meta["config"]:
+    holds_out = eval_texts.holds_out(cfg)
+    if eval_texts.holds_out(config.from_dict(saved.meta["config"])) != holds_out:
+        shown = base_yml.show(cfg.eval_dataset_path) or "empty"
+        given = f"eval_dataset_path={shown} decides what is held out"
+    elif holds_out and "eval_fraction" not in saved.meta["config"]:
         given += ", or what is held out of it (every 20th file before eval_fraction, of any size)"
     raise CheckpointError(
         f"{given}: the text is not that of the checkpoint of step {saved.step}, so its "

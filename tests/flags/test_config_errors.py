@@ -26,10 +26,8 @@ enable_diloco=2 | is neither true nor false | enable_diloco=true
 mlp_activations=silu | is not a list | mlp_activations=[silu, linear]
 mlp_activations=[silu | is not a list | mlp_activations=[silu, linear]
 mlp_activations=[{gelu: 1}] | must be one of
-eval_sets=/data | is not a table | eval_sets={}
-eval_sets={a/b: c} | a/b: c is not name: path | Write {wiki: /data/wiki}
-eval_sets={a: [b]} | a: [b] is not name: path
-eval_sets={a: } | a:  is not name: path
+eval_dataset_path={a/b: c} | a/b: c is not name: path | Write {wiki: /data/wiki}
+eval_dataset_path={a: [b]} | a: [b] is not name: path
 # limits of one value, see OUTSIDE
 steps=0 | must be -1 or >= 1 (inner steps) | default is steps=1000
 diloco_outer_lr=-0.1 | must be -1 or >= 0 | diloco_outer_lr=-1.0
@@ -83,8 +81,8 @@ num_diloco_replicas=3 SLOTS | dcn diloco 2 * ici diloco 1 = 2 | Use a multiple o
 # evaluation
 sample_prompt=a eval_interval=-1 | is continued at each evaluation | Set eval_interval
 sample_prompt=a eval_interval=5 SYNTHETIC | is text | Leave sample_prompt out
-eval_sets={a: gs://b/c} | eval_sets.a=gs://b/c is an address | Mount the bucket
-eval_sets={"a":"b"} SYNTHETIC | {a: b} are texts | reads none | Leave eval_sets
+eval_dataset_path={a: gs://b/c} | eval_dataset_path.a=gs://b/c is an address | Mount the bucket
+eval_dataset_path={"a":"b"} SYNTHETIC | {a: b} is text | reads none | Leave eval_d
 eval_steps=-1 SYNTHETIC eval_interval=10 | has no end | Set eval_steps
 eval_fraction=0 eval_interval=9 | eval_fraction=0 holds nothing out, but eval_interval=9
 # what is no key=value, and a layer beside a model
@@ -131,9 +129,6 @@ router={groups_per_token: 2} num_experts=4 | is more than num_groups: 1 | Use 1 
 num_experts_per_tok=3 GROUPS | exceeds groups_per_token 1 * 2 experts | or use 2 or fewer
 num_experts=8 ici_expert_parallelism=3 | num_experts=8 does not divide by | divisor of 8
 # the schedule of the learning rate
-warmup_steps=1001 | longer than the schedule of 1000 steps | Use 1000 or less
-warmup_steps=9 learning_rate_schedule_steps=8 | is longer than the schedule of 8 steps
-warmup_steps=10 warmup_steps_fraction=0.1 | both say | Leave one of them out
 wsd_decay_style=cosine | does nothing with lr_schedule_type=cosine | lr_schedule_type=wsd
 wsd_decay_steps_fraction=0.2 | does nothing | or leave wsd_decay_steps_fraction out
 warmup_steps_fraction=0.5 WSD wsd_decay_steps_fraction=0.6 | =0.5 and wsd_decay | Lower one
@@ -206,7 +201,7 @@ SHORT = {
 OUTSIDE = """
     steps=-2 num_communication_overlapping_steps=-1 communication_overlapping_alpha=1.5
     communication_overlapping_alpha=-0.1 diloco_sync_period=0 num_diloco_fragments=0
-    num_nonlayer_fragments=0 num_diloco_replicas=0 learning_rate=-1.0 warmup_steps=-2
+    num_nonlayer_fragments=0 num_diloco_replicas=0 learning_rate=-1.0
     learning_rate_final_fraction=-0.1 adam_b2=1.0 gradient_clipping_threshold=-1.0 base_emb_dim=-128
     base_num_kv_heads=0 vocab_size=0 per_device_batch_size=0 gradient_accumulation_steps=0
     log_period=0 eval_interval=0 eval_steps=0 checkpoint_period=0 max_num_checkpoints_to_keep=0
@@ -250,11 +245,9 @@ eval_fraction=0
 eval_fraction=0 eval_interval=9 eval_dataset_path=/data
 num_experts=8 num_experts_per_tok=2 router={num_groups: 4, groups_per_token: 2} capacity_factor=1.25
 num_experts=8 first_num_dense_layers=1 ici_expert_parallelism=2
-warmup_steps=1000
-# the length of an epoch is not known yet
-warmup_steps=1001 steps=-1
+eval_fraction=0 eval_interval=9 eval_dataset_path={a: /data}
 WSD warmup_steps_fraction=0.5 wsd_decay_steps_fraction=0.5
-WSD wsd_decay_style=cosine warmup_steps=10
+WSD wsd_decay_style=cosine
 diloco_error_feedback=always diloco_exchange_dtype=int8
 diloco_merge=rda diloco_outer_overlap=delayed
 """

@@ -146,8 +146,8 @@ def test_of_each_group_one_key_must_be_equal_and_one_may_differ():
     [
         ("dataset_path", "/data/a", "/mnt/b", True),
         ("dataset_path", "/data/a", "", False),
-        ("eval_sets", {"wiki": "/a"}, {"wiki": "/b"}, True),
-        ("eval_sets", {"wiki": "/a", "web": "/b"}, {"web": "/b", "wiki": "/a"}, False),
+        ("eval_dataset_path", {"wiki": "/a"}, {"wiki": "/b"}, True),
+        ("eval_dataset_path", {"a": "/a", "b": ""}, {"b": "", "a": "/a"}, False),
         ("dataset_mixture", [{"path": "a", "weight": 1}], [{"path": "b", "weight": 1}], True),
         ("dataset_mixture", [{"path": "a", "weight": 1}], [{"path": "a", "weight": 2}], False),
         ("dataset_mixture", [{"path": "a", "name": "c"}], [{"path": "a", "name": "d"}], False),

@@ -36,9 +36,9 @@ SOURCES = (
         ("dataset_path", "/a=b/*.py", "/a=b/*.py"),  # only the first = separates
         ("mlp_activations", "[gelu]", ("gelu",)),
         ("logical_axis_rules", "[[embed, [fsdp]], [mlp, []]]", (("embed", ("fsdp",)), ("mlp", ()))),
-        ("eval_sets", "null", ()),
-        ("eval_sets", '{"wiki": "/w", "code": "/c"}', (("wiki", "/w"), ("code", "/c"))),
-        ("eval_sets", "\n  wiki: /w\n  code: /c", (("wiki", "/w"), ("code", "/c"))),
+        ("eval_dataset_path", "null", ""),
+        ("eval_dataset_path", '{"wiki": "/w", "code": "/c"}', (("wiki", "/w"), ("code", "/c"))),
+        ("eval_dataset_path", "\n  wiki: /w\n  code: /c", (("wiki", "/w"), ("code", "/c"))),
         ("dataset_mixture", TWO, SOURCES),
         ("dataset_mixture", json.dumps([dict(source) for source in SOURCES]), SOURCES),
     ],
@@ -70,7 +70,7 @@ def test_of_a_key_that_is_given_twice_the_last_one_counts_with_a_warning(refusal
     ]
     config.load(["steps=1", "log_period=2"], {"M_STEPS": "4"}, warn=told.append)
     assert len(told) == 1
-    given = "eval_sets={name: /a, name: /b}"
+    given = "eval_dataset_path={name: /a, name: /b}"
     assert refusal(given) == f"{given}: name stands twice in one {{table}}. Keep one of them."
 
 
@@ -97,8 +97,8 @@ def test_all_unknown_keys_are_named_at_once_and_where_they_stand(refusal, tmp_pa
         (b"- steps\n", ["holds no keys", "Write one"]),
         (b"steps: 1\nlog_period: 2\nsteps: 3\n", ["steps twice, in lines 1 and 3", "Keep one"]),
         (b"steps:\n  inner: 1\n", ["steps={inner: 1}", "is a table", "keys are not nested"]),
-        (b"eval_sets: [a]\n", ["eval_sets=[a]", "is not a table", "eval_sets={}"]),
-        (b"eval_sets: {a: b, a: c}\n", ["a stands twice in one {table}", "Keep one"]),
+        (b"eval_dataset_path: [a]\n", ["eval_dataset_path=[a]", "is a list"]),
+        (b"eval_dataset_path: {a: b, a: c}\n", ["a stands twice in one {table}", "Keep one"]),
         (b"steps: [1]\n", ["steps=[1]", "run.yml) is a list", "steps=1000"]),
         (b"mlp_activations: silu\n", ["mlp_activations=silu", "is not a list"]),
         (b"step: 5\n", ["step=5", "run.yml) is no key", "Did you mean steps?"]),

@@ -113,8 +113,9 @@ FACTORS = {
         "best_fit": dict(grain_packing_type="best_fit"),
         "unpacked": dict(packing="false"),
         "evaluated": dict(
-            eval_interval=2, eval_replicas="mean", eval_sets="{more: PLACE/text}", sample_prompt="a"
-        ),
+            eval_interval=2, eval_replicas="mean", sample_prompt="a",
+            eval_dataset_path="{held_out: , more: PLACE/text}",
+        ),  # fmt: skip
         "one_epoch": dict(steps=-1),
     },
     "again": {  # what a second start of the run has otherwise; None: there is none

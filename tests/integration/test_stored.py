@@ -45,13 +45,13 @@ def generated(capfd, *argv):
 
 
 def test_the_numbers_are_those_that_the_run_has_logged(capfd, text_run, evaluated):
-    """The held-out text, to the bit on the same mesh; and beside it a text of another name. A run
+    """The held-out text, to the bit on the same mesh; and beside it a named text. A run
     is found by its name and step too, and a checkpoint by its folder."""
     run, keys = text_run
     logged = tools.rows(run)[-1]
-    sets = f"eval_sets={{same: {keys['dataset_path']}}}"
+    texts = f"eval_dataset_path={{'': '', same: {keys['dataset_path']}}}"
     capfd.readouterr()
-    result = evaluated(run, sets)
+    result = evaluated(run, texts)
     held_out, named = result["texts"]
     assert [held_out["name"], named["name"]] == ["", "same"]
     for name in ("loss", "perplexity", "bits_per_byte"):
@@ -75,7 +75,7 @@ def test_one_device_reads_the_same_sequences_as_two_slices(text_run, evaluated):
     run, _ = text_run
     (wanted,) = evaluated(run)["texts"]
     for keys in (
-        ["dcn_diloco_parallelism=1", "eval_per_device_batch_size=3"],
+        ["dcn_diloco_parallelism=1", "per_device_batch_size=3"],
         ["dcn_diloco_parallelism=2", "ici_fsdp_parallelism=2"],
     ):
         (other,) = evaluated(run, *keys)["texts"]
@@ -127,7 +127,7 @@ NO_RUN = [
     (evaluate, ["{text}", "step=1", "step=1"], 2, "step is given twice"),
     (evaluate, ["{text}", "parameters=inner"], 2, "must be outer, mean, or replica_0 to replica_1"),
     (evaluate, ["{text}", "parameters=replica_2"], 2, "the run had 2 replicas. Use 0 to 1"),
-    (evaluate, ["{text}", "eval_sets={{a: /nowhere}}"], 3, "eval_sets.a=/nowhere does not exist"),
+    (evaluate, ["{text}", "eval_dataset_path={{a: /nowhere}}"], 3, "_path.a=/nowhere does not"),
     (evaluate, ["absent", "base_output_directory={tmp}"], 2, "and {tmp}/absent. Give"),
     (evaluate, ["{tmp}"], 2, "CheckpointError: RUN={tmp} holds no checkpoint: give the folder"),
     (evaluate, ["{text}/checkpoints/4", "step=4"], 2, "one checkpoint already. Leave step out"),

@@ -95,13 +95,12 @@ SCHEDULES = {
         WSD | dict(wsd_decay_style="cosine"), 100, HOLDS | {85: half_a_cosine(0.25, 0.1), 90: 0.55},
     ),
     "wsd whose warmup and fall overlap": (
-        WSD | dict(warmup_steps=8, wsd_decay_steps_fraction=0.5, learning_rate_final_fraction=0.0),
+        WSD
+        | dict(warmup_steps_fraction=0.8, wsd_decay_steps_fraction=0.5)
+        | dict(learning_rate_final_fraction=0.0),
         10,
         {8: 1.0, 9: 0.5, 10: 0.0},
     ),
-    "a warmup in steps": (dict(warmup_steps=10), 100, {5: 0.5, 10: 1.0}),
-    "a warmup in steps of a longer run": (dict(warmup_steps=10), 1000, {5: 0.5, 10: 1.0}),
-    "no steps of warmup, whatever the fraction": (WARMUP | dict(warmup_steps=0), 100, {1: 1.0}),
 }  # fmt: skip
 
 

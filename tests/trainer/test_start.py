@@ -165,7 +165,7 @@ KEYS = [
     "sample_prompt=it's: \u00e4 \U0001f600",
     "mlp_activations=[gelu]", "override_model_config=true",
     "dataset_mixture=[{path: /a b, weight: 0.7, name: x}, {path: '/c, d', name: y}]",
-    "eval_sets={wiki: /data/wiki}", "logical_axis_rules=[[embed, [fsdp, tensor]]]",
+    "eval_dataset_path={wiki: /data/wiki}", "logical_axis_rules=[[embed, [fsdp, tensor]]]",
 ]  # fmt: skip
 
 

@@ -12,8 +12,9 @@ import jax
 from maxdiloco.data import mixture, shards, tokenizer
 from maxdiloco.data.prepared.prepare import PART_BYTES, Work, part_bytes_of, prepare
 from maxdiloco.data.sources import opening
-from maxdiloco.data.split import Source, needs_tokenising, source_of, split_path
+from maxdiloco.data.split import Source, needs_tokenising, source_of
 from maxdiloco.errors import ConfigError, DataError
+from maxdiloco.flags import eval_texts
 from maxdiloco.flags.config import Config
 from maxdiloco.processes import coordination
 from maxdiloco.storage import object_store
@@ -58,15 +59,13 @@ def _sources(cfg: Config, splits: Collection[str]) -> dict[Source, tuple[Config,
     """{split.source_of: the config that it is read with, its key} of all that are read."""
     if cfg.eval_interval == -1:
         splits = [split for split in splits if split != "eval"]
-    chosen = [(*split_path(cfg, split), cfg) for split in splits]
-    if any(key == "dataset_path" for key, *_ in chosen):
+    chosen = []
+    if "train" in splits or ("eval" in splits and eval_texts.holds_out(cfg)):
         trained = mixture.source_configs(cfg).items()
-        chosen = [
-            *((key, of_source.dataset_path, of_source) for key, of_source in trained),
-            *(each for each in chosen if each[0] != "dataset_path"),
-        ]
+        chosen += [(key, of_source.dataset_path, of_source) for key, of_source in trained]
     if "eval" in splits:
-        chosen += [(f"eval_sets.{name}", path, cfg) for name, path in cfg.eval_sets]
+        texts = eval_texts.paths(cfg).items()
+        chosen += [(eval_texts.key_of(name), path, cfg) for name, path in texts if path]
     return {source_of(read_with, path): (read_with, key) for key, path, read_with in chosen}
 
 
