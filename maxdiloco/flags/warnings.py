@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from maxdiloco.flags import base_yml, eval_texts
+from maxdiloco.flags import base_yml, eval_paths
 
 # A vocabulary so many times the tokenizer's is more than a round number: our choice.
 _FAR_ABOVE = 2
@@ -37,7 +37,7 @@ def _of_config(cfg: Any) -> list[str]:
             f"for; training takes the devices there are. Leave it out here."
         )
     usual = base_yml.declared()["eval_fraction"].default
-    if not eval_texts.holds_out(cfg) and cfg.eval_fraction != usual:
+    if not eval_paths.holds_out(cfg) and cfg.eval_fraction != usual:
         lines.append(
             f"eval_fraction={cfg.eval_fraction} does nothing beside eval_dataset_path, which is "
             f"the held-out text. Leave one of them out."

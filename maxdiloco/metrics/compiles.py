@@ -1,6 +1,5 @@
 """A line for every compile, and all compiles before the first step."""
 
-import functools
 import re
 import threading
 import time
@@ -23,8 +22,7 @@ THREADS = 4
 class CompileLog:
     """Prints every compile with its time; any thread may call it.
 
-    say: prints a line. resident: what DiLoCo keeps on a device beyond plain training, for the
-    memory lines; the caller sets it when it is known.
+    say: prints a line.
     """
 
     def __init__(self, say: Callable[[str], None], *, show_memory: bool):
@@ -32,7 +30,6 @@ class CompileLog:
         self._show_memory = show_memory
         self._lock = threading.Lock()
         self._silent = False  # after an error, while threads that nothing waits for still compile
-        self.resident = ""
 
     def __call__(self, name: str, seconds: float, compiled: jax.stages.Compiled) -> None:
         """Print one compile; see on_compile of parallel.program.Program."""
@@ -40,19 +37,23 @@ class CompileLog:
             if not self._silent:
                 self._say(f"compiled {name} in {seconds:.1f} s")
 
-    def all_of(self, calls: Iterable[Call], *, room: str) -> list[Any]:
+    def all_of(self, calls: Iterable[Call], *, room: str, resident: str = "") -> list[Any]:
         """Compile the programs of a run, see side_by_side; the first error ends it at once.
 
         The first that is not for the start is the plain inner step. A program for the start whose
         arguments are arrays is run here as soon as it is there, while others compile: returns their
-        results.
+        results. resident: what DiLoCo keeps on a device beyond plain training, for show_memory.
         Raises ConfigError, with `room` as the remedy, for a program that does not fit the device.
         """
         started = time.perf_counter()
-        hits: list[str] = []
+        hits: list[str] = []  # appended to by threads
         results = []
         finished = False
-        count = functools.partial(_note_hit, hits)
+
+        def count(event: str, **_: Any) -> None:
+            if event == "/jax/compilation_cache/cache_hits":
+                hits.append(event)
+
         jax.monitoring.register_event_listener(count)
         try:
             with side_by_side(calls) as futures:
@@ -72,18 +73,26 @@ class CompileLog:
         took = time.perf_counter() - started
         self._say(f"{len(calls)} programs ready after {took:.1f} s{kept}")
         if self._show_memory:
-            self._say_memory(sorted(calls, key=lambda call: call.when == START))
+            self._say_memory(sorted(calls, key=lambda call: call.when == START), resident)
         return results
 
-    def _say_memory(self, calls: Sequence[Call]) -> None:
+    def _say_memory(self, calls: Sequence[Call], resident: str) -> None:
         plain = calls[0].program.compile(*calls[0].args).memory_analysis()
         for call in calls:
             memory = call.program.compile(*call.args).memory_analysis()
-            self._say(f"{call.program.name}: {memory_line(memory)}")
-            if self.resident:
+            sizes = {
+                "arguments": memory.argument_size_in_bytes,
+                "outputs": memory.output_size_in_bytes,
+                "of these shared": memory.alias_size_in_bytes,
+                "temporary": memory.temp_size_in_bytes,
+                "on the host": memory.host_argument_size_in_bytes,
+            }
+            shown = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in sizes.items())
+            self._say(f"{call.program.name}: memory a device [MiB]: {shown}")
+            if resident:
                 more = max(0, memory.temp_size_in_bytes - plain.temp_size_in_bytes)
                 self._say(
-                    f"  beyond plain training [MiB a device]: {self.resident}, temporary "
+                    f"  beyond plain training [MiB a device]: {resident}, temporary "
                     f"{more / 2**20:.1f}"
                 )
 
@@ -105,11 +114,6 @@ def side_by_side(calls: Iterable[Call]) -> Iterator[dict[Future, Call]]:
 def _runs_now(call: Call) -> bool:
     shapes = (isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(call.args))
     return call.when == START and not any(shapes)
-
-
-def _note_hit(hits: list[str], event: str, **_: Any) -> None:
-    if event == "/jax/compilation_cache/cache_hits":
-        hits.append(event)  # safe between threads
 
 
 @contextmanager
@@ -167,16 +171,3 @@ def make_room(cfg: Config, *, outer_state: bool, there: bool = True) -> str:
         ways.append(f"optimizer_memory_host_offload=true{where}")
     *most, last = ways
     return f"Use {', '.join(most)} or {last}." if most else f"Use {last}."
-
-
-def memory_line(memory: Any) -> str:
-    """What one compiled program needs on a device."""
-    sizes = {
-        "arguments": memory.argument_size_in_bytes,
-        "outputs": memory.output_size_in_bytes,
-        "of these shared": memory.alias_size_in_bytes,
-        "temporary": memory.temp_size_in_bytes,
-        "on the host": memory.host_argument_size_in_bytes,
-    }
-    shown = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in sizes.items())
-    return f"memory a device [MiB]: {shown}"

@@ -22,13 +22,11 @@ SYNC_SECONDS = 2.0  # for those before a checkpoint
 class EventFile:
     """Rows of metrics as scalars in an event file of tensorboardX, written by a thread.
 
-    folder: that of the file. purge_step: the first step of this life of the run; TensorBoard drops
-    what an earlier life wrote from there on. say: prints a line when the file cannot be written or
-    the thread is MOST_WAITING rows behind; nothing more is written then. `write` never waits,
-    `sync` waits SYNC_SECONDS at most, `close` CLOSE_SECONDS, and none raises.
-
-    tensorboardX's own SummaryWriter is not used: when an error ends its thread, its queue fills and
-    `add_scalar` waits for ever.
+    purge_step: the first step of this life of the run; TensorBoard drops what an earlier life wrote
+    from there on. say: prints a line when the file cannot be written or the thread is MOST_WAITING
+    rows behind; nothing more is written then. `write` never waits, `sync` waits SYNC_SECONDS at
+    most, `close` CLOSE_SECONDS, and none raises. Of tensorboardX's own SummaryWriter, when an error
+    ends its thread, the queue fills and `add_scalar` waits for ever.
     """
 
     def __init__(self, folder: epath.Path, *, purge_step: int, say: Callable[[str], None]):
@@ -95,6 +93,7 @@ class EventFile:
 
     def _write_all(self) -> None:
         from tensorboardX import event_file_writer, record_writer
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         # The client that all other files use. tensorboardX's own uploads again when it is garbage
         # collected, after an error too.
@@ -103,51 +102,41 @@ class EventFile:
         # tensorboardX names the file by the second; the suffix distinguishes two lives of a run.
         prefix = str(self._folder / "events")
         file = event_file_writer.EventsWriter(prefix, filename_suffix=f".{self._purge_step}")
-        file.write_event(self._purge_event())
+        start = SessionLog(status=SessionLog.START)
+        file.write_event(Event(step=self._purge_step, wall_time=time.time(), session_log=start))
         file.flush()
         period = LOCAL_FLUSH_SECONDS if is_local(self._folder) else REMOTE_FLUSH_SECONDS
-        flushed, is_new = time.monotonic(), False
-        while (row := self._next_row(period)) is not None:
-            sync = row if isinstance(row, threading.Event) else None
-            if row and sync is None:
-                file.write_event(self._event(*row))
+        flushed, is_new, row = time.monotonic(), False, ()
+        while row is not None:
+            if isinstance(row, tuple) and row:
+                file.write_event(_event(*row))
                 is_new = True
+            sync = row if isinstance(row, threading.Event) else None
             if sync or (is_new and time.monotonic() - flushed >= period):
                 file.flush()
                 flushed, is_new = time.monotonic(), False
             if sync:
                 sync.set()
+            try:
+                row = self._rows.get(timeout=period)
+            except queue.Empty:
+                row = ()
         file.close()
 
-    def _next_row(self, wait_s: float) -> tuple | threading.Event | None:
-        """The next row or sync; () after wait_s [seconds] without one; None at the end."""
-        try:
-            return self._rows.get(timeout=wait_s)
-        except queue.Empty:
-            return ()
 
-    def _purge_event(self) -> Any:
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
+def _event(step: int, wall_time: float, values: Mapping[str, float | str]) -> Any:
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.summary_pb2 import Summary
+    from tensorboardX.summary import text
 
-        return Event(
-            step=self._purge_step,
-            wall_time=time.time(),
-            session_log=SessionLog(status=SessionLog.START),
-        )
-
-    def _event(self, step: int, wall_time: float, values: Mapping[str, float | str]) -> Any:
-        from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.proto.summary_pb2 import Summary
-        from tensorboardX.summary import text
-
-        summary = Summary()
-        for name, x in values.items():
-            if isinstance(x, str):
-                # TensorBoard shows Markdown: indented, a text keeps its lines.
-                summary.MergeFrom(text(name, "".join(f"    {line}\n" for line in x.splitlines())))
-            else:
-                summary.value.add(tag=name, simple_value=float(x))
-        return Event(step=step, wall_time=wall_time, summary=summary)
+    summary = Summary()
+    for name, x in values.items():
+        if isinstance(x, str):
+            # TensorBoard shows Markdown: indented, a text keeps its lines.
+            summary.MergeFrom(text(name, "".join(f"    {line}\n" for line in x.splitlines())))
+        else:
+            summary.value.add(tag=name, simple_value=float(x))
+    return Event(step=step, wall_time=wall_time, summary=summary)
 
 
 class _RemoteFiles:

@@ -27,9 +27,8 @@ def require() -> types.ModuleType:
 class WandbRun:
     """Scalars of a run, in process 0. A restart goes on with the same run of Weights & Biases.
 
-    folder: of the run; its file wandb_id names the other one. config: keys and values. say: prints
-    one line when a row cannot be logged; nothing more is logged then.
-    Raises ConfigError without the package, and where it refuses to begin.
+    config: keys and values. say: prints one line when a row cannot be logged; nothing more is
+    logged then. Raises ConfigError without the package, and where it refuses to begin.
     """
 
     def __init__(

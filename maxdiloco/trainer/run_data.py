@@ -11,7 +11,7 @@ from maxdiloco.data.pipeline import Dataset, TrainingData
 from maxdiloco.data.prepared.at_start import prepare_sources
 from maxdiloco.data.sources import files
 from maxdiloco.evaluation import eval_texts
-from maxdiloco.flags import eval_texts as flags_eval_texts
+from maxdiloco.flags import eval_paths
 from maxdiloco.flags.config import Config
 from maxdiloco.storage import object_store
 from maxdiloco.storage.run_folder import RunFolder, reason
@@ -35,7 +35,7 @@ def open_data(
     index = LineIndex(cfg.text_column, report=say)
     if any(each.dataset_type == "text" for each in mixture.source_configs(cfg).values()):
         load_index(index, folder.line_index)
-    of_train = flags_eval_texts.with_path(cfg, "" if flags_eval_texts.holds_out(cfg) else "given")
+    of_train = eval_paths.with_path(cfg, "" if eval_paths.holds_out(cfg) else "given")
     train = mixture.open_dataset(of_train, split="train", index=index, prepared=prepared)
     pipeline.check_size(train, train.first_position(shape.num_replicas, shape.sequences))
     held_out = {}
@@ -60,9 +60,9 @@ def lines(
             f"held out{f' as {name}' if name else ''}: {dataset.num_windows:,} sequences, of which "
             f"an evaluation reads {'all' if cfg.eval_steps == -1 else f'{cfg.eval_steps} batches'}"
         )
-    if not flags_eval_texts.holds_out(cfg):
+    if not eval_paths.holds_out(cfg):
         return out
-    for name, path in flags_eval_texts.paths(cfg).items():
+    for name, path in eval_paths.named(cfg).items():
         if not path and held_out:
             return [*out, *_large_shares(cfg, text, held_out[name])]
     if cfg.eval_fraction:

@@ -17,7 +17,7 @@ from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.data import agreed, pipeline, run_tokenizer
 from maxdiloco.data.order import Position
 from maxdiloco.data.tokenizer import Tokenizer
-from maxdiloco.engine.calls import START, Call
+from maxdiloco.engine.calls import START
 from maxdiloco.errors import INTERRUPTED, Preempted
 from maxdiloco.evaluation import eval_texts
 from maxdiloco.flags import checks, config, warnings
@@ -52,10 +52,10 @@ Say = Callable[[str], None]
 
 
 def run(cfg: Config, begun: float, notes: Sequence[str] = ()) -> int:
-    """Join the other processes and train.
+    """Join the other processes and train. Raises the errors of maxdiloco.errors.
 
     begun: time.perf_counter() when the program started. notes: lines on the command line, for the
-    user. Returns the exit code. Raises the errors of maxdiloco.errors.
+    user. Returns the exit code.
     """
     if cfg.enable_wandb:
         wandb_run.require()
@@ -74,7 +74,10 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
     for line in [*notes, *_settings(cfg, mesh)]:
         say(line)
     if cfg.show_fragments:
-        return _show_fragments(cfg, mesh, say)
+        parts = assemble.assemble(cfg, mesh, total_steps=1, on_compile=lambda *_: None)
+        for line in parts.trainer.description().fragments:
+            say(line)
+        return 0
 
     # Data before the run's folder: bad data must not create one.
     name = cfg.run_name or f"run-{from_first_process(int(time.time()))}"
@@ -122,9 +125,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
         chosen, parts = _build(cfg, mesh, total, compiles, links, say)
         trainer = parts.trainer
         stack.callback(trainer.close)
-        description = trainer.description()
-        compiles.resident = description.resident
-        for line in [*_sizes(cfg, parts), *text.description(), *description.start]:
+        for line in [*_sizes(cfg, parts), *text.description(), *trainer.description().start]:
             say(line)
         say(f"{begin.origin}; {total} steps in all")
         for line in start.changes(cfg, parts, begin, checkpointer, total_steps=total):
@@ -198,13 +199,6 @@ def _settings(cfg: Config, mesh: jax.sharding.Mesh) -> list[str]:
     ]
 
 
-def _show_fragments(cfg: Config, mesh: jax.sharding.Mesh, say: Say) -> int:
-    parts = assemble.assemble(cfg, mesh, total_steps=1, on_compile=lambda *_: None)
-    for line in parts.trainer.description().fragments:
-        say(line)
-    return 0
-
-
 def _open_checkpointer(
     cfg: Config, folder: RunFolder, tokenizer: Tokenizer, say: Say
 ) -> AbstractContextManager[Checkpointer | None]:
@@ -253,14 +247,8 @@ def _open_batches(
     """The global batches of some steps; leaving the context ends the reader."""
     shape, sharding = tuple(parts.shape), parts.batch["tokens"].sharding
     rows = feeding.local_rows(sharding, shape)
-    with pipeline.batches(
-        text,
-        position,
-        steps=steps,
-        replicas=rows[0],
-        rows=rows[1],
-        worker_count=cfg.grain_worker_count,
-    ) as local:
+    here = dict(replicas=rows[0], rows=rows[1], worker_count=cfg.grain_worker_count)
+    with pipeline.batches(text, position, steps=steps, **here) as local:
         yield feeding.feed(local, rows, sharding, shape)
 
 
@@ -277,14 +265,7 @@ def _sizes(cfg: Config, parts: Parts) -> list[str]:
     ]
 
 
-def _build(
-    cfg: Config,
-    mesh: jax.sharding.Mesh,
-    total: int,
-    compiles: CompileLog,
-    links: Links | None,
-    say: Say,
-) -> tuple[Config, Parts]:
+def _build(cfg, mesh, total, compiles, links, say) -> tuple[Config, Parts]:
     """The config with remat_policy chosen, and the parts of a run of `total` steps."""
     make = functools.partial(
         assemble.assemble, mesh=mesh, total_steps=total, on_compile=compiles, links=links
@@ -302,7 +283,10 @@ def _compile(
 
     Returns the state of a fresh run, made meanwhile; of one that reads parameters nothing.
     """
-    calls = _calls(cfg, parts, resumes=resumes)
+    # The inner step first, which compiles longest, then the program that makes a first state.
+    inner, *others = assemble.calls(cfg, parts)
+    others.sort(key=lambda call: call.when != START)
+    calls = [inner, *(call for call in others if not (resumes and call.when == START))]
     path = cfg.compiled_trainstep_file
     if path:
         count = compiled_file.load(path, cfg, parts.mesh, calls)
@@ -310,21 +294,11 @@ def _compile(
     else:
         say(f"compiling {len(calls)} programs, {calls[0].program.name} first; a line for each")
     room = make_room(cfg, outer_state=checks.has_replicas(cfg))
-    return compiles.all_of(calls, room=room)
-
-
-def _calls(cfg: Config, parts: Parts, *, resumes: bool) -> list[Call]:
-    """The programs of a run: the inner step first, which compiles longest, then a first state's."""
-    step, *others = (call for call in assemble.calls(cfg, parts) if call.when != START)
-    init = [] if resumes else [assemble.first_call(cfg, parts)]
-    return [step, *init, *others]
+    return compiles.all_of(calls, room=room, resident=parts.trainer.description().resident)
 
 
 def _on_error(line: str, say: Say) -> Callable[..., None]:
-    """Called at the end of a `with`: say the line after an error, but for Preempted, which has it.
-
-    quit_now ends a process without it, so the line at the start has the name too.
-    """
+    """Called at the end of a `with`: say the line after an error, but for Preempted, which has it."""
 
     def on_exit(kind, error, trace) -> None:
         if line and error is not None and not isinstance(error, Preempted):
@@ -334,10 +308,7 @@ def _on_error(line: str, say: Say) -> Callable[..., None]:
 
 
 def _stopped(cfg: Config, t: int, ctrl_c: bool, say: Say, *, again: str) -> int:
-    """The exit code after Ctrl-C; after SIGTERM raise Preempted.
-
-    t: the last step. again: how the run goes on.
-    """
+    """The exit code after Ctrl-C; after SIGTERM raise Preempted. again: how the run goes on."""
     saved = f"saved. {again}"
     if not cfg.enable_checkpointing:
         saved = "nothing is saved, since enable_checkpointing=false."
