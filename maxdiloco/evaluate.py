@@ -72,13 +72,13 @@ def _run(folder, options, keys: list[str]) -> None:
         report = options.report if primary else ""
         if report:
             compiled_file.check_place("report", report)
-        result = eval_stored.evaluate(
+        evaluated, texts = eval_stored.evaluate(
             folder, argv=keys, environ=os.environ, parameters=options.parameters, say=say_once
         )
-        for line in eval_stored.table(result):
+        for line in eval_stored.table(texts):
             say_once(line)
         if report:
-            text = json.dumps(eval_stored.as_json(result), indent=1) + "\n"
+            text = json.dumps(eval_stored.as_json(evaluated, texts), indent=1) + "\n"
             compiled_file.write_whole("report", report, text.encode())
 
 

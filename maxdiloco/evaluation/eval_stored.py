@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from etils import epath
 
@@ -23,17 +23,6 @@ _MAY_CHANGE = (
     "matmul_precision", "logical_axis_rules", "show_memory", "jax_cache_dir",
     "jax_distributed_initialization_timeout", "peer_timeout_seconds", "peer_port",
 )  # fmt: skip
-
-
-class Result(NamedTuple):
-    """What was evaluated. texts: {name: sums}. num_sequences: limit of each text; -1: all of it."""
-
-    step: int
-    path: epath.Path
-    mesh: dict[str, int]
-    parameters: str
-    num_sequences: int
-    texts: dict[str, Totals]
 
 
 def may_change() -> tuple[str, ...]:
@@ -61,12 +50,13 @@ def evaluate(
     environ: Mapping[str, str],
     parameters: str,
     say: Callable[[str], None],
-) -> Result:
+) -> tuple[dict[str, Any], dict[str, Totals]]:
     """Evaluate the newest undamaged checkpoint of a run, or one checkpoint, on each of its texts.
 
     Reads the same sequences as the run, on whatever mesh: eval_steps counts batches of the run's
     size. folder, parameters: of stored.load. argv, environ: see `configure`. say: prints a line.
-    All processes call it. Raises ConfigError, CheckpointError, DataError.
+    All processes call it. Returns what was evaluated, for as_json, and {name of a text: sums}.
+    Raises ConfigError, CheckpointError, DataError.
     """
     found = stored.load(
         folder,
@@ -97,8 +87,13 @@ def evaluate(
             on_compile=CompileLog(say, show_memory=cfg.show_memory),
         )
         totals = {name: evaluation(found.params, text) for name, text in texts.items()}
-    mesh = dict(found.mesh.shape)
-    return Result(found.step, found.path, mesh, parameters, num_sequences, totals)
+    return {
+        "checkpoint": str(found.path),
+        "step": found.step,
+        "parameters": parameters,
+        "mesh": dict(found.mesh.shape),
+        "num_sequences": num_sequences,
+    }, totals
 
 
 def _batch_devices(mesh: Mapping[str, int]) -> int:
@@ -106,10 +101,10 @@ def _batch_devices(mesh: Mapping[str, int]) -> int:
     return math.prod(size for axis, size in mesh.items() if axis != "context")
 
 
-def table(result: Result) -> list[str]:
+def table(texts: Mapping[str, Totals]) -> list[str]:
     """The lines of a table, one for each text."""
     rows = [("text", "tokens", "bytes", "loss", "perplexity", "bits/byte")]
-    for name, totals in result.texts.items():
+    for name, totals in texts.items():
         of_bytes = ("-", "-")
         if totals.num_bytes:
             of_bytes = f"{totals.num_bytes:,}", f"{totals.bits_per_byte:.6f}"
@@ -119,10 +114,10 @@ def table(result: Result) -> list[str]:
     return output.aligned(rows)
 
 
-def as_json(result: Result) -> dict[str, Any]:
-    """The result for a file; null where a number is not finite."""
-    texts = []
-    for name, totals in result.texts.items():
+def as_json(evaluated: Mapping[str, Any], texts: Mapping[str, Totals]) -> dict[str, Any]:
+    """What `evaluate` returns, for a file; null where a number is not finite."""
+    rows = []
+    for name, totals in texts.items():
         numbers = {
             "cross_entropy": totals.cross_entropy,
             "tokens": totals.tokens,
@@ -132,12 +127,5 @@ def as_json(result: Result) -> dict[str, Any]:
             "bits_per_byte": totals.bits_per_byte,
         }
         finite = {key: x if math.isfinite(x) else None for key, x in numbers.items()}
-        texts.append({"name": name} | finite)
-    return {
-        "checkpoint": str(result.path),
-        "step": result.step,
-        "parameters": result.parameters,
-        "mesh": result.mesh,
-        "num_sequences": result.num_sequences,
-        "texts": texts,
-    }
+        rows.append({"name": name} | finite)
+    return {**evaluated, "texts": rows}

@@ -20,10 +20,7 @@ THREADS = 4
 
 
 class CompileLog:
-    """Prints every compile with its time; any thread may call it.
-
-    say: prints a line.
-    """
+    """Prints every compile with its time; any thread may call it."""
 
     def __init__(self, say: Callable[[str], None], *, show_memory: bool):
         self._say = say
@@ -61,7 +58,9 @@ class CompileLog:
                     call = futures[future]
                     with fitting(call.program.name, room):
                         future.result()
-                        if _runs_now(call):
+                        leaves = jax.tree.leaves(call.args)
+                        abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+                        if call.when == START and not abstract:
                             results.append(jax.block_until_ready(call.program(*call.args)))
             finished = True
         finally:
@@ -111,11 +110,6 @@ def side_by_side(calls: Iterable[Call]) -> Iterator[dict[Future, Call]]:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _runs_now(call: Call) -> bool:
-    shapes = (isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(call.args))
-    return call.when == START and not any(shapes)
-
-
 @contextmanager
 def fitting(name: str, room: str) -> Iterator[None]:
     """Raises ConfigError where the program that is compiled, or run and waited for, does not fit.
@@ -140,10 +134,7 @@ def too_big(error: jax.errors.JaxRuntimeError) -> str | None:
 
 
 def temporaries(message: str, arguments: int) -> int:
-    """Bytes of temporaries in the message of `too_big`; 0 where it does not tell.
-
-    arguments: of the program, which the message's total counts too.
-    """
+    """Bytes of temporaries, without `arguments`, in the message of `too_big`; 0 if it has none."""
     number = r"([\d.]+)([KMGT])"
     units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
     if found := re.search(rf"HLO temporaries \({number}\)", message):
@@ -156,8 +147,8 @@ def temporaries(message: str, arguments: int) -> int:
 def make_room(cfg: Config, *, outer_state: bool, there: bool = True) -> str:
     """The remedy when a program of this config does not fit: what is not yet on.
 
-    outer_state: whether the trainer keeps one besides the replicas, which could be on the host.
-    there: whether it can be tried here; for absent GPUs nothing in host memory can be compiled.
+    outer_state: whether there is one, which could be on the host. there: whether it can be tried
+    here; for absent GPUs nothing in host memory can be compiled.
     """
     where = "" if there else " on the GPUs themselves"
     ways = ["more devices in a slice"]

@@ -84,8 +84,7 @@ def fit(text: str, width: int) -> str:
 class Console:
     """Prints lines above the progress bar, if there is one, and keeps them for the log file.
 
-    Any thread may call it. shown: False in all processes but the first; they print nothing, and
-    their lines are in their log files alone.
+    Any thread may call it. shown: False in all processes but the first, which print nothing.
     """
 
     def __init__(self, *, shown: bool = True):
@@ -118,10 +117,7 @@ class Console:
     def logging(
         self, path: epath.Path, *, require_lock: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """Keep the lines in a file, those before this call too; an error ends up there as well.
-
-        require_lock: of RunFolder.
-        """
+        """Keep the lines in a file, those before this call too. require_lock: of RunFolder."""
         with LogFile(path, say=self._print, require_lock=require_lock) as log:
             with self._lock:
                 early, self._early, self._log = self._early, None, log
@@ -135,10 +131,7 @@ class Console:
 
     @contextlib.contextmanager
     def progress(self, *, first_step: int, total_steps: int) -> Iterator[None]:
-        """A progress bar if standard error is a terminal.
-
-        first_step, total_steps: steps done before, and at the end.
-        """
+        """A progress bar, of which first_step steps are done, if standard error is a terminal."""
         if not self._shown or not shows_bars():
             yield
             return

@@ -10,7 +10,7 @@ A start without an end was killed, or runs. Lines of earlier starts stay.
 import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from maxdiloco import json_text
@@ -26,31 +26,24 @@ MOST_STEPS = 10_000  # of a period in a line; our choice
 class History(contextlib.AbstractContextManager):
     """Adds a line at the start, with `facts`, and one when the context is left; in process 0.
 
-    A line that cannot be written is a warning: it ends no run. say: prints a line.
+    A line that cannot be written is a warning: it ends no run.
     """
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        facts: Mapping[str, Any],
-        *,
-        say: Callable[[str], None] = output.say,
-        clock: Callable[[], float] = time.time,
-    ):
-        self._folder, self._say, self._clock = folder, say, clock
-        self._add({"event": "start", "time": clock(), **facts})
+    def __init__(self, folder: RunFolder, facts: Mapping[str, Any]):
+        self._folder = folder
+        self._add("start", facts)
 
     def __exit__(self, kind, exception, traceback) -> None:
         why = "" if exception is None else f"{kind.__name__}: {exception}"
-        self._add({"event": "end", "time": self._clock(), "why": output.one_line(why)})
+        self._add("end", {"why": output.one_line(why)})
 
-    def _add(self, event: Mapping[str, Any]) -> None:
+    def _add(self, event: str, facts: Mapping[str, Any]) -> None:
         path = self._folder.history
         try:
             with contextlib.closing(open_lines(path, self._folder.require_lock)) as file:
-                file.write(json.dumps(event))
+                file.write(json.dumps({"event": event, "time": time.time(), **facts}))
         except (OSError, CheckpointError) as error:  # the latter: another process has the lock
-            self._say(f"warning: base_output_directory: cannot write {path}: {reason(error)}.")
+            output.say(f"warning: base_output_directory: cannot write {path}: {reason(error)}.")
 
 
 def read(folder: RunFolder) -> list[dict[str, Any]]:

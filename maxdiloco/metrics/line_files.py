@@ -66,21 +66,11 @@ class LocalLines:
 
 
 class RemoteLines:
-    """Lines kept in memory; the whole file is written anew from time to time.
+    """Lines kept in memory after `text`; the whole file is written anew from time to time."""
 
-    text: what the file has so far. clock: seconds, monotonic. require_lock: of RunFolder.
-    """
-
-    def __init__(
-        self,
-        path: epath.Path,
-        text: str,
-        clock: Callable[[], float],
-        require_lock: Callable[[], None],
-    ):
-        self._path, self._text, self._clock = path, text, clock
-        self._require_lock = require_lock
-        self._written = clock()
+    def __init__(self, path: epath.Path, text: str, require_lock: Callable[[], None]):
+        self._path, self._text, self._require_lock = path, text, require_lock
+        self._written = time.monotonic()
         self._whole = True
 
     def write(self, line: str) -> None:
@@ -88,13 +78,13 @@ class RemoteLines:
         self._require_lock()  # at every logged step
         self._text += line + "\n"
         self._whole = False
-        if self._clock() - self._written >= REMOTE_FLUSH_SECONDS:
+        if time.monotonic() - self._written >= REMOTE_FLUSH_SECONDS:
             self.sync()
 
     def sync(self) -> None:
         """Write the file to the object store."""
         self._require_lock()
-        self._written = self._clock()
+        self._written = time.monotonic()
         with object_store.as_os_errors(self._path):
             self._path.write_text(self._text)
         self._whole = True
@@ -111,7 +101,7 @@ def open_lines(path: epath.Path, require_lock: Callable[[], None]) -> LocalLines
         return LocalLines(path)
     with object_store.as_os_errors(path):
         text = path.read_bytes().decode(errors="replace") if path.exists() else ""
-    return RemoteLines(path, text, time.monotonic, require_lock)
+    return RemoteLines(path, text, require_lock)
 
 
 class LogFile(contextlib.AbstractContextManager):

@@ -1,7 +1,5 @@
 """The replicas' metrics at a log step, and whether any step up to it went wrong.
 
-Each process reads what its own devices hold; nothing crosses slices at a log step.
-
     # R replicas  S replicas that devices of this process hold
 """
 
@@ -128,7 +126,7 @@ class Monitor:
     def take_mean_loss(self, steps: int) -> np.ndarray:
         """Mean loss of the steps since it was last taken, float32 [replicas of this process].
 
-        steps: their number. Waits for them. NaN if any of them was not finite.
+        steps: their number. Waits for them.
         """
         self._add_up(len(self._losses))
         mean_S, self._loss_sum_S = self._loss_sum_S / steps, np.float64(0)
@@ -179,10 +177,7 @@ def _read(tree: Any) -> Any:
 
 
 def learning_metrics(metrics: dict[str, np.ndarray], learning_rate: float) -> dict[str, float]:
-    """The metrics learning/* and moe/* of a row, means over the replicas.
-
-    metrics: leaves [R]; loss: the mean since the last row.
-    """
+    """The metrics learning/* and moe/* of a row: means of metrics [R] over the replicas."""
     row = {"learning/loss": float(metrics["loss"].mean())}
     if metrics["loss"].size > 1:
         for m, loss in enumerate(metrics["loss"]):

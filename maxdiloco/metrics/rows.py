@@ -8,25 +8,14 @@ process 0 writes a row some steps later where others are late.
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 
-from maxdiloco.processes import patience
+from maxdiloco.processes.links import Links
 from maxdiloco.processes.patience import Patience
 
 Metrics = Mapping[str, np.ndarray]
 Values = Mapping[str, float]
-
-
-class Links(patience.Links, Protocol):
-    """Connections to the other processes of a run: processes.links.Links."""
-
-    def send_row(self, peer: int, key: tuple[str | int, ...], data: Sequence[object]) -> None:
-        """Queue a message; never blocks."""
-
-    def arrived(self, peer: int, key: tuple[str | int, ...]) -> bool:
-        """Whether a message is there. Raises LostPeerError."""
 
 
 class Rows:
@@ -74,11 +63,7 @@ class Rows:
             self._write_first()
 
     def write_all(self) -> None:
-        """Wait for what is missing and write all rows.
-
-        Raises LostPeerError when a process is silent for the time that the links allow, sends
-        nothing for too long (see Patience), or has ended without its part.
-        """
+        """Wait for what is missing and write all rows. Raises LostPeerError (see Patience)."""
         while self._waiting:
             self._write_first()
 

@@ -38,8 +38,7 @@ from etils import epath
 from maxdiloco import json_text
 from maxdiloco.errors import CheckpointError
 from maxdiloco.metrics.line_files import open_lines
-from maxdiloco.metrics.tensorboard import EventFile
-from maxdiloco.metrics.wandb_run import WandbRun
+from maxdiloco.metrics.trackers import EventFile, WandbRun
 from maxdiloco.processes import output
 from maxdiloco.storage import durable, object_store
 from maxdiloco.storage.run_folder import RunFolder, reason
@@ -50,13 +49,11 @@ class MetricsWriter:
 
     resume_step: the step after which this life of the run starts, or None for a new run. Later rows
     of an earlier life are dropped, and lines that a killed process left half written, so no step is
-    there twice. tensorboard: also write event files. say: prints a line. wandb_config: the keys of
-    the run, to log to Weights & Biases too.
+    there twice. wandb_config: the keys of the run; None: without Weights & Biases.
     A context manager. Raises CheckpointError when metrics.jsonl cannot be written at the start.
-    A disk that is full or broken later does not end the training: one warning is printed, the rows
-    are kept, and the next write that succeeds writes them too. Rows still unwritten when the
-    context ends are a CheckpointError, or a second warning if another error is under way. A failure
-    of the event files is a warning.
+    A disk that is full or broken later does not end the training: one warning is printed, and the
+    next write that succeeds writes the kept rows too. Rows still unwritten when the context ends
+    are a CheckpointError, or a second warning if another error is under way.
     """
 
     def __init__(

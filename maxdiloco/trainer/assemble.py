@@ -76,12 +76,7 @@ class Parts(NamedTuple):
 
 
 def assemble(
-    cfg: Config,
-    mesh: Mesh,
-    *,
-    total_steps: int,
-    on_compile: OnCompile,
-    links: Links | None = None,
+    cfg: Config, mesh: Mesh, *, total_steps: int, on_compile: OnCompile, links: Links | None = None
 ) -> Parts:
     """Build model, optimizers and trainer on the mesh; nothing is allocated or compiled yet.
 
@@ -187,10 +182,7 @@ def baseline(cfg: Config) -> Config | None:
 
 
 def carrier(chosen: str, platform: str, *, joins_processes: bool) -> str:
-    """program or host: what exchange_carrier chooses. XLA hides an exchange on TPU alone.
-
-    joins_processes: whether slots of the mesh axis diloco are in different processes.
-    """
+    """program or host: what exchange_carrier chooses. XLA hides an exchange on TPU alone."""
     if chosen != "auto":
         return chosen
     return "host" if platform != "tpu" and joins_processes else "program"

@@ -55,10 +55,7 @@ def compiled_here() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_folders() -> Iterator[None]:
-    """Programs lowered inside name source files without their folders.
-
-    The text of a Pallas kernel has the path of its source: that of the machine that compiles.
-    """
+    """Programs lowered inside name source files, also in a Pallas kernel, without their folders."""
     with _jax_setting("jax_hlo_source_file_canonicalization_regex", ".*/"):
         yield
 

@@ -108,10 +108,9 @@ def decays(model: Model) -> Any:
 
 
 def muon_dims(model: Model) -> Any:
-    """Pytree like the parameters: how muon sees a leaf as matrices, None where it does not.
+    """Pytree like the parameters: how muon sees a leaf as matrices, None where Adam takes it.
 
-    The layers' matrices with all heads side by side, each expert's apart; embedding, head, norms,
-    routers and biases are left to Adam.
+    The layers' matrices with all heads side by side, each expert's apart.
     """
 
     def dims(names):

@@ -22,7 +22,7 @@ from maxdiloco.errors import INTERRUPTED, Preempted
 from maxdiloco.evaluation import eval_texts
 from maxdiloco.flags import checks, config, warnings
 from maxdiloco.flags.config import Config
-from maxdiloco.metrics import wandb_run
+from maxdiloco.metrics import trackers
 from maxdiloco.metrics.compiles import CompileLog, make_room
 from maxdiloco.metrics.console import Console
 from maxdiloco.metrics.writer import MetricsWriter
@@ -58,7 +58,7 @@ def run(cfg: Config, begun: float, notes: Sequence[str] = ()) -> int:
     user. Returns the exit code.
     """
     if cfg.enable_wandb:
-        wandb_run.require()
+        trackers.require_wandb()
     with job.joined(cfg), saved_programs.compile_cache(cfg) as lines:
         return train(cfg, begun, [*notes, *lines])
 
@@ -108,7 +108,8 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
         log_path = run_files.log_path(folder)
         stack.enter_context(console.logging(log_path, require_lock=folder.require_lock))
         again = "The same command goes on." if cfg.run_name else f"run_name={name} goes on."
-        stack.push(_on_error("" if cfg.run_name else f"The run has no name: {again}", say))
+        line = "" if cfg.run_name else f"The run has no name: {again}"
+        stack.push(functools.partial(_on_error, line, say))
         say(f"run folder: {folder.path}{'' if cfg.run_name else f'; {again}'}")
         run_files.write(config.from_dict(cfg.as_dict() | {"run_name": name}), folder, say)
         begin = start.look(cfg, checkpointer, shape, text=text, data=data)
@@ -153,9 +154,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
             writer=writer,
             links=links,
             checkpointer=checkpointer,
-            note=start.note(
-                cfg, begin.position, data, tokenizer=tokens, total_steps=total
-            ),
+            note=start.note(cfg, begin.position, data, tokenizer=tokens, total_steps=total),
             data_metrics=functools.partial(run_data.metrics, text, begin.position, shape.length),
             since_row=begin.since_row(done),
             begun=begun,
@@ -279,10 +278,7 @@ def _build(cfg, mesh, total, compiles, links, say) -> tuple[Config, Parts]:
 def _compile(
     cfg: Config, parts: Parts, compiles: CompileLog, say: Say, *, resumes: bool
 ) -> list[Any]:
-    """Compile every program before the first step: one that does not fit must not fail later.
-
-    Returns the state of a fresh run, made meanwhile; of one that reads parameters nothing.
-    """
+    """Compile every program before the first step; the state of a fresh run, made meanwhile."""
     # The inner step first, which compiles longest, then the program that makes a first state.
     inner, *others = assemble.calls(cfg, parts)
     others.sort(key=lambda call: call.when != START)
@@ -297,14 +293,10 @@ def _compile(
     return compiles.all_of(calls, room=room, resident=parts.trainer.description().resident)
 
 
-def _on_error(line: str, say: Say) -> Callable[..., None]:
-    """Called at the end of a `with`: say the line after an error, but for Preempted, which has it."""
-
-    def on_exit(kind, error, trace) -> None:
-        if line and error is not None and not isinstance(error, Preempted):
-            say(line)
-
-    return on_exit
+def _on_error(line: str, say: Say, kind, error, trace) -> None:
+    """At the end of a `with`: say the line after an error, but for Preempted, which has it."""
+    if line and error is not None and not isinstance(error, Preempted):
+        say(line)
 
 
 def _stopped(cfg: Config, t: int, ctrl_c: bool, say: Say, *, again: str) -> int:
