@@ -70,7 +70,7 @@ def rounds(cfg: Config) -> Iterator[tuple[int, float, np.ndarray, np.ndarray]]:
     with tempfile.TemporaryDirectory() as folder:
         text = run_data.open_data(cfg, shape, locate(folder, "balance"), lambda line: None)[0]
     parts = assemble.assemble(cfg, mesh, total_steps=cfg.steps, on_compile=lambda *_: None)
-    state, H = assemble.initial_state(parts, cfg.init_weights_seed), cfg.diloco_sync_period
+    state, H = parts.init(np.uint32(cfg.init_weights_seed)), cfg.diloco_sync_period
     *batches, unseen = read(parts, text, cfg.steps + 1)
     count = jax.jit(lambda params, batch: parts.model.loss(params, batch)[1][COUNTS])
     probe = {name: x.reshape(-1, x.shape[-1]) for name, x in unseen.items()}

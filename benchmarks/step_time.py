@@ -215,7 +215,7 @@ def warm_up(case: Case, batch: Any) -> None:
     """Make the state, compile, and take the steps that do not count."""
     device = case.parts.mesh.local_devices[0]
     before = device.memory_stats()
-    case.state = assemble.initial_state(case.parts, case.cfg.init_weights_seed)
+    case.state = case.parts.init(np.uint32(case.cfg.init_weights_seed))
     for _ in range(WARM_UP):
         case.step(batch)
     if before is not None:

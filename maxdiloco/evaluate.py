@@ -14,13 +14,13 @@ from maxdiloco.processes.output import one_line, say
 USAGE = """usage: python -m maxdiloco.evaluate RUN [key=value ...]
 
 RUN: name of a run, its folder, or the folder of one of its checkpoints; also on gs://
-  eval_dataset_path=  text to evaluate on, or several as {held_out: , wiki: /data/wiki}
-  report=  file to write the result to, as JSON"""
+  eval_dataset_path=  text to evaluate on, or several as {held_out: , wiki: /data/wiki}"""
 OPTIONS = MappingProxyType({
     "step": Option(-1, "of the checkpoint; -1: the newest", int, -1),
     "parameters": Option(
         "outer", "outer: theta; replica_0 ...: those of one replica; mean: of all replicas"
     ),
+    "report": Option("", "file to write the result to, as JSON"),
 })  # fmt: skip
 
 
@@ -28,7 +28,14 @@ OPTIONS = MappingProxyType({
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
     if not argv or argv[0] in HELP:
-        _help()
+        import textwrap
+
+        from maxdiloco.evaluation import eval_stored
+
+        say("\n".join([USAGE, *option_lines(OPTIONS)]))
+        say("The other keys are those of the run. These may be set anew:")
+        for line in textwrap.wrap(", ".join(eval_stored.may_change()), 98):
+            say(f"  {line}")
         return 0
     run, (options, keys) = argv[0], read_options(argv[1:], OPTIONS, "evaluate", keys=True)
     from maxdiloco.checkpoint import find
@@ -39,22 +46,11 @@ def main(argv: Sequence[str]) -> int:
     environ = {k: v for k, v in os.environ.items() if k == "M_BASE_OUTPUT_DIRECTORY"}
     base = config.load(place, environ).base_output_directory
     folder = find.locate(run, base_output_directory=base, step=options.step, key="RUN")
-    return _run(folder, options.parameters, keys)
+    _run(folder, options, keys)
+    return 0
 
 
-def _help() -> None:
-    import textwrap
-
-    from maxdiloco.evaluation import eval_stored
-
-    say("\n".join([USAGE, *option_lines(OPTIONS)]))
-    say("The other keys are those of the run. These may be set anew:")
-    indent = "  "
-    for line in textwrap.wrap(", ".join(eval_stored.may_change()), 98):
-        say(indent + line)
-
-
-def _run(folder, parameters: str, keys: list[str]) -> int:
+def _run(folder, options, keys: list[str]) -> None:
     import jax
 
     from maxdiloco.checkpoint import find
@@ -72,17 +68,17 @@ def _run(folder, parameters: str, keys: list[str]) -> int:
 
         for line in notes:
             say_once(line)
-        if cfg.report and primary:
-            compiled_file.check_place("report", cfg.report)
-        result = eval_stored.evaluate(
-            folder, key="RUN", argv=keys, environ=os.environ, parameters=parameters, say=say_once
+        report = options.report if primary else ""
+        if report:
+            compiled_file.check_place("report", report)
+        evaluated, texts = eval_stored.evaluate(
+            folder, argv=keys, environ=os.environ, parameters=options.parameters, say=say_once
         )
-        for line in eval_stored.table(result):
+        for line in eval_stored.table(texts):
             say_once(line)
-        if cfg.report and primary:
-            text = json.dumps(eval_stored.as_json(result), indent=1) + "\n"
-            compiled_file.write_whole("report", cfg.report, text.encode())
-    return 0
+        if report:
+            text = json.dumps(eval_stored.as_json(evaluated, texts), indent=1) + "\n"
+            compiled_file.write_whole("report", report, text.encode())
 
 
 def cli() -> None:

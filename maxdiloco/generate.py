@@ -5,6 +5,7 @@ standard output; which step it is of, to standard error.
 """
 
 import json
+import pathlib
 from collections.abc import Sequence
 from types import MappingProxyType, SimpleNamespace
 
@@ -16,15 +17,11 @@ from maxdiloco.processes.output import say, say_error
 OPTIONS = MappingProxyType({
     "prompt": Option("\n", "text to continue"),
     "prompts_file": Option("", "file with one prompt a line, in place of prompt"),
-    "output": Option(
-        "", "file to write to, a JSON object with prompt and text a line; empty: print"
-    ),
+    "output": Option("", "file for a JSON object with prompt and text a line; empty: print"),
     "max_new_tokens": Option(
         200, "most tokens of a continuation, which ends with its document", int
     ),
-    "temperature": Option(
-        0.8, "0 takes the likeliest token, 1 samples as the model says", float
-    ),
+    "temperature": Option(0.8, "0 takes the likeliest token, 1 samples as the model says", float),
     "top_k": Option(40, "sample from the k likeliest tokens; 0: from all", int),
     "seed": Option(0, "of the sampling", int, 0),
     "step": Option(-1, "of the checkpoint; -1: the newest", int, -1),
@@ -45,14 +42,16 @@ def main(argv: Sequence[str]) -> int:
     run, (options, _) = argv[0], read_options(argv[1:], OPTIONS, "generate")
     checks.refuse_store("RUN", run)
     prompts = _prompts(options)
-    if options.output:
-        _check_output(options.output)
-    texts = continued(run, options, prompts)
-    if options.output:
-        _write(options.output, prompts, texts)
-    else:
-        for each in texts:
-            say(each)
+    if not options.output:
+        for text in _continued(run, options, prompts):
+            say(text)
+        return 0
+    from maxdiloco.trainer import compiled_file
+
+    compiled_file.check_place("output", options.output)
+    rows = zip(prompts, _continued(run, options, prompts), strict=True)
+    lines = [json.dumps({"prompt": prompt, "text": text}) + "\n" for prompt, text in rows]
+    compiled_file.write_whole("output", options.output, "".join(lines).encode())
     return 0
 
 
@@ -62,8 +61,7 @@ def _prompts(options: SimpleNamespace) -> list[str]:
     if not path:
         return [options.prompt]
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
+        text = pathlib.Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(
@@ -74,25 +72,8 @@ def _prompts(options: SimpleNamespace) -> list[str]:
     return text.removesuffix("\n").split("\n")
 
 
-def _check_output(path: str) -> None:
-    from maxdiloco.trainer import compiled_file
-
-    compiled_file.check_place("output", path)
-
-
-def _write(path: str, prompts: list[str], texts: list[str]) -> None:
-    from maxdiloco.trainer import compiled_file
-
-    rows = zip(prompts, texts, strict=True)
-    lines = [json.dumps({"prompt": prompt, "text": text}) for prompt, text in rows]
-    compiled_file.write_whole("output", path, "".join(f"{line}\n" for line in lines).encode())
-
-
-def continued(run: str, options: SimpleNamespace, prompts: Sequence[str]) -> list[str]:
-    """Each prompt with its continuation by the model of a run.
-
-    Raises CheckpointError when `run` holds no checkpoint, ConfigError for options out of range.
-    """
+def _continued(run: str, options: SimpleNamespace, prompts: Sequence[str]) -> list[str]:
+    """Each prompt with its continuation by the model of a run."""
     import jax
     import numpy as np
     from jax.sharding import Mesh
@@ -115,6 +96,7 @@ def continued(run: str, options: SimpleNamespace, prompts: Sequence[str]) -> lis
 
     found = stored.load(folder, key="RUN", configure=configure, mesh_of=lambda cfg: one_device)
     tokenizer = run_tokenizer.of_checkpoint(found.cfg, found.path)
+    how = {name: vars(options)[name] for name in ("max_new_tokens", "temperature", "top_k")}
     texts = []
     for prompt in prompts:
         given = token_text.prompt_tokens(tokenizer, prompt)
@@ -122,10 +104,8 @@ def continued(run: str, options: SimpleNamespace, prompts: Sequence[str]) -> lis
             found.model,
             found.params,
             np.array([given], np.int32),
-            max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature,
-            top_k=options.top_k,
             key=jax.random.key(options.seed),
+            **how,
         )
         texts.append(prompt + token_text.continuation(tokenizer, given, np.asarray(tokens[0])))
     say_error(f"step {found.step} of {found.path.parent.parent}")

@@ -7,7 +7,7 @@ from maxdiloco.data.line_index import LineIndex
 from maxdiloco.data.pipeline import Dataset
 from maxdiloco.data.split import Source
 from maxdiloco.errors import DataError
-from maxdiloco.flags import eval_texts
+from maxdiloco.flags import eval_paths
 from maxdiloco.flags.config import Config
 
 
@@ -22,8 +22,8 @@ def open_texts(
     or too short.
     """
     texts = {}
-    for name, path in eval_texts.paths(cfg).items():
-        of_text = eval_texts.with_path(cfg, path)
+    for name, path in eval_paths.named(cfg).items():
+        of_text = eval_paths.with_path(cfg, path)
         try:
             texts[name] = mixture.open_dataset(
                 of_text, split="eval", index=index, prepared=prepared
@@ -31,11 +31,11 @@ def open_texts(
         except DataError as error:
             if not name:
                 raise
-            raise DataError(f"{eval_texts.key_of(name)}: {error}") from error
+            raise DataError(f"{eval_paths.key_of(name)}: {error}") from error
     return texts
 
 
-def agree(texts: dict[str, Dataset]) -> None:
+def agree(texts: Mapping[str, Dataset]) -> None:
     """Raise DataError unless all processes have the same texts. All processes call it."""
     if texts:
         agreed.contents(

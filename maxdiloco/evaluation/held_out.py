@@ -1,6 +1,6 @@
-"""The loss of the outer parameters on held-out sequences.
+"""The loss on held-out sequences: of the outer parameters, and of each replica.
 
-    # B sequences of one evaluation batch, over all devices  L tokens  V vocabulary
+    # R replicas  B sequences of one evaluation batch, over all devices  L tokens  V vocabulary
 """
 
 import math
@@ -19,9 +19,11 @@ from maxdiloco.engine.calls import BESIDE, EVALUATION, Call
 from maxdiloco.engine.trainer import Trainer
 from maxdiloco.flags.config import Config
 from maxdiloco.models.loss import next_tokens
+from maxdiloco.models.transformer import Model
 from maxdiloco.parallel import feeding, slots
 from maxdiloco.parallel.program import Program
-from maxdiloco.parallel.sharding import Rules, spec
+from maxdiloco.parallel.replicas import broadcast, map_fn, reduce_mean, without_singleton_vmap
+from maxdiloco.parallel.sharding import spec
 
 
 class Totals(NamedTuple):
@@ -52,32 +54,31 @@ class Totals(NamedTuple):
         return self.cross_entropy / math.log(2) / self.num_bytes if self.num_bytes else math.nan
 
     def metrics(self, name: str = "") -> dict[str, float]:
-        """eval/loss, eval/perplexity, eval/bits_per_byte; of a named set eval/<name>/loss ...
+        """eval/loss, eval/perplexity, eval/bits_per_byte; of a named text eval/<name>/loss ...
 
         Tokens that stand for no text have no bits per byte.
         """
-        prefix = f"eval/{name}/" if name else "eval/"
-        row = {f"{prefix}loss": self.loss, f"{prefix}perplexity": self.perplexity}
+        row = {"loss": self.loss, "perplexity": self.perplexity}
         if self.num_bytes:
-            row[f"{prefix}bits_per_byte"] = self.bits_per_byte
-        return row
+            row["bits_per_byte"] = self.bits_per_byte
+        prefix = f"eval/{name}/" if name else "eval/"
+        return {prefix + of: value for of, value in row.items()}
 
 
 class Evaluation:
     """The evaluation of a run: one program that adds up the losses of a batch [B, L].
 
     rows: B. num_sequences: how many are read, -1 for all of the text. token_bytes: bytes that each
-    token stands for, int32 [V] (data.token_text). of_slots: the parameters are those of each slot
-    of `diloco`, [slots, ...]. Each slot then evaluates its own on its part of every batch, and the
-    loss is the mean over all targets: that of a model drawn anew for each sequence, not that of the
-    mean of the models. Nothing of a model's size crosses slices.
+    token stands for, int32 [V]. of_slots: the parameters are those of each slot of `diloco`,
+    [slots, ...]. Each slot then evaluates its own on its part of every batch, and the loss is the
+    mean over all targets: that of a model drawn anew for each sequence, not that of the mean of the
+    models. Nothing of a model's size crosses slices.
     """
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         mesh: Mesh,
-        rules: Rules,
         *,
         rows: int,
         length: int,
@@ -90,7 +91,7 @@ class Evaluation:
         self._mesh = mesh
         self._shape = (rows, length)
         # Rows over every batch axis, `diloco` included.
-        self._sharding = NamedSharding(mesh, spec(("batch", "length"), rules))
+        self._sharding = NamedSharding(mesh, spec(("batch", "length"), model.spec.rules))
         self._num_sequences = num_sequences
         self._bytes_V = token_bytes
         self._replicated = NamedSharding(mesh, P())
@@ -104,6 +105,7 @@ class Evaluation:
         )
 
     def _sums(self, params, batch, bytes_V):
+        """Cross entropy, targets that count, and their bytes; scalars, or [1] of a slot."""
         _, aux = self._model.loss(params, batch)
         targets_BL, counts_BL = next_tokens(batch["tokens"], batch["segment_ids"])
         bytes_BL = jnp.where(counts_BL, bytes_V[targets_BL], 0)
@@ -116,10 +118,7 @@ class Evaluation:
         return tuple(x[None] for x in sums) if self._of_slots else sums
 
     def calls(self, params: Any, runs: float, *, program: Program | None = None) -> list[Call]:
-        """The program that adds up a batch.
-
-        params: Trainer.abstract_eval_params. runs: evaluations in a period. program: see `totals`.
-        """
+        """The program of a batch. params: abstract. runs: evaluations in a period."""
         tokens_BL = jax.ShapeDtypeStruct(self._shape, jnp.int32, sharding=self._sharding)
         batch = {"tokens": tokens_BL, "segment_ids": tokens_BL}
         bytes_V = jax.ShapeDtypeStruct(self._bytes_V.shape, jnp.int32, sharding=self._replicated)
@@ -129,14 +128,13 @@ class Evaluation:
         return [Call(program or self._program, args, runs * batches, BESIDE, EVALUATION)]
 
     def __call__(self, params: Any, dataset: Any) -> Totals:
-        """The sums over a data set. params: of Trainer.eval_params. dataset: of data.pipeline."""
+        """The sums over a data set. params: of Trainer.eval_params."""
         return self.totals(params, dataset)[0]
 
     def totals(self, params: Any, dataset: Any, *, program: Program | None = None) -> list[Totals]:
         """The sums over a data set of what a program evaluates, [R] of replicas or one.
 
-        program: (params, batch, bytes_V) -> sums of a batch, [] or [R]; None: that of one set of
-        parameters.
+        program: (params, batch, bytes_V) -> sums of a batch; None: that of one set of parameters.
         A batch is summed in float32 on the devices, the batches in float64 on the host. So another
         mesh or B, which adds in another order, changes the loss by some 1e-7 of itself.
         """
@@ -158,33 +156,83 @@ class Evaluation:
         if self._of_slots and program is None:
             sums = slots.sums_of_all(on_devices)
             return [Totals(sums[0], int(sums[1]), int(sums[2]))]
-        sums_R3 = [np.stack([np.atleast_1d(np.asarray(x, np.float64)) for x in sums], axis=1)
-                   for sums in on_devices]  # fmt: skip
+        sums_N3R = [[np.atleast_1d(np.asarray(x, np.float64)) for x in sums] for sums in on_devices]
         return [
             Totals(math.fsum(losses), int(tokens.sum()), int(num_bytes.sum()))
-            for losses, tokens, num_bytes in np.stack(sums_R3, axis=2)
+            for losses, tokens, num_bytes in np.transpose(sums_N3R, (2, 1, 0))
         ]
 
 
-def of_run(
-    cfg: Config, trainer: Trainer, model: Any, *, rows: int, length: int, on_compile: Callable
-) -> Evaluation:
-    """The evaluation that a config asks for. rows, length: of its batches."""
-    return Evaluation(
-        model,
-        trainer.mesh,
-        model.spec.rules,
-        rows=rows,
-        length=length,
-        num_sequences=sequences(cfg, rows),
-        token_bytes=token_bytes(cfg),
-        of_slots=trainer.evaluates_slots,
-        on_compile=on_compile,
-    )
+class ReplicaEvaluation:
+    """The loss of each replica on held-out sequences, and of the mean of their parameters.
+
+    Beside the loss of theta they tell a bad outer step from replicas that train badly. Each slice
+    evaluates its own replicas on all sequences, so that tokens and losses alone travel between
+    slices. with_mean: the mean's loss too, for which all parameters do.
+    """
+
+    def __init__(
+        self,
+        evaluation: Evaluation,
+        trainer: Trainer,
+        model: Model,
+        *,
+        with_mean: bool,
+        on_compile: Callable,
+    ):
+        self._evaluation, self._trainer, self._model = evaluation, trainer, model
+        self._with_mean = with_mean
+        everywhere = NamedSharding(trainer.mesh, P())
+        like = jax.tree.map(lambda x: x.sharding, trainer.abstract_eval_params)
+        self._each = Program(
+            "evaluate replicas", self._sums, out_shardings=everywhere, on_compile=on_compile
+        )
+        self._mean = Program(
+            "mean of the replicas", self._mean_of, out_shardings=like, on_compile=on_compile
+        )
+
+    def _sums(self, params_R, batch, bytes_V):
+        """Cross entropy of each replica [R], and the targets that count."""
+        mesh, R = self._trainer.mesh, self._trainer.num_replicas
+        rows = spec(("batch", "length"), self._model.spec.rules, without=("diloco",))
+        every = NamedSharding(mesh, P("diloco", *rows))
+        batch_R = jax.tree.map(
+            lambda x_BL: jax.lax.with_sharding_constraint(broadcast(x_BL, R), every), batch
+        )
+
+        def loss(params, batch):
+            return self._model.loss(params, batch)[1]["cross_entropy"]
+
+        loss_R = map_fn(without_singleton_vmap(loss), mesh=mesh, num_replicas=R)(params_R, batch_R)
+        _, counts_BL = next_tokens(batch["tokens"], batch["segment_ids"])
+        count = jnp.sum(counts_BL, dtype=jnp.int32)
+        return loss_R, jnp.broadcast_to(count, (R,)), jnp.zeros((R,), jnp.int32)
+
+    def _mean_of(self, params_R):
+        """The mean as the evaluation takes parameters: once, or for each slot of `diloco`."""
+        like = self._trainer.abstract_eval_params
+        return jax.tree.map(
+            lambda x_R, x: jnp.broadcast_to(reduce_mean(x_R), x.shape), params_R, like
+        )
+
+    def calls(self, runs: float) -> list[Call]:
+        """The programs of an evaluation. runs: evaluations in a period."""
+        params_R = self._trainer.abstract_state.params
+        mean = [Call(self._mean, (params_R,), runs, BESIDE)] if self._with_mean else []
+        return self._evaluation.calls(params_R, runs, program=self._each) + mean
+
+    def __call__(self, state: Any, dataset: Any) -> dict[str, float]:
+        """eval/loss_replica_0 ..., and eval/loss_mean_of_replicas, on a data set."""
+        totals = self._evaluation.totals(state.params, dataset, program=self._each)
+        row = {f"eval/loss_replica_{m}": total.loss for m, total in enumerate(totals)}
+        if self._with_mean:
+            mean = self._mean(state.params)
+            row["eval/loss_mean_of_replicas"] = self._evaluation(mean, dataset).loss
+        return row
 
 
 def sequences(cfg: Config, rows: int) -> int:
-    """Sequences that an evaluation reads of each set; -1: all. rows: of a batch."""
+    """Sequences that an evaluation reads of each text; -1: all. rows: of a batch."""
     return cfg.eval_steps if cfg.eval_steps == -1 else cfg.eval_steps * rows
 
 

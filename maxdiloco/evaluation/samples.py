@@ -28,9 +28,8 @@ SEED = 0
 class Sampler:
     """Continues a prompt on the mesh of a run; every process has to call it.
 
-    tokenizer: of the run. Reads the parameters alone, and draws from a key of its own. of_slots:
-    the parameters are those of each slot of `diloco`; the text is by the first ones that this
-    process holds, in process 0 those of slot 0.
+    of_slots: the parameters are those of each slot of `diloco`; the text is by the first ones that
+    this process holds, in process 0 those of slot 0.
     """
 
     def __init__(
@@ -43,10 +42,7 @@ class Sampler:
         of_slots: bool,
         on_compile: Callable,
     ):
-        self._model = model
-        self._mesh = mesh
-        self._tokenizer = tokenizer
-        self._prompt = prompt
+        self._model, self._tokenizer, self._prompt = model, tokenizer, prompt
         self._tokens = token_text.prompt_tokens(tokenizer, prompt)
         over = slots.of_each if of_slots else slots.of_all
         self._program = Program(
@@ -71,7 +67,7 @@ class Sampler:
         )[:1]
 
     def calls(self, params: Any, runs: float) -> list[Call]:
-        """The program. params: Trainer.abstract_eval_params. runs: evaluations in a period."""
+        """The program. params: abstract. runs: evaluations in a period."""
         return [Call(self._program, (params, None, None), runs, BESIDE, EVALUATION)]
 
     def __call__(self, params: Any) -> str:

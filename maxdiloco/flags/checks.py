@@ -14,7 +14,7 @@ from maxdiloco.flags import (
     check_mixture,
     check_model,
     check_tables,
-    eval_texts,
+    eval_paths,
     idle_keys,
 )
 from maxdiloco.flags.base_yml import Key, show
@@ -239,10 +239,10 @@ def _vocabulary(cfg: Any) -> None:
 
 
 def _data(cfg: Any) -> None:
-    eval_texts.check(cfg)
+    eval_paths.check(cfg)
     if cfg.dataset_type == "synthetic":
         return
-    if cfg.eval_interval != -1 and not cfg.eval_fraction and eval_texts.holds_out(cfg):
+    if cfg.eval_interval != -1 and not cfg.eval_fraction and eval_paths.holds_out(cfg):
         raise ConfigError(
             f"eval_fraction=0 holds nothing out, but eval_interval={cfg.eval_interval} evaluates "
             "on it. Set eval_dataset_path or eval_fraction, or use eval_interval=-1."
@@ -253,7 +253,7 @@ def _data(cfg: Any) -> None:
             "Set dataset_path, or use dataset_type=text."
         )
     paths = {"dataset_path": cfg.dataset_path}
-    paths |= {eval_texts.key_of(name): path for name, path in eval_texts.paths(cfg).items()}
+    paths |= {eval_paths.key_of(name): path for name, path in eval_paths.named(cfg).items()}
     for key, path in paths.items():
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path):
             raise ConfigError(

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from maxdiloco.flags import base_yml, eval_texts, idle_keys
+from maxdiloco.flags import base_yml, eval_paths, idle_keys
 
 # A vocabulary so many times the tokenizer's is more than a round number: our choice.
 _FAR_ABOVE = 2
@@ -18,7 +18,7 @@ def warnings(cfg: Any) -> list[str]:
     """One line for each setting that works but is seldom meant."""
     lines = idle_keys.warnings(cfg)
     usual = base_yml.declared()["eval_fraction"].default
-    if not eval_texts.holds_out(cfg) and cfg.eval_fraction != usual:
+    if not eval_paths.holds_out(cfg) and cfg.eval_fraction != usual:
         lines.append(
             f"eval_fraction={cfg.eval_fraction} does nothing beside eval_dataset_path, which is "
             f"the held-out text. Leave one of them out."

@@ -1,6 +1,5 @@
 """A line for every compile, and all compiles before the first step."""
 
-import functools
 import re
 import threading
 import time
@@ -21,18 +20,13 @@ THREADS = 4
 
 
 class CompileLog:
-    """Prints every compile with its time; any thread may call it.
-
-    say: prints a line. resident: what DiLoCo keeps on a device beyond plain training, for the
-    memory lines; the caller sets it when it is known.
-    """
+    """Prints every compile with its time; any thread may call it."""
 
     def __init__(self, say: Callable[[str], None], *, show_memory: bool):
         self._say = say
         self._show_memory = show_memory
         self._lock = threading.Lock()
         self._silent = False  # after an error, while threads that nothing waits for still compile
-        self.resident = ""
 
     def __call__(self, name: str, seconds: float, compiled: jax.stages.Compiled) -> None:
         """Print one compile; see on_compile of parallel.program.Program."""
@@ -40,19 +34,23 @@ class CompileLog:
             if not self._silent:
                 self._say(f"compiled {name} in {seconds:.1f} s")
 
-    def all_of(self, calls: Iterable[Call], *, room: str) -> list[Any]:
+    def all_of(self, calls: Iterable[Call], *, room: str, resident: str = "") -> list[Any]:
         """Compile the programs of a run, see side_by_side; the first error ends it at once.
 
         The first that is not for the start is the plain inner step. A program for the start whose
         arguments are arrays is run here as soon as it is there, while others compile: returns their
-        results.
+        results. resident: what DiLoCo keeps on a device beyond plain training, for show_memory.
         Raises ConfigError, with `room` as the remedy, for a program that does not fit the device.
         """
         started = time.perf_counter()
-        hits: list[str] = []
+        hits: list[str] = []  # appended to by threads
         results = []
         finished = False
-        count = functools.partial(_note_hit, hits)
+
+        def count(event: str, **_: Any) -> None:
+            if event == "/jax/compilation_cache/cache_hits":
+                hits.append(event)
+
         jax.monitoring.register_event_listener(count)
         try:
             with side_by_side(calls) as futures:
@@ -60,7 +58,9 @@ class CompileLog:
                     call = futures[future]
                     with fitting(call.program.name, room):
                         future.result()
-                        if _runs_now(call):
+                        leaves = jax.tree.leaves(call.args)
+                        abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+                        if call.when == START and not abstract:
                             results.append(jax.block_until_ready(call.program(*call.args)))
             finished = True
         finally:
@@ -72,18 +72,26 @@ class CompileLog:
         took = time.perf_counter() - started
         self._say(f"{len(calls)} programs ready after {took:.1f} s{kept}")
         if self._show_memory:
-            self._say_memory(sorted(calls, key=lambda call: call.when == START))
+            self._say_memory(sorted(calls, key=lambda call: call.when == START), resident)
         return results
 
-    def _say_memory(self, calls: Sequence[Call]) -> None:
+    def _say_memory(self, calls: Sequence[Call], resident: str) -> None:
         plain = calls[0].program.compile(*calls[0].args).memory_analysis()
         for call in calls:
             memory = call.program.compile(*call.args).memory_analysis()
-            self._say(f"{call.program.name}: {memory_line(memory)}")
-            if self.resident:
+            sizes = {
+                "arguments": memory.argument_size_in_bytes,
+                "outputs": memory.output_size_in_bytes,
+                "of these shared": memory.alias_size_in_bytes,
+                "temporary": memory.temp_size_in_bytes,
+                "on the host": memory.host_argument_size_in_bytes,
+            }
+            shown = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in sizes.items())
+            self._say(f"{call.program.name}: memory a device [MiB]: {shown}")
+            if resident:
                 more = max(0, memory.temp_size_in_bytes - plain.temp_size_in_bytes)
                 self._say(
-                    f"  beyond plain training [MiB a device]: {self.resident}, temporary "
+                    f"  beyond plain training [MiB a device]: {resident}, temporary "
                     f"{more / 2**20:.1f}"
                 )
 
@@ -100,16 +108,6 @@ def side_by_side(calls: Iterable[Call]) -> Iterator[dict[Future, Call]]:
         yield {pool.submit(call.program.lowered(*call.args)): call for call in calls}
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _runs_now(call: Call) -> bool:
-    shapes = (isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(call.args))
-    return call.when == START and not any(shapes)
-
-
-def _note_hit(hits: list[str], event: str, **_: Any) -> None:
-    if event == "/jax/compilation_cache/cache_hits":
-        hits.append(event)  # safe between threads
 
 
 @contextmanager
@@ -136,10 +134,7 @@ def too_big(error: jax.errors.JaxRuntimeError) -> str | None:
 
 
 def temporaries(message: str, arguments: int) -> int:
-    """Bytes of temporaries in the message of `too_big`; 0 where it does not tell.
-
-    arguments: of the program, which the message's total counts too.
-    """
+    """Bytes of temporaries, without `arguments`, in the message of `too_big`; 0 if it has none."""
     number = r"([\d.]+)([KMGT])"
     units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
     if found := re.search(rf"HLO temporaries \({number}\)", message):
@@ -152,8 +147,8 @@ def temporaries(message: str, arguments: int) -> int:
 def make_room(cfg: Config, *, outer_state: bool, there: bool = True) -> str:
     """The remedy when a program of this config does not fit: what is not yet on.
 
-    outer_state: whether the trainer keeps one besides the replicas, which could be on the host.
-    there: whether it can be tried here; for absent GPUs nothing in host memory can be compiled.
+    outer_state: whether there is one, which could be on the host. there: whether it can be tried
+    here; for absent GPUs nothing in host memory can be compiled.
     """
     where = "" if there else " on the GPUs themselves"
     ways = ["more devices in a slice"]
@@ -167,16 +162,3 @@ def make_room(cfg: Config, *, outer_state: bool, there: bool = True) -> str:
         ways.append(f"optimizer_memory_host_offload=true{where}")
     *most, last = ways
     return f"Use {', '.join(most)} or {last}." if most else f"Use {last}."
-
-
-def memory_line(memory: Any) -> str:
-    """What one compiled program needs on a device."""
-    sizes = {
-        "arguments": memory.argument_size_in_bytes,
-        "outputs": memory.output_size_in_bytes,
-        "of these shared": memory.alias_size_in_bytes,
-        "temporary": memory.temp_size_in_bytes,
-        "on the host": memory.host_argument_size_in_bytes,
-    }
-    shown = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in sizes.items())
-    return f"memory a device [MiB]: {shown}"

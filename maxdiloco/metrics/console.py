@@ -5,13 +5,11 @@ import shutil
 import sys
 import textwrap
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 
 from etils import epath
 
-from maxdiloco.errors import USER_ERRORS
-from maxdiloco.metrics.log_file import LogFile
+from maxdiloco.metrics.line_files import LogFile
 from maxdiloco.processes.output import one_line, say, shows_bars, span
 
 WIDTH = 100  # of a terminal, in characters; our choice
@@ -69,19 +67,13 @@ def fit(text: str, width: int) -> str:
     """A line as lines of at most width characters: a row is cut between columns, prose at words."""
     if len(text) <= width:
         return text
-    parts = text.split(_GAP)
-    if not text.startswith("step ") or max(map(len, parts)) > width - 4:
-        return "\n".join(
-            textwrap.wrap(
-                text,
-                width,
-                subsequent_indent="  ",
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
+    first, *parts = text.split(_GAP)
+    if not text.startswith("step ") or max(map(len, [first, *parts])) > width - 4:
+        return textwrap.fill(
+            text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
         )
-    lines = [parts[0]]
-    for part in parts[1:]:
+    lines = [first]
+    for part in parts:
         if len(lines[-1]) + len(_GAP) + len(part) > width:
             lines.append(f"    {part}")
         else:
@@ -92,8 +84,7 @@ def fit(text: str, width: int) -> str:
 class Console:
     """Prints lines above the progress bar, if there is one, and keeps them for the log file.
 
-    Any thread may call it. shown: False in all processes but the first; they print nothing, and
-    their lines are in their log files alone.
+    Any thread may call it. shown: False in all processes but the first, which print nothing.
     """
 
     def __init__(self, *, shown: bool = True):
@@ -126,27 +117,21 @@ class Console:
     def logging(
         self, path: epath.Path, *, require_lock: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """Keep the lines in a file, those before this call too; an error ends up there as well.
-
-        require_lock: of RunFolder.
-        """
-        with contextlib.ExitStack() as stack:
-            log = LogFile(path, say=self._print, require_lock=require_lock)
-            stack.enter_context(log)
+        """Keep the lines in a file, those before this call too. require_lock: of RunFolder."""
+        with LogFile(path, say=self._print, require_lock=require_lock) as log:
             with self._lock:
                 early, self._early, self._log = self._early, None, log
                 for text in early or ():
                     log.write(text)
-            stack.callback(self._end_log)
-            stack.push(_log_error(log))
-            yield
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self._log = None
 
     @contextlib.contextmanager
     def progress(self, *, first_step: int, total_steps: int) -> Iterator[None]:
-        """A progress bar if standard error is a terminal.
-
-        first_step, total_steps: steps done before, and at the end.
-        """
+        """A progress bar, of which first_step steps are done, if standard error is a terminal."""
         if not self._shown or not shows_bars():
             yield
             return
@@ -171,10 +156,6 @@ class Console:
         if self._bar is not None:
             self._bar.update()
 
-    def _end_log(self) -> None:
-        with self._lock:
-            self._log = None
-
     def _print(self, text: str) -> None:
         if sys.stdout is not None and sys.stdout.isatty():
             width = min(shutil.get_terminal_size((WIDTH, 24)).columns, WIDTH)
@@ -193,15 +174,3 @@ def _clear(bar) -> None:
     """Remove the bar and what the terminal has echoed behind it."""
     bar.fp.write(_CLEAR_LINE)
     bar.fp.flush()
-
-
-def _log_error(log: LogFile):
-    """Called at the end of a `with`: the error's line, or its traceback, into the log."""
-
-    def on_exit(kind, error, trace) -> None:
-        if isinstance(error, USER_ERRORS):
-            log.write(one_line(f"{kind.__name__}: {error}"))
-        elif error is not None:
-            log.write("".join(traceback.format_exception(error)).rstrip("\n"))
-
-    return on_exit

@@ -7,57 +7,43 @@
 A start without an end was killed, or runs. Lines of earlier starts stay.
 """
 
+import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from typing import Any
 
 from maxdiloco import json_text
 from maxdiloco.errors import CheckpointError
+from maxdiloco.metrics.line_files import open_lines
 from maxdiloco.processes import output
 from maxdiloco.storage import object_store
-from maxdiloco.storage.run_folder import RunFolder, is_local, reason
+from maxdiloco.storage.run_folder import RunFolder, reason
 
 MOST_STEPS = 10_000  # of a period in a line; our choice
 
 
-class History(AbstractContextManager):
+class History(contextlib.AbstractContextManager):
     """Adds a line at the start, with `facts`, and one when the context is left; in process 0.
 
-    A line that cannot be written is a warning: it ends no run. say: prints a line.
+    A line that cannot be written is a warning: it ends no run.
     """
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        facts: Mapping[str, Any],
-        *,
-        say: Callable[[str], None] = output.say,
-        clock: Callable[[], float] = time.time,
-    ):
-        self._folder, self._say, self._clock = folder, say, clock
-        self._add({"event": "start", "time": clock(), **facts})
+    def __init__(self, folder: RunFolder, facts: Mapping[str, Any]):
+        self._folder = folder
+        self._add("start", facts)
 
     def __exit__(self, kind, exception, traceback) -> None:
         why = "" if exception is None else f"{kind.__name__}: {exception}"
-        self._add({"event": "end", "time": self._clock(), "why": output.one_line(why)})
+        self._add("end", {"why": output.one_line(why)})
 
-    def _add(self, event: Mapping[str, Any]) -> None:
-        path, line = self._folder.history, json.dumps(event) + "\n"
+    def _add(self, event: str, facts: Mapping[str, Any]) -> None:
+        path = self._folder.history
         try:
-            if is_local(path):
-                # A process that was killed may have left half a line.
-                torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
-                with open(path, "a", encoding="utf-8") as file:
-                    file.write("\n" * torn + line)
-            else:  # an object store cannot append
-                self._folder.require_lock()
-                with object_store.as_os_errors(path):
-                    before = path.read_text() if path.exists() else ""
-                    path.write_text(before + line)
+            with contextlib.closing(open_lines(path, self._folder.require_lock)) as file:
+                file.write(json.dumps({"event": event, "time": time.time(), **facts}))
         except (OSError, CheckpointError) as error:  # the latter: another process has the lock
-            self._say(f"warning: base_output_directory: cannot write {path}: {reason(error)}.")
+            output.say(f"warning: base_output_directory: cannot write {path}: {reason(error)}.")
 
 
 def read(folder: RunFolder) -> list[dict[str, Any]]:

@@ -1,13 +1,20 @@
-"""Files that grow line by line, on a disk and on an object store: metrics.jsonl and log.txt."""
+"""Files that grow line by line, on a disk and on an object store."""
 
 import collections
+import contextlib
 import os
+import threading
+import time
+import traceback
 from collections.abc import Callable
 
 from etils import epath
 
+from maxdiloco.errors import USER_ERRORS, CheckpointError
+from maxdiloco.processes import output
 from maxdiloco.storage import object_store
 from maxdiloco.storage.durable import sync_folder
+from maxdiloco.storage.run_folder import is_local, reason
 
 # Object stores cannot append: there the whole file is written anew, at most this often.
 REMOTE_FLUSH_SECONDS = 60.0  # our choice
@@ -22,11 +29,13 @@ class LocalLines:
     """
 
     def __init__(self, path: epath.Path):
-        self._file = open(path, "ab", buffering=0)
+        self._file = open(path, "a+b", buffering=0)
         self._size = os.fstat(self._file.fileno()).st_size  # of whole lines
         self._torn = False  # whether the file ends with a part of a line
         self._kept: collections.deque[bytes] = collections.deque(maxlen=MOST_KEPT)
-        self._named = False  # whether the file's name is on the disk
+        # A process that was killed may have left half a line.
+        if self._size and os.pread(self._file.fileno(), 1, self._size - 1) != b"\n":
+            self._kept.append(b"\n")
 
     def write(self, line: str) -> None:
         """Add a line."""
@@ -34,49 +43,34 @@ class LocalLines:
         self._write_kept()
 
     def sync(self) -> None:
-        """Force the lines written so far to the disk, or to the object store."""
+        """Force the lines written so far, and the file's name, to the disk."""
         self._write_kept()
         os.fsync(self._file.fileno())
-        if not self._named:
-            sync_folder(os.path.dirname(self._file.name))
-            self._named = True
+        sync_folder(os.path.dirname(self._file.name))
 
     def close(self) -> None:
         """Write what is left."""
-        try:
+        with self._file:
             self._write_kept()
-        finally:
-            self._file.close()
 
     def _write_kept(self) -> None:
         while self._kept:
             if self._torn:
                 self._file.truncate(self._size)
             self._torn = True
-            rest = line = self._kept[0]
+            rest = self._kept[0]
             while rest:  # a nearly full disk takes a part of it
                 rest = rest[self._file.write(rest) :]
             self._torn = False
-            self._size += len(line)
-            self._kept.popleft()
+            self._size += len(self._kept.popleft())
 
 
 class RemoteLines:
-    """Lines kept in memory; the whole file is written anew from time to time.
+    """Lines kept in memory after `text`; the whole file is written anew from time to time."""
 
-    text: what the file has so far. clock: seconds, monotonic. require_lock: of RunFolder.
-    """
-
-    def __init__(
-        self,
-        path: epath.Path,
-        text: str,
-        clock: Callable[[], float],
-        require_lock: Callable[[], None],
-    ):
-        self._path, self._text, self._clock = path, text, clock
-        self._require_lock = require_lock
-        self._written = clock()
+    def __init__(self, path: epath.Path, text: str, require_lock: Callable[[], None]):
+        self._path, self._text, self._require_lock = path, text, require_lock
+        self._written = time.monotonic()
         self._whole = True
 
     def write(self, line: str) -> None:
@@ -84,13 +78,13 @@ class RemoteLines:
         self._require_lock()  # at every logged step
         self._text += line + "\n"
         self._whole = False
-        if self._clock() - self._written >= REMOTE_FLUSH_SECONDS:
+        if time.monotonic() - self._written >= REMOTE_FLUSH_SECONDS:
             self.sync()
 
     def sync(self) -> None:
-        """Force the lines written so far to the disk, or to the object store."""
+        """Write the file to the object store."""
         self._require_lock()
-        self._written = self._clock()
+        self._written = time.monotonic()
         with object_store.as_os_errors(self._path):
             self._path.write_text(self._text)
         self._whole = True
@@ -99,3 +93,62 @@ class RemoteLines:
         """Write what is left."""
         if not self._whole:
             self.sync()
+
+
+def open_lines(path: epath.Path, require_lock: Callable[[], None]) -> LocalLines | RemoteLines:
+    """The file, to add lines to those that it has. require_lock: of RunFolder. Raises OSError."""
+    if is_local(path):
+        return LocalLines(path)
+    with object_store.as_os_errors(path):
+        text = path.read_bytes().decode(errors="replace") if path.exists() else ""
+    return RemoteLines(path, text, require_lock)
+
+
+class LogFile(contextlib.AbstractContextManager):
+    """The log of a run's terminal: lines with the time of day in front, and the error at the end.
+
+    say: prints one line when the file cannot be written; the training goes on, and on a disk the
+    lines are kept for later. require_lock: of RunFolder; a run that has lost its folder writes no
+    more there. Any thread may write.
+    """
+
+    def __init__(
+        self, path: epath.Path, *, say: Callable[[str], None], require_lock: Callable[[], None]
+    ):
+        self._path, self._say = path, say
+        self._lock = threading.Lock()
+        self._failing = False
+        self._file: LocalLines | RemoteLines | None = None
+        with self._failures_told():
+            self._file = open_lines(path, require_lock)
+        self.write(f"-- {time.strftime('%Y-%m-%d %H:%M:%S %z')}")
+
+    def __exit__(self, kind, error, trace) -> None:
+        if isinstance(error, USER_ERRORS):
+            self.write(output.one_line(f"{kind.__name__}: {error}"))
+        elif error is not None:
+            self.write("".join(traceback.format_exception(error)).rstrip("\n"))
+        if self._file is not None:
+            with self._failures_told():
+                self._file.close()
+
+    def write(self, text: str) -> None:
+        """Add a line, or several. They are in the file at once; on an object store a minute later
+        at most, if more lines come, and at the end."""
+        now = time.strftime("%H:%M:%S")
+        with self._lock:
+            if self._file is not None:
+                with self._failures_told():
+                    self._file.write("\n".join(f"{now} {line}" for line in text.split("\n")))
+
+    @contextlib.contextmanager
+    def _failures_told(self):
+        try:
+            yield
+            self._failing = False
+        except CheckpointError:  # the lock is another run's; the next row or save ends this one
+            self._file = None
+        except OSError as error:
+            if not self._failing:
+                self._say(f"note: {self._path} cannot be written: {reason(error)}.")
+            self._failing = True

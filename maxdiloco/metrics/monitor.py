@@ -1,7 +1,5 @@
 """The replicas' metrics at a log step, and whether any step up to it went wrong.
 
-Each process reads what its own devices hold; nothing crosses slices at a log step.
-
     # R replicas  S replicas that devices of this process hold
 """
 
@@ -53,29 +51,42 @@ class Monitor:
         # On first use: tracing the step takes seconds.
         return self._trainer.abstract_metrics(self._batch)
 
-    @property
-    def _first_bad_like(self) -> jax.ShapeDtypeStruct:
-        loss = self._metrics["loss"]
-        return jax.ShapeDtypeStruct(loss.shape, jnp.int32, sharding=loss.sharding)
-
     @functools.cached_property
     def replicas(self) -> dict[int, list[int]]:
         """{process: the replicas whose metrics `check` gives it}, of all processes; each once."""
-        like = self._first_bad_like
-        owner: dict[int, int] = {}
-        for device, index in like.sharding.devices_indices_map(like.shape).items():
-            for m in range(*index[0].indices(like.shape[0])):
-                owner[m] = min(owner.get(m, device.process_index), device.process_index)
-        found: dict[int, list[int]] = {}
-        for m in sorted(owner):
-            found.setdefault(owner[m], []).append(m)
-        return found
+        owners: dict[int, int] = {}
+        for device, index in self._devices.items():
+            for m in self._replicas_at(index):
+                owners[m] = min(owners.get(m, device.process_index), device.process_index)
+        return {p: [m for m in sorted(owners) if owners[m] == p] for p in set(owners.values())}
+
+    @property
+    def _devices(self) -> dict[jax.Device, Any]:
+        """{device: its index into an array [R]}, of all processes."""
+        loss = self._metrics["loss"]
+        return loss.sharding.devices_indices_map(loss.shape)
+
+    def _replicas_at(self, index: Any) -> range:
+        return range(*index[0].indices(self._metrics["loss"].shape[0]))
+
+    @functools.cached_property
+    def _held(self) -> list[int]:
+        """The replicas whose metrics this process can read, ascending."""
+        own = [i for d, i in self._devices.items() if d.process_index == jax.process_index()]
+        return sorted({m for index in own for m in self._replicas_at(index)})
+
+    @functools.cached_property
+    def _own(self) -> np.ndarray:
+        """Which of those this process reports: each replica has one process that does."""
+        return np.isin(self._held, self.replicas.get(jax.process_index(), []))
 
     def calls(self) -> list[Call]:
         """The program of `add`, which runs every step; `check` runs none."""
         if not self._stop_on_nan:
             return []
-        watched = (self._first_bad_like, _watched(self._metrics), np.int32(0))
+        loss = self._metrics["loss"]
+        first_R = jax.ShapeDtypeStruct(loss.shape, jnp.int32, sharding=loss.sharding)
+        watched = (first_R, _watched(self._metrics), np.int32(0))
         return [Call(self._watch, watched, self._trainer.period, BESIDE)]
 
     def add(self, t: int, metrics: Any) -> None:
@@ -85,8 +96,8 @@ class Monitor:
         if len(self._losses) > _MOST_LOSSES:
             self._add_up(_MOST_LOSSES // 2)
         if self._first_bad_R is None:
-            like = self._first_bad_like
-            never_R = np.full(like.shape, NEVER, like.dtype)
+            like = self._metrics["loss"]
+            never_R = np.full(like.shape, NEVER, np.int32)
             self._first_bad_R = jax.make_array_from_callback(
                 like.shape, like.sharding, lambda index: never_R[index]
             )
@@ -103,26 +114,23 @@ class Monitor:
         Raises NumericsError for the first step that was not finite, of a replica held here; in
         every process if they are together.
         """
-        (last, first_S), held = _read((self._last, self._first_bad_R))
-        step, replica = min(zip(first_S.tolist(), held, strict=True))
+        last, first_S = _read((self._last, self._first_bad_R))
+        step, replica = min(zip(first_S.tolist(), self._held, strict=True))
         if together:
-            found = zip(agree.from_all(step), agree.from_all(replica), strict=True)
-            step, replica = min(found)
+            step, replica = min(zip(agree.from_all(step), agree.from_all(replica), strict=True))
         if step < NEVER:
             raise NumericsError(_not_finite(step, replica, saved_steps()))
         self._trainer.check_exchanges(state)
-        own = self._own(held)
-        return {name: values_S[own] for name, values_S in last.items()}
-
+        return {name: values_S[self._own] for name, values_S in last.items()}
 
     def take_mean_loss(self, steps: int) -> np.ndarray:
         """Mean loss of the steps since it was last taken, float32 [replicas of this process].
 
-        steps: their number. Waits for them. NaN if any of them was not finite.
+        steps: their number. Waits for them.
         """
         self._add_up(len(self._losses))
         mean_S, self._loss_sum_S = self._loss_sum_S / steps, np.float64(0)
-        return mean_S[self._own(self._held)].astype(np.float32)
+        return mean_S[self._own].astype(np.float32)
 
     def loss_sums(self) -> list[float]:
         """Sum of each replica's losses since the mean was last taken, [R]. All processes call it.
@@ -131,30 +139,18 @@ class Monitor:
         """
         self._add_up(len(self._losses))
         R = self._metrics["loss"].shape[0]
-        sum_R, own = np.zeros(R), self._own(self._held)
-        replicas = np.array(self._held)[own]
-        sum_R[replicas] = np.broadcast_to(self._loss_sum_S, len(self._held))[own]
+        sum_R, replicas = np.zeros(R), np.array(self._held)[self._own]
+        sum_R[replicas] = np.broadcast_to(self._loss_sum_S, len(self._held))[self._own]
         return agree.from_owners(sum_R, np.isin(np.arange(R), replicas)).tolist()
 
     def resume_losses(self, sum_R: Sequence[float]) -> None:
         """Go on from what `loss_sums` gave, of a run with another number of replicas perhaps."""
         self._loss_sum_S = np.array([sum_R[m % len(sum_R)] for m in self._held])
 
-    @functools.cached_property
-    def _held(self) -> list[int]:
-        """The replicas whose losses this process can read, ascending."""
-        like = self._first_bad_like
-        local = like.sharding.addressable_devices_indices_map(like.shape).values()
-        return sorted({m for index in local for m in range(*index[0].indices(like.shape[0]))})
-
-    def _own(self, held: list[int]) -> np.ndarray:
-        """Which of the replicas this process reports: each has one process that does."""
-        return np.isin(held, self.replicas.get(jax.process_index(), []))
-
     def _add_up(self, count: int) -> None:
         """Read the oldest losses and add them to the sum, one step after the other."""
         read, self._losses = self._losses[:count], self._losses[count:]
-        for loss_S in _read(read)[0] if read else ():
+        for loss_S in _read(read) if read else ():
             self._loss_sum_S = self._loss_sum_S + loss_S.astype(np.float64)
 
 
@@ -168,25 +164,20 @@ def _not_finite(step: int, replica: int, saved: list[int]) -> str:
     )
 
 
-def _read(tree: Any) -> tuple[Any, list[int]]:
-    """What this process's devices hold of arrays [R] of one sharding: [S], and which replicas."""
+def _read(tree: Any) -> Any:
+    """What this process's devices hold of arrays [R] of one sharding: [S], of the replicas held."""
 
-    def parts(x: jax.Array) -> dict[int, jax.Array]:
-        """{first replica: the values of a slot}; several devices may have the same ones."""
-        return {shard.index[0].indices(x.shape[0])[0]: shard.data for shard in x.addressable_shards}
+    def slots(x: jax.Array) -> list[jax.Array]:
+        """The values of each slot; several devices may have the same ones."""
+        parts = {part.index[0].indices(x.shape[0])[0]: part.data for part in x.addressable_shards}
+        return [parts[first] for first in sorted(parts)]
 
     leaves, structure = jax.tree.flatten(tree)
-    slots = [sorted(parts(x).items()) for x in leaves]
-    held = [start + i for start, data in slots[0] for i in range(data.shape[0])]
-    values = jax.device_get([[data for _, data in each] for each in slots])
-    return structure.unflatten(map(np.concatenate, values)), held
+    return structure.unflatten(map(np.concatenate, jax.device_get([*map(slots, leaves)])))
 
 
 def learning_metrics(metrics: dict[str, np.ndarray], learning_rate: float) -> dict[str, float]:
-    """The metrics learning/* and moe/* of a row, means over the replicas.
-
-    metrics: leaves [R]; loss: the mean since the last row.
-    """
+    """The metrics learning/* and moe/* of a row: means of metrics [R] over the replicas."""
     row = {"learning/loss": float(metrics["loss"].mean())}
     if metrics["loss"].size > 1:
         for m, loss in enumerate(metrics["loss"]):

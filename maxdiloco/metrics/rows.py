@@ -1,49 +1,30 @@
 """Rows of metrics on their way to process 0, which writes each one when all of it is there.
 
 No process waits for another at a log step: each one sends the metrics of its own replicas, and
-process 0 writes a row some steps later where others are late. No JAX here.
+process 0 writes a row some steps later where others are late.
 
     # R replicas
 """
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from maxdiloco.processes import patience
+from maxdiloco.processes.links import Links
 from maxdiloco.processes.patience import Patience
 
 Metrics = Mapping[str, np.ndarray]
 Values = Mapping[str, float]
 
 
-class Links(patience.Links, Protocol):
-    """Connections to the other processes of a run: processes.links.Links."""
-
-    def send_row(self, peer: int, key: tuple[str | int, ...], data: Sequence[object]) -> None:
-        """Queue a message; never blocks."""
-
-    def arrived(self, peer: int, key: tuple[str | int, ...]) -> bool:
-        """Whether a message is there. Raises LostPeerError."""
-
-
-class Row(NamedTuple):
-    """A row that is not written yet. metrics: of this process's replicas; None: it has none."""
-
-    step: int
-    metrics: Metrics | None
-    values: Values
-
-
 class Rows:
     """The rows of a run; every process adds the same steps, and process 0 writes them in order.
 
     process: this one. replicas: {process: replicas whose metrics it reads}, the same everywhere,
-    each replica once, some of them process 0's. links: to process 0, or its own to all others;
-    None where process 0 reads all replicas. write(step, metrics, values): called in process 0;
-    metrics, leaves [R], are None in a row that has none.
+    each replica once, some of them process 0's. links: None where process 0 reads all replicas.
+    write(step, metrics, values): called in process 0; metrics, leaves [R], are None in a row that
+    has none.
     """
 
     def __init__(
@@ -58,51 +39,46 @@ class Rows:
         self._replicas = {peer: list(rows) for peer, rows in sorted(replicas.items()) if rows}
         self._links = links
         self._write = write
-        self._waiting: deque[Row] = deque()
+        self._waiting: deque[tuple[int, Metrics | None, Values]] = deque()
         self._patience = Patience()  # from one row to the next
 
     def add(self, step: int, metrics: Metrics | None, values: Values) -> None:
-        """Add the row of a step; never waits. Process 0 writes it with write_complete or write_all.
+        """Add the row of a step; never waits. Raises LostPeerError.
 
         metrics: of this process's replicas, in their order. values: what process 0 adds to them.
-        Raises LostPeerError.
         """
         self._patience.worked()
         if self._process == 0:
-            self._waiting.append(Row(step, metrics, values))
+            self._waiting.append((step, metrics, values))
         elif metrics is not None and self._process in self._replicas:
             parts = [metrics[name].tobytes() for name in sorted(metrics)]
             self._links.send_row(0, _key(step), parts)
 
     def write_complete(self) -> None:
         """Write the rows that are complete, up to the first that is not. Raises LostPeerError."""
-        while self._waiting and self._is_complete(self._waiting[0]):
+        while self._waiting:
+            step, metrics, _ = self._waiting[0]
+            if not all(self._links.arrived(p, _key(step)) for p in self._peers(metrics)):
+                return
             self._write_first()
 
     def write_all(self) -> None:
-        """Wait for what is missing and write all rows.
-
-        Raises LostPeerError when a process is silent for the time that the links allow, sends
-        nothing for too long (see Patience), or has ended without its part.
-        """
+        """Wait for what is missing and write all rows. Raises LostPeerError (see Patience)."""
         while self._waiting:
             self._write_first()
 
-    def _peers(self, row: Row) -> list[int]:
-        return [] if row.metrics is None else [peer for peer in self._replicas if peer]
-
-    def _is_complete(self, row: Row) -> bool:
-        return all(self._links.arrived(peer, _key(row.step)) for peer in self._peers(row))
+    def _peers(self, metrics: Metrics | None) -> list[int]:
+        return [] if metrics is None else [peer for peer in self._replicas if peer]
 
     def _write_first(self) -> None:
-        row = self._waiting[0]
-        what = f"its part of the row of step {row.step}"
+        step, metrics, values = self._waiting[0]
+        what = f"its part of the row of step {step}"
         parts = {
-            peer: self._patience.receive(self._links, peer, _key(row.step), what)
-            for peer in self._peers(row)
+            peer: self._patience.receive(self._links, peer, _key(step), what)
+            for peer in self._peers(metrics)
         }
         self._waiting.popleft()
-        self._write(row.step, row.metrics and self._of_all(row.metrics, parts), row.values)
+        self._write(step, metrics and self._of_all(metrics, parts), values)
 
     def _of_all(self, own: Metrics, parts: Mapping[int, bytearray]) -> Metrics:
         """The metrics of all replicas, leaves [R]. parts: what the other processes have sent."""

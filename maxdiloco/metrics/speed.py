@@ -14,20 +14,6 @@ _MEMORY = {
 }
 
 
-def training_flops_per_token(
-    matmul_parameters: int, num_layers: int, attention_dim: int, length: int
-) -> float:
-    """Floating-point operations of forward and backward, without recomputation, per token.
-
-    PaLM (arXiv 2204.02311) App. B: 6 N + 12 L H Q T, with attention counted as if it were not
-    causal, so that figures compare with those of others.
-    matmul_parameters: N, parameters that take part in a matrix product (a tied embedding counts
-    once, an untied input embedding not at all). attention_dim: query heads times head_dim, H Q.
-    length: tokens in a sequence, T.
-    """
-    return 6.0 * matmul_parameters + 12.0 * num_layers * attention_dim * length
-
-
 def performance(
     *,
     step_time: float,
@@ -54,35 +40,23 @@ def performance(
 
 
 def device_memory(devices: Sequence[Any]) -> dict[str, float]:
-    """The metrics device/memory_*, of the fullest of some devices; none where the backend has none.
-
-    devices: jax.Device of this process.
-    """
-    found: dict[str, float] = {}
-    for device in devices:
-        for name, key in _MEMORY.items():
-            size = (device.memory_stats() or {}).get(key)
-            if size is not None:
-                found[name] = max(size, found.get(name, 0))
-    return found
+    """The metrics device/memory_*, of the fullest jax.Device; none where the backend has none."""
+    stats = [device.memory_stats() or {} for device in devices]
+    sizes = {name: [of[key] for of in stats if key in of] for name, key in _MEMORY.items()}
+    return {name: max(found) for name, found in sizes.items() if found}
 
 
 class StepClock:
     """perf/step_time: the interval between log points divided by its steps.
 
     Call lap() after block_until_ready on the state: otherwise the clock tells how long it took to
-    dispatch the steps. exclude() and excluded() take other work out: evaluation, the blocking part
-    of a checkpoint. Block on the state before excluded(), or running steps are timed as zero.
-    clock: seconds, monotonic.
+    dispatch the steps. excluded() takes other work out, such as an evaluation: block on the state
+    before it, or running steps are timed as zero. clock: seconds, monotonic.
     """
 
     def __init__(self, step: int, *, clock: Callable[[], float] = time.perf_counter):
         self._clock = clock
         self._restart(step)
-
-    def exclude(self, seconds: float) -> None:
-        """Take seconds that have passed out of the present interval."""
-        self._excluded += seconds
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
@@ -91,7 +65,7 @@ class StepClock:
         try:
             yield
         finally:
-            self.exclude(self._clock() - started)
+            self._excluded += self._clock() - started
 
     def lap(self, step: int) -> float:
         """Seconds per step since the last log point; this one starts the next interval."""

@@ -30,7 +30,6 @@ Names (a row has those that exist at its step):
 import json
 import math
 import numbers
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,26 +37,23 @@ from etils import epath
 
 from maxdiloco import json_text
 from maxdiloco.errors import CheckpointError
-from maxdiloco.metrics.line_files import LocalLines, RemoteLines
-from maxdiloco.metrics.tensorboard import EventFile
-from maxdiloco.metrics.wandb_run import WandbRun
+from maxdiloco.metrics.line_files import open_lines
+from maxdiloco.metrics.trackers import EventFile, WandbRun
 from maxdiloco.processes import output
 from maxdiloco.storage import durable, object_store
-from maxdiloco.storage.run_folder import RunFolder, is_local, reason
+from maxdiloco.storage.run_folder import RunFolder, reason
 
 
 class MetricsWriter:
-    """Appends rows to metrics.jsonl and, if asked, to TensorBoard. For the first process.
+    """Appends rows to metrics.jsonl, and to TensorBoard and Weights & Biases; in process 0.
 
     resume_step: the step after which this life of the run starts, or None for a new run. Later rows
     of an earlier life are dropped, and lines that a killed process left half written, so no step is
-    there twice. tensorboard: also write event files (imports tensorboardX). say: prints a line.
-    wandb_config: the keys of the run, to log to Weights & Biases too (imports wandb).
+    there twice. wandb_config: the keys of the run; None: without Weights & Biases.
     A context manager. Raises CheckpointError when metrics.jsonl cannot be written at the start.
-    A disk that is full or broken later does not end the training: one warning is printed, the rows
-    are kept, and the next write that succeeds writes them too. Rows still unwritten when the
-    context ends are a CheckpointError, or a second warning if another error is under way. A failure
-    of the event files is a warning.
+    A disk that is full or broken later does not end the training: one warning is printed, and the
+    next write that succeeds writes the kept rows too. Rows still unwritten when the context ends
+    are a CheckpointError, or a second warning if another error is under way.
     """
 
     def __init__(
@@ -73,13 +69,8 @@ class MetricsWriter:
         self._say = say
         self._failing = False
         try:
-            self._last_step, kept = _repaired(self._path, resume_step, say)
-            self.wall_time_s = _wall_time(kept)  # of the last row that is kept
-            self._sink = (
-                LocalLines(self._path)
-                if is_local(self._path)
-                else RemoteLines(self._path, kept, time.monotonic, folder.require_lock)
-            )
+            last = _repaired(self._path, resume_step, say)
+            self._sink = open_lines(self._path, folder.require_lock)
             self._wandb = None
             if wandb_config is not None:
                 self._wandb = WandbRun(folder, wandb_config, say=say)
@@ -87,6 +78,8 @@ class MetricsWriter:
             raise CheckpointError(
                 f"{self._cannot_write(error)} Free some space or set another folder."
             ) from error
+        self._last_step = last.get("step")
+        self.wall_time_s = last.get("perf/wall_time_s") or 0.0  # of the last row that is kept
         self._events = None
         if tensorboard:
             purge = 0 if resume_step is None else resume_step + 1
@@ -122,7 +115,10 @@ class MetricsWriter:
                 "values of a step and write them once."
             )
         self._last_step = step
-        numbers_by_name = {name: _number(value) for name, value in values.items()}
+        numbers_by_name = {
+            name: int(value) if isinstance(value, numbers.Integral) else float(value)
+            for name, value in values.items()
+        }
         self._try(lambda: self._sink.write(row(step, numbers_by_name)))
         for extra in (self._events, self._wandb):
             if extra is not None:
@@ -161,60 +157,41 @@ def row(step: int, values: Mapping[str, float]) -> str:
     return json.dumps({"step": step} | finite, allow_nan=False)
 
 
-def _number(value: Any) -> float:
-    return int(value) if isinstance(value, numbers.Integral) else float(value)
-
-
 def _repaired(
     path: epath.Path, resume_step: int | None, say: Callable[[str], None]
-) -> tuple[int | None, str]:
-    """(the last step in the file, its text), after later rows and broken lines are dropped."""
+) -> dict[str, Any]:
+    """The last row of the file, after later rows and broken lines are dropped; {} for none."""
     with object_store.as_os_errors(path):
-        if not path.exists():
-            return None, ""
-        text = path.read_bytes().decode(errors="replace")
+        text = path.read_bytes().decode(errors="replace") if path.exists() else ""
     kept: list[str] = []
-    last: int | None = None
+    last: dict[str, Any] = {}
     later = broken = 0
     for line in filter(None, text.split("\n")):
-        step = _step_of(line)
-        if step is None:
+        found = _parsed(line)
+        if not found:
             broken += 1
-        elif resume_step is None or step > resume_step or (last is not None and step <= last):
+        elif resume_step is None or not last.get("step", -1) < found["step"] <= resume_step:
             later += 1
         else:
-            kept.append(line)
-            last = step
-    clean = "".join(line + "\n" for line in kept)
+            kept.append(line + "\n")
+            last = found
+    clean = "".join(kept)
     if clean != text:
-        _replace(path, clean)
+        with object_store.as_os_errors(path), durable.replacing(path) as new:
+            new.write_bytes(clean.encode())  # whatever the locale
     if later or broken:
         say(
             f"{path.name}: {len(kept)} rows kept, {later} later rows and {broken} broken lines of "
             "an earlier life of this run dropped"
         )
-    return last, clean
+    return last
 
 
-def _wall_time(rows: str) -> float:
-    """perf/wall_time_s of the last row; 0 where it has none."""
-    last = rows.rstrip("\n").rpartition("\n")[2]
-    return json.loads(last).get("perf/wall_time_s") or 0.0 if last else 0.0
-
-
-def _step_of(line: str) -> int | None:
+def _parsed(line: str) -> dict[str, Any]:
+    """A row; {} for a line that is none."""
     try:
         content = json_text.parse(line)
     except ValueError:
-        return None
-    step = content.get("step") if isinstance(content, dict) else None
-    return step if isinstance(step, int) else None
-
-
-def _replace(path: epath.Path, text: str) -> None:
-    if not is_local(path):
-        with object_store.as_os_errors(path):
-            path.write_text(text)
-        return
-    with durable.replacing(path) as new:
-        new.write_bytes(text.encode())  # whatever the locale
+        return {}
+    is_row = isinstance(content, dict) and isinstance(content.get("step"), int)
+    return content if is_row else {}

@@ -20,9 +20,8 @@ from maxdiloco.engine.data_parallel import DataParallel
 from maxdiloco.engine.diloco import DiLoCo
 from maxdiloco.engine.trainer import Trainer
 from maxdiloco.errors import ConfigError
-from maxdiloco.evaluation import eval_replicas, held_out
-from maxdiloco.evaluation.eval_replicas import ReplicaEvaluation
-from maxdiloco.evaluation.held_out import Evaluation
+from maxdiloco.evaluation import held_out
+from maxdiloco.evaluation.held_out import Evaluation, ReplicaEvaluation
 from maxdiloco.evaluation.samples import Sampler
 from maxdiloco.exchange.host import Links
 from maxdiloco.flags import checks, config, outer_rate
@@ -56,7 +55,7 @@ class Parts(NamedTuple):
 
     learning_rate: inner steps done -> rate of the next. batch: a step's, leaves [R, B, L] and
     "learning_rate" [R, 1].
-    params, opt_state: one replica's. init: seed -> state. init_with: params, donated -> state.
+    params: one replica's. init: seed -> state. init_with: params, donated -> state.
     of_replicas: None without eval_replicas. sampler: None without sample_prompt.
     """
 
@@ -68,7 +67,6 @@ class Parts(NamedTuple):
     shape: BatchShape
     batch: dict[str, jax.ShapeDtypeStruct]
     params: Any
-    opt_state: Any
     init: Program
     init_with: Program
     monitor: Monitor
@@ -78,12 +76,7 @@ class Parts(NamedTuple):
 
 
 def assemble(
-    cfg: Config,
-    mesh: Mesh,
-    *,
-    total_steps: int,
-    on_compile: OnCompile,
-    links: Links | None = None,
+    cfg: Config, mesh: Mesh, *, total_steps: int, on_compile: OnCompile, links: Links | None = None
 ) -> Parts:
     """Build model, optimizers and trainer on the mesh; nothing is allocated or compiled yet.
 
@@ -92,40 +85,41 @@ def assemble(
     """
     shape = batch_shape(cfg, mesh)
     model = on_mesh.build(cfg, mesh)
-    rules = model.spec.rules
-    learning_rate = optimizer.learning_rate_schedule(cfg, total_steps)
     inner_optimizer = optimizer.build(cfg, model=model)
     params = on_mesh.parameters(model, mesh)
     opt_state = optimizer.abstract_state(cfg, inner_optimizer, params, mesh)
+    accumulation = cfg.gradient_accumulation_steps
     step = inner_step.make(
-        model,
-        inner_optimizer,
-        accumulation=cfg.gradient_accumulation_steps,
-        nan_policy=cfg.nan_policy,
+        model, inner_optimizer, accumulation=accumulation, nan_policy=cfg.nan_policy
     )
     if cfg.enable_diloco:
         trainer = _diloco(cfg, mesh, model, step, shape.num_replicas, on_compile, links)
         trainer.bind(params, opt_state)
     else:
-        trainer = _data_parallel(cfg, mesh, step, params, opt_state, on_compile)
-    batch = _abstract_batch(shape, mesh, rules)
-    rows = eval_rows(cfg, shape)
-    evaluation = held_out.of_run(
-        cfg, trainer, model, rows=rows, length=shape.length, on_compile=on_compile
+        trainer = DataParallel(
+            step, params, opt_state, mesh=mesh, accumulation=accumulation, on_compile=on_compile
+        )
+    batch = _abstract_batch(shape, mesh, model.spec.rules)
+    rows = shape.num_replicas * shape.sequences // accumulation  # of a batch of an evaluation
+    evaluation = Evaluation(
+        model,
+        mesh,
+        rows=rows,
+        length=shape.length,
+        num_sequences=held_out.sequences(cfg, rows),
+        token_bytes=held_out.token_bytes(cfg),
+        of_slots=trainer.evaluates_slots,
+        on_compile=on_compile,
     )
-    of_replicas = None
-    if checks.has_replicas(cfg):
-        of_replicas = eval_replicas.of_run(cfg, evaluation, trainer, model, on_compile=on_compile)
     return Parts(
         mesh=mesh,
         model=model,
-        learning_rate=learning_rate,
+        learning_rate=optimizer.learning_rate_schedule(cfg, total_steps),
         optimizer=inner_optimizer,
         trainer=trainer,
         shape=shape,
         batch=batch,
         params=params,
-        opt_state=opt_state,
         init=_init_program(trainer, model, inner_optimizer),
         init_with=trainer.init_program(
             lambda params: (params, inner_optimizer.init(params)), donate=(0,)
@@ -134,24 +128,26 @@ def assemble(
             trainer, batch, stop_on_nan=cfg.nan_policy == "stop", on_compile=on_compile
         ),
         evaluation=evaluation,
-        of_replicas=of_replicas,
+        of_replicas=_of_replicas(cfg, evaluation, trainer, model, on_compile),
         sampler=_sampler(cfg, mesh, model, trainer.evaluates_slots, on_compile),
     )
 
 
-def _sampler(
-    cfg: Config, mesh: Mesh, model: Model, of_slots: bool, on_compile: OnCompile
-) -> Sampler | None:
+def _of_replicas(cfg, evaluation, trainer, model, on_compile) -> ReplicaEvaluation | None:
+    if cfg.eval_replicas == "none" or not checks.has_replicas(cfg):
+        return None
+    with_mean = cfg.eval_replicas == "mean"
+    return ReplicaEvaluation(
+        evaluation, trainer, model, with_mean=with_mean, on_compile=on_compile
+    )
+
+
+def _sampler(cfg, mesh, model, of_slots, on_compile) -> Sampler | None:
     if not cfg.sample_prompt:
         return None
     model = on_mesh.for_decoding(cfg, mesh, model)
     text = tokenizer.build(cfg), cfg.sample_prompt
     return Sampler(model, mesh, *text, of_slots=of_slots, on_compile=on_compile)
-
-
-def eval_rows(cfg: Config, shape: BatchShape) -> int:
-    """Sequences of an evaluation batch, over all devices."""
-    return shape.num_replicas * shape.sequences // cfg.gradient_accumulation_steps
 
 
 def batch_shape(cfg: Config, mesh: Mesh) -> BatchShape:
@@ -160,14 +156,8 @@ def batch_shape(cfg: Config, mesh: Mesh) -> BatchShape:
     Devices that share sequences count as one.
     Raises ConfigError for replicas or a dtype that these devices cannot take.
     """
-    _check_dtype(cfg, mesh)
-    devices = mesh.size // mesh.shape["diloco"] // on_mesh.length_shards(cfg, mesh)
-    sequences = cfg.per_device_batch_size * devices * cfg.gradient_accumulation_steps
-    return BatchShape(_count_replicas(cfg, mesh), sequences, cfg.max_target_length)
-
-
-def _check_dtype(cfg: Config, mesh: Mesh) -> None:
-    together = mesh.size // (mesh.shape["diloco"] if cfg.enable_diloco else 1)
+    slots = mesh.shape["diloco"]
+    together = mesh.size // (slots if cfg.enable_diloco else 1)
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     if on_cpu and cfg.weight_dtype == "bfloat16" and together > 1:
         raise ConfigError(
@@ -175,14 +165,13 @@ def _check_dtype(cfg: Config, mesh: Mesh) -> None:
             f"aborts while it compiles their sums of gradients. Use weight_dtype=float32, or one "
             f"device a replica."
         )
-
-
-def _count_replicas(cfg: Config, mesh: Mesh) -> int:
-    slots = mesh.shape["diloco"]
-    if not cfg.enable_diloco or cfg.num_diloco_replicas == -1:
-        return slots
-    checks.check_replicas(cfg.num_diloco_replicas, slots, "the mesh's diloco size")
-    return cfg.num_diloco_replicas
+    num_replicas = slots
+    if cfg.enable_diloco and cfg.num_diloco_replicas != -1:
+        num_replicas = cfg.num_diloco_replicas
+        checks.check_replicas(num_replicas, slots, "the mesh's diloco size")
+    devices = mesh.size // slots // on_mesh.length_shards(cfg, mesh)
+    sequences = cfg.per_device_batch_size * devices * cfg.gradient_accumulation_steps
+    return BatchShape(num_replicas, sequences, cfg.max_target_length)
 
 
 def baseline(cfg: Config) -> Config | None:
@@ -193,29 +182,23 @@ def baseline(cfg: Config) -> Config | None:
 
 
 def carrier(chosen: str, platform: str, *, joins_processes: bool) -> str:
-    """program or host: what exchange_carrier chooses. XLA hides an exchange on TPU alone.
-
-    joins_processes: whether slots of the mesh axis diloco are in different processes.
-    """
+    """program or host: what exchange_carrier chooses. XLA hides an exchange on TPU alone."""
     if chosen != "auto":
         return chosen
     return "host" if platform != "tpu" and joins_processes else "program"
 
 
-def _carrier(cfg: Config, mesh: Mesh) -> str:
-    joins = _joins_processes(mesh)
-    return carrier(cfg.exchange_carrier, mesh.devices.flat[0].platform, joins_processes=joins)
-
-
-def _joins_processes(mesh: Mesh) -> bool:
-    """Whether slots of the mesh axis diloco are in different processes."""
+def _carrier(cfg: Config, mesh: Mesh) -> tuple[str, bool]:
+    """The carrier, and whether slots of the mesh axis diloco are in different processes."""
     slots = mesh.devices.reshape(mesh.shape["diloco"], -1)
-    return len({frozenset(device.process_index for device in slot) for slot in slots}) > 1
+    joins = len({frozenset(device.process_index for device in slot) for slot in slots}) > 1
+    platform = mesh.devices.flat[0].platform
+    return carrier(cfg.exchange_carrier, platform, joins_processes=joins), joins
 
 
 def needs_bulk(cfg: Config, mesh: Mesh) -> bool:
     """Whether outer gradients travel through host memory, on links of processes with bulk."""
-    return cfg.enable_diloco and _carrier(cfg, mesh) == "host" and _joins_processes(mesh)
+    return cfg.enable_diloco and _carrier(cfg, mesh) == ("host", True)
 
 
 def _diloco(cfg, mesh, model, step, num_replicas, on_compile, links) -> DiLoCo:
@@ -240,19 +223,8 @@ def _diloco(cfg, mesh, model, step, num_replicas, on_compile, links) -> DiLoCo:
         layer_axis=model.layer_axis,
         mesh=mesh,
         outer_memory=cfg.diloco_outer_memory,
-        exchange_carrier=_carrier(cfg, mesh),
+        exchange_carrier=_carrier(cfg, mesh)[0],
         links=links,
-        on_compile=on_compile,
-    )
-
-
-def _data_parallel(cfg, mesh, step, params, opt_state, on_compile) -> DataParallel:
-    return DataParallel(
-        step,
-        params,
-        opt_state,
-        mesh=mesh,
-        accumulation=cfg.gradient_accumulation_steps,
         on_compile=on_compile,
     )
 
@@ -270,38 +242,24 @@ def _init_program(trainer, model, inner_optimizer) -> Program:
     return trainer.init_program(make, compiler_options=fast if on_cpu else None)
 
 
-def initial_state(parts: Parts, seed: int) -> Any:
-    """The state before the first step of a fresh run."""
-    return parts.init(np.uint32(seed))
-
-
 def calls(cfg: Config, parts: Parts) -> list[Call]:
-    """Every program of a run: those of the steps, then those beside and before the steps.
+    """Every program of a run: those of the steps, then those beside, then that of a first state.
 
     A save and a log step run none of their own. For the program of a restore see
     checkpoint.arrays.calls.
     """
     trainer = parts.trainer
-    evaluations = 0.0 if cfg.eval_interval == -1 else trainer.period / cfg.eval_interval
     out = trainer.calls(parts.batch) + parts.monitor.calls()
-    if evaluations:
+    if cfg.eval_interval != -1:
+        evaluations = trainer.period / cfg.eval_interval
+        theta = trainer.abstract_eval_params
         out += trainer.eval_calls(evaluations)
-        out += parts.evaluation.calls(trainer.abstract_eval_params, evaluations)
-    if evaluations and parts.of_replicas is not None:
-        out += parts.of_replicas.calls(evaluations)
-    if evaluations and parts.sampler is not None:
-        out += parts.sampler.calls(trainer.abstract_eval_params, evaluations)
-    return [*out, first_call(cfg, parts)]
-
-
-def first_call(cfg: Config, parts: Parts) -> Call:
-    """The program that makes the state of a run without a checkpoint of its own.
-
-    Its arguments are there, unless they are parameters that have to be read.
-    """
-    if cfg.load_parameters_path:
-        return Call(parts.init_with, (parts.params,), 0, START)
-    return Call(parts.init, (np.uint32(cfg.init_weights_seed),), 0, START)
+        out += parts.evaluation.calls(theta, evaluations)
+        out += parts.of_replicas.calls(evaluations) if parts.of_replicas else []
+        out += parts.sampler.calls(theta, evaluations) if parts.sampler else []
+    if cfg.load_parameters_path:  # its argument has to be read first
+        return [*out, Call(parts.init_with, (parts.params,), 0, START)]
+    return [*out, Call(parts.init, (np.uint32(cfg.init_weights_seed),), 0, START)]
 
 
 def _abstract_batch(shape: BatchShape, mesh: Mesh, rules: Rules) -> dict[str, Any]:

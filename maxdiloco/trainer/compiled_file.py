@@ -2,9 +2,7 @@
 
 A zip file. manifest.json has the versions and devices that the programs were compiled for, a
 fingerprint of each program, and the flags of the compiler and the keys of the config, which only
-serve to name what differs.
-The other members are executables. An executable is code (JAX unpickles it): a local file that
-others may write is refused.
+serve to name what differs. The other members are executables.
 """
 
 import contextlib
@@ -57,10 +55,7 @@ def compiled_here() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_folders() -> Iterator[None]:
-    """Programs lowered inside name source files without their folders.
-
-    The text of a Pallas kernel has the path of its source: that of the machine that compiles.
-    """
+    """Programs lowered inside name source files, also in a Pallas kernel, without their folders."""
     with _jax_setting("jax_hlo_source_file_canonicalization_regex", ".*/"):
         yield
 
@@ -76,10 +71,7 @@ def _jax_setting(name: str, value: Any) -> Iterator[None]:
 
 
 def save(path: str, cfg: Config, mesh: Mesh, calls: list[Call]) -> int:
-    """Write the programs of `calls`, compiled in compiled_here(); returns the bytes written.
-
-    The file appears whole or not at all; check_place has said that it can be written.
-    """
+    """Write the programs of `calls`, compiled in compiled_here(); returns the bytes written."""
     programs = [[call.program.name, fingerprint] for call, fingerprint in _fingerprints(calls)]
     manifest = _made_for(mesh) | {"format": FORMAT, "keys": cfg.as_dict(), "programs": programs}
     manifest["flags"] = chips.compiler_flags()
@@ -94,13 +86,12 @@ def save(path: str, cfg: Config, mesh: Mesh, calls: list[Call]) -> int:
 
 def check_place(key: str, path: str) -> None:
     """Make the folder of a file that will be written. Raises ConfigError where it cannot be."""
-    target = epath.Path(path)
-    if _is_no_file(target):
+    if _is_no_file(path):
         raise ConfigError(
             f"{key}={path} is no file, and writing would replace it. Give the path of a file."
         )
     with _no_os_error(key, path):
-        target.parent.mkdir(parents=True, exist_ok=True)
+        epath.Path(path).parent.mkdir(parents=True, exist_ok=True)
         probe = durable.beside(path)
         probe.write_bytes(b"")
         probe.unlink()
@@ -114,14 +105,14 @@ def write_whole(key: str, path: str, content: bytes) -> None:
             os.chmod(part, os.stat(part).st_mode & ~_OTHERS_WRITE)
 
 
-def _is_no_file(path: epath.Path) -> bool:
+def _is_no_file(path: str) -> bool:
     """Whether the path is a folder, pipe or device. Reading a device may never end."""
+    path = epath.Path(path)
     return is_local(path) and os.path.exists(path) and not os.path.isfile(path)
 
 
 @contextlib.contextmanager
 def _no_os_error(key: str, path: str) -> Iterator[None]:
-    """Raise ConfigError where a file cannot be written."""
     try:
         yield
     except OSError as error:
@@ -146,9 +137,8 @@ def check(path: str, cfg: Config, mesh: Mesh) -> list[str]:
     Raises ConfigError, with the difference named.
     """
     check_order(path, cfg, mesh)
-    with _opened(path) as archive:
-        stored = _manifest(path, archive)
-    here = _made_for(mesh)
+    with _opened(path) as (stored, _):
+        here = _made_for(mesh)
     for part, what in (("versions", "with"), ("machine", "for")):
         for name in here[part] | stored[part]:
             old, new = (made[part].get(name, "none") for made in (stored, here))
@@ -166,9 +156,9 @@ def check(path: str, cfg: Config, mesh: Mesh) -> list[str]:
 
 
 def stored_keys(path: str) -> dict[str, Any]:
-    """The keys of the config that a checked file was compiled with."""
-    with _opened(path) as archive:
-        return _manifest(path, archive)["keys"]
+    """The keys of the config that a file was compiled with. Raises ConfigError."""
+    with _opened(path) as (stored, _):
+        return stored["keys"]
 
 
 def load(path: str, cfg: Config, mesh: Mesh, calls: list[Call]) -> int:
@@ -178,10 +168,9 @@ def load(path: str, cfg: Config, mesh: Mesh, calls: list[Call]) -> int:
     beside the steps may be missing: it depends on keys such as eval_interval that a run may
     change. Raises ConfigError when a program of the steps is.
     """
-    with _opened(path) as archive:
-        stored = _manifest(path, archive)
+    with _opened(path) as (stored, archive):
         blobs = {
-            (name, fingerprint): _member(path, archive, f"program_{n}")
+            (name, fingerprint): archive.read(f"program_{n}")
             for n, (name, fingerprint) in enumerate(stored["programs"])
         }
     mine = [
@@ -218,38 +207,37 @@ def _differences(stored: dict[str, Any], cfg: Config) -> str:
     return f"Its keys that differ: {'; '.join(changes)}."
 
 
-def _opened(path: str) -> zipfile.ZipFile:
-    file = epath.Path(path)
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[tuple[dict[str, Any], zipfile.ZipFile]]:
+    """Manifest and members. Raises ConfigError, also for damage that is met inside the `with`."""
     try:
-        if _is_no_file(file):
+        if _is_no_file(path):
             raise OSError(errno.EINVAL, "not a file")
-        return zipfile.ZipFile(io.BytesIO(_read_trusted(path)))
+        archive = zipfile.ZipFile(io.BytesIO(_read_trusted(path)))
+        stored: dict[str, Any] = {}
+        if "manifest.json" in archive.namelist():
+            with contextlib.suppress(ValueError):
+                stored = json_text.parse(archive.read("manifest.json"))
+        if stored.get("format") != FORMAT:
+            raise ConfigError(
+                f"compiled_trainstep_file={path} has no programs, or those of another maxdiloco. "
+                f"Make it again with maxdiloco.train_compile, or leave it out."
+            )
+        yield stored, archive
     except OSError as error:
         raise ConfigError(
             f"compiled_trainstep_file={path} cannot be read: {error.strerror or 'not found'}. Make "
             f"it with maxdiloco.train_compile, or leave it out."
         ) from None
-    except zipfile.BadZipFile:
-        raise _not_whole(path) from None
-
-
-def _member(path: str, archive: zipfile.ZipFile, name: str) -> bytes:
-    """The bytes of a member. Raises ConfigError where its checksum says that they are damaged."""
-    try:
-        return archive.read(name)
     except (zipfile.BadZipFile, zlib.error, EOFError):
-        raise _not_whole(path) from None
-
-
-def _not_whole(path: str) -> ConfigError:
-    return ConfigError(
-        f"compiled_trainstep_file={path} cannot be read: not a whole file of compiled programs. "
-        f"Make it again, or leave it out."
-    )
+        raise ConfigError(
+            f"compiled_trainstep_file={path} cannot be read: not a whole file of compiled "
+            f"programs. Make it again, or leave it out."
+        ) from None
 
 
 def _read_trusted(path: str) -> bytes:
-    """The bytes of a file that nobody but this user and root can have written.
+    """The bytes of a file that nobody but this user and root can have written: JAX unpickles them.
 
     On gs:// the rights are the bucket's. Raises ConfigError where others own or may write it.
     """
@@ -268,21 +256,6 @@ def _read_trusted(path: str) -> bytes:
         f"compiled_trainstep_file={path} {why}, and a program runs what is in it. {remedy}, or "
         f"leave it out."
     )
-
-
-def _manifest(path: str, archive: zipfile.ZipFile) -> dict[str, Any]:
-    is_ours = "manifest.json" in archive.namelist()
-    content = _member(path, archive, "manifest.json") if is_ours else b"{}"
-    try:
-        stored = json_text.parse(content)
-    except ValueError:
-        stored = {}
-    if stored.get("format") != FORMAT:
-        raise ConfigError(
-            f"compiled_trainstep_file={path} has no programs, or those of another maxdiloco. Make "
-            f"it again with maxdiloco.train_compile, or leave it out."
-        )
-    return stored
 
 
 def _made_for(mesh: Mesh) -> dict[str, Any]:

@@ -6,13 +6,15 @@ from typing import Any
 import jax
 
 from maxdiloco.flags.config import Config
-from maxdiloco.metrics.speed import training_flops_per_token
 
 
 def flops_per_token(cfg: Config, params: Any) -> float:
-    """Model FLOPs of forward and backward for one token, see speed.training_flops_per_token.
+    """Model FLOPs of forward and backward for one token, without recomputation.
 
-    Of the experts those count that a token uses.
+    PaLM (arXiv 2204.02311) App. B: 6 N + 12 L H Q T, with attention counted as if it were not
+    causal, so that figures compare with those of others. N: parameters that take part in a matrix
+    product; a tied embedding counts once, an untied input embedding not at all, and of the experts
+    those that a token uses.
     """
     matmul = sum(
         math.prod(x.shape) * active_share(cfg, path)
@@ -21,12 +23,8 @@ def flops_per_token(cfg: Config, params: Any) -> float:
     )
     if not cfg.logits_via_embedding:
         matmul -= math.prod(params["embedding"].shape)  # it is looked up
-    return training_flops_per_token(
-        matmul,
-        cfg.base_num_decoder_layers,
-        cfg.base_num_query_heads * cfg.head_dim,
-        cfg.max_target_length,
-    )
+    attention = cfg.base_num_query_heads * cfg.head_dim * cfg.max_target_length
+    return 6.0 * matmul + 12.0 * cfg.base_num_decoder_layers * attention
 
 
 def active_parameters(cfg: Config, params: Any) -> int:

@@ -29,8 +29,7 @@ def learning_rate_schedule(cfg: Config, total_steps: int) -> Callable[[int], flo
     Linear from 0 to the peak at the last warmup step. Then lr_schedule_type=cosine: half a cosine
     to the final fraction at the last step of the schedule (arXiv 2503.09799, section 3); wsd: the
     peak, and from it to the final fraction in the last part of the schedule (arXiv 2404.06395).
-    Constant after the schedule.
-    total_steps: length of the schedule when learning_rate_schedule_steps is -1.
+    Constant after the schedule. total_steps: its length where the config leaves it open.
     """
     length = schedule_steps(cfg, total_steps)
     warmup = round(cfg.warmup_steps_fraction * length)
@@ -68,19 +67,28 @@ def build(cfg: Config, *, model: Model) -> optax.GradientTransformationExtraArgs
     adamw: Adam with decoupled weight decay, times the learning rate, on matrices and embeddings;
     norm scales do not decay. muon: orthogonalised Nesterov momentum for the layers' matrices,
     Adam for the rest, the same decay (arXiv 2502.16982). sgd: plain, no momentum and no decay.
-    Gradients and optimizer state are float32 whatever weight_dtype is.
+    State is float32 as for float32 parameters: bfloat16 moments would not move.
     Its update takes the step's learning_rate.
     """
-    rules = {"adamw": _adamw, "muon": _muon, "sgd": lambda cfg, model: ()}
-    parts = [*rules[cfg.opt_type](cfg, model), _scale_by_given_rate()]
+    adam = optax.scale_by_adam(b1=cfg.adam_b1, b2=cfg.adam_b2, eps=cfg.adam_eps)
+    decay = optax.add_decayed_weights(cfg.adam_weight_decay, mask=decays(model))
+    rules = {
+        "adamw": lambda: (adam, decay),
+        "muon": lambda: (_muon(adam, model), decay),
+        "sgd": lambda: (),
+    }
+    clipping = ()
     if cfg.gradient_clipping_threshold:
-        parts.insert(0, optax.clip_by_global_norm(cfg.gradient_clipping_threshold))
-    return _float32_state(optax.chain(*parts))
+        clipping = (optax.clip_by_global_norm(cfg.gradient_clipping_threshold),)
+    rule = optax.chain(*clipping, *rules[cfg.opt_type](), _scale_by_given_rate())
+
+    def init(params):
+        return rule.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
+
+    return optax.GradientTransformationExtraArgs(init, rule.update)
 
 
-def abstract_state(
-    cfg: Config, rule: optax.GradientTransformation, params: Any, mesh: Mesh
-) -> Any:
+def abstract_state(cfg: Config, rule: optax.GradientTransformation, params: Any, mesh: Mesh) -> Any:
     """One replica's state as ShapeDtypeStructs, sharded like params, which are such too.
 
     In host memory with optimizer_memory_host_offload.
@@ -100,10 +108,9 @@ def decays(model: Model) -> Any:
 
 
 def muon_dims(model: Model) -> Any:
-    """Pytree like the parameters: how muon sees a leaf as matrices, None where it does not.
+    """Pytree like the parameters: how muon sees a leaf as matrices, None where Adam takes it.
 
-    The layers' matrices with all heads side by side, each expert's apart; embedding, head, norms,
-    routers and biases are left to Adam.
+    The layers' matrices with all heads side by side, each expert's apart.
     """
 
     def dims(names):
@@ -122,32 +129,16 @@ def muon_dims(model: Model) -> Any:
     return _by_names(dims, model)
 
 
-def _adamw(cfg, model):
-    return (
-        optax.scale_by_adam(b1=cfg.adam_b1, b2=cfg.adam_b2, eps=cfg.adam_eps),
-        optax.add_decayed_weights(cfg.adam_weight_decay, mask=decays(model)),
-    )
-
-
-def _muon(cfg, model):
+def _muon(adam, model):
     dims = muon_dims(model)
-    labels = jax.tree.map(lambda d: "adam" if d is None else "muon", dims, is_leaf=_is_dims)
-    muon_leaves = jax.tree.map(
-        lambda d: optax.MaskedNode() if d is None else d, dims, is_leaf=_is_dims
+    is_dims = lambda x: x is None or isinstance(x, MuonDimensionNumbers)  # noqa: E731
+    labels = jax.tree.map(lambda d: "muon" if d else "adam", dims, is_leaf=is_dims)
+    matrices = jax.tree.map(lambda d: d or optax.MaskedNode(), dims, is_leaf=is_dims)
+    muon = optax.chain(
+        optax.contrib.scale_by_muon(weight_dimension_numbers=matrices),
+        optax.stateless(lambda updates, _: _with_adams_rms(updates, matrices)),
     )
-    return (
-        optax.partition(
-            {
-                "muon": optax.chain(
-                    optax.contrib.scale_by_muon(weight_dimension_numbers=muon_leaves),
-                    optax.stateless(lambda updates, _: _with_adams_rms(updates, muon_leaves)),
-                ),
-                "adam": optax.scale_by_adam(cfg.adam_b1, cfg.adam_b2, cfg.adam_eps),
-            },
-            labels,
-        ),
-        optax.add_decayed_weights(cfg.adam_weight_decay, mask=decays(model)),
-    )
+    return optax.partition({"muon": muon, "adam": adam}, labels)
 
 
 def _scale_by_given_rate():
@@ -168,19 +159,6 @@ def _with_adams_rms(updates, dims):
         return update * (MUON_RMS * math.sqrt(max(sides)))
 
     return jax.tree.map(scale, updates, dims)
-
-
-def _is_dims(x):
-    return x is None or isinstance(x, MuonDimensionNumbers)
-
-
-def _float32_state(rule):
-    """The rule, its state as for float32 parameters: bfloat16 moments would not move."""
-
-    def init(params):
-        return rule.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
-
-    return optax.GradientTransformationExtraArgs(init, rule.update)
 
 
 def _by_names(fn, model):

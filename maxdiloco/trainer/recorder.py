@@ -13,9 +13,10 @@ from maxdiloco.data.pipeline import Dataset
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.console import Console, console_line, sample_lines
 from maxdiloco.metrics.monitor import learning_metrics
-from maxdiloco.metrics.rows import Links, Metrics, Rows, Values
+from maxdiloco.metrics.rows import Metrics, Rows, Values
 from maxdiloco.metrics.speed import StepClock, device_memory, performance
 from maxdiloco.metrics.writer import MetricsWriter
+from maxdiloco.processes.links import Links
 from maxdiloco.storage.run_folder import RunFolder
 from maxdiloco.trainer import flops, optimizer
 from maxdiloco.trainer.assemble import Parts
@@ -24,12 +25,10 @@ from maxdiloco.trainer.assemble import Parts
 class Recorder:
     """Metrics, evaluations and checkpoints of a run.
 
-    A row needs the metrics of all replicas, and no process waits for another at a log step: see
-    metrics.rows. done: inner steps before this start; total: of the whole run. writer: None in all
-    processes but the first. links: to the other processes of the run, if there are any.
-    checkpointer: None where nothing is saved. note: what a checkpoint says of the run.
-    data_metrics: of a step, run_data.metrics. since_row: of the checkpoint that the run goes on
-    from, see `save`. begun: time.perf_counter() when the program started.
+    done: inner steps before this start; total: of the whole run. writer: None in all processes but
+    the first. links: None for one process. checkpointer: None where nothing is saved. note: what a
+    checkpoint says of the run. data_metrics: of a step, run_data.metrics. since_row: of the
+    checkpoint that the run goes on from, see `save`. begun: time.perf_counter() at the very start.
     """
 
     def __init__(
@@ -48,13 +47,9 @@ class Recorder:
         since_row: Mapping[str, Any] | None,
         begun: float,
     ):
-        self._parts = parts
-        self._total = total
-        self._console = console
-        self._writer = writer
-        self._checkpointer = checkpointer
-        self._note = note
-        self._data_metrics = data_metrics
+        self._parts, self._total = parts, total
+        self._console, self._writer, self._checkpointer = console, writer, checkpointer
+        self._note, self._data_metrics = note, data_metrics
         self._flops_per_token = flops.flops_per_token(cfg, parts.params)
         self._clock = StepClock(done)
         self._logged = done
@@ -72,40 +67,41 @@ class Recorder:
     def log(self, t: int, state: Any) -> None:
         """Read the metrics of step t that are here. Waits for the step, for no other process."""
         self._metrics = self._check(state)
+        parts, mesh = self._parts, self._parts.mesh
         steps, self._logged = range(self._logged + 1, t + 1), t
-        self._metrics["loss"] = self._parts.monitor.take_mean_loss(len(steps))
-        self._values |= self._parts.trainer.extra_metrics(state, steps) | self._data_metrics(t)
+        self._metrics["loss"] = parts.monitor.take_mean_loss(len(steps))
+        self._values |= parts.trainer.extra_metrics(state, steps) | self._data_metrics(t)
         self._values |= performance(
             step_time=self._clock.lap(t),
-            tokens_per_step=self._parts.shape.tokens,
+            tokens_per_step=parts.shape.tokens,
             flops_per_token=self._flops_per_token,
-            num_devices=self._parts.mesh.size,
-            device_kind=self._parts.mesh.devices.flat[0].device_kind,
+            num_devices=mesh.size,
+            device_kind=mesh.devices.flat[0].device_kind,
         )
         self._values["perf/wall_time_s"] = time.perf_counter() - self._begun
-        self._values |= device_memory(self._parts.mesh.local_devices)
+        self._values |= device_memory(mesh.local_devices)
 
     def evaluate(self, t: int, state: Any, held_out: dict[str, Dataset]) -> None:
-        """Take loss, perplexity and bits per byte of theta on each text of eval_texts into the row.
+        """Take loss, perplexity and bits per byte of theta on each text into the row.
 
-        All processes call it.
+        held_out: of evaluation.eval_texts; eval/loss is of the first. All processes call it.
         """
         self._check(state, together=True)
         with self._clock.excluded():
-            theta = self._parts.trainer.eval_params(state)
-            first = next(iter(held_out))
-            for name, dataset in held_out.items():
-                totals = self._parts.evaluation(theta, dataset)
-                self._values |= totals.metrics(name)
-                if name == first:
-                    self._values |= totals.metrics()
-            if self._parts.of_replicas is not None:
-                self._values |= self._parts.of_replicas(state, held_out[first])
-            if self._parts.sampler is not None:
-                self._samples[t] = self._parts.sampler(theta)
+            parts = self._parts
+            theta = parts.trainer.eval_params(state)
+            totals = {name: parts.evaluation(theta, text) for name, text in held_out.items()}
+            first = next(iter(totals))
+            for name in totals:
+                self._values |= totals[name].metrics(name)
+            self._values |= totals[first].metrics()
+            if parts.of_replicas is not None:
+                self._values |= parts.of_replicas(state, held_out[first])
+            if parts.sampler is not None:
+                self._samples[t] = parts.sampler(theta)
 
     def write(self, t: int) -> None:
-        """Write the rows up to step t that are complete to the run's files and to the console."""
+        """Write the rows up to step t that are complete to the files and to the console."""
         if self._values:
             self._rows.add(t, self._metrics, self._values)
             self._metrics, self._values = None, {}
@@ -170,24 +166,17 @@ class Profile(contextlib.AbstractContextManager):
     """
 
     def __init__(self, cfg: Config, folder: RunFolder, *, done: int):
-        self._enabled = bool(cfg.profiler)
-        self._first = done + cfg.skip_first_n_steps_for_profiler
+        self._first = done + cfg.skip_first_n_steps_for_profiler if cfg.profiler else -1
         self._last = self._first + cfg.profiler_steps
         self._path = str(folder.path / "profile")
-        self._running = False
+        self._running = contextlib.ExitStack()
 
     def after(self, t: int) -> None:
         """Start or end the profile after step t."""
-        if self._enabled and t == self._first:
-            jax.profiler.start_trace(self._path)
-            self._running = True
+        if t == self._first:
+            self._running.enter_context(jax.profiler.trace(self._path))
         elif t >= self._last:
-            self._stop()
+            self._running.close()
 
     def __exit__(self, *exception) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
-        if self._running:
-            jax.profiler.stop_trace()
-            self._running = False
+        self._running.close()

@@ -52,31 +52,30 @@ def build(
     """The config with a policy in place of auto, and its parts; all processes call it.
 
     make: config -> parts. memory: of device_memory. stored: the policy of the file of compiled
-    programs that the run starts from. The inner steps of the result are compiled, but not where
-    auto is not the value or memory is None. Nothing is refused: `full` is taken unseen.
+    programs that the run starts from. The inner steps of the result are compiled where memory was
+    compared. Nothing is refused: `full` is taken unseen.
     """
     if cfg.remat_policy != AUTO:
         return cfg, make(cfg)
-    if policy := stored:
-        say(f"remat_policy=auto: {policy}, as in {cfg.compiled_trainstep_file}")
-    elif memory is None and mesh.devices.flat[0].platform == "cpu":
-        policy = ON_CPU
-        say(f"remat_policy=auto: {policy}, which is the fastest on a CPU")
-    elif memory is None:
-        policy = LAST
-        say(f"remat_policy=auto: {policy}, since nothing says how much memory a device has")
-    if policy:
-        chosen = _with_policy(cfg, policy)
+
+    def made(policy: str) -> tuple[Config, Parts]:
+        chosen = config.from_dict(cfg.as_dict() | {"remat_policy": policy})
         return chosen, make(chosen)
+
+    if stored:
+        say(f"remat_policy=auto: {stored}, as in {cfg.compiled_trainstep_file}")
+        return made(stored)
+    if memory is None and mesh.devices.flat[0].platform == "cpu":
+        say(f"remat_policy=auto: {ON_CPU}, which is the fastest on a CPU")
+        return made(ON_CPU)
+    if memory is None:
+        say(f"remat_policy=auto: {LAST}, since nothing says how much memory a device has")
+        return made(LAST)
     of = ""
     if mesh_lib.on_gpus(mesh):
         memory, of = int(memory * SHARE_ON_GPU), f", {SHARE_ON_GPU:g} of the GPU's,"
-    for policy in TRIED:
-        chosen = _with_policy(cfg, policy)
-        parts = make(chosen)
-        if policy == LAST:
-            say(f"remat_policy=auto: {LAST}, since no other policy fits {memory / MIB:,.0f} MiB")
-            return chosen, parts
+    for policy in TRIED[:-1]:
+        chosen, parts = made(policy)
         needed = _needed(chosen, parts, memory)
         if not in_any_process(needed > memory):
             say(
@@ -85,11 +84,8 @@ def build(
             )
             return chosen, parts
         parts.trainer.close()
-    raise AssertionError("LAST was taken")
-
-
-def _with_policy(cfg: Config, policy: str) -> Config:
-    return config.from_dict(cfg.as_dict() | {"remat_policy": policy})
+    say(f"remat_policy=auto: {LAST}, since no other policy fits {memory / MIB:,.0f} MiB")
+    return made(LAST)
 
 
 def _needed(cfg: Config, parts: Parts, memory: int) -> float:
@@ -116,10 +112,7 @@ def _needed(cfg: Config, parts: Parts, memory: int) -> float:
 
 
 def kept_bytes(parts: Parts, accumulation: int) -> int:
-    """Bytes a device keeps from the forward for the backward pass of a step, at least.
-
-    Parameters and gradients are not in it, nor what fills the tiles of a layout.
-    """
+    """Bytes a device keeps from the forward for the backward pass of a step, at least."""
     devices = parts.mesh.size // parts.mesh.shape["diloco"]
     rows = parts.shape.sequences // accumulation
     struct = jax.ShapeDtypeStruct((rows, parts.shape.length), jnp.int32)

@@ -10,7 +10,7 @@ from maxdiloco.data import mixture
 from maxdiloco.diloco import schedule
 from maxdiloco.engine.trainer import ExchangeSettings, SavedLayout, Trainer
 from maxdiloco.errors import CheckpointError
-from maxdiloco.flags import base_yml, config, eval_texts, resume
+from maxdiloco.flags import base_yml, config, eval_paths, resume
 from maxdiloco.flags.config import Config
 from maxdiloco.trainer import optimizer
 
@@ -38,8 +38,8 @@ def refuse_changes(cfg: Config, saved: Restored, *, B: int, data: dict[str, str]
     given = f"dataset_path={cfg.dataset_path or 'empty'}"
     if sources := mixture.changed_sources(before, now):
         given = f"dataset_mixture, sources {', '.join(sources)}"
-    holds_out = eval_texts.holds_out(cfg)
-    if eval_texts.holds_out(config.from_dict(saved.meta["config"])) != holds_out:
+    holds_out = eval_paths.holds_out(cfg)
+    if eval_paths.holds_out(config.from_dict(saved.meta["config"])) != holds_out:
         shown = base_yml.show(cfg.eval_dataset_path) or "empty"
         given = f"eval_dataset_path={shown} decides what is held out"
     elif holds_out and "eval_fraction" not in saved.meta["config"]:

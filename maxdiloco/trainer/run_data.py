@@ -11,7 +11,7 @@ from maxdiloco.data.pipeline import Dataset, TrainingData
 from maxdiloco.data.prepared.at_start import prepare_sources
 from maxdiloco.data.sources import files
 from maxdiloco.evaluation import eval_texts
-from maxdiloco.flags import eval_texts as flags_eval_texts
+from maxdiloco.flags import eval_paths
 from maxdiloco.flags.config import Config
 from maxdiloco.storage import object_store
 from maxdiloco.storage.run_folder import RunFolder, reason
@@ -26,16 +26,15 @@ def open_data(
 ) -> tuple[TrainingData, dict[str, Dataset], LineIndex]:
     """The training text, those to evaluate on (eval_texts) if the run does, and the index of all.
 
-    folder: of the run. .jsonl files in the index of an earlier start are not read through again;
-    the caller saves the new index (save_index) once the folder exists. Sources without known
-    token counts are tokenised first, below base_output_directory.
+    folder: of the run. The caller saves the index (save_index) once the folder exists. Sources
+    without known token counts are tokenised first, below base_output_directory.
     Raises DataError for data that are missing, unreadable or too short for a step.
     """
     prepared = prepare_sources(cfg, say)
     index = LineIndex(cfg.text_column, report=say)
     if any(each.dataset_type == "text" for each in mixture.source_configs(cfg).values()):
         load_index(index, folder.line_index)
-    of_train = flags_eval_texts.with_path(cfg, "" if flags_eval_texts.holds_out(cfg) else "given")
+    of_train = eval_paths.with_path(cfg, "" if eval_paths.holds_out(cfg) else "given")
     train = mixture.open_dataset(of_train, split="train", index=index, prepared=prepared)
     pipeline.check_size(train, train.first_position(shape.num_replicas, shape.sequences))
     held_out = {}
@@ -60,12 +59,10 @@ def lines(
             f"held out{f' as {name}' if name else ''}: {dataset.num_windows:,} sequences, of which "
             f"an evaluation reads {'all' if cfg.eval_steps == -1 else f'{cfg.eval_steps} batches'}"
         )
-    if not flags_eval_texts.holds_out(cfg):
-        return out
-    for name, path in flags_eval_texts.paths(cfg).items():
-        if not path and held_out:
-            return [*out, *_large_shares(cfg, text, held_out[name])]
-    if cfg.eval_fraction:
+    for name, path in eval_paths.named(cfg).items():
+        if held_out and not path:
+            out += _large_shares(cfg, text, held_out[name])
+    if eval_paths.holds_out(cfg) and not held_out and cfg.eval_fraction:
         out.append(
             f"held out: eval_fraction={cfg.eval_fraction}, and never evaluated (eval_interval=-1); "
             "eval_fraction=0 trains on all of the text"
@@ -91,10 +88,7 @@ def _large_shares(cfg: Config, text: TrainingData, held: Dataset) -> list[str]:
 
 
 def metrics(text: TrainingData, position: Position, length: int, step: int) -> dict[str, float]:
-    """learning/tokens, read by all replicas up to the end of a step, and data/* of the text.
-
-    length: tokens of a sequence.
-    """
+    """learning/tokens, read by all replicas up to the end of a step, and data/* of the text."""
     sequences = position.base + position.sequences_before(step + 1)
     return {"learning/tokens": sequences * length} | text.metrics(position, step)
 

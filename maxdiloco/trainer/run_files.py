@@ -1,5 +1,6 @@
 """Files that say what a run is, in its folder: config.yml and environment.json."""
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -39,7 +40,7 @@ def log_path(folder: RunFolder) -> epath.Path:
 def write(cfg: Config, folder: RunFolder, say: Callable[[str], None]) -> None:
     """Write config.yml and environment.json of this start; all processes call it.
 
-    A failure is reported in a line: the run does not need these files.
+    A failure is reported in a line.
     """
     hosts = host_names()
     if jax.process_index() != 0:
@@ -76,32 +77,23 @@ def config_yml(cfg: Config) -> str:
 
 def host_names() -> list[str]:
     """The host of each process, by its number; in process 0 alone, empty elsewhere."""
-    own = socket.gethostname()
-    if jax.process_count() == 1:
-        return [own]
-    if jax.process_index() != 0:
-        coordination.put(_host_key(jax.process_index()), own)
+    key, number = "maxdiloco/host/{}".format, jax.process_index()
+    if number != 0:
+        coordination.put(key(number), socket.gethostname())
         return []
     others = [
-        coordination.value_of(number, _host_key(number), "its host's name", timeout_s=_HOSTS_S)
-        for number in range(1, jax.process_count())
+        coordination.value_of(other, key(other), "its host's name", timeout_s=_HOSTS_S)
+        for other in range(1, jax.process_count())
     ]
-    return [own, *others]
-
-
-def _host_key(number: int) -> str:
-    return f"maxdiloco/host/{number}"
+    return [socket.gethostname(), *others]
 
 
 def environment(hosts: list[str]) -> dict[str, Any]:
     """What this start of the run ran on: versions, hosts, devices, and the commit of a checkout."""
-    kinds = Counter(device.device_kind for device in jax.devices())
     installed = {}
     for name in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             installed[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "maxdiloco": __version__,
@@ -112,7 +104,7 @@ def environment(hosts: list[str]) -> dict[str, Any]:
         "processes": jax.process_count(),
         "hosts": hosts,
         "platform": jax.devices()[0].platform,
-        "devices": dict(kinds),
+        "devices": dict(Counter(device.device_kind for device in jax.devices())),
     }
 
 
@@ -130,10 +122,8 @@ def git_commit(package: pathlib.Path) -> str | None:
 
 def _git(folder: pathlib.Path, *arguments: str) -> str | None:
     """What git prints; None where it fails or is not there."""
+    command = ["git", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True
-        )
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return done.stdout.strip()

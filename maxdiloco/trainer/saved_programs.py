@@ -39,9 +39,8 @@ def keep_their_order(cfg: Config, mesh: Mesh) -> bool:
     """Whether the devices of a mesh can run a saved program of the step.
 
     XLA:CPU orders the collectives of a program by one resource. When it loads a program, the body
-    of each loop gets a resource of its own (jaxlib 0.10.2): a collective of the layers' loop and
-    one outside then start in any order, on each device in another. Programs without a collective
-    in a loop are sound: those of replicas that have a device each.
+    of each loop gets a resource of its own (jaxlib 0.10.2), and collectives in and out of a loop
+    start in any order. Sound are programs without one in a loop: of replicas with a device each.
     """
     sharing = mesh.size // (mesh.shape["diloco"] if checks.has_replicas(cfg) else 1)
     return mesh.devices.flat[0].platform != "cpu" or sharing == 1
@@ -55,6 +54,7 @@ def compile_cache(cfg: Config) -> Iterator[list[str]]:
     """
     before = jax.config.values["jax_compilation_cache_dir"]
     folder = cfg.jax_cache_dir or before
+    source = "jax_cache_dir" if cfg.jax_cache_dir else "JAX_COMPILATION_CACHE_DIR"
     mesh = mesh_lib.build(hardware_of(cfg))
     on_gpus = mesh_lib.on_gpus(mesh)
     # The variable of the environment may be one host's alone.
@@ -62,7 +62,7 @@ def compile_cache(cfg: Config) -> Iterator[list[str]]:
         yield []
         return
     if on_gpus:
-        path = absolute(folder, key=_source(cfg)) if folder else None
+        path = absolute(folder, key=source) if folder else None
         obstacle = "" if shared_folder.is_shared(path) else NOT_SHARED
     else:
         obstacle = "" if keep_their_order(cfg, mesh) else LOSES_ORDER
@@ -70,23 +70,16 @@ def compile_cache(cfg: Config) -> Iterator[list[str]]:
     compilation_cache.reset_cache()  # JAX asks only once whether there is a folder
     try:
         with _damaged_entries_removed(folder):
-            note = f"note: {_source(cfg)}={folder or ''} is not used: {obstacle}."
+            note = f"note: {source}={folder or ''} is not used: {obstacle}."
             yield [note] if obstacle else []
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
         compilation_cache.reset_cache()
 
 
-def _source(cfg: Config) -> str:
-    return "jax_cache_dir" if cfg.jax_cache_dir else "JAX_COMPILATION_CACHE_DIR"
-
-
 @contextmanager
 def _damaged_entries_removed(folder: str) -> Iterator[None]:
-    """Remove an entry that JAX cannot read or write, with one line in place of JAX's warning.
-
-    JAX compiles the program, but keeps a file that is there: every start would warn and compile.
-    """
+    """Remove an entry that JAX cannot read or write, which it keeps, with one line in its place."""
     words = r"Error (reading|writing) persistent compilation cache entry for '.*?': "
 
     def show(message: Warning | str, *where: Any, **options: Any) -> None:

@@ -44,9 +44,7 @@ class Start(NamedTuple):
 
         None at a fresh start, and where an older checkpoint took the place of the one looked at.
         """
-        if self.saved is None or self.step != t:
-            return None
-        return self.saved.meta.get("since_row")
+        return self.saved.meta["since_row"] if self.saved and self.step == t else None
 
 
 def look(
@@ -88,14 +86,12 @@ def check_places(cfg: Config, folder: RunFolder) -> None:
     """
     if jax.process_index() == 0:
         require_place(cfg.base_output_directory, folder.path.name)
-    given = {key: vars(cfg)[key] for key in ("load_parameters_path", "load_full_state_path")}
-    for key, path in given.items():
-        if not path:
-            continue
-        with read.reading(folder.path, "base_output_directory"):
-            resumes = cfg.enable_checkpointing and read.steps(folder.checkpoints)
-        if not resumes:
-            find.newest_meta(absolute(path, key=key), key=key)
+    for key in ("load_parameters_path", "load_full_state_path"):
+        if path := vars(cfg)[key]:
+            with read.reading(folder.path, "base_output_directory"):
+                resumes = cfg.enable_checkpointing and read.steps(folder.checkpoints)
+            if not resumes:
+                find.newest_meta(absolute(path, key=key), key=key)
 
 
 def agreed_data(text: TrainingData) -> dict[str, str]:
@@ -141,32 +137,24 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
 def meet(state: Any, say: Callable[[str], None]) -> int:
     """Wait until all processes have compiled their programs and have their state; its step.
 
-    One that finds its programs in a cache may be here long before another. From here on a process
-    that is silent for long is lost. Raises LostPeerError.
+    From here on a process that is silent for long is lost. Raises LostPeerError.
     """
     if jax.process_count() == 1:
         return state.t
-    note = threading.Timer(
-        _SAY_AFTER_S, say, ("waiting for the other processes, which compile or read their state",)
-    )
+    line = "waiting for the other processes, which compile or read their state"
+    note = threading.Timer(_SAY_AFTER_S, say, (line,))
     note.daemon = True
     note.start()
+    what = "compiled its programs and made its state"
     try:
-        coordination.meet(
-            "maxdiloco/ready", "compiled its programs and made its state", timeout_s=PATIENCE_S
-        )
+        coordination.meet("maxdiloco/ready", what, timeout_s=PATIENCE_S)
     finally:
         note.cancel()
     return state.t
 
 
 def changes(
-    cfg: Config,
-    parts: Parts,
-    start: Start,
-    checkpointer: Checkpointer | None,
-    *,
-    total_steps: int,
+    cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | None, *, total_steps: int
 ) -> list[str]:
     """Lines for the user: what differs from the run that wrote the checkpoint; a disk too small."""
     lines = checkpointer.shortage(saved_state.nbytes(parts.trainer)) if checkpointer else []
@@ -178,10 +166,7 @@ def changes(
 def history_of(
     folder: RunFolder, parts: Parts, *, done: int, total: int
 ) -> AbstractContextManager[History | None]:
-    """Adds a line for this start to history.jsonl, and one when the context is left.
-
-    done, total: inner steps before this start, and of the whole run.
-    """
+    """Adds a line for this start to history.jsonl, and one when the context is left."""
     if jax.process_index() != 0:
         return nullcontext()
     trainer, H = parts.trainer, parts.trainer.period
@@ -201,10 +186,7 @@ def history_of(
 def note(
     cfg: Config, position: Position, data: dict[str, str], *, tokenizer: str, total_steps: int
 ) -> dict[str, Any]:
-    """What a checkpoint says of the run, besides the trainer's note on the state.
-
-    data: of agreed_data. tokenizer: its fingerprint.
-    """
+    """What a checkpoint says of the run, besides the trainer's note on the state."""
     return {
         "config": cfg.as_dict(),
         "position": position.to_dict(),

@@ -17,13 +17,13 @@ from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.data import agreed, pipeline, run_tokenizer
 from maxdiloco.data.order import Position
 from maxdiloco.data.tokenizer import Tokenizer
-from maxdiloco.engine.calls import START, Call
+from maxdiloco.engine.calls import START
 from maxdiloco.errors import INTERRUPTED, Preempted
 from maxdiloco.evaluation import eval_texts
 from maxdiloco.flags import checks, config, warnings
 from maxdiloco.flags.config import Config
 from maxdiloco.flags.hardware import hardware_of
-from maxdiloco.metrics import wandb_run
+from maxdiloco.metrics import trackers
 from maxdiloco.metrics.compiles import CompileLog, make_room
 from maxdiloco.metrics.console import Console
 from maxdiloco.metrics.writer import MetricsWriter
@@ -54,13 +54,13 @@ Say = Callable[[str], None]
 
 
 def run(cfg: Config, begun: float, notes: Sequence[str] = ()) -> int:
-    """Join the other processes and train.
+    """Join the other processes and train. Raises the errors of maxdiloco.errors.
 
     begun: time.perf_counter() when the program started. notes: lines on the command line, for the
-    user. Returns the exit code. Raises the errors of maxdiloco.errors.
+    user. Returns the exit code.
     """
     if cfg.enable_wandb:
-        wandb_run.require()
+        trackers.require_wandb()
     with job.joined(cfg), saved_programs.compile_cache(cfg) as lines:
         return train(cfg, begun, [*notes, *lines])
 
@@ -76,7 +76,10 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
     for line in [*notes, *_settings(cfg, mesh)]:
         say(line)
     if cfg.show_fragments:
-        return _show_fragments(cfg, mesh, say)
+        parts = assemble.assemble(cfg, mesh, total_steps=1, on_compile=lambda *_: None)
+        for line in parts.trainer.description().fragments:
+            say(line)
+        return 0
 
     # Data before the run's folder: bad data must not create one.
     name = cfg.run_name or f"run-{from_first_process(int(time.time()))}"
@@ -107,7 +110,8 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
         log_path = run_files.log_path(folder)
         stack.enter_context(console.logging(log_path, require_lock=folder.require_lock))
         again = "The same command goes on." if cfg.run_name else f"run_name={name} goes on."
-        stack.push(_on_error("" if cfg.run_name else f"The run has no name: {again}", say))
+        line = "" if cfg.run_name else f"The run has no name: {again}"
+        stack.push(functools.partial(_on_error, line, say))
         say(f"run folder: {folder.path}{'' if cfg.run_name else f'; {again}'}")
         run_files.write(config.from_dict(cfg.as_dict() | {"run_name": name}), folder, say)
         begin = start.look(cfg, checkpointer, shape, text=text, data=data)
@@ -124,9 +128,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
         chosen, parts = _build(cfg, mesh, total, compiles, links, say)
         trainer = parts.trainer
         stack.callback(trainer.close)
-        description = trainer.description()
-        compiles.resident = description.resident
-        for line in [*_sizes(cfg, parts), *text.description(), *description.start]:
+        for line in [*_sizes(cfg, parts), *text.description(), *trainer.description().start]:
             say(line)
         say(f"{begin.origin}; {total} steps in all")
         for line in start.changes(cfg, parts, begin, checkpointer, total_steps=total):
@@ -154,9 +156,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
             writer=writer,
             links=links,
             checkpointer=checkpointer,
-            note=start.note(
-                cfg, begin.position, data, tokenizer=tokens, total_steps=total
-            ),
+            note=start.note(cfg, begin.position, data, tokenizer=tokens, total_steps=total),
             data_metrics=functools.partial(run_data.metrics, text, begin.position, shape.length),
             since_row=begin.since_row(done),
             begun=begun,
@@ -198,13 +198,6 @@ def _settings(cfg: Config, mesh: jax.sharding.Mesh) -> list[str]:
         *warnings.short_run(cfg),
         mesh_lib.describe(mesh, hardware_of(cfg)),
     ]
-
-
-def _show_fragments(cfg: Config, mesh: jax.sharding.Mesh, say: Say) -> int:
-    parts = assemble.assemble(cfg, mesh, total_steps=1, on_compile=lambda *_: None)
-    for line in parts.trainer.description().fragments:
-        say(line)
-    return 0
 
 
 def _open_checkpointer(
@@ -255,14 +248,8 @@ def _open_batches(
     """The global batches of some steps; leaving the context ends the reader."""
     shape, sharding = tuple(parts.shape), parts.batch["tokens"].sharding
     rows = feeding.local_rows(sharding, shape)
-    with pipeline.batches(
-        text,
-        position,
-        steps=steps,
-        replicas=rows[0],
-        rows=rows[1],
-        worker_count=cfg.grain_worker_count,
-    ) as local:
+    here = dict(replicas=rows[0], rows=rows[1], worker_count=cfg.grain_worker_count)
+    with pipeline.batches(text, position, steps=steps, **here) as local:
         yield feeding.feed(local, rows, sharding, shape)
 
 
@@ -279,14 +266,7 @@ def _sizes(cfg: Config, parts: Parts) -> list[str]:
     ]
 
 
-def _build(
-    cfg: Config,
-    mesh: jax.sharding.Mesh,
-    total: int,
-    compiles: CompileLog,
-    links: Links | None,
-    say: Say,
-) -> tuple[Config, Parts]:
+def _build(cfg, mesh, total, compiles, links, say) -> tuple[Config, Parts]:
     """The config with remat_policy chosen, and the parts of a run of `total` steps."""
     make = functools.partial(
         assemble.assemble, mesh=mesh, total_steps=total, on_compile=compiles, links=links
@@ -300,11 +280,11 @@ def _build(
 def _compile(
     cfg: Config, parts: Parts, compiles: CompileLog, say: Say, *, resumes: bool
 ) -> list[Any]:
-    """Compile every program before the first step: one that does not fit must not fail later.
-
-    Returns the state of a fresh run, made meanwhile; of one that reads parameters nothing.
-    """
-    calls = _calls(cfg, parts, resumes=resumes)
+    """Compile every program before the first step; the state of a fresh run, made meanwhile."""
+    # The inner step first, which compiles longest, then the program that makes a first state.
+    inner, *others = assemble.calls(cfg, parts)
+    others.sort(key=lambda call: call.when != START)
+    calls = [inner, *(call for call in others if not (resumes and call.when == START))]
     path = cfg.compiled_trainstep_file
     if path:
         count = compiled_file.load(path, cfg, parts.mesh, calls)
@@ -312,34 +292,17 @@ def _compile(
     else:
         say(f"compiling {len(calls)} programs, {calls[0].program.name} first; a line for each")
     room = make_room(cfg, outer_state=checks.has_replicas(cfg))
-    return compiles.all_of(calls, room=room)
+    return compiles.all_of(calls, room=room, resident=parts.trainer.description().resident)
 
 
-def _calls(cfg: Config, parts: Parts, *, resumes: bool) -> list[Call]:
-    """The programs of a run: the inner step first, which compiles longest, then a first state's."""
-    step, *others = (call for call in assemble.calls(cfg, parts) if call.when != START)
-    init = [] if resumes else [assemble.first_call(cfg, parts)]
-    return [step, *init, *others]
-
-
-def _on_error(line: str, say: Say) -> Callable[..., None]:
-    """Called at the end of a `with`: say the line after an error, but for Preempted, which has it.
-
-    quit_now ends a process without it, so the line at the start has the name too.
-    """
-
-    def on_exit(kind, error, trace) -> None:
-        if line and error is not None and not isinstance(error, Preempted):
-            say(line)
-
-    return on_exit
+def _on_error(line: str, say: Say, kind, error, trace) -> None:
+    """At the end of a `with`: say the line after an error, but for Preempted, which has it."""
+    if line and error is not None and not isinstance(error, Preempted):
+        say(line)
 
 
 def _stopped(cfg: Config, t: int, ctrl_c: bool, say: Say, *, again: str) -> int:
-    """The exit code after Ctrl-C; after SIGTERM raise Preempted.
-
-    t: the last step. again: how the run goes on.
-    """
+    """The exit code after Ctrl-C; after SIGTERM raise Preempted. again: how the run goes on."""
     saved = f"saved. {again}"
     if not cfg.enable_checkpointing:
         saved = "nothing is saved, since enable_checkpointing=false."

@@ -165,8 +165,7 @@ def test_programs_that_others_may_have_written_are_refused(file, tmp_path, capsy
         assert f"compiled_trainstep_file={other} may be written by others (mode {mode:o})" in line
         assert f"If you trust it, run chmod go-w {other}, or leave it out." in line
     other.chmod(0o644)
-    with compiled_file._opened(str(other)) as archive:
-        assert "manifest.json" in archive.namelist()
+    assert compiled_file.stored_keys(str(other))
     owner = os.geteuid()
     os.chown(other, owner + 1, -1) if owner == 0 else monkeypatch.setattr(os, "geteuid", lambda: -1)
     line, _ = refusal(capsys, tmp_path, compiled_trainstep_file=other)

@@ -102,7 +102,7 @@ def test_the_evaluation_loss_is_that_of_transformers_on_the_same_tokens(trained,
     cfg = eval_stored.configure(find.newest_meta(trained, key="RUN"), [], {})
     options = dict(batch_size=8, num_sequences=32, rows=np.arange(8))
     tokenised = prepare_sources(cfg, say=lambda line: None, splits=("eval",))
-    text = eval_texts.open_texts(cfg, prepared=tokenised)[eval_texts.HELD_OUT]
+    text = eval_texts.open_texts(cfg, prepared=tokenised)[""]
     with pipeline.eval_batches(text, **options) as batches:
         rows = [pair for b in batches for pair in zip(b["tokens"], b["segment_ids"], strict=True)]
     for row, segments in rows:

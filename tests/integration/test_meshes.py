@@ -97,7 +97,7 @@ def test_the_state_lies_on_the_host_before_and_after_a_step_and_counts_there(dil
         mesh = mesh_lib.build(hardware_of(cfg))
         parts = assemble.assemble(cfg, mesh, total_steps=1, on_compile=lambda *_: None)
         call = parts.trainer.calls(parts.batch)[0]
-        state = assemble.initial_state(parts, 0)
+        state = parts.init(np.uint32(0))
         batch = jax.tree.map(
             lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), parts.batch
         )

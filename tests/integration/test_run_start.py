@@ -67,7 +67,7 @@ def compiles(monkeypatch):
     collected then."""
     found = []
 
-    def all_of(self, calls, *, room):
+    def all_of(self, calls, *, room, resident):
         found.append(([call.program.name for call in calls], gc.isenabled()))
         raise ConfigError(room)
 

@@ -155,7 +155,7 @@ def test_on_a_full_disk_rows_wait_until_there_is_space_again(
     assert steps_in(folder) == [1, 2, 3, 4, 5, 100]
 
 
-def test_rows_on_an_object_store_are_written_whole_by_who_has_the_lock(tmp_path):
+def test_rows_on_an_object_store_are_written_whole_by_who_has_the_lock(tmp_path, monkeypatch):
     """gs:// cannot append, so not at every step; a local file stands in for the object."""
 
     def require_lock():
@@ -163,7 +163,8 @@ def test_rows_on_an_object_store_are_written_whole_by_who_has_the_lock(tmp_path)
             raise CheckpointError("lost")
 
     now, lost, path = [0.0], False, tmp_path / "metrics.jsonl"
-    sink = line_files.RemoteLines(path, "old\n", lambda: now[0], require_lock)
+    monkeypatch.setattr(line_files.time, "monotonic", lambda: now[0])
+    sink = line_files.RemoteLines(path, "old\n", require_lock)
     sink.write("a")
     assert not path.exists()
     now[0] = line_files.REMOTE_FLUSH_SECONDS
@@ -182,13 +183,16 @@ def test_rows_on_an_object_store_are_written_whole_by_who_has_the_lock(tmp_path)
     assert not path.exists()
 
 
-def test_a_start_and_its_end_are_two_lines_of_history_and_the_next_start_adds_to_them(folder):
+def test_a_start_and_its_end_are_two_lines_of_history_and_the_next_start_adds_to_them(
+    folder, monkeypatch
+):
     """An error is why, and goes on."""
     assert history.read(folder) == []
-    times = iter([10.0, 20.0, 30.0])
-    with History(folder, {"step": 0, "processes": 2}, clock=lambda: next(times)):
+    times = iter([10.0, 20.0, 30.0, 40.0, 50.0])
+    monkeypatch.setattr(history.time, "time", lambda: next(times))
+    with History(folder, {"step": 0, "processes": 2}):
         assert len(history.read(folder)) == 1
-    History(folder, {"step": 5, "processes": 1}, clock=lambda: next(times))
+    History(folder, {"step": 5, "processes": 1})
     assert history.read(folder) == [
         {"event": "start", "time": 10.0, "step": 0, "processes": 2},
         {"event": "end", "time": 20.0, "why": ""},
@@ -199,16 +203,17 @@ def test_a_start_and_its_end_are_two_lines_of_history_and_the_next_start_adds_to
     assert history.read(folder)[-1]["why"] == "Preempted: SIGTERM after\\nstep 3"
 
 
-def test_half_a_line_of_history_spoils_no_later_line_and_a_folder_in_its_place_is_a_warning(folder):
+def test_half_a_line_of_history_spoils_no_later_line_and_a_folder_in_its_place_is_a_warning(
+    folder, capsys
+):
     """One in the place of metrics.jsonl is an error."""
     folder.history.write_text('{"event": "sta')
     with History(folder, {"step": 7}):
         assert [event["event"] for event in history.read(folder)] == ["start"]
     folder.history.unlink()
     folder.history.mkdir()
-    said = []
-    with History(folder, {}, say=said.append):
-        assert len(said) == 1
+    History(folder, {}).__exit__(None, None, None)
+    said = capsys.readouterr().out.splitlines()
     assert [line.rpartition(": ")[2] for line in said] == ["Is a directory."] * 2
     assert said[0].startswith("warning: base_output_directory: cannot write ")
     folder.metrics.mkdir()

@@ -16,7 +16,7 @@ from tensorboardX.proto import event_pb2
 
 from maxdiloco import train
 from maxdiloco.errors import ConfigError
-from maxdiloco.metrics import tensorboard, wandb_run
+from maxdiloco.metrics import trackers
 from maxdiloco.metrics.writer import MetricsWriter
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -54,7 +54,7 @@ def test_tensorboard_is_told_which_steps_come_again_and_an_object_is_written_who
     """A local file stands in for the object of an object store."""
     write(folder, [10, 20, 30])
     (path,) = folder.tensorboard.iterdir()
-    file, content = tensorboard._RemoteFiles().open(folder.path / "copy"), path.read_bytes()
+    file, content = trackers._RemoteFiles().open(folder.path / "copy"), path.read_bytes()
     for part in (content[:100], content[100:]):
         file.write(part)
         file.flush()
@@ -113,7 +113,7 @@ def test_a_failed_write_of_the_event_file_is_one_warning_and_the_rows_go_on(fold
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(record_writer.RecordWriter, "write", full)
-    said, count = [], 3 * tensorboard.MOST_WAITING
+    said, count = [], 3 * trackers.MOST_WAITING
     with MetricsWriter(folder, tensorboard=True, resume_step=None, say=said.append) as writer:
         for step in range(1, count + 1):
             writer.write(step, {"learning/loss": 1.0})
@@ -140,10 +140,10 @@ def hanging(monkeypatch):
 def test_a_sync_on_a_disk_that_hangs_is_waited_for_once(folder, hanging, monkeypatch):
     waits = []
     for name in ("CLOSE_SECONDS", "SYNC_SECONDS"):
-        monkeypatch.setattr(tensorboard, name, 0.05)
+        monkeypatch.setattr(trackers, name, 0.05)
     real = threading.Event.wait
     monkeypatch.setattr(
-        tensorboard.threading.Event,
+        trackers.threading.Event,
         "wait",
         lambda event, seconds=None: waits.append(seconds) or real(event, seconds),
     )
@@ -156,8 +156,8 @@ def test_a_sync_on_a_disk_that_hangs_is_waited_for_once(folder, hanging, monkeyp
 
 def test_an_event_file_on_a_disk_that_hangs_holds_nobody_up(folder, hanging, monkeypatch):
     """Neither a row, when as many wait as may, nor the end of the run."""
-    monkeypatch.setattr(tensorboard, "MOST_WAITING", 5)
-    monkeypatch.setattr(tensorboard, "CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr(trackers, "MOST_WAITING", 5)
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.01)
     assert rows_and_warnings(folder, 4) == given_up(folder, "the last rows are not written yet")
     folder.metrics.unlink()
     assert rows_and_warnings(folder, 20) == given_up(folder, "5 rows wait to be written")
@@ -239,7 +239,7 @@ def test_without_the_package_the_run_is_refused_before_it_has_a_folder(
 ):
     monkeypatch.setitem(sys.modules, "wandb", None)  # what makes an import fail
     with pytest.raises(ConfigError, match="enable_wandb=true needs the package wandb"):
-        wandb_run.require()
+        trackers.require_wandb()
     keys = ["enable_wandb=true", "dataset_type=synthetic", "hardware=cpu", "run_name=w"]
     mesh = ["dcn_diloco_parallelism=2", "ici_fsdp_parallelism=1"]
     assert train.main([*keys, *mesh, f"base_output_directory={tmp_path}/runs"]) == 2

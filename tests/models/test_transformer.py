@@ -296,7 +296,7 @@ def test_a_run_begins_with_the_weights_of_jaxs_generator_on_any_mesh():
     cfg = config.load(keys, {})
     mesh = mesh_lib.build(hardware_of(cfg), jax.devices()[:4])
     parts = assemble.assemble(cfg, mesh, total_steps=1, on_compile=lambda *_: None)
-    state = assemble.initial_state(parts, 5)
+    state = parts.init(np.uint32(5))
     init = jax.jit(lambda seed: parts.model.init(jax.random.key(seed)))
     leaves, expected = map(jax.tree.leaves, (state.outer, init(np.uint32(5))))
     for leaf, like in zip(leaves, expected, strict=True):

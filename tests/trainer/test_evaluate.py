@@ -50,9 +50,7 @@ def evaluate(tmp_path):
 
     def totals(params, text, mesh, **keys):
         path.write_text(text)
-        evaluation = Evaluation(
-            model, mesh, model.spec.rules, length=8, on_compile=lambda *_: None, **keys
-        )
+        evaluation = Evaluation(model, mesh, length=8, on_compile=lambda *_: None, **keys)
         return evaluation(params, pipeline.open_dataset(cfg, split="eval"))
 
     return model, totals
@@ -132,7 +130,7 @@ def test_the_loss_of_a_replica_is_that_of_its_parameters_alone():
     mesh = mesh_lib.build(hardware_of(cfg))
     parts = assemble.assemble(cfg, mesh, total_steps=4, on_compile=lambda *_: None)
     params = [parts.model.init(jax.random.key(seed)) for seed in (1, 2)]
-    state = assemble.initial_state(parts, 0)
+    state = parts.init(np.uint32(0))
     state = type(state)(**vars(state) | {"params": jax.tree.map(lambda *x: np.stack(x), *params)})
     dataset = pipeline.open_dataset(cfg, split="eval")
     row = parts.of_replicas(state, dataset)

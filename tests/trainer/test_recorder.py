@@ -32,7 +32,7 @@ class Run:
         parts.trainer.extra_metrics = self._takes("extra", {"dcn/bytes_sent": 0.0})
         parts.trainer.saved_items = self._takes("save", {})
         parts.trainer.note.return_value = {}
-        parts.evaluation = self._takes("evaluate", mock.Mock(metrics=lambda name="": {"eval/loss": 2}))
+        parts.evaluation = self._takes("evaluate", mock.Mock(metrics=lambda *_: {"eval/loss": 2}))
         writer = mock.Mock(wall_time_s=1000.0, sync=self._takes("save", None))
         writer.write = lambda t, row: self._takes("write", self.written.append(row))()
         saver = mock.Mock(steps=list)

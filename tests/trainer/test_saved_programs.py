@@ -167,7 +167,7 @@ def test_what_is_no_file_is_neither_read_nor_replaced(tmp_path, place):
         os.mkfifo(place)
     place = str(tmp_path) if place == "." else place
     with pytest.raises(ConfigError, match=f"compiled_trainstep_file={place} .*: not a file. Make"):
-        compiled_file._opened(place)
+        compiled_file.stored_keys(place)
     with pytest.raises(ConfigError, match=f"report={place} is no file, .* Give the path"):
         compiled_file.check_place("report", place)
     assert not list(tmp_path.glob("*.part"))

@@ -14,7 +14,7 @@ from maxdiloco.data.prepared.prepare import PART_BYTES, Work, part_bytes_of, pre
 from maxdiloco.data.sources import opening
 from maxdiloco.data.split import Source, needs_tokenising, source_of
 from maxdiloco.errors import ConfigError, DataError
-from maxdiloco.flags import eval_texts
+from maxdiloco.flags import eval_paths
 from maxdiloco.flags.config import Config
 from maxdiloco.processes import coordination
 from maxdiloco.storage import object_store
@@ -60,12 +60,12 @@ def _sources(cfg: Config, splits: Collection[str]) -> dict[Source, tuple[Config,
     if cfg.eval_interval == -1:
         splits = [split for split in splits if split != "eval"]
     chosen = []
-    if "train" in splits or ("eval" in splits and eval_texts.holds_out(cfg)):
+    if "train" in splits or ("eval" in splits and eval_paths.holds_out(cfg)):
         trained = mixture.source_configs(cfg).items()
         chosen += [(key, of_source.dataset_path, of_source) for key, of_source in trained]
     if "eval" in splits:
-        texts = eval_texts.paths(cfg).items()
-        chosen += [(eval_texts.key_of(name), path, cfg) for name, path in texts if path]
+        texts = eval_paths.named(cfg).items()
+        chosen += [(eval_paths.key_of(name), path, cfg) for name, path in texts if path]
     return {source_of(read_with, path): (read_with, key) for key, path, read_with in chosen}
 
 

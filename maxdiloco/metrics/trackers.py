@@ -1,16 +1,22 @@
-"""TensorBoard's event file, written by a thread. Its failures end no run."""
+"""Where else the rows go: TensorBoard and Weights & Biases. Their failures end no run."""
 
 import contextlib
+import importlib
 import queue
 import threading
 import time
+import types
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from etils import epath
 
-from maxdiloco.storage.run_folder import is_local, reason
+from maxdiloco.errors import ConfigError
+from maxdiloco.storage import object_store
+from maxdiloco.storage.run_folder import RunFolder, is_local, reason
 
+PROJECT = "maxdiloco"  # of Weights & Biases
 # All our choice.
 LOCAL_FLUSH_SECONDS = 10.0  # between two flushes to a disk
 REMOTE_FLUSH_SECONDS = 60.0  # and to an object store, where the whole file is written anew
@@ -22,13 +28,11 @@ SYNC_SECONDS = 2.0  # for those before a checkpoint
 class EventFile:
     """Rows of metrics as scalars in an event file of tensorboardX, written by a thread.
 
-    folder: that of the file. purge_step: the first step of this life of the run; TensorBoard drops
-    what an earlier life wrote from there on. say: prints a line when the file cannot be written or
-    the thread is MOST_WAITING rows behind; nothing more is written then. `write` never waits,
-    `sync` waits SYNC_SECONDS at most, `close` CLOSE_SECONDS, and none raises.
-
-    tensorboardX's own SummaryWriter is not used: when an error ends its thread, its queue fills and
-    `add_scalar` waits for ever.
+    purge_step: the first step of this life of the run; TensorBoard drops what an earlier life wrote
+    from there on. say: prints a line when the file cannot be written or the thread is MOST_WAITING
+    rows behind; nothing more is written then. `write` never waits, `sync` waits SYNC_SECONDS at
+    most, `close` CLOSE_SECONDS, and none raises. Of tensorboardX's own SummaryWriter, when an error
+    ends its thread, the queue fills and `add_scalar` waits for ever.
     """
 
     def __init__(self, folder: epath.Path, *, purge_step: int, say: Callable[[str], None]):
@@ -95,6 +99,7 @@ class EventFile:
 
     def _write_all(self) -> None:
         from tensorboardX import event_file_writer, record_writer
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         # The client that all other files use. tensorboardX's own uploads again when it is garbage
         # collected, after an error too.
@@ -103,51 +108,41 @@ class EventFile:
         # tensorboardX names the file by the second; the suffix distinguishes two lives of a run.
         prefix = str(self._folder / "events")
         file = event_file_writer.EventsWriter(prefix, filename_suffix=f".{self._purge_step}")
-        file.write_event(self._purge_event())
+        start = SessionLog(status=SessionLog.START)
+        file.write_event(Event(step=self._purge_step, wall_time=time.time(), session_log=start))
         file.flush()
         period = LOCAL_FLUSH_SECONDS if is_local(self._folder) else REMOTE_FLUSH_SECONDS
-        flushed, is_new = time.monotonic(), False
-        while (row := self._next_row(period)) is not None:
-            sync = row if isinstance(row, threading.Event) else None
-            if row and sync is None:
-                file.write_event(self._event(*row))
+        flushed, is_new, row = time.monotonic(), False, ()
+        while row is not None:
+            if isinstance(row, tuple) and row:
+                file.write_event(_event(*row))
                 is_new = True
+            sync = row if isinstance(row, threading.Event) else None
             if sync or (is_new and time.monotonic() - flushed >= period):
                 file.flush()
                 flushed, is_new = time.monotonic(), False
             if sync:
                 sync.set()
+            try:
+                row = self._rows.get(timeout=period)
+            except queue.Empty:
+                row = ()
         file.close()
 
-    def _next_row(self, wait_s: float) -> tuple | threading.Event | None:
-        """The next row or sync; () after wait_s [seconds] without one; None at the end."""
-        try:
-            return self._rows.get(timeout=wait_s)
-        except queue.Empty:
-            return ()
 
-    def _purge_event(self) -> Any:
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
+def _event(step: int, wall_time: float, values: Mapping[str, float | str]) -> Any:
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.summary_pb2 import Summary
+    from tensorboardX.summary import text
 
-        return Event(
-            step=self._purge_step,
-            wall_time=time.time(),
-            session_log=SessionLog(status=SessionLog.START),
-        )
-
-    def _event(self, step: int, wall_time: float, values: Mapping[str, float | str]) -> Any:
-        from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.proto.summary_pb2 import Summary
-        from tensorboardX.summary import text
-
-        summary = Summary()
-        for name, x in values.items():
-            if isinstance(x, str):
-                # TensorBoard shows Markdown: indented, a text keeps its lines.
-                summary.MergeFrom(text(name, "".join(f"    {line}\n" for line in x.splitlines())))
-            else:
-                summary.value.add(tag=name, simple_value=float(x))
-        return Event(step=step, wall_time=wall_time, summary=summary)
+    summary = Summary()
+    for name, x in values.items():
+        if isinstance(x, str):
+            # TensorBoard shows Markdown: indented, a text keeps its lines.
+            summary.MergeFrom(text(name, "".join(f"    {line}\n" for line in x.splitlines())))
+        else:
+            summary.value.add(tag=name, simple_value=float(x))
+    return Event(step=step, wall_time=wall_time, summary=summary)
 
 
 class _RemoteFiles:
@@ -172,3 +167,67 @@ class _RemoteFile:
 
     def close(self) -> None:
         """EventsWriter has just called flush."""
+
+
+def require_wandb() -> types.ModuleType:
+    """The package wandb. Raises ConfigError where it is not installed."""
+    try:
+        return importlib.import_module("wandb")
+    except ImportError as error:
+        raise ConfigError(
+            f"enable_wandb=true needs the package wandb ({error}). Install it: pip install wandb; "
+            "or set enable_wandb=false."
+        ) from error
+
+
+class WandbRun:
+    """Scalars of a run, in process 0. A restart goes on with the same run of Weights & Biases.
+
+    config: keys and values. say: prints one line when a row cannot be logged; nothing more is
+    logged then. Raises ConfigError without the package, and where it refuses to begin.
+    """
+
+    def __init__(
+        self, folder: RunFolder, config: Mapping[str, Any], *, say: Callable[[str], None]
+    ):
+        wandb = require_wandb()
+        self._error: type[Exception] = wandb.errors.Error
+        self._say = say
+        try:
+            self._run = wandb.init(
+                project=PROJECT,
+                name=folder.path.name,
+                id=_id(folder),
+                resume="allow",
+                config=dict(config),
+                dir=str(folder.path) if is_local(folder.path) else None,
+            )
+        except self._error as error:
+            raise ConfigError(
+                f"enable_wandb=true: wandb cannot begin a run ({error}). Run `wandb login`, set "
+                "WANDB_MODE=offline, or set enable_wandb=false."
+            ) from error
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the row of a step; wandb sends it from a process of its own."""
+        if self._run is None:
+            return
+        try:
+            self._run.log(dict(values), step=step)
+        except self._error as error:
+            self._say(f"warning: wandb is given up: {error}. metrics.jsonl goes on.")
+            self._run = None
+
+    def close(self) -> None:
+        """Send what is left."""
+        if self._run is not None:
+            self._run.finish()
+
+
+def _id(folder: RunFolder) -> str:
+    """What wandb calls the run, made at its first start: a folder made anew is another run."""
+    path = folder.path / "wandb_id"
+    with object_store.as_os_errors(path):
+        if not path.exists():
+            path.write_text(uuid.uuid4().hex)
+        return path.read_text()

@@ -9,7 +9,7 @@ from maxdiloco.flags.base_yml import Table, show
 KEY = "eval_dataset_path"
 
 
-def paths(cfg: Any) -> dict[str, str]:
+def named(cfg: Any) -> dict[str, str]:
     """{name: path}, the text of eval/loss first: that without a name, or else the first one.
 
     An empty path is the part of the training text that is held out.
@@ -22,7 +22,7 @@ def paths(cfg: Any) -> dict[str, str]:
 
 def holds_out(cfg: Any) -> bool:
     """Whether a part of the training text is held out of it (eval_fraction)."""
-    return "" in paths(cfg).values()
+    return "" in named(cfg).values()
 
 
 def key_of(name: str) -> str:
@@ -38,7 +38,7 @@ def with_path(cfg: Any, path: str) -> Any:
 def check(cfg: Any) -> None:
     """Raise ConfigError unless the texts are a path or {name: path} and the run reads text."""
     given = f"{KEY}={show(cfg.eval_dataset_path)}"
-    for name, path in paths(cfg).items():
+    for name, path in named(cfg).items():
         if not re.fullmatch(r"[A-Za-z0-9_-]*", name) or not isinstance(path, str):
             raise ConfigError(
                 f"{given}: {name}: {show(path)} is not name: path. Write {{wiki: /data/wiki}}, "
