@@ -157,6 +157,40 @@ def parse_list(text: str, where: str) -> Any:
     return _plain(node, where) if isinstance(node, yaml.CollectionNode) else None
 
 
+def allows(allowed: str, value: Any) -> bool:
+    """Whether a limit admits a value; a list is admitted entry by entry.
+
+    allowed: `` (anything), `one of a, b`, or terms joined by ` or `: `-1`, `>= 1`, `> 0`,
+    `0 to 1` (ends included), `0 to below 1`. Raises ValueError for other wording.
+    """
+    if allowed.startswith("one of "):
+        entries = value if isinstance(value, tuple) else (value,)
+        return all(entry in choices(allowed) for entry in entries)
+    return not allowed or any(_term(term, value) for term in allowed.split(" or "))
+
+
+def choices(allowed: str) -> list[str]:
+    """The names in `one of a, b`; `""` there is the empty text."""
+    return [name.strip().strip('"') for name in allowed.removeprefix("one of ").split(",")]
+
+
+def _term(term: str, value: float) -> bool:
+    number = r"-?[0-9.]+"
+    first, *last = map(float, re.findall(number, term) or ["nan"])
+    match re.sub(number, "n", term):
+        case "n":
+            return value == first
+        case ">= n":
+            return value >= first
+        case "> n":
+            return value > first
+        case "n to n":
+            return first <= value <= last[0]
+        case "n to below n":
+            return first <= value < last[0]
+    raise ValueError(f"Allowed: {term} in base.yml is no known wording. Use one that allows() has.")
+
+
 def infer(text: str | tuple[Any, ...]) -> Value:
     """A default of base.yml as a value; its type becomes the type of the key."""
     if isinstance(text, tuple):
