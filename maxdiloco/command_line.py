@@ -19,16 +19,13 @@ from maxdiloco.version import __version__
 HELP = ("-h", "--help", "help")
 VERSION = "--version"
 LEAVE_S = 5.0  # until threads that are left are abandoned; our choice
-
-
 Program = Callable[[Sequence[str]], int]  # arguments -> exit code
 
 
 class Option(NamedTuple):
     """An option of a program, written name=value.
 
-    default: where it is not given. meaning: for --help and messages. kind: str, int, float or bool.
-    least: of an int; a float has to be above it.
+    kind: str, int, float or bool. least: of an int; a float has to be above it.
     """
 
     default: Any
@@ -38,11 +35,17 @@ class Option(NamedTuple):
 
 
 def read_options(
-    arguments: Sequence[str], options: Mapping[str, Option], program: str, *, keys: bool = False
+    arguments: Sequence[str],
+    options: Mapping[str, Option],
+    program: str,
+    *,
+    names: bool = False,
+    keys: bool = False,
 ) -> tuple[SimpleNamespace, list[str]]:
     """The value of every option, as attributes, and the arguments that are none of them.
 
-    program: for messages. keys: whether other arguments may be there, such as keys of base.yml.
+    program: for messages. names: whether other arguments may be there that have no `=`. keys: any,
+    such as keys of base.yml.
     Raises ConfigError for another argument, an option that is given twice, a value of another kind.
     """
     given, others = {}, []
@@ -50,7 +53,7 @@ def read_options(
         name, equals, raw = argument.partition("=")
         name = name.lstrip("-")
         if not equals or name not in options:
-            if not keys:
+            if not keys and (equals or not names):
                 raise ConfigError(
                     f"{argument} is not an option of {program}. Use key=value with one of "
                     f"{', '.join(options)}."
@@ -65,23 +68,21 @@ def read_options(
 
 
 def _value(name: str, option: Option, raw: str) -> Any:
-    if option.kind is str:
+    kind, whole = option.kind, option.kind is int
+    if kind is str:
         return raw
-    if option.kind is bool and raw in ("true", "false"):
-        return raw == "true"
     try:
-        value = math.nan if option.kind is bool else option.kind(raw)
-    except ValueError:
+        value = {"true": True, "false": False}[raw] if kind is bool else kind(raw)
+    except (KeyError, ValueError):
         value = math.nan
     least = -math.inf if option.least is None else option.least
-    whole = option.kind is int
     if least <= value < 2**63 if whole else least < value < math.inf:
         return value
-    what = {bool: "neither true nor false", int: "no whole number", float: "no number"}[option.kind]
+    what = {bool: "neither true nor false", int: "no whole number", float: "no number"}[kind]
     if whole and value >= 2**63:
         what += " below 2**63"
     elif option.least is not None:
-        what += f" of {option.least} or more" if whole else f" above {option.least}"
+        what += f" of {least} or more" if whole else f" above {least}"
     raise ConfigError(f"{name}={raw} is {what}: {option.meaning}. Give one.")
 
 
@@ -138,20 +139,13 @@ def end_with(main: Program) -> NoReturn:
         if code == INTERRUPTED:  # it is ending already: another Ctrl-C must not change the code
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         output.finish()
-        _leave_threads_behind(code)
+        from maxdiloco.processes import watch
+
+        # One of several processes is ended by its watch, which may wait for peers.
+        if all(thread.name != watch.THREAD for thread in threading.enumerate()):
+            # Python joins its threads first, and after a save that a disk has refused those of
+            # Orbax wait for each other for minutes.
+            leave = threading.Timer(LEAVE_S, os._exit, (code,))
+            leave.daemon = True
+            leave.start()
     sys.exit(code)
-
-
-def _leave_threads_behind(code: int) -> None:
-    """End the process within LEAVE_S, whatever its other threads do.
-
-    Python joins them first, and after a save that a disk has refused those of Orbax wait for each
-    other for minutes. One of several processes is ended by its watch, which may wait for peers.
-    """
-    from maxdiloco.processes import watch
-
-    if any(thread.name == watch.THREAD for thread in threading.enumerate()):
-        return
-    timer = threading.Timer(LEAVE_S, os._exit, (code,))
-    timer.daemon = True
-    timer.start()

@@ -50,16 +50,10 @@ class Preempted(Exception):
     exit_code = 143
 
 
-# Errors the user can act on: one line, and the exit code of the error.
+# One line each, and the exit code of the error.
 USER_ERRORS = (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    LostPeerError,
-    NumericsError,
-    Preempted,
-    SaveError,
-)
+    CheckpointError, ConfigError, DataError, LostPeerError, NumericsError, Preempted, SaveError
+)  # fmt: skip
 # When a process ends with one of these, its peers do too: a restart helps after a SaveError only.
 # The end of a peer with any other code is a LostPeerError.
 SHARED_CODES = tuple(

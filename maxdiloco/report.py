@@ -40,35 +40,31 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in HELP:
         say("\n".join([USAGE, *option_lines(OPTIONS)]))
         return 0
-    named = [argument for argument in argv if "=" not in argument]
-    options, _ = read_options([argument for argument in argv if "=" in argument], OPTIONS, "report")
+    options, named = read_options(argv, OPTIONS, "report", names=True)
     if not named:
         raise ConfigError("RUN is missing: give the name or the folder of one run or more.")
-    from maxdiloco.flags import checks
-
-    for name in named:
-        checks.refuse_store("RUN", name)
-    watch, said = options.watch, ""
-    while watch:
-        running, size = _write(named, options, reload_s=watch)
-        if not running:
-            break
-        if not said:
-            said = f"{size}; written again every {watch} s until every run has ended"
-            say(said)
-        time.sleep(watch)
+    running, said = options.watch > 0, False
+    while running:
+        running, line = _write(named, options, reload_s=options.watch)
+        if running and not said:
+            say(f"{line}; written again every {options.watch} s until every run has ended")
+        if running:
+            time.sleep(options.watch)
+        said = True
     say(_write(named, options, reload_s=0)[1])
     return 0
 
 
 def _write(names: Sequence[str], options: SimpleNamespace, *, reload_s: int) -> tuple[bool, str]:
     """Write the page. Returns whether a run has not ended, and a line on the file."""
-    from maxdiloco.flags import base_yml
+    from maxdiloco.flags import base_yml, checks
     from maxdiloco.page import facts, html
     from maxdiloco.page import run as run_lib
     from maxdiloco.storage.run_folder import is_local
     from maxdiloco.trainer import compiled_file
 
+    for name in names:
+        checks.refuse_store("RUN", name)
     defaults = {name: base_yml.as_lists(key.default) for name, key in base_yml.declared().items()}
     base = options.base_output_directory
     runs = run_lib.load(names, base_output_directory=base, defaults=defaults)

@@ -20,26 +20,22 @@ def main(argv: Sequence[str]) -> int:
     # takes a twentieth of the start (benchmarks/log). On again after the last compile.
     gc.disable()
     try:
-        return _main(argv, begun)
+        # Not above: Ctrl-C is heard from the call of end_with on.
+        from maxdiloco.flags import config, help
+
+        if words := help.asked(argv):
+            say(help.help_text("maxdiloco.train", words[1:]))
+            return 0
+        notes: list[str] = []
+        cfg = config.load(argv, os.environ, warn=notes.append)
+        from maxdiloco.data import run_tokenizer
+
+        cfg = run_tokenizer.resolved(cfg)
+        from maxdiloco.trainer.training import run
+
+        return run(cfg, begun, notes)
     finally:
         gc.enable()
-
-
-def _main(argv: Sequence[str], begun: float) -> int:
-    # Not above: Ctrl-C is heard from the call of end_with on.
-    from maxdiloco.flags import config, help
-
-    if words := help.asked(argv):
-        say(help.help_text("maxdiloco.train", words[1:]))
-        return 0
-    notes: list[str] = []
-    cfg = config.load(argv, os.environ, warn=notes.append)
-    from maxdiloco.data import run_tokenizer
-
-    cfg = run_tokenizer.resolved(cfg)
-    from maxdiloco.trainer.training import run
-
-    return run(cfg, begun, notes)
 
 
 def cli() -> None:

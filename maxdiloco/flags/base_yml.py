@@ -18,7 +18,7 @@ PATHS_MAY_DIFFER = "paths may differ, because "
 
 
 class Table(tuple):
-    """A map of yml as pairs (name, value) in its order; like a list it cannot be changed."""
+    """A map of yml as pairs (name, value) in its order."""
 
 
 Value = bool | int | float | str | tuple[Any, ...]
@@ -97,14 +97,13 @@ def read_yml(path: pathlib.Path) -> list[tuple[str, Any, int]]:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror}. Give the path of a yml file, or none."
         ) from error
-    except yaml.MarkedYAMLError as error:
-        where = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        raise ConfigError(
-            f"{path} is not a yml file: {where}{error.problem}. Write one `key: value` a line."
-        ) from error
     except yaml.YAMLError as error:
+        why = "it is not text"
+        if isinstance(error, yaml.MarkedYAMLError):
+            where = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+            why = f"{where}{error.problem}"
         raise ConfigError(
-            f"{path} is not a yml file: it is not text. Write one `key: value` a line."
+            f"{path} is not a yml file: {why}. Write one `key: value` a line."
         ) from error
     if node is None:
         return []
@@ -129,17 +128,13 @@ class _Loader(yaml.BaseLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
         """PyYAML calls it for each node, nested ones included."""
-        event = self.peek_event()
+        event, problem = self.peek_event(), ""
         if event.anchor is not None:
-            raise yaml.MarkedYAMLError(
-                problem="& and * name and repeat values: write the value itself, or in quotes",
-                problem_mark=event.start_mark,
-            )
-        if self._depth > MOST_NESTED:
-            raise yaml.MarkedYAMLError(
-                problem=f"values are nested more than {MOST_NESTED} deep",
-                problem_mark=event.start_mark,
-            )
+            problem = "& and * name and repeat values: write the value itself, or in quotes"
+        elif self._depth > MOST_NESTED:
+            problem = f"values are nested more than {MOST_NESTED} deep"
+        if problem:
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
         self._depth += 1
         node = super().compose_node(parent, index)
         self._depth -= 1
@@ -162,8 +157,7 @@ def _plain(node: yaml.Node, path: pathlib.Path | str) -> Any:
 
 
 def parse_list(text: str, where: str) -> Any:
-    """A list or a table written in yml or JSON, such as `[silu, linear]` or `{wiki: /data/wiki}`,
-    as nested tuples of text; None if it is neither.
+    """A list or a table written in yml or JSON as nested tuples of text; None if it is neither.
 
     where: what gave it, for messages. Raises ConfigError for a name that a table has twice.
     """
@@ -171,9 +165,41 @@ def parse_list(text: str, where: str) -> Any:
         node = yaml.compose(text, Loader=_Loader)
     except yaml.YAMLError:
         return None
-    if not isinstance(node, yaml.CollectionNode):
-        return None
-    return _plain(node, where)
+    return _plain(node, where) if isinstance(node, yaml.CollectionNode) else None
+
+
+def allows(allowed: str, value: Any) -> bool:
+    """Whether a limit admits a value; a list is admitted entry by entry.
+
+    allowed: `` (anything), `one of a, b`, or terms joined by ` or `: `-1`, `>= 1`, `> 0`,
+    `0 to 1` (ends included), `0 to below 1`. Raises ValueError for other wording.
+    """
+    if allowed.startswith("one of "):
+        entries = value if isinstance(value, tuple) else (value,)
+        return all(entry in choices(allowed) for entry in entries)
+    return not allowed or any(_term(term, value) for term in allowed.split(" or "))
+
+
+def choices(allowed: str) -> list[str]:
+    """The names in `one of a, b`; `""` there is the empty text."""
+    return [name.strip().strip('"') for name in allowed.removeprefix("one of ").split(",")]
+
+
+def _term(term: str, value: float) -> bool:
+    number = r"-?[0-9.]+"
+    first, *last = map(float, re.findall(number, term) or ["nan"])
+    match re.sub(number, "n", term):
+        case "n":
+            return value == first
+        case ">= n":
+            return value >= first
+        case "> n":
+            return value > first
+        case "n to n":
+            return first <= value <= last[0]
+        case "n to below n":
+            return first <= value < last[0]
+    raise ValueError(f"Allowed: {term} in base.yml is no known wording. Use one that allows() has.")
 
 
 def infer(text: str | tuple[Any, ...]) -> Value:
@@ -230,19 +256,13 @@ def _facts(comment: str) -> dict[str, str]:
 
     Allowed and unit come without their full stops.
     """
-    rest, _, hosts = comment.partition("Hosts: ")
-    rest, _, resume = rest.partition("Resume: ")
-    rest, _, source = rest.partition("Default: ")
-    rest, _, unit = rest.partition("Unit: ")
-    meaning, _, allowed = rest.partition("Allowed: ")
-    return {
-        "meaning": meaning.strip(),
-        "allowed": allowed.strip().removesuffix("."),
-        "unit": unit.strip().removesuffix("."),
-        "source": source.strip(),
-        "resume": resume.strip(),
-        "hosts": hosts.strip(),
-    }
+    fields = dict.fromkeys(("allowed", "unit", "source", "resume", "hosts"), "")
+    meaning, *parts = re.split(r"(Allowed|Unit|Default|Resume|Hosts): ", comment)
+    for name, text in zip(parts[::2], parts[1::2], strict=True):
+        field = {"Default": "source"}.get(name, name.lower())
+        stop = "." if name in ("Allowed", "Unit") else ""
+        fields[field] = text.strip().removesuffix(stop)
+    return fields | {"meaning": meaning.strip()}
 
 
 def _group(lines: list[str], line: int) -> str:

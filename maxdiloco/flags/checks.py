@@ -17,13 +17,12 @@ from maxdiloco.flags import (
     eval_paths,
     idle_keys,
 )
-from maxdiloco.flags.base_yml import Key, show
+from maxdiloco.flags.base_yml import Key, allows, choices, show
 
 LARGEST = 2**31 - 1  # of int32: the limit of a whole number that has none in base.yml
 # Axes of the mesh in its order; each has a size in the dcn and in the ici tier.
 AXES = ("diloco", "data", "fsdp", "expert", "context", "tensor")
 FEEDBACK = {"auto": None, "always": True, "never": False}  # None: as the wire needs it
-BYTE_TOKENS = 257  # 256 byte values and the token that starts a document
 SCHEDULE_NAMES = schedule.Names(
     H="diloco_sync_period",
     P="num_diloco_fragments",
@@ -41,46 +40,18 @@ def check(cfg: Any, keys: Mapping[str, Key]) -> None:
         _check_limit(key, vars(cfg)[key.name])
         for entry, value in check_tables.entries(key, vars(cfg)[key.name]):
             _check_limit(entry, value)
-    idle_keys.check(cfg, keys)
+    idle_keys.check(
+        cfg,
+        keys,
+        last_profiled_step=cfg.skip_first_n_steps_for_profiler + cfg.profiler_steps,
+        most_fragments=cfg.base_num_decoder_layers + cfg.num_nonlayer_fragments,
+        least_fragments=cfg.num_nonlayer_fragments + 1,
+    )
     check_model.check(cfg, keys)
-    groups = (_run, _mesh, _numerics, _replicas, _fragments, _schedule, _vocabulary, _data)
+    groups = (_run, _mesh, _numerics, _replicas, _data)
     for check_group in (*groups, check_mixture.check):
         check_group(cfg)
     check_learning_rate.check(cfg, keys)
-
-
-def allows(allowed: str, value: Any) -> bool:
-    """Whether a limit of base.yml admits a value; a list is admitted entry by entry.
-
-    allowed: `` (anything), `one of a, b`, or terms joined by ` or `: `-1`, `>= 1`, `> 0`,
-    `0 to 1` (ends included), `0 to below 1`. Raises ValueError for other wording.
-    """
-    if not allowed:
-        return True
-    if allowed.startswith("one of "):
-        entries = value if isinstance(value, tuple) else (value,)
-        return all(entry in choices(allowed) for entry in entries)
-    return any(_term(term, value) for term in allowed.split(" or "))
-
-
-def choices(allowed: str) -> list[str]:
-    """The names in `one of a, b`; `""` there is the empty text."""
-    return [name.strip().strip('"') for name in allowed.removeprefix("one of ").split(",")]
-
-
-def _term(term: str, value: float) -> bool:
-    number = r"(-?[0-9.]+)"
-    if match := re.fullmatch(number, term):
-        return value == float(match[1])
-    if match := re.fullmatch(f">= {number}", term):
-        return value >= float(match[1])
-    if match := re.fullmatch(f"> {number}", term):
-        return value > float(match[1])
-    if match := re.fullmatch(f"{number} to {number}", term):
-        return float(match[1]) <= value <= float(match[2])
-    if match := re.fullmatch(f"{number} to below {number}", term):
-        return float(match[1]) <= value < float(match[2])
-    raise ValueError(f"Allowed: {term} in base.yml is no known wording. Use one that allows() has.")
 
 
 def _check_limit(key: Key, value: Any) -> None:
@@ -151,12 +122,6 @@ def _as_config_errors() -> Iterator[None]:
 def _run(cfg: Any) -> None:
     for key in ("base_output_directory", "load_parameters_path", "load_full_state_path"):
         refuse_store(key, vars(cfg)[key])
-    last = cfg.skip_first_n_steps_for_profiler + cfg.profiler_steps
-    if cfg.profiler and cfg.steps != -1 and last > cfg.steps:
-        raise ConfigError(
-            f"profiler={cfg.profiler} would end after step {last}, but steps={cfg.steps}. Lower "
-            f"profiler_steps or skip_first_n_steps_for_profiler, or use steps={last} or more."
-        )
 
 
 def _mesh(cfg: Any) -> None:
@@ -196,29 +161,6 @@ def _replicas(cfg: Any) -> None:
     dcn, ici = cfg.dcn_diloco_parallelism, cfg.ici_diloco_parallelism
     if dcn * ici > 0 and cfg.num_diloco_replicas != -1:
         check_replicas(cfg.num_diloco_replicas, dcn * ici, f"dcn diloco {dcn} * ici diloco {ici} =")
-
-
-def _fragments(cfg: Any) -> None:
-    count, nonlayer = cfg.num_diloco_fragments, cfg.num_nonlayer_fragments
-    most = cfg.base_num_decoder_layers + nonlayer
-    if count > most:
-        raise ConfigError(
-            f"num_diloco_fragments={count} exceeds layers {cfg.base_num_decoder_layers} + "
-            f"num_nonlayer_fragments {nonlayer} = {most}: some would be empty. Use {most} or fewer."
-        )
-    if nonlayer > cfg.vocab_size != -1:
-        raise ConfigError(
-            f"num_nonlayer_fragments={nonlayer} exceeds vocab_size={cfg.vocab_size}: they share "
-            f"the rows of the vocabulary, and some would be empty. Use {cfg.vocab_size} or fewer."
-        )
-    if nonlayer >= count and nonlayer > 1:
-        raise ConfigError(
-            f"num_nonlayer_fragments={nonlayer} leaves none of num_diloco_fragments={count} to the "
-            f"layers. Use num_diloco_fragments={nonlayer + 1} or more."
-        )
-
-
-def _schedule(cfg: Any) -> None:
     with _as_config_errors():
         schedule.check_counts(
             H=cfg.diloco_sync_period,
@@ -226,15 +168,6 @@ def _schedule(cfg: Any) -> None:
             tau=cfg.num_communication_overlapping_steps,
             overlap=cfg.diloco_outer_overlap,
             names=SCHEDULE_NAMES,
-        )
-
-
-def _vocabulary(cfg: Any) -> None:
-    own = cfg.tokenizer_type == "byte" and cfg.dataset_type == "text"
-    if own and -1 != cfg.vocab_size < BYTE_TOKENS:
-        raise ConfigError(
-            f"vocab_size={cfg.vocab_size} is too small: tokenizer_type=byte needs {BYTE_TOKENS}, "
-            f"256 bytes and the start of a document. Use vocab_size={BYTE_TOKENS} or more."
         )
 
 

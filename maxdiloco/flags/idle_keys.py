@@ -1,7 +1,8 @@
-"""Keys that do not go together, as together.yml lists them."""
+"""Keys that do not go together and settings that are seldom meant: the rows of together.yml."""
 
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from maxdiloco.errors import ConfigError
@@ -12,20 +13,37 @@ from maxdiloco.flags.base_yml import Key, show
 class Row(NamedTuple):
     """A row of together.yml, which says what the fields are."""
 
-    when: Mapping[str, str] | None = None
-    unless: Mapping[str, str] | None = None
+    when: Mapping[str, Any] = MappingProxyType({})
+    unless: Mapping[str, Any] = MappingProxyType({})
     keys: Sequence[str] = ()
     use: str = ""
     error: str = ""
     warning: str = ""
+    note: str = ""
 
-    def counts(self, shown: Mapping[str, str]) -> bool:
-        """Whether the row counts for values as text."""
+    def counts(self, named: Mapping[str, Any]) -> bool:
+        """Whether the row counts; not where it asks for what is not known."""
+        if not self.when.keys() | self.unless.keys() <= named.keys():
+            return False
         met, kept = (
-            [re.fullmatch(f"(?s:{pattern})", shown[name]) for name, pattern in (each or {}).items()]
-            for each in (self.when, self.unless)
+            [_met(show(wanted), named[name], named) for name, wanted in conditions.items()]
+            for conditions in (self.when, self.unless)
         )
         return all(met) and not (kept and all(kept))
+
+
+def _met(wanted: str, value: Any, named: Mapping[str, Any]) -> bool:
+    if isinstance(value, str):
+        return re.fullmatch(f"(?s:{wanted})", value) is not None
+    return base_yml.allows(" ".join(str(named.get(word, word)) for word in wanted.split()), value)
+
+
+def _named(cfg: Any) -> dict[str, Any]:
+    """Values by name: numbers, and text of all others."""
+    return {
+        name: value if type(value) in (int, float) else show(value)
+        for name, value in vars(cfg).items()
+    }
 
 
 def rows() -> list[Row]:
@@ -33,23 +51,31 @@ def rows() -> list[Row]:
     return [Row(**entry) for entry in base_yml.read_table("together.yml")]
 
 
-def check(cfg: Any, keys: Mapping[str, Key]) -> None:
-    """Raise ConfigError for the first row that counts. cfg: a Config; keys: base.yml's."""
-    shown = {name: show(value) for name, value in vars(cfg).items()}
+def check(cfg: Any, keys: Mapping[str, Key], **facts: float) -> None:
+    """Raise ConfigError for the first row that counts. cfg: a Config; keys: base.yml's.
+
+    facts: what rows ask for beside the keys.
+    """
+    named = _named(cfg) | facts
     for row in rows():
-        if row.warning or not row.counts(shown):
+        if not (row.error or row.keys) or not row.counts(named):
             continue
         if row.error:
-            raise ConfigError(row.error.format_map(shown))
-        beside = " ".join(f"{name}={shown[name]}" for name in row.when)
+            raise ConfigError(row.error.format_map(named))
+        beside = " ".join(f"{name}={named[name]}" for name in row.when)
         neutral = {name: keys[name].default for name in row.keys}
         refuse(cfg, neutral, beside=beside, remedy=f" or {row.use}")
 
 
-def warnings(cfg: Any) -> list[str]:
-    """The lines of the rows that warn."""
-    shown = {name: show(value) for name, value in vars(cfg).items()}
-    return [row.warning.format_map(shown) for row in rows() if row.warning and row.counts(shown)]
+def lines(cfg: Any, **facts: Any) -> list[str]:
+    """Warnings and notes: of the rows that ask for some of `facts`, or for keys alone."""
+    named, found = _named(cfg) | facts, []
+    for row in rows():
+        asks = not facts.keys().isdisjoint(row.when.keys() | row.unless.keys())
+        if (row.warning or row.note) and asks == bool(facts) and row.counts(named):
+            said = f"warning: {row.warning}" if row.warning else f"note: {row.note}"
+            found.append(said.format_map(named))
+    return found
 
 
 def refuse(cfg: Any, neutral: Mapping[str, Any], *, beside: str, remedy: str) -> None:

@@ -1,7 +1,4 @@
-"""Which keys may differ between the run that wrote a checkpoint and the run that resumes it.
-
-base.yml says it key by key. A key of which it says nothing may not differ.
-"""
+"""Which keys may differ between the run that wrote a checkpoint and the run that resumes it."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -24,23 +21,18 @@ _BESIDE = {
 
 # Values that follow from several keys; a caller puts them into both mappings.
 _DERIVED = {
-    "sequences_per_replica": (
-        "per_device_batch_size * devices of a mesh slot / context * gradient_accumulation_steps"
-    ),
+    "sequences_per_replica": "per_device_batch_size * devices of a mesh slot / context * "
+    "gradient_accumulation_steps",
 }
 
 
 def changed_keys(
     saved: Mapping[str, Any], new: Mapping[str, Any], *, keys: Mapping[str, Key]
 ) -> dict[str, tuple[Any, Any]]:
-    """{key: (saved value, new value)} of the keys that differ and must not, in order of name.
-
-    Arguments: differences.
-    """
-    found = differences(saved, new, keys=keys)
+    """Those of `differences` that must not be."""
     return {
         name: change
-        for name, change in found.items()
+        for name, change in differences(saved, new, keys=keys).items()
         if name not in keys or not keys[name].may_change
     }
 
@@ -50,9 +42,8 @@ def differences(
 ) -> dict[str, tuple[Any, Any]]:
     """{key: (saved value, new value)} of the keys that differ, in order of name.
 
-    saved: the config in a checkpoint, as JSON gives it back (lists for tuples). A key it lacks
-    is younger than the checkpoint and had its default. A key that only saved has is gone from
-    the program and counts as changed to None. keys: base.yml's.
+    saved: the config in a checkpoint. A key that it lacks is younger and had its default; one that
+    it alone has counts as changed to None. keys: base.yml's.
     """
     saved = current(saved)
     changes = {}
@@ -67,22 +58,17 @@ def differences(
 def change_lines(
     saved: Mapping[str, Any], new: Mapping[str, Any], *, keys: Mapping[str, Key]
 ) -> list[str]:
-    """Lines that name all keys that differ, with both values: first those that may alter the
-    result. KEEP joins words that belong in one line. Arguments: differences.
+    """Lines on all keys that differ, with both values: first those that may alter the result.
+
+    KEEP joins words that belong in one line. Arguments: differences.
     """
-    changes = differences(saved, new, keys=keys)
-    beside = [name for name in changes if name in keys and keys[name].resume in _BESIDE]
-    training = [name for name in changes if name not in beside]
+    training, beside = [], []
+    for name, (before, after) in differences(saved, new, keys=keys).items():
+        line = f"{name} {_shown(before)} -> {_shown(after)}".replace(" ", KEEP)
+        aside = name in keys and keys[name].resume in _BESIDE
+        (beside if aside else training).append(line)
     groups = (("changed since the checkpoint", training), ("changed beside the training", beside))
-    return [
-        f"{title}: {', '.join(_change(name, *changes[name]) for name in names)}"
-        for title, names in groups
-        if names
-    ]
-
-
-def _change(name: str, before: Any, after: Any) -> str:
-    return f"{name} {_shown(before)} -> {_shown(after)}".replace(" ", KEEP)
+    return [f"{title}: {', '.join(lines)}" for title, lines in groups if lines]
 
 
 def _shown(value: Any) -> str:
@@ -92,15 +78,11 @@ def _shown(value: Any) -> str:
 
 
 def refuse_changes(
-    saved: Mapping[str, Any],
-    new: Mapping[str, Any],
-    *,
-    keys: Mapping[str, Key],
-    checkpoint: str,
+    saved: Mapping[str, Any], new: Mapping[str, Any], *, keys: Mapping[str, Key], checkpoint: str
 ) -> None:
-    """Refuse to resume with keys that alter the result, all named.
+    """Raise CheckpointError for keys that alter the result, all named.
 
-    checkpoint: its folder. The other arguments: differences. Raises CheckpointError.
+    checkpoint: its folder. The other arguments: differences.
     """
     changes = changed_keys(saved, new, keys=keys)
     if not changes:
@@ -121,10 +103,9 @@ def refuse_changes(
 def model_remedy(
     new: Mapping[str, Any], *, keys: Mapping[str, Key]
 ) -> Callable[[Mapping[str, Any]], str]:
-    """For restore_from's remedy: names the keys that shape the parameters and differ.
+    """For restore_from: names the keys that shape the parameters and differ in a checkpoint's meta.
 
-    new: the config of this run, to be compared with the one in a checkpoint's meta. keys:
-    base.yml's.
+    new: the config of this run. keys: base.yml's.
     """
     shapes = [name for name, key in keys.items() if key.resume == SHAPES]
 

@@ -1,7 +1,4 @@
-"""Which keys the processes of a run must share, and the line that names those that differ.
-
-base.yml says key by key what may differ. A key of which it says nothing may not.
-"""
+"""Which keys the processes of a run must share, and the line that names those that differ."""
 
 import json
 import os
@@ -39,21 +36,19 @@ def _without_paths(value: Any) -> Any:
 def difference(groups: Mapping[tuple[int, ...], Mapping[str, Any]]) -> str:
     """The line on all that differs, with each value and who has it, and the remedy.
 
-    groups: {processes: what `shared` gives in each of them}, with what else they compare.
+    groups: {processes: what `shared` gives in each of them}, and what else they compare.
     """
-    names = dict.fromkeys(name for values in groups.values() for name in values)
     differing = []
-    for name in names:
+    for name in dict.fromkeys(name for values in groups.values() for name in values):
         holders: dict[str, list[int]] = {}
         for processes, values in groups.items():
-            text = _text(values[name]) if name in values else _MISSING
+            value = values.get(name, _MISSING)
+            text = value if isinstance(value, str) and value else json.dumps(value)
             holders.setdefault(text, []).extend(processes)
-        if len(holders) > 1:
-            same = len(os.path.commonprefix(list(holders)))
-            differing.append(
-                f"{name} is "
-                + ", ".join(f"{_cut(text, same)} in {_who(who)}" for text, who in holders.items())
-            )
+        same = len(os.path.commonprefix(list(holders)))
+        who = [f"{_cut(text, same)} in {_who(of)}" for text, of in holders.items()]
+        if len(who) > 1:
+            differing.append(f"{name} is {', '.join(who)}")
     return (
         f"{'; '.join(differing)}. All processes of a run must have the same keys and versions: "
         f"give each the same command, yml file and M_<KEY> variables. What may be a host's own has "
@@ -61,12 +56,8 @@ def difference(groups: Mapping[tuple[int, ...], Mapping[str, Any]]) -> str:
     )
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) and value else json.dumps(value)
-
-
 def _cut(text: str, same: int) -> str:
-    """The text, or of a long one the part where it differs. same: characters that all begin with"""
+    """The text, or of a long one the part after the `same` characters that all begin with."""
     if len(text) <= MOST_SHOWN:
         return text
     start = max(0, min(same, len(text)) - MOST_SHOWN // 4)

@@ -26,8 +26,7 @@ MOST_ROWS = 200  # of a table; our choice
 def page(runs: Sequence[Run], defaults: Mapping[str, Any], *, reload_s: int = 0) -> str:
     """The whole page as HTML.
 
-    defaults: {key: value} of base.yml. reload_s: seconds after which a browser reads the page
-    again; 0: never.
+    defaults: of base.yml. reload_s: seconds after which a browser reads the page again; 0: never.
     """
     names = ", ".join(run.name for run in runs)
     drawn = [timeline.of_run(run) for run in runs]
@@ -38,6 +37,12 @@ def page(runs: Sequence[Run], defaults: Mapping[str, Any], *, reload_s: int = 0)
     if any(run.keys is not None for run in runs):
         same = "Every key has its default." if len(runs) == 1 else "The runs have the same keys."
         config = _table(facts.differences(runs, defaults), "cards", empty=same)
+    notes = []
+    for run in runs:
+        before = f"{run.name}: " if len(runs) > 1 else ""
+        notes += [before + line for line in [*run.notes, *panels.not_finite(run)]]
+    marks = ["Dashed: a restart."] * any(len(facts.lives(run)) > 1 for run in runs)
+    marks += ["▲: a checkpoint that is kept."] * any(run.checkpoints for run in runs)
     # A value is never searched for names of others.
     return string.Template(_read("page.html")).substitute(
         title=escape(f"{names} – maxdiloco"),
@@ -46,8 +51,8 @@ def page(runs: Sequence[Run], defaults: Mapping[str, Any], *, reload_s: int = 0)
         reload=f'<meta http-equiv="refresh" content="{reload_s}">' if reload_s else "",
         verdict=_list(verdict.lines(runs), "verdict"),
         summary=_table(facts.summary(runs), "cards"),
-        notes=_notes(runs),
-        marks=_marks(runs),
+        notes=_list(notes, "notes"),
+        marks=" ".join(marks),
         timelines=_timelines(runs, drawn),
         config=config,
         starts=_table(facts.starts(runs), "cards", empty="No start is recorded."),
@@ -64,24 +69,9 @@ def _read(name: str) -> str:
     return (pathlib.Path(__file__).parent / name).read_text(encoding="utf-8")
 
 
-def _notes(runs: Sequence[Run]) -> str:
-    lines = []
-    for run in runs:
-        before = f"{run.name}: " if len(runs) > 1 else ""
-        lines += [before + line for line in [*run.notes, *panels.not_finite(run)]]
-    return _list(lines, "notes")
-
-
 def _list(lines: Sequence[str], kind: str) -> str:
     items = "".join(f"<li>{escape(line)}</li>" for line in lines[:MOST_ROWS])
     return f'<ul class="{kind}">{items}</ul>' if items else ""
-
-
-def _marks(runs: Sequence[Run]) -> str:
-    """What the marks in the charts mean."""
-    restarted = any(len(facts.lives(run)) > 1 for run in runs)
-    saved = any(run.checkpoints for run in runs)
-    return " ".join(["Dashed: a restart."] * restarted + ["▲: a checkpoint that is kept."] * saved)
 
 
 def _swatch(number: int | None) -> str:
@@ -122,17 +112,6 @@ def _timelines(runs: Sequence[Run], drawn: Sequence[Timeline | str]) -> str:
 def _data(runs: Sequence[Run], drawn: Sequence[Timeline | str]) -> dict[str, Any]:
     """What page.js reads: numbers, and the names that go with them."""
     tables = panels.tables_of(runs)
-    columns = [list(table.columns) for _, table in tables]
-    shown = [
-        panel._asdict()
-        | {
-            "series": [
-                [s.label, s.role, s.run, s.table, columns[s.table].index(s.column), s.gone]
-                for s in panel.series
-            ]
-        }
-        for panel in panels.panels(runs, tables)
-    ]
     return {
         "runs": [
             {
@@ -145,18 +124,12 @@ def _data(runs: Sequence[Run], drawn: Sequence[Timeline | str]) -> dict[str, Any
         "tables": [
             {
                 "x": _packed(table.steps, "<f8"),
-                "y": [_packed(values, "<f4") for values in table.columns.values()],
-                "rows": table.rows,
+                "y": {name: _packed(values, "<f4") for name, values in table.columns.items()},
             }
             for _, table in tables
         ],
-        "panels": shown,
-        "timelines": [
-            each._asdict() | {"bytes": [round(n) for n in each.bytes]}
-            if isinstance(each, Timeline)
-            else None
-            for each in drawn
-        ],
+        "panels": [panel._asdict() for panel in panels.panels(runs, tables)],
+        "timelines": [None if isinstance(each, str) else each._asdict() for each in drawn],
     }
 
 

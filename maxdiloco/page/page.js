@@ -18,8 +18,9 @@ function unpacked(text, Kind) {
 // NaN: no value there (undefined: the line goes on); infinity: a gap (null).
 const TABLES = DATA.tables.map((table) => ({
   steps: Array.from(unpacked(table.x, Float64Array)),
-  columns: table.y.map((y) => Array.from(unpacked(y, Float32Array), (v) =>
-    Number.isFinite(v) ? v : Number.isNaN(v) ? undefined : null)),
+  columns: Object.fromEntries(Object.entries(table.y).map(([name, y]) => [name,
+    Array.from(unpacked(y, Float32Array), (v) =>
+      Number.isFinite(v) ? v : Number.isNaN(v) ? undefined : null)])),
 }));
 
 function short(value, unit) {

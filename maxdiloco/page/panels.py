@@ -23,14 +23,10 @@ THETA = "Loss of theta"  # in the panel before it where there is one run
 
 
 class Table(NamedTuple):
-    """Series over the same steps. steps: int64, strictly increasing. columns: {name: float32}.
-
-    A value is NOT_FINITE for a gap. rows: how many rows a point stands for.
-    """
+    """Series over the same steps, which increase. columns: float32, NOT_FINITE for a gap."""
 
     steps: np.ndarray
     columns: dict[str, np.ndarray]
-    rows: int
 
 
 class Series(NamedTuple):
@@ -100,13 +96,9 @@ def _declared() -> list[dict[str, Any]]:
 
 def _gone_after(run: Run, name: str) -> int | None:
     """The last step of a replica's loss; None where the last row of such losses has it."""
-    of_all, own = (
-        np.flatnonzero(~np.isnan(run.column(each)))
-        for each in (name.partition("_replica_")[0], name)
-    )
-    if len(of_all) and len(own) and own[-1] < of_all[-1]:
-        return int(run.steps_N[own[-1]])
-    return None
+    of_all = run.steps_N[~np.isnan(run.column(name.partition("_replica_")[0]))]
+    own = run.steps_N[~np.isnan(run.column(name))]
+    return int(own[-1]) if len(of_all) and own[-1] < of_all[-1] else None
 
 
 def _outer_rates(runs: Sequence[Run]) -> str:
@@ -167,13 +159,13 @@ def thinned(steps_N: np.ndarray, columns: Mapping[str, np.ndarray], *, limit: in
     """
     N = len(steps_N)
     if limit >= N:
-        return Table(steps_N, {n: v.astype(np.float32) for n, v in columns.items()}, 1)
+        return Table(steps_N, {n: v.astype(np.float32) for n, v in columns.items()})
     K = -(-N // (limit // 2))
     first_B = np.arange(0, N, K)
     at = np.stack([first_B, np.minimum(first_B + K, N) - 1], axis=1).ravel()
     kept = np.append(True, np.diff(at) > 0)  # the last bucket may have one row
     values = {name: _extremes(values_N, K)[kept] for name, values_N in columns.items()}
-    return Table(steps_N[at[kept]], values, K)
+    return Table(steps_N[at[kept]], values)
 
 
 def _extremes(values_N: np.ndarray, K: int) -> np.ndarray:

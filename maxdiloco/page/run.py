@@ -13,12 +13,11 @@ from etils import epath
 
 from maxdiloco import json_text
 from maxdiloco.checkpoint import find, read, seal
-from maxdiloco.errors import CheckpointError, ConfigError, DataError
+from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.flags import base_yml
 from maxdiloco.metrics import history
 from maxdiloco.storage.run_folder import RunFolder
 
-CONFIG = "config.yml"  # in a run's folder: its whole configuration
 NAN = math.nan
 NOT_FINITE = math.inf  # in a column: the run wrote null
 
@@ -108,14 +107,21 @@ def _load(path: epath.Path, name: str, given: str, defaults: Mapping[str, Any]) 
                 f"{given}: {folder.metrics} holds no row yet. Wait until the run has logged a step "
                 f"(log_period), and start again."
             )
-        config, more = _config(folder)
+        keys, written = None, path / "config.yml"
+        if written.exists():
+            own = [(name, base_yml.infer(raw)) for name, raw, _ in base_yml.read_yml(written)]
+            keys = {**defaults, **{name: base_yml.as_lists(value) for name, value in own}}
+        else:
+            notes.append(
+                "The configuration is unknown: the folder has no config.yml. So there is no "
+                "timeline, and keys cannot be compared."
+            )
         starts = history.read(folder)
         saved = []
         for step in read.steps(folder.checkpoints):
             sealed = folder.checkpoints / str(step) / seal.FILE
             saved.append(Checkpoint(step, sealed.stat().mtime if sealed.exists() else NAN))
-    keys = None if config is None else {**defaults, **config}
-    return Run(name, path, steps, columns, keys, starts, saved, notes + more)
+    return Run(name, path, steps, columns, keys, starts, saved, notes)
 
 
 def parse(text: bytes) -> tuple[np.ndarray, dict[str, np.ndarray], list[str]]:
@@ -159,18 +165,3 @@ def _row(line: bytes) -> dict[str, Any] | None:
         elif isinstance(value, int | float):
             row[name] = float(value) if abs(value) < NOT_FINITE else NOT_FINITE
     return row
-
-
-def _config(folder: RunFolder) -> tuple[dict[str, Any] | None, list[str]]:
-    """The run's configuration, or None and a note why there is none."""
-    path = folder.path / CONFIG
-    if path.exists():
-        given = base_yml.read_yml(path)
-        return {name: base_yml.as_lists(base_yml.infer(raw)) for name, raw, _ in given}, []
-    try:
-        return find.newest_meta(folder.path, key="RUN")["config"], []
-    except CheckpointError:
-        return None, [
-            "The configuration is unknown: the folder has neither a config.yml nor a checkpoint. "
-            "So there is no timeline, and keys cannot be compared."
-        ]

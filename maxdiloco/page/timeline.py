@@ -33,13 +33,13 @@ class Exchange(NamedTuple):
 class Timeline(NamedTuple):
     """What the page draws of a schedule. steps: the first and last inner step.
 
-    bytes: of each of them, sent by a replica; 0 where the run recorded none. caption: in words.
+    bytes: of each of them, sent by a replica; 0 where the run recorded none.
     """
 
     fragments: int
     steps: tuple[int, int]
     exchanges: list[Exchange]
-    bytes: list[float]
+    bytes: list[int]
     caption: str
 
 
@@ -123,7 +123,7 @@ def _drawn(schedule: Schedule, sent_H: list[float]) -> Timeline:
     # From the third period on all exchanges are under way, also those of delayed and eager.
     first = 2 * H + 1
     steps = range(first, first + (2 * H if H <= TWO_PERIODS else H))
-    sent = [sent_H[(t - 1) % H] for t in steps]
+    sent = [round(sent_H[(t - 1) % H]) for t in steps]
     exchanges = []
     for t in range(first - schedule.lag, steps[-1] + 1):
         for send in schedule.sends(t):

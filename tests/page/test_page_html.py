@@ -126,19 +126,19 @@ def test_what_is_not_finite_or_unknown_is_said_and_texts_of_a_run_are_no_html():
 
 
 @pytest.mark.parametrize(
-    ("values", "limit", "rows", "steps", "kept"),
+    ("values", "limit", "steps", "kept"),
     [
-        ([1.0, 2.0, NOT_FINITE, 3.0], 4, 1, [0, 1, 2, 3], [1, 2, NOT_FINITE, 3]),  # short: whole
-        ([5.0, 1, 9, 4, 2, 8, 3, 7], 4, 4, [0, 3, 4, 7], [1, 9, 2, 8]),  # of two buckets, in order
-        ([7.0, 3, 8, 2, 4, 9, 1, 5], 4, 4, [0, 3, 4, 7], [8, 2, 9, 1]),
-        (np.arange(7.0), 6, 3, [0, 2, 3, 5, 6], [0, 2, 3, 5, 6]),  # the last one has one row
+        ([1.0, 2.0, NOT_FINITE, 3.0], 4, [0, 1, 2, 3], [1, 2, NOT_FINITE, 3]),  # short: whole
+        ([5.0, 1, 9, 4, 2, 8, 3, 7], 4, [0, 3, 4, 7], [1, 9, 2, 8]),  # of two buckets, in order
+        ([7.0, 3, 8, 2, 4, 9, 1, 5], 4, [0, 3, 4, 7], [8, 2, 9, 1]),
+        (np.arange(7.0), 6, [0, 2, 3, 5, 6], [0, 2, 3, 5, 6]),  # the last one has one row
         # a gap only where nothing in a bucket is finite
-        ([NOT_FINITE] * 3 + [3, NOT_FINITE, 1], 4, 3, [0, 2, 3, 5], [NOT_FINITE, NOT_FINITE, 3, 1]),
+        ([NOT_FINITE] * 3 + [3, NOT_FINITE, 1], 4, [0, 2, 3, 5], [NOT_FINITE, NOT_FINITE, 3, 1]),
     ],
 )
-def test_a_bucket_of_rows_keeps_its_least_and_its_largest_value(values, limit, rows, steps, kept):
+def test_a_bucket_of_rows_keeps_its_least_and_its_largest_value(values, limit, steps, kept):
     table = panels.thinned(np.arange(len(values)), {"a": np.array(values)}, limit=limit)
-    assert (table.steps.tolist(), table.rows) == (steps, rows)
+    assert table.steps.tolist() == steps
     assert table.columns["a"].tolist() == kept
 
 
@@ -152,5 +152,5 @@ def test_extremes_of_a_long_series_stay_and_a_rare_metric_has_its_own_rows():
     rare = np.where(steps % 10 == 0, steps, np.nan).astype(float)
     often, once = panels.by_rows(steps, {"a": steps * 1.0, "b": rare, "c": steps * 2.0}, limit=20)
     assert (list(often.columns), list(once.columns)) == (["a", "c"], ["b"])
-    assert once.steps.tolist() == list(range(10, 101, 10)) and once.rows == 1
+    assert once.steps.tolist() == list(range(10, 101, 10))
     assert len(often.steps) == 20

@@ -54,7 +54,7 @@ def test_a_run_is_found_by_name_folder_and_checkpoint_with_its_config(tmp_path):
     other = synthetic_runs.write(tmp_path / "x" / "a", config=None)
     run, unknown = load(folder, other)
     assert (run.name, unknown.name) == (f"{tmp_path.name}/a", "x/a") and unknown.keys is None
-    assert "neither a config.yml nor a checkpoint" in unknown.notes[0]
+    assert "the folder has no config.yml" in unknown.notes[0]
 
 
 def test_folders_that_are_no_run_are_refused_in_one_line(tmp_path):
