@@ -16,7 +16,7 @@ from maxdiloco import DiLoCo
 from maxdiloco.checkpoint import arrays as arrays_lib
 from maxdiloco.checkpoint import saved_state, theta
 from maxdiloco.checkpoint.checkpointer import Checkpointer
-from maxdiloco.checkpoint.read import restore_from, restore_theta
+from maxdiloco.checkpoint.read import restore_from, restore_parameters
 from maxdiloco.engine.trainer import OUTER_OF_EACH, SavedLayout
 
 PARAMS = {"w": np.arange(6, dtype=np.float32).reshape(3, 2)}
@@ -44,10 +44,9 @@ def moved(folder, source, state, target):
     return read(folder, target, layout_of(source, state))
 
 
-def save(folder, trainer, state, *, items=None, without=()):
-    note = {name: value for name, value in trainer.note(state).items() if name not in without}
+def save(folder, trainer, state):
     with Checkpointer(folder, max_to_keep=1, use_async=False) as checkpointer:
-        checkpointer.save(state.t, items or trainer.saved_items(state), note)
+        checkpointer.save(state.t, trainer.saved_items(state), trainer.note(state))
 
 
 def read(folder, trainer, layout):
@@ -221,39 +220,26 @@ def test_a_line_tells_what_was_dropped(mesh_of):
     assert last == "eager: the first exchanges are as in round 1."
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_a_run_with_eager_updates_is_read_as_its_mean_and_goes_on_from_it_without_them(
-    tmp_path, older
-):
-    """In float32, then rounded. Control: the two thetas differ.
-
-    Older checkpoints have the mean as an item of its own, and do not say where theta is.
-    """
+def test_a_run_with_eager_updates_is_read_as_its_mean_and_goes_on_from_it_without_them(tmp_path):
+    """In float32, then rounded. Control: the two thetas differ."""
     algorithm, state = trained(2, 5, sync_period=2, outer_overlap="eager")
     w_R = np.asarray(state.outer["w"])
     assert np.any(w_R[0] != w_R[1])
     mean = (w_R[0] + w_R[1]) / np.float32(2)
     np.testing.assert_array_equal(algorithm.outer_params(state)["w"], mean)
-    items, without = algorithm.saved_items(state), ()
-    if older:
-        items, without = items | {"outer_params": {"w": jnp.asarray(mean)}}, ["theta_item"]
-    save(tmp_path / "checkpoints", algorithm, state, items=items, without=without)
+    save(tmp_path / "checkpoints", algorithm, state)
     here = SingleDeviceSharding(jax.devices()[0])
     for dtype in (jnp.float32, jnp.bfloat16):
         like = {"w": jax.ShapeDtypeStruct((3, 2), dtype, sharding=here)}
-        found, restored = restore_theta(tmp_path, like, key="RUN")
-        assert restored.items.keys() == {"outer_params" if older else "outer"}
+        found, restored = restore_parameters(tmp_path, lambda meta, like=like: like, key="RUN")
+        assert restored.items.keys() == {"outer"}
         np.testing.assert_array_equal(found["w"], mean.astype(dtype))
     target, _ = trained(2, 0, sync_period=2)
-    names = SavedLayout._fields
-
-    def layout(meta):
-        return SavedLayout(**{n: meta[n] for n in names if n in meta}, same_rules=True)
-
+    layout = functools.partial(saved_state.layout_of, same_rules=True)
     restored = restore_from(
         tmp_path, lambda meta: saved_state.abstract_items(target, layout(meta)), key="RUN"
     )
-    assert ("outer_params" in restored.items) == older
+    assert "outer_params" not in restored.items
     back = target.restored(restored.items, layout(restored.meta), t=5)
     np.testing.assert_array_equal(back.outer["w"], mean)
 
