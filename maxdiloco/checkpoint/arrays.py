@@ -182,10 +182,7 @@ def result(future: "ts.Future[Any]", name: str) -> Any:
 
 
 def calls(abstract: Any, *, on_compile: Callable) -> list[Call]:
-    """The program with which read_item gathers the largest leaf; [] when it gathers none.
-
-    abstract: as for read_item. One leaf is gathered at a time, so no other needs more memory.
-    """
+    """The program with which read_item(abstract) gathers the largest leaf; [] without a gather."""
     leaves = [leaf for leaf in jax.tree.leaves(abstract) if _is_gathered(leaf)]
     devices = leaves[0].sharding.mesh.devices.flat if leaves else ()
     if len({device.process_index for device in devices}) < 2:

@@ -89,10 +89,7 @@ class Reader:
         return self._stores[name].dtype.numpy_dtype
 
     def boxes(self, name: str, num_indexed: int) -> Iterator[Box]:
-        """Boxes that make up a leaf: a stored chunk each, which cannot be read in pieces.
-
-        Or several, where they hold no more than one entry of the num_indexed leading dims does.
-        """
+        """Boxes that make up a leaf: a stored chunk each, or several up to one indexed entry."""
         store = self._stores[name]
         shape, chunk = store.shape, store.chunk_layout.read_chunk.shape or store.shape
         size = [min(n, c) for n, c in zip(shape, chunk, strict=True)]

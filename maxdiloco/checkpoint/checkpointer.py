@@ -262,10 +262,7 @@ class Checkpointer:
             self._removal = self._remover.submit(self._remove_old)
 
     def _end_of_save(self, *, limit: int | None = 2) -> bool:
-        """Whether the save that runs succeeds, the same in all processes.
-
-        Raises SaveError when this is the `limit`th failure in a row.
-        """
+        """Whether the save that runs succeeds. Raises SaveError at `limit` failures in a row."""
         if self._saving is None:
             return True
         step, saved = self._saving

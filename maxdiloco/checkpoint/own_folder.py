@@ -37,10 +37,7 @@ class OwnFolder:
         self.steps: set[int] = set()
 
     def adopt(self, path: epath.Path, *, older: bool) -> None:
-        """Go on with the run of a checkpoint that was restored. Raises as orbax_io.read_note.
-
-        older: whether to look for those that the run saved before it.
-        """
+        """Go on with the run of a restored checkpoint. older: also find the ones before it."""
         newest = orbax_io.read_note(path)
         self.run, self.steps = newest.run, {newest.step}
         earlier = (step for step in read.steps(self._path) if step < newest.step)
@@ -54,10 +51,7 @@ class OwnFolder:
             return False
 
     def begin(self, step: int, damaged: Iterable[epath.Path]) -> None:
-        """Make the folder ready for a save. damaged: checkpoints to set aside.
-
-        Raises CheckpointError when another process saves here, OSError.
-        """
+        """Set damaged ones aside, at first also lock and clean. Raises CheckpointError, OSError."""
         if not self._begun:
             if is_local(self._path):  # object stores have no folders
                 durable.make_folder(self._path)

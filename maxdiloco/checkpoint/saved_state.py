@@ -65,10 +65,7 @@ def layout_of(note: dict[str, Any], *, same_rules: bool) -> SavedLayout:
 
 
 def require_finite(trainer: Trainer, state: Any) -> None:
-    """Raise NumericsError in all processes if a value of the state is not finite in one of them.
-
-    All processes call it, before a state is saved.
-    """
+    """Raise NumericsError in all processes, which all call it, if a state is not finite in one."""
     found = None
     try:
         trainer.check_finite(state)

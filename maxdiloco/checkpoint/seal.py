@@ -30,10 +30,7 @@ class Damage(NamedTuple):
 
 
 def write(folder: epath.Path) -> None:
-    """List the files below folder's item folders with size and, on local disks, CRC-32.
-
-    folder: a whole checkpoint, not yet visible. Files directly in it are left out. Raises OSError.
-    """
+    """List the files below the item folders of a checkpoint with size and, locally, CRC-32."""
     sizes = {path: size for path, size in _sizes(folder).items() if path.parent != folder}
     with_content = is_local(folder) and sum(sizes.values()) <= CONTENT_LIMIT_BYTES
     entries = {

@@ -43,10 +43,7 @@ class Save:
 
 
 def folder_of(target: epath.Path, *, attempt: int) -> epath.Path:
-    """The folder in which a checkpoint is written. attempt: failed saves just before this one.
-
-    Each has a folder of its own: a thread of the one before may still be writing.
-    """
+    """The folder of a try after `attempt` failed ones, in whose own a thread may still write."""
     if not is_local(target):
         return target
     return target.parent / f"{target.name}{UNFINISHED}{f'-{attempt}' if attempt else ''}"
@@ -112,10 +109,7 @@ def wait_for_arrays(save: Save, writes: Sequence["ocp.future.Future"]) -> None:
 
 
 def commit(save: Save, writer: "ocp.PyTreeCheckpointHandler") -> None:
-    """Make a checkpoint with all its arrays durable, then visible. For the first process.
-
-    Raises OSError, and ValueError from the file layer below Orbax.
-    """
+    """First process: make a checkpoint durable, then visible. Raises OSError, ValueError."""
     local = is_local(save.folder)
     for name in save.items:
         writer.finalize(save.folder / name)  # merges the parts of the processes
@@ -144,10 +138,7 @@ def discard(folder: epath.Path) -> None:
 
 
 class Outcomes:
-    """The outcome of every process's part of a save, published for the first process.
-
-    It sees a failure at once; at a barrier it would wait until the deadline.
-    """
+    """The outcome of every process's part, by which the first process sees a failure at once."""
 
     def __init__(self) -> None:
         self._run = agree.from_first_process(secrets.randbelow(1 << 31))
@@ -162,10 +153,7 @@ class Outcomes:
         coordination.put(self._key(jax.process_index()), outcome)
 
     def wait(self, deadline: float) -> None:
-        """Wait for the parts of all others. For the first process.
-
-        Raises OSError naming a process that failed, TimeoutError at the deadline.
-        """
+        """First process: wait for the others. Raises OSError for a failed one, TimeoutError."""
         for process in range(1, jax.process_count()):
             left = deadline - time.monotonic()
             try:

@@ -70,10 +70,7 @@ def value_of(process: int, key: str, what: str, *, timeout_s: float) -> str:
 
 
 def meet(name: str, what: str, *, timeout_s: float) -> None:
-    """`barrier` of processes that have done something. what: as `compiled its programs`.
-
-    Raises LostPeerError.
-    """
+    """`barrier`. what: they have done, as `compiled its programs`. Raises LostPeerError."""
     begun = time.strftime("%H:%M:%S")
     try:
         barrier(name, timeout_s=timeout_s)

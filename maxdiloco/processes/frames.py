@@ -94,10 +94,7 @@ class Outgoing:
         self._acknowledged = 0
 
     def add(self, key: Key, data: Sequence[object]) -> None:
-        """Queue a message of buffers (bytes, arrays ...), which must not change from now on.
-
-        Raises TypeError for what is no contiguous buffer, and for what is no key.
-        """
+        """Queue a message of contiguous buffers, which must not change. Raises TypeError."""
         if not all(isinstance(part, str | int) for part in key):
             raise TypeError(f"the key of a message is a tuple of numbers and words, not {key!r}")
         views = [view.cast("B") for view in map(memoryview, data) if view.nbytes]
@@ -197,10 +194,7 @@ class Incoming:
         return memoryview(self._data)[self._filled : end]
 
     def take(self, header: Header, body: memoryview) -> bool:
-        """A numbered frame has arrived as it was sent; whether a message is whole now.
-
-        Raises BrokenError for a message that no sender of ours begins so.
-        """
+        """A numbered frame has arrived; whether a message is whole now. Raises BrokenError."""
         if header.kind == MESSAGE:
             try:
                 (total,) = _TOTAL.unpack_from(body)

@@ -12,10 +12,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print a line to a stream, standard output by default, and flush it.
-
-    One that cannot be written is dropped; after a closed pipe or terminal all later ones are too.
-    """
+    """Print a line, to standard output by default; what cannot be written is dropped."""
     stream = stream or sys.stdout
     if stream is None:  # Python was started with the stream closed
         return
@@ -86,10 +83,7 @@ def finish() -> None:
 
 
 def fill_closed_streams() -> None:
-    """Open the null device for standard streams that the caller has closed.
-
-    Otherwise the next file that is opened takes that descriptor, with what native code writes.
-    """
+    """Open the null device for closed standard streams, or the next file takes their place."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)

@@ -139,10 +139,7 @@ def _place(text: str, address: str) -> dict[str, Any]:
 
 
 def _listen(peer_port: int, next_port: int) -> socket.socket:
-    """A listener on peer_port, else on next_port, else on any free port.
-
-    Each may be 0 for none. Raises ConfigError when peer_port is taken; next_port may be.
-    """
+    """A listener on peer_port, else next_port, else any. Raises ConfigError for a peer_port."""
     if peer_port:
         try:
             return links.listen(port=peer_port)

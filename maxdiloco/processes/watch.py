@@ -218,10 +218,7 @@ class Watch:
         self._lose(Loss(line, LostPeerError.exit_code, PATIENCE_S), link)
 
     def _lose(self, loss: Loss, lost: Link | None = None) -> None:
-        """Note the first loss and send it to the peers: by process 0 all learn of it.
-
-        lost: the link of the lost peer, which, if it is there, learns who has lost it.
-        """
+        """Note the first loss; by process 0 all learn of it, the lost peer with who has lost it."""
         if self._loss is not None:
             return
         self._loss, self._due = loss, time.monotonic() + loss.patience_s

@@ -65,10 +65,7 @@ class RunFolder:
 
 
 def absolute(path: epath.PathLike, *, key: str = "base_output_directory") -> epath.Path:
-    """The path with ~ expanded and, on a mounted file system, made absolute.
-
-    key: what gave it, for messages. Raises CheckpointError for gs:// without its packages.
-    """
+    """The absolute path. key: what gave it. Raises CheckpointError for gs:// without packages."""
     if not is_local(path):
         object_store.prepare(path, key)
         return epath.Path(path)
@@ -86,10 +83,7 @@ def locate(base_output_directory: str, run_name: str) -> RunFolder:
 
 
 def require_place(base_output_directory: str, run_name: str) -> None:
-    """Raise CheckpointError unless the folder of a run could be made and written; make nothing.
-
-    gs:// is left to open_run_folder.
-    """
+    """Raise CheckpointError unless the local folder of a run could be made and written."""
     path = locate(base_output_directory, run_name).path
     if not is_local(path):
         return

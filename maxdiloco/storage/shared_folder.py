@@ -20,19 +20,13 @@ PATIENCE_S = 1800.0  # until the first process has the lock and has removed what
 
 
 def meet() -> None:
-    """Barrier of all processes, for as long as the first may wait for a lock or an object store.
-
-    A collective would not do: gloo gives up after 30 s. Raises LostPeerError.
-    """
+    """Barrier for as long as the first may wait for a lock; a collective gives up after 30 s."""
     if jax.process_count() > 1:
         coordination.meet("maxdiloco/folder", "opened its folders", timeout_s=PATIENCE_S)
 
 
 def require(folder: epath.Path) -> None:
-    """Raise CheckpointError in all processes unless all see what the first one writes to folder.
-
-    The first process must have made the folder, where folders are made. A no-op for one process.
-    """
+    """Raise CheckpointError in all unless all see what the first one writes to its folder."""
     problem, blind = _look(folder, name="maxdiloco-start", wait_s=WAIT_S)
     if blind:
         here = f" Process {jax.process_index()} on {socket.gethostname()}: {problem}."
