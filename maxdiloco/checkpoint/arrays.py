@@ -1,8 +1,4 @@
-"""Reads saved arrays leaf by leaf, each straight to its devices.
-
-Orbax wrote them, TensorStore reads them. The functions that use these import them, which takes half
-a second.
-"""
+"""Reads saved arrays leaf by leaf, each straight to its devices: Orbax wrote, TensorStore reads."""
 
 import functools
 import math
@@ -35,10 +31,9 @@ Bounds = tuple[tuple[int, int], ...]  # of each dim: first index, index after th
 
 @dataclass(frozen=True)
 class Cycled:
-    """An array to read from a saved one with another number of entries in its first dim.
+    """An array to make from a saved one with another number of entries in its first dim, `stored`.
 
-    target: the array to make. stored: number of entries of the saved array. Entry i of the target
-    is entry (first + i) mod `stored`.
+    Entry i of the target is entry (first + i) mod `stored`. shape, size: of the saved array.
     """
 
     target: jax.ShapeDtypeStruct
@@ -47,32 +42,28 @@ class Cycled:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the saved array."""
+        """[stored, ...]."""
         return (self.stored, *self.target.shape[1:])
 
     @property
     def dtype(self) -> np.dtype:
-        """Dtype of the target."""
+        """That of the target."""
         return self.target.dtype
 
     @property
     def size(self) -> int:
-        """Number of elements of the saved array."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 class _Reading(NamedTuple):
-    """A leaf being read: the parts that the devices of this process hold, each read once.
+    """A leaf being read: the parts that the devices of this process hold, each read once."""
 
-    leaf: the array to make. shape, sharding: of the array that the parts make up, before a gather.
-    name: for messages.
-    """
-
-    leaf: jax.ShapeDtypeStruct
-    shape: tuple[int, ...]
-    sharding: jax.sharding.Sharding
+    leaf: jax.ShapeDtypeStruct  # the array to make
+    shape: tuple[int, ...]  # of the array that the parts make up, before a gather
+    sharding: jax.sharding.Sharding  # of the same
     parts: dict[Bounds, "ts.Future[np.ndarray]"]
-    name: str
+    name: str  # for messages
 
     @property
     def nbytes(self) -> int:
@@ -82,14 +73,14 @@ class _Reading(NamedTuple):
 
 
 def read_item(step_folder: epath.Path, name: str, abstract: Any) -> Any:
-    """Read one item leaf by leaf; a device holds its parts of it and of one more leaf at most.
+    """The tree of arrays of one item; a device holds its parts of it and of one more leaf at most.
 
     abstract: tree of jax.ShapeDtypeStruct or Cycled. A leaf without a sharding goes to the first
     device; a dtype other than the saved one is a cast.
     With several processes, a leaf that all slices hold alike is read in parts, one part a slice,
     and the parts are gathered over the slow link: a byte leaves the storage once, not once a slice.
     (Orbax's broadcast from one slice sums with zeros: it loses -0.0 and widens int8.)
-    Returns the tree of arrays. Raises CheckpointError when one cannot be read.
+    Raises CheckpointError when a leaf cannot be read.
     """
     names, leaves, treedef = named_leaves(abstract)
     wanted = {".".join(path): leaf for path, leaf in zip(names, leaves, strict=True)}
@@ -191,10 +182,7 @@ def result(future: "ts.Future[Any]", name: str) -> Any:
 
 
 def calls(abstract: Any, *, on_compile: Callable) -> list[Call]:
-    """The program with which read_item gathers the largest leaf; [] when it gathers none.
-
-    abstract: as for read_item. One leaf is gathered at a time, so no other needs more memory.
-    """
+    """The program with which read_item(abstract) gathers the largest leaf; [] without a gather."""
     leaves = [leaf for leaf in jax.tree.leaves(abstract) if _is_gathered(leaf)]
     devices = leaves[0].sharding.mesh.devices.flat if leaves else ()
     if len({device.process_index for device in devices}) < 2:
@@ -223,10 +211,10 @@ def _is_gathered(leaf: jax.ShapeDtypeStruct) -> bool:
 def split_over_slices(
     shape: tuple[int, ...], sharding: NamedSharding
 ) -> tuple[tuple[int, ...], PartitionSpec]:
-    """Split one more dimension over the slices: the first whose shards divide, else the longest.
+    """Shape, padded where nothing divides, and spec with one more dim split over the slices.
 
-    Returns the shape, padded where nothing divides, and the spec. Orbax chooses the same dimension
-    when it writes replicated arrays, so a part is a whole stored chunk.
+    It is the first dim whose shards divide, else the longest. Orbax chooses the same one when it
+    writes replicated arrays, so a part is a whole stored chunk.
     """
     size = sharding.mesh.shape[ACROSS_SLICES]
     local = sharding.shard_shape(shape)

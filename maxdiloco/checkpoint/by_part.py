@@ -6,15 +6,12 @@ An import writes a checkpoint so, and an export reads one. The files are those o
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from etils import epath
 
 from maxdiloco.checkpoint import arrays
-
-if TYPE_CHECKING:
-    import tensorstore as ts
 
 # Bytes that are committed together: a commit writes the list of all parts anew. Our choice.
 _COMMIT_BYTES = 1 << 25
@@ -76,10 +73,7 @@ class Writer:
 
 
 class Reader:
-    """Reads leaves of one item of a checkpoint, or of one entry of their first dim, box by box.
-
-    names: paths of leaves. entry: of the first dim, which the leaves then lack; None: all.
-    """
+    """Reads leaves of one item of a checkpoint, or of one entry of their first dim, box by box."""
 
     def __init__(
         self, step_folder: epath.Path, item: str, names: Sequence[str], entry: int | None = None
@@ -90,22 +84,15 @@ class Reader:
             store = arrays.result(opening, f"{name} {self._where}")
             self._stores[name] = store if entry is None else store[entry]
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a leaf."""
-        return tuple(self._stores[name].shape)
-
     def dtype(self, name: str) -> np.dtype:
         """Dtype of a leaf."""
         return self._stores[name].dtype.numpy_dtype
 
     def boxes(self, name: str, num_indexed: int) -> Iterator[Box]:
-        """Boxes that make up a leaf: a stored chunk each, which cannot be read in pieces.
-
-        Or several, where they hold no more than one entry of the num_indexed leading dims does.
-        """
+        """Boxes that make up a leaf: a stored chunk each, or several up to one indexed entry."""
         store = self._stores[name]
-        shape = store.shape
-        size = [min(n, c) for n, c in zip(shape, _chunk_shape(store), strict=True)]
+        shape, chunk = store.shape, store.chunk_layout.read_chunk.shape or store.shape
+        size = [min(n, c) for n, c in zip(shape, chunk, strict=True)]
         most = math.prod(shape[num_indexed:])
         for dim in range(num_indexed, len(shape)):
             size[dim] = min(shape[dim], size[dim] * max(1, most // math.prod(size)))
@@ -119,22 +106,6 @@ class Reader:
         return arrays.result(self._stores[name][box].read(), f"{name} {self._where}")
 
 
-def _chunk_shape(store: "ts.TensorStore") -> Sequence[int]:
-    return store.chunk_layout.read_chunk.shape or store.shape
-
-
 def nbytes(leaves: Mapping[str, PartedLeaf]) -> int:
     """Bytes of all leaves."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
-
-
-def tree_of(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested dicts of leaves that are named by dotted paths."""
-    root: dict[str, Any] = {}
-    for name, leaf in leaves.items():
-        *path, last = name.split(".")
-        node = root
-        for key in path:
-            node = node.setdefault(key, {})
-        node[last] = leaf
-    return root

@@ -1,23 +1,19 @@
 """Checkpoints of the run under way, written beside the training; each is whole or absent.
 
 checkpoints/120/            the state after inner step 120
-    <item>/                 a tree of arrays, written by Orbax; one folder per item, so that
-                            the outer parameters can be read without the rest
-    meta/                   JSON: the caller's meta (t, data position, config ...), and names,
-                            shapes and dtypes of all arrays
+    <item>/                 a tree of arrays, written by Orbax; each can be read alone
+    meta/                   JSON: the caller's meta, and names, shapes and dtypes of all arrays
     tokenizer/              files of the run, such as those of its tokenizer
     seal.json               sizes and CRC-32 of these files
 checkpoints/130.damaged/    a damaged checkpoint, set aside
 checkpoints/140.maxdiloco-saving/   an unfinished save; removed by the next good save
-
-Nothing else in the folder is touched: see own_folder.
 """
 
 import contextlib
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -25,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 from etils import epath
 
-from maxdiloco.checkpoint import orbax_io, quiet, read, room, write
+from maxdiloco.checkpoint import orbax_io, read, write
 from maxdiloco.checkpoint.own_folder import OwnFolder
 from maxdiloco.checkpoint.read import AbstractOf, Restored, Say
 from maxdiloco.errors import CheckpointError, SaveError
 from maxdiloco.processes import agree, output
-from maxdiloco.storage import durable, object_store, shared_folder
+from maxdiloco.storage import durable, shared_folder
 from maxdiloco.storage.run_folder import absolute, is_local, reason
 
 if TYPE_CHECKING:
@@ -47,18 +43,17 @@ _BUGS = (AssertionError, AttributeError, LookupError, NameError, TypeError)
 class Checkpointer:
     """Saves and restores the state of one run. All processes of the run make the same calls.
 
-    folder: RunFolder.checkpoints, a folder that all processes see. It is made, and what the run
-    left unfinished there removed, by the first save; who only reads changes nothing.
+    folder: one that all processes see. The first save makes it and removes what the run left
+    unfinished there; who only reads changes nothing.
     max_to_keep: complete checkpoints of this run that stay, at least 1; None keeps all. Those of
     other runs stay and do not count; a run goes on from the checkpoint that it restores.
-    use_async: save() returns as soon as the arrays are copied to the host.
-    timeout_s: seconds that the processes may take to write the arrays of one save.
+    use_async: save() returns as soon as the arrays are copied to the host. timeout_s: seconds that
+    the processes may take to write the arrays of one save.
     files: content of files to put into each checkpoint, by path inside it: <folder>/<name>.
-    say: prints a line; called in the first process only.
-    locked: whether the caller holds a lock on the folder; else the first save takes one, until the
-    context is left.
-    A context manager: leaving it waits for the save that runs. Imports Orbax. Raises
-    CheckpointError when the folder cannot be used.
+    say: prints a line; called in the first process only. locked: whether the caller holds a lock on
+    the folder; else the first save takes one, until the context is left.
+    A context manager: leaving it waits for the save that runs. Raises CheckpointError when the
+    folder cannot be used.
 
     A failed save is a warning, and the next one tries again. Two in a row raise SaveError in all
     processes; the complete checkpoints stay as they are.
@@ -81,7 +76,7 @@ class Checkpointer:
         self._timeout_s = timeout_s
         self._files = files
         self._primary = jax.process_index() == 0
-        self.say = self._say = say if self._primary else read.say_nothing
+        self.say = read.primary_only(say)
         self._saving: tuple[int, Future] | None = None  # the step whose save runs
         self._failures = 0  # failed saves since the last good one
         self._newest: int | None = None  # the newest step known to be saved
@@ -90,11 +85,9 @@ class Checkpointer:
         self._damaged: list[epath.Path] = []  # found by restore; the next save sets them aside
         self._failed_folders: set[epath.Path] = set()  # in which there may still be files
         run = secrets.token_hex(8)
-        self._own = OwnFolder(self._folder, run=run, locked=locked, say=self._say)
-        if self._primary:
-            with self._one_line("cannot be used"):
-                if is_local(self._folder):
-                    self._look_at_folder()
+        self._own = OwnFolder(self._folder, run=run, locked=locked, say=self.say)
+        if self._primary and is_local(self._folder):
+            _require_folder(self._folder)
         shared_folder.require(self._folder)
         self._outcomes = write.Outcomes()
         self._writer = orbax_io.open_writer()
@@ -104,51 +97,44 @@ class Checkpointer:
         self._remover = ThreadPoolExecutor(max_workers=1, thread_name_prefix="old-checkpoints")
 
     def __enter__(self) -> "Checkpointer":
-        self._quiet = quiet.begin()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(orbax_io.quiet())
+            for close in (self._own.close, self._writer.close):
+                stack.callback(close)
+            for pool in (self._remover, self._thread):
+                stack.callback(pool.shutdown)
+            self._closing = stack.pop_all()
         return self
 
     def __exit__(self, kind, exception, traceback) -> None:
-        try:
+        with self._closing:
             if exception is None:
                 self.wait(last=True)
             elif self._saving is not None:
                 # No agreement: the other processes may not be here.
                 step, saved = self._saving
                 if (error := saved.exception()) is not None:
-                    self._say(f"warning: {self._failure(step, reason(error))}")
-        finally:
-            self._thread.shutdown()
-            self._remover.shutdown()
-            self._writer.close()
-            self._own.close()
-            quiet.end(self._quiet)
+                    self.say(f"warning: {self._failure(step, reason(error))}")
 
     def steps(self) -> list[int]:
-        """The steps that have a complete checkpoint, oldest first, but for damage that was found.
-
-        Those of other runs in the folder are among them.
-        """
+        """The steps, of any run, with a complete checkpoint that was not found damaged."""
         damaged = {path.name for path in self._damaged}
         return [step for step in read.steps(self._folder) if str(step) not in damaged]
 
     def shortage(self, nbytes: int) -> list[str]:
         """The line that tells that the disk is too small for what is kept of nbytes each."""
-        if self._max_to_keep is None or not self._primary:
-            return []
-        own = self._own.steps
-        return room.shortage(self._folder, nbytes, count=self._max_to_keep, own=own)
+        limited = self._max_to_keep is not None and self._primary
+        return self._own.shortage(nbytes, count=self._max_to_keep) if limited else []
 
     def save(
         self, step: int, items: Mapping[str, Any], meta: Mapping[str, Any], *, last: bool = False
     ) -> bool:
         """Write a checkpoint; does nothing and returns False when this step has one.
 
-        items: {name: tree of arrays}; the caller may donate or delete them afterwards.
-        meta: what JSON takes.
-        last: whether it is the last save: wait until it is on the disk, and try once more at once
-        if it fails.
-        Waits for the save before this one. Raises SaveError when two in a row have failed,
-        CheckpointError when another process saves to the folder.
+        items: {name: tree of arrays}; the caller may donate or delete them afterwards. meta: what
+        JSON takes. last: whether it is the last save: wait until it is on the disk, and try once
+        more at once if it fails. Waits for the save before this one. Raises SaveError when two in a
+        row have failed, CheckpointError when another process saves to the folder.
         """
         self._end_of_save(limit=None if last else 2)
         if self._removal is not None and self._removal.done():
@@ -162,9 +148,9 @@ class Checkpointer:
         return started != _EXISTS
 
     def wait(self, *, last: bool = False) -> None:
-        """Wait until the save that runs, if any, is on the disk and older ones are removed.
+        """Wait until the save that runs is on the disk and older ones are removed.
 
-        last: whether it is the last save, so its failure is final. Raises SaveError.
+        last: whether a failure of it is final. Raises SaveError.
         """
         self._end_of_save(limit=1 if last else 2)
         self._end_of_removal()
@@ -174,10 +160,8 @@ class Checkpointer:
         """Read the newest undamaged checkpoint; None when there is no checkpoint at all.
 
         A damaged one is not used, with a warning, and the one before it is read; the next save sets
-        it aside as <step>.damaged.
-        `restore(lambda meta: {}).meta` reads no arrays. Raises CheckpointError when all are
-        damaged or when shapes or dtypes differ from those of abstract_of, and whatever abstract_of
-        raises.
+        it aside as <step>.damaged. `restore(lambda meta: {}).meta` reads no arrays. Raises
+        CheckpointError when all are damaged or when shapes or dtypes differ from abstract_of's.
         """
         self._end_of_save()
         with read.reading(self._folder, "base_output_directory"):
@@ -185,7 +169,7 @@ class Checkpointer:
             restored, damaged = read.first_undamaged(
                 (path for path in newest_first if path not in self._damaged),
                 abstract_of,
-                say=self._say,
+                say=self.say,
                 remedy=lambda meta: _REMEDY,
                 known_good=self._known_good,
             )
@@ -201,11 +185,10 @@ class Checkpointer:
         """Start a save, in all processes or in none: _RUNS, _EXISTS or _FAILED."""
         target = self._folder / str(step)
         folder = write.folder_of(target, attempt=self._failures)
-        trees = {name: orbax_io.nested(tree) for name, tree in items.items()}
-        trees = {name: tree for name, tree in trees.items() if tree}
+        trees = {name: nested for name, tree in items.items() if (nested := orbax_io.nested(tree))}
         prepared = self._thread.submit(lambda: True)
         if self._primary:
-            nbytes = sum(map(orbax_io.nbytes, items.values()))
+            nbytes = sum(array.nbytes for array in jax.tree.leaves(dict(items)))
             nbytes += sum(map(len, self._files.values()))
             prepared = self._thread.submit(self._prepare, folder, target, tuple(trees), nbytes)
         error = prepared.exception()
@@ -218,14 +201,9 @@ class Checkpointer:
         if started != _FAILED:
             self._damaged.clear()
         if started == _RUNS:
-            save = write.Save(
-                folder=folder,
-                target=target,
-                items=tuple(trees),
-                files=self._files,
-                note=orbax_io.note_of(step, items, meta, run=self._own.run),
-                deadline=time.monotonic() + self._timeout_s,
-            )
+            note = orbax_io.note_of(step, items, meta, run=self._own.run)
+            deadline = time.monotonic() + self._timeout_s
+            save = write.Save(folder, target, tuple(trees), self._files, note, deadline)
             self._outcomes.next()
             writes = orbax_io.start_writing(self._writer, folder, trees)
             self._saving = step, self._thread.submit(self._complete, save, writes)
@@ -240,27 +218,26 @@ class Checkpointer:
         self, folder: epath.Path, target: epath.Path, items: tuple[str, ...], nbytes: int
     ) -> bool:
         # Runs in the thread.
-        self._own.begin(step := int(target.name), self._damaged)
+        own, step = self._own, int(target.name)
+        own.begin(step, self._damaged)
         is_there = orbax_io.is_complete(target)
-        if is_there and self._own.includes(step):
-            self._own.steps.add(step)
+        if is_there and own.includes(step):
+            own.steps.add(step)
         elif is_there:
-            self._say(
+            self.say(
                 f"warning: step {step} is not saved: {target} is there already, of another run. "
                 "Use a folder for each run."
             )
-        if self._max_to_keep is not None and not is_there:
-            if self._removal is not None and room.is_short(self._folder, nbytes):
+        elif self._max_to_keep is not None:
+            if self._removal is not None and own.lacks(nbytes):
                 self._removal.exception()  # what it removes makes room too
-            own, kept = self._own.steps, self._newest
-            for old in room.in_the_way(self._folder, nbytes, own=own, kept=kept):
-                self._own.remove(old)
-                self._say(
+            for old in own.in_the_way(nbytes, kept=self._newest):
+                own.remove(old)
+                self.say(
                     f"the disk of {self._folder} is nearly full: checkpoint {old} was removed to "
                     f"make room for {step}"
                 )
-        is_alone = self._own.is_alone
-        return write.prepare(folder, target, items, nbytes=nbytes, is_alone=is_alone)
+        return write.prepare(folder, target, items, nbytes=nbytes, is_alone=own.is_alone)
 
     def _complete(self, save: write.Save, writes: Sequence["ocp.future.Future"]) -> None:
         # Runs in the thread.
@@ -285,10 +262,7 @@ class Checkpointer:
             self._removal = self._remover.submit(self._remove_old)
 
     def _end_of_save(self, *, limit: int | None = 2) -> bool:
-        """Wait for the save that runs; whether it succeeded, the same in all processes.
-
-        Raises SaveError when this is the `limit`th failure in a row.
-        """
+        """Whether the save that runs succeeds. Raises SaveError at `limit` failures in a row."""
         if self._saving is None:
             return True
         step, saved = self._saving
@@ -308,7 +282,7 @@ class Checkpointer:
                 f"base_output_directory: {line} Free some space or mend the disk; then the same "
                 "command goes on."
             ) from error
-        self._say(f"warning: {line} It is tried again with the next save.")
+        self.say(f"warning: {line} It is tried again with the next save.")
         return False
 
     def _failure(self, step: int, why: str) -> str:
@@ -321,7 +295,7 @@ class Checkpointer:
         """Wait until the older checkpoints are removed; a failure is a warning."""
         removal, self._removal = self._removal, None
         if removal is not None and (error := removal.exception()) is not None:
-            self._say(
+            self.say(
                 f"warning: an old checkpoint in {self._folder} could not be removed: "
                 f"{reason(error)}. The next save tries again; remove it if the disk fills up."
             )
@@ -331,18 +305,15 @@ class Checkpointer:
         for old in own[: -self._max_to_keep]:
             self._own.remove(old)
 
-    def _look_at_folder(self) -> None:
-        if jax.process_count() > 1:  # they look whether all see what one writes there
-            durable.make_folder(self._folder)
-        with contextlib.suppress(FileNotFoundError):
-            os.listdir(self._folder)
 
-    @contextlib.contextmanager
-    def _one_line(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, *object_store.errors(self._folder)) as error:
-            raise CheckpointError(
-                f"base_output_directory: {what} in {self._folder}: {reason(error)}. Free some "
-                "space or set another folder."
-            ) from error
+def _require_folder(folder: epath.Path) -> None:
+    try:
+        if jax.process_count() > 1:  # they look whether all see what one writes there
+            durable.make_folder(folder)
+        with contextlib.suppress(FileNotFoundError):
+            os.listdir(folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"base_output_directory: cannot be used in {folder}: {reason(error)}. Free some "
+            "space or set another folder."
+        ) from error

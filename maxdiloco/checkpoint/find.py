@@ -30,33 +30,27 @@ def locate(run: str, *, base_output_directory: str, step: int = NEWEST, key: str
                 f"{key}={run}: there is no {folder}{names}. Give the name of a run in "
                 f"base_output_directory={base_output_directory}, or the path of its folder."
             )
-        return folder if step == NEWEST else _of_step(folder, step, f"{key}={run}")
+        if step == NEWEST:
+            return folder
+        if (folder / seal.FILE).exists():
+            raise CheckpointError(
+                f"step={step}, but {key}={run} is one checkpoint already. Leave step out, or give "
+                "the folder of the run."
+            )
+        saved = read.steps(folder / "checkpoints")
+    if step not in saved:
+        listed = f"checkpoints of the steps {', '.join(map(str, saved))}"
+        raise CheckpointError(
+            f"step={step}: {key}={run} has {listed if saved else 'no checkpoint'}. Give one of "
+            "these, or leave step out."
+        )
+    return folder / "checkpoints" / str(step)
 
 
 def _exists(folder: epath.Path) -> bool:
     if is_local(folder):
         return folder.is_dir()
     return (folder / seal.FILE).exists() or bool(read.steps(folder / "checkpoints"))
-
-
-def _of_step(folder: epath.Path, step: int, given: str) -> epath.Path:
-    if (folder / seal.FILE).exists():
-        raise CheckpointError(
-            f"step={step}, but {given} is one checkpoint already. Leave step out, or give the "
-            "folder of the run."
-        )
-    saved = read.steps(folder / "checkpoints")
-    if step not in saved:
-        raise CheckpointError(
-            f"step={step}: {given} has {_listed(saved)}. Give one of these, or leave step out."
-        )
-    return folder / "checkpoints" / str(step)
-
-
-def _listed(saved: list[int]) -> str:
-    if not saved:
-        return "no checkpoint"
-    return f"checkpoints of the steps {', '.join(map(str, saved))}"
 
 
 def newest_meta(folder: epath.Path, *, key: str) -> dict[str, Any]:
@@ -68,10 +62,8 @@ def newest_meta(folder: epath.Path, *, key: str) -> dict[str, Any]:
     with read.reading(folder, key):
         paths = [folder]
         if not (folder / seal.FILE).exists():
-            paths = [
-                folder / "checkpoints" / str(step)
-                for step in reversed(read.steps(folder / "checkpoints"))
-            ]
+            saved = folder / "checkpoints"
+            paths = [saved / str(step) for step in reversed(read.steps(saved))]
         for path in paths:
             try:
                 return orbax_io.read_note(path).meta

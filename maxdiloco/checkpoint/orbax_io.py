@@ -1,11 +1,13 @@
-"""Pytrees to and from Orbax.
+"""Pytrees to and from Orbax, and what a checkpoint says of itself.
 
 Orbax takes half a second to import, so the functions that use it import it.
 """
 
 import asyncio
+import contextlib
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -21,10 +23,10 @@ if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
 META = "meta"  # the item that is JSON; the others are trees of arrays
-_META_FILE = "metadata"  # Orbax's name of its file
+META_FILE = "metadata"  # Orbax's name of its file
 COMMIT = "commit_success.txt"  # Orbax writes it last
 SEAL = "seal.json"
-# Of what a checkpoint says and how. Raised with what an earlier version cannot read; 0: had none.
+# Of what a checkpoint says and how. Raised with what an earlier version cannot read.
 FORMAT = 1
 # A smaller share is not worth the program that slices it, which compiles in 50-100 ms on a CPU.
 SHARED_WRITE_BYTES = 1 << 22  # our choice
@@ -51,9 +53,8 @@ def start_writing(
 ) -> list["ocp.future.Future"]:
     """Start to write trees of arrays, each to the folder of its name; wait by result() of all.
 
-    The arrays are copied to the host before it returns, so the caller may donate or delete them. On
-    the CPU backend the copy is a view, and JAX copies a donated buffer that a view still holds
-    (both are tested).
+    The arrays are copied to the host before it returns, so the caller may donate or delete them:
+    on the CPU backend the copy is a view, and JAX copies a donated buffer that a view holds.
     """
     import orbax.checkpoint as ocp
 
@@ -71,17 +72,14 @@ def start_writing(
         return [write for writes in await asyncio.gather(*copies) for write in writes]
 
     # Not asyncio.run: at its end it walks over the tasks of the loops of all threads.
-    loop = asyncio.new_event_loop()
-    try:
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
         return loop.run_until_complete(start())
-    finally:
-        loop.close()
 
 
 def split_dims(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Leading dims of a device's part of a leaf whose entries are stored as chunks of their own.
+    """Leading dims (replicas, layers, experts) whose entries are stored as chunks of their own.
 
-    Replicas, layers, experts: a chunk then holds one tensor, or several of at most CHUNK_BYTES.
+    shape: of a device's part of a leaf. A chunk holds one tensor, or several of <= CHUNK_BYTES.
     """
     dims: list[int] = []
     size = math.prod(shape) * itemsize
@@ -91,6 +89,45 @@ def split_dims(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
         size //= entries
         dims.append(dim)
     return tuple(dims)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep Orbax from logging a failed save, which the Checkpointer reports in one line.
+
+    Orbax runs the writes of a checkpoint as tasks of an event loop and closes the loop at the first
+    write that fails. The other writes go on, into a folder that is being removed, and print
+    tracebacks of tasks and of a closed loop. So loops wait for their tasks before they close. Orbax
+    does not log afterwards either: a thread of a save that timed out may be that late.
+    """
+    before = asyncio.get_event_loop_policy()
+    asyncio.set_event_loop_policy(_Policy())
+    logging.getLogger("absl").addFilter(_not_from_orbax)
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop_policy(before)
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    def close(self) -> None:
+        if not self.is_closed() and (left := asyncio.all_tasks(self)):
+            self.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        super().close()
+
+    def default_exception_handler(self, context: dict[str, Any]) -> None:
+        # The save raises the first failure; nobody retrieves the others.
+        if "never retrieved" not in context["message"]:
+            super().default_exception_handler(context)
+
+
+class _Policy(asyncio.DefaultEventLoopPolicy):
+    def new_event_loop(self) -> asyncio.AbstractEventLoop:
+        return _Loop()
+
+
+def _not_from_orbax(record: logging.LogRecord) -> bool:
+    return "/orbax/" not in record.pathname
 
 
 class DamagedError(CheckpointError):
@@ -103,9 +140,9 @@ class Note(NamedTuple):
     step: int
     meta: dict[str, Any]
     arrays: dict[str, dict[str, Any]]  # {item: {leaf name: [shape, dtype name]}}
-    run: str = ""
-    format: int = FORMAT
-    version: str = __version__  # of maxdiloco
+    run: str
+    format: int
+    version: str  # of maxdiloco
 
 
 def note_of(
@@ -113,21 +150,20 @@ def note_of(
 ) -> dict[str, Any]:
     """The Note of a checkpoint of these items, as a dict for JSON."""
     arrays = {name: shapes(tree) for name, tree in items.items()}
-    return Note(step, dict(meta), arrays, run)._asdict()
+    return Note(step, dict(meta), arrays, run, FORMAT, __version__)._asdict()
 
 
 def read_note(step_folder: epath.Path) -> Note:
     """The Note of a checkpoint.
 
-    Raises CheckpointError for a format that a later version of maxdiloco writes, DamagedError for
-    one that is not as any version writes it, OSError.
+    Raises CheckpointError for a later version's format, DamagedError for that of none, OSError.
     """
     try:
-        stored = json_text.parse((step_folder / META / _META_FILE).read_bytes())
-        number, version = stored.get("format", 0), stored.get("version", "a later version")
+        stored = json_text.parse((step_folder / META / META_FILE).read_bytes())
+        number, version = stored["format"], stored["version"]
         if number <= FORMAT:
-            return Note(**{"format": 0, "version": ""} | stored)
-    except (AttributeError, TypeError, ValueError) as error:
+            return Note(**stored)
+    except (KeyError, TypeError, ValueError) as error:
         raise DamagedError(
             f"{META} of checkpoint {step_folder} is damaged: {error}. Use another checkpoint."
         ) from error
@@ -153,19 +189,20 @@ def shapes(tree: Any) -> dict[str, list[Any]]:
     }
 
 
-def nbytes(tree: Any) -> int:
-    """Bytes of the arrays of a tree; an array that several devices hold counts once."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
-
-
 def nested(tree: Any) -> dict[str, Any]:
-    """Any pytree as nested dicts of its leaves; {} when it has none.
+    """Any pytree as nested dicts of its leaves, so that files do not depend on its containers.
 
-    The files then do not depend on the containers of the program, and others can read them. Arrays
-    without elements are left out: Orbax refuses them.
+    Arrays without elements are left out: Orbax refuses them.
     """
     names, leaves, _ = named_leaves(tree)
-    return _nest({path: leaf for path, leaf in zip(names, leaves, strict=True) if leaf.size})
+    root: dict[str, Any] = {}
+    for path, leaf in zip(names, leaves, strict=True):
+        if leaf.size:
+            node = root
+            for key in path[:-1]:
+                node = node.setdefault(key, {})
+            node[path[-1]] = leaf
+    return root
 
 
 def named_leaves(tree: Any) -> tuple[list[tuple[str, ...]], list[Any], Any]:
@@ -177,13 +214,3 @@ def named_leaves(tree: Any) -> tuple[list[tuple[str, ...]], list[Any], Any]:
         for path, _ in paths_and_leaves
     ]
     return names, [leaf for _, leaf in paths_and_leaves], treedef
-
-
-def _nest(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
-    root: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        node = root
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = leaf
-    return root

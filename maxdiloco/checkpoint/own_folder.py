@@ -11,23 +11,22 @@ from collections.abc import Callable, Iterable
 
 from etils import epath
 
-from maxdiloco.checkpoint import orbax_io, read
+from maxdiloco.checkpoint import orbax_io, read, seal
 from maxdiloco.checkpoint.write import DELETED, UNFINISHED
 from maxdiloco.errors import CheckpointError
 from maxdiloco.storage import durable, object_store
-from maxdiloco.storage.run_folder import is_local, reason
+from maxdiloco.storage.run_folder import free_bytes, is_local, megabytes, reason
 
-_DAMAGED = ".damaged"
 _LEFT = re.compile(rf"([0-9]+)(?:\{UNFINISHED}(?:-[0-9]+)?|\{DELETED})")  # both begin with a dot
 
 
 class OwnFolder:
     """The folder of a run's checkpoints, for the process that writes to it.
 
-    locked: whether the caller holds a lock on the folder; else `begin` takes one. say: prints a
-    line. steps: the steps that this run saved, in this process or before; no others are removed.
-    run: the name by which checkpoints of one run know each other. is_alone: whether no other
-    process writes here, by a lock; then what is unfinished is nobody's.
+    locked: whether the caller holds a lock on the folder; else `begin` takes one.
+    run: the name by which checkpoints of one run know each other. steps: those that the run saved;
+    no others are removed. is_alone: whether, by a lock, no other process writes here; then what is
+    unfinished is nobody's.
     """
 
     def __init__(self, path: epath.Path, *, run: str, locked: bool, say: Callable[[str], None]):
@@ -38,38 +37,29 @@ class OwnFolder:
         self.steps: set[int] = set()
 
     def adopt(self, path: epath.Path, *, older: bool) -> None:
-        """Go on with the run of a checkpoint that was restored. Raises as orbax_io.read_note.
-
-        older: whether to look for those that the run saved before it.
-        """
+        """Go on with the run of a restored checkpoint. older: also find the ones before it."""
         newest = orbax_io.read_note(path)
         self.run, self.steps = newest.run, {newest.step}
         earlier = (step for step in read.steps(self._path) if step < newest.step)
         self.steps |= set(filter(self.includes, earlier)) if older else set()
 
     def includes(self, step: int) -> bool:
-        """Whether a checkpoint says that it is this run's; one that cannot be read does not.
-
-        A save may have failed after its checkpoint became visible.
-        """
+        """Whether a checkpoint, which a failed save may have left, says that it is this run's."""
         try:
             return orbax_io.read_note(self._path / str(step)).run == self.run
         except (OSError, CheckpointError):
             return False
 
     def begin(self, step: int, damaged: Iterable[epath.Path]) -> None:
-        """Make the folder ready for a save; for later ones than the first it sets damaged aside.
-
-        damaged: checkpoints to set aside. Raises CheckpointError when another process saves here,
-        OSError.
-        """
+        """Set damaged ones aside, at first also lock and clean. Raises CheckpointError, OSError."""
         if not self._begun:
             if is_local(self._path):  # object stores have no folders
                 durable.make_folder(self._path)
-            if not self.is_alone:
+            if not self.is_alone and is_local(self._path):
                 self._take_lock()
         for path in damaged:
-            self._set_aside(path)
+            if path.exists():
+                self._rename(path, ".damaged")
         if self._begun:
             return
         if self.is_alone:
@@ -93,9 +83,7 @@ class OwnFolder:
         """Remove a checkpoint, so that no half of it ever looks like one. Raises OSError."""
         path = self._path / str(step)
         if is_local(path):
-            target = path.rename(_free(path, DELETED))
-            durable.sync_folder(self._path)  # the rename reaches the disk before the deletions
-            object_store.remove(target)
+            object_store.remove(self._rename(path, DELETED))
         else:
             mark = self._path / f"{path.name}{DELETED}"
             mark.write_text("")
@@ -104,9 +92,42 @@ class OwnFolder:
             mark.unlink()
         self.steps.discard(step)
 
+    def lacks(self, nbytes: int) -> bool:
+        """Whether nbytes do not fit on the disk."""
+        free = free_bytes(self._path)
+        return free is not None and free < nbytes
+
+    def in_the_way(self, nbytes: int, *, kept: int | None) -> list[int]:
+        """The run's oldest checkpoints without which one of nbytes fits; none where it never would.
+
+        kept: the newest step known to be whole, which stays, as later ones; None: the newest stays.
+        """
+        if not self.lacks(nbytes):
+            return []
+        free, removed = free_bytes(self._path), []
+        own = [step for step in read.steps(self._path) if step in self.steps]
+        for step in own[:-1] if kept is None else [step for step in own if step < kept]:
+            removed.append(step)
+            free += seal.nbytes(self._path / str(step))
+            if free >= nbytes:
+                return removed
+        return []
+
+    def shortage(self, nbytes: int, *, count: int) -> list[str]:
+        """The line where the disk, without this run's checkpoints, has no room for `count` more."""
+        if not self.lacks(count * nbytes):
+            return []
+        own = [step for step in read.steps(self._path) if step in self.steps]
+        free = free_bytes(self._path) + sum(seal.nbytes(self._path / str(step)) for step in own)
+        if free >= count * nbytes:
+            return []
+        return [
+            f"warning: max_num_checkpoints_to_keep={count} checkpoints take up to "
+            f"{megabytes(count * nbytes)}, and {self._path} has {megabytes(free)} for them: older "
+            f"ones are removed where a new one does not fit."
+        ]
+
     def _take_lock(self) -> None:
-        if not is_local(self._path):
-            return
         descriptor = os.open(self._path, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -147,16 +168,13 @@ class OwnFolder:
                 continue
             self._say(f"removed what an earlier save left in {self._path}: {path.name}")
 
-    def _set_aside(self, path: epath.Path) -> None:
-        if path.exists():
-            path.rename(_free(path, _DAMAGED))
-            if is_local(path):
-                durable.sync_folder(path.parent)
-
-
-def _free(path: epath.Path, suffix: str) -> epath.Path:
-    """A name that nothing has, beside path: with the suffix, or with the suffix and a number."""
-    target, count = path.parent / f"{path.name}{suffix}", 1
-    while target.exists():
-        target, count = path.parent / f"{path.name}{suffix}-{count + 1}", count + 1
-    return target
+    def _rename(self, path: epath.Path, suffix: str) -> epath.Path:
+        """Give a checkpoint a name that nothing has: with the suffix, or also with a number."""
+        target, count = path.parent / f"{path.name}{suffix}", 1
+        while target.exists():
+            count += 1
+            target = path.parent / f"{path.name}{suffix}-{count}"
+        target = path.rename(target)
+        if is_local(path):
+            durable.sync_folder(path.parent)  # before anything of it is deleted
+        return target

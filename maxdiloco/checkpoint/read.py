@@ -20,8 +20,7 @@ _STEP = re.compile("0|[1-9][0-9]*")  # as a save names its folder
 _ATTEMPTS = 12  # to read a file that only some hosts find damaged
 
 # The meta of a checkpoint -> {item: tree of jax.ShapeDtypeStruct with shardings, or of
-# arrays.Cycled}. Called for each checkpoint that is tried. Items it leaves out are not read. It may
-# raise.
+# arrays.Cycled}; items it leaves out are not read. Called for each checkpoint that is tried.
 AbstractOf = Callable[[dict[str, Any]], Mapping[str, Any]]
 # The meta of a checkpoint -> the remedy when its shapes differ from those of the run.
 Remedy = Callable[[dict[str, Any]], str]
@@ -45,13 +44,11 @@ def restore_from(
     remedy: Remedy = lambda meta: "Set the model keys of the run that wrote it.",
     cast: bool = False,
 ) -> Restored:
-    """Read a checkpoint of any run, for load_full_state_path, load_parameters_path, generation.
+    """Read the newest undamaged checkpoint of any run's folder, or one checkpoint in it.
 
-    path: a run's folder (its newest undamaged checkpoint is read) or one checkpoint in it.
-    key: the config key or argument that gave the path, for messages.
-    remedy: flags.resume.model_remedy names the keys. cast: whether dtypes may differ.
-    Changes nothing at path. Raises CheckpointError when path has no checkpoint, when all are
-    damaged, or when shapes or dtypes differ from those of abstract_of.
+    key: the config key or argument that gave the path, for messages. cast: whether dtypes may
+    differ. Changes nothing at path. Raises CheckpointError when path has no checkpoint, when all
+    are damaged, or when shapes or dtypes differ from those of abstract_of.
     """
     folder = absolute(path, key=key)
     with reading(folder, key):
@@ -61,7 +58,7 @@ def restore_from(
         restored, _ = first_undamaged(
             candidates,
             abstract_of,
-            say=output.say if jax.process_index() == 0 else say_nothing,
+            say=primary_only(output.say),
             remedy=remedy,
             otherwise=f"or give {key} another path",
             cast=cast,
@@ -69,6 +66,32 @@ def restore_from(
     if restored is None:
         raise no_checkpoint(path, key)
     return restored
+
+
+def restore_parameters(
+    path: epath.PathLike,
+    abstract_of: Callable[[dict[str, Any]], Any],
+    *,
+    parameters: str = "outer",
+    **options: Any,
+) -> tuple[Any, Restored]:
+    """One set of parameters alone, cast to the dtypes of abstract_of(meta), and the checkpoint.
+
+    parameters: of theta.source. path, options, errors: of restore_from.
+    """
+    wanted: list[theta.Wanted] = []
+
+    def items_of(meta):
+        wanted[:] = [theta.wanted(abstract_of(meta), meta, parameters)]
+        return {wanted[0].item: wanted[0].abstract}
+
+    restored = restore_from(path, items_of, cast=True, **options)
+    return wanted[0].pick(restored.items[wanted[0].item]), restored
+
+
+def primary_only(say: Say) -> Say:
+    """`say` in the first process, silence in the others."""
+    return say if jax.process_index() == 0 else lambda line: None
 
 
 def no_checkpoint(path: epath.PathLike, key: str) -> CheckpointError:
@@ -79,37 +102,9 @@ def no_checkpoint(path: epath.PathLike, key: str) -> CheckpointError:
     )
 
 
-def restore_parameters(
-    path: epath.PathLike, abstract_params: Any, *, key: str = "load_parameters_path", **options
-) -> Any:
-    """Read the outer parameters of a checkpoint alone, cast to the dtypes of abstract_params.
-
-    abstract_params: tree of jax.ShapeDtypeStruct. options: of restore_from, whose errors it raises.
-    """
-    return restore_theta(path, abstract_params, key=key, **options)[0]
-
-
-def restore_theta(
-    path: epath.PathLike, abstract_params: Any, *, key: str, **options
-) -> tuple[Any, Restored]:
-    """theta of a checkpoint as `restore_parameters` gives it, and the checkpoint."""
-    found: list[theta.Wanted] = []
-
-    def abstract_of(meta):
-        found[:] = [theta.wanted(abstract_params, meta)]
-        return {found[0].item: found[0].abstract}
-
-    restored = restore_from(path, abstract_of, key=key, cast=True, **options)
-    (wanted,) = found
-    return theta.picked(wanted, restored.items[wanted.item], abstract_params), restored
-
-
 @contextlib.contextmanager
 def reading(folder: epath.Path, key: str) -> Iterator[None]:
-    """Raise CheckpointError for a folder that the file system or the store refuses to read.
-
-    key: the config key or argument that gave the folder, for messages.
-    """
+    """Raise CheckpointError where access to a folder fails. key: what gave the folder."""
     try:
         yield
     except (OSError, *object_store.errors(folder)) as error:
@@ -162,9 +157,7 @@ def first_undamaged(
         note = note or orbax_io.read_note(path)  # or what is wrong with it
         abstract = abstract_of(note.meta)
         _refuse_mismatch(path, note, abstract, remedy=remedy, cast=cast)
-        items = {
-            name: arrays.read_item(path, name, tree) for name, tree in abstract.items()
-        }
+        items = {name: arrays.read_item(path, name, tree) for name, tree in abstract.items()}
         return Restored(note.step, items, note.meta, path), list(damaged)
     if damaged:
         folder = next(iter(damaged)).parent
@@ -205,10 +198,6 @@ def _damage(path: epath.Path) -> str | None:
     )
 
 
-def say_nothing(line: str) -> None:
-    """The Say of every process but the first."""
-
-
 def _refuse_mismatch(
     path: epath.Path,
     note: orbax_io.Note,
@@ -218,8 +207,7 @@ def _refuse_mismatch(
     cast: bool,
 ) -> None:
     for item, tree in abstract.items():
-        wanted = orbax_io.shapes(tree)
-        saved = note.arrays.get(item, {})
+        wanted, saved = orbax_io.shapes(tree), note.arrays.get(item, {})
         for name in [*wanted, *saved]:
             there, here = saved.get(name), wanted.get(name)
             if there == here or (cast and there and here and there[0] == here[0]):

@@ -17,11 +17,9 @@ from maxdiloco.processes import agree
 
 
 def save_state(checkpointer: Checkpointer, trainer: Trainer, state: Any) -> None:
-    """Write a state beside the training; the checkpoint is whole on the disk or absent.
+    """Write a state as Checkpointer.save does, whose errors it raises.
 
-    The caller may donate the state at once. Does nothing where its step has a checkpoint. Raises
-    NumericsError for a state that is not finite, SaveError when two saves in a row have failed,
-    CheckpointError when another process saves to the folder.
+    The caller may donate the state at once. Raises NumericsError for one that is not finite.
     """
     require_finite(trainer, state)
     note = trainer.note(state) | {"specs": _specs(trainer)}
@@ -31,45 +29,43 @@ def save_state(checkpointer: Checkpointer, trainer: Trainer, state: Any) -> None
 def restore_state(checkpointer: Checkpointer, trainer: Trainer) -> Any | None:
     """The newest undamaged state that save_state wrote, or None where there is none.
 
-    trainer: bound to the parameters (DiLoCo.bind). Its replicas, mesh, schedule, fragments and wire
-    may differ from those of the saved state, and alpha, merge and the outer rate and momentum;
-    lines say what differs, and what DiLoCo.restore_lines tells of it.
+    trainer: bound to the parameters (DiLoCo.bind). Its replicas, mesh, schedule, fragments, wire,
+    alpha, merge, outer rate and momentum may differ from those of the saved state; lines tell it.
     Raises CheckpointError where parameters or optimizers differ or nothing can be read.
     """
 
     def layout(note):
-        given = {name: note[name] for name in SavedLayout._fields if name in note}
-        return SavedLayout(**given, same_rules=note["specs"] == _specs(trainer))
+        return layout_of(note, same_rules=note["specs"] == _specs(trainer))
 
     found = checkpointer.restore(lambda note: abstract_items(trainer, layout(note)))
     if found is None:
         return None
     saved = layout(found.meta)
     state = trainer.restored(found.items, saved, t=found.step)
-    lines = [*_changes(found.meta, trainer.note(state)), *trainer.restore_lines(saved, state.t)]
-    for line in lines:
+    before, now = (
+        note.get("exchange", {}) | note.get("rule", {})
+        for note in (found.meta, trainer.note(state))
+    )
+    changed = [
+        f"{name} {before[name]} -> {now[name]}"
+        for name in sorted(before.keys() & now.keys())
+        if before[name] != now[name]
+    ]
+    if changed:
+        checkpointer.say(f"changed since the checkpoint: {', '.join(changed)}")
+    for line in trainer.restore_lines(saved, state.t):
         checkpointer.say(line)
     return state
 
 
-def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """The line on settings of DiLoCo that differ between two notes; a note may lack some."""
-    named = {}
-    for part in ("exchange", "rule"):
-        for name in now.get(part, {}).keys() & before.get(part, {}).keys():
-            old, new = before[part][name], now[part][name]
-            if old != new:
-                named[name] = f"{name} {old} -> {new}"
-    if not named:
-        return []
-    return [f"changed since the checkpoint: {', '.join(named[name] for name in sorted(named))}"]
+def layout_of(note: dict[str, Any], *, same_rules: bool) -> SavedLayout:
+    """How the state of a checkpoint is laid out. note, same_rules: see SavedLayout."""
+    given = {name: note[name] for name in SavedLayout._fields if name in note}
+    return SavedLayout(**given, same_rules=same_rules)
 
 
 def require_finite(trainer: Trainer, state: Any) -> None:
-    """Raise NumericsError in all processes if a value of the state is not finite in one of them.
-
-    All processes call it, before a state is saved.
-    """
+    """Raise NumericsError in all processes, which all call it, if a state is not finite in one."""
     found = None
     try:
         trainer.check_finite(state)
@@ -89,7 +85,7 @@ def _specs(trainer: Trainer) -> int:
 
 def nbytes(trainer: Trainer) -> int:
     """Bytes of the arrays of a checkpoint, uncompressed."""
-    here = SavedLayout(**trainer.note(trainer.abstract_state), same_rules=True)
+    here = layout_of(trainer.note(trainer.abstract_state), same_rules=True)
     items = trainer.abstract_items(here)
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(items))
 

@@ -1,8 +1,7 @@
 """The seal of a checkpoint: sizes and checksums of its files, so that damage is seen before use.
 
 Orbax notices a missing or cut file only while it reads, with an untyped exception, and reads some
-damaged bytes as numbers. So the last file written before a checkpoint becomes visible lists all
-others with their sizes and, on mounted file systems and up to a limit, their CRC-32.
+damaged bytes as numbers.
 """
 
 import json
@@ -31,11 +30,7 @@ class Damage(NamedTuple):
 
 
 def write(folder: epath.Path) -> None:
-    """List the files below folder's item folders with size and, up to the limit, CRC-32.
-
-    folder: a whole checkpoint, not yet visible to readers. Files directly in it are written later
-    and are left out. Raises OSError.
-    """
+    """List the files below the item folders of a checkpoint with size and, locally, CRC-32."""
     sizes = {path: size for path, size in _sizes(folder).items() if path.parent != folder}
     with_content = is_local(folder) and sum(sizes.values()) <= CONTENT_LIMIT_BYTES
     entries = {
@@ -51,8 +46,7 @@ def damage(
     """The first damage of the sealed files of a checkpoint, or None.
 
     first, stride: look at these files of the list, so that several processes share the reading.
-    indices: look at these instead.
-    Raises nothing for damage; other OSErrors (a folder that may not be read) pass through.
+    indices: look at these instead. Raises OSError, as for a folder that may not be read.
     """
     try:
         listed = json_text.parse((folder / FILE).read_bytes())["files"]
@@ -67,7 +61,10 @@ def damage(
         if index not in chosen:
             continue
         path = folder / name
-        size_now = _size(path) if sizes is None else sizes.get(path)
+        if sizes is not None:
+            size_now = sizes.get(path)
+        else:
+            size_now = path.stat().length if path.exists() else None
         if size_now is None:
             return Damage(index, f"{name} is missing")
         if size_now != size:
@@ -89,10 +86,6 @@ def _sizes(folder: epath.Path) -> dict[epath.Path, int]:
     for path in folder.iterdir():
         sizes |= _sizes(path) if path.is_dir() else {path: path.stat().length}
     return sizes
-
-
-def _size(path: epath.Path) -> int | None:
-    return path.stat().length if path.exists() else None
 
 
 def _crc32(path: epath.Path) -> int:

@@ -1,8 +1,9 @@
-"""theta of a checkpoint, whichever way the run kept it: one, or one for each replica.
+"""Parameters of a checkpoint: theta, whichever way the run kept it, or those of its replicas.
 
     # R replicas
 """
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,8 +12,19 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxdiloco.checkpoint.arrays import Cycled
 from maxdiloco.engine.trainer import OUTER_OF_EACH, OUTER_PARAMS
+from maxdiloco.errors import ConfigError
 from maxdiloco.parallel.replicas import reduce_mean
+
+REPLICAS = "params"  # the item with the replicas' own parameters, [R, ...]
+
+
+class Source(NamedTuple):
+    """The item with some parameters; they are the mean of entries of its first dim, None: all."""
+
+    item: str
+    entries: range | None
 
 
 class Wanted(NamedTuple):
@@ -23,46 +35,51 @@ class Wanted(NamedTuple):
     pick: Callable[[Any], Any]
 
 
-def item_of(meta: dict[str, Any]) -> str:
-    """The item that has theta."""
-    return meta["theta_item"] if "theta_item" in meta else OUTER_PARAMS
+def source(meta: dict[str, Any], parameters: str = "outer") -> Source:
+    """Where a checkpoint has the parameters that a user asks for.
 
-
-def wanted(abstract: Any, meta: dict[str, Any]) -> Wanted:
-    """What to read for theta. abstract: of one set of parameters; pick gives its dtypes.
-
-    Of a run with eager updates it is the mean over the replicas, taken where it is read.
+    parameters: outer, theta (of a run with eager updates the mean of its replicas' thetas);
+    replica_0 and so on; mean, of all replicas. Raises ConfigError.
     """
-    item = item_of(meta)
-    if item != OUTER_OF_EACH:
+    if parameters == "outer":
+        item = meta.get("theta_item", OUTER_PARAMS)
+        is_of_each = item == OUTER_OF_EACH
+        return Source(item, range(meta["num_replicas"]) if is_of_each else None)
+    R = meta["num_replicas"]
+    number = re.fullmatch(r"replica_([0-9]{1,9})", parameters)
+    if (number or parameters == "mean") and not meta.get("exchange"):
+        raise ConfigError(
+            f"parameters={parameters}: the checkpoint has no replicas, as of a run with "
+            f"enable_diloco=false. Use parameters=outer."
+        )
+    first, count = (int(number[1]), 1) if number else (0, R)
+    if not (number or parameters == "mean") or first >= R:
+        raise ConfigError(
+            f"parameters={parameters} must be outer, mean, or replica_0 to replica_{R - 1}."
+        )
+    return Source(REPLICAS, range(first, first + count))
+
+
+def wanted(abstract: Any, meta: dict[str, Any], parameters: str = "outer") -> Wanted:
+    """What to read for one set of parameters, laid out like `abstract`. parameters: of `source`."""
+    item, entries = source(meta, parameters)
+    if entries is None:
         return Wanted(item, abstract, lambda params: params)
+    R, is_mean = meta["num_replicas"], len(entries) > 1
+
+    def of_leaf(x):
+        # float32: sums of R bfloat16 values drift.
+        dtype = jnp.float32 if is_mean else x.dtype
+        sharding = x.sharding
+        if isinstance(sharding, NamedSharding):
+            slots = sharding.mesh.shape["diloco"]
+            first = "diloco" if len(entries) % slots == 0 else None
+            sharding = NamedSharding(sharding.mesh, P(first, *sharding.spec))
+        x_R = jax.ShapeDtypeStruct((len(entries), *x.shape), dtype, sharding=sharding)
+        return x_R if is_mean else Cycled(x_R, stored=R, first=entries[0])
 
     def mean(params_R):
         return jax.tree.map(lambda x, like: reduce_mean(x).astype(like.dtype), params_R, abstract)
 
-    def theta_R(x):
-        return jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding)
-
-    return Wanted(item, of_replicas(jax.tree.map(theta_R, abstract), meta["num_replicas"]), mean)
-
-
-def picked(wanted: Wanted, params: Any, abstract: Any) -> Any:
-    """One set of parameters laid out like `abstract`, from what was read."""
-    if wanted.item == OUTER_PARAMS:
-        return params
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    return jax.jit(wanted.pick, out_shardings=shardings)(params)
-
-
-def of_replicas(abstract: Any, R: int) -> Any:
-    """R sets of parameters, divided among the slices where they divide."""
-
-    def of_leaf(x):
-        if not isinstance(x.sharding, NamedSharding):
-            return jax.ShapeDtypeStruct((R, *x.shape), x.dtype, sharding=x.sharding)
-        slots = x.sharding.mesh.shape["diloco"]
-        first = "diloco" if R % slots == 0 else None
-        sharding = NamedSharding(x.sharding.mesh, P(first, *x.sharding.spec))
-        return jax.ShapeDtypeStruct((R, *x.shape), x.dtype, sharding=sharding)
-
-    return jax.tree.map(of_leaf, abstract)
+    return Wanted(item, jax.tree.map(of_leaf, abstract), jax.jit(mean, out_shardings=shardings))

@@ -1,8 +1,8 @@
 """One save, from arrays on the host to a folder that survives a power cut.
 
-Every process writes its part of the arrays. Then the first process finishes the checkpoint, in
-this order: meta and seal; fsync of each file and folder; the rename that makes the checkpoint
-visible; fsync of the folder it is in. On gs:// a commit file takes the place of the rename.
+Every process writes its part of the arrays. Then the first process finishes the checkpoint: meta
+and seal; fsync of each file and folder; the rename that makes it visible; fsync of the folder it is
+in. On gs:// a commit file takes the place of the rename.
 """
 
 import dataclasses
@@ -17,41 +17,33 @@ import jax
 from etils import epath
 
 from maxdiloco.checkpoint import orbax_io, seal
-from maxdiloco.checkpoint.orbax_io import COMMIT, META
+from maxdiloco.checkpoint.orbax_io import COMMIT, META, META_FILE
 from maxdiloco.processes import agree, coordination
 from maxdiloco.storage import durable, object_store
-from maxdiloco.storage.run_folder import is_local, reason, require_space
+from maxdiloco.storage.run_folder import free_bytes, is_local, megabytes, reason
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
 # Suffixes of what no reader may take for a checkpoint, and of nothing that others make.
 UNFINISHED, DELETED = ".maxdiloco-saving", ".maxdiloco-deleted"
+WRITTEN = "written"  # the outcome of a part that is
 
 
 @dataclasses.dataclass(frozen=True)
 class Save:
-    """The content and the folders of one save.
+    """The content and the folders of one save."""
 
-    folder: where the files are written. target: where the checkpoint becomes visible; the same on
-    gs://, where folders cannot be renamed. items: names of the items with arrays. files: content of
-    other files, by <folder>/<name>. note: the content of META. deadline: for the parts of all
-    processes, of time.monotonic().
-    """
-
-    folder: epath.Path
-    target: epath.Path
-    items: tuple[str, ...]
-    files: Mapping[str, bytes]
-    note: Mapping[str, Any]
-    deadline: float
+    folder: epath.Path  # where the files are written
+    target: epath.Path  # where they become visible; the same on gs://, which renames no folders
+    items: tuple[str, ...]  # names of those with arrays
+    files: Mapping[str, bytes]  # content of others, by <folder>/<name>
+    note: Mapping[str, Any]  # the content of META
+    deadline: float  # for the parts of all processes, of time.monotonic()
 
 
 def folder_of(target: epath.Path, *, attempt: int) -> epath.Path:
-    """The folder in which a checkpoint is written. attempt: failed saves just before this one.
-
-    A second try has another folder: a thread of the first one may still be writing.
-    """
+    """The folder of a try after `attempt` failed ones, in whose own a thread may still write."""
     if not is_local(target):
         return target
     return target.parent / f"{target.name}{UNFINISHED}{f'-{attempt}' if attempt else ''}"
@@ -72,8 +64,8 @@ def prepare(
 ) -> bool:
     """Make the folders of a save; False when the checkpoint exists. For the first process.
 
-    nbytes: most bytes that the arrays may take. is_alone: whether an unfinished save in the folder
-    is that of no living process, and makes room. Raises OSError, also for what others have there.
+    nbytes: of the arrays, uncompressed. is_alone: whether an unfinished save in the folder is that
+    of no living process, and makes room. Raises OSError, also for what others have there.
     """
     if orbax_io.is_complete(target):
         if is_local(target):
@@ -85,7 +77,10 @@ def prepare(
         if not is_alone or not (is_local(folder) or mark_of(target).exists()):
             raise _in_the_way(folder)
         object_store.remove(folder)
-    require_space(target.parent, nbytes)
+    free = free_bytes(target.parent)  # with compression the files are usually smaller
+    if free is not None and free < nbytes:
+        why = f"{megabytes(free)} are free but it takes {megabytes(nbytes)}"
+        raise OSError(errno.ENOSPC, why)
     if is_local(folder):
         for name in (*items, META):
             (folder / name).mkdir(parents=True)
@@ -100,10 +95,7 @@ def _in_the_way(path: epath.Path) -> OSError:
 
 
 def wait_for_arrays(save: Save, writes: Sequence["ocp.future.Future"]) -> None:
-    """Wait until every thread has written this process's part of the arrays, or has failed.
-
-    Raises TimeoutError at the deadline, OSError, ValueError and RuntimeError of the write.
-    """
+    """Wait for every thread. Raises TimeoutError, OSError, ValueError, RuntimeError."""
     errors: list[Exception] = []
     for write in writes:
         try:
@@ -117,28 +109,25 @@ def wait_for_arrays(save: Save, writes: Sequence["ocp.future.Future"]) -> None:
 
 
 def commit(save: Save, writer: "ocp.PyTreeCheckpointHandler") -> None:
-    """Make a checkpoint with all its arrays durable, then visible. For the first process.
-
-    Raises OSError, and ValueError from the file layer below Orbax.
-    """
+    """First process: make a checkpoint durable, then visible. Raises OSError, ValueError."""
+    local = is_local(save.folder)
     for name in save.items:
         writer.finalize(save.folder / name)  # merges the parts of the processes
-        if not is_local(save.folder):  # Orbax's readers ask for it there
+        if not local:  # Orbax's readers ask for it there
             (save.folder / name / COMMIT).write_text("complete\n")
-    (save.folder / META / "metadata").write_text(json.dumps(save.note))
+    (save.folder / META / META_FILE).write_text(json.dumps(save.note))
     for name, content in save.files.items():
-        if is_local(save.folder):
+        if local:
             (save.folder / name).parent.mkdir(exist_ok=True)
         (save.folder / name).write_bytes(content)
     seal.write(save.folder)
-    if is_local(save.folder):
-        # For a copy on gs://, where a folder without it is no checkpoint.
-        (save.folder / COMMIT).write_text("complete\n")
+    # On a mounted file system for a copy on gs://, where a folder without it is no checkpoint.
+    (save.folder / COMMIT).write_text("complete\n")
+    if local:
         durable.sync_tree(save.folder)
         save.folder.rename(save.target)
         durable.sync_folder(save.target.parent)
     else:
-        (save.folder / COMMIT).write_text("complete\n")
         mark_of(save.target).unlink(missing_ok=True)
 
 
@@ -149,10 +138,7 @@ def discard(folder: epath.Path) -> None:
 
 
 class Outcomes:
-    """The outcome of every process's part of a save, published for the first process.
-
-    The first process sees a failure at once; at a barrier it would wait until the deadline.
-    """
+    """The outcome of every process's part, by which the first process sees a failure at once."""
 
     def __init__(self) -> None:
         self._run = agree.from_first_process(secrets.randbelow(1 << 31))
@@ -162,25 +148,19 @@ class Outcomes:
         """Go on to the next save; all processes call it."""
         self._count += 1
 
-    def publish(self, problem: str) -> None:
-        """Publish why this process's part failed, or "" when it is written."""
-        key = self._key(jax.process_index())
-        coordination.put(key, problem or "written")
+    def publish(self, outcome: str) -> None:
+        """Publish WRITTEN, or why this process's part failed."""
+        coordination.put(self._key(jax.process_index()), outcome)
 
     def wait(self, deadline: float) -> None:
-        """Wait for the parts of all others; returns at once without others. For the first process.
-
-        Raises OSError naming a process that failed, TimeoutError at the deadline.
-        """
+        """First process: wait for the others. Raises OSError for a failed one, TimeoutError."""
         for process in range(1, jax.process_count()):
             left = deadline - time.monotonic()
             try:
                 problem = coordination.get(self._key(process), timeout_s=left)
             except jax.errors.JaxRuntimeError as error:
-                raise TimeoutError(
-                    f"process {process} has not written its part in time"
-                ) from error
-            if problem != "written":
+                raise TimeoutError(f"process {process} has not written its part in time") from error
+            if problem != WRITTEN:
                 raise OSError(errno.EIO, f"process {process}: {problem}")
 
     def _key(self, process: int) -> str:
@@ -189,12 +169,12 @@ class Outcomes:
 
 def write_part(save: Save, writes: Sequence["ocp.future.Future"], outcomes: Outcomes) -> None:
     """Wait for this process's arrays and publish the outcome. For all but the first process."""
-    problem = "ended"
+    outcome = "ended"
     try:
         wait_for_arrays(save, writes)
-        problem = ""
+        outcome = WRITTEN
     except (OSError, ValueError, RuntimeError) as error:
-        problem = reason(error)
+        outcome = reason(error)
         raise
     finally:
-        outcomes.publish(problem)
+        outcomes.publish(outcome)

@@ -3,7 +3,6 @@
 import json
 import math
 import pathlib
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,10 +12,8 @@ from etils import epath
 
 from maxdiloco.checkpoint import by_part, read, theta
 from maxdiloco.checkpoint.read import Restored
-from maxdiloco.engine.trainer import OUTER_PARAMS
 from maxdiloco.errors import ConfigError
 from maxdiloco.evaluation import stored
-from maxdiloco.flags import checks
 from maxdiloco.flags.config import Config
 from maxdiloco.huggingface import beside_weights, config_json, folders, safetensors_files, tensors
 from maxdiloco.huggingface.family import Family
@@ -140,27 +137,9 @@ def _carried(cfg: Config, found: Restored, like: str) -> pathlib.Path | None:
 
 
 def _readers(found: Restored, parameters: str, names: Sequence[str]) -> list[by_part.Reader]:
-    """One reader, or for a mean one a replica. Raises ConfigError for other parameters.
-
-    theta of a run with eager updates is the mean over its replicas, as checkpoint.theta reads it.
-    """
-    item = theta.item_of(found.meta)
-    if parameters == "outer" and item == OUTER_PARAMS:
-        return [by_part.Reader(found.path, item, names)]
-    R = found.meta["num_replicas"]
-    if parameters == "outer":
-        return [by_part.Reader(found.path, item, names, entry) for entry in range(R)]
-    given = re.fullmatch(r"replica_([0-9]{1,9})", parameters)
-    if parameters != "mean" and not (given and int(given[1]) < R):
-        raise ConfigError(
-            f"parameters={parameters} must be outer, mean, or replica_0 to replica_{R - 1}."
-        )
-    if found.meta.get("imported") or not checks.has_replicas(stored.config_of(found.meta)):
-        raise ConfigError(
-            f"parameters={parameters}: the checkpoint has no replicas. Use parameters=outer."
-        )
-    entries = [int(given[1])] if given else range(R)
-    return [by_part.Reader(found.path, stored.REPLICAS, names, entry) for entry in entries]
+    """One reader, or for a mean one a replica. Raises ConfigError for other parameters."""
+    item, entries = theta.source(found.meta, parameters)
+    return [by_part.Reader(found.path, item, names, entry) for entry in entries or [None]]
 
 
 def _write_tensors(

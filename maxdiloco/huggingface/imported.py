@@ -249,9 +249,7 @@ def _write_checkpoint(
         done.more(_write_part(writer, part, *found[part.name]))
     writer.commit()
     done.last("the checkpoint is sealed")
-    tree = by_part.tree_of(
-        {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
-    )
+    tree = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
     files, fingerprint = {}, tokenizer.ByteTokenizer().fingerprint()
     if cfg.tokenizer_type != "byte":
         there = cfg.as_dict() | {"tokenizer_path": str(folder / CARRIED)}

@@ -19,6 +19,11 @@ def from_all(value: int) -> list[int]:
     return multihost_utils.process_allgather(np.int32(value)).tolist()
 
 
+def in_any_process(flag: bool) -> bool:
+    """Whether flag is true in at least one process."""
+    return any(from_all(flag))
+
+
 def from_owners(values: np.ndarray, owned: np.ndarray) -> np.ndarray:
     """Each value from the process that owns it, in all processes.
 
@@ -29,10 +34,3 @@ def from_owners(values: np.ndarray, owned: np.ndarray) -> np.ndarray:
     # As integers: JAX would make float32 of them. What is not owned is zero, and so are its bits.
     bits = np.where(owned, values, 0.0).view(np.int32)
     return multihost_utils.process_allgather(bits).sum(axis=0, dtype=np.int32).view(np.float64)
-
-
-def in_any_process(flag: bool) -> bool:
-    """Whether flag is true in at least one process."""
-    if jax.process_count() == 1:
-        return flag
-    return bool(np.any(multihost_utils.process_allgather(np.int32(flag))))

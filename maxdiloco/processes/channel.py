@@ -138,9 +138,9 @@ class Channel:
             return self._left or self.outgoing.done()
 
     def stop(self, limit: float) -> None:
-        """End the threads and the connection; until `limit` the peer may end it first.
+        """End the threads and, after the peer until `limit`, the connection.
 
-        What it still sends would be answered with a reset, which can overtake the goodbye.
+        What the peer still sends would be answered with a reset, which can overtake the goodbye.
         """
         with self._changed:
             self._last_words = True

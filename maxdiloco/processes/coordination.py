@@ -4,7 +4,6 @@ Process 0 runs it, before any device is used. It has no public name; no other fi
 jax._src.
 """
 
-import hashlib
 import json
 import re
 import time
@@ -17,8 +16,6 @@ from jax._src import distributed
 from maxdiloco.errors import ConfigError, LostPeerError
 
 _SEE = "See the end of its own output, and start the run again with the same run_name."
-MEMBERS = "maxdiloco/members"
-_EQUAL = "equal"
 
 Values = Mapping[str, Any]
 
@@ -73,10 +70,7 @@ def value_of(process: int, key: str, what: str, *, timeout_s: float) -> str:
 
 
 def meet(name: str, what: str, *, timeout_s: float) -> None:
-    """`barrier` of processes that have done something. what: as `compiled its programs`.
-
-    Raises LostPeerError.
-    """
+    """`barrier`. what: they have done, as `compiled its programs`. Raises LostPeerError."""
     begun = time.strftime("%H:%M:%S")
     try:
         barrier(name, timeout_s=timeout_s)
@@ -103,29 +97,15 @@ def require_equal(
     """
     if job.num_processes == 1:
         return
-    its_keys = "its keys, as the same version of maxdiloco does"
-
-    def read(key: str, what: str, process: int) -> str:
-        return value_of(process, f"{MEMBERS}/{key}", what, timeout_s=timeout_s)
-
-    # Process 0 compares hashes. Where they differ, the first process of each sends its values.
-    me, text = job.process_id, json.dumps(values, sort_keys=True)
-    put(f"{MEMBERS}/hash/{me}", hashlib.sha256(text.encode()).hexdigest())
-    if me == 0:
+    key, its_keys = "maxdiloco/members", "its keys, as the same version of maxdiloco does"
+    put(f"{key}/{job.process_id}", json.dumps(values, sort_keys=True))
+    if job.process_id == 0:
         groups: dict[str, list[int]] = {}
         for process in range(job.num_processes):
-            groups.setdefault(read(f"hash/{process}", its_keys, process), []).append(process)
-        asked = [processes[0] for processes in groups.values()]
-        put(f"{MEMBERS}/asked", _EQUAL if len(groups) == 1 else json.dumps(asked))
-    answer = read("asked", "whether the keys are equal", 0)
-    if answer == _EQUAL:
-        return
-    if me in json.loads(answer):
-        put(f"{MEMBERS}/values/{me}", text)
-    if me == 0:
-        of_all = {
-            tuple(processes): json.loads(read(f"values/{processes[0]}", its_keys, processes[0]))
-            for processes in groups.values()
-        }
-        put(f"{MEMBERS}/line", json.dumps(difference(of_all)))
-    raise ConfigError(json.loads(read("line", "which keys differ", 0)))
+            text = value_of(process, f"{key}/{process}", its_keys, timeout_s=timeout_s)
+            groups.setdefault(text, []).append(process)
+        of_all = {tuple(processes): json.loads(text) for text, processes in groups.items()}
+        put(f"{key}/line", json.dumps(difference(of_all) if len(groups) > 1 else ""))
+    told = value_of(0, f"{key}/line", "whether the keys are equal", timeout_s=timeout_s)
+    if line := json.loads(told):
+        raise ConfigError(line)

@@ -199,8 +199,8 @@ def _check_free(environ: Mapping[str, str]) -> None:
 def _gpus(kind: str, environ: Mapping[str, str]) -> dict[str, object]:
     """Arguments for jax.distributed.initialize that leave a process all the GPUs it sees.
 
-    Under Slurm and Open MPI JAX gives process i of a host the GPU i of the host. That is wrong
-    where a host has one process, and where the launcher hides the GPUs of the other processes.
+    Under Slurm and Open MPI JAX gives process i of a host its GPU i. That is wrong where a host has
+    one process, and where the launcher hides the GPUs of the other processes.
     """
     alone_on_host = {
         SLURM: environ.get("SLURM_STEP_NUM_NODES") == environ.get("SLURM_NTASKS"),

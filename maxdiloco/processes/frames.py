@@ -94,11 +94,7 @@ class Outgoing:
         self._acknowledged = 0
 
     def add(self, key: Key, data: Sequence[object]) -> None:
-        """Queue a message of buffers (bytes, arrays ...), which must not change from now on.
-
-        Raises TypeError for what is no buffer or not contiguous, and for a key that is not a tuple
-        of numbers and words.
-        """
+        """Queue a message of contiguous buffers, which must not change. Raises TypeError."""
         if not all(isinstance(part, str | int) for part in key):
             raise TypeError(f"the key of a message is a tuple of numbers and words, not {key!r}")
         views = [view.cast("B") for view in map(memoryview, data) if view.nbytes]
@@ -134,10 +130,7 @@ class Outgoing:
         self._sent = 0
 
     def batch(self) -> list[Frame]:
-        """The next frames to send: half of MOST_BYTES or more, if there are as many.
-
-        So the head of a message does not travel alone.
-        """
+        """The next frames: half of MOST_BYTES or more, so that no head of a message goes alone."""
         batch, size = [], 0
         while size < MOST_BYTES / 2 and len(batch) < _MOST_FRAMES:
             if self._sent == len(self._kept) and not self._make():
@@ -190,10 +183,7 @@ class Incoming:
         self._filled = 0
 
     def space(self, header: Header) -> memoryview:
-        """Where the body of a frame is to be read to. Raises BrokenError for one out of place.
-
-        It counts only once take() has been called, so a frame may be read again.
-        """
+        """Where the body of a frame is to be read to, until take(). Raises BrokenError."""
         if header.size > MOST_BYTES or header.number not in (0, self.arrived + 1):
             raise BrokenError("a frame came out of turn")
         if header.kind != DATA:
@@ -204,13 +194,16 @@ class Incoming:
         return memoryview(self._data)[self._filled : end]
 
     def take(self, header: Header, body: memoryview) -> bool:
-        """A numbered frame has arrived as it was sent. True when a message is whole now.
-
-        Raises BrokenError for the first frame of a message that no sender of ours writes.
-        """
+        """A numbered frame has arrived; whether a message is whole now. Raises BrokenError."""
         if header.kind == MESSAGE:
-            self._key, total = _begin(bytes(body))
-            self._data, self._filled = bytearray(total), 0
+            try:
+                (total,) = _TOTAL.unpack_from(body)
+                key = json_text.parse(bytes(body[_TOTAL.size :]))
+            except (ValueError, struct.error):
+                key = None
+            if not isinstance(key, list) or not all(isinstance(part, str | int) for part in key):
+                raise BrokenError("a message began with no key")
+            self._key, self._data, self._filled = tuple(key), bytearray(total), 0
         elif header.kind == DATA:
             self._filled += header.size
             self.payload += header.size
@@ -221,18 +214,6 @@ class Incoming:
         self._key, self._data, self._filled = None, bytearray(), 0
         self._deliver(key, data)
         return True
-
-
-def _begin(body: bytes) -> tuple[Key, int]:
-    """Key and size of a message, of its first frame. Raises BrokenError."""
-    try:
-        (total,) = _TOTAL.unpack_from(body)
-        key = json_text.parse(body[_TOTAL.size :])
-    except (ValueError, struct.error):
-        key = None
-    if not isinstance(key, list) or not all(isinstance(part, str | int) for part in key):
-        raise BrokenError("a message began with no key")
-    return tuple(key), total
 
 
 @dataclass

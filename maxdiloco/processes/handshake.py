@@ -6,9 +6,8 @@ from: the secret itself never travels, and no proof is good twice. Versions are 
 proofs, so that a stranger cannot end a run by claiming another one.
 
 One thread answers all that dial. It waits for no one, reads at most _PROVED bytes from a stranger,
-and allocates nothing by a number that it was sent.
-This keeps strangers out. It neither hides nor signs what follows: whoever can change packets on the
-way can change a run. Let such a link go through a private network.
+and allocates nothing by a number that it was sent. What follows is neither hidden nor signed:
+whoever can change packets on the way can change a run.
 """
 
 import contextlib
@@ -71,7 +70,7 @@ def _proof(secret: bytes, side: bytes, dialled: bytes, answered: bytes) -> bytes
 
 
 def check_version(other: Hello) -> None:
-    """Raises MismatchError. other: the hello of a peer that has proved that it is one."""
+    """Raise MismatchError for a peer, which has proved that it is one, of another version."""
     if other.version != VERSION:
         raise MismatchError(
             f"process {other.source} speaks version {other.version} of the messages between the "
@@ -82,8 +81,7 @@ def check_version(other: Hello) -> None:
 def pause_s(failures: int, most_s: float) -> float:
     """Time between two tries to connect, after so many failures in a row [seconds].
 
-    It doubles up to most_s. Half of it is random: processes that were turned away together do not
-    come back together.
+    It doubles up to most_s. Half of it is random, so that no two come back together.
     """
     pause = min(_PAUSE_S * 2 ** min(failures, _MOST_DOUBLINGS), most_s)
     return secrets.SystemRandom().uniform(0.5, 1) * pause
@@ -106,10 +104,9 @@ def receive(connection: socket.socket, count: int, until: float) -> bytes:
 def dial(
     address: tuple[str, int], secret: bytes, mine: Hello, *, connect_s: float, answer_s: float
 ) -> socket.socket:
-    """Connect to the process mine.target at `address`.
+    """Connect to the process mine.target at `address`. Raises OSError, MismatchError.
 
     connect_s, answer_s: for the connection to stand, and for the whole answer [seconds].
-    Raises OSError (RefusedError, TimeoutError), MismatchError.
     """
     connection = socket.create_connection(address, timeout=connect_s)
     with contextlib.ExitStack() as stack:
@@ -135,7 +132,7 @@ class _Guest:
     """A connection that has not proved yet whose it is."""
 
     socket: socket.socket
-    address: str
+    host: str
     until: float
     said: bytes = b""
     answered: bytes = b""
@@ -146,11 +143,9 @@ class _Guest:
 class Acceptor:
     """Answers all that dial this process, in a thread of its own, until stop().
 
-    listener: is closed at the end.
-    expected: (process id, channel) of those who may come.
-    admit: gets the hello and the connection of each that has given its proof, and owns it then.
-    complain: gets the hello of one that has not, and in words what it did instead.
-    fail: gets any error that ends the thread.
+    listener: is closed at the end. expected: (process id, channel) of those who may come. admit:
+    gets the hello and the connection of each that has given its proof, and owns it then. complain:
+    gets the hello of one that has not, and in words what it did. fail: gets an error of the thread.
     """
 
     rank: int
@@ -204,7 +199,7 @@ class Acceptor:
             time.sleep(_TIRED_S)
             return
         connection.setblocking(False)
-        guest = _Guest(connection, _plain(address[0]), time.monotonic() + _GUEST_S)
+        guest = _Guest(connection, address[0], time.monotonic() + _GUEST_S)
         if len(self._guests) >= _GUESTS + len(self.expected):
             self._dismiss(next(iter(self._guests.values())))
         self._guests[connection.fileno()] = guest
@@ -243,19 +238,18 @@ class Acceptor:
             self._dismiss(guest, "does not know the secret of this run")
             return
         check_version(guest.hello)
-        self._selector.unregister(guest.socket)
-        del self._guests[guest.socket.fileno()]
+        self._forget(guest)
         self.admit(guest.hello, guest.socket)
 
     def _dismiss(self, guest: _Guest, problem: str | None = None) -> None:
-        self._selector.unregister(guest.socket)
-        del self._guests[guest.socket.fileno()]
+        self._forget(guest)
         guest.socket.close()
         if problem is not None and guest.hello is not None:
-            self.complain(guest.hello, f"what dialled from {guest.address} {problem}")
+            # An IPv4 address that arrived at an IPv6 socket, as it is usually written.
+            host = ipaddress.ip_address(guest.host.partition("%")[0])
+            host = host.version == 6 and host.ipv4_mapped or host
+            self.complain(guest.hello, f"what dialled from {host} {problem}")
 
-
-def _plain(host: str) -> str:
-    """An IPv4 address that arrived at an IPv6 socket as it is usually written."""
-    address = ipaddress.ip_address(host.partition("%")[0])
-    return str(address.version == 6 and address.ipv4_mapped or address)
+    def _forget(self, guest: _Guest) -> None:
+        self._selector.unregister(guest.socket)
+        del self._guests[guest.socket.fileno()]

@@ -82,10 +82,10 @@ class Links:
     """The streams of one process to its peers.
 
     rank: the number of this process. addresses: {number of a peer: where it listens}.
-    bulk, rows: the peers with such a stream; both sides must say the same. Default: all.
-    listener: where this process listens; closed at once if no one is to dial it.
-    secret: of the run, at least 16 bytes. fingerprint: a text that all processes must share.
-    timeout_s: a peer that is silent for longer, or cannot be reached again, is lost.
+    listener: where this process listens; closed at once if no one is to dial it. secret: of the
+    run. fingerprint: a text that all processes must share. timeout_s: a peer that is silent for
+    longer, or cannot be reached again, is lost. bulk, rows: the peers with such a stream; both
+    sides must say the same. Default: all.
 
     Once a peer is lost, has left with a reason, is of another run, or a thread has ended with any
     error, every pending and later call but close() and received_bytes() raises that error.
@@ -133,7 +133,7 @@ class Links:
             channel.start()
 
     def meet(self) -> None:
-        """Wait for the first connection to every peer: each has to come within timeout_s."""
+        """Wait for the first connection to every peer."""
         meters = [channel.meter for channel in self._channels.values()]
         with self._changed:
             self._changed.wait_for(
@@ -161,10 +161,10 @@ class Links:
             return (peer, key) in self._messages
 
     def receive(self, peer: int, key: Key, deadline: float) -> bytearray:
-        """The message of this key, whenever it comes; those of the same key in their order.
+        """The message of this key; those of the same key in their order.
 
-        deadline: of time.monotonic(). Raises LostPeerError and the like, and TimeoutError when the
-        deadline has passed: the peer is there, but has not sent it.
+        Raises LostPeerError and the like, and TimeoutError at the deadline [time.monotonic()]: the
+        peer is there, but has not sent it.
         """
         place = peer, key
         with self._changed:
@@ -183,7 +183,7 @@ class Links:
         raise TimeoutError(f"{self._name(peer)} is there, but has not sent {key} in time")
 
     def pace(self, bytes_per_second: float | None) -> bool:
-        """Spread the bulk to each peer evenly, at most so fast; None: send at once, the default.
+        """Spread the bulk to each peer, at most so fast; None: send at once, the default.
 
         False, and nothing changes, where the kernel has no such limit (only Linux has one).
         """
@@ -195,8 +195,8 @@ class Links:
 
     def received_bytes(self, peer: int) -> int:
         """Bytes of messages, parts included, that have come from a peer so far."""
-        channels = [channel for (other, _), channel in self._channels.items() if other == peer]
-        return sum(channel.incoming.payload for channel in channels)
+        streams = self._channels.items()
+        return sum(stream.incoming.payload for (other, _), stream in streams if other == peer)
 
     def close(self, within_s: float, why: str | None = None) -> bool:
         """Send what is queued, say goodbye and end all threads. Again: nothing happens.

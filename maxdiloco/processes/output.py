@@ -12,11 +12,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print a line to a stream, standard output by default, and flush it.
-
-    A line that cannot be written is dropped. After a closed pipe or terminal all later lines of
-    that stream are dropped too.
-    """
+    """Print a line, to standard output by default; what cannot be written is dropped."""
     stream = stream or sys.stdout
     if stream is None:  # Python was started with the stream closed
         return
@@ -76,10 +72,7 @@ def span(seconds: float) -> str:
 
 
 def finish() -> None:
-    """Flush both streams; what cannot be written is dropped.
-
-    Otherwise Python tries again at its end, prints a traceback and changes the exit code.
-    """
+    """Flush both streams, or Python tries at its end, with a traceback and another exit code."""
     for stream in (sys.stdout, sys.stderr):
         if stream is None:
             continue
@@ -90,11 +83,7 @@ def finish() -> None:
 
 
 def fill_closed_streams() -> None:
-    """Open the null device for standard streams that the caller has closed.
-
-    Otherwise the next file that is opened takes that descriptor, and native code that writes to
-    standard error writes into the file.
-    """
+    """Open the null device for closed standard streams, or the next file takes their place."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)

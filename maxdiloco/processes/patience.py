@@ -28,8 +28,7 @@ class Patience:
     """Waits for messages; a peer that is alive and sends nothing for too long is lost.
 
     Too long is the timeout of the links, and SLOWER times the longest time that this process's own
-    part of the same work took: with a long period a slower peer is silent for long. A dead peer is
-    noticed by the links. say: prints a line. clock: of seconds. For one thread.
+    part of the same work took. The links notice a dead peer. clock: of seconds. For one thread.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class Patience:
         self.begin()
 
     def begin(self) -> None:
-        """The work begins anew: what came before it is not counted."""
+        """Begin to count the time of the work anew."""
         self._since, self._longest_s = self._clock(), 0.0
 
     def worked(self) -> None:

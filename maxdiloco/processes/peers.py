@@ -18,18 +18,8 @@ from typing import Any
 
 import jax
 
-from maxdiloco import json_text
-from maxdiloco.errors import (
-    CRASHED,
-    INTERRUPTED,
-    USER_ERRORS,
-    ConfigError,
-    DataError,
-    LostPeerError,
-    NumericsError,
-    Preempted,
-    SaveError,
-)
+from maxdiloco import errors, json_text
+from maxdiloco.errors import ConfigError, LostPeerError
 from maxdiloco.processes import coordination, handshake, links
 from maxdiloco.processes.coordination import Job
 from maxdiloco.processes.handshake import Hello
@@ -46,7 +36,7 @@ REACHABLE = "let the hosts open TCP connections to each other."
 
 # Errors that no lost peer causes. It can cause a CheckpointError.
 OWN_ERRORS = (
-    *(ConfigError, DataError, NumericsError, Preempted, SaveError),
+    *(ConfigError, errors.DataError, errors.NumericsError, errors.Preempted, errors.SaveError),
     *(KeyboardInterrupt, SystemExit),
 )
 
@@ -79,8 +69,8 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
-    return error.exit_code if isinstance(error, USER_ERRORS) else CRASHED
+        return errors.INTERRUPTED
+    return error.exit_code if isinstance(error, errors.USER_ERRORS) else errors.CRASHED
 
 
 def _leave(
@@ -95,7 +85,7 @@ def _leave(
         return
     if not isinstance(error, OWN_ERRORS):
         watch.end_if_lost(CAUSE_S)
-    why = f"{kind.__name__}: {one_line(error)}." if isinstance(error, USER_ERRORS) else None
+    why = f"{kind.__name__}: {one_line(error)}." if isinstance(error, errors.USER_ERRORS) else None
     watch.leave(exit_code(error), why)
 
 
@@ -149,10 +139,7 @@ def _place(text: str, address: str) -> dict[str, Any]:
 
 
 def _listen(peer_port: int, next_port: int) -> socket.socket:
-    """A listener on peer_port, else on next_port, else on any free port.
-
-    Each may be 0 for none. Raises ConfigError when peer_port is taken; next_port may be.
-    """
+    """A listener on peer_port, else next_port, else any. Raises ConfigError for a peer_port."""
     if peer_port:
         try:
             return links.listen(port=peer_port)
@@ -181,7 +168,7 @@ def gather(
     Raises LostPeerError naming the processes that did not come within timeout_s, MismatchError.
     """
     came: dict[int, Link] = {}
-    errors: list[BaseException] = []
+    failures: list[BaseException] = []
     over = threading.Event()
 
     def admit(hello: Hello, connection: socket.socket) -> None:
@@ -195,7 +182,7 @@ def gather(
             over.set()
 
     def fail(error: BaseException) -> None:
-        errors.append(error)
+        failures.append(error)
         over.set()
 
     expected = [(process, CHANNEL) for process in range(1, num_processes)]
@@ -207,8 +194,8 @@ def gather(
     acceptor.start()
     over.wait(timeout_s)
     acceptor.stop()
-    if errors:
-        raise errors[0]
+    if failures:
+        raise failures[0]
     if missing := sorted({process for process, _ in expected} - came.keys()):
         raise LostPeerError(
             f"processes {missing} did not reach process 0 on {socket.gethostname()} within "
@@ -262,9 +249,7 @@ def _dial(address: tuple[str, int], secret: str, process_id: int, limit: float) 
     """A connection that process 0 has taken. Raises OSError, MismatchError."""
     try_s = max(0.0, min(TRY_S, limit - time.monotonic()))
     mine = handshake.hello(process_id, 0, CHANNEL)
-    connection = handshake.dial(
-        address, secret.encode(), mine, connect_s=try_s, answer_s=try_s
-    )
+    connection = handshake.dial(address, secret.encode(), mine, connect_s=try_s, answer_s=try_s)
     with contextlib.ExitStack() as stack:
         stack.callback(connection.close)
         if handshake.receive(connection, len(TAKEN), time.monotonic() + try_s) != TAKEN:

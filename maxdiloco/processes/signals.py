@@ -57,10 +57,7 @@ def hearing(number: int, heard: Callable[[], None]) -> Iterator[None]:
 
 
 def quit_now(line: str = "Interrupted.", code: int = INTERRUPTED) -> None:
-    """End the process at once, whatever its threads do: one line and an exit code.
-
-    Checkpoints on disk stay whole; a save under way leaves none, as after any kill.
-    """
+    """End the process at once with one line and a code; a save under way leaves no checkpoint."""
     say_error(line)
     finish()
     os._exit(code)
@@ -160,10 +157,7 @@ class Preemption:
         self._stack.close()
 
     def requested(self, step: int) -> bool:
-        """Whether to save now and leave. Call it in every process after every inner step.
-
-        step: the number of the step just taken; equal in all processes when it returns True.
-        """
+        """Whether to save and leave after this step; all processes ask and get the same."""
         if self._several:
             from jax.experimental import multihost_utils
 

@@ -62,10 +62,7 @@ class Link:
                 self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def messages(self) -> Iterator[dict]:
-        """What has arrived. Waits until something does.
-
-        Raises ConnectionError with the reason when the connection is over, TimeoutError.
-        """
+        """What arrives next. Raises ConnectionError where the connection is over, TimeoutError."""
         try:
             data = self.socket.recv(65536)
         except TimeoutError:
@@ -157,7 +154,7 @@ class Watch:
             self._thread.join()
 
     def leave(self, exit_code: int, why: str | None = None) -> None:
-        """Tell the peers that this process ends, and why, and end it after the main thread."""
+        """Tell the peers that this process ends, and why; end it after the main thread."""
         self._goodbye = exit_code, why and why[:WHY_CHARS]
 
     def close(self) -> None:
@@ -221,10 +218,7 @@ class Watch:
         self._lose(Loss(line, LostPeerError.exit_code, PATIENCE_S), link)
 
     def _lose(self, loss: Loss, lost: Link | None = None) -> None:
-        """Note the first loss and send it to the peers: by process 0 all learn of it.
-
-        lost: the link of the lost peer, which, if it is there, learns who has lost it.
-        """
+        """Note the first loss; by process 0 all learn of it, the lost peer with who has lost it."""
         if self._loss is not None:
             return
         self._loss, self._due = loss, time.monotonic() + loss.patience_s
@@ -234,10 +228,7 @@ class Watch:
             link.send(loss=loss._replace(line=who + loss.line))
 
     def _say_goodbye(self, exit_code: int, why: str | None) -> None:
-        """End the process after its main thread, and process 0 after its peers.
-
-        JAX aborts them as soon as process 0 is gone.
-        """
+        """End the process after its main thread, and process 0 after its peers: JAX aborts them."""
         for link in self._links:
             link.send(end=exit_code, loss=self._loss_of_peers(exit_code, why))
         if self._closing:
@@ -262,5 +253,4 @@ class Watch:
         return Loss(line, LostPeerError.exit_code, GRACE_S)
 
     def _me(self) -> str:
-        """This process in words, for messages of the peers."""
         return f"process {self._process_id} on {socket.gethostname()}"

@@ -1,7 +1,7 @@
 """Files that appear whole, and fsync, so that a power cut cannot undo what was written.
 
 A file's contents and its name are two things to a file system: fsync of the file keeps the
-contents, fsync of its folder keeps the name. Neither implies the other.
+contents, fsync of its folder keeps the name. Neither implies the other. All raise OSError.
 """
 
 import contextlib
@@ -20,21 +20,25 @@ _FOLDERS_NOT_SYNCED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, e
 
 
 def sync_file(path: epath.PathLike) -> None:
-    """Force the contents of a file to the disk. Raises OSError."""
-    _sync(os.fspath(path))
+    """Force the contents of a file to the disk."""
+    descriptor = os.open(os.fspath(path), os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sync_folder(path: epath.PathLike) -> None:
-    """Force the names in a folder to the disk: files made, renamed and removed. Raises OSError."""
+    """Force the names in a folder to the disk: files made, renamed and removed."""
     try:
-        _sync(os.fspath(path))
+        sync_file(path)
     except OSError as error:
         if error.errno not in _FOLDERS_NOT_SYNCED:
             raise
 
 
 def sync_tree(path: epath.PathLike) -> None:
-    """Force a folder and all that is below it to the disk, innermost first. Raises OSError."""
+    """Force a folder and all that is below it to the disk, innermost first."""
 
     def give_up(error: OSError) -> None:
         raise error  # os.walk would skip the folder
@@ -46,7 +50,7 @@ def sync_tree(path: epath.PathLike) -> None:
 
 
 def make_folder(path: epath.PathLike) -> None:
-    """Make a folder with its parents, and force their names to the disk. Raises OSError."""
+    """Make a folder with its parents, and force their names to the disk."""
     path = epath.Path(path)
     missing = [folder for folder in path.parents if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
@@ -65,7 +69,7 @@ def replacing(path: epath.PathLike) -> Iterator[epath.Path]:
     """A name to write a file under, which takes the place of `path` when the `with` ends well.
 
     The file is on the disk before it has its name, and its name before the `with` is over. An error
-    leaves nothing beside `path`; a killed process may leave the name of `beside`. Raises OSError.
+    leaves nothing beside `path`; a killed process may leave the name of `beside`.
     """
     part = beside(path)
     try:
@@ -78,11 +82,3 @@ def replacing(path: epath.PathLike) -> Iterator[epath.Path]:
     finally:
         with contextlib.suppress(OSError, *object_store.errors(part)):
             part.unlink(missing_ok=True)  # gone already where all went well
-
-
-def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

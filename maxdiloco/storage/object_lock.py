@@ -1,13 +1,11 @@
 """The lock of a run on gs://: an object that its holder renews.
 
-An object store has no lock that ends with a process, so a killed holder leaves the object behind.
-The lock is stale when it was not renewed for STALE_S by the clock of the store; then the next run
-takes it over. Each request that creates, renews, takes over or deletes it names the generation
-that it replaces: of two processes one fails.
+A killed holder leaves the object behind. The lock is stale when it was not renewed for STALE_S by
+the clock of the store; then the next run takes it over. Each request that creates, renews, takes
+over or deletes it names the generation that it replaces: of two processes one fails.
 """
 
 import contextlib
-import datetime
 import json
 import os
 import secrets
@@ -33,7 +31,7 @@ class _Lock(NamedTuple):
     """The lock object as it is in the store."""
 
     holder: str
-    nonce: str
+    nonce: str  # "" where no run wrote it
     generation: int
     age: float  # [seconds] since it was renewed
 
@@ -41,28 +39,18 @@ class _Lock(NamedTuple):
 class ObjectLock:
     """The lock of one run. A context manager: entering waits or refuses, leaving deletes it.
 
-    path: the object. renew_s, stale_s: see RENEW_S and STALE_S.
-    say: called with one line for the user, from another thread too. Imports google-cloud-storage.
-    Entering raises CheckpointError when another process renews the lock or the object is no
-    lock, and what object_store.errors names.
+    path: the object. say: called with one line for the user, from another thread too. Entering
+    raises CheckpointError when another process renews the lock or the object is no lock, and what
+    object_store.errors names.
     """
 
-    def __init__(
-        self,
-        path: epath.Path,
-        *,
-        run_name: str,
-        say: Callable[[str], None],
-        renew_s: float | None = None,
-        stale_s: float | None = None,
-    ):
-        self._path = path
-        self._run_name = run_name
-        self._say = say
-        self._renew_s = RENEW_S if renew_s is None else renew_s
-        self._stale_s = STALE_S if stale_s is None else stale_s
-        self._bucket = object_store.bucket(path)
-        self._name = object_store.bucket_and_name(path)[1]
+    def __init__(self, path: epath.Path, *, run_name: str, say: Callable[[str], None]):
+        from google.cloud import storage
+
+        self._path, self._run_name, self._say = path, run_name, say
+        bucket, _, self._name = os.fspath(path).removeprefix("gs://").partition("/")
+        # Requests with preconditions, which gcsfs does not have. Objects need no project.
+        self._bucket = storage.Client(project=None).bucket(bucket)
         self._nonce = secrets.token_hex(8)
         since = time.strftime("%F %T %z")
         self._holder = f"process {os.getpid()} on {socket.gethostname()} (started {since})"
@@ -99,31 +87,29 @@ class ObjectLock:
             if lock.nonce == self._nonce:  # the answer to an upload of ours was lost
                 self._generation = lock.generation
                 return
+            words = f"{self._path} of {lock.holder} was renewed {lock.age:.0f} s ago"
             if not lock.nonce:
                 raise CheckpointError(
                     f"run_name={self._run_name}: {self._path} is no lock of a run, and nothing of "
                     "others is replaced. Move it, or set another run_name."
                 )
-            if lock.age >= self._stale_s:
+            if lock.age >= STALE_S:
                 if self._write(expected=lock.generation):
-                    self._say(f"{self._words(lock)}: taken over.")
+                    self._say(f"{words}: taken over.")
                     return
                 continue
             if before is not None and lock.generation != before.generation:
                 raise CheckpointError(
-                    f"run_name={self._run_name} is in use: {self._words(lock)}. Wait for it, "
-                    "stop it, or set another run_name."
+                    f"run_name={self._run_name} is in use: {words}. Wait for it, stop it, or set "
+                    "another run_name."
                 )
             if before is None:
                 self._say(
-                    f"{self._words(lock)}: waiting up to {self._stale_s - lock.age:.0f} s to see "
-                    "whether that run still lives."
+                    f"{words}: waiting up to {STALE_S - lock.age:.0f} s to see whether that run "
+                    "still lives."
                 )
                 before = lock
-            time.sleep(min(self._renew_s / 4, self._stale_s - lock.age))
-
-    def _words(self, lock: _Lock) -> str:
-        return f"{self._path} of {lock.holder} was renewed {lock.age:.0f} s ago"
+            time.sleep(min(RENEW_S / 4, STALE_S - lock.age))
 
     def _write(self, *, expected: int) -> bool:
         """Write the object if its generation is the expected one; whether it was."""
@@ -145,7 +131,7 @@ class ObjectLock:
         """Arguments of a request that is repeated for less than STALE_S."""
         from google.cloud.storage.retry import DEFAULT_RETRY
 
-        seconds = self._stale_s / 4
+        seconds = STALE_S / 4
         return {"timeout": seconds, "retry": DEFAULT_RETRY.with_timeout(seconds)}
 
     def _look(self) -> _Lock | None:
@@ -158,20 +144,21 @@ class ObjectLock:
             text = blob.download_as_bytes(if_generation_match=blob.generation)
         except (NotFound, PreconditionFailed):  # written or deleted in between
             return None
-        holder, nonce = _read(text)
-        age = (self._now() - blob.updated).total_seconds()
-        return _Lock(holder, nonce, blob.generation, age)
-
-    def _now(self) -> datetime.datetime:
-        """The time by the clock of the store; the clocks of hosts may differ."""
+        try:
+            content = json_text.parse(text)
+            holder, nonce = str(content["holder"]), str(content["nonce"])
+        except (ValueError, KeyError, TypeError):
+            holder, nonce = "an unknown process", ""  # no run wrote it
+        # The time by the clock of the store; the clocks of hosts may differ.
         probe = self._bucket.blob(f"{self._name}.asked-{self._nonce}")
         probe.upload_from_string(b"")
         probe.delete()
-        return probe.updated
+        age = (probe.updated - blob.updated).total_seconds()
+        return _Lock(holder, nonce, blob.generation, age)
 
     def _renew(self) -> None:
         failed = False
-        while self._lost is None and not self._leaving.wait(self._renew_s):
+        while self._lost is None and not self._leaving.wait(RENEW_S):
             try:
                 if not self._write(expected=self._generation):
                     self._regain()
@@ -183,7 +170,7 @@ class ObjectLock:
                 failed = True
 
     def _regain(self) -> None:
-        """Keep the lock when only the answer to a renewal was lost; else note that it is gone."""
+        """Keep the lock where only the answer to a renewal was lost; else note that it is gone."""
         lock = self._look()
         if lock is not None and lock.nonce == self._nonce:
             self._generation = lock.generation
@@ -193,12 +180,3 @@ class ObjectLock:
             f"{lock.holder if lock else 'nobody'}. Two processes must not write to one run, so "
             "this one ends; to start it again, first see that the other has ended."
         )
-
-
-def _read(text: str | bytes) -> tuple[str, str]:
-    """Holder and nonce in a lock object; the nonce is "" where no run wrote it."""
-    try:
-        content = json_text.parse(text)
-        return str(content["holder"]), str(content["nonce"])
-    except (ValueError, KeyError, TypeError):
-        return "an unknown process", ""

@@ -6,20 +6,16 @@ use google-cloud-storage. gcsfs and google-cloud-storage are the extra [gcs].
 
 import contextlib
 import http
-import importlib.util
+import importlib
 import logging
 import os
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 from etils import epath
 
 from maxdiloco.errors import CheckpointError
-
-if TYPE_CHECKING:
-    import fsspec
-    from google.cloud import storage
 
 EXTRA = ("gcsfs", "google.cloud.storage")
 
@@ -30,16 +26,16 @@ def is_local(path: epath.PathLike) -> bool:
 
 
 def prepare(path: epath.PathLike, key: str) -> None:
-    """Set gcsfs up for a path on gs://, the value of a key.
-
-    Raises CheckpointError when the extra is not installed.
-    """
-    if not all(map(_is_installed, EXTRA)):
+    """Set gcsfs up for a path on gs://, the value of a key. Raises CheckpointError without it."""
+    try:
+        for name in EXTRA:
+            importlib.import_module(name)
+    except ModuleNotFoundError as error:
         raise CheckpointError(
             f"{key}={path} needs the packages gcsfs and google-cloud-storage, which are not "
             "installed: pip install -e '.[gcs]' in a checkout of maxdiloco, or use a folder on a "
             "mounted file system."
-        )
+        ) from error
     from fsspec.config import conf
 
     # gcsfs caches a listing for ever, but TensorStore and other hosts write to these folders too.
@@ -75,7 +71,7 @@ def as_os_errors(path: epath.PathLike) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str | None:
-    """Status and text of a store's answer; None for an error that is no such answer."""
+    """Status and text of a store's answer; None for another error."""
     text = str(error)
     status = (
         re.match(r"(\d{3}) [A-Z]+ http", text)  # google-cloud-storage
@@ -107,28 +103,7 @@ def remove(folder: epath.Path) -> None:
         _filesystem().rm(objects)
 
 
-def bucket_and_name(path: epath.PathLike) -> tuple[str, str]:
-    """'gs://bucket/a/b' -> ('bucket', 'a/b')."""
-    bucket, _, name = os.fspath(path).removeprefix("gs://").partition("/")
-    return bucket, name
-
-
-def bucket(path: epath.PathLike) -> "storage.Bucket":
-    """The bucket of a path, for requests with preconditions, which gcsfs does not have."""
-    from google.cloud import storage
-
-    # Objects need no project; project=None says that none is configured.
-    return storage.Client(project=None).bucket(bucket_and_name(path)[0])
-
-
-def _filesystem() -> "fsspec.AbstractFileSystem":
+def _filesystem() -> Any:
     import fsspec
 
     return fsspec.filesystem("gcs", finalize_on_close=True)  # the instance that epath uses
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # of a package above it
-        return False

@@ -2,8 +2,8 @@
 
 import contextlib
 import dataclasses
-import errno
 import fcntl
+import itertools
 import os
 import re
 import shutil
@@ -65,11 +65,7 @@ class RunFolder:
 
 
 def absolute(path: epath.PathLike, *, key: str = "base_output_directory") -> epath.Path:
-    """The path with ~ expanded and, on a mounted file system, made absolute.
-
-    key: what gave the path, for messages.
-    Raises CheckpointError for gs:// without the packages that it needs.
-    """
+    """The absolute path. key: what gave it. Raises CheckpointError for gs:// without packages."""
     if not is_local(path):
         object_store.prepare(path, key)
         return epath.Path(path)
@@ -77,10 +73,7 @@ def absolute(path: epath.PathLike, *, key: str = "base_output_directory") -> epa
 
 
 def locate(base_output_directory: str, run_name: str) -> RunFolder:
-    """The folder of a run, whether it exists or not.
-
-    Raises CheckpointError when run_name is not the name of one folder.
-    """
+    """The folder of a run, which need not exist. Raises CheckpointError for an unfit run_name."""
     if run_name in ("", ".", "..") or "/" in run_name:
         raise CheckpointError(
             f"run_name={run_name!r} must be the name of one folder below base_output_directory: "
@@ -90,10 +83,7 @@ def locate(base_output_directory: str, run_name: str) -> RunFolder:
 
 
 def require_place(base_output_directory: str, run_name: str) -> None:
-    """Look whether the folder of a run can be made and written, and make nothing.
-
-    gs:// is left to open_run_folder. Raises CheckpointError as that does.
-    """
+    """Raise CheckpointError unless the local folder of a run could be made and written."""
     path = locate(base_output_directory, run_name).path
     if not is_local(path):
         return
@@ -103,7 +93,7 @@ def require_place(base_output_directory: str, run_name: str) -> None:
         with tempfile.TemporaryFile(dir=path):
             return
     except OSError as error:
-        raise _cannot_hold(base_output_directory, run_name, error, local=True) from error
+        raise _cannot_hold(base_output_directory, run_name, error) from error
 
 
 @contextlib.contextmanager
@@ -113,18 +103,14 @@ def open_run_folder(
     *,
     primary: bool = True,
     warn: Callable[[str], None] = print,
-    lock_wait_s: float = LOCK_WAIT_S,
 ) -> Iterator[RunFolder]:
     """Make the run's folder, lock it and check that it can be written.
 
-    base_output_directory: a local folder, or gs://bucket/path through etils.epath.
     primary: whether this process is the first of the run; the others make and lock nothing.
     warn: called with one line when the file system has no locks, or during a wait for the lock.
-    lock_wait_s: how long to wait for the lock of a process that does not run on this host.
     The lock is an flock of the file `lock`, whose line names the holder unless the file is another
     program's. The kernel releases it when the process dies, so that kill -9 leaves nothing to
     clean; on gs:// it is an object that its holder renews (storage/object_lock.py).
-    Imports no JAX.
     Raises CheckpointError when the folder cannot be made or written, or another run holds it.
     """
     folder = locate(base_output_directory, run_name)
@@ -135,39 +121,28 @@ def open_run_folder(
         try:
             if is_local(folder.path):
                 make_folder(folder.path)
-                stack.enter_context(_locked(folder, run_name, warn, lock_wait_s))
-                _probe(folder.path)
+                stack.enter_context(_locked(folder.path, run_name, warn))
+                with tempfile.TemporaryFile(dir=folder.path) as probe:  # without a name, if it can
+                    probe.write(bytes(_PROBE_BYTES))
+                    probe.flush()
+                    os.fsync(probe.fileno())  # some file systems report a full disk only here
             else:  # there are no folders to make, and writing the lock is the probe
                 lock = ObjectLock(folder.path / "lock", run_name=run_name, say=warn)
                 stack.enter_context(lock)
                 folder = dataclasses.replace(folder, require_lock=lock.require)
         except (OSError, *object_store.errors(folder.path)) as error:
-            local = is_local(folder.path)
-            raise _cannot_hold(base_output_directory, run_name, error, local=local) from error
+            raise _cannot_hold(base_output_directory, run_name, error) from error
         yield folder
 
 
 def _cannot_hold(
-    base_output_directory: str, run_name: str, error: BaseException, *, local: bool
+    base_output_directory: str, run_name: str, error: BaseException
 ) -> CheckpointError:
-    free = " and has free space" if local else ""
+    free = " and has free space" if is_local(base_output_directory) else ""
     return CheckpointError(
         f"base_output_directory={base_output_directory} cannot hold run_name={run_name}: "
         f"{reason(error)}. Choose a folder that can be written{free}."
     )
-
-
-def require_space(folder: epath.PathLike, nbytes: int) -> None:
-    """Refuse a checkpoint of nbytes that would not fit beside what is there.
-
-    nbytes: size of the arrays; with compression the files are usually smaller. Folders on gs://
-    have no limit. Raises OSError.
-    """
-    free = free_bytes(folder)
-    if free is not None and free < nbytes:
-        raise OSError(
-            errno.ENOSPC, f"{megabytes(free)} are free but it takes {megabytes(nbytes)}"
-        )
 
 
 def free_bytes(folder: epath.PathLike) -> int | None:
@@ -196,18 +171,15 @@ def reason(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _locked(
-    folder: RunFolder, run_name: str, warn: Callable[[str], None], wait_s: float
-) -> Iterator[None]:
+def _locked(path: epath.Path, run_name: str, warn: Callable[[str], None]) -> Iterator[None]:
     # Opened for appending: the line of the holder must stay until this process has the lock.
-    with open(folder.path / "lock", "a+", encoding="utf-8", errors="replace") as file:
+    with open(path / "lock", "a+", encoding="utf-8", errors="replace") as file:
         try:
-            if not _lock(file):
-                _wait_for_lock(file, folder, run_name, warn, wait_s)
+            _lock(file, path, run_name, warn)
         except OSError as error:
             warn(
-                f"warning: {folder.path} is on a file system without locks ({reason(error)}): "
-                f"a second run with run_name={run_name} would not be noticed."
+                f"warning: {path} is on a file system without locks ({reason(error)}): a second "
+                f"run with run_name={run_name} would not be noticed."
             )
         if _holder(file) is not None:
             file.truncate(0)
@@ -223,36 +195,26 @@ def _holder(file: TextIO) -> str | None:
     return text.strip() if not text or _HOLDER.fullmatch(text) else None
 
 
-def _lock(file: TextIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _wait_for_lock(
-    file: TextIO, folder: RunFolder, run_name: str, warn: Callable[[str], None], wait_s: float
-) -> None:
-    """Wait for the lock. Raises CheckpointError after wait_s, or if its holder runs here."""
-    limit = time.monotonic() + wait_s
-    warned = False
-    while True:
+def _lock(file: TextIO, path: epath.Path, run_name: str, warn: Callable[[str], None]) -> None:
+    """Wait for the lock. Raises CheckpointError after LOCK_WAIT_S, or if its holder runs here."""
+    limit = time.monotonic() + LOCK_WAIT_S
+    for attempt in itertools.count():
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
         holder = _holder(file) or ""
+        who = holder or "another process"
         if _runs_here(holder) or time.monotonic() >= limit:
             raise CheckpointError(
-                f"run_name={run_name} is in use: {holder or 'another process'} writes to "
-                f"{folder.path}. Wait for it, stop it, or set another run_name."
+                f"run_name={run_name} is in use: {who} writes to {path}. Wait for it, stop it, or "
+                "set another run_name."
             )
-        if not warned:
+        if attempt == 0:
             warn(
-                f"run_name={run_name} is locked by {holder or 'another process'}: waiting up to "
-                f"{wait_s:g} s, since a file server keeps the lock of a host that died for a while"
+                f"run_name={run_name} is locked by {who}: waiting up to {LOCK_WAIT_S:g} s, since "
+                "a file server keeps the lock of a host that died for a while"
             )
-            warned = True
-        time.sleep(min(_LOCK_POLL_S, wait_s))
-        if _lock(file):
-            return
+        time.sleep(min(_LOCK_POLL_S, LOCK_WAIT_S))
 
 
 def _runs_here(holder: str) -> bool:
@@ -267,10 +229,3 @@ def _runs_here(holder: str) -> bool:
     except PermissionError:
         return True  # another user's
     return True
-
-
-def _probe(path: epath.Path) -> None:
-    with tempfile.TemporaryFile(dir=path) as file:  # without a name, where the file system can
-        file.write(bytes(_PROBE_BYTES))
-        file.flush()
-        os.fsync(file.fileno())  # some file systems report a full disk only here

@@ -12,28 +12,21 @@ from maxdiloco.processes import agree, coordination
 from maxdiloco.storage import object_store
 from maxdiloco.storage.run_folder import reason
 
-# A network file system may cache for up to a minute that a name is absent. Our choice.
-WAIT_S = 60.0
-SHORT_WAIT_S = 5.0  # where nothing can be cached. Our choice.
+# All our choice.
+WAIT_S = 60.0  # a network file system may cache for up to a minute that a name is absent
+SHORT_WAIT_S = 5.0  # where nothing can be cached
 PAUSE_S = 1.0
-# Until the first process has the lock and has removed what was unfinished. Our choice.
-PATIENCE_S = 1800.0
+PATIENCE_S = 1800.0  # until the first process has the lock and has removed what was unfinished
 
 
 def meet() -> None:
-    """Barrier of all processes, for as long as the first may wait for a lock or an object store.
-
-    A collective would not do: gloo gives up after 30 s. Raises LostPeerError.
-    """
+    """Barrier for as long as the first may wait for a lock; a collective gives up after 30 s."""
     if jax.process_count() > 1:
         coordination.meet("maxdiloco/folder", "opened its folders", timeout_s=PATIENCE_S)
 
 
 def require(folder: epath.Path) -> None:
-    """Raise CheckpointError in all processes unless all see what the first one writes to folder.
-
-    The first process must have made the folder, where folders are made. A no-op for one process.
-    """
+    """Raise CheckpointError in all unless all see what the first one writes to its folder."""
     problem, blind = _look(folder, name="maxdiloco-start", wait_s=WAIT_S)
     if blind:
         here = f" Process {jax.process_index()} on {socket.gethostname()}: {problem}."
@@ -60,30 +53,26 @@ def _look(
     if jax.process_count() == 1:
         return None, []
     meet()
+    primary = jax.process_index() == 0
     number = agree.from_first_process(secrets.randbelow(1 << 31))
+    marker = None if folder is None else folder / name.format(number)
     problem = "it has no such folder" if folder is None else None
-    if jax.process_index() == 0 and problem is None:
-        marker = folder / name.format(number)
-        problem = _write(marker, number, make=make)
+    if primary and marker is not None:
+        try:
+            if make:
+                folder.mkdir(parents=True, exist_ok=True)
+            marker.write_text(str(number))
+        except (OSError, *object_store.errors(marker)) as error:
+            problem = reason(error)
     meet()
     if agree.from_first_process(problem is not None):  # nothing to wait for
         return problem or "process 0 cannot write to it", list(range(jax.process_count()))
-    if jax.process_index() != 0 and problem is None:
-        problem = _wait_for(folder / name.format(number), number, wait_s)
+    if not primary and marker is not None:
+        problem = _wait_for(marker, number, wait_s)
     blind = [p for p, seen in enumerate(agree.from_all(problem is None)) if not seen]
-    if jax.process_index() == 0:
+    if primary:
         marker.unlink(missing_ok=True)
     return problem, blind
-
-
-def _write(marker: epath.Path, number: int, *, make: bool) -> str | None:
-    try:
-        if make:
-            marker.parent.mkdir(parents=True, exist_ok=True)
-        marker.write_text(str(number))
-    except (OSError, *object_store.errors(marker)) as error:
-        return reason(error)
-    return None
 
 
 def _wait_for(marker: epath.Path, number: int, wait_s: float) -> str | None:
@@ -91,12 +80,11 @@ def _wait_for(marker: epath.Path, number: int, wait_s: float) -> str | None:
     limit = time.monotonic() + wait_s
     while True:
         try:
-            text = marker.read_text()
+            if marker.read_text() == str(number):
+                return None
             problem = "it is another folder of the same name"
         except (OSError, *object_store.errors(marker)) as error:
-            text, problem = "", reason(error)
-        if text == str(number):
-            return None
+            problem = reason(error)
         if time.monotonic() >= limit:
             return problem
         time.sleep(PAUSE_S)

@@ -2,13 +2,11 @@
 
 import textwrap
 from collections.abc import Iterable
-from typing import Any
 
-from maxdiloco.checkpoint import theta
+from maxdiloco.checkpoint import saved_state
 from maxdiloco.checkpoint.read import Restored
 from maxdiloco.data import mixture
-from maxdiloco.diloco import schedule
-from maxdiloco.engine.trainer import ExchangeSettings, SavedLayout, Trainer
+from maxdiloco.engine.trainer import SavedLayout, Trainer
 from maxdiloco.errors import CheckpointError
 from maxdiloco.flags import base_yml, config, eval_paths, resume
 from maxdiloco.flags.config import Config
@@ -22,28 +20,22 @@ def refuse_changes(cfg: Config, saved: Restored, *, B: int, data: dict[str, str]
 
     data: of start.agreed_data.
     """
-    rows = "sequences_per_replica"
+    rows, stored = "sequences_per_replica", saved.meta["config"]
     resume.refuse_changes(
-        saved.meta["config"] | {rows: saved.meta["position"]["B"]},
+        stored | {rows: saved.meta["position"]["B"]},
         cfg.as_dict() | {rows: B},
         keys=base_yml.declared(),
         checkpoint=str(saved.path),
     )
-    before, now = saved.meta["data"], data["data"]  # names and lengths of the documents
-    same_path = saved.meta["config"]["dataset_path"] == cfg.dataset_path
-    if "contents" in saved.meta:
-        before, now, same_path = saved.meta["contents"], data["contents"], True
-    if before == now and same_path:
+    before, now = saved.meta["contents"], data["contents"]
+    if before == now:
         return
     given = f"dataset_path={cfg.dataset_path or 'empty'}"
     if sources := mixture.changed_sources(before, now):
         given = f"dataset_mixture, sources {', '.join(sources)}"
-    holds_out = eval_paths.holds_out(cfg)
-    if eval_paths.holds_out(config.from_dict(saved.meta["config"])) != holds_out:
+    if eval_paths.holds_out(config.from_dict(stored)) != eval_paths.holds_out(cfg):
         shown = base_yml.show(cfg.eval_dataset_path) or "empty"
         given = f"eval_dataset_path={shown} decides what is held out"
-    elif holds_out and "eval_fraction" not in saved.meta["config"]:
-        given += ", or what is held out of it (every 20th file before eval_fraction, of any size)"
     raise CheckpointError(
         f"{given}: the text is not that of the checkpoint of step {saved.step}, so its "
         f"place in it means nothing. Restore the text, or start a new run with "
@@ -53,32 +45,9 @@ def refuse_changes(cfg: Config, saved: Restored, *, B: int, data: dict[str, str]
 
 def layout(cfg: Config, saved: Restored) -> SavedLayout:
     """How the state in a checkpoint of the trainer is laid out."""
-    meta = saved.meta
-    return SavedLayout(
-        num_replicas=meta["num_replicas"],
-        mesh=meta["mesh"],
-        same_rules=meta["config"]["logical_axis_rules"] == cfg.as_dict()["logical_axis_rules"],
-        exchange=meta["exchange"] if "exchange" in meta else _exchange(meta["config"]),
-        dropped_until=meta["dropped_until"],
-        schedule_since=meta["schedule_since"] if "schedule_since" in meta else 0,
-        chunk_pieces=meta["chunk_pieces"] if "chunk_pieces" in meta else None,
-        theta_item=theta.item_of(meta),
-    )
-
-
-def _exchange(stored: dict[str, Any]) -> dict[str, Any]:
-    """ExchangeSettings of a checkpoint that has them in its config alone."""
-    cfg = config.from_dict(stored)
-    fragments = cfg.num_diloco_fragments if cfg.enable_streaming_diloco else 1
-    return ExchangeSettings(
-        sync_period=cfg.diloco_sync_period,
-        overlap_steps=cfg.num_communication_overlapping_steps,
-        offsets=schedule.offsets(fragments, cfg.diloco_sync_period),
-        outer_overlap=cfg.diloco_outer_overlap,
-        exchange_dtype=cfg.diloco_exchange_dtype,
-        num_nonlayer_fragments=cfg.num_nonlayer_fragments,
-        sequential_layers=cfg.use_sequential_layers,
-    ).to_dict()
+    rules = saved.meta["config"]["logical_axis_rules"]
+    same_rules = rules == cfg.as_dict()["logical_axis_rules"]
+    return saved_state.layout_of(saved.meta, same_rules=same_rules)
 
 
 def lines(cfg: Config, trainer: Trainer, saved: Restored, *, total_steps: int) -> list[str]:
@@ -86,16 +55,12 @@ def lines(cfg: Config, trainer: Trainer, saved: Restored, *, total_steps: int) -
 
     total_steps: what learning_rate_schedule_steps=-1 means now.
     """
-    stored, keys = saved.meta["config"], base_yml.declared()
+    stored, before = saved.meta["config"], saved.meta["schedule_steps"]
     return [
-        *resume.change_lines(stored, cfg.as_dict(), keys=keys),
+        *resume.change_lines(stored, cfg.as_dict(), keys=base_yml.declared()),
         *trainer.restore_lines(layout(cfg, saved), saved.step),
         *rate_lines(
-            cfg,
-            config.from_dict(stored),
-            before=saved.meta["schedule_steps"],
-            t=saved.step,
-            total_steps=total_steps,
+            cfg, config.from_dict(stored), before=before, t=saved.step, total_steps=total_steps
         ),
     ]
 

@@ -108,8 +108,11 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
     trainer = parts.trainer
     if start.saved is None:
         remedy = resume.model_remedy(cfg.as_dict(), keys=base_yml.declared())
-        params, restored = read.restore_theta(
-            cfg.load_parameters_path, parts.params, key="load_parameters_path", remedy=remedy
+        params, restored = read.restore_parameters(
+            cfg.load_parameters_path,
+            lambda meta: parts.params,
+            key="load_parameters_path",
+            remedy=remedy,
         )
         if run_tokenizer.differs(cfg, restored.meta) and jax.process_index() == 0:
             output.say(

@@ -166,7 +166,7 @@ def test_parameters_are_read_alone_and_cast(tmp_path, items):
         lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), items["outer_params"]
     )
     for path in (locate(tmp_path, "run").path, folder_of(tmp_path) / "2"):
-        params = restore_parameters(path, wanted)
+        params, _ = restore_parameters(path, lambda meta: wanted, key="k")
         assert params["w_LDF"].dtype == jnp.bfloat16
         assert params["w_LDF"].devices() == {jax.devices()[0]}  # as no sharding is given
         np.testing.assert_array_equal(
@@ -178,7 +178,7 @@ def test_a_path_without_a_checkpoint_is_one_line_with_its_key(tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     for path in (tmp_path / "absent", tmp_path / "run", tmp_path / "run" / "checkpoints"):
         with pytest.raises(CheckpointError) as error:
-            restore_parameters(path, {})
+            restore_parameters(path, lambda meta: {}, key="load_parameters_path")
         assert str(error.value) == (
             f"load_parameters_path={path} holds no checkpoint: give the folder of a run that has "
             "saved one, or one of the folders in its checkpoints/."

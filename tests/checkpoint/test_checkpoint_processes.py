@@ -225,7 +225,7 @@ def test_what_two_processes_save_comes_back_to_the_bit(two):
     wanted = {"even": of((4, 6), jnp.float32), "odd": of((3, 5), jnp.float32)}
     wanted |= {"wide": of((3, 10), jnp.float32), "bytes": of((6,), jnp.int8)}
     wanted |= {"scalar": of((), jnp.int32), "own": of((2, 4), jnp.float32)}
-    params = restore_parameters(folder.parent, wanted)
+    params, _ = restore_parameters(folder.parent, lambda meta: wanted, key="k")
     np.testing.assert_array_equal(params["own"], [[1, -0.0, 3, 4], [5, 6, 7, 8]])
     np.testing.assert_array_equal(params["bytes"], [1, 2, 3, 4, 5, 6])
     sealed = json.loads((folder / "3" / "seal.json").read_text())["files"]

@@ -16,7 +16,7 @@ from etils import epath
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from maxdiloco.checkpoint import orbax_io, own_folder, room, seal, write
+from maxdiloco.checkpoint import orbax_io, own_folder, seal, write
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.checkpoint.write import DELETED, UNFINISHED
 from maxdiloco.errors import CheckpointError
@@ -299,7 +299,8 @@ def test_a_line_tells_at_the_start_when_the_disk_is_too_small_for_all_that_are_k
     assert checkpointer.shortage(NBYTES) == []
     disk(2 * NBYTES)
     folder = checkpointer._folder / "not" / "made"
-    assert room.shortage(folder, NBYTES, count=1, own=()) == []
+    other = own_folder.OwnFolder(folder, run="", locked=True, say=print)
+    assert other.shortage(NBYTES, count=1) == []
     (line,) = checkpointer.shortage(NBYTES)
     assert "max_num_checkpoints_to_keep=3 checkpoints take up to 0.2 MB" in line
     assert f"{checkpointer._folder} has 0.2 MB for them" in line

@@ -16,7 +16,7 @@ from maxdiloco import DiLoCo
 from maxdiloco.checkpoint import arrays as arrays_lib
 from maxdiloco.checkpoint import saved_state, theta
 from maxdiloco.checkpoint.checkpointer import Checkpointer
-from maxdiloco.checkpoint.read import restore_from, restore_theta
+from maxdiloco.checkpoint.read import restore_from, restore_parameters
 from maxdiloco.engine.trainer import OUTER_OF_EACH, SavedLayout
 
 PARAMS = {"w": np.arange(6, dtype=np.float32).reshape(3, 2)}
@@ -231,15 +231,11 @@ def test_a_run_with_eager_updates_is_read_as_its_mean_and_goes_on_from_it_withou
     here = SingleDeviceSharding(jax.devices()[0])
     for dtype in (jnp.float32, jnp.bfloat16):
         like = {"w": jax.ShapeDtypeStruct((3, 2), dtype, sharding=here)}
-        found, restored = restore_theta(tmp_path, like, key="RUN")
+        found, restored = restore_parameters(tmp_path, lambda meta, like=like: like, key="RUN")
         assert restored.items.keys() == {"outer"}
         np.testing.assert_array_equal(found["w"], mean.astype(dtype))
     target, _ = trained(2, 0, sync_period=2)
-    names = SavedLayout._fields
-
-    def layout(meta):
-        return SavedLayout(**{n: meta[n] for n in names if n in meta}, same_rules=True)
-
+    layout = functools.partial(saved_state.layout_of, same_rules=True)
     restored = restore_from(
         tmp_path, lambda meta: saved_state.abstract_items(target, layout(meta)), key="RUN"
     )

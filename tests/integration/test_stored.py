@@ -126,7 +126,7 @@ NO_RUN = [
     (evaluate, ["{text}", "step=3"], 2, "has checkpoints of the steps 4. Give one of these"),
     (evaluate, ["{text}", "step=1", "step=1"], 2, "step is given twice"),
     (evaluate, ["{text}", "parameters=inner"], 2, "must be outer, mean, or replica_0 to replica_1"),
-    (evaluate, ["{text}", "parameters=replica_2"], 2, "the run had 2 replicas. Use 0 to 1"),
+    (evaluate, ["{text}", "parameters=replica_2"], 2, "mean, or replica_0 to replica_1."),
     (evaluate, ["{text}", "eval_dataset_path={{a: /nowhere}}"], 3, "_path.a=/nowhere does not"),
     (evaluate, ["absent", "base_output_directory={tmp}"], 2, "and {tmp}/absent. Give"),
     (evaluate, ["{tmp}"], 2, "CheckpointError: RUN={tmp} holds no checkpoint: give the folder"),

@@ -10,6 +10,7 @@ import pytest
 from fake_gcs import BUCKET, LOST, FakeGcs
 
 from maxdiloco.errors import CheckpointError
+from maxdiloco.storage import object_lock
 from maxdiloco.storage.object_lock import ObjectLock
 from maxdiloco.storage.run_folder import absolute, open_run_folder
 
@@ -20,6 +21,8 @@ ME = f"process {os.getpid()} on {socket.gethostname()} (started "
 
 @pytest.fixture
 def store(monkeypatch):
+    monkeypatch.setattr(object_lock, "RENEW_S", 0.05)
+    monkeypatch.setattr(object_lock, "STALE_S", 60.0)
     with FakeGcs() as found:
         for key, value in found.environ().items():
             monkeypatch.setenv(key, value)
@@ -34,9 +37,8 @@ def stale(store):
     return store
 
 
-def lock(say=lambda line: None, renew_s=0.05, stale_s=60.0):
-    path = absolute(f"gs://{BUCKET}/{NAME}")
-    return ObjectLock(path, run_name="a", say=say, renew_s=renew_s, stale_s=stale_s)
+def lock(say=lambda line: None):
+    return ObjectLock(absolute(f"gs://{BUCKET}/{NAME}"), run_name="a", say=say)
 
 
 def writes(store):
@@ -70,12 +72,13 @@ def test_the_lock_is_renewed_while_it_is_held_and_refuses_a_second_run(store):
     assert len(store.requests) == count
 
 
-def test_a_lock_that_nobody_renews_is_waited_for_and_taken_over(store):
+def test_a_lock_that_nobody_renews_is_waited_for_and_taken_over(store, monkeypatch):
     """By the clock of the store: the object has aged there, and the host's says nothing of it."""
+    monkeypatch.setattr(object_lock, "STALE_S", 4.0)
     said = []
     store.put(NAME, OF_7)
     store.age(NAME, 3.0)
-    with lock(said.append, stale_s=4.0) as held:
+    with lock(said.append) as held:
         held.require()
         assert ME.encode() in store.objects[BUCKET][NAME].data
     assert len(said) == 2 and "of process 7 on x was renewed 3 s ago: waiting up to 1 s" in said[0]
@@ -170,9 +173,10 @@ def test_an_answer_that_never_arrives_does_not_lose_the_lock(store, first):
     assert (lost[0].query["ifGenerationMatch"] == "0") == first and said == []
 
 
-def test_a_store_that_is_unavailable_is_a_warning_and_the_lock_is_renewed_later(store):
+def test_a_store_that_is_unavailable_is_a_warning_and_the_lock_is_renewed_later(store, monkeypatch):
+    monkeypatch.setattr(object_lock, "STALE_S", 4.0)
     said = []
-    with lock(said.append, stale_s=4.0) as held:
+    with lock(said.append) as held:
         store.fault = lambda request: 503
         wait_for(lambda: said)
         store.fault = None

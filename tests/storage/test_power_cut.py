@@ -165,7 +165,7 @@ def test_a_real_cut_leaves_the_checkpoint_that_was_told_to_be_saved(tmp_path, mo
                 restored = checkpointer.restore(wanted)
             assert restored.step == steps[-1]
             jax.tree.map(np.testing.assert_array_equal, restored.items, items(steps[-1]))
-        monkeypatch.setattr(durable, "_sync", lambda path: None)
+        monkeypatch.setattr(durable, "sync_file", lambda path: None)
         save_and_cut(ext4, 7)
         left = folder / "7"
         assert not left.exists() or seal.damage(left) is not None

@@ -66,13 +66,14 @@ def test_a_second_run_with_one_name_is_refused_while_the_first_one_lasts(tmp_pat
 
 
 @pytest.mark.parametrize("content", [b"user@host:42\n", bytes(range(256)), b"process 1 on a\nmine"])
-def test_files_of_others_in_the_folder_of_a_run_stay_as_they_are(tmp_path, content):
+def test_files_of_others_in_the_folder_of_a_run_stay_as_they_are(tmp_path, monkeypatch, content):
     """A file `lock` that no run wrote is locked and not written; nothing probes by a fixed name."""
+    monkeypatch.setattr(run_folder, "LOCK_WAIT_S", 0.0)
     (tmp_path / "run").mkdir()
     for name in ("lock", "write-probe"):
         (tmp_path / "run" / name).write_bytes(content)
     with open_run_folder(str(tmp_path), "run"):
-        assert "is in use: another process writes to" in refused(tmp_path, lock_wait_s=0.0)
+        assert "is in use: another process writes to" in refused(tmp_path)
     for name in ("lock", "write-probe"):
         assert (tmp_path / "run" / name).read_bytes() == content
 
@@ -136,7 +137,9 @@ def test_the_lock_of_a_host_that_may_be_dead_is_waited_for(tmp_path, held, monke
     """A file server lets go of it after a while. One line says that the run waits."""
     holder = held(name)
     said, slept = [], []
-    error = refused(tmp_path, warn=said.append, lock_wait_s=0.05)
+    with monkeypatch.context() as patch:
+        patch.setattr(run_folder, "LOCK_WAIT_S", 0.05)
+        error = refused(tmp_path, warn=said.append)
     assert f"is in use: {name or 'another process'} writes to" in error and len(said) == 1
 
     def let_go(seconds):

@@ -1,5 +1,5 @@
-"""The number that vocab_size=-1 stands for, what a resumed run says of its learning rate, how it
-reads older checkpoints, a start that does not fit, and what a run's folder says of it.
+"""The number that vocab_size=-1 stands for, what a resumed run says of its learning rate, a
+start that does not fit, and what a run's folder says of it.
 """
 
 import shutil
@@ -9,19 +9,16 @@ import types
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from etils import epath
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from maxdiloco.checkpoint import read
-from maxdiloco.checkpoint.read import Restored
 from maxdiloco.data import run_tokenizer
-from maxdiloco.engine.trainer import ExchangeSettings
 from maxdiloco.errors import CheckpointError, ConfigError
 from maxdiloco.flags import base_yml, config
 from maxdiloco.parallel.program import Program
 from maxdiloco.storage.run_folder import locate
 from maxdiloco.trainer import run_files, start
-from maxdiloco.trainer.resumed import layout, rate_lines, refuse_changes
+from maxdiloco.trainer.resumed import rate_lines, refuse_changes
 
 
 @pytest.fixture
@@ -119,23 +116,11 @@ def test_a_line_tells_when_more_steps_or_another_key_change_the_learning_rate(
     assert rate_lines(cfg, BEFORE, before=before, t=4, total_steps=8) == expected
 
 
-def test_a_checkpoint_without_its_exchange_settings_has_them_in_its_config():
-    cfg = config.from_dict(
-        dict(diloco_sync_period=6, enable_streaming_diloco=True, num_diloco_fragments=3,
-             num_communication_overlapping_steps=2, diloco_exchange_dtype="int8")
-    )  # fmt: skip
-    meta = dict(num_replicas=2, mesh={}, dropped_until=4, config=cfg.as_dict())
-    found = layout(cfg, Restored(5, {}, meta, epath.Path("a")))
-    settings = ExchangeSettings.from_dict(found.exchange)
-    assert settings == ExchangeSettings(6, 2, (0, 2, 4), "none", "int8", 1, False)
-    assert (found.dropped_until, found.schedule_since) == (4, 0)
-
-
 def test_a_state_that_does_not_fit_beside_loaded_parameters_is_one_line(monkeypatch):
     """A CPU refuses 2**60 bytes when the program runs, not when it is compiled."""
     state = Program("init", lambda x: jnp.full(2**58, x), on_compile=lambda *_: None)
     found = np.float32(1), types.SimpleNamespace(meta={})
-    monkeypatch.setattr(read, "restore_theta", lambda *_, **__: found)
+    monkeypatch.setattr(read, "restore_parameters", lambda *_, **__: found)
     monkeypatch.setattr(run_tokenizer, "differs", lambda *_: False)
     parts = types.SimpleNamespace(trainer=None, params=None, init_with=state)
     begin = start.Start(0, None, "", None)
@@ -144,17 +129,15 @@ def test_a_state_that_does_not_fit_beside_loaded_parameters_is_one_line(monkeypa
         start.load(BEFORE, parts, begin, None)
 
 
-def test_another_part_that_is_held_out_of_the_same_text_is_named_when_a_run_goes_on():
-    """Of a checkpoint that is older than eval_fraction; a younger one names the key."""
+def test_another_part_that_is_held_out_of_the_same_text_is_refused_by_its_key():
     cfg, data = config.load([], {}), {"data": "names", "contents": "new"}
 
     def saved(**keys):
-        stored = {name: value for name, value in cfg.as_dict().items() if name != "eval_fraction"}
-        meta = {"config": stored | keys, "position": {"B": 2}, "data": "names", "contents": "old"}
+        meta = {"config": cfg.as_dict() | keys, "position": {"B": 2}, "contents": "old"}
         return types.SimpleNamespace(meta=meta, step=4, path="/runs/a/checkpoints/4")
 
     refuse_changes(cfg, saved(), B=2, data=data | {"contents": "old"})
-    with pytest.raises(CheckpointError, match="or what is held out of it .every 20th file before"):
+    with pytest.raises(CheckpointError, match="dataset_path=empty: the text is not that of the ch"):
         refuse_changes(cfg, saved(), B=2, data=data)
     with pytest.raises(CheckpointError, match=r"^eval_fraction=0.05 \(the checkpoint has 0.1\)"):
         refuse_changes(cfg, saved(eval_fraction=0.1), B=2, data=data)
