@@ -51,10 +51,7 @@ def take_shard(
 
 
 def positions_of(rows: Rows, shape: tuple[int, ...]) -> np.ndarray:
-    """Index in the local rows of every row of the whole array, int64 [R, B] or [B].
-
-    Rows of other processes get N, one past the end, so that taking one is an IndexError.
-    """
+    """Index in the local rows of every row of the whole array, int64; N for other processes'."""
     positions = np.full(shape[:-1], len(rows[0]))
     positions[rows] = np.arange(len(rows[0]))
     return positions
