@@ -50,9 +50,7 @@ class KeptLeaves:
         self._on_device = [NamedSharding(layout.mesh, spec) for spec in specs]
         self._on_host = any(map(offload.on_host, like))
 
-    def take(
-        self, leaves: Sequence[jax.Array], starts: Sequence[jax.Array]
-    ) -> Sequence[jax.Array]:
+    def take(self, leaves: Sequence[jax.Array], starts: Sequence[jax.Array]) -> Sequence[jax.Array]:
         """The fragment's values, in device memory."""
         values = []
         for x, s, start, _, on_device in self._each(leaves, starts):

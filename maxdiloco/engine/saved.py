@@ -201,9 +201,7 @@ class Reader:
             if self.was_eager and not eager:
                 states = mean_of_replicas(states)
             plans, lead = (self._old.plans, layout.plans), int(self.was_eager and eager)
-            states = resliced(
-                states, *plans, layout.outer_params, self.optimizer, lead=lead
-            )
+            states = resliced(states, *plans, layout.outer_params, self.optimizer, lead=lead)
             return of_each(states) if eager and not self.was_eager else states
 
         theta = items[OUTER_OF_EACH if self.was_eager else OUTER_PARAMS]

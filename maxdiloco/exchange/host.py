@@ -56,9 +56,7 @@ def shards_of(mesh: Mesh) -> dict[jax.Device, Shard]:
     places = mesh.size // slots
     sharding = NamedSharding(mesh, outgoing_spec(mesh))
     parts = sharding.devices_indices_map((mesh.size,))
-    return {
-        device: Shard(*divmod(part.start or 0, places)) for device, (part,) in parts.items()
-    }
+    return {device: Shard(*divmod(part.start or 0, places)) for device, (part,) in parts.items()}
 
 
 def routes(owners: dict[Shard, int], process: int) -> Routes:

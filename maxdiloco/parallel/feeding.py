@@ -43,9 +43,7 @@ def to_global(batch: Any, rows: Rows, sharding: NamedSharding, shape: tuple[int,
     return jax.tree.map(whole, batch)
 
 
-def take_shard(
-    local_NL: np.ndarray, positions: np.ndarray, shard: tuple[slice, ...]
-) -> np.ndarray:
+def take_shard(local_NL: np.ndarray, positions: np.ndarray, shard: tuple[slice, ...]) -> np.ndarray:
     """One shard of the whole array from the local rows; positions: of positions_of."""
     return local_NL[positions[shard[:-1]], shard[-1]]
 

@@ -240,23 +240,18 @@ def _arrange(
 ) -> tuple[np.ndarray, bool]:
     """The devices in the shape of the mesh, and whether axes share a dimension of the torus."""
     if devices[0].platform == "tpu":
+        make, shapes = mesh_utils.create_hybrid_device_mesh, (ici, dcn)
+        if math.prod(dcn) == 1:
+            make, shapes = mesh_utils.create_device_mesh, (ici,)
         try:
-            return _on_torus(devices, dcn, ici, share=False), False
+            return make(*shapes, devices), False
         except NotImplementedError:  # an axis is smaller than a dimension, as 2 on a torus of 4 x 4
-            return _on_torus(devices, dcn, ici, share=True), True
+            return make(*shapes, devices, allow_split_physical_axes=True), True
     blocks = np.array(devices, dtype=object).reshape(*dcn, *ici)
     n = len(dcn)
     pairs = [dim for axis in range(n) for dim in (axis, n + axis)]
     sizes = [outer * inner for outer, inner in zip(dcn, ici, strict=True)]
     return blocks.transpose(pairs).reshape(sizes), False
-
-
-def _on_torus(
-    devices: list[jax.Device], dcn: tuple[int, ...], ici: tuple[int, ...], *, share: bool
-) -> np.ndarray:
-    if math.prod(dcn) == 1:
-        return mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=share)
-    return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, allow_split_physical_axes=share)
 
 
 def in_slice_axes(mesh: Mesh) -> tuple[str, ...]:

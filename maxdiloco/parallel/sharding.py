@@ -122,9 +122,7 @@ def constrain(
     )
 
 
-def gathered(
-    w: jax.Array, names: Names, rules: Rules, *, scattered: bool = False
-) -> jax.Array:
+def gathered(w: jax.Array, names: Names, rules: Rules, *, scattered: bool = False) -> jax.Array:
     """A weight, gathered over the mesh axes that split the tokens, for its use in a product.
 
     Without the constraint the partitioner may cut the product into as many pieces as the axis has
