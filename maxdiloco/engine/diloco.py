@@ -194,7 +194,7 @@ class DiLoCo(Trainer):
         return state, metrics
 
     def close(self) -> None:
-        """End the threads; raise as check_finite of the last state, unless in another error."""
+        """End the threads, and check_finite of the last state unless an error is under way."""
         if self._carrier is not None:
             self._carrier.close()
         if (state := self._last_state()) is not None and sys.exception() is None:

@@ -149,7 +149,8 @@ class ThroughHost(Carrier):
         )
         self._step_ends: deque[float] = deque(maxlen=SAMPLES)
         self._begun = 0  # a part of every key, so that what another state has sent is never taken
-        inner = (on_host(self._tick), actions.INNER)
+        tick = on_host(lambda given: self._step_ends.append(time.monotonic()))
+        inner = (tick, actions.INNER)
         start = on_host(
             lambda given: self._start(given.plan, given.state.t, given.chunks),
             bytes_sent=lambda _, plan: self.fragment_bytes(plan),
@@ -206,9 +207,6 @@ class ThroughHost(Carrier):
 
     def _key(self, fragment: int, send_step: int) -> Hashable:
         return (self._begun, fragment, send_step)
-
-    def _tick(self, given: Given) -> None:
-        self._step_ends.append(time.monotonic())
 
     def _start(self, plan: FragmentPlan, send_step: int, chunks: tuple[jax.Array, ...]) -> None:
         what = f"fragment {plan.index} of step {send_step}"
