@@ -17,7 +17,7 @@ import jax
 
 from benchmarks.exposed_time import asked
 from maxdiloco.command_line import guarded
-from maxdiloco.engine.memory import memory_of
+from maxdiloco.engine.calls import memory_of
 from maxdiloco.flags import config
 from maxdiloco.processes.output import aligned
 from maxdiloco.trainer import assemble

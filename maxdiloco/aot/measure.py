@@ -11,9 +11,7 @@ from maxdiloco.aot.hlo import collectives, flops, kernels, reader, replay, trans
 from maxdiloco.aot.hlo.collectives import Collective
 from maxdiloco.aot.hlo.replay import Link, Timing
 from maxdiloco.aot.hlo.transfers import Transfer
-from maxdiloco.engine.calls import Call
-from maxdiloco.engine.describe import bytes_on_device
-from maxdiloco.engine.memory import Memory, elsewhere, is_on_device, memory_of
+from maxdiloco.engine.calls import Call, Memory, bytes_on_device, elsewhere, is_on_device, memory_of
 from maxdiloco.errors import ConfigError
 from maxdiloco.metrics.compiles import temporaries, too_big
 

@@ -108,10 +108,7 @@ def is_count(value: Any) -> bool:
 
 
 def check_counts(*, H: int, P: int, tau: int, overlap: str, names: Names = ARGUMENTS) -> None:
-    """Raise ValueError for counts that no offsets fit: H < 1, P outside 1..H, tau outside 0..H-1.
-
-    And for an unknown overlap, or one that refuses tau > 0.
-    """
+    """Raise ValueError for counts that no offsets fit, and for an overlap that has no such tau."""
     if not is_count(H) or H < 1:
         raise ValueError(
             f"{names.H}={H} must be a positive integer: it counts the inner steps between two "
@@ -202,10 +199,7 @@ class Schedule:
 
     @functools.cached_property
     def slots(self) -> int:
-        """Number of receive slots: the most exchanges that are in flight after a step.
-
-        0 for tau = 0, where nothing is in flight between two steps; P for delayed and eager.
-        """
+        """Number of receive slots: the most exchanges in flight after a step; 0 for tau = 0."""
         # Most are in flight after a step with a send, and one period has all such steps.
         return max(self._count(t) - self._count(t - self.lag) for t in self._firsts)
 

@@ -11,16 +11,9 @@ from typing import Any, NamedTuple
 
 from maxdiloco.diloco import schedule
 from maxdiloco.diloco.schedule import Action
-from maxdiloco.engine.fragment_arrays import FragmentArrays
+from maxdiloco.engine.fragment_arrays import arrays_of
 from maxdiloco.engine.programs import Programs
-from maxdiloco.engine.state import (
-    FragmentPlan,
-    Layout,
-    State,
-    fragment_leaves,
-    with_fragment,
-    with_items,
-)
+from maxdiloco.engine.state import FragmentPlan, Layout, State, with_fragment, with_items
 from maxdiloco.parallel import offload
 from maxdiloco.parallel.program import Program
 
@@ -77,10 +70,7 @@ class Kind(NamedTuple):
 
 
 def on_host(do: Callable[[Given], Chunks], **parts: Any) -> Kind:
-    """A kind that a carrier does itself: it compiles nothing and changes no state.
-
-    do: Given -> the chunks for what follows, or None.
-    """
+    """A kind that a carrier does itself, and that changes no state. do: Given -> chunks or None."""
     return Kind(lambda given, _: Changed(given.state, do(given)), **parts)
 
 
@@ -112,45 +102,30 @@ def _stepped_with_chunk(given, results):
     return after._replace(state=replace(after.state, incoming=incoming))
 
 
-def _leaves(given, *, outer_opt=True):
-    """The fragment's parameters, theta and outer optimizer, and the residual of error feedback."""
-    state, plan = given.state, given.plan
-    return FragmentArrays(
-        fragment_leaves(state.params, plan),
-        fragment_leaves(state.outer, plan),
-        state.outer_opt[plan.index] if outer_opt else (),
-        fragment_leaves(state.residual, plan),
-    )
-
-
 def _pack(given):
-    leaves = _leaves(given, outer_opt=False)
+    leaves = arrays_of(given.state, given.plan)._replace(outer_opt=())
     residual = (leaves.residual,) if leaves.residual else ()
     return (leaves._replace(residual=()), given.plan.starts, *residual)
 
 
 def _packed(given, sent):
-    state = _with_residual(given, sent.residual, sent.norm_R)
-    return Changed(_with_outgoing(state, given, sent.chunks), sent.chunks)
+    return _after_send(given, given.state, sent.residual, sent)
 
 
 def _synchronise(given):
-    return _leaves(given), given.state.bad, given.plan.starts
-
-
-def _merge(given):
-    return (_leaves(given)._replace(residual=()), *_synchronise(given)[1:], _arrived(given))
+    return arrays_of(given.state, given.plan), given.state.bad, given.plan.starts
 
 
 def _outer_step(given):
-    return (*_synchronise(given), _arrived(given))
+    if (chunks := given.chunks) is None:
+        slot = given.state.incoming[given.action.slot]
+        chunks = tuple(slot[i] for i in given.layout.places(given.plan))
+    return (*_synchronise(given), chunks)
 
 
-def _arrived(given):
-    if given.chunks is not None:
-        return given.chunks
-    slot = given.state.incoming[given.action.slot]
-    return tuple(slot[i] for i in given.layout.places(given.plan))
+def _merge(given):
+    leaves, *others = _outer_step(given)
+    return (leaves._replace(residual=()), *others)
 
 
 def _replaced(given, results):
@@ -158,7 +133,7 @@ def _replaced(given, results):
     bad.copy_to_host_async()
     plan, before = given.plan, given.state
     state = replace(
-        _with_residual(given, leaves.residual, sent.norm_R),
+        before,
         params=with_fragment(before.params, plan, leaves.params),
         outer=with_fragment(before.outer, plan, leaves.theta),
         outer_opt=with_items(before.outer_opt, [plan.index], [leaves.outer_opt]),
@@ -167,23 +142,18 @@ def _replaced(given, results):
         sizes=sizes,
         update_ratio=update_ratio,
     )
-    return Changed(_with_outgoing(state, given, sent.chunks), sent.chunks)
+    return _after_send(given, state, leaves.residual, sent)
 
 
-def _with_residual(given, residual, norm_R):
-    """The state after a send of a fragment. residual: its leaves; () where nothing was sent."""
-    if not residual:
-        return given.state
-    whole = with_fragment(given.state.residual, given.plan, residual)
-    return replace(given.state, residual=whole, residual_norm_R=norm_R)
-
-
-def _with_outgoing(state, given, chunks):
-    """The state with the chunks that were packed; without overlap it keeps none."""
-    if not chunks or not state.outgoing:
-        return state
-    places = given.layout.places(given.plan)
-    return replace(state, outgoing=with_items(state.outgoing, places, chunks))
+def _after_send(given, state, residual, sent):
+    """The residual and the chunks of a send in the state; without overlap it keeps no chunks."""
+    if residual:
+        whole = with_fragment(given.state.residual, given.plan, residual)
+        state = replace(state, residual=whole, residual_norm_R=sent.norm_R)
+    if sent.chunks and state.outgoing:
+        places = given.layout.places(given.plan)
+        state = replace(state, outgoing=with_items(state.outgoing, places, sent.chunks))
+    return Changed(state, sent.chunks)
 
 
 # Streaming DiLoCo (arXiv 2501.18512) Algorithm 2, by its lines; see diloco/schedule.py.

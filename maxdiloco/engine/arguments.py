@@ -75,10 +75,7 @@ def outer_optimizer(
     momentum: float | None,
     default_lr: float,
 ) -> tuple[optax.GradientTransformation, dict[str, float | None]]:
-    """The outer optimizer, and its numbers as a checkpoint notes them; None: unknown.
-
-    given, lr, momentum: arguments of class DiLoCo.
-    """
+    """The outer optimizer, and its numbers for a checkpoint's note; None: unknown."""
     if given is not None:
         if (lr, momentum) != (None, None):
             raise ValueError(
@@ -103,10 +100,7 @@ def outer_optimizer(
 
 
 def check_trees(params: Any, opt_state: Any) -> None:
-    """Refuse leaves that are no arrays, and parameters that cannot be averaged.
-
-    params, opt_state: one replica's, of arrays or ShapeDtypeStructs.
-    """
+    """Refuse leaves of one replica that are no arrays, and parameters that have no mean."""
     if not jax.tree.leaves(params):
         raise ValueError("params has no leaves: there is nothing to train. Give a tree of arrays.")
     both = {"params": params, "opt_state": opt_state}

@@ -1,5 +1,6 @@
-"""Every program that a run calls, with its arguments and how often."""
+"""Every program that a run calls: its arguments, how often, and the memory that it needs."""
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -42,9 +43,8 @@ def abstract_metrics(step: Call, sharding: NamedSharding) -> Any:
 def count_calls(schedule: Schedule, calls_of: Callable[[Action], Iterable[Call]]) -> list[Call]:
     """Every program that the steps of a run call, once each, `inner` first.
 
-    calls_of: the programs of an action, with ShapeDtypeStructs for their arguments. Fragments of
-    equal form share a program, and are counted together. The period counted is the third: all is
-    under way in it.
+    calls_of: the programs of an action, with ShapeDtypeStructs for their arguments. The period
+    counted is the third: all is under way in it.
     """
     H = schedule.H
     actions = [action for t in range(2 * H + 1, 3 * H + 1) for action in schedule.actions(t)]
@@ -55,3 +55,50 @@ def count_calls(schedule: Schedule, calls_of: Callable[[Action], Iterable[Call]]
             call = by_program.setdefault(id(call.program), call)
             by_program[id(call.program)] = call._replace(runs=call.runs + runs)
     return list(by_program.values())
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+class Memory(NamedTuple):
+    """Bytes on one device. peak: of the program; elsewhere: what else is there while it runs."""
+
+    arguments: int
+    outputs: int
+    temporary: int
+    peak: int
+    elsewhere: int
+
+    @property
+    def needed(self) -> int:
+        """Bytes that have to fit the chip while the program runs."""
+        return self.peak + self.elsewhere
+
+
+def memory_of(compiled: jax.stages.Compiled, call: Call, state: Any) -> Memory:
+    """The memory of a call's program. state: what the run keeps, as ShapeDtypeStructs."""
+    analysis = compiled.memory_analysis()
+    arguments, outputs = analysis.argument_size_in_bytes, analysis.output_size_in_bytes
+    temporary, shared = analysis.temp_size_in_bytes, analysis.alias_size_in_bytes
+    peak = arguments + outputs - shared + temporary + analysis.generated_code_size_in_bytes
+    return Memory(arguments, outputs, temporary, peak, elsewhere(call, state))
+
+
+def elsewhere(call: Call, state: Any) -> int:
+    """Bytes on a device of Call.beside and of the run's state that the program does not take."""
+    # A program that runs at the start makes the state, so no other state is on the device.
+    kept = [x for x in jax.tree.leaves(state) if is_on_device(x) and call.when != START]
+    kept_ids = {id(x) for x in kept}
+    passed = [x for x in jax.tree.leaves(call.args) if id(x) in kept_ids]
+    return sum(map(bytes_on_device, [*kept, *call.beside])) - sum(map(bytes_on_device, passed))
+
+
+def is_on_device(x: Any) -> bool:
+    """Whether an argument is an array in the device's own memory."""
+    is_array = isinstance(x, jax.ShapeDtypeStruct)
+    return is_array and x.sharding.memory_kind in (None, "device")
+
+
+def bytes_on_device(x: jax.ShapeDtypeStruct) -> int:
+    """Bytes of an array's shard, without tile padding."""
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize

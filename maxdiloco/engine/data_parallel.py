@@ -33,12 +33,10 @@ class State:
 
 
 class DataParallel(Trainer):
-    """The trainer of data parallelism.
+    """The trainer of data parallelism. inner_step, on_compile: as of DiLoCo.
 
-    inner_step: (params, opt_state, batch) -> (params, opt_state, metrics). params, opt_state:
-    ShapeDtypeStructs or arrays. The batch keeps its leading R, which is folded into the rows;
-    metrics get a leading dim of 1. accumulation: micro-batches of a step; the gradients of each
-    are summed over the devices. on_compile: as of DiLoCo.
+    The batch keeps its leading R, which is folded into the rows; metrics get a leading dim of 1.
+    accumulation: micro-batches of a step; the gradients of each are summed over the devices.
     """
 
     num_replicas = 1
@@ -107,10 +105,7 @@ class DataParallel(Trainer):
         return State(state.t + 1, params, opt_state), metrics
 
     def check_finite(self, state: State) -> None:
-        """Raise NumericsError if a parameter is not finite.
-
-        check_exchanges has nothing to add: the loss tells whether the gradients were finite.
-        """
+        """As check_exchanges, which has nothing to add: the loss tells of bad gradients."""
         finite.check_params(state.params, state.t, replicas=False)
 
     def extra_metrics(self, state: State, steps: range) -> dict[str, float]:

@@ -13,9 +13,10 @@ import numpy as np
 from maxdiloco.diloco.fragments import oversized
 from maxdiloco.diloco.schedule import Event, Schedule
 from maxdiloco.engine import exchanges
+from maxdiloco.engine.calls import bytes_on_device
 from maxdiloco.engine.saved import Reader
 from maxdiloco.engine.state import Layout, State
-from maxdiloco.engine.trainer import Description
+from maxdiloco.engine.trainer import Description, SavedLayout
 from maxdiloco.exchange.payload import payload_bytes
 from maxdiloco.processes.output import aligned
 
@@ -51,10 +52,7 @@ def _replica_table(layout: Layout) -> list[str]:
 
 
 def fragment_table(layout: Layout, wire: Sequence[int]) -> list[str]:
-    """Layers, parameters, bytes and share of each fragment; warnings for large ones.
-
-    padding: of the bytes on the wire, those that fill chunks of one length and whole tiles.
-    """
+    """Layers, parameters, padding, bytes and share of each fragment; warnings for large ones."""
     total = sum(plan.fragment.size for plan in layout.plans)
     rows = [("fragment", "layers", "parameters", "padding", "bytes on the wire", "share")]
     for p, plan in enumerate(layout.plans):
@@ -140,11 +138,6 @@ def _mib(tree: Any) -> float:
     return sum(map(bytes_on_device, jax.tree.leaves(tree))) / 2**20
 
 
-def bytes_on_device(x: jax.ShapeDtypeStruct) -> int:
-    """Bytes of an array's shard, without tile padding."""
-    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-
-
 def restore_lines(reader: Reader, t: int) -> list[str]:
     """What reading a state of step t changes: one sentence or more a line."""
     M, old = reader.layout.num_replicas, reader.saved.num_replicas
@@ -173,10 +166,7 @@ def restore_lines(reader: Reader, t: int) -> list[str]:
 def _ended(reader: Reader, t: int) -> str:
     """What becomes of the work of the replicas that do not go on after step t."""
     M, old = reader.layout.num_replicas, reader.saved.num_replicas
-    saved = reader.saved
-    age = max(reader.before.schedule.ages(t, dropped_until=saved.dropped_until))
-    since = t - saved.schedule_since  # the exchanges before it had another schedule
-    age = f"{since} or more" if 0 < saved.schedule_since and age >= since else str(age)
+    age = max(_ages(reader.before.schedule, t, reader.saved), key=lambda age: age[0])[1]
     who = f"replica {M}" if old - M == 1 else f"replicas {M} to {old - 1}"
     gone = "the state of their optimizers is gone"
     if age == "0":
@@ -186,10 +176,7 @@ def _ended(reader: Reader, t: int) -> str:
 
 
 def _dropped(sends: Sequence[Event], overlap: str, M: int, *, all_stay: bool) -> str:
-    """The line on exchanges in flight that are dropped. overlap, M: of the run that sent them.
-
-    all_stay: whether every replica of that run goes on.
-    """
+    """The line on exchanges in flight that are dropped. overlap, M: of the run that sent them."""
     named = ", ".join(f"{send.fragment} (sent after step {send.send_step})" for send in sends)
     if len(sends) > MOST_NAMED:
         steps = f"{sends[0].send_step} to {sends[-1].send_step}"
@@ -209,22 +196,24 @@ def _dropped(sends: Sequence[Event], overlap: str, M: int, *, all_stay: bool) ->
 
 def closing_line(schedule: Schedule, state: State) -> str:
     """The step, and how old theta's values are."""
-    ages = schedule.ages(state.t, dropped_until=state.dropped_until)
-    shown = [str(age) for age in ages]
-    if state.schedule_since:  # the exchanges before it had another schedule
-        most = state.t - state.schedule_since
-        shown = [f"{most} or more" if age >= most else str(age) for age in ages]
+    shown = [age for _, age in _ages(schedule, state.t, state)]
     return f"done: step {state.t}; age of each fragment of theta [steps]: {', '.join(shown)}"
+
+
+def _ages(schedule: Schedule, t: int, of: State | SavedLayout) -> list[tuple[int, str]]:
+    """How old theta's values are [steps], and in words: earlier exchanges had another schedule."""
+    most = t - of.schedule_since if of.schedule_since else math.inf
+    ages = schedule.ages(t, dropped_until=of.dropped_until)
+    return [(age, str(age) if age < most else f"{most} or more") for age in ages]
 
 
 def state_metrics(state: State) -> dict[str, float]:
     """Of the fragment that was synchronised last; empty before the first synchronisation.
 
-    Norm of the mean outer gradient, mean pairwise cosine, drift and outer update: when eager each
-    replica has its own, and the metric is that of a replica of this process. The cosines are
-    weighted by the product of the two norms, so that their sum follows from the norms of the
-    replicas and of the mean: |sum g|^2 = sum |g_m|^2 + sum over pairs of 2 g_m g_n. The norm of the
-    residuals is of the fragment sent last, a mean over the replicas held here.
+    When eager each replica has its own update, and the metric is that of a replica held here. The
+    mean pairwise cosine is weighted by the product of the two norms, so it follows from the norms
+    of the replicas and of the mean: |sum g|^2 = sum |g_m|^2 + sum over pairs of 2 g_m g_n. The norm
+    of the residuals is of the fragment sent last, a mean over the replicas held here.
     """
     sizes, row = jax.tree.map(np.asarray, state.sizes), {}
     norm_R = np.asarray(sizes.norm_R, np.float64)

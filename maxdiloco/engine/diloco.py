@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from maxdiloco.diloco import fragments, outer_rate, quantize, schedule
 from maxdiloco.engine import arguments, calls, describe, exchanges, finite, saved
 from maxdiloco.engine.calls import BESIDE, EVALUATION, Call
-from maxdiloco.engine.exchanges import Exchange
+from maxdiloco.engine.exchanges import Carrier
 from maxdiloco.engine.programs import Programs, Rule
 from maxdiloco.engine.state import Layout, State, lay_out
 from maxdiloco.engine.trainer import Description, ExchangeSettings, SavedLayout, Trainer
@@ -40,8 +40,7 @@ class DiLoCo(Trainer):
     inner_step: (params, opt_state, batch) -> (params, opt_state, metrics), one replica's view, any
       JAX code. num_replicas M; sync_period H [inner steps]; num_fragments P; overlap_steps tau
       [inner steps]; alpha: weight of the replica's own values in the merge.
-    outer_lr, outer_momentum: of SGD with Nesterov momentum; None: the trainer's, of
-      diloco.outer_rate: 0.7 and 0.6, delayed 0.4, the mean of four replicas and more 1.
+    outer_lr, outer_momentum: of SGD with Nesterov momentum; None: those of diloco.outer_rate.
     outer_optimizer: any optax transformation in its place (a fragment is a list of float32 arrays).
     outer_overlap: none | delayed | eager. exchange_dtype: of quantize.NAMES. error_feedback: send
       what earlier sends have left over, too; None: with int2 and topk.
@@ -55,8 +54,7 @@ class DiLoCo(Trainer):
     exchange_carrier: program | host, see engine.exchanges; links: for host in several processes,
       connections between them (processes.links).
     on_compile(name, seconds, compiled): called after each compilation.
-    layout, programs: exist from `init` or `bind` on.
-    Trainer documents the methods that a training run calls.
+    layout, programs: exist from `init` or `bind` on. See Trainer for what a training run calls.
     Raises ValueError for values outside the contract, before anything is compiled.
     """
 
@@ -118,15 +116,15 @@ class DiLoCo(Trainer):
         self._rule, self._merge = Rule(self.optimizer, alpha, outer_overlap), merge
         self._inner_step, self._layer_axis = inner_step, layer_axis
         self._outer_memory = None if outer_memory == "device" else outer_memory
-        self._carrier, self._links, self._on_compile = exchange_carrier, links, on_compile
-        self._exchange: Exchange | None = None
+        self._carrier_name, self._links, self._on_compile = exchange_carrier, links, on_compile
+        self._carrier: Carrier | None = None
         self._last_state: Callable[[], State | None] = lambda: None  # for `close`
 
     def bind(self, params: Any, opt_state: Any) -> Layout:
         """Set layout and programs for one replica's pytrees (arrays or ShapeDtypeStructs).
 
-        `init` does it; a run that may restore a state calls it instead. Raises ValueError when
-        the fragments do not fit the parameters or a parameter is not a floating-point array.
+        For a run that may restore a state, in place of `init`. Raises ValueError for fragments or
+        leaves that do not fit.
         """
         arguments.check_trees(params, opt_state)
         if self._merge == "rda":
@@ -145,16 +143,13 @@ class DiLoCo(Trainer):
         chunks = tuple(plan.num_chunks for plan in self.layout.plans)
         self.schedule = replace(self.schedule, num_chunks=chunks)
         self.programs = Programs(self.layout, self._inner_step, self._rule, self._on_compile)
-        carrier = exchanges.CARRIERS[self._carrier](self.programs, self.schedule, self._links)
-        self._exchange = Exchange(self.programs, self.schedule, carrier)
+        make = exchanges.CARRIERS[self._carrier_name]
+        self._carrier = make(self.programs, self.schedule, self._links)
         self._last_step = None
         return self.layout
 
     def init(self, params: Any, opt_state: Any) -> State:
-        """The state before the first step: one replica's pytrees, copied to all of them.
-
-        Their shardings on the mesh are kept, with `diloco` prepended.
-        """
+        """One replica's pytrees, copied to all; shardings are kept, with `diloco` prepended."""
         self.bind(params, opt_state)
         return self.init_program(lambda *given: given)(params, opt_state)
 
@@ -164,7 +159,7 @@ class DiLoCo(Trainer):
 
     def calls(self, batch: Any) -> list[Call]:
         """See Trainer; after `bind`."""
-        return self._exchange.calls(batch)
+        return self._carrier.calls(batch)
 
     def eval_calls(self, runs: float) -> list[Call]:
         """When eager, the mean of the thetas of a slot, unless it has one; nothing otherwise."""
@@ -177,15 +172,14 @@ class DiLoCo(Trainer):
     def step(self, state: State, batch: Any) -> tuple[State, Any]:
         """One inner step of every replica, and the sends and applies of this step.
 
-        Streaming DiLoCo Algorithm 2, line 2 for one t: lines 3-12, in the order of
-        schedule.actions.
-        state: donated. batch: leaves [R, ...]. Returns the new state and metrics with leaves
-        [R, ...]. Not itself jittable. Raises ValueError for a batch without R; NumericsError when a
-        replica's outer gradient was not finite, after the next synchronisation.
+        Streaming DiLoCo Algorithm 2, line 2 for one t: lines 3-12 in the order of schedule.actions.
+        state: donated. batch: leaves [R, ...], as of the metrics. Not itself jittable. Raises
+        ValueError for a batch without R; NumericsError when a replica's outer gradient was not
+        finite, after the next synchronisation.
         """
         arguments.check_batch(batch, self.num_replicas)
         if state.t != self._last_step:  # the first step, or another state
-            self._exchange.carrier.begin(state)
+            self._carrier.begin(state)
         actions = self.schedule.actions(state.t + 1, dropped_until=state.dropped_until)
         if len(actions) > 1:
             # The host would wait for the flags of the last synchronisation.
@@ -194,34 +188,27 @@ class DiLoCo(Trainer):
         for action in actions:
             busy = (state.params, state.incoming, state.outer, state.residual_norm_R)
             throttle_cpu(self.mesh, busy)
-            state, new = self._exchange.run(action, state, batch)
+            state, new = self._carrier.run(action, state, batch)
             metrics = metrics if new is None else new
         self._last_step, self._last_state = state.t, weakref.ref(state)
         return state, metrics
 
     def close(self) -> None:
-        """End the threads of the exchange. Raises NumericsError as check_finite of the last state.
-
-        Not while another error is under way.
-        """
-        if self._exchange is not None:
-            self._exchange.carrier.close()
+        """End the threads, and check_finite of the last state unless an error is under way."""
+        if self._carrier is not None:
+            self._carrier.close()
         if (state := self._last_state()) is not None and sys.exception() is None:
             finite.check(self.layout, state)
 
     def check_exchanges(self, state: State) -> None:
         """Raise NumericsError if a replica's outer gradient was not finite at a past send.
 
-        Waits for the last synchronisation. Its flags travel with the exchange, so all processes
-        raise alike. A synchronisation with a bad flag changes nothing.
+        The flags travel with the exchange, so all processes raise alike.
         """
         finite.check_flags(self.layout, state.bad, state.t)
 
     def check_finite(self, state: State) -> None:
-        """Raise NumericsError as check_exchanges, and if parameters or theta are not finite now.
-
-        Waits for the step. A process sees the replicas that it holds.
-        """
+        """As check_exchanges, and if parameters or theta that are held here are not finite now."""
         finite.check(self.layout, state)
 
     def replica_params(self, state: State) -> Any:
@@ -261,22 +248,19 @@ class DiLoCo(Trainer):
 
     def bytes_sent(self, t: int) -> int:
         """Bytes that inner step t makes one replica send to other slices."""
-        sent = sum(map(self._exchange.action_bytes, self.schedule.actions(t)))
+        sent = sum(map(self._carrier.action_bytes, self.schedule.actions(t)))
         return sent * (self.mesh.shape["diloco"] - 1)
 
     def extra_metrics(self, state: State, steps: range) -> dict[str, float]:
-        """Of the last exchange, and the bytes a replica has sent to other slices per step.
-
-        diloco/residual_norm is of the fragment sent last, a mean over the replicas held here.
-        """
+        """Of the last exchange, and the bytes a replica has sent to other slices per step."""
         row = describe.state_metrics(state)
         row["dcn/bytes_sent"] = sum(map(self.bytes_sent, steps)) / len(steps)
-        return row | self._exchange.carrier.extra_metrics()
+        return row | self._carrier.extra_metrics()
 
     def description(self) -> Description:
         """Replicas, fragments and the memory of the outer state."""
-        wire_bytes = [self._exchange.carrier.fragment_bytes(plan) for plan in self.layout.plans]
-        return describe.description(self.layout, self.schedule, wire_bytes, self._carrier)
+        wire_bytes = [self._carrier.fragment_bytes(plan) for plan in self.layout.plans]
+        return describe.description(self.layout, self.schedule, wire_bytes, self._carrier_name)
 
     def closing_line(self, state: State) -> str:
         """The step, and how old theta's values are."""
@@ -284,7 +268,7 @@ class DiLoCo(Trainer):
 
     def saved_items(self, state: State) -> dict[str, Any]:
         """Everything in the state as it lies; theta is an item of its own."""
-        return saved.items_of(self._exchange.carrier.settled(state), self.layout)
+        return saved.items_of(self._carrier.settled(state), self.layout)
 
     def note(self, state: State) -> dict[str, Any]:
         """What SavedLayout asks for."""

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
@@ -40,15 +40,53 @@ STEPS_ON_DEVICE = 2
 Table = Mapping[str, tuple[Kind, ...]]
 
 
-class Carrier(Protocol):
-    """What an Exchange asks of a carrier.
+class Carrier:
+    """Carries out the actions of the schedule by its table.
 
     table: of every kind in schedule.PROGRAMS. steps_on_device: whose chunks are on the device at
     once, where the state keeps them in host memory; 0 where no step carries a chunk.
     """
 
     table: Table
-    steps_on_device: int
+    steps_on_device = 0
+
+    def __init__(self, programs: Programs, schedule: Schedule, links: Links | None):
+        del links  # for a carrier that has any
+        self._programs, self._schedule, self._layout = programs, schedule, programs.layout
+
+    def run(self, action: Action, state: State, batch: Any) -> tuple[State, Any]:
+        """The state after an action, and the metrics where it is the inner step, else None."""
+        given, metrics = Given(self._layout, action, state, batch), None
+        for kind in self.table[action.program]:
+            changed = kind.run(self._programs, given)
+            given = given._replace(state=changed.state, chunks=changed.chunks)
+            metrics = metrics if changed.metrics is None else changed.metrics
+        return given.state, metrics
+
+    def calls(self, batch: Any) -> list[Call]:
+        """Every program that the steps call. batch: ShapeDtypeStructs, leaves [R, ...]."""
+        return count_calls(self._schedule, lambda action: self._calls_of(action, batch))
+
+    def _calls_of(self, action: Action, batch: Any) -> Iterable[Call]:
+        layout, steps = self._layout, self.steps_on_device
+        given = Given(layout, action, layout.state, batch)
+        for kind in self.table[action.program]:
+            if kind.executable is not None:
+                # What the program itself carries is among its arguments and results.
+                beside = tuple(chunks_on_device(layout, steps - kind.carries if steps else 0))
+                program = kind.executable(self._programs, given)
+                yield Call(program, kind.arguments(given), 0, beside=beside)
+            if kind.abstract is not None:
+                given = given._replace(chunks=kind.abstract(given))
+
+    def action_bytes(self, action: Action) -> int:
+        """Bytes that an action makes one replica send to one other."""
+        sizes = [kind.bytes_sent for kind in self.table[action.program] if kind.bytes_sent]
+        return sum(size(self._layout, self._layout.plans[action.fragment]) for size in sizes)
+
+    def fragment_bytes(self, plan: FragmentPlan) -> int:
+        """Bytes of one exchange of a fragment from one replica to one other, padding included."""
+        return plan.num_chunks * self._layout.chunk_bytes(plan)
 
     def begin(self, state: State) -> None:
         """Start again what was under way in a restored state; all processes restore the same."""
@@ -61,59 +99,12 @@ class Carrier(Protocol):
         """What it has to tell since the last call."""
         return {}
 
-    def fragment_bytes(self, plan: FragmentPlan) -> int:
-        """Bytes of one exchange of a fragment from one replica to one other."""
-
     def close(self) -> None:
         """End its threads."""
 
 
-class Exchange:
-    """Carries out the actions of the schedule by the table of a carrier."""
-
-    def __init__(self, programs: Programs, schedule: Schedule, carrier: Carrier):
-        self._programs, self._schedule, self.carrier = programs, schedule, carrier
-
-    def run(self, action: Action, state: State, batch: Any) -> tuple[State, Any]:
-        """The state after an action, and the metrics where it is the inner step, else None."""
-        given, metrics = Given(self._programs.layout, action, state, batch), None
-        for kind in self.carrier.table[action.program]:
-            changed = kind.run(self._programs, given)
-            given = given._replace(state=changed.state, chunks=changed.chunks)
-            metrics = metrics if changed.metrics is None else changed.metrics
-        return given.state, metrics
-
-    def calls(self, batch: Any) -> list[Call]:
-        """Every program that the steps call. batch: ShapeDtypeStructs, leaves [R, ...]."""
-        return count_calls(self._schedule, lambda action: self._calls_of(action, batch))
-
-    def _calls_of(self, action: Action, batch: Any) -> Iterable[Call]:
-        layout, steps = self._programs.layout, self.carrier.steps_on_device
-        given = Given(layout, action, layout.state, batch)
-        for kind in self.carrier.table[action.program]:
-            if kind.executable is not None:
-                # What the program itself carries is among its arguments and results.
-                beside = tuple(chunks_on_device(layout, steps - kind.carries if steps else 0))
-                program = kind.executable(self._programs, given)
-                yield Call(program, kind.arguments(given), 0, beside=beside)
-            if kind.abstract is not None:
-                given = given._replace(chunks=kind.abstract(given))
-
-    def action_bytes(self, action: Action) -> int:
-        """Bytes that an action makes one replica send to one other."""
-        layout = self._programs.layout
-        return sum(
-            kind.bytes_sent(layout, layout.plans[action.fragment])
-            for kind in self.carrier.table[action.program]
-            if kind.bytes_sent is not None
-        )
-
-
 def chunks_on_device(layout: Layout, steps: int) -> list[jax.ShapeDtypeStruct]:
-    """The chunks of some steps that are on the device where they are kept in host memory.
-
-    Of each step the chunk that it sends and what arrives. steps: Carrier.steps_on_device.
-    """
+    """The chunks of some steps, sent and arrived, that are on the device beside the host's."""
     if not steps or not layout.chunk_memory:
         return []
     chunk = slice(len(layout.pieces))
@@ -127,8 +118,7 @@ class InPrograms(Carrier):
     steps_on_device = STEPS_ON_DEVICE
 
     def __init__(self, programs: Programs, schedule: Schedule, links: Links | None):
-        del schedule, links
-        self._layout = programs.layout
+        super().__init__(programs, schedule, links)
         self._arrived: deque[Chunks] = deque(maxlen=STEPS_ON_DEVICE)
         table = {name: (kind,) for name, kind in actions.KINDS.items()}
         if self._layout.chunk_memory:
@@ -145,18 +135,12 @@ class InPrograms(Carrier):
         places = self._layout.places(given.plan, [given.action.chunk])
         self._arrived.append(tuple(given.state.incoming[given.action.slot][i] for i in places))
 
-    def fragment_bytes(self, plan: FragmentPlan) -> int:
-        """Padding included."""
-        return plan.num_chunks * self._layout.chunk_bytes(plan)
-
 
 class ThroughHost(Carrier):
     """The carrier `host`: what is packed leaves at once, and what is merged is waited for."""
 
-    steps_on_device = 0
-
     def __init__(self, programs: Programs, schedule: Schedule, links: Links | None):
-        self._layout, self._schedule = programs.layout, schedule
+        super().__init__(programs, schedule, links)
         self._carrier = HostCarrier(
             self._layout.mesh,
             num_replicas=self._layout.num_replicas,
@@ -165,8 +149,12 @@ class ThroughHost(Carrier):
         )
         self._step_ends: deque[float] = deque(maxlen=SAMPLES)
         self._begun = 0  # a part of every key, so that what another state has sent is never taken
-        inner = (on_host(self._tick), actions.INNER)
-        start = on_host(self._start_packed, bytes_sent=lambda _, plan: self.fragment_bytes(plan))
+        tick = on_host(lambda given: self._step_ends.append(time.monotonic()))
+        inner = (tick, actions.INNER)
+        start = on_host(
+            lambda given: self._start(given.plan, given.state.t, given.chunks),
+            bytes_sent=lambda _, plan: self.fragment_bytes(plan),
+        )
         take = on_host(self._take, abstract=self._abstract_incoming)
         self.table: Table = MappingProxyType({
             names.INNER: inner,
@@ -220,24 +208,13 @@ class ThroughHost(Carrier):
     def _key(self, fragment: int, send_step: int) -> Hashable:
         return (self._begun, fragment, send_step)
 
-    def _tick(self, given: Given) -> None:
-        self._step_ends.append(time.monotonic())
-
-    def _start_packed(self, given: Given) -> None:
-        self._start(given.plan, given.state.t, given.chunks)
-
     def _start(self, plan: FragmentPlan, send_step: int, chunks: tuple[jax.Array, ...]) -> None:
-        key = self._key(plan.index, send_step)
         what = f"fragment {plan.index} of step {send_step}"
         options = dict(size=plan.payload.size, within_s=self._within_s(), what=what)
-        self._carrier.start(key, chunks, **options)
+        self._carrier.start(self._key(plan.index, send_step), chunks, **options)
 
     def _within_s(self) -> float | None:
-        """Most of the time until the fragment is taken or the next one sent, by recent steps [s].
-
-        None before there are enough of them, and for tau = 0. Where the host runs ahead of the
-        device its steps look short, and the pace is fast.
-        """
+        """Part of the time until the fragment is taken or the next one sent [s], if known."""
         ends = list(self._step_ends)
         if len(ends) < SAMPLES or not self._schedule.max_chunks:
             return None

@@ -25,10 +25,7 @@ def check_flags(layout: Layout, flags_RF: jax.Array, t: int) -> None:
 
 
 def check(layout: Layout, state: State) -> None:
-    """Raise NumericsError if a flag is set, or a parameter or theta has a value that is not finite.
-
-    A state that a step has taken over since has nothing to check.
-    """
+    """Raise NumericsError for a set flag or a bad value; a state that was donated has none."""
     looked_at = state.params, state.outer, state.bad
     if any(x.is_deleted() for x in jax.tree.leaves(looked_at)):
         return
@@ -40,8 +37,7 @@ def check(layout: Layout, state: State) -> None:
 def check_params(params: Any, t: int, *, name: str = "params", replicas: bool = True) -> None:
     """Raise NumericsError for a value that is not finite. replicas: whether to name the first dim.
 
-    Waits for the arrays. They are read on the host, where a save needs them too: a program of its
-    own would compile in the middle of a run.
+    Read on the host, where a save needs them too: a program would compile in the middle of a run.
     """
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         for shard in {str(shard.index): shard for shard in x.addressable_shards}.values():

@@ -11,16 +11,16 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.diloco import slices
-from maxdiloco.engine.state import FragmentPlan, Layout, fragment_leaves
+from maxdiloco.engine.state import FragmentPlan, Layout, State, fragment_leaves
 from maxdiloco.parallel import offload
 
 
 class FragmentArrays(NamedTuple):
     """What an outer step reads and replaces: whole leaves, or a fragment's slices of them.
 
-    params: [R, ...]. theta: float32, [...] ([R, ...] when eager). outer_opt: the fragment's state
-    of the outer optimizer. residual: [R, ...] float32, of error feedback. The last two are () where
-    a program does not need them.
+    params: [R, ...]. theta: float32, [...] ([R, ...] when eager). outer_opt: of the fragment.
+    residual: [R, ...] float32, of error feedback. The last two are () where a program does not need
+    them.
     """
 
     params: Sequence[jax.Array]
@@ -29,11 +29,18 @@ class FragmentArrays(NamedTuple):
     residual: Sequence[jax.Array] = ()
 
 
-class KeptLeaves:
-    """A fragment's leaves, which may be kept in host memory; () of none.
+def arrays_of(state: State, plan: FragmentPlan) -> FragmentArrays:
+    """The leaves that a fragment touches, and its state of the outer optimizer."""
+    params, theta, residual = (
+        fragment_leaves(tree, plan) for tree in (state.params, state.outer, state.residual)
+    )
+    return FragmentArrays(params, theta, state.outer_opt[plan.index], residual)
 
-    like: the leaves, as ShapeDtypeStructs. lead: dims (R) before a leaf's own. starts: of the plan,
-    traced.
+
+class KeptLeaves:
+    """A fragment's leaves, which may be kept in host memory; () of none. starts: traced.
+
+    like: the leaves, as ShapeDtypeStructs. lead: dims (R) before a leaf's own.
     """
 
     def __init__(self, layout: Layout, plan: FragmentPlan, like: Sequence[Any], *, lead: int):
@@ -43,9 +50,7 @@ class KeptLeaves:
         self._on_device = [NamedSharding(layout.mesh, spec) for spec in specs]
         self._on_host = any(map(offload.on_host, like))
 
-    def take(
-        self, leaves: Sequence[jax.Array], starts: Sequence[jax.Array]
-    ) -> Sequence[jax.Array]:
+    def take(self, leaves: Sequence[jax.Array], starts: Sequence[jax.Array]) -> Sequence[jax.Array]:
         """The fragment's values, in device memory."""
         values = []
         for x, s, start, _, on_device in self._each(leaves, starts):
@@ -100,12 +105,10 @@ class FragmentView:
     """Inside a program: the fragment's values in device memory, and back to where they are kept."""
 
     def __init__(self, layout: Layout, plan: FragmentPlan):
-        def kept(tree, *, lead=1):
-            return KeptLeaves(layout, plan, fragment_leaves(tree, plan), lead=lead)
-
-        state = layout.state
-        self.params, self.residual = kept(state.params), kept(state.residual)
-        self.theta = kept(state.outer, lead=1 if layout.per_replica_outer else 0)
+        like, lead = arrays_of(layout.state, plan), 1 if layout.per_replica_outer else 0
+        self.params = KeptLeaves(layout, plan, like.params, lead=1)
+        self.theta = KeptLeaves(layout, plan, like.theta, lead=lead)
+        self.residual = KeptLeaves(layout, plan, like.residual, lead=1)
 
     def take(self, leaves: FragmentArrays, starts: Sequence[jax.Array]) -> FragmentArrays:
         """The fragment's values; starts: of the plan, traced."""

@@ -1,8 +1,7 @@
 """The compiled programs of a DiLoCo run: a few kinds, for any number of fragments.
 
 Streaming DiLoCo (arXiv 2501.18512) Algorithm 2. The host chooses which program runs, so no
-exchange sits in a conditional. Which layers a fragment holds is an argument, so fragments of equal
-form share one program.
+exchange sits in a conditional. Which layers a fragment holds is an argument.
 
     # R replicas  F leaves
 """
@@ -11,7 +10,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.diloco import outer, slices
-from maxdiloco.engine.fragment_arrays import FragmentArrays, FragmentView
+from maxdiloco.engine.fragment_arrays import FragmentArrays, FragmentView, arrays_of
 from maxdiloco.engine.state import FragmentPlan, Layout, fragment_leaves
 from maxdiloco.exchange import collective
 from maxdiloco.parallel import chips, offload
@@ -87,11 +86,7 @@ class Programs:
         )
 
     def init(self, make: Callable, **options) -> Program:
-        """The program from the arguments of `make` to the state before the first step.
-
-        make(*args) -> (params, opt_state) of one replica. One program, so no second copy of the
-        state is in memory. options: of Program.
-        """
+        """See Trainer.init_program. One program, so no second copy of the state is in memory."""
         layout = self.layout
         one_replica = jax.tree.unflatten(
             jax.tree.structure(layout.state.params),
@@ -124,11 +119,7 @@ class Programs:
         return Program(name, fn, on_compile=self.on_compile, **options)
 
     def inner_exchange(self, plan: FragmentPlan) -> Program:
-        """The inner step beside a chunk of a fragment: of (params, opt_state, batch, chunk, old).
-
-        chunk: its arrays in State.outgoing. old: those of the receive slot that it replaces, which
-        nothing reads; () where the slot is kept in host memory.
-        """
+        """The inner step beside a chunk of a fragment, which takes the place of an old one."""
         return self._inner_exchanges[plan.num_pieces - 1]
 
     def of(self, kind: str, plan: FragmentPlan) -> Program:
@@ -137,7 +128,7 @@ class Programs:
         if key not in self._by_form:
             layers, leaves = len(plan.fragment.layers), len(plan.slices)
             label = f"{layers} layers, {leaves} leaves" if layers else f"{leaves} leaves"
-            made = DEFINITIONS[kind](self.layout, plan, self.rule)
+            made = DEFINITIONS[kind](FragmentPrograms(self.layout, plan, self.rule))
             self._by_form[key] = self._program(f"{kind} [{label}]", **made)
         return self._by_form[key]
 
@@ -154,8 +145,7 @@ def outer_step_and_merge(
     """Algorithm 2, lines 11-12, on a fragment; nothing changes where `finite` is false.
 
     values: params of one replica with its theta (eager), or [R, ...] with the theta of them all.
-    mean: of the outer gradients, leaves shaped like theta. Returns the new values, and
-    outer.update_ratio.
+    mean: of the outer gradients. Returns the new values, and outer.update_ratio.
     """
     x, theta, opt, _ = values
     new, new_opt = outer.outer_update(rule.optimizer, theta, opt, mean)
@@ -171,153 +161,134 @@ def _where(condition, new, old):
 
 NOTHING = collective.Sent(())  # by a program that only receives
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
+# What was received, whether all of it is finite, and what was sent in the program.
+Exchanged = tuple[collective.Received, jax.Array, collective.Sent]
 
 
-def _replacing(
-    name: str,
-    layout: Layout,
-    plan: FragmentPlan,
-    rule: Rule,
-    exchange: Callable,
-    *,
-    sends: bool = False,
-    keeps: bool = False,
-) -> Definition:
-    """The program that replaces a fragment's values after an exchange.
+class FragmentPrograms(NamedTuple):
+    """What is compiled for a fragment."""
 
-    exchange(values, *incoming) -> what was received, whether all of it is finite, and what was sent
-    in the program. sends: whether it encodes outer gradients; keeps: whether their chunks are a
-    result.
-    """
-    view = FragmentView(layout, plan)
-    update = functools.partial(outer_step_and_merge, rule)
-    if layout.per_replica_outer:
-        update = map_fn(update, mesh=layout.mesh, num_replicas=layout.num_replicas)
+    layout: Layout
+    plan: FragmentPlan
+    rule: Rule
 
-    def program(leaves, bad_RF, starts, *incoming):
-        values = view.take(leaves, starts)
-        arrived = [_moved(layout, chunks, DEVICE) for chunks in incoming]
-        received, finite, sent = exchange(values, *arrived)
-        new, update_ratio = update(finite, values._replace(residual=()), received.mean)
-        new = new._replace(residual=sent.residual)
-        touched = jnp.array([s.leaf for s in plan.slices])
-        bad_RF = bad_RF.at[:, touched].max(received.bad_RF)
-        chunks = _moved(layout, sent.chunks, HOST) if keeps else ()
-        sent = sent._replace(residual=(), chunks=chunks)
-        return view.put(leaves, starts, new), bad_RF, received.sizes, update_ratio, sent
+    def pack(self) -> Definition:
+        """Form the outer gradients and encode them: lines 7-8, no traffic over `diloco`."""
+        view, state = FragmentView(self.layout, self.plan), self.layout.state
 
-    program.__name__ = name  # of the compiled module
-    state = layout.state
-    kept = FragmentArrays(
-        fragment_leaves(state.params, plan),
-        fragment_leaves(state.outer, plan),
-        state.outer_opt[plan.index],
-        fragment_leaves(state.residual, plan) if sends else (),
-    )
-    norm = shardings_of(state.residual_norm_R) if sends else ()
-    sent = collective.Sent(_outgoing(layout, plan) if keeps else (), (), norm)
-    # The leaves alone are donated. Not the flags: the host looks at them later.
-    reported = shardings_of((state.bad, state.sizes, state.update_ratio))
-    return dict(fn=program, donate=(0,), out_shardings=(shardings_of(kept), *reported, sent))
+        def pack(leaves, starts, residual=()):
+            sent = self._send(view.take(leaves._replace(residual=residual), starts))
+            residual = view.residual.put(residual, starts, sent.residual)
+            return sent._replace(chunks=self._moved(sent.chunks, HOST), residual=residual)
 
+        kept = shardings_of((fragment_leaves(state.residual, self.plan), state.residual_norm_R))
+        sent = collective.Sent(self._outgoing(), *kept)
+        return dict(fn=pack, donate=(2,) if kept[0] else (), out_shardings=sent)  # the residual
 
-def _outgoing(layout: Layout, plan: FragmentPlan) -> tuple[NamedSharding, ...]:
-    spec = collective.outgoing_spec(layout.mesh)
-    sharding = NamedSharding(layout.mesh, spec, memory_kind=layout.chunk_memory)
-    return (sharding,) * (plan.num_chunks * plan.num_pieces)
+    def merge(self) -> Definition:
+        """Decode, average, outer step, mix into the replicas: lines 10-12, no such traffic."""
+        return self._replacing("merge", lambda values, incoming: self._receive(incoming))
 
+    def synchronise(self) -> Definition:
+        """tau = 0: lines 7-12 in one program; DiLoCo when the fragment is everything."""
 
-def _moved(layout: Layout, chunks: Sequence[jax.Array], space: jax.memory.Space) -> Any:
-    """Chunks from and to the memory in which the state keeps them."""
-    return jax.device_put(chunks, space) if layout.chunk_memory else chunks
+        def exchange(values):
+            # Without the barrier XLA:TPU gathers [1, N] and the payload is padded x2, x4 for bytes.
+            sent = self._send(values)
+            chunks = jax.lax.optimization_barrier(sent.chunks)
+            incoming = [collective.all_gather_chunk(chunk, self.layout.mesh) for chunk in chunks]
+            return self._receive(incoming, sent)
 
+        return self._replacing("synchronise", exchange, sends=True)
 
-def _send(layout: Layout, plan: FragmentPlan, values: FragmentArrays) -> collective.Sent:
-    """Algorithm 2, lines 7-8: the outer gradients, encoded, in chunks."""
-    theta = values.theta if layout.per_replica_outer else [o[None] for o in values.theta]
-    g_R = outer.outer_gradient(theta, values.params)
-    lengths = layout.lengths(plan) * plan.num_chunks
-    return collective.send(plan.payload, g_R, lengths, values.residual)
+    def outer_step(self) -> Definition:
+        """Send, outer step and merge at send time; the mean is that of the round before.
 
+        arXiv 2502.12996: `delayed` (Algorithm 2) takes it as it is; `eager` (Algorithm 3) puts each
+        replica's fresh outer gradient in its own place.
+        """
 
-def _receive(
-    layout: Layout, plan: FragmentPlan, rule: Rule, incoming, sent: collective.Sent = NOTHING
-) -> tuple[collective.Received, jax.Array, collective.Sent]:
-    """Algorithm 2, line 10: the mean that all replicas share."""
-    received = collective.receive(
-        plan.payload,
-        incoming,
-        num_replicas=layout.num_replicas,
-        kinds=rule.kinds and [rule.kinds[s.leaf] for s in plan.slices],
-    )
-    return received, ~jnp.any(received.bad_RF), sent
+        def delayed(values, incoming):
+            return self._receive(incoming, sent=self._send(values))
 
+        def eager(values, incoming):
+            sent, M = self._send(values), self.layout.num_replicas
+            received, own_bad_RF = collective.receive_with_own(
+                self.plan.payload, incoming, sent.chunks, num_replicas=M
+            )
+            finite_R = ~(jnp.any(received.bad_RF) | jnp.any(own_bad_RF, axis=1))
+            return received, finite_R, sent
 
-def _pack(layout: Layout, plan: FragmentPlan, rule: Rule) -> Definition:
-    """Form the fragment's outer gradients and encode them: lines 7-8, no traffic over `diloco`."""
-    view = FragmentView(layout, plan)
+        exchange = {"delayed": delayed, "eager": eager}[self.rule.overlap]
+        return self._replacing(f"{self.rule.overlap}_step", exchange, sends=True, keeps=True)
 
-    def pack(leaves, starts, residual=()):
-        sent = _send(layout, plan, view.take(leaves._replace(residual=residual), starts))
-        residual = view.residual.put(residual, starts, sent.residual)
-        return sent._replace(chunks=_moved(layout, sent.chunks, HOST), residual=residual)
+    def _replacing(
+        self,
+        name: str,
+        exchange: Callable[..., Exchanged],
+        *,
+        sends: bool = False,
+        keeps: bool = False,
+    ) -> Definition:
+        """The program that replaces a fragment's values after exchange(values, *incoming).
 
-    state = layout.state
-    kept = shardings_of((fragment_leaves(state.residual, plan), state.residual_norm_R))
-    donated = (2,) if kept[0] else ()  # the residual alone
-    sent = collective.Sent(_outgoing(layout, plan), *kept)
-    return dict(fn=pack, donate=donated, out_shardings=sent)
+        sends: whether it encodes outer gradients; keeps: whether their chunks are a result.
+        """
+        layout, plan, state = self.layout, self.plan, self.layout.state
+        view = FragmentView(layout, plan)
+        update = functools.partial(outer_step_and_merge, self.rule)
+        if layout.per_replica_outer:
+            update = map_fn(update, mesh=layout.mesh, num_replicas=layout.num_replicas)
 
+        def program(leaves, bad_RF, starts, *incoming):
+            values = view.take(leaves, starts)
+            arrived = [self._moved(chunks, DEVICE) for chunks in incoming]
+            received, finite, sent = exchange(values, *arrived)
+            new, update_ratio = update(finite, values._replace(residual=()), received.mean)
+            new = new._replace(residual=sent.residual)
+            touched = jnp.array([s.leaf for s in plan.slices])
+            bad_RF = bad_RF.at[:, touched].max(received.bad_RF)
+            chunks = self._moved(sent.chunks, HOST) if keeps else ()
+            sent = sent._replace(residual=(), chunks=chunks)
+            return view.put(leaves, starts, new), bad_RF, received.sizes, update_ratio, sent
 
-def _merge(layout: Layout, plan: FragmentPlan, rule: Rule) -> Definition:
-    """Decode, average, outer step, mix into the replicas: lines 10-12, no traffic over `diloco`."""
+        program.__name__ = name  # of the compiled module
+        kept = arrays_of(state, plan)
+        kept = kept if sends else kept._replace(residual=())
+        norm = shardings_of(state.residual_norm_R) if sends else ()
+        sent = collective.Sent(self._outgoing() if keeps else (), (), norm)
+        # The leaves alone are donated. Not the flags: the host looks at them later.
+        reported = shardings_of((state.bad, state.sizes, state.update_ratio))
+        return dict(fn=program, donate=(0,), out_shardings=(shardings_of(kept), *reported, sent))
 
-    def exchange(values, incoming):
-        return _receive(layout, plan, rule, incoming)
+    def _send(self, values: FragmentArrays) -> collective.Sent:
+        """Algorithm 2, lines 7-8: the outer gradients, encoded, in chunks."""
+        one_theta = not self.layout.per_replica_outer
+        theta = [o[None] for o in values.theta] if one_theta else values.theta
+        g_R = outer.outer_gradient(theta, values.params)
+        lengths = self.layout.lengths(self.plan) * self.plan.num_chunks
+        return collective.send(self.plan.payload, g_R, lengths, values.residual)
 
-    return _replacing("merge", layout, plan, rule, exchange)
+    def _receive(self, incoming: Sequence[jax.Array], sent: collective.Sent = NOTHING) -> Exchanged:
+        """Algorithm 2, line 10: the mean that all replicas share."""
+        kinds = self.rule.kinds and [self.rule.kinds[s.leaf] for s in self.plan.slices]
+        M = self.layout.num_replicas
+        received = collective.receive(self.plan.payload, incoming, num_replicas=M, kinds=kinds)
+        return received, ~jnp.any(received.bad_RF), sent
 
+    def _outgoing(self) -> tuple[NamedSharding, ...]:
+        mesh, memory = self.layout.mesh, self.layout.chunk_memory
+        sharding = NamedSharding(mesh, collective.outgoing_spec(mesh), memory_kind=memory)
+        return (sharding,) * (self.plan.num_chunks * self.plan.num_pieces)
 
-def _synchronise(layout: Layout, plan: FragmentPlan, rule: Rule) -> Definition:
-    """tau = 0: lines 7-12 in one program; DiLoCo when the fragment is everything."""
-
-    def exchange(values):
-        # Without the barrier XLA:TPU gathers [1, N] and the payload is padded x2, x4 for bytes.
-        sent = _send(layout, plan, values)
-        chunks = jax.lax.optimization_barrier(sent.chunks)
-        incoming = [collective.all_gather_chunk(chunk, layout.mesh) for chunk in chunks]
-        return _receive(layout, plan, rule, incoming, sent)
-
-    return _replacing("synchronise", layout, plan, rule, exchange, sends=True)
-
-
-def _outer_step(layout: Layout, plan: FragmentPlan, rule: Rule) -> Definition:
-    """Send, outer step and merge at send time; the mean is that of the round before.
-
-    arXiv 2502.12996: `delayed` (Algorithm 2) takes it as it is; `eager` (Algorithm 3) puts each
-    replica's fresh outer gradient in its own place.
-    """
-
-    def delayed(values, incoming):
-        return _receive(layout, plan, rule, incoming, sent=_send(layout, plan, values))
-
-    def eager(values, incoming):
-        sent = _send(layout, plan, values)
-        received, own_bad_RF = collective.receive_with_own(
-            plan.payload, incoming, sent.chunks, num_replicas=layout.num_replicas
-        )
-        finite_R = ~(jnp.any(received.bad_RF) | jnp.any(own_bad_RF, axis=1))
-        return received, finite_R, sent
-
-    exchange = {"delayed": delayed, "eager": eager}[rule.overlap]
-    name = f"{rule.overlap}_step"
-    return _replacing(name, layout, plan, rule, exchange, sends=True, keeps=True)
+    def _moved(self, chunks: Sequence[jax.Array], space: jax.memory.Space) -> Any:
+        """Chunks from and to the memory in which the state keeps them."""
+        return jax.device_put(chunks, space) if self.layout.chunk_memory else chunks
 
 
-Define = Callable[[Layout, FragmentPlan, Rule], Definition]
-DEFINITIONS: Mapping[str, Define] = MappingProxyType({
-    "pack": _pack,
-    "merge": _merge,
-    "synchronise": _synchronise,
-    "outer_step": _outer_step,
+DEFINITIONS: Mapping[str, Callable[[FragmentPrograms], Definition]] = MappingProxyType({
+    "pack": FragmentPrograms.pack,
+    "merge": FragmentPrograms.merge,
+    "synchronise": FragmentPrograms.synchronise,
+    "outer_step": FragmentPrograms.outer_step,
 })  # fmt: skip

@@ -9,18 +9,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxdiloco.diloco import slices
 from maxdiloco.diloco.schedule import Event
-from maxdiloco.engine import outer_state
-from maxdiloco.engine.state import Layout, State, lay_out
+from maxdiloco.engine.state import FragmentPlan, Layout, State, fragment_structs, lay_out
 from maxdiloco.engine.trainer import OUTER_OF_EACH, OUTER_PARAMS, ExchangeSettings, SavedLayout
 from maxdiloco.parallel import offload
-from maxdiloco.parallel.replicas import broadcast
-from maxdiloco.parallel.sharding import shardings_of, zeros
+from maxdiloco.parallel.replicas import broadcast, reduce_mean
+from maxdiloco.parallel.sharding import of_parameters, shardings_of, zeros
 
+_OF_NO_PARAMETER = -1
 IN_FLIGHT = ("flight", "diagnostics")
 RESIDUAL = "residual"
 
@@ -49,10 +51,7 @@ def theta_item(layout: Layout) -> str:
 
 @dataclass(frozen=True)
 class Reader:
-    """A run that reads a checkpoint: its own layout and settings, and those of the saved state.
-
-    layer_axis: of fragments.partition.
-    """
+    """A run that reads a checkpoint: its own layout and settings, and those of the saved state."""
 
     layout: Layout
     settings: ExchangeSettings
@@ -132,10 +131,9 @@ class Reader:
     def state_of(self, items: dict[str, Any], *, t: int) -> State:
         """The state after inner step t from the items of `abstract_items`.
 
-        With another M, mesh, schedule, partition or wire, what was in flight is dropped: nothing
-        is applied for it, and in eager and delayed mode the history restarts as in round 1. The
-        residuals of error feedback begin at zero with another wire; else each value keeps its own,
-        also where what was sent with it is dropped.
+        Nothing is applied for what was in flight and is dropped, and in eager and delayed mode the
+        history restarts as in round 1. Residuals of another wire begin at zero; else each value
+        keeps its own, also where what was sent with it is dropped.
         """
         dropped_until, since = self.saved.dropped_until, self.saved.schedule_since
         if not self.keeps_flight:
@@ -201,16 +199,14 @@ class Reader:
 
         def converted(states):
             if self.was_eager and not eager:
-                states = outer_state.mean_of_replicas(states)
+                states = mean_of_replicas(states)
             plans, lead = (self._old.plans, layout.plans), int(self.was_eager and eager)
-            states = outer_state.resliced(
-                states, *plans, layout.outer_params, self.optimizer, lead=lead
-            )
+            states = resliced(states, *plans, layout.outer_params, self.optimizer, lead=lead)
             return of_each(states) if eager and not self.was_eager else states
 
         theta = items[OUTER_OF_EACH if self.was_eager else OUTER_PARAMS]
         if self.was_eager != eager:
-            change = outer_state.mean_of_replicas if self.was_eager else of_each
+            change = mean_of_replicas if self.was_eager else of_each
             theta = _program(change, layout.state.outer)(theta)
         if self._same_outer:
             return theta, items["outer_opt"]
@@ -232,3 +228,97 @@ def _empty(layout: Layout, names: Sequence[str]) -> dict[str, Any]:
     abstract = {name: items[name] for name in names}
     made = jax.jit(lambda: jax.tree.map(zeros, abstract), out_shardings=shardings_of(abstract))
     return made()
+
+
+# -- the outer optimizer's state, from the fragments of one run to those of another --------------
+
+
+def resliced(
+    states: tuple[Any, ...],
+    old: Sequence[FragmentPlan],
+    new: Sequence[FragmentPlan],
+    theta: Any,
+    optimizer: optax.GradientTransformation,
+    *,
+    lead: int,
+) -> tuple[Any, ...]:
+    """One state for each new fragment from those of the old ones; call it under jit.
+
+    It is per value: what belongs to a parameter moves with it. What belongs to none, such as Adam's
+    count, is that of the old fragment that held the first value of the new one. theta: one
+    replica's, arrays or ShapeDtypeStructs. lead: dims (R) before those of a value. Raises
+    ValueError where what belongs to no parameter is not of one shape.
+    """
+    leaves = jax.tree.leaves(theta)
+    whole: dict[tuple[int, int], jax.Array] = {}
+    others = []  # of each old fragment: leaves that belong to no parameter
+    for plan, state in zip(old, states, strict=True):
+        _, owners = _owners(optimizer, plan, leaves)
+        pairs = list(zip(owners, jax.tree.leaves(state), strict=True))
+        others.append([x for owner, x in pairs if owner is None])
+        for (copy, place), x in (pair for pair in pairs if pair[0] is not None):
+            s, key = plan.slices[place], (copy, plan.slices[place].leaf)
+            if key not in whole:
+                whole[key] = jnp.zeros((*x.shape[:lead], *leaves[s.leaf].shape), x.dtype)
+            whole[key] = slices.put(whole[key], s, plan.starts[place], x, lead=lead)
+    out = []
+    for plan in new:
+        abstract, owners = _owners(optimizer, plan, leaves)
+        given = iter(others[_home(plan, old)])
+        found = []
+        for owner, like in zip(owners, jax.tree.leaves(abstract), strict=True):
+            if owner is None:
+                found.append(_of_shape(next(given), like, lead))
+                continue
+            copy, place = owner
+            s = plan.slices[place]
+            found.append(slices.take(whole[copy, s.leaf], s, plan.starts[place], lead=lead))
+        out.append(jax.tree.unflatten(jax.tree.structure(abstract), found))
+    return tuple(out)
+
+
+def mean_of_replicas(states: Any) -> Any:
+    """[R, ...] -> [...]: counts are alike in all replicas."""
+    return jax.tree.map(
+        lambda x: reduce_mean(x) if jnp.issubdtype(x.dtype, jnp.floating) else x[0], states
+    )
+
+
+def _owners(optimizer, plan, leaves) -> tuple[Any, list[tuple[int, int] | None]]:
+    """The abstract state of a fragment, and whom each leaf of it belongs to; None: no parameter.
+
+    (copy, place): the copy-th value (momentum; Adam's two) of the fragment's place-th slice.
+    """
+    fragment = fragment_structs(plan, leaves)
+    abstract = jax.eval_shape(optimizer.init, fragment)
+
+    def place_of(leaf, place):
+        return place if leaf.shape == fragment[place].shape else _OF_NO_PARAMETER
+
+    places = of_parameters(
+        optimizer, place_of, abstract, list(range(len(fragment))), other=_OF_NO_PARAMETER
+    )
+    owners: list[tuple[int, int] | None] = []
+    for place in jax.tree.leaves(places):
+        copies = sum(owner is not None and owner[1] == place for owner in owners)
+        owners.append(None if place == _OF_NO_PARAMETER else (copies, place))
+    return abstract, owners
+
+
+def _home(plan: FragmentPlan, old: Sequence[FragmentPlan]) -> int:
+    """The old fragment that held the first value of a new one."""
+    leaf, entry = plan.slices[0].leaf, plan.slices[0].first
+    return next(
+        p
+        for p, before in enumerate(old)
+        if any(s.leaf == leaf and s.holds(entry) for s in before.slices)
+    )
+
+
+def _of_shape(x: jax.Array, like: jax.ShapeDtypeStruct, lead: int) -> jax.Array:
+    if x.shape[lead:] != like.shape:
+        raise ValueError(
+            f"the outer optimizer keeps an array of {like.shape} that is not shaped like the "
+            f"parameters, so its fragments cannot change. Keep num_fragments as it was."
+        )
+    return x

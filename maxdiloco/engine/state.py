@@ -43,13 +43,11 @@ class State:
     params, opt_state: [R, ...] of the replicas. outer: theta, float32, [...] ([R, ...] when eager).
     outer_opt: state of the outer optimizer, one entry per fragment. outgoing: pieces of the chunks
     of the fragment on the wire; incoming: of those that have arrived, per receive slot.
-    dropped_until: exchanges that were in flight after this step are never applied. schedule_since:
-    the step after which the schedule is the present one.
     bad: [R, F] whether a replica's leaf had a NaN or infinity at a send; bad_before: the same
-    before the last synchronisation. sizes: of the outer gradients of the fragment applied last.
-    update_ratio: outer.update_ratio of that fragment; [R] when eager.
-    residual: of error feedback, float32, [R, ...] like params, kept where theta is, and its norm
-    residual_norm_R of the fragment sent last; both () without.
+    before the last synchronisation. sizes, update_ratio ([R] when eager): of the fragment applied
+    last. residual: of error feedback, float32, [R, ...] like params, kept where theta is, and its
+    norm of the fragment sent last; both () without. dropped_until: exchanges that were in flight
+    after this step are never applied. schedule_since: the schedule is the present one after it.
     """
 
     t: int = field(metadata=dict(static=True))
@@ -99,10 +97,9 @@ class FragmentPlan:
 class Layout:
     """Shapes and shardings of a run's state, and the plans of its fragments.
 
-    paths, specs: of one replica's parameter leaves, in tree order. pieces: wire elements per
-    replica and device of the arrays that make one chunk, see engine.chunks; none when every
-    fragment travels whole. per_replica_outer: whether theta has a leading R (eager). state: of
-    ShapeDtypeStructs with shardings.
+    paths, specs: of one replica's parameter leaves, in tree order. pieces: of a chunk, see
+    engine.chunks; none when every fragment travels whole. per_replica_outer: whether theta has a
+    leading R (eager). state: of ShapeDtypeStructs with shardings.
     """
 
     mesh: Mesh
@@ -161,12 +158,8 @@ class Layout:
         return self.pieces[: plan.num_pieces] or whole
 
     def places(self, plan: FragmentPlan, chunks: Iterable[int] | None = None) -> list[int]:
-        """Where the pieces of a fragment's chunks are in `outgoing` and in a receive slot.
-
-        chunks: None for all of them.
-        """
-        if chunks is None:
-            chunks = range(plan.num_chunks)
+        """Where the pieces of a fragment's chunks, by default of all, are in a receive slot."""
+        chunks = range(plan.num_chunks) if chunks is None else chunks
         return [c * len(self.pieces) + piece for c in chunks for piece in range(plan.num_pieces)]
 
     def chunk_bytes(self, plan: FragmentPlan) -> int:
@@ -189,10 +182,7 @@ def _slice_spec(leaf_slice: LeafSlice, spec: P, mesh: Mesh) -> P:
 def plan_fragments(
     params: Any, settings: ExchangeSettings, layer_axis: Any, specs: Sequence[P], mesh: Mesh
 ) -> tuple[tuple[FragmentPlan, ...], tuple[int, ...]]:
-    """Every fragment's payload, and how many chunks it has; and Layout.pieces.
-
-    layer_axis: of fragments.partition, whose errors it raises. specs: as of Layout.
-    """
+    """Every fragment's payload and chunks, and Layout.pieces. Raises as fragments.partition."""
     leaves, plans = jax.tree.leaves(params), []
     partition = fragments.partition(params, layer_axis, **settings.partition)
     for index, fragment in enumerate(partition):
@@ -224,10 +214,7 @@ def lay_out(
     optimizer: optax.GradientTransformation,
     outer_memory: str | None,
 ) -> Layout:
-    """The layout for one replica's params and opt_state (arrays or ShapeDtypeStructs).
-
-    outer_memory: offload.HOST or, None, the device. Optimizer state in host memory stays there.
-    """
+    """The layout for one replica's params and opt_state. outer_memory: offload.HOST or None."""
     paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(params), strict=True)
     specs = tuple(spec_on(x, mesh) for x in leaves)
     schedule, per_replica = settings.schedule, settings.outer_overlap == "eager"

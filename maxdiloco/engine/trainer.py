@@ -80,10 +80,9 @@ class ExchangeSettings(NamedTuple):
 
 
 class Description(NamedTuple):
-    """Texts for the user. title: the mode in a few words.
+    """Texts for the user: the mode, the fragment table, the lines of a start.
 
-    fragments: lines of the fragment table. start: lines that a run prints at its start. resident:
-    what a device keeps beyond plain training, "" for nothing.
+    resident: what a device keeps beyond plain training, "" for nothing.
     """
 
     title: str
@@ -110,17 +109,13 @@ class Trainer(Protocol):
     evaluates_slots: bool = False
 
     def init_program(self, make: Callable[..., tuple[Any, Any]], **options) -> Program:
-        """The program that makes the state before the first step.
+        """The program that makes the state before the first step. options: of Program.
 
-        make(*args) -> (params, opt_state), one replica's; the program takes its arguments. options:
-        of Program.
+        make(*args) -> (params, opt_state), one replica's; the program takes its arguments.
         """
 
     def calls(self, batch: Any) -> list[Call]:
-        """Every program that the steps of a run call, first the plain step's; see engine.calls.
-
-        batch: ShapeDtypeStructs with shardings, leaves [R, ...].
-        """
+        """Every program of the steps, the plain one first. batch: ShapeDtypeStructs, [R, ...]."""
 
     def eval_calls(self, runs: float) -> list[Call]:
         """The programs that `eval_params` calls, by default none. runs: how often in a period."""
@@ -143,10 +138,7 @@ class Trainer(Protocol):
         return state.params
 
     def eval_params(self, state: Any) -> Any:
-        """The parameters to evaluate, in device memory: those to export, leaves [...].
-
-        With evaluates_slots: leaves [slots, ...], the mean of the thetas of each slot of `diloco`.
-        """
+        """The parameters to evaluate, on the device; with evaluates_slots [slots, ...], means."""
         return self.outer_params(state)
 
     def bytes_sent(self, t: int) -> float:

@@ -20,7 +20,7 @@ from maxdiloco.engine.trainer import Trainer
 from maxdiloco.flags.config import Config
 from maxdiloco.models.loss import next_tokens
 from maxdiloco.models.transformer import Model
-from maxdiloco.parallel import feeding, slots
+from maxdiloco.parallel import feeding, replicas
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.replicas import broadcast, map_fn, reduce_mean, without_singleton_vmap
 from maxdiloco.parallel.sharding import spec
@@ -96,7 +96,7 @@ class Evaluation:
         self._bytes_V = token_bytes
         self._replicated = NamedSharding(mesh, P())
         self._of_slots = of_slots
-        over = slots.of_each if of_slots else slots.of_all
+        over = replicas.of_each_slot if of_slots else replicas.of_whole_mesh
         self._program = Program(
             "evaluate",
             over(self._sums, mesh),
@@ -154,7 +154,7 @@ class Evaluation:
                 on_devices.append((program or self._program)(params, batch, bytes_V))
                 jax.block_until_ready(on_devices[-ahead:][0])
         if self._of_slots and program is None:
-            sums = slots.sums_of_all(on_devices)
+            sums = replicas.sums_of_all(on_devices)
             return [Totals(sums[0], int(sums[1]), int(sums[2]))]
         sums_N3R = [[np.atleast_1d(np.asarray(x, np.float64)) for x in sums] for sums in on_devices]
         return [

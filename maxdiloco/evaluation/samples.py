@@ -15,7 +15,7 @@ from maxdiloco.data import token_text
 from maxdiloco.engine.calls import BESIDE, EVALUATION, Call
 from maxdiloco.models import sampling
 from maxdiloco.models.loss import batch_shards
-from maxdiloco.parallel import slots
+from maxdiloco.parallel import replicas
 from maxdiloco.parallel.program import Program
 
 # Those of maxdiloco.generate, but for a shorter text. Our choice.
@@ -44,7 +44,7 @@ class Sampler:
     ):
         self._model, self._tokenizer, self._prompt = model, tokenizer, prompt
         self._tokens = token_text.prompt_tokens(tokenizer, prompt)
-        over = slots.of_each if of_slots else slots.of_all
+        over = replicas.of_each_slot if of_slots else replicas.of_whole_mesh
         self._program = Program(
             "sample",
             over(self._sample, mesh),
@@ -72,5 +72,5 @@ class Sampler:
 
     def __call__(self, params: Any) -> str:
         """The prompt and its continuation. params: of Trainer.eval_params."""
-        tokens = slots.first_here(self._program(params, None, None))
+        tokens = replicas.first_here(self._program(params, None, None))
         return self._prompt + token_text.continuation(self._tokenizer, self._tokens, tokens)

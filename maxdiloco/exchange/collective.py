@@ -160,8 +160,7 @@ def receive(
                 spread=functools.partial(spread_norms, payload, kinds),
             )
         mean = [
-            assemble(shard, x_N[None])[0]
-            for shard, x_N in zip(payload.shards, mean_N, strict=True)
+            assemble(shard, x_N[None])[0] for shard, x_N in zip(payload.shards, mean_N, strict=True)
         ]
         return _received(payload, mean, notes_R, plain_N)
 

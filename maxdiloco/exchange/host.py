@@ -56,9 +56,7 @@ def shards_of(mesh: Mesh) -> dict[jax.Device, Shard]:
     places = mesh.size // slots
     sharding = NamedSharding(mesh, outgoing_spec(mesh))
     parts = sharding.devices_indices_map((mesh.size,))
-    return {
-        device: Shard(*divmod(part.start or 0, places)) for device, (part,) in parts.items()
-    }
+    return {device: Shard(*divmod(part.start or 0, places)) for device, (part,) in parts.items()}
 
 
 def routes(owners: dict[Shard, int], process: int) -> Routes:
@@ -139,8 +137,7 @@ class HostCarrier:
     def take(self, key: Hashable) -> tuple[jax.Array, ...]:
         """The chunks of all replicas, laid out by incoming_spec; waits for those still under way.
 
-        Raises LostPeerError when a process they come from is gone, or sends nothing for too long:
-        see Patience.
+        Raises LostPeerError as Patience does.
         """
         started = time.perf_counter()
         arrived = self._arriving.pop(key).result()
@@ -181,15 +178,14 @@ class HostCarrier:
                 own[self._shards[part.device]].append(codes)
         for peer, shards in self._routes.sends.items():
             rows = [row for shard in shards for row in _live(own[shard], size)]
-            self._links.send(peer, key, [_bytes(row) for row in rows])
+            flat = [np.ascontiguousarray(row).reshape(-1).view(np.uint8) for row in rows]
+            self._links.send(peer, key, [memoryview(codes) for codes in flat])
         return own
 
     def _collect(self, key, fetched, lengths, size, dtype, what) -> tuple[jax.Array, ...]:
         """The chunks as `take` gives them, on the devices."""
-        here = {shard.place for shard in self._routes.own}
-        codes = [
-            {p: np.zeros((self._replicas, length), dtype) for p in here} for length in lengths
-        ]
+        here, M = {shard.place for shard in self._routes.own}, self._replicas
+        codes = [{p: np.zeros((M, length), dtype) for p in here} for length in lengths]
         own = fetched.result()
         self._patience.worked()
         for shard, chunks in own.items():
@@ -203,9 +199,8 @@ class HostCarrier:
                 for block in _live(blocks, size):
                     block[:] = data[: block.size].reshape(block.shape)
                     data = data[block.size :]
-        return tuple(
-            self._on_devices(chunk, length) for chunk, length in zip(codes, lengths, strict=True)
-        )
+        pairs = zip(codes, lengths, strict=True)
+        return tuple(self._on_devices(chunk, length) for chunk, length in pairs)
 
     def _rows(self, shard: Shard) -> slice:
         """The replicas of a shard's slot."""
@@ -232,7 +227,3 @@ def _live(chunks: Sequence[np.ndarray], size: int) -> list[np.ndarray]:
         views.append(chunk[:, : max(size, 0)])
         size -= chunk.shape[1]
     return [view for view in views if view.size]
-
-
-def _bytes(codes: np.ndarray) -> memoryview:
-    return memoryview(np.ascontiguousarray(codes).reshape(-1).view(np.uint8))

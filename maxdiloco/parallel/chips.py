@@ -7,10 +7,10 @@ from typing import NamedTuple
 class Chip(NamedTuple):
     """One JAX device. What only compiling ahead needs is None where it cannot be compiled for.
 
-    kinds: what jax.Device.device_kind calls it. peak_flops: dense bfloat16 FLOP/s.
-    hbm_gib: what a program may use [GiB]. clock_hz: of the compiler's estimated cycles.
-    ici_gbps: all ICI links of the device together, one way [1e9 bits per second].
-    options: of the compiler for the programs of a step, (name, value) each; its own elsewhere.
+    kinds: of jax.Device.device_kind. peak_flops: dense bfloat16 FLOP/s. hbm_gib: what a program may
+    use. clock_hz: of the compiler's estimated cycles. ici_gbps: all ICI links of the device
+    together, one way [Gbit/s]. options: of the compiler for the programs of a step, (name, value)
+    each.
     """
 
     kinds: tuple[str, ...]
@@ -95,20 +95,14 @@ def _chip_of(device_kind: str) -> Chip | None:
 
 
 def step_options(device_kind: str) -> dict[str, str] | None:
-    """Options of the compiler for the programs of a step on a device; None for its own.
-
-    A flag of the same name in LIBTPU_INIT_ARGS is left to act.
-    """
+    """The compiler's options for the programs of a step; None: its own. The user's flags win."""
     chip = _chip_of(device_kind)
     wanted = dict(chip.options) if chip else {}
     return {name: wanted[name] for name in wanted if not _is_given(name)} or None
 
 
 def hide_transfers() -> None:
-    """Have libtpu give a transfer to other slices the whole step. Call before JAX loads libtpu.
-
-    A flag of the same name in LIBTPU_INIT_ARGS is left to act.
-    """
+    """Have libtpu give a transfer to other slices the whole step, before JAX loads it."""
     name, value = _SLOW_LINK
     if not _is_given(name):
         flags = compiler_flags()["LIBTPU_INIT_ARGS"]

@@ -43,18 +43,13 @@ def to_global(batch: Any, rows: Rows, sharding: NamedSharding, shape: tuple[int,
     return jax.tree.map(whole, batch)
 
 
-def take_shard(
-    local_NL: np.ndarray, positions: np.ndarray, shard: tuple[slice, ...]
-) -> np.ndarray:
+def take_shard(local_NL: np.ndarray, positions: np.ndarray, shard: tuple[slice, ...]) -> np.ndarray:
     """One shard of the whole array from the local rows; positions: of positions_of."""
     return local_NL[positions[shard[:-1]], shard[-1]]
 
 
 def positions_of(rows: Rows, shape: tuple[int, ...]) -> np.ndarray:
-    """Index in the local rows of every row of the whole array, int64 [R, B] or [B].
-
-    Rows of other processes get N, one past the end, so that taking one is an IndexError.
-    """
+    """Index in the local rows of every row of the whole array, int64; N for other processes'."""
     positions = np.full(shape[:-1], len(rows[0]))
     positions[rows] = np.arange(len(rows[0]))
     return positions

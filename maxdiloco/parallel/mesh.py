@@ -26,10 +26,7 @@ _OF_A_PEER = ("DEADLINE_EXCEEDED", "UNAVAILABLE", "CANCELLED", "ABORTED")
 
 
 def fill(sizes: Mapping[str, int], total: int, name: str) -> dict[str, int]:
-    """Replace the one -1 of a tier so that the product is `total` [devices or slices].
-
-    Raises ConfigError with the product written out when the sizes do not fit.
-    """
+    """The sizes with the one -1 replaced so that their product is `total`. Raises ConfigError."""
     known = math.prod(size for size in sizes.values() if size != -1)
     filled = {
         axis: (total // known if size == -1 and total % known == 0 else size)
@@ -87,11 +84,7 @@ def set_up_cpu(asked: Hardware) -> None:
 
 
 def run_in_caller() -> None:
-    """Have XLA:CPU run a program in the thread that calls it, which so allocates its arrays.
-
-    That is the first thread for the steps of a run. A process with several devices runs each in a
-    thread of its own all the same.
-    """
+    """Have XLA:CPU run a program in the thread that calls it, which so allocates its arrays."""
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
@@ -118,8 +111,8 @@ def emulated_devices(asked: Hardware, num_processes: int) -> int:
 def emulate_devices(asked: Hardware, *, num_processes: int) -> None:
     """Make as many CPU devices as the mesh needs, where JAX may use nothing else.
 
-    A process makes MOST_EMULATED at most; `build` refuses a mesh that needs more. An explicit
-    jax_num_cpu_devices is respected. Raises ConfigError like emulated_devices.
+    MOST_EMULATED at most; `build` refuses a mesh that needs more. An explicit jax_num_cpu_devices
+    is respected. Raises ConfigError like emulated_devices.
     """
     if on_cpu_alone(asked) and jax.config.jax_num_cpu_devices == -1:
         needed = emulated_devices(asked, num_processes)
@@ -176,10 +169,7 @@ def slice_of(device: jax.Device) -> int:
 
 
 def count_slices(asked: Hardware, devices: Sequence[jax.Device]) -> int:
-    """Real slices on TPU; elsewhere the product of the dcn tier, or num_slices.
-
-    Where both are open, each GPU host or CPU process is a slice.
-    """
+    """Real slices on TPU; elsewhere by the dcn tier, num_slices, or GPU hosts and processes."""
     numbered, platform = len({slice_of(device) for device in devices}), devices[0].platform
     if platform != "tpu" and -1 not in asked.dcn.values():
         return math.prod(asked.dcn.values())
@@ -250,23 +240,18 @@ def _arrange(
 ) -> tuple[np.ndarray, bool]:
     """The devices in the shape of the mesh, and whether axes share a dimension of the torus."""
     if devices[0].platform == "tpu":
+        make, shapes = mesh_utils.create_hybrid_device_mesh, (ici, dcn)
+        if math.prod(dcn) == 1:
+            make, shapes = mesh_utils.create_device_mesh, (ici,)
         try:
-            return _on_torus(devices, dcn, ici, share=False), False
+            return make(*shapes, devices), False
         except NotImplementedError:  # an axis is smaller than a dimension, as 2 on a torus of 4 x 4
-            return _on_torus(devices, dcn, ici, share=True), True
+            return make(*shapes, devices, allow_split_physical_axes=True), True
     blocks = np.array(devices, dtype=object).reshape(*dcn, *ici)
     n = len(dcn)
     pairs = [dim for axis in range(n) for dim in (axis, n + axis)]
     sizes = [outer * inner for outer, inner in zip(dcn, ici, strict=True)]
     return blocks.transpose(pairs).reshape(sizes), False
-
-
-def _on_torus(
-    devices: list[jax.Device], dcn: tuple[int, ...], ici: tuple[int, ...], *, share: bool
-) -> np.ndarray:
-    if math.prod(dcn) == 1:
-        return mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=share)
-    return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, allow_split_physical_axes=share)
 
 
 def in_slice_axes(mesh: Mesh) -> tuple[str, ...]:

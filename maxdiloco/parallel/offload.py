@@ -33,8 +33,7 @@ def moved(
 ) -> jax.Array | jax.ShapeDtypeStruct:
     """x in another memory of its devices: HOST or, None, the devices' own.
 
-    Copied beside the programs that run, not by one: it returns at once, and holds up only what
-    takes the result.
+    Copied beside the programs that run, not by one: it holds up only what takes the result.
     """
     if kind_of(x) == memory:
         return x
@@ -49,10 +48,9 @@ def moved(
 
 
 def with_state_on_device(step: Callable, like: Any) -> Callable:
-    """step(params, opt_state, batch) over an opt_state that is kept as `like` says.
+    """step(params, opt_state, batch) over an opt_state that is kept as `like` says, under jit.
 
-    A TPU computes in device memory only: the program loads what is in host memory and stores it
-    again. Call the result under jit.
+    A TPU computes in device memory only: what is in host memory is loaded and stored again.
     """
     if not any(map(on_host, jax.tree.leaves(like))):
         return step

@@ -57,10 +57,7 @@ class Program:
         return self.lowered(*args)()
 
     def lowered(self, *args: Any) -> Callable[[], jax.stages.Compiled]:
-        """Lower fn for arguments shaped like args; what is returned compiles it, in any thread.
-
-        Lowering is Python and holds the GIL, compiling does not.
-        """
+        """Lower fn, which holds the GIL; what is returned compiles it, in any thread."""
         key = _abstract(args)
         if key in self.compiled:
             return lambda: self.compiled[key]
@@ -77,10 +74,7 @@ class Program:
         return compile_
 
     def fingerprint(self, *args: Any) -> str:
-        """A digest of what is compiled for arguments shaped like args, the same in every process.
-
-        The lowered text lacks the arguments that fn does not use, and the compiler's options.
-        """
+        """A digest of what is compiled for such arguments, the same in every process."""
         text = self.lower(*args).as_text()
         whole = repr((text, _abstract(args), sorted((self._compiler_options or {}).items())))
         return hashlib.sha256(whole.encode()).hexdigest()

@@ -5,13 +5,17 @@ replicas has R, of size M, as its first dim, sharded over the mesh axis `diloco`
 axis holds M / (its size) replicas, side by side.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+
+from maxdiloco.processes import agree
 
 
 def map_fn(fn: Callable, *, mesh: Mesh, num_replicas: int) -> Callable:
@@ -55,8 +59,7 @@ def broadcast(x: jax.Array, num_replicas: int) -> jax.Array:
 def reduce_mean(x_R: jax.Array) -> jax.Array:
     """[R, ...] -> [...]: the unweighted mean, summed in float32 in replica order.
 
-    It divides; diloco.outer.ordered_mean multiplies by 1 / M, rounded. For M = 3 a third of the
-    values would change with the other one's rule.
+    It divides; diloco.outer.ordered_mean multiplies by 1 / M, rounded, which gives other bits.
     """
     total = x_R[0].astype(jnp.float32)
     for m in range(1, x_R.shape[0]):
@@ -94,3 +97,54 @@ def manual(fn: Callable, mesh: Mesh, out_specs: P, in_specs: Any = None) -> Call
         axis_names={"diloco"},
         check_vma=False,  # replication over the automatic axes is not known here
     )
+
+
+# -- programs beside the steps ---------------------------------------------------------------------
+# S slots of the mesh axis diloco
+
+
+def of_whole_mesh(fn: Callable[[Any, Any, Any], Any], mesh: Mesh) -> Callable[[Any, Any, Any], Any]:
+    """fn(params, batch, shared) on the whole mesh."""
+
+    def program(params, batch, shared):
+        # The context mesh lets a model lay out its activations.
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return fn(params, batch, shared)
+
+    return program
+
+
+def of_each_slot(fn: Callable[[Any, Any, Any], Any], mesh: Mesh) -> Callable[[Any, Any, Any], Any]:
+    """fn(params, batch, shared) of one slot, for params [S, ...]; no traffic between slots.
+
+    Batches are divided over the slots; leaves of the result are [1, ...] in fn, [S, ...] outside.
+    """
+
+    def of_slot(params, batch, shared):
+        return fn(jax.tree.map(lambda x: x[0], params), batch, shared)
+
+    return manual(of_slot, mesh, P("diloco"), in_specs=(P("diloco"), P("diloco"), P()))
+
+
+def first_here(x: jax.Array) -> np.ndarray:
+    """x[0] of an array [S, ...], or the first entry that this process holds."""
+    shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+    return np.asarray(shards[0].data)[0]
+
+
+def sums_of_all(batches: Sequence[Sequence[jax.Array]]) -> list[float]:
+    """n arrays [S] a batch, added up in float64 over batches and slots, in all processes."""
+    of_slot: dict[int, jax.Device] = {}
+    like = batches[0][0]
+    for device, (index,) in like.sharding.devices_indices_map(like.shape).items():
+        of_slot.setdefault(index.start or 0, device)
+    S, n = len(of_slot), len(batches[0])
+    owned_S = [of_slot[slot].process_index == jax.process_index() for slot in range(S)]
+    sums_Sn = np.zeros((S, n))
+    for batch in batches:
+        for i, x in enumerate(batch):
+            for shard in x.addressable_shards:
+                if shard.device in of_slot.values():
+                    sums_Sn[shard.index[0].start or 0, i] += float(np.asarray(shard.data)[0])
+    sums_Sn = agree.from_owners(sums_Sn.reshape(-1), np.repeat(owned_S, n)).reshape(S, n)
+    return [math.fsum(column) for column in sums_Sn.T]

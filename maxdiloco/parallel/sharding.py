@@ -87,10 +87,7 @@ def is_expert(names: Names) -> bool:
 
 
 def is_vector(names: Names) -> bool:
-    """Whether a parameter is a norm's scale, a bias or a sink rather than a matrix.
-
-    It is kept in its own type for the layer, does not decay and is Adam's with muon.
-    """
+    """Whether it is a scale, bias or sink: of its own type, without decay, Adam's with muon."""
     own = [name for name in names if name not in ("layers", *EXPERTS)]
     return len(own) < 2 or "norm" in own or "bias" in own
 
@@ -114,10 +111,7 @@ def spec(names: Names, rules: Rules, *, without: Sequence[str] = ()) -> P:
 def constrain(
     x: jax.Array, names: Names, rules: Rules, *, without: Sequence[str] = ()
 ) -> jax.Array:
-    """x, sharded by the logical names of its dims on the mesh of the context, where there is one.
-
-    Axes that are manual there (`diloco` under the map over replicas) and `without` are left out.
-    """
+    """x, sharded on the context's mesh, if any, but for manual axes and those in `without`."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
@@ -128,9 +122,7 @@ def constrain(
     )
 
 
-def gathered(
-    w: jax.Array, names: Names, rules: Rules, *, scattered: bool = False
-) -> jax.Array:
+def gathered(w: jax.Array, names: Names, rules: Rules, *, scattered: bool = False) -> jax.Array:
     """A weight, gathered over the mesh axes that split the tokens, for its use in a product.
 
     Without the constraint the partitioner may cut the product into as many pieces as the axis has
@@ -160,8 +152,7 @@ _gathered.defvjp(
 def parameter_shardings(logical_axes: Any, shapes: Any, mesh: Mesh, rules: Rules) -> Any:
     """NamedSharding of every parameter of one replica.
 
-    logical_axes: pytree like `shapes` whose leaves are tuples of logical names.
-    Raises ConfigError when a dim does not divide by the mesh axes that its rule names.
+    logical_axes: tuples of logical names. Raises ConfigError for a dim that its axes do not divide.
     """
 
     # Checkpoints note the specs, which are the same without the axis.
@@ -186,10 +177,9 @@ def parameter_shardings(logical_axes: Any, shapes: Any, mesh: Mesh, rules: Rules
 def optimizer_shardings(
     optimizer: optax.GradientTransformation, params: Any, shardings: Any, mesh: Mesh
 ) -> Any:
-    """NamedSharding of every leaf of `optimizer.init(params)`.
+    """NamedSharding of every leaf of `optimizer.init(params)`; shardings: pytree like params.
 
     A leaf shaped like a parameter is sharded like it; the rest (step counts) is on every device.
-    params: arrays or ShapeDtypeStructs; shardings: pytree like params.
     """
     replicated = NamedSharding(mesh, P())
     pairs = jax.tree.map(
@@ -243,10 +233,7 @@ def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
-    """Zeros with the shape and sharding of x, made on the devices that keep them; call under jit.
-
-    XLA makes plain zeros of one shape once, and sends them to the devices that need others.
-    """
+    """Zeros like x, made on the devices that keep them, where XLA would send them. Under jit."""
     local = x.sharding.shard_shape(x.shape)
     return jax.shard_map(
         lambda: jnp.zeros(local, x.dtype),

@@ -6,9 +6,8 @@ from typing import NamedTuple
 import jax
 
 from maxdiloco.diloco import outer, quantize
-from maxdiloco.engine.describe import bytes_on_device
+from maxdiloco.engine.calls import bytes_on_device, is_on_device
 from maxdiloco.engine.exchanges import CARRIERS, chunks_on_device
-from maxdiloco.engine.memory import is_on_device
 from maxdiloco.engine.state import FragmentPlan, lay_out, plan_fragments
 from maxdiloco.engine.trainer import ExchangeSettings
 from maxdiloco.exchange import payload

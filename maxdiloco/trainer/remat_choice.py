@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from maxdiloco.engine.memory import memory_of
+from maxdiloco.engine.calls import memory_of
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.compiles import side_by_side, too_big

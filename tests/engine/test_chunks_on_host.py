@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from maxdiloco import DiLoCo
 from maxdiloco.diloco.schedule import INNER_EXCHANGE
 from maxdiloco.engine import actions
-from maxdiloco.engine.memory import elsewhere
+from maxdiloco.engine.calls import elsewhere
 from maxdiloco.parallel import offload
 
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from tiers import corner
 
 from maxdiloco import DiLoCo
-from maxdiloco.engine import outer_state, saved
+from maxdiloco.engine import saved
 from maxdiloco.engine.fragment_arrays import FragmentArrays
 from maxdiloco.errors import NumericsError
 from maxdiloco.parallel.replicas import mean_of_all, mean_of_each_slot
@@ -210,7 +210,7 @@ def test_a_count_of_the_outer_optimizer_goes_with_the_first_value_of_a_fragment(
                        count=jnp.int32(count))
         for plan, count in zip(plans[0], (3, 5), strict=True)
     ]  # fmt: skip
-    found = outer_state.resliced(tuple(states), *plans, PARAMS, adam, lead=0)
+    found = saved.resliced(tuple(states), *plans, PARAMS, adam, lead=0)
     assert [int(optax.tree.get(state, "count")) for state in found] == [3, 5, 5, 5]
 
 

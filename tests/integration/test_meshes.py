@@ -8,7 +8,7 @@ import pytest
 import run_tools as tools
 from tiers import corner
 
-from maxdiloco.engine.memory import is_on_device
+from maxdiloco.engine.calls import is_on_device
 from maxdiloco.flags import config
 from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.parallel import mesh as mesh_lib

@@ -19,7 +19,7 @@ from tiers import corner, full
 
 from maxdiloco.aot.hlo import reader, replay, transfers
 from maxdiloco.aot.report import exposed_share
-from maxdiloco.engine.describe import bytes_on_device
+from maxdiloco.engine.calls import bytes_on_device
 from maxdiloco.exchange import collective
 from maxdiloco.parallel.replicas import map_fn
 

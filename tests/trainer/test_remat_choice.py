@@ -9,8 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxdiloco.engine.calls import Call
-from maxdiloco.engine.memory import memory_of
+from maxdiloco.engine.calls import Call, memory_of
 from maxdiloco.flags import config
 from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.models.remat import POLICIES
