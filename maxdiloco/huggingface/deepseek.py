@@ -50,7 +50,6 @@ def v2() -> Family:
     tensors = {leaf: tensor for leaf, tensor in v3().tensors.items() if leaf != "moe.routed_bias"}
     return Family(
         model_type="deepseek_v2",
-        architecture="DeepseekV2ForCausalLM",
         fields=_fields(experts=64, per_token=6, width=1407, shared=2, first_dense=0, factor=1.0),
         rules=_rules(),
         fixed={"normalization_layer_epsilon": _EPSILON},
@@ -72,7 +71,6 @@ def v3() -> Family:
     """The model type deepseek_v3."""
     return Family(
         model_type="deepseek_v3",
-        architecture="DeepseekV3ForCausalLM",
         fields=(
             *_fields(experts=256, per_token=8, width=2048, shared=1, first_dense=3, factor=2.5),
             Field("norm_topk_prob", "router.normalise_weights", True),

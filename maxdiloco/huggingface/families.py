@@ -54,27 +54,23 @@ def _dense() -> tuple[Family, ...]:
     bias = rules.attention_bias(False)
     llama = Family(
         model_type="llama",
-        architecture="LlamaForCausalLM",
         fields=(*sizes(epsilon=1e-6), Field("mlp_bias", "mlp_bias", False)),
         rules=(silu, bias, rope),
         tensors={**OUTSIDE, **ATTENTION, **PRE_NORMS, **GATED_MLP},
     )
     mistral = llama._replace(
         model_type="mistral",
-        architecture="MistralForCausalLM",
         fields=sizes(epsilon=1e-6, num_key_value_heads=grouped(8)),
         rules=(silu, rope, rules.or_null("sliding_window", "sliding_window_size", 4096)),
     )
     qwen2 = llama._replace(
         model_type="qwen2",
-        architecture="Qwen2ForCausalLM",
         fields=sizes(epsilon=1e-6),
         rules=(silu, rope, rules.qwen_window()),
         fixed={"attention_bias": "qkv"},
     )
     qwen3 = llama._replace(
         model_type="qwen3",
-        architecture="Qwen3ForCausalLM",
         fields=sizes(epsilon=1e-6, head_dim=128),
         rules=(*qwen2.rules, bias),
         fixed={"use_qk_norm": "head"},
@@ -82,7 +78,6 @@ def _dense() -> tuple[Family, ...]:
     )
     olmo2 = llama._replace(
         model_type="olmo2",
-        architecture="Olmo2ForCausalLM",
         fields=sizes(epsilon=1e-5),
         fixed={"use_qk_norm": "projection", "norm_placement": "post"},
         tensors={**OUTSIDE, **ATTENTION, **POST_NORMS, **GATED_MLP, **QK_NORMS},
@@ -113,7 +108,6 @@ def _gemmas() -> tuple[Family, ...]:
 
     gemma = Family(
         model_type="gemma",
-        architecture="GemmaForCausalLM",
         fields=of_heads(16, 16),
         rules=(gelu, bias, rope),
         fixed=_GEMMA | {"norm_placement": "pre"},
@@ -123,7 +117,6 @@ def _gemmas() -> tuple[Family, ...]:
     scalar = Field("query_pre_attn_scalar", "query_pre_attn_scalar", 256.0)
     gemma2 = gemma._replace(
         model_type="gemma2",
-        architecture="Gemma2ForCausalLM",
         fields=(*of_heads(8, 4), scalar),
         rules=with_windows(rope, 2, 50.0, 30.0),
         fixed=_GEMMA,
@@ -131,7 +124,6 @@ def _gemmas() -> tuple[Family, ...]:
     )
     text = gemma2._replace(
         model_type="gemma3_text",
-        architecture="Gemma3ForCausalLM",
         fields=(*of_heads(8, 4, vocab_size=262208), scalar),
         rules=with_windows(rules.rope(1e6, local=1e4), 6, 0.0, 0.0),
         fixed=_GEMMA | {"use_qk_norm": "head"},
@@ -154,7 +146,6 @@ def _with_experts() -> tuple[Family, ...]:
     silu, outside = rules.activation("hidden_act", "silu"), {**OUTSIDE, **ATTENTION, **PRE_NORMS}
     mixtral = Family(
         model_type="mixtral",
-        architecture="MixtralForCausalLM",
         fields=(
             *sizes(epsilon=1e-5, num_key_value_heads=grouped(8)),
             *expert_fields("num_local_experts", 8, per_token=2, width=("intermediate_size", 14336)),
@@ -165,7 +156,6 @@ def _with_experts() -> tuple[Family, ...]:
     )
     qwen3_moe = mixtral._replace(
         model_type="qwen3_moe",
-        architecture="Qwen3MoeForCausalLM",
         fields=(
             *sizes(epsilon=1e-6, num_key_value_heads=grouped(4)),
             *expert_fields("num_experts", 128, per_token=8, width=("moe_intermediate_size", 768)),
@@ -178,7 +168,6 @@ def _with_experts() -> tuple[Family, ...]:
     )
     gpt_oss = mixtral._replace(
         model_type="gpt_oss",
-        architecture="GptOssForCausalLM",
         fields=(
             *sizes(epsilon=1e-5, head_dim=64, num_key_value_heads=8),
             *expert_fields(
