@@ -26,7 +26,7 @@ from maxdiloco.flags.checks import AXES
 from maxdiloco.flags.config import Config
 from maxdiloco.huggingface import beside_weights, config_json, folders, safetensors_files, tensors
 from maxdiloco.huggingface.config_json import Read
-from maxdiloco.huggingface.progress import Progress
+from maxdiloco.huggingface.folders import Progress
 from maxdiloco.huggingface.safetensors_files import Stored
 from maxdiloco.huggingface.tensors import Layout
 
