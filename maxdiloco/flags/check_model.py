@@ -123,12 +123,8 @@ def _pattern(cfg: Any) -> None:
 
 def _experts(cfg: Any, router: Mapping[str, Any]) -> None:
     if cfg.num_experts == 1:
-        idle_keys.refuse(
-            cfg,
-            NEED_EXPERTS,
-            beside="num_experts=1, a dense model",
-            remedy=", or set num_experts",
-        )
+        alone, remedy = "num_experts=1, a dense model", ", or set num_experts"
+        idle_keys.refuse(cfg, NEED_EXPERTS, beside=alone, remedy=remedy)
         return
     if cfg.num_experts_per_tok > cfg.num_experts:
         raise ConfigError(
@@ -141,11 +137,6 @@ def _experts(cfg: Any, router: Mapping[str, Any]) -> None:
             f"base_num_decoder_layers={cfg.base_num_decoder_layers} to the experts. Use "
             f"{cfg.base_num_decoder_layers - 1} or fewer, or num_experts=1."
         )
-    _groups(cfg, router)
-    _axis(cfg)
-
-
-def _groups(cfg: Any, router: Mapping[str, Any]) -> None:
     groups, used = router["num_groups"], router["groups_per_token"]
     if cfg.num_experts % groups:
         raise ConfigError(
@@ -164,10 +155,7 @@ def _groups(cfg: Any, router: Mapping[str, Any]) -> None:
             f"{cfg.num_experts // groups} experts of a group = {eligible}. Raise "
             f"groups_per_token, or use {eligible} or fewer."
         )
-
-
-def _axis(cfg: Any) -> None:
-    """Sizes that are open are checked with the devices, in parallel.sharding."""
+    # Sizes that are open are checked with the devices, in parallel.sharding.
     dcn, ici = cfg.dcn_expert_parallelism, cfg.ici_expert_parallelism
     if min(dcn, ici) > 0 and cfg.num_experts % (dcn * ici):
         raise ConfigError(

@@ -1,5 +1,6 @@
 """The files beside a model's weights: those that an import keeps, a tokenizer's in an export."""
 
+import itertools
 import json
 import pathlib
 from typing import Any
@@ -107,17 +108,12 @@ def ends(cfg: Config, checkpoint: epath.Path) -> dict[str, int | None]:
 
 def _starting(name: str, token: int, model: dict[str, Any]) -> dict[str, Any]:
     """A post-processor that puts a token before a text, after the one that the model has."""
+    special = {"SpecialToken": {"id": name, "type_id": 0}}
+    text, second = ({"Sequence": {"id": letter, "type_id": 0}} for letter in "AB")
     start = {
         "type": "TemplateProcessing",
-        "single": [
-            {"SpecialToken": {"id": name, "type_id": 0}},
-            {"Sequence": {"id": "A", "type_id": 0}},
-        ],
-        "pair": [
-            {"SpecialToken": {"id": name, "type_id": 0}},
-            {"Sequence": {"id": "A", "type_id": 0}},
-            {"Sequence": {"id": "B", "type_id": 1}},
-        ],
+        "single": [special, text],
+        "pair": [special, text, second],
         "special_tokens": {name: {"id": name, "ids": [token], "tokens": [name]}},
     }
     before = model.get("post_processor")
@@ -128,7 +124,6 @@ def _starting(name: str, token: int, model: dict[str, Any]) -> dict[str, Any]:
 
 def _of_bytes(tokenizer: ByteTokenizer) -> dict[str, Any]:
     """A byte-level BPE without merges: its tokens are the bytes."""
-    letters = _byte_letters()
     name = "<|document|>"
     special = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
     level = dict(add_prefix_space=False, trim_offsets=False, use_regex=False)
@@ -141,18 +136,17 @@ def _of_bytes(tokenizer: ByteTokenizer) -> dict[str, Any]:
         "decoder": {"type": "ByteLevel", **level},
         "model": {
             "type": "BPE",
-            "vocab": {letter: byte for byte, letter in enumerate(letters)} | {name: tokenizer.bos},
+            "vocab": _byte_letters() | {name: tokenizer.bos},
             "merges": [],
         },
     }
 
 
-def _byte_letters() -> list[str]:
-    """The letter that byte-level BPE writes for each byte (GPT-2): itself where it can be read."""
-    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)]
-    shown += range(ord("®"), ord("ÿ") + 1)
-    letters, more = [], 0
-    for byte in range(256):
-        letters.append(chr(byte) if byte in shown else chr(256 + more))
-        more += byte not in shown
-    return letters
+def _byte_letters() -> dict[str, int]:
+    """{letter that byte-level BPE writes for a byte (GPT-2): byte}: itself where it can be read."""
+    shown = [range(ord(first), ord(last) + 1) for first, last in ("!~", "¡¬", "®ÿ")]
+    hidden = itertools.count(256)
+    return {
+        chr(byte if any(byte in part for part in shown) else next(hidden)): byte
+        for byte in range(256)
+    }

@@ -120,9 +120,11 @@ def keys_of(hf: Mapping[str, Any], family: Family) -> Values:
 
     Tables are dicts, without the entries that the family says nothing of.
     """
-    if hf.get("quantization_config"):
+    if quantised := hf.get("quantization_config"):
+        is_table = isinstance(quantised, dict)
+        method = quantised.get("quant_method", "?") if is_table else quantised
         raise ConfigError(
-            f"quantization_config of config.json says {_method(hf)}: quantised weights are not "
+            f"quantization_config of config.json says {method}: quantised weights are not "
             "imported. Save the model with bfloat16 weights (transformers' from_pretrained with "
             "dtype=torch.bfloat16, dequantize(), save_pretrained) and import that."
         )
@@ -131,10 +133,7 @@ def keys_of(hf: Mapping[str, Any], family: Family) -> Values:
             raise rules.refused(key, hf[key], f"{family.model_type} has {key}={value}")
     found = dict(NEUTRAL)
     for field in family.fields:
-        value = hf.get(field.theirs)
-        if value is None:
-            value = _default(field, hf, family)
-        found[field.ours] = value
+        found[field.ours] = _value(field, hf, family)
     for rule in family.rules:
         found |= rule.read(hf)
     keys: Values = {}
@@ -144,16 +143,13 @@ def keys_of(hf: Mapping[str, Any], family: Family) -> Values:
     return keys
 
 
-def _method(hf):
-    quantised = hf["quantization_config"]
-    return quantised.get("quant_method", "?") if isinstance(quantised, dict) else quantised
-
-
-def _default(field, hf, family):
-    try:
-        value = field.default(hf) if callable(field.default) else field.default
-    except (KeyError, TypeError, ZeroDivisionError):
-        value = None
+def _value(field, hf, family):
+    value = hf.get(field.theirs)
+    if value is None:
+        try:
+            value = field.default(hf) if callable(field.default) else field.default
+        except (KeyError, TypeError, ZeroDivisionError):
+            pass  # a key that it takes is missing too
     if value is None:
         raise ConfigError(
             f"{field.theirs} is missing in config.json of model_type={family.model_type}. "
@@ -187,10 +183,7 @@ def config_of(cfg: Config, family: Family, declared: Mapping[str, Key] | None = 
 
 
 def misfits(
-    cfg: Config,
-    hf: Mapping[str, Any],
-    family: Family,
-    declared: Mapping[str, Key] | None = None,
+    cfg: Config, hf: Values, family: Family, declared: Mapping[str, Key] | None = None
 ) -> dict[str, tuple[Any, Any]]:
     """{key: (value of the config, value of config.json)} where a model is not the same.
 
@@ -222,8 +215,6 @@ def _resolved(keys: Values) -> Values:
     """The keys with what their words and their defaults stand for, equal for equal models."""
     kinds = rules.kinds_of_layers(keys)
     found = keys | {"attention_pattern": kinds, "padded_vocab_size": -1}  # padding is not computed
-    if "local" not in kinds:
-        found["sliding_window_size"] = 0
     if keys["embedding_scale"] == "auto":
         found["embedding_scale"] = "sqrt_emb_dim" if keys["logits_via_embedding"] else "one"
     if not keys["query_pre_attn_scalar"]:
@@ -231,7 +222,7 @@ def _resolved(keys: Values) -> Values:
     if not keys["rope_scaling"] and keys["local_rope_max_timescale"] == -1:
         found["local_rope_max_timescale"] = keys["rope_max_timescale"]
     if "local" not in kinds:
-        found["local_rope_max_timescale"] = -1
+        found |= {"sliding_window_size": 0, "local_rope_max_timescale": -1}
     if keys["num_experts"] > 1:
         if keys["base_moe_mlp_dim"] == -1:
             found["base_moe_mlp_dim"] = keys["base_mlp_dim"]

@@ -17,8 +17,8 @@ from maxdiloco.evaluation import stored
 from maxdiloco.flags.config import Config
 from maxdiloco.huggingface import beside_weights, config_json, folders, safetensors_files, tensors
 from maxdiloco.huggingface.family import Family
+from maxdiloco.huggingface.folders import Progress
 from maxdiloco.huggingface.imported import CARRIED
-from maxdiloco.huggingface.progress import Progress
 from maxdiloco.huggingface.safetensors_files import Written
 from maxdiloco.huggingface.tensors import EMBEDDING, HEAD, Layout, Part
 

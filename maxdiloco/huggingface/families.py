@@ -3,7 +3,9 @@
 Tables, not code: a model type is a Family. Rules are for what is more than another name.
 """
 
-from maxdiloco.huggingface import deepseek, rules
+import math
+
+from maxdiloco.huggingface import rules
 from maxdiloco.huggingface.family import (
     ATTENTION,
     GATED_MLP,
@@ -20,7 +22,9 @@ from maxdiloco.huggingface.family import (
     experts,
     grouped,
     sizes,
+    unless_null,
 )
+from maxdiloco.huggingface.rules import Rule
 
 _GEMMA = {
     "norm_placement": "sandwich",
@@ -42,11 +46,32 @@ _EXPERTS_OF_GPT_OSS = {
     "moe.w_up_bias": Tensor(LAYER + "mlp.experts.gate_up_proj_bias", half=1),
     "moe.w_out_bias": Tensor(LAYER + "mlp.experts.down_proj_bias"),
 }
+_EPSILON = 1e-6  # of DeepSeek's norms of low rank, whatever rms_norm_eps says: so all norms have it
+_Q_LORA_RANK = 1536  # where config.json has no such key; null is a matrix of full rank
+_DIGITS = 12  # of mscale_all_dim in config.json: 1.0 rather than 0.9999999999999998
+_LATENT = {
+    "attention.query": Tensor(LAYER + "self_attn.q_proj.weight", inputs=1, in_pairs=True),
+    "attention.query_down": Tensor(LAYER + "self_attn.q_a_proj.weight", inputs=1),
+    "attention.query_norm.scale": Tensor(LAYER + "self_attn.q_a_layernorm.weight"),
+    "attention.query_up": Tensor(LAYER + "self_attn.q_b_proj.weight", inputs=1, in_pairs=True),
+    "attention.kv_down": Tensor(
+        LAYER + "self_attn.kv_a_proj_with_mqa.weight", inputs=1, in_pairs=True
+    ),
+    "attention.kv_norm.scale": Tensor(LAYER + "self_attn.kv_a_layernorm.weight"),
+    "attention.kv_up": Tensor(LAYER + "self_attn.kv_b_proj.weight", inputs=1),
+    "attention.out": ATTENTION["attention.out"],
+}
+_BESIDE_EXPERTS = {
+    "moe.routed_bias": Tensor(LAYER + "mlp.gate.e_score_correction_bias", float32=True),
+    "moe.shared.w_gate": Tensor(LAYER + "mlp.shared_experts.gate_proj.weight", inputs=1),
+    "moe.shared.w_up": Tensor(LAYER + "mlp.shared_experts.up_proj.weight", inputs=1),
+    "moe.shared.w_out": Tensor(LAYER + "mlp.shared_experts.down_proj.weight", inputs=1),
+}
 
 
 def families() -> tuple[Family, ...]:
     """All model types. The first that has all options of a config is what it is exported as."""
-    return (*_dense(), *_gemmas(), *_with_experts(), deepseek.v2(), deepseek.v3())
+    return (*_dense(), *_gemmas(), *_with_experts(), *_deepseeks())
 
 
 def _dense() -> tuple[Family, ...]:
@@ -54,27 +79,23 @@ def _dense() -> tuple[Family, ...]:
     bias = rules.attention_bias(False)
     llama = Family(
         model_type="llama",
-        architecture="LlamaForCausalLM",
         fields=(*sizes(epsilon=1e-6), Field("mlp_bias", "mlp_bias", False)),
         rules=(silu, bias, rope),
         tensors={**OUTSIDE, **ATTENTION, **PRE_NORMS, **GATED_MLP},
     )
     mistral = llama._replace(
         model_type="mistral",
-        architecture="MistralForCausalLM",
         fields=sizes(epsilon=1e-6, num_key_value_heads=grouped(8)),
         rules=(silu, rope, rules.or_null("sliding_window", "sliding_window_size", 4096)),
     )
     qwen2 = llama._replace(
         model_type="qwen2",
-        architecture="Qwen2ForCausalLM",
         fields=sizes(epsilon=1e-6),
         rules=(silu, rope, rules.qwen_window()),
         fixed={"attention_bias": "qkv"},
     )
     qwen3 = llama._replace(
         model_type="qwen3",
-        architecture="Qwen3ForCausalLM",
         fields=sizes(epsilon=1e-6, head_dim=128),
         rules=(*qwen2.rules, bias),
         fixed={"use_qk_norm": "head"},
@@ -82,7 +103,6 @@ def _dense() -> tuple[Family, ...]:
     )
     olmo2 = llama._replace(
         model_type="olmo2",
-        architecture="Olmo2ForCausalLM",
         fields=sizes(epsilon=1e-5),
         fixed={"use_qk_norm": "projection", "norm_placement": "post"},
         tensors={**OUTSIDE, **ATTENTION, **POST_NORMS, **GATED_MLP, **QK_NORMS},
@@ -113,7 +133,6 @@ def _gemmas() -> tuple[Family, ...]:
 
     gemma = Family(
         model_type="gemma",
-        architecture="GemmaForCausalLM",
         fields=of_heads(16, 16),
         rules=(gelu, bias, rope),
         fixed=_GEMMA | {"norm_placement": "pre"},
@@ -123,7 +142,6 @@ def _gemmas() -> tuple[Family, ...]:
     scalar = Field("query_pre_attn_scalar", "query_pre_attn_scalar", 256.0)
     gemma2 = gemma._replace(
         model_type="gemma2",
-        architecture="Gemma2ForCausalLM",
         fields=(*of_heads(8, 4), scalar),
         rules=with_windows(rope, 2, 50.0, 30.0),
         fixed=_GEMMA,
@@ -131,7 +149,6 @@ def _gemmas() -> tuple[Family, ...]:
     )
     text = gemma2._replace(
         model_type="gemma3_text",
-        architecture="Gemma3ForCausalLM",
         fields=(*of_heads(8, 4, vocab_size=262208), scalar),
         rules=with_windows(rules.rope(1e6, local=1e4), 6, 0.0, 0.0),
         fixed=_GEMMA | {"use_qk_norm": "head"},
@@ -154,7 +171,6 @@ def _with_experts() -> tuple[Family, ...]:
     silu, outside = rules.activation("hidden_act", "silu"), {**OUTSIDE, **ATTENTION, **PRE_NORMS}
     mixtral = Family(
         model_type="mixtral",
-        architecture="MixtralForCausalLM",
         fields=(
             *sizes(epsilon=1e-5, num_key_value_heads=grouped(8)),
             *expert_fields("num_local_experts", 8, per_token=2, width=("intermediate_size", 14336)),
@@ -165,7 +181,6 @@ def _with_experts() -> tuple[Family, ...]:
     )
     qwen3_moe = mixtral._replace(
         model_type="qwen3_moe",
-        architecture="Qwen3MoeForCausalLM",
         fields=(
             *sizes(epsilon=1e-6, num_key_value_heads=grouped(4)),
             *expert_fields("num_experts", 128, per_token=8, width=("moe_intermediate_size", 768)),
@@ -178,7 +193,6 @@ def _with_experts() -> tuple[Family, ...]:
     )
     gpt_oss = mixtral._replace(
         model_type="gpt_oss",
-        architecture="GptOssForCausalLM",
         fields=(
             *sizes(epsilon=1e-5, head_dim=64, num_key_value_heads=8),
             *expert_fields(
@@ -202,3 +216,104 @@ def _with_experts() -> tuple[Family, ...]:
         tensors={**outside, **_EXPERTS_OF_GPT_OSS},
     )
     return mixtral, qwen3_moe, gpt_oss
+
+
+def _deepseeks() -> tuple[Family, ...]:
+    """V2 (arXiv 2405.04434) without groups, as the Lite model is; V3 (arXiv 2412.19437)."""
+    groups = unless_null("n_group", 8, lambda hf: 1)
+
+    def used(hf):
+        return min(4, hf.get("n_group") or groups(hf))
+
+    of_both = {"rms_norm_eps": _EPSILON, "attention_bias": False, "moe_layer_freq": 1}
+    v2 = Family(
+        model_type="deepseek_v2",
+        fields=_latent_fields(64, per_token=6, width=1407, shared=2, first_dense=0, factor=1.0),
+        rules=(
+            rules.activation("hidden_act", "silu"),
+            rules.or_null("q_lora_rank", "latent_attention.q_lora_rank", _Q_LORA_RANK),
+            _latent_rope(),
+        ),
+        fixed={"normalization_layer_epsilon": _EPSILON},
+        must=of_both
+        | {
+            "mlp_bias": False,
+            "scoring_func": "softmax",
+            # group_limited_greedy ranks a group by its best expert, our router by its two best.
+            "topk_method": "greedy",
+            "norm_topk_prob": False,
+        },
+        tensors={
+            **OUTSIDE,
+            **PRE_NORMS,
+            **GATED_MLP,
+            **_LATENT,
+            **_BESIDE_EXPERTS,
+            **experts("mlp", "gate_proj", "up_proj", "down_proj"),
+        },
+    )
+    v3 = v2._replace(
+        model_type="deepseek_v3",
+        fields=(
+            *_latent_fields(256, per_token=8, width=2048, shared=1, first_dense=3, factor=2.5),
+            Field("norm_topk_prob", "router.normalise_weights", True),
+            Field("n_group", "router.num_groups", groups),
+            Field("topk_group", "router.groups_per_token", used),
+        ),
+        fixed=v2.fixed | {"router.score_function": "sigmoid", "router.balance_bias": True},
+        must=of_both
+        | {"rope_interleave": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        left_out=("model.layers.{layers}.",),
+        left_out_part="the module for the token after the next",
+        of_exports={"num_nextn_predict_layers": 0},
+    )
+    return v2, v3
+
+
+def _latent_fields(
+    num_experts: int, *, per_token: int, width: int, shared: int, first_dense: int, factor: float
+) -> tuple[Field, ...]:
+    """Of both types, with the defaults of one."""
+    in_rules, width_of_one = ("head_dim", "rms_norm_eps"), ("moe_intermediate_size", width)
+    no_shared = unless_null("n_shared_experts", shared, lambda hf: 0)
+    return (
+        *(field for field in sizes(epsilon=_EPSILON) if field.theirs not in in_rules),
+        *expert_fields("n_routed_experts", num_experts, per_token=per_token, width=width_of_one),
+        Field("kv_lora_rank", "latent_attention.kv_lora_rank", 512),
+        Field("qk_nope_head_dim", "latent_attention.qk_nope_head_dim", 128),
+        Field("qk_rope_head_dim", "latent_attention.qk_rope_head_dim", 64),
+        Field("v_head_dim", "latent_attention.v_head_dim", 128),
+        Field("first_k_dense_replace", "first_num_dense_layers", first_dense),
+        Field("n_shared_experts", "shared_experts", no_shared),
+        Field("routed_scaling_factor", "router.scaling_factor", factor),
+    )
+
+
+def _latent_rope() -> Rule:
+    """Yarn that makes the logits of attention larger, too: by mscale_all_dim."""
+    base = rules.rope(10000.0)
+
+    def read(hf):
+        sizes = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+        dim = sum(rules.number(name, hf.get(name, size)) for name, size in sizes.items())
+        parameters, found = rules.rope_parameters(hf), base.read(hf) | {"head_dim": dim}
+        all_dim = parameters.get("mscale_all_dim")
+        if found.get("rope_scaling", {}).get("rope_type") == "yarn" and all_dim:
+            number = rules.number("factor", parameters["factor"])
+            factor = rules.mscale(number, rules.number("mscale_all_dim", all_dim))
+            found["query_pre_attn_scalar"] = dim / factor**4  # of a product of two
+        return found
+
+    def write(ours):
+        found = base.write(ours)
+        scaling, scalar = found["rope_scaling"] or {}, ours["query_pre_attn_scalar"]
+        if scaling.get("rope_type") == "yarn" and scalar and scaling["factor"] > 1:
+            factor = (ours["head_dim"] / scalar) ** 0.25
+            all_dim = round((factor - 1) / (0.1 * math.log(scaling["factor"])), _DIGITS)
+            scaling["mscale_all_dim"] = all_dim
+            if scaling.get("attention_factor") == 1:  # as published: the two factors cancel
+                scaling["mscale"] = all_dim
+                del scaling["attention_factor"]
+        return found
+
+    return Rule(read, write)

@@ -48,7 +48,6 @@ class Family(NamedTuple):
     """
 
     model_type: str
-    architecture: str
     fields: tuple[Field, ...]
     rules: tuple[Rule, ...]
     tensors: Mapping[str, Tensor]
@@ -60,13 +59,15 @@ class Family(NamedTuple):
     left_out_part: str = ""
     of_exports: Mapping[str, Any] = MappingProxyType({})
 
+    @property
+    def architecture(self) -> str:
+        """The class of transformers, as config.json names it."""
+        words = self.model_type.removesuffix("_text").split("_")
+        return "".join(map(str.title, words)) + "ForCausalLM"
+
 
 def _heads(hf: Mapping[str, Any]) -> Any:
     return hf["num_attention_heads"]
-
-
-def _head_dim(hf: Mapping[str, Any]) -> Any:
-    return hf["hidden_size"] // hf["num_attention_heads"]
 
 
 def unless_null(key: str, default: int, null: Any) -> Callable[[Mapping[str, Any]], Any]:
@@ -84,7 +85,10 @@ def sizes(*, epsilon: float, tied: bool = False, **defaults: Any) -> tuple[Field
 
     tied: whether the embedding is the head too where config.json does not say.
     """
-    head_dim = {"num_key_value_heads": _heads, "head_dim": _head_dim} | defaults
+    defaults = {
+        "num_key_value_heads": _heads,
+        "head_dim": lambda hf: hf["hidden_size"] // hf["num_attention_heads"],
+    } | defaults
     names = {
         "hidden_size": "base_emb_dim",
         "num_hidden_layers": "base_num_decoder_layers",
@@ -94,9 +98,8 @@ def sizes(*, epsilon: float, tied: bool = False, **defaults: Any) -> tuple[Field
         "head_dim": "head_dim",
         "vocab_size": "vocab_size",
     }
-    fields = [Field(theirs, ours, head_dim.get(theirs)) for theirs, ours in names.items()]
     return (
-        *fields,
+        *(Field(theirs, ours, defaults.get(theirs)) for theirs, ours in names.items()),
         Field("rms_norm_eps", "normalization_layer_epsilon", epsilon),
         Field("tie_word_embeddings", "logits_via_embedding", tied),
     )

@@ -26,7 +26,7 @@ from maxdiloco.flags.checks import AXES
 from maxdiloco.flags.config import Config
 from maxdiloco.huggingface import beside_weights, config_json, folders, safetensors_files, tensors
 from maxdiloco.huggingface.config_json import Read
-from maxdiloco.huggingface.progress import Progress
+from maxdiloco.huggingface.folders import Progress
 from maxdiloco.huggingface.safetensors_files import Stored
 from maxdiloco.huggingface.tensors import Layout
 
@@ -96,7 +96,10 @@ def _config(
     vocab_multiple: int,
     keys: Sequence[str],
 ) -> Config:
-    """The config of a run that starts from the import, with every check but those of devices."""
+    """The config of a run that starts from the import, with every check but those of devices.
+
+    Raises DataError for a tokenizer with more tokens than the model has where no row may be added.
+    """
     rows = model.keys["vocab_size"]
     if not isinstance(rows, int):
         raise ConfigError(f"vocab_size={rows} of config.json is no number. Download it again.")
@@ -106,7 +109,14 @@ def _config(
     tokens = rows
     if cfg.tokenizer_type != "byte":
         there = config.from_dict(cfg.as_dict() | {"tokenizer_path": str(source)})
-        tokens = _tokens(there, rows, vocab_multiple)
+        tokens = tokenizer.of_keys(there).vocab_size
+    if tokens > rows and vocab_multiple == 1:
+        raise DataError(
+            f"vocab_size={rows} is too small for tokenizer_type={cfg.tokenizer_type} "
+            f"tokenizer_path={source}: it has {tokens} tokens. Give vocab_multiple=128, which adds "
+            "rows of zeros for them, or the tokenizer that belongs to the model."
+        )
+    tokens = max(tokens, rows)
     padded = -(-tokens // vocab_multiple) * vocab_multiple
     sizes = {"vocab_size": tokens, "padded_vocab_size": -1 if padded == tokens else padded}
     return config.from_dict(cfg.as_dict() | sizes)
@@ -124,21 +134,6 @@ def _tokenizer_keys(source: pathlib.Path, target: pathlib.Path) -> dict[str, Any
         "add_bos": bos is not None,
         "add_eos": eos is not None,
     }
-
-
-def _tokens(cfg: Config, rows: int, multiple: int) -> int:
-    """Tokens of the model: its own rows, or more where its tokenizer has more.
-
-    Raises DataError for more where no row may be added.
-    """
-    found = tokenizer.of_keys(cfg).vocab_size
-    if found > rows and multiple == 1:
-        raise DataError(
-            f"vocab_size={rows} is too small for tokenizer_type={cfg.tokenizer_type} "
-            f"tokenizer_path={cfg.tokenizer_path}: it has {found} tokens. Give vocab_multiple=128, "
-            "which adds rows of zeros for them, or the tokenizer that belongs to the model."
-        )
-    return max(found, rows)
 
 
 def _canonical(found: dict[str, Stored], model: Read) -> dict[str, tuple[str, Stored]]:
@@ -165,9 +160,8 @@ def _with_own_head(model: Read, found: dict[str, tuple[str, Stored]], say: Say) 
     if safetensors_files.equal(found[table], found[head]):
         return model
     say(
-        f"note: {head} is not {table}, though config.json "
-        "says tie_word_embeddings: both are kept and the model is not tied, as transformers reads "
-        "it from version 5 on."
+        f"note: {head} is not {table}, though config.json says tie_word_embeddings: both are kept "
+        "and the model is not tied, as transformers reads it from version 5 on."
     )
     return config_json.untied(model)
 

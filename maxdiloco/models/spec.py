@@ -134,7 +134,8 @@ def from_config(
     a sequence is spread over. compute_capability: see attention.has_kernels.
     Raises ConfigError for a kernel that the backend lacks; flags has checked the sizes.
     """
-    dtype = compute_dtype(cfg.dtype, backend)
+    dtype, rows = compute_dtype(cfg.dtype, backend), cfg.padded_vocab_size
+    scaled = {"auto": cfg.logits_via_embedding, "sqrt_emb_dim": True, "one": False}
     half_on_cpu = backend == "cpu" and dtype == jnp.bfloat16
     return ModelSpec(
         emb_dim=cfg.base_emb_dim,
@@ -154,7 +155,7 @@ def from_config(
         num_kv_heads=cfg.base_num_kv_heads,
         head_dim=cfg.head_dim,
         vocab_size=cfg.vocab_size,
-        padded_vocab_size=_rows(cfg),
+        padded_vocab_size=cfg.vocab_size if rows == -1 else rows,
         mlp_activations=tuple(cfg.mlp_activations),
         mlp_activations_limit=cfg.mlp_activations_limit,
         mlp_bias=cfg.mlp_bias,
@@ -163,7 +164,7 @@ def from_config(
         norm_scale_offset=cfg.norm_scale_offset,
         pattern=_pattern(cfg),
         tied_head=cfg.logits_via_embedding,
-        embedding_multiplier=_embedding_multiplier(cfg),
+        embedding_multiplier=math.sqrt(cfg.base_emb_dim) if scaled[cfg.embedding_scale] else 1.0,
         qk_norm="" if cfg.use_qk_norm == "false" else cfg.use_qk_norm,
         query_divisor=math.sqrt(cfg.query_pre_attn_scalar) if cfg.query_pre_attn_scalar else None,
         attention_bias=cfg.attention_bias,
@@ -209,22 +210,7 @@ def _ragged_kernel(backend, compute_capability):
 def _pattern(cfg):
     """The kinds of cfg.attention_pattern; without a pattern all layers have the window."""
     rope = RopeConfig(cfg.rope_max_timescale, **dict(cfg.rope_scaling))
-    local_base = cfg.local_rope_max_timescale
-    kinds = {
-        "local": LayerKind(
-            cfg.sliding_window_size, rope if local_base == -1 else RopeConfig(local_base)
-        ),
-        "global": LayerKind(0, rope),
-    }
-    if not cfg.attention_pattern:
-        return (LayerKind(cfg.sliding_window_size, rope),)
-    return tuple(kinds[name] for name in cfg.attention_pattern)
-
-
-def _rows(cfg):
-    return cfg.vocab_size if cfg.padded_vocab_size == -1 else cfg.padded_vocab_size
-
-
-def _embedding_multiplier(cfg):
-    scaled = {"auto": cfg.logits_via_embedding, "sqrt_emb_dim": True, "one": False}
-    return math.sqrt(cfg.base_emb_dim) if scaled[cfg.embedding_scale] else 1.0
+    window, base = cfg.sliding_window_size, cfg.local_rope_max_timescale
+    local = LayerKind(window, rope if base == -1 else RopeConfig(base))
+    kinds = {"local": local, "global": LayerKind(0, rope)}
+    return tuple(kinds[name] for name in cfg.attention_pattern) or (LayerKind(window, rope),)

@@ -99,13 +99,11 @@ local_rope_max_timescale=100 | no layer is local | Set rope_max_timescale
 # entries of tables
 rope_scaling=8 | is not a table | rope_scaling={}
 rope_scaling={factor: 8} | {factor: 8.0} lacks rope_type | Add it, such as rope_type: linear.
-rope_scaling={rope_type: linear} | lacks factor. Add it, such as factor: 8.0
 rope_scaling={rope_type: yarn, factor: 8} | lacks original_max_position_embeddings. Add it, such
 rope_scaling={kind: yarn} | (command line): kind is no entry. Use rope_type, factor, original_max
 rope_scaling={rope_type: longrope} | rope_type=longrope must be one of: linear, llama3, yarn
 rope_scaling={rope_type: linear, factor: 0.5} | must be >= 1 | an example is rope_scaling.factor=8.0
 rope_scaling={rope_type: linear, factor: a} | is not a number | Write it like rope_scaling.factor=8
-rope_scaling={rope_type: linear, factor: [a]} | rope_scaling.factor=[a] | is a list
 rope_scaling={rope_type: linear, factor: 8, truncate: false} | : truncate does nothing with rope_t
 rope_scaling={rope_type: linear, factor: 8, beta_slow: 2} | or use rope_type: yarn.
 rope_scaling={LLAMA, low_freq_factor: 4} | is not below high_freq_factor: 4.0 | Lower it

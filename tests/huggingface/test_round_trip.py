@@ -16,7 +16,7 @@ from maxdiloco.engine.trainer import OUTER_PARAMS
 from maxdiloco.flags import base_yml, config
 from maxdiloco.huggingface import (
     config_json,
-    progress,
+    folders,
     safetensors_files,
     tensors,
 )
@@ -191,7 +191,7 @@ def test_start_yml_adds_the_tokens_that_the_tokenizer_names(
 def test_a_long_import_or_export_says_how_far_it_is():
     """3 GB in parts of 1 GB: at 4 s nothing, at 12 s 2 of 3 GB with 6 s left, then what follows."""
     lines, now = [], iter([0.0, 4.0, 12.0, 18.0, 18.0])
-    done = progress.Progress("imported", 3 * 10**9, lines.append, clock=lambda: next(now))
+    done = folders.Progress("imported", 3 * 10**9, lines.append, clock=lambda: next(now))
     for _ in range(3):
         done.more(10**9)
     done.last("the checkpoint is sealed")
@@ -203,7 +203,7 @@ def test_a_long_import_or_export_says_how_far_it_is():
 
 def test_import_and_export_report_all_of_their_bytes(tmp_path, capfd, monkeypatch):
     """A line for each part when none is too early; the last one is of all bytes."""
-    monkeypatch.setattr(progress, "_PERIOD_S", 0.0)
+    monkeypatch.setattr(folders, "_PERIOD_S", 0.0)
     source = small.save(tmp_path / "source", small.weights())
     small.there_and_back(source, tmp_path, "vocab_multiple=64")
     out = capfd.readouterr().out

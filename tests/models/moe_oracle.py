@@ -24,11 +24,12 @@ def scores(logits_E, cfg):
 def chosen(rank_E, cfg):
     """The K best experts, best first, of the groups whose two best are best together."""
     eligible = list(range(len(rank_E)))
-    groups, used = router_of(cfg)["num_groups"], router_of(cfg)["groups_per_token"]
+    groups = router_of(cfg)["num_groups"]
     if groups > 1:
         size = len(rank_E) // groups
         value = [sum(sorted(rank_E[g * size : (g + 1) * size])[-2:]) for g in range(groups)]
-        kept = sorted(range(len(value)), key=lambda g: -value[g])[:used]
+        best_first = sorted(range(len(value)), key=lambda g: -value[g])
+        kept = best_first[: router_of(cfg)["groups_per_token"]]
         eligible = [e for e in eligible if e // size in kept]
     return sorted(eligible, key=lambda e: -rank_E[e])[: cfg.num_experts_per_tok]
 

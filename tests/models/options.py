@@ -21,9 +21,7 @@ LOCAL_AND_GLOBAL = dict(
     attention_pattern=("local", "global", "local"), sliding_window_size=3,
     base_num_decoder_layers=5, use_qk_norm="false",
 )  # fmt: skip
-OWN_BASE = LOCAL_AND_GLOBAL | dict(
-    local_rope_max_timescale=20.0, **scaled("linear", factor=8.0)
-)
+OWN_BASE = LOCAL_AND_GLOBAL | dict(local_rope_max_timescale=20.0) | scaled("linear", factor=8.0)
 SIZES = dict(kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=3)
 LATENT = dict(latent_attention=SIZES, head_dim=6, base_num_kv_heads=4, use_qk_norm="false")
 CLAMPED = dict(mlp_activations=("quick_gelu", "plus_one"), mlp_activations_limit=0.6)

@@ -44,11 +44,9 @@ def place(model, mesh, params_R, batch_R):
 SHARED_OUT = dict(logical_axis_rules=(("stored_expert", ("expert", "fsdp")),))
 SOFT_CAP = dict(attn_logits_soft_cap=5.0)
 GPT_OSS = options.TOGETHER["as gpt-oss"] | options.TWO_KINDS
-DEEPSEEK = options.TOGETHER["as DeepSeek"] | dict(
-    latent_attention=dict(
-        q_lora_rank=6, kv_lora_rank=4, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=3
-    )
-)
+DEEPSEEK = options.TOGETHER["as DeepSeek"]
+RANKS = DEEPSEEK["latent_attention"] | dict(q_lora_rank=6, kv_lora_rank=4)
+DEEPSEEK = DEEPSEEK | dict(latent_attention=RANKS)
 EXPERTS = dict(
     num_experts=4, num_experts_per_tok=2, base_moe_mlp_dim=8, shared_experts=1,
     base_num_decoder_layers=2, first_num_dense_layers=1, mlp_bias=True,

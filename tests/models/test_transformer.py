@@ -219,14 +219,7 @@ def test_layers_start_different_and_the_same_key_gives_the_same():
 def test_yarn_divides_between_the_borders_and_within_the_head(borders, ramp):
     """The frequencies of the four pairs of a head of 8 are kept where the ramp is 0, and divided by
     the factor where it is 1."""
-    rope = RopeConfig(
-        50.0,
-        rope_type="yarn",
-        factor=4.0,
-        original_max_position_embeddings=64,
-        attention_factor=1.0,
-        **borders,
-    )
+    rope = RopeConfig(50.0, "yarn", 4.0, 64, attention_factor=1.0, **borders)
     angles_I = np.arcsin(rotation(jnp.ones((1, 1)), 8, rope).sin_BLI[0, 0])
     stretched = angles_I * 50.0 ** np.array([0, 0.25, 0.5, 0.75])
     np.testing.assert_allclose(stretched, 1 - 0.75 * np.array(ramp), rtol=1e-4)
