@@ -11,7 +11,9 @@ from maxdiloco.page import facts, timeline
 from maxdiloco.page.run import NOT_FINITE, Run
 from maxdiloco.processes.output import span
 
-RECENT = 0.1  # of the rows of a loss, whose mean stands beside that of as many before; our choice
+# Of the rows of a loss, and the least where there are as many: their mean stands beside that of as
+# many before. Our choice; one row is noise.
+RECENT, LEAST = 0.1, 5
 FLAT = 0.002  # relative change of a loss that is called flat; our choice
 # Shares of the time that a link may be waited for, up to "no bottleneck" and "costs a little";
 # maxdiloco.plan calls the first one a filled link.
@@ -42,7 +44,7 @@ def health(run: Run) -> str:
     loss_N = loss_N[~np.isnan(loss_N)]
     if len(loss_N) and loss_N[-1] == NOT_FINITE:
         return "Not healthy: the loss is not finite."
-    n = max(1, int(RECENT * len(loss_N)))
+    n = max(1, min(LEAST, len(loss_N) // 2), int(RECENT * len(loss_N)))
     if len(loss_N) < 2 * n or not np.isfinite(loss_N[-2 * n :]).all():
         return "Too few rows to say whether the loss falls."
     before, now = loss_N[-2 * n : -n].mean(), loss_N[-n:].mean()

@@ -113,6 +113,8 @@ def test_a_loss_that_falls_is_healthy_and_one_that_rises_or_is_not_finite_is_not
     assert said == "Healthy: the loss falls, 2.2929 to 2.0909 (means of 10 rows)."
     said = verdict.health(with_columns(learning_loss=FALLING[[0, -1]]))
     assert said.endswith("4.0000 to 2.0000 (the last two rows).")
+    noisy = np.append(FALLING[:90:10], 3.0)  # above the row before, as one of ten may be
+    assert verdict.health(with_columns(learning_loss=noisy)).startswith("Healthy: the loss falls")
     said = verdict.health(with_columns(learning_loss=FALLING[::-1]))
     assert said.startswith("Not healthy: the loss rises, 3.7071 to 3.9091")
     assert verdict.health(with_columns(learning_loss=np.ones(ROWS))).startswith(
