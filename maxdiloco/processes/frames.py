@@ -298,14 +298,10 @@ class Connection:
             view = view[count:]
 
 
-def set_pace(connection: socket.socket, bytes_per_second: int | None) -> bool:
-    """Let the kernel spread what is sent; None: no limit. False where the kernel cannot."""
-    if sys.platform != "linux":
-        return False
-    rate = _UNPACED if bytes_per_second is None else bytes_per_second
-    value = rate.to_bytes(8, sys.byteorder)
-    try:
-        connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, value)
-    except OSError:
-        return False
-    return True
+def set_pace(connection: socket.socket, bytes_per_second: int | None) -> None:
+    """Let the kernel spread what is sent; None: no limit. Does nothing where it cannot."""
+    if sys.platform == "linux":
+        rate = _UNPACED if bytes_per_second is None else bytes_per_second
+        value = rate.to_bytes(8, sys.byteorder)
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, value)

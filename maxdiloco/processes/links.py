@@ -20,7 +20,7 @@ from maxdiloco import json_text
 from maxdiloco.errors import LostPeerError
 from maxdiloco.processes import handshake
 from maxdiloco.processes.channel import REMEDY, Channel
-from maxdiloco.processes.frames import Key, set_pace
+from maxdiloco.processes.frames import Key
 
 Address = tuple[str, int]  # host and port
 
@@ -117,7 +117,6 @@ class Links:
             for peer in (addresses if peers is None else peers)
         }
         self._staying = set(self._channels)  # those whose peer has not said goodbye
-        self._paces = set_pace(listener, None)
         self._acceptor = None
         if expected := [(peer, number) for peer, number in self._channels if peer > rank]:
             self._acceptor = handshake.Acceptor(
@@ -182,16 +181,12 @@ class Links:
             raise LostPeerError(f"{self._name(peer)} has ended and never sent {key}. {REMEDY}")
         raise TimeoutError(f"{self._name(peer)} is there, but has not sent {key} in time")
 
-    def pace(self, bytes_per_second: float | None) -> bool:
-        """Spread the bulk to each peer, at most so fast; None: send at once, the default.
-
-        False, and nothing changes, where the kernel has no such limit (only Linux has one).
-        """
+    def pace(self, bytes_per_second: float | None) -> None:
+        """Spread the bulk to each peer, at most so fast, where it is Linux; None: send at once."""
         rate = None if bytes_per_second is None else max(1, round(bytes_per_second))
         for (_, number), channel in self._channels.items():
-            if number == BULK and self._paces:
+            if number == BULK:
                 channel.pace(rate)
-        return self._paces
 
     def received_bytes(self, peer: int) -> int:
         """Bytes of messages, parts included, that have come from a peer so far."""

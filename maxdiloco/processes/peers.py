@@ -139,7 +139,7 @@ def _place(text: str, address: str) -> dict[str, Any]:
 
 
 def _listen(peer_port: int, next_port: int) -> socket.socket:
-    """A listener on peer_port, else next_port, else any. Raises ConfigError for a peer_port."""
+    """A listener on peer_port (ConfigError where it is taken), else next_port, else any."""
     if peer_port:
         try:
             return links.listen(port=peer_port)
