@@ -125,7 +125,8 @@ def _eval_keys_that_differ(first: Run, other: Run) -> list[str]:
     """
     if first.keys is None or other.keys is None:
         return []
-    differing = [name for name in _EVAL_KEYS if first.keys.get(name) != other.keys.get(name)]
+    pairs = ((name, first.keys.get(name), other.keys.get(name)) for name in _EVAL_KEYS)
+    differing = [name for name, a, b in pairs if a != b]
     if first.keys.get("eval_dataset_path") and "eval_dataset_path" not in differing:
         differing = [name for name in differing if name not in ("dataset_path", "dataset_mixture")]
     return differing
