@@ -27,8 +27,7 @@ Value = bool | int | float | str | tuple[Any, ...]
 class Key:
     """One key of base.yml.
 
-    allowed: see `allows`.
-    unit: such as `inner steps`, or empty. source: where the default comes from.
+    allowed: see `allows`. unit: such as `inner steps`. source: where the default comes from.
     resume: MAY_CHANGE and the reason, or SHAPES, or empty. hosts: MAY_DIFFER or PATHS_MAY_DIFFER
     and the reason, or empty: the same in all processes of a run.
     """

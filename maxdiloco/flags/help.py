@@ -66,14 +66,12 @@ def _table(keys: Iterable[Key]) -> list[str]:
 
 def _chosen(word: str, keys: Sequence[Key], names: str) -> list[Key]:
     """The keys of a group, the key of that name, or those whose name holds the word."""
-    for fits in (
-        lambda key: _name(key.group) == word,
-        lambda key: key.name == word,
-        lambda key: word in key.name,
-    ):
-        if chosen := [key for key in keys if fits(key)]:
-            return chosen
-    raise ConfigError(f"--help {word}: no group or key is named so. Groups: {names}.")
+    of_group = [key for key in keys if _name(key.group) == word]
+    of_name = [key for key in keys if key.name == word]
+    chosen = of_group or of_name or [key for key in keys if word in key.name]
+    if not chosen:
+        raise ConfigError(f"--help {word}: no group or key is named so. Groups: {names}.")
+    return chosen
 
 
 def _name(group: str) -> str:

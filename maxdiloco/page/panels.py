@@ -70,7 +70,8 @@ def panels(runs: Sequence[Run], tables: Sequence[tuple[int, Table]]) -> list[Pan
             series.append(Series(text, role, run, left.pop((run, name)), name, gone is not None))
         return series
 
-    out, declared = [], pathlib.Path(__file__).with_name("panels.yml").read_text(encoding="utf-8")
+    declared = pathlib.Path(__file__).with_name("panels.yml").read_text(encoding="utf-8")
+    out = []
     for entry in yaml.safe_load(declared):
         series = [s for pattern, how in entry["series"].items() for s in taken(pattern, *how)]
         note = entry.get("note", "")
