@@ -1,7 +1,4 @@
-"""Draw runs as one HTML page: `python -m maxdiloco.report RUN [RUN ...] [out=FILE]`.
-
-The page is one file that needs no network. Several runs are drawn over each other.
-"""
+"""Draw runs as one HTML page: `python -m maxdiloco.report RUN [RUN ...] [out=FILE]`."""
 
 import time
 from collections.abc import Sequence

@@ -28,8 +28,7 @@ Value = bool | int | float | str | tuple[Any, ...]
 class Key:
     """One key of base.yml.
 
-    allowed: the limit as base.yml words it, such as `-1 or >= 1`; empty: any value of the type.
-    unit: such as `inner steps`, or empty. source: where the default comes from.
+    allowed: see `allows`. unit: such as `inner steps`. source: where the default comes from.
     resume: MAY_CHANGE and the reason, or SHAPES, or empty. hosts: MAY_DIFFER or PATHS_MAY_DIFFER
     and the reason, or empty: the same in all processes of a run.
     entries: those of a table, by their name in it; empty: any, or no table. An entry is a Key named

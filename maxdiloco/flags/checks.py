@@ -23,12 +23,6 @@ LARGEST = 2**31 - 1  # of int32: the limit of a whole number that has none in ba
 # Axes of the mesh in its order; each has a size in the dcn and in the ici tier.
 AXES = ("diloco", "data", "fsdp", "expert", "context", "tensor")
 FEEDBACK = {"auto": None, "always": True, "never": False}  # None: as the wire needs it
-SCHEDULE_NAMES = schedule.Names(
-    H="diloco_sync_period",
-    P="num_diloco_fragments",
-    tau="num_communication_overlapping_steps",
-    overlap="diloco_outer_overlap",
-)
 
 
 def check(cfg: Any, keys: Mapping[str, Key]) -> None:
@@ -47,8 +41,10 @@ def check(cfg: Any, keys: Mapping[str, Key]) -> None:
         most_fragments=cfg.base_num_decoder_layers + cfg.num_nonlayer_fragments,
         least_fragments=cfg.num_nonlayer_fragments + 1,
     )
+    for key in ("base_output_directory", "load_parameters_path", "load_full_state_path"):
+        refuse_store(key, vars(cfg)[key])
     check_model.check(cfg, keys)
-    groups = (_run, _mesh, _numerics, _replicas, _data)
+    groups = (_mesh, _replicas, _data)
     for check_group in (*groups, check_mixture.check):
         check_group(cfg)
     check_learning_rate.check(cfg, keys)
@@ -101,10 +97,7 @@ def has_replicas(cfg: Any) -> bool:
 
 
 def check_replicas(num_replicas: int, slots: int, slots_name: str) -> None:
-    """Raise ConfigError unless num_diloco_replicas is a multiple of the mesh's slots.
-
-    slots_name: what the message calls their number.
-    """
+    """Raise ConfigError unless num_diloco_replicas is a multiple of the mesh's slots."""
     with _as_config_errors():
         schedule.check_replicas(
             num_replicas, slots, name="num_diloco_replicas", slots_name=slots_name
@@ -117,11 +110,6 @@ def _as_config_errors() -> Iterator[None]:
         yield
     except ValueError as error:
         raise ConfigError(str(error)) from None
-
-
-def _run(cfg: Any) -> None:
-    for key in ("base_output_directory", "load_parameters_path", "load_full_state_path"):
-        refuse_store(key, vars(cfg)[key])
 
 
 def _mesh(cfg: Any) -> None:
@@ -144,9 +132,6 @@ def _mesh(cfg: Any) -> None:
             f"{' * '.join(shown) or 'all 1'} = {known}. Leave num_slices=-1 or change a "
             f"dcn_*_parallelism key."
         )
-
-
-def _numerics(cfg: Any) -> None:
     for entry in cfg.logical_axis_rules:
         pair = isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
         axes = (entry[1],) if pair and isinstance(entry[1], str) else entry[1] if pair else ()
@@ -167,7 +152,12 @@ def _replicas(cfg: Any) -> None:
             P=cfg.num_diloco_fragments,
             tau=cfg.num_communication_overlapping_steps,
             overlap=cfg.diloco_outer_overlap,
-            names=SCHEDULE_NAMES,
+            names=schedule.Names(
+                H="diloco_sync_period",
+                P="num_diloco_fragments",
+                tau="num_communication_overlapping_steps",
+                overlap="diloco_outer_overlap",
+            ),
         )
 
 

@@ -1,8 +1,4 @@
-"""The flags of a run: read, checked as far as no device is needed, and frozen.
-
-They are from base.yml, the model file, a yml file, the environment and the command line. JAX is
-not imported here.
-"""
+"""The flags of a run: read, checked as far as no device is needed, and frozen, without JAX."""
 
 import difflib
 import pathlib
@@ -22,6 +18,7 @@ ENVIRONMENT_PREFIX = "M_"  # MaxText's
 # How alike two names of keys are, of difflib, for one to be suggested: a slip of the finger, not
 # another key that shares some words. Our choice.
 _ALIKE = 0.8
+Warn = Callable[[str], None]
 
 
 class Config(types.SimpleNamespace):
@@ -41,9 +38,7 @@ class Config(types.SimpleNamespace):
         return {name: base_yml.as_lists(value) for name, value in vars(self).items()}
 
 
-def load(
-    argv: Iterable[str], environ: Mapping[str, str], *, warn: Callable[[str], None] = print
-) -> Config:
+def load(argv: Iterable[str], environ: Mapping[str, str], *, warn: Warn = print) -> Config:
     """The config of a run.
 
     argv: the command line without the program: at most one yml file, first, then key=value.
@@ -77,10 +72,9 @@ def load(
 
 
 def from_dict(stored: Mapping[str, Any]) -> Config:
-    """The config that `as_dict` stored: no file or environment changes it, and nothing is checked.
+    """The config that `as_dict` stored, unchecked; a key that is younger takes its default.
 
-    A key that is younger than `stored` takes its default. Raises ConfigError for a key that
-    base.yml does not have and for a value of another type.
+    Raises ConfigError for a key that base.yml does not have and for a value of another type.
     """
     keys = base_yml.declared()
     values = {name: key.default for name, key in keys.items()}
@@ -118,7 +112,7 @@ def changed(
     environ: Mapping[str, str],
     *,
     may_change: Collection[str],
-    warn: Callable[[str], None] = print,
+    warn: Warn = print,
 ) -> Config:
     """A stored config with other values for some keys.
 
@@ -173,8 +167,7 @@ def _from_file(path: pathlib.Path) -> dict[str, Given]:
 def _edited(path: pathlib.Path, keys: Mapping[str, Key]) -> dict[str, Given]:
     """What a copy of base.yml has otherwise: its other values are defaults, which a model may set.
 
-    A file of that name with fewer than half of the keys is one as any other. Raises ConfigError for
-    MaxText's file of that name.
+    A file of that name with fewer than half of the keys is one as any other.
     """
     maxtext.refuse_missing_base(path)
     given = _from_file(path)
@@ -209,7 +202,7 @@ def _from_environment(environ: Mapping[str, str], keys: Mapping[str, Key]) -> di
     return given
 
 
-def _from_command_line(argv: Iterable[str], warn: Callable[[str], None]) -> dict[str, Given]:
+def _from_command_line(argv: Iterable[str], warn: Warn) -> dict[str, Given]:
     """key=value or --key=value; the last of several counts."""
     given: dict[str, Given] = {}
     for argument in argv:
@@ -232,16 +225,9 @@ def _from_command_line(argv: Iterable[str], warn: Callable[[str], None]) -> dict
 
 
 def _from_model(
-    values: Mapping[str, Value],
-    given: Mapping[str, Given],
-    keys: Mapping[str, Key],
-    warn: Callable[[str], None],
+    values: dict[str, Value], given: dict[str, Given], keys: dict[str, Key], warn: Warn
 ) -> dict[str, Value]:
-    """The values of the model file that no later layer sets.
-
-    Raises ConfigError for an unknown model, for a file that is no model's, and for a later layer
-    that sets another value without override_model_config.
-    """
+    """The values of the model file that no later layer sets."""
     model = str(values["model_name"])
     if model == "default":
         return {}
@@ -291,9 +277,8 @@ def _model_file(model: str) -> pathlib.Path:
 def _nearest_key(name: str, keys: Iterable[str]) -> str:
     """A key that may be meant: one that holds the words of the name, else one spelt alike."""
     holders = [key for key in keys if "_" in name and f"_{name}_" in f"_{key}_"]
-    if holders:
-        return min(holders, key=len)
-    return next(iter(difflib.get_close_matches(name, list(keys), n=1, cutoff=_ALIKE)), "")
+    alike = difflib.get_close_matches(name, list(keys), n=1, cutoff=_ALIKE)
+    return min(holders, key=len) if holders else next(iter(alike), "")
 
 
 def _refuse_unknown(given: Mapping[str, Given], keys: Mapping[str, Key]) -> None:

@@ -24,8 +24,7 @@ def help_text(program: str, words: Sequence[str] = ()) -> str:
     Raises ConfigError for a word that chooses nothing.
     """
     keys = list(base_yml.declared().values())
-    groups = list(dict.fromkeys(key.group for key in keys))
-    names = ", ".join(map(_name, groups))
+    names = ", ".join(dict.fromkeys(_name(key.group) for key in keys))
     if words:
         chosen = [key for word in words for key in _chosen(word, keys, names)]
         return "\n".join(_table([key for key in keys if key in chosen]))
@@ -35,16 +34,14 @@ def help_text(program: str, words: Sequence[str] = ()) -> str:
         f"key=value. Model names: default, {models}. Where each default comes from, and why a "
         "resumed run may change a key or hosts may differ in it, is written in configs/base.yml."
     )
-    return "\n".join(
-        [
-            f"usage: python -m {program} [file.yml] [key=value ...]",
-            f"       python -m {program} --help [GROUP or KEY ...]    or --version",
-            "",
-            *textwrap.wrap(intro, WIDTH, break_on_hyphens=False),
-            *textwrap.wrap(f"Groups: {names}.", WIDTH),
-            *_table(keys),
-        ]
-    )
+    lines = [
+        f"usage: python -m {program} [file.yml] [key=value ...]",
+        f"       python -m {program} --help [GROUP or KEY ...]    or --version",
+        "",
+        *textwrap.wrap(intro, WIDTH, break_on_hyphens=False),
+        *textwrap.wrap(f"Groups: {names}.", WIDTH),
+    ]
+    return "\n".join(lines + _table(keys))
 
 
 def _table(keys: Iterable[Key]) -> list[str]:
@@ -76,14 +73,12 @@ def _lines(key: Key, name: str, indent: str, *more: str) -> list[str]:
 
 def _chosen(word: str, keys: Sequence[Key], names: str) -> list[Key]:
     """The keys of a group, the key of that name, or those whose name holds the word."""
-    for fits in (
-        lambda key: _name(key.group) == word,
-        lambda key: key.name == word,
-        lambda key: word in key.name,
-    ):
-        if chosen := [key for key in keys if fits(key)]:
-            return chosen
-    raise ConfigError(f"--help {word}: no group or key is named so. Groups: {names}.")
+    of_group = [key for key in keys if _name(key.group) == word]
+    of_name = [key for key in keys if key.name == word]
+    chosen = of_group or of_name or [key for key in keys if word in key.name]
+    if not chosen:
+        raise ConfigError(f"--help {word}: no group or key is named so. Groups: {names}.")
+    return chosen
 
 
 def _name(group: str) -> str:

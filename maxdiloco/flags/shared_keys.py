@@ -69,7 +69,7 @@ def _who(processes: list[int]) -> str:
     """`process 0`, `processes 1 and 3`, `processes 1, 2, 5 and 90 more`."""
     if len(processes) == 1:
         return f"process {processes[0]}"
-    *named, last = sorted(processes)
-    if len(processes) > MOST_NAMED:
-        named, last = sorted(processes)[:MOST_NAMED], f"{len(processes) - MOST_NAMED} more"
-    return f"processes {', '.join(map(str, named))} and {last}"
+    named = [str(process) for process in sorted(processes)]
+    if len(named) > MOST_NAMED:
+        named = [*named[:MOST_NAMED], f"{len(named) - MOST_NAMED} more"]
+    return f"processes {', '.join(named[:-1])} and {named[-1]}"

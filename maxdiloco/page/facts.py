@@ -59,11 +59,10 @@ def _last(run: Run, name: str) -> str:
 
 
 def _best(run: Run, name: str) -> str:
-    values = run.column(name)
-    if not np.isfinite(values).any():
+    if not len(run.finite(name)):
         return UNKNOWN
-    at = np.nanargmin(values)
-    return f"{values[at]:.4f} (step {run.steps_N[at]:,})"
+    at = np.nanargmin(run.column(name))
+    return f"{run.column(name)[at]:.4f} (step {run.steps_N[at]:,})"
 
 
 class Life(NamedTuple):
@@ -96,14 +95,12 @@ def lives(run: Run) -> list[Life]:
 
 def state(run: Run) -> str:
     """How the run ended, as far as its folder says."""
-    found = lives(run)
-    return found[-1].how if found else "not recorded"
+    return next((life.how for life in lives(run)[-1:]), "not recorded")
 
 
 def is_running(run: Run) -> bool:
     """Whether the last start has no end: the run goes on, or was killed."""
-    found = lives(run)
-    return bool(found) and found[-1].end is None
+    return any(life.end is None for life in lives(run)[-1:])
 
 
 def starts(runs: Sequence[Run]) -> Rows:
@@ -121,9 +118,9 @@ def starts(runs: Sequence[Run]) -> Rows:
 
 def checkpoints(runs: Sequence[Run]) -> Rows:
     """One row for each checkpoint that is kept."""
-    saved = [(number, run.name, one) for number, run in enumerate(runs) for one in run.checkpoints]
-    rows = [[name, f"{one.step:,}", date(one.time)] for _, name, one in saved]
-    return Rows(["run", "after step", "saved"], rows, [number for number, *_ in saved])
+    rows = [[run.name, f"{s.step:,}", date(s.time)] for run in runs for s in run.checkpoints]
+    numbers = [number for number, run in enumerate(runs) for _ in run.checkpoints]
+    return Rows(["run", "after step", "saved"], rows, numbers)
 
 
 def differences(runs: Sequence[Run], defaults: Mapping[str, Any]) -> Rows:

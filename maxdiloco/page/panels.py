@@ -6,7 +6,7 @@
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import yaml
@@ -30,10 +30,9 @@ class Table(NamedTuple):
 
 
 class Series(NamedTuple):
-    """A line of a panel: a column of one of the page's tables.
+    """A line of a panel: a column of one of the page's tables. run: its number.
 
-    run: its number. role: mean, theta, replica or line; how it is drawn. gone: a replica that the
-    run no longer has, whose last value says nothing of the present.
+    role: mean, theta, replica or line; how it is drawn. gone: a replica that the run no longer has.
     """
 
     label: str
@@ -55,10 +54,7 @@ class Panel(NamedTuple):
 
 
 def panels(runs: Sequence[Run], tables: Sequence[tuple[int, Table]]) -> list[Panel]:
-    """The panels of the page in their order; every column of every run is in one of them.
-
-    tables: of tables_of.
-    """
+    """The panels of the page in their order; every column of tables_of is in one of them."""
     left = {
         (run, name): index for index, (run, table) in enumerate(tables) for name in table.columns
     }
@@ -74,8 +70,9 @@ def panels(runs: Sequence[Run], tables: Sequence[tuple[int, Table]]) -> list[Pan
             series.append(Series(text, role, run, left.pop((run, name)), name, gone is not None))
         return series
 
+    declared = pathlib.Path(__file__).with_name("panels.yml").read_text(encoding="utf-8")
     out = []
-    for entry in _declared():
+    for entry in yaml.safe_load(declared):
         series = [s for pattern, how in entry["series"].items() for s in taken(pattern, *how)]
         note = entry.get("note", "")
         if "learning/lr" in entry["series"]:
@@ -87,11 +84,6 @@ def panels(runs: Sequence[Run], tables: Sequence[tuple[int, Table]]) -> list[Pan
     for name in sorted({name for _, name in left}):
         out.append(Panel(name, "", "", False, taken(f"({re.escape(name)})", "line", "{}")))
     return out
-
-
-def _declared() -> list[dict[str, Any]]:
-    text = pathlib.Path(__file__).with_name("panels.yml").read_text(encoding="utf-8")
-    return yaml.safe_load(text)
 
 
 def _gone_after(run: Run, name: str) -> int | None:

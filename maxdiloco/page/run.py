@@ -23,7 +23,7 @@ NOT_FINITE = math.inf  # in a column: the run wrote null
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint that is kept. time: when it was sealed, seconds since 1970."""
+    """One that is kept. time: when it was sealed, seconds since 1970."""
 
     step: int
     time: float
@@ -57,10 +57,7 @@ class Run(NamedTuple):
 
     @property
     def num_replicas(self) -> int:
-        """Replicas whose losses the last row with a loss has; 1 where it has one loss.
-
-        A resumed run may have fewer than before, or more.
-        """
+        """Replicas whose losses the last row with a loss has; a resumed run may have others."""
         rows = np.flatnonzero(~np.isnan(self.column("learning/loss")))
         last = rows[-1] if len(rows) else -1
         of_replicas = [v for n, v in self.columns.items() if n.startswith("learning/loss_replica_")]
@@ -72,9 +69,8 @@ def load(
 ) -> list[Run]:
     """The runs that a user names as for maxdiloco.generate, each once.
 
-    defaults: of every key, for keys that are younger than a run.
-    Raises CheckpointError for a name without a folder, DataError for a folder without rows,
-    ConfigError for a run that is given twice.
+    defaults: of every key. Raises CheckpointError for a name without a folder, DataError for a
+    folder without rows, ConfigError for a run that is given twice.
     """
     folders: list[epath.Path] = []
     for name in given:
