@@ -133,8 +133,7 @@ warmup_steps_fraction=0.5 WSD wsd_decay_steps_fraction=0.6 | =0.5 and wsd_decay 
 # what an exchange carries
 diloco_error_feedback=always | diloco_exchange_dtype=float32 | Use | =auto or
 diloco_merge=rda EAGER | does not go with | Use diloco_m
-diloco_error_feedback=never enable_diloco=false | does nothing | =auto or
-diloco_merge=rda enable_diloco=false | does nothing | diloco_merge=mean or
+diloco_merge=rda enable_diloco=false | =false. Use diloco_merge=mean or enable_diloco=true.
 # a mixture of sources
 dataset_mixture=web | is not a list
 dataset_mixture=[web] | web is not a source. Write dataset_mixture=[{path
@@ -212,13 +211,6 @@ OUTSIDE = """
     diloco_outer_momentum=1.0 warmup_steps_fraction=1.1 adam_eps=0.0 max_target_length=1
 """.split()
 
-# Flags that would be ignored in silence: users believe they compare something.
-OF_DILOCO = """
-    num_diloco_replicas=2 enable_streaming_diloco=true num_communication_overlapping_steps=1
-    communication_overlapping_alpha=0.5 diloco_outer_overlap=eager diloco_exchange_dtype=int8
-    diloco_outer_memory=pinned_host
-""".split()
-
 # The other side of the limits above.
 TAKEN = """
 FIVE
@@ -273,13 +265,6 @@ def test_a_value_that_cannot_work_is_refused_in_one_line(refusal, row):
 @pytest.mark.parametrize("flag", OUTSIDE)
 def test_a_value_outside_what_base_yml_allows_is_refused(refusal, flag):
     assert refusal(flag).startswith(f"{flag} must be ")
-
-
-@pytest.mark.parametrize("flag", OF_DILOCO)
-def test_data_parallel_refuses_what_only_diloco_does(refusal, flag):
-    line = refusal("enable_diloco=false", flag)
-    assert f"{flag} does nothing with enable_diloco=false" in line
-    assert "or enable_diloco=true" in line
 
 
 @pytest.mark.parametrize("flags", rows(TAKEN))
