@@ -9,7 +9,7 @@ from maxdiloco import json_text
 PACKAGE = pathlib.Path(json_text.__file__).parent
 # What these read was written by this program a moment before, or was parsed already.
 OWN_WORDS = {
-    "json_text.py", "data/subword.py", "huggingface/beside_weights.py", "metrics/writer.py",
+    "json_text.py", "data/subword.py", "huggingface/beside_weights.py",
     "processes/coordination.py",
 }  # fmt: skip
 
