@@ -2,8 +2,6 @@
 them, and what the tables say. torch runs in environments of the benchmarks, not here.
 """
 
-import pathlib
-import subprocess
 import sys
 import types
 
@@ -11,7 +9,7 @@ import pytest
 from thin_link_rows import measured
 
 from benchmarks import peer_torch, peer_torchft
-from benchmarks.link import torchft_process, torchft_rows
+from benchmarks.link import torchft_rows
 from benchmarks.link.rows import RowError
 
 # -- a PyTorch loop -----------------------------------------------------------------------------
@@ -63,37 +61,6 @@ def test_the_report_has_the_ratio_of_medians_and_a_loop_that_ends_its_last_words
 
 
 # -- torchft ------------------------------------------------------------------------------------
-
-
-def test_the_process_of_torchft_runs_as_a_file_without_torch_or_a_package_of_ours():
-    """Its functions import torch; -I as in the benchmark: no path but the standard library's."""
-    path = pathlib.Path(torchft_process.__file__)
-    code = f"import runpy; runpy.run_path({str(path)!r}, run_name='driver')"
-    command = [sys.executable, "-I", "-S", "-c", code]
-    assert subprocess.run(command, capture_output=True, text=True).stderr == ""
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"commits": 11}, "made 11 exchanges of 12 among 2 replicas"),
-        ({"participants": 1}, "among 1 replicas of 2"),
-        ({"exchanged": [[0, 21, 500]]}, r"of fragments \[0\] of 2"),
-        ({"exchanged": [[0, 21, 500], [1, 22, 601]]}, "fragment 1 has 2 values .* and 2 after it"),
-        ({"exchanged": [[0, 11, 500], [1, 22, 600]]}, "fragment 0 has 1 values on 2 replicas"),
-    ],
-)
-def test_a_torchft_that_does_not_exchange_is_found(changes, message):
-    """120 steps, one of two fragments every 10, of two replicas."""
-    job = {"steps": 120, "replicas": 2}
-    job["spec"] = {"num_diloco_fragments": 2, "diloco_sync_period": 20}
-    one, other = (
-        {"commits": 12, "participants": 2, "exchanged": [[0, value, 500], [1, value + 1, 600]]}
-        for value in (11, 21)
-    )
-    torchft_rows.check_exchanges([one, other], job)
-    with pytest.raises(RowError, match=message):
-        torchft_rows.check_exchanges([one, other | changes], job)
 
 
 def test_each_trainer_is_compared_with_its_own_plain_step_and_the_payload(tmp_path, capsys):

@@ -99,17 +99,12 @@ PARALLEL = Row("data_parallel", rate="10")
         (EAGER._replace(mode="diloco"), {}, (20, 120)),
         # The lowest rate and the plain step measure more periods.
         (EAGER, {"other_periods": 2}, (40, 140)),
-        (EAGER._replace(rate="10"), {"other_periods": 2}, (40, 80)),
         (Row("plain", turn=1), {"other_periods": 2}, (40, 140)),
         # 4 MB at 10 Mbit/s are 3.2 s, beside 20 steps of 200 ms 7.2 s a period; never none.
         (SLOW, {"row_seconds": 72.1}, (20, 20 + 5 * 20)),
-        (SLOW, {"row_seconds": 29}, (20, 20 + 4 * 20)),
         (SLOW, {"row_seconds": 1}, (20, 20 + 20)),
-        # About as long: 100 steps of 200 ms. 20 s are 5.9 steps of 3.4 s; at 160 Mbit/s 50 of 0.4.
+        # About as long: 100 steps of 200 ms. 20 s are 5.9 steps of 3.4 s.
         (PARALLEL, {}, (2, 8)),
-        (PARALLEL._replace(rate="160"), {}, (2, 52)),
-        # 5 s have room for 1.5 steps, and the least is 4.
-        (PARALLEL, {"row_seconds": 5.0}, (2, 6)),
     ],
 )
 def test_a_row_measures_whole_periods_that_row_seconds_have_room_for(row, changes, window):
@@ -211,24 +206,19 @@ THREE = {"hosts": 3, "delay_ms": 25.0}
         ("data_parallel", {"tied_parameters": 100_000}, 3520.0),
         # 1.5 MB a period of 20 steps, all of it waited for: 1.2 s; twice that.
         ("diloco", {}, 60.0),
-        ("streaming", {}, 60.0),
         ("streaming", {"rate": "5"}, 120.0),
         # 4 steps of 0.2 s are as long as 1 MB at 10 Mbit/s; at 5 it takes 1.6 s, 0.8 too many, and
         # the other 0.5 MB exactly 0.8 s.
         ("overlapped", {}, 0.0),
         ("overlapped", {"rate": "5"}, 40.0),
-        # A whole period of 4 s: 2.4 s at 5 Mbit/s fit, 6 s at 2 do not, and 2 s of 20 steps stay.
+        # A whole period of 4 s: 2.4 s at 5 Mbit/s fit.
         ("eager", {"rate": "5"}, 0.0),
-        ("eager", {"rate": "2"}, 100.0),
         *((mode, {"rate": "unlimited"}, 0.0) for mode in MODES),
         # Three hosts, 25 ms one way. Data parallelism: 4/3 of 4 MB and 4 turns. DiLoCo: to each of
-        # two others, 2.4 s, and 25 ms once a period; streaming twice. tau=4 hides 0.8 of 1.6 and
-        # of 0.8 s.
+        # two others, 2.4 s, and 25 ms once a period. tau=4 hides 0.8 of 1.6 and of 0.8 s.
         ("data_parallel", THREE, 4266.667 + 100.0),
         ("diloco", THREE, 121.25),
-        ("streaming", THREE, 122.5),
         ("overlapped", THREE, 42.5),
-        ("eager", THREE, 0.0),
     ],
 )
 def test_the_predicted_exposure_of_each_mode(mode, changes, milliseconds):
@@ -239,21 +229,13 @@ def test_the_predicted_exposure_of_each_mode(mode, changes, milliseconds):
 
 
 @pytest.mark.parametrize(
-    ("claim", "sent", "tied", "agree"),
-    [
-        # Chatter 100 a step, 1,100 sent: 1,000 are 1.053 of 950, 0.980 of 1,020, 1.136 of 880.
-        (950, 1100, None, True), (1020, 1100, None, False), (880, 1100, None, False),
-        # A claim without a tied embedding's 400,000 bytes may be that much lower, one with it not.
-        (4_000_000, 4_400_000 * 1.11, 100_000, True), (4_000_000, 4_400_000 * 1.13, 100_000, False),
-        (4_400_000, 4_400_000 * 1.13, 100_000, False),
-    ],
-)  # fmt: skip
-def test_bytes_that_are_not_those_claimed_end_it_with_exit_code_1(
-    claim, sent, tied, agree, capsys, tmp_path
-):
-    mode = "diloco" if tied is None else "data_parallel"
-    row = measured(mode, 4000.0, claimed_per_step=claim, sent_per_step=[sent, sent])
-    part = Part(SETUP | {"tied_parameters": tied or 0}, [], tmp_path)
+    ("claim", "agree"),
+    # Chatter 100 a step, 1,100 sent: 1,000 are 1.053 of 950, 0.980 of 1,020, 1.136 of 880.
+    [(950, True), (1020, False), (880, False)],
+)
+def test_bytes_that_are_not_those_claimed_end_it_with_exit_code_1(claim, agree, capsys, tmp_path):
+    row = measured("diloco", 4000.0, claimed_per_step=claim, sent_per_step=[1100, 1100])
+    part = Part(SETUP, [], tmp_path)
     assert thin_link.report(part, [PLAIN, row]) == int(not agree)
     assert ("at 10 Mbit/s: " in capsys.readouterr().out) != agree
 
@@ -266,10 +248,6 @@ def test_a_row_beside_the_plain_step():
         "streaming, tau=0, float32, program", "10", "20", "250.0", "80.0%", "50.0", "60.0", "0.83",
         "1.1", "1.053", "9.5",
     ]  # fmt: skip
-    # The plain steps measured again: 140 and 160 bytes a step.
-    again = PLAIN | {"step_ms": 204.0, "sent_per_step": [140.0, 160.0]}
-    assert figures.plain_ms([PLAIN, row, again]) == pytest.approx(202)
-    assert figures.chatter([PLAIN, row, again]) == 125
 
 
 def test_what_is_claimed_is_said_where_data_parallelism_starves():

@@ -4,9 +4,7 @@ import errno
 import importlib
 import json
 import os
-import pathlib
 import struct
-import subprocess
 import sys
 import threading
 
@@ -18,8 +16,6 @@ from maxdiloco import train
 from maxdiloco.errors import ConfigError
 from maxdiloco.metrics import trackers
 from maxdiloco.metrics.writer import MetricsWriter
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 def write(folder, steps, *, resume_step=None, say=lambda line: None, **options):
@@ -161,21 +157,6 @@ def test_an_event_file_on_a_disk_that_hangs_holds_nobody_up(folder, hanging, mon
     assert rows_and_warnings(folder, 4) == given_up(folder, "the last rows are not written yet")
     folder.metrics.unlink()
     assert rows_and_warnings(folder, 20) == given_up(folder, "5 rows wait to be written")
-
-
-def test_without_tensorboard_it_is_neither_imported_nor_written(folder):
-    code = (
-        "import sys; from maxdiloco.metrics.writer import MetricsWriter; "
-        "from maxdiloco.storage.run_folder import locate; "
-        "f = locate(sys.argv[1], 'run'); "
-        "w = MetricsWriter(f, tensorboard=sys.argv[2] == 'yes', resume_step=None); "
-        "w.__exit__(None, None, None); "
-        "print('tensorboardX' in sys.modules, f.tensorboard.exists())"
-    )
-    for wanted, expected in (("no", "False False\n"), ("yes", "True True\n")):
-        command = [sys.executable, "-c", code, str(folder.path.parent), wanted]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.stdout == expected
 
 
 # What only looks like wandb.
