@@ -16,9 +16,9 @@ from maxdiloco.checkpoint import read, theta
 from maxdiloco.checkpoint.arrays import Cycled
 from maxdiloco.checkpoint.theta import Wanted
 from maxdiloco.errors import ConfigError
+from maxdiloco.evaluation import on_mesh
 from maxdiloco.flags import checks, config
 from maxdiloco.flags.config import Config
-from maxdiloco.models import on_mesh
 from maxdiloco.models.transformer import Model
 
 REPLICAS = "params"  # the item of a checkpoint with the replicas' own parameters, [R, ...]

@@ -11,7 +11,8 @@ from maxdiloco.flags.config import Config
 from maxdiloco.huggingface import tensors
 from maxdiloco.huggingface.family import Family
 from maxdiloco.huggingface.tensors import Leaf, Part
-from maxdiloco.models import transformer
+from maxdiloco.models.spec import from_config
+from maxdiloco.models.transformer import Model
 
 
 class Layout(NamedTuple):
@@ -49,7 +50,7 @@ class Layout(NamedTuple):
 
 def of_model(cfg: Config, family: Family) -> Layout:
     """The layout of a config's model; nothing is allocated. Raises ConfigError."""
-    model = transformer.build(cfg, backend="cpu")
+    model = Model(from_config(cfg, backend="cpu"))
     shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
     leaves = tensors.leaves_of(shapes, model.layer_axis)
     parts = []

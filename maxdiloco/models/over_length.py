@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.models.each_device import automatic_spec
+from maxdiloco.models.each_device import split_axes, token_shards
 from maxdiloco.parallel.sharding import Rules, axes_of, constrain, spec
 
 
@@ -25,13 +25,7 @@ def shards_on(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, rules: Rules)
 
 def length_axes(rules: Rules) -> tuple[str, ...]:
     """The mesh axes of the context that a sequence is spread over, those of size 1 left out."""
-    return axes_of(automatic_spec(("batch", "length"), rules, split_only=True)[1])
-
-
-def length_shards(rules: Rules) -> int:
-    """Number of devices that a sequence is spread over, on the mesh of the context."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return math.prod(mesh.shape[axis] for axis in length_axes(rules))
+    return split_axes(("batch", "length"), rules)[1]
 
 
 def check(length: int, shards: int) -> None:
@@ -48,7 +42,7 @@ def check(length: int, shards: int) -> None:
 
 def spread(x_BL: jax.Array, rules: Rules) -> jax.Array:
     """[B, L] from the order of the text to that of the devices, sharded; as it is with one."""
-    shards = length_shards(rules)
+    _, shards = token_shards(rules)
     if shards == 1:
         return x_BL
     x_BL = whole(x_BL, rules)[:, positions(x_BL.shape[1], shards)]
@@ -57,7 +51,7 @@ def spread(x_BL: jax.Array, rules: Rules) -> jax.Array:
 
 def whole(x_BL: jax.Array, rules: Rules) -> jax.Array:
     """[B, L] of a few bytes with all tokens of a sequence on each of its devices."""
-    return constrain(x_BL, ("batch", None), rules) if length_shards(rules) > 1 else x_BL
+    return constrain(x_BL, ("batch", None), rules) if length_axes(rules) else x_BL
 
 
 def part(x_BL: jax.Array, shard: jax.Array, shards: int) -> jax.Array:
@@ -78,7 +72,7 @@ def positions(length: int, shards: int) -> np.ndarray:
 
 def positions_here(length: int, rules: Rules) -> jax.Array:
     """`positions` on the mesh of the context."""
-    shards = length_shards(rules)
+    _, shards = token_shards(rules)
     return jnp.arange(length) if shards == 1 else jnp.array(positions(length, shards))
 
 

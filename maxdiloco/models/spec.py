@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from maxdiloco.flags.config import Config
-from maxdiloco.models.attention import choose_kernel, has_kernels
+from maxdiloco.models.kernels import choose_kernel, has_kernels
 from maxdiloco.models.rope import RopeConfig
 from maxdiloco.parallel import processor
 from maxdiloco.parallel.sharding import Rules, rules_with

@@ -22,21 +22,19 @@ def over_layers(
     remat.checkpointed, layer by layer.
     """
     period = _period(kinds)
-    blocks, rest = divmod(len(kinds), period)
-    # A loop of one iteration is no loop to the compiler.
-    first, last = (
-        _block(body, kinds[:size], policy, in_loop=in_loop)
-        for size, in_loop in ((period, blocks > 1 or period == 1), (rest, False))
-    )
     if period == 1:
-        return jax.lax.scan(first, x, stacked)
+        layer = checkpointed(functools.partial(body, kinds[0]), policy, in_loop=True)
+        return jax.lax.scan(layer, x, stacked)
+    blocks, rest = divmod(len(kinds), period)
     whole, over = _split(stacked, [blocks * period, rest])
     whole = jax.tree.map(lambda w: w.reshape(blocks, period, *w.shape[1:]), whole)
+    # A loop of one iteration is no loop to the compiler.
+    first = _block(body, kinds[:period], policy, in_loop=blocks > 1)
     x, y = jax.lax.scan(first, x, whole)
     y = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), y)
     if not rest:
         return x, y
-    x, y_over = last(x, over)
+    x, y_over = _block(body, kinds[:rest], policy, in_loop=False)(x, over)
     return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), y, y_over)
 
 
@@ -47,16 +45,12 @@ def _period(kinds):
 
 
 def _block(body, kinds, policy, *, in_loop):
-    """(x, entries [p, ...]) -> (x, y [p, ...]); of one layer, entries and y have no p."""
-    layers = [
-        checkpointed(functools.partial(body, kind), policy, in_loop=in_loop) for kind in kinds
-    ]
-    if len(layers) == 1 and in_loop:
-        return layers[0]
+    """(x, entries [p, ...]) -> (x, y [p, ...])."""
 
     def block(x, entries):
         ys = []
-        for layer, entry in zip(layers, _split(entries, [1] * len(layers)), strict=True):
+        for kind, entry in zip(kinds, _split(entries, [1] * len(kinds)), strict=True):
+            layer = checkpointed(functools.partial(body, kind), policy, in_loop=in_loop)
             x, y = layer(x, jax.tree.map(lambda w: w[0], entry))
             ys.append(y)
         return x, jax.tree.map(lambda *y: jnp.stack(y), *ys)

@@ -1,4 +1,4 @@
-"""models/embedding.py: what is gathered of a table that is split, and what its gradient sums."""
+"""The embedding: what is gathered of a table that is split, and what its gradient sums."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import tiny_model
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.models.embedding import look_up
+from maxdiloco.models.layers import look_up
 
 V, D, B, L = 8, 16, 8, 96  # many tokens for each row: their sum does not fit bfloat16
 RULES = (("vocab", ("tensor",)), ("embed", ("fsdp",)), ("batch", ("fsdp",)), ("length", ()))
