@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from maxdiloco.data import token_text
 from maxdiloco.engine.calls import BESIDE, EVALUATION, Call
 from maxdiloco.models import sampling
-from maxdiloco.models.each_device import token_shards
+from maxdiloco.models.devices import token_shards
 from maxdiloco.parallel import slots
 from maxdiloco.parallel.program import Program
 

@@ -1,22 +1,20 @@
 """Causal attention within documents by the kernel that was chosen.
 
-Every kernel computes softmax(soft_cap(q k / sqrt(H)) + mask) v for grouped queries. Position t
-sees position s when s <= t, both are of one segment and, with a window, t - s < window.
+Every kernel computes softmax(soft_cap(q k / divisor) + mask) v for grouped queries. Position t sees
+position s when s <= t, both are of one segment and, with a window, t - s < window. Arguments are
+those of dot_product.
 """
 # B sequences  L queries  S keys  N query heads  K key/value heads  G = N / K  H head dim
 
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from maxdiloco.models.devices import gathered_text, on_each_device, part, positions, split_axes
 from maxdiloco.models.dot_product import Queries, causal_mask, divisor, dot_product
-from maxdiloco.models.each_device import on_each_device
-from maxdiloco.models.over_length import gathered_text, length_axes, part, positions
 from maxdiloco.models.remat import CONTEXT, keep
-from maxdiloco.models.spec import ModelSpec
 
 SPLASH_BLOCK = 512  # tile of queries and keys, our choice from the kernel's power-of-two sizes
 # Tokens in the lanes, which heads of less than 128 features do not fill: XLA then lays out what
@@ -24,22 +22,13 @@ SPLASH_BLOCK = 512  # tile of queries and keys, our choice from the kernel's pow
 SPLASH_LAYOUT = "SEQ_MINOR"  # a QKVLayout of the kernel
 
 
-def attend(
-    spec: ModelSpec,
-    window: int,
-    q_BLNH: jax.Array,
-    k_BLKH: jax.Array,
-    v_BLKH: jax.Array,
-    segment_ids_BL: jax.Array,
-    sinks_N: jax.Array | None = None,
-) -> jax.Array:
+def attend(spec, window, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, sinks_N=None) -> jax.Array:
     """Attention of a training window with itself: context [B, L, N, H].
 
-    segment_ids: equal ids see each other and lie side by side. window, sinks: see dot_product.
     Where sequences are spread over devices q, k, v and the context are in their order, and
-    segment_ids whole in the order of the text, see models/over_length.py.
+    segment_ids whole in the order of the text, see models/devices.py.
     """
-    axes = length_axes(spec.rules)
+    _, axes = split_axes(("batch", "length"), spec.rules)
     arrays = (q_BLNH, k_BLKH, v_BLKH, segment_ids_BL)
     arrays += () if sinks_N is None else (sinks_N,)
     if spec.attention == "dot_product" and not axes:
@@ -73,20 +62,11 @@ def _with_all_keys(kernel, axes):
 
 
 def splash(
-    spec: ModelSpec,
-    window: int,
-    q_BLNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    segment_ids_BS: jax.Array,
-    sinks_N: jax.Array | None = None,
-    queries: Queries | None = None,
-    *,
-    interpret: bool = False,
+    spec, window, q_BLNH, k_BSKH, v_BSKH, segments_BS, sinks_N=None, queries=None, interpret=False
 ) -> jax.Array:
     """The Pallas TPU kernel of jax.experimental. L is a multiple of 128.
 
-    queries: as of dot_product. interpret: run it as array code, for tests without a TPU.
+    interpret: run it as array code, for tests without a TPU.
     """
     from jax.experimental.pallas.ops.tpu import splash_attention
 
@@ -108,11 +88,10 @@ def splash(
         residual_checkpoint_name=CONTEXT,
         interpret=interpret,
     )
-    segment_ids_BL = segment_ids_BS
+    segments = kernels.SegmentIds(segments_BS, segments_BS)
     if queries is not None:
-        segment_ids_BL = queries.segment_ids_BL
+        segments = kernels.SegmentIds(queries.segment_ids_BL, segments_BS)
         kernel = _shard_of(kernel, queries.shard, shards)
-    segments = kernels.SegmentIds(segment_ids_BL, segment_ids_BS)
     q_BNLH = (q_BLNH / divisor(spec, H)).astype(q_BLNH.dtype).swapaxes(1, 2)
     arrays = (q_BNLH, k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2), segments)
     arrays += () if sinks_N is None else (sinks_N,)
@@ -131,63 +110,39 @@ def _shard_of(kernel, shard, shards):
     return jax.tree.map(rows, kernel)
 
 
-def cudnn(
-    spec: ModelSpec,
-    window: int,
-    q_BLNH: jax.Array,
-    k_BLKH: jax.Array,
-    v_BLKH: jax.Array,
-    segment_ids_BL: jax.Array,
-) -> jax.Array:
+def cudnn(spec, window, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL) -> jax.Array:
     """cuDNN's fused attention by jax.nn.dot_product_attention, of choose_kernel's models.
 
     Documents and the window are a mask [B, 1, L, L], a bias for cuDNN, which before 9.10.2 takes no
-    window of its own beside one. The backward pass runs the forward kernel again: what jax keeps
-    for it cannot pass _joined.
+    window of its own beside one. Replicas of a slot come one after another: jax 0.10's rule for a
+    vmap wants a mask for each head. The backward pass runs the forward kernel again: what jax keeps
+    for it cannot pass that loop.
     """
 
+    one_by_one = jax.custom_batching.sequential_vmap
+
     def plain(q_BLNH, k_BLKH, v_BLKH, segment_ids_BL):
-        L, H = segment_ids_BL.shape[1], q_BLNH.shape[-1]
-        positions_L = jnp.arange(L)
+        positions_L = jnp.arange(segment_ids_BL.shape[1])
         same_B1LL = (segment_ids_BL[:, :, None] == segment_ids_BL[:, None])[:, None]
         return jax.nn.dot_product_attention(
             q_BLNH,
             k_BLKH,
             v_BLKH,
             mask=same_B1LL & causal_mask(positions_L, positions_L, window),
-            scale=1 / divisor(spec, H),
+            scale=1 / divisor(spec, q_BLNH.shape[-1]),
             is_causal=True,
             implementation="cudnn",
         )
 
+    @one_by_one
     def pulled(*arrays):
         *qkv, segment_ids_BL, d_BLNH = arrays
         _, pull = jax.vjp(lambda *qkv: plain(*qkv, segment_ids_BL), *qkv)
         return pull(d_BLNH)
 
-    fused = jax.custom_vjp(_joined(plain))
+    fused = jax.custom_vjp(one_by_one(plain))
     fused.defvjp(
         lambda *arrays: (fused(*arrays), arrays),
-        lambda arrays, d_BLNH: (*_joined(pulled)(*arrays, d_BLNH), None),
+        lambda arrays, d_BLNH: (*pulled(*arrays, d_BLNH), None),
     )
     return keep(fused(q_BLNH, k_BLKH, v_BLKH, segment_ids_BL), CONTEXT)
-
-
-def _joined(fn: Callable) -> Callable:
-    """fn of arrays [B, ...]; a vmap over it, of the replicas of a slot, makes their batch longer.
-
-    jax 0.10's rule for a vmap over cuDNN wants a mask for each head.
-    """
-    wrapped = jax.custom_batching.custom_vmap(fn)
-
-    @wrapped.def_vmap
-    def _(size, in_batched, *args):
-        whole = (
-            x if batched else jnp.broadcast_to(x, (size, *x.shape))
-            for x, batched in zip(args, in_batched, strict=True)
-        )
-        out = wrapped(*(x.reshape(-1, *x.shape[2:]) for x in whole))
-        out = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out)
-        return out, jax.tree.map(lambda _: True, out)
-
-    return wrapped

@@ -25,7 +25,7 @@ MAX_BLOCKS = 8  # still longer sequences get longer blocks
 
 
 class Queries(NamedTuple):
-    """Queries that are a device's part of the sequences of the keys, see models/over_length.py.
+    """Queries that are a device's part of the sequences of the keys, see models/devices.py.
 
     shard: index of the part. positions: int [L], in the whole sequence.
     """
@@ -37,21 +37,14 @@ class Queries(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def dot_product(
-    spec: ModelSpec,
-    window: int,
-    q_BLNH: jax.Array,
-    k_BLKH: jax.Array,
-    v_BLKH: jax.Array,
-    segment_ids_BL: jax.Array,
-    sinks_N: jax.Array | None = None,
-    queries: Queries | None = None,
+    spec, window, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, sinks_N=None, queries=None
 ) -> jax.Array:
     """softmax(soft_cap(q k / divisor)) v over keys that are not later and of the same segment.
 
+    spec: ModelSpec. window: keys a query sees, 0 is off. segment_ids: equal ids see each other and
+    lie side by side. sinks: a logit of each head that every query sees and that has no value, or
+    None. queries: Queries where the keys and segment_ids are of longer sequences than q.
     Grouped queries: N is a multiple of K. Matmuls in the type of q, softmax in float32.
-    window: keys a query sees, 0 is off.
-    sinks: a logit of each head that every query sees and that has no value.
-    queries: of q where the keys and segment_ids are of longer sequences than q.
     Returns context [B, L, N, H].
     """
     return _forward(spec, window, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, sinks_N, queries)[0]
@@ -61,7 +54,7 @@ def _forward(spec, window, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, sinks_N, quer
     q_BKGLH = _by_group(q_BLNH, k_BLKH.shape[2])
     kT_BKHS, v_BKSH = k_BLKH.transpose(0, 2, 3, 1), v_BLKH.transpose(0, 2, 1, 3)
     contexts, lses = [], []
-    for rows, keys in _blocks(window, q_BLNH, k_BLKH):
+    for rows, keys in blocks(q_BLNH.shape[1], k_BLKH.shape[1], window):
         logits_BKGLS = _logits(spec, q_BKGLH[..., rows, :], kT_BKHS[..., keys])
         mask = _mask(window, segment_ids_BL, queries, rows, keys)
         logits_BKGLS = jnp.where(mask, logits_BKGLS, -jnp.inf)
@@ -92,7 +85,7 @@ def _backward(spec, window, residuals, d_BLNH):
     kT_BKHS, vT_BKHS = k_BLKH.transpose(0, 2, 3, 1), v_BLKH.transpose(0, 2, 3, 1)
     k_BKSH = k_BLKH.transpose(0, 2, 1, 3)
     dq, dkT_BKHS, dvT_BKHS = [], jnp.zeros((B, K, H, S), f32), jnp.zeros(vT_BKHS.shape, f32)
-    for rows, keys in _blocks(window, q_BLNH, k_BLKH):
+    for rows, keys in blocks(q_BLNH.shape[1], k_BLKH.shape[1], window):
         q, d = q_BKGLH[..., rows, :], d_BKGLH[..., rows, :]
         logits_BKGLS = _logits(spec, q, kT_BKHS[..., keys])
         mask = _mask(window, segment_ids_BL, queries, rows, keys)
@@ -111,46 +104,37 @@ def _backward(spec, window, residuals, d_BLNH):
     dq_BLNH = _by_head(jnp.concatenate(dq, axis=3)).astype(q_BLNH.dtype)
     dk_BLKH = dkT_BKHS.transpose(0, 3, 1, 2).astype(k_BLKH.dtype)
     dv_BLKH = dvT_BKHS.transpose(0, 3, 1, 2).astype(v_BLKH.dtype)
-    rows = B, -1, q_BLNH.shape[1]
-    d_sinks_N = _d_sinks(sinks_N, mean_BKGL1.reshape(rows), lse_BKGL1.reshape(rows))
+    d_sinks_N = None
+    if sinks_N is not None:  # a sink's weight has the value 0: minus the gradient of the others'
+        mean_BNL, lse_BNL = (x.reshape(B, -1, q_BLNH.shape[1]) for x in (mean_BKGL1, lse_BKGL1))
+        weights_BNL = jnp.exp(sinks_N.astype(f32)[:, None] - lse_BNL)
+        d_sinks_N = -jnp.sum(weights_BNL * mean_BNL, axis=(0, 2)).astype(sinks_N.dtype)
     return dq_BLNH, dk_BLKH, dv_BLKH, None, d_sinks_N, None
 
 
 dot_product.defvjp(_forward, _backward)
 
 
-def blocks(length: int, window: int) -> list[tuple[slice, slice]]:
-    """Blocks of queries, each with the run of keys that some query of it can see."""
-    return _chunk_blocks(range(length), 0, 0, window, size=_block_size(length))
+def blocks(num_queries: int, num_keys: int, window: int) -> list[tuple[slice, slice]]:
+    """Blocks of a device's queries, each with the run of keys that some query of it can see.
 
-
-def _blocks(window, q_BLNH, k_BLKH):
-    """The blocks of a device's queries: of all, or of two chunks as over_length deals them out."""
-    L, shards = q_BLNH.shape[1], k_BLKH.shape[1] // q_BLNH.shape[1]
-    if shards == 1:
-        return blocks(L, window)
-    half, size = L // 2, _block_size(L)
+    Of as many keys as queries, or of two chunks of longer sequences as devices.py deals them out,
+    whatever the device: the first query of a chunk is at position `least` to `most`.
+    """
+    shards = num_keys // num_queries
+    chunks = 1 if shards == 1 else 2
+    length = num_queries // chunks
+    size = SHORT_BLOCK
+    if num_queries > 2 * SHORT_BLOCK:
+        size = max(BLOCK, math.ceil(num_queries / MAX_BLOCKS))
     slices = []
-    for first_chunk, rows in ((0, range(half)), (shards, range(half, L))):
-        least, most = first_chunk * half, (first_chunk + shards - 1) * half
-        slices += _chunk_blocks(rows, least, most, window, size=size)
-    return slices
-
-
-def _block_size(length):
-    if length <= 2 * SHORT_BLOCK:
-        return SHORT_BLOCK
-    return max(BLOCK, math.ceil(length / MAX_BLOCKS))
-
-
-def _chunk_blocks(rows, least, most, window, *, size):
-    """Blocks of a run of queries whose first is at position `least` to `most` of its sequence."""
-    slices = []
-    for start in range(rows.start, rows.stop, size):
-        end = min(start + size, rows.stop)
-        before, until = start - rows.start, end - rows.start
-        first_key = max(0, least + before - window + 1) if window else 0
-        slices.append((slice(start, end), slice(first_key, most + until)))
+    for chunk in range(chunks):
+        least, most = chunk * shards * length, (chunk * shards + shards - 1) * length
+        for start in range(0, length, size):
+            end = min(start + size, length)
+            first_key = max(0, least + start - window + 1) if window else 0
+            rows = slice(chunk * length + start, chunk * length + end)
+            slices.append((rows, slice(first_key, most + end)))
     return slices
 
 
@@ -181,18 +165,6 @@ def _logits(spec, q_BKGLH, kT_BKHS):
     logits_BKGLS = float32_product("bkglh,bkhs->bkgls", q_BKGLH, kT_BKHS, spec)
     logits_BKGLS = logits_BKGLS / divisor(spec, q_BKGLH.shape[-1])
     return soft_capped(logits_BKGLS, spec.attn_logits_soft_cap)
-
-
-def _d_sinks(sinks_N, mean_BNL, lse_BNL):
-    """A sink's weight has the value 0, so its gradient is minus that of the others' mean.
-
-    mean: of the weights' gradients, under the weights. lse: log normalisers, with the sink.
-    """
-    if sinks_N is None:
-        return None
-    weights_BNL = jnp.exp(sinks_N.astype(f32)[:, None] - lse_BNL)
-    return -jnp.sum(weights_BNL * mean_BNL, axis=(0, 2)).astype(sinks_N.dtype)
-
 
 
 def _by_group(x_BLNH, num_kv_heads):

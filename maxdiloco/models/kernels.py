@@ -77,8 +77,8 @@ def choose_kernel(
 def has_kernels(compute_capability: str) -> bool:
     """Whether a GPU has the kernels of attention and of grouped products (models/triton_ragged.py).
 
-    compute_capability: by jax.Device, such as `8.0`, or AMD's name of a GPU, which has neither; ""
-    is not known and taken for one that has both.
+    compute_capability: of jax.Device, `8.0`, or AMD's name of a GPU, which has neither; "" is
+    not known and taken for one that has both.
     """
     major = re.match(r"(\d+)\.\d+$", compute_capability)
     return not compute_capability or (major is not None and int(major[1]) >= CAPABILITY)

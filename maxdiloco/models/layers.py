@@ -1,25 +1,23 @@
-"""The blocks of a decoder: of each the table of its weights, and the function of their values.
-
-A block of spec `spec` takes its values `w` as a nested dict like its table, of one layer.
-"""
+"""The blocks of a decoder: the table of a block's weights, and a function of their values `w`."""
 # B sequences  L tokens  D model  N query heads  K key/value heads  H head dim  F hidden
 # V vocabulary  R rank  P features not rotated  T features rotated
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
+from jax.sharding import PartitionSpec as P
 
-from maxdiloco.models.each_device import on_each_device, split_axes
+from maxdiloco.models.devices import by_parts, split_axes
 from maxdiloco.models.product import product
 from maxdiloco.models.remat import ATTENTION_OUT, MLP_IN, NORM_FACTOR, QKV, keep
 from maxdiloco.models.rope import Rotation, rotate
 from maxdiloco.models.spec import ModelSpec
-from maxdiloco.models.weights import Weight, bias, factor, residual_gain, spread
-from maxdiloco.parallel.sharding import Rules, constrain
+from maxdiloco.models.weights import Weight, factor, residual_gain, spread
+from maxdiloco.parallel.sharding import constrain
 
 f32 = jnp.float32
 Table = dict[str, Any]  # nested, of Weights
@@ -55,14 +53,11 @@ FEED_FORWARD = {"w_gate": "bld,df->blf", "w_up": "bld,df->blf", "w_out": "blf,fd
 
 def norm_table(spec: ModelSpec, *shape: int, names: tuple[str, ...] = ("norm",)) -> Table:
     """The scale of rms_norm over dims of this shape."""
-    return {"scale": Weight(shape, names, spec.weight_dtype, value=1 - spec.norm_scale_offset)}
+    return {"scale": Weight(shape, names, value=1 - spec.norm_scale_offset)}
 
 
-def rms_norm(spec: ModelSpec, w: Values, x: jax.Array) -> jax.Array:
-    """x with root mean square 1 over the scale's dims, times the scale (arXiv 1910.07467).
-
-    Computed in float32, in the type of x.
-    """
+def rms_norm(spec: ModelSpec, w: Values, x) -> jax.Array:
+    """x with root mean square 1 over the scale's dims, times the scale (arXiv 1910.07467)."""
     x_f32 = x.astype(f32)  # squares of bf16 values lose half their digits
     scale = w["scale"].astype(f32)
     dims = tuple(range(-scale.ndim, 0))
@@ -76,8 +71,8 @@ def attention_table(spec: ModelSpec) -> Table:
     """Weights of `attention`."""
     D, N, K, H = spec.emb_dim, spec.num_query_heads, spec.num_kv_heads, spec.head_dim
     if spec.latent is None:
-        table = {name: factor(spec, ATTENTION[name], d=D, n=N, k=K, h=H) for name in ATTENTION}
-        table["out"] = factor(spec, ATTENTION["out"], gain=residual_gain(spec), n=N, h=H, d=D)
+        table = {name: factor(ATTENTION[name], d=D, n=N, k=K, h=H) for name in ATTENTION}
+        table["out"] = factor(ATTENTION["out"], gain=residual_gain(spec), n=N, h=H, d=D)
     else:
         table = _latent_table(spec)
     if spec.use_qk_norm and spec.qk_norm_scope == "head":
@@ -86,37 +81,39 @@ def attention_table(spec: ModelSpec) -> Table:
         table["query_norm"] = norm_table(spec, N, H, names=("heads", "norm"))
         table["key_norm"] = norm_table(spec, K, H, names=("kv_heads", "norm"))
     if spec.attention_bias != "none":
-        table["query_bias"] = bias(spec, (N, H), ("heads", "bias"))
-        table["key_bias"] = bias(spec, (K, H), ("kv_heads", "bias"))
-        table["value_bias"] = bias(spec, (K, H), ("kv_heads", "bias"))
+        table["query_bias"] = Weight((N, H), ("heads", "bias"))
+        table["key_bias"] = Weight((K, H), ("kv_heads", "bias"))
+        table["value_bias"] = Weight((K, H), ("kv_heads", "bias"))
     if spec.attention_bias == "all":
-        table["out_bias"] = bias(spec, (D,), ("bias",))
+        table["out_bias"] = Weight((D,), ("bias",))
     if spec.attention_sink:
-        table["sinks"] = bias(spec, (N,), ("heads",))
+        table["sinks"] = Weight((N,), ("heads",))
     return table
 
 
 def _latent_table(spec):
-    D, N, H, latent = spec.emb_dim, spec.num_query_heads, spec.head_dim, spec.latent
-    sizes = {
-        "query_down": dict(d=D, r=latent.q_rank),
-        "query_up": dict(r=latent.q_rank, n=N, h=H),
-        "query": dict(d=D, n=N, h=H),
-        "kv_down": dict(d=D, r=latent.kv_rank + latent.rope_dim),
-        "kv_up": dict(r=latent.kv_rank, n=N, h=latent.nope_dim + latent.v_dim),
-        "out": dict(n=N, h=latent.v_dim, d=D, gain=residual_gain(spec)),
-    }
-    for name in ("query",) if latent.q_rank else ("query_down", "query_up"):
-        del sizes[name]
-    table = {name: factor(spec, LATENT_ATTENTION[name], **sizes[name]) for name in sizes}
+    D, N, latent = spec.emb_dim, spec.num_query_heads, spec.latent
+
+    def matrix(name, **sizes):
+        return factor(LATENT_ATTENTION[name], **sizes)
+
     if latent.q_rank:
-        table["query_norm"] = norm_table(spec, latent.q_rank)
-    return table | {"kv_norm": norm_table(spec, latent.kv_rank)}
+        table = {
+            "query_down": matrix("query_down", d=D, r=latent.q_rank),
+            "query_norm": norm_table(spec, latent.q_rank),
+            "query_up": matrix("query_up", r=latent.q_rank, n=N, h=spec.head_dim),
+        }
+    else:
+        table = {"query": matrix("query", d=D, n=N, h=spec.head_dim)}
+    return table | {
+        "kv_down": matrix("kv_down", d=D, r=latent.kv_rank + latent.rope_dim),
+        "kv_norm": norm_table(spec, latent.kv_rank),
+        "kv_up": matrix("kv_up", r=latent.kv_rank, n=N, h=latent.nope_dim + latent.v_dim),
+        "out": matrix("out", gain=residual_gain(spec), n=N, h=latent.v_dim, d=D),
+    }
 
 
-def attention(
-    spec: ModelSpec, w: Values, x_BLD: jax.Array, rope: Rotation, attend: Callable
-) -> tuple[jax.Array, Any]:
+def attention(spec, w, x_BLD, rope: Rotation, attend: Callable) -> tuple[jax.Array, Any]:
     """Grouped-query or latent attention: [B, L, D] -> ([B, L, D], cache of attend).
 
     attend: (q [B, L, N, H], k and v [B, L, K, H], sinks [N] or None) -> (context [B, L, N, H],
@@ -179,25 +176,18 @@ def _latent_projected(spec, w, x_BLD, rope):
 
 
 def feed_forward_table(spec: ModelSpec, width: int, num_experts: int = 0) -> Table:
-    """Weights of `mlp` with this hidden width, or of so many experts, each in a first dim.
-
-    w_gate where the activations are two. Each bias has its matrix's output as its dim.
-    """
-    names = list(FEED_FORWARD)[2 - len(spec.mlp_activations) :]
-    D, gains = spec.emb_dim, {"w_out": residual_gain(spec)}
-    table = {
-        name: factor(spec, FEED_FORWARD[name], gain=gains.get(name, 1.0), d=D, f=width)
-        for name in names
-    }
-    biases = {
-        f"{name}_bias": bias(spec, table[name].shape[1:], ("bias" if name == "w_out" else "mlp",))
-        for name in names
-        if spec.mlp_bias
-    }
-    if num_experts:
-        table = {name: w.of_experts("stored_expert", num_experts) for name, w in table.items()}
-        biases = {name: w.of_experts("expert", num_experts) for name, w in biases.items()}
-    return table | biases
+    """Weights of `mlp` with this hidden width, or of so many experts, each in a first dim."""
+    table = {}
+    for name in list(FEED_FORWARD)[2 - len(spec.mlp_activations) :]:
+        gain = residual_gain(spec) if name == "w_out" else 1.0
+        table[name] = factor(FEED_FORWARD[name], gain=gain, d=spec.emb_dim, f=width)
+        if spec.mlp_bias:
+            dims = ("bias" if name == "w_out" else "mlp",)
+            table[f"{name}_bias"] = Weight(table[name].shape[1:], dims)
+    for name, w in table.items() if num_experts else ():
+        dims = ("expert" if name.endswith("_bias") else "stored_expert", *w.names)
+        table[name] = dataclasses.replace(w, shape=(num_experts, *w.shape), names=dims)
+    return table
 
 
 def mlp(spec: ModelSpec, w: Values, x_BLD: jax.Array) -> jax.Array:
@@ -215,11 +205,9 @@ def mlp(spec: ModelSpec, w: Values, x_BLD: jax.Array) -> jax.Array:
 def activated(spec: ModelSpec, projected: Callable[[str], jax.Array]) -> jax.Array:
     """An MLP's hidden values [..., F], f(up) or, of a gated layer, f(gate) * g(up).
 
-    projected: w_up or w_gate -> the product of the layer's input with it, in the type that is
-    returned.
-    XLA:CPU rounds bfloat16 after every operation, in several instructions, so that it computes
-    them in float32 (spec.float32_products) and rounds once. A limit binds up from both sides and
-    the gate from above alone.
+    projected: w_up or w_gate -> its product with the layer's input. A limit binds up from both
+    sides and the gate from above alone. XLA:CPU rounds bfloat16 after every operation, in several
+    instructions; spec.float32_products computes in float32 and rounds once.
     """
     up, limit = projected("w_up"), spec.mlp_activations_limit
     dtype = up.dtype
@@ -243,63 +231,55 @@ def ends_table(spec: ModelSpec) -> Table:
     small = spec.tied_head or spec.embedding_multiplier != 1
     std = spread(D if small else 1)
     table = {
-        "embedding": Weight((V, D), EMBEDDING, spec.weight_dtype, std),
+        "embedding": Weight((V, D), EMBEDDING, std),
         "final_norm": norm_table(spec, D),
     }
-    return table if spec.tied_head else table | {"head": factor(spec, "bld,dv->blv", d=D, v=V)}
+    return table if spec.tied_head else table | {"head": factor("bld,dv->blv", d=D, v=V)}
 
 
-def embed(spec: ModelSpec, params: Values, tokens_BL: jax.Array) -> jax.Array:
+def embed(spec: ModelSpec, params, tokens_BL) -> jax.Array:
     """Residual stream at the start, [B, L, D], of unit variance with embedding_scale=auto.
 
     A token outside the vocabulary becomes NaN, which the loss shows.
     """
-    scale = spec.embedding_multiplier
-    x_BLD = look_up(params["embedding"], tokens_BL, spec.rules, spec.dtype, scale)
+    x_BLD = look_up(spec, params["embedding"], tokens_BL)
     return constrain(x_BLD, ("batch", "length", "embed_act"), spec.rules)
 
 
-def look_up(
-    table_VD: jax.Array, tokens_BL: jax.Array, rules: Rules, dtype: DTypeLike, scale: float = 1.0
-) -> jax.Array:
-    """[B, L, D] in `dtype`: the row of each token times `scale`, NaN for a token that has none.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def look_up(spec: ModelSpec, table_VD, tokens_BL) -> jax.Array:
+    """The row of each token times spec.embedding_multiplier, in spec.dtype; NaN for one without.
 
-    On a mesh each device gathers the columns of its part of the vocabulary, scaled and in `dtype`,
-    and looks up those tokens of its sequences that are in that part; a psum adds the parts. The
-    gradient is summed in the table's own dtype. Written by hand because the partitioner of jax 0.10
-    aborts on a gather from a table that is split in both dims while another axis is manual.
+    On a mesh each device gathers the columns of its part of the vocabulary, scaled and in
+    spec.dtype, and looks up its tokens that are in that part; a psum adds the parts. The gradient
+    is summed in the table's own dtype. By hand, because the partitioner of jax 0.10 aborts on a
+    gather from a table that is split in both dims while another axis is manual.
     """
-    return _look_up(rules, jnp.dtype(dtype), scale, table_VD, tokens_BL)
+    if split_axes(EMBEDDING, spec.rules)[1]:  # fewer bytes, the values of scaled, rounded rows
+        return _rows(spec, _scaled(spec, table_VD).astype(spec.dtype), tokens_BL).astype(spec.dtype)
+    return _scaled(spec, _rows(spec, table_VD, tokens_BL)).astype(spec.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _look_up(rules, dtype, scale, table_VD, tokens_BL):
-    if split_axes(EMBEDDING, rules)[1]:  # fewer bytes, and the values of scaled, rounded rows
-        return _rows(rules, _scaled(table_VD, scale).astype(dtype), tokens_BL).astype(dtype)
-    return _scaled(_rows(rules, table_VD, tokens_BL), scale).astype(dtype)
-
-
-def _look_up_forward(rules, dtype, scale, table_VD, tokens_BL):
-    return _look_up(rules, dtype, scale, table_VD, tokens_BL), (table_VD, tokens_BL)
-
-
-def _look_up_backward(rules, dtype, scale, found, dx_BLD):
+def _look_up_backward(spec, found, dx_BLD):
     table_VD, tokens_BL = found
-    _, transposed = jax.vjp(lambda table: _scaled(_rows(rules, table, tokens_BL), scale), table_VD)
+    _, transposed = jax.vjp(lambda table: _scaled(spec, _rows(spec, table, tokens_BL)), table_VD)
     return *transposed(dx_BLD.astype(table_VD.dtype)), None  # sums of many rows drift in bfloat16
 
 
-_look_up.defvjp(_look_up_forward, _look_up_backward)
+look_up.defvjp(
+    lambda spec, table_VD, tokens_BL: (look_up(spec, table_VD, tokens_BL), (table_VD, tokens_BL)),
+    _look_up_backward,
+)
 
 
-def _scaled(x, scale):
-    return x if scale == 1 else x * scale
+def _scaled(spec, x):
+    return x if spec.embedding_multiplier == 1 else x * spec.embedding_multiplier
 
 
-def _rows(rules, table_VD, tokens_BL):
+def _rows(spec, table_VD, tokens_BL):
     """The rows of a table in its dtype, or in float32 where its rows are split."""
     vocab_size = table_VD.shape[0]
-    over_rows, over_columns = split_axes(EMBEDDING, rules)
+    over_rows, over_columns = split_axes(EMBEDDING, spec.rules)
 
     def local(table_VD, tokens_BL):
         if over_columns:
@@ -314,10 +294,8 @@ def _rows(rules, table_VD, tokens_BL):
         known_BL = (tokens_BL >= 0) & (tokens_BL < vocab_size)
         return jnp.where(known_BL[..., None], x_BLD, jnp.nan)
 
-    return on_each_device(
-        local,
-        in_names=(EMBEDDING, ("batch", "length")),
-        out_names=("batch", "length", None),
-        rules=rules,
-        split_only=True,
-    )(table_VD, tokens_BL)
+    batch, length = split_axes(("batch", "length"), spec.rules)
+    of_tokens = P(batch or None, length or None)
+    in_specs = P(over_rows or None, over_columns or None), of_tokens
+    axes = {*over_rows, *over_columns, *batch, *length}
+    return by_parts(local, in_specs, of_tokens, axes)(table_VD, tokens_BL)

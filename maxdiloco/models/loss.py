@@ -1,8 +1,7 @@
 """Cross-entropy of next tokens from the last hidden states, without the logits of a whole batch.
 
-The gradient is formed beside the loss: each chunk of tokens makes its logits once, and from them
-the loss, the gradient of its hidden states and its part of the head's gradient. So a training
-step runs three matmuls of the head's size where recomputed logits would take four.
+Each chunk of tokens makes its logits once, and from them the loss, the gradient of its hidden
+states and its part of the head's gradient: three matmuls of the head's size, not four.
 """
 # B sequences  L tokens  D model  V vocabulary  C chunks
 # G groups of tokens, one per device that batch and length are spread over  S sequences of a group
@@ -14,7 +13,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from maxdiloco.models.each_device import token_shards
+from maxdiloco.models.devices import token_shards
 from maxdiloco.models.product import float32_product, scattered_sum, soft_capped
 from maxdiloco.models.spec import ModelSpec
 from maxdiloco.parallel.sharding import constrain
@@ -63,23 +62,19 @@ def _where_token(spec, x, otherwise):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def token_losses(
-    spec: ModelSpec, x_BLD: jax.Array, w: jax.Array, targets_BL: jax.Array, counts_BL: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def token_losses(spec: ModelSpec, x_BLD, w, targets_BL, counts_BL):
     """Sums over the positions that count: (cross-entropy + z-loss, (cross-entropy, z-loss)).
 
     x: hidden states after the final norm, in the type the matmuls run in. w: the head's weight,
     in the type its gradient is wanted in. The inner pair is for display and has no gradient.
     z-loss: the squared log normaliser (PaLM, arXiv 2204.02311, section 5) times its multiplier.
     """
-    w_compute = _for_chunks(spec, x_BLD, w)
 
     def chunk(sums, inputs):
-        x_GSTD, targets_GST, counts_GST = inputs
-        logits_GSTV = _chunk_logits(spec, x_GSTD, w_compute)
-        cross, z_loss, _ = _losses(spec, logits_GSTV, targets_GST, counts_GST)
+        cross, z_loss, _ = _losses(spec, _chunk_logits(spec, inputs[0], w_compute), *inputs[1:])
         return (sums[0] + cross, sums[1] + z_loss), None
 
+    w_compute = _for_chunks(spec, x_BLD, w)
     chunks = _chunks(spec, (x_BLD, targets_BL, counts_BL))
     (cross, z_loss), _ = jax.lax.scan(chunk, (f32(0), f32(0)), chunks)
     return cross + z_loss, (cross, z_loss)
@@ -87,30 +82,26 @@ def token_losses(
 
 def _forward(spec, x_BLD, w, targets_BL, counts_BL):
     """The loss with its gradient as the residual."""
-    w_compute = _for_chunks(spec, x_BLD, w)
-    chunks = _chunks(spec, (x_BLD, targets_BL, counts_BL))
     back = "gstv,vd->gstd" if spec.tied_head else "gstv,dv->gstd"
     across = "gstv,gstd->gvd" if spec.tied_head else "gstd,gstv->gdv"
+    einsum = functools.partial(jnp.einsum, precision=spec.precision)
     product_type = f32 if spec.float32_products else None  # see models/product.py
 
     def chunk(carry, inputs):
         cross_sum, z_sum, dw_G = carry
-        x_GSTD, targets_GST, counts_GST = inputs
+        x_GSTD, *targets = inputs
         logits_GSTV = _chunk_logits(spec, x_GSTD, w_compute)
-        cross, z_loss, lse_GST = _losses(spec, logits_GSTV, targets_GST, counts_GST)
-        d_GSTV = _d_logits(spec, logits_GSTV, targets_GST, counts_GST, lse_GST)
-        d_GSTV = d_GSTV.astype(w_compute.dtype)
+        cross, z_loss, lse_GST = _losses(spec, logits_GSTV, *targets)
+        d_GSTV = _d_logits(spec, logits_GSTV, lse_GST, *targets).astype(w_compute.dtype)
         x_GSTD = x_GSTD.astype(w_compute.dtype)
+        dx_GSTD = einsum(back, d_GSTV, w_compute, preferred_element_type=product_type)
         pair = (d_GSTV, x_GSTD) if spec.tied_head else (x_GSTD, d_GSTV)
-        dx_GSTD = jnp.einsum(
-            back, d_GSTV, w_compute, precision=spec.precision, preferred_element_type=product_type
-        ).astype(x_BLD.dtype)
-        dw_G = dw_G + jnp.einsum(
-            across, *pair, precision=spec.precision, preferred_element_type=f32
-        )
+        dw_G = dw_G + einsum(across, *pair, preferred_element_type=f32)
         dw_G = constrain(dw_G, (TOKENS, *_names_in_chunks(spec)), spec.rules)
-        return (cross_sum + cross, z_sum + z_loss, dw_G), dx_GSTD
+        return (cross_sum + cross, z_sum + z_loss, dw_G), dx_GSTD.astype(x_BLD.dtype)
 
+    w_compute = _for_chunks(spec, x_BLD, w)
+    chunks = _chunks(spec, (x_BLD, targets_BL, counts_BL))
     groups = chunks[0].shape[1]
     start = (f32(0), f32(0), jnp.zeros((groups, *w.shape), f32))
     (cross, z_loss, dw_G), dx_CGSTD = jax.lax.scan(chunk, start, chunks)
@@ -168,7 +159,7 @@ def _target_logits(spec, logits_GSTV, targets_GST):
     return jnp.sum(jnp.where(_is_target(targets_GST, logits_GSTV), logits_GSTV, 0), axis=-1)
 
 
-def _d_logits(spec, logits_GSTV, targets_GST, counts_GST, lse_GST):
+def _d_logits(spec, logits_GSTV, lse_GST, targets_GST, counts_GST):
     """Gradient of the summed losses by the logits before the soft-cap, float32."""
     softmax_GSTV = jnp.exp(logits_GSTV - lse_GST[..., None])
     z_factor_GST1 = 1 + 2 * spec.z_loss_multiplier * lse_GST[..., None]

@@ -7,19 +7,18 @@ On a device tokens are sorted by expert, or in slots of a capacity.
 
 import functools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from maxdiloco.models import router
-from maxdiloco.models.each_device import on_each_device, split_axes
-from maxdiloco.models.layers import Table, Values, activated, feed_forward_table, mlp
+from maxdiloco.models.devices import on_each_device, split_axes
+from maxdiloco.models.layers import Table, activated, feed_forward_table, mlp
 from maxdiloco.models.ragged import ragged
 from maxdiloco.models.remat import MLP_IN, keep
 from maxdiloco.models.router import Usage
 from maxdiloco.models.spec import ModelSpec
-from maxdiloco.models.weights import Weight, bias, factor
+from maxdiloco.models.weights import Weight, factor
 from maxdiloco.parallel.sharding import is_expert
 
 f32 = jnp.float32
@@ -33,20 +32,18 @@ def moe_table(spec: ModelSpec) -> Table:
     The shared experts are one MLP of their joint width (arXiv 2401.06066, section 3.2).
     """
     E, F = spec.num_experts, spec.moe_mlp_dim
-    table = {"router": factor(spec, "td,de->te", d=spec.emb_dim, e=E)}
+    table = {"router": factor("td,de->te", d=spec.emb_dim, e=E)}
     table |= feed_forward_table(spec, F, num_experts=E)
     if spec.router_bias:
-        table["router_bias"] = bias(spec, (E,), ("router",))
+        table["router_bias"] = Weight((E,), ("router",))
     if spec.routed_bias:  # float32: bfloat16 has no room for its small steps
-        table["routed_bias"] = Weight((E,), ("router",), f32)
+        table["routed_bias"] = Weight((E,), ("router",), dtype=f32)
     if spec.shared_experts:
         table["shared"] = feed_forward_table(spec, spec.shared_experts * F)
     return table
 
 
-def moe(
-    spec: ModelSpec, w: Values, x_BLD: jax.Array, real_BL: jax.Array | None
-) -> tuple[jax.Array, Usage]:
+def moe(spec, w, x_BLD, real_BL) -> tuple[jax.Array, Usage]:
     """([B, L, D], Usage of the batch); x is normed. Padding gets nothing from the experts.
 
     real_BL: which tokens are not padding; None in generation: all are, and none is dropped.
@@ -69,19 +66,11 @@ def moe(
     return y_BLD, Usage(*(jnp.sum(x_G, axis=0) for x_G in sums))
 
 
-class Splits(NamedTuple):
-    """Mesh axes of several devices that split dims of these names; whole: weight -> (dim, axes)
-    to gather.
+def _splits(spec, names):
+    """Mesh axes of several devices over which experts, hidden dim and length are split.
+
+    And weight -> [(dim, axes)], to gather. Called where the axes are not manual yet.
     """
-
-    expert: tuple[str, ...]
-    mlp: tuple[str, ...]
-    length: tuple[str, ...]
-    whole: dict[str, list[tuple[int, tuple[str, ...]]]]
-
-
-def _splits(spec, names) -> Splits:
-    """Called outside the function of one device, where the axes are not manual yet."""
     expert, mlp, length = (
         split_axes((name,), spec.rules)[0] for name in ("expert", "mlp", "length")
     )
@@ -92,12 +81,13 @@ def _splits(spec, names) -> Splits:
             stored[dims.index("mlp")] = ()
             left = [tuple(axis for axis in over if axis not in expert) for over in stored]
             whole[name] = [(dim, over) for dim, over in enumerate(left) if over]
-    return Splits(expert, mlp, length, whole)
+    return expert, mlp, length, whole
 
 
 def _on_device(spec, splits, drops_none, names, x_BLD, real_BL, *weights):
     """One device's tokens through all experts, its own and those of other devices."""
-    w = _gathered(dict(zip(names, weights, strict=True)), splits)
+    over_experts, over_mlp, over_length, whole = splits
+    w = _gathered(dict(zip(names, weights, strict=True)), whole, over_mlp)
     x_TD, real_T = x_BLD.reshape(-1, x_BLD.shape[-1]), real_BL.reshape(-1)
     # float32: a choice between experts must not hang on bfloat16's rounding.
     factors = x_TD.astype(f32), w["router"].astype(f32)
@@ -108,42 +98,41 @@ def _on_device(spec, splits, drops_none, names, x_BLD, real_BL, *weights):
     experts_TK = jnp.where(real_T[:, None], choice.experts_TK, spec.num_experts)
     tokens, dropped = (x_TD, experts_TK, choice.weights_TK), jnp.int32(0)
     if not drops_none:
-        y_TD, dropped = in_slots(spec, w, *tokens, splits.expert)
+        y_TD, dropped = in_slots(spec, w, *tokens, over_experts)
         y_TD = y_TD.astype(x_BLD.dtype)
-    elif not splits.expert:
+    elif not over_experts:
         y_TD = _dropless(spec, w, *tokens, 0).astype(x_BLD.dtype)
     else:
-        tokens = [jax.lax.all_gather(x, splits.expert, tiled=True) for x in tokens]
-        first = jax.lax.axis_index(splits.expert) * w["w_up"].shape[0]
+        tokens = [jax.lax.all_gather(x, over_experts, tiled=True) for x in tokens]
+        first = jax.lax.axis_index(over_experts) * w["w_up"].shape[0]
         y_TD = _dropless(spec, w, *tokens, first).astype(x_BLD.dtype)
-        y_TD = jax.lax.psum_scatter(y_TD, splits.expert, tiled=True)
-    if splits.mlp:
-        y_TD = jax.lax.psum(y_TD, splits.mlp)
+        y_TD = jax.lax.psum_scatter(y_TD, over_experts, tiled=True)
+    if over_mlp:
+        y_TD = jax.lax.psum(y_TD, over_mlp)
     used = router.usage(choice, logits_TE, real_T, dropped)
-    if splits.length:
-        used = jax.lax.psum(used, splits.length)
+    if over_length:
+        used = jax.lax.psum(used, over_length)
     return y_TD.reshape(x_BLD.shape), *(x[None] for x in used)
 
 
-def _gathered(w, splits):
+def _gathered(w, whole, over_mlp):
     """The experts' weights, whole but for the split over experts and over the hidden dim.
 
     The gradient of the gather is a reduce-scatter. The last bias is with the first of the partial
     sums over the hidden dim.
     """
-    for name, dims in splits.whole.items():
+    for name, dims in whole.items():
         for dim, axes in dims:
             w[name] = jax.lax.all_gather(w[name], axes, axis=dim, tiled=True)
-    if splits.mlp and "w_out_bias" in w:
-        w["w_out_bias"] = jnp.where(jax.lax.axis_index(splits.mlp) == 0, w["w_out_bias"], 0)
+    if over_mlp and "w_out_bias" in w:
+        w["w_out_bias"] = jnp.where(jax.lax.axis_index(over_mlp) == 0, w["w_out_bias"], 0)
     return w
 
 
 def _by_expert(experts_TK, first, E):
     """Choices sorted by expert, earlier tokens first: those of experts first to first + E.
 
-    Returns the expert of each choice, E for one that is not here; the order that sorts them; its
-    inverse; and how many choices each expert has.
+    Returns the expert of each, E for one that is not here; their order, its inverse; sizes_E.
     """
     keys_A = experts_TK.T.reshape(-1) - first
     keys_A = jnp.where((keys_A >= 0) & (keys_A < E), keys_A, E)
@@ -207,7 +196,7 @@ def _dropless(spec, w, x_TD, experts_TK, weights_TK, first):
     here_A1 = (jnp.arange(T * K) < jnp.sum(sizes_E))[:, None]
 
     def product(x_AD, name):
-        return _plus_bias(ragged(x_AD, w[name], sizes_E, spec), w, name, sorted_A)
+        return _plus_bias(ragged(spec, x_AD, w[name], sizes_E), w, name, sorted_A)
 
     x_AD = _dispatch(K, x_TD, order_A, inverse_A)
     hidden_AF = activated(spec, lambda name: keep(product(x_AD, name), MLP_IN))
@@ -221,18 +210,11 @@ def capacity(spec: ModelSpec, tokens: int) -> int:
     return min(tokens, max(1, math.ceil(even * spec.capacity_factor)))
 
 
-def in_slots(
-    spec: ModelSpec,
-    w: Values,
-    x_TD: jax.Array,
-    experts_TK: jax.Array,
-    weights_TK: jax.Array,
-    axes: tuple[str, ...],
-) -> tuple[jax.Array, jax.Array]:
+def in_slots(spec, w, x_TD, experts_TK, weights_TK, axes):
     """The same sum, but an expert takes `capacity` choices of each device; those after them give 0.
 
     First choices come before second ones, earlier tokens before later ones. axes: of the mesh,
-    over which tokens travel to the devices of their experts and back, by an all-to-all each.
+    over which an all-to-all takes tokens to the devices of their experts, and one takes them back.
     Returns the sum and how many choices of real experts were dropped.
     """
     T, E, C = len(x_TD), spec.num_experts, capacity(spec, len(x_TD))

@@ -6,15 +6,13 @@ step of 1b").
 """
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.models.each_device import by_parts, split_axes
+from maxdiloco.models.devices import by_parts, split_axes
 from maxdiloco.models.spec import ModelSpec
 from maxdiloco.models.weights import LETTERS
 from maxdiloco.parallel.sharding import Names, Rules
@@ -25,11 +23,11 @@ f32 = jnp.float32
 def product(equation: str, x: jax.Array, w: jax.Array, spec: ModelSpec) -> jax.Array:
     """einsum of x and a weight in one type, and its two gradients, rounded once to that type.
 
-    Letters of the equation: see weights.LETTERS. Accelerators sum in float32 by themselves. XLA:CPU
-    has instructions for bfloat16 factors only where the result is float32, and computes in float32
-    altogether otherwise, which takes two to three times as long; spec.float32_products asks for
-    that result, and spec.float32_factors makes the factors float32 first, for processors that are
-    faster so. spec.scattered_gradients: see _scattered_product.
+    Letters: see weights.LETTERS. Accelerators sum in float32 by themselves. XLA:CPU has
+    instructions for bfloat16 factors only where the result is float32, which
+    spec.float32_products asks for; without, it takes two to three times as long.
+    spec.float32_factors: of factors made float32 first, for processors that are faster so.
+    spec.scattered_gradients: see _scattered_product.
     """
     if spec.float32_products:
         return _rounded_product(equation, spec, x, w)
@@ -38,7 +36,7 @@ def product(equation: str, x: jax.Array, w: jax.Array, spec: ModelSpec) -> jax.A
     return jnp.einsum(equation, x, w, precision=spec.precision)
 
 
-def float32_product(equation: str, x: jax.Array, w: jax.Array, spec: ModelSpec) -> jax.Array:
+def float32_product(equation: str, x, w, spec: ModelSpec) -> jax.Array:
     """einsum with a float32 result, of factors made float32 first where that is faster."""
     if spec.float32_factors:
         x, w = x.astype(f32), w.astype(f32)
@@ -93,14 +91,15 @@ def _scattered_backward(equation, spec, factors, d_out):
     x_in, w_in, out = _letters(equation)
     dx = jnp.einsum(f"{out},{w_in}->{x_in}", d_out, w, precision=spec.precision)
     batch, length = split_axes(("batch", "length"), spec.rules)
-    parts = _parts(tuple(LETTERS[letter] for letter in w_in), spec.rules, (*batch, *length))
-    axes = {"b": batch, "l": length} | dict(zip(w_in, parts.kept, strict=True))
+    names, over = [LETTERS[letter] for letter in w_in], (*batch, *length)
+    kept, scattered = _kept_and_scattered(names, spec.rules, over)
+    axes = {"b": batch, "l": length} | dict(zip(w_in, kept, strict=True))
 
     def local(x, d_out):
-        return parts.sum(jnp.einsum(f"{x_in},{out}->{w_in}", x, d_out, precision=spec.precision))
+        return jnp.einsum(f"{x_in},{out}->{w_in}", x, d_out, precision=spec.precision)
 
-    in_specs = (P(*(axes[letter] or None for letter in letters)) for letters in (x_in, out))
-    return dx, parts.on_each_device(local, *in_specs)(x, d_out)
+    in_specs = tuple(P(*(axes[letter] or None for letter in letters)) for letters in (x_in, out))
+    return dx, _summed(local, kept, scattered, over, in_specs)(x, d_out)
 
 
 _scattered_product.defvjp(
@@ -112,40 +111,31 @@ _scattered_product.defvjp(
 def scattered_sum(dw_G: jax.Array, names: Names, rules: Rules) -> jax.Array:
     """The sum over G, a part for each device that tokens are spread over, as the names say."""
     (over_tokens,) = split_axes((("batch", "length"),), rules)
-    parts = _parts(names, rules, over_tokens)
-    spec_G = P(over_tokens or None, *(axes or None for axes in parts.kept))
-    return parts.on_each_device(lambda dw_G: parts.sum(dw_G.sum(0)), spec_G)(dw_G)
+    kept, scattered = _kept_and_scattered(names, rules, over_tokens)
+    spec_G = P(over_tokens or None, *(axes or None for axes in kept))
+    return _summed(lambda dw_G: dw_G.sum(0), kept, scattered, over_tokens, (spec_G,))(dw_G)
 
 
-class _Parts(NamedTuple):
-    """Mesh axes that hold parts of an array: of each dim those that keep it split, and those that
-    split its sum, which is over `over`.
-    """
-
-    kept: list[tuple[str, ...]]
-    scattered: list[tuple[str, ...]]
-    over: set[str]
-
-    def sum(self, dw: jax.Array) -> jax.Array:
-        """This device's part of the sum of every device's dw."""
-        for dim, axes in enumerate(self.scattered):
-            if axes:
-                dw = _reduce_scattered(dw, axes, dim)
-        left = tuple(sorted(self.over.difference(*self.scattered)))
-        return jax.lax.psum(dw, left) if left else dw
-
-    def on_each_device(self, local: Callable, *in_specs: P) -> Callable:
-        """local of each device's parts, to an array of these parts."""
-        pairs = zip(self.kept, self.scattered, strict=True)
-        out_specs = P(*((*kept, *scattered) or None for kept, scattered in pairs))
-        return by_parts(local, in_specs, out_specs, self.over.union(*self.kept, *self.scattered))
-
-
-def _parts(names, rules, over):
+def _kept_and_scattered(names, rules, over):
+    """Mesh axes of each dim: those that keep it split, and those that split its sum over `over`."""
     axes = split_axes(names, rules)
     kept = [tuple(axis for axis in of_dim if axis not in over) for of_dim in axes]
-    scattered = [tuple(axis for axis in of_dim if axis in over) for of_dim in axes]
-    return _Parts(kept, scattered, set(over))
+    return kept, [tuple(axis for axis in of_dim if axis in over) for of_dim in axes]
+
+
+def _summed(local, kept, scattered, over, in_specs):
+    """local of each device's parts, summed over `over`: a part for each device."""
+
+    def part(*arrays):
+        dw = local(*arrays)
+        for dim, axes in enumerate(scattered):
+            if axes:
+                dw = _reduce_scattered(dw, axes, dim)
+        left = tuple(sorted(set(over).difference(*scattered)))
+        return jax.lax.psum(dw, left) if left else dw
+
+    out_specs = P(*((*axes, *more) or None for axes, more in zip(kept, scattered, strict=True)))
+    return by_parts(part, in_specs, out_specs, set(over).union(*kept))
 
 
 def _reduce_scattered(dw, axes, dim):

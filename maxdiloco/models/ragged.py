@@ -14,7 +14,8 @@ f32 = jnp.float32
 TILE_ROWS, TILE_SIDE = 128, 1024
 
 
-def ragged(x_AD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, spec: ModelSpec) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def ragged(spec: ModelSpec, x_AD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """[A, F]: consecutive rows, sizes_E of them, times the matrix of their expert.
 
     Rows after the last group come out as anything.
@@ -22,24 +23,27 @@ def ragged(x_AD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, spec: ModelSpe
     has a kernel for the product. It takes it for the gradient in x too, but copies the matrices for
     it, and multiplies every row by every expert in the other gradient (benchmarks/log).
     "triton" takes the kernels of triton_ragged.py for all three, where they fit. "" takes XLA's,
-    which on a CPU and a GPU multiply every row by every expert. XLA:TPU of jax 0.10 compiles no
-    ragged product with a batch dim, so that replicas of a slot come one after another.
+    which on a CPU and a GPU multiply every row by every expert.
     """
-    kernel = spec.ragged_kernel
-    if kernel == "triton" and not _triton().fits(x_AD, w_EDF):
-        kernel = ""
-    return _ragged(spec, kernel, x_AD, w_EDF, sizes_E)
+    return _one_by_one(functools.partial(_plain, spec))(x_AD, w_EDF, sizes_E)
 
 
-def _triton():
-    from maxdiloco.models import triton_ragged  # Pallas takes long to import
-
-    return triton_ragged
+# Of the replicas of a slot: XLA:TPU of jax 0.10 compiles no ragged product with a batch dim.
+_one_by_one = jax.custom_batching.sequential_vmap
 
 
-def _plain(spec, kernel, x_AD, w_EDF, sizes_E):
-    if kernel == "triton":
-        return _triton().rows_by_matrices(x_AD, w_EDF, sizes_E)
+def _triton(spec, x_AD, w_EDF):
+    """The module where its kernels are to be used, else None; Pallas takes long to import."""
+    if spec.ragged_kernel != "triton":
+        return None
+    from maxdiloco.models import triton_ragged
+
+    return triton_ragged if triton_ragged.fits(x_AD, w_EDF) else None
+
+
+def _plain(spec, x_AD, w_EDF, sizes_E):
+    if triton := _triton(spec, x_AD, w_EDF):
+        return triton.rows_by_matrices(x_AD, w_EDF, sizes_E)
     preferred = f32 if spec.float32_products else None  # see models/product.py
     out = jax.lax.ragged_dot(
         x_AD, w_EDF, sizes_E, precision=spec.precision, preferred_element_type=preferred
@@ -47,40 +51,30 @@ def _plain(spec, kernel, x_AD, w_EDF, sizes_E):
     return out.astype(x_AD.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _ragged(spec, kernel, x_AD, w_EDF, sizes_E):
-    plain = functools.partial(_plain, spec, kernel)
-    return jax.custom_batching.sequential_vmap(plain)(x_AD, w_EDF, sizes_E)
-
-
-def _ragged_backward(spec, kernel, factors, d_AF):
-    @jax.custom_batching.sequential_vmap
+def _backward(spec, factors, d_AF):
+    @_one_by_one
     def backward(x_AD, w_EDF, sizes_E, d_AF):
-        if kernel == "triton":
-            dx_AD = _triton().rows_by_matrices(d_AF, w_EDF, sizes_E, transposed=True)
-            return dx_AD, _triton().matrices_gradient(x_AD, d_AF, sizes_E, w_EDF.dtype)
-        if kernel == "megablox":
+        if triton := _triton(spec, x_AD, w_EDF):
+            dx_AD = triton.rows_by_matrices(d_AF, w_EDF, sizes_E, transposed=True)
+            return dx_AD, triton.matrices_gradient(x_AD, d_AF, sizes_E, w_EDF.dtype)
+        if spec.ragged_kernel == "megablox":
             dx_AD = rows_gradient_by_kernel(spec.precision, d_AF, w_EDF, sizes_E)
             dw_EDF = gradient_by_kernel(spec.precision, x_AD, d_AF, sizes_E)
             return dx_AD, dw_EDF.astype(w_EDF.dtype)
-        _, pull = jax.vjp(lambda x, w: _plain(spec, kernel, x, w, sizes_E), x_AD, w_EDF)
+        _, pull = jax.vjp(lambda x, w: _plain(spec, x, w, sizes_E), x_AD, w_EDF)
         return pull(d_AF)
 
     return (*backward(*factors, d_AF), None)
 
 
-_ragged.defvjp(
-    lambda spec, kernel, *factors: (_ragged(spec, kernel, *factors), factors), _ragged_backward
-)
+ragged.defvjp(lambda spec, *factors: (ragged(spec, *factors), factors), _backward)
 
 
 def _whole_tiles(x_AD):
     return jnp.pad(x_AD, ((0, -len(x_AD) % TILE_ROWS), (0, 0)))
 
 
-def rows_gradient_by_kernel(
-    precision: str, d_AF: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, *, interpret=False
-) -> jax.Array:
+def rows_gradient_by_kernel(precision, d_AF, w_EDF, sizes_E, *, interpret=False) -> jax.Array:
     """[A, D]: each row of d times the transposed matrix of its expert; 0 after the last group.
 
     interpret: as of gradient_by_kernel.
@@ -95,9 +89,7 @@ def rows_gradient_by_kernel(
     return jnp.where((jnp.arange(A) < jnp.sum(sizes_E))[:, None], dx_AD, 0)
 
 
-def gradient_by_kernel(
-    precision: str, x_AD: jax.Array, d_AF: jax.Array, sizes_E: jax.Array, *, interpret=False
-) -> jax.Array:
+def gradient_by_kernel(precision, x_AD, d_AF, sizes_E, *, interpret=False) -> jax.Array:
     """[E, D, F]: of each group of rows the sum of x times d, zeros of a group without rows.
 
     interpret: run the kernel as array code, for tests without a TPU.

@@ -1,6 +1,6 @@
 """The decoder-only transformer: parameters as a plain nested dict, layers stacked and scanned."""
 # B sequences  L tokens  D model  N query heads  K key/value heads  H head dim  V vocabulary
-# `layers` is the leading dim of stacked parameters
+# `layers` is the leading dim of stacked parameters  p layers of a block
 
 import functools
 import math
@@ -12,14 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from maxdiloco.diloco.fragments import Stacked, Vocabulary
-from maxdiloco.models import attention, layers, over_length, router
+from maxdiloco.models import attention, devices, layers, router
 from maxdiloco.models.layers import norm_table, rms_norm
 from maxdiloco.models.loss import next_tokens, token_losses
 from maxdiloco.models.moe import moe, moe_table
+from maxdiloco.models.remat import checkpointed
 from maxdiloco.models.rope import rotation
-from maxdiloco.models.router import Usage
 from maxdiloco.models.spec import ModelSpec
-from maxdiloco.models.stack import over_layers
 from maxdiloco.models.weights import initial
 from maxdiloco.parallel.sharding import constrain, gathered, is_vector
 
@@ -28,10 +27,9 @@ LAYERS = "layers"  # the stack's key among the parameters; all layers but the fi
 
 
 class Stack(NamedTuple):
-    """Layers of equal shapes, whose parameters have one leading dim.
+    """Layers of equal shapes, whose parameters have one leading dim and the key `name`.
 
-    name: their key among the parameters. layers: their numbers in the model, rising. table: the
-    weights of one.
+    layers: their numbers in the model, rising. table: the weights of one.
     """
 
     name: str
@@ -39,26 +37,23 @@ class Stack(NamedTuple):
     table: layers.Table
 
 
-def layer_table(spec: ModelSpec, *, has_experts: bool) -> layers.Table:
+def layer_table(spec: ModelSpec, has_experts: bool) -> layers.Table:
     """Weights of decoder_layer. Its blocks' inputs (pre), outputs (post) or both are normed."""
     table = {"attention": layers.attention_table(spec)}
     if has_experts:
         table["moe"] = moe_table(spec)
     else:
         table["mlp"] = layers.feed_forward_table(spec, spec.mlp_dim)
-    if spec.norm_placement != "post":
-        table |= {name: norm_table(spec, spec.emb_dim) for name in ("attention_norm", "mlp_norm")}
+    norms = ["attention_norm", "mlp_norm"] if spec.norm_placement != "post" else []
     if spec.norm_placement != "pre":
-        after = ("post_attention_norm", "post_mlp_norm")
-        table |= {name: norm_table(spec, spec.emb_dim) for name in after}
-    return table
+        norms += ["post_attention_norm", "post_mlp_norm"]
+    return table | {name: norm_table(spec, spec.emb_dim) for name in norms}
 
 
 def decoder_layer(spec, w, x_BLD, rope, attend, real_BL=None):
-    """The residual stream after a layer, the cache that attend returned, use of experts.
+    """The residual stream after a layer, the cache that attend returned, use of experts or None.
 
-    rope: Rotation of the positions. attend: see layers.attention. real_BL: see models/moe.py. Use
-    of experts: router.Usage, None for a layer without.
+    rope: Rotation of the positions. attend: see layers.attention. real_BL: see moe.
     """
 
     def normed(name, y_BLD):
@@ -78,21 +73,20 @@ def decoder_layer(spec, w, x_BLD, rope, attend, real_BL=None):
 
 @dataclass(frozen=True, eq=False)  # hashed by identity: a static argument of jax.jit
 class Model:
-    """One replica's view of a decoder: functions of a nested dict of parameters.
-
-    spec: sizes and choices, the attention kernel among them.
-    """
+    """One replica's view of a decoder: functions of a nested dict of parameters."""
 
     spec: ModelSpec
 
     @functools.cached_property
     def stacks(self) -> tuple[Stack, ...]:
         """Runs of layers of equal shapes, in their order."""
-        spec, dense = self.spec, self.spec.first_num_dense_layers
-        first = Stack("dense_layers", tuple(range(dense)), layer_table(spec, has_experts=False))
-        table = layer_table(spec, has_experts=spec.num_experts > 1)
-        rest = Stack(LAYERS, tuple(range(dense, spec.num_layers)), table)
-        return (first, rest) if dense else (rest,)
+        spec, n = self.spec, self.spec.first_num_dense_layers
+        runs = ("dense_layers", range(n), False), (LAYERS, range(n, spec.num_layers), True)
+        return tuple(
+            Stack(name, tuple(numbers), layer_table(spec, has_experts and spec.num_experts > 1))
+            for name, numbers, has_experts in runs
+            if numbers
+        )
 
     @functools.cached_property
     def ends(self) -> layers.Table:
@@ -112,11 +106,9 @@ class Model:
         """Like the parameters, the dim that counts layers, with their numbers where these are not
         all; Vocabulary(dim) or None outside of the layers.
         """
-
-        def vocabulary(w):
-            return Vocabulary(w.names.index("vocab")) if "vocab" in w.names else None
-
-        tree = jax.tree.map(vocabulary, self.ends)
+        tree = jax.tree.map(
+            lambda w: Vocabulary(w.names.index("vocab")) if "vocab" in w.names else None, self.ends
+        )
         for name, numbers, table in self.stacks:
             axis = 0 if len(numbers) == self.spec.num_layers else Stacked(0, numbers)
             tree[name] = jax.tree.map(lambda _, axis=axis: axis, table)
@@ -126,30 +118,24 @@ class Model:
         """Fresh parameters in spec.weight_dtype; the same key gives the same on any mesh."""
         key_ends, key_layers = jax.random.split(key)
         keys = jax.random.split(key_layers, self.spec.num_layers)
-        params = initial(self.ends, key_ends)
+        params = initial(self.spec, self.ends, key_ends)
         for name, numbers, table in self.stacks:
             of_stack = keys[numbers[0] : numbers[-1] + 1]
-            params[name] = jax.vmap(functools.partial(initial, table))(of_stack)
+            params[name] = jax.vmap(functools.partial(initial, self.spec, table))(of_stack)
         return params
 
-    def loss(
-        self, params: Params, batch: dict[str, jax.Array]
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(self, params: Params, batch: dict[str, jax.Array]):
         """Sum of the token losses of one replica's batch, and its parts: Algorithm 2, line 4.
 
         batch: "tokens" and "segment_ids", int32 [B, L].
-        Returns (total, aux); aux: float32 sums "tokens" (targets that count), "cross_entropy" and
-        "z_loss", the two terms of the total. aux has no gradient. With experts: also
-        "load_balance_loss" and "router_z_loss" where they have a weight, terms of the total (the
-        mean over the batch's tokens times the targets), and the sums of models/router.py.
+        Returns (total, aux); aux, without gradient: float32 sums "tokens" (targets that count) and
+        the terms of the total "cross_entropy", "z_loss" and, with experts, those of router.losses
+        (means over the batch's tokens times the targets); also router.sums.
         """
-        spec = self.spec
-        tokens_BL, segment_ids_BL = batch["tokens"], batch["segment_ids"]
-        targets_BL, counts_BL = next_tokens(tokens_BL, segment_ids_BL)
-        tokens_BL, targets_BL, counts_BL = (
-            over_length.spread(x_BL, spec.rules) for x_BL in (tokens_BL, targets_BL, counts_BL)
-        )
-        segment_ids_BL = over_length.whole(segment_ids_BL, spec.rules)
+        spec, segment_ids_BL = self.spec, batch["segment_ids"]
+        rows = (batch["tokens"], *next_tokens(batch["tokens"], segment_ids_BL))
+        tokens_BL, targets_BL, counts_BL = (devices.spread(x_BL, spec.rules) for x_BL in rows)
+        segment_ids_BL = devices.whole(segment_ids_BL, spec.rules)
         x_BLD, used = self._hidden_states(params, tokens_BL, segment_ids_BL)
         total, (cross_entropy, z_loss) = token_losses(
             spec, x_BLD, head_weight(spec, params), targets_BL, counts_BL
@@ -173,33 +159,26 @@ class Model:
         x_BLD, _, used = self.through_layers(
             params,
             tokens_BL,
-            over_length.positions_here(tokens_BL.shape[1], spec.rules)[None],
+            devices.positions_here(tokens_BL.shape[1], spec.rules)[None],
             attend,
-            real_BL=over_length.spread(segment_ids_BL != 0, spec.rules),
+            real_BL=devices.spread(segment_ids_BL != 0, spec.rules),
             policy=spec.remat_policy,
         )
         return rms_norm(spec, params["final_norm"], x_BLD), used
 
     def through_layers(
-        self,
-        params: Params,
-        tokens_BL: jax.Array,
-        positions_BL: jax.Array,
-        attend: Callable,
-        caches: Sequence[Any] | None = None,
-        *,
-        real_BL: jax.Array | None = None,
-        policy: str = "none",
-    ) -> tuple[jax.Array, tuple[Any, ...], Usage | None]:
+        self, params, tokens_BL, positions_BL, attend, caches=None, *, real_BL=None, policy="none"
+    ):
         """The residual stream after the last layer, the caches that attend returned, experts' use.
 
-        positions: one row serves all sequences. attend: (kind, cache, q, k, v, sinks) -> (context,
-        cache), see layers.attention; kind: spec.LayerKind. caches: of each stack a pytree of
-        [layers, ...] or None, as the second result. real_BL: which tokens are not padding, see
-        models/moe.py. policy: see remat.checkpointed. Usage: leaves [layers with experts, ...];
-        None without experts.
+        positions: one row serves all sequences. attend: (LayerKind, cache, q, k, v, sinks) ->
+        (context, cache), see layers.attention. caches: of each stack a pytree of [layers, ...] or
+        None, as the second result. real_BL: see moe. policy: see remat.checkpointed. Use of
+        experts: router.Usage [layers with experts, ...], None without.
         """
         spec, out, used = self.spec, [], None
+        scattered = spec.scattered_gradients
+        gather = functools.partial(gathered, rules=spec.rules, scattered=scattered)
         x_BLD = layers.embed(spec, params, tokens_BL)
         ropes = {
             kind.rope: rotation(positions_BL, spec.rotated_dim, kind.rope) for kind in spec.pattern
@@ -208,27 +187,15 @@ class Model:
 
             def body(kind, x_BLD, entry, table=stack.table):
                 w, cache = entry
-                w = jax.tree.map(
-                    lambda x, weight: gathered(
-                        x, weight.names, spec.rules, scattered=spec.scattered_gradients
-                    ),
-                    w,
-                    table,
-                )
-                x_BLD, *rest = decoder_layer(
-                    spec,
-                    w,
-                    x_BLD,
-                    ropes[kind.rope],
-                    functools.partial(attend, kind, cache),
-                    real_BL,
-                )
+                w = jax.tree.map(lambda x, weight: gather(x, weight.names), w, table)
+                here = functools.partial(attend, kind, cache)
+                x_BLD, *rest = decoder_layer(spec, w, x_BLD, ropes[kind.rope], here, real_BL)
                 return x_BLD, tuple(rest)
 
             weights = jax.tree.map(self._for_compute, params[stack.name], stack.table)
-            cache = None if caches is None else caches[i]
+            stacked = weights, None if caches is None else caches[i]
             kinds = spec.kinds(stack.layers)
-            x_BLD, (cache, used) = over_layers(body, x_BLD, (weights, cache), kinds, policy=policy)
+            x_BLD, (cache, used) = over_layers(body, x_BLD, stacked, kinds, policy=policy)
             out.append(cache)
         return x_BLD, tuple(out), used  # the last stack is the one with experts
 
@@ -255,13 +222,61 @@ class Model:
 
 def count_parameters(model: Model) -> int:
     """Parameters of the model; nothing is allocated."""
-    count = sum(math.prod(w.shape) for w in jax.tree.leaves(model.ends))
-    for stack in model.stacks:
-        of_layer = sum(math.prod(w.shape) for w in jax.tree.leaves(stack.table))
-        count += of_layer * len(stack.layers)
-    return count
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
 
 
 def head_weight(spec: ModelSpec, params: Params) -> jax.Array:
     """[D, V], or the embedding [V, D] when tied."""
     return params["embedding" if spec.tied_head else "head"]
+
+
+def over_layers(body: Callable, x, stacked, kinds: Sequence[Any], *, policy: str):
+    """x after every layer, and what the layers gave beside it, stacked.
+
+    body: (kind, x, entry) -> (x, y); entry: of the layer, from `stacked`, a pytree [layers, ...].
+    kinds: hashable, of each layer. Layers of one kind are a scan of one layer; kinds that repeat
+    are a scan of one block, and what the blocks leave over runs after it. policy: see checkpointed.
+    """
+    period = _period(kinds)
+    if period == 1:
+        layer = checkpointed(functools.partial(body, kinds[0]), policy, in_loop=True)
+        return jax.lax.scan(layer, x, stacked)
+    blocks, rest = divmod(len(kinds), period)
+    whole, over = _split(stacked, [blocks * period, rest])
+    whole = jax.tree.map(lambda w: w.reshape(blocks, period, *w.shape[1:]), whole)
+    # A loop of one iteration is no loop to the compiler.
+    first = _block(body, kinds[:period], policy, in_loop=blocks > 1)
+    x, y = jax.lax.scan(first, x, whole)
+    y = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), y)
+    if not rest:
+        return x, y
+    x, y_over = _block(body, kinds[:rest], policy, in_loop=False)(x, over)
+    return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), y, y_over)
+
+
+def _period(kinds):
+    """Length of the shortest block that the kinds repeat, from the first layer on."""
+    sizes = range(1, len(kinds) + 1)
+    return next(p for p in sizes if all(k == kinds[i % p] for i, k in enumerate(kinds)))
+
+
+def _block(body, kinds, policy, *, in_loop):
+    """(x, entries [p, ...]) -> (x, y [p, ...])."""
+
+    def block(x, entries):
+        ys = []
+        for kind, entry in zip(kinds, _split(entries, [1] * len(kinds)), strict=True):
+            layer = checkpointed(functools.partial(body, kind), policy, in_loop=in_loop)
+            x, y = layer(x, jax.tree.map(lambda w: w[0], entry))
+            ys.append(y)
+        return x, jax.tree.map(lambda *y: jnp.stack(y), *ys)
+
+    return block
+
+
+def _split(tree, sizes):
+    """The tree in parts of the first dim; the gradient joins them again, which costs one copy."""
+    leaves, structure = jax.tree.flatten(tree)
+    parts = [jax.lax.split(leaf, sizes, axis=0) for leaf in leaves]
+    return [structure.unflatten([part[i] for part in parts]) for i in range(len(sizes))]

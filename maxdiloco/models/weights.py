@@ -36,29 +36,23 @@ class Weight:
     """A parameter of one layer, or outside of them.
 
     shape, names: size and logical name of each dim. std: of a truncated normal; 0 where every
-    entry begins as `value`.
+    entry begins as `value`. dtype: None is spec.weight_dtype.
     """
 
     shape: tuple[int, ...]
     names: tuple[str, ...]
-    dtype: DTypeLike
     std: float = 0.0
     value: float = 0.0
-
-    def of_experts(self, name: str, num_experts: int) -> "Weight":
-        """One for each expert, in a first dim of this name."""
-        shape, names = (num_experts, *self.shape), (name, *self.names)
-        return dataclasses.replace(self, shape=shape, names=names)
+    dtype: DTypeLike | None = None
 
 
-def factor(spec: ModelSpec, equation: str, *, gain: float = 1.0, **sizes: int) -> Weight:
+def factor(equation: str, *, gain: float = 1.0, **sizes: int) -> Weight:
     """The second factor of an equation, a matrix. sizes: of its dims, by their letters."""
     letters, out = equation.split(",")[1].split("->")
     return Weight(
         tuple(sizes[letter] for letter in letters),
         tuple(LETTERS[letter] for letter in letters),
-        spec.weight_dtype,
-        std=spread(math.prod(sizes[letter] for letter in letters if letter not in out), gain),
+        spread(math.prod(sizes[letter] for letter in letters if letter not in out), gain),
     )
 
 
@@ -78,23 +72,19 @@ def residual_gain(spec: ModelSpec) -> float:
     return 1 / math.sqrt(2 * spec.num_layers)
 
 
-def bias(spec: ModelSpec, shape: tuple[int, ...], names: tuple[str, ...]) -> Weight:
-    """Zeros, or what else is added."""
-    return Weight(shape, names, spec.weight_dtype)
-
-
-def initial(table: dict[str, Any], key: jax.Array) -> dict[str, Any]:
+def initial(spec: ModelSpec, table: dict[str, Any], key: jax.Array) -> dict[str, Any]:
     """Values of a nested dict of Weights; the n-th matrix draws with fold_in(key, n)."""
     numbers = itertools.count()
 
     def value(entry):
         if isinstance(entry, dict):
             return {name: value(inner) for name, inner in entry.items()}
+        dtype = spec.weight_dtype if entry.dtype is None else entry.dtype
         if not entry.std:
-            return jnp.full(entry.shape, entry.value, entry.dtype)
+            return jnp.full(entry.shape, entry.value, dtype)
         own_key = jax.random.fold_in(key, next(numbers))
         values = jax.random.truncated_normal(own_key, -2, 2, entry.shape, f32) * entry.std
-        return values.astype(entry.dtype)
+        return values.astype(dtype)
 
     return value(table)
 
@@ -102,9 +92,8 @@ def initial(table: dict[str, Any], key: jax.Array) -> dict[str, Any]:
 def unrolled_threefry() -> Hashable:
     """JAX's threefry2x32 for jax.random.key(impl=...), its rounds one after another.
 
-    The same keys and bits. On a CPU JAX makes a loop over whole arrays of the rounds, which takes
-    eight times as long without optimisation (benchmarks/log). jax_threefry_partitionable, the
-    default, is taken for granted.
+    The same keys and bits, with jax_threefry_partitionable as by default. On a CPU JAX makes a loop
+    over whole arrays of the rounds, eight times as long without optimisation (benchmarks/log).
     """
     jaxs = jax_random.threefry_prng_impl
 
@@ -126,9 +115,9 @@ def unrolled_threefry() -> Hashable:
 
 @jax.jit(static_argnums=(2,))
 def _bits(key_0, key_1, shape):
-    """Of each entry from its place in the flat array: Threefry-2x32 with 20 rounds.
+    """Of at most 2^32 entries from their places in the flat array: Threefry-2x32 of 20 rounds.
 
-    Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3. At most 2^32.
+    Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3.
     """
     place = jnp.zeros(shape, u32)
     for dim, size in enumerate(shape):

@@ -12,7 +12,7 @@ from maxdiloco.evaluation import on_mesh
 from maxdiloco.flags import checks
 from maxdiloco.flags.checks import AXES
 from maxdiloco.flags.config import Config
-from maxdiloco.models import over_length, transformer
+from maxdiloco.models import devices, transformer
 from maxdiloco.models.spec import from_config
 from maxdiloco.models.transformer import Model
 from maxdiloco.parallel import mesh as mesh_lib
@@ -69,7 +69,7 @@ def of(cfg: Config) -> Job:
     if cfg.compile_topology:
         hardware = "gpu" if topology.is_gpu(cfg.compile_topology) else "tpu"
     backend = hardware if hardware in ("tpu", "gpu") else "cpu"
-    over_length.check(cfg.max_target_length, mesh.shape["context"])
+    devices.check(cfg.max_target_length, mesh.shape["context"])
     spec = from_config(
         cfg,
         backend=backend,

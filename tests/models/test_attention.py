@@ -11,7 +11,8 @@ import pytest
 import tiny_model
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.models import attention, dot_product, kernels, over_length, remat
+from maxdiloco.models import attention, dot_product, kernels, remat
+from maxdiloco.models import devices as devices_lib
 from maxdiloco.parallel.replicas import map_fn
 
 # B sequences  L queries  S keys  N query heads  K key/value heads  H head dim
@@ -91,30 +92,25 @@ SPLASH = functools.partial(attention.splash, interpret=True)
         (dot_product.dot_product, 600, {}),  # blocks of 256, 256 and 88
         (dot_product.dot_product, 200, dict(window=100)),  # blocks of 128 and 72
         (dot_product.dot_product, 16, dict(window=1)),
-        (dot_product.dot_product, 16, dict(soft_cap=0.5)),
-        (dot_product.dot_product, 300, dict(window=100, divisor=1.5, sink=True)),
+        (dot_product.dot_product, 16, dict(attn_logits_soft_cap=0.5)),
+        (dot_product.dot_product, 300, dict(window=100, query_divisor=1.5, sink=True)),
         (SPLASH, 256, {}),
-        (SPLASH, 256, dict(window=100, soft_cap=0.7)),
-        (SPLASH, 256, dict(window=100, divisor=2.5, sink=True, value_dim=8)),
+        (SPLASH, 256, dict(window=100, attn_logits_soft_cap=0.7)),
+        (SPLASH, 256, dict(window=100, query_divisor=2.5, sink=True, value_dim=8)),
         (attention.cudnn, 32, {}),
-        (attention.cudnn, 32, dict(window=5, divisor=1.5)),
+        (attention.cudnn, 32, dict(window=5, query_divisor=1.5)),
     ],
 )
 def test_a_kernel_computes_plain_attention(kernel, L, changes, without_cudnn):
     """Pallas kernels interpreted; grouped queries, three documents a row. Values of another size
     than keys are as latent attention has them."""
+    changes = dict(window=0, value_dim=16, sink=False) | changes
+    window, value_dim, sink = (changes.pop(name) for name in ("window", "value_dim", "sink"))
     q, k, v, segments = inputs(L, H=16)
-    v = v[..., : changes.get("value_dim", v.shape[-1])]
-    args = (q, k, v, segments, *([sinks()] if "sink" in changes else []))
-    spec = dataclasses.replace(
-        PLAIN,
-        attn_logits_soft_cap=changes.get("soft_cap", 0.0),
-        query_divisor=changes.get("divisor"),
-    )
+    args = (q, k, v[..., :value_dim], segments, *[sinks()] * sink)
+    spec = dataclasses.replace(PLAIN, **changes)
     found, expected = (
-        tiny_model.compiled(with_gradient(functools.partial(fn, spec, changes.get("window", 0))))(
-            *args
-        )
+        tiny_model.compiled(with_gradient(functools.partial(fn, spec, window)))(*args)
         for fn in (kernel, naive)
     )
     tiny_model.assert_close(found, expected, atol=2e-5)
@@ -123,9 +119,9 @@ def test_a_kernel_computes_plain_attention(kernel, L, changes, without_cudnn):
 def test_a_block_meets_the_keys_that_its_queries_see():
     """Query 128 with a window of 50 sees keys 79 to 128. The program does not grow with the length:
     8 blocks of 1024 for 8192 queries."""
-    _, (rows, keys) = dot_product.blocks(256, 50)
+    _, (rows, keys) = dot_product.blocks(256, 256, 50)
     assert ((rows.start, rows.stop), (keys.start, keys.stop)) == ((128, 256), (79, 256))
-    assert [rows.stop for rows, _ in dot_product.blocks(8192, 0)] == list(range(1024, 8193, 1024))
+    assert [r.stop for r, _ in dot_product.blocks(8192, 8192, 0)] == list(range(1024, 8193, 1024))
 
 
 @pytest.mark.parametrize("layout", ["as it is", "HEAD_DIM_MINOR"])
@@ -168,10 +164,8 @@ def test_a_kernel_gets_each_device_its_sequences_and_heads(
     plain = jax.vmap(with_gradient(functools.partial(naive, PLAIN, 0)))
     tiny_model.assert_close(jax.jit(in_slots)(*args), tiny_model.compiled(plain)(*args), atol=2e-5)
     of_heads = (128, 2, 8), (128, 1, 8), (128, 1, 8)
-    if has_sinks:
-        assert shapes == {(*((1, *dims) for dims in of_heads), (1, 128), (2,))}
-    else:  # the two replicas of a slot side by side
-        assert tuple((2, *dims) for dims in of_heads) in shapes
+    of_each = tuple((1, *dims) for dims in of_heads)
+    assert ((*of_each, (1, 128), (2,)) if has_sinks else of_each) in shapes
 
 
 @pytest.mark.parametrize(("policy", "forward"), [("save_context", 2), ("full", 3)])
@@ -235,8 +229,8 @@ def test_a_machine_without_cudnn_is_one_line():
 
 def test_each_device_has_an_early_and_a_late_chunk():
     """Llama 3 (2407.21783), 3.3.2: rank i has chunks i and 2 C - 1 - i, here of two tokens."""
-    assert over_length.positions(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
-    assert over_length.positions(5, 1).tolist() == [0, 1, 2, 3, 4]
+    assert devices_lib.positions(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+    assert devices_lib.positions(5, 1).tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(("kernel", "soft_cap"), [("dot_product", 0.0), ("splash", 0.7)])
@@ -250,9 +244,9 @@ def test_a_kernel_sees_the_keys_of_all_devices(devices, monkeypatch, kernel, sof
     sinks_N = np.array([0.5, -1.0, 2.0, 0.0], np.float32)
 
     def attend(q, k, v, segments):
-        by_device = [x[:, over_length.positions(512, 2)] for x in (q, k, v)]
+        by_device = [x[:, devices_lib.positions(512, 2)] for x in (q, k, v)]
         context = attention.attend(spec, 100, *by_device, segments, sinks_N)
-        return over_length.by_text(context, 2)
+        return devices_lib.by_text(context, 2)
 
     def alone(*args):
         return attention.attend(plain, 100, *args, sinks_N)
@@ -271,6 +265,6 @@ def test_a_kernel_sees_the_keys_of_all_devices(devices, monkeypatch, kernel, sof
 def test_a_length_that_its_devices_cannot_share_is_refused(length, shards, remedy):
     found = rf"max_target_length={length} is not a multiple of 2 \* context {shards} = .*{remedy}"
     with pytest.raises(ConfigError, match=found):
-        over_length.check(length, shards)
-    over_length.check(24, shards)
-    over_length.check(7, 1)
+        devices_lib.check(length, shards)
+    devices_lib.check(24, shards)
+    devices_lib.check(7, 1)

@@ -1,5 +1,7 @@
 """The embedding: what is gathered of a table that is split, and what its gradient sums."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,9 +27,12 @@ def inputs(mesh):
 
 def program(mesh, dtype, scale=1.0):
     """Of (table, tokens, weights): rows in bfloat16, and the gradient of a sum of them."""
+    spec = dataclasses.replace(
+        tiny_model.build().spec, rules=RULES, dtype=jnp.dtype(dtype), embedding_multiplier=scale
+    )
 
     def weighted(table, tokens, weights):
-        x = look_up(table, tokens, RULES, dtype, scale).astype(jnp.bfloat16)
+        x = look_up(spec, table, tokens).astype(jnp.bfloat16)
         return jnp.sum(x.astype(jnp.float32) * weights), x
 
     def run(*args):

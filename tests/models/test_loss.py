@@ -1,6 +1,7 @@
 """The chunked loss and its hand-formed gradient against plain array code."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,8 @@ from maxdiloco.models import loss
 # B sequences  L tokens  D model  V vocabulary
 
 
-# More tokens than any head here has rows, none of them padding.
 SPEC = dataclasses.replace(tiny_model.build(z_loss_multiplier=0.0).spec, vocab_size=512)
+head = functools.partial(dataclasses.replace, SPEC)
 
 
 def problem(B, L, *, D=6, V=11, tied=False, seed=0):
@@ -60,7 +61,7 @@ def test_loss_and_gradient_equal_those_of_whole_logits(case):
     """Sums of float32 in another order: 1e-5. Without a gradient another pass over the chunks
     runs."""
     changes, shape = CASES[case]
-    how, args = dataclasses.replace(SPEC, **changes), problem(*shape, tied="tied_head" in changes)
+    how, args = head(**changes), problem(*shape, tied="tied_head" in changes)
     found, expected = (with_gradient(fn, how, args) for fn in (loss.token_losses, plain))
     tiny_model.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     alone = tiny_model.compiled(loss.token_losses, static_argnums=0)(how, *args)
@@ -84,7 +85,7 @@ def test_float32_factors_leave_the_head_its_gradient_unrounded():
     x_BLD = x_BLD.astype(jnp.bfloat16)
 
     def gradient(fn, x_BLD, **keys):
-        how = dataclasses.replace(SPEC, float32_products=True, **keys)
+        how = head(float32_products=True, **keys)
         of_w = jax.grad(lambda w: fn(how, x_BLD, w, *others[1:])[0])
         return tiny_model.compiled(of_w)(others[0])
 
@@ -116,7 +117,7 @@ def biggest_float32(fn, *args):
 def test_whole_logits_never_exist(length):
     """B * L * V float32 numbers are nowhere in the program, neither forward nor backward."""
     B, V = 4, 512
-    args, how = problem(B, length, V=V), dataclasses.replace(SPEC, z_loss_multiplier=0.1)
+    args, how = problem(B, length, V=V), head(z_loss_multiplier=0.1)
     for fn in (loss.token_losses, plain):
         with_gradient = jax.value_and_grad(fn, argnums=(1, 2), has_aux=True)
         for program in (fn, with_gradient):
@@ -135,8 +136,8 @@ def test_long_batches_get_more_chunks():
     args = problem(8, 1024, D=1, V=32)
     for how, tokens in (
         (SPEC, loss.CHUNK_TOKENS),
-        (dataclasses.replace(SPEC, float32_products=True), loss.CPU_BF16_CHUNK_TOKENS),
-        (dataclasses.replace(SPEC, float32_products=True, float32_factors=True), loss.CHUNK_TOKENS),
+        (head(float32_products=True), loss.CPU_BF16_CHUNK_TOKENS),
+        (head(float32_products=True, float32_factors=True), loss.CHUNK_TOKENS),
     ):
         biggest = biggest_float32(lambda *a, how=how: loss.token_losses(how, *a), *args)
         assert biggest == tokens * 32
@@ -148,9 +149,7 @@ def test_a_target_s_logit_that_is_read_has_the_bits_of_one_that_is_picked_by_a_s
     logits_GSTV = jnp.asarray(rng.standard_normal((1, 2, 4, 11)), jnp.float32)
     targets_GST = jnp.asarray(rng.integers(0, 11, (1, 2, 4)), jnp.int32).at[0, 1, 3].set(11)
     read, picked = (
-        loss._target_logits(
-            dataclasses.replace(SPEC, float32_products=wide), logits_GSTV, targets_GST
-        )
+        loss._target_logits(head(float32_products=wide), logits_GSTV, targets_GST)
         for wide in (True, False)
     )
     np.testing.assert_array_equal(read, picked)
@@ -164,9 +163,8 @@ def test_rows_of_padding_change_neither_loss_nor_gradient_and_get_none(tied):
     x_BLD, w, *others = problem(2, 8, V=11, tied=tied)
     w_padded = np.pad(w, [(0, 5), (0, 0)] if tied else [(0, 0), (0, 5)], constant_values=9)
     how = dict(tied_head=tied, final_logits_soft_cap=0.8, z_loss_multiplier=0.3)
-    spec = dataclasses.replace(SPEC, **how)
     found = [
-        with_gradient(loss.token_losses, dataclasses.replace(spec, **sizes), (x_BLD, w_, *others))
+        with_gradient(loss.token_losses, head(**how, **sizes), (x_BLD, w_, *others))
         for sizes, w_ in (({"vocab_size": 11}, w_padded), ({}, w))
     ]
     (values, (dx, dw)), (expected, (expected_dx, expected_dw)) = found

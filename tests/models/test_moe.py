@@ -173,9 +173,9 @@ def test_products_by_triton_are_those_of_ragged_dot(A, widths, sizes):
 def test_tiles_of_rows_cover_each_expert_once():
     """Tiles of 4: experts of 5, 0, 4 and 1 rows have 2, 0, 1 and 1; two are left over."""
     tiles = triton_ragged.tiles_of(jnp.array([5, 0, 4, 1]), num_rows=10, rows=4)
-    assert tiles.expert_T[:4].tolist() == [0, 0, 2, 3]
-    assert tiles.start_T.tolist() == [0, 4, 5, 9, 0, 0]
-    assert tiles.end_T.tolist() == [5, 5, 9, 10, 0, 0]
+    assert tiles[0][:4].tolist() == [0, 0, 2, 3]
+    assert tiles[1].tolist() == [0, 4, 5, 9, 0, 0]
+    assert tiles[2].tolist() == [5, 5, 9, 10, 0, 0]
 
 
 GRADIENTS = {"gradient_by_kernel", "rows_gradient_by_kernel"}
@@ -206,7 +206,7 @@ def test_replicas_of_a_slot_take_the_kernels_one_by_one(kernel, width, dtype, ca
 
     def gradients(spec):
         def total(x, w, sizes):
-            return jnp.sum(jnp.square(ragged.ragged(x, w, sizes, spec).astype(jnp.float32)))
+            return jnp.sum(jnp.square(ragged.ragged(spec, x, w, sizes).astype(jnp.float32)))
 
         run = jax.jit(jax.vmap(jax.grad(total, argnums=(0, 1))))
         args = x_RAD, w_REDF, sizes_RE
