@@ -21,7 +21,6 @@ setup(
     },
     install_requires=[
         "jax>=0.10.2,<0.12",
-        "flax>=0.12.8,<0.14",
         "optax>=0.2.8,<0.4",
         "orbax-checkpoint>=0.12.8,<0.14",
         "tensorstore>=0.1.84",

@@ -222,12 +222,12 @@ def our_logits(found: Any, batch: dict[str, np.ndarray]) -> np.ndarray:
     import jax
 
     from maxdiloco.models.loss import head_logits
-    from maxdiloco.models.transformer import head_of
+    from maxdiloco.models.transformer import head_weight
 
     def logits(params, tokens_BL, segments_BL):
         x_BLD, _ = found.model._hidden_states(params, tokens_BL, segments_BL)
-        w, head = head_of(found.model.spec, params)
-        return head_logits(x_BLD, w, head)
+        spec = found.model.spec
+        return head_logits(spec, x_BLD, head_weight(spec, params))
 
     options = {"xla_backend_optimization_level": 0}  # compiles in half the time
     compiled = jax.jit(logits, compiler_options=options)

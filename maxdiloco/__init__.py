@@ -31,7 +31,7 @@ _MODULES = {
 }
 # Packages of setup.py by the names under which they are imported.
 _PACKAGES = (
-    "jax", "flax", "optax", "orbax", "tensorstore", "grain", "etils", "ml_dtypes", "numpy", "yaml",
+    "jax", "optax", "orbax", "tensorstore", "grain", "etils", "ml_dtypes", "numpy", "yaml",
     "tensorboardX", "tqdm",
 )  # fmt: skip
 _REMEDY = (

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from maxdiloco.data import token_text
 from maxdiloco.engine.calls import BESIDE, EVALUATION, Call
 from maxdiloco.models import sampling
-from maxdiloco.models.loss import batch_shards
+from maxdiloco.models.devices import token_shards
 from maxdiloco.parallel import replicas
 from maxdiloco.parallel.program import Program
 
@@ -55,7 +55,7 @@ class Sampler:
     def _sample(self, params, *_):
         """Tokens [1, T]."""
         # One prompt cannot be divided: each part of a batch continues a copy, the first counts.
-        B = batch_shards(self._model.spec.rules)
+        B, _ = token_shards(self._model.spec.rules)
         return sampling.sample(
             self._model,
             params,

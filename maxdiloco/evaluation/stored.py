@@ -7,9 +7,9 @@ from etils import epath
 from jax.sharding import Mesh
 
 from maxdiloco.checkpoint import read
+from maxdiloco.evaluation import on_mesh
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
-from maxdiloco.models import on_mesh
 from maxdiloco.models.transformer import Model
 
 

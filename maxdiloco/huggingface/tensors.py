@@ -16,7 +16,8 @@ from maxdiloco.diloco.fragments import Stacked
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags.config import Config
 from maxdiloco.huggingface.family import Family, Tensor
-from maxdiloco.models import transformer
+from maxdiloco.models.spec import from_config
+from maxdiloco.models.transformer import Model
 
 Shape = tuple[int, ...]
 
@@ -147,7 +148,7 @@ class Layout(NamedTuple):
 
 def of_model(cfg: Config, family: Family) -> Layout:
     """The layout of a config's model; nothing is allocated. Raises ConfigError."""
-    model = transformer.build(cfg, backend="cpu")
+    model = Model(from_config(cfg, backend="cpu"))
     shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
     axes, leaves, parts = dict(_named(model.layer_axis)), {}, []
     for path, x in _named(shapes):

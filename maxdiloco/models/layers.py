@@ -1,25 +1,27 @@
-"""The parts of a decoder layer as flax nnx modules.
-
-Each parameter carries its logical axis names as nnx metadata, `names`. Modules hold one layer;
-the transformer stacks them.
-"""
+"""The blocks of a decoder: the table of a block's weights, and a function of their values `w`."""
 # B sequences  L tokens  D model  N query heads  K key/value heads  H head dim  F hidden
-# V vocabulary
+# V vocabulary  R rank  P features not rotated  T features rotated
 
+import dataclasses
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from jax.sharding import PartitionSpec as P
 
-from maxdiloco.models.embedding import look_up
+from maxdiloco.models.devices import by_parts, split_axes
 from maxdiloco.models.product import product
 from maxdiloco.models.remat import ATTENTION_OUT, MLP_IN, NORM_FACTOR, QKV, keep
-from maxdiloco.models.rope import rotate
+from maxdiloco.models.rope import Rotation, rotate
 from maxdiloco.models.spec import ModelSpec
-from maxdiloco.models.weights import names_of, residual_gain
-from maxdiloco.models.weights import weight as _weight
+from maxdiloco.models.weights import Weight, factor, residual_gain, spread
 from maxdiloco.parallel.sharding import constrain
+
+f32 = jnp.float32
+Table = dict[str, Any]  # nested, of Weights
+Values = dict[str, Any]
 
 ACTIVATIONS: dict[str, Callable] = {
     "silu": jax.nn.silu,
@@ -30,241 +32,272 @@ ACTIVATIONS: dict[str, Callable] = {
     "plus_one": lambda x: x + 1,
 }
 
-f32 = jnp.float32
+# Matrix -> the product that it is a factor of. Values are drawn in this order.
+ATTENTION = {
+    "query": "bld,dnh->blnh",
+    "key": "bld,dkh->blkh",
+    "value": "bld,dkh->blkh",
+    "out": "blnh,nhd->bld",
+}
+LATENT_ATTENTION = {
+    "query_down": "bld,dr->blr",
+    "query_up": "blr,rnh->blnh",
+    "query": "bld,dnh->blnh",
+    "kv_down": "bld,dr->blr",
+    "kv_up": "blr,rnh->blnh",
+    "out": "blnh,nhd->bld",
+}
+EMBEDDING = ("vocab", "embed")  # names of its dims
+FEED_FORWARD = {"w_gate": "bld,df->blf", "w_up": "bld,df->blf", "w_out": "blf,fd->bld"}
 
 
-def _bias(shape, names, spec):
-    return nnx.Param(jnp.zeros(shape, spec.weight_dtype), names=names)
+def norm_table(spec: ModelSpec, *shape: int, names: tuple[str, ...] = ("norm",)) -> Table:
+    """The scale of rms_norm over dims of this shape."""
+    return {"scale": Weight(shape, names, value=1 - spec.norm_scale_offset)}
 
 
-class RMSNorm(nnx.Module):
-    """Root mean square norm over the last dims, those of the scale (arXiv 1910.07467)."""
-
-    def __init__(self, shape, spec, names=("norm",)):
-        self.epsilon, self.offset = spec.norm_epsilon, spec.norm_scale_offset
-        scale = jnp.full(shape, 1 - self.offset, spec.weight_dtype)
-        self.scale = nnx.Param(scale, names=names)
-
-    def __call__(self, x):
-        """x with root mean square 1 times the scale; computed in float32, in the type of x."""
-        x_f32 = x.astype(f32)  # squares of bf16 values lose half their digits
-        scale = self.scale[...].astype(f32)
-        dims = tuple(range(-scale.ndim, 0))
-        mean_square = jnp.mean(jnp.square(x_f32), axis=dims, keepdims=True)
-        normed = x_f32 * keep(jax.lax.rsqrt(mean_square + self.epsilon), NORM_FACTOR)
-        return (normed * (scale + self.offset if self.offset else scale)).astype(x.dtype)
+def rms_norm(spec: ModelSpec, w: Values, x) -> jax.Array:
+    """x with root mean square 1 over the scale's dims, times the scale (arXiv 1910.07467)."""
+    x_f32 = x.astype(f32)  # squares of bf16 values lose half their digits
+    scale = w["scale"].astype(f32)
+    dims = tuple(range(-scale.ndim, 0))
+    mean_square = jnp.mean(jnp.square(x_f32), axis=dims, keepdims=True)
+    normed = x_f32 * keep(jax.lax.rsqrt(mean_square + spec.norm_epsilon), NORM_FACTOR)
+    offset = spec.norm_scale_offset
+    return (normed * (scale + offset if offset else scale)).astype(x.dtype)
 
 
-class Attention(nnx.Module):
-    """Grouped-query attention with rotary embedding; qk-norm, biases and sinks as spec says."""
-
-    def __init__(self, spec, rngs):
-        D, N, H = spec.emb_dim, spec.num_query_heads, spec.head_dim
-        K = spec.num_kv_heads
-        self.spec = spec
-        self._make_projections(rngs)
-        if spec.qk_norm == "head":
-            self.query_norm = RMSNorm((H,), spec)
-            self.key_norm = RMSNorm((H,), spec)
-        elif spec.qk_norm == "projection":
-            self.query_norm = RMSNorm((N, H), spec, ("heads", "norm"))
-            self.key_norm = RMSNorm((K, H), spec, ("kv_heads", "norm"))
-        if spec.attention_bias != "none":
-            self.query_bias = _bias((N, H), ("heads", "bias"), spec)
-            self.key_bias = _bias((K, H), ("kv_heads", "bias"), spec)
-            self.value_bias = _bias((K, H), ("kv_heads", "bias"), spec)
-        if spec.attention_bias == "all":
-            self.out_bias = _bias((D,), ("bias",), spec)
-        if spec.attention_sink:
-            self.sinks = _bias((N,), ("heads",), spec)
-
-    def _make_projections(self, rngs):
-        spec = self.spec
-        D, N, H = spec.emb_dim, spec.num_query_heads, spec.head_dim
-        K = spec.num_kv_heads
-        self.query = _weight(
-            rngs.params(), (D, N, H), ("embed", "heads", "head_dim"), fan_in=D, spec=spec
-        )
-        self.key = _weight(
-            rngs.params(), (D, K, H), ("embed", "kv_heads", "head_dim"), fan_in=D, spec=spec
-        )
-        self.value = _weight(
-            rngs.params(), (D, K, H), ("embed", "kv_heads", "head_dim"), fan_in=D, spec=spec
-        )
-        self.out = _weight(
-            rngs.params(),
-            (N, H, D),
-            ("heads", "head_dim", "embed"),
-            fan_in=N * H,
-            spec=spec,
-            gain=residual_gain(spec.num_layers),
-        )
-
-    def __call__(self, x_BLD, rope, attend):
-        """[B, L, D] -> ([B, L, D], cache); see DecoderLayer for rope and attend."""
-        q_BLNH, k_BLKH, v_BLKH = self._project(x_BLD, rope)
-        sinks_N = self.sinks[...] if self.spec.attention_sink else None
-        context_BLNH, cache = attend(q_BLNH, k_BLKH, v_BLKH, sinks_N)
-        out_BLD = product(
-            "blnh,nhd->bld", context_BLNH, self.out[...], self.spec, names_of(self.out)
-        )
-        if self.spec.attention_bias == "all":
-            out_BLD = out_BLD + self.out_bias[...].astype(out_BLD.dtype)
-        return keep(out_BLD, ATTENTION_OUT), cache
-
-    def _project(self, x_BLD, rope):
-        """Queries [B, L, N, H], keys and values [B, L, K, H], normed and rotated."""
-        spec = self.spec
-        q_BLNH, k_BLKH, v_BLKH = (
-            keep(product("bld,dnh->blnh", x_BLD, w[...], spec, names_of(w)), QKV)
-            for w in (self.query, self.key, self.value)
-        )
-        if spec.attention_bias != "none":
-            q_BLNH, k_BLKH, v_BLKH = (
-                x + bias[...].astype(x.dtype)
-                for x, bias in (
-                    (q_BLNH, self.query_bias),
-                    (k_BLKH, self.key_bias),
-                    (v_BLKH, self.value_bias),
-                )
-            )
-        if spec.qk_norm:
-            q_BLNH, k_BLKH = self.query_norm(q_BLNH), self.key_norm(k_BLKH)
-        by_product = spec.attention == "splash" and x_BLD.dtype == jnp.bfloat16
-        q_BLNH, k_BLKH = (rotate(x, rope, by_product=by_product) for x in (q_BLNH, k_BLKH))
-        q_BLNH = constrain(q_BLNH, ("batch", "length", "heads_act", None), spec.rules)
-        kv_names = ("batch", "length", "kv_act", None)
-        return (
-            q_BLNH,
-            constrain(k_BLKH, kv_names, spec.rules),
-            constrain(v_BLKH, kv_names, spec.rules),
-        )
+def attention_table(spec: ModelSpec) -> Table:
+    """Weights of `attention`."""
+    D, N, K, H = spec.emb_dim, spec.num_query_heads, spec.num_kv_heads, spec.head_dim
+    if spec.latent is None:
+        table = {name: factor(ATTENTION[name], d=D, n=N, k=K, h=H) for name in ATTENTION}
+        table["out"] = factor(ATTENTION["out"], gain=residual_gain(spec), n=N, h=H, d=D)
+    else:
+        table = _latent_table(spec)
+    if spec.qk_norm == "head":
+        table |= {"query_norm": norm_table(spec, H), "key_norm": norm_table(spec, H)}
+    elif spec.qk_norm:
+        table["query_norm"] = norm_table(spec, N, H, names=("heads", "norm"))
+        table["key_norm"] = norm_table(spec, K, H, names=("kv_heads", "norm"))
+    if spec.attention_bias != "none":
+        table["query_bias"] = Weight((N, H), ("heads", "bias"))
+        table["key_bias"] = Weight((K, H), ("kv_heads", "bias"))
+        table["value_bias"] = Weight((K, H), ("kv_heads", "bias"))
+    if spec.attention_bias == "all":
+        table["out_bias"] = Weight((D,), ("bias",))
+    if spec.attention_sink:
+        table["sinks"] = Weight((N,), ("heads",))
+    return table
 
 
-class MLP(nnx.Module):
-    """f(x w_up) w_out, or gated: f(x w_gate) * g(x w_up) w_out (arXiv 2002.05202)."""
+def _latent_table(spec):
+    D, N, latent = spec.emb_dim, spec.num_query_heads, spec.latent
 
-    def __init__(self, spec, rngs):
-        D, F = spec.emb_dim, spec.mlp_dim
-        self.spec = spec
-        if len(spec.mlp_activations) == 2:
-            self.w_gate = _weight(rngs.params(), (D, F), ("embed", "mlp"), fan_in=D, spec=spec)
-        self.w_up = _weight(rngs.params(), (D, F), ("embed", "mlp"), fan_in=D, spec=spec)
-        self.w_out = _weight(
-            rngs.params(),
-            (F, D),
-            ("mlp", "embed"),
-            fan_in=F,
-            spec=spec,
-            gain=residual_gain(spec.num_layers),
-        )
+    def matrix(name, **sizes):
+        return factor(LATENT_ATTENTION[name], **sizes)
+
+    if latent.q_lora_rank:
+        table = {
+            "query_down": matrix("query_down", d=D, r=latent.q_lora_rank),
+            "query_norm": norm_table(spec, latent.q_lora_rank),
+            "query_up": matrix("query_up", r=latent.q_lora_rank, n=N, h=spec.head_dim),
+        }
+    else:
+        table = {"query": matrix("query", d=D, n=N, h=spec.head_dim)}
+    return table | {
+        "kv_down": matrix("kv_down", d=D, r=latent.kv_lora_rank + latent.qk_rope_head_dim),
+        "kv_norm": norm_table(spec, latent.kv_lora_rank),
+        "kv_up": matrix(
+            "kv_up", r=latent.kv_lora_rank, n=N, h=latent.qk_nope_head_dim + latent.v_head_dim
+        ),
+        "out": matrix("out", gain=residual_gain(spec), n=N, h=latent.v_head_dim, d=D),
+    }
+
+
+def attention(spec, w, x_BLD, rope: Rotation, attend: Callable) -> tuple[jax.Array, Any]:
+    """Grouped-query or latent attention: [B, L, D] -> ([B, L, D], cache of attend).
+
+    attend: (q [B, L, N, H], k and v [B, L, K, H], sinks [N] or None) -> (context [B, L, N, H],
+    cache); the cache is the caller's, None in training.
+    """
+    project = _projected if spec.latent is None else _latent_projected
+    context_BLNH, cache = attend(*project(spec, w, x_BLD, rope), w.get("sinks"))
+    out_BLD = product(ATTENTION["out"], context_BLNH, w["out"], spec)
+    return keep(_plus(out_BLD, w.get("out_bias")), ATTENTION_OUT), cache
+
+
+def _plus(x, bias):
+    return x if bias is None else x + bias.astype(x.dtype)
+
+
+def _projected(spec, w, x_BLD, rope):
+    """Queries [B, L, N, H], keys and values [B, L, K, H], normed and rotated."""
+    q_BLNH, k_BLKH, v_BLKH = (
+        keep(product(ATTENTION[name], x_BLD, w[name], spec), QKV)
+        for name in ("query", "key", "value")
+    )
+    q_BLNH = _plus(q_BLNH, w.get("query_bias"))
+    k_BLKH, v_BLKH = _plus(k_BLKH, w.get("key_bias")), _plus(v_BLKH, w.get("value_bias"))
+    if spec.qk_norm:
+        q_BLNH = rms_norm(spec, w["query_norm"], q_BLNH)
+        k_BLKH = rms_norm(spec, w["key_norm"], k_BLKH)
+    by_product = spec.attention == "splash" and x_BLD.dtype == jnp.bfloat16
+    q_BLNH, k_BLKH = (rotate(x, rope, by_product=by_product) for x in (q_BLNH, k_BLKH))
+    return tuple(
+        constrain(x, ("batch", "length", heads, None), spec.rules)
+        for x, heads in ((q_BLNH, "heads_act"), (k_BLKH, "kv_act"), (v_BLKH, "kv_act"))
+    )
+
+
+def _latent_projected(spec, w, x_BLD, rope):
+    """Queries and keys [B, L, N, P + T], values [B, L, N, V]: multi-head latent attention.
+
+    DeepSeek-V2, arXiv 2405.04434, section 2.1. Keys and values are formed for every head, in
+    training and for the cache. The rotated features of a key are shared by all heads.
+    """
+    latent = spec.latent
+
+    def kept(name, x):
+        return keep(product(LATENT_ATTENTION[name], x, w[name], spec), QKV)
+
+    if latent.q_lora_rank:
+        q_BLNH = kept("query_up", rms_norm(spec, w["query_norm"], kept("query_down", x_BLD)))
+    else:
+        q_BLNH = kept("query", x_BLD)
+    low_BLR, k_BLT = jnp.split(kept("kv_down", x_BLD), [latent.kv_lora_rank], axis=-1)
+    kv_BLNH = kept("kv_up", rms_norm(spec, w["kv_norm"], low_BLR))
+    q_BLNP, q_BLNT = jnp.split(q_BLNH, [latent.qk_nope_head_dim], axis=-1)
+    k_BLNP, v_BLNV = jnp.split(kv_BLNH, [latent.qk_nope_head_dim], axis=-1)
+    k_BL1T = rotate(k_BLT[..., None, :], rope)
+    k_BLNT = jnp.broadcast_to(k_BL1T, (*k_BLNP.shape[:3], latent.qk_rope_head_dim))
+    q_BLNH = jnp.concatenate([q_BLNP, rotate(q_BLNT, rope)], axis=-1)
+    k_BLNH = jnp.concatenate([k_BLNP, k_BLNT], axis=-1)
+    names = ("batch", "length", "heads_act", None)
+    return tuple(constrain(x, names, spec.rules) for x in (q_BLNH, k_BLNH, v_BLNV))
+
+
+def feed_forward_table(spec: ModelSpec, width: int, num_experts: int = 0) -> Table:
+    """Weights of `mlp` with this hidden width, or of so many experts, each in a first dim."""
+    table = {}
+    for name in list(FEED_FORWARD)[2 - len(spec.mlp_activations) :]:
+        gain = residual_gain(spec) if name == "w_out" else 1.0
+        table[name] = factor(FEED_FORWARD[name], gain=gain, d=spec.emb_dim, f=width)
         if spec.mlp_bias:
-            if len(spec.mlp_activations) == 2:
-                self.w_gate_bias = _bias((F,), ("mlp",), spec)
-            self.w_up_bias = _bias((F,), ("mlp",), spec)
-            self.w_out_bias = _bias((D,), ("bias",), spec)
-
-    def __call__(self, x_BLD):
-        """[B, L, D] -> [B, L, D]."""
-        spec = self.spec
-        gated = len(spec.mlp_activations) == 2
-        up_BLF = self._project(x_BLD, self.w_up, "w_up_bias")
-        gate_BLF = self._project(x_BLD, self.w_gate, "w_gate_bias") if gated else None
-        hidden_BLF = activated(spec, up_BLF, gate_BLF)
-        out_BLD = product("blf,fd->bld", hidden_BLF, self.w_out[...], spec, names_of(self.w_out))
-        return out_BLD + self.w_out_bias[...].astype(out_BLD.dtype) if spec.mlp_bias else out_BLD
-
-    def _project(self, x_BLD, w_DF, bias):
-        hidden_BLF = product("bld,df->blf", x_BLD, w_DF[...], self.spec, names_of(w_DF))
-        hidden_BLF = constrain(hidden_BLF, ("batch", "length", "mlp_act"), self.spec.rules)
-        hidden_BLF = keep(hidden_BLF, MLP_IN)
-        if not self.spec.mlp_bias:
-            return hidden_BLF
-        return hidden_BLF + vars(self)[bias][...].astype(hidden_BLF.dtype)
+            dims = ("bias" if name == "w_out" else "mlp",)
+            table[f"{name}_bias"] = Weight(table[name].shape[1:], dims)
+    for name, w in table.items() if num_experts else ():
+        dims = ("expert" if name.endswith("_bias") else "stored_expert", *w.names)
+        table[name] = dataclasses.replace(w, shape=(num_experts, *w.shape), names=dims)
+    return table
 
 
-def activated(spec: ModelSpec, up: jax.Array, gate: jax.Array | None = None) -> jax.Array:
+def mlp(spec: ModelSpec, w: Values, x_BLD: jax.Array) -> jax.Array:
+    """[B, L, D] -> [B, L, D]: f(x w_up) w_out, or f(x w_gate) * g(x w_up) w_out (2002.05202)."""
+
+    def projected(name):
+        x_BLF = product(FEED_FORWARD[name], x_BLD, w[name], spec)
+        x_BLF = constrain(x_BLF, ("batch", "length", "mlp_act"), spec.rules)
+        return _plus(keep(x_BLF, MLP_IN), w.get(f"{name}_bias"))
+
+    out_BLD = product(FEED_FORWARD["w_out"], activated(spec, projected), w["w_out"], spec)
+    return _plus(out_BLD, w.get("w_out_bias"))
+
+
+def activated(spec: ModelSpec, projected: Callable[[str], jax.Array]) -> jax.Array:
     """An MLP's hidden values [..., F], f(up) or, of a gated layer, f(gate) * g(up).
 
-    up, gate: [..., F], the products of the layer's input, in the type that is returned.
-    XLA:CPU rounds bfloat16 after every operation, in several instructions, so that it computes
-    them in float32 (spec.float32_products) and rounds once. A limit binds up from both sides and
-    the gate from above alone.
+    projected: w_up or w_gate -> its product with the layer's input. A limit binds up from both
+    sides and the gate from above alone. XLA:CPU rounds bfloat16 after every operation, in several
+    instructions; spec.float32_products computes in float32 and rounds once.
     """
-    dtype, limit = up.dtype, spec.mlp_activations_limit
+    up, limit = projected("w_up"), spec.mlp_activations_limit
+    dtype = up.dtype
     wide = f32 if spec.float32_products else dtype
     up = up.astype(wide)
     hidden = ACTIVATIONS[spec.mlp_activations[-1]](jnp.clip(up, -limit, limit) if limit else up)
-    if gate is not None:
-        gate = gate.astype(wide)
+    if len(spec.mlp_activations) == 2:
+        gate = projected("w_gate").astype(wide)
         gate = jnp.minimum(gate, limit) if limit else gate
         hidden = ACTIVATIONS[spec.mlp_activations[0]](gate) * hidden
     return hidden.astype(dtype)
 
 
-class DecoderLayer(nnx.Module):
-    """One transformer layer, its blocks' inputs (pre), outputs (post) or both (sandwich) normed.
+def ends_table(spec: ModelSpec) -> Table:
+    """The weights outside the layers: token embedding, final norm, untied head.
 
-    moe: the class of its experts (models/moe.py); None: it has an MLP. attention: its class.
+    A tied table has variance 1/D for the head's sake and is scaled by sqrt(D) when it is looked up
+    (arXiv 1706.03762, section 3.4).
     """
-
-    def __init__(self, spec, rngs, moe=None, attention=Attention):
-        self.spec = spec
-        self.normed_in = spec.norm_placement != "post"
-        self.normed_out = spec.norm_placement != "pre"
-        if self.normed_in:
-            self.attention_norm = RMSNorm((spec.emb_dim,), spec)
-        self.attention = attention(spec, rngs)
-        if self.normed_out:
-            self.post_attention_norm = RMSNorm((spec.emb_dim,), spec)
-        if self.normed_in:
-            self.mlp_norm = RMSNorm((spec.emb_dim,), spec)
-        self.has_experts = moe is not None
-        if moe is None:
-            self.mlp = MLP(spec, rngs)
-        else:
-            self.moe = moe(spec, rngs)
-        if self.normed_out:
-            self.post_mlp_norm = RMSNorm((spec.emb_dim,), spec)
-
-    def __call__(self, x_BLD, rope, attend, real_BL=None):
-        """The residual stream after the layer, the cache that attend returned, use of experts.
-
-        rope: Rotation of the positions. attend: (q [B, L, N, H], k and v [B, L, K, H], sinks [N]
-        or None) -> (context [B, L, N, H], cache); the cache is the caller's, None in training.
-        real_BL: see models/moe.py. Use of experts: router.Usage, None for a layer without.
-        """
-        y_BLD = self.attention_norm(x_BLD) if self.normed_in else x_BLD
-        y_BLD, cache = self.attention(y_BLD, rope, attend)
-        x_BLD = x_BLD + (self.post_attention_norm(y_BLD) if self.normed_out else y_BLD)
-        y_BLD = self.mlp_norm(x_BLD) if self.normed_in else x_BLD
-        y_BLD, used = self.moe(y_BLD, real_BL) if self.has_experts else (self.mlp(y_BLD), None)
-        x_BLD = x_BLD + (self.post_mlp_norm(y_BLD) if self.normed_out else y_BLD)
-        return constrain(x_BLD, ("batch", "length", "embed_act"), self.spec.rules), cache, used
+    D, V = spec.emb_dim, spec.padded_vocab_size
+    small = spec.tied_head or spec.embedding_multiplier != 1
+    std = spread(D if small else 1)
+    table = {
+        "embedding": Weight((V, D), EMBEDDING, std),
+        "final_norm": norm_table(spec, D),
+    }
+    return table if spec.tied_head else table | {"head": factor("bld,dv->blv", d=D, v=V)}
 
 
-class EmbedAndHead(nnx.Module):
-    """The parameters outside the layers: token embedding, final norm, untied head."""
+def embed(spec: ModelSpec, params, tokens_BL) -> jax.Array:
+    """Residual stream at the start, [B, L, D], of unit variance with embedding_scale=auto.
 
-    def __init__(self, spec, rngs):
-        D, V = spec.emb_dim, spec.padded_vocab_size
-        self.spec = spec
-        small = spec.tied_head or spec.embedding_multiplier != 1
-        self.embedding = _weight(
-            rngs.params(), (V, D), ("vocab", "embed"), fan_in=D if small else 1, spec=spec
-        )
-        self.final_norm = RMSNorm((D,), spec)
-        if not spec.tied_head:
-            self.head = _weight(rngs.params(), (D, V), ("embed", "vocab"), fan_in=D, spec=spec)
+    A token outside the vocabulary becomes NaN, which the loss shows.
+    """
+    x_BLD = look_up(spec, params["embedding"], tokens_BL)
+    return constrain(x_BLD, ("batch", "length", "embed_act"), spec.rules)
 
-    def embed(self, tokens_BL):
-        """Residual stream at the start, [B, L, D], of unit variance with embedding_scale=auto.
 
-        A tied table has variance 1/D for the head's sake and is scaled by sqrt(D) here
-        (arXiv 1706.03762, section 3.4). A token outside the vocabulary becomes NaN, which the
-        loss shows.
-        """
-        spec = self.spec
-        scale = spec.embedding_multiplier
-        x_BLD = look_up(self.embedding[...], tokens_BL, spec.rules, spec.dtype, scale)
-        return constrain(x_BLD, ("batch", "length", "embed_act"), spec.rules)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def look_up(spec: ModelSpec, table_VD, tokens_BL) -> jax.Array:
+    """The row of each token times spec.embedding_multiplier, in spec.dtype; NaN for one without.
+
+    On a mesh each device gathers the columns of its part of the vocabulary, scaled and in
+    spec.dtype, and looks up its tokens that are in that part; a psum adds the parts. The gradient
+    is summed in the table's own dtype. By hand, because the partitioner of jax 0.10 aborts on a
+    gather from a table that is split in both dims while another axis is manual.
+    """
+    if split_axes(EMBEDDING, spec.rules)[1]:  # fewer bytes, the values of scaled, rounded rows
+        return _rows(spec, _scaled(spec, table_VD).astype(spec.dtype), tokens_BL).astype(spec.dtype)
+    return _scaled(spec, _rows(spec, table_VD, tokens_BL)).astype(spec.dtype)
+
+
+def _look_up_backward(spec, found, dx_BLD):
+    table_VD, tokens_BL = found
+    _, transposed = jax.vjp(lambda table: _scaled(spec, _rows(spec, table, tokens_BL)), table_VD)
+    return *transposed(dx_BLD.astype(table_VD.dtype)), None  # sums of many rows drift in bfloat16
+
+
+look_up.defvjp(
+    lambda spec, table_VD, tokens_BL: (look_up(spec, table_VD, tokens_BL), (table_VD, tokens_BL)),
+    _look_up_backward,
+)
+
+
+def _scaled(spec, x):
+    return x if spec.embedding_multiplier == 1 else x * spec.embedding_multiplier
+
+
+def _rows(spec, table_VD, tokens_BL):
+    """The rows of a table in its dtype, or in float32 where its rows are split."""
+    vocab_size = table_VD.shape[0]
+    over_rows, over_columns = split_axes(EMBEDDING, spec.rules)
+
+    def local(table_VD, tokens_BL):
+        if over_columns:
+            table_VD = jax.lax.all_gather(table_VD, over_columns, axis=1, tiled=True)
+        first = jax.lax.axis_index(over_rows) * table_VD.shape[0] if over_rows else 0
+        index_BL = tokens_BL - first
+        inside_BL = (index_BL >= 0) & (index_BL < table_VD.shape[0])
+        x_BLD = table_VD.at[jnp.where(inside_BL, index_BL, 0)].get(mode="promise_in_bounds")
+        if over_rows:
+            x_BLD = x_BLD.astype(jnp.float32)  # XLA:CPU aborts on a psum of bfloat16
+            x_BLD = jax.lax.psum(jnp.where(inside_BL[..., None], x_BLD, 0), over_rows)
+        known_BL = (tokens_BL >= 0) & (tokens_BL < vocab_size)
+        return jnp.where(known_BL[..., None], x_BLD, jnp.nan)
+
+    batch, length = split_axes(("batch", "length"), spec.rules)
+    of_tokens = P(batch or None, length or None)
+    in_specs = P(over_rows or None, over_columns or None), of_tokens
+    axes = {*over_rows, *over_columns, *batch, *length}
+    return by_parts(local, in_specs, of_tokens, axes)(table_VD, tokens_BL)

@@ -1,181 +1,246 @@
-"""Mixture of experts: a feed-forward layer of many, of which each token uses a few."""
-# B sequences  L tokens  D model  E experts  K experts of a token  F hidden width of an expert
-# T tokens of a device
+"""Mixture of experts: a feed-forward layer of many, of which each token uses a few.
 
-import dataclasses
+On a device tokens are sorted by expert, or in slots of a capacity.
+"""
+# B sequences  L tokens  T tokens of a device  D model  F hidden width of an expert  E experts
+# K experts of a token  A = K T choices, in order of k, then of t  C slots of an expert
+
 import functools
-from typing import NamedTuple
+import math
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
-from maxdiloco.models import experts, router
-from maxdiloco.models.each_device import automatic_spec, on_each_device
-from maxdiloco.models.layers import MLP, activated
+from maxdiloco.models import router
+from maxdiloco.models.devices import on_each_device, split_axes
+from maxdiloco.models.layers import Table, activated, feed_forward_table, mlp
+from maxdiloco.models.ragged import ragged
 from maxdiloco.models.remat import MLP_IN, keep
 from maxdiloco.models.router import Usage
-from maxdiloco.models.weights import residual_gain, weight
-from maxdiloco.parallel.sharding import axes_of, is_expert
+from maxdiloco.models.spec import ModelSpec
+from maxdiloco.models.weights import Weight, factor
+from maxdiloco.parallel.sharding import is_expert
 
 f32 = jnp.float32
-
-NAMES = {  # logical axis names of each weight
-    "router": ("embed", "router"),
-    "router_bias": ("router",),
-    "routed_bias": ("router",),
-    "w_gate": ("stored_expert", "embed", "mlp"),
-    "w_up": ("stored_expert", "embed", "mlp"),
-    "w_out": ("stored_expert", "mlp", "embed"),
-    "w_gate_bias": ("expert", "mlp"),
-    "w_up_bias": ("expert", "mlp"),
-    "w_out_bias": ("expert", "bias"),
-}
 # Usage of a device has a leading dim of 1, a row for each part of the batch.
-SUMS = {
-    name: ("batch", None) if name in ("counts", "share") else ("batch",) for name in Usage._fields
-}
+SUMS = [("batch", None) if name in ("counts", "share") else ("batch",) for name in Usage._fields]
 
 
-class MoE(nnx.Module):
-    """A router, E experts alike an MLP, and shared experts that every token uses.
+def moe_table(spec: ModelSpec) -> Table:
+    """Weights of a router, of E experts alike an MLP, and of shared experts for every token.
 
     The shared experts are one MLP of their joint width (arXiv 2401.06066, section 3.2).
     """
-
-    def __init__(self, spec, rngs):
-        D, E, F = spec.emb_dim, spec.num_experts, spec.moe_mlp_dim
-        self.spec = spec
-        gated = len(spec.mlp_activations) == 2
-        self.router = self._weight(rngs, "router", (D, E), D)
-        if gated:
-            self.w_gate = self._weight(rngs, "w_gate", (E, D, F), D)
-        self.w_up = self._weight(rngs, "w_up", (E, D, F), D)
-        self.w_out = self._weight(rngs, "w_out", (E, F, D), F, gain=residual_gain(spec.num_layers))
-        if spec.router.logit_bias:
-            self.router_bias = _zeros("router_bias", (E,), spec.weight_dtype)
-        if spec.mlp_bias:
-            if gated:
-                self.w_gate_bias = _zeros("w_gate_bias", (E, F), spec.weight_dtype)
-            self.w_up_bias = _zeros("w_up_bias", (E, F), spec.weight_dtype)
-            self.w_out_bias = _zeros("w_out_bias", (E, D), spec.weight_dtype)
-        if spec.router.balance_bias:  # float32: bfloat16 has no room for its small steps
-            self.routed_bias = _zeros("routed_bias", (E,), f32)
-        if spec.shared_experts:
-            self.shared = MLP(dataclasses.replace(spec, mlp_dim=spec.shared_experts * F), rngs)
-
-    def _weight(self, rngs, name, shape, fan_in, **options):
-        return weight(rngs.params(), shape, NAMES[name], fan_in=fan_in, spec=self.spec, **options)
-
-    def __call__(self, x_BLD, real_BL):
-        """([B, L, D], Usage of the batch); x is normed. Padding gets nothing from the experts.
-
-        real_BL: which tokens are not padding; None in generation: all are, and none is dropped.
-        """
-        spec = self.spec
-        dropless = real_BL is None or spec.capacity_factor == -1
-        if real_BL is None:
-            real_BL = jnp.ones(x_BLD.shape[:2], bool)
-        weights = nnx.to_pure_dict(nnx.state(self))
-        shared = weights.pop("shared", None)
-        rows = ("batch", "length", None)
-        y_BLD, *sums = on_each_device(
-            functools.partial(_on_device, spec, _splits(spec), dropless, tuple(weights)),
-            in_names=(rows, rows[:2], *(_as_passed(NAMES[name]) for name in weights)),
-            out_names=[rows, *(SUMS[name] for name in Usage._fields)],
-            rules=spec.rules,
-        )(x_BLD, real_BL, *weights.values())
-        if shared is not None:
-            y_BLD = y_BLD + self.shared(x_BLD)
-        return y_BLD, Usage(*(jnp.sum(x_G, axis=0) for x_G in sums))
+    E, F = spec.num_experts, spec.moe_mlp_dim
+    table = {"router": factor("td,de->te", d=spec.emb_dim, e=E)}
+    table |= feed_forward_table(spec, F, num_experts=E)
+    if spec.router.logit_bias:
+        table["router_bias"] = Weight((E,), ("router",))
+    if spec.router.balance_bias:  # float32: bfloat16 has no room for its small steps
+        table["routed_bias"] = Weight((E,), ("router",), dtype=f32)
+    if spec.shared_experts:
+        table["shared"] = feed_forward_table(spec, spec.shared_experts * F)
+    return table
 
 
-def _zeros(name, shape, dtype):
-    return nnx.Param(jnp.zeros(shape, dtype), names=NAMES[name])
+def moe(spec, w, x_BLD, real_BL) -> tuple[jax.Array, Usage]:
+    """([B, L, D], Usage of the batch); x is normed. Padding gets nothing from the experts.
+
+    real_BL: which tokens are not padding; None in generation: all are, and none is dropped.
+    """
+    drops_none = real_BL is None or spec.capacity_factor == -1
+    if real_BL is None:
+        real_BL = jnp.ones(x_BLD.shape[:2], bool)
+    names = {name: entry.names for name, entry in moe_table(spec).items() if name != "shared"}
+    # The experts come as they are stored; a router is gathered, see sharding.gathered.
+    as_passed = (dims if is_expert(dims) else (None,) * len(dims) for dims in names.values())
+    rows = ("batch", "length", None)
+    y_BLD, *sums = on_each_device(
+        functools.partial(_on_device, spec, _splits(spec, names), drops_none, tuple(names)),
+        in_names=(rows, rows[:2], *as_passed),
+        out_names=[rows, *SUMS],
+        rules=spec.rules,
+    )(x_BLD, real_BL, *(w[name] for name in names))
+    if "shared" in w:
+        y_BLD = y_BLD + mlp(spec, w["shared"], x_BLD)
+    return y_BLD, Usage(*(jnp.sum(x_G, axis=0) for x_G in sums))
 
 
-class Splits(NamedTuple):
-    """Mesh axes of more than one device over which dims of these names are split."""
+def _splits(spec, names):
+    """Mesh axes of several devices over which experts, hidden dim and length are split.
 
-    expert: tuple[str, ...]
-    mlp: tuple[str, ...]
-    length: tuple[str, ...]
-    whole: dict[str, list[tuple[int, tuple[str, ...]]]]  # weight -> dims to gather, over which axes
-
-
-def _splits(spec) -> Splits:
-    """Called outside the function of one device, where the axes are not manual yet."""
-
-    def axes(names):
-        return [axes_of(entry) for entry in automatic_spec(names, spec.rules, split_only=True)]
-
-    expert, mlp, length = (axes((name,))[0] for name in ("expert", "mlp", "length"))
+    And weight -> [(dim, axes)], to gather. Called where the axes are not manual yet.
+    """
+    expert, mlp, length = (
+        split_axes((name,), spec.rules)[0] for name in ("expert", "mlp", "length")
+    )
     whole = {}
-    for name, names in NAMES.items():
-        if "stored_expert" in names:
-            stored = axes(names)
-            stored[names.index("mlp")] = ()
+    for name, dims in names.items():
+        if "stored_expert" in dims:
+            stored = split_axes(dims, spec.rules)
+            stored[dims.index("mlp")] = ()
             left = [tuple(axis for axis in over if axis not in expert) for over in stored]
             whole[name] = [(dim, over) for dim, over in enumerate(left) if over]
-    return Splits(expert, mlp, length, whole)
+    return expert, mlp, length, whole
 
 
-def _as_passed(names):
-    """The experts come as they are stored; a router is gathered, see sharding.gathered."""
-    return names if is_expert(names) else (None,) * len(names)
-
-
-def _on_device(spec, splits, dropless, names, x_BLD, real_BL, *weights):
+def _on_device(spec, splits, drops_none, names, x_BLD, real_BL, *weights):
     """One device's tokens through all experts, its own and those of other devices."""
-    w = _gathered(dict(zip(names, weights, strict=True)), splits)
+    over_experts, over_mlp, over_length, whole = splits
+    w = _gathered(dict(zip(names, weights, strict=True)), whole, over_mlp)
     x_TD, real_T = x_BLD.reshape(-1, x_BLD.shape[-1]), real_BL.reshape(-1)
-    logits_TE = _logits(x_TD, w)
+    # float32: a choice between experts must not hang on bfloat16's rounding.
+    factors = x_TD.astype(f32), w["router"].astype(f32)
+    logits_TE = jnp.einsum("td,de->te", *factors, precision="highest")
+    if "router_bias" in w:
+        logits_TE = logits_TE + w["router_bias"].astype(f32)
     choice = router.choose(spec, logits_TE, w.get("routed_bias"))
-    tokens = (x_TD, jnp.where(real_T[:, None], choice.experts_TK, spec.num_experts))
-    tokens += (choice.weights_TK,)
-    hidden, dropped = functools.partial(_hidden, spec), jnp.int32(0)
-    if not dropless:
-        y_TD, dropped = experts.in_slots(spec, hidden, w, *tokens, splits.expert)
+    experts_TK = jnp.where(real_T[:, None], choice.experts_TK, spec.num_experts)
+    tokens, dropped = (x_TD, experts_TK, choice.weights_TK), jnp.int32(0)
+    if not drops_none:
+        y_TD, dropped = in_slots(spec, w, *tokens, over_experts)
         y_TD = y_TD.astype(x_BLD.dtype)
-    elif not splits.expert:
-        y_TD = experts.dropless(spec, hidden, w, *tokens, 0).astype(x_BLD.dtype)
+    elif not over_experts:
+        y_TD = _dropless(spec, w, *tokens, 0).astype(x_BLD.dtype)
     else:
-        tokens = [jax.lax.all_gather(x, splits.expert, tiled=True) for x in tokens]
-        first = jax.lax.axis_index(splits.expert) * w["w_up"].shape[0]
-        y_TD = experts.dropless(spec, hidden, w, *tokens, first).astype(x_BLD.dtype)
-        y_TD = jax.lax.psum_scatter(y_TD, splits.expert, tiled=True)
-    if splits.mlp:
-        y_TD = jax.lax.psum(y_TD, splits.mlp)
+        tokens = [jax.lax.all_gather(x, over_experts, tiled=True) for x in tokens]
+        first = jax.lax.axis_index(over_experts) * w["w_up"].shape[0]
+        y_TD = _dropless(spec, w, *tokens, first).astype(x_BLD.dtype)
+        y_TD = jax.lax.psum_scatter(y_TD, over_experts, tiled=True)
+    if over_mlp:
+        y_TD = jax.lax.psum(y_TD, over_mlp)
     used = router.usage(choice, logits_TE, real_T, dropped)
-    if splits.length:
-        used = jax.lax.psum(used, splits.length)
+    if over_length:
+        used = jax.lax.psum(used, over_length)
     return y_TD.reshape(x_BLD.shape), *(x[None] for x in used)
 
 
-def _gathered(w, splits):
+def _gathered(w, whole, over_mlp):
     """The experts' weights, whole but for the split over experts and over the hidden dim.
 
     The gradient of the gather is a reduce-scatter. The last bias is with the first of the partial
     sums over the hidden dim.
     """
-    w = dict(w)
-    for name in w.keys() & splits.whole.keys():
-        for dim, axes in splits.whole[name]:
+    for name, dims in whole.items():
+        for dim, axes in dims:
             w[name] = jax.lax.all_gather(w[name], axes, axis=dim, tiled=True)
-    if splits.mlp and "w_out_bias" in w:
-        w["w_out_bias"] = jnp.where(jax.lax.axis_index(splits.mlp) == 0, w["w_out_bias"], 0)
+    if over_mlp and "w_out_bias" in w:
+        w["w_out_bias"] = jnp.where(jax.lax.axis_index(over_mlp) == 0, w["w_out_bias"], 0)
     return w
 
 
-def _logits(x_TD, w):
-    """[T, E] float32: a choice between experts must not hang on bfloat16's rounding."""
-    logits_TE = jnp.einsum(
-        "td,de->te", x_TD.astype(f32), w["router"].astype(f32), precision="highest"
-    )
-    return logits_TE + w["router_bias"].astype(f32) if "router_bias" in w else logits_TE
+def _by_expert(experts_TK, first, E):
+    """Choices sorted by expert, earlier tokens first: those of experts first to first + E.
+
+    Returns the expert of each, E for one that is not here; their order, its inverse; sizes_E.
+    """
+    keys_A = experts_TK.T.reshape(-1) - first
+    keys_A = jnp.where((keys_A >= 0) & (keys_A < E), keys_A, E)
+    order_A = jnp.argsort(keys_A, stable=True)
+    sizes_E = jnp.sum(keys_A[:, None] == jnp.arange(E), axis=0, dtype=jnp.int32)
+    return keys_A, order_A, jnp.argsort(order_A), sizes_E
 
 
-def _hidden(spec, product):
-    """The hidden values of tokens; product(name) is a token's product with its expert's matrix."""
-    names = ("w_up", "w_gate")[: len(spec.mlp_activations)]
-    return activated(spec, *(keep(product(name), MLP_IN) for name in names))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dispatch(K, x_TD, order_A, inverse_A):
+    """[A, D]: the token of each choice in sorted order.
+
+    The gradient gathers by the inverse, where that of an index would be a scatter.
+    """
+    return x_TD[order_A % x_TD.shape[0]]
+
+
+def _dispatch_backward(K, inverse_A, d_AD):
+    d_KTD = d_AD[inverse_A].reshape(K, -1, d_AD.shape[-1])
+    return jnp.sum(d_KTD, axis=0, dtype=f32).astype(d_AD.dtype), None, None
+
+
+_dispatch.defvjp(
+    lambda K, x_TD, order_A, inverse_A: (_dispatch(K, x_TD, order_A, inverse_A), inverse_A),
+    _dispatch_backward,
+)
+
+
+@jax.custom_vjp
+def _undo(x_AD, order_A, inverse_A):
+    """[A, D]: values in sorted order, back in the order of the choices."""
+    return x_AD[inverse_A]
+
+
+_undo.defvjp(
+    lambda x_AD, order_A, inverse_A: (x_AD[inverse_A], order_A),
+    lambda order_A, d_AD: (d_AD[order_A], None, None),
+)
+
+
+def _plus_bias(out, w, name, places):
+    """places: the expert of each row of the output."""
+    bias = w.get(f"{name}_bias")
+    return out if bias is None else out + bias[places].astype(out.dtype)
+
+
+def _weighted_sum(out_AD, weights_TK):
+    T, K = weights_TK.shape
+    out_KTD = out_AD.reshape(K, T, -1)
+    return jnp.sum(out_KTD.astype(f32) * weights_TK.T[..., None], axis=0)
+
+
+def _dropless(spec, w, x_TD, experts_TK, weights_TK, first):
+    """[T, D] float32: the weighted sum of what this device's experts make of each token.
+
+    Experts first to first + E are here, E = w["w_up"].shape[0]; choices of others give 0.
+    """
+    (T, K), E = experts_TK.shape, w["w_up"].shape[0]
+    keys_A, order_A, inverse_A, sizes_E = _by_expert(experts_TK, first, E)
+    sorted_A = jnp.minimum(keys_A[order_A], E - 1)
+    here_A1 = (jnp.arange(T * K) < jnp.sum(sizes_E))[:, None]
+
+    def product(x_AD, name):
+        return _plus_bias(ragged(spec, x_AD, w[name], sizes_E), w, name, sorted_A)
+
+    x_AD = _dispatch(K, x_TD, order_A, inverse_A)
+    hidden_AF = activated(spec, lambda name: keep(product(x_AD, name), MLP_IN))
+    out_AD = jnp.where(here_A1, product(jnp.where(here_A1, hidden_AF, 0), "w_out"), 0)
+    return _weighted_sum(_undo(out_AD, order_A, inverse_A), weights_TK)
+
+
+def capacity(spec: ModelSpec, tokens: int) -> int:
+    """Slots of an expert for the tokens of one device (arXiv 2101.03961, eq. 3)."""
+    even = tokens * spec.num_experts_per_tok / spec.num_experts
+    return min(tokens, max(1, math.ceil(even * spec.capacity_factor)))
+
+
+def in_slots(spec, w, x_TD, experts_TK, weights_TK, axes):
+    """The same sum, but an expert takes `capacity` choices of each device; those after them give 0.
+
+    First choices come before second ones, earlier tokens before later ones. axes: of the mesh,
+    over which an all-to-all takes tokens to the devices of their experts, and one takes them back.
+    Returns the sum and how many choices of real experts were dropped.
+    """
+    T, E, C = len(x_TD), spec.num_experts, capacity(spec, len(x_TD))
+    keys_A, order_A, inverse_A, sizes_E = _by_expert(experts_TK, 0, E)  # E for padding
+    starts_E = jnp.cumsum(sizes_E) - sizes_E
+    filled_EC = jnp.arange(C) < sizes_E[:, None]
+    places_EC = jnp.where(filled_EC, starts_E[:, None] + jnp.arange(C), 0)
+    tokens_EC = order_A[places_EC] % T
+    x_ECD = jnp.where(filled_EC[..., None], x_TD[tokens_EC], 0)
+    if axes:
+        x_ECD = jax.lax.all_to_all(x_ECD, axes, split_axis=0, concat_axis=1, tiled=True)
+
+    def product(x, name):
+        preferred = f32 if spec.float32_products else None
+        out = jnp.einsum(
+            "eci,eio->eco", x, w[name], precision=spec.precision, preferred_element_type=preferred
+        ).astype(x.dtype)
+        return _plus_bias(out, w, name, (slice(None), None))
+
+    hidden_ECF = activated(spec, lambda name: keep(product(x_ECD, name), MLP_IN))
+    out_ECD = product(hidden_ECF, "w_out")
+    if axes:
+        out_ECD = jax.lax.all_to_all(out_ECD, axes, split_axis=1, concat_axis=0, tiled=True)
+    safe_A = jnp.minimum(keys_A, E - 1)
+    rank_A = inverse_A - starts_E[safe_A]
+    kept_A = (keys_A < E) & (rank_A < C)
+    out_AD = out_ECD[safe_A, jnp.where(kept_A, rank_A, 0)]
+    total_TD = _weighted_sum(jnp.where(kept_A[:, None], out_AD, 0), weights_TK)
+    return total_TD, jnp.sum((keys_A < E) & ~kept_A)

@@ -31,9 +31,8 @@ def keep(x: jax.Array, name: str) -> jax.Array:
 def checkpointed(layer_fn: Callable, policy: str, *, in_loop: bool = True) -> Callable:
     """layer_fn with the named policy for its backward pass.
 
-    policy: AUTO or a key of POLICIES, from `none` (most memory, nothing twice) to `full` (least
-    memory, every layer's forward pass runs twice). in_loop: it runs inside a scan of several
-    iterations, which keeps the two passes apart.
+    policy: AUTO or a key of POLICIES. in_loop: it runs inside a scan of several iterations, which
+    keeps the two passes apart.
     """
     names = POLICIES["full" if policy == AUTO else policy]
     if names is None:

@@ -116,12 +116,7 @@ def _by_product(x_BLNH, rope):
     return (x_BLNH.astype(f32) * cos_BL1H + swapped * sin_BL1H).astype(x_BLNH.dtype)
 
 
-def _forward(x_BLNH, rope):
-    return _by_product(x_BLNH, rope), rope
-
-
-def _backward(rope, d_BLNH):
-    return _by_product(d_BLNH, rope._replace(sin_BLI=-rope.sin_BLI)), None
-
-
-_by_product.defvjp(_forward, _backward)
+_by_product.defvjp(
+    lambda x_BLNH, rope: (_by_product(x_BLNH, rope), rope),
+    lambda rope, d_BLNH: (_by_product(d_BLNH, rope._replace(sin_BLI=-rope.sin_BLI)), None),
+)

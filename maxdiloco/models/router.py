@@ -103,17 +103,14 @@ def losses(spec: ModelSpec, used: Usage) -> dict[str, jax.Array]:
     f_e counts choices per token and P_e is the mean share of expert e; K where all are used alike.
     router_z_loss: mean squared log normaliser of the logits (arXiv 2202.08906, eq. 5).
     """
-    K, E = spec.num_experts_per_tok, spec.num_experts
-    tokens_l = jnp.maximum(jnp.sum(used.counts, axis=-1) / K, 1)
+    tokens_l = jnp.maximum(jnp.sum(used.counts, axis=-1) / spec.num_experts_per_tok, 1)
     found = {}
     if spec.load_balance_loss_weight:
-        f_lE = used.counts / tokens_l[:, None]
-        P_lE = used.share / tokens_l[:, None]
-        balance = E * jnp.mean(jnp.sum(jax.lax.stop_gradient(f_lE) * P_lE, axis=-1))
-        found[LOSSES[0]] = spec.load_balance_loss_weight * balance
+        f_lE, P_lE = used.counts / tokens_l[:, None], used.share / tokens_l[:, None]
+        balance = jnp.mean(jnp.sum(jax.lax.stop_gradient(f_lE) * P_lE, axis=-1))
+        found[LOSSES[0]] = spec.load_balance_loss_weight * (spec.num_experts * balance)
     if spec.router_z_loss_weight:
-        z_loss = jnp.mean(used.squared_lse / tokens_l)
-        found[LOSSES[1]] = spec.router_z_loss_weight * z_loss
+        found[LOSSES[1]] = spec.router_z_loss_weight * jnp.mean(used.squared_lse / tokens_l)
     return found
 
 

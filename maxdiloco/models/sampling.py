@@ -1,5 +1,6 @@
-"""Text from a model: greedy or random continuation of prompts."""
-# B sequences  L prompt tokens  T new tokens  V vocabulary
+"""Text from a model: the prompt in one pass, then one token at a time with a key/value cache."""
+# B sequences  L prompt tokens  T new tokens  C slots of the cache  D model  V vocabulary
+# N query heads  K key/value heads  G = N / K  H head dim
 
 import functools
 
@@ -7,27 +8,93 @@ import jax
 import jax.numpy as jnp
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.models import decode
-from maxdiloco.models.transformer import Model, Params
+from maxdiloco.models.dot_product import causal_mask, divisor, dot_product
+from maxdiloco.models.layers import rms_norm
+from maxdiloco.models.loss import head_logits, head_names
+from maxdiloco.models.product import soft_capped
+from maxdiloco.models.transformer import Model, head_weight
+from maxdiloco.parallel.sharding import gathered
+
+f32 = jnp.float32
 
 
-def sample(
-    model: Model,
-    params: Params,
-    prompt_tokens: jax.Array,
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    key: jax.Array,
-) -> jax.Array:
+def prefill(model, params, tokens_BL, *, cache_length):
+    """Run the prompts and fill the caches, one of each stack of layers.
+
+    tokens: int32. cache_length: slots, at least L plus the tokens to come.
+    Returns float32 logits [B, V] of the next token, and the caches: keys and values [layers, B, C,
+    K, H], slot i for position i.
+    """
+    L = tokens_BL.shape[1]
+    segment_ids_BL = jnp.ones_like(tokens_BL)
+    padding = [(0, 0), (0, cache_length - L), (0, 0), (0, 0)]
+
+    def attend(kind, _, q, k, v, sinks_N):
+        context = dot_product(model.spec, kind.window, q, k, v, segment_ids_BL, sinks_N)
+        return context, (jnp.pad(k, padding), jnp.pad(v, padding))
+
+    x_BLD, caches, _ = model.through_layers(params, tokens_BL, jnp.arange(L)[None], attend)
+    return _logits(model, params, x_BLD[:, -1]), caches
+
+
+def decode_step(model, params, caches, tokens_B, position):
+    """One more token of each sequence.
+
+    tokens: int32, the token at `position`, whose slot is written first; later slots are masked.
+    Returns float32 logits [B, V] of the next token, and the caches.
+    """
+
+    def attend(kind, cache, q, k, v, sinks_N):
+        keys, values = cache
+        filled = keys.at[:, position].set(k[:, 0]), values.at[:, position].set(v[:, 0])
+        return _attend_cache(model.spec, kind.window, q, filled, position, sinks_N), filled
+
+    x_B1D, caches, _ = model.through_layers(
+        params, tokens_B[:, None], position[None, None], attend, caches
+    )
+    return _logits(model, params, x_B1D[:, 0]), caches
+
+
+def _attend_cache(spec, window, q_B1NH, cache, position, sinks_N):
+    keys_BCKH, values_BCKH = cache
+    B, _, N, H = q_B1NH.shape
+    C, K = keys_BCKH.shape[1:3]
+    q_BKGH = q_B1NH.reshape(B, K, N // K, H)
+    einsum = functools.partial(jnp.einsum, precision=spec.precision)
+    logits_BKGC = einsum("bkgh,bckh->bkgc", q_BKGH, keys_BCKH, preferred_element_type=f32)
+    logits_BKGC = soft_capped(logits_BKGC / divisor(spec, H), spec.attn_logits_soft_cap)
+    seen_1C = causal_mask(position[None], jnp.arange(C), window)
+    logits_BKGC = jnp.where(seen_1C, logits_BKGC, -jnp.inf)
+    if sinks_N is not None:  # one more logit, without a value
+        sinks_BKG1 = jnp.broadcast_to(sinks_N.astype(f32).reshape(K, -1, 1), (B, K, N // K, 1))
+        logits_BKGC = jnp.concatenate([logits_BKGC, sinks_BKG1], axis=-1)
+    weights_BKGC = jax.nn.softmax(logits_BKGC, axis=-1)[..., :C].astype(q_B1NH.dtype)
+    context = einsum("bkgc,bckh->bkgh", weights_BKGC, values_BCKH)
+    return context.reshape(B, 1, N, -1)
+
+
+def _logits(model, params, x_BD):
+    spec = model.spec
+    x_BD = rms_norm(spec, params["final_norm"], x_BD)
+    w = head_weight(spec, params).astype(x_BD.dtype)
+    return head_logits(spec, x_BD, gathered(w, head_names(spec), spec.rules))
+
+
+def sample(model, params, prompt_tokens, *, max_new_tokens, temperature, top_k, key) -> jax.Array:
     """Continue prompts: int32 [B, L] -> the new tokens, int32 [B, T].
 
     temperature: 0 takes the likeliest token, 1 samples from the model's distribution. top_k: only
     the k likeliest tokens are sampled; 0: all. Compiled once per shape; the cache has L + T slots.
     Raises ConfigError for an empty prompt, no new tokens, or a negative temperature or top_k.
     """
-    _check(prompt_tokens.shape[1], max_new_tokens, temperature, top_k)
+    if prompt_tokens.shape[1] < 1:
+        raise ConfigError("prompt is empty: there is no token to continue. Give at least one.")
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens={max_new_tokens} asks for no text. Use 1 or more.")
+    if temperature < 0:
+        raise ConfigError(f"temperature={temperature} is negative. Use 0 for greedy, or above.")
+    if top_k < 0:
+        raise ConfigError(f"top_k={top_k} is negative. Use 0 for the whole vocabulary, or above.")
     return _generate(
         model,
         params,
@@ -43,12 +110,12 @@ def sample(
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("max_new_tokens", "top_k", "greedy"))
 def _generate(model: Model, params, tokens_BL, key, temperature, *, max_new_tokens, top_k, greedy):
     L = tokens_BL.shape[1]
-    logits_BV, caches = decode.prefill(model, params, tokens_BL, cache_length=L + max_new_tokens)
+    logits_BV, caches = prefill(model, params, tokens_BL, cache_length=L + max_new_tokens)
 
     def step(carry, key):
         logits_BV, caches, position = carry
         tokens_B = next_token(logits_BV, key, temperature=temperature, top_k=top_k, greedy=greedy)
-        logits_BV, caches = decode.decode_step(model, params, caches, tokens_B, position)
+        logits_BV, caches = decode_step(model, params, caches, tokens_B, position)
         return (logits_BV, caches, position + 1), tokens_B
 
     keys_T = jax.random.split(key, max_new_tokens)
@@ -56,9 +123,7 @@ def _generate(model: Model, params, tokens_BL, key, temperature, *, max_new_toke
     return tokens_TB.T
 
 
-def next_token(
-    logits_BV: jax.Array, key: jax.Array, *, temperature: jax.Array, top_k: int, greedy: bool
-) -> jax.Array:
+def next_token(logits_BV, key, *, temperature, top_k, greedy) -> jax.Array:
     """One token of each row, int32 [B]; see sample for temperature and top_k."""
     if greedy:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
@@ -66,14 +131,3 @@ def next_token(
         least_B1 = jax.lax.top_k(logits_BV, top_k)[0][:, -1:]
         logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
     return jax.random.categorical(key, logits_BV / temperature, axis=-1).astype(jnp.int32)
-
-
-def _check(prompt_length, max_new_tokens, temperature, top_k):
-    if prompt_length < 1:
-        raise ConfigError("prompt is empty: there is no token to continue. Give at least one.")
-    if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens={max_new_tokens} asks for no text. Use 1 or more.")
-    if temperature < 0:
-        raise ConfigError(f"temperature={temperature} is negative. Use 0 for greedy, or above.")
-    if top_k < 0:
-        raise ConfigError(f"top_k={top_k} is negative. Use 0 for the whole vocabulary, or above.")

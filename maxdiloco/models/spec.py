@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from maxdiloco.flags.config import Config
-from maxdiloco.models.attention import choose_kernel, has_kernels
+from maxdiloco.models.kernels import choose_kernel, has_kernels
 from maxdiloco.models.rope import RopeConfig
 from maxdiloco.parallel import processor
 from maxdiloco.parallel.sharding import Rules, rules_with
@@ -24,7 +24,7 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class Latent:
-    """The entries of latent_attention, see models/latent.py. q_lora_rank: 0 is full rank."""
+    """The entries of latent_attention, see models/layers.py. q_lora_rank: 0 is full rank."""
 
     kv_lora_rank: int
     qk_nope_head_dim: int

@@ -1,6 +1,6 @@
 """The decoder-only transformer: parameters as a plain nested dict, layers stacked and scanned."""
 # B sequences  L tokens  D model  N query heads  K key/value heads  H head dim  V vocabulary
-# `layers` is the leading dim of stacked parameters
+# `layers` is the leading dim of stacked parameters  p layers of a block
 
 import functools
 import math
@@ -10,275 +10,214 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from maxdiloco.diloco.fragments import Stacked, Vocabulary
-from maxdiloco.flags.config import Config
-from maxdiloco.models import attention, over_length, router
-from maxdiloco.models import spec as spec_lib
-from maxdiloco.models.latent import LatentAttention
-from maxdiloco.models.layers import Attention, DecoderLayer, EmbedAndHead
-from maxdiloco.models.loss import Head, next_tokens, token_losses
-from maxdiloco.models.moe import MoE
+from maxdiloco.models import attention, devices, layers, router
+from maxdiloco.models.layers import norm_table, rms_norm
+from maxdiloco.models.loss import next_tokens, token_losses
+from maxdiloco.models.moe import moe, moe_table
+from maxdiloco.models.remat import checkpointed
 from maxdiloco.models.rope import rotation
-from maxdiloco.models.router import Usage
-from maxdiloco.models.spec import LayerKind, ModelSpec
-from maxdiloco.models.stack import over_layers
-from maxdiloco.parallel.sharding import gathered, is_vector
+from maxdiloco.models.spec import ModelSpec
+from maxdiloco.models.weights import initial
+from maxdiloco.parallel.sharding import constrain, gathered, is_vector
 
 Params = dict[str, Any]
 LAYERS = "layers"  # the stack's key among the parameters; all layers but the first dense ones
 
 
-class Blueprint(NamedTuple):
-    """An nnx module without its weights.
-
-    graphdef: its structure. names: nested dict, the logical axis names of each weight.
-    """
-
-    graphdef: nnx.GraphDef
-    names: Params
-
-    def with_weights(self, weights: Params) -> Any:
-        """The module over these weights, a nested dict like `names`."""
-        return nnx.merge(self.graphdef, weights)
-
-
 class Stack(NamedTuple):
-    """Layers of equal shapes, whose parameters have one leading dim.
+    """Layers of equal shapes, whose parameters have one leading dim and the key `name`.
 
-    name: their key among the parameters. layers: their numbers in the model, rising.
-    make: one layer's module from its nnx.Rngs. blueprint: that module without its weights.
+    layers: their numbers in the model, rising. table: the weights of one.
     """
 
     name: str
     layers: tuple[int, ...]
-    make: Callable[[nnx.Rngs], DecoderLayer]
-    blueprint: Blueprint
+    table: layers.Table
+
+
+def layer_table(spec: ModelSpec, has_experts: bool) -> layers.Table:
+    """Weights of decoder_layer. Its blocks' inputs (pre), outputs (post) or both are normed."""
+    table = {"attention": layers.attention_table(spec)}
+    if has_experts:
+        table["moe"] = moe_table(spec)
+    else:
+        table["mlp"] = layers.feed_forward_table(spec, spec.mlp_dim)
+    norms = ["attention_norm", "mlp_norm"] if spec.norm_placement != "post" else []
+    if spec.norm_placement != "pre":
+        norms += ["post_attention_norm", "post_mlp_norm"]
+    return table | {name: norm_table(spec, spec.emb_dim) for name in norms}
+
+
+def decoder_layer(spec, w, x_BLD, rope, attend, real_BL=None):
+    """The residual stream after a layer, the cache that attend returned, use of experts or None.
+
+    rope: Rotation of the positions. attend: see layers.attention. real_BL: see moe.
+    """
+
+    def normed(name, y_BLD):
+        return rms_norm(spec, w[name], y_BLD) if name in w else y_BLD
+
+    y_BLD = normed("attention_norm", x_BLD)
+    y_BLD, cache = layers.attention(spec, w["attention"], y_BLD, rope, attend)
+    x_BLD = x_BLD + normed("post_attention_norm", y_BLD)
+    y_BLD, used = normed("mlp_norm", x_BLD), None
+    if "moe" in w:
+        y_BLD, used = moe(spec, w["moe"], y_BLD, real_BL)
+    else:
+        y_BLD = layers.mlp(spec, w["mlp"], y_BLD)
+    x_BLD = x_BLD + normed("post_mlp_norm", y_BLD)
+    return constrain(x_BLD, ("batch", "length", "embed_act"), spec.rules), cache, used
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity: a static argument of jax.jit
 class Model:
-    """One replica's view of a decoder: functions of a nested dict of parameters.
-
-    spec: sizes and choices, the attention kernel among them.
-    stacks: the layers, in their order. embed_and_head: the module of the other parameters.
-    logical_axes: like the parameters, a tuple of logical names per leaf.
-    layer_axis: like the parameters, the dim that counts layers, with their numbers where they are
-        not all; Vocabulary(dim) or None for the others.
-    """
+    """One replica's view of a decoder: functions of a nested dict of parameters."""
 
     spec: ModelSpec
-    stacks: tuple[Stack, ...]
-    embed_and_head: Blueprint
-    logical_axes: Params
-    layer_axis: Params
+
+    @functools.cached_property
+    def stacks(self) -> tuple[Stack, ...]:
+        """Runs of layers of equal shapes, in their order."""
+        spec, n = self.spec, self.spec.first_num_dense_layers
+        runs = ("dense_layers", range(n), False), (LAYERS, range(n, spec.num_layers), True)
+        return tuple(
+            Stack(name, tuple(numbers), layer_table(spec, has_experts and spec.num_experts > 1))
+            for name, numbers, has_experts in runs
+            if numbers
+        )
+
+    @functools.cached_property
+    def ends(self) -> layers.Table:
+        """Weights outside the layers."""
+        return layers.ends_table(self.spec)
+
+    @property
+    def logical_axes(self) -> Params:
+        """Like the parameters, a tuple of logical names per leaf."""
+        return jax.tree.map(lambda w: w.names, self.ends) | {
+            stack.name: jax.tree.map(lambda w: ("layers", *w.names), stack.table)
+            for stack in self.stacks
+        }
+
+    @property
+    def layer_axis(self) -> Params:
+        """Like the parameters, the dim that counts layers, with their numbers where these are not
+        all; Vocabulary(dim) or None outside of the layers.
+        """
+        tree = jax.tree.map(
+            lambda w: Vocabulary(w.names.index("vocab")) if "vocab" in w.names else None, self.ends
+        )
+        for name, numbers, table in self.stacks:
+            axis = 0 if len(numbers) == self.spec.num_layers else Stacked(0, numbers)
+            tree[name] = jax.tree.map(lambda _, axis=axis: axis, table)
+        return tree
 
     def init(self, key: jax.Array) -> Params:
         """Fresh parameters in spec.weight_dtype; the same key gives the same on any mesh."""
-        spec = self.spec
-        key_embed, key_layers = jax.random.split(key)
-
-        keys = jax.random.split(key_layers, spec.num_layers)
-        embed_and_head = EmbedAndHead(spec, nnx.Rngs(params=key_embed))
-        params = nnx.to_pure_dict(nnx.state(embed_and_head))
-        for stack in self.stacks:
-
-            def init_layer(key, make=stack.make):
-                return nnx.to_pure_dict(nnx.state(make(nnx.Rngs(params=key))))
-
-            params[stack.name] = jax.vmap(init_layer)(keys[stack.layers[0] : stack.layers[-1] + 1])
+        key_ends, key_layers = jax.random.split(key)
+        keys = jax.random.split(key_layers, self.spec.num_layers)
+        params = initial(self.spec, self.ends, key_ends)
+        for name, numbers, table in self.stacks:
+            of_stack = keys[numbers[0] : numbers[-1] + 1]
+            params[name] = jax.vmap(functools.partial(initial, self.spec, table))(of_stack)
         return params
 
-    def loss(
-        self, params: Params, batch: dict[str, jax.Array]
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(self, params: Params, batch: dict[str, jax.Array]):
         """Sum of the token losses of one replica's batch, and its parts: Algorithm 2, line 4.
 
         batch: "tokens" and "segment_ids", int32 [B, L].
-        Returns (total, aux); aux: float32 sums "tokens" (targets that count), "cross_entropy" and
-        "z_loss", the two terms of the total. aux has no gradient. With experts: also
-        "load_balance_loss" and "router_z_loss" where they have a weight, terms of the total (the
-        mean over the batch's tokens times the targets), and the sums of models/router.py.
+        Returns (total, aux); aux, without gradient: float32 sums "tokens" (targets that count) and
+        the terms of the total "cross_entropy", "z_loss" and, with experts, those of router.losses
+        (means over the batch's tokens times the targets); also router.sums.
         """
-        tokens_BL, segment_ids_BL = batch["tokens"], batch["segment_ids"]
-        targets_BL, counts_BL = next_tokens(tokens_BL, segment_ids_BL)
-        tokens_BL, targets_BL, counts_BL = (
-            over_length.spread(x_BL, self.spec.rules) for x_BL in (tokens_BL, targets_BL, counts_BL)
-        )
-        segment_ids_BL = over_length.whole(segment_ids_BL, self.spec.rules)
+        spec, segment_ids_BL = self.spec, batch["segment_ids"]
+        rows = (batch["tokens"], *next_tokens(batch["tokens"], segment_ids_BL))
+        tokens_BL, targets_BL, counts_BL = (devices.spread(x_BL, spec.rules) for x_BL in rows)
+        segment_ids_BL = devices.whole(segment_ids_BL, spec.rules)
         x_BLD, used = self._hidden_states(params, tokens_BL, segment_ids_BL)
-        w, head = head_of(self.spec, params)
-        total, (cross_entropy, z_loss) = token_losses(head, x_BLD, w, targets_BL, counts_BL)
+        total, (cross_entropy, z_loss) = token_losses(
+            spec, x_BLD, head_weight(spec, params), targets_BL, counts_BL
+        )
         tokens = jnp.sum(counts_BL, dtype=jnp.float32)
         aux = {"tokens": tokens, "cross_entropy": cross_entropy, "z_loss": z_loss}
         if used is not None:
-            terms = router.losses(self.spec, used)
-            terms = {name: mean * tokens for name, mean in terms.items()}
+            terms = {name: mean * tokens for name, mean in router.losses(spec, used).items()}
             total += sum(terms.values())
-            aux |= terms | router.sums(self.spec, used)
+            aux |= terms | router.sums(spec, used)
         return total, jax.lax.stop_gradient(aux)
 
     def _hidden_states(self, params, tokens_BL, segment_ids_BL):
-        """The residual stream after the last layer and the final norm, [B, L, D] in spec.dtype.
-
-        And the use of experts, see through_layers.
-        """
+        """After the last layer and the final norm, [B, L, D]; and the use of experts."""
         spec = self.spec
 
         def attend(kind, _, q_BLNH, k_BLKH, v_BLKH, sinks_N):
-            context_BLNH = attention.attend(
-                spec.attention,
-                q_BLNH,
-                k_BLKH,
-                v_BLKH,
-                segment_ids_BL,
-                sinks_N,
-                soft_cap=spec.attn_logits_soft_cap,
-                window=kind.window,
-                rules=spec.rules,
-                precision=spec.precision,
-                divisor=spec.query_divisor,
-                float32_factors=spec.float32_factors,
-            )
-            return context_BLNH, None
+            arrays = q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, sinks_N
+            return attention.attend(spec, kind.window, *arrays), None
 
-        embed_and_head = self.embed_and_head_of(params)
-        positions_BL = over_length.positions_here(tokens_BL.shape[1], spec.rules)[None]
         x_BLD, _, used = self.through_layers(
             params,
-            embed_and_head.embed(tokens_BL),
-            positions_BL,
+            tokens_BL,
+            devices.positions_here(tokens_BL.shape[1], spec.rules)[None],
             attend,
-            real_BL=over_length.spread(segment_ids_BL != 0, spec.rules),
+            real_BL=devices.spread(segment_ids_BL != 0, spec.rules),
             policy=spec.remat_policy,
         )
-        return embed_and_head.final_norm(x_BLD), used
+        return rms_norm(spec, params["final_norm"], x_BLD), used
 
     def through_layers(
-        self,
-        params: Params,
-        x_BLD: jax.Array,
-        positions_BL: jax.Array,
-        attend: Callable,
-        caches: Sequence[Any] | None = None,
-        *,
-        real_BL: jax.Array | None = None,
-        policy: str = "none",
-    ) -> tuple[jax.Array, tuple[Any, ...], Usage | None]:
+        self, params, tokens_BL, positions_BL, attend, caches=None, *, real_BL=None, policy="none"
+    ):
         """The residual stream after the last layer, the caches that attend returned, experts' use.
 
-        positions: one row serves all sequences. attend: (kind, cache, q, k, v, sinks) -> (context,
-        cache), see DecoderLayer; kind: spec.LayerKind. caches: of each stack a pytree of
-        [layers, ...] or None, as the second result. real_BL: which tokens are not padding, see
-        models/moe.py. policy: see remat.checkpointed. Usage: leaves [layers with experts, ...];
-        None without experts.
+        positions: one row serves all sequences. attend: (LayerKind, cache, q, k, v, sinks) ->
+        (context, cache), see layers.attention. caches: of each stack a pytree of [layers, ...] or
+        None, as the second result. real_BL: see moe. policy: see remat.checkpointed. Use of
+        experts: router.Usage [layers with experts, ...], None without.
         """
         spec, out, used = self.spec, [], None
+        scattered = spec.scattered_gradients
+        gather = functools.partial(gathered, rules=spec.rules, scattered=scattered)
+        x_BLD = layers.embed(spec, params, tokens_BL)
         ropes = {
             kind.rope: rotation(positions_BL, spec.rotated_dim, kind.rope) for kind in spec.pattern
         }
         for i, stack in enumerate(self.stacks):
 
-            def body(kind: LayerKind, x_BLD, entry, blueprint=stack.blueprint):
-                weights, cache = entry
-                weights = jax.tree.map(
-                    functools.partial(
-                        gathered, rules=spec.rules, scattered=spec.scattered_gradients
-                    ),
-                    weights,
-                    blueprint.names,
-                )
-                layer = blueprint.with_weights(weights)
-                x_BLD, cache, used = layer(
-                    x_BLD, ropes[kind.rope], functools.partial(attend, kind, cache), real_BL
-                )
-                return x_BLD, (cache, used)
+            def body(kind, x_BLD, entry, table=stack.table):
+                w, cache = entry
+                w = jax.tree.map(lambda x, weight: gather(x, weight.names), w, table)
+                here = functools.partial(attend, kind, cache)
+                x_BLD, *rest = decoder_layer(spec, w, x_BLD, ropes[kind.rope], here, real_BL)
+                return x_BLD, tuple(rest)
 
-            weights = self._compute_weights(stack, params[stack.name])
-            stacked = (weights, None if caches is None else caches[i])
-            x_BLD, (cache, used) = over_layers(
-                body, x_BLD, stacked, spec.kinds(stack.layers), policy=policy
-            )
+            weights = jax.tree.map(self._for_compute, params[stack.name], stack.table)
+            stacked = weights, None if caches is None else caches[i]
+            kinds = spec.kinds(stack.layers)
+            x_BLD, (cache, used) = over_layers(body, x_BLD, stacked, kinds, policy=policy)
             out.append(cache)
         return x_BLD, tuple(out), used  # the last stack is the one with experts
 
-    def _compute_weights(self, stack: Stack, layers: Params) -> Params:
+    def _for_compute(self, x, entry):
         """Stacked weights in spec.dtype, cast before the scan so that gathers move the small type.
 
         Norm scales are applied in float32, a router chooses in it; they stay as they are, like
         biases and sinks.
         """
-        dtype = self.spec.dtype
-        return jax.tree.map(
-            lambda w, names: w if is_vector(names) or "router" in names else w.astype(dtype),
-            layers,
-            stack.blueprint.names,
-        )
+        kept = is_vector(entry.names) or "router" in entry.names
+        return x if kept else x.astype(self.spec.dtype)
 
     def rebalanced(self, params: Params, counts_lE: jax.Array) -> Params:
         """The parameters with the routed biases of the next step, see router.rebalanced.
 
         counts_lE: choices of each expert in the step, over the whole batch of the replica.
         """
-        layers = params[LAYERS]
+        stack = params[LAYERS]
         bias_lE = router.rebalanced(
-            layers["moe"]["routed_bias"], counts_lE, self.spec.routed_bias_update_rate
+            stack["moe"]["routed_bias"], counts_lE, self.spec.routed_bias_update_rate
         )
-        return params | {LAYERS: layers | {"moe": layers["moe"] | {"routed_bias": bias_lE}}}
-
-    def embed_and_head_of(self, params: Params) -> EmbedAndHead:
-        """The module of the parameters outside the layers."""
-        names = self.embed_and_head.names
-        return self.embed_and_head.with_weights({name: params[name] for name in names})
-
-
-def build(
-    cfg: Config, *, backend: str, length_shards: int = 1, compute_capability: str = ""
-) -> Model:
-    """The model of a config.
-
-    backend: `cpu`, `gpu` or `tpu`; chooses the attention kernel and what dtype=auto means.
-    length_shards: devices that a sequence is spread over. compute_capability: of a GPU, see
-    attention.has_kernels.
-    Raises ConfigError for a kernel that the backend lacks.
-    """
-    spec = spec_lib.from_config(
-        cfg,
-        backend=backend,
-        length_shards=length_shards,
-        compute_capability=compute_capability,
-    )
-    embed_and_head = _blueprint(functools.partial(EmbedAndHead, spec))
-    logical_axes = dict(embed_and_head.names)
-    layer_axis = _map_names(_vocabulary, embed_and_head.names)
-    stacks = _stacks(spec)
-    for stack in stacks:
-        names = stack.blueprint.names
-        every = len(stack.layers) == spec.num_layers
-        axis = 0 if every else Stacked(0, stack.layers)
-        logical_axes[stack.name] = _map_names(lambda names: ("layers", *names), names)
-        layer_axis[stack.name] = _map_names(lambda _, axis=axis: axis, names)
-    return Model(
-        spec=spec,
-        stacks=stacks,
-        embed_and_head=embed_and_head,
-        logical_axes=logical_axes,
-        layer_axis=layer_axis,
-    )
-
-
-def _stacks(spec: ModelSpec) -> tuple[Stack, ...]:
-    """Runs of layers of equal shapes, in their order."""
-    n = spec.first_num_dense_layers
-    runs = [("dense_layers", range(n), None)] if n else []
-    runs.append((LAYERS, range(n, spec.num_layers), MoE if spec.num_experts > 1 else None))
-    attention_class = Attention if spec.latent is None else LatentAttention
-    stacks = []
-    for name, layers, moe in runs:
-        make = functools.partial(DecoderLayer, spec, moe=moe, attention=attention_class)
-        stacks.append(Stack(name, tuple(layers), make, _blueprint(make)))
-    return tuple(stacks)
+        return params | {LAYERS: stack | {"moe": stack["moe"] | {"routed_bias": bias_lE}}}
 
 
 def count_parameters(model: Model) -> int:
@@ -287,32 +226,57 @@ def count_parameters(model: Model) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
 
 
-def head_of(spec: ModelSpec, params: Params) -> tuple[jax.Array, Head]:
-    """The head's weight (the embedding, when tied) and its options."""
-    head = Head(
-        tied=spec.tied_head,
-        soft_cap=spec.final_logits_soft_cap,
-        z_loss=spec.z_loss_multiplier,
-        precision=spec.precision,
-        rules=spec.rules,
-        vocab_size=spec.vocab_size,
-        float32_products=spec.float32_products,
-        float32_factors=spec.float32_factors,
-        scattered_gradients=spec.scattered_gradients,
-    )
-    return params["embedding"] if spec.tied_head else params["head"], head
+def head_weight(spec: ModelSpec, params: Params) -> jax.Array:
+    """[D, V], or the embedding [V, D] when tied."""
+    return params["embedding" if spec.tied_head else "head"]
 
 
-def _blueprint(make: Callable[[nnx.Rngs], nnx.Module]) -> Blueprint:
-    """Of the module that make(rngs) makes; nothing is allocated."""
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
-    names = {path: variable.get_metadata("names") for path, variable in nnx.to_flat_state(state)}
-    return Blueprint(graphdef, nnx.to_pure_dict(nnx.from_flat_state(names)))
+def over_layers(body: Callable, x, stacked, kinds: Sequence[Any], *, policy: str):
+    """x after every layer, and what the layers gave beside it, stacked.
+
+    body: (kind, x, entry) -> (x, y); entry: of the layer, from `stacked`, a pytree [layers, ...].
+    kinds: hashable, of each layer. Layers of one kind are a scan of one layer; kinds that repeat
+    are a scan of one block, and what the blocks leave over runs after it. policy: see checkpointed.
+    """
+    period = _period(kinds)
+    if period == 1:
+        layer = checkpointed(functools.partial(body, kinds[0]), policy, in_loop=True)
+        return jax.lax.scan(layer, x, stacked)
+    blocks, rest = divmod(len(kinds), period)
+    whole, over = _split(stacked, [blocks * period, rest])
+    whole = jax.tree.map(lambda w: w.reshape(blocks, period, *w.shape[1:]), whole)
+    # A loop of one iteration is no loop to the compiler.
+    first = _block(body, kinds[:period], policy, in_loop=blocks > 1)
+    x, y = jax.lax.scan(first, x, whole)
+    y = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), y)
+    if not rest:
+        return x, y
+    x, y_over = _block(body, kinds[:rest], policy, in_loop=False)(x, over)
+    return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), y, y_over)
 
 
-def _vocabulary(names):
-    return Vocabulary(names.index("vocab")) if "vocab" in names else None
+def _period(kinds):
+    """Length of the shortest block that the kinds repeat, from the first layer on."""
+    sizes = range(1, len(kinds) + 1)
+    return next(p for p in sizes if all(k == kinds[i % p] for i, k in enumerate(kinds)))
 
 
-def _map_names(fn, names):
-    return jax.tree.map(fn, names, is_leaf=lambda leaf: isinstance(leaf, tuple))
+def _block(body, kinds, policy, *, in_loop):
+    """(x, entries [p, ...]) -> (x, y [p, ...])."""
+
+    def block(x, entries):
+        ys = []
+        for kind, entry in zip(kinds, _split(entries, [1] * len(kinds)), strict=True):
+            layer = checkpointed(functools.partial(body, kind), policy, in_loop=in_loop)
+            x, y = layer(x, jax.tree.map(lambda w: w[0], entry))
+            ys.append(y)
+        return x, jax.tree.map(lambda *y: jnp.stack(y), *ys)
+
+    return block
+
+
+def _split(tree, sizes):
+    """The tree in parts of the first dim; the gradient joins them again, which costs one copy."""
+    leaves, structure = jax.tree.flatten(tree)
+    parts = [jax.lax.split(leaf, sizes, axis=0) for leaf in leaves]
+    return [structure.unflatten([part[i] for part in parts]) for i in range(len(sizes))]

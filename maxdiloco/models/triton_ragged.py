@@ -7,13 +7,11 @@ expert, as in MegaBlocks (arXiv 2211.15841); where the groups begin is known whe
 
 import functools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jax.typing import DTypeLike
 
 f32 = jnp.float32
 SMALLEST = 16  # side of a tile that a GPU's matrix units take
@@ -23,50 +21,31 @@ SIDE, INNER = 128, 64
 MANY_ROWS = 256  # of a mean expert, from which on its tiles have SIDE rows and not half of them
 
 
-class Tiles(NamedTuple):
-    """Of each tile its expert, its first row and the row after its expert's last; int32 [T]."""
-
-    expert_T: jax.Array
-    start_T: jax.Array
-    end_T: jax.Array
-
-
 def fits(x: jax.ShapeDtypeStruct, w: jax.ShapeDtypeStruct) -> bool:
     """Whether the kernels take rows [A, D] and matrices [E, D, F] of these types and widths."""
     half = all(a.dtype in (jnp.bfloat16, jnp.float16) for a in (x, w))
     return half and all(side % SMALLEST == 0 for side in w.shape[1:])
 
 
-def tiles_of(sizes_E: jax.Array, num_rows: int, rows: int) -> Tiles:
+def tiles_of(sizes_E: jax.Array, num_rows: int, rows: int) -> tuple[jax.Array, ...]:
     """Tiles of at most `rows` rows, the first of each expert at its first row.
 
     There are num_rows // rows + E, enough for any sizes_E; those left over have no rows.
+    Returns of each its expert, its first row and the row after its expert's last; int32 [T].
     """
     E = sizes_E.shape[0]
     index_T = jnp.arange(num_rows // rows + E, dtype=jnp.int32)
-    tiles_E = (sizes_E + rows - 1) // rows
+    tiles_E, ends_E = (sizes_E + rows - 1) // rows, jnp.cumsum(sizes_E)
     until_E = jnp.cumsum(tiles_E)
     expert_T = jnp.sum(until_E <= index_T[:, None], axis=1, dtype=jnp.int32)
-    used_T = expert_T < E
-    expert_T = jnp.minimum(expert_T, E - 1)
-    ends_E = jnp.cumsum(sizes_E)
+    used_T, expert_T = expert_T < E, jnp.minimum(expert_T, E - 1)
     before_T = index_T - (until_E - tiles_E)[expert_T]
     start_T = (ends_E - sizes_E)[expert_T] + before_T * rows
-    return Tiles(
-        expert_T,
-        jnp.where(used_T, start_T, 0).astype(jnp.int32),
-        jnp.where(used_T, ends_E[expert_T], 0).astype(jnp.int32),
-    )
+    ranges = (jnp.where(used_T, row_T, 0) for row_T in (start_T, ends_E[expert_T]))
+    return expert_T, *(row_T.astype(jnp.int32) for row_T in ranges)
 
 
-def rows_by_matrices(
-    x_AD: jax.Array,
-    w_EDF: jax.Array,
-    sizes_E: jax.Array,
-    *,
-    transposed: bool = False,
-    interpret: bool = False,
-) -> jax.Array:
+def rows_by_matrices(x_AD, w_EDF, sizes_E, *, transposed=False, interpret=False) -> jax.Array:
     """[A, F]: consecutive rows, sizes_E of them, times their expert's matrix; 0 after the last.
 
     transposed: rows are [A, F], the matrix of each is taken transposed, and [A, D] comes out.
@@ -77,18 +56,9 @@ def rows_by_matrices(
     rows = SIDE if A >= MANY_ROWS * E else SIDE // 2
     tiles = tiles_of(sizes_E, A, rows)
     side, step = math.gcd(outer, SIDE), math.gcd(inner, INNER)
-    whole = pl.BlockSpec((tiles.expert_T.shape[0],), lambda f, t: (0,))
     out_AF = pl.pallas_call(
         functools.partial(_rows_kernel, rows, side, step, inner, transposed),
-        grid=(outer // side, tiles.expert_T.shape[0]),
-        in_specs=[
-            whole,
-            whole,
-            whole,
-            pl.BlockSpec(x_AD.shape, lambda f, t: (0, 0)),
-            pl.BlockSpec(w_EDF.shape, lambda f, t: (0, 0, 0)),
-        ],
-        out_specs=pl.BlockSpec((A, outer), lambda f, t: (0, 0)),
+        grid=(outer // side, len(tiles[0])),
         out_shape=jax.ShapeDtypeStruct((A, outer), x_AD.dtype),
         compiler_params=triton.CompilerParams(num_warps=8 if rows == SIDE else 4, num_stages=3),
         interpret=interpret,
@@ -120,9 +90,7 @@ def _rows_kernel(rows, side, step, inner, transposed, expert_ref, start_ref, end
     triton.store(out_ref.at[rows_r, columns_f], sum_rf.astype(out_ref.dtype), mask=inside_r1)
 
 
-def matrices_gradient(
-    x_AD: jax.Array, d_AF: jax.Array, sizes_E: jax.Array, dtype: DTypeLike, *, interpret=False
-) -> jax.Array:
+def matrices_gradient(x_AD, d_AF, sizes_E, dtype, *, interpret=False) -> jax.Array:
     """[E, D, F]: of each group of rows the sum of x times d, zeros of a group without rows.
 
     interpret: as of rows_by_matrices.
@@ -130,13 +98,12 @@ def matrices_gradient(
     (A, D), F, E = x_AD.shape, d_AF.shape[1], sizes_E.shape[0]
     side_d, side_f = math.gcd(D, SIDE), math.gcd(F, SIDE)
     ends_E = jnp.cumsum(sizes_E).astype(jnp.int32)
-    whole = pl.BlockSpec((E,), lambda f, d, e: (0,))
     return pl.pallas_call(
         functools.partial(_gradient_kernel, side_d, side_f),
         grid=(F // side_f, D // side_d, E),
         in_specs=[
-            whole,
-            whole,
+            pl.BlockSpec(),
+            pl.BlockSpec(),
             pl.BlockSpec((A, side_d), lambda f, d, e: (0, d)),
             pl.BlockSpec((A, side_f), lambda f, d, e: (0, f)),
         ],

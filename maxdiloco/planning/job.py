@@ -8,11 +8,13 @@ from jax.sharding import AbstractMesh
 
 from maxdiloco.aot import topology
 from maxdiloco.errors import ConfigError
+from maxdiloco.evaluation import on_mesh
 from maxdiloco.flags import checks
 from maxdiloco.flags.checks import AXES
 from maxdiloco.flags.config import Config
 from maxdiloco.flags.hardware import hardware_of
-from maxdiloco.models import on_mesh, over_length, transformer
+from maxdiloco.models import devices, transformer
+from maxdiloco.models.spec import from_config
 from maxdiloco.models.transformer import Model
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.chips import Chip
@@ -68,13 +70,14 @@ def of(cfg: Config) -> Job:
     if cfg.compile_topology:
         hardware = "gpu" if topology.is_gpu(cfg.compile_topology) else "tpu"
     backend = hardware if hardware in ("tpu", "gpu") else "cpu"
-    over_length.check(cfg.max_target_length, mesh.shape["context"])
-    model = transformer.build(
+    devices.check(cfg.max_target_length, mesh.shape["context"])
+    spec = from_config(
         cfg,
         backend=backend,
         length_shards=mesh.shape["context"],
         compute_capability=topology.compute_capability(cfg.compile_topology),
     )
+    model = Model(spec)
     params = on_mesh.parameters(model, mesh)
     rule = optimizer.build(cfg, model=model)
     opt_state = optimizer.abstract_state(cfg, rule, params, mesh)

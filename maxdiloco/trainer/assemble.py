@@ -20,14 +20,13 @@ from maxdiloco.engine.data_parallel import DataParallel
 from maxdiloco.engine.diloco import DiLoCo
 from maxdiloco.engine.trainer import Trainer
 from maxdiloco.errors import ConfigError
-from maxdiloco.evaluation import held_out
+from maxdiloco.evaluation import held_out, on_mesh
 from maxdiloco.evaluation.held_out import Evaluation, ReplicaEvaluation
 from maxdiloco.evaluation.samples import Sampler
 from maxdiloco.exchange.host import Links
 from maxdiloco.flags import checks, config, outer_rate
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.monitor import Monitor
-from maxdiloco.models import on_mesh
 from maxdiloco.models.transformer import Model
 from maxdiloco.models.weights import unrolled_threefry
 from maxdiloco.parallel.program import Program

@@ -24,7 +24,7 @@ from maxdiloco.version import __version__
 
 # What may change the numbers or the speed of a run, where it is installed.
 _PACKAGES = (
-    "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cudnn-cu12", "flax",
+    "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cudnn-cu12",
     "optax", "orbax-checkpoint", "tensorstore", "grain", "numpy", "ml_dtypes", "tokenizers",
     "sentencepiece", "datasets", "pyarrow", "tensorboardX", "wandb",
 )  # fmt: skip

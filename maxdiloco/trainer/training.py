@@ -19,7 +19,7 @@ from maxdiloco.data.order import Position
 from maxdiloco.data.tokenizer import Tokenizer
 from maxdiloco.engine.calls import START
 from maxdiloco.errors import INTERRUPTED, Preempted
-from maxdiloco.evaluation import eval_texts
+from maxdiloco.evaluation import eval_texts, on_mesh
 from maxdiloco.flags import checks, config, warnings
 from maxdiloco.flags.config import Config
 from maxdiloco.flags.hardware import hardware_of
@@ -27,7 +27,6 @@ from maxdiloco.metrics import trackers
 from maxdiloco.metrics.compiles import CompileLog, make_room
 from maxdiloco.metrics.console import Console
 from maxdiloco.metrics.writer import MetricsWriter
-from maxdiloco.models import on_mesh
 from maxdiloco.models.transformer import count_parameters
 from maxdiloco.parallel import feeding
 from maxdiloco.parallel import mesh as mesh_lib

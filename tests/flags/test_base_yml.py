@@ -11,8 +11,10 @@ from maxdiloco.data import corpus, packing, tokenizer
 from maxdiloco.diloco import outer, quantize, schedule
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, checks, config, idle_keys
-from maxdiloco.models import layers, remat, spec, transformer
+from maxdiloco.models import layers, remat, spec
 from maxdiloco.models.rope import RopeConfig
+from maxdiloco.models.spec import from_config
+from maxdiloco.models.transformer import Model, count_parameters
 
 PACKAGE = base_yml.PACKAGE
 FOLDER = base_yml.config_folder()
@@ -137,8 +139,8 @@ def test_a_model_file_sets_model_keys_only_and_states_its_number_of_parameters(n
     sizes -= set() if "num_experts" in given else {"base_moe_mlp_dim"}
     assert given >= sizes | {"head_dim", "vocab_size", "mlp_activations", "logits_via_embedding"}
     stated = re.search(r"# Parameters: ([\d,]+) =\n# ([^:]+):\n", path.read_text())
-    model = transformer.build(config.load([f"model_name={name}"], {}), backend="cpu")
-    count = transformer.count_parameters(model)
+    cfg = config.load([f"model_name={name}"], {})
+    count = count_parameters(Model(from_config(cfg, backend="cpu")))
     assert int(stated[1].replace(",", "")) == count
     assert eval(stated[2].replace("^", "**")) == count  # the equation beside it
 

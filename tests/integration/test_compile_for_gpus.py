@@ -18,8 +18,9 @@ from tiers import corner
 
 from maxdiloco import plan, train_compile
 from maxdiloco.aot import gpus
+from maxdiloco.flags import config
 from maxdiloco.models import attention, triton_ragged
-from maxdiloco.models.dot_product import Softmax, dot_product
+from maxdiloco.models.spec import from_config
 
 KEYS = dict(
     base_emb_dim=128,
@@ -119,15 +120,16 @@ def test_attention_is_cudnns_with_a_mask_and_no_weights_of_every_head(kind):
     lies = NamedSharding(Mesh(np.array(gpus.devices(f"{kind}-1", 1)), ("x",)), P())
     dims = {(B, L, N, H): jnp.bfloat16, (B, L, K, H): jnp.bfloat16, (B, L): jnp.int32}
     q, k, segments = (jax.ShapeDtypeStruct(*one, sharding=lies) for one in dims.items())
+    spec = from_config(config.load(["model_name=tiny"], {}), backend="cpu")
 
     def compiled(kernel):
         def total(*arrays):
-            return kernel(Softmax(0.0, 0, "default"), *arrays).astype(jnp.float32).sum()
+            return kernel(spec, 0, *arrays).astype(jnp.float32).sum()
 
         gradient = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
         return gradient.lower(q, k, k, segments).compile()
 
-    fused, plain = compiled(attention.cudnn), compiled(dot_product)
+    fused, plain = compiled(attention.cudnn), compiled(attention.dot_product)
     assert fused.as_text().count('custom_call_target="__cudnn$fmha') == 2
     masks = 5 * B * L * L * 2  # made, laid out, its gradient, and the context's
     assert fused.memory_analysis().temp_size_in_bytes < masks

@@ -16,7 +16,7 @@ from maxdiloco.evaluation import stored
 from maxdiloco.flags import config
 from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.metrics.console import sample_lines
-from maxdiloco.models import transformer
+from maxdiloco.models.spec import from_config
 from maxdiloco.parallel import mesh as mesh_lib
 
 pytestmark = pytest.mark.usefixtures("programs")
@@ -235,7 +235,7 @@ def test_text_goes_on_from_the_prompt_the_same_way_for_the_same_seed(
 
     cfg = config.from_dict(tools.meta(run, 4)["config"] | {"attention": "flash"})
     with pytest.raises(ConfigError, match="attention=flash"):
-        transformer.build(cfg, backend="cpu")
+        from_config(cfg, backend="cpu")
     monkeypatch.setattr(stored, "config_of", lambda meta: cfg)
     assert generated(capfd, run, *options) == first
 

@@ -1,5 +1,6 @@
 """Attention kernels: which one is chosen, and that they compute the same."""
 
+import dataclasses
 import functools
 import math
 
@@ -10,10 +11,9 @@ import pytest
 import tiny_model
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.models import attention, dot_product, over_length, remat
-from maxdiloco.models.dot_product import Softmax
+from maxdiloco.models import attention, dot_product, kernels, remat
+from maxdiloco.models import devices as devices_lib
 from maxdiloco.parallel.replicas import map_fn
-from maxdiloco.parallel.sharding import DEFAULT_RULES
 
 # B sequences  L queries  S keys  N query heads  K key/value heads  H head dim
 
@@ -31,19 +31,19 @@ def sinks(N=4):
     return np.array([0.5, -1.0, 8.0, -30.0], np.float32)[:N]
 
 
-def naive(softmax_config, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, sinks_N=None):
+def naive(spec, window, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, sinks_N=None):
     """Whole weights, one key/value head per query head, differentiated by JAX. A sink is a key of
     its own, whose value is 0."""
     share = q_BLNH.shape[2] // k_BLKH.shape[2]
     k_BLNH, v_BLNH = jnp.repeat(k_BLKH, share, axis=2), jnp.repeat(v_BLKH, share, axis=2)
     logits_BNLS = jnp.einsum("blnh,bsnh->bnls", q_BLNH, k_BLNH)
-    logits_BNLS /= softmax_config.divisor or math.sqrt(q_BLNH.shape[-1])
-    if softmax_config.soft_cap:
-        logits_BNLS = softmax_config.soft_cap * jnp.tanh(logits_BNLS / softmax_config.soft_cap)
+    logits_BNLS /= spec.query_divisor or math.sqrt(q_BLNH.shape[-1])
+    if cap := spec.attn_logits_soft_cap:
+        logits_BNLS = cap * jnp.tanh(logits_BNLS / cap)
     L = q_BLNH.shape[1]
     see_LS = np.tril(np.ones((L, L), bool))
-    if softmax_config.window:
-        see_LS &= ~np.tril(np.ones((L, L), bool), -softmax_config.window)
+    if window:
+        see_LS &= ~np.tril(np.ones((L, L), bool), -window)
     see_BLS = see_LS & (segment_ids_BL[:, :, None] == segment_ids_BL[:, None, :])
     logits_BNLS = jnp.where(see_BLS[:, None], logits_BNLS, -jnp.inf)
     if sinks_N is not None:
@@ -81,51 +81,37 @@ def without_cudnn(monkeypatch):
     return shapes
 
 
-PLAIN = Softmax(0.0, 0, "default")
+PLAIN = tiny_model.build().spec
 SPLASH = functools.partial(attention.splash, interpret=True)
 
 
-def dot_product_of(softmax_config):
-    return functools.partial(dot_product.dot_product, softmax_config)
-
-
-def cudnn_of(softmax_config):
-    return functools.partial(attention.cudnn, softmax_config)
-
-
-def splash_of(softmax_config):
-    names = ("soft_cap", "window", "divisor")
-    return functools.partial(SPLASH, **{name: getattr(softmax_config, name) for name in names})
-
-
 @pytest.mark.parametrize(
-    ("kernel_of", "L", "changes"),
+    ("kernel", "L", "changes"),
     [
-        (dot_product_of, 16, {}),
-        (dot_product_of, 600, {}),  # blocks of 256, 256 and 88
-        (dot_product_of, 200, dict(window=100)),  # blocks of 128 and 72
-        (dot_product_of, 16, dict(window=1)),
-        (dot_product_of, 16, dict(soft_cap=0.5)),
-        (dot_product_of, 300, dict(window=100, divisor=1.5, sink=True)),
-        (splash_of, 256, {}),
-        (splash_of, 256, dict(window=100, soft_cap=0.7)),
-        (splash_of, 256, dict(window=100, divisor=2.5, sink=True, value_dim=8)),
-        (cudnn_of, 32, {}),
-        (cudnn_of, 32, dict(window=5, divisor=1.5)),
+        (dot_product.dot_product, 16, {}),
+        (dot_product.dot_product, 600, {}),  # blocks of 256, 256 and 88
+        (dot_product.dot_product, 200, dict(window=100)),  # blocks of 128 and 72
+        (dot_product.dot_product, 16, dict(window=1)),
+        (dot_product.dot_product, 16, dict(attn_logits_soft_cap=0.5)),
+        (dot_product.dot_product, 300, dict(window=100, query_divisor=1.5, sink=True)),
+        (SPLASH, 256, {}),
+        (SPLASH, 256, dict(window=100, attn_logits_soft_cap=0.7)),
+        (SPLASH, 256, dict(window=100, query_divisor=2.5, sink=True, value_dim=8)),
+        (attention.cudnn, 32, {}),
+        (attention.cudnn, 32, dict(window=5, query_divisor=1.5)),
     ],
 )
-def test_a_kernel_computes_plain_attention(kernel_of, L, changes, without_cudnn):
+def test_a_kernel_computes_plain_attention(kernel, L, changes, without_cudnn):
     """Pallas kernels interpreted; grouped queries, three documents a row. Values of another size
     than keys are as latent attention has them."""
-    changes = dict(soft_cap=0.0, window=0, precision="default") | changes
-    q, k, v, segments = inputs(L, H=changes.pop("head_dim", 16))
-    v = v[..., : changes.pop("value_dim", v.shape[-1])]
-    segments = np.minimum(segments, changes.pop("documents", 3))
-    args = (q, k, v, segments, *([sinks()] if changes.pop("sink", False) else []))
-    softmax_config = Softmax(**changes)
+    changes = dict(window=0, value_dim=16, sink=False) | changes
+    window, value_dim, sink = (changes.pop(name) for name in ("window", "value_dim", "sink"))
+    q, k, v, segments = inputs(L, H=16)
+    args = (q, k, v[..., :value_dim], segments, *[sinks()] * sink)
+    spec = dataclasses.replace(PLAIN, **changes)
     found, expected = (
-        tiny_model.compiled(with_gradient(fn))(*args)
-        for fn in (kernel_of(softmax_config), functools.partial(naive, softmax_config))
+        tiny_model.compiled(with_gradient(functools.partial(fn, spec, window)))(*args)
+        for fn in (kernel, naive)
     )
     tiny_model.assert_close(found, expected, atol=2e-5)
 
@@ -133,9 +119,9 @@ def test_a_kernel_computes_plain_attention(kernel_of, L, changes, without_cudnn)
 def test_a_block_meets_the_keys_that_its_queries_see():
     """Query 128 with a window of 50 sees keys 79 to 128. The program does not grow with the length:
     8 blocks of 1024 for 8192 queries."""
-    _, (rows, keys) = dot_product.blocks(256, 50)
+    _, (rows, keys) = dot_product.blocks(256, 256, 50)
     assert ((rows.start, rows.stop), (keys.start, keys.stop)) == ((128, 256), (79, 256))
-    assert [rows.stop for rows, _ in dot_product.blocks(8192, 0)] == list(range(1024, 8193, 1024))
+    assert [r.stop for r, _ in dot_product.blocks(8192, 8192, 0)] == list(range(1024, 8193, 1024))
 
 
 @pytest.mark.parametrize("layout", ["as it is", "HEAD_DIM_MINOR"])
@@ -144,7 +130,7 @@ def test_queries_keys_and_values_reach_splash_with_tokens_in_the_lanes(layout, m
     The control: with another layout the features are last."""
     if layout != "as it is":
         monkeypatch.setattr(attention, "SPLASH_LAYOUT", layout)
-    splash = functools.partial(attention.splash, soft_cap=0.0, window=0)
+    splash = functools.partial(attention.splash, PLAIN, 0)
     found = {}
     for equation in tiny_model.equations(with_gradient(splash), *inputs(256, H=16)):
         if equation.primitive.name == "pallas_call":
@@ -164,31 +150,29 @@ def test_a_kernel_gets_each_device_its_sequences_and_heads(
     mesh = tiny_model.mesh_of(devices, diloco=2, fsdp=2, tensor=2)
     shapes, has_sinks = without_cudnn, name == "splash"
 
-    def splash(*args, **kwargs):
+    def splash(spec, window, *args):
         shapes.add(tuple(x.shape for x in args))
-        return SPLASH(*args, **kwargs)
+        return SPLASH(spec, window, *args)
 
     monkeypatch.setattr(attention, "splash", splash)
-    options = dict(soft_cap=0.0, window=0, rules=DEFAULT_RULES, precision="default")
-    kernel = with_gradient(functools.partial(attention.attend, name, **options))
+    spec = dataclasses.replace(PLAIN, attention=name)
+    kernel = with_gradient(functools.partial(attention.attend, spec, 0))
     M = 4
     of_each = [(*inputs(128, seed=m), *[sinks() * (m + 1)] * has_sinks) for m in range(M)]
     args = [np.stack(x) for x in zip(*of_each, strict=True)]
     in_slots = map_fn(kernel, mesh=mesh, num_replicas=M)
-    plain = jax.vmap(with_gradient(functools.partial(naive, PLAIN)))
+    plain = jax.vmap(with_gradient(functools.partial(naive, PLAIN, 0)))
     tiny_model.assert_close(jax.jit(in_slots)(*args), tiny_model.compiled(plain)(*args), atol=2e-5)
     of_heads = (128, 2, 8), (128, 1, 8), (128, 1, 8)
-    if has_sinks:
-        assert shapes == {(*((1, *dims) for dims in of_heads), (1, 128), (2,))}
-    else:  # the two replicas of a slot side by side
-        assert tuple((2, *dims) for dims in of_heads) in shapes
+    of_each = tuple((1, *dims) for dims in of_heads)
+    assert ((*of_each, (1, 128), (2,)) if has_sinks else of_each) in shapes
 
 
 @pytest.mark.parametrize(("policy", "forward"), [("save_context", 2), ("full", 3)])
 def test_a_kept_context_spares_cudnn_a_forward_pass(policy, forward, without_cudnn):
     """Of two products in jax.nn's array code: of the loss, of the backward pass, which has four
     more, and again where what comes after attention needs the context."""
-    layer = remat.checkpointed(lambda *args: jnp.square(cudnn_of(PLAIN)(*args)), policy)
+    layer = remat.checkpointed(lambda *args: jnp.square(attention.cudnn(PLAIN, 0, *args)), policy)
     found = tiny_model.equations(with_gradient(layer), *inputs(16))
     assert [one.primitive.name for one in found].count("dot_general") == 2 * forward + 4
 
@@ -206,7 +190,7 @@ FITS = dict(head_dim=64, length=1024, dtype=jnp.bfloat16)
 
 @pytest.mark.parametrize(("wanted", "backend", "changes", "kernel"), CHOSEN)
 def test_kernel_follows_backend_and_model(wanted, backend, changes, kernel):
-    assert attention.choose_kernel(wanted, backend, **FITS | changes) == kernel
+    assert kernels.choose_kernel(wanted, backend, **FITS | changes) == kernel
 
 
 @pytest.mark.parametrize(
@@ -228,8 +212,8 @@ def test_kernel_follows_backend_and_model(wanted, backend, changes, kernel):
 )
 def test_flash_that_cannot_be_had_is_refused_and_not_selected(backend, changes, why):
     with pytest.raises(ConfigError, match=f"attention=flash .*{why}.* Use autoselected"):
-        attention.choose_kernel("flash", backend, **FITS | changes)
-    chosen = attention.choose_kernel("autoselected", backend, **FITS | changes)
+        kernels.choose_kernel("flash", backend, **FITS | changes)
+    chosen = kernels.choose_kernel("autoselected", backend, **FITS | changes)
     assert chosen == "dot_product"
 
 
@@ -237,7 +221,7 @@ def test_a_machine_without_cudnn_is_one_line():
     """As this one, whose JAX has no plugin for CUDA, or one without NVIDIA's library."""
     found = r"attention=flash .*cuDNN (is )?not .*cuda12.*=dot_product"
     with pytest.raises(ConfigError, match=found):
-        attention.check_cudnn("flash")
+        kernels.check_cudnn("flash")
 
 
 # -- sequences whose tokens are spread over devices ------------------------------------------------
@@ -245,8 +229,8 @@ def test_a_machine_without_cudnn_is_one_line():
 
 def test_each_device_has_an_early_and_a_late_chunk():
     """Llama 3 (2407.21783), 3.3.2: rank i has chunks i and 2 C - 1 - i, here of two tokens."""
-    assert over_length.positions(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
-    assert over_length.positions(5, 1).tolist() == [0, 1, 2, 3, 4]
+    assert devices_lib.positions(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+    assert devices_lib.positions(5, 1).tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(("kernel", "soft_cap"), [("dot_product", 0.0), ("splash", 0.7)])
@@ -255,16 +239,17 @@ def test_a_kernel_sees_the_keys_of_all_devices(devices, monkeypatch, kernel, sof
     over tensor: those of one device. Windows and documents reach over chunks of 128."""
     mesh = tiny_model.mesh_of(devices, diloco=2, context=2, tensor=2)
     monkeypatch.setattr(attention, "splash", SPLASH)
-    options = dict(soft_cap=soft_cap, window=100, rules=DEFAULT_RULES, precision="default")
+    plain = dataclasses.replace(PLAIN, attn_logits_soft_cap=soft_cap)
+    spec = dataclasses.replace(plain, attention=kernel)
     sinks_N = np.array([0.5, -1.0, 2.0, 0.0], np.float32)
 
     def attend(q, k, v, segments):
-        by_device = [x[:, over_length.positions(512, 2)] for x in (q, k, v)]
-        context = attention.attend(kernel, *by_device, segments, sinks_N, **options)
-        return over_length.by_text(context, 2)
+        by_device = [x[:, devices_lib.positions(512, 2)] for x in (q, k, v)]
+        context = attention.attend(spec, 100, *by_device, segments, sinks_N)
+        return devices_lib.by_text(context, 2)
 
     def alone(*args):
-        return attention.attend("dot_product", *args, sinks_N, **options)
+        return attention.attend(plain, 100, *args, sinks_N)
 
     of_each = (inputs(512, B=1, seed=m) for m in range(4))
     args = [np.stack(x) for x in zip(*of_each, strict=True)]
@@ -280,6 +265,6 @@ def test_a_kernel_sees_the_keys_of_all_devices(devices, monkeypatch, kernel, sof
 def test_a_length_that_its_devices_cannot_share_is_refused(length, shards, remedy):
     found = rf"max_target_length={length} is not a multiple of 2 \* context {shards} = .*{remedy}"
     with pytest.raises(ConfigError, match=found):
-        over_length.check(length, shards)
-    over_length.check(24, shards)
-    over_length.check(7, 1)
+        devices_lib.check(length, shards)
+    devices_lib.check(24, shards)
+    devices_lib.check(7, 1)

@@ -11,7 +11,7 @@ import pytest
 import tiny_model
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.models import decode, sampling
+from maxdiloco.models import sampling
 
 # B sequences  L prompt tokens  T new tokens  V vocabulary
 
@@ -40,8 +40,8 @@ def test_cached_logits_are_those_of_the_full_pass(name):
     params = tiny_model.params_of(model)
     sequences = tiny_model.tokens((2, 9))
     full_BLV = np.stack([oracle_logits(changes, params, row) for row in sequences])
-    prefill = tiny_model.compiled(functools.partial(decode.prefill, model, cache_length=9))
-    step = tiny_model.compiled(functools.partial(decode.decode_step, model))
+    prefill = tiny_model.compiled(functools.partial(sampling.prefill, model, cache_length=9))
+    step = tiny_model.compiled(functools.partial(sampling.decode_step, model))
     logits_BV, cache = prefill(params, sequences[:, :4])
     np.testing.assert_allclose(logits_BV, full_BLV[:, 3], atol=1e-4)
     for position in range(4, 9):

@@ -1,4 +1,6 @@
-"""models/embedding.py: what is gathered of a table that is split, and what its gradient sums."""
+"""The embedding: what is gathered of a table that is split, and what its gradient sums."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import tiny_model
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.models.embedding import look_up
+from maxdiloco.models.layers import look_up
 
 V, D, B, L = 8, 16, 8, 96  # many tokens for each row: their sum does not fit bfloat16
 RULES = (("vocab", ("tensor",)), ("embed", ("fsdp",)), ("batch", ("fsdp",)), ("length", ()))
@@ -25,9 +27,12 @@ def inputs(mesh):
 
 def program(mesh, dtype, scale=1.0):
     """Of (table, tokens, weights): rows in bfloat16, and the gradient of a sum of them."""
+    spec = dataclasses.replace(
+        tiny_model.build().spec, rules=RULES, dtype=jnp.dtype(dtype), embedding_multiplier=scale
+    )
 
     def weighted(table, tokens, weights):
-        x = look_up(table, tokens, RULES, dtype, scale).astype(jnp.bfloat16)
+        x = look_up(spec, table, tokens).astype(jnp.bfloat16)
         return jnp.sum(x.astype(jnp.float32) * weights), x
 
     def run(*args):

@@ -1,5 +1,8 @@
 """The chunked loss and its hand-formed gradient against plain array code."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,15 +10,12 @@ import pytest
 import tiny_model
 
 from maxdiloco.models import loss
-from maxdiloco.models.loss import Head
-from maxdiloco.parallel.sharding import DEFAULT_RULES
 
 # B sequences  L tokens  D model  V vocabulary
 
 
-def head(**changes):
-    keys = dict(tied=False, soft_cap=0.0, z_loss=0.0, precision="default", rules=DEFAULT_RULES)
-    return Head(**keys | changes)
+SPEC = dataclasses.replace(tiny_model.build(z_loss_multiplier=0.0).spec, vocab_size=512)
+head = functools.partial(dataclasses.replace, SPEC)
 
 
 def problem(B, L, *, D=6, V=11, tied=False, seed=0):
@@ -26,15 +26,15 @@ def problem(B, L, *, D=6, V=11, tied=False, seed=0):
     return x_BLD, w, rng.integers(0, V, (B, L), np.int32), rng.random((B, L)) < 0.66
 
 
-def plain(head, x_BLD, w, targets_BL, counts_BL):
+def plain(spec, x_BLD, w, targets_BL, counts_BL):
     """The same sums from whole logits, differentiated by JAX."""
-    logits_BLV = x_BLD @ (w.T if head.tied else w)
-    if head.soft_cap:
-        logits_BLV = head.soft_cap * jnp.tanh(logits_BLV / head.soft_cap)
+    logits_BLV = x_BLD @ (w.T if spec.tied_head else w)
+    if cap := spec.final_logits_soft_cap:
+        logits_BLV = cap * jnp.tanh(logits_BLV / cap)
     lse_BL = jax.nn.logsumexp(logits_BLV, axis=-1)
     picked_BL = jnp.take_along_axis(logits_BLV, targets_BL[..., None], axis=-1)[..., 0]
     cross = jnp.sum((lse_BL - picked_BL) * counts_BL)
-    z_loss = head.z_loss * jnp.sum(lse_BL**2 * counts_BL)
+    z_loss = spec.z_loss_multiplier * jnp.sum(lse_BL**2 * counts_BL)
     return cross + z_loss, (cross, z_loss)
 
 
@@ -46,10 +46,12 @@ def with_gradient(fn, how, args):
 
 CASES = {
     "plain": ({}, (2, 8)),
-    "tied": (dict(tied=True), (2, 8)),
-    "z-loss": (dict(z_loss=0.3), (3, 8)),
-    "soft-cap and z-loss": (dict(soft_cap=0.8, z_loss=0.1, tied=True), (2, 8)),
-    "length that no chunk divides": (dict(z_loss=0.1), (2, 7)),
+    "tied": (dict(tied_head=True), (2, 8)),
+    "z-loss": (dict(z_loss_multiplier=0.3), (3, 8)),
+    "soft-cap and z-loss": (
+        dict(final_logits_soft_cap=0.8, z_loss_multiplier=0.1, tied_head=True), (2, 8)
+    ),
+    "length that no chunk divides": (dict(z_loss_multiplier=0.1), (2, 7)),
     "one token": ({}, (2, 1)),
 }
 
@@ -59,7 +61,7 @@ def test_loss_and_gradient_equal_those_of_whole_logits(case):
     """Sums of float32 in another order: 1e-5. Without a gradient another pass over the chunks
     runs."""
     changes, shape = CASES[case]
-    how, args = head(**changes), problem(*shape, tied="tied" in changes)
+    how, args = head(**changes), problem(*shape, tied="tied_head" in changes)
     found, expected = (with_gradient(fn, how, args) for fn in (loss.token_losses, plain))
     tiny_model.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     alone = tiny_model.compiled(loss.token_losses, static_argnums=0)(how, *args)
@@ -67,7 +69,7 @@ def test_loss_and_gradient_equal_those_of_whole_logits(case):
 
 
 def test_gradient_follows_the_factor_before_the_loss():
-    how, args = head(), problem(2, 4)
+    how, args = SPEC, problem(2, 4)
 
     def scaled(factor, x, w):
         return factor * loss.token_losses(how, x, w, *args[2:])[0]
@@ -99,7 +101,7 @@ def test_gradient_of_a_bfloat16_matmul_is_summed_in_float32():
     """4096 equal contributions of 1/2: a bfloat16 sum stops growing at 128, where its step is 1."""
     x_BLD, w_DV = np.ones((1, 4096, 1), jnp.bfloat16), np.zeros((1, 2), np.float32)
     targets_BL, counts_BL = np.zeros((1, 4096), np.int32), np.ones((1, 4096), bool)
-    gradient = jax.jit(jax.grad(lambda *a: loss.token_losses(head(), *a)[0], argnums=1))
+    gradient = jax.jit(jax.grad(lambda *a: loss.token_losses(SPEC, *a)[0], argnums=1))
     dw = gradient(x_BLD, w_DV, targets_BL, counts_BL)
     assert dw.dtype == jnp.float32
     np.testing.assert_array_equal(dw, [[-2048, 2048]])
@@ -115,7 +117,7 @@ def biggest_float32(fn, *args):
 def test_whole_logits_never_exist(length):
     """B * L * V float32 numbers are nowhere in the program, neither forward nor backward."""
     B, V = 4, 512
-    args, how = problem(B, length, V=V), head(z_loss=0.1)
+    args, how = problem(B, length, V=V), head(z_loss_multiplier=0.1)
     for fn in (loss.token_losses, plain):
         with_gradient = jax.value_and_grad(fn, argnums=(1, 2), has_aux=True)
         for program in (fn, with_gradient):
@@ -133,7 +135,7 @@ def test_long_batches_get_more_chunks():
     """
     args = problem(8, 1024, D=1, V=32)
     for how, tokens in (
-        (head(), loss.CHUNK_TOKENS),
+        (SPEC, loss.CHUNK_TOKENS),
         (head(float32_products=True), loss.CPU_BF16_CHUNK_TOKENS),
         (head(float32_products=True, float32_factors=True), loss.CHUNK_TOKENS),
     ):
@@ -147,7 +149,7 @@ def test_a_target_s_logit_that_is_read_has_the_bits_of_one_that_is_picked_by_a_s
     logits_GSTV = jnp.asarray(rng.standard_normal((1, 2, 4, 11)), jnp.float32)
     targets_GST = jnp.asarray(rng.integers(0, 11, (1, 2, 4)), jnp.int32).at[0, 1, 3].set(11)
     read, picked = (
-        loss._target_logits(logits_GSTV, targets_GST, head(float32_products=wide))
+        loss._target_logits(head(float32_products=wide), logits_GSTV, targets_GST)
         for wide in (True, False)
     )
     np.testing.assert_array_equal(read, picked)
@@ -160,7 +162,7 @@ def test_rows_of_padding_change_neither_loss_nor_gradient_and_get_none(tied):
     factor of a masked logit is 0 times infinity."""
     x_BLD, w, *others = problem(2, 8, V=11, tied=tied)
     w_padded = np.pad(w, [(0, 5), (0, 0)] if tied else [(0, 0), (0, 5)], constant_values=9)
-    how = dict(tied=tied, soft_cap=0.8, z_loss=0.3)
+    how = dict(tied_head=tied, final_logits_soft_cap=0.8, z_loss_multiplier=0.3)
     found = [
         with_gradient(loss.token_losses, head(**how, **sizes), (x_BLD, w_, *others))
         for sizes, w_ in (({"vocab_size": 11}, w_padded), ({}, w))

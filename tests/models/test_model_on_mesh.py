@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from tiers import corner, full
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.models import transformer
+from maxdiloco.models.transformer import Model
 from maxdiloco.parallel.replicas import map_fn
 from maxdiloco.parallel.sharding import parameter_shardings
 from maxdiloco.parallel.sharding import spec as spec_of
@@ -82,14 +82,13 @@ EXPERTS = dict(
     ],
 )
 @pytest.mark.parametrize("scattered", corner([False, True], [True]))
-def test_replicas_on_a_mesh_are_replicas_alone(devices, sizes, M, changes, scattered, monkeypatch):
+def test_replicas_on_a_mesh_are_replicas_alone(devices, sizes, M, changes, scattered):
     """Loss and gradient of every replica, float32 sums in another order. scattered: as on a TPU."""
     model = tiny_model.build(remat_policy="minimal", **changes)
     mesh = tiny_model.mesh_of(devices, **sizes)
     both_R = replicas(model, M)
     spec = dataclasses.replace(model.spec, scattered_gradients=scattered)
-    monkeypatch.setattr(transformer.spec_lib, "from_config", lambda *_, **__: spec)
-    as_on_tpu = jax.value_and_grad(tiny_model.build().loss, has_aux=True)
+    as_on_tpu = jax.value_and_grad(Model(spec).loss, has_aux=True)
     on_mesh = tiny_model.compiled(map_fn(as_on_tpu, mesh=mesh, num_replicas=M))
     placed = place(model, mesh, *both_R)
     if model.spec.num_experts > 1:  # half of them on a device, or a quarter: [R, layers, E, D, F]

@@ -1,9 +1,9 @@
 """Products of bfloat16 factors on a CPU: the same values, with float32 factors where faster."""
 
+import dataclasses
 import functools
 import math
 import re
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +30,9 @@ EQUATIONS = {  # shapes of the factors, and the names of the weight's dims
 
 
 def spec(wide, *, scattered=False, float32_factors=False, activations=(), limit=0.0):
-    return SimpleNamespace(
-        float32_products=wide, float32_factors=float32_factors, scattered_gradients=scattered,
-        precision="default", rules=DEFAULT_RULES, mlp_activations=activations,
-        mlp_activations_limit=limit,
+    return dataclasses.replace(
+        tiny_model.build().spec, float32_products=wide, float32_factors=float32_factors,
+        scattered_gradients=scattered, mlp_activations=activations, mlp_activations_limit=limit,
     )  # fmt: skip
 
 
@@ -126,7 +125,10 @@ def test_hidden_values_and_gradients_are_rounded_once(activations, limit):
 
     def value_and_gradients(wide, *inputs):
         how = spec(wide, activations=activations, limit=limit)
-        value, pull = jax.vjp(lambda *x: activated(how, *x), *inputs)
+        names = ("w_up", "w_gate")
+        value, pull = jax.vjp(
+            lambda *x: activated(how, dict(zip(names, x, strict=False)).get), *inputs
+        )
         return value, *pull(jnp.ones_like(value))
 
     exact = value_and_gradients(False, *(x.astype(jnp.float32) for x in inputs))
@@ -151,7 +153,7 @@ def test_scattered_gradients_are_sums_that_each_device_gets_its_part_of(equation
 
     def gradients(scattered):
         def total(x, w):
-            out = product(equation, x, w, spec(False, scattered=scattered), names)
+            out = product(equation, x, w, spec(False, scattered=scattered))
             return jnp.sum(jnp.sin(out))
 
         step = map_fn(jax.grad(total, argnums=(0, 1)), mesh=mesh, num_replicas=M)

@@ -12,9 +12,11 @@ from tiers import corner
 from maxdiloco.diloco.fragments import Vocabulary
 from maxdiloco.flags import config
 from maxdiloco.flags.hardware import hardware_of
-from maxdiloco.models import transformer
+from maxdiloco.models import layers
 from maxdiloco.models.remat import POLICIES
 from maxdiloco.models.rope import RopeConfig, rotate, rotation
+from maxdiloco.models.spec import from_config
+from maxdiloco.models.transformer import Model, decoder_layer, head_weight
 from maxdiloco.models.weights import unrolled_threefry
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.trainer import assemble
@@ -148,7 +150,7 @@ def test_types_and_kernels_of_products_follow_the_backend():
         ("gpu", "7.5", "bfloat16", ""), ("tpu", "", "bfloat16", "megablox"),
     ):  # fmt: skip
         cfg = tiny_model.config(dtype="auto")
-        spec = transformer.build(cfg, backend=backend, compute_capability=capability).spec
+        spec = from_config(cfg, backend=backend, compute_capability=capability)
         assert (spec.dtype, spec.ragged_kernel) == (jnp.dtype(dtype), kernel)
     init = tiny_model.build(weight_dtype="bfloat16").init
     shapes = jax.eval_shape(init, jax.random.key(0))
@@ -187,8 +189,8 @@ def test_first_activations_and_logits_have_unit_variance():
             logits_via_embedding=tied, base_emb_dim=128, vocab_size=512, base_mlp_dim=256
         )
         params = tiny_model.compiled(model.init)(jax.random.key(0))
-        x = model.embed_and_head_of(params).embed(np.arange(512, dtype=np.int32)[None])
-        w, _ = transformer.head_of(model.spec, params)
+        x = layers.embed(model.spec, params, np.arange(512, dtype=np.int32)[None])
+        w = head_weight(model.spec, params)
         assert np.std(x) == pytest.approx(1, abs=0.02)
         assert np.std(w) * np.sqrt(128) == pytest.approx(1, abs=0.02)
         mlp = params["layers"]["mlp"]
@@ -245,7 +247,7 @@ def test_halves_that_change_places_in_a_product_are_rotated_to_the_same_bits():
 def test_the_product_rotates_where_it_is_exact_and_fuses(backend, dtype):
     """On a TPU in bfloat16: its products of float32 are rounded, and elsewhere slices fuse."""
     cfg = tiny_model.config(dtype=dtype, max_target_length=128, attention="autoselected")
-    model = transformer.build(cfg, backend=backend)
+    model = Model(from_config(cfg, backend=backend))
     assert model.spec.attention == ("splash" if backend == "tpu" else "dot_product")
     x = jax.ShapeDtypeStruct((1, 128, model.spec.emb_dim), model.spec.dtype)
     weights = jax.eval_shape(model.init, jax.random.key(0))["layers"]
@@ -254,7 +256,7 @@ def test_the_product_rotates_where_it_is_exact_and_fuses(backend, dtype):
     def layer(weights, x_BLD):
         rope = rotation(jnp.arange(128)[None], model.spec.head_dim, RopeConfig(100.0))
         attend = lambda q, k, v, sinks: (q, None)  # noqa: E731
-        return model.stacks[0].blueprint.with_weights(weights)(x_BLD, rope, attend)[0]
+        return decoder_layer(model.spec, weights, x_BLD, rope, attend)[0]
 
     swaps = str(jax.make_jaxpr(layer)(weights, x)).count("name=_by_product")
     assert swaps == (2 if (backend, dtype) == ("tpu", "bfloat16") else 0)

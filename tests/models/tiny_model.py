@@ -12,7 +12,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxdiloco.flags import config as base
-from maxdiloco.models import transformer
+from maxdiloco.models.spec import from_config
+from maxdiloco.models.transformer import Model
 from maxdiloco.parallel.mesh import AXES
 
 # Packed: documents of 5, 4 and 3 tokens; one of 7 and padding; one that fills the window;
@@ -46,7 +47,7 @@ def config(**changes):
 
 
 def build(**changes):
-    return transformer.build(config(**changes), backend="cpu")
+    return Model(from_config(config(**changes), backend="cpu"))
 
 
 def params_of(model, seed=0):

@@ -16,7 +16,8 @@ from maxdiloco.data.token_text import bytes_of_tokens
 from maxdiloco.evaluation.held_out import Evaluation, Totals
 from maxdiloco.flags import config
 from maxdiloco.flags.hardware import hardware_of
-from maxdiloco.models import transformer
+from maxdiloco.models.spec import from_config
+from maxdiloco.models.transformer import Model
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.trainer import assemble
 
@@ -46,7 +47,7 @@ def evaluate(tmp_path):
     """(model, evaluate): the totals of parameters on a text; more keys are Evaluation's."""
     path = tmp_path / "a.txt"
     cfg = config.load([*SIZES, "vocab_size=257", f"eval_dataset_path={path}"], {})
-    model = transformer.build(cfg, backend="cpu")
+    model = Model(from_config(cfg, backend="cpu"))
 
     def totals(params, text, mesh, **keys):
         path.write_text(text)

@@ -13,7 +13,8 @@ from models import tiny_model
 
 from maxdiloco.flags import config
 from maxdiloco.metrics.monitor import learning_metrics
-from maxdiloco.models import transformer
+from maxdiloco.models.spec import from_config
+from maxdiloco.models.transformer import Model, count_parameters
 from maxdiloco.parallel.sharding import DEFAULT_RULES
 from maxdiloco.trainer import flops, inner_step, optimizer
 
@@ -191,11 +192,11 @@ def test_flops_and_active_parameters_are_those_of_a_tokens_experts():
 
     def built(keys):
         cfg = config.load([*sizes, *keys], {})
-        model = transformer.build(cfg, backend="cpu")
+        model = Model(from_config(cfg, backend="cpu"))
         return cfg, model, jax.eval_shape(model.init, jax.random.key(0))
 
     (cfg, model, params), (dense, _, dense_params) = built(moe), built(["base_mlp_dim=64"])
     of_router = flops.flops_per_token(cfg, params) - flops.flops_per_token(dense, dense_params)
     assert of_router == 6 * 2 * 16 * 8
     unused = 2 * 6 * 3 * 16 * 32
-    assert flops.active_parameters(cfg, params) == transformer.count_parameters(model) - unused
+    assert flops.active_parameters(cfg, params) == count_parameters(model) - unused

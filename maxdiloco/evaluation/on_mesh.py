@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
-from maxdiloco.models import attention, over_length, transformer
+from maxdiloco.models import devices, kernels, spec
 from maxdiloco.models.transformer import Model
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.sharding import parameter_shardings, rules_with
@@ -15,7 +15,7 @@ from maxdiloco.parallel.sharding import parameter_shardings, rules_with
 
 def length_shards(cfg: Config, mesh: Mesh) -> int:
     """Number of devices that share a sequence."""
-    return over_length.shards_on(mesh, rules_with(cfg.logical_axis_rules))
+    return devices.shards_on(mesh, rules_with(cfg.logical_axis_rules))
 
 
 def build(cfg: Config, mesh: Mesh) -> Model:
@@ -27,16 +27,16 @@ def build(cfg: Config, mesh: Mesh) -> Model:
     device = mesh.devices.flat[0]
     on_gpus = mesh_lib.on_gpus(mesh)
     shards = length_shards(cfg, mesh)
-    over_length.check(cfg.max_target_length, shards)
-    model = transformer.build(
+    devices.check(cfg.max_target_length, shards)
+    of_devices = spec.from_config(
         cfg,
         backend="gpu" if on_gpus else device.platform,
         length_shards=shards,
         compute_capability=device.compute_capability if on_gpus else "",
     )
-    if model.spec.attention == "cudnn":
-        attention.check_cudnn(cfg.attention)
-    return model
+    if of_devices.attention == "cudnn":
+        kernels.check_cudnn(cfg.attention)
+    return Model(of_devices)
 
 
 def for_decoding(cfg: Config, mesh: Mesh, model: Model) -> Model:
@@ -45,7 +45,7 @@ def for_decoding(cfg: Config, mesh: Mesh, model: Model) -> Model:
     These cannot be shared: devices that share sequences take prompts of their own.
     """
     table = dict(model.spec.rules)
-    if over_length.shards_on(mesh, model.spec.rules) == 1:
+    if devices.shards_on(mesh, model.spec.rules) == 1:
         return model
     batch = ("batch", (*table["batch"], *table["length"]))
     rules = (*cfg.logical_axis_rules, batch, ("length", ()))
@@ -56,11 +56,6 @@ def parameters(model: Model, mesh: Mesh) -> Any:
     """One set of parameters as ShapeDtypeStructs, sharded within a slice, alike in all slices."""
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     shardings = parameter_shardings(model.logical_axes, shapes, mesh, model.spec.rules)
-    return with_shardings(shapes, shardings)
-
-
-def with_shardings(shapes: Any, shardings: Any) -> Any:
-    """A pytree of ShapeDtypeStructs with the shardings of another like it."""
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
     )

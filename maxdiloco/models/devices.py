@@ -1,0 +1,148 @@
+"""What each device has of an array, inside a program that XLA partitions.
+
+XLA cannot split a kernel over an automatic axis; scattered gradients (models/product.py) and the
+experts' own sums are formed by hand, too.
+
+With `length` over C devices a sequence is 2 C chunks, and device i has chunks i and 2 C - 1 - i
+(Llama 3, arXiv 2407.21783, section 3.3.2): an early one that sees few keys and a late one that sees
+many. With runs in order the last of two devices would have 1.5 times the mean, by arithmetic
+(benchmarks/log/2026-11-24.md, "Sequences over devices").
+"""
+# B sequences  L tokens of a sequence, or of one device's part of it
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxdiloco.errors import ConfigError
+from maxdiloco.parallel.sharding import Names, Rules, axes_of, constrain, spec
+
+
+def _automatic_spec(names, rules, *, without=()):
+    """PartitionSpec over the automatic axes of the context's mesh, those in `without` left out.
+
+    Manual are all axes inside on_each_device, and `diloco` under the map over replicas.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    absent = {axis for _, axes in rules for axis in axes} - set(mesh.axis_names)
+    return spec(names, rules, without=(*mesh.manual_axes, *absent, *without))
+
+
+def split_axes(names: Names, rules: Rules) -> list[tuple[str, ...]]:
+    """Of each dim the automatic axes of several devices that split it."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    single = [axis for axis, size in sizes.items() if size == 1]
+    return [axes_of(entry) for entry in _automatic_spec(names, rules, without=single)]
+
+
+def token_shards(rules: Rules) -> tuple[int, int]:
+    """Numbers of devices that batch and length are spread over, on the mesh of the context."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    batch, length = split_axes(("batch", "length"), rules)
+    return math.prod(sizes[axis] for axis in batch), math.prod(sizes[axis] for axis in length)
+
+
+def on_each_device(
+    fn: Callable, *, in_names: Sequence[Names], out_names: Names | list[Names], rules: Rules
+) -> Callable:
+    """Make fn, a function of one device's parts, a function of whole arrays.
+
+    All axes of the mesh that are still automatic become manual around fn.
+    in_names, out_names: logical names of each argument's dims and of the result's; a list of them
+    for several results.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    in_specs = tuple(_automatic_spec(names, rules) for names in in_names)
+    if isinstance(out_names, list):
+        out_specs = tuple(_automatic_spec(names, rules) for names in out_names)
+    else:
+        out_specs = _automatic_spec(out_names, rules)
+    return by_parts(fn, in_specs, out_specs, set(mesh.axis_names) - set(mesh.manual_axes))
+
+
+def by_parts(fn: Callable, in_specs: Any, out_specs: Any, manual: set[str]) -> Callable:
+    """jax.shard_map over these axes of the context's mesh; fn itself without any."""
+    if not manual:
+        return fn
+    return jax.shard_map(
+        fn,
+        mesh=jax.sharding.get_abstract_mesh(),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=manual,
+        check_vma=False,  # kernels carry no replication types, nor does the map over replicas
+    )
+
+
+def shards_on(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, rules: Rules) -> int:
+    """Number of devices of a mesh that a sequence is spread over."""
+    return math.prod(mesh.shape[axis] for axis in axes_of(spec(("batch", "length"), rules)[1]))
+
+
+def check(length: int, shards: int) -> None:
+    """Raise ConfigError unless a sequence can be cut into two chunks for each of its devices."""
+    if shards > 1 and length % (2 * shards):
+        divisor = 2 * shards
+        raise ConfigError(
+            f"max_target_length={length} is not a multiple of 2 * context {shards} = {divisor}: "
+            f"each device of a sequence takes two chunks of it. Use "
+            f"max_target_length={length // divisor * divisor or divisor}, or another "
+            f"dcn_context_parallelism or ici_context_parallelism."
+        )
+
+
+def spread(x_BL: jax.Array, rules: Rules) -> jax.Array:
+    """[B, L] from the order of the text to that of the devices, sharded; as it is with one."""
+    _, shards = token_shards(rules)
+    if shards == 1:
+        return x_BL
+    x_BL = whole(x_BL, rules)[:, positions(x_BL.shape[1], shards)]
+    return constrain(x_BL, ("batch", "length"), rules)
+
+
+def whole(x_BL: jax.Array, rules: Rules) -> jax.Array:
+    """[B, L] of a few bytes with all tokens of a sequence on each of its devices."""
+    return constrain(x_BL, ("batch", None), rules) if token_shards(rules)[1] > 1 else x_BL
+
+
+def part(x_BL: jax.Array, shard: jax.Array, shards: int) -> jax.Array:
+    """What the device with the index `shard` has of [B, L] in the order of the text."""
+    size = x_BL.shape[1] // (2 * shards)
+    chunks = (shard, 2 * shards - 1 - shard)
+    pieces = [jax.lax.dynamic_slice_in_dim(x_BL, chunk * size, size, axis=1) for chunk in chunks]
+    return jnp.concatenate(pieces, axis=1)
+
+
+def positions(length: int, shards: int) -> np.ndarray:
+    """Position in the text of each token in the order of the devices, int32 [L]."""
+    if shards == 1:  # which need not be even
+        return np.arange(length, dtype=np.int32)
+    chunks = np.arange(length, dtype=np.int32).reshape(2 * shards, -1)
+    return chunks[[c for i in range(shards) for c in (i, 2 * shards - 1 - i)]].reshape(-1)
+
+
+def positions_here(length: int, rules: Rules) -> jax.Array:
+    """`positions` on the mesh of the context."""
+    _, shards = token_shards(rules)
+    return jnp.arange(length) if shards == 1 else jnp.array(positions(length, shards))
+
+
+def by_text(x_BL: jax.Array, shards: int) -> jax.Array:
+    """[B, L, ...] from the order of the devices to that of the text: `positions` undone."""
+    B, L, *rest = x_BL.shape
+    pairs = x_BL.reshape(B, shards, 2, L // (2 * shards), *rest)
+    chunks = jnp.concatenate([pairs[:, :, 0], pairs[:, ::-1, 1]], axis=1)
+    return chunks.reshape(x_BL.shape)
+
+
+def gathered_text(x_BL: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """A device's part [B, L, ...] as the whole sequences, in the order of the text.
+
+    axes: that length is over. Call in a function of each device's parts.
+    """
+    all_BL = jax.lax.all_gather(x_BL, axes, axis=1, tiled=True)
+    return by_text(all_BL, all_BL.shape[1] // x_BL.shape[1])
