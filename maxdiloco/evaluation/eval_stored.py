@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from maxdiloco.data import run_tokenizer
-from maxdiloco.data.prepared.at_start import prepare_sources
-from maxdiloco.evaluation import eval_texts, stored
+from maxdiloco.evaluation import eval_texts, run_texts, run_tokenizer, stored
 from maxdiloco.evaluation.held_out import Evaluation, Totals, sequences, token_bytes
 from maxdiloco.flags import base_yml
 from maxdiloco.flags.config import Config, changed
@@ -90,8 +88,9 @@ def evaluate(
 def _evaluate(found: stored.Stored, cfg: Config, parameters: str, say: Callable) -> Result:
     """cfg: with a tokenizer that is there."""
     mesh, model = found.mesh, found.model
-    prepared = prepare_sources(cfg, say, splits=("eval",))
-    texts = eval_texts.open_texts(cfg, prepared=prepared)
+    tokenizer = run_tokenizer.open_tokenizer(cfg)
+    prepared = run_texts.prepare(cfg, tokenizer, say, splits=("eval",))
+    texts = eval_texts.open_texts(cfg, tokenizer, prepared=prepared)
     eval_texts.agree(texts)
     of_run = _rows_of_run(found.meta)
     evaluation = Evaluation(
