@@ -155,7 +155,7 @@ def _stdout_to_stderr():
 
 
 def _windows(keys):
-    from maxdiloco.data import pipeline
+    from maxdiloco.evaluation import run_texts, run_tokenizer
     from maxdiloco.flags import config
 
     keys = [
@@ -166,7 +166,7 @@ def _windows(keys):
         f"max_target_length={LENGTH}",
     ]
     cfg = config.load(keys, {})
-    return pipeline.open_dataset(cfg, split="train")
+    return run_texts.open_dataset(cfg, run_tokenizer.open_tokenizer(cfg), split="train")
 
 
 def _open(keys):

@@ -16,6 +16,8 @@ import numpy as np
 
 from maxdiloco.command_line import guarded
 from maxdiloco.data import pipeline
+from maxdiloco.data.mixture import TrainingData
+from maxdiloco.evaluation import run_tokenizer
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
 from maxdiloco.flags.hardware import hardware_of
@@ -68,7 +70,8 @@ def rounds(cfg: Config) -> Iterator[tuple[int, float, np.ndarray, np.ndarray]]:
     mesh = mesh_lib.build(hardware_of(cfg))
     shape = assemble.batch_shape(cfg, mesh)
     with tempfile.TemporaryDirectory() as folder:
-        text = run_data.open_data(cfg, shape, locate(folder, "balance"), lambda line: None)[0]
+        tokens, place = run_tokenizer.open_tokenizer(cfg), locate(folder, "balance")
+        text = run_data.open_data(cfg, tokens, shape, place, lambda line: None)[0]
     parts = assemble.assemble(cfg, mesh, total_steps=cfg.steps, on_compile=lambda *_: None)
     state, H = parts.init(np.uint32(cfg.init_weights_seed)), cfg.diloco_sync_period
     *batches, unseen = read(parts, text, cfg.steps + 1)
@@ -89,7 +92,7 @@ def rounds(cfg: Config) -> Iterator[tuple[int, float, np.ndarray, np.ndarray]]:
             yield t, float(np.mean(metrics["loss"])), before_RlE, used(state)
 
 
-def read(parts: Parts, text: pipeline.TrainingData, steps: int) -> list[dict[str, jax.Array]]:
+def read(parts: Parts, text: TrainingData, steps: int) -> list[dict[str, jax.Array]]:
     """The first batches of the text."""
     shape, sharding = tuple(parts.shape), parts.batch["tokens"].sharding
     rows = feeding.local_rows(sharding, shape)

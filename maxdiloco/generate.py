@@ -79,8 +79,8 @@ def _continued(run: str, options: SimpleNamespace, prompts: Sequence[str]) -> li
     from jax.sharding import Mesh
 
     from maxdiloco.checkpoint import find
-    from maxdiloco.data import run_tokenizer, token_text
-    from maxdiloco.evaluation import stored
+    from maxdiloco.data import token_text
+    from maxdiloco.evaluation import run_tokenizer, stored
     from maxdiloco.flags import config
     from maxdiloco.flags.checks import AXES
     from maxdiloco.models import sampling

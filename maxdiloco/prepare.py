@@ -69,24 +69,19 @@ def parse(argv: Sequence[str]) -> tuple[str, SimpleNamespace, list[str]]:
 
 
 def _prepare(source, options, keys):
-    from maxdiloco.data import tokenizer
+    from maxdiloco.data import kinds, tokenizer
     from maxdiloco.data.prepared.prepare import Work, prepare
-    from maxdiloco.data.sources import opening
-    from maxdiloco.data.sources.files import left_out_line
     from maxdiloco.flags import config
 
-    cfg = config.load([*_yml_first(keys), f"dataset_path={source}"], os.environ)
-    if cfg.dataset_type not in opening.KINDS:
-        raise ConfigError(
-            f"dataset_type={cfg.dataset_type} needs no preparation. Use one of "
-            f"{', '.join(opening.KINDS)}."
-        )
-    text = opening.open_source(cfg.dataset_type, source, "SOURCE", cfg.text_column)
-    if line := left_out_line(cfg.dataset_type, source, "SOURCE"):
+    yml_first = sorted(keys, key=lambda argument: "=" in argument)
+    cfg = config.load([*yml_first, f"dataset_path={source}"], os.environ)
+    named = kinds.Source(cfg.dataset_type, source, cfg.text_column)
+    text = kinds.open_source(named, "SOURCE")
+    if line := kinds.left_out_line(named, "SOURCE"):
         say(line)
     work = Work(
         text,
-        tokenizer.of_keys(cfg),
+        tokenizer.build(tokenizer.Keys.of(vars(cfg))),
         source,
         allowed=cfg.max_corrupted_records,
         processes=options.processes,
@@ -95,10 +90,6 @@ def _prepare(source, options, keys):
     prepare(work, os.path.abspath(os.path.expanduser(options.out)), say)
     say(f"train with dataset_path={options.out} and the same tokenizer")
     return 0
-
-
-def _yml_first(keys):
-    return sorted(keys, key=lambda argument: "=" in argument)
 
 
 def cli() -> None:

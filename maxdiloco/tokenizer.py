@@ -8,15 +8,12 @@ import os
 import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 
 from maxdiloco.command_line import HELP, Option, end_with, guarded, option_lines, read_options
-from maxdiloco.data import subword
-from maxdiloco.data.prepared.part import check_damage
-from maxdiloco.data.sources import opening
-from maxdiloco.data.sources.files import left_out_line
-from maxdiloco.data.sources.spans import Damaged, Source
-from maxdiloco.data.tokenizer import to_bytes
+from maxdiloco.data import kinds, subword
+from maxdiloco.data.sources.spans import Damaged, Reader, check_damage
+from maxdiloco.data.tokenizer_base import to_bytes
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.processes.output import say, shows_bars
 from maxdiloco.storage import durable
@@ -56,18 +53,27 @@ def main(argv: Sequence[str]) -> int:
         )
         say("\n".join(option_lines(OPTIONS)))
         return 0
-    options = parse(argv[1:])
+    options, _ = read_options(argv[1:], OPTIONS, "tokenizer")
+    check_out(options.out)
     package = subword.package("huggingface")
-    kind, path = options.dataset_type, argv[0]
-    source = opening.open_source(kind, path, "SOURCE", options.text_column)
-    if line := left_out_line(kind, path, "SOURCE"):
+    path = argv[0]
+    named = kinds.Source(options.dataset_type, path, options.text_column)
+    source = kinds.open_source(named, "SOURCE")
+    if line := kinds.left_out_line(named, "SOURCE"):
         say(line)
     count: Counter[str] = Counter()
     pieces = texts(source, count, allowed=options.max_corrupted_records)
     content = train(package, pieces, options.vocab_size).to_str().encode()
     if not count["documents"]:
         raise DataError(f"SOURCE={path} holds no text: its documents are empty. Give text to read.")
-    _write(options.out, content)
+    try:
+        with durable.replacing(options.out) as file:
+            file.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(
+            f"out={options.out} cannot be written ({error.strerror}). Choose a folder that can be "
+            "written and has free space."
+        ) from error
     tokens = subword.of_content("huggingface", content, options.out, None, None).vocab_size
     say(
         f"{options.out}: {tokens:,} tokens from {count['documents']:,} documents, "
@@ -77,24 +83,16 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def parse(arguments: Sequence[str]) -> SimpleNamespace:
-    """The options. Raises ConfigError for what cannot work."""
-    options, _ = read_options(arguments, OPTIONS, "tokenizer")
-    if options.dataset_type not in opening.KINDS:
-        raise ConfigError(
-            f"dataset_type={options.dataset_type} has no text to read. Use one of "
-            f"{', '.join(opening.KINDS)}."
-        )
-    if not options.out:
+def check_out(out: str) -> None:
+    """Raise ConfigError for a file that cannot be made."""
+    if not out:
         raise ConfigError("out is empty: it says which file to write. Set out=tok.json.")
-    if os.path.exists(options.out):
+    if os.path.exists(out):
         raise ConfigError(
-            f"out={options.out} exists already, and runs may use it. Give another name, or remove "
-            "it."
+            f"out={out} exists already, and runs may use it. Give another name, or remove it."
         )
-    if not os.path.isdir(os.path.dirname(options.out) or os.curdir):
-        raise ConfigError(f"out={options.out}: its folder does not exist. Make it first.")
-    return options
+    if not os.path.isdir(os.path.dirname(out) or os.curdir):
+        raise ConfigError(f"out={out}: its folder does not exist. Make it first.")
 
 
 def train(package: types.ModuleType, pieces: Iterable[str], vocab_size: int):
@@ -117,7 +115,7 @@ def train(package: types.ModuleType, pieces: Iterable[str], vocab_size: int):
     return tokenizer
 
 
-def texts(source: Source, count: Counter[str], *, allowed: int = 0) -> Iterator[str]:
+def texts(source: Reader, count: Counter[str], *, allowed: int = 0) -> Iterator[str]:
     """The text of a source in pieces of at most PIECE characters.
 
     count: gets the documents and bytes that were read. allowed: damaged records that are skipped.
@@ -136,18 +134,6 @@ def texts(source: Source, count: Counter[str], *, allowed: int = 0) -> Iterator[
                 data = to_bytes(item.text[begin : begin + PIECE])
                 count["bytes"] += len(data)
                 yield data.decode()
-
-
-def _write(out: str, content: bytes) -> None:
-    """Write a file that is whole or absent. Raises ConfigError where that fails."""
-    try:
-        with durable.replacing(out) as path:
-            path.write_bytes(content)
-    except OSError as error:
-        raise ConfigError(
-            f"out={out} cannot be written ({error.strerror}). Choose a folder that can be written "
-            "and has free space."
-        ) from error
 
 
 def cli() -> None:

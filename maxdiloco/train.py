@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         notes: list[str] = []
         cfg = config.load(argv, os.environ, warn=notes.append)
-        from maxdiloco.data import run_tokenizer
+        from maxdiloco.evaluation import run_tokenizer
 
         cfg = run_tokenizer.resolved(cfg)
         from maxdiloco.trainer.training import run

@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
         say(help.help_text("maxdiloco.train_compile", words[1:]))
         return 0
     cfg = config.load(argv, os.environ)
-    from maxdiloco.data import run_tokenizer
+    from maxdiloco.evaluation import run_tokenizer
 
     return _compile(run_tokenizer.resolved(cfg))
 

@@ -3,13 +3,11 @@
 import collections
 import gzip
 import json
-import types
 
 import pytest
 
 from maxdiloco import tokenizer as program
-from maxdiloco.data import shards, tokenizer
-from maxdiloco.data.sources import opening
+from maxdiloco.data import kinds, shards, tokenizer
 
 
 def as_lines(texts):
@@ -37,9 +35,8 @@ def test_the_same_text_gives_the_same_file_and_every_text_comes_back(source, tmp
     assert "280 tokens from 2 documents, 0.0 MB. Train with tokenizer_type=huggingface" in line
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
     assert other.read_text() == "a file of others"
-    keys = dict(tokenizer_type="huggingface", tokenizer_path=str(tmp_path / "a.json"))
-    keys |= dict(vocab_size=10**6, add_bos=True, add_eos=True)
-    found = tokenizer.build(types.SimpleNamespace(**keys))
+    keys = tokenizer.Keys("huggingface", str(tmp_path / "a.json"), add_bos=True, add_eos=True)
+    found = tokenizer.build(keys)
     assert (found.bos, found.eos, found.vocab_size) == (0, 1, 280)
     assert found.decode(found.encode("no such word ☃\0")) == "no such word ☃\0"
     assert len(found.encode(" the")) == 1 < len(found.encode(" qxz"))
@@ -55,7 +52,7 @@ def test_pieces_are_cut_between_characters(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("ééééé")
     (tmp_path / "b.jsonl").write_text('{"text": "a\\ud800b"}\n')
     count = collections.Counter()
-    source = opening.open_source("text", str(tmp_path), "SOURCE", "text")
+    source = kinds.open_source(kinds.Source("text", str(tmp_path), "text"), "SOURCE")
     assert list(program.texts(source, count)) == ["ééé", "éé", "a?b"]
     assert count == {"documents": 2, "bytes": 13}
 

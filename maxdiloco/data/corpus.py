@@ -3,6 +3,7 @@
 A file is one document; each line of a .jsonl file is one. Only the table is in memory.
 """
 
+import contextlib
 import dataclasses
 import errno
 import glob
@@ -12,12 +13,13 @@ import stat
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import BinaryIO
 
 import numpy as np
 
 from maxdiloco import json_text
 from maxdiloco.data.line_index import LineIndex, Stamp
-from maxdiloco.data.tokenizer import to_bytes
+from maxdiloco.data.tokenizer_base import to_bytes
 from maxdiloco.errors import DataError
 
 # Suffixes that a folder is searched for; a file or a glob may have any.
@@ -59,33 +61,35 @@ def find_files(path: str, key: str, suffixes: tuple[str, ...] = SUFFIXES) -> lis
     key: the flag of the path, for messages.
     Raises DataError when there is none or a folder cannot be read.
     """
+    expanded, given = os.path.expanduser(path), f"{key}={path}"
     if not path:
         root = sysconfig.get_paths()["stdlib"]
         files = _in_folder(root, (".py",), _NOT_STDLIB, f"{key} is empty")
-        return _not_empty(
-            files,
+        why = (
             f"{key} is empty, and the standard library in {root} has no .py files. "
-            f"Set {key} to text of your own.",
+            f"Set {key} to text of your own."
         )
-    expanded = os.path.expanduser(path)
-    if os.path.isdir(expanded):
-        files = _in_folder(expanded, suffixes, (), f"{key}={path}")
-        return _not_empty(
-            files,
-            f"{key}={path} has no files that end in {' '.join(suffixes)}. "
-            f"Name others by a glob, as in {os.path.join(path, '**', '*.rst')}.",
+    elif os.path.isdir(expanded):
+        files = _in_folder(expanded, suffixes, (), given)
+        why = (
+            f"{given} has no files that end in {' '.join(suffixes)}. "
+            f"Name others by a glob, as in {os.path.join(path, '**', '*.rst')}."
         )
-    if os.path.isfile(expanded):
-        return [expanded]
-    if glob.has_magic(expanded) and "\0" not in expanded:
-        names = _matches(expanded, f"{key}={path}")
+    elif os.path.isfile(expanded):
+        files, why = [expanded], ""
+    elif glob.has_magic(expanded) and "\0" not in expanded:
         # A dangling link stays: opening it raises an error that names it.
-        files = sorted(name for name in names if not os.path.isdir(name))
-        return _not_empty(files, f"{key}={path} matches no file. Correct the pattern.")
-    raise DataError(
-        f"{key}={path} does not exist or is out of reach. Give a folder, a file or a glob; empty "
-        "takes the source of Python's standard library."
-    )
+        files = sorted(name for name in _matches(expanded, given) if not os.path.isdir(name))
+        why = f"{given} matches no file. Correct the pattern."
+    else:
+        files = []
+        why = (
+            f"{given} does not exist or is out of reach. Give a folder, a file or a glob; empty "
+            "takes the source of Python's standard library."
+        )
+    if not files:
+        raise DataError(why)
+    return files
 
 
 def left_out(path: str, suffixes: tuple[str, ...] = SUFFIXES) -> Counter[str]:
@@ -118,7 +122,8 @@ def read_table(
     names = [path if column == index.column else f"{path}\0{column}" for path in paths]
     # All files are opened before the first is read through, which may take an hour.
     stamps = [stamp(path) for path in paths]
-    tables = [_known(*file, index) for file in zip(paths, names, stamps, strict=True)]
+    files = zip(paths, names, stamps, strict=True)
+    tables = [_known(path, name, stamp, index) for path, name, stamp in files]
     unread = [number for number, table in enumerate(tables) if table is None]
     if unread:
         size = sum(stamps[number].size for number in unread)
@@ -145,30 +150,25 @@ def read_pieces(
     """
     for number, run in itertools.groupby(pieces, key=lambda piece: documents.file[piece[0]]):
         path = documents.paths[number]
-        try:
-            with open(path, "rb") as file:
-                for document, begin, end in run:
-                    data = _piece(documents, file, document, begin, end)
-                    now, before = _stamp_of(file), documents.stamps[number]
-                    if now.size == before.size and now != before:  # a .jsonl file may grow
-                        raise changed(path, int(documents.size[document]), "was written over")
-                    yield np.frombuffer(data, np.uint8)
-        except OSError as error:
-            raise unreadable(path, error) from error
+        with reading(path), open(path, "rb") as file:
+            for document, begin, end in run:
+                data = _piece(documents, file, document, begin, end)
+                now, before = _stamp_of(file), documents.stamps[number]
+                if now.size == before.size and now != before:  # a .jsonl file may grow
+                    raise changed(path, int(documents.size[document]), "was written over")
+                yield np.frombuffer(data, np.uint8)
 
 
 def stamp(path: str) -> Stamp:
     """Size and time of the last change of a file; raises DataError when it cannot be read."""
-    # Opened, not only measured: an unreadable file is an error at the start.
-    try:
+    with reading(path):
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise DataError(
                 f"{path} cannot be read: it is no regular file. Leave it out of dataset_path."
             )
+        # Opened, not only measured: an unreadable file is an error at the start.
         with open(path, "rb") as file:
             return _stamp_of(file)
-    except OSError as error:
-        raise unreadable(path, error) from error
 
 
 def _stamp_of(file):
@@ -192,27 +192,37 @@ def _rows(*rows):
 def _read_through(path, stamp, column, allowed):
     left_out = []
 
-    def leave_out(error):
-        if len(left_out) >= allowed:
-            raise error
-        left_out.append(error)
+    def rows(file):
+        for number, (offset, line) in enumerate(lines(file, path, 0), start=1):
+            try:
+                text = line_text(line, column, f"{path} line {number}")
+            except DataError as error:
+                if len(left_out) >= allowed:
+                    raise
+                left_out.append(error)
+                continue
+            if text:
+                yield offset, len(line), len(to_bytes(text))
 
-    try:
-        with open(path, "rb") as file:
-            table = np.fromiter(_lines(file, column, leave_out), np.dtype((np.int64, 3)))
-            if _stamp_of(file) != stamp:
-                raise DataError(
-                    f"{path} has changed while it was read. Start again when it is complete."
-                )
-    except OSError as error:
-        raise unreadable(path, error) from error
+    with reading(path), open(path, "rb") as file:
+        table = np.fromiter(rows(file), np.dtype((np.int64, 3)))
+        if _stamp_of(file) != stamp:
+            raise DataError(
+                f"{path} has changed while it was read. Start again when it is complete."
+            )
     return table, left_out
 
 
 def _piece(documents, file, document, begin, end):
     size = int(documents.size[document])
     if file.name.endswith(".jsonl"):
-        text = _reread_line(documents, file, document)
+        offset, stored = int(documents.offset[document]), int(documents.stored[document])
+        file.seek(offset)
+        where = f"{file.name} byte {offset}"
+        try:
+            text = to_bytes(line_text(file.read(stored), documents.column, where))
+        except DataError as error:  # it was a document when the run began
+            raise changed(file.name, size, f"at byte {offset} is no longer there") from error
         size_now, data = len(text), text[begin:end]
     else:
         file.seek(begin)
@@ -223,38 +233,28 @@ def _piece(documents, file, document, begin, end):
     return data
 
 
-def _reread_line(documents, file, document):
-    offset, stored = int(documents.offset[document]), int(documents.stored[document])
-    file.seek(offset)
-    try:
-        return _text(file.read(stored), documents.column, f"{file.name} byte {offset}")
-    except DataError as error:  # it was a document when the run began
-        size = int(documents.size[document])
-        raise changed(file.name, size, f"at byte {offset} is no longer there") from error
+def lines(file: BinaryIO, path: str, offset: int) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file of JSON lines from its place on, and where they begin [bytes].
 
-
-def _lines(file, column, leave_out):
-    offset = 0
-    lines = iter(lambda: file.readline(MAX_LINE + 1), b"")
-    for number, line in enumerate(lines, start=1):
+    offset: of the place. Raises DataError for a line of more than MAX_LINE.
+    """
+    while line := file.readline(MAX_LINE + 1):
         if len(line) > MAX_LINE:
             raise DataError(
-                f"{file.name} line {number} is longer than {MAX_LINE} bytes. Every line of a "
-                ".jsonl file is one JSON object with one document."
+                f"{path} byte {offset}: a line is longer than {MAX_LINE} bytes. Every line is one "
+                "JSON object with one document."
             )
-        if line.strip():
-            try:
-                size = len(_text(line, column, f"{file.name} line {number}"))
-            except DataError as error:
-                leave_out(error)
-                size = 0
-            if size:
-                yield offset, len(line), size
+        yield offset, line
         offset += len(line)
 
 
 def line_text(line: bytes, column: str, where: str) -> str:
-    """The text in a .jsonl line. Raises DataError, which names where, for a line without it."""
+    """The text in a .jsonl line; of a blank one none.
+
+    Raises DataError, which names where, for a line without it.
+    """
+    if not line.strip():
+        return ""
     try:
         fields = json_text.parse(line)
     except ValueError as error:
@@ -273,10 +273,6 @@ def line_text(line: bytes, column: str, where: str) -> str:
             "Set text_column to the field that holds the text."
         )
     return fields[column]
-
-
-def _text(line, column, where):
-    return to_bytes(line_text(line, column, where))
 
 
 def _in_folder(root, suffixes, skipped, source):
@@ -322,20 +318,18 @@ def _matches(pattern, source):
     return {name.removeprefix(os.path.join(os.curdir, "")) for name in names}
 
 
-def _not_empty(files, message):
-    if not files:
-        raise DataError(message)
-    return files
-
-
-def unreadable(path: str, error: OSError) -> DataError:
-    """The error of a file that the system refuses to read."""
-    remedy = "Give this user the right to read it"
-    if error.errno not in (errno.EACCES, errno.EPERM):
-        remedy = "Put the file or its disk in order"
-    return DataError(
-        f"{path} cannot be read ({error.strerror}). {remedy}, or leave it out of dataset_path."
-    )
+@contextlib.contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Raises DataError for a file that the system refuses to read inside the `with`."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "Give this user the right to read it"
+        if error.errno not in (errno.EACCES, errno.EPERM):
+            remedy = "Put the file or its disk in order"
+        raise DataError(
+            f"{path} cannot be read ({error.strerror}). {remedy}, or leave it out of dataset_path."
+        ) from error
 
 
 def changed(path: str, size: int, now: str) -> DataError:

@@ -4,45 +4,16 @@ import dataclasses
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
-from typing import Protocol
 
 import numpy as np
 
 from maxdiloco.data import corpus
+from maxdiloco.data.packing import Piece
 
 # A text is compared by this many pieces spread over its bytes and as many over its documents, so
 # that a start reads 2 MiB of it at most. Our choice.
 SAMPLES = 256
 SAMPLE_BYTES = 4096
-
-# Document, begin, end. begin and end are in tokens of the document, those that the tokenizer puts
-# around its text included.
-Piece = tuple[int, int, int]
-
-
-class TokenDocuments(Protocol):
-    """Documents in a fixed order, of which only the table of lengths is in memory.
-
-    lengths: int64 [documents], tokens of each; none is 0.
-    """
-
-    lengths: np.ndarray
-
-    def read(self, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
-        """Tokens of pieces, one array of integers for each, in the order of the pieces.
-
-        Neighbouring pieces of one file cost one open or one decoded record.
-        Raises DataError for a file that is gone, damaged or has changed.
-        """
-
-    def identity(self) -> Iterator[bytes]:
-        """What a fingerprint hashes: equal when the documents are."""
-
-    def summary(self) -> str:
-        """How many files, documents and bytes or tokens, for the user."""
-
-    def contents(self) -> Iterator[bytes]:
-        """The same of the contents, whatever the files are called. Raises DataError as `read`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,16 +21,19 @@ class ByteDocuments:
     """Text of the byte tokenizer, read where it is: document_start, then the bytes of UTF-8."""
 
     table: corpus.Documents
-    lengths: np.ndarray
     document_start: int
 
-    @classmethod
-    def of(cls, table: corpus.Documents, document_start: int) -> "ByteDocuments":
-        """The documents of a table; each has one token more than bytes."""
-        return cls(table, table.size + 1, document_start)
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document, int64 [documents], none 0: one more than it has bytes."""
+        return self.table.size + 1
 
     def read(self, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
-        """Tokens of pieces, uint16 (TokenDocuments)."""
+        """Tokens of pieces, uint16, one array for each, in the order of the pieces.
+
+        Neighbouring pieces of one file cost one open. Raises DataError for a file that is gone or
+        has changed.
+        """
         pieces = list(pieces)
         of_text = [(number, max(begin - 1, 0), end - 1) for number, begin, end in pieces]
         texts = corpus.read_pieces(self.table, of_text)
@@ -71,7 +45,7 @@ class ByteDocuments:
             yield tokens
 
     def summary(self) -> str:
-        """Files, documents and bytes of text (TokenDocuments)."""
+        """Files, documents and bytes of text, for the user."""
         size = int(self.table.size.sum())
         return f"{len(self.table.paths):,} files, {len(self.table):,} documents, {size:,} bytes"
 
@@ -107,40 +81,3 @@ def sampled(sizes: np.ndarray) -> list[Piece]:
     stops = np.minimum(begins + SAMPLE_BYTES, sizes[documents])
     columns = (documents.tolist(), begins.tolist(), stops.tolist())
     return list(zip(*columns, strict=True))
-
-
-@dataclasses.dataclass(frozen=True)
-class Chosen:
-    """Some of the documents, in the order of their numbers.
-
-    numbers: int64 [chosen], numbers in `documents`.
-    """
-
-    documents: TokenDocuments
-    numbers: np.ndarray
-    lengths: np.ndarray
-
-    @classmethod
-    def of(cls, documents: TokenDocuments, numbers: np.ndarray) -> "Chosen":
-        """The documents with these numbers."""
-        return cls(documents, numbers, documents.lengths[numbers])
-
-    def read(self, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
-        """Tokens of pieces (TokenDocuments)."""
-        return self.documents.read(
-            (int(self.numbers[number]), begin, end) for number, begin, end in pieces
-        )
-
-    def summary(self) -> str:
-        """Documents and tokens of the chosen (TokenDocuments)."""
-        return f"{len(self.numbers):,} documents, {int(self.lengths.sum()):,} tokens"
-
-    def identity(self) -> Iterator[bytes]:
-        """That of all documents and the numbers of the chosen."""
-        yield from self.documents.identity()
-        yield self.numbers.tobytes()
-
-    def contents(self) -> Iterator[bytes]:
-        """That of all documents and the numbers of the chosen."""
-        yield from self.documents.contents()
-        yield self.numbers.tobytes()

@@ -67,10 +67,7 @@ class LineIndex:
             self.report(f"note: {path} is damaged or of another version: .jsonl files are read.")
             return
         end = data.index(b"\n", begin) + 1
-        try:
-            about = json_text.parse(data[begin:end])
-        except ValueError:  # with a right sum: somebody wrote it so
-            about = {"column": None}
+        about = json_text.parse(data[begin:end])
         if about["column"] != self.column:
             return
         documents_D3 = np.frombuffer(data, "<i8", offset=end).reshape(-1, 3)

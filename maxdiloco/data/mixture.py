@@ -4,9 +4,9 @@
 """
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -14,74 +14,19 @@ from numpy.typing import ArrayLike
 from maxdiloco.data import interleave, order, pipeline
 from maxdiloco.data.interleave import Interleave
 from maxdiloco.data.order import Position, SourcesRead
-from maxdiloco.data.pipeline import Batch, Dataset, TrainingData
-from maxdiloco.data.text import TextWindows
+from maxdiloco.data.pipeline import Batch, Dataset
+from maxdiloco.data.text import Request, TextWindows
 from maxdiloco.errors import ConfigError, DataError
 
 _PREFIX = "mixture "
 
 
-def open_dataset(cfg, *, split: str, **options) -> TrainingData:
-    """The data of a split that cfg names: pipeline.open_dataset, or a mixture of such.
-
-    options: of pipeline.open_dataset.
-    The eval split of a mixture is a Dataset: the held-out parts of its sources, each sequence
-    once; eval_dataset_path takes their place.
-    Raises DataError, one line, for a source that is missing, empty or unreadable.
-    """
-    if not cfg.dataset_mixture or (split == "eval" and cfg.eval_dataset_path):
-        return pipeline.open_dataset(cfg, split=split, **options)
-    entries = [dict(entry) for entry in cfg.dataset_mixture]
-    if not cfg.dataset_per_replica:  # there the order in the list says which replica reads what
-        entries = sorted(entries, key=lambda entry: entry["name"])
-    names = tuple(entry["name"] for entry in entries)
-    sources = tuple(_open_source(cfg, entry, split, options) for entry in entries)
-    if split == "eval":
-        windows = JoinedWindows(tuple(source.windows for source in sources))
-        return Dataset(windows, pipeline.EVAL_SEED, f"dataset_mixture of {', '.join(names)}")
-    shares = {}
-    if not cfg.dataset_per_replica:
-        weights = [Fraction(entry.get("weight", "1")) for entry in entries]
-        shares = dict(zip(names, interleave.shares(weights), strict=True))
-    return Mixture.of(names, sources, shares, cfg.data_shuffle_seed)
-
-
-def source_configs(cfg) -> dict[str, Any]:
-    """{key, or name in a mixture: the config with which the source is read} of dataset_path, or of
-    all sources of dataset_mixture."""
-    if not cfg.dataset_mixture:
-        return {"dataset_path": cfg}
-    entries = [dict(entry) for entry in cfg.dataset_mixture]
-    return {f"dataset_mixture, source {entry['name']}": _of_source(cfg, entry) for entry in entries}
-
-
-def _of_source(cfg, entry):
-    of_entry = {key: entry[key] for key in ("dataset_type", "text_column") if key in entry}
-    keys = {
-        "dataset_path": entry["path"],
-        "dataset_mixture": (),
-        # Sources of one size have different permutations.
-        "data_shuffle_seed": order.seed_of(entry["name"], cfg.data_shuffle_seed),
-    }
-    return type(cfg)(**vars(cfg) | keys | of_entry)
-
-
-def _open_source(cfg, entry, split, options):
-    name = entry["name"]
-    try:
-        source = pipeline.open_dataset(_of_source(cfg, entry), split=split, **options)
-    except DataError as error:
-        raise DataError(f"dataset_mixture, source {name}: {error}") from error
-    return dataclasses.replace(source, name=f"dataset_mixture, source {name}")
-
-
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """Sources of sequences (pipeline.TrainingData).
+    """Sources of sequences, as a pipeline.Dataset is one.
 
     names, sources: K each. shares: of each source in a period of the interleave, by name; empty:
-    replica m reads source m mod K alone. by_share: the order of sources for shares, else None.
-    seed: of the order of rows within a step.
+    replica m reads source m mod K alone. seed: of the order of rows within a step.
 
     A source's sequences are read in its own order, epoch after epoch. Index i of the run belongs
     to one source whatever M, B, hosts and processes are. Which row of a step reads which of the
@@ -92,14 +37,12 @@ class Mixture:
     sources: tuple[Dataset, ...]
     shares: dict[str, int]
     seed: int
-    by_share: Interleave | None
     computed: bool = False
 
-    @classmethod
-    def of(cls, names, sources, shares: dict[str, int], seed: int) -> "Mixture":
-        """With the order of sources that the shares give."""
-        by_share = Interleave.of([shares[name] for name in names]) if shares else None
-        return cls(names, sources, shares, seed, by_share)
+    @functools.cached_property
+    def by_share(self) -> Interleave:
+        """The order of sources that the shares give."""
+        return Interleave.of([self.shares[name] for name in self.names])
 
     @property
     def name(self) -> str:
@@ -184,7 +127,7 @@ class Mixture:
         return position.s0 - 1 + (state.begun + min(ends) - position.base) // (M * B)
 
     def read(self, position: Position, step: int, replicas: ArrayLike, rows: ArrayLike) -> Batch:
-        """Rows of a step (pipeline.TrainingData)."""
+        """Rows of a step (Dataset)."""
         source, number = self.places(position, step, replicas, rows)
         length = self.sources[0].windows.length
         batch = {name: np.zeros((*source.shape, length), np.int32) for name in pipeline.LEAVES}
@@ -232,7 +175,7 @@ class Mixture:
         return found
 
     def summary(self, position: Position) -> list[str]:
-        """Files, documents and bytes of each source (TrainingData)."""
+        """Files, documents and bytes of each source."""
         return [f"data: {s.name}: {s.windows.documents.summary()}" for s in self.sources]
 
     def description(self) -> list[str]:
@@ -295,36 +238,44 @@ class JoinedWindows:
         """Of all sources."""
         return sum(source.num_windows for source in self.sources)
 
-    @property
-    def padded(self) -> bool:
-        """Whether windows may hold padding."""
-        return any(source.padded for source in self.sources)
-
     def read(self, windows_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and segment ids, int32 [N, L] (TextWindows)."""
         tokens_NL = np.zeros((len(windows_N), self.length), np.int32)
         segments_NL = np.zeros_like(tokens_NL)
-        for source, mine, own_N in self._by_source(windows_N):
-            tokens_NL[mine], segments_NL[mine] = source.read(own_N)
+        starts = np.cumsum([0, *(source.num_windows for source in self.sources)])
+        for k, mine in _by_source(np.searchsorted(starts, windows_N, side="right") - 1):
+            own_N = windows_N[mine] - starts[k]
+            tokens_NL[mine], segments_NL[mine] = self.sources[k].read(own_N)
         return tokens_NL, segments_NL
-
-    def num_tokens(self, windows_N: np.ndarray) -> np.ndarray:
-        """Tokens in windows that are no padding, int64 [N]."""
-        found_N = np.zeros(len(windows_N), np.int64)
-        for source, mine, own_N in self._by_source(windows_N):
-            found_N[mine] = source.num_tokens(own_N)
-        return found_N
-
-    def fingerprint(self) -> str:
-        """Those of the sources."""
-        return " ".join(source.fingerprint() for source in self.sources)
 
     def contents(self) -> str:
         """Those of the sources."""
         return " ".join(source.contents() for source in self.sources)
 
-    def _by_source(self, windows_N):
-        starts = np.cumsum([0, *(source.num_windows for source in self.sources)])
-        number_N = np.searchsorted(starts, windows_N, side="right") - 1
-        for k, mine in _by_source(number_N):
-            yield self.sources[k], mine, windows_N[mine] - starts[k]
+
+TrainingData = Dataset | Mixture  # what steps read
+
+
+def open_mixture(
+    requests: Mapping[str, Request], *, seed: int, weights: Mapping[str, Fraction] | None
+) -> TrainingData:
+    """Sources as one; the eval split is a Dataset: their held-out parts, each sequence once.
+
+    requests: by name, in the order of the replicas where there are no weights. seed: of the rows of
+    a step. Raises DataError as pipeline.open_dataset, with the source's name.
+    """
+    names, sources = tuple(requests), []
+    for name, request in requests.items():
+        named = f"dataset_mixture, source {name}"
+        try:
+            sources.append(dataclasses.replace(pipeline.open_dataset(request), name=named))
+        except DataError as error:
+            raise DataError(f"{named}: {error}") from error
+    if requests[names[0]].split == "eval":
+        windows = JoinedWindows(tuple(source.windows for source in sources))
+        return Dataset(windows, pipeline.EVAL_SEED, f"dataset_mixture of {', '.join(names)}")
+    shares = {}
+    if weights:
+        found = interleave.shares([weights[name] for name in names])
+        shares = dict(zip(names, found, strict=True))
+    return Mixture(names, tuple(sources), shares, seed)

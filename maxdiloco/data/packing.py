@@ -8,7 +8,6 @@ function of the documents' lengths and of L: no token is read here.
 
 import bisect
 import dataclasses
-from typing import Protocol
 
 import numpy as np
 
@@ -20,19 +19,7 @@ DOCUMENTS_APART = "none"
 Piece = tuple[int, int, int]
 
 
-class Layout(Protocol):
-    """Windows of some documents. num_windows: W."""
-
-    num_windows: int
-
-    def pieces(self, window: int) -> tuple[list[int], list[Piece]]:
-        """First places of the pieces in a window, ascending, and the pieces."""
-
-    def num_tokens(self, windows_N: np.ndarray) -> np.ndarray:
-        """Tokens of documents in windows, int64 [N]; the rest of L is padding."""
-
-
-def layout(lengths_D: np.ndarray, length: int, kind: str) -> Layout:
+def layout(lengths_D: np.ndarray, length: int, kind: str) -> "EndToEnd | Table":
     """The windows of documents.
 
     lengths_D: tokens of each document, int64. length: L.
@@ -54,7 +41,7 @@ def layout(lengths_D: np.ndarray, length: int, kind: str) -> Layout:
 class EndToEnd:
     """Documents one after the other, each with its padding.
 
-    starts: int64 [D + 1], place of each document in the concatenation [tokens].
+    starts: int64 [D + 1], place of each document in the concatenation [tokens]. num_windows: W.
     """
 
     lengths_D: np.ndarray
@@ -63,7 +50,7 @@ class EndToEnd:
     num_windows: int
 
     def pieces(self, window: int) -> tuple[list[int], list[Piece]]:
-        """Of the documents that the window cuts out of the concatenation (Layout)."""
+        """First places of the pieces in a window, ascending, and the pieces."""
         begin = window * self.length
         end = begin + self.length
         document = int(np.searchsorted(self.starts, begin, side="right")) - 1
@@ -77,7 +64,7 @@ class EndToEnd:
         return places, pieces
 
     def num_tokens(self, windows_N: np.ndarray) -> np.ndarray:
-        """L, less the padding at the end of the window's last document (Layout)."""
+        """Tokens of documents in windows, int64 [N]: L less the padding of the last document."""
         begin_N = np.asarray(windows_N, np.int64) * self.length
         last_N = np.searchsorted(self.starts, begin_N + self.length, side="left") - 1
         stop_N = self.starts[last_N] + self.lengths_D[last_N]
@@ -106,7 +93,7 @@ class Table:
         return len(self.filled_W)
 
     def pieces(self, window: int) -> tuple[list[int], list[Piece]]:
-        """In the order of the documents (Layout)."""
+        """First places of the pieces in a window, and the pieces, in the order of the documents."""
         numbers = self.piece_P[self.begin_W[window] : self.begin_W[window + 1]]
         documents = np.searchsorted(self.first_D, numbers, side="right") - 1
         begins = (numbers - self.first_D[documents]) * self.length
@@ -116,7 +103,7 @@ class Table:
         return places.tolist(), list(pieces)
 
     def num_tokens(self, windows_N: np.ndarray) -> np.ndarray:
-        """From the table (Layout)."""
+        """Tokens of documents in windows, int64 [N]."""
         return self.filled_W[windows_N].astype(np.int64)
 
 

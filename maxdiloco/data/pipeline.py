@@ -7,20 +7,18 @@ of the rows asked for.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from maxdiloco.data import order
-from maxdiloco.data.line_index import LineIndex
 from maxdiloco.data.order import Position
 from maxdiloco.data.read_ahead import read_ahead
-from maxdiloco.data.split import Source
 from maxdiloco.data.synthetic import SyntheticWindows
-from maxdiloco.data.text import TextWindows, open_text
+from maxdiloco.data.text import Request, TextWindows, open_text
 from maxdiloco.errors import DataError
 
 Batch = dict[str, np.ndarray]
@@ -30,42 +28,9 @@ Batches = AbstractContextManager[Iterator[Batch]]  # leaving it ends the thread 
 EVAL_SEED = 0
 
 
-class TrainingData(Protocol):
-    """What steps read: a Dataset, or a mixture of several (mixture.py)."""
-
-    name: str
-    fingerprint: str
-    contents: str
-    computed: bool  # not read from files
-
-    def first_position(self, M: int, B: int) -> Position:
-        """Position of a new run."""
-
-    def next_position(self, position: Position, step: int, M: int, B: int) -> Position:
-        """Position of a run that goes on with `step`, with M and B (order.next_position)."""
-
-    def check_size(self, position: Position) -> None:
-        """See the function check_size."""
-
-    def last_step_of_epoch(self, position: Position) -> int:
-        """See the function last_step_of_epoch."""
-
-    def read(self, position: Position, step: int, replicas: ArrayLike, rows: ArrayLike) -> Batch:
-        """See the function read."""
-
-    def metrics(self, position: Position, step: int) -> dict[str, float]:
-        """Figures of a step's global batch, and of all sequences read so far."""
-
-    def summary(self, position: Position) -> list[str]:
-        """Lines for the start of a run: what is read, and how long an epoch is."""
-
-    def description(self) -> list[str]:
-        """Lines for the start of a run: what is not plain."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """A split of a data set.
+    """A split of a data set, which steps read; mixture.Mixture is the same of several.
 
     windows: the sequences in file order. seed: of the permutation of each epoch, None: file order.
     name: its flag and value, for messages.
@@ -96,15 +61,15 @@ class Dataset:
         return isinstance(self.windows, SyntheticWindows)
 
     def first_position(self, M: int, B: int) -> Position:
-        """Step 1 begins with the first sequence (TrainingData)."""
+        """Position of a new run: step 1 begins with the first sequence."""
         return order.first_position(M, B)
 
     def next_position(self, position: Position, step: int, M: int, B: int) -> Position:
-        """At the next unread sequence (TrainingData)."""
+        """Position of a run that goes on with `step`, with M and B, at the next unread sequence."""
         return order.next_position(position, step, M, B)
 
     def check_size(self, position: Position) -> None:
-        """An epoch has the sequences of a step (TrainingData)."""
+        """Raise DataError when an epoch has too few sequences for one step."""
         M, B = position.M, position.B
         if self.num_windows is not None and self.num_windows < M * B:
             raise DataError(
@@ -114,7 +79,10 @@ class Dataset:
             )
 
     def last_step_of_epoch(self, position: Position) -> int:
-        """N // (M*B) from step 1 on, and right when M or B have changed since (TrainingData)."""
+        """The last step whose sequences are all of the first epoch: what steps=-1 means.
+
+        Raises DataError for data without an end or too short for a step.
+        """
         if self.num_windows is None:
             raise DataError(
                 f"steps=-1 is one epoch, but {self.name} has no end. Set steps to a number."
@@ -124,7 +92,12 @@ class Dataset:
         return position.s0 - 1 + left // (position.M * position.B)
 
     def read(self, position: Position, step: int, replicas: ArrayLike, rows: ArrayLike) -> Batch:
-        """Rows of a step (TrainingData)."""
+        """What some rows of some replicas read in a step; read at once, not ahead.
+
+        step: 1-based, position.s0 or later. replicas, rows: numbers below position.M and .B,
+        arrays that broadcast against each other (order.indices); leaves are [*their shape, L].
+        Raises DataError when a file has changed.
+        """
         return self.read_indices(order.indices(position, step, replicas, rows))
 
     def read_indices(self, indices: np.ndarray) -> Batch:
@@ -135,7 +108,7 @@ class Dataset:
         return dict(zip(LEAVES, leaves, strict=True))
 
     def metrics(self, position: Position, step: int) -> dict[str, float]:
-        """The epoch, and the share of padding for packings that pad (TrainingData)."""
+        """The epoch, and the share of padding of a step's global batch for packings that pad."""
         first = position.base + position.sequences_before(step)
         found = {}
         if self.num_windows is not None:
@@ -151,7 +124,7 @@ class Dataset:
         return self.windows.num_tokens(self._windows(indices_N))
 
     def summary(self, position: Position) -> list[str]:
-        """Files, documents, bytes, sequences and steps of an epoch (TrainingData)."""
+        """Lines for the start of a run: what is read, and how long an epoch is."""
         if self.num_windows is None:
             return [f"data: {self.name}, without end"]
         steps = self.num_windows / (position.M * position.B)
@@ -161,7 +134,7 @@ class Dataset:
         ]
 
     def description(self) -> list[str]:
-        """The share of padding in an epoch, for packings that pad (TrainingData)."""
+        """More such lines: the share of padding in an epoch, for packings that pad."""
         if not self.windows.padded:
             return []
         count, length = self.num_windows, self.windows.length
@@ -174,63 +147,19 @@ class Dataset:
         return order.windows(indices, size=self.num_windows, seed=self.seed)
 
 
-def open_dataset(
-    cfg,
-    *,
-    split: str,
-    index: LineIndex | None = None,
-    prepared: Mapping[Source, str] | None = None,
-) -> Dataset:
-    """The data of a split, "train" or "eval", that cfg names. index, prepared: split.open_split.
+def open_dataset(request: Request) -> Dataset:
+    """The sequences of a split of a text, which is read when a batch needs it.
 
-    Lists folders and reads through the .jsonl files that index does not know; text is read when
-    a batch needs it.
-    Raises DataError, one line, for data that are missing, empty or unreadable.
+    Raises DataError as text.open_text does.
     """
-    if cfg.dataset_type == "synthetic":
-        windows = SyntheticWindows(
-            cfg.data_shuffle_seed, split, cfg.vocab_size, cfg.max_target_length
-        )
-        return Dataset(windows, None, "dataset_type=synthetic")
-    windows, name = open_text(cfg, split=split, index=index, prepared=prepared)
-    if split == "eval":
+    windows, name = open_text(request)
+    if request.split == "eval":
         return Dataset(windows, EVAL_SEED, name)
-    return Dataset(windows, cfg.data_shuffle_seed if cfg.enable_data_shuffling else None, name)
-
-
-def check_size(dataset: TrainingData, position: Position) -> None:
-    """Raise DataError when an epoch has too few sequences for one step."""
-    dataset.check_size(position)
-
-
-def last_step_of_epoch(dataset: TrainingData, position: Position) -> int:
-    """The last step whose sequences are all of the first epoch: what steps=-1 means.
-
-    Of a mixture: before a sequence of any source would be read again.
-    Raises DataError for data without an end or too short for a step.
-    """
-    return dataset.last_step_of_epoch(position)
-
-
-def read(
-    dataset: TrainingData,
-    position: Position,
-    step: int,
-    *,
-    replicas: ArrayLike,
-    rows: ArrayLike,
-) -> Batch:
-    """What some rows of some replicas read in a step; read at once, not ahead.
-
-    step: 1-based, position.s0 or later. replicas, rows: numbers below position.M and .B, arrays
-    that broadcast against each other (order.indices); leaves are [*their shape, L].
-    Raises DataError when a file has changed.
-    """
-    return dataset.read(position, step, replicas, rows)
+    return Dataset(windows, request.seed if request.shuffled else None, name)
 
 
 def batches(
-    dataset: TrainingData,
+    dataset: Any,
     position: Position,
     *,
     steps: range,
@@ -238,18 +167,18 @@ def batches(
     rows: ArrayLike,
     worker_count: int = 0,
 ) -> Batches:
-    """The batches of steps, read ahead, each as `read` returns it; for a `with`.
+    """The batches of steps, read ahead, each as Dataset.read returns it; for a `with`.
 
-    steps: consecutive, 1-based, the first not before position.s0. replicas, rows: those that
-    this process feeds, as for `read`; no other row is read. worker_count: processes that read
-    text; 0: a thread of this one.
+    dataset: a Dataset or a Mixture. steps: consecutive, 1-based, the first not before position.s0.
+    replicas, rows: those that this process feeds; no other row is read. worker_count: processes
+    that read text; 0: a thread of this one.
     Raises DataError when the data set is shorter than one step.
     """
-    check_size(dataset, position)
+    dataset.check_size(position)
     replicas, rows = np.asarray(replicas), np.asarray(rows)
 
     def read_number(number: int) -> Batch:
-        return read(dataset, position, steps[number], replicas=replicas, rows=rows)
+        return dataset.read(position, steps[number], replicas, rows)
 
     return _open(dataset, read_number, len(steps), worker_count)
 
@@ -274,24 +203,26 @@ def eval_batches(
     rows_B = np.arange(batch_size) if rows is None else np.asarray(rows, np.int64)
 
     def read_number(number: int) -> Batch:
-        return _read_padded(dataset, number * batch_size + rows_B, end=end)
+        indices_B = number * batch_size + rows_B
+        within = indices_B < end
+        shape = (len(indices_B), dataset.windows.length)
+        batch = {name: np.zeros(shape, np.int32) for name in LEAVES}
+        if within.any():
+            for name, leaf in dataset.read_indices(indices_B[within]).items():
+                batch[name][within] = leaf
+        return batch
 
     return _open(dataset, read_number, -(-end // batch_size))
 
 
 def _open(
-    dataset: TrainingData, read_number: Callable[[int], Batch], count: int, worker_count: int = 0
+    dataset: Any, read_number: Callable[[int], Batch], count: int, worker_count: int = 0
 ) -> Batches:
     if dataset.computed:
         return closing(read_number(number) for number in range(count))
-    return closing(read_ahead(read_number, count, worker_count))
-
-
-def _read_padded(dataset: Dataset, indices_B: np.ndarray, *, end: int) -> Batch:
-    within = indices_B < end
-    shape = (len(indices_B), dataset.windows.length)
-    batch = {name: np.zeros(shape, np.int32) for name in LEAVES}
-    if within.any():
-        for name, leaf in dataset.read_indices(indices_B[within]).items():
-            batch[name][within] = leaf
-    return batch
+    lost = (
+        f"a process that reads text is gone (grain_worker_count={worker_count}): killed, or out of "
+        "memory or of space in /dev/shm. Give the machine more, or lower grain_worker_count; the "
+        "same command resumes the run."
+    )
+    return closing(read_ahead(read_number, count, worker_count, lost=lost))

@@ -19,10 +19,13 @@ from typing import Any
 from maxdiloco.errors import LostPeerError
 
 
-def read_ahead(read: Callable[[int], Any], count: int, worker_count: int = 0) -> Iterator[Any]:
+def read_ahead(
+    read: Callable[[int], Any], count: int, worker_count: int = 0, *, ahead: int = 1, lost: str = ""
+) -> Iterator[Any]:
     """read(0) to read(count - 1), each made before it is asked for. close() it after use.
 
-    worker_count: processes that read; 0: a thread of this process, two batches ahead.
+    worker_count: processes that read, each up to `ahead` more than it reads; 0: a thread of this
+    process, two batches ahead. lost: what is said of a process that is gone.
     Raises, from the iterator, what read raises, and LostPeerError when a process is gone.
     """
     # Here, not above: synthetic data have to work where Grain is not installed.
@@ -32,21 +35,20 @@ def read_ahead(read: Callable[[int], Any], count: int, worker_count: int = 0) ->
     no_threads = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     batches = grain.MapDataset.range(count).map(read).to_iter_dataset(no_threads)
     if worker_count:
-        return _from_processes(batches, worker_count)
+        options = grain.MultiprocessingOptions(worker_count, per_worker_buffer_size=ahead)
+        return _from_processes(batches, options, lost)
     # A batch is in the buffer, another in the hands of the thread.
     iterator = iter(grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=1))
     iterator.start_prefetch()
     return iterator
 
 
-def _from_processes(batches, worker_count):
-    import grain
+def _from_processes(batches, options, lost):
     from absl import flags
 
     # Grain reads absl flags to start processes, and only absl programs parse them.
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()
-    options = grain.MultiprocessingOptions(num_workers=worker_count)
     batches = batches.mp_prefetch(options, worker_init_fn=_begin_process)
     with contextlib.ExitStack() as stack:
         try:
@@ -58,11 +60,7 @@ def _from_processes(batches, worker_count):
         except RuntimeError as error:
             if "terminated unexpectedly" not in str(error):
                 raise
-            raise LostPeerError(
-                f"a process that reads text is gone (grain_worker_count={worker_count}): killed, "
-                "or out of memory or of space in /dev/shm. Give the machine more, or lower "
-                "grain_worker_count; the same command resumes the run."
-            ) from error
+            raise LostPeerError(lost) from error
 
 
 @contextlib.contextmanager

@@ -15,15 +15,14 @@ import json
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from maxdiloco import json_text
-from maxdiloco.data import tokenizer_files
-from maxdiloco.data.documents import Piece
-from maxdiloco.data.tokenizer_files import SETTINGS
+from maxdiloco.data.packing import Piece
+from maxdiloco.data.tokenizer_base import SETTINGS, Tokenizer, meaning
 from maxdiloco.errors import DataError
 
 # Tokens of a record: our choice. A window of 1,024 is in one record or two; reading it takes 50 us.
@@ -96,10 +95,7 @@ def read_manifest(folder: str, where: str) -> Manifest:
         ) from error
     if checksum.decode("ascii", "replace") != hashlib.sha256(body.removesuffix(b"\n")).hexdigest():
         raise DataError(f"{where}: {MANIFEST} is damaged. {_REMEDY}")
-    try:
-        fields = json_text.parse(body)
-    except ValueError as error:
-        raise DataError(f"{where}: {MANIFEST} is damaged: {error}. {_REMEDY}") from error
+    fields = json_text.parse(body)
     if fields.pop("format") != FORMAT:
         raise DataError(f"{where} is of another version of maxdiloco.prepare. {_REMEDY}")
     return Manifest(**fields)
@@ -109,30 +105,43 @@ _REMEDY = "Copy the folder again, or remove it and run python -m maxdiloco.prepa
 
 
 class Shards:
-    """Documents of a folder of shards: TokenDocuments.
+    """Documents of a folder of shards, as documents.ByteDocuments are of text.
 
+    chosen: numbers of those that are read, int64; None: all.
     Any piece is found without reading others. Readers of files are opened as they are needed;
     a copy in another process opens its own.
     """
 
-    def __init__(self, folder: str, manifest: Manifest, lengths: np.ndarray):
+    def __init__(
+        self,
+        folder: str,
+        manifest: Manifest,
+        of_all: np.ndarray,
+        chosen: np.ndarray | None = None,
+    ):
         self.folder = folder
         self.manifest = manifest
-        self.lengths = lengths
-        self._starts = _starts(lengths)
+        self.lengths = of_all if chosen is None else of_all[chosen]
+        self._of_all, self._chosen = of_all, chosen
+        self._starts = _starts(of_all)
         self._part_starts = _starts(np.array([tokens for tokens, *_ in manifest.parts], np.int64))
         self._readers: OrderedDict[int, Any] = OrderedDict()
         self._lock = threading.Lock()
 
     def __reduce__(self):
-        return type(self), (self.folder, self.manifest, self.lengths)
+        return type(self), (self.folder, self.manifest, self._of_all, self._chosen)
+
+    def choose(self, numbers: np.ndarray) -> "Shards":
+        """Some of all documents, in the order of their numbers."""
+        return Shards(self.folder, self.manifest, self._of_all, numbers)
 
     def read(self, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
-        """Tokens of pieces (TokenDocuments)."""
+        """Tokens of pieces (ByteDocuments)."""
         size = self.manifest.record
         last: tuple[Any, Any] = (None, None)  # neighbouring pieces are often of one record
         for document, begin, end in pieces:
-            start = int(self._starts[document])
+            number = document if self._chosen is None else self._chosen[document]
+            start = int(self._starts[number])
             place, stop = start + begin, start + end
             found = [np.zeros(0, self.manifest.dtype)]
             while place < stop:
@@ -146,15 +155,17 @@ class Shards:
             yield found[1] if len(found) == 2 else np.concatenate(found)
 
     def summary(self) -> str:
-        """Files of the source, documents and tokens (TokenDocuments)."""
-        files, tokens = len(self.manifest.files), int(self.lengths.sum())
-        return f"{files:,} files, {len(self.lengths):,} documents, {tokens:,} tokens"
+        """Files of the source, unless some are left out, documents and tokens, for the user."""
+        files = f"{len(self.manifest.files):,} files, " if self._chosen is None else ""
+        return f"{files}{len(self.lengths):,} documents, {int(self.lengths.sum()):,} tokens"
 
     def identity(self) -> Iterator[bytes]:
         """The tokenizer and the hashes of every part: the tokens themselves."""
         yield f"shards {self.manifest.tokenizer} {self.manifest.lengths}\n".encode()
         for part in self.manifest.parts:
             yield f"{part}\n".encode()
+        if self._chosen is not None:
+            yield self._chosen.tobytes()
 
     def contents(self) -> Iterator[bytes]:
         """The identity: it holds no name."""
@@ -217,7 +228,7 @@ def open_shards(path: str, key: str) -> Shards:
     folder = os.path.expanduser(path)
     manifest = read_manifest(folder, where)
     for number, (_, size, _) in enumerate(manifest.parts):
-        check_size(os.path.join(folder, part_name(number)), size, where)
+        _check_size(os.path.join(folder, part_name(number)), size, where)
     try:
         lengths = np.load(os.path.join(folder, LENGTHS), allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
@@ -225,15 +236,14 @@ def open_shards(path: str, key: str) -> Shards:
     tokens = sum(tokens for tokens, *_ in manifest.parts)
     if len(lengths) != manifest.lengths[0] or int(lengths.sum()) != tokens:
         raise DataError(f"{where}: {LENGTHS} does not fit the parts. {_REMEDY}")
-    shards = Shards(folder, manifest, lengths)
     if file_hash(os.path.join(folder, LENGTHS)) != manifest.lengths[1]:
         raise DataError(f"{where}: {LENGTHS} is damaged. {_REMEDY}")
+    shards = Shards(folder, manifest, lengths)
     shards.try_parts()
     return shards
 
 
-def check_size(path: str, size: int, where: str) -> None:
-    """Raise DataError unless a file of the folder has this size [bytes]."""
+def _check_size(path, size, where):
     try:
         size_now = os.path.getsize(path)
     except OSError as error:
@@ -262,46 +272,30 @@ def file_hash(path: str) -> str:
         raise DataError(f"{path} cannot be read ({error.strerror}). {_REMEDY}") from error
 
 
-def of_files(shards: Shards, chosen: np.ndarray) -> np.ndarray:
-    """Numbers of the documents that begin in some files of the source, int64.
-
-    chosen: bool [F].
-    """
+def of_each_file(shards: Shards) -> tuple[np.ndarray, np.ndarray]:
+    """Documents that begin in each file of the source, and their tokens, int64 [F]."""
     counts = np.array([documents for _, documents in shards.manifest.files], np.int64)
-    return np.flatnonzero(np.repeat(chosen, counts))
+    return counts, np.diff(_starts(shards.lengths)[_starts(counts)])
 
 
-def tokens_of_files(shards: Shards) -> np.ndarray:
-    """Tokens of the documents that begin in each file of the source, int64 [F]."""
-    counts = [documents for _, documents in shards.manifest.files]
-    totals = np.concatenate([[0], np.cumsum(shards.lengths)])
-    return np.diff(totals[np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])])
-
-
-def refuse_other_tokenizer(
-    documents: Shards, files: Mapping[str, bytes], where: str, flags: str
-) -> None:
-    """Raise DataError when the tokens are of another tokenizer, with what differs.
-
-    files: of the tokenizer that is asked for. flags: what names it.
-    """
-    manifest = documents.manifest
-    if manifest.tokenizer == tokenizer_files.fingerprint(files):
+def refuse_other_tokenizer(documents: Shards, tokenizer: Tokenizer, where: str) -> None:
+    """Raise DataError, with what differs, when the tokens are not of the tokenizer asked for."""
+    if documents.manifest.tokenizer == tokenizer.fingerprint:
         return
-    own = os.path.join(documents.folder, TOKENIZER)
-    there, here = _saved(own), json_text.parse(files[SETTINGS])
+    own, files = os.path.join(documents.folder, TOKENIZER), tokenizer.files()
+    there = _saved(own)
     kind = there.get("tokenizer_type")
     keys = {}  # of the folder's tokenizer, where they are others
     wrong = []
-    if kind != here["tokenizer_type"]:
+    if kind != tokenizer.kind:
         keys["tokenizer_type"] = kind
         if kind == "byte":
             keys["tokenizer_path"] = ""  # does nothing with byte, and is refused beside it
-        wrong.append(f"tokenizer_type={kind}, not {here['tokenizer_type']}")
+        wrong.append(f"tokenizer_type={kind}, not {tokenizer.kind}")
     elif other := [name for name in files if name != SETTINGS and _differs(own, name, files)]:
         wrong.append(f"another {other[0]}")
-    for key, token in (("add_bos", "bos"), ("add_eos", "eos")):
-        mine, theirs = here[token], there.get(token)
+    for key, token, mine in (("add_bos", "bos", tokenizer.bos), ("add_eos", "eos", tokenizer.eos)):
+        theirs = there.get(token)
         if (mine is None) != (theirs is None):
             keys[key] = "false" if theirs is None else "true"
             wrong.append(f"{key}={keys[key]}")
@@ -312,7 +306,7 @@ def refuse_other_tokenizer(
         keys["tokenizer_path"] = own
     remedy = " ".join(f"{key}={value}" for key, value in keys.items())
     raise DataError(
-        f"{where} was tokenised otherwise than with {flags}: with "
+        f"{where} was tokenised otherwise than with tokenizer_type={tokenizer.kind}: with "
         f"{', '.join(wrong) or 'another tokenizer'}. "
         f"{f'Set {remedy}, or prepare' if remedy else 'Prepare'} the text again."
     )
@@ -322,10 +316,9 @@ def _differs(own, name, files):
     path = os.path.join(own, name)
     try:
         with open(path, "rb") as file:
-            there = file.read()
+            return meaning(file.read()) != meaning(files[name])
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}). {_REMEDY}") from error
-    return tokenizer_files.meaning(there) != tokenizer_files.meaning(files[name])
 
 
 def _saved(folder):
@@ -339,6 +332,4 @@ def _saved(folder):
 
 
 def _starts(lengths):
-    starts = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=starts[1:])
-    return starts
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])

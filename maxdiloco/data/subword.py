@@ -4,29 +4,25 @@ The packages tokenizers and sentencepiece, the extra [text], are imported where 
 """
 
 import dataclasses
-import importlib
 import json
 import os
 import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from maxdiloco import json_text
-from maxdiloco.data import tokenizer_files
-from maxdiloco.data.tokenizer_files import SETTINGS, to_bytes
-from maxdiloco.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from etils import epath  # imported where it is used: benchmarks of a step do without
+from maxdiloco.data import packages
+from maxdiloco.data.tokenizer_base import SETTINGS, Tokenizer, to_bytes
+from maxdiloco.errors import DataError
 
 # tokenizer_type -> the file of such a tokenizer in a folder, and the package that reads it.
 FILES = {"huggingface": "tokenizer.json", "sentencepiece": "tokenizer.model"}
 _PACKAGES = {"huggingface": "tokenizers", "sentencepiece": "sentencepiece"}
 # Beside tokenizer.json: which of its tokens start and end a document.
-_CONFIG = "tokenizer_config.json"
+CONFIG = "tokenizer_config.json"
 # Names of these tokens where no such file says them: Llama 3 and this package, Llama 2, Gemma, ...
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]")
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[EOS]")
@@ -35,22 +31,8 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(?<!\.json)")
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
-    """The file of a tokenizer. where: for messages; names: content of _CONFIG, or empty.
-
-    saved: content of SETTINGS beside it, or empty; it says the tokens around a document.
-    """
-
-    kind: str
-    content: bytes
-    where: str
-    names: Mapping[str, Any]
-    saved: Mapping[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class SubwordTokenizer:
-    """What the tokenizers of both packages share; see data.tokenizer.Tokenizer.
+class SubwordTokenizer(Tokenizer):
+    """What the tokenizers of both packages share.
 
     content: of the file that FILES names. engine: the package's object, made of it.
     """
@@ -61,30 +43,13 @@ class SubwordTokenizer:
     vocab_size: int
     engine: Any = dataclasses.field(compare=False, repr=False)
 
-    kind = ""
-
-    def fingerprint(self) -> str:
-        """16 hexadecimal digits, equal for tokenizers with the same files, bos and eos."""
-        return tokenizer_files.fingerprint(self.files())
-
-    def files(self) -> Mapping[str, bytes]:
-        """Content of each file that `load` needs, by its name in the folder."""
-        saved = tokenizer_files.settings(self.kind, self.bos, self.eos)
-        return {FILES[self.kind]: self.content, SETTINGS: saved}
-
-    def save(self, folder: "epath.Path") -> None:
-        """Write the files into a folder, which is made. Raises OSError."""
-        tokenizer_files.write(folder, self.files())
+    def files(self) -> dict[str, bytes]:
+        """The file of the package, and the tokens around a document (Tokenizer)."""
+        return {FILES[self.kind]: self.content} | super().files()
 
     def __reduce__(self):
         # A pickled engine of tokenizers forgets that text never makes special tokens.
         return of_content, (self.kind, self.content, "a pickle", self.bos, self.eos)
-
-    def _documents(self, batches: Iterable[Sequence[int]]) -> list[np.ndarray]:
-        return [
-            tokenizer_files.document(np.asarray(tokens, np.int32), self.bos, self.eos)
-            for tokens in batches
-        ]
 
 
 class HuggingFaceTokenizer(SubwordTokenizer):
@@ -94,7 +59,7 @@ class HuggingFaceTokenizer(SubwordTokenizer):
     kind = "huggingface"
 
     def special_tokens(self, names: Mapping[str, Any]) -> tuple[int | None, int | None]:
-        """The tokens that start and end a document, by the file _CONFIG or their usual names.
+        """The tokens that start and end a document, by the file CONFIG or their usual names.
 
         null in the file is none; a key that it lacks says nothing.
         """
@@ -112,29 +77,25 @@ class HuggingFaceTokenizer(SubwordTokenizer):
         return next((token for token in found if token is not None), None)
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text, without bos and eos. Text that reads like bos or eos stays text."""
+        """Tokens of a text, without threads (Tokenizer)."""
         return self.engine.encode(_utf8(text), add_special_tokens=False).ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Tokens of documents, int32, each with bos and eos. Takes all cores.
+    def encode_all(self, texts: Sequence[str]) -> Iterable[Sequence[int]]:
+        """Tokens of texts (Tokenizer).
 
         1.8 MB a second on a core: Python source, a byte-level BPE of 32,000 tokens.
         """
         texts = [_utf8(text) for text in texts]
         found = self.engine.encode_batch_fast(texts, add_special_tokens=False)
-        return self._documents(each.ids for each in found)
+        return (each.ids for each in found)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text of tokens. Special tokens and numbers that are no token have none."""
+        """Text of tokens (Tokenizer)."""
         known = [int(token) for token in tokens if 0 <= token < self.vocab_size]
         return self.engine.decode(known, skip_special_tokens=True)
 
-
     def token_bytes(self) -> np.ndarray:
-        """Bytes of each token, int32 [vocab_size] (Tokenizer).
-
-        A token of a byte-level BPE has a letter for each byte.
-        """
+        """Bytes of each token (Tokenizer); one of a byte-level BPE has a letter for each byte."""
         model = json.loads(self.engine.to_str())
         byte_level = "ByteLevel" in json.dumps(model["decoder"])
         added = self.engine.get_added_tokens_decoder()
@@ -159,29 +120,21 @@ class SentencePieceTokenizer(SubwordTokenizer):
         bos, eos = (token if token >= 0 else None for token in found)
         return bos, eos
 
-    def encode(self, text: str) -> list[int]:
-        """Tokens of a text, without bos and eos. Text that reads like bos or eos stays text."""
-        return self.engine.encode(_utf8(text))
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Tokens of documents, int32, each with bos and eos. Takes all cores."""
-        return self._documents(self.engine.encode([_utf8(text) for text in texts]))
+    def encode_all(self, texts: Sequence[str]) -> Iterable[Sequence[int]]:
+        """Tokens of texts (Tokenizer)."""
+        return self.engine.encode([_utf8(text) for text in texts])
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text of tokens. Special tokens and numbers that are no token have none."""
+        """Text of tokens (Tokenizer)."""
         return self.engine.decode([int(token) for token in tokens if 0 <= token < self.vocab_size])
 
-
     def token_bytes(self) -> np.ndarray:
-        """Bytes of each token, int32 [vocab_size] (Tokenizer)."""
-        engine = self.engine
-        return np.array(
-            [
-                0 if engine.is_control(token) else _piece_bytes(engine.id_to_piece(token))
-                for token in range(self.vocab_size)
-            ],
-            np.int32,
-        )
+        """Bytes of each token (Tokenizer)."""
+        bytes_V = np.zeros(self.vocab_size, np.int32)
+        for token in range(self.vocab_size):
+            if not self.engine.is_control(token):
+                bytes_V[token] = _piece_bytes(self.engine.id_to_piece(token))
+        return bytes_V
 
 
 def _piece_bytes(piece: str) -> int:
@@ -196,31 +149,50 @@ def _utf8(text: str) -> str:
     return to_bytes(text).decode()
 
 
-def read(kind: str, path: str) -> Source:
-    """The file of a tokenizer. kind: tokenizer_type; path: tokenizer_path.
+def read(kind: str, path: str) -> SubwordTokenizer:
+    """The tokenizer of a file, with those tokens around a document that its files name.
 
-    path: a file, a folder with the file that FILES names (that of a run or a checkpoint too), or
-    for huggingface a name on the hub, which is downloaded unless Hugging Face's cache has it.
+    kind: tokenizer_type. path: tokenizer_path: a file, a folder with the file that FILES names
+    (that of a run or a checkpoint too), or for huggingface a name on the hub, which is downloaded
+    unless Hugging Face's cache has it.
     Raises DataError when there is none, ConfigError without a package.
     """
+    where = f"tokenizer_path={path}"
     given = os.path.expanduser(path)
     if not os.path.exists(given) and kind == "huggingface" and _HUB_NAME.fullmatch(path):
-        return _downloaded(path)
-    file = os.path.join(given, FILES[kind]) if os.path.isdir(given) else given
-    where = f"tokenizer_path={path}"
-    content = _content(file, where, kind)
-    beside = os.path.dirname(file) if os.path.basename(file) == FILES[kind] else None
-    names, saved = (_beside(beside, name) for name in (_CONFIG, SETTINGS))
-    return Source(kind, content, where, names, saved)
+        file, config = _downloaded(path, where)
+        saved = None
+    else:
+        file = os.path.join(given, FILES[kind]) if os.path.isdir(given) else given
+        beside = [os.path.join(os.path.dirname(file), name) for name in (CONFIG, SETTINGS)]
+        named_as_usual = os.path.basename(file) == FILES[kind]
+        config, saved = (
+            each if named_as_usual and os.path.isfile(each) else None for each in beside
+        )
+    found = of_content(kind, _content(file, where, kind), where, bos=None, eos=None)
+    bos, eos = found.special_tokens(_fields(config, kind))
+    if saved:
+        fields = _fields(saved, kind)
+        bos, eos = fields.get("bos"), fields.get("eos")
+    return dataclasses.replace(found, bos=bos, eos=eos)
 
 
-def _beside(folder: str | None, name: str) -> Mapping[str, Any]:
-    """Fields of a file beside the tokenizer's; none where there is no such file."""
-    file = os.path.join(folder or "", name)
-    if folder is None or not os.path.isfile(file):
-        return {}
-    with open(file, "rb") as opened:
-        return _names(opened.read(), file)
+def _downloaded(name: str, where: str) -> tuple[str, str | None]:
+    """Paths of tokenizer.json and of CONFIG, where there is one, in Hugging Face's cache."""
+    hub, errors = (_package(each, "huggingface") for each in
+                   ("huggingface_hub", "huggingface_hub.errors"))  # fmt: skip
+    try:
+        file = hub.hf_hub_download(name, FILES["huggingface"])
+    except (OSError, ValueError, errors.EntryNotFoundError) as error:
+        raise DataError(
+            f"{where} is no file or folder, and the hub gives no {FILES['huggingface']} by that "
+            f"name ({str(error).splitlines()[0].rstrip('.')}). On a machine with a network run `hf "
+            f"download {name} --include 'tokenizer*' --local-dir DIR`, then set tokenizer_path=DIR."
+        ) from error
+    try:
+        return file, hub.hf_hub_download(name, CONFIG)
+    except errors.EntryNotFoundError:
+        return file, None
 
 
 def _content(file: str, where: str, kind: str) -> bytes:
@@ -235,54 +207,15 @@ def _content(file: str, where: str, kind: str) -> bytes:
         ) from error
 
 
-def _downloaded(name: str) -> Source:
-    hub = _package("huggingface_hub", "huggingface")
-    errors = _package("huggingface_hub.errors", "huggingface")
-    failures = (OSError, ValueError, errors.EntryNotFoundError)
-    where = f"tokenizer_path={name}"
+def _fields(file: str | None, kind: str) -> Mapping[str, Any]:
+    """Fields of a JSON file beside the tokenizer's; none without one."""
+    if file is None:
+        return {}
     try:
-        file = hub.hf_hub_download(name, FILES["huggingface"])
-    except failures as error:
-        raise DataError(
-            f"{where} is no file or folder, and the hub gives no {FILES['huggingface']} by that "
-            f"name ({str(error).splitlines()[0].rstrip('.')}). On a machine with a network run `hf "
-            f"download {name} --include 'tokenizer*' --local-dir DIR`, then set tokenizer_path=DIR."
-        ) from error
-    try:
-        names = _names(_content(hub.hf_hub_download(name, _CONFIG), where, "huggingface"), _CONFIG)
-    except errors.EntryNotFoundError:
-        names = {}
-    return Source("huggingface", _content(file, where, "huggingface"), where, names, {})
-
-
-def _names(content: bytes, where: str) -> Mapping[str, Any]:
-    try:
-        fields = json_text.parse(content)
+        fields = json_text.parse(_content(file, file, kind))
     except ValueError as error:
-        raise DataError(f"{where} is not JSON: {error}. Mend it or remove it.") from error
+        raise DataError(f"{file} is not JSON: {error}. Mend it or remove it.") from error
     return fields if isinstance(fields, dict) else {}
-
-
-def of_source(source: Source, *, add_bos: bool, add_eos: bool) -> SubwordTokenizer:
-    """The tokenizer of a file, with those of its tokens around a document that are asked for.
-
-    Raises DataError when the file is no tokenizer, ConfigError when a token is missing.
-    """
-    bare = of_content(source.kind, source.content, where=source.where, bos=None, eos=None)
-    bos, eos = bare.special_tokens(source.names)
-    if source.saved:
-        bos, eos = source.saved.get("bos"), source.saved.get("eos")
-    for key, wanted, token, what in (
-        ("add_bos", add_bos, bos, "starts"),
-        ("add_eos", add_eos, eos, "ends"),
-    ):
-        if wanted and token is None:
-            raise ConfigError(
-                f"{key}=true, but {source.where} has no token that {what} a document. Set "
-                f"{key}=false, or name its {key.removeprefix('add_')}_token in a {_CONFIG} beside "
-                f"{FILES['huggingface']}."
-            )
-    return dataclasses.replace(bare, bos=bos if add_bos else None, eos=eos if add_eos else None)
 
 
 def of_content(
@@ -324,10 +257,6 @@ def package(kind: str) -> types.ModuleType:
 
 
 def _package(name: str, kind: str) -> types.ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"tokenizer_type={kind} needs the package {name}, which is not installed: pip install "
-            "-e '.[text]' in a checkout of maxdiloco, or use tokenizer_type=byte."
-        ) from error
+    return packages.require(
+        name, f"tokenizer_type={kind}", extra="text", otherwise=", or use tokenizer_type=byte"
+    )

@@ -1,4 +1,4 @@
-"""Windows of a text: L tokens each, cut from its documents as packing.py lays them out.
+"""Windows of a split of a text: L tokens each, cut from its documents as packing.py lays them out.
 
     # N windows asked for  L tokens
 
@@ -7,15 +7,46 @@ Each document begins with the token that starts a document.
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 
 import numpy as np
 
-from maxdiloco.data import packing
-from maxdiloco.data.documents import TokenDocuments
+from maxdiloco.data import corpus, packing, shards
+from maxdiloco.data.documents import ByteDocuments
+from maxdiloco.data.kinds import KINDS, Source
 from maxdiloco.data.line_index import LineIndex
-from maxdiloco.data.split import Source, held_out, open_split
+from maxdiloco.data.sources import files, text_files
+from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.errors import DataError
+
+Documents = ByteDocuments | shards.Shards
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A split of a text, train or eval, to read as sequences.
+
+    key: the flag of its path, for messages. length: L. packing: a kind of packing.layout.
+    held_out: the share of it that the eval split takes from the train split; 0: a split is all of
+    it. allowed: damaged records that are left out. seed: of the order; shuffled: else file order.
+    index: known documents of .jsonl files, which those of the other files are added to. prepared:
+    the folder of shards of each source that was tokenised at this start.
+    """
+
+    source: Source
+    key: str
+    tokenizer: Tokenizer
+    length: int
+    packing: str
+    held_out: Fraction
+    allowed: int
+    seed: int
+    shuffled: bool
+    split: str
+    index: LineIndex | None = None
+    prepared: Mapping[Source, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +56,8 @@ class TextWindows:
     layout: all of their windows. packing: of which kind it is (packing.layout).
     """
 
-    documents: TokenDocuments
-    layout: packing.Layout
+    documents: Documents
+    layout: packing.EndToEnd | packing.Table
     length: int
     packing: str
     first: int
@@ -46,16 +77,12 @@ class TextWindows:
         tokens_NL = np.zeros((len(windows_N), self.length), np.int32)
         segments_NL = np.zeros_like(tokens_NL)
         for row, window in enumerate(windows_N):
-            self._fill(int(window) + self.first, tokens_NL[row], segments_NL[row])
+            places, pieces = self.layout.pieces(int(window) + self.first)
+            documents = zip(places, self.documents.read(pieces), strict=True)
+            for segment, (place, data) in enumerate(documents, start=1):
+                segments_NL[row, place : place + len(data)] = segment
+                tokens_NL[row, place : place + len(data)] = data
         return tokens_NL, segments_NL
-
-    def _fill(self, window, tokens_L, segments_L):
-        places, pieces = self.layout.pieces(window)
-        for segment, (place, data) in enumerate(
-            zip(places, self.documents.read(pieces), strict=True), start=1
-        ):
-            segments_L[place : place + len(data)] = segment
-            tokens_L[place : place + len(data)] = data
 
     def num_tokens(self, windows_N: np.ndarray) -> np.ndarray:
         """Tokens in windows that are no padding, int64 [N]."""
@@ -86,35 +113,89 @@ class TextWindows:
         return digest.hexdigest()[:16]
 
 
-def open_text(
-    cfg,
-    *,
-    split: str,
-    index: LineIndex | None = None,
-    prepared: Mapping[Source, str] | None = None,
-) -> tuple[TextWindows, str]:
-    """Windows of the text of a split, train or eval, and its flag and path, for messages.
+def open_text(request: Request) -> tuple[TextWindows, str]:
+    """The windows asked for, and the flag and path of their text, for messages.
 
-    index, prepared: as for split.open_split, which chooses the documents. Where the splits share
-    them, the last of the windows are held out for eval, eval_fraction of them, at least one.
-    Raises DataError when the split has no sequence or vocab_size is too small.
+    A path that is a folder of shards is read as one, whatever its dataset_type is. Of others
+    folders are listed, and .jsonl files that request.index does not know are read through.
+    Files that make up the share request.held_out are for eval. Where none do, the last of the
+    windows are, at least one.
+    Raises DataError for data that are missing, damaged, empty, without a sequence for the split, or
+    of another tokenizer.
     """
-    documents, name, by_window = open_split(cfg, split=split, index=index, prepared=prepared)
-    kind = cfg.grain_packing_type if cfg.packing else packing.DOCUMENTS_APART
-    layout = packing.layout(documents.lengths, cfg.max_target_length, kind)
+    folder = request.prepared.get(request.source, request.source.path)
+    if request.source.kind == "arrayrecord" or shards.is_folder(folder):
+        documents, name, divided = _of_shards(request, folder)
+    else:
+        documents, name, divided = _of_bytes(request)
+    layout = packing.layout(documents.lengths, request.length, request.packing)
     first, num_windows = 0, layout.num_windows
-    if by_window:
-        first, num_windows = _by_window(layout.num_windows, split, held_out(cfg))
+    if divided and num_windows:
+        first = num_windows - max(1, int(num_windows * request.held_out))
+        if request.split == "eval":
+            num_windows -= first
+        else:
+            first, num_windows = 0, first
     if num_windows < 1:
         raise DataError(
             f"{name} is too short: its {documents.lengths.sum()} tokens leave no sequence of "
-            f"max_target_length={cfg.max_target_length} for {split}. Give more text or lower "
+            f"max_target_length={request.length} for {request.split}. Give more text or lower "
             "max_target_length."
         )
-    windows = TextWindows(documents, layout, cfg.max_target_length, kind, first, num_windows)
+    windows = TextWindows(documents, layout, request.length, request.packing, first, num_windows)
     return windows, name
 
 
-def _by_window(count, split, share):
-    held = max(1, int(count * share)) if count else 0
-    return (count - held, held) if split == "eval" else (0, count - held)
+def _of_shards(request: Request, folder: str) -> tuple[Documents, str, bool]:
+    """Documents of a split, their name, and whether both splits have them and divide the windows"""
+    name = f"{request.key}={folder}"
+    documents = shards.open_shards(folder, request.key)
+    shards.refuse_other_tokenizer(documents, request.tokenizer, name)
+    counts, tokens = shards.of_each_file(documents)
+    held = held_out_files(tokens.tolist(), request.held_out)
+    if held is None:
+        return documents, name, request.held_out > 0
+    numbers = np.flatnonzero(np.repeat(held == (request.split == "eval"), counts))
+    return documents.choose(numbers), name, False
+
+
+def _of_bytes(request: Request) -> tuple[Documents, str, bool]:
+    """As _of_shards, of files whose bytes are the tokens."""
+    key, (kind, path, column) = request.key, request.source
+    assert KINDS[kind].in_place and request.tokenizer.kind == "byte"  # others were tokenised
+    paths = corpus.find_files(path, key)
+    sizes = []  # bytes stand for tokens: compared before the files are read
+    for file in paths:
+        files.check_text(file)
+        with corpus.reading(file):
+            sizes.append(os.path.getsize(file))
+    held = held_out_files(sizes, request.held_out)
+    if held is not None:
+        paths = [paths[number] for number in np.flatnonzero(held == (request.split == "eval"))]
+    if path:  # what Python's own source is written in is its own affair
+        text_files.refuse_other(paths, key)
+    table = corpus.read_table(paths, column=column, index=request.index, allowed=request.allowed)
+    name = f"{key}={path}" if path else f"{key}= (Python's standard library)"
+    if not len(table):
+        raise DataError(
+            f"{name} holds no text for {request.split}: {len(paths)} files, all empty. Give text "
+            "to read."
+        )
+    divided = request.held_out > 0 and held is None
+    return ByteDocuments(table, request.tokenizer.bos), name, divided
+
+
+def held_out_files(sizes: Sequence[int], share: Fraction) -> np.ndarray | None:
+    """Which files are held out, bool [files]: 0, 20, 40, ... for a twentieth.
+
+    sizes: of the files, in any unit. None where files are too few, or too unequal: with half to
+    twice the share of what there is, and no less than half of the rest left to train on.
+    """
+    p, q = share.numerator, share.denominator
+    if len(sizes) * share < 1:
+        return None
+    held = np.array([-(-(i + 1) * p // q) > -(-i * p // q) for i in range(len(sizes))])
+    total = sum(sizes)
+    part = sum(size for size, is_held in zip(sizes, held, strict=True) if is_held)
+    within = share / 2 * total <= part <= min(2 * share, (1 + share) / 2) * total
+    return held if total and within else None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from maxdiloco.data.tokenizer import Tokenizer
+from maxdiloco.data.tokenizer_base import Tokenizer
 
 
 def bytes_of_tokens(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:

@@ -1,95 +1,36 @@
-"""Text to tokens and back: bytes here, Hugging Face's and SentencePiece's tokenizers in subword.
+"""The tokenizer that the keys of a run name, or that a folder holds: bytes here, others in subword.
 
 A tokenizer is its files: `save` writes them into a folder, and `load` needs nothing else.
 """
 
 import dataclasses
+import pathlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from maxdiloco import json_text
-from maxdiloco.data import subword, tokenizer_files
-from maxdiloco.data.tokenizer_files import SETTINGS, to_bytes
-from maxdiloco.errors import DataError
-
-if TYPE_CHECKING:
-    from etils import epath  # imported where it is used: benchmarks of a step do without
+from maxdiloco.data import subword
+from maxdiloco.data.tokenizer_base import SETTINGS, Tokenizer, to_bytes
+from maxdiloco.errors import ConfigError, DataError
 
 BYTES = 256
 
 
-class Tokenizer(Protocol):
-    """Text to tokens and back. Tokens are numbers from 0 to vocab_size - 1."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Every token is below it."""
-
-    @property
-    def bos(self) -> int | None:
-        """The token put before each document; None: none is."""
-
-    @property
-    def eos(self) -> int | None:
-        """The token put after each document; None: none is."""
-
-    def encode(self, text: str) -> list[int]:
-        """Tokens of a text, without bos and eos. Text that reads like bos or eos stays text."""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Tokens of documents, int32, each with bos and eos."""
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        """Text of tokens. Special tokens and numbers that are no token have none."""
-
-    def token_bytes(self) -> np.ndarray:
-        """Bytes of UTF-8 that each token adds to a text, int32 [vocab_size]; special tokens none.
-
-        A tokenizer that normalises text counts the bytes of what it gives back.
-        """
-
-    def fingerprint(self) -> str:
-        """16 hexadecimal digits, equal for tokenizers with the same files, bos and eos."""
-
-    def files(self) -> Mapping[str, bytes]:
-        """Content of each file that `load` needs, by its name in the folder."""
-
-    def save(self, folder: "epath.Path") -> None:
-        """Write the files into a folder, which is made. Raises OSError."""
-
-
 @dataclasses.dataclass(frozen=True)
-class ByteTokenizer:
-    """Token i below 256 is byte i; token 256 starts a document and has no text."""
+class ByteTokenizer(Tokenizer):
+    """Token i below 256 is byte i; token 256 starts a document, ends the last and has no text."""
 
-    document_start: int = BYTES
+    bos: int = BYTES
     vocab_size: int = BYTES + 1
+    eos: None = None
 
-    @property
-    def bos(self) -> int:
-        """The token put before each document."""
-        return self.document_start
+    kind = "byte"
 
-    @property
-    def eos(self) -> None:
-        """None: the start of the next document ends a document."""
-        return None
-
-    def encode(self, text: str) -> list[int]:
-        """Tokens of a text, without the one that starts a document.
-
-        Half of a surrogate pair, which UTF-8 cannot hold, becomes a question mark.
-        """
-        return list(to_bytes(text))
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Tokens of documents, int32, each with the one that starts it."""
-        return [
-            tokenizer_files.document(np.frombuffer(to_bytes(text), np.uint8), self.bos, self.eos)
-            for text in texts
-        ]
+    def encode_all(self, texts: Sequence[str]) -> Iterable[Sequence[int]]:
+        """The bytes of each text, uint8 (Tokenizer)."""
+        return (np.frombuffer(to_bytes(text), np.uint8) for text in texts)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of tokens. Those above 255 have none; bytes that are not UTF-8 become U+FFFD."""
@@ -97,64 +38,69 @@ class ByteTokenizer:
         return known.decode("utf-8", errors="replace")
 
     def token_bytes(self) -> np.ndarray:
-        """1 for a byte, 0 for the token that starts a document."""
-        bytes_V = np.zeros(self.vocab_size, np.int32)
-        bytes_V[:BYTES] = 1
-        return bytes_V
-
-    def fingerprint(self) -> str:
-        """16 hexadecimal digits; see Tokenizer."""
-        return tokenizer_files.fingerprint(self.files())
-
-    def files(self) -> Mapping[str, bytes]:
-        """Content of each file that `load` needs, by its name in the folder."""
-        return {SETTINGS: tokenizer_files.settings("byte", self.bos, self.eos)}
-
-    def save(self, folder: "epath.Path") -> None:
-        """Write the files into a folder, which is made. Raises OSError."""
-        tokenizer_files.write(folder, self.files())
+        """1 for a byte, 0 for the token that starts a document (Tokenizer)."""
+        return (np.arange(self.vocab_size) < BYTES).astype(np.int32)
 
 
-def build(cfg) -> Tokenizer:
-    """The tokenizer that tokenizer_type, tokenizer_path, add_bos and add_eos name.
+class Keys(NamedTuple):
+    """The keys of a run that name its tokenizer."""
 
-    Raises DataError when tokenizer_path holds no such tokenizer or the embedding has too few rows
-    for its tokens, ConfigError when a package or one of the tokens around a document is missing.
+    tokenizer_type: str
+    tokenizer_path: str
+    add_bos: bool
+    add_eos: bool
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "Keys":
+        """Those among the values of other keys."""
+        kind, path = values["tokenizer_type"], values["tokenizer_path"]
+        return cls(kind, path, values["add_bos"], values["add_eos"])
+
+
+def build(keys: Keys, rows: int | None = None) -> Tokenizer:
+    """The tokenizer that keys name. rows: of the embedding, vocab_size.
+
+    Raises DataError when tokenizer_path holds no such tokenizer or it has more tokens than rows,
+    ConfigError when a package or one of the tokens around a document is missing.
     """
-    tokenizer = of_keys(cfg)
-    if tokenizer.vocab_size > cfg.vocab_size:
-        path = "" if cfg.tokenizer_type == "byte" else f" tokenizer_path={cfg.tokenizer_path}"
+    kind, path, add_bos, add_eos = keys
+    found: Tokenizer = ByteTokenizer()
+    if kind != found.kind:
+        named = subword.read(kind, path)
+        _require("add_bos", add_bos, named.bos, f"tokenizer_path={path} has no token that starts")
+        _require("add_eos", add_eos, named.eos, f"tokenizer_path={path} has no token that ends")
+        bos, eos = named.bos if add_bos else None, named.eos if add_eos else None
+        found = dataclasses.replace(named, bos=bos, eos=eos)
+    if rows is not None and found.vocab_size > rows:
+        path = "" if kind == "byte" else f" tokenizer_path={path}"
         raise DataError(
-            f"vocab_size={cfg.vocab_size} is too small for tokenizer_type={cfg.tokenizer_type}"
-            f"{path}: it has {tokenizer.vocab_size} tokens. Set vocab_size={tokenizer.vocab_size} "
-            "or more."
+            f"vocab_size={rows} is too small for tokenizer_type={kind}{path}: it has "
+            f"{found.vocab_size} tokens. Set vocab_size={found.vocab_size} or more."
         )
-    return tokenizer
+    return found
 
 
-def of_keys(cfg) -> Tokenizer:
-    """`build` without a look at vocab_size, which may still be -1."""
-    if cfg.tokenizer_type == "byte":
-        return ByteTokenizer()
-    source = subword.read(cfg.tokenizer_type, cfg.tokenizer_path)
-    return subword.of_source(source, add_bos=cfg.add_bos, add_eos=cfg.add_eos)
+def _require(key: str, wanted: bool, token: int | None, why: str) -> None:
+    if wanted and token is None:
+        raise ConfigError(
+            f"{key}=true, but {why} a document. Set {key}=false, or name its "
+            f"{key.removeprefix('add_')}_token in a {subword.CONFIG} beside "
+            f"{subword.FILES['huggingface']}."
+        )
 
 
-def load(folder: "epath.PathLike") -> Tokenizer:
+def load(folder: pathlib.Path) -> Tokenizer:
     """The tokenizer that `save` wrote. Raises DataError when the folder holds none, OSError."""
-    from etils import epath
-
-    folder = epath.Path(folder)
     try:
         fields = json_text.parse((folder / SETTINGS).read_bytes())
         kind, bos, eos = fields["tokenizer_type"], fields["bos"], fields["eos"]
-        if kind == "byte":
+        if kind == ByteTokenizer.kind:
             return ByteTokenizer()
-        name = subword.FILES[kind]
-        content = (folder / name).read_bytes()
+        file = folder / subword.FILES[kind]
+        content = file.read_bytes()
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{folder} holds no saved tokenizer: {error}. Give the folder tokenizer of a run or of "
             "a checkpoint."
         ) from error
-    return subword.of_content(kind, content, where=f"{folder / name}", bos=bos, eos=eos)
+    return subword.of_content(kind, content, str(file), bos, eos)

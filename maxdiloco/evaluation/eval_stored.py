@@ -6,9 +6,7 @@ from typing import Any
 
 from etils import epath
 
-from maxdiloco.data import run_tokenizer
-from maxdiloco.data.prepared.at_start import prepare_sources
-from maxdiloco.evaluation import eval_texts, held_out, stored
+from maxdiloco.evaluation import eval_texts, held_out, run_texts, run_tokenizer, stored
 from maxdiloco.evaluation.held_out import Evaluation, Totals
 from maxdiloco.flags import base_yml
 from maxdiloco.flags.config import Config, changed
@@ -75,8 +73,9 @@ def evaluate(
     rows = of_device * found.cfg.per_device_batch_size * _batch_devices(found.mesh.shape)
     num_sequences = held_out.sequences(found.cfg, rows_of_run)
     with run_tokenizer.config_with(found.cfg, found.path) as cfg:
-        prepared = prepare_sources(cfg, say, splits=("eval",))
-        texts = eval_texts.open_texts(cfg, prepared=prepared)
+        tokenizer = run_tokenizer.open_tokenizer(cfg)
+        prepared = run_texts.prepare(cfg, tokenizer, say, splits=("eval",))
+        texts = eval_texts.open_texts(cfg, tokenizer, prepared=prepared)
         eval_texts.agree(texts)
         evaluation = Evaluation(
             found.model,

@@ -1,33 +1,34 @@
 """The texts that theta is evaluated on, those of eval_dataset_path."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
-from maxdiloco.data import agreed, mixture
+from maxdiloco.data import agreed
+from maxdiloco.data.kinds import Source
 from maxdiloco.data.line_index import LineIndex
 from maxdiloco.data.pipeline import Dataset
-from maxdiloco.data.split import Source
+from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.errors import DataError
+from maxdiloco.evaluation import run_texts
 from maxdiloco.flags import eval_paths
 from maxdiloco.flags.config import Config
 
 
 def open_texts(
     cfg: Config,
+    tokenizer: Tokenizer,
     index: LineIndex | None = None,
-    prepared: Mapping[Source, str] | None = None,
+    prepared: Mapping[Source, str] = MappingProxyType({}),
 ) -> dict[str, Dataset]:
     """{name: data set} of eval_dataset_path, that of eval/loss first.
 
     index, prepared: of data.text.open_text. Raises DataError for text that is missing, unreadable
     or too short.
     """
-    texts = {}
+    texts, options = {}, dict(split="eval", index=index, prepared=prepared)
     for name, path in eval_paths.named(cfg).items():
-        of_text = eval_paths.with_path(cfg, path)
         try:
-            texts[name] = mixture.open_dataset(
-                of_text, split="eval", index=index, prepared=prepared
-            )
+            texts[name] = run_texts.open_dataset(cfg, tokenizer, path=path, **options)
         except DataError as error:
             if not name:
                 raise

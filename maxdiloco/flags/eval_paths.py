@@ -30,11 +30,6 @@ def key_of(name: str) -> str:
     return f"{KEY}.{name}" if name else KEY
 
 
-def with_path(cfg: Any, path: str) -> Any:
-    """The config with one text to evaluate on, as data/ reads it."""
-    return type(cfg)(**vars(cfg) | {KEY: path})
-
-
 def check(cfg: Any) -> None:
     """Raise ConfigError unless the texts are a path or {name: path} and the run reads text."""
     given = f"{KEY}={show(cfg.eval_dataset_path)}"

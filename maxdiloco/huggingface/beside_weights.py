@@ -7,8 +7,10 @@ from typing import Any
 
 from etils import epath
 
-from maxdiloco.data import run_tokenizer, subword, tokenizer_files
+from maxdiloco.data import subword
 from maxdiloco.data.tokenizer import ByteTokenizer
+from maxdiloco.data.tokenizer_base import meaning
+from maxdiloco.evaluation import run_tokenizer
 from maxdiloco.flags.config import Config
 
 _JSON = subword.FILES["huggingface"]
@@ -93,7 +95,7 @@ def is_of_run(like: pathlib.Path, cfg: Config, checkpoint: epath.Path) -> bool:
     path = like / subword.FILES[tokenizer.kind]
     if not path.is_file():
         return False
-    return tokenizer_files.meaning(path.read_bytes()) == tokenizer_files.meaning(tokenizer.content)
+    return meaning(path.read_bytes()) == meaning(tokenizer.content)
 
 
 def ends(cfg: Config, checkpoint: epath.Path) -> dict[str, int | None]:

@@ -18,9 +18,10 @@ from etils import epath
 
 from maxdiloco.checkpoint import by_part, orbax_io, write
 from maxdiloco.checkpoint.by_part import PartedLeaf
-from maxdiloco.data import run_tokenizer, subword, tokenizer
+from maxdiloco.data import subword, tokenizer
 from maxdiloco.engine.trainer import OUTER_PARAMS
 from maxdiloco.errors import CheckpointError, ConfigError, DataError
+from maxdiloco.evaluation import run_tokenizer
 from maxdiloco.flags import config
 from maxdiloco.flags.checks import AXES
 from maxdiloco.flags.config import Config
@@ -126,13 +127,12 @@ def _tokenizer_keys(source: pathlib.Path, target: pathlib.Path) -> dict[str, Any
     kinds = [kind for kind, name in subword.FILES.items() if (source / name).is_file()]
     if not kinds:
         return {"dataset_type": "synthetic"}  # tokens that are numbers alone
-    bare = subword.of_source(subword.read(kinds[0], str(source)), add_bos=False, add_eos=False)
-    bos, eos = bare.special_tokens(subword.read(kinds[0], str(source)).names)
+    found = subword.read(kinds[0], str(source))
     return {
         "tokenizer_type": kinds[0],
         "tokenizer_path": str(target / CARRIED),
-        "add_bos": bos is not None,
-        "add_eos": eos is not None,
+        "add_bos": found.bos is not None,
+        "add_eos": found.eos is not None,
     }
 
 
@@ -244,12 +244,12 @@ def _write_checkpoint(
     writer.commit()
     done.last("the checkpoint is sealed")
     tree = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
-    files, fingerprint = {}, tokenizer.ByteTokenizer().fingerprint()
+    files, fingerprint = {}, tokenizer.ByteTokenizer().fingerprint
     if cfg.tokenizer_type != "byte":
         there = cfg.as_dict() | {"tokenizer_path": str(folder / CARRIED)}
-        found_tokenizer = tokenizer.build(config.from_dict(there))
+        found_tokenizer = tokenizer.build(tokenizer.Keys.of(there), cfg.vocab_size)
         files = run_tokenizer.travelling_files(found_tokenizer)
-        fingerprint = found_tokenizer.fingerprint()
+        fingerprint = found_tokenizer.fingerprint
     save = write.Save(
         folder=unfinished,
         target=target,

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.data import tokenizer
+from maxdiloco.data.tokenizer import Keys, build
 from maxdiloco.diloco import outer
 from maxdiloco.engine.calls import START, Call
 from maxdiloco.engine.data_parallel import DataParallel
@@ -145,7 +145,7 @@ def _sampler(cfg, mesh, model, of_slots, on_compile) -> Sampler | None:
     if not cfg.sample_prompt:
         return None
     model = on_mesh.for_decoding(cfg, mesh, model)
-    text = tokenizer.build(cfg), cfg.sample_prompt
+    text = build(Keys.of(vars(cfg)), cfg.vocab_size), cfg.sample_prompt
     return Sampler(model, mesh, *text, of_slots=of_slots, on_compile=on_compile)
 
 

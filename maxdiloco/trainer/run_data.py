@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping
 
 from etils import epath
 
-from maxdiloco.data import mixture, pipeline, shards
+from maxdiloco.data import kinds, shards
 from maxdiloco.data.line_index import LineIndex
+from maxdiloco.data.mixture import TrainingData
 from maxdiloco.data.order import Position
-from maxdiloco.data.pipeline import Dataset, TrainingData
-from maxdiloco.data.prepared.at_start import prepare_sources
-from maxdiloco.data.sources import files
-from maxdiloco.evaluation import eval_texts
+from maxdiloco.data.pipeline import Dataset
+from maxdiloco.data.tokenizer_base import Tokenizer
+from maxdiloco.evaluation import eval_texts, run_texts
 from maxdiloco.flags import eval_paths
 from maxdiloco.flags.config import Config
 from maxdiloco.storage import object_store
@@ -22,7 +22,11 @@ _LARGE = 2
 
 
 def open_data(
-    cfg: Config, shape: BatchShape, folder: RunFolder, say: Callable[[str], None]
+    cfg: Config,
+    tokenizer: Tokenizer,
+    shape: BatchShape,
+    folder: RunFolder,
+    say: Callable[[str], None],
 ) -> tuple[TrainingData, dict[str, Dataset], LineIndex]:
     """The training text, those to evaluate on (eval_texts) if the run does, and the index of all.
 
@@ -30,16 +34,15 @@ def open_data(
     without known token counts are tokenised first, below base_output_directory.
     Raises DataError for data that are missing, unreadable or too short for a step.
     """
-    prepared = prepare_sources(cfg, say)
+    prepared = run_texts.prepare(cfg, tokenizer, say)
     index = LineIndex(cfg.text_column, report=say)
-    if any(each.dataset_type == "text" for each in mixture.source_configs(cfg).values()):
+    if any(source.kind == "text" for source in run_texts.trained(cfg).values()):
         load_index(index, folder.line_index)
-    of_train = eval_paths.with_path(cfg, "" if eval_paths.holds_out(cfg) else "given")
-    train = mixture.open_dataset(of_train, split="train", index=index, prepared=prepared)
-    pipeline.check_size(train, train.first_position(shape.num_replicas, shape.sequences))
+    train = run_texts.open_dataset(cfg, tokenizer, split="train", index=index, prepared=prepared)
+    train.check_size(train.first_position(shape.num_replicas, shape.sequences))
     held_out = {}
     if cfg.eval_interval != -1:
-        held_out = eval_texts.open_texts(cfg, index=index, prepared=prepared)
+        held_out = eval_texts.open_texts(cfg, tokenizer, index=index, prepared=prepared)
     return train, held_out, index
 
 
@@ -50,9 +53,9 @@ def lines(
     out = text.summary(text.first_position(shape.num_replicas, shape.sequences))
     if text.computed:
         return out
-    for key, source in mixture.source_configs(cfg).items():
-        if not shards.is_folder(source.dataset_path):
-            line = files.left_out_line(source.dataset_type, source.dataset_path, key)
+    for name, source in run_texts.trained(cfg).items():
+        if not shards.is_folder(source.path):
+            line = kinds.left_out_line(source, run_texts.key_of(name))
             out += [line] if line else []
     for name, dataset in held_out.items():
         out.append(

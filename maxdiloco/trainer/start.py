@@ -13,9 +13,11 @@ import jax
 from maxdiloco.checkpoint import find, read, saved_state
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.checkpoint.read import Restored
-from maxdiloco.data import agreed, run_tokenizer
+from maxdiloco.data import agreed
+from maxdiloco.data.mixture import TrainingData
 from maxdiloco.data.order import Position
-from maxdiloco.data.pipeline import TrainingData
+from maxdiloco.data.tokenizer_base import Tokenizer
+from maxdiloco.evaluation import run_tokenizer
 from maxdiloco.flags import base_yml, checks, resume
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.compiles import fitting, make_room
@@ -71,7 +73,7 @@ def look(
         if cfg.load_parameters_path:
             origin += f" with the outer parameters of {cfg.load_parameters_path}"
         return Start(0, text.first_position(M, B), origin, None)
-    run_tokenizer.refuse_another(cfg, saved.meta, saved.path)
+    run_tokenizer.refuse_another(cfg, saved.meta, saved.path, fingerprint=data["tokenizer"])
     resumed.refuse_changes(cfg, saved, B=B, data=data)
     position = Position.from_dict(saved.meta["position"])
     position = text.next_position(position, saved.step + 1, M, B)
@@ -94,9 +96,13 @@ def check_places(cfg: Config, folder: RunFolder) -> None:
                 find.newest_meta(absolute(path, key=key), key=key)
 
 
-def agreed_data(text: TrainingData) -> dict[str, str]:
+def agreed_data(text: TrainingData, tokenizer: Tokenizer) -> dict[str, str]:
     """What a checkpoint says of the training data. Raises DataError as agreed.contents."""
-    return {"data": text.fingerprint, "contents": agreed.contents(text.contents)}
+    return {
+        "data": text.fingerprint,
+        "contents": agreed.contents(text.contents),
+        "tokenizer": agreed.tokenizer(tokenizer.fingerprint),
+    }
 
 
 def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | None) -> Any:
@@ -187,14 +193,13 @@ def history_of(
 
 
 def note(
-    cfg: Config, position: Position, data: dict[str, str], *, tokenizer: str, total_steps: int
+    cfg: Config, position: Position, data: dict[str, str], *, total_steps: int
 ) -> dict[str, Any]:
-    """What a checkpoint says of the run, besides the trainer's note on the state."""
+    """What a checkpoint says of the run beside the trainer's note. data: of agreed_data."""
     return {
         "config": cfg.as_dict(),
         "position": position.to_dict(),
         **data,
-        "tokenizer": tokenizer,
         "schedule_steps": optimizer.schedule_steps(cfg, total_steps),
         "jax": jax.__version__,
     }

@@ -14,12 +14,13 @@ import jax
 from etils import epath
 
 from maxdiloco.checkpoint.checkpointer import Checkpointer
-from maxdiloco.data import agreed, pipeline, run_tokenizer
+from maxdiloco.data import pipeline
+from maxdiloco.data.mixture import TrainingData
 from maxdiloco.data.order import Position
-from maxdiloco.data.tokenizer import Tokenizer
+from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.engine.calls import START
 from maxdiloco.errors import INTERRUPTED, Preempted
-from maxdiloco.evaluation import eval_texts, on_mesh
+from maxdiloco.evaluation import eval_texts, on_mesh, run_tokenizer
 from maxdiloco.flags import checks, config, warnings
 from maxdiloco.flags.config import Config
 from maxdiloco.flags.hardware import hardware_of
@@ -85,7 +86,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
     location = locate(cfg.base_output_directory, name)
     start.check_places(cfg, location)
     tokenizer = run_tokenizer.open_tokenizer(cfg)
-    text, held_out, index = run_data.open_data(cfg, shape, location, say)
+    text, held_out, index = run_data.open_data(cfg, tokenizer, shape, location, say)
     seldom_meant = warnings.of_run(
         cfg, num_replicas=shape.num_replicas, num_tokens=tokenizer.vocab_size
     )
@@ -103,9 +104,8 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
         del index  # 24 bytes a document
         checkpointer = stack.enter_context(_open_checkpointer(cfg, folder, tokenizer, say))
 
-        data = start.agreed_data(text)
+        data = start.agreed_data(text, tokenizer)
         eval_texts.agree(held_out)
-        tokens = agreed.tokenizer(tokenizer.fingerprint())
         log_path = run_files.log_path(folder)
         stack.enter_context(console.logging(log_path, require_lock=folder.require_lock))
         again = "The same command goes on." if cfg.run_name else f"run_name={name} goes on."
@@ -118,7 +118,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
             run_tokenizer.save(tokenizer, folder, say)
         done, total = begin.step, cfg.steps
         if total == -1:
-            total = pipeline.last_step_of_epoch(text, begin.position)
+            total = text.last_step_of_epoch(begin.position)
         if done >= total:
             say(f"nothing to do: step {done} of {total} is done. Raise steps to go on.")
             return 0
@@ -155,7 +155,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
             writer=writer,
             links=links,
             checkpointer=checkpointer,
-            note=start.note(cfg, begin.position, data, tokenizer=tokens, total_steps=total),
+            note=start.note(cfg, begin.position, data, total_steps=total),
             data_metrics=functools.partial(run_data.metrics, text, begin.position, shape.length),
             since_row=begin.since_row(done),
             begun=begun,
@@ -242,7 +242,7 @@ def _open_links(cfg: Config, mesh: jax.sharding.Mesh) -> AbstractContextManager[
 
 @contextmanager
 def _open_batches(
-    cfg: Config, parts: Parts, text: pipeline.TrainingData, position: Position, steps: range
+    cfg: Config, parts: Parts, text: TrainingData, position: Position, steps: range
 ) -> Iterator[Iterator[Any]]:
     """The global batches of some steps; leaving the context ends the reader."""
     shape, sharding = tuple(parts.shape), parts.batch["tokens"].sharding

@@ -1,9 +1,12 @@
-"""Prepared shards of a small source, made in this process."""
+"""Prepared shards of a small source, made in this process, and the data that a config names."""
 
-from maxdiloco.data import tokenizer
+import dataclasses
+
+from maxdiloco.data import kinds, tokenizer
 from maxdiloco.data.prepared import prepare
 from maxdiloco.data.prepared.prepare import Work
-from maxdiloco.data.sources.opening import open_source
+from maxdiloco.evaluation import run_texts, run_tokenizer
+from maxdiloco.flags import eval_paths
 
 TEXTS = ["abcdefg" * 40, "x", "\u00e4\u00f6\u00fc" * 9, "hello world\n" * 300, "y" * 77]
 
@@ -11,17 +14,26 @@ TEXTS = ["abcdefg" * 40, "x", "\u00e4\u00f6\u00fc" * 9, "hello world\n" * 300, "
 def prepare_in_this_process(monkeypatch):
     """Parts are made here, one after the other: a process of its own costs a second."""
     monkeypatch.setattr(
-        prepare.workers,
-        "map_parts",
-        lambda call, common, calls, processes: (
-            (number, call(*common, *one)) for number, one in enumerate(calls)
-        ),
+        prepare, "read_ahead", lambda make, count, *_, **__: (make(i) for i in range(count))
     )
 
 
 def make(path, out, *, tokens=None, part_bytes=1 << 10, **changed):
     """Shards of a source, in this process: the parts one after the other."""
-    source = open_source("text", str(path), "dataset_path", "text")
+    source = kinds.open_source(kinds.Source("text", str(path), "text"), "dataset_path")
     work = Work(source, tokens or tokenizer.ByteTokenizer(), "source", part_bytes=part_bytes)
-    work = prepare.dataclasses.replace(work, **changed)
+    work = dataclasses.replace(work, **changed)
     return prepare.prepare(work, str(out), lambda line: None)
+
+
+def open_dataset(cfg, split="train", **options):
+    """The data of a split, with the tokenizer of the config."""
+    if split == "eval":
+        options["path"] = next(iter(eval_paths.named(cfg).values()))
+    return run_texts.open_dataset(cfg, run_tokenizer.open_tokenizer(cfg), split=split, **options)
+
+
+def open_text(cfg, split="train"):
+    """The windows of a split of a text, and its name."""
+    data = open_dataset(cfg, split)
+    return data.windows, data.name

@@ -75,7 +75,7 @@ def test_a_file_is_a_document_and_a_jsonl_line_is_one(folder, monkeypatch):
     monkeypatch.setattr(corpus, "MAX_LINE", 20)
     root = folder({"d.jsonl": b'{"text": "1234567"}\n', "e.jsonl": b'{"text": "12345678"}\n'})
     assert texts(corpus.read_table([f"{root}/d.jsonl"], column="text")) == [b"1234567"]
-    with pytest.raises(DataError, match=r"e\.jsonl line 1 is longer than 20 bytes\. Every line"):
+    with pytest.raises(DataError, match=r"e\.jsonl byte 0: a line is longer than 20 bytes\. Every"):
         corpus.read_table([f"{root}/e.jsonl"], column="text")
 
 

@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from data.shards_on_disk import open_dataset
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -48,7 +49,7 @@ def mixed(shares, sizes=None, seed=5):
         pipeline.Dataset(NumberedWindows(k, size), order.seed_of(name, seed), name)
         for k, (name, size) in enumerate(sizes.items())
     ]
-    return Mixture.of(tuple(sizes), tuple(sources), shares, seed)
+    return Mixture(tuple(sizes), tuple(sources), shares, seed)
 
 
 def windows_read(data, position, step):
@@ -137,12 +138,12 @@ def test_an_epoch_ends_before_any_sequence_would_be_read_again(shares):
     """steps=-1: all steps up to the last are without a repeat, one more is not."""
     data = mixed(shares)
     position = data.first_position(3, 1)
-    last = pipeline.last_step_of_epoch(data, position)
+    last = data.last_step_of_epoch(position)
     rows = [sum(windows_read(data, position, step), []) for step in range(1, last + 2)]
     assert len(set(sum(rows[:-1], []))) == 3 * last
     assert len(set(sum(rows, []))) < 3 * (last + 1)
     resumed = data.next_position(position, 3, 4, 1)
-    assert pipeline.last_step_of_epoch(data, resumed) <= last
+    assert data.last_step_of_epoch(resumed) <= last
 
 
 def test_metrics_count_tokens_of_each_source_and_the_padding_of_the_step(settings, folder):
@@ -157,7 +158,7 @@ def test_metrics_count_tokens_of_each_source_and_the_padding_of_the_step(setting
     # Of one source, in best fit: two documents of 3 tokens in windows of 4 are a quarter padding.
     root = folder({"1.txt": b"ab", "2.txt": b"cd"})
     cfg = settings(dataset_path=root, eval_dataset_path=root, grain_packing_type="best_fit")
-    data = mixture.open_dataset(cfg, split="train")
+    data = open_dataset(cfg, split="train")
     assert data.metrics(data.first_position(1, 2), 1) == {"data/padding": 0.25, "data/epoch": 1}
     (line,) = data.description()
     assert line == f"dataset_path={root}: 2 sequences an epoch, 25.00% of them padding"
@@ -166,7 +167,7 @@ def test_metrics_count_tokens_of_each_source_and_the_padding_of_the_step(setting
 def test_a_source_too_small_or_without_a_replica_is_refused_and_one_that_changed_is_known():
     data = mixed({"a": 2, "b": 1, "c": 1})
     with pytest.raises(DataError, match=r"^c has 7 sequences of .* reads 8 of it\. Give it more"):
-        pipeline.check_size(data, data.first_position(2, 16))
+        data.check_size(data.first_position(2, 16))
     with pytest.raises(ConfigError, match=r"2 replicas leave source c unread.*replicas=3 or more"):
         mixed({}).check_size(mixed({}).first_position(2, 1))
     # The fingerprint is that of the sources and not of the weights.
@@ -184,19 +185,19 @@ def test_sources_of_a_config_are_opened_in_the_order_of_their_names(settings, fo
     entries = ({"path": f"{root}/b", "weight": "1", "name": "b"},)
     entries += ({"path": f"{root}/a", "weight": "3", "name": "a"},)
     cfg = settings(dataset_mixture=entries)
-    data = mixture.open_dataset(cfg, split="train")
+    data = open_dataset(cfg, split="train")
     assert (data.names, data.shares) == (("a", "b"), {"a": 3, "b": 1})
     assert [source.num_windows for source in data.sources] == [29, 24]
     assert len({source.seed for source in data.sources}) == 2
-    held_out = mixture.open_dataset(cfg, split="eval")
+    held_out = open_dataset(cfg, split="eval")
     tokens = held_out.read_indices(np.arange(held_out.num_windows))["tokens"]
     assert sorted(set(tokens.flat)) == [ord("a"), ord("b")] and len(tokens) == 2
     own = settings(dataset_mixture=entries, eval_dataset_path=f"{root}/b")
-    assert mixture.open_dataset(own, split="eval").name.startswith("eval_dataset_path=")
+    assert open_dataset(own, split="eval").name.startswith("eval_dataset_path=")
     for path, words in [("absent", "does not exist"), ("none", "holds no text for train")]:
         entries = ({"path": f"{root}/{path}", "name": "x"},)
         with pytest.raises(DataError, match=rf"^dataset_mixture, source x: .*{path} {words}"):
-            mixture.open_dataset(settings(dataset_mixture=entries), split="train")
+            open_dataset(settings(dataset_mixture=entries), split="train")
 
 
 def test_the_order_of_two_and_of_three_sources_by_hand():

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from data.shards_on_disk import open_dataset
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from maxdiloco.data import order, pipeline
 from maxdiloco.data.order import Position
 from maxdiloco.data.synthetic import SyntheticWindows
-from maxdiloco.errors import DataError
+from maxdiloco.errors import DataError, LostPeerError
 
 S = 256
 FIRST = 65  # byte of window 0: what is read as text has no control characters
@@ -28,7 +29,7 @@ def text(settings, folder):
 
     def make(split="train", **changed):
         keys = {"dataset_path": root, "eval_dataset_path": root, "enable_data_shuffling": False}
-        return pipeline.open_dataset(settings(**keys | changed), split=split)
+        return open_dataset(settings(**keys | changed), split=split)
 
     return make
 
@@ -48,7 +49,7 @@ def test_batches_are_what_read_gives_step_by_step(text):
         found = list(batches)
     assert len(found) == 5
     for step, batch in enumerate(found, start=2):
-        alone = pipeline.read(data, position, step, **ALL)
+        alone = data.read(position, step, **ALL)
         assert batch.keys() == alone.keys() == {"tokens", "segment_ids"}
         for name, leaf in batch.items():
             assert leaf.dtype == np.int32
@@ -69,8 +70,8 @@ def test_shuffled_epochs_read_every_window_once_in_orders_of_their_own(text):
     same = text(enable_data_shuffling=True, data_shuffle_seed=4)
     other = text(enable_data_shuffling=True, data_shuffle_seed=5)
     first = read[0, :6].reshape(2, 3).tolist()
-    assert numbers(pipeline.read(same, position, 1, **ALL)) == first
-    assert numbers(pipeline.read(other, position, 1, **ALL)) != first
+    assert numbers(same.read(position, 1, **ALL)) == first
+    assert numbers(other.read(position, 1, **ALL)) != first
 
 
 def test_scattered_rows_are_read_and_no_other(text, monkeypatch):
@@ -93,7 +94,7 @@ def test_an_epoch_ends_before_a_window_would_be_read_again(M, B, taken):
     """last_step_of_epoch, also after a resume with another M, in a set of 64 windows."""
     data = pipeline.Dataset(SimpleNamespace(num_windows=64), None, "dataset_path=fake")
     position = order.next_position(order.first_position(2, 2), 1 + taken, M, B)
-    last = pipeline.last_step_of_epoch(data, position)
+    last = data.last_step_of_epoch(position)
     assert order.indices(position, last + 1, [M - 1], [B - 1]) >= 64
     if last >= position.s0:
         assert order.indices(position, last, [M - 1], [B - 1]) < 64
@@ -110,6 +111,11 @@ def test_worker_processes_read_the_same_and_end(text):
             assert len(multiprocessing.active_children()) == worker_count
         assert multiprocessing.active_children() == []
     assert found[0] == found[1]
+    with pipeline.batches(data, position, steps=range(1, 999), **mine) as batches:
+        next(batches)
+        multiprocessing.active_children()[0].kill()
+        with pytest.raises(LostPeerError, match=r"gone \(grain_worker_count=2\): killed"):
+            list(batches)
 
 
 def eval_numbers(data, **arguments):
@@ -150,14 +156,14 @@ def test_evaluation_is_always_the_same_and_samples_all_files(text):
 
 def test_data_too_short_for_a_step_or_without_an_end_are_refused(text, settings):
     words = r"has 30 sequences of max_target_length=4, but a step reads 4 replicas \* 8 = 32\. Give"
-    for read in (pipeline.check_size, pipeline.last_step_of_epoch):
+    for read in (text().check_size, text().last_step_of_epoch):
         with pytest.raises(DataError, match=rf"^dataset_path=.* {words} more text, or lower"):
-            read(text(), order.first_position(4, 8))
-    pipeline.check_size(text(), order.first_position(5, 6))
-    data = pipeline.open_dataset(settings(dataset_type="synthetic"), split="train")
+            read(order.first_position(4, 8))
+    text().check_size(order.first_position(5, 6))
+    data = open_dataset(settings(dataset_type="synthetic"), split="train")
     words = r"=-1 .*dataset_type=synthetic has no end.*Set"
     with pytest.raises(DataError, match=rf"^steps{words} steps"):
-        pipeline.last_step_of_epoch(data, order.first_position(1, 1))
+        data.last_step_of_epoch(order.first_position(1, 1))
     with pytest.raises(DataError, match=rf"^eval_steps{words} eval_steps"):
         pipeline.eval_batches(data, batch_size=1, num_sequences=-1)
 
@@ -288,12 +294,12 @@ def test_the_next_token_is_a_few_strides_away_with_the_chances_told():
 
 
 PROGRAM = """
-import sys, types
+import sys
 for missing in ("grain", "jax", "orbax", "absl"):
     sys.modules[missing] = None  # import raises ImportError
 from maxdiloco.data import order, pipeline, read_ahead
-keys = dict(dataset_type="synthetic", data_shuffle_seed=0, max_target_length=16, vocab_size=257)
-data = pipeline.open_dataset(types.SimpleNamespace(**keys), split="train")
+from maxdiloco.data.synthetic import SyntheticWindows
+data = pipeline.Dataset(SyntheticWindows(0, "train", 257, 16), None, "synthetic")
 mine = dict(replicas=[[0], [1]], rows=range(3))
 with pipeline.batches(data, order.first_position(2, 3), steps=range(1, 3), **mine) as batches:
     print([batch["tokens"].shape for batch in batches])

@@ -8,10 +8,10 @@ import shutil
 
 import numpy as np
 import pytest
-from data.shards_on_disk import TEXTS, make
+from data.shards_on_disk import TEXTS, make, open_dataset, open_text
 from data.tokenizers_on_disk import byte_level_bpe
 
-from maxdiloco.data import pipeline, shards, subword, text, tokenizer
+from maxdiloco.data import shards, tokenizer
 from maxdiloco.data.prepared import part
 from maxdiloco.errors import ConfigError, DataError
 
@@ -29,9 +29,9 @@ def test_windows_of_shards_are_those_of_the_text(
         patch.setattr(shards, "RECORD", record)
         make(source, tmp_path / "out", part_bytes=part_bytes)
     keys = dict(eval_dataset_path="unused", max_target_length=16)
-    direct, _ = text.open_text(settings(dataset_path=str(source), **keys), split="train")
+    direct, _ = open_text(settings(dataset_path=str(source), **keys), split="train")
     cfg = settings(dataset_type="arrayrecord", dataset_path=str(tmp_path / "out"), **keys)
-    stored, _ = text.open_text(cfg, split="train")
+    stored, _ = open_text(cfg, split="train")
     assert stored.documents.lengths.tolist() == direct.documents.lengths.tolist()
     assert stored.num_windows == direct.num_windows > 100
     numbers = np.random.default_rng(0).permutation(direct.num_windows)
@@ -76,9 +76,9 @@ def test_of_twenty_equal_files_every_twentieth_is_held_out_and_unequal_ones_are_
         for number, size in enumerate(sizes):
             (tmp_path / name / f"{number:02d}.txt").write_text(chr(97 + number) * size)
         documents = make(tmp_path / name, tmp_path / f"{name}.out", part_bytes=300)
-        assert shards.tokens_of_files(documents).tolist() == [size + (size > 0) for size in sizes]
+        assert shards.of_each_file(documents)[1].tolist() == [size + (size > 0) for size in sizes]
         cfg = settings(dataset_type="arrayrecord", dataset_path=str(tmp_path / f"{name}.out"))
-        parts = [text.open_text(cfg, split=split)[0] for split in ("train", "eval")]
+        parts = [open_text(cfg, split=split)[0] for split in ("train", "eval")]
         return [part.read(np.arange(part.num_windows))[0] for part in parts]
 
     train, held_out = split("equal", [7] * 21)
@@ -91,7 +91,7 @@ def test_fingerprints_tell_the_tokens_and_the_split_apart(settings, source, tmp_
 
     def fingerprint(path, split="train"):
         cfg = settings(dataset_type="arrayrecord", dataset_path=str(path))
-        return pipeline.open_dataset(cfg, split=split).fingerprint
+        return open_dataset(cfg, split=split).fingerprint
 
     make(source, tmp_path / "one")
     shutil.copytree(tmp_path / "one", tmp_path / "two")
@@ -219,15 +219,15 @@ def test_shards_of_another_tokenizer_are_refused_and_what_differs_is_named(
     for size in (300, 310):
         (tmp_path / str(size)).mkdir()
         paths.append(str(byte_level_bpe(tmp_path / str(size), vocab_size=size)))
-    subwords = subword.of_source(subword.read("huggingface", paths[0]), add_bos=True, add_eos=True)
+    subwords = tokenizer.build(tokenizer.Keys("huggingface", paths[0], True, True))
     make(source, tmp_path / "own")
-    make(source, tmp_path / "byte", tokens=tokenizer.ByteTokenizer(document_start=255))
+    make(source, tmp_path / "byte", tokens=tokenizer.ByteTokenizer(bos=255))
     make(source, tmp_path / "subword", tokens=subwords)
 
     def opened(name, **keys):
         own = dict(add_bos=True, add_eos=True, eval_dataset_path="unused")
         own |= dict(dataset_type="arrayrecord", dataset_path=str(tmp_path / name))
-        return text.open_text(settings(**own | keys), split="train")
+        return open_text(settings(**own | keys), split="train")
 
     there = f"{tmp_path / 'subword/tokenizer'}"
     same, other = (

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
+from maxdiloco.data.kinds import Source, needs_tokenising, open_source
 from maxdiloco.data.sources import spans, text_files
-from maxdiloco.data.sources.opening import open_source
 from maxdiloco.data.sources.spans import Damaged, Text
 from maxdiloco.errors import ConfigError, DataError
 
@@ -38,7 +38,9 @@ def parquet(path, columns=None, rows=2):
 
 def items(kind, path, *, limit=1 << 20, column="text"):
     """What is read, each span by a copy of the source, as other processes have it."""
-    source = pickle.loads(pickle.dumps(open_source(kind, str(path), "dataset_path", column)))
+    source = pickle.loads(
+        pickle.dumps(open_source(Source(kind, str(path), column), "dataset_path"))
+    )
     return [item for span in source.spans(limit) for item in source.read(span)]
 
 
@@ -154,17 +156,27 @@ def test_a_file_of_another_kind_and_a_package_that_is_not_installed_are_refused(
     ):
         (tmp_path / name).write_bytes(b"x")
         with pytest.raises(DataError, match=f"^dataset_type={kind}: {tmp_path}/{name} {why}"):
-            open_source(kind, str(tmp_path / name), "dataset_path", "text")
+            open_source(Source(kind, str(tmp_path / name), "text"), "dataset_path")
     (tmp_path / "a.jsonl.gz").write_bytes(b"x")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match=r"package pyarrow .*pip install -e '\.\[data\]'"):
+    with pytest.raises(ConfigError, match=r"package pyarrow, .*pip install -e '\.\[data\]'"):
         items("text", tmp_path / "a.jsonl.gz")
+
+
+def test_a_kind_without_text_to_tokenise_is_refused_and_an_unknown_one_is_never_read(tmp_path):
+    """Nor is one that has to be tokenised first read as bytes."""
+    (tmp_path / "a.txt").write_text("text")
+    for kind in ("arrayrecord", "synthetic", "tfds"):
+        with pytest.raises(ConfigError, match=f"={kind} has no text to read. Use one of text, par"):
+            open_source(Source(kind, str(tmp_path), "text"), "dataset_path")
+    with pytest.raises(KeyError, match="tfds"):
+        needs_tokenising(Source("tfds", str(tmp_path), "text"), "dataset_path", of_bytes=True)
 
 
 def test_a_file_that_has_changed_since_it_was_listed_is_refused(tmp_path):
     """Its spans would no longer be what they were."""
     (tmp_path / "a.txt").write_bytes(b"abc")
-    source = open_source("text", str(tmp_path), "dataset_path", "text")
+    source = open_source(Source("text", str(tmp_path), "text"), "dataset_path")
     for data in (b"abcd", b"xyz"):
         (tmp_path / "a.txt").write_bytes(data)
         os.utime(tmp_path / "a.txt", ns=(0, source.changed[0] + 1))

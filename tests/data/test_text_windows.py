@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+from data.shards_on_disk import open_dataset, open_text
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from maxdiloco.data import packing, pipeline, text
+from maxdiloco.data import packing
 from maxdiloco.data.documents import SAMPLE_BYTES, SAMPLES, sampled
 from maxdiloco.errors import DataError
 
@@ -40,7 +41,7 @@ def test_windows_and_segments_by_hand(settings, folder, kind, texts, keys, token
     else:
         root = folder({"1.jsonl": b"".join(b'{"text": "%s"}\n' % content for content in texts)})
     cfg = settings(dataset_path=root, eval_dataset_path=root, **keys)  # nothing is held out
-    windows, _ = text.open_text(cfg, split="train")
+    windows, _ = open_text(cfg, split="train")
     found = windows.read(np.arange(windows.num_windows))
     assert found[0].dtype == found[1].dtype == np.int32
     signs = {"<": START, "_": 0}
@@ -52,7 +53,7 @@ def test_windows_and_segments_by_hand(settings, folder, kind, texts, keys, token
 
 def split(cfg):
     """The windows to train on, and those that are held out."""
-    return [text.open_text(cfg, split=split)[0] for split in ("train", "eval")]
+    return [open_text(cfg, split=split)[0] for split in ("train", "eval")]
 
 
 @pytest.mark.parametrize(
@@ -104,16 +105,16 @@ def test_with_eval_fraction_zero_or_eval_text_of_ones_own_all_of_the_text_is_tra
 ):
     root = folder({"train/1.txt": b"abcdefg", "held/2.txt": b"fedcbag"})
     cfg = settings(dataset_path=f"{root}/train", eval_dataset_path=f"{root}/held")
-    train, name = text.open_text(cfg, split="train")
+    train, name = open_text(cfg, split="train")
     assert (train.num_windows, name) == (2, f"dataset_path={root}/train")
     assert train.documents.table.paths == (f"{root}/train/1.txt",)
-    held, name = text.open_text(cfg, split="eval")
+    held, name = open_text(cfg, split="eval")
     assert (held.num_windows, name) == (2, f"eval_dataset_path={root}/held")
     assert held.documents.table.paths == (f"{root}/held/2.txt",)
     cfg = settings(dataset_path=root, eval_fraction=0.0)
-    assert text.open_text(cfg, split="train")[0].num_windows == 4
+    assert open_text(cfg, split="train")[0].num_windows == 4
     with pytest.raises(DataError, match="eval_fraction=0 holds nothing out. Set eval_fraction or"):
-        text.open_text(cfg, split="eval")
+        open_text(cfg, split="eval")
 
 
 def test_a_text_without_a_sequence_for_a_split_is_told(settings, folder):
@@ -122,7 +123,7 @@ def test_a_text_without_a_sequence_for_a_split_is_told(settings, folder):
         root = folder({"1.txt": b"x" * size})
         words = rf"^dataset_path={root} is too short: its {size + 1} tokens.*max_target_length=4 "
         with pytest.raises(DataError, match=words + rf"for {split}.*lower max_target_length"):
-            text.open_text(settings(dataset_path=root), split=split)
+            open_text(settings(dataset_path=root), split=split)
 
 
 def test_fingerprints_differ_when_the_windows_do(settings, folder):
@@ -134,7 +135,7 @@ def test_fingerprints_differ_when_the_windows_do(settings, folder):
 
     def fingerprint(split="train", top="1", **changed):
         cfg = settings(**{"dataset_path": f"{root}/{top}"} | changed)
-        return text.open_text(cfg, split=split)[0].fingerprint()
+        return open_text(cfg, split=split)[0].fingerprint()
 
     assert fingerprint() == fingerprint(top="2")
     found = [fingerprint(), fingerprint("eval"), fingerprint(packing=False)]
@@ -183,7 +184,7 @@ def test_the_same_text_elsewhere_is_the_same_and_other_text_of_that_length_is_no
     )
 
     def opened(name):
-        return pipeline.open_dataset(settings(dataset_path=f"{root}/{name}"), split="train")
+        return open_dataset(settings(dataset_path=f"{root}/{name}"), split="train")
 
     here, there, lines, other = map(opened, ("here", "there", "lines", "other"))
     assert here.contents == there.contents == lines.contents

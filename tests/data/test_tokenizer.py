@@ -3,15 +3,16 @@
 import json
 import pickle
 import sys
-import types
 
 import huggingface_hub.constants
 import numpy as np
 import pytest
 import tokenizers_on_disk as on_disk
+from data.shards_on_disk import make
 from tiers import full
 
-from maxdiloco.data import corpus, tokenizer
+from maxdiloco.data import corpus, tokenizer, tokenizer_base
+from maxdiloco.data.tokenizer import Keys
 from maxdiloco.errors import ConfigError, DataError
 
 HARD = (
@@ -33,14 +34,14 @@ def folder(tmp_path_factory):
     return found
 
 
-def keys(kind, path, **changed):
-    values = dict(tokenizer_type=kind, tokenizer_path=str(path), vocab_size=10**6)
-    return types.SimpleNamespace(**values | dict(add_bos=True, add_eos=True) | changed)
+def build(kind, path, rows=10**6, **changed):
+    keys = Keys(kind, str(path), add_bos=True, add_eos=True)
+    return tokenizer.build(keys._replace(**changed), rows)
 
 
 @pytest.fixture(params=["byte", "huggingface", "sentencepiece"])
 def each(request, folder):
-    return tokenizer.build(keys(request.param, folder))
+    return build(request.param, folder)
 
 
 def stdlib(step):
@@ -59,9 +60,9 @@ def test_every_text_comes_back_exactly(each, texts, least):
     assert len(found) >= least
     for start in range(0, len(found), 50):
         batch = found[start : start + 50]
-        for text, tokens_T in zip(batch, each.encode_batch(batch), strict=True):
-            assert each.decode(tokens_T) == text
-            assert tokens_T.dtype == np.int32
+        for text, tokens in zip(batch, each.encode_all(batch), strict=True):
+            assert each.decode(tokens) == text
+            tokens_T = np.array(tokens, np.int32)
             assert 0 <= tokens_T.min(initial=0) and tokens_T.max(initial=0) < each.vocab_size
     assert each.decode(each.encode(found[1])) == found[1]
 
@@ -70,31 +71,34 @@ def test_tokens_of_bytes_are_those_of_utf_8():
     """U+00E9 is C3 A9. A sample may end within a character."""
     found = tokenizer.ByteTokenizer()
     assert found.encode("aé") == [97, 0xC3, 0xA9]
-    assert (found.document_start, found.vocab_size) == (256, 257)
+    assert (found.bos, found.vocab_size) == (256, 257)
     assert found.decode([97, 256, 98, 300, 0xC3]) == "ab\ufffd"
 
 
 def test_a_sentencepiece_model_that_normalises_is_not_exact(tmp_path):
     """The positive control; U+2581, its sign for a space, never comes back."""
     path = on_disk.sentencepiece_model(tmp_path, normalization_rule_name="nmt_nfkc")
-    changing = tokenizer.build(keys("sentencepiece", path))
+    changing = build("sentencepiece", path)
     assert changing.decode(changing.encode("ﬁne")) == "fine"
     assert changing.decode(changing.encode("\u2581")) == " "
 
 
-def test_a_document_stands_between_its_start_and_end(each, tmp_path):
+def test_a_document_stands_between_its_start_and_end(each, tmp_path, parts_here):
     """Half a surrogate pair is a question mark; numbers that are no token have no text."""
     tokens = each.encode("a b").copy()
     end = [] if each.eos is None else [each.eos]
-    assert each.encode_batch(["a b", ""])[0].tolist() == [each.bos, *tokens, *end]
-    assert each.encode_batch(["a b", ""])[1].tolist() == [each.bos, *end]
+    (tmp_path / "a.jsonl").write_text('{"text": "a b"}\n{"text": "a"}\n')
+    whole, other = make(tmp_path / "a.jsonl", tmp_path / "out", tokens=each).read(
+        [(0, 0, len(tokens) + 1 + len(end)), (1, 0, 1)]
+    )
+    assert (whole.tolist(), other.tolist()) == ([each.bos, *tokens, *end], [each.bos])
     assert each.decode(each.encode("a\ud800")) == "a?"
-    assert each.decode(each.encode_batch(["a\ud800"])[0]) == "a?"
+    assert [each.decode(found) for found in each.encode_all(["a\ud800"])] == ["a?"]
     assert each.decode([-1, *tokens[:1], 10**6, each.bos, *tokens[1:]]) == "a b"
     # What is saved or pickled is the same; text that reads like a special token stays text.
     each.save(tmp_path / "deep" / "copy")
     copies = tokenizer.load(tmp_path / "deep" / "copy"), pickle.loads(pickle.dumps(each))
-    assert copies == (each, each) and copies[0].fingerprint() == each.fingerprint()
+    assert copies == (each, each) and copies[0].fingerprint == each.fingerprint
     for found in (each, *copies):
         assert found.encode("a b") == tokens
         assert each.eos is None or each.eos not in found.encode("a <|end_of_text|> </s> b")
@@ -105,27 +109,30 @@ def test_a_saved_tokenizer_is_a_tokenizer_path_too_and_a_file_is_taken_like_its_
 ):
     """Its tokens around a document are known without their names."""
     for kind, name in (("huggingface", "tokenizer.json"), ("sentencepiece", "tokenizer.model")):
-        assert tokenizer.build(keys(kind, folder / name)) == tokenizer.build(keys(kind, folder))
+        assert build(kind, folder / name) == build(kind, folder)
     config = folder / "tokenizer_config.json"
     config.write_text(json.dumps({"bos_token": "!", "eos_token": {"content": '"'}}))
-    found = tokenizer.build(keys("huggingface", folder))
+    found = build("huggingface", folder)
     config.unlink()
     assert (found.bos, found.eos) == (2, 3)
-    assert found != tokenizer.build(keys("huggingface", folder))
+    assert found != build("huggingface", folder)
     found.save(tmp_path)
-    assert tokenizer.build(keys("huggingface", tmp_path)) == found
+    assert build("huggingface", tmp_path) == found
 
 
-def test_fingerprints_tell_tokenizers_apart(folder, tmp_path):
+def test_fingerprints_tell_tokenizers_apart_and_are_made_once(folder, tmp_path, monkeypatch):
     of = [
         tokenizer.ByteTokenizer(),
-        *(tokenizer.build(keys(kind, folder)) for kind in ("huggingface", "sentencepiece")),
-        tokenizer.build(keys("huggingface", folder, add_eos=False)),
-        tokenizer.build(keys("huggingface", folder, add_bos=False)),
-        tokenizer.build(keys("huggingface", on_disk.byte_level_bpe(tmp_path, vocab_size=599))),
+        *(build(kind, folder) for kind in ("huggingface", "sentencepiece")),
+        build("huggingface", folder, add_eos=False),
+        build("huggingface", folder, add_bos=False),
+        build("huggingface", on_disk.byte_level_bpe(tmp_path, vocab_size=599)),
     ]
-    assert len({each.fingerprint() for each in of}) == len(of)
-    assert of[1].fingerprint() == tokenizer.build(keys("huggingface", folder)).fingerprint()
+    assert len({each.fingerprint for each in of}) == len(of)
+    assert of[1].fingerprint == build("huggingface", folder).fingerprint
+    # A file of 12 MB takes a third of a second: it is parsed once for a tokenizer.
+    monkeypatch.setattr(tokenizer_base, "meaning", None)
+    assert of[1].fingerprint
 
 
 def test_a_token_around_documents_that_the_file_lacks_is_refused(folder, tmp_path):
@@ -133,25 +140,25 @@ def test_a_token_around_documents_that_the_file_lacks_is_refused(folder, tmp_pat
     fields = json.loads((folder / "tokenizer.json").read_text())
     limit = {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(fields | {"truncation": limit}))
-    found = tokenizer.build(keys("huggingface", tmp_path))
+    found = build("huggingface", tmp_path)
     assert found.decode(found.encode("abcdefgh")) == "abcdefgh"
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": null, "eos_token": "!"}')
     with pytest.raises(ConfigError, match=r"^add_bos=true, but .*starts a document.*add_bos=fal"):
-        tokenizer.build(keys("huggingface", tmp_path))
-    assert tokenizer.build(keys("huggingface", tmp_path, add_bos=False)).eos == 2
+        build("huggingface", tmp_path)
+    assert build("huggingface", tmp_path, add_bos=False).eos == 2
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(DataError, match=r"tokenizer_config.json is not JSON: .*Mend it or remove"):
-        tokenizer.build(keys("huggingface", tmp_path))
+        build("huggingface", tmp_path)
 
 
 @pytest.mark.parametrize(
     ("kind", "size"), [("byte", 257), ("huggingface", 600), ("sentencepiece", 600)]
 )
 def test_a_tokenizer_with_more_tokens_than_the_embedding_is_refused(kind, size, folder):
-    tokenizer.build(keys(kind, folder, vocab_size=size))
+    build(kind, folder, rows=size)
     message = rf"^vocab_size={size - 1} is too small .*{kind}.*{size} tokens. Set vocab_size={size}"
     with pytest.raises(DataError, match=message):
-        tokenizer.build(keys(kind, folder, vocab_size=size - 1))
+        build(kind, folder, rows=size - 1)
 
 
 @pytest.mark.parametrize(
@@ -164,10 +171,10 @@ def test_a_file_that_is_no_tokenizer_and_a_missing_package_are_refused(
     for content in (b"", b"{}", b"\xff\x00 words " * 9, b'{"model": 3}'):
         (tmp_path / "a.json").write_bytes(content)
         with pytest.raises(DataError, match=words):
-            tokenizer.build(keys(kind, tmp_path / "a.json"))
+            build(kind, tmp_path / "a.json")
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=rf"package {package}, .*pip install -e '\.\[text\]'"):
-        tokenizer.build(keys(kind, folder))
+        build(kind, folder)
 
 
 def test_a_name_of_the_hub_without_a_network_says_how_to_download_it(monkeypatch, tmp_path):
@@ -176,7 +183,7 @@ def test_a_name_of_the_hub_without_a_network_says_how_to_download_it(monkeypatch
     with pytest.raises(
         DataError, match=r"^tokenizer_path=org/name is no file.*`hf download org/name .*=DIR\.$"
     ) as error:
-        tokenizer.build(keys("huggingface", "org/name"))
+        build("huggingface", "org/name")
     assert "\n" not in str(error.value)
 
 

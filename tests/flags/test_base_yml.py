@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from maxdiloco.data import corpus, packing, tokenizer
+from maxdiloco.data import corpus, kinds, packing, tokenizer
 from maxdiloco.diloco import outer, quantize, schedule
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, checks, config, idle_keys
@@ -98,6 +98,7 @@ def test_what_base_yml_allows_and_says_is_what_the_code_knows():
         "diloco_exchange_dtype": quantize.NAMES,
         "remat_policy": (remat.AUTO, *remat.POLICIES),
         "mlp_activations": layers.ACTIVATIONS,
+        "dataset_type": kinds.KINDS,
         "grain_packing_type": (packing.CONCATENATED, packing.BEST_FIT),
     }.items():
         assert sorted(checks.choices(KEYS[key].allowed)) == sorted(names), key

@@ -14,11 +14,11 @@ import re
 import pytest
 import run_tools as tools
 from allpairspy import AllPairs
+from data.shards_on_disk import prepare_in_this_process
 from tiers import corner
 
 from maxdiloco import evaluate, generate, hf, prepare, report, train
 from maxdiloco import tokenizer as tokenizer_program
-from maxdiloco.data.prepared import prepare as preparation
 from maxdiloco.errors import CheckpointError, ConfigError, DataError
 from maxdiloco.flags import base_yml
 
@@ -193,7 +193,7 @@ def place(tmp_path_factory, programs):
     text = str(folder / "text")
     assert tokenizer_program.main([text, f"out={folder / 'tok.json'}", "vocab_size=280"]) == 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preparation.workers, "map_parts", in_this_process)
+        prepare_in_this_process(patch)
         assert prepare.main([text, f"out={folder / 'shards'}"]) == 0
         keys = BASE | FACTORS["tokenizer"]["bpe"] | SIZES | MESH | dict(dataset_path=text)
         assert start(folder, keys | dict(run_name="run", base_output_directory=folder)) == 0
@@ -201,11 +201,6 @@ def place(tmp_path_factory, programs):
     assert hf.main(["export", str(folder / "run"), exported]) == 0
     assert hf.main(["import", exported, imported]) == 0
     return folder
-
-
-def in_this_process(call, common, calls, processes):
-    """For workers.map_parts: a process of its own costs a second."""
-    return ((number, call(*common, *one)) for number, one in enumerate(calls))
 
 
 def values_of(row, output):
@@ -288,7 +283,7 @@ def read(reader, run, capfd):
 def test_a_row_trains_and_is_read_or_is_refused_with_a_remedy(
     row, place, tmp_path, monkeypatch, capfd
 ):
-    monkeypatch.setattr(preparation.workers, "map_parts", in_this_process)
+    prepare_in_this_process(monkeypatch)
     number = ROWS.index(row)
     values = trained(place, values_of(row, tmp_path), number, capfd)
     change = FACTORS["again"][row.again]

@@ -12,17 +12,23 @@ import time
 
 import numpy as np
 import pytest
-from data.shards_on_disk import prepare_in_this_process
+from data.shards_on_disk import open_dataset, prepare_in_this_process
 
 from maxdiloco import prepare, tokenizer
-from maxdiloco.data import mixture, pipeline, run_tokenizer, shards
+from maxdiloco.data import shards
 from maxdiloco.data.prepared import at_start
 from maxdiloco.data.prepared import prepare as preparing
 from maxdiloco.data.sources.files import Files
-from maxdiloco.errors import ConfigError, DataError
+from maxdiloco.data.tokenizer import ByteTokenizer
+from maxdiloco.errors import ConfigError, DataError, LostPeerError
+from maxdiloco.evaluation import run_texts, run_tokenizer
 from maxdiloco.flags import config
 
 WAIT_S = 300  # far above what a command takes
+
+
+def prepared(cfg, say=print):
+    return run_texts.prepare(cfg, run_tokenizer.open_tokenizer(cfg), say)
 
 
 def command(*arguments):
@@ -84,10 +90,26 @@ def test_on_a_terminal_of_no_columns_progress_is_lines(monkeypatch):
     """As under some shells of containers: a bar shows nothing there."""
     monkeypatch.setattr(preparing.output, "shows_bars", lambda: False)
     said = []
-    with preparing._Bar(100, 0, said.append) as bar:
+    with preparing._progress(100, 0, said.append) as advance:
         for _ in range(4):
-            bar.advance(25)
+            advance(25)
     assert [line.split()[1] for line in said] == ["25%", "50%", "75%"]
+
+
+class Fatal(ByteTokenizer):
+    def encode_all(self, texts):
+        os._exit(7)
+
+
+def test_a_process_that_is_killed_is_told_and_the_same_command_goes_on(tmp_path):
+    """As out of memory does. Its part is made anew."""
+    (tmp_path / "a.txt").write_text("text")
+    source = Files((str(tmp_path / "a.txt"),), (4,), (os.stat(tmp_path / "a.txt").st_mtime_ns,), "")
+    work, out = preparing.Work(source, Fatal(), "a.txt", processes=1), str(tmp_path / "out")
+    with pytest.raises(LostPeerError, match="is gone: killed, or out of .* The same command goes"):
+        preparing.prepare(work, out, print)
+    work = preparing.dataclasses.replace(work, tokenizer=ByteTokenizer())
+    assert preparing.prepare(work, out, print).lengths.tolist() == [5]
 
 
 @pytest.fixture
@@ -104,15 +126,15 @@ def test_a_source_is_tokenised_at_the_first_start_and_found_at_the_second(tmp_pa
     """What is found is what prepare makes of the same source."""
     keys = [*parquet, f"base_output_directory={tmp_path}/runs", "max_target_length=32"]
     cfg, said = config.load(keys, {}), []
-    first = at_start.prepare_sources(cfg, said.append)
+    first = prepared(cfg, said.append)
     assert said[0].startswith("tokenising dataset_path=")
     said.clear()
-    assert at_start.prepare_sources(cfg, said.append) == first
+    assert prepared(cfg, said.append) == first
     assert [line.rpartition(" is ")[2] for line in said] == ["prepared: nothing to do"]
     assert prepare.main([str(tmp_path), f"out={tmp_path}/shards", *parquet[::2]]) == 0
     stored = ["dataset_type=arrayrecord", f"dataset_path={tmp_path}/shards"]
-    data = pipeline.open_dataset(cfg, split="train", prepared=first)
-    same = pipeline.open_dataset(config.load([*keys[3:], *stored], {}), split="train")
+    data = open_dataset(cfg, split="train", prepared=first)
+    same = open_dataset(config.load([*keys[3:], *stored], {}), split="train")
     assert data.fingerprint == same.fingerprint
 
 
@@ -150,15 +172,15 @@ def test_a_mixture_has_sources_of_every_kind_and_prepared_ones_are_not_tokenised
         for of in ("text_column: content", "name: plain"):
             argv = [argument.replace(of, f"{of}, dataset_type: text") for argument in argv]
     cfg = run_tokenizer.resolved(config.load(argv, {}))
-    found = at_start.prepare_sources(cfg, print)
+    found = prepared(cfg)
     names = sorted(os.path.basename(path) for _, path, _ in found)
     assert names == ["a.parquet", "a.txt", "b.jsonl"]
-    data = mixture.open_dataset(cfg, split="train", prepared=found)
+    data = open_dataset(cfg, split="train", prepared=found)
     by_name = dict(zip(data.names, data.sources, strict=True))
     assert by_name["stored"].windows.contents() == by_name["plain"].windows.contents()
     position = data.first_position(2, 4)
     assert data.read(position, 1, *np.ix_(range(2), range(4)))["tokens"].max() < 280
-    assert mixture.open_dataset(cfg, split="eval", prepared=found).num_windows >= 4
+    assert open_dataset(cfg, split="eval", prepared=found).num_windows >= 4
 
 
 def test_a_source_of_a_mixture_that_another_tokenizer_has_prepared_is_refused(mixed):
@@ -170,8 +192,9 @@ def test_a_source_of_a_mixture_that_another_tokenizer_has_prepared_is_refused(mi
             ": .* with add_eos=true. Set add_eos=true, or prepare",
         ),
     ):
+        cfg = config.load(argv, {})
         with pytest.raises(DataError, match=f"^dataset_mixture, source stored{words}"):
-            mixture.open_dataset(config.load(argv, {}), split="train")
+            open_dataset(cfg, split="train", prepared=prepared(cfg))
 
 
 def test_a_small_source_has_a_part_for_every_core(tmp_path, here, capsys, monkeypatch):
@@ -189,10 +212,10 @@ def test_a_small_source_has_a_part_for_every_core(tmp_path, here, capsys, monkey
     cfg = config.load(argv, {})
     with monkeypatch.context() as patch:
         patch.setattr(at_start, "part_bytes_of", lambda source: at_start.PART_BYTES)
-        before = at_start.prepare_sources(cfg, print)
-    assert at_start.prepare_sources(cfg, print) == before
+        before = prepared(cfg)
+    assert prepared(cfg) == before
     shutil.rmtree(tmp_path / "runs")
-    assert at_start.prepare_sources(cfg, print) != before
+    assert prepared(cfg) != before
 
 
 def test_one_path_may_be_two_sources_of_two_kinds(tmp_path, parquet, here):
@@ -204,7 +227,7 @@ def test_one_path_may_be_two_sources_of_two_kinds(tmp_path, parquet, here):
     ]
     argv = [f"base_output_directory={tmp_path}/runs", "max_target_length=16"]
     cfg = config.load([*argv, f"dataset_mixture=[{', '.join(sources)}]"], {})
-    data = mixture.open_dataset(cfg, split="train", prepared=at_start.prepare_sources(cfg, print))
+    data = open_dataset(cfg, split="train", prepared=prepared(cfg))
     sizes = [len(source.windows.documents.lengths) for source in data.sources]
     assert (data.names, sizes) == (("lines", "table"), [1, 60])
 
@@ -215,7 +238,11 @@ def test_one_path_may_be_two_sources_of_two_kinds(tmp_path, parquet, here):
         (["out=x"], 2, "out=x is no SOURCE. Give it first"),
         (["a.txt"], 2, "out= is missing: the folder to make"),
         (["a.txt", "out=x", "processes=-1"], 2, "processes=-1 is no whole number of 0"),
-        (["a.txt", "out=x", "dataset_type=synthetic"], 2, "dataset_type=synthetic needs no prep"),
+        (
+            ["a.txt", "out=x", "dataset_type=synthetic"],
+            2,
+            "dataset_type=synthetic has no text",
+        ),
         (["shards", "out=x"], 3, "SOURCE=shards is prepared already: it holds"),
         (["a.txt", "check=true"], 3, "SOURCE=a.txt holds no manifest.json"),
         (["bad.txt", "out=x"], 3, "bad.txt byte 1: not UTF-8"),
@@ -241,5 +268,5 @@ def test_no_preparation_below_a_bucket(monkeypatch, tmp_path):
     with pytest.raises(
         ConfigError, match="is no folder for it. Run `python -m maxdiloco.prepare .* out=FOLDER "
     ):
-        at_start.prepare_sources(config.load(keys, {}), print)
+        prepared(config.load(keys, {}))
     assert os.listdir(tmp_path) == ["a.jsonl.gz"]

@@ -6,12 +6,13 @@ import math
 import jax
 import numpy as np
 import pytest
+from data.shards_on_disk import open_dataset
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from models.tiny_model import mesh_of
 
 from maxdiloco import train
-from maxdiloco.data import pipeline, tokenizer
+from maxdiloco.data import tokenizer
 from maxdiloco.data.token_text import bytes_of_tokens
 from maxdiloco.evaluation.held_out import Evaluation, Totals
 from maxdiloco.flags import config
@@ -52,7 +53,7 @@ def evaluate(tmp_path):
     def totals(params, text, mesh, **keys):
         path.write_text(text)
         evaluation = Evaluation(model, mesh, length=8, on_compile=lambda *_: None, **keys)
-        return evaluation(params, pipeline.open_dataset(cfg, split="eval"))
+        return evaluation(params, open_dataset(cfg, "eval"))
 
     return model, totals
 
@@ -133,7 +134,7 @@ def test_the_loss_of_a_replica_is_that_of_its_parameters_alone():
     params = [parts.model.init(jax.random.key(seed)) for seed in (1, 2)]
     state = parts.init(np.uint32(0))
     state = type(state)(**vars(state) | {"params": jax.tree.map(lambda *x: np.stack(x), *params)})
-    dataset = pipeline.open_dataset(cfg, split="eval")
+    dataset = open_dataset(cfg, "eval")
     row = parts.of_replicas(state, dataset)
     for m, each in enumerate(params):
         alone = parts.evaluation(each, dataset).loss

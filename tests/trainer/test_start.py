@@ -12,8 +12,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from maxdiloco.checkpoint import read
-from maxdiloco.data import run_tokenizer
 from maxdiloco.errors import CheckpointError, ConfigError
+from maxdiloco.evaluation import run_tokenizer
 from maxdiloco.flags import base_yml, config
 from maxdiloco.parallel.program import Program
 from maxdiloco.storage.run_folder import locate

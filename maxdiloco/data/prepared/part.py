@@ -3,6 +3,7 @@
 What is written depends on the source, the tokenizer and the part's spans alone.
 """
 
+import dataclasses
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from maxdiloco.data import shards
-from maxdiloco.data.sources.spans import PIECE, Damaged, Item, Source, Span, Text
-from maxdiloco.errors import DataError
+from maxdiloco.data.sources.spans import PIECE, Damaged, Item, Reader, Span, Text, check_damage
+from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.storage import durable
 
 # Documents that are given to the tokenizer at once, besides their PIECE characters. Our choice.
@@ -20,12 +21,27 @@ _MOST_DOCUMENTS = 1024
 _OPTIONS = "group_size:1"  # each record is found and checked on its own; compressed by zstd
 
 
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What to prepare, and how.
+
+    name: of the source, for messages. allowed: max_corrupted_records. processes: 0: all cores.
+    part_bytes: of the source in a part; 0: prepare.part_bytes_of it.
+    """
+
+    source: Reader
+    tokenizer: Tokenizer
+    name: str
+    allowed: int = 0
+    processes: int = 0
+    part_bytes: int = 0
+
+
 class Tokens(NamedTuple):
-    """Tokens of a document, or of a piece of one; file: of the source."""
+    """Tokens of a document, or of a piece of one. file: of the source."""
 
     tokens: np.ndarray
     begins: bool
-    ends: bool
     file: int
 
 
@@ -46,26 +62,27 @@ def names_of(folder: str, number: int) -> Names:
     )
 
 
-def make_part(
-    source: Source, tokenizer, spans: Sequence[Span], folder: str, number: int, allowed: int
-) -> dict:
-    """Tokenise the spans of a part and write its files; returns its facts.
+def make_part(work: Work, out: str, todo: Sequence[tuple[int, Sequence[Span]]], index: int) -> dict:
+    """Tokenise a part and write its files; returns its facts.
 
-    allowed: damaged records of the whole source that are skipped. Facts: tokens, documents, bytes
-    and sha256 of the file, damaged [(place, why)], files [(number, documents that begin)];
-    continues: the first document began in an earlier part.
+    todo: numbers and spans of the parts that are made; index: of this one there.
+    Facts: tokens, documents, bytes and sha256 of the file, damaged [(place, why)], files [(number,
+    documents that begin)]; continues: the first document began in an earlier part.
     Raises DataError for unreadable text and for more damaged records than allowed, OSError.
     """
-    names = names_of(folder, number)
+    # Each process has a core of its own; tokenizers would take all of them in each.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    number, spans = todo[index]
+    names = names_of(out, number)
     facts = {"tokens": 0, "documents": 0, "continues": False, "damaged": [], "files": []}
     lengths: list[int] = []
     with durable.replacing(names.tokens) as path:
-        writer = _Writer(os.fspath(path), dtype_of(tokenizer.vocab_size))
+        writer = _Writer(os.fspath(path), dtype_of(work.tokenizer))
         try:
-            for found in _tokens(source, spans, tokenizer):
+            for found in _tokens(work.source, spans, work.tokenizer):
                 if isinstance(found, Damaged):
                     facts["damaged"].append(list(found))
-                    check_damage(facts["damaged"], allowed)
+                    check_damage(facts["damaged"], work.allowed)
                     continue
                 _count(found, facts, lengths)
                 writer.add(found.tokens)
@@ -81,20 +98,9 @@ def make_part(
     return facts
 
 
-def dtype_of(vocab_size: int) -> str:
+def dtype_of(tokenizer: Tokenizer) -> str:
     """The stored type of tokens, as NumPy names it."""
-    return "<u2" if vocab_size <= 1 << 16 else "<u4"
-
-
-def check_damage(damaged: Sequence[Sequence[str]], allowed: int) -> None:
-    """Raise DataError for more damaged records than max_corrupted_records allows."""
-    if len(damaged) > allowed:
-        where, why = damaged[-1]
-        why = why.removeprefix(f"{where} ")
-        raise DataError(
-            f"{where}: {why}{'' if why.endswith('.') else '.'} max_corrupted_records={allowed} "
-            "damaged records are skipped. Repair the file, leave it out, or allow more."
-        )
+    return "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
 
 
 class _Writer:
@@ -129,56 +135,51 @@ class _Writer:
 
 
 def _count(found: Tokens, facts: dict, lengths: list[int]) -> None:
-    if not found.begins:
-        if lengths:
-            lengths[-1] += len(found.tokens)
-        else:
-            facts["continues"] = True
-            lengths.append(len(found.tokens))
+    if not found.begins and lengths:
+        lengths[-1] += len(found.tokens)
         return
     lengths.append(len(found.tokens))
+    if not found.begins:
+        facts["continues"] = True
+        return
     files = facts["files"]
     if not files or files[-1][0] != found.file:
         files.append([found.file, 0])
     files[-1][1] += 1
 
 
-def _tokens(source: Source, spans: Iterable[Span], tokenizer) -> Iterator[Tokens | Damaged]:
+def _tokens(
+    source: Reader, spans: Iterable[Span], tokenizer: Tokenizer
+) -> Iterator[Tokens | Damaged]:
     """Items of spans as tokens, in their order; documents without any are left out."""
+    before, after = ([] if token is None else [token] for token in (tokenizer.bos, tokenizer.eos))
     for span in spans:
         for batch in _batches(_short(source.read(span))):
             if isinstance(batch, Damaged):
                 yield batch
-            elif batch[0].begins and batch[0].ends:
-                for tokens in tokenizer.encode_batch([item.text for item in batch]):
-                    if len(tokens):
-                        yield Tokens(tokens, True, True, span.file)
-            else:
-                (piece,) = batch
-                tokens = _piece(piece, tokenizer)
-                yield Tokens(tokens, piece.begins, piece.ends, span.file)
-
-
-def _piece(piece, tokenizer):
-    before = [tokenizer.bos] if piece.begins and tokenizer.bos is not None else []
-    after = [tokenizer.eos] if piece.ends and tokenizer.eos is not None else []
-    return np.array([*before, *tokenizer.encode(piece.text), *after], np.int64)
+                continue
+            found = tokenizer.encode_all([item.text for item in batch])
+            for item, tokens in zip(batch, found, strict=True):
+                around = before if item.begins else [], after if item.ends else []
+                tokens = np.concatenate([around[0], tokens, around[1]]).astype(np.int32)
+                if len(tokens) or not (item.begins and item.ends):
+                    yield Tokens(tokens, item.begins, span.file)
 
 
 def _batches(items: Iterable[Item]) -> Iterator[Damaged | list[Text]]:
-    """Runs of whole documents; damaged records and pieces of documents on their own."""
+    """Runs of texts, which are tokenised together; damaged records on their own."""
     batch: list[Text] = []
     size = 0
     for item in items:
-        whole = isinstance(item, Text) and item.begins and item.ends
-        if batch and (not whole or size >= PIECE or len(batch) >= _MOST_DOCUMENTS):
+        damaged = isinstance(item, Damaged)
+        if batch and (damaged or size >= PIECE or len(batch) >= _MOST_DOCUMENTS):
             yield batch
             batch, size = [], 0
-        if whole:
+        if damaged:
+            yield item
+        else:
             batch.append(item)
             size += len(item.text)
-        else:
-            yield item if isinstance(item, Damaged) else [item]
     if batch:
         yield batch
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import json
 import os
 import re
@@ -14,8 +15,10 @@ from etils import epath
 
 from maxdiloco import json_text
 from maxdiloco.data import shards
-from maxdiloco.data.prepared import part, workers
-from maxdiloco.data.sources.spans import Source, Span
+from maxdiloco.data.prepared import part
+from maxdiloco.data.prepared.part import Work
+from maxdiloco.data.read_ahead import read_ahead
+from maxdiloco.data.sources.spans import Reader, Span, check_damage
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.processes import output
 from maxdiloco.storage import durable
@@ -35,23 +38,7 @@ _LEFT = rf"{_WHOLE}\.[0-9a-f]{{8}}\.part"  # durable.beside
 _MOST_NAMED = 10  # damaged records that are printed; the manifest has all
 
 
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """What to prepare, and how.
-
-    name: of the source, for messages. allowed: max_corrupted_records. processes: 0: all cores.
-    part_bytes: of the source in a part; 0: part_bytes_of it.
-    """
-
-    source: Source
-    tokenizer: object
-    name: str
-    allowed: int = 0
-    processes: int = 0
-    part_bytes: int = 0
-
-
-def part_bytes_of(source: Source) -> int:
+def part_bytes_of(source: Reader) -> int:
     """Bytes of the source in a part, where nothing else is asked for."""
     size = sum(span.size for span in source.spans(PART_BYTES))
     return min(PART_BYTES, max(_LEAST_BYTES, -(-size // _PARTS)))
@@ -71,7 +58,7 @@ def prepare(work: Work, out: str, say: Callable[[str], None]) -> shards.Shards:
         with _locked(out):
             if not _is_begun(work, out):
                 return _make(work, out, say)
-            _remove_facts(out)
+            _remove(out, _FACTS, _LEFT)
             say(f"{out} is prepared: nothing to do")
             return shards.open_shards(out, "out")
     except OSError as error:
@@ -87,7 +74,8 @@ def _make(work, out, say):
     parts = list(_parts(work.source.spans(work.part_bytes), work.part_bytes))
     if not parts:
         raise DataError(f"{work.name} holds no text: its files are empty. Give text to read.")
-    facts = {number: found for number in range(len(parts)) if (found := _facts(out, number))}
+    found = {number: _read_json(part.names_of(out, number).facts) for number in range(len(parts))}
+    facts = {number: known for number, known in found.items() if known}
     sizes = [sum(span.size for span in spans) for spans in parts]
     done = sum(sizes[number] for number in facts)
     processes = min(work.processes or len(os.sched_getaffinity(0)), len(parts))
@@ -96,17 +84,21 @@ def _make(work, out, say):
         f"{len(parts)} parts, {processes} processes, to {out}"
         + (f"; {len(facts)} parts were done before" if facts else "")
     )
-    todo = [number for number in range(len(parts)) if number not in facts]
-    calls = [(parts[number], out, number, work.allowed) for number in todo]
+    todo = [(number, spans) for number, spans in enumerate(parts) if number not in facts]
     _check_damage(facts, work)
-    common = (work.source, work.tokenizer)
-    with _Bar(sum(sizes), done, say) as bar:
-        made = workers.map_parts(part.make_part, common, calls, processes)
+    make = functools.partial(part.make_part, work, out, todo)
+    lost = (
+        "a process that tokenises text is gone: killed, or out of memory. The same command goes on "
+        "where it was; processes=1 needs less memory."
+    )
+    with _progress(sum(sizes), done, say) as advance:
+        count = len(todo)  # ahead: none waits until a slow part's turn is over
+        made = read_ahead(make, count, min(processes, count), ahead=max(count, 1), lost=lost)
         with contextlib.closing(made):
-            for index, found in made:
-                facts[todo[index]] = found
+            for (number, _), found in zip(todo, made, strict=True):
+                facts[number] = found
                 _check_damage(facts, work)
-                bar.advance(sizes[todo[index]])
+                advance(sizes[number])
     manifest = _finish(work, out, [facts[number] for number in range(len(parts))])
     seconds = time.perf_counter() - begun
     tokens = sum(count for count, *_ in manifest.parts)
@@ -114,7 +106,10 @@ def _make(work, out, say):
         f"prepared {out}: {manifest.lengths[0]:,} documents, {tokens:,} tokens in {seconds:.1f} s"
         f" ({(sum(sizes) - done) / 1e6 / seconds:.1f} MB/s)"
     )
-    _tell_damage(manifest, say)
+    if manifest.damaged:
+        say(f"{len(manifest.damaged)} damaged records were skipped (max_corrupted_records):")
+    for where, why in manifest.damaged[:_MOST_NAMED]:
+        say(f"  {where}: {why.removeprefix(f'{where} ')}")
     return shards.open_shards(out, "out")
 
 
@@ -134,33 +129,17 @@ def _parts(spans: Iterator[Span], part_bytes: int) -> Iterator[list[Span]]:
 
 def _check_damage(facts, work):
     damaged = [record for number in sorted(facts) for record in facts[number]["damaged"]]
-    part.check_damage(damaged, work.allowed)
+    check_damage(damaged, work.allowed)
 
 
-def _tell_damage(manifest, say):
-    if manifest.damaged:
-        say(f"{len(manifest.damaged)} damaged records were skipped (max_corrupted_records):")
-    for where, why in manifest.damaged[:_MOST_NAMED]:
-        say(f"  {where}: {why.removeprefix(f'{where} ')}")
-
-
-def _facts(out, number):
-    """Facts of a part that is complete, or None."""
-    names = part.names_of(out, number)
+def _read_json(path):
+    """The fields of a file; None where it is absent or no such JSON."""
     try:
-        with open(names.facts, "rb") as file:
-            return json_text.parse(file.read())
+        with open(path, "rb") as file:
+            found = json_text.parse(file.read())
     except (FileNotFoundError, ValueError):
         return None
-
-
-def _begun_with(content):
-    """What a folder was begun with; {} where that cannot be read, which is another's then."""
-    try:
-        found = json_text.parse(content)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+    return found if isinstance(found, dict) else None
 
 
 def _is_begun(work, out):
@@ -169,12 +148,18 @@ def _is_begun(work, out):
         "format": shards.FORMAT,
         "source": work.source.stamps(),
         "column": work.source.column,
-        "tokenizer": work.tokenizer.fingerprint(),
+        "tokenizer": work.tokenizer.fingerprint,
         "part_bytes": work.part_bytes,
     }
     path = os.path.join(out, _PLAN)
     if not os.path.exists(path):
-        if not all(_is_of_a_beginning(entry) for entry in os.scandir(out)):
+        # A kill before there was a plan leaves the lock, and what durable.replacing wrote.
+        others = [
+            entry
+            for entry in os.scandir(out)
+            if not re.fullmatch(_LEFT, entry.name) and (entry.name != _LOCK or entry.stat().st_size)
+        ]
+        if others:
             raise ConfigError(
                 f"out={out} is not empty, and was not made by maxdiloco.prepare. Choose a new "
                 "folder."
@@ -182,8 +167,7 @@ def _is_begun(work, out):
         with durable.replacing(path) as new:
             new.write_text(json.dumps(plan))
         return False
-    with open(path, "rb") as file:
-        before = _begun_with(file.read())
+    before = _read_json(path) or {}
     different = [key for key in plan if before.get(key) != plan[key]]
     if different:
         raise ConfigError(
@@ -191,11 +175,6 @@ def _is_begun(work, out):
             "or remove this one."
         )
     return shards.is_folder(out)
-
-
-def _is_of_a_beginning(entry):
-    """Whether an entry may stand in a folder that has no plan yet: a kill left it, or the lock."""
-    return re.fullmatch(_LEFT, entry.name) or (entry.name == _LOCK and not entry.stat().st_size)
 
 
 def _finish(work, out, facts):
@@ -213,9 +192,9 @@ def _finish(work, out, facts):
             files[number] += documents
     names = [os.path.basename(name) for name in work.source.names]
     manifest = shards.Manifest(
-        tokenizer=work.tokenizer.fingerprint(),
+        tokenizer=work.tokenizer.fingerprint,
         vocab_size=work.tokenizer.vocab_size,
-        dtype=part.dtype_of(work.tokenizer.vocab_size),
+        dtype=part.dtype_of(work.tokenizer),
         record=shards.RECORD,
         parts=[[found["tokens"], found["bytes"], found["sha256"]] for found in facts],
         lengths=[count, shards.file_hash(lengths)],
@@ -224,14 +203,8 @@ def _finish(work, out, facts):
     )
     with durable.replacing(os.path.join(out, shards.MANIFEST)) as path:
         path.write_bytes(manifest.to_bytes())
-    _remove_facts(out)
+    _remove(out, _FACTS, _LEFT)
     return manifest
-
-
-def _remove_facts(out):
-    """Remove what only an unfinished folder needs."""
-    for pattern in (_FACTS, _LEFT):
-        _remove(out, pattern)
 
 
 def _join_lengths(out, facts, path):
@@ -265,36 +238,27 @@ def _locked(out):
         yield
 
 
-def _remove(out, pattern):
+def _remove(out, *patterns):
     for name in os.listdir(out):
-        if re.fullmatch(pattern, name):
+        if any(re.fullmatch(pattern, name) for pattern in patterns):
             os.remove(os.path.join(out, name))
 
 
-class _Bar:
-    """A progress bar on a terminal; elsewhere a line for every tenth of the work."""
+@contextlib.contextmanager
+def _progress(total: int, done: int, say: Callable[[str], None]) -> Iterator[Callable[[int], None]]:
+    """A function to call with bytes that are done: a bar on a terminal, elsewhere a line a tenth"""
+    if output.shows_bars():
+        from tqdm import tqdm
 
-    def __init__(self, total: int, done: int, say: Callable[[str], None]):
-        self._total, self._done, self._say = max(total, 1), done, say
-        self._begun = time.perf_counter()
-        self._bar = None
-        if output.shows_bars():
-            from tqdm import tqdm
+        with tqdm(total=total, initial=done, unit="B", unit_scale=True, leave=False) as bar:
+            yield bar.update
+        return
+    begun, total = time.perf_counter(), max(total, 1)
 
-            self._bar = tqdm(total=total, initial=done, unit="B", unit_scale=True, leave=False)
+    def advance(size):
+        nonlocal done
+        before, done = done, done + size
+        if before * 10 // total != done * 10 // total < 10:
+            say(f"tokenised {done / total:.0%} after {time.perf_counter() - begun:.0f} s")
 
-    def __enter__(self) -> "_Bar":
-        return self
-
-    def __exit__(self, kind, error, traceback) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def advance(self, size: int) -> None:
-        """Move on by some bytes of the source."""
-        before, self._done = self._done, self._done + size
-        if self._bar is not None:
-            self._bar.update(size)
-        elif before * 10 // self._total != self._done * 10 // self._total < 10:
-            seconds = time.perf_counter() - self._begun
-            self._say(f"tokenised {self._done / self._total:.0%} after {seconds:.0f} s")
+    yield advance

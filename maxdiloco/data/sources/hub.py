@@ -5,8 +5,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from maxdiloco.data.sources.packages import require
-from maxdiloco.data.sources.spans import Damaged, Item, Span, Text
+from maxdiloco.data.packages import require
+from maxdiloco.data.sources.spans import Damaged, Item, Span, Text, check_column
 from maxdiloco.errors import DataError
 
 _ROWS = 256  # read at once; our choice
@@ -14,7 +14,7 @@ _ROWS = 256  # read at once; our choice
 
 @dataclasses.dataclass(frozen=True)
 class Hub:
-    """One split of a data set, whose rows lie in Arrow files of the package's cache.
+    """A split of a data set, whose rows lie in Arrow files of the package's cache (spans.Reader).
 
     dataset: a datasets.Dataset; its pickle names the files.
     """
@@ -33,7 +33,7 @@ class Hub:
             yield Span(0, begin, end, int((end - begin) * bytes_a_row))
 
     def read(self, span: Span) -> Iterator[Item]:
-        """Documents of some rows (spans.Source)."""
+        """Documents of some rows (spans.Reader)."""
         for begin in range(span.begin, span.end, _ROWS):
             rows = range(begin, min(begin + _ROWS, span.end))
             try:
@@ -64,8 +64,9 @@ def open_hub(path: str, key: str, column: str) -> Hub:
             f"{key} is empty, but dataset_type=hf needs the name of a data set. Set {key} to one "
             "of the hub, such as allenai/c4:en, or to a folder."
         )
-    datasets = require("datasets", f"dataset_type=hf reads {key}={path}")
-    hub_logging = require("huggingface_hub.utils.logging", "dataset_type=hf")
+    user = f"dataset_type=hf of {key}={path}"
+    datasets = require("datasets", user, extra="data")
+    hub_logging = require("huggingface_hub.utils.logging", user, extra="data")
     hub_logging.set_verbosity_error()  # one line of ours instead of a line for each attempt
     try:
         dataset = _load(datasets, os.path.expanduser(name), config or None, split or "train")
@@ -80,7 +81,7 @@ def open_hub(path: str, key: str, column: str) -> Hub:
             f"{key}={path} is no data set that the package datasets can load: {error}. Give NAME, "
             "NAME:CONFIG or NAME:CONFIG:SPLIT of the hub, or a folder."
         ) from error
-    _check_column(dataset, column, f"{key}={path}")
+    check_column(dataset.data.schema, column, f"{key}={path}")
     return Hub((path,), dataset.select_columns([column]), column)
 
 
@@ -90,17 +91,3 @@ def _load(datasets, name, config, split):
     if os.path.isfile(os.path.join(name, "dataset_dict.json")):
         return datasets.load_from_disk(name)[split]
     return datasets.load_dataset(name, config, split=split)
-
-
-def _check_column(dataset, column, where):
-    if column not in dataset.column_names:
-        raise DataError(
-            f"text_column={column} is not in {where}, which has "
-            f"{', '.join(dataset.column_names)}. Set text_column to the column that holds the text."
-        )
-    kind = str(dataset.data.schema.field(column).type)
-    if kind not in ("string", "large_string"):
-        raise DataError(
-            f"text_column={column} is {kind} in {where}, not string. Set text_column to the column "
-            "that holds the text."
-        )

@@ -5,14 +5,11 @@ A row group belongs to the span that its first byte is in, so that no footer is 
 
 from collections.abc import Iterator
 
-from maxdiloco.data.sources.packages import require
-from maxdiloco.data.sources.spans import Damaged, Item, Text
-from maxdiloco.errors import DataError
+from maxdiloco.data.packages import require
+from maxdiloco.data.sources.spans import Damaged, Item, Text, check_column
 
 # Rows that are decoded at once: our choice; a page of text is some hundreds.
 _ROWS = 256
-# Arrow's types of text.
-_TEXT = ("string", "large_string", "dictionary<values=string", "dictionary<values=large_string")
 
 
 def read(path: str, begin: int, end: int, column: str) -> Iterator[Item]:
@@ -20,8 +17,8 @@ def read(path: str, begin: int, end: int, column: str) -> Iterator[Item]:
 
     Raises DataError for a column that is missing or not text, OSError for an unreadable file.
     """
-    pyarrow = require("pyarrow", f"{path} is a parquet file")
-    tables = require("pyarrow.parquet", f"{path} is a parquet file")
+    pyarrow = require("pyarrow", path, extra="data")
+    tables = require("pyarrow.parquet", path, extra="data")
     try:
         file = tables.ParquetFile(path)
     except pyarrow.ArrowInvalid as error:
@@ -29,11 +26,10 @@ def read(path: str, begin: int, end: int, column: str) -> Iterator[Item]:
             yield Damaged(path, f"no parquet file, or one that was cut off ({error})")
         return
     with file:
-        _check_column(file.schema_arrow, path, column)
-        number = file.schema_arrow.names.index(column)
+        check_column(file.schema_arrow, column, path)
         for group in range(file.num_row_groups):
             if begin <= _place(file.metadata.row_group(group)) < end:
-                yield from _rows(pyarrow, file, group, number, path)
+                yield from _rows(pyarrow, file, group, column, path)
 
 
 def _place(group):
@@ -45,40 +41,21 @@ def _place(group):
     return min(pages)
 
 
-def _rows(pyarrow, file, group, number, path):
+def _rows(pyarrow, file, group, column, path) -> Iterator[Item]:
     where = f"{path} row group {group}"
-    column = file.schema_arrow.names[number]
     done = 0
     try:
         for batch in file.iter_batches(_ROWS, row_groups=[group], columns=[column]):
             for row, value in enumerate(batch.column(0), start=done):
-                yield from _document(value, f"{where} row {row}")
+                try:
+                    text = value.as_py()
+                except UnicodeDecodeError as error:
+                    yield Damaged(f"{where} row {row}", f"not UTF-8 ({error.reason})")
+                    continue
+                if text:  # None where the column is null
+                    yield Text(text)
             done += len(batch)
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         yield Damaged(f"{where} after row {done}", str(error))
-
-
-def _document(value, where) -> Iterator[Item]:
-    try:
-        text = value.as_py()
-    except UnicodeDecodeError as error:
-        yield Damaged(where, f"not UTF-8 ({error.reason})")
-        return
-    if text:  # None where the column is null
-        yield Text(text)
-
-
-def _check_column(schema, path, column):
-    if column not in schema.names:
-        raise DataError(
-            f"text_column={column} is not in {path}, which has {', '.join(schema.names)}. Set "
-            "text_column to the column that holds the text."
-        )
-    kind = schema.field(column).type
-    if not str(kind).startswith(_TEXT):
-        raise DataError(
-            f"text_column={column} is {kind} in {path}, not string. Set text_column to the column "
-            "that holds the text."
-        )

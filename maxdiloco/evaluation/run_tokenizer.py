@@ -11,7 +11,8 @@ from typing import Any
 from etils import epath
 
 from maxdiloco.data import tokenizer as tokenizers
-from maxdiloco.data.tokenizer import ByteTokenizer, Tokenizer
+from maxdiloco.data.tokenizer import ByteTokenizer, Keys
+from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.errors import CheckpointError
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
@@ -35,7 +36,7 @@ def resolved(cfg: Config) -> Config:
     """
     if cfg.vocab_size != -1:
         return cfg
-    size, rows = tokenizers.of_keys(cfg).vocab_size, cfg.padded_vocab_size
+    size, rows = tokenizers.build(Keys.of(vars(cfg))).vocab_size, cfg.padded_vocab_size
     of_model = config.rows_of_model(cfg)
     if of_model is not None and _OWN * of_model <= size <= of_model:
         size = of_model
@@ -46,8 +47,9 @@ def resolved(cfg: Config) -> Config:
 
 def open_tokenizer(cfg: Config) -> Tokenizer:
     """The tokenizer of a run. Raises DataError, ConfigError: see data.tokenizer.build."""
-    # Synthetic data may have fewer tokens than there are bytes.
-    return ByteTokenizer() if cfg.tokenizer_type == "byte" else tokenizers.build(cfg)
+    if cfg.tokenizer_type == "byte" and cfg.dataset_type == "synthetic":
+        return ByteTokenizer()  # these data may have fewer tokens than there are bytes
+    return tokenizers.build(Keys.of(vars(cfg)), cfg.vocab_size)
 
 
 def travelling_files(tokenizer: Tokenizer) -> dict[str, bytes]:
@@ -78,7 +80,7 @@ def of_checkpoint(cfg: Config, checkpoint: epath.Path) -> Tokenizer:
     Raises CheckpointError where it cannot be read, DataError where there is none.
     """
     if cfg.tokenizer_type == "byte":
-        return tokenizers.build(cfg)
+        return tokenizers.build(Keys.of(vars(cfg)), cfg.vocab_size)
     try:
         with object_store.as_os_errors(checkpoint):
             return tokenizers.load(checkpoint / FOLDER)
@@ -104,22 +106,21 @@ def config_with(cfg: Config, checkpoint: epath.Path) -> Iterator[Config]:
 
 
 def differs(cfg: Config, meta: Mapping[str, Any]) -> bool:
-    """Whether a run has another tokenizer than the one that wrote a checkpoint.
-
-    meta: of the checkpoint; one older than the key "tokenizer" is of the byte tokenizer.
-    """
-    saved = meta.get("tokenizer", ByteTokenizer().fingerprint())
-    return saved != open_tokenizer(cfg).fingerprint()
+    """Whether a run has another tokenizer than the one that wrote the checkpoint with this meta."""
+    return meta["tokenizer"] != open_tokenizer(cfg).fingerprint
 
 
-def refuse_another(cfg: Config, meta: Mapping[str, Any], checkpoint: epath.Path) -> None:
+def refuse_another(
+    cfg: Config, meta: Mapping[str, Any], checkpoint: epath.Path, *, fingerprint: str
+) -> None:
     """Raise CheckpointError when a run that resumes has another tokenizer file.
 
-    The keys tokenizer_type, add_bos and add_eos are compared with the others, by flags.resume.
+    fingerprint: of its tokenizer. The keys tokenizer_type, add_bos and add_eos are compared with
+    the others, by flags.resume.
     """
     keys = ("tokenizer_type", "add_bos", "add_eos")
-    same_keys = all(meta["config"].get(key, vars(cfg)[key]) == vars(cfg)[key] for key in keys)
-    if same_keys and differs(cfg, meta):
+    same_keys = all(meta["config"][key] == vars(cfg)[key] for key in keys)
+    if same_keys and meta["tokenizer"] != fingerprint:
         raise CheckpointError(
             f"tokenizer_path={cfg.tokenizer_path}: the tokenizer is not that of checkpoint "
             f"{checkpoint}, so the same tokens mean another text. Set tokenizer_path="

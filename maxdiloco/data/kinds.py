@@ -1,0 +1,91 @@
+"""The kinds of data sets, dataset_type: what of a folder each reads, and who opens its text."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from maxdiloco.data import corpus, shards
+from maxdiloco.data.sources import files, hub, spans
+from maxdiloco.errors import ConfigError, DataError
+
+
+class Source(NamedTuple):
+    """What names a text: the dataset_type, the path, and the column or field that holds it."""
+
+    kind: str
+    path: str
+    column: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A value of dataset_type.
+
+    open: (path, key, column) to text that is not yet tokenised; None: there is none to tokenise.
+    suffixes: of the files that are read of a folder; empty: all of it, or it is no folder.
+    in_place: suffixes of those whose bytes are tokens as they are, for the byte tokenizer.
+    """
+
+    open: Callable[[str, str, str], spans.Reader] | None = None
+    suffixes: tuple[str, ...] = ()
+    in_place: tuple[str, ...] = ()
+
+
+KINDS: Mapping[str, Kind] = MappingProxyType({
+    "text": Kind(files.open_text, files.TEXT, corpus.SUFFIXES),
+    "parquet": Kind(files.open_parquet, files.PARQUET),
+    "hf": Kind(hub.open_hub),
+    "arrayrecord": Kind(),
+    "synthetic": Kind(),
+})  # fmt: skip
+
+
+def open_source(source: Source, key: str) -> spans.Reader:
+    """Text that is not yet tokenised. key: the flag of its path, for messages.
+
+    Raises DataError for data that are missing or unreadable, and for a prepared folder; ConfigError
+    for a kind that has no text, and without a package.
+    """
+    kind, path, column = source
+    readers = {name: row.open for name, row in KINDS.items() if row.open}
+    if kind not in readers:
+        raise ConfigError(
+            f"dataset_type={kind} has no text to read. Use one of {', '.join(readers)}."
+        )
+    if shards.is_folder(path):
+        raise DataError(
+            f"{key}={path} is prepared already: it holds tokens, not text. Train with "
+            f"dataset_path={path}, or give the text that it was made from."
+        )
+    return readers[kind](path, key, column)
+
+
+def needs_tokenising(source: Source, key: str, *, of_bytes: bool) -> bool:
+    """Whether a source has no known token counts: all but folders of shards, and files that
+    are read in place. of_bytes: whether the byte tokenizer reads it.
+
+    Raises DataError when the files cannot be listed.
+    """
+    kind = KINDS[source.kind]
+    if kind.open is None or shards.is_folder(source.path):
+        return False
+    if not (of_bytes and kind.in_place):
+        return True
+    names = corpus.find_files(source.path, key, kind.suffixes)
+    return any(name.endswith(files.COMPRESSED) for name in names)
+
+
+def left_out_line(source: Source, key: str) -> str:
+    """A warning that counts the files of a folder that its source does not read; empty: none."""
+    kind, path, _ = source
+    read = KINDS[kind].suffixes
+    others = corpus.left_out(path, read) if read else {}
+    if not others:
+        return ""
+    named = [f"{count:,} {suffix or 'without a suffix'}" for suffix, count in others.most_common(8)]
+    tables = "; dataset_type=parquet reads those" if others[".parquet"] else ""
+    return (
+        f"warning: {others.total():,} other files in {key}={path} are not read: "
+        f"{', '.join(named)}{tables}."
+    )
