@@ -126,7 +126,7 @@ def _read(compiled: jax.stages.Compiled) -> Any:
 def figures(counted: list[tuple[Any, int]], chip: chips.Chip) -> tuple[str, ...]:
     """MiB of a period, ms on the link at the first of GBPS, exposed ms at each."""
     played = [
-        [(replay.replay(module, replay.Link.of(chip, gbps)), runs) for module, runs in counted]
+        [(replay.replay(module, chip, gbps), runs) for module, runs in counted]
         for gbps in GBPS
     ]  # fmt: skip
     busy = sum(runs * replayed.busy for replayed, runs in played[0])

@@ -89,7 +89,7 @@ def option_lines(options: Mapping[str, Option]) -> list[str]:
     """For --help: each option with its default, in at most 100 columns."""
     return [
         textwrap.fill(
-            f"{name}={option.default!r}  {option.meaning}",
+            f"{name}={'' if option.default is None else repr(option.default)}  {option.meaning}",
             100,
             initial_indent="  ",
             subsequent_indent=" " * 6,

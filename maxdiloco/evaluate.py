@@ -14,13 +14,13 @@ from maxdiloco.processes.output import one_line, say
 USAGE = """usage: python -m maxdiloco.evaluate RUN [key=value ...]
 
 RUN: name of a run, its folder, or the folder of one of its checkpoints; also on gs://
-  eval_sets={}  texts to evaluate on beside the held-out one, as {wiki: /data/wiki}
-  report=  file to write the result to, as JSON"""
+  eval_sets={}  texts to evaluate on beside the held-out one, as {wiki: /data/wiki}"""
 OPTIONS = MappingProxyType({
     "step": Option(-1, "of the checkpoint; -1: the newest", int, -1),
     "parameters": Option(
         "outer", "outer: theta; replica_0 ...: those of one replica; mean: of all replicas"
     ),
+    "report": Option("", "file to write the result to, as JSON"),
 })  # fmt: skip
 
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     environ = {k: v for k, v in os.environ.items() if k == "M_BASE_OUTPUT_DIRECTORY"}
     base = config.load(place, environ).base_output_directory
     folder = find.locate(run, base_output_directory=base, step=options.step, key="RUN")
-    return _run(folder, options.parameters, keys)
+    return _run(folder, options.parameters, options.report, keys)
 
 
 def _help() -> None:
@@ -54,7 +54,7 @@ def _help() -> None:
         say(indent + line)
 
 
-def _run(folder, parameters: str, keys: list[str]) -> int:
+def _run(folder, parameters: str, report: str, keys: list[str]) -> int:
     import jax
 
     from maxdiloco.checkpoint import find
@@ -73,16 +73,16 @@ def _run(folder, parameters: str, keys: list[str]) -> int:
 
         for line in notes:
             say_once(line)
-        if cfg.report and primary:
-            compiled_file.check_place("report", cfg.report)
+        if report and primary:
+            compiled_file.check_place("report", report)
         result = eval_stored.evaluate(
             folder, key="RUN", argv=keys, environ=os.environ, parameters=parameters, say=say_once
         )
         for line in eval_stored.table(result):
             say_once(line)
-        if cfg.report and primary:
+        if report and primary:
             text = json.dumps(eval_stored.as_json(result), indent=1) + "\n"
-            compiled_file.write_whole("report", cfg.report, text.encode())
+            compiled_file.write_whole("report", report, text.encode())
     return 0
 
 

@@ -9,17 +9,15 @@ import json
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import NamedTuple
+from types import MappingProxyType, SimpleNamespace
 
-from maxdiloco.aot import gpus
+from maxdiloco import train_compile
 from maxdiloco.command_line import Option, end_with, guarded, read_options
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, config, help
 from maxdiloco.flags.config import ENVIRONMENT_PREFIX, Config
-from maxdiloco.processes.output import one_line, say, say_error
+from maxdiloco.processes.output import one_line, say
 
-REFUSED = 1
 OPTIONS = MappingProxyType({
     "step_time": Option(
         None,
@@ -27,6 +25,7 @@ OPTIONS = MappingProxyType({
         float,
         0,
     ),
+    "dcn_bandwidth_gbps": Option(None, "Gbit/s of one device's share of the link", float, 0),
     "host_bandwidth_gbps": Option(
         None, "Gbit/s of a host's link, in place of dcn_bandwidth_gbps", float, 0
     ),
@@ -39,29 +38,29 @@ OPTIONS = MappingProxyType({
         float,
         0,
     ),
+    "report": train_compile.OPTIONS["report"],
 })  # fmt: skip
 # Each names one link between slices: of a device, a host, a slice.
 LINKS = ("dcn_bandwidth_gbps", "host_bandwidth_gbps", "slice_bandwidth_gbps")
-
-
-class Options(NamedTuple):
-    """What is not a key of base.yml. None: not given. keys: the rest of the command line."""
-
-    numbers: dict[str, float]
-    keys: list[str]
 
 
 @guarded
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
     if words := help.asked(argv):
-        say(help_text(words[1:]))
+        say(train_compile.help_text("maxdiloco.plan", words[1:], OPTIONS))
         return 0
-    options = parse(argv)
-    cfg = config.load(options.keys, os.environ)
-    given = given_keys(options.keys, os.environ)
-    link = _link(options, given)
-    if not cfg.compile_topology and "step_time" not in options.numbers:
+    options, keys = read_options(argv, OPTIONS, "plan", keys=True)
+    cfg = config.load(keys, os.environ)
+    names = [name for name in LINKS if vars(options)[name] is not None]
+    if not names:
+        raise ConfigError(
+            "dcn_bandwidth_gbps is not given, and the plan is for a link. Give one device's share "
+            "in Gbit/s, or host_bandwidth_gbps or slice_bandwidth_gbps."
+        )
+    if len(names) > 1:
+        raise ConfigError(f"{' and '.join(names)} name the same link. Give one of them.")
+    if not cfg.compile_topology and options.step_time is None:
         raise ConfigError(
             "step_time is not given and compile_topology is empty, so the time of a step is "
             "unknown. Give step_time=0.8 (seconds), or compile_topology=v5e-16 or h100-8 with "
@@ -69,23 +68,7 @@ def main(argv: Sequence[str]) -> int:
         )
     from maxdiloco.data import run_tokenizer
 
-    return _plan(run_tokenizer.resolved(cfg), options, given, link)
-
-
-def help_text(words: Sequence[str]) -> str:
-    """What --help prints: the plan's own options and the keys, or the keys that words choose."""
-    keys = help.help_text("maxdiloco.plan", words)
-    if words:
-        return keys
-    own = "\n".join(f"  {name}=  {option.meaning}" for name, option in OPTIONS.items())
-    head, rest = keys.split("\n", 1)
-    return f"{head}\n{rest}\n\nof the plan, beside the keys of a run\n{own}"
-
-
-def parse(argv: Sequence[str]) -> Options:
-    """Split the command line. Raises ConfigError for an option that is no positive number."""
-    values, keys = read_options(argv, OPTIONS, "plan", keys=True)
-    return Options({k: v for k, v in vars(values).items() if v is not None}, keys)
+    return _plan(run_tokenizer.resolved(cfg), options, keys, names[0])
 
 
 def given_keys(keys: Sequence[str], environ: Mapping[str, str]) -> set[str]:
@@ -103,60 +86,45 @@ def given_keys(keys: Sequence[str], environ: Mapping[str, str]) -> set[str]:
     return names
 
 
-def _link(options: Options, given: set[str]) -> str:
-    """The name of the bandwidth that the user gave."""
-    names = [name for name in LINKS if name in options.numbers or name in given]
-    if not names:
-        raise ConfigError(
-            "dcn_bandwidth_gbps is not given, and the plan is for a link. Give one device's share "
-            "in Gbit/s, or host_bandwidth_gbps or slice_bandwidth_gbps."
-        )
-    if len(names) > 1:
-        raise ConfigError(f"{' and '.join(names)} name the same link. Give one of them.")
-    return names[0]
-
-
-def _plan(cfg: Config, options: Options, given: set[str], link: str) -> int:
+def _plan(cfg: Config, options: SimpleNamespace, keys: Sequence[str], link: str) -> int:
     from maxdiloco.aot import topology
     from maxdiloco.planning import choices, compiled, job, rating, table
     from maxdiloco.trainer import compiled_file
 
-    if cfg.report:
-        compiled_file.check_place("report", cfg.report)
+    if options.report:
+        compiled_file.check_place("report", options.report)
     planned = job.of(cfg)
     on_host = planned.per_slice
     if cfg.compile_topology:
         on_host = min(on_host, topology.devices_per_host(cfg.compile_topology))
-    shares = dict(zip(LINKS, [(1, "device"), (on_host, "host"), (planned.per_slice, "slice")],
-                      strict=True))  # fmt: skip
-    share = shares[link]
-    gbps = options.numbers.get(link, cfg.dcn_bandwidth_gbps) / share[0]
-    families = choices.families(planned, given)
+    sharing = ((1, "device"), (on_host, "host"), (planned.per_slice, "slice"))
+    share = sharing[LINKS.index(link)]
+    gbps, latency_s = vars(options)[link] / share[0], (options.latency_ms or 0.0) / 1e3
+    families = choices.families(planned, given_keys(keys, os.environ))
     if not families:
         raise ConfigError(
             "no way to synchronise has the values that are given for H, P and tau. Leave one out."
         )
-    latency_s = options.numbers.get("latency_ms", 0.0) / 1e3
-    step = rating.Step(options.numbers.get("step_time", 1.0))
-    is_guessed = "step_time" not in options.numbers and gpus.kind_of(cfg.compile_topology)
-    if is_guessed:
-        step = compiled.estimated_step(planned)
-    rows = rating.ranked(planned, families, step=step, gbps=gbps, latency_s=latency_s)
-    _check_memory(planned, rows)
-    if "step_time" not in options.numbers and not is_guessed:
-        step = compiled.plain_step(cfg, gbps=gbps, say=_say)
+
+    def ranked(step: rating.Step) -> list[rating.Rated]:
         rows = rating.ranked(planned, families, step=step, gbps=gbps, latency_s=latency_s)
         _check_memory(planned, rows)
-    plan = table.Plan(planned, step, gbps, share, rows, options.keys, latency_s)
+        return rows
+
+    if options.step_time is not None:
+        step = rating.Step(options.step_time)
+    elif topology.is_gpu(cfg.compile_topology):
+        step = compiled.estimated_step(planned)
+    else:
+        ranked(rating.Step(1.0))  # refuse a model whose state alone is too big before compiling
+        step = compiled.plain_step(cfg, gbps=gbps, say=_say)
+    plan = table.Plan(planned, step, gbps, share, ranked(step), keys, choices.measured(), latency_s)
     for line in table.lines(plan):
         _say(line)
-    if cfg.report:
-        text = json.dumps(table.as_json(plan), indent=1) + "\n"
-        compiled_file.write_whole("report", cfg.report, text.encode())
-    refused = table.refusals(plan)
-    for line in refused:
-        say_error(f"refused: {line}")
-    return REFUSED if refused else 0
+    if options.report:
+        text = json.dumps(table.as_json(plan), indent=1)
+        compiled_file.write_whole("report", options.report, f"{text}\n".encode())
+    return train_compile.refuse(table.refusals(plan))
 
 
 def _check_memory(planned, rows) -> None:

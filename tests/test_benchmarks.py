@@ -22,11 +22,11 @@ from benchmarks.bandwidth.tables import Size
 from benchmarks.learning.cases import FIRST_HOUR, SYMPTOMS
 from benchmarks.link import moments
 from benchmarks.link.faults import End, Fault
+from maxdiloco.aot.wait import least_gbps
 from maxdiloco.diloco.schedule import Schedule
 from maxdiloco.engine.calls import Call
 from maxdiloco.flags import config
 from maxdiloco.parallel.program import Program
-from maxdiloco.planning.exposure import least_gbps
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -110,7 +110,7 @@ TWO = ONE._replace(name="two layers", layers=2)
     ],
 )
 def test_the_utilisation_of_a_few_steps(size, sends, steps, bits, share):
-    found = simulator.utilisation(size, sends, steps=steps, bits_per_layer=bits, gbps=1.0)
+    found = simulator.layered_utilisation(size, sends, steps=steps, bits_per_layer=bits, gbps=1.0)
     assert found == pytest.approx(share)
 
 

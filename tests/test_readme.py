@@ -70,7 +70,8 @@ def test_every_flag_in_the_readme_exists():
 
     commands = "\n".join(line for line in README.splitlines() if "generate" not in line)
     known = {"key", "check", "out", "prompt", "mesh", "num_replicas", "sync_period", "max_to_keep"}
-    known |= {"step_time", "slice_bandwidth_gbps", "latency_ms", "watch"}
+    known |= {"step_time", "dcn_bandwidth_gbps", "slice_bandwidth_gbps", "latency_ms", "report"}
+    known |= {"watch"}
     assert unknown_flags(commands) <= known
     assert unknown_flags("use `stepz=5`") == {"stepz"}
 

@@ -4,15 +4,9 @@ from typing import NamedTuple
 
 from benchmarks.bandwidth.simulator import LAYERS, H
 from benchmarks.bandwidth.tables import SIZES, Size
+from maxdiloco.aot.wait import data_parallel, exposed_s, least_gbps, utilisation
 from maxdiloco.diloco import quantize
 from maxdiloco.diloco.schedule import Schedule, offsets
-from maxdiloco.planning.exposure import (
-    host_exposed_s,
-    least_gbps,
-    program_exposed_s,
-    utilisation,
-)
-from maxdiloco.planning.layers import data_parallel
 
 
 class Mode(NamedTuple):
@@ -52,18 +46,15 @@ def sustained(size: Size, mode: Mode, *, replicas: int, gbps: float) -> float:
     """
     schedule = mode.schedule
     bits = bits_per_parameter(mode.wire) * size.parameters / schedule.P * (replicas - 1)
-    seconds = bits / (gbps * 1e9)
-    if not schedule.lag:
-        exposed_s = program_exposed_s([seconds] * schedule.P, step_s=0.0)
-    elif mode.carrier == "program":
-        chunks = schedule.max_chunks
-        each = [seconds / chunks] * (schedule.P * chunks)
-        exposed_s = program_exposed_s(each, step_s=size.step_s)
-    else:
-        exposed_s = host_exposed_s(
-            [seconds] * schedule.P, H=schedule.H, lag=schedule.lag, step_s=size.step_s
-        )
-    return utilisation(size.step_s, exposed_s, schedule.H)
+    seconds, parts = bits / (gbps * 1e9), schedule.max_chunks * (mode.carrier == "program")
+    waited = exposed_s(
+        [seconds] * schedule.P,
+        [seconds / parts] * (schedule.P * parts) if parts else (),
+        H=schedule.H,
+        lag=schedule.lag,
+        step_s=size.step_s,
+    )
+    return utilisation(size.step_s, waited, schedule.H)
 
 
 def rows(replicas: int) -> list[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""What the papers' tables have been made of, for the simulator in maxdiloco/planning/layers.py.
+"""What the papers' tables have been made of, for the simulator in maxdiloco/aot/wait.py.
 
 Where the papers say nothing the values below were fitted to their tables.
 """
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from benchmarks.bandwidth.tables import TARGETS
-from maxdiloco.planning.layers import Send, Size, utilisation, whole_model
+from maxdiloco.aot.wait import Send, Size, layered_utilisation
 
 GRID = np.logspace(-1, 3, 50)  # every published value is one of these, printed with one decimal
 H = 100
@@ -17,12 +17,12 @@ LAYERS = 3  # of a fragment, 2501.18512 section 3.2
 
 def data_parallel(layers: int, steps: int) -> list[Send]:
     """Every layer in every step."""
-    return whole_model(layers, steps, period=1)
+    return diloco(layers, steps, period=1)
 
 
 def diloco(layers: int, steps: int, *, period: int = H) -> list[Send]:
-    """Every layer once in a period."""
-    return whole_model(layers, steps, period=period)
+    """Every layer once in a period, waited for at once."""
+    return [Send(step, range(layers), step + 1) for step in range(period, steps + 1, period)]
 
 
 def streaming(layers: int, steps: int, *, lag: int, eager: bool = False) -> list[Send]:
@@ -57,5 +57,7 @@ def computed(size: Size, sends: list[Send], steps: int, bits: float, share: floa
     """A row of a published table. bits: of a parameter on the wire."""
     per_layer = share * bits * size.parameters / size.layers
     return least_gbps(
-        lambda gbps: utilisation(size, sends, steps=steps, bits_per_layer=per_layer, gbps=gbps)
+        lambda gbps: layered_utilisation(
+            size, sends, steps=steps, bits_per_layer=per_layer, gbps=gbps
+        )
     )

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from maxdiloco.planning.exposure import host_exposed_s
+from maxdiloco.aot import wait
 
 UNLIMITED = "unlimited"
 # Bytes on the link above those that the trainer claims, once the chatter is taken off. Headers of
@@ -68,10 +68,10 @@ def exposed_s(
     """Seconds a period of H steps waits for the link, by arithmetic alone.
 
     sizes: bytes of each fragment's payload, which cross the host's link num_hosts - 1 times. Used
-    `lag` steps of step_s after it is sent; see host_exposed_s. No header, no congestion control.
+    `lag` steps of step_s after it is sent; see wait.exposed_s. No header, no congestion control.
     """
     seconds = [size * (num_hosts - 1) * 8e-6 / mbit for size in sizes]
-    return host_exposed_s(seconds, H=H, lag=lag, step_s=step_s, latency_s=latency_s)
+    return wait.exposed_s(seconds, H=H, lag=lag, step_s=step_s, latency_s=latency_s)
 
 
 def all_reduce_bytes(gradients: int, num_hosts: int) -> float:

@@ -1,8 +1,7 @@
 """GPUs to compile for on a machine without them: their names, what the compiler asks, devices.
 
-A name is a kind and the number of GPUs that one slice has, up to eight of one host and then whole
-hosts. XPK's names mean the same. No GPU is there to try kernels on, so the compiler takes its
-default ones, and it gives no estimate of time.
+A name is a kind and the number of GPUs of one slice, those of one host or of whole hosts. No GPU
+is there to try kernels on, so the compiler takes its default ones and estimates no time.
 """
 
 import importlib.util
@@ -87,22 +86,15 @@ def kind_of(name: str) -> str | None:
     return kind if kind in GPUS else None
 
 
-def known_name(name: str) -> str:
-    """The name of GPUs by one of the names of their kind. Raises ConfigError for another number."""
-    kind, size = kind_of(name), name.rpartition("-")[2]
-    found = f"{kind}-{size}"
-    if size.isdecimal() and int(size) in SIZES:
-        return found
-    sizes = ", ".join(map(str, SIZES))
-    raise ConfigError(
-        f"compile_topology={name} is not known: {kind} counts GPUs of one slice. Use one of "
-        f"{sizes}, as {kind}-{ON_HOST}."
-    )
-
-
 def size_of(name: str) -> int:
-    """GPUs of one slice. Raises ConfigError for an unknown number."""
-    return int(known_name(name).rpartition("-")[2])
+    """GPUs of one slice. Raises ConfigError for a number that no hosts have."""
+    size = name.rpartition("-")[2]
+    if size in map(str, SIZES):
+        return int(size)
+    raise ConfigError(
+        f"compile_topology={name} is not known: {kind_of(name)} counts GPUs of one slice. Use one "
+        f"of {', '.join(map(str, SIZES))}, as {kind_of(name)}-{ON_HOST}."
+    )
 
 
 def chip(name: str, environ: Mapping[str, str] = os.environ) -> Chip:
@@ -111,23 +103,15 @@ def chip(name: str, environ: Mapping[str, str] = os.environ) -> Chip:
     Raises ConfigError for an unknown name and for a share of memory that is no number in (0, 1].
     """
     size_of(name)
-    gpu = GPUS[kind_of(name)]
-    return CHIPS[gpu.chip]._replace(
-        hbm_gib=gpu.memory * _share(environ) / 2**30, ici_gbps=gpu.link_gbps
-    )
-
-
-def _share(environ: Mapping[str, str]) -> float:
-    for key in SHARE_KEYS:
-        if raw := environ.get(key, ""):
-            try:
-                share = float(raw)
-            except ValueError:
-                share = 0.0
-            if not 0 < share <= 1:
-                raise ConfigError(f"{key}={raw} must be above 0 and at most 1. Use 0.9, say.")
-            return share
-    return SHARE
+    gpu, share = GPUS[kind_of(name)], SHARE
+    if key := next((key for key in SHARE_KEYS if environ.get(key)), ""):
+        try:
+            share = float(environ[key])
+        except ValueError:
+            share = 0.0
+        if not 0 < share <= 1:
+            raise ConfigError(f"{key}={environ[key]} must be above 0 and at most 1. Use 0.9, say.")
+    return CHIPS[gpu.chip]._replace(hbm_gib=gpu.memory * share / 2**30, ici_gbps=gpu.link_gbps)
 
 
 def devices(name: str, num_slices: int) -> list[Any]:

@@ -7,15 +7,16 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from maxdiloco.aot.hlo import collectives, flops, kernels, reader, replay, transfers
-from maxdiloco.aot.hlo.collectives import Collective
-from maxdiloco.aot.hlo.replay import Link, Timing
-from maxdiloco.aot.hlo.transfers import Transfer
+from maxdiloco.aot.hlo import products, reader, replay, traffic
+from maxdiloco.aot.hlo.reader import Module
+from maxdiloco.aot.hlo.replay import Timing
+from maxdiloco.aot.hlo.traffic import Collective
 from maxdiloco.engine.calls import Call
 from maxdiloco.engine.describe import bytes_on_device
 from maxdiloco.engine.memory import Memory, elsewhere, is_on_device, memory_of
 from maxdiloco.errors import ConfigError
 from maxdiloco.metrics.compiles import temporaries, too_big
+from maxdiloco.parallel.chips import Chip
 
 
 class Crossing(NamedTuple):
@@ -49,15 +50,15 @@ class Measured(NamedTuple):
     name: str
     runs: float
     when: str
+    event: str
     compile_seconds: float
-    too_big: str
-    flops: float
-    seconds: float | None
-    kernels: int
     memory: Memory
-    crossings: tuple[Crossing, ...]
-    inside: tuple[Collective, ...]
-    event: str = ""
+    too_big: str = ""
+    flops: float = 0.0
+    seconds: float | None = None
+    kernels: int = 0
+    crossings: tuple[Crossing, ...] = ()
+    inside: tuple[Collective, ...] = ()
 
     @property
     def busy(self) -> float:
@@ -75,128 +76,107 @@ class Measured(NamedTuple):
         return sum(crossing.waited_least for crossing in self.crossings)
 
 
-class Tiers(NamedTuple):
-    """Sizes of the mesh axes over slices (dcn) and inside a slice (ici), in mesh order."""
-
-    dcn: Mapping[str, int]
-    ici: Mapping[str, int]
-
-
-def tiers(mesh: Mesh, dcn: Mapping[str, int]) -> Tiers:
-    """The Tiers of a mesh. dcn: sizes of the axes over slices, without a -1."""
-    ici = {axis: size // dcn[axis] for axis, size in mesh.shape.items()}
-    return Tiers(dict(dcn), ici)
-
-
 def measure(
     calls: list[Call],
     state: Any,
     *,
-    mesh_tiers: Tiers,
-    link: Link | None,
+    mesh: Mesh,
+    dcn: Mapping[str, int],
+    chip: Chip | None,
+    gbps: float,
     say: Callable[[str], None],
 ) -> list[Measured]:
     """Compile the program of every call and read its HLO.
 
-    state: what the run keeps on the devices, as ShapeDtypeStructs. link: None off TPU, where
-    programs have no schedule of transfers. A program that does not fit the chip is in the result.
+    state: what the run keeps on the devices, as ShapeDtypeStructs. dcn: sizes of the mesh axes over
+    slices. chip: None, and those that are not timed, have no schedule of transfers. gbps: a
+    device's share of the link [Gbit/s]. A program that does not fit the chip is in the result.
     Raises ConfigError for a construct that the HLO reader does not know.
     """
     out = []
     for call in calls:
-        start = time.perf_counter()
+        name, start = call.program.name, time.perf_counter()
         try:
             compiled = call.program.compile(*call.args)
         except jax.errors.JaxRuntimeError as error:
             if (reason := too_big(error)) is None:
                 raise
-            out.append(_too_big(call, time.perf_counter() - start, reason, state))
-            say(f"{call.program.name} does not fit: {out[-1].too_big}")
-            continue
+            say(f"{name} does not fit: {reason}")
+            compiled, memory = None, _memory_of_too_big(call, state, reason)
+        else:
+            reason, memory = "", memory_of(compiled, call, state)
         seconds = time.perf_counter() - start
-        memory = memory_of(compiled, call, state)
-        read = _on_tpu if link is not None else _off_tpu
+        found = Measured(name, call.runs, call.when, call.event, seconds, memory, reason)
+        out.append(found)
+        if compiled is None:
+            continue
         try:
             module = reader.read(compiled.as_text())
-            out.append(read(call, seconds, module, memory, mesh_tiers, link))
+            found = found._replace(flops=products.matmul_flops(module))
+            if chip is not None and chip.timed:
+                out[-1] = _on_tpu(found, module, mesh, dcn, chip, gbps)
+            else:
+                out[-1] = _off_tpu(found, module, mesh, dcn)
         except ValueError as error:
             raise ConfigError(
-                f"the compiled program {call.program.name!r} has something that the report cannot "
-                f"read, so what it sends is unknown: {error}"
+                f"the compiled program {name!r} has something that the report cannot read, so "
+                f"what it sends is unknown: {error}"
             ) from error
     return out
 
 
-def _too_big(call: Call, seconds: float, reason: str, state: Any) -> Measured:
+def _memory_of_too_big(call: Call, state: Any, reason: str) -> Memory:
     arguments = sum(bytes_on_device(x) for x in jax.tree.leaves(call.args) if is_on_device(x))
     temporary = temporaries(reason, arguments)
-    memory = Memory(arguments, 0, temporary, arguments + temporary, elsewhere(call, state))
-    return Measured(
-        call.program.name, call.runs, call.when, seconds, reason, 0.0, None, 0, memory, (), (),
-        call.event,
-    )  # fmt: skip
+    return Memory(arguments, 0, temporary, arguments + temporary, elsewhere(call, state))
 
 
-def _on_tpu(call, seconds, module, memory, mesh_tiers, link) -> Measured:
-    played = replay.replay(module, link)
-    least = replay.replay(module, link._replace(send_done_waits=False)).transfers
-    times = transfers.runs(module)
+def _on_tpu(
+    found: Measured,
+    module: Module,
+    mesh: Mesh,
+    dcn: Mapping[str, int],
+    chip: Chip,
+    gbps: float,
+) -> Measured:
+    """A program numbers the devices of one slice."""
+    played = replay.replay(module, chip, gbps)
+    least = replay.replay(module, chip, gbps, send_done_waits=False).transfers
     crossings = [
-        _crossing(t, times[t.rendezvous], played.transfers[t.rendezvous], mesh_tiers.dcn)._replace(
-            waited_least=least[t.rendezvous].waited
+        Crossing(
+            t.kind,
+            t.sent.dtype,
+            traffic.axes_of(t.slices, dcn),
+            t.bytes_sent,
+            t.padding,
+            t.times,
+            t.in_conditional,
+            played.transfers[t.rendezvous],
+            least[t.rendezvous].waited,
         )
-        for t in transfers.transfers(module)
+        for t in traffic.transfers(module)
     ]
-    unknown = [
-        item
-        for where, item in module.reached()
-        if kernels.is_kernel(item) and kernels.flops(where, item) is None
-    ]
-    return _measured(call, seconds, module, memory)._replace(
+    unknown = {
+        (run.computation.name, run.instruction.name)
+        for run in reader.executed(module)
+        if products.is_kernel(run.instruction)
+        and products.kernel_flops(run.computation, run.instruction) is None
+    }
+    ici = {axis: size // dcn[axis] for axis, size in mesh.shape.items()}
+    return found._replace(
         seconds=played.seconds - played.waited,
         kernels=len(unknown),
         crossings=tuple(crossings),
-        inside=tuple(collectives.collectives(module, mesh_tiers.ici)),
+        inside=tuple(traffic.collectives(module, ici)),
     )
 
 
-def _measured(call, seconds, module, memory) -> Measured:
-    """A program without its times and traffic, which need the link."""
-    return Measured(
-        name=call.program.name,
-        runs=call.runs,
-        when=call.when,
-        compile_seconds=seconds,
-        too_big="",
-        flops=flops.matmul_flops(module),
-        seconds=None,
-        kernels=0,
-        memory=memory,
-        crossings=(),
-        inside=(),
-        event=call.event,
-    )
-
-
-def _crossing(transfer: Transfer, times: int, timing: Timing, dcn: Mapping[str, int]) -> Crossing:
-    return Crossing(
-        kind=transfer.collective,
-        dtype=transfer.sent.dtype,
-        axes=collectives.axes_of(transfer.slices, dcn),
-        bytes_per_device=transfer.bytes_sent(),
-        padding=transfer.padding,
-        times=times,
-        in_conditional=transfer.in_conditional,
-        timing=timing,
-    )
-
-
-def _off_tpu(call, seconds, module, memory, mesh_tiers, link) -> Measured:
+def _off_tpu(found: Measured, module: Module, mesh: Mesh, dcn: Mapping[str, int]) -> Measured:
     """CPU and GPU number all devices in one program; slices are blocks of them."""
-    sizes = {axis: n * mesh_tiers.ici[axis] for axis, n in mesh_tiers.dcn.items()}
-    dcn_axes = {axis for axis, size in mesh_tiers.dcn.items() if size > 1}
-    items = collectives.collectives(module, sizes)
-    return _measured(call, seconds, module, memory)._replace(
+    dcn_axes = {axis for axis, size in dcn.items() if size > 1}
+    # Slices are the major blocks of the devices.
+    items = traffic.collectives(module, dict(mesh.shape))
+    return found._replace(
         crossings=tuple(
             Crossing(item.kind, item.dtype, item.axes, item.bytes_sent, 0, item.times, False, None)
             for item in items

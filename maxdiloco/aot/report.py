@@ -1,18 +1,23 @@
-"""The report on programs compiled ahead of time: its tables, and reasons not to start the job.
+"""The report on programs compiled ahead of time: verdict, tables, and reasons not to start the job.
 
-Times are estimates of the TPU compiler and of hlo/replay.py; nothing was run.
+Its figures are those of figures.as_json.
 """
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
-from maxdiloco.aot.figures import Report, as_json
+from maxdiloco.aot import wait
+from maxdiloco.aot.figures import Report, as_json, verdict
 from maxdiloco.engine.calls import BESIDE, START, STEP
 from maxdiloco.processes.output import aligned
 
 MIB = 2**20
 WIDTH = 100  # columns of a line of prose, and of the tables unless a number is very long
+TIGHT = 0.9  # part of the memory; above it another version of the compiler may not fit. Our choice
+# Devices of an axis over which XLA:TPU of libtpu 0.0.42 still makes all-gathers, on v5e and v5p
+# (benchmarks/log, Qwen3 30B-A3B).
+MOST_GATHERED = 32
 SEND_DONE = (
     "exposed ms: if a send is done when the other slice has the data; or: when its buffer",
     "  is free. No TPU has told yet which; the first one counts",
@@ -24,28 +29,120 @@ WITHOUT_GPU = (
 )
 
 
-def lines(report: Report) -> list[str]:
-    """The tables behind the verdict: programs and memory, what crosses slices, what stays inside.
+def _wrapped(texts: list[str]) -> list[str]:
+    how = dict(subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return [line for text in texts for line in textwrap.wrap(text, WIDTH, **how)]
 
-    What was not compiled is named, never shown as zero.
-    """
+
+# -- the verdict: memory, speed, what is exposed, what would do ------------------------------------
+
+
+def verdict_lines(report: Report) -> list[str]:
+    """The verdict, in lines of WIDTH at most."""
+    found = verdict(report)
+    texts = [f"verdict on {report.title}", *_memory(report, found), _speed(report, found)]
+    return _wrapped([*texts, *_exposed(report, found), *_long_axis(report)])
+
+
+def _memory(report: Report, found: dict[str, Any]) -> list[str]:
+    needed, name = found["memory_needed_bytes"], found["memory_program"]
+    if report.chip is None:
+        return [f"memory: {needed / MIB:,.0f} MiB a device, in {name}"]
+    used = f"{needed / MIB:,.0f} of {report.chip.hbm / MIB:,.0f} MiB a device"
+    if found["fits"]:
+        tightly = " tightly" if found["memory_share"] > TIGHT else ""
+        return [f"fits{tightly}: {used} ({found['memory_share']:.0%}), most in {name}"]
+    missing = [program for program in report.programs if program.too_big]
+    least = "at least " if missing else ""
+    parts = "".join(_parts(program.memory) for program in missing if program.name == name)
+    enough = found["topology_enough"]
+    would = f"{enough} would do" if enough else "no known slice of this kind would do"
+    out = [
+        f"does not fit: {name} needs {least}{used}{parts}",
+        f"by arithmetic {would}, if all of it is shared by more devices (not compiled). "
+        f"{report.room.removesuffix('.')}",
+    ]
+    if missing:
+        names = ", ".join(program.name for program in missing)
+        out.append(f"not compiled, so not known below: {names}")
+    return out
+
+
+def _parts(memory: Any) -> str:
+    """What the memory of a program that was not compiled is made of."""
+    state = (memory.arguments + memory.elsewhere) / MIB
+    temporary = f"{memory.temporary / MIB:,.0f}" if memory.temporary else "unknown"
+    return f": {state:,.0f} of state, {temporary} of temporaries"
+
+
+def _speed(report: Report, found: dict[str, Any]) -> str:
+    if report.step_seconds is None:
+        return "speed: not known" + ("" if report.timed else " off TPU")
+    kernels = max((program.kernels for program in report.programs), default=0)
+    without = f" without {kernels} Pallas kernels" if kernels else ""
+    return (
+        f"speed: {report.step_seconds * 1e3:,.1f} ms a step, {found['tokens_per_second']:,.0f} "
+        f"tokens/s, {found['mfu']:.1%} MFU (estimate{without}; nothing was run)"
+    )
+
+
+def _exposed(report: Report, found: dict[str, Any]) -> list[str]:
+    if report.step_seconds is None:
+        return ["exposed: not known" + ("" if report.timed else " off TPU")]
+    exposed, least = report.exposed_seconds, report.exposed_seconds_least
+    if not exposed:
+        return [f"exposed: nothing, at {report.gbps:g} Gbit/s a device"]
+    other = f" (or {least * 1e3:,.2f})" if least != exposed else ""
+    out = [
+        f"exposed: {exposed * 1e3:,.2f} ms{other} a period of {report.period} steps, "
+        f"{exposed / (report.step_seconds * report.period):.2%} of the time, at {report.gbps:g} "
+        f"Gbit/s a device"
+    ]
+    would = []
+    if found["bandwidth_enough_gbps"]:
+        would.append(f"dcn_bandwidth_gbps={found['bandwidth_enough_gbps']:g}")
+    if found["tau_enough"]:
+        would.append(f"num_communication_overlapping_steps={found['tau_enough']}")
+    if would:
+        out.append(f"nothing would be exposed with {' or '.join(would)} (estimate)")
+    elif report.overlap:
+        out.append(
+            "no bandwidth and no tau within a period would hide it: use a longer "
+            "diloco_sync_period or a smaller diloco_exchange_dtype"
+        )
+    return out
+
+
+def _long_axis(report: Report) -> list[str]:
+    """Where an axis is so long that weights are not gathered, how to make two of it."""
+    data, fsdp = (report.ici.get(axis, 1) for axis in ("data", "fsdp"))
+    if not report.timed or fsdp <= MOST_GATHERED or fsdp % MOST_GATHERED:
+        return []
+    parts = fsdp // MOST_GATHERED
+    return [
+        f"fsdp has {fsdp} devices in a slice: over more than {MOST_GATHERED} XLA:TPU gathers a "
+        f"weight by zeros and an all-reduce of twice the bytes. Compare with ici_data_parallelism="
+        f"{data * parts} ici_fsdp_parallelism={MOST_GATHERED}, which gathers, for {parts} times "
+        f"the state a device (not compiled)"
+    ]
+
+
+# -- the tables: programs and memory, what crosses slices, what stays inside -----------------------
+
+
+def lines(report: Report) -> list[str]:
+    """The tables behind the verdict. What was not compiled is named, never shown as zero."""
     programs = as_json(report)["programs"]
     out = [f"== {report.title}", ""]
     out += [f"compiled under {name}={flags}" for name, flags in report.flags.items() if flags]
     out += WITHOUT_GPU if report.chip and not report.timed else ()
     out += _programs(report, programs)
-    unknown = [f"not known: {line}" for line in _wrapped(_names(programs))]
+    names = ", ".join(program["name"] for program in programs if program["too_big"])
+    wrapped = textwrap.wrap(names, WIDTH - len("not known: "), break_on_hyphens=False)
+    unknown = [f"not known: {line}" for line in wrapped]
     out += ["", f"what crosses slices{_at(report)}", *_over_slices(programs), *unknown]
     out += ["", "what crosses devices inside a slice, per run", *_in_slice(report, programs)]
     return [*out, *unknown, "", *_summary(report)]
-
-
-def _names(programs: list[dict[str, Any]]) -> str:
-    return ", ".join(program["name"] for program in programs if program["too_big"])
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH - len("not known: "), break_on_hyphens=False)
 
 
 def _at(report: Report) -> str:
@@ -86,44 +183,44 @@ def _figures(program: dict[str, Any]) -> list[str]:
 def _over_slices(programs: list[dict[str, Any]]) -> list[str]:
     header = ("collective", "dtype", "over", "bytes/device", "tiles", "starts", "ends", "hides",
               "link ms", "exposed ms", "or")  # fmt: skip
-    groups: dict[str, list[tuple]] = {}
-    for program in programs:
-        for row in program["dcn"] or ():
-            kind = row["collective"] + (" in a conditional" if row["in_conditional"] else "")
-            sizes = (row[key] for key in ("bytes_per_device", "padding_bytes"))
-            times = ["-"] * 6
-            if "starts" in row:
-                times = [f"{row[key]:.0%}" for key in ("starts", "ends", "hides_behind")]
-                seconds = ("link_seconds", "exposed_seconds", "exposed_seconds_least")
-                times += [f"{row[key] * 1e3:.3f}" for key in seconds]
-            shown = (kind, row["dtype"], "+".join(row["axes"]), *(f"{x:,}" for x in sizes), *times)
-            groups.setdefault(program["name"], []).append(shown)
-    out = _grouped(header, groups, programs)
-    if any(row["exposed_seconds"] != row["exposed_seconds_least"] for program in programs
-           for row in program["dcn"] or () if "starts" in row):  # fmt: skip
-        out += SEND_DONE
-    return out
+
+    def cells(row: dict[str, Any]) -> tuple:
+        kind = row["collective"] + (" in a conditional" if row["in_conditional"] else "")
+        sizes = (f"{row[key]:,}" for key in ("bytes_per_device", "padding_bytes"))
+        times = ["-"] * 6
+        if "starts" in row:
+            times = [f"{row[key]:.0%}" for key in ("starts", "ends", "hides_behind")]
+            seconds = ("link_seconds", "exposed_seconds", "exposed_seconds_least")
+            times += [f"{row[key] * 1e3:.3f}" for key in seconds]
+        return kind, row["dtype"], "+".join(row["axes"]), *sizes, *times
+
+    timed = [row for p in programs for row in p["dcn"] or () if "starts" in row]
+    differ = any(row["exposed_seconds"] != row["exposed_seconds_least"] for row in timed)
+    return [*_grouped(header, programs, "dcn", cells), *(SEND_DONE if differ else ())]
 
 
 def _in_slice(report: Report, programs: list[dict[str, Any]]) -> list[str]:
     header = ("collective", "over", "number", "MiB/device", "at its links ms")
-    groups: dict[str, list[tuple]] = {}
-    for program in programs:
-        for row in program["ici"] or ():
-            kind = row["collective"] + ("" if row["asynchronous"] else ", waited for")
-            sent = row["bytes_per_device"]
-            took = f"{sent * 8e-6 / report.chip.ici_gbps:.3f}" if report.chip else "-"
-            shown = (kind, "+".join(row["axes"]), row["number"], f"{sent / MIB:,.2f}", took)
-            groups.setdefault(program["name"], []).append(shown)
-    return _grouped(header, groups, programs)
+
+    def cells(row: dict[str, Any]) -> tuple:
+        kind = row["collective"] + ("" if row["asynchronous"] else ", waited for")
+        sent = row["bytes_per_device"]
+        took = f"{sent * 8e-6 / report.chip.ici_gbps:.3f}" if report.chip else "-"
+        return kind, "+".join(row["axes"]), row["number"], f"{sent / MIB:,.2f}", took
+
+    return _grouped(header, programs, "ici", cells)
 
 
 def _grouped(
-    header: tuple, groups: Mapping[str, list[tuple]], programs: list[dict[str, Any]]
+    header: tuple, programs: list[dict[str, Any]], key: str, cells: Callable[[dict], tuple]
 ) -> list[str]:
     """One table for all programs, each program's name on a line above its rows."""
+    groups: dict[str, list[tuple]] = {}
+    for program in programs:
+        for row in program[key] or ():
+            groups.setdefault(program["name"], []).append(cells(row))
     if not groups:
-        return [] if _names(programs) else ["nothing"]
+        return [] if any(program["too_big"] for program in programs) else ["nothing"]
     table = aligned([header, *(row for rows in groups.values() for row in rows)])
     out, at = [f"  {table[0]}"], 1
     for name, rows in groups.items():
@@ -136,62 +233,51 @@ def _summary(report: Report) -> list[str]:
     """The sums of a period: the steps, and what runs beside them."""
     sent, aside = ("not known" if report.missing(when) else f"{report.bytes_sent(when):,.0f} bytes"
                    for when in (STEP, BESIDE))  # fmt: skip
-    steps = f"to other slices, a device and period of {report.period} steps: {sent}"
+    out = [f"to other slices, a device and period of {report.period} steps: {sent}"]
+    if report.by_hosts:
+        gbps = report.gbps * report.devices_per_slice
+        out += [
+            f"beside the programs the hosts of a slice send (exchange_carrier=host) "
+            f"{report.by_hosts:,.0f} bytes a period,",
+            f"  {report.by_hosts * 8e-9 / gbps:.2f} s at {gbps:g} Gbit/s a slice",
+        ]
     beside = f"beside the steps: {aside}"
-    if report.step_seconds is None:
-        return [steps, *_by_hosts(report), beside, *_events(report)]
-    whole = report.step_seconds * report.period
-    share = exposed_share(report.exposed_seconds, report.busy_seconds)
-    if not report.missing(BESIDE):
-        beside += f", {report.seconds(BESIDE) * 1e3:.2f} ms"
-        beside += f", {report.seconds(BESIDE) / whole:.1%} of the steps' time"
-    return [
-        steps,
-        *_by_hosts(report),
-        f"link busy {report.busy_seconds / whole:.1%} of the time, {share:.1%} of it exposed",
-        beside,
-        *_events(report),
-    ]
-
-
-def _by_hosts(report: Report) -> list[str]:
-    """The line on exchanges that no program holds."""
-    if not report.by_hosts:
-        return []
-    gbps = report.gbps * report.devices_per_slice
-    return [
-        f"beside the programs the hosts of a slice send (exchange_carrier=host) "
-        f"{report.by_hosts:,.0f} bytes a period,",
-        f"  {report.by_hosts * 8e-9 / gbps:.2f} s at {gbps:g} Gbit/s a slice",
-    ]
+    if report.step_seconds is not None:
+        whole = report.step_seconds * report.period
+        share = wait.share(report.exposed_seconds, report.busy_seconds)
+        out.append(
+            f"link busy {report.busy_seconds / whole:.1%} of the time, {share:.1%} of it exposed"
+        )
+        if not report.missing(BESIDE):
+            beside += f", {report.seconds(BESIDE) * 1e3:.2f} ms"
+            beside += f", {report.seconds(BESIDE) / whole:.1%} of the steps' time"
+    return [*out, beside, *_events(report)]
 
 
 def _events(report: Report) -> list[str]:
     """A line for a period's evaluations, saves and log steps: what they send, and how long."""
-    rows = []
+    out = []
     for name, event in report.of_events().items():
-        if event is None:
-            rows.append((f"  {name}", "not known"))
-            continue
-        row = (f"  {name}", f"{event.dcn_bytes:,.0f} bytes to other slices")
-        if event.share is not None:
-            exposed = f"{event.exposed_seconds * 1e3:.2f} ms of it exposed"
-            row += (f"{event.seconds * 1e3:.2f} ms, {event.share:.1%} of the steps' time", exposed)
-        rows.append(row)
-    return [": ".join((row[0], ", ".join(row[1:]))) for row in rows]
+        cost = "not known" if event is None else f"{event['dcn_bytes']:,.0f} bytes to other slices"
+        if event and event["share"] is not None:
+            cost += f", {event['seconds'] * 1e3:.2f} ms, {event['share']:.1%} of the steps' time"
+            cost += f", {event['exposed_seconds'] * 1e3:.2f} ms of it exposed"
+        out.append(f"  {name}: {cost}")
+    return out
 
 
-def exposed_share(exposed: float, busy: float) -> float:
-    """Exposed over busy seconds, in [0, 1]; 0 when nothing crosses."""
-    return min(1.0, exposed / busy) if busy else 0.0
+# -- the gate --------------------------------------------------------------------------------------
 
 
 def refusals(report: Report, *, max_exposed_fraction: float) -> list[str]:
     """Why a job with these programs should not start; empty when it may.
 
-    What would make room is in verdict.does_not_fit.
+    The first says by what a run that the chip does not hold would fit.
     """
     out = []
+    found = verdict(report)
+    if found["fits"] is False:
+        out.append(". ".join(_memory(report, found)) + ".")
     for program in report.programs:
         if program.too_big:
             out.append(f"{program.name} is too big for the chip: {program.too_big}")
@@ -200,7 +286,7 @@ def refusals(report: Report, *, max_exposed_fraction: float) -> list[str]:
                 f"{program.name} needs {program.memory.needed / MIB:,.0f} MiB a device with the "
                 f"rest of the run's state, but the chip has {report.chip.hbm / MIB:,.0f}."
             )
-        share = exposed_share(program.exposed, program.busy)
+        share = wait.share(program.exposed, program.busy)
         if program.when == STEP and share > max_exposed_fraction:
             out.append(
                 f"max_exposed_fraction={max_exposed_fraction:g}: {program.name} exposes "

@@ -2,8 +2,7 @@
 
 GPUs are in gpus.py. Names of TPUs are MaxText's; XPK's, Cloud TPU's (v5litepod-16) and a kind with
 its shape, as GKE has them (v5p-2x2x4, tpu-v5-lite-podslice-4x4), mean the same slices. Sizes are
-cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}: a v4 or v5p name counts TensorCores, two a chip
-and one JAX device; a v5e or v6e name counts chips; a tpu7x name JAX devices, two a chip.
+cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}.
 """
 
 import importlib.util
@@ -11,6 +10,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import jax
 
@@ -18,20 +18,29 @@ from maxdiloco.aot import gpus
 from maxdiloco.errors import ConfigError
 from maxdiloco.parallel.chips import CHIPS, Chip
 
-# Name -> libtpu's name of one slice.
-TOPOLOGIES = {
-    "v4-8": "v4:2x2x1", "v4-16": "v4:2x2x2", "v4-32": "v4:2x2x4", "v4-64": "v4:2x4x4",
-    "v4-128": "v4:4x4x4", "v4-256": "v4:4x4x8", "v4-512": "v4:4x8x8", "v4-1024": "v4:8x8x8",
-    "v5e-4": "v5e:2x2", "v5e-8": "v5e:2x4", "v5e-16": "v5e:4x4", "v5e-32": "v5e:4x8",
-    "v5e-64": "v5e:8x8", "v5e-128": "v5e:8x16", "v5e-256": "v5e:16x16",
-    "v5p-8": "v5p:2x2x1", "v5p-16": "v5p:2x2x2", "v5p-32": "v5p:2x2x4", "v5p-64": "v5p:2x4x4",
-    "v5p-128": "v5p:4x4x4", "v5p-256": "v5p:4x4x8", "v5p-512": "v5p:4x8x8",
-    "v5p-1024": "v5p:8x8x8",
-    "v6e-4": "v6e:2x2", "v6e-8": "v6e:2x4", "v6e-16": "v6e:4x4", "v6e-32": "v6e:4x8",
-    "v6e-64": "v6e:8x8", "v6e-128": "v6e:8x16", "v6e-256": "v6e:16x16",
-    "tpu7x-8": "tpu7x:2x2x1", "tpu7x-16": "tpu7x:2x2x2", "tpu7x-32": "tpu7x:2x2x4",
-    "tpu7x-64": "tpu7x:2x4x4", "tpu7x-128": "tpu7x:4x4x4", "tpu7x-256": "tpu7x:4x4x8",
-}  # fmt: skip
+
+class Tpu(NamedTuple):
+    """A kind of TPU.
+
+    counted: what the number of a name counts, and how many of it a chip has. devices: JAX devices
+    of a chip. shapes: of its slices, in chips.
+    """
+
+    counted: str
+    per_chip: int
+    devices: int
+    shapes: str
+
+
+_IN_3D = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8"
+_IN_2D = "2x2 2x4 4x4 4x8 8x8 8x16 16x16"
+TPUS = {
+    "v4": Tpu("TensorCores, two a chip", 2, 1, f"{_IN_3D} 4x8x8 8x8x8"),
+    "v5e": Tpu("chips", 1, 1, _IN_2D),
+    "v5p": Tpu("TensorCores, two a chip", 2, 1, f"{_IN_3D} 4x8x8 8x8x8"),
+    "v6e": Tpu("chips", 1, 1, _IN_2D),
+    "tpu7x": Tpu("devices, two a chip", 2, 2, _IN_3D),
+}
 # A kind by other names: XPK's --tpu-type and Cloud TPU's accelerator type, GKE's node label.
 OTHER_KINDS = {
     "v5litepod": "v5e",
@@ -55,16 +64,22 @@ def is_gpu(name: str) -> bool:
 
 
 def chip(name: str) -> Chip:
-    """The chip that is one device of a topology, with the ICI links that all of its slice have.
+    """The chip that is one device of a topology, with the ICI links of a corner of its slice.
 
+    The corner is the slowest, and a collective waits for it. A dim of a v5e or v6e slice closes to
+    a ring when it is 16 long; all dims of the others, when each is a multiple of 4
+    (cloud.google.com/tpu/docs/{v5e,v6e,v4,v5p,tpu7x}, "slice topology").
     Raises ConfigError for an unknown name.
     """
     if is_gpu(name):
         return gpus.chip(name)
-    kind, _, shape = _libtpu_name(name).partition(":")
-    links, of = ici_links(kind, tuple(map(int, shape.split("x"))))
-    whole = CHIPS[kind]
-    return whole._replace(ici_gbps=whole.ici_gbps * links / of)
+    kind, shape = kind_and_shape(name)
+    rings = [all(size % 4 == 0 for size in shape)] * len(shape)
+    if kind in ("v5e", "v6e"):
+        rings = [size == 16 for size in shape]
+    links = sum(2 if ring else min(size - 1, 1) for size, ring in zip(shape, rings, strict=True))
+    torus_gbps = CHIPS[kind].ici_gbps  # of a chip with two links in each dim
+    return CHIPS[kind]._replace(ici_gbps=torus_gbps * links / (2 * len(shape)))
 
 
 def compute_capability(name: str) -> str:
@@ -76,8 +91,8 @@ def devices_per_slice(name: str) -> int:
     """JAX devices of one slice. Raises ConfigError for an unknown name."""
     if is_gpu(name):
         return gpus.size_of(name)
-    kind, _, shape = _libtpu_name(name).partition(":")
-    return math.prod(map(int, shape.split("x"))) * (2 if kind == "tpu7x" else 1)
+    kind, shape = kind_and_shape(name)
+    return math.prod(shape) * TPUS[kind].devices
 
 
 def devices_per_host(name: str) -> int:
@@ -87,24 +102,8 @@ def devices_per_host(name: str) -> int:
     """
     if is_gpu(name):
         return min(gpus.size_of(name), gpus.ON_HOST)
-    if known_name(name) in ("v5e-8", "v6e-8"):
-        return 8
-    return 8 if _libtpu_name(name).startswith("tpu7x") else 4
-
-
-def ici_links(kind: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    """ICI links of a corner chip of a slice, and of a chip in a torus.
-
-    The corner is the slowest, and a collective waits for it. A dim of a v5e or v6e slice closes to
-    a ring when it is 16 long; all dims of the others, when each is a multiple of 4
-    (cloud.google.com/tpu/docs/{v5e,v6e,v4,v5p,tpu7x}, "slice topology").
-    """
-    if kind in ("v5e", "v6e"):
-        rings = [size == 16 for size in shape]
-    else:
-        rings = [all(size % 4 == 0 for size in shape)] * len(shape)
-    links = sum(2 if ring else min(size - 1, 1) for size, ring in zip(shape, rings, strict=True))
-    return links, 2 * len(shape)
+    kind, shape = kind_and_shape(name)
+    return (8 if shape == (2, 4) else 4) * TPUS[kind].devices
 
 
 def devices(name: str, num_slices: int) -> list[jax.Device]:
@@ -115,7 +114,7 @@ def devices(name: str, num_slices: int) -> list[jax.Device]:
     """
     if is_gpu(name):
         return gpus.devices(name, num_slices)
-    topology_name = _libtpu_name(name)
+    kind, shape = kind_and_shape(name)
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(
             f"compile_topology={name} needs libtpu, which is not installed. Install the extra: "
@@ -125,59 +124,53 @@ def devices(name: str, num_slices: int) -> list[jax.Device]:
 
     with _pretending():
         # A real v4 chip joins its two cores into one device; a topology needs this option for it.
-        options = {"chip_config_name": "megacore"} if topology_name.startswith("v4") else {}
+        options = {"chip_config_name": "megacore"} if kind == "v4" else {}
+        libtpu_name = f"{kind}:{_written(shape)}"
         slices = topologies.get_topology_desc(
-            platform="tpu", topology_name=topology_name, num_slices=num_slices, **options
+            platform="tpu", topology_name=libtpu_name, num_slices=num_slices, **options
         )
     return list(slices.devices)
 
 
-def known_name(name: str) -> str:
-    """The name in TOPOLOGIES of a slice by any of its names.
+def kind_and_shape(name: str) -> tuple[str, tuple[int, ...]]:
+    """The kind in TPUS of a slice by any of its names, and its shape in chips.
 
     Raises ConfigError for another name, with those of its kind, or the kinds.
     """
     kind, _, size = name.rpartition("-")
     kind = OTHER_KINDS.get(kind, kind)
-    shapes = {libtpu: known for known, libtpu in TOPOLOGIES.items()}
-    found = shapes.get(f"{kind}:{size}") or f"{kind}-{size}"
-    if found in TOPOLOGIES:
-        return found
-    same_kind = [known for known in TOPOLOGIES if known.rpartition("-")[0] == kind]
-    if not same_kind:
-        kinds = dict.fromkeys([*(known.rpartition("-")[0] for known in TOPOLOGIES), *gpus.GPUS])
+    if kind not in TPUS:
         raise ConfigError(
             f"compile_topology={name} is not known. Use a kind and its size, as v5e-16, "
-            f"v5litepod-16 or h100-8; kinds: {', '.join(kinds)}."
+            f"v5litepod-16 or h100-8; kinds: {', '.join([*TPUS, *gpus.GPUS])}."
         )
-    shape = TOPOLOGIES[same_kind[1]].partition(":")[2]
+    known = names(kind)
+    for other, shape in known.items():
+        if size in (_written(shape), other.removeprefix(f"{kind}-")):
+            return kind, shape
     raise ConfigError(
-        f"compile_topology={name} is not known: {kind} counts {_COUNTED[kind]}. Use one of "
-        f"{', '.join(same_kind)}, or a shape as {kind}-{shape}."
+        f"compile_topology={name} is not known: {kind} counts {TPUS[kind].counted}. Use one of "
+        f"{', '.join(known)}, or a shape as {kind}-{TPUS[kind].shapes.split()[1]}."
     )
+
+
+def names(kind: str) -> dict[str, tuple[int, ...]]:
+    """MaxText's names of the slices of a kind of TPU, with their shapes; the smallest first."""
+    shapes = [tuple(map(int, text.split("x"))) for text in TPUS[kind].shapes.split()]
+    return {f"{kind}-{math.prod(shape) * TPUS[kind].per_chip}": shape for shape in shapes}
+
+
+def _written(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
 
 
 def larger(name: str, num_devices: float) -> str:
     """The smallest known slice of the same kind with at least so many devices; "" for none."""
     if is_gpu(name):
-        sizes = (size for size in gpus.SIZES if size >= num_devices)
-        return next((f"{gpus.kind_of(name)}-{size}" for size in sizes), "")
-    kind = known_name(name).rpartition("-")[0]
-    same_kind = (known for known in TOPOLOGIES if known.rpartition("-")[0] == kind)
+        same_kind = [f"{gpus.kind_of(name)}-{size}" for size in gpus.SIZES]
+    else:
+        same_kind = names(kind_and_shape(name)[0])
     return next((known for known in same_kind if devices_per_slice(known) >= num_devices), "")
-
-
-_COUNTED = {
-    "v4": "TensorCores, two a chip",
-    "v5p": "TensorCores, two a chip",
-    "v5e": "chips",
-    "v6e": "chips",
-    "tpu7x": "devices, two a chip",
-}
-
-
-def _libtpu_name(name: str) -> str:
-    return TOPOLOGIES[known_name(name)]
 
 
 @contextmanager

@@ -25,7 +25,7 @@ _MAY_CHANGE = (
     "hardware", "base_output_directory", "dataset_path", "eval_dataset_path", "eval_sets",
     "text_column", "eval_steps", "eval_per_device_batch_size", "dtype", "attention", "remat_policy",
     "matmul_precision", "logical_axis_rules", "show_memory", "jax_cache_dir",
-    "jax_distributed_initialization_timeout", "peer_timeout_seconds", "peer_port", "report",
+    "jax_distributed_initialization_timeout", "peer_timeout_seconds", "peer_port",
 )  # fmt: skip
 
 
@@ -54,7 +54,6 @@ def configure(meta: dict[str, Any], argv: list[str], environ: Mapping[str, str])
     neutral = {
         "num_diloco_replicas": -1,  # the mesh of the evaluation need not divide them
         "eval_interval": 1,  # checks what an evaluation needs
-        "report": "",
     }
     return changed(meta["config"] | neutral, argv, environ, may_change=may_change())
 

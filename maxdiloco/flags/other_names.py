@@ -33,6 +33,19 @@ class Removed(NamedTuple):
 # CHANGELOG.md names each.
 REMOVED = {
     "checkpoint_timeout_seconds": Removed(1200, "Leave it out: a save has an hour."),
+    # Options of programs, so neither a file nor the environment sets them.
+    "compile_data_parallel": Removed(
+        False, "Give the option compile_data_parallel=true to maxdiloco.train_compile alone."
+    ),
+    "dcn_bandwidth_gbps": Removed(
+        25.0, "Give the option dcn_bandwidth_gbps=25 to maxdiloco.train_compile or plan alone."
+    ),
+    "max_exposed_fraction": Removed(
+        1.0, "Give the option max_exposed_fraction=0.05 to maxdiloco.train_compile alone."
+    ),
+    "report": Removed(
+        "", "Give the option report=FILE to maxdiloco.train_compile, plan or evaluate alone."
+    ),
 }
 
 

@@ -8,15 +8,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from maxdiloco.aot.wait import FULL
 from maxdiloco.page import facts, timeline
 from maxdiloco.page.run import NOT_FINITE, Run
 from maxdiloco.processes.output import span
 
 RECENT = 0.1  # of the rows of a loss, whose mean stands beside that of as many before; our choice
 FLAT = 0.002  # relative change of a loss that is called flat; our choice
-# Shares of the time that a link may be waited for, up to "no bottleneck" and "costs a little";
-# maxdiloco.plan calls the first one a filled link.
-LITTLE, SOME = 0.01, 0.1
+# Shares of the time that a link may be waited for, up to "no bottleneck", which maxdiloco.plan
+# calls a filled link, and "costs a little".
+LITTLE, SOME = 1 - FULL, 0.1
 # Keys that decide what eval/loss is a loss of.
 _EVAL_KEYS = (
     "dataset_type", "dataset_path", "dataset_mixture", "eval_dataset_path", "text_column",

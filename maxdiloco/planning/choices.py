@@ -1,10 +1,12 @@
-"""The ways to synchronise that a plan looks at, as keys of a run."""
+"""The ways to synchronise that a plan looks at, as keys of a run, and what each costs in loss."""
 
 import math
+import pathlib
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import yaml
 
 from maxdiloco.diloco.quantize import NAMES as WIRES
 from maxdiloco.diloco.quantize import wire_format
@@ -16,6 +18,7 @@ from maxdiloco.planning.job import Job
 PERIODS = (30, 50, 100, 300, 500)
 TAUS = (1, 2, 3, 4, 5)  # [S] section 3.3.2 advises 5 at most
 LAYERS = 3  # of a fragment, [S] section 3.2
+LOSSES = pathlib.Path(__file__).parent / "losses.yml"
 
 
 class Choice(NamedTuple):
@@ -45,11 +48,6 @@ class Choice(NamedTuple):
         """Its schedule."""
         return Schedule(self.H, self.tau, offsets(self.P, self.H), overlap=self.overlap)
 
-    @property
-    def staleness(self) -> int:
-        """Inner steps from an outer gradient to its use; when eager, of the other replicas'."""
-        return self.schedule.lag
-
     def keys(self) -> dict[str, Any]:
         """The keys of a run."""
         return {
@@ -77,16 +75,11 @@ class Choice(NamedTuple):
 EXACT = Choice(100, 1, 1, 0, "float32", "none", streaming=False)
 
 
-class Family(NamedTuple):
-    """Choices that differ in H and tau alone, the least change of training first."""
+def families(job: Job, given: Collection[str]) -> list[list[Choice]]:
+    """What there is to choose from: lists of choices that differ in H and tau alone.
 
-    mode: str
-    wire: str
-    choices: tuple[Choice, ...]
-
-
-def families(job: Job, given: Collection[str]) -> list[Family]:
-    """What there is to choose from. given: keys that the user has set, whose values stay."""
+    The least change of training is first. given: keys that the user has set, whose values stay.
+    """
     cfg = job.cfg
     # int2 and topk, which lose much and rely on error feedback, are taken when asked for.
     wires = [name for name in WIRES if not wire_format(name).feedback]
@@ -96,16 +89,16 @@ def families(job: Job, given: Collection[str]) -> list[Family]:
     out = []
     for overlap, streaming, taus in _modes(job, given):
         P, nonlayer = _fragments(job, given) if streaming else (1, 1)
-        for wire in wires:
-            choices = tuple(
+        out += [
+            [
                 Choice(H, P, nonlayer, tau, wire, overlap, streaming, cfg.diloco_outer_memory)
                 for H in periods
                 for tau in taus
                 if P <= H and tau < H
-            )
-            if choices:
-                out.append(Family(choices[0].mode, wire, choices))
-    return out
+            ]
+            for wire in wires
+        ]
+    return [family for family in out if family]
 
 
 def _modes(job: Job, given: Collection[str]) -> Iterator[tuple[str, bool, tuple[int, ...]]]:
@@ -141,3 +134,33 @@ def _fragments(job: Job, given: Collection[str]) -> tuple[int, int]:
     if "num_nonlayer_fragments" in given:
         nonlayer = cfg.num_nonlayer_fragments
     return math.ceil(layers / LAYERS) + nonlayer, nonlayer
+
+
+class Loss(NamedTuple):
+    """A measured difference to data parallelism [nats a token]; see losses.yml."""
+
+    model: str
+    replicas: int
+    mode: str
+    H: int
+    P: int
+    tau: int
+    wire: str
+    difference: float
+    source: str
+
+
+def measured(path: pathlib.Path = LOSSES) -> list[Loss]:
+    """Every entry of the file. Raises TypeError for one with other fields."""
+    return [Loss(**entry) for entry in yaml.safe_load(path.read_text(encoding="utf-8"))["measured"]]
+
+
+def loss_of(choice: Choice, job: Job, known: list[Loss]) -> Loss | None:
+    """What was measured for a choice: of the job's model and number of replicas if there is one,
+    otherwise of another, which the table names. None: not measured.
+    """
+    of_choice = (choice.mode, choice.H, choice.tau, choice.wire)
+    same = [loss for loss in known if (loss.mode, loss.H, loss.tau, loss.wire) == of_choice]
+    asked = (job.cfg.model_name, job.num_replicas)
+    same.sort(key=lambda loss: (loss.model != asked[0], loss.replicas != asked[1]))
+    return same[0] if same else None

@@ -1,17 +1,23 @@
-"""The plain inner step of a job, compiled for slices that need not be there, or guessed."""
+"""The programs of a run, compiled for slices that need not be there, or a step that is guessed."""
 
 import functools
 from collections.abc import Callable
 
 import jax
+from jax.sharding import Mesh
 
-from maxdiloco.aot import measure, target
-from maxdiloco.aot.hlo.replay import Link
+from maxdiloco.aot import measure, topology
+from maxdiloco.aot.figures import Report
+from maxdiloco.aot.measure import Measured
+from maxdiloco.checkpoint import arrays
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
+from maxdiloco.flags.base_yml import show
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.compiles import make_room
+from maxdiloco.parallel import chips
 from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.parallel.chips import Chip
 from maxdiloco.planning.choices import EXACT
 from maxdiloco.planning.job import Job
 from maxdiloco.planning.rating import Step
@@ -21,33 +27,147 @@ from maxdiloco.trainer.flops import flops_per_token
 # Model FLOPs over the peak in a step, for GPUs whose step was not measured: Llama 3 405B trained at
 # 38 to 43 % of bfloat16's on H100s (arXiv 2407.21783, Table 4).
 MFU = 0.4
+# Values that keep arrays in host memory, and what counts them on the device.
+_ON_HOST = (
+    ("diloco_outer_memory", "pinned_host", "device"),
+    ("optimizer_memory_host_offload", True, False),
+)
+
+
+def target(cfg: Config) -> tuple[Config, Mesh, Chip]:
+    """The config that makes the mesh of compile_topology, the mesh, the chip that one device is.
+
+    Raises ConfigError for an unknown topology, for sizes of the mesh that it does not have, for
+    arrays in the host memory of GPUs, and where its compiler is not installed.
+    """
+    jax.config.update("jax_platforms", "cpu")  # nothing here runs; other backends may be absent
+    name, num_slices = cfg.compile_topology, cfg.compile_topology_num_slices
+    if topology.is_gpu(name):  # whose devices do not say in which slice they are
+        for key, on_host, on_device in _ON_HOST:
+            if vars(cfg)[key] == on_host:
+                raise ConfigError(
+                    f"{key}={show(on_host)} cannot be compiled for compile_topology={name}: "
+                    f"without the GPUs the compiler has no host memory. Use "
+                    f"{key}={show(on_device)}, which counts all on the device, or leave "
+                    f"compile_topology empty on the GPUs."
+                )
+        mesh_lib.fill(mesh_lib.tier(cfg, "dcn"), num_slices, "dcn")
+        cfg = config.from_dict(cfg.as_dict() | {"num_slices": num_slices})
+    return cfg, mesh_lib.build(cfg, topology.devices(name, num_slices)), topology.chip(name)
+
+
+def programs(
+    cfg: Config,
+    mesh: Mesh,
+    chip: Chip | None,
+    *,
+    gbps: float,
+    say: Callable[[str], None],
+    only_step: bool = False,
+) -> tuple[Config, assemble.Parts, list[Measured]]:
+    """The config with remat_policy chosen, the parts of a run on the mesh, what was compiled.
+
+    gbps: a device's share of the link [Gbit/s]. only_step: the plain inner step, no other program.
+    Takes one more compilation for each policy of remat_policy=auto that does not fit the chip.
+    """
+
+    def on_compile(name: str, seconds: float, compiled: jax.stages.Compiled) -> None:
+        say(f"compiled {name} in {seconds:.1f} s")
+
+    make = functools.partial(
+        assemble.assemble, mesh=mesh, total_steps=cfg.steps, on_compile=on_compile
+    )
+    memory = chip.hbm if chip else remat_choice.device_memory(mesh)
+    cfg, parts = remat_choice.build(cfg, make, mesh, memory=memory, say=say)
+    state = parts.trainer.abstract_state
+    if only_step:
+        calls = parts.trainer.calls(parts.batch)[:1]
+    else:
+        calls = [*assemble.calls(cfg, parts), *arrays.calls(state, on_compile=on_compile)]
+    dcn = mesh_lib.sizes_over_slices(cfg, list(mesh.devices.flat))
+    found = measure.measure(calls, state, mesh=mesh, dcn=dcn, chip=chip, gbps=gbps, say=say)
+    return cfg, parts, found
+
+
+def devices(cfg: Config) -> tuple[Config, Mesh, Chip | None]:
+    """The config with its slices, the mesh to compile for, and the chip of compile_topology.
+
+    The chip is None for devices of this machine.
+    """
+    if cfg.jax_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
+    if cfg.compile_topology:
+        if not topology.is_gpu(cfg.compile_topology):
+            mesh_lib.tell_libtpu(cfg)
+        elif cfg.compiled_trainstep_file:
+            raise ConfigError(
+                f"compiled_trainstep_file={cfg.compiled_trainstep_file} cannot be made for "
+                f"compile_topology={cfg.compile_topology}: without a GPU the compiler cannot try "
+                f"which kernels are fast. Make it on the GPUs, with compile_topology empty."
+            )
+        return target(cfg)
+    mesh_lib.choose_platform(cfg)
+    mesh_lib.emulate_devices(cfg, num_processes=1)
+    mesh = mesh_lib.build(cfg)
+    if mesh.devices.flat[0].platform == "tpu":
+        raise ConfigError(
+            "compile_topology is empty, but the devices of this machine are TPUs. Name them, as "
+            "compile_topology=v5e-16."
+        )
+    return cfg, mesh, None
+
+
+def report(
+    cfg: Config, mesh: Mesh, chip: Chip | None, *, gbps: float, say: Callable[[str], None]
+) -> tuple[Config, assemble.Parts, Report]:
+    """The config with remat_policy chosen, the parts of a run on the mesh, and the report."""
+    cfg, parts, found = programs(cfg, mesh, chip, gbps=gbps, say=say)
+    dcn = mesh_lib.sizes_over_slices(cfg, list(mesh.devices.flat))
+    slices = mesh_lib.count_slices(cfg, list(mesh.devices.flat))
+    description, name = parts.trainer.description(), cfg.compile_topology
+    exchanges = bool(description.resident)  # "" of data parallelism
+    made = Report(
+        title=f"{cfg.model_name}, {description.title}, {slices} x "
+        f"{name or f'{mesh.size // slices} {cfg.hardware} devices'}",
+        period=parts.trainer.period,
+        programs=found,
+        chip=chip,
+        topology=name,
+        devices_per_slice=mesh.size // slices,
+        devices_per_host=topology.devices_per_host(name) if chip else 0,
+        num_devices=mesh.size,
+        gbps=gbps,
+        flags=chips.compiler_flags(),
+        tokens_per_step=parts.shape.tokens,
+        flops_per_token=flops_per_token(cfg, parts.params),
+        tau=cfg.num_communication_overlapping_steps,
+        overlap=cfg.diloco_outer_overlap if exchanges else "",
+        room=make_room(cfg, outer_state=exchanges, there=not topology.is_gpu(name)),
+        ici={axis: size // dcn[axis] for axis, size in mesh.shape.items()},
+        by_hosts=_by_hosts(cfg, parts, mesh),
+    )
+    return cfg, parts, made
+
+
+def _by_hosts(cfg: Config, parts: assemble.Parts, mesh: Mesh) -> float:
+    """Bytes that a slice sends in a period through its hosts."""
+    if not assemble.needs_bulk(cfg, mesh):
+        return 0.0
+    period = parts.trainer.period
+    steps = range(2 * period + 1, 3 * period + 1)  # not the first, in which little has arrived
+    replicas = parts.shape.num_replicas // mesh.shape["diloco"]
+    return float(replicas * sum(map(parts.trainer.bytes_sent, steps)))
 
 
 def plain_step(cfg: Config, *, gbps: float, say: Callable[[str], None]) -> Step:
     """Time and memory of the step without an exchange, the same in every mode.
 
-    Takes one compilation, and one more for each policy of remat_policy=auto that does not fit the
-    chip. Raises ConfigError where libtpu is missing and for a program that the chip does not hold.
+    Raises ConfigError where libtpu is missing and for a program that the chip does not hold.
     """
     if cfg.jax_cache_dir:
         jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
-    cfg = config.from_dict(cfg.as_dict() | EXACT.keys())
-    cfg, mesh, chip = target.of(cfg)
-    make = functools.partial(
-        assemble.assemble,
-        mesh=mesh,
-        total_steps=max(1, cfg.steps),
-        on_compile=lambda name, seconds, _: say(f"compiled {name} in {seconds:.1f} s"),
-    )
-    cfg, parts = remat_choice.build(cfg, make, mesh, memory=chip.hbm, say=say)
-    dcn = mesh_lib.sizes_over_slices(cfg, list(mesh.devices.flat))
-    (found,) = measure.measure(
-        parts.trainer.calls(parts.batch)[:1],
-        parts.trainer.abstract_state,
-        mesh_tiers=measure.tiers(mesh, dcn),
-        link=Link.of(chip, gbps),
-        say=say,
-    )
+    cfg, mesh, chip = target(config.from_dict(cfg.as_dict() | EXACT.keys()))
+    cfg, _, (found,) = programs(cfg, mesh, chip, gbps=gbps, say=say, only_step=True)
     if found.too_big:
         raise ConfigError(
             f"model_name={cfg.model_name} is too big for {cfg.compile_topology}: {found.too_big} "

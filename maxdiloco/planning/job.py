@@ -1,7 +1,7 @@
 """What a run trains and on which slices, known without a device."""
 
-import dataclasses
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh
@@ -18,13 +18,12 @@ from maxdiloco.parallel.chips import Chip
 from maxdiloco.trainer import assemble, optimizer
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """A run on slices that need not be there.
 
     mesh: of one replica a slice. per_slice: devices. num_replicas: of all slices. params,
     opt_state: of one replica, ShapeDtypeStructs. tokens: of a step. carrier: program or host.
-    chip: None off TPU.
+    chip: None without compile_topology.
     """
 
     cfg: Config
@@ -57,15 +56,17 @@ def of(cfg: Config) -> Job:
     separates, or whose plain steps cross the link.
     """
     jax.config.update("jax_platforms", "cpu")  # nothing here runs; other backends may be absent
-    chip = topology.chip(cfg.compile_topology) if cfg.compile_topology else None
-    slices, per_slice = _slices(cfg), _per_slice(cfg)
+    chip, hardware = None, cfg.hardware
+    if name := cfg.compile_topology:
+        chip, hardware = topology.chip(name), "gpu" if topology.is_gpu(name) else "tpu"
+        slices, per_slice = cfg.compile_topology_num_slices, topology.devices_per_slice(name)
+    else:
+        slices, per_slice = (_product(mesh_lib.tier(cfg, tier)) for tier in ("dcn", "ici"))
+        slices = slices if cfg.num_slices == -1 else cfg.num_slices
     _check(cfg, slices)
     dcn = mesh_lib.fill(mesh_lib.tier(cfg, "dcn"), slices, "dcn")
     ici = mesh_lib.fill(mesh_lib.tier(cfg, "ici"), per_slice, "ici")
     mesh = AbstractMesh(tuple(dcn[axis] * ici[axis] for axis in AXES), AXES)
-    hardware = cfg.hardware
-    if cfg.compile_topology:
-        hardware = "gpu" if topology.is_gpu(cfg.compile_topology) else "tpu"
     backend = hardware if hardware in ("tpu", "gpu") else "cpu"
     over_length.check(cfg.max_target_length, mesh.shape["context"])
     model = transformer.build(
@@ -95,26 +96,9 @@ def of(cfg: Config) -> Job:
     )
 
 
-def _slices(cfg: Config) -> int:
-    if cfg.compile_topology:
-        return cfg.compile_topology_num_slices
-    if cfg.num_slices != -1:
-        return cfg.num_slices
-    return _product(mesh_lib.tier(cfg, "dcn"))
-
-
-def _per_slice(cfg: Config) -> int:
-    if cfg.compile_topology:
-        return topology.devices_per_slice(cfg.compile_topology)
-    return _product(mesh_lib.tier(cfg, "ici"))
-
-
 def _product(sizes: dict[str, int]) -> int:
     """An open size counts as one."""
-    known = 1
-    for size in sizes.values():
-        known *= 1 if size == -1 else size
-    return known
+    return math.prod(1 if size == -1 else size for size in sizes.values())
 
 
 def _check(cfg: Config, slices: int) -> None:

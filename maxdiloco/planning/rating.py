@@ -1,25 +1,24 @@
 """What each choice costs on a link, and which comes first."""
 
 import itertools
+import operator
 from typing import NamedTuple
 
 import jax
 
+from maxdiloco.aot import wait
+from maxdiloco.aot.wait import FULL
 from maxdiloco.diloco import fragments, outer, quantize
 from maxdiloco.engine.describe import bytes_on_device
 from maxdiloco.engine.exchanges import CARRIERS, chunks_on_device
 from maxdiloco.engine.memory import is_on_device
-from maxdiloco.engine.state import FragmentPlan, lay_out, plan_fragments
+from maxdiloco.engine.state import lay_out, plan_fragments
 from maxdiloco.exchange import payload
 from maxdiloco.flags import checks, outer_rate
-from maxdiloco.planning import exposure, layers
-from maxdiloco.planning.choices import WIRES, Choice, Family
-from maxdiloco.planning.exposure import FULL
+from maxdiloco.planning.choices import WIRES, Choice
 from maxdiloco.planning.job import Job
 
 GRADIENT = 2  # bytes a parameter that data parallelism sends in a step, as the papers count
-
-
 # Computation that leaves a choice before eager, whose loss is the largest that was measured; our
 # choice, for want of a way to weigh time against loss.
 PATIENT = 0.9
@@ -68,9 +67,9 @@ class Rated(NamedTuple):
         return self.utilisation >= FULL
 
 
-def plans_of(job: Job, choice: Choice) -> tuple[tuple[FragmentPlan, ...], tuple[int, ...]]:
-    """The fragments, and the pieces of a chunk; see plan_fragments."""
-    return plan_fragments(
+def traffic(job: Job, choice: Choice) -> Traffic:
+    """The bytes that the trainer puts on the wire, as its table of fragments has them."""
+    plans, pieces = plan_fragments(
         job.params,
         _partition(job, choice),
         tuple(x.sharding.spec for x in jax.tree.leaves(job.params)),
@@ -78,6 +77,14 @@ def plans_of(job: Job, choice: Choice) -> tuple[tuple[FragmentPlan, ...], tuple[
         mesh=job.mesh,
         max_chunks=choice.schedule.max_chunks,
     )
+    itemsize = quantize.wire_format(choice.wire).dtype.itemsize
+    if job.carrier == "host":
+        return Traffic(tuple(plan.payload.size * itemsize for plan in plans))
+    if not pieces:
+        return Traffic(tuple(payload.pad_to_tile(plan.payload.size) * itemsize for plan in plans))
+    of_chunk = [sum(pieces[: plan.num_pieces]) * itemsize for plan in plans]
+    each = [(size,) * plan.num_chunks for size, plan in zip(of_chunk, plans, strict=True)]
+    return Traffic(tuple(map(sum, each)), tuple(itertools.chain.from_iterable(each)))
 
 
 def _partition(job: Job, choice: Choice) -> tuple[fragments.Fragment, ...]:
@@ -90,74 +97,43 @@ def _partition(job: Job, choice: Choice) -> tuple[fragments.Fragment, ...]:
     )
 
 
-def traffic(job: Job, choice: Choice) -> Traffic:
-    """The bytes that the trainer puts on the wire, as its table of fragments has them."""
-    plans, pieces = plans_of(job, choice)
-    itemsize = quantize.wire_format(choice.wire).dtype.itemsize
-    if job.carrier == "host":
-        return Traffic(tuple(plan.payload.size * itemsize for plan in plans))
-    if not pieces:
-        return Traffic(tuple(payload.pad_to_tile(plan.payload.size) * itemsize for plan in plans))
-    of_chunk = [sum(pieces[: plan.num_pieces]) * itemsize for plan in plans]
-    each = [(size,) * plan.num_chunks for size, plan in zip(of_chunk, plans, strict=True)]
-    return Traffic(tuple(map(sum, each)), tuple(itertools.chain.from_iterable(each)))
-
-
 def exposed_s(
     job: Job, choice: Choice, sent: Traffic, *, step_s: float, gbps: float, latency_s: float = 0.0
 ) -> float:
     """Seconds that a period waits for the link. gbps: one device's share [Gbit/s]."""
     per_byte = job.copies * 8 / (gbps * 1e9)
-    lag = choice.schedule.lag
-    if not lag:
-        return sum(size * per_byte + latency_s for size in sent.fragments)
-    if job.carrier == "program":
-        seconds = [size * per_byte for size in sent.chunks]
-        return exposure.program_exposed_s(seconds, step_s=step_s, latency_s=latency_s)
-    seconds = [size * per_byte for size in sent.fragments]
-    return exposure.host_exposed_s(seconds, H=choice.H, lag=lag, step_s=step_s, latency_s=latency_s)
-
-
-def chosen(job: Job, family: Family, *, step: Step, gbps: float, latency_s: float = 0.0) -> Choice:
-    """The first of a family that fills the link; otherwise the one that waits least."""
-
-    def utilisation(choice: Choice) -> float:
-        sent = traffic(job, choice)
-        waited = exposed_s(job, choice, sent, step_s=step.seconds, gbps=gbps, latency_s=latency_s)
-        return exposure.utilisation(step.seconds, waited, choice.H)
-
-    best, reached = family.choices[0], -1.0
-    for choice in family.choices:
-        value = utilisation(choice)
-        if value >= FULL:
-            return choice
-        if value > reached:
-            best, reached = choice, value
-    return best
+    of_fragments, of_chunks = ([size * per_byte for size in sizes] for sizes in sent)
+    return wait.exposed_s(
+        of_fragments,
+        of_chunks,
+        H=choice.H,
+        lag=choice.schedule.lag,
+        step_s=step_s,
+        latency_s=latency_s,
+    )
 
 
 def rated(job: Job, choice: Choice, *, step: Step, gbps: float, latency_s: float = 0.0) -> Rated:
     """What a choice costs."""
     sent = traffic(job, choice)
 
-    def waited(at: float) -> float:
-        return exposed_s(job, choice, sent, step_s=step.seconds, gbps=at, latency_s=latency_s)
-
     def utilisation(at: float) -> float:
-        return exposure.utilisation(step.seconds, waited(at), choice.H)
+        waited = exposed_s(job, choice, sent, step_s=step.seconds, gbps=at, latency_s=latency_s)
+        return wait.utilisation(step.seconds, waited, choice.H)
 
     memory, hbm = _memory(job, choice, step), job.chip and job.chip.hbm
-    seconds = step.seconds + waited(gbps) / choice.H
+    waited = exposed_s(job, choice, sent, step_s=step.seconds, gbps=gbps, latency_s=latency_s)
+    seconds = step.seconds + waited / choice.H
     whole = GRADIENT * job.num_parameters * choice.H
     return Rated(
         choice,
-        exposed_s=waited(gbps),
+        exposed_s=waited,
         utilisation=utilisation(gbps),
         step_s=seconds,
         tokens_per_s=job.tokens / seconds,
         memory=memory,
         less=whole / (sum(sent.fragments) * job.per_slice * job.copies),
-        least_gbps=exposure.least_gbps(utilisation),
+        least_gbps=wait.least_gbps(utilisation),
         fits=hbm is None or memory <= hbm,
     )
 
@@ -166,6 +142,8 @@ def _memory(job: Job, choice: Choice, step: Step) -> int:
     """Bytes of a device: the plain step's and the rest of the state; without a compiled step the
     state alone.
     """
+    wire = quantize.wire_format(choice.wire)
+    asked = checks.FEEDBACK[job.cfg.diloco_error_feedback]
     layout = lay_out(
         job.params,
         job.opt_state,
@@ -182,7 +160,7 @@ def _memory(job: Job, choice: Choice, step: Step) -> int:
         slots=choice.schedule.slots,
         per_replica_outer=choice.overlap == "eager",
         outer_memory=None if choice.memory == "device" else choice.memory,
-        error_feedback=_feedback(job, choice),
+        error_feedback=wire.feedback if asked is None else asked and wire.name != "float32",
     )
     state = layout.state
     kept = [state.outer, state.outer_opt, state.residual, state.outgoing, state.incoming]
@@ -193,26 +171,30 @@ def _memory(job: Job, choice: Choice, step: Step) -> int:
     return step.peak + sum(map(bytes_on_device, on_device))
 
 
-def _feedback(job: Job, choice: Choice) -> bool:
-    """Whether the trainer would keep residuals."""
-    asked = checks.FEEDBACK[job.cfg.diloco_error_feedback]
-    wire = quantize.wire_format(choice.wire)
-    return wire.feedback if asked is None else asked and wire.name != "float32"
-
-
 def ranked(
-    job: Job, families: list[Family], *, step: Step, gbps: float, latency_s: float = 0.0
+    job: Job, families: list[list[Choice]], *, step: Step, gbps: float, latency_s: float = 0.0
 ) -> list[Rated]:
     """One choice of each family, best first, without those that gain nothing over another.
 
-    What the chip does not hold comes last. Of choices that fill the link the one that changes
-    training least is first: by period, overlap and wire, the widest first. Eager follows what
-    trains for PATIENT of the time or more. The rest by speed, the fastest first.
+    Of a family the first that fills the link, otherwise the one that waits least. What the chip
+    does not hold comes last. Of choices that fill the link the one that changes training least is
+    first: by period, overlap and wire, the widest first. Eager follows what trains for PATIENT of
+    the time or more. The rest by speed, the fastest first.
     """
     link = dict(gbps=gbps, latency_s=latency_s)
+
+    def utilisation(choice: Choice) -> float:
+        waited = exposed_s(job, choice, traffic(job, choice), step_s=step.seconds, **link)
+        return wait.utilisation(step.seconds, waited, choice.H)
+
     rows = []
     for family in families:
-        choice = chosen(job, family, step=step, **link)
+        tried = []
+        for choice in family:
+            tried.append((utilisation(choice), choice))
+            if tried[-1][0] >= FULL:
+                break
+        _, choice = max(tried, key=operator.itemgetter(0))
         row = rated(job, choice, step=step, **link)
         if not row.fits and choice.memory == "device":
             moved = choice._replace(memory="pinned_host")
@@ -239,14 +221,3 @@ def _beats(other: Rated, row: Rated) -> bool:
     same = other.choice.mode == row.choice.mode and other.fills and row.fills
     pairs = zip(_change(other), _change(row), strict=True)
     return same and other is not row and all(a <= b for a, b in pairs)
-
-
-def data_parallel(job: Job, *, step: Step, gbps: float, latency_s: float = 0.0) -> float:
-    """Utilisation of data parallelism on the same link, by the papers' simulator."""
-    size = layers.Size(
-        job.cfg.model_name,
-        job.cfg.base_num_decoder_layers,
-        job.num_parameters,
-        step.seconds,
-    )
-    return layers.data_parallel(size, gbps * job.per_slice, latency_s)

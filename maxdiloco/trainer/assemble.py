@@ -189,8 +189,8 @@ def _count_replicas(cfg: Config, mesh: Mesh) -> int:
 
 
 def baseline(cfg: Config) -> Config | None:
-    """Data parallelism to compile beside a DiLoCo run; None where it is not wanted."""
-    if not (cfg.compile_data_parallel and cfg.enable_diloco):
+    """Data parallelism to compile beside a DiLoCo run; None where the run is that."""
+    if not cfg.enable_diloco:
         return None
     return config.from_dict(cfg.as_dict() | {"enable_diloco": False})
 

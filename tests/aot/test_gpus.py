@@ -24,7 +24,7 @@ GIB = 2**30
 )
 def test_a_name_is_a_kind_and_a_number_of_gpus(name, known, devices, on_host, peak):
     assert topology.is_gpu(name)
-    assert gpus.known_name(name) == known
+    assert (gpus.kind_of(name), gpus.size_of(name)) == (gpus.kind_of(known), devices)
     assert topology.devices_per_slice(name) == devices
     assert topology.devices_per_host(name) == on_host
     assert topology.chip(name).peak_flops == peak
@@ -32,7 +32,8 @@ def test_a_name_is_a_kind_and_a_number_of_gpus(name, known, devices, on_host, pe
 
 
 def test_names_of_tpus_are_of_no_gpu():
-    assert not any(map(topology.is_gpu, (*topology.TOPOLOGIES, "v5litepod-16", "", "h300-8")))
+    tpus = [name for kind in topology.TPUS for name in topology.names(kind)]
+    assert not any(map(topology.is_gpu, (*tpus, "v5litepod-16", "", "h300-8")))
     assert topology.chip("v5e-16").timed
 
 

@@ -29,8 +29,10 @@ def measured(mesh, program, state, *args):
     (found,) = measure.measure(
         [Call(program, args, runs=3)],
         state,
-        mesh_tiers=measure.tiers(mesh, {"diloco": 2, "fsdp": 1}),
-        link=None,
+        mesh=mesh,
+        dcn={"diloco": 2, "fsdp": 1},
+        chip=None,
+        gbps=25.0,
         say=lambda line: None,
     )
     return found

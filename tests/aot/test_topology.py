@@ -30,9 +30,8 @@ from maxdiloco.parallel import chips
 def test_a_name_is_a_shape_and_a_chip_and_its_slowest_has_so_many_links(
     name, libtpu, hbm_gib, links, of
 ):
-    assert topology.TOPOLOGIES[name] == libtpu
-    kind, _, shape = libtpu.partition(":")
-    assert topology.ici_links(kind, tuple(map(int, shape.split("x")))) == (links, of)
+    kind, shape = topology.kind_and_shape(name)
+    assert f"{kind}:{'x'.join(map(str, shape))}" == libtpu
     chip = topology.chip(name)
     assert chip.hbm == int(hbm_gib * 2**30)
     assert chip.ici_gbps == pytest.approx(chips.CHIPS[kind].ici_gbps * links / of)
@@ -61,7 +60,7 @@ def test_an_unknown_name_lists_the_known_ones():
     ],
 )
 def test_the_names_of_xpk_and_gke_mean_the_same_slices(name, known):
-    assert topology.known_name(name) == known
+    assert topology.kind_and_shape(name) == topology.kind_and_shape(known)
     assert topology.chip(name) == topology.chip(known)
 
 
@@ -72,7 +71,7 @@ def test_without_libtpu_the_extra_is_named(monkeypatch):
 
 
 def test_every_topology_is_of_a_chip_with_all_facts():
-    for name in topology.TOPOLOGIES:
+    for name in [name for kind in topology.TPUS for name in topology.names(kind)]:
         assert None not in topology.chip(name), name
 
 

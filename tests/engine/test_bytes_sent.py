@@ -12,7 +12,7 @@ import sys
 import jax
 import pytest
 
-from maxdiloco.aot.hlo import collectives, reader
+from maxdiloco.aot.hlo import reader, traffic
 from maxdiloco.flags import config
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.trainer import assemble
@@ -79,7 +79,7 @@ def test_data_parallelism_sends_the_gradients_of_each_micro_batch_by_a_ring(slic
     parts = assemble.assemble(cfg, mesh, total_steps=9, on_compile=lambda *_: None)
     ((program, args, *_),) = parts.trainer.calls(parts.batch)
     module = reader.read(program.compile(*args).as_text())
-    found = [c for c in collectives.collectives(module, mesh.shape) if c.kind == "all-reduce"]
+    found = [c for c in traffic.collectives(module, mesh.shape) if c.kind == "all-reduce"]
     assert {c.axes for c in found} == {("diloco",)}
     moved = sum(c.bytes_sent * c.times for c in found)
     claimed = parts.trainer.extra_metrics(None, range(1, 2))["dcn/bytes_sent"]

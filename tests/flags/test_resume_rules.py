@@ -123,7 +123,7 @@ MATRIX = {
     "diloco": ({"diloco_outer_lr": 0.1}, {"exchange_interface": "10.0.0.2"}),
     "data": ({"add_eos": False}, {"grain_worker_count": 4}),
     "tools": ({"peer_timeout_seconds": 5}, {"profiler": "xplane"}),
-    "compile": ({"compiled_trainstep_file": "programs.zip"}, {"report": "report.json"}),
+    "compile": ({"compiled_trainstep_file": "programs.zip"}, {"compile_topology": "v5e-16"}),
 }
 
 

@@ -174,6 +174,7 @@ def test_a_gpu_too_old_for_cudnn_has_programs(compile_run, more):
     [
         (dict(compiled_trainstep_file="programs"), " compile_topology=h100-2: .*on the GPUs"),
         (dict(diloco_outer_memory="pinned_host"), " cannot .*=h100-2: .*Use .*memory=device"),
+        (dict(max_exposed_fraction="2"), "is not in 0 to 1. Use 0.05"),
         (dict(optimizer_memory_host_offload="true"), " cannot .*=h100-2: .*Use .*offload=false"),
     ],
 )

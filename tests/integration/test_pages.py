@@ -16,7 +16,8 @@ from data.tokenizers_on_disk import byte_level_bpe
 from huggingface import small_models as small
 from run_tools import ROOT
 
-from maxdiloco import evaluate, generate, prepare
+from maxdiloco import evaluate, generate, prepare, train_compile
+from maxdiloco.command_line import read_options
 from maxdiloco.flags import config
 from maxdiloco.planning.choices import EXACT
 
@@ -202,7 +203,9 @@ def test_the_keys_of_what_is_not_run_are_read_too():
     found = [line for line in SLICES if line.startswith(NOT_RUN)]
     assert len(found) == len(NOT_RUN)
     for line in found:
-        cfg = config.load([word for word in shlex.split(line) if "=" in word], {})
+        words = [word for word in shlex.split(line) if "=" in word]
+        _, keys = read_options(words, train_compile.OPTIONS, "train_compile", keys=True)
+        cfg = config.load(keys, {})
         assert cfg.model_name == "1b"
 
 

@@ -46,8 +46,10 @@ def measured(parts, calls):
     return measure.measure(
         calls,
         parts.trainer.abstract_state,
-        mesh_tiers=measure.tiers(parts.mesh, {"diloco": 2} | one_slice),
-        link=None,
+        mesh=parts.mesh,
+        dcn={"diloco": 2} | one_slice,
+        chip=None,
+        gbps=25.0,
         say=lambda line: None,
     )
 

@@ -17,10 +17,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiers import corner, full
 
-from maxdiloco.aot.hlo import reader, replay, transfers
-from maxdiloco.aot.report import exposed_share
+from maxdiloco.aot import wait
+from maxdiloco.aot.hlo import reader, replay, traffic
 from maxdiloco.engine.describe import bytes_on_device
 from maxdiloco.exchange import collective
+from maxdiloco.parallel.chips import CHIPS
 from maxdiloco.parallel.replicas import map_fn
 
 pytestmark = pytest.mark.tpu_aot
@@ -30,7 +31,6 @@ WIRES = {"float32": "f32", "bfloat16": "u16", "int8": "s8", "float4_e3m0": "u8"}
 # Of one value, with its share of the scale of a block of 256.
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 256, "float4_e3m0": 0.5 + 1 / 256}
 MOST_EXPOSED = 0.01
-LINK = replay.Link(gbps_per_device=25.0, clock_hz=1.5e9)
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +45,13 @@ def trainer():
 
 
 def sent_by(compiled):
-    return transfers.transfers(reader.read(compiled.as_text()))
+    return traffic.transfers(reader.read(compiled.as_text()))
 
 
 def exposed(module):
     """The exposed part of a program's time on the link."""
-    played = replay.replay(module, LINK)
-    return exposed_share(played.waited, played.busy)
+    played = replay.replay(module, CHIPS["v5e"], 25.0)
+    return wait.share(played.waited, played.busy)
 
 
 def compiled(fn, *args, **options):
@@ -91,7 +91,7 @@ def test_the_step_hides_its_exchange(trainer, wire, memory):
     in_memory = {} if memory == "device" else dict(outer_memory=memory)
     small = trainer(**STREAMING | dict(exchange_dtype=wire) | in_memory)
     module = reader.read(small.inner_exchange.as_text())
-    pieces = transfers.transfers(module)
+    pieces = traffic.transfers(module)
     assert len(pieces) == small.algorithm.layout.plans[1].num_pieces
     loops = [i for i, item in enumerate(module.entry.instructions) if item.opcode == "while"]
     for transfer in pieces:
@@ -171,7 +171,7 @@ def test_an_exchange_in_a_conditional_is_exposed(trainer):
     wanted = tpu_programs.struct(slices, (), dtype=jnp.bool_)
     args = (state.params, state.opt_state, small.batch, state.outgoing[0], wanted)
     module = reader.read(compiled(exchange, *args).as_text())
-    assert any(transfer.in_conditional for transfer in transfers.transfers(module))
+    assert any(transfer.in_conditional for transfer in traffic.transfers(module))
     assert exposed(module) > MOST_EXPOSED
 
 
@@ -190,7 +190,7 @@ def test_the_wire_crosses_as_it_is_and_once(trainer, wire, num_slices, axis):
         assert transfer.sent.dtype == WIRES[wire]
         assert len(transfer.sent.dims) == 1
         assert transfer.padding == 0
-    of_head, per_device = (sum(transfer.bytes_sent() for transfer in each) for each in found)
+    of_head, per_device = (sum(transfer.bytes_sent for transfer in each) for each in found)
     assert (of_head < per_device) == (len(small.algorithm.layout.pieces) == 2)
     per_step = [small.algorithm.bytes_sent(t) for t in range(9, 17)]
     assert set(per_step) == {0, 4 * of_head, 4 * per_device}
@@ -211,7 +211,7 @@ def test_a_mean_that_crosses_its_dtype_and_its_padding_are_seen(trainer):
         return jnp.mean(codes_RN.astype(jnp.float32) / 16, axis=0)
 
     (transfer,) = sent_by(trainer(step=mean_loss_step, **STREAMING).inner)
-    assert (transfer.kind, transfer.sent.dtype) == ("ALL_REDUCE", "f32")
+    assert (transfer.kind, transfer.sent.dtype) == ("all-reduce", "f32")
     slices = tpu_programs.mesh_of(2)
     x_RN = tpu_programs.struct(slices, (2, 1 << 16), "diloco", "fsdp")
     lies = NamedSharding(slices, P("fsdp"))

@@ -132,13 +132,14 @@ def test_what_crosses_slices_is_the_fragments_and_nothing_else(compile_run, mode
             assert not cross["in_conditional"]
             assert cross["axes"] == ["diloco"]
     # What maxdiloco.plan says that a period waits, with the time of the compiled plain step.
-    cfg = config.load([f"{key}={value}" for key, value in (KEYS | keys).items()], {})
+    of_run = {key: (KEYS | keys)[key] for key in {*KEYS, *keys} - {*train_compile.OPTIONS}}
+    cfg = config.load([f"{key}={value}" for key, value in of_run.items()], {})
     H, P = cfg.diloco_sync_period, cfg.num_diloco_fragments
     tau = cfg.num_communication_overlapping_steps
     choice = choices.Choice(H, P, 1, tau, wire, cfg.diloco_outer_overlap, P > 1)
     found = job.of(cfg)
     (inner,) = [program for program in report["programs"] if program["name"] == "inner"]
-    sizes = dict(step_s=inner["estimated_seconds"], gbps=cfg.dcn_bandwidth_gbps)
+    sizes = dict(step_s=inner["estimated_seconds"], gbps=keys.get("dcn_bandwidth_gbps", 25.0))
     waited = rating.exposed_s(found, choice, rating.traffic(found, choice), **sizes)
     # What `synchronise` computes itself hides some microseconds.
     assert waited == pytest.approx(report["dcn_exposed_seconds_per_period"], rel=0.03, abs=2e-5)

@@ -106,14 +106,14 @@ def test_the_topologies_are_those_the_project_compiles_for(monkeypatch):
 
     from maxdiloco.aot import topology
 
-    for name, of in topology.TOPOLOGIES.items():
-        kind, _, shape = of.partition(":")
+    known = [(kind, *one) for kind in topology.TPUS for one in topology.names(kind).items()]
+    for kind, name, shape in known:
         wrong = []
         selector, hosts = with_kubectl.nodes({"TPU_TYPE": name}, "tpu", wrong)
         assert wrong == []
-        assert selector["cloud.google.com/gke-tpu-topology"] == shape
+        assert selector["cloud.google.com/gke-tpu-topology"] == "x".join(map(str, shape))
         assert selector["cloud.google.com/gke-tpu-accelerator"] == with_kubectl.TPUS[kind][0]
-        assert hosts * 4 == math.prod(map(int, shape.split("x")))
+        assert hosts * 4 == math.prod(shape)
 
 
 def expanded(text, variables):

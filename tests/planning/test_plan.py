@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from maxdiloco import plan, train
-from maxdiloco.aot import measure, topology
+from maxdiloco.aot import measure, topology, wait
 from maxdiloco.diloco.quantize import NAMES as WIRES
 from maxdiloco.flags import config
-from maxdiloco.planning import choices, compiled, exposure, job, losses, rating, table
+from maxdiloco.planning import choices, compiled, job, rating, table
 from maxdiloco.processes import output
 
 TINY = ("model_name=tiny", "max_target_length=256", "dcn_diloco_parallelism=2", "hardware=cpu")
@@ -216,8 +216,9 @@ def test_the_table_marks_a_choice_that_fits_with_its_outer_state_on_the_host_alo
 
 def test_a_compiled_step_too_big_for_the_chip_is_one_line(monkeypatch, capsys):
     """The state fits, the step does not: what the compiler says is in the line."""
-    too_big = measure.Measured("inner", 1, "step", 1.0, "it needs 40 GiB.", 0.0, None, 0,
-                               measure.Memory(0, 0, 0, 0, 0), (), ())  # fmt: skip
+    too_big = measure.Measured(
+        "inner", 1, "step", "", 1.0, measure.Memory(0, 0, 0, 0, 0), "it needs 40 GiB."
+    )
     monkeypatch.setattr(topology, "devices", lambda *_: jax.devices())
     monkeypatch.setattr(compiled.measure, "measure", lambda *_, **__: [too_big])
     argv = ("model_name=tiny", "compile_topology=v5e-4", "compile_topology_num_slices=2",
@@ -231,15 +232,15 @@ def test_a_compiled_step_too_big_for_the_chip_is_one_line(monkeypatch, capsys):
 
 
 def test_a_loss_is_printed_only_where_it_was_measured(planned, monkeypatch, tmp_path):
-    """The file of the package has the fields of losses.Loss; what it does not have is said."""
-    known = losses.measured()
+    """The file of the package has the fields of choices.Loss; what it does not have is said."""
+    known = choices.measured()
     assert all(isinstance(loss.difference, float) for loss in known)
     path = tmp_path / "losses.yml"
     entry = dict(model="35m", replicas=2, mode="DiLoCo", H=20, P=1, tau=0, wire="float32",
                  difference=0.0123, source="a table")  # fmt: skip
     path.write_text(yaml.safe_dump({"measured": [entry]}))
-    of_file = losses.measured(path)
-    monkeypatch.setattr(losses, "measured", lambda: of_file)
+    of_file = choices.measured(path)
+    monkeypatch.setattr(choices, "measured", lambda: of_file)
     _, found, said = planned(*TINY, "step_time=0.2", "dcn_bandwidth_gbps=1",
                              "diloco_sync_period=20")  # fmt: skip
     words = {row["mode"]: row["loss"] for row in found["choices"]}
@@ -321,10 +322,11 @@ def test_no_line_but_the_commands_is_wider_than_a_terminal(planned):
     ],
 )
 def test_what_a_period_waits_for_through_host_memory(seconds, keys, waited):
-    assert exposure.host_exposed_s(seconds, step_s=0.2, **keys) == pytest.approx(waited)
+    assert wait.exposed_s(seconds, step_s=0.2, **keys) == pytest.approx(waited)
     # A step that carries a chunk ends when it has arrived: four of 0.3 s, and of 0.1 s, which hide.
-    assert exposure.program_exposed_s([0.3] * 4, step_s=0.2) == pytest.approx(0.4)
-    assert exposure.program_exposed_s([0.1] * 4, step_s=0.2) == 0
+    beside = dict(H=20, lag=4, step_s=0.2)
+    assert wait.exposed_s([1.2], [0.3] * 4, **beside) == pytest.approx(0.4)
+    assert wait.exposed_s([0.4], [0.1] * 4, **beside) == 0
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,24 @@
-"""Optimised HLO text as computations of instructions.
+"""Optimised HLO text as computations of instructions, and how often each instruction runs.
 
 A scheduled module (`is_scheduled=true`) lists every computation in its order of execution.
 """
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{$")
 _LINE = re.compile(r"\s+(ROOT )?%?([\w.-]+) = (.*)$")
 _END = re.compile(r"\}(, execution_thread=.*)?$")
 _OPCODE = re.compile(r"\s*([\w-]+)\(")
-_CALLED = re.compile(
-    r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.-]+)"
-)
+_CALLED = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 NO_ESTIMATE = 2**63 - 1  # what the compiler prints where it has none
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+# Opcodes that return their operand unchanged.
+_SAME = ("bitcast", "copy", "copy-done", "copy-start", "convert")
+CALLS = ("call", "call-start", "async-start")
 
 
 class Instruction(NamedTuple):
@@ -68,8 +69,7 @@ class Computation(NamedTuple):
         raise ValueError(f"{self.name} has no ROOT: the text was cut. Give the whole module.")
 
 
-@dataclass(frozen=True)
-class Module:
+class Module(NamedTuple):
     """A compiled program of one slice."""
 
     computations: dict[str, Computation]
@@ -81,17 +81,19 @@ class Module:
             raise ValueError(f"%{name} is called but not in the text. Give the whole module.")
         return self.computations[name]
 
-    def reached(self) -> Iterator[tuple[Computation, Instruction]]:
-        """Every instruction that ENTRY reaches."""
-        seen, waiting = {self.entry.name}, [self.entry]
-        while waiting:
-            computation = waiting.pop()
-            for instruction in computation.instructions:
-                yield computation, instruction
-                for name in instruction.called():
-                    if name not in seen:
-                        seen.add(name)
-                        waiting.append(self.computation(name))
+
+class Executed(NamedTuple):
+    """An instruction where it runs.
+
+    times: runs in one run of the program; every branch of a conditional counts as taken.
+    place: name of the innermost computation around it that is not a fusion.
+    """
+
+    computation: Computation
+    instruction: Instruction
+    times: int
+    place: str
+    in_conditional: bool
 
 
 def read(text: str) -> Module:
@@ -124,9 +126,7 @@ def read(text: str) -> Module:
 
 def _instruction(line: str) -> Instruction:
     match = _LINE.match(line)
-    if match is None:
-        raise ValueError(f"cannot read this line as an HLO instruction: {line.strip()[:80]!r}")
-    root, name, rest = match.groups()
+    root, name, rest = match.groups() if match else (None, "", "")
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
     opcode = _OPCODE.match(rest, end) if end > 0 else None
     if opcode is None:
@@ -147,3 +147,93 @@ def _closing(text: str, start: int) -> int:
         if depth == 0:
             return start + token.start()
     raise ValueError(f"a parenthesis is never closed: {text[:80]!r}")
+
+
+def executed(module: Module) -> Iterator[Executed]:
+    """Every instruction that ENTRY runs, those in fusions and loops included.
+
+    Left out: the functions that a reduction applies, and conditions of loops. Raises ValueError for
+    a loop whose number of trips is not in the text.
+    """
+    entry = module.entry
+    yield from _run(module, entry, times=1, place=entry.name, in_conditional=False)
+
+
+def _run(module: Module, computation: Computation, **where) -> Iterator[Executed]:
+    """where: the other fields of Executed."""
+    for item in computation.instructions:
+        yield Executed(computation, item, **where)
+        if item.opcode == "while":
+            body = module.computation(item.attribute("body"))
+            times = where["times"] * trip_count(module, computation, item)
+            yield from _run(module, body, **where | {"times": times, "place": body.name})
+        elif item.opcode == "fusion":
+            yield from _run(module, module.computation(item.attribute("calls")), **where)
+        elif item.opcode in (*CALLS, "conditional"):
+            inside = where["in_conditional"] or item.opcode == "conditional"
+            for name in item.called():
+                there = where | {"place": name, "in_conditional": inside}
+                yield from _run(module, module.computation(name), **there)
+
+
+def trip_count(module: Module, computation: Computation, loop: Instruction) -> int:
+    """Trips of a counted loop: the compiler's number, or from start, step and bound of its counter.
+
+    Raises ValueError where the text has neither.
+    """
+    if known := _TRIPS.search(loop.attributes):
+        return int(known[1])
+    condition = module.computation(loop.attribute("condition"))
+    body = module.computation(loop.attribute("body"))
+    compared = condition.root()
+    if compared.opcode != "compare" or compared.attribute("direction") != "LT":
+        raise _unknown(loop, "its condition is not `counter < bound`")
+    counter = _source(condition, compared.operands[0])
+    bound = _constant(condition, compared.operands[1])
+    if counter.opcode != "get-tuple-element" or bound is None:
+        raise _unknown(loop, "its condition is not `counter < bound`")
+    index = int(counter.attribute("index"))
+    start = _constant(computation, _item(computation, loop.operands[0], index))
+    step = _step(body, index)
+    if start is None or step is None or step < 1:
+        raise _unknown(loop, "the counter's start or step is not in the text")
+    return max(0, -(-(bound - start) // step))
+
+
+def _step(body: Computation, index: int) -> int | None:
+    """The constant that the body adds to item `index` of its argument; None for anything else."""
+    following = _source(body, _item(body, body.root().name, index))
+    if following.opcode != "add":
+        return None
+    for counter, step in (following.operands, reversed(following.operands)):
+        source = _source(body, counter)
+        if source.opcode == "get-tuple-element" and int(source.attribute("index")) == index:
+            return _constant(body, step)
+    return None
+
+
+def _item(computation: Computation, name: str, index: int) -> str:
+    """Name of item `index` of a tuple."""
+    tuple_ = computation[name]
+    if tuple_.opcode != "tuple":
+        raise _unknown(tuple_, "its initial value is not a tuple in the same computation")
+    return tuple_.operands[index]
+
+
+def _source(computation: Computation, name: str) -> Instruction:
+    """The instruction that makes a value, past those that return it unchanged."""
+    item = computation[name]
+    while item.opcode in _SAME:
+        item = computation[item.operands[0]]
+    return item
+
+
+def _constant(computation: Computation, name: str) -> int | None:
+    item = _source(computation, name)
+    if item.opcode != "constant" or not re.fullmatch(r"-?\d+", item.literal):
+        return None
+    return int(item.literal)
+
+
+def _unknown(loop: Instruction, why: str) -> ValueError:
+    return ValueError(f"trips of %{loop.name} are unknown: {why}. Only counted loops are known.")

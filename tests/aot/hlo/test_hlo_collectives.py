@@ -8,13 +8,13 @@ from hlo_excerpts import BESIDE_LOOP, changed
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.aot.hlo import collectives, flops, reader
+from maxdiloco.aot.hlo import products, reader, traffic
 
 SIZES = {"data": 2, "fsdp": 4}
 
 
 def found(text, sizes=SIZES):
-    return collectives.collectives(reader.read(text), sizes)
+    return traffic.collectives(reader.read(text), sizes)
 
 
 def compiled(devices, fn):
@@ -114,7 +114,7 @@ def layers(x, w_LDD):
 def test_products_have_two_flops_for_each_pair_at_every_trip(fn, shapes, expected):
     args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     text = jax.jit(fn).lower(*args).compile().as_text()
-    assert flops.matmul_flops(reader.read(text)) == expected
+    assert products.matmul_flops(reader.read(text)) == expected
 
 
 def product(line, operands):
@@ -143,7 +143,7 @@ def product(line, operands):
 )  # fmt: skip
 def test_a_convolution_of_a_tpu(out, lhs, kernel, attributes, expected):
     text = product(f"%c = {out} convolution(%a, %b), {attributes}", {"a": lhs, "b": kernel})
-    assert flops.matmul_flops(reader.read(text)) == 8 * expected
+    assert products.matmul_flops(reader.read(text)) == 8 * expected
     unknown = text.replace("dim_labels=", "dim_labels=?")
     with pytest.raises(ValueError, match="%c has dim_labels .*, which this reader cannot read"):
-        flops.matmul_flops(reader.read(unknown))
+        products.matmul_flops(reader.read(unknown))

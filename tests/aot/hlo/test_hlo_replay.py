@@ -7,14 +7,16 @@ take 2 + 8 = 10 us.
 import pytest
 from hlo_excerpts import BESIDE_LOOP, IN_CONDITIONAL, changed
 
-from maxdiloco.aot.hlo import kernels, reader, replay
-from maxdiloco.aot.report import exposed_share
+from maxdiloco.aot import wait
+from maxdiloco.aot.hlo import products, reader, replay
+from maxdiloco.parallel.chips import Chip
+
+CHIP = Chip(("a chip",), 1e12, clock_hz=1.5e9, ici_gbps=1600)
 
 
 def exposed(text, *, gbps=25.0, send_done_waits=True):
-    link = replay.Link(gbps, clock_hz=1.5e9, send_done_waits=send_done_waits)
-    played = replay.replay(reader.read(text), link)
-    return exposed_share(played.waited, played.busy)
+    played = replay.replay(reader.read(text), CHIP, gbps, send_done_waits=send_done_waits)
+    return wait.share(played.waited, played.busy)
 
 
 def put_before(text, place, *lines):
@@ -112,11 +114,11 @@ def test_an_attention_kernel_takes_the_time_of_its_products():
     """Three products of 2 * 2 * 8 * 1024 * 1024 * 128 lanes, 10 of 16 blocks: 8.05e9 FLOPs."""
     text = changed(BESIDE_LOOP, "  %send-done =", KERNEL + "  %send-done =")
     flops = 3 * 2 * 2 * 8 * 1024 * 1024 * 128 * 10 / 16
-    link = replay.Link(25.0, clock_hz=1.5e9, peak_flops=flops / 5e-6)
-    played = replay.replay(reader.read(text), link)
+    chip = CHIP._replace(peak_flops=flops / 5e-6)
+    played = replay.replay(reader.read(text), chip, 25.0)
     assert played.waited == pytest.approx((19.98848 - 10 - 5) * 1e-6)
     other = changed(text, "%splash_mha_dq_no_residuals.3", "%another_kernel")
-    assert replay.replay(reader.read(other), link).waited == pytest.approx(9.98848e-6)
+    assert replay.replay(reader.read(other), chip, 25.0).waited == pytest.approx(9.98848e-6)
 
 
 EXPERTS = """\
@@ -139,8 +141,8 @@ def test_a_product_of_experts_multiplies_every_row_once():
     once = 2 * 4096 * 256 * 512
     expected = {"ragged-dot-metadata": 0, "ragged-dot-none.2": once, "tgmm.1": once}
     expected |= {"gmm.1": once, "swish.1": None}
-    found = {item.name: kernels.flops(where, item) for where, item in module.reached()
-             if item.name in expected}  # fmt: skip
+    found = {run.instruction.name: products.kernel_flops(run.computation, run.instruction)
+             for run in reader.executed(module) if run.instruction.name in expected}  # fmt: skip
     assert found == expected
 
 
@@ -172,10 +174,9 @@ def test_products_of_an_attention_kernel(changes, expected):
     for old, new in changes:
         kernel = changed(kernel, old, new)
     text = changed(BESIDE_LOOP, "  %send-done =", kernel + "  %send-done =")
-    ((where, item),) = [
-        pair for pair in reader.read(text).reached() if pair[1].name.startswith("splash")
-    ]
-    assert kernels.attention_flops(where, item) == expected
+    runs = reader.executed(reader.read(text))
+    (run,) = [run for run in runs if run.instruction.name.startswith("splash")]
+    assert products.kernel_flops(run.computation, run.instruction) == expected
 
 
 def test_what_goes_to_a_sparse_core_has_no_estimate():
@@ -189,7 +190,7 @@ def test_what_goes_to_a_sparse_core_has_no_estimate():
     called = """\
 %on_cores (x: f32[8]) -> f32[8] {
   %x = f32[8] parameter(0)
-  ROOT %sorted = f32[8] fusion(%x), backend_config={"estimated_cycles":"9223372036854775807"}
+  ROOT %sorted = f32[8] sort(%x), backend_config={"estimated_cycles":"9223372036854775807"}
 }
 
 ENTRY """

@@ -1,0 +1,226 @@
+"""What a compiled program sends: collectives among the devices it numbers, transfers of slices.
+
+On CPU and GPU a program numbers all devices, so collectives between emulated slices are among the
+collectives. On TPU it numbers the devices of one slice, and XLA lowers a collective over slices to
+a `send` and a `recv` through the host (MegaScale) with their `-done` ops, one pair for each
+rendezvous name.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from maxdiloco.aot.hlo import notation
+from maxdiloco.aot.hlo.reader import Computation, Executed, Instruction, Module, executed
+
+KINDS = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute",
+    "ragged-all-to-all", "collective-broadcast",
+)  # fmt: skip
+RUNTIME = "xla_megascale_runtime"
+RENDEZVOUS = "_xla_host_transfer_rendezvous"
+HANDLER = "_xla_host_transfer_handler_name"
+KIND = "_xla_megascale_transfer_type"
+TARGET = "_xla_megascale_target"
+_TARGET = re.compile(rf'{TARGET}=("[^"]*"|\{{\{{.*?\}}\}})')
+# Custom calls that stay in the slice, its collectives among them. Any other target may be traffic.
+LOCAL_CALLS = """
+    AllocateBuffer AssumeGatherIndicesInBound AsyncCollectiveDone AsyncCollectiveStart ConcatBitcast
+    GatherScatterIndicesBitpacked HostExecute MoveToDevice MoveToHost PrepareAsyncCallDone
+    PrepareAsyncCallStart Sharding SliceId SPMDFullToShardShape SPMDShardToFullShape ZeroCrop
+    tpu_custom_call
+"""
+
+
+class Collective(NamedTuple):
+    """One collective.
+
+    axes: mesh axes that its groups span. bytes_sent: bytes that leave one device in each run, by a
+    ring. times: runs in one run of the program. waits: whether the schedule waits for it, which it
+    does when start and done are one instruction.
+    """
+
+    kind: str
+    dtype: str
+    axes: tuple[str, ...]
+    bytes_sent: int
+    times: int
+    waits: bool
+
+
+class Transfer(NamedTuple):
+    """One collective over slices, as one device of a slice sees it.
+
+    slices: groups of slices that exchange. sent: the shape given to the runtime. bytes_sent: bytes
+    that leave one device in each run, tile padding included; padding: those that only fill tiles.
+    times: runs in one run of the program. computation: the one that holds its instructions. start,
+    done: positions in it of the first send or recv and of the last `-done`.
+    """
+
+    rendezvous: str
+    kind: str
+    slices: notation.Groups
+    sent: notation.Shape
+    bytes_sent: int
+    padding: int
+    times: int
+    in_conditional: bool
+    computation: str
+    start: int
+    done: int
+
+
+def collectives(module: Module, sizes: Mapping[str, int]) -> list[Collective]:
+    """Every collective that ENTRY reaches, in order of execution.
+
+    sizes: of the mesh axes over which the groups number the devices, major to minor. Pieces of one
+    asynchronous collective (fusions of one channel in one computation) count once. Raises
+    ValueError for a group with a device outside the mesh and for kinds whose bytes are not known.
+    """
+    out, seen = [], set()
+    for run in executed(module):
+        item, where = run.instruction, run.computation
+        if (kind := kind_of(item)) is None:
+            continue
+        fused = run.place != where.name
+        channel = item.attribute("channel_id") if fused else None
+        key = (run.place, channel or (where.name, item.name))
+        if key not in seen:
+            seen.add(key)
+            dtype = notation.shape(where[item.operands[0]].shape).dtype
+            axes = axes_of(notation.groups_of(item.attributes), sizes)
+            waits = not fused and not item.opcode.endswith("-start")
+            out.append(Collective(kind, dtype, axes, bytes_of(where, item), run.times, waits))
+    return [collective for collective in out if collective.axes]
+
+
+def kind_of(instruction: Instruction) -> str | None:
+    """The kind of a collective or of its start: all-gather, all-reduce ..; None for the rest."""
+    kind = instruction.opcode.removesuffix("-start")
+    return kind if kind in KINDS else None
+
+
+def bytes_of(computation: Computation, item: Instruction) -> int:
+    """Bytes that leave one device each time a collective runs."""
+    size = max(map(len, notation.groups_of(item.attributes)))
+    operands = (notation.shape(computation[name].shape) for name in item.operands)
+    payload = sum(shape.bytes_laid_out() for shape in operands)
+    return _ring_bytes(kind_of(item), payload, size, name=f"%{item.name}")
+
+
+def _ring_bytes(kind: str, payload: int, size: int, *, name: str) -> int:
+    """Bytes that one member of a group sends in a collective, by a ring.
+
+    An all-gather sends the payload to each other member; a reduction and a gather of the sum each
+    send the share of every other member; one member of a pair sends the payload to the other.
+    """
+    others = size - 1
+    if kind == "all-gather":
+        return payload * others
+    if kind == "all-reduce":
+        return 2 * payload * others // size
+    if kind in ("reduce-scatter", "all-to-all"):
+        return payload * others // size
+    if kind in ("collective-permute", "one-to-one"):
+        return payload
+    raise ValueError(f"{name} is a {kind}, whose bytes are not known here")
+
+
+def axes_of(groups: notation.Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Mesh axes along which the members of a group differ, in mesh order.
+
+    Raises ValueError for a device outside the mesh.
+    """
+    last, count = max((n for group in groups for n in group), default=0), math.prod(sizes.values())
+    if last >= count:
+        raise ValueError(
+            f"a collective reaches device {last}, but its mesh has {count} devices: {dict(sizes)}. "
+            f"Give the sizes that it numbers."
+        )
+    reached = set()
+    for group in groups:
+        coordinates = np.array(np.unravel_index(list(group), tuple(sizes.values())))
+        differ = (coordinates != coordinates[:, :1]).any(axis=1)
+        reached |= {axis for axis, differs in zip(sizes, differ, strict=True) if differs}
+    return tuple(axis for axis in sizes if axis in reached)
+
+
+def transfers(module: Module) -> list[Transfer]:
+    """Every transfer between slices that ENTRY reaches.
+
+    Raises ValueError for a host transfer of another runtime, a custom call with an unknown target,
+    and a send without its recv or `-done` in the same computation.
+    """
+    starts: dict[str, list[Executed]] = {}
+    for run in executed(module):
+        if name := rendezvous_of(run.instruction):
+            runs = starts.setdefault(name, [])
+            runs.append(run)
+            if run.computation is not runs[0].computation:
+                raise ValueError(
+                    f"transfer {name} starts in {runs[0].computation.name} and in "
+                    f"{run.computation.name}: a rendezvous has one place"
+                )
+    return [_transfer(name, runs) for name, runs in starts.items()]
+
+
+def rendezvous_of(instruction: Instruction) -> str | None:
+    """The rendezvous that an instruction starts; None without traffic between slices."""
+    if instruction.opcode in ("custom-call", "custom-call-start"):
+        target = instruction.attribute("custom_call_target")
+        if target not in LOCAL_CALLS.split():
+            raise ValueError(
+                f"%{instruction.name} calls {target!r}, which may be traffic between slices. Add "
+                f"it to LOCAL_CALLS in hlo/traffic.py if it is not."
+            )
+    if instruction.opcode not in ("send", "recv"):
+        return None
+    if instruction.attribute(HANDLER) != RUNTIME:
+        raise ValueError(
+            f"%{instruction.name} is a {instruction.opcode} of "
+            f"{instruction.attribute(HANDLER)!r}, not of {RUNTIME!r}: this reader knows no other."
+        )
+    name = instruction.attribute(RENDEZVOUS)
+    if name is None:
+        raise ValueError(f"%{instruction.name} names no {RENDEZVOUS}: it cannot be paired")
+    return name
+
+
+def _transfer(name: str, runs: list[Executed]) -> Transfer:
+    """runs: of the send and the recv."""
+    where = runs[0].computation
+    at = {item.name: position for position, item in enumerate(where.instructions)}
+    pair = {run.instruction.opcode: run.instruction for run in runs}
+    if len({run.instruction.name for run in runs}) != 2 or len(pair) != 2:
+        raise ValueError(f"transfer {name} is not one send and one recv in {where.name}")
+    send, names = pair["send"], [item.name for item in pair.values()]
+    done = [
+        at[item.name]
+        for item in where.instructions
+        if item.opcode in ("send-done", "recv-done") and item.operands[0] in names
+    ]
+    if len(done) != 2:
+        raise ValueError(f"transfer {name} is not done where it starts, in {where.name}")
+    if (kind := send.attribute(KIND)) is None:
+        raise ValueError(f"transfer {name} names no {KIND}: its bytes are unknown")
+    if (target := _TARGET.search(send.attributes)) is None:
+        raise ValueError(f"%{send.name} names no {TARGET}: which slices exchange is unknown")
+    kind, slices = kind.lower().replace("_", "-"), notation.slices_of(target[1].strip('"'))
+    sent = notation.shape(notation.elements(send.shape)[0])
+    payload = sent.bytes_laid_out()
+    return Transfer(
+        name,
+        kind,
+        slices,
+        sent,
+        bytes_sent=_ring_bytes(kind, payload, len(slices[0]), name=f"transfer {name}"),
+        padding=payload - sent.bytes_logical(),
+        times=sum(run.times for run in runs if run.instruction is send),
+        in_conditional=any(run.in_conditional for run in runs),
+        computation=where.name,
+        start=min(at[name] for name in names),
+        done=max(done),
+    )

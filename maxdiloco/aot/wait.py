@@ -1,0 +1,191 @@
+"""How long a device waits for its link to other slices: the one model of it.
+
+A link carries one transfer after the other. Only bytes count, and the latency that is given: there
+is no header, no packing and no compute of the exchange.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import NamedTuple
+
+from maxdiloco.diloco.schedule import offsets
+
+FULL = 0.99  # of compute utilisation: a link that gives it is filled (arXiv 2501.18512, Table 4)
+PERIODS = 12  # that are simulated: every period is as long as the last by then
+HIDDEN = 0.02  # of a transfer's time: with less of it hidden, none is hidden by design. Our choice
+BFLOAT16 = 16.0  # bits of a gradient of data parallelism, as the papers count
+ENDLESS = 200  # steps of data parallelism after which the first ones no longer count
+
+
+@dataclasses.dataclass
+class Clock:
+    """A device and its link [s].
+
+    now: of the device. free: when the link has carried what was sent. arrives: when each transfer
+    is there.
+    """
+
+    now: float = 0.0
+    free: float = 0.0
+    arrives: dict[Hashable, float] = dataclasses.field(default_factory=dict)
+
+    def send(self, name: Hashable, seconds: float, *, latency_s: float = 0.0) -> None:
+        """Put a transfer on the link, behind those that are there. seconds: on the link."""
+        self.free = max(self.free, self.now) + seconds
+        self.arrives[name] = self.free + latency_s
+
+    def wait(self, name: Hashable) -> float:
+        """Wait until a transfer is there; returns how long that takes."""
+        waited = max(0.0, self.arrives[name] - self.now)
+        self.now += waited
+        return waited
+
+
+def exposed_s(
+    fragments: Sequence[float],
+    chunks: Sequence[float] = (),
+    *,
+    H: int,
+    lag: int,
+    step_s: float,
+    latency_s: float = 0.0,
+) -> float:
+    """Seconds that a period of H steps waits for its exchanges, in a run without end.
+
+    fragments: of each the seconds on the link. Fragment p is sent after the steps t with
+    t = floor(p H / P) (mod H) and used `lag` steps later. chunks: the seconds of each chunk that
+    compiled programs exchange, one beside a step, which ends when the chunk has arrived. Without
+    chunks an exchange goes through host memory, behind those on the link.
+    """
+    if not lag:
+        return sum(seconds + latency_s for seconds in fragments)
+    if chunks:
+        return sum(max(0.0, seconds + latency_s - step_s) for seconds in chunks)
+    clock, waited = Clock(), 0.0
+    before, last = (PERIODS - 1) * H, PERIODS * H
+    firsts = [offset or H for offset in offsets(len(fragments), H)]
+    sends = {t: p for p, first in enumerate(firsts) for t in range(first, last + 1, H)}
+    at = 0
+    for t in sorted({*sends, *(t + lag for t in sends if t + lag <= last)}):
+        clock.now, at = clock.now + (t - at) * step_s, t
+        if t in sends:
+            clock.send(t, fragments[sends[t]], latency_s=latency_s)
+        if t - lag in sends:
+            seconds = clock.wait(t - lag)
+            waited += seconds if t > before else 0.0
+    # A link that is barely too slow fills its queue for longer than is simulated.
+    return max(waited, sum(fragments) - H * step_s)
+
+
+def utilisation(step_s: float, exposed: float, H: int) -> float:
+    """Time of the H steps of a period / time of the period. exposed: seconds of a period."""
+    return H * step_s / (H * step_s + exposed)
+
+
+def share(exposed: float, busy: float) -> float:
+    """Exposed over busy seconds of a link, in [0, 1]; 0 when nothing crosses."""
+    return min(1.0, exposed / busy) if busy else 0.0
+
+
+def least_gbps(at: Callable[[float], float], target: float = FULL) -> float:
+    """The least bandwidth at which a utilisation reaches the target, to one in a thousand.
+
+    Infinity where none does: the latency alone is too long.
+    """
+    low, high = 1e-14, 1e6
+    if at(high) < target:
+        return math.inf
+    while high / low > 1.001:
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if at(middle) >= target else (middle, high)
+    return high
+
+
+def enough_gbps(gbps: float, programs: Iterable[tuple[float, float]]) -> float | None:
+    """The bandwidth at which nothing would be exposed, in two digits; None where none would do.
+
+    programs: (busy, exposed) seconds of each at gbps. An exchange that the program waits for by
+    design, as with tau=0, is exposed on every link.
+    """
+    factor = 1.0
+    for busy, exposed in programs:
+        if exposed and busy - exposed <= HIDDEN * busy:
+            return None
+        factor = max(factor, busy / (busy - exposed) if exposed else 1.0)
+    unit = 10.0 ** (math.floor(math.log10(gbps * factor)) - 1)
+    return round(math.ceil(gbps * factor / unit - 1e-9) * unit, 6)
+
+
+def enough_tau(tau: int, *, H: int, step_s: float, chunk_s: float, busy_s: float) -> int | None:
+    """The tau whose steps are as long as a fragment's exchange; None where no tau of H would do.
+
+    chunk_s: on the link of a fragment's share of a step with this tau; busy_s: of a period.
+    """
+    enough = math.ceil(max(tau, 1) * chunk_s / step_s)
+    return enough if busy_s <= H * step_s and tau < enough < H else None
+
+
+# -- the papers' simulator of compute utilisation (2501.18512, section 3.1 and supplement) ---------
+
+
+class Size(NamedTuple):
+    """A model. step_s: time of an inner step without any exchange [s]."""
+
+    name: str
+    layers: int
+    parameters: float
+    step_s: float
+
+
+class Send(NamedTuple):
+    """Layers that leave after a step, and the step whose forward needs them."""
+
+    step: int
+    layers: Sequence[int]
+    needed: int
+
+
+def layered_utilisation(
+    size: Size,
+    sends: Iterable[Send],
+    *,
+    steps: int,
+    bits_per_layer: float,
+    gbps: float,
+    latency_s: float = 0.0,
+) -> float:
+    """Time of the computation / time of the run, in (0, 1].
+
+    A step is a forward, a backward for activations and a backward for weights of every layer, of
+    equal length. A layer is sent after its backward for weights, and has to have arrived before its
+    forward in a later step. The papers have no latency.
+    """
+    unit, seconds = size.step_s / (3 * size.layers), bits_per_layer / (gbps * 1e9)
+    leaving: dict[int, list[Send]] = {}
+    for send in sends:
+        leaving.setdefault(send.step, []).append(send)
+    clock = Clock()
+    for step in range(1, steps + 1):
+        for layer in range(size.layers):
+            if (step, layer) in clock.arrives:
+                clock.wait((step, layer))
+            clock.now += unit
+        for layer in reversed(range(size.layers)):
+            clock.now += 2 * unit
+            for send in leaving.get(step, ()):
+                if layer in send.layers:
+                    clock.send((send.needed, layer), seconds, latency_s=latency_s)
+    return steps * size.step_s / clock.now
+
+
+def data_parallel(size: Size, gbps: float, latency_s: float = 0.0) -> float:
+    """Utilisation of data parallelism: bfloat16 gradients once a step, as the papers count.
+
+    gbps: of all devices of a replica together [Gbit/s].
+    """
+    per_layer = BFLOAT16 * size.parameters / size.layers
+    sends = [Send(step, range(size.layers), step + 1) for step in range(1, ENDLESS + 1)]
+    return layered_utilisation(
+        size, sends, steps=ENDLESS, bits_per_layer=per_layer, gbps=gbps, latency_s=latency_s
+    )
