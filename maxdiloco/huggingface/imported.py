@@ -109,8 +109,8 @@ def _config(
     cfg = config.changed(stored, keys, {}, may_change=MAY_SET)
     tokens = rows
     if cfg.tokenizer_type != "byte":
-        there = config.from_dict(cfg.as_dict() | {"tokenizer_path": str(source)})
-        tokens = tokenizer.of_keys(there).vocab_size
+        there = tokenizer.Keys.of(vars(cfg))._replace(tokenizer_path=str(source))
+        tokens = tokenizer.build(there).vocab_size
     if tokens > rows and vocab_multiple == 1:
         raise DataError(
             f"vocab_size={rows} is too small for tokenizer_type={cfg.tokenizer_type} "

@@ -26,14 +26,14 @@ def test_hosts_of_a_torus_read_their_rows_and_feed_their_devices():
     data = pipeline.Dataset(SyntheticWindows(0, "train", 99, 5), None, "dataset_type=synthetic")
     position = order.first_position(M, B)
     indices = np.ix_(range(M), range(B))
-    whole = pipeline.read(data, position, 1, replicas=indices[0], rows=indices[1])["tokens"]
+    whole = data.read(position, 1, replicas=indices[0], rows=indices[1])["tokens"]
     count = 0
     for shards in hosts.values():
         rows = feeding.rows_of(shards, whole.shape)
         # The tile's second row of devices is 12 rows further on: a box around the rows has 18.
         assert np.prod([np.ptp(coordinates) + 1 for coordinates in rows]) == 18
         count += len(rows[0])
-        local = pipeline.read(data, position, 1, replicas=rows[0], rows=rows[1])["tokens"]
+        local = data.read(position, 1, replicas=rows[0], rows=rows[1])["tokens"]
         positions = feeding.positions_of(rows, whole.shape)
         for shard in shards:
             assert np.array_equal(feeding.take_shard(local, positions, shard), whole[shard])
