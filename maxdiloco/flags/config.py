@@ -10,7 +10,7 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, checks, maxtext, outer_rate
 from maxdiloco.flags import warnings as seldom_meant
 from maxdiloco.flags.base_yml import Key, Value, show
-from maxdiloco.flags.maxtext import renamed
+from maxdiloco.flags.maxtext import Tables, renamed
 from maxdiloco.flags.other_names import REMOVED, current
 from maxdiloco.flags.values import Given, convert, same_type, shown
 
@@ -51,18 +51,19 @@ def load(argv: Iterable[str], environ: Mapping[str, str], *, warn: Warn = print)
     none of the last three gives is -1 with a tokenizer file, unless weights are loaded.
     Raises ConfigError, one line with key, value, why and remedy; of unknown keys it names all.
     """
-    keys, argv = base_yml.declared(), list(argv)
+    keys, known, argv = base_yml.declared(), maxtext.tables(), list(argv)
     given: dict[str, Given] = {}
     if argv and "=" not in argv[0] and argv[0].endswith((".yml", ".yaml")):
         path = _found(pathlib.Path(argv.pop(0)))
-        given |= _edited(path, keys) if path.name == maxtext.BASE else renamed(_from_file(path))
-    given |= renamed(_from_environment(environ, keys))
-    given |= renamed(_from_command_line(argv, warn))
-    given = maxtext.taken(given, keys, warn)
+        is_base = path.name == maxtext.BASE
+        given |= _edited(path, keys, known) if is_base else renamed(_from_file(path), known)
+    given |= renamed(_from_environment(environ, keys, known), known)
+    given |= renamed(_from_command_line(argv, warn), known)
+    given = maxtext.taken(given, keys, known, warn)
     _refuse_unknown(given, keys)
     values = {name: key.default for name, key in keys.items()}
     values |= {name: convert(keys[name], text) for name, text in given.items()}
-    values |= _from_model(values, given, keys, warn)
+    values |= _from_model(values, given, keys, known, warn)
     weights = values["load_parameters_path"] or values["load_full_state_path"]
     if "vocab_size" not in given and values["tokenizer_type"] != "byte" and not weights:
         values["vocab_size"] = -1
@@ -120,7 +121,7 @@ def changed(
     count, since the others are meant for training. warn: as for `load`. Raises ConfigError.
     """
     keys = base_yml.declared()
-    given = _from_environment(environ, keys)
+    given = _from_environment(environ, keys, maxtext.tables())
     given = {name: text for name, text in given.items() if name in may_change}
     written = _from_command_line(argv, warn)
     _refuse_unknown(written, keys)
@@ -164,15 +165,15 @@ def _from_file(path: pathlib.Path) -> dict[str, Given]:
     return {name: Given(raw, str(path)) for name, raw, _ in base_yml.read_yml(path)}
 
 
-def _edited(path: pathlib.Path, keys: Mapping[str, Key]) -> dict[str, Given]:
+def _edited(path: pathlib.Path, keys: Mapping[str, Key], known: Tables) -> dict[str, Given]:
     """What a copy of base.yml has otherwise: its other values are defaults, which a model may set.
 
     A file of that name with fewer than half of the keys is one as any other.
     """
     maxtext.refuse_missing_base(path)
     given = _from_file(path)
-    maxtext.refuse_base(path, given, keys)
-    given = renamed(given)
+    maxtext.refuse_base(path, given, keys, known)
+    given = renamed(given, known)
     if len(given) < len(keys) / 2:
         return given
     return {
@@ -182,15 +183,17 @@ def _edited(path: pathlib.Path, keys: Mapping[str, Key]) -> dict[str, Given]:
     }
 
 
-def _from_environment(environ: Mapping[str, str], keys: Mapping[str, Key]) -> dict[str, Given]:
-    given, unknown, tables = {}, [], maxtext.tables()
+def _from_environment(
+    environ: Mapping[str, str], keys: Mapping[str, Key], known: Tables
+) -> dict[str, Given]:
+    given, unknown = {}, []
     for variable in sorted(environ):
         if not variable.startswith(ENVIRONMENT_PREFIX):
             continue
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-        of_maxtext = name in tables.other_names or tables.foreign(name)
-        known = name in keys or name in REMOVED or of_maxtext
-        if not known or variable != ENVIRONMENT_PREFIX + name.upper():
+        of_maxtext = name in known.other_names or known.foreign(name)
+        is_key = name in keys or name in REMOVED or of_maxtext
+        if not is_key or variable != ENVIRONMENT_PREFIX + name.upper():
             near = _nearest_key(name, keys)
             remedy = f"Did you mean {ENVIRONMENT_PREFIX}{near.upper()}?" if near else "Unset it."
             unknown.append(f"{variable}={environ[variable]} is no key. {remedy}")
@@ -225,13 +228,18 @@ def _from_command_line(argv: Iterable[str], warn: Warn) -> dict[str, Given]:
 
 
 def _from_model(
-    values: dict[str, Value], given: dict[str, Given], keys: dict[str, Key], warn: Warn
+    values: dict[str, Value],
+    given: dict[str, Given],
+    keys: dict[str, Key],
+    known: Tables,
+    warn: Warn,
 ) -> dict[str, Value]:
     """The values of the model file that no later layer sets."""
     model = str(values["model_name"])
     if model == "default":
         return {}
-    given_by_model = maxtext.taken(renamed(_from_file(_model_file(model))), keys, warn)
+    of_file = renamed(_from_file(_model_file(model)), known)
+    given_by_model = maxtext.taken(of_file, keys, known, warn)
     out = {}
     _refuse_unknown(given_by_model, keys)
     for name, text in given_by_model.items():

@@ -64,7 +64,7 @@ def tables() -> Tables:
     return Tables(RENAMED | read["other_names"], values, keys)
 
 
-def renamed(given: Mapping[str, Given]) -> dict[str, Given]:
+def renamed(given: Mapping[str, Given], known: Tables) -> dict[str, Given]:
     """The same values by the names of base.yml; given: those of one layer, such as a file.
 
     Raises ConfigError when a value is there by two names, and for more than one column.
@@ -73,9 +73,9 @@ def renamed(given: Mapping[str, Given]) -> dict[str, Given]:
     if kind is not None and kind.raw == "grain":  # it says no more than grain_file_type
         del given["dataset_type"]
         given = {"grain_file_type": kind._replace(raw="arrayrecord")} | given
-    names, other_names = {}, tables().other_names
+    names: dict[str, str] = {}
     for name in given:
-        own = other_names.get(name, name)
+        own = known.other_names.get(name, name)
         if own in names:
             raise ConfigError(
                 f"{name}={given[name].raw} and {names[own]}={given[names[own]].raw} both mean "
@@ -101,9 +101,10 @@ def _column(given: Given) -> Given:
     return given._replace(raw=columns[0])
 
 
-def refuse_base(path: pathlib.Path, given: Collection[str], keys: Collection[str]) -> None:
+def refuse_base(
+    path: pathlib.Path, given: Collection[str], keys: Collection[str], known: Tables
+) -> None:
     """Raise ConfigError for MaxText's own base.yml. given: its keys; keys: of ours."""
-    known = tables()
     if sum(name not in keys and known.foreign(name) is not None for name in given) > _MOST_FOREIGN:
         raise ConfigError(f"{path} is MaxText's, whose defaults are not read. {_IN_ITS_PLACE}")
 
@@ -115,7 +116,10 @@ def refuse_missing_base(path: pathlib.Path) -> None:
 
 
 def taken(
-    given: Mapping[str, Given], keys: Collection[str], warn: Callable[[str], None]
+    given: Mapping[str, Given],
+    keys: Collection[str],
+    known: Tables,
+    warn: Callable[[str], None],
 ) -> dict[str, Given]:
     """What was given without MaxText's keys, and with its values as this package names them.
 
@@ -123,7 +127,7 @@ def taken(
     MaxText's. warn: called with a line on what was dropped, and on each value that was replaced.
     Raises ConfigError, one line for all that cannot be dropped.
     """
-    known, kept, dropped, refused = tables(), {}, {}, []
+    kept, dropped, refused = {}, {}, []
     for name, value in given.items():
         text = value.raw if isinstance(value.raw, str) else show(value.raw)
         entry = None if name in keys else known.foreign(name)

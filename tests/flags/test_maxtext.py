@@ -129,7 +129,7 @@ def test_what_is_replaced_or_refused_is_none_of_ours_and_what_replaces_it_is():
         allowed = KEYS[key].allowed
         assert not allowed.startswith("one of ") or own in checks.choices(allowed)
     value = config.Given("x", "here")
-    assert maxtext.taken(dict.fromkeys(KEYS, value), KEYS, lambda line: None).keys() == set(KEYS)
+    assert maxtext.taken(dict.fromkeys(KEYS, value), KEYS, TABLES, print).keys() == set(KEYS)
     others = TABLES.other_names
     assert set(others.values()) <= set(KEYS) and not set(others) & set(KEYS)
 
@@ -166,7 +166,7 @@ def test_a_key_that_is_gone_is_told_with_what_to_use_instead(name, request):
     changes = (request.config.rootpath / "CHANGELOG.md").read_text()
     assert name not in KEYS and f"`{name}`" in changes.partition("* Keys that are gone")[2]
     assert config.from_dict(load()[0].as_dict() | {name: default}) == load()[0]
-    if maxtext.tables().foreign(name):  # of MaxText: dropped with a note
+    if TABLES.foreign(name):  # of MaxText: dropped with a note
         assert load(f"{name}=7")[1][0].startswith("note: keys of MaxText that do nothing here")
         again = [lambda: config.from_dict({name: "7"})]
     else:
@@ -255,7 +255,7 @@ def test_what_the_page_calls_not_needed_is_dropped_whatever_its_value_and_not_he
                         for title in ("Not needed", "Not here"))  # fmt: skip
     notes = []
     given = {name: config.Given("strange", "here") for name in dropped}
-    assert maxtext.taken(given, KEYS, notes.append) == {} and len(notes) == 1
+    assert maxtext.taken(given, KEYS, TABLES, notes.append) == {} and len(notes) == 1
     for name in refused:
         assert not re.fullmatch(TABLES.foreign(name).harmless, "strange"), name
     for entry in TABLES.keys:
