@@ -72,7 +72,7 @@ def _value(name: str, option: Option, raw: str) -> Any:
     if kind is str:
         return raw
     try:
-        value = {"true": True, "false": False}[raw] if kind is bool else kind(raw)
+        value = {"true": True, "false": False}[raw.lower()] if kind is bool else kind(raw)
     except (KeyError, ValueError):
         value = math.nan
     least = -math.inf if option.least is None else option.least
