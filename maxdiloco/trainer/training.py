@@ -31,9 +31,9 @@ from maxdiloco.metrics.writer import MetricsWriter
 from maxdiloco.models.transformer import count_parameters
 from maxdiloco.parallel import feeding
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.processes import distributed
 from maxdiloco.processes.agree import from_first_process, in_any_process
-from maxdiloco.processes.links import Links
+from maxdiloco.processes.mailbox import Mailbox
+from maxdiloco.processes.peers import Room
 from maxdiloco.processes.signals import Preemption
 from maxdiloco.storage.run_folder import RunFolder, locate, open_run_folder
 from maxdiloco.trainer import (
@@ -61,11 +61,11 @@ def run(cfg: Config, begun: float, notes: Sequence[str] = ()) -> int:
     """
     if cfg.enable_wandb:
         trackers.require_wandb()
-    with job.joined(cfg), saved_programs.compile_cache(cfg) as lines:
-        return train(cfg, begun, [*notes, *lines])
+    with job.joined(cfg) as room, saved_programs.compile_cache(cfg) as lines:
+        return train(cfg, room, begun, [*notes, *lines])
 
 
-def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
+def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) -> int:
     """The run in this process, see `run`: mesh, data, folder, parts, programs, state, loop."""
     primary = jax.process_index() == 0
     console = Console(shown=primary)
@@ -94,8 +94,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
         say(line)
 
     with ExitStack() as stack:
-        # Closed last: after an error the watch then tells the others why before they miss anything.
-        links = stack.enter_context(_open_links(cfg, mesh))
+        mailbox = _open_mailbox(room, cfg, mesh)
         folder = stack.enter_context(
             open_run_folder(cfg.base_output_directory, name, primary=primary, warn=say)
         )
@@ -124,7 +123,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
             return 0
 
         compiles = CompileLog(say, show_memory=cfg.show_memory)
-        chosen, parts = _build(cfg, mesh, total, compiles, links, say)
+        chosen, parts = _build(cfg, mesh, total, compiles, mailbox, say)
         trainer = parts.trainer
         stack.callback(trainer.close)
         for line in [*_sizes(cfg, parts), *text.description(), *trainer.description().start]:
@@ -153,7 +152,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
             total=total,
             console=console,
             writer=writer,
-            links=links,
+            mailbox=mailbox,
             checkpointer=checkpointer,
             note=start.note(cfg, begin.position, data, total_steps=total),
             data_metrics=functools.partial(run_data.metrics, text, begin.position, shape.length),
@@ -228,16 +227,12 @@ def _open_writer(
     )
 
 
-def _open_links(cfg: Config, mesh: jax.sharding.Mesh) -> AbstractContextManager[Links | None]:
-    if jax.process_count() == 1:
-        return nullcontext()
-    return distributed.linked(
-        peer_port=cfg.peer_port,
-        interface=cfg.exchange_interface,
-        fingerprint=f"{cfg.diloco_exchange_dtype} {dict(mesh.shape)}",
-        timeout_s=cfg.peer_timeout_seconds,
-        bulk=assemble.needs_bulk(cfg, mesh),
-    )
+def _open_mailbox(room: Room | None, cfg: Config, mesh: jax.sharding.Mesh) -> Mailbox | None:
+    if room is None:
+        return None
+    if assemble.needs_bulk(cfg, mesh):
+        room.open_bulk()
+    return room.mailbox
 
 
 @contextmanager
@@ -265,10 +260,10 @@ def _sizes(cfg: Config, parts: Parts) -> list[str]:
     ]
 
 
-def _build(cfg, mesh, total, compiles, links, say) -> tuple[Config, Parts]:
+def _build(cfg, mesh, total, compiles, mailbox, say) -> tuple[Config, Parts]:
     """The config with remat_policy chosen, and the parts of a run of `total` steps."""
     make = functools.partial(
-        assemble.assemble, mesh=mesh, total_steps=total, on_compile=compiles, links=links
+        assemble.assemble, mesh=mesh, total_steps=total, on_compile=compiles, mailbox=mailbox
     )
     memory = remat_choice.device_memory(mesh)
     path = cfg.compiled_trainstep_file
