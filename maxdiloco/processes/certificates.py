@@ -58,15 +58,16 @@ class Identity(NamedTuple):
 
 
 def make_identity() -> Identity:
-    """A new key, and a certificate that says nothing. It holds whatever the clocks of hosts say."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "maxdiloco")])
+    """A new key and its certificate, which holds whatever the clocks of hosts say."""
+    key, serial = ec.generate_private_key(ec.SECP256R1()), x509.random_serial_number()
+    # Of its own: OpenSSL looks for a trusted certificate by its name, and takes the first.
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"maxdiloco {serial}")])
     certificate = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name)
         .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
+        .serial_number(serial)
         .not_valid_before(datetime.datetime(1970, 1, 1))
         .not_valid_after(datetime.datetime(9999, 1, 1))
         .sign(key, hashes.SHA256())

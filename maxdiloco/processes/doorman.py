@@ -92,7 +92,7 @@ class Doorman(web.Server):
             async with asyncio.timeout(_LINGER_S):
                 while self.connections:
                     await asyncio.sleep(_LINGER_S / 50)
-        await self.shutdown(0)
+        await self.shutdown(_LINGER_S / 50)  # 0 would wait for ever
 
     def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
         """The hook of aiohttp. exc: None or a reset where the peer has closed it."""
@@ -116,46 +116,46 @@ class Doorman(web.Server):
         lane = self._lanes.get((certificate, name))
         if lane is None:
             return web.Response(status=503)  # it will be opened here, too
+        try:
+            reply = _REPLIES[request.method](self, request, lane, *map(int, number))
+        except (KeyError, TypeError, ValueError):
+            return web.Response(status=400)
         lane.hear()
-        task = self._start(self._reply(request, lane, *map(int, number)))
+        task = self._start(reply)
+        if request.protocol not in self._used:
+            self._used[request.protocol] = lane
+            self._adopted(lane, request.get_extra_info("socket"))
         await asyncio.wait([task])
         failed = not task.cancelled() and task.exception()
         if failed and not isinstance(failed, OSError):
             return web.Response(status=500)  # the error is known: see `start`
         return task.result()
 
-    async def _reply(
-        self, request: web.BaseRequest, lane: Lane, number: int = 0
-    ) -> web.StreamResponse:
-        if request.protocol not in self._used:
-            self._used[request.protocol] = lane
-            self._adopted(lane, request.get_extra_info("socket"))
-        if request.method == "HEAD":
-            return web.Response(headers={"Next": "{} {}".format(*lane.place)})
-        if request.method == "DELETE":
-            why = await request.content.read(MOST_WHY_BYTES)
-            lane.leave(why.decode(errors="replace"))
-            return web.Response(status=204)
-        if request.method == "PUT":
-            return await self._take(request, lane, number)
-        return await self._give(request, lane, number)
+    async def _place(self, request: web.BaseRequest, lane: Lane) -> web.Response:
+        return web.Response(headers={"Next": "{} {}".format(*lane.place)})
+
+    async def _part(self, request: web.BaseRequest, lane: Lane) -> web.Response:
+        why = await request.content.read(MOST_WHY_BYTES)
+        lane.leave(why.decode(errors="replace"))
+        return web.Response(status=204)
 
     async def _take(self, request: web.BaseRequest, lane: Lane, number: int) -> web.Response:
         """A message of the peer, by the newest connection: the peer has given up the others."""
+        try:
+            (start, size), key = read_span(request.headers["Content-Range"]), request.headers["Key"]
+        except (KeyError, ValueError):
+            return web.Response(status=400)
         if earlier := self._readers.pop(lane, None):
             earlier.cancel()
         self._readers[lane] = asyncio.current_task()
-        start, size = read_span(request.headers["Content-Range"])
-        if not lane.begin(number, request.headers["Key"], start, size):
+        if not lane.begin(number, key, start, size):
             return web.Response(status=409)
         async for data in request.content.iter_any():
             lane.fill(data)
         del self._readers[lane]
         return web.Response(status=204 if lane.finish() else 409)
 
-    async def _give(
-        self, request: web.BaseRequest, lane: Lane, number: int
-    ) -> web.StreamResponse:
+    async def _give(self, request: web.BaseRequest, lane: Lane, number: int) -> web.StreamResponse:
         """A message for the peer; 204: there is none yet; 410: there will be none any more."""
         message = await lane.next(number, self._times.beat_s)
         if message is None:
@@ -175,7 +175,15 @@ class Doorman(web.Server):
         await response.prepare(request)
         for piece in message.pieces(start):
             if lane.goodbye:
-                raise ConnectionAbortedError("the rest is not sent")
-            await response.write(piece)
+                request.transport.abort()
+            await response.write(piece)  # raises ConnectionError then
         await response.write_eof()
         return response
+
+
+_REPLIES = {
+    "GET": Doorman._give,
+    "PUT": Doorman._take,
+    "HEAD": Doorman._place,
+    "DELETE": Doorman._part,
+}

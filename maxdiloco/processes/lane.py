@@ -5,6 +5,7 @@ of a message that has come is kept too, so that a new connection goes on after i
 """
 
 import asyncio
+import contextlib
 import json
 import time
 from collections import deque
@@ -104,10 +105,9 @@ class Lane:
             self._sent += 1
         if not self._outgoing and self.goodbye is None and not self.left:
             self._news.clear()
-            try:
-                await asyncio.wait_for(self._news.wait(), within_s)
-            except TimeoutError:
-                return None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(within_s):
+                    await self._news.wait()
         return self._outgoing[0] if self._outgoing and number == self._sent + 1 else None
 
     @property

@@ -280,17 +280,19 @@ class Mailbox:
         return None
 
     def _lose(self, rank: int, lane: Lane, what: str) -> None:
-        lane.leave()
+        for (other, _), each in self._lanes.items():
+            if other == rank:
+                each.leave()
         if self._word is not None:
             self._lost(rank, f"{what}.")
         self.fail(LostPeerError(f"{lane.peer} {what}. {REMEDY}"))
 
     async def _end(self) -> None:
-        for task in [one for one in self._tasks if one is not asyncio.current_task()]:
-            task.cancel()
         await self._doorman.close()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        while self._tasks:  # again, where a cancellation met the end of what a task waited for
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks, timeout=_TICK_S)
 
     def _adopt(self, lane: Lane, connection: socket.socket) -> None:
         if lane.paced:

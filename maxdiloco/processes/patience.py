@@ -27,8 +27,9 @@ class Mailbox(Protocol):
 class Patience:
     """Waits for messages; a peer that is alive and sends nothing for too long is lost.
 
-    Too long is the timeout of the mailbox, and SLOWER times the longest time that this process's own
-    part of the same work took. The mailbox notices a dead peer. clock: of seconds. For one thread.
+    Too long is the timeout of the mailbox, and SLOWER times the longest time that this process's
+    own part of the same work took. The mailbox notices a dead peer. clock: of seconds. For one
+    thread.
     """
 
     def __init__(

@@ -86,7 +86,12 @@ class Room:
 
     def _told(self, rank: int, limit: float) -> Peer:
         get = functools.partial(coordination.get, timeout_s=limit - time.monotonic())
-        peer = certificates.told(rank, self.secret, get)
+        try:
+            peer = certificates.told(rank, self.secret, get)
+        except LostPeerError as error:
+            if error.exit_code == ConfigError.exit_code:
+                _wait_until_read()
+            raise
         return peer if peer.host else peer._replace(host=coordination.address()[0])
 
 

@@ -75,7 +75,12 @@ class Parts(NamedTuple):
 
 
 def assemble(
-    cfg: Config, mesh: Mesh, *, total_steps: int, on_compile: OnCompile, mailbox: Mailbox | None = None
+    cfg: Config,
+    mesh: Mesh,
+    *,
+    total_steps: int,
+    on_compile: OnCompile,
+    mailbox: Mailbox | None = None,
 ) -> Parts:
     """Build model, optimizers and trainer on the mesh; nothing is allocated or compiled yet.
 

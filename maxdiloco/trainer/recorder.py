@@ -26,8 +26,8 @@ class Recorder:
     """Metrics, evaluations and checkpoints of a run.
 
     done: inner steps before this start; total: of the whole run. writer: None in all processes but
-    the first. mailbox: None for one process. checkpointer: None where nothing is saved. note: what a
-    checkpoint says of the run. data_metrics: of a step, run_data.metrics. since_row: of the
+    the first. mailbox: None for one process. checkpointer: None where nothing is saved. note: what
+    a checkpoint says of the run. data_metrics: of a step, run_data.metrics. since_row: of the
     checkpoint that the run goes on from, see `save`. begun: time.perf_counter() at the very start.
     """
 
