@@ -95,11 +95,11 @@ class Doorman(web.Server):
         await self.shutdown(_LINGER_S / 50)  # 0 would wait for ever
 
     def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
-        """The hook of aiohttp. exc: None or a reset where the peer has closed it."""
+        """The hook of aiohttp. exc: TimeoutError where the kernel gave it up, not the peer."""
         super().connection_lost(handler, exc)
         lane = self._used.pop(handler, None)
-        closed = exc is None or isinstance(exc, ConnectionError)
-        if lane is not None and closed and lane not in self._used.values():
+        gave_up = isinstance(exc, TimeoutError)
+        if lane is not None and not gave_up and lane not in self._used.values():
             lane.close()
 
     async def _admit(self, connection: socket.socket) -> None:

@@ -33,7 +33,7 @@ REMEDY = (
 )
 # Our choice.
 _MOST_WORDS = 1 << 20  # bytes of a message of the lane WORDS
-_GONE_S = 3.0  # after it has closed its connections a peer that lives has come back
+_GONE_S = 2.0  # after it has closed its connections a peer that lives has come back
 _TICK_S = 0.1  # between two looks at who is silent, at most
 
 

@@ -24,7 +24,7 @@ from maxdiloco.processes.watch import Watch
 
 SECRET = "maxdiloco/secret"
 # In seconds, our choice.
-CAUSE_S = 3.0  # an error of the main thread waits this long for a loss that may have caused it
+CAUSE_S = 4.0  # an error of the main thread waits this long for a loss that may have caused it
 REACHABLE = "let the hosts open TCP connections to each other."
 
 # Errors that no lost peer causes. It can cause a CheckpointError.
