@@ -32,6 +32,7 @@ def joined(cfg: Config) -> Iterator[Room | None]:
         peer_timeout_s=cfg.peer_timeout_seconds,
         peer_port=cfg.peer_port,
         interface=cfg.exchange_interface,
+        secret_file=cfg.exchange_secret_file,
     ) as room:
         if room is not None:
             coordination.require_equal(
