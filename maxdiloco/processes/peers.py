@@ -79,10 +79,10 @@ class Room:
                 f"their own output, and {REACHABLE}"
             )
 
-    def open_bulk(self) -> None:
+    def open_bulk(self, most_bytes: int) -> None:
         """Open the lane of the outer gradients to all others. Raises LostPeerError."""
         ranks = range(self.job.num_processes)
-        self.open(BULK, [rank for rank in ranks if rank != self.job.process_id], most_bytes=1 << 40)
+        self.open(BULK, [rank for rank in ranks if rank != self.job.process_id], most_bytes=most_bytes)
 
     def _told(self, rank: int, limit: float) -> Peer:
         get = functools.partial(coordination.get, timeout_s=limit - time.monotonic())

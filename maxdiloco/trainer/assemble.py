@@ -27,7 +27,7 @@ from maxdiloco.exchange.host import Mailbox
 from maxdiloco.flags import checks, config, outer_rate
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.monitor import Monitor
-from maxdiloco.models.transformer import Model
+from maxdiloco.models.transformer import Model, count_parameters
 from maxdiloco.models.weights import unrolled_threefry
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import Rules, spec
@@ -203,6 +203,11 @@ def _carrier(cfg: Config, mesh: Mesh) -> tuple[str, bool]:
 def needs_bulk(cfg: Config, mesh: Mesh) -> bool:
     """Whether outer gradients travel through host memory, in a mailbox with bulk."""
     return cfg.enable_diloco and _carrier(cfg, mesh) == ("host", True)
+
+
+def most_bytes(parts: Parts) -> int:
+    """More than any message of outer gradients has: all replicas in float32, and padding."""
+    return 8 * count_parameters(parts.model) * parts.shape.num_replicas + 2**20
 
 
 def _diloco(cfg, mesh, model, step, num_replicas, on_compile, mailbox) -> DiLoCo:

@@ -32,7 +32,6 @@ from maxdiloco.models.transformer import count_parameters
 from maxdiloco.parallel import feeding
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes.agree import from_first_process, in_any_process
-from maxdiloco.processes.mailbox import Mailbox
 from maxdiloco.processes.peers import Room
 from maxdiloco.processes.signals import Preemption
 from maxdiloco.storage.run_folder import RunFolder, locate, open_run_folder
@@ -94,7 +93,6 @@ def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) ->
         say(line)
 
     with ExitStack() as stack:
-        mailbox = _open_mailbox(room, cfg, mesh)
         folder = stack.enter_context(
             open_run_folder(cfg.base_output_directory, name, primary=primary, warn=say)
         )
@@ -122,10 +120,13 @@ def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) ->
             say(f"nothing to do: step {done} of {total} is done. Raise steps to go on.")
             return 0
 
+        mailbox = None if room is None else room.mailbox
         compiles = CompileLog(say, show_memory=cfg.show_memory)
         chosen, parts = _build(cfg, mesh, total, compiles, mailbox, say)
         trainer = parts.trainer
         stack.callback(trainer.close)
+        if room is not None and assemble.needs_bulk(chosen, mesh):
+            room.open_bulk(assemble.most_bytes(parts))
         for line in [*_sizes(cfg, parts), *text.description(), *trainer.description().start]:
             say(line)
         say(f"{begin.origin}; {total} steps in all")
@@ -225,14 +226,6 @@ def _open_writer(
         say=say,
         wandb_config=cfg.as_dict() if cfg.enable_wandb else None,
     )
-
-
-def _open_mailbox(room: Room | None, cfg: Config, mesh: jax.sharding.Mesh) -> Mailbox | None:
-    if room is None:
-        return None
-    if assemble.needs_bulk(cfg, mesh):
-        room.open_bulk()
-    return room.mailbox
 
 
 @contextmanager

@@ -27,7 +27,7 @@ def main(argv):
     with distributed.processes(os.environ, timeout_s=200, peer_timeout_s=100) as room:
         if not cases:
             raise [stopped(mode) for mode in streaming.STOPS][-1]
-        room.open_bulk()
+        room.open_bulk(2**30)
         for case in cases:
             compared(int(slots), int(replicas), room.mailbox, *case.split(":"))
     return 0

@@ -121,7 +121,7 @@ def meet(store, monkeypatch):
         def enter(index):
             try:
                 with peers.watched(Job(index, 2), place, timeout_s=5, silence_s=5, **options) as it:
-                    it.open_bulk()
+                    it.open_bulk(1000)
                     port = json.loads(store.written[f"maxdiloco/peer/{index}"])[1]
                     it.mailbox.close(WAIT_S)
                     return port
