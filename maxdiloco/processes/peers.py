@@ -81,8 +81,8 @@ class Room:
 
     def open_bulk(self, most_bytes: int) -> None:
         """Open the lane of the outer gradients to all others. Raises LostPeerError."""
-        ranks = range(self.job.num_processes)
-        self.open(BULK, [rank for rank in ranks if rank != self.job.process_id], most_bytes=most_bytes)
+        others = [rank for rank in range(self.job.num_processes) if rank != self.job.process_id]
+        self.open(BULK, others, most_bytes=most_bytes)
 
     def _told(self, rank: int, limit: float) -> Peer:
         get = functools.partial(coordination.get, timeout_s=limit - time.monotonic())

@@ -57,7 +57,7 @@ def test_what_one_sends_another_gets_in_the_same_order():
 
 
 class Loop:
-    """The mailbox of one process to a twin that holds the other slot and sends back what it gets."""
+    """The mailbox of one process; its twin, with the other slot, sends back what it gets."""
 
     timeout_s = 60.0
 

@@ -50,10 +50,8 @@ def metrics(step, replicas):
 def run():
     """(rows of each process, messages, who is late, what process 0 has written)."""
     messages, late, written = {}, set(), []
-    rows = [
-        Rows(p, REPLICAS, mailbox=Mailbox(messages, late, p), write=lambda *row: written.append(row))
-        for p in REPLICAS
-    ]
+    write = lambda *row: written.append(row)  # noqa: E731
+    rows = [Rows(p, REPLICAS, mailbox=Mailbox(messages, late, p), write=write) for p in REPLICAS]
     return rows, messages, late, written
 
 
