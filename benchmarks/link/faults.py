@@ -58,8 +58,8 @@ class CaseError(RowError):
 class Fault(NamedTuple):
     """What happens to host or process `victim`.
 
-    kind: kill, stop, cut, or flood: 1,000 connections of a stranger. seconds: how long; None: for ever. sends, receives: which direction of
-    the victim's link a cut drops.
+    kind: kill, stop, cut, or flood: 1,000 connections of a stranger. seconds: how long; None: for
+    ever. sends, receives: which direction of the victim's link a cut drops.
     """
 
     kind: str
