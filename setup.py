@@ -30,6 +30,9 @@ setup(
         "numpy>=2.0",
         "pyyaml>=6.0",
         "tensorboardX>=2.6",
+        # Messages between processes: HTTP, and the certificates of TLS.
+        "aiohttp>=3.12",
+        "cryptography>=44",
         "tqdm>=4.66",
     ],
     extras_require={

@@ -84,6 +84,7 @@ def all_faults(timeout_s: float) -> dict[str, Fault]:
         "link cut for ever": Fault("cut"),
         "only what host 1 sends is lost": Fault("cut", receives=False),
         "only what host 1 receives is lost": Fault("cut", sends=False),
+        f"a flood of connections for {short:g} s": Fault("flood", seconds=short),
     }
 
 

@@ -9,6 +9,7 @@ SETUP = {
     "row_seconds": 300.0,
     "thinnest": "5",
     "delay_ms": 0.0,
+    "loss_pct": 0.0,
     "fast_device_ms": 180.0,
     "tied_parameters": 0,
     "keys": {"model_name": "tiny", "diloco_sync_period": "20", "log_period": "20"}

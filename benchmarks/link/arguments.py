@@ -24,6 +24,7 @@ OWN = {
     "lines": "",  # mode or mode:wire:carrier, in place of modes, wires and carriers
     "rates": "unlimited,100,20,10",  # Mbit/s, each direction
     "delay_ms": "0",  # from host to host, one way
+    "loss_pct": "0",  # of the frames, where delay_ms is not 0
     "fast_device_ms": "0",  # so long a step, slept beside a small one; 0: real compute
     "periods": "5",  # of H steps, that are measured at the lowest rate
     "other_periods": "",  # at the other rates; empty: as many
@@ -105,6 +106,7 @@ def arguments(argv: Sequence[str]) -> tuple[dict[str, Any], list[Row], pathlib.P
         "periods": _number("periods", own, int, 1),
         "other_periods": _number("other_periods", own, int, 1),
         "delay_ms": _number("delay_ms", own, float, 0),
+        "loss_pct": _number("loss_pct", own, float, 0),
         "fast_device_ms": _number("fast_device_ms", own, float, 0),
         "queue_ms": _number("queue_ms", own, float, 1),
         "row_seconds": _number("row_seconds", own, float, 1),

@@ -1,11 +1,12 @@
 /* Carries Ethernet frames between a host and a port of a switch, those of the host later.
  *
- *     delay MICROSECONDS PORT NAMESPACE DEVICE
+ *     delay MICROSECONDS PARTS_PER_MILLION PORT NAMESPACE DEVICE
  *
  * Makes the tap PORT in its own network namespace and the tap DEVICE in the one of the file
  * NAMESPACE, prints "ready" and runs until it is killed. A frame from DEVICE leaves PORT
  * MICROSECONDS later, one from PORT leaves DEVICE at once: from one host to another every frame is
- * delayed once. While SLOTS frames are under way it takes no more, so the host's queue fills.
+ * delayed once, and lost with the given probability. While SLOTS frames are under way it takes no
+ * more, so the host's queue fills.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -58,13 +59,15 @@ int main(int argc, char **argv) {
     static struct frame frames[SLOTS];
     static char frame[FRAME];
     unsigned head = 0, tail = 0;
-    if (argc != 5) return fputs("usage: delay MICROSECONDS PORT NAMESPACE DEVICE\n", stderr), 2;
+    if (argc != 6)
+        return fputs("usage: delay MICROSECONDS PARTS_PER_MILLION PORT NAMESPACE DEVICE\n", stderr), 2;
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     long long delay = atoll(argv[1]) * 1000;
-    int port = tap(argv[2]);
-    int other = open(argv[3], O_RDONLY);
+    long lost = atol(argv[2]);
+    int port = tap(argv[3]);
+    int other = open(argv[4], O_RDONLY);
     if (other < 0 || setns(other, CLONE_NEWNET) < 0) fail("delay: namespace");
-    int device = tap(argv[4]);
+    int device = tap(argv[5]);
     puts("ready");
     fflush(stdout);
     for (;;) {
@@ -80,7 +83,7 @@ int main(int argc, char **argv) {
             struct frame *slot = &frames[tail % SLOTS];
             if ((slot->size = read(device, slot->bytes, FRAME)) <= 0) break;
             slot->due = now() + delay;
-            tail++;
+            if (random() % 1000000 >= lost) tail++;
         }
         for (ssize_t size; (size = read(port, frame, FRAME)) > 0;) put(device, frame, size);
     }

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.link.hosts import DEVICE, Hosts, Link, hosts
-from benchmarks.link.rows import ROOT, RowError, environment
+from benchmarks.link.rows import PORT, ROOT, RowError, environment
 from maxdiloco.errors import ConfigError
 
 NOBODY = "02:00:00:00:00:99"  # a locally administered address that no host has
@@ -28,6 +28,29 @@ START_S = 300.0  # until the moment, and for a run to end; our choice
 ERROR = re.compile(r"^\w+Error: .*", re.MULTILINE)
 
 
+# Connections that say nothing, a byte each second, or nonsense; those that are closed come again.
+FLOOD = """
+import os, socket, sys, time
+address, count, open_ = (sys.argv[1], int(sys.argv[2])), int(sys.argv[3]), {}
+while True:
+    for i in range(count):
+        try:
+            if i not in open_:
+                open_[i] = socket.create_connection(address, timeout=1)
+                open_[i].setblocking(False)
+                open_[i].send(os.urandom(i % 3 // 2 * 1000))
+            elif i % 3 == 1:
+                open_[i].send(b"\\x16")
+            if open_[i].recv(100) == b"":
+                del open_[i]
+        except BlockingIOError:
+            pass
+        except OSError:
+            open_.pop(i, None)
+    time.sleep(1)
+"""
+
+
 class CaseError(RowError):
     """A case did not come to its fault, or its processes hang."""
 
@@ -35,8 +58,8 @@ class CaseError(RowError):
 class Fault(NamedTuple):
     """What happens to host or process `victim`.
 
-    kind: kill, stop or cut. seconds: how long; None: for ever. sends, receives: which direction of
-    the victim's link a cut drops.
+    kind: kill, stop, cut, or flood: 1,000 connections of a stranger. seconds: how long; None: for
+    ever. sends, receives: which direction of the victim's link a cut drops.
     """
 
     kind: str
@@ -133,6 +156,9 @@ def meet(
 def _begin(fault: Fault, made: Hosts, victim: subprocess.Popen) -> None:
     if fault.kind == "cut":
         _cut(fault, made, mend=False)
+    elif fault.kind == "flood":  # of the port after JAX's
+        script = [sys.executable, "-c", FLOOD, made.addresses[0], str(PORT + 1), "1000"]
+        made.start(fault.victim, script)
     else:
         os.kill(victim.pid, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
 
@@ -140,6 +166,8 @@ def _begin(fault: Fault, made: Hosts, victim: subprocess.Popen) -> None:
 def _finish(fault: Fault, made: Hosts, victim: subprocess.Popen) -> bool:
     if fault.kind == "cut":
         _cut(fault, made, mend=True)
+    elif fault.kind == "flood":
+        made.processes.pop().kill()
     else:
         victim.send_signal(signal.SIGCONT)
     return True

@@ -46,12 +46,13 @@ class Link:
     """What joins every host to the switch.
 
     mbit: rate of each direction [Mbit/s], None: not shaped. delay_ms: from one host to another,
-    one way. queue_ms: longest time in a queue before frames are dropped. congestion: TCP's
+    one way. loss_pct: of the frames of a link with a delay that are lost. queue_ms: longest time in a queue before frames are dropped. congestion: TCP's
     congestion control; "": what the system has.
     """
 
     mbit: float | None = None
     delay_ms: float = 0.0
+    loss_pct: float = 0.0
     queue_ms: float = 400.0
     congestion: str = ""
 
@@ -204,7 +205,7 @@ def _make(made: Hosts, link: Link) -> None:
             veth = ("type", "veth", "peer", "name", DEVICE, "netns", name)
             _run("ip", "-n", switch, "link", "add", port, *veth)
         else:
-            _start_delay(made, carrier, name, port, link.delay_ms)
+            _start_delay(made, carrier, name, port, link)
         _run("ip", "-n", switch, "link", "set", "dev", port, "master", "bridge")
         _run("ip", "-n", name, "addr", "add", f"{address}/16", "dev", DEVICE)
         for namespace, device in ((switch, port), (name, DEVICE)):
@@ -265,14 +266,14 @@ def _compile_delay(made: Hosts) -> pathlib.Path:
     return program
 
 
-def _start_delay(made: Hosts, carrier: pathlib.Path, name: str, port: str, delay_ms: float) -> None:
+def _start_delay(made: Hosts, carrier: pathlib.Path, name: str, port: str, link: Link) -> None:
     """Start the process that makes both taps and carries frames between them."""
-    delay_us = str(round(1000 * delay_ms))
-    command = [str(carrier), delay_us, port, str(NAMESPACES / name), DEVICE]
+    delay_us, lost_ppm = str(round(1000 * link.delay_ms)), str(round(10_000 * link.loss_pct))
+    command = [str(carrier), delay_us, lost_ppm, port, str(NAMESPACES / name), DEVICE]
     process = made._start(made.switch, command, {"stdout": subprocess.PIPE, "text": True})
     if process.stdout.readline() != "ready\n":
         raise ConfigError(
-            f"delay_ms={delay_ms:g}: the taps could not be made, see the line above. The kernel "
+            f"delay_ms={link.delay_ms:g}: the taps could not be made, see the line above. The kernel "
             f"needs CONFIG_TUN and /dev/net/tun; use delay_ms=0 without."
         )
 

@@ -54,6 +54,7 @@ def link_of(row: Row, setup: Mapping[str, Any]) -> Link:
     return Link(
         mbit=None if row.rate == figures.UNLIMITED else float(row.rate),
         delay_ms=0.0 if row.mode == figures.PLAIN else setup["delay_ms"],
+        loss_pct=setup["loss_pct"],
         queue_ms=setup["queue_ms"],
         congestion=setup["congestion"],
     )

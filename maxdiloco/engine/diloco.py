@@ -25,7 +25,7 @@ from maxdiloco.engine.exchanges import Carrier
 from maxdiloco.engine.programs import Programs, Rule
 from maxdiloco.engine.state import Layout, State, lay_out
 from maxdiloco.engine.trainer import Description, ExchangeSettings, SavedLayout, Trainer
-from maxdiloco.exchange.host import Links
+from maxdiloco.exchange.host import Mailbox
 from maxdiloco.parallel.program import Program, throttle_cpu
 from maxdiloco.parallel.sharding import shardings_of
 
@@ -51,8 +51,8 @@ class DiLoCo(Trainer):
     mesh: M is a multiple of the size of its axis `diloco`; None: one device holds all replicas.
     outer_memory: device | pinned_host, where theta, the outer optimizer state, residuals and what
       is in flight are kept.
-    exchange_carrier: program | host, see engine.exchanges; links: for host in several processes,
-      connections between them (processes.links).
+    exchange_carrier: program | host, see engine.exchanges; mailbox: for host in several processes,
+      their messages (processes.mailbox).
     on_compile(name, seconds, compiled): called after each compilation.
     layout, programs: exist from `init` or `bind` on. See Trainer for what a training run calls.
     Raises ValueError for values outside the contract, before anything is compiled.
@@ -84,7 +84,7 @@ class DiLoCo(Trainer):
         mesh: Mesh | None = None,
         outer_memory: str = "device",
         exchange_carrier: str = "program",
-        links: Links | None = None,
+        mailbox: Mailbox | None = None,
         on_compile: Callable[[str, float, jax.stages.Compiled], None] = say_nothing,
     ):
         mesh = mesh or Mesh(np.array(jax.devices()[:1]), ("diloco",))
@@ -116,7 +116,7 @@ class DiLoCo(Trainer):
         self._rule, self._merge = Rule(self.optimizer, alpha, outer_overlap), merge
         self._inner_step, self._layer_axis = inner_step, layer_axis
         self._outer_memory = None if outer_memory == "device" else outer_memory
-        self._carrier_name, self._links, self._on_compile = exchange_carrier, links, on_compile
+        self._carrier_name, self._mailbox, self._on_compile = exchange_carrier, mailbox, on_compile
         self._carrier: Carrier | None = None
         self._last_state: Callable[[], State | None] = lambda: None  # for `close`
 
@@ -144,7 +144,7 @@ class DiLoCo(Trainer):
         self.schedule = replace(self.schedule, num_chunks=chunks)
         self.programs = Programs(self.layout, self._inner_step, self._rule, self._on_compile)
         make = exchanges.CARRIERS[self._carrier_name]
-        self._carrier = make(self.programs, self.schedule, self._links)
+        self._carrier = make(self.programs, self.schedule, self._mailbox)
         self._last_step = None
         return self.layout
 

@@ -26,7 +26,7 @@ from maxdiloco.engine.calls import Call, count_calls
 from maxdiloco.engine.programs import Programs
 from maxdiloco.engine.state import FragmentPlan, Layout, State, with_items
 from maxdiloco.exchange.collective import incoming_spec
-from maxdiloco.exchange.host import HostCarrier, Links
+from maxdiloco.exchange.host import HostCarrier, Mailbox
 from maxdiloco.exchange.payload import payload_bytes
 from maxdiloco.parallel.mesh import devices_of_slice
 
@@ -50,8 +50,8 @@ class Carrier:
     table: Table
     steps_on_device = 0
 
-    def __init__(self, programs: Programs, schedule: Schedule, links: Links | None):
-        del links  # for a carrier that has any
+    def __init__(self, programs: Programs, schedule: Schedule, mailbox: Mailbox | None):
+        del mailbox  # for a carrier that has any
         self._programs, self._schedule, self._layout = programs, schedule, programs.layout
 
     def run(self, action: Action, state: State, batch: Any) -> tuple[State, Any]:
@@ -117,8 +117,8 @@ class InPrograms(Carrier):
 
     steps_on_device = STEPS_ON_DEVICE
 
-    def __init__(self, programs: Programs, schedule: Schedule, links: Links | None):
-        super().__init__(programs, schedule, links)
+    def __init__(self, programs: Programs, schedule: Schedule, mailbox: Mailbox | None):
+        super().__init__(programs, schedule, mailbox)
         self._arrived: deque[Chunks] = deque(maxlen=STEPS_ON_DEVICE)
         table = {name: (kind,) for name, kind in actions.KINDS.items()}
         if self._layout.chunk_memory:
@@ -139,12 +139,12 @@ class InPrograms(Carrier):
 class ThroughHost(Carrier):
     """The carrier `host`: what is packed leaves at once, and what is merged is waited for."""
 
-    def __init__(self, programs: Programs, schedule: Schedule, links: Links | None):
-        super().__init__(programs, schedule, links)
+    def __init__(self, programs: Programs, schedule: Schedule, mailbox: Mailbox | None):
+        super().__init__(programs, schedule, mailbox)
         self._carrier = HostCarrier(
             self._layout.mesh,
             num_replicas=self._layout.num_replicas,
-            links=links,
+            mailbox=mailbox,
             memory=self._layout.chunk_memory,
         )
         self._step_ends: deque[float] = deque(maxlen=SAMPLES)

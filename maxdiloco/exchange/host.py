@@ -25,10 +25,10 @@ from maxdiloco.processes import patience
 from maxdiloco.processes.patience import Patience
 
 
-class Links(patience.Links, Protocol):
-    """Connections to the other processes of a run: processes.links.Links."""
+class Mailbox(patience.Mailbox, Protocol):
+    """The messages of a process: processes.mailbox.Mailbox."""
 
-    def send(self, peer: int, key: Hashable, data: Sequence[memoryview]) -> None:
+    def put(self, peer: int, key: Hashable, data: Sequence[memoryview]) -> None:
         """Queue a message; never blocks."""
 
     def pace(self, bytes_per_second: float | None) -> bool:
@@ -86,14 +86,14 @@ def routes(owners: dict[Shard, int], process: int) -> Routes:
 class HostCarrier:
     """Exchanges of fragments between processes, in the order in which they start.
 
-    links: None in a run of one process. memory: the kind in which `take` leaves the chunks, None
+    mailbox: None in a run of one process. memory: the kind in which `take` leaves the chunks, None
     for the device's own. waited_s: what `take` has waited for [s].
     """
 
     def __init__(
-        self, mesh: Mesh, *, num_replicas: int, links: Links | None, memory: str | None = None
+        self, mesh: Mesh, *, num_replicas: int, mailbox: Mailbox | None, memory: str | None = None
     ):
-        self._links = links
+        self._mailbox = mailbox
         self._incoming = NamedSharding(mesh, incoming_spec(mesh), memory_kind=memory)
         self._shards = shards_of(mesh)
         self._slots = mesh.shape["diloco"]
@@ -124,7 +124,7 @@ class HostCarrier:
         not padding, C. within_s: the time to spread the bytes over [s]; None: at once. what: the
         fragment in words, for messages.
         """
-        if self._links is not None:
+        if self._mailbox is not None:
             self._pace(chunks, size, within_s)
         for chunk in chunks:
             chunk.copy_to_host_async()
@@ -158,7 +158,7 @@ class HostCarrier:
         self._patience.begin()
 
     def close(self) -> None:
-        """End the threads; one that waits for a peer ends when the links are closed."""
+        """End the threads; one that waits for a peer ends when the mailbox is closed."""
         self._fetcher.shutdown(wait=False, cancel_futures=True)
         self._collector.shutdown(wait=False, cancel_futures=True)
 
@@ -167,7 +167,7 @@ class HostCarrier:
         shards = max((len(shards) for shards in self._routes.sends.values()), default=0)
         rows = shards * (self._replicas // self._slots)
         sent = rows * size * chunks[0].dtype.itemsize
-        self._links.pace(sent / within_s if within_s and sent else None)
+        self._mailbox.pace(sent / within_s if within_s and sent else None)
 
     def _fetch(self, key, chunks, size) -> dict[Shard, list[np.ndarray]]:
         """This process's shards on the host, [S, length] for each chunk, on their way to others."""
@@ -179,7 +179,7 @@ class HostCarrier:
         for peer, shards in self._routes.sends.items():
             rows = [row for shard in shards for row in _live(own[shard], size)]
             flat = [np.ascontiguousarray(row).reshape(-1).view(np.uint8) for row in rows]
-            self._links.send(peer, key, [memoryview(codes) for codes in flat])
+            self._mailbox.put(peer, key, [memoryview(codes) for codes in flat])
         return own
 
     def _collect(self, key, fetched, lengths, size, dtype, what) -> tuple[jax.Array, ...]:
@@ -192,7 +192,7 @@ class HostCarrier:
             for chunk, block in zip(codes, chunks, strict=True):
                 chunk[shard.place][self._rows(shard)] = block
         for peer, shards in self._routes.gets.items():
-            received = self._patience.receive(self._links, peer, key, what)
+            received = self._patience.receive(self._mailbox, peer, key, what)
             data = np.frombuffer(received, np.uint8).view(dtype)
             for shard in shards:
                 blocks = [chunk[shard.place][self._rows(shard)] for chunk in codes]

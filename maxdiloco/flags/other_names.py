@@ -60,7 +60,7 @@ REMOVED = {
         -1, "Leave it out: an evaluation reads per_device_batch_size sequences on each device."
     ),
     "checkpoint_timeout_seconds": Removed(1200, "Leave it out: a save has an hour."),
-    "exchange_port": Removed(0, "Use peer_port: process i listens on the port 1 + i after it."),
+    "exchange_port": Removed(0, "Use peer_port: process i listens on the i-th port after it."),
     # Options of programs, so neither a file nor the environment sets them.
     "compile_data_parallel": Removed(
         False, "Give the option compile_data_parallel=true to maxdiloco.train_compile alone."

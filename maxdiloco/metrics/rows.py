@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from maxdiloco.processes.links import Links
+from maxdiloco.processes.mailbox import WORDS, Mailbox
 from maxdiloco.processes.patience import Patience
 
 Metrics = Mapping[str, np.ndarray]
@@ -22,7 +22,7 @@ class Rows:
     """The rows of a run; every process adds the same steps, and process 0 writes them in order.
 
     process: this one. replicas: {process: replicas whose metrics it reads}, the same everywhere,
-    each replica once, some of them process 0's. links: None where process 0 reads all replicas.
+    each replica once, some of them process 0's. mailbox: None where process 0 reads all replicas.
     write(step, metrics, values): called in process 0; metrics, leaves [R], are None in a row that
     has none.
     """
@@ -32,12 +32,12 @@ class Rows:
         process: int,
         replicas: Mapping[int, Sequence[int]],
         *,
-        links: Links | None,
+        mailbox: Mailbox | None,
         write: Callable[[int, Metrics | None, Values], None],
     ):
         self._process = process
         self._replicas = {peer: list(rows) for peer, rows in sorted(replicas.items()) if rows}
-        self._links = links
+        self._mailbox = mailbox
         self._write = write
         self._waiting: deque[tuple[int, Metrics | None, Values]] = deque()
         self._patience = Patience()  # from one row to the next
@@ -52,13 +52,13 @@ class Rows:
             self._waiting.append((step, metrics, values))
         elif metrics is not None and self._process in self._replicas:
             parts = [metrics[name].tobytes() for name in sorted(metrics)]
-            self._links.send_row(0, _key(step), parts)
+            self._mailbox.put(0, _key(step), parts, WORDS)
 
     def write_complete(self) -> None:
         """Write the rows that are complete, up to the first that is not. Raises LostPeerError."""
         while self._waiting:
             step, metrics, _ = self._waiting[0]
-            if not all(self._links.arrived(p, _key(step)) for p in self._peers(metrics)):
+            if not all(self._mailbox.arrived(p, _key(step)) for p in self._peers(metrics)):
                 return
             self._write_first()
 
@@ -74,7 +74,7 @@ class Rows:
         step, metrics, values = self._waiting[0]
         what = f"its part of the row of step {step}"
         parts = {
-            peer: self._patience.receive(self._links, peer, _key(step), what)
+            peer: self._patience.receive(self._mailbox, peer, _key(step), what)
             for peer in self._peers(metrics)
         }
         self._waiting.popleft()

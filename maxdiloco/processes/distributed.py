@@ -1,8 +1,6 @@
 """Several processes as one run: what started them, jax.distributed and links for them."""
 
 import contextlib
-import functools
-import secrets
 import socket
 import threading
 from collections.abc import Iterator, Mapping
@@ -10,10 +8,8 @@ from collections.abc import Iterator, Mapping
 import jax
 
 from maxdiloco.errors import ConfigError, LostPeerError
-from maxdiloco.processes import coordination, links, peers, watch
-from maxdiloco.processes.coordination import Job
-from maxdiloco.processes.links import Links
-from maxdiloco.processes.peers import one_line
+from maxdiloco.processes import coordination, peers, sockets, watch
+from maxdiloco.processes.peers import Place, Room, one_line
 from maxdiloco.processes.signals import ending_at_second_sigterm
 
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
@@ -24,7 +20,6 @@ TPU = "TPU"
 SLURM = "Slurm"
 OPEN_MPI = "Open MPI"
 
-SECRET = "maxdiloco/links/secret"
 JAX_PATIENCE_S = 60  # JAX's timeouts end in an abort, so they are this much longer; our choice
 
 
@@ -59,20 +54,26 @@ def launcher(environ: Mapping[str, str], *, on_tpu: bool) -> str | None:
 
 @contextlib.contextmanager
 def processes(
-    environ: Mapping[str, str], *, timeout_s: float, peer_timeout_s: float, peer_port: int = 0
-) -> Iterator[Job]:
-    """Context manager around jax.distributed; a no-op for one process.
+    environ: Mapping[str, str],
+    *,
+    timeout_s: float,
+    peer_timeout_s: float,
+    peer_port: int = 0,
+    interface: str = "",
+    secret_file: str = "",
+) -> Iterator[Room | None]:
+    """Context manager around jax.distributed; a no-op for one process, where it gives None.
 
     Enter it in the main thread before any JAX call that starts a backend, and use devices only
     inside. A lost peer ends this process with exit code 5; a peer that ends with 2, 3, 4 or 75
     ends it with the same code. Either prints one line; for other errors see peers.watched.
     timeout_s: until all processes have started. peer_timeout_s: a process that is silent for so
-    long is lost. peer_port: of process 0, for the watch over peers; 0: see peers._listen.
+    long is lost. peer_port, interface: see peers.Place. secret_file: see peers.watched.
     Raises ConfigError, LostPeerError.
     """
     kind = launcher(environ, on_tpu=(jax.config.jax_platforms or "").startswith("tpu"))
     if kind is None:
-        yield Job(0, 1)
+        yield None
         return
     watch.delay_aborts()
     _initialize(kind, environ, timeout_s=timeout_s, peer_timeout_s=peer_timeout_s)
@@ -81,77 +82,19 @@ def processes(
         stack.enter_context(ending_at_second_sigterm())
         if job.num_processes == 1:
             stack.callback(jax.distributed.shutdown)
-        else:
-            watched = peers.watched(
+            yield None
+            return
+        room = stack.enter_context(
+            peers.watched(
                 job,
-                peer_port=peer_port,
-                next_port=kind not in (SLURM, OPEN_MPI),  # there the next job's JAX listens on it
+                # Where another starts the processes, the next job's JAX listens on the next port.
+                Place(peer_port, kind not in (SLURM, OPEN_MPI), interface),
+                secret_file=secret_file,
                 timeout_s=min(timeout_s, peer_timeout_s),  # all have started: JAX has connected
                 silence_s=peer_timeout_s,
             )
-            stack.enter_context(watched)
-        yield job
-
-
-@contextlib.contextmanager
-def linked(
-    *, peer_port: int, interface: str, fingerprint: str, timeout_s: float, bulk: bool = True
-) -> Iterator[Links]:
-    """Links of this process to others; enter it after jax.distributed.initialize.
-
-    Rows go between process 0 and each other process. bulk: so does bulk, between any two.
-    peer_port: process i listens on the port 1 + i after it; 0: on any free one. interface: the
-    address to listen on and to be reached at; "": the one from which the coordinator is reached.
-    fingerprint: must be equal in all processes. timeout_s: silence after which a peer is lost. The
-    normal end waits as long for what is queued. Raises ConfigError for an address that cannot be
-    used, LostPeerError.
-    """
-    job = coordination.job()
-    address = interface or links.interface_towards(coordination.address())
-    number = peer_port + 1 + job.process_id if peer_port else 0
-    try:
-        listener = links.listen(address, number)
-    except (OSError, OverflowError) as error:  # that of a port above 65535
-        why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ConfigError(
-            f"exchange_interface={interface} peer_port={peer_port}: process {job.process_id} "
-            f"cannot listen on {address} port {number}: {why}. Use an address of this host and "
-            f"free ports, or leave both keys out."
-        ) from error
-
-    get = functools.partial(coordination.get, timeout_s=timeout_s)
-    try:
-        if job.process_id == 0:
-            coordination.put(SECRET, secrets.token_hex(32))
-        secret = bytes.fromhex(get(SECRET))
-        others = [process for process in range(job.num_processes) if process != job.process_id]
-        rows = others if job.process_id == 0 else [0]
-        towards = others if bulk else rows
-        mine = (address, listener.getsockname()[1])
-        addresses = links.exchange_addresses(
-            job.process_id, towards, mine, put=coordination.put, get=get
         )
-    except jax.errors.JaxRuntimeError as error:
-        listener.close()
-        raise LostPeerError(
-            "a process was lost before the others could connect to it. See the end of the output "
-            "of each and start the run again."
-        ) from error
-    made = Links(
-        job.process_id,
-        addresses,
-        listener=listener,
-        secret=secret,
-        fingerprint=fingerprint,
-        timeout_s=timeout_s,
-        bulk=towards if bulk else (),
-        rows=rows,
-    )
-    with contextlib.ExitStack() as stack:
-        stack.callback(made.close, 0.0)  # after an error; at the normal end they are closed
-        made.meet()
-        yield made
-        made.close(timeout_s)
+        yield room
 
 
 def _local(environ: Mapping[str, str]) -> dict[str, object]:
@@ -188,7 +131,7 @@ def _check_free(environ: Mapping[str, str]) -> None:
     host, _, port = environ[key].rpartition(":")
     interface = host.strip("[]") if key == BIND_ADDRESS else ""
     try:
-        links.listen(interface, int(port)).close()
+        sockets.listen(interface, int(port)).close()
     except (OSError, OverflowError, ValueError) as error:
         raise LostPeerError(
             f"{key}={environ[key]} names a port that process 0 cannot use on "

@@ -12,12 +12,12 @@ SLOWER = 4
 _SLICE = 1 / 10  # of the timeout, from one look at what has come to the next; our choice
 
 
-class Links(Protocol):
-    """Connections to the other processes of a run: processes.links.Links."""
+class Mailbox(Protocol):
+    """The messages of a process: processes.mailbox.Mailbox."""
 
     timeout_s: float
 
-    def receive(self, peer: int, key: Hashable, deadline: float) -> bytearray:
+    def get(self, peer: int, key: Hashable, deadline: float) -> bytearray:
         """Wait for a message until a time of time.monotonic(). Raises TimeoutError."""
 
     def received_bytes(self, peer: int) -> int:
@@ -27,8 +27,9 @@ class Links(Protocol):
 class Patience:
     """Waits for messages; a peer that is alive and sends nothing for too long is lost.
 
-    Too long is the timeout of the links, and SLOWER times the longest time that this process's own
-    part of the same work took. The links notice a dead peer. clock: of seconds. For one thread.
+    Too long is the timeout of the mailbox, and SLOWER times the longest time that this process's
+    own part of the same work took. The mailbox notices a dead peer. clock: of seconds. For one
+    thread.
     """
 
     def __init__(
@@ -49,21 +50,21 @@ class Patience:
         now = self._clock()
         self._longest_s, self._since = max(self._longest_s, now - self._since), now
 
-    def receive(self, links: Links, peer: int, key: Hashable, what: str) -> bytearray:
-        """The message. what: it is, in words. Raises LostPeerError and what `links` raises."""
-        timeout_s = links.timeout_s
+    def receive(self, mailbox: Mailbox, peer: int, key: Hashable, what: str) -> bytearray:
+        """The message. what: it is, in words. Raises LostPeerError and what `mailbox` raises."""
+        timeout_s = mailbox.timeout_s
         limit_s = timeout_s + SLOWER * self._longest_s
         begun = silent_since = now = self._clock()
         begun_at, warned = time.strftime("%H:%M:%S"), False
-        received = links.received_bytes(peer)
+        received = mailbox.received_bytes(peer)
         while now - silent_since < limit_s:
             try:
-                return links.receive(peer, key, now + _SLICE * timeout_s)
+                return mailbox.get(peer, key, now + _SLICE * timeout_s)
             except TimeoutError:
                 before, now = now, self._clock()
             if now - before > timeout_s / 2:
                 silent_since += now - before  # this process was stopped, not the peer
-            if (so_far := links.received_bytes(peer)) != received:
+            if (so_far := mailbox.received_bytes(peer)) != received:
                 received, silent_since = so_far, now
             if not warned and now - begun >= timeout_s:
                 self._say(f"waiting since {begun_at} for {what} of process {peer}, which is alive")

@@ -1,37 +1,30 @@
-"""How the processes of a run connect for the watch, and how each of them leaves.
-
-A connection to process 0 begins with the proofs of handshake.py, and process 0 says that it has
-taken it.
-"""
+"""How the processes of a run find each other, and how each of them leaves."""
 
 import contextlib
 import functools
-import json
 import os
 import secrets
 import socket
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import NamedTuple
 
 import jax
 
-from maxdiloco import errors, json_text
+from maxdiloco import errors
 from maxdiloco.errors import ConfigError, LostPeerError
-from maxdiloco.processes import coordination, handshake, links
+from maxdiloco.processes import certificates, coordination, sockets
+from maxdiloco.processes.certificates import Peer
 from maxdiloco.processes.coordination import Job
-from maxdiloco.processes.handshake import Hello
-from maxdiloco.processes.watch import Link, Watch
+from maxdiloco.processes.mailbox import BULK, WORDS, Mailbox
+from maxdiloco.processes.watch import Watch
 
-KEY = "maxdiloco/watch"
-CHANNEL = 2  # of the hello: beside BULK and ROWS of links.py
-TAKEN = b"taken"  # what process 0 says once a link is the one of its process
+SECRET = "maxdiloco/secret"
 # In seconds, our choice.
-CAUSE_S = 3.0  # an error of the main thread waits this long for a loss that may have caused it
-TRY_S = 10.0  # for one try to connect
-MOST_PAUSE_S = 2.0  # between two of them
+CAUSE_S = 4.0  # an error of the main thread waits this long for a loss that may have caused it
 REACHABLE = "let the hosts open TCP connections to each other."
 
 # Errors that no lost peer causes. It can cause a CheckpointError.
@@ -41,26 +34,101 @@ OWN_ERRORS = (
 )
 
 
+class Place(NamedTuple):
+    """Where the processes of a run listen.
+
+    peer_port: process i listens on the i-th port after it; 0: on any. next_port: process 0 takes
+    the port after JAX's then, if it is free. interface: the address to listen on and to be reached
+    at; "": process 0 listens on all, the others on the one from which the coordinator is reached.
+    """
+
+    peer_port: int
+    next_port: bool
+    interface: str
+
+
+@dataclass(frozen=True)
+class Room:
+    """The mailbox of this process, and the store in which the others say who they are."""
+
+    job: Job
+    mailbox: Mailbox
+    secret: bytes
+    timeout_s: float
+
+    def open(self, lane: str, ranks: Iterable[int], **limits: int) -> None:
+        """Open a lane to these processes and wait until it stands. Raises LostPeerError.
+
+        All of them have to do so within timeout_s; the error names those that have not.
+        """
+        limit = time.monotonic() + self.timeout_s
+        peers, late = {}, []
+        for rank in ranks:
+            try:
+                peers[rank] = self._told(rank, limit)
+            except jax.errors.JaxRuntimeError:
+                late.append(rank)
+        self.mailbox.open(lane, peers, **limits)
+        if not late:
+            late = self.mailbox.meet(lane, limit - time.monotonic())
+        if late:
+            raise LostPeerError(
+                f"process {self.job.process_id} on {socket.gethostname()} and processes {late} did "
+                f"not reach each other within {self.timeout_s:g} s (the lesser of "
+                f"jax_distributed_initialization_timeout and peer_timeout_seconds). See the end of "
+                f"their own output, and {REACHABLE}"
+            )
+
+    def open_bulk(self, most_bytes: int) -> None:
+        """Open the lane of the outer gradients to all others. Raises LostPeerError."""
+        others = [rank for rank in range(self.job.num_processes) if rank != self.job.process_id]
+        self.open(BULK, others, most_bytes=most_bytes)
+
+    def _told(self, rank: int, limit: float) -> Peer:
+        get = functools.partial(coordination.get, timeout_s=limit - time.monotonic())
+        try:
+            peer = certificates.told(rank, self.secret, get)
+        except LostPeerError as error:
+            if error.exit_code == ConfigError.exit_code:
+                _wait_until_read()
+            raise
+        return peer if peer.host else peer._replace(host=coordination.address()[0])
+
+
 @contextlib.contextmanager
 def watched(
-    job: Job, *, peer_port: int, next_port: bool, timeout_s: float, silence_s: float
-) -> Iterator[None]:
+    job: Job, place: Place, *, secret_file: str = "", timeout_s: float, silence_s: float
+) -> Iterator[Room]:
     """Watch the other processes of the run for the time of a `with`.
 
     Enter it in the main thread after jax.distributed.initialize. The normal end waits for the
     others. After an error the peers are told, and the process ends by os._exit once the main
     thread is over; with the line of the watch instead where a lost peer caused the error.
-    peer_port, next_port: see _listen. timeout_s: to connect. silence_s: see Watch.
+    secret_file: holds the secret of the run; "": process 0 makes one, for which JAX's key-value
+    store is the place. timeout_s: to connect. silence_s: after it a peer is lost.
+    Raises ConfigError, LostPeerError.
     """
-    try:
-        connected = _connect(job, peer_port, next_port, timeout_s=timeout_s)
-    except (ConfigError, LostPeerError) as error:
-        Watch(job.process_id, [], silence_s=silence_s).leave(error.exit_code)
-        raise
-    watch = Watch(job.process_id, connected, silence_s=silence_s)
+    watch = Watch(job.process_id)
     with contextlib.ExitStack() as stack:
         stack.push(functools.partial(_leave, watch))
-        yield
+        secret = _secret(job, secret_file, timeout_s)
+        try:
+            listener = _listen(job, place)
+        except ConfigError as error:
+            certificates.tell_problem(job.process_id, str(error), coordination.put)
+            _wait_until_read()
+            raise
+        identity = certificates.make_identity()
+        host, port = listener.getsockname()[:2]
+        host = host if place.interface or job.process_id else ""
+        mine = Peer(host, port, socket.gethostname(), identity.certificate.decode())
+        certificates.tell(job.process_id, mine, secret, coordination.put)
+        mailbox = Mailbox(job.process_id, identity, listener=listener, timeout_s=silence_s)
+        watch.begin(mailbox)
+        room = Room(job, mailbox, secret, timeout_s)
+        star = range(1, job.num_processes) if job.process_id == 0 else [0]
+        room.open(WORDS, star)
+        yield room
         jax.distributed.shutdown()  # a barrier: every process is done
 
 
@@ -94,165 +162,57 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()).rstrip(".")
 
 
-def _connect(job: Job, peer_port: int, next_port: bool, *, timeout_s: float) -> list[Link]:
-    """Links to the peers; process 0 gives its port and secret by JAX's key-value store."""
-    address, coordinator_port = coordination.address()
-    if job.process_id == 0:
+def _secret(job: Job, file: str, timeout_s: float) -> bytes:
+    """The secret of the run."""
+    if file:
         try:
-            listener = _listen(peer_port, coordinator_port + 1 if next_port else 0)
-        except ConfigError as error:
-            coordination.put(KEY, json.dumps({"problem": str(error)}))
-            _wait_until_read()
-            raise
-        port, secret = listener.getsockname()[1], secrets.token_hex(32)
-        place = {"port": port, "secret": secret, "host": socket.gethostname()}
-        coordination.put(KEY, json.dumps(place))
-        return gather(listener, secret, job.num_processes, timeout_s=timeout_s)
-    try:
-        text = coordination.get(KEY, timeout_s=timeout_s)
-    except jax.errors.JaxRuntimeError as error:
-        raise LostPeerError(
-            f"process 0 at {address} was lost before process {job.process_id} could connect to it. "
-            f"See the end of its output and start the run again."
-        ) from error
-    place = _place(text, address)
-    if "problem" in place:
-        _wait_until_read()
-        line = f"process 0 at {address} has ended: {place['problem']}"
-        raise LostPeerError(line, ConfigError.exit_code)
-    return join(address, **place, process_id=job.process_id, timeout_s=timeout_s)
-
-
-def _place(text: str, address: str) -> dict[str, Any]:
-    """What process 0 has told. Raises LostPeerError where somebody else has written it."""
-    try:
-        place = json_text.parse(text)
-    except ValueError:
-        place = None
-    told = {name: type(value) for name, value in place.items()} if isinstance(place, dict) else {}
-    if told not in ({"problem": str}, {"port": int, "secret": str, "host": str}):
-        raise LostPeerError(
-            f"JAX's key-value store holds no place of process 0 at {address}, but {text[:60]!r}. "
-            f"{links.OTHERS_WRITE}"
-        )
-    return place
-
-
-def _listen(peer_port: int, next_port: int) -> socket.socket:
-    """A listener on peer_port (ConfigError where it is taken), else next_port, else any."""
-    if peer_port:
-        try:
-            return links.listen(port=peer_port)
+            secret = Path(file).read_bytes().strip()
         except OSError as error:
             raise ConfigError(
-                f"peer_port={peer_port} cannot be used on {socket.gethostname()}: "
-                f"{os.strerror(error.errno)}. Name a free port, or leave peer_port=0 to take one."
+                f"exchange_secret_file={file}: {os.strerror(error.errno)}. Put the same file on "
+                f"every host, or leave the key out."
             ) from error
-    with contextlib.suppress(OSError, OverflowError):  # that of a port above 65535
-        return links.listen(port=next_port)
-    return links.listen()
+        if len(secret) < certificates.LEAST_SECRET:
+            raise ConfigError(
+                f"exchange_secret_file={file} has {len(secret)} bytes: {certificates.LEAST_SECRET} "
+                f"are the least. Write a random one, as `openssl rand -hex 32` prints it."
+            )
+        return secret
+    try:
+        if job.process_id == 0:
+            coordination.put(SECRET, secrets.token_hex(32))
+        return coordination.get(SECRET, timeout_s=timeout_s).encode()
+    except jax.errors.JaxRuntimeError as error:
+        raise LostPeerError(
+            f"process 0 at {coordination.address()[0]} was lost before process {job.process_id} "
+            f"could connect to it. See the end of its output and start the run again."
+        ) from error
+
+
+def _listen(job: Job, place: Place) -> socket.socket:
+    """The listener of this process. Raises ConfigError."""
+    address, coordinator_port = coordination.address()
+    port = place.peer_port + job.process_id if place.peer_port else 0
+    interface = place.interface
+    if job.process_id == 0:
+        if not port and place.next_port:
+            with contextlib.suppress(OSError, OverflowError):  # that of a port above 65535
+                return sockets.listen(interface, coordinator_port + 1)
+    elif not interface:
+        interface = sockets.interface_towards((address, coordinator_port))
+    try:
+        return sockets.listen(interface, port)
+    except (OSError, OverflowError) as error:
+        why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
+        raise ConfigError(
+            f"exchange_interface={place.interface} peer_port={place.peer_port}: process "
+            f"{job.process_id} cannot listen on {interface or 'any address'} port {port} of "
+            f"{socket.gethostname()}: {why}. Use an address of this host and free ports, or leave "
+            f"both keys out."
+        ) from error
 
 
 def _wait_until_read() -> None:
-    """Wait until every process has read why process 0 ends: JAX's store ends with it."""
+    """Wait until every process has read why this one ends: JAX's store ends with process 0."""
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # a lost process has nothing to read
-        coordination.barrier("maxdiloco/watch_read", timeout_s=CAUSE_S)
-
-
-def gather(
-    listener: socket.socket, secret: str, num_processes: int, *, timeout_s: float
-) -> list[Link]:
-    """Process 0: wait for all other processes, then close the listener. Strangers are refused.
-
-    A second connection of a process is refused, too, while its first one stands.
-    Raises LostPeerError naming the processes that did not come within timeout_s, MismatchError.
-    """
-    came: dict[int, Link] = {}
-    failures: list[BaseException] = []
-    over = threading.Event()
-
-    def admit(hello: Hello, connection: socket.socket) -> None:
-        if hello.source in came and not _has_closed(came[hello.source].socket):
-            connection.close()
-            return
-        came[hello.source] = Link(connection, hello.source)
-        with contextlib.suppress(OSError):  # gone again: the next one takes its place
-            connection.sendall(TAKEN)  # the buffer of a new socket has room for it
-        if len(came) == num_processes - 1:
-            over.set()
-
-    def fail(error: BaseException) -> None:
-        failures.append(error)
-        over.set()
-
-    expected = [(process, CHANNEL) for process in range(1, num_processes)]
-    acceptor = handshake.Acceptor(
-        *(0, secret.encode(), listener, expected, admit),
-        complain=lambda hello, problem: None,  # a process of the run tries again
-        fail=fail,
-    )
-    acceptor.start()
-    over.wait(timeout_s)
-    acceptor.stop()
-    if failures:
-        raise failures[0]
-    if missing := sorted({process for process, _ in expected} - came.keys()):
-        raise LostPeerError(
-            f"processes {missing} did not reach process 0 on {socket.gethostname()} within "
-            f"{timeout_s:g} s (the lesser of jax_distributed_initialization_timeout and "
-            f"peer_timeout_seconds). See the end of their own output, and {REACHABLE}"
-        )
-    return list(came.values())
-
-
-def _has_closed(connection: socket.socket) -> bool:
-    """Whether the peer has ended a connection on which it has sent nothing; never waits."""
-    connection.setblocking(False)
-    try:
-        return not connection.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-
-
-def join(
-    address: str, port: int, secret: str, host: str, process_id: int, *, timeout_s: float
-) -> list[Link]:
-    """Every other process: connect to process 0. Raises LostPeerError if it cannot be reached.
-
-    address: of process 0. host: its name for messages. Tries again until timeout_s where process 0
-    has sent it away among many. Raises MismatchError for another version.
-    """
-    limit = time.monotonic() + timeout_s
-    failures = 0
-    while True:
-        try:
-            connection = _dial((address, port), secret, process_id, limit)
-            break
-        except OSError as error:
-            pause_s = handshake.pause_s(failures, MOST_PAUSE_S)
-            again = isinstance(error, handshake.RefusedError | ConnectionResetError | TimeoutError)
-            if not again or time.monotonic() + pause_s > limit:
-                raise LostPeerError(
-                    f"process {process_id} cannot reach process 0 at {address} port {port}: "
-                    f"{error}. See the end of the output of process 0, and {REACHABLE}"
-                ) from error
-        time.sleep(pause_s)
-        failures += 1
-    link = Link(connection, 0, host)
-    link.send(host=socket.gethostname())
-    return [link]
-
-
-def _dial(address: tuple[str, int], secret: str, process_id: int, limit: float) -> socket.socket:
-    """A connection that process 0 has taken. Raises OSError, MismatchError."""
-    try_s = max(0.0, min(TRY_S, limit - time.monotonic()))
-    mine = handshake.hello(process_id, 0, CHANNEL)
-    connection = handshake.dial(address, secret.encode(), mine, connect_s=try_s, answer_s=try_s)
-    with contextlib.ExitStack() as stack:
-        stack.callback(connection.close)
-        if handshake.receive(connection, len(TAKEN), time.monotonic() + try_s) != TAKEN:
-            raise handshake.RefusedError("it has not taken the connection")
-        stack.pop_all()
-    return connection
+        coordination.barrier("maxdiloco/problem_read", timeout_s=CAUSE_S)

@@ -23,11 +23,11 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.evaluation import held_out, on_mesh
 from maxdiloco.evaluation.held_out import Evaluation, ReplicaEvaluation
 from maxdiloco.evaluation.samples import Sampler
-from maxdiloco.exchange.host import Links
+from maxdiloco.exchange.host import Mailbox
 from maxdiloco.flags import checks, config, outer_rate
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.monitor import Monitor
-from maxdiloco.models.transformer import Model
+from maxdiloco.models.transformer import Model, count_parameters
 from maxdiloco.models.weights import unrolled_threefry
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import Rules, spec
@@ -75,11 +75,16 @@ class Parts(NamedTuple):
 
 
 def assemble(
-    cfg: Config, mesh: Mesh, *, total_steps: int, on_compile: OnCompile, links: Links | None = None
+    cfg: Config,
+    mesh: Mesh,
+    *,
+    total_steps: int,
+    on_compile: OnCompile,
+    mailbox: Mailbox | None = None,
 ) -> Parts:
     """Build model, optimizers and trainer on the mesh; nothing is allocated or compiled yet.
 
-    links: see needs_bulk. total_steps: of the learning-rate schedule, when the config leaves it
+    mailbox: see needs_bulk. total_steps: of the learning-rate schedule, when the config leaves it
     open. Raises ConfigError for a model that the devices cannot run, and what batch_shape raises.
     """
     shape = batch_shape(cfg, mesh)
@@ -92,7 +97,7 @@ def assemble(
         model, inner_optimizer, accumulation=accumulation, nan_policy=cfg.nan_policy
     )
     if cfg.enable_diloco:
-        trainer = _diloco(cfg, mesh, model, step, shape.num_replicas, on_compile, links)
+        trainer = _diloco(cfg, mesh, model, step, shape.num_replicas, on_compile, mailbox)
         trainer.bind(params, opt_state)
     else:
         trainer = DataParallel(
@@ -196,11 +201,16 @@ def _carrier(cfg: Config, mesh: Mesh) -> tuple[str, bool]:
 
 
 def needs_bulk(cfg: Config, mesh: Mesh) -> bool:
-    """Whether outer gradients travel through host memory, on links of processes with bulk."""
+    """Whether outer gradients travel through host memory, in a mailbox with bulk."""
     return cfg.enable_diloco and _carrier(cfg, mesh) == ("host", True)
 
 
-def _diloco(cfg, mesh, model, step, num_replicas, on_compile, links) -> DiLoCo:
+def most_bytes(parts: Parts) -> int:
+    """More than any message of outer gradients has: all replicas in float32, and padding."""
+    return 8 * count_parameters(parts.model) * parts.shape.num_replicas + 2**20
+
+
+def _diloco(cfg, mesh, model, step, num_replicas, on_compile, mailbox) -> DiLoCo:
     return DiLoCo(
         step,
         num_replicas=num_replicas,
@@ -223,7 +233,7 @@ def _diloco(cfg, mesh, model, step, num_replicas, on_compile, links) -> DiLoCo:
         mesh=mesh,
         outer_memory=cfg.diloco_outer_memory,
         exchange_carrier=_carrier(cfg, mesh)[0],
-        links=links,
+        mailbox=mailbox,
         on_compile=on_compile,
     )
 

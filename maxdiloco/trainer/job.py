@@ -10,13 +10,14 @@ from maxdiloco.flags.config import Config
 from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes import coordination, distributed
+from maxdiloco.processes.peers import Room
 from maxdiloco.version import __version__
 
 _COMPILE = ("jax", "jaxlib")  # which make the programs that exchange with each other
 
 
 @contextmanager
-def joined(cfg: Config) -> Iterator[None]:
+def joined(cfg: Config) -> Iterator[Room | None]:
     """This process with its devices, beside the others of the job, for a `with`.
 
     Raises ConfigError for keys or versions that differ between the processes and for devices that
@@ -30,17 +31,19 @@ def joined(cfg: Config) -> Iterator[None]:
         timeout_s=cfg.jax_distributed_initialization_timeout,
         peer_timeout_s=cfg.peer_timeout_seconds,
         peer_port=cfg.peer_port,
-    ) as job:
-        if job.num_processes > 1:
+        interface=cfg.exchange_interface,
+        secret_file=cfg.exchange_secret_file,
+    ) as room:
+        if room is not None:
             coordination.require_equal(
-                job,
+                room.job,
                 shared_keys.shared(cfg.as_dict(), keys=base_yml.declared()) | versions(),
                 difference=shared_keys.difference,
                 timeout_s=cfg.peer_timeout_seconds,
             )
-        mesh_lib.emulate_devices(asked, num_processes=job.num_processes)
+        mesh_lib.emulate_devices(asked, num_processes=room.job.num_processes if room else 1)
         mesh_lib.visible_devices(asked)  # those that are not there are refused before JAX is used
-        yield
+        yield room
 
 
 def versions() -> dict[str, str]:

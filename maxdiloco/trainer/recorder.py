@@ -16,7 +16,7 @@ from maxdiloco.metrics.monitor import learning_metrics
 from maxdiloco.metrics.rows import Metrics, Rows, Values
 from maxdiloco.metrics.speed import StepClock, device_memory, performance
 from maxdiloco.metrics.writer import MetricsWriter
-from maxdiloco.processes.links import Links
+from maxdiloco.processes.mailbox import Mailbox
 from maxdiloco.storage.run_folder import RunFolder
 from maxdiloco.trainer import flops, optimizer
 from maxdiloco.trainer.assemble import Parts
@@ -26,8 +26,8 @@ class Recorder:
     """Metrics, evaluations and checkpoints of a run.
 
     done: inner steps before this start; total: of the whole run. writer: None in all processes but
-    the first. links: None for one process. checkpointer: None where nothing is saved. note: what a
-    checkpoint says of the run. data_metrics: of a step, run_data.metrics. since_row: of the
+    the first. mailbox: None for one process. checkpointer: None where nothing is saved. note: what
+    a checkpoint says of the run. data_metrics: of a step, run_data.metrics. since_row: of the
     checkpoint that the run goes on from, see `save`. begun: time.perf_counter() at the very start.
     """
 
@@ -40,7 +40,7 @@ class Recorder:
         total: int,
         console: Console,
         writer: MetricsWriter | None,
-        links: Links | None,
+        mailbox: Mailbox | None,
         checkpointer: Checkpointer | None,
         note: dict[str, Any],
         data_metrics: Callable[[int], dict[str, float]],
@@ -61,7 +61,7 @@ class Recorder:
         self._values: dict[str, float] = {}  # the rest of it
         self._samples: dict[int, str] = {}  # text from theta, by step, until its row is written
         self._rows = Rows(
-            jax.process_index(), parts.monitor.replicas, links=links, write=self._write
+            jax.process_index(), parts.monitor.replicas, mailbox=mailbox, write=self._write
         )
 
     def log(self, t: int, state: Any) -> None:

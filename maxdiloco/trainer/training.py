@@ -31,9 +31,8 @@ from maxdiloco.metrics.writer import MetricsWriter
 from maxdiloco.models.transformer import count_parameters
 from maxdiloco.parallel import feeding
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.processes import distributed
 from maxdiloco.processes.agree import from_first_process, in_any_process
-from maxdiloco.processes.links import Links
+from maxdiloco.processes.peers import Room
 from maxdiloco.processes.signals import Preemption
 from maxdiloco.storage.run_folder import RunFolder, locate, open_run_folder
 from maxdiloco.trainer import (
@@ -61,11 +60,11 @@ def run(cfg: Config, begun: float, notes: Sequence[str] = ()) -> int:
     """
     if cfg.enable_wandb:
         trackers.require_wandb()
-    with job.joined(cfg), saved_programs.compile_cache(cfg) as lines:
-        return train(cfg, begun, [*notes, *lines])
+    with job.joined(cfg) as room, saved_programs.compile_cache(cfg) as lines:
+        return train(cfg, room, begun, [*notes, *lines])
 
 
-def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
+def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) -> int:
     """The run in this process, see `run`: mesh, data, folder, parts, programs, state, loop."""
     primary = jax.process_index() == 0
     console = Console(shown=primary)
@@ -94,8 +93,6 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
         say(line)
 
     with ExitStack() as stack:
-        # Closed last: after an error the watch then tells the others why before they miss anything.
-        links = stack.enter_context(_open_links(cfg, mesh))
         folder = stack.enter_context(
             open_run_folder(cfg.base_output_directory, name, primary=primary, warn=say)
         )
@@ -123,10 +120,13 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
             say(f"nothing to do: step {done} of {total} is done. Raise steps to go on.")
             return 0
 
+        mailbox = None if room is None else room.mailbox
         compiles = CompileLog(say, show_memory=cfg.show_memory)
-        chosen, parts = _build(cfg, mesh, total, compiles, links, say)
+        chosen, parts = _build(cfg, mesh, total, compiles, mailbox, say)
         trainer = parts.trainer
         stack.callback(trainer.close)
+        if room is not None and assemble.needs_bulk(chosen, mesh):
+            room.open_bulk(assemble.most_bytes(parts))
         for line in [*_sizes(cfg, parts), *text.description(), *trainer.description().start]:
             say(line)
         say(f"{begin.origin}; {total} steps in all")
@@ -153,7 +153,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
             total=total,
             console=console,
             writer=writer,
-            links=links,
+            mailbox=mailbox,
             checkpointer=checkpointer,
             note=start.note(cfg, begin.position, data, total_steps=total),
             data_metrics=functools.partial(run_data.metrics, text, begin.position, shape.length),
@@ -228,18 +228,6 @@ def _open_writer(
     )
 
 
-def _open_links(cfg: Config, mesh: jax.sharding.Mesh) -> AbstractContextManager[Links | None]:
-    if jax.process_count() == 1:
-        return nullcontext()
-    return distributed.linked(
-        peer_port=cfg.peer_port,
-        interface=cfg.exchange_interface,
-        fingerprint=f"{cfg.diloco_exchange_dtype} {dict(mesh.shape)}",
-        timeout_s=cfg.peer_timeout_seconds,
-        bulk=assemble.needs_bulk(cfg, mesh),
-    )
-
-
 @contextmanager
 def _open_batches(
     cfg: Config, parts: Parts, text: TrainingData, position: Position, steps: range
@@ -265,10 +253,10 @@ def _sizes(cfg: Config, parts: Parts) -> list[str]:
     ]
 
 
-def _build(cfg, mesh, total, compiles, links, say) -> tuple[Config, Parts]:
+def _build(cfg, mesh, total, compiles, mailbox, say) -> tuple[Config, Parts]:
     """The config with remat_policy chosen, and the parts of a run of `total` steps."""
     make = functools.partial(
-        assemble.assemble, mesh=mesh, total_steps=total, on_compile=compiles, links=links
+        assemble.assemble, mesh=mesh, total_steps=total, on_compile=compiles, mailbox=mailbox
     )
     memory = remat_choice.device_memory(mesh)
     path = cfg.compiled_trainstep_file

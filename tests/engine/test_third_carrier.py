@@ -21,8 +21,8 @@ from maxdiloco.exchange.payload import payload_bytes
 class ThroughQueue(exchanges.Carrier):
     """What was packed waits in this process until it is merged."""
 
-    def __init__(self, programs, schedule_of_run, links):
-        super().__init__(programs, schedule_of_run, links)
+    def __init__(self, programs, schedule_of_run, mailbox):
+        super().__init__(programs, schedule_of_run, mailbox)
         mesh, queue = programs.layout.mesh, {}
         arrived = NamedSharding(mesh, incoming_spec(mesh))
 

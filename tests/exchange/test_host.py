@@ -31,7 +31,7 @@ def chunks_of(mesh, M, dtype, lengths):
 )
 def test_it_brings_the_arrays_of_the_program(devices, sizes, M, dtype):
     mesh = mesh_of(devices, **sizes)
-    carrier = HostCarrier(mesh, num_replicas=M, links=None)
+    carrier = HostCarrier(mesh, num_replicas=M, mailbox=None)
     sent = chunks_of(mesh, M, dtype, [1024, 1024])
     carrier.start("a", sent, size=2000, within_s=None, what="")
     for chunk, arrived in zip(sent, carrier.take("a"), strict=True):
@@ -57,7 +57,7 @@ def test_what_one_sends_another_gets_in_the_same_order():
 
 
 class Loop:
-    """Links of one process to a twin that holds the other slot and sends back what it gets."""
+    """The mailbox of one process; its twin, with the other slot, sends back what it gets."""
 
     timeout_s = 60.0
 
@@ -71,10 +71,10 @@ class Loop:
     def pace(self, bytes_per_second):
         self.paces.append(bytes_per_second)
 
-    def send(self, peer, key, data):
+    def put(self, peer, key, data):
         self.messages.put((peer, key, b"".join(data)))
 
-    def receive(self, peer, key, deadline):
+    def get(self, peer, key, deadline):
         sent_to, sent_key, data = self.messages.get(timeout=60)
         assert (sent_to, sent_key) == (peer, key)
         return memoryview(data)
@@ -82,11 +82,11 @@ class Loop:
 
 @contextlib.contextmanager
 def beside_a_twin(devices, M):
-    """(carrier, links, chunks) of the process with the first of two slots, for M replicas."""
-    mesh, links = mesh_of(devices, diloco=2), Loop()
-    carrier = HostCarrier(mesh, num_replicas=M, links=links)
+    """(carrier, mailbox, chunks) of the process with the first of two slots, for M replicas."""
+    mesh, mailbox = mesh_of(devices, diloco=2), Loop()
+    carrier = HostCarrier(mesh, num_replicas=M, mailbox=mailbox)
     carrier._routes = routes({s: s.slot for s in shards_of(mesh).values()}, 0)
-    yield carrier, links, chunks_of(mesh, M, jnp.int8, [1024, 1024])
+    yield carrier, mailbox, chunks_of(mesh, M, jnp.int8, [1024, 1024])
     carrier.close()
 
 
@@ -95,18 +95,18 @@ def beside_a_twin(devices, M):
 )
 def test_a_fragment_is_spread_over_the_time_it_has(devices, M, within_s, pace):
     """1,500 bytes of each replica here, in two seconds."""
-    with beside_a_twin(devices, M) as (carrier, links, sent):
+    with beside_a_twin(devices, M) as (carrier, mailbox, sent):
         carrier._pace(sent, 1500, within_s)
-    assert links.paces == [pace]
+    assert mailbox.paces == [pace]
 
 
 def test_padding_stays_here(devices):
     """Of 2 x 1024 elements 1,500 are a payload: those travel, and zeros stand for the rest."""
-    with beside_a_twin(devices, 2) as (carrier, links, sent):
+    with beside_a_twin(devices, 2) as (carrier, mailbox, sent):
         own = np.concatenate([np.asarray(chunk)[:1024] for chunk in sent])
         of_slot_0 = [SimpleNamespace(addressable_shards=x.addressable_shards[:1]) for x in sent]
         fetched = carrier._fetch("k", of_slot_0, 1500)
-        assert links.messages.queue[0][2] == own[:1500].tobytes()
+        assert mailbox.messages.queue[0][2] == own[:1500].tobytes()
         done = SimpleNamespace(result=lambda: fetched)
         arrived = carrier._collect("k", done, [1024, 1024], 1500, jnp.int8.dtype, "")
     twin = np.concatenate([np.asarray(chunk)[1024:] for chunk in arrived])

@@ -24,27 +24,26 @@ def main(argv):
     """0 when both carriers had the same bits in every case."""
     slots, replicas, *cases = argv
     jax.config.update("jax_num_cpu_devices", 2 * int(slots) // int(os.environ["JAX_NUM_PROCESSES"]))
-    with distributed.processes(os.environ, timeout_s=200, peer_timeout_s=100):
+    with distributed.processes(os.environ, timeout_s=200, peer_timeout_s=100) as room:
         if not cases:
             raise [stopped(mode) for mode in streaming.STOPS][-1]
-        where = dict(peer_port=0, interface="", fingerprint="test", timeout_s=100)
-        with distributed.linked(**where) as links:
-            for case in cases:
-                compared(int(slots), int(replicas), links, *case.split(":"))
+        room.open_bulk(2**30)
+        for case in cases:
+            compared(int(slots), int(replicas), room.mailbox, *case.split(":"))
     return 0
 
 
-def compared(slots, replicas, links, mode, wire, memory="device"):
+def compared(slots, replicas, mailbox, mode, wire, memory="device"):
     """Print what `take` has brought and whether it is the same, step by step."""
     found = {}
     for carrier in ("program", "host"):
-        options = dict(exchange_carrier=carrier, links=links, num_replicas=replicas)
+        options = dict(exchange_carrier=carrier, mailbox=mailbox, num_replicas=replicas)
         algorithm = streaming.made(mode, wire, slots, outer_memory=memory, **options)
         first = algorithm.init(streaming.placed(algorithm.mesh), ())
         found[carrier] = list(map(streaming.digests, streaming.steps(algorithm, first)))
         algorithm.close()
     assert found["host"] == found["program"], (mode, wire)
-    count = sum(links.received_bytes(peer) for peer in range(jax.process_count()))
+    count = sum(mailbox.received_bytes(peer) for peer in range(jax.process_count()))
     print(f"equal {mode} {wire} {memory}: {count} bytes received", flush=True)
 
 

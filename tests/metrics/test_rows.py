@@ -12,7 +12,7 @@ from maxdiloco.metrics.rows import Rows
 REPLICAS = {0: [0, 3], 1: [1], 2: [2, 4], 3: []}  # process 3 shares a slice with another
 
 
-class Links:
+class Mailbox:
     """Of a process. messages: of all, under way; late: processes of which none has arrived."""
 
     timeout_s = 60.0
@@ -20,7 +20,7 @@ class Links:
     def __init__(self, messages, late, rank):
         self._messages, self._late, self._rank = messages, late, rank
 
-    def send_row(self, peer, key, data):
+    def put(self, peer, key, data, lane):
         assert (peer, self._rank, key) not in self._messages
         self._messages[peer, self._rank, key] = bytearray(b"".join(data))
 
@@ -30,7 +30,7 @@ class Links:
     def received_bytes(self, peer):
         return 0
 
-    def receive(self, peer, key, deadline):
+    def get(self, peer, key, deadline):
         if (self._rank, peer, key) not in self._messages:
             raise LostPeerError(f"process {peer} is gone")
         return self._messages.pop((self._rank, peer, key))
@@ -50,10 +50,8 @@ def metrics(step, replicas):
 def run():
     """(rows of each process, messages, who is late, what process 0 has written)."""
     messages, late, written = {}, set(), []
-    rows = [
-        Rows(p, REPLICAS, links=Links(messages, late, p), write=lambda *row: written.append(row))
-        for p in REPLICAS
-    ]
+    write = lambda *row: written.append(row)  # noqa: E731
+    rows = [Rows(p, REPLICAS, mailbox=Mailbox(messages, late, p), write=write) for p in REPLICAS]
     return rows, messages, late, written
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import socket
 
-import link_tools
+import mailbox_tools
 import pytest
 
 
@@ -19,6 +19,6 @@ def free_port():
 
 @pytest.fixture
 def network():
-    """Makes links between threads of this process, closed at the end."""
-    with link_tools.Network() as made:
+    """Makes mailboxes of threads of this process, closed at the end."""
+    with mailbox_tools.Network() as made:
         yield made

@@ -14,7 +14,7 @@ from maxdiloco.processes.patience import SLOWER, Patience
 
 
 class Peer:
-    """Links to a process that is alive: its message comes at a time, its bytes before it.
+    """A mailbox with a process that is alive: its message comes at a time, its bytes before it.
 
     A clock of its own. busy_until: bytes come until then. stopped_s: this process is, at first.
     """
@@ -34,7 +34,7 @@ class Peer:
     def arrived(self, peer, key):
         return self.now >= self._comes_at
 
-    def receive(self, peer, key, deadline):
+    def get(self, peer, key, deadline):
         if self._comes_at > deadline:
             self.now, self._stopped_s = max(deadline, self._stopped_s), 0.0
             raise TimeoutError("not in time")
@@ -92,14 +92,14 @@ def test_the_exchange_through_the_host_and_the_rows_of_a_run_end_the_wait(monkey
         Patience, "__init__", lambda self: make(self, say=lambda line: None, clock=peer.clock)
     )
     mesh = mesh_lib.Mesh([[devices[0]], [devices[1]]], ("diloco", "fsdp"))
-    carrier = HostCarrier(mesh, num_replicas=2, links=peer)
+    carrier = HostCarrier(mesh, num_replicas=2, mailbox=peer)
     carrier._routes = routes({Shard(0, 0): 0, Shard(1, 0): 1}, 0)
     fetched = Future()
     fetched.set_result({})
     with pytest.raises(LostPeerError, match="process 1 is alive, but fragment 0 of step 8 has not"):
         carrier._collect("key", fetched, [8], 8, jnp.int8.dtype, "fragment 0 of step 8")
     carrier.close()
-    rows = Rows(0, {0: [0], 1: [1]}, links=peer, write=lambda *row: None)
+    rows = Rows(0, {0: [0], 1: [1]}, mailbox=peer, write=lambda *row: None)
     rows.add(8, {}, {})
     with pytest.raises(LostPeerError, match="process 1 is alive, but its part of the row of ste"):
         rows.write_all()

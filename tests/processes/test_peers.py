@@ -1,5 +1,6 @@
 """How the processes of a run connect and compare their values, and with which code each ends."""
 
+import json
 import pathlib
 import socket
 import threading
@@ -7,11 +8,11 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from link_tools import WAIT_S, together
+from mailbox_tools import WAIT_S, together
 
 import maxdiloco
 from maxdiloco.errors import CheckpointError, ConfigError, DataError, LostPeerError
-from maxdiloco.processes import coordination, distributed, links, peers
+from maxdiloco.processes import coordination, peers
 from maxdiloco.processes.coordination import Job
 
 
@@ -72,18 +73,7 @@ def test_a_process_0_lost_while_meeting_is_named(served):
     served(raising("UNAVAILABLE: Socket closed"))
     line = "process 0 at ::1 was lost before process 3 .* start the run again"
     with pytest.raises(LostPeerError, match=line):
-        peers._connect(Job(3, 4), 0, False, timeout_s=1)
-
-
-@pytest.mark.parametrize("text", ["?", "[1]", '{"port": 1}', '{"problem": 1}', "[" * 100_000])
-def test_a_store_that_a_stranger_wrote_to_is_an_error_in_words(served, text):
-    """Whoever reaches the coordinator's port may write there; a value is written once."""
-    served(lambda *_: text)
-    words = "JAX's key-value store holds no {} of process {}.*Keep the coordinator's port"
-    with pytest.raises(LostPeerError, match=words.format("place", 0)):
-        peers._connect(Job(3, 4), 0, False, timeout_s=1)
-    with pytest.raises(LostPeerError, match=words.format("address", 1)):
-        links.exchange_addresses(0, [1], ("host", 1), put=lambda *_: None, get=lambda key: text)
+        peers._secret(Job(3, 4), "", 1)
 
 
 class Store:
@@ -119,65 +109,103 @@ def store(monkeypatch, free_port):
 
 
 @pytest.fixture
-def meet(store):
-    """meet(peer_port): the port that two processes in two threads used, or the error of each."""
+def meet(store, monkeypatch):
+    """meet(Place): the ports that two processes in two threads have, or the error of each."""
+    monkeypatch.setattr(peers, "Watch", Unwatched)
+    monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
 
-    def meet(peer_port, *, next_port=True):
+    def meet(*place, **options):
         store.written.clear()
+        place = peers.Place(*place)
 
-        def connect(index):
+        def enter(index):
             try:
-                return peers._connect(Job(index, 2), peer_port, next_port, timeout_s=WAIT_S)
+                with peers.watched(Job(index, 2), place, timeout_s=5, silence_s=5, **options) as it:
+                    it.open_bulk(1000)
+                    port = json.loads(store.written[f"maxdiloco/peer/{index}"])[1]
+                    it.mailbox.close(WAIT_S)
+                    return port
             except (ConfigError, LostPeerError) as error:
                 return error
 
-        ends = together(lambda: connect(0), lambda: connect(1))
-        if isinstance(ends[1], Exception):
-            return ends
-        port = ends[1][0].socket.getpeername()[1]
-        for (link,) in ends:
-            link.socket.close()
-        return port
+        return together(lambda: enter(0), lambda: enter(1))
 
     return meet
 
 
-def test_the_processes_meet_at_peer_port_or_the_one_after_jax_s_if_it_is_free(meet, free_port):
+class Unwatched:
+    """In the place of a watch, which would end this process."""
+
+    def __init__(self, process_id):
+        pass
+
+    def begin(self, mailbox):
+        self.close = lambda: mailbox.close(0)
+
+    def end_if_lost(self, wait_s):
+        pass
+
+    def leave(self, exit_code, why=None):
+        pass
+
+
+def test_process_i_listens_on_the_port_i_after_peer_port_or_process_0_on_that_after_jax_s(
+    meet, free_port
+):
     with socket.create_server(("127.0.0.1", 0)) as server:
         wanted = server.getsockname()[1]
-    assert meet(wanted) == wanted
-    assert meet(0) == free_port + 1
+    assert meet(wanted, True, "") == [wanted, wanted + 1]
+    assert meet(0, True, "")[0] == free_port + 1
     with socket.create_server(("", free_port + 1)):
-        assert meet(0) != free_port + 1
-    assert meet(0, next_port=False) != free_port + 1
+        assert meet(0, True, "127.0.0.1")[0] != free_port + 1
+    assert meet(0, False, "")[0] != free_port + 1
 
 
-def test_a_peer_port_in_use_ends_every_process_with_2_and_one_line(meet):
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_peer_port_in_use_ends_every_process_with_2_and_one_line(meet, process):
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
-        first, second = meet(port)
+        ends = meet(port - process, True, "")
+    first, second = ends[process], ends[1 - process]
     assert (type(first), first.exit_code) == (ConfigError, 2)
     assert (type(second), second.exit_code) == (LostPeerError, 2)
+    where = ["any address", "127.0.0.1"][process]
     assert str(first) == (
-        f"peer_port={port} cannot be used on {socket.gethostname()}: Address already in use. "
-        "Name a free port, or leave peer_port=0 to take one."
+        f"exchange_interface= peer_port={port - process}: process {process} cannot listen on "
+        f"{where} port {port} of {socket.gethostname()}: Address already in use. Use an address of "
+        f"this host and free ports, or leave both keys out."
     )
-    assert str(second) == f"process 0 at 127.0.0.1 has ended: {first}"
+    assert str(second) == f"process {process} has ended: {first}"
 
 
-@pytest.mark.parametrize("process, why", [(2, "Address already in use.*"), (65535, ".*0-65535.")])
-def test_process_i_listens_for_the_exchange_on_the_port_1_plus_i_after_peer_port(
-    store, process, why
-):
-    vars(coordination.distributed.global_state).update(process_id=process, num_processes=3)
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        first = other.getsockname()[1] - 3
-        line = f"peer_port={first}: process {process} cannot listen on 127.0.0.1 port "
-        with pytest.raises(ConfigError, match=f"{line}{first + 1 + process}: {why}. Use an"):
-            with distributed.linked(
-                peer_port=first, interface="127.0.0.1", fingerprint="", timeout_s=1
-            ):
-                raise AssertionError
+def test_a_secret_of_a_file_is_not_in_the_store_and_has_to_be_the_same(meet, store, tmp_path):
+    path = tmp_path / "secret"
+    path.write_text("known to every host of the run\n")
+    ports = meet(0, True, "", secret_file=str(path))
+    assert all(isinstance(port, int) for port in ports) and peers.SECRET not in store.written
+    meet(0, True, "")
+    assert peers.SECRET in store.written, "the control"
+    path.write_text("short")
+    for error in meet(0, True, "", secret_file=str(path)):
+        assert type(error) is ConfigError and "has 5 bytes: 16 are the least" in str(error)
+    for error in meet(0, True, "", secret_file=str(tmp_path / "none")):
+        assert str(error).startswith(f"exchange_secret_file={tmp_path}/none: No such file")
+
+
+def test_who_does_not_come_is_named(store):
+    with pytest.raises(LostPeerError) as caught:
+        peers.Room(Job(0, 3), Unopened(), b"s" * 16, 0.2).open("words", [1, 2])
+    line = str(caught.value)
+    assert "process 0 on " in line and "and processes [1, 2] did not reach each other" in line
+    assert "within 0.2 s (the lesser of jax_distributed_initialization_timeout" in line
+    assert "let the hosts open TCP connections" in line
+
+
+class Unopened:
+    """A mailbox whose lanes nobody reaches."""
+
+    def open(self, lane, peers):
+        pass
 
 
 def compare(of_each, *, count=None, timeout_s=60):

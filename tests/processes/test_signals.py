@@ -16,7 +16,7 @@ import threading
 import time
 
 import pytest
-from link_tools import WAIT_S, until
+from mailbox_tools import WAIT_S, until
 
 from maxdiloco.processes import output
 from maxdiloco.processes import signals as signals_lib

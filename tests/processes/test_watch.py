@@ -1,6 +1,5 @@
-"""Losses and ends of peers, with real sockets and threads inside one process."""
+"""Losses and ends of peers: what the watch makes of what a mailbox says."""
 
-import contextlib
 import json
 import os
 import queue
@@ -17,32 +16,47 @@ from maxdiloco.processes import watch
 
 WAIT_S = 20  # far above what anything here takes
 HOST = socket.gethostname()
+NAMES = {0: "host-a", 1: "host-b", 2: "host-c"}
+
+
+class Box:
+    """A mailbox whose peers the test speaks for. said: what the watch has told whom."""
+
+    def __init__(self, *peers):
+        self.names = {peer: NAMES[peer] for peer in peers}
+        self.said, self.left = queue.Queue(), threading.Event()
+        self.closed, self.failure = False, None
+
+    def watch(self, word, heard, lost):
+        self.hear, self.lose = (lambda peer, loss: heard(peer, json.dumps(loss).encode())), lost
+        self.raw = heard
+
+    def tell(self, peer, word, data):
+        self.said.put((peer, json.loads(data)))
+
+    def fail(self, error):
+        self.failure = error
+
+    def wait_until_left(self, within_s):
+        self.left.wait(within_s)
+
+    def close(self, within_s):
+        self.closed = True
 
 
 class Room:
-    """Watches, their links, and what they would have ended their processes with."""
+    """Watches, and what they would have ended their processes with."""
 
     def __init__(self):
-        self._ends, self._watches, self._bare = queue.Queue(), [], []
+        self._ends, self._watches = queue.Queue(), []
 
-    def guard(self, process_id, *links, silence_s=WAIT_S, **options):
-        def end(code, line):  # stands for os._exit
-            self._ends.put((code, line))
-
-        made = watch.Watch(process_id, list(links), silence_s=silence_s, end=end, **options)
+    def guard(self, process_id, *peers, **options):
+        """The box and the watch of a process."""
+        made = watch.Watch(process_id, end=lambda *it: self._ends.put(it), **options)
         self._watches.append(made)
-        return made
-
-    def leaving(self, bare):
-        """The watch of process 1 at the bare end of a link, whose main thread has ended."""
-        return self.guard(1, watch.Link(bare, 0, "host-a"), main=over())
-
-    def pair(self, peer=1, host="host-b"):
-        """A link to a peer, and the peer's bare end of it."""
-        ours, theirs = socket.socketpair()
-        theirs.settimeout(WAIT_S)
-        self._bare.append(theirs)
-        return watch.Link(ours, peer, host), theirs
+        box = Box(*peers)
+        made.begin(box)
+        return box, made
 
     def end(self):
         return self._ends.get(timeout=WAIT_S)
@@ -52,13 +66,13 @@ class Room:
 
     def close(self):
         """Their threads would keep pytest alive."""
-        for each in self._watches + self._bare:
+        for each in self._watches:
             each.close()
 
 
 @pytest.fixture
 def room(monkeypatch):
-    for name in ("BEAT_S", "PATIENCE_S", "GRACE_S"):
+    for name in ("PATIENCE_S", "GRACE_S"):
         monkeypatch.setattr(watch, name, 0.05)
     made = Room()
     yield made
@@ -73,143 +87,90 @@ def over():
     return thread
 
 
-def heard(bare, word):
-    """The next message that has `word`."""
-    for line in bare.makefile():
-        if word in (message := json.loads(line)):
-            return message
-    raise AssertionError(f"the connection closed without {word}")
-
-
-def say(bare, **message):
-    bare.sendall(json.dumps(message).encode() + b"\n")
-
-
-def test_a_closed_connection_ends_the_process_with_5_and_the_name(room, capfd):
-    """kill -9 closes the connection at once, long before any timeout. Process 0 tells the others,
-    which hold no connection to each other. A peer says the name of its host. The stack that JAX
-    prints without process 0 is announced, and without another one there is none."""
-    (one, bare_one), (two, bare_two) = room.pair(1, ""), room.pair(2, "host-c")
-    room.guard(0, one, two)
-    say(bare_one, host="host-b")
-    bare_one.close()
+def test_a_peer_that_is_gone_ends_the_process_with_5_and_its_name(room, capfd):
+    """Process 0 tells the others, which have no words for each other, and the peer who has lost it:
+    its line must not name itself alone. The stack that JAX prints without process 0 is announced,
+    and without another one there is none."""
+    box, _ = room.guard(0, 1, 2)
+    box.lose(1, "is gone: it closed its connections without a word.")
     code, line = room.end()
-    assert code == 5
-    assert "process 1 on host-b is gone" in line
+    assert code == 5 and "\n" not in line
+    assert line.startswith("process 1 on host-b is gone: it closed its connections without a word.")
     assert "Start the run again with the same run_name" in line
-    assert "\n" not in line
-    assert "process 1 on host-b is gone" in heard(bare_two, "loss")["loss"][0]
+    assert box.said.get(timeout=WAIT_S) == (1, [f"process 0 on {HOST} says: {line}", 5, 0.05])
+    assert box.said.get(timeout=WAIT_S) == (2, [line, 5, 0.05])
+    assert str(box.failure) == line and box.failure.exit_code == 5 and box.closed
     assert capfd.readouterr().err == ""
-    link, bare = room.pair(0, "host-b")
-    room.guard(1, link)
-    bare.close()
+    box, _ = room.guard(1, 0)
+    box.lose(0, "is gone: it closed its connections without a word.")
     room.end()
-    assert capfd.readouterr().err == f"process 0 on host-b is gone. {watch.STACK}\n"
-
-
-def test_silence_ends_the_process_with_the_name_the_key_and_the_remedy(room):
-    """A stopped process, or one behind a cut cable, keeps its connection open. When it comes back
-    it learns who has lost it: its line must not name itself alone."""
-    link, bare = room.pair()
-    room.guard(0, link, silence_s=0.5)
-    told, told_code, _ = heard(bare, "loss")["loss"]
-    code, line = room.end()
-    assert told_code == code == 5
-    assert "process 1 on host-b has been silent for" in line
-    assert "(peer_timeout_seconds=0.5)" in line
-    assert "Raise peer_timeout_seconds" in line
-    assert told == f"process 0 on {HOST} says: {line}"
-
-
-def test_peers_that_only_beat_are_not_lost(room):
-    """The positive control of the silence: two watches face to face for twice silence_s."""
-    link, bare = room.pair()
-    zero = room.guard(0, link, silence_s=1.0)
-    one = room.guard(1, watch.Link(bare, 0, "host-a"), silence_s=1.0)
-    zero.end_if_lost(2.0)
-    zero.close()
-    one.close()
-    assert room.goes_on()
+    assert capfd.readouterr().err == f"process 0 on host-a is gone. {watch.STACK}\n"
 
 
 def test_an_error_that_a_loss_may_be_behind_waits_for_it_and_ends_the_process(room):
     """The main thread has an error of a collective; it need not wait for the patience to pass."""
-    link, bare = room.pair(0, "host-a")
-    guard = room.guard(1, link)
-    say(bare, loss=["process 2 on host-c is gone", 5, 10 * WAIT_S])
+    box, guard = room.guard(1, 0)
+    box.hear(0, ["process 2 on host-c is gone", 5, 10 * WAIT_S])
     guard.end_if_lost(WAIT_S)
     assert not room.goes_on() and room.end() == (5, "process 2 on host-c is gone")
+    _, guard = room.guard(1, 0)
+    guard.end_if_lost(0.1)
+    assert room.goes_on(), "the control: nothing is lost"
 
 
 def test_the_first_loss_that_process_0_tells_is_the_one_that_is_printed(room):
     """The later ones follow from it: processes that end because of it close their connections."""
-    link, bare = room.pair(0, "host-a")
-    room.guard(2, link)
-    say(bare, loss=["process 1 on host-b ended with exit code 2", 2, 0.5])
-    say(bare, loss=["process 3 on host-d is gone", 5, 0.0])
-    bare.close()
+    box, _ = room.guard(2, 0)
+    box.hear(0, ["process 1 on host-b ended with exit code 2", 2, 0.5])
+    box.hear(0, ["process 3 on host-d is gone", 5, 0.0])
+    box.lose(0, "is gone.")
     assert room.end() == (2, "process 1 on host-b ended with exit code 2")
 
 
 @pytest.mark.parametrize("code", [2, 3, 4, 75, 1, 5, 130])
 def test_a_bad_end_is_shared_with_its_reason_or_a_loss_where_a_restart_mends_it(room, code):
-    """Process 1 says goodbye, so it is not `gone`; process 0 tells process 2. Each character of a
-    reason may take six bytes. Start again: that is what exit code 5 tells a cluster."""
-    (one, bare_one), (two, bare_two) = room.pair(1, "host-b"), room.pair(2, "host-c")
-    room.guard(0, one, two)
+    """Start again: that is what exit code 5 tells a cluster."""
+    box, guard = room.guard(1, 0, main=over())
     reason, code_of_all = "DataError: no text." + (code == 3) * "\N{SNOWMAN}" * 100_000, code
     why = ", and so does this process: DataError: no text."
     if code in (1, 5, 130):
         why = " while this process was still running: See the end of its own output. Start the run"
         reason, code_of_all = None, 5
-    room.leaving(bare_one).leave(code, reason)
-    own, (found, line) = sorted([room.end(), room.end()], key=lambda end: bool(end[1]))
-    assert own == (code, None) and found == code_of_all
+    guard.leave(code, reason)
+    assert room.end() == (code, None) and box.closed
+    peer, (line, found, _) = box.said.get(timeout=WAIT_S)
+    assert (peer, found) == (0, code_of_all) and len(line) < 5000
     assert line.startswith(f"process 1 on {HOST} ended with exit code {code}{why}")
-    assert heard(bare_two, "loss")["loss"][:2] == [line, found]
 
 
-@pytest.mark.parametrize(
-    "torn, why",
-    [
-        *((torn, "was cut off") for torn in (b'{"be{"beat": true}\n', b"7\n", b"\xff\n")),
-        (b"[" * 60_000 + b"\n", "was cut off"),
-        (b" " * 1_000_000, "is longer than 65536 bytes"),  # it is not kept for ever
-    ],
-)
-def test_a_message_that_makes_no_sense_or_has_no_end_is_a_loss(room, torn, why):
+@pytest.mark.parametrize("torn", [b"7", b"\xff", b"[]", b'["a", 1]', b"[1, 2, 3]", b"[" * 60_000])
+def test_a_message_that_makes_no_sense_is_a_loss(room, torn):
     """The thread goes on: it has to name the peer and end the process."""
-    link, bare = room.pair()
-    room.guard(0, link)
-    with contextlib.suppress(OSError):
-        bare.sendall(b'{"beat": true}\n' + torn)
+    box, _ = room.guard(0, 1)
+    box.raw(1, torn)
     code, line = room.end()
     assert code == 5
-    assert f"process 1 on host-b is gone: a message from it {why}" in line
+    assert line.startswith("process 1 on host-b has sent what no process of a run does.")
 
 
 @pytest.mark.parametrize("code", [0, 143])
 def test_ends_that_all_processes_share_are_no_losses(room, code):
     """Positive control: the codes in the tests above."""
-    link, bare = room.pair()
-    guard = room.guard(0, link, silence_s=0.3)
-    room.leaving(bare).leave(code)
-    assert room.end() == (code, None)
-    guard.end_if_lost(1.0)
-    guard.close()
-    assert room.goes_on()
+    box, guard = room.guard(1, 0, main=over())
+    guard.leave(code)
+    assert room.end() == (code, None) and box.closed and box.said.empty()
 
 
 def test_process_0_leaves_last(room, monkeypatch):
-    """JAX aborts the others once process 0 is gone: it waits until their connections close."""
+    """JAX aborts the others once process 0 is gone: it waits until they have said goodbye."""
     monkeypatch.setattr(watch, "GRACE_S", WAIT_S)
-    link, bare = room.pair()
-    room.guard(0, link, main=over()).leave(3)
-    assert heard(bare, "end")["end"] == 3
-    time.sleep(1.0)
-    assert room.goes_on()
-    bare.close()
-    assert room.end() == (3, None)
+    box, guard = room.guard(0, 1, main=over())
+    guard.leave(3)
+    assert box.said.get(timeout=WAIT_S)[0] == 1
+    time.sleep(0.3)
+    assert room.goes_on() and not box.closed
+    box.left.set()
+    assert room.end() == (3, None) and box.closed
 
 
 END = """

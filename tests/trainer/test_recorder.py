@@ -40,7 +40,7 @@ class Run:
         self.recorder = recorder.Recorder(
             config.load([], {}), parts, done=0, total=9,
             console=mock.Mock(has_bar=False), writer=writer,
-            links=None, checkpointer=saver, note={}, data_metrics=lambda t: {},
+            mailbox=None, checkpointer=saver, note={}, data_metrics=lambda t: {},
             since_row=None, begun=0.0,
         )  # fmt: skip
 

@@ -1,6 +1,7 @@
-"""Links between threads of one process, and a bad network between them."""
+"""Mailboxes in threads of one process, and a bad network between them."""
 
 import contextlib
+import functools
 import random
 import socket
 import threading
@@ -8,10 +9,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from maxdiloco.processes import links
+from maxdiloco.processes import certificates, sockets
+from maxdiloco.processes.certificates import Peer
+from maxdiloco.processes.mailbox import BULK, WORDS, Mailbox
 
 WAIT_S = 60  # far above what anything here takes
-SECRET = b"known to all of them"
 TICK_S = 0.02
 
 
@@ -40,7 +42,7 @@ class Proxy:
     def __init__(self, target):
         self.target = target
         self.stopped, self.fault, self.seen = set(), None, None
-        self._pairs = []
+        self.pairs = []
         self._lock = threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = self._listener.getsockname()
@@ -60,7 +62,7 @@ class Proxy:
                 except OSError:
                     near.close()
                     continue
-                self._pairs.append(pair := Pair(near, far))
+                self.pairs.append(pair := Pair(near, far))
                 for connection in (near, far):
                     connection.settimeout(TICK_S)
                 self._start(self._pump, near, far, "to", pair)
@@ -105,55 +107,59 @@ class Proxy:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._threads[0].join()
-        for pair in self._pairs:
+        for pair in self.pairs:
             pair.end()
         for thread in self._threads:
             thread.join()
-        for pair in self._pairs:
+        for pair in self.pairs:
             pair.near.close()
             pair.far.close()
 
 
-class Network(contextlib.ExitStack):
-    """Makes links, and closes them and their proxies at its end."""
+IDENTITIES = [certificates.make_identity() for _ in range(9)]
 
-    def links(self, count, *, proxies=(), timeout_s=WAIT_S, each=None, **options):
+
+class Network(contextlib.ExitStack):
+    """Makes mailboxes, and closes them and their proxies at its end."""
+
+    def mailboxes(self, count, *, proxies=(), timeout_s=WAIT_S, bulk=None, most_bytes=1 << 30):
         """One for each of `count` processes; the others reach those of `proxies` through one.
 
-        each: {rank: options of this one alone}.
+        bulk: pairs with that lane; all where it is None. All have WORDS.
         """
-        listeners = [links.listen("127.0.0.1") for _ in range(count)]
+        listeners = [sockets.listen("127.0.0.1") for _ in range(count)]
         addresses = [listener.getsockname() for listener in listeners]
         self.proxies = {}
         for rank in proxies:
             self.proxies[rank] = Proxy(addresses[rank])
             addresses[rank] = self.proxies[rank].address
             self.callback(self.proxies[rank].close)
+        who = {
+            rank: Peer(*address, "host", IDENTITIES[rank].certificate.decode())
+            for rank, address in enumerate(addresses)
+        }
         made = []
-        for rank in range(count):
-            given = dict(secret=SECRET, fingerprint="H=20", timeout_s=timeout_s)
-            given |= options | (each or {}).get(rank, {})
-            others = {peer: addresses[peer] for peer in range(count) if peer != rank}
-            made.append(links.Links(rank, others, listener=listeners[rank], **given))
+        for rank, listener in enumerate(listeners):
+            one = Mailbox(rank, IDENTITIES[rank], listener=listener, timeout_s=timeout_s)
+            others = {peer: it for peer, it in who.items() if peer != rank}
+            one.open(WORDS, others)
+            paired = {p: it for p, it in others.items() if bulk is None or {rank, p} in bulk}
+            one.open(BULK, paired, most_bytes=most_bytes)
+            made.append(one)
         self.callback(close_all, made)
         return made
 
     def pair(self, **options):
-        """Links 0 and 1, which have met, and the proxy between them."""
-        zero, one = self.links(2, proxies=(0,), **options)
-        together(zero.meet, one.meet)
+        """Mailboxes 0 and 1, which have met, and the proxy between them."""
+        zero, one = self.mailboxes(2, proxies=(0,), **options)
+        meet(zero, one)
         return zero, one, self.proxies[0]
 
 
-def broken(side, peer):
-    """How often connections to a peer were made anew."""
-    streams = [stream for (other, _), stream in side._channels.items() if other == peer]
-    return sum(max(0, stream.meter.connections - 1) for stream in streams)
-
-
-def silence_s(side):
-    """The longest that a stream is silent now."""
-    return max(stream.meter.silence_s for stream in side._channels.values())
+def meet(*made):
+    """Wait until all lanes stand."""
+    waits = [functools.partial(each.meet, name, WAIT_S) for name in (WORDS, BULK) for each in made]
+    assert not any(together(*waits))
 
 
 def close_all(made):

@@ -1,0 +1,214 @@
+"""Messages between mailboxes on a network that breaks, damages, stops and loses them."""
+
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from mailbox_tools import IDENTITIES, WAIT_S, contents, later, soon, until
+from tiers import full
+
+from maxdiloco.errors import LostPeerError
+from maxdiloco.processes import dialler, sockets
+from maxdiloco.processes.certificates import Peer
+from maxdiloco.processes.lane import Lane, message
+from maxdiloco.processes.mailbox import BULK, WORDS, Mailbox
+
+
+@pytest.mark.parametrize(
+    ("fault", "times", "within", "least"),
+    [(None, 0, 1, 0), ("flip", 20, 400_000, 1), full("end", 40, 600_000, 10)],
+)
+def test_messages_of_any_size_arrive_once_however_connections_break(
+    network, fault, times, within, least
+):
+    """A byte changes in bodies, headers and handshakes, or the connection ends there.
+
+    least: connections that were made after the first ones.
+    """
+    zero, one, proxy = network.pair(timeout_s=20)
+    before = len(proxy.pairs)
+    proxy.seen = bytearray()
+    sides, messages = ((zero, 1), (one, 0)), [contents(seed, 12) for seed in (1, 2)]
+
+    def exchange():
+        for (side, peer), sent in zip(sides, messages, strict=True):
+            for key, data in sent.items():
+                middle = len(data) // 3
+                side.put(peer, key, [data[:middle], np.frombuffer(data[middle:], np.uint8)])
+        for (side, peer), wanted in zip(sides, reversed(messages), strict=True):
+            for key in reversed(wanted):  # in another order than sent
+                assert side.get(peer, key, soon()) == wanted[key], key
+
+    exchanging, chance = later(exchange), random.Random(3)
+    for _ in range(times):
+        proxy.fault = fault, chance.randrange(1, within)
+        while proxy.fault and not exchanging.done():
+            time.sleep(0.001)
+    exchanging.result(WAIT_S)
+    there, back = (sum(map(len, sent.values())) for sent in messages)
+    assert (one.received_bytes(0), zero.received_bytes(1)) == (there, back)
+    assert len(proxy.pairs) - before >= least and (fault or len(proxy.pairs) <= before + 2)
+    assert fault or there + back < len(proxy.seen) < 1.01 * (there + back)
+    assert not (zero._messages or one._messages)
+
+
+@pytest.mark.parametrize("directions", [{"to", "from"}, {"to"}, {"from"}])
+def test_a_link_that_stops_for_less_than_the_timeout_goes_on(network, directions):
+    """Long enough for connections to be given up, and made anew."""
+    zero, one, proxy = network.pair(timeout_s=6)
+    before, messages = len(proxy.pairs), contents(7, 4, most=1_000_000)
+    proxy.stopped = directions
+    for key, data in messages.items():
+        zero.put(1, key, [data])
+        one.put(0, key, [data])
+    until(lambda: max(lane.silence_s for lane in [*zero._lanes.values(), *one._lanes.values()]) > 2)
+    proxy.stopped = set()
+    for key, data in messages.items():
+        assert zero.get(1, key, soon()) == one.get(0, key, soon()) == data
+    assert len(proxy.pairs) > before
+
+
+@pytest.mark.parametrize("directions", [{"to", "from"}, {"to"}, {"from"}, "killed"])
+def test_a_link_that_stops_for_longer_loses_the_peer_on_both_sides(network, directions):
+    """Or for good, as when the peer is killed: its connections close and its port refuses."""
+    zero, one, proxy = network.pair(timeout_s=1.5)
+    lost = []
+    one.watch("watch", heard=lambda *it: None, lost=lambda *it: lost.append(it))
+    waiting = {
+        1: later(lambda: zero.get(1, (0, 1), soon())),
+        0: later(lambda: one.get(0, (0, 1), soon())),
+    }
+    if directions == "killed":
+        proxy.close()
+    else:
+        proxy.stopped = directions
+    for peer, future in waiting.items():
+        line = rf"process {peer} at 127.0.0.1 port \d+ has been out of reach for \d s \(peer_time"
+        if directions == "killed":
+            line = (
+                rf"process {peer} at .* (is gone: it closed its connections|has been out)"
+            )
+        with pytest.raises(LostPeerError, match=line) as error:
+            future.result(WAIT_S)
+        assert error.value.exit_code == 5
+        assert directions == "killed" or "peer_timeout_seconds=1.5" in str(error.value)
+        assert "resumes from the last checkpoint" in str(error.value)
+    for call in (lambda: zero.put(1, (0, 1), [b""]), lambda: zero.arrived(1, (0, 1))):
+        with pytest.raises(LostPeerError, match="out of reach|is gone"):
+            call()
+    assert [peer for peer, _ in lost] == [0]
+
+
+def test_who_has_not_come_is_named_and_lost_after_the_timeout(network):
+    """Process 2 opens no lane of bulk to process 0: both are there and do not reach each other."""
+    zero, _, two = network.mailboxes(3, timeout_s=0.5, bulk=[])
+    two.open(BULK, {0: two._peers[0]})
+    assert two.meet(BULK, 0.1) == [0]
+    with pytest.raises(LostPeerError, match="process 0 at .*: it is not ready"):
+        two.meet(BULK, WAIT_S)
+    assert zero.meet(WORDS, 0.0) in ([], [1], [2], [1, 2])
+
+
+PEER = """
+import sys, time
+from maxdiloco.errors import LostPeerError
+from maxdiloco.processes import sockets
+from maxdiloco.processes.certificates import Identity, Peer
+from maxdiloco.processes.mailbox import BULK, WORDS, Mailbox
+port, key, mine, theirs = sys.argv[1:]
+made = Mailbox(1, Identity(key.encode(), mine.encode()), listener=sockets.listen("127.0.0.1"),
+               timeout_s=2.5)
+for lane in (WORDS, BULK):
+    made.open(lane, {0: Peer("127.0.0.1", int(port), "host-a", theirs)}, most_bytes=1 << 30)
+try:
+    while True:
+        made.put(0, (0, 1), [made.get(0, (0, 1), time.monotonic() + 60)])
+except LostPeerError as error:
+    sys.exit(error.exit_code)
+"""
+
+
+@pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_real_process_that_stands_still_loses_nothing_and_for_long_is_lost(monkeypatch, fault):
+    """First for longer than the silence after which connections are made anew, 2.5 / 4 s. One that
+    is killed is gone as soon as it could have come back."""
+    listener = sockets.listen("127.0.0.1")
+    port, (one, two) = str(listener.getsockname()[1]), IDENTITIES[:2]
+    zero = Mailbox(0, one, listener=listener, timeout_s=2.5)
+    for lane in (WORDS, BULK):
+        peer = Peer("host-b", 7, "host-b", two.certificate.decode())
+        zero.open(lane, {1: peer}, most_bytes=1 << 30)
+    pem = [each.decode() for each in (*two, one.certificate)]
+    process = subprocess.Popen([sys.executable, "-c", PEER, port, *pem])
+    try:
+        assert zero.meet(BULK, WAIT_S) == []
+        process.send_signal(signal.SIGSTOP)
+        data = random.randbytes(8_000_000)
+        zero.put(1, (0, 1), [data])
+        time.sleep(1.2)
+        assert not zero.arrived(1, (0, 1))
+        process.send_signal(signal.SIGCONT)
+        assert zero.get(1, (0, 1), soon()) == data
+        process.send_signal(fault)
+        line = (
+            r"process 1 at host-b port 7 has been out of reach for [23] s \(peer_timeout_sec"
+        )
+        if fault == signal.SIGKILL:
+            line = "process 1 at host-b port 7 is gone: it closed|" + line
+        with pytest.raises(LostPeerError, match=line):
+            zero.get(1, (0, 1), soon())
+        zero.close(0.0, why="it is lost")
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(WAIT_S) == (5 if fault == signal.SIGSTOP else -signal.SIGKILL)
+    finally:
+        process.kill()
+        process.wait()
+        zero.close(0.0)
+
+
+@pytest.fixture
+def lane():
+    """Of process 1, and what it has delivered."""
+    came = []
+    return Lane("process 1", lambda key, data: came.append((key, bytes(data))), 100), came
+
+
+def test_what_no_process_sends_ends_the_run_and_what_is_out_of_turn_is_not_taken(lane):
+    """A message without a key, of too many bytes or of another size. Each number once, and each
+    part after the part before it."""
+    lane, came = lane
+    for key in ("", "{}", "[[1]]", "[" * 100_000):
+        with pytest.raises(LostPeerError, match="process 1 has sent what no process of a run does"):
+            lane.begin(1, key, 0, 1)
+    with pytest.raises(LostPeerError, match="a message of 101 bytes: 100 are the most"):
+        lane.begin(1, "[1]", 0, 101)
+    assert not lane.begin(2, "[1]", 0, 3) and not lane.begin(0, "[1]", 0, 3)
+    assert lane.begin(1, '[1, "a"]', 0, 3)
+    lane.fill(b"ab")
+    assert not lane.finish() and lane.place == (1, 2)
+    assert not lane.begin(1, "[1]", 0, 3) and not lane.begin(1, "[1]", 1, 3)
+    with pytest.raises(LostPeerError, match="another size of the same message"):
+        lane.begin(1, '[1, "a"]', 2, 4)
+    assert lane.begin(1, '[1, "a"]', 2, 3)
+    with pytest.raises(LostPeerError, match="more bytes than the message has"):
+        lane.fill(b"cd")
+    lane.fill(b"c")
+    assert lane.finish() and came == [((1, "a"), b"abc")]
+    assert not lane.begin(1, '[1, "a"]', 0, 3) and lane.place == (2, 0)
+
+
+@pytest.mark.parametrize("start", [0, 1, 3, 4, 5, 8])
+def test_a_message_goes_on_after_the_part_that_the_peer_has(start):
+    sent = message(("a",), [b"abc", b"", np.arange(5, dtype=np.uint8)])
+    assert b"".join(sent.pieces(start)) == (b"abc\0\1\2\3\4")[start:] and sent.size == 8
+
+
+def test_the_pause_before_a_try_grows_to_a_limit_and_no_two_are_alike():
+    """At least half of 0.8 s after three; the rest is random, so that none come back together."""
+    pauses = {dialler.pause_s(3, WAIT_S) for _ in range(9)}
+    assert len(pauses) == 9 and min(pauses) >= 0.4
+    assert 1 <= dialler.pause_s(10_000, 2) <= 2

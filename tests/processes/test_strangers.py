@@ -1,0 +1,170 @@
+"""Who may connect: processes of the run, and nobody else."""
+
+import contextlib
+import json
+import random
+import socket
+import ssl
+import time
+
+import pytest
+from mailbox_tools import IDENTITIES, meet, soon, until
+
+from maxdiloco.errors import LostPeerError
+from maxdiloco.processes import certificates, doorman
+from maxdiloco.processes.certificates import Peer
+
+SECRET = b"known to all of them"
+SOON_S = 5  # a stranger that is let in waits so long for the end that does not come
+
+
+@contextlib.contextmanager
+def shown(address, identity, trusted=None):
+    """A connection by TLS to a mailbox, which shows this certificate, or none."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if identity is not None:
+        context = identity.context(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if trusted is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(cadata=trusted.certificate.decode())
+    with socket.create_connection(address, timeout=SOON_S) as plain:
+        with context.wrap_socket(plain) as connection:
+            yield connection
+
+
+def ask(connection, request, body=b""):
+    """The first bytes of the answer; b"" where the connection is closed instead."""
+    with contextlib.suppress(OSError):
+        connection.sendall(request.encode() + b"\r\nHost: x\r\n\r\n" + body)
+        return connection.recv(100)
+    return b""
+
+
+@pytest.mark.parametrize("identity", [None, certificates.make_identity()])
+def test_who_shows_no_certificate_of_the_run_is_not_heard(network, identity):
+    """None, and one that it made itself. Control: that of process 1, which gets an answer."""
+    zero, one, proxy = network.pair()
+    with shown(proxy.target, identity) as connection:
+        assert ask(connection, "HEAD /bulk HTTP/1.1") == b""
+    with shown(proxy.target, IDENTITIES[1]) as connection:
+        assert ask(connection, "HEAD /bulk HTTP/1.1").startswith(b"HTTP/1.1 200 OK\r\nNext: 1 0")
+    one.put(0, (0, 1), [b"gradient"])
+    assert zero.get(1, (0, 1), soon()) == b"gradient"
+
+
+def test_nothing_travels_in_the_open(network):
+    """Control: the same words where they are not encrypted, in the memory of the process."""
+    zero, one, proxy = network.pair()
+    proxy.seen = bytearray()
+    words = b"the outer gradient of fragment 7" * 10
+    one.put(0, ("a key of words",), [words])
+    assert zero.get(1, ("a key of words",), soon()) == words
+    assert len(proxy.seen) > len(words)
+    for secret in (words[:32], b"a key of words", b"HTTP/1.1"):
+        assert secret not in proxy.seen
+
+
+def test_an_impostor_at_the_address_gets_nothing(network):
+    """It shows a certificate of its own: the process does not say a word over the connection."""
+    _, one = network.mailboxes(2)
+    impostor, heard = certificates.make_identity(), []
+    context = impostor.context(ssl.PROTOCOL_TLS_SERVER)
+    context.verify_mode = ssl.CERT_NONE
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        certificate = IDENTITIES[5].certificate.decode()
+        peer = Peer(*listener.getsockname(), "host", certificate)
+        one.open("other", {0: peer})
+        plain, _ = listener.accept()
+        with plain, contextlib.suppress(OSError), context.wrap_socket(plain, True) as connection:
+            heard.append(connection.recv(1000))
+        until(lambda: "certificate" in one._lanes[0, "other"].problem.lower())
+    assert heard in ([], [b""])
+
+
+def test_strangers_disturb_no_one(network):
+    """A thousand: half open, closed at once, garbage, too much of it, in the middle of a handshake;
+    far more than are listened to."""
+    zero, one, two = network.mailboxes(3, proxies=(0,))
+    address, chance, strangers = network.proxies[0].target, random.Random(1), []
+    for kind in range(400):
+        stranger = socket.create_connection(address)
+        if kind % 4 == 1:
+            stranger.close()
+            continue
+        if kind % 4 > 1:
+            stranger.setblocking(False)
+            with contextlib.suppress(OSError):
+                stranger.send(chance.randbytes(chance.choice([3, 51, 10_000])))
+        strangers.append(stranger)
+    meet(zero, one, two)
+    for peer, side in ((1, one), (2, two)):
+        side.put(0, (0, 1), [b"gradient"])
+        assert zero.get(peer, (0, 1), soon()) == b"gradient"
+    until(lambda: len(zero._doorman._guests) <= 64 + 4)  # two lanes of two peers
+    assert not zero._doorman.connections or len(zero._doorman.connections) <= 8
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_guest_that_shows_nothing_is_sent_away_in_time(network, monkeypatch):
+    monkeypatch.setattr(doorman, "_GUEST_S", 0.2)
+    _, _, proxy = network.pair()
+    with socket.create_connection(proxy.target, timeout=SOON_S) as stranger:
+        begun = time.monotonic()
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+        assert time.monotonic() - begun < SOON_S
+
+
+@pytest.mark.parametrize(
+    ("request_", "answer"),
+    [
+        ("GET /bulk/1/2/3 HTTP/1.1", b"HTTP/1.1 400"),
+        ("GET /bulk/x HTTP/1.1", b"HTTP/1.1 400"),
+        ("GET /other/1 HTTP/1.1", b"HTTP/1.1 503"),
+        ("PATCH /bulk/1 HTTP/1.1", b"HTTP/1.1 400"),
+        ("PUT /bulk/1 HTTP/1.1\r\nKey: [1]\r\nContent-Range: all of it", b"HTTP/1.1 400"),
+        ("PUT /bulk/9 HTTP/1.1\r\nKey: [1]\r\nContent-Range: bytes 0-0/1", b"HTTP/1.1 409"),
+        (f"GET /bulk/1 HTTP/1.1\r\nRange: {'9' * 20_000}", b"HTTP/1.0 400"),
+    ],
+)
+def test_a_request_that_no_process_makes_is_refused_and_changes_nothing(network, request_, answer):
+    """Even by one that has the certificate of a process: it is replayed, or forged."""
+    zero, one, proxy = network.pair()
+    with shown(proxy.target, IDENTITIES[1]) as connection:
+        assert ask(connection, request_).startswith(answer)
+    one.put(0, (0, 1), [b"gradient"])
+    assert zero.get(1, (0, 1), soon()) == b"gradient"
+
+
+def test_the_processes_of_a_run_do_not_send_each_other_away(network, monkeypatch):
+    """Thirty-two connections at once; one place for strangers."""
+    monkeypatch.setattr(doorman, "_GUESTS", 1)
+    ranks = network.mailboxes(9, bulk=[{0, rank} for rank in range(1, 9)], timeout_s=20)
+    meet(*ranks)
+
+
+def test_who_a_process_is_is_believed_with_a_proof_of_the_secret_alone():
+    """A stranger may write to the store; one that repeats an entry for another process, or changes
+    the address in one that it has read, has no proof of it."""
+    store = {}
+    peer = Peer("10.0.0.2", 8477, "host-b", IDENTITIES[1].certificate.decode())
+    certificates.tell(1, peer, SECRET, store.__setitem__)
+    (key,) = store
+    assert certificates.told(1, SECRET, store.get) == peer
+    entry = json.loads(store[key])
+    other = certificates.make_identity().certificate.decode()
+    for place, value in ((0, "10.6.6.6"), (1, 1), (2, "host-c"), (3, other), (4, "0" * 64)):
+        forged = [*entry[:place], value, *entry[place + 1 :]]
+        with pytest.raises(LostPeerError, match="holds nothing that process 1 of this run wrote"):
+            certificates.told(1, SECRET, lambda key, forged=forged: json.dumps(forged))
+    with pytest.raises(LostPeerError, match="holds nothing that process 2"):
+        certificates.told(2, SECRET, lambda key: json.dumps(entry))
+    with pytest.raises(LostPeerError, match="Keep the coordinator's port"):
+        certificates.told(1, b"guessed by someone", store.get)
+    for text in ("?", "[1]", "{}", '["a", 1, "b", "c"]', "[" * 100_000, "[]", "[[1]]"):
+        with pytest.raises(LostPeerError, match="holds nothing that process 1"):
+            certificates.told(1, SECRET, lambda key, text=text: text)
+    with pytest.raises(ValueError, match="16 are the least"):
+        certificates.tell(1, peer, b"short", store.__setitem__)
