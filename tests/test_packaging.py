@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import maxdiloco
+from maxdiloco.__main__ import programs_of
 from maxdiloco.flags import config
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -74,9 +75,9 @@ def test_the_wheel_holds_every_module_config_and_console_command(wheel):
         entries = archive.read(name).decode()
     assert base == (configs / "base.yml").read_bytes()
     assert held == expected
-    commands = dict(re.findall(r"^(maxdiloco-\w+) = maxdiloco\.(\w+):cli$", entries, re.M))
-    programs = "train plan generate evaluate prepare tokenizer report hf".split()
-    assert commands == {f"maxdiloco-{program}": program for program in programs}
+    commands = dict(re.findall(r"^(maxdiloco-[\w-]+) = maxdiloco\.(\w+):cli$", entries, re.M))
+    programs = programs_of(package)
+    assert commands == {f"maxdiloco-{name.replace('_', '-')}": name for name in programs}
     for module in programs:
         tree = ast.parse((package / f"{module}.py").read_text(encoding="utf-8"))
         (cli,) = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "cli"]

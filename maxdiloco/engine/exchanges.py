@@ -88,6 +88,16 @@ class Carrier:
         """Bytes of one exchange of a fragment from one replica to one other, padding included."""
         return plan.num_chunks * self._layout.chunk_bytes(plan)
 
+    def _abstract_incoming(self, given: Given) -> Chunks:
+        """What a fragment's exchange brings, for `calls`; of the kind that takes it."""
+        mesh, plan, memory = self._layout.mesh, given.plan, self._layout.chunk_memory
+        devices = self._layout.num_replicas * devices_of_slice(mesh)
+        sharding = NamedSharding(mesh, incoming_spec(mesh), memory_kind=memory)
+        return tuple(
+            jax.ShapeDtypeStruct((devices * length,), plan.payload.dtype, sharding=sharding)
+            for length in self._layout.lengths(plan) * plan.num_chunks
+        )
+
     def begin(self, state: State) -> None:
         """Start again what was under way in a restored state; all processes restore the same."""
 
@@ -225,15 +235,6 @@ class ThroughHost(Carrier):
         """None: the state has it, or the zeros of round 0."""
         key = self._key(given.plan.index, given.state.t - self._schedule.lag)
         return self._carrier.take(key) if self._carrier.under_way(key) else None
-
-    def _abstract_incoming(self, given: Given) -> Chunks:
-        mesh, plan, memory = self._layout.mesh, given.plan, self._layout.chunk_memory
-        devices = self._layout.num_replicas * devices_of_slice(mesh)
-        sharding = NamedSharding(mesh, incoming_spec(mesh), memory_kind=memory)
-        return tuple(
-            jax.ShapeDtypeStruct((devices * length,), plan.payload.dtype, sharding=sharding)
-            for length in self._layout.lengths(plan) * plan.num_chunks
-        )
 
 
 CARRIERS: Mapping[str, type[Carrier]] = MappingProxyType(

@@ -5,12 +5,11 @@ from fractions import Fraction
 from typing import Any
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags.base_yml import Table, show
+from maxdiloco.flags.base_yml import Table, choices, declared, show
 
 _FORM = "Write dataset_mixture=[{path: ..., weight: ..., name: ...}, ...]."
 # What a source may have of its own, in place of the run's key.
 _OWN = ("dataset_type", "text_column")
-_TYPES = ("text", "parquet", "hf", "arrayrecord")
 
 
 def check(cfg: Any) -> None:
@@ -47,10 +46,11 @@ def _weight(entry: Any) -> Fraction:
         why = f"has no {missing[0]}" if missing else f"has {unknown[0]}, which is no key of it"
         raise ConfigError(f"dataset_mixture: source {shown} {why}. {_FORM}")
     name, path, weight = entry["name"], entry["path"], entry.get("weight", "1")
-    if entry.get("dataset_type", "text") not in _TYPES:
+    types = [kind for kind in choices(declared()["dataset_type"].allowed) if kind != "synthetic"]
+    if entry.get("dataset_type", "text") not in types:
         raise ConfigError(
             f"dataset_mixture: dataset_type {entry['dataset_type']} of source {name} is none of "
-            f"{', '.join(_TYPES)}. Use one of them, or leave it out for the run's dataset_type."
+            f"{', '.join(types)}. Use one of them, or leave it out for the run's dataset_type."
         )
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name):
         raise ConfigError(

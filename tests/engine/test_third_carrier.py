@@ -34,7 +34,7 @@ class ThroughQueue(exchanges.Carrier):
             return queue.pop((given.plan.index, given.state.t - schedule_of_run.lag), None)
 
         put = on_host(put, bytes_sent=lambda _, plan: payload_bytes(plan.payload))
-        get = on_host(get)
+        get = on_host(get, abstract=self._abstract_incoming)
         self.table = MappingProxyType({
             schedule.INNER: (INNER,),
             schedule.INNER_EXCHANGE: (INNER,),
@@ -61,17 +61,20 @@ def trained(carrier, **options):
         **options,
     )  # fmt: skip
     steps = list(tiny_problem.train(algorithm, problem, 9))
+    batch = jax.tree.map(np.asarray, problem.batch(1, 3))
+    calls = algorithm.calls(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch))
     algorithm.close()
-    return jax.tree.leaves(steps), [algorithm.bytes_sent(t) for t in range(1, 10)]
+    sent = [algorithm.bytes_sent(t) for t in range(1, 10)]
+    return jax.tree.leaves(steps), (sent, [call.program.name for call in calls])
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_carrier_is_added_by_a_table_alone(mode, monkeypatch):
-    """On three slices."""
+    """On three slices; a run also asks which programs it calls."""
     monkeypatch.setattr(exchanges, "CARRIERS", exchanges.CARRIERS | {"queue": ThroughQueue})
-    values, bytes_sent = trained("queue", **MODES[mode])
+    values, told = trained("queue", **MODES[mode])
     wanted, of_host = trained("host", **MODES[mode])
-    assert bytes_sent == of_host and any(bytes_sent)
+    assert told == of_host and any(told[0])
     for one, other in zip(values, wanted, strict=True):
         np.testing.assert_array_equal(one, other)
 

@@ -9,6 +9,7 @@ import yaml
 
 from maxdiloco.data import corpus, kinds, packing, tokenizer
 from maxdiloco.diloco import outer, quantize, schedule
+from maxdiloco.engine import exchanges
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, checks, config, idle_keys
 from maxdiloco.models import layers, remat, spec
@@ -96,6 +97,7 @@ def test_what_base_yml_allows_and_says_is_what_the_code_knows():
         "diloco_outer_overlap": schedule.OVERLAPS,
         "diloco_merge": outer.MERGES,
         "diloco_exchange_dtype": quantize.NAMES,
+        "exchange_carrier": ("auto", *exchanges.CARRIERS),
         "remat_policy": (remat.AUTO, *remat.POLICIES),
         "mlp_activations": layers.ACTIVATIONS,
         "dataset_type": kinds.KINDS,

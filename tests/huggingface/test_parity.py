@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 from safetensors.numpy import load_file, save_file
 
 from benchmarks import parity
-from maxdiloco.huggingface import config_json
+from maxdiloco.huggingface import config_json, families
 
 pytestmark = pytest.mark.xdist_group("torch")  # its import takes 5 s, once
 
@@ -110,6 +110,12 @@ def test_a_head_of_its_own_beside_tied_and_a_padded_vocabulary(name, tmp_path):
     assert np.abs(ours[0, :, : parity.VOCABULARY] - theirs).max() < parity.TOLERANCE
     small.done("export", tmp_path / "ours", tmp_path / "again")
     np.testing.assert_array_equal(logits_of(tmp_path / "again"), theirs)
+
+
+def test_every_family_has_a_case():
+    """In benchmarks/parity.py; gemma3 is the test of files with images."""
+    known = {family.model_type for family in families.families()}
+    assert known - set(MODEL_TYPES) == {"gemma3"}
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
