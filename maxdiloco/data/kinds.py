@@ -1,12 +1,12 @@
 """The kinds of data sets, dataset_type: what of a folder each reads, and who opens its text."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
 from maxdiloco.data import corpus, shards
-from maxdiloco.data.sources import files, hub, spans
+from maxdiloco.data.sources import files, spans, tables
 from maxdiloco.errors import ConfigError, DataError
 
 
@@ -18,8 +18,7 @@ class Source(NamedTuple):
     column: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """A value of dataset_type.
 
     open: (path, key, column) to text that is not yet tokenised; None: there is none to tokenise.
@@ -33,9 +32,13 @@ class Kind:
 
 
 KINDS: Mapping[str, Kind] = MappingProxyType({
-    "text": Kind(files.open_text, files.TEXT, corpus.SUFFIXES),
-    "parquet": Kind(files.open_parquet, files.PARQUET),
-    "hf": Kind(hub.open_hub),
+    "text": Kind(
+        partial(files.open_files, files.TEXT, files.check_text), files.TEXT, corpus.SUFFIXES
+    ),
+    "parquet": Kind(
+        partial(files.open_files, files.PARQUET, files.check_parquet), files.PARQUET
+    ),
+    "hf": Kind(tables.open_hub),
     "arrayrecord": Kind(),
     "synthetic": Kind(),
 })  # fmt: skip
@@ -62,10 +65,9 @@ def open_source(source: Source, key: str) -> spans.Reader:
 
 
 def needs_tokenising(source: Source, key: str, *, of_bytes: bool) -> bool:
-    """Whether a source has no known token counts: all but folders of shards, and files that
-    are read in place. of_bytes: whether the byte tokenizer reads it.
+    """Whether a source has no known token counts: not a folder of shards, nor read in place.
 
-    Raises DataError when the files cannot be listed.
+    of_bytes: whether the byte tokenizer reads it. Raises DataError when the files cannot be listed.
     """
     kind = KINDS[source.kind]
     if kind.open is None or shards.is_folder(source.path):

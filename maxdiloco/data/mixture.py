@@ -50,18 +50,10 @@ class Mixture:
         return f"dataset_mixture of {', '.join(self.names)}"
 
     @property
-    def fingerprint(self) -> str:
-        """Those of the sources with their names, not their weights; see changed_sources."""
-        return self._joined(data.fingerprint for data in self.sources)
-
-    @property
     def contents(self) -> str:
         """Those of the sources with their names, not their weights; see changed_sources."""
-        return self._joined(data.contents for data in self.sources)
-
-    def _joined(self, of_sources):
-        pairs = zip(self.names, of_sources, strict=True)
-        return _PREFIX + " ".join(sorted(f"{name}={text}" for name, text in pairs))
+        pairs = zip(self.names, self.sources, strict=True)
+        return _PREFIX + " ".join(sorted(f"{name}={data.contents}" for name, data in pairs))
 
     def first_position(self, M: int, B: int) -> Position:
         """No source is read yet."""
@@ -216,8 +208,7 @@ def _by_source(source: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def changed_sources(before: str, after: str) -> list[str]:
-    """Names of the sources that two fingerprints do not share, for messages; one of no mixture
-    has none."""
+    """Names of the sources whose contents differ, for messages; none of what is no mixture."""
     parts = [set(text.removeprefix(_PREFIX).split()) for text in (before, after)]
     return sorted({part.partition("=")[0] for part in parts[0] ^ parts[1] if "=" in part})
 

@@ -32,8 +32,8 @@ EVAL_SEED = 0
 class Dataset:
     """A split of a data set, which steps read; mixture.Mixture is the same of several.
 
-    windows: the sequences in file order. seed: of the permutation of each epoch, None: file order.
-    name: its flag and value, for messages.
+    windows: in file order. seed: of the permutation of each epoch, None: file order. name: its flag
+    and value, for messages.
     """
 
     windows: TextWindows | SyntheticWindows
@@ -44,11 +44,6 @@ class Dataset:
     def num_windows(self) -> int | None:
         """Sequences in an epoch; None: endless."""
         return self.windows.num_windows
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal when names and lengths of the documents are (text.fingerprint)."""
-        return self.windows.fingerprint()
 
     @property
     def contents(self) -> str:
@@ -92,11 +87,9 @@ class Dataset:
         return position.s0 - 1 + left // (position.M * position.B)
 
     def read(self, position: Position, step: int, replicas: ArrayLike, rows: ArrayLike) -> Batch:
-        """What some rows of some replicas read in a step; read at once, not ahead.
+        """What some rows of some replicas read in a step, leaves [*their shape, L].
 
-        step: 1-based, position.s0 or later. replicas, rows: numbers below position.M and .B,
-        arrays that broadcast against each other (order.indices); leaves are [*their shape, L].
-        Raises DataError when a file has changed.
+        step, replicas, rows: of order.indices. Raises DataError when a file has changed.
         """
         return self.read_indices(order.indices(position, step, replicas, rows))
 
@@ -148,10 +141,7 @@ class Dataset:
 
 
 def open_dataset(request: Request) -> Dataset:
-    """The sequences of a split of a text, which is read when a batch needs it.
-
-    Raises DataError as text.open_text does.
-    """
+    """The sequences of a split of a text (text.open_text), read when a batch needs them."""
     windows, name = open_text(request)
     if request.split == "eval":
         return Dataset(windows, EVAL_SEED, name)

@@ -159,17 +159,13 @@ class Shards:
         files = f"{len(self.manifest.files):,} files, " if self._chosen is None else ""
         return f"{files}{len(self.lengths):,} documents, {int(self.lengths.sum()):,} tokens"
 
-    def identity(self) -> Iterator[bytes]:
+    def contents(self) -> Iterator[bytes]:
         """The tokenizer and the hashes of every part: the tokens themselves."""
         yield f"shards {self.manifest.tokenizer} {self.manifest.lengths}\n".encode()
         for part in self.manifest.parts:
             yield f"{part}\n".encode()
         if self._chosen is not None:
             yield self._chosen.tobytes()
-
-    def contents(self) -> Iterator[bytes]:
-        """The identity: it holds no name."""
-        return self.identity()
 
     def try_parts(self) -> None:
         """Read the first and the last record of some parts. Raises DataError."""

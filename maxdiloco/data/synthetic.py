@@ -55,13 +55,9 @@ class SyntheticWindows:
         chances = np.array(CHANCES[: min(len(CHANCES), self.vocab_size)])
         return chances / chances.sum()
 
-    def fingerprint(self) -> str:
+    def contents(self) -> str:
         """What the windows are made from; equal when the data are."""
         return f"synthetic-{self.seed}-{self.split}-{self.vocab_size}-{self.length}"
-
-    def contents(self) -> str:
-        """The fingerprint: it says all."""
-        return self.fingerprint()
 
     def _raw(self, window):
         key = np.array([self.seed % 2**64, _SPLITS.index(self.split)], np.uint64)

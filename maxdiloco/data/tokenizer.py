@@ -1,45 +1,17 @@
-"""The tokenizer that the keys of a run name, or that a folder holds: bytes here, others in subword.
+"""The tokenizer that the keys of a run name, or that a folder holds.
 
 A tokenizer is its files: `save` writes them into a folder, and `load` needs nothing else.
 """
 
 import dataclasses
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from maxdiloco import json_text
 from maxdiloco.data import subword
-from maxdiloco.data.tokenizer_base import SETTINGS, Tokenizer, to_bytes
+from maxdiloco.data.tokenizer_base import SETTINGS, ByteTokenizer, Tokenizer
 from maxdiloco.errors import ConfigError, DataError
-
-BYTES = 256
-
-
-@dataclasses.dataclass(frozen=True)
-class ByteTokenizer(Tokenizer):
-    """Token i below 256 is byte i; token 256 starts a document, ends the last and has no text."""
-
-    bos: int = BYTES
-    vocab_size: int = BYTES + 1
-    eos: None = None
-
-    kind = "byte"
-
-    def encode_all(self, texts: Sequence[str]) -> Iterable[Sequence[int]]:
-        """The bytes of each text, uint8 (Tokenizer)."""
-        return (np.frombuffer(to_bytes(text), np.uint8) for text in texts)
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        """Text of tokens. Those above 255 have none; bytes that are not UTF-8 become U+FFFD."""
-        known = bytes(token for token in tokens if 0 <= token < BYTES)
-        return known.decode("utf-8", errors="replace")
-
-    def token_bytes(self) -> np.ndarray:
-        """1 for a byte, 0 for the token that starts a document (Tokenizer)."""
-        return (np.arange(self.vocab_size) < BYTES).astype(np.int32)
 
 
 class Keys(NamedTuple):

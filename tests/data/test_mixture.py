@@ -38,7 +38,7 @@ class NumberedWindows:
     def num_tokens(self, windows_N):
         return np.full(len(windows_N), 2)
 
-    def fingerprint(self):
+    def contents(self):
         return f"{self.source}-{self.num_windows}"
 
 
@@ -170,10 +170,10 @@ def test_a_source_too_small_or_without_a_replica_is_refused_and_one_that_changed
         data.check_size(data.first_position(2, 16))
     with pytest.raises(ConfigError, match=r"2 replicas leave source c unread.*replicas=3 or more"):
         mixed({}).check_size(mixed({}).first_position(2, 1))
-    # The fingerprint is that of the sources and not of the weights.
-    assert mixed({"a": 1, "b": 1, "c": 5}).fingerprint == data.fingerprint
-    other = mixed({"a": 2, "b": 1, "c": 1}, sizes=SIZES | {"b": 12}).fingerprint
-    assert mixture.changed_sources(data.fingerprint, other) == ["b"]
+    # The contents are those of the sources and not of the weights.
+    assert mixed({"a": 1, "b": 1, "c": 5}).contents == data.contents
+    other = mixed({"a": 2, "b": 1, "c": 1}, sizes=SIZES | {"b": 12}).contents
+    assert mixture.changed_sources(data.contents, other) == ["b"]
     assert mixture.changed_sources("8766f845ccc56041", "synthetic-1") == []
 
 

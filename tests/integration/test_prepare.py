@@ -16,6 +16,7 @@ from data.shards_on_disk import open_dataset, prepare_in_this_process
 
 from maxdiloco import prepare, tokenizer
 from maxdiloco.data import shards
+from maxdiloco.data.corpus import Stamp, stamp
 from maxdiloco.data.prepared import at_start
 from maxdiloco.data.prepared import prepare as preparing
 from maxdiloco.data.sources.files import Files
@@ -104,7 +105,8 @@ class Fatal(ByteTokenizer):
 def test_a_process_that_is_killed_is_told_and_the_same_command_goes_on(tmp_path):
     """As out of memory does. Its part is made anew."""
     (tmp_path / "a.txt").write_text("text")
-    source = Files((str(tmp_path / "a.txt"),), (4,), (os.stat(tmp_path / "a.txt").st_mtime_ns,), "")
+    path = str(tmp_path / "a.txt")
+    source = Files((path,), (stamp(path),), "")
     work, out = preparing.Work(source, Fatal(), "a.txt", processes=1), str(tmp_path / "out")
     with pytest.raises(LostPeerError, match="is gone: killed, or out of .* The same command goes"):
         preparing.prepare(work, out, print)
@@ -135,7 +137,7 @@ def test_a_source_is_tokenised_at_the_first_start_and_found_at_the_second(tmp_pa
     stored = ["dataset_type=arrayrecord", f"dataset_path={tmp_path}/shards"]
     data = open_dataset(cfg, split="train", prepared=first)
     same = open_dataset(config.load([*keys[3:], *stored], {}), split="train")
-    assert data.fingerprint == same.fingerprint
+    assert data.contents == same.contents
 
 
 @pytest.fixture
@@ -204,7 +206,7 @@ def test_a_small_source_has_a_part_for_every_core(tmp_path, here, capsys, monkey
     (tmp_path / "a.txt").write_bytes(b"one two three. " * 170_000)
     assert prepare.main([str(tmp_path / "a.txt"), f"out={tmp_path}/out"]) == 0
     assert "2.5 MB in 3 parts" in capsys.readouterr().out
-    files = [Files(("a",), (mb << 20,), (0,), "text") for mb in (0, 20, 40, 2048, 9999)]
+    files = [Files(("a",), (Stamp(mb << 20, 0),), "text") for mb in (0, 20, 40, 2048, 9999)]
     assert [preparing.part_bytes_of(each) / 2**20 for each in files] == [1, 1, 1.25, 64, 64]
 
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one two"}\n' * 99))

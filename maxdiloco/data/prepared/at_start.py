@@ -92,7 +92,7 @@ def _prepare(source, key, tokenizer, below, allowed, command, say):
     # A source may have been prepared in parts of PART_BYTES whatever its size: that is the data of
     # the runs beside it.
     for part_bytes in (PART_BYTES, part_bytes_of(text)):
-        plan = [text.stamps(), source.column, tokenizer.fingerprint, part_bytes]
+        plan = [text.version(), source.column, tokenizer.fingerprint, part_bytes]
         name = hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:16]
         out = os.path.join(below, name)
         if shards.is_folder(out):

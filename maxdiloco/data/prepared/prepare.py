@@ -146,7 +146,7 @@ def _is_begun(work, out):
     """Whether the folder is complete; a new one gets its plan. Raises ConfigError for another's."""
     plan = {
         "format": shards.FORMAT,
-        "source": work.source.stamps(),
+        "source": work.source.version(),
         "column": work.source.column,
         "tokenizer": work.tokenizer.fingerprint,
         "part_bytes": work.part_bytes,

@@ -8,8 +8,6 @@ from maxdiloco.errors import DataError
 # The longest piece of a text file that is tokenised at once [bytes]; our choice: a tokenizer needs
 # some 30 times that while it works, and a cut every million bytes changes next to no token.
 PIECE = 1 << 20
-# Arrow's types of text.
-_TEXT = ("string", "large_string", "dictionary<values=string", "dictionary<values=large_string")
 
 
 class Span(NamedTuple):
@@ -61,7 +59,7 @@ class Reader(Protocol):
         Raises DataError for what no skipping helps: a missing file, a column that is not there.
         """
 
-    def stamps(self) -> list[list]:
+    def version(self) -> list[list]:
         """What tells two versions of the source apart, as JSON."""
 
 
@@ -73,19 +71,4 @@ def check_damage(damaged: Sequence[Sequence[str]], allowed: int) -> None:
         raise DataError(
             f"{where}: {why}{'' if why.endswith('.') else '.'} max_corrupted_records={allowed} "
             "damaged records are skipped. Repair the file, leave it out, or allow more."
-        )
-
-
-def check_column(schema, column: str, where: str) -> None:
-    """Raise DataError unless an Arrow schema has a column with text. where: it is, for messages."""
-    if column not in schema.names:
-        raise DataError(
-            f"text_column={column} is not in {where}, which has {', '.join(schema.names)}. Set "
-            "text_column to the column that holds the text."
-        )
-    kind = schema.field(column).type
-    if not str(kind).startswith(_TEXT):
-        raise DataError(
-            f"text_column={column} is {kind} in {where}, not string. Set text_column to the column "
-            "that holds the text."
         )

@@ -1,4 +1,4 @@
-"""Data of Hugging Face's package datasets: from the hub, from its cache or from local files."""
+"""Text in a column of a table: parquet files, and Hugging Face's package datasets."""
 
 import dataclasses
 import os
@@ -6,10 +6,63 @@ from collections.abc import Iterator
 from typing import Any
 
 from maxdiloco.data.packages import require
-from maxdiloco.data.sources.spans import Damaged, Item, Span, Text, check_column
+from maxdiloco.data.sources.spans import Damaged, Item, Span, Text
 from maxdiloco.errors import DataError
 
-_ROWS = 256  # read at once; our choice
+# Rows that are decoded at once: our choice; a page of text is some hundreds.
+_ROWS = 256
+# Arrow's types of text.
+_TEXT = ("string", "large_string", "dictionary<values=string", "dictionary<values=large_string")
+
+
+def read(path: str, begin: int, end: int, column: str) -> Iterator[Item]:
+    """Documents of the row groups that begin in the bytes [begin, end) of a parquet file.
+
+    No footer is read to plan the spans. Raises DataError for a column that is missing or not text,
+    OSError for an unreadable file.
+    """
+    pyarrow = require("pyarrow", path, extra="data")
+    tables = require("pyarrow.parquet", path, extra="data")
+    try:
+        file = tables.ParquetFile(path)
+    except pyarrow.ArrowInvalid as error:
+        if begin == 0:  # once, whatever the number of spans
+            yield Damaged(path, f"no parquet file, or one that was cut off ({error})")
+        return
+    with file:
+        _check_column(file.schema_arrow, column, path)
+        for group in range(file.num_row_groups):
+            if begin <= _place(file.metadata.row_group(group)) < end:
+                yield from _rows(pyarrow, file, group, column, path)
+
+
+def _place(group):
+    """Where a row group begins [bytes]."""
+    first = group.column(0)
+    pages = [first.data_page_offset]
+    if first.has_dictionary_page:
+        pages.append(first.dictionary_page_offset)
+    return min(pages)
+
+
+def _rows(pyarrow, file, group, column, path) -> Iterator[Item]:
+    where = f"{path} row group {group}"
+    done = 0
+    try:
+        for batch in file.iter_batches(_ROWS, row_groups=[group], columns=[column]):
+            for row, value in enumerate(batch.column(0), start=done):
+                try:
+                    text = value.as_py()
+                except UnicodeDecodeError as error:
+                    yield Damaged(f"{where} row {row}", f"not UTF-8 ({error.reason})")
+                    continue
+                if text:  # None where the column is null
+                    yield Text(text)
+            done += len(batch)
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        yield Damaged(f"{where} after row {done}", str(error))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,16 +88,16 @@ class Hub:
     def read(self, span: Span) -> Iterator[Item]:
         """Documents of some rows (spans.Reader)."""
         for begin in range(span.begin, span.end, _ROWS):
-            rows = range(begin, min(begin + _ROWS, span.end))
+            end = min(begin + _ROWS, span.end)
             try:
-                texts = self.dataset[rows.start : rows.stop][self.column]
+                texts = self.dataset[begin:end][self.column]
             except UnicodeDecodeError as error:
-                where = f"{self.names[0]} rows {rows.start} to {rows.stop - 1}"
+                where = f"{self.names[0]} rows {begin} to {end - 1}"
                 yield Damaged(where, f"not UTF-8 ({error.reason})")
                 continue
             yield from (Text(text) for text in texts if text)
 
-    def stamps(self) -> list[list]:
+    def version(self) -> list[list]:
         """Name, rows and bytes, and the hash by which the package's cache knows the data."""
         files = [os.path.basename(os.path.dirname(f["filename"])) for f in self.dataset.cache_files]
         return [[self.names[0], len(self.dataset), int(self.dataset.data.nbytes), *files]]
@@ -81,7 +134,7 @@ def open_hub(path: str, key: str, column: str) -> Hub:
             f"{key}={path} is no data set that the package datasets can load: {error}. Give NAME, "
             "NAME:CONFIG or NAME:CONFIG:SPLIT of the hub, or a folder."
         ) from error
-    check_column(dataset.data.schema, column, f"{key}={path}")
+    _check_column(dataset.data.schema, column, f"{key}={path}")
     return Hub((path,), dataset.select_columns([column]), column)
 
 
@@ -91,3 +144,18 @@ def _load(datasets, name, config, split):
     if os.path.isfile(os.path.join(name, "dataset_dict.json")):
         return datasets.load_from_disk(name)[split]
     return datasets.load_dataset(name, config, split=split)
+
+
+def _check_column(schema, column, where):
+    """Raise DataError unless an Arrow schema has a column with text."""
+    if column not in schema.names:
+        raise DataError(
+            f"text_column={column} is not in {where}, which has {', '.join(schema.names)}. Set "
+            "text_column to the column that holds the text."
+        )
+    kind = schema.field(column).type
+    if not str(kind).startswith(_TEXT):
+        raise DataError(
+            f"text_column={column} is {kind} in {where}, not string. Set text_column to the column "
+            "that holds the text."
+        )
