@@ -140,17 +140,19 @@ def stamp(path: str) -> Stamp:
 
 
 @contextlib.contextmanager
-def reading(path: str) -> Iterator[None]:
-    """Raises DataError for a file that the system refuses to read inside the `with`."""
+def reading(path: str, remedy: str = "") -> Iterator[None]:
+    """Raises DataError for a file that the system refuses to read inside the `with`.
+
+    remedy: sentences; by default to mend the file or to leave it out.
+    """
     try:
         yield
     except OSError as error:
-        remedy = "Give this user the right to read it"
+        mend = "Give this user the right to read it"
         if error.errno not in (errno.EACCES, errno.EPERM):
-            remedy = "Put the file or its disk in order"
-        raise DataError(
-            f"{path} cannot be read ({error.strerror}). {remedy}, or leave it out of dataset_path."
-        ) from error
+            mend = "Put the file or its disk in order"
+        remedy = remedy or f"{mend}, or leave it out of dataset_path."
+        raise DataError(f"{path} cannot be read ({error.strerror}). {remedy}") from error
 
 
 def changed(path: str, size: int, now: str) -> DataError:

@@ -1,6 +1,6 @@
 """Documents that were tokenised once: a folder of ArrayRecord files, a table and a manifest.
 
-    # D documents  F files of the source  T tokens
+    # D documents  F files of the source
 
 FOLDER/manifest.json        what is in the folder; written last, so an unfinished one has none
 FOLDER/lengths.npy          int64 [D], tokens of each document
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from maxdiloco import json_text
+from maxdiloco.data.corpus import reading
 from maxdiloco.data.packing import Piece
 from maxdiloco.data.tokenizer_base import SETTINGS, Tokenizer, meaning
 from maxdiloco.errors import DataError
@@ -224,30 +225,25 @@ def open_shards(path: str, key: str) -> Shards:
     folder = os.path.expanduser(path)
     manifest = read_manifest(folder, where)
     for number, (_, size, _) in enumerate(manifest.parts):
-        _check_size(os.path.join(folder, part_name(number)), size, where)
+        name = part_name(number)
+        part = os.path.join(folder, name)
+        with reading(part, _REMEDY):
+            size_now = os.path.getsize(part)
+        if size_now != size:
+            raise DataError(f"{where}: {name} has {size_now} bytes, not {size}. {_REMEDY}")
+    table = os.path.join(folder, LENGTHS)
     try:
-        lengths = np.load(os.path.join(folder, LENGTHS), allow_pickle=False)
+        lengths = np.load(table, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{where}: {LENGTHS} cannot be read ({error}). {_REMEDY}") from error
     tokens = sum(tokens for tokens, *_ in manifest.parts)
     if len(lengths) != manifest.lengths[0] or int(lengths.sum()) != tokens:
         raise DataError(f"{where}: {LENGTHS} does not fit the parts. {_REMEDY}")
-    if file_hash(os.path.join(folder, LENGTHS)) != manifest.lengths[1]:
+    if file_hash(table) != manifest.lengths[1]:
         raise DataError(f"{where}: {LENGTHS} is damaged. {_REMEDY}")
     shards = Shards(folder, manifest, lengths)
     shards.try_parts()
     return shards
-
-
-def _check_size(path, size, where):
-    try:
-        size_now = os.path.getsize(path)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}). {_REMEDY}") from error
-    if size_now != size:
-        raise DataError(
-            f"{where}: {os.path.basename(path)} has {size_now} bytes, not {size}. {_REMEDY}"
-        )
 
 
 def check_contents(shards: Shards) -> None:
@@ -261,11 +257,8 @@ def check_contents(shards: Shards) -> None:
 
 def file_hash(path: str) -> str:
     """SHA-256 of a file, hexadecimal. Raises DataError."""
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}). {_REMEDY}") from error
+    with reading(path, _REMEDY), open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def of_each_file(shards: Shards) -> tuple[np.ndarray, np.ndarray]:
@@ -310,11 +303,8 @@ def refuse_other_tokenizer(documents: Shards, tokenizer: Tokenizer, where: str) 
 
 def _differs(own, name, files):
     path = os.path.join(own, name)
-    try:
-        with open(path, "rb") as file:
-            return meaning(file.read()) != meaning(files[name])
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}). {_REMEDY}") from error
+    with reading(path, _REMEDY), open(path, "rb") as file:
+        return meaning(file.read()) != meaning(files[name])
 
 
 def _saved(folder):

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -32,7 +33,7 @@ _LEAST_BYTES = 1 << 20
 _PLAN = "source.json"
 _LOCK = "lock"
 # Names of what only an unfinished folder needs, and of what a kill leaves half written.
-_FACTS = r"part-\d{5,}\.(json|lengths\.npy)"
+_FACTS = r"part-\d{5,}\.json"
 _WHOLE = rf"({_FACTS}|part-\d{{5,}}\.arrayrecord|(source|manifest)\.json|lengths\.npy)"
 _LEFT = rf"{_WHOLE}\.[0-9a-f]{{8}}\.part"  # durable.beside
 _MOST_NAMED = 10  # damaged records that are printed; the manifest has all
@@ -48,7 +49,6 @@ def prepare(work: Work, out: str, say: Callable[[str], None]) -> shards.Shards:
     """Make a folder of shards, or the rest of one that was begun, or find it made.
 
     The folder is the same to the byte, whatever the number of processes and of kills before.
-    out: the folder. say: called with lines for the user.
     Raises DataError for text that is missing, unreadable or damaged, ConfigError when the folder
     is in use or holds something else, LostPeerError when a process is gone.
     """
@@ -74,8 +74,11 @@ def _make(work, out, say):
     parts = list(_parts(work.source.spans(work.part_bytes), work.part_bytes))
     if not parts:
         raise DataError(f"{work.name} holds no text: its files are empty. Give text to read.")
-    found = {number: _read_json(part.names_of(out, number).facts) for number in range(len(parts))}
-    facts = {number: known for number, known in found.items() if known}
+    facts = {}
+    for number in range(len(parts)):
+        if known := _read_json(part.facts_path(out, number)):
+            del known["lengths"]  # read again when the parts are joined: all may not fit in memory
+            facts[number] = known
     sizes = [sum(span.size for span in spans) for spans in parts]
     done = sum(sizes[number] for number in facts)
     processes = min(work.processes or len(os.sched_getaffinity(0)), len(parts))
@@ -85,7 +88,12 @@ def _make(work, out, say):
         + (f"; {len(facts)} parts were done before" if facts else "")
     )
     todo = [(number, spans) for number, spans in enumerate(parts) if number not in facts]
-    _check_damage(facts, work)
+
+    def check():
+        damaged = [record for number in sorted(facts) for record in facts[number]["damaged"]]
+        check_damage(damaged, work.allowed)
+
+    check()
     make = functools.partial(part.make_part, work, out, todo)
     lost = (
         "a process that tokenises text is gone: killed, or out of memory. The same command goes on "
@@ -97,7 +105,7 @@ def _make(work, out, say):
         with contextlib.closing(made):
             for (number, _), found in zip(todo, made, strict=True):
                 facts[number] = found
-                _check_damage(facts, work)
+                check()
                 advance(sizes[number])
     manifest = _finish(work, out, [facts[number] for number in range(len(parts))])
     seconds = time.perf_counter() - begun
@@ -125,11 +133,6 @@ def _parts(spans: Iterator[Span], part_bytes: int) -> Iterator[list[Span]]:
             run, size = [], 0
     if run:
         yield run
-
-
-def _check_damage(facts, work):
-    damaged = [record for number in sorted(facts) for record in facts[number]["damaged"]]
-    check_damage(damaged, work.allowed)
 
 
 def _read_json(path):
@@ -186,11 +189,9 @@ def _finish(work, out, facts):
     folder = epath.Path(out) / shards.TOKENIZER
     work.tokenizer.save(folder)
     durable.sync_tree(folder)
-    files = np.zeros(len(work.source.names), np.int64)
+    documents = Counter()  # that begin in each file of the source
     for found in facts:
-        for number, documents in found["files"]:
-            files[number] += documents
-    names = [os.path.basename(name) for name in work.source.names]
+        documents.update(dict(found["files"]))
     manifest = shards.Manifest(
         tokenizer=work.tokenizer.fingerprint,
         vocab_size=work.tokenizer.vocab_size,
@@ -198,7 +199,7 @@ def _finish(work, out, facts):
         record=shards.RECORD,
         parts=[[found["tokens"], found["bytes"], found["sha256"]] for found in facts],
         lengths=[count, shards.file_hash(lengths)],
-        files=[[name, int(documents)] for name, documents in zip(names, files, strict=True)],
+        files=[[os.path.basename(f), documents[i]] for i, f in enumerate(work.source.names)],
         damaged=[record for found in facts for record in found["damaged"]],
     )
     with durable.replacing(os.path.join(out, shards.MANIFEST)) as path:
@@ -214,7 +215,7 @@ def _join_lengths(out, facts, path):
         table = np.lib.format.open_memmap(whole, mode="w+", dtype="<i8", shape=(count,))
         place = 0
         for number, found in enumerate(facts):
-            lengths = np.load(part.names_of(out, number).lengths)
+            lengths = _read_json(part.facts_path(out, number))["lengths"]
             if found["continues"]:
                 table[place - 1] += lengths[0]
                 lengths = lengths[1:]
