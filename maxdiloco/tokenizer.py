@@ -11,15 +11,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import MappingProxyType
 
 from maxdiloco.command_line import HELP, Option, end_with, guarded, option_lines, read_options
-from maxdiloco.data import kinds, subword
+from maxdiloco.data import kinds
+from maxdiloco.data import tokenizer as tokenizers
 from maxdiloco.data.sources.spans import Damaged, Reader, check_damage
 from maxdiloco.data.tokenizer_base import to_bytes
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.processes.output import say, shows_bars
 from maxdiloco.storage import durable
 
-# The first two tokens; data.subword knows them by these names.
-SPECIAL_TOKENS = [subword.BOS_NAMES[0], subword.EOS_NAMES[0]]
+# The first two tokens; data.tokenizer knows them by these names.
+SPECIAL_TOKENS = [tokenizers.BOS_NAMES[0], tokenizers.EOS_NAMES[0]]
 LEAST = 256 + 2  # tokens: every byte is one, and the special ones
 # Characters of text that are handed over at once; the package holds 256 such pieces. Our choice.
 PIECE = 1 << 16
@@ -55,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     options, _ = read_options(argv[1:], OPTIONS, "tokenizer")
     check_out(options.out)
-    package = subword.package("huggingface")
+    package = tokenizers.package("huggingface")
     path = argv[0]
     named = kinds.Source(options.dataset_type, path, options.text_column)
     source = kinds.open_source(named, "SOURCE")
@@ -74,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
             f"out={options.out} cannot be written ({error.strerror}). Choose a folder that can be "
             "written and has free space."
         ) from error
-    tokens = subword.of_content("huggingface", content, options.out, None, None).vocab_size
+    tokens = tokenizers.of_content("huggingface", content, options.out).vocab_size
     say(
         f"{options.out}: {tokens:,} tokens from {count['documents']:,} documents, "
         f"{count['bytes'] / 1e6:,.1f} MB. Train with tokenizer_type=huggingface "
