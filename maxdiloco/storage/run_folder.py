@@ -11,7 +11,6 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import TextIO
 
 from etils import epath
 
@@ -109,8 +108,7 @@ def open_run_folder(
     primary: whether this process is the first of the run; the others make and lock nothing.
     warn: called with one line when the file system has no locks, or during a wait for the lock.
     The lock is an flock of the file `lock`, whose line names the holder unless the file is another
-    program's. The kernel releases it when the process dies, so that kill -9 leaves nothing to
-    clean; on gs:// it is an object that its holder renews (storage/object_lock.py).
+    program's; kill -9 releases it. On gs:// it is an object that its holder renews (object_lock).
     Raises CheckpointError when the folder cannot be made or written, or another run holds it.
     """
     folder = locate(base_output_directory, run_name)
@@ -135,9 +133,7 @@ def open_run_folder(
         yield folder
 
 
-def _cannot_hold(
-    base_output_directory: str, run_name: str, error: BaseException
-) -> CheckpointError:
+def _cannot_hold(base_output_directory, run_name, error):
     free = " and has free space" if is_local(base_output_directory) else ""
     return CheckpointError(
         f"base_output_directory={base_output_directory} cannot hold run_name={run_name}: "
@@ -171,7 +167,7 @@ def reason(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _locked(path: epath.Path, run_name: str, warn: Callable[[str], None]) -> Iterator[None]:
+def _locked(path, run_name, warn):
     # Opened for appending: the line of the holder must stay until this process has the lock.
     with open(path / "lock", "a+", encoding="utf-8", errors="replace") as file:
         try:
@@ -188,14 +184,14 @@ def _locked(path: epath.Path, run_name: str, warn: Callable[[str], None]) -> Ite
         yield
 
 
-def _holder(file: TextIO) -> str | None:
+def _holder(file):
     """The line of a lock file, "" where it is empty; None where no run wrote it."""
     file.seek(0)
     text = file.read(_MOST_HOLDER)
     return text.strip() if not text or _HOLDER.fullmatch(text) else None
 
 
-def _lock(file: TextIO, path: epath.Path, run_name: str, warn: Callable[[str], None]) -> None:
+def _lock(file, path, run_name, warn):
     """Wait for the lock. Raises CheckpointError after LOCK_WAIT_S, or if its holder runs here."""
     limit = time.monotonic() + LOCK_WAIT_S
     for attempt in itertools.count():
@@ -217,15 +213,13 @@ def _lock(file: TextIO, path: epath.Path, run_name: str, warn: Callable[[str], N
         time.sleep(min(_LOCK_POLL_S, LOCK_WAIT_S))
 
 
-def _runs_here(holder: str) -> bool:
+def _runs_here(holder):
     """Whether the line of a lock file names a living process of this host."""
     match = _HOLDER.fullmatch(holder)
     if match is None or match[2] != socket.gethostname():
         return False
     try:
         os.kill(int(match[1]), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True  # another user's
+    except OSError as error:
+        return isinstance(error, PermissionError)  # another user's
     return True
