@@ -22,7 +22,7 @@ import numpy as np
 
 from maxdiloco import json_text
 from maxdiloco.data.corpus import reading
-from maxdiloco.data.packing import Piece
+from maxdiloco.data.packing import Piece, starts_of
 from maxdiloco.data.tokenizer_base import SETTINGS, Tokenizer, meaning
 from maxdiloco.errors import DataError
 
@@ -124,8 +124,8 @@ class Shards:
         self.manifest = manifest
         self.lengths = of_all if chosen is None else of_all[chosen]
         self._of_all, self._chosen = of_all, chosen
-        self._starts = _starts(of_all)
-        self._part_starts = _starts(np.array([tokens for tokens, *_ in manifest.parts], np.int64))
+        self._starts = starts_of(of_all)
+        self._part_starts = starts_of(np.array([tokens for tokens, *_ in manifest.parts], np.int64))
         self._readers: OrderedDict[int, Any] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -264,7 +264,7 @@ def file_hash(path: str) -> str:
 def of_each_file(shards: Shards) -> tuple[np.ndarray, np.ndarray]:
     """Documents that begin in each file of the source, and their tokens, int64 [F]."""
     counts = np.array([documents for _, documents in shards.manifest.files], np.int64)
-    return counts, np.diff(_starts(shards.lengths)[_starts(counts)])
+    return counts, np.diff(starts_of(shards.lengths)[starts_of(counts)])
 
 
 def refuse_other_tokenizer(documents: Shards, tokenizer: Tokenizer, where: str) -> None:
@@ -315,7 +315,3 @@ def _saved(folder):
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _starts(lengths):
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
