@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,10 +20,9 @@ _OPTIONS = "group_size:1"  # each record is found and checked on its own; compre
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What to prepare, and how.
+    """What to prepare, and how. name: of the source, for messages. allowed: max_corrupted_records.
 
-    name: of the source, for messages. allowed: max_corrupted_records. processes: 0: all cores.
-    part_bytes: of the source in a part; 0: prepare.part_bytes_of it.
+    processes: 0: all cores. part_bytes: of the source in a part; 0: prepare.part_bytes_of it.
     """
 
     source: Reader
@@ -33,14 +31,6 @@ class Work:
     allowed: int = 0
     processes: int = 0
     part_bytes: int = 0
-
-
-class Tokens(NamedTuple):
-    """Tokens of a document, or of a piece of one. file: of the source."""
-
-    tokens: np.ndarray
-    begins: bool
-    file: int
 
 
 def facts_path(folder: str, number: int) -> str:
@@ -66,13 +56,14 @@ def make_part(work: Work, out: str, todo: Sequence[tuple[int, Sequence[Span]]], 
     lengths: list[int] = []
 
     def tokens():
-        for found in _tokens(work.source, spans, work.tokenizer):
-            if isinstance(found, Damaged):
-                facts["damaged"].append(list(found))
-                check_damage(facts["damaged"], work.allowed)
-            else:
-                _count(found, facts, lengths)
-                yield found.tokens
+        for span in spans:
+            for found in _tokens(work.source.read(span), work.tokenizer):
+                if isinstance(found, Damaged):
+                    facts["damaged"].append(list(found))
+                    check_damage(facts["damaged"], work.allowed)
+                else:
+                    _count(*found, span.file, facts, lengths)
+                    yield found[0]
 
     whole = os.path.join(out, shards.part_name(number))
     with durable.replacing(whole) as path:
@@ -106,36 +97,34 @@ def _records(arrays: Iterable[np.ndarray], dtype: str) -> Iterator[np.ndarray]:
         yield np.concatenate(waiting).astype(dtype)
 
 
-def _count(found: Tokens, facts: dict, lengths: list[int]) -> None:
-    if not found.begins and lengths:
-        lengths[-1] += len(found.tokens)
+def _count(tokens, begins, file, facts, lengths):
+    """Note tokens of a document, or of a piece of one, which a file of the source holds."""
+    if not begins and lengths:
+        lengths[-1] += len(tokens)
         return
-    lengths.append(len(found.tokens))
-    if not found.begins:
+    lengths.append(len(tokens))
+    if not begins:
         facts["continues"] = True
         return
     files = facts["files"]
-    if not files or files[-1][0] != found.file:
-        files.append([found.file, 0])
+    if not files or files[-1][0] != file:
+        files.append([file, 0])
     files[-1][1] += 1
 
 
-def _tokens(
-    source: Reader, spans: Iterable[Span], tokenizer: Tokenizer
-) -> Iterator[Tokens | Damaged]:
-    """Items of spans as tokens, in their order; documents without any are left out."""
+def _tokens(items: Iterable[Item], tokenizer: Tokenizer) -> Iterator[tuple | Damaged]:
+    """(tokens, whether a document begins) of items, in order; documents without any are left out"""
     before, after = ([] if token is None else [token] for token in (tokenizer.bos, tokenizer.eos))
-    for span in spans:
-        for batch in _batches(_short(source.read(span))):
-            if isinstance(batch, Damaged):
-                yield batch
-                continue
-            found = tokenizer.encode_all([item.text for item in batch])
-            for item, tokens in zip(batch, found, strict=True):
-                first, last = before if item.begins else [], after if item.ends else []
-                tokens = np.concatenate([first, tokens, last]).astype(np.int32)
-                if len(tokens) or not (item.begins and item.ends):
-                    yield Tokens(tokens, item.begins, span.file)
+    for batch in _batches(_short(items)):
+        if isinstance(batch, Damaged):
+            yield batch
+            continue
+        found = tokenizer.encode_all([item.text for item in batch])
+        for item, tokens in zip(batch, found, strict=True):
+            first, last = before if item.begins else [], after if item.ends else []
+            tokens = np.concatenate([first, tokens, last]).astype(np.int32)
+            if len(tokens) or not (item.begins and item.ends):
+                yield tokens, item.begins
 
 
 def _batches(items: Iterable[Item]) -> Iterator[Damaged | list[Text]]:

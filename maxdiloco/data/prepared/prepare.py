@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 from etils import epath
@@ -19,14 +19,14 @@ from maxdiloco.data import shards
 from maxdiloco.data.prepared import part
 from maxdiloco.data.prepared.part import Work
 from maxdiloco.data.read_ahead import read_ahead
-from maxdiloco.data.sources.spans import Reader, Span, check_damage
+from maxdiloco.data.sources.spans import Reader, check_damage
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.processes import output
 from maxdiloco.storage import durable
 
-# Source bytes of a part, which is a file of the result and what a kill costs a process. Of a small
-# source less, so that all cores have some: it is tokenised in _PARTS parts of 1 MB or more. Our
-# choice; it depends on the source alone, so that the folder does.
+# Source bytes of a part, which is a file of the result and what a kill costs a process; a small
+# source has _PARTS parts of 1 MB or more, some for every core. Our choice; it depends on the source
+# alone, so that the folder does.
 PART_BYTES = 64 << 20
 _PARTS = 32
 _LEAST_BYTES = 1 << 20
@@ -121,10 +121,9 @@ def _make(work, out, say):
     return shards.open_shards(out, "out")
 
 
-def _parts(spans: Iterator[Span], part_bytes: int) -> Iterator[list[Span]]:
+def _parts(spans, part_bytes):
     """Spans in runs of at least part_bytes; the last one may be shorter."""
-    run: list[Span] = []
-    size = 0
+    run, size = [], 0
     for span in spans:
         run.append(span)
         size += span.size
@@ -157,22 +156,18 @@ def _is_begun(work, out):
     path = os.path.join(out, _PLAN)
     if not os.path.exists(path):
         # A kill before there was a plan leaves the lock, and what durable.replacing wrote.
-        others = [
-            entry
-            for entry in os.scandir(out)
-            if not re.fullmatch(_LEFT, entry.name) and (entry.name != _LOCK or entry.stat().st_size)
-        ]
-        if others:
-            raise ConfigError(
-                f"out={out} is not empty, and was not made by maxdiloco.prepare. Choose a new "
-                "folder."
-            )
+        for entry in os.scandir(out):
+            is_lock = entry.name == _LOCK and not entry.stat().st_size
+            if not is_lock and not re.fullmatch(_LEFT, entry.name):
+                raise ConfigError(
+                    f"out={out} is not empty, and was not made by maxdiloco.prepare. Choose a new "
+                    "folder."
+                )
         with durable.replacing(path) as new:
             new.write_text(json.dumps(plan))
         return False
     before = _read_json(path) or {}
-    different = [key for key in plan if before.get(key) != plan[key]]
-    if different:
+    if different := [key for key in plan if before.get(key) != plan[key]]:
         raise ConfigError(
             f"out={out} was begun with another {' and '.join(different)}. Choose another folder, "
             "or remove this one."
@@ -246,7 +241,7 @@ def _remove(out, *patterns):
 
 
 @contextlib.contextmanager
-def _progress(total: int, done: int, say: Callable[[str], None]) -> Iterator[Callable[[int], None]]:
+def _progress(total, done, say):
     """A function to call with bytes that are done: a bar on a terminal, elsewhere a line a tenth"""
     if output.shows_bars():
         from tqdm import tqdm
