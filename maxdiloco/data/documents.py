@@ -131,9 +131,8 @@ def read_table(
 ) -> ByteDocuments:
     """Table of the documents in files; empty ones and blank .jsonl lines are left out.
 
-    Text files are only measured; .jsonl files are read through, 60 MB a second on one core,
-    unless index knows them; it learns the others.
-    allowed: .jsonl lines without the text that are left out, each told to the user.
+    Text files are only measured; .jsonl files that index does not know are read through, 60 MB a
+    second on one core. allowed: lines without the text that are left out, each told to the user.
     Raises DataError for a file that cannot be read and for one such line more.
     """
     paths = tuple(paths)
@@ -142,7 +141,12 @@ def read_table(
     names = [path if column == index.column else f"{path}\0{column}" for path in paths]
     # All files are opened before the first is read through, which may take an hour.
     stamps = tuple(map(corpus.stamp, paths))
-    tables = [_known(*file, index) for file in zip(paths, names, stamps, strict=True)]
+    tables = []
+    for path, name, stamp in zip(paths, names, stamps, strict=True):
+        if path.endswith(".jsonl") and stamp.size:
+            tables.append(index.find(name, stamp))  # None: it has to be read through
+        else:
+            tables.append(_rows((0, stamp.size, stamp.size)) if stamp.size else _rows())
     unread = [number for number, table in enumerate(tables) if table is None]
     if unread:
         size = sum(stamps[number].size for number in unread)
@@ -159,16 +163,8 @@ def read_table(
     return ByteDocuments(paths, stamps, file, *columns, column=column)
 
 
-def _known(path, name, stamp, index):
-    """Table of a file, int64 [D, 3] as in LineIndex; None when it has to be read through."""
-    if not stamp.size:
-        return _rows()
-    if path.endswith(".jsonl"):
-        return index.find(name, stamp)
-    return _rows((0, stamp.size, stamp.size))
-
-
 def _rows(*rows):
+    """Table of a file, int64 [D, 3] as in LineIndex."""
     return np.array(rows, np.int64).reshape(-1, 3)
 
 

@@ -103,8 +103,10 @@ def indices(position: Position, step: int, replicas, rows) -> np.ndarray:
     return position.base + first + rows
 
 
-def windows(indices: np.ndarray, *, size: int, seed: int | None) -> np.ndarray:
-    """Windows of indices. size: of an epoch. seed: of each epoch's permutation; None: file order"""
+def windows(indices: np.ndarray, *, size: int | None, seed: int | None) -> np.ndarray:
+    """Windows of indices. size: of an epoch, None: endless. seed: of its order, None: file order"""
+    if size is None:
+        return indices
     epochs, numbers = np.divmod(indices, size)
     if seed is None:
         return numbers
@@ -151,10 +153,7 @@ def _mix(values):
 
 
 def _mix_int(value: int) -> int:
-    value = (value + _GAMMA) & _MASK
-    value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
-    value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
-    return value ^ (value >> 31)
+    return int(_mix(np.array([(value + _GAMMA) & _MASK], np.uint64))[0])
 
 
 def shares(weights_K: Sequence[Fraction]) -> tuple[int, ...]:

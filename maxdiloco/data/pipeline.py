@@ -7,7 +7,7 @@ of the rows asked for.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing
 from typing import Any
 
@@ -135,8 +135,6 @@ class Dataset:
         return [f"{self.name}: {count:,} sequences an epoch, {share:.2%} of them padding"]
 
     def _windows(self, indices):
-        if self.num_windows is None:
-            return indices
         return order.windows(indices, size=self.num_windows, seed=self.seed)
 
 
@@ -178,9 +176,8 @@ def eval_batches(
 ) -> Batches:
     """Batches for evaluation, the same each time, leaves [rows, L]; for a `with`.
 
-    batch_size: sequences in a batch, over all processes. num_sequences: at most so many; -1: all
-    of the data. rows: those that this process feeds; None: all. Each sequence is read once; the
-    last batch is padded with segment 0, which has no loss.
+    batch_size: of all processes. num_sequences: at most so many; -1: all of the data. rows: those
+    that this process feeds; None: all. The last batch is padded with segment 0, without a loss.
     Raises DataError for num_sequences=-1 of endless data.
     """
     ends = [end for end in (dataset.num_windows, num_sequences) if end not in (None, -1)]
@@ -205,9 +202,7 @@ def eval_batches(
     return _open(dataset, read_number, -(-end // batch_size))
 
 
-def _open(
-    dataset: Any, read_number: Callable[[int], Batch], count: int, worker_count: int = 0
-) -> Batches:
+def _open(dataset, read_number, count, worker_count=0):
     if dataset.computed:
         return closing(read_number(number) for number in range(count))
     lost = (

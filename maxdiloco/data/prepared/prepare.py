@@ -55,7 +55,14 @@ def prepare(work: Work, out: str, say: Callable[[str], None]) -> shards.Shards:
     work = dataclasses.replace(work, part_bytes=work.part_bytes or part_bytes_of(work.source))
     try:
         durable.make_folder(out)
-        with _locked(out):
+        with open(os.path.join(out, _LOCK), "a") as file:
+            try:  # until the file is closed: the kernel does that for a process that dies
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"out={out} is being written by another process. Wait for it, or choose "
+                    "another folder."
+                ) from None
             if not _is_begun(work, out):
                 return _make(work, out, say)
             _remove(out, _FACTS, _LEFT)
@@ -218,20 +225,6 @@ def _join_lengths(out, facts, path):
             place += len(lengths)
         table.flush()
     return count
-
-
-@contextlib.contextmanager
-def _locked(out):
-    """The folder is of one program at a time; the kernel releases it when that one dies."""
-    with open(os.path.join(out, _LOCK), "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"out={out} is being written by another process. Wait for it, or choose another "
-                "folder."
-            ) from None
-        yield
 
 
 def _remove(out, *patterns):

@@ -1,7 +1,7 @@
 """A source of files: text, JSON lines, compressed ones, and parquet, span by span.
 
-A text file is one document. A long one is cut at the ends of lines; a line of a .jsonl file
-belongs to the span that it begins in.
+A text file is one document, cut at the ends of lines; a line of a .jsonl file belongs to the span
+that it begins in.
 """
 
 import codecs
@@ -30,8 +30,7 @@ MAX_LINE = 1 << 30
 # Bytes of text that are decompressed at once, and lost before the place where a file was cut.
 _BUFFER = 1 << 16
 # refuse_other looks at so many blocks of a file, spread evenly, of so many bytes. Our choice: a
-# folder of 100,000 files is looked at in seconds; a file that is no text has some byte that is none
-# in nearly every block.
+# folder of 100,000 files takes seconds; what is no text has a byte that is none in nearly any block.
 _BLOCKS = 16
 _BLOCK = 1 << 13
 
@@ -47,7 +46,7 @@ def read_text(path: str, begin: int, end: int, column: str) -> Iterator[Item]:
             stop = begin + len(data)
             first, last = begin == 0, stop == size
             try:
-                text = codecs.decode(data, "utf-8")
+                text = data.decode()
             except UnicodeDecodeError as error:
                 yield Damaged(f"{path} byte {begin + error.start}", f"not UTF-8 ({error.reason})")
                 text = ""
@@ -107,12 +106,10 @@ def _line_start(file, place, size):
     return place + line_feed if line_feed >= 0 else place + _inside_character(data[1:])
 
 
-def _inside_character(data: bytes) -> int:
+def _inside_character(data):
     """Number of bytes at the start that go on with a character of UTF-8, at most 3."""
-    count = 0
-    while count < min(3, len(data)) and data[count] & 0xC0 == 0x80:
-        count += 1
-    return count
+    head = data[:3]
+    return len(head) - len(head.lstrip(bytes(range(0x80, 0xC0))))
 
 
 def _piece(file, begin, end):
@@ -132,9 +129,9 @@ def _piece(file, begin, end):
 
 
 def lines(file: BinaryIO, path: str, offset: int) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file of JSON lines from its place on, and where they begin [bytes].
+    """Where the lines of a file from its place on begin [bytes], and the lines. offset: the place.
 
-    offset: of the place. Raises DataError for a line of more than MAX_LINE.
+    Raises DataError for one of more than MAX_LINE.
     """
     while line := file.readline(MAX_LINE + 1):
         if len(line) > MAX_LINE:
@@ -147,10 +144,7 @@ def lines(file: BinaryIO, path: str, offset: int) -> Iterator[tuple[int, bytes]]
 
 
 def line_text(line: bytes, column: str, where: str) -> str:
-    """The text in a .jsonl line; of a blank one none.
-
-    Raises DataError, which names where, for a line without it.
-    """
+    """The text in a .jsonl line; of a blank one none. Raises DataError for a line without it."""
     if not line.strip():
         return ""
     try:
@@ -261,35 +255,32 @@ def refuse_other(paths: list[str], key: str) -> None:
     for path in paths:
         if path.endswith(".jsonl"):
             continue
-        with corpus.reading(path):
-            place = _first_wrong(path)
-        if place is not None:
-            offset, why = place
-            raise DataError(
-                f"{path} is no UTF-8 text: byte {offset} {why}. Convert it (as iconv -f LATIN1 -t "
-                f"UTF-8 does), or leave it out of {key}."
-            )
+        with corpus.reading(path), open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            starts = range(0, size, _BLOCK)
+            if len(starts) > _BLOCKS:
+                starts = [(size - _BLOCK) * number // (_BLOCKS - 1) for number in range(_BLOCKS)]
+            for start in starts:
+                file.seek(start)
+                data = file.read(_BLOCK)
+                # A block that is not the last may end within a character.
+                wrong = _first_wrong(data, first=start == 0, last=start + len(data) >= size)
+                if wrong:
+                    offset, why = wrong
+                    raise DataError(
+                        f"{path} is no UTF-8 text: byte {start + offset} {why}. Convert it (as "
+                        f"iconv -f LATIN1 -t UTF-8 does), or leave it out of {key}."
+                    )
 
 
-def _first_wrong(path: str) -> tuple[int, str] | None:
-    """Place of a byte that is no text, and why; None where the blocks are text."""
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        last = max(0, size - _BLOCK)
-        starts = {last * number // (_BLOCKS - 1) for number in range(_BLOCKS)}
-        if size <= _BLOCK * _BLOCKS:
-            starts = set(range(0, size, _BLOCK))
-        for start in sorted(starts):
-            file.seek(start)
-            data = file.read(_BLOCK)
-            begin = _inside_character(data) if start else 0
-            if (nul := data.find(b"\0")) >= 0:
-                return start + nul, "is NUL"
-            # Not the last block: its last character may go on behind it.
-            final = start + len(data) >= size
-            try:
-                codecs.getincrementaldecoder("utf-8")().decode(data[begin:], final)
-            except UnicodeDecodeError as error:
-                value = data[begin + error.start]
-                return start + begin + error.start, f"is 0x{value:02x} ({error.reason})"
+def _first_wrong(data, *, first, last):
+    """Place of a byte of a block that is no text, and why; None where all are."""
+    begin = 0 if first else _inside_character(data)
+    if (nul := data.find(b"\0")) >= 0:
+        return nul, "is NUL"
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(data[begin:], last)
+    except UnicodeDecodeError as error:
+        place = begin + error.start
+        return place, f"is 0x{data[place]:02x} ({error.reason})"
     return None

@@ -32,20 +32,15 @@ def read(path: str, begin: int, end: int, column: str) -> Iterator[Item]:
     with file:
         _check_column(file.schema_arrow, column, path)
         for group in range(file.num_row_groups):
-            if begin <= _place(file.metadata.row_group(group)) < end:
+            first = file.metadata.row_group(group).column(0)
+            place = first.data_page_offset
+            if first.has_dictionary_page:
+                place = min(place, first.dictionary_page_offset)
+            if begin <= place < end:
                 yield from _rows(pyarrow, file, group, column, path)
 
 
-def _place(group):
-    """Where a row group begins [bytes]."""
-    first = group.column(0)
-    pages = [first.data_page_offset]
-    if first.has_dictionary_page:
-        pages.append(first.dictionary_page_offset)
-    return min(pages)
-
-
-def _rows(pyarrow, file, group, column, path) -> Iterator[Item]:
+def _rows(pyarrow, file, group, column, path):
     where = f"{path} row group {group}"
     done = 0
     try:
