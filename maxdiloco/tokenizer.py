@@ -19,6 +19,10 @@ from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.processes.output import say, shows_bars
 from maxdiloco.storage import durable
 
+USAGE = """usage: python -m maxdiloco.tokenizer SOURCE out=tok.json [key=value ...]
+
+SOURCE: text as for dataset_path: a folder, file or glob, or a name of the hub
+"""
 # The first two tokens; data.tokenizer knows them by these names.
 SPECIAL_TOKENS = [tokenizers.BOS_NAMES[0], tokenizers.EOS_NAMES[0]]
 LEAST = 256 + 2  # tokens: every byte is one, and the special ones
@@ -48,20 +52,13 @@ OPTIONS = MappingProxyType({
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
     if not argv or argv[0] in HELP:
-        say(
-            "usage: python -m maxdiloco.tokenizer SOURCE out=tok.json [key=value ...]\n\n"
-            "SOURCE: text as for dataset_path: a folder, file or glob, or a name of the hub\n"
-        )
-        say("\n".join(option_lines(OPTIONS)))
+        say("\n".join([USAGE, *option_lines(OPTIONS)]))
         return 0
     options, _ = read_options(argv[1:], OPTIONS, "tokenizer")
     check_out(options.out)
     package = tokenizers.package("huggingface")
     path = argv[0]
-    named = kinds.Source(options.dataset_type, path, options.text_column)
-    source = kinds.open_source(named, "SOURCE")
-    if line := kinds.left_out_line(named, "SOURCE"):
-        say(line)
+    source = kinds.open_for_user(kinds.Source(options.dataset_type, path, options.text_column))
     count: Counter[str] = Counter()
     pieces = texts(source, count, allowed=options.max_corrupted_records)
     content = train(package, pieces, options.vocab_size).to_str().encode()

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from maxdiloco.data import corpus, shards
 from maxdiloco.data.sources import files, spans, tables
 from maxdiloco.errors import ConfigError, DataError
+from maxdiloco.processes import output
 
 
 class Source(NamedTuple):
@@ -62,6 +63,14 @@ def open_source(source: Source, key: str) -> spans.Reader:
             f"dataset_path={path}, or give the text that it was made from."
         )
     return readers[kind](path, key, column)
+
+
+def open_for_user(source: Source) -> spans.Reader:
+    """open_source of a program's SOURCE, after a warning of what of its folder is not read."""
+    text = open_source(source, "SOURCE")
+    if line := left_out_line(source, "SOURCE"):
+        output.say(line)
+    return text
 
 
 def needs_tokenising(source: Source, key: str, *, of_bytes: bool) -> bool:

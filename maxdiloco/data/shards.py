@@ -91,9 +91,8 @@ def read_manifest(folder: str, where: str) -> Manifest:
             "finished. Run that command again, with the same flags, or give its out folder."
         ) from error
     except OSError as error:
-        raise DataError(
-            f"{where}: {MANIFEST} cannot be read ({error.strerror}). Put the disk in order."
-        ) from error
+        why = f"{where}: {MANIFEST} cannot be read ({error.strerror}). Put the disk in order."
+        raise DataError(why) from error
     if checksum.decode("ascii", "replace") != hashlib.sha256(body.removesuffix(b"\n")).hexdigest():
         raise DataError(f"{where}: {MANIFEST} is damaged. {_REMEDY}")
     fields = json_text.parse(body)
@@ -108,20 +107,14 @@ _REMEDY = "Copy the folder again, or remove it and run python -m maxdiloco.prepa
 class Shards:
     """Documents of a folder of shards, as documents.ByteDocuments are of text.
 
-    chosen: numbers of those that are read, int64; None: all.
-    Any piece is found without reading others. Readers of files are opened as they are needed;
-    a copy in another process opens its own.
+    of_all: tokens of each. chosen: numbers of those that are read; None: all. A copy in another
+    process opens readers of its own.
     """
 
     def __init__(
-        self,
-        folder: str,
-        manifest: Manifest,
-        of_all: np.ndarray,
-        chosen: np.ndarray | None = None,
+        self, folder: str, manifest: Manifest, of_all: np.ndarray, chosen: np.ndarray | None = None
     ):
-        self.folder = folder
-        self.manifest = manifest
+        self.folder, self.manifest = folder, manifest
         self.lengths = of_all if chosen is None else of_all[chosen]
         self._of_all, self._chosen = of_all, chosen
         self._starts = starts_of(of_all)
@@ -178,39 +171,33 @@ class Shards:
             while self._readers:  # a mixture may have many sources
                 self._readers.popitem()[1].close()
 
-    def _record(self, part: int, record: int) -> np.ndarray:
-        name = part_name(part)
-        tokens = self.manifest.parts[part][0]
+    def _record(self, part, record):
+        path = os.path.join(self.folder, part_name(part))
         size = self.manifest.record
-        expected = min(size, tokens - record * size)
+        expected = min(size, self.manifest.parts[part][0] - record * size)
         try:
             with self._lock:
-                (data,) = self._reader(part).read([record])
+                (data,) = self._reader(part, path).read([record])
         except (RuntimeError, ValueError, IndexError) as error:
-            raise DataError(
-                f"{self.folder}/{name} record {record} cannot be read: {error}. {_REMEDY}"
-            ) from error
+            raise DataError(f"{path} record {record} cannot be read: {error}. {_REMEDY}") from error
         found = np.frombuffer(data, self.manifest.dtype)
         if len(found) != expected:
             raise DataError(
-                f"{self.folder}/{name} record {record} has {len(found)} tokens, not {expected}: "
-                f"the file has changed. {_REMEDY}"
+                f"{path} record {record} has {len(found)} tokens, not {expected}: the file has "
+                f"changed. {_REMEDY}"
             )
         return found
 
-    def _reader(self, part: int) -> Any:
+    def _reader(self, part, path):
         from array_record.python.array_record_module import ArrayRecordReader
 
-        if part in self._readers:
-            self._readers.move_to_end(part)
-            return self._readers[part]
-        while len(self._readers) >= _MOST_OPEN:
-            _, oldest = self._readers.popitem(last=False)
-            oldest.close()
-        # Reads are at random: nothing is read ahead.
-        options = "readahead_buffer_size:0,max_parallelism:0"
-        path = os.path.join(self.folder, part_name(part))
-        self._readers[part] = ArrayRecordReader(path, options=options)
+        if part not in self._readers:
+            while len(self._readers) >= _MOST_OPEN:
+                self._readers.popitem(last=False)[1].close()
+            # Reads are at random: nothing is read ahead.
+            options = "readahead_buffer_size:0,max_parallelism:0"
+            self._readers[part] = ArrayRecordReader(path, options=options)
+        self._readers.move_to_end(part)
         return self._readers[part]
 
 
@@ -218,7 +205,7 @@ def open_shards(path: str, key: str) -> Shards:
     """The documents of a folder that maxdiloco.prepare has written.
 
     The manifest, the sizes of all files, the table, and the first and last record of up to
-    _PARTS_TRIED parts are checked here; each record has a checksum that is checked when it is read.
+    _PARTS_TRIED parts are checked here; a record has a checksum that is checked when it is read.
     key: the flag of the path. Raises DataError for a folder that is unfinished or damaged.
     """
     where = f"{key}={path}"
@@ -232,16 +219,9 @@ def open_shards(path: str, key: str) -> Shards:
         if size_now != size:
             raise DataError(f"{where}: {name} has {size_now} bytes, not {size}. {_REMEDY}")
     table = os.path.join(folder, LENGTHS)
-    try:
-        lengths = np.load(table, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{where}: {LENGTHS} cannot be read ({error}). {_REMEDY}") from error
-    tokens = sum(tokens for tokens, *_ in manifest.parts)
-    if len(lengths) != manifest.lengths[0] or int(lengths.sum()) != tokens:
-        raise DataError(f"{where}: {LENGTHS} does not fit the parts. {_REMEDY}")
     if file_hash(table) != manifest.lengths[1]:
         raise DataError(f"{where}: {LENGTHS} is damaged. {_REMEDY}")
-    shards = Shards(folder, manifest, lengths)
+    shards = Shards(folder, manifest, np.load(table, allow_pickle=False))
     shards.try_parts()
     return shards
 

@@ -128,7 +128,7 @@ def zero(path):
     [
         ("manifest.json", os.remove, "holds no manifest.json.*Run that command again"),
         ("manifest.json", flip, "manifest.json is damaged"),
-        ("lengths.npy", cut, "lengths.npy cannot be read"),
+        ("lengths.npy", cut, "lengths.npy is damaged"),
         ("lengths.npy", swap, "lengths.npy is damaged"),
         ("part-00000.arrayrecord", flip, "part-00000.arrayrecord record 0 cannot be read"),
         ("part-00003.arrayrecord", zero, "part-00003.arrayrecord record 0 cannot be read"),

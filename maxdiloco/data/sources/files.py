@@ -29,8 +29,8 @@ _NO_TEXT = (".gz", ".zst", ".bz2", ".xz", ".zip", ".tar", ".tgz", ".parquet", ".
 MAX_LINE = 1 << 30
 # Bytes of text that are decompressed at once, and lost before the place where a file was cut.
 _BUFFER = 1 << 16
-# refuse_other looks at so many blocks of a file, spread evenly, of so many bytes. Our choice: a
-# folder of 100,000 files takes seconds; what is no text has a byte that is none in nearly any block.
+# refuse_other looks at so many blocks of a file, spread evenly, of so many bytes. Our choice:
+# 100,000 files take seconds; what is no text has a byte that is none in nearly any block.
 _BLOCKS = 16
 _BLOCK = 1 << 13
 
