@@ -13,7 +13,7 @@ from types import MappingProxyType
 from maxdiloco.command_line import HELP, Option, end_with, guarded, option_lines, read_options
 from maxdiloco.data import kinds
 from maxdiloco.data import tokenizer as tokenizers
-from maxdiloco.data.sources.spans import Damaged, Reader, check_damage
+from maxdiloco.data.sources.spans import Damaged, check_damage
 from maxdiloco.data.tokenizer_base import to_bytes
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.processes.output import say, shows_bars
@@ -113,7 +113,7 @@ def train(package: types.ModuleType, pieces: Iterable[str], vocab_size: int):
     return tokenizer
 
 
-def texts(source: Reader, count: Counter[str], *, allowed: int = 0) -> Iterator[str]:
+def texts(source: kinds.Reader, count: Counter[str], *, allowed: int = 0) -> Iterator[str]:
     """The text of a source in pieces of at most PIECE characters.
 
     count: gets the documents and bytes that were read. allowed: damaged records that are skipped.

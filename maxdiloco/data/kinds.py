@@ -6,9 +6,11 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from maxdiloco.data import corpus, shards
-from maxdiloco.data.sources import files, spans, tables
+from maxdiloco.data.sources import files, tables
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.processes import output
+
+Reader = files.Files | tables.Hub  # of text that is not yet tokenised
 
 
 class Source(NamedTuple):
@@ -27,7 +29,7 @@ class Kind(NamedTuple):
     in_place: suffixes of those whose bytes are tokens as they are, for the byte tokenizer.
     """
 
-    open: Callable[[str, str, str], spans.Reader] | None = None
+    open: Callable[[str, str, str], Reader] | None = None
     suffixes: tuple[str, ...] = ()
     in_place: tuple[str, ...] = ()
 
@@ -45,7 +47,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
 })  # fmt: skip
 
 
-def open_source(source: Source, key: str) -> spans.Reader:
+def open_source(source: Source, key: str) -> Reader:
     """Text that is not yet tokenised. key: the flag of its path, for messages.
 
     Raises DataError for data that are missing or unreadable, and for a prepared folder; ConfigError
@@ -65,7 +67,7 @@ def open_source(source: Source, key: str) -> spans.Reader:
     return readers[kind](path, key, column)
 
 
-def open_for_user(source: Source) -> spans.Reader:
+def open_for_user(source: Source) -> Reader:
     """open_source of a program's SOURCE, after a warning of what of its folder is not read."""
     text = open_source(source, "SOURCE")
     if line := left_out_line(source, "SOURCE"):

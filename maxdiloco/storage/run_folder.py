@@ -1,7 +1,6 @@
 """The folder of one run: its lock, and the names in it."""
 
 import contextlib
-import dataclasses
 import fcntl
 import itertools
 import os
@@ -29,38 +28,19 @@ _HOLDER = re.compile(r"process (\d{1,9}) on (.{0,255})\n?")  # all of a lock fil
 _MOST_HOLDER = 300  # characters that are looked at
 
 
-@dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """`base_output_directory`/`run_name` and the names inside it."""
+    """`base_output_directory`/`run_name` and the names inside it.
 
-    path: epath.Path
-    # Raises CheckpointError when another process has taken the lock over; only on gs://.
-    require_lock: Callable[[], None] = lambda: None
+    require_lock: raises CheckpointError when another process has taken the lock over; only on gs://
+    """
 
-    @property
-    def checkpoints(self) -> epath.Path:
-        """One folder per saved step."""
-        return self.path / "checkpoints"
-
-    @property
-    def metrics(self) -> epath.Path:
-        """metrics.jsonl: one JSON object per logged step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def history(self) -> epath.Path:
-        """history.jsonl: one JSON object per start and end of the run."""
-        return self.path / "history.jsonl"
-
-    @property
-    def line_index(self) -> epath.Path:
-        """Where the documents of .jsonl files are (data.line_index), for the next start."""
-        return self.path / "line_index"
-
-    @property
-    def tensorboard(self) -> epath.Path:
-        """TensorBoard's event files."""
-        return self.path / "tensorboard"
+    def __init__(self, path: epath.Path, require_lock: Callable[[], None] = lambda: None):
+        self.path, self.require_lock = path, require_lock
+        self.checkpoints = path / "checkpoints"  # one folder per saved step
+        self.metrics = path / "metrics.jsonl"  # one JSON object per logged step
+        self.history = path / "history.jsonl"  # one JSON object per start and end of the run
+        self.line_index = path / "line_index"  # of data.line_index, for the next start
+        self.tensorboard = path / "tensorboard"  # event files
 
 
 def absolute(path: epath.PathLike, *, key: str = "base_output_directory") -> epath.Path:
@@ -127,7 +107,7 @@ def open_run_folder(
             else:  # there are no folders to make, and writing the lock is the probe
                 lock = ObjectLock(folder.path / "lock", run_name=run_name, say=warn)
                 stack.enter_context(lock)
-                folder = dataclasses.replace(folder, require_lock=lock.require)
+                folder = RunFolder(folder.path, lock.require)
         except (OSError, *object_store.errors(folder.path)) as error:
             raise _cannot_hold(base_output_directory, run_name, error) from error
         yield folder

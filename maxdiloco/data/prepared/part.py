@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from maxdiloco.data import shards
-from maxdiloco.data.sources.spans import PIECE, Damaged, Item, Reader, Span, Text, check_damage
+from maxdiloco.data.kinds import Reader
+from maxdiloco.data.sources.spans import PIECE, Damaged, Item, Span, Text, check_damage
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.storage import durable
 

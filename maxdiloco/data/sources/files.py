@@ -178,9 +178,9 @@ _READERS = (
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """Text files, JSON lines or parquet files, in their order (spans.Reader).
+    """Text files, JSON lines or parquet files, in their order. Pickled into processes.
 
-    stamps: of each file when it was opened.
+    stamps: of each when it was opened. column: field or column that holds the text.
     """
 
     names: tuple[str, ...]
@@ -196,7 +196,10 @@ class Files:
                 yield Span(number, begin, end, end - begin)
 
     def read(self, span: Span) -> Iterator[Item]:
-        """Documents of a span (spans.Reader)."""
+        """Documents of a span in order, empty ones left out.
+
+        Raises DataError for what no skipping helps: a missing file, a column that is not there.
+        """
         path, before = self.names[span.file], self.stamps[span.file]
         if corpus.stamp(path) != before:
             raise corpus.changed(path, before.size, "of text is no longer there")
@@ -205,7 +208,7 @@ class Files:
             yield from read(path, span.begin, span.end, self.column)
 
     def version(self) -> list[list]:
-        """Name, size and time of the last change of each file."""
+        """What tells two versions of the source apart, as JSON: of each file name, size, time."""
         paths = map(os.path.abspath, self.names)
         return [[path, *stamp] for path, stamp in zip(paths, self.stamps, strict=True)]
 

@@ -1,7 +1,7 @@
 """What every source gives: spans of its files, and the texts and damaged records of a span."""
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from maxdiloco.errors import DataError
 
@@ -39,28 +39,6 @@ class Damaged(NamedTuple):
 
 
 Item = Text | Damaged
-
-
-class Reader(Protocol):
-    """A source of text. Pickled into processes.
-
-    names: what a message calls its files. column: field or column that holds the text.
-    """
-
-    names: tuple[str, ...]
-    column: str
-
-    def spans(self, limit: int) -> Iterator[Span]:
-        """The whole source in its order; limit: bytes of a span, where a file can be cut."""
-
-    def read(self, span: Span) -> Iterator[Item]:
-        """Documents of a span in order, empty ones left out.
-
-        Raises DataError for what no skipping helps: a missing file, a column that is not there.
-        """
-
-    def version(self) -> list[list]:
-        """What tells two versions of the source apart, as JSON."""
 
 
 def check_damage(damaged: Sequence[Sequence[str]], allowed: int) -> None:

@@ -62,9 +62,9 @@ def _rows(pyarrow, file, group, column, path):
 
 @dataclasses.dataclass(frozen=True)
 class Hub:
-    """A split of a data set, whose rows lie in Arrow files of the package's cache (spans.Reader).
+    """A split of a data set, as files.Files is one of files. names: its name alone.
 
-    dataset: a datasets.Dataset; its pickle names the files.
+    dataset: a datasets.Dataset; its rows lie in files of the package's cache, which a pickle names.
     """
 
     names: tuple[str, ...]
@@ -81,7 +81,7 @@ class Hub:
             yield Span(0, begin, end, int((end - begin) * bytes_a_row))
 
     def read(self, span: Span) -> Iterator[Item]:
-        """Documents of some rows (spans.Reader)."""
+        """Documents of some rows (Files)."""
         for begin in range(span.begin, span.end, _ROWS):
             end = min(begin + _ROWS, span.end)
             try:
