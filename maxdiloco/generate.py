@@ -79,7 +79,6 @@ def _continued(run: str, options: SimpleNamespace, prompts: Sequence[str]) -> li
     from jax.sharding import Mesh
 
     from maxdiloco.checkpoint import find
-    from maxdiloco.data import token_text
     from maxdiloco.evaluation import run_tokenizer, stored
     from maxdiloco.flags import config
     from maxdiloco.flags.checks import AXES
@@ -99,7 +98,7 @@ def _continued(run: str, options: SimpleNamespace, prompts: Sequence[str]) -> li
     how = {name: vars(options)[name] for name in ("max_new_tokens", "temperature", "top_k")}
     texts = []
     for prompt in prompts:
-        given = token_text.prompt_tokens(tokenizer, prompt)
+        given = tokenizer.prompt(prompt)
         tokens = sampling.sample(
             found.model,
             found.params,
@@ -107,7 +106,7 @@ def _continued(run: str, options: SimpleNamespace, prompts: Sequence[str]) -> li
             key=jax.random.key(options.seed),
             **how,
         )
-        texts.append(prompt + token_text.continuation(tokenizer, given, np.asarray(tokens[0])))
+        texts.append(prompt + tokenizer.continuation(given, np.asarray(tokens[0])))
     say_error(f"step {found.step} of {found.path.parent.parent}")
     return texts
 

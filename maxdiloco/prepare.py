@@ -5,7 +5,7 @@ The folder is read with dataset_path=FOLDER; docs/data.md describes it.
 
 import os
 from collections.abc import Sequence
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 
 from maxdiloco.command_line import HELP, Option, end_with, guarded, option_lines, read_options
 from maxdiloco.errors import ConfigError
@@ -43,44 +43,27 @@ OPTIONS = MappingProxyType({
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
     if not argv or argv[0] in HELP:
-        say(USAGE)
-        say("\n".join(option_lines(OPTIONS)))
+        say("\n".join([USAGE, *option_lines(OPTIONS)]))
         return 0
-    from maxdiloco.data import shards
+    from maxdiloco.data import kinds, shards, tokenizer
+    from maxdiloco.data.prepared.prepare import Work, prepare
+    from maxdiloco.flags import config
 
-    source, options, keys = parse(argv)
+    source, *rest = argv
+    if "=" in source and not os.path.exists(source):
+        raise ConfigError(f"{source} is no SOURCE. Give it first, then out=FOLDER and keys.")
+    options, keys = read_options(rest, OPTIONS, "prepare", keys=True)
     if options.check:
         found = shards.open_shards(source, "SOURCE")
         shards.check_contents(found)
         say(f"{source}: {len(found.lengths):,} documents, {len(found.manifest.parts)} parts: good")
         return 0
-    return _prepare(source, options, keys)
-
-
-def parse(argv: Sequence[str]) -> tuple[str, SimpleNamespace, list[str]]:
-    """SOURCE, the options, and the arguments that are keys of base.yml. Raises ConfigError."""
-    source, *rest = argv
-    if "=" in source and not os.path.exists(source):
-        raise ConfigError(f"{source} is no SOURCE. Give it first, then out=FOLDER and keys.")
-    options, keys = read_options(rest, OPTIONS, "prepare", keys=True)
-    if not options.out and not options.check:
+    if not options.out:
         raise ConfigError("out= is missing: the folder to make. Add out=FOLDER.")
-    return source, options, keys
-
-
-def _prepare(source, options, keys):
-    from maxdiloco.data import kinds, tokenizer
-    from maxdiloco.data.prepared.prepare import Work, prepare
-    from maxdiloco.flags import config
-
     yml_first = sorted(keys, key=lambda argument: "=" in argument)
     cfg = config.load([*yml_first, f"dataset_path={source}"], os.environ)
-    named = kinds.Source(cfg.dataset_type, source, cfg.text_column)
-    text = kinds.open_source(named, "SOURCE")
-    if line := kinds.left_out_line(named, "SOURCE"):
-        say(line)
     work = Work(
-        text,
+        kinds.open_for_user(kinds.Source(cfg.dataset_type, source, cfg.text_column)),
         tokenizer.build(tokenizer.Keys.of(vars(cfg))),
         source,
         allowed=cfg.max_corrupted_records,

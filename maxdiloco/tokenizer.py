@@ -11,15 +11,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import MappingProxyType
 
 from maxdiloco.command_line import HELP, Option, end_with, guarded, option_lines, read_options
-from maxdiloco.data import kinds, subword
-from maxdiloco.data.sources.spans import Damaged, Reader, check_damage
+from maxdiloco.data import kinds
+from maxdiloco.data import tokenizer as tokenizers
+from maxdiloco.data.sources.spans import Damaged, check_damage
 from maxdiloco.data.tokenizer_base import to_bytes
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.processes.output import say, shows_bars
 from maxdiloco.storage import durable
 
-# The first two tokens; data.subword knows them by these names.
-SPECIAL_TOKENS = [subword.BOS_NAMES[0], subword.EOS_NAMES[0]]
+USAGE = """usage: python -m maxdiloco.tokenizer SOURCE out=tok.json [key=value ...]
+
+SOURCE: text as for dataset_path: a folder, file or glob, or a name of the hub
+"""
+# The first two tokens; data.tokenizer knows them by these names.
+SPECIAL_TOKENS = [tokenizers.BOS_NAMES[0], tokenizers.EOS_NAMES[0]]
 LEAST = 256 + 2  # tokens: every byte is one, and the special ones
 # Characters of text that are handed over at once; the package holds 256 such pieces. Our choice.
 PIECE = 1 << 16
@@ -47,20 +52,13 @@ OPTIONS = MappingProxyType({
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
     if not argv or argv[0] in HELP:
-        say(
-            "usage: python -m maxdiloco.tokenizer SOURCE out=tok.json [key=value ...]\n\n"
-            "SOURCE: text as for dataset_path: a folder, file or glob, or a name of the hub\n"
-        )
-        say("\n".join(option_lines(OPTIONS)))
+        say("\n".join([USAGE, *option_lines(OPTIONS)]))
         return 0
     options, _ = read_options(argv[1:], OPTIONS, "tokenizer")
     check_out(options.out)
-    package = subword.package("huggingface")
+    package = tokenizers.package("huggingface")
     path = argv[0]
-    named = kinds.Source(options.dataset_type, path, options.text_column)
-    source = kinds.open_source(named, "SOURCE")
-    if line := kinds.left_out_line(named, "SOURCE"):
-        say(line)
+    source = kinds.open_for_user(kinds.Source(options.dataset_type, path, options.text_column))
     count: Counter[str] = Counter()
     pieces = texts(source, count, allowed=options.max_corrupted_records)
     content = train(package, pieces, options.vocab_size).to_str().encode()
@@ -74,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
             f"out={options.out} cannot be written ({error.strerror}). Choose a folder that can be "
             "written and has free space."
         ) from error
-    tokens = subword.of_content("huggingface", content, options.out, None, None).vocab_size
+    tokens = tokenizers.of_content("huggingface", content, options.out).vocab_size
     say(
         f"{options.out}: {tokens:,} tokens from {count['documents']:,} documents, "
         f"{count['bytes'] / 1e6:,.1f} MB. Train with tokenizer_type=huggingface "
@@ -115,7 +113,7 @@ def train(package: types.ModuleType, pieces: Iterable[str], vocab_size: int):
     return tokenizer
 
 
-def texts(source: Reader, count: Counter[str], *, allowed: int = 0) -> Iterator[str]:
+def texts(source: kinds.Reader, count: Counter[str], *, allowed: int = 0) -> Iterator[str]:
     """The text of a source in pieces of at most PIECE characters.
 
     count: gets the documents and bytes that were read. allowed: damaged records that are skipped.

@@ -63,7 +63,7 @@ MUTATIONS = (
     Mutation("data/order.py", "((step - position.s0) * position.M + replicas) * position.B",
              "((step - position.s0) * position.M + replicas) * position.M",
              "replicas read each other's sequences"),
-    Mutation("data/interleave.py", "-(-(number + 1) * T // share_K[k])",
+    Mutation("data/order.py", "-(-(number + 1) * T // share_K[k])",
              "(number + 1) * T // share_K[k]", "deadlines of a mixture rounded down"),
     Mutation("data/shards.py", "if size_now != size:", "if False:",
              "a shard cut short is read"),

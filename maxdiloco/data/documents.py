@@ -1,14 +1,23 @@
-"""Documents as tokens: how long each is, and any piece of any of them, however they are stored."""
+"""Text of the byte tokenizer, read where it is: its documents, and any piece of any of them.
+
+A file is one document; each line of a .jsonl file is one. Only their table is in memory.
+"""
 
 import dataclasses
 import hashlib
+import itertools
 import os
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from maxdiloco.data import corpus
+from maxdiloco.data.corpus import Stamp
+from maxdiloco.data.line_index import LineIndex
 from maxdiloco.data.packing import Piece
+from maxdiloco.data.sources.files import line_text, lines
+from maxdiloco.data.tokenizer_base import BYTES, to_bytes
+from maxdiloco.errors import DataError
 
 # A text is compared by this many pieces spread over its bytes and as many over its documents, so
 # that a start reads 2 MiB of it at most. Our choice.
@@ -18,49 +27,83 @@ SAMPLE_BYTES = 4096
 
 @dataclasses.dataclass(frozen=True)
 class ByteDocuments:
-    """Text of the byte tokenizer, read where it is: document_start, then the bytes of UTF-8."""
+    """Table of documents in file order; arrays int64 [documents].
 
-    table: corpus.Documents
-    document_start: int
+    stamps: of each path, when the table was made. file: index into paths; offset, stored: where
+    the document or its .jsonl line is [bytes]; size: length of its text [bytes], never 0.
+    column: field of a .jsonl line with the text.
+    """
+
+    paths: tuple[str, ...]
+    stamps: tuple[Stamp, ...]
+    file: np.ndarray
+    offset: np.ndarray
+    stored: np.ndarray
+    size: np.ndarray
+    column: str
+
+    def __len__(self) -> int:
+        return len(self.size)
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each document, int64 [documents], none 0: one more than it has bytes."""
-        return self.table.size + 1
+        """Tokens of each document, int64 [documents]: its start, then its bytes."""
+        return self.size + 1
 
     def read(self, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
         """Tokens of pieces, uint16, one array for each, in the order of the pieces.
 
         Neighbouring pieces of one file cost one open. Raises DataError for a file that is gone or
-        has changed.
+        has changed since the table was made.
         """
         pieces = list(pieces)
         of_text = [(number, max(begin - 1, 0), end - 1) for number, begin, end in pieces]
-        texts = corpus.read_pieces(self.table, of_text)
-        for (_, begin, end), data in zip(pieces, texts, strict=True):
-            tokens = np.empty(end - begin, np.uint16)
-            if begin == 0:
-                tokens[0] = self.document_start
-            tokens[len(tokens) - len(data) :] = data
-            yield tokens
+        for (_, begin, _), data in zip(pieces, self.read_bytes(of_text), strict=True):
+            start = np.array([BYTES] if begin == 0 else [], np.uint16)
+            yield np.concatenate([start, data])
+
+    def read_bytes(self, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
+        """Bytes of pieces, uint8, as `read`; here begin and end are in bytes of the text."""
+        for number, run in itertools.groupby(pieces, key=lambda piece: self.file[piece[0]]):
+            path = self.paths[number]
+            with corpus.reading(path), open(path, "rb") as file:
+                for document, begin, end in run:
+                    data = self._piece(file, document, begin, end)
+                    now, before = Stamp.of(file), self.stamps[number]
+                    if now.size == before.size and now != before:  # a .jsonl file may grow
+                        raise corpus.changed(path, int(self.size[document]), "was written over")
+                    yield np.frombuffer(data, np.uint8)
+
+    def _piece(self, file, document, begin, end):
+        size = int(self.size[document])
+        if file.name.endswith(".jsonl"):
+            offset, stored = int(self.offset[document]), int(self.stored[document])
+            file.seek(offset)
+            where = f"{file.name} byte {offset}"
+            try:
+                text = to_bytes(line_text(file.read(stored), self.column, where))
+            except DataError as error:  # it was a document when the run began
+                now = f"at byte {offset} is no longer there"
+                raise corpus.changed(file.name, size, now) from error
+            size_now, data = len(text), text[begin:end]
+        else:
+            file.seek(begin)
+            data = file.read(end - begin)
+            size_now = os.fstat(file.fileno()).st_size
+        if size_now != size:
+            raise corpus.changed(file.name, size, f"has {size_now} now")
+        return data
 
     def summary(self) -> str:
         """Files, documents and bytes of text, for the user."""
-        size = int(self.table.size.sum())
-        return f"{len(self.table.paths):,} files, {len(self.table):,} documents, {size:,} bytes"
-
-    def identity(self) -> Iterator[bytes]:
-        """File names and lengths of documents; a change that keeps them goes unnoticed."""
-        names = "\n".join(os.path.basename(path) for path in self.table.paths)
-        yield f"{names}\n".encode("utf-8", errors="replace")
-        yield self.table.file.tobytes()
-        yield self.table.size.tobytes()
+        size = int(self.size.sum())
+        return f"{len(self.paths):,} files, {len(self):,} documents, {size:,} bytes"
 
     def contents(self) -> Iterator[bytes]:
         """Lengths of the documents and a hash of `sampled` pieces, which are read."""
-        yield self.table.size.tobytes()
+        yield self.size.tobytes()
         digest = hashlib.sha256()
-        for data in corpus.read_pieces(self.table, sampled(self.table.size)):
+        for data in self.read_bytes(sampled(self.size)):
             digest.update(data)
         yield digest.digest()
 
@@ -81,3 +124,69 @@ def sampled(sizes: np.ndarray) -> list[Piece]:
     stops = np.minimum(begins + SAMPLE_BYTES, sizes[documents])
     columns = (documents.tolist(), begins.tolist(), stops.tolist())
     return list(zip(*columns, strict=True))
+
+
+def read_table(
+    paths: Iterable[str], *, column: str, index: LineIndex | None = None, allowed: int = 0
+) -> ByteDocuments:
+    """Table of the documents in files; empty ones and blank .jsonl lines are left out.
+
+    Text files are only measured; .jsonl files that index does not know are read through, 60 MB a
+    second on one core. allowed: lines without the text that are left out, each told to the user.
+    Raises DataError for a file that cannot be read and for one such line more.
+    """
+    paths = tuple(paths)
+    index = LineIndex(column) if index is None else index
+    # Another source of a mixture may have the text of the same file in another field.
+    names = [path if column == index.column else f"{path}\0{column}" for path in paths]
+    # All files are opened before the first is read through, which may take an hour.
+    stamps = tuple(map(corpus.stamp, paths))
+    tables = []
+    for path, name, stamp in zip(paths, names, stamps, strict=True):
+        if path.endswith(".jsonl") and stamp.size:
+            tables.append(index.find(name, stamp))  # None: it has to be read through
+        else:
+            tables.append(_rows((0, stamp.size, stamp.size)) if stamp.size else _rows())
+    unread = [number for number, table in enumerate(tables) if table is None]
+    if unread:
+        size = sum(stamps[number].size for number in unread)
+        index.report(f"reading {len(unread)} .jsonl files through: {size / 1e6:,.1f} MB")
+    for number in unread:
+        tables[number], left_out = _read_through(paths[number], stamps[number], column, allowed)
+        allowed -= len(left_out)
+        for error in left_out:
+            index.report(f"left out: {error}")
+        if not left_out:  # another start may allow fewer
+            index.add(names[number], stamps[number], tables[number])
+    file = np.repeat(np.arange(len(paths)), [len(table) for table in tables])
+    columns = np.ascontiguousarray(np.concatenate([_rows(), *tables]).T)
+    return ByteDocuments(paths, stamps, file, *columns, column=column)
+
+
+def _rows(*rows):
+    """Table of a file, int64 [D, 3] as in LineIndex."""
+    return np.array(rows, np.int64).reshape(-1, 3)
+
+
+def _read_through(path, stamp, column, allowed):
+    left_out = []
+
+    def rows(file):
+        for number, (offset, line) in enumerate(lines(file, path, 0), start=1):
+            try:
+                text = line_text(line, column, f"{path} line {number}")
+            except DataError as error:
+                if len(left_out) >= allowed:
+                    raise
+                left_out.append(error)
+                continue
+            if text:
+                yield offset, len(line), len(to_bytes(text))
+
+    with corpus.reading(path), open(path, "rb") as file:
+        table = np.fromiter(rows(file), np.dtype((np.int64, 3)))
+        if Stamp.of(file) != stamp:
+            raise DataError(
+                f"{path} has changed while it was read. Start again when it is complete."
+            )
+    return table, left_out

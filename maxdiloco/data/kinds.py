@@ -1,13 +1,16 @@
 """The kinds of data sets, dataset_type: what of a folder each reads, and who opens its text."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
 from maxdiloco.data import corpus, shards
-from maxdiloco.data.sources import files, hub, spans
+from maxdiloco.data.sources import files, tables
 from maxdiloco.errors import ConfigError, DataError
+from maxdiloco.processes import output
+
+Reader = files.Files | tables.Hub  # of text that is not yet tokenised
 
 
 class Source(NamedTuple):
@@ -18,8 +21,7 @@ class Source(NamedTuple):
     column: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """A value of dataset_type.
 
     open: (path, key, column) to text that is not yet tokenised; None: there is none to tokenise.
@@ -27,21 +29,25 @@ class Kind:
     in_place: suffixes of those whose bytes are tokens as they are, for the byte tokenizer.
     """
 
-    open: Callable[[str, str, str], spans.Reader] | None = None
+    open: Callable[[str, str, str], Reader] | None = None
     suffixes: tuple[str, ...] = ()
     in_place: tuple[str, ...] = ()
 
 
 KINDS: Mapping[str, Kind] = MappingProxyType({
-    "text": Kind(files.open_text, files.TEXT, corpus.SUFFIXES),
-    "parquet": Kind(files.open_parquet, files.PARQUET),
-    "hf": Kind(hub.open_hub),
+    "text": Kind(
+        partial(files.open_files, files.TEXT, files.check_text), files.TEXT, corpus.SUFFIXES
+    ),
+    "parquet": Kind(
+        partial(files.open_files, files.PARQUET, files.check_parquet), files.PARQUET
+    ),
+    "hf": Kind(tables.open_hub),
     "arrayrecord": Kind(),
     "synthetic": Kind(),
 })  # fmt: skip
 
 
-def open_source(source: Source, key: str) -> spans.Reader:
+def open_source(source: Source, key: str) -> Reader:
     """Text that is not yet tokenised. key: the flag of its path, for messages.
 
     Raises DataError for data that are missing or unreadable, and for a prepared folder; ConfigError
@@ -61,11 +67,18 @@ def open_source(source: Source, key: str) -> spans.Reader:
     return readers[kind](path, key, column)
 
 
-def needs_tokenising(source: Source, key: str, *, of_bytes: bool) -> bool:
-    """Whether a source has no known token counts: all but folders of shards, and files that
-    are read in place. of_bytes: whether the byte tokenizer reads it.
+def open_for_user(source: Source) -> Reader:
+    """open_source of a program's SOURCE, after a warning of what of its folder is not read."""
+    text = open_source(source, "SOURCE")
+    if line := left_out_line(source, "SOURCE"):
+        output.say(line)
+    return text
 
-    Raises DataError when the files cannot be listed.
+
+def needs_tokenising(source: Source, key: str, *, of_bytes: bool) -> bool:
+    """Whether a source has no known token counts: not a folder of shards, nor read in place.
+
+    of_bytes: whether the byte tokenizer reads it. Raises DataError when the files cannot be listed.
     """
     kind = KINDS[source.kind]
     if kind.open is None or shards.is_folder(source.path):

@@ -6,23 +6,16 @@
 import json
 import zlib
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 from etils import epath
 
 from maxdiloco import json_text
+from maxdiloco.data.corpus import Stamp
 from maxdiloco.storage import durable
 
 # Count its number up when the tokenizer changes the sizes of documents.
 _MAGIC = b"maxdiloco line index 1 "
-
-
-class Stamp(NamedTuple):
-    """Identifies a version of a file. size [bytes]; mtime: time of its last change [ns]."""
-
-    size: int
-    mtime: int
 
 
 class LineIndex:

@@ -11,9 +11,8 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import ArrayLike
 
-from maxdiloco.data import interleave, order, pipeline
-from maxdiloco.data.interleave import Interleave
-from maxdiloco.data.order import Position, SourcesRead
+from maxdiloco.data import order, pipeline
+from maxdiloco.data.order import Interleave, Position, SourcesRead
 from maxdiloco.data.pipeline import Batch, Dataset
 from maxdiloco.data.text import Request, TextWindows
 from maxdiloco.errors import ConfigError, DataError
@@ -25,12 +24,12 @@ _PREFIX = "mixture "
 class Mixture:
     """Sources of sequences, as a pipeline.Dataset is one.
 
-    names, sources: K each. shares: of each source in a period of the interleave, by name; empty:
-    replica m reads source m mod K alone. seed: of the order of rows within a step.
+    names, sources: K each. shares: of each source in a period, by name; empty: replica m reads
+    source m mod K alone. seed: of the order of rows within a step.
 
-    A source's sequences are read in its own order, epoch after epoch. Index i of the run belongs
-    to one source whatever M, B, hosts and processes are. Which row of a step reads which of the
-    step's indices is drawn for each step: otherwise a replica could meet one source only.
+    A source is read in its own order, epoch after epoch. Index i of the run belongs to one source
+    whatever M, B, hosts and processes are. Which row of a step reads which of the step's indices is
+    drawn for each step: otherwise a replica could meet one source only.
     """
 
     names: tuple[str, ...]
@@ -50,18 +49,10 @@ class Mixture:
         return f"dataset_mixture of {', '.join(self.names)}"
 
     @property
-    def fingerprint(self) -> str:
-        """Those of the sources with their names, not their weights; see changed_sources."""
-        return self._joined(data.fingerprint for data in self.sources)
-
-    @property
     def contents(self) -> str:
         """Those of the sources with their names, not their weights; see changed_sources."""
-        return self._joined(data.contents for data in self.sources)
-
-    def _joined(self, of_sources):
-        pairs = zip(self.names, of_sources, strict=True)
-        return _PREFIX + " ".join(sorted(f"{name}={text}" for name, text in pairs))
+        pairs = zip(self.names, self.sources, strict=True)
+        return _PREFIX + " ".join(sorted(f"{name}={data.contents}" for name, data in pairs))
 
     def first_position(self, M: int, B: int) -> Position:
         """No source is read yet."""
@@ -83,10 +74,8 @@ class Mixture:
         return dataclasses.replace(moved, sources=sources)
 
     def check_size(self, position: Position) -> None:
-        """No source has fewer sequences than a step reads of it.
-
-        Raises DataError, and ConfigError where a source has no replica.
-        """
+        """Raise DataError for a source shorter than a step's part of it, ConfigError for one
+        without a replica."""
         K, M, B = len(self.sources), position.M, position.B
         if not self.shares and M < K:
             raise ConfigError(
@@ -110,19 +99,15 @@ class Mixture:
         """Before a sequence of any source is read a second time; the others may be in mid-epoch."""
         self.check_size(position)
         M, B, state = position.M, position.B, position.sources
-        left = {
-            name: source.num_windows - state.read[name]
-            for name, source in zip(self.names, self.sources, strict=True)
-        }
+        pairs = zip(self.names, self.sources, strict=True)
+        left_K = [source.num_windows - state.read[name] for name, source in pairs]
         if not self.shares:
-            steps = [
-                left[name] // (self._replicas_of(k, M) * B) for k, name in enumerate(self.names)
-            ]
+            steps = (left // (self._replicas_of(k, M) * B) for k, left in enumerate(left_K))
             return position.s0 - 1 + min(steps)
         ends = [
-            self.by_share.index_of(k, max(0, left[name]))
-            for k, name in enumerate(self.names)
-            if self.shares[name]
+            self.by_share.index_of(k, max(0, left))
+            for k, left in enumerate(left_K)
+            if self.shares[self.names[k]]
         ]
         return position.s0 - 1 + (state.begun + min(ends) - position.base) // (M * B)
 
@@ -140,9 +125,8 @@ class Mixture:
         self, position: Position, step: int, replicas: ArrayLike, rows: ArrayLike
     ) -> tuple[np.ndarray, np.ndarray]:
         """Source of each row, and its place in the order of all epochs of that source."""
-        replicas, rows = np.broadcast_arrays(
-            np.asarray(replicas, np.int64), np.asarray(rows, np.int64)
-        )
+        arrays = np.asarray(replicas, np.int64), np.asarray(rows, np.int64)
+        replicas, rows = np.broadcast_arrays(*arrays)
         M, B, state = position.M, position.B, position.sources
         read_K = np.array([state.read[name] for name in self.names], np.int64)
         if not self.shares:
@@ -157,21 +141,17 @@ class Mixture:
         return source, read_K[source] + number
 
     def metrics(self, position: Position, step: int) -> dict[str, float]:
-        """Tokens and epochs read of each source, padding included; the step's share of padding."""
+        """Tokens, padding included, and epochs read of each source; the step's share of padding."""
         length = self.sources[0].windows.length
         read = self._sequences_read(position, step + 1)
         found = {f"data/tokens_{name}": float(read[name] * length) for name in self.names}
         for name, source in zip(self.names, self.sources, strict=True):
             found[f"data/epoch_{name}"] = read[name] / source.num_windows
         if any(source.windows.padded for source in self.sources):
-            source, number = self.places(
-                position, step, *np.ix_(range(position.M), range(position.B))
-            )
-            tokens = sum(
-                int(self.sources[k].num_tokens(number[mine]).sum())
-                for k, mine in _by_source(source)
-            )
-            found["data/padding"] = 1 - tokens / (source.size * length)
+            rows = np.ix_(range(position.M), range(position.B))
+            source, number = self.places(position, step, *rows)
+            tokens = [self.sources[k].num_tokens(number[mine]) for k, mine in _by_source(source)]
+            found["data/padding"] = 1 - int(np.concatenate(tokens).sum()) / (source.size * length)
         return found
 
     def summary(self, position: Position) -> list[str]:
@@ -216,8 +196,7 @@ def _by_source(source: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def changed_sources(before: str, after: str) -> list[str]:
-    """Names of the sources that two fingerprints do not share, for messages; one of no mixture
-    has none."""
+    """Names of the sources whose contents differ, for messages; none of what is no mixture."""
     parts = [set(text.removeprefix(_PREFIX).split()) for text in (before, after)]
     return sorted({part.partition("=")[0] for part in parts[0] ^ parts[1] if "=" in part})
 
@@ -276,6 +255,6 @@ def open_mixture(
         return Dataset(windows, pipeline.EVAL_SEED, f"dataset_mixture of {', '.join(names)}")
     shares = {}
     if weights:
-        found = interleave.shares([weights[name] for name in names])
+        found = order.shares([weights[name] for name in names])
         shares = dict(zip(names, found, strict=True))
     return Mixture(names, tuple(sources), shares, seed)

@@ -2,8 +2,7 @@
 
     # D documents  P pieces  W windows  N windows asked for  L tokens
 
-A piece is (document, begin, end), begin and end in tokens of the document. All of this is a pure
-function of the documents' lengths and of L: no token is read here.
+A piece is (document, begin, end), in tokens of the document. No token is read here.
 """
 
 import bisect
@@ -20,9 +19,8 @@ Piece = tuple[int, int, int]
 
 
 def layout(lengths_D: np.ndarray, length: int, kind: str) -> "EndToEnd | Table":
-    """The windows of documents.
+    """The windows of documents. lengths_D: tokens of each, int64. length: L.
 
-    lengths_D: tokens of each document, int64. length: L.
     kind: CONCATENATED: documents end to end, cut every L tokens; the last tokens, fewer than L,
       are in no window. DOCUMENTS_APART: each document begins a window and pads its last one.
       BEST_FIT: every L tokens of a document fill a window and what is left of documents shares
@@ -33,16 +31,18 @@ def layout(lengths_D: np.ndarray, length: int, kind: str) -> "EndToEnd | Table":
     padded_D = lengths_D
     if kind == DOCUMENTS_APART:
         padded_D = -(-lengths_D // length) * length
-    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(padded_D)])
+    starts = starts_of(padded_D)
     return EndToEnd(lengths_D, starts, length, int(starts[-1]) // length)
+
+
+def starts_of(lengths: np.ndarray) -> np.ndarray:
+    """Where each of things of these lengths begins, end to end, and the end; int64 [n + 1]."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 
 @dataclasses.dataclass(frozen=True)
 class EndToEnd:
-    """Documents one after the other, each with its padding.
-
-    starts: int64 [D + 1], place of each document in the concatenation [tokens]. num_windows: W.
-    """
+    """Documents one after the other, each with its padding. starts: of each, [tokens]."""
 
     lengths_D: np.ndarray
     starts: np.ndarray
@@ -75,9 +75,9 @@ class EndToEnd:
 class Table:
     """Windows whose pieces are listed; a document's pieces are L tokens long, but its last one.
 
-    first_D: int64 [D + 1], number of each document's first piece when pieces are counted through
-      the documents. piece_P: these numbers, window by window. begin_W: int64 [W + 1], where a
-      window's pieces begin in piece_P. filled_W: tokens of each window.
+    first_D: number of each document's first piece when pieces are counted through the documents.
+    piece_P: these numbers, window by window. begin_W: where a window's pieces begin in piece_P.
+    filled_W: tokens of each window. first_D and begin_W have an end too (starts_of).
     """
 
     lengths_D: np.ndarray
@@ -109,7 +109,7 @@ class Table:
 
 def _best_fit_layout(lengths_D, length):
     """Windows in the order of their first pieces, so that file order stays near that of files."""
-    first_D = np.concatenate([np.zeros(1, np.int64), np.cumsum(-(-lengths_D // length))])
+    first_D = starts_of(-(-lengths_D // length))
     size_P = np.full(first_D[-1], length, np.int32)
     has_rest = lengths_D % length > 0
     size_P[first_D[1:][has_rest] - 1] = lengths_D[has_rest] % length
@@ -119,8 +119,7 @@ def _best_fit_layout(lengths_D, length):
     rank_W = np.empty(W, np.int64)
     rank_W[np.argsort(first_W)] = np.arange(W)
     window_P = rank_W[window_P]
-    count_W = np.bincount(window_P, minlength=W)
-    begin_W = np.concatenate([np.zeros(1, np.int64), np.cumsum(count_W)])
+    begin_W = starts_of(np.bincount(window_P, minlength=W))
     filled_W = np.bincount(window_P, weights=size_P, minlength=W).astype(np.int32)
     piece_P = np.argsort(window_P, kind="stable")
     return Table(lengths_D, first_D, piece_P, begin_W, filled_W, length)
@@ -133,9 +132,8 @@ def best_fit(size_P: np.ndarray, length: int) -> tuple[np.ndarray, int]:
     first, each into the window with the least room that still holds it, else into a new one.
     size_P: tokens of each piece, 1 to L. length: L.
 
-    Pieces of one size s go in together: the window with the least room r >= s takes r // s of
-    them before another one is the best. Each time a window takes pieces its room falls below
-    half, so it is touched log2(L) times at most, and the time is that of sorting the pieces.
+    Pieces of one size s go in together: the window with the least room r >= s takes r // s of them
+    before another one is the best. Its room falls below half, so it is touched log2(L) times.
     """
     small = size_P.astype(np.uint16) if length < 2**16 else size_P  # sorted by radix
     order_P = np.argsort(small, kind="stable")[::-1]
@@ -174,7 +172,9 @@ class _Rooms:
             room = self._rooms[position]
             each = room // size
             needed = -(-count // each)
-            windows = self._pop(room, position)
+            windows = self._windows[room].pop()
+            if not self._windows[room]:
+                del self._windows[room], self._rooms[position]
             if len(windows) > needed:
                 self._add(room, windows[needed:])
                 windows = windows[:needed]
@@ -186,13 +186,6 @@ class _Rooms:
         else:
             self._add(room - each * size, windows)
         return windows, each
-
-    def _pop(self, room, position):
-        arrays = self._windows[room]
-        windows = arrays.pop()
-        if not arrays:
-            del self._windows[room], self._rooms[position]
-        return windows
 
     def _add(self, room, windows):
         if not room or not len(windows):

@@ -7,7 +7,7 @@ of the rows asked for.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing
 from typing import Any
 
@@ -32,8 +32,8 @@ EVAL_SEED = 0
 class Dataset:
     """A split of a data set, which steps read; mixture.Mixture is the same of several.
 
-    windows: the sequences in file order. seed: of the permutation of each epoch, None: file order.
-    name: its flag and value, for messages.
+    windows: in file order. seed: of the permutation of each epoch, None: file order. name: its flag
+    and value, for messages.
     """
 
     windows: TextWindows | SyntheticWindows
@@ -44,11 +44,6 @@ class Dataset:
     def num_windows(self) -> int | None:
         """Sequences in an epoch; None: endless."""
         return self.windows.num_windows
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal when names and lengths of the documents are (text.fingerprint)."""
-        return self.windows.fingerprint()
 
     @property
     def contents(self) -> str:
@@ -92,11 +87,9 @@ class Dataset:
         return position.s0 - 1 + left // (position.M * position.B)
 
     def read(self, position: Position, step: int, replicas: ArrayLike, rows: ArrayLike) -> Batch:
-        """What some rows of some replicas read in a step; read at once, not ahead.
+        """What some rows of some replicas read in a step, leaves [*their shape, L].
 
-        step: 1-based, position.s0 or later. replicas, rows: numbers below position.M and .B,
-        arrays that broadcast against each other (order.indices); leaves are [*their shape, L].
-        Raises DataError when a file has changed.
+        step, replicas, rows: of order.indices. Raises DataError when a file has changed.
         """
         return self.read_indices(order.indices(position, step, replicas, rows))
 
@@ -142,16 +135,11 @@ class Dataset:
         return [f"{self.name}: {count:,} sequences an epoch, {share:.2%} of them padding"]
 
     def _windows(self, indices):
-        if self.num_windows is None:
-            return indices
         return order.windows(indices, size=self.num_windows, seed=self.seed)
 
 
 def open_dataset(request: Request) -> Dataset:
-    """The sequences of a split of a text, which is read when a batch needs it.
-
-    Raises DataError as text.open_text does.
-    """
+    """The sequences of a split of a text (text.open_text), read when a batch needs them."""
     windows, name = open_text(request)
     if request.split == "eval":
         return Dataset(windows, EVAL_SEED, name)
@@ -188,9 +176,8 @@ def eval_batches(
 ) -> Batches:
     """Batches for evaluation, the same each time, leaves [rows, L]; for a `with`.
 
-    batch_size: sequences in a batch, over all processes. num_sequences: at most so many; -1: all
-    of the data. rows: those that this process feeds; None: all. Each sequence is read once; the
-    last batch is padded with segment 0, which has no loss.
+    batch_size: of all processes. num_sequences: at most so many; -1: all of the data. rows: those
+    that this process feeds; None: all. The last batch is padded with segment 0, without a loss.
     Raises DataError for num_sequences=-1 of endless data.
     """
     ends = [end for end in (dataset.num_windows, num_sequences) if end not in (None, -1)]
@@ -215,9 +202,7 @@ def eval_batches(
     return _open(dataset, read_number, -(-end // batch_size))
 
 
-def _open(
-    dataset: Any, read_number: Callable[[int], Batch], count: int, worker_count: int = 0
-) -> Batches:
+def _open(dataset, read_number, count, worker_count=0):
     if dataset.computed:
         return closing(read_number(number) for number in range(count))
     lost = (

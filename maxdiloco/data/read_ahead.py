@@ -1,8 +1,7 @@
 """Batches read ahead by Grain: in a thread of this process, or in processes of their own.
 
-Grain, not a thread of ours: one pipeline serves both, an error is raised where its batch would
-have come, and close() waits for the thread. The order of sequences and resuming are not Grain's
-but those of order.py, which know replicas whose number may change.
+An error is raised where its batch would have come, and close() waits for the thread. The order of
+sequences and resuming are those of order.py, which know replicas whose number may change.
 """
 
 import contextlib
@@ -64,9 +63,15 @@ def _from_processes(batches, options, lost):
 
 
 @contextlib.contextmanager
-def _ctrl_c_blocked() -> Iterator[None]:
+def _ctrl_c_blocked():
     """Processes started inside inherit the mask: a Ctrl-C before _begin_process is not theirs."""
-    _start_tracker()  # otherwise at its first use, which unblocks SIGINT in the thread
+    # multiprocessing's tracker removes the shared memory that an error leaves, and would warn of it
+    # on the terminal. At its first use it would unblock SIGINT in the thread.
+    sys.warnoptions.append("ignore:resource_tracker")  # an option of the command that it starts
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        sys.warnoptions.pop()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -74,21 +79,8 @@ def _ctrl_c_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _start_tracker() -> None:
-    """Start multiprocessing's tracker, which removes the shared memory that an error leaves.
-
-    It would warn of that on the terminal, in two lines after the one of the error.
-    """
-    sys.warnoptions.append("ignore:resource_tracker")  # an option of the command that it starts
-    try:
-        resource_tracker.ensure_running()
-    finally:
-        sys.warnoptions.pop()
-
-
-def _begin_process(index: int, count: int) -> None:
+def _begin_process(_index, _count):
     """Leave signals of a terminal or a cluster to the trainer; end when it is gone."""
-    del index, count  # what Grain passes
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     trainer = multiprocessing.parent_process()

@@ -1,6 +1,6 @@
 """Documents that were tokenised once: a folder of ArrayRecord files, a table and a manifest.
 
-    # D documents  F files of the source  T tokens
+    # D documents  F files of the source
 
 FOLDER/manifest.json        what is in the folder; written last, so an unfinished one has none
 FOLDER/lengths.npy          int64 [D], tokens of each document
@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from maxdiloco import json_text
-from maxdiloco.data.packing import Piece
+from maxdiloco.data.corpus import reading
+from maxdiloco.data.packing import Piece, starts_of
 from maxdiloco.data.tokenizer_base import SETTINGS, Tokenizer, meaning
 from maxdiloco.errors import DataError
 
@@ -90,9 +91,8 @@ def read_manifest(folder: str, where: str) -> Manifest:
             "finished. Run that command again, with the same flags, or give its out folder."
         ) from error
     except OSError as error:
-        raise DataError(
-            f"{where}: {MANIFEST} cannot be read ({error.strerror}). Put the disk in order."
-        ) from error
+        why = f"{where}: {MANIFEST} cannot be read ({error.strerror}). Put the disk in order."
+        raise DataError(why) from error
     if checksum.decode("ascii", "replace") != hashlib.sha256(body.removesuffix(b"\n")).hexdigest():
         raise DataError(f"{where}: {MANIFEST} is damaged. {_REMEDY}")
     fields = json_text.parse(body)
@@ -107,24 +107,18 @@ _REMEDY = "Copy the folder again, or remove it and run python -m maxdiloco.prepa
 class Shards:
     """Documents of a folder of shards, as documents.ByteDocuments are of text.
 
-    chosen: numbers of those that are read, int64; None: all.
-    Any piece is found without reading others. Readers of files are opened as they are needed;
-    a copy in another process opens its own.
+    of_all: tokens of each. chosen: numbers of those that are read; None: all. A copy in another
+    process opens readers of its own.
     """
 
     def __init__(
-        self,
-        folder: str,
-        manifest: Manifest,
-        of_all: np.ndarray,
-        chosen: np.ndarray | None = None,
+        self, folder: str, manifest: Manifest, of_all: np.ndarray, chosen: np.ndarray | None = None
     ):
-        self.folder = folder
-        self.manifest = manifest
+        self.folder, self.manifest = folder, manifest
         self.lengths = of_all if chosen is None else of_all[chosen]
         self._of_all, self._chosen = of_all, chosen
-        self._starts = _starts(of_all)
-        self._part_starts = _starts(np.array([tokens for tokens, *_ in manifest.parts], np.int64))
+        self._starts = starts_of(of_all)
+        self._part_starts = starts_of(np.array([tokens for tokens, *_ in manifest.parts], np.int64))
         self._readers: OrderedDict[int, Any] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -159,17 +153,13 @@ class Shards:
         files = f"{len(self.manifest.files):,} files, " if self._chosen is None else ""
         return f"{files}{len(self.lengths):,} documents, {int(self.lengths.sum()):,} tokens"
 
-    def identity(self) -> Iterator[bytes]:
+    def contents(self) -> Iterator[bytes]:
         """The tokenizer and the hashes of every part: the tokens themselves."""
         yield f"shards {self.manifest.tokenizer} {self.manifest.lengths}\n".encode()
         for part in self.manifest.parts:
             yield f"{part}\n".encode()
         if self._chosen is not None:
             yield self._chosen.tobytes()
-
-    def contents(self) -> Iterator[bytes]:
-        """The identity: it holds no name."""
-        return self.identity()
 
     def try_parts(self) -> None:
         """Read the first and the last record of some parts. Raises DataError."""
@@ -181,39 +171,33 @@ class Shards:
             while self._readers:  # a mixture may have many sources
                 self._readers.popitem()[1].close()
 
-    def _record(self, part: int, record: int) -> np.ndarray:
-        name = part_name(part)
-        tokens = self.manifest.parts[part][0]
+    def _record(self, part, record):
+        path = os.path.join(self.folder, part_name(part))
         size = self.manifest.record
-        expected = min(size, tokens - record * size)
+        expected = min(size, self.manifest.parts[part][0] - record * size)
         try:
             with self._lock:
-                (data,) = self._reader(part).read([record])
+                (data,) = self._reader(part, path).read([record])
         except (RuntimeError, ValueError, IndexError) as error:
-            raise DataError(
-                f"{self.folder}/{name} record {record} cannot be read: {error}. {_REMEDY}"
-            ) from error
+            raise DataError(f"{path} record {record} cannot be read: {error}. {_REMEDY}") from error
         found = np.frombuffer(data, self.manifest.dtype)
         if len(found) != expected:
             raise DataError(
-                f"{self.folder}/{name} record {record} has {len(found)} tokens, not {expected}: "
-                f"the file has changed. {_REMEDY}"
+                f"{path} record {record} has {len(found)} tokens, not {expected}: the file has "
+                f"changed. {_REMEDY}"
             )
         return found
 
-    def _reader(self, part: int) -> Any:
+    def _reader(self, part, path):
         from array_record.python.array_record_module import ArrayRecordReader
 
-        if part in self._readers:
-            self._readers.move_to_end(part)
-            return self._readers[part]
-        while len(self._readers) >= _MOST_OPEN:
-            _, oldest = self._readers.popitem(last=False)
-            oldest.close()
-        # Reads are at random: nothing is read ahead.
-        options = "readahead_buffer_size:0,max_parallelism:0"
-        path = os.path.join(self.folder, part_name(part))
-        self._readers[part] = ArrayRecordReader(path, options=options)
+        if part not in self._readers:
+            while len(self._readers) >= _MOST_OPEN:
+                self._readers.popitem(last=False)[1].close()
+            # Reads are at random: nothing is read ahead.
+            options = "readahead_buffer_size:0,max_parallelism:0"
+            self._readers[part] = ArrayRecordReader(path, options=options)
+        self._readers.move_to_end(part)
         return self._readers[part]
 
 
@@ -221,37 +205,25 @@ def open_shards(path: str, key: str) -> Shards:
     """The documents of a folder that maxdiloco.prepare has written.
 
     The manifest, the sizes of all files, the table, and the first and last record of up to
-    _PARTS_TRIED parts are checked here; each record has a checksum that is checked when it is read.
+    _PARTS_TRIED parts are checked here; a record has a checksum that is checked when it is read.
     key: the flag of the path. Raises DataError for a folder that is unfinished or damaged.
     """
     where = f"{key}={path}"
     folder = os.path.expanduser(path)
     manifest = read_manifest(folder, where)
     for number, (_, size, _) in enumerate(manifest.parts):
-        _check_size(os.path.join(folder, part_name(number)), size, where)
-    try:
-        lengths = np.load(os.path.join(folder, LENGTHS), allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{where}: {LENGTHS} cannot be read ({error}). {_REMEDY}") from error
-    tokens = sum(tokens for tokens, *_ in manifest.parts)
-    if len(lengths) != manifest.lengths[0] or int(lengths.sum()) != tokens:
-        raise DataError(f"{where}: {LENGTHS} does not fit the parts. {_REMEDY}")
-    if file_hash(os.path.join(folder, LENGTHS)) != manifest.lengths[1]:
+        name = part_name(number)
+        part = os.path.join(folder, name)
+        with reading(part, _REMEDY):
+            size_now = os.path.getsize(part)
+        if size_now != size:
+            raise DataError(f"{where}: {name} has {size_now} bytes, not {size}. {_REMEDY}")
+    table = os.path.join(folder, LENGTHS)
+    if file_hash(table) != manifest.lengths[1]:
         raise DataError(f"{where}: {LENGTHS} is damaged. {_REMEDY}")
-    shards = Shards(folder, manifest, lengths)
+    shards = Shards(folder, manifest, np.load(table, allow_pickle=False))
     shards.try_parts()
     return shards
-
-
-def _check_size(path, size, where):
-    try:
-        size_now = os.path.getsize(path)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}). {_REMEDY}") from error
-    if size_now != size:
-        raise DataError(
-            f"{where}: {os.path.basename(path)} has {size_now} bytes, not {size}. {_REMEDY}"
-        )
 
 
 def check_contents(shards: Shards) -> None:
@@ -265,17 +237,14 @@ def check_contents(shards: Shards) -> None:
 
 def file_hash(path: str) -> str:
     """SHA-256 of a file, hexadecimal. Raises DataError."""
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}). {_REMEDY}") from error
+    with reading(path, _REMEDY), open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def of_each_file(shards: Shards) -> tuple[np.ndarray, np.ndarray]:
     """Documents that begin in each file of the source, and their tokens, int64 [F]."""
     counts = np.array([documents for _, documents in shards.manifest.files], np.int64)
-    return counts, np.diff(_starts(shards.lengths)[_starts(counts)])
+    return counts, np.diff(starts_of(shards.lengths)[starts_of(counts)])
 
 
 def refuse_other_tokenizer(documents: Shards, tokenizer: Tokenizer, where: str) -> None:
@@ -314,11 +283,8 @@ def refuse_other_tokenizer(documents: Shards, tokenizer: Tokenizer, where: str) 
 
 def _differs(own, name, files):
     path = os.path.join(own, name)
-    try:
-        with open(path, "rb") as file:
-            return meaning(file.read()) != meaning(files[name])
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}). {_REMEDY}") from error
+    with reading(path, _REMEDY), open(path, "rb") as file:
+        return meaning(file.read()) != meaning(files[name])
 
 
 def _saved(folder):
@@ -329,7 +295,3 @@ def _saved(folder):
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _starts(lengths):
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])

@@ -33,7 +33,11 @@ class SyntheticWindows:
         """Tokens and segment ids, int32 [N, L]; each window is one document, all segments 1."""
         strides = self.strides()
         limits = np.cumsum(self.chances())[:-1]
-        raw_NL = np.stack([self._raw(int(window)) for window in windows_N])
+        key = np.array([self.seed % 2**64, _SPLITS.index(self.split)], np.uint64)
+        # Philox counts in the first two words: each window has 2**128 numbers of its own.
+        counters = [np.array([0, 0, int(window), 0], np.uint64) for window in windows_N]
+        generators = [np.random.Philox(key=key, counter=counter) for counter in counters]
+        raw_NL = np.stack([generator.random_raw(self.length) for generator in generators])
         draws_NL = (raw_NL[:, 1:] >> np.uint64(11)) * _UNIT
         steps_NL = strides[np.searchsorted(limits, draws_NL, side="right")]
         first_N1 = (raw_NL[:, :1] % np.uint64(self.vocab_size)).astype(np.int64)
@@ -55,16 +59,6 @@ class SyntheticWindows:
         chances = np.array(CHANCES[: min(len(CHANCES), self.vocab_size)])
         return chances / chances.sum()
 
-    def fingerprint(self) -> str:
+    def contents(self) -> str:
         """What the windows are made from; equal when the data are."""
         return f"synthetic-{self.seed}-{self.split}-{self.vocab_size}-{self.length}"
-
-    def contents(self) -> str:
-        """The fingerprint: it says all."""
-        return self.fingerprint()
-
-    def _raw(self, window):
-        key = np.array([self.seed % 2**64, _SPLITS.index(self.split)], np.uint64)
-        # Philox counts in the first two words: each window has 2**128 numbers of its own.
-        counter = np.array([0, 0, window, 0], np.uint64)
-        return np.random.Philox(key=key, counter=counter).random_raw(self.length)

@@ -8,16 +8,16 @@ Each document begins with the token that starts a document.
 import dataclasses
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 import numpy as np
 
 from maxdiloco.data import corpus, packing, shards
-from maxdiloco.data.documents import ByteDocuments
+from maxdiloco.data.documents import ByteDocuments, read_table
 from maxdiloco.data.kinds import KINDS, Source
 from maxdiloco.data.line_index import LineIndex
-from maxdiloco.data.sources import files, text_files
+from maxdiloco.data.sources import files
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.errors import DataError
 
@@ -88,27 +88,18 @@ class TextWindows:
         """Tokens in windows that are no padding, int64 [N]."""
         return self.layout.num_tokens(np.asarray(windows_N, np.int64) + self.first)
 
-    def fingerprint(self) -> str:
-        """16 hexadecimal digits: a hash of the documents' identity, the windows and L.
-
-        Names and lengths, read from no file: see `contents`.
-        """
-        return self._hash(self.documents.identity())
-
     def contents(self) -> str:
-        """The same of the documents' contents, of which a bounded part is read.
+        """16 hexadecimal digits: a hash of the documents' contents, the windows and L.
 
-        Processes of a run, and a run and its checkpoint, have the same data when these agree.
+        A bounded part of the text is read. Processes of a run, and a run and its checkpoint, have
+        the same data when these agree.
         """
-        return self._hash(self.documents.contents())
-
-    def _hash(self, parts: Iterable[bytes]) -> str:
         shape = (self.length, self.first, self.num_windows)
         # The others differ in the number of windows: where that is equal, so are the windows.
         if self.packing == packing.BEST_FIT:
             shape = (*shape, self.packing)
         digest = hashlib.sha256(f"{shape}\n".encode())
-        for part in parts:
+        for part in self.documents.contents():
             digest.update(part)
         return digest.hexdigest()[:16]
 
@@ -173,16 +164,15 @@ def _of_bytes(request: Request) -> tuple[Documents, str, bool]:
     if held is not None:
         paths = [paths[number] for number in np.flatnonzero(held == (request.split == "eval"))]
     if path:  # what Python's own source is written in is its own affair
-        text_files.refuse_other(paths, key)
-    table = corpus.read_table(paths, column=column, index=request.index, allowed=request.allowed)
+        files.refuse_other(paths, key)
+    table = read_table(paths, column=column, index=request.index, allowed=request.allowed)
     name = f"{key}={path}" if path else f"{key}= (Python's standard library)"
     if not len(table):
         raise DataError(
             f"{name} holds no text for {request.split}: {len(paths)} files, all empty. Give text "
             "to read."
         )
-    divided = request.held_out > 0 and held is None
-    return ByteDocuments(table, request.tokenizer.bos), name, divided
+    return table, name, request.held_out > 0 and held is None
 
 
 def held_out_files(sizes: Sequence[int], share: Fraction) -> np.ndarray | None:

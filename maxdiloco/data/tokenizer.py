@@ -1,45 +1,35 @@
-"""The tokenizer that the keys of a run name, or that a folder holds: bytes here, others in subword.
+"""The tokenizer that the keys of a run name, or that a folder holds: bytes, or that of a package.
 
-A tokenizer is its files: `save` writes them into a folder, and `load` needs nothing else.
+A tokenizer is its files: `save` writes them into a folder, and `load` needs nothing else. The
+packages tokenizers and sentencepiece, the extra [text], are imported where they are used.
 """
 
 import dataclasses
+import json
+import os
 import pathlib
+import re
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from maxdiloco import json_text
-from maxdiloco.data import subword
-from maxdiloco.data.tokenizer_base import SETTINGS, Tokenizer, to_bytes
+from maxdiloco.data import packages
+from maxdiloco.data.tokenizer_base import SETTINGS, ByteTokenizer, Tokenizer, to_bytes
 from maxdiloco.errors import ConfigError, DataError
 
-BYTES = 256
-
-
-@dataclasses.dataclass(frozen=True)
-class ByteTokenizer(Tokenizer):
-    """Token i below 256 is byte i; token 256 starts a document, ends the last and has no text."""
-
-    bos: int = BYTES
-    vocab_size: int = BYTES + 1
-    eos: None = None
-
-    kind = "byte"
-
-    def encode_all(self, texts: Sequence[str]) -> Iterable[Sequence[int]]:
-        """The bytes of each text, uint8 (Tokenizer)."""
-        return (np.frombuffer(to_bytes(text), np.uint8) for text in texts)
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        """Text of tokens. Those above 255 have none; bytes that are not UTF-8 become U+FFFD."""
-        known = bytes(token for token in tokens if 0 <= token < BYTES)
-        return known.decode("utf-8", errors="replace")
-
-    def token_bytes(self) -> np.ndarray:
-        """1 for a byte, 0 for the token that starts a document (Tokenizer)."""
-        return (np.arange(self.vocab_size) < BYTES).astype(np.int32)
+# tokenizer_type -> the file of such a tokenizer in a folder, and the package that reads it.
+FILES = {"huggingface": "tokenizer.json", "sentencepiece": "tokenizer.model"}
+_PACKAGES = {"huggingface": "tokenizers", "sentencepiece": "sentencepiece"}
+# Beside tokenizer.json: which of its tokens start and end a document.
+CONFIG = "tokenizer_config.json"
+# Names of these tokens where no such file says them: Llama 3 and this package, Llama 2, Gemma, ...
+BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]")
+EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[EOS]")
+_BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(?<!\.json)")
 
 
 class Keys(NamedTuple):
@@ -53,8 +43,120 @@ class Keys(NamedTuple):
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Keys":
         """Those among the values of other keys."""
-        kind, path = values["tokenizer_type"], values["tokenizer_path"]
-        return cls(kind, path, values["add_bos"], values["add_eos"])
+        return cls(*(values[name] for name in cls._fields))
+
+
+@dataclasses.dataclass(frozen=True)
+class SubwordTokenizer(Tokenizer):
+    """What the tokenizers of both packages share.
+
+    content: of the file that FILES names. engine: the package's object, made of it.
+    """
+
+    content: bytes = dataclasses.field(repr=False)
+    bos: int | None
+    eos: int | None
+    vocab_size: int
+    engine: Any = dataclasses.field(compare=False, repr=False)
+
+    def files(self) -> dict[str, bytes]:
+        """The file of the package, and the tokens around a document (Tokenizer)."""
+        return {FILES[self.kind]: self.content} | super().files()
+
+    def __reduce__(self):
+        # A pickled engine of tokenizers forgets that text never makes special tokens.
+        return of_content, (self.kind, self.content, "a pickle", self.bos, self.eos)
+
+
+class HuggingFaceTokenizer(SubwordTokenizer):
+    """A tokenizer.json. It gives back every text exactly when it is a byte-level BPE without a
+    normalizer; others may change spaces, accents or case."""
+
+    kind = "huggingface"
+
+    def special_tokens(self, names: Mapping[str, Any]) -> tuple[int | None, int | None]:
+        """The tokens that start and end a document, by the file CONFIG or their usual names.
+
+        null in the file is none; a key that it lacks says nothing.
+        """
+        return (
+            self._token(names, "bos_token", BOS_NAMES),
+            self._token(names, "eos_token", EOS_NAMES),
+        )
+
+    def _token(self, names, key, usual):
+        name = names.get(key)
+        if isinstance(name, dict):
+            name = name.get("content")
+        candidates = usual if key not in names else (name,) if isinstance(name, str) else ()
+        found = [self.engine.token_to_id(each) for each in candidates]
+        return next((token for token in found if token is not None), None)
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text, without threads (Tokenizer)."""
+        return self.engine.encode(_utf8(text), add_special_tokens=False).ids
+
+    def encode_all(self, texts: Sequence[str]) -> Iterable[Sequence[int]]:
+        """Tokens of texts (Tokenizer), 1.8 MB a second on a core: source, a BPE of 32,000 tokens"""
+        texts = [_utf8(text) for text in texts]
+        found = self.engine.encode_batch_fast(texts, add_special_tokens=False)
+        return (each.ids for each in found)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text of tokens (Tokenizer)."""
+        known = [int(token) for token in tokens if 0 <= token < self.vocab_size]
+        return self.engine.decode(known, skip_special_tokens=True)
+
+    def token_bytes(self) -> np.ndarray:
+        """Bytes of each token (Tokenizer); one of a byte-level BPE has a letter for each byte."""
+        model = json_text.parse(self.engine.to_str())
+        byte_level = "ByteLevel" in json.dumps(model["decoder"])
+        added = self.engine.get_added_tokens_decoder()
+        bytes_V = np.zeros(self.vocab_size, np.int32)
+        for text, token in self.engine.get_vocab(with_added_tokens=True).items():
+            if token in added:
+                bytes_V[token] = 0 if added[token].special else len(added[token].content.encode())
+            else:
+                bytes_V[token] = len(text) if byte_level else _piece_bytes(text)
+        return bytes_V
+
+
+class SentencePieceTokenizer(SubwordTokenizer):
+    """A tokenizer.model. It gives back every text exactly when it was trained with byte_fallback,
+    without a normalization rule and with spaces left alone; U+2581 alone becomes a space."""
+
+    kind = "sentencepiece"
+
+    def special_tokens(self, names: Mapping[str, Any]) -> tuple[int | None, int | None]:
+        """The tokens that start and end a document, as the model says."""
+        bos, eos = self.engine.bos_id(), self.engine.eos_id()
+        return bos if bos >= 0 else None, eos if eos >= 0 else None
+
+    def encode_all(self, texts: Sequence[str]) -> Iterable[Sequence[int]]:
+        """Tokens of texts (Tokenizer)."""
+        return self.engine.encode([_utf8(text) for text in texts])
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text of tokens (Tokenizer)."""
+        return self.engine.decode([int(token) for token in tokens if 0 <= token < self.vocab_size])
+
+    def token_bytes(self) -> np.ndarray:
+        """Bytes of each token (Tokenizer)."""
+        bytes_V = np.zeros(self.vocab_size, np.int32)
+        for token in range(self.vocab_size):
+            if not self.engine.is_control(token):
+                bytes_V[token] = _piece_bytes(self.engine.id_to_piece(token))
+        return bytes_V
+
+
+def _piece_bytes(piece):
+    """Bytes of a piece in which U+2581 is a space and <0xE2> a byte."""
+    return 1 if _BYTE_PIECE.fullmatch(piece) else len(piece.replace("\u2581", " ").encode())
+
+
+def _utf8(text):
+    """A text with a question mark for each half of a surrogate pair."""
+    return to_bytes(text).decode()
 
 
 def build(keys: Keys, rows: int | None = None) -> Tokenizer:
@@ -66,9 +168,14 @@ def build(keys: Keys, rows: int | None = None) -> Tokenizer:
     kind, path, add_bos, add_eos = keys
     found: Tokenizer = ByteTokenizer()
     if kind != found.kind:
-        named = subword.read(kind, path)
-        _require("add_bos", add_bos, named.bos, f"tokenizer_path={path} has no token that starts")
-        _require("add_eos", add_eos, named.eos, f"tokenizer_path={path} has no token that ends")
+        named = read(kind, path)
+        for token, wanted, verb in (("bos", add_bos, "starts"), ("eos", add_eos, "ends")):
+            if wanted and vars(named)[token] is None:
+                raise ConfigError(
+                    f"add_{token}=true, but tokenizer_path={path} has no token that {verb} a "
+                    f"document. Set add_{token}=false, or name its {token}_token in a {CONFIG} "
+                    f"beside {FILES['huggingface']}."
+                )
         bos, eos = named.bos if add_bos else None, named.eos if add_eos else None
         found = dataclasses.replace(named, bos=bos, eos=eos)
     if rows is not None and found.vocab_size > rows:
@@ -80,15 +187,6 @@ def build(keys: Keys, rows: int | None = None) -> Tokenizer:
     return found
 
 
-def _require(key: str, wanted: bool, token: int | None, why: str) -> None:
-    if wanted and token is None:
-        raise ConfigError(
-            f"{key}=true, but {why} a document. Set {key}=false, or name its "
-            f"{key.removeprefix('add_')}_token in a {subword.CONFIG} beside "
-            f"{subword.FILES['huggingface']}."
-        )
-
-
 def load(folder: pathlib.Path) -> Tokenizer:
     """The tokenizer that `save` wrote. Raises DataError when the folder holds none, OSError."""
     try:
@@ -96,11 +194,118 @@ def load(folder: pathlib.Path) -> Tokenizer:
         kind, bos, eos = fields["tokenizer_type"], fields["bos"], fields["eos"]
         if kind == ByteTokenizer.kind:
             return ByteTokenizer()
-        file = folder / subword.FILES[kind]
+        file = folder / FILES[kind]
         content = file.read_bytes()
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{folder} holds no saved tokenizer: {error}. Give the folder tokenizer of a run or of "
             "a checkpoint."
         ) from error
-    return subword.of_content(kind, content, str(file), bos, eos)
+    return of_content(kind, content, str(file), bos, eos)
+
+
+def read(kind: str, path: str) -> SubwordTokenizer:
+    """The tokenizer of a file, with those tokens around a document that its files name.
+
+    kind: tokenizer_type. path: tokenizer_path: a file, a folder with the file that FILES names
+    (that of a run or a checkpoint too), or for huggingface a name on the hub, which is downloaded
+    unless Hugging Face's cache has it.
+    Raises DataError when there is none, ConfigError without a package.
+    """
+    where = f"tokenizer_path={path}"
+    given = os.path.expanduser(path)
+    if not os.path.exists(given) and kind == "huggingface" and _HUB_NAME.fullmatch(path):
+        file, config = _downloaded(path, where)
+        saved = None
+    else:
+        file = os.path.join(given, FILES[kind]) if os.path.isdir(given) else given
+        beside = [os.path.join(os.path.dirname(file), name) for name in (CONFIG, SETTINGS)]
+        named_as_usual = os.path.basename(file) == FILES[kind]
+        config, saved = (
+            each if named_as_usual and os.path.isfile(each) else None for each in beside
+        )
+    found = of_content(kind, _content(file, where, kind), where)
+    bos, eos = found.special_tokens(_fields(config, kind))
+    if saved:
+        fields = _fields(saved, kind)
+        bos, eos = fields.get("bos"), fields.get("eos")
+    return dataclasses.replace(found, bos=bos, eos=eos)
+
+
+def _downloaded(name, where):
+    """Paths of tokenizer.json and of CONFIG, where there is one, in Hugging Face's cache."""
+    hub, errors = (
+        _package(each, "huggingface") for each in ("huggingface_hub", "huggingface_hub.errors")
+    )
+    try:
+        file = hub.hf_hub_download(name, FILES["huggingface"])
+    except (OSError, ValueError, errors.EntryNotFoundError) as error:
+        raise DataError(
+            f"{where} is no file or folder, and the hub gives no {FILES['huggingface']} by that "
+            f"name ({str(error).splitlines()[0].rstrip('.')}). On a machine with a network run `hf "
+            f"download {name} --include 'tokenizer*' --local-dir DIR`, then set tokenizer_path=DIR."
+        ) from error
+    try:
+        return file, hub.hf_hub_download(name, CONFIG)
+    except errors.EntryNotFoundError:
+        return file, None
+
+
+def _content(file, where, kind):
+    try:
+        return pathlib.Path(file).read_bytes()
+    except OSError as error:
+        hub = ", or a name of the hub as in openai-community/gpt2" if kind == "huggingface" else ""
+        raise DataError(
+            f"{where}: {file} cannot be read ({error.strerror}). Give a {FILES[kind]}, a folder "
+            f"that holds one{hub}."
+        ) from error
+
+
+def _fields(file, kind):
+    """Fields of a JSON file beside the tokenizer's; none without one."""
+    if file is None:
+        return {}
+    try:
+        fields = json_text.parse(_content(file, file, kind))
+    except ValueError as error:
+        raise DataError(f"{file} is not JSON: {error}. Mend it or remove it.") from error
+    return fields if isinstance(fields, dict) else {}
+
+
+def of_content(
+    kind: str, content: bytes, where: str, bos: int | None = None, eos: int | None = None
+) -> SubwordTokenizer:
+    """The tokenizer of a file's content. kind: tokenizer_type; where: for messages.
+
+    Raises DataError when it is no tokenizer, ConfigError without the package.
+    """
+    module = package(kind)
+    try:
+        if kind == "sentencepiece":
+            engine = module.SentencePieceProcessor()
+            engine.LoadFromSerializedProto(content)
+            return SentencePieceTokenizer(content, bos, eos, engine.vocab_size(), engine)
+        engine = module.Tokenizer.from_buffer(content)
+    except (ValueError, RuntimeError) as error:
+        why = "it does not parse" if kind == "sentencepiece" else error
+        raise DataError(
+            f"{where} is no {FILES[kind]} of tokenizer_type={kind}: {why}. Give another file, or "
+            "the tokenizer_type that it has."
+        ) from error
+    engine.no_truncation()
+    engine.no_padding()
+    engine.encode_special_tokens = True
+    size = max(engine.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    return HuggingFaceTokenizer(content, bos, eos, size, engine)
+
+
+def package(kind: str) -> types.ModuleType:
+    """The package that reads a tokenizer_type. Raises ConfigError where it is not installed."""
+    return _package(_PACKAGES[kind], kind)
+
+
+def _package(name, kind):
+    return packages.require(
+        name, f"tokenizer_type={kind}", extra="text", otherwise=", or use tokenizer_type=byte"
+    )

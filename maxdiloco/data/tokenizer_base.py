@@ -1,8 +1,10 @@
-"""What all tokenizers do alike: their files and the hash of them, the tokens around a document."""
+"""What all tokenizers do alike, and the one of bytes."""
 
 import abc
+import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import pathlib
 from collections.abc import Iterable, Sequence
@@ -15,6 +17,7 @@ from maxdiloco import json_text
 SETTINGS = "settings.json"
 # Parts of a tokenizer.json that add, cut or pad after the tokens of a text: none is used here.
 _UNUSED = ("post_processor", "truncation", "padding")
+BYTES = 256  # the token of the byte tokenizer that starts a document
 
 
 class Tokenizer(abc.ABC):
@@ -51,6 +54,25 @@ class Tokenizer(abc.ABC):
         A tokenizer that normalises text counts the bytes of what it gives back.
         """
 
+    def bytes_of_rows(self, rows: int) -> np.ndarray:
+        """token_bytes of each row of an embedding, int32 [rows]; a row of no token has none."""
+        return np.resize(np.append(self.token_bytes(), np.zeros(rows, np.int32)), rows)
+
+    def prompt(self, text: str) -> list[int]:
+        """The tokens of a text that starts a document."""
+        return [*([] if self.bos is None else [self.bos]), *self.encode(text)]
+
+    def continuation(self, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+        """The text of generated tokens that follow those of a prompt, up to the document's end.
+
+        The token that ends a document, or the one that starts the next, ends the text.
+        """
+        prompt, tokens = [int(t) for t in prompt], [int(t) for t in tokens]
+        ends = (self.bos, self.eos)
+        tokens = list(itertools.takewhile(lambda token: token not in ends, tokens))
+        # Decoded together: the space in front of a first word may not be part of its text.
+        return self.decode([*prompt, *tokens])[len(self.decode(prompt)) :]
+
     def files(self) -> dict[str, bytes]:
         """Content of each file that tokenizer.load needs, by its name in the folder."""
         fields = {"tokenizer_type": self.kind, "bos": self.bos, "eos": self.eos}
@@ -71,6 +93,30 @@ class Tokenizer(abc.ABC):
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files().items():
             (folder / name).write_bytes(content)
+
+
+@dataclasses.dataclass(frozen=True)
+class ByteTokenizer(Tokenizer):
+    """Token i below 256 is byte i; token 256 starts a document, ends the last and has no text."""
+
+    bos: int = BYTES
+    vocab_size: int = BYTES + 1
+    eos: None = None
+
+    kind = "byte"
+
+    def encode_all(self, texts: Sequence[str]) -> Iterable[Sequence[int]]:
+        """The bytes of each text, uint8 (Tokenizer)."""
+        return (np.frombuffer(to_bytes(text), np.uint8) for text in texts)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text of tokens. Those above 255 have none; bytes that are not UTF-8 become U+FFFD."""
+        known = bytes(token for token in tokens if 0 <= token < BYTES)
+        return known.decode("utf-8", errors="replace")
+
+    def token_bytes(self) -> np.ndarray:
+        """1 for a byte, 0 for the token that starts a document (Tokenizer)."""
+        return (np.arange(self.vocab_size) < BYTES).astype(np.int32)
 
 
 def meaning(content: bytes) -> bytes:

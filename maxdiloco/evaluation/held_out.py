@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.data.token_text import bytes_of_tokens
 from maxdiloco.data.tokenizer import Keys, build
 from maxdiloco.engine.calls import BESIDE, EVALUATION, Call
 from maxdiloco.engine.trainer import Trainer
@@ -240,4 +239,4 @@ def token_bytes(cfg: Config) -> np.ndarray:
     """Bytes of text that each token of a run stands for, int32 [V]; synthetic data are no text."""
     if cfg.dataset_type == "synthetic":
         return np.zeros(cfg.vocab_size, np.int32)
-    return bytes_of_tokens(build(Keys.of(vars(cfg)), cfg.vocab_size), cfg.vocab_size)
+    return build(Keys.of(vars(cfg)), cfg.vocab_size).bytes_of_rows(cfg.vocab_size)

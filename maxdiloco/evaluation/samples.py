@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.data import token_text
 from maxdiloco.engine.calls import BESIDE, EVALUATION, Call
 from maxdiloco.models import sampling
 from maxdiloco.models.devices import token_shards
@@ -43,7 +42,7 @@ class Sampler:
         on_compile: Callable,
     ):
         self._model, self._tokenizer, self._prompt = model, tokenizer, prompt
-        self._tokens = token_text.prompt_tokens(tokenizer, prompt)
+        self._tokens = tokenizer.prompt(prompt)
         over = replicas.of_each_slot if of_slots else replicas.of_whole_mesh
         self._program = Program(
             "sample",
@@ -73,4 +72,4 @@ class Sampler:
     def __call__(self, params: Any) -> str:
         """The prompt and its continuation. params: of Trainer.eval_params."""
         tokens = replicas.first_here(self._program(params, None, None))
-        return self._prompt + token_text.continuation(self._tokenizer, self._tokens, tokens)
+        return self._prompt + self._tokenizer.continuation(self._tokens, tokens)

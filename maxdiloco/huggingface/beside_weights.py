@@ -7,13 +7,12 @@ from typing import Any
 
 from etils import epath
 
-from maxdiloco.data import subword
-from maxdiloco.data.tokenizer import ByteTokenizer
+from maxdiloco.data.tokenizer import FILES, ByteTokenizer, SentencePieceTokenizer
 from maxdiloco.data.tokenizer_base import meaning
 from maxdiloco.evaluation import run_tokenizer
 from maxdiloco.flags.config import Config
 
-_JSON = subword.FILES["huggingface"]
+_JSON = FILES["huggingface"]
 _FILES = {
     "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
@@ -62,8 +61,8 @@ def write(
     if cfg.dataset_type == "synthetic":
         return  # its tokens are numbers, not text
     tokenizer = run_tokenizer.of_checkpoint(cfg, checkpoint)
-    if isinstance(tokenizer, subword.SentencePieceTokenizer):
-        (folder / subword.FILES["sentencepiece"]).write_bytes(tokenizer.content)
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        (folder / FILES["sentencepiece"]).write_bytes(tokenizer.content)
         return
     is_bytes = isinstance(tokenizer, ByteTokenizer)
     model = _of_bytes(tokenizer) if is_bytes else json.loads(tokenizer.content)
@@ -90,9 +89,9 @@ def is_of_run(like: pathlib.Path, cfg: Config, checkpoint: epath.Path) -> bool:
     if cfg.dataset_type == "synthetic":
         return True
     if cfg.tokenizer_type == "byte":
-        return not any((like / name).is_file() for name in subword.FILES.values())
+        return not any((like / name).is_file() for name in FILES.values())
     tokenizer = run_tokenizer.of_checkpoint(cfg, checkpoint)
-    path = like / subword.FILES[tokenizer.kind]
+    path = like / FILES[tokenizer.kind]
     if not path.is_file():
         return False
     return meaning(path.read_bytes()) == meaning(tokenizer.content)

@@ -18,7 +18,7 @@ from etils import epath
 
 from maxdiloco.checkpoint import by_part, orbax_io, write
 from maxdiloco.checkpoint.by_part import PartedLeaf
-from maxdiloco.data import subword, tokenizer
+from maxdiloco.data import tokenizer
 from maxdiloco.engine.trainer import OUTER_PARAMS
 from maxdiloco.errors import CheckpointError, ConfigError, DataError
 from maxdiloco.evaluation import run_tokenizer
@@ -124,10 +124,10 @@ def _config(
 
 
 def _tokenizer_keys(source: pathlib.Path, target: pathlib.Path) -> dict[str, Any]:
-    kinds = [kind for kind, name in subword.FILES.items() if (source / name).is_file()]
+    kinds = [kind for kind, name in tokenizer.FILES.items() if (source / name).is_file()]
     if not kinds:
         return {"dataset_type": "synthetic"}  # tokens that are numbers alone
-    found = subword.read(kinds[0], str(source))
+    found = tokenizer.read(kinds[0], str(source))
     return {
         "tokenizer_type": kinds[0],
         "tokenizer_path": str(target / CARRIED),

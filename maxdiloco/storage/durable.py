@@ -1,7 +1,6 @@
 """Files that appear whole, and fsync, so that a power cut cannot undo what was written.
 
-A file's contents and its name are two things to a file system: fsync of the file keeps the
-contents, fsync of its folder keeps the name. Neither implies the other. All raise OSError.
+fsync of a file keeps its contents, fsync of its folder its name. All raise OSError.
 """
 
 import contextlib
@@ -39,14 +38,12 @@ def sync_folder(path: epath.PathLike) -> None:
 
 def sync_tree(path: epath.PathLike) -> None:
     """Force a folder and all that is below it to the disk, innermost first."""
-
-    def give_up(error: OSError) -> None:
-        raise error  # os.walk would skip the folder
-
-    for folder, _, names in os.walk(os.fspath(path), topdown=False, onerror=give_up):
-        for name in names:
-            sync_file(os.path.join(folder, name))
-        sync_folder(folder)
+    for entry in os.scandir(path):
+        if entry.is_dir(follow_symlinks=False):
+            sync_tree(entry.path)
+        else:
+            sync_file(entry.path)
+    sync_folder(path)
 
 
 def make_folder(path: epath.PathLike) -> None:

@@ -1,8 +1,8 @@
 """The lock of a run on gs://: an object that its holder renews.
 
-A killed holder leaves the object behind. The lock is stale when it was not renewed for STALE_S by
-the clock of the store; then the next run takes it over. Each request that creates, renews, takes
-over or deletes it names the generation that it replaces: of two processes one fails.
+A killed holder leaves the object behind. After STALE_S without a renewal, by the clock of the
+store, the next run takes it over. Each request names the generation that it replaces: of two
+processes one fails.
 """
 
 import contextlib
@@ -36,12 +36,19 @@ class _Lock(NamedTuple):
     age: float  # [seconds] since it was renewed
 
 
+def _patience() -> dict[str, Any]:
+    """Arguments of a request that is repeated for less than STALE_S."""
+    from google.cloud.storage.retry import DEFAULT_RETRY
+
+    return {"timeout": STALE_S / 4, "retry": DEFAULT_RETRY.with_timeout(STALE_S / 4)}
+
+
 class ObjectLock:
     """The lock of one run. A context manager: entering waits or refuses, leaving deletes it.
 
-    path: the object. say: called with one line for the user, from another thread too. Entering
-    raises CheckpointError when another process renews the lock or the object is no lock, and what
-    object_store.errors names.
+    say: called with one line for the user, from another thread too. Entering raises CheckpointError
+    when another process renews the lock or the object is no lock, and what object_store.errors
+    names.
     """
 
     def __init__(self, path: epath.Path, *, run_name: str, say: Callable[[str], None]):
@@ -69,9 +76,8 @@ class ObjectLock:
         self._thread.join()
         # A lock that cannot be deleted goes stale; one that was lost has another generation.
         with contextlib.suppress(OSError, *object_store.errors(self._path)):
-            self._bucket.blob(self._name).delete(
-                if_generation_match=self._generation, **self._patience()
-            )
+            blob = self._bucket.blob(self._name)
+            blob.delete(if_generation_match=self._generation, **_patience())
 
     def require(self) -> None:
         """Raise CheckpointError when another process has taken the lock over."""
@@ -79,7 +85,7 @@ class ObjectLock:
             raise CheckpointError(self._lost)
 
     def _acquire(self) -> None:
-        before: _Lock | None = None
+        before: int | None = None  # the generation that was seen first
         while not self._write(expected=0):
             lock = self._look()
             if lock is None:  # deleted meanwhile
@@ -98,17 +104,17 @@ class ObjectLock:
                     self._say(f"{words}: taken over.")
                     return
                 continue
-            if before is not None and lock.generation != before.generation:
-                raise CheckpointError(
-                    f"run_name={self._run_name} is in use: {words}. Wait for it, stop it, or set "
-                    "another run_name."
-                )
             if before is None:
                 self._say(
                     f"{words}: waiting up to {STALE_S - lock.age:.0f} s to see whether that run "
                     "still lives."
                 )
-                before = lock
+                before = lock.generation
+            if lock.generation != before:
+                raise CheckpointError(
+                    f"run_name={self._run_name} is in use: {words}. Wait for it, stop it, or set "
+                    "another run_name."
+                )
             time.sleep(min(RENEW_S / 4, STALE_S - lock.age))
 
     def _write(self, *, expected: int) -> bool:
@@ -120,19 +126,12 @@ class ObjectLock:
             blob.upload_from_string(
                 json.dumps({"holder": self._holder, "nonce": self._nonce}),
                 if_generation_match=expected,
-                **self._patience(),
+                **_patience(),
             )
         except PreconditionFailed:
             return False
         self._generation = blob.generation
         return True
-
-    def _patience(self) -> dict[str, Any]:
-        """Arguments of a request that is repeated for less than STALE_S."""
-        from google.cloud.storage.retry import DEFAULT_RETRY
-
-        seconds = STALE_S / 4
-        return {"timeout": seconds, "retry": DEFAULT_RETRY.with_timeout(seconds)}
 
     def _look(self) -> _Lock | None:
         from google.api_core.exceptions import NotFound, PreconditionFailed

@@ -1,7 +1,6 @@
 """Folders on gs://: setting up the libraries, their errors, operations on whole folders.
 
-epath reads and writes gs:// with gcsfs, Orbax with TensorStore; tensorboardX and the lock of a run
-use google-cloud-storage. gcsfs and google-cloud-storage are the extra [gcs].
+epath uses gcsfs, Orbax TensorStore, tensorboardX and the lock of a run google-cloud-storage.
 """
 
 import contextlib
@@ -17,7 +16,7 @@ from etils import epath
 
 from maxdiloco.errors import CheckpointError
 
-EXTRA = ("gcsfs", "google.cloud.storage")
+EXTRA = ("gcsfs", "google.cloud.storage")  # of setup.py, [gcs]
 
 
 def is_local(path: epath.PathLike) -> bool:

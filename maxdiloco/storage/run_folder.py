@@ -1,7 +1,6 @@
 """The folder of one run: its lock, and the names in it."""
 
 import contextlib
-import dataclasses
 import fcntl
 import itertools
 import os
@@ -11,7 +10,6 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import TextIO
 
 from etils import epath
 
@@ -30,38 +28,19 @@ _HOLDER = re.compile(r"process (\d{1,9}) on (.{0,255})\n?")  # all of a lock fil
 _MOST_HOLDER = 300  # characters that are looked at
 
 
-@dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """`base_output_directory`/`run_name` and the names inside it."""
+    """`base_output_directory`/`run_name` and the names inside it.
 
-    path: epath.Path
-    # Raises CheckpointError when another process has taken the lock over; only on gs://.
-    require_lock: Callable[[], None] = lambda: None
+    require_lock: raises CheckpointError when another process has taken the lock over; only on gs://
+    """
 
-    @property
-    def checkpoints(self) -> epath.Path:
-        """One folder per saved step."""
-        return self.path / "checkpoints"
-
-    @property
-    def metrics(self) -> epath.Path:
-        """metrics.jsonl: one JSON object per logged step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def history(self) -> epath.Path:
-        """history.jsonl: one JSON object per start and end of the run."""
-        return self.path / "history.jsonl"
-
-    @property
-    def line_index(self) -> epath.Path:
-        """Where the documents of .jsonl files are (data.line_index), for the next start."""
-        return self.path / "line_index"
-
-    @property
-    def tensorboard(self) -> epath.Path:
-        """TensorBoard's event files."""
-        return self.path / "tensorboard"
+    def __init__(self, path: epath.Path, require_lock: Callable[[], None] = lambda: None):
+        self.path, self.require_lock = path, require_lock
+        self.checkpoints = path / "checkpoints"  # one folder per saved step
+        self.metrics = path / "metrics.jsonl"  # one JSON object per logged step
+        self.history = path / "history.jsonl"  # one JSON object per start and end of the run
+        self.line_index = path / "line_index"  # of data.line_index, for the next start
+        self.tensorboard = path / "tensorboard"  # event files
 
 
 def absolute(path: epath.PathLike, *, key: str = "base_output_directory") -> epath.Path:
@@ -109,8 +88,7 @@ def open_run_folder(
     primary: whether this process is the first of the run; the others make and lock nothing.
     warn: called with one line when the file system has no locks, or during a wait for the lock.
     The lock is an flock of the file `lock`, whose line names the holder unless the file is another
-    program's. The kernel releases it when the process dies, so that kill -9 leaves nothing to
-    clean; on gs:// it is an object that its holder renews (storage/object_lock.py).
+    program's; kill -9 releases it. On gs:// it is an object that its holder renews (object_lock).
     Raises CheckpointError when the folder cannot be made or written, or another run holds it.
     """
     folder = locate(base_output_directory, run_name)
@@ -129,15 +107,13 @@ def open_run_folder(
             else:  # there are no folders to make, and writing the lock is the probe
                 lock = ObjectLock(folder.path / "lock", run_name=run_name, say=warn)
                 stack.enter_context(lock)
-                folder = dataclasses.replace(folder, require_lock=lock.require)
+                folder = RunFolder(folder.path, lock.require)
         except (OSError, *object_store.errors(folder.path)) as error:
             raise _cannot_hold(base_output_directory, run_name, error) from error
         yield folder
 
 
-def _cannot_hold(
-    base_output_directory: str, run_name: str, error: BaseException
-) -> CheckpointError:
+def _cannot_hold(base_output_directory, run_name, error):
     free = " and has free space" if is_local(base_output_directory) else ""
     return CheckpointError(
         f"base_output_directory={base_output_directory} cannot hold run_name={run_name}: "
@@ -171,7 +147,7 @@ def reason(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _locked(path: epath.Path, run_name: str, warn: Callable[[str], None]) -> Iterator[None]:
+def _locked(path, run_name, warn):
     # Opened for appending: the line of the holder must stay until this process has the lock.
     with open(path / "lock", "a+", encoding="utf-8", errors="replace") as file:
         try:
@@ -188,14 +164,14 @@ def _locked(path: epath.Path, run_name: str, warn: Callable[[str], None]) -> Ite
         yield
 
 
-def _holder(file: TextIO) -> str | None:
+def _holder(file):
     """The line of a lock file, "" where it is empty; None where no run wrote it."""
     file.seek(0)
     text = file.read(_MOST_HOLDER)
     return text.strip() if not text or _HOLDER.fullmatch(text) else None
 
 
-def _lock(file: TextIO, path: epath.Path, run_name: str, warn: Callable[[str], None]) -> None:
+def _lock(file, path, run_name, warn):
     """Wait for the lock. Raises CheckpointError after LOCK_WAIT_S, or if its holder runs here."""
     limit = time.monotonic() + LOCK_WAIT_S
     for attempt in itertools.count():
@@ -217,15 +193,13 @@ def _lock(file: TextIO, path: epath.Path, run_name: str, warn: Callable[[str], N
         time.sleep(min(_LOCK_POLL_S, LOCK_WAIT_S))
 
 
-def _runs_here(holder: str) -> bool:
+def _runs_here(holder):
     """Whether the line of a lock file names a living process of this host."""
     match = _HOLDER.fullmatch(holder)
     if match is None or match[2] != socket.gethostname():
         return False
     try:
         os.kill(int(match[1]), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True  # another user's
+    except OSError as error:
+        return isinstance(error, PermissionError)  # another user's
     return True

@@ -38,10 +38,10 @@ def require(folder: epath.Path) -> None:
 
 
 def is_shared(folder: epath.Path | None) -> bool:
-    """Whether all processes see what the first one writes to folder; the same in all.
+    """Whether all processes see what the first one writes to folder, which it makes.
 
-    The first process makes the folder. None: this process has none. Runs may share the folder, so
-    the file has a name of its own, which no file system can have cached as absent.
+    None: this process has none. Runs may share the folder, so the file has a name of its own, which
+    no file system can have cached as absent.
     """
     return not _look(folder, name="seen-{}", wait_s=SHORT_WAIT_S, make=True)[1]
 

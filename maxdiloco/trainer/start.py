@@ -99,7 +99,6 @@ def check_places(cfg: Config, folder: RunFolder) -> None:
 def agreed_data(text: TrainingData, tokenizer: Tokenizer) -> dict[str, str]:
     """What a checkpoint says of the training data. Raises DataError as agreed.contents."""
     return {
-        "data": text.fingerprint,
         "contents": agreed.contents(text.contents),
         "tokenizer": agreed.tokenizer(tokenizer.fingerprint),
     }

@@ -9,6 +9,9 @@ import resource
 import pytest
 
 from maxdiloco.data import corpus
+from maxdiloco.data import documents as documents_of
+from maxdiloco.data.documents import read_table
+from maxdiloco.data.sources import files
 from maxdiloco.errors import DataError
 
 LINE = b'{"text": "abcdef"}\n'
@@ -16,18 +19,18 @@ LINE = b'{"text": "abcdef"}\n'
 
 def texts(documents):
     whole = ((number, 0, int(size)) for number, size in enumerate(documents.size))
-    return [piece.tobytes() for piece in corpus.read_pieces(documents, whole)]
+    return [piece.tobytes() for piece in documents.read_bytes(whole)]
 
 
-def names(root, files):
-    return [os.path.relpath(file, root) for file in files]
+def names(root, paths):
+    return [os.path.relpath(path, root) for path in paths]
 
 
 def test_a_folder_is_its_text_files_sorted_by_path(folder):
     """Subfolders are searched; hidden names and other suffixes are left out. Links that lead back
     end no search and repeat no text."""
-    files = "b.txt a/z.py a/a.jsonl c[1].md c1.md image.png .git/x.txt .hidden.txt".split()
-    root = folder(dict.fromkeys(files, b"1"))
+    made = "b.txt a/z.py a/a.jsonl c[1].md c1.md image.png .git/x.txt .hidden.txt".split()
+    root = folder(dict.fromkeys(made, b"1"))
     assert names(root, corpus.find_files(root, "dataset_path")) == [
         "a/a.jsonl", "a/z.py", "b.txt", "c1.md", "c[1].md",
     ]  # fmt: skip
@@ -48,8 +51,8 @@ def test_a_folder_is_its_text_files_sorted_by_path(folder):
 )
 def test_a_glob_matches_what_python_s_glob_does(folder, monkeypatch, pattern):
     """Sorted, each file once, of any suffix; also one that begins in the working directory."""
-    files = ("b.c", "deep/er/a.c", "deep/b.h", ".git/x.c", "e[1]/deep/z[1].c")
-    root = folder(dict.fromkeys(files, b"1"))
+    made = ("b.c", "deep/er/a.c", "deep/b.h", ".git/x.c", "e[1]/deep/z[1].c")
+    root = folder(dict.fromkeys(made, b"1"))
     monkeypatch.chdir(root)
     for path in (pattern, f"{root}/{pattern}"):
         expected = sorted(filter(os.path.isfile, set(glob.glob(path, recursive=True))))
@@ -68,25 +71,25 @@ def test_a_file_is_a_document_and_a_jsonl_line_is_one(folder, monkeypatch):
             "c.jsonl": b'{"text": "tw\\u00e9"}\n\n{"id": 1, "text": ""}\n{"text": "a\\ud800b"}',
         }
     )
-    documents = corpus.read_table(corpus.find_files(root, "dataset_path"), column="text")
+    documents = read_table(corpus.find_files(root, "dataset_path"), column="text")
     assert texts(documents) == [b"one\n", "twé".encode(), b"a?b"]  # half a surrogate pair
     assert documents.size.tolist() == [4, 4, 3]
     # A line too long for the memory is told, as of one JSON array without line feeds.
-    monkeypatch.setattr(corpus, "MAX_LINE", 20)
+    monkeypatch.setattr(files, "MAX_LINE", 20)
     root = folder({"d.jsonl": b'{"text": "1234567"}\n', "e.jsonl": b'{"text": "12345678"}\n'})
-    assert texts(corpus.read_table([f"{root}/d.jsonl"], column="text")) == [b"1234567"]
+    assert texts(read_table([f"{root}/d.jsonl"], column="text")) == [b"1234567"]
     with pytest.raises(DataError, match=r"e\.jsonl byte 0: a line is longer than 20 bytes\. Every"):
-        corpus.read_table([f"{root}/e.jsonl"], column="text")
+        read_table([f"{root}/e.jsonl"], column="text")
 
 
 def test_the_default_is_the_source_of_the_standard_library():
-    files = corpus.find_files("", "dataset_path")
+    paths = corpus.find_files("", "dataset_path")
     root = os.path.dirname(json.__path__[0])
-    assert files == sorted(files)
-    assert json.__file__ in files and os.path.join(root, "ast.py") in files
-    parts = {part for name in names(root, files) for part in name.split(os.sep)}
+    assert paths == sorted(paths)
+    assert json.__file__ in paths and os.path.join(root, "ast.py") in paths
+    parts = {part for name in names(root, paths) for part in name.split(os.sep)}
     assert not parts & {"test", "tests", "site-packages", "__pycache__"}
-    assert all(file.endswith(".py") for file in files)
+    assert all(path.endswith(".py") for path in paths)
 
 
 def test_a_path_without_text_or_with_a_closed_folder_is_told_with_its_key(folder, monkeypatch):
@@ -132,7 +135,7 @@ def test_a_file_that_cannot_be_read_is_told_before_any_is_read_through(tmp_path)
     ):
         make()
         with pytest.raises(DataError, match=rf"z\.txt {words}"):
-            corpus.read_table(corpus.find_files(f"{tmp_path}/*", "dataset_path"), column="text")
+            read_table(corpus.find_files(f"{tmp_path}/*", "dataset_path"), column="text")
         path.unlink()
 
 
@@ -152,7 +155,7 @@ def test_a_file_that_cannot_be_read_is_told_before_any_is_read_through(tmp_path)
 def test_a_jsonl_line_without_the_text_is_told_by_its_number(folder, line, message):
     root = folder({"a.jsonl": b'{"text": "good"}\n' + line + b"\n"})
     with pytest.raises(DataError, match=message) as raised:
-        corpus.read_table([f"{root}/a.jsonl"], column="text")
+        read_table([f"{root}/a.jsonl"], column="text")
     assert "\n" not in str(raised.value)
 
 
@@ -173,7 +176,7 @@ def test_a_file_that_changes_under_a_run_is_told(folder, name, before, after):
     It is not told as a line that never was JSON. A file that only grew holds its documents still.
     """
     root = folder({name: before})
-    documents = corpus.read_table([f"{root}/{name}"], column="text")
+    documents = read_table([f"{root}/{name}"], column="text")
     if name == "a.jsonl":
         folder({name: before + LINE})
         assert texts(documents) == [b"abcdef"]
@@ -197,18 +200,18 @@ def test_a_file_that_grows_while_it_is_read_and_an_error_of_the_disk_are_told(fo
         return json.loads(line.strip())
 
     with monkeypatch.context() as patch:
-        patch.setattr(corpus.json_text, "parse", grow)
+        patch.setattr(files.json_text, "parse", grow)
         with pytest.raises(DataError, match=r"a\.jsonl has changed while it was read\. Start ag"):
-            corpus.read_table([f"{root}/a.jsonl"], column="text")
+            read_table([f"{root}/a.jsonl"], column="text")
     for path in (f"{root}/a.txt", f"{root}/a.jsonl"):
-        documents, stamp = corpus.read_table([path], column="text"), corpus.stamp(path)
+        documents, stamp = read_table([path], column="text"), corpus.stamp(path)
         os.remove(path)
         os.symlink("/proc/self/mem", path)
         words = rf"{path} cannot be read \(Input/output error\)\. Put the file or its"
         with pytest.raises(DataError, match=words):
             texts(documents)
         with pytest.raises(DataError, match=words):
-            corpus._read_through(path, stamp, "text", 0)
+            documents_of._read_through(path, stamp, "text", 0)
 
 
 def test_no_file_is_kept_open(folder):
@@ -219,7 +222,7 @@ def test_no_file_is_kept_open(folder):
     os.close(free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (free + 3, limits[1]))
     try:
-        documents = corpus.read_table(corpus.find_files(root, "dataset_path"), column="text")
+        documents = read_table(corpus.find_files(root, "dataset_path"), column="text")
         assert len(texts(documents)) == 80
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

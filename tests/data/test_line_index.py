@@ -6,6 +6,7 @@ import pytest
 from etils import epath
 
 from maxdiloco.data import corpus
+from maxdiloco.data.documents import read_table
 from maxdiloco.data.line_index import LineIndex
 from maxdiloco.errors import DataError
 from maxdiloco.storage import durable
@@ -26,7 +27,7 @@ def start(folder, tmp_path_factory):
         index = LineIndex(column, told.append)
         run_data.load_index(index, path)
         paths = [os.path.join(folder({}), name) for name in files]
-        table = corpus.read_table(paths, column=column, index=index)
+        table = read_table(paths, column=column, index=index)
         run_data.save_index(index, path)
         return table, told
 
@@ -124,10 +125,10 @@ def test_lines_without_the_text_are_left_out_up_to_a_number(folder):
     root = folder({"a.jsonl": LINES + b"no\n" + OTHER, "b.jsonl": b"{}\n" + OTHER})
     paths, told = corpus.find_files(root, "dataset_path"), []
     index = LineIndex("text", report=told.append)
-    documents = corpus.read_table(paths, column="text", index=index, allowed=2)
+    documents = read_table(paths, column="text", index=index, allowed=2)
     assert documents.size.tolist() == [3, 2, 4, 4]
     left_out = [line for line in told if line.startswith("left out: ")]
     for line, place in zip(left_out, ("a.jsonl line 4 ", "b.jsonl line 1,"), strict=True):
         assert place in line
     with pytest.raises(DataError, match="b.jsonl line 1, which has no field"):
-        corpus.read_table(paths, column="text", index=index, allowed=1)
+        read_table(paths, column="text", index=index, allowed=1)

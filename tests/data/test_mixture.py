@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from maxdiloco.data import interleave, mixture, order, pipeline
-from maxdiloco.data.interleave import Interleave
+from maxdiloco.data import mixture, order, pipeline
 from maxdiloco.data.mixture import Mixture
-from maxdiloco.data.order import Position
+from maxdiloco.data.order import Interleave, Position
 from maxdiloco.errors import ConfigError, DataError
 
 SIZES = {"a": 40, "b": 13, "c": 7}
@@ -38,7 +37,7 @@ class NumberedWindows:
     def num_tokens(self, windows_N):
         return np.full(len(windows_N), 2)
 
-    def fingerprint(self):
+    def contents(self):
         return f"{self.source}-{self.num_windows}"
 
 
@@ -170,10 +169,10 @@ def test_a_source_too_small_or_without_a_replica_is_refused_and_one_that_changed
         data.check_size(data.first_position(2, 16))
     with pytest.raises(ConfigError, match=r"2 replicas leave source c unread.*replicas=3 or more"):
         mixed({}).check_size(mixed({}).first_position(2, 1))
-    # The fingerprint is that of the sources and not of the weights.
-    assert mixed({"a": 1, "b": 1, "c": 5}).fingerprint == data.fingerprint
-    other = mixed({"a": 2, "b": 1, "c": 1}, sizes=SIZES | {"b": 12}).fingerprint
-    assert mixture.changed_sources(data.fingerprint, other) == ["b"]
+    # The contents are those of the sources and not of the weights.
+    assert mixed({"a": 1, "b": 1, "c": 5}).contents == data.contents
+    other = mixed({"a": 2, "b": 1, "c": 1}, sizes=SIZES | {"b": 12}).contents
+    assert mixture.changed_sources(data.contents, other) == ["b"]
     assert mixture.changed_sources("8766f845ccc56041", "synthetic-1") == []
 
 
@@ -214,13 +213,13 @@ def test_the_order_of_two_and_of_three_sources_by_hand():
 
 @given(shares=st.lists(st.integers(0, 40), min_size=1, max_size=7).filter(any))
 def test_a_source_is_never_a_whole_sequence_from_its_share(shares):
-    order, total = Interleave.of(shares), sum(shares)
+    by_share, total = Interleave.of(shares), sum(shares)
     counts = np.zeros(len(shares), np.int64)
-    sources, numbers = order.at(np.arange(2 * total + 3))
+    sources, numbers = by_share.at(np.arange(2 * total + 3))
     for n, (source, number) in enumerate(zip(sources, numbers, strict=True)):
         assert number == counts[source]
-        assert np.array_equal(order.before(n), counts)
-        assert order.index_of(source, int(number)) == n
+        assert np.array_equal(by_share.before(n), counts)
+        assert by_share.index_of(source, int(number)) == n
         counts[source] += 1
         off = counts * total - (n + 1) * np.array(shares)
         assert np.all(np.abs(off) < total)
@@ -229,12 +228,12 @@ def test_a_source_is_never_a_whole_sequence_from_its_share(shares):
 @given(st.lists(st.integers(0, 10**12), min_size=1, max_size=9).filter(any))
 def test_shares_of_token_counts_are_within_the_rounding(weights):
     """Of 100,000 parts; what is not 0 stays above it. 0.7, 0.2 and 0.1 are 7, 2 and 1 of 10."""
-    assert interleave.shares([Fraction(text) for text in ("0.7", "0.2", "0.1")]) == (7, 2, 1)
-    assert interleave.shares([Fraction(3), Fraction(0), Fraction("1.5")]) == (2, 0, 1)
-    found = interleave.shares([Fraction(weight) for weight in weights])
-    most = interleave.LONGEST_PERIOD + len(weights)
+    assert order.shares([Fraction(text) for text in ("0.7", "0.2", "0.1")]) == (7, 2, 1)
+    assert order.shares([Fraction(3), Fraction(0), Fraction("1.5")]) == (2, 0, 1)
+    found = order.shares([Fraction(weight) for weight in weights])
+    most = order.LONGEST_PERIOD + len(weights)
     assert sum(found) <= most
     for share, weight in zip(found, weights, strict=True):
         assert (share > 0) == (weight > 0)
         exact = weight / sum(weights)
-        assert abs(share / sum(found) - exact) <= (len(weights) + 1) / interleave.LONGEST_PERIOD
+        assert abs(share / sum(found) - exact) <= (len(weights) + 1) / order.LONGEST_PERIOD

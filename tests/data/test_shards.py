@@ -87,19 +87,19 @@ def test_of_twenty_equal_files_every_twentieth_is_held_out_and_unequal_ones_are_
     assert [len(part) for part in split("unequal", [1999, 0, *[222] * 18])] == [1428, 75]
 
 
-def test_fingerprints_tell_the_tokens_and_the_split_apart(settings, source, tmp_path):
+def test_contents_tell_the_tokens_and_the_split_apart(settings, source, tmp_path):
 
-    def fingerprint(path, split="train"):
+    def contents(path, split="train"):
         cfg = settings(dataset_type="arrayrecord", dataset_path=str(path))
-        return open_dataset(cfg, split=split).fingerprint
+        return open_dataset(cfg, split=split).contents
 
     make(source, tmp_path / "one")
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     (source / "1.txt").write_text("z")
     make(source, tmp_path / "three")
-    assert fingerprint(tmp_path / "one") == fingerprint(tmp_path / "two")
-    others = [fingerprint(tmp_path / "three"), fingerprint(tmp_path / "one", "eval")]
-    assert len({fingerprint(tmp_path / "one"), *others}) == 3
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    others = [contents(tmp_path / "three"), contents(tmp_path / "one", "eval")]
+    assert len({contents(tmp_path / "one"), *others}) == 3
 
 
 def cut(path):
@@ -128,7 +128,7 @@ def zero(path):
     [
         ("manifest.json", os.remove, "holds no manifest.json.*Run that command again"),
         ("manifest.json", flip, "manifest.json is damaged"),
-        ("lengths.npy", cut, "lengths.npy cannot be read"),
+        ("lengths.npy", cut, "lengths.npy is damaged"),
         ("lengths.npy", swap, "lengths.npy is damaged"),
         ("part-00000.arrayrecord", flip, "part-00000.arrayrecord record 0 cannot be read"),
         ("part-00003.arrayrecord", zero, "part-00003.arrayrecord record 0 cannot be read"),

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from maxdiloco.data.kinds import Source, needs_tokenising, open_source
-from maxdiloco.data.sources import spans, text_files
+from maxdiloco.data.sources import files, spans
 from maxdiloco.data.sources.spans import Damaged, Text
 from maxdiloco.errors import ConfigError, DataError
 
@@ -84,7 +84,7 @@ def stored(folder, columns):
 @pytest.mark.parametrize("limit", [1, 3, 10, 1 << 20])
 def test_a_text_file_is_one_document_wherever_it_is_cut(tmp_path, monkeypatch, limit):
     """Cut at line ends, and between characters in a line that has none for long."""
-    monkeypatch.setattr(text_files, "PIECE", 8)
+    monkeypatch.setattr(files, "PIECE", 8)
     texts = {"1.txt": "a\nbb\n\nccc\n", "2.txt": "\u00fc\U0001f600" * 20, "3.txt": "", "4.txt": "x"}
     for name, text in texts.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -179,7 +179,7 @@ def test_a_file_that_has_changed_since_it_was_listed_is_refused(tmp_path):
     source = open_source(Source("text", str(tmp_path), "text"), "dataset_path")
     for data in (b"abcd", b"xyz"):
         (tmp_path / "a.txt").write_bytes(data)
-        os.utime(tmp_path / "a.txt", ns=(0, source.changed[0] + 1))
+        os.utime(tmp_path / "a.txt", ns=(0, source.stamps[0].mtime + 1))
         with pytest.raises(DataError, match="a.txt has changed since the run began"):
             list(source.read(next(source.spans(10))))
 
@@ -188,7 +188,7 @@ def test_a_hub_name_without_a_network_says_how_to_download_it(tmp_path):
     """In a process of its own, as the package reads HF_HUB_OFFLINE when it is imported."""
     pytest.importorskip("datasets")
     code = (
-        "from maxdiloco.data.sources.hub import open_hub\n"
+        "from maxdiloco.data.sources.tables import open_hub\n"
         "open_hub('someone/some-text', 'dataset_path', 'text')\n"
     )
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}

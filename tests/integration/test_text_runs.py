@@ -13,7 +13,7 @@ import run_tools as tools
 from maxdiloco import generate
 from maxdiloco import tokenizer as program
 from maxdiloco.checkpoint import find
-from maxdiloco.data import token_text, tokenizer
+from maxdiloco.data import tokenizer
 
 pytestmark = pytest.mark.usefixtures("programs")
 
@@ -139,12 +139,12 @@ def test_the_run_folder_and_a_checkpoint_copied_elsewhere_have_the_tokenizer(
     assert saved == copied and (saved.vocab_size, saved.eos) == (264, 1)
     keys = find.newest_meta(run, key="RUN")["config"]
     assert (keys["vocab_size"], keys["padded_vocab_size"]) == (264, 384)
-    prompt = token_text.prompt_tokens(saved, "the")
+    prompt = saved.prompt("the")
     assert prompt == [saved.bos, *saved.encode("the")]
     more = [*saved.encode(" hat"), saved.eos, *saved.encode(" and")]
-    assert token_text.continuation(saved, prompt, more) == " hat"
+    assert saved.continuation(prompt, more) == " hat"
     byte = tokenizer.ByteTokenizer()
-    assert token_text.continuation(byte, [256], np.array([104, 1, 256, 104])) == "h\x01"
+    assert byte.continuation([256], np.array([104, 1, 256, 104])) == "h\x01"
 
     capfd.readouterr()
     assert generate.main([str(copy), "prompt=the cat", "max_new_tokens=5"]) == 0

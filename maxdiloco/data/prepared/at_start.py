@@ -38,8 +38,7 @@ def prepare_sources(
     """The folder of shards of each source that has no known token counts.
 
     keys: of the sources, for messages. folder: base_output_directory. allowed:
-    max_corrupted_records. flags: that name the tokenizer. say: called with lines for the user.
-    Process 0 tokenises; the others wait for it.
+    max_corrupted_records. flags: that name the tokenizer. Process 0 tokenises; the others wait.
     Raises DataError for text that is missing, unreadable or damaged, ConfigError where folder is
     none.
     """
@@ -55,21 +54,30 @@ def prepare_sources(
                     f"{folder} is no folder for it. Run `{command}`, then give FOLDER in place of "
                     "the path."
                 )
-            below = os.fspath(absolute(folder) / FOLDER)
-            folders[source] = _prepare(source, key, tokenizer, below, allowed, command, say)
+            text, named = kinds.open_source(source, key), f"{key}={source.path}"
+            work = Work(text, tokenizer, named, allowed=allowed, part_bytes=part_bytes_of(text))
+            plan = [text.version(), source.column, tokenizer.fingerprint, work.part_bytes]
+            name = hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:16]
+            out = folders[source] = os.fspath(absolute(folder) / FOLDER / name)
+            size = sum(span.size for span in text.spans(PART_BYTES))
+            if size > _LARGE and not shards.is_folder(out):
+                say(
+                    f"note: {named} has {size / 1e9:,.1f} GB to tokenise before the first step. "
+                    f"`{command}` does that on any machine, once for all runs."
+                )
+            prepare(work, out, say)
         if jax.process_count() > 1:
             coordination.put(_name(number), folders.get(source, "-"))  # no empty values there
     return folders
 
 
-def _of_first_process(sources: list[Source]) -> dict[Source, str]:
-    named = {
-        source: coordination.value_of(
-            0, _name(number), f"{source.path} as tokens", timeout_s=_PATIENCE_S
-        )
-        for number, source in enumerate(sources)
-    }
-    folders = {source: folder for source, folder in named.items() if folder != "-"}
+def _of_first_process(sources):
+    folders = {}
+    for number, source in enumerate(sources):
+        what = f"{source.path} as tokens"
+        named = coordination.value_of(0, _name(number), what, timeout_s=_PATIENCE_S)
+        if named != "-":
+            folders[source] = named
     deadline = time.monotonic() + _WAIT_S
     for source, folder in folders.items():
         while not shards.is_folder(folder):
@@ -87,31 +95,11 @@ def _name(number):
     return f"maxdiloco/{FOLDER}/{number}"
 
 
-def _prepare(source, key, tokenizer, below, allowed, command, say):
-    text = kinds.open_source(source, key)
-    # A source may have been prepared in parts of PART_BYTES whatever its size: that is the data of
-    # the runs beside it.
-    for part_bytes in (PART_BYTES, part_bytes_of(text)):
-        plan = [text.stamps(), source.column, tokenizer.fingerprint, part_bytes]
-        name = hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:16]
-        out = os.path.join(below, name)
-        if shards.is_folder(out):
-            break
-    size = sum(span.size for span in text.spans(PART_BYTES))
-    if size > _LARGE and not shards.is_folder(out):
-        say(
-            f"note: {key}={source.path} has {size / 1e9:,.1f} GB to tokenise before the first "
-            f"step. `{command}` does that on any machine, once for all runs."
-        )
-    named = f"{key}={source.path}"
-    prepare(Work(text, tokenizer, named, allowed=allowed, part_bytes=part_bytes), out, say)
-    return out
-
-
-def _command(source: Source, flags: Mapping[str, Any], allowed: int) -> str:
-    command = f"python -m maxdiloco.prepare {shlex.quote(source.path)} out=FOLDER"
+def _command(source, flags, allowed):
     keys = {"dataset_type": source.kind, **flags, "text_column": source.column}
-    for key, value in {**keys, "max_corrupted_records": allowed}.items():
+    keys["max_corrupted_records"] = allowed
+    words = [f"python -m maxdiloco.prepare {shlex.quote(source.path)} out=FOLDER"]
+    for key, value in keys.items():
         shown = str(value).lower() if isinstance(value, bool) else shlex.quote(str(value))
-        command += f" {key}={shown}"
-    return command
+        words.append(f"{key}={shown}")
+    return " ".join(words)

@@ -8,31 +8,33 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 from etils import epath
 
 from maxdiloco import json_text
 from maxdiloco.data import shards
+from maxdiloco.data.kinds import Reader
 from maxdiloco.data.prepared import part
 from maxdiloco.data.prepared.part import Work
 from maxdiloco.data.read_ahead import read_ahead
-from maxdiloco.data.sources.spans import Reader, Span, check_damage
+from maxdiloco.data.sources.spans import check_damage
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.processes import output
 from maxdiloco.storage import durable
 
-# Source bytes of a part, which is a file of the result and what a kill costs a process. Of a small
-# source less, so that all cores have some: it is tokenised in _PARTS parts of 1 MB or more. Our
-# choice; it depends on the source alone, so that the folder does.
+# Source bytes of a part, which is a file of the result and what a kill costs a process; a small
+# source has _PARTS parts of 1 MB or more, some for every core. Our choice; it depends on the source
+# alone, so that the folder does.
 PART_BYTES = 64 << 20
 _PARTS = 32
 _LEAST_BYTES = 1 << 20
 _PLAN = "source.json"
 _LOCK = "lock"
 # Names of what only an unfinished folder needs, and of what a kill leaves half written.
-_FACTS = r"part-\d{5,}\.(json|lengths\.npy)"
+_FACTS = r"part-\d{5,}\.json"
 _WHOLE = rf"({_FACTS}|part-\d{{5,}}\.arrayrecord|(source|manifest)\.json|lengths\.npy)"
 _LEFT = rf"{_WHOLE}\.[0-9a-f]{{8}}\.part"  # durable.beside
 _MOST_NAMED = 10  # damaged records that are printed; the manifest has all
@@ -48,14 +50,20 @@ def prepare(work: Work, out: str, say: Callable[[str], None]) -> shards.Shards:
     """Make a folder of shards, or the rest of one that was begun, or find it made.
 
     The folder is the same to the byte, whatever the number of processes and of kills before.
-    out: the folder. say: called with lines for the user.
     Raises DataError for text that is missing, unreadable or damaged, ConfigError when the folder
     is in use or holds something else, LostPeerError when a process is gone.
     """
     work = dataclasses.replace(work, part_bytes=work.part_bytes or part_bytes_of(work.source))
     try:
         durable.make_folder(out)
-        with _locked(out):
+        with open(os.path.join(out, _LOCK), "a") as file:
+            try:  # until the file is closed: the kernel does that for a process that dies
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"out={out} is being written by another process. Wait for it, or choose "
+                    "another folder."
+                ) from None
             if not _is_begun(work, out):
                 return _make(work, out, say)
             _remove(out, _FACTS, _LEFT)
@@ -74,8 +82,11 @@ def _make(work, out, say):
     parts = list(_parts(work.source.spans(work.part_bytes), work.part_bytes))
     if not parts:
         raise DataError(f"{work.name} holds no text: its files are empty. Give text to read.")
-    found = {number: _read_json(part.names_of(out, number).facts) for number in range(len(parts))}
-    facts = {number: known for number, known in found.items() if known}
+    facts = {}
+    for number in range(len(parts)):
+        if known := _read_json(part.facts_path(out, number)):
+            del known["lengths"]  # read again when the parts are joined: all may not fit in memory
+            facts[number] = known
     sizes = [sum(span.size for span in spans) for spans in parts]
     done = sum(sizes[number] for number in facts)
     processes = min(work.processes or len(os.sched_getaffinity(0)), len(parts))
@@ -85,7 +96,12 @@ def _make(work, out, say):
         + (f"; {len(facts)} parts were done before" if facts else "")
     )
     todo = [(number, spans) for number, spans in enumerate(parts) if number not in facts]
-    _check_damage(facts, work)
+
+    def check():
+        damaged = [record for number in sorted(facts) for record in facts[number]["damaged"]]
+        check_damage(damaged, work.allowed)
+
+    check()
     make = functools.partial(part.make_part, work, out, todo)
     lost = (
         "a process that tokenises text is gone: killed, or out of memory. The same command goes on "
@@ -97,7 +113,7 @@ def _make(work, out, say):
         with contextlib.closing(made):
             for (number, _), found in zip(todo, made, strict=True):
                 facts[number] = found
-                _check_damage(facts, work)
+                check()
                 advance(sizes[number])
     manifest = _finish(work, out, [facts[number] for number in range(len(parts))])
     seconds = time.perf_counter() - begun
@@ -113,10 +129,9 @@ def _make(work, out, say):
     return shards.open_shards(out, "out")
 
 
-def _parts(spans: Iterator[Span], part_bytes: int) -> Iterator[list[Span]]:
+def _parts(spans, part_bytes):
     """Spans in runs of at least part_bytes; the last one may be shorter."""
-    run: list[Span] = []
-    size = 0
+    run, size = [], 0
     for span in spans:
         run.append(span)
         size += span.size
@@ -125,11 +140,6 @@ def _parts(spans: Iterator[Span], part_bytes: int) -> Iterator[list[Span]]:
             run, size = [], 0
     if run:
         yield run
-
-
-def _check_damage(facts, work):
-    damaged = [record for number in sorted(facts) for record in facts[number]["damaged"]]
-    check_damage(damaged, work.allowed)
 
 
 def _read_json(path):
@@ -146,7 +156,7 @@ def _is_begun(work, out):
     """Whether the folder is complete; a new one gets its plan. Raises ConfigError for another's."""
     plan = {
         "format": shards.FORMAT,
-        "source": work.source.stamps(),
+        "source": work.source.version(),
         "column": work.source.column,
         "tokenizer": work.tokenizer.fingerprint,
         "part_bytes": work.part_bytes,
@@ -154,22 +164,18 @@ def _is_begun(work, out):
     path = os.path.join(out, _PLAN)
     if not os.path.exists(path):
         # A kill before there was a plan leaves the lock, and what durable.replacing wrote.
-        others = [
-            entry
-            for entry in os.scandir(out)
-            if not re.fullmatch(_LEFT, entry.name) and (entry.name != _LOCK or entry.stat().st_size)
-        ]
-        if others:
-            raise ConfigError(
-                f"out={out} is not empty, and was not made by maxdiloco.prepare. Choose a new "
-                "folder."
-            )
+        for entry in os.scandir(out):
+            is_lock = entry.name == _LOCK and not entry.stat().st_size
+            if not is_lock and not re.fullmatch(_LEFT, entry.name):
+                raise ConfigError(
+                    f"out={out} is not empty, and was not made by maxdiloco.prepare. Choose a new "
+                    "folder."
+                )
         with durable.replacing(path) as new:
             new.write_text(json.dumps(plan))
         return False
     before = _read_json(path) or {}
-    different = [key for key in plan if before.get(key) != plan[key]]
-    if different:
+    if different := [key for key in plan if before.get(key) != plan[key]]:
         raise ConfigError(
             f"out={out} was begun with another {' and '.join(different)}. Choose another folder, "
             "or remove this one."
@@ -186,11 +192,9 @@ def _finish(work, out, facts):
     folder = epath.Path(out) / shards.TOKENIZER
     work.tokenizer.save(folder)
     durable.sync_tree(folder)
-    files = np.zeros(len(work.source.names), np.int64)
+    documents = Counter()  # that begin in each file of the source
     for found in facts:
-        for number, documents in found["files"]:
-            files[number] += documents
-    names = [os.path.basename(name) for name in work.source.names]
+        documents.update(dict(found["files"]))
     manifest = shards.Manifest(
         tokenizer=work.tokenizer.fingerprint,
         vocab_size=work.tokenizer.vocab_size,
@@ -198,7 +202,7 @@ def _finish(work, out, facts):
         record=shards.RECORD,
         parts=[[found["tokens"], found["bytes"], found["sha256"]] for found in facts],
         lengths=[count, shards.file_hash(lengths)],
-        files=[[name, int(documents)] for name, documents in zip(names, files, strict=True)],
+        files=[[os.path.basename(f), documents[i]] for i, f in enumerate(work.source.names)],
         damaged=[record for found in facts for record in found["damaged"]],
     )
     with durable.replacing(os.path.join(out, shards.MANIFEST)) as path:
@@ -214,7 +218,7 @@ def _join_lengths(out, facts, path):
         table = np.lib.format.open_memmap(whole, mode="w+", dtype="<i8", shape=(count,))
         place = 0
         for number, found in enumerate(facts):
-            lengths = np.load(part.names_of(out, number).lengths)
+            lengths = _read_json(part.facts_path(out, number))["lengths"]
             if found["continues"]:
                 table[place - 1] += lengths[0]
                 lengths = lengths[1:]
@@ -224,20 +228,6 @@ def _join_lengths(out, facts, path):
     return count
 
 
-@contextlib.contextmanager
-def _locked(out):
-    """The folder is of one program at a time; the kernel releases it when that one dies."""
-    with open(os.path.join(out, _LOCK), "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"out={out} is being written by another process. Wait for it, or choose another "
-                "folder."
-            ) from None
-        yield
-
-
 def _remove(out, *patterns):
     for name in os.listdir(out):
         if any(re.fullmatch(pattern, name) for pattern in patterns):
@@ -245,7 +235,7 @@ def _remove(out, *patterns):
 
 
 @contextlib.contextmanager
-def _progress(total: int, done: int, say: Callable[[str], None]) -> Iterator[Callable[[int], None]]:
+def _progress(total, done, say):
     """A function to call with bytes that are done: a bar on a terminal, elsewhere a line a tenth"""
     if output.shows_bars():
         from tqdm import tqdm

@@ -1,12 +1,22 @@
-"""A source of files, each of the kind that its name ends with."""
+"""A source of files: text, JSON lines, compressed ones, and parquet, span by span.
 
+A text file is one document, cut at the ends of lines; a line of a .jsonl file belongs to the span
+that it begins in.
+"""
+
+import codecs
 import dataclasses
+import io
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import BinaryIO
 
+from maxdiloco import json_text
 from maxdiloco.data import corpus
-from maxdiloco.data.sources import parquet, text_files
-from maxdiloco.data.sources.spans import Item, Span
+from maxdiloco.data.corpus import Stamp
+from maxdiloco.data.packages import require
+from maxdiloco.data.sources import tables
+from maxdiloco.data.sources.spans import PIECE, Damaged, Item, Span, Text
 from maxdiloco.errors import DataError
 
 # JSON lines in a compressed file.
@@ -15,71 +25,211 @@ TEXT = corpus.SUFFIXES + COMPRESSED
 PARQUET = (".parquet",)
 # Files that are no text; whoever names one means something else.
 _NO_TEXT = (".gz", ".zst", ".bz2", ".xz", ".zip", ".tar", ".tgz", ".parquet", ".arrow", ".npy")
+# The longest .jsonl line [bytes]: a line is in memory as a whole. Our choice.
+MAX_LINE = 1 << 30
+# Bytes of text that are decompressed at once, and lost before the place where a file was cut.
+_BUFFER = 1 << 16
+# refuse_other looks at so many blocks of a file, spread evenly, of so many bytes. Our choice:
+# 100,000 files take seconds; what is no text has a byte that is none in nearly any block.
+_BLOCKS = 16
+_BLOCK = 1 << 13
+
+
+def read_text(path: str, begin: int, end: int, column: str) -> Iterator[Item]:
+    """Pieces of a text file that begin in [begin, end). column: not used."""
+    del column
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        begin, end = (_line_start(file, place, size) for place in (begin, end))
+        while begin < end:
+            data = _piece(file, begin, end)
+            stop = begin + len(data)
+            first, last = begin == 0, stop == size
+            try:
+                text = data.decode()
+            except UnicodeDecodeError as error:
+                yield Damaged(f"{path} byte {begin + error.start}", f"not UTF-8 ({error.reason})")
+                text = ""
+            if text or not (first and last):
+                yield Text(text, first, last)
+            begin = stop
+
+
+def read_lines(path: str, begin: int, end: int, column: str) -> Iterator[Item]:
+    """Documents of the lines of a .jsonl file that begin in [begin, end)."""
+    with open(path, "rb") as file:
+        if begin:
+            file.seek(begin - 1)
+            while (line := file.readline(PIECE)) and not line.endswith(b"\n"):
+                continue
+        for offset, line in lines(file, path, file.tell()):
+            if offset >= end:
+                return
+            yield from _document(line, f"{path} byte {offset}", column)
+
+
+def read_compressed(path: str, begin: int, end: int, column: str) -> Iterator[Item]:
+    """Documents of a file of JSON lines, compressed with gzip or zstd; [begin, end) is all of it"""
+    del begin, end
+    # pyarrow's stream, not the package zstandard's: that one ends quietly where a file was cut.
+    pyarrow = require("pyarrow", path, extra="data")
+    codec = "zstd" if path.endswith(".zst") else "gzip"
+    read = 0
+    try:
+        with pyarrow.input_stream(path, compression=codec) as stream:
+            for offset, line in lines(io.BufferedReader(stream, _BUFFER), path, 0):
+                read = offset
+                yield from _document(line, f"{path} byte {offset}", column)
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        yield Damaged(f"{path} after byte {read} of its text", str(error))
+
+
+def _document(line: bytes, where: str, column: str) -> Iterator[Item]:
+    try:
+        text = line_text(line, column, where)
+    except DataError as error:
+        yield Damaged(where, str(error))
+        return
+    if text:
+        yield Text(text)
+
+
+def _line_start(file, place, size):
+    """The start of the first line at or behind a place; of a character in a line without end."""
+    if place <= 0 or place >= size:
+        return min(max(place, 0), size)
+    file.seek(place - 1)
+    data = file.read(PIECE)
+    line_feed = data.find(b"\n")
+    return place + line_feed if line_feed >= 0 else place + _inside_character(data[1:])
+
+
+def _inside_character(data):
+    """Number of bytes at the start that go on with a character of UTF-8, at most 3."""
+    head = data[:3]
+    return len(head) - len(head.lstrip(bytes(range(0x80, 0xC0))))
+
+
+def _piece(file, begin, end):
+    """The bytes from begin on that are tokenised at once; they end with a line if they can."""
+    file.seek(begin)
+    data = file.read(min(PIECE, end - begin))
+    if len(data) == end - begin:
+        return data
+    line_feed = data.rfind(b"\n")
+    if line_feed >= 0:
+        return data[: line_feed + 1]
+    tail = 1
+    while tail < 4 and data[-tail] & 0xC0 == 0x80:
+        tail += 1
+    # The last character may go on behind the piece, and is left to the next one.
+    return data[:-tail] if data[-tail] & 0xC0 == 0xC0 else data
+
+
+def lines(file: BinaryIO, path: str, offset: int) -> Iterator[tuple[int, bytes]]:
+    """Where the lines of a file from its place on begin [bytes], and the lines. offset: the place.
+
+    Raises DataError for one of more than MAX_LINE.
+    """
+    while line := file.readline(MAX_LINE + 1):
+        if len(line) > MAX_LINE:
+            raise DataError(
+                f"{path} byte {offset}: a line is longer than {MAX_LINE} bytes. Every line is one "
+                "JSON object with one document."
+            )
+        yield offset, line
+        offset += len(line)
+
+
+def line_text(line: bytes, column: str, where: str) -> str:
+    """The text in a .jsonl line; of a blank one none. Raises DataError for a line without it."""
+    if not line.strip():
+        return ""
+    try:
+        fields = json_text.parse(line)
+    except ValueError as error:
+        raise DataError(
+            f"{where} is not JSON: {error}. Every line of a .jsonl file is one JSON object."
+        ) from error
+    if not isinstance(fields, dict) or column not in fields:
+        names = ", ".join(fields) if isinstance(fields, dict) else type(fields).__name__
+        raise DataError(
+            f"text_column={column} is not in {where}, which has {names or 'no field'}. Set "
+            "text_column to the field that holds the text."
+        )
+    if not isinstance(fields[column], str):
+        raise DataError(
+            f"text_column={column} is a {type(fields[column]).__name__} in {where}, not a string. "
+            "Set text_column to the field that holds the text."
+        )
+    return fields[column]
+
+
 # Suffixes and (path, begin, end, column) -> items; the first that fits.
 _READERS = (
-    (PARQUET, parquet.read),
-    (COMPRESSED, text_files.read_compressed),
-    ((".jsonl",), text_files.read_lines),
-    (("",), text_files.read_text),
+    (PARQUET, tables.read),
+    (COMPRESSED, read_compressed),
+    ((".jsonl",), read_lines),
+    (("",), read_text),
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """Text files, JSON lines or parquet files, in their order (spans.Reader).
+    """Text files, JSON lines or parquet files, in their order. Pickled into processes.
 
-    sizes [bytes], changed [ns]: of each file when it was opened.
+    stamps: of each when it was opened. column: field or column that holds the text.
     """
 
     names: tuple[str, ...]
-    sizes: tuple[int, ...]
-    changed: tuple[int, ...]
+    stamps: tuple[Stamp, ...]
     column: str
 
     def spans(self, limit: int) -> Iterator[Span]:
         """Spans of at most limit bytes; a compressed file is one."""
-        for number, (name, size) in enumerate(zip(self.names, self.sizes, strict=True)):
+        for number, (name, (size, _)) in enumerate(zip(self.names, self.stamps, strict=True)):
             step = size if name.endswith(COMPRESSED) else limit
             for begin in range(0, size, max(step, 1)):
                 end = min(begin + step, size)
                 yield Span(number, begin, end, end - begin)
 
     def read(self, span: Span) -> Iterator[Item]:
-        """Documents of a span (spans.Reader)."""
-        path, size = self.names[span.file], self.sizes[span.file]
+        """Documents of a span in order, empty ones left out.
+
+        Raises DataError for what no skipping helps: a missing file, a column that is not there.
+        """
+        path, before = self.names[span.file], self.stamps[span.file]
+        if corpus.stamp(path) != before:
+            raise corpus.changed(path, before.size, "of text is no longer there")
         with corpus.reading(path):
-            status = os.stat(path)
-            if (status.st_size, status.st_mtime_ns) != (size, self.changed[span.file]):
-                raise corpus.changed(path, size, "of text is no longer there")
             read = next(read for suffixes, read in _READERS if path.endswith(suffixes))
             yield from read(path, span.begin, span.end, self.column)
 
-    def stamps(self) -> list[list]:
-        """Name, size and time of the last change of each file."""
-        paths = [os.path.abspath(name) for name in self.names]
-        return [list(stamp) for stamp in zip(paths, self.sizes, self.changed, strict=True)]
+    def version(self) -> list[list]:
+        """What tells two versions of the source apart, as JSON: of each file name, size, time."""
+        paths = map(os.path.abspath, self.names)
+        return [[path, *stamp] for path, stamp in zip(paths, self.stamps, strict=True)]
 
 
-def open_text(path: str, key: str, column: str) -> Files:
-    """Text files and JSON lines, sorted by path; each is looked at, none is read.
+def open_files(
+    suffixes: tuple[str, ...],
+    check: Callable[[str], None],
+    path: str,
+    key: str,
+    column: str,
+) -> Files:
+    """Files sorted by path; each is looked at, none is read.
 
-    path, key: as for corpus.find_files. Raises DataError when there is none, and for a file that
-    cannot be read or cannot be text.
+    suffixes: that a folder is searched for. check: raises DataError for the name of a file of
+    another kind. path, key: as for corpus.find_files. Raises DataError when there is none, and for
+    a file that cannot be read.
     """
-    return _open(path, key, column, TEXT, check_text)
-
-
-def open_parquet(path: str, key: str, column: str) -> Files:
-    """Parquet files, as `open_text`."""
-    return _open(path, key, column, PARQUET, _check_parquet)
-
-
-def _open(path, key, column, suffixes, check) -> Files:
     names = corpus.find_files(path, key, suffixes)
     for name in names:
         check(name)
-    sizes, changed = zip(*map(corpus.stamp, names), strict=True)
-    return Files(tuple(names), sizes, changed, column)
+    return Files(tuple(names), tuple(map(corpus.stamp, names)), column)
 
 
 def check_text(name: str) -> None:
@@ -91,9 +241,49 @@ def check_text(name: str) -> None:
         raise DataError(f"dataset_type=text: {name} is no text. {remedy}; or leave the file out.")
 
 
-def _check_parquet(name: str) -> None:
+def check_parquet(name: str) -> None:
+    """Raise DataError for a file whose suffix does not say that it is parquet."""
     if not name.endswith(PARQUET):
         raise DataError(
             f"dataset_type=parquet: {name} does not end in .parquet. Use dataset_type=text for "
             "text and JSON lines, or name the parquet files by a glob."
         )
+
+
+def refuse_other(paths: list[str], key: str) -> None:
+    """Raise DataError for the first file with a block that is no UTF-8 or has a NUL byte.
+
+    .jsonl files are left out: they are read through as JSON. key: the flag of the path.
+    """
+    for path in paths:
+        if path.endswith(".jsonl"):
+            continue
+        with corpus.reading(path), open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            starts = range(0, size, _BLOCK)
+            if len(starts) > _BLOCKS:
+                starts = [(size - _BLOCK) * number // (_BLOCKS - 1) for number in range(_BLOCKS)]
+            for start in starts:
+                file.seek(start)
+                data = file.read(_BLOCK)
+                # A block that is not the last may end within a character.
+                wrong = _first_wrong(data, first=start == 0, last=start + len(data) >= size)
+                if wrong:
+                    offset, why = wrong
+                    raise DataError(
+                        f"{path} is no UTF-8 text: byte {start + offset} {why}. Convert it (as "
+                        f"iconv -f LATIN1 -t UTF-8 does), or leave it out of {key}."
+                    )
+
+
+def _first_wrong(data, *, first, last):
+    """Place of a byte of a block that is no text, and why; None where all are."""
+    begin = 0 if first else _inside_character(data)
+    if (nul := data.find(b"\0")) >= 0:
+        return nul, "is NUL"
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(data[begin:], last)
+    except UnicodeDecodeError as error:
+        place = begin + error.start
+        return place, f"is 0x{data[place]:02x} ({error.reason})"
+    return None

@@ -1,15 +1,13 @@
 """What every source gives: spans of its files, and the texts and damaged records of a span."""
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from maxdiloco.errors import DataError
 
 # The longest piece of a text file that is tokenised at once [bytes]; our choice: a tokenizer needs
 # some 30 times that while it works, and a cut every million bytes changes next to no token.
 PIECE = 1 << 20
-# Arrow's types of text.
-_TEXT = ("string", "large_string", "dictionary<values=string", "dictionary<values=large_string")
 
 
 class Span(NamedTuple):
@@ -43,28 +41,6 @@ class Damaged(NamedTuple):
 Item = Text | Damaged
 
 
-class Reader(Protocol):
-    """A source of text. Pickled into processes.
-
-    names: what a message calls its files. column: field or column that holds the text.
-    """
-
-    names: tuple[str, ...]
-    column: str
-
-    def spans(self, limit: int) -> Iterator[Span]:
-        """The whole source in its order; limit: bytes of a span, where a file can be cut."""
-
-    def read(self, span: Span) -> Iterator[Item]:
-        """Documents of a span in order, empty ones left out.
-
-        Raises DataError for what no skipping helps: a missing file, a column that is not there.
-        """
-
-    def stamps(self) -> list[list]:
-        """What tells two versions of the source apart, as JSON."""
-
-
 def check_damage(damaged: Sequence[Sequence[str]], allowed: int) -> None:
     """Raise DataError for more damaged records than max_corrupted_records allows."""
     if len(damaged) > allowed:
@@ -73,19 +49,4 @@ def check_damage(damaged: Sequence[Sequence[str]], allowed: int) -> None:
         raise DataError(
             f"{where}: {why}{'' if why.endswith('.') else '.'} max_corrupted_records={allowed} "
             "damaged records are skipped. Repair the file, leave it out, or allow more."
-        )
-
-
-def check_column(schema, column: str, where: str) -> None:
-    """Raise DataError unless an Arrow schema has a column with text. where: it is, for messages."""
-    if column not in schema.names:
-        raise DataError(
-            f"text_column={column} is not in {where}, which has {', '.join(schema.names)}. Set "
-            "text_column to the column that holds the text."
-        )
-    kind = schema.field(column).type
-    if not str(kind).startswith(_TEXT):
-        raise DataError(
-            f"text_column={column} is {kind} in {where}, not string. Set text_column to the column "
-            "that holds the text."
         )

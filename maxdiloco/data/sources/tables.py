@@ -1,0 +1,156 @@
+"""Text in a column of a table: parquet files, and Hugging Face's package datasets."""
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from maxdiloco.data.packages import require
+from maxdiloco.data.sources.spans import Damaged, Item, Span, Text
+from maxdiloco.errors import DataError
+
+# Rows that are decoded at once: our choice; a page of text is some hundreds.
+_ROWS = 256
+# Arrow's types of text.
+_TEXT = ("string", "large_string", "dictionary<values=string", "dictionary<values=large_string")
+
+
+def read(path: str, begin: int, end: int, column: str) -> Iterator[Item]:
+    """Documents of the row groups that begin in the bytes [begin, end) of a parquet file.
+
+    No footer is read to plan the spans. Raises DataError for a column that is missing or not text,
+    OSError for an unreadable file.
+    """
+    pyarrow = require("pyarrow", path, extra="data")
+    tables = require("pyarrow.parquet", path, extra="data")
+    try:
+        file = tables.ParquetFile(path)
+    except pyarrow.ArrowInvalid as error:
+        if begin == 0:  # once, whatever the number of spans
+            yield Damaged(path, f"no parquet file, or one that was cut off ({error})")
+        return
+    with file:
+        _check_column(file.schema_arrow, column, path)
+        for group in range(file.num_row_groups):
+            first = file.metadata.row_group(group).column(0)
+            place = first.data_page_offset
+            if first.has_dictionary_page:
+                place = min(place, first.dictionary_page_offset)
+            if begin <= place < end:
+                yield from _rows(pyarrow, file, group, column, path)
+
+
+def _rows(pyarrow, file, group, column, path):
+    where = f"{path} row group {group}"
+    done = 0
+    try:
+        for batch in file.iter_batches(_ROWS, row_groups=[group], columns=[column]):
+            for row, value in enumerate(batch.column(0), start=done):
+                try:
+                    text = value.as_py()
+                except UnicodeDecodeError as error:
+                    yield Damaged(f"{where} row {row}", f"not UTF-8 ({error.reason})")
+                    continue
+                if text:  # None where the column is null
+                    yield Text(text)
+            done += len(batch)
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        yield Damaged(f"{where} after row {done}", str(error))
+
+
+@dataclasses.dataclass(frozen=True)
+class Hub:
+    """A split of a data set, as files.Files is one of files. names: its name alone.
+
+    dataset: a datasets.Dataset; its rows lie in files of the package's cache, which a pickle names.
+    """
+
+    names: tuple[str, ...]
+    dataset: Any
+    column: str
+
+    def spans(self, limit: int) -> Iterator[Span]:
+        """Runs of rows of about limit bytes."""
+        rows = len(self.dataset)
+        bytes_a_row = self.dataset.data.nbytes / max(rows, 1)
+        step = max(1, int(limit / max(bytes_a_row, 1)))
+        for begin in range(0, rows, step):
+            end = min(begin + step, rows)
+            yield Span(0, begin, end, int((end - begin) * bytes_a_row))
+
+    def read(self, span: Span) -> Iterator[Item]:
+        """Documents of some rows (Files)."""
+        for begin in range(span.begin, span.end, _ROWS):
+            end = min(begin + _ROWS, span.end)
+            try:
+                texts = self.dataset[begin:end][self.column]
+            except UnicodeDecodeError as error:
+                where = f"{self.names[0]} rows {begin} to {end - 1}"
+                yield Damaged(where, f"not UTF-8 ({error.reason})")
+                continue
+            yield from (Text(text) for text in texts if text)
+
+    def version(self) -> list[list]:
+        """Name, rows and bytes, and the hash by which the package's cache knows the data."""
+        files = [os.path.basename(os.path.dirname(f["filename"])) for f in self.dataset.cache_files]
+        return [[self.names[0], len(self.dataset), int(self.dataset.data.nbytes), *files]]
+
+
+def open_hub(path: str, key: str, column: str) -> Hub:
+    """A split of a data set.
+
+    path: NAME, NAME:CONFIG or NAME:CONFIG:SPLIT (NAME::SPLIT for the only config); NAME is that of
+      the hub or a folder; the split is train by default. key: the flag of the path.
+    Raises DataError when it cannot be had or has no such column, ConfigError without the package.
+    """
+    name, _, rest = path.partition(":")
+    config, _, split = rest.partition(":")
+    if not name:
+        raise DataError(
+            f"{key} is empty, but dataset_type=hf needs the name of a data set. Set {key} to one "
+            "of the hub, such as allenai/c4:en, or to a folder."
+        )
+    user = f"dataset_type=hf of {key}={path}"
+    datasets = require("datasets", user, extra="data")
+    hub_logging = require("huggingface_hub.utils.logging", user, extra="data")
+    hub_logging.set_verbosity_error()  # one line of ours instead of a line for each attempt
+    try:
+        dataset = _load(datasets, os.path.expanduser(name), config or None, split or "train")
+    except ConnectionError as error:
+        raise DataError(
+            f"{key}={path} cannot be downloaded ({error}). On a machine with a network run `hf "
+            f"download {name} --repo-type dataset --local-dir DIR`, copy DIR here and set "
+            f"{key}=DIR."
+        ) from error
+    except (OSError, KeyError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(
+            f"{key}={path} is no data set that the package datasets can load: {error}. Give NAME, "
+            "NAME:CONFIG or NAME:CONFIG:SPLIT of the hub, or a folder."
+        ) from error
+    _check_column(dataset.data.schema, column, f"{key}={path}")
+    return Hub((path,), dataset.select_columns([column]), column)
+
+
+def _load(datasets, name, config, split):
+    if os.path.isfile(os.path.join(name, "state.json")):  # what Dataset.save_to_disk writes
+        return datasets.load_from_disk(name)
+    if os.path.isfile(os.path.join(name, "dataset_dict.json")):
+        return datasets.load_from_disk(name)[split]
+    return datasets.load_dataset(name, config, split=split)
+
+
+def _check_column(schema, column, where):
+    """Raise DataError unless an Arrow schema has a column with text."""
+    if column not in schema.names:
+        raise DataError(
+            f"text_column={column} is not in {where}, which has {', '.join(schema.names)}. Set "
+            "text_column to the column that holds the text."
+        )
+    kind = schema.field(column).type
+    if not str(kind).startswith(_TEXT):
+        raise DataError(
+            f"text_column={column} is {kind} in {where}, not string. Set text_column to the column "
+            "that holds the text."
+        )
