@@ -95,11 +95,16 @@ class Doorman(web.Server):
         await self.shutdown(_LINGER_S / 50)  # 0 would wait for ever
 
     def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
-        """The hook of aiohttp. exc: TimeoutError where the kernel gave it up, not the peer."""
+        """The hook of aiohttp. exc: TimeoutError where the kernel gave it up, not the peer.
+
+        A peer that has not been heard for a while has not heard this process either: it gives the
+        connection up, and lives.
+        """
         super().connection_lost(handler, exc)
         lane = self._used.pop(handler, None)
-        gave_up = isinstance(exc, TimeoutError)
-        if lane is not None and not gave_up and lane not in self._used.values():
+        if lane is None or lane in self._used.values():
+            return
+        if not isinstance(exc, TimeoutError) and lane.silence_s < self._times.quiet_s / 2:
             lane.close()
 
     async def _admit(self, connection: socket.socket) -> None:
