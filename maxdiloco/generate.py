@@ -96,7 +96,6 @@ def _continued(run: str, options: SimpleNamespace, prompts: Sequence[str]) -> li
 
     found = stored.load(folder, key="RUN", configure=configure, mesh_of=lambda cfg: one_device)
     tokenizer = run_tokenizer.of_checkpoint(found.cfg, found.path)
-    how = {name: vars(options)[name] for name in ("max_new_tokens", "temperature", "top_k")}
     texts = []
     for prompt in prompts:
         given = token_text.prompt_tokens(tokenizer, prompt)
@@ -104,8 +103,10 @@ def _continued(run: str, options: SimpleNamespace, prompts: Sequence[str]) -> li
             found.model,
             found.params,
             np.array([given], np.int32),
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
             key=jax.random.key(options.seed),
-            **how,
         )
         texts.append(prompt + token_text.continuation(tokenizer, given, np.asarray(tokens[0])))
     say_error(f"step {found.step} of {found.path.parent.parent}")

@@ -5,7 +5,7 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
-from maxdiloco.data import mixture, order, packing, pipeline
+from maxdiloco.data import agreed, mixture, order, packing, pipeline
 from maxdiloco.data.kinds import Source
 from maxdiloco.data.line_index import LineIndex
 from maxdiloco.data.mixture import TrainingData
@@ -41,8 +41,8 @@ def open_dataset(
         return Dataset(windows, None, "dataset_type=synthetic")
     options = dict(split=split, index=index, prepared=prepared, held_out=Fraction(0))
     if path:
-        source = Source(cfg.dataset_type, path, cfg.text_column)
-        return pipeline.open_dataset(_request(cfg, tokenizer, source, eval_paths.KEY, **options))
+        request = _request(cfg, tokenizer, _source(cfg, path), eval_paths.KEY, **options)
+        return pipeline.open_dataset(request)
     if split == "eval" and not cfg.eval_fraction:
         raise DataError(
             "eval_fraction=0 holds nothing out. Set eval_fraction or eval_dataset_path."
@@ -64,10 +64,36 @@ def open_dataset(
     return mixture.open_mixture(requests, seed=cfg.data_shuffle_seed, weights=weights)
 
 
+def open_evaluated(
+    cfg: Config,
+    tokenizer: Tokenizer,
+    index: LineIndex | None = None,
+    prepared: Mapping[Source, str] = MappingProxyType({}),
+) -> dict[str, Dataset]:
+    """{name: data set} of eval_dataset_path, that of eval/loss first; otherwise as open_dataset."""
+    texts, options = {}, dict(split="eval", index=index, prepared=prepared)
+    for name, path in eval_paths.named(cfg).items():
+        try:
+            texts[name] = open_dataset(cfg, tokenizer, path=path, **options)
+        except DataError as error:
+            if not name:
+                raise
+            raise DataError(f"{eval_paths.key_of(name)}: {error}") from error
+    return texts
+
+
+def agree(texts: Mapping[str, Dataset]) -> None:
+    """Raise DataError unless all processes evaluate on the same texts. All processes call it."""
+    if texts:
+        agreed.contents(
+            "".join(text.contents for text in texts.values()), key="the texts to evaluate on"
+        )
+
+
 def trained(cfg: Config) -> dict[str, Source]:
     """The sources that are trained on, by their names in a mixture; one alone has the name ""."""
     if not cfg.dataset_mixture:
-        return {"": Source(cfg.dataset_type, cfg.dataset_path, cfg.text_column)}
+        return {"": _source(cfg, cfg.dataset_path)}
     return {
         entry["name"]: Source(
             entry.get("dataset_type", cfg.dataset_type),
@@ -76,6 +102,10 @@ def trained(cfg: Config) -> dict[str, Source]:
         )
         for entry in map(dict, cfg.dataset_mixture)
     }
+
+
+def _source(cfg: Config, path: str) -> Source:
+    return Source(cfg.dataset_type, path, cfg.text_column)
 
 
 def key_of(name: str) -> str:
@@ -122,14 +152,12 @@ def prepare(
     if evaluates:
         for name, path in eval_paths.named(cfg).items():
             if path:
-                source = Source(cfg.dataset_type, path, cfg.text_column)
-                keys[source] = eval_paths.key_of(name)
-    flags: dict[str, Any] = Keys.of(vars(cfg))._asdict()
+                keys[_source(cfg, path)] = eval_paths.key_of(name)
     return at_start.prepare_sources(
         keys,
         tokenizer,
         folder=cfg.base_output_directory,
         allowed=cfg.max_corrupted_records,
-        flags=flags,
+        flags=Keys.of(vars(cfg))._asdict(),
         say=say,
     )

@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import os
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -109,15 +108,13 @@ class LogFile(contextlib.AbstractContextManager):
 
     say: prints one line when the file cannot be written; the training goes on, and on a disk the
     lines are kept for later. require_lock: of RunFolder; a run that has lost its folder writes no
-    more there. Any thread may write.
+    more there.
     """
 
     def __init__(
         self, path: epath.Path, *, say: Callable[[str], None], require_lock: Callable[[], None]
     ):
-        self._path, self._say = path, say
-        self._lock = threading.Lock()
-        self._failing = False
+        self._path, self._say, self._failing = path, say, False
         self._file: LocalLines | RemoteLines | None = None
         with self._failures_told():
             self._file = open_lines(path, require_lock)
@@ -128,18 +125,17 @@ class LogFile(contextlib.AbstractContextManager):
             self.write(output.one_line(f"{kind.__name__}: {error}"))
         elif error is not None:
             self.write("".join(traceback.format_exception(error)).rstrip("\n"))
-        if self._file is not None:
-            with self._failures_told():
+        with self._failures_told():
+            if self._file is not None:
                 self._file.close()
 
     def write(self, text: str) -> None:
         """Add a line, or several. They are in the file at once; on an object store a minute later
         at most, if more lines come, and at the end."""
         now = time.strftime("%H:%M:%S")
-        with self._lock:
+        with self._failures_told():
             if self._file is not None:
-                with self._failures_told():
-                    self._file.write("\n".join(f"{now} {line}" for line in text.split("\n")))
+                self._file.write("\n".join(f"{now} {line}" for line in text.split("\n")))
 
     @contextlib.contextmanager
     def _failures_told(self):

@@ -1,31 +1,4 @@
-"""The metrics files of a run: rows in metrics.jsonl and TensorBoard.
-
-Names (a row has those that exist at its step):
-    learning/loss, learning/loss_replica_0 ... (means over the steps since the last row; a resumed
-    run goes on with the sums of the run before), learning/lr, learning/grad_norm (of this step)
-    learning/load_balance_loss, learning/router_z_loss (with weights, and times them),
-    moe/max_expert_share, moe/min_expert_share, moe/router_entropy, moe/dropped_tokens (with a
-    capacity; models/router.py): means over the replicas, of this step
-    learning/tokens (read by all replicas since step 1, padding included), data/epoch (how often the
-    text is read by now, such as 0.25), data/epoch_<name> of each source of a mixture
-    diloco/outer_grad_norm (of the mean), diloco/outer_grad_cosine (mean over pairs of replicas,
-    weighted by the product of their norms), diloco/drift (mean |x_m - theta|): of the last
-    synchronised fragment, as it was sent, before its mean was applied
-    diloco/outer_update_ratio (norm of theta's last update over that of theta, of the same fragment;
-    with eager updates of a replica of process 0); diloco/residual_norm (of error feedback, of the
-    fragment sent last, mean over the replicas of process 0)
-    perf/step_time [s] on process 0's clock, perf/tokens_per_second, perf/tflops_per_device,
-    perf/mfu (metrics/speed.py), perf/wall_time_s (since the program started, and before a restart
-    the time up to the last row that is kept)
-    device/memory_in_use_bytes, device/memory_peak_bytes (of process 0's fullest device; not on CPU)
-    dcn/bytes_sent (of a replica, in data parallelism of a slice, to all other slices; per step, the
-    mean over the steps since the last row),
-    dcn/waited_s (by process 0 since the last row)
-    eval/loss [nats per token], eval/perplexity, eval/bits_per_byte (only of text): of the held-out
-    text; eval/<name>/loss ... of each named text of eval_dataset_path. With eager updates each
-    slice evaluates its own theta on its share of the text
-    eval/loss_replica_0 ..., eval/loss_mean_of_replicas (eval_replicas): of the held-out text
-"""
+"""The metrics files of a run: rows in metrics.jsonl and TensorBoard. Names: docs/metrics.md."""
 
 import json
 import math

@@ -10,11 +10,11 @@ from maxdiloco.data.mixture import TrainingData
 from maxdiloco.data.order import Position
 from maxdiloco.data.pipeline import Dataset
 from maxdiloco.data.tokenizer_base import Tokenizer
-from maxdiloco.evaluation import eval_texts, run_texts
+from maxdiloco.evaluation import run_texts
 from maxdiloco.flags import eval_paths
 from maxdiloco.flags.config import Config
-from maxdiloco.storage import object_store
-from maxdiloco.storage.run_folder import RunFolder, reason
+from maxdiloco.storage.run_folder import RunFolder
+from maxdiloco.trainer import run_files
 from maxdiloco.trainer.assemble import BatchShape
 
 # Times eval_fraction: our choice; a source without enough sequences for its share has more.
@@ -28,7 +28,7 @@ def open_data(
     folder: RunFolder,
     say: Callable[[str], None],
 ) -> tuple[TrainingData, dict[str, Dataset], LineIndex]:
-    """The training text, those to evaluate on (eval_texts) if the run does, and the index of all.
+    """The training text, those to evaluate on (run_texts) if the run does, and the index of all.
 
     folder: of the run. The caller saves the index (save_index) once the folder exists. Sources
     without known token counts are tokenised first, below base_output_directory.
@@ -42,7 +42,7 @@ def open_data(
     train.check_size(train.first_position(shape.num_replicas, shape.sequences))
     held_out = {}
     if cfg.eval_interval != -1:
-        held_out = eval_texts.open_texts(cfg, tokenizer, index=index, prepared=prepared)
+        held_out = run_texts.open_evaluated(cfg, tokenizer, index=index, prepared=prepared)
     return train, held_out, index
 
 
@@ -98,20 +98,12 @@ def metrics(text: TrainingData, position: Position, length: int, step: int) -> d
 
 def load_index(index: LineIndex, path: epath.Path) -> None:
     """Take over the index of an earlier start; a failure costs time and is reported in a line."""
-    try:
-        with object_store.as_os_errors(path):
-            index.load(path)
-    except OSError as error:
-        index.report(f"note: {path} cannot be read ({reason(error)}): .jsonl files are read.")
+    with run_files.noted(path, index.report, "read", ": .jsonl files are read"):
+        index.load(path)
 
 
 def save_index(index: LineIndex, path: epath.Path) -> None:
     """Keep the index for the next start; a failure is reported in a line."""
-    try:
-        with object_store.as_os_errors(path):
-            index.save(path)
-    except OSError as error:
-        index.report(
-            f"note: {path} cannot be written ({reason(error)}): the next start reads .jsonl files "
-            "through again."
-        )
+    so = ": the next start reads .jsonl files through again"
+    with run_files.noted(path, index.report, so=so):
+        index.save(path)

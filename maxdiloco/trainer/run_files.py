@@ -9,12 +9,15 @@ import platform
 import socket
 import subprocess
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from etils import epath
 
+from maxdiloco.data.tokenizer import ByteTokenizer
+from maxdiloco.data.tokenizer_base import Tokenizer
+from maxdiloco.evaluation import run_tokenizer
 from maxdiloco.flags import base_yml
 from maxdiloco.flags.config import Config
 from maxdiloco.processes import coordination
@@ -29,6 +32,18 @@ _PACKAGES = (
     "sentencepiece", "datasets", "pyarrow", "tensorboardX", "wandb",
 )  # fmt: skip
 _HOSTS_S = 300.0  # a process puts its name right after all have met; our choice
+
+
+@contextlib.contextmanager
+def noted(
+    path: epath.Path, say: Callable[[str], None], done: str = "written", so: str = ""
+) -> Iterator[None]:
+    """Access to a path whose failure is a line for the user: what cannot be `done`, and so what."""
+    try:
+        with object_store.as_os_errors(path):
+            yield
+    except OSError as error:
+        say(f"note: {path} cannot be {done} ({reason(error)}){so}.")
 
 
 def log_path(folder: RunFolder) -> epath.Path:
@@ -51,11 +66,16 @@ def write(cfg: Config, folder: RunFolder, say: Callable[[str], None]) -> None:
     }
     for name, content in files.items():
         path = folder.path / name
-        try:
-            with object_store.as_os_errors(path):
-                path.write_bytes(content.encode(errors="surrogateescape"))  # of a path
-        except OSError as error:
-            say(f"note: {path} cannot be written ({reason(error)}).")
+        with noted(path, say):
+            path.write_bytes(content.encode(errors="surrogateescape"))  # of a path
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: RunFolder, say: Callable[[str], None]) -> None:
+    """Write the tokenizer's files into the run's folder; a failure is reported in a line."""
+    path, so = folder.path / run_tokenizer.FOLDER, ": the tokenizer is in the checkpoints alone"
+    if not isinstance(tokenizer, ByteTokenizer):  # it has none
+        with noted(path, say, so=so):
+            tokenizer.save(path)
 
 
 def config_yml(cfg: Config) -> str:
