@@ -61,14 +61,13 @@ def _prompts(options: SimpleNamespace) -> list[str]:
     if not path:
         return [options.prompt]
     try:
-        text = pathlib.Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(
-            f"prompts_file={path} cannot be read: {why}. Give a text file, one prompt a line."
-        ) from error
+        text, wrong = pathlib.Path(path).read_text(encoding="utf-8"), "is empty"
+    except OSError as error:
+        text, wrong = "", f"cannot be read: {error.strerror}"
+    except UnicodeDecodeError:
+        text, wrong = "", "cannot be read: it is not UTF-8 text"
     if not text:
-        raise ConfigError(f"prompts_file={path} is empty. Give a text file, one prompt a line.")
+        raise ConfigError(f"prompts_file={path} {wrong}. Give a text file, one prompt a line.")
     return text.removesuffix("\n").split("\n")
 
 

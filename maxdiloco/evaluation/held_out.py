@@ -1,6 +1,6 @@
 """What an evaluation says of theta: losses on held-out sequences, and a sample of text.
 
-# R replicas  B sequences of one evaluation batch, over all devices  L tokens  V vocabulary
+    # R replicas  B sequences of one evaluation batch, over all devices  L tokens  V vocabulary
 """
 
 import math
@@ -33,10 +33,9 @@ SEED = 0
 
 
 class Totals(NamedTuple):
-    """Sums over the targets that count.
+    """Sums over the targets that count, of which the end of a document has no byte.
 
-    cross_entropy: without the z-loss [nats]. tokens: how many targets. num_bytes: of the text that
-    they stand for; 0 when they stand for none. The end of a document is a target without a byte.
+    cross_entropy: without the z-loss [nats]. num_bytes: of the text; 0 when they stand for none.
     """
 
     cross_entropy: float
@@ -60,10 +59,7 @@ class Totals(NamedTuple):
         return self.cross_entropy / math.log(2) / self.num_bytes if self.num_bytes else math.nan
 
     def metrics(self, name: str = "") -> dict[str, float]:
-        """eval/loss, eval/perplexity, eval/bits_per_byte; of a named text eval/<name>/loss ...
-
-        Tokens that stand for no text have no bits per byte.
-        """
+        """eval/loss, eval/perplexity, eval/bits_per_byte of text; of a named text eval/NAME/..."""
         row = {"loss": self.loss, "perplexity": self.perplexity}
         if self.num_bytes:
             row["bits_per_byte"] = self.bits_per_byte
@@ -232,8 +228,7 @@ class ReplicaEvaluation:
 class Sampler:
     """Continues a prompt on the mesh of a run; every process has to call it.
 
-    of_slots: the parameters are those of each slot of `diloco`; the text is by the first ones that
-    this process holds, in process 0 those of slot 0.
+    of_slots: as for Evaluation; the text is by the first slot that this process holds.
     """
 
     def __init__(

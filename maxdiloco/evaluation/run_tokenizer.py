@@ -85,10 +85,7 @@ def of_checkpoint(cfg: Config, checkpoint: epath.Path) -> Tokenizer:
 
 @contextlib.contextmanager
 def config_with(cfg: Config, checkpoint: epath.Path) -> Iterator[Config]:
-    """The config with tokenizer_path at a copy of what a checkpoint holds, for a `with`.
-
-    Raises as of_checkpoint does.
-    """
+    """The config with tokenizer_path at a copy of of_checkpoint, for a `with`."""
     if cfg.tokenizer_type == "byte":
         yield cfg
         return

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from maxdiloco.checkpoint import read
 from maxdiloco.evaluation import held_out, on_mesh, run_texts, run_tokenizer
-from maxdiloco.evaluation.held_out import Evaluation, Totals
+from maxdiloco.evaluation.held_out import Totals
 from maxdiloco.flags import base_yml, config
 from maxdiloco.flags.config import Config
 from maxdiloco.flags.hardware import hardware_of
@@ -77,14 +77,9 @@ def may_change() -> tuple[str, ...]:
 
 
 def configure(meta: dict[str, Any], argv: list[str], environ: Mapping[str, str]) -> Config:
-    """The config of the run that wrote a checkpoint, with the keys of a command line.
-
-    Raises ConfigError for a key that the run decides, or a value that cannot work.
-    """
-    neutral = {
-        "num_diloco_replicas": -1,  # the mesh of the evaluation need not divide them
-        "eval_interval": 1,  # checks what an evaluation needs
-    }
+    """The config of a run with the keys of a command line. Raises ConfigError of config.changed."""
+    # The mesh need not divide the replicas. With the interval the config is checked for evaluation.
+    neutral = {"num_diloco_replicas": -1, "eval_interval": 1}
     return config.changed(meta["config"] | neutral, argv, environ, may_change=may_change())
 
 
@@ -99,9 +94,9 @@ def evaluate(
     """Evaluate the newest undamaged checkpoint of a run, or one checkpoint, on each of its texts.
 
     Reads the same sequences as the run, on whatever mesh: eval_steps counts batches of the run's
-    size. folder, parameters: of `load`. argv, environ: see `configure`. say: prints a line.
-    All processes call it. Returns what was evaluated, for as_json, and {name of a text: sums}.
-    Raises ConfigError, CheckpointError, DataError.
+    size. folder, parameters: of `load`. argv, environ: of `configure`. All processes call it.
+    Returns what was evaluated, for as_json, and {name of a text: sums}. Raises ConfigError,
+    CheckpointError, DataError.
     """
     found = load(
         folder,
@@ -123,7 +118,7 @@ def evaluate(
         prepared = run_texts.prepare(cfg, tokenizer, say, splits=("eval",))
         texts = run_texts.open_evaluated(cfg, tokenizer, prepared=prepared)
         run_texts.agree(texts)
-        evaluation = Evaluation(
+        evaluation = held_out.Evaluation(
             found.model,
             found.mesh,
             rows=rows,
@@ -151,12 +146,11 @@ def table(texts: Mapping[str, Totals]) -> list[str]:
     """The lines of a table, one for each text."""
     rows = [("text", "tokens", "bytes", "loss", "perplexity", "bits/byte")]
     for name, totals in texts.items():
-        of_bytes = ("-", "-")
-        if totals.num_bytes:
-            of_bytes = f"{totals.num_bytes:,}", f"{totals.bits_per_byte:.6f}"
-        loss, perplexity = f"{totals.loss:.6f}", f"{totals.perplexity:.4f}"
-        name = name or "(held out)"
-        rows.append((name, f"{totals.tokens:,}", of_bytes[0], loss, perplexity, of_bytes[1]))
+        num_bytes, of_byte = f"{totals.num_bytes:,}", f"{totals.bits_per_byte:.6f}"
+        if not totals.num_bytes:
+            num_bytes = of_byte = "-"
+        numbers = f"{totals.tokens:,}", num_bytes, f"{totals.loss:.6f}", f"{totals.perplexity:.4f}"
+        rows.append((name or "(held out)", *numbers, of_byte))
     return output.aligned(rows)
 
 

@@ -35,10 +35,10 @@ class CompileLog:
     def all_of(self, calls: Iterable[Call], *, room: str, resident: str = "") -> list[Any]:
         """Compile the programs of a run, see side_by_side; the first error ends it at once.
 
-        The first that is not for the start is the plain inner step. A program for the start whose
-        arguments are arrays is run here as soon as it is there, while others compile: returns their
-        results. resident: what DiLoCo keeps on a device beyond plain training, for show_memory.
-        Raises ConfigError, with `room` as the remedy, for a program that does not fit the device.
+        The first that is not for the start is the plain inner step. Those for the start that have
+        their arguments run while others compile; returns their results. resident: what DiLoCo keeps
+        on a device beyond plain training. Raises ConfigError, with `room` as the remedy, for a
+        program that does not fit the device.
         """
         started = time.perf_counter()
         hits: list[str] = []  # appended to by threads
@@ -110,10 +110,7 @@ def side_by_side(calls: Iterable[Call]) -> Iterator[dict[Future, Call]]:
 
 @contextmanager
 def fitting(name: str, room: str) -> Iterator[None]:
-    """Raises ConfigError where the program that is compiled, or run and waited for, does not fit.
-
-    A CPU and a GPU refuse memory only when a program runs. room: the remedy.
-    """
+    """Raises ConfigError, `room` its remedy, where the program compiled or run does not fit."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

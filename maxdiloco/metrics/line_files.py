@@ -5,10 +5,12 @@ import contextlib
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from etils import epath
 
+from maxdiloco import json_text
 from maxdiloco.errors import USER_ERRORS, CheckpointError
 from maxdiloco.processes import output
 from maxdiloco.storage import object_store
@@ -96,11 +98,34 @@ class RemoteLines:
 
 def open_lines(path: epath.Path, require_lock: Callable[[], None]) -> LocalLines | RemoteLines:
     """The file, to add lines to those that it has. require_lock: of RunFolder. Raises OSError."""
-    if is_local(path):
-        return LocalLines(path)
+    return LocalLines(path) if is_local(path) else RemoteLines(path, text_of(path), require_lock)
+
+
+def text_of(path: epath.Path) -> str:
+    """The text of a file; "" where there is none. Raises OSError."""
     with object_store.as_os_errors(path):
-        text = path.read_bytes().decode(errors="replace") if path.exists() else ""
-    return RemoteLines(path, text, require_lock)
+        return path.read_bytes().decode(errors="replace") if path.exists() else ""
+
+
+def parsed(line: str) -> dict[str, Any]:
+    """The JSON object in a line; {} where it is none, such as half a line of a killed process."""
+    try:
+        content = json_text.parse(line)
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+@contextlib.contextmanager
+def noted(
+    path: epath.Path, say: Callable[[str], None], done: str = "written", so: str = ""
+) -> Iterator[None]:
+    """Access to a path whose failure is a line for the user: what cannot be `done`, and so what."""
+    try:
+        with object_store.as_os_errors(path):
+            yield
+    except OSError as error:
+        say(f"note: {path} cannot be {done} ({reason(error)}){so}.")
 
 
 class LogFile(contextlib.AbstractContextManager):

@@ -1,6 +1,6 @@
 """The replicas' metrics at a log step, and whether any step up to it went wrong.
 
-# R replicas  S replicas that devices of this process hold
+    # R replicas  S replicas that devices of this process hold
 """
 
 import functools
@@ -108,8 +108,7 @@ class Monitor:
     ) -> dict[str, np.ndarray]:
         """Metrics of the last step, leaves [replicas of this process]; waits for the step.
 
-        saved_steps: gives the steps that have a checkpoint, for the error. together: all processes
-        are here, and learn of each other's replicas.
+        saved_steps: gives the steps that have a checkpoint. together: all processes are here.
         Raises NumericsError for the first step that was not finite, of a replica held here; in
         every process if they are together.
         """
@@ -129,19 +128,13 @@ class Monitor:
         return {name: values_S[self._own] for name, values_S in last.items()}
 
     def take_mean_loss(self, steps: int) -> np.ndarray:
-        """Mean loss of the steps since it was last taken, float32 [replicas of this process].
-
-        steps: their number. Waits for them.
-        """
+        """Mean loss of the `steps` since it was last taken, float32 [replicas of this process]."""
         self._add_up(len(self._losses))
         mean_S, self._loss_sum_S = self._loss_sum_S / steps, np.float64(0)
         return mean_S[self._own].astype(np.float32)
 
     def loss_sums(self) -> list[float]:
-        """Sum of each replica's losses since the mean was last taken, [R]. All processes call it.
-
-        `resume_losses` takes it back after a restart, so that the next row has the same mean.
-        """
+        """Sum of each replica's losses since the mean was taken, [R]. All processes call it."""
         self._add_up(len(self._losses))
         R = self._metrics["loss"].shape[0]
         sum_R, replicas = np.zeros(R), np.array(self._held)[self._own]

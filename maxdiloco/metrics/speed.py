@@ -85,9 +85,8 @@ def device_memory(devices: Sequence[Any]) -> dict[str, float]:
 class StepClock:
     """perf/step_time: the interval between log points divided by its steps.
 
-    Call lap() after block_until_ready on the state: otherwise the clock tells how long it took to
-    dispatch the steps. excluded() takes other work out, such as an evaluation: block on the state
-    before it, or running steps are timed as zero. clock: seconds, monotonic.
+    Block on the state before lap() and excluded(), or running steps are timed as zero.
+    clock: seconds, monotonic.
     """
 
     def __init__(self, step: int, *, clock: Callable[[], float] = time.perf_counter):

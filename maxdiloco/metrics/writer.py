@@ -8,9 +8,8 @@ from typing import Any
 
 from etils import epath
 
-from maxdiloco import json_text
 from maxdiloco.errors import CheckpointError
-from maxdiloco.metrics.line_files import open_lines
+from maxdiloco.metrics.line_files import open_lines, parsed, text_of
 from maxdiloco.metrics.trackers import EventFile, WandbRun
 from maxdiloco.processes import output
 from maxdiloco.storage import durable, object_store
@@ -21,12 +20,11 @@ class MetricsWriter:
     """Appends rows to metrics.jsonl, and to TensorBoard and Weights & Biases; in process 0.
 
     resume_step: the step after which this life of the run starts, or None for a new run. Later rows
-    of an earlier life are dropped, and lines that a killed process left half written, so no step is
-    there twice. wandb_config: the keys of the run; None: without Weights & Biases.
-    A context manager. Raises CheckpointError when metrics.jsonl cannot be written at the start.
-    A disk that is full or broken later does not end the training: one warning is printed, and the
-    next write that succeeds writes the kept rows too. Rows still unwritten when the context ends
-    are a CheckpointError, or a second warning if another error is under way.
+    and broken lines of an earlier life are dropped, so no step is there twice. wandb_config: the
+    keys of the run; None: without Weights & Biases.
+    A context manager. Raises CheckpointError when metrics.jsonl cannot be written at the start. A
+    disk that fails later is one warning, and the next write that succeeds writes the kept rows too.
+    Rows still unwritten at the end are a CheckpointError, or a warning beside another error.
     """
 
     def __init__(
@@ -39,14 +37,11 @@ class MetricsWriter:
         wandb_config: Mapping[str, Any] | None = None,
     ):
         self._path = folder.metrics
-        self._say = say
-        self._failing = False
+        self._say, self._failing = say, False
         try:
             last = _repaired(self._path, resume_step, say)
             self._sink = open_lines(self._path, folder.require_lock)
-            self._wandb = None
-            if wandb_config is not None:
-                self._wandb = WandbRun(folder, wandb_config, say=say)
+            others = [WandbRun(folder, wandb_config, say=say)] if wandb_config is not None else []
         except OSError as error:
             raise CheckpointError(
                 f"{self._cannot_write(error)} Free some space or set another folder."
@@ -57,14 +52,15 @@ class MetricsWriter:
         if tensorboard:
             purge = 0 if resume_step is None else resume_step + 1
             self._events = EventFile(folder.tensorboard, purge_step=purge, say=say)
+            others.insert(0, self._events)
+        self._others = others
 
     def __enter__(self) -> "MetricsWriter":
         return self
 
     def __exit__(self, kind, exception, traceback) -> None:
-        for extra in (self._events, self._wandb):
-            if extra is not None:
-                extra.close()
+        for other in self._others:
+            other.close()
         try:
             self._sink.close()
         except OSError as error:
@@ -77,10 +73,9 @@ class MetricsWriter:
             self._say(f"warning: {line}")  # the exception under way goes on
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Add the row of a step, with all its values.
+        """Add the row of a step, with all its values: numbers or arrays with one element.
 
-        values: numbers or arrays with one element. NaN and infinities become null, since JSON has
-        no such numbers. Raises ValueError when step is not beyond the last row's.
+        Raises ValueError when step is not beyond the last row's.
         """
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(
@@ -93,9 +88,8 @@ class MetricsWriter:
             for name, value in values.items()
         }
         self._try(lambda: self._sink.write(row(step, numbers_by_name)))
-        for extra in (self._events, self._wandb):
-            if extra is not None:
-                extra.write(step, numbers_by_name)
+        for other in self._others:
+            other.write(step, numbers_by_name)
 
     def write_text(self, step: int, name: str, text: str) -> None:
         """Add a text to TensorBoard, if that is written; metrics.jsonl holds numbers alone."""
@@ -134,14 +128,12 @@ def _repaired(
     path: epath.Path, resume_step: int | None, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """The last row of the file, after later rows and broken lines are dropped; {} for none."""
-    with object_store.as_os_errors(path):
-        text = path.read_bytes().decode(errors="replace") if path.exists() else ""
-    kept: list[str] = []
+    text, kept = text_of(path), []
     last: dict[str, Any] = {}
     later = broken = 0
     for line in filter(None, text.split("\n")):
-        found = _parsed(line)
-        if not found:
+        found = parsed(line)
+        if not isinstance(found.get("step"), int):
             broken += 1
         elif resume_step is None or not last.get("step", -1) < found["step"] <= resume_step:
             later += 1
@@ -158,13 +150,3 @@ def _repaired(
             "an earlier life of this run dropped"
         )
     return last
-
-
-def _parsed(line: str) -> dict[str, Any]:
-    """A row; {} for a line that is none."""
-    try:
-        content = json_text.parse(line)
-    except ValueError:
-        return {}
-    is_row = isinstance(content, dict) and isinstance(content.get("step"), int)
-    return content if is_row else {}

@@ -1,6 +1,6 @@
 """From the config to the parts of a run: the one place that chooses the trainer.
 
-# R replicas  B sequences per replica  L tokens
+    # R replicas  B sequences per replica  L tokens
 """
 
 from collections.abc import Callable
@@ -177,8 +177,9 @@ def baseline(cfg: Config) -> Config | None:
 
 def carrier(chosen: str, platform: str, *, joins_processes: bool) -> str:
     """program or host: what exchange_carrier chooses. XLA hides an exchange on TPU alone."""
-    by_host = platform != "tpu" and joins_processes
-    return {"auto": "host" if by_host else "program"}.get(chosen, chosen)
+    if chosen != "auto":
+        return chosen
+    return "host" if platform != "tpu" and joins_processes else "program"
 
 
 def _carrier(cfg: Config, mesh: Mesh) -> tuple[str, bool]:

@@ -129,9 +129,9 @@ def check_order(path: str, cfg: Config, mesh: Mesh) -> None:
 
 
 def check(path: str, cfg: Config, mesh: Mesh) -> list[str]:
-    """Raise ConfigError for a file that cannot be read or is of other versions or devices.
+    """A line for each of the compiler's flags that were others: those of the file count.
 
-    Returns a line for each of the compiler's flags that were others: those of the file count.
+    Raises ConfigError for a file that cannot be read or is of other versions or devices.
     """
     check_order(path, cfg, mesh)
     with _opened(path) as (stored, _):

@@ -68,9 +68,9 @@ def joined(cfg: Config) -> Iterator[None]:
 
 def versions() -> dict[str, str]:
     """What has to be installed alike for all processes."""
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
-    versions["maxdiloco"] = __version__
-    return {f"version of {name}": version for name, version in versions.items()}
+    compilers = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+    installed = {"maxdiloco": __version__} | compilers
+    return {f"version of {name}": version for name, version in installed.items()}
 
 
 def keep_their_order(cfg: Config, mesh: Mesh) -> bool:

@@ -84,10 +84,7 @@ def build(cfg: Config, *, model: Model) -> optax.GradientTransformationExtraArgs
 
 
 def abstract_state(cfg: Config, rule: optax.GradientTransformation, params: Any, mesh: Mesh) -> Any:
-    """One replica's state as ShapeDtypeStructs, sharded like params, which are such too.
-
-    In host memory with optimizer_memory_host_offload.
-    """
+    """One replica's state as ShapeDtypeStructs, sharded like params, which are such too."""
     shardings = jax.tree.map(lambda x: x.sharding, params)
     state = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
@@ -105,7 +102,7 @@ def decays(model: Model) -> Any:
 def muon_dims(model: Model) -> Any:
     """Pytree like the parameters: how muon sees a leaf as matrices, None where Adam takes it.
 
-    The layers' matrices with all heads side by side, each expert's apart.
+    All heads are side by side, each expert apart.
     """
 
     def dims(names):

@@ -25,7 +25,7 @@ class Recorder:
 
     done: inner steps before this start; total: of the whole run. writer: of the first process.
     links: of several. checkpointer: None where nothing is saved. note: what a checkpoint says of
-    the run. data_metrics: of a step, run_data.metrics. since_row: of the checkpoint that the run
+    the run. data_metrics: of a step, run_texts.metrics. since_row: of the checkpoint that the run
     goes on from, see `save`. begun: time.perf_counter() at the very start.
     """
 
@@ -121,10 +121,7 @@ class Recorder:
             self._checkpointer.save(t, items, note, last=last)
 
     def _check(self, state: Any, *, together: bool = False) -> Metrics:
-        """Wait for the step and return its metrics; raise NumericsError if a step went wrong.
-
-        together: wait for the other processes too, so that what is not timed begins in all at once.
-        """
+        """The metrics of the step, which is waited for; together: as Monitor.check."""
         jax.block_until_ready(state.params)
         saved_steps = self._checkpointer.steps if self._checkpointer else list
         return self._parts.monitor.check(state, saved_steps, together=together)
@@ -132,8 +129,7 @@ class Recorder:
     def _write(self, t: int, metrics: Metrics | None, values: Values) -> None:
         row = dict(values)
         if metrics is not None:
-            learning_rate = self._parts.learning_rate(t - 1)
-            row = learning_metrics(metrics, learning_rate) | row
+            row = learning_metrics(metrics, self._parts.learning_rate(t - 1)) | row
         self._writer.write(t, row)
         left = not self._console.has_bar
         self._console.line(console_line(t, self._total, row, left=left))
@@ -144,10 +140,7 @@ class Recorder:
 
 @contextlib.contextmanager
 def profile(folder: RunFolder, steps: range) -> Iterator[Callable[[int], None]]:
-    """Profile the steps after the first of `steps` up to its stop; leaving the context ends it.
-
-    Gives what is called after each step of the run.
-    """
+    """What is called after each step, to profile those after steps.start up to steps.stop."""
     with contextlib.ExitStack() as running:
 
         def after(t: int) -> None:

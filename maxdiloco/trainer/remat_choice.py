@@ -123,8 +123,8 @@ def kept_bytes(parts: Parts, accumulation: int) -> int:
 def make_room(cfg: Config, *, outer_state: bool, there: bool = True) -> str:
     """The remedy when a program of this config does not fit: what is not yet on.
 
-    outer_state: whether there is one. there: whether host memory can be tried here; for absent GPUs
-    nothing in it can be compiled.
+    outer_state: whether there is one. there: False for absent GPUs, whose host memory cannot be
+    compiled for.
     """
     where = "" if there else " on the GPUs themselves"
     ways = ["more devices in a slice"]

@@ -1,6 +1,6 @@
 """How a run begins: from nothing, from where it stopped, or from another run's checkpoint.
 
-# R replicas
+    # R replicas
 """
 
 import textwrap
@@ -63,10 +63,7 @@ def look(
     text: TrainingData,
     data: dict[str, str],
 ) -> Start:
-    """Find where the run begins, before anything is built. Raises as refuse_changes.
-
-    text: the training data. data: of agreed_data.
-    """
+    """Find where the run begins, before anything is built. Raises as refuse_changes."""
     M, B, _ = shape
     saved = checkpointer and checkpointer.restore(lambda meta: {})
     if not saved and cfg.load_full_state_path:
@@ -85,10 +82,7 @@ def look(
 
 
 def refuse_changes(cfg: Config, saved: Restored, *, B: int, data: dict[str, str]) -> None:
-    """Raise CheckpointError when config, B or data differ from the saved run's in what counts.
-
-    data: of agreed_data.
-    """
+    """Raise CheckpointError when config, B or agreed_data differ from the saved run's."""
     rows, stored = "sequences_per_replica", saved.meta["config"]
     same_keys = all(stored[key] == vars(cfg)[key] for key in _OF_TOKENIZER)
     if same_keys and saved.meta["tokenizer"] != data["tokenizer"]:
@@ -127,9 +121,9 @@ def _layout(cfg: Config, saved: Restored) -> SavedLayout:
 
 
 def check_places(cfg: Config, folder: RunFolder) -> None:
-    """Raise CheckpointError where a run's folder cannot be made or its start has no checkpoint.
+    """Raise CheckpointError where the folder of a run or what it starts from cannot be had.
 
-    A run that resumes needs none. Makes nothing.
+    Makes nothing.
     """
     if jax.process_index() == 0:
         require_place(cfg.base_output_directory, folder.path.name)
@@ -229,10 +223,7 @@ def changes(
 def rate_lines(
     cfg: Config, saved_cfg: Config, *, before: int, t: int, total_steps: int
 ) -> list[str]:
-    """The line on the learning rate of the next step, if its schedule has changed.
-
-    before: length of the saved run's schedule, after step t [inner steps].
-    """
+    """The line on the rate of step t + 1, if its schedule, of length `before`, has changed."""
     now = optimizer.schedule_steps(cfg, total_steps)
     old, new = (
         optimizer.learning_rate_schedule(each, length)(t)

@@ -1,6 +1,6 @@
 """A training run: from the config to the exit code.
 
-# R replicas  B sequences per replica  L tokens
+    # R replicas  B sequences per replica  L tokens
 """
 
 import functools
@@ -37,15 +37,7 @@ from maxdiloco.processes.agree import from_first_process, in_any_process
 from maxdiloco.processes.links import Links
 from maxdiloco.processes.signals import Preemption
 from maxdiloco.storage.run_folder import RunFolder, locate, open_run_folder
-from maxdiloco.trainer import (
-    assemble,
-    compiled_file,
-    job,
-    remat_choice,
-    run_data,
-    run_files,
-    start,
-)
+from maxdiloco.trainer import assemble, compiled_file, job, remat_choice, run_files, start
 from maxdiloco.trainer.assemble import Parts
 from maxdiloco.trainer.recorder import Recorder, profile
 
@@ -53,10 +45,9 @@ Say = Callable[[str], None]
 
 
 def run(cfg: Config, begun: float, notes: Sequence[str] = ()) -> int:
-    """Join the other processes and train. Raises the errors of maxdiloco.errors.
+    """Join the other processes and train; returns the exit code. Raises maxdiloco.errors.
 
-    begun: time.perf_counter() when the program started. notes: lines on the command line, for the
-    user. Returns the exit code.
+    begun: time.perf_counter() when the program started. notes: lines on the command line.
     """
     if cfg.enable_wandb:
         trackers.require_wandb()
@@ -85,9 +76,9 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
     location = locate(cfg.base_output_directory, name)
     start.check_places(cfg, location)
     tokenizer = run_tokenizer.open_tokenizer(cfg)
-    text, held_out, index = run_data.open_data(cfg, tokenizer, shape, location, say)
+    text, held_out, index = run_texts.open_data(cfg, tokenizer, shape, location, say)
     sizes = dict(num_replicas=shape.num_replicas, num_tokens=tokenizer.vocab_size)
-    for line in [*run_data.lines(cfg, text, held_out, shape), *warnings.of_run(cfg, **sizes)]:
+    for line in [*run_texts.lines(cfg, text, held_out, shape), *warnings.of_run(cfg, **sizes)]:
         say(line)
 
     with ExitStack() as stack:
@@ -97,7 +88,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
             open_run_folder(cfg.base_output_directory, name, primary=primary, warn=say)
         )
         if primary:
-            run_data.save_index(index, folder.line_index)
+            run_texts.save_index(index, folder.line_index)
         del index  # 24 bytes a document
         checkpointer = stack.enter_context(_open_checkpointer(cfg, folder, tokenizer, say))
 
@@ -152,7 +143,7 @@ def train(cfg: Config, begun: float, notes: Sequence[str]) -> int:
             links=links,
             checkpointer=checkpointer,
             note=start.note(cfg, begin.position, data, total_steps=total),
-            data_metrics=functools.partial(run_data.metrics, text, begin.position, shape.length),
+            data_metrics=functools.partial(run_texts.metrics, text, begin.position, shape.length),
             since_row=begin.since_row(done),
             begun=begun,
         )
