@@ -17,7 +17,7 @@ import numpy as np
 from maxdiloco.command_line import guarded
 from maxdiloco.data import pipeline
 from maxdiloco.data.mixture import TrainingData
-from maxdiloco.evaluation import run_tokenizer
+from maxdiloco.evaluation import run_texts, run_tokenizer
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
 from maxdiloco.flags.hardware import hardware_of
@@ -25,7 +25,7 @@ from maxdiloco.models.router import COUNTS
 from maxdiloco.parallel import feeding
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.storage.run_folder import locate
-from maxdiloco.trainer import assemble, run_data
+from maxdiloco.trainer import assemble
 from maxdiloco.trainer.assemble import Parts
 
 MODEL = (
@@ -71,7 +71,7 @@ def rounds(cfg: Config) -> Iterator[tuple[int, float, np.ndarray, np.ndarray]]:
     shape = assemble.batch_shape(cfg, mesh)
     with tempfile.TemporaryDirectory() as folder:
         tokens, place = run_tokenizer.open_tokenizer(cfg), locate(folder, "balance")
-        text = run_data.open_data(cfg, tokens, shape, place, lambda line: None)[0]
+        text = run_texts.open_data(cfg, tokens, shape, place, lambda line: None)[0]
     parts = assemble.assemble(cfg, mesh, total_steps=cfg.steps, on_compile=lambda *_: None)
     state, H = parts.init(np.uint32(cfg.init_weights_seed)), cfg.diloco_sync_period
     *batches, unseen = read(parts, text, cfg.steps + 1)

@@ -32,11 +32,10 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
 from maxdiloco.flags.hardware import hardware_of
-from maxdiloco.metrics.speed import performance
+from maxdiloco.metrics.speed import flops_per_token, performance
 from maxdiloco.models.transformer import count_parameters
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes.output import aligned
-from maxdiloco.trainer import flops
 
 OWN = {
     "python": "",  # of an environment with torch; empty: one is made in `out`
@@ -278,7 +277,7 @@ def peak_share(cfg: Config, ours: step_time.Case, seconds: float) -> str:
     speed = performance(
         step_time=seconds,
         tokens_per_step=parts.shape.tokens,
-        flops_per_token=flops.flops_per_token(cfg, parts.params),
+        flops_per_token=flops_per_token(parts.model.spec, parts.params, parts.shape.length),
         num_devices=1,
         device_kind=parts.mesh.devices.flat[0].device_kind,
     )

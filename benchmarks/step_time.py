@@ -36,12 +36,12 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
 from maxdiloco.flags.hardware import hardware_of
-from maxdiloco.metrics.speed import performance
+from maxdiloco.metrics.speed import flops_per_token, performance
 from maxdiloco.models.transformer import count_parameters
 from maxdiloco.parallel import feeding
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes.output import aligned
-from maxdiloco.trainer import assemble, flops, remat_choice
+from maxdiloco.trainer import assemble, remat_choice
 
 DEFAULTS = {
     "model_name": "peer25m",
@@ -256,7 +256,7 @@ def column(case: Case) -> dict[str, str]:
     speed = performance(
         step_time=median(case.wall),
         tokens_per_step=parts.shape.tokens,
-        flops_per_token=flops.flops_per_token(case.cfg, parts.params),
+        flops_per_token=flops_per_token(parts.model.spec, parts.params, parts.shape.length),
         num_devices=parts.mesh.size,
         device_kind=parts.mesh.devices.flat[0].device_kind,
     )

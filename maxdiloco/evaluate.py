@@ -1,6 +1,6 @@
 """Evaluate a stored checkpoint: `python -m maxdiloco.evaluate RUN [key=value ...]`.
 
-Only the parameters are read. The flags are checked before JAX starts (evaluation/eval_stored.py).
+Only the parameters are read. The flags are checked before JAX starts (evaluation/stored.py).
 """
 
 import json
@@ -30,11 +30,11 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in HELP:
         import textwrap
 
-        from maxdiloco.evaluation import eval_stored
+        from maxdiloco.evaluation import stored
 
         say("\n".join([USAGE, *option_lines(OPTIONS)]))
         say("The other keys are those of the run. These may be set anew:")
-        for line in textwrap.wrap(", ".join(eval_stored.may_change()), 98):
+        for line in textwrap.wrap(", ".join(stored.may_change()), 98):
             say(f"  {line}")
         return 0
     run, (options, keys) = argv[0], read_options(argv[1:], OPTIONS, "evaluate", keys=True)
@@ -54,12 +54,12 @@ def _run(folder, options, keys: list[str]) -> None:
     import jax
 
     from maxdiloco.checkpoint import find
-    from maxdiloco.evaluation import eval_stored
-    from maxdiloco.trainer import compiled_file, job, saved_programs
+    from maxdiloco.evaluation import stored
+    from maxdiloco.trainer import compiled_file, job
 
     # The mesh has to be known before JAX's backends start; the checkpoint itself is read after.
-    cfg = eval_stored.configure(find.newest_meta(folder, key="RUN"), keys, os.environ)
-    with job.joined(cfg), saved_programs.compile_cache(cfg) as notes:
+    cfg = stored.configure(find.newest_meta(folder, key="RUN"), keys, os.environ)
+    with job.joined(cfg), job.compile_cache(cfg) as notes:
         primary = jax.process_index() == 0
 
         def say_once(line: str) -> None:
@@ -68,17 +68,16 @@ def _run(folder, options, keys: list[str]) -> None:
 
         for line in notes:
             say_once(line)
-        report = options.report if primary else ""
-        if report:
-            compiled_file.check_place("report", report)
-        evaluated, texts = eval_stored.evaluate(
+        if primary and options.report:
+            compiled_file.check_place("report", options.report)
+        evaluated, texts = stored.evaluate(
             folder, argv=keys, environ=os.environ, parameters=options.parameters, say=say_once
         )
-        for line in eval_stored.table(texts):
+        for line in stored.table(texts):
             say_once(line)
-        if report:
-            text = json.dumps(eval_stored.as_json(evaluated, texts), indent=1) + "\n"
-            compiled_file.write_whole("report", report, text.encode())
+        if primary and options.report:
+            text = json.dumps(stored.as_json(evaluated, texts), indent=1) + "\n"
+            compiled_file.write_whole("report", options.report, text.encode())
 
 
 def cli() -> None:

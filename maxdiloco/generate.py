@@ -61,14 +61,13 @@ def _prompts(options: SimpleNamespace) -> list[str]:
     if not path:
         return [options.prompt]
     try:
-        text = pathlib.Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(
-            f"prompts_file={path} cannot be read: {why}. Give a text file, one prompt a line."
-        ) from error
+        text, wrong = pathlib.Path(path).read_text(encoding="utf-8"), "is empty"
+    except OSError as error:
+        text, wrong = "", f"cannot be read: {error.strerror}"
+    except UnicodeDecodeError:
+        text, wrong = "", "cannot be read: it is not UTF-8 text"
     if not text:
-        raise ConfigError(f"prompts_file={path} is empty. Give a text file, one prompt a line.")
+        raise ConfigError(f"prompts_file={path} {wrong}. Give a text file, one prompt a line.")
     return text.removesuffix("\n").split("\n")
 
 
@@ -95,7 +94,6 @@ def _continued(run: str, options: SimpleNamespace, prompts: Sequence[str]) -> li
 
     found = stored.load(folder, key="RUN", configure=configure, mesh_of=lambda cfg: one_device)
     tokenizer = run_tokenizer.of_checkpoint(found.cfg, found.path)
-    how = {name: vars(options)[name] for name in ("max_new_tokens", "temperature", "top_k")}
     texts = []
     for prompt in prompts:
         given = tokenizer.prompt(prompt)
@@ -103,8 +101,10 @@ def _continued(run: str, options: SimpleNamespace, prompts: Sequence[str]) -> li
             found.model,
             found.params,
             np.array([given], np.int32),
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
             key=jax.random.key(options.seed),
-            **how,
         )
         texts.append(prompt + tokenizer.continuation(given, np.asarray(tokens[0])))
     say_error(f"step {found.step} of {found.path.parent.parent}")

@@ -129,8 +129,8 @@ def _plan(cfg: Config, options: SimpleNamespace, keys: Sequence[str], link: str)
 
 def _check_memory(planned, rows) -> None:
     """Raise ConfigError where no choice fits the chip."""
-    from maxdiloco.metrics.compiles import make_room
     from maxdiloco.planning.table import MIB
+    from maxdiloco.trainer.remat_choice import make_room
 
     if any(row.fits for row in rows):
         return

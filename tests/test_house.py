@@ -267,6 +267,11 @@ def test_the_trainer_is_chosen_in_one_place():
     assert not MODE_QUESTION.search('say("enable_diloco=false: no fragments")')
 
 
+def test_the_config_stops_at_the_rooms_that_run_it():
+    """Those below take the values that they use. The limit only falls."""
+    assert sum(bool(re.search(r"\bcfg\b", read(path))) for path in files("maxdiloco")) <= 40
+
+
 def test_the_text_speaks_of_the_project_alone():
     """Every text of the project but this file, which spells the words out."""
     suffixes = (".py", ".sh", ".yml", ".md", ".txt", ".toml")

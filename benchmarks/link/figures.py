@@ -221,7 +221,8 @@ def conditions(rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> t
         f"P={keys['num_diloco_fragments']}, tau={keys[TAU]}, a log every {keys['log_period']} "
         f"steps",
         f"TCP {', '.join(sorted({row['congestion'] for row in rows}))}; delay "
-        f"{setup['delay_ms']:g} ms one way, {setup['loss_pct']:g}% of frames lost; plain step {', '.join(f'{x:.1f}' for x in spread)} "
+        f"{setup['delay_ms']:g} ms one way, {setup['loss_pct']:g}% of frames lost; plain step "
+        f"{', '.join(f'{x:.1f}' for x in spread)} "
         f"ms; commit {', '.join(sorted({row['commit'] for row in rows}))}",
     )
 

@@ -46,8 +46,9 @@ class Link:
     """What joins every host to the switch.
 
     mbit: rate of each direction [Mbit/s], None: not shaped. delay_ms: from one host to another,
-    one way. loss_pct: of the frames of a link with a delay that are lost. queue_ms: longest time in a queue before frames are dropped. congestion: TCP's
-    congestion control; "": what the system has.
+    one way. loss_pct: of the frames of a link with a delay that are lost. queue_ms: longest time
+    in a queue before frames are dropped. congestion: TCP's congestion control; "": what the
+    system has.
     """
 
     mbit: float | None = None
@@ -273,8 +274,8 @@ def _start_delay(made: Hosts, carrier: pathlib.Path, name: str, port: str, link:
     process = made._start(made.switch, command, {"stdout": subprocess.PIPE, "text": True})
     if process.stdout.readline() != "ready\n":
         raise ConfigError(
-            f"delay_ms={link.delay_ms:g}: the taps could not be made, see the line above. The kernel "
-            f"needs CONFIG_TUN and /dev/net/tun; use delay_ms=0 without."
+            f"delay_ms={link.delay_ms:g}: the taps could not be made, see the line above. The "
+            f"kernel needs CONFIG_TUN and /dev/net/tun; use delay_ms=0 without."
         )
 
 

@@ -1,4 +1,4 @@
-"""The loss on held-out sequences: of the outer parameters, and of each replica.
+"""What an evaluation says of theta: losses on held-out sequences, and a sample of text.
 
     # R replicas  B sequences of one evaluation batch, over all devices  L tokens  V vocabulary
 """
@@ -13,10 +13,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.data.tokenizer import Keys, build
 from maxdiloco.engine.calls import BESIDE, EVALUATION, Call
 from maxdiloco.engine.trainer import Trainer
-from maxdiloco.flags.config import Config
+from maxdiloco.models import sampling
+from maxdiloco.models.devices import token_shards
 from maxdiloco.models.loss import next_tokens
 from maxdiloco.models.transformer import Model
 from maxdiloco.parallel import feeding, replicas
@@ -24,12 +24,17 @@ from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.replicas import broadcast, map_fn, reduce_mean, without_singleton_vmap
 from maxdiloco.parallel.sharding import spec
 
+# Those of maxdiloco.generate, but for a shorter text. Our choice.
+NEW_TOKENS = 100
+TEMPERATURE = 0.8
+TOP_K = 40
+SEED = 0
+
 
 class Totals(NamedTuple):
-    """Sums over the targets that count.
+    """Sums over the targets that count, of which the end of a document has no byte.
 
-    cross_entropy: without the z-loss [nats]. tokens: how many targets. num_bytes: of the text that
-    they stand for; 0 when they stand for none. The end of a document is a target without a byte.
+    cross_entropy: without the z-loss [nats]. num_bytes: of the text; 0 when they stand for none.
     """
 
     cross_entropy: float
@@ -53,10 +58,7 @@ class Totals(NamedTuple):
         return self.cross_entropy / math.log(2) / self.num_bytes if self.num_bytes else math.nan
 
     def metrics(self, name: str = "") -> dict[str, float]:
-        """eval/loss, eval/perplexity, eval/bits_per_byte; of a named text eval/<name>/loss ...
-
-        Tokens that stand for no text have no bits per byte.
-        """
+        """eval/loss, eval/perplexity, eval/bits_per_byte of text; of a named text eval/NAME/..."""
         row = {"loss": self.loss, "perplexity": self.perplexity}
         if self.num_bytes:
             row["bits_per_byte"] = self.bits_per_byte
@@ -86,14 +88,11 @@ class Evaluation:
         of_slots: bool = False,
         on_compile: Callable,
     ):
-        self._model = model
-        self._mesh = mesh
-        self._shape = (rows, length)
+        self.model, self._mesh = model, mesh
+        self._shape, self._num_sequences = (rows, length), num_sequences
         # Rows over every batch axis, `diloco` included.
         self._sharding = NamedSharding(mesh, spec(("batch", "length"), model.spec.rules))
-        self._num_sequences = num_sequences
-        self._bytes_V = token_bytes
-        self._replicated = NamedSharding(mesh, P())
+        self._bytes_V, self._replicated = token_bytes, NamedSharding(mesh, P())
         self._of_slots = of_slots
         over = replicas.of_each_slot if of_slots else replicas.of_whole_mesh
         self._program = Program(
@@ -105,15 +104,12 @@ class Evaluation:
 
     def _sums(self, params, batch, bytes_V):
         """Cross entropy, targets that count, and their bytes; scalars, or [1] of a slot."""
-        _, aux = self._model.loss(params, batch)
+        _, aux = self.model.loss(params, batch)
         targets_BL, counts_BL = next_tokens(batch["tokens"], batch["segment_ids"])
         bytes_BL = jnp.where(counts_BL, bytes_V[targets_BL], 0)
         # int32: float32 counts are no longer exact beyond 2^24.
-        sums = (
-            aux["cross_entropy"],
-            jnp.sum(counts_BL, dtype=jnp.int32),
-            jnp.sum(bytes_BL, dtype=jnp.int32),
-        )
+        counts = (jnp.sum(x_BL, dtype=jnp.int32) for x_BL in (counts_BL, bytes_BL))
+        sums = (aux["cross_entropy"], *counts)
         return tuple(x[None] for x in sums) if self._of_slots else sums
 
     def calls(self, params: Any, runs: float, *, program: Program | None = None) -> list[Call]:
@@ -127,16 +123,19 @@ class Evaluation:
         return [Call(program or self._program, args, runs * batches, BESIDE, EVALUATION)]
 
     def __call__(self, params: Any, dataset: Any) -> Totals:
-        """The sums over a data set. params: of Trainer.eval_params."""
-        return self.totals(params, dataset)[0]
+        """The sums over a data set. params: of Trainer.eval_params.
 
-    def totals(self, params: Any, dataset: Any, *, program: Program | None = None) -> list[Totals]:
-        """The sums over a data set of what a program evaluates, [R] of replicas or one.
-
-        program: (params, batch, bytes_V) -> sums of a batch; None: that of one set of parameters.
         A batch is summed in float32 on the devices, the batches in float64 on the host. So another
         mesh or B, which adds in another order, changes the loss by some 1e-7 of itself.
         """
+        batches = self.batches(params, dataset, self._program)
+        if not self._of_slots:
+            return totals(batches)[0]
+        cross_entropy, *counts = replicas.sums_of_all(batches)
+        return Totals(cross_entropy, *map(int, counts))
+
+    def batches(self, params: Any, dataset: Any, program: Program) -> list[Any]:
+        """What a program (params, batch, bytes_V) -> sums gives for each batch of a data set."""
         from maxdiloco.data import pipeline  # needs etils, which a benchmark of the step does not
 
         rows = feeding.local_rows(self._sharding, self._shape)
@@ -145,21 +144,23 @@ class Evaluation:
             self._bytes_V.shape, self._replicated, lambda index: self._bytes_V[index]
         )
         ahead = 1 if self._mesh.devices.flat[0].platform == "cpu" else 2  # CPU: as in DiLoCo.step
-        on_devices = []
+        sums = []
         with pipeline.eval_batches(
             dataset, batch_size=self._shape[0], num_sequences=self._num_sequences, rows=rows[0]
         ) as local:
             for batch in feeding.feed(local, rows, self._sharding, self._shape):
-                on_devices.append((program or self._program)(params, batch, bytes_V))
-                jax.block_until_ready(on_devices[-ahead:][0])
-        if self._of_slots and program is None:
-            sums = replicas.sums_of_all(on_devices)
-            return [Totals(sums[0], int(sums[1]), int(sums[2]))]
-        sums_N3R = [[np.atleast_1d(np.asarray(x, np.float64)) for x in sums] for sums in on_devices]
-        return [
-            Totals(math.fsum(losses), int(tokens.sum()), int(num_bytes.sum()))
-            for losses, tokens, num_bytes in np.transpose(sums_N3R, (2, 1, 0))
-        ]
+                sums.append(program(params, batch, bytes_V))
+                jax.block_until_ready(sums[-ahead:][0])
+        return sums
+
+
+def totals(batches: list[Any]) -> list[Totals]:
+    """The sums of Evaluation.batches added up, [R] of replicas or one."""
+    sums_N3R = [[np.atleast_1d(np.asarray(x, np.float64)) for x in sums] for sums in batches]
+    return [
+        Totals(math.fsum(losses), int(tokens.sum()), int(num_bytes.sum()))
+        for losses, tokens, num_bytes in np.transpose(sums_N3R, (2, 1, 0))
+    ]
 
 
 class ReplicaEvaluation:
@@ -171,16 +172,9 @@ class ReplicaEvaluation:
     """
 
     def __init__(
-        self,
-        evaluation: Evaluation,
-        trainer: Trainer,
-        model: Model,
-        *,
-        with_mean: bool,
-        on_compile: Callable,
+        self, evaluation: Evaluation, trainer: Trainer, *, with_mean: bool, on_compile: Callable
     ):
-        self._evaluation, self._trainer, self._model = evaluation, trainer, model
-        self._with_mean = with_mean
+        self._evaluation, self._trainer, self._with_mean = evaluation, trainer, with_mean
         everywhere = NamedSharding(trainer.mesh, P())
         like = jax.tree.map(lambda x: x.sharding, trainer.abstract_eval_params)
         self._each = Program(
@@ -193,14 +187,14 @@ class ReplicaEvaluation:
     def _sums(self, params_R, batch, bytes_V):
         """Cross entropy of each replica [R], and the targets that count."""
         mesh, R = self._trainer.mesh, self._trainer.num_replicas
-        rows = spec(("batch", "length"), self._model.spec.rules, without=("diloco",))
+        rows = spec(("batch", "length"), self._evaluation.model.spec.rules, without=("diloco",))
         every = NamedSharding(mesh, P("diloco", *rows))
         batch_R = jax.tree.map(
             lambda x_BL: jax.lax.with_sharding_constraint(broadcast(x_BL, R), every), batch
         )
 
         def loss(params, batch):
-            return self._model.loss(params, batch)[1]["cross_entropy"]
+            return self._evaluation.model.loss(params, batch)[1]["cross_entropy"]
 
         loss_R = map_fn(without_singleton_vmap(loss), mesh=mesh, num_replicas=R)(params_R, batch_R)
         _, counts_BL = next_tokens(batch["tokens"], batch["segment_ids"])
@@ -222,21 +216,64 @@ class ReplicaEvaluation:
 
     def __call__(self, state: Any, dataset: Any) -> dict[str, float]:
         """eval/loss_replica_0 ..., and eval/loss_mean_of_replicas, on a data set."""
-        totals = self._evaluation.totals(state.params, dataset, program=self._each)
-        row = {f"eval/loss_replica_{m}": total.loss for m, total in enumerate(totals)}
+        each = totals(self._evaluation.batches(state.params, dataset, self._each))
+        row = {f"eval/loss_replica_{m}": of_replica.loss for m, of_replica in enumerate(each)}
         if self._with_mean:
             mean = self._mean(state.params)
             row["eval/loss_mean_of_replicas"] = self._evaluation(mean, dataset).loss
         return row
 
 
-def sequences(cfg: Config, rows: int) -> int:
+class Sampler:
+    """Continues a prompt on the mesh of a run; every process has to call it.
+
+    of_slots: as for Evaluation; the text is by the first slot that this process holds.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        mesh: Mesh,
+        tokenizer: Any,
+        prompt: str,
+        *,
+        of_slots: bool,
+        on_compile: Callable,
+    ):
+        self._model, self._tokenizer, self._prompt = model, tokenizer, prompt
+        self._tokens = tokenizer.prompt(prompt)
+        over = replicas.of_each_slot if of_slots else replicas.of_whole_mesh
+        self._program = Program(
+            "sample",
+            over(self._sample, mesh),
+            out_shardings=NamedSharding(mesh, P("diloco") if of_slots else P()),
+            on_compile=on_compile,
+        )
+
+    def _sample(self, params, *_):
+        """Tokens [1, T]."""
+        # One prompt cannot be divided: each part of a batch continues a copy, the first counts.
+        B, _ = token_shards(self._model.spec.rules)
+        return sampling.sample(
+            self._model,
+            params,
+            jnp.tile(jnp.array(self._tokens, jnp.int32), (B, 1)),
+            max_new_tokens=NEW_TOKENS,
+            temperature=TEMPERATURE,
+            top_k=TOP_K,
+            key=jax.random.key(SEED),
+        )[:1]
+
+    def calls(self, params: Any, runs: float) -> list[Call]:
+        """The program. params: abstract. runs: evaluations in a period."""
+        return [Call(self._program, (params, None, None), runs, BESIDE, EVALUATION)]
+
+    def __call__(self, params: Any) -> str:
+        """The prompt and its continuation. params: of Trainer.eval_params."""
+        tokens = replicas.first_here(self._program(params, None, None))
+        return self._prompt + self._tokenizer.continuation(self._tokens, tokens)
+
+
+def sequences(eval_steps: int, rows: int) -> int:
     """Sequences that an evaluation reads of each text; -1: all. rows: of a batch."""
-    return cfg.eval_steps if cfg.eval_steps == -1 else cfg.eval_steps * rows
-
-
-def token_bytes(cfg: Config) -> np.ndarray:
-    """Bytes of text that each token of a run stands for, int32 [V]; synthetic data are no text."""
-    if cfg.dataset_type == "synthetic":
-        return np.zeros(cfg.vocab_size, np.int32)
-    return build(Keys.of(vars(cfg)), cfg.vocab_size).bytes_of_rows(cfg.vocab_size)
+    return eval_steps if eval_steps == -1 else eval_steps * rows

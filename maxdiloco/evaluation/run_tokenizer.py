@@ -5,9 +5,9 @@ Imports no JAX, so that vocab_size=-1 is a number before anything is built.
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
+import numpy as np
 from etils import epath
 
 from maxdiloco.data import tokenizer as tokenizers
@@ -17,7 +17,7 @@ from maxdiloco.errors import CheckpointError
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
 from maxdiloco.storage import object_store
-from maxdiloco.storage.run_folder import RunFolder, reason
+from maxdiloco.storage.run_folder import reason
 
 # Rows of the embedding are divided among devices: our choice, the lanes of a TPU.
 _MULTIPLE = 128
@@ -28,11 +28,10 @@ FOLDER = "tokenizer"  # in a run's folder and in a checkpoint
 
 
 def resolved(cfg: Config) -> Config:
-    """The config with vocab_size=-1 replaced by the tokenizer's, and its rows by that rounded up
-    unless they are given; or by the number of the model file where the tokenizer fills nearly all
-    of it.
+    """The config with numbers in place of vocab_size=-1 and of rows that are not given.
 
-    Raises DataError and ConfigError of data.tokenizer.build, ConfigError of the checks.
+    The tokenizer's, with its rows rounded up; or the model file's, where the tokenizer fills nearly
+    all of it. Raises DataError and ConfigError of data.tokenizer.build, ConfigError of the checks.
     """
     if cfg.vocab_size != -1:
         return cfg
@@ -52,26 +51,18 @@ def open_tokenizer(cfg: Config) -> Tokenizer:
     return tokenizers.build(Keys.of(vars(cfg)), cfg.vocab_size)
 
 
+def token_bytes(cfg: Config) -> np.ndarray:
+    """Bytes of text that each token of a run stands for, int32 [V]; synthetic data are no text."""
+    if cfg.dataset_type == "synthetic":
+        return np.zeros(cfg.vocab_size, np.int32)
+    return open_tokenizer(cfg).bytes_of_rows(cfg.vocab_size)
+
+
 def travelling_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     """Content of the files that a checkpoint holds, by path. The byte tokenizer needs none."""
     if isinstance(tokenizer, ByteTokenizer):
         return {}
     return {f"{FOLDER}/{name}": content for name, content in tokenizer.files().items()}
-
-
-def save(tokenizer: Tokenizer, folder: RunFolder, say: Callable[[str], None]) -> None:
-    """Write the tokenizer into the run's folder; a failure is reported in a line."""
-    if isinstance(tokenizer, ByteTokenizer):
-        return
-    path = folder.path / FOLDER
-    try:
-        with object_store.as_os_errors(path):
-            tokenizer.save(path)
-    except OSError as error:
-        say(
-            f"note: {path} cannot be written ({reason(error)}): the tokenizer is in the "
-            "checkpoints alone."
-        )
 
 
 def of_checkpoint(cfg: Config, checkpoint: epath.Path) -> Tokenizer:
@@ -93,36 +84,10 @@ def of_checkpoint(cfg: Config, checkpoint: epath.Path) -> Tokenizer:
 
 @contextlib.contextmanager
 def config_with(cfg: Config, checkpoint: epath.Path) -> Iterator[Config]:
-    """The config with tokenizer_path at a copy of what a checkpoint holds, for a `with`.
-
-    Raises as of_checkpoint does.
-    """
+    """The config with tokenizer_path at a copy of of_checkpoint, for a `with`."""
     if cfg.tokenizer_type == "byte":
         yield cfg
         return
     with tempfile.TemporaryDirectory(prefix="maxdiloco-") as folder:
         of_checkpoint(cfg, checkpoint).save(epath.Path(folder))
         yield config.from_dict(cfg.as_dict() | {"tokenizer_path": folder})
-
-
-def differs(cfg: Config, meta: Mapping[str, Any]) -> bool:
-    """Whether a run has another tokenizer than the one that wrote the checkpoint with this meta."""
-    return meta["tokenizer"] != open_tokenizer(cfg).fingerprint
-
-
-def refuse_another(
-    cfg: Config, meta: Mapping[str, Any], checkpoint: epath.Path, *, fingerprint: str
-) -> None:
-    """Raise CheckpointError when a run that resumes has another tokenizer file.
-
-    fingerprint: of its tokenizer. The keys tokenizer_type, add_bos and add_eos are compared with
-    the others, by flags.resume.
-    """
-    keys = ("tokenizer_type", "add_bos", "add_eos")
-    same_keys = all(meta["config"][key] == vars(cfg)[key] for key in keys)
-    if same_keys and meta["tokenizer"] != fingerprint:
-        raise CheckpointError(
-            f"tokenizer_path={cfg.tokenizer_path}: the tokenizer is not that of checkpoint "
-            f"{checkpoint}, so the same tokens mean another text. Set tokenizer_path="
-            f"{checkpoint / FOLDER}, or set another run_name to start anew."
-        )

@@ -1,16 +1,31 @@
-"""The parameters of a stored checkpoint, on any mesh, without the state of the inner optimizer."""
+"""A stored checkpoint on any mesh: its parameters, and their loss on held-out text."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from etils import epath
 from jax.sharding import Mesh
 
 from maxdiloco.checkpoint import read
-from maxdiloco.evaluation import on_mesh
-from maxdiloco.flags import config
+from maxdiloco.evaluation import held_out, on_mesh, run_texts, run_tokenizer
+from maxdiloco.evaluation.held_out import Totals
+from maxdiloco.flags import base_yml, config
 from maxdiloco.flags.config import Config
+from maxdiloco.flags.hardware import hardware_of
+from maxdiloco.metrics.compiles import CompileLog
 from maxdiloco.models.transformer import Model
+from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.processes import output
+
+# Keys of the run that an evaluation may set anew, besides those of the mesh.
+_MAY_CHANGE = (
+    "hardware", "base_output_directory", "dataset_path", "eval_dataset_path",
+    "text_column", "eval_steps", "per_device_batch_size", "dtype", "attention", "remat_policy",
+    "matmul_precision", "logical_axis_rules", "show_memory", "jax_cache_dir",
+    "jax_distributed_initialization_timeout", "peer_timeout_seconds", "peer_port",
+    "exchange_interface", "exchange_secret_file",
+)  # fmt: skip
 
 
 class Stored(NamedTuple):
@@ -54,3 +69,104 @@ def load(
 
     params, found = read.restore_parameters(folder, abstract_of, key=key, parameters=parameters)
     return Stored(found.step, found.path, found.meta, *built, params)
+
+
+def may_change() -> tuple[str, ...]:
+    """The keys that the command line of an evaluation takes."""
+    mesh = [key.name for key in base_yml.declared().values() if key.group.startswith("mesh")]
+    return (*_MAY_CHANGE, *mesh)
+
+
+def configure(meta: dict[str, Any], argv: list[str], environ: Mapping[str, str]) -> Config:
+    """The config of a run with the keys of a command line. Raises ConfigError of config.changed."""
+    # The mesh need not divide the replicas. With the interval the config is checked for evaluation.
+    neutral = {"num_diloco_replicas": -1, "eval_interval": 1}
+    return config.changed(meta["config"] | neutral, argv, environ, may_change=may_change())
+
+
+def evaluate(
+    folder: epath.Path,
+    *,
+    argv: list[str],
+    environ: Mapping[str, str],
+    parameters: str,
+    say: Callable[[str], None],
+) -> tuple[dict[str, Any], dict[str, Totals]]:
+    """Evaluate the newest undamaged checkpoint of a run, or one checkpoint, on each of its texts.
+
+    Reads the same sequences as the run, on whatever mesh: eval_steps counts batches of the run's
+    size. folder, parameters: of `load`. argv, environ: of `configure`. All processes call it.
+    Returns what was evaluated, for as_json, and {name of a text: sums}. Raises ConfigError,
+    CheckpointError, DataError.
+    """
+    found = load(
+        folder,
+        key="RUN",
+        configure=lambda meta: configure(meta, argv, environ),
+        mesh_of=lambda cfg: mesh_lib.build(hardware_of(cfg)),
+        parameters=parameters,
+    )
+    say(f"step {found.step} of {found.path.parent.parent}, parameters: {parameters}")
+    say(mesh_lib.describe(found.mesh, hardware_of(found.cfg)))
+    position, of_run = found.meta["position"], found.meta["config"]
+    rows_of_run = position["M"] * position["B"] // of_run["gradient_accumulation_steps"]
+    # As many replicas share a device here as in the run.
+    of_device = rows_of_run // _batch_devices(found.meta["mesh"]) // of_run["per_device_batch_size"]
+    rows = of_device * found.cfg.per_device_batch_size * _batch_devices(found.mesh.shape)
+    num_sequences = held_out.sequences(found.cfg.eval_steps, rows_of_run)
+    with run_tokenizer.config_with(found.cfg, found.path) as cfg:
+        tokenizer = run_tokenizer.open_tokenizer(cfg)
+        prepared = run_texts.prepare(cfg, tokenizer, say, splits=("eval",))
+        texts = run_texts.open_evaluated(cfg, tokenizer, prepared=prepared)
+        run_texts.agree(texts)
+        evaluation = held_out.Evaluation(
+            found.model,
+            found.mesh,
+            rows=rows,
+            length=cfg.max_target_length,
+            num_sequences=num_sequences,
+            token_bytes=run_tokenizer.token_bytes(cfg),
+            on_compile=CompileLog(say, show_memory=cfg.show_memory),
+        )
+        totals = {name: evaluation(found.params, text) for name, text in texts.items()}
+    return {
+        "checkpoint": str(found.path),
+        "step": found.step,
+        "parameters": parameters,
+        "mesh": dict(found.mesh.shape),
+        "num_sequences": num_sequences,
+    }, totals
+
+
+def _batch_devices(mesh: Mapping[str, int]) -> int:
+    """Devices that share sequences count as one."""
+    return math.prod(size for axis, size in mesh.items() if axis != "context")
+
+
+def table(texts: Mapping[str, Totals]) -> list[str]:
+    """The lines of a table, one for each text."""
+    rows = [("text", "tokens", "bytes", "loss", "perplexity", "bits/byte")]
+    for name, totals in texts.items():
+        num_bytes, of_byte = f"{totals.num_bytes:,}", f"{totals.bits_per_byte:.6f}"
+        if not totals.num_bytes:
+            num_bytes = of_byte = "-"
+        numbers = f"{totals.tokens:,}", num_bytes, f"{totals.loss:.6f}", f"{totals.perplexity:.4f}"
+        rows.append((name or "(held out)", *numbers, of_byte))
+    return output.aligned(rows)
+
+
+def as_json(evaluated: Mapping[str, Any], texts: Mapping[str, Totals]) -> dict[str, Any]:
+    """What `evaluate` returns, for a file; null where a number is not finite."""
+    rows = []
+    for name, totals in texts.items():
+        numbers = {
+            "cross_entropy": totals.cross_entropy,
+            "tokens": totals.tokens,
+            "bytes": totals.num_bytes,
+            "loss": totals.loss,
+            "perplexity": totals.perplexity,
+            "bits_per_byte": totals.bits_per_byte,
+        }
+        finite = {key: x if math.isfinite(x) else None for key, x in numbers.items()}
+        rows.append({"name": name} | finite)
+    return {**evaluated, "texts": rows}

@@ -12,8 +12,6 @@ import jax
 
 from maxdiloco.engine.calls import START, Call
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags.config import Config
-from maxdiloco.models.remat import AUTO
 
 # XLA compiles without the GIL; more threads need more host memory (our choice).
 THREADS = 4
@@ -37,10 +35,10 @@ class CompileLog:
     def all_of(self, calls: Iterable[Call], *, room: str, resident: str = "") -> list[Any]:
         """Compile the programs of a run, see side_by_side; the first error ends it at once.
 
-        The first that is not for the start is the plain inner step. A program for the start whose
-        arguments are arrays is run here as soon as it is there, while others compile: returns their
-        results. resident: what DiLoCo keeps on a device beyond plain training, for show_memory.
-        Raises ConfigError, with `room` as the remedy, for a program that does not fit the device.
+        The first that is not for the start is the plain inner step. Those for the start that have
+        their arguments run while others compile; returns their results. resident: what DiLoCo keeps
+        on a device beyond plain training. Raises ConfigError, with `room` as the remedy, for a
+        program that does not fit the device.
         """
         started = time.perf_counter()
         hits: list[str] = []  # appended to by threads
@@ -112,10 +110,7 @@ def side_by_side(calls: Iterable[Call]) -> Iterator[dict[Future, Call]]:
 
 @contextmanager
 def fitting(name: str, room: str) -> Iterator[None]:
-    """Raises ConfigError where the program that is compiled, or run and waited for, does not fit.
-
-    A CPU and a GPU refuse memory only when a program runs. room: the remedy.
-    """
+    """Raises ConfigError, `room` its remedy, where the program compiled or run does not fit."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -142,23 +137,3 @@ def temporaries(message: str, arguments: int) -> int:
     if found := re.search(rf"Used {number} of", message):
         return max(0, int(float(found[1]) * units[found[2]]) - arguments)
     return 0
-
-
-def make_room(cfg: Config, *, outer_state: bool, there: bool = True) -> str:
-    """The remedy when a program of this config does not fit: what is not yet on.
-
-    outer_state: whether there is one, which could be on the host. there: whether it can be tried
-    here; for absent GPUs nothing in host memory can be compiled.
-    """
-    where = "" if there else " on the GPUs themselves"
-    ways = ["more devices in a slice"]
-    if cfg.per_device_batch_size > 1:
-        ways.append("a smaller per_device_batch_size")
-    if cfg.remat_policy not in ("full", AUTO):  # a model that no step trains takes AUTO as `full`
-        ways.append("remat_policy=full")
-    if outer_state and cfg.diloco_outer_memory == "device":
-        ways.append(f"diloco_outer_memory=pinned_host{where}")
-    if not cfg.optimizer_memory_host_offload:
-        ways.append(f"optimizer_memory_host_offload=true{where}")
-    *most, last = ways
-    return f"Use {', '.join(most)} or {last}." if most else f"Use {last}."

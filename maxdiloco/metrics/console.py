@@ -38,10 +38,11 @@ def console_line(
 
     left: add the time of the steps that are left, `25.4 min left`, without evaluations and saves.
     """
-    shown = dict(values)
-    if "perf/tokens_per_second" in shown:
-        shown["perf/tokens_per_second"] = _short(shown["perf/tokens_per_second"])
-    columns = [form.format(shown[name]) for name, form in _COLUMNS if name in shown]
+    columns = [
+        form.format(_short(values[name]) if form.startswith("{}") else values[name])
+        for name, form in _COLUMNS
+        if name in values
+    ]
     if left and step < total_steps and "perf/step_time" in values:
         columns.append(f"{span((total_steps - step) * values['perf/step_time'])} left")
     return _GAP.join([f"step {step}/{total_steps}", *columns])

@@ -13,21 +13,16 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from maxdiloco import json_text
 from maxdiloco.errors import CheckpointError
-from maxdiloco.metrics.line_files import open_lines
+from maxdiloco.metrics.line_files import open_lines, parsed, text_of
 from maxdiloco.processes import output
-from maxdiloco.storage import object_store
 from maxdiloco.storage.run_folder import RunFolder, reason
 
 MOST_STEPS = 10_000  # of a period in a line; our choice
 
 
 class History(contextlib.AbstractContextManager):
-    """Adds a line at the start, with `facts`, and one when the context is left; in process 0.
-
-    A line that cannot be written is a warning: it ends no run.
-    """
+    """Adds a line with `facts`, and one when the context is left. A failed write is a warning."""
 
     def __init__(self, folder: RunFolder, facts: Mapping[str, Any]):
         self._folder = folder
@@ -48,15 +43,5 @@ class History(contextlib.AbstractContextManager):
 
 def read(folder: RunFolder) -> list[dict[str, Any]]:
     """The lines of history.jsonl, oldest first; none where there is no file. Raises OSError."""
-    path = folder.history
-    with object_store.as_os_errors(path):
-        text = path.read_bytes().decode(errors="replace") if path.exists() else ""
-    events = []
-    for line in text.splitlines():
-        try:
-            event = json_text.parse(line)
-        except ValueError:  # half a line of a process that was killed
-            continue
-        if isinstance(event, dict) and event.get("event") in ("start", "end"):
-            events.append(event)
-    return events
+    events = map(parsed, text_of(folder.history).splitlines())
+    return [event for event in events if event.get("event") in ("start", "end")]

@@ -3,13 +3,14 @@
 import collections
 import contextlib
 import os
-import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from etils import epath
 
+from maxdiloco import json_text
 from maxdiloco.errors import USER_ERRORS, CheckpointError
 from maxdiloco.processes import output
 from maxdiloco.storage import object_store
@@ -97,11 +98,34 @@ class RemoteLines:
 
 def open_lines(path: epath.Path, require_lock: Callable[[], None]) -> LocalLines | RemoteLines:
     """The file, to add lines to those that it has. require_lock: of RunFolder. Raises OSError."""
-    if is_local(path):
-        return LocalLines(path)
+    return LocalLines(path) if is_local(path) else RemoteLines(path, text_of(path), require_lock)
+
+
+def text_of(path: epath.Path) -> str:
+    """The text of a file; "" where there is none. Raises OSError."""
     with object_store.as_os_errors(path):
-        text = path.read_bytes().decode(errors="replace") if path.exists() else ""
-    return RemoteLines(path, text, require_lock)
+        return path.read_bytes().decode(errors="replace") if path.exists() else ""
+
+
+def parsed(line: str) -> dict[str, Any]:
+    """The JSON object in a line; {} where it is none, such as half a line of a killed process."""
+    try:
+        content = json_text.parse(line)
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+@contextlib.contextmanager
+def noted(
+    path: epath.Path, say: Callable[[str], None], done: str = "written", so: str = ""
+) -> Iterator[None]:
+    """Access to a path whose failure is a line for the user: what cannot be `done`, and so what."""
+    try:
+        with object_store.as_os_errors(path):
+            yield
+    except OSError as error:
+        say(f"note: {path} cannot be {done} ({reason(error)}){so}.")
 
 
 class LogFile(contextlib.AbstractContextManager):
@@ -109,15 +133,13 @@ class LogFile(contextlib.AbstractContextManager):
 
     say: prints one line when the file cannot be written; the training goes on, and on a disk the
     lines are kept for later. require_lock: of RunFolder; a run that has lost its folder writes no
-    more there. Any thread may write.
+    more there.
     """
 
     def __init__(
         self, path: epath.Path, *, say: Callable[[str], None], require_lock: Callable[[], None]
     ):
-        self._path, self._say = path, say
-        self._lock = threading.Lock()
-        self._failing = False
+        self._path, self._say, self._failing = path, say, False
         self._file: LocalLines | RemoteLines | None = None
         with self._failures_told():
             self._file = open_lines(path, require_lock)
@@ -128,18 +150,17 @@ class LogFile(contextlib.AbstractContextManager):
             self.write(output.one_line(f"{kind.__name__}: {error}"))
         elif error is not None:
             self.write("".join(traceback.format_exception(error)).rstrip("\n"))
-        if self._file is not None:
-            with self._failures_told():
+        with self._failures_told():
+            if self._file is not None:
                 self._file.close()
 
     def write(self, text: str) -> None:
         """Add a line, or several. They are in the file at once; on an object store a minute later
         at most, if more lines come, and at the end."""
         now = time.strftime("%H:%M:%S")
-        with self._lock:
+        with self._failures_told():
             if self._file is not None:
-                with self._failures_told():
-                    self._file.write("\n".join(f"{now} {line}" for line in text.split("\n")))
+                self._file.write("\n".join(f"{now} {line}" for line in text.split("\n")))
 
     @contextlib.contextmanager
     def _failures_told(self):

@@ -4,6 +4,7 @@
 """
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,32 +53,30 @@ class Monitor:
         return self._trainer.abstract_metrics(self._batch)
 
     @functools.cached_property
+    def _held_by(self) -> dict[int, list[int]]:
+        """{process: replicas whose metrics it can read, ascending}, of all processes."""
+        loss, held = self._metrics["loss"], defaultdict(set)
+        for device, (index, *_) in loss.sharding.devices_indices_map(loss.shape).items():
+            held[device.process_index].update(range(*index.indices(loss.shape[0])))
+        return {process: sorted(held[process]) for process in sorted(held)}
+
+    @functools.cached_property
     def replicas(self) -> dict[int, list[int]]:
         """{process: the replicas whose metrics `check` gives it}, of all processes; each once."""
-        owners: dict[int, int] = {}
-        for device, index in self._devices.items():
-            for m in self._replicas_at(index):
-                owners[m] = min(owners.get(m, device.process_index), device.process_index)
-        return {p: [m for m in sorted(owners) if owners[m] == p] for p in set(owners.values())}
-
-    @property
-    def _devices(self) -> dict[jax.Device, Any]:
-        """{device: its index into an array [R]}, of all processes."""
-        loss = self._metrics["loss"]
-        return loss.sharding.devices_indices_map(loss.shape)
-
-    def _replicas_at(self, index: Any) -> range:
-        return range(*index[0].indices(self._metrics["loss"].shape[0]))
+        owned, reported = {}, set()
+        for process, held in self._held_by.items():
+            owned[process] = [m for m in held if m not in reported]
+            reported.update(held)
+        return {process: own for process, own in owned.items() if own}
 
     @functools.cached_property
     def _held(self) -> list[int]:
         """The replicas whose metrics this process can read, ascending."""
-        own = [i for d, i in self._devices.items() if d.process_index == jax.process_index()]
-        return sorted({m for index in own for m in self._replicas_at(index)})
+        return self._held_by.get(jax.process_index(), [])
 
     @functools.cached_property
     def _own(self) -> np.ndarray:
-        """Which of those this process reports: each replica has one process that does."""
+        """Which of those this process reports."""
         return np.isin(self._held, self.replicas.get(jax.process_index(), []))
 
     def calls(self) -> list[Call]:
@@ -109,8 +108,7 @@ class Monitor:
     ) -> dict[str, np.ndarray]:
         """Metrics of the last step, leaves [replicas of this process]; waits for the step.
 
-        saved_steps: gives the steps that have a checkpoint, for the error. together: all processes
-        are here, and learn of each other's replicas.
+        saved_steps: gives the steps that have a checkpoint. together: all processes are here.
         Raises NumericsError for the first step that was not finite, of a replica held here; in
         every process if they are together.
         """
@@ -119,24 +117,24 @@ class Monitor:
         if together:
             step, replica = min(zip(agree.from_all(step), agree.from_all(replica), strict=True))
         if step < NEVER:
-            raise NumericsError(_not_finite(step, replica, saved_steps()))
+            saved = saved_steps()
+            last = f"the last good checkpoint is that of step {max(saved)}" if saved else ""
+            raise NumericsError(
+                f"step {step}: the loss or gradient of replica {replica} is not finite; "
+                f"{last or 'no checkpoint was saved'}. Resume with a lower learning_rate, or with "
+                f"nan_policy=skip."
+            )
         self._trainer.check_exchanges(state)
         return {name: values_S[self._own] for name, values_S in last.items()}
 
     def take_mean_loss(self, steps: int) -> np.ndarray:
-        """Mean loss of the steps since it was last taken, float32 [replicas of this process].
-
-        steps: their number. Waits for them.
-        """
+        """Mean loss of the `steps` since it was last taken, float32 [replicas of this process]."""
         self._add_up(len(self._losses))
         mean_S, self._loss_sum_S = self._loss_sum_S / steps, np.float64(0)
         return mean_S[self._own].astype(np.float32)
 
     def loss_sums(self) -> list[float]:
-        """Sum of each replica's losses since the mean was last taken, [R]. All processes call it.
-
-        `resume_losses` takes it back after a restart, so that the next row has the same mean.
-        """
+        """Sum of each replica's losses since the mean was taken, [R]. All processes call it."""
         self._add_up(len(self._losses))
         R = self._metrics["loss"].shape[0]
         sum_R, replicas = np.zeros(R), np.array(self._held)[self._own]
@@ -152,16 +150,6 @@ class Monitor:
         read, self._losses = self._losses[:count], self._losses[count:]
         for loss_S in _read(read) if read else ():
             self._loss_sum_S = self._loss_sum_S + loss_S.astype(np.float64)
-
-
-def _not_finite(step: int, replica: int, saved: list[int]) -> str:
-    checkpoint = "no checkpoint was saved"
-    if saved:
-        checkpoint = f"the last good checkpoint is that of step {max(saved)}"
-    return (
-        f"step {step}: the loss or gradient of replica {replica} is not finite; {checkpoint}. "
-        f"Resume with a lower learning_rate, or with nan_policy=skip."
-    )
 
 
 def _read(tree: Any) -> Any:

@@ -1,7 +1,4 @@
-"""Rows of metrics on their way to process 0, which writes each one when all of it is there.
-
-No process waits for another at a log step: each one sends the metrics of its own replicas, and
-process 0 writes a row some steps later where others are late.
+"""Rows of metrics on their way to process 0; no process waits for another at a log step.
 
     # R replicas
 """
@@ -23,8 +20,7 @@ class Rows:
 
     process: this one. replicas: {process: replicas whose metrics it reads}, the same everywhere,
     each replica once, some of them process 0's. mailbox: None where process 0 reads all replicas.
-    write(step, metrics, values): called in process 0; metrics, leaves [R], are None in a row that
-    has none.
+    write(step, metrics, values): called in process 0; metrics, leaves [R], may be None.
     """
 
     def __init__(
@@ -43,9 +39,9 @@ class Rows:
         self._patience = Patience()  # from one row to the next
 
     def add(self, step: int, metrics: Metrics | None, values: Values) -> None:
-        """Add the row of a step; never waits. Raises LostPeerError.
+        """Add the metrics of this process's replicas in their order; process 0 adds `values`.
 
-        metrics: of this process's replicas, in their order. values: what process 0 adds to them.
+        Never waits. Raises LostPeerError.
         """
         self._patience.worked()
         if self._process == 0:
@@ -84,14 +80,13 @@ class Rows:
         """The metrics of all replicas, leaves [R]. parts: what the other processes have sent."""
         size = sum(map(len, self._replicas.values()))
         found = {name: np.empty(size, values.dtype) for name, values in own.items()}
-        for name, values in own.items():
-            found[name][self._replicas[0]] = values
-        for peer, data in parts.items():
-            replicas, start = self._replicas[peer], 0
-            for name in sorted(own):
-                values_R = found[name]
-                values_R[replicas] = np.frombuffer(data, values_R.dtype, len(replicas), start)
-                start += len(replicas) * values_R.itemsize
+        starts = dict.fromkeys(parts, 0)
+        for name, values_R in sorted(found.items()):
+            values_R[self._replicas[0]] = own[name]
+            for peer, data in parts.items():
+                replicas = self._replicas[peer]
+                part = np.frombuffer(data, values_R.dtype, len(replicas), starts[peer])
+                values_R[replicas], starts[peer] = part, starts[peer] + part.nbytes
         return found
 
 

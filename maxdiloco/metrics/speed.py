@@ -1,10 +1,14 @@
-"""How fast a run is: its step time, and its FLOPs against the peak of the device."""
+"""How fast a run is: its step time, and the FLOPs of its model against the device's peak."""
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
+
+from maxdiloco.models.spec import ModelSpec
 from maxdiloco.parallel import chips
 
 # Our names, and those of jax.Device.memory_stats.
@@ -12,6 +16,38 @@ _MEMORY = {
     "device/memory_in_use_bytes": "bytes_in_use",
     "device/memory_peak_bytes": "peak_bytes_in_use",
 }
+
+
+def flops_per_token(spec: ModelSpec, params: Any, length: int) -> float:
+    """Model FLOPs of forward and backward for one token, without recomputation.
+
+    PaLM (arXiv 2204.02311) App. B: 6 N + 12 L H Q T, with attention counted as if it were not
+    causal, so that figures compare with those of others. N: parameters that take part in a matrix
+    product; a tied embedding counts once, an untied input embedding not at all, and of the experts
+    those that a token uses. length: T, tokens of a sequence.
+    """
+    matmul = sum(
+        math.prod(x.shape) * _active_share(spec, path)
+        for path, x in jax.tree_util.tree_leaves_with_path(params)
+        if len(x.shape) > 1
+    )
+    if not spec.tied_head:
+        matmul -= math.prod(params["embedding"].shape)  # it is looked up
+    attention = spec.num_query_heads * spec.head_dim * length
+    return 6.0 * matmul + 12.0 * spec.num_layers * attention
+
+
+def active_parameters(spec: ModelSpec, params: Any) -> int:
+    """Parameters that one token uses: of the experts num_experts_per_tok in each layer."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return round(sum(math.prod(x.shape) * _active_share(spec, path) for path, x in leaves))
+
+
+def _active_share(spec: ModelSpec, path: tuple[Any, ...]) -> float:
+    """Which part of a parameter one token uses."""
+    names = [entry.key for entry in path]
+    of_experts = "moe" in names and names[-1].startswith("w_") and "shared" not in names
+    return spec.num_experts_per_tok / spec.num_experts if of_experts else 1.0
 
 
 def performance(
@@ -49,9 +85,8 @@ def device_memory(devices: Sequence[Any]) -> dict[str, float]:
 class StepClock:
     """perf/step_time: the interval between log points divided by its steps.
 
-    Call lap() after block_until_ready on the state: otherwise the clock tells how long it took to
-    dispatch the steps. excluded() takes other work out, such as an evaluation: block on the state
-    before it, or running steps are timed as zero. clock: seconds, monotonic.
+    Block on the state before lap() and excluded(), or running steps are timed as zero.
+    clock: seconds, monotonic.
     """
 
     def __init__(self, step: int, *, clock: Callable[[], float] = time.perf_counter):

@@ -28,11 +28,10 @@ SYNC_SECONDS = 2.0  # for those before a checkpoint
 class EventFile:
     """Rows of metrics as scalars in an event file of tensorboardX, written by a thread.
 
-    purge_step: the first step of this life of the run; TensorBoard drops what an earlier life wrote
-    from there on. say: prints a line when the file cannot be written or the thread is MOST_WAITING
-    rows behind; nothing more is written then. `write` never waits, `sync` waits SYNC_SECONDS at
-    most, `close` CLOSE_SECONDS, and none raises. Of tensorboardX's own SummaryWriter, when an error
-    ends its thread, the queue fills and `add_scalar` waits for ever.
+    purge_step: TensorBoard drops what an earlier life of the run wrote from there on. say: prints a
+    line when the file cannot be written or the thread is MOST_WAITING rows behind; nothing more is
+    written then. None of the methods raises, and each waits for a bounded time. tensorboardX's own
+    SummaryWriter waits for ever once an error has ended its thread.
     """
 
     def __init__(self, folder: epath.Path, *, purge_step: int, say: Callable[[str], None]):
@@ -49,10 +48,7 @@ class EventFile:
         self._put((step, time.time(), dict(values)))
 
     def sync(self) -> None:
-        """Flush the rows written so far; where that takes longer than SYNC_SECONDS, behind the run.
-
-        One sync at a time is waited for, so that a disk that hangs costs the run no more than that.
-        """
+        """Flush the rows written so far. One sync at a time is waited for, SYNC_SECONDS at most."""
         if self._sync is not None and not self._sync.is_set():
             return
         self._sync = threading.Event()
@@ -88,14 +84,13 @@ class EventFile:
             )
 
     def _run(self) -> None:
-        with contextlib.ExitStack() as stack:
-            stack.push(self._note)
-            self._write_all()
+        def note(kind, error, trace):
+            self._error = error  # for `_put`, of any kind: those of object stores are many
+            return True
 
-    def _note(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        """Keep any error of the thread for `_put`: clients of object stores raise all kinds."""
-        self._error = error
-        return True
+        with contextlib.ExitStack() as stack:
+            stack.push(note)
+            self._write_all()
 
     def _write_all(self) -> None:
         from tensorboardX import event_file_writer, record_writer
@@ -103,7 +98,8 @@ class EventFile:
 
         # The client that all other files use. tensorboardX's own uploads again when it is garbage
         # collected, after an error too.
-        record_writer.register_writer_factory("gs", _RemoteFiles())
+        of_gs = types.SimpleNamespace(open=_RemoteFile, directory_check=lambda path: None)
+        record_writer.register_writer_factory("gs", of_gs)
         event_file_writer.directory_check(str(self._folder))
         # tensorboardX names the file by the second; the suffix distinguishes two lives of a run.
         prefix = str(self._folder / "events")
@@ -114,15 +110,15 @@ class EventFile:
         period = LOCAL_FLUSH_SECONDS if is_local(self._folder) else REMOTE_FLUSH_SECONDS
         flushed, is_new, row = time.monotonic(), False, ()
         while row is not None:
-            if isinstance(row, tuple) and row:
+            sync = isinstance(row, threading.Event)
+            if row and not sync:
                 file.write_event(_event(*row))
                 is_new = True
-            sync = row if isinstance(row, threading.Event) else None
             if sync or (is_new and time.monotonic() - flushed >= period):
                 file.flush()
                 flushed, is_new = time.monotonic(), False
             if sync:
-                sync.set()
+                row.set()
             try:
                 row = self._rows.get(timeout=period)
             except queue.Empty:
@@ -145,17 +141,9 @@ def _event(step: int, wall_time: float, values: Mapping[str, float | str]) -> An
     return Event(step=step, wall_time=wall_time, summary=summary)
 
 
-class _RemoteFiles:
-    """The file system that tensorboardX asks for: each flush writes the whole file."""
-
-    def open(self, path: str) -> "_RemoteFile":
-        return _RemoteFile(path)
-
-    def directory_check(self, path: str) -> None:
-        """Object stores need no folder."""
-
-
 class _RemoteFile:
+    """A file on an object store as tensorboardX takes one: each flush writes it whole."""
+
     def __init__(self, path: str):
         self._path, self._data = epath.Path(path), bytearray()
 
@@ -187,17 +175,20 @@ class WandbRun:
     logged then. Raises ConfigError without the package, and where it refuses to begin.
     """
 
-    def __init__(
-        self, folder: RunFolder, config: Mapping[str, Any], *, say: Callable[[str], None]
-    ):
+    def __init__(self, folder: RunFolder, config: Mapping[str, Any], *, say: Callable[[str], None]):
         wandb = require_wandb()
         self._error: type[Exception] = wandb.errors.Error
         self._say = say
+        path = folder.path / "wandb_id"  # a folder that is made anew is another run
+        with object_store.as_os_errors(path):
+            if not path.exists():
+                path.write_text(uuid.uuid4().hex)
+            name = path.read_text()
         try:
             self._run = wandb.init(
                 project=PROJECT,
                 name=folder.path.name,
-                id=_id(folder),
+                id=name,
                 resume="allow",
                 config=dict(config),
                 dir=str(folder.path) if is_local(folder.path) else None,
@@ -222,12 +213,3 @@ class WandbRun:
         """Send what is left."""
         if self._run is not None:
             self._run.finish()
-
-
-def _id(folder: RunFolder) -> str:
-    """What wandb calls the run, made at its first start: a folder made anew is another run."""
-    path = folder.path / "wandb_id"
-    with object_store.as_os_errors(path):
-        if not path.exists():
-            path.write_text(uuid.uuid4().hex)
-        return path.read_text()

@@ -1,31 +1,4 @@
-"""The metrics files of a run: rows in metrics.jsonl and TensorBoard.
-
-Names (a row has those that exist at its step):
-    learning/loss, learning/loss_replica_0 ... (means over the steps since the last row; a resumed
-    run goes on with the sums of the run before), learning/lr, learning/grad_norm (of this step)
-    learning/load_balance_loss, learning/router_z_loss (with weights, and times them),
-    moe/max_expert_share, moe/min_expert_share, moe/router_entropy, moe/dropped_tokens (with a
-    capacity; models/router.py): means over the replicas, of this step
-    learning/tokens (read by all replicas since step 1, padding included), data/epoch (how often the
-    text is read by now, such as 0.25), data/epoch_<name> of each source of a mixture
-    diloco/outer_grad_norm (of the mean), diloco/outer_grad_cosine (mean over pairs of replicas,
-    weighted by the product of their norms), diloco/drift (mean |x_m - theta|): of the last
-    synchronised fragment, as it was sent, before its mean was applied
-    diloco/outer_update_ratio (norm of theta's last update over that of theta, of the same fragment;
-    with eager updates of a replica of process 0); diloco/residual_norm (of error feedback, of the
-    fragment sent last, mean over the replicas of process 0)
-    perf/step_time [s] on process 0's clock, perf/tokens_per_second, perf/tflops_per_device,
-    perf/mfu (metrics/speed.py), perf/wall_time_s (since the program started, and before a restart
-    the time up to the last row that is kept)
-    device/memory_in_use_bytes, device/memory_peak_bytes (of process 0's fullest device; not on CPU)
-    dcn/bytes_sent (of a replica, in data parallelism of a slice, to all other slices; per step, the
-    mean over the steps since the last row),
-    dcn/waited_s (by process 0 since the last row)
-    eval/loss [nats per token], eval/perplexity, eval/bits_per_byte (only of text): of the held-out
-    text; eval/<name>/loss ... of each named text of eval_dataset_path. With eager updates each
-    slice evaluates its own theta on its share of the text
-    eval/loss_replica_0 ..., eval/loss_mean_of_replicas (eval_replicas): of the held-out text
-"""
+"""The metrics files of a run: rows in metrics.jsonl and TensorBoard. Names: docs/metrics.md."""
 
 import json
 import math
@@ -35,9 +8,8 @@ from typing import Any
 
 from etils import epath
 
-from maxdiloco import json_text
 from maxdiloco.errors import CheckpointError
-from maxdiloco.metrics.line_files import open_lines
+from maxdiloco.metrics.line_files import open_lines, parsed, text_of
 from maxdiloco.metrics.trackers import EventFile, WandbRun
 from maxdiloco.processes import output
 from maxdiloco.storage import durable, object_store
@@ -48,12 +20,11 @@ class MetricsWriter:
     """Appends rows to metrics.jsonl, and to TensorBoard and Weights & Biases; in process 0.
 
     resume_step: the step after which this life of the run starts, or None for a new run. Later rows
-    of an earlier life are dropped, and lines that a killed process left half written, so no step is
-    there twice. wandb_config: the keys of the run; None: without Weights & Biases.
-    A context manager. Raises CheckpointError when metrics.jsonl cannot be written at the start.
-    A disk that is full or broken later does not end the training: one warning is printed, and the
-    next write that succeeds writes the kept rows too. Rows still unwritten when the context ends
-    are a CheckpointError, or a second warning if another error is under way.
+    and broken lines of an earlier life are dropped, so no step is there twice. wandb_config: the
+    keys of the run; None: without Weights & Biases.
+    A context manager. Raises CheckpointError when metrics.jsonl cannot be written at the start. A
+    disk that fails later is one warning, and the next write that succeeds writes the kept rows too.
+    Rows still unwritten at the end are a CheckpointError, or a warning beside another error.
     """
 
     def __init__(
@@ -66,14 +37,11 @@ class MetricsWriter:
         wandb_config: Mapping[str, Any] | None = None,
     ):
         self._path = folder.metrics
-        self._say = say
-        self._failing = False
+        self._say, self._failing = say, False
         try:
             last = _repaired(self._path, resume_step, say)
             self._sink = open_lines(self._path, folder.require_lock)
-            self._wandb = None
-            if wandb_config is not None:
-                self._wandb = WandbRun(folder, wandb_config, say=say)
+            others = [WandbRun(folder, wandb_config, say=say)] if wandb_config is not None else []
         except OSError as error:
             raise CheckpointError(
                 f"{self._cannot_write(error)} Free some space or set another folder."
@@ -84,14 +52,15 @@ class MetricsWriter:
         if tensorboard:
             purge = 0 if resume_step is None else resume_step + 1
             self._events = EventFile(folder.tensorboard, purge_step=purge, say=say)
+            others.insert(0, self._events)
+        self._others = others
 
     def __enter__(self) -> "MetricsWriter":
         return self
 
     def __exit__(self, kind, exception, traceback) -> None:
-        for extra in (self._events, self._wandb):
-            if extra is not None:
-                extra.close()
+        for other in self._others:
+            other.close()
         try:
             self._sink.close()
         except OSError as error:
@@ -104,10 +73,9 @@ class MetricsWriter:
             self._say(f"warning: {line}")  # the exception under way goes on
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Add the row of a step, with all its values.
+        """Add the row of a step, with all its values: numbers or arrays with one element.
 
-        values: numbers or arrays with one element. NaN and infinities become null, since JSON has
-        no such numbers. Raises ValueError when step is not beyond the last row's.
+        Raises ValueError when step is not beyond the last row's.
         """
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(
@@ -120,9 +88,8 @@ class MetricsWriter:
             for name, value in values.items()
         }
         self._try(lambda: self._sink.write(row(step, numbers_by_name)))
-        for extra in (self._events, self._wandb):
-            if extra is not None:
-                extra.write(step, numbers_by_name)
+        for other in self._others:
+            other.write(step, numbers_by_name)
 
     def write_text(self, step: int, name: str, text: str) -> None:
         """Add a text to TensorBoard, if that is written; metrics.jsonl holds numbers alone."""
@@ -161,14 +128,12 @@ def _repaired(
     path: epath.Path, resume_step: int | None, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """The last row of the file, after later rows and broken lines are dropped; {} for none."""
-    with object_store.as_os_errors(path):
-        text = path.read_bytes().decode(errors="replace") if path.exists() else ""
-    kept: list[str] = []
+    text, kept = text_of(path), []
     last: dict[str, Any] = {}
     later = broken = 0
     for line in filter(None, text.split("\n")):
-        found = _parsed(line)
-        if not found:
+        found = parsed(line)
+        if not isinstance(found.get("step"), int):
             broken += 1
         elif resume_step is None or not last.get("step", -1) < found["step"] <= resume_step:
             later += 1
@@ -185,13 +150,3 @@ def _repaired(
             "an earlier life of this run dropped"
         )
     return last
-
-
-def _parsed(line: str) -> dict[str, Any]:
-    """A row; {} for a line that is none."""
-    try:
-        content = json_text.parse(line)
-    except ValueError:
-        return {}
-    is_row = isinstance(content, dict) and isinstance(content.get("step"), int)
-    return content if is_row else {}

@@ -15,7 +15,7 @@ from maxdiloco.flags import config
 from maxdiloco.flags.base_yml import show
 from maxdiloco.flags.config import Config
 from maxdiloco.flags.hardware import hardware_of
-from maxdiloco.metrics.compiles import make_room
+from maxdiloco.metrics.speed import flops_per_token
 from maxdiloco.parallel import chips
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.chips import Chip
@@ -23,7 +23,7 @@ from maxdiloco.planning.choices import EXACT
 from maxdiloco.planning.job import Job
 from maxdiloco.planning.rating import Step
 from maxdiloco.trainer import assemble, remat_choice
-from maxdiloco.trainer.flops import flops_per_token
+from maxdiloco.trainer.remat_choice import make_room
 
 # Model FLOPs over the peak in a step, for GPUs whose step was not measured: Llama 3 405B trained at
 # 38 to 43 % of bfloat16's on H100s (arXiv 2407.21783, Table 4).
@@ -141,7 +141,7 @@ def report(
         gbps=gbps,
         flags=chips.compiler_flags(),
         tokens_per_step=parts.shape.tokens,
-        flops_per_token=flops_per_token(cfg, parts.params),
+        flops_per_token=flops_per_token(parts.model.spec, parts.params, parts.shape.length),
         tau=cfg.num_communication_overlapping_steps,
         overlap=cfg.diloco_outer_overlap if exchanges else "",
         room=make_room(cfg, outer_state=exchanges, there=not topology.is_gpu(name)),
@@ -183,7 +183,7 @@ def plain_step(cfg: Config, *, gbps: float, say: Callable[[str], None]) -> Step:
 def estimated_step(job: Job) -> Step:
     """A guess from the peak of the job's chip, at MFU of it; nothing is compiled."""
     chip = job.chip
-    flops = job.tokens * flops_per_token(job.cfg, job.params)
+    flops = job.tokens * flops_per_token(job.model.spec, job.params, job.cfg.max_target_length)
     seconds = flops / (MFU * chip.peak_flops * job.slices * job.per_slice)
     origin = (
         f"a guess: {MFU:.0%} of the peak of {chip.peak_flops / 1e12:g} TFLOP/s a device; a small "

@@ -20,9 +20,8 @@ from maxdiloco.engine.data_parallel import DataParallel
 from maxdiloco.engine.diloco import DiLoCo
 from maxdiloco.engine.trainer import Trainer
 from maxdiloco.errors import ConfigError
-from maxdiloco.evaluation import held_out, on_mesh
-from maxdiloco.evaluation.held_out import Evaluation, ReplicaEvaluation
-from maxdiloco.evaluation.samples import Sampler
+from maxdiloco.evaluation import held_out, on_mesh, run_tokenizer
+from maxdiloco.evaluation.held_out import Evaluation, ReplicaEvaluation, Sampler
 from maxdiloco.exchange.host import Mailbox
 from maxdiloco.flags import checks, config, outer_rate
 from maxdiloco.flags.config import Config
@@ -84,8 +83,8 @@ def assemble(
 ) -> Parts:
     """Build model, optimizers and trainer on the mesh; nothing is allocated or compiled yet.
 
-    mailbox: see needs_bulk. total_steps: of the learning-rate schedule, when the config leaves it
-    open. Raises ConfigError for a model that the devices cannot run, and what batch_shape raises.
+    mailbox: see needs_bulk. total_steps: of optimizer.learning_rate_schedule. Raises ConfigError
+    for a model that the devices cannot run, and as batch_shape does.
     """
     shape = batch_shape(cfg, mesh)
     model = on_mesh.build(cfg, mesh)
@@ -104,17 +103,7 @@ def assemble(
             step, params, opt_state, mesh=mesh, accumulation=accumulation, on_compile=on_compile
         )
     batch = _abstract_batch(shape, mesh, model.spec.rules)
-    rows = shape.num_replicas * shape.sequences // accumulation  # of a batch of an evaluation
-    evaluation = Evaluation(
-        model,
-        mesh,
-        rows=rows,
-        length=shape.length,
-        num_sequences=held_out.sequences(cfg, rows),
-        token_bytes=held_out.token_bytes(cfg),
-        of_slots=trainer.evaluates_slots,
-        on_compile=on_compile,
-    )
+    evaluation, of_replicas, sampler = _evaluations(cfg, trainer, model, shape, on_compile)
     return Parts(
         mesh=mesh,
         model=model,
@@ -132,35 +121,42 @@ def assemble(
             trainer, batch, stop_on_nan=cfg.nan_policy == "stop", on_compile=on_compile
         ),
         evaluation=evaluation,
-        of_replicas=_of_replicas(cfg, evaluation, trainer, model, on_compile),
-        sampler=_sampler(cfg, mesh, model, trainer.evaluates_slots, on_compile),
+        of_replicas=of_replicas,
+        sampler=sampler,
     )
 
 
-def _of_replicas(cfg, evaluation, trainer, model, on_compile) -> ReplicaEvaluation | None:
-    if cfg.eval_replicas == "none" or not checks.has_replicas(cfg):
-        return None
-    with_mean = cfg.eval_replicas == "mean"
-    return ReplicaEvaluation(
-        evaluation, trainer, model, with_mean=with_mean, on_compile=on_compile
+def _evaluations(cfg, trainer, model, shape, on_compile):
+    """What looks at theta, at each replica and at a text by theta; the latter where asked for."""
+    mesh, options = trainer.mesh, dict(of_slots=trainer.evaluates_slots, on_compile=on_compile)
+    rows = shape.num_replicas * shape.sequences // cfg.gradient_accumulation_steps
+    evaluation = Evaluation(
+        model,
+        mesh,
+        rows=rows,
+        length=shape.length,
+        num_sequences=held_out.sequences(cfg.eval_steps, rows),
+        token_bytes=run_tokenizer.token_bytes(cfg),
+        **options,
     )
-
-
-def _sampler(cfg, mesh, model, of_slots, on_compile) -> Sampler | None:
-    if not cfg.sample_prompt:
-        return None
-    model = on_mesh.for_decoding(cfg, mesh, model)
-    text = build(Keys.of(vars(cfg)), cfg.vocab_size), cfg.sample_prompt
-    return Sampler(model, mesh, *text, of_slots=of_slots, on_compile=on_compile)
+    of_replicas = sampler = None
+    if cfg.eval_replicas != "none" and checks.has_replicas(cfg):
+        of_replicas = ReplicaEvaluation(
+            evaluation, trainer, with_mean=cfg.eval_replicas == "mean", on_compile=on_compile
+        )
+    if cfg.sample_prompt:
+        decoder = on_mesh.for_decoding(cfg, mesh, model)
+        tokenizer = build(Keys.of(vars(cfg)), cfg.vocab_size)
+        sampler = Sampler(decoder, mesh, tokenizer, cfg.sample_prompt, **options)
+    return evaluation, of_replicas, sampler
 
 
 def batch_shape(cfg: Config, mesh: Mesh) -> BatchShape:
-    """Replicas of the mesh, and sequences of each: per device, times devices, times micro-batches.
+    """Replicas of the mesh, and sequences of each; devices that share sequences count as one.
 
-    Devices that share sequences count as one.
     Raises ConfigError for replicas or a dtype that these devices cannot take.
     """
-    slots = mesh.shape["diloco"]
+    num_replicas = slots = mesh.shape["diloco"]
     together = mesh.size // (slots if cfg.enable_diloco else 1)
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     if on_cpu and cfg.weight_dtype == "bfloat16" and together > 1:
@@ -169,7 +165,6 @@ def batch_shape(cfg: Config, mesh: Mesh) -> BatchShape:
             f"aborts while it compiles their sums of gradients. Use weight_dtype=float32, or one "
             f"device a replica."
         )
-    num_replicas = slots
     if cfg.enable_diloco and cfg.num_diloco_replicas != -1:
         num_replicas = cfg.num_diloco_replicas
         checks.check_replicas(num_replicas, slots, "the mesh's diloco size")
@@ -239,23 +234,23 @@ def _diloco(cfg, mesh, model, step, num_replicas, on_compile, mailbox) -> DiLoCo
 
 
 def _init_program(trainer, model, inner_optimizer) -> Program:
-    on_cpu = trainer.mesh.devices.flat[0].platform == "cpu"
-    impl = unrolled_threefry() if on_cpu else None
+    impl = fast = None
+    if trainer.mesh.devices.flat[0].platform == "cpu":
+        impl = unrolled_threefry()
+        # Runs once: a small model takes LLVM 10 CPU seconds to compile, without optimisation 1.4.
+        fast = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
     def make(seed):
         params = model.init(jax.random.key(seed, impl=impl))
         return params, inner_optimizer.init(params)
 
-    # Runs once: a small model takes LLVM 10 CPU seconds to compile, without optimisation 1.4.
-    fast = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    return trainer.init_program(make, compiler_options=fast if on_cpu else None)
+    return trainer.init_program(make, compiler_options=fast)
 
 
 def calls(cfg: Config, parts: Parts) -> list[Call]:
-    """Every program of a run: those of the steps, then those beside, then that of a first state.
+    """Every program of a run: of the steps, those beside, that of a first state.
 
-    A save and a log step run none of their own. For the program of a restore see
-    checkpoint.arrays.calls.
+    A save and a log step run none of their own; that of a restore is in checkpoint.arrays.calls.
     """
     trainer = parts.trainer
     out = trainer.calls(parts.batch) + parts.monitor.calls()
@@ -266,9 +261,10 @@ def calls(cfg: Config, parts: Parts) -> list[Call]:
         out += parts.evaluation.calls(theta, evaluations)
         out += parts.of_replicas.calls(evaluations) if parts.of_replicas else []
         out += parts.sampler.calls(theta, evaluations) if parts.sampler else []
+    first = parts.init, (np.uint32(cfg.init_weights_seed),)
     if cfg.load_parameters_path:  # its argument has to be read first
-        return [*out, Call(parts.init_with, (parts.params,), 0, START)]
-    return [*out, Call(parts.init, (np.uint32(cfg.init_weights_seed),), 0, START)]
+        first = parts.init_with, (parts.params,)
+    return [*out, Call(*first, 0, START)]
 
 
 def _abstract_batch(shape: BatchShape, mesh: Mesh, rules: Rules) -> dict[str, Any]:
@@ -285,7 +281,7 @@ def _abstract_batch(shape: BatchShape, mesh: Mesh, rules: Rules) -> dict[str, An
 def with_learning_rate(parts: Parts, batch: dict[str, jax.Array], t: int) -> dict[str, jax.Array]:
     """The batch of step t with the learning rate of that step."""
     like = parts.batch["learning_rate"]
-    rate = optimizer.learning_rate(parts.learning_rate, t - 1)
+    rate = parts.learning_rate(t - 1)
     rate_R1 = np.full(like.shape, rate)
     array = jax.make_array_from_callback(like.shape, like.sharding, lambda part: rate_R1[part])
     return batch | {"learning_rate": array}

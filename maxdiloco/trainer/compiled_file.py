@@ -31,7 +31,7 @@ from maxdiloco.flags.config import Config
 from maxdiloco.parallel import chips
 from maxdiloco.storage import durable
 from maxdiloco.storage.run_folder import is_local, reason
-from maxdiloco.trainer import saved_programs
+from maxdiloco.trainer import job
 
 FORMAT = 3
 REMEDY = "Compile it again with maxdiloco.train_compile, or leave the file out."
@@ -123,18 +123,15 @@ def _no_os_error(key: str, path: str) -> Iterator[None]:
 
 
 def check_order(path: str, cfg: Config, mesh: Mesh) -> None:
-    """Refuse devices that cannot run a saved program of the step. Raises ConfigError."""
-    if not saved_programs.keep_their_order(cfg, mesh):
-        raise ConfigError(
-            f"compiled_trainstep_file={path}: {saved_programs.LOSES_ORDER}. Leave the file out."
-        )
+    """Raise ConfigError for devices that cannot run a saved program of the step."""
+    if not job.keep_their_order(cfg, mesh):
+        raise ConfigError(f"compiled_trainstep_file={path}: {job.LOSES_ORDER}. Leave the file out.")
 
 
 def check(path: str, cfg: Config, mesh: Mesh) -> list[str]:
-    """Refuse early a file that cannot be read or was made with other versions or devices.
+    """A line for each of the compiler's flags that were others: those of the file count.
 
-    Returns a line for each of the compiler's flags that were others: those of the file count.
-    Raises ConfigError, with the difference named.
+    Raises ConfigError for a file that cannot be read or is of other versions or devices.
     """
     check_order(path, cfg, mesh)
     with _opened(path) as (stored, _):
@@ -162,11 +159,10 @@ def stored_keys(path: str) -> dict[str, Any]:
 
 
 def load(path: str, cfg: Config, mesh: Mesh, calls: list[Call]) -> int:
-    """Put the programs of a checked file into those of `calls`; returns how many.
+    """Put the programs of a checked file into those of `calls` of equal name and fingerprint.
 
-    A program of the file is taken where this run's has the same name and fingerprint. A program
-    beside the steps may be missing: it depends on keys such as eval_interval that a run may
-    change. Raises ConfigError when a program of the steps is.
+    Returns how many. Raises ConfigError when one of the steps is missing; those beside the steps
+    depend on keys such as eval_interval that a run may change.
     """
     with _opened(path) as (stored, archive):
         blobs = {
@@ -197,14 +193,14 @@ def _fingerprints(calls: list[Call]) -> list[tuple[Call, str]]:
 
 def _differences(stored: dict[str, Any], cfg: Config) -> str:
     """What may be why a program differs, for the user."""
-    changes = [
+    changes = "; ".join(
         f"{name}={_shown(stored.get(name, 'none'))}, here {_shown(value)}"
         for name, value in cfg.as_dict().items()
         if stored.get(name, "none") != value
-    ]
+    )
     if not changes:
         return "No key differs, so the code or a setting of JAX does."
-    return f"Its keys that differ: {'; '.join(changes)}."
+    return f"Its keys that differ: {changes}."
 
 
 @contextlib.contextmanager
@@ -215,9 +211,8 @@ def _opened(path: str) -> Iterator[tuple[dict[str, Any], zipfile.ZipFile]]:
             raise OSError(errno.EINVAL, "not a file")
         archive = zipfile.ZipFile(io.BytesIO(_read_trusted(path)))
         stored: dict[str, Any] = {}
-        if "manifest.json" in archive.namelist():
-            with contextlib.suppress(ValueError):
-                stored = json_text.parse(archive.read("manifest.json"))
+        with contextlib.suppress(KeyError, ValueError):
+            stored = json_text.parse(archive.read("manifest.json"))
         if stored.get("format") != FORMAT:
             raise ConfigError(
                 f"compiled_trainstep_file={path} has no programs, or those of another maxdiloco. "
@@ -244,14 +239,14 @@ def _read_trusted(path: str) -> bytes:
     if not is_local(path):
         return epath.Path(path).read_bytes()
     with open(epath.Path(path), "rb") as file:
-        status = os.fstat(file.fileno())
-        if status.st_uid not in (os.geteuid(), 0):
-            why, remedy = f"belongs to user {status.st_uid}", "Make it again as the user of the run"
-        elif status.st_mode & _OTHERS_WRITE:
-            why = f"may be written by others (mode {stat.S_IMODE(status.st_mode):o})"
-            remedy = f"If you trust it, run chmod go-w {path}"
-        else:
-            return file.read()
+        content, status = file.read(), os.fstat(file.fileno())
+    if status.st_uid not in (os.geteuid(), 0):
+        why, remedy = f"belongs to user {status.st_uid}", "Make it again as the user of the run"
+    elif status.st_mode & _OTHERS_WRITE:
+        why = f"may be written by others (mode {stat.S_IMODE(status.st_mode):o})"
+        remedy = f"If you trust it, run chmod go-w {path}"
+    else:
+        return content
     raise ConfigError(
         f"compiled_trainstep_file={path} {why}, and a program runs what is in it. {remedy}, or "
         f"leave it out."
@@ -263,25 +258,20 @@ def _made_for(mesh: Mesh) -> dict[str, Any]:
     devices = mesh.devices.flat
     platform = devices[0].platform
     names = ("jax", "jaxlib", "libtpu") if platform == "tpu" else ("jax", "jaxlib")
-    return {
-        "versions": {name: importlib.metadata.version(name) for name in names},
-        "machine": {
-            "platform": platform,
-            "device_kind": devices[0].device_kind,
-            "devices": mesh.size,
-            "processes": len({device.process_index for device in devices}),
-            "mesh": dict(mesh.shape),
-            **({"processor": _processor()} if platform == "cpu" else {}),
-        },
+    machine = {
+        "platform": platform,
+        "device_kind": devices[0].device_kind,
+        "devices": mesh.size,
+        "processes": len({device.process_index for device in devices}),
+        "mesh": dict(mesh.shape),
     }
-
-
-def _processor() -> str:
-    """A fingerprint of the features of this CPU, on which XLA's code for it depends."""
-    path = pathlib.Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return hashlib.sha256(features.encode()).hexdigest()[:16]
+    if platform == "cpu":  # XLA's code depends on its features
+        path = pathlib.Path("/proc/cpuinfo")
+        lines = path.read_text().splitlines() if path.exists() else []
+        features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+        machine["processor"] = hashlib.sha256(features.encode()).hexdigest()[:16]
+    versions = {name: importlib.metadata.version(name) for name in names}
+    return {"versions": versions, "machine": machine}
 
 
 def _shown(value: Any) -> str:

@@ -1,19 +1,42 @@
-"""Devices and processes of a program: chosen, emulated and joined before JAX's backends start."""
+"""Devices and processes of a program, joined before JAX's backends start, and its compile cache."""
 
+import contextlib
 import importlib.metadata
 import os
+import re
+import sys
+import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from maxdiloco.flags import base_yml, shared_keys
+import jax
+from etils import epath
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import Mesh
+
+from maxdiloco.flags import base_yml, checks, shared_keys
 from maxdiloco.flags.config import Config
 from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.processes import coordination, distributed
+from maxdiloco.processes import agree, coordination, distributed, output
 from maxdiloco.processes.peers import Room
+from maxdiloco.storage import shared_folder
+from maxdiloco.storage.run_folder import absolute
 from maxdiloco.version import __version__
 
-_COMPILE = ("jax", "jaxlib")  # which make the programs that exchange with each other
+LOSES_ORDER = (
+    "a CPU loses the order of collectives in a saved program, and devices that share a replica "
+    "would wait for each other forever"
+)
+# Only the first process writes to the cache. XLA:GPU divides the search for fast kernels among the
+# processes that compile a program, and a process waits for the others' parts (github.com/openxla/
+# xla/pull/14968), up to a day.
+NOT_SHARED = (
+    "not every process sees what the first one writes there, and a GPU that compiles would wait "
+    "for one that loads; use a folder that all machines share, or gs://"
+)
 
 
 @contextmanager
@@ -48,5 +71,82 @@ def joined(cfg: Config) -> Iterator[Room | None]:
 
 def versions() -> dict[str, str]:
     """What has to be installed alike for all processes."""
-    installed = {f"version of {name}": importlib.metadata.version(name) for name in _COMPILE}
-    return {"version of maxdiloco": __version__} | installed
+    compilers = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+    installed = {"maxdiloco": __version__} | compilers
+    return {f"version of {name}": version for name, version in installed.items()}
+
+
+def keep_their_order(cfg: Config, mesh: Mesh) -> bool:
+    """Whether the devices of a mesh can run a saved program of the step.
+
+    XLA:CPU orders the collectives of a program by one resource. When it loads a program, the body
+    of each loop gets a resource of its own (jaxlib 0.10.2), and collectives in and out of a loop
+    start in any order. Sound are programs without one in a loop: of replicas with a device each.
+    """
+    sharing = mesh.size // (mesh.shape["diloco"] if checks.has_replicas(cfg) else 1)
+    return mesh.devices.flat[0].platform != "cpu" or sharing == 1
+
+
+@contextmanager
+def compile_cache(cfg: Config) -> Iterator[list[str]]:
+    """Programs compiled inside come from JAX's compile cache, where that is sound, and are kept.
+
+    Its folder is jax_cache_dir, or else that of JAX's own setting. Gives lines for the user.
+    """
+    before = jax.config.values["jax_compilation_cache_dir"]
+    folder = cfg.jax_cache_dir or before
+    source = "jax_cache_dir" if cfg.jax_cache_dir else "JAX_COMPILATION_CACHE_DIR"
+    mesh = mesh_lib.build(hardware_of(cfg))
+    on_gpus = mesh_lib.on_gpus(mesh)
+    # The variable of the environment may be one host's alone.
+    if not (agree.in_any_process(bool(folder)) if on_gpus else folder):
+        yield []
+        return
+    if on_gpus:
+        path = absolute(folder, key=source) if folder else None
+        obstacle = "" if shared_folder.is_shared(path) else NOT_SHARED
+    else:
+        obstacle = "" if keep_their_order(cfg, mesh) else LOSES_ORDER
+    jax.config.update("jax_compilation_cache_dir", None if obstacle else folder)
+    compilation_cache.reset_cache()  # JAX asks only once whether there is a folder
+    try:
+        with _damaged_entries_removed(folder):
+            note = f"note: {source}={folder or ''} is not used: {obstacle}."
+            yield [note] if obstacle else []
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+        compilation_cache.reset_cache()
+
+
+@contextmanager
+def _damaged_entries_removed(folder: str) -> Iterator[None]:
+    """Remove an entry that JAX cannot read or write, which it keeps, with one line in its place."""
+    words = r"Error (reading|writing) persistent compilation cache entry for '.*?': "
+
+    def show(message: Warning | str, *where: Any, **options: Any) -> None:
+        if not (found := re.match(words, str(message))):
+            show_other(message, *where, **options)
+            return
+        _remove_entry(folder, sys.exception())  # before JAX writes the new one
+        what = {
+            "reading": "has an entry that cannot be read: its program is compiled and kept anew",
+            "writing": "cannot keep a program, which every start will compile",
+        }[found[1]]
+        if jax.process_index() == 0:
+            why = str(message)[found.end() :]
+            output.say(output.one_line(f"note: the compile cache {folder} {what} ({why})."))
+
+    show_other = warnings.showwarning
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", message=words)  # each entry, not each text
+        warnings.showwarning = show
+        yield
+
+
+def _remove_entry(folder: str, error: BaseException) -> None:
+    """Remove the file that JAX was reading or writing; only the frames of its error know which."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if key := frame.f_locals.get("cache_key"):
+            with contextlib.suppress(OSError):
+                (epath.Path(folder) / f"{key}-cache").unlink(missing_ok=True)
+            return

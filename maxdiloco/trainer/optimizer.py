@@ -24,7 +24,7 @@ OUTPUT_NAMES = ("heads", "kv_heads", "head_dim", "mlp")
 
 
 def learning_rate_schedule(cfg: Config, total_steps: int) -> Callable[[int], float]:
-    """Learning rate of inner step t as a function of the steps before it, t - 1.
+    """Learning rate of inner step t, rounded to float32, as a function of the steps before, t - 1.
 
     Linear from 0 to the peak at the last warmup step. Then lr_schedule_type=cosine: half a cosine
     to the final fraction at the last step of the schedule (arXiv 2503.09799, section 3); wsd: the
@@ -43,9 +43,9 @@ def learning_rate_schedule(cfg: Config, total_steps: int) -> Callable[[int], flo
     def schedule(count: int) -> float:
         t = count + 1
         if t < warmup:
-            return cfg.learning_rate * t / warmup
+            return float(np.float32(cfg.learning_rate * t / warmup))
         progress = min(max(t - falls_after, 0) / max(length - falls_after, 1), 1.0)
-        return cfg.learning_rate * (last + (1 - last) * left(progress))
+        return float(np.float32(cfg.learning_rate * (last + (1 - last) * left(progress))))
 
     return schedule
 
@@ -54,11 +54,6 @@ def schedule_steps(cfg: Config, total_steps: int) -> int:
     """Length of the learning-rate schedule [inner steps]."""
     given = cfg.learning_rate_schedule_steps
     return total_steps if given == -1 else given
-
-
-def learning_rate(schedule: Callable[[int], float], count: int) -> float:
-    """The learning rate after `count` steps, as the float32 that the step is given."""
-    return float(np.float32(schedule(count)))
 
 
 def build(cfg: Config, *, model: Model) -> optax.GradientTransformationExtraArgs:
@@ -89,10 +84,7 @@ def build(cfg: Config, *, model: Model) -> optax.GradientTransformationExtraArgs
 
 
 def abstract_state(cfg: Config, rule: optax.GradientTransformation, params: Any, mesh: Mesh) -> Any:
-    """One replica's state as ShapeDtypeStructs, sharded like params, which are such too.
-
-    In host memory with optimizer_memory_host_offload.
-    """
+    """One replica's state as ShapeDtypeStructs, sharded like params, which are such too."""
     shardings = jax.tree.map(lambda x: x.sharding, params)
     state = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
@@ -110,7 +102,7 @@ def decays(model: Model) -> Any:
 def muon_dims(model: Model) -> Any:
     """Pytree like the parameters: how muon sees a leaf as matrices, None where Adam takes it.
 
-    The layers' matrices with all heads side by side, each expert's apart.
+    All heads are side by side, each expert apart.
     """
 
     def dims(names):

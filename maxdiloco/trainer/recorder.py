@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -10,30 +10,27 @@ import jax
 from maxdiloco.checkpoint import saved_state
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.data.pipeline import Dataset
-from maxdiloco.flags.config import Config
 from maxdiloco.metrics.console import Console, console_line, sample_lines
 from maxdiloco.metrics.monitor import learning_metrics
 from maxdiloco.metrics.rows import Metrics, Rows, Values
-from maxdiloco.metrics.speed import StepClock, device_memory, performance
+from maxdiloco.metrics.speed import StepClock, device_memory, flops_per_token, performance
 from maxdiloco.metrics.writer import MetricsWriter
 from maxdiloco.processes.mailbox import Mailbox
 from maxdiloco.storage.run_folder import RunFolder
-from maxdiloco.trainer import flops, optimizer
 from maxdiloco.trainer.assemble import Parts
 
 
 class Recorder:
     """Metrics, evaluations and checkpoints of a run.
 
-    done: inner steps before this start; total: of the whole run. writer: None in all processes but
-    the first. mailbox: None for one process. checkpointer: None where nothing is saved. note: what
-    a checkpoint says of the run. data_metrics: of a step, run_data.metrics. since_row: of the
-    checkpoint that the run goes on from, see `save`. begun: time.perf_counter() at the very start.
+    done: inner steps before this start; total: of the whole run. writer: of the first process.
+    mailbox: of several. checkpointer: None where nothing is saved. note: what a checkpoint says of
+    the run. data_metrics: of a step, run_texts.metrics. since_row: of the checkpoint that the run
+    goes on from, see `save`. begun: time.perf_counter() at the very start.
     """
 
     def __init__(
         self,
-        cfg: Config,
         parts: Parts,
         *,
         done: int,
@@ -50,7 +47,7 @@ class Recorder:
         self._parts, self._total = parts, total
         self._console, self._writer, self._checkpointer = console, writer, checkpointer
         self._note, self._data_metrics = note, data_metrics
-        self._flops_per_token = flops.flops_per_token(cfg, parts.params)
+        self._flops_per_token = flops_per_token(parts.model.spec, parts.params, parts.shape.length)
         self._clock = StepClock(done)
         self._logged = done
         if since_row is not None:
@@ -60,7 +57,7 @@ class Recorder:
         self._metrics: Metrics | None = None  # of the row of the step under way
         self._values: dict[str, float] = {}  # the rest of it
         self._samples: dict[int, str] = {}  # text from theta, by step, until its row is written
-        self._rows = Rows(
+        self.rows = Rows(
             jax.process_index(), parts.monitor.replicas, mailbox=mailbox, write=self._write
         )
 
@@ -82,10 +79,7 @@ class Recorder:
         self._values |= device_memory(mesh.local_devices)
 
     def evaluate(self, t: int, state: Any, held_out: dict[str, Dataset]) -> None:
-        """Take loss, perplexity and bits per byte of theta on each text into the row.
-
-        held_out: of evaluation.eval_texts; eval/loss is of the first. All processes call it.
-        """
+        """Take the losses on each text of run_texts.open_evaluated into the row; all call it."""
         self._check(state, together=True)
         with self._clock.excluded():
             parts = self._parts
@@ -103,13 +97,9 @@ class Recorder:
     def write(self, t: int) -> None:
         """Write the rows up to step t that are complete to the files and to the console."""
         if self._values:
-            self._rows.add(t, self._metrics, self._values)
+            self.rows.add(t, self._metrics, self._values)
             self._metrics, self._values = None, {}
-        self._rows.write_complete()
-
-    def write_all(self) -> None:
-        """Wait for the rows that are not complete, and write them. Raises LostPeerError."""
-        self._rows.write_all()
+        self.rows.write_complete()
 
     def save(self, t: int, state: Any, *, last: bool = False) -> None:
         """Save the state of step t. last: no save comes after it; wait until it is on the disk.
@@ -125,23 +115,13 @@ class Recorder:
             saved_state.require_finite(trainer, state)
             items, note = trainer.saved_items(state), self._note | trainer.note(state)
             note["since_row"] = {"row": self._logged, "loss": self._parts.monitor.loss_sums()}
-            self.write_all()  # a checkpoint on the disk has its rows there too
+            self.rows.write_all()  # a checkpoint on the disk has its rows there too
             if self._writer is not None:
                 self._writer.sync()
             self._checkpointer.save(t, items, note, last=last)
 
-    def end(self, t: int, state: Any, *, save: bool) -> None:
-        """After the last step t, before the run says that it is done: save, or wait for a save."""
-        if save:
-            self.save(t, state, last=True)
-        elif self._checkpointer is not None:
-            self._checkpointer.wait(last=True)
-
     def _check(self, state: Any, *, together: bool = False) -> Metrics:
-        """Wait for the step and return its metrics; raise NumericsError if a step went wrong.
-
-        together: wait for the other processes too, so that what is not timed begins in all at once.
-        """
+        """The metrics of the step, which is waited for; together: as Monitor.check."""
         jax.block_until_ready(state.params)
         saved_steps = self._checkpointer.steps if self._checkpointer else list
         return self._parts.monitor.check(state, saved_steps, together=together)
@@ -149,8 +129,7 @@ class Recorder:
     def _write(self, t: int, metrics: Metrics | None, values: Values) -> None:
         row = dict(values)
         if metrics is not None:
-            learning_rate = optimizer.learning_rate(self._parts.learning_rate, t - 1)
-            row = learning_metrics(metrics, learning_rate) | row
+            row = learning_metrics(metrics, self._parts.learning_rate(t - 1)) | row
         self._writer.write(t, row)
         left = not self._console.has_bar
         self._console.line(console_line(t, self._total, row, left=left))
@@ -159,24 +138,15 @@ class Recorder:
             self._console.line(sample_lines(t, sample))
 
 
-class Profile(contextlib.AbstractContextManager):
-    """The profile of some steps, if the config asks for one; leaving the context ends it.
+@contextlib.contextmanager
+def profile(folder: RunFolder, steps: range) -> Iterator[Callable[[int], None]]:
+    """What is called after each step, to profile those after steps.start up to steps.stop."""
+    with contextlib.ExitStack() as running:
 
-    done: inner steps before this start.
-    """
+        def after(t: int) -> None:
+            if steps and t == steps.start:
+                running.enter_context(jax.profiler.trace(str(folder.path / "profile")))
+            elif t >= steps.stop:
+                running.close()
 
-    def __init__(self, cfg: Config, folder: RunFolder, *, done: int):
-        self._first = done + cfg.skip_first_n_steps_for_profiler if cfg.profiler else -1
-        self._last = self._first + cfg.profiler_steps
-        self._path = str(folder.path / "profile")
-        self._running = contextlib.ExitStack()
-
-    def after(self, t: int) -> None:
-        """Start or end the profile after step t."""
-        if t == self._first:
-            self._running.enter_context(jax.profiler.trace(self._path))
-        elif t >= self._last:
-            self._running.close()
-
-    def __exit__(self, *exception) -> None:
-        self._running.close()
+        yield after

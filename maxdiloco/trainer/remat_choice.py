@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from concurrent.futures import as_completed
 from typing import Any
 
 import jax
@@ -51,9 +50,8 @@ def build(
 ) -> tuple[Config, Parts]:
     """The config with a policy in place of auto, and its parts; all processes call it.
 
-    make: config -> parts. memory: of device_memory. stored: the policy of the file of compiled
-    programs that the run starts from. The inner steps of the result are compiled where memory was
-    compared. Nothing is refused: `full` is taken unseen.
+    make: config -> parts. memory: of device_memory. stored: the policy of the run's file of
+    compiled programs. Compiles the inner steps where it compares memory; `full` is taken unseen.
     """
     if cfg.remat_policy != AUTO:
         return cfg, make(cfg)
@@ -62,15 +60,14 @@ def build(
         chosen = config.from_dict(cfg.as_dict() | {"remat_policy": policy})
         return chosen, make(chosen)
 
-    if stored:
-        say(f"remat_policy=auto: {stored}, as in {cfg.compiled_trainstep_file}")
-        return made(stored)
-    if memory is None and mesh.devices.flat[0].platform == "cpu":
-        say(f"remat_policy=auto: {ON_CPU}, which is the fastest on a CPU")
-        return made(ON_CPU)
-    if memory is None:
-        say(f"remat_policy=auto: {LAST}, since nothing says how much memory a device has")
-        return made(LAST)
+    if stored or memory is None:
+        policy, why = LAST, "since nothing says how much memory a device has"
+        if stored:
+            policy, why = stored, f"as in {cfg.compiled_trainstep_file}"
+        elif mesh.devices.flat[0].platform == "cpu":
+            policy, why = ON_CPU, "which is the fastest on a CPU"
+        say(f"remat_policy=auto: {policy}, {why}")
+        return made(policy)
     of = ""
     if mesh_lib.on_gpus(mesh):
         memory, of = int(memory * SHARE_ON_GPU), f", {SHARE_ON_GPU:g} of the GPU's,"
@@ -98,16 +95,14 @@ def _needed(cfg: Config, parts: Parts, memory: int) -> float:
     steps = [call for call in calls if any(x is tokens for x in jax.tree.leaves(call.args))]
     # All are waited for: they take about as long, and nothing else compiles beside them.
     with side_by_side(steps) as futures:
-        for future in as_completed(futures):
+        for future, call in futures.items():
             try:
-                compiled = future.result()
+                step = memory_of(future.result(), call, parts.trainer.abstract_state)
+                needed = max(needed, step.needed)
             except jax.errors.JaxRuntimeError as error:
                 if too_big(error) is None:
                     raise
                 needed = math.inf
-            else:
-                step = memory_of(compiled, futures[future], parts.trainer.abstract_state)
-                needed = max(needed, step.needed)
     return needed
 
 
@@ -123,3 +118,23 @@ def kept_bytes(parts: Parts, accumulation: int) -> int:
 
     kept = jax.tree.leaves(jax.eval_shape(backward, parts.params, batch))
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in kept) // devices
+
+
+def make_room(cfg: Config, *, outer_state: bool, there: bool = True) -> str:
+    """The remedy when a program of this config does not fit: what is not yet on.
+
+    outer_state: whether there is one. there: False for absent GPUs, whose host memory cannot be
+    compiled for.
+    """
+    where = "" if there else " on the GPUs themselves"
+    ways = ["more devices in a slice"]
+    if cfg.per_device_batch_size > 1:
+        ways.append("a smaller per_device_batch_size")
+    if cfg.remat_policy not in ("full", AUTO):  # a model that no step trains takes AUTO as `full`
+        ways.append("remat_policy=full")
+    if outer_state and cfg.diloco_outer_memory == "device":
+        ways.append(f"diloco_outer_memory=pinned_host{where}")
+    if not cfg.optimizer_memory_host_offload:
+        ways.append(f"optimizer_memory_host_offload=true{where}")
+    *most, last = ways
+    return f"Use {', '.join(most)} or {last}." if most else f"Use {last}."

@@ -15,11 +15,14 @@ from typing import Any
 import jax
 from etils import epath
 
+from maxdiloco.data.tokenizer import ByteTokenizer
+from maxdiloco.data.tokenizer_base import Tokenizer
+from maxdiloco.evaluation import run_tokenizer
 from maxdiloco.flags import base_yml
 from maxdiloco.flags.config import Config
+from maxdiloco.metrics import line_files
 from maxdiloco.processes import coordination
-from maxdiloco.storage import object_store
-from maxdiloco.storage.run_folder import RunFolder, reason
+from maxdiloco.storage.run_folder import RunFolder
 from maxdiloco.version import __version__
 
 # What may change the numbers or the speed of a run, where it is installed.
@@ -38,10 +41,7 @@ def log_path(folder: RunFolder) -> epath.Path:
 
 
 def write(cfg: Config, folder: RunFolder, say: Callable[[str], None]) -> None:
-    """Write config.yml and environment.json of this start; all processes call it.
-
-    A failure is reported in a line.
-    """
+    """Write config.yml and environment.json; all processes call it. A failure is a line."""
     hosts = host_names()
     if jax.process_index() != 0:
         return
@@ -51,11 +51,16 @@ def write(cfg: Config, folder: RunFolder, say: Callable[[str], None]) -> None:
     }
     for name, content in files.items():
         path = folder.path / name
-        try:
-            with object_store.as_os_errors(path):
-                path.write_bytes(content.encode(errors="surrogateescape"))  # of a path
-        except OSError as error:
-            say(f"note: {path} cannot be written ({reason(error)}).")
+        with line_files.noted(path, say):
+            path.write_bytes(content.encode(errors="surrogateescape"))  # of a path
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: RunFolder, say: Callable[[str], None]) -> None:
+    """Write the tokenizer's files into the run's folder; a failure is reported in a line."""
+    path, so = folder.path / run_tokenizer.FOLDER, ": the tokenizer is in the checkpoints alone"
+    if not isinstance(tokenizer, ByteTokenizer):  # it has none
+        with line_files.noted(path, say, so=so):
+            tokenizer.save(path)
 
 
 def config_yml(cfg: Config) -> str:
@@ -77,15 +82,13 @@ def config_yml(cfg: Config) -> str:
 
 def host_names() -> list[str]:
     """The host of each process, by its number; in process 0 alone, empty elsewhere."""
-    key, number = "maxdiloco/host/{}".format, jax.process_index()
-    if number != 0:
-        coordination.put(key(number), socket.gethostname())
+    key, here = "maxdiloco/host/{}".format, socket.gethostname()
+    if number := jax.process_index():
+        coordination.put(key(number), here)
         return []
-    others = [
-        coordination.value_of(other, key(other), "its host's name", timeout_s=_HOSTS_S)
-        for other in range(1, jax.process_count())
-    ]
-    return [socket.gethostname(), *others]
+    others = range(1, jax.process_count())
+    what = "its host's name"
+    return [here, *(coordination.value_of(p, key(p), what, timeout_s=_HOSTS_S) for p in others)]
 
 
 def environment(hosts: list[str]) -> dict[str, Any]:
@@ -109,10 +112,7 @@ def environment(hosts: list[str]) -> dict[str, Any]:
 
 
 def git_commit(package: pathlib.Path) -> str | None:
-    """The commit of the checkout that holds a package, with `-dirty` after changes in it.
-
-    None where the package is in no checkout, or there is no git.
-    """
+    """The commit of a package's checkout, `-dirty` after changes in it; None without one or git."""
     if _git(package, "ls-files", "--error-unmatch", "version.py") is None:
         return None  # installed below the checkout of something else
     commit = _git(package, "rev-parse", "HEAD")

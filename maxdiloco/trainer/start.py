@@ -3,6 +3,7 @@
     # R replicas
 """
 
+import textwrap
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,24 +14,29 @@ import jax
 from maxdiloco.checkpoint import find, read, saved_state
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.checkpoint.read import Restored
-from maxdiloco.data import agreed
+from maxdiloco.data import agreed, mixture
 from maxdiloco.data.mixture import TrainingData
 from maxdiloco.data.order import Position
 from maxdiloco.data.tokenizer_base import Tokenizer
+from maxdiloco.engine.trainer import SavedLayout
+from maxdiloco.errors import CheckpointError
 from maxdiloco.evaluation import run_tokenizer
-from maxdiloco.flags import base_yml, checks, resume
+from maxdiloco.flags import base_yml, checks, config, eval_paths, resume
 from maxdiloco.flags.config import Config
-from maxdiloco.metrics.compiles import fitting, make_room
+from maxdiloco.metrics.compiles import fitting
 from maxdiloco.metrics.history import MOST_STEPS, History
 from maxdiloco.processes import coordination, output
 from maxdiloco.processes.agree import from_first_process
 from maxdiloco.storage.run_folder import RunFolder, absolute, require_place
-from maxdiloco.trainer import optimizer, resumed
+from maxdiloco.trainer import optimizer
 from maxdiloco.trainer.assemble import BatchShape, Parts
+from maxdiloco.trainer.remat_choice import make_room
 
 # Until all have compiled: large programs take many minutes, cached ones seconds. Our choice.
 PATIENCE_S = 2 * 3600.0
 _SAY_AFTER_S = 10.0  # of waiting; our choice
+_WIDTH = 100  # columns of a line; our choice
+_OF_TOKENIZER = ("tokenizer_type", "add_bos", "add_eos")  # compared with the other keys
 
 
 class Start(NamedTuple):
@@ -57,11 +63,7 @@ def look(
     text: TrainingData,
     data: dict[str, str],
 ) -> Start:
-    """Find where the run begins, before anything is built.
-
-    text: the training data. data: of agreed_data.
-    Raises CheckpointError for keys that differ from the saved run's and alter its result.
-    """
+    """Find where the run begins, before anything is built. Raises as refuse_changes."""
     M, B, _ = shape
     saved = checkpointer and checkpointer.restore(lambda meta: {})
     if not saved and cfg.load_full_state_path:
@@ -73,18 +75,55 @@ def look(
         if cfg.load_parameters_path:
             origin += f" with the outer parameters of {cfg.load_parameters_path}"
         return Start(0, text.first_position(M, B), origin, None)
-    run_tokenizer.refuse_another(cfg, saved.meta, saved.path, fingerprint=data["tokenizer"])
-    resumed.refuse_changes(cfg, saved, B=B, data=data)
+    refuse_changes(cfg, saved, B=B, data=data)
     position = Position.from_dict(saved.meta["position"])
     position = text.next_position(position, saved.step + 1, M, B)
     return Start(saved.step, position, f"resumed after step {saved.step}", saved)
 
 
-def check_places(cfg: Config, folder: RunFolder) -> None:
-    """Look at what a run reads and writes besides text, which may take long to read.
+def refuse_changes(cfg: Config, saved: Restored, *, B: int, data: dict[str, str]) -> None:
+    """Raise CheckpointError when config, B or agreed_data differ from the saved run's."""
+    rows, stored = "sequences_per_replica", saved.meta["config"]
+    same_keys = all(stored[key] == vars(cfg)[key] for key in _OF_TOKENIZER)
+    if same_keys and saved.meta["tokenizer"] != data["tokenizer"]:
+        raise CheckpointError(
+            f"tokenizer_path={cfg.tokenizer_path}: the tokenizer is not that of checkpoint "
+            f"{saved.path}, so the same tokens mean another text. Set tokenizer_path="
+            f"{saved.path / run_tokenizer.FOLDER}, or set another run_name to start anew."
+        )
+    resume.refuse_changes(
+        stored | {rows: saved.meta["position"]["B"]},
+        cfg.as_dict() | {rows: B},
+        keys=base_yml.declared(),
+        checkpoint=str(saved.path),
+    )
+    before, now = saved.meta["contents"], data["contents"]
+    if before == now:
+        return
+    given = f"dataset_path={cfg.dataset_path or 'empty'}"
+    if sources := mixture.changed_sources(before, now):
+        given = f"dataset_mixture, sources {', '.join(sources)}"
+    if eval_paths.holds_out(config.from_dict(stored)) != eval_paths.holds_out(cfg):
+        shown = base_yml.show(cfg.eval_dataset_path) or "empty"
+        given = f"eval_dataset_path={shown} decides what is held out"
+    raise CheckpointError(
+        f"{given}: the text is not that of the checkpoint of step {saved.step}, so its "
+        f"place in it means nothing. Restore the text, or start a new run with "
+        f"load_parameters_path={saved.path}."
+    )
 
-    Its folder can be made, and a path that it is to start from has a checkpoint; a run that resumes
-    needs none. Makes nothing. Raises CheckpointError.
+
+def _layout(cfg: Config, saved: Restored) -> SavedLayout:
+    """How the state in a checkpoint of the trainer is laid out."""
+    rules = saved.meta["config"]["logical_axis_rules"]
+    same_rules = rules == cfg.as_dict()["logical_axis_rules"]
+    return saved_state.layout_of(saved.meta, same_rules=same_rules)
+
+
+def check_places(cfg: Config, folder: RunFolder) -> None:
+    """Raise CheckpointError where the folder of a run or what it starts from cannot be had.
+
+    Makes nothing.
     """
     if jax.process_index() == 0:
         require_place(cfg.base_output_directory, folder.path.name)
@@ -112,14 +151,14 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
     """
     trainer = parts.trainer
     if start.saved is None:
-        remedy = resume.model_remedy(cfg.as_dict(), keys=base_yml.declared())
         params, restored = read.restore_parameters(
             cfg.load_parameters_path,
             lambda meta: parts.params,
             key="load_parameters_path",
-            remedy=remedy,
+            remedy=resume.model_remedy(cfg.as_dict(), keys=base_yml.declared()),
         )
-        if run_tokenizer.differs(cfg, restored.meta) and jax.process_index() == 0:
+        is_another = restored.meta["tokenizer"] != run_tokenizer.open_tokenizer(cfg).fingerprint
+        if is_another and jax.process_index() == 0:
             output.say(
                 f"warning: load_parameters_path={cfg.load_parameters_path} is of a run with "
                 f"another tokenizer: a row of its embedding may stand for another text than here."
@@ -127,7 +166,7 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
         room = make_room(cfg, outer_state=checks.has_replicas(cfg))
         with fitting(parts.init_with.name, room):
             return jax.block_until_ready(parts.init_with(params))
-    layout = resumed.layout(cfg, start.saved)
+    layout = _layout(cfg, start.saved)
 
     def abstract_of(meta):
         return saved_state.abstract_items(trainer, layout)
@@ -136,9 +175,7 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
         restored = checkpointer.restore(abstract_of)
     else:
         # By its path: the other run may have saved a newer checkpoint meanwhile.
-        restored = read.restore_from(
-            start.saved.path, abstract_of, key="load_full_state_path"
-        )
+        restored = read.restore_from(start.saved.path, abstract_of, key="load_full_state_path")
     return trainer.restored(restored.items, layout, t=restored.step)
 
 
@@ -166,9 +203,38 @@ def changes(
 ) -> list[str]:
     """Lines for the user: what differs from the run that wrote the checkpoint; a disk too small."""
     lines = checkpointer.shortage(saved_state.nbytes(parts.trainer)) if checkpointer else []
-    if start.saved is not None:
-        lines += resumed.lines(cfg, parts.trainer, start.saved, total_steps=total_steps)
-    return resumed.wrapped(lines)
+    if saved := start.saved:
+        stored, before = saved.meta["config"], saved.meta["schedule_steps"]
+        old = config.from_dict(stored)
+        lines += [
+            *resume.change_lines(stored, cfg.as_dict(), keys=base_yml.declared()),
+            *parts.trainer.restore_lines(_layout(cfg, saved), saved.step),
+            *rate_lines(cfg, old, before=before, t=saved.step, total_steps=total_steps),
+        ]
+    options = dict(subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return [
+        part.replace(resume.KEEP, " ")
+        for line in lines
+        for part in textwrap.wrap(line, _WIDTH, **options)
+    ]
+
+
+def rate_lines(
+    cfg: Config, saved_cfg: Config, *, before: int, t: int, total_steps: int
+) -> list[str]:
+    """The line on the rate of step t + 1, if its schedule, of length `before`, has changed."""
+    now = optimizer.schedule_steps(cfg, total_steps)
+    old, new = (
+        optimizer.learning_rate_schedule(each, length)(t)
+        for each, length in ((saved_cfg, before), (cfg, now))
+    )
+    rates = f"step {t + 1} has a rate of {new:.3g}, not {old:.3g}"
+    if now != before and cfg.learning_rate_schedule_steps == -1:
+        return [
+            f"the learning rate's schedule is {now} steps long, not {before}: {rates}; "
+            f"learning_rate_schedule_steps={before} keeps it."
+        ]
+    return [f"the learning rate's schedule has changed: {rates}."] if old != new else []
 
 
 def history_of(

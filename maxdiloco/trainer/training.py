@@ -20,13 +20,14 @@ from maxdiloco.data.order import Position
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.engine.calls import START
 from maxdiloco.errors import INTERRUPTED, Preempted
-from maxdiloco.evaluation import eval_texts, on_mesh, run_tokenizer
+from maxdiloco.evaluation import on_mesh, run_texts, run_tokenizer
 from maxdiloco.flags import checks, config, warnings
 from maxdiloco.flags.config import Config
 from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.metrics import trackers
-from maxdiloco.metrics.compiles import CompileLog, make_room
+from maxdiloco.metrics.compiles import CompileLog
 from maxdiloco.metrics.console import Console
+from maxdiloco.metrics.speed import active_parameters
 from maxdiloco.metrics.writer import MetricsWriter
 from maxdiloco.models.transformer import count_parameters
 from maxdiloco.parallel import feeding
@@ -35,32 +36,21 @@ from maxdiloco.processes.agree import from_first_process, in_any_process
 from maxdiloco.processes.peers import Room
 from maxdiloco.processes.signals import Preemption
 from maxdiloco.storage.run_folder import RunFolder, locate, open_run_folder
-from maxdiloco.trainer import (
-    assemble,
-    compiled_file,
-    flops,
-    job,
-    remat_choice,
-    run_data,
-    run_files,
-    saved_programs,
-    start,
-)
+from maxdiloco.trainer import assemble, compiled_file, job, remat_choice, run_files, start
 from maxdiloco.trainer.assemble import Parts
-from maxdiloco.trainer.recorder import Profile, Recorder
+from maxdiloco.trainer.recorder import Recorder, profile
 
 Say = Callable[[str], None]
 
 
 def run(cfg: Config, begun: float, notes: Sequence[str] = ()) -> int:
-    """Join the other processes and train. Raises the errors of maxdiloco.errors.
+    """Join the other processes and train; returns the exit code. Raises maxdiloco.errors.
 
-    begun: time.perf_counter() when the program started. notes: lines on the command line, for the
-    user. Returns the exit code.
+    begun: time.perf_counter() when the program started. notes: lines on the command line.
     """
     if cfg.enable_wandb:
         trackers.require_wandb()
-    with job.joined(cfg) as room, saved_programs.compile_cache(cfg) as lines:
+    with job.joined(cfg) as room, job.compile_cache(cfg) as lines:
         return train(cfg, room, begun, [*notes, *lines])
 
 
@@ -85,11 +75,9 @@ def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) ->
     location = locate(cfg.base_output_directory, name)
     start.check_places(cfg, location)
     tokenizer = run_tokenizer.open_tokenizer(cfg)
-    text, held_out, index = run_data.open_data(cfg, tokenizer, shape, location, say)
-    seldom_meant = warnings.of_run(
-        cfg, num_replicas=shape.num_replicas, num_tokens=tokenizer.vocab_size
-    )
-    for line in [*run_data.lines(cfg, text, held_out, shape), *seldom_meant]:
+    text, held_out, index = run_texts.open_data(cfg, tokenizer, shape, location, say)
+    sizes = dict(num_replicas=shape.num_replicas, num_tokens=tokenizer.vocab_size)
+    for line in [*run_texts.lines(cfg, text, held_out, shape), *warnings.of_run(cfg, **sizes)]:
         say(line)
 
     with ExitStack() as stack:
@@ -97,22 +85,21 @@ def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) ->
             open_run_folder(cfg.base_output_directory, name, primary=primary, warn=say)
         )
         if primary:
-            run_data.save_index(index, folder.line_index)
+            run_texts.save_index(index, folder.line_index)
         del index  # 24 bytes a document
         checkpointer = stack.enter_context(_open_checkpointer(cfg, folder, tokenizer, say))
 
         data = start.agreed_data(text, tokenizer)
-        eval_texts.agree(held_out)
+        run_texts.agree(held_out)
         log_path = run_files.log_path(folder)
         stack.enter_context(console.logging(log_path, require_lock=folder.require_lock))
         again = "The same command goes on." if cfg.run_name else f"run_name={name} goes on."
-        line = "" if cfg.run_name else f"The run has no name: {again}"
-        stack.push(functools.partial(_on_error, line, say))
+        stack.push(functools.partial(_on_error, "" if cfg.run_name else again, say))
         say(f"run folder: {folder.path}{'' if cfg.run_name else f'; {again}'}")
         run_files.write(config.from_dict(cfg.as_dict() | {"run_name": name}), folder, say)
         begin = start.look(cfg, checkpointer, shape, text=text, data=data)
         if primary:
-            run_tokenizer.save(tokenizer, folder, say)
+            run_files.save_tokenizer(tokenizer, folder, say)
         done, total = begin.step, cfg.steps
         if total == -1:
             total = text.last_step_of_epoch(begin.position)
@@ -132,7 +119,6 @@ def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) ->
         say(f"{begin.origin}; {total} steps in all")
         for line in start.changes(cfg, parts, begin, checkpointer, total_steps=total):
             say(line)
-
         say(f"ready to compile after {time.perf_counter() - begun:.1f} s")
         fresh = _compile(chosen, parts, compiles, say, resumes=begin.saved is not None)
         gc.enable()  # train.main disables it for the start
@@ -145,9 +131,10 @@ def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) ->
         stack.enter_context(console.progress(first_step=done, total_steps=total))
         steps = range(done + 1, total + 1)
         batches = stack.enter_context(_open_batches(cfg, parts, text, begin.position, steps))
-        profile = stack.enter_context(Profile(cfg, folder, done=done))
+        first = done + cfg.skip_first_n_steps_for_profiler
+        profiled_steps = range(first, first + cfg.profiler_steps if cfg.profiler else first)
+        profiled = stack.enter_context(profile(folder, profiled_steps))
         recorder = Recorder(
-            cfg,
             parts,
             done=done,
             total=total,
@@ -156,7 +143,7 @@ def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) ->
             mailbox=mailbox,
             checkpointer=checkpointer,
             note=start.note(cfg, begin.position, data, total_steps=total),
-            data_metrics=functools.partial(run_data.metrics, text, begin.position, shape.length),
+            data_metrics=functools.partial(run_texts.metrics, text, begin.position, shape.length),
             since_row=begin.since_row(done),
             begun=begun,
         )
@@ -173,14 +160,17 @@ def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) ->
             recorder.write(t)
             if not last and t % cfg.checkpoint_period == 0:
                 recorder.save(t, state)
-            profile.after(t)
+            profiled(t)
             if preemption.requested(t):
                 recorder.save(t, state, last=True)
-                recorder.write_all()
+                recorder.rows.write_all()
                 return _stopped(cfg, t, in_any_process(preemption.by_ctrl_c), say, again=again)
 
-        recorder.write_all()
-        recorder.end(total, state, save=cfg.save_checkpoint_on_completion)
+        recorder.rows.write_all()
+        if cfg.save_checkpoint_on_completion:
+            recorder.save(total, state, last=True)
+        elif checkpointer is not None:
+            checkpointer.wait(last=True)
         say(trainer.closing_line(state))
         say(f"run folder: {epath.Path(folder.path)}")
         return INTERRUPTED if preemption.by_ctrl_c else 0
@@ -245,7 +235,7 @@ def _sizes(cfg: Config, parts: Parts) -> list[str]:
     R, B, L = parts.shape
     active = ""
     if cfg.num_experts > 1:
-        active = f", {flops.active_parameters(cfg, parts.params):,} of them used by a token"
+        active = f", {active_parameters(parts.model.spec, parts.params):,} of them used by a token"
     return [
         *warnings.on_cpu(cfg, parts.trainer.mesh.devices, count_parameters(parts.model)),
         f"model: {cfg.model_name}, {count_parameters(parts.model):,} parameters{active}",
@@ -278,14 +268,14 @@ def _compile(
         say(f"{count} compiled programs loaded from {path}")
     else:
         say(f"compiling {len(calls)} programs, {calls[0].program.name} first; a line for each")
-    room = make_room(cfg, outer_state=checks.has_replicas(cfg))
+    room = remat_choice.make_room(cfg, outer_state=checks.has_replicas(cfg))
     return compiles.all_of(calls, room=room, resident=parts.trainer.description().resident)
 
 
-def _on_error(line: str, say: Say, kind, error, trace) -> None:
-    """At the end of a `with`: say the line after an error, but for Preempted, which has it."""
-    if line and error is not None and not isinstance(error, Preempted):
-        say(line)
+def _on_error(again: str, say: Say, kind, error, trace) -> None:
+    """At the end of a `with`: how a run without a name goes on after an error that does not say."""
+    if again and error is not None and not isinstance(error, Preempted):
+        say(f"The run has no name: {again}")
 
 
 def _stopped(cfg: Config, t: int, ctrl_c: bool, say: Say, *, again: str) -> int:

@@ -12,6 +12,7 @@ from maxdiloco.aot.measure import Crossing, Measured, Memory
 from maxdiloco.flags import config
 from maxdiloco.metrics import compiles
 from maxdiloco.parallel.chips import Chip
+from maxdiloco.trainer.remat_choice import make_room
 
 MIB = 2**20
 CHIP = Chip(("TPU v5 lite",), 1e12, hbm_gib=1.0, clock_hz=1.5e9, ici_gbps=1600)
@@ -210,6 +211,7 @@ def test_every_line_fits_100_columns():
 
 # -- the verdict: what fits, how fast, what is exposed ---------------------------------------------
 
+
 def synchronise(busy, waited):
     """An exchange at once: on the link for `busy` s, of which `waited` are waited for."""
     cross = crossing()
@@ -324,15 +326,15 @@ def test_a_remedy_is_one_that_is_not_yet_on():
         "Use more devices in a slice, diloco_outer_memory=pinned_host or "
         "optimizer_memory_host_offload=true."
     )
-    assert compiles.make_room(cfg, outer_state=True) == room
+    assert make_room(cfg, outer_state=True) == room
     without = room.replace(", diloco_outer_memory=pinned_host", "")
-    assert compiles.make_room(cfg, outer_state=False) == without
+    assert make_room(cfg, outer_state=False) == without
     elsewhere = (
         "Use more devices in a slice, diloco_outer_memory=pinned_host on the GPUs themselves or "
         "optimizer_memory_host_offload=true on the GPUs themselves."
     )
-    assert compiles.make_room(cfg, outer_state=True, there=False) == elsewhere
+    assert make_room(cfg, outer_state=True, there=False) == elsewhere
     other = config.load(["remat_policy=minimal"], {})
-    assert "remat_policy=full" in compiles.make_room(other, outer_state=True)
+    assert "remat_policy=full" in make_room(other, outer_state=True)
     auto = config.load([], {})
-    assert "remat_policy" not in compiles.make_room(auto, outer_state=True)
+    assert "remat_policy" not in make_room(auto, outer_state=True)

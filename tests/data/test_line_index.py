@@ -9,8 +9,8 @@ from maxdiloco.data import corpus
 from maxdiloco.data.documents import read_table
 from maxdiloco.data.line_index import LineIndex
 from maxdiloco.errors import DataError
+from maxdiloco.evaluation import run_texts
 from maxdiloco.storage import durable
-from maxdiloco.trainer import run_data
 
 LINES = b'{"text": "abc"}\n\n{"text": "\xc3\xa9"}\n'
 OTHER = b'{"text": "abcd"}\n'
@@ -25,10 +25,10 @@ def start(folder, tmp_path_factory):
     def open_files(files, column="text", path=place):
         told = []
         index = LineIndex(column, told.append)
-        run_data.load_index(index, path)
+        run_texts.load_index(index, path)
         paths = [os.path.join(folder({}), name) for name in files]
         table = read_table(paths, column=column, index=index)
-        run_data.save_index(index, path)
+        run_texts.save_index(index, path)
         return table, told
 
     open_files.place = place

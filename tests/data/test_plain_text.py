@@ -8,8 +8,8 @@ from data.shards_on_disk import open_dataset
 from maxdiloco.data import corpus
 from maxdiloco.data.sources import files
 from maxdiloco.errors import DataError
+from maxdiloco.evaluation import run_texts
 from maxdiloco.flags import config
-from maxdiloco.trainer import run_data
 from maxdiloco.trainer.assemble import BatchShape
 
 AE = "\u00e4".encode()  # two bytes
@@ -85,7 +85,7 @@ def warned(*argv):
     """The warnings of a start that reads text and evaluates."""
     cfg = config.load(["max_target_length=4", "vocab_size=257", *argv], {})
     text, held = (open_dataset(cfg, split=split) for split in ("train", "eval"))
-    lines = run_data.lines(cfg, text, {"": held}, BatchShape(2, 1, 4))
+    lines = run_texts.lines(cfg, text, {"": held}, BatchShape(2, 1, 4))
     return [line for line in lines if line.startswith("warning: ")]
 
 

@@ -12,7 +12,7 @@ from maxdiloco import evaluate, generate, hf, train
 from maxdiloco import tokenizer as tokenizer_program
 from maxdiloco.checkpoint import find
 from maxdiloco.data import pipeline
-from maxdiloco.evaluation import eval_stored, eval_texts, run_texts, run_tokenizer
+from maxdiloco.evaluation import run_texts, run_tokenizer, stored
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -98,11 +98,11 @@ def test_the_evaluation_loss_is_that_of_transformers_on_the_same_tokens(trained,
     assert evaluate.main([str(trained), f"report={report}"]) == 0
     ours = json.loads(report.read_text())["texts"][0]
     model, total, tokens = theirs(exported), 0.0, 0
-    cfg = eval_stored.configure(find.newest_meta(trained, key="RUN"), [], {})
+    cfg = stored.configure(find.newest_meta(trained, key="RUN"), [], {})
     options = dict(batch_size=8, num_sequences=32, rows=np.arange(8))
     of_run = run_tokenizer.open_tokenizer(cfg)
     tokenised = run_texts.prepare(cfg, of_run, lambda line: None, splits=("eval",))
-    text = eval_texts.open_texts(cfg, of_run, prepared=tokenised)[""]
+    text = run_texts.open_evaluated(cfg, of_run, prepared=tokenised)[""]
     with pipeline.eval_batches(text, **options) as batches:
         rows = [pair for b in batches for pair in zip(b["tokens"], b["segment_ids"], strict=True)]
     for row, segments in rows:

@@ -13,7 +13,6 @@ import pytest
 
 from maxdiloco.errors import CheckpointError, Preempted
 from maxdiloco.metrics import history, line_files
-from maxdiloco.metrics.history import History
 from maxdiloco.metrics.writer import MetricsWriter, row
 from maxdiloco.trainer import start
 
@@ -190,15 +189,15 @@ def test_a_start_and_its_end_are_two_lines_of_history_and_the_next_start_adds_to
     assert history.read(folder) == []
     times = iter([10.0, 20.0, 30.0, 40.0, 50.0])
     monkeypatch.setattr(history.time, "time", lambda: next(times))
-    with History(folder, {"step": 0, "processes": 2}):
+    with history.History(folder, {"step": 0, "processes": 2}):
         assert len(history.read(folder)) == 1
-    History(folder, {"step": 5, "processes": 1})
+    history.History(folder, {"step": 5, "processes": 1})
     assert history.read(folder) == [
         {"event": "start", "time": 10.0, "step": 0, "processes": 2},
         {"event": "end", "time": 20.0, "why": ""},
         {"event": "start", "time": 30.0, "step": 5, "processes": 1},
     ]
-    with pytest.raises(Preempted), History(folder, {}):
+    with pytest.raises(Preempted), history.History(folder, {}):
         raise Preempted("SIGTERM after\nstep 3")
     assert history.read(folder)[-1]["why"] == "Preempted: SIGTERM after\\nstep 3"
 
@@ -208,11 +207,11 @@ def test_half_a_line_of_history_spoils_no_later_line_and_a_folder_in_its_place_i
 ):
     """One in the place of metrics.jsonl is an error."""
     folder.history.write_text('{"event": "sta')
-    with History(folder, {"step": 7}):
+    with history.History(folder, {"step": 7}):
         assert [event["event"] for event in history.read(folder)] == ["start"]
     folder.history.unlink()
     folder.history.mkdir()
-    History(folder, {}).__exit__(None, None, None)
+    history.History(folder, {}).__exit__(None, None, None)
     said = capsys.readouterr().out.splitlines()
     assert [line.rpartition(": ")[2] for line in said] == ["Is a directory."] * 2
     assert said[0].startswith("warning: base_output_directory: cannot write ")

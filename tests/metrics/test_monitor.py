@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxdiloco.flags import config
 from maxdiloco.metrics import monitor as monitor_lib
 from maxdiloco.metrics.monitor import Monitor
-from maxdiloco.metrics.speed import StepClock, performance
+from maxdiloco.metrics.speed import StepClock, flops_per_token, performance
 from maxdiloco.parallel.chips import CHIPS
-from maxdiloco.trainer.flops import flops_per_token
 
 
 def placed(losses_R, slots=2):
@@ -104,11 +102,8 @@ def test_flops_per_token_and_performance_by_hand():
     """arXiv 2204.02311 App. B: 6 N + 12 L H Q T; N=1000, L=2, H=4 heads of Q=8, T=16. 0.5 s a step,
     2000 tokens, 3e9 FLOP a token on 4 devices: 4000 tokens/s, 3e12 a device. No mfu where the peak
     is unknown."""
-    cfg = config.from_dict({
-        "base_num_decoder_layers": 2, "base_num_query_heads": 4, "head_dim": 8,
-        "max_target_length": 16, "logits_via_embedding": True,
-    })  # fmt: skip
-    assert flops_per_token(cfg, {"w": np.zeros((10, 100))}) == 6000 + 12 * 2 * 32 * 16
+    spec = types.SimpleNamespace(num_layers=2, num_query_heads=4, head_dim=8, tied_head=True)
+    assert flops_per_token(spec, {"w": np.zeros((10, 100))}, 16) == 6000 + 12 * 2 * 32 * 16
     work = dict(step_time=0.5, tokens_per_step=2000, flops_per_token=3e9, num_devices=4)
     found = {
         "perf/step_time": 0.5,

@@ -50,7 +50,7 @@ def test_tensorboard_is_told_which_steps_come_again_and_an_object_is_written_who
     """A local file stands in for the object of an object store."""
     write(folder, [10, 20, 30])
     (path,) = folder.tensorboard.iterdir()
-    file, content = trackers._RemoteFiles().open(folder.path / "copy"), path.read_bytes()
+    file, content = trackers._RemoteFile(folder.path / "copy"), path.read_bytes()
     for part in (content[:100], content[100:]):
         file.write(part)
         file.flush()

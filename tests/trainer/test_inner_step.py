@@ -13,10 +13,11 @@ from models import tiny_model
 
 from maxdiloco.flags import config
 from maxdiloco.metrics.monitor import learning_metrics
+from maxdiloco.metrics.speed import active_parameters, flops_per_token
 from maxdiloco.models.spec import from_config
 from maxdiloco.models.transformer import Model, count_parameters
 from maxdiloco.parallel.sharding import DEFAULT_RULES
-from maxdiloco.trainer import flops, inner_step, optimizer
+from maxdiloco.trainer import inner_step, optimizer
 
 # R replicas  B sequences  L tokens
 
@@ -191,12 +192,12 @@ def test_flops_and_active_parameters_are_those_of_a_tokens_experts():
     moe = ["num_experts=8", "num_experts_per_tok=2", "base_moe_mlp_dim=32"]
 
     def built(keys):
-        cfg = config.load([*sizes, *keys], {})
-        model = Model(from_config(cfg, backend="cpu"))
-        return cfg, model, jax.eval_shape(model.init, jax.random.key(0))
+        model = Model(from_config(config.load([*sizes, *keys], {}), backend="cpu"))
+        return model, jax.eval_shape(model.init, jax.random.key(0))
 
-    (cfg, model, params), (dense, _, dense_params) = built(moe), built(["base_mlp_dim=64"])
-    of_router = flops.flops_per_token(cfg, params) - flops.flops_per_token(dense, dense_params)
+    (model, params), (dense, dense_params) = built(moe), built(["base_mlp_dim=64"])
+    flops = flops_per_token(model.spec, params, 8)
+    of_router = flops - flops_per_token(dense.spec, dense_params, 8)
     assert of_router == 6 * 2 * 16 * 8
     unused = 2 * 6 * 3 * 16 * 32
-    assert flops.active_parameters(cfg, params) == count_parameters(model) - unused
+    assert active_parameters(model.spec, params) == count_parameters(model) - unused

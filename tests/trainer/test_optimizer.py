@@ -59,8 +59,7 @@ def run(cfg, params, gradients):
     rule = optimizer.build(cfg, model=MODEL)
     state, schedule = rule.init(params), optimizer.learning_rate_schedule(cfg, 10)
     for count, gradient in enumerate(gradients):
-        rate = optimizer.learning_rate(schedule, count)
-        updates, state = rule.update(gradient, state, params, learning_rate=rate)
+        updates, state = rule.update(gradient, state, params, learning_rate=schedule(count))
         params = optax.apply_updates(params, updates)
     return params
 

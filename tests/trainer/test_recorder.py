@@ -5,7 +5,6 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from maxdiloco.flags import config
 from maxdiloco.metrics.speed import StepClock
 from maxdiloco.trainer import recorder
 
@@ -22,7 +21,8 @@ class Run:
         monkeypatch.setattr(recorder, "StepClock", lambda t: StepClock(t, clock=lambda: self.now))
         monkeypatch.setattr(recorder.time, "perf_counter", lambda: self.now)
         parts = mock.Mock(params={"w": np.zeros((2, 2))}, of_replicas=None, sampler=None)
-        parts.shape.tokens, parts.mesh.size = 8, 1
+        parts.shape.tokens, parts.shape.length, parts.mesh.size = 8, 8, 1
+        parts.model.spec = mock.Mock(num_query_heads=1, head_dim=1, num_layers=1)
         parts.mesh.devices = np.array([mock.Mock(device_kind="cpu")])
         parts.mesh.local_devices = [mock.Mock(**{"memory_stats.return_value": memory})]
         parts.learning_rate = lambda t: 0.1
@@ -38,7 +38,7 @@ class Run:
         saver = mock.Mock(steps=list)
         saver.save = self._takes("save", None)
         self.recorder = recorder.Recorder(
-            config.load([], {}), parts, done=0, total=9,
+            parts, done=0, total=9,
             console=mock.Mock(has_bar=False), writer=writer,
             mailbox=None, checkpointer=saver, note={}, data_metrics=lambda t: {},
             since_row=None, begun=0.0,

@@ -26,7 +26,7 @@ from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.program import Program
 from maxdiloco.storage import durable
-from maxdiloco.trainer import compiled_file, saved_programs
+from maxdiloco.trainer import compiled_file, job
 
 TWO = ("dcn_diloco_parallelism=2", "num_diloco_replicas=2")
 
@@ -50,7 +50,7 @@ def test_a_cpu_runs_saved_programs_where_no_device_shares_a_replica(devices, arg
     """Of data parallelism, all devices are one replica. A compiled file is refused."""
     cfg = load(*argv)
     mesh = mesh_lib.build(hardware_of(cfg), devices)
-    assert saved_programs.keep_their_order(cfg, mesh) == sound
+    assert job.keep_their_order(cfg, mesh) == sound
     if sound:
         compiled_file.check_order("programs.zip", cfg, mesh)
     else:
@@ -70,26 +70,19 @@ def setting():
 
 def cache_of(*argv):
     """The folder that JAX has in a run, and the lines about it."""
-    with saved_programs.compile_cache(load(*argv)) as lines:
+    with job.compile_cache(load(*argv)) as lines:
         return jax.config.values["jax_compilation_cache_dir"], lines
 
 
-@pytest.mark.parametrize(
-    "keys, source",
-    [
-        (("jax_cache_dir=kept",), "jax_cache_dir=kept"),
-        (("jax_cache_dir=",), "JAX_COMPILATION_CACHE_DIR=own"),
-    ],
-)
-def test_the_compile_cache_is_used_where_it_is_sound_and_put_back(
-    setting, monkeypatch, keys, source
-):
+@pytest.mark.parametrize("source", ["jax_cache_dir=kept", "JAX_COMPILATION_CACHE_DIR=own"])
+def test_the_compile_cache_is_used_where_it_is_sound_and_put_back(setting, monkeypatch, source):
     """Of both sources; a line names the one that is not used. jax_cache_dir comes first."""
-    monkeypatch.delattr(saved_programs.shared_folder, "is_shared")  # asked on GPUs alone
+    keys = [source if source.islower() else "jax_cache_dir="]
+    monkeypatch.delattr(job.shared_folder, "is_shared")  # asked on GPUs alone
     setting("jax_compilation_cache_dir", "own")
     assert cache_of(*TWO, "enable_diloco=true", *keys) == (source.partition("=")[2], [])
     assert jax.config.values["jax_compilation_cache_dir"] == "own"
-    note = f"note: {source} is not used: {saved_programs.LOSES_ORDER}."
+    note = f"note: {source} is not used: {job.LOSES_ORDER}."
     in_two = "ici_fsdp_parallelism=2"
     assert cache_of(*TWO, "enable_diloco=true", in_two, *keys) == (None, [note])
     assert jax.config.values["jax_compilation_cache_dir"] == "own"
@@ -100,9 +93,9 @@ def test_gpus_use_a_compile_cache_that_all_their_hosts_see(setting, monkeypatch,
     setting("jax_compilation_cache_dir", None)
     gpus = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform="gpu")]))
     gpus.size, gpus.shape = 1, {"diloco": 1}
-    monkeypatch.setattr(saved_programs.mesh_lib, "build", lambda cfg: gpus)
-    monkeypatch.setattr(saved_programs.shared_folder, "is_shared", lambda folder: shared)
-    note = f"note: jax_cache_dir={tmp_path} is not used: {saved_programs.NOT_SHARED}."
+    monkeypatch.setattr(job.mesh_lib, "build", lambda cfg: gpus)
+    monkeypatch.setattr(job.shared_folder, "is_shared", lambda folder: shared)
+    note = f"note: jax_cache_dir={tmp_path} is not used: {job.NOT_SHARED}."
     expected = (str(tmp_path), []) if shared else (None, [note])
     assert cache_of(*TWO, f"jax_cache_dir={tmp_path}") == expected
 
@@ -110,7 +103,7 @@ def test_gpus_use_a_compile_cache_that_all_their_hosts_see(setting, monkeypatch,
 def kept_in(folder, n):
     """Compile a program of its own for each of the numbers 0 to n - 1; {file: its bytes}."""
     jax.clear_caches()
-    with saved_programs.compile_cache(load("enable_diloco=false", f"jax_cache_dir={folder}")):
+    with job.compile_cache(load("enable_diloco=false", f"jax_cache_dir={folder}")):
         for i in range(n):
             jax.jit(lambda x, i=i: x * 2 + i).lower(1.0).compile()
     return {path: path.read_bytes() for path in folder.iterdir()}
@@ -155,7 +148,7 @@ def test_an_entry_that_cannot_be_written_is_one_line_and_no_file(
     assert line.startswith(f"note: the compile cache {tmp_path} cannot keep a program, which every")
     assert (line.endswith("(OSError: [Errno 28] No space left on device)."), said.err) == (True, "")
     with pytest.warns(UserWarning, match="of another thing"):
-        with saved_programs.compile_cache(load("enable_diloco=false", f"jax_cache_dir={tmp_path}")):
+        with job.compile_cache(load("enable_diloco=false", f"jax_cache_dir={tmp_path}")):
             warnings.warn("of another thing", stacklevel=1)
 
 

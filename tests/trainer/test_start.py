@@ -18,7 +18,7 @@ from maxdiloco.flags import base_yml, config
 from maxdiloco.parallel.program import Program
 from maxdiloco.storage.run_folder import locate
 from maxdiloco.trainer import run_files, start
-from maxdiloco.trainer.resumed import rate_lines, refuse_changes
+from maxdiloco.trainer.start import rate_lines, refuse_changes
 
 
 @pytest.fixture
@@ -119,9 +119,9 @@ def test_a_line_tells_when_more_steps_or_another_key_change_the_learning_rate(
 def test_a_state_that_does_not_fit_beside_loaded_parameters_is_one_line(monkeypatch):
     """A CPU refuses 2**60 bytes when the program runs, not when it is compiled."""
     state = Program("init", lambda x: jnp.full(2**58, x), on_compile=lambda *_: None)
-    found = np.float32(1), types.SimpleNamespace(meta={})
+    fingerprint = run_tokenizer.open_tokenizer(BEFORE).fingerprint
+    found = np.float32(1), types.SimpleNamespace(meta={"tokenizer": fingerprint})
     monkeypatch.setattr(read, "restore_parameters", lambda *_, **__: found)
-    monkeypatch.setattr(run_tokenizer, "differs", lambda *_: False)
     parts = types.SimpleNamespace(trainer=None, params=None, init_with=state)
     begin = start.Start(0, None, "", None)
     words = "init does not fit the device: Out of memory .* Use more devices in a slice"
@@ -130,10 +130,11 @@ def test_a_state_that_does_not_fit_beside_loaded_parameters_is_one_line(monkeypa
 
 
 def test_another_part_that_is_held_out_of_the_same_text_is_refused_by_its_key():
-    cfg, data = config.load([], {}), {"contents": "new"}
+    cfg, data = config.load([], {}), {"contents": "new", "tokenizer": "same"}
 
     def saved(**keys):
         meta = {"config": cfg.as_dict() | keys, "position": {"B": 2}, "contents": "old"}
+        meta["tokenizer"] = "same"
         return types.SimpleNamespace(meta=meta, step=4, path="/runs/a/checkpoints/4")
 
     refuse_changes(cfg, saved(), B=2, data={"contents": "old"})
