@@ -7,6 +7,7 @@ DST/huggingface/     config.json, the tokenizer's files and the like, for an exp
 """
 
 import json
+import math
 import pathlib
 import time
 from collections.abc import Callable, Sequence
@@ -27,9 +28,9 @@ from maxdiloco.flags.checks import AXES
 from maxdiloco.flags.config import Config
 from maxdiloco.huggingface import beside_weights, config_json, folders, safetensors_files, tensors
 from maxdiloco.huggingface.config_json import Read
-from maxdiloco.huggingface.folders import Progress
 from maxdiloco.huggingface.safetensors_files import Stored
-from maxdiloco.huggingface.tensors import Layout
+from maxdiloco.huggingface.tensors import Part
+from maxdiloco.models.spec import from_config
 
 CARRIED = "huggingface"  # folder in DST with the files that are carried along
 # Keys of base.yml that an import may be given.
@@ -55,8 +56,8 @@ def import_model(
     found = _canonical(safetensors_files.tensors_of(source), model)
     model = _with_own_head(model, found, say)
     cfg = _config(model, source, target, vocab_multiple, keys)
-    plan = tensors.of_model(cfg, model.family)
-    dtypes = _checked(plan, found, model)
+    parts = tensors.of_model(from_config(cfg, backend="cpu"), model.family)
+    dtypes = _checked(parts, found, model)
     if (more := cfg.vocab_size - model.keys["vocab_size"]) > 0:
         say(f"note: the tokenizer has more tokens than the model: it adds {more} rows of zeros.")
     for name in model.unknown:
@@ -74,7 +75,7 @@ def import_model(
             ("start.yml", _ABOUT_START, _start_keys(cfg, target)),
         ):
             (folder / name).write_text(f"# {about}\n{config_json.as_yml(values)}")
-        _write_checkpoint(folder, plan, found, dtypes, cfg, say)
+        _write_checkpoint(folder, parts, found, dtypes, cfg, say)
     if cfg.tokenizer_type == "byte":
         say(f"note: {source} holds no tokenizer. Set tokenizer_type and tokenizer_path to train.")
     elif not cfg.add_eos:
@@ -84,8 +85,8 @@ def import_model(
             "again."
         )
     say(
-        f"{target}: {model.family.model_type}, {len(plan.by_tensor())} tensors, {plan.size:,} "
-        f"parameters. Go on training with\n"
+        f"{target}: {model.family.model_type}, {len({part.name for part in parts})} tensors, "
+        f"{sum(math.prod(part.part_shape) for part in parts):,} parameters. Go on training with\n"
         f"python -m maxdiloco.train {target / 'start.yml'} dataset_path=TEXT"
     )
 
@@ -136,8 +137,8 @@ def _tokenizer_keys(source: pathlib.Path, target: pathlib.Path) -> dict[str, Any
     }
 
 
-def _canonical(found: dict[str, Stored], model: Read) -> dict[str, tuple[str, Stored]]:
-    """{name as in the family's table: (name in the files, tensor)}."""
+def _canonical(found: dict[str, Stored], model: Read) -> dict[str, Stored]:
+    """The tensors by their names in the family's table."""
 
     def renamed(name):
         for theirs, ours in model.family.prefixes:
@@ -145,19 +146,18 @@ def _canonical(found: dict[str, Stored], model: Read) -> dict[str, tuple[str, St
                 return ours + name.removeprefix(theirs)
         return name
 
-    return {renamed(name): (name, tensor) for name, tensor in found.items()}
+    return {renamed(name): tensor for name, tensor in found.items()}
 
 
-def _with_own_head(model: Read, found: dict[str, tuple[str, Stored]], say: Say) -> Read:
+def _with_own_head(model: Read, found: dict[str, Stored], say: Say) -> Read:
     """The model, untied where config.json says tied and the files have another head.
 
     transformers 5 ties the two only where they are equal. Raises CheckpointError.
     """
     table, head = (model.family.tensors[leaf].name for leaf in tensors.OF_VOCABULARY)
     both = table in found and head in found
-    if not model.keys["logits_via_embedding"] or not both:
-        return model
-    if safetensors_files.equal(found[table], found[head]):
+    tied = model.keys["logits_via_embedding"]
+    if not tied or not both or safetensors_files.equal(found[table], found[head]):
         return model
     say(
         f"note: {head} is not {table}, though config.json says tie_word_embeddings: both are kept "
@@ -166,9 +166,9 @@ def _with_own_head(model: Read, found: dict[str, tuple[str, Stored]], say: Say) 
     return config_json.untied(model)
 
 
-def _checked(plan: Layout, found: Any, model: Read) -> dict[str, np.dtype]:
+def _checked(parts: Sequence[Part], found: dict[str, Stored], model: Read) -> dict[str, np.dtype]:
     """{leaf: dtype}. Raises CheckpointError for tensors that do not fit the model."""
-    expected = plan.by_tensor()
+    expected = dict.fromkeys(part.name for part in parts)
     missing = [name for name in expected if name not in found]
     if missing:
         raise CheckpointError(
@@ -183,18 +183,17 @@ def _checked(plan: Layout, found: Any, model: Read) -> dict[str, np.dtype]:
             "lose them."
         )
     dtypes: dict[str, np.dtype] = {}
-    for part in plan.parts:
-        name, stored = found[part.name]
-        shape = part.shape
-        if part.leaf in tensors.OF_VOCABULARY:  # the embedding here may have more rows
+    for part in parts:
+        stored, shape, leaf = found[part.name], part.shape, part.leaf.path
+        if leaf in tensors.OF_VOCABULARY:  # the embedding here may have more rows
             shape = (model.keys["vocab_size"], *shape[1:])
         if stored.shape != shape:
             raise CheckpointError(
-                f"{name} has shape {list(stored.shape)} in {stored.file.name}, but config.json "
-                f"says {list(shape)}. Give the config.json that belongs to the files."
+                f"{stored.name} has shape {list(stored.shape)} in {stored.file.name}, but "
+                f"config.json says {list(shape)}. Give the config.json that belongs to the files."
             )
-        dtype = safetensors_files.numpy_dtype(name, stored.dtype)
-        dtypes[part.leaf] = np.promote_types(dtypes.get(part.leaf, dtype), dtype)
+        dtype = safetensors_files.numpy_dtype(stored)
+        dtypes[leaf] = np.promote_types(dtypes.get(leaf, dtype), dtype)
     return dtypes
 
 
@@ -223,24 +222,24 @@ def _start_keys(cfg: Config, target: pathlib.Path) -> dict[str, Any]:
 
 def _write_checkpoint(
     folder: epath.Path,
-    plan: Layout,
-    found: Any,
+    parts: Sequence[Part],
+    found: dict[str, Stored],
     dtypes: dict[str, np.dtype],
     cfg: Config,
     say: Say,
 ) -> None:
     leaves = {
-        path: PartedLeaf(leaf.shape, dtypes[path], plan.num_indexed(path))
-        for path, leaf in plan.leaves.items()
+        part.leaf.path: PartedLeaf(part.leaf.shape, dtypes[part.leaf.path], len(part.index))
+        for part in parts
     }
     target = folder / "checkpoints" / "0"
     target.parent.mkdir()
     unfinished = write.folder_of(target, attempt=0)
     write.prepare(unfinished, target, (), nbytes=by_part.nbytes(leaves))
     writer = by_part.Writer(unfinished / OUTER_PARAMS, leaves)
-    done = Progress("imported", by_part.nbytes(leaves), say)
-    for part in plan.parts:
-        done.more(_write_part(writer, part, *found[part.name]))
+    done = folders.Progress("imported", by_part.nbytes(leaves), say)
+    for part in parts:
+        done.more(_write_part(writer, part, found[part.name]))
     writer.commit()
     done.last("the checkpoint is sealed")
     tree = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
@@ -261,13 +260,13 @@ def _write_checkpoint(
     write.commit(save, None)
 
 
-def _write_part(writer: by_part.Writer, part: tensors.Part, name: str, stored: Stored) -> int:
-    """Returns the bytes written."""
-    values = safetensors_files.read(stored, name)
-    if part.leaf in tensors.OF_VOCABULARY:
-        values = tensors.with_rows(values, part.shape[0])
+def _write_part(writer: by_part.Writer, part: Part, stored: Stored) -> int:
+    """Returns the bytes written. Rows that the files lack are zeros."""
+    values = safetensors_files.read(stored)
+    if missing := part.shape[0] - values.shape[0]:
+        values = np.pad(values, [(0, missing), *[(0, 0)] * (values.ndim - 1)])
     values = tensors.to_part(values, part)
-    writer.write(part.leaf, part.index, values)
+    writer.write(part.leaf.path, part.index, values)
     return values.nbytes
 
 
