@@ -1,7 +1,6 @@
 """config.json to the keys of the group model, and back."""
 
 import difflib
-import json
 import math
 import pathlib
 from collections.abc import Mapping
@@ -137,14 +136,6 @@ def keys_of(hf: Mapping[str, Any], family: Family) -> Values:
         key, _, entry = name.partition(".")
         keys[key] = dict(keys[key]) | {entry: value} if entry else value
     return keys
-
-
-def as_yml(keys: Mapping[str, Any]) -> str:
-    """Lines `key: value`, the value as JSON, which yml cannot misread."""
-    values = {name: base_yml.as_lists(value) for name, value in keys.items()}
-    return "".join(
-        f"{name}: {json.dumps(value, ensure_ascii=False)}\n" for name, value in values.items()
-    )
 
 
 def config_of(keys: Values, family: Family, declared: Mapping[str, Key] | None = None) -> Values:

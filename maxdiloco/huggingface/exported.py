@@ -96,7 +96,7 @@ def _carried(import_path: str, checkpoint: epath.Path, like: str) -> pathlib.Pat
         folder = pathlib.Path(like).expanduser()
         return folder / CARRIED if (folder / CARRIED).is_dir() else folder
     begins = [checkpoint.parent.parent, *([import_path] if import_path else [])]
-    paths = [pathlib.Path(epath.Path(begin)) / CARRIED for begin in begins]
+    paths = [pathlib.Path(begin) / CARRIED for begin in begins]
     return next((path for path in paths if (path / "config.json").is_file()), None)
 
 

@@ -23,7 +23,7 @@ from maxdiloco.data import subword, tokenizer
 from maxdiloco.engine.trainer import OUTER_PARAMS
 from maxdiloco.errors import CheckpointError, ConfigError, DataError
 from maxdiloco.evaluation import run_tokenizer
-from maxdiloco.flags import config
+from maxdiloco.flags import base_yml, config
 from maxdiloco.flags.checks import AXES
 from maxdiloco.flags.config import Config
 from maxdiloco.huggingface import beside_weights, config_json, folders, safetensors_files, tensors
@@ -55,7 +55,9 @@ def import_model(
     model = config_json.read(source)
     found = _canonical(safetensors_files.tensors_of(source), model)
     model = _with_own_head(model, found, say)
-    cfg = _config(model, source, target, vocab_multiple, keys)
+    of_text = _tokenizer_keys(source, target)
+    stored = model.keys | of_text | {"model_name": str(target / "model.yml")}
+    cfg = _config(stored, source, vocab_multiple, keys)
     parts = tensors.of_model(from_config(cfg, backend="cpu"), model.family)
     dtypes = _checked(parts, found, model)
     if (more := cfg.vocab_size - model.keys["vocab_size"]) > 0:
@@ -69,12 +71,11 @@ def import_model(
         beside_weights.copy(source, beside)
         whole = json.dumps(model.whole, indent=2, ensure_ascii=False)
         (beside / "config.json").write_text(f"{whole}\n")
-        of_model = {name: vars(cfg)[name] for name in model.keys}
-        for name, about, values in (
-            ("model.yml", f"Imported from {source}", of_model),
-            ("start.yml", _ABOUT_START, _start_keys(cfg, target)),
-        ):
-            (folder / name).write_text(f"# {about}\n{config_json.as_yml(values)}")
+        of_model = {key: vars(cfg)[key] for key in model.keys}
+        _write_yml(folder / "model.yml", f"Imported from {source}", of_model)
+        start = {"model_name": cfg.model_name, "load_parameters_path": str(target)}
+        start |= {key: vars(cfg)[key] for key in of_text}
+        _write_yml(folder / "start.yml", _ABOUT_START, start)
         _write_checkpoint(folder, parts, found, dtypes, cfg, say)
     if cfg.tokenizer_type == "byte":
         say(f"note: {source} holds no tokenizer. Set tokenizer_type and tokenizer_path to train.")
@@ -92,21 +93,15 @@ def import_model(
 
 
 def _config(
-    model: Read,
-    source: pathlib.Path,
-    target: pathlib.Path,
-    vocab_multiple: int,
-    keys: Sequence[str],
+    stored: dict[str, Any], source: pathlib.Path, vocab_multiple: int, keys: Sequence[str]
 ) -> Config:
     """The config of a run that starts from the import, with every check but those of devices.
 
     Raises DataError for a tokenizer with more tokens than the model has where no row may be added.
     """
-    rows = model.keys["vocab_size"]
+    rows = stored["vocab_size"]
     if not isinstance(rows, int):
         raise ConfigError(f"vocab_size={rows} of config.json is no number. Download it again.")
-    stored = model.keys | _tokenizer_keys(source, target)
-    stored["model_name"] = str(target / "model.yml")
     cfg = config.changed(stored, keys, {}, may_change=MAY_SET)
     tokens = rows
     if cfg.tokenizer_type != "byte":
@@ -175,7 +170,13 @@ def _checked(parts: Sequence[Part], found: dict[str, Stored], model: Read) -> di
             f"{len(missing)} tensors of model_type={model.family.model_type} are missing in the "
             f"files: {_listed(missing)}. Download the model again."
         )
-    extra = [name for name in found if name not in expected and not _is_left_out(name, model)]
+    known = {*expected, "lm_head.weight"} if model.keys["logits_via_embedding"] else {*expected}
+    extra = [
+        name
+        for name in found
+        if name not in known and not name.endswith("rotary_emb.inv_freq")
+        if not _is_of_other_part(name, model)
+    ]
     if extra:
         raise CheckpointError(
             f"{len(extra)} tensors of the files are none of model_type="
@@ -197,11 +198,6 @@ def _checked(parts: Sequence[Part], found: dict[str, Stored], model: Read) -> di
     return dtypes
 
 
-def _is_left_out(name: str, model: Read) -> bool:
-    tied = model.keys["logits_via_embedding"] and name == "lm_head.weight"
-    return tied or name.endswith("rotary_emb.inv_freq") or _is_of_other_part(name, model)
-
-
 def _is_of_other_part(name: str, model: Read) -> bool:
     layers = model.keys["base_num_decoder_layers"]
     return name.startswith(tuple(start.format(layers=layers) for start in model.family.left_out))
@@ -212,12 +208,12 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
-def _start_keys(cfg: Config, target: pathlib.Path) -> dict[str, Any]:
-    names = ("tokenizer_type", "tokenizer_path", "add_bos", "add_eos")
-    if cfg.tokenizer_type == "byte":
-        names = ("dataset_type",)
-    given = {name: vars(cfg)[name] for name in names}
-    return {"model_name": cfg.model_name, "load_parameters_path": str(target)} | given
+def _write_yml(path: epath.Path, about: str, values: dict[str, Any]) -> None:
+    """Lines `key: value`, the value as JSON, which yml cannot misread."""
+    lines = [f"# {about}"]
+    for key, value in values.items():
+        lines.append(f"{key}: {json.dumps(base_yml.as_lists(value), ensure_ascii=False)}")
+    path.write_text("\n".join(lines) + "\n")
 
 
 def _write_checkpoint(

@@ -175,7 +175,13 @@ def rope(
         found = {"rope_theta": ours["rope_max_timescale"]}
         if local is not None:
             found["rope_local_base_freq"] = ours["local_rope_max_timescale"]
-        return found | {"rope_scaling": _scaling(ours)}
+        if not ours["rope_scaling"]:
+            return found | {"rope_scaling": None}
+        names = ("rope_type", *_ROPE_ENTRIES[ours["rope_scaling.rope_type"]])
+        table = {name: ours[f"rope_scaling.{name}"] for name in names}
+        if not table.get("attention_factor", True):
+            del table["attention_factor"]
+        return found | {"rope_scaling": table}
 
     return Rule(read, write)
 
@@ -218,14 +224,6 @@ def _stretch(parameters: Values, hf: Values) -> dict[str, Any]:
             over, under = (mscale(factor, number("mscale", scale)) for scale in scales)
             table["attention_factor"] = over / under
     return {"rope_scaling": {"rope_type": kind} | table}
-
-
-def _scaling(ours: Values) -> dict[str, Any] | None:
-    if not ours["rope_scaling"]:
-        return None
-    names = ("rope_type", *_ROPE_ENTRIES[ours["rope_scaling.rope_type"]])
-    table = {name: ours[f"rope_scaling.{name}"] for name in names}
-    return {name: value for name, value in table.items() if value or name != "attention_factor"}
 
 
 def mscale(factor: float, weight: float) -> float:

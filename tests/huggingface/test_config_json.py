@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, config
 from maxdiloco.huggingface import config_json, families, tensors
 from maxdiloco.models.spec import from_config
@@ -134,13 +133,10 @@ def test_what_no_layer_computes_is_no_obstacle_to_an_export(name, changes, writt
 
 
 def test_gelu_of_the_first_gemma_is_its_tanh_form(tmp_path):
-    """As transformers reads the files of gemma-2b, which say gelu. Control: llama's is refused."""
+    """As transformers reads the files of gemma-2b, which say gelu; test_refused has llama's."""
     published = PUBLISHED["llama3.2-1b"] | {"model_type": "gemma", "hidden_act": "gelu"}
     (tmp_path / "config.json").write_text(json.dumps(published))
     assert config_json.read(tmp_path).keys["mlp_activations"] == ("gelu", "linear")
-    (tmp_path / "config.json").write_text(json.dumps(published | {"model_type": "llama"}))
-    with pytest.raises(ConfigError, match="hidden_act=gelu of config.json has no counterpart"):
-        config_json.read(tmp_path)
 
 
 def test_a_scaled_tied_embedding_is_exported_with_a_head_of_its_own():
