@@ -58,12 +58,11 @@ def model(folder: pathlib.Path, layers: int, width: int) -> Sizes:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     float32 = np.dtype(np.float32)
-    written = {name: safetensors_files.Written(shape, float32) for name, shape in of_all.items()}
-    writer = safetensors_files.Writer(folder, written, max_bytes=1 << 40)
+    written = {name: (shape, float32) for name, shape in of_all.items()}
     rng = np.random.default_rng(0)
-    for name, tensor in written.items():
-        writer.values(name)[:] = rng.standard_normal(tensor.shape, dtype=float32)
-    sizes = [tensor.nbytes for tensor in written.values()]
+    for name, values in safetensors_files.begin(folder, written, max_bytes=1 << 40).items():
+        values()[:] = rng.standard_normal(of_all[name], dtype=float32)
+    sizes = [4 * math.prod(shape) for shape in of_all.values()]
     return Sizes(sum(sizes), max(sizes), 4 * layers * math.prod(shapes["mlp.up_proj"]))
 
 

@@ -286,10 +286,9 @@ def gradient_error(model: Any, found: Any, batch: dict[str, np.ndarray]) -> floa
     logits = model(tokens).logits[0, :-1].float()
     torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum").backward()
     theirs = their_gradients(model)
-    plan = tensors.of_model(found.cfg, config_json.family_of(model.config.model_type))
-    worst = 0.0
-    for part in plan.parts:
-        ours = leaves[part.leaf][part.index]
+    family, worst = config_json.family_of(model.config.model_type), 0.0
+    for part in tensors.of_model(found.model.spec, family):
+        ours = leaves[part.leaf.path][part.index]
         expected = tensors.to_part(theirs[part.name], part)
         greatest = np.abs(expected).max() or 1.0  # zeros of an expert that no token chose
         worst = max(worst, float(np.abs(ours - expected).max() / greatest))

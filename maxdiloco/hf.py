@@ -5,7 +5,7 @@ A run starts from an import; an export loads in transformers. docs/huggingface.m
 
 import pathlib
 from collections.abc import Sequence
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 
 from maxdiloco.command_line import HELP, Option, end_with, guarded, option_lines, read_options
 from maxdiloco.errors import ConfigError
@@ -70,37 +70,24 @@ def main(argv: Sequence[str]) -> int:
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # takes no accelerator: nothing is computed
-    (_import if is_import else _export)(rest[0], target, options)
-    return 0
+    if is_import:
+        from maxdiloco.huggingface import imported
 
-
-def _import(source: str, target: pathlib.Path, options: SimpleNamespace) -> None:
-    from maxdiloco.huggingface import imported
-
-    values = {name: vars(options)[name] for name in imported.MAY_SET}
-    keys = [f"{name}={value}" for name, value in values.items() if value]
-    folder = pathlib.Path(source).expanduser()
-    imported.import_model(folder, target, options.vocab_multiple, keys, say)
-
-
-def _export(run: str, target: pathlib.Path, options: SimpleNamespace) -> None:
+        values = {name: vars(options)[name] for name in imported.MAY_SET}
+        keys = [f"{name}={value}" for name, value in values.items() if value]
+        folder = pathlib.Path(rest[0]).expanduser()
+        imported.import_model(folder, target, options.vocab_multiple, keys, say)
+        return 0
     from maxdiloco.checkpoint import find
     from maxdiloco.huggingface import exported, safetensors_files
 
     size = safetensors_files.nbytes_of(options.max_shard_size)
     exported.check_dtype(options.dtype)
-    folder = find.locate(
-        run, base_output_directory=options.base_output_directory, step=options.step, key="RUN"
-    )
-    exported.export_model(
-        folder,
-        target,
-        parameters=options.parameters,
-        dtype=options.dtype,
-        max_shard_bytes=size,
-        like=options.like,
-        say=say,
-    )
+    given = {name: vars(options)[name] for name in ("parameters", "dtype", "like")}
+    where = {name: vars(options)[name] for name in ("base_output_directory", "step")}
+    run = find.locate(rest[0], **where, key="RUN")
+    exported.export_model(run, target, **given, max_shard_bytes=size, say=say)
+    return 0
 
 
 def cli() -> None:

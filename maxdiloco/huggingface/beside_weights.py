@@ -5,12 +5,8 @@ import json
 import pathlib
 from typing import Any
 
-from etils import epath
-
 from maxdiloco.data.tokenizer import FILES, ByteTokenizer, SentencePieceTokenizer
-from maxdiloco.data.tokenizer_base import meaning
-from maxdiloco.evaluation import run_tokenizer
-from maxdiloco.flags.config import Config
+from maxdiloco.data.tokenizer_base import Tokenizer, meaning
 
 _JSON = FILES["huggingface"]
 _FILES = {
@@ -44,23 +40,21 @@ def copy(source: pathlib.Path, target: pathlib.Path, *, licence_alone: bool = Fa
 
 
 def write(
-    folder: pathlib.Path, cfg: Config, checkpoint: epath.Path, like: pathlib.Path | None
+    folder: pathlib.Path, tokenizer: Tokenizer | None, max_length: int, like: pathlib.Path | None
 ) -> None:
     """Write generation_config.json and the tokenizer. like: folder with files to copy, or None.
 
-    Of a folder with another tokenizer than the run's the licence alone is copied. Raises
-    CheckpointError, DataError where the checkpoint's tokenizer cannot be read; OSError.
+    tokenizer: None where tokens are numbers, not text. max_length: of the model [tokens]. Of a
+    folder with another tokenizer the licence alone is copied. Raises OSError.
     """
-    same = like is not None and is_of_run(like, cfg, checkpoint)
+    same = like is not None and has_tokenizer(like, tokenizer)
     if like is not None:
         copy(like, folder, licence_alone=not same)
     if same:
         return
-    tokens = ends(cfg, checkpoint)
-    (folder / "generation_config.json").write_text(json.dumps(tokens, indent=2) + "\n")
-    if cfg.dataset_type == "synthetic":
-        return  # its tokens are numbers, not text
-    tokenizer = run_tokenizer.of_checkpoint(cfg, checkpoint)
+    (folder / "generation_config.json").write_text(json.dumps(ends(tokenizer), indent=2) + "\n")
+    if tokenizer is None:
+        return
     if isinstance(tokenizer, SentencePieceTokenizer):
         (folder / FILES["sentencepiece"]).write_bytes(tokenizer.content)
         return
@@ -73,7 +67,7 @@ def write(
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "model_max_length": cfg.max_target_length,
+        "model_max_length": max_length,
     }
     for name, token in (("bos_token", tokenizer.bos), ("eos_token", tokenizer.eos)):
         if token is not None:
@@ -81,27 +75,20 @@ def write(
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def is_of_run(like: pathlib.Path, cfg: Config, checkpoint: epath.Path) -> bool:
-    """Whether a folder has the tokenizer of a run; tokens that are no text have any.
-
-    Raises as `write` does.
-    """
-    if cfg.dataset_type == "synthetic":
+def has_tokenizer(like: pathlib.Path, tokenizer: Tokenizer | None) -> bool:
+    """Whether a folder has this tokenizer; tokens that are no text have any. Raises OSError."""
+    if tokenizer is None:
         return True
-    if cfg.tokenizer_type == "byte":
+    if isinstance(tokenizer, ByteTokenizer):
         return not any((like / name).is_file() for name in FILES.values())
-    tokenizer = run_tokenizer.of_checkpoint(cfg, checkpoint)
     path = like / FILES[tokenizer.kind]
-    if not path.is_file():
-        return False
-    return meaning(path.read_bytes()) == meaning(tokenizer.content)
+    return path.is_file() and meaning(path.read_bytes()) == meaning(tokenizer.content)
 
 
-def ends(cfg: Config, checkpoint: epath.Path) -> dict[str, int | None]:
+def ends(tokenizer: Tokenizer | None) -> dict[str, int | None]:
     """The tokens around a document, as config.json and generation_config.json name them."""
-    if cfg.dataset_type == "synthetic":
+    if tokenizer is None:
         return {"bos_token_id": None, "eos_token_id": None}
-    tokenizer = run_tokenizer.of_checkpoint(cfg, checkpoint)
     # A document of bytes ends where the next one starts.
     end = tokenizer.bos if isinstance(tokenizer, ByteTokenizer) else tokenizer.eos
     return {"bos_token_id": tokenizer.bos, "eos_token_id": end}

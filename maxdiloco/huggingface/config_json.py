@@ -1,7 +1,6 @@
 """config.json to the keys of the group model, and back."""
 
 import difflib
-import json
 import math
 import pathlib
 from collections.abc import Mapping
@@ -10,10 +9,8 @@ from typing import Any, NamedTuple
 from maxdiloco import json_text
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml
-from maxdiloco.flags import config as config_lib
 from maxdiloco.flags.base_yml import Key, Table
 from maxdiloco.flags.check_model import OF_WHAT_IS_COMPUTED
-from maxdiloco.flags.config import Config
 from maxdiloco.flags.values import Given, same_type
 from maxdiloco.huggingface import rules
 from maxdiloco.huggingface.families import families
@@ -90,7 +87,7 @@ def read(folder: pathlib.Path) -> Read:
     if not isinstance(text, dict):
         raise rules.refused(family.inner, text, "it is a table, the keys of the text model")
     keys = keys_of(text, family)
-    known = {field.theirs for field in family.fields} | set(family.must) | NOTED
+    known = {rule.key for rule in family.rules} | set(family.must) | NOTED
     return Read(family, whole, text, keys, tuple(sorted(text.keys() - known)))
 
 
@@ -132,10 +129,8 @@ def keys_of(hf: Mapping[str, Any], family: Family) -> Values:
         if hf.get(key) is not None and hf[key] != value:
             raise rules.refused(key, hf[key], f"{family.model_type} has {key}={value}")
     found = dict(NEUTRAL)
-    for field in family.fields:
-        found[field.ours] = _value(field, hf, family)
     for rule in family.rules:
-        found |= rule.read(hf)
+        found |= rule.read(hf | {"model_type": family.model_type})
     keys: Values = {}
     for name, value in {**found, **family.fixed}.items():
         key, _, entry = name.partition(".")
@@ -143,32 +138,9 @@ def keys_of(hf: Mapping[str, Any], family: Family) -> Values:
     return keys
 
 
-def _value(field, hf, family):
-    value = hf.get(field.theirs)
-    if value is None:
-        try:
-            value = field.default(hf) if callable(field.default) else field.default
-        except (KeyError, TypeError, ZeroDivisionError):
-            pass  # a key that it takes is missing too
-    if value is None:
-        raise ConfigError(
-            f"{field.theirs} is missing in config.json of model_type={family.model_type}. "
-            "Download it again."
-        )
-    return value
-
-
-def as_yml(keys: Mapping[str, Any]) -> str:
-    """Lines `key: value`, the value as JSON, which yml cannot misread."""
-    values = {name: base_yml.as_lists(value) for name, value in keys.items()}
-    return "".join(
-        f"{name}: {json.dumps(value, ensure_ascii=False)}\n" for name, value in values.items()
-    )
-
-
-def config_of(cfg: Config, family: Family, declared: Mapping[str, Key] | None = None) -> Values:
-    """config.json of a config that `misfits` finds nothing in. declared: as there."""
-    ours = dict(vars(cfg))
+def config_of(keys: Values, family: Family, declared: Mapping[str, Key] | None = None) -> Values:
+    """config.json of a config that `misfits` finds nothing in. Arguments: as there."""
+    ours = dict(keys)
     for name, key in (declared or base_yml.declared()).items():
         whole = key.whole(ours[name]) if key.entries else {}
         ours |= {f"{name}.{entry}": value for entry, value in whole.items()}
@@ -176,23 +148,22 @@ def config_of(cfg: Config, family: Family, declared: Mapping[str, Key] | None = 
         ours["base_moe_mlp_dim"] = ours["base_mlp_dim"]
     hf = {"architectures": [family.architecture], "model_type": family.model_type}
     hf |= family.must
-    hf |= {field.theirs: ours[field.ours] for field in family.fields}
     for rule in family.rules:
         hf |= rule.write(ours)
-    return hf | family.of_exports | {"max_position_embeddings": cfg.max_target_length}
+    return hf | family.of_exports | {"max_position_embeddings": keys["max_target_length"]}
 
 
 def misfits(
-    cfg: Config, hf: Values, family: Family, declared: Mapping[str, Key] | None = None
+    config: Values, hf: Values, family: Family, declared: Mapping[str, Key] | None = None
 ) -> dict[str, tuple[Any, Any]]:
     """{key: (value of the config, value of config.json)} where a model is not the same.
 
-    declared: base_yml.declared(), which takes a tenth of a second.
+    config: all keys of base.yml. declared: of base_yml.declared(), which takes a tenth of a second.
     """
     declared = declared or base_yml.declared()
     group = declared["model_name"].group
     keys = {name: key for name, key in declared.items() if key.group == group}
-    ours = {name: vars(cfg)[name] for name in keys if name not in OF_TRAINING}
+    ours = {name: config[name] for name in keys if name not in OF_TRAINING}
     theirs = ours | {
         name: same_type(keys[name], Given(value, "config.json"))
         for name, value in keys_of(hf, family).items()
@@ -231,32 +202,26 @@ def _resolved(keys: Values) -> Values:
     return found
 
 
-def family_for(cfg: Config) -> tuple[Family, Config]:
-    """The family that has all options of a config, and the config of the exported model.
+def family_for(config: Values) -> tuple[Family, Values]:
+    """The family that has all options of a config, all keys of base.yml, and its config.json.
 
-    It has a head of its own where no family has a tied one whose embedding is scaled.
-    Raises ConfigError that names what none has.
+    The model has a head of its own, and the scale in the embedding, where no family has a tied one
+    whose embedding is scaled. Raises ConfigError that names what none has.
     """
-    least: tuple[Family, dict] | None = None
-    declared = base_yml.declared()
-    for exported in (cfg, _untied(cfg)):
+    declared, nearest = base_yml.declared(), []
+    untied = config | {"logits_via_embedding": False, "embedding_scale": "one"}
+    for keys in (config, untied) if config["logits_via_embedding"] else (config,):
         for family in families():
-            found = misfits(exported, config_of(exported, family, declared), family, declared)
+            hf = config_of(keys, family, declared)
+            found = misfits(keys, hf, family, declared)
             if not found:
-                return family, exported
-            if least is None or len(found) < len(least[1]):
-                least = family, found
-    family, found = least
+                return family, hf
+            nearest.append((family, found))
+    family, found = min(nearest, key=lambda near: len(near[1]))
     raise ConfigError(
         f"no model type of Hugging Face has all options of this model. The nearest, "
         f"{family.model_type}: {differing(found)}. Only a model trained with those can be exported."
     )
-
-
-def _untied(cfg: Config) -> Config:
-    """The same model with a head of its own and the scale in the embedding, if it was tied."""
-    changed = {"logits_via_embedding": False, "embedding_scale": "one"}
-    return config_lib.from_dict(cfg.as_dict() | changed) if cfg.logits_via_embedding else cfg
 
 
 def differing(found: Mapping[str, tuple[Any, Any]]) -> str:

@@ -16,15 +16,20 @@ from maxdiloco.huggingface.family import (
     QK_NORMS,
     SANDWICH_NORMS,
     Family,
-    Field,
     Tensor,
-    expert_fields,
     experts,
+)
+from maxdiloco.huggingface.rules import (
+    Rule,
+    activation,
+    attention_bias,
+    expert_fields,
+    field,
     grouped,
+    or_null,
     sizes,
     unless_null,
 )
-from maxdiloco.huggingface.rules import Rule
 
 _GEMMA = {
     "norm_placement": "sandwich",
@@ -75,35 +80,31 @@ def families() -> tuple[Family, ...]:
 
 
 def _dense() -> tuple[Family, ...]:
-    silu, rope = rules.activation("hidden_act", "silu"), rules.rope(10000.0)
-    bias = rules.attention_bias(False)
+    silu, bias, rope = activation("hidden_act", "silu"), attention_bias(False), rules.rope(10000.0)
     llama = Family(
         model_type="llama",
-        fields=(*sizes(epsilon=1e-6), Field("mlp_bias", "mlp_bias", False)),
-        rules=(silu, bias, rope),
+        rules=(*sizes(epsilon=1e-6), field("mlp_bias", "mlp_bias", False), silu, bias, rope),
         tensors={**OUTSIDE, **ATTENTION, **PRE_NORMS, **GATED_MLP},
     )
+    window = or_null("sliding_window", "sliding_window_size", 4096)
     mistral = llama._replace(
         model_type="mistral",
-        fields=sizes(epsilon=1e-6, num_key_value_heads=grouped(8)),
-        rules=(silu, rope, rules.or_null("sliding_window", "sliding_window_size", 4096)),
+        rules=(*sizes(epsilon=1e-6, num_key_value_heads=grouped(8)), silu, rope, window),
     )
     qwen2 = llama._replace(
         model_type="qwen2",
-        fields=sizes(epsilon=1e-6),
-        rules=(silu, rope, rules.qwen_window()),
+        rules=(*sizes(epsilon=1e-6), silu, rope, rules.qwen_window()),
         fixed={"attention_bias": "qkv"},
     )
     qwen3 = llama._replace(
         model_type="qwen3",
-        fields=sizes(epsilon=1e-6, head_dim=128),
-        rules=(*qwen2.rules, bias),
+        rules=(*sizes(epsilon=1e-6, head_dim=128), silu, rope, rules.qwen_window(), bias),
         fixed={"use_qk_norm": "head"},
         tensors={**llama.tensors, **QK_NORMS},
     )
     olmo2 = llama._replace(
         model_type="olmo2",
-        fields=sizes(epsilon=1e-5),
+        rules=(*sizes(epsilon=1e-5), silu, bias, rope),
         fixed={"use_qk_norm": "projection", "norm_placement": "post"},
         tensors={**OUTSIDE, **ATTENTION, **POST_NORMS, **GATED_MLP, **QK_NORMS},
     )
@@ -113,44 +114,42 @@ def _dense() -> tuple[Family, ...]:
 def _gemmas() -> tuple[Family, ...]:
     """The first has norms of the input alone, no soft-caps and no windows. gemma3 is the text model
     of a multimodal checkpoint; older and newer versions name its tensors unlike."""
-    gelu = rules.activation("hidden_act", "gelu_pytorch_tanh", gelu_is_tanh=True)
-    tanh = rules.activation("hidden_activation", "gelu_pytorch_tanh")
-    bias, rope = rules.attention_bias(False), rules.rope(10000.0)
-
-    def with_windows(rope, period, cap, final_cap):
-        return (
-            tanh,
-            bias,
-            rope,
-            rules.pattern(4096, period),
-            rules.or_null("attn_logit_softcapping", "attn_logits_soft_cap", cap),
-            rules.or_null("final_logit_softcapping", "final_logits_soft_cap", final_cap),
-        )
+    bias, rope = attention_bias(False), rules.rope(10000.0)
 
     def of_heads(queries, keys, **more):
         heads = {"num_attention_heads": queries, "num_key_value_heads": keys, "head_dim": 256}
         return sizes(epsilon=1e-6, tied=True, **heads, **more)
 
+    def with_windows(rope, period, cap, final_cap, **more):
+        return (
+            *of_heads(8, 4, **more),
+            field("query_pre_attn_scalar", "query_pre_attn_scalar", 256.0),
+            activation("hidden_activation", "gelu_pytorch_tanh"),
+            bias,
+            rope,
+            rules.pattern(4096, period),
+            or_null("attn_logit_softcapping", "attn_logits_soft_cap", cap),
+            or_null("final_logit_softcapping", "final_logits_soft_cap", final_cap),
+        )
+
+    # Files of the first say gelu and mean its tanh form, as transformers reads them.
+    gelu = activation("hidden_act", "gelu_pytorch_tanh", gelu="gelu")
     gemma = Family(
         model_type="gemma",
-        fields=of_heads(16, 16),
-        rules=(gelu, bias, rope),
+        rules=(*of_heads(16, 16), gelu, bias, rope),
         fixed=_GEMMA | {"norm_placement": "pre"},
         must={"use_bidirectional_attention": False},
         tensors={**OUTSIDE, **ATTENTION, **PRE_NORMS, **GATED_MLP},
     )
-    scalar = Field("query_pre_attn_scalar", "query_pre_attn_scalar", 256.0)
     gemma2 = gemma._replace(
         model_type="gemma2",
-        fields=(*of_heads(8, 4), scalar),
         rules=with_windows(rope, 2, 50.0, 30.0),
         fixed=_GEMMA,
         tensors={**OUTSIDE, **ATTENTION, **SANDWICH_NORMS, **GATED_MLP},
     )
     text = gemma2._replace(
         model_type="gemma3_text",
-        fields=(*of_heads(8, 4, vocab_size=262208), scalar),
-        rules=with_windows(rules.rope(1e6, local=1e4), 6, 0.0, 0.0),
+        rules=with_windows(rules.rope(1e6, local=1e4), 6, 0.0, 0.0, vocab_size=262208),
         fixed=_GEMMA | {"use_qk_norm": "head"},
         tensors={**gemma2.tensors, **QK_NORMS},
     )
@@ -168,42 +167,42 @@ def _gemmas() -> tuple[Family, ...]:
 
 
 def _with_experts() -> tuple[Family, ...]:
-    silu, outside = rules.activation("hidden_act", "silu"), {**OUTSIDE, **ATTENTION, **PRE_NORMS}
+    silu, outside = activation("hidden_act", "silu"), {**OUTSIDE, **ATTENTION, **PRE_NORMS}
     mixtral = Family(
         model_type="mixtral",
-        fields=(
+        rules=(
             *sizes(epsilon=1e-5, num_key_value_heads=grouped(8)),
-            *expert_fields("num_local_experts", 8, per_token=2, width=("intermediate_size", 14336)),
+            *expert_fields("num_local_experts", 8, per_token=2, intermediate_size=14336),
+            silu,
+            rules.rope(1e6),
+            or_null("sliding_window", "sliding_window_size", 0),
         ),
-        rules=(silu, rules.rope(1e6), rules.or_null("sliding_window", "sliding_window_size", 0)),
         fixed={"router.normalise_weights": True},
         tensors={**outside, **experts("block_sparse_moe", "w1", "w3", "w2")},
     )
     qwen3_moe = mixtral._replace(
         model_type="qwen3_moe",
-        fields=(
+        rules=(
             *sizes(epsilon=1e-6, num_key_value_heads=grouped(4)),
-            *expert_fields("num_experts", 128, per_token=8, width=("moe_intermediate_size", 768)),
-            Field("norm_topk_prob", "router.normalise_weights", False),
+            *expert_fields("num_experts", 128, per_token=8, moe_intermediate_size=768),
+            field("norm_topk_prob", "router.normalise_weights", False),
+            silu,
+            rules.rope(10000.0),
+            attention_bias(False),
         ),
-        rules=(silu, rules.rope(10000.0), rules.attention_bias(False)),
         fixed={"use_qk_norm": "head"},
         must={"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
         tensors={**outside, **QK_NORMS, **experts("mlp", "gate_proj", "up_proj", "down_proj")},
     )
     gpt_oss = mixtral._replace(
         model_type="gpt_oss",
-        fields=(
-            *sizes(epsilon=1e-5, head_dim=64, num_key_value_heads=8),
-            *expert_fields(
-                "num_local_experts", 128, per_token=4, width=("intermediate_size", 2880)
-            ),
-            Field("swiglu_limit", "mlp_activations_limit", 7.0),
-        ),
         rules=(
+            *sizes(epsilon=1e-5, head_dim=64, num_key_value_heads=8),
+            *expert_fields("num_local_experts", 128, per_token=4, intermediate_size=2880),
+            field("swiglu_limit", "mlp_activations_limit", 7.0),
             rules.rope(150000.0, _YARN_OF_GPT_OSS),
             rules.pattern(128, 2),
-            rules.attention_bias(True),
+            attention_bias(True),
         ),
         fixed={
             "router.normalise_weights": True,
@@ -225,15 +224,15 @@ def _deepseeks() -> tuple[Family, ...]:
     def used(hf):
         return min(4, hf.get("n_group") or groups(hf))
 
+    of_latent = (
+        activation("hidden_act", "silu"),
+        or_null("q_lora_rank", "latent_attention.q_lora_rank", _Q_LORA_RANK),
+        _latent_rope(),
+    )
     of_both = {"rms_norm_eps": _EPSILON, "attention_bias": False, "moe_layer_freq": 1}
     v2 = Family(
         model_type="deepseek_v2",
-        fields=_latent_fields(64, per_token=6, width=1407, shared=2, first_dense=0, factor=1.0),
-        rules=(
-            rules.activation("hidden_act", "silu"),
-            rules.or_null("q_lora_rank", "latent_attention.q_lora_rank", _Q_LORA_RANK),
-            _latent_rope(),
-        ),
+        rules=(*_latent(64, per_token=6, width=1407, shared=2, dense=0, factor=1.0), *of_latent),
         fixed={"normalization_layer_epsilon": _EPSILON},
         must=of_both
         | {
@@ -254,11 +253,12 @@ def _deepseeks() -> tuple[Family, ...]:
     )
     v3 = v2._replace(
         model_type="deepseek_v3",
-        fields=(
-            *_latent_fields(256, per_token=8, width=2048, shared=1, first_dense=3, factor=2.5),
-            Field("norm_topk_prob", "router.normalise_weights", True),
-            Field("n_group", "router.num_groups", groups),
-            Field("topk_group", "router.groups_per_token", used),
+        rules=(
+            *_latent(256, per_token=8, width=2048, shared=1, dense=3, factor=2.5),
+            field("norm_topk_prob", "router.normalise_weights", True),
+            field("n_group", "router.num_groups", groups),
+            field("topk_group", "router.groups_per_token", used),
+            *of_latent,
         ),
         fixed=v2.fixed | {"router.score_function": "sigmoid", "router.balance_bias": True},
         must=of_both
@@ -270,22 +270,22 @@ def _deepseeks() -> tuple[Family, ...]:
     return v2, v3
 
 
-def _latent_fields(
-    num_experts: int, *, per_token: int, width: int, shared: int, first_dense: int, factor: float
-) -> tuple[Field, ...]:
-    """Of both types, with the defaults of one."""
-    in_rules, width_of_one = ("head_dim", "rms_norm_eps"), ("moe_intermediate_size", width)
+def _latent(
+    num_experts: int, *, per_token: int, width: int, shared: int, dense: int, factor: float
+) -> tuple[Rule, ...]:
+    """The fields of both types, with the defaults of one. dense: layers without experts."""
     no_shared = unless_null("n_shared_experts", shared, lambda hf: 0)
+    of_experts = {"per_token": per_token, "moe_intermediate_size": width}
     return (
-        *(field for field in sizes(epsilon=_EPSILON) if field.theirs not in in_rules),
-        *expert_fields("n_routed_experts", num_experts, per_token=per_token, width=width_of_one),
-        Field("kv_lora_rank", "latent_attention.kv_lora_rank", 512),
-        Field("qk_nope_head_dim", "latent_attention.qk_nope_head_dim", 128),
-        Field("qk_rope_head_dim", "latent_attention.qk_rope_head_dim", 64),
-        Field("v_head_dim", "latent_attention.v_head_dim", 128),
-        Field("first_k_dense_replace", "first_num_dense_layers", first_dense),
-        Field("n_shared_experts", "shared_experts", no_shared),
-        Field("routed_scaling_factor", "router.scaling_factor", factor),
+        *(size for size in sizes(epsilon=_EPSILON) if size.key not in ("head_dim", "rms_norm_eps")),
+        *expert_fields("n_routed_experts", num_experts, **of_experts),
+        field("kv_lora_rank", "latent_attention.kv_lora_rank", 512),
+        field("qk_nope_head_dim", "latent_attention.qk_nope_head_dim", 128),
+        field("qk_rope_head_dim", "latent_attention.qk_rope_head_dim", 64),
+        field("v_head_dim", "latent_attention.v_head_dim", 128),
+        field("first_k_dense_replace", "first_num_dense_layers", dense),
+        field("n_shared_experts", "shared_experts", no_shared),
+        field("routed_scaling_factor", "router.scaling_factor", factor),
     )
 
 

@@ -1,6 +1,6 @@
-"""What a model type of Hugging Face is, a Family, and what several types share."""
+"""What a model type of Hugging Face is, a Family, and the tensors that several types share."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -26,17 +26,6 @@ class Tensor(NamedTuple):
     float32: bool = False
 
 
-class Field(NamedTuple):
-    """A key of config.json that is one of ours with the same value.
-
-    default: value of the key where config.json has none; a function of config.json; None: none.
-    """
-
-    theirs: str
-    ours: str
-    default: Any = None
-
-
 class Family(NamedTuple):
     """A model type.
 
@@ -48,7 +37,6 @@ class Family(NamedTuple):
     """
 
     model_type: str
-    fields: tuple[Field, ...]
     rules: tuple[Rule, ...]
     tensors: Mapping[str, Tensor]
     fixed: Mapping[str, Any] = MappingProxyType({})
@@ -64,59 +52,6 @@ class Family(NamedTuple):
         """The class of transformers, as config.json names it."""
         words = self.model_type.removesuffix("_text").split("_")
         return "".join(map(str.title, words)) + "ForCausalLM"
-
-
-def _heads(hf: Mapping[str, Any]) -> Any:
-    return hf["num_attention_heads"]
-
-
-def unless_null(key: str, default: int, null: Any) -> Callable[[Mapping[str, Any]], Any]:
-    """A default of a Field. null: a function of config.json for a key that is there, but null."""
-    return lambda hf: null(hf) if key in hf else default
-
-
-def grouped(default: int) -> Callable[[Mapping[str, Any]], Any]:
-    """The default of num_key_value_heads: so many, or where it is null one for each query head."""
-    return unless_null("num_key_value_heads", default, _heads)
-
-
-def sizes(*, epsilon: float, tied: bool = False, **defaults: Any) -> tuple[Field, ...]:
-    """The fields that all types have. defaults: by key of config.json.
-
-    tied: whether the embedding is the head too where config.json does not say.
-    """
-    defaults = {
-        "num_key_value_heads": _heads,
-        "head_dim": lambda hf: hf["hidden_size"] // hf["num_attention_heads"],
-    } | defaults
-    names = {
-        "hidden_size": "base_emb_dim",
-        "num_hidden_layers": "base_num_decoder_layers",
-        "intermediate_size": "base_mlp_dim",
-        "num_attention_heads": "base_num_query_heads",
-        "num_key_value_heads": "base_num_kv_heads",
-        "head_dim": "head_dim",
-        "vocab_size": "vocab_size",
-    }
-    return (
-        *(Field(theirs, ours, defaults.get(theirs)) for theirs, ours in names.items()),
-        Field("rms_norm_eps", "normalization_layer_epsilon", epsilon),
-        Field("tie_word_embeddings", "logits_via_embedding", tied),
-    )
-
-
-def expert_fields(
-    key: str, number: int, *, per_token: int, width: tuple[str, int]
-) -> tuple[Field, ...]:
-    """The numbers of experts and of those that a token uses, and the hidden width of one.
-
-    key: of the number in the published config.json; newer files have another. width: key and value.
-    """
-    return (
-        Field(key, "num_experts", lambda hf: hf.get("num_local_experts") or number),
-        Field("num_experts_per_tok", "num_experts_per_tok", per_token),
-        Field(width[0], "base_moe_mlp_dim", width[1]),
-    )
 
 
 LAYER = "model.layers.{layer}."

@@ -7,6 +7,7 @@ DST/huggingface/     config.json, the tokenizer's files and the like, for an exp
 """
 
 import json
+import math
 import pathlib
 import time
 from collections.abc import Callable, Sequence
@@ -22,14 +23,14 @@ from maxdiloco.data import tokenizer
 from maxdiloco.engine.trainer import OUTER_PARAMS
 from maxdiloco.errors import CheckpointError, ConfigError, DataError
 from maxdiloco.evaluation import run_tokenizer
-from maxdiloco.flags import config
+from maxdiloco.flags import base_yml, config
 from maxdiloco.flags.checks import AXES
 from maxdiloco.flags.config import Config
 from maxdiloco.huggingface import beside_weights, config_json, folders, safetensors_files, tensors
 from maxdiloco.huggingface.config_json import Read
-from maxdiloco.huggingface.folders import Progress
 from maxdiloco.huggingface.safetensors_files import Stored
-from maxdiloco.huggingface.tensors import Layout
+from maxdiloco.huggingface.tensors import Part
+from maxdiloco.models.spec import from_config
 
 CARRIED = "huggingface"  # folder in DST with the files that are carried along
 # Keys of base.yml that an import may be given.
@@ -54,9 +55,11 @@ def import_model(
     model = config_json.read(source)
     found = _canonical(safetensors_files.tensors_of(source), model)
     model = _with_own_head(model, found, say)
-    cfg = _config(model, source, target, vocab_multiple, keys)
-    plan = tensors.of_model(cfg, model.family)
-    dtypes = _checked(plan, found, model)
+    of_text = _tokenizer_keys(source, target)
+    stored = model.keys | of_text | {"model_name": str(target / "model.yml")}
+    cfg = _config(stored, source, vocab_multiple, keys)
+    parts = tensors.of_model(from_config(cfg, backend="cpu"), model.family)
+    dtypes = _checked(parts, found, model)
     if (more := cfg.vocab_size - model.keys["vocab_size"]) > 0:
         say(f"note: the tokenizer has more tokens than the model: it adds {more} rows of zeros.")
     for name in model.unknown:
@@ -68,13 +71,12 @@ def import_model(
         beside_weights.copy(source, beside)
         whole = json.dumps(model.whole, indent=2, ensure_ascii=False)
         (beside / "config.json").write_text(f"{whole}\n")
-        of_model = {name: vars(cfg)[name] for name in model.keys}
-        for name, about, values in (
-            ("model.yml", f"Imported from {source}", of_model),
-            ("start.yml", _ABOUT_START, _start_keys(cfg, target)),
-        ):
-            (folder / name).write_text(f"# {about}\n{config_json.as_yml(values)}")
-        _write_checkpoint(folder, plan, found, dtypes, cfg, say)
+        of_model = {key: vars(cfg)[key] for key in model.keys}
+        _write_yml(folder / "model.yml", f"Imported from {source}", of_model)
+        start = {"model_name": cfg.model_name, "load_parameters_path": str(target)}
+        start |= {key: vars(cfg)[key] for key in of_text}
+        _write_yml(folder / "start.yml", _ABOUT_START, start)
+        _write_checkpoint(folder, parts, found, dtypes, cfg, say)
     if cfg.tokenizer_type == "byte":
         say(f"note: {source} holds no tokenizer. Set tokenizer_type and tokenizer_path to train.")
     elif not cfg.add_eos:
@@ -84,28 +86,22 @@ def import_model(
             "again."
         )
     say(
-        f"{target}: {model.family.model_type}, {len(plan.by_tensor())} tensors, {plan.size:,} "
-        f"parameters. Go on training with\n"
+        f"{target}: {model.family.model_type}, {len({part.name for part in parts})} tensors, "
+        f"{sum(math.prod(part.part_shape) for part in parts):,} parameters. Go on training with\n"
         f"python -m maxdiloco.train {target / 'start.yml'} dataset_path=TEXT"
     )
 
 
 def _config(
-    model: Read,
-    source: pathlib.Path,
-    target: pathlib.Path,
-    vocab_multiple: int,
-    keys: Sequence[str],
+    stored: dict[str, Any], source: pathlib.Path, vocab_multiple: int, keys: Sequence[str]
 ) -> Config:
     """The config of a run that starts from the import, with every check but those of devices.
 
     Raises DataError for a tokenizer with more tokens than the model has where no row may be added.
     """
-    rows = model.keys["vocab_size"]
+    rows = stored["vocab_size"]
     if not isinstance(rows, int):
         raise ConfigError(f"vocab_size={rows} of config.json is no number. Download it again.")
-    stored = model.keys | _tokenizer_keys(source, target)
-    stored["model_name"] = str(target / "model.yml")
     cfg = config.changed(stored, keys, {}, may_change=MAY_SET)
     tokens = rows
     if cfg.tokenizer_type != "byte":
@@ -136,8 +132,8 @@ def _tokenizer_keys(source: pathlib.Path, target: pathlib.Path) -> dict[str, Any
     }
 
 
-def _canonical(found: dict[str, Stored], model: Read) -> dict[str, tuple[str, Stored]]:
-    """{name as in the family's table: (name in the files, tensor)}."""
+def _canonical(found: dict[str, Stored], model: Read) -> dict[str, Stored]:
+    """The tensors by their names in the family's table."""
 
     def renamed(name):
         for theirs, ours in model.family.prefixes:
@@ -145,19 +141,18 @@ def _canonical(found: dict[str, Stored], model: Read) -> dict[str, tuple[str, St
                 return ours + name.removeprefix(theirs)
         return name
 
-    return {renamed(name): (name, tensor) for name, tensor in found.items()}
+    return {renamed(name): tensor for name, tensor in found.items()}
 
 
-def _with_own_head(model: Read, found: dict[str, tuple[str, Stored]], say: Say) -> Read:
+def _with_own_head(model: Read, found: dict[str, Stored], say: Say) -> Read:
     """The model, untied where config.json says tied and the files have another head.
 
     transformers 5 ties the two only where they are equal. Raises CheckpointError.
     """
     table, head = (model.family.tensors[leaf].name for leaf in tensors.OF_VOCABULARY)
     both = table in found and head in found
-    if not model.keys["logits_via_embedding"] or not both:
-        return model
-    if safetensors_files.equal(found[table], found[head]):
+    tied = model.keys["logits_via_embedding"]
+    if not tied or not both or safetensors_files.equal(found[table], found[head]):
         return model
     say(
         f"note: {head} is not {table}, though config.json says tie_word_embeddings: both are kept "
@@ -166,16 +161,22 @@ def _with_own_head(model: Read, found: dict[str, tuple[str, Stored]], say: Say) 
     return config_json.untied(model)
 
 
-def _checked(plan: Layout, found: Any, model: Read) -> dict[str, np.dtype]:
+def _checked(parts: Sequence[Part], found: dict[str, Stored], model: Read) -> dict[str, np.dtype]:
     """{leaf: dtype}. Raises CheckpointError for tensors that do not fit the model."""
-    expected = plan.by_tensor()
+    expected = dict.fromkeys(part.name for part in parts)
     missing = [name for name in expected if name not in found]
     if missing:
         raise CheckpointError(
             f"{len(missing)} tensors of model_type={model.family.model_type} are missing in the "
             f"files: {_listed(missing)}. Download the model again."
         )
-    extra = [name for name in found if name not in expected and not _is_left_out(name, model)]
+    known = {*expected, "lm_head.weight"} if model.keys["logits_via_embedding"] else {*expected}
+    extra = [
+        name
+        for name in found
+        if name not in known and not name.endswith("rotary_emb.inv_freq")
+        if not _is_of_other_part(name, model)
+    ]
     if extra:
         raise CheckpointError(
             f"{len(extra)} tensors of the files are none of model_type="
@@ -183,24 +184,18 @@ def _checked(plan: Layout, found: Any, model: Read) -> dict[str, np.dtype]:
             "lose them."
         )
     dtypes: dict[str, np.dtype] = {}
-    for part in plan.parts:
-        name, stored = found[part.name]
-        shape = part.shape
-        if part.leaf in tensors.OF_VOCABULARY:  # the embedding here may have more rows
+    for part in parts:
+        stored, shape, leaf = found[part.name], part.shape, part.leaf.path
+        if leaf in tensors.OF_VOCABULARY:  # the embedding here may have more rows
             shape = (model.keys["vocab_size"], *shape[1:])
         if stored.shape != shape:
             raise CheckpointError(
-                f"{name} has shape {list(stored.shape)} in {stored.file.name}, but config.json "
-                f"says {list(shape)}. Give the config.json that belongs to the files."
+                f"{stored.name} has shape {list(stored.shape)} in {stored.file.name}, but "
+                f"config.json says {list(shape)}. Give the config.json that belongs to the files."
             )
-        dtype = safetensors_files.numpy_dtype(name, stored.dtype)
-        dtypes[part.leaf] = np.promote_types(dtypes.get(part.leaf, dtype), dtype)
+        dtype = safetensors_files.numpy_dtype(stored)
+        dtypes[leaf] = np.promote_types(dtypes.get(leaf, dtype), dtype)
     return dtypes
-
-
-def _is_left_out(name: str, model: Read) -> bool:
-    tied = model.keys["logits_via_embedding"] and name == "lm_head.weight"
-    return tied or name.endswith("rotary_emb.inv_freq") or _is_of_other_part(name, model)
 
 
 def _is_of_other_part(name: str, model: Read) -> bool:
@@ -213,34 +208,34 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
-def _start_keys(cfg: Config, target: pathlib.Path) -> dict[str, Any]:
-    names = ("tokenizer_type", "tokenizer_path", "add_bos", "add_eos")
-    if cfg.tokenizer_type == "byte":
-        names = ("dataset_type",)
-    given = {name: vars(cfg)[name] for name in names}
-    return {"model_name": cfg.model_name, "load_parameters_path": str(target)} | given
+def _write_yml(path: epath.Path, about: str, values: dict[str, Any]) -> None:
+    """Lines `key: value`, the value as JSON, which yml cannot misread."""
+    lines = [f"# {about}"]
+    for key, value in values.items():
+        lines.append(f"{key}: {json.dumps(base_yml.as_lists(value), ensure_ascii=False)}")
+    path.write_text("\n".join(lines) + "\n")
 
 
 def _write_checkpoint(
     folder: epath.Path,
-    plan: Layout,
-    found: Any,
+    parts: Sequence[Part],
+    found: dict[str, Stored],
     dtypes: dict[str, np.dtype],
     cfg: Config,
     say: Say,
 ) -> None:
     leaves = {
-        path: PartedLeaf(leaf.shape, dtypes[path], plan.num_indexed(path))
-        for path, leaf in plan.leaves.items()
+        part.leaf.path: PartedLeaf(part.leaf.shape, dtypes[part.leaf.path], len(part.index))
+        for part in parts
     }
     target = folder / "checkpoints" / "0"
     target.parent.mkdir()
     unfinished = write.folder_of(target, attempt=0)
     write.prepare(unfinished, target, (), nbytes=by_part.nbytes(leaves))
     writer = by_part.Writer(unfinished / OUTER_PARAMS, leaves)
-    done = Progress("imported", by_part.nbytes(leaves), say)
-    for part in plan.parts:
-        done.more(_write_part(writer, part, *found[part.name]))
+    done = folders.Progress("imported", by_part.nbytes(leaves), say)
+    for part in parts:
+        done.more(_write_part(writer, part, found[part.name]))
     writer.commit()
     done.last("the checkpoint is sealed")
     tree = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
@@ -261,13 +256,13 @@ def _write_checkpoint(
     write.commit(save, None)
 
 
-def _write_part(writer: by_part.Writer, part: tensors.Part, name: str, stored: Stored) -> int:
-    """Returns the bytes written."""
-    values = safetensors_files.read(stored, name)
-    if part.leaf in tensors.OF_VOCABULARY:
-        values = tensors.with_rows(values, part.shape[0])
+def _write_part(writer: by_part.Writer, part: Part, stored: Stored) -> int:
+    """Returns the bytes written. Rows that the files lack are zeros."""
+    values = safetensors_files.read(stored)
+    if missing := part.shape[0] - values.shape[0]:
+        values = np.pad(values, [(0, missing), *[(0, 0)] * (values.ndim - 1)])
     values = tensors.to_part(values, part)
-    writer.write(part.leaf, part.index, values)
+    writer.write(part.leaf.path, part.index, values)
     return values.nbytes
 
 

@@ -14,16 +14,29 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"  # of layer_types
 class Rule(NamedTuple):
     """read: config.json -> our keys. write: our keys -> keys of config.json. Raise ConfigError.
 
-    Our keys are those of base.yml, entries of tables as `router.scaling_factor`.
+    Our keys are those of base.yml, entries of tables as `router.scaling_factor`. key: of
+    config.json, that it alone reads.
     """
 
     read: Callable[[Values], dict[str, Any]]
     write: Callable[[Values], dict[str, Any]]
+    key: str = ""
 
 
 # Names of theirs with the function that ours computes: jax.nn.gelu is the tanh form.
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
 _THEIRS = {"silu": "silu", "gelu": "gelu_pytorch_tanh", "relu": "relu"}
+_SIZES = {
+    "hidden_size": "base_emb_dim",
+    "num_hidden_layers": "base_num_decoder_layers",
+    "intermediate_size": "base_mlp_dim",
+    "num_attention_heads": "base_num_query_heads",
+    "num_key_value_heads": "base_num_kv_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "rms_norm_eps": "normalization_layer_epsilon",
+    "tie_word_embeddings": "logits_via_embedding",
+}
 _LENGTH = "original_max_position_embeddings"
 _ROPE_ENTRIES = {  # of each rope_type, beside it
     "linear": ("factor",),
@@ -32,49 +45,110 @@ _ROPE_ENTRIES = {  # of each rope_type, beside it
 }
 
 
-def activation(key: str, default: str, *, gelu_is_tanh: bool = False) -> Rule:
-    """A gated feed-forward layer. key: of config.json.
+def _same(value: Any) -> Any:
+    return value
 
-    gelu_is_tanh: files of the type say gelu and mean its tanh form, as transformers reads them.
+
+def field(
+    theirs: str,
+    ours: str,
+    default: Any = None,
+    read: Callable[[Any], Any] = _same,
+    write: Callable[[Any], Any] = _same,
+) -> Rule:
+    """A key of config.json that is one of ours.
+
+    default: value of the key where config.json has none; a function of config.json; None: none.
+    read: their value -> ours. write: the reverse.
     """
 
-    def read(hf):
-        name = hf.get(key) or default
-        if gelu_is_tanh and name == "gelu":
-            name = "gelu_pytorch_tanh"
-        if name not in _ACTIVATIONS:
-            raise refused(key, name, f"the activations are {', '.join(_ACTIVATIONS)}")
-        return {"mlp_activations": (_ACTIVATIONS[name], "linear")}
+    def read_from(hf):
+        value = hf.get(theirs)
+        if value is None:
+            try:
+                value = default(hf) if callable(default) else default
+            except (KeyError, TypeError, ZeroDivisionError):
+                pass  # a key that it takes is missing too
+        if value is None:
+            raise ConfigError(
+                f"{theirs} is missing in config.json of model_type={hf['model_type']}. "
+                "Download it again."
+            )
+        return {ours: read(value)}
 
-    def write(ours):
-        return {key: _THEIRS.get(ours["mlp_activations"][0], default)}
-
-    return Rule(read, write)
+    return Rule(read_from, lambda keys: {theirs: write(keys[ours])}, theirs)
 
 
-def attention_bias(default: bool) -> Rule:
-    """Biases of all four products of attention, or of none."""
-
-    def read(hf):
-        value = hf.get("attention_bias")
-        return {"attention_bias": "all" if (default if value is None else value) else "none"}
-
-    def write(ours):
-        return {"attention_bias": ours["attention_bias"] == "all"}
-
-    return Rule(read, write)
+def unless_null(key: str, default: int, null: Any) -> Callable[[Values], Any]:
+    """A default of a field. null: a function of config.json for a key that is there, but null."""
+    return lambda hf: null(hf) if key in hf else default
 
 
 def or_null(theirs: str, ours: str, default: float) -> Rule:
     """A number, or null for our zero. default: where config.json has no such key."""
+    zero = 0 * default  # of the default's type
+    at_null = unless_null(theirs, default, lambda hf: zero)
+    return field(theirs, ours, at_null, lambda value: value or zero, lambda value: value or None)
 
-    def read(hf):
-        return {ours: hf.get(theirs, default) or 0 * default}  # of the default's type
 
-    def write(keys):
-        return {theirs: keys[ours] or None}
+def activation(key: str, default: str, **more: str) -> Rule:
+    """A gated feed-forward layer. more: further names in files of the type."""
+    names = _ACTIVATIONS | more
 
-    return Rule(read, write)
+    def read(name):
+        if name not in names:
+            raise refused(key, name, f"the activations are {', '.join(_ACTIVATIONS)}")
+        return (names[name], "linear")
+
+    return field(
+        key, "mlp_activations", default, read, lambda value: _THEIRS.get(value[0], default)
+    )
+
+
+def attention_bias(default: bool) -> Rule:
+    """Biases of all four products of attention, or of none."""
+    return field(
+        "attention_bias",
+        "attention_bias",
+        default,
+        lambda value: "all" if value else "none",
+        lambda value: value == "all",
+    )
+
+
+def _heads(hf: Values) -> Any:
+    return hf["num_attention_heads"]
+
+
+def grouped(default: int) -> Callable[[Values], Any]:
+    """The default of num_key_value_heads: so many, or where it is null one for each query head."""
+    return unless_null("num_key_value_heads", default, _heads)
+
+
+def sizes(*, epsilon: float, tied: bool = False, **defaults: Any) -> tuple[Rule, ...]:
+    """The fields that all types have. defaults: by key of config.json.
+
+    tied: whether the embedding is the head too where config.json does not say.
+    """
+    defaults = {
+        "num_key_value_heads": _heads,
+        "head_dim": lambda hf: hf["hidden_size"] // hf["num_attention_heads"],
+        "rms_norm_eps": epsilon,
+        "tie_word_embeddings": tied,
+    } | defaults
+    return tuple(field(theirs, ours, defaults.get(theirs)) for theirs, ours in _SIZES.items())
+
+
+def expert_fields(key: str, number: int, *, per_token: int, **width: int) -> tuple[Rule, ...]:
+    """The numbers of experts and of those that a token uses, and the hidden width of one.
+
+    key: of the number in the published config.json; newer files have another. width: key and value.
+    """
+    return (
+        field(key, "num_experts", lambda hf: hf.get("num_local_experts") or number),
+        field("num_experts_per_tok", "num_experts_per_tok", per_token),
+        *(field(theirs, "base_moe_mlp_dim", value) for theirs, value in width.items()),
+    )
 
 
 def rope(
@@ -101,7 +175,13 @@ def rope(
         found = {"rope_theta": ours["rope_max_timescale"]}
         if local is not None:
             found["rope_local_base_freq"] = ours["local_rope_max_timescale"]
-        return found | {"rope_scaling": _scaling(ours)}
+        if not ours["rope_scaling"]:
+            return found | {"rope_scaling": None}
+        names = ("rope_type", *_ROPE_ENTRIES[ours["rope_scaling.rope_type"]])
+        table = {name: ours[f"rope_scaling.{name}"] for name in names}
+        if not table.get("attention_factor", True):
+            del table["attention_factor"]
+        return found | {"rope_scaling": table}
 
     return Rule(read, write)
 
@@ -144,14 +224,6 @@ def _stretch(parameters: Values, hf: Values) -> dict[str, Any]:
             over, under = (mscale(factor, number("mscale", scale)) for scale in scales)
             table["attention_factor"] = over / under
     return {"rope_scaling": {"rope_type": kind} | table}
-
-
-def _scaling(ours: Values) -> dict[str, Any] | None:
-    if not ours["rope_scaling"]:
-        return None
-    names = ("rope_type", *_ROPE_ENTRIES[ours["rope_scaling.rope_type"]])
-    table = {name: ours[f"rope_scaling.{name}"] for name in names}
-    return {name: value for name, value in table.items() if value or name != "attention_factor"}
 
 
 def mscale(factor: float, weight: float) -> float:

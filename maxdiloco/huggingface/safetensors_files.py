@@ -5,11 +5,14 @@ safetensors reads them. It writes a file from tensors that are all in memory, so
 here, at the place that the header gives each tensor.
 """
 
+import functools
+import itertools
 import json
+import math
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,8 +21,6 @@ import numpy as np
 
 from maxdiloco import json_text
 from maxdiloco.errors import CheckpointError, ConfigError
-from maxdiloco.huggingface import tensors
-from maxdiloco.huggingface.tensors import Part
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -28,28 +29,21 @@ DTYPES = MappingProxyType({
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.dtype(np.float16),
 })  # fmt: skip
-_COMPARED_ROWS = 4096  # in memory at once, of two tables for tokens; our choice
+_ROWS = 4096  # in memory at once, of two tables that are compared; our choice
 _ALIGNMENT = 8  # of the first tensor's bytes, as the package has it
 
 
 class Stored(NamedTuple):
     """A tensor of a file. dtype: the format's name, such as BF16."""
 
+    name: str
     file: pathlib.Path
     shape: tuple[int, ...]
     dtype: str
 
 
-class Written(NamedTuple):
-    """A tensor to write. dtype: numpy's."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the file."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+Written = tuple[tuple[int, ...], np.dtype]  # shape and dtype of a tensor to write
+Files = dict[str, Callable[[], np.memmap]]  # of each tensor what opens its values in its file
 
 
 def package() -> Any:
@@ -74,7 +68,7 @@ def tensors_of(folder: pathlib.Path) -> dict[str, Stored]:
         with _opened(file) as opened:
             for name in opened.keys():
                 part = opened.get_slice(name)
-                found[name] = Stored(file, tuple(part.get_shape()), part.get_dtype())
+                found[name] = Stored(name, file, tuple(part.get_shape()), part.get_dtype())
     return found
 
 
@@ -113,32 +107,29 @@ def _files(folder: pathlib.Path) -> list[pathlib.Path]:
     return files
 
 
-def read(tensor: Stored, name: str) -> np.ndarray:
+def read(tensor: Stored) -> np.ndarray:
     """The values of a tensor. Raises CheckpointError.
 
     The file is opened for each tensor: its pages in memory are given back.
     """
     with _opened(tensor.file) as opened:
-        return opened.get_tensor(name)
+        return opened.get_tensor(tensor.name)
 
 
-def equal(one: tuple[str, Stored], other: tuple[str, Stored]) -> bool:
-    """Whether two tensors, each with its name, have the same values, read some rows at a time.
+def equal(one: Stored, other: Stored) -> bool:
+    """Whether two tensors have the same values, read some rows at a time.
 
     Raises CheckpointError.
     """
-    (name, tensor), (other_name, other_tensor) = one, other
-    if tensor.shape != other_tensor.shape:
+    if one.shape != other.shape:
         return False
-    for key, stored in (one, other):
-        numpy_dtype(key, stored.dtype)
-    with _opened(tensor.file) as here, _opened(other_tensor.file) as there:
-        mine, theirs = here.get_slice(name), there.get_slice(other_name)
-        ends = [*range(_COMPARED_ROWS, tensor.shape[0], _COMPARED_ROWS), tensor.shape[0]]
-        return all(
-            np.array_equal(mine[start:end], theirs[start:end])
-            for start, end in zip([0, *ends], ends, strict=False)
-        )
+    for tensor in (one, other):
+        numpy_dtype(tensor)
+    rows = one.shape[0]
+    with _opened(one.file) as here, _opened(other.file) as there:
+        mine, theirs = here.get_slice(one.name), there.get_slice(other.name)
+        parts = [slice(i, min(i + _ROWS, rows)) for i in range(0, rows, _ROWS)]
+        return all(np.array_equal(mine[part], theirs[part]) for part in parts)
 
 
 def _opened(file: pathlib.Path) -> Any:
@@ -151,15 +142,15 @@ def _opened(file: pathlib.Path) -> Any:
         ) from error
 
 
-def numpy_dtype(name: str, dtype: str) -> np.dtype:
+def numpy_dtype(tensor: Stored) -> np.dtype:
     """The dtype of a tensor. Raises CheckpointError for one that holds no plain weights."""
-    if dtype not in DTYPES:
+    if tensor.dtype not in DTYPES:
         raise CheckpointError(
-            f"{name} has type {dtype}: quantised weights are not imported. Save the model with "
-            "bfloat16 weights: transformers' from_pretrained(..., dtype=torch.bfloat16), "
-            "dequantize() where it has one, then save_pretrained."
+            f"{tensor.name} has type {tensor.dtype}: quantised weights are not imported. Save the "
+            "model with bfloat16 weights: transformers' from_pretrained(..., "
+            "dtype=torch.bfloat16), dequantize() where it has one, then save_pretrained."
         )
-    return DTYPES[dtype]
+    return DTYPES[tensor.dtype]
 
 
 def nbytes_of(text: str) -> int:
@@ -174,66 +165,53 @@ def nbytes_of(text: str) -> int:
     return int(size)
 
 
-class Writer:
-    """Writes tensors in any order to files of at most max_bytes, or of one tensor.
+def begin(folder: pathlib.Path, written: Mapping[str, Written], max_bytes: int) -> Files:
+    """Begin files of at most max_bytes, or of one tensor, and the index of several. Raises OSError.
 
-    written: {name: shape and dtype}, in the order that they have in the files.
+    written: {name: (shape, dtype)}, in the order that the tensors have in the files.
     """
-
-    def __init__(self, folder: pathlib.Path, written: Mapping[str, Written], max_bytes: int):
-        self._place: dict[str, tuple[pathlib.Path, int, Written]] = {}
-        shards: list[dict[str, Written]] = [{}]
-        size = 0
-        for name, tensor in written.items():
-            if shards[-1] and size + tensor.nbytes > max_bytes:
-                shards.append({})
-                size = 0
-            shards[-1][name] = tensor
-            size += tensor.nbytes
+    shards: list[dict[str, int]] = [{}]
+    for name, (shape, dtype) in written.items():
+        nbytes = math.prod(shape) * dtype.itemsize
+        if shards[-1] and sum(shards[-1].values()) + nbytes > max_bytes:
+            shards.append({})
+        shards[-1][name] = nbytes
+    files = [SINGLE]
+    if len(shards) > 1:
         files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-        if len(shards) == 1:
-            files = [SINGLE]
-        else:
-            total = sum(tensor.nbytes for tensor in written.values())
-            weight_map = {
-                name: file for file, shard in zip(files, shards, strict=True) for name in shard
-            }
-            content = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n")
-        for file, shard in zip(files, shards, strict=True):
-            self._begin(folder / file, shard)
+        total = sum(sum(shard.values()) for shard in shards)
+        weight_map = {
+            name: file for file, shard in zip(files, shards, strict=True) for name in shard
+        }
+        content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n")
+    found: Files = {}
+    for file, shard in zip(files, shards, strict=True):
+        found |= _begin(folder / file, shard, written)
+    return found
 
-    def _begin(self, path: pathlib.Path, shard: Mapping[str, Written]) -> None:
-        """The header, and the place of the tensors, which the disk has to have.
 
-        A full disk would kill a program that writes to a mapped file.
-        """
-        names = {dtype: name for name, dtype in DTYPES.items()}
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for name, tensor in shard.items():
-            end = offset + tensor.nbytes
-            header[name] = {
-                "dtype": names[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [offset, end],
-            }
-            offset = end
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % _ALIGNMENT)
-        for name, tensor in shard.items():
-            begin = 8 + len(text) + header[name]["data_offsets"][0]
-            self._place[name] = (path, begin, tensor)
-        with open(path, "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            file.flush()
-            os.posix_fallocate(file.fileno(), 0, 8 + len(text) + offset)
+def _begin(path: pathlib.Path, shard: Mapping[str, int], written: Mapping[str, Written]) -> Files:
+    """The header, and the place of the tensors, which the disk has to have.
 
-    def put(self, part: Part, box: tuple[slice, ...], values: np.ndarray) -> None:
-        """Write a box of a part of a tensor, see tensors.put. Raises OSError."""
-        tensors.put(self.values(part.name), part, box, values)
-
-    def values(self, name: str) -> np.ndarray:
-        """The values of a tensor in its file, to be written to. Raises OSError."""
-        path, begin, tensor = self._place[name]
-        return np.memmap(path, tensor.dtype, "r+", begin, tensor.shape)
+    A full disk would kill a program that writes to a mapped file.
+    """
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    starts = dict(zip(shard, itertools.accumulate(shard.values(), initial=0), strict=False))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for name, start in starts.items():
+        shape, dtype = written[name]
+        offsets = (start, start + shard[name])
+        header[name] = {"dtype": names[dtype], "shape": shape, "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    first = 8 + len(text)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.flush()
+        os.posix_fallocate(file.fileno(), 0, first + sum(shard.values()))
+    found = {}
+    for name, start in starts.items():
+        shape, dtype = written[name]
+        found[name] = functools.partial(np.memmap, path, dtype, "r+", first + start, shape)
+    return found

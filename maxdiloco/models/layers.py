@@ -239,15 +239,6 @@ def ends_table(spec: ModelSpec) -> Table:
     return table if spec.tied_head else table | {"head": factor("bld,dv->blv", d=D, v=V)}
 
 
-def embed(spec: ModelSpec, params, tokens_BL) -> jax.Array:
-    """Residual stream at the start, [B, L, D], of unit variance with embedding_scale=auto.
-
-    A token outside the vocabulary becomes NaN, which the loss shows.
-    """
-    x_BLD = look_up(spec, params["embedding"], tokens_BL)
-    return constrain(x_BLD, ("batch", "length", "embed_act"), spec.rules)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def look_up(spec: ModelSpec, table_VD, tokens_BL) -> jax.Array:
     """The row of each token times spec.embedding_multiplier, in spec.dtype; NaN for one without.

@@ -143,7 +143,7 @@ def _by_expert(experts_TK, first, E):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dispatch(K, x_TD, order_A, inverse_A):
-    """[A, D]: the token of each choice in sorted order.
+    """[A, D]: of each entry of an order the row, where each row has K entries.
 
     The gradient gathers by the inverse, where that of an index would be a scatter.
     """
@@ -158,18 +158,6 @@ def _dispatch_backward(K, inverse_A, d_AD):
 _dispatch.defvjp(
     lambda K, x_TD, order_A, inverse_A: (_dispatch(K, x_TD, order_A, inverse_A), inverse_A),
     _dispatch_backward,
-)
-
-
-@jax.custom_vjp
-def _undo(x_AD, order_A, inverse_A):
-    """[A, D]: values in sorted order, back in the order of the choices."""
-    return x_AD[inverse_A]
-
-
-_undo.defvjp(
-    lambda x_AD, order_A, inverse_A: (x_AD[inverse_A], order_A),
-    lambda order_A, d_AD: (d_AD[order_A], None, None),
 )
 
 
@@ -201,7 +189,7 @@ def _dropless(spec, w, x_TD, experts_TK, weights_TK, first):
     x_AD = _dispatch(K, x_TD, order_A, inverse_A)
     hidden_AF = activated(spec, lambda name: keep(product(x_AD, name), MLP_IN))
     out_AD = jnp.where(here_A1, product(jnp.where(here_A1, hidden_AF, 0), "w_out"), 0)
-    return _weighted_sum(_undo(out_AD, order_A, inverse_A), weights_TK)
+    return _weighted_sum(_dispatch(1, out_AD, inverse_A, order_A), weights_TK)
 
 
 def capacity(spec: ModelSpec, tokens: int) -> int:

@@ -45,7 +45,9 @@ def rotation(positions_BL: jax.Array, head_dim: int, rope: RopeConfig) -> Rotati
     if not rope.rope_type:
         return Rotation(jnp.sin(angles_BLI), jnp.cos(angles_BLI))
     angles_BLI = angles_BLI * _stretch(head_dim, rope)
-    factor = _attention_factor(rope)
+    factor = 1.0
+    if rope.rope_type == "yarn":
+        factor = rope.attention_factor or 0.1 * math.log(rope.factor) + 1
     return Rotation(jnp.sin(angles_BLI) * factor, jnp.cos(angles_BLI) * factor)
 
 
@@ -80,12 +82,6 @@ def _yarn_ramp(pairs_I, head_dim, rope):
     return np.clip((pairs_I - first) / width, 0, 1)
 
 
-def _attention_factor(rope):
-    if rope.rope_type != "yarn":
-        return 1.0
-    return rope.attention_factor or 0.1 * math.log(rope.factor) + 1
-
-
 def rotate(x_BLNH: jax.Array, rope: Rotation, *, by_product: bool = False) -> jax.Array:
     """Rotate pair (i, i + H/2) of every head; computed in float32, returned in x's type.
 
@@ -94,10 +90,8 @@ def rotate(x_BLNH: jax.Array, rope: Rotation, *, by_product: bool = False) -> ja
     fuses the product with what is around it; slices and their concatenation it puts through memory
     (benchmarks/log).
     """
-    return _by_product(x_BLNH, rope) if by_product else _by_halves(x_BLNH, rope)
-
-
-def _by_halves(x_BLNH, rope):
+    if by_product:
+        return _by_product(x_BLNH, rope)
     sin_BL1I, cos_BL1I = rope.sin_BLI[..., None, :], rope.cos_BLI[..., None, :]
     first, second = jnp.split(x_BLNH.astype(f32), 2, axis=-1)
     rotated = jnp.concatenate(

@@ -5,7 +5,7 @@ The choices that DeepSeek-V3 (arXiv 2412.19437), Qwen3-MoE (arXiv 2505.09388), M
 """
 # T tokens  E experts  K experts of a token  G groups of experts
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -141,12 +141,3 @@ def metrics(aux: dict[str, jax.Array], num_experts_per_tok: int) -> dict[str, ja
     if "dropped_tokens" in aux:
         found["moe/dropped_tokens"] = aux["dropped_tokens"] / jnp.maximum(jnp.sum(choices_l), 1)
     return found
-
-
-def rebalanced(biases: Any, counts_lE: jax.Array, rate: float) -> Any:
-    """The biases [layers, E] after a step, without an auxiliary loss (arXiv 2412.19437, 2.1.2).
-
-    Up by `rate` where an expert had fewer tokens than the mean, down where it had more.
-    """
-    mean_l1 = jnp.mean(counts_lE, axis=-1, keepdims=True)
-    return biases + rate * jnp.sign(mean_l1 - counts_lE).astype(biases.dtype)

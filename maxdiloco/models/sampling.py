@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.models.dot_product import causal_mask, divisor, dot_product
+from maxdiloco.models.attention import causal_mask, divisor, dot_product
 from maxdiloco.models.layers import rms_norm
 from maxdiloco.models.loss import head_logits, head_names
 from maxdiloco.models.product import soft_capped

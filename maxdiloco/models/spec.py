@@ -1,7 +1,7 @@
 """The sizes and choices of a model, read from the config, with the kernels chosen."""
 
+import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -113,98 +113,64 @@ class ModelSpec:
         """Features of a head that are rotated."""
         return self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
 
-    def kinds(self, layers: Sequence[int]) -> tuple[LayerKind, ...]:
-        """The kinds of the layers with these numbers."""
-        return tuple(self.pattern[layer % len(self.pattern)] for layer in layers)
-
-
-def compute_dtype(dtype: str, backend: str) -> DTypeLike:
-    """`auto` is bfloat16 on accelerators and float32 on CPU, few of which compute in bfloat16."""
-    if dtype == "auto":
-        return jnp.dtype(jnp.float32 if backend == "cpu" else jnp.bfloat16)
-    return jnp.dtype(dtype)
-
 
 def from_config(
     cfg: Config, *, backend: str, length_shards: int = 1, compute_capability: str = ""
 ) -> ModelSpec:
     """Read the model's keys from the config.
 
-    backend: `cpu`, `gpu` or `tpu`, as jax.default_backend() names it. length_shards: devices that
-    a sequence is spread over. compute_capability: see attention.has_kernels.
+    backend: `cpu`, `gpu` or `tpu`, as jax.default_backend() names it; few CPUs compute in bfloat16,
+    so dtype=auto is float32 there. length_shards: devices that a sequence is spread over.
+    compute_capability: see kernels.has_kernels.
     Raises ConfigError for a kernel that the backend lacks; flags has checked the sizes.
     """
-    dtype, rows = compute_dtype(cfg.dtype, backend), cfg.padded_vocab_size
+    auto = "float32" if backend == "cpu" else "bfloat16"
+    dtype, keys = jnp.dtype(auto if cfg.dtype == "auto" else cfg.dtype), vars(cfg)
     scaled = {"auto": cfg.logits_via_embedding, "sqrt_emb_dim": True, "one": False}
+    on_gpu = "triton" if has_kernels(compute_capability) else ""
+    ragged_kernels = {"cpu": "", "gpu": on_gpu, "tpu": "megablox"}
     half_on_cpu = backend == "cpu" and dtype == jnp.bfloat16
-    return ModelSpec(
+    own = dict(
         emb_dim=cfg.base_emb_dim,
         num_layers=cfg.base_num_decoder_layers,
         mlp_dim=cfg.base_mlp_dim,
-        num_experts=cfg.num_experts,
-        num_experts_per_tok=cfg.num_experts_per_tok,
         moe_mlp_dim=cfg.base_mlp_dim if cfg.base_moe_mlp_dim == -1 else cfg.base_moe_mlp_dim,
-        shared_experts=cfg.shared_experts,
-        first_num_dense_layers=cfg.first_num_dense_layers,
         router=Router(**dict(cfg.router)),
-        routed_bias_update_rate=cfg.routed_bias_update_rate,
-        capacity_factor=cfg.capacity_factor,
-        load_balance_loss_weight=cfg.load_balance_loss_weight,
-        router_z_loss_weight=cfg.router_z_loss_weight,
+        mlp_activations=tuple(cfg.mlp_activations),
         num_query_heads=cfg.base_num_query_heads,
         num_kv_heads=cfg.base_num_kv_heads,
-        head_dim=cfg.head_dim,
-        vocab_size=cfg.vocab_size,
-        padded_vocab_size=cfg.vocab_size if rows == -1 else rows,
-        mlp_activations=tuple(cfg.mlp_activations),
-        mlp_activations_limit=cfg.mlp_activations_limit,
-        mlp_bias=cfg.mlp_bias,
+        padded_vocab_size=max(cfg.vocab_size, cfg.padded_vocab_size),
         norm_epsilon=cfg.normalization_layer_epsilon,
-        norm_placement=cfg.norm_placement,
-        norm_scale_offset=cfg.norm_scale_offset,
         pattern=_pattern(cfg),
         tied_head=cfg.logits_via_embedding,
         embedding_multiplier=math.sqrt(cfg.base_emb_dim) if scaled[cfg.embedding_scale] else 1.0,
         qk_norm="" if cfg.use_qk_norm == "false" else cfg.use_qk_norm,
         query_divisor=math.sqrt(cfg.query_pre_attn_scalar) if cfg.query_pre_attn_scalar else None,
-        attention_bias=cfg.attention_bias,
-        attention_sink=cfg.attention_sink,
         latent=Latent(**dict(cfg.latent_attention)) if cfg.latent_attention else None,
-        attn_logits_soft_cap=cfg.attn_logits_soft_cap,
-        final_logits_soft_cap=cfg.final_logits_soft_cap,
-        z_loss_multiplier=cfg.z_loss_multiplier,
         dtype=dtype,
         weight_dtype=jnp.dtype(cfg.weight_dtype),
-        attention=_kernel(cfg, backend, dtype, length_shards, compute_capability),
-        remat_policy=cfg.remat_policy,
+        attention=choose_kernel(
+            cfg.attention,
+            backend,
+            head_dim=cfg.head_dim,
+            length=cfg.max_target_length,
+            dtype=dtype,
+            value_dim=dict(cfg.latent_attention).get("v_head_dim"),
+            soft_cap=cfg.attn_logits_soft_cap,
+            sink=cfg.attention_sink,
+            shards=length_shards,
+            compute_capability=compute_capability,
+        ),
         precision=cfg.matmul_precision,
         rules=rules_with(cfg.logical_axis_rules),
         float32_products=half_on_cpu,
         float32_factors=half_on_cpu and processor.float32_is_faster(processor.host_cpuinfo()),
         scattered_gradients=backend == "tpu",
-        ragged_kernel=_ragged_kernel(backend, compute_capability),
+        ragged_kernel=ragged_kernels[backend],
     )
-
-
-def _kernel(cfg, backend, dtype, length_shards, compute_capability):
-    return choose_kernel(
-        cfg.attention,
-        backend,
-        head_dim=cfg.head_dim,
-        length=cfg.max_target_length,
-        dtype=dtype,
-        value_dim=dict(cfg.latent_attention).get("v_head_dim"),
-        soft_cap=cfg.attn_logits_soft_cap,
-        sink=cfg.attention_sink,
-        shards=length_shards,
-        compute_capability=compute_capability,
-    )
-
-
-def _ragged_kernel(backend, compute_capability):
-    if backend == "gpu":
-        return "triton" if has_kernels(compute_capability) else ""
-    return "megablox" if backend == "tpu" else ""
+    # The others have the value of the key with their name.
+    alike = {field.name for field in dataclasses.fields(ModelSpec)} - own.keys()
+    return ModelSpec(**own, **{name: keys[name] for name in alike})
 
 
 def _pattern(cfg):

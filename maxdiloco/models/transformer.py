@@ -179,7 +179,8 @@ class Model:
         spec, out, used = self.spec, [], None
         scattered = spec.scattered_gradients
         gather = functools.partial(gathered, rules=spec.rules, scattered=scattered)
-        x_BLD = layers.embed(spec, params, tokens_BL)
+        x_BLD = layers.look_up(spec, params["embedding"], tokens_BL)
+        x_BLD = constrain(x_BLD, ("batch", "length", "embed_act"), spec.rules)
         ropes = {
             kind.rope: rotation(positions_BL, spec.rotated_dim, kind.rope) for kind in spec.pattern
         }
@@ -194,7 +195,7 @@ class Model:
 
             weights = jax.tree.map(self._for_compute, params[stack.name], stack.table)
             stacked = weights, None if caches is None else caches[i]
-            kinds = spec.kinds(stack.layers)
+            kinds = [spec.pattern[layer % len(spec.pattern)] for layer in stack.layers]
             x_BLD, (cache, used) = over_layers(body, x_BLD, stacked, kinds, policy=policy)
             out.append(cache)
         return x_BLD, tuple(out), used  # the last stack is the one with experts
@@ -209,14 +210,15 @@ class Model:
         return x if kept else x.astype(self.spec.dtype)
 
     def rebalanced(self, params: Params, counts_lE: jax.Array) -> Params:
-        """The parameters with the routed biases of the next step, see router.rebalanced.
+        """The parameters with the routed biases of the next step (arXiv 2412.19437, 2.1.2).
 
-        counts_lE: choices of each expert in the step, over the whole batch of the replica.
+        Up where an expert had fewer tokens than the mean, down where it had more; no auxiliary
+        loss. counts_lE: choices of each expert in the step, over the whole batch of the replica.
         """
-        stack = params[LAYERS]
-        bias_lE = router.rebalanced(
-            stack["moe"]["routed_bias"], counts_lE, self.spec.routed_bias_update_rate
-        )
+        stack, rate = params[LAYERS], self.spec.routed_bias_update_rate
+        bias_lE = stack["moe"]["routed_bias"]
+        mean_l1 = jnp.mean(counts_lE, axis=-1, keepdims=True)
+        bias_lE = bias_lE + rate * jnp.sign(mean_l1 - counts_lE).astype(bias_lE.dtype)
         return params | {LAYERS: stack | {"moe": stack["moe"] | {"routed_bias": bias_lE}}}
 
 
@@ -236,9 +238,11 @@ def over_layers(body: Callable, x, stacked, kinds: Sequence[Any], *, policy: str
 
     body: (kind, x, entry) -> (x, y); entry: of the layer, from `stacked`, a pytree [layers, ...].
     kinds: hashable, of each layer. Layers of one kind are a scan of one layer; kinds that repeat
-    are a scan of one block, and what the blocks leave over runs after it. policy: see checkpointed.
+    are a scan of the shortest block that does, and what the blocks leave over runs after it.
+    policy: see checkpointed.
     """
-    period = _period(kinds)
+    sizes = range(1, len(kinds) + 1)
+    period = next(p for p in sizes if all(k == kinds[i % p] for i, k in enumerate(kinds)))
     if period == 1:
         layer = checkpointed(functools.partial(body, kinds[0]), policy, in_loop=True)
         return jax.lax.scan(layer, x, stacked)
@@ -253,12 +257,6 @@ def over_layers(body: Callable, x, stacked, kinds: Sequence[Any], *, policy: str
         return x, y
     x, y_over = _block(body, kinds[:rest], policy, in_loop=False)(x, over)
     return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), y, y_over)
-
-
-def _period(kinds):
-    """Length of the shortest block that the kinds repeat, from the first layer on."""
-    sizes = range(1, len(kinds) + 1)
-    return next(p for p in sizes if all(k == kinds[i % p] for i, k in enumerate(kinds)))
 
 
 def _block(body, kinds, policy, *, in_loop):

@@ -226,11 +226,11 @@ def test_a_model_that_no_type_covers_is_refused_with_its_keys():
     """A plain feed-forward layer; a soft-cap of the output beside norms of the input alone."""
     plain = config.load(["mlp_activations=[gelu]", "use_qk_norm=false"], {})
     with pytest.raises(ConfigError, match=r"nearest, llama: mlp_activations=\[gelu\] is not"):
-        config_json.family_for(plain)
+        config_json.family_for(vars(plain))
     capped = config.load(["final_logits_soft_cap=30"], {})
     words = r"The nearest, qwen3: final_logits_soft_cap=30.0 is not 0.0\."
     with pytest.raises(ConfigError, match=words):
-        config_json.family_for(capped)
+        config_json.family_for(vars(capped))
 
 
 def test_what_an_export_refuses_and_a_key_that_an_import_does_not_know(tmp_path, refusal, capfd):

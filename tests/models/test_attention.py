@@ -11,7 +11,7 @@ import pytest
 import tiny_model
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.models import attention, dot_product, kernels, remat
+from maxdiloco.models import attention, kernels, remat
 from maxdiloco.models import devices as devices_lib
 from maxdiloco.parallel.replicas import map_fn
 
@@ -88,12 +88,12 @@ SPLASH = functools.partial(attention.splash, interpret=True)
 @pytest.mark.parametrize(
     ("kernel", "L", "changes"),
     [
-        (dot_product.dot_product, 16, {}),
-        (dot_product.dot_product, 600, {}),  # blocks of 256, 256 and 88
-        (dot_product.dot_product, 200, dict(window=100)),  # blocks of 128 and 72
-        (dot_product.dot_product, 16, dict(window=1)),
-        (dot_product.dot_product, 16, dict(attn_logits_soft_cap=0.5)),
-        (dot_product.dot_product, 300, dict(window=100, query_divisor=1.5, sink=True)),
+        (attention.dot_product, 16, {}),
+        (attention.dot_product, 600, {}),  # blocks of 256, 256 and 88
+        (attention.dot_product, 200, dict(window=100)),  # blocks of 128 and 72
+        (attention.dot_product, 16, dict(window=1)),
+        (attention.dot_product, 16, dict(attn_logits_soft_cap=0.5)),
+        (attention.dot_product, 300, dict(window=100, query_divisor=1.5, sink=True)),
         (SPLASH, 256, {}),
         (SPLASH, 256, dict(window=100, attn_logits_soft_cap=0.7)),
         (SPLASH, 256, dict(window=100, query_divisor=2.5, sink=True, value_dim=8)),
@@ -119,9 +119,9 @@ def test_a_kernel_computes_plain_attention(kernel, L, changes, without_cudnn):
 def test_a_block_meets_the_keys_that_its_queries_see():
     """Query 128 with a window of 50 sees keys 79 to 128. The program does not grow with the length:
     8 blocks of 1024 for 8192 queries."""
-    _, (rows, keys) = dot_product.blocks(256, 256, 50)
+    _, (rows, keys) = attention.blocks(256, 256, 50)
     assert ((rows.start, rows.stop), (keys.start, keys.stop)) == ((128, 256), (79, 256))
-    assert [r.stop for r, _ in dot_product.blocks(8192, 8192, 0)] == list(range(1024, 8193, 1024))
+    assert [r.stop for r, _ in attention.blocks(8192, 8192, 0)] == list(range(1024, 8193, 1024))
 
 
 @pytest.mark.parametrize("layout", ["as it is", "HEAD_DIM_MINOR"])

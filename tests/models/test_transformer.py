@@ -189,7 +189,7 @@ def test_first_activations_and_logits_have_unit_variance():
             logits_via_embedding=tied, base_emb_dim=128, vocab_size=512, base_mlp_dim=256
         )
         params = tiny_model.compiled(model.init)(jax.random.key(0))
-        x = layers.embed(model.spec, params, np.arange(512, dtype=np.int32)[None])
+        x = layers.look_up(model.spec, params["embedding"], np.arange(512, dtype=np.int32)[None])
         w = head_weight(model.spec, params)
         assert np.std(x) == pytest.approx(1, abs=0.02)
         assert np.std(w) * np.sqrt(128) == pytest.approx(1, abs=0.02)
