@@ -24,7 +24,7 @@ from maxdiloco.evaluation import held_out, on_mesh
 from maxdiloco.evaluation.held_out import Evaluation, ReplicaEvaluation
 from maxdiloco.evaluation.samples import Sampler
 from maxdiloco.exchange.host import Links
-from maxdiloco.flags import checks, config, outer_rate
+from maxdiloco.flags import checks, config
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.monitor import Monitor
 from maxdiloco.models.transformer import Model
@@ -210,7 +210,7 @@ def _diloco(cfg, mesh, model, step, num_replicas, on_compile, links) -> DiLoCo:
         alpha=cfg.communication_overlapping_alpha,
         outer_optimizer=outer.outer_optimizer(
             cfg.diloco_outer_optimizer,
-            lr=outer_rate.rate(vars(cfg), num_replicas),
+            lr=config.with_replicas(cfg, num_replicas).diloco_outer_lr,
             momentum=cfg.diloco_outer_momentum,
         ),
         outer_overlap=cfg.diloco_outer_overlap,

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from maxdiloco.flags import base_yml, shared_keys
+from maxdiloco.flags import base_yml, resume
 from maxdiloco.flags.config import Config
 from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.parallel import mesh as mesh_lib
@@ -34,8 +34,8 @@ def joined(cfg: Config) -> Iterator[None]:
         if job.num_processes > 1:
             coordination.require_equal(
                 job,
-                shared_keys.shared(cfg.as_dict(), keys=base_yml.declared()) | versions(),
-                difference=shared_keys.difference,
+                resume.shared(cfg.as_dict(), keys=base_yml.declared()) | versions(),
+                difference=resume.difference,
                 timeout_s=cfg.peer_timeout_seconds,
             )
         mesh_lib.emulate_devices(asked, num_processes=job.num_processes)
