@@ -45,16 +45,12 @@ def rows() -> list[Row]:
 
 
 def named_values(cfg: Any, keys: Mapping[str, Key]) -> dict[str, Any]:
-    """What a row may name: keys, entries of tables, and what follows from them.
+    """What a row may name: keys and what follows from them. Numbers stay; all else is text.
 
-    cfg: a Config within the limits of keys, base.yml's. Numbers stay; all else is text.
+    cfg: a Config within the limits of keys, base.yml's; without keys, no entry of a table is named.
     """
-    named = dict(vars(cfg))
-    for key in keys.values():
-        named |= key.whole(named[key.name]) if key.entries else {}
     rounds = cfg.steps // cfg.diloco_sync_period
-    group_size = cfg.num_experts // named["num_groups"]
-    named |= {
+    named = vars(cfg) | {
         "last_profiled_step": cfg.skip_first_n_steps_for_profiler + cfg.profiler_steps,
         "rounds": rounds,
         "counted": f"{rounds} round{'s' * (rounds != 1)}",
@@ -64,15 +60,20 @@ def named_values(cfg: Any, keys: Mapping[str, Key]) -> dict[str, Any]:
         "schedule_fraction": cfg.warmup_steps_fraction + cfg.wsd_decay_steps_fraction,
         "common_heads": math.gcd(cfg.base_num_query_heads, cfg.base_num_kv_heads),
         "larger_head_dim": cfg.head_dim + 1,
-        "larger_rope_dim": named["qk_rope_head_dim"] + 1,
-        "latent_head_dim": named["qk_nope_head_dim"] + named["qk_rope_head_dim"],
         "num_activations": len(cfg.mlp_activations),
         "pattern_layers": len(cfg.attention_pattern),
         "most_dense_layers": cfg.base_num_decoder_layers - 1,
-        "group_size": group_size,
-        "eligible_experts": named["groups_per_token"] * cfg.num_experts // named["num_groups"],
         "expert_devices": cfg.dcn_expert_parallelism * cfg.ici_expert_parallelism,
     }
+    for key in keys.values():
+        named |= key.whole(named[key.name]) if key.entries else {}
+    if keys:
+        named |= {
+            "larger_rope_dim": named["qk_rope_head_dim"] + 1,
+            "latent_head_dim": named["qk_nope_head_dim"] + named["qk_rope_head_dim"],
+            "group_size": cfg.num_experts // named["num_groups"],
+            "eligible_experts": named["groups_per_token"] * cfg.num_experts // named["num_groups"],
+        }
     return {
         name: value if type(value) in (int, float) else show(value) for name, value in named.items()
     }
@@ -105,7 +106,7 @@ def lines(cfg: Any, **facts: Any) -> list[str]:
     """
     if "num_tokens" in facts:
         facts["unused_rows"] = 1 - facts["num_tokens"] / cfg.vocab_size
-    named, found = named_values(cfg, base_yml.declared()) | facts, []
+    named, found = named_values(cfg, {}) | facts, []
     for row in rows():
         asks = not facts.keys().isdisjoint(row.when.keys() | row.unless.keys())
         if (row.warning or row.note) and asks == bool(facts) and row.counts(named):

@@ -70,8 +70,9 @@ def test_limits_mean_what_they_say(allowed, inside, outside):
         checks.allows("about 5", 5)
 
 
-# What a row of together.yml may name beside keys; see flags/together.py.
-FACTS = "num_replicas num_tokens unused_rows platform num_devices num_parameters".split()
+# What a row of together.yml may name beside what together.py works out; the last three with keys.
+FACTS = """num_replicas num_tokens unused_rows platform num_devices num_parameters
+    given usual name""".split()
 
 
 @pytest.mark.parametrize("row", together.rows())
@@ -88,8 +89,7 @@ def test_a_row_of_keys_that_do_not_go_together_names_keys_and_values_that_there_
             named |= set(re.findall("[a-z_]{6,}", wanted.replace("multiple", "")))
         if name == "vocab_size" and "below" in str(wanted):
             assert wanted.endswith(f" {tokenizer.ByteTokenizer().vocab_size}")
-    of_key = ("given", "usual", "name") if row.keys else ()
-    assert named <= {*together.named_values(config.load([], {}), KEYS), *FACTS, *of_key}
+    assert named <= {*together.named_values(config.load([], {}), KEYS), *FACTS}
 
 
 def test_what_base_yml_allows_and_says_is_what_the_code_knows():
