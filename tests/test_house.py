@@ -71,7 +71,7 @@ CODE_WORDS = {
 }
 MODE_QUESTION = re.compile(r"\.enable_diloco\b|(['\"])enable_diloco\1")
 # The checks of the flags, what chooses the trainer, and what draws the schedule of a stored run.
-CHOOSERS = "flags/checks flags/outer_rate trainer/assemble page/timeline".split()
+CHOOSERS = "flags/checks flags/config trainer/assemble page/timeline".split()
 
 
 def files(*folders, suffixes=(".py",)):

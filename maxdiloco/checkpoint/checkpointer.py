@@ -10,6 +10,7 @@ checkpoints/140.maxdiloco-saving/   an unfinished save; removed by the next good
 """
 
 import contextlib
+import itertools
 import os
 import secrets
 import time
@@ -87,9 +88,19 @@ class Checkpointer:
         run = secrets.token_hex(8)
         self._own = OwnFolder(self._folder, run=run, locked=locked, say=self.say)
         if self._primary and is_local(self._folder):
-            _require_folder(self._folder)
+            try:
+                if jax.process_count() > 1:  # they look whether all see what one writes there
+                    durable.make_folder(self._folder)
+                with contextlib.suppress(FileNotFoundError):
+                    os.listdir(self._folder)
+            except OSError as error:
+                raise CheckpointError(
+                    f"base_output_directory: cannot be used in {self._folder}: {reason(error)}. "
+                    "Free some space or set another folder."
+                ) from error
         shared_folder.require(self._folder)
-        self._outcomes = write.Outcomes()
+        saves = agree.from_first_process(secrets.randbelow(1 << 31))
+        self._save_keys = (f"maxdiloco/saves/{saves}/{count}" for count in itertools.count(1))
         self._writer = orbax_io.open_writer()
         # A future keeps the error of a thread. One thread does the work of a save in its order;
         # the other one removes old checkpoints, which may take longer.
@@ -123,8 +134,7 @@ class Checkpointer:
 
     def shortage(self, nbytes: int) -> list[str]:
         """The line that tells that the disk is too small for what is kept of nbytes each."""
-        limited = self._max_to_keep is not None and self._primary
-        return self._own.shortage(nbytes, count=self._max_to_keep) if limited else []
+        return self._own.shortage(nbytes, count=self._max_to_keep) if self._primary else []
 
     def save(
         self, step: int, items: Mapping[str, Any], meta: Mapping[str, Any], *, last: bool = False
@@ -203,8 +213,8 @@ class Checkpointer:
         if started == _RUNS:
             note = orbax_io.note_of(step, items, meta, run=self._own.run)
             deadline = time.monotonic() + self._timeout_s
-            save = write.Save(folder, target, tuple(trees), self._files, note, deadline)
-            self._outcomes.next()
+            key = next(self._save_keys)
+            save = write.Save(folder, target, tuple(trees), self._files, note, deadline, key)
             writes = orbax_io.start_writing(self._writer, folder, trees)
             self._saving = step, self._thread.submit(self._complete, save, writes)
         elif started == _FAILED:
@@ -242,12 +252,12 @@ class Checkpointer:
     def _complete(self, save: write.Save, writes: Sequence["ocp.future.Future"]) -> None:
         # Runs in the thread.
         if not self._primary:
-            write.write_part(save, writes, self._outcomes)
+            write.write_part(save, writes)
             return
         whole = False
         try:
             write.wait_for_arrays(save, writes)
-            self._outcomes.wait(save.deadline)
+            write.wait_for_others(save)
             write.commit(save, self._writer)
             self._own.steps.add(int(save.target.name))
             whole = True
@@ -304,16 +314,3 @@ class Checkpointer:
         own = [step for step in self.steps() if step in self._own.steps]
         for old in own[: -self._max_to_keep]:
             self._own.remove(old)
-
-
-def _require_folder(folder: epath.Path) -> None:
-    try:
-        if jax.process_count() > 1:  # they look whether all see what one writes there
-            durable.make_folder(folder)
-        with contextlib.suppress(FileNotFoundError):
-            os.listdir(folder)
-    except OSError as error:
-        raise CheckpointError(
-            f"base_output_directory: cannot be used in {folder}: {reason(error)}. Free some "
-            "space or set another folder."
-        ) from error

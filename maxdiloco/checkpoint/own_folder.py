@@ -113,9 +113,9 @@ class OwnFolder:
                 return removed
         return []
 
-    def shortage(self, nbytes: int, *, count: int) -> list[str]:
+    def shortage(self, nbytes: int, *, count: int | None) -> list[str]:
         """The line where the disk, without this run's checkpoints, has no room for `count` more."""
-        if not self.lacks(count * nbytes):
+        if count is None or not self.lacks(count * nbytes):
             return []
         own = [step for step in read.steps(self._path) if step in self.steps]
         free = free_bytes(self._path) + sum(seal.nbytes(self._path / str(step)) for step in own)

@@ -20,13 +20,6 @@ from maxdiloco.parallel.replicas import reduce_mean
 REPLICAS = "params"  # the item with the replicas' own parameters, [R, ...]
 
 
-class Source(NamedTuple):
-    """The item with some parameters; they are the mean of entries of its first dim, None: all."""
-
-    item: str
-    entries: range | None
-
-
 class Wanted(NamedTuple):
     """An item to read, as ShapeDtypeStructs, and what makes one set of parameters of it."""
 
@@ -35,16 +28,16 @@ class Wanted(NamedTuple):
     pick: Callable[[Any], Any]
 
 
-def source(meta: dict[str, Any], parameters: str = "outer") -> Source:
-    """Where a checkpoint has the parameters that a user asks for.
+def source(meta: dict[str, Any], parameters: str) -> tuple[str, range | None]:
+    """The item with the parameters, and of which entries of its first dim they are the mean.
 
     parameters: outer, theta (of a run with eager updates the mean of its replicas' thetas);
-    replica_0 and so on; mean, of all replicas. Raises ConfigError.
+    replica_0 and so on; mean, of all replicas. Entries None: the item is the parameters themselves.
+    Raises ConfigError.
     """
     if parameters == "outer":
         item = meta.get("theta_item", OUTER_PARAMS)
-        is_of_each = item == OUTER_OF_EACH
-        return Source(item, range(meta["num_replicas"]) if is_of_each else None)
+        return item, range(meta["num_replicas"]) if item == OUTER_OF_EACH else None
     R = meta["num_replicas"]
     number = re.fullmatch(r"replica_([0-9]{1,9})", parameters)
     if (number or parameters == "mean") and not meta.get("exchange"):
@@ -57,7 +50,7 @@ def source(meta: dict[str, Any], parameters: str = "outer") -> Source:
         raise ConfigError(
             f"parameters={parameters} must be outer, mean, or replica_0 to replica_{R - 1}."
         )
-    return Source(REPLICAS, range(first, first + count))
+    return REPLICAS, range(first, first + count)
 
 
 def wanted(abstract: Any, meta: dict[str, Any], parameters: str = "outer") -> Wanted:

@@ -8,7 +8,6 @@ in. On gs:// a commit file takes the place of the rename.
 import dataclasses
 import errno
 import json
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from etils import epath
 
 from maxdiloco.checkpoint import orbax_io, seal
 from maxdiloco.checkpoint.orbax_io import COMMIT, META, META_FILE
-from maxdiloco.processes import agree, coordination
+from maxdiloco.processes import coordination
 from maxdiloco.storage import durable, object_store
 from maxdiloco.storage.run_folder import free_bytes, is_local, megabytes, reason
 
@@ -40,6 +39,7 @@ class Save:
     files: Mapping[str, bytes]  # content of others, by <folder>/<name>
     note: Mapping[str, Any]  # the content of META
     deadline: float  # for the parts of all processes, of time.monotonic()
+    key: str = ""  # by which the first process learns of the outcome of each other's part
 
 
 def folder_of(target: epath.Path, *, attempt: int) -> epath.Path:
@@ -137,37 +137,19 @@ def discard(folder: epath.Path) -> None:
         object_store.remove(folder)
 
 
-class Outcomes:
-    """The outcome of every process's part, by which the first process sees a failure at once."""
-
-    def __init__(self) -> None:
-        self._run = agree.from_first_process(secrets.randbelow(1 << 31))
-        self._count = 0
-
-    def next(self) -> None:
-        """Go on to the next save; all processes call it."""
-        self._count += 1
-
-    def publish(self, outcome: str) -> None:
-        """Publish WRITTEN, or why this process's part failed."""
-        coordination.put(self._key(jax.process_index()), outcome)
-
-    def wait(self, deadline: float) -> None:
-        """First process: wait for the others. Raises OSError for a failed one, TimeoutError."""
-        for process in range(1, jax.process_count()):
-            left = deadline - time.monotonic()
-            try:
-                problem = coordination.get(self._key(process), timeout_s=left)
-            except jax.errors.JaxRuntimeError as error:
-                raise TimeoutError(f"process {process} has not written its part in time") from error
-            if problem != WRITTEN:
-                raise OSError(errno.EIO, f"process {process}: {problem}")
-
-    def _key(self, process: int) -> str:
-        return f"maxdiloco/saves/{self._run}/{self._count}/{process}"
+def wait_for_others(save: Save) -> None:
+    """First process: wait for the parts of the others. Raises OSError, TimeoutError."""
+    for process in range(1, jax.process_count()):
+        left = save.deadline - time.monotonic()
+        try:
+            outcome = coordination.get(f"{save.key}/{process}", timeout_s=left)
+        except jax.errors.JaxRuntimeError as error:
+            raise TimeoutError(f"process {process} has not written its part in time") from error
+        if outcome != WRITTEN:
+            raise OSError(errno.EIO, f"process {process}: {outcome}")
 
 
-def write_part(save: Save, writes: Sequence["ocp.future.Future"], outcomes: Outcomes) -> None:
+def write_part(save: Save, writes: Sequence["ocp.future.Future"]) -> None:
     """Wait for this process's arrays and publish the outcome. For all but the first process."""
     outcome = "ended"
     try:
@@ -177,4 +159,4 @@ def write_part(save: Save, writes: Sequence["ocp.future.Future"], outcomes: Outc
         outcome = reason(error)
         raise
     finally:
-        outcomes.publish(outcome)
+        coordination.put(f"{save.key}/{jax.process_index()}", outcome)

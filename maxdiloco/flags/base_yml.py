@@ -171,7 +171,8 @@ def allows(allowed: str, value: Any) -> bool:
     """Whether a limit admits a value; a list is admitted entry by entry.
 
     allowed: `` (anything), `one of a, b`, or terms joined by ` or `: `-1`, `>= 1`, `> 0`,
-    `0 to 1` (ends included), `0 to below 1`. Raises ValueError for other wording.
+    `0 to 1` (ends included), `0 to below 1`, `a multiple of 2`. Raises ValueError for other
+    wording.
     """
     if allowed.startswith("one of "):
         entries = value if isinstance(value, tuple) else (value,)
@@ -185,7 +186,7 @@ def choices(allowed: str) -> list[str]:
 
 
 def _term(term: str, value: float) -> bool:
-    number = r"-?[0-9.]+"
+    number = r"-?[0-9.]+(?:e[+-]?[0-9]+)?"
     first, *last = map(float, re.findall(number, term) or ["nan"])
     match re.sub(number, "n", term):
         case "n":
@@ -198,6 +199,8 @@ def _term(term: str, value: float) -> bool:
             return first <= value <= last[0]
         case "n to below n":
             return first <= value < last[0]
+        case "a multiple of n":
+            return value % first == 0
     raise ValueError(f"Allowed: {term} in base.yml is no known wording. Use one that allows() has.")
 
 
@@ -218,14 +221,14 @@ def declared(path: pathlib.Path | None = None) -> dict[str, Key]:
     """Every key of base.yml, in its order. path: another base.yml than the package's."""
     path = path or config_folder() / "base.yml"
     lines = path.read_text(encoding="utf-8").splitlines()
-    keys = {}
+    keys, group, read_to = {}, "", 0
     for name, text, line in read_yml(path):
         comment: list[str] = []
-        above = line - 1
-        while above >= 0 and lines[above].startswith("# "):
-            comment.insert(0, lines[above][2:])
-            above -= 1
-        group = _group(lines, line)
+        for above in lines[read_to:line]:
+            if above.startswith("# == "):
+                group = above.removeprefix("# == ")
+            comment = [*comment, above[2:]] if above.startswith("# ") else []
+        read_to = line + 1
         about, *entries = re.split(r" Entry (\w+)(=|, such as )(\S+): ", " ".join(comment))
         keys[name] = Key(
             name,
@@ -264,11 +267,6 @@ def _facts(comment: str) -> dict[str, str]:
     return fields | {"meaning": meaning.strip()}
 
 
-def _group(lines: list[str], line: int) -> str:
-    headers = [text for text in lines[:line] if text.startswith("# == ")]
-    return headers[-1].removeprefix("# == ")
-
-
 def as_lists(value: Any) -> Any:
     """A value as JSON gives it back: lists and dicts, not tuples."""
     if isinstance(value, Table):
@@ -287,6 +285,6 @@ def show(value: Any) -> str:
     return str(value)
 
 
-def model_names(folder: pathlib.Path) -> list[str]:
-    """The model files, without `.yml`; folder: `configs`."""
-    return sorted(path.stem for path in (folder / "models").glob("*.yml"))
+def model_names() -> list[str]:
+    """The model files, without `.yml`."""
+    return sorted(path.stem for path in (config_folder() / "models").glob("*.yml"))

@@ -5,24 +5,35 @@ import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 from maxdiloco.diloco import schedule
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import (
-    check_learning_rate,
-    check_mixture,
-    check_model,
-    check_tables,
-    eval_paths,
-    idle_keys,
-)
-from maxdiloco.flags.base_yml import Key, allows, choices, show
+from maxdiloco.flags import eval_paths, together
+from maxdiloco.flags.base_yml import Key, Table, allows, choices, declared, show
 
 LARGEST = 2**31 - 1  # of int32: the limit of a whole number that has none in base.yml
 # Axes of the mesh in its order; each has a size in the dcn and in the ici tier.
 AXES = ("diloco", "data", "fsdp", "expert", "context", "tensor")
 FEEDBACK = {"auto": None, "always": True, "never": False}  # None: as the wire needs it
+_ADDRESS = r"[A-Za-z][A-Za-z0-9+.-]*://"
+_FORM = "Write dataset_mixture=[{path: ..., weight: ..., name: ...}, ...]."
+# {entry of a source: (regular expression of its values, what is said of others)}.
+_OF_SOURCE = {
+    "name": (
+        r"[A-Za-z0-9_][A-Za-z0-9._-]*",
+        "cannot be part of a metric's name. Use letters, digits, '.', '_' and '-'",
+    ),
+    "path": (
+        rf"(?!{_ADDRESS}).*",
+        "is an address, but text is read from files. Mount the bucket and give its folder",
+    ),
+    "weight": (
+        r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,2})?",
+        "is not a number of at least 0. Give its share, such as 0.7 or 7",
+    ),
+}
 
 
 def check(cfg: Any, keys: Mapping[str, Key]) -> None:
@@ -32,22 +43,13 @@ def check(cfg: Any, keys: Mapping[str, Key]) -> None:
     """
     for key in keys.values():
         _check_limit(key, vars(cfg)[key.name])
-        for entry, value in check_tables.entries(key, vars(cfg)[key.name]):
-            _check_limit(entry, value)
-    idle_keys.check(
-        cfg,
-        keys,
-        last_profiled_step=cfg.skip_first_n_steps_for_profiler + cfg.profiler_steps,
-        most_fragments=cfg.base_num_decoder_layers + cfg.num_nonlayer_fragments,
-        least_fragments=cfg.num_nonlayer_fragments + 1,
-    )
+        if key.entries and vars(cfg)[key.name]:
+            _check_entries(key, dict(vars(cfg)[key.name]))
+    together.check(cfg, keys)
     for key in ("base_output_directory", "load_parameters_path", "load_full_state_path"):
         refuse_store(key, vars(cfg)[key])
-    check_model.check(cfg, keys)
-    groups = (_mesh, _replicas, _data)
-    for check_group in (*groups, check_mixture.check):
+    for check_group in (_mesh, _replicas, _texts, _mixture):
         check_group(cfg)
-    check_learning_rate.check(cfg, keys)
 
 
 def _check_limit(key: Key, value: Any) -> None:
@@ -72,6 +74,23 @@ def _check_limit(key: Key, value: Any) -> None:
     listed = ", ".join(name or "empty" for name in names)
     remedy = f"Did you mean {near[0]}?" if near else "Use one of these."
     raise ConfigError(f"{key.name}={show(value)} must be one of: {listed}. {remedy}")
+
+
+def _check_entries(key: Key, table: Mapping[str, Any]) -> None:
+    """Refuse a table that lacks an entry, or has one out of its limits or that nothing reads."""
+    whole, shown = key.whole(table.items()), f"{key.name}={show(dict(table))}"
+    for name, entry in key.entries.items():
+        other, values = entry.read_with
+        is_read = not other or whole[other] in values
+        if name in table and not is_read:
+            raise ConfigError(
+                f"{shown}: {name} does nothing with {other}: {show(whole[other])}. Leave it out, "
+                f"or use {other}: {' or '.join(values)}."
+            )
+        if name not in table and is_read and entry.required:
+            raise ConfigError(f"{shown} lacks {name}. Add it, such as {name}: {entry.default}.")
+        if name in table:
+            _check_limit(entry, table[name])
 
 
 def refuse_store(key: str, value: str) -> None:
@@ -161,26 +180,65 @@ def _replicas(cfg: Any) -> None:
         )
 
 
-def _data(cfg: Any) -> None:
-    eval_paths.check(cfg)
-    if cfg.dataset_type == "synthetic":
-        return
-    if cfg.eval_interval != -1 and not cfg.eval_fraction and eval_paths.holds_out(cfg):
-        raise ConfigError(
-            f"eval_fraction=0 holds nothing out, but eval_interval={cfg.eval_interval} evaluates "
-            "on it. Set eval_dataset_path or eval_fraction, or use eval_interval=-1."
-        )
-    if cfg.dataset_type != "text" and not cfg.dataset_path and not cfg.dataset_mixture:
-        raise ConfigError(
-            f"dataset_path is empty, but dataset_type={cfg.dataset_type} has no data of its own. "
-            "Set dataset_path, or use dataset_type=text."
-        )
+def _texts(cfg: Any) -> None:
+    """What is text is at paths, and what is evaluated has names."""
     paths = {"dataset_path": cfg.dataset_path}
-    paths |= {eval_paths.key_of(name): path for name, path in eval_paths.named(cfg).items()}
+    for name, path in eval_paths.named(cfg).items():
+        if not re.fullmatch(r"[A-Za-z0-9_-]*", name) or not isinstance(path, str):
+            raise ConfigError(
+                f"{eval_paths.KEY}={show(cfg.eval_dataset_path)}: {name}: {show(path)} is not "
+                f"name: path. Write {{wiki: /data/wiki}}, with letters, digits, '_' and '-' in a "
+                f"name."
+            )
+        paths[eval_paths.key_of(name)] = path
     for key, path in paths.items():
-        if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path):
+        if cfg.dataset_type != "synthetic" and re.match(_ADDRESS, path):
             raise ConfigError(
                 f"{key}={path} is an address, but text is read from files, at places all over "
                 f"them. Mount the bucket and give its folder (on GKE with Cloud Storage FUSE: xpk "
                 f"storage attach --type=gcsfuse), or copy the text to every host."
             )
+
+
+def _mixture(cfg: Any) -> None:
+    mixture = cfg.dataset_mixture
+    weights = [_weight(entry) for entry in mixture]
+    names = [dict(entry)["name"] for entry in mixture]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"dataset_mixture has {names.count(name)} sources named {name}: checkpoints and "
+                f"metrics tell them apart by name. Give each its own."
+            )
+    if mixture and not any(weights):
+        raise ConfigError(
+            f"dataset_mixture={show(mixture)} has no weight above 0. Give a source one."
+        )
+    if cfg.dataset_per_replica and len(set(weights)) > 1:
+        raise ConfigError(
+            "dataset_mixture has weights, which do nothing with dataset_per_replica=true: a "
+            "replica reads one source. Leave them out."
+        )
+
+
+def _weight(entry: Any) -> Fraction:
+    """The weight of a source whose entry is in order."""
+    if not isinstance(entry, Table) or not all(isinstance(text, str) for _, text in entry):
+        raise ConfigError(f"dataset_mixture: {show(entry)} is not a source. {_FORM}")
+    shown, entry = show(entry), dict(entry)
+    unknown = sorted(entry.keys() - {"path", "weight", "name", "dataset_type", "text_column"})
+    missing = [key for key in ("path", "name") if not entry.get(key)]
+    if unknown or missing:
+        why = f"has no {missing[0]}" if missing else f"has {unknown[0]}, which is no key of it"
+        raise ConfigError(f"dataset_mixture: source {shown} {why}. {_FORM}")
+    kinds = [kind for kind in choices(declared()["dataset_type"].allowed) if kind != "synthetic"]
+    if (kind := entry.get("dataset_type", kinds[0])) not in kinds:
+        raise ConfigError(
+            f"dataset_mixture: dataset_type {kind} of source {entry['name']} is none of "
+            f"{', '.join(kinds)}. Use one of them, or leave it out for the run's dataset_type."
+        )
+    for key, (pattern, problem) in _OF_SOURCE.items():
+        if key in entry and not re.fullmatch(f"(?s:{pattern})", entry[key]):
+            whose = "" if key == "name" else f" of source {entry['name']}"
+            raise ConfigError(f"dataset_mixture: {key} {entry[key]}{whose} {problem}.")
+    return Fraction(entry.get("weight", "1"))

@@ -6,18 +6,19 @@ import types
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+from maxdiloco.diloco import outer_rate
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import base_yml, checks, maxtext, outer_rate
-from maxdiloco.flags import warnings as seldom_meant
+from maxdiloco.flags import base_yml, checks, maxtext
 from maxdiloco.flags.base_yml import Key, Value, show
-from maxdiloco.flags.maxtext import Tables, renamed
-from maxdiloco.flags.other_names import REMOVED, current
+from maxdiloco.flags.maxtext import Tables, current, removed, renamed
 from maxdiloco.flags.values import Given, convert, same_type, shown
 
 ENVIRONMENT_PREFIX = "M_"  # MaxText's
 # How alike two names of keys are, of difflib, for one to be suggested: a slip of the finger, not
 # another key that shares some words. Our choice.
 _ALIKE = 0.8
+_AUTO = -1.0  # of diloco_outer_lr and diloco_outer_momentum
+_ADAM_B1 = 0.9  # optax's
 Warn = Callable[[str], None]
 
 
@@ -68,7 +69,9 @@ def load(argv: Iterable[str], environ: Mapping[str, str], *, warn: Warn = print)
     if "vocab_size" not in given and values["tokenizer_type"] != "byte" and not weights:
         values["vocab_size"] = -1
     checks.check(Config(**values), keys)
-    values["diloco_outer_momentum"] = outer_rate.momentum(values)
+    if values["diloco_outer_momentum"] == _AUTO and values["enable_diloco"]:
+        is_adam = values["diloco_outer_optimizer"] == "adam"
+        values["diloco_outer_momentum"] = _ADAM_B1 if is_adam else outer_rate.MOMENTUM
     return Config(**values)
 
 
@@ -103,7 +106,10 @@ def rows_of_model(cfg: Config) -> int | None:
 
 def with_replicas(cfg: Config, num_replicas: int) -> Config:
     """The config with the outer learning rate that -1 stands for with so many replicas."""
-    rate = outer_rate.rate(vars(cfg), num_replicas)
+    if cfg.diloco_outer_lr != _AUTO or not cfg.enable_diloco:
+        return cfg
+    overlap, merge = cfg.diloco_outer_overlap, cfg.diloco_merge
+    rate = outer_rate.rate(num_replicas, overlap=overlap, merge=merge)
     return Config(**vars(cfg) | {"diloco_outer_lr": rate})
 
 
@@ -149,11 +155,6 @@ def describe_differences(cfg: Config) -> list[str]:
     ]
 
 
-def warnings(cfg: Config) -> list[str]:
-    """One line for each setting that works but is seldom meant."""
-    return seldom_meant.warnings(cfg)
-
-
 def _found(path: pathlib.Path) -> pathlib.Path:
     """The file, or that of the installed package where configs/... names none here."""
     shipped = base_yml.config_folder().parent / path
@@ -170,9 +171,16 @@ def _edited(path: pathlib.Path, keys: Mapping[str, Key], known: Tables) -> dict[
 
     A file of that name with fewer than half of the keys is one as any other.
     """
-    maxtext.refuse_missing_base(path)
+    if not path.is_file():
+        raise ConfigError(
+            f"{path} is no file here; MaxText's commands name one. {maxtext.IN_ITS_PLACE}"
+        )
     given = _from_file(path)
-    maxtext.refuse_base(path, given, keys, known)
+    foreign = [name for name in given if name not in keys and known.foreign(name)]
+    if len(foreign) > maxtext.MOST_FOREIGN:
+        raise ConfigError(
+            f"{path} is MaxText's, whose defaults are not read. {maxtext.IN_ITS_PLACE}"
+        )
     given = renamed(given, known)
     if len(given) < len(keys) / 2:
         return given
@@ -192,7 +200,7 @@ def _from_environment(
             continue
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
         of_maxtext = name in known.other_names or known.foreign(name)
-        is_key = name in keys or name in REMOVED or of_maxtext
+        is_key = name in keys or name in known.removed or of_maxtext
         if not is_key or variable != ENVIRONMENT_PREFIX + name.upper():
             near = _nearest_key(name, keys)
             remedy = f"Did you mean {ENVIRONMENT_PREFIX}{near.upper()}?" if near else "Unset it."
@@ -270,8 +278,7 @@ def _model_file(model: str) -> pathlib.Path:
         if not path.is_file():
             raise ConfigError(f"model_name={model} is no file here. Give a path or a name.")
         return path
-    folder = base_yml.config_folder()
-    models = base_yml.model_names(folder)
+    models = base_yml.model_names()
     if model not in models:
         near = difflib.get_close_matches(model, models, n=1)
         raise ConfigError(
@@ -279,7 +286,7 @@ def _model_file(model: str) -> pathlib.Path:
             f"{f'Did you mean {near[0]}? ' if near else ''}Use default, {', '.join(models)}, or "
             f"the path of a yml file with keys of the group model."
         )
-    return folder / "models" / f"{model}.yml"
+    return base_yml.config_folder() / "models" / f"{model}.yml"
 
 
 def _nearest_key(name: str, keys: Iterable[str]) -> str:
@@ -291,12 +298,13 @@ def _nearest_key(name: str, keys: Iterable[str]) -> str:
 
 def _refuse_unknown(given: Mapping[str, Given], keys: Mapping[str, Key]) -> None:
     """Raise ConfigError that names every key that base.yml does not have."""
-    lines = []
-    for name in [name for name in given if name not in keys]:
+    lines, unknown = [], [name for name in given if name not in keys]
+    gone = removed() if unknown else {}
+    for name in unknown:
         written = f"{name}={shown(given[name].raw)} ({given[name].where}) is no key"
         near = _nearest_key(name, keys)
-        if name in REMOVED:
-            remedy = REMOVED[name].instead.replace("VALUE", shown(given[name].raw))
+        if name in gone:
+            remedy = gone[name].instead.replace("VALUE", shown(given[name].raw))
             lines.append(f"{written} any more. {remedy}")
         else:
             lines.append(f"{written}.{f' Did you mean {near}?' if near else ''}")

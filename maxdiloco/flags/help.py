@@ -28,7 +28,7 @@ def help_text(program: str, words: Sequence[str] = ()) -> str:
     if words:
         chosen = [key for word in words for key in _chosen(word, keys, names)]
         return "\n".join(_table([key for key in keys if key in chosen]))
-    models = ", ".join(base_yml.model_names(base_yml.config_folder()))
+    models = ", ".join(base_yml.model_names())
     intro = (
         "Later wins: configs/base.yml, the file of model_name, file.yml, environment M_<KEY>, "
         f"key=value. Model names: default, {models}. Where each default comes from, and why a "

@@ -1,14 +1,12 @@
-"""MaxText's command line: names, keys and values that base.yml does not have; see maxtext.yml."""
+"""Names, keys and values that base.yml does not have: MaxText's (maxtext.yml) and former ones."""
 
-import pathlib
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml
 from maxdiloco.flags.base_yml import show
-from maxdiloco.flags.other_names import REMOVED, RENAMED
 from maxdiloco.flags.values import Given
 
 BASE = "base.yml"  # its file of defaults, which its command lines name first; ours too
@@ -21,11 +19,22 @@ _HARMLESS = {
     "any": r"(?s:.*)",
     "off": r"false|0|0\.0*|-1|-1\.0*|none|null|\[\]|\{\}|0\.|disabled",
 }
-_MOST_FOREIGN = 20  # keys of MaxText alone in a copy of our base.yml: our choice; its own has 700
-_IN_ITS_PLACE = (
+MOST_FOREIGN = 20  # keys of MaxText alone in a copy of our base.yml: our choice; its own has 700
+IN_ITS_PLACE = (
     "Put configs/base.yml in its place: the defaults here are this package's, and docs/maxtext.md "
     "lists those that differ."
 )
+
+
+# Keys that base.yml once had by another name. MaxText had them too.
+RENAMED = {"cosine_learning_rate_final_fraction": "learning_rate_final_fraction"}
+
+
+class Removed(NamedTuple):
+    """A key that is gone: its default then, and the remedy, with VALUE for what was given."""
+
+    default: Any
+    instead: str
 
 
 class Foreign(NamedTuple):
@@ -43,6 +52,7 @@ class Tables(NamedTuple):
     other_names: dict[str, str]
     values: dict[tuple[str, str], list[str] | str]
     keys: list[Foreign]
+    removed: dict[str, Removed]
 
     def foreign(self, name: str) -> Foreign | None:
         """The entry of a key of MaxText that base.yml does not have, None where there is none."""
@@ -61,7 +71,22 @@ def tables() -> Tables:
         pattern = _HARMLESS[harmless] if isinstance(harmless, str) else "|".join(harmless)
         why, instead = entry.get("why", ""), entry.get("instead", "")
         keys.append(Foreign("|".join(entry["names"]), pattern, why, instead))
-    return Tables(RENAMED | read["other_names"], values, keys)
+    return Tables(RENAMED | read["other_names"], values, keys, removed())
+
+
+def removed() -> dict[str, Removed]:
+    """{key: Removed} of removed.yml."""
+    return {name: Removed(*row) for name, row in base_yml.read_table("removed.yml").items()}
+
+
+def current(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A stored config by the names that keys have now, without removed ones at their default."""
+    gone = removed()
+    return {
+        RENAMED.get(name, name): value
+        for name, value in stored.items()
+        if name not in gone or value != gone[name].default
+    }
 
 
 def renamed(given: Mapping[str, Given], known: Tables) -> dict[str, Given]:
@@ -101,20 +126,6 @@ def _column(given: Given) -> Given:
     return given._replace(raw=columns[0])
 
 
-def refuse_base(
-    path: pathlib.Path, given: Collection[str], keys: Collection[str], known: Tables
-) -> None:
-    """Raise ConfigError for MaxText's own base.yml. given: its keys; keys: of ours."""
-    if sum(name not in keys and known.foreign(name) is not None for name in given) > _MOST_FOREIGN:
-        raise ConfigError(f"{path} is MaxText's, whose defaults are not read. {_IN_ITS_PLACE}")
-
-
-def refuse_missing_base(path: pathlib.Path) -> None:
-    """Raise ConfigError for a base.yml that is not there, as on a command line of MaxText."""
-    if not path.is_file():
-        raise ConfigError(f"{path} is no file here; MaxText's commands name one. {_IN_ITS_PLACE}")
-
-
 def taken(
     given: Mapping[str, Given],
     keys: Collection[str],
@@ -134,7 +145,7 @@ def taken(
         nearest = known.values.get((name, _plain(text)))
         if entry is not None and (text == "" or re.fullmatch(entry.harmless, _plain(text))):
             dropped.setdefault(entry.why or "off here too", []).append(name)
-        elif name in REMOVED and _plain(text) == _plain(show(REMOVED[name].default)):
+        elif name in known.removed and _plain(text) == _plain(show(known.removed[name].default)):
             dropped.setdefault("that is so without it", []).append(name)
         elif entry is not None:
             refused.append(f"{name}={text} is MaxText's and not here. {entry.instead}.")

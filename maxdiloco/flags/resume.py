@@ -1,18 +1,22 @@
-"""Which keys may differ between the run that wrote a checkpoint and the run that resumes it."""
+"""Which keys may differ: from the run that wrote a checkpoint, and between processes of a run."""
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from maxdiloco.errors import CheckpointError
-from maxdiloco.flags.base_yml import MAY_CHANGE, SHAPES, Key, as_lists
-from maxdiloco.flags.other_names import current
+from maxdiloco.flags import base_yml
+from maxdiloco.flags.base_yml import Key, as_lists
+from maxdiloco.flags.maxtext import current
 
 KEEP = "\N{NO-BREAK SPACE}"
-MOST_SHOWN = 60  # characters of a value in a line; our choice
+MOST_SHOWN = 60  # characters of a value in a line on a change; our choice
+LONGEST = 80  # characters of a value in a line on processes that differ; our choice
+MOST_NAMED = 8  # processes; our choice
 # What a key does that alters no number of the training, as base.yml words it.
 _BESIDE = {
-    f"{MAY_CHANGE}it {does}."
+    f"{base_yml.MAY_CHANGE}it {does}."
     for does in (
         "only watches the run", "is a tool beside the training", "says where the run writes",
         "says when the state is saved", "says where a run starts",
@@ -90,7 +94,7 @@ def refuse_changes(
     named = ", ".join(
         f"{key}={after} (the checkpoint has {before})" for key, (before, after) in changes.items()
     )
-    shaped = any(name in keys and keys[name].resume == SHAPES for name in changes)
+    shaped = any(name in keys and keys[name].resume == base_yml.SHAPES for name in changes)
     weights = "" if shaped else f", with load_parameters_path={checkpoint} from its weights"
     meaning = "".join(f" {key} is {_DERIVED[key]}." for key in changes if key in _DERIVED)
     raise CheckpointError(
@@ -107,7 +111,7 @@ def model_remedy(
 
     new: the config of this run. keys: base.yml's.
     """
-    shapes = [name for name, key in keys.items() if key.resume == SHAPES]
+    shapes = [name for name, key in keys.items() if key.resume == base_yml.SHAPES]
 
     def remedy(meta: Mapping[str, Any]) -> str:
         saved = {name: meta["config"][name] for name in shapes if name in meta["config"]}
@@ -117,3 +121,68 @@ def model_remedy(
         return f"Set {', '.join(f'{key}={before}' for key, (before, _) in changes.items())}."
 
     return remedy
+
+
+def shared(values: Mapping[str, Any], *, keys: Mapping[str, Key]) -> dict[str, Any]:
+    """What has to be equal in all processes: the values without those of a host, and its paths.
+
+    values: of Config.as_dict. keys: base.yml's.
+    """
+    all_of = {}
+    for name, value in values.items():
+        hosts = keys[name].hosts
+        if not hosts.startswith(base_yml.MAY_DIFFER):
+            only_whether = hosts.startswith(base_yml.PATHS_MAY_DIFFER)
+            all_of[name] = _without_paths(value) if only_whether else value
+    return all_of
+
+
+def _without_paths(value: Any) -> Any:
+    """Whether there is a path; of dataset_mixture all but the paths, of a table each name."""
+    if isinstance(value, list):
+        return [{name: part for name, part in entry.items() if name != "path"} for entry in value]
+    if isinstance(value, dict):
+        return [[name, _without_paths(path)] for name, path in value.items()]
+    return "a path" if value else ""
+
+
+def difference(groups: Mapping[tuple[int, ...], Mapping[str, Any]]) -> str:
+    """The line on all that differs, with each value and who has it, and the remedy.
+
+    groups: {processes: what `shared` gives in each of them}, and what else they compare.
+    """
+    differing = []
+    for name in dict.fromkeys(name for values in groups.values() for name in values):
+        holders: dict[str, list[int]] = {}
+        for processes, values in groups.items():
+            value = values.get(name, "no such key")
+            text = value if isinstance(value, str) and value else json.dumps(value)
+            holders.setdefault(text, []).extend(processes)
+        same = len(os.path.commonprefix(list(holders)))
+        who = [f"{_cut(text, same)} in {_who(of)}" for text, of in holders.items()]
+        if len(who) > 1:
+            differing.append(f"{name} is {', '.join(who)}")
+    return (
+        f"{'; '.join(differing)}. All processes of a run must have the same keys and versions: "
+        f"give each the same command, yml file and M_<KEY> variables. What may be a host's own has "
+        f"`Hosts:` in configs/base.yml."
+    )
+
+
+def _cut(text: str, same: int) -> str:
+    """The text, or of a long one the part after the `same` characters that all begin with."""
+    if len(text) <= LONGEST:
+        return text
+    start = max(0, min(same, len(text)) - LONGEST // 4)
+    end = start + LONGEST
+    return f"{'...' if start else ''}{text[start:end]}{'...' if end < len(text) else ''}"
+
+
+def _who(processes: list[int]) -> str:
+    """`process 0`, `processes 1 and 3`, `processes 1, 2, 5 and 90 more`."""
+    if len(processes) == 1:
+        return f"process {processes[0]}"
+    named = [str(process) for process in sorted(processes)]
+    if len(named) > MOST_NAMED:
+        named = [*named[:MOST_NAMED], f"{len(named) - MOST_NAMED} more"]
+    return f"processes {', '.join(named[:-1])} and {named[-1]}"

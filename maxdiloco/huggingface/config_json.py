@@ -10,7 +10,6 @@ from maxdiloco import json_text
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml
 from maxdiloco.flags.base_yml import Key, Table
-from maxdiloco.flags.check_model import OF_WHAT_IS_COMPUTED
 from maxdiloco.flags.values import Given, same_type
 from maxdiloco.huggingface import rules
 from maxdiloco.huggingface.families import families
@@ -22,7 +21,11 @@ OF_TRAINING = ("model_name", "override_model_config", "z_loss_multiplier", "capa
 NEUTRAL = {
     "padded_vocab_size": -1,
     "num_experts": 1,
-    **OF_WHAT_IS_COMPUTED,
+    "num_experts_per_tok": 1,
+    "base_moe_mlp_dim": -1,
+    "shared_experts": 0,
+    "first_num_dense_layers": 0,
+    "router": Table(),
     "mlp_activations_limit": 0.0,
     "mlp_bias": False,
     "norm_placement": "pre",

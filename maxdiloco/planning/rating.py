@@ -14,7 +14,7 @@ from maxdiloco.engine.exchanges import CARRIERS, chunks_on_device
 from maxdiloco.engine.state import lay_out, plan_fragments
 from maxdiloco.engine.trainer import ExchangeSettings
 from maxdiloco.exchange import payload
-from maxdiloco.flags import checks, outer_rate
+from maxdiloco.flags import checks, config
 from maxdiloco.planning.choices import Choice
 from maxdiloco.planning.job import Job
 
@@ -149,7 +149,7 @@ def _memory(job: Job, choice: Choice, step: Step) -> int:
         mesh=job.mesh,
         optimizer=outer.outer_optimizer(
             job.cfg.diloco_outer_optimizer,
-            lr=outer_rate.rate(vars(job.cfg), job.num_replicas),
+            lr=config.with_replicas(job.cfg, job.num_replicas).diloco_outer_lr,
             momentum=job.cfg.diloco_outer_momentum,
         ),
         outer_memory=None if choice.memory == "device" else choice.memory,

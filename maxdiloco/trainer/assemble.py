@@ -23,7 +23,7 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.evaluation import held_out, on_mesh, run_tokenizer
 from maxdiloco.evaluation.held_out import Evaluation, ReplicaEvaluation, Sampler
 from maxdiloco.exchange.host import Mailbox
-from maxdiloco.flags import checks, config, outer_rate
+from maxdiloco.flags import checks, config
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.monitor import Monitor
 from maxdiloco.models.transformer import Model, count_parameters
@@ -215,7 +215,7 @@ def _diloco(cfg, mesh, model, step, num_replicas, on_compile, mailbox) -> DiLoCo
         alpha=cfg.communication_overlapping_alpha,
         outer_optimizer=outer.outer_optimizer(
             cfg.diloco_outer_optimizer,
-            lr=outer_rate.rate(vars(cfg), num_replicas),
+            lr=config.with_replicas(cfg, num_replicas).diloco_outer_lr,
             momentum=cfg.diloco_outer_momentum,
         ),
         outer_overlap=cfg.diloco_outer_overlap,

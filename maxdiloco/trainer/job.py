@@ -16,7 +16,7 @@ from etils import epath
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
-from maxdiloco.flags import base_yml, checks, shared_keys
+from maxdiloco.flags import base_yml, checks, resume
 from maxdiloco.flags.config import Config
 from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.parallel import mesh as mesh_lib
@@ -60,8 +60,8 @@ def joined(cfg: Config) -> Iterator[Room | None]:
         if room is not None:
             coordination.require_equal(
                 room.job,
-                shared_keys.shared(cfg.as_dict(), keys=base_yml.declared()) | versions(),
-                difference=shared_keys.difference,
+                resume.shared(cfg.as_dict(), keys=base_yml.declared()) | versions(),
+                difference=resume.difference,
                 timeout_s=cfg.peer_timeout_seconds,
             )
         mesh_lib.emulate_devices(asked, num_processes=room.job.num_processes if room else 1)

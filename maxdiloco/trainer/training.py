@@ -21,7 +21,7 @@ from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.engine.calls import START
 from maxdiloco.errors import INTERRUPTED, Preempted
 from maxdiloco.evaluation import on_mesh, run_texts, run_tokenizer
-from maxdiloco.flags import checks, config, warnings
+from maxdiloco.flags import checks, config, together
 from maxdiloco.flags.config import Config
 from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.metrics import trackers
@@ -77,7 +77,7 @@ def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) ->
     tokenizer = run_tokenizer.open_tokenizer(cfg)
     text, held_out, index = run_texts.open_data(cfg, tokenizer, shape, location, say)
     sizes = dict(num_replicas=shape.num_replicas, num_tokens=tokenizer.vocab_size)
-    for line in [*run_texts.lines(cfg, text, held_out, shape), *warnings.of_run(cfg, **sizes)]:
+    for line in [*run_texts.lines(cfg, text, held_out, shape), *together.lines(cfg, **sizes)]:
         say(line)
 
     with ExitStack() as stack:
@@ -183,8 +183,7 @@ def _settings(cfg: Config, mesh: jax.sharding.Mesh) -> list[str]:
     return [
         *(compiled_file.check(path, cfg, mesh) if path else ()),
         *config.describe_differences(cfg),
-        *config.warnings(cfg),
-        *warnings.short_run(cfg),
+        *together.lines(cfg),
         mesh_lib.describe(mesh, hardware_of(cfg)),
     ]
 
@@ -237,7 +236,12 @@ def _sizes(cfg: Config, parts: Parts) -> list[str]:
     if cfg.num_experts > 1:
         active = f", {active_parameters(parts.model.spec, parts.params):,} of them used by a token"
     return [
-        *warnings.on_cpu(cfg, parts.trainer.mesh.devices, count_parameters(parts.model)),
+        *together.lines(
+            cfg,
+            platform=parts.trainer.mesh.devices.flat[0].platform,
+            num_devices=parts.trainer.mesh.size,
+            num_parameters=count_parameters(parts.model),
+        ),
         f"model: {cfg.model_name}, {count_parameters(parts.model):,} parameters{active}",
         f"batch: {R} replicas * {B} sequences * {L} tokens = {parts.shape.tokens:,} tokens a step",
     ]

@@ -11,7 +11,7 @@ from maxdiloco.data import corpus, kinds, packing, tokenizer
 from maxdiloco.diloco import outer, quantize, schedule
 from maxdiloco.engine import exchanges
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import base_yml, checks, config, idle_keys
+from maxdiloco.flags import base_yml, checks, config, together
 from maxdiloco.models import layers, remat, spec
 from maxdiloco.models.rope import RopeConfig
 from maxdiloco.models.spec import from_config
@@ -20,7 +20,7 @@ from maxdiloco.models.transformer import Model, count_parameters
 PACKAGE = base_yml.PACKAGE
 FOLDER = base_yml.config_folder()
 KEYS = base_yml.declared()
-MODELS = base_yml.model_names(FOLDER)
+MODELS = base_yml.model_names()
 # Those that say which model it is, not what it is like.
 CHOOSE_MODEL = {"model_name", "override_model_config"}
 
@@ -59,6 +59,8 @@ def test_every_key_says_what_it_is_where_its_default_comes_from_and_what_is_allo
         ("-1 or >= 1", [-1, 1, 5], [0, -2]),
         ("0 to 1", [0, 0.5, 1, 1.0], [-0.001, 1.001]),
         ("0 to below 1", [0, 0.999], [1, 1.0, -0.1]),
+        (">= 1e-05", [2e-05], [1e-06]),
+        ("a multiple of 2", [4], [3]),
         ("", ["anything", -5, ()], []),
     ],
 )
@@ -69,25 +71,26 @@ def test_limits_mean_what_they_say(allowed, inside, outside):
         checks.allows("about 5", 5)
 
 
-# What a row of together.yml may name beside keys; see flags/checks.py and flags/warnings.py.
-FACTS = """last_profiled_step most_fragments least_fragments rounds counted num_replicas num_tokens
-    unused_rows platform num_devices num_parameters""".split()
+# What a row of together.yml may name beside what together.py works out; the last three with keys.
+FACTS = """num_replicas num_tokens unused_rows platform num_devices num_parameters
+    given usual name""".split()
 
 
-@pytest.mark.parametrize("row", idle_keys.rows())
+@pytest.mark.parametrize("row", together.rows())
 def test_a_row_of_keys_that_do_not_go_together_names_keys_and_values_that_there_are(row):
     """One that does not would never count, or end in a traceback."""
     conditions, line = [*row.when.items(), *row.unless.items()], row.error + row.warning + row.note
-    assert conditions and bool(row.keys) == bool(row.use) != bool(line)
+    assert conditions and bool(row.use) != bool(line) and (row.keys or not row.use)
     named = {*row.keys, *dict(conditions), *re.findall(r"{(\w+)", line)}
     for name, wanted in conditions:
         if name in KEYS and KEYS[name].allowed.startswith("one of "):
-            assert checks.allows(KEYS[name].allowed, wanted), name
-        elif isinstance(wanted, str) and re.search(r"> |>= |below ", wanted):
-            named |= set(re.findall("[a-z_]{6,}", wanted))
+            allowed = checks.choices(KEYS[name].allowed)
+            assert any(re.fullmatch(base_yml.show(wanted), choice) for choice in allowed), name
+        elif isinstance(wanted, str) and re.search(r"> |>= |below |multiple ", wanted):
+            named |= set(re.findall("[a-z_]{6,}", wanted.replace("multiple", "")))
         if name == "vocab_size" and "below" in str(wanted):
             assert wanted.endswith(f" {tokenizer.ByteTokenizer().vocab_size}")
-    assert named <= {*KEYS, *FACTS}
+    assert named <= {*together.named_values(config.load([], {}), KEYS), *FACTS}
 
 
 def test_what_base_yml_allows_and_says_is_what_the_code_knows():
@@ -184,7 +187,7 @@ values["hardware"] + values[f"dcn_{axis}_parallelism"]
     attributes, subscripts = reads(source)
     assert attributes == {"steps", "log_period", "eval_steps"}
     assert subscripts == {"hardware", "dcn_.+_parallelism"}
-    names = ("checks.py", "check_model.py", "warnings.py")
+    names = ("checks.py", "together.py")
     checking = {PACKAGE / "flags" / name for name in names}
     found = [reads(path.read_text()) for path in set(PACKAGE.rglob("*.py")) - checking]
     attributes, subscripts = (set().union(*each) for each in zip(*found, strict=True))

@@ -44,7 +44,6 @@ run_name=.. | cannot name a folder
 base_output_directory=s3://b/runs | is on s3:// | Use gs://bucket/folder, or a folder on
 base_output_directory=gs:// | names no bucket | Use gs://bucket/folder
 load_parameters_path=az://b/runs | is on az:// | cannot become visible at once
-load_full_state_path=hdfs://b/runs | is on hdfs:// | a run cannot be locked
 # pairs with a default
 base_num_kv_heads=3 | base_num_query_heads=4 is not a multiple | base_num_kv_heads=1
 head_dim=33 | is odd | head_dim=34
@@ -62,8 +61,6 @@ logical_axis_rules=[embed] | embed is not [logical axis | Mesh axes: diloco, dat
 logical_axis_rules=[[embed, [fdsp]]] | [embed, [fdsp]] is not | fsdp, expert, context
 logical_axis_rules=[{embed: fsdp}] | {embed: fsdp} is not [logical axis
 num_diloco_fragments=2 | does nothing with enable_streaming_diloco=false | Use num_diloc
-num_nonlayer_fragments=2 | enable_streaming_diloco=false | or enable_streaming_diloco=true
-use_sequential_layers=true | enable_streaming_diloco=false | use_sequential_layers=false
 num_communication_overlapping_steps=100 | below diloco_sync_period=100 | Use 0 to 99
 profiler=xplane steps=5 | would end after step 6 | use steps=6 or more
 steps=-1 SYNTHETIC | dataset_type=synthetic has no end | Set steps
@@ -117,7 +114,6 @@ use_qk_norm=heads | must be one of: false, head, projection. Did you mean head?
 padded_vocab_size=383 | is below vocab_size=384 | Use at least 384, or -1 for none
 # experts
 num_experts_per_tok=2 | does nothing with num_experts=1, a dense | or set num_experts
-dcn_expert_parallelism=2 | num_experts=1, a dense | Use dcn_expert_parallelism=1
 num_experts_per_tok=5 num_experts=4 | more than num_experts=4 | Use 4 or fewer
 first_num_dense_layers=4 num_experts=4 | leaves none of base_num_decoder | Use 3 or fewer
 capacity_factor=0 num_experts=4 | must be -1 or > 0 | capacity_factor=-1

@@ -8,7 +8,7 @@ import pytest
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, checks, config, maxtext, resume
-from maxdiloco.flags.other_names import REMOVED
+from maxdiloco.flags.maxtext import removed
 
 KEYS = base_yml.declared()
 TABLES = maxtext.tables()
@@ -158,10 +158,10 @@ def test_the_old_and_the_new_name_of_a_renamed_key_mean_the_same():
     assert resume.changed_keys(stored, ours, keys=KEYS) == {}
 
 
-@pytest.mark.parametrize("name", REMOVED)
+@pytest.mark.parametrize("name", removed())
 def test_a_key_that_is_gone_is_told_with_what_to_use_instead(name, request):
     """In a stored config its old default was nothing; another value there is refused too."""
-    default, remedy = REMOVED[name]
+    default, remedy = removed()[name]
     instead = remedy.replace("VALUE", "7")
     changes = (request.config.rootpath / "CHANGELOG.md").read_text()
     assert name not in KEYS and f"`{name}`" in changes.partition("* Keys that are gone")[2]

@@ -3,17 +3,15 @@
 import pytest
 
 from maxdiloco.errors import CheckpointError
-from maxdiloco.flags import base_yml
+from maxdiloco.flags import base_yml, resume
 from maxdiloco.flags.base_yml import MAY_DIFFER, PATHS_MAY_DIFFER
-from maxdiloco.flags.resume import KEEP, change_lines, changed_keys, model_remedy, refuse_changes
-from maxdiloco.flags.shared_keys import MOST_SHOWN, difference, shared
 
 KEYS = base_yml.declared()
 BASE = {name: base_yml.as_lists(key.default) for name, key in KEYS.items()}
 
 
 def refuse(saved=BASE, keys=KEYS, **changes):
-    refuse_changes(saved, BASE | changes, keys=keys, checkpoint="runs/a/checkpoints/5")
+    resume.refuse_changes(saved, BASE | changes, keys=keys, checkpoint="runs/a/checkpoints/5")
 
 
 def test_what_base_yml_says_of_resuming_and_of_hosts_is_understood():
@@ -78,9 +76,9 @@ def test_a_key_younger_than_the_checkpoint_had_its_default_and_one_that_is_gone_
     refuse(saved)
     with pytest.raises(CheckpointError, match=r"adam_b1=0.5 \(the checkpoint has 0.9\)"):
         refuse(saved, adam_b1=0.5)
-    assert changed_keys({"old": 3}, {}, keys={}) == {"old": (3, None)}
-    assert changed_keys({"a": [1, [2]]}, {"a": (1, (2,))}, keys={}) == {}
-    assert changed_keys({"a": [1, [2]]}, {"a": (1, (3,))}, keys={}) != {}
+    assert resume.changed_keys({"old": 3}, {}, keys={}) == {"old": (3, None)}
+    assert resume.changed_keys({"a": [1, [2]]}, {"a": (1, (2,))}, keys={}) == {}
+    assert resume.changed_keys({"a": [1, [2]]}, {"a": (1, (3,))}, keys={}) != {}
 
 
 def test_the_keys_that_shape_the_parameters_are_marked_and_named_in_the_remedy():
@@ -93,19 +91,19 @@ def test_the_keys_that_shape_the_parameters_are_marked_and_named_in_the_remedy()
     marked = {name for name, key in KEYS.items() if key.resume == base_yml.SHAPES}
     assert marked == set(shapes.split())
     meta = {"config": BASE | {"base_emb_dim": 96, "head_dim": 24, "adam_b1": 0.5}}
-    assert model_remedy(BASE, keys=KEYS)(meta) == "Set base_emb_dim=96, head_dim=24."
-    assert "another program" in model_remedy(BASE, keys=KEYS)({"config": BASE})
+    assert resume.model_remedy(BASE, keys=KEYS)(meta) == "Set base_emb_dim=96, head_dim=24."
+    assert "another program" in resume.model_remedy(BASE, keys=KEYS)({"config": BASE})
 
 
 def test_lines_name_every_key_that_differs_with_both_values_and_those_beside_the_training_apart():
     new = BASE | dict(learning_rate=1e-4, log_period=5, run_name="b", mlp_activations=("gelu",))
-    lines = [line.replace(KEEP, " ") for line in change_lines(BASE, new, keys=KEYS)]
+    lines = [line.replace(resume.KEEP, " ") for line in resume.change_lines(BASE, new, keys=KEYS)]
     assert lines == [
         'changed since the checkpoint: learning_rate 0.0004 -> 0.0001, mlp_activations ["silu", '
         '"linear"] -> ["gelu"]',
         "changed beside the training: log_period 10 -> 5, run_name empty -> b",
     ]
-    assert change_lines(BASE, dict(BASE), keys=KEYS) == []
+    assert resume.change_lines(BASE, dict(BASE), keys=KEYS) == []
 
 
 # Of each group of base.yml: a key that must be equal with another value, and one that may differ;
@@ -126,7 +124,7 @@ MATRIX = {
 
 
 def same(changes, others=BASE):
-    return shared(BASE | changes, keys=KEYS) == shared(BASE | others, keys=KEYS)
+    return resume.shared(BASE | changes, keys=KEYS) == resume.shared(BASE | others, keys=KEYS)
 
 
 def test_of_each_group_one_key_must_be_equal_and_one_may_differ():
@@ -167,7 +165,7 @@ def test_a_difference_names_every_key_both_values_who_has_them_and_the_remedy():
         (1,): {"steps": 9, "sample_prompt": "Once", "seed": 0},
         tuple(range(3, 20)): {"steps": 8, "sample_prompt": "", "new_key": 1, "seed": 0},
     }
-    line = difference(groups)
+    line = resume.difference(groups)
     many = "processes 0, 2, 3, 4, 5, 6, 7, 8 and 11 more"
     assert line.startswith(
         f'steps is 8 in {many}, 9 in process 1; sample_prompt is "" in {many}, Once in process 1'
@@ -176,6 +174,6 @@ def test_a_difference_names_every_key_both_values_who_has_them_and_the_remedy():
     assert "give each the same command, yml file and M_<KEY> variables" in line
     assert "seed" not in line
     one, other = ("rule, " * 40 + end for end in ("first" + "x" * 200, "second"))
-    line = difference({(0,): {"rules": one}, (1,): {"rules": other}}).partition(". All ")[0]
+    line = resume.difference({(0,): {"rules": one}, (1,): {"rules": other}}).partition(". All ")[0]
     assert "first" in line and "second" in line
-    assert len(line) < 2 * MOST_SHOWN + 60
+    assert len(line) < 2 * resume.LONGEST + 60

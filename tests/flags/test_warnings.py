@@ -1,14 +1,17 @@
 """What works but is seldom meant, and what -1 stands for in the outer rate and momentum."""
 
 import re
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from maxdiloco import train
 from maxdiloco.diloco import outer
-from maxdiloco.flags import config, warnings
+from maxdiloco.flags import config, together
+
+
+def said(kind, *keys, **facts):
+    found = together.lines(config.load(keys, {}), **facts)
+    return [line for line in found if line.startswith(kind)]
 
 
 @pytest.mark.parametrize(
@@ -29,19 +32,17 @@ from maxdiloco.flags import config, warnings
     ],
 )
 def test_what_works_but_is_seldom_meant_is_a_warning(flags, words):
-    lines = config.warnings(config.load(flags.split(), {}))
+    lines = said("warning: ", *flags.split())
     assert len(lines) == bool(words)
     assert all(word in line for line in lines for word in words)
 
 
 def lines(*keys, num_replicas=2):
-    cfg = config.load(keys, {})
-    return warnings.of_run(cfg, num_replicas=num_replicas, num_tokens=257)
+    return said("", *keys, num_replicas=num_replicas, num_tokens=257)
 
 
 def on_cpu(*keys, platform="cpu", size=7 * 10**9):
-    devices = np.array([SimpleNamespace(platform=platform)] * 8)
-    return warnings.on_cpu(config.load(keys, {}), devices, size)
+    return said("", *keys, platform=platform, num_devices=8, num_parameters=size)
 
 
 def test_one_replica_a_vocabulary_far_above_the_tokenizers_and_a_cpu_are_warnings():
@@ -63,7 +64,7 @@ def test_one_replica_a_vocabulary_far_above_the_tokenizers_and_a_cpu_are_warning
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "expected"),
     [
         ("steps=200", ["10 rounds of diloco_sync_period=20, few to judge"]),
         ("steps=20", ["1 round of"]),
@@ -79,10 +80,10 @@ def test_one_replica_a_vocabulary_far_above_the_tokenizers_and_a_cpu_are_warning
         ("steps=200 enable_diloco=false", []),
     ],
 )
-def test_a_run_of_few_rounds_says_what_to_expect(keys, said):
-    found = warnings.short_run(config.load(["diloco_sync_period=20", *keys.split()], {}))
-    assert len(found) == len(said)
-    assert all(re.search(words, line) for words, line in zip(said, found, strict=True))
+def test_a_run_of_few_rounds_says_what_to_expect(keys, expected):
+    found = said("note: ", "diloco_sync_period=20", *keys.split())
+    assert len(found) == len(expected)
+    assert all(re.search(words, line) for words, line in zip(expected, found, strict=True))
 
 
 @pytest.mark.parametrize(
