@@ -75,7 +75,7 @@ def look(
         return Start(0, text.first_position(M, B), origin, None)
     run_tokenizer.refuse_another(cfg, saved.meta, saved.path, fingerprint=data["tokenizer"])
     resumed.refuse_changes(cfg, saved, B=B, data=data)
-    position = Position.from_dict(saved.meta["position"])
+    position = Position(**saved.meta["position"])
     position = text.next_position(position, saved.step + 1, M, B)
     return Start(saved.step, position, f"resumed after step {saved.step}", saved)
 
