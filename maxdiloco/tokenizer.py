@@ -1,7 +1,6 @@
 """A tokenizer for your text: `python -m maxdiloco.tokenizer SOURCE out=tok.json vocab_size=32000`.
 
-Trains a byte-level BPE, which gives back every text exactly. Train with it:
-`tokenizer_type=huggingface tokenizer_path=tok.json`.
+It is a byte-level BPE, which gives back every text exactly.
 """
 
 import os
@@ -54,10 +53,18 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in HELP:
         say("\n".join([USAGE, *option_lines(OPTIONS)]))
         return 0
-    options, _ = read_options(argv[1:], OPTIONS, "tokenizer")
-    check_out(options.out)
-    package = tokenizers.package("huggingface")
     path = argv[0]
+    options, _ = read_options(argv[1:], OPTIONS, "tokenizer")
+    if not options.out:
+        raise ConfigError("out is empty: it says which file to write. Set out=tok.json.")
+    if os.path.exists(options.out):
+        raise ConfigError(
+            f"out={options.out} exists already, and runs may use it. Give another name, or remove "
+            "it."
+        )
+    if not os.path.isdir(os.path.dirname(options.out) or os.curdir):
+        raise ConfigError(f"out={options.out}: its folder does not exist. Make it first.")
+    package = tokenizers.package("huggingface")
     source = kinds.open_for_user(kinds.Source(options.dataset_type, path, options.text_column))
     count: Counter[str] = Counter()
     pieces = texts(source, count, allowed=options.max_corrupted_records)
@@ -81,24 +88,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def check_out(out: str) -> None:
-    """Raise ConfigError for a file that cannot be made."""
-    if not out:
-        raise ConfigError("out is empty: it says which file to write. Set out=tok.json.")
-    if os.path.exists(out):
-        raise ConfigError(
-            f"out={out} exists already, and runs may use it. Give another name, or remove it."
-        )
-    if not os.path.isdir(os.path.dirname(out) or os.curdir):
-        raise ConfigError(f"out={out}: its folder does not exist. Make it first.")
-
-
 def train(package: types.ModuleType, pieces: Iterable[str], vocab_size: int):
-    """A byte-level BPE of text. package: tokenizers.
-
-    The text is read piece by piece; in memory are its distinct words. The same pieces give the
-    same tokenizer.
-    """
+    """A byte-level BPE of text, a function of its pieces. package: tokenizers. The text is read
+    piece by piece; in memory are its distinct words."""
     byte_level = package.pre_tokenizers.ByteLevel
     tokenizer = package.Tokenizer(package.models.BPE())
     tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
@@ -114,11 +106,9 @@ def train(package: types.ModuleType, pieces: Iterable[str], vocab_size: int):
 
 
 def texts(source: kinds.Reader, count: Counter[str], *, allowed: int = 0) -> Iterator[str]:
-    """The text of a source in pieces of at most PIECE characters.
-
-    count: gets the documents and bytes that were read. allowed: damaged records that are skipped.
-    Raises DataError for text that is unreadable and for one damaged record more.
-    """
+    """The text of a source in pieces of at most PIECE characters. count: gets the documents and
+    bytes that were read. allowed: damaged records that are skipped. Raises DataError for text that
+    is unreadable and for one damaged record more."""
     damaged: list[Damaged] = []
     for span in source.spans(_SPAN):
         for item in source.read(span):

@@ -10,26 +10,20 @@ from maxdiloco.storage import shared_folder
 
 
 def contents(data: str, *, key: str = "dataset_path") -> str:
-    """The contents of the data. Raises DataError unless they are the same in all processes.
-
-    key: what gave the data, for the message.
-    """
+    """The contents of data that key names. Raises DataError unless all processes have the same."""
     shared_folder.meet()  # the first process may still wait for the lock of the run's folder
-    return _same(
-        data,
-        key,
-        "text. Give every host the same files; the built-in text differs with the version of "
-        "Python.",
-    )
+    remedy = "the same files; the built-in text differs with the version of Python."
+    return _same(data, key, "text", remedy)
 
 
 def tokenizer(fingerprint: str) -> str:
     """The fingerprint of the tokenizer. Raises DataError unless all processes have the same."""
-    return _same(fingerprint, "tokenizer_path", "tokenizers. Give every host the same files.")
+    return _same(fingerprint, "tokenizer_path", "tokenizers", "the same files.")
 
 
-def _same(text: str, key: str, what: str) -> str:
+def _same(text, key, what, remedy):
     checksum = zlib.crc32(text.encode()) >> 1  # fits a signed 32-bit integer
     if in_any_process(from_first_process(checksum) != checksum):
-        raise DataError(f"{key}: process {jax.process_index()} and others have different {what}")
+        who = f"process {jax.process_index()} and others"
+        raise DataError(f"{key}: {who} have different {what}. Give every host {remedy}")
     return text

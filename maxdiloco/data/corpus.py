@@ -36,10 +36,9 @@ def find_files(path: str, key: str, suffixes: tuple[str, ...] = SUFFIXES) -> lis
     """Files of a data set, sorted by path.
 
     path: a folder (searched with its subfolders for suffixes, hidden ones left out), a file or a
-      glob; empty: the source of the running Python's standard library. Links to folders inside a
-      folder, and below the ** of a glob, are not followed: they may be cycles.
-    key: the flag of the path, for messages.
-    Raises DataError when there is none or a folder cannot be read.
+    glob; empty: the source of the running Python's standard library. Links to folders inside a
+    folder, and below the ** of a glob, are not followed. Raises DataError when there is none or a
+    folder cannot be read.
     """
     expanded, given = os.path.expanduser(path), f"{key}={path}"
     if not path:
@@ -108,10 +107,8 @@ def _folders(root, skipped, source):
 
 
 def _matches(pattern, source):
-    """Names that a glob matches; unlike glob.glob, links to folders below ** are not followed.
-
-    With one that leads back up glob.glob lists everything 40 times, with two it never ends.
-    """
+    """Names that a glob matches; unlike glob.glob, links to folders below ** are not followed. With
+    one that leads back up glob.glob lists everything 40 times, with two it never ends."""
     parts = pattern.split(os.sep)
     if "**" not in parts:
         return set(glob.glob(pattern))
@@ -126,10 +123,7 @@ def _matches(pattern, source):
 
 
 def stamp(path: str) -> Stamp:
-    """The stamp of a file, which is opened: an unreadable one is an error at the start.
-
-    Raises DataError when it cannot be read.
-    """
+    """The stamp of a file, which is opened. Raises DataError when it cannot be read."""
     with reading(path):
         if not modes.S_ISREG(os.stat(path).st_mode):
             raise DataError(
@@ -141,10 +135,8 @@ def stamp(path: str) -> Stamp:
 
 @contextlib.contextmanager
 def reading(path: str, remedy: str = "") -> Iterator[None]:
-    """Raises DataError for a file that the system refuses to read inside the `with`.
-
-    remedy: sentences; by default to mend the file or to leave it out.
-    """
+    """Raises DataError for a file that the system refuses to read inside the `with`. remedy:
+    sentences; by default to mend the file or to leave it out."""
     try:
         yield
     except OSError as error:

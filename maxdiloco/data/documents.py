@@ -27,23 +27,15 @@ SAMPLE_BYTES = 4096
 
 @dataclasses.dataclass(frozen=True)
 class ByteDocuments:
-    """Table of documents in file order; arrays int64 [documents].
-
-    stamps: of each path, when the table was made. file: index into paths; offset, stored: where
-    the document or its .jsonl line is [bytes]; size: length of its text [bytes], never 0.
-    column: field of a .jsonl line with the text.
-    """
+    """Table of documents in file order; arrays int64 [documents]."""
 
     paths: tuple[str, ...]
-    stamps: tuple[Stamp, ...]
-    file: np.ndarray
-    offset: np.ndarray
-    stored: np.ndarray
-    size: np.ndarray
-    column: str
-
-    def __len__(self) -> int:
-        return len(self.size)
+    stamps: tuple[Stamp, ...]  # of each path, when the table was made
+    file: np.ndarray  # index into paths
+    offset: np.ndarray  # where the document or its .jsonl line begins [bytes]
+    stored: np.ndarray  # its length there
+    size: np.ndarray  # length of the text [bytes], never 0
+    column: str  # field of a .jsonl line with the text
 
     @property
     def lengths(self) -> np.ndarray:
@@ -51,11 +43,9 @@ class ByteDocuments:
         return self.size + 1
 
     def read(self, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
-        """Tokens of pieces, uint16, one array for each, in the order of the pieces.
-
-        Neighbouring pieces of one file cost one open. Raises DataError for a file that is gone or
-        has changed since the table was made.
-        """
+        """Tokens of pieces, uint16, one array for each, in the order of the pieces. Neighbouring
+        pieces of one file cost one open. Raises DataError for a file that is gone or has changed
+        since the table was made."""
         pieces = list(pieces)
         of_text = [(number, max(begin - 1, 0), end - 1) for number, begin, end in pieces]
         for (_, begin, _), data in zip(pieces, self.read_bytes(of_text), strict=True):
@@ -97,7 +87,7 @@ class ByteDocuments:
     def summary(self) -> str:
         """Files, documents and bytes of text, for the user."""
         size = int(self.size.sum())
-        return f"{len(self.paths):,} files, {len(self):,} documents, {size:,} bytes"
+        return f"{len(self.paths):,} files, {len(self.size):,} documents, {size:,} bytes"
 
     def contents(self) -> Iterator[bytes]:
         """Lengths of the documents and a hash of `sampled` pieces, which are read."""
@@ -122,8 +112,7 @@ def sampled(sizes: np.ndarray) -> list[Piece]:
     documents = np.searchsorted(ends, places, side="right")
     begins = places - starts[documents]
     stops = np.minimum(begins + SAMPLE_BYTES, sizes[documents])
-    columns = (documents.tolist(), begins.tolist(), stops.tolist())
-    return list(zip(*columns, strict=True))
+    return list(zip(documents.tolist(), begins.tolist(), stops.tolist(), strict=True))
 
 
 def read_table(

@@ -22,25 +22,17 @@ class Source(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A value of dataset_type.
+    """A value of dataset_type."""
 
-    open: (path, key, column) to text that is not yet tokenised; None: there is none to tokenise.
-    suffixes: of the files that are read of a folder; empty: all of it, or it is no folder.
-    in_place: suffixes of those whose bytes are tokens as they are, for the byte tokenizer.
-    """
-
+    # (path, key, column) -> text that is not yet tokenised; None: there is none to tokenise.
     open: Callable[[str, str, str], Reader] | None = None
-    suffixes: tuple[str, ...] = ()
-    in_place: tuple[str, ...] = ()
+    suffixes: tuple[str, ...] = ()  # of the files read of a folder; empty: all, or it is none
+    in_place: bool = False  # the bytes of some are tokens as they are, for the byte tokenizer
 
 
 KINDS: Mapping[str, Kind] = MappingProxyType({
-    "text": Kind(
-        partial(files.open_files, files.TEXT, files.check_text), files.TEXT, corpus.SUFFIXES
-    ),
-    "parquet": Kind(
-        partial(files.open_files, files.PARQUET, files.check_parquet), files.PARQUET
-    ),
+    "text": Kind(partial(files.open_files, files.TEXT, files.check_text), files.TEXT, True),
+    "parquet": Kind(partial(files.open_files, files.PARQUET, files.check_parquet), files.PARQUET),
     "hf": Kind(tables.open_hub),
     "arrayrecord": Kind(),
     "synthetic": Kind(),
@@ -48,11 +40,8 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
 
 
 def open_source(source: Source, key: str) -> Reader:
-    """Text that is not yet tokenised. key: the flag of its path, for messages.
-
-    Raises DataError for data that are missing or unreadable, and for a prepared folder; ConfigError
-    for a kind that has no text, and without a package.
-    """
+    """Text that is not yet tokenised. key: of its path. Raises DataError for data that are missing,
+    unreadable or prepared, ConfigError for a kind that has no text, and without a package."""
     kind, path, column = source
     readers = {name: row.open for name, row in KINDS.items() if row.open}
     if kind not in readers:

@@ -14,21 +14,17 @@ from maxdiloco import json_text
 from maxdiloco.data.corpus import Stamp
 from maxdiloco.storage import durable
 
-# Count its number up when the tokenizer changes the sizes of documents.
-_MAGIC = b"maxdiloco line index 1 "
+# With a checksum of the rest. Count its number up when the tokenizer changes documents' sizes.
+_HEAD = b"maxdiloco line index 1 %08x\n"
 
 
 class LineIndex:
-    """Documents of .jsonl files, by path; a NUL and a field follow that of another than column.
-
-    A file's documents are int64 [D, 3]: offset and length of a line, size of its text [bytes].
-    column: the field that holds the text. report: called with one line for the user.
-    A file whose stamp has changed is unknown.
-    """
+    """Documents of .jsonl files, by path; a NUL and a field follow that of another than column."""
 
     def __init__(self, column: str, report: Callable[[str], None] = lambda line: None):
-        self.column = column
-        self.report = report
+        self.column = column  # the field that holds the text
+        self.report = report  # called with one line for the user
+        # Of a file int64 [D, 3]: offset and length of a line, size of its text [bytes].
         self._loaded: dict[str, tuple[Stamp, np.ndarray]] = {}
         self._used: dict[str, tuple[Stamp, np.ndarray]] = {}
         self._changed = False
@@ -47,16 +43,13 @@ class LineIndex:
         self._changed = True
 
     def load(self, path: epath.Path) -> None:
-        """Read what `save` wrote; a file that is missing, damaged or of another column is ignored.
-
-        Raises OSError, ImportError (gs:// without gcsfs) where it cannot be read.
-        """
+        """Read what `save` wrote; a missing, damaged or other file is ignored. Raises OSError."""
         try:
             data = path.read_bytes()
         except FileNotFoundError:
             return
         begin = data.find(b"\n") + 1
-        if data[:begin] != _head(zlib.crc32(memoryview(data)[begin:])):
+        if data[:begin] != _HEAD % zlib.crc32(memoryview(data)[begin:]):
             self.report(f"note: {path} is damaged or of another version: .jsonl files are read.")
             return
         end = data.index(b"\n", begin) + 1
@@ -69,10 +62,7 @@ class LineIndex:
             self._loaded[name] = (Stamp(size, mtime), documents_D3[stop - count : stop])
 
     def save(self, path: epath.Path) -> None:
-        """Write the index of the files in use, unless it has not changed.
-
-        The file appears whole or not at all. Raises OSError, ImportError as load does.
-        """
+        """Write the index of the files in use, unless it has not changed. Raises OSError."""
         if not self._changed:
             return
         files = [[name, *stamp, len(table)] for name, (stamp, table) in self._used.items()]
@@ -80,10 +70,6 @@ class LineIndex:
         documents_D3 = np.concatenate([table for _, table in self._used.values()]).astype("<i8")
         checksum = zlib.crc32(documents_D3, zlib.crc32(about))
         with durable.replacing(path) as part, part.open("wb") as file:
-            file.write(_head(checksum) + about)
+            file.write(_HEAD % checksum + about)
             file.write(documents_D3)
         self._changed = False
-
-
-def _head(checksum: int) -> bytes:
-    return _MAGIC + b"%08x\n" % checksum

@@ -4,14 +4,13 @@
 """
 
 import dataclasses
-import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from maxdiloco.data import order, pipeline
+from maxdiloco.data import order, packing, pipeline
 from maxdiloco.data.order import Interleave, Position, SourcesRead
 from maxdiloco.data.pipeline import Batch, Dataset
 from maxdiloco.data.text import Request, TextWindows
@@ -20,7 +19,6 @@ from maxdiloco.errors import ConfigError, DataError
 _PREFIX = "mixture "
 
 
-@dataclasses.dataclass(frozen=True)
 class Mixture:
     """Sources of sequences, as a pipeline.Dataset is one.
 
@@ -32,21 +30,13 @@ class Mixture:
     drawn for each step: otherwise a replica could meet one source only.
     """
 
-    names: tuple[str, ...]
-    sources: tuple[Dataset, ...]
-    shares: dict[str, int]
-    seed: int
-    computed: bool = False
-
-    @functools.cached_property
-    def by_share(self) -> Interleave:
-        """The order of sources that the shares give."""
-        return Interleave.of([self.shares[name] for name in self.names])
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return f"dataset_mixture of {', '.join(self.names)}"
+    def __init__(
+        self, names: Sequence[str], sources: Sequence[Dataset], shares: dict[str, int], seed: int
+    ):
+        self.names, self.sources, self.shares, self.seed = names, sources, shares, seed
+        self.by_share = Interleave([shares[name] for name in names]) if shares else None
+        self.name = f"dataset_mixture of {', '.join(names)}"
+        self.computed = False
 
     @property
     def contents(self) -> str:
@@ -63,7 +53,7 @@ class Mixture:
         """Every source goes on with its next unread sequence, also with other weights or M."""
         moved = order.next_position(position, step, M, B)
         if self.shares:
-            if self.shares == position.sources.shares:
+            if self.shares == position.sources["shares"]:
                 return moved
             base = position.base + position.sequences_before(step)
             moved = dataclasses.replace(moved, base=base, s0=step)
@@ -100,7 +90,7 @@ class Mixture:
         self.check_size(position)
         M, B, state = position.M, position.B, position.sources
         pairs = zip(self.names, self.sources, strict=True)
-        left_K = [source.num_windows - state.read[name] for name, source in pairs]
+        left_K = [source.num_windows - state["read"][name] for name, source in pairs]
         if not self.shares:
             steps = (left // (self._replicas_of(k, M) * B) for k, left in enumerate(left_K))
             return position.s0 - 1 + min(steps)
@@ -109,7 +99,7 @@ class Mixture:
             for k, left in enumerate(left_K)
             if self.shares[self.names[k]]
         ]
-        return position.s0 - 1 + (state.begun + min(ends) - position.base) // (M * B)
+        return position.s0 - 1 + (state["begun"] + min(ends) - position.base) // (M * B)
 
     def read(self, position: Position, step: int, replicas: ArrayLike, rows: ArrayLike) -> Batch:
         """Rows of a step (Dataset)."""
@@ -128,7 +118,7 @@ class Mixture:
         arrays = np.asarray(replicas, np.int64), np.asarray(rows, np.int64)
         replicas, rows = np.broadcast_arrays(*arrays)
         M, B, state = position.M, position.B, position.sources
-        read_K = np.array([state.read[name] for name in self.names], np.int64)
+        read_K = np.array([state["read"][name] for name in self.names], np.int64)
         if not self.shares:
             source, rank = replicas % len(self.sources), replicas // len(self.sources)
             group = self._replicas_of(source, M)
@@ -137,7 +127,7 @@ class Mixture:
             flat = (replicas * B + rows).reshape(-1)
             drawn = order.permute(flat, size=M * B, seed=self.seed, epoch=step)
             index = order.indices(position, step, *np.divmod(drawn, B)).reshape(rows.shape)
-            source, number = self.by_share.at(index - state.begun)
+            source, number = self.by_share.at(index - state["begun"])
         return source, read_K[source] + number
 
     def metrics(self, position: Position, step: int) -> dict[str, float]:
@@ -172,17 +162,17 @@ class Mixture:
     def _sequences_read(self, position, step):
         """Sequences of each source read before `step`, by name."""
         state = position.sources
-        if state.shares:
+        if state["shares"]:
             by_share = self.by_share
-            if state.shares != self.shares:
-                by_share = Interleave.of([state.shares[name] for name in self.names])
-            index = position.base + position.sequences_before(step) - state.begun
+            if state["shares"] != self.shares:
+                by_share = Interleave([state["shares"][name] for name in self.names])
+            index = position.base + position.sequences_before(step) - state["begun"]
             new_K = by_share.before(index).tolist()
         else:
             steps, K = step - position.s0, len(self.names)
             new_K = [steps * self._replicas_of(k, position.M) * position.B for k in range(K)]
         new = zip(self.names, new_K, strict=True)
-        return {name: state.read[name] + count for name, count in new}
+        return {name: state["read"][name] + count for name, count in new}
 
     def _replicas_of(self, source, M):
         """How many of M replicas read a source."""
@@ -201,29 +191,20 @@ def changed_sources(before: str, after: str) -> list[str]:
     return sorted({part.partition("=")[0] for part in parts[0] ^ parts[1] if "=" in part})
 
 
-@dataclasses.dataclass(frozen=True)
 class JoinedWindows:
     """The windows of several sources one after the other."""
 
-    sources: tuple[TextWindows, ...]
-
-    @property
-    def length(self) -> int:
-        """L."""
-        return self.sources[0].length
-
-    @property
-    def num_windows(self) -> int:
-        """Of all sources."""
-        return sum(source.num_windows for source in self.sources)
+    def __init__(self, sources: Sequence[TextWindows]):
+        self.sources, self.length = sources, sources[0].length
+        self._starts = packing.starts_of([source.num_windows for source in sources])
+        self.num_windows = int(self._starts[-1])
 
     def read(self, windows_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and segment ids, int32 [N, L] (TextWindows)."""
         tokens_NL = np.zeros((len(windows_N), self.length), np.int32)
         segments_NL = np.zeros_like(tokens_NL)
-        starts = np.cumsum([0, *(source.num_windows for source in self.sources)])
-        for k, mine in _by_source(np.searchsorted(starts, windows_N, side="right") - 1):
-            own_N = windows_N[mine] - starts[k]
+        for k, mine in _by_source(np.searchsorted(self._starts, windows_N, side="right") - 1):
+            own_N = windows_N[mine] - self._starts[k]
             tokens_NL[mine], segments_NL[mine] = self.sources[k].read(own_N)
         return tokens_NL, segments_NL
 
@@ -241,20 +222,19 @@ def open_mixture(
     """Sources as one; the eval split is a Dataset: their held-out parts, each sequence once.
 
     requests: by name, in the order of the replicas where there are no weights. seed: of the rows of
-    a step. Raises DataError as pipeline.open_dataset, with the source's name.
-    """
+    a step. Raises DataError, with the source's name."""
     names, sources = tuple(requests), []
     for name, request in requests.items():
         named = f"dataset_mixture, source {name}"
         try:
-            sources.append(dataclasses.replace(pipeline.open_dataset(request), name=named))
+            source = pipeline.open_dataset(request)
         except DataError as error:
             raise DataError(f"{named}: {error}") from error
+        sources.append(Dataset(source.windows, source.seed, named))
     if requests[names[0]].split == "eval":
-        windows = JoinedWindows(tuple(source.windows for source in sources))
+        windows = JoinedWindows([source.windows for source in sources])
         return Dataset(windows, pipeline.EVAL_SEED, f"dataset_mixture of {', '.join(names)}")
-    shares = {}
-    if weights:
-        found = order.shares([weights[name] for name in names])
-        shares = dict(zip(names, found, strict=True))
-    return Mixture(names, tuple(sources), shares, seed)
+    if not weights:
+        return Mixture(names, sources, {}, seed)
+    share_K = order.shares([weights[name] for name in names])
+    return Mixture(names, sources, dict(zip(names, share_K, strict=True)), seed)

@@ -11,7 +11,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -27,45 +27,27 @@ _ROUNDS = 6
 LONGEST_PERIOD = 100_000
 
 
-@dataclasses.dataclass(frozen=True)
-class SourcesRead:
-    """How far the sources of a mixture are read, by name.
+class SourcesRead(TypedDict):
+    """How far the sources of a mixture are read, by name."""
 
-    begun: index at which the present shares began. read: sequences of each source before it.
-    shares: of each source in a period (`shares`); empty for replicas with sources of their own.
-    """
-
-    begun: int
-    read: dict[str, int]
-    shares: dict[str, int]
+    begun: int  # index at which the present shares began
+    read: dict[str, int]  # sequences of each source before it
+    shares: dict[str, int]  # in a period; empty for replicas with sources of their own
 
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Reading position: step s, replica m, row b reads index base + ((s - s0)*M + m)*B + b.
+    """Reading position: step s, replica m, row b reads index base + ((s - s0)*M + m)*B + b."""
 
-    base: index of the first sequence of step s0 (1-based). sources: of a mixture, else None.
-    """
-
-    base: int
-    s0: int
+    base: int  # index of the first sequence of step s0
+    s0: int  # 1-based
     M: int
     B: int
-    sources: SourcesRead | None = None
+    sources: SourcesRead | None = None  # of a mixture
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name, for a checkpoint's JSON."""
-        fields = dataclasses.asdict(self)
-        if self.sources is None:
-            del fields["sources"]
-        return fields
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> "Position":
-        """The position that `to_dict` wrote."""
-        if "sources" in fields:
-            fields = fields | {"sources": SourcesRead(**fields["sources"])}
-        return cls(**fields)
+        return {name: value for name, value in vars(self).items() if value is not None}
 
     def sequences_before(self, step: int) -> int:
         """Sequences from step s0 to before `step`."""
@@ -78,10 +60,8 @@ def first_position(M: int, B: int) -> Position:
 
 
 def next_position(position: Position, step: int, M: int, B: int) -> Position:
-    """Position of a run that goes on with `step`, with M and B; with the same ones unchanged.
-
-    No step before `step` has read its base: no sequence is left out or read twice in an epoch.
-    """
+    """Position of a run that goes on with `step`, with M and B; with the same ones unchanged. No
+    step before `step` has read its base: no sequence is left out or read twice in an epoch."""
     if (M, B) == (position.M, position.B):
         return position
     base = position.base + position.sequences_before(step)
@@ -91,9 +71,8 @@ def next_position(position: Position, step: int, M: int, B: int) -> Position:
 def indices(position: Position, step: int, replicas, rows) -> np.ndarray:
     """Indices that a step reads, int64, counted on through the epochs: Algorithm 2, line 3.
 
-    step: 1-based, position.s0 or later. replicas, rows: numbers below M and B, arrays that
-    broadcast against each other: two of equal length name pairs (m, b), np.ix_(replicas, rows)
-    names all rows of each replica.
+    step: 1-based, position.s0 or later. replicas, rows: numbers below M and B that broadcast: two
+    arrays of equal length name pairs (m, b), np.ix_(replicas, rows) all rows of each replica.
     """
     replicas, rows = np.asarray(replicas, np.int64), np.asarray(rows, np.int64)
     assert step >= position.s0
@@ -177,25 +156,16 @@ def shares(weights_K: Sequence[Fraction]) -> tuple[int, ...]:
     return tuple(rounded)
 
 
-@dataclasses.dataclass(frozen=True)
 class Interleave:
-    """A period of the order of sources, repeated.
+    """A period of the order of sources, repeated: the earliest deadline goes first.
 
-    After any n indices source k has had less than one sequence more or fewer than its share of n.
-    source_T: source of each index of a period. number_T: how many of that source come before.
+    share_K: sequences of each source in a period, T in all. After any n indices source k has had
+    less than one sequence more or fewer than its share of n: proportionate fairness (Baruah, Cohen,
+    Plaxton, Varvel 1996) on one processor. Sequence j of a source with share a is due in places
+    floor(j*T/a) to ceil((j+1)*T/a) - 1.
     """
 
-    source_T: np.ndarray
-    number_T: np.ndarray
-    share_K: np.ndarray
-
-    @classmethod
-    def of(cls, share_K: Sequence[int]) -> "Interleave":
-        """The order for these shares, of T in all: the earliest deadline goes first.
-
-        Sequence j of a source with share a is due in places floor(j*T/a) to ceil((j+1)*T/a) - 1:
-        proportionate fairness (Baruah, Cohen, Plaxton, Varvel 1996) on one processor.
-        """
+    def __init__(self, share_K: Sequence[int]):
         T = sum(share_K)
         released = [(0, k, 0) for k, share in enumerate(share_K) if share]
         due: list[tuple[int, int, int]] = []
@@ -205,25 +175,26 @@ class Interleave:
                 _, k, number = heapq.heappop(released)
                 heapq.heappush(due, (-(-(number + 1) * T // share_K[k]), k, number))
             _, k, number = heapq.heappop(due)
-            source_T[place], number_T[place] = k, number
+            source_T[place], number_T[place] = k, number  # how many of that source come before
             if number + 1 < share_K[k]:
                 heapq.heappush(released, ((number + 1) * T // share_K[k], k, number + 1))
-        return cls(source_T, number_T, np.array(share_K, np.int64))
+        self._source_T, self._number_T = source_T, number_T
+        self._share_K = np.array(share_K, np.int64)
 
     def at(self, indices_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Sources of indices, and their numbers there, int64 [N]."""
-        period_N, place_N = np.divmod(indices_N, len(self.source_T))
-        source_N = self.source_T[place_N]
-        return source_N, period_N * self.share_K[source_N] + self.number_T[place_N]
+        period_N, place_N = np.divmod(indices_N, len(self._source_T))
+        source_N = self._source_T[place_N]
+        return source_N, period_N * self._share_K[source_N] + self._number_T[place_N]
 
     def before(self, index: int) -> np.ndarray:
         """Sequences of each source before an index, int64 [K]."""
-        period, place = divmod(index, len(self.source_T))
-        part_K = np.bincount(self.source_T[:place], minlength=len(self.share_K))
-        return period * self.share_K + part_K
+        period, place = divmod(index, len(self._source_T))
+        part_K = np.bincount(self._source_T[:place], minlength=len(self._share_K))
+        return period * self._share_K + part_K
 
     def index_of(self, source: int, number: int) -> int:
         """The index of a source's number-th sequence; its share is not 0."""
-        period, number = divmod(number, int(self.share_K[source]))
-        place = np.flatnonzero(self.source_T == source)[number]
-        return period * len(self.source_T) + int(place)
+        period, number = divmod(number, int(self._share_K[source]))
+        place = np.flatnonzero(self._source_T == source)[number]
+        return period * len(self._source_T) + int(place)

@@ -7,11 +7,8 @@ from maxdiloco.errors import ConfigError
 
 
 def require(name: str, user: str, *, extra: str, otherwise: str = "") -> types.ModuleType:
-    """A module of a package.
-
-    user: what needs it, the subject of the message. extra: of setup.py that has it. otherwise: the
-    end of the message. Raises ConfigError where it cannot be imported.
-    """
+    """A module of a package. Raises ConfigError where it cannot be imported. user: what needs it.
+    extra: of setup.py that has it. otherwise: the end of the message."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

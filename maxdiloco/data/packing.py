@@ -49,19 +49,18 @@ class EndToEnd:
     length: int
     num_windows: int
 
-    def pieces(self, window: int) -> tuple[list[int], list[Piece]]:
-        """First places of the pieces in a window, ascending, and the pieces."""
+    def pieces(self, window: int) -> list[Piece]:
+        """The pieces in a window, side by side from its begin."""
         begin = window * self.length
         end = begin + self.length
         document = int(np.searchsorted(self.starts, begin, side="right")) - 1
-        places, pieces = [], []
+        pieces = []
         while document < len(self.lengths_D) and self.starts[document] < end:
             start = int(self.starts[document])
             stop = start + int(self.lengths_D[document])
-            places.append(max(start, begin) - begin)
             pieces.append((document, max(begin - start, 0), min(end, stop) - start))
             document += 1
-        return places, pieces
+        return pieces
 
     def num_tokens(self, windows_N: np.ndarray) -> np.ndarray:
         """Tokens of documents in windows, int64 [N]: L less the padding of the last document."""
@@ -73,34 +72,23 @@ class EndToEnd:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Windows whose pieces are listed; a document's pieces are L tokens long, but its last one.
-
-    first_D: number of each document's first piece when pieces are counted through the documents.
-    piece_P: these numbers, window by window. begin_W: where a window's pieces begin in piece_P.
-    filled_W: tokens of each window. first_D and begin_W have an end too (starts_of).
-    """
+    """Windows whose pieces are listed; a document's pieces are L tokens long, but its last one."""
 
     lengths_D: np.ndarray
-    first_D: np.ndarray
-    piece_P: np.ndarray
-    begin_W: np.ndarray
-    filled_W: np.ndarray
+    first_D: np.ndarray  # first piece of each document, counted through all of them, and their end
+    piece_P: np.ndarray  # numbers of the pieces, window by window
+    begin_W: np.ndarray  # where a window's begin there, and their end
+    filled_W: np.ndarray  # tokens of each window
     length: int
+    num_windows: int
 
-    @property
-    def num_windows(self) -> int:
-        """W."""
-        return len(self.filled_W)
-
-    def pieces(self, window: int) -> tuple[list[int], list[Piece]]:
-        """First places of the pieces in a window, and the pieces, in the order of the documents."""
+    def pieces(self, window: int) -> list[Piece]:
+        """The pieces in a window, side by side, in the order of the documents."""
         numbers = self.piece_P[self.begin_W[window] : self.begin_W[window + 1]]
         documents = np.searchsorted(self.first_D, numbers, side="right") - 1
         begins = (numbers - self.first_D[documents]) * self.length
         ends = np.minimum(begins + self.length, self.lengths_D[documents])
-        places = np.cumsum(ends - begins) - (ends - begins)
-        pieces = zip(documents.tolist(), begins.tolist(), ends.tolist(), strict=True)
-        return places.tolist(), list(pieces)
+        return list(zip(documents.tolist(), begins.tolist(), ends.tolist(), strict=True))
 
     def num_tokens(self, windows_N: np.ndarray) -> np.ndarray:
         """Tokens of documents in windows, int64 [N]."""
@@ -122,7 +110,7 @@ def _best_fit_layout(lengths_D, length):
     begin_W = starts_of(np.bincount(window_P, minlength=W))
     filled_W = np.bincount(window_P, weights=size_P, minlength=W).astype(np.int32)
     piece_P = np.argsort(window_P, kind="stable")
-    return Table(lengths_D, first_D, piece_P, begin_W, filled_W, length)
+    return Table(lengths_D, first_D, piece_P, begin_W, filled_W, length, W)
 
 
 def best_fit(size_P: np.ndarray, length: int) -> tuple[np.ndarray, int]:

@@ -2,11 +2,9 @@
 
     # R replicas  B sequences per replica  L tokens  N windows
 
-A batch is {"tokens": int32 [..., L], "segment_ids": int32 [..., L]}; the dims before L are those
-of the rows asked for.
+A batch is {"tokens", "segment_ids"}, int32 [..., L]; the dims before L are those of the rows.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing
 from typing import Any
@@ -28,32 +26,20 @@ Batches = AbstractContextManager[Iterator[Batch]]  # leaving it ends the thread 
 EVAL_SEED = 0
 
 
-@dataclasses.dataclass(frozen=True)
 class Dataset:
-    """A split of a data set, which steps read; mixture.Mixture is the same of several.
+    """A split of a data set, which steps read; mixture.Mixture is the same of several."""
 
-    windows: in file order. seed: of the permutation of each epoch, None: file order. name: its flag
-    and value, for messages.
-    """
-
-    windows: TextWindows | SyntheticWindows
-    seed: int | None
-    name: str
-
-    @property
-    def num_windows(self) -> int | None:
-        """Sequences in an epoch; None: endless."""
-        return self.windows.num_windows
+    def __init__(self, windows: TextWindows | SyntheticWindows, seed: int | None, name: str):
+        self.windows = windows  # in file order
+        self.seed = seed  # of the permutation of each epoch; None: file order
+        self.name = name  # its flag and value, for messages
+        self.num_windows = windows.num_windows  # sequences in an epoch; None: endless
+        self.computed = isinstance(windows, SyntheticWindows)  # there is no file to wait for
 
     @property
     def contents(self) -> str:
         """Equal in two processes or two runs when they have the same data (text.contents)."""
         return self.windows.contents()
-
-    @property
-    def computed(self) -> bool:
-        """Whether there is no file to wait for."""
-        return isinstance(self.windows, SyntheticWindows)
 
     def first_position(self, M: int, B: int) -> Position:
         """Position of a new run: step 1 begins with the first sequence."""
@@ -74,23 +60,18 @@ class Dataset:
             )
 
     def last_step_of_epoch(self, position: Position) -> int:
-        """The last step whose sequences are all of the first epoch: what steps=-1 means.
-
-        Raises DataError for data without an end or too short for a step.
-        """
+        """The last step whose sequences are all of the first epoch: what steps=-1 means. Raises
+        DataError for data without an end or too short for a step."""
         if self.num_windows is None:
-            raise DataError(
-                f"steps=-1 is one epoch, but {self.name} has no end. Set steps to a number."
-            )
+            why = f"steps=-1 is one epoch, but {self.name} has no end. Set steps to a number."
+            raise DataError(why)
         self.check_size(position)
         left = self.num_windows - position.base
         return position.s0 - 1 + left // (position.M * position.B)
 
     def read(self, position: Position, step: int, replicas: ArrayLike, rows: ArrayLike) -> Batch:
-        """What some rows of some replicas read in a step, leaves [*their shape, L].
-
-        step, replicas, rows: of order.indices. Raises DataError when a file has changed.
-        """
+        """What some rows of some replicas read in a step, leaves [*their shape, L]. step, replicas,
+        rows: of order.indices. Raises DataError when a file has changed."""
         return self.read_indices(order.indices(position, step, replicas, rows))
 
     def read_indices(self, indices: np.ndarray) -> Batch:
@@ -103,14 +84,13 @@ class Dataset:
     def metrics(self, position: Position, step: int) -> dict[str, float]:
         """The epoch, and the share of padding of a step's global batch for packings that pad."""
         first = position.base + position.sequences_before(step)
-        found = {}
+        end, found = first + position.M * position.B, {}
         if self.num_windows is not None:
-            found["data/epoch"] = (first + position.M * position.B) / self.num_windows
-        if not self.windows.padded:
-            return found
-        indices = np.arange(first, first + position.M * position.B)
-        tokens = int(self.num_tokens(indices).sum())
-        return found | {"data/padding": 1 - tokens / (len(indices) * self.windows.length)}
+            found["data/epoch"] = end / self.num_windows
+        if self.windows.padded:
+            tokens = int(self.num_tokens(np.arange(first, end)).sum())
+            found["data/padding"] = 1 - tokens / ((end - first) * self.windows.length)
+        return found
 
     def num_tokens(self, indices_N: np.ndarray) -> np.ndarray:
         """Tokens of sequences that are no padding, int64 [N]."""
@@ -157,9 +137,8 @@ def batches(
 ) -> Batches:
     """The batches of steps, read ahead, each as Dataset.read returns it; for a `with`.
 
-    dataset: a Dataset or a Mixture. steps: consecutive, 1-based, the first not before position.s0.
-    replicas, rows: those that this process feeds; no other row is read. worker_count: processes
-    that read text; 0: a thread of this one.
+    dataset: a Dataset or a Mixture. steps: consecutive. replicas, rows: those that this process
+    feeds; no other is read. worker_count: processes that read text; 0: a thread of this one.
     Raises DataError when the data set is shorter than one step.
     """
     dataset.check_size(position)

@@ -37,26 +37,21 @@ TOKENIZER = "tokenizer"
 _PARTS_TRIED = 64
 # Open files of one process: our choice, well below the usual limit of 1,024.
 _MOST_OPEN = 128
+_REMEDY = "Copy the folder again, or remove it and run python -m maxdiloco.prepare."
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a folder of shards holds.
+    """What a folder of shards holds."""
 
-    tokenizer: its fingerprint. dtype: of the stored tokens; record: how many one record has.
-    parts: (tokens, bytes, sha256) of each part file. lengths: (documents, sha256) of the table.
-    files: (name, documents) of each file of the source; a document is counted where it begins.
-    damaged: (place, why) of each record that was skipped.
-    """
-
-    tokenizer: str
+    tokenizer: str  # its fingerprint
     vocab_size: int
-    dtype: str
-    record: int
-    parts: list[list]
-    lengths: list
-    files: list[list]
-    damaged: list[list]
+    dtype: str  # of the stored tokens
+    record: int  # tokens of one
+    parts: list[list]  # (tokens, bytes, sha256) of each part file
+    lengths: list  # (documents, sha256) of the table
+    files: list[list]  # (name, documents that begin in it) of each file of the source
+    damaged: list[list]  # (place, why) of each record that was skipped
 
     def to_bytes(self) -> bytes:
         """The content of the file; its first line is a hash of the others."""
@@ -71,17 +66,13 @@ def part_name(number: int) -> str:
 
 def is_folder(path: str) -> bool:
     """Whether a path is a complete folder of shards, which no other kind of source looks like."""
-    folder = os.path.expanduser(path)
-    return bool(path) and all(
-        os.path.isfile(os.path.join(folder, name)) for name in (MANIFEST, LENGTHS)
-    )
+    paths = [os.path.join(os.path.expanduser(path), name) for name in (MANIFEST, LENGTHS)]
+    return bool(path) and all(map(os.path.isfile, paths))
 
 
 def read_manifest(folder: str, where: str) -> Manifest:
-    """The manifest of a folder. where: for messages, such as dataset_path=...
-
-    Raises DataError when there is none, or it is damaged or of another version of this program.
-    """
+    """The manifest of a folder. where: its flag and value. Raises DataError when there is none, or
+    it is damaged or of another version of this program."""
     try:
         with open(os.path.join(folder, MANIFEST), "rb") as file:
             checksum, _, body = file.read().partition(b"\n")
@@ -101,15 +92,10 @@ def read_manifest(folder: str, where: str) -> Manifest:
     return Manifest(**fields)
 
 
-_REMEDY = "Copy the folder again, or remove it and run python -m maxdiloco.prepare."
-
-
 class Shards:
-    """Documents of a folder of shards, as documents.ByteDocuments are of text.
-
-    of_all: tokens of each. chosen: numbers of those that are read; None: all. A copy in another
-    process opens readers of its own.
-    """
+    """Documents of a folder of shards, as documents.ByteDocuments are of text. of_all: tokens of
+    each. chosen: numbers of those that are read; None: all. A copy in another process opens readers
+    of its own."""
 
     def __init__(
         self, folder: str, manifest: Manifest, of_all: np.ndarray, chosen: np.ndarray | None = None
@@ -124,10 +110,6 @@ class Shards:
 
     def __reduce__(self):
         return type(self), (self.folder, self.manifest, self._of_all, self._chosen)
-
-    def choose(self, numbers: np.ndarray) -> "Shards":
-        """Some of all documents, in the order of their numbers."""
-        return Shards(self.folder, self.manifest, self._of_all, numbers)
 
     def read(self, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
         """Tokens of pieces (ByteDocuments)."""
@@ -252,7 +234,9 @@ def refuse_other_tokenizer(documents: Shards, tokenizer: Tokenizer, where: str) 
     if documents.manifest.tokenizer == tokenizer.fingerprint:
         return
     own, files = os.path.join(documents.folder, TOKENIZER), tokenizer.files()
-    there = _saved(own)
+    settings = os.path.join(own, SETTINGS)
+    with reading(settings, _REMEDY):
+        there = read_fields(settings) or {}
     kind = there.get("tokenizer_type")
     keys = {}  # of the folder's tokenizer, where they are others
     wrong = []
@@ -261,8 +245,12 @@ def refuse_other_tokenizer(documents: Shards, tokenizer: Tokenizer, where: str) 
         if kind == "byte":
             keys["tokenizer_path"] = ""  # does nothing with byte, and is refused beside it
         wrong.append(f"tokenizer_type={kind}, not {tokenizer.kind}")
-    elif other := [name for name in files if name != SETTINGS and _differs(own, name, files)]:
-        wrong.append(f"another {other[0]}")
+    else:
+        for name in files.keys() - {SETTINGS}:
+            path = os.path.join(own, name)
+            with reading(path, _REMEDY), open(path, "rb") as file:
+                if meaning(file.read()) != meaning(files[name]):
+                    wrong.append(f"another {name}")
     for key, token, mine in (("add_bos", "bos", tokenizer.bos), ("add_eos", "eos", tokenizer.eos)):
         theirs = there.get(token)
         if (mine is None) != (theirs is None):
@@ -281,17 +269,11 @@ def refuse_other_tokenizer(documents: Shards, tokenizer: Tokenizer, where: str) 
     )
 
 
-def _differs(own, name, files):
-    path = os.path.join(own, name)
-    with reading(path, _REMEDY), open(path, "rb") as file:
-        return meaning(file.read()) != meaning(files[name])
-
-
-def _saved(folder):
-    """The settings of a folder's own tokenizer; none where they cannot be read."""
+def read_fields(path: str) -> dict[str, Any] | None:
+    """The fields of a file; None where it is absent or no such JSON. Raises OSError."""
     try:
-        with open(os.path.join(folder, SETTINGS), "rb") as file:
+        with open(path, "rb") as file:
             found = json_text.parse(file.read())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    except (FileNotFoundError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None

@@ -45,10 +45,6 @@ class SyntheticWindows:
         tokens_NL = (path_NL % self.vocab_size).astype(np.int32)
         return tokens_NL, np.ones_like(tokens_NL)
 
-    def num_tokens(self, windows_N: np.ndarray) -> np.ndarray:
-        """Tokens in windows that are no padding, int64 [N]: all."""
-        return np.full(len(windows_N), self.length, np.int64)
-
     def strides(self) -> np.ndarray:
         """The distinct strides, int64, most likely first; four, or fewer in a tiny vocabulary."""
         count = min(len(CHANCES), self.vocab_size)
@@ -56,7 +52,7 @@ class SyntheticWindows:
 
     def chances(self) -> np.ndarray:
         """Probability of each stride; they sum to 1."""
-        chances = np.array(CHANCES[: min(len(CHANCES), self.vocab_size)])
+        chances = np.array(CHANCES[: self.vocab_size])
         return chances / chances.sum()
 
     def contents(self) -> str:

@@ -1,8 +1,6 @@
 """Windows of a split of a text: L tokens each, cut from its documents as packing.py lays them out.
 
-    # N windows asked for  L tokens
-
-Each document begins with the token that starts a document.
+# N windows asked for  L tokens
 """
 
 import dataclasses
@@ -26,40 +24,31 @@ Documents = ByteDocuments | shards.Shards
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A split of a text, train or eval, to read as sequences.
-
-    key: the flag of its path, for messages. length: L. packing: a kind of packing.layout.
-    held_out: the share of it that the eval split takes from the train split; 0: a split is all of
-    it. allowed: damaged records that are left out. seed: of the order; shuffled: else file order.
-    index: known documents of .jsonl files, which those of the other files are added to. prepared:
-    the folder of shards of each source that was tokenised at this start.
-    """
+    """A split of a text to read as sequences."""
 
     source: Source
-    key: str
+    key: str  # the flag of its path, for messages
     tokenizer: Tokenizer
-    length: int
-    packing: str
-    held_out: Fraction
-    allowed: int
+    length: int  # L
+    packing: str  # a kind of packing.layout
+    held_out: Fraction  # that the eval split takes from the train split; 0: a split is all of it
+    allowed: int  # damaged records that are left out
     seed: int
-    shuffled: bool
-    split: str
-    index: LineIndex | None = None
+    shuffled: bool  # in the order of the seed, else in file order
+    split: str  # train or eval
+    index: LineIndex | None = None  # known documents of .jsonl files, to which others are added
+    # The folder of shards of each source that was tokenised at this start.
     prepared: Mapping[Source, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class TextWindows:
-    """Windows first .. first + num_windows - 1 of the documents.
-
-    layout: all of their windows. packing: of which kind it is (packing.layout).
-    """
+    """Windows first .. first + num_windows - 1 of the documents."""
 
     documents: Documents
-    layout: packing.EndToEnd | packing.Table
+    layout: packing.EndToEnd | packing.Table  # of all of their windows
     length: int
-    packing: str
+    packing: str  # a kind of packing.layout
     first: int
     num_windows: int
 
@@ -69,19 +58,17 @@ class TextWindows:
         return self.packing != packing.CONCATENATED
 
     def read(self, windows_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and segment ids, int32 [N, L], of windows counted from `first`.
-
-        Segments number the documents of a window from 1; 0 is padding, which has token 0.
-        Raises DataError when a file has changed since it was opened.
-        """
+        """Tokens and segment ids, int32 [N, L], of windows counted from `first`. Segments number
+        the documents of a window from 1; 0 is padding, which has token 0. Raises DataError when a
+        file has changed since it was opened."""
         tokens_NL = np.zeros((len(windows_N), self.length), np.int32)
         segments_NL = np.zeros_like(tokens_NL)
         for row, window in enumerate(windows_N):
-            places, pieces = self.layout.pieces(int(window) + self.first)
-            documents = zip(places, self.documents.read(pieces), strict=True)
-            for segment, (place, data) in enumerate(documents, start=1):
+            pieces, place = self.layout.pieces(int(window) + self.first), 0
+            for segment, data in enumerate(self.documents.read(pieces), start=1):
                 segments_NL[row, place : place + len(data)] = segment
                 tokens_NL[row, place : place + len(data)] = data
+                place += len(data)
         return tokens_NL, segments_NL
 
     def num_tokens(self, windows_N: np.ndarray) -> np.ndarray:
@@ -89,11 +76,9 @@ class TextWindows:
         return self.layout.num_tokens(np.asarray(windows_N, np.int64) + self.first)
 
     def contents(self) -> str:
-        """16 hexadecimal digits: a hash of the documents' contents, the windows and L.
-
-        A bounded part of the text is read. Processes of a run, and a run and its checkpoint, have
-        the same data when these agree.
-        """
+        """16 hexadecimal digits: a hash of the documents' contents, the windows and L. A bounded
+        part of the text is read. Processes of a run, and a run and its checkpoint, have the same
+        data when these agree."""
         shape = (self.length, self.first, self.num_windows)
         # The others differ in the number of windows: where that is equal, so are the windows.
         if self.packing == packing.BEST_FIT:
@@ -107,10 +92,8 @@ class TextWindows:
 def open_text(request: Request) -> tuple[TextWindows, str]:
     """The windows asked for, and the flag and path of their text, for messages.
 
-    A path that is a folder of shards is read as one, whatever its dataset_type is. Of others
-    folders are listed, and .jsonl files that request.index does not know are read through.
-    Files that make up the share request.held_out are for eval. Where none do, the last of the
-    windows are, at least one.
+    A path that is a folder of shards is read as one, whatever its dataset_type is. Files that make
+    up the share request.held_out are for eval; where none do, the last windows are, at least one.
     Raises DataError for data that are missing, damaged, empty, without a sequence for the split, or
     of another tokenizer.
     """
@@ -120,21 +103,18 @@ def open_text(request: Request) -> tuple[TextWindows, str]:
     else:
         documents, name, divided = _of_bytes(request)
     layout = packing.layout(documents.lengths, request.length, request.packing)
-    first, num_windows = 0, layout.num_windows
-    if divided and num_windows:
-        first = num_windows - max(1, int(num_windows * request.held_out))
-        if request.split == "eval":
-            num_windows -= first
-        else:
-            first, num_windows = 0, first
-    if num_windows < 1:
+    first, end = 0, layout.num_windows
+    if divided and end:
+        cut = end - max(1, int(end * request.held_out))
+        first, end = (cut, end) if request.split == "eval" else (0, cut)
+    if first == end:
         raise DataError(
             f"{name} is too short: its {documents.lengths.sum()} tokens leave no sequence of "
             f"max_target_length={request.length} for {request.split}. Give more text or lower "
             "max_target_length."
         )
-    windows = TextWindows(documents, layout, request.length, request.packing, first, num_windows)
-    return windows, name
+    count = end - first
+    return TextWindows(documents, layout, request.length, request.packing, first, count), name
 
 
 def _of_shards(request: Request, folder: str) -> tuple[Documents, str, bool]:
@@ -147,7 +127,8 @@ def _of_shards(request: Request, folder: str) -> tuple[Documents, str, bool]:
     if held is None:
         return documents, name, request.held_out > 0
     numbers = np.flatnonzero(np.repeat(held == (request.split == "eval"), counts))
-    return documents.choose(numbers), name, False
+    chosen = shards.Shards(documents.folder, documents.manifest, documents.lengths, numbers)
+    return chosen, name, False
 
 
 def _of_bytes(request: Request) -> tuple[Documents, str, bool]:
@@ -167,7 +148,7 @@ def _of_bytes(request: Request) -> tuple[Documents, str, bool]:
         files.refuse_other(paths, key)
     table = read_table(paths, column=column, index=request.index, allowed=request.allowed)
     name = f"{key}={path}" if path else f"{key}= (Python's standard library)"
-    if not len(table):
+    if not len(table.size):
         raise DataError(
             f"{name} holds no text for {request.split}: {len(paths)} files, all empty. Give text "
             "to read."
@@ -176,11 +157,9 @@ def _of_bytes(request: Request) -> tuple[Documents, str, bool]:
 
 
 def held_out_files(sizes: Sequence[int], share: Fraction) -> np.ndarray | None:
-    """Which files are held out, bool [files]: 0, 20, 40, ... for a twentieth.
-
-    sizes: of the files, in any unit. None where files are too few, or too unequal: with half to
-    twice the share of what there is, and no less than half of the rest left to train on.
-    """
+    """Which files are held out, bool [files]: 0, 20, 40, ... for a twentieth. sizes: of the files,
+    in any unit. None where files are too few, or too unequal: with half to twice the share of what
+    there is, and no less than half of the rest left to train on."""
     p, q = share.numerator, share.denominator
     if len(sizes) * share < 1:
         return None

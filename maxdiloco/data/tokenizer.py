@@ -48,16 +48,13 @@ class Keys(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SubwordTokenizer(Tokenizer):
-    """What the tokenizers of both packages share.
+    """What the tokenizers of both packages share."""
 
-    content: of the file that FILES names. engine: the package's object, made of it.
-    """
-
-    content: bytes = dataclasses.field(repr=False)
+    content: bytes = dataclasses.field(repr=False)  # of the file that FILES names
     bos: int | None
     eos: int | None
     vocab_size: int
-    engine: Any = dataclasses.field(compare=False, repr=False)
+    engine: Any = dataclasses.field(compare=False, repr=False)  # the package's object, made of it
 
     def files(self) -> dict[str, bytes]:
         """The file of the package, and the tokens around a document (Tokenizer)."""
@@ -75,22 +72,17 @@ class HuggingFaceTokenizer(SubwordTokenizer):
     kind = "huggingface"
 
     def special_tokens(self, names: Mapping[str, Any]) -> tuple[int | None, int | None]:
-        """The tokens that start and end a document, by the file CONFIG or their usual names.
-
-        null in the file is none; a key that it lacks says nothing.
-        """
-        return (
-            self._token(names, "bos_token", BOS_NAMES),
-            self._token(names, "eos_token", EOS_NAMES),
-        )
-
-    def _token(self, names, key, usual):
-        name = names.get(key)
-        if isinstance(name, dict):
-            name = name.get("content")
-        candidates = usual if key not in names else (name,) if isinstance(name, str) else ()
-        found = [self.engine.token_to_id(each) for each in candidates]
-        return next((token for token in found if token is not None), None)
+        """The tokens that start and end a document, by the file CONFIG or their usual names. null
+        in the file is none; a key that it lacks says nothing."""
+        bos_and_eos = []
+        for key, usual in (("bos_token", BOS_NAMES), ("eos_token", EOS_NAMES)):
+            name = names.get(key)
+            if isinstance(name, dict):
+                name = name.get("content")
+            candidates = usual if key not in names else (name,) if isinstance(name, str) else ()
+            tokens = map(self.engine.token_to_id, candidates)
+            bos_and_eos.append(next((token for token in tokens if token is not None), None))
+        return tuple(bos_and_eos)
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text, without threads (Tokenizer)."""
@@ -160,11 +152,9 @@ def _utf8(text):
 
 
 def build(keys: Keys, rows: int | None = None) -> Tokenizer:
-    """The tokenizer that keys name. rows: of the embedding, vocab_size.
-
-    Raises DataError when tokenizer_path holds no such tokenizer or it has more tokens than rows,
-    ConfigError when a package or one of the tokens around a document is missing.
-    """
+    """The tokenizer that keys name. rows: of the embedding, vocab_size. Raises DataError when
+    tokenizer_path holds no such tokenizer or it has more tokens than rows, ConfigError when a
+    package or one of the tokens around a document is missing."""
     kind, path, add_bos, add_eos = keys
     found: Tokenizer = ByteTokenizer()
     if kind != found.kind:
@@ -207,23 +197,20 @@ def load(folder: pathlib.Path) -> Tokenizer:
 def read(kind: str, path: str) -> SubwordTokenizer:
     """The tokenizer of a file, with those tokens around a document that its files name.
 
-    kind: tokenizer_type. path: tokenizer_path: a file, a folder with the file that FILES names
-    (that of a run or a checkpoint too), or for huggingface a name on the hub, which is downloaded
-    unless Hugging Face's cache has it.
+    kind: tokenizer_type. path: tokenizer_path: a file, a folder with the file that FILES names, or
+    for huggingface a name on the hub, which is downloaded unless Hugging Face's cache has it.
     Raises DataError when there is none, ConfigError without a package.
     """
     where = f"tokenizer_path={path}"
     given = os.path.expanduser(path)
+    config = saved = None  # files beside one that is named as usual
     if not os.path.exists(given) and kind == "huggingface" and _HUB_NAME.fullmatch(path):
         file, config = _downloaded(path, where)
-        saved = None
     else:
         file = os.path.join(given, FILES[kind]) if os.path.isdir(given) else given
-        beside = [os.path.join(os.path.dirname(file), name) for name in (CONFIG, SETTINGS)]
-        named_as_usual = os.path.basename(file) == FILES[kind]
-        config, saved = (
-            each if named_as_usual and os.path.isfile(each) else None for each in beside
-        )
+        if os.path.basename(file) == FILES[kind]:
+            beside = [os.path.join(os.path.dirname(file), name) for name in (CONFIG, SETTINGS)]
+            config, saved = (each if os.path.isfile(each) else None for each in beside)
     found = of_content(kind, _content(file, where, kind), where)
     bos, eos = found.special_tokens(_fields(config, kind))
     if saved:
@@ -276,10 +263,8 @@ def _fields(file, kind):
 def of_content(
     kind: str, content: bytes, where: str, bos: int | None = None, eos: int | None = None
 ) -> SubwordTokenizer:
-    """The tokenizer of a file's content. kind: tokenizer_type; where: for messages.
-
-    Raises DataError when it is no tokenizer, ConfigError without the package.
-    """
+    """The tokenizer of a file's content. where: for messages. Raises DataError when it is no
+    tokenizer, ConfigError without the package."""
     module = package(kind)
     try:
         if kind == "sentencepiece":

@@ -21,15 +21,12 @@ BYTES = 256  # the token of the byte tokenizer that starts a document
 
 
 class Tokenizer(abc.ABC):
-    """Text to tokens and back. Tokens are numbers from 0 to vocab_size - 1.
+    """Text to tokens and back. Tokens are numbers from 0 to vocab_size - 1."""
 
-    kind: value of tokenizer_type. bos, eos: the token before and after each document; None: none.
-    """
-
-    kind: str
+    kind: str  # value of tokenizer_type
     vocab_size: int
-    bos: int | None
-    eos: int | None
+    bos: int | None  # the token before each document
+    eos: int | None  # the one after it
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text (encode_all)."""
@@ -38,10 +35,8 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def encode_all(self, texts: Sequence[str]) -> Iterable[Sequence[int]]:
-        """Tokens of texts, without bos and eos. Text that reads like bos or eos stays text.
-
-        Half of a surrogate pair, which UTF-8 cannot hold, becomes a question mark. Takes all cores.
-        """
+        """Tokens of texts, without bos and eos. Text that reads like bos or eos stays text. Half of
+        a surrogate pair, which UTF-8 cannot hold, becomes a question mark. Takes all cores."""
 
     @abc.abstractmethod
     def decode(self, tokens: Iterable[int]) -> str:
@@ -49,10 +44,8 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def token_bytes(self) -> np.ndarray:
-        """Bytes of UTF-8 that each token adds to a text, int32 [vocab_size]; special tokens none.
-
-        A tokenizer that normalises text counts the bytes of what it gives back.
-        """
+        """Bytes of UTF-8 that each token adds to a text, int32 [vocab_size]; special tokens none. A
+        tokenizer that normalises text counts the bytes of what it gives back."""
 
     def bytes_of_rows(self, rows: int) -> np.ndarray:
         """token_bytes of each row of an embedding, int32 [rows]; a row of no token has none."""
@@ -63,10 +56,8 @@ class Tokenizer(abc.ABC):
         return [*([] if self.bos is None else [self.bos]), *self.encode(text)]
 
     def continuation(self, prompt: Sequence[int], tokens: Sequence[int]) -> str:
-        """The text of generated tokens that follow those of a prompt, up to the document's end.
-
-        The token that ends a document, or the one that starts the next, ends the text.
-        """
+        """The text of generated tokens that follow those of a prompt, up to the document's end. The
+        token that ends a document, or the one that starts the next, ends the text."""
         prompt, tokens = [int(t) for t in prompt], [int(t) for t in tokens]
         ends = (self.bos, self.eos)
         tokens = list(itertools.takewhile(lambda token: token not in ends, tokens))
@@ -120,12 +111,9 @@ class ByteTokenizer(Tokenizer):
 
 
 def meaning(content: bytes) -> bytes:
-    """What of a tokenizer's file decides which tokens a text becomes.
-
-    Of JSON the values, however they are written, but for those that are not used here: a
+    """What of a tokenizer's file decides which tokens a text becomes: of JSON the values in use. A
     tokenizer.json that `hf export` writes puts a token before each text, which add_bos decides
-    here. Of other files all.
-    """
+    here."""
     try:
         fields = json_text.parse(content)
     except ValueError:

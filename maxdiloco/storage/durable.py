@@ -63,11 +63,9 @@ def beside(path: epath.PathLike) -> epath.Path:
 
 @contextlib.contextmanager
 def replacing(path: epath.PathLike) -> Iterator[epath.Path]:
-    """A name to write a file under, which takes the place of `path` when the `with` ends well.
-
-    The file is on the disk before it has its name, and its name before the `with` is over. An error
-    leaves nothing beside `path`; a killed process may leave the name of `beside`.
-    """
+    """A name to write a file under, which takes the place of `path` when the `with` ends well. The
+    file is on the disk before it has its name, and its name before the `with` is over. An error
+    leaves nothing beside `path`; a killed process may leave the name of `beside`."""
     part = beside(path)
     try:
         yield part

@@ -1,8 +1,7 @@
 """The lock of a run on gs://: an object that its holder renews.
 
-A killed holder leaves the object behind. After STALE_S without a renewal, by the clock of the
-store, the next run takes it over. Each request names the generation that it replaces: of two
-processes one fails.
+A killed holder leaves the object behind. After STALE_S without a renewal, by the store's clock, the
+next run takes it over. A request names the generation that it replaces: of two processes one fails.
 """
 
 import contextlib
@@ -46,9 +45,8 @@ def _patience() -> dict[str, Any]:
 class ObjectLock:
     """The lock of one run. A context manager: entering waits or refuses, leaving deletes it.
 
-    say: called with one line for the user, from another thread too. Entering raises CheckpointError
-    when another process renews the lock or the object is no lock, and what object_store.errors
-    names.
+    say: called from another thread too. Entering raises CheckpointError when another process renews
+    the lock or the object is no lock, and what object_store.errors names.
     """
 
     def __init__(self, path: epath.Path, *, run_name: str, say: Callable[[str], None]):

@@ -29,13 +29,12 @@ _MOST_HOLDER = 300  # characters that are looked at
 
 
 class RunFolder:
-    """`base_output_directory`/`run_name` and the names inside it.
-
-    require_lock: raises CheckpointError when another process has taken the lock over; only on gs://
-    """
+    """`base_output_directory`/`run_name` and the names inside it."""
 
     def __init__(self, path: epath.Path, require_lock: Callable[[], None] = lambda: None):
-        self.path, self.require_lock = path, require_lock
+        self.path = path
+        # On gs://: raises CheckpointError when another process has taken the lock over.
+        self.require_lock = require_lock
         self.checkpoints = path / "checkpoints"  # one folder per saved step
         self.metrics = path / "metrics.jsonl"  # one JSON object per logged step
         self.history = path / "history.jsonl"  # one JSON object per start and end of the run

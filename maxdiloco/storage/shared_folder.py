@@ -38,17 +38,13 @@ def require(folder: epath.Path) -> None:
 
 
 def is_shared(folder: epath.Path | None) -> bool:
-    """Whether all processes see what the first one writes to folder, which it makes.
-
-    None: this process has none. Runs may share the folder, so the file has a name of its own, which
-    no file system can have cached as absent.
-    """
-    return not _look(folder, name="seen-{}", wait_s=SHORT_WAIT_S, make=True)[1]
+    """Whether all processes see what the first one writes to folder, which it makes. None: this
+    process has none. Runs may share the folder, so the file has a name of its own, which no file
+    system can have cached as absent."""
+    return not _look(folder, name="seen-{}", wait_s=SHORT_WAIT_S)[1]
 
 
-def _look(
-    folder: epath.Path | None, *, name: str, wait_s: float, make: bool = False
-) -> tuple[str | None, list[int]]:
+def _look(folder: epath.Path | None, name: str, wait_s: float) -> tuple[str | None, list[int]]:
     """This process's problem, if it has one, and the numbers of the processes that have one."""
     if jax.process_count() == 1:
         return None, []
@@ -59,8 +55,7 @@ def _look(
     problem = "it has no such folder" if folder is None else None
     if primary and marker is not None:
         try:
-            if make:
-                folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             marker.write_text(str(number))
         except (OSError, *object_store.errors(marker)) as error:
             problem = reason(error)
@@ -75,7 +70,7 @@ def _look(
     return problem, blind
 
 
-def _wait_for(marker: epath.Path, number: int, wait_s: float) -> str | None:
+def _wait_for(marker, number, wait_s):
     """Why the marker with this number cannot be read within wait_s; None when it can."""
     limit = time.monotonic() + wait_s
     while True:

@@ -76,7 +76,7 @@ def look(
             origin += f" with the outer parameters of {cfg.load_parameters_path}"
         return Start(0, text.first_position(M, B), origin, None)
     refuse_changes(cfg, saved, B=B, data=data)
-    position = Position.from_dict(saved.meta["position"])
+    position = Position(**saved.meta["position"])
     position = text.next_position(position, saved.step + 1, M, B)
     return Start(saved.step, position, f"resumed after step {saved.step}", saved)
 

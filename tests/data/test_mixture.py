@@ -76,7 +76,7 @@ def test_no_sequence_of_a_source_is_read_twice_or_left_out_in_its_epoch(legs, pe
             position = data.first_position(M, B)
         else:
             kept = json.loads(json.dumps(position.to_dict(), sort_keys=True))
-            position = data.next_position(Position.from_dict(kept), step, M, B)
+            position = data.next_position(Position(**kept), step, M, B)
         for _ in range(steps):
             for source, window in sum(windows_read(data, position, step), []):
                 read[source].append(window)
@@ -204,16 +204,16 @@ def test_the_order_of_two_and_of_three_sources_by_hand():
     last two are a tie, which source 0 wins. One that is no whole place is rounded up: of shares 1,
     2 and 5 of 8, number 1 of the last is due after 16/5, so after 4 places, as number 0 of the
     second is, which comes first. A run that resumes reads on in this order."""
-    sources, numbers = Interleave.of((3, 1)).at(np.arange(9))
+    sources, numbers = Interleave((3, 1)).at(np.arange(9))
     assert sources.tolist() == [0, 0, 0, 1, 0, 0, 0, 1, 0]
     assert numbers.tolist() == [0, 1, 2, 0, 3, 4, 5, 1, 6]
-    sources, _ = Interleave.of((1, 2, 5)).at(np.arange(8))
+    sources, _ = Interleave((1, 2, 5)).at(np.arange(8))
     assert sources.tolist() == [2, 1, 2, 2, 2, 0, 1, 2]
 
 
 @given(shares=st.lists(st.integers(0, 40), min_size=1, max_size=7).filter(any))
 def test_a_source_is_never_a_whole_sequence_from_its_share(shares):
-    by_share, total = Interleave.of(shares), sum(shares)
+    by_share, total = Interleave(shares), sum(shares)
     counts = np.zeros(len(shares), np.int64)
     sources, numbers = by_share.at(np.arange(2 * total + 3))
     for n, (source, number) in enumerate(zip(sources, numbers, strict=True)):

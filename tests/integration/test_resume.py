@@ -101,7 +101,7 @@ def test_another_number_of_replicas_takes_over_parameters_and_place(
     )
 
     # Steps 1 to 62 of 2 replicas with 2 rows have read the sequences 0 to 247.
-    position = Position.from_dict(tools.meta(tmp_path / "finished", tools.STEPS + 1)["position"])
+    position = Position(**tools.meta(tmp_path / "finished", tools.STEPS + 1)["position"])
     read = order.indices(position, tools.STEPS + 1, *np.ix_(range(M), range(2)))
     np.testing.assert_array_equal(read.reshape(-1), 248 + np.arange(2 * M))
     # 64 is the end of a round: the new replicas have exchanged, and theta has moved.

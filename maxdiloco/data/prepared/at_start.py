@@ -20,6 +20,7 @@ from maxdiloco.storage import object_store
 from maxdiloco.storage.run_folder import absolute
 
 FOLDER = "prepared"
+_KEY = f"maxdiloco/{FOLDER}/"
 _LARGE = 1e9  # bytes; above it the program for this is named. Our choice: some minutes.
 _PATIENCE_S = 7 * 24 * 3600.0  # of the other processes; a lost one ends them before
 # A network file system may cache for up to a minute that a name is absent. Our choice.
@@ -37,10 +38,9 @@ def prepare_sources(
 ) -> dict[Source, str]:
     """The folder of shards of each source that has no known token counts.
 
-    keys: of the sources, for messages. folder: base_output_directory. allowed:
-    max_corrupted_records. flags: that name the tokenizer. Process 0 tokenises; the others wait.
-    Raises DataError for text that is missing, unreadable or damaged, ConfigError where folder is
-    none.
+    keys: of the sources. folder: base_output_directory. allowed: max_corrupted_records. flags: that
+    name the tokenizer. Process 0 tokenises; the others wait. Raises DataError for text that is
+    missing, unreadable or damaged, ConfigError where folder is none.
     """
     if jax.process_index() != 0:
         return _of_first_process(list(keys))
@@ -67,7 +67,7 @@ def prepare_sources(
                 )
             prepare(work, out, say)
         if jax.process_count() > 1:
-            coordination.put(_name(number), folders.get(source, "-"))  # no empty values there
+            coordination.put(f"{_KEY}{number}", folders.get(source, "-"))  # no empty values there
     return folders
 
 
@@ -75,7 +75,7 @@ def _of_first_process(sources):
     folders = {}
     for number, source in enumerate(sources):
         what = f"{source.path} as tokens"
-        named = coordination.value_of(0, _name(number), what, timeout_s=_PATIENCE_S)
+        named = coordination.value_of(0, f"{_KEY}{number}", what, timeout_s=_PATIENCE_S)
         if named != "-":
             folders[source] = named
     deadline = time.monotonic() + _WAIT_S
@@ -89,10 +89,6 @@ def _of_first_process(sources):
                 )
             time.sleep(1)
     return folders
-
-
-def _name(number):
-    return f"maxdiloco/{FOLDER}/{number}"
 
 
 def _command(source, flags, allowed):

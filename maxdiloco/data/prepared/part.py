@@ -21,17 +21,14 @@ _OPTIONS = "group_size:1"  # each record is found and checked on its own; compre
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What to prepare, and how. name: of the source, for messages. allowed: max_corrupted_records.
-
-    processes: 0: all cores. part_bytes: of the source in a part; 0: prepare.part_bytes_of it.
-    """
+    """What to prepare, and how."""
 
     source: Reader
     tokenizer: Tokenizer
-    name: str
-    allowed: int = 0
-    processes: int = 0
-    part_bytes: int = 0
+    name: str  # of the source, for messages
+    allowed: int = 0  # max_corrupted_records
+    processes: int = 0  # 0: one for each core
+    part_bytes: int = 0  # of the source in a part; 0: prepare.part_bytes_of it
 
 
 def facts_path(folder: str, number: int) -> str:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 import numpy as np
 from etils import epath
 
-from maxdiloco import json_text
 from maxdiloco.data import shards
 from maxdiloco.data.kinds import Reader
 from maxdiloco.data.prepared import part
@@ -84,7 +83,7 @@ def _make(work, out, say):
         raise DataError(f"{work.name} holds no text: its files are empty. Give text to read.")
     facts = {}
     for number in range(len(parts)):
-        if known := _read_json(part.facts_path(out, number)):
+        if known := shards.read_fields(part.facts_path(out, number)):
             del known["lengths"]  # read again when the parts are joined: all may not fit in memory
             facts[number] = known
     sizes = [sum(span.size for span in spans) for spans in parts]
@@ -142,16 +141,6 @@ def _parts(spans, part_bytes):
         yield run
 
 
-def _read_json(path):
-    """The fields of a file; None where it is absent or no such JSON."""
-    try:
-        with open(path, "rb") as file:
-            found = json_text.parse(file.read())
-    except (FileNotFoundError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
 def _is_begun(work, out):
     """Whether the folder is complete; a new one gets its plan. Raises ConfigError for another's."""
     plan = {
@@ -174,7 +163,7 @@ def _is_begun(work, out):
         with durable.replacing(path) as new:
             new.write_text(json.dumps(plan))
         return False
-    before = _read_json(path) or {}
+    before = shards.read_fields(path) or {}
     if different := [key for key in plan if before.get(key) != plan[key]]:
         raise ConfigError(
             f"out={out} was begun with another {' and '.join(different)}. Choose another folder, "
@@ -185,10 +174,16 @@ def _is_begun(work, out):
 
 def _finish(work, out, facts):
     """The table of documents, the tokenizer's files and, last, the manifest."""
-    lengths = os.path.join(out, shards.LENGTHS)
-    count = _join_lengths(out, facts, lengths)
-    if not count:
+    paths = [part.facts_path(out, number) for number in range(len(facts))]
+    lengths = [np.array(shards.read_fields(path)["lengths"], "<i8") for path in paths]
+    # A document that goes on in the next part is one.
+    begins = [np.arange(found["documents"]) >= found["continues"] for found in facts]
+    firsts = np.flatnonzero(np.concatenate(begins))
+    if not len(firsts):
         raise DataError(f"{work.name} holds no text: all documents are empty. Give text to read.")
+    table = os.path.join(out, shards.LENGTHS)
+    with durable.replacing(table) as path, path.open("wb") as file:
+        np.save(file, np.add.reduceat(np.concatenate(lengths), firsts))
     folder = epath.Path(out) / shards.TOKENIZER
     work.tokenizer.save(folder)
     durable.sync_tree(folder)
@@ -201,7 +196,7 @@ def _finish(work, out, facts):
         dtype=part.dtype_of(work.tokenizer),
         record=shards.RECORD,
         parts=[[found["tokens"], found["bytes"], found["sha256"]] for found in facts],
-        lengths=[count, shards.file_hash(lengths)],
+        lengths=[len(firsts), shards.file_hash(table)],
         files=[[os.path.basename(f), documents[i]] for i, f in enumerate(work.source.names)],
         damaged=[record for found in facts for record in found["damaged"]],
     )
@@ -209,23 +204,6 @@ def _finish(work, out, facts):
         path.write_bytes(manifest.to_bytes())
     _remove(out, _FACTS, _LEFT)
     return manifest
-
-
-def _join_lengths(out, facts, path):
-    """The tables of all parts as one; a document that goes on in the next part is one."""
-    count = sum(found["documents"] - found["continues"] for found in facts)
-    with durable.replacing(path) as whole:
-        table = np.lib.format.open_memmap(whole, mode="w+", dtype="<i8", shape=(count,))
-        place = 0
-        for number, found in enumerate(facts):
-            lengths = _read_json(part.facts_path(out, number))["lengths"]
-            if found["continues"]:
-                table[place - 1] += lengths[0]
-                lengths = lengths[1:]
-            table[place : place + len(lengths)] = lengths
-            place += len(lengths)
-        table.flush()
-    return count
 
 
 def _remove(out, *patterns):

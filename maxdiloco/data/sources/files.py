@@ -35,9 +35,8 @@ _BLOCKS = 16
 _BLOCK = 1 << 13
 
 
-def read_text(path: str, begin: int, end: int, column: str) -> Iterator[Item]:
-    """Pieces of a text file that begin in [begin, end). column: not used."""
-    del column
+def read_text(path: str, begin: int, end: int, _column: str) -> Iterator[Item]:
+    """Pieces of a text file that begin in [begin, end)."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         begin, end = (_line_start(file, place, size) for place in (begin, end))
@@ -68,9 +67,8 @@ def read_lines(path: str, begin: int, end: int, column: str) -> Iterator[Item]:
             yield from _document(line, f"{path} byte {offset}", column)
 
 
-def read_compressed(path: str, begin: int, end: int, column: str) -> Iterator[Item]:
-    """Documents of a file of JSON lines, compressed with gzip or zstd; [begin, end) is all of it"""
-    del begin, end
+def read_compressed(path: str, _begin: int, _end: int, column: str) -> Iterator[Item]:
+    """Documents of a file of JSON lines, compressed with gzip or zstd, which is one span."""
     # pyarrow's stream, not the package zstandard's: that one ends quietly where a file was cut.
     pyarrow = require("pyarrow", path, extra="data")
     codec = "zstd" if path.endswith(".zst") else "gzip"
@@ -86,14 +84,12 @@ def read_compressed(path: str, begin: int, end: int, column: str) -> Iterator[It
         yield Damaged(f"{path} after byte {read} of its text", str(error))
 
 
-def _document(line: bytes, where: str, column: str) -> Iterator[Item]:
+def _document(line, where, column):
     try:
-        text = line_text(line, column, where)
+        if text := line_text(line, column, where):
+            yield Text(text)
     except DataError as error:
         yield Damaged(where, str(error))
-        return
-    if text:
-        yield Text(text)
 
 
 def _line_start(file, place, size):
@@ -130,9 +126,7 @@ def _piece(file, begin, end):
 
 def lines(file: BinaryIO, path: str, offset: int) -> Iterator[tuple[int, bytes]]:
     """Where the lines of a file from its place on begin [bytes], and the lines. offset: the place.
-
-    Raises DataError for one of more than MAX_LINE.
-    """
+    Raises DataError for one of more than MAX_LINE."""
     while line := file.readline(MAX_LINE + 1):
         if len(line) > MAX_LINE:
             raise DataError(
@@ -178,14 +172,11 @@ _READERS = (
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """Text files, JSON lines or parquet files, in their order. Pickled into processes.
-
-    stamps: of each when it was opened. column: field or column that holds the text.
-    """
+    """Text files, JSON lines or parquet files, in their order. Pickled into processes."""
 
     names: tuple[str, ...]
-    stamps: tuple[Stamp, ...]
-    column: str
+    stamps: tuple[Stamp, ...]  # of each when it was opened
+    column: str  # field or column that holds the text
 
     def spans(self, limit: int) -> Iterator[Span]:
         """Spans of at most limit bytes; a compressed file is one."""
@@ -196,10 +187,7 @@ class Files:
                 yield Span(number, begin, end, end - begin)
 
     def read(self, span: Span) -> Iterator[Item]:
-        """Documents of a span in order, empty ones left out.
-
-        Raises DataError for what no skipping helps: a missing file, a column that is not there.
-        """
+        """Documents of a span, but empty ones. Raises DataError for a missing file or column."""
         path, before = self.names[span.file], self.stamps[span.file]
         if corpus.stamp(path) != before:
             raise corpus.changed(path, before.size, "of text is no longer there")
@@ -220,12 +208,9 @@ def open_files(
     key: str,
     column: str,
 ) -> Files:
-    """Files sorted by path; each is looked at, none is read.
-
-    suffixes: that a folder is searched for. check: raises DataError for the name of a file of
-    another kind. path, key: as for corpus.find_files. Raises DataError when there is none, and for
-    a file that cannot be read.
-    """
+    """Files sorted by path; each is opened, none is read. path, key, suffixes: of find_files.
+    check: raises DataError for the name of a file of another kind. Raises DataError when there is
+    none, and for a file that cannot be read."""
     names = corpus.find_files(path, key, suffixes)
     for name in names:
         check(name)
@@ -251,10 +236,8 @@ def check_parquet(name: str) -> None:
 
 
 def refuse_other(paths: list[str], key: str) -> None:
-    """Raise DataError for the first file with a block that is no UTF-8 or has a NUL byte.
-
-    .jsonl files are left out: they are read through as JSON. key: the flag of the path.
-    """
+    """Raise DataError for the first file with a block that is no UTF-8 or has a NUL byte. .jsonl
+    files are left out: they are read through as JSON. key: the flag of the path."""
     for path in paths:
         if path.endswith(".jsonl"):
             continue

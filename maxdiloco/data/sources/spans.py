@@ -11,16 +11,12 @@ PIECE = 1 << 20
 
 
 class Span(NamedTuple):
-    """A part of one file that is read on its own.
+    """A part of one file that is read on its own."""
 
-    file: index into the source's names. begin, end: bytes of the file, or rows of a hub's data.
-    size: about how many bytes will be read.
-    """
-
-    file: int
-    begin: int
+    file: int  # index into the source's names
+    begin: int  # [bytes] of the file, or rows of a hub's data
     end: int
-    size: int
+    size: int  # about how many bytes will be read
 
 
 class Text(NamedTuple):

@@ -16,11 +16,9 @@ _TEXT = ("string", "large_string", "dictionary<values=string", "dictionary<value
 
 
 def read(path: str, begin: int, end: int, column: str) -> Iterator[Item]:
-    """Documents of the row groups that begin in the bytes [begin, end) of a parquet file.
-
-    No footer is read to plan the spans. Raises DataError for a column that is missing or not text,
-    OSError for an unreadable file.
-    """
+    """Documents of the row groups that begin in the bytes [begin, end) of a parquet file. No footer
+    is read to plan the spans. Raises DataError for a column that is missing or not text, OSError
+    for an unreadable file."""
     pyarrow = require("pyarrow", path, extra="data")
     tables = require("pyarrow.parquet", path, extra="data")
     try:
@@ -62,13 +60,10 @@ def _rows(pyarrow, file, group, column, path):
 
 @dataclasses.dataclass(frozen=True)
 class Hub:
-    """A split of a data set, as files.Files is one of files. names: its name alone.
+    """A split of a data set, as files.Files is one of files."""
 
-    dataset: a datasets.Dataset; its rows lie in files of the package's cache, which a pickle names.
-    """
-
-    names: tuple[str, ...]
-    dataset: Any
+    names: tuple[str, ...]  # its name alone
+    dataset: Any  # datasets.Dataset; its pickle names the files of the cache that hold the rows
     column: str
 
     def spans(self, limit: int) -> Iterator[Span]:
@@ -102,8 +97,8 @@ def open_hub(path: str, key: str, column: str) -> Hub:
     """A split of a data set.
 
     path: NAME, NAME:CONFIG or NAME:CONFIG:SPLIT (NAME::SPLIT for the only config); NAME is that of
-      the hub or a folder; the split is train by default. key: the flag of the path.
-    Raises DataError when it cannot be had or has no such column, ConfigError without the package.
+    the hub or a folder; the split is train by default. Raises DataError when it cannot be had or
+    has no such column, ConfigError without the package.
     """
     name, _, rest = path.partition(":")
     config, _, split = rest.partition(":")
