@@ -1,5 +1,6 @@
 """The tables of the page: final losses, keys that differ, starts and checkpoints."""
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -66,10 +67,7 @@ def _best(run: Run, name: str) -> str:
 
 
 class Life(NamedTuple):
-    """The time between a start of the run and its end. how: it ended, in words.
-
-    start, end: lines of history.jsonl; end is None where a run was killed, and while it runs.
-    """
+    """Lines of history.jsonl on a start and its end, None where it was killed or runs; in words."""
 
     start: dict[str, Any]
     end: dict[str, Any] | None
@@ -80,7 +78,7 @@ def lives(run: Run) -> list[Life]:
     """The starts of a run with their ends, oldest first."""
     begun = [k for k, event in enumerate(run.history) if event["event"] == "start"]
     out = []
-    for k, following in zip(begun, [*begun, None][1:], strict=True):
+    for k, following in itertools.pairwise([*begun, None]):
         start, after = run.history[k], run.history[k + 1 : following]
         end = after[0] if after else None
         # A later start says how far this one came; of the last one the rows do.
@@ -118,9 +116,9 @@ def starts(runs: Sequence[Run]) -> Rows:
 
 def checkpoints(runs: Sequence[Run]) -> Rows:
     """One row for each checkpoint that is kept."""
-    rows = [[run.name, f"{s.step:,}", date(s.time)] for run in runs for s in run.checkpoints]
-    numbers = [number for number, run in enumerate(runs) for _ in run.checkpoints]
-    return Rows(["run", "after step", "saved"], rows, numbers)
+    kept = [(number, run, saved) for number, run in enumerate(runs) for saved in run.checkpoints]
+    rows = [[run.name, f"{saved.step:,}", date(saved.time)] for _, run, saved in kept]
+    return Rows(["run", "after step", "saved"], rows, [number for number, *_ in kept])
 
 
 def differences(runs: Sequence[Run], defaults: Mapping[str, Any]) -> Rows:

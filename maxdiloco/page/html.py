@@ -24,10 +24,7 @@ MOST_ROWS = 200  # of a table; our choice
 
 
 def page(runs: Sequence[Run], defaults: Mapping[str, Any], *, reload_s: int = 0) -> str:
-    """The whole page as HTML.
-
-    defaults: of base.yml. reload_s: seconds after which a browser reads the page again; 0: never.
-    """
+    """The page; after reload_s seconds, if any, a browser reads it again. defaults: of base.yml."""
     names = ", ".join(run.name for run in runs)
     drawn = [timeline.of_run(run) for run in runs]
     subtitle = f"made {facts.date(time.time(), seconds=True)}"

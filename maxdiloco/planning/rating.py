@@ -8,15 +8,13 @@ import jax
 
 from maxdiloco.aot import wait
 from maxdiloco.aot.wait import FULL
-from maxdiloco.diloco import outer, quantize
+from maxdiloco.diloco import quantize
 from maxdiloco.engine.calls import bytes_on_device, is_on_device
 from maxdiloco.engine.exchanges import CARRIERS, chunks_on_device
 from maxdiloco.engine.state import lay_out, plan_fragments
 from maxdiloco.engine.trainer import ExchangeSettings
 from maxdiloco.exchange import payload
-from maxdiloco.flags import checks, outer_rate
-from maxdiloco.planning.choices import Choice
-from maxdiloco.planning.job import Job
+from maxdiloco.planning.job import Choice, Job
 
 GRADIENT = 2  # bytes a parameter that data parallelism sends in a step, as the papers count
 # Computation that leaves a choice before eager, whose loss is the largest that was measured; our
@@ -25,10 +23,7 @@ PATIENT = 0.9
 
 
 class Step(NamedTuple):
-    """A plain inner step on a device. peak: bytes that its program needs; 0 where unknown.
-
-    origin: where its time is from, in words.
-    """
+    """A plain inner step. peak: bytes that it needs, 0: unknown. origin: of its time, in words."""
 
     seconds: float
     peak: int = 0
@@ -36,9 +31,9 @@ class Step(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What a device sends in a period, for one replica to one other slice [bytes].
+    """Bytes that a device sends in a period, for one replica to one other slice.
 
-    fragments: of each. chunks: of each chunk that a period carries (program).
+    Of each fragment, and of each chunk that a period carries (program).
     """
 
     fragments: tuple[int, ...]
@@ -83,15 +78,17 @@ def traffic(job: Job, choice: Choice) -> Traffic:
 
 
 def _settings(job: Job, choice: Choice) -> ExchangeSettings:
+    wire = quantize.wire_format(choice.wire)
+    wanted = wire.feedback if job.feedback is None else job.feedback and wire.error > 0
     return ExchangeSettings(
         sync_period=choice.H,
-        overlap_steps=choice.schedule.tau,
+        overlap_steps=choice.tau,
         offsets=choice.schedule.offsets,
         outer_overlap=choice.overlap,
         exchange_dtype=choice.wire,
         num_nonlayer_fragments=choice.nonlayer,
-        sequential_layers=job.cfg.use_sequential_layers,
-        error_feedback=_feedback(job, choice),
+        sequential_layers=job.sequential_layers,
+        error_feedback=wanted,
     )
 
 
@@ -137,9 +134,7 @@ def rated(job: Job, choice: Choice, *, step: Step, gbps: float, latency_s: float
 
 
 def _memory(job: Job, choice: Choice, step: Step) -> int:
-    """Bytes of a device: the plain step's and the rest of the state; without a compiled step the
-    state alone.
-    """
+    """Bytes of a device: the compiled step's, if there is one, and the rest of the state."""
     layout = lay_out(
         job.params,
         job.opt_state,
@@ -147,11 +142,7 @@ def _memory(job: Job, choice: Choice, step: Step) -> int:
         layer_axis=job.model.layer_axis,
         num_replicas=job.num_replicas,
         mesh=job.mesh,
-        optimizer=outer.outer_optimizer(
-            job.cfg.diloco_outer_optimizer,
-            lr=outer_rate.rate(vars(job.cfg), job.num_replicas),
-            momentum=job.cfg.diloco_outer_momentum,
-        ),
+        optimizer=job.outer_optimizer,
         outer_memory=None if choice.memory == "device" else choice.memory,
     )
     state = layout.state
@@ -161,13 +152,6 @@ def _memory(job: Job, choice: Choice, step: Step) -> int:
     on_device = [x for x in jax.tree.leaves(kept) if is_on_device(x)]
     on_device += chunks_on_device(layout, CARRIERS[job.carrier].steps_on_device)
     return step.peak + sum(map(bytes_on_device, on_device))
-
-
-def _feedback(job: Job, choice: Choice) -> bool:
-    """Whether the trainer would keep residuals."""
-    asked = checks.FEEDBACK[job.cfg.diloco_error_feedback]
-    wire = quantize.wire_format(choice.wire)
-    return wire.feedback if asked is None else asked and wire.error > 0
 
 
 def ranked(

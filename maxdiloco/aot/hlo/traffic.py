@@ -35,12 +35,27 @@ LOCAL_CALLS = """
 """
 
 
+class Timing(NamedTuple):
+    """One transfer between slices, in all its runs.
+
+    start, done: of its first and its last run [seconds from the start of the program]. busy:
+    seconds on the link. waited: seconds that the device waits for it.
+    """
+
+    start: float
+    done: float
+    busy: float = 0.0
+    waited: float = 0.0
+
+
 class Collective(NamedTuple):
     """One collective.
 
     axes: mesh axes that its groups span. bytes_sent: bytes that leave one device in each run, by a
     ring. times: runs in one run of the program. waits: whether the schedule waits for it, which it
-    does when start and done are one instruction.
+    does when start and done are one instruction. The rest is of a collective over slices. padding:
+    of its bytes. timing: where a send-done waits for the whole transfer; None off TPU.
+    waited_least: seconds that the device waits where it waits for nothing; see hlo/replay.py.
     """
 
     kind: str
@@ -48,7 +63,11 @@ class Collective(NamedTuple):
     axes: tuple[str, ...]
     bytes_sent: int
     times: int
-    waits: bool
+    waits: bool = False
+    padding: int = 0
+    in_conditional: bool = False
+    timing: Timing | None = None
+    waited_least: float = 0.0
 
 
 class Transfer(NamedTuple):
