@@ -88,7 +88,7 @@ def given_keys(keys: Sequence[str], environ: Mapping[str, str]) -> set[str]:
 
 def _plan(cfg: Config, options: SimpleNamespace, keys: Sequence[str], link: str) -> int:
     from maxdiloco.metrics.compiles import make_room
-    from maxdiloco.planning import choices, compiled, job, rating, table
+    from maxdiloco.planning import compiled, job, rating, table
     from maxdiloco.trainer import compiled_file
 
     if options.report:
@@ -97,7 +97,7 @@ def _plan(cfg: Config, options: SimpleNamespace, keys: Sequence[str], link: str)
     sharing = ((1, "device"), (planned.per_host, "host"), (planned.per_slice, "slice"))
     share = sharing[LINKS.index(link)]
     gbps, latency_s = vars(options)[link] / share[0], (options.latency_ms or 0.0) / 1e3
-    families = choices.families(planned, given_keys(keys, os.environ))
+    families = rating.families(planned, given_keys(keys, os.environ))
     if not families:
         raise ConfigError(
             "no way to synchronise has the values that are given for H, P and tau. Leave one out."
@@ -106,7 +106,9 @@ def _plan(cfg: Config, options: SimpleNamespace, keys: Sequence[str], link: str)
     def ranked(step: rating.Step) -> list[rating.Rated]:
         rows = rating.ranked(planned, families, step=step, gbps=gbps, latency_s=latency_s)
         if not any(row.fits for row in rows):
-            least, hbm = (n / table.MIB for n in (min(r.memory for r in rows), planned.chip.hbm))
+            least, hbm = (
+                n / table.MIB for n in (min(r.memory_bytes for r in rows), planned.chip.hbm)
+            )
             raise ConfigError(
                 f"model_name={cfg.model_name} is too big for {cfg.compile_topology}: every choice "
                 f"needs at least {least:,.0f} MiB a device, which has {hbm:,.0f}. "
@@ -121,7 +123,7 @@ def _plan(cfg: Config, options: SimpleNamespace, keys: Sequence[str], link: str)
     else:
         ranked(rating.Step(1.0))  # refuse a model whose state alone is too big before compiling
         step = compiled.plain_step(cfg, gbps=gbps, say=train_compile.say_line)
-    plan = table.Plan(planned, step, gbps, share, ranked(step), keys, choices.measured(), latency_s)
+    plan = table.Plan(planned, step, gbps, share, ranked(step), keys, table.measured(), latency_s)
     for line in table.lines(plan):
         train_compile.say_line(line)
     if options.report:

@@ -60,12 +60,11 @@ def measure(
     gbps: float,
     say: Callable[[str], None],
 ) -> list[Measured]:
-    """Compile the program of every call and read its HLO.
+    """Compile the program of every call and read its HLO; one too big is in the result.
 
     state: what the run keeps on the devices, as ShapeDtypeStructs. dcn: sizes of the mesh axes over
     slices. chip: None, and those that are not timed, have no schedule of transfers. gbps: a
-    device's share of the link [Gbit/s]. A program that does not fit the chip is in the result.
-    Raises ConfigError for a construct that the HLO reader does not know.
+    device's share of the link [Gbit/s]. Raises ConfigError for what the HLO reader does not know.
     """
     out = []
     for call in calls:
@@ -76,7 +75,11 @@ def measure(
             if (reason := too_big(error)) is None:
                 raise
             say(f"{name} does not fit: {reason}")
-            compiled, memory = None, _memory_of_too_big(call, state, reason)
+            taken = (x for x in jax.tree.leaves(call.args) if is_on_device(x))
+            arguments = sum(map(bytes_on_device, taken))
+            temporary = temporaries(reason, arguments)
+            peak, other = arguments + temporary, elsewhere(call, state)
+            compiled, memory = None, Memory(arguments, 0, temporary, peak, other)
         else:
             reason, memory = "", memory_of(compiled, call, state)
         seconds = time.perf_counter() - start
@@ -95,12 +98,6 @@ def measure(
                 f"what it sends is unknown: {error}"
             ) from error
     return out
-
-
-def _memory_of_too_big(call: Call, state: Any, reason: str) -> Memory:
-    arguments = sum(bytes_on_device(x) for x in jax.tree.leaves(call.args) if is_on_device(x))
-    temporary = temporaries(reason, arguments)
-    return Memory(arguments, 0, temporary, arguments + temporary, elsewhere(call, state))
 
 
 def _on_tpu(

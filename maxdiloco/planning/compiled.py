@@ -99,7 +99,6 @@ def programs(
     """The config with remat_policy chosen, the parts of a run on the mesh, what was compiled.
 
     gbps: a device's share of the link [Gbit/s]. only_step: the plain inner step, no other program.
-    Takes one more compilation for each policy of remat_policy=auto that does not fit the chip.
     """
 
     def on_compile(name: str, seconds: float, compiled: jax.stages.Compiled) -> None:

@@ -23,6 +23,18 @@ from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.chips import Chip
 from maxdiloco.trainer import assemble, optimizer
 
+# The keys that a choice sets, and its fields.
+KEYS = {
+    "diloco_sync_period": "H",
+    "enable_streaming_diloco": "streaming",
+    "num_diloco_fragments": "P",
+    "num_nonlayer_fragments": "nonlayer",
+    "num_communication_overlapping_steps": "tau",
+    "diloco_outer_overlap": "overlap",
+    "diloco_exchange_dtype": "wire",
+    "diloco_outer_memory": "memory",
+}
+
 
 class Choice(NamedTuple):
     """One way to synchronise. nonlayer: fragments of what belongs to no layer.
@@ -53,16 +65,8 @@ class Choice(NamedTuple):
 
     def keys(self) -> dict[str, Any]:
         """The keys of a run."""
-        return {
-            "diloco_sync_period": self.H,
-            "enable_streaming_diloco": self.streaming,
-            "num_diloco_fragments": self.P,
-            "num_nonlayer_fragments": self.nonlayer,
-            "num_communication_overlapping_steps": self.tau,
-            "diloco_outer_overlap": self.overlap,
-            "diloco_exchange_dtype": self.wire,
-            "diloco_outer_memory": self.memory,
-        }
+        fields = self._asdict()
+        return {key: fields[field] for key, field in KEYS.items()}
 
     def arguments(self) -> list[str]:
         """key=value of what differs from base.yml, and H always."""
@@ -155,7 +159,7 @@ def of(cfg: Config) -> Job:
     rows = cfg.per_device_batch_size * sharing * cfg.gradient_accumulation_steps
     return Job(
         name=cfg.model_name,
-        asked=_asked(cfg),
+        asked=Choice(**{field: vars(cfg)[key] for key, field in KEYS.items()}),
         feedback=checks.FEEDBACK[cfg.diloco_error_feedback],
         outer_optimizer=outer.outer_optimizer(
             cfg.diloco_outer_optimizer,
@@ -175,19 +179,6 @@ def of(cfg: Config) -> Job:
         tokens=replicas * rows * cfg.max_target_length,
         carrier=assemble.carrier(cfg.exchange_carrier, backend, joins_processes=True),
         chip=chip,
-    )
-
-
-def _asked(cfg: Config) -> Choice:
-    return Choice(
-        cfg.diloco_sync_period,
-        cfg.num_diloco_fragments,
-        cfg.num_nonlayer_fragments,
-        cfg.num_communication_overlapping_steps,
-        cfg.diloco_exchange_dtype,
-        cfg.diloco_outer_overlap,
-        cfg.enable_streaming_diloco,
-        cfg.diloco_outer_memory,
     )
 
 

@@ -1,25 +1,47 @@
 """The plan as lines, as JSON, and as the command that runs it."""
 
 import math
+import pathlib
 import shlex
 import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import yaml
+
 from maxdiloco.aot import wait
 from maxdiloco.aot.wait import FULL
 from maxdiloco.planning import rating
-from maxdiloco.planning.choices import Loss, loss_of
 from maxdiloco.planning.job import Job
 from maxdiloco.planning.rating import Rated, Step
 from maxdiloco.processes.output import aligned, span
 
 MIB, GIB = 2**20, 2**30
+LOSSES = pathlib.Path(__file__).parent / "losses.yml"
 WIDTH = 100  # of a line but for the commands, in characters; our choice
 COLUMNS = (
     "mode", "H", "P", "tau", "wire", "waits", "step", "busy", "memory", "less sent", "Gbit/s",
     "loss",
 )  # fmt: skip
+
+
+class Loss(NamedTuple):
+    """A measured difference to data parallelism [nats a token]; see losses.yml."""
+
+    model: str
+    replicas: int
+    mode: str
+    H: int
+    P: int
+    tau: int
+    wire: str
+    difference: float
+    source: str
+
+
+def measured(path: pathlib.Path = LOSSES) -> list[Loss]:
+    """Every entry of the file. Raises TypeError for one with other fields."""
+    return [Loss(**entry) for entry in yaml.safe_load(path.read_text(encoding="utf-8"))["measured"]]
 
 
 class Plan(NamedTuple):
@@ -46,9 +68,18 @@ class Plan(NamedTuple):
         return wait.data_parallel(size, self.gbps * self.job.per_slice, self.latency_s)
 
     def loss(self, row: Rated) -> str:
-        """The measured difference, with the model it is of; "" where it was not measured."""
-        found = loss_of(row.choice, self.job, self.known)
-        return f"{found.difference:+.3f} ({found.model}, M={found.replicas})" if found else ""
+        """The measured difference, with the model it is of, the job's if possible; "" for none."""
+        choice, job = row.choice, self.job
+        of_choice = (choice.mode, choice.H, choice.tau, choice.wire)
+        same = [
+            each for each in self.known if (each.mode, each.H, each.tau, each.wire) == of_choice
+        ]
+        if not same:
+            return ""
+        found = min(
+            same, key=lambda each: (each.model != job.name, each.replicas != job.num_replicas)
+        )
+        return f"{found.difference:+.3f} ({found.model}, M={found.replicas})"
 
     def is_moved(self, row: Rated) -> bool:
         """Whether a choice fits the chip only with its outer state in host memory."""
@@ -93,7 +124,7 @@ def _table(plan: Plan) -> list[str]:
 
 
 def _cells(plan: Plan, row: Rated) -> tuple[object, ...]:
-    choice, gbps = row.choice, row.least_gbps * plan.share[0]
+    choice, gbps = row.choice, row.least_dcn_bandwidth_gbps * plan.share[0]
     mark = " host" if plan.is_moved(row) else "" if row.fits else " too big"
     return (
         choice.mode,
@@ -101,11 +132,13 @@ def _cells(plan: Plan, row: Rated) -> tuple[object, ...]:
         choice.P,
         choice.tau,
         choice.wire,
-        span(row.exposed_s),
-        span(row.step_s),
+        span(row.exposed_seconds_per_period),
+        span(row.step_seconds),
         f"{row.utilisation:.1%}",
-        f"{row.memory / GIB:.3g} GiB{mark}",
-        f"{row.less:,.0f}x" if row.less >= 10 else f"{row.less:.2g}x",
+        f"{row.memory_bytes / GIB:.3g} GiB{mark}",
+        f"{row.times_less_traffic:,.0f}x"
+        if row.times_less_traffic >= 10
+        else f"{row.times_less_traffic:.2g}x",
         f"{gbps:.3g}" if math.isfinite(gbps) else "none",
         plan.loss(row).partition(" (")[0] or "?",
     )
@@ -183,9 +216,11 @@ def refusals(plan: Plan) -> list[str]:
     if any(row.fits and row.fills for row in plan.rows):
         return []
     share, of = plan.share
-    least = min((row for row in plan.rows if row.fits), key=lambda row: row.least_gbps)
-    remedy = f"{least.least_gbps * share:.3g} Gbit/s a {of} would do"
-    if not math.isfinite(least.least_gbps):
+    least = min(
+        (row for row in plan.rows if row.fits), key=lambda row: row.least_dcn_bandwidth_gbps
+    )
+    remedy = f"{least.least_dcn_bandwidth_gbps * share:.3g} Gbit/s a {of} would do"
+    if not math.isfinite(least.least_dcn_bandwidth_gbps):
         remedy = f"No bandwidth would do at a latency of {span(plan.latency_s)}; nearest"
     return [
         f"no choice fills a link of {plan.gbps * share:g} Gbit/s a {of}: the best one trains for "
@@ -214,17 +249,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _row(plan: Plan, row: Rated) -> dict[str, Any]:
-    return {
-        "mode": row.choice.mode,
-        **row.choice.keys(),
-        "exposed_seconds_per_period": row.exposed_s,
-        "step_seconds": row.step_s,
-        "tokens_per_second": row.tokens_per_s,
-        "utilisation": row.utilisation,
-        "memory_bytes": row.memory,
-        "fits": row.fits,
-        "staleness_steps": row.choice.schedule.lag,
-        "times_less_traffic": row.less,
-        "least_dcn_bandwidth_gbps": row.least_gbps if math.isfinite(row.least_gbps) else None,
-        "loss": plan.loss(row) or "not measured",
-    }
+    figures = row._asdict()
+    choice, least = figures.pop("choice"), row.least_dcn_bandwidth_gbps
+    figures["least_dcn_bandwidth_gbps"] = least if math.isfinite(least) else None
+    loss = plan.loss(row) or "not measured"
+    return {"mode": choice.mode, **choice.keys(), **figures, "loss": loss}

@@ -29,12 +29,6 @@ def test_a_name_is_a_kind_and_a_number_of_gpus(name, known, devices, on_host, pe
     assert found.chip.peak_flops == peak and not found.chip.timed
 
 
-def test_names_of_tpus_are_of_no_gpu():
-    for name in [name for kind in topology.TPUS for name in topology.names(kind)]:
-        found = topology.find(name)
-        assert found.chip.timed and not found.is_gpu and found.capability == ""
-
-
 def test_memory_is_the_share_that_jax_takes(monkeypatch):
     """An H100 of 80 GB has 84,942,979,072 bytes."""
     ours, older = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"

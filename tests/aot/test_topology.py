@@ -70,7 +70,9 @@ def test_without_libtpu_the_extra_is_named(monkeypatch):
 
 def test_every_topology_is_of_a_chip_with_all_facts():
     for name in [name for kind in topology.TPUS for name in topology.names(kind)]:
-        assert None not in topology.find(name).chip, name
+        found = topology.find(name)
+        assert None not in found.chip and found.chip.timed, name
+        assert not found.is_gpu and found.capability == ""
 
 
 @pytest.mark.tpu_aot

@@ -1,14 +1,12 @@
 """Replays a scheduled TPU program against one link per device: how much of the traffic is exposed.
 
-An instruction takes the compiler's `estimated_cycles` at the chip's clock, and a Pallas kernel the
-least time of its products (hlo/products.py), at the chip's peak. A transfer takes its bytes at the
-rate of the link (aot/wait.py), a collective inside the slice that the schedule waits for its bytes
-at that of the ICI links. There is no host and no latency. Everything else without an estimate
-takes no time: the replay hides too little, never too much.
+An instruction takes the compiler's `estimated_cycles` at the chip's clock, a Pallas kernel the
+least time of its products (hlo/products.py) at the chip's peak, a transfer its bytes at the rate of
+the link, and a collective inside the slice that the schedule waits for its bytes at that of the ICI
+links. Everything else takes no time: the replay hides too little, never too much.
 
 Whether a `send-done` waits until the other slice has the data, or only until its buffer may be used
-again, no documentation says and no TPU was asked. The compiler puts it anywhere between send and
-recv-done, so both readings are offered: send_done_waits.
+again, no documentation says and no TPU was asked: send_done_waits offers both.
 """
 
 import copy
@@ -81,17 +79,21 @@ class Replay:
         clock, transfers = copy.deepcopy(self.clock), dict(self.transfers)
         return dataclasses.replace(self, clock=clock, transfers=transfers)
 
-    def run(self, computation: Computation) -> None:
+    def run(self, where: Computation) -> None:
         """Play all of a computation."""
-        for item in computation.instructions:
-            self._play(computation, item)
+        for item in where.instructions:
+            self._play(where, item)
 
     def _play(self, where: Computation, item: Instruction) -> None:
         if item.opcode in ("send", "recv"):
             self._start(item)
         elif item.opcode in ("send-done", "recv-done"):
+            name = traffic.rendezvous_of(where[item.operands[0]])
             waits = item.opcode == "recv-done" or self.send_done_waits
-            self._done(traffic.rendezvous_of(where[item.operands[0]]), waits)
+            waited = self.clock.wait(name) if waits else 0.0
+            timing = self.transfers[name]
+            timing = timing._replace(done=self.clock.now, waited=timing.waited + waited)
+            self.transfers[name] = timing
         elif item.opcode == "while":
             trips = trip_count(self.module, where, item)
             self._loop(self.module.computation(item.attribute("body")), trips)
@@ -130,11 +132,6 @@ class Replay:
         if item.opcode == "send":
             self.clock.send(name, self.on_link[name])
             self.transfers[name] = timing._replace(busy=timing.busy + self.on_link[name])
-
-    def _done(self, name: str, waits: bool) -> None:
-        waited = self.clock.wait(name) if waits else 0.0
-        timing = self.transfers[name]
-        self.transfers[name] = timing._replace(done=self.clock.now, waited=timing.waited + waited)
 
     def _loop(self, body: Computation, trips: int) -> None:
         """A body that sends nothing takes as long at every trip."""

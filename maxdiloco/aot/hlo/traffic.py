@@ -1,9 +1,8 @@
 """What a compiled program sends: collectives among the devices it numbers, transfers of slices.
 
-On CPU and GPU a program numbers all devices, so collectives between emulated slices are among the
-collectives. On TPU it numbers the devices of one slice, and XLA lowers a collective over slices to
-a `send` and a `recv` through the host (MegaScale) with their `-done` ops, one pair for each
-rendezvous name.
+On CPU and GPU a program numbers all devices. On TPU it numbers those of one slice, and a collective
+over slices is a `send` and a `recv` through the host (MegaScale) with their `-done`, one pair for
+each rendezvous name.
 """
 
 import math
@@ -131,11 +130,7 @@ def bytes_of(computation: Computation, item: Instruction) -> int:
 
 
 def _ring_bytes(kind: str, payload: int, size: int, *, name: str) -> int:
-    """Bytes that one member of a group sends in a collective, by a ring.
-
-    An all-gather sends the payload to each other member; a reduction and a gather of the sum each
-    send the share of every other member; one member of a pair sends the payload to the other.
-    """
+    """Bytes that one member of a group sends in a collective, by a ring."""
     others = size - 1
     if kind == "all-gather":
         return payload * others
@@ -149,10 +144,7 @@ def _ring_bytes(kind: str, payload: int, size: int, *, name: str) -> int:
 
 
 def axes_of(groups: notation.Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Mesh axes along which the members of a group differ, in mesh order.
-
-    Raises ValueError for a device outside the mesh.
-    """
+    """Mesh axes along which members of a group differ. Raises ValueError for a device outside."""
     last, count = max((n for group in groups for n in group), default=0), math.prod(sizes.values())
     if last >= count:
         raise ValueError(
