@@ -80,7 +80,7 @@ def asked(
 @guarded
 def main(argv: Sequence[str]) -> int:
     options, cfg, mesh = asked(argv, DEFAULTS)
-    chip = topology.chip(options["slices"])
+    chip = topology.find(options["slices"]).chip
     fragments = int(options["fragments"])
     where = f"{cfg.model_name}, 2 x {options['slices']}"
     print(f"{where}, H={cfg.diloco_sync_period}: exposed ms a period")

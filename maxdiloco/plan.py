@@ -16,7 +16,7 @@ from maxdiloco.command_line import Option, end_with, guarded, read_options
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, config, help
 from maxdiloco.flags.config import ENVIRONMENT_PREFIX, Config
-from maxdiloco.processes.output import one_line, say
+from maxdiloco.processes.output import say
 
 OPTIONS = MappingProxyType({
     "step_time": Option(
@@ -87,20 +87,17 @@ def given_keys(keys: Sequence[str], environ: Mapping[str, str]) -> set[str]:
 
 
 def _plan(cfg: Config, options: SimpleNamespace, keys: Sequence[str], link: str) -> int:
-    from maxdiloco.aot import topology
-    from maxdiloco.planning import choices, compiled, job, rating, table
+    from maxdiloco.planning import compiled, job, rating, table
     from maxdiloco.trainer import compiled_file
+    from maxdiloco.trainer.remat_choice import make_room
 
     if options.report:
         compiled_file.check_place("report", options.report)
     planned = job.of(cfg)
-    on_host = planned.per_slice
-    if cfg.compile_topology:
-        on_host = min(on_host, topology.devices_per_host(cfg.compile_topology))
-    sharing = ((1, "device"), (on_host, "host"), (planned.per_slice, "slice"))
+    sharing = ((1, "device"), (planned.per_host, "host"), (planned.per_slice, "slice"))
     share = sharing[LINKS.index(link)]
     gbps, latency_s = vars(options)[link] / share[0], (options.latency_ms or 0.0) / 1e3
-    families = choices.families(planned, given_keys(keys, os.environ))
+    families = rating.families(planned, given_keys(keys, os.environ))
     if not families:
         raise ConfigError(
             "no way to synchronise has the values that are given for H, P and tau. Leave one out."
@@ -108,42 +105,31 @@ def _plan(cfg: Config, options: SimpleNamespace, keys: Sequence[str], link: str)
 
     def ranked(step: rating.Step) -> list[rating.Rated]:
         rows = rating.ranked(planned, families, step=step, gbps=gbps, latency_s=latency_s)
-        _check_memory(planned, rows)
+        if not any(row.fits for row in rows):
+            least, hbm = (
+                n / table.MIB for n in (min(r.memory_bytes for r in rows), planned.chip.hbm)
+            )
+            raise ConfigError(
+                f"model_name={cfg.model_name} is too big for {cfg.compile_topology}: every choice "
+                f"needs at least {least:,.0f} MiB a device, which has {hbm:,.0f}. "
+                f"{make_room(cfg, outer_state=False)}"  # the plan has tried pinned_host
+            )
         return rows
 
     if options.step_time is not None:
         step = rating.Step(options.step_time)
-    elif topology.is_gpu(cfg.compile_topology):
-        step = compiled.estimated_step(planned)
+    elif not planned.chip.timed:
+        step = compiled.estimated_step(cfg, planned)
     else:
         ranked(rating.Step(1.0))  # refuse a model whose state alone is too big before compiling
-        step = compiled.plain_step(cfg, gbps=gbps, say=_say)
-    plan = table.Plan(planned, step, gbps, share, ranked(step), keys, choices.measured(), latency_s)
+        step = compiled.plain_step(cfg, gbps=gbps, say=train_compile.say_line)
+    plan = table.Plan(planned, step, gbps, share, ranked(step), keys, table.measured(), latency_s)
     for line in table.lines(plan):
-        _say(line)
+        train_compile.say_line(line)
     if options.report:
         text = json.dumps(table.as_json(plan), indent=1)
         compiled_file.write_whole("report", options.report, f"{text}\n".encode())
     return train_compile.refuse(table.refusals(plan))
-
-
-def _check_memory(planned, rows) -> None:
-    """Raise ConfigError where no choice fits the chip."""
-    from maxdiloco.planning.table import MIB
-    from maxdiloco.trainer.remat_choice import make_room
-
-    if any(row.fits for row in rows):
-        return
-    cfg, least = planned.cfg, min(row.memory for row in rows)
-    raise ConfigError(
-        f"model_name={cfg.model_name} is too big for {cfg.compile_topology}: every choice needs at "
-        f"least {least / MIB:,.0f} MiB a device, which has {planned.chip.hbm / MIB:,.0f}. "
-        f"{make_room(cfg, outer_state=False)}"  # the plan has tried pinned_host
-    )
-
-
-def _say(line: str) -> None:
-    say(one_line(line))
 
 
 def cli() -> None:

@@ -81,22 +81,22 @@ def _compile(cfg: Config, options: SimpleNamespace) -> int:
     cfg, mesh, chip = compiled.devices(cfg)
     cfg = config.with_replicas(cfg, assemble.batch_shape(cfg, mesh).num_replicas)
     for line in config.describe_differences(cfg):
-        _say(line)
+        say_line(line)
     if file:
         compiled_file.check_order(file, cfg, mesh)
-    _say(mesh_lib.describe(mesh, hardware_of(cfg)))
+    say_line(mesh_lib.describe(mesh, hardware_of(cfg)))
     with compiled_file.compiled_here() if file else nullcontext():
-        chosen, parts, result = compiled.report(cfg, mesh, chip, gbps=gbps, say=_say)
+        chosen, parts, result = compiled.report(cfg, mesh, chip, gbps=gbps, say=say_line)
     results = [result]
     baseline = assemble.baseline(cfg) if options.compile_data_parallel else None
     if baseline is not None:
-        results.append(compiled.report(baseline, mesh, chip, gbps=gbps, say=_say)[-1])
+        results.append(compiled.report(baseline, mesh, chip, gbps=gbps, say=say_line)[-1])
     texts = [line for each in results for line in report.verdict_lines(each)]
     for line in ["", *texts, "", *parts.trainer.description().fragments]:
-        _say(line)
+        say_line(line)
     for each in results:
         for line in ["", *report.lines(each)]:
-            _say(line)
+            say_line(line)
     if options.report:
         text = json.dumps({"reports": [figures.as_json(each) for each in results]}, indent=1)
         compiled_file.write_whole("report", options.report, f"{text}\n".encode())
@@ -104,7 +104,7 @@ def _compile(cfg: Config, options: SimpleNamespace) -> int:
     if file and not any(program.too_big for program in result.programs):
         calls = assemble.calls(cfg, parts)
         size = compiled_file.save(file, chosen, mesh, calls)
-        _say(f"{len(calls)} programs, {size / 2**20:.1f} MiB: {file}")
+        say_line(f"{len(calls)} programs, {size / 2**20:.1f} MiB: {file}")
     return code
 
 
@@ -115,7 +115,8 @@ def refuse(reasons: Sequence[str]) -> int:
     return REFUSED if reasons else 0
 
 
-def _say(line: str) -> None:
+def say_line(line: str) -> None:
+    """Print a line, its control characters escaped."""
     say(one_line(line))
 
 

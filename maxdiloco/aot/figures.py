@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from maxdiloco.aot import topology, wait
-from maxdiloco.aot.measure import Crossing, Measured
+from maxdiloco.aot.hlo.traffic import Collective
+from maxdiloco.aot.measure import Measured
 from maxdiloco.engine.calls import EVALUATION, LOG, SAVE, STEP
 from maxdiloco.metrics.speed import performance
 from maxdiloco.parallel.chips import Chip
@@ -50,13 +51,9 @@ class Report(NamedTuple):
         """Whether the compiler estimates times, which it does for TPUs."""
         return self.chip is not None and self.chip.timed
 
-    def at(self, when: str) -> list[Measured]:
-        """The programs that run at STEP, BESIDE or START; see Call."""
-        return [program for program in self.programs if program.when == when]
-
-    def missing(self, when: str) -> list[str]:
-        """Names of the programs at `when` that were not compiled, as they are too big."""
-        return [program.name for program in self.at(when) if program.too_big]
+    def cost(self, when: str) -> "Cost":
+        """Of the programs that run at STEP, BESIDE or START; see Call."""
+        return cost([program for program in self.programs if program.when == when])
 
     @property
     def step_seconds(self) -> float | None:
@@ -64,75 +61,37 @@ class Report(NamedTuple):
 
         None off TPU, and where a program of the steps was not compiled.
         """
-        if not self.timed or self.missing(STEP):
-            return None
-        return self.seconds(STEP) / self.period
-
-    def seconds(self, when: str) -> float:
-        """Device time of a period. Only on TPU."""
-        return sum(p.runs * (p.seconds + p.exposed) for p in self.at(when) if not p.too_big)
-
-    @property
-    def exposed_seconds(self) -> float:
-        """Seconds of a period that the steps wait for other slices, at most."""
-        return sum(p.runs * p.exposed for p in self.at(STEP))
-
-    @property
-    def exposed_seconds_least(self) -> float:
-        """The same where a send-done waits for nothing; see hlo/replay.py."""
-        return sum(p.runs * p.exposed_least for p in self.at(STEP))
-
-    @property
-    def busy_seconds(self) -> float:
-        """Seconds of a period in which the steps keep the link between slices busy."""
-        return sum(p.runs * p.busy for p in self.at(STEP))
-
-    def bytes_sent(self, when: str) -> float:
-        """Bytes that leave one device for other slices in a period."""
-        return _sent(self.at(when))
-
-    def of_events(self) -> dict[str, dict[str, float | None] | None]:
-        """What a period's evaluations, saves and log steps cost a device. None: not compiled.
-
-        dcn_bytes: that leave it for other slices. exposed_seconds: that it waits for them; seconds:
-        its time; share: of the steps' time. These are None where the steps' time is not known.
-        """
-        return {event: self._of_event(event) for event in (EVALUATION, SAVE, LOG)}
-
-    def _of_event(self, event: str) -> dict[str, float | None] | None:
-        programs = [program for program in self.programs if program.event == event]
-        if any(program.too_big for program in programs):
-            return None
-        cost = {"dcn_bytes": _sent(programs)}
-        if self.step_seconds is None:
-            return cost | dict.fromkeys(("exposed_seconds", "seconds", "share"))
-        seconds = sum(p.runs * (p.seconds + p.exposed) for p in programs)
-        cost["exposed_seconds"] = sum(p.runs * p.exposed for p in programs)
-        return cost | {"seconds": seconds, "share": seconds / (self.step_seconds * self.period)}
-
-    @property
-    def bandwidth_enough(self) -> float | None:
-        """One device's share of the link that would expose nothing of a step; see wait.py."""
-        return wait.enough_gbps(self.gbps, [(p.busy, p.exposed) for p in self.at(STEP)])
-
-    @property
-    def tau_enough(self) -> int | None:
-        """The tau that would expose nothing of a step; None where no tau of the period would."""
-        plain = next((p for p in self.at(STEP) if p.name == "inner" and p.seconds), None)
-        exposing = [program for program in self.at(STEP) if program.exposed]
-        if plain is None or not exposing or self.overlap != "none":
-            return None
-        return wait.enough_tau(
-            self.tau,
-            H=self.period,
-            step_s=plain.seconds,
-            chunk_s=max(program.busy for program in exposing),
-            busy_s=self.busy_seconds,
-        )
+        steps = self.cost(STEP)
+        return steps.seconds / self.period if self.timed and steps.known else None
 
 
-def _sent(programs: Sequence[Measured]) -> float:
-    return sum(p.runs * c.bytes_per_device * c.times for p in programs for c in p.crossings)
+class Cost(NamedTuple):
+    """What programs cost a device in a period.
+
+    known: whether all of them were compiled; the rest is of those that were. dcn_bytes: that leave
+    it for other slices. seconds: its time, waits included, 0 off TPU. exposed: seconds that it
+    waits for other slices, at most; least: where a send-done waits for nothing, see hlo/replay.py.
+    busy: seconds of the link.
+    """
+
+    known: bool
+    dcn_bytes: float
+    seconds: float
+    exposed: float
+    least: float
+    busy: float
+
+
+def cost(programs: Sequence[Measured]) -> Cost:
+    """The sums over programs, each as often as it runs."""
+    return Cost(
+        known=not any(p.too_big for p in programs),
+        dcn_bytes=sum(p.runs * c.bytes_sent * c.times for p in programs for c in p.crossings),
+        seconds=sum(p.runs * (p.seconds + p.exposed) for p in programs if p.seconds is not None),
+        exposed=sum(p.runs * p.exposed for p in programs),
+        least=sum(p.runs * sum(c.waited_least for c in p.crossings) for p in programs),
+        busy=sum(p.runs * p.busy for p in programs),
+    )
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -140,8 +99,7 @@ def as_json(report: Report) -> dict[str, Any]:
 
     None: not known, as a program was not compiled, or there is no TPU.
     """
-    unknown = bool(report.missing(STEP))
-    untimed = unknown or not report.timed
+    steps, untimed = report.cost(STEP), report.step_seconds is None
     return {
         "title": report.title,
         "period_steps": report.period,
@@ -152,24 +110,39 @@ def as_json(report: Report) -> dict[str, Any]:
         "dcn_bandwidth_gbps_per_host": report.gbps * report.devices_per_host or None,
         "compiler_flags": dict(report.flags),
         "step_seconds": report.step_seconds,
-        "dcn_bytes_per_device_and_step": (
-            None if unknown else report.bytes_sent(STEP) / report.period
-        ),
+        "dcn_bytes_per_device_and_step": steps.dcn_bytes / report.period if steps.known else None,
         "dcn_bytes_by_hosts_per_slice_and_period": report.by_hosts,
-        "dcn_busy_seconds_per_period": None if untimed else report.busy_seconds,
-        "dcn_exposed_seconds_per_period": None if untimed else report.exposed_seconds,
-        "dcn_exposed_seconds_per_period_least": None if untimed else report.exposed_seconds_least,
-        "beside_the_steps": report.of_events(),
+        "dcn_busy_seconds_per_period": None if untimed else steps.busy,
+        "dcn_exposed_seconds_per_period": None if untimed else steps.exposed,
+        "dcn_exposed_seconds_per_period_least": None if untimed else steps.least,
+        "beside_the_steps": {name: _event(report, name) for name in (EVALUATION, SAVE, LOG)},
         "programs": [_program(report, program) for program in report.programs],
         "verdict": verdict(report),
     }
+
+
+def _event(report: Report, event: str) -> dict[str, float | None] | None:
+    """What a period's evaluations, saves or log steps cost a device; None: not compiled.
+
+    share: of the steps' time. Times are None where the steps' time is not known.
+    """
+    found = cost([program for program in report.programs if program.event == event])
+    if not found.known:
+        return None
+    if report.step_seconds is None:
+        times = dict.fromkeys(("exposed_seconds", "seconds", "share"))
+    else:
+        share = found.seconds / (report.step_seconds * report.period)
+        times = {"exposed_seconds": found.exposed, "seconds": found.seconds, "share": share}
+    return {"dcn_bytes": found.dcn_bytes} | times
 
 
 def verdict(report: Report) -> dict[str, Any]:
     """What fits, how fast it is, and what would expose nothing. None: not known, or not wanted.
 
     topology_enough: a slice whose devices hold what these need, if all of it is shared by more of
-    them; "" where no known slice of the kind would do.
+    them; "" where no known slice of the kind would do. bandwidth_enough_gbps: one device's share of
+    the link that would expose nothing of a step, tau_enough: the tau within a period; see wait.py.
     """
     largest = max(report.programs, key=lambda program: program.memory.needed)
     needed, hbm = largest.memory.needed, report.chip and report.chip.hbm
@@ -178,6 +151,18 @@ def verdict(report: Report) -> dict[str, Any]:
     if fits is False:
         devices = math.ceil(report.devices_per_slice * needed / hbm)
         enough = topology.larger(report.topology, devices)
+    gbps, tau, steps = None, None, [p for p in report.programs if p.when == STEP]
+    if report.cost(STEP).exposed:
+        gbps = wait.enough_gbps(report.gbps, [(p.busy, p.exposed) for p in steps])
+        plain = next((p for p in steps if p.name == "inner" and p.seconds), None)
+        if plain is not None and report.overlap == "none":
+            tau = wait.enough_tau(
+                report.tau,
+                H=report.period,
+                step_s=plain.seconds,
+                chunk_s=max(program.busy for program in steps if program.exposed),
+                busy_s=report.cost(STEP).busy,
+            )
     speed = report.step_seconds and performance(
         step_time=report.step_seconds,
         tokens_per_step=report.tokens_per_step,
@@ -193,8 +178,8 @@ def verdict(report: Report) -> dict[str, Any]:
         "topology_enough": enough,
         "tokens_per_second": speed and speed["perf/tokens_per_second"],
         "mfu": speed and speed["perf/mfu"],
-        "bandwidth_enough_gbps": report.bandwidth_enough if report.exposed_seconds else None,
-        "tau_enough": report.tau_enough if report.exposed_seconds else None,
+        "bandwidth_enough_gbps": gbps,
+        "tau_enough": tau,
     }
 
 
@@ -219,11 +204,11 @@ def _program(report: Report, program: Measured) -> dict[str, Any]:
     return found | dict.fromkeys(unknown) if program.too_big else found
 
 
-def _crossing(report: Report, program: Measured, crossing: Crossing) -> dict[str, Any]:
+def _crossing(report: Report, program: Measured, crossing: Collective) -> dict[str, Any]:
     """starts, ends: parts of the program's time. hides_behind: the part of the device's own time
     between them. These and the times are left out off TPU.
     """
-    sent = crossing.bytes_per_device * crossing.times
+    sent = crossing.bytes_sent * crossing.times
     row = {
         "collective": crossing.kind,
         "dtype": crossing.dtype,

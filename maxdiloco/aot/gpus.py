@@ -1,26 +1,6 @@
-"""GPUs to compile for on a machine without them: their names, what the compiler asks, devices.
+"""What XLA's compiler asks of the GPUs that are compiled for without them."""
 
-A name is a kind and the number of GPUs of one slice, those of one host or of whole hosts. No GPU
-is there to try kernels on, so the compiler takes its default ones and estimates no time.
-"""
-
-import importlib.util
-import os
-from collections.abc import Mapping
-from typing import Any, NamedTuple
-
-import jax
-
-from maxdiloco.errors import ConfigError
-from maxdiloco.parallel.chips import CHIPS, Chip
-
-ON_HOST = 8  # GPUs of a host, joined by NVLink or PCIe
-SIZES = (1, 2, 4, *(ON_HOST * hosts for hosts in (1, 2, 4, 8, 16, 32, 64, 128)))
-FROM_MACHINE = (0, 11)  # JAX that takes the GPU of a Triton kernel from the machine
-PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-# The part of a GPU's memory that JAX takes when it starts, and where the user says another:
-# docs.jax.dev/en/latest/gpu_memory_allocation.html.
-SHARE, SHARE_KEYS = 0.75, ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+from typing import NamedTuple
 
 
 class Gpu(NamedTuple):
@@ -71,75 +51,6 @@ GPUS = {
     "rtx5090": Gpu("rtx5090", "NVIDIA GeForce RTX 5090", "12.0", False, 170, 128, 33677180928,
                    100663296, _SMALL, 1792128000000, 2.655, 512),
 }  # fmt: skip
-OTHER_KINDS = {
-    "a100": "a100-80gb",
-    "h100-80gb": "h100",
-    "h100-mega-80gb": "h100",
-    "h200-141gb": "h200",
-}
-
-
-def kind_of(name: str) -> str | None:
-    """The kind in GPUS of a name, as `h100` of h100-8; None for what names no GPU."""
-    kind = name.rpartition("-")[0]
-    kind = OTHER_KINDS.get(kind, kind)
-    return kind if kind in GPUS else None
-
-
-def size_of(name: str) -> int:
-    """GPUs of one slice. Raises ConfigError for a number that no hosts have."""
-    size = name.rpartition("-")[2]
-    if size in map(str, SIZES):
-        return int(size)
-    raise ConfigError(
-        f"compile_topology={name} is not known: {kind_of(name)} counts GPUs of one slice. Use one "
-        f"of {', '.join(map(str, SIZES))}, as {kind_of(name)}-{ON_HOST}."
-    )
-
-
-def chip(name: str, environ: Mapping[str, str] = os.environ) -> Chip:
-    """The chip that one GPU is, with the memory that JAX takes of it and its links.
-
-    Raises ConfigError for an unknown name and for a share of memory that is no number in (0, 1].
-    """
-    size_of(name)
-    gpu, share = GPUS[kind_of(name)], SHARE
-    if key := next((key for key in SHARE_KEYS if environ.get(key)), ""):
-        try:
-            share = float(environ[key])
-        except ValueError:
-            share = 0.0
-        if not 0 < share <= 1:
-            raise ConfigError(f"{key}={environ[key]} must be above 0 and at most 1. Use 0.9, say.")
-    return CHIPS[gpu.chip]._replace(hbm_gib=gpu.memory * share / 2**30, ici_gbps=gpu.link_gbps)
-
-
-def devices(name: str, num_slices: int) -> list[Any]:
-    """The jax.Device objects of `num_slices` slices, slice by slice; nothing can run on them.
-
-    Raises ConfigError for an unknown name, and for a JAX without a plugin for CUDA or after 0.10.
-    """
-    size = size_of(name)
-    if not any(map(importlib.util.find_spec, PLUGINS)):
-        raise ConfigError(
-            f"compile_topology={name} needs JAX's plugin for CUDA, which is not installed. Install "
-            f"the extra: pip install -e '.[cudacompile]' in a checkout of maxdiloco."
-        )
-    if jax.__version_info__ >= FROM_MACHINE:
-        raise ConfigError(
-            f"compile_topology={name} cannot be compiled for by jax {jax.__version__}, which makes "
-            f"Triton kernels for the GPU of this machine alone. Use jax 0.10.2, as the extra has "
-            f"it: pip install -e '.[cudacompile]'."
-        )
-    from jax.experimental import topologies
-
-    hosts = max(1, size // ON_HOST)
-    slices = topologies.get_topology_desc(
-        platform="cuda",
-        target_config=target_config(GPUS[kind_of(name)]),
-        topology=f"{num_slices}x{hosts}x{size // hosts}",
-    )
-    return list(slices.devices)
 
 
 def target_config(gpu: Gpu) -> str:

@@ -9,30 +9,11 @@ from jax.sharding import Mesh
 
 from maxdiloco.aot.hlo import products, reader, replay, traffic
 from maxdiloco.aot.hlo.reader import Module
-from maxdiloco.aot.hlo.replay import Timing
 from maxdiloco.aot.hlo.traffic import Collective
 from maxdiloco.engine.calls import Call, Memory, bytes_on_device, elsewhere, is_on_device, memory_of
 from maxdiloco.errors import ConfigError
 from maxdiloco.metrics.compiles import temporaries, too_big
 from maxdiloco.parallel.chips import Chip
-
-
-class Crossing(NamedTuple):
-    """A collective that reaches other slices.
-
-    timing: where a send-done waits for the whole transfer; None off TPU. waited_least: seconds
-    that the device waits where it waits for nothing; see hlo/replay.py.
-    """
-
-    kind: str
-    dtype: str
-    axes: tuple[str, ...]
-    bytes_per_device: int
-    padding: int
-    times: int
-    in_conditional: bool
-    timing: Timing | None
-    waited_least: float = 0.0
 
 
 class Measured(NamedTuple):
@@ -55,7 +36,7 @@ class Measured(NamedTuple):
     flops: float = 0.0
     seconds: float | None = None
     kernels: int = 0
-    crossings: tuple[Crossing, ...] = ()
+    crossings: tuple[Collective, ...] = ()
     inside: tuple[Collective, ...] = ()
 
     @property
@@ -68,11 +49,6 @@ class Measured(NamedTuple):
         """Seconds that a device waits for other slices in one run, at most."""
         return sum(crossing.timing.waited for crossing in self.crossings if crossing.timing)
 
-    @property
-    def exposed_least(self) -> float:
-        """The same where a send-done waits for nothing."""
-        return sum(crossing.waited_least for crossing in self.crossings)
-
 
 def measure(
     calls: list[Call],
@@ -84,12 +60,11 @@ def measure(
     gbps: float,
     say: Callable[[str], None],
 ) -> list[Measured]:
-    """Compile the program of every call and read its HLO.
+    """Compile the program of every call and read its HLO; one too big is in the result.
 
     state: what the run keeps on the devices, as ShapeDtypeStructs. dcn: sizes of the mesh axes over
     slices. chip: None, and those that are not timed, have no schedule of transfers. gbps: a
-    device's share of the link [Gbit/s]. A program that does not fit the chip is in the result.
-    Raises ConfigError for a construct that the HLO reader does not know.
+    device's share of the link [Gbit/s]. Raises ConfigError for what the HLO reader does not know.
     """
     out = []
     for call in calls:
@@ -100,7 +75,11 @@ def measure(
             if (reason := too_big(error)) is None:
                 raise
             say(f"{name} does not fit: {reason}")
-            compiled, memory = None, _memory_of_too_big(call, state, reason)
+            taken = (x for x in jax.tree.leaves(call.args) if is_on_device(x))
+            arguments = sum(map(bytes_on_device, taken))
+            temporary = temporaries(reason, arguments)
+            peak, other = arguments + temporary, elsewhere(call, state)
+            compiled, memory = None, Memory(arguments, 0, temporary, peak, other)
         else:
             reason, memory = "", memory_of(compiled, call, state)
         seconds = time.perf_counter() - start
@@ -110,11 +89,9 @@ def measure(
             continue
         try:
             module = reader.read(compiled.as_text())
-            found = found._replace(flops=products.matmul_flops(module))
-            if chip is not None and chip.timed:
-                out[-1] = _on_tpu(found, module, mesh, dcn, chip, gbps)
-            else:
-                out[-1] = _off_tpu(found, module, mesh, dcn)
+            timed = chip is not None and chip.timed
+            read = _on_tpu(module, mesh, dcn, chip, gbps) if timed else _off_tpu(module, mesh, dcn)
+            out[-1] = found._replace(flops=products.matmul_flops(module), **read)
         except ValueError as error:
             raise ConfigError(
                 f"the compiled program {name!r} has something that the report cannot read, so "
@@ -123,34 +100,23 @@ def measure(
     return out
 
 
-def _memory_of_too_big(call: Call, state: Any, reason: str) -> Memory:
-    arguments = sum(bytes_on_device(x) for x in jax.tree.leaves(call.args) if is_on_device(x))
-    temporary = temporaries(reason, arguments)
-    return Memory(arguments, 0, temporary, arguments + temporary, elsewhere(call, state))
-
-
 def _on_tpu(
-    found: Measured,
-    module: Module,
-    mesh: Mesh,
-    dcn: Mapping[str, int],
-    chip: Chip,
-    gbps: float,
-) -> Measured:
-    """A program numbers the devices of one slice."""
+    module: Module, mesh: Mesh, dcn: Mapping[str, int], chip: Chip, gbps: float
+) -> dict[str, Any]:
+    """Fields of Measured. A program numbers the devices of one slice."""
     played = replay.replay(module, chip, gbps)
     least = replay.replay(module, chip, gbps, send_done_waits=False).transfers
     crossings = [
-        Crossing(
+        Collective(
             t.kind,
             t.sent.dtype,
             traffic.axes_of(t.slices, dcn),
             t.bytes_sent,
-            t.padding,
             t.times,
-            t.in_conditional,
-            played.transfers[t.rendezvous],
-            least[t.rendezvous].waited,
+            padding=t.padding,
+            in_conditional=t.in_conditional,
+            timing=played.transfers[t.rendezvous],
+            waited_least=least[t.rendezvous].waited,
         )
         for t in traffic.transfers(module)
     ]
@@ -161,24 +127,18 @@ def _on_tpu(
         and products.kernel_flops(run.computation, run.instruction) is None
     }
     ici = {axis: size // dcn[axis] for axis, size in mesh.shape.items()}
-    return found._replace(
-        seconds=played.seconds - played.waited,
-        kernels=len(unknown),
-        crossings=tuple(crossings),
-        inside=tuple(traffic.collectives(module, ici)),
-    )
+    return {
+        "seconds": played.seconds - played.waited,
+        "kernels": len(unknown),
+        "crossings": tuple(crossings),
+        "inside": tuple(traffic.collectives(module, ici)),
+    }
 
 
-def _off_tpu(found: Measured, module: Module, mesh: Mesh, dcn: Mapping[str, int]) -> Measured:
-    """CPU and GPU number all devices in one program; slices are blocks of them."""
-    dcn_axes = {axis for axis, size in dcn.items() if size > 1}
-    # Slices are the major blocks of the devices.
-    items = traffic.collectives(module, dict(mesh.shape))
-    return found._replace(
-        crossings=tuple(
-            Crossing(item.kind, item.dtype, item.axes, item.bytes_sent, 0, item.times, False, None)
-            for item in items
-            if dcn_axes & set(item.axes)
-        ),
-        inside=tuple(item for item in items if not dcn_axes & set(item.axes)),
-    )
+def _off_tpu(module: Module, mesh: Mesh, dcn: Mapping[str, int]) -> dict[str, Any]:
+    """CPU and GPU number all devices in one program; slices are its major blocks of them."""
+    over_slices = {axis for axis, size in dcn.items() if size > 1}
+    parts: dict[bool, list[Collective]] = {True: [], False: []}
+    for item in traffic.collectives(module, dict(mesh.shape)):
+        parts[bool(over_slices & set(item.axes))].append(item)
+    return {"crossings": tuple(parts[True]), "inside": tuple(parts[False])}

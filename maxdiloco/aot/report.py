@@ -29,9 +29,9 @@ WITHOUT_GPU = (
 )
 
 
-def _wrapped(texts: list[str]) -> list[str]:
-    how = dict(subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    return [line for text in texts for line in textwrap.wrap(text, WIDTH, **how)]
+def _wrapped(text: str, width: int = WIDTH, indent: str = "  ") -> list[str]:
+    how = dict(subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(text, width, **how)
 
 
 # -- the verdict: memory, speed, what is exposed, what would do ------------------------------------
@@ -41,7 +41,8 @@ def verdict_lines(report: Report) -> list[str]:
     """The verdict, in lines of WIDTH at most."""
     found = verdict(report)
     texts = [f"verdict on {report.title}", *_memory(report, found), _speed(report, found)]
-    return _wrapped([*texts, *_exposed(report, found), *_long_axis(report)])
+    texts += [*_exposed(report, found), *_long_axis(report)]
+    return [line for text in texts for line in _wrapped(text)]
 
 
 def _memory(report: Report, found: dict[str, Any]) -> list[str]:
@@ -53,8 +54,11 @@ def _memory(report: Report, found: dict[str, Any]) -> list[str]:
         tightly = " tightly" if found["memory_share"] > TIGHT else ""
         return [f"fits{tightly}: {used} ({found['memory_share']:.0%}), most in {name}"]
     missing = [program for program in report.programs if program.too_big]
-    least = "at least " if missing else ""
-    parts = "".join(_parts(program.memory) for program in missing if program.name == name)
+    least, parts = "at least " if missing else "", ""
+    for memory in (program.memory for program in missing if program.name == name):
+        temporary = f"{memory.temporary / MIB:,.0f}" if memory.temporary else "unknown"
+        state = (memory.arguments + memory.elsewhere) / MIB
+        parts = f": {state:,.0f} of state, {temporary} of temporaries"
     enough = found["topology_enough"]
     would = f"{enough} would do" if enough else "no known slice of this kind would do"
     out = [
@@ -66,13 +70,6 @@ def _memory(report: Report, found: dict[str, Any]) -> list[str]:
         names = ", ".join(program.name for program in missing)
         out.append(f"not compiled, so not known below: {names}")
     return out
-
-
-def _parts(memory: Any) -> str:
-    """What the memory of a program that was not compiled is made of."""
-    state = (memory.arguments + memory.elsewhere) / MIB
-    temporary = f"{memory.temporary / MIB:,.0f}" if memory.temporary else "unknown"
-    return f": {state:,.0f} of state, {temporary} of temporaries"
 
 
 def _speed(report: Report, found: dict[str, Any]) -> str:
@@ -89,7 +86,8 @@ def _speed(report: Report, found: dict[str, Any]) -> str:
 def _exposed(report: Report, found: dict[str, Any]) -> list[str]:
     if report.step_seconds is None:
         return ["exposed: not known" + ("" if report.timed else " off TPU")]
-    exposed, least = report.exposed_seconds, report.exposed_seconds_least
+    steps = report.cost(STEP)
+    exposed, least = steps.exposed, steps.least
     if not exposed:
         return [f"exposed: nothing, at {report.gbps:g} Gbit/s a device"]
     other = f" (or {least * 1e3:,.2f})" if least != exposed else ""
@@ -132,25 +130,23 @@ def _long_axis(report: Report) -> list[str]:
 
 def lines(report: Report) -> list[str]:
     """The tables behind the verdict. What was not compiled is named, never shown as zero."""
-    programs = as_json(report)["programs"]
+    found = as_json(report)
+    programs = found["programs"]
     out = [f"== {report.title}", ""]
     out += [f"compiled under {name}={flags}" for name, flags in report.flags.items() if flags]
     out += WITHOUT_GPU if report.chip and not report.timed else ()
     out += _programs(report, programs)
     names = ", ".join(program["name"] for program in programs if program["too_big"])
-    wrapped = textwrap.wrap(names, WIDTH - len("not known: "), break_on_hyphens=False)
+    wrapped = _wrapped(names, WIDTH - len("not known: "), "")
     unknown = [f"not known: {line}" for line in wrapped]
-    out += ["", f"what crosses slices{_at(report)}", *_over_slices(programs), *unknown]
+    at = ""
+    if report.chip:
+        at = f", at {report.gbps:g} Gbit/s a device"
+        if hosts := report.devices_per_host:
+            at += f", {report.gbps * hosts:g} a host of {hosts}"
+    out += ["", f"what crosses slices{at}", *_over_slices(programs), *unknown]
     out += ["", "what crosses devices inside a slice, per run", *_in_slice(report, programs)]
-    return [*out, *unknown, "", *_summary(report)]
-
-
-def _at(report: Report) -> str:
-    if not report.chip:
-        return ""
-    host, devices = report.gbps * report.devices_per_host, report.devices_per_host
-    of_host = f", {host:g} a host of {devices}" if devices else ""
-    return f", at {report.gbps:g} Gbit/s a device{of_host}"
+    return [*out, *unknown, "", *_summary(report), *_events(found["beside_the_steps"])]
 
 
 def _programs(report: Report, programs: list[dict[str, Any]]) -> list[str]:
@@ -163,8 +159,7 @@ def _programs(report: Report, programs: list[dict[str, Any]]) -> list[str]:
     out = [f"programs, runs in a period, memory in MiB a device{has}", *aligned(rows)]
     for program in programs:
         if program["too_big"]:
-            out += textwrap.wrap(f"{program['name']} does not fit: {program['too_big']}", WIDTH,
-                                 subsequent_indent="  ", break_on_hyphens=False)  # fmt: skip
+            out += _wrapped(f"{program['name']} does not fit: {program['too_big']}")
     kernels = max((program["pallas_kernels_not_estimated"] or 0 for program in programs), default=0)
     if kernels:
         out.append(f"est. ms leaves out {kernels} Pallas kernels whose products are unknown")
@@ -231,8 +226,10 @@ def _grouped(
 
 def _summary(report: Report) -> list[str]:
     """The sums of a period: the steps, and what runs beside them."""
-    sent, aside = ("not known" if report.missing(when) else f"{report.bytes_sent(when):,.0f} bytes"
-                   for when in (STEP, BESIDE))  # fmt: skip
+    steps, beside = report.cost(STEP), report.cost(BESIDE)
+    sent, aside = (
+        f"{each.dcn_bytes:,.0f} bytes" if each.known else "not known" for each in (steps, beside)
+    )
     out = [f"to other slices, a device and period of {report.period} steps: {sent}"]
     if report.by_hosts:
         gbps = report.gbps * report.devices_per_slice
@@ -241,23 +238,20 @@ def _summary(report: Report) -> list[str]:
             f"{report.by_hosts:,.0f} bytes a period,",
             f"  {report.by_hosts * 8e-9 / gbps:.2f} s at {gbps:g} Gbit/s a slice",
         ]
-    beside = f"beside the steps: {aside}"
     if report.step_seconds is not None:
         whole = report.step_seconds * report.period
-        share = wait.share(report.exposed_seconds, report.busy_seconds)
-        out.append(
-            f"link busy {report.busy_seconds / whole:.1%} of the time, {share:.1%} of it exposed"
-        )
-        if not report.missing(BESIDE):
-            beside += f", {report.seconds(BESIDE) * 1e3:.2f} ms"
-            beside += f", {report.seconds(BESIDE) / whole:.1%} of the steps' time"
-    return [*out, beside, *_events(report)]
+        share = wait.share(steps.exposed, steps.busy)
+        out.append(f"link busy {steps.busy / whole:.1%} of the time, {share:.1%} of it exposed")
+        if beside.known:
+            aside += f", {beside.seconds * 1e3:.2f} ms"
+            aside += f", {beside.seconds / whole:.1%} of the steps' time"
+    return [*out, f"beside the steps: {aside}"]
 
 
-def _events(report: Report) -> list[str]:
+def _events(events: dict[str, dict[str, Any] | None]) -> list[str]:
     """A line for a period's evaluations, saves and log steps: what they send, and how long."""
     out = []
-    for name, event in report.of_events().items():
+    for name, event in events.items():
         cost = "not known" if event is None else f"{event['dcn_bytes']:,.0f} bytes to other slices"
         if event and event["share"] is not None:
             cost += f", {event['seconds'] * 1e3:.2f} ms, {event['share']:.1%} of the steps' time"

@@ -1,8 +1,10 @@
 """Slices to compile for on a machine without them: their names, chips and devices.
 
-GPUs are in gpus.py. Names of TPUs are MaxText's; XPK's, Cloud TPU's (v5litepod-16) and a kind with
-its shape, as GKE has them (v5p-2x2x4, tpu-v5-lite-podslice-4x4), mean the same slices. Sizes are
-cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}.
+A name is a kind and a size. Names of TPUs are MaxText's; XPK's, Cloud TPU's (v5litepod-16) and a
+kind with its shape, as GKE has them (v5p-2x2x4, tpu-v5-lite-podslice-4x4), mean the same slices.
+Sizes are cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. The size of GPUs is the number of those
+of one slice, of one host or of whole hosts. No GPU is there to try kernels on, so the compiler
+takes its default ones and estimates no time.
 """
 
 import importlib.util
@@ -14,7 +16,7 @@ from typing import NamedTuple
 
 import jax
 
-from maxdiloco.aot import gpus
+from maxdiloco.aot.gpus import GPUS, target_config
 from maxdiloco.errors import ConfigError
 from maxdiloco.parallel.chips import CHIPS, Chip
 
@@ -48,7 +50,17 @@ OTHER_KINDS = {
     "tpu-v5-lite-podslice": "v5e",
     "tpu-v5p-slice": "v5p",
     "tpu-v6e-slice": "v6e",
+    "a100": "a100-80gb",
+    "h100-80gb": "h100",
+    "h100-mega-80gb": "h100",
+    "h200-141gb": "h200",
 }
+ON_HOST = 8  # GPUs of a host, joined by NVLink or PCIe
+SIZES = (1, 2, 4, *(ON_HOST * hosts for hosts in (1, 2, 4, 8, 16, 32, 64, 128)))
+FROM_MACHINE = (0, 11)  # JAX that takes the GPU of a Triton kernel from the machine
+# The part of a GPU's memory that JAX takes when it starts, and where the user says another:
+# docs.jax.dev/en/latest/gpu_memory_allocation.html.
+SHARE, SHARE_KEYS = 0.75, ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 # Without these libtpu asks a cloud's metadata server and locks the chip.
 _PRETEND = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -58,119 +70,140 @@ _PRETEND = {
 }
 
 
-def is_gpu(name: str) -> bool:
-    """Whether a name means GPUs; no name is of GPUs and of TPUs."""
-    return gpus.kind_of(name) is not None
+class Slice(NamedTuple):
+    """One slice. kind: in TPUS or GPUS. shape: of a TPU's in chips, of GPUs (how many,).
 
-
-def chip(name: str) -> Chip:
-    """The chip that is one device of a topology, with the ICI links of a corner of its slice.
-
-    The corner is the slowest, and a collective waits for it. A dim of a v5e or v6e slice closes to
-    a ring when it is 16 long; all dims of the others, when each is a multiple of 4
-    (cloud.google.com/tpu/docs/{v5e,v6e,v4,v5p,tpu7x}, "slice topology").
-    Raises ConfigError for an unknown name.
+    devices: of JAX. on_host: those of one host. chip: that one device is, with the memory and the
+    links that it has in this slice. capability: of CUDA, as jax.Device has it; "" for TPUs.
     """
-    if is_gpu(name):
-        return gpus.chip(name)
-    kind, shape = kind_and_shape(name)
-    rings = [all(size % 4 == 0 for size in shape)] * len(shape)
-    if kind in ("v5e", "v6e"):
-        rings = [size == 16 for size in shape]
-    links = sum(2 if ring else min(size - 1, 1) for size, ring in zip(shape, rings, strict=True))
-    torus_gbps = CHIPS[kind].ici_gbps  # of a chip with two links in each dim
-    return CHIPS[kind]._replace(ici_gbps=torus_gbps * links / (2 * len(shape)))
+
+    kind: str
+    shape: tuple[int, ...]
+    devices: int
+    on_host: int
+    chip: Chip
+    capability: str = ""
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether its devices are GPUs."""
+        return self.kind in GPUS
 
 
-def compute_capability(name: str) -> str:
-    """Of GPUs, as jax.Device has it; "" for a name that means none."""
-    return gpus.GPUS[gpus.kind_of(name)].capability if is_gpu(name) else ""
-
-
-def devices_per_slice(name: str) -> int:
-    """JAX devices of one slice. Raises ConfigError for an unknown name."""
-    if is_gpu(name):
-        return gpus.size_of(name)
-    kind, shape = kind_and_shape(name)
-    return math.prod(shape) * TPUS[kind].devices
-
-
-def devices_per_host(name: str) -> int:
-    """JAX devices of one host of a slice: four chips, and eight of v5e-8, v6e-8 and of GPUs.
-
-    Raises ConfigError for an unknown name.
-    """
-    if is_gpu(name):
-        return min(gpus.size_of(name), gpus.ON_HOST)
-    kind, shape = kind_and_shape(name)
-    return (8 if shape == (2, 4) else 4) * TPUS[kind].devices
-
-
-def devices(name: str, num_slices: int) -> list[jax.Device]:
-    """Devices of `num_slices` slices to compile for; nothing can run on them.
-
-    Raises ConfigError for an unknown name, and where libtpu, or JAX's plugin for CUDA, is not
-    installed.
-    """
-    if is_gpu(name):
-        return gpus.devices(name, num_slices)
-    kind, shape = kind_and_shape(name)
-    if importlib.util.find_spec("libtpu") is None:
-        raise ConfigError(
-            f"compile_topology={name} needs libtpu, which is not installed. Install the extra: "
-            f"pip install -e '.[tpu]' in a checkout of maxdiloco."
-        )
-    from jax.experimental import topologies
-
-    with _pretending():
-        # A real v4 chip joins its two cores into one device; a topology needs this option for it.
-        options = {"chip_config_name": "megacore"} if kind == "v4" else {}
-        libtpu_name = f"{kind}:{_written(shape)}"
-        slices = topologies.get_topology_desc(
-            platform="tpu", topology_name=libtpu_name, num_slices=num_slices, **options
-        )
-    return list(slices.devices)
-
-
-def kind_and_shape(name: str) -> tuple[str, tuple[int, ...]]:
-    """The kind in TPUS of a slice by any of its names, and its shape in chips.
+def find(name: str) -> Slice:
+    """The slice by any of its names.
 
     Raises ConfigError for another name, with those of its kind, or the kinds.
     """
     kind, _, size = name.rpartition("-")
     kind = OTHER_KINDS.get(kind, kind)
-    if kind not in TPUS:
+    if kind not in TPUS and kind not in GPUS:
         raise ConfigError(
             f"compile_topology={name} is not known. Use a kind and its size, as v5e-16, "
-            f"v5litepod-16 or h100-8; kinds: {', '.join([*TPUS, *gpus.GPUS])}."
+            f"v5litepod-16 or h100-8; kinds: {', '.join([*TPUS, *GPUS])}."
         )
     known = names(kind)
     for other, shape in known.items():
         if size in (_written(shape), other.removeprefix(f"{kind}-")):
-            return kind, shape
+            return _gpus(kind, *shape) if kind in GPUS else _tpus(kind, shape)
+    if kind in GPUS:
+        counted = "GPUs of one slice"
+        use = f"{', '.join(map(str, SIZES))}, as {kind}-{ON_HOST}"
+    else:
+        counted = TPUS[kind].counted
+        use = f"{', '.join(known)}, or a shape as {kind}-{TPUS[kind].shapes.split()[1]}"
     raise ConfigError(
-        f"compile_topology={name} is not known: {kind} counts {TPUS[kind].counted}. Use one of "
-        f"{', '.join(known)}, or a shape as {kind}-{TPUS[kind].shapes.split()[1]}."
+        f"compile_topology={name} is not known: {kind} counts {counted}. Use one of {use}."
     )
 
 
 def names(kind: str) -> dict[str, tuple[int, ...]]:
-    """MaxText's names of the slices of a kind of TPU, with their shapes; the smallest first."""
+    """The names of a kind's slices, of TPUs MaxText's, with their shapes; the smallest first."""
+    if kind in GPUS:
+        return {f"{kind}-{size}": (size,) for size in SIZES}
     shapes = [tuple(map(int, text.split("x"))) for text in TPUS[kind].shapes.split()]
     return {f"{kind}-{math.prod(shape) * TPUS[kind].per_chip}": shape for shape in shapes}
+
+
+def larger(name: str, num_devices: float) -> str:
+    """The smallest known slice of the same kind with at least so many devices; "" for none."""
+    same_kind = names(find(name).kind)
+    return next((known for known in same_kind if find(known).devices >= num_devices), "")
 
 
 def _written(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 
-def larger(name: str, num_devices: float) -> str:
-    """The smallest known slice of the same kind with at least so many devices; "" for none."""
-    if is_gpu(name):
-        same_kind = [f"{gpus.kind_of(name)}-{size}" for size in gpus.SIZES]
+def _tpus(kind: str, shape: tuple[int, ...]) -> Slice:
+    """A slice with the ICI links of its corner, the slowest, for which a collective waits.
+
+    A dim of a v5e or v6e slice closes to a ring when it is 16 long; all dims of the others, when
+    each is a multiple of 4 (cloud.google.com/tpu/docs/{v5e,v6e,v4,v5p,tpu7x}, "slice topology").
+    """
+    rings = [all(size % 4 == 0 for size in shape)] * len(shape)
+    if kind in ("v5e", "v6e"):
+        rings = [size == 16 for size in shape]
+    links = sum(2 if ring else min(size - 1, 1) for size, ring in zip(shape, rings, strict=True))
+    torus_gbps = CHIPS[kind].ici_gbps  # of a chip with two links in each dim
+    chip = CHIPS[kind]._replace(ici_gbps=torus_gbps * links / (2 * len(shape)))
+    of_chip, chips_on_host = TPUS[kind].devices, 8 if shape == (2, 4) else 4
+    return Slice(kind, shape, math.prod(shape) * of_chip, chips_on_host * of_chip, chip)
+
+
+def _gpus(kind: str, size: int) -> Slice:
+    """A slice with the memory that JAX takes. Raises ConfigError for a share not in (0, 1]."""
+    gpu, share = GPUS[kind], SHARE
+    if key := next((key for key in SHARE_KEYS if os.environ.get(key)), ""):
+        try:
+            share = float(os.environ[key])
+        except ValueError:
+            share = 0.0
+        if not 0 < share <= 1:
+            value = os.environ[key]
+            raise ConfigError(f"{key}={value} must be above 0 and at most 1. Use 0.9, say.")
+    hbm_gib = gpu.memory * share / 2**30
+    chip = CHIPS[gpu.chip]._replace(hbm_gib=hbm_gib, ici_gbps=gpu.link_gbps)
+    return Slice(kind, (size,), size, min(size, ON_HOST), chip, gpu.capability)
+
+
+def devices(name: str, num_slices: int) -> list[jax.Device]:
+    """Devices of `num_slices` slices to compile for, slice by slice; nothing can run on them.
+
+    Raises ConfigError for an unknown name, where libtpu, or JAX's plugin for CUDA, is not
+    installed, and for GPUs with a JAX after 0.10.
+    """
+    found, needs, modules, extra = find(name), "libtpu", ["libtpu"], "tpu"
+    if found.is_gpu:
+        needs, extra = "JAX's plugin for CUDA", "cudacompile"
+        modules = ["jax_cuda12_plugin", "jax_cuda13_plugin"]
+    if not any(map(importlib.util.find_spec, modules)):
+        raise ConfigError(
+            f"compile_topology={name} needs {needs}, which is not installed. Install the extra: "
+            f"pip install -e '.[{extra}]' in a checkout of maxdiloco."
+        )
+    if found.is_gpu and jax.__version_info__ >= FROM_MACHINE:
+        raise ConfigError(
+            f"compile_topology={name} cannot be compiled for by jax {jax.__version__}, which makes "
+            f"Triton kernels for the GPU of this machine alone. Use jax 0.10.2, as the extra has "
+            f"it: pip install -e '.[cudacompile]'."
+        )
+    from jax.experimental import topologies
+
+    if found.is_gpu:
+        hosts = max(1, found.devices // ON_HOST)
+        options = {
+            "platform": "cuda",
+            "target_config": target_config(GPUS[found.kind]),
+            "topology": f"{num_slices}x{hosts}x{found.devices // hosts}",
+        }
     else:
-        same_kind = names(kind_and_shape(name)[0])
-    return next((known for known in same_kind if devices_per_slice(known) >= num_devices), "")
+        libtpu_name = f"{found.kind}:{_written(found.shape)}"
+        options = {"platform": "tpu", "topology_name": libtpu_name, "num_slices": num_slices}
+        if found.kind == "v4":  # whose two cores a real chip joins into one device
+            options["chip_config_name"] = "megacore"
+    with _pretending():
+        return list(topologies.get_topology_desc(**options).devices)
 
 
 @contextmanager

@@ -1,7 +1,6 @@
-"""How long a device waits for its link to other slices: the one model of it.
+"""How long a device waits for its link to other slices, which carries one transfer after another.
 
-A link carries one transfer after the other. Only bytes count, and the latency that is given: there
-is no header, no packing and no compute of the exchange.
+Only bytes count, and the latency that is given: no header, no packing, no compute of the exchange.
 """
 
 import dataclasses
@@ -20,11 +19,7 @@ ENDLESS = 200  # steps of data parallelism after which the first ones no longer 
 
 @dataclasses.dataclass
 class Clock:
-    """A device and its link [s].
-
-    now: of the device. free: when the link has carried what was sent. arrives: when each transfer
-    is there.
-    """
+    """The time of a device [s]; when its link has carried all, and when each transfer arrives."""
 
     now: float = 0.0
     free: float = 0.0
@@ -89,10 +84,7 @@ def share(exposed: float, busy: float) -> float:
 
 
 def least_gbps(at: Callable[[float], float], target: float = FULL) -> float:
-    """The least bandwidth at which a utilisation reaches the target, to one in a thousand.
-
-    Infinity where none does: the latency alone is too long.
-    """
+    """The least bandwidth for a utilisation, to one in a thousand; inf: the latency is too long."""
     low, high = 1e-14, 1e6
     if at(high) < target:
         return math.inf

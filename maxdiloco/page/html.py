@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from maxdiloco.page import facts, panels, timeline, verdict
+from maxdiloco.page import facts, panels, timeline
 from maxdiloco.page.facts import Rows
 from maxdiloco.page.run import Run
 from maxdiloco.page.timeline import Timeline
@@ -24,10 +24,7 @@ MOST_ROWS = 200  # of a table; our choice
 
 
 def page(runs: Sequence[Run], defaults: Mapping[str, Any], *, reload_s: int = 0) -> str:
-    """The whole page as HTML.
-
-    defaults: of base.yml. reload_s: seconds after which a browser reads the page again; 0: never.
-    """
+    """The page; after reload_s seconds, if any, a browser reads it again. defaults: of base.yml."""
     names = ", ".join(run.name for run in runs)
     drawn = [timeline.of_run(run) for run in runs]
     subtitle = f"made {facts.date(time.time(), seconds=True)}"
@@ -49,7 +46,7 @@ def page(runs: Sequence[Run], defaults: Mapping[str, Any], *, reload_s: int = 0)
         heading=escape(names if len(runs) == 1 else f"{len(runs)} runs"),
         subtitle=escape(subtitle),
         reload=f'<meta http-equiv="refresh" content="{reload_s}">' if reload_s else "",
-        verdict=_list(verdict.lines(runs), "verdict"),
+        verdict=_list(facts.verdict(runs), "verdict"),
         summary=_table(facts.summary(runs), "cards"),
         notes=_list(notes, "notes"),
         marks=" ".join(marks),

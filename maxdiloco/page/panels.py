@@ -103,14 +103,13 @@ def _outer_rates(runs: Sequence[Run]) -> str:
 
 def not_finite(run: Run) -> list[str]:
     """Lines on metrics that were NaN or infinite: how often, and first after which step."""
-    lines = []
-    for name, values_N in run.columns.items():
-        if len(at := np.flatnonzero(values_N == NOT_FINITE)):
-            rows = "1 row" if len(at) == 1 else f"{len(at):,} rows"
-            lines.append(
-                f"{name} is not finite in {rows}, first after step {run.steps_N[at[0]]:,}."
-            )
-    return lines
+    found = {name: np.flatnonzero(each == NOT_FINITE) for name, each in run.columns.items()}
+    return [
+        f"{name} is not finite in {len(at):,} row{'s' * (len(at) > 1)}, first after step "
+        f"{run.steps_N[at[0]]:,}."
+        for name, at in found.items()
+        if len(at)
+    ]
 
 
 def tables_of(runs: Sequence[Run]) -> list[tuple[int, Table]]:
@@ -144,10 +143,9 @@ def by_rows(steps_N: np.ndarray, columns: Mapping[str, np.ndarray], *, limit: in
 
 
 def thinned(steps_N: np.ndarray, columns: Mapping[str, np.ndarray], *, limit: int) -> Table:
-    """At most `limit` points, an even number >= 2.
+    """At most `limit` points, an even number >= 2: of K rows the least and the largest value.
 
-    Longer columns are cut into buckets of K rows. A bucket becomes two points, at its first and
-    last step: its least and its largest finite value in the order in which they came.
+    They are finite, in the order in which they came, and stand at the first and the last step.
     """
     N = len(steps_N)
     if limit >= N:

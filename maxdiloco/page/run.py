@@ -4,7 +4,6 @@
 """
 
 import math
-from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -122,8 +121,7 @@ def _load(path: epath.Path, name: str, given: str, defaults: Mapping[str, Any]) 
 
 def parse(text: bytes) -> tuple[np.ndarray, dict[str, np.ndarray], list[str]]:
     """The rows of metrics.jsonl: steps [N], columns and notes, as in Run."""
-    steps = array("q")
-    columns: dict[str, array] = {}
+    rows: list[dict[str, Any]] = []
     broken = repeated = 0
     lines = text.split(b"\n")
     for number, line in enumerate(lines, 1):
@@ -131,19 +129,16 @@ def parse(text: bytes) -> tuple[np.ndarray, dict[str, np.ndarray], list[str]]:
         if row is None:
             # A process that is killed, or one that is writing now, leaves half a line.
             broken += bool(line.strip()) and number < len(lines)
-        elif steps and row["step"] <= steps[-1]:
+        elif rows and row["step"] <= rows[-1]["step"]:
             repeated += 1
         else:
-            steps.append(row.pop("step"))
-            for name, value in row.items():
-                column = columns.setdefault(name, array("d"))
-                column.extend([NAN] * (len(steps) - 1 - len(column)))
-                column.append(value)
-    for column in columns.values():
-        column.extend([NAN] * (len(steps) - len(column)))
+            rows.append(row)
+    steps = np.array([row.pop("step") for row in rows], np.int64)
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: np.array([row.get(name, NAN) for row in rows]) for name in names}
     notes = [f"{broken} broken lines of metrics.jsonl are left out."] * (broken > 0)
     notes += [f"{repeated} rows of metrics.jsonl repeat a step and are left out."] * (repeated > 0)
-    return np.array(steps, np.int64), {n: np.array(c) for n, c in columns.items()}, notes
+    return steps, columns, notes
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

@@ -19,10 +19,7 @@ MOST_STEPS = 5000  # longest period that is drawn [inner steps]; our choice
 
 
 class Exchange(NamedTuple):
-    """A fragment on its way. send, apply: inner steps after which it leaves and is used.
-
-    chunks: the inner steps that carry a part of it.
-    """
+    """A fragment leaves after a step and is used after another; chunks: steps that carry parts."""
 
     fragment: int
     send: int
@@ -31,10 +28,7 @@ class Exchange(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """What the page draws of a schedule. steps: the first and last inner step.
-
-    bytes: of each of them, sent by a replica; 0 where the run recorded none.
-    """
+    """What the page draws. steps: first and last. bytes: of each, sent by a replica, or 0."""
 
     fragments: int
     steps: tuple[int, int]

@@ -19,8 +19,7 @@ from maxdiloco.metrics.speed import flops_per_token
 from maxdiloco.parallel import chips
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.chips import Chip
-from maxdiloco.planning.choices import EXACT
-from maxdiloco.planning.job import Job
+from maxdiloco.planning.job import EXACT, Job
 from maxdiloco.planning.rating import Step
 from maxdiloco.trainer import assemble, remat_choice
 from maxdiloco.trainer.remat_choice import make_room
@@ -35,15 +34,45 @@ _ON_HOST = (
 )
 
 
-def target(cfg: Config) -> tuple[Config, Mesh, Chip]:
-    """The config that makes the mesh of compile_topology, the mesh, the chip that one device is.
+def devices(cfg: Config) -> tuple[Config, Mesh, Chip | None]:
+    """The config with its slices, the mesh to compile for, and the chip of compile_topology.
 
-    Raises ConfigError for an unknown topology, for sizes of the mesh that it does not have, for
-    arrays in the host memory of GPUs, and where its compiler is not installed.
+    The chip is None for devices of this machine. Raises ConfigError for what cannot be compiled for
+    compile_topology, and where its compiler is not installed.
     """
+    _keep_programs(cfg)
+    if name := cfg.compile_topology:
+        if not topology.find(name).is_gpu:
+            mesh_lib.tell_libtpu(hardware_of(cfg))
+        elif cfg.compiled_trainstep_file:
+            raise ConfigError(
+                f"compiled_trainstep_file={cfg.compiled_trainstep_file} cannot be made for "
+                f"compile_topology={name}: without a GPU the compiler cannot try which kernels are "
+                f"fast. Make it on the GPUs, with compile_topology empty."
+            )
+        return _absent(cfg)
+    mesh_lib.choose_platform(hardware_of(cfg))
+    mesh_lib.emulate_devices(hardware_of(cfg), num_processes=1)
+    mesh = mesh_lib.build(hardware_of(cfg))
+    if mesh.devices.flat[0].platform == "tpu":
+        raise ConfigError(
+            "compile_topology is empty, but the devices of this machine are TPUs. Name them, as "
+            "compile_topology=v5e-16."
+        )
+    return cfg, mesh, None
+
+
+def _keep_programs(cfg: Config) -> None:
+    if cfg.jax_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
+
+
+def _absent(cfg: Config) -> tuple[Config, Mesh, Chip]:
+    """The config that makes the mesh of compile_topology, the mesh, the chip that one device is."""
     jax.config.update("jax_platforms", "cpu")  # nothing here runs; other backends may be absent
     name, num_slices = cfg.compile_topology, cfg.compile_topology_num_slices
-    if topology.is_gpu(name):  # whose devices do not say in which slice they are
+    found = topology.find(name)
+    if found.is_gpu:  # whose devices do not say in which slice they are
         for key, on_host, on_device in _ON_HOST:
             if vars(cfg)[key] == on_host:
                 raise ConfigError(
@@ -55,7 +84,7 @@ def target(cfg: Config) -> tuple[Config, Mesh, Chip]:
         mesh_lib.fill(hardware_of(cfg).dcn, num_slices, "dcn")
         cfg = config.from_dict(cfg.as_dict() | {"num_slices": num_slices})
     mesh = mesh_lib.build(hardware_of(cfg), topology.devices(name, num_slices))
-    return cfg, mesh, topology.chip(name)
+    return cfg, mesh, found.chip
 
 
 def programs(
@@ -70,7 +99,6 @@ def programs(
     """The config with remat_policy chosen, the parts of a run on the mesh, what was compiled.
 
     gbps: a device's share of the link [Gbit/s]. only_step: the plain inner step, no other program.
-    Takes one more compilation for each policy of remat_policy=auto that does not fit the chip.
     """
 
     def on_compile(name: str, seconds: float, compiled: jax.stages.Compiled) -> None:
@@ -91,34 +119,6 @@ def programs(
     return cfg, parts, found
 
 
-def devices(cfg: Config) -> tuple[Config, Mesh, Chip | None]:
-    """The config with its slices, the mesh to compile for, and the chip of compile_topology.
-
-    The chip is None for devices of this machine.
-    """
-    if cfg.jax_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
-    if cfg.compile_topology:
-        if not topology.is_gpu(cfg.compile_topology):
-            mesh_lib.tell_libtpu(hardware_of(cfg))
-        elif cfg.compiled_trainstep_file:
-            raise ConfigError(
-                f"compiled_trainstep_file={cfg.compiled_trainstep_file} cannot be made for "
-                f"compile_topology={cfg.compile_topology}: without a GPU the compiler cannot try "
-                f"which kernels are fast. Make it on the GPUs, with compile_topology empty."
-            )
-        return target(cfg)
-    mesh_lib.choose_platform(hardware_of(cfg))
-    mesh_lib.emulate_devices(hardware_of(cfg), num_processes=1)
-    mesh = mesh_lib.build(hardware_of(cfg))
-    if mesh.devices.flat[0].platform == "tpu":
-        raise ConfigError(
-            "compile_topology is empty, but the devices of this machine are TPUs. Name them, as "
-            "compile_topology=v5e-16."
-        )
-    return cfg, mesh, None
-
-
 def report(
     cfg: Config, mesh: Mesh, chip: Chip | None, *, gbps: float, say: Callable[[str], None]
 ) -> tuple[Config, assemble.Parts, Report]:
@@ -128,6 +128,7 @@ def report(
     slices = mesh_lib.count_slices(hardware_of(cfg), list(mesh.devices.flat))
     description, name = parts.trainer.description(), cfg.compile_topology
     exchanges = bool(description.resident)  # "" of data parallelism
+    named = topology.find(name) if name else None
     made = Report(
         title=f"{cfg.model_name}, {description.title}, {slices} x "
         f"{name or f'{mesh.size // slices} {cfg.hardware} devices'}",
@@ -136,7 +137,7 @@ def report(
         chip=chip,
         topology=name,
         devices_per_slice=mesh.size // slices,
-        devices_per_host=topology.devices_per_host(name) if chip else 0,
+        devices_per_host=named.on_host if named else 0,
         num_devices=mesh.size,
         gbps=gbps,
         flags=chips.compiler_flags(),
@@ -144,7 +145,7 @@ def report(
         flops_per_token=flops_per_token(parts.model.spec, parts.params, parts.shape.length),
         tau=cfg.num_communication_overlapping_steps,
         overlap=cfg.diloco_outer_overlap if exchanges else "",
-        room=make_room(cfg, outer_state=exchanges, there=not topology.is_gpu(name)),
+        room=make_room(cfg, outer_state=exchanges, there=not (named and named.is_gpu)),
         ici={axis: size // dcn[axis] for axis, size in mesh.shape.items()},
         by_hosts=_by_hosts(cfg, parts, mesh),
     )
@@ -166,9 +167,8 @@ def plain_step(cfg: Config, *, gbps: float, say: Callable[[str], None]) -> Step:
 
     Raises ConfigError where libtpu is missing and for a program that the chip does not hold.
     """
-    if cfg.jax_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
-    cfg, mesh, chip = target(config.from_dict(cfg.as_dict() | EXACT.keys()))
+    _keep_programs(cfg)
+    cfg, mesh, chip = _absent(config.from_dict(cfg.as_dict() | EXACT.keys()))
     cfg, _, (found,) = programs(cfg, mesh, chip, gbps=gbps, say=say, only_step=True)
     if found.too_big:
         raise ConfigError(
@@ -180,10 +180,10 @@ def plain_step(cfg: Config, *, gbps: float, say: Callable[[str], None]) -> Step:
     return Step(found.seconds, found.memory.peak, "compiled, never run")
 
 
-def estimated_step(job: Job) -> Step:
+def estimated_step(cfg: Config, job: Job) -> Step:
     """A guess from the peak of the job's chip, at MFU of it; nothing is compiled."""
     chip = job.chip
-    flops = job.tokens * flops_per_token(job.model.spec, job.params, job.cfg.max_target_length)
+    flops = job.tokens * flops_per_token(job.model.spec, job.params, cfg.max_target_length)
     seconds = flops / (MFU * chip.peak_flops * job.slices * job.per_slice)
     origin = (
         f"a guess: {MFU:.0%} of the peak of {chip.peak_flops / 1e12:g} TFLOP/s a device; a small "

@@ -1,15 +1,18 @@
-"""What a run trains and on which slices, known without a device."""
+"""What a run trains, on which slices and how it synchronises them, known without a device."""
 
 import math
 from typing import Any, NamedTuple
 
 import jax
+import optax
 from jax.sharding import AbstractMesh
 
 from maxdiloco.aot import topology
+from maxdiloco.diloco import outer
+from maxdiloco.diloco.schedule import Schedule, offsets
 from maxdiloco.errors import ConfigError
 from maxdiloco.evaluation import on_mesh
-from maxdiloco.flags import checks
+from maxdiloco.flags import base_yml, checks, config
 from maxdiloco.flags.checks import AXES
 from maxdiloco.flags.config import Config
 from maxdiloco.flags.hardware import hardware_of
@@ -20,19 +23,85 @@ from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.chips import Chip
 from maxdiloco.trainer import assemble, optimizer
 
+# The keys that a choice sets, and its fields.
+KEYS = {
+    "diloco_sync_period": "H",
+    "enable_streaming_diloco": "streaming",
+    "num_diloco_fragments": "P",
+    "num_nonlayer_fragments": "nonlayer",
+    "num_communication_overlapping_steps": "tau",
+    "diloco_outer_overlap": "overlap",
+    "diloco_exchange_dtype": "wire",
+    "diloco_outer_memory": "memory",
+}
+
+
+class Choice(NamedTuple):
+    """One way to synchronise. nonlayer: fragments of what belongs to no layer.
+
+    memory: where the outer state is kept.
+    """
+
+    H: int
+    P: int
+    nonlayer: int
+    tau: int
+    wire: str
+    overlap: str
+    streaming: bool
+    memory: str = "device"
+
+    @property
+    def mode(self) -> str:
+        """Its name in the table of modes of the README."""
+        if self.overlap != "none":
+            return self.overlap
+        return "overlapped" if self.tau else "streaming" if self.streaming else "DiLoCo"
+
+    @property
+    def schedule(self) -> Schedule:
+        """Its sends and applies."""
+        return Schedule(self.H, self.tau, offsets(self.P, self.H), overlap=self.overlap)
+
+    def keys(self) -> dict[str, Any]:
+        """The keys of a run."""
+        fields = self._asdict()
+        return {key: fields[field] for key, field in KEYS.items()}
+
+    def arguments(self) -> list[str]:
+        """key=value of what differs from base.yml, and H always."""
+        declared = base_yml.declared()
+        return [
+            f"{name}={base_yml.show(value)}"
+            for name, value in self.keys().items()
+            if value != declared[name].default or name == "diloco_sync_period"
+        ]
+
+
+# DiLoCo without fragments or overlap, the reference.
+EXACT = Choice(100, 1, 1, 0, "float32", "none", streaming=False)
+
 
 class Job(NamedTuple):
     """A run on slices that need not be there.
 
-    mesh: of one replica a slice. per_slice: devices. num_replicas: of all slices. params,
-    opt_state: of one replica, ShapeDtypeStructs. tokens: of a step. carrier: program or host.
-    chip: None without compile_topology.
+    asked: what its keys say of the synchronisation. feedback: None as the wire needs it. topology:
+    compile_topology. mesh: of one replica a slice. per_slice, per_host: devices; a slice counts as
+    a host where hosts are not known. num_replicas: of all slices.
+    params, opt_state: of one replica, ShapeDtypeStructs. tokens: of a step. carrier: program or
+    host. chip: None without compile_topology.
     """
 
-    cfg: Config
+    name: str
+    asked: Choice
+    feedback: bool | None
+    outer_optimizer: optax.GradientTransformation
+    sequential_layers: bool
+    topology: str
     mesh: AbstractMesh
     slices: int
     per_slice: int
+    per_host: int
     num_replicas: int
     model: Model
     params: Any
@@ -59,24 +128,27 @@ def of(cfg: Config) -> Job:
     separates, or whose plain steps cross the link.
     """
     jax.config.update("jax_platforms", "cpu")  # nothing here runs; other backends may be absent
-    chip, hardware = None, cfg.hardware
+    chip, platform, capability = None, cfg.hardware, ""
     if name := cfg.compile_topology:
-        chip, hardware = topology.chip(name), "gpu" if topology.is_gpu(name) else "tpu"
-        slices, per_slice = cfg.compile_topology_num_slices, topology.devices_per_slice(name)
+        found, slices = topology.find(name), cfg.compile_topology_num_slices
+        chip, per_slice, capability = found.chip, found.devices, found.capability
+        per_host = min(found.on_host, per_slice)
+        platform = "gpu" if found.is_gpu else "tpu"
     else:
-        slices, per_slice = map(_product, (hardware_of(cfg).dcn, hardware_of(cfg).ici))
-        slices = slices if cfg.num_slices == -1 else cfg.num_slices
+        tiers = (hardware_of(cfg).dcn, hardware_of(cfg).ici)  # an open size counts as one
+        slices, per_slice = (math.prod(n for n in tier.values() if n != -1) for tier in tiers)
+        slices, per_host = slices if cfg.num_slices == -1 else cfg.num_slices, per_slice
     _check(cfg, slices)
     dcn = mesh_lib.fill(hardware_of(cfg).dcn, slices, "dcn")
     ici = mesh_lib.fill(hardware_of(cfg).ici, per_slice, "ici")
     mesh = AbstractMesh(tuple(dcn[axis] * ici[axis] for axis in AXES), AXES)
-    backend = hardware if hardware in ("tpu", "gpu") else "cpu"
+    backend = platform if platform in ("tpu", "gpu") else "cpu"
     devices.check(cfg.max_target_length, mesh.shape["context"])
     spec = from_config(
         cfg,
         backend=backend,
         length_shards=mesh.shape["context"],
-        compute_capability=topology.compute_capability(cfg.compile_topology),
+        compute_capability=capability,
     )
     model = Model(spec)
     params = on_mesh.parameters(model, mesh)
@@ -86,10 +158,20 @@ def of(cfg: Config) -> Job:
     sharing = per_slice // mesh.shape["context"]  # groups of devices with sequences of their own
     rows = cfg.per_device_batch_size * sharing * cfg.gradient_accumulation_steps
     return Job(
-        cfg=cfg,
+        name=cfg.model_name,
+        asked=Choice(**{field: vars(cfg)[key] for key, field in KEYS.items()}),
+        feedback=checks.FEEDBACK[cfg.diloco_error_feedback],
+        outer_optimizer=outer.outer_optimizer(
+            cfg.diloco_outer_optimizer,
+            lr=config.with_replicas(cfg, replicas).diloco_outer_lr,
+            momentum=cfg.diloco_outer_momentum,
+        ),
+        sequential_layers=cfg.use_sequential_layers,
+        topology=name,
         mesh=mesh,
         slices=slices,
         per_slice=per_slice,
+        per_host=per_host,
         num_replicas=replicas,
         model=model,
         params=params,
@@ -98,11 +180,6 @@ def of(cfg: Config) -> Job:
         carrier=assemble.carrier(cfg.exchange_carrier, backend, joins_processes=True),
         chip=chip,
     )
-
-
-def _product(sizes: dict[str, int]) -> int:
-    """An open size counts as one."""
-    return math.prod(1 if size == -1 else size for size in sizes.values())
 
 
 def _check(cfg: Config, slices: int) -> None:

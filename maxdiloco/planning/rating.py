@@ -1,34 +1,93 @@
-"""What each choice costs on a link, and which comes first."""
+"""The ways to synchronise that a plan looks at, what each costs on a link, which comes first."""
 
 import itertools
-import operator
+import math
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import jax
 
 from maxdiloco.aot import wait
 from maxdiloco.aot.wait import FULL
-from maxdiloco.diloco import outer, quantize
+from maxdiloco.diloco.quantize import NAMES as WIRES
+from maxdiloco.diloco.quantize import wire_format
 from maxdiloco.engine.calls import bytes_on_device, is_on_device
 from maxdiloco.engine.exchanges import CARRIERS, chunks_on_device
 from maxdiloco.engine.state import lay_out, plan_fragments
 from maxdiloco.engine.trainer import ExchangeSettings
 from maxdiloco.exchange import payload
-from maxdiloco.flags import checks, config
-from maxdiloco.planning.choices import Choice
-from maxdiloco.planning.job import Job
+from maxdiloco.planning.job import Choice, Job
 
+# [L] arXiv 2503.09799 and [S] 2501.18512 train with 30, [S] with 100, DiLoCo 2311.08105 with 500.
+PERIODS = (30, 50, 100, 300, 500)
+TAUS = (1, 2, 3, 4, 5)  # [S] section 3.3.2 advises 5 at most
+LAYERS = 3  # of a fragment, [S] section 3.2
 GRADIENT = 2  # bytes a parameter that data parallelism sends in a step, as the papers count
 # Computation that leaves a choice before eager, whose loss is the largest that was measured; our
 # choice, for want of a way to weigh time against loss.
 PATIENT = 0.9
 
 
-class Step(NamedTuple):
-    """A plain inner step on a device. peak: bytes that its program needs; 0 where unknown.
+def families(job: Job, given: Collection[str]) -> list[list[Choice]]:
+    """What there is to choose from: lists of choices that differ in H and tau alone.
 
-    origin: where its time is from, in words.
+    The least change of training is first. given: keys that the user has set, whose values stay.
     """
+    # int2 and topk, which lose much and rely on error feedback, are taken when asked for.
+    wires = [name for name in WIRES if not wire_format(name).feedback]
+    if "diloco_exchange_dtype" in given:
+        wires = [job.asked.wire]
+    periods = [job.asked.H] if "diloco_sync_period" in given else PERIODS
+    out = []
+    for overlap, streaming, taus in _modes(job.asked, given):
+        P, nonlayer = _fragments(job, given) if streaming else (1, 1)
+        out += [
+            [
+                Choice(H, P, nonlayer, tau, wire, overlap, streaming, job.asked.memory)
+                for H in periods
+                for tau in taus
+                if P <= H and tau < H
+            ]
+            for wire in wires
+        ]
+    return [family for family in out if family]
+
+
+def _modes(asked: Choice, given: Collection[str]) -> Iterator[tuple[str, bool, tuple[int, ...]]]:
+    """(overlap, streaming, taus): exact DiLoCo, fragments with some overlap, eager.
+
+    Eager updates do best on the whole model at once (arXiv 2502.12996, Table 3).
+    """
+    fixed_tau = "num_communication_overlapping_steps" in given
+    overlaps = [asked.overlap]
+    if "diloco_outer_overlap" not in given:
+        overlaps = ["none"] if fixed_tau and asked.tau else ["none", "eager"]
+    fixed_streaming = "enable_streaming_diloco" in given or "num_diloco_fragments" in given
+    for overlap in overlaps:
+        for streaming in [asked.streaming] if fixed_streaming else [False, True]:
+            if overlap == "none":
+                taus = (asked.tau,) if fixed_tau else TAUS if streaming else (0,)
+                yield overlap, streaming, taus
+            elif fixed_streaming or not streaming:
+                yield overlap, streaming, (0,)
+
+
+def _fragments(job: Job, given: Collection[str]) -> tuple[int, int]:
+    """P, and how many of them hold what belongs to no layer: none larger than LAYERS layers."""
+    if "num_diloco_fragments" in given:
+        return job.asked.P, job.asked.nonlayer
+    layers = job.model.spec.num_layers
+    in_layers = sum(math.prod(x.shape) for x in jax.tree.leaves(job.params["layers"]))
+    each = in_layers / layers * min(LAYERS, layers)
+    nonlayer = math.ceil((job.num_parameters - in_layers) / each)
+    nonlayer = min(nonlayer, job.model.spec.vocab_size)
+    if "num_nonlayer_fragments" in given:
+        nonlayer = job.asked.nonlayer
+    return math.ceil(layers / LAYERS) + nonlayer, nonlayer
+
+
+class Step(NamedTuple):
+    """A plain inner step. peak: bytes that it needs, 0: unknown. origin: of its time, in words."""
 
     seconds: float
     peak: int = 0
@@ -36,9 +95,9 @@ class Step(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What a device sends in a period, for one replica to one other slice [bytes].
+    """Bytes that a device sends in a period, for one replica to one other slice.
 
-    fragments: of each. chunks: of each chunk that a period carries (program).
+    Of each fragment, and of each chunk that a period carries (program).
     """
 
     fragments: tuple[int, ...]
@@ -46,20 +105,21 @@ class Traffic(NamedTuple):
 
 
 class Rated(NamedTuple):
-    """A choice on a link. exposed_s: of a period. memory: bytes of a device. less: how many times
-    less traffic than data parallelism. least_gbps: of a device, for FULL; infinity where the
-    latency alone is too long.
+    """A choice on a link. memory_bytes: of a device. times_less_traffic: than data parallelism.
+
+    least_dcn_bandwidth_gbps: of a device, for FULL; infinity where the latency alone is too long.
     """
 
     choice: Choice
-    exposed_s: float
+    exposed_seconds_per_period: float
+    step_seconds: float
+    tokens_per_second: float
     utilisation: float
-    step_s: float
-    tokens_per_s: float
-    memory: int
-    less: float
-    least_gbps: float
+    memory_bytes: int
     fits: bool
+    staleness_steps: int
+    times_less_traffic: float
+    least_dcn_bandwidth_gbps: float
 
     @property
     def fills(self) -> bool:
@@ -72,7 +132,7 @@ def traffic(job: Job, choice: Choice) -> Traffic:
     specs = tuple(x.sharding.spec for x in jax.tree.leaves(job.params))
     settings, layer_axis = _settings(job, choice), job.model.layer_axis
     plans, pieces = plan_fragments(job.params, settings, layer_axis, specs, job.mesh)
-    itemsize = quantize.wire_format(choice.wire).dtype.itemsize
+    itemsize = wire_format(choice.wire).dtype.itemsize
     if job.carrier == "host":
         return Traffic(tuple(plan.payload.size * itemsize for plan in plans))
     if not pieces:
@@ -83,15 +143,17 @@ def traffic(job: Job, choice: Choice) -> Traffic:
 
 
 def _settings(job: Job, choice: Choice) -> ExchangeSettings:
+    wire = wire_format(choice.wire)
+    wanted = wire.feedback if job.feedback is None else job.feedback and wire.error > 0
     return ExchangeSettings(
         sync_period=choice.H,
-        overlap_steps=choice.schedule.tau,
+        overlap_steps=choice.tau,
         offsets=choice.schedule.offsets,
         outer_overlap=choice.overlap,
         exchange_dtype=choice.wire,
         num_nonlayer_fragments=choice.nonlayer,
-        sequential_layers=job.cfg.use_sequential_layers,
-        error_feedback=_feedback(job, choice),
+        sequential_layers=job.sequential_layers,
+        error_feedback=wanted,
     )
 
 
@@ -101,14 +163,8 @@ def exposed_s(
     """Seconds that a period waits for the link. gbps: one device's share [Gbit/s]."""
     per_byte = job.copies * 8 / (gbps * 1e9)
     of_fragments, of_chunks = ([size * per_byte for size in sizes] for sizes in sent)
-    return wait.exposed_s(
-        of_fragments,
-        of_chunks,
-        H=choice.H,
-        lag=choice.schedule.lag,
-        step_s=step_s,
-        latency_s=latency_s,
-    )
+    times = dict(step_s=step_s, latency_s=latency_s)
+    return wait.exposed_s(of_fragments, of_chunks, H=choice.H, lag=choice.schedule.lag, **times)
 
 
 def rated(job: Job, choice: Choice, *, step: Step, gbps: float, latency_s: float = 0.0) -> Rated:
@@ -125,21 +181,20 @@ def rated(job: Job, choice: Choice, *, step: Step, gbps: float, latency_s: float
     whole = GRADIENT * job.num_parameters * choice.H
     return Rated(
         choice,
-        exposed_s=waited,
+        exposed_seconds_per_period=waited,
+        step_seconds=seconds,
+        tokens_per_second=job.tokens / seconds,
         utilisation=utilisation(gbps),
-        step_s=seconds,
-        tokens_per_s=job.tokens / seconds,
-        memory=memory,
-        less=whole / (sum(sent.fragments) * job.per_slice * job.copies),
-        least_gbps=wait.least_gbps(utilisation),
+        memory_bytes=memory,
         fits=hbm is None or memory <= hbm,
+        staleness_steps=choice.schedule.lag,
+        times_less_traffic=whole / (sum(sent.fragments) * job.per_slice * job.copies),
+        least_dcn_bandwidth_gbps=wait.least_gbps(utilisation),
     )
 
 
 def _memory(job: Job, choice: Choice, step: Step) -> int:
-    """Bytes of a device: the plain step's and the rest of the state; without a compiled step the
-    state alone.
-    """
+    """Bytes of a device: the compiled step's, if there is one, and the rest of the state."""
     layout = lay_out(
         job.params,
         job.opt_state,
@@ -147,11 +202,7 @@ def _memory(job: Job, choice: Choice, step: Step) -> int:
         layer_axis=job.model.layer_axis,
         num_replicas=job.num_replicas,
         mesh=job.mesh,
-        optimizer=outer.outer_optimizer(
-            job.cfg.diloco_outer_optimizer,
-            lr=config.with_replicas(job.cfg, job.num_replicas).diloco_outer_lr,
-            momentum=job.cfg.diloco_outer_momentum,
-        ),
+        optimizer=job.outer_optimizer,
         outer_memory=None if choice.memory == "device" else choice.memory,
     )
     state = layout.state
@@ -161,13 +212,6 @@ def _memory(job: Job, choice: Choice, step: Step) -> int:
     on_device = [x for x in jax.tree.leaves(kept) if is_on_device(x)]
     on_device += chunks_on_device(layout, CARRIERS[job.carrier].steps_on_device)
     return step.peak + sum(map(bytes_on_device, on_device))
-
-
-def _feedback(job: Job, choice: Choice) -> bool:
-    """Whether the trainer would keep residuals."""
-    asked = checks.FEEDBACK[job.cfg.diloco_error_feedback]
-    wire = quantize.wire_format(choice.wire)
-    return wire.feedback if asked is None else asked and wire.error > 0
 
 
 def ranked(
@@ -188,12 +232,8 @@ def ranked(
 
     rows = []
     for family in families:
-        tried = []
-        for choice in family:
-            tried.append((utilisation(choice), choice))
-            if tried[-1][0] >= FULL:
-                break
-        _, choice = max(tried, key=operator.itemgetter(0))
+        filling = (choice for choice in family if utilisation(choice) >= FULL)
+        choice = next(filling, None) or max(family, key=utilisation)
         row = rated(job, choice, step=step, **link)
         if not row.fits and choice.memory == "device":
             moved = choice._replace(memory="pinned_host")
@@ -204,7 +244,7 @@ def ranked(
 
 
 def _change(row: Rated) -> tuple[int, int, int, float]:
-    choice, wire = row.choice, quantize.wire_format(row.choice.wire)
+    choice, wire = row.choice, wire_format(row.choice.wire)
     return choice.overlap != "none", choice.H, choice.tau, wire.error
 
 

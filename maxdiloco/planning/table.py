@@ -1,25 +1,47 @@
 """The plan as lines, as JSON, and as the command that runs it."""
 
 import math
+import pathlib
 import shlex
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from maxdiloco.aot import topology, wait
+import yaml
+
+from maxdiloco.aot import wait
 from maxdiloco.aot.wait import FULL
 from maxdiloco.planning import rating
-from maxdiloco.planning.choices import Loss, loss_of
 from maxdiloco.planning.job import Job
 from maxdiloco.planning.rating import Rated, Step
 from maxdiloco.processes.output import aligned, span
 
 MIB, GIB = 2**20, 2**30
+LOSSES = pathlib.Path(__file__).parent / "losses.yml"
 WIDTH = 100  # of a line but for the commands, in characters; our choice
 COLUMNS = (
     "mode", "H", "P", "tau", "wire", "waits", "step", "busy", "memory", "less sent", "Gbit/s",
     "loss",
 )  # fmt: skip
+
+
+class Loss(NamedTuple):
+    """A measured difference to data parallelism [nats a token]; see losses.yml."""
+
+    model: str
+    replicas: int
+    mode: str
+    H: int
+    P: int
+    tau: int
+    wire: str
+    difference: float
+    source: str
+
+
+def measured(path: pathlib.Path = LOSSES) -> list[Loss]:
+    """Every entry of the file. Raises TypeError for one with other fields."""
+    return [Loss(**entry) for entry in yaml.safe_load(path.read_text(encoding="utf-8"))["measured"]]
 
 
 class Plan(NamedTuple):
@@ -39,25 +61,29 @@ class Plan(NamedTuple):
     latency_s: float = 0.0
 
     @property
-    def best(self) -> Rated:
-        """The first row."""
-        return self.rows[0]
-
-    @property
     def data_parallel(self) -> float:
         """Utilisation of data parallelism on the same link, by the papers' simulator."""
-        cfg, count = self.job.cfg, self.job.num_parameters
-        size = wait.Size(cfg.model_name, cfg.base_num_decoder_layers, count, self.step.seconds)
+        layers, count = self.job.model.spec.num_layers, self.job.num_parameters
+        size = wait.Size(self.job.name, layers, count, self.step.seconds)
         return wait.data_parallel(size, self.gbps * self.job.per_slice, self.latency_s)
 
     def loss(self, row: Rated) -> str:
-        """The measured difference, with the model it is of; "" where it was not measured."""
-        found = loss_of(row.choice, self.job, self.known)
-        return f"{found.difference:+.3f} ({found.model}, M={found.replicas})" if found else ""
+        """The measured difference, with the model it is of, the job's if possible; "" for none."""
+        choice, job = row.choice, self.job
+        of_choice = (choice.mode, choice.H, choice.tau, choice.wire)
+        same = [
+            each for each in self.known if (each.mode, each.H, each.tau, each.wire) == of_choice
+        ]
+        if not same:
+            return ""
+        found = min(
+            same, key=lambda each: (each.model != job.name, each.replicas != job.num_replicas)
+        )
+        return f"{found.difference:+.3f} ({found.model}, M={found.replicas})"
 
     def is_moved(self, row: Rated) -> bool:
         """Whether a choice fits the chip only with its outer state in host memory."""
-        return row.choice.memory != self.job.cfg.diloco_outer_memory
+        return row.choice.memory != self.job.asked.memory
 
 
 def lines(plan: Plan) -> list[str]:
@@ -71,16 +97,14 @@ def lines(plan: Plan) -> list[str]:
 
 def _setting(plan: Plan) -> list[str]:
     job, (share, of) = plan.job, plan.share
-    where = job.cfg.compile_topology or (
-        f"{job.per_slice} device{'s' if job.per_slice > 1 else ''}"
-    )
+    where = job.topology or (f"{job.per_slice} device{'s' if job.per_slice > 1 else ''}")
     link = f"{plan.gbps:g} Gbit/s a device, {plan.gbps * job.per_slice:g} a slice"
     if of == "host":
         link += f", {plan.gbps * share:g} a host"
     if plan.latency_s:
         link += f", {span(plan.latency_s)} one way"
     return [
-        f"model: {job.cfg.model_name}, {job.num_parameters:,} parameters; {job.num_replicas} "
+        f"model: {job.name}, {job.num_parameters:,} parameters; {job.num_replicas} "
         f"replicas on {job.slices} slices of {where}",
         f"step: {span(plan.step.seconds)} without an exchange ({plan.step.origin}), {job.tokens:,} "
         f"tokens, {job.tokens / plan.step.seconds:,.0f} tokens/s",
@@ -100,7 +124,7 @@ def _table(plan: Plan) -> list[str]:
 
 
 def _cells(plan: Plan, row: Rated) -> tuple[object, ...]:
-    choice, gbps = row.choice, row.least_gbps * plan.share[0]
+    choice, gbps = row.choice, row.least_dcn_bandwidth_gbps * plan.share[0]
     mark = " host" if plan.is_moved(row) else "" if row.fits else " too big"
     return (
         choice.mode,
@@ -108,11 +132,13 @@ def _cells(plan: Plan, row: Rated) -> tuple[object, ...]:
         choice.P,
         choice.tau,
         choice.wire,
-        span(row.exposed_s),
-        span(row.step_s),
+        span(row.exposed_seconds_per_period),
+        span(row.step_seconds),
         f"{row.utilisation:.1%}",
-        f"{row.memory / GIB:.3g} GiB{mark}",
-        f"{row.less:,.0f}x" if row.less >= 10 else f"{row.less:.2g}x",
+        f"{row.memory_bytes / GIB:.3g} GiB{mark}",
+        f"{row.times_less_traffic:,.0f}x"
+        if row.times_less_traffic >= 10
+        else f"{row.times_less_traffic:.2g}x",
         f"{gbps:.3g}" if math.isfinite(gbps) else "none",
         plan.loss(row).partition(" (")[0] or "?",
     )
@@ -128,8 +154,8 @@ def _legend(plan: Plan) -> list[str]:
         f"step; Gbit/s: the least of a {plan.share[1]}'s link for {FULL:.0%} busy; loss: nats a "
         f"token above data parallelism as maxdiloco/planning/losses.yml has it, ?: not measured"
     ]
-    of_mode = [loss for loss in plan.known if loss.mode == plan.best.choice.mode]
-    if of_mode and not plan.loss(plan.best):
+    of_mode = [loss for loss in plan.known if loss.mode == plan.rows[0].choice.mode]
+    if of_mode and not plan.loss(plan.rows[0]):
         measured = ", ".join(
             f"{loss.difference:+.3f} at H {loss.H}, tau {loss.tau}, {loss.wire}" for loss in of_mode
         )
@@ -152,42 +178,37 @@ def _legend(plan: Plan) -> list[str]:
 
 
 def _commands(plan: Plan) -> list[str]:
+    train = shlex.join(train_command(plan))
     if refusals(plan):
-        return [f"the first row all the same: {shlex.join(train_command(plan))}"]
-    out = ["run it:", f"  {shlex.join(train_command(plan))}"]
-    name, on_host = plan.job.cfg.compile_topology, plan.best.choice.memory == "pinned_host"
-    if name and not (on_host and topology.is_gpu(name)):  # absent GPUs have no host memory
-        out += ["look at its programs first:", f"  {shlex.join(compile_command(plan))}"]
+        return [f"the first row all the same: {train}"]
+    out = ["run it:", f"  {train}"]
+    chip, on_host = plan.job.chip, plan.rows[0].choice.memory == "pinned_host"
+    if chip and (chip.timed or not on_host):  # absent GPUs have no host memory
+        look = _command(plan, "train_compile", [f"dcn_bandwidth_gbps={plan.gbps:g}"])
+        out += ["look at its programs first:", f"  {shlex.join(look)}"]
     return out
 
 
 def train_command(plan: Plan) -> list[str]:
     """The command that trains with the best choice."""
-    not_training = {"compile_topology", "compile_topology_num_slices"}
-    keys = _without(plan.keys, not_training | plan.best.choice.keys().keys())
     hardware = []
-    if plan.job.chip is not None and "hardware" not in map(name_of, keys):
+    if plan.job.chip and "hardware" not in map(_name, plan.keys):
         hardware = ["hardware=tpu" if plan.job.chip.timed else "hardware=gpu"]
-    return ["python", "-m", "maxdiloco.train", *keys, *hardware, *plan.best.choice.arguments()]
+    not_training = ("compile_topology", "compile_topology_num_slices")
+    return _command(plan, "train", hardware, without=not_training)
 
 
-def compile_command(plan: Plan) -> list[str]:
-    """The command that compiles the best choice and reports on it."""
-    return [
-        *("python", "-m", "maxdiloco.train_compile"),
-        *_without(plan.keys, plan.best.choice.keys()),
-        f"dcn_bandwidth_gbps={plan.gbps:g}",
-        *plan.best.choice.arguments(),
-    ]
+def _command(
+    plan: Plan, program: str, more: Sequence[str], *, without: Sequence[str] = ()
+) -> list[str]:
+    """A command with the plan's keys, more, and those of the best choice."""
+    best = plan.rows[0].choice
+    keys = [key for key in plan.keys if _name(key) not in {*without, *best.keys()}]
+    return ["python", "-m", f"maxdiloco.{program}", *keys, *more, *best.arguments()]
 
 
-def name_of(argument: str) -> str:
-    """The key of key=value."""
+def _name(argument: str) -> str:
     return argument.partition("=")[0].lstrip("-")
-
-
-def _without(keys: Sequence[str], names: Collection[str]) -> list[str]:
-    return [argument for argument in keys if name_of(argument) not in names]
 
 
 def refusals(plan: Plan) -> list[str]:
@@ -195,13 +216,15 @@ def refusals(plan: Plan) -> list[str]:
     if any(row.fits and row.fills for row in plan.rows):
         return []
     share, of = plan.share
-    least = min((row for row in plan.rows if row.fits), key=lambda row: row.least_gbps)
-    remedy = f"{least.least_gbps * share:.3g} Gbit/s a {of} would do"
-    if not math.isfinite(least.least_gbps):
+    least = min(
+        (row for row in plan.rows if row.fits), key=lambda row: row.least_dcn_bandwidth_gbps
+    )
+    remedy = f"{least.least_dcn_bandwidth_gbps * share:.3g} Gbit/s a {of} would do"
+    if not math.isfinite(least.least_dcn_bandwidth_gbps):
         remedy = f"No bandwidth would do at a latency of {span(plan.latency_s)}; nearest"
     return [
         f"no choice fills a link of {plan.gbps * share:g} Gbit/s a {of}: the best one trains for "
-        f"{plan.best.utilisation:.2%} of the time, not {FULL:.0%}. {remedy}, with "
+        f"{plan.rows[0].utilisation:.2%} of the time, not {FULL:.0%}. {remedy}, with "
         f"{least.choice.mode}: {' '.join(least.choice.arguments())}"
     ]
 
@@ -209,7 +232,7 @@ def refusals(plan: Plan) -> list[str]:
 def as_json(plan: Plan) -> dict[str, Any]:
     """The figures of the table, in bytes and seconds."""
     return {
-        "model_name": plan.job.cfg.model_name,
+        "model_name": plan.job.name,
         "num_parameters": plan.job.num_parameters,
         "num_slices": plan.job.slices,
         "devices_per_slice": plan.job.per_slice,
@@ -226,17 +249,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _row(plan: Plan, row: Rated) -> dict[str, Any]:
-    return {
-        "mode": row.choice.mode,
-        **row.choice.keys(),
-        "exposed_seconds_per_period": row.exposed_s,
-        "step_seconds": row.step_s,
-        "tokens_per_second": row.tokens_per_s,
-        "utilisation": row.utilisation,
-        "memory_bytes": row.memory,
-        "fits": row.fits,
-        "staleness_steps": row.choice.schedule.lag,
-        "times_less_traffic": row.less,
-        "least_dcn_bandwidth_gbps": row.least_gbps if math.isfinite(row.least_gbps) else None,
-        "loss": plan.loss(row) or "not measured",
-    }
+    figures = row._asdict()
+    choice, least = figures.pop("choice"), row.least_dcn_bandwidth_gbps
+    figures["least_dcn_bandwidth_gbps"] = least if math.isfinite(least) else None
+    loss = plan.loss(row) or "not measured"
+    return {"mode": choice.mode, **choice.keys(), **figures, "loss": loss}

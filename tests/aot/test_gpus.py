@@ -23,29 +23,25 @@ GIB = 2**30
     ],
 )
 def test_a_name_is_a_kind_and_a_number_of_gpus(name, known, devices, on_host, peak):
-    assert topology.is_gpu(name)
-    assert (gpus.kind_of(name), gpus.size_of(name)) == (gpus.kind_of(known), devices)
-    assert topology.devices_per_slice(name) == devices
-    assert topology.devices_per_host(name) == on_host
-    assert topology.chip(name).peak_flops == peak
-    assert not topology.chip(name).timed
+    found = topology.find(name)
+    assert found == topology.find(known) and found.is_gpu
+    assert (found.devices, found.on_host) == (devices, on_host)
+    assert found.chip.peak_flops == peak and not found.chip.timed
 
 
-def test_names_of_tpus_are_of_no_gpu():
-    tpus = [name for kind in topology.TPUS for name in topology.names(kind)]
-    assert not any(map(topology.is_gpu, (*tpus, "v5litepod-16", "", "h300-8")))
-    assert topology.chip("v5e-16").timed
-
-
-def test_memory_is_the_share_that_jax_takes():
+def test_memory_is_the_share_that_jax_takes(monkeypatch):
     """An H100 of 80 GB has 84,942,979,072 bytes."""
     ours, older = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
     for environ, share in (({}, 0.75), ({older: "0.9"}, 0.9), ({ours: ".5", older: "0.9"}, 0.5)):
-        found = gpus.chip("h100-8", environ)
+        for key in (ours, older):
+            monkeypatch.setenv(key, environ.get(key, ""))
+        found = topology.find("h100-8").chip
         assert found.hbm == pytest.approx(84942979072 * share, abs=1) and found.ici_gbps == 3600
+    monkeypatch.delenv(ours)
     for raw in ("0", "1.5", "much"):
+        monkeypatch.setenv(older, raw)
         with pytest.raises(ConfigError, match=rf"{older}={raw} must .*Use 0.9"):
-            gpus.chip("h100-8", {older: raw})
+            topology.find("h100-8")
 
 
 @pytest.mark.parametrize(
@@ -57,13 +53,13 @@ def test_memory_is_the_share_that_jax_takes():
     ],
 )  # fmt: skip
 def test_a_kind_and_a_number_that_no_hosts_have_are_refused(name, message):
-    for lookup in (topology.chip, topology.devices_per_slice, lambda n: topology.devices(n, 2)):
+    for lookup in (topology.find, lambda n: topology.devices(n, 2)):
         with pytest.raises(ConfigError, match=message):
             lookup(name)
 
 
 def test_without_the_plugin_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(gpus, "PLUGINS", ("no_such_plugin",))
+    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"=h100-8 needs JAX's plugin .*cudacompile"):
         topology.devices("h100-8", 2)
 
@@ -103,29 +99,28 @@ DEVICES = {
 def test_kinds_are_chips_and_have_a_capability():
     assert set(DEVICES) == set(gpus.GPUS)
     for kind, (capability, device_kind) in DEVICES.items():
-        assert topology.compute_capability(f"{kind}-1") == capability
+        assert topology.find(f"{kind}-1").capability == capability
         assert device_kind in CHIPS[gpus.GPUS[kind].chip].kinds
-    assert topology.compute_capability("v5e-16") == ""
 
 
 @pytest.mark.gpu_aot
 def test_devices_are_what_the_names_mean_slice_by_slice_and_host_by_host():
     """Two slices of two hosts of eight."""
     for kind, expected in DEVICES.items():
-        (device,) = gpus.devices(f"{kind}-1", 1)
+        (device,) = topology.devices(f"{kind}-1", 1)
         assert (device.compute_capability, device.device_kind) == expected
-    assert [d.process_index for d in gpus.devices("h100-16", 2)] == [n // 8 for n in range(32)]
+    assert [d.process_index for d in topology.devices("h100-16", 2)] == [n // 8 for n in range(32)]
 
 
 def test_a_jax_that_compiles_for_its_own_gpu_alone_is_refused(monkeypatch):
     def reached(gpu):
         raise LookupError(gpu.name)
 
-    monkeypatch.setattr(gpus, "target_config", reached)
-    monkeypatch.setattr(gpus, "PLUGINS", ("os",))
+    monkeypatch.setattr(topology, "target_config", reached)
+    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: name)
     with pytest.raises(LookupError):
         topology.devices("a100-1", 1)
-    monkeypatch.setattr(gpus.jax, "__version_info__", (0, 11, 2))
+    monkeypatch.setattr(topology.jax, "__version_info__", (0, 11, 2))
     with pytest.raises(ConfigError, match=r"=a100-1 cannot .* jax .*Use jax 0.10.2, as the"):
         topology.devices("a100-1", 1)
 

@@ -64,7 +64,7 @@ def test_what_crosses_emulated_slices_is_told_from_what_stays_inside(mesh):
 
     x = struct(mesh, 8, 16)
     found = measured(mesh, Program("sums", sums, on_compile=lambda *_: None), [x], x)
-    assert [(one.axes, one.bytes_per_device) for one in found.crossings] == [(("diloco",), 128)]
+    assert [(one.axes, one.bytes_sent) for one in found.crossings] == [(("diloco",), 128)]
     assert [(one.axes, one.bytes_sent) for one in found.inside] == [(("fsdp",), 128)]
 
 

@@ -30,19 +30,18 @@ from maxdiloco.parallel import chips
 def test_a_name_is_a_shape_and_a_chip_and_its_slowest_has_so_many_links(
     name, libtpu, hbm_gib, links, of
 ):
-    kind, shape = topology.kind_and_shape(name)
+    kind, shape, *_, chip, _ = topology.find(name)
     assert f"{kind}:{'x'.join(map(str, shape))}" == libtpu
-    chip = topology.chip(name)
     assert chip.hbm == int(hbm_gib * 2**30)
     assert chip.ici_gbps == pytest.approx(chips.CHIPS[kind].ici_gbps * links / of)
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    for lookup in (topology.chip, lambda name: topology.devices(name, 2)):
+    for lookup in (topology.find, lambda name: topology.devices(name, 2)):
         with pytest.raises(ConfigError, match=r"compile_topology=v5-16 is not known. Use .*v5e-16"):
             lookup("v5-16")
     with pytest.raises(ConfigError, match=r"v5p-24 is not known: v5p counts TensorCores, .*v5p-32"):
-        topology.chip("v5p-24")
+        topology.find("v5p-24")
 
 
 @pytest.mark.parametrize(
@@ -60,8 +59,7 @@ def test_an_unknown_name_lists_the_known_ones():
     ],
 )
 def test_the_names_of_xpk_and_gke_mean_the_same_slices(name, known):
-    assert topology.kind_and_shape(name) == topology.kind_and_shape(known)
-    assert topology.chip(name) == topology.chip(known)
+    assert topology.find(name) == topology.find(known)
 
 
 def test_without_libtpu_the_extra_is_named(monkeypatch):
@@ -72,7 +70,9 @@ def test_without_libtpu_the_extra_is_named(monkeypatch):
 
 def test_every_topology_is_of_a_chip_with_all_facts():
     for name in [name for kind in topology.TPUS for name in topology.names(kind)]:
-        assert None not in topology.chip(name), name
+        found = topology.find(name)
+        assert None not in found.chip and found.chip.timed, name
+        assert not found.is_gpu and found.capability == ""
 
 
 @pytest.mark.tpu_aot
@@ -83,7 +83,7 @@ def test_every_topology_is_of_a_chip_with_all_facts():
 )  # fmt: skip
 def test_devices_of_two_slices(name, devices, kind):
     found = topology.devices(name, 2)
-    assert len(found) == 2 * devices == 2 * topology.devices_per_slice(name)
+    assert len(found) == 2 * devices == 2 * topology.find(name).devices
     assert {device.slice_index for device in found} == {0, 1}
     assert {device.device_kind for device in found} == {kind}
-    assert kind in topology.chip(name).kinds
+    assert kind in topology.find(name).chip.kinds

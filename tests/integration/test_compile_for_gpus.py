@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from tiers import corner
 
 from maxdiloco import plan, train_compile
-from maxdiloco.aot import gpus
+from maxdiloco.aot import topology
 from maxdiloco.flags import config
 from maxdiloco.models import attention, triton_ragged
 from maxdiloco.models.spec import from_config
@@ -117,7 +117,7 @@ def test_attention_is_cudnns_with_a_mask_and_no_weights_of_every_head(kind):
     """With its gradients; the mask of documents is one for all heads, and has a gradient. Control:
     blocks of plain attention's logits, by head."""
     B, L, N, K, H = 2, 1024, 16, 8, 64
-    lies = NamedSharding(Mesh(np.array(gpus.devices(f"{kind}-1", 1)), ("x",)), P())
+    lies = NamedSharding(Mesh(np.array(topology.devices(f"{kind}-1", 1)), ("x",)), P())
     dims = {(B, L, N, H): jnp.bfloat16, (B, L, K, H): jnp.bfloat16, (B, L): jnp.int32}
     q, k, segments = (jax.ShapeDtypeStruct(*one, sharding=lies) for one in dims.items())
     spec = from_config(config.load(["model_name=tiny"], {}), backend="cpu")
@@ -141,7 +141,7 @@ def test_attention_is_cudnns_with_a_mask_and_no_weights_of_every_head(kind):
 def test_products_of_experts_fit_every_gpu_and_leave_other_rows_out(kind):
     """Memory for nothing but what goes in and out; XLA's own has every row for every expert."""
     A, E, D, F = 16384, 128, 2048, 768  # Qwen3 30B-A3B
-    sharding = NamedSharding(Mesh(np.array(gpus.devices(f"{kind}-1", 1)), ("x",)), P())
+    sharding = NamedSharding(Mesh(np.array(topology.devices(f"{kind}-1", 1)), ("x",)), P())
 
     def struct(*dims, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)

@@ -19,7 +19,7 @@ from run_tools import ROOT
 from maxdiloco import evaluate, generate, prepare, train_compile
 from maxdiloco.command_line import read_options
 from maxdiloco.flags import config
-from maxdiloco.planning.choices import EXACT
+from maxdiloco.planning.job import EXACT
 
 # A tiny model, a few steps; the command line wins over these.
 TINY = dict(

@@ -58,7 +58,7 @@ def measured(parts, calls):
 def bytes_across(parts, calls):
     """Bytes that a device sends to the other slice in each program."""
     found = measured(parts, calls)
-    return [sum(c.bytes_per_device for c in one.crossings) for one in found]
+    return [sum(c.bytes_sent for c in one.crossings) for one in found]
 
 
 @pytest.mark.parametrize("model", corner(MODELS, ["1b", "deepseek-v3"]))

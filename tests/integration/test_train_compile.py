@@ -12,7 +12,7 @@ from tiers import corner
 
 from maxdiloco import plan, train_compile
 from maxdiloco.flags import config
-from maxdiloco.planning import choices, job, rating
+from maxdiloco.planning import job, rating
 
 pytestmark = pytest.mark.tpu_aot
 
@@ -136,7 +136,7 @@ def test_what_crosses_slices_is_the_fragments_and_nothing_else(compile_run, mode
     cfg = config.load([f"{key}={value}" for key, value in of_run.items()], {})
     H, P = cfg.diloco_sync_period, cfg.num_diloco_fragments
     tau = cfg.num_communication_overlapping_steps
-    choice = choices.Choice(H, P, 1, tau, wire, cfg.diloco_outer_overlap, P > 1)
+    choice = job.Choice(H, P, 1, tau, wire, cfg.diloco_outer_overlap, P > 1)
     found = job.of(cfg)
     (inner,) = [program for program in report["programs"] if program["name"] == "inner"]
     sizes = dict(step_s=inner["estimated_seconds"], gbps=keys.get("dcn_bandwidth_gbps", 25.0))
@@ -211,9 +211,8 @@ def test_a_gate_that_fails_is_exit_code_1_and_data_parallel_stands_beside_the_ru
     """tau 0 on a slow link: all of the exchange is exposed. Data parallelism sends the gradients in
     every step: of float32 each device's quarter once to the other slice, less what the compiler
     sends as bfloat16."""
-    code, (diloco, *beside), said = compile_run(
-        max_exposed_fraction=0.05, dcn_bandwidth_gbps=0.5, compile_data_parallel=parallel
-    )
+    keys = dict(max_exposed_fraction=0.05, dcn_bandwidth_gbps=0.5)
+    code, (diloco, *beside), said = compile_run(compile_data_parallel=str(parallel).lower(), **keys)
     (cross,) = diloco["programs"][1]["dcn"]
     assert cross["exposed_seconds"] > 0.9 * cross["link_seconds"] > 0
     assert code == 1

@@ -11,7 +11,7 @@ from maxdiloco import plan, train
 from maxdiloco.aot import measure, topology, wait
 from maxdiloco.diloco.quantize import NAMES as WIRES
 from maxdiloco.flags import config, together
-from maxdiloco.planning import choices, compiled, job, rating, table
+from maxdiloco.planning import compiled, job, rating, table
 from maxdiloco.processes import output
 
 TINY = ("model_name=tiny", "max_target_length=256", "dcn_diloco_parallelism=2", "hardware=cpu")
@@ -39,9 +39,9 @@ def job_of(*argv):
 @pytest.mark.parametrize(
     "choice",
     [
-        choices.Choice(20, 1, 1, 0, "int8", "none", streaming=False),
-        choices.Choice(20, 4, 2, 4, "float4_e3m0", "none", streaming=True),
-        choices.Choice(20, 1, 1, 0, "bfloat16", "eager", streaming=False),
+        job.Choice(20, 1, 1, 0, "int8", "none", streaming=False),
+        job.Choice(20, 4, 2, 4, "float4_e3m0", "none", streaming=True),
+        job.Choice(20, 1, 1, 0, "bfloat16", "eager", streaming=False),
     ],
 )
 def test_the_bytes_are_those_that_the_trainer_prints(choice, carrier, capsys):
@@ -62,7 +62,7 @@ def test_the_bytes_are_those_that_the_trainer_prints(choice, carrier, capsys):
 def test_the_exposure_is_that_of_the_thin_link_s_table(wire, tau, P, milliseconds):
     """benchmarks/log: predicted exposed milliseconds of a step on a thin link at 5 Mbit/s."""
     found = job_of(*TINY)
-    choice = choices.Choice(20, P, 1, tau, wire, "none", streaming=P > 1)
+    choice = job.Choice(20, P, 1, tau, wire, "none", streaming=P > 1)
     sent = rating.traffic(found, choice)
     waited = rating.exposed_s(found, choice, sent, step_s=0.2, gbps=0.005)
     assert 1e3 * waited / 20 == pytest.approx(milliseconds, abs=0.06)
@@ -232,15 +232,15 @@ def test_a_compiled_step_too_big_for_the_chip_is_one_line(monkeypatch, capsys):
 
 
 def test_a_loss_is_printed_only_where_it_was_measured(planned, monkeypatch, tmp_path):
-    """The file of the package has the fields of choices.Loss; what it does not have is said."""
-    known = choices.measured()
+    """The file of the package has the fields of table.Loss; what it does not have is said."""
+    known = table.measured()
     assert all(isinstance(loss.difference, float) for loss in known)
     path = tmp_path / "losses.yml"
     entry = dict(model="35m", replicas=2, mode="DiLoCo", H=20, P=1, tau=0, wire="float32",
                  difference=0.0123, source="a table")  # fmt: skip
     path.write_text(yaml.safe_dump({"measured": [entry]}))
-    of_file = choices.measured(path)
-    monkeypatch.setattr(choices, "measured", lambda: of_file)
+    of_file = table.measured(path)
+    monkeypatch.setattr(table, "measured", lambda: of_file)
     _, found, said = planned(*TINY, "step_time=0.2", "dcn_bandwidth_gbps=1",
                              "diloco_sync_period=20")  # fmt: skip
     words = {row["mode"]: row["loss"] for row in found["choices"]}
@@ -341,6 +341,6 @@ def test_of_what_is_in_flight_on_the_host_the_chunks_of_two_steps_are_on_the_dev
     are beside the step."""
     found = job_of(*ONE_B, f"exchange_carrier={carrier}")
     model = 4 * found.num_parameters / 16
-    choice = choices.Choice(100, 1, 1, 0, "float32", "eager", streaming=False, memory=memory)
+    choice = job.Choice(100, 1, 1, 0, "float32", "eager", streaming=False, memory=memory)
     row = rating.rated(found, choice, step=rating.Step(1.5, 10**9), gbps=25)
-    assert row.memory - 10**9 == pytest.approx(models * model, rel=0.02)
+    assert row.memory_bytes - 10**9 == pytest.approx(models * model, rel=0.02)

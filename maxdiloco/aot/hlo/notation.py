@@ -123,9 +123,8 @@ def _over_mesh(
 ) -> Groups:
     """Groups of devices that differ only along the grouped axes of a mesh (XLA's mesh_and_axis.cc).
 
-    axes: `'a'=2,'b'=4`, the dims of the array of devices. Its entries are 0, 1, .., or the iota of
-    counted and order, or listed. grouped: names of axes; `'b':(2)2` is the sub-axis of `'b'` of
-    size 2 after sub-axes of product 2.
+    axes: `'a'=2,'b'=4`, the dims of the array of devices, which is 0, 1, .., the iota of counted
+    and order, or listed. grouped: `'b':(2)2` is the sub-axis of size 2 after a product of 2.
     """
     sizes = {name: int(size) for name, _, size in (a.rpartition("=") for a in axes.split(","))}
     if counted:

@@ -38,13 +38,13 @@ def matmul_flops(module: Module) -> float:
     return sum(products, 0.0)
 
 
-def _dims(computation: Computation, name: str) -> tuple[int, ...]:
-    return shape(computation[name].shape).dims
+def _shapes(where: Computation, item: Instruction) -> list[Shape]:
+    return [shape(where[name].shape) for name in item.operands]
 
 
 def _dot(computation: Computation, item: Instruction) -> float:
     contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", item.attributes)
-    lhs = _dims(computation, item.operands[0])
+    lhs = _shapes(computation, item)[0].dims
     inner = [lhs[int(dim)] for dim in contracted[1].split(",") if dim] if contracted else []
     return 2.0 * math.prod(shape(item.shape).dims) * math.prod(inner)
 
@@ -55,8 +55,10 @@ def _convolution(computation: Computation, item: Instruction) -> float:
     if labels is None:
         text = item.attribute("dim_labels") or ""
         raise ValueError(f"%{item.name} has dim_labels {text!r}, which this reader cannot read")
-    lhs = dict(zip(labels[1], _dims(computation, item.operands[0]), strict=True))
-    kernel = dict(zip(labels[2], _dims(computation, item.operands[1]), strict=True))
+    lhs, kernel = (
+        dict(zip(names, operand.dims, strict=True))
+        for names, operand in zip(labels.groups(), _shapes(computation, item), strict=False)
+    )
     out = dict(zip(labels[3], shape(item.shape).dims, strict=True))
     products = 2.0 * out["b"] * out["f"] * kernel["i"]
     window = _window(item)
@@ -93,23 +95,15 @@ def kernel_flops(where: Computation, item: Instruction) -> float | None:
     """FLOPs of a kernel on one device; None for one that is not known here."""
     if named := _EXPERTS.match(item.name):
         return _expert_flops(named[1], where, item)
-    if named := _ATTENTION.search(item.name):
-        return _attention_flops(named[1], where, item)
-    return None
-
-
-def _operands(where: Computation, item: Instruction) -> list[Shape]:
-    return [shape(where[name].shape) for name in item.operands]
+    named = _ATTENTION.search(item.name)
+    return _attention_flops(named[1], where, item) if named else None
 
 
 def _expert_flops(name: str, where: Computation, item: Instruction) -> float:
-    """FLOPs of a product of rows and their experts' matrices, or of its gradient.
-
-    Every row counts. Rows of other devices' experts are left out by the kernel, but not here.
-    """
+    """Of rows and their experts' matrices, or the gradient; rows of other devices count too."""
     if name == "ragged-dot-metadata":
         return 0.0
-    rows, factor = [x.dims for x in _operands(where, item) if x.dtype in FLOATS]
+    rows, factor = [x.dims for x in _shapes(where, item) if x.dtype in FLOATS]
     width = factor[-1] if name == "tgmm" else shape(item.shape).dims[-1]
     return 2.0 * math.prod(rows) * width
 
@@ -122,7 +116,7 @@ def _attention_flops(name: str, where: Computation, item: Instruction) -> float:
     Queries are the first array of floats and keys the second, [B, N, ...] or of one sequence
     [N, ...]. There are fewer queries than keys where devices share a sequence, evenly.
     """
-    operands = _operands(where, item)
+    operands = _shapes(where, item)
     queries, keys, *_ = [x.dims for x in operands if x.dtype in FLOATS and len(x.dims) > 2]
     results = [shape(text).dims for text in elements(item.shape)]
     # Tokens may be in the lanes of what goes in; in what comes out they are not.

@@ -83,9 +83,8 @@ class Module(NamedTuple):
 
 
 class Executed(NamedTuple):
-    """An instruction where it runs.
+    """An instruction where it runs, `times` in one run; every branch counts as taken.
 
-    times: runs in one run of the program; every branch of a conditional counts as taken.
     place: name of the innermost computation around it that is not a fusion.
     """
 

@@ -1,22 +1,20 @@
 """Replays a scheduled TPU program against one link per device: how much of the traffic is exposed.
 
-An instruction takes the compiler's `estimated_cycles` at the chip's clock, and a Pallas kernel the
-least time of its products (hlo/products.py), at the chip's peak. A transfer takes its bytes at the
-rate of the link (aot/wait.py), a collective inside the slice that the schedule waits for its bytes
-at that of the ICI links. There is no host and no latency. Everything else without an estimate
-takes no time: the replay hides too little, never too much.
+An instruction takes the compiler's `estimated_cycles` at the chip's clock, a Pallas kernel the
+least time of its products (hlo/products.py) at the chip's peak, a transfer its bytes at the rate of
+the link, and a collective inside the slice that the schedule waits for its bytes at that of the ICI
+links. Everything else takes no time: the replay hides too little, never too much.
 
 Whether a `send-done` waits until the other slice has the data, or only until its buffer may be used
-again, no documentation says and no TPU was asked. The compiler puts it anywhere between send and
-recv-done, so both readings are offered: send_done_waits.
+again, no documentation says and no TPU was asked: send_done_waits offers both.
 """
 
 import copy
 import dataclasses
-from typing import NamedTuple
 
 from maxdiloco.aot.hlo import products, traffic
 from maxdiloco.aot.hlo.reader import CALLS, Computation, Instruction, Module, trip_count
+from maxdiloco.aot.hlo.traffic import Timing
 from maxdiloco.aot.wait import Clock
 from maxdiloco.parallel.chips import Chip
 
@@ -38,24 +36,33 @@ UNTIMED = """
 """
 
 
-class Timing(NamedTuple):
-    """One transfer between slices, in all its runs.
+def replay(module: Module, chip: Chip, gbps: float, *, send_done_waits: bool = True) -> "Replay":
+    """Run a scheduled program once. gbps: a device's share of the link [1e9 bits per second].
 
-    start, done: of its first and its last run [seconds from the start of the program]. busy:
-    seconds on the link. waited: seconds that the device waits for it.
+    A conditional takes the branch that waits longest; among equals, the shortest. Raises
+    ValueError for an opcode it does not know.
     """
+    on_link = {t.rendezvous: t.bytes_sent * 8 / (gbps * 1e9) for t in traffic.transfers(module)}
+    played = Replay(module, chip, on_link, send_done_waits)
+    played.run(module.entry)
+    return played
 
-    start: float
-    done: float
-    busy: float = 0.0
-    waited: float = 0.0
 
+@dataclasses.dataclass
+class Replay:
+    """One run of a module. on_link: seconds of each transfer. transfers: by rendezvous."""
 
-class Replay(NamedTuple):
-    """One run of a program. seconds: waits included. transfers: by rendezvous."""
+    module: Module
+    chip: Chip
+    on_link: dict[str, float]
+    send_done_waits: bool
+    clock: Clock = dataclasses.field(default_factory=Clock)
+    transfers: dict[str, Timing] = dataclasses.field(default_factory=dict)
 
-    seconds: float
-    transfers: dict[str, Timing]
+    @property
+    def seconds(self) -> float:
+        """Device time up to now, waits included."""
+        return self.clock.now
 
     @property
     def waited(self) -> float:
@@ -67,61 +74,35 @@ class Replay(NamedTuple):
         """Seconds that the link is busy."""
         return sum(timing.busy for timing in self.transfers.values())
 
+    def branch(self) -> "Replay":
+        """A run that goes on from here, and leaves this one as it is."""
+        clock, transfers = copy.deepcopy(self.clock), dict(self.transfers)
+        return dataclasses.replace(self, clock=clock, transfers=transfers)
 
-def replay(module: Module, chip: Chip, gbps: float, *, send_done_waits: bool = True) -> Replay:
-    """Run a scheduled program once. gbps: a device's share of the link [1e9 bits per second].
-
-    A conditional takes the branch that waits longest; among equals, the shortest. Raises
-    ValueError for an opcode it does not know.
-    """
-    seconds = {t.rendezvous: t.bytes_sent * 8 / (gbps * 1e9) for t in traffic.transfers(module)}
-    player = _Player(module, chip, seconds, send_done_waits)
-    player.run(module.entry)
-    return player.played
-
-
-@dataclasses.dataclass
-class _Player:
-    """A run of a module. seconds: of each transfer on the link."""
-
-    module: Module
-    chip: Chip
-    seconds: dict[str, float]
-    send_done_waits: bool
-    clock: Clock = dataclasses.field(default_factory=Clock)
-    timings: dict[str, Timing] = dataclasses.field(default_factory=dict)
-
-    @property
-    def played(self) -> Replay:
-        """The run up to now."""
-        return Replay(self.clock.now, self.timings)
-
-    def branch(self) -> "_Player":
-        """A player that goes on from here, and leaves this one as it is."""
-        return dataclasses.replace(
-            self, clock=copy.deepcopy(self.clock), timings=dict(self.timings)
-        )
-
-    def run(self, computation: Computation) -> None:
+    def run(self, where: Computation) -> None:
         """Play all of a computation."""
-        for item in computation.instructions:
-            self._play(computation, item)
+        for item in where.instructions:
+            self._play(where, item)
 
     def _play(self, where: Computation, item: Instruction) -> None:
         if item.opcode in ("send", "recv"):
             self._start(item)
         elif item.opcode in ("send-done", "recv-done"):
+            name = traffic.rendezvous_of(where[item.operands[0]])
             waits = item.opcode == "recv-done" or self.send_done_waits
-            self._done(traffic.rendezvous_of(where[item.operands[0]]), waits)
+            waited = self.clock.wait(name) if waits else 0.0
+            timing = self.transfers[name]
+            timing = timing._replace(done=self.clock.now, waited=timing.waited + waited)
+            self.transfers[name] = timing
         elif item.opcode == "while":
             trips = trip_count(self.module, where, item)
             self._loop(self.module.computation(item.attribute("body")), trips)
         elif item.opcode == "conditional":
             branches = [self.branch() for _ in item.called()]
-            for player, name in zip(branches, item.called(), strict=True):
-                player.run(self.module.computation(name))
-            longest = max(branches, key=lambda p: (p.played.waited, -p.played.seconds))
-            self.clock, self.timings = longest.clock, longest.timings
+            for branch, name in zip(branches, item.called(), strict=True):
+                branch.run(self.module.computation(name))
+            longest = max(branches, key=lambda branch: (branch.waited, -branch.seconds))
+            self.clock, self.transfers = longest.clock, longest.transfers
         elif item.opcode in CALLS:
             for name in item.called():
                 self.run(self.module.computation(name))
@@ -147,21 +128,16 @@ class _Player:
     def _start(self, item: Instruction) -> None:
         """A send puts the payload on the link; a recv only makes room for what arrives."""
         name, now = traffic.rendezvous_of(item), self.clock.now
-        timing = self.timings.setdefault(name, Timing(now, now))
+        timing = self.transfers.setdefault(name, Timing(now, now))
         if item.opcode == "send":
-            self.clock.send(name, self.seconds[name])
-            self.timings[name] = timing._replace(busy=timing.busy + self.seconds[name])
-
-    def _done(self, name: str, waits: bool) -> None:
-        waited = self.clock.wait(name) if waits else 0.0
-        timing = self.timings[name]
-        self.timings[name] = timing._replace(done=self.clock.now, waited=timing.waited + waited)
+            self.clock.send(name, self.on_link[name])
+            self.transfers[name] = timing._replace(busy=timing.busy + self.on_link[name])
 
     def _loop(self, body: Computation, trips: int) -> None:
         """A body that sends nothing takes as long at every trip."""
         once = self.branch()
         once.run(body)
-        if once.timings == self.timings:
+        if once.transfers == self.transfers:
             self.clock.now += trips * (once.clock.now - self.clock.now)
         else:
             for _ in range(trips):

@@ -1,9 +1,8 @@
 """What a compiled program sends: collectives among the devices it numbers, transfers of slices.
 
-On CPU and GPU a program numbers all devices, so collectives between emulated slices are among the
-collectives. On TPU it numbers the devices of one slice, and XLA lowers a collective over slices to
-a `send` and a `recv` through the host (MegaScale) with their `-done` ops, one pair for each
-rendezvous name.
+On CPU and GPU a program numbers all devices. On TPU it numbers those of one slice, and a collective
+over slices is a `send` and a `recv` through the host (MegaScale) with their `-done`, one pair for
+each rendezvous name.
 """
 
 import math
@@ -35,12 +34,27 @@ LOCAL_CALLS = """
 """
 
 
+class Timing(NamedTuple):
+    """One transfer between slices, in all its runs.
+
+    start, done: of its first and its last run [seconds from the start of the program]. busy:
+    seconds on the link. waited: seconds that the device waits for it.
+    """
+
+    start: float
+    done: float
+    busy: float = 0.0
+    waited: float = 0.0
+
+
 class Collective(NamedTuple):
     """One collective.
 
     axes: mesh axes that its groups span. bytes_sent: bytes that leave one device in each run, by a
     ring. times: runs in one run of the program. waits: whether the schedule waits for it, which it
-    does when start and done are one instruction.
+    does when start and done are one instruction. The rest is of a collective over slices. padding:
+    of its bytes. timing: where a send-done waits for the whole transfer; None off TPU.
+    waited_least: seconds that the device waits where it waits for nothing; see hlo/replay.py.
     """
 
     kind: str
@@ -48,7 +62,11 @@ class Collective(NamedTuple):
     axes: tuple[str, ...]
     bytes_sent: int
     times: int
-    waits: bool
+    waits: bool = False
+    padding: int = 0
+    in_conditional: bool = False
+    timing: Timing | None = None
+    waited_least: float = 0.0
 
 
 class Transfer(NamedTuple):
@@ -112,11 +130,7 @@ def bytes_of(computation: Computation, item: Instruction) -> int:
 
 
 def _ring_bytes(kind: str, payload: int, size: int, *, name: str) -> int:
-    """Bytes that one member of a group sends in a collective, by a ring.
-
-    An all-gather sends the payload to each other member; a reduction and a gather of the sum each
-    send the share of every other member; one member of a pair sends the payload to the other.
-    """
+    """Bytes that one member of a group sends in a collective, by a ring."""
     others = size - 1
     if kind == "all-gather":
         return payload * others
@@ -130,10 +144,7 @@ def _ring_bytes(kind: str, payload: int, size: int, *, name: str) -> int:
 
 
 def axes_of(groups: notation.Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Mesh axes along which the members of a group differ, in mesh order.
-
-    Raises ValueError for a device outside the mesh.
-    """
+    """Mesh axes along which members of a group differ. Raises ValueError for a device outside."""
     last, count = max((n for group in groups for n in group), default=0), math.prod(sizes.values())
     if last >= count:
         raise ValueError(
