@@ -32,7 +32,7 @@ _MODULES = {
 # Packages of setup.py by the names under which they are imported.
 _PACKAGES = (
     "jax", "optax", "orbax", "tensorstore", "grain", "etils", "ml_dtypes", "numpy", "yaml",
-    "tensorboardX", "tqdm",
+    "tensorboardX", "tqdm", "aiohttp", "cryptography",
 )  # fmt: skip
 _REMEDY = (
     "Activate the environment of maxdiloco (`source .venv/bin/activate`), or make one in its "

@@ -23,6 +23,8 @@ LONGER = {"train": 120}  # a run, paragraph by paragraph
 
 DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+# What does nothing when a module is imported.
+QUIET = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.Pass)
 MUTATORS = {
     "add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove",
     "setdefault", "sort", "update",
@@ -143,9 +145,7 @@ def work_at_import(source):
                 for call in set(ast.walk(node)).difference(*map(ast.walk, lambdas)):
                     if isinstance(call, ast.Call) and not makes_constant(call):
                         out.append(f"line {node.lineno}: calls {ast.unparse(call.func)} at import")
-            elif not completes(node) and not isinstance(
-                node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.Pass
-            ):
+            elif not completes(node) and not isinstance(node, QUIET):
                 out.append(f"line {node.lineno}: {type(node).__name__} at import")
 
     look(ast.parse(source).body)

@@ -22,7 +22,7 @@ def test_every_module_says_on_its_first_line_what_it_holds():
         return not re.match(r".{10,}[.:`]?(\n\n|$)", doc)
 
     sources = {path: path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
-    assert len(sources) > 200
+    assert len(sources) > 150
     assert [path for path, text in sources.items() if without_first_line(text)] == []
     assert all(map(without_first_line, ("x = 1", '"""Outer."""', '"""A line that\nruns on."""')))
 

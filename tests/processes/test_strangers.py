@@ -143,6 +143,7 @@ def test_the_processes_of_a_run_do_not_send_each_other_away(network, monkeypatch
     monkeypatch.setattr(doorman, "_GUESTS", 1)
     ranks = network.mailboxes(9, bulk=[{0, rank} for rank in range(1, 9)], timeout_s=20)
     meet(*ranks)
+    assert len(ranks[0]._doorman.connections) >= 16
 
 
 def test_who_a_process_is_is_believed_with_a_proof_of_the_secret_alone():

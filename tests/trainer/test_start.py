@@ -137,7 +137,7 @@ def test_another_part_that_is_held_out_of_the_same_text_is_refused_by_its_key():
         meta["tokenizer"] = "same"
         return types.SimpleNamespace(meta=meta, step=4, path="/runs/a/checkpoints/4")
 
-    refuse_changes(cfg, saved(), B=2, data={"contents": "old"})
+    refuse_changes(cfg, saved(), B=2, data=data | {"contents": "old"})
     with pytest.raises(CheckpointError, match="dataset_path=empty: the text is not that of the ch"):
         refuse_changes(cfg, saved(), B=2, data=data)
     with pytest.raises(CheckpointError, match=r"^eval_fraction=0.05 \(the checkpoint has 0.1\)"):
