@@ -3,8 +3,10 @@
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
+from maxdiloco.data import tokenizer
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
 from maxdiloco.models import devices, kernels, spec
@@ -59,3 +61,11 @@ def parameters(model: Model, mesh: Mesh) -> Any:
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
     )
+
+
+def token_bytes(cfg: Config) -> np.ndarray:
+    """Bytes of text that each token of a run stands for, int32 [V]; synthetic data are no text."""
+    if cfg.dataset_type == "synthetic":
+        return np.zeros(cfg.vocab_size, np.int32)
+    of_run = tokenizer.build(tokenizer.Keys.of(vars(cfg)), cfg.vocab_size)
+    return of_run.bytes_of_rows(cfg.vocab_size)

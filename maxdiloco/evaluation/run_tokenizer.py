@@ -7,7 +7,6 @@ import contextlib
 import tempfile
 from collections.abc import Iterator
 
-import numpy as np
 from etils import epath
 
 from maxdiloco.data import tokenizer as tokenizers
@@ -49,13 +48,6 @@ def open_tokenizer(cfg: Config) -> Tokenizer:
     if cfg.tokenizer_type == "byte" and cfg.dataset_type == "synthetic":
         return ByteTokenizer()  # these data may have fewer tokens than there are bytes
     return tokenizers.build(Keys.of(vars(cfg)), cfg.vocab_size)
-
-
-def token_bytes(cfg: Config) -> np.ndarray:
-    """Bytes of text that each token of a run stands for, int32 [V]; synthetic data are no text."""
-    if cfg.dataset_type == "synthetic":
-        return np.zeros(cfg.vocab_size, np.int32)
-    return open_tokenizer(cfg).bytes_of_rows(cfg.vocab_size)
 
 
 def travelling_files(tokenizer: Tokenizer) -> dict[str, bytes]:

@@ -125,7 +125,7 @@ def evaluate(
             rows=rows,
             length=cfg.max_target_length,
             num_sequences=num_sequences,
-            token_bytes=run_tokenizer.token_bytes(cfg),
+            token_bytes=on_mesh.token_bytes(cfg),
             on_compile=CompileLog(say, show_memory=cfg.show_memory),
         )
         totals = {name: evaluation(found.params, text) for name, text in texts.items()}

@@ -176,7 +176,8 @@ def test_no_thread_and_no_descriptor_is_left():
             assert threading.active_count() > threads and count()[1] > descriptors
             assert close_all([zero, one]) == [True, True]
             stranger.close()
-    assert count() == (threads, descriptors)
+    now = count()
+    assert now[0] <= threads and now[1] <= descriptors
 
 
 @pytest.mark.parametrize(
