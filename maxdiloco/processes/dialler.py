@@ -33,7 +33,7 @@ def pause_s(failures: int, most_s: float) -> float:
 class Dialler:
     """Carries a lane to and from one peer. For the thread of the event loop.
 
-    context: trusts this peer alone. adopted: gets the lane and each new socket.
+    context: trusts this peer alone. adopted: gets the name and each new socket.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class Dialler:
         context: ssl.SSLContext,
         times: Times,
         *,
-        adopted: Callable[[Lane, socket.socket], None],
+        adopted: Callable[[str, socket.socket], None],
     ) -> None:
         host, port = address
         self._url = f"https://{f'[{host}]' if ':' in host else host}:{port}/{name}"
-        self._lane, self._context, self._times = lane, context, times
+        self._name, self._lane, self._context, self._times = name, lane, context, times
         self._adopted = adopted
 
     async def run(self) -> None:
@@ -70,7 +70,7 @@ class Dialler:
         made = socket.socket(*address[:3])
         made.setblocking(False)
         set_up(made, self._times.quiet_s)
-        self._adopted(self._lane, made)
+        self._adopted(self._name, made)
         return made
 
     async def _again(self, loop: Callable[[], Awaitable[None]]) -> None:

@@ -48,7 +48,7 @@ class Doorman(web.Server):
     """Serves the lanes. For the thread of the event loop.
 
     lanes: of the peers that may come; may grow. start: runs a coroutine as a task. adopted: gets
-    a lane and each socket that serves it.
+    the name of a lane and each socket that serves it.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Doorman(web.Server):
         times: Times,
         *,
         start: Callable[[Coroutine], asyncio.Task],
-        adopted: Callable[[Lane, socket.socket], None],
+        adopted: Callable[[str, socket.socket], None],
     ) -> None:
         super().__init__(self._answer, read_bufsize=READ_BYTES, access_log=None)
         self._listener, self._context, self._lanes, self._times = listener, context, lanes, times
@@ -129,7 +129,7 @@ class Doorman(web.Server):
         task = self._start(reply)
         if request.protocol not in self._used:
             self._used[request.protocol] = lane
-            self._adopted(lane, request.get_extra_info("socket"))
+            self._adopted(name, request.get_extra_info("socket"))
         await asyncio.wait([task])
         failed = not task.cancelled() and task.exception()
         if failed and not isinstance(failed, OSError):

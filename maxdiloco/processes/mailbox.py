@@ -59,7 +59,8 @@ class Mailbox:
         self.timeout_s, self._times = timeout_s, times(timeout_s)
         self._changed = threading.Condition()
         self._messages: dict[tuple[int, Key], deque[bytearray]] = defaultdict(deque)
-        self._word: str | None = None  # of what `watch` was given
+        self._word: str | None = None  # this and what follows: see `watch`
+        self._heard = self._lost = lambda rank, what: None
         self._failure: BaseException | None = None
         self._told: bool | None = None  # the result of close()
         self._peers: dict[int, Peer] = {}
@@ -236,7 +237,6 @@ class Mailbox:
         self._peers |= peers
         for rank, peer in peers.items():
             lane = Lane(self._name(rank), functools.partial(self._deliver, rank), most_bytes)
-            lane.paced = name == BULK
             self._lanes[rank, name] = lane
             if rank > self._rank:
                 self._context.load_verify_locations(cadata=peer.certificate)
@@ -283,8 +283,7 @@ class Mailbox:
         for (other, _), each in self._lanes.items():
             if other == rank:
                 each.leave()
-        if self._word is not None:
-            self._lost(rank, f"{what}.")
+        self._lost(rank, f"{what}.")
         self.fail(LostPeerError(f"{lane.peer} {what}. {REMEDY}"))
 
     async def _end(self) -> None:
@@ -294,8 +293,8 @@ class Mailbox:
                 task.cancel()
             await asyncio.wait(self._tasks, timeout=_TICK_S)
 
-    def _adopt(self, lane: Lane, connection: socket.socket) -> None:
-        if lane.paced:
+    def _adopt(self, name: str, connection: socket.socket) -> None:
+        if name == BULK:
             self._bulk_sockets = [each for each in self._bulk_sockets if each.fileno() >= 0]
             self._bulk_sockets.append(connection)
             set_pace(connection, self._rate)
