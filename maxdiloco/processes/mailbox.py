@@ -27,10 +27,9 @@ from maxdiloco.processes.lane import Key, Lane, message
 from maxdiloco.processes.sockets import set_pace, times
 
 WORDS, BULK = "words", "bulk"
-REMEDY = (
-    "See the end of its own output. Start the run again with the same run_name: it resumes from "
-    "the last checkpoint."
-)
+SEE_OUTPUT = "See the end of its own output."
+RESUME = "Start the run again with the same run_name: it resumes from the last checkpoint."
+REMEDY = f"{SEE_OUTPUT} {RESUME}"
 # Our choice.
 _MOST_WORDS = 1 << 20  # bytes of a message of the lane WORDS
 _GONE_S = 2.0  # after it has closed its connections a peer that lives has come back

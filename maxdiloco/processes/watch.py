@@ -19,7 +19,7 @@ from typing import NamedTuple
 from maxdiloco import json_text
 from maxdiloco.errors import SHARED_CODES, LostPeerError, Preempted
 from maxdiloco.processes import output
-from maxdiloco.processes.mailbox import Mailbox
+from maxdiloco.processes.mailbox import REMEDY, RESUME, SEE_OUTPUT, Mailbox
 
 # All in seconds, all our choice.
 PATIENCE_S = 1.0  # for the main thread, in which a loss may raise an error, to clean up
@@ -29,8 +29,6 @@ WHY_CHARS = 4000  # of an error, for the peers
 
 THREAD = "maxdiloco-watch"
 WORD = "watch"  # the key of its messages
-SEE_OUTPUT = "See the end of its own output."
-RESUME = "Start the run again with the same run_name: it resumes from the last checkpoint."
 # Nothing keeps JAX's stack from the output: see delay_aborts.
 STACK = "JAX ends with its process and prints a stack, which says no more; then comes the reason."
 
@@ -140,7 +138,7 @@ class Watch:
     def _lose_peer(self, peer: int, what: str) -> None:
         if peer == 0 and self._loss is None:
             output.say_error(f"{self._name(peer)} is gone. {STACK}")
-        line = f"{self._name(peer)} {what} {SEE_OUTPUT} {RESUME}"
+        line = f"{self._name(peer)} {what} {REMEDY}"
         self._lose(Loss(line, LostPeerError.exit_code, PATIENCE_S), peer)
 
     def _lose(self, loss: Loss, lost: int | None = None) -> None:
