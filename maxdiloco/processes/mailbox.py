@@ -21,10 +21,10 @@ import aiohttp
 
 from maxdiloco.errors import LostPeerError
 from maxdiloco.processes.certificates import Identity, Peer
-from maxdiloco.processes.dialler import Dialler
+from maxdiloco.processes.dialler import dial, url
 from maxdiloco.processes.doorman import Doorman
 from maxdiloco.processes.lane import Key, Lane, message
-from maxdiloco.processes.sockets import set_pace, times
+from maxdiloco.processes.sockets import times
 
 WORDS, BULK = "words", "bulk"
 SEE_OUTPUT = "See the end of its own output."
@@ -42,8 +42,8 @@ class Mailbox:
     rank: the number of this process. listener: where it is dialled; is closed at the end.
     timeout_s: a peer that is silent for longer, or cannot be reached again, is lost.
 
-    Once a peer is lost, has left with a reason, or the thread has ended with any error, every
-    pending and later call but close() and received_bytes() raises that error.
+    Once a peer is lost, or the thread has ended with any error, every pending and later call but
+    close() and received_bytes() raises that error.
     """
 
     def __init__(
@@ -65,8 +65,6 @@ class Mailbox:
         self._peers: dict[int, Peer] = {}
         self._lanes: dict[tuple[int, str], Lane] = {}
         self._served: dict[tuple[bytes, str], Lane] = {}
-        self._bulk_sockets: list[socket.socket] = []
-        self._rate: int | None = None  # of the bulk to each peer
         self._tasks: set[asyncio.Task] = set()
         self._context = identity.context(ssl.PROTOCOL_TLS_SERVER)
         self._loop = asyncio.new_event_loop()
@@ -121,7 +119,7 @@ class Mailbox:
         """Send buffers (bytes, memoryviews, arrays ...) as one message; never waits.
 
         The buffers are not copied and must not change any more: they are kept until the peer has
-        all of it. What is sent to a peer that has left without a reason goes nowhere.
+        all of it. What is sent to a peer that has left goes nowhere.
         Raises LostPeerError and the like; TypeError for what is no contiguous buffer or no key.
         """
         new = message(key, data)
@@ -160,7 +158,9 @@ class Mailbox:
     def pace(self, bytes_per_second: float | None) -> None:
         """Spread the bulk to each peer, at most so fast, where it is Linux; None: send at once."""
         rate = None if bytes_per_second is None else max(1, round(bytes_per_second))
-        self._loop.call_soon_threadsafe(self._set_rate, rate)
+        for (_, name), lane in self._lanes.items():
+            if name == BULK:
+                self._loop.call_soon_threadsafe(lane.pace, rate)
 
     def received_bytes(self, peer: int) -> int:
         """Bytes of messages, parts included, that have come from a peer so far."""
@@ -179,20 +179,18 @@ class Mailbox:
                 lambda: all(lane.left for lane in self._lanes.values()), within_s
             )
 
-    def close(self, within_s: float, why: str | None = None) -> bool:
+    def close(self, within_s: float) -> bool:
         """Send what is queued, say goodbye and end the thread. Again: nothing happens.
 
-        why: an error in words, for the peers to raise; then what is queued is dropped.
         Returns whether every peer has got everything, or has itself left, within_s seconds.
         """
         if self._told is not None:
             return self._told
         lanes = list(self._lanes.values())
         for lane in lanes:
-            self._loop.call_soon_threadsafe(lane.say_goodbye, why)
+            self._loop.call_soon_threadsafe(lane.say_goodbye)
         with self._changed:
-            self._changed.wait_for(lambda: all(lane.told or lane.left for lane in lanes), within_s)
-            self._told = all(lane.told or lane.left for lane in lanes)
+            self._told = self._changed.wait_for(lambda: all(lane.told for lane in lanes), within_s)
         self._call(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -225,9 +223,7 @@ class Mailbox:
 
     async def _serve(self, listener: socket.socket) -> None:
         self._doorman = Doorman(
-            *(listener, self._context, self._served, self._times),
-            start=self._start,
-            adopted=self._adopt,
+            listener, self._context, self._served, self._times, start=self._start
         )
         self._start(self._doorman.serve())
         self._start(self._watch())
@@ -243,11 +239,7 @@ class Mailbox:
             else:
                 context = self._identity.context(ssl.PROTOCOL_TLS_CLIENT)
                 context.load_verify_locations(cadata=peer.certificate)
-                dialler = Dialler(
-                    *(name, lane, (peer.host, peer.port), context, self._times),
-                    adopted=self._adopt,
-                )
-                self._start(dialler.run())
+                self._start(dial(lane, url(peer.host, peer.port, name), context, self._times))
 
     async def _watch(self) -> None:
         """Find the peers that are lost, and tell the waiting threads what is new."""
@@ -260,9 +252,7 @@ class Mailbox:
             before = now
             for (rank, name), lane in self._lanes.items():
                 lane.silence_s += passed_s
-                if lane.why:
-                    self.fail(LostPeerError(f"{lane.peer} has ended: {lane.why}"))
-                elif not lane.left and (what := self._lost_how(lane, name, now)):
+                if not lane.left and (what := self._lost_how(lane, name, now)):
                     self._lose(rank, lane, what)
             self._notify()
 
@@ -291,17 +281,6 @@ class Mailbox:
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(self._tasks, timeout=_TICK_S)
-
-    def _adopt(self, name: str, connection: socket.socket) -> None:
-        if name == BULK:
-            self._bulk_sockets = [each for each in self._bulk_sockets if each.fileno() >= 0]
-            self._bulk_sockets.append(connection)
-            set_pace(connection, self._rate)
-
-    def _set_rate(self, rate: int | None) -> None:
-        self._rate = rate
-        for connection in self._bulk_sockets:
-            set_pace(connection, rate)
 
     def _deliver(self, rank: int, key: Key, data: bytearray) -> None:
         if key == (self._word,):

@@ -181,12 +181,18 @@ def _secret(job: Job, file: str, timeout_s: float) -> bytes:
     try:
         if job.process_id == 0:
             coordination.put(SECRET, secrets.token_hex(32))
-        return coordination.get(SECRET, timeout_s=timeout_s).encode()
+        secret = coordination.get(SECRET, timeout_s=timeout_s).encode()
     except jax.errors.JaxRuntimeError as error:
         raise LostPeerError(
             f"process 0 at {coordination.address()[0]} was lost before process {job.process_id} "
             f"could connect to it. See the end of its output and start the run again."
         ) from error
+    if len(secret) < certificates.LEAST_SECRET:
+        raise LostPeerError(
+            f"JAX's key-value store holds a secret of {len(secret)} bytes, which no process of "
+            f"this run wrote. {certificates.OTHERS_WRITE}"
+        )
+    return secret
 
 
 def _listen(job: Job, place: Place) -> socket.socket:

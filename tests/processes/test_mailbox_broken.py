@@ -1,5 +1,6 @@
 """Messages between mailboxes on a network that breaks, damages, stops and loses them."""
 
+import asyncio
 import random
 import signal
 import subprocess
@@ -91,9 +92,7 @@ def test_a_link_that_stops_for_longer_loses_the_peer_on_both_sides(network, dire
     for peer, future in waiting.items():
         line = rf"process {peer} at 127.0.0.1 port \d+ has been out of reach for \d s \(peer_time"
         if directions == "killed":
-            line = (
-                rf"process {peer} at .* (is gone: it closed its connections|has been out)"
-            )
+            line = rf"process {peer} at .* (is gone: it closed its connections|has been out)"
         with pytest.raises(LostPeerError, match=line) as error:
             future.result(WAIT_S)
         assert error.value.exit_code == 5
@@ -156,14 +155,12 @@ def test_a_real_process_that_stands_still_loses_nothing_and_for_long_is_lost(mon
         process.send_signal(signal.SIGCONT)
         assert zero.get(1, (0, 1), soon()) == data
         process.send_signal(fault)
-        line = (
-            r"process 1 at host-b port 7 has been out of reach for [23] s \(peer_timeout_sec"
-        )
+        line = r"process 1 at host-b port 7 has been out of reach for [23] s \(peer_timeout_sec"
         if fault == signal.SIGKILL:
             line = "process 1 at host-b port 7 is gone: it closed|" + line
         with pytest.raises(LostPeerError, match=line):
             zero.get(1, (0, 1), soon())
-        zero.close(0.0, why="it is lost")
+        zero.close(0.0)
         process.send_signal(signal.SIGCONT)
         assert process.wait(WAIT_S) == (5 if fault == signal.SIGSTOP else -signal.SIGKILL)
     finally:
@@ -183,30 +180,49 @@ def test_what_no_process_sends_ends_the_run_and_what_is_out_of_turn_is_not_taken
     """A message without a key, of too many bytes or of another size. Each number once, and each
     part after the part before it."""
     lane, came = lane
-    for key in ("", "{}", "[[1]]", "[" * 100_000):
+    for key in ({}, [[1]], 7, [1.5]):
         with pytest.raises(LostPeerError, match="process 1 has sent what no process of a run does"):
-            lane.begin(1, key, 0, 1)
+            lane.begin((1, 0), 1, key)
     with pytest.raises(LostPeerError, match="a message of 101 bytes: 100 are the most"):
-        lane.begin(1, "[1]", 0, 101)
-    assert not lane.begin(2, "[1]", 0, 3) and not lane.begin(0, "[1]", 0, 3)
-    assert lane.begin(1, '[1, "a"]', 0, 3)
+        lane.begin((1, 0), 101, [1])
+    for place, size in (((2, 0), 3), ((0, 0), 3), ((1, 1), 3), ((1, 0), -1)):
+        with pytest.raises(LostPeerError, match="a message out of turn"):
+            lane.begin(place, size, [1])
+    lane.begin((1, 0), 3, [1, "a"])
     lane.fill(b"ab")
-    assert not lane.finish() and lane.place == (1, 2)
-    assert not lane.begin(1, "[1]", 0, 3) and not lane.begin(1, "[1]", 1, 3)
+    assert lane.place == (1, 2)
     with pytest.raises(LostPeerError, match="another size of the same message"):
-        lane.begin(1, '[1, "a"]', 2, 4)
-    assert lane.begin(1, '[1, "a"]', 2, 3)
+        lane.begin((1, 2), 4, [1, "a"])
+    lane.begin((1, 2), 3, [1, "a"])
     with pytest.raises(LostPeerError, match="more bytes than the message has"):
         lane.fill(b"cd")
+    assert not came
     lane.fill(b"c")
-    assert lane.finish() and came == [((1, "a"), b"abc")]
-    assert not lane.begin(1, '[1, "a"]', 0, 3) and lane.place == (2, 0)
+    assert came == [((1, "a"), b"abc")] and lane.place == (2, 0)
+    with pytest.raises(LostPeerError, match="a message out of turn"):
+        lane.begin((1, 0), 3, [1, "a"])
+
+
+def test_what_the_peer_has_is_not_kept_and_it_has_no_more_than_was_sent(lane):
+    lane, _ = lane
+    sent = [message((i,), [bytes(10)]) for i in (1, 2)]
+    for each in sent:
+        lane.add(each)
+    lane.drop_before((1, 4))
+    assert asyncio.run(lane.next(1, 0)) == sent[0]
+    lane.drop_before((2, 0))
+    assert asyncio.run(lane.next(2, 0)) == sent[1] and len(lane._outgoing) == 1
+    assert asyncio.run(lane.next(3, 0)) is None
+    for place in ((1, 0), (2, 11), (2, -1), (4, 0)):
+        with pytest.raises(LostPeerError, match="that it has all before byte"):
+            lane.drop_before(place)
 
 
 @pytest.mark.parametrize("start", [0, 1, 3, 4, 5, 8])
 def test_a_message_goes_on_after_the_part_that_the_peer_has(start):
     sent = message(("a",), [b"abc", b"", np.arange(5, dtype=np.uint8)])
-    assert b"".join(sent.pieces(start)) == (b"abc\0\1\2\3\4")[start:] and sent.size == 8
+    assert b"".join(sent.parts(start, 2)) == (b"abc\0\1\2\3\4")[start:] and sent.size == 8
+    assert max(map(len, sent.parts(0, 2))) == 2
 
 
 def test_the_pause_before_a_try_grows_to_a_limit_and_no_two_are_alike():

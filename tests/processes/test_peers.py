@@ -1,5 +1,6 @@
 """How the processes of a run connect and compare their values, and with which code each ends."""
 
+import contextlib
 import json
 import pathlib
 import socket
@@ -74,6 +75,14 @@ def test_a_process_0_lost_while_meeting_is_named(served):
     line = "process 0 at ::1 was lost before process 3 .* start the run again"
     with pytest.raises(LostPeerError, match=line):
         peers._secret(Job(3, 4), "", 1)
+
+
+def test_a_secret_that_no_process_wrote_is_one_line(monkeypatch):
+    """A stranger may write to the store first; 32 random bytes are 64 characters."""
+    for text, line in (("a" * 15, "store holds a secret of 15 bytes"), ("a" * 64, None)):
+        monkeypatch.setattr(coordination, "get", lambda key, timeout_s, text=text: text)
+        with pytest.raises(LostPeerError, match=line) if line else contextlib.nullcontext():
+            assert peers._secret(Job(3, 4), "", 1) == text.encode()
 
 
 class Store:

@@ -13,6 +13,7 @@ from mailbox_tools import IDENTITIES, meet, soon, until
 from maxdiloco.errors import LostPeerError
 from maxdiloco.processes import certificates, doorman
 from maxdiloco.processes.certificates import Peer
+from maxdiloco.processes.mailbox import BULK
 
 SECRET = b"known to all of them"
 SOON_S = 5  # a stranger that is let in waits so long for the end that does not come
@@ -46,9 +47,9 @@ def test_who_shows_no_certificate_of_the_run_is_not_heard(network, identity):
     """None, and one that it made itself. Control: that of process 1, which gets an answer."""
     zero, one, proxy = network.pair()
     with shown(proxy.target, identity) as connection:
-        assert ask(connection, "HEAD /bulk HTTP/1.1") == b""
+        assert ask(connection, "GET /bulk HTTP/1.1") == b""
     with shown(proxy.target, IDENTITIES[1]) as connection:
-        assert ask(connection, "HEAD /bulk HTTP/1.1").startswith(b"HTTP/1.1 200 OK\r\nNext: 1 0")
+        assert ask(connection, "GET /bulk HTTP/1.1").startswith(b"HTTP/1.1 405")
     one.put(0, (0, 1), [b"gradient"])
     assert zero.get(1, (0, 1), soon()) == b"gradient"
 
@@ -120,13 +121,10 @@ def test_a_guest_that_shows_nothing_is_sent_away_in_time(network, monkeypatch):
 @pytest.mark.parametrize(
     ("request_", "answer"),
     [
-        ("GET /bulk/1/2/3 HTTP/1.1", b"HTTP/1.1 400"),
-        ("GET /bulk/x HTTP/1.1", b"HTTP/1.1 400"),
-        ("GET /other/1 HTTP/1.1", b"HTTP/1.1 503"),
-        ("PATCH /bulk/1 HTTP/1.1", b"HTTP/1.1 400"),
-        ("PUT /bulk/1 HTTP/1.1\r\nKey: [1]\r\nContent-Range: all of it", b"HTTP/1.1 400"),
-        ("PUT /bulk/9 HTTP/1.1\r\nKey: [1]\r\nContent-Range: bytes 0-0/1", b"HTTP/1.1 409"),
-        (f"GET /bulk/1 HTTP/1.1\r\nRange: {'9' * 20_000}", b"HTTP/1.0 400"),
+        ("GET /bulk HTTP/1.1", b"HTTP/1.1 405"),
+        ("POST /bulk/1 HTTP/1.1", b"HTTP/1.1 503"),
+        ("POST /other HTTP/1.1", b"HTTP/1.1 503"),
+        (f"POST /bulk HTTP/1.1\r\nRange: {'9' * 20_000}", b"HTTP/1.0 400"),
     ],
 )
 def test_a_request_that_no_process_makes_is_refused_and_changes_nothing(network, request_, answer):
@@ -136,6 +134,33 @@ def test_a_request_that_no_process_makes_is_refused_and_changes_nothing(network,
         assert ask(connection, request_).startswith(answer)
     one.put(0, (0, 1), [b"gradient"])
     assert zero.get(1, (0, 1), soon()) == b"gradient"
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        (b"?\n", "b'\\?"),
+        (b"[" * 60_000 + b"\n", r"b'\[\[\["),
+        (b"9" * 3_000_000, "b'a line without an end'"),
+        (b'["have", 99, 0]\n', "that it has all before byte 0 of message 99"),
+        (b'["part", 7, 0, 4, [1], 4]\n', "a message out of turn"),
+        (b'["part", 1, 0, 2000000000, [1], 4]\n', "a message of 2000000000 bytes: "),
+        (b'["part", 1, 0, 4, [1], -1]\n', "b'.\"part"),
+        (b'["part", 1, 0, 4, [1], 5]\n12345', "more bytes than the message has"),
+    ],
+)
+def test_what_no_process_says_ends_the_run_in_one_line(network, said, named):
+    """Only one that holds the key of a process gets so far; nothing is kept of it."""
+    zero, _, proxy = network.pair()
+    with shown(proxy.target, IDENTITIES[1]) as connection:
+        opened = ask(connection, "POST /bulk HTTP/1.1\r\nTransfer-Encoding: chunked")
+        assert opened.startswith(b"HTTP/1.1 200")
+        with contextlib.suppress(OSError):
+            connection.sendall(b"%x\r\n%b\r\n" % (len(said), said))
+        until(lambda: zero._failure)
+    with pytest.raises(LostPeerError, match=f"sent what no process of a run does: {named}"):
+        zero.arrived(1, (0, 1))
+    assert not zero._lanes[1, BULK]._buffer
 
 
 def test_the_processes_of_a_run_do_not_send_each_other_away(network, monkeypatch):
