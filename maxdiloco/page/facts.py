@@ -129,8 +129,8 @@ def starts(runs: Sequence[Run]) -> Rows:
 
 def checkpoints(runs: Sequence[Run]) -> Rows:
     """One row for each checkpoint that is kept."""
-    kept = [(number, run, saved) for number, run in enumerate(runs) for saved in run.checkpoints]
-    rows = [[run.name, f"{saved.step:,}", date(saved.time)] for _, run, saved in kept]
+    kept = [(n, run, *saved) for n, run in enumerate(runs) for saved in run.checkpoints.items()]
+    rows = [[run.name, f"{step:,}", date(saved)] for _, run, step, saved in kept]
     return Rows(["run", "after step", "saved"], rows, [number for number, *_ in kept])
 
 

@@ -47,7 +47,7 @@ def test_a_run_is_found_by_name_folder_and_checkpoint_with_its_config(tmp_path):
     for given in ("a", folder, saved):
         (run,) = load(given, base=tmp_path)
         assert (run.name, str(run.folder)) == ("a", str(folder))
-        assert [one.step for one in run.checkpoints] == [50]
+        assert list(run.checkpoints) == [50]
     assert run.keys["diloco_sync_period"] == 20
     assert run.keys["enable_streaming_diloco"] is True
     assert run.keys["enable_diloco"] is True  # not in the file
