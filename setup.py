@@ -46,7 +46,7 @@ setup(
         ],  # fmt: skip
         "gcs": ["gcsfs", "google-cloud-storage"],
         "data": ["datasets>=4", "pyarrow>=20"],
-        "hf": ["safetensors>=0.6"],
+        "hf": ["huggingface_hub>=0.30", "safetensors>=0.6", "tokenizers>=0.21"],
         "text": ["tokenizers>=0.21", "sentencepiece>=0.2"],
         "dev": [
             "allpairspy>=2.5", "hypothesis", "import-linter", "jsonschema>=4.20", "pytest",
