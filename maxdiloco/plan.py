@@ -80,7 +80,7 @@ def given_keys(keys: Sequence[str], environ: Mapping[str, str]) -> set[str]:
         if name.startswith(ENVIRONMENT_PREFIX)
     }
     if keys and keys[0].endswith((".yml", ".yaml")):
-        path = pathlib.Path(keys[0])
+        path = config.found(pathlib.Path(keys[0]))
         if path.resolve() != (base_yml.config_folder() / "base.yml").resolve():
             names |= {name for name, _, _ in base_yml.read_yml(path)}
     return names
