@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -17,13 +17,11 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.evaluation import run_tokenizer, stored
 from maxdiloco.flags.config import Config
 from maxdiloco.huggingface import beside_weights, config_json, folders, safetensors_files, tensors
-from maxdiloco.huggingface.imported import CARRIED
+from maxdiloco.huggingface.imported import CARRIED, Say
 from maxdiloco.huggingface.tensors import EMBEDDING, HEAD, OF_VOCABULARY, Family, Part
 from maxdiloco.models.spec import from_config
 
-Say = Callable[[str], None]
-
-STORED = "stored"  # as a dtype: the one that the checkpoint has
+# Beside "stored", the one that the checkpoint has.
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -44,8 +42,8 @@ def export_model(
     Raises ConfigError, CheckpointError, DataError.
     """
     max_bytes = safetensors_files.nbytes_of(max_shard_size)
-    if dtype not in (STORED, *_DTYPES):
-        raise ConfigError(f"dtype={dtype} is none of {STORED}, {', '.join(_DTYPES)}. Use one.")
+    if dtype not in ("stored", *_DTYPES):
+        raise ConfigError(f"dtype={dtype} is none of stored, {', '.join(_DTYPES)}. Use one.")
     where = dict(base_output_directory=base_output_directory, step=step)
     folder = find.locate(run, **where, key="RUN")
     folders.refuse_existing(target)

@@ -49,19 +49,16 @@ class MetricsWriter:
         try:
             last = _repaired(self._path, resume_step, say)
             self._sink = open_lines(self._path, folder.require_lock)
-            others = [WandbRun(folder, wandb_config, say=say)] if wandb_config is not None else []
+            wandb = [WandbRun(folder, wandb_config, say=say)] if wandb_config is not None else []
         except OSError as error:
             raise CheckpointError(
                 f"{self._cannot_write(error)} Free some space or set another folder."
             ) from error
         self._last_step = last.get("step")
         self.wall_time_s = last.get("perf/wall_time_s") or 0.0  # of the last row that is kept
-        self._events = None
-        if tensorboard:
-            purge = 0 if resume_step is None else resume_step + 1
-            self._events = EventFile(folder, purge_step=purge, say=say)
-            others.insert(0, self._events)
-        self._others = others
+        purge = 0 if resume_step is None else resume_step + 1
+        self._events = EventFile(folder, purge_step=purge, say=say) if tensorboard else None
+        self._others = [*filter(None, [self._events]), *wandb]
 
     def __enter__(self) -> "MetricsWriter":
         return self

@@ -109,11 +109,6 @@ def lives(run: Run) -> list[Life]:
     return out
 
 
-def is_running(run: Run) -> bool:
-    """Whether the last start has no end: the run goes on, or was killed."""
-    return any(life.end is None for life in lives(run)[-1:])
-
-
 def starts(runs: Sequence[Run]) -> Rows:
     """One row for each start of each run: when, from where, on what, and how it ended."""
     head = ["run", "started", "after step", "processes", "devices", "ended", "how"]

@@ -125,18 +125,14 @@ def parse(text: bytes) -> tuple[np.ndarray, dict[str, np.ndarray], list[str]]:
         elif rows and row["step"] <= rows[-1]["step"]:
             repeated += 1
         else:
-            rows.append({name: value for name, value in row.items() if _is_number(value)})
+            rows.append({n: x for n, x in row.items() if x is None or isinstance(x, int | float)})
     steps = np.array([row.pop("step") for row in rows], np.int64)
     names = dict.fromkeys(name for row in rows for name in row)
-    columns = {name: np.array([_number(row.get(name, NAN)) for row in rows]) for name in names}
+    columns = {n: np.array([_number(x[n]) if n in x else NAN for x in rows]) for n in names}
     notes = [f"{broken} broken lines of metrics.jsonl are left out."] * (broken > 0)
     notes += [f"{repeated} rows of metrics.jsonl repeat a step and are left out."] * (repeated > 0)
     return steps, columns, notes
 
 
-def _is_number(value: Any) -> bool:
-    return value is None or isinstance(value, int | float)
-
-
 def _number(value: float | None) -> float:
-    return NOT_FINITE if value is None or abs(value) >= NOT_FINITE else float(value)
+    return float(value) if value is not None and abs(value) < NOT_FINITE else NOT_FINITE
