@@ -282,9 +282,7 @@ def test_what_cannot_be_planned_is_one_line(argv, words, capsys):
     assert line.startswith("ConfigError: ") and words in line
 
 
-def test_help_lists_the_plan_s_own_options_and_keys_of_a_file_are_given(
-    capsys, tmp_path, monkeypatch
-):
+def test_help_lists_the_plan_s_options_and_keys_of_a_file_are_given(capsys, tmp_path, monkeypatch):
     """A recipe of the package is found from any folder, as maxdiloco.train finds it."""
     assert plan.main(["--help"]) == 0
     said = capsys.readouterr().out
