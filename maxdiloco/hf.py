@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Sequence
 from types import MappingProxyType
 
-from maxdiloco.command_line import HELP, Option, end_with, guarded, option_lines, read_options
+from maxdiloco.command_line import HELP, Option, guarded, option_lines, read_options
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import checks
 from maxdiloco.processes.output import say
@@ -78,22 +78,11 @@ def main(argv: Sequence[str]) -> int:
         folder = pathlib.Path(rest[0]).expanduser()
         imported.import_model(folder, target, options.vocab_multiple, keys, say)
         return 0
-    from maxdiloco.checkpoint import find
-    from maxdiloco.huggingface import exported, safetensors_files
+    from maxdiloco.huggingface import exported
 
-    size = safetensors_files.nbytes_of(options.max_shard_size)
-    exported.check_dtype(options.dtype)
-    given = {name: vars(options)[name] for name in ("parameters", "dtype", "like")}
-    where = {name: vars(options)[name] for name in ("base_output_directory", "step")}
-    run = find.locate(rest[0], **where, key="RUN")
-    exported.export_model(run, target, **given, max_shard_bytes=size, say=say)
+    exported.export_model(rest[0], target, **vars(options), say=say)
     return 0
 
 
-def cli() -> None:
-    """The console entry `maxdiloco-hf`."""
-    end_with(main)
-
-
 if __name__ == "__main__":
-    cli()
+    main()

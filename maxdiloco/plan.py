@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType, SimpleNamespace
 
 from maxdiloco import train_compile
-from maxdiloco.command_line import Option, end_with, guarded, read_options
+from maxdiloco.command_line import Option, guarded, read_options
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, config, help
 from maxdiloco.flags.config import ENVIRONMENT_PREFIX, Config
@@ -80,7 +80,7 @@ def given_keys(keys: Sequence[str], environ: Mapping[str, str]) -> set[str]:
         if name.startswith(ENVIRONMENT_PREFIX)
     }
     if keys and keys[0].endswith((".yml", ".yaml")):
-        path = pathlib.Path(keys[0])
+        path = config.found(pathlib.Path(keys[0]))
         if path.resolve() != (base_yml.config_folder() / "base.yml").resolve():
             names |= {name for name, _, _ in base_yml.read_yml(path)}
     return names
@@ -132,10 +132,5 @@ def _plan(cfg: Config, options: SimpleNamespace, keys: Sequence[str], link: str)
     return train_compile.refuse(table.refusals(plan))
 
 
-def cli() -> None:
-    """The console entry `maxdiloco-plan`."""
-    end_with(main)
-
-
 if __name__ == "__main__":
-    cli()
+    main()

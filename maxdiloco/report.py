@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from types import MappingProxyType, SimpleNamespace
 
-from maxdiloco.command_line import HELP, Option, end_with, guarded, option_lines, read_options
+from maxdiloco.command_line import HELP, Option, guarded, option_lines, read_options
 from maxdiloco.errors import ConfigError
 from maxdiloco.processes.output import say
 
@@ -71,13 +71,9 @@ def _write(names: Sequence[str], options: SimpleNamespace, *, reload_s: int) -> 
     content = html.page(runs, defaults, reload_s=reload_s).encode()
     compiled_file.write_whole("out", out, content)
     size = f"{out}: {len(content) / 1e6:.2f} MB, {sum(len(run.steps_N) for run in runs):,} rows"
-    return any(facts.is_running(run) for run in runs), size
-
-
-def cli() -> None:
-    """The console entry `maxdiloco-report`."""
-    end_with(main)
+    newest = [life for run in runs for life in facts.lives(run)[-1:]]
+    return any(life.end is None for life in newest), size  # it goes on, or was killed
 
 
 if __name__ == "__main__":
-    cli()
+    main()

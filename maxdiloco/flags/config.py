@@ -55,7 +55,7 @@ def load(argv: Iterable[str], environ: Mapping[str, str], *, warn: Warn = print)
     keys, known, argv = base_yml.declared(), maxtext.tables(), list(argv)
     given: dict[str, Given] = {}
     if argv and "=" not in argv[0] and argv[0].endswith((".yml", ".yaml")):
-        path = _found(pathlib.Path(argv.pop(0)))
+        path = found(pathlib.Path(argv.pop(0)))
         is_base = path.name == maxtext.BASE
         given |= _edited(path, keys, known) if is_base else renamed(_from_file(path), known)
     given |= renamed(_from_environment(environ, keys, known), known)
@@ -155,8 +155,8 @@ def describe_differences(cfg: Config) -> list[str]:
     ]
 
 
-def _found(path: pathlib.Path) -> pathlib.Path:
-    """The file, or that of the installed package where configs/... names none here."""
+def found(path: pathlib.Path) -> pathlib.Path:
+    """The yml file, or that of the installed package where configs/... names none here."""
     shipped = base_yml.config_folder().parent / path
     known = path.parts[:1] == ("configs",) and shipped.is_file()
     return shipped if known and not path.is_file() else path

@@ -1,11 +1,11 @@
 """The files beside a model's weights: those that an import keeps, a tokenizer's in an export."""
 
-import itertools
 import json
 import pathlib
+import types
 from typing import Any
 
-from maxdiloco.data.tokenizer import FILES, ByteTokenizer, SentencePieceTokenizer
+from maxdiloco.data.tokenizer import FILES, ByteTokenizer, SentencePieceTokenizer, package
 from maxdiloco.data.tokenizer_base import Tokenizer, meaning
 
 _JSON = FILES["huggingface"]
@@ -58,12 +58,19 @@ def write(
     if isinstance(tokenizer, SentencePieceTokenizer):
         (folder / FILES["sentencepiece"]).write_bytes(tokenizer.content)
         return
-    is_bytes = isinstance(tokenizer, ByteTokenizer)
-    model = _of_bytes(tokenizer) if is_bytes else json.loads(tokenizer.content)
-    names = {token["id"]: token["content"] for token in model["added_tokens"]}
-    if tokenizer.bos is not None:
-        model["post_processor"] = _starting(names[tokenizer.bos], tokenizer.bos, model)
-    (folder / _JSON).write_text(json.dumps(model, ensure_ascii=False, indent=1) + "\n")
+    module = package("huggingface")
+    if isinstance(tokenizer, ByteTokenizer):
+        engine = _of_bytes(module, tokenizer.bos)
+    else:
+        engine = module.Tokenizer.from_buffer(tokenizer.content)
+    if tokenizer.bos is not None:  # put before a text, after what the model does with it
+        first, template = engine.id_to_token(tokenizer.bos), module.processors.TemplateProcessing
+        places = {"single": [first, "$A"], "pair": [first, "$A", "$B"]}
+        start = template(**places, special_tokens=[(first, tokenizer.bos)])
+        before = engine.post_processor
+        both = before is not None and not isinstance(before, template)
+        engine.post_processor = module.processors.Sequence([before, start]) if both else start
+    engine.save(str(folder / _JSON))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -71,7 +78,7 @@ def write(
     }
     for name, token in (("bos_token", tokenizer.bos), ("eos_token", tokenizer.eos)):
         if token is not None:
-            settings[name] = names[token]
+            settings[name] = engine.id_to_token(token)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
@@ -94,47 +101,18 @@ def ends(tokenizer: Tokenizer | None) -> dict[str, int | None]:
     return {"bos_token_id": tokenizer.bos, "eos_token_id": end}
 
 
-def _starting(name: str, token: int, model: dict[str, Any]) -> dict[str, Any]:
-    """A post-processor that puts a token before a text, after the one that the model has."""
-    special = {"SpecialToken": {"id": name, "type_id": 0}}
-    text, second = ({"Sequence": {"id": letter, "type_id": 0}} for letter in "AB")
-    start = {
-        "type": "TemplateProcessing",
-        "single": [special, text],
-        "pair": [special, text, second],
-        "special_tokens": {name: {"id": name, "ids": [token], "tokens": [name]}},
-    }
-    before = model.get("post_processor")
-    if before is None or before["type"] == "TemplateProcessing":
-        return start
-    return {"type": "Sequence", "processors": [before, start]}
+def _of_bytes(module: types.ModuleType, bos: int) -> Any:
+    """A byte-level BPE without merges: its tokens are the bytes, of which each has a letter.
 
-
-def _of_bytes(tokenizer: ByteTokenizer) -> dict[str, Any]:
-    """A byte-level BPE without merges: its tokens are the bytes."""
+    A byte that can be read is its own letter (GPT-2); the others have those from 256 on.
+    """
+    letters = sorted(module.pre_tokenizers.ByteLevel.alphabet())
+    hidden = (byte for byte in range(256) if chr(byte) not in letters)
+    vocab = {letter: ord(letter) if ord(letter) < 256 else next(hidden) for letter in letters}
     name = "<|document|>"
-    special = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
-    level = dict(add_prefix_space=False, trim_offsets=False, use_regex=False)
-    return {
-        "version": "1.0",
-        "added_tokens": [{"id": tokenizer.bos, "content": name, **special}],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "ByteLevel", **level},
-        "post_processor": None,
-        "decoder": {"type": "ByteLevel", **level},
-        "model": {
-            "type": "BPE",
-            "vocab": _byte_letters() | {name: tokenizer.bos},
-            "merges": [],
-        },
-    }
-
-
-def _byte_letters() -> dict[str, int]:
-    """{letter that byte-level BPE writes for a byte (GPT-2): byte}: itself where it can be read."""
-    shown = [range(ord(first), ord(last) + 1) for first, last in ("!~", "¡¬", "®ÿ")]
-    hidden = itertools.count(256)
-    return {
-        chr(byte if any(byte in part for part in shown) else next(hidden)): byte
-        for byte in range(256)
-    }
+    engine = module.Tokenizer(module.models.BPE(vocab | {name: bos}, []))
+    level = dict(add_prefix_space=False, use_regex=False)
+    engine.pre_tokenizer = module.pre_tokenizers.ByteLevel(**level)
+    engine.decoder = module.decoders.ByteLevel()
+    engine.add_special_tokens([name])
+    return engine

@@ -13,36 +13,12 @@ from maxdiloco.flags.base_yml import Key, Table
 from maxdiloco.flags.values import Given, same_type
 from maxdiloco.huggingface import rules
 from maxdiloco.huggingface.families import families
-from maxdiloco.huggingface.family import Family
+from maxdiloco.huggingface.tensors import Family
 
 # Keys of the group model that say how to train, not what is computed.
 OF_TRAINING = ("model_name", "override_model_config", "z_loss_multiplier", "capacity_factor")
-# Values of the keys that a family says nothing of.
-NEUTRAL = {
-    "padded_vocab_size": -1,
-    "num_experts": 1,
-    "num_experts_per_tok": 1,
-    "base_moe_mlp_dim": -1,
-    "shared_experts": 0,
-    "first_num_dense_layers": 0,
-    "router": Table(),
-    "mlp_activations_limit": 0.0,
-    "mlp_bias": False,
-    "norm_placement": "pre",
-    "norm_scale_offset": 0.0,
-    "rope_scaling": Table(),
-    "embedding_scale": "one",
-    "latent_attention": Table(),
-    "use_qk_norm": "false",
-    "query_pre_attn_scalar": 0.0,
-    "attention_bias": "none",
-    "attention_sink": False,
-    "attn_logits_soft_cap": 0.0,
-    "final_logits_soft_cap": 0.0,
-    "sliding_window_size": 0,
-    "attention_pattern": (),
-    "local_rope_max_timescale": -1.0,
-}
+# A key that a family says nothing of has the default of base.yml, but for these.
+_NEUTRAL = {"embedding_scale": "one", "use_qk_norm": "false"}
 # Keys of config.json that rules read, or that change nothing of what is computed.
 NOTED = {
     "_name_or_path", "_sliding_window_pattern", "architectures", "attention_bias",
@@ -115,10 +91,12 @@ def family_of(model_type: str) -> Family:
     )
 
 
-def keys_of(hf: Mapping[str, Any], family: Family) -> Values:
+def keys_of(
+    hf: Mapping[str, Any], family: Family, declared: Mapping[str, Key] | None = None
+) -> Values:
     """Our keys of the group model, all but those of training. Raises ConfigError.
 
-    Tables are dicts, without the entries that the family says nothing of.
+    Tables are dicts, without the entries that the family says nothing of. declared: as `misfits`.
     """
     if quantised := hf.get("quantization_config"):
         is_table = isinstance(quantised, dict)
@@ -131,14 +109,21 @@ def keys_of(hf: Mapping[str, Any], family: Family) -> Values:
     for key, value in family.must.items():
         if hf.get(key) is not None and hf[key] != value:
             raise rules.refused(key, hf[key], f"{family.model_type} has {key}={value}")
-    found = dict(NEUTRAL)
+    keys = {name: key.default for name, key in _of_model(declared or base_yml.declared()).items()}
+    keys |= _NEUTRAL
+    found: Values = {}
     for rule in family.rules:
         found |= rule.read(hf | {"model_type": family.model_type})
-    keys: Values = {}
     for name, value in {**found, **family.fixed}.items():
         key, _, entry = name.partition(".")
         keys[key] = dict(keys[key]) | {entry: value} if entry else value
     return keys
+
+
+def _of_model(declared: Mapping[str, Key]) -> dict[str, Key]:
+    """The keys of the group model, all but those of training."""
+    group = declared["model_name"].group
+    return {n: k for n, k in declared.items() if k.group == group and n not in OF_TRAINING}
 
 
 def config_of(keys: Values, family: Family, declared: Mapping[str, Key] | None = None) -> Values:
@@ -164,12 +149,11 @@ def misfits(
     config: all keys of base.yml. declared: of base_yml.declared(), which takes a tenth of a second.
     """
     declared = declared or base_yml.declared()
-    group = declared["model_name"].group
-    keys = {name: key for name, key in declared.items() if key.group == group}
-    ours = {name: config[name] for name in keys if name not in OF_TRAINING}
-    theirs = ours | {
+    keys = _of_model(declared)
+    ours = {name: config[name] for name in keys}
+    theirs = {
         name: same_type(keys[name], Given(value, "config.json"))
-        for name, value in keys_of(hf, family).items()
+        for name, value in keys_of(hf, family, declared).items()
     }
     mine, other = _resolved(ours), _resolved(theirs)
     return {name: (ours[name], theirs[name]) for name in ours if not _same(mine[name], other[name])}

@@ -4,45 +4,48 @@ import dataclasses
 import json
 import math
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from etils import epath
 
-from maxdiloco.checkpoint import by_part, read, theta
+from maxdiloco.checkpoint import by_part, find, read, theta
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.errors import ConfigError
 from maxdiloco.evaluation import run_tokenizer, stored
 from maxdiloco.flags.config import Config
 from maxdiloco.huggingface import beside_weights, config_json, folders, safetensors_files, tensors
-from maxdiloco.huggingface.family import Family
-from maxdiloco.huggingface.imported import CARRIED
-from maxdiloco.huggingface.tensors import EMBEDDING, HEAD, OF_VOCABULARY, Part
+from maxdiloco.huggingface.imported import CARRIED, Say
+from maxdiloco.huggingface.tensors import EMBEDDING, HEAD, OF_VOCABULARY, Family, Part
 from maxdiloco.models.spec import from_config
 
-Say = Callable[[str], None]
-
-STORED = "stored"  # as a dtype: the one that the checkpoint has
+# Beside "stored", the one that the checkpoint has.
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
 def export_model(
-    folder: epath.Path,
+    run: str,
     target: pathlib.Path,
     *,
     parameters: str,
     dtype: str,
-    max_shard_bytes: int,
+    max_shard_size: str,
     like: str,
+    step: int,
+    base_output_directory: str,
     say: Say,
 ) -> None:
-    """Export a run's newest undamaged checkpoint, or one checkpoint. folder: of find.locate.
+    """Export a run's newest undamaged checkpoint, or one checkpoint: see the options of hf.
 
-    parameters: outer, mean or replica_0 ...; dtype: one that check_dtype admits. like: folder of a
-    Hugging Face model or of an import, or empty. Raises ConfigError, CheckpointError, DataError.
+    Raises ConfigError, CheckpointError, DataError.
     """
+    max_bytes = safetensors_files.nbytes_of(max_shard_size)
+    if dtype not in ("stored", *_DTYPES):
+        raise ConfigError(f"dtype={dtype} is none of stored, {', '.join(_DTYPES)}. Use one.")
+    where = dict(base_output_directory=base_output_directory, step=step)
+    folder = find.locate(run, **where, key="RUN")
     folders.refuse_existing(target)
     safetensors_files.package()
     found = read.restore_from(folder, lambda meta: {}, key="RUN")
@@ -68,7 +71,7 @@ def export_model(
         for part in parts:
             rows = [cfg.vocab_size] if part.leaf.path in OF_VOCABULARY else part.shape[:1]
             written[part.name] = ((*rows, *part.shape[1:]), dtypes[part.leaf.path])
-        files = safetensors_files.begin(place, written, max_shard_bytes)
+        files = safetensors_files.begin(place, written, max_bytes)
         _write_tensors(files, parts, scales, readers, say)
         beside_weights.write(place, tokenizer, cfg.max_target_length, carried)
         hf["dtype"] = dtypes[EMBEDDING].name
@@ -79,12 +82,6 @@ def export_model(
         f"{target}: {family.model_type}, {parameters} parameters of step {found.step} of "
         f"{found.path.parent.parent}, {len(written)} tensors, {size / 1e6:,.1f} MB"
     )
-
-
-def check_dtype(dtype: str) -> None:
-    """Raise ConfigError for what is no dtype of an export."""
-    if dtype not in (STORED, *_DTYPES):
-        raise ConfigError(f"dtype={dtype} is none of {STORED}, {', '.join(_DTYPES)}. Use one.")
 
 
 def _carried(import_path: str, checkpoint: epath.Path, like: str) -> pathlib.Path | None:

@@ -6,7 +6,8 @@ Tables, not code: a model type is a Family. Rules are for what is more than anot
 import math
 
 from maxdiloco.huggingface import rules
-from maxdiloco.huggingface.family import (
+from maxdiloco.huggingface.rules import activation, attention_bias, expert_fields, field, or_null
+from maxdiloco.huggingface.tensors import (
     ATTENTION,
     GATED_MLP,
     LAYER,
@@ -18,17 +19,6 @@ from maxdiloco.huggingface.family import (
     Family,
     Tensor,
     experts,
-)
-from maxdiloco.huggingface.rules import (
-    Rule,
-    activation,
-    attention_bias,
-    expert_fields,
-    field,
-    grouped,
-    or_null,
-    sizes,
-    unless_null,
 )
 
 _GEMMA = {
@@ -83,28 +73,28 @@ def _dense() -> tuple[Family, ...]:
     silu, bias, rope = activation("hidden_act", "silu"), attention_bias(False), rules.rope(10000.0)
     llama = Family(
         model_type="llama",
-        rules=(*sizes(epsilon=1e-6), field("mlp_bias", "mlp_bias", False), silu, bias, rope),
+        rules=(*rules.sizes(epsilon=1e-6), field("mlp_bias", "mlp_bias", False), silu, bias, rope),
         tensors={**OUTSIDE, **ATTENTION, **PRE_NORMS, **GATED_MLP},
     )
     window = or_null("sliding_window", "sliding_window_size", 4096)
     mistral = llama._replace(
         model_type="mistral",
-        rules=(*sizes(epsilon=1e-6, num_key_value_heads=grouped(8)), silu, rope, window),
+        rules=(*rules.sizes(epsilon=1e-6, num_key_value_heads=8), silu, rope, window),
     )
     qwen2 = llama._replace(
         model_type="qwen2",
-        rules=(*sizes(epsilon=1e-6), silu, rope, rules.qwen_window()),
+        rules=(*rules.sizes(epsilon=1e-6), silu, rope, rules.qwen_window()),
         fixed={"attention_bias": "qkv"},
     )
     qwen3 = llama._replace(
         model_type="qwen3",
-        rules=(*sizes(epsilon=1e-6, head_dim=128), silu, rope, rules.qwen_window(), bias),
+        rules=(*rules.sizes(epsilon=1e-6, head_dim=128), silu, rope, rules.qwen_window(), bias),
         fixed={"use_qk_norm": "head"},
         tensors={**llama.tensors, **QK_NORMS},
     )
     olmo2 = llama._replace(
         model_type="olmo2",
-        rules=(*sizes(epsilon=1e-5), silu, bias, rope),
+        rules=(*rules.sizes(epsilon=1e-5), silu, bias, rope),
         fixed={"use_qk_norm": "projection", "norm_placement": "post"},
         tensors={**OUTSIDE, **ATTENTION, **POST_NORMS, **GATED_MLP, **QK_NORMS},
     )
@@ -118,7 +108,7 @@ def _gemmas() -> tuple[Family, ...]:
 
     def of_heads(queries, keys, **more):
         heads = {"num_attention_heads": queries, "num_key_value_heads": keys, "head_dim": 256}
-        return sizes(epsilon=1e-6, tied=True, **heads, **more)
+        return rules.sizes(epsilon=1e-6, tied=True, **heads, **more)
 
     def with_windows(rope, period, cap, final_cap, **more):
         return (
@@ -156,8 +146,7 @@ def _gemmas() -> tuple[Family, ...]:
     images = text._replace(
         model_type="gemma3",
         inner="text_config",
-        prefixes=(("language_model.model.", "model."), ("model.language_model.", "model."),
-                  ("language_model.lm_head.", "lm_head.")),
+        wrapper="language_model.",
         left_out=("vision_tower.", "multi_modal_projector.", "model.vision_tower.",
                   "model.multi_modal_projector."),
         left_out_part="the part for images",
@@ -171,7 +160,7 @@ def _with_experts() -> tuple[Family, ...]:
     mixtral = Family(
         model_type="mixtral",
         rules=(
-            *sizes(epsilon=1e-5, num_key_value_heads=grouped(8)),
+            *rules.sizes(epsilon=1e-5, num_key_value_heads=8),
             *expert_fields("num_local_experts", 8, per_token=2, intermediate_size=14336),
             silu,
             rules.rope(1e6),
@@ -183,7 +172,7 @@ def _with_experts() -> tuple[Family, ...]:
     qwen3_moe = mixtral._replace(
         model_type="qwen3_moe",
         rules=(
-            *sizes(epsilon=1e-6, num_key_value_heads=grouped(4)),
+            *rules.sizes(epsilon=1e-6, num_key_value_heads=4),
             *expert_fields("num_experts", 128, per_token=8, moe_intermediate_size=768),
             field("norm_topk_prob", "router.normalise_weights", False),
             silu,
@@ -197,7 +186,7 @@ def _with_experts() -> tuple[Family, ...]:
     gpt_oss = mixtral._replace(
         model_type="gpt_oss",
         rules=(
-            *sizes(epsilon=1e-5, head_dim=64, num_key_value_heads=8),
+            *rules.sizes(epsilon=1e-5, head_dim=64, num_key_value_heads=8),
             *expert_fields("num_local_experts", 128, per_token=4, intermediate_size=2880),
             field("swiglu_limit", "mlp_activations_limit", 7.0),
             rules.rope(150000.0, _YARN_OF_GPT_OSS),
@@ -219,10 +208,9 @@ def _with_experts() -> tuple[Family, ...]:
 
 def _deepseeks() -> tuple[Family, ...]:
     """V2 (arXiv 2405.04434) without groups, as the Lite model is; V3 (arXiv 2412.19437)."""
-    groups = unless_null("n_group", 8, lambda hf: 1)
 
     def used(hf):
-        return min(4, hf.get("n_group") or groups(hf))
+        return min(4, hf.get("n_group", 8) or 1)
 
     of_latent = (
         activation("hidden_act", "silu"),
@@ -256,7 +244,7 @@ def _deepseeks() -> tuple[Family, ...]:
         rules=(
             *_latent(256, per_token=8, width=2048, shared=1, dense=3, factor=2.5),
             field("norm_topk_prob", "router.normalise_weights", True),
-            field("n_group", "router.num_groups", groups),
+            field("n_group", "router.num_groups", 8, null=1),
             field("topk_group", "router.groups_per_token", used),
             *of_latent,
         ),
@@ -272,24 +260,24 @@ def _deepseeks() -> tuple[Family, ...]:
 
 def _latent(
     num_experts: int, *, per_token: int, width: int, shared: int, dense: int, factor: float
-) -> tuple[Rule, ...]:
+) -> tuple[rules.Rule, ...]:
     """The fields of both types, with the defaults of one. dense: layers without experts."""
-    no_shared = unless_null("n_shared_experts", shared, lambda hf: 0)
     of_experts = {"per_token": per_token, "moe_intermediate_size": width}
+    sizes, others = rules.sizes(epsilon=_EPSILON), ("head_dim", "rms_norm_eps")
     return (
-        *(size for size in sizes(epsilon=_EPSILON) if size.key not in ("head_dim", "rms_norm_eps")),
+        *(size for size in sizes if size.key not in others),
         *expert_fields("n_routed_experts", num_experts, **of_experts),
         field("kv_lora_rank", "latent_attention.kv_lora_rank", 512),
         field("qk_nope_head_dim", "latent_attention.qk_nope_head_dim", 128),
         field("qk_rope_head_dim", "latent_attention.qk_rope_head_dim", 64),
         field("v_head_dim", "latent_attention.v_head_dim", 128),
         field("first_k_dense_replace", "first_num_dense_layers", dense),
-        field("n_shared_experts", "shared_experts", no_shared),
+        field("n_shared_experts", "shared_experts", shared, null=0),
         field("routed_scaling_factor", "router.scaling_factor", factor),
     )
 
 
-def _latent_rope() -> Rule:
+def _latent_rope() -> rules.Rule:
     """Yarn that makes the logits of attention larger, too: by mscale_all_dim."""
     base = rules.rope(10000.0)
 
@@ -316,4 +304,4 @@ def _latent_rope() -> Rule:
                 del scaling["attention_factor"]
         return found
 
-    return Rule(read, write)
+    return rules.Rule(read, write)

@@ -53,11 +53,12 @@ def import_model(
     folders.refuse_existing(target)
     safetensors_files.package()
     model = config_json.read(source)
-    found = _canonical(safetensors_files.tensors_of(source), model)
+    stored = safetensors_files.tensors_of(source).items()
+    found = {name.replace(model.family.wrapper, "", 1): tensor for name, tensor in stored}
     model = _with_own_head(model, found, say)
     of_text = _tokenizer_keys(source, target)
-    stored = model.keys | of_text | {"model_name": str(target / "model.yml")}
-    cfg = _config(stored, source, vocab_multiple, keys)
+    given = model.keys | of_text | {"model_name": str(target / "model.yml")}
+    cfg = _config(given, source, vocab_multiple, keys)
     parts = tensors.of_model(from_config(cfg, backend="cpu"), model.family)
     dtypes = _checked(parts, found, model)
     if (more := cfg.vocab_size - model.keys["vocab_size"]) > 0:
@@ -130,18 +131,6 @@ def _tokenizer_keys(source: pathlib.Path, target: pathlib.Path) -> dict[str, Any
         "add_bos": found.bos is not None,
         "add_eos": found.eos is not None,
     }
-
-
-def _canonical(found: dict[str, Stored], model: Read) -> dict[str, Stored]:
-    """The tensors by their names in the family's table."""
-
-    def renamed(name):
-        for theirs, ours in model.family.prefixes:
-            if name.startswith(theirs):
-                return ours + name.removeprefix(theirs)
-        return name
-
-    return {renamed(name): tensor for name, tensor in found.items()}
 
 
 def _with_own_head(model: Read, found: dict[str, Stored], say: Say) -> Read:

@@ -55,18 +55,22 @@ def field(
     default: Any = None,
     read: Callable[[Any], Any] = _same,
     write: Callable[[Any], Any] = _same,
+    *,
+    null: Any = None,
 ) -> Rule:
     """A key of config.json that is one of ours.
 
     default: value of the key where config.json has none; a function of config.json; None: none.
-    read: their value -> ours. write: the reverse.
+    null: the same where it is there, but null; None: default. read: their value -> ours. write: the
+    reverse.
     """
 
     def read_from(hf):
         value = hf.get(theirs)
         if value is None:
+            other = default if null is None or theirs not in hf else null
             try:
-                value = default(hf) if callable(default) else default
+                value = other(hf) if callable(other) else other
             except (KeyError, TypeError, ZeroDivisionError):
                 pass  # a key that it takes is missing too
         if value is None:
@@ -79,16 +83,10 @@ def field(
     return Rule(read_from, lambda keys: {theirs: write(keys[ours])}, theirs)
 
 
-def unless_null(key: str, default: int, null: Any) -> Callable[[Values], Any]:
-    """A default of a field. null: a function of config.json for a key that is there, but null."""
-    return lambda hf: null(hf) if key in hf else default
-
-
 def or_null(theirs: str, ours: str, default: float) -> Rule:
     """A number, or null for our zero. default: where config.json has no such key."""
     zero = 0 * default  # of the default's type
-    at_null = unless_null(theirs, default, lambda hf: zero)
-    return field(theirs, ours, at_null, lambda value: value or zero, lambda value: value or None)
+    return field(theirs, ours, default, lambda x: x or zero, lambda x: x or None, null=zero)
 
 
 def activation(key: str, default: str, **more: str) -> Rule:
@@ -116,27 +114,26 @@ def attention_bias(default: bool) -> Rule:
     )
 
 
-def _heads(hf: Values) -> Any:
-    return hf["num_attention_heads"]
-
-
-def grouped(default: int) -> Callable[[Values], Any]:
-    """The default of num_key_value_heads: so many, or where it is null one for each query head."""
-    return unless_null("num_key_value_heads", default, _heads)
-
-
 def sizes(*, epsilon: float, tied: bool = False, **defaults: Any) -> tuple[Rule, ...]:
     """The fields that all types have. defaults: by key of config.json.
 
     tied: whether the embedding is the head too where config.json does not say.
     """
+
+    def heads(hf):
+        return hf["num_attention_heads"]
+
     defaults = {
-        "num_key_value_heads": _heads,
+        "num_key_value_heads": heads,
         "head_dim": lambda hf: hf["hidden_size"] // hf["num_attention_heads"],
         "rms_norm_eps": epsilon,
         "tie_word_embeddings": tied,
     } | defaults
-    return tuple(field(theirs, ours, defaults.get(theirs)) for theirs, ours in _SIZES.items())
+    nulls = {"num_key_value_heads": heads}
+    return tuple(
+        field(theirs, ours, defaults.get(theirs), null=nulls.get(theirs))
+        for theirs, ours in _SIZES.items()
+    )
 
 
 def expert_fields(key: str, number: int, *, per_token: int, **width: int) -> tuple[Rule, ...]:

@@ -6,12 +6,12 @@ here, at the place that the header gives each tensor.
 """
 
 import functools
-import itertools
 import json
 import math
 import os
 import pathlib
 import re
+import types
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from maxdiloco import json_text
+from maxdiloco.data import packages
 from maxdiloco.errors import CheckpointError, ConfigError
 
 INDEX = "model.safetensors.index.json"
@@ -46,16 +47,9 @@ Written = tuple[tuple[int, ...], np.dtype]  # shape and dtype of a tensor to wri
 Files = dict[str, Callable[[], np.memmap]]  # of each tensor what opens its values in its file
 
 
-def package() -> Any:
+def package() -> types.ModuleType:
     """The package safetensors. Raises ConfigError where it is not installed."""
-    try:
-        import safetensors
-    except ImportError as error:
-        raise ConfigError(
-            "safetensors is not installed, which Hugging Face's files need: pip install -e '.[hf]' "
-            "in a checkout of maxdiloco."
-        ) from error
-    return safetensors
+    return packages.require("safetensors", "A model of Hugging Face", extra="hf")
 
 
 def tensors_of(folder: pathlib.Path) -> dict[str, Stored]:
@@ -107,29 +101,23 @@ def _files(folder: pathlib.Path) -> list[pathlib.Path]:
     return files
 
 
-def read(tensor: Stored) -> np.ndarray:
-    """The values of a tensor. Raises CheckpointError.
+def read(tensor: Stored, rows: slice = slice(None)) -> np.ndarray:
+    """The values of a tensor, or some rows of them. Raises CheckpointError.
 
     The file is opened for each tensor: its pages in memory are given back.
     """
     with _opened(tensor.file) as opened:
-        return opened.get_tensor(tensor.name)
+        return opened.get_slice(tensor.name)[rows]
 
 
 def equal(one: Stored, other: Stored) -> bool:
-    """Whether two tensors have the same values, read some rows at a time.
-
-    Raises CheckpointError.
-    """
+    """Whether two tensors have the same values, read some rows at a time; see `read`."""
     if one.shape != other.shape:
         return False
     for tensor in (one, other):
         numpy_dtype(tensor)
-    rows = one.shape[0]
-    with _opened(one.file) as here, _opened(other.file) as there:
-        mine, theirs = here.get_slice(one.name), there.get_slice(other.name)
-        parts = [slice(i, min(i + _ROWS, rows)) for i in range(0, rows, _ROWS)]
-        return all(np.array_equal(mine[part], theirs[part]) for part in parts)
+    parts = [slice(i, min(i + _ROWS, one.shape[0])) for i in range(0, one.shape[0], _ROWS)]
+    return all(np.array_equal(read(one, part), read(other, part)) for part in parts)
 
 
 def _opened(file: pathlib.Path) -> Any:
@@ -170,48 +158,42 @@ def begin(folder: pathlib.Path, written: Mapping[str, Written], max_bytes: int) 
 
     written: {name: (shape, dtype)}, in the order that the tensors have in the files.
     """
-    shards: list[dict[str, int]] = [{}]
-    for name, (shape, dtype) in written.items():
-        nbytes = math.prod(shape) * dtype.itemsize
-        if shards[-1] and sum(shards[-1].values()) + nbytes > max_bytes:
-            shards.append({})
-        shards[-1][name] = nbytes
-    files = [SINGLE]
-    if len(shards) > 1:
-        files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-        total = sum(sum(shard.values()) for shard in shards)
-        weight_map = {
-            name: file for file, shard in zip(files, shards, strict=True) for name in shard
-        }
-        content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    hub = packages.require("huggingface_hub", "An export", extra="hf")
+    split = hub.split_state_dict_into_shards_factory(
+        written,
+        get_storage_size=lambda tensor: math.prod(tensor[0]) * tensor[1].itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_bytes,
+    )
+    if split.is_sharded:
+        content = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n")
     found: Files = {}
-    for file, shard in zip(files, shards, strict=True):
-        found |= _begin(folder / file, shard, written)
+    for file, names in split.filename_to_tensors.items():
+        found |= _begin(folder / file, {name: written[name] for name in names})
     return found
 
 
-def _begin(path: pathlib.Path, shard: Mapping[str, int], written: Mapping[str, Written]) -> Files:
+def _begin(path: pathlib.Path, written: Mapping[str, Written]) -> Files:
     """The header, and the place of the tensors, which the disk has to have.
 
     A full disk would kill a program that writes to a mapped file.
     """
     names = {dtype: name for name, dtype in DTYPES.items()}
-    starts = dict(zip(shard, itertools.accumulate(shard.values(), initial=0), strict=False))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for name, start in starts.items():
-        shape, dtype = written[name]
-        offsets = (start, start + shard[name])
-        header[name] = {"dtype": names[dtype], "shape": shape, "data_offsets": offsets}
+    start = end = 0
+    for name, (shape, dtype) in written.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": names[dtype], "shape": shape, "data_offsets": (start, end)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     first = 8 + len(text)
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.flush()
-        os.posix_fallocate(file.fileno(), 0, first + sum(shard.values()))
+        os.posix_fallocate(file.fileno(), 0, first + end)
     found = {}
-    for name, start in starts.items():
-        shape, dtype = written[name]
-        found[name] = functools.partial(np.memmap, path, dtype, "r+", first + start, shape)
+    for name, (shape, dtype) in written.items():
+        at = first + header[name]["data_offsets"][0]
+        found[name] = functools.partial(np.memmap, path, dtype, "r+", at, shape)
     return found

@@ -5,15 +5,20 @@ import shutil
 import sys
 import textwrap
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 
 from etils import epath
 
-from maxdiloco.metrics.line_files import LogFile
+from maxdiloco.errors import USER_ERRORS, CheckpointError
+from maxdiloco.metrics.line_files import LocalLines, RemoteLines, open_lines
 from maxdiloco.processes.output import one_line, say, shows_bars, span
+from maxdiloco.storage.run_folder import reason
 
 WIDTH = 100  # of a terminal, in characters; our choice
 _GAP = "  "  # between the columns of a row
+_KEPT = "\0"  # a space that no line ends at
 
 # (metric, its name and format), in the order of the row.
 _COLUMNS = (
@@ -66,20 +71,12 @@ def sample_lines(step: int, text: str) -> str:
 
 def fit(text: str, width: int) -> str:
     """A line as lines of at most width characters: a row is cut between columns, prose at words."""
-    if len(text) <= width:
-        return text
-    first, *parts = text.split(_GAP)
-    if not text.startswith("step ") or max(map(len, [first, *parts])) > width - 4:
-        return textwrap.fill(
-            text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-        )
-    lines = [first]
-    for part in parts:
-        if len(lines[-1]) + len(_GAP) + len(part) > width:
-            lines.append(f"    {part}")
-        else:
-            lines[-1] += _GAP + part
-    return "\n".join(lines)
+    columns, indent = text.split(_GAP), "  "
+    if text.startswith("step ") and max(map(len, columns)) <= width - 4:
+        text, indent = _GAP.join(column.replace(" ", _KEPT) for column in columns), "    "
+    return textwrap.fill(
+        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    ).replace(_KEPT, " ")
 
 
 class Console:
@@ -92,8 +89,10 @@ class Console:
         self._shown = shown
         self._bar = None
         self._early: list[str] | None = []  # lines before there is a log
-        self._log: LogFile | None = None
-        self._lock = threading.Lock()  # of the two above
+        self._log: LocalLines | RemoteLines | None = None
+        self._path: epath.Path | None = None  # of the log
+        self._failing = False  # the log
+        self._lock = threading.Lock()  # of all that is the log's
 
     @property
     def has_bar(self) -> bool:
@@ -111,24 +110,59 @@ class Console:
         with self._lock:
             if self._early is not None:
                 self._early.append(text)
-            if self._log is not None:
-                self._log.write(text)
+            self._write(text)
 
     @contextlib.contextmanager
     def logging(
         self, path: epath.Path, *, require_lock: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """Keep the lines in a file, those before this call too. require_lock: of RunFolder."""
-        with LogFile(path, say=self._print, require_lock=require_lock) as log:
+        """Keep the lines in a file, those before this call too, and the error that ends it.
+
+        With the time of day in front; on an object store a minute later at most, if more lines
+        come. A file that cannot be written is a line; the training goes on, and on a disk the lines
+        are kept for later. require_lock: of RunFolder; a run that has lost its folder writes no
+        more there.
+        """
+
+        def close(kind, error, trace):
             with self._lock:
-                early, self._early, self._log = self._early, None, log
-                for text in early or ():
-                    log.write(text)
-            try:
-                yield
-            finally:
-                with self._lock:
-                    self._log = None
+                if isinstance(error, USER_ERRORS):
+                    self._write(one_line(f"{kind.__name__}: {error}"))
+                elif error is not None:
+                    self._write("".join(traceback.format_exception(error)).rstrip("\n"))
+                with self._failures_told():
+                    if self._log is not None:
+                        self._log.close()
+                self._log = None
+
+        with contextlib.ExitStack() as stack:
+            stack.push(close)
+            with self._lock:
+                self._path = path
+                with self._failures_told():
+                    self._log = open_lines(path, require_lock)
+                early, self._early = self._early or [], None
+                for text in [f"-- {time.strftime('%Y-%m-%d %H:%M:%S %z')}", *early]:
+                    self._write(text)
+            yield
+
+    def _write(self, text: str) -> None:
+        now = time.strftime("%H:%M:%S")
+        if self._log is not None:
+            with self._failures_told():
+                self._log.write("".join(f"{now} {x}\n" for x in text.split("\n")).encode())
+
+    @contextlib.contextmanager
+    def _failures_told(self) -> Iterator[None]:
+        try:
+            yield
+            self._failing = False
+        except CheckpointError:  # the lock is another run's; the next row or save ends this one
+            self._log = None
+        except OSError as error:
+            if not self._failing:
+                self._print(f"note: {self._path} cannot be written: {reason(error)}.")
+            self._failing = True
 
     @contextlib.contextmanager
     def progress(self, *, first_step: int, total_steps: int) -> Iterator[None]:

@@ -2,45 +2,45 @@
 
 import collections
 import contextlib
+import json
 import os
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from etils import epath
 
 from maxdiloco import json_text
-from maxdiloco.errors import USER_ERRORS, CheckpointError
+from maxdiloco.errors import CheckpointError
 from maxdiloco.processes import output
 from maxdiloco.storage import object_store
 from maxdiloco.storage.durable import sync_folder
-from maxdiloco.storage.run_folder import is_local, reason
+from maxdiloco.storage.run_folder import RunFolder, is_local, reason
 
 # Object stores cannot append: there the whole file is written anew, at most this often.
 REMOTE_FLUSH_SECONDS = 60.0  # our choice
 # The newest lines, kept while they cannot be written: some 60 MB. Our choice.
 MOST_KEPT = 100_000
+MOST_STEPS = 10_000  # of a period in a line of history.jsonl; our choice
 
 
 class LocalLines:
-    """Lines appended to a file; the kernel has each of them when write returns.
+    """Bytes appended to a file; the kernel has each line of them when write returns.
 
     write raises OSError when a line cannot be written and keeps it; the next call tries again.
     """
 
     def __init__(self, path: epath.Path):
         self._file = open(path, "a+b", buffering=0)
-        self._size = os.fstat(self._file.fileno()).st_size  # of whole lines
-        self._torn = False  # whether the file ends with a part of a line
         self._kept: collections.deque[bytes] = collections.deque(maxlen=MOST_KEPT)
+        size = os.fstat(self._file.fileno()).st_size
         # A process that was killed may have left half a line.
-        if self._size and os.pread(self._file.fileno(), 1, self._size - 1) != b"\n":
+        if size and os.pread(self._file.fileno(), 1, size - 1) != b"\n":
             self._kept.append(b"\n")
 
-    def write(self, line: str) -> None:
-        """Add a line."""
-        self._kept.append(line.encode() + b"\n")
+    def write(self, line: bytes) -> None:
+        """Add a line, with what ends it."""
+        self._kept.append(line)
         self._write_kept()
 
     def sync(self) -> None:
@@ -56,28 +56,24 @@ class LocalLines:
 
     def _write_kept(self) -> None:
         while self._kept:
-            if self._torn:
-                self._file.truncate(self._size)
-            self._torn = True
-            rest = self._kept[0]
-            while rest:  # a nearly full disk takes a part of it
-                rest = rest[self._file.write(rest) :]
-            self._torn = False
-            self._size += len(self._kept.popleft())
+            taken = self._file.write(self._kept[0])  # a nearly full disk takes a part of it
+            self._kept[0] = self._kept[0][taken:]
+            if not self._kept[0]:
+                self._kept.popleft()
 
 
 class RemoteLines:
-    """Lines kept in memory after `text`; the whole file is written anew from time to time."""
+    """Bytes kept in memory after `content`; the whole file is written anew from time to time."""
 
-    def __init__(self, path: epath.Path, text: str, require_lock: Callable[[], None]):
-        self._path, self._text, self._require_lock = path, text, require_lock
+    def __init__(self, path: epath.Path, content: bytes, require_lock: Callable[[], None]):
+        self._path, self._require_lock = path, require_lock
+        self._content, self._whole = bytearray(content), True
         self._written = time.monotonic()
-        self._whole = True
 
-    def write(self, line: str) -> None:
-        """Add a line."""
+    def write(self, line: bytes) -> None:
+        """Add a line, with what ends it."""
         self._require_lock()  # at every logged step
-        self._text += line + "\n"
+        self._content += line
         self._whole = False
         if time.monotonic() - self._written >= REMOTE_FLUSH_SECONDS:
             self.sync()
@@ -87,7 +83,7 @@ class RemoteLines:
         self._require_lock()
         self._written = time.monotonic()
         with object_store.as_os_errors(self._path):
-            self._path.write_text(self._text)
+            self._path.write_bytes(bytes(self._content))
         self._whole = True
 
     def close(self) -> None:
@@ -98,7 +94,9 @@ class RemoteLines:
 
 def open_lines(path: epath.Path, require_lock: Callable[[], None]) -> LocalLines | RemoteLines:
     """The file, to add lines to those that it has. require_lock: of RunFolder. Raises OSError."""
-    return LocalLines(path) if is_local(path) else RemoteLines(path, text_of(path), require_lock)
+    if is_local(path):
+        return LocalLines(path)
+    return RemoteLines(path, text_of(path).encode(), require_lock)
 
 
 def text_of(path: epath.Path) -> str:
@@ -107,7 +105,7 @@ def text_of(path: epath.Path) -> str:
         return path.read_bytes().decode(errors="replace") if path.exists() else ""
 
 
-def parsed(line: str) -> dict[str, Any]:
+def parsed(line: str | bytes) -> dict[str, Any]:
     """The JSON object in a line; {} where it is none, such as half a line of a killed process."""
     try:
         content = json_text.parse(line)
@@ -128,48 +126,37 @@ def noted(
         say(f"note: {path} cannot be {done} ({reason(error)}){so}.")
 
 
-class LogFile(contextlib.AbstractContextManager):
-    """The log of a run's terminal: lines with the time of day in front, and the error at the end.
+class History(contextlib.AbstractContextManager):
+    """Adds two lines to history.jsonl of a run's folder: for its start, and for how it ended.
 
-    say: prints one line when the file cannot be written; the training goes on, and on a disk the
-    lines are kept for later. require_lock: of RunFolder; a run that has lost its folder writes no
-    more there.
+        {"event": "start", "time": seconds since 1970, "step": inner steps done before, "until": the
+         last step, "processes", "devices", "replicas", "bytes_sent": of each inner step of a period
+         in which all exchanges are under way, by a replica to all other slices; of MOST_STEPS at
+         most}
+        {"event": "end", "time": ..., "why": the error that ended it, or "" for none}
+    A start without an end was killed, or runs. Lines of earlier starts stay. A failed write is a
+    warning. facts: the rest of the first line.
     """
 
-    def __init__(
-        self, path: epath.Path, *, say: Callable[[str], None], require_lock: Callable[[], None]
-    ):
-        self._path, self._say, self._failing = path, say, False
-        self._file: LocalLines | RemoteLines | None = None
-        with self._failures_told():
-            self._file = open_lines(path, require_lock)
-        self.write(f"-- {time.strftime('%Y-%m-%d %H:%M:%S %z')}")
+    def __init__(self, folder: RunFolder, facts: Mapping[str, Any]):
+        self._folder = folder
+        self._add("start", facts)
 
-    def __exit__(self, kind, error, trace) -> None:
-        if isinstance(error, USER_ERRORS):
-            self.write(output.one_line(f"{kind.__name__}: {error}"))
-        elif error is not None:
-            self.write("".join(traceback.format_exception(error)).rstrip("\n"))
-        with self._failures_told():
-            if self._file is not None:
-                self._file.close()
+    def __exit__(self, kind, exception, traceback) -> None:
+        why = "" if exception is None else f"{kind.__name__}: {exception}"
+        self._add("end", {"why": output.one_line(why)})
 
-    def write(self, text: str) -> None:
-        """Add a line, or several. They are in the file at once; on an object store a minute later
-        at most, if more lines come, and at the end."""
-        now = time.strftime("%H:%M:%S")
-        with self._failures_told():
-            if self._file is not None:
-                self._file.write("\n".join(f"{now} {line}" for line in text.split("\n")))
-
-    @contextlib.contextmanager
-    def _failures_told(self):
+    def _add(self, event: str, facts: Mapping[str, Any]) -> None:
+        path = self._folder.history
         try:
-            yield
-            self._failing = False
-        except CheckpointError:  # the lock is another run's; the next row or save ends this one
-            self._file = None
-        except OSError as error:
-            if not self._failing:
-                self._say(f"note: {self._path} cannot be written: {reason(error)}.")
-            self._failing = True
+            with contextlib.closing(open_lines(path, self._folder.require_lock)) as file:
+                line = json.dumps({"event": event, "time": time.time(), **facts})
+                file.write(f"{line}\n".encode())
+        except (OSError, CheckpointError) as error:  # the latter: another process has the lock
+            output.say(f"warning: base_output_directory: cannot write {path}: {reason(error)}.")
+
+
+def read_history(folder: RunFolder) -> list[dict[str, Any]]:
+    """The lines of history.jsonl, oldest first; none where there is no file. Raises OSError."""
+    events = map(parsed, text_of(folder.history).splitlines())
+    return [event for event in events if event.get("event") in ("start", "end")]

@@ -1,11 +1,11 @@
-"""The replicas' metrics at a log step, and whether any step up to it went wrong.
+"""The replicas' metrics at a log step, whether any step up to it went wrong, and the way to a row.
 
     # R replicas  S replicas that devices of this process hold
 """
 
 import functools
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,11 @@ from maxdiloco.engine.trainer import Trainer
 from maxdiloco.errors import NumericsError
 from maxdiloco.parallel.program import Program
 from maxdiloco.processes import agree
+from maxdiloco.processes.mailbox import WORDS, Mailbox
+from maxdiloco.processes.patience import Patience
+
+Metrics = Mapping[str, np.ndarray]  # of replicas
+Values = Mapping[str, float]
 
 NEVER = np.iinfo(np.int32).max
 # Losses that stay on the devices before the older half is read: a step that is so far back is done.
@@ -53,31 +58,31 @@ class Monitor:
         return self._trainer.abstract_metrics(self._batch)
 
     @functools.cached_property
-    def _held_by(self) -> dict[int, list[int]]:
-        """{process: replicas whose metrics it can read, ascending}, of all processes."""
-        loss, held = self._metrics["loss"], defaultdict(set)
-        for device, (index, *_) in loss.sharding.devices_indices_map(loss.shape).items():
-            held[device.process_index].update(range(*index.indices(loss.shape[0])))
-        return {process: sorted(held[process]) for process in sorted(held)}
+    def _owner_R(self) -> np.ndarray:
+        """The process that reports a replica: the first that holds it."""
+        loss = self._metrics["loss"]
+        owner_R = np.full(loss.shape, NEVER)
+        for device, (index,) in loss.sharding.devices_indices_map(loss.shape).items():
+            owner_R[index] = np.minimum(owner_R[index], device.process_index)
+        return owner_R
 
     @functools.cached_property
     def replicas(self) -> dict[int, list[int]]:
         """{process: the replicas whose metrics `check` gives it}, of all processes; each once."""
-        owned, reported = {}, set()
-        for process, held in self._held_by.items():
-            owned[process] = [m for m in held if m not in reported]
-            reported.update(held)
-        return {process: own for process, own in owned.items() if own}
+        owners = np.unique(self._owner_R).tolist()
+        return {owner: np.flatnonzero(self._owner_R == owner).tolist() for owner in owners}
 
     @functools.cached_property
     def _held(self) -> list[int]:
         """The replicas whose metrics this process can read, ascending."""
-        return self._held_by.get(jax.process_index(), [])
+        R = self._owner_R.size
+        here = self._metrics["loss"].sharding.addressable_devices_indices_map((R,)).values()
+        return sorted({m for (index,) in here for m in range(*index.indices(R))})
 
     @functools.cached_property
     def _own(self) -> np.ndarray:
         """Which of those this process reports."""
-        return np.isin(self._held, self.replicas.get(jax.process_index(), []))
+        return self._owner_R[self._held] == jax.process_index()
 
     def calls(self) -> list[Call]:
         """The program of `add`, which runs every step; `check` runs none."""
@@ -136,10 +141,10 @@ class Monitor:
     def loss_sums(self) -> list[float]:
         """Sum of each replica's losses since the mean was taken, [R]. All processes call it."""
         self._add_up(len(self._losses))
-        R = self._metrics["loss"].shape[0]
-        sum_R, replicas = np.zeros(R), np.array(self._held)[self._own]
-        sum_R[replicas] = np.broadcast_to(self._loss_sum_S, len(self._held))[self._own]
-        return agree.from_owners(sum_R, np.isin(np.arange(R), replicas)).tolist()
+        own_R = self._owner_R == jax.process_index()
+        sum_R = np.zeros(own_R.size)
+        sum_R[own_R] = np.broadcast_to(self._loss_sum_S, len(self._held))[self._own]
+        return agree.from_owners(sum_R, own_R).tolist()
 
     def resume_losses(self, sum_R: Sequence[float]) -> None:
         """Go on from what `loss_sums` gave, of a run with another number of replicas perhaps."""
@@ -178,3 +183,83 @@ def learning_metrics(metrics: dict[str, np.ndarray], learning_rate: float) -> di
 
 def _watched(metrics: Any) -> Any:
     return {name: metrics[name] for name in ("loss", "grad_norm")}
+
+
+class Rows:
+    """The rows of a run; every process adds the same steps, and process 0 writes them in order.
+
+    No process waits for another at a log step.
+    process: this one. replicas: {process: replicas whose metrics it reads}, the same everywhere,
+    each replica once, some of them process 0's. mailbox: None where process 0 reads all replicas.
+    write(step, metrics, values): called in process 0; metrics, leaves [R], may be None.
+    """
+
+    def __init__(
+        self,
+        process: int,
+        replicas: Mapping[int, Sequence[int]],
+        *,
+        mailbox: Mailbox | None,
+        write: Callable[[int, Metrics | None, Values], None],
+    ):
+        self._process = process
+        self._replicas = {peer: list(rows) for peer, rows in sorted(replicas.items()) if rows}
+        self._mailbox = mailbox
+        self._write = write
+        self._waiting: deque[tuple[int, Metrics | None, Values]] = deque()
+        self._patience = Patience()  # from one row to the next
+
+    def add(self, step: int, metrics: Metrics | None, values: Values) -> None:
+        """Add the metrics of this process's replicas in their order; process 0 adds `values`.
+
+        Never waits. Raises LostPeerError.
+        """
+        self._patience.worked()
+        if self._process == 0:
+            self._waiting.append((step, metrics, values))
+        elif metrics is not None and self._process in self._replicas:
+            parts = [metrics[name].tobytes() for name in sorted(metrics)]
+            self._mailbox.put(0, _key(step), parts, WORDS)
+
+    def write_complete(self) -> None:
+        """Write the rows that are complete, up to the first that is not. Raises LostPeerError."""
+        while self._waiting:
+            step, metrics, _ = self._waiting[0]
+            if not all(self._mailbox.arrived(p, _key(step)) for p in self._peers(metrics)):
+                return
+            self._write_first()
+
+    def write_all(self) -> None:
+        """Wait for what is missing and write all rows. Raises LostPeerError (see Patience)."""
+        while self._waiting:
+            self._write_first()
+
+    def _peers(self, metrics: Metrics | None) -> list[int]:
+        return [] if metrics is None else [peer for peer in self._replicas if peer]
+
+    def _write_first(self) -> None:
+        step, metrics, values = self._waiting[0]
+        what = f"its part of the row of step {step}"
+        parts = {
+            peer: self._patience.receive(self._mailbox, peer, _key(step), what)
+            for peer in self._peers(metrics)
+        }
+        self._waiting.popleft()
+        self._write(step, metrics and self._of_all(metrics, parts), values)
+
+    def _of_all(self, own: Metrics, parts: Mapping[int, bytearray]) -> Metrics:
+        """The metrics of all replicas, leaves [R]. parts: what the other processes have sent."""
+        size = sum(map(len, self._replicas.values()))
+        found = {name: np.empty(size, values.dtype) for name, values in own.items()}
+        starts = dict.fromkeys(parts, 0)
+        for name, values_R in sorted(found.items()):
+            values_R[self._replicas[0]] = own[name]
+            for peer, data in parts.items():
+                replicas = self._replicas[peer]
+                part = np.frombuffer(data, values_R.dtype, len(replicas), starts[peer])
+                values_R[replicas], starts[peer] = part, starts[peer] + part.nbytes
+        return found
+
+
+def _key(step: int) -> tuple[str, int]:
+    return "row", step

@@ -1,19 +1,27 @@
-"""The metrics files of a run: rows in metrics.jsonl and TensorBoard. Names: docs/metrics.md."""
+"""Where the rows of a run go: metrics.jsonl, TensorBoard and Weights & Biases. The failures of the
+latter two end no run. Names: docs/metrics.md."""
 
+import importlib
 import json
 import math
 import numbers
+import socket
+import struct
+import time
+import types
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from etils import epath
 
-from maxdiloco.errors import CheckpointError
-from maxdiloco.metrics.line_files import open_lines, parsed, text_of
-from maxdiloco.metrics.trackers import EventFile, WandbRun
+from maxdiloco.errors import CheckpointError, ConfigError
+from maxdiloco.metrics.line_files import LocalLines, RemoteLines, open_lines, parsed, text_of
 from maxdiloco.processes import output
 from maxdiloco.storage import durable, object_store
-from maxdiloco.storage.run_folder import RunFolder, reason
+from maxdiloco.storage.run_folder import RunFolder, is_local, reason
+
+PROJECT = "maxdiloco"  # of Weights & Biases
 
 
 class MetricsWriter:
@@ -41,19 +49,16 @@ class MetricsWriter:
         try:
             last = _repaired(self._path, resume_step, say)
             self._sink = open_lines(self._path, folder.require_lock)
-            others = [WandbRun(folder, wandb_config, say=say)] if wandb_config is not None else []
+            wandb = [WandbRun(folder, wandb_config, say=say)] if wandb_config is not None else []
         except OSError as error:
             raise CheckpointError(
                 f"{self._cannot_write(error)} Free some space or set another folder."
             ) from error
         self._last_step = last.get("step")
         self.wall_time_s = last.get("perf/wall_time_s") or 0.0  # of the last row that is kept
-        self._events = None
-        if tensorboard:
-            purge = 0 if resume_step is None else resume_step + 1
-            self._events = EventFile(folder.tensorboard, purge_step=purge, say=say)
-            others.insert(0, self._events)
-        self._others = others
+        purge = 0 if resume_step is None else resume_step + 1
+        self._events = EventFile(folder, purge_step=purge, say=say) if tensorboard else None
+        self._others = [*filter(None, [self._events]), *wandb]
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -87,7 +92,8 @@ class MetricsWriter:
             name: int(value) if isinstance(value, numbers.Integral) else float(value)
             for name, value in values.items()
         }
-        self._try(lambda: self._sink.write(row(step, numbers_by_name)))
+        line = f"{row(step, numbers_by_name)}\n".encode()
+        self._try(lambda: self._sink.write(line))
         for other in self._others:
             other.write(step, numbers_by_name)
 
@@ -150,3 +156,132 @@ def _repaired(
             "an earlier life of this run dropped"
         )
     return last
+
+
+class EventFile:
+    """Rows of metrics as scalars in an event file, which TensorBoard reads.
+
+    purge_step: TensorBoard drops what an earlier life of the run wrote from there on. say: prints a
+    line when the file cannot be written; nothing more is written then. None of the methods raises
+    OSError. Records are written here: tensorboardX's own SummaryWriter waits for ever once an error
+    has ended its thread.
+    """
+
+    def __init__(self, folder: RunFolder, *, purge_step: int, say: Callable[[str], None]):
+        self._folder, self._say = folder.tensorboard, say
+        self._file: LocalLines | RemoteLines | None = None
+        # As tensorboardX names files, by the second; the step distinguishes two lives of a run.
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{purge_step}"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._file = open_lines(self._folder / name, folder.require_lock)
+        except OSError as error:
+            self._give_up(error)
+        from tensorboardX.proto.event_pb2 import SessionLog
+
+        self._add(0, file_version="brain.Event:2")
+        self._add(purge_step, session_log=SessionLog(status=SessionLog.START))
+
+    def write(self, step: int, values: Mapping[str, float | str]) -> None:
+        """Add the values of a step, numbers as scalars, texts as texts."""
+        from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.summary import text
+
+        summary = Summary()
+        for name, x in values.items():
+            if isinstance(x, str):
+                # TensorBoard shows Markdown: indented, a text keeps its lines.
+                summary.MergeFrom(text(name, "".join(f"    {line}\n" for line in x.splitlines())))
+            else:
+                summary.value.add(tag=name, simple_value=float(x))
+        self._add(step, summary=summary)
+
+    def sync(self) -> None:
+        """Force the rows written so far to the disk, or to the object store."""
+        self._try(lambda file: file.sync())
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._try(lambda file: file.close())
+
+    def _add(self, step: int, **what: Any) -> None:
+        """Add an event as a TFRecord: length, checksum, event, checksum."""
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.record_writer import masked_crc32c
+
+        data = Event(step=step, wall_time=time.time(), **what).SerializeToString()
+        length = struct.pack("<Q", len(data))
+        first, second = (struct.pack("<I", masked_crc32c(part)) for part in (length, data))
+        self._try(lambda file: file.write(length + first + data + second))
+
+    def _try(self, act: Callable[[LocalLines | RemoteLines], None]) -> None:
+        try:
+            if self._file is not None:
+                act(self._file)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._file = None
+        self._say(
+            f"warning: TensorBoard is given up for this run: {self._folder}: {reason(error)}. "
+            "metrics.jsonl goes on."
+        )
+
+
+def require_wandb() -> types.ModuleType:
+    """The package wandb. Raises ConfigError where it is not installed."""
+    try:
+        return importlib.import_module("wandb")
+    except ImportError as error:
+        raise ConfigError(
+            f"enable_wandb=true needs the package wandb ({error}). Install it: pip install wandb; "
+            "or set enable_wandb=false."
+        ) from error
+
+
+class WandbRun:
+    """Scalars of a run, in process 0. A restart goes on with the same run of Weights & Biases.
+
+    config: keys and values. say: prints one line when a row cannot be logged; nothing more is
+    logged then. Raises ConfigError without the package, and where it refuses to begin.
+    """
+
+    def __init__(self, folder: RunFolder, config: Mapping[str, Any], *, say: Callable[[str], None]):
+        wandb = require_wandb()
+        self._error: type[Exception] = wandb.errors.Error
+        self._say = say
+        path = folder.path / "wandb_id"  # a folder that is made anew is another run
+        with object_store.as_os_errors(path):
+            if not path.exists():
+                path.write_text(uuid.uuid4().hex)
+            name = path.read_text()
+        try:
+            self._run = wandb.init(
+                project=PROJECT,
+                name=folder.path.name,
+                id=name,
+                resume="allow",
+                config=dict(config),
+                dir=str(folder.path) if is_local(folder.path) else None,
+            )
+        except self._error as error:
+            raise ConfigError(
+                f"enable_wandb=true: wandb cannot begin a run ({error}). Run `wandb login`, set "
+                "WANDB_MODE=offline, or set enable_wandb=false."
+            ) from error
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the row of a step; wandb sends it from a process of its own."""
+        if self._run is None:
+            return
+        try:
+            self._run.log(dict(values), step=step)
+        except self._error as error:
+            self._say(f"warning: wandb is given up: {error}. metrics.jsonl goes on.")
+            self._run = None
+
+    def close(self) -> None:
+        """Send what is left."""
+        if self._run is not None:
+            self._run.finish()

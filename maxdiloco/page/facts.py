@@ -109,11 +109,6 @@ def lives(run: Run) -> list[Life]:
     return out
 
 
-def is_running(run: Run) -> bool:
-    """Whether the last start has no end: the run goes on, or was killed."""
-    return any(life.end is None for life in lives(run)[-1:])
-
-
 def starts(runs: Sequence[Run]) -> Rows:
     """One row for each start of each run: when, from where, on what, and how it ended."""
     head = ["run", "started", "after step", "processes", "devices", "ended", "how"]
@@ -129,8 +124,8 @@ def starts(runs: Sequence[Run]) -> Rows:
 
 def checkpoints(runs: Sequence[Run]) -> Rows:
     """One row for each checkpoint that is kept."""
-    kept = [(number, run, saved) for number, run in enumerate(runs) for saved in run.checkpoints]
-    rows = [[run.name, f"{saved.step:,}", date(saved.time)] for _, run, saved in kept]
+    kept = [(n, run, *saved) for n, run in enumerate(runs) for saved in run.checkpoints.items()]
+    rows = [[run.name, f"{step:,}", date(saved)] for _, run, step, saved in kept]
     return Rows(["run", "after step", "saved"], rows, [number for number, *_ in kept])
 
 

@@ -10,22 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
-from maxdiloco import json_text
 from maxdiloco.checkpoint import find, read, seal
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.flags import base_yml
-from maxdiloco.metrics import history
+from maxdiloco.metrics.line_files import parsed, read_history
 from maxdiloco.storage.run_folder import RunFolder
 
 NAN = math.nan
 NOT_FINITE = math.inf  # in a column: the run wrote null
-
-
-class Checkpoint(NamedTuple):
-    """One that is kept. time: when it was sealed, seconds since 1970."""
-
-    step: int
-    time: float
 
 
 class Run(NamedTuple):
@@ -33,7 +25,8 @@ class Run(NamedTuple):
 
     steps_N: strictly increasing. columns: {metric: float64 [N]}, NaN in rows without it and
     NOT_FINITE where it was NaN or infinite. keys: of the run, or None where it does not say.
-    history: of metrics.history. notes: lines for the reader on what is missing.
+    history: of line_files.History. checkpoints: {step of one that is kept: when it was sealed,
+    seconds since 1970}. notes: lines for the reader on what is missing.
     """
 
     name: str
@@ -42,7 +35,7 @@ class Run(NamedTuple):
     columns: dict[str, np.ndarray]
     keys: dict[str, Any] | None
     history: list[dict[str, Any]]
-    checkpoints: list[Checkpoint]
+    checkpoints: dict[int, float]
     notes: list[str]
 
     def column(self, name: str) -> np.ndarray:
@@ -111,11 +104,11 @@ def _load(path: epath.Path, name: str, given: str, defaults: Mapping[str, Any]) 
                 "The configuration is unknown: the folder has no config.yml. So there is no "
                 "timeline, and keys cannot be compared."
             )
-        starts = history.read(folder)
-        saved = []
+        starts = read_history(folder)
+        saved = {}
         for step in read.steps(folder.checkpoints):
             sealed = folder.checkpoints / str(step) / seal.FILE
-            saved.append(Checkpoint(step, sealed.stat().mtime if sealed.exists() else NAN))
+            saved[step] = sealed.stat().mtime if sealed.exists() else NAN
     return Run(name, path, steps, columns, keys, starts, saved, notes)
 
 
@@ -125,34 +118,21 @@ def parse(text: bytes) -> tuple[np.ndarray, dict[str, np.ndarray], list[str]]:
     broken = repeated = 0
     lines = text.split(b"\n")
     for number, line in enumerate(lines, 1):
-        row = _row(line)
-        if row is None:
+        row = parsed(line)
+        if type(row.get("step")) is not int:
             # A process that is killed, or one that is writing now, leaves half a line.
             broken += bool(line.strip()) and number < len(lines)
         elif rows and row["step"] <= rows[-1]["step"]:
             repeated += 1
         else:
-            rows.append(row)
+            rows.append({n: x for n, x in row.items() if x is None or isinstance(x, int | float)})
     steps = np.array([row.pop("step") for row in rows], np.int64)
     names = dict.fromkeys(name for row in rows for name in row)
-    columns = {name: np.array([row.get(name, NAN) for row in rows]) for name in names}
+    columns = {n: np.array([_number(x[n]) if n in x else NAN for x in rows]) for n in names}
     notes = [f"{broken} broken lines of metrics.jsonl are left out."] * (broken > 0)
     notes += [f"{repeated} rows of metrics.jsonl repeat a step and are left out."] * (repeated > 0)
     return steps, columns, notes
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
-    """{"step": int, metric: float}; None for a line that is no row."""
-    try:
-        content = json_text.parse(line)
-    except ValueError:
-        return None
-    if not isinstance(content, dict) or type(content.get("step")) is not int:
-        return None
-    row = {"step": content.pop("step")}
-    for name, value in content.items():
-        if value is None:
-            row[name] = NOT_FINITE
-        elif isinstance(value, int | float):
-            row[name] = float(value) if abs(value) < NOT_FINITE else NOT_FINITE
-    return row
+def _number(value: float | None) -> float:
+    return float(value) if value is not None and abs(value) < NOT_FINITE else NOT_FINITE

@@ -5,7 +5,7 @@ Letters as in diloco/schedule.py: H inner steps in a period, P fragments, tau, t
 
 import itertools
 import math
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,27 +18,12 @@ FEW_PERIODS = 10  # in which log_period and H should meet, for exact means; our 
 MOST_STEPS = 5000  # longest period that is drawn [inner steps]; our choice
 
 
-class Exchange(NamedTuple):
-    """A fragment leaves after a step and is used after another; chunks: steps that carry parts."""
+def of_run(run: Run) -> dict[str, Any] | str:
+    """The timeline of a run, as timeline.js draws it, or a line that says why there is none.
 
-    fragment: int
-    send: int
-    apply: int
-    chunks: list[int]
-
-
-class Timeline(NamedTuple):
-    """What the page draws. steps: first and last. bytes: of each, sent by a replica, or 0."""
-
-    fragments: int
-    steps: tuple[int, int]
-    exchanges: list[Exchange]
-    bytes: list[int]
-    caption: str
-
-
-def of_run(run: Run) -> Timeline | str:
-    """The timeline of a run, or a line that says why there is none."""
+    fragments: P. steps: first and last. bytes: of each, sent by a replica, or 0. exchanges: lists
+    of the fragment, the step that sends it, the step that applies it, the steps that carry parts.
+    """
     if run.keys is None:
         return "no configuration, no timeline"
     means = over_whole_periods(run)
@@ -112,7 +97,7 @@ def amount(number: float) -> str:
     return f"{number / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB', 'PB')[power]}"
 
 
-def _drawn(schedule: Schedule, sent_H: list[float]) -> Timeline:
+def _drawn(schedule: Schedule, sent_H: list[float]) -> dict[str, Any]:
     H = schedule.H
     # From the third period on all exchanges are under way, also those of delayed and eager.
     first = 2 * H + 1
@@ -125,7 +110,7 @@ def _drawn(schedule: Schedule, sent_H: list[float]) -> Timeline:
             # None through host memory: there all of a fragment leaves in the step of its send.
             full = itertools.takewhile(lambda c: sent_H[(c - 1) % H], carried)
             chunks = [c for c in full if c in steps]
-            exchanges.append(Exchange(send.fragment, t, t + schedule.lag, chunks))
+            exchanges.append([send.fragment, t, t + schedule.lag, chunks])
     how = f"an exchange has {schedule.tau} inner steps"
     if schedule.overlap != "none":
         how = f"an exchange has a whole period ({schedule.overlap})"
@@ -134,4 +119,5 @@ def _drawn(schedule: Schedule, sent_H: list[float]) -> Timeline:
     caption = f"H = {H} inner steps, P = {schedule.P} fragments; {how}"
     if not any(sent):
         caption += "; its bytes are not recorded"
-    return Timeline(schedule.P, (first, steps[-1]), exchanges, sent, caption)
+    found = {"fragments": schedule.P, "steps": [first, steps[-1]], "exchanges": exchanges}
+    return found | {"bytes": sent, "caption": caption}

@@ -15,6 +15,7 @@ from maxdiloco.flags import config
 from maxdiloco.flags.base_yml import show
 from maxdiloco.flags.config import Config
 from maxdiloco.flags.hardware import hardware_of
+from maxdiloco.metrics.compiles import CompileLog
 from maxdiloco.metrics.speed import flops_per_token
 from maxdiloco.parallel import chips
 from maxdiloco.parallel import mesh as mesh_lib
@@ -40,7 +41,8 @@ def devices(cfg: Config) -> tuple[Config, Mesh, Chip | None]:
     The chip is None for devices of this machine. Raises ConfigError for what cannot be compiled for
     compile_topology, and where its compiler is not installed.
     """
-    _keep_programs(cfg)
+    if cfg.jax_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
     if name := cfg.compile_topology:
         if not topology.find(name).is_gpu:
             mesh_lib.tell_libtpu(hardware_of(cfg))
@@ -60,11 +62,6 @@ def devices(cfg: Config) -> tuple[Config, Mesh, Chip | None]:
             "compile_topology=v5e-16."
         )
     return cfg, mesh, None
-
-
-def _keep_programs(cfg: Config) -> None:
-    if cfg.jax_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
 
 
 def _absent(cfg: Config) -> tuple[Config, Mesh, Chip]:
@@ -100,10 +97,7 @@ def programs(
 
     gbps: a device's share of the link [Gbit/s]. only_step: the plain inner step, no other program.
     """
-
-    def on_compile(name: str, seconds: float, compiled: jax.stages.Compiled) -> None:
-        say(f"compiled {name} in {seconds:.1f} s")
-
+    on_compile = CompileLog(say, show_memory=False)
     make = functools.partial(
         assemble.assemble, mesh=mesh, total_steps=cfg.steps, on_compile=on_compile
     )
@@ -167,7 +161,8 @@ def plain_step(cfg: Config, *, gbps: float, say: Callable[[str], None]) -> Step:
 
     Raises ConfigError where libtpu is missing and for a program that the chip does not hold.
     """
-    _keep_programs(cfg)
+    if cfg.jax_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
     cfg, mesh, chip = _absent(config.from_dict(cfg.as_dict() | EXACT.keys()))
     cfg, _, (found,) = programs(cfg, mesh, chip, gbps=gbps, say=say, only_step=True)
     if found.too_big:

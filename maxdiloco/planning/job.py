@@ -4,15 +4,13 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-import optax
 from jax.sharding import AbstractMesh
 
 from maxdiloco.aot import topology
-from maxdiloco.diloco import outer
 from maxdiloco.diloco.schedule import Schedule, offsets
 from maxdiloco.errors import ConfigError
 from maxdiloco.evaluation import on_mesh
-from maxdiloco.flags import base_yml, checks, config
+from maxdiloco.flags import base_yml, checks
 from maxdiloco.flags.checks import AXES
 from maxdiloco.flags.config import Config
 from maxdiloco.flags.hardware import hardware_of
@@ -85,19 +83,13 @@ EXACT = Choice(100, 1, 1, 0, "float32", "none", streaming=False)
 class Job(NamedTuple):
     """A run on slices that need not be there.
 
-    asked: what its keys say of the synchronisation. feedback: None as the wire needs it. topology:
-    compile_topology. mesh: of one replica a slice. per_slice, per_host: devices; a slice counts as
-    a host where hosts are not known. num_replicas: of all slices.
-    params, opt_state: of one replica, ShapeDtypeStructs. tokens: of a step. carrier: program or
-    host. chip: None without compile_topology.
+    mesh: of one replica a slice. per_slice, per_host: devices; a slice counts as a host where hosts
+    are not known. num_replicas: of all slices. params, opt_state: of one replica,
+    ShapeDtypeStructs. tokens: of a step. carrier: program or host. chip: None without
+    compile_topology.
     """
 
-    name: str
-    asked: Choice
-    feedback: bool | None
-    outer_optimizer: optax.GradientTransformation
-    sequential_layers: bool
-    topology: str
+    cfg: Config
     mesh: AbstractMesh
     slices: int
     per_slice: int
@@ -109,6 +101,11 @@ class Job(NamedTuple):
     tokens: int
     carrier: str
     chip: Chip | None
+
+    @property
+    def asked(self) -> Choice:
+        """What the keys say of the synchronisation."""
+        return Choice(**{field: vars(self.cfg)[key] for key, field in KEYS.items()})
 
     @property
     def num_parameters(self) -> int:
@@ -158,16 +155,7 @@ def of(cfg: Config) -> Job:
     sharing = per_slice // mesh.shape["context"]  # groups of devices with sequences of their own
     rows = cfg.per_device_batch_size * sharing * cfg.gradient_accumulation_steps
     return Job(
-        name=cfg.model_name,
-        asked=Choice(**{field: vars(cfg)[key] for key, field in KEYS.items()}),
-        feedback=checks.FEEDBACK[cfg.diloco_error_feedback],
-        outer_optimizer=outer.outer_optimizer(
-            cfg.diloco_outer_optimizer,
-            lr=config.with_replicas(cfg, replicas).diloco_outer_lr,
-            momentum=cfg.diloco_outer_momentum,
-        ),
-        sequential_layers=cfg.use_sequential_layers,
-        topology=name,
+        cfg=cfg,
         mesh=mesh,
         slices=slices,
         per_slice=per_slice,

@@ -9,6 +9,7 @@ import jax
 
 from maxdiloco.aot import wait
 from maxdiloco.aot.wait import FULL
+from maxdiloco.diloco import outer
 from maxdiloco.diloco.quantize import NAMES as WIRES
 from maxdiloco.diloco.quantize import wire_format
 from maxdiloco.engine.calls import bytes_on_device, is_on_device
@@ -16,6 +17,7 @@ from maxdiloco.engine.exchanges import CARRIERS, chunks_on_device
 from maxdiloco.engine.state import lay_out, plan_fragments
 from maxdiloco.engine.trainer import ExchangeSettings
 from maxdiloco.exchange import payload
+from maxdiloco.flags import checks, config
 from maxdiloco.planning.job import Choice, Job
 
 # [L] arXiv 2503.09799 and [S] 2501.18512 train with 30, [S] with 100, DiLoCo 2311.08105 with 500.
@@ -143,8 +145,7 @@ def traffic(job: Job, choice: Choice) -> Traffic:
 
 
 def _settings(job: Job, choice: Choice) -> ExchangeSettings:
-    wire = wire_format(choice.wire)
-    wanted = wire.feedback if job.feedback is None else job.feedback and wire.error > 0
+    wire, wanted = wire_format(choice.wire), checks.FEEDBACK[job.cfg.diloco_error_feedback]
     return ExchangeSettings(
         sync_period=choice.H,
         overlap_steps=choice.tau,
@@ -152,8 +153,8 @@ def _settings(job: Job, choice: Choice) -> ExchangeSettings:
         outer_overlap=choice.overlap,
         exchange_dtype=choice.wire,
         num_nonlayer_fragments=choice.nonlayer,
-        sequential_layers=job.sequential_layers,
-        error_feedback=wanted,
+        sequential_layers=job.cfg.use_sequential_layers,
+        error_feedback=wire.feedback if wanted is None else wanted and wire.error > 0,
     )
 
 
@@ -171,17 +172,18 @@ def rated(job: Job, choice: Choice, *, step: Step, gbps: float, latency_s: float
     """What a choice costs."""
     sent = traffic(job, choice)
 
+    def waited(at: float) -> float:
+        return exposed_s(job, choice, sent, step_s=step.seconds, gbps=at, latency_s=latency_s)
+
     def utilisation(at: float) -> float:
-        waited = exposed_s(job, choice, sent, step_s=step.seconds, gbps=at, latency_s=latency_s)
-        return wait.utilisation(step.seconds, waited, choice.H)
+        return wait.utilisation(step.seconds, waited(at), choice.H)
 
     memory, hbm = _memory(job, choice, step), job.chip and job.chip.hbm
-    waited = exposed_s(job, choice, sent, step_s=step.seconds, gbps=gbps, latency_s=latency_s)
-    seconds = step.seconds + waited / choice.H
+    seconds = step.seconds + waited(gbps) / choice.H
     whole = GRADIENT * job.num_parameters * choice.H
     return Rated(
         choice,
-        exposed_seconds_per_period=waited,
+        exposed_seconds_per_period=waited(gbps),
         step_seconds=seconds,
         tokens_per_second=job.tokens / seconds,
         utilisation=utilisation(gbps),
@@ -195,6 +197,8 @@ def rated(job: Job, choice: Choice, *, step: Step, gbps: float, latency_s: float
 
 def _memory(job: Job, choice: Choice, step: Step) -> int:
     """Bytes of a device: the compiled step's, if there is one, and the rest of the state."""
+    cfg = config.with_replicas(job.cfg, job.num_replicas)
+    lr, momentum = cfg.diloco_outer_lr, cfg.diloco_outer_momentum
     layout = lay_out(
         job.params,
         job.opt_state,
@@ -202,7 +206,7 @@ def _memory(job: Job, choice: Choice, step: Step) -> int:
         layer_axis=job.model.layer_axis,
         num_replicas=job.num_replicas,
         mesh=job.mesh,
-        optimizer=job.outer_optimizer,
+        optimizer=outer.outer_optimizer(cfg.diloco_outer_optimizer, lr=lr, momentum=momentum),
         outer_memory=None if choice.memory == "device" else choice.memory,
     )
     state = layout.state

@@ -25,23 +25,9 @@ COLUMNS = (
 )  # fmt: skip
 
 
-class Loss(NamedTuple):
-    """A measured difference to data parallelism [nats a token]; see losses.yml."""
-
-    model: str
-    replicas: int
-    mode: str
-    H: int
-    P: int
-    tau: int
-    wire: str
-    difference: float
-    source: str
-
-
-def measured(path: pathlib.Path = LOSSES) -> list[Loss]:
-    """Every entry of the file. Raises TypeError for one with other fields."""
-    return [Loss(**entry) for entry in yaml.safe_load(path.read_text(encoding="utf-8"))["measured"]]
+def measured(path: pathlib.Path = LOSSES) -> list[dict[str, Any]]:
+    """The measured differences to data parallelism, each with the fields that the file names."""
+    return yaml.safe_load(path.read_text(encoding="utf-8"))["measured"]
 
 
 class Plan(NamedTuple):
@@ -57,29 +43,24 @@ class Plan(NamedTuple):
     share: tuple[int, str]
     rows: Sequence[Rated]
     keys: Sequence[str]
-    known: list[Loss]
+    known: list[dict[str, Any]]
     latency_s: float = 0.0
 
     @property
     def data_parallel(self) -> float:
         """Utilisation of data parallelism on the same link, by the papers' simulator."""
         layers, count = self.job.model.spec.num_layers, self.job.num_parameters
-        size = wait.Size(self.job.name, layers, count, self.step.seconds)
+        size = wait.Size(self.job.cfg.model_name, layers, count, self.step.seconds)
         return wait.data_parallel(size, self.gbps * self.job.per_slice, self.latency_s)
 
     def loss(self, row: Rated) -> str:
         """The measured difference, with the model it is of, the job's if possible; "" for none."""
         choice, job = row.choice, self.job
-        of_choice = (choice.mode, choice.H, choice.tau, choice.wire)
-        same = [
-            each for each in self.known if (each.mode, each.H, each.tau, each.wire) == of_choice
-        ]
-        if not same:
-            return ""
-        found = min(
-            same, key=lambda each: (each.model != job.name, each.replicas != job.num_replicas)
-        )
-        return f"{found.difference:+.3f} ({found.model}, M={found.replicas})"
+        of_choice = {"mode": choice.mode, "H": choice.H, "tau": choice.tau, "wire": choice.wire}
+        same = [each for each in self.known if each.items() >= of_choice.items()]
+        wanted = job.cfg.model_name, job.num_replicas
+        nearest = sorted(same, key=lambda x: (x["model"] != wanted[0], x["replicas"] != wanted[1]))
+        return "{difference:+.3f} ({model}, M={replicas})".format(**nearest[0]) if same else ""
 
     def is_moved(self, row: Rated) -> bool:
         """Whether a choice fits the chip only with its outer state in host memory."""
@@ -97,14 +78,15 @@ def lines(plan: Plan) -> list[str]:
 
 def _setting(plan: Plan) -> list[str]:
     job, (share, of) = plan.job, plan.share
-    where = job.topology or (f"{job.per_slice} device{'s' if job.per_slice > 1 else ''}")
+    one = f"{job.per_slice} device{'s' if job.per_slice > 1 else ''}"
+    where = job.cfg.compile_topology or one
     link = f"{plan.gbps:g} Gbit/s a device, {plan.gbps * job.per_slice:g} a slice"
     if of == "host":
         link += f", {plan.gbps * share:g} a host"
     if plan.latency_s:
         link += f", {span(plan.latency_s)} one way"
     return [
-        f"model: {job.name}, {job.num_parameters:,} parameters; {job.num_replicas} "
+        f"model: {job.cfg.model_name}, {job.num_parameters:,} parameters; {job.num_replicas} "
         f"replicas on {job.slices} slices of {where}",
         f"step: {span(plan.step.seconds)} without an exchange ({plan.step.origin}), {job.tokens:,} "
         f"tokens, {job.tokens / plan.step.seconds:,.0f} tokens/s",
@@ -154,13 +136,11 @@ def _legend(plan: Plan) -> list[str]:
         f"step; Gbit/s: the least of a {plan.share[1]}'s link for {FULL:.0%} busy; loss: nats a "
         f"token above data parallelism as maxdiloco/planning/losses.yml has it, ?: not measured"
     ]
-    of_mode = [loss for loss in plan.known if loss.mode == plan.rows[0].choice.mode]
+    of_mode = [loss for loss in plan.known if loss["mode"] == plan.rows[0].choice.mode]
     if of_mode and not plan.loss(plan.rows[0]):
-        measured = ", ".join(
-            f"{loss.difference:+.3f} at H {loss.H}, tau {loss.tau}, {loss.wire}" for loss in of_mode
-        )
-        of = f"({of_mode[0].model}, M={of_mode[0].replicas})"
-        out.append(f"measured of the first row's mode: {measured} {of}")
+        figure, model = "{difference:+.3f} at H {H}, tau {tau}, {wire}", "({model}, M={replicas})"
+        measured = ", ".join(figure.format(**loss) for loss in of_mode)
+        out.append(f"measured of the first row's mode: {measured} {model.format(**of_mode[0])}")
     out.append(
         f"best first: what is {FULL:.0%} busy and changes training least: the shorter period, the "
         f"shorter overlap, the wider wire. Eager costs most loss, so it follows what is "
@@ -232,7 +212,7 @@ def refusals(plan: Plan) -> list[str]:
 def as_json(plan: Plan) -> dict[str, Any]:
     """The figures of the table, in bytes and seconds."""
     return {
-        "model_name": plan.job.name,
+        "model_name": plan.job.cfg.model_name,
         "num_parameters": plan.job.num_parameters,
         "num_slices": plan.job.slices,
         "devices_per_slice": plan.job.per_slice,

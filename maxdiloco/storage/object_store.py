@@ -1,6 +1,6 @@
 """Folders on gs://: setting up the libraries, their errors, operations on whole folders.
 
-epath uses gcsfs, Orbax TensorStore, tensorboardX and the lock of a run google-cloud-storage.
+epath uses gcsfs, Orbax TensorStore, the lock of a run google-cloud-storage.
 """
 
 import contextlib

@@ -11,8 +11,7 @@ from maxdiloco.checkpoint import saved_state
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.data.pipeline import Dataset
 from maxdiloco.metrics.console import Console, console_line, sample_lines
-from maxdiloco.metrics.monitor import learning_metrics
-from maxdiloco.metrics.rows import Metrics, Rows, Values
+from maxdiloco.metrics.monitor import Metrics, Rows, Values, learning_metrics
 from maxdiloco.metrics.speed import StepClock, device_memory, flops_per_token, performance
 from maxdiloco.metrics.writer import MetricsWriter
 from maxdiloco.processes.mailbox import Mailbox

@@ -24,7 +24,7 @@ from maxdiloco.evaluation import run_tokenizer
 from maxdiloco.flags import base_yml, checks, config, eval_paths, resume
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.compiles import fitting
-from maxdiloco.metrics.history import MOST_STEPS, History
+from maxdiloco.metrics.line_files import MOST_STEPS, History
 from maxdiloco.processes import coordination, output
 from maxdiloco.processes.agree import from_first_process
 from maxdiloco.storage.run_folder import RunFolder, absolute, require_place

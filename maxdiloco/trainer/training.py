@@ -24,11 +24,10 @@ from maxdiloco.evaluation import on_mesh, run_texts, run_tokenizer
 from maxdiloco.flags import checks, config, together
 from maxdiloco.flags.config import Config
 from maxdiloco.flags.hardware import hardware_of
-from maxdiloco.metrics import trackers
 from maxdiloco.metrics.compiles import CompileLog
 from maxdiloco.metrics.console import Console
 from maxdiloco.metrics.speed import active_parameters
-from maxdiloco.metrics.writer import MetricsWriter
+from maxdiloco.metrics.writer import MetricsWriter, require_wandb
 from maxdiloco.models.transformer import count_parameters
 from maxdiloco.parallel import feeding
 from maxdiloco.parallel import mesh as mesh_lib
@@ -49,7 +48,7 @@ def run(cfg: Config, begun: float, notes: Sequence[str] = ()) -> int:
     begun: time.perf_counter() when the program started. notes: lines on the command line.
     """
     if cfg.enable_wandb:
-        trackers.require_wandb()
+        require_wandb()
     with job.joined(cfg) as room, job.compile_cache(cfg) as lines:
         return train(cfg, room, begun, [*notes, *lines])
 

@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 from safetensors.numpy import load_file, save_file
 
 from benchmarks import parity
+from maxdiloco.flags import base_yml
 from maxdiloco.huggingface import config_json, families
 
 pytestmark = pytest.mark.xdist_group("torch")  # its import takes 5 s, once
@@ -125,19 +126,19 @@ def test_a_key_that_config_json_lacks_has_the_default_of_transformers(model_type
 
     case = next(case for name, case in parity.CASES.items() if name == model_type)
     whole = getattr(transformers, case.config)().to_dict()
-    family = config_json.family_of(model_type)
-    expected = config_json.keys_of(whole, family)
+    family, declared = config_json.family_of(model_type), base_yml.declared()
+    expected = config_json.keys_of(whole, family, declared)
     for key in whole.keys() - SIZES:
         less = {name: value for name, value in whole.items() if name != key}
-        assert config_json.keys_of(less, family) == expected, key
+        assert config_json.keys_of(less, family, declared) == expected, key
 
 
 def test_another_epsilon_would_be_seen(tmp_path, monkeypatch):
     """A positive control: one key off by a little is 100 times the tolerance off."""
     right = config_json.keys_of
 
-    def wrong(config, family):
-        return right(config, family) | {"rope_max_timescale": 9000.0}
+    def wrong(*args):
+        return right(*args) | {"rope_max_timescale": 9000.0}
 
     monkeypatch.setattr(config_json, "keys_of", wrong)
     assert parity.compare(parity.CASES["mistral"], tmp_path).greatest > 100 * parity.TOLERANCE

@@ -15,8 +15,7 @@ from maxdiloco.checkpoint import by_part, find
 from maxdiloco.engine.trainer import OUTER_PARAMS
 from maxdiloco.flags import base_yml, config
 from maxdiloco.huggingface import config_json, folders, safetensors_files, tensors
-from maxdiloco.huggingface.family import Tensor
-from maxdiloco.huggingface.tensors import Leaf
+from maxdiloco.huggingface.tensors import Leaf, Tensor
 from maxdiloco.models.spec import from_config
 
 

@@ -23,7 +23,7 @@ from tiers import full
 from maxdiloco.checkpoint import write
 from maxdiloco.errors import NumericsError
 from maxdiloco.flags import config
-from maxdiloco.metrics import history
+from maxdiloco.metrics import line_files
 from maxdiloco.metrics.monitor import Monitor
 from maxdiloco.processes.signals import Preemption
 from maxdiloco.storage.run_folder import RunFolder
@@ -61,7 +61,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(
     assert tools.run(tmp_path, "stopped", **keys) == 0
     assert f"resumed after step {step};" in capfd.readouterr().out
     tools.assert_equal_runs(tmp_path / "stopped", finished, steps=tools.STEPS)
-    events = history.read(RunFolder(tmp_path / "stopped"))
+    events = line_files.read_history(RunFolder(tmp_path / "stopped"))
     assert [event["event"] for event in events] == ["start", "end"] * 2
     assert [(events[k]["step"], events[k]["until"]) for k in (0, 2)] == [
         (0, tools.STEPS),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from maxdiloco.errors import CheckpointError, Preempted
-from maxdiloco.metrics import history, line_files
+from maxdiloco.metrics import line_files
 from maxdiloco.metrics.writer import MetricsWriter, row
 from maxdiloco.trainer import start
 
@@ -163,20 +163,20 @@ def test_rows_on_an_object_store_are_written_whole_by_who_has_the_lock(tmp_path,
 
     now, lost, path = [0.0], False, tmp_path / "metrics.jsonl"
     monkeypatch.setattr(line_files.time, "monotonic", lambda: now[0])
-    sink = line_files.RemoteLines(path, "old\n", require_lock)
-    sink.write("a")
+    sink = line_files.RemoteLines(path, b"old\n", require_lock)
+    sink.write(b"a\n")
     assert not path.exists()
     now[0] = line_files.REMOTE_FLUSH_SECONDS
-    sink.write("b")
+    sink.write(b"b\n")
     assert path.read_text() == "old\na\nb\n"
-    sink.write("c")
+    sink.write(b"c\n")
     sink.sync()  # as before a save
     assert path.read_text() == "old\na\nb\nc\n"
     path.unlink()
     sink.close()  # nothing new
-    sink.write("d")
+    sink.write(b"d\n")
     lost = True  # to a run that has taken the lock
-    for write in (sink.sync, sink.close, lambda: sink.write("e")):
+    for write in (sink.sync, sink.close, lambda: sink.write(b"e\n")):
         with pytest.raises(CheckpointError, match="lost"):
             write()
     assert not path.exists()
@@ -186,20 +186,20 @@ def test_a_start_and_its_end_are_two_lines_of_history_and_the_next_start_adds_to
     folder, monkeypatch
 ):
     """An error is why, and goes on."""
-    assert history.read(folder) == []
+    assert line_files.read_history(folder) == []
     times = iter([10.0, 20.0, 30.0, 40.0, 50.0])
-    monkeypatch.setattr(history.time, "time", lambda: next(times))
-    with history.History(folder, {"step": 0, "processes": 2}):
-        assert len(history.read(folder)) == 1
-    history.History(folder, {"step": 5, "processes": 1})
-    assert history.read(folder) == [
+    monkeypatch.setattr(line_files.time, "time", lambda: next(times))
+    with line_files.History(folder, {"step": 0, "processes": 2}):
+        assert len(line_files.read_history(folder)) == 1
+    line_files.History(folder, {"step": 5, "processes": 1})
+    assert line_files.read_history(folder) == [
         {"event": "start", "time": 10.0, "step": 0, "processes": 2},
         {"event": "end", "time": 20.0, "why": ""},
         {"event": "start", "time": 30.0, "step": 5, "processes": 1},
     ]
-    with pytest.raises(Preempted), history.History(folder, {}):
+    with pytest.raises(Preempted), line_files.History(folder, {}):
         raise Preempted("SIGTERM after\nstep 3")
-    assert history.read(folder)[-1]["why"] == "Preempted: SIGTERM after\\nstep 3"
+    assert line_files.read_history(folder)[-1]["why"] == "Preempted: SIGTERM after\\nstep 3"
 
 
 def test_half_a_line_of_history_spoils_no_later_line_and_a_folder_in_its_place_is_a_warning(
@@ -207,11 +207,11 @@ def test_half_a_line_of_history_spoils_no_later_line_and_a_folder_in_its_place_i
 ):
     """One in the place of metrics.jsonl is an error."""
     folder.history.write_text('{"event": "sta')
-    with history.History(folder, {"step": 7}):
-        assert [event["event"] for event in history.read(folder)] == ["start"]
+    with line_files.History(folder, {"step": 7}):
+        assert [event["event"] for event in line_files.read_history(folder)] == ["start"]
     folder.history.unlink()
     folder.history.mkdir()
-    history.History(folder, {}).__exit__(None, None, None)
+    line_files.History(folder, {}).__exit__(None, None, None)
     said = capsys.readouterr().out.splitlines()
     assert [line.rpartition(": ")[2] for line in said] == ["Is a directory."] * 2
     assert said[0].startswith("warning: base_output_directory: cannot write ")
@@ -226,6 +226,6 @@ def test_the_line_of_a_start_has_the_bytes_of_the_third_period(folder, H, sent):
     trainer = SimpleNamespace(period=H, num_replicas=2, bytes_sent=lambda t: t)
     parts = SimpleNamespace(trainer=trainer, mesh=SimpleNamespace(size=4))
     with start.history_of(folder, parts, done=5, total=9):
-        (line,) = history.read(folder)
+        (line,) = line_files.read_history(folder)
     assert (line["step"], line["until"], line["replicas"], line["devices"]) == (5, 9, 2, 4)
-    assert line["bytes_sent"] == sent or len(line["bytes_sent"]) == history.MOST_STEPS
+    assert line["bytes_sent"] == sent or len(line["bytes_sent"]) == line_files.MOST_STEPS

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from maxdiloco.errors import LostPeerError
-from maxdiloco.metrics.rows import Rows
+from maxdiloco.metrics.monitor import Rows
 
 REPLICAS = {0: [0, 3], 1: [1], 2: [2, 4], 3: []}  # process 3 shares a slice with another
 

@@ -6,7 +6,6 @@ import json
 import os
 import struct
 import sys
-import threading
 
 import pytest
 from tensorboardX import record_writer
@@ -14,8 +13,8 @@ from tensorboardX.proto import event_pb2
 
 from maxdiloco import train
 from maxdiloco.errors import ConfigError
-from maxdiloco.metrics import trackers
-from maxdiloco.metrics.writer import MetricsWriter
+from maxdiloco.metrics import line_files
+from maxdiloco.metrics.writer import MetricsWriter, require_wandb
 
 
 def write(folder, steps, *, resume_step=None, say=lambda line: None, **options):
@@ -46,15 +45,15 @@ def events(folder):
     return found
 
 
-def test_tensorboard_is_told_which_steps_come_again_and_an_object_is_written_whole(folder):
-    """A local file stands in for the object of an object store."""
+def test_tensorboard_is_told_which_steps_come_again(folder):
+    """In records with the checksums that tensorboardX writes."""
     write(folder, [10, 20, 30])
     (path,) = folder.tensorboard.iterdir()
-    file, content = trackers._RemoteFile(folder.path / "copy"), path.read_bytes()
-    for part in (content[:100], content[100:]):
-        file.write(part)
-        file.flush()
-    assert (folder.path / "copy").read_bytes() == content
+    again = record_writer.RecordWriter(str(folder.path / "again"))
+    for event in records(folder):
+        again.write(event.SerializeToString())
+    again.close()
+    assert (folder.path / "again").read_bytes() == path.read_bytes()
     write(folder, [30], resume_step=20)
     assert events(folder) == [
         (0, "purge"),
@@ -100,63 +99,22 @@ def given_up(folder, why):
 
 
 def test_a_failed_write_of_the_event_file_is_one_warning_and_the_rows_go_on(folder, monkeypatch):
-    """Many more rows than the queue takes, after the thread has ended: none waits for it."""
-    written = []
+    write_line, failed = line_files.LocalLines.write, []
 
-    def full(self, data):
-        written.append(data)
-        if len(written) == 4:
+    def full(self, line):
+        if b"learning/loss" in line and not line.startswith(b"{"):
+            failed.append(line)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_line(self, line)
 
-    monkeypatch.setattr(record_writer.RecordWriter, "write", full)
-    said, count = [], 3 * trackers.MOST_WAITING
-    with MetricsWriter(folder, tensorboard=True, resume_step=None, say=said.append) as writer:
-        for step in range(1, count + 1):
-            writer.write(step, {"learning/loss": 1.0})
-            if step == 3:
-                writer._events._thread.join(60)  # the fourth write is that of one of these rows
-    assert said == given_up(folder, "No space left on device")
-    assert len(written) == 4
-    assert len(folder.metrics.read_text().splitlines()) == count
+    monkeypatch.setattr(line_files.LocalLines, "write", full)
+    assert rows_and_warnings(folder, 30) == given_up(folder, "No space left on device")
+    assert len(failed) == 1
 
 
 def test_an_event_file_that_cannot_be_made_is_one_warning(folder):
     folder.tensorboard.write_text("a file in the place of the folder")
-    assert rows_and_warnings(folder, 3) == given_up(folder, "Not a directory")
-
-
-@pytest.fixture
-def hanging(monkeypatch):
-    over = threading.Event()
-    monkeypatch.setattr(record_writer.RecordWriter, "flush", lambda self: over.wait())
-    yield
-    over.set()
-
-
-def test_a_sync_on_a_disk_that_hangs_is_waited_for_once(folder, hanging, monkeypatch):
-    waits = []
-    for name in ("CLOSE_SECONDS", "SYNC_SECONDS"):
-        monkeypatch.setattr(trackers, name, 0.05)
-    real = threading.Event.wait
-    monkeypatch.setattr(
-        trackers.threading.Event,
-        "wait",
-        lambda event, seconds=None: waits.append(seconds) or real(event, seconds),
-    )
-    with MetricsWriter(folder, tensorboard=True, resume_step=None, say=print) as writer:
-        for step in range(1, 9):
-            writer.write(step, {"learning/loss": 1.0})
-            writer.sync()
-        assert waits.count(0.05) == 1
-
-
-def test_an_event_file_on_a_disk_that_hangs_holds_nobody_up(folder, hanging, monkeypatch):
-    """Neither a row, when as many wait as may, nor the end of the run."""
-    monkeypatch.setattr(trackers, "MOST_WAITING", 5)
-    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.01)
-    assert rows_and_warnings(folder, 4) == given_up(folder, "the last rows are not written yet")
-    folder.metrics.unlink()
-    assert rows_and_warnings(folder, 20) == given_up(folder, "5 rows wait to be written")
+    assert rows_and_warnings(folder, 3) == given_up(folder, "File exists")
 
 
 # What only looks like wandb.
@@ -220,7 +178,7 @@ def test_without_the_package_the_run_is_refused_before_it_has_a_folder(
 ):
     monkeypatch.setitem(sys.modules, "wandb", None)  # what makes an import fail
     with pytest.raises(ConfigError, match="enable_wandb=true needs the package wandb"):
-        trackers.require_wandb()
+        require_wandb()
     keys = ["enable_wandb=true", "dataset_type=synthetic", "hardware=cpu", "run_name=w"]
     mesh = ["dcn_diloco_parallelism=2", "ici_fsdp_parallelism=1"]
     assert train.main([*keys, *mesh, f"base_output_directory={tmp_path}/runs"]) == 2

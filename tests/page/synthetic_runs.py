@@ -74,7 +74,7 @@ def run_of(*, name="a", columns=None, history=(), rows=ROWS, **keys):
     steps = np.arange(1, rows + 1)
     columns = {"learning/loss": 10.0 / steps} if columns is None else columns
     folder = epath.Path("/runs") / name
-    return run_lib.Run(name, folder, steps, columns, DEFAULTS | keys, list(history), [], [])
+    return run_lib.Run(name, folder, steps, columns, DEFAULTS | keys, list(history), {}, [])
 
 
 def long_run(replicas):

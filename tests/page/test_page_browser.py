@@ -13,7 +13,7 @@ import synthetic_runs
 from synthetic_runs import DEFAULTS, long_run, run_of
 
 from maxdiloco.page import html
-from maxdiloco.page.run import NOT_FINITE, Checkpoint
+from maxdiloco.page.run import NOT_FINITE
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 LAPTOP, PHONE = (1366, 768), (390, 844)
@@ -106,7 +106,7 @@ def pages(tmp_path_factory):
     columns["learning/loss"][50] = NOT_FINITE
     begun = [synthetic_runs.start(t, bytes_sent=[1.5e6] * 100) for t in (0, 40)]
     two = run_of(columns=columns, history=[*begun, synthetic_runs.end()], **STREAMING)
-    two = two._replace(checkpoints=[Checkpoint(100, 1.7e9)])
+    two = two._replace(checkpoints={100: 1.7e9})
     many = [run_of(name=f"a-run-with-a-rather-long-name-{n}") for n in range(9)]
     plain = run_of(rows=1, columns={"learning/loss": np.ones(1)}, enable_diloco=False)
     runs = {

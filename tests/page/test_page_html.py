@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from synthetic_runs import DEFAULTS, ROWS, end, long_run, run_of, start
 
-from maxdiloco.page import facts, html, panels
+from maxdiloco.page import facts, html
 from maxdiloco.page.run import NOT_FINITE
 
 
@@ -41,24 +41,24 @@ def test_every_metric_is_in_one_panel_and_unknown_ones_are_folded():
     names += ["learning/loss_replica_2", "eval/wiki/loss", "eval/wiki/perplexity", "learning/lr"]
     names += ["diloco/outer_grad_cosine", "perf/mfu", "new/metric"]
     run = run_of(columns={name: np.ones(ROWS) for name in names})
-    found = panels.panels([run], panels.tables_of([run]))
-    assert sorted(s.column for panel in found for s in panel.series) == sorted(names)
-    assert [panel.title for panel in found if panel.main] == [
+    found = html.panels([run], html.tables_of([run]))
+    assert sorted(s[4] for panel in found for s in panel["series"]) == sorted(names)
+    assert [panel["title"] for panel in found if panel["main"]] == [
         "Loss", "Loss of theta by text", "Learning rate", "Cosine of outer gradients",
     ]  # fmt: skip
-    folded = [panel.title for panel in found if not panel.main]
+    folded = [panel["title"] for panel in found if not panel["main"]]
     assert folded == ["eval/wiki/perplexity", "new/metric", "perf/mfu"]
-    assert [s.label for s in found[0].series] == [
+    assert [s[0] for s in found[0]["series"]] == [
         "replica 0", "replica 2", "replica 10", "mean of the replicas", "theta",
     ]  # fmt: skip
-    assert found[2].note.endswith("the outer one's is constant: 0.7")
+    assert found[2]["note"].endswith("the outer one's is constant: 0.7")
     # A metric of two runs is one panel of two lines; theta has a panel of its own then.
     columns = {"learning/loss": np.ones(ROWS), "eval/loss": np.ones(ROWS)}
     runs = [run_of(name=name, columns=columns) for name in "ab"]
-    loss, theta = panels.panels(runs, panels.tables_of(runs))
-    assert [(s.run, s.column) for s in loss.series] == [(0, "learning/loss"), (1, "learning/loss")]
-    assert [(s.run, s.column) for s in theta.series] == [(0, "eval/loss"), (1, "eval/loss")]
-    assert (loss.title, theta.title) == ("Loss", "Loss of theta")
+    loss, theta = html.panels(runs, html.tables_of(runs))
+    assert [(s[2], s[4]) for s in loss["series"]] == [(0, "learning/loss"), (1, "learning/loss")]
+    assert [(s[2], s[4]) for s in theta["series"]] == [(0, "eval/loss"), (1, "eval/loss")]
+    assert (loss["title"], theta["title"]) == ("Loss", "Loss of theta")
 
 
 def test_the_summary_has_last_and_best_losses():
@@ -140,7 +140,7 @@ def test_what_is_not_finite_or_unknown_is_said_and_texts_of_a_run_are_no_html():
     ],
 )
 def test_a_bucket_of_rows_keeps_its_least_and_its_largest_value(values, limit, steps, kept):
-    table = panels.thinned(np.arange(len(values)), {"a": np.array(values)}, limit=limit)
+    table = html.thinned(np.arange(len(values)), {"a": np.array(values)}, limit=limit)
     assert table.steps.tolist() == steps
     assert table.columns["a"].tolist() == kept
 
@@ -148,12 +148,12 @@ def test_a_bucket_of_rows_keeps_its_least_and_its_largest_value(values, limit, s
 def test_extremes_of_a_long_series_stay_and_a_rare_metric_has_its_own_rows():
     values = np.random.default_rng(0).standard_normal(100_000)
     values[12_345], values[67_890] = 50.0, -50.0
-    table = panels.thinned(np.arange(100_000), {"a": values}, limit=1000)
+    table = html.thinned(np.arange(100_000), {"a": values}, limit=1000)
     assert len(table.steps) <= 1000 and np.all(np.diff(table.steps) > 0)
     assert (table.columns["a"].max(), table.columns["a"].min()) == (50, -50)
     steps = np.arange(1, 101)
     rare = np.where(steps % 10 == 0, steps, np.nan).astype(float)
-    often, once = panels.by_rows(steps, {"a": steps * 1.0, "b": rare, "c": steps * 2.0}, limit=20)
+    often, once = html.by_rows(steps, {"a": steps * 1.0, "b": rare, "c": steps * 2.0}, limit=20)
     assert (list(often.columns), list(once.columns)) == (["a", "c"], ["b"])
     assert once.steps.tolist() == list(range(10, 101, 10))
     assert len(often.steps) == 20

@@ -232,9 +232,9 @@ def test_a_compiled_step_too_big_for_the_chip_is_one_line(monkeypatch, capsys):
 
 
 def test_a_loss_is_printed_only_where_it_was_measured(planned, monkeypatch, tmp_path):
-    """The file of the package has the fields of table.Loss; what it does not have is said."""
-    known = table.measured()
-    assert all(isinstance(loss.difference, float) for loss in known)
+    """The file of the package has the fields that are read; what it does not have is said."""
+    fields = {"model", "replicas", "mode", "H", "P", "tau", "wire", "difference", "source"}
+    assert all(loss.keys() == fields for loss in table.measured())
     path = tmp_path / "losses.yml"
     entry = dict(model="35m", replicas=2, mode="DiLoCo", H=20, P=1, tau=0, wire="float32",
                  difference=0.0123, source="a table")  # fmt: skip
@@ -282,7 +282,8 @@ def test_what_cannot_be_planned_is_one_line(argv, words, capsys):
     assert line.startswith("ConfigError: ") and words in line
 
 
-def test_help_lists_the_plan_s_own_options_and_keys_of_a_file_are_given(capsys, tmp_path):
+def test_help_lists_the_plan_s_options_and_keys_of_a_file_are_given(capsys, tmp_path, monkeypatch):
+    """A recipe of the package is found from any folder, as maxdiloco.train finds it."""
     assert plan.main(["--help"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("usage: python -m maxdiloco.plan ")
@@ -293,6 +294,8 @@ def test_help_lists_the_plan_s_own_options_and_keys_of_a_file_are_given(capsys, 
     found = plan.given_keys(argv, {"M_DILOCO_EXCHANGE_DTYPE": "int8", "HOME": "/"})
     assert found >= {"diloco_sync_period", "model_name", "diloco_exchange_dtype"}
     assert "home" not in found and "steps" not in found
+    monkeypatch.chdir(tmp_path)
+    assert "diloco_outer_overlap" in plan.given_keys(["configs/recipes/eager.yml"], {})
 
 
 def test_no_line_but_the_commands_is_wider_than_a_terminal(planned):

@@ -8,7 +8,7 @@ import pytest
 
 from maxdiloco.errors import LostPeerError
 from maxdiloco.exchange.host import HostCarrier, Shard, routes
-from maxdiloco.metrics.rows import Rows
+from maxdiloco.metrics.monitor import Rows
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes.patience import SLOWER, Patience
 
