@@ -3,6 +3,7 @@
 It is a byte-level BPE, which gives back every text exactly.
 """
 
+import functools
 import os
 import types
 from collections import Counter
@@ -12,7 +13,7 @@ from types import MappingProxyType
 from maxdiloco.command_line import HELP, Option, end_with, guarded, option_lines, read_options
 from maxdiloco.data import kinds
 from maxdiloco.data import tokenizer as tokenizers
-from maxdiloco.data.sources.spans import Damaged, check_damage
+from maxdiloco.data.sources import spans
 from maxdiloco.data.tokenizer_base import to_bytes
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.processes.output import say, shows_bars
@@ -109,13 +110,9 @@ def texts(source: kinds.Reader, count: Counter[str], *, allowed: int = 0) -> Ite
     """The text of a source in pieces of at most PIECE characters. count: gets the documents and
     bytes that were read. allowed: damaged records that are skipped. Raises DataError for text that
     is unreadable and for one damaged record more."""
-    damaged: list[Damaged] = []
+    skip = functools.partial(spans.skip, [], allowed)
     for span in source.spans(_SPAN):
-        for item in source.read(span):
-            if isinstance(item, Damaged):
-                damaged.append(item)
-                check_damage(damaged, allowed)
-                continue
+        for item in source.read(span, skip):
             count["documents"] += item.begins
             for begin in range(0, len(item.text), PIECE):
                 # Half of a surrogate pair becomes a question mark, as in every tokenizer.

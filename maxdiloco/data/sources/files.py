@@ -16,7 +16,7 @@ from maxdiloco.data import corpus
 from maxdiloco.data.corpus import Stamp
 from maxdiloco.data.packages import require
 from maxdiloco.data.sources import tables
-from maxdiloco.data.sources.spans import PIECE, Damaged, Item, Span, Text
+from maxdiloco.data.sources.spans import PIECE, Skip, Span, Text
 from maxdiloco.errors import DataError
 
 # JSON lines in a compressed file.
@@ -35,7 +35,7 @@ _BLOCKS = 16
 _BLOCK = 1 << 13
 
 
-def read_text(path: str, begin: int, end: int, _column: str) -> Iterator[Item]:
+def read_text(path: str, begin: int, end: int, _column: str, skip: Skip) -> Iterator[Text]:
     """Pieces of a text file that begin in [begin, end)."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -47,14 +47,14 @@ def read_text(path: str, begin: int, end: int, _column: str) -> Iterator[Item]:
             try:
                 text = data.decode()
             except UnicodeDecodeError as error:
-                yield Damaged(f"{path} byte {begin + error.start}", f"not UTF-8 ({error.reason})")
+                skip(f"{path} byte {begin + error.start}", f"not UTF-8 ({error.reason})")
                 text = ""
             if text or not (first and last):
                 yield Text(text, first, last)
             begin = stop
 
 
-def read_lines(path: str, begin: int, end: int, column: str) -> Iterator[Item]:
+def read_lines(path: str, begin: int, end: int, column: str, skip: Skip) -> Iterator[Text]:
     """Documents of the lines of a .jsonl file that begin in [begin, end)."""
     with open(path, "rb") as file:
         if begin:
@@ -64,10 +64,10 @@ def read_lines(path: str, begin: int, end: int, column: str) -> Iterator[Item]:
         for offset, line in lines(file, path, file.tell()):
             if offset >= end:
                 return
-            yield from _document(line, f"{path} byte {offset}", column)
+            yield from _document(line, f"{path} byte {offset}", column, skip)
 
 
-def read_compressed(path: str, _begin: int, _end: int, column: str) -> Iterator[Item]:
+def read_compressed(path: str, _begin: int, _end: int, column: str, skip: Skip) -> Iterator[Text]:
     """Documents of a file of JSON lines, compressed with gzip or zstd, which is one span."""
     # pyarrow's stream, not the package zstandard's: that one ends quietly where a file was cut.
     pyarrow = require("pyarrow", path, extra="data")
@@ -77,19 +77,19 @@ def read_compressed(path: str, _begin: int, _end: int, column: str) -> Iterator[
         with pyarrow.input_stream(path, compression=codec) as stream:
             for offset, line in lines(io.BufferedReader(stream, _BUFFER), path, 0):
                 read = offset
-                yield from _document(line, f"{path} byte {offset}", column)
+                yield from _document(line, f"{path} byte {offset}", column, skip)
     except OSError as error:
         if error.errno is not None:
             raise
-        yield Damaged(f"{path} after byte {read} of its text", str(error))
+        skip(f"{path} after byte {read} of its text", str(error))
 
 
-def _document(line, where, column):
+def _document(line, where, column, skip):
     try:
         if text := line_text(line, column, where):
             yield Text(text)
     except DataError as error:
-        yield Damaged(where, str(error))
+        skip(where, str(error))
 
 
 def _line_start(file, place, size):
@@ -161,7 +161,7 @@ def line_text(line: bytes, column: str, where: str) -> str:
     return fields[column]
 
 
-# Suffixes and (path, begin, end, column) -> items; the first that fits.
+# Suffixes and (path, begin, end, column, skip) -> texts; the first that fits.
 _READERS = (
     (PARQUET, tables.read),
     (COMPRESSED, read_compressed),
@@ -186,14 +186,15 @@ class Files:
                 end = min(begin + step, size)
                 yield Span(number, begin, end, end - begin)
 
-    def read(self, span: Span) -> Iterator[Item]:
-        """Documents of a span, but empty ones. Raises DataError for a missing file or column."""
+    def read(self, span: Span, skip: Skip) -> Iterator[Text]:
+        """Documents of a span, but empty ones. Raises DataError for a missing file or column, and
+        what skip does."""
         path, before = self.names[span.file], self.stamps[span.file]
         if corpus.stamp(path) != before:
             raise corpus.changed(path, before.size, "of text is no longer there")
         with corpus.reading(path):
             read = next(read for suffixes, read in _READERS if path.endswith(suffixes))
-            yield from read(path, span.begin, span.end, self.column)
+            yield from read(path, span.begin, span.end, self.column, skip)
 
     def version(self) -> list[list]:
         """What tells two versions of the source apart, as JSON: of each file name, size, time."""

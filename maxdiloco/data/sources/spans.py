@@ -1,6 +1,6 @@
-"""What every source gives: spans of its files, and the texts and damaged records of a span."""
+"""What every source gives: spans of its files, and the texts of a span."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from maxdiloco.errors import DataError
@@ -27,14 +27,14 @@ class Text(NamedTuple):
     ends: bool = True
 
 
-class Damaged(NamedTuple):
-    """A record that cannot be read: the file and place in it, and why."""
-
-    where: str
-    why: str
+# Called for a record that cannot be read: the file and place in it, and why.
+Skip = Callable[[str, str], None]
 
 
-Item = Text | Damaged
+def skip(damaged: list[list[str]], allowed: int, where: str, why: str) -> None:
+    """Add a damaged record to others: a Skip of the first two. Raises DataError (check_damage)."""
+    damaged.append([where, why])
+    check_damage(damaged, allowed)
 
 
 def check_damage(damaged: Sequence[Sequence[str]], allowed: int) -> None:
