@@ -19,7 +19,7 @@ from maxdiloco.data.pipeline import Dataset
 from maxdiloco.data.prepared import at_start
 from maxdiloco.data.synthetic import SyntheticWindows
 from maxdiloco.data.text import Request
-from maxdiloco.data.tokenizer import Keys
+from maxdiloco.data.tokenizer import KEYS
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.errors import DataError
 from maxdiloco.flags import eval_paths
@@ -166,7 +166,7 @@ def prepare(
         tokenizer,
         folder=cfg.base_output_directory,
         allowed=cfg.max_corrupted_records,
-        flags=Keys.of(vars(cfg))._asdict(),
+        flags={key: vars(cfg)[key] for key in KEYS},
         say=say,
     )
 

@@ -8,6 +8,7 @@ from etils import epath
 from jax.sharding import Mesh
 
 from maxdiloco.checkpoint import read
+from maxdiloco.data.tokenizer_base import ByteTokenizer
 from maxdiloco.evaluation import held_out, on_mesh, run_texts, run_tokenizer
 from maxdiloco.evaluation.held_out import Totals
 from maxdiloco.flags import base_yml, config
@@ -114,21 +115,22 @@ def evaluate(
     of_device = rows_of_run // _batch_devices(found.meta["mesh"]) // of_run["per_device_batch_size"]
     rows = of_device * found.cfg.per_device_batch_size * _batch_devices(found.mesh.shape)
     num_sequences = held_out.sequences(found.cfg.eval_steps, rows_of_run)
-    with run_tokenizer.config_with(found.cfg, found.path) as cfg:
-        tokenizer = run_tokenizer.open_tokenizer(cfg)
-        prepared = run_texts.prepare(cfg, tokenizer, say, splits=("eval",))
-        texts = run_texts.open_evaluated(cfg, tokenizer, prepared=prepared)
-        run_texts.agree(texts)
-        evaluation = held_out.Evaluation(
-            found.model,
-            found.mesh,
-            rows=rows,
-            length=cfg.max_target_length,
-            num_sequences=num_sequences,
-            token_bytes=on_mesh.token_bytes(cfg),
-            on_compile=CompileLog(say, show_memory=cfg.show_memory),
-        )
-        totals = {name: evaluation(found.params, text) for name, text in texts.items()}
+    cfg, tokenizer = found.cfg, ByteTokenizer()
+    if cfg.dataset_type != "synthetic":  # whose tokens are numbers, not text
+        tokenizer = run_tokenizer.of_checkpoint(cfg, found.path)
+    prepared = run_texts.prepare(cfg, tokenizer, say, splits=("eval",))
+    texts = run_texts.open_evaluated(cfg, tokenizer, prepared=prepared)
+    run_texts.agree(texts)
+    evaluation = held_out.Evaluation(
+        found.model,
+        found.mesh,
+        rows=rows,
+        length=cfg.max_target_length,
+        num_sequences=num_sequences,
+        token_bytes=on_mesh.token_bytes(cfg, tokenizer),
+        on_compile=CompileLog(say, show_memory=cfg.show_memory),
+    )
+    totals = {name: evaluation(found.params, text) for name, text in texts.items()}
     return {
         "checkpoint": str(found.path),
         "step": found.step,

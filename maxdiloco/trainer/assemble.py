@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.data.tokenizer import Keys, build
+from maxdiloco.data.tokenizer import build
 from maxdiloco.diloco import outer
 from maxdiloco.engine.calls import START, Call
 from maxdiloco.engine.data_parallel import DataParallel
@@ -146,7 +146,7 @@ def _evaluations(cfg, trainer, model, shape, on_compile):
         )
     if cfg.sample_prompt:
         decoder = on_mesh.for_decoding(cfg, mesh, model)
-        tokenizer = build(Keys.of(vars(cfg)), cfg.vocab_size)
+        tokenizer = build(vars(cfg), cfg.vocab_size)
         sampler = Sampler(decoder, mesh, tokenizer, cfg.sample_prompt, **options)
     return evaluation, of_replicas, sampler
 

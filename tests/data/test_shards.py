@@ -219,7 +219,9 @@ def test_shards_of_another_tokenizer_are_refused_and_what_differs_is_named(
     for size in (300, 310):
         (tmp_path / str(size)).mkdir()
         paths.append(str(byte_level_bpe(tmp_path / str(size), vocab_size=size)))
-    subwords = tokenizer.build(tokenizer.Keys("huggingface", paths[0], True, True))
+    subwords = tokenizer.build(
+        dict(tokenizer_type="huggingface", tokenizer_path=paths[0], add_bos=True, add_eos=True)
+    )
     make(source, tmp_path / "own")
     make(source, tmp_path / "byte", tokens=tokenizer.ByteTokenizer(bos=255))
     make(source, tmp_path / "subword", tokens=subwords)
