@@ -56,15 +56,15 @@ setup(
     },
     entry_points={
         "console_scripts": [
-            "maxdiloco-train = maxdiloco.train:cli",
-            "maxdiloco-train-compile = maxdiloco.train_compile:cli",
-            "maxdiloco-plan = maxdiloco.plan:cli",
-            "maxdiloco-generate = maxdiloco.generate:cli",
-            "maxdiloco-prepare = maxdiloco.prepare:cli",
-            "maxdiloco-tokenizer = maxdiloco.tokenizer:cli",
-            "maxdiloco-evaluate = maxdiloco.evaluate:cli",
-            "maxdiloco-report = maxdiloco.report:cli",
-            "maxdiloco-hf = maxdiloco.hf:cli",
+            "maxdiloco-train = maxdiloco.train:main",
+            "maxdiloco-train-compile = maxdiloco.train_compile:main",
+            "maxdiloco-plan = maxdiloco.plan:main",
+            "maxdiloco-generate = maxdiloco.generate:main",
+            "maxdiloco-prepare = maxdiloco.prepare:main",
+            "maxdiloco-tokenizer = maxdiloco.tokenizer:main",
+            "maxdiloco-evaluate = maxdiloco.evaluate:main",
+            "maxdiloco-report = maxdiloco.report:main",
+            "maxdiloco-hf = maxdiloco.hf:main",
         ]
     },
 )

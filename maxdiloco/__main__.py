@@ -4,7 +4,7 @@ import ast
 import pathlib
 from collections.abc import Sequence
 
-from maxdiloco.command_line import HELP, end_with, guarded
+from maxdiloco.command_line import HELP, guarded
 from maxdiloco.errors import ConfigError
 from maxdiloco.processes import output
 
@@ -26,15 +26,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def programs_of(package: pathlib.Path) -> dict[str, str]:
-    """{name: what it does} of the modules of a package that are programs: they have a `cli`."""
+    """{name: what it does} of the modules of a package that are programs: they have a `main`."""
     found = {}
-    for path in sorted(package.glob("*.py")):
+    for path in sorted(package.glob("[!_]*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-        if "cli" in functions:
+        if "main" in functions:
             found[path.stem] = (ast.get_docstring(tree) or "").partition(": `")[0]
     return found
 
 
 if __name__ == "__main__":
-    end_with(main)
+    main()

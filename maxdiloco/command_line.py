@@ -99,14 +99,17 @@ def option_lines(options: Mapping[str, Option]) -> list[str]:
     ]
 
 
-def guarded(program: Program) -> Program:
+def guarded(program: Program) -> Callable[..., int]:
     """Decorator: errors the user can act on become one line on stderr and an exit code.
 
     --version anywhere on the command line prints the version, and the program does not run.
+    Called without arguments it is the program of this process: end_with.
     """
 
     @functools.wraps(program)
-    def main(argv: Sequence[str]) -> int:
+    def main(argv: Sequence[str] | None = None) -> int:
+        if argv is None:
+            end_with(main)
         if VERSION in argv:
             output.say(f"maxdiloco {__version__}")
             return 0

@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from types import MappingProxyType
 
-from maxdiloco.command_line import HELP, Option, end_with, guarded, option_lines, read_options
+from maxdiloco.command_line import HELP, Option, guarded, option_lines, read_options
 from maxdiloco.processes.output import one_line, say
 
 USAGE = """usage: python -m maxdiloco.evaluate RUN [key=value ...]
@@ -80,10 +80,5 @@ def _run(folder, options, keys: list[str]) -> None:
             compiled_file.write_whole("report", options.report, text.encode())
 
 
-def cli() -> None:
-    """The console entry `maxdiloco-evaluate`."""
-    end_with(main)
-
-
 if __name__ == "__main__":
-    cli()
+    main()

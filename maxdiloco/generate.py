@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Sequence
 from types import MappingProxyType, SimpleNamespace
 
-from maxdiloco.command_line import HELP, Option, end_with, guarded, option_lines, read_options
+from maxdiloco.command_line import HELP, Option, guarded, option_lines, read_options
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import checks
 from maxdiloco.processes.output import say, say_error
@@ -111,10 +111,5 @@ def _continued(run: str, options: SimpleNamespace, prompts: Sequence[str]) -> li
     return texts
 
 
-def cli() -> None:
-    """The console entry `maxdiloco-generate`."""
-    end_with(main)
-
-
 if __name__ == "__main__":
-    cli()
+    main()

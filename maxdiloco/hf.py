@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Sequence
 from types import MappingProxyType
 
-from maxdiloco.command_line import HELP, Option, end_with, guarded, option_lines, read_options
+from maxdiloco.command_line import HELP, Option, guarded, option_lines, read_options
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import checks
 from maxdiloco.processes.output import say
@@ -90,10 +90,5 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def cli() -> None:
-    """The console entry `maxdiloco-hf`."""
-    end_with(main)
-
-
 if __name__ == "__main__":
-    cli()
+    main()

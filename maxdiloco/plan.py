@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType, SimpleNamespace
 
 from maxdiloco import train_compile
-from maxdiloco.command_line import Option, end_with, guarded, read_options
+from maxdiloco.command_line import Option, guarded, read_options
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, config, help
 from maxdiloco.flags.config import ENVIRONMENT_PREFIX, Config
@@ -132,10 +132,5 @@ def _plan(cfg: Config, options: SimpleNamespace, keys: Sequence[str], link: str)
     return train_compile.refuse(table.refusals(plan))
 
 
-def cli() -> None:
-    """The console entry `maxdiloco-plan`."""
-    end_with(main)
-
-
 if __name__ == "__main__":
-    cli()
+    main()

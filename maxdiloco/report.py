@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from types import MappingProxyType, SimpleNamespace
 
-from maxdiloco.command_line import HELP, Option, end_with, guarded, option_lines, read_options
+from maxdiloco.command_line import HELP, Option, guarded, option_lines, read_options
 from maxdiloco.errors import ConfigError
 from maxdiloco.processes.output import say
 
@@ -74,10 +74,5 @@ def _write(names: Sequence[str], options: SimpleNamespace, *, reload_s: int) -> 
     return any(facts.is_running(run) for run in runs), size
 
 
-def cli() -> None:
-    """The console entry `maxdiloco-report`."""
-    end_with(main)
-
-
 if __name__ == "__main__":
-    cli()
+    main()

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from types import MappingProxyType
 
-from maxdiloco.command_line import HELP, Option, end_with, guarded, option_lines, read_options
+from maxdiloco.command_line import HELP, Option, guarded, option_lines, read_options
 from maxdiloco.data import kinds
 from maxdiloco.data import tokenizer as tokenizers
 from maxdiloco.data.sources import spans
@@ -121,10 +121,5 @@ def texts(source: kinds.Reader, count: Counter[str], *, allowed: int = 0) -> Ite
                 yield data.decode()
 
 
-def cli() -> None:
-    """The console entry `maxdiloco-tokenizer`."""
-    end_with(main)
-
-
 if __name__ == "__main__":
-    cli()
+    main()

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from maxdiloco.command_line import end_with, guarded
+from maxdiloco.command_line import guarded
 from maxdiloco.processes.output import say
 
 
@@ -38,10 +38,5 @@ def main(argv: Sequence[str]) -> int:
         gc.enable()
 
 
-def cli() -> None:
-    """The console entry `maxdiloco-train`."""
-    end_with(main)
-
-
 if __name__ == "__main__":
-    cli()
+    main()

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType, SimpleNamespace
 
-from maxdiloco.command_line import Option, end_with, guarded, option_lines, read_options
+from maxdiloco.command_line import Option, guarded, option_lines, read_options
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config, help
 from maxdiloco.flags.config import Config
@@ -120,10 +120,5 @@ def say_line(line: str) -> None:
     say(one_line(line))
 
 
-def cli() -> None:
-    """The console entry `maxdiloco-train-compile`."""
-    end_with(main)
-
-
 if __name__ == "__main__":
-    cli()
+    main()

@@ -15,7 +15,7 @@ def main() -> None:
     from maxdiloco import train
 
     sys.argv[1:] = keys
-    train.cli()
+    train.main()
 
 
 if __name__ == "__main__":

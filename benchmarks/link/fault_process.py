@@ -36,7 +36,7 @@ def main() -> None:
         DiLoCo, "step", lambda *_: True, lambda: steps.write(f"{time.monotonic():.6f}\n")
     )
     sys.argv[1:] = keys
-    train.cli()
+    train.main()
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def main() -> None:
     steps = open(trace, "w", buffering=1, encoding="utf-8")  # open as long as the process lives
     trace_steps(Program, steps, float(fast_ms) / 1000, jax.block_until_ready)
     sys.argv[1:] = keys
-    train.cli()
+    train.main()
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def main():
             moment, _, t = moment.partition(":")
             number = signal.Signals[f"SIG{name}"]
             moments.act_at(moment, int(t), lambda: die(kills, lines[1:], number))
-    train.cli()
+    train.main()
 
 
 def die(kills, left, number):

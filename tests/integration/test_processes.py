@@ -33,7 +33,7 @@ from maxdiloco import train
 from maxdiloco.trainer import optimizer
 if rate := os.environ.get("RATE"):
     optimizer.learning_rate_schedule = lambda cfg, steps: lambda t: float(rate)
-train.cli()
+train.main()
 """
 
 
