@@ -1,28 +1,37 @@
 """Text of the byte tokenizer, read where it is: its documents, and any piece of any of them.
 
 A file is one document; each line of a .jsonl file is one. Only their table is in memory.
+
+    # D documents of a file
 """
 
 import dataclasses
 import hashlib
 import itertools
+import json
 import os
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
+from etils import epath
 
+from maxdiloco import json_text
 from maxdiloco.data import corpus
 from maxdiloco.data.corpus import Stamp
-from maxdiloco.data.line_index import LineIndex
 from maxdiloco.data.packing import Piece
 from maxdiloco.data.sources.files import line_text, lines
 from maxdiloco.data.tokenizer_base import BYTES, to_bytes
 from maxdiloco.errors import DataError
+from maxdiloco.storage import durable
 
 # A text is compared by this many pieces spread over its bytes and as many over its documents, so
 # that a start reads 2 MiB of it at most. Our choice.
 SAMPLES = 256
 SAMPLE_BYTES = 4096
+# Of the index, with a checksum of the rest. Count its number up when the tokenizer changes
+# documents' sizes.
+_HEAD = b"maxdiloco line index 1 %08x\n"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,25 +55,18 @@ class ByteDocuments:
         """Tokens of pieces, uint16, one array for each, in the order of the pieces. Neighbouring
         pieces of one file cost one open. Raises DataError for a file that is gone or has changed
         since the table was made."""
-        pieces = list(pieces)
-        of_text = [(number, max(begin - 1, 0), end - 1) for number, begin, end in pieces]
-        for (_, begin, _), data in zip(pieces, self.read_bytes(of_text), strict=True):
-            start = np.array([BYTES] if begin == 0 else [], np.uint16)
-            yield np.concatenate([start, data])
-
-    def read_bytes(self, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
-        """Bytes of pieces, uint8, as `read`; here begin and end are in bytes of the text."""
         for number, run in itertools.groupby(pieces, key=lambda piece: self.file[piece[0]]):
             path = self.paths[number]
             with corpus.reading(path), open(path, "rb") as file:
                 for document, begin, end in run:
-                    data = self._piece(file, document, begin, end)
+                    start = np.array([BYTES] if begin == 0 else [], np.uint16)
+                    data = self._bytes(file, document, max(begin - 1, 0), end - 1)
                     now, before = Stamp.of(file), self.stamps[number]
                     if now.size == before.size and now != before:  # a .jsonl file may grow
                         raise corpus.changed(path, int(self.size[document]), "was written over")
-                    yield np.frombuffer(data, np.uint8)
+                    yield np.concatenate([start, np.frombuffer(data, np.uint8)])
 
-    def _piece(self, file, document, begin, end):
+    def _bytes(self, file, document, begin, end):
         size = int(self.size[document])
         if file.name.endswith(".jsonl"):
             offset, stored = int(self.offset[document]), int(self.stored[document])
@@ -93,8 +95,9 @@ class ByteDocuments:
         """Lengths of the documents and a hash of `sampled` pieces, which are read."""
         yield self.size.tobytes()
         digest = hashlib.sha256()
-        for data in self.read_bytes(sampled(self.size)):
-            digest.update(data)
+        of_tokens = ((number, begin + 1, end + 1) for number, begin, end in sampled(self.size))
+        for tokens in self.read(of_tokens):
+            digest.update(tokens.astype(np.uint8))
         yield digest.digest()
 
 
@@ -113,6 +116,68 @@ def sampled(sizes: np.ndarray) -> list[Piece]:
     begins = places - starts[documents]
     stops = np.minimum(begins + SAMPLE_BYTES, sizes[documents])
     return list(zip(documents.tolist(), begins.tolist(), stops.tolist(), strict=True))
+
+
+class LineIndex:
+    """Documents of .jsonl files, kept in a file so that a restart need not read them through.
+
+    By path; a NUL and a field follow that of another than column.
+    """
+
+    def __init__(self, column: str, report: Callable[[str], None] = lambda line: None):
+        self.column = column  # the field that holds the text
+        self.report = report  # called with one line for the user
+        # Of a file int64 [D, 3]: offset and length of a line, size of its text [bytes].
+        self._known: dict[str, tuple[Stamp, np.ndarray]] = {}
+        self._used: set[str] = set()
+        self._changed = False
+
+    def find(self, path: str, stamp: Stamp) -> np.ndarray | None:
+        """Documents of a file; None when it is unknown or has changed."""
+        known, documents_D3 = self._known.get(path, (None, None))
+        if known != stamp:
+            return None
+        self._used.add(path)
+        return documents_D3
+
+    def add(self, path: str, stamp: Stamp, documents_D3: np.ndarray) -> None:
+        """Remember a file that has been read through."""
+        self._known[path] = (stamp, documents_D3)
+        self._used.add(path)
+        self._changed = True
+
+    def load(self, path: epath.Path) -> None:
+        """Read what `save` wrote; a missing, damaged or other file is ignored. Raises OSError."""
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return
+        begin = data.find(b"\n") + 1
+        if data[:begin] != _HEAD % zlib.crc32(memoryview(data)[begin:]):
+            self.report(f"note: {path} is damaged or of another version: .jsonl files are read.")
+            return
+        end = data.index(b"\n", begin) + 1
+        about = json_text.parse(data[begin:end])
+        if about["column"] != self.column:
+            return
+        documents_D3 = np.frombuffer(data, "<i8", offset=end).reshape(-1, 3)
+        ends = np.cumsum([count for *_, count in about["files"]], dtype=np.int64)
+        for (name, size, mtime, count), stop in zip(about["files"], ends, strict=True):
+            self._known[name] = (Stamp(size, mtime), documents_D3[stop - count : stop])
+
+    def save(self, path: epath.Path) -> None:
+        """Write the index of the files in use, unless it has not changed. Raises OSError."""
+        if not self._changed:
+            return
+        used = [(name, *self._known[name]) for name in sorted(self._used)]
+        files = [[name, *stamp, len(table)] for name, stamp, table in used]
+        about = json.dumps({"column": self.column, "files": files}).encode() + b"\n"
+        documents_D3 = np.concatenate([table for *_, table in used]).astype("<i8")
+        checksum = zlib.crc32(documents_D3, zlib.crc32(about))
+        with durable.replacing(path) as part, part.open("wb") as file:
+            file.write(_HEAD % checksum + about)
+            file.write(documents_D3)
+        self._changed = False
 
 
 def read_table(

@@ -12,9 +12,8 @@ from fractions import Fraction
 import numpy as np
 
 from maxdiloco.data import corpus, packing, shards
-from maxdiloco.data.documents import ByteDocuments, read_table
+from maxdiloco.data.documents import ByteDocuments, LineIndex, read_table
 from maxdiloco.data.kinds import KINDS, Source
-from maxdiloco.data.line_index import LineIndex
 from maxdiloco.data.sources import files
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.errors import DataError

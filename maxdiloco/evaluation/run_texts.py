@@ -6,13 +6,12 @@
 from collections.abc import Callable, Collection, Iterator, Mapping
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Any
 
 from etils import epath
 
 from maxdiloco.data import agreed, kinds, mixture, order, packing, pipeline, shards
+from maxdiloco.data.documents import LineIndex
 from maxdiloco.data.kinds import Source
-from maxdiloco.data.line_index import LineIndex
 from maxdiloco.data.mixture import TrainingData
 from maxdiloco.data.order import Position
 from maxdiloco.data.pipeline import Dataset
@@ -50,22 +49,33 @@ def open_dataset(
             cfg.data_shuffle_seed, split, cfg.vocab_size, cfg.max_target_length
         )
         return Dataset(windows, None, "dataset_type=synthetic")
-    options = dict(split=split, index=index, prepared=prepared, held_out=Fraction(0))
-    if path:
-        request = _request(cfg, tokenizer, _source(cfg, path), eval_paths.KEY, **options)
-        return pipeline.open_dataset(request)
-    if split == "eval" and not cfg.eval_fraction:
+    holds_out = eval_paths.holds_out(cfg) and not path
+    if split == "eval" and not path and not cfg.eval_fraction:
         raise DataError(
             "eval_fraction=0 holds nothing out. Set eval_fraction or eval_dataset_path."
         )
-    if eval_paths.holds_out(cfg):  # as it is written: 1/20 for 0.05
-        options["held_out"] = Fraction(str(cfg.eval_fraction))
-    # Sources of one size differ in order: each has a seed of its own.
+    is_mixture = cfg.dataset_mixture and not path
+    sources = {"": _source(cfg, path)} if path else trained(cfg)
     requests = {
-        name: _request(cfg, tokenizer, source, name=name, **options)
-        for name, source in trained(cfg).items()
+        name: Request(
+            source,
+            eval_paths.KEY if path else "dataset_path",
+            tokenizer,
+            length=cfg.max_target_length,
+            packing=cfg.grain_packing_type if cfg.packing else packing.DOCUMENTS_APART,
+            # As it is written: 1/20 for 0.05.
+            held_out=Fraction(str(cfg.eval_fraction)) if holds_out else Fraction(0),
+            allowed=cfg.max_corrupted_records,
+            # Sources of one size differ in order: each has a seed of its own.
+            seed=order.seed_of(name, cfg.data_shuffle_seed),
+            shuffled=cfg.enable_data_shuffling,
+            split=split,
+            index=index,
+            prepared=prepared,
+        )
+        for name, source in sources.items()
     }
-    if not cfg.dataset_mixture:
+    if not is_mixture:
         return pipeline.open_dataset(requests[""])
     if cfg.dataset_per_replica:  # the order in the list says which replica reads what
         return mixture.open_mixture(requests, seed=cfg.data_shuffle_seed, weights=None)
@@ -96,9 +106,7 @@ def open_evaluated(
 def agree(texts: Mapping[str, Dataset]) -> None:
     """Raise DataError unless all processes evaluate on the same texts. All processes call it."""
     if texts:
-        agreed.contents(
-            "".join(text.contents for text in texts.values()), key="the texts to evaluate on"
-        )
+        agreed.same("".join(text.contents for text in texts.values()), "the texts to evaluate on")
 
 
 def trained(cfg: Config) -> dict[str, Source]:
@@ -122,27 +130,6 @@ def _source(cfg: Config, path: str) -> Source:
 def key_of(name: str) -> str:
     """The key of a source of `trained`, for messages."""
     return f"dataset_mixture, source {name}" if name else "dataset_path"
-
-
-def _request(
-    cfg: Config,
-    tokenizer: Tokenizer,
-    source: Source,
-    key: str = "dataset_path",
-    name: str = "",
-    **options: Any,
-) -> Request:
-    return Request(
-        source,
-        key,
-        tokenizer,
-        length=cfg.max_target_length,
-        packing=cfg.grain_packing_type if cfg.packing else packing.DOCUMENTS_APART,
-        allowed=cfg.max_corrupted_records,
-        seed=order.seed_of(name, cfg.data_shuffle_seed),
-        shuffled=cfg.enable_data_shuffling,
-        **options,
-    )
 
 
 def prepare(

@@ -136,10 +136,10 @@ def check_places(cfg: Config, folder: RunFolder) -> None:
 
 
 def agreed_data(text: TrainingData, tokenizer: Tokenizer) -> dict[str, str]:
-    """What a checkpoint says of the training data. Raises DataError as agreed.contents."""
+    """What a checkpoint says of the training data. Raises DataError as agreed.same."""
     return {
-        "contents": agreed.contents(text.contents),
-        "tokenizer": agreed.tokenizer(tokenizer.fingerprint),
+        "contents": agreed.same(text.contents, "dataset_path"),
+        "tokenizer": agreed.same(tokenizer.fingerprint, "tokenizer_path", "tokenizers"),
     }
 
 

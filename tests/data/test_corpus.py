@@ -18,8 +18,8 @@ LINE = b'{"text": "abcdef"}\n'
 
 
 def texts(documents):
-    whole = ((number, 0, int(size)) for number, size in enumerate(documents.size))
-    return [piece.tobytes() for piece in documents.read_bytes(whole)]
+    whole = ((number, 1, int(size) + 1) for number, size in enumerate(documents.size))
+    return [bytes(tokens.tolist()) for tokens in documents.read(whole)]
 
 
 def names(root, paths):

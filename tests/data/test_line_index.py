@@ -6,8 +6,7 @@ import pytest
 from etils import epath
 
 from maxdiloco.data import corpus
-from maxdiloco.data.documents import read_table
-from maxdiloco.data.line_index import LineIndex
+from maxdiloco.data.documents import LineIndex, read_table
 from maxdiloco.errors import DataError
 from maxdiloco.evaluation import run_texts
 from maxdiloco.storage import durable
