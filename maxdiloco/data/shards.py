@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -105,7 +104,7 @@ class Shards:
         self._of_all, self._chosen = of_all, chosen
         self._starts = starts_of(of_all)
         self._part_starts = starts_of(np.array([tokens for tokens, *_ in manifest.parts], np.int64))
-        self._readers: OrderedDict[int, Any] = OrderedDict()
+        self._readers: dict[int, Any] = {}  # dropping one closes its file
         self._lock = threading.Lock()
 
     def __reduce__(self):
@@ -150,8 +149,7 @@ class Shards:
             tokens = self.manifest.parts[part][0]
             for record in {0, (tokens - 1) // self.manifest.record} if tokens else ():
                 self._record(part, record)
-            while self._readers:  # a mixture may have many sources
-                self._readers.popitem()[1].close()
+            self._readers.clear()  # a mixture may have many sources
 
     def _record(self, part, record):
         path = os.path.join(self.folder, part_name(part))
@@ -174,12 +172,11 @@ class Shards:
         from array_record.python.array_record_module import ArrayRecordReader
 
         if part not in self._readers:
-            while len(self._readers) >= _MOST_OPEN:
-                self._readers.popitem(last=False)[1].close()
+            if len(self._readers) >= _MOST_OPEN:
+                del self._readers[next(iter(self._readers))]
             # Reads are at random: nothing is read ahead.
             options = "readahead_buffer_size:0,max_parallelism:0"
             self._readers[part] = ArrayRecordReader(path, options=options)
-        self._readers.move_to_end(part)
         return self._readers[part]
 
 

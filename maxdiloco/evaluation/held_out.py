@@ -94,13 +94,7 @@ class Evaluation:
         self._sharding = NamedSharding(mesh, spec(("batch", "length"), model.spec.rules))
         self._bytes_V, self._replicated = token_bytes, NamedSharding(mesh, P())
         self._of_slots = of_slots
-        over = replicas.of_each_slot if of_slots else replicas.of_whole_mesh
-        self._program = Program(
-            "evaluate",
-            over(self._sums, mesh),
-            out_shardings=NamedSharding(mesh, P("diloco")) if of_slots else self._replicated,
-            on_compile=on_compile,
-        )
+        self._program = _of_theta("evaluate", self._sums, mesh, of_slots, on_compile)
 
     def _sums(self, params, batch, bytes_V):
         """Cross entropy, targets that count, and their bytes; scalars, or [1] of a slot."""
@@ -242,13 +236,7 @@ class Sampler:
     ):
         self._model, self._tokenizer, self._prompt = model, tokenizer, prompt
         self._tokens = tokenizer.prompt(prompt)
-        over = replicas.of_each_slot if of_slots else replicas.of_whole_mesh
-        self._program = Program(
-            "sample",
-            over(self._sample, mesh),
-            out_shardings=NamedSharding(mesh, P("diloco") if of_slots else P()),
-            on_compile=on_compile,
-        )
+        self._program = _of_theta("sample", self._sample, mesh, of_slots, on_compile)
 
     def _sample(self, params, *_):
         """Tokens [1, T]."""
@@ -274,6 +262,8 @@ class Sampler:
         return self._prompt + self._tokenizer.continuation(self._tokens, tokens)
 
 
-def sequences(eval_steps: int, rows: int) -> int:
-    """Sequences that an evaluation reads of each text; -1: all. rows: of a batch."""
-    return eval_steps if eval_steps == -1 else eval_steps * rows
+def _of_theta(name, fn, mesh, of_slots, on_compile):
+    """The program fn(params, batch, shared) on the mesh, or on each slot of `diloco`."""
+    over = replicas.of_each_slot if of_slots else replicas.of_whole_mesh
+    where = NamedSharding(mesh, P("diloco") if of_slots else P())
+    return Program(name, over(fn, mesh), out_shardings=where, on_compile=on_compile)

@@ -114,7 +114,7 @@ def evaluate(
     # As many replicas share a device here as in the run.
     of_device = rows_of_run // _batch_devices(found.meta["mesh"]) // of_run["per_device_batch_size"]
     rows = of_device * found.cfg.per_device_batch_size * _batch_devices(found.mesh.shape)
-    num_sequences = held_out.sequences(found.cfg.eval_steps, rows_of_run)
+    num_sequences = max(-1, found.cfg.eval_steps * rows_of_run)
     cfg, tokenizer = found.cfg, ByteTokenizer()
     if cfg.dataset_type != "synthetic":  # whose tokens are numbers, not text
         tokenizer = run_tokenizer.of_checkpoint(cfg, found.path)

@@ -12,7 +12,7 @@ import jax
 
 from maxdiloco.data import kinds, shards
 from maxdiloco.data.kinds import Source
-from maxdiloco.data.prepared.prepare import PART_BYTES, Work, part_bytes_of, prepare
+from maxdiloco.data.prepared.prepare import Work, plan_of, prepare, size_of
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.processes import coordination
@@ -20,7 +20,7 @@ from maxdiloco.storage import object_store
 from maxdiloco.storage.run_folder import absolute
 
 FOLDER = "prepared"
-_KEY = f"maxdiloco/{FOLDER}/"
+_KEY = f"maxdiloco/{FOLDER}"
 _LARGE = 1e9  # bytes; above it the program for this is named. Our choice: some minutes.
 _PATIENCE_S = 7 * 24 * 3600.0  # of the other processes; a lost one ends them before
 # A network file system may cache for up to a minute that a name is absent. Our choice.
@@ -45,7 +45,7 @@ def prepare_sources(
     if jax.process_index() != 0:
         return _of_first_process(list(keys))
     folders = {}
-    for number, (source, key) in enumerate(keys.items()):
+    for source, key in keys.items():
         if kinds.needs_tokenising(source, key, of_bytes=tokenizer.kind == "byte"):
             command = _command(source, flags, allowed)
             if not object_store.is_local(folder):
@@ -55,29 +55,25 @@ def prepare_sources(
                     "the path."
                 )
             text, named = kinds.open_source(source, key), f"{key}={source.path}"
-            work = Work(text, tokenizer, named, allowed=allowed, part_bytes=part_bytes_of(text))
-            plan = [text.version(), source.column, tokenizer.fingerprint, work.part_bytes]
-            name = hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:16]
+            work = Work(text, tokenizer, named, allowed=allowed)
+            plan = json.dumps(list(plan_of(work).values()))
+            name = hashlib.sha256(plan.encode()).hexdigest()[:16]
             out = folders[source] = os.fspath(absolute(folder) / FOLDER / name)
-            size = sum(span.size for span in text.spans(PART_BYTES))
-            if size > _LARGE and not shards.is_folder(out):
+            if (size := size_of(text)) > _LARGE and not shards.is_folder(out):
                 say(
                     f"note: {named} has {size / 1e9:,.1f} GB to tokenise before the first step. "
                     f"`{command}` does that on any machine, once for all runs."
                 )
             prepare(work, out, say)
-        if jax.process_count() > 1:
-            coordination.put(f"{_KEY}{number}", folders.get(source, "-"))  # no empty values there
+    if jax.process_count() > 1:
+        coordination.put(_KEY, json.dumps([folders.get(source) for source in keys]))
     return folders
 
 
 def _of_first_process(sources):
-    folders = {}
-    for number, source in enumerate(sources):
-        what = f"{source.path} as tokens"
-        named = coordination.value_of(0, f"{_KEY}{number}", what, timeout_s=_PATIENCE_S)
-        if named != "-":
-            folders[source] = named
+    named = coordination.value_of(0, _KEY, "its text as tokens", timeout_s=_PATIENCE_S)
+    pairs = zip(sources, json.loads(named), strict=True)
+    folders = {source: folder for source, folder in pairs if folder}
     deadline = time.monotonic() + _WAIT_S
     for source, folder in folders.items():
         while not shards.is_folder(folder):
