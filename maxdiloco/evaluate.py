@@ -3,6 +3,7 @@
 Only the parameters are read. The flags are checked before JAX starts (evaluation/stored.py).
 """
 
+import functools
 import json
 import os
 from collections.abc import Sequence
@@ -58,7 +59,8 @@ def _run(folder, options, keys: list[str]) -> None:
     from maxdiloco.trainer import compiled_file, job
 
     # The mesh has to be known before JAX's backends start; the checkpoint itself is read after.
-    cfg = stored.configure(find.newest_meta(folder, key="RUN"), keys, os.environ)
+    configure = functools.partial(stored.configure, argv=keys, environ=os.environ)
+    cfg = configure(find.newest_meta(folder, key="RUN"))
     with job.joined(cfg), job.compile_cache(cfg) as notes:
         primary = jax.process_index() == 0
 
@@ -70,9 +72,7 @@ def _run(folder, options, keys: list[str]) -> None:
             say_once(line)
         if primary and options.report:
             compiled_file.check_place("report", options.report)
-        evaluated, texts = stored.evaluate(
-            folder, argv=keys, environ=os.environ, parameters=options.parameters, say=say_once
-        )
+        evaluated, texts = stored.evaluate(folder, configure, options.parameters, say_once)
         for line in stored.table(texts):
             say_once(line)
         if primary and options.report:

@@ -41,13 +41,8 @@ class Dataset:
         """Equal in two processes or two runs when they have the same data (text.contents)."""
         return self.windows.contents()
 
-    def first_position(self, M: int, B: int) -> Position:
-        """Position of a new run: step 1 begins with the first sequence."""
-        return order.first_position(M, B)
-
-    def next_position(self, position: Position, step: int, M: int, B: int) -> Position:
-        """Position of a run that goes on with `step`, with M and B, at the next unread sequence."""
-        return order.next_position(position, step, M, B)
+    first_position = staticmethod(order.first_position)
+    next_position = staticmethod(order.next_position)
 
     def check_size(self, position: Position) -> None:
         """Raise DataError when an epoch has too few sequences for one step."""

@@ -3,13 +3,15 @@
     # R replicas  B sequences per replica  L tokens
 """
 
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from fractions import Fraction
 from types import MappingProxyType
 
+import jax
 from etils import epath
 
-from maxdiloco.data import agreed, kinds, mixture, order, packing, pipeline, shards
+from maxdiloco.data import kinds, mixture, order, packing, pipeline
 from maxdiloco.data.documents import LineIndex
 from maxdiloco.data.kinds import Source
 from maxdiloco.data.mixture import TrainingData
@@ -24,6 +26,8 @@ from maxdiloco.errors import DataError
 from maxdiloco.flags import eval_paths
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics import line_files
+from maxdiloco.processes.agree import from_first_process, in_any_process
+from maxdiloco.storage import shared_folder
 from maxdiloco.storage.run_folder import RunFolder
 
 # Times eval_fraction: our choice; a source without enough sequences for its share has more.
@@ -49,12 +53,13 @@ def open_dataset(
             cfg.data_shuffle_seed, split, cfg.vocab_size, cfg.max_target_length
         )
         return Dataset(windows, None, "dataset_type=synthetic")
-    holds_out = eval_paths.holds_out(cfg) and not path
     if split == "eval" and not path and not cfg.eval_fraction:
         raise DataError(
             "eval_fraction=0 holds nothing out. Set eval_fraction or eval_dataset_path."
         )
-    is_mixture = cfg.dataset_mixture and not path
+    held_out = Fraction(0)
+    if eval_paths.holds_out(cfg) and not path:
+        held_out = Fraction(str(cfg.eval_fraction))  # as it is written: 1/20 for 0.05
     sources = {"": _source(cfg, path)} if path else trained(cfg)
     requests = {
         name: Request(
@@ -63,8 +68,7 @@ def open_dataset(
             tokenizer,
             length=cfg.max_target_length,
             packing=cfg.grain_packing_type if cfg.packing else packing.DOCUMENTS_APART,
-            # As it is written: 1/20 for 0.05.
-            held_out=Fraction(str(cfg.eval_fraction)) if holds_out else Fraction(0),
+            held_out=held_out,
             allowed=cfg.max_corrupted_records,
             # Sources of one size differ in order: each has a seed of its own.
             seed=order.seed_of(name, cfg.data_shuffle_seed),
@@ -75,13 +79,13 @@ def open_dataset(
         )
         for name, source in sources.items()
     }
-    if not is_mixture:
+    if path or not cfg.dataset_mixture:
         return pipeline.open_dataset(requests[""])
-    if cfg.dataset_per_replica:  # the order in the list says which replica reads what
-        return mixture.open_mixture(requests, seed=cfg.data_shuffle_seed, weights=None)
-    entries = map(dict, cfg.dataset_mixture)
-    weights = {entry["name"]: Fraction(entry.get("weight", "1")) for entry in entries}
-    requests = dict(sorted(requests.items()))
+    weights = None  # the order in the list says which replica reads what
+    if not cfg.dataset_per_replica:
+        entries = map(dict, cfg.dataset_mixture)
+        weights = {entry["name"]: Fraction(entry.get("weight", "1")) for entry in entries}
+        requests = dict(sorted(requests.items()))
     return mixture.open_mixture(requests, seed=cfg.data_shuffle_seed, weights=weights)
 
 
@@ -92,10 +96,12 @@ def open_evaluated(
     prepared: Mapping[Source, str] = MappingProxyType({}),
 ) -> dict[str, Dataset]:
     """{name: data set} of eval_dataset_path, that of eval/loss first; otherwise as open_dataset."""
-    texts, options = {}, dict(split="eval", index=index, prepared=prepared)
+    texts = {}
     for name, path in eval_paths.named(cfg).items():
         try:
-            texts[name] = open_dataset(cfg, tokenizer, path=path, **options)
+            texts[name] = open_dataset(
+                cfg, tokenizer, split="eval", path=path, index=index, prepared=prepared
+            )
         except DataError as error:
             if not name:
                 raise
@@ -106,7 +112,18 @@ def open_evaluated(
 def agree(texts: Mapping[str, Dataset]) -> None:
     """Raise DataError unless all processes evaluate on the same texts. All processes call it."""
     if texts:
-        agreed.same("".join(text.contents for text in texts.values()), "the texts to evaluate on")
+        agreed("".join(text.contents for text in texts.values()), "the texts to evaluate on")
+
+
+def agreed(data: str, key: str, what: str = "text") -> str:
+    """The contents of data that key names. Raises DataError unless all processes have the same."""
+    shared_folder.meet()  # the first process may still wait for the lock of the run's folder
+    checksum = zlib.crc32(data.encode()) >> 1  # fits a signed 32-bit integer
+    if in_any_process(from_first_process(checksum) != checksum):
+        why = "; the built-in text differs with the version of Python" if what == "text" else ""
+        who = f"process {jax.process_index()} and others have different {what}"
+        raise DataError(f"{key}: {who}. Give every host the same files{why}.")
+    return data
 
 
 def trained(cfg: Config) -> dict[str, Source]:
@@ -192,9 +209,7 @@ def lines(
     if text.computed:
         return out
     for name, source in trained(cfg).items():
-        if not shards.is_folder(source.path):
-            line = kinds.left_out_line(source, key_of(name))
-            out += [line] if line else []
+        out += kinds.left_out_lines(source, key_of(name))
     for name, dataset in held_out.items():
         out.append(
             f"held out{f' as {name}' if name else ''}: {dataset.num_windows:,} sequences, of which "

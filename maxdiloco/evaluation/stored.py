@@ -48,27 +48,23 @@ def config_of(meta: dict[str, Any]) -> Config:
 
 def load(
     folder: epath.Path,
-    *,
-    key: str,
-    configure: Callable[[dict[str, Any]], Config],
-    mesh_of: Callable[[Config], Mesh],
+    configure: Callable[[dict[str, Any]], tuple[Config, Mesh]],
     parameters: str = "outer",
 ) -> Stored:
     """Read the newest undamaged checkpoint of a run, or one checkpoint; all processes call it.
 
-    folder: of checkpoint.find. key: what gave it, for messages. configure: meta -> the config to
-    build the model with. parameters: of checkpoint.theta. Raises ConfigError, CheckpointError.
+    folder: of checkpoint.find. configure: meta -> the config and the devices to build the model
+    with. parameters: of checkpoint.theta. Raises ConfigError, CheckpointError.
     """
     built: list[Any] = []
 
     def abstract_of(meta):
-        cfg = configure(meta)
-        mesh = mesh_of(cfg)
+        cfg, mesh = configure(meta)
         model = on_mesh.build(cfg, mesh)
         built[:] = cfg, mesh, model
         return on_mesh.parameters(model, mesh)
 
-    params, found = read.restore_parameters(folder, abstract_of, key=key, parameters=parameters)
+    params, found = read.restore_parameters(folder, abstract_of, key="RUN", parameters=parameters)
     return Stored(found.step, found.path, found.meta, *built, params)
 
 
@@ -87,26 +83,23 @@ def configure(meta: dict[str, Any], argv: list[str], environ: Mapping[str, str])
 
 def evaluate(
     folder: epath.Path,
-    *,
-    argv: list[str],
-    environ: Mapping[str, str],
+    configure: Callable[[dict[str, Any]], Config],
     parameters: str,
     say: Callable[[str], None],
 ) -> tuple[dict[str, Any], dict[str, Totals]]:
     """Evaluate the newest undamaged checkpoint of a run, or one checkpoint, on each of its texts.
 
     Reads the same sequences as the run, on whatever mesh: eval_steps counts batches of the run's
-    size. folder, parameters: of `load`. argv, environ: of `configure`. All processes call it.
+    size. folder, parameters: of `load`. configure: meta -> config. All processes call it.
     Returns what was evaluated, for as_json, and {name of a text: sums}. Raises ConfigError,
     CheckpointError, DataError.
     """
-    found = load(
-        folder,
-        key="RUN",
-        configure=lambda meta: configure(meta, argv, environ),
-        mesh_of=lambda cfg: mesh_lib.build(hardware_of(cfg)),
-        parameters=parameters,
-    )
+
+    def on_devices(meta):
+        cfg = configure(meta)
+        return cfg, mesh_lib.build(hardware_of(cfg))
+
+    found = load(folder, on_devices, parameters)
     say(f"step {found.step} of {found.path.parent.parent}, parameters: {parameters}")
     say(mesh_lib.describe(found.mesh, hardware_of(found.cfg)))
     position, of_run = found.meta["position"], found.meta["config"]
