@@ -6,7 +6,7 @@
 import dataclasses
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -36,8 +36,6 @@ class Request:
     shuffled: bool  # in the order of the seed, else in file order
     split: str  # train or eval
     index: LineIndex | None = None  # known documents of .jsonl files, to which others are added
-    # The folder of shards of each source that was tokenised at this start.
-    prepared: Mapping[Source, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,9 +94,8 @@ def open_text(request: Request) -> tuple[TextWindows, str]:
     Raises DataError for data that are missing, damaged, empty, without a sequence for the split, or
     of another tokenizer.
     """
-    folder = request.prepared.get(request.source, request.source.path)
-    if request.source.kind == "arrayrecord" or shards.is_folder(folder):
-        documents, name, divided = _of_shards(request, folder)
+    if request.source.kind == "arrayrecord" or shards.is_folder(request.source.path):
+        documents, name, divided = _of_shards(request)
     else:
         documents, name, divided = _of_bytes(request)
     layout = packing.layout(documents.lengths, request.length, request.packing)
@@ -116,10 +113,10 @@ def open_text(request: Request) -> tuple[TextWindows, str]:
     return TextWindows(documents, layout, request.length, request.packing, first, count), name
 
 
-def _of_shards(request: Request, folder: str) -> tuple[Documents, str, bool]:
+def _of_shards(request: Request) -> tuple[Documents, str, bool]:
     """Documents of a split, their name, and whether both splits have them and divide the windows"""
-    name = f"{request.key}={folder}"
-    documents = shards.open_shards(folder, request.key)
+    name = f"{request.key}={request.source.path}"
+    documents = shards.open_shards(request.source.path, request.key)
     shards.refuse_other_tokenizer(documents, request.tokenizer, name)
     counts, tokens = shards.of_each_file(documents)
     held = held_out_files(tokens.tolist(), request.held_out)

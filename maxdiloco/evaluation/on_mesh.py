@@ -70,4 +70,4 @@ def token_bytes(cfg: Config, tokenizer: Tokenizer | None = None) -> np.ndarray:
     if cfg.dataset_type == "synthetic":
         return np.zeros(cfg.vocab_size, np.int32)
     tokenizer = tokenizer or run_tokenizer.open_tokenizer(cfg)
-    return tokenizer.bytes_of_rows(cfg.vocab_size)
+    return np.pad(tokenizer.token_bytes(), (0, cfg.vocab_size - tokenizer.vocab_size))

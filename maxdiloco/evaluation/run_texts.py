@@ -43,7 +43,7 @@ def open_dataset(
     index: LineIndex | None = None,
     prepared: Mapping[Source, str] = MappingProxyType({}),
 ) -> TrainingData:
-    """The data of a split, train or eval. index, prepared: of data.text.Request.
+    """The data of a split, train or eval. index: of data.text.Request. prepared: of `prepare`.
 
     The eval split is a Dataset: path, of eval_dataset_path, or what is held out of the training.
     Raises DataError for a source that is missing, empty or unreadable.
@@ -63,7 +63,7 @@ def open_dataset(
     sources = {"": _source(cfg, path)} if path else trained(cfg)
     requests = {
         name: Request(
-            source,
+            source._replace(path=prepared.get(source, source.path)),
             eval_paths.KEY if path else "dataset_path",
             tokenizer,
             length=cfg.max_target_length,
@@ -75,7 +75,6 @@ def open_dataset(
             shuffled=cfg.enable_data_shuffling,
             split=split,
             index=index,
-            prepared=prepared,
         )
         for name, source in sources.items()
     }

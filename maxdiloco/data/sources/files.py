@@ -250,24 +250,18 @@ def refuse_other(paths: list[str], key: str) -> None:
             for start in starts:
                 file.seek(start)
                 data = file.read(_BLOCK)
-                # A block that is not the last may end within a character.
-                wrong = _first_wrong(data, first=start == 0, last=start + len(data) >= size)
-                if wrong:
-                    offset, why = wrong
+                wrong, why = data.find(b"\0"), "is NUL"
+                # A block may begin within a character, and one that is not the last may end so.
+                begin = _inside_character(data) if start else 0
+                decoder = codecs.getincrementaldecoder("utf-8")()
+                try:
+                    decoder.decode(data[begin:], start + len(data) >= size)
+                except UnicodeDecodeError as error:
+                    if wrong < 0:
+                        wrong = begin + error.start
+                        why = f"is 0x{data[wrong]:02x} ({error.reason})"
+                if wrong >= 0:
                     raise DataError(
-                        f"{path} is no UTF-8 text: byte {start + offset} {why}. Convert it (as "
+                        f"{path} is no UTF-8 text: byte {start + wrong} {why}. Convert it (as "
                         f"iconv -f LATIN1 -t UTF-8 does), or leave it out of {key}."
                     )
-
-
-def _first_wrong(data, *, first, last):
-    """Place of a byte of a block that is no text, and why; None where all are."""
-    begin = 0 if first else _inside_character(data)
-    if (nul := data.find(b"\0")) >= 0:
-        return nul, "is NUL"
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(data[begin:], last)
-    except UnicodeDecodeError as error:
-        place = begin + error.start
-        return place, f"is 0x{data[place]:02x} ({error.reason})"
-    return None
