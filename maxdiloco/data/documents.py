@@ -20,7 +20,7 @@ from maxdiloco import json_text
 from maxdiloco.data import corpus
 from maxdiloco.data.corpus import Stamp
 from maxdiloco.data.packing import Piece
-from maxdiloco.data.sources.files import line_text, lines
+from maxdiloco.data.sources.files import Files, line_text, lines
 from maxdiloco.data.tokenizer_base import BYTES, to_bytes
 from maxdiloco.errors import DataError
 from maxdiloco.storage import durable
@@ -38,13 +38,11 @@ _HEAD = b"maxdiloco line index 1 %08x\n"
 class ByteDocuments:
     """Table of documents in file order; arrays int64 [documents]."""
 
-    paths: tuple[str, ...]
-    stamps: tuple[Stamp, ...]  # of each path, when the table was made
-    file: np.ndarray  # index into paths
+    source: Files  # when the table was made
+    file: np.ndarray  # index into its names
     offset: np.ndarray  # where the document or its .jsonl line begins [bytes]
     stored: np.ndarray  # its length there
     size: np.ndarray  # length of the text [bytes], never 0
-    column: str  # field of a .jsonl line with the text
 
     @property
     def lengths(self) -> np.ndarray:
@@ -56,12 +54,12 @@ class ByteDocuments:
         pieces of one file cost one open. Raises DataError for a file that is gone or has changed
         since the table was made."""
         for number, run in itertools.groupby(pieces, key=lambda piece: self.file[piece[0]]):
-            path = self.paths[number]
+            path = self.source.names[number]
             with corpus.reading(path), open(path, "rb") as file:
                 for document, begin, end in run:
                     start = np.array([BYTES] if begin == 0 else [], np.uint16)
                     data = self._bytes(file, document, max(begin - 1, 0), end - 1)
-                    now, before = Stamp.of(file), self.stamps[number]
+                    now, before = Stamp.of(file), self.source.stamps[number]
                     if now.size == before.size and now != before:  # a .jsonl file may grow
                         raise corpus.changed(path, int(self.size[document]), "was written over")
                     yield np.concatenate([start, np.frombuffer(data, np.uint8)])
@@ -73,7 +71,7 @@ class ByteDocuments:
             file.seek(offset)
             where = f"{file.name} byte {offset}"
             try:
-                text = to_bytes(line_text(file.read(stored), self.column, where))
+                text = to_bytes(line_text(file.read(stored), self.source.column, where))
             except DataError as error:  # it was a document when the run began
                 now = f"at byte {offset} is no longer there"
                 raise corpus.changed(file.name, size, now) from error
@@ -89,7 +87,7 @@ class ByteDocuments:
     def summary(self) -> str:
         """Files, documents and bytes of text, for the user."""
         size = int(self.size.sum())
-        return f"{len(self.paths):,} files, {len(self.size):,} documents, {size:,} bytes"
+        return f"{len(self.source.names):,} files, {len(self.size):,} documents, {size:,} bytes"
 
     def contents(self) -> Iterator[bytes]:
         """Lengths of the documents and a hash of `sampled` pieces, which are read."""
@@ -180,21 +178,17 @@ class LineIndex:
         self._changed = False
 
 
-def read_table(
-    paths: Iterable[str], *, column: str, index: LineIndex | None = None, allowed: int = 0
-) -> ByteDocuments:
+def read_table(source: Files, *, index: LineIndex | None = None, allowed: int = 0) -> ByteDocuments:
     """Table of the documents in files; empty ones and blank .jsonl lines are left out.
 
     Text files are only measured; .jsonl files that index does not know are read through, 60 MB a
     second on one core. allowed: lines without the text that are left out, each told to the user.
     Raises DataError for a file that cannot be read and for one such line more.
     """
-    paths = tuple(paths)
+    paths, stamps, column = source.names, source.stamps, source.column
     index = LineIndex(column) if index is None else index
     # Another source of a mixture may have the text of the same file in another field.
     names = [path if column == index.column else f"{path}\0{column}" for path in paths]
-    # All files are opened before the first is read through, which may take an hour.
-    stamps = tuple(map(corpus.stamp, paths))
     tables = []
     for path, name, stamp in zip(paths, names, stamps, strict=True):
         if path.endswith(".jsonl") and stamp.size:
@@ -214,7 +208,7 @@ def read_table(
             index.add(names[number], stamps[number], tables[number])
     file = np.repeat(np.arange(len(paths)), [len(table) for table in tables])
     columns = np.ascontiguousarray(np.concatenate([_rows(), *tables]).T)
-    return ByteDocuments(paths, stamps, file, *columns, column=column)
+    return ByteDocuments(source, file, *columns)
 
 
 def _rows(*rows):

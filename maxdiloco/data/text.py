@@ -5,9 +5,9 @@
 
 import dataclasses
 import hashlib
-import os
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import compress
 
 import numpy as np
 
@@ -131,23 +131,21 @@ def _of_bytes(request: Request) -> tuple[Documents, str, bool]:
     """As _of_shards, of files whose bytes are the tokens."""
     key, (kind, path, column) = request.key, request.source
     assert KINDS[kind].in_place and request.tokenizer.kind == "byte"  # others were tokenised
-    paths = corpus.find_files(path, key)
-    sizes = []  # bytes stand for tokens: compared before the files are read
-    for file in paths:
-        files.check_text(file)
-        with corpus.reading(file):
-            sizes.append(os.path.getsize(file))
-    held = held_out_files(sizes, request.held_out)
+    found = files.open_files(corpus.SUFFIXES, files.check_text, path, key, column)
+    # Bytes stand for tokens: compared before the files are read.
+    held = held_out_files([stamp.size for stamp in found.stamps], request.held_out)
     if held is not None:
-        paths = [paths[number] for number in np.flatnonzero(held == (request.split == "eval"))]
+        chosen = held == (request.split == "eval")
+        names, stamps = (tuple(compress(of, chosen)) for of in (found.names, found.stamps))
+        found = dataclasses.replace(found, names=names, stamps=stamps)
     if path:  # what Python's own source is written in is its own affair
-        files.refuse_other(paths, key)
-    table = read_table(paths, column=column, index=request.index, allowed=request.allowed)
+        files.refuse_other(found.names, key)
+    table = read_table(found, index=request.index, allowed=request.allowed)
     name = f"{key}={path}" if path else f"{key}= (Python's standard library)"
     if not len(table.size):
         raise DataError(
-            f"{name} holds no text for {request.split}: {len(paths)} files, all empty. Give text "
-            "to read."
+            f"{name} holds no text for {request.split}: {len(found.names)} files, all empty. Give "
+            "text to read."
         )
     return table, name, request.held_out > 0 and held is None
 

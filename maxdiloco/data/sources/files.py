@@ -8,7 +8,7 @@ import codecs
 import dataclasses
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO
 
 from maxdiloco import json_text
@@ -236,7 +236,7 @@ def check_parquet(name: str) -> None:
         )
 
 
-def refuse_other(paths: list[str], key: str) -> None:
+def refuse_other(paths: Iterable[str], key: str) -> None:
     """Raise DataError for the first file with a block that is no UTF-8 or has a NUL byte. .jsonl
     files are left out: they are read through as JSON. key: the flag of the path."""
     for path in paths:
