@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from fractions import Fraction
 from types import MappingProxyType
+from typing import Any
 
 import jax
 from etils import epath
@@ -88,19 +89,12 @@ def open_dataset(
     return mixture.open_mixture(requests, seed=cfg.data_shuffle_seed, weights=weights)
 
 
-def open_evaluated(
-    cfg: Config,
-    tokenizer: Tokenizer,
-    index: LineIndex | None = None,
-    prepared: Mapping[Source, str] = MappingProxyType({}),
-) -> dict[str, Dataset]:
+def open_evaluated(cfg: Config, tokenizer: Tokenizer, **options: Any) -> dict[str, Dataset]:
     """{name: data set} of eval_dataset_path, that of eval/loss first; otherwise as open_dataset."""
     texts = {}
     for name, path in eval_paths.named(cfg).items():
         try:
-            texts[name] = open_dataset(
-                cfg, tokenizer, split="eval", path=path, index=index, prepared=prepared
-            )
+            texts[name] = open_dataset(cfg, tokenizer, split="eval", path=path, **options)
         except DataError as error:
             if not name:
                 raise
@@ -168,8 +162,7 @@ def prepare(
         keys,
         tokenizer,
         folder=cfg.base_output_directory,
-        allowed=cfg.max_corrupted_records,
-        flags={key: vars(cfg)[key] for key in KEYS},
+        flags={key: vars(cfg)[key] for key in (*KEYS, "max_corrupted_records")},
         say=say,
     )
 
@@ -192,11 +185,10 @@ def open_data(
     index = LineIndex(cfg.text_column, report=say)
     if any(source.kind == "text" for source in trained(cfg).values()):
         load_index(index, folder.line_index)
-    train = open_dataset(cfg, tokenizer, split="train", index=index, prepared=prepared)
+    options = dict(index=index, prepared=prepared)
+    train = open_dataset(cfg, tokenizer, split="train", **options)
     train.check_size(train.first_position(*shape[:2]))
-    held_out = {}
-    if cfg.eval_interval != -1:
-        held_out = open_evaluated(cfg, tokenizer, index=index, prepared=prepared)
+    held_out = open_evaluated(cfg, tokenizer, **options) if cfg.eval_interval != -1 else {}
     return train, held_out, index
 
 

@@ -32,14 +32,13 @@ def prepare_sources(
     tokenizer: Tokenizer,
     *,
     folder: str,
-    allowed: int,
     flags: Mapping[str, Any],
     say: Callable[[str], None],
 ) -> dict[Source, str]:
     """The folder of shards of each source that has no known token counts.
 
-    keys: of the sources. folder: base_output_directory. allowed: max_corrupted_records. flags: that
-    name the tokenizer. Process 0 tokenises; the others wait. Raises DataError for text that is
+    keys: of the sources. folder: base_output_directory. flags: that name the tokenizer, and
+    max_corrupted_records. Process 0 tokenises; the others wait. Raises DataError for text that is
     missing, unreadable or damaged, ConfigError where folder is none.
     """
     if jax.process_index() != 0:
@@ -47,7 +46,7 @@ def prepare_sources(
     folders = {}
     for source, key in keys.items():
         if kinds.needs_tokenising(source, key, of_bytes=tokenizer.kind == "byte"):
-            command = _command(source, flags, allowed)
+            command = _command(source, flags)
             if not object_store.is_local(folder):
                 raise ConfigError(
                     f"{key}={source.path} has to be tokenised first, and base_output_directory="
@@ -55,7 +54,7 @@ def prepare_sources(
                     "the path."
                 )
             text, named = kinds.open_source(source, key), f"{key}={source.path}"
-            work = Work(text, tokenizer, named, allowed=allowed)
+            work = Work(text, tokenizer, named, allowed=flags["max_corrupted_records"])
             plan = json.dumps(list(plan_of(work).values()))
             name = hashlib.sha256(plan.encode()).hexdigest()[:16]
             out = folders[source] = os.fspath(absolute(folder) / FOLDER / name)
@@ -87,9 +86,8 @@ def _of_first_process(sources):
     return folders
 
 
-def _command(source, flags, allowed):
-    keys = {"dataset_type": source.kind, **flags, "text_column": source.column}
-    keys["max_corrupted_records"] = allowed
+def _command(source, flags):
+    keys = {"dataset_type": source.kind, "text_column": source.column, **flags}
     words = [f"python -m maxdiloco.prepare {shlex.quote(source.path)} out=FOLDER"]
     for key, value in keys.items():
         shown = str(value).lower() if isinstance(value, bool) else shlex.quote(str(value))
