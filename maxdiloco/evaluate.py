@@ -47,14 +47,8 @@ def main(argv: Sequence[str]) -> int:
     environ = {k: v for k, v in os.environ.items() if k == "M_BASE_OUTPUT_DIRECTORY"}
     base = config.load(place, environ).base_output_directory
     folder = find.locate(run, base_output_directory=base, step=options.step, key="RUN")
-    _run(folder, options, keys)
-    return 0
-
-
-def _run(folder, options, keys: list[str]) -> None:
     import jax
 
-    from maxdiloco.checkpoint import find
     from maxdiloco.evaluation import stored
     from maxdiloco.trainer import compiled_file, job
 
@@ -78,6 +72,7 @@ def _run(folder, options, keys: list[str]) -> None:
         if primary and options.report:
             text = json.dumps(stored.as_json(evaluated, texts), indent=1) + "\n"
             compiled_file.write_whole("report", options.report, text.encode())
+    return 0
 
 
 if __name__ == "__main__":

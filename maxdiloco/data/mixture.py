@@ -134,7 +134,9 @@ class Mixture:
         """Tokens, padding included, and epochs read of each source; the step's share of padding."""
         length = self.sources[0].windows.length
         read = self._sequences_read(position, step + 1)
-        found = {f"data/tokens_{name}": float(read[name] * length) for name in self.names}
+        sequences = position.base + position.sequences_before(step + 1)
+        found = {"learning/tokens": sequences * length}
+        found |= {f"data/tokens_{name}": float(read[name] * length) for name in self.names}
         for name, source in zip(self.names, self.sources, strict=True):
             found[f"data/epoch_{name}"] = read[name] / source.num_windows
         if any(source.windows.padded for source in self.sources):

@@ -77,9 +77,11 @@ class Dataset:
         return dict(zip(LEAVES, leaves, strict=True))
 
     def metrics(self, position: Position, step: int) -> dict[str, float]:
-        """The epoch, and the share of padding of a step's global batch for packings that pad."""
+        """learning/tokens, read by all replicas up to the end of a step; the epoch, and the share
+        of padding of its global batch for packings that pad."""
         first = position.base + position.sequences_before(step)
-        end, found = first + position.M * position.B, {}
+        end = first + position.M * position.B
+        found = {"learning/tokens": end * self.windows.length}
         if self.num_windows is not None:
             found["data/epoch"] = end / self.num_windows
         if self.windows.padded:

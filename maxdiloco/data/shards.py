@@ -142,6 +142,16 @@ class Shards:
         if self._chosen is not None:
             yield self._chosen.tobytes()
 
+    def sizes(self) -> list[int]:
+        """Tokens of the documents that begin in each file of the source."""
+        counts = [documents for _, documents in self.manifest.files]
+        return np.diff(self._starts[starts_of(counts)]).tolist()
+
+    def chosen(self, files: np.ndarray) -> "Shards":
+        """The documents of some files of the source. files: bool [F]."""
+        documents = np.repeat(files, [documents for _, documents in self.manifest.files])
+        return Shards(self.folder, self.manifest, self._of_all, np.flatnonzero(documents))
+
     def try_parts(self) -> None:
         """Read the first and the last record of some parts. Raises DataError."""
         count = len(self.manifest.parts)
@@ -218,12 +228,6 @@ def file_hash(path: str) -> str:
     """SHA-256 of a file, hexadecimal. Raises DataError."""
     with reading(path, _REMEDY), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def of_each_file(shards: Shards) -> tuple[np.ndarray, np.ndarray]:
-    """Documents that begin in each file of the source, and their tokens, int64 [F]."""
-    counts = np.array([documents for _, documents in shards.manifest.files], np.int64)
-    return counts, np.diff(starts_of(shards.lengths)[starts_of(counts)])
 
 
 def refuse_other_tokenizer(documents: Shards, tokenizer: Tokenizer, where: str) -> None:

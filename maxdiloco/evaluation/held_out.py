@@ -5,6 +5,7 @@
 
 import math
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -25,9 +26,7 @@ from maxdiloco.parallel.replicas import broadcast, map_fn, reduce_mean, without_
 from maxdiloco.parallel.sharding import spec
 
 # Those of maxdiloco.generate, but for a shorter text. Our choice.
-NEW_TOKENS = 100
-TEMPERATURE = 0.8
-TOP_K = 40
+SAMPLING = MappingProxyType({"max_new_tokens": 100, "temperature": 0.8, "top_k": 40})
 SEED = 0
 
 
@@ -246,10 +245,8 @@ class Sampler:
             self._model,
             params,
             jnp.tile(jnp.array(self._tokens, jnp.int32), (B, 1)),
-            max_new_tokens=NEW_TOKENS,
-            temperature=TEMPERATURE,
-            top_k=TOP_K,
             key=jax.random.key(SEED),
+            **SAMPLING,
         )[:1]
 
     def calls(self, params: Any, runs: float) -> list[Call]:

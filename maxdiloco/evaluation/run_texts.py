@@ -16,7 +16,6 @@ from maxdiloco.data import kinds, mixture, order, packing, pipeline
 from maxdiloco.data.documents import LineIndex
 from maxdiloco.data.kinds import Source
 from maxdiloco.data.mixture import TrainingData
-from maxdiloco.data.order import Position
 from maxdiloco.data.pipeline import Dataset
 from maxdiloco.data.prepared import at_start
 from maxdiloco.data.synthetic import SyntheticWindows
@@ -231,12 +230,6 @@ def _large_shares(cfg: Config, text: TrainingData, held: Dataset) -> Iterator[st
                 f"it has {sequences} sequences and one is the least. Give more text, or set "
                 "eval_dataset_path."
             )
-
-
-def metrics(text: TrainingData, position: Position, length: int, step: int) -> dict[str, float]:
-    """learning/tokens, read by all replicas up to the end of a step, and data/* of the text."""
-    sequences = position.base + position.sequences_before(step + 1)
-    return {"learning/tokens": sequences * length} | text.metrics(position, step)
 
 
 def load_index(index: LineIndex, path: epath.Path) -> None:

@@ -143,7 +143,7 @@ def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) ->
             mailbox=mailbox,
             checkpointer=checkpointer,
             note=start.note(cfg, begin.position, data, total_steps=total),
-            data_metrics=functools.partial(run_texts.metrics, text, begin.position, shape.length),
+            data_metrics=functools.partial(text.metrics, begin.position),
             since_row=begin.since_row(done),
             begun=begun,
         )

@@ -150,6 +150,7 @@ def test_metrics_count_tokens_of_each_source_and_the_padding_of_the_step(setting
     data = mixed({"a": 2, "b": 1, "c": 1})
     found = data.metrics(data.first_position(2, 2), 2)
     assert found.pop("data/padding") == pytest.approx(1 / 3)
+    assert found.pop("learning/tokens") == 24
     for source, tokens in {"a": 12.0, "b": 6.0, "c": 6.0}.items():
         assert found.pop(f"data/tokens_{source}") == tokens
     assert found.pop("data/epoch_c") == 2 / 7  # 7 sequences, one of them read in each step
@@ -158,7 +159,8 @@ def test_metrics_count_tokens_of_each_source_and_the_padding_of_the_step(setting
     root = folder({"1.txt": b"ab", "2.txt": b"cd"})
     cfg = settings(dataset_path=root, eval_dataset_path=root, grain_packing_type="best_fit")
     data = open_dataset(cfg, split="train")
-    assert data.metrics(data.first_position(1, 2), 1) == {"data/padding": 0.25, "data/epoch": 1}
+    found = data.metrics(data.first_position(1, 2), 1)
+    assert found == {"learning/tokens": 8, "data/padding": 0.25, "data/epoch": 1}
     (line,) = data.description()
     assert line == f"dataset_path={root}: 2 sequences an epoch, 25.00% of them padding"
 

@@ -76,7 +76,7 @@ def test_of_twenty_equal_files_every_twentieth_is_held_out_and_unequal_ones_are_
         for number, size in enumerate(sizes):
             (tmp_path / name / f"{number:02d}.txt").write_text(chr(97 + number) * size)
         documents = make(tmp_path / name, tmp_path / f"{name}.out", part_bytes=300)
-        assert shards.of_each_file(documents)[1].tolist() == [size + (size > 0) for size in sizes]
+        assert documents.sizes() == [size + (size > 0) for size in sizes]
         cfg = settings(dataset_type="arrayrecord", dataset_path=str(tmp_path / f"{name}.out"))
         parts = [open_text(cfg, split=split)[0] for split in ("train", "eval")]
         return [part.read(np.arange(part.num_windows))[0] for part in parts]

@@ -7,6 +7,7 @@ that it begins in.
 import codecs
 import dataclasses
 import io
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO
@@ -177,6 +178,15 @@ class Files:
     names: tuple[str, ...]
     stamps: tuple[Stamp, ...]  # of each when it was opened
     column: str  # field or column that holds the text
+
+    def sizes(self) -> list[int]:
+        """Bytes of each file, which stand for tokens where they are tokens."""
+        return [stamp.size for stamp in self.stamps]
+
+    def chosen(self, files: Iterable[bool]) -> "Files":
+        """Some of the files."""
+        names, stamps = (tuple(itertools.compress(of, files)) for of in (self.names, self.stamps))
+        return Files(names, stamps, self.column)
 
     def spans(self, limit: int) -> Iterator[Span]:
         """Spans of at most limit bytes; a compressed file is one."""
