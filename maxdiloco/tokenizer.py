@@ -5,7 +5,6 @@ It is a byte-level BPE, which gives back every text exactly.
 
 import functools
 import os
-import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from types import MappingProxyType
@@ -17,7 +16,6 @@ from maxdiloco.data.sources import spans
 from maxdiloco.data.tokenizer_base import to_bytes
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.processes.output import say, shows_bars
-from maxdiloco.storage import durable
 
 USAGE = """usage: python -m maxdiloco.tokenizer SOURCE out=tok.json [key=value ...]
 
@@ -65,21 +63,15 @@ def main(argv: Sequence[str]) -> int:
         )
     if not os.path.isdir(os.path.dirname(options.out) or os.curdir):
         raise ConfigError(f"out={options.out}: its folder does not exist. Make it first.")
-    package = tokenizers.package("huggingface")
     source = kinds.open_for_user(kinds.Source(options.dataset_type, path, options.text_column))
     count: Counter[str] = Counter()
     pieces = texts(source, count, allowed=options.max_corrupted_records)
-    content = train(package, pieces, options.vocab_size).to_str().encode()
+    content = train(pieces, options.vocab_size).to_str().encode()
     if not count["documents"]:
         raise DataError(f"SOURCE={path} holds no text: its documents are empty. Give text to read.")
-    try:
-        with durable.replacing(options.out) as file:
-            file.write_bytes(content)
-    except OSError as error:
-        raise ConfigError(
-            f"out={options.out} cannot be written ({error.strerror}). Choose a folder that can be "
-            "written and has free space."
-        ) from error
+    from maxdiloco.trainer import compiled_file
+
+    compiled_file.write_whole("out", options.out, content)
     tokens = tokenizers.of_content("huggingface", content, options.out).vocab_size
     say(
         f"{options.out}: {tokens:,} tokens from {count['documents']:,} documents, "
@@ -89,9 +81,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def train(package: types.ModuleType, pieces: Iterable[str], vocab_size: int):
-    """A byte-level BPE of text, a function of its pieces. package: tokenizers. The text is read
-    piece by piece; in memory are its distinct words."""
+def train(pieces: Iterable[str], vocab_size: int):
+    """A byte-level BPE of text, a function of its pieces. The text is read piece by piece; in
+    memory are its distinct words."""
+    package = tokenizers.package("huggingface")
     byte_level = package.pre_tokenizers.ByteLevel
     tokenizer = package.Tokenizer(package.models.BPE())
     tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)

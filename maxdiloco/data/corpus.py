@@ -6,7 +6,6 @@ import glob
 import os
 import stat as modes
 import sysconfig
-from collections import Counter
 from collections.abc import Iterator
 from typing import IO, NamedTuple
 
@@ -43,13 +42,13 @@ def find_files(path: str, key: str, suffixes: tuple[str, ...] = SUFFIXES) -> lis
     expanded, given = os.path.expanduser(path), f"{key}={path}"
     if not path:
         root = sysconfig.get_paths()["stdlib"]
-        files = _in_folder(root, (".py",), _NOT_STDLIB, f"{key} is empty")
+        files = in_folder(root, (".py",), _NOT_STDLIB, f"{key} is empty")
         why = (
             f"{key} is empty, and the standard library in {root} has no .py files. "
             f"Set {key} to text of your own."
         )
     elif os.path.isdir(expanded):
-        files = _in_folder(expanded, suffixes, (), given)
+        files = in_folder(expanded, suffixes, (), given)
         why = (
             f"{given} has no files that end in {' '.join(suffixes)}. "
             f"Name others by a glob, as in {os.path.join(path, '**', '*.rst')}."
@@ -71,17 +70,11 @@ def find_files(path: str, key: str, suffixes: tuple[str, ...] = SUFFIXES) -> lis
     return files
 
 
-def left_out(path: str, suffixes: tuple[str, ...] = SUFFIXES) -> Counter[str]:
-    """How many files of each suffix find_files leaves out of a folder, hidden ones aside."""
-    expanded = os.path.expanduser(path)
-    if not path or not os.path.isdir(expanded):
-        return Counter()
-    names = _in_folder(expanded, "", (), path)
-    others = [name for name in names if not name.endswith((*suffixes, "."))]
-    return Counter(os.path.splitext(name)[1] for name in others)
-
-
-def _in_folder(root, suffixes, skipped, source):
+def in_folder(
+    root: str, suffixes: tuple[str, ...], skipped: tuple[str, ...], source: str
+) -> list[str]:
+    """Files below a folder with these suffixes, hidden ones aside. skipped: names of subfolders.
+    source: for messages. Raises DataError for a folder that cannot be read."""
     return sorted(
         os.path.join(folder, name)
         for folder, names in _folders(root, skipped, source)

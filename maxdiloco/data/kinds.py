@@ -1,5 +1,7 @@
 """The kinds of data sets, dataset_type: what of a folder each reads, and who opens its text."""
 
+import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -81,12 +83,15 @@ def needs_tokenising(source: Source, key: str, *, of_bytes: bool) -> bool:
 def left_out_lines(source: Source, key: str) -> Iterator[str]:
     """A warning that counts the files of a folder that its source does not read, if there are."""
     kind, path, _ = source
-    read = KINDS[kind].suffixes
-    if not read or shards.is_folder(path) or not (others := corpus.left_out(path, read)):
+    read, folder = KINDS[kind].suffixes, os.path.expanduser(path)
+    if not path or not read or not os.path.isdir(folder) or shards.is_folder(path):
         return
+    names = corpus.in_folder(folder, ("",), (), path)
+    others = Counter(os.path.splitext(n)[1] for n in names if not n.endswith((*read, ".")))
     named = [f"{count:,} {suffix or 'without a suffix'}" for suffix, count in others.most_common(8)]
     tables = "; dataset_type=parquet reads those" if others[".parquet"] else ""
-    yield (
-        f"warning: {others.total():,} other files in {key}={path} are not read: "
-        f"{', '.join(named)}{tables}."
-    )
+    if others:
+        yield (
+            f"warning: {others.total():,} other files in {key}={path} are not read: "
+            f"{', '.join(named)}{tables}."
+        )

@@ -147,13 +147,10 @@ class Mixture:
         return found
 
     def summary(self, position: Position) -> list[str]:
-        """Files, documents and bytes of each source."""
-        return [f"data: {s.name}: {s.windows.documents.summary()}" for s in self.sources]
-
-    def description(self) -> list[str]:
-        """Sequences and share of each source."""
+        """Files, documents and bytes of each source, its padding, sequences and share."""
         total = sum(self.shares.values())
-        lines = [line for source in self.sources for line in source.description()]
+        lines = [f"data: {s.name}: {s.windows.documents.summary()}" for s in self.sources]
+        lines += [line for source in self.sources for line in source.padding()]
         for k, (name, source) in enumerate(zip(self.names, self.sources, strict=True)):
             part = f"replicas {k}, {k + len(self.sources)}, ..."
             if self.shares:

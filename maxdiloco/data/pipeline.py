@@ -94,17 +94,18 @@ class Dataset:
         return self.windows.num_tokens(self._windows(indices_N))
 
     def summary(self, position: Position) -> list[str]:
-        """Lines for the start of a run: what is read, and how long an epoch is."""
+        """Lines for the start of a run: what is read, how long an epoch is, and its padding."""
         if self.num_windows is None:
             return [f"data: {self.name}, without end"]
         steps = self.num_windows / (position.M * position.B)
         return [
             f"data: {self.name}: {self.windows.documents.summary()}; {self.num_windows:,} "
-            f"sequences of {self.windows.length} tokens to train on, {steps:,.1f} steps an epoch"
+            f"sequences of {self.windows.length} tokens to train on, {steps:,.1f} steps an epoch",
+            *self.padding(),
         ]
 
-    def description(self) -> list[str]:
-        """More such lines: the share of padding in an epoch, for packings that pad."""
+    def padding(self) -> list[str]:
+        """A line on the share of padding in an epoch, for packings that pad."""
         if not self.windows.padded:
             return []
         count, length = self.num_windows, self.windows.length

@@ -123,7 +123,8 @@ def test_replica_m_reads_source_m_mod_k_alone_or_with_shares_meets_every_source(
     for step in range(1, 4):
         sources = [{source for source, _ in rows} for rows in windows_read(data, position, step)]
         assert sources == [{0}, {1}, {2}, {0}, {1}]
-    assert [line.partition("; ")[2] for line in data.description() if "; " in line] == [
+    said = data.summary(position)
+    assert [line.partition("; ")[2] for line in said if line.startswith("source ")] == [
         f"replicas {k}, {k + 3}, ..." for k in range(3)
     ]
     data = mixed({"a": 1, "b": 1}, sizes={"a": 40, "b": 13})
@@ -161,7 +162,7 @@ def test_metrics_count_tokens_of_each_source_and_the_padding_of_the_step(setting
     data = open_dataset(cfg, split="train")
     found = data.metrics(data.first_position(1, 2), 1)
     assert found == {"learning/tokens": 8, "data/padding": 0.25, "data/epoch": 1}
-    (line,) = data.description()
+    _, line = data.summary(data.first_position(1, 2))
     assert line == f"dataset_path={root}: 2 sequences an epoch, 25.00% of them padding"
 
 
