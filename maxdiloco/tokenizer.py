@@ -10,9 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import MappingProxyType
 
 from maxdiloco.command_line import HELP, Option, guarded, option_lines, read_options
-from maxdiloco.data import kinds
+from maxdiloco.data import corpus, kinds
 from maxdiloco.data import tokenizer as tokenizers
-from maxdiloco.data.sources import spans
 from maxdiloco.data.tokenizer_base import to_bytes
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.processes.output import say, shows_bars
@@ -103,7 +102,7 @@ def texts(source: kinds.Reader, count: Counter[str], *, allowed: int = 0) -> Ite
     """The text of a source in pieces of at most PIECE characters. count: gets the documents and
     bytes that were read. allowed: damaged records that are skipped. Raises DataError for text that
     is unreadable and for one damaged record more."""
-    skip = functools.partial(spans.skip, [], allowed)
+    skip = functools.partial(corpus.skip, [], allowed)
     for span in source.spans(_SPAN):
         for item in source.read(span, skip):
             count["documents"] += item.begins

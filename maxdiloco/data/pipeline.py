@@ -140,12 +140,12 @@ def batches(
     Raises DataError when the data set is shorter than one step.
     """
     dataset.check_size(position)
-    replicas, rows = np.asarray(replicas), np.asarray(rows)
-
-    def read_number(number: int) -> Batch:
-        return dataset.read(position, steps[number], replicas, rows)
-
-    return _open(dataset, read_number, len(steps), worker_count)
+    return _open(
+        dataset,
+        lambda number: dataset.read(position, steps[number], replicas, rows),
+        len(steps),
+        worker_count,
+    )
 
 
 def eval_batches(

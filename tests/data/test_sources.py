@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
+from maxdiloco.data import corpus
 from maxdiloco.data.kinds import Source, needs_tokenising, open_source
-from maxdiloco.data.sources import files, spans
+from maxdiloco.data.sources import files
 from maxdiloco.errors import ConfigError, DataError
 
 TEXTS = ["one", "zwei ü\r\n", "three \0 \U0001f600", "", "x" * 700, "six\nlines\nof\n\ntext"]
@@ -88,7 +89,7 @@ def test_a_text_file_is_one_document_wherever_it_is_cut(tmp_path, monkeypatch, l
     for name, text in texts.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     assert documents(items("text", tmp_path, limit=limit)) == [t for t in texts.values() if t]
-    assert spans.PIECE == 1 << 20, "only the reader's was changed"
+    assert corpus.PIECE == 1 << 20, "only the reader's was changed"
     # Compressed lines lie beside text; a file of another kind has to be named.
     (tmp_path / "5.jsonl.gz").write_bytes(gzip.compress(lines(["packed"])))
     (tmp_path / "6.csv").write_bytes(b"not searched for")

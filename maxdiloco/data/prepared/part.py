@@ -10,10 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from maxdiloco.data import shards
+from maxdiloco.data import corpus, shards
+from maxdiloco.data.corpus import PIECE, Span, Text
 from maxdiloco.data.kinds import Reader
-from maxdiloco.data.sources import spans
-from maxdiloco.data.sources.spans import PIECE, Span, Text
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.storage import durable
 
@@ -57,7 +56,7 @@ def make_part(work: Work, out: str, todo: Sequence[tuple[int, Sequence[Span]]], 
     pieces: list[tuple[int, bool, int]] = []  # tokens of each, whether a document begins, its file
 
     def tokens():
-        skip = functools.partial(spans.skip, damaged, work.allowed)
+        skip = functools.partial(corpus.skip, damaged, work.allowed)
         for span in part:
             for found, begins in _tokens(work.source.read(span, skip), work.tokenizer):
                 pieces.append((len(found), begins, span.file))

@@ -15,11 +15,11 @@ import numpy as np
 from etils import epath
 
 from maxdiloco.data import shards
+from maxdiloco.data.corpus import check_damage
 from maxdiloco.data.kinds import Reader
 from maxdiloco.data.prepared import part
 from maxdiloco.data.prepared.part import Work
 from maxdiloco.data.read_ahead import read_ahead
-from maxdiloco.data.sources.spans import check_damage
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.processes import output
 from maxdiloco.storage import durable

@@ -14,10 +14,9 @@ from typing import BinaryIO
 
 from maxdiloco import json_text
 from maxdiloco.data import corpus
-from maxdiloco.data.corpus import Stamp
+from maxdiloco.data.corpus import PIECE, Skip, Span, Stamp, Text
 from maxdiloco.data.packages import require
 from maxdiloco.data.sources import tables
-from maxdiloco.data.sources.spans import PIECE, Skip, Span, Text
 from maxdiloco.errors import DataError
 
 # JSON lines in a compressed file.

@@ -5,8 +5,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from maxdiloco.data.corpus import Skip, Span, Text
 from maxdiloco.data.packages import require
-from maxdiloco.data.sources.spans import Skip, Span, Text
 from maxdiloco.errors import DataError
 
 # Rows that are decoded at once: our choice; a page of text is some hundreds.
