@@ -4,7 +4,7 @@
 """
 
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
@@ -17,12 +17,11 @@ from maxdiloco.data.documents import LineIndex
 from maxdiloco.data.kinds import Source
 from maxdiloco.data.mixture import TrainingData
 from maxdiloco.data.pipeline import Dataset
-from maxdiloco.data.prepared import at_start
 from maxdiloco.data.synthetic import SyntheticWindows
 from maxdiloco.data.text import Request
-from maxdiloco.data.tokenizer import KEYS
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.errors import DataError
+from maxdiloco.evaluation import run_sources
 from maxdiloco.flags import eval_paths
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics import line_files
@@ -43,7 +42,7 @@ def open_dataset(
     index: LineIndex | None = None,
     prepared: Mapping[Source, str] = MappingProxyType({}),
 ) -> TrainingData:
-    """The data of a split, train or eval. index: of data.text.Request. prepared: of `prepare`.
+    """The data of a split, train or eval. index: of text.Request. prepared: what was tokenised.
 
     The eval split is a Dataset: path, of eval_dataset_path, or what is held out of the training.
     Raises DataError for a source that is missing, empty or unreadable.
@@ -60,7 +59,7 @@ def open_dataset(
     held_out = Fraction(0)
     if eval_paths.holds_out(cfg) and not path:
         held_out = Fraction(str(cfg.eval_fraction))  # as it is written: 1/20 for 0.05
-    sources = {"": _source(cfg, path)} if path else trained(cfg)
+    sources = {"": run_sources.of_path(cfg, path)} if path else run_sources.trained(cfg)
     requests = {
         name: Request(
             source._replace(path=prepared.get(source, source.path)),
@@ -118,54 +117,6 @@ def agreed(data: str, key: str, what: str = "text") -> str:
     return data
 
 
-def trained(cfg: Config) -> dict[str, Source]:
-    """The sources that are trained on, by their names in a mixture; one alone has the name ""."""
-    if not cfg.dataset_mixture:
-        return {"": _source(cfg, cfg.dataset_path)}
-    return {
-        entry["name"]: Source(
-            entry.get("dataset_type", cfg.dataset_type),
-            entry["path"],
-            entry.get("text_column", cfg.text_column),
-        )
-        for entry in map(dict, cfg.dataset_mixture)
-    }
-
-
-def _source(cfg: Config, path: str) -> Source:
-    return Source(cfg.dataset_type, path, cfg.text_column)
-
-
-def key_of(name: str) -> str:
-    """The key of a source of `trained`, for messages."""
-    return f"dataset_mixture, source {name}" if name else "dataset_path"
-
-
-def prepare(
-    cfg: Config,
-    tokenizer: Tokenizer,
-    say: Callable[[str], None],
-    *,
-    splits: Collection[str] = ("train", "eval"),
-) -> dict[Source, str]:
-    """Tokenise the sources of splits that have no known token counts (at_start.prepare_sources)."""
-    keys = {}
-    evaluates = "eval" in splits and cfg.eval_interval != -1
-    if "train" in splits or (evaluates and eval_paths.holds_out(cfg)):
-        keys = {source: key_of(name) for name, source in trained(cfg).items()}
-    if evaluates:
-        for name, path in eval_paths.named(cfg).items():
-            if path:
-                keys[_source(cfg, path)] = eval_paths.key_of(name)
-    return at_start.prepare_sources(
-        keys,
-        tokenizer,
-        folder=cfg.base_output_directory,
-        flags={key: vars(cfg)[key] for key in (*KEYS, "max_corrupted_records")},
-        say=say,
-    )
-
-
 def open_data(
     cfg: Config,
     tokenizer: Tokenizer,
@@ -180,9 +131,9 @@ def open_data(
     base_output_directory. Raises DataError for data that are missing, unreadable or too short for
     a step.
     """
-    prepared = prepare(cfg, tokenizer, say)
+    prepared = run_sources.tokenise(cfg, tokenizer, say)
     index = LineIndex(cfg.text_column, report=say)
-    if any(source.kind == "text" for source in trained(cfg).values()):
+    if any(source.kind == "text" for source in run_sources.trained(cfg).values()):
         load_index(index, folder.line_index)
     options = dict(index=index, prepared=prepared)
     train = open_dataset(cfg, tokenizer, split="train", **options)
@@ -198,8 +149,8 @@ def lines(
     out = text.summary(text.first_position(*shape[:2]))
     if text.computed:
         return out
-    for name, source in trained(cfg).items():
-        out += kinds.left_out_lines(source, key_of(name))
+    for name, source in run_sources.trained(cfg).items():
+        out += kinds.left_out_lines(source, run_sources.key_of(name))
     for name, dataset in held_out.items():
         out.append(
             f"held out{f' as {name}' if name else ''}: {dataset.num_windows:,} sequences, of which "
