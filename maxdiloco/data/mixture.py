@@ -115,8 +115,7 @@ class Mixture:
         self, position: Position, step: int, replicas: ArrayLike, rows: ArrayLike
     ) -> tuple[np.ndarray, np.ndarray]:
         """Source of each row, and its place in the order of all epochs of that source."""
-        arrays = np.asarray(replicas, np.int64), np.asarray(rows, np.int64)
-        replicas, rows = np.broadcast_arrays(*arrays)
+        replicas, rows = np.broadcast_arrays(replicas, rows)
         M, B, state = position.M, position.B, position.sources
         read_K = np.array([state["read"][name] for name in self.names], np.int64)
         if not self.shares:
@@ -134,9 +133,8 @@ class Mixture:
         """Tokens, padding included, and epochs read of each source; the step's share of padding."""
         length = self.sources[0].windows.length
         read = self._sequences_read(position, step + 1)
-        sequences = position.base + position.sequences_before(step + 1)
-        found = {"learning/tokens": sequences * length}
-        found |= {f"data/tokens_{name}": float(read[name] * length) for name in self.names}
+        found = {f"data/tokens_{name}": float(read[name] * length) for name in self.names}
+        found["learning/tokens"] = (position.base + position.sequences_before(step + 1)) * length
         for name, source in zip(self.names, self.sources, strict=True):
             found[f"data/epoch_{name}"] = read[name] / source.num_windows
         if any(source.windows.padded for source in self.sources):

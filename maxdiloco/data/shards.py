@@ -152,14 +152,12 @@ class Shards:
         documents = np.repeat(files, [documents for _, documents in self.manifest.files])
         return Shards(self.folder, self.manifest, self._of_all, np.flatnonzero(documents))
 
-    def try_parts(self) -> None:
-        """Read the first and the last record of some parts. Raises DataError."""
-        count = len(self.manifest.parts)
-        for part in range(0, count, max(1, -(-count // _PARTS_TRIED))):
-            tokens = self.manifest.parts[part][0]
-            for record in {0, (tokens - 1) // self.manifest.record} if tokens else ():
+    def try_part(self, part: int) -> None:
+        """Read the first and the last record of a part. Raises DataError."""
+        if tokens := self.manifest.parts[part][0]:
+            for record in {0, (tokens - 1) // self.manifest.record}:
                 self._record(part, record)
-            self._readers.clear()  # a mixture may have many sources
+        self._readers.clear()  # a mixture may have many sources
 
     def _record(self, part, record):
         path = os.path.join(self.folder, part_name(part))
@@ -211,7 +209,8 @@ def open_shards(path: str, key: str) -> Shards:
     if file_hash(table) != manifest.lengths[1]:
         raise DataError(f"{where}: {LENGTHS} is damaged. {_REMEDY}")
     shards = Shards(folder, manifest, np.load(table, allow_pickle=False))
-    shards.try_parts()
+    for number in range(0, len(manifest.parts), -(-len(manifest.parts) // _PARTS_TRIED) or 1):
+        shards.try_part(number)
     return shards
 
 

@@ -58,11 +58,13 @@ class Totals(NamedTuple):
 
     def metrics(self, name: str = "") -> dict[str, float]:
         """eval/loss, eval/perplexity, eval/bits_per_byte of text; of a named text eval/NAME/..."""
-        row = {"loss": self.loss, "perplexity": self.perplexity}
-        if self.num_bytes:
-            row["bits_per_byte"] = self.bits_per_byte
-        prefix = f"eval/{name}/" if name else "eval/"
-        return {prefix + of: value for of, value in row.items()}
+        prefix, rates = f"eval/{name}/" if name else "eval/", self.rates().items()
+        return {prefix + of: rate for of, rate in rates if self.num_bytes or of != "bits_per_byte"}
+
+    def rates(self) -> dict[str, float]:
+        """The properties by name."""
+        names = ("loss", "perplexity", "bits_per_byte")
+        return dict(zip(names, (self.loss, self.perplexity, self.bits_per_byte), strict=True))
 
 
 class Evaluation:

@@ -127,9 +127,8 @@ def open_data(
     """The training text, those to evaluate on if the run does, and the index of all.
 
     Before the run's folder is made: data that are refused must not create one; save_index comes
-    after. shape: R, B, L of a step. Sources without known token counts are tokenised first, below
-    base_output_directory. Raises DataError for data that are missing, unreadable or too short for
-    a step.
+    after. shape: R, B, L of a step. Sources without known token counts are tokenised first. Raises
+    DataError for data that are missing, unreadable or too short for a step.
     """
     prepared = run_sources.tokenise(cfg, tokenizer, say)
     index = LineIndex(cfg.text_column, report=say)

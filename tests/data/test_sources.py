@@ -1,5 +1,6 @@
 """The texts of every kind of source, whole, in order, wherever its files are cut."""
 
+import functools
 import gzip
 import json
 import os
@@ -36,12 +37,12 @@ def parquet(path, columns=None, rows=2):
     tables.write_table(table, path, row_group_size=rows)
 
 
-def items(kind, path, *, limit=1 << 20, column="text", skip=None):
-    """What is read, each span by a copy of the source, as other processes have it. skip: called
-    for a damaged record; by default there is none."""
+def items(kind, path, *, limit=1 << 20, column="text", damaged=None):
+    """What is read, each span by a copy of the source, as other processes have it."""
     source = pickle.loads(
         pickle.dumps(open_source(Source(kind, str(path), column), "dataset_path"))
     )
+    skip = functools.partial(corpus.skip, damaged, 9)
     return [text for span in source.spans(limit) for text in source.read(span, skip)]
 
 
@@ -105,11 +106,10 @@ def test_the_cut_off_end_of_a_compressed_file_is_one_damaged_record(tmp_path, co
     path.write_bytes(whole)
     assert documents(items("text", path)) == texts
     path.write_bytes(whole[: len(whole) // 2])
-    places = []
-    before = items("text", path, skip=lambda where, why: places.append(where))
+    before = items("text", path, damaged=(damaged := []))
     assert documents(before) == texts[: len(before)]
     assert before
-    (where,) = places
+    ((where, _),) = damaged
     assert where.startswith(f"{path} after byte ")
 
 
@@ -121,16 +121,12 @@ def test_a_damaged_row_group_costs_no_other(tmp_path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2 : len(data) // 2 + 400] = b"\xff" * 400
     path.write_bytes(data)
-    places = []
-
-    def read(limit):
-        return documents(items("parquet", path, limit=limit, skip=lambda *at: places.append(at[0])))
-
-    assert {*texts[:10], *texts[20:]} <= set(read(1000))
-    assert places
+    kept = documents(items("parquet", path, limit=1000, damaged=(damaged := [])))
+    assert {*texts[:10], *texts[20:]} <= set(kept)
+    assert damaged
     path.write_bytes(data[:-9])
-    places.clear()
-    assert (read(100), places) == ([], [str(path)])
+    assert items("parquet", path, limit=100, damaged=(damaged := [])) == []
+    assert [where for where, _ in damaged] == [str(path)]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "hf"])

@@ -62,10 +62,8 @@ def split(cfg):
 )
 def test_of_many_equal_files_those_held_out_lie_apart(settings, folder, count, fraction, held):
     root = folder({f"{number:02}.txt": b"abcdefghijk" for number in range(count)})
-    train, held_out = (
-        part.documents.source.names
-        for part in split(settings(dataset_path=root, eval_fraction=fraction))
-    )
+    cfg = settings(dataset_path=root, eval_fraction=fraction)
+    train, held_out = (part.documents.source.names for part in split(cfg))
     assert held_out == tuple(f"{root}/{number:02}.txt" for number in held)
     assert len(train) == count - len(held) and not set(train) & set(held_out)
 

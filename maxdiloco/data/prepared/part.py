@@ -4,9 +4,11 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from maxdiloco.storage import durable
 
 # Documents that are given to the tokenizer at once, besides their PIECE characters. Our choice.
 _MOST_DOCUMENTS = 1024
+T = TypeVar("T")
 _OPTIONS = "group_size:1"  # each record is found and checked on its own; compressed by zstd
 
 
@@ -107,7 +110,7 @@ def _records(arrays: Iterable[np.ndarray], dtype: str) -> Iterator[np.ndarray]:
 def _tokens(texts: Iterable[Text], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, bool]]:
     """Tokens of texts, and whether a document begins; documents without any are left out"""
     before, after = ([] if token is None else [token] for token in (tokenizer.bos, tokenizer.eos))
-    for batch in _batches(_short(texts)):
+    for batch in runs(_short(texts), lambda text: len(text.text), PIECE, most=_MOST_DOCUMENTS):
         found = tokenizer.encode_all([text.text for text in batch])
         for text, tokens in zip(batch, found, strict=True):
             first, last = before if text.begins else [], after if text.ends else []
@@ -116,18 +119,19 @@ def _tokens(texts: Iterable[Text], tokenizer: Tokenizer) -> Iterator[tuple[np.nd
                 yield tokens, text.begins
 
 
-def _batches(texts: Iterable[Text]) -> Iterator[list[Text]]:
-    """Runs of texts, which are tokenised together."""
-    batch: list[Text] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text.text)
-        if size >= PIECE or len(batch) >= _MOST_DOCUMENTS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def runs(
+    items: Iterable[T], size_of: Callable[[T], int], least: int, most: float = math.inf
+) -> Iterator[list[T]]:
+    """Items in runs of at least this size or of that many; the last one may be smaller."""
+    run, size = [], 0
+    for item in items:
+        run.append(item)
+        size += size_of(item)
+        if size >= least or len(run) >= most:
+            yield run
+            run, size = [], 0
+    if run:
+        yield run
 
 
 def _short(texts: Iterable[Text]) -> Iterator[Text]:

@@ -92,7 +92,7 @@ def prepare(work: Work, out: str, say: Callable[[str], None]) -> shards.Shards:
 def _make(work, part_bytes, out, say):
     begun = time.perf_counter()
     _remove(out, _LEFT)
-    parts = list(_parts(work.source.spans(part_bytes), part_bytes))
+    parts = list(part.runs(work.source.spans(part_bytes), lambda span: span.size, part_bytes))
     if not parts:
         raise DataError(f"{work.name} holds no text: its files are empty. Give text to read.")
     facts = {}
@@ -140,19 +140,6 @@ def _make(work, part_bytes, out, say):
     for where, why in manifest.damaged[:_MOST_NAMED]:
         say(f"  {where}: {why.removeprefix(f'{where} ')}")
     return shards.open_shards(out, "out")
-
-
-def _parts(spans, part_bytes):
-    """Spans in runs of at least part_bytes; the last one may be shorter."""
-    run, size = [], 0
-    for span in spans:
-        run.append(span)
-        size += span.size
-        if size >= part_bytes:
-            yield run
-            run, size = [], 0
-    if run:
-        yield run
 
 
 def _is_begun(plan, out):
