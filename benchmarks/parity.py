@@ -199,11 +199,10 @@ def imported(model: Any, folder: pathlib.Path, vocab_multiple: int = 1) -> Any:
     imports.import_model(folder / "theirs", folder / "ours", *given, lambda line: None)
 
     keys = {"z_loss_multiplier": 0.0, "dtype": "float32", "remat_policy": "none"}
+    one_device = Mesh(np.array(jax.devices()[:1]).reshape([1] * len(AXES)), AXES)
     return stored.load(
         find.locate(str(folder / "ours"), base_output_directory="", key="DST"),
-        key="DST",
-        configure=lambda meta: config.from_dict(meta["config"] | keys),
-        mesh_of=lambda cfg: Mesh(np.array(jax.devices()[:1]).reshape([1] * len(AXES)), AXES),
+        lambda meta: (config.from_dict(meta["config"] | keys), one_device),
     )
 
 

@@ -28,10 +28,10 @@ def main(argv: Sequence[str]) -> int:
 def programs_of(package: pathlib.Path) -> dict[str, str]:
     """{name: what it does} of the modules of a package that are programs: they have a `main`."""
     found = {}
-    for path in sorted(package.glob("*.py")):
+    for path in sorted(package.glob("[!_]*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-        if "main" in functions and path.stem != "__main__":
+        if "main" in functions:
             found[path.stem] = (ast.get_docstring(tree) or "").partition(": `")[0]
     return found
 

@@ -99,7 +99,7 @@ def option_lines(options: Mapping[str, Option]) -> list[str]:
     ]
 
 
-def guarded(program: Program) -> Program:
+def guarded(program: Program) -> Callable[..., int]:
     """Decorator: errors the user can act on become one line on stderr and an exit code.
 
     --version anywhere on the command line prints the version, and the program does not run.

@@ -3,6 +3,7 @@
 Only the parameters are read. The flags are checked before JAX starts (evaluation/stored.py).
 """
 
+import functools
 import json
 import os
 from collections.abc import Sequence
@@ -46,19 +47,14 @@ def main(argv: Sequence[str]) -> int:
     environ = {k: v for k, v in os.environ.items() if k == "M_BASE_OUTPUT_DIRECTORY"}
     base = config.load(place, environ).base_output_directory
     folder = find.locate(run, base_output_directory=base, step=options.step, key="RUN")
-    _run(folder, options, keys)
-    return 0
-
-
-def _run(folder, options, keys: list[str]) -> None:
     import jax
 
-    from maxdiloco.checkpoint import find
     from maxdiloco.evaluation import stored
     from maxdiloco.trainer import compiled_file, job
 
     # The mesh has to be known before JAX's backends start; the checkpoint itself is read after.
-    cfg = stored.configure(find.newest_meta(folder, key="RUN"), keys, os.environ)
+    configure = functools.partial(stored.configure, argv=keys, environ=os.environ)
+    cfg = configure(find.newest_meta(folder, key="RUN"))
     with job.joined(cfg), job.compile_cache(cfg) as notes:
         primary = jax.process_index() == 0
 
@@ -70,14 +66,13 @@ def _run(folder, options, keys: list[str]) -> None:
             say_once(line)
         if primary and options.report:
             compiled_file.check_place("report", options.report)
-        evaluated, texts = stored.evaluate(
-            folder, argv=keys, environ=os.environ, parameters=options.parameters, say=say_once
-        )
+        evaluated, texts = stored.evaluate(folder, configure, options.parameters, say_once)
         for line in stored.table(texts):
             say_once(line)
         if primary and options.report:
             text = json.dumps(stored.as_json(evaluated, texts), indent=1) + "\n"
             compiled_file.write_whole("report", options.report, text.encode())
+    return 0
 
 
 if __name__ == "__main__":

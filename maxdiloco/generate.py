@@ -42,16 +42,17 @@ def main(argv: Sequence[str]) -> int:
     run, (options, _) = argv[0], read_options(argv[1:], OPTIONS, "generate")
     checks.refuse_store("RUN", run)
     prompts = _prompts(options)
-    if not options.output:
-        for text in _continued(run, options, prompts):
-            say(text)
-        return 0
     from maxdiloco.trainer import compiled_file
 
-    compiled_file.check_place("output", options.output)
-    rows = zip(prompts, _continued(run, options, prompts), strict=True)
-    lines = [json.dumps({"prompt": prompt, "text": text}) + "\n" for prompt, text in rows]
-    compiled_file.write_whole("output", options.output, "".join(lines).encode())
+    if options.output:
+        compiled_file.check_place("output", options.output)
+    texts = _continued(run, options, prompts)
+    if options.output:
+        rows = zip(prompts, texts, strict=True)
+        lines = [json.dumps({"prompt": prompt, "text": text}) + "\n" for prompt, text in rows]
+        compiled_file.write_whole("output", options.output, "".join(lines).encode())
+    else:
+        say("\n".join(texts))
     return 0
 
 
@@ -90,9 +91,10 @@ def _continued(run: str, options: SimpleNamespace, prompts: Sequence[str]) -> li
 
     def configure(meta):
         # Decoding uses no attention kernel, and that of the run may not exist here.
-        return config.from_dict(stored.config_of(meta).as_dict() | {"attention": "dot_product"})
+        keys = stored.config_of(meta).as_dict() | {"attention": "dot_product"}
+        return config.from_dict(keys), one_device
 
-    found = stored.load(folder, key="RUN", configure=configure, mesh_of=lambda cfg: one_device)
+    found = stored.load(folder, configure)
     tokenizer = run_tokenizer.of_checkpoint(found.cfg, found.path)
     texts = []
     for prompt in prompts:

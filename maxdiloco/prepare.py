@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     cfg = config.load([*yml_first, f"dataset_path={source}"], os.environ)
     work = Work(
         kinds.open_for_user(kinds.Source(cfg.dataset_type, source, cfg.text_column)),
-        tokenizer.build(tokenizer.Keys.of(vars(cfg))),
+        tokenizer.build(vars(cfg)),
         source,
         allowed=cfg.max_corrupted_records,
         processes=options.processes,

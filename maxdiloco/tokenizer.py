@@ -3,20 +3,18 @@
 It is a byte-level BPE, which gives back every text exactly.
 """
 
+import functools
 import os
-import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from types import MappingProxyType
 
 from maxdiloco.command_line import HELP, Option, guarded, option_lines, read_options
-from maxdiloco.data import kinds
+from maxdiloco.data import corpus, kinds
 from maxdiloco.data import tokenizer as tokenizers
-from maxdiloco.data.sources.spans import Damaged, check_damage
 from maxdiloco.data.tokenizer_base import to_bytes
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.processes.output import say, shows_bars
-from maxdiloco.storage import durable
 
 USAGE = """usage: python -m maxdiloco.tokenizer SOURCE out=tok.json [key=value ...]
 
@@ -64,21 +62,15 @@ def main(argv: Sequence[str]) -> int:
         )
     if not os.path.isdir(os.path.dirname(options.out) or os.curdir):
         raise ConfigError(f"out={options.out}: its folder does not exist. Make it first.")
-    package = tokenizers.package("huggingface")
     source = kinds.open_for_user(kinds.Source(options.dataset_type, path, options.text_column))
     count: Counter[str] = Counter()
     pieces = texts(source, count, allowed=options.max_corrupted_records)
-    content = train(package, pieces, options.vocab_size).to_str().encode()
+    content = train(pieces, options.vocab_size).to_str().encode()
     if not count["documents"]:
         raise DataError(f"SOURCE={path} holds no text: its documents are empty. Give text to read.")
-    try:
-        with durable.replacing(options.out) as file:
-            file.write_bytes(content)
-    except OSError as error:
-        raise ConfigError(
-            f"out={options.out} cannot be written ({error.strerror}). Choose a folder that can be "
-            "written and has free space."
-        ) from error
+    from maxdiloco.trainer import compiled_file
+
+    compiled_file.write_whole("out", options.out, content)
     tokens = tokenizers.of_content("huggingface", content, options.out).vocab_size
     say(
         f"{options.out}: {tokens:,} tokens from {count['documents']:,} documents, "
@@ -88,9 +80,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def train(package: types.ModuleType, pieces: Iterable[str], vocab_size: int):
-    """A byte-level BPE of text, a function of its pieces. package: tokenizers. The text is read
-    piece by piece; in memory are its distinct words."""
+def train(pieces: Iterable[str], vocab_size: int):
+    """A byte-level BPE of text, a function of its pieces. The text is read piece by piece; in
+    memory are its distinct words."""
+    package = tokenizers.package("huggingface")
     byte_level = package.pre_tokenizers.ByteLevel
     tokenizer = package.Tokenizer(package.models.BPE())
     tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
@@ -109,13 +102,9 @@ def texts(source: kinds.Reader, count: Counter[str], *, allowed: int = 0) -> Ite
     """The text of a source in pieces of at most PIECE characters. count: gets the documents and
     bytes that were read. allowed: damaged records that are skipped. Raises DataError for text that
     is unreadable and for one damaged record more."""
-    damaged: list[Damaged] = []
+    skip = functools.partial(corpus.skip, [], allowed)
     for span in source.spans(_SPAN):
-        for item in source.read(span):
-            if isinstance(item, Damaged):
-                damaged.append(item)
-                check_damage(damaged, allowed)
-                continue
+        for item in source.read(span, skip):
             count["documents"] += item.begins
             for begin in range(0, len(item.text), PIECE):
                 # Half of a surrogate pair becomes a question mark, as in every tokenizer.

@@ -35,8 +35,8 @@ def test_the_same_text_gives_the_same_file_and_every_text_comes_back(source, tmp
     assert "280 tokens from 2 documents, 0.0 MB. Train with tokenizer_type=huggingface" in line
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
     assert other.read_text() == "a file of others"
-    keys = tokenizer.Keys("huggingface", str(tmp_path / "a.json"), add_bos=True, add_eos=True)
-    found = tokenizer.build(keys)
+    keys = dict(tokenizer_type="huggingface", tokenizer_path=str(tmp_path / "a.json"))
+    found = tokenizer.build(keys | dict(add_bos=True, add_eos=True))
     assert (found.bos, found.eos, found.vocab_size) == (0, 1, 280)
     assert found.decode(found.encode("no such word ☃\0")) == "no such word ☃\0"
     assert len(found.encode(" the")) == 1 < len(found.encode(" qxz"))

@@ -1,4 +1,4 @@
-"""The files of a data set, and what is said of one that cannot be read or has changed."""
+"""The files of a data set, what a source gives of them, and what is said of damage and change."""
 
 import contextlib
 import errno
@@ -6,8 +6,7 @@ import glob
 import os
 import stat as modes
 import sysconfig
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, NamedTuple
 
 from maxdiloco.errors import DataError
@@ -17,6 +16,10 @@ SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 # Folders below the standard library that are not it, or that not every distribution ships; test
 # data are not all text.
 _NOT_STDLIB = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
+
+# The longest piece of a text file that is tokenised at once [bytes]; our choice: a tokenizer needs
+# some 30 times that while it works, and a cut every million bytes changes next to no token.
+PIECE = 1 << 20
 
 
 class Stamp(NamedTuple):
@@ -32,6 +35,44 @@ class Stamp(NamedTuple):
         return cls(status.st_size, status.st_mtime_ns)
 
 
+class Span(NamedTuple):
+    """A part of one file that is read on its own."""
+
+    file: int  # index into the source's names
+    begin: int  # [bytes] of the file, or rows of a hub's data
+    end: int
+    size: int  # about how many bytes will be read
+
+
+class Text(NamedTuple):
+    """A document, or a piece of one: begins and ends say where its first and last piece are."""
+
+    text: str
+    begins: bool = True
+    ends: bool = True
+
+
+# Called for a record that cannot be read: the file and place in it, and why.
+Skip = Callable[[str, str], None]
+
+
+def skip(damaged: list[list[str]], allowed: int, where: str, why: str) -> None:
+    """Add a damaged record to others: a Skip of the first two. Raises DataError (check_damage)."""
+    damaged.append([where, why])
+    check_damage(damaged, allowed)
+
+
+def check_damage(damaged: Sequence[Sequence[str]], allowed: int) -> None:
+    """Raise DataError for more damaged records than max_corrupted_records allows."""
+    if len(damaged) > allowed:
+        where, why = damaged[-1]
+        why = why.removeprefix(f"{where} ")
+        raise DataError(
+            f"{where}: {why}{'' if why.endswith('.') else '.'} max_corrupted_records={allowed} "
+            "damaged records are skipped. Repair the file, leave it out, or allow more."
+        )
+
+
 def find_files(path: str, key: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
     """Files of a data set, sorted by path.
 
@@ -43,13 +84,13 @@ def find_files(path: str, key: str, suffixes: tuple[str, ...] = SUFFIXES) -> lis
     expanded, given = os.path.expanduser(path), f"{key}={path}"
     if not path:
         root = sysconfig.get_paths()["stdlib"]
-        files = _in_folder(root, (".py",), _NOT_STDLIB, f"{key} is empty")
+        files = in_folder(root, (".py",), _NOT_STDLIB, f"{key} is empty")
         why = (
             f"{key} is empty, and the standard library in {root} has no .py files. "
             f"Set {key} to text of your own."
         )
     elif os.path.isdir(expanded):
-        files = _in_folder(expanded, suffixes, (), given)
+        files = in_folder(expanded, suffixes, (), given)
         why = (
             f"{given} has no files that end in {' '.join(suffixes)}. "
             f"Name others by a glob, as in {os.path.join(path, '**', '*.rst')}."
@@ -71,17 +112,11 @@ def find_files(path: str, key: str, suffixes: tuple[str, ...] = SUFFIXES) -> lis
     return files
 
 
-def left_out(path: str, suffixes: tuple[str, ...] = SUFFIXES) -> Counter[str]:
-    """How many files of each suffix find_files leaves out of a folder, hidden ones aside."""
-    expanded = os.path.expanduser(path)
-    if not path or not os.path.isdir(expanded):
-        return Counter()
-    names = _in_folder(expanded, "", (), path)
-    others = [name for name in names if not name.endswith((*suffixes, "."))]
-    return Counter(os.path.splitext(name)[1] for name in others)
-
-
-def _in_folder(root, suffixes, skipped, source):
+def in_folder(
+    root: str, suffixes: tuple[str, ...], skipped: tuple[str, ...], source: str
+) -> list[str]:
+    """Files below a folder with these suffixes, hidden ones aside. skipped: names of subfolders.
+    source: for messages. Raises DataError for a folder that cannot be read."""
     return sorted(
         os.path.join(folder, name)
         for folder, names in _folders(root, skipped, source)

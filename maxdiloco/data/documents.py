@@ -1,41 +1,48 @@
 """Text of the byte tokenizer, read where it is: its documents, and any piece of any of them.
 
 A file is one document; each line of a .jsonl file is one. Only their table is in memory.
+
+    # D documents of a file
 """
 
 import dataclasses
 import hashlib
 import itertools
+import json
 import os
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
+from etils import epath
 
+from maxdiloco import json_text
 from maxdiloco.data import corpus
 from maxdiloco.data.corpus import Stamp
-from maxdiloco.data.line_index import LineIndex
 from maxdiloco.data.packing import Piece
-from maxdiloco.data.sources.files import line_text, lines
+from maxdiloco.data.sources.files import Files, line_text, lines
 from maxdiloco.data.tokenizer_base import BYTES, to_bytes
 from maxdiloco.errors import DataError
+from maxdiloco.storage import durable
 
 # A text is compared by this many pieces spread over its bytes and as many over its documents, so
 # that a start reads 2 MiB of it at most. Our choice.
 SAMPLES = 256
 SAMPLE_BYTES = 4096
+# Of the index, with a checksum of the rest. Count its number up when the tokenizer changes
+# documents' sizes.
+_HEAD = b"maxdiloco line index 1 %08x\n"
 
 
 @dataclasses.dataclass(frozen=True)
 class ByteDocuments:
     """Table of documents in file order; arrays int64 [documents]."""
 
-    paths: tuple[str, ...]
-    stamps: tuple[Stamp, ...]  # of each path, when the table was made
-    file: np.ndarray  # index into paths
+    source: Files  # when the table was made
+    file: np.ndarray  # index into its names
     offset: np.ndarray  # where the document or its .jsonl line begins [bytes]
     stored: np.ndarray  # its length there
     size: np.ndarray  # length of the text [bytes], never 0
-    column: str  # field of a .jsonl line with the text
 
     @property
     def lengths(self) -> np.ndarray:
@@ -46,32 +53,25 @@ class ByteDocuments:
         """Tokens of pieces, uint16, one array for each, in the order of the pieces. Neighbouring
         pieces of one file cost one open. Raises DataError for a file that is gone or has changed
         since the table was made."""
-        pieces = list(pieces)
-        of_text = [(number, max(begin - 1, 0), end - 1) for number, begin, end in pieces]
-        for (_, begin, _), data in zip(pieces, self.read_bytes(of_text), strict=True):
-            start = np.array([BYTES] if begin == 0 else [], np.uint16)
-            yield np.concatenate([start, data])
-
-    def read_bytes(self, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
-        """Bytes of pieces, uint8, as `read`; here begin and end are in bytes of the text."""
         for number, run in itertools.groupby(pieces, key=lambda piece: self.file[piece[0]]):
-            path = self.paths[number]
+            path = self.source.names[number]
             with corpus.reading(path), open(path, "rb") as file:
                 for document, begin, end in run:
-                    data = self._piece(file, document, begin, end)
-                    now, before = Stamp.of(file), self.stamps[number]
+                    start = np.array([BYTES] if begin == 0 else [], np.uint16)
+                    data = self._bytes(file, document, max(begin - 1, 0), end - 1)
+                    now, before = Stamp.of(file), self.source.stamps[number]
                     if now.size == before.size and now != before:  # a .jsonl file may grow
                         raise corpus.changed(path, int(self.size[document]), "was written over")
-                    yield np.frombuffer(data, np.uint8)
+                    yield np.concatenate([start, np.frombuffer(data, np.uint8)])
 
-    def _piece(self, file, document, begin, end):
+    def _bytes(self, file, document, begin, end):
         size = int(self.size[document])
         if file.name.endswith(".jsonl"):
             offset, stored = int(self.offset[document]), int(self.stored[document])
             file.seek(offset)
             where = f"{file.name} byte {offset}"
             try:
-                text = to_bytes(line_text(file.read(stored), self.column, where))
+                text = to_bytes(line_text(file.read(stored), self.source.column, where))
             except DataError as error:  # it was a document when the run began
                 now = f"at byte {offset} is no longer there"
                 raise corpus.changed(file.name, size, now) from error
@@ -87,14 +87,15 @@ class ByteDocuments:
     def summary(self) -> str:
         """Files, documents and bytes of text, for the user."""
         size = int(self.size.sum())
-        return f"{len(self.paths):,} files, {len(self.size):,} documents, {size:,} bytes"
+        return f"{len(self.source.names):,} files, {len(self.size):,} documents, {size:,} bytes"
 
     def contents(self) -> Iterator[bytes]:
         """Lengths of the documents and a hash of `sampled` pieces, which are read."""
         yield self.size.tobytes()
         digest = hashlib.sha256()
-        for data in self.read_bytes(sampled(self.size)):
-            digest.update(data)
+        of_tokens = ((number, begin + 1, end + 1) for number, begin, end in sampled(self.size))
+        for tokens in self.read(of_tokens):
+            digest.update(tokens.astype(np.uint8))
         yield digest.digest()
 
 
@@ -115,21 +116,79 @@ def sampled(sizes: np.ndarray) -> list[Piece]:
     return list(zip(documents.tolist(), begins.tolist(), stops.tolist(), strict=True))
 
 
-def read_table(
-    paths: Iterable[str], *, column: str, index: LineIndex | None = None, allowed: int = 0
-) -> ByteDocuments:
+class LineIndex:
+    """Documents of .jsonl files, kept in a file so that a restart need not read them through.
+
+    By path; a NUL and a field follow that of another than column.
+    """
+
+    def __init__(self, column: str, report: Callable[[str], None] = lambda line: None):
+        self.column = column  # the field that holds the text
+        self.report = report  # called with one line for the user
+        # Of a file int64 [D, 3]: offset and length of a line, size of its text [bytes].
+        self._known: dict[str, tuple[Stamp, np.ndarray]] = {}
+        self._used: set[str] = set()
+        self._changed = False
+
+    def find(self, path: str, stamp: Stamp) -> np.ndarray | None:
+        """Documents of a file; None when it is unknown or has changed."""
+        known, documents_D3 = self._known.get(path, (None, None))
+        if known != stamp:
+            return None
+        self._used.add(path)
+        return documents_D3
+
+    def add(self, path: str, stamp: Stamp, documents_D3: np.ndarray) -> None:
+        """Remember a file that has been read through."""
+        self._known[path] = (stamp, documents_D3)
+        self._used.add(path)
+        self._changed = True
+
+    def load(self, path: epath.Path) -> None:
+        """Read what `save` wrote; a missing, damaged or other file is ignored. Raises OSError."""
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return
+        begin = data.find(b"\n") + 1
+        if data[:begin] != _HEAD % zlib.crc32(memoryview(data)[begin:]):
+            self.report(f"note: {path} is damaged or of another version: .jsonl files are read.")
+            return
+        end = data.index(b"\n", begin) + 1
+        about = json_text.parse(data[begin:end])
+        if about["column"] != self.column:
+            return
+        documents_D3 = np.frombuffer(data, "<i8", offset=end).reshape(-1, 3)
+        ends = np.cumsum([count for *_, count in about["files"]], dtype=np.int64)
+        for (name, size, mtime, count), stop in zip(about["files"], ends, strict=True):
+            self._known[name] = (Stamp(size, mtime), documents_D3[stop - count : stop])
+
+    def save(self, path: epath.Path) -> None:
+        """Write the index of the files in use, unless it has not changed. Raises OSError."""
+        if not self._changed:
+            return
+        used = [(name, *self._known[name]) for name in sorted(self._used)]
+        files = [[name, *stamp, len(table)] for name, stamp, table in used]
+        about = json.dumps({"column": self.column, "files": files}).encode() + b"\n"
+        documents_D3 = np.concatenate([table for *_, table in used]).astype("<i8")
+        checksum = zlib.crc32(documents_D3, zlib.crc32(about))
+        with durable.replacing(path) as part, part.open("wb") as file:
+            file.write(_HEAD % checksum + about)
+            file.write(documents_D3)
+        self._changed = False
+
+
+def read_table(source: Files, *, index: LineIndex | None = None, allowed: int = 0) -> ByteDocuments:
     """Table of the documents in files; empty ones and blank .jsonl lines are left out.
 
     Text files are only measured; .jsonl files that index does not know are read through, 60 MB a
     second on one core. allowed: lines without the text that are left out, each told to the user.
     Raises DataError for a file that cannot be read and for one such line more.
     """
-    paths = tuple(paths)
+    paths, stamps, column = source.names, source.stamps, source.column
     index = LineIndex(column) if index is None else index
     # Another source of a mixture may have the text of the same file in another field.
     names = [path if column == index.column else f"{path}\0{column}" for path in paths]
-    # All files are opened before the first is read through, which may take an hour.
-    stamps = tuple(map(corpus.stamp, paths))
     tables = []
     for path, name, stamp in zip(paths, names, stamps, strict=True):
         if path.endswith(".jsonl") and stamp.size:
@@ -149,7 +208,7 @@ def read_table(
             index.add(names[number], stamps[number], tables[number])
     file = np.repeat(np.arange(len(paths)), [len(table) for table in tables])
     columns = np.ascontiguousarray(np.concatenate([_rows(), *tables]).T)
-    return ByteDocuments(paths, stamps, file, *columns, column=column)
+    return ByteDocuments(source, file, *columns)
 
 
 def _rows(*rows):

@@ -1,6 +1,8 @@
 """The kinds of data sets, dataset_type: what of a folder each reads, and who opens its text."""
 
-from collections.abc import Callable, Mapping
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
@@ -59,7 +61,7 @@ def open_source(source: Source, key: str) -> Reader:
 def open_for_user(source: Source) -> Reader:
     """open_source of a program's SOURCE, after a warning of what of its folder is not read."""
     text = open_source(source, "SOURCE")
-    if line := left_out_line(source, "SOURCE"):
+    for line in left_out_lines(source, "SOURCE"):
         output.say(line)
     return text
 
@@ -78,16 +80,18 @@ def needs_tokenising(source: Source, key: str, *, of_bytes: bool) -> bool:
     return any(name.endswith(files.COMPRESSED) for name in names)
 
 
-def left_out_line(source: Source, key: str) -> str:
-    """A warning that counts the files of a folder that its source does not read; empty: none."""
+def left_out_lines(source: Source, key: str) -> Iterator[str]:
+    """A warning that counts the files of a folder that its source does not read, if there are."""
     kind, path, _ = source
-    read = KINDS[kind].suffixes
-    others = corpus.left_out(path, read) if read else {}
-    if not others:
-        return ""
+    read, folder = KINDS[kind].suffixes, os.path.expanduser(path)
+    if not path or not read or not os.path.isdir(folder) or shards.is_folder(path):
+        return
+    names = corpus.in_folder(folder, ("",), (), path)
+    others = Counter(os.path.splitext(n)[1] for n in names if not n.endswith((*read, ".")))
     named = [f"{count:,} {suffix or 'without a suffix'}" for suffix, count in others.most_common(8)]
     tables = "; dataset_type=parquet reads those" if others[".parquet"] else ""
-    return (
-        f"warning: {others.total():,} other files in {key}={path} are not read: "
-        f"{', '.join(named)}{tables}."
-    )
+    if others:
+        yield (
+            f"warning: {others.total():,} other files in {key}={path} are not read: "
+            f"{', '.join(named)}{tables}."
+        )

@@ -115,8 +115,7 @@ class Mixture:
         self, position: Position, step: int, replicas: ArrayLike, rows: ArrayLike
     ) -> tuple[np.ndarray, np.ndarray]:
         """Source of each row, and its place in the order of all epochs of that source."""
-        arrays = np.asarray(replicas, np.int64), np.asarray(rows, np.int64)
-        replicas, rows = np.broadcast_arrays(*arrays)
+        replicas, rows = np.broadcast_arrays(replicas, rows)
         M, B, state = position.M, position.B, position.sources
         read_K = np.array([state["read"][name] for name in self.names], np.int64)
         if not self.shares:
@@ -135,6 +134,7 @@ class Mixture:
         length = self.sources[0].windows.length
         read = self._sequences_read(position, step + 1)
         found = {f"data/tokens_{name}": float(read[name] * length) for name in self.names}
+        found["learning/tokens"] = (position.base + position.sequences_before(step + 1)) * length
         for name, source in zip(self.names, self.sources, strict=True):
             found[f"data/epoch_{name}"] = read[name] / source.num_windows
         if any(source.windows.padded for source in self.sources):
@@ -145,13 +145,10 @@ class Mixture:
         return found
 
     def summary(self, position: Position) -> list[str]:
-        """Files, documents and bytes of each source."""
-        return [f"data: {s.name}: {s.windows.documents.summary()}" for s in self.sources]
-
-    def description(self) -> list[str]:
-        """Sequences and share of each source."""
+        """Files, documents and bytes of each source, its padding, sequences and share."""
         total = sum(self.shares.values())
-        lines = [line for source in self.sources for line in source.description()]
+        lines = [f"data: {s.name}: {s.windows.documents.summary()}" for s in self.sources]
+        lines += [line for source in self.sources for line in source.padding()]
         for k, (name, source) in enumerate(zip(self.names, self.sources, strict=True)):
             part = f"replicas {k}, {k + len(self.sources)}, ..."
             if self.shares:

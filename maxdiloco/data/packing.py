@@ -104,9 +104,7 @@ def _best_fit_layout(lengths_D, length):
     window_P, W = best_fit(size_P, length)
     first_W = np.empty(W, np.int64)
     first_W[window_P[::-1]] = np.arange(len(size_P))[::-1]  # the last value written stays
-    rank_W = np.empty(W, np.int64)
-    rank_W[np.argsort(first_W)] = np.arange(W)
-    window_P = rank_W[window_P]
+    window_P = np.argsort(np.argsort(first_W))[window_P]
     begin_W = starts_of(np.bincount(window_P, minlength=W))
     filled_W = np.bincount(window_P, weights=size_P, minlength=W).astype(np.int32)
     piece_P = np.argsort(window_P, kind="stable")

@@ -41,13 +41,8 @@ class Dataset:
         """Equal in two processes or two runs when they have the same data (text.contents)."""
         return self.windows.contents()
 
-    def first_position(self, M: int, B: int) -> Position:
-        """Position of a new run: step 1 begins with the first sequence."""
-        return order.first_position(M, B)
-
-    def next_position(self, position: Position, step: int, M: int, B: int) -> Position:
-        """Position of a run that goes on with `step`, with M and B, at the next unread sequence."""
-        return order.next_position(position, step, M, B)
+    first_position = staticmethod(order.first_position)
+    next_position = staticmethod(order.next_position)
 
     def check_size(self, position: Position) -> None:
         """Raise DataError when an epoch has too few sequences for one step."""
@@ -82,9 +77,11 @@ class Dataset:
         return dict(zip(LEAVES, leaves, strict=True))
 
     def metrics(self, position: Position, step: int) -> dict[str, float]:
-        """The epoch, and the share of padding of a step's global batch for packings that pad."""
+        """learning/tokens, read by all replicas up to the end of a step; the epoch, and the share
+        of padding of its global batch for packings that pad."""
         first = position.base + position.sequences_before(step)
-        end, found = first + position.M * position.B, {}
+        end = first + position.M * position.B
+        found = {"learning/tokens": end * self.windows.length}
         if self.num_windows is not None:
             found["data/epoch"] = end / self.num_windows
         if self.windows.padded:
@@ -97,17 +94,18 @@ class Dataset:
         return self.windows.num_tokens(self._windows(indices_N))
 
     def summary(self, position: Position) -> list[str]:
-        """Lines for the start of a run: what is read, and how long an epoch is."""
+        """Lines for the start of a run: what is read, how long an epoch is, and its padding."""
         if self.num_windows is None:
             return [f"data: {self.name}, without end"]
         steps = self.num_windows / (position.M * position.B)
         return [
             f"data: {self.name}: {self.windows.documents.summary()}; {self.num_windows:,} "
-            f"sequences of {self.windows.length} tokens to train on, {steps:,.1f} steps an epoch"
+            f"sequences of {self.windows.length} tokens to train on, {steps:,.1f} steps an epoch",
+            *self.padding(),
         ]
 
-    def description(self) -> list[str]:
-        """More such lines: the share of padding in an epoch, for packings that pad."""
+    def padding(self) -> list[str]:
+        """A line on the share of padding in an epoch, for packings that pad."""
         if not self.windows.padded:
             return []
         count, length = self.num_windows, self.windows.length
@@ -142,12 +140,12 @@ def batches(
     Raises DataError when the data set is shorter than one step.
     """
     dataset.check_size(position)
-    replicas, rows = np.asarray(replicas), np.asarray(rows)
-
-    def read_number(number: int) -> Batch:
-        return dataset.read(position, steps[number], replicas, rows)
-
-    return _open(dataset, read_number, len(steps), worker_count)
+    return _open(
+        dataset,
+        lambda number: dataset.read(position, steps[number], replicas, rows),
+        len(steps),
+        worker_count,
+    )
 
 
 def eval_batches(

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -105,7 +104,7 @@ class Shards:
         self._of_all, self._chosen = of_all, chosen
         self._starts = starts_of(of_all)
         self._part_starts = starts_of(np.array([tokens for tokens, *_ in manifest.parts], np.int64))
-        self._readers: OrderedDict[int, Any] = OrderedDict()
+        self._readers: dict[int, Any] = {}  # dropping one closes its file
         self._lock = threading.Lock()
 
     def __reduce__(self):
@@ -143,15 +142,22 @@ class Shards:
         if self._chosen is not None:
             yield self._chosen.tobytes()
 
-    def try_parts(self) -> None:
-        """Read the first and the last record of some parts. Raises DataError."""
-        count = len(self.manifest.parts)
-        for part in range(0, count, max(1, -(-count // _PARTS_TRIED))):
-            tokens = self.manifest.parts[part][0]
-            for record in {0, (tokens - 1) // self.manifest.record} if tokens else ():
+    def sizes(self) -> list[int]:
+        """Tokens of the documents that begin in each file of the source."""
+        counts = [documents for _, documents in self.manifest.files]
+        return np.diff(self._starts[starts_of(counts)]).tolist()
+
+    def chosen(self, files: np.ndarray) -> "Shards":
+        """The documents of some files of the source. files: bool [F]."""
+        documents = np.repeat(files, [documents for _, documents in self.manifest.files])
+        return Shards(self.folder, self.manifest, self._of_all, np.flatnonzero(documents))
+
+    def try_part(self, part: int) -> None:
+        """Read the first and the last record of a part. Raises DataError."""
+        if tokens := self.manifest.parts[part][0]:
+            for record in {0, (tokens - 1) // self.manifest.record}:
                 self._record(part, record)
-            while self._readers:  # a mixture may have many sources
-                self._readers.popitem()[1].close()
+        self._readers.clear()  # a mixture may have many sources
 
     def _record(self, part, record):
         path = os.path.join(self.folder, part_name(part))
@@ -174,12 +180,11 @@ class Shards:
         from array_record.python.array_record_module import ArrayRecordReader
 
         if part not in self._readers:
-            while len(self._readers) >= _MOST_OPEN:
-                self._readers.popitem(last=False)[1].close()
+            if len(self._readers) >= _MOST_OPEN:
+                del self._readers[next(iter(self._readers))]
             # Reads are at random: nothing is read ahead.
             options = "readahead_buffer_size:0,max_parallelism:0"
             self._readers[part] = ArrayRecordReader(path, options=options)
-        self._readers.move_to_end(part)
         return self._readers[part]
 
 
@@ -204,7 +209,8 @@ def open_shards(path: str, key: str) -> Shards:
     if file_hash(table) != manifest.lengths[1]:
         raise DataError(f"{where}: {LENGTHS} is damaged. {_REMEDY}")
     shards = Shards(folder, manifest, np.load(table, allow_pickle=False))
-    shards.try_parts()
+    for number in range(0, len(manifest.parts), -(-len(manifest.parts) // _PARTS_TRIED) or 1):
+        shards.try_part(number)
     return shards
 
 
@@ -221,12 +227,6 @@ def file_hash(path: str) -> str:
     """SHA-256 of a file, hexadecimal. Raises DataError."""
     with reading(path, _REMEDY), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def of_each_file(shards: Shards) -> tuple[np.ndarray, np.ndarray]:
-    """Documents that begin in each file of the source, and their tokens, int64 [F]."""
-    counts = np.array([documents for _, documents in shards.manifest.files], np.int64)
-    return counts, np.diff(starts_of(shards.lengths)[starts_of(counts)])
 
 
 def refuse_other_tokenizer(documents: Shards, tokenizer: Tokenizer, where: str) -> None:

@@ -5,21 +5,17 @@
 
 import dataclasses
 import hashlib
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
 
 from maxdiloco.data import corpus, packing, shards
-from maxdiloco.data.documents import ByteDocuments, read_table
+from maxdiloco.data.documents import ByteDocuments, LineIndex, read_table
 from maxdiloco.data.kinds import KINDS, Source
-from maxdiloco.data.line_index import LineIndex
 from maxdiloco.data.sources import files
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.errors import DataError
-
-Documents = ByteDocuments | shards.Shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,15 +33,13 @@ class Request:
     shuffled: bool  # in the order of the seed, else in file order
     split: str  # train or eval
     index: LineIndex | None = None  # known documents of .jsonl files, to which others are added
-    # The folder of shards of each source that was tokenised at this start.
-    prepared: Mapping[Source, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class TextWindows:
     """Windows first .. first + num_windows - 1 of the documents."""
 
-    documents: Documents
+    documents: ByteDocuments | shards.Shards
     layout: packing.EndToEnd | packing.Table  # of all of their windows
     length: int
     packing: str  # a kind of packing.layout
@@ -97,14 +91,21 @@ def open_text(request: Request) -> tuple[TextWindows, str]:
     Raises DataError for data that are missing, damaged, empty, without a sequence for the split, or
     of another tokenizer.
     """
-    folder = request.prepared.get(request.source, request.source.path)
-    if request.source.kind == "arrayrecord" or shards.is_folder(folder):
-        documents, name, divided = _of_shards(request, folder)
+    key, (kind, path, column) = request.key, request.source
+    name = f"{key}={path}" if path else f"{key}= (Python's standard library)"
+    if kind == "arrayrecord" or shards.is_folder(path):
+        found = shards.open_shards(path, key)
+        shards.refuse_other_tokenizer(found, request.tokenizer, name)
     else:
-        documents, name, divided = _of_bytes(request)
+        assert KINDS[kind].in_place and request.tokenizer.kind == "byte"  # others were tokenised
+        found = files.open_files(corpus.SUFFIXES, files.check_text, path, key, column)
+    held = held_out_files(found.sizes(), request.held_out)
+    if held is not None:
+        found = found.chosen(held == (request.split == "eval"))
+    documents = found if isinstance(found, shards.Shards) else _in_place(found, request, name)
     layout = packing.layout(documents.lengths, request.length, request.packing)
     first, end = 0, layout.num_windows
-    if divided and end:
+    if request.held_out and held is None and end:
         cut = end - max(1, int(end * request.held_out))
         first, end = (cut, end) if request.split == "eval" else (0, cut)
     if first == end:
@@ -117,43 +118,17 @@ def open_text(request: Request) -> tuple[TextWindows, str]:
     return TextWindows(documents, layout, request.length, request.packing, first, count), name
 
 
-def _of_shards(request: Request, folder: str) -> tuple[Documents, str, bool]:
-    """Documents of a split, their name, and whether both splits have them and divide the windows"""
-    name = f"{request.key}={folder}"
-    documents = shards.open_shards(folder, request.key)
-    shards.refuse_other_tokenizer(documents, request.tokenizer, name)
-    counts, tokens = shards.of_each_file(documents)
-    held = held_out_files(tokens.tolist(), request.held_out)
-    if held is None:
-        return documents, name, request.held_out > 0
-    numbers = np.flatnonzero(np.repeat(held == (request.split == "eval"), counts))
-    chosen = shards.Shards(documents.folder, documents.manifest, documents.lengths, numbers)
-    return chosen, name, False
-
-
-def _of_bytes(request: Request) -> tuple[Documents, str, bool]:
-    """As _of_shards, of files whose bytes are the tokens."""
-    key, (kind, path, column) = request.key, request.source
-    assert KINDS[kind].in_place and request.tokenizer.kind == "byte"  # others were tokenised
-    paths = corpus.find_files(path, key)
-    sizes = []  # bytes stand for tokens: compared before the files are read
-    for file in paths:
-        files.check_text(file)
-        with corpus.reading(file):
-            sizes.append(os.path.getsize(file))
-    held = held_out_files(sizes, request.held_out)
-    if held is not None:
-        paths = [paths[number] for number in np.flatnonzero(held == (request.split == "eval"))]
-    if path:  # what Python's own source is written in is its own affair
-        files.refuse_other(paths, key)
-    table = read_table(paths, column=column, index=request.index, allowed=request.allowed)
-    name = f"{key}={path}" if path else f"{key}= (Python's standard library)"
+def _in_place(found: files.Files, request: Request, name: str) -> ByteDocuments:
+    """Documents of files whose bytes are the tokens."""
+    if request.source.path:  # what Python's own source is written in is its own affair
+        files.refuse_other(found.names, request.key)
+    table = read_table(found, index=request.index, allowed=request.allowed)
     if not len(table.size):
         raise DataError(
-            f"{name} holds no text for {request.split}: {len(paths)} files, all empty. Give text "
-            "to read."
+            f"{name} holds no text for {request.split}: {len(found.names)} files, all empty. Give "
+            "text to read."
         )
-    return table, name, request.held_out > 0 and held is None
+    return table
 
 
 def held_out_files(sizes: Sequence[int], share: Fraction) -> np.ndarray | None:

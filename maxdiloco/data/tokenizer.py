@@ -4,6 +4,7 @@ A tokenizer is its files: `save` writes them into a folder, and `load` needs not
 packages tokenizers and sentencepiece, the extra [text], are imported where they are used.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -11,7 +12,7 @@ import pathlib
 import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from maxdiloco.data import packages
 from maxdiloco.data.tokenizer_base import SETTINGS, ByteTokenizer, Tokenizer, to_bytes
 from maxdiloco.errors import ConfigError, DataError
 
+# The keys of a run that name its tokenizer.
+KEYS = ("tokenizer_type", "tokenizer_path", "add_bos", "add_eos")
 # tokenizer_type -> the file of such a tokenizer in a folder, and the package that reads it.
 FILES = {"huggingface": "tokenizer.json", "sentencepiece": "tokenizer.model"}
 _PACKAGES = {"huggingface": "tokenizers", "sentencepiece": "sentencepiece"}
@@ -30,20 +33,6 @@ BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]")
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[EOS]")
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(?<!\.json)")
-
-
-class Keys(NamedTuple):
-    """The keys of a run that name its tokenizer."""
-
-    tokenizer_type: str
-    tokenizer_path: str
-    add_bos: bool
-    add_eos: bool
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "Keys":
-        """Those among the values of other keys."""
-        return cls(*(values[name] for name in cls._fields))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,11 +140,11 @@ def _utf8(text):
     return to_bytes(text).decode()
 
 
-def build(keys: Keys, rows: int | None = None) -> Tokenizer:
-    """The tokenizer that keys name. rows: of the embedding, vocab_size. Raises DataError when
-    tokenizer_path holds no such tokenizer or it has more tokens than rows, ConfigError when a
-    package or one of the tokens around a document is missing."""
-    kind, path, add_bos, add_eos = keys
+def build(values: Mapping[str, Any], rows: int | None = None) -> Tokenizer:
+    """The tokenizer that KEYS name; values: of these and any others. rows: of the embedding,
+    vocab_size. Raises DataError when tokenizer_path holds no such tokenizer or it has more tokens
+    than rows, ConfigError when a package or one of the tokens around a document is missing."""
+    kind, path, add_bos, add_eos = (values[key] for key in KEYS)
     found: Tokenizer = ByteTokenizer()
     if kind != found.kind:
         named = read(kind, path)
@@ -203,26 +192,22 @@ def read(kind: str, path: str) -> SubwordTokenizer:
     """
     where = f"tokenizer_path={path}"
     given = os.path.expanduser(path)
-    config = saved = None  # files beside one that is named as usual
     if not os.path.exists(given) and kind == "huggingface" and _HUB_NAME.fullmatch(path):
-        file, config = _downloaded(path, where)
+        file = _downloaded(path, where)
     else:
         file = os.path.join(given, FILES[kind]) if os.path.isdir(given) else given
-        if os.path.basename(file) == FILES[kind]:
-            beside = [os.path.join(os.path.dirname(file), name) for name in (CONFIG, SETTINGS)]
-            config, saved = (each if os.path.isfile(each) else None for each in beside)
     found = of_content(kind, _content(file, where, kind), where)
-    bos, eos = found.special_tokens(_fields(config, kind))
-    if saved:
-        fields = _fields(saved, kind)
-        bos, eos = fields.get("bos"), fields.get("eos")
+    config, saved = (_beside(file, name, kind) for name in (CONFIG, SETTINGS))
+    bos, eos = found.special_tokens(config or {})
+    if saved is not None:
+        bos, eos = saved.get("bos"), saved.get("eos")
     return dataclasses.replace(found, bos=bos, eos=eos)
 
 
 def _downloaded(name, where):
-    """Paths of tokenizer.json and of CONFIG, where there is one, in Hugging Face's cache."""
+    """Path of tokenizer.json in Hugging Face's cache, with CONFIG beside it where there is one."""
     hub, errors = (
-        _package(each, "huggingface") for each in ("huggingface_hub", "huggingface_hub.errors")
+        package("huggingface", each) for each in ("huggingface_hub", "huggingface_hub.errors")
     )
     try:
         file = hub.hf_hub_download(name, FILES["huggingface"])
@@ -232,10 +217,9 @@ def _downloaded(name, where):
             f"name ({str(error).splitlines()[0].rstrip('.')}). On a machine with a network run `hf "
             f"download {name} --include 'tokenizer*' --local-dir DIR`, then set tokenizer_path=DIR."
         ) from error
-    try:
-        return file, hub.hf_hub_download(name, CONFIG)
-    except errors.EntryNotFoundError:
-        return file, None
+    with contextlib.suppress(errors.EntryNotFoundError):
+        hub.hf_hub_download(name, CONFIG)
+    return file
 
 
 def _content(file, where, kind):
@@ -249,10 +233,13 @@ def _content(file, where, kind):
         ) from error
 
 
-def _fields(file, kind):
-    """Fields of a JSON file beside the tokenizer's; none without one."""
-    if file is None:
-        return {}
+def _beside(tokenizer_file, name, kind):
+    """Fields of a JSON file beside the tokenizer's; None where it has another name than usual, or
+    no such file beside it."""
+    folder, own = os.path.split(tokenizer_file)
+    file = os.path.join(folder, name)
+    if own != FILES[kind] or not os.path.isfile(file):
+        return None
     try:
         fields = json_text.parse(_content(file, file, kind))
     except ValueError as error:
@@ -285,12 +272,8 @@ def of_content(
     return HuggingFaceTokenizer(content, bos, eos, size, engine)
 
 
-def package(kind: str) -> types.ModuleType:
-    """The package that reads a tokenizer_type. Raises ConfigError where it is not installed."""
-    return _package(_PACKAGES[kind], kind)
-
-
-def _package(name, kind):
-    return packages.require(
-        name, f"tokenizer_type={kind}", extra="text", otherwise=", or use tokenizer_type=byte"
-    )
+def package(kind: str, name: str = "") -> types.ModuleType:
+    """The package that reads a tokenizer_type, or a module that helps it. Raises ConfigError where
+    it is not installed."""
+    user, otherwise = f"tokenizer_type={kind}", ", or use tokenizer_type=byte"
+    return packages.require(name or _PACKAGES[kind], user, extra="text", otherwise=otherwise)

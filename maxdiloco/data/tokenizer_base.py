@@ -47,10 +47,6 @@ class Tokenizer(abc.ABC):
         """Bytes of UTF-8 that each token adds to a text, int32 [vocab_size]; special tokens none. A
         tokenizer that normalises text counts the bytes of what it gives back."""
 
-    def bytes_of_rows(self, rows: int) -> np.ndarray:
-        """token_bytes of each row of an embedding, int32 [rows]; a row of no token has none."""
-        return np.resize(np.append(self.token_bytes(), np.zeros(rows, np.int32)), rows)
-
     def prompt(self, text: str) -> list[int]:
         """The tokens of a text that starts a document."""
         return [*([] if self.bos is None else [self.bos]), *self.encode(text)]

@@ -5,6 +5,7 @@
 
 import math
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -25,9 +26,7 @@ from maxdiloco.parallel.replicas import broadcast, map_fn, reduce_mean, without_
 from maxdiloco.parallel.sharding import spec
 
 # Those of maxdiloco.generate, but for a shorter text. Our choice.
-NEW_TOKENS = 100
-TEMPERATURE = 0.8
-TOP_K = 40
+SAMPLING = MappingProxyType({"max_new_tokens": 100, "temperature": 0.8, "top_k": 40})
 SEED = 0
 
 
@@ -59,11 +58,13 @@ class Totals(NamedTuple):
 
     def metrics(self, name: str = "") -> dict[str, float]:
         """eval/loss, eval/perplexity, eval/bits_per_byte of text; of a named text eval/NAME/..."""
-        row = {"loss": self.loss, "perplexity": self.perplexity}
-        if self.num_bytes:
-            row["bits_per_byte"] = self.bits_per_byte
-        prefix = f"eval/{name}/" if name else "eval/"
-        return {prefix + of: value for of, value in row.items()}
+        prefix, rates = f"eval/{name}/" if name else "eval/", self.rates().items()
+        return {prefix + of: rate for of, rate in rates if self.num_bytes or of != "bits_per_byte"}
+
+    def rates(self) -> dict[str, float]:
+        """The properties by name."""
+        names = ("loss", "perplexity", "bits_per_byte")
+        return dict(zip(names, (self.loss, self.perplexity, self.bits_per_byte), strict=True))
 
 
 class Evaluation:
@@ -94,13 +95,7 @@ class Evaluation:
         self._sharding = NamedSharding(mesh, spec(("batch", "length"), model.spec.rules))
         self._bytes_V, self._replicated = token_bytes, NamedSharding(mesh, P())
         self._of_slots = of_slots
-        over = replicas.of_each_slot if of_slots else replicas.of_whole_mesh
-        self._program = Program(
-            "evaluate",
-            over(self._sums, mesh),
-            out_shardings=NamedSharding(mesh, P("diloco")) if of_slots else self._replicated,
-            on_compile=on_compile,
-        )
+        self._program = _of_theta("evaluate", self._sums, mesh, of_slots, on_compile)
 
     def _sums(self, params, batch, bytes_V):
         """Cross entropy, targets that count, and their bytes; scalars, or [1] of a slot."""
@@ -242,13 +237,7 @@ class Sampler:
     ):
         self._model, self._tokenizer, self._prompt = model, tokenizer, prompt
         self._tokens = tokenizer.prompt(prompt)
-        over = replicas.of_each_slot if of_slots else replicas.of_whole_mesh
-        self._program = Program(
-            "sample",
-            over(self._sample, mesh),
-            out_shardings=NamedSharding(mesh, P("diloco") if of_slots else P()),
-            on_compile=on_compile,
-        )
+        self._program = _of_theta("sample", self._sample, mesh, of_slots, on_compile)
 
     def _sample(self, params, *_):
         """Tokens [1, T]."""
@@ -258,10 +247,8 @@ class Sampler:
             self._model,
             params,
             jnp.tile(jnp.array(self._tokens, jnp.int32), (B, 1)),
-            max_new_tokens=NEW_TOKENS,
-            temperature=TEMPERATURE,
-            top_k=TOP_K,
             key=jax.random.key(SEED),
+            **SAMPLING,
         )[:1]
 
     def calls(self, params: Any, runs: float) -> list[Call]:
@@ -274,6 +261,8 @@ class Sampler:
         return self._prompt + self._tokenizer.continuation(self._tokens, tokens)
 
 
-def sequences(eval_steps: int, rows: int) -> int:
-    """Sequences that an evaluation reads of each text; -1: all. rows: of a batch."""
-    return eval_steps if eval_steps == -1 else eval_steps * rows
+def _of_theta(name, fn, mesh, of_slots, on_compile):
+    """The program fn(params, batch, shared) on the mesh, or on each slot of `diloco`."""
+    over = replicas.of_each_slot if of_slots else replicas.of_whole_mesh
+    where = NamedSharding(mesh, P("diloco") if of_slots else P())
+    return Program(name, over(fn, mesh), out_shardings=where, on_compile=on_compile)

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from maxdiloco.data import tokenizer
+from maxdiloco.data.tokenizer_base import Tokenizer
+from maxdiloco.evaluation import run_tokenizer
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
 from maxdiloco.models import devices, kernels, spec
@@ -63,9 +64,10 @@ def parameters(model: Model, mesh: Mesh) -> Any:
     )
 
 
-def token_bytes(cfg: Config) -> np.ndarray:
-    """Bytes of text that each token of a run stands for, int32 [V]; synthetic data are no text."""
+def token_bytes(cfg: Config, tokenizer: Tokenizer | None = None) -> np.ndarray:
+    """Bytes of text that each token of a run stands for, int32 [V]; synthetic data are no text.
+    tokenizer: None: the one that cfg names."""
     if cfg.dataset_type == "synthetic":
         return np.zeros(cfg.vocab_size, np.int32)
-    of_run = tokenizer.build(tokenizer.Keys.of(vars(cfg)), cfg.vocab_size)
-    return of_run.bytes_of_rows(cfg.vocab_size)
+    tokenizer = tokenizer or run_tokenizer.open_tokenizer(cfg)
+    return np.pad(tokenizer.token_bytes(), (0, cfg.vocab_size - tokenizer.vocab_size))

@@ -3,28 +3,30 @@
     # R replicas  B sequences per replica  L tokens
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
+import jax
 from etils import epath
 
-from maxdiloco.data import agreed, kinds, mixture, order, packing, pipeline, shards
+from maxdiloco.data import kinds, mixture, order, packing, pipeline
+from maxdiloco.data.documents import LineIndex
 from maxdiloco.data.kinds import Source
-from maxdiloco.data.line_index import LineIndex
 from maxdiloco.data.mixture import TrainingData
-from maxdiloco.data.order import Position
 from maxdiloco.data.pipeline import Dataset
-from maxdiloco.data.prepared import at_start
 from maxdiloco.data.synthetic import SyntheticWindows
 from maxdiloco.data.text import Request
-from maxdiloco.data.tokenizer import Keys
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.errors import DataError
+from maxdiloco.evaluation import run_sources
 from maxdiloco.flags import eval_paths
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics import line_files
+from maxdiloco.processes.agree import from_first_process, in_any_process
+from maxdiloco.storage import shared_folder
 from maxdiloco.storage.run_folder import RunFolder
 
 # Times eval_fraction: our choice; a source without enough sequences for its share has more.
@@ -40,7 +42,7 @@ def open_dataset(
     index: LineIndex | None = None,
     prepared: Mapping[Source, str] = MappingProxyType({}),
 ) -> TrainingData:
-    """The data of a split, train or eval. index, prepared: of data.text.Request.
+    """The data of a split, train or eval. index: of text.Request. prepared: what was tokenised.
 
     The eval split is a Dataset: path, of eval_dataset_path, or what is held out of the training.
     Raises DataError for a source that is missing, empty or unreadable.
@@ -50,42 +52,47 @@ def open_dataset(
             cfg.data_shuffle_seed, split, cfg.vocab_size, cfg.max_target_length
         )
         return Dataset(windows, None, "dataset_type=synthetic")
-    options = dict(split=split, index=index, prepared=prepared, held_out=Fraction(0))
-    if path:
-        request = _request(cfg, tokenizer, _source(cfg, path), eval_paths.KEY, **options)
-        return pipeline.open_dataset(request)
-    if split == "eval" and not cfg.eval_fraction:
+    if split == "eval" and not path and not cfg.eval_fraction:
         raise DataError(
             "eval_fraction=0 holds nothing out. Set eval_fraction or eval_dataset_path."
         )
-    if eval_paths.holds_out(cfg):  # as it is written: 1/20 for 0.05
-        options["held_out"] = Fraction(str(cfg.eval_fraction))
-    # Sources of one size differ in order: each has a seed of its own.
+    held_out = Fraction(0)
+    if eval_paths.holds_out(cfg) and not path:
+        held_out = Fraction(str(cfg.eval_fraction))  # as it is written: 1/20 for 0.05
+    sources = {"": run_sources.of_path(cfg, path)} if path else run_sources.trained(cfg)
     requests = {
-        name: _request(cfg, tokenizer, source, name=name, **options)
-        for name, source in trained(cfg).items()
+        name: Request(
+            source._replace(path=prepared.get(source, source.path)),
+            eval_paths.KEY if path else "dataset_path",
+            tokenizer,
+            length=cfg.max_target_length,
+            packing=cfg.grain_packing_type if cfg.packing else packing.DOCUMENTS_APART,
+            held_out=held_out,
+            allowed=cfg.max_corrupted_records,
+            # Sources of one size differ in order: each has a seed of its own.
+            seed=order.seed_of(name, cfg.data_shuffle_seed),
+            shuffled=cfg.enable_data_shuffling,
+            split=split,
+            index=index,
+        )
+        for name, source in sources.items()
     }
-    if not cfg.dataset_mixture:
+    if path or not cfg.dataset_mixture:
         return pipeline.open_dataset(requests[""])
-    if cfg.dataset_per_replica:  # the order in the list says which replica reads what
-        return mixture.open_mixture(requests, seed=cfg.data_shuffle_seed, weights=None)
-    entries = map(dict, cfg.dataset_mixture)
-    weights = {entry["name"]: Fraction(entry.get("weight", "1")) for entry in entries}
-    requests = dict(sorted(requests.items()))
+    weights = None  # the order in the list says which replica reads what
+    if not cfg.dataset_per_replica:
+        entries = map(dict, cfg.dataset_mixture)
+        weights = {entry["name"]: Fraction(entry.get("weight", "1")) for entry in entries}
+        requests = dict(sorted(requests.items()))
     return mixture.open_mixture(requests, seed=cfg.data_shuffle_seed, weights=weights)
 
 
-def open_evaluated(
-    cfg: Config,
-    tokenizer: Tokenizer,
-    index: LineIndex | None = None,
-    prepared: Mapping[Source, str] = MappingProxyType({}),
-) -> dict[str, Dataset]:
+def open_evaluated(cfg: Config, tokenizer: Tokenizer, **options: Any) -> dict[str, Dataset]:
     """{name: data set} of eval_dataset_path, that of eval/loss first; otherwise as open_dataset."""
-    texts, options = {}, dict(split="eval", index=index, prepared=prepared)
+    texts = {}
     for name, path in eval_paths.named(cfg).items():
         try:
-            texts[name] = open_dataset(cfg, tokenizer, path=path, **options)
+            texts[name] = open_dataset(cfg, tokenizer, split="eval", path=path, **options)
         except DataError as error:
             if not name:
                 raise
@@ -96,79 +103,18 @@ def open_evaluated(
 def agree(texts: Mapping[str, Dataset]) -> None:
     """Raise DataError unless all processes evaluate on the same texts. All processes call it."""
     if texts:
-        agreed.contents(
-            "".join(text.contents for text in texts.values()), key="the texts to evaluate on"
-        )
+        agreed("".join(text.contents for text in texts.values()), "the texts to evaluate on")
 
 
-def trained(cfg: Config) -> dict[str, Source]:
-    """The sources that are trained on, by their names in a mixture; one alone has the name ""."""
-    if not cfg.dataset_mixture:
-        return {"": _source(cfg, cfg.dataset_path)}
-    return {
-        entry["name"]: Source(
-            entry.get("dataset_type", cfg.dataset_type),
-            entry["path"],
-            entry.get("text_column", cfg.text_column),
-        )
-        for entry in map(dict, cfg.dataset_mixture)
-    }
-
-
-def _source(cfg: Config, path: str) -> Source:
-    return Source(cfg.dataset_type, path, cfg.text_column)
-
-
-def key_of(name: str) -> str:
-    """The key of a source of `trained`, for messages."""
-    return f"dataset_mixture, source {name}" if name else "dataset_path"
-
-
-def _request(
-    cfg: Config,
-    tokenizer: Tokenizer,
-    source: Source,
-    key: str = "dataset_path",
-    name: str = "",
-    **options: Any,
-) -> Request:
-    return Request(
-        source,
-        key,
-        tokenizer,
-        length=cfg.max_target_length,
-        packing=cfg.grain_packing_type if cfg.packing else packing.DOCUMENTS_APART,
-        allowed=cfg.max_corrupted_records,
-        seed=order.seed_of(name, cfg.data_shuffle_seed),
-        shuffled=cfg.enable_data_shuffling,
-        **options,
-    )
-
-
-def prepare(
-    cfg: Config,
-    tokenizer: Tokenizer,
-    say: Callable[[str], None],
-    *,
-    splits: Collection[str] = ("train", "eval"),
-) -> dict[Source, str]:
-    """Tokenise the sources of splits that have no known token counts (at_start.prepare_sources)."""
-    keys = {}
-    evaluates = "eval" in splits and cfg.eval_interval != -1
-    if "train" in splits or (evaluates and eval_paths.holds_out(cfg)):
-        keys = {source: key_of(name) for name, source in trained(cfg).items()}
-    if evaluates:
-        for name, path in eval_paths.named(cfg).items():
-            if path:
-                keys[_source(cfg, path)] = eval_paths.key_of(name)
-    return at_start.prepare_sources(
-        keys,
-        tokenizer,
-        folder=cfg.base_output_directory,
-        allowed=cfg.max_corrupted_records,
-        flags=Keys.of(vars(cfg))._asdict(),
-        say=say,
-    )
+def agreed(data: str, key: str, what: str = "text") -> str:
+    """The contents of data that key names. Raises DataError unless all processes have the same."""
+    shared_folder.meet()  # the first process may still wait for the lock of the run's folder
+    checksum = zlib.crc32(data.encode()) >> 1  # fits a signed 32-bit integer
+    if in_any_process(from_first_process(checksum) != checksum):
+        why = "; the built-in text differs with the version of Python" if what == "text" else ""
+        who = f"process {jax.process_index()} and others have different {what}"
+        raise DataError(f"{key}: {who}. Give every host the same files{why}.")
+    return data
 
 
 def open_data(
@@ -181,19 +127,17 @@ def open_data(
     """The training text, those to evaluate on if the run does, and the index of all.
 
     Before the run's folder is made: data that are refused must not create one; save_index comes
-    after. shape: R, B, L of a step. Sources without known token counts are tokenised first, below
-    base_output_directory. Raises DataError for data that are missing, unreadable or too short for
-    a step.
+    after. shape: R, B, L of a step. Sources without known token counts are tokenised first. Raises
+    DataError for data that are missing, unreadable or too short for a step.
     """
-    prepared = prepare(cfg, tokenizer, say)
+    prepared = run_sources.tokenise(cfg, tokenizer, say)
     index = LineIndex(cfg.text_column, report=say)
-    if any(source.kind == "text" for source in trained(cfg).values()):
+    if any(source.kind == "text" for source in run_sources.trained(cfg).values()):
         load_index(index, folder.line_index)
-    train = open_dataset(cfg, tokenizer, split="train", index=index, prepared=prepared)
+    options = dict(index=index, prepared=prepared)
+    train = open_dataset(cfg, tokenizer, split="train", **options)
     train.check_size(train.first_position(*shape[:2]))
-    held_out = {}
-    if cfg.eval_interval != -1:
-        held_out = open_evaluated(cfg, tokenizer, index=index, prepared=prepared)
+    held_out = open_evaluated(cfg, tokenizer, **options) if cfg.eval_interval != -1 else {}
     return train, held_out, index
 
 
@@ -204,10 +148,8 @@ def lines(
     out = text.summary(text.first_position(*shape[:2]))
     if text.computed:
         return out
-    for name, source in trained(cfg).items():
-        if not shards.is_folder(source.path):
-            line = kinds.left_out_line(source, key_of(name))
-            out += [line] if line else []
+    for name, source in run_sources.trained(cfg).items():
+        out += kinds.left_out_lines(source, run_sources.key_of(name))
     for name, dataset in held_out.items():
         out.append(
             f"held out{f' as {name}' if name else ''}: {dataset.num_windows:,} sequences, of which "
@@ -238,12 +180,6 @@ def _large_shares(cfg: Config, text: TrainingData, held: Dataset) -> Iterator[st
                 f"it has {sequences} sequences and one is the least. Give more text, or set "
                 "eval_dataset_path."
             )
-
-
-def metrics(text: TrainingData, position: Position, length: int, step: int) -> dict[str, float]:
-    """learning/tokens, read by all replicas up to the end of a step, and data/* of the text."""
-    sequences = position.base + position.sequences_before(step + 1)
-    return {"learning/tokens": sequences * length} | text.metrics(position, step)
 
 
 def load_index(index: LineIndex, path: epath.Path) -> None:

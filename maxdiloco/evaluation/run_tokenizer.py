@@ -3,15 +3,10 @@
 Imports no JAX, so that vocab_size=-1 is a number before anything is built.
 """
 
-import contextlib
-import tempfile
-from collections.abc import Iterator
-
 from etils import epath
 
 from maxdiloco.data import tokenizer as tokenizers
-from maxdiloco.data.tokenizer import ByteTokenizer, Keys
-from maxdiloco.data.tokenizer_base import Tokenizer
+from maxdiloco.data.tokenizer_base import ByteTokenizer, Tokenizer
 from maxdiloco.errors import CheckpointError
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
@@ -34,7 +29,7 @@ def resolved(cfg: Config) -> Config:
     """
     if cfg.vocab_size != -1:
         return cfg
-    size, rows = tokenizers.build(Keys.of(vars(cfg))).vocab_size, cfg.padded_vocab_size
+    size, rows = tokenizers.build(vars(cfg)).vocab_size, cfg.padded_vocab_size
     of_model = config.rows_of_model(cfg)
     if of_model is not None and _OWN * of_model <= size <= of_model:
         size = of_model
@@ -47,7 +42,7 @@ def open_tokenizer(cfg: Config) -> Tokenizer:
     """The tokenizer of a run. Raises DataError, ConfigError: see data.tokenizer.build."""
     if cfg.tokenizer_type == "byte" and cfg.dataset_type == "synthetic":
         return ByteTokenizer()  # these data may have fewer tokens than there are bytes
-    return tokenizers.build(Keys.of(vars(cfg)), cfg.vocab_size)
+    return tokenizers.build(vars(cfg), cfg.vocab_size)
 
 
 def travelling_files(tokenizer: Tokenizer) -> dict[str, bytes]:
@@ -63,7 +58,7 @@ def of_checkpoint(cfg: Config, checkpoint: epath.Path) -> Tokenizer:
     Raises CheckpointError where it cannot be read, DataError where there is none.
     """
     if cfg.tokenizer_type == "byte":
-        return tokenizers.build(Keys.of(vars(cfg)), cfg.vocab_size)
+        return tokenizers.build(vars(cfg), cfg.vocab_size)
     try:
         with object_store.as_os_errors(checkpoint):
             return tokenizers.load(checkpoint / FOLDER)
@@ -72,14 +67,3 @@ def of_checkpoint(cfg: Config, checkpoint: epath.Path) -> Tokenizer:
             f"the tokenizer in {checkpoint} cannot be read: {reason(error)}. See that it can be, "
             "and start again."
         ) from error
-
-
-@contextlib.contextmanager
-def config_with(cfg: Config, checkpoint: epath.Path) -> Iterator[Config]:
-    """The config with tokenizer_path at a copy of of_checkpoint, for a `with`."""
-    if cfg.tokenizer_type == "byte":
-        yield cfg
-        return
-    with tempfile.TemporaryDirectory(prefix="maxdiloco-") as folder:
-        of_checkpoint(cfg, checkpoint).save(epath.Path(folder))
-        yield config.from_dict(cfg.as_dict() | {"tokenizer_path": folder})

@@ -8,7 +8,8 @@ from etils import epath
 from jax.sharding import Mesh
 
 from maxdiloco.checkpoint import read
-from maxdiloco.evaluation import held_out, on_mesh, run_texts, run_tokenizer
+from maxdiloco.data.tokenizer_base import ByteTokenizer
+from maxdiloco.evaluation import held_out, on_mesh, run_sources, run_texts, run_tokenizer
 from maxdiloco.evaluation.held_out import Totals
 from maxdiloco.flags import base_yml, config
 from maxdiloco.flags.config import Config
@@ -47,27 +48,23 @@ def config_of(meta: dict[str, Any]) -> Config:
 
 def load(
     folder: epath.Path,
-    *,
-    key: str,
-    configure: Callable[[dict[str, Any]], Config],
-    mesh_of: Callable[[Config], Mesh],
+    configure: Callable[[dict[str, Any]], tuple[Config, Mesh]],
     parameters: str = "outer",
 ) -> Stored:
     """Read the newest undamaged checkpoint of a run, or one checkpoint; all processes call it.
 
-    folder: of checkpoint.find. key: what gave it, for messages. configure: meta -> the config to
-    build the model with. parameters: of checkpoint.theta. Raises ConfigError, CheckpointError.
+    folder: of checkpoint.find. configure: meta -> the config and the devices to build the model
+    with. parameters: of checkpoint.theta. Raises ConfigError, CheckpointError.
     """
     built: list[Any] = []
 
     def abstract_of(meta):
-        cfg = configure(meta)
-        mesh = mesh_of(cfg)
+        cfg, mesh = configure(meta)
         model = on_mesh.build(cfg, mesh)
         built[:] = cfg, mesh, model
         return on_mesh.parameters(model, mesh)
 
-    params, found = read.restore_parameters(folder, abstract_of, key=key, parameters=parameters)
+    params, found = read.restore_parameters(folder, abstract_of, key="RUN", parameters=parameters)
     return Stored(found.step, found.path, found.meta, *built, params)
 
 
@@ -86,26 +83,23 @@ def configure(meta: dict[str, Any], argv: list[str], environ: Mapping[str, str])
 
 def evaluate(
     folder: epath.Path,
-    *,
-    argv: list[str],
-    environ: Mapping[str, str],
+    configure: Callable[[dict[str, Any]], Config],
     parameters: str,
     say: Callable[[str], None],
 ) -> tuple[dict[str, Any], dict[str, Totals]]:
     """Evaluate the newest undamaged checkpoint of a run, or one checkpoint, on each of its texts.
 
     Reads the same sequences as the run, on whatever mesh: eval_steps counts batches of the run's
-    size. folder, parameters: of `load`. argv, environ: of `configure`. All processes call it.
+    size. folder, parameters: of `load`. configure: meta -> config. All processes call it.
     Returns what was evaluated, for as_json, and {name of a text: sums}. Raises ConfigError,
     CheckpointError, DataError.
     """
-    found = load(
-        folder,
-        key="RUN",
-        configure=lambda meta: configure(meta, argv, environ),
-        mesh_of=lambda cfg: mesh_lib.build(hardware_of(cfg)),
-        parameters=parameters,
-    )
+
+    def on_devices(meta):
+        cfg = configure(meta)
+        return cfg, mesh_lib.build(hardware_of(cfg))
+
+    found = load(folder, on_devices, parameters)
     say(f"step {found.step} of {found.path.parent.parent}, parameters: {parameters}")
     say(mesh_lib.describe(found.mesh, hardware_of(found.cfg)))
     position, of_run = found.meta["position"], found.meta["config"]
@@ -113,22 +107,23 @@ def evaluate(
     # As many replicas share a device here as in the run.
     of_device = rows_of_run // _batch_devices(found.meta["mesh"]) // of_run["per_device_batch_size"]
     rows = of_device * found.cfg.per_device_batch_size * _batch_devices(found.mesh.shape)
-    num_sequences = held_out.sequences(found.cfg.eval_steps, rows_of_run)
-    with run_tokenizer.config_with(found.cfg, found.path) as cfg:
-        tokenizer = run_tokenizer.open_tokenizer(cfg)
-        prepared = run_texts.prepare(cfg, tokenizer, say, splits=("eval",))
-        texts = run_texts.open_evaluated(cfg, tokenizer, prepared=prepared)
-        run_texts.agree(texts)
-        evaluation = held_out.Evaluation(
-            found.model,
-            found.mesh,
-            rows=rows,
-            length=cfg.max_target_length,
-            num_sequences=num_sequences,
-            token_bytes=on_mesh.token_bytes(cfg),
-            on_compile=CompileLog(say, show_memory=cfg.show_memory),
-        )
-        totals = {name: evaluation(found.params, text) for name, text in texts.items()}
+    num_sequences = max(-1, found.cfg.eval_steps * rows_of_run)
+    cfg, tokenizer = found.cfg, ByteTokenizer()
+    if cfg.dataset_type != "synthetic":  # whose tokens are numbers, not text
+        tokenizer = run_tokenizer.of_checkpoint(cfg, found.path)
+    prepared = run_sources.tokenise(cfg, tokenizer, say, splits=("eval",))
+    texts = run_texts.open_evaluated(cfg, tokenizer, prepared=prepared)
+    run_texts.agree(texts)
+    evaluation = held_out.Evaluation(
+        found.model,
+        found.mesh,
+        rows=rows,
+        length=cfg.max_target_length,
+        num_sequences=num_sequences,
+        token_bytes=on_mesh.token_bytes(cfg, tokenizer),
+        on_compile=CompileLog(say, show_memory=cfg.show_memory),
+    )
+    totals = {name: evaluation(found.params, text) for name, text in texts.items()}
     return {
         "checkpoint": str(found.path),
         "step": found.step,
@@ -159,14 +154,8 @@ def as_json(evaluated: Mapping[str, Any], texts: Mapping[str, Totals]) -> dict[s
     """What `evaluate` returns, for a file; null where a number is not finite."""
     rows = []
     for name, totals in texts.items():
-        numbers = {
-            "cross_entropy": totals.cross_entropy,
-            "tokens": totals.tokens,
-            "bytes": totals.num_bytes,
-            "loss": totals.loss,
-            "perplexity": totals.perplexity,
-            "bits_per_byte": totals.bits_per_byte,
-        }
+        sums, rates = ("cross_entropy", "tokens", "bytes"), totals.rates()
+        numbers = dict(zip(sums, totals, strict=True)) | rates
         finite = {key: x if math.isfinite(x) else None for key, x in numbers.items()}
         rows.append({"name": name} | finite)
     return {**evaluated, "texts": rows}

@@ -106,7 +106,7 @@ def _config(
     cfg = config.changed(stored, keys, {}, may_change=MAY_SET)
     tokens = rows
     if cfg.tokenizer_type != "byte":
-        there = tokenizer.Keys.of(vars(cfg))._replace(tokenizer_path=str(source))
+        there = cfg.as_dict() | {"tokenizer_path": str(source)}
         tokens = tokenizer.build(there).vocab_size
     if tokens > rows and vocab_multiple == 1:
         raise DataError(
@@ -231,7 +231,7 @@ def _write_checkpoint(
     files, fingerprint = {}, tokenizer.ByteTokenizer().fingerprint
     if cfg.tokenizer_type != "byte":
         there = cfg.as_dict() | {"tokenizer_path": str(folder / CARRIED)}
-        found_tokenizer = tokenizer.build(tokenizer.Keys.of(there), cfg.vocab_size)
+        found_tokenizer = tokenizer.build(there, cfg.vocab_size)
         files = run_tokenizer.travelling_files(found_tokenizer)
         fingerprint = found_tokenizer.fingerprint
     save = write.Save(

@@ -13,14 +13,14 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.data.tokenizer import Keys, build
+from maxdiloco.data.tokenizer import build
 from maxdiloco.diloco import outer
 from maxdiloco.engine.calls import START, Call
 from maxdiloco.engine.data_parallel import DataParallel
 from maxdiloco.engine.diloco import DiLoCo
 from maxdiloco.engine.trainer import Trainer
 from maxdiloco.errors import ConfigError
-from maxdiloco.evaluation import held_out, on_mesh
+from maxdiloco.evaluation import on_mesh
 from maxdiloco.evaluation.held_out import Evaluation, ReplicaEvaluation, Sampler
 from maxdiloco.exchange.host import Mailbox
 from maxdiloco.flags import checks, config
@@ -135,7 +135,7 @@ def _evaluations(cfg, trainer, model, shape, on_compile):
         mesh,
         rows=rows,
         length=shape.length,
-        num_sequences=held_out.sequences(cfg.eval_steps, rows),
+        num_sequences=max(-1, cfg.eval_steps * rows),
         token_bytes=on_mesh.token_bytes(cfg),
         **options,
     )
@@ -146,7 +146,7 @@ def _evaluations(cfg, trainer, model, shape, on_compile):
         )
     if cfg.sample_prompt:
         decoder = on_mesh.for_decoding(cfg, mesh, model)
-        tokenizer = build(Keys.of(vars(cfg)), cfg.vocab_size)
+        tokenizer = build(vars(cfg), cfg.vocab_size)
         sampler = Sampler(decoder, mesh, tokenizer, cfg.sample_prompt, **options)
     return evaluation, of_replicas, sampler
 

@@ -24,7 +24,7 @@ class Recorder:
 
     done: inner steps before this start; total: of the whole run. writer: of the first process.
     mailbox: of several. checkpointer: None where nothing is saved. note: what a checkpoint says of
-    the run. data_metrics: of a step, run_texts.metrics. since_row: of the checkpoint that the run
+    the run. data_metrics: of a step, Dataset.metrics. since_row: of the checkpoint that the run
     goes on from, see `save`. begun: time.perf_counter() at the very start.
     """
 

@@ -14,13 +14,13 @@ import jax
 from maxdiloco.checkpoint import find, read, saved_state
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.checkpoint.read import Restored
-from maxdiloco.data import agreed, mixture
+from maxdiloco.data import mixture
 from maxdiloco.data.mixture import TrainingData
 from maxdiloco.data.order import Position
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.engine.trainer import SavedLayout
 from maxdiloco.errors import CheckpointError
-from maxdiloco.evaluation import run_tokenizer
+from maxdiloco.evaluation import run_texts, run_tokenizer
 from maxdiloco.flags import base_yml, checks, config, eval_paths, resume
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.compiles import fitting
@@ -136,10 +136,10 @@ def check_places(cfg: Config, folder: RunFolder) -> None:
 
 
 def agreed_data(text: TrainingData, tokenizer: Tokenizer) -> dict[str, str]:
-    """What a checkpoint says of the training data. Raises DataError as agreed.contents."""
+    """What a checkpoint says of the training data. Raises DataError as run_texts.agreed."""
     return {
-        "contents": agreed.contents(text.contents),
-        "tokenizer": agreed.tokenizer(tokenizer.fingerprint),
+        "contents": run_texts.agreed(text.contents, "dataset_path"),
+        "tokenizer": run_texts.agreed(tokenizer.fingerprint, "tokenizer_path", "tokenizers"),
     }
 
 

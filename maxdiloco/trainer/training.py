@@ -113,7 +113,7 @@ def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) ->
         stack.callback(trainer.close)
         if room is not None and assemble.needs_bulk(chosen, mesh):
             room.open_bulk(assemble.most_bytes(parts))
-        for line in [*_sizes(cfg, parts), *text.description(), *trainer.description().start]:
+        for line in [*_sizes(cfg, parts), *trainer.description().start]:
             say(line)
         say(f"{begin.origin}; {total} steps in all")
         for line in start.changes(cfg, parts, begin, checkpointer, total_steps=total):
@@ -142,7 +142,7 @@ def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) ->
             mailbox=mailbox,
             checkpointer=checkpointer,
             note=start.note(cfg, begin.position, data, total_steps=total),
-            data_metrics=functools.partial(run_texts.metrics, text, begin.position, shape.length),
+            data_metrics=functools.partial(text.metrics, begin.position),
             since_row=begin.since_row(done),
             begun=begun,
         )

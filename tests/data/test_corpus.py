@@ -8,18 +8,21 @@ import resource
 
 import pytest
 
-from maxdiloco.data import corpus
+from maxdiloco.data import corpus, kinds
 from maxdiloco.data import documents as documents_of
-from maxdiloco.data.documents import read_table
 from maxdiloco.data.sources import files
 from maxdiloco.errors import DataError
 
 LINE = b'{"text": "abcdef"}\n'
 
 
+def read_table(path):
+    return documents_of.read_table(kinds.open_source(kinds.Source("text", path, "text"), "key"))
+
+
 def texts(documents):
-    whole = ((number, 0, int(size)) for number, size in enumerate(documents.size))
-    return [piece.tobytes() for piece in documents.read_bytes(whole)]
+    whole = ((number, 1, int(size) + 1) for number, size in enumerate(documents.size))
+    return [bytes(tokens.tolist()) for tokens in documents.read(whole)]
 
 
 def names(root, paths):
@@ -71,15 +74,15 @@ def test_a_file_is_a_document_and_a_jsonl_line_is_one(folder, monkeypatch):
             "c.jsonl": b'{"text": "tw\\u00e9"}\n\n{"id": 1, "text": ""}\n{"text": "a\\ud800b"}',
         }
     )
-    documents = read_table(corpus.find_files(root, "dataset_path"), column="text")
+    documents = read_table(root)
     assert texts(documents) == [b"one\n", "twé".encode(), b"a?b"]  # half a surrogate pair
     assert documents.size.tolist() == [4, 4, 3]
     # A line too long for the memory is told, as of one JSON array without line feeds.
     monkeypatch.setattr(files, "MAX_LINE", 20)
     root = folder({"d.jsonl": b'{"text": "1234567"}\n', "e.jsonl": b'{"text": "12345678"}\n'})
-    assert texts(read_table([f"{root}/d.jsonl"], column="text")) == [b"1234567"]
+    assert texts(read_table(f"{root}/d.jsonl")) == [b"1234567"]
     with pytest.raises(DataError, match=r"e\.jsonl byte 0: a line is longer than 20 bytes\. Every"):
-        read_table([f"{root}/e.jsonl"], column="text")
+        read_table(f"{root}/e.jsonl")
 
 
 def test_the_default_is_the_source_of_the_standard_library():
@@ -135,7 +138,7 @@ def test_a_file_that_cannot_be_read_is_told_before_any_is_read_through(tmp_path)
     ):
         make()
         with pytest.raises(DataError, match=rf"z\.txt {words}"):
-            read_table(corpus.find_files(f"{tmp_path}/*", "dataset_path"), column="text")
+            read_table(f"{tmp_path}/*")
         path.unlink()
 
 
@@ -155,7 +158,7 @@ def test_a_file_that_cannot_be_read_is_told_before_any_is_read_through(tmp_path)
 def test_a_jsonl_line_without_the_text_is_told_by_its_number(folder, line, message):
     root = folder({"a.jsonl": b'{"text": "good"}\n' + line + b"\n"})
     with pytest.raises(DataError, match=message) as raised:
-        read_table([f"{root}/a.jsonl"], column="text")
+        read_table(f"{root}/a.jsonl")
     assert "\n" not in str(raised.value)
 
 
@@ -176,7 +179,7 @@ def test_a_file_that_changes_under_a_run_is_told(folder, name, before, after):
     It is not told as a line that never was JSON. A file that only grew holds its documents still.
     """
     root = folder({name: before})
-    documents = read_table([f"{root}/{name}"], column="text")
+    documents = read_table(f"{root}/{name}")
     if name == "a.jsonl":
         folder({name: before + LINE})
         assert texts(documents) == [b"abcdef"]
@@ -202,9 +205,9 @@ def test_a_file_that_grows_while_it_is_read_and_an_error_of_the_disk_are_told(fo
     with monkeypatch.context() as patch:
         patch.setattr(files.json_text, "parse", grow)
         with pytest.raises(DataError, match=r"a\.jsonl has changed while it was read\. Start ag"):
-            read_table([f"{root}/a.jsonl"], column="text")
+            read_table(f"{root}/a.jsonl")
     for path in (f"{root}/a.txt", f"{root}/a.jsonl"):
-        documents, stamp = read_table([path], column="text"), corpus.stamp(path)
+        documents, stamp = read_table(path), corpus.stamp(path)
         os.remove(path)
         os.symlink("/proc/self/mem", path)
         words = rf"{path} cannot be read \(Input/output error\)\. Put the file or its"
@@ -222,7 +225,7 @@ def test_no_file_is_kept_open(folder):
     os.close(free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (free + 3, limits[1]))
     try:
-        documents = read_table(corpus.find_files(root, "dataset_path"), column="text")
+        documents = read_table(root)
         assert len(texts(documents)) == 80
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

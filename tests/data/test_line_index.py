@@ -5,9 +5,9 @@ import os
 import pytest
 from etils import epath
 
-from maxdiloco.data import corpus
-from maxdiloco.data.documents import read_table
-from maxdiloco.data.line_index import LineIndex
+from maxdiloco.data import corpus, kinds
+from maxdiloco.data.documents import LineIndex, read_table
+from maxdiloco.data.sources.files import Files
 from maxdiloco.errors import DataError
 from maxdiloco.evaluation import run_texts
 from maxdiloco.storage import durable
@@ -22,12 +22,12 @@ def start(folder, tmp_path_factory):
     """Opens some files as a start of a run does; returns the table and the lines told."""
     place = epath.Path(tmp_path_factory.mktemp("run")) / "line_index"
 
-    def open_files(files, column="text", path=place):
+    def open_files(names, column="text", path=place):
         told = []
         index = LineIndex(column, told.append)
         run_texts.load_index(index, path)
-        paths = [os.path.join(folder({}), name) for name in files]
-        table = read_table(paths, column=column, index=index)
+        paths = tuple(os.path.join(folder({}), name) for name in names)
+        table = read_table(Files(paths, tuple(map(corpus.stamp, paths)), column), index=index)
         run_texts.save_index(index, path)
         return table, told
 
@@ -123,12 +123,12 @@ def test_a_place_that_cannot_be_used_is_a_line_and_no_failure(folder, start, mon
 def test_lines_without_the_text_are_left_out_up_to_a_number(folder):
     """Each is told. The index does not learn the file: a start that allows fewer is refused."""
     root = folder({"a.jsonl": LINES + b"no\n" + OTHER, "b.jsonl": b"{}\n" + OTHER})
-    paths, told = corpus.find_files(root, "dataset_path"), []
+    found, told = kinds.open_source(kinds.Source("text", root, "text"), "dataset_path"), []
     index = LineIndex("text", report=told.append)
-    documents = read_table(paths, column="text", index=index, allowed=2)
+    documents = read_table(found, index=index, allowed=2)
     assert documents.size.tolist() == [3, 2, 4, 4]
     left_out = [line for line in told if line.startswith("left out: ")]
     for line, place in zip(left_out, ("a.jsonl line 4 ", "b.jsonl line 1,"), strict=True):
         assert place in line
     with pytest.raises(DataError, match="b.jsonl line 1, which has no field"):
-        read_table(paths, column="text", index=index, allowed=1)
+        read_table(found, index=index, allowed=1)

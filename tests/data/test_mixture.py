@@ -28,6 +28,7 @@ class NumberedWindows:
     num_windows: int
     length: int = 3
     padded: bool = True
+    documents, summary = property(lambda self: self), str  # "" for the line on the text
 
     def read(self, windows_N):
         source_N = np.full_like(windows_N, self.source)
@@ -123,7 +124,7 @@ def test_replica_m_reads_source_m_mod_k_alone_or_with_shares_meets_every_source(
     for step in range(1, 4):
         sources = [{source for source, _ in rows} for rows in windows_read(data, position, step)]
         assert sources == [{0}, {1}, {2}, {0}, {1}]
-    assert [line.partition("; ")[2] for line in data.description() if "; " in line] == [
+    assert [line.partition("; ")[2] for line in data.summary(position) if "; repl" in line] == [
         f"replicas {k}, {k + 3}, ..." for k in range(3)
     ]
     data = mixed({"a": 1, "b": 1}, sizes={"a": 40, "b": 13})
@@ -149,7 +150,7 @@ def test_metrics_count_tokens_of_each_source_and_the_padding_of_the_step(setting
     """Step 2 of 4 sequences at 2:1:1 in windows of 3, of which one token is padding."""
     data = mixed({"a": 2, "b": 1, "c": 1})
     found = data.metrics(data.first_position(2, 2), 2)
-    assert found.pop("data/padding") == pytest.approx(1 / 3)
+    assert (found.pop("data/padding"), found.pop("learning/tokens")) == (pytest.approx(1 / 3), 24)
     for source, tokens in {"a": 12.0, "b": 6.0, "c": 6.0}.items():
         assert found.pop(f"data/tokens_{source}") == tokens
     assert found.pop("data/epoch_c") == 2 / 7  # 7 sequences, one of them read in each step
@@ -158,8 +159,9 @@ def test_metrics_count_tokens_of_each_source_and_the_padding_of_the_step(setting
     root = folder({"1.txt": b"ab", "2.txt": b"cd"})
     cfg = settings(dataset_path=root, eval_dataset_path=root, grain_packing_type="best_fit")
     data = open_dataset(cfg, split="train")
-    assert data.metrics(data.first_position(1, 2), 1) == {"data/padding": 0.25, "data/epoch": 1}
-    (line,) = data.description()
+    found = data.metrics(data.first_position(1, 2), 1)
+    assert found == {"learning/tokens": 8, "data/padding": 0.25, "data/epoch": 1}
+    _, line = data.summary(data.first_position(1, 2))
     assert line == f"dataset_path={root}: 2 sequences an epoch, 25.00% of them padding"
 
 

@@ -5,7 +5,7 @@ import gzip
 import pytest
 from data.shards_on_disk import open_dataset
 
-from maxdiloco.data import corpus
+from maxdiloco.data import kinds
 from maxdiloco.data.sources import files
 from maxdiloco.errors import DataError
 from maxdiloco.evaluation import run_texts
@@ -75,10 +75,10 @@ def test_the_line_on_the_data_counts_what_an_epoch_reads_and_what_a_folder_leave
     (tmp_path / "sub").mkdir()
     for name in ("c.json", "d.parquet", "e.TXT", "f.html", ".hidden.bin", "README", "sub/g.html"):
         (tmp_path / name).write_text("x")
-    found = corpus.left_out(str(tmp_path))
-    assert found == {".html": 2, ".json": 1, ".parquet": 1, ".TXT": 1, "": 1}
+    (line,) = kinds.left_out_lines(kinds.Source("text", str(tmp_path), "text"), "SOURCE")
+    assert "not read: 2 .html, 1 without a suffix, 1 .json, 1 .parquet, 1 .TXT; data" in line
     for path in ("", str(tmp_path / "a.txt"), str(tmp_path / "*.json")):
-        assert not corpus.left_out(path)
+        assert not list(kinds.left_out_lines(kinds.Source("text", path, "text"), "SOURCE"))
 
 
 def warned(*argv):

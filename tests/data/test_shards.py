@@ -76,7 +76,7 @@ def test_of_twenty_equal_files_every_twentieth_is_held_out_and_unequal_ones_are_
         for number, size in enumerate(sizes):
             (tmp_path / name / f"{number:02d}.txt").write_text(chr(97 + number) * size)
         documents = make(tmp_path / name, tmp_path / f"{name}.out", part_bytes=300)
-        assert shards.of_each_file(documents)[1].tolist() == [size + (size > 0) for size in sizes]
+        assert documents.sizes() == [size + (size > 0) for size in sizes]
         cfg = settings(dataset_type="arrayrecord", dataset_path=str(tmp_path / f"{name}.out"))
         parts = [open_text(cfg, split=split)[0] for split in ("train", "eval")]
         return [part.read(np.arange(part.num_windows))[0] for part in parts]
@@ -219,7 +219,10 @@ def test_shards_of_another_tokenizer_are_refused_and_what_differs_is_named(
     for size in (300, 310):
         (tmp_path / str(size)).mkdir()
         paths.append(str(byte_level_bpe(tmp_path / str(size), vocab_size=size)))
-    subwords = tokenizer.build(tokenizer.Keys("huggingface", paths[0], True, True))
+    same, other = (
+        dict(tokenizer_type="huggingface", tokenizer_path=path, vocab_size=400) for path in paths
+    )
+    subwords = tokenizer.build(same | dict(add_bos=True, add_eos=True))
     make(source, tmp_path / "own")
     make(source, tmp_path / "byte", tokens=tokenizer.ByteTokenizer(bos=255))
     make(source, tmp_path / "subword", tokens=subwords)
@@ -230,9 +233,6 @@ def test_shards_of_another_tokenizer_are_refused_and_what_differs_is_named(
         return open_text(settings(**own | keys), split="train")
 
     there = f"{tmp_path / 'subword/tokenizer'}"
-    same, other = (
-        dict(tokenizer_type="huggingface", tokenizer_path=path, vocab_size=400) for path in paths
-    )
     assert opened("own") and opened("subword", **same)
     after = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
     path = pathlib.Path(paths[0])

@@ -62,9 +62,8 @@ def split(cfg):
 )
 def test_of_many_equal_files_those_held_out_lie_apart(settings, folder, count, fraction, held):
     root = folder({f"{number:02}.txt": b"abcdefghijk" for number in range(count)})
-    train, held_out = (
-        part.documents.paths for part in split(settings(dataset_path=root, eval_fraction=fraction))
-    )
+    cfg = settings(dataset_path=root, eval_fraction=fraction)
+    train, held_out = (part.documents.source.names for part in split(cfg))
     assert held_out == tuple(f"{root}/{number:02}.txt" for number in held)
     assert len(train) == count - len(held) and not set(train) & set(held_out)
 
@@ -106,10 +105,10 @@ def test_with_eval_fraction_zero_or_eval_text_of_ones_own_all_of_the_text_is_tra
     cfg = settings(dataset_path=f"{root}/train", eval_dataset_path=f"{root}/held")
     train, name = open_text(cfg, split="train")
     assert (train.num_windows, name) == (2, f"dataset_path={root}/train")
-    assert train.documents.paths == (f"{root}/train/1.txt",)
+    assert train.documents.source.names == (f"{root}/train/1.txt",)
     held, name = open_text(cfg, split="eval")
     assert (held.num_windows, name) == (2, f"eval_dataset_path={root}/held")
-    assert held.documents.paths == (f"{root}/held/2.txt",)
+    assert held.documents.source.names == (f"{root}/held/2.txt",)
     cfg = settings(dataset_path=root, eval_fraction=0.0)
     assert open_text(cfg, split="train")[0].num_windows == 4
     with pytest.raises(DataError, match="eval_fraction=0 holds nothing out. Set eval_fraction or"):

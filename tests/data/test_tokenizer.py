@@ -12,7 +12,6 @@ from data.shards_on_disk import make
 from tiers import full
 
 from maxdiloco.data import corpus, tokenizer, tokenizer_base
-from maxdiloco.data.tokenizer import Keys
 from maxdiloco.errors import ConfigError, DataError
 
 HARD = (
@@ -35,8 +34,8 @@ def folder(tmp_path_factory):
 
 
 def build(kind, path, rows=10**6, **changed):
-    keys = Keys(kind, str(path), add_bos=True, add_eos=True)
-    return tokenizer.build(keys._replace(**changed), rows)
+    keys = dict(tokenizer_type=kind, tokenizer_path=str(path), add_bos=True, add_eos=True)
+    return tokenizer.build(keys | changed, rows)
 
 
 @pytest.fixture(params=["byte", "huggingface", "sentencepiece"])

@@ -5,7 +5,6 @@ import pathlib
 import sysconfig
 
 import sentencepiece
-import tokenizers
 
 from maxdiloco import tokenizer as program
 
@@ -17,7 +16,7 @@ def byte_level_bpe(folder, vocab_size=600):
     """Path of a tokenizer.json as maxdiloco.tokenizer makes it."""
     texts = [pathlib.Path(path).read_bytes().decode() for path in SOURCES]
     path = folder / "tokenizer.json"
-    path.write_text(program.train(tokenizers, texts, vocab_size).to_str())
+    path.write_text(program.train(texts, vocab_size).to_str())
     return path
 
 

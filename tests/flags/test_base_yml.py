@@ -192,7 +192,7 @@ values["hardware"] + values[f"dcn_{axis}_parallelism"]
     found = [reads(path.read_text()) for path in set(PACKAGE.rglob("*.py")) - checking]
     attributes, subscripts = (set().union(*each) for each in zip(*found, strict=True))
     by_name = {field.name for field in dataclasses.fields(spec.ModelSpec)}
-    by_name.update(tokenizer.Keys._fields)
+    by_name.update(tokenizer.KEYS)
     unread = [name for name in KEYS if name not in attributes | by_name]
     assert [n for n in unread if not any(re.fullmatch(one, n) for one in subscripts)] == []
     assert attributes - set(KEYS) - {"as_dict"} == set()

@@ -33,9 +33,7 @@ def loss_of(folder):
     """The loss of a text of all 31 tokens with the parameters of an import."""
     found = stored.load(
         find.locate(str(folder), base_output_directory="", key="RUN"),
-        key="RUN",
-        configure=stored.config_of,
-        mesh_of=lambda cfg: mesh_of(jax.devices()),
+        lambda meta: (stored.config_of(meta), mesh_of(jax.devices())),
     )
     tokens = np.arange(31, dtype=np.int32)[None]
     batch = {"tokens": tokens, "segment_ids": np.ones_like(tokens)}

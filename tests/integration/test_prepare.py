@@ -1,5 +1,6 @@
 """python -m maxdiloco.prepare: the same folder after kills, and runs that train on it."""
 
+import dataclasses
 import json
 import os
 import random
@@ -19,14 +20,14 @@ from maxdiloco.data.prepared import prepare as preparing
 from maxdiloco.data.sources.files import Files
 from maxdiloco.data.tokenizer import ByteTokenizer
 from maxdiloco.errors import ConfigError, DataError, LostPeerError
-from maxdiloco.evaluation import run_texts, run_tokenizer
+from maxdiloco.evaluation import run_sources, run_tokenizer
 from maxdiloco.flags import config
 
 WAIT_S = 300  # far above what a command takes
 
 
 def prepared(cfg, say=print):
-    return run_texts.prepare(cfg, run_tokenizer.open_tokenizer(cfg), say)
+    return run_sources.tokenise(cfg, run_tokenizer.open_tokenizer(cfg), say)
 
 
 def command(*arguments):
@@ -107,7 +108,7 @@ def test_a_process_that_is_killed_is_told_and_the_same_command_goes_on(tmp_path)
     work, out = preparing.Work(source, Fatal(), "a.txt", processes=1), str(tmp_path / "out")
     with pytest.raises(LostPeerError, match="is gone: killed, or out of .* The same command goes"):
         preparing.prepare(work, out, print)
-    work = preparing.dataclasses.replace(work, tokenizer=ByteTokenizer())
+    work = dataclasses.replace(work, tokenizer=ByteTokenizer())
     assert preparing.prepare(work, out, print).lengths.tolist() == [5]
 
 

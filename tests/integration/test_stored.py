@@ -104,9 +104,8 @@ def test_only_the_parameters_asked_for_are_read(finished, monkeypatch, parameter
         return read_item(path, name, tree)
 
     monkeypatch.setattr(checkpoint_arrays, "read_item", recorded)
-    how = dict(configure=stored.config_of, parameters=parameters)
-    how["mesh_of"] = lambda cfg: mesh_lib.build(hardware_of(cfg))
-    found = stored.load(finished, key="RUN", **how)
+    mesh = mesh_lib.build(hardware_of(cfg := stored.config_of(tools.meta(finished, 62))))
+    found = stored.load(finished, lambda meta: (cfg, mesh), parameters)
     assert names == ["outer_params" if parameters == "outer" else "params"]
     saved = tools.arrays(finished, 62)
     read = jax.tree_util.tree_leaves_with_path(found.params)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from models.tiny_model import mesh_of
 
 from maxdiloco import train
-from maxdiloco.data import tokenizer
+from maxdiloco.evaluation import on_mesh
 from maxdiloco.evaluation.held_out import Evaluation, Totals
 from maxdiloco.flags import config
 from maxdiloco.flags.hardware import hardware_of
@@ -38,7 +38,7 @@ def test_bits_per_byte_divides_by_the_bytes_of_the_targets():
     assert "eval/bits_per_byte" not in Totals(6.0, 4, 0).metrics()
     assert math.isnan(Totals(0.0, 0, 0).loss)
     assert Totals(1e6, 1, 0).perplexity == math.inf
-    found = tokenizer.ByteTokenizer().bytes_of_rows(300)
+    found = on_mesh.token_bytes(config.load(["vocab_size=300"], {}))
     assert found.dtype == np.int32 and found.sum() == 256 and found[256:].sum() == 0
 
 

@@ -2,20 +2,25 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
+import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 
-from maxdiloco.data import shards
+from maxdiloco.data import corpus, shards
+from maxdiloco.data.corpus import PIECE, Span, Text
 from maxdiloco.data.kinds import Reader
-from maxdiloco.data.sources.spans import PIECE, Damaged, Item, Span, Text, check_damage
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.storage import durable
 
 # Documents that are given to the tokenizer at once, besides their PIECE characters. Our choice.
 _MOST_DOCUMENTS = 1024
+T = TypeVar("T")
 _OPTIONS = "group_size:1"  # each record is found and checked on its own; compressed by zstd
 
 
@@ -49,27 +54,34 @@ def make_part(work: Work, out: str, todo: Sequence[tuple[int, Sequence[Span]]], 
 
     # Each process has a core of its own; tokenizers would take all of them in each.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    number, spans = todo[index]
-    facts = {"continues": False, "damaged": [], "files": []}
-    lengths: list[int] = []
+    number, part = todo[index]
+    damaged: list[list[str]] = []
+    pieces: list[tuple[int, bool, int]] = []  # tokens of each, whether a document begins, its file
 
     def tokens():
-        for span in spans:
-            for found in _tokens(work.source.read(span), work.tokenizer):
-                if isinstance(found, Damaged):
-                    facts["damaged"].append(list(found))
-                    check_damage(facts["damaged"], work.allowed)
-                else:
-                    _count(*found, span.file, facts, lengths)
-                    yield found[0]
+        skip = functools.partial(corpus.skip, damaged, work.allowed)
+        for span in part:
+            for found, begins in _tokens(work.source.read(span, skip), work.tokenizer):
+                pieces.append((len(found), begins, span.file))
+                yield found
 
     whole = os.path.join(out, shards.part_name(number))
     with durable.replacing(whole) as path:
         with contextlib.closing(ArrayRecordWriter(os.fspath(path), _OPTIONS)) as file:
             for record in _records(tokens(), dtype_of(work.tokenizer)):
                 file.write(record.tobytes())
-    facts |= {"tokens": sum(lengths), "documents": len(lengths)}
-    facts |= {"bytes": os.path.getsize(whole), "sha256": shards.file_hash(whole)}
+    tokens_P, begins_P, file_P = np.array(pieces, np.int64).reshape(-1, 3).T
+    firsts = np.flatnonzero(begins_P | (np.arange(len(pieces)) == 0))
+    facts = {
+        "continues": bool(len(pieces)) and not begins_P[0],
+        "damaged": damaged,
+        "files": list(Counter(file_P[begins_P > 0].tolist()).items()),
+        "tokens": int(tokens_P.sum()),
+        "documents": len(firsts),
+        "bytes": os.path.getsize(whole),
+        "sha256": shards.file_hash(whole),
+    }
+    lengths = np.add.reduceat(tokens_P, firsts).tolist()
     with durable.replacing(facts_path(out, number)) as path:
         path.write_text(json.dumps(facts | {"lengths": lengths}))
     return facts
@@ -95,65 +107,39 @@ def _records(arrays: Iterable[np.ndarray], dtype: str) -> Iterator[np.ndarray]:
         yield np.concatenate(waiting).astype(dtype)
 
 
-def _count(tokens, begins, file, facts, lengths):
-    """Note tokens of a document, or of a piece of one, which a file of the source holds."""
-    if not begins and lengths:
-        lengths[-1] += len(tokens)
-        return
-    lengths.append(len(tokens))
-    if not begins:
-        facts["continues"] = True
-        return
-    files = facts["files"]
-    if not files or files[-1][0] != file:
-        files.append([file, 0])
-    files[-1][1] += 1
-
-
-def _tokens(items: Iterable[Item], tokenizer: Tokenizer) -> Iterator[tuple | Damaged]:
-    """(tokens, whether a document begins) of items, in order; documents without any are left out"""
+def _tokens(texts: Iterable[Text], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, bool]]:
+    """Tokens of texts, and whether a document begins; documents without any are left out"""
     before, after = ([] if token is None else [token] for token in (tokenizer.bos, tokenizer.eos))
-    for batch in _batches(_short(items)):
-        if isinstance(batch, Damaged):
-            yield batch
-            continue
-        found = tokenizer.encode_all([item.text for item in batch])
-        for item, tokens in zip(batch, found, strict=True):
-            first, last = before if item.begins else [], after if item.ends else []
+    for batch in runs(_short(texts), lambda text: len(text.text), PIECE, most=_MOST_DOCUMENTS):
+        found = tokenizer.encode_all([text.text for text in batch])
+        for text, tokens in zip(batch, found, strict=True):
+            first, last = before if text.begins else [], after if text.ends else []
             tokens = np.concatenate([first, tokens, last]).astype(np.int32)
-            if len(tokens) or not (item.begins and item.ends):
-                yield tokens, item.begins
+            if len(tokens) or not (text.begins and text.ends):
+                yield tokens, text.begins
 
 
-def _batches(items: Iterable[Item]) -> Iterator[Damaged | list[Text]]:
-    """Runs of texts, which are tokenised together; damaged records on their own."""
-    batch: list[Text] = []
-    size = 0
+def runs(
+    items: Iterable[T], size_of: Callable[[T], int], least: int, most: float = math.inf
+) -> Iterator[list[T]]:
+    """Items in runs of at least this size or of that many; the last one may be smaller."""
+    run, size = [], 0
     for item in items:
-        damaged = isinstance(item, Damaged)
-        if batch and (damaged or size >= PIECE or len(batch) >= _MOST_DOCUMENTS):
-            yield batch
-            batch, size = [], 0
-        if damaged:
-            yield item
-        else:
-            batch.append(item)
-            size += len(item.text)
-    if batch:
-        yield batch
+        run.append(item)
+        size += size_of(item)
+        if size >= least or len(run) >= most:
+            yield run
+            run, size = [], 0
+    if run:
+        yield run
 
 
-def _short(items: Iterable[Item]) -> Iterator[Item]:
-    """The same items, long texts in pieces that end with a line where they can."""
-    for item in items:
-        if isinstance(item, Damaged) or len(item.text) <= PIECE:
-            yield item
-            continue
+def _short(texts: Iterable[Text]) -> Iterator[Text]:
+    """The same texts, long ones in pieces that end with a line where they can."""
+    for text, begins, ends in texts:
         begin = 0
-        while begin < len(item.text):
-            end = min(begin + PIECE, len(item.text))
-            if end < len(item.text):
-                end = item.text.rfind("\n", begin, end) + 1 or end
-            first, last = begin == 0, end == len(item.text)
-            yield Text(item.text[begin:end], item.begins and first, item.ends and last)
+        while len(text) - begin > PIECE:
+            end = text.rfind("\n", begin, begin + PIECE) + 1 or begin + PIECE
+            yield Text(text[begin:end], begins and begin == 0, False)
             begin = end
+        yield Text(text[begin:], begins and begin == 0, ends)

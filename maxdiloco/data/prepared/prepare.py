@@ -1,7 +1,6 @@
 """A whole source into a folder of shards: what is left to do, the processes, the manifest."""
 
 import contextlib
-import dataclasses
 import fcntl
 import functools
 import json
@@ -10,16 +9,17 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from etils import epath
 
 from maxdiloco.data import shards
+from maxdiloco.data.corpus import check_damage
 from maxdiloco.data.kinds import Reader
 from maxdiloco.data.prepared import part
 from maxdiloco.data.prepared.part import Work
 from maxdiloco.data.read_ahead import read_ahead
-from maxdiloco.data.sources.spans import check_damage
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.processes import output
 from maxdiloco.storage import durable
@@ -27,7 +27,7 @@ from maxdiloco.storage import durable
 # Source bytes of a part, which is a file of the result and what a kill costs a process; a small
 # source has _PARTS parts of 1 MB or more, some for every core. Our choice; it depends on the source
 # alone, so that the folder does.
-PART_BYTES = 64 << 20
+_PART_BYTES = 64 << 20
 _PARTS = 32
 _LEAST_BYTES = 1 << 20
 _PLAN = "source.json"
@@ -39,10 +39,24 @@ _LEFT = rf"{_WHOLE}\.[0-9a-f]{{8}}\.part"  # durable.beside
 _MOST_NAMED = 10  # damaged records that are printed; the manifest has all
 
 
+def size_of(source: Reader) -> int:
+    """About how many bytes are read of a source."""
+    return sum(span.size for span in source.spans(_PART_BYTES))
+
+
 def part_bytes_of(source: Reader) -> int:
     """Bytes of the source in a part, where nothing else is asked for."""
-    size = sum(span.size for span in source.spans(PART_BYTES))
-    return min(PART_BYTES, max(_LEAST_BYTES, -(-size // _PARTS)))
+    return min(_PART_BYTES, max(_LEAST_BYTES, -(-size_of(source) // _PARTS)))
+
+
+def plan_of(work: Work) -> dict[str, Any]:
+    """What a folder is made from, as JSON: equal plans are the same folder."""
+    return {
+        "source": work.source.version(),
+        "column": work.source.column,
+        "tokenizer": work.tokenizer.fingerprint,
+        "part_bytes": work.part_bytes or part_bytes_of(work.source),
+    }
 
 
 def prepare(work: Work, out: str, say: Callable[[str], None]) -> shards.Shards:
@@ -52,7 +66,7 @@ def prepare(work: Work, out: str, say: Callable[[str], None]) -> shards.Shards:
     Raises DataError for text that is missing, unreadable or damaged, ConfigError when the folder
     is in use or holds something else, LostPeerError when a process is gone.
     """
-    work = dataclasses.replace(work, part_bytes=work.part_bytes or part_bytes_of(work.source))
+    plan = plan_of(work)
     try:
         durable.make_folder(out)
         with open(os.path.join(out, _LOCK), "a") as file:
@@ -63,8 +77,8 @@ def prepare(work: Work, out: str, say: Callable[[str], None]) -> shards.Shards:
                     f"out={out} is being written by another process. Wait for it, or choose "
                     "another folder."
                 ) from None
-            if not _is_begun(work, out):
-                return _make(work, out, say)
+            if not _is_begun(plan, out):
+                return _make(work, plan["part_bytes"], out, say)
             _remove(out, _FACTS, _LEFT)
             say(f"{out} is prepared: nothing to do")
             return shards.open_shards(out, "out")
@@ -75,10 +89,10 @@ def prepare(work: Work, out: str, say: Callable[[str], None]) -> shards.Shards:
         ) from error
 
 
-def _make(work, out, say):
+def _make(work, part_bytes, out, say):
     begun = time.perf_counter()
     _remove(out, _LEFT)
-    parts = list(_parts(work.source.spans(work.part_bytes), work.part_bytes))
+    parts = list(part.runs(work.source.spans(part_bytes), lambda span: span.size, part_bytes))
     if not parts:
         raise DataError(f"{work.name} holds no text: its files are empty. Give text to read.")
     facts = {}
@@ -128,28 +142,9 @@ def _make(work, out, say):
     return shards.open_shards(out, "out")
 
 
-def _parts(spans, part_bytes):
-    """Spans in runs of at least part_bytes; the last one may be shorter."""
-    run, size = [], 0
-    for span in spans:
-        run.append(span)
-        size += span.size
-        if size >= part_bytes:
-            yield run
-            run, size = [], 0
-    if run:
-        yield run
-
-
-def _is_begun(work, out):
+def _is_begun(plan, out):
     """Whether the folder is complete; a new one gets its plan. Raises ConfigError for another's."""
-    plan = {
-        "format": shards.FORMAT,
-        "source": work.source.version(),
-        "column": work.source.column,
-        "tokenizer": work.tokenizer.fingerprint,
-        "part_bytes": work.part_bytes,
-    }
+    plan = {"format": shards.FORMAT, **plan}
     path = os.path.join(out, _PLAN)
     if not os.path.exists(path):
         # A kill before there was a plan leaves the lock, and what durable.replacing wrote.

@@ -7,16 +7,16 @@ that it begins in.
 import codecs
 import dataclasses
 import io
+import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO
 
 from maxdiloco import json_text
 from maxdiloco.data import corpus
-from maxdiloco.data.corpus import Stamp
+from maxdiloco.data.corpus import PIECE, Skip, Span, Stamp, Text
 from maxdiloco.data.packages import require
 from maxdiloco.data.sources import tables
-from maxdiloco.data.sources.spans import PIECE, Damaged, Item, Span, Text
 from maxdiloco.errors import DataError
 
 # JSON lines in a compressed file.
@@ -35,7 +35,7 @@ _BLOCKS = 16
 _BLOCK = 1 << 13
 
 
-def read_text(path: str, begin: int, end: int, _column: str) -> Iterator[Item]:
+def read_text(path: str, begin: int, end: int, _column: str, skip: Skip) -> Iterator[Text]:
     """Pieces of a text file that begin in [begin, end)."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -47,14 +47,14 @@ def read_text(path: str, begin: int, end: int, _column: str) -> Iterator[Item]:
             try:
                 text = data.decode()
             except UnicodeDecodeError as error:
-                yield Damaged(f"{path} byte {begin + error.start}", f"not UTF-8 ({error.reason})")
+                skip(f"{path} byte {begin + error.start}", f"not UTF-8 ({error.reason})")
                 text = ""
             if text or not (first and last):
                 yield Text(text, first, last)
             begin = stop
 
 
-def read_lines(path: str, begin: int, end: int, column: str) -> Iterator[Item]:
+def read_lines(path: str, begin: int, end: int, column: str, skip: Skip) -> Iterator[Text]:
     """Documents of the lines of a .jsonl file that begin in [begin, end)."""
     with open(path, "rb") as file:
         if begin:
@@ -64,10 +64,10 @@ def read_lines(path: str, begin: int, end: int, column: str) -> Iterator[Item]:
         for offset, line in lines(file, path, file.tell()):
             if offset >= end:
                 return
-            yield from _document(line, f"{path} byte {offset}", column)
+            yield from _document(line, f"{path} byte {offset}", column, skip)
 
 
-def read_compressed(path: str, _begin: int, _end: int, column: str) -> Iterator[Item]:
+def read_compressed(path: str, _begin: int, _end: int, column: str, skip: Skip) -> Iterator[Text]:
     """Documents of a file of JSON lines, compressed with gzip or zstd, which is one span."""
     # pyarrow's stream, not the package zstandard's: that one ends quietly where a file was cut.
     pyarrow = require("pyarrow", path, extra="data")
@@ -77,19 +77,19 @@ def read_compressed(path: str, _begin: int, _end: int, column: str) -> Iterator[
         with pyarrow.input_stream(path, compression=codec) as stream:
             for offset, line in lines(io.BufferedReader(stream, _BUFFER), path, 0):
                 read = offset
-                yield from _document(line, f"{path} byte {offset}", column)
+                yield from _document(line, f"{path} byte {offset}", column, skip)
     except OSError as error:
         if error.errno is not None:
             raise
-        yield Damaged(f"{path} after byte {read} of its text", str(error))
+        skip(f"{path} after byte {read} of its text", str(error))
 
 
-def _document(line, where, column):
+def _document(line, where, column, skip):
     try:
         if text := line_text(line, column, where):
             yield Text(text)
     except DataError as error:
-        yield Damaged(where, str(error))
+        skip(where, str(error))
 
 
 def _line_start(file, place, size):
@@ -161,7 +161,7 @@ def line_text(line: bytes, column: str, where: str) -> str:
     return fields[column]
 
 
-# Suffixes and (path, begin, end, column) -> items; the first that fits.
+# Suffixes and (path, begin, end, column, skip) -> texts; the first that fits.
 _READERS = (
     (PARQUET, tables.read),
     (COMPRESSED, read_compressed),
@@ -178,6 +178,15 @@ class Files:
     stamps: tuple[Stamp, ...]  # of each when it was opened
     column: str  # field or column that holds the text
 
+    def sizes(self) -> list[int]:
+        """Bytes of each file, which stand for tokens where they are tokens."""
+        return [stamp.size for stamp in self.stamps]
+
+    def chosen(self, files: Iterable[bool]) -> "Files":
+        """Some of the files."""
+        names, stamps = (tuple(itertools.compress(of, files)) for of in (self.names, self.stamps))
+        return Files(names, stamps, self.column)
+
     def spans(self, limit: int) -> Iterator[Span]:
         """Spans of at most limit bytes; a compressed file is one."""
         for number, (name, (size, _)) in enumerate(zip(self.names, self.stamps, strict=True)):
@@ -186,14 +195,15 @@ class Files:
                 end = min(begin + step, size)
                 yield Span(number, begin, end, end - begin)
 
-    def read(self, span: Span) -> Iterator[Item]:
-        """Documents of a span, but empty ones. Raises DataError for a missing file or column."""
+    def read(self, span: Span, skip: Skip) -> Iterator[Text]:
+        """Documents of a span, but empty ones. Raises DataError for a missing file or column, and
+        what skip does."""
         path, before = self.names[span.file], self.stamps[span.file]
         if corpus.stamp(path) != before:
             raise corpus.changed(path, before.size, "of text is no longer there")
         with corpus.reading(path):
             read = next(read for suffixes, read in _READERS if path.endswith(suffixes))
-            yield from read(path, span.begin, span.end, self.column)
+            yield from read(path, span.begin, span.end, self.column, skip)
 
     def version(self) -> list[list]:
         """What tells two versions of the source apart, as JSON: of each file name, size, time."""
@@ -235,7 +245,7 @@ def check_parquet(name: str) -> None:
         )
 
 
-def refuse_other(paths: list[str], key: str) -> None:
+def refuse_other(paths: Iterable[str], key: str) -> None:
     """Raise DataError for the first file with a block that is no UTF-8 or has a NUL byte. .jsonl
     files are left out: they are read through as JSON. key: the flag of the path."""
     for path in paths:
@@ -249,24 +259,18 @@ def refuse_other(paths: list[str], key: str) -> None:
             for start in starts:
                 file.seek(start)
                 data = file.read(_BLOCK)
-                # A block that is not the last may end within a character.
-                wrong = _first_wrong(data, first=start == 0, last=start + len(data) >= size)
-                if wrong:
-                    offset, why = wrong
+                wrong, why = data.find(b"\0"), "is NUL"
+                # A block may begin within a character, and one that is not the last may end so.
+                begin = _inside_character(data) if start else 0
+                decoder = codecs.getincrementaldecoder("utf-8")()
+                try:
+                    decoder.decode(data[begin:], start + len(data) >= size)
+                except UnicodeDecodeError as error:
+                    if wrong < 0:
+                        wrong = begin + error.start
+                        why = f"is 0x{data[wrong]:02x} ({error.reason})"
+                if wrong >= 0:
                     raise DataError(
-                        f"{path} is no UTF-8 text: byte {start + offset} {why}. Convert it (as "
+                        f"{path} is no UTF-8 text: byte {start + wrong} {why}. Convert it (as "
                         f"iconv -f LATIN1 -t UTF-8 does), or leave it out of {key}."
                     )
-
-
-def _first_wrong(data, *, first, last):
-    """Place of a byte of a block that is no text, and why; None where all are."""
-    begin = 0 if first else _inside_character(data)
-    if (nul := data.find(b"\0")) >= 0:
-        return nul, "is NUL"
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(data[begin:], last)
-    except UnicodeDecodeError as error:
-        place = begin + error.start
-        return place, f"is 0x{data[place]:02x} ({error.reason})"
-    return None

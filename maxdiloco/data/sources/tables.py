@@ -5,8 +5,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from maxdiloco.data.corpus import Skip, Span, Text
 from maxdiloco.data.packages import require
-from maxdiloco.data.sources.spans import Damaged, Item, Span, Text
 from maxdiloco.errors import DataError
 
 # Rows that are decoded at once: our choice; a page of text is some hundreds.
@@ -15,7 +15,7 @@ _ROWS = 256
 _TEXT = ("string", "large_string", "dictionary<values=string", "dictionary<values=large_string")
 
 
-def read(path: str, begin: int, end: int, column: str) -> Iterator[Item]:
+def read(path: str, begin: int, end: int, column: str, skip: Skip) -> Iterator[Text]:
     """Documents of the row groups that begin in the bytes [begin, end) of a parquet file. No footer
     is read to plan the spans. Raises DataError for a column that is missing or not text, OSError
     for an unreadable file."""
@@ -25,7 +25,7 @@ def read(path: str, begin: int, end: int, column: str) -> Iterator[Item]:
         file = tables.ParquetFile(path)
     except pyarrow.ArrowInvalid as error:
         if begin == 0:  # once, whatever the number of spans
-            yield Damaged(path, f"no parquet file, or one that was cut off ({error})")
+            skip(path, f"no parquet file, or one that was cut off ({error})")
         return
     with file:
         _check_column(file.schema_arrow, column, path)
@@ -35,10 +35,10 @@ def read(path: str, begin: int, end: int, column: str) -> Iterator[Item]:
             if first.has_dictionary_page:
                 place = min(place, first.dictionary_page_offset)
             if begin <= place < end:
-                yield from _rows(pyarrow, file, group, column, path)
+                yield from _rows(pyarrow, file, group, column, path, skip)
 
 
-def _rows(pyarrow, file, group, column, path):
+def _rows(pyarrow, file, group, column, path, skip):
     where = f"{path} row group {group}"
     done = 0
     try:
@@ -47,7 +47,7 @@ def _rows(pyarrow, file, group, column, path):
                 try:
                     text = value.as_py()
                 except UnicodeDecodeError as error:
-                    yield Damaged(f"{where} row {row}", f"not UTF-8 ({error.reason})")
+                    skip(f"{where} row {row}", f"not UTF-8 ({error.reason})")
                     continue
                 if text:  # None where the column is null
                     yield Text(text)
@@ -55,7 +55,7 @@ def _rows(pyarrow, file, group, column, path):
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        yield Damaged(f"{where} after row {done}", str(error))
+        skip(f"{where} after row {done}", str(error))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Hub:
             end = min(begin + step, rows)
             yield Span(0, begin, end, int((end - begin) * bytes_a_row))
 
-    def read(self, span: Span) -> Iterator[Item]:
+    def read(self, span: Span, skip: Skip) -> Iterator[Text]:
         """Documents of some rows (Files)."""
         for begin in range(span.begin, span.end, _ROWS):
             end = min(begin + _ROWS, span.end)
@@ -83,7 +83,7 @@ class Hub:
                 texts = self.dataset[begin:end][self.column]
             except UnicodeDecodeError as error:
                 where = f"{self.names[0]} rows {begin} to {end - 1}"
-                yield Damaged(where, f"not UTF-8 ({error.reason})")
+                skip(where, f"not UTF-8 ({error.reason})")
                 continue
             yield from (Text(text) for text in texts if text)
 
