@@ -24,8 +24,12 @@ LETTERS = {
     "n": "heads",
     "k": "kv_heads",
     "h": "head_dim",
+    "p": "head_dim",  # of latent attention: keys not rotated, beside values
+    "o": "head_dim",  # values
     "f": "mlp",
-    "r": "lora",
+    "r": "lora",  # queries
+    "s": "lora",  # keys and values
+    "c": "lora",  # the same beside keys rotated
     "e": "router",
     "v": "vocab",
 }
@@ -64,12 +68,16 @@ def spread(fan_in: int, gain: float = 1.0) -> float:
     return gain / math.sqrt(fan_in) / 0.87962566103423978
 
 
-def residual_gain(spec: ModelSpec) -> float:
-    """1 / sqrt(2 layers): GPT-2's scaling of the matrices that write to the residual stream.
+def factors(spec: ModelSpec, equations: dict[str, str], **sizes: int) -> dict[str, Weight]:
+    """The second factor of each equation; those that write to the residual stream begin smaller.
 
-    Radford et al. 2019, section 2.3; each layer writes twice.
+    By 1 / sqrt(2 layers), as GPT-2's (Radford et al. 2019, section 2.3): each layer writes twice.
     """
-    return 1 / math.sqrt(2 * spec.num_layers)
+    gain = 1 / math.sqrt(2 * spec.num_layers)
+    return {
+        name: factor(equation, gain=gain if equation.endswith("->bld") else 1.0, **sizes)
+        for name, equation in equations.items()
+    }
 
 
 def initial(spec: ModelSpec, table: dict[str, Any], key: jax.Array) -> dict[str, Any]:
