@@ -116,12 +116,10 @@ def test_the_utilisation_of_a_few_steps(size, sends, steps, bits, share):
 
 @pytest.mark.parametrize("gbps", [0.1, 7, 20, 400])  # layers one behind another, and apart
 def test_data_parallelism_of_a_plan_is_the_simulator_s(gbps):
-    size, of_link = Size("", 5, 1e9, 3.0), dict(gbps=gbps, latency_s=0.1)
-    sends = simulator.data_parallel(5, ENDLESS)
-    found = simulator.layered_utilisation(
-        size, sends, steps=ENDLESS, bits_per_layer=16e9 / 5, **of_link
-    )
-    assert data_parallel(*size[1:], **of_link) == pytest.approx(found)
+    size, link = Size("", 5, 1e9, 3.0), dict(gbps=gbps, latency_s=0.1)
+    run = dict(steps=ENDLESS, bits_per_layer=16e9 / 5)
+    found = simulator.layered_utilisation(size, simulator.data_parallel(5, ENDLESS), **run, **link)
+    assert data_parallel(*size[1:], **link) == pytest.approx(found)
 
 
 def test_most_published_bandwidths_come_out():

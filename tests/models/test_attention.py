@@ -182,22 +182,22 @@ def values(dim):
     return dict(latent_attention=dict(v_head_dim=dim))
 
 
-CAPPED = dict(attn_logits_soft_cap=50.0)
+CAPPED, UNCAPPED = dict(attn_logits_soft_cap=50.0), dict(attn_logits_soft_cap=0.0)
 CHOSEN = [
     ("flash", "gpu", {}, "cudnn"),
     ("flash", "tpu", {}, "splash"),
     ("dot_product", "gpu", {}, "dot_product"),
     ("autoselected", "tpu", dict(dtype=jnp.float32, attention_sink=True, **CAPPED), "splash"),
-    ("autoselected", "gpu", dict(compute_capability="8.0", head_dim=128), "cudnn"),
-    ("autoselected", "gpu", dict(compute_capability="12.0", **values(64)), "cudnn"),
+    ("autoselected", "gpu", dict(head_dim=128, latent_attention={}), "cudnn"),
+    ("autoselected", "gpu", dict(compute_capability="12.0"), "cudnn"),
 ]
-FITS = dict(head_dim=64, max_target_length=1024, attention_sink=False, attn_logits_soft_cap=0.0)
+FITS = dict(head_dim=64, max_target_length=1024, attention_sink=False, **values(64), **UNCAPPED)
 
 
-def chosen(wanted, backend, *, dtype=jnp.bfloat16, shards=1, compute_capability="", **keys):
-    cfg = SimpleNamespace(attention=wanted, **FITS | dict(latent_attention={}) | keys)
-    capability = dict(compute_capability=compute_capability)
-    return kernels.choose_kernel(cfg, backend, dtype, shards=shards, **capability)
+def chosen(wanted, backend, *, dtype=jnp.bfloat16, shards=1, compute_capability="8.0", **keys):
+    cfg = SimpleNamespace(attention=wanted, **FITS | keys)
+    return kernels.choose_kernel(cfg, backend, dtype, shards=shards,
+                                 compute_capability=compute_capability)  # fmt: skip
 
 
 @pytest.mark.parametrize(("wanted", "backend", "changes", "kernel"), CHOSEN)
