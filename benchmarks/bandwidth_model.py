@@ -89,7 +89,7 @@ def figure(size: Size, replicas: int) -> str:
     left, top, width, height = 60, 40, 560, 320
     at = np.logspace(-2, 3, 120)
     curves: dict[str, Callable[[float], float]] = {
-        "data parallel": lambda gbps: data_parallel(size, gbps)
+        "data parallel": lambda gbps: data_parallel(*size[1:], gbps=gbps)
     }
     for mode in own.modes(size):
         if mode.wire == "float4_e3m0":

@@ -151,7 +151,7 @@ def peers_program(cfg: config.Config, parts: assemble.Parts, plan: Any) -> jax.s
     """The inner step, then a fragment's exchange and outer step in a conditional."""
     layout = parts.trainer.layout
     state, rule = layout.state, parts.trainer.optimizer
-    step = map_fn(inner_step(cfg, parts), mesh=layout.mesh, num_replicas=layout.num_replicas)
+    step = map_fn(inner_step(cfg, parts), mesh=layout.mesh)
 
     def program(params, opt_state, batch, theta, outer_opt, send):
         params, opt_state, metrics = step(params, opt_state, batch)

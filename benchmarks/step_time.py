@@ -207,7 +207,7 @@ def make_batch(cfg: Config, parts: assemble.Parts) -> dict[str, jax.Array]:
     tokens_NL, segments_NL = windows.read(np.arange(shape[0] * shape[1]))
     rows = {"tokens": tokens_NL, "segment_ids": segments_NL}
     sharding = parts.batch["tokens"].sharding
-    batch = feeding.to_global(rows, feeding.local_rows(sharding, shape), sharding, shape)
+    (batch,) = feeding.feed([rows], feeding.local_rows(sharding, shape), sharding, shape)
     return assemble.with_learning_rate(parts, batch, 1)
 
 

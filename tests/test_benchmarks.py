@@ -22,7 +22,7 @@ from benchmarks.bandwidth.tables import Size
 from benchmarks.learning.cases import FIRST_HOUR, SYMPTOMS
 from benchmarks.link import moments
 from benchmarks.link.faults import End, Fault
-from maxdiloco.aot.wait import least_gbps
+from maxdiloco.aot.wait import ENDLESS, data_parallel, least_gbps
 from maxdiloco.diloco.schedule import Schedule
 from maxdiloco.engine.calls import Call
 from maxdiloco.flags import config
@@ -112,6 +112,14 @@ TWO = ONE._replace(name="two layers", layers=2)
 def test_the_utilisation_of_a_few_steps(size, sends, steps, bits, share):
     found = simulator.layered_utilisation(size, sends, steps=steps, bits_per_layer=bits, gbps=1.0)
     assert found == pytest.approx(share)
+
+
+@pytest.mark.parametrize("gbps", [0.1, 7, 20, 400])  # layers one behind another, and apart
+def test_data_parallelism_of_a_plan_is_the_simulator_s(gbps):
+    size, link = Size("", 5, 1e9, 3.0), dict(gbps=gbps, latency_s=0.1)
+    run = dict(steps=ENDLESS, bits_per_layer=16e9 / 5)
+    found = simulator.layered_utilisation(size, simulator.data_parallel(5, ENDLESS), **run, **link)
+    assert data_parallel(*size[1:], **link) == pytest.approx(found)
 
 
 def test_most_published_bandwidths_come_out():

@@ -62,7 +62,7 @@ def rows(replicas: int) -> list[tuple[str, ...]]:
     names = [size.name for size in SIZES]
     times = [f"{name}, times less" for name in names]
     out = [("mode, H=100", "wire", "carrier", *(f"{name}, Gbit/s" for name in names), *times)]
-    base = [least_gbps(lambda g, s=size: data_parallel(s, g)) for size in SIZES]
+    base = [least_gbps(lambda g, s=size: data_parallel(*s[1:], gbps=g)) for size in SIZES]
     out.append(("data parallel", "bfloat16", "", *map(_three, base), "1", "1", "1"))
     for of_sizes in zip(*map(modes, SIZES), strict=True):
         need = [

@@ -1,18 +1,61 @@
-"""What the papers' tables have been made of, for the simulator in maxdiloco/aot/wait.py.
+"""The papers' simulator of compute utilisation (2501.18512, section 3.1 and supplement), and what
+their tables have been made of.
 
 Where the papers say nothing the values below were fitted to their tables.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.bandwidth.tables import TARGETS
-from maxdiloco.aot.wait import Send, Size, layered_utilisation
+from benchmarks.bandwidth.tables import TARGETS, Size
+from maxdiloco.aot.wait import Clock
 
 GRID = np.logspace(-1, 3, 50)  # every published value is one of these, printed with one decimal
 H = 100
 LAYERS = 3  # of a fragment, 2501.18512 section 3.2
+
+
+class Send(NamedTuple):
+    """Layers that leave after a step, and the step whose forward needs them."""
+
+    step: int
+    layers: Sequence[int]
+    needed: int
+
+
+def layered_utilisation(
+    size: Size,
+    sends: Iterable[Send],
+    *,
+    steps: int,
+    bits_per_layer: float,
+    gbps: float,
+    latency_s: float = 0.0,
+) -> float:
+    """Time of the computation / time of the run, in (0, 1].
+
+    A step is a forward, a backward for activations and a backward for weights of every layer, of
+    equal length. A layer is sent after its backward for weights, and has to have arrived before its
+    forward in a later step. The papers have no latency.
+    """
+    unit, seconds = size.step_s / (3 * size.layers), bits_per_layer / (gbps * 1e9)
+    leaving: dict[int, list[Send]] = {}
+    for send in sends:
+        leaving.setdefault(send.step, []).append(send)
+    clock = Clock()
+    for step in range(1, steps + 1):
+        for layer in range(size.layers):
+            if (step, layer) in clock.arrives:
+                clock.wait((step, layer))
+            clock.now += unit
+        for layer in reversed(range(size.layers)):
+            clock.now += 2 * unit
+            for send in leaving.get(step, ()):
+                if layer in send.layers:
+                    clock.send((send.needed, layer), seconds, latency_s=latency_s)
+    return steps * size.step_s / clock.now
 
 
 def data_parallel(layers: int, steps: int) -> list[Send]:

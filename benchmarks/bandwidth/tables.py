@@ -4,7 +4,17 @@
 [L] scaling laws, arXiv 2503.09799, Table 6, where inf is "1000.0+".
 """
 
-from maxdiloco.aot.wait import Size
+from typing import NamedTuple
+
+
+class Size(NamedTuple):
+    """A model. step_s: time of an inner step without any exchange [s]."""
+
+    name: str
+    layers: int
+    parameters: float
+    step_s: float
+
 
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 SIZES = (Size("1B", 24, 1e9, 0.1), Size("10B", 48, 1e10, 0.8), Size("100B", 108, 1e11, 4.9))

@@ -51,9 +51,18 @@ class Report(NamedTuple):
         """Whether the compiler estimates times, which it does for TPUs."""
         return self.chip is not None and self.chip.timed
 
-    def cost(self, when: str) -> "Cost":
-        """Of the programs that run at STEP, BESIDE or START; see Call."""
-        return cost([program for program in self.programs if program.when == when])
+    def cost(self, kind: str) -> "Cost":
+        """What programs of a kind cost, as often as they run: see `when` and `event` of Call."""
+        ran = [program for program in self.programs if kind in (program.when, program.event)]
+        sends = [(p.runs, crossing) for p in ran for crossing in p.crossings]
+        return Cost(
+            known=not any(p.too_big for p in ran),
+            dcn_bytes=sum(runs * c.bytes_sent * c.times for runs, c in sends),
+            seconds=sum(p.runs * (p.seconds + p.exposed) for p in ran if p.seconds is not None),
+            exposed=sum(p.runs * p.exposed for p in ran),
+            least=sum(runs * c.waited_least for runs, c in sends),
+            busy=sum(p.runs * p.busy for p in ran),
+        )
 
     @property
     def step_seconds(self) -> float | None:
@@ -80,18 +89,6 @@ class Cost(NamedTuple):
     exposed: float
     least: float
     busy: float
-
-
-def cost(programs: Sequence[Measured]) -> Cost:
-    """The sums over programs, each as often as it runs."""
-    return Cost(
-        known=not any(p.too_big for p in programs),
-        dcn_bytes=sum(p.runs * c.bytes_sent * c.times for p in programs for c in p.crossings),
-        seconds=sum(p.runs * (p.seconds + p.exposed) for p in programs if p.seconds is not None),
-        exposed=sum(p.runs * p.exposed for p in programs),
-        least=sum(p.runs * sum(c.waited_least for c in p.crossings) for p in programs),
-        busy=sum(p.runs * p.busy for p in programs),
-    )
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -126,7 +123,7 @@ def _event(report: Report, event: str) -> dict[str, float | None] | None:
 
     share: of the steps' time. Times are None where the steps' time is not known.
     """
-    found = cost([program for program in report.programs if program.event == event])
+    found = report.cost(event)
     if not found.known:
         return None
     if report.step_seconds is None:

@@ -107,18 +107,9 @@ def _on_tpu(
     played = replay.replay(module, chip, gbps)
     least = replay.replay(module, chip, gbps, send_done_waits=False).transfers
     crossings = [
-        Collective(
-            t.kind,
-            t.sent.dtype,
-            traffic.axes_of(t.slices, dcn),
-            t.bytes_sent,
-            t.times,
-            padding=t.padding,
-            in_conditional=t.in_conditional,
-            timing=played.transfers[t.rendezvous],
-            waited_least=least[t.rendezvous].waited,
-        )
-        for t in traffic.transfers(module)
+        t._replace(timing=timing, waited_least=least[t.rendezvous].waited)
+        for t in traffic.transfers(module, dcn)
+        for timing in [played.transfers[t.rendezvous]]
     ]
     unknown = {
         (run.computation.name, run.instruction.name)
@@ -128,7 +119,7 @@ def _on_tpu(
     }
     ici = {axis: size // dcn[axis] for axis, size in mesh.shape.items()}
     return {
-        "seconds": played.seconds - played.waited,
+        "seconds": played.clock.now - played.waited,
         "kernels": len(unknown),
         "crossings": tuple(crossings),
         "inside": tuple(traffic.collectives(module, ici)),
@@ -138,7 +129,6 @@ def _on_tpu(
 def _off_tpu(module: Module, mesh: Mesh, dcn: Mapping[str, int]) -> dict[str, Any]:
     """CPU and GPU number all devices in one program; slices are its major blocks of them."""
     over_slices = {axis for axis, size in dcn.items() if size > 1}
-    parts: dict[bool, list[Collective]] = {True: [], False: []}
-    for item in traffic.collectives(module, dict(mesh.shape)):
-        parts[bool(over_slices & set(item.axes))].append(item)
-    return {"crossings": tuple(parts[True]), "inside": tuple(parts[False])}
+    found = traffic.collectives(module, dict(mesh.shape))
+    crossings = tuple(item for item in found if over_slices & set(item.axes))
+    return {"crossings": crossings, "inside": tuple(x for x in found if x not in crossings)}

@@ -6,7 +6,6 @@ Only bytes count, and the latency that is given: no header, no packing, no compu
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import NamedTuple
 
 from maxdiloco.diloco.schedule import offsets
 
@@ -14,7 +13,7 @@ FULL = 0.99  # of compute utilisation: a link that gives it is filled (arXiv 250
 PERIODS = 12  # that are simulated: every period is as long as the last by then
 HIDDEN = 0.02  # of a transfer's time: with less of it hidden, none is hidden by design. Our choice
 BFLOAT16 = 16.0  # bits of a gradient of data parallelism, as the papers count
-ENDLESS = 200  # steps of data parallelism after which the first ones no longer count
+ENDLESS = 200  # steps of data parallelism, whose last reduction is not waited for
 
 
 @dataclasses.dataclass
@@ -118,66 +117,16 @@ def enough_tau(tau: int, *, H: int, step_s: float, chunk_s: float, busy_s: float
     return enough if busy_s <= H * step_s and tau < enough < H else None
 
 
-# -- the papers' simulator of compute utilisation (2501.18512, section 3.1 and supplement) ---------
-
-
-class Size(NamedTuple):
-    """A model. step_s: time of an inner step without any exchange [s]."""
-
-    name: str
-    layers: int
-    parameters: float
-    step_s: float
-
-
-class Send(NamedTuple):
-    """Layers that leave after a step, and the step whose forward needs them."""
-
-    step: int
-    layers: Sequence[int]
-    needed: int
-
-
-def layered_utilisation(
-    size: Size,
-    sends: Iterable[Send],
-    *,
-    steps: int,
-    bits_per_layer: float,
-    gbps: float,
-    latency_s: float = 0.0,
+def data_parallel(
+    layers: int, parameters: float, step_s: float, *, gbps: float, latency_s: float = 0.0
 ) -> float:
-    """Time of the computation / time of the run, in (0, 1].
-
-    A step is a forward, a backward for activations and a backward for weights of every layer, of
-    equal length. A layer is sent after its backward for weights, and has to have arrived before its
-    forward in a later step. The papers have no latency.
-    """
-    unit, seconds = size.step_s / (3 * size.layers), bits_per_layer / (gbps * 1e9)
-    leaving: dict[int, list[Send]] = {}
-    for send in sends:
-        leaving.setdefault(send.step, []).append(send)
-    clock = Clock()
-    for step in range(1, steps + 1):
-        for layer in range(size.layers):
-            if (step, layer) in clock.arrives:
-                clock.wait((step, layer))
-            clock.now += unit
-        for layer in reversed(range(size.layers)):
-            clock.now += 2 * unit
-            for send in leaving.get(step, ()):
-                if layer in send.layers:
-                    clock.send((send.needed, layer), seconds, latency_s=latency_s)
-    return steps * size.step_s / clock.now
-
-
-def data_parallel(size: Size, gbps: float, latency_s: float = 0.0) -> float:
     """Utilisation of data parallelism: bfloat16 gradients once a step, as the papers count.
 
-    gbps: of all devices of a replica together [Gbit/s].
+    Their simulator (arXiv 2501.18512, section 3.1 and supplement), whose layers are equal: the
+    backward takes two thirds of a step, and each layer is sent after its own. The first layer
+    leaves last, and the next step begins with it, so it alone is waited for.
+    gbps: of all devices of a replica together [Gbit/s]. The papers have no latency.
     """
-    per_layer = BFLOAT16 * size.parameters / size.layers
-    sends = [Send(step, range(size.layers), step + 1) for step in range(1, ENDLESS + 1)]
-    return layered_utilisation(
-        size, sends, steps=ENDLESS, bits_per_layer=per_layer, gbps=gbps, latency_s=latency_s
-    )
+    layer_s, backward_s = BFLOAT16 * parameters / layers / (gbps * 1e9), 2 * step_s / 3
+    exposed = max(layer_s, layers * layer_s - backward_s * (1 - 1 / layers)) + latency_s
+    return utilisation(step_s, exposed * (ENDLESS - 1), ENDLESS)

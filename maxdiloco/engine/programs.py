@@ -52,7 +52,7 @@ class Programs:
         self.on_compile = on_compile
         self._by_form: dict[tuple, Program] = {}
         state = layout.state
-        step = map_fn(inner_step, mesh=layout.mesh, num_replicas=layout.num_replicas)
+        step = map_fn(inner_step, mesh=layout.mesh)
         step = offload.with_state_on_device(step, state.opt_state)
         lead = NamedSharding(layout.mesh, P("diloco"))
         kept = (shardings_of(state.params), shardings_of(state.opt_state), lead)
@@ -238,7 +238,7 @@ class FragmentPrograms(NamedTuple):
         view = FragmentView(layout, plan)
         update = functools.partial(outer_step_and_merge, self.rule)
         if layout.per_replica_outer:
-            update = map_fn(update, mesh=layout.mesh, num_replicas=layout.num_replicas)
+            update = map_fn(update, mesh=layout.mesh)
 
         def program(leaves, bad_RF, starts, *incoming):
             values = view.take(leaves, starts)

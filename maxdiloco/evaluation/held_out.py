@@ -191,7 +191,7 @@ class ReplicaEvaluation:
         def loss(params, batch):
             return self._evaluation.model.loss(params, batch)[1]["cross_entropy"]
 
-        loss_R = map_fn(without_singleton_vmap(loss), mesh=mesh, num_replicas=R)(params_R, batch_R)
+        loss_R = map_fn(without_singleton_vmap(loss), mesh=mesh)(params_R, batch_R)
         _, counts_BL = next_tokens(batch["tokens"], batch["segment_ids"])
         count = jnp.sum(counts_BL, dtype=jnp.int32)
         return loss_R, jnp.broadcast_to(count, (R,)), jnp.zeros((R,), jnp.int32)

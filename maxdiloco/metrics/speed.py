@@ -70,8 +70,8 @@ def performance(
         "perf/tokens_per_second": tokens_per_second,
         "perf/tflops_per_device": flops_per_device / 1e12,
     }
-    if peak := chips.peak_flops(device_kind):
-        metrics["perf/mfu"] = flops_per_device / peak
+    if chip := chips.of_kind(device_kind):
+        metrics["perf/mfu"] = flops_per_device / chip.peak_flops
     return metrics
 
 

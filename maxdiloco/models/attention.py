@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxdiloco.models.devices import gathered_text, on_each_device, part, positions, split_axes
+from maxdiloco.models.devices import gathered_text, on_each_device, positions, split_axes
 from maxdiloco.models.product import float32_product, soft_capped
 from maxdiloco.models.remat import CONTEXT, keep
 from maxdiloco.models.spec import ModelSpec
@@ -45,7 +45,7 @@ def attend(spec, window, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, sinks_N=None) -
     if axes:
         local = _with_all_keys(local, axes)
     q_names, kv_names = (("batch", "length", heads, None) for heads in ("heads_act", "kv_act"))
-    in_names = (q_names, kv_names, kv_names, ("batch", None), ("heads_act",))[: len(arrays)]
+    in_names = [q_names, kv_names, kv_names, ("batch", None), ("heads_act",)][: len(arrays)]
     return on_each_device(local, in_names=in_names, out_names=q_names, rules=spec.rules)(*arrays)
 
 
@@ -59,24 +59,24 @@ def _with_all_keys(kernel, axes):
 
     def local(q_BLNH, k_BLKH, v_BLKH, segment_ids_BS, sinks_N=None):
         k_BSKH, v_BSKH = gathered_text(k_BLKH, axes), gathered_text(v_BLKH, axes)
-        shard, S = jax.lax.axis_index(axes), segment_ids_BS.shape[1]
-        rows = (jnp.arange(S)[None], segment_ids_BS)
-        positions_1L, segment_ids_BL = (part(x, shard, S // q_BLNH.shape[1]) for x in rows)
-        queries = Queries(shard, positions_1L[0], segment_ids_BL)
+        shard, (L, S) = jax.lax.axis_index(axes), (q_BLNH.shape[1], segment_ids_BS.shape[1])
+        positions_L = jnp.array(positions(S, S // L).reshape(-1, L))[shard]
+        queries = Queries(positions_L, segment_ids_BS[:, positions_L], shard)
         return kernel(q_BLNH, k_BSKH, v_BSKH, segment_ids_BS, sinks_N, queries)
 
     return local
 
 
 class Queries(NamedTuple):
-    """Queries that are a device's part of the sequences of the keys, see models/devices.py.
+    """Queries that are a part of the sequences of the keys: a device's, or one beside a cache.
 
-    shard: index of the part. positions: int [L], in the whole sequence.
+    positions: int [L], in the whole sequence. shard: index of a device's part, see
+    models/devices.py.
     """
 
-    shard: jax.Array
     positions_L: jax.Array
     segment_ids_BL: jax.Array
+    shard: jax.Array | None = None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -163,11 +163,14 @@ dot_product.defvjp(_forward, _backward)
 
 
 def blocks(num_queries: int, num_keys: int, window: int) -> list[tuple[slice, slice]]:
-    """Blocks of a device's queries, each with the run of keys that some query of it can see.
+    """Blocks of queries, each with the run of keys that some query of it can see.
 
-    Of as many keys as queries, or of two chunks of longer sequences as devices.py deals them out,
-    whatever the device: the first query of a chunk is at position `least` to `most`.
+    A device's queries are of as many keys, or two chunks of longer sequences as devices.py deals
+    them out, whatever the device: the first query of a chunk is at position `least` to `most`. A
+    single query may be anywhere, as beside a cache.
     """
+    if num_queries == 1:
+        return [(slice(0, 1), slice(0, num_keys))]
     shards = num_keys // num_queries
     chunks = 1 if shards == 1 else 2
     length = num_queries // chunks
@@ -197,7 +200,7 @@ def _mask(window, segment_ids_BS, queries, rows, keys):
     positions_S = jnp.arange(segment_ids_BS.shape[1])
     positions_L, segment_ids_BL = positions_S, segment_ids_BS
     if queries is not None:
-        _, positions_L, segment_ids_BL = queries
+        positions_L, segment_ids_BL, _ = queries
     same_BLS = segment_ids_BL[:, rows, None] == segment_ids_BS[:, None, keys]
     mask_LS = causal_mask(positions_L[rows], positions_S[keys], window)
     return (same_BLS & mask_LS)[:, None, None]

@@ -10,8 +10,9 @@ many. With runs in order the last of two devices would have 1.5 times the mean, 
 """
 # B sequences  L tokens of a sequence, or of one device's part of it
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,24 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.parallel.sharding import Names, Rules, axes_of, constrain, spec
-
-
-def _automatic_spec(names, rules, *, without=()):
-    """PartitionSpec over the automatic axes of the context's mesh, those in `without` left out.
-
-    Manual are all axes inside on_each_device, and `diloco` under the map over replicas.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    absent = {axis for _, axes in rules for axis in axes} - set(mesh.axis_names)
-    return spec(names, rules, without=(*mesh.manual_axes, *absent, *without))
+from maxdiloco.parallel.sharding import Names, Rules, automatic_spec, axes_of, constrain, spec
 
 
 def split_axes(names: Names, rules: Rules) -> list[tuple[str, ...]]:
     """Of each dim the automatic axes of several devices that split it."""
     sizes = jax.sharding.get_abstract_mesh().shape
     single = [axis for axis, size in sizes.items() if size == 1]
-    return [axes_of(entry) for entry in _automatic_spec(names, rules, without=single)]
+    return [axes_of(entry) for entry in automatic_spec(names, rules, without=single)]
 
 
 def token_shards(rules: Rules) -> tuple[int, int]:
@@ -46,22 +37,21 @@ def token_shards(rules: Rules) -> tuple[int, int]:
     return math.prod(sizes[axis] for axis in batch), math.prod(sizes[axis] for axis in length)
 
 
-def on_each_device(
-    fn: Callable, *, in_names: Sequence[Names], out_names: Names | list[Names], rules: Rules
-) -> Callable:
+def on_each_device(fn: Callable, *, in_names: list[Any], out_names: Any, rules: Rules) -> Callable:
     """Make fn, a function of one device's parts, a function of whole arrays.
 
     All axes of the mesh that are still automatic become manual around fn.
-    in_names, out_names: logical names of each argument's dims and of the result's; a list of them
-    for several results.
+    in_names, out_names: logical names of the dims of each argument and of the result, as tuples, in
+    lists or dicts like the arrays.
     """
+
+    def specs(tree):
+        of_array = functools.partial(automatic_spec, rules=rules)
+        return jax.tree.map(of_array, tree, is_leaf=lambda names: isinstance(names, tuple))
+
     mesh = jax.sharding.get_abstract_mesh()
-    in_specs = tuple(_automatic_spec(names, rules) for names in in_names)
-    if isinstance(out_names, list):
-        out_specs = tuple(_automatic_spec(names, rules) for names in out_names)
-    else:
-        out_specs = _automatic_spec(out_names, rules)
-    return by_parts(fn, in_specs, out_specs, set(mesh.axis_names) - set(mesh.manual_axes))
+    automatic = set(mesh.axis_names) - set(mesh.manual_axes)
+    return by_parts(fn, tuple(specs(in_names)), specs(out_names), automatic)
 
 
 def by_parts(fn: Callable, in_specs: Any, out_specs: Any, manual: set[str]) -> Callable:
@@ -107,14 +97,6 @@ def spread(x_BL: jax.Array, rules: Rules) -> jax.Array:
 def whole(x_BL: jax.Array, rules: Rules) -> jax.Array:
     """[B, L] of a few bytes with all tokens of a sequence on each of its devices."""
     return constrain(x_BL, ("batch", None), rules) if token_shards(rules)[1] > 1 else x_BL
-
-
-def part(x_BL: jax.Array, shard: jax.Array, shards: int) -> jax.Array:
-    """What the device with the index `shard` has of [B, L] in the order of the text."""
-    size = x_BL.shape[1] // (2 * shards)
-    chunks = (shard, 2 * shards - 1 - shard)
-    pieces = [jax.lax.dynamic_slice_in_dim(x_BL, chunk * size, size, axis=1) for chunk in chunks]
-    return jnp.concatenate(pieces, axis=1)
 
 
 def positions(length: int, shards: int) -> np.ndarray:

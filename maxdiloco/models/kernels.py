@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from maxdiloco.errors import ConfigError
+from maxdiloco.flags.config import Config
 
 SPLASH_LANES = 128  # tiles are multiples of a TPU vector register's lanes
 # What cuDNN's fused attention takes of jax.nn.dot_product_attention on every GPU that has it; heads
@@ -17,29 +18,19 @@ CAPABILITY = 8  # of CUDA, from which on GPUs have cuDNN's attention and Triton'
 
 
 def choose_kernel(
-    attention: str,
-    backend: str,
-    *,
-    head_dim: int,
-    length: int,
-    dtype: DTypeLike,
-    value_dim: int | None = None,
-    soft_cap: float = 0.0,
-    sink: bool = False,
-    shards: int = 1,
-    compute_capability: str = "",
+    cfg: Config, backend: str, dtype: DTypeLike, *, shards: int = 1, compute_capability: str = ""
 ) -> str:
     """The kernel for a backend: `dot_product`, `cudnn` or `splash`.
 
-    attention: `dot_product`; `flash`, the backend's fused kernel or an error; `autoselected`, the
-    fused kernel where it can compute this model and dot_product elsewhere.
-    backend: `cpu`, `gpu` or `tpu`. length: tokens of a sequence. shards: devices it is spread over.
-    value_dim: of a head's values, None as its keys. soft_cap, sink: see dot_product.
+    attention=flash is the backend's fused kernel or an error; autoselected, the fused kernel where
+    it can compute this model and dot_product elsewhere.
+    backend: `cpu`, `gpu` or `tpu`. dtype: of the heads. shards: devices a sequence is spread over.
     compute_capability: see has_kernels.
     Raises ConfigError when attention=flash has no kernel for the backend and model.
     """
-    if attention == "dot_product":
+    if cfg.attention == "dot_product":
         return "dot_product"
+    length, head_dim = cfg.max_target_length, cfg.head_dim
     if backend == "tpu":
         kernel, suffix = "splash", " (splash on TPU)"
         by_lanes = f"max_target_length={length} is not a multiple of {SPLASH_LANES}"
@@ -51,6 +42,7 @@ def choose_kernel(
     elif backend == "gpu":
         kernel, suffix = "cudnn", " (cuDNN on GPU)"
         dtype, half = jnp.dtype(dtype), (jnp.bfloat16, jnp.float16)
+        value_dim = dict(cfg.latent_attention).get("v_head_dim", head_dim)
         obstacles = {
             f"the GPU's compute capability {compute_capability} is below {CAPABILITY}.0":
                 not has_kernels(compute_capability),
@@ -59,17 +51,17 @@ def choose_kernel(
             f"head_dim={head_dim} is not a multiple of 8 up to {CUDNN_HEAD_DIM}":
                 head_dim % 8 or head_dim > CUDNN_HEAD_DIM,
             f"v_head_dim={value_dim} is not the {head_dim} of queries and keys":
-                value_dim not in (None, head_dim),
+                value_dim != head_dim,
             f"max_target_length={length} is odd": length % 2,
-            f"attn_logits_soft_cap={soft_cap} is not 0": soft_cap,
-            "attention_sink=true has no place in its softmax": sink,
+            f"attn_logits_soft_cap={cfg.attn_logits_soft_cap} is not 0": cfg.attn_logits_soft_cap,
+            "attention_sink=true has no place in its softmax": cfg.attention_sink,
         }  # fmt: skip
     else:
         kernel, suffix, obstacles = "", "", {f"the {backend} backend has no fused attention": True}
     obstacle = next((text for text, holds in obstacles.items() if holds), None)
     if obstacle is None:
         return kernel
-    if attention == "flash":
+    if cfg.attention == "flash":
         raise ConfigError(f"attention=flash cannot be used: {obstacle}{suffix}. Use autoselected.")
     return "dot_product"
 

@@ -9,14 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
-from maxdiloco.models.devices import by_parts, split_axes
+from maxdiloco.models.devices import on_each_device, split_axes
 from maxdiloco.models.product import product
 from maxdiloco.models.remat import ATTENTION_OUT, MLP_IN, NORM_FACTOR, QKV, keep
 from maxdiloco.models.rope import Rotation, rotate
 from maxdiloco.models.spec import ModelSpec
-from maxdiloco.models.weights import Weight, factor, residual_gain, spread
+from maxdiloco.models.weights import Weight, factor, factors, spread
 from maxdiloco.parallel.sharding import constrain
 
 f32 = jnp.float32
@@ -43,9 +42,9 @@ LATENT_ATTENTION = {
     "query_down": "bld,dr->blr",
     "query_up": "blr,rnh->blnh",
     "query": "bld,dnh->blnh",
-    "kv_down": "bld,dr->blr",
-    "kv_up": "blr,rnh->blnh",
-    "out": "blnh,nhd->bld",
+    "kv_down": "bld,dc->blc",
+    "kv_up": "bls,snp->blnp",
+    "out": "blno,nod->bld",
 }
 EMBEDDING = ("vocab", "embed")  # names of its dims
 FEED_FORWARD = {"w_gate": "bld,df->blf", "w_up": "bld,df->blf", "w_out": "blf,fd->bld"}
@@ -70,11 +69,18 @@ def rms_norm(spec: ModelSpec, w: Values, x) -> jax.Array:
 def attention_table(spec: ModelSpec) -> Table:
     """Weights of `attention`."""
     D, N, K, H = spec.emb_dim, spec.num_query_heads, spec.num_kv_heads, spec.head_dim
-    if spec.latent is None:
-        table = {name: factor(ATTENTION[name], d=D, n=N, k=K, h=H) for name in ATTENTION}
-        table["out"] = factor(ATTENTION["out"], gain=residual_gain(spec), n=N, h=H, d=D)
-    else:
-        table = _latent_table(spec)
+    equations, sizes, norms = ATTENTION, dict(d=D, n=N, k=K, h=H), {}
+    if latent := spec.latent:
+        equations = dict(LATENT_ATTENTION)
+        for name in ["query"] if latent.q_lora_rank else ["query_down", "query_up"]:
+            del equations[name]
+        sizes |= dict(r=latent.q_lora_rank, s=latent.kv_lora_rank, o=latent.v_head_dim)
+        sizes |= dict(c=latent.kv_lora_rank + latent.qk_rope_head_dim)
+        sizes |= dict(p=latent.qk_nope_head_dim + latent.v_head_dim)
+        norms = {"kv_norm": norm_table(spec, latent.kv_lora_rank)}
+        if latent.q_lora_rank:
+            norms["query_norm"] = norm_table(spec, latent.q_lora_rank)
+    table = factors(spec, equations, **sizes) | norms
     if spec.qk_norm == "head":
         table |= {"query_norm": norm_table(spec, H), "key_norm": norm_table(spec, H)}
     elif spec.qk_norm:
@@ -89,30 +95,6 @@ def attention_table(spec: ModelSpec) -> Table:
     if spec.attention_sink:
         table["sinks"] = Weight((N,), ("heads",))
     return table
-
-
-def _latent_table(spec):
-    D, N, latent = spec.emb_dim, spec.num_query_heads, spec.latent
-
-    def matrix(name, **sizes):
-        return factor(LATENT_ATTENTION[name], **sizes)
-
-    if latent.q_lora_rank:
-        table = {
-            "query_down": matrix("query_down", d=D, r=latent.q_lora_rank),
-            "query_norm": norm_table(spec, latent.q_lora_rank),
-            "query_up": matrix("query_up", r=latent.q_lora_rank, n=N, h=spec.head_dim),
-        }
-    else:
-        table = {"query": matrix("query", d=D, n=N, h=spec.head_dim)}
-    return table | {
-        "kv_down": matrix("kv_down", d=D, r=latent.kv_lora_rank + latent.qk_rope_head_dim),
-        "kv_norm": norm_table(spec, latent.kv_lora_rank),
-        "kv_up": matrix(
-            "kv_up", r=latent.kv_lora_rank, n=N, h=latent.qk_nope_head_dim + latent.v_head_dim
-        ),
-        "out": matrix("out", gain=residual_gain(spec), n=N, h=latent.v_head_dim, d=D),
-    }
 
 
 def attention(spec, w, x_BLD, rope: Rotation, attend: Callable) -> tuple[jax.Array, Any]:
@@ -179,13 +161,12 @@ def _latent_projected(spec, w, x_BLD, rope):
 
 def feed_forward_table(spec: ModelSpec, width: int, num_experts: int = 0) -> Table:
     """Weights of `mlp` with this hidden width, or of so many experts, each in a first dim."""
-    table = {}
-    for name in list(FEED_FORWARD)[2 - len(spec.mlp_activations) :]:
-        gain = residual_gain(spec) if name == "w_out" else 1.0
-        table[name] = factor(FEED_FORWARD[name], gain=gain, d=spec.emb_dim, f=width)
-        if spec.mlp_bias:
-            dims = ("bias" if name == "w_out" else "mlp",)
-            table[f"{name}_bias"] = Weight(table[name].shape[1:], dims)
+    names = list(FEED_FORWARD)[2 - len(spec.mlp_activations) :]
+    equations = {name: FEED_FORWARD[name] for name in names}
+    table = factors(spec, equations, d=spec.emb_dim, f=width)
+    for name in names if spec.mlp_bias else ():
+        dims = ("bias" if name == "w_out" else "mlp",)
+        table[f"{name}_bias"] = Weight(table[name].shape[1:], dims)
     for name, w in table.items() if num_experts else ():
         dims = ("expert" if name.endswith("_bias") else "stored_expert", *w.names)
         table[name] = dataclasses.replace(w, shape=(num_experts, *w.shape), names=dims)
@@ -287,8 +268,6 @@ def _rows(spec, table_VD, tokens_BL):
         known_BL = (tokens_BL >= 0) & (tokens_BL < vocab_size)
         return jnp.where(known_BL[..., None], x_BLD, jnp.nan)
 
-    batch, length = split_axes(("batch", "length"), spec.rules)
-    of_tokens = P(batch or None, length or None)
-    in_specs = P(over_rows or None, over_columns or None), of_tokens
-    axes = {*over_rows, *over_columns, *batch, *length}
-    return by_parts(local, in_specs, of_tokens, axes)(table_VD, tokens_BL)
+    tokens = ("batch", "length")
+    mapped = on_each_device(local, in_names=[EMBEDDING, tokens], out_names=tokens, rules=spec.rules)
+    return mapped(table_VD, tokens_BL)

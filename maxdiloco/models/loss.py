@@ -69,38 +69,35 @@ def token_losses(spec: ModelSpec, x_BLD, w, targets_BL, counts_BL):
     in the type its gradient is wanted in. The inner pair is for display and has no gradient.
     z-loss: the squared log normaliser (PaLM, arXiv 2204.02311, section 5) times its multiplier.
     """
-
-    def chunk(sums, inputs):
-        cross, z_loss, _ = _losses(spec, _chunk_logits(spec, inputs[0], w_compute), *inputs[1:])
-        return (sums[0] + cross, sums[1] + z_loss), None
-
-    w_compute = _for_chunks(spec, x_BLD, w)
-    chunks = _chunks(spec, (x_BLD, targets_BL, counts_BL))
-    (cross, z_loss), _ = jax.lax.scan(chunk, (f32(0), f32(0)), chunks)
-    return cross + z_loss, (cross, z_loss)
+    return _forward(spec, x_BLD, w, targets_BL, counts_BL)[0]  # XLA drops a gradient nobody takes
 
 
 def _forward(spec, x_BLD, w, targets_BL, counts_BL):
     """The loss with its gradient as the residual."""
     back = "gstv,vd->gstd" if spec.tied_head else "gstv,dv->gstd"
     across = "gstv,gstd->gvd" if spec.tied_head else "gstd,gstv->gdv"
+    # Inside the loop the weight is whole over the batch's mesh axes, split over vocabulary.
+    names_w = ("vocab_act", None) if spec.tied_head else (None, "vocab_act")
     einsum = functools.partial(jnp.einsum, precision=spec.precision)
     product_type = f32 if spec.float32_products else None  # see models/product.py
 
     def chunk(carry, inputs):
         cross_sum, z_sum, dw_G = carry
         x_GSTD, *targets = inputs
-        logits_GSTV = _chunk_logits(spec, x_GSTD, w_compute)
+        logits_GSTV = head_logits(spec, x_GSTD, w_compute)
+        names = (TOKENS, None, None, "vocab_act")
+        logits_GSTV = constrain(logits_GSTV, names, spec.rules)
         cross, z_loss, lse_GST = _losses(spec, logits_GSTV, *targets)
         d_GSTV = _d_logits(spec, logits_GSTV, lse_GST, *targets).astype(w_compute.dtype)
         x_GSTD = x_GSTD.astype(w_compute.dtype)
         dx_GSTD = einsum(back, d_GSTV, w_compute, preferred_element_type=product_type)
         pair = (d_GSTV, x_GSTD) if spec.tied_head else (x_GSTD, d_GSTV)
         dw_G = dw_G + einsum(across, *pair, preferred_element_type=f32)
-        dw_G = constrain(dw_G, (TOKENS, *_names_in_chunks(spec)), spec.rules)
+        dw_G = constrain(dw_G, (TOKENS, *names_w), spec.rules)
         return (cross_sum + cross, z_sum + z_loss, dw_G), dx_GSTD.astype(x_BLD.dtype)
 
-    w_compute = _for_chunks(spec, x_BLD, w)
+    compute_type = f32 if spec.float32_factors else x_BLD.dtype  # see models/product.py
+    w_compute = constrain(w.astype(compute_type), names_w, spec.rules)
     chunks = _chunks(spec, (x_BLD, targets_BL, counts_BL))
     groups = chunks[0].shape[1]
     start = (f32(0), f32(0), jnp.zeros((groups, *w.shape), f32))
@@ -120,21 +117,6 @@ def _backward(spec, residuals, cotangents):
 
 
 token_losses.defvjp(_forward, _backward)
-
-
-def _names_in_chunks(spec):
-    """Inside the loop the weight is whole over the batch's mesh axes, split over vocabulary."""
-    return ("vocab_act", None) if spec.tied_head else (None, "vocab_act")
-
-
-def _for_chunks(spec, x, w):
-    dtype = f32 if spec.float32_factors else x.dtype  # see models/product.py
-    return constrain(w.astype(dtype), _names_in_chunks(spec), spec.rules)
-
-
-def _chunk_logits(spec, x_GSTD, w):
-    logits_GSTV = head_logits(spec, x_GSTD, w)
-    return constrain(logits_GSTV, (TOKENS, None, None, "vocab_act"), spec.rules)
 
 
 def _losses(spec, logits_GSTV, targets_GST, counts_GST):

@@ -53,14 +53,14 @@ def moe(spec, w, x_BLD, real_BL) -> tuple[jax.Array, Usage]:
         real_BL = jnp.ones(x_BLD.shape[:2], bool)
     names = {name: entry.names for name, entry in moe_table(spec).items() if name != "shared"}
     # The experts come as they are stored; a router is gathered, see sharding.gathered.
-    as_passed = (dims if is_expert(dims) else (None,) * len(dims) for dims in names.values())
+    as_passed = {k: dims if is_expert(dims) else (None,) * len(dims) for k, dims in names.items()}
     rows = ("batch", "length", None)
     y_BLD, *sums = on_each_device(
-        functools.partial(_on_device, spec, _splits(spec, names), drops_none, tuple(names)),
-        in_names=(rows, rows[:2], *as_passed),
+        functools.partial(_on_device, spec, _splits(spec, names), drops_none),
+        in_names=[rows, rows[:2], as_passed],
         out_names=[rows, *SUMS],
         rules=spec.rules,
-    )(x_BLD, real_BL, *(w[name] for name in names))
+    )(x_BLD, real_BL, {name: w[name] for name in names})
     if "shared" in w:
         y_BLD = y_BLD + mlp(spec, w["shared"], x_BLD)
     return y_BLD, Usage(*(jnp.sum(x_G, axis=0) for x_G in sums))
@@ -84,10 +84,10 @@ def _splits(spec, names):
     return expert, mlp, length, whole
 
 
-def _on_device(spec, splits, drops_none, names, x_BLD, real_BL, *weights):
+def _on_device(spec, splits, drops_none, x_BLD, real_BL, w):
     """One device's tokens through all experts, its own and those of other devices."""
     over_experts, over_mlp, over_length, whole = splits
-    w = _gathered(dict(zip(names, weights, strict=True)), whole, over_mlp)
+    w = _gathered(w, whole, over_mlp)
     x_TD, real_T = x_BLD.reshape(-1, x_BLD.shape[-1]), real_BL.reshape(-1)
     # float32: a choice between experts must not hang on bfloat16's rounding.
     factors = x_TD.astype(f32), w["router"].astype(f32)
@@ -112,7 +112,7 @@ def _on_device(spec, splits, drops_none, names, x_BLD, real_BL, *weights):
     used = router.usage(choice, logits_TE, real_T, dropped)
     if over_length:
         used = jax.lax.psum(used, over_length)
-    return y_TD.reshape(x_BLD.shape), *(x[None] for x in used)
+    return [y_TD.reshape(x_BLD.shape), *(x[None] for x in used)]
 
 
 def _gathered(w, whole, over_mlp):

@@ -27,12 +27,10 @@ def product(equation: str, x: jax.Array, w: jax.Array, spec: ModelSpec) -> jax.A
     instructions for bfloat16 factors only where the result is float32, which
     spec.float32_products asks for; without, it takes two to three times as long.
     spec.float32_factors: of factors made float32 first, for processors that are faster so.
-    spec.scattered_gradients: see _scattered_product.
+    spec.scattered_gradients: see _scattered_gradient.
     """
-    if spec.float32_products:
-        return _rounded_product(equation, spec, x, w)
-    if spec.scattered_gradients:
-        return _scattered_product(equation, spec, x, w)
+    if spec.float32_products or spec.scattered_gradients:
+        return _product(equation, spec, x, w)
     return jnp.einsum(equation, x, w, precision=spec.precision)
 
 
@@ -48,48 +46,43 @@ def soft_capped(logits: jax.Array, cap: float) -> jax.Array:
     return cap * jnp.tanh(logits / cap) if cap else logits
 
 
-def _letters(equation):
-    """Of both factors and the product."""
-    factors, out = equation.split("->")
-    return *factors.split(","), out
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _rounded_product(equation, spec, x, w):
-    return float32_product(equation, x, w, spec).astype(x.dtype)
+def _product(equation, spec, x, w):
+    if spec.float32_products:
+        return float32_product(equation, x, w, spec).astype(x.dtype)
+    return jnp.einsum(equation, x, w, precision=spec.precision)
 
 
-def _rounded_backward(equation, spec, factors, d_out):
+def _backward(equation, spec, factors, d_out):
     x, w = factors
-    x_in, w_in, out = _letters(equation)
-    dx = _rounded_product(f"{out},{w_in}->{x_in}", spec, d_out, w)
-    # XLA:CPU turns the left factor of a sum over tokens in memory: better the smaller one, and dw.
-    (left, a), (right, b) = sorted(((x_in, x), (out, d_out)), key=lambda factor: factor[1].size)
-    order = "".join(letter for letter in left + right if letter in w_in)
-    dw = _rounded_product(f"{left},{right}->{order}", spec, a, b)
-    return dx, jnp.einsum(f"{order}->{w_in}", dw)
+    letters, out = equation.split("->")
+    x_in, w_in = letters.split(",")
+    dx = _product(f"{out},{w_in}->{x_in}", spec, d_out, w)
+    gradient = _rounded_gradient if spec.float32_products else _scattered_gradient
+    return dx, gradient(spec, (x_in, x), (out, d_out), w_in)
 
 
-_rounded_product.defvjp(
-    lambda equation, spec, x, w: (_rounded_product(equation, spec, x, w), (x, w)),
-    _rounded_backward,
+_product.defvjp(
+    lambda equation, spec, x, w: (_product(equation, spec, x, w), (x, w)),
+    _backward,
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _scattered_product(equation, spec, x, w):
-    """einsum whose weight's gradient is reduced straight to the devices that keep its parts.
+def _rounded_gradient(spec, x, d_out, w_in):
+    """Of a weight with these letters; x, d_out: letters and values."""
+    # XLA:CPU turns the left factor of a sum over tokens in memory: better the smaller one, and dw.
+    (left, a), (right, b) = sorted((x, d_out), key=lambda factor: factor[1].size)
+    order = "".join(letter for letter in left + right if letter in w_in)
+    return jnp.einsum(f"{order}->{w_in}", _product(f"{left},{right}->{order}", spec, a, b))
+
+
+def _scattered_gradient(spec, x, d_out, w_in):
+    """The same, reduced straight to the devices that keep its parts.
 
     The partitioner adds up whole gradients on every device and cuts them afterwards, or cuts the
     product into as many pieces as there are devices; both take longer (benchmarks/log).
     """
-    return jnp.einsum(equation, x, w, precision=spec.precision)
-
-
-def _scattered_backward(equation, spec, factors, d_out):
-    x, w = factors
-    x_in, w_in, out = _letters(equation)
-    dx = jnp.einsum(f"{out},{w_in}->{x_in}", d_out, w, precision=spec.precision)
+    (x_in, x), (out, d_out) = x, d_out
     batch, length = split_axes(("batch", "length"), spec.rules)
     names, over = [LETTERS[letter] for letter in w_in], (*batch, *length)
     kept, scattered = _kept_and_scattered(names, spec.rules, over)
@@ -99,13 +92,7 @@ def _scattered_backward(equation, spec, factors, d_out):
         return jnp.einsum(f"{x_in},{out}->{w_in}", x, d_out, precision=spec.precision)
 
     in_specs = tuple(P(*(axes[letter] or None for letter in letters)) for letters in (x_in, out))
-    return dx, _summed(local, kept, scattered, over, in_specs)(x, d_out)
-
-
-_scattered_product.defvjp(
-    lambda equation, spec, x, w: (_scattered_product(equation, spec, x, w), (x, w)),
-    _scattered_backward,
-)
+    return _summed(local, kept, scattered, over, in_specs)(x, d_out)
 
 
 def scattered_sum(dw_G: jax.Array, names: Names, rules: Rules) -> jax.Array:

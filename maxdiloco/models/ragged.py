@@ -58,9 +58,7 @@ def _backward(spec, factors, d_AF):
             dx_AD = triton.rows_by_matrices(d_AF, w_EDF, sizes_E, transposed=True)
             return dx_AD, triton.matrices_gradient(x_AD, d_AF, sizes_E, w_EDF.dtype)
         if spec.ragged_kernel == "megablox":
-            dx_AD = rows_gradient_by_kernel(spec.precision, d_AF, w_EDF, sizes_E)
-            dw_EDF = gradient_by_kernel(spec.precision, x_AD, d_AF, sizes_E)
-            return dx_AD, dw_EDF.astype(w_EDF.dtype)
+            return gradients_by_kernel(spec.precision, x_AD, w_EDF, sizes_E, d_AF)
         _, pull = jax.vjp(lambda x, w: _plain(spec, x, w, sizes_E), x_AD, w_EDF)
         return pull(d_AF)
 
@@ -70,34 +68,23 @@ def _backward(spec, factors, d_AF):
 ragged.defvjp(lambda spec, *factors: (ragged(spec, *factors), factors), _backward)
 
 
-def _whole_tiles(x_AD):
-    return jnp.pad(x_AD, ((0, -len(x_AD) % TILE_ROWS), (0, 0)))
+def gradients_by_kernel(
+    precision, x_AD, w_EDF, sizes_E, d_AF, *, interpret=False
+) -> tuple[jax.Array, jax.Array]:
+    """[A, D]: each row of d times its expert's matrix, transposed, 0 after the last group; and
+    [E, D, F]: of each group of rows the sum of x times d, zeros of a group without rows.
 
-
-def rows_gradient_by_kernel(precision, d_AF, w_EDF, sizes_E, *, interpret=False) -> jax.Array:
-    """[A, D]: each row of d times the transposed matrix of its expert; 0 after the last group.
-
-    interpret: as of gradient_by_kernel.
+    interpret: run the kernels as array code, for tests without a TPU.
     """
-    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
-    (A, F), D = d_AF.shape, w_EDF.shape[1]
-    options = dict(tiling=(TILE_ROWS, min(F, TILE_SIDE), min(D, TILE_SIDE)), interpret=interpret)
+    (A, D), F = x_AD.shape, d_AF.shape[1]
+    side_D, side_F = min(D, TILE_SIDE), min(F, TILE_SIDE)
+    x_AD, d_AF = (jnp.pad(a, ((0, -A % TILE_ROWS), (0, 0))) for a in (x_AD, d_AF))  # whole tiles
+    of_x = dict(tiling=(TILE_ROWS, side_F, side_D), transpose_rhs=True, interpret=interpret)
+    of_w = dict(tiling=(TILE_ROWS, side_D, side_F), interpret=interpret)
     with jax.default_matmul_precision(precision):
-        d_AF = _whole_tiles(d_AF)
-        dx_AD = gmm(d_AF, w_EDF, sizes_E, d_AF.dtype, transpose_rhs=True, **options)[:A]
-    return jnp.where((jnp.arange(A) < jnp.sum(sizes_E))[:, None], dx_AD, 0)
-
-
-def gradient_by_kernel(precision, x_AD, d_AF, sizes_E, *, interpret=False) -> jax.Array:
-    """[E, D, F]: of each group of rows the sum of x times d, zeros of a group without rows.
-
-    interpret: run the kernel as array code, for tests without a TPU.
-    """
-    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
-
-    D, F = x_AD.shape[1], d_AF.shape[1]
-    tiling = (TILE_ROWS, min(D, TILE_SIDE), min(F, TILE_SIDE))
-    x_AD, d_AF = _whole_tiles(x_AD), _whole_tiles(d_AF)
-    with jax.default_matmul_precision(precision):
-        return tgmm(x_AD.T, d_AF, sizes_E, x_AD.dtype, tiling, interpret=interpret)
+        dx_AD = gmm(d_AF, w_EDF, sizes_E, d_AF.dtype, **of_x)[:A]
+        dw_EDF = tgmm(x_AD.T, d_AF, sizes_E, x_AD.dtype, **of_w)
+    here_A1 = (jnp.arange(A) < jnp.sum(sizes_E))[:, None]
+    return jnp.where(here_A1, dx_AD, 0), dw_EDF.astype(w_EDF.dtype)

@@ -1,6 +1,6 @@
 """Text from a model: the prompt in one pass, then one token at a time with a key/value cache."""
 # B sequences  L prompt tokens  T new tokens  C slots of the cache  D model  V vocabulary
-# N query heads  K key/value heads  G = N / K  H head dim
+# N query heads  K key/value heads  H head dim
 
 import functools
 
@@ -8,14 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.models.attention import causal_mask, divisor, dot_product
+from maxdiloco.models.attention import Queries, dot_product
 from maxdiloco.models.layers import rms_norm
 from maxdiloco.models.loss import head_logits, head_names
-from maxdiloco.models.product import soft_capped
 from maxdiloco.models.transformer import Model, head_weight
 from maxdiloco.parallel.sharding import gathered
-
-f32 = jnp.float32
 
 
 def prefill(model, params, tokens_BL, *, cache_length):
@@ -47,30 +44,15 @@ def decode_step(model, params, caches, tokens_B, position):
     def attend(kind, cache, q, k, v, sinks_N):
         keys, values = cache
         filled = keys.at[:, position].set(k[:, 0]), values.at[:, position].set(v[:, 0])
-        return _attend_cache(model.spec, kind.window, q, filled, position, sinks_N), filled
+        segment_ids_BC = jnp.ones(keys.shape[:2], jnp.int32)
+        queries = Queries(position[None], segment_ids_BC[:, :1])
+        arrays = q, *filled, segment_ids_BC, sinks_N, queries
+        return dot_product(model.spec, kind.window, *arrays), filled
 
     x_B1D, caches, _ = model.through_layers(
         params, tokens_B[:, None], position[None, None], attend, caches
     )
     return _logits(model, params, x_B1D[:, 0]), caches
-
-
-def _attend_cache(spec, window, q_B1NH, cache, position, sinks_N):
-    keys_BCKH, values_BCKH = cache
-    B, _, N, H = q_B1NH.shape
-    C, K = keys_BCKH.shape[1:3]
-    q_BKGH = q_B1NH.reshape(B, K, N // K, H)
-    einsum = functools.partial(jnp.einsum, precision=spec.precision)
-    logits_BKGC = einsum("bkgh,bckh->bkgc", q_BKGH, keys_BCKH, preferred_element_type=f32)
-    logits_BKGC = soft_capped(logits_BKGC / divisor(spec, H), spec.attn_logits_soft_cap)
-    seen_1C = causal_mask(position[None], jnp.arange(C), window)
-    logits_BKGC = jnp.where(seen_1C, logits_BKGC, -jnp.inf)
-    if sinks_N is not None:  # one more logit, without a value
-        sinks_BKG1 = jnp.broadcast_to(sinks_N.astype(f32).reshape(K, -1, 1), (B, K, N // K, 1))
-        logits_BKGC = jnp.concatenate([logits_BKGC, sinks_BKG1], axis=-1)
-    weights_BKGC = jax.nn.softmax(logits_BKGC, axis=-1)[..., :C].astype(q_B1NH.dtype)
-    context = einsum("bkgc,bckh->bkgh", weights_BKGC, values_BCKH)
-    return context.reshape(B, 1, N, -1)
 
 
 def _logits(model, params, x_BD):

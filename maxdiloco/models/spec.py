@@ -150,16 +150,7 @@ def from_config(
         dtype=dtype,
         weight_dtype=jnp.dtype(cfg.weight_dtype),
         attention=choose_kernel(
-            cfg.attention,
-            backend,
-            head_dim=cfg.head_dim,
-            length=cfg.max_target_length,
-            dtype=dtype,
-            value_dim=dict(cfg.latent_attention).get("v_head_dim"),
-            soft_cap=cfg.attn_logits_soft_cap,
-            sink=cfg.attention_sink,
-            shards=length_shards,
-            compute_capability=compute_capability,
+            cfg, backend, dtype, shards=length_shards, compute_capability=compute_capability
         ),
         precision=cfg.matmul_precision,
         rules=rules_with(cfg.logical_axis_rules),

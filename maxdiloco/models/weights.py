@@ -3,19 +3,15 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Hashable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.extend import random as jax_random
 from jax.typing import DTypeLike
 
 from maxdiloco.models.spec import ModelSpec
 
-f32, u32 = jnp.float32, jnp.uint32
-ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # of Threefry-2x32
+f32 = jnp.float32
 # Logical name of each dim in an equation of models/product.py.
 LETTERS = {
     "b": "batch",
@@ -24,8 +20,12 @@ LETTERS = {
     "n": "heads",
     "k": "kv_heads",
     "h": "head_dim",
+    "p": "head_dim",  # of latent attention: keys not rotated, beside values
+    "o": "head_dim",  # values
     "f": "mlp",
-    "r": "lora",
+    "r": "lora",  # queries
+    "s": "lora",  # keys and values
+    "c": "lora",  # the same beside keys rotated
     "e": "router",
     "v": "vocab",
 }
@@ -64,12 +64,16 @@ def spread(fan_in: int, gain: float = 1.0) -> float:
     return gain / math.sqrt(fan_in) / 0.87962566103423978
 
 
-def residual_gain(spec: ModelSpec) -> float:
-    """1 / sqrt(2 layers): GPT-2's scaling of the matrices that write to the residual stream.
+def factors(spec: ModelSpec, equations: dict[str, str], **sizes: int) -> dict[str, Weight]:
+    """The second factor of each equation; those that write to the residual stream begin smaller.
 
-    Radford et al. 2019, section 2.3; each layer writes twice.
+    By 1 / sqrt(2 layers), as GPT-2's (Radford et al. 2019, section 2.3): each layer writes twice.
     """
-    return 1 / math.sqrt(2 * spec.num_layers)
+    gain = 1 / math.sqrt(2 * spec.num_layers)
+    return {
+        name: factor(equation, gain=gain if equation.endswith("->bld") else 1.0, **sizes)
+        for name, equation in equations.items()
+    }
 
 
 def initial(spec: ModelSpec, table: dict[str, Any], key: jax.Array) -> dict[str, Any]:
@@ -87,48 +91,3 @@ def initial(spec: ModelSpec, table: dict[str, Any], key: jax.Array) -> dict[str,
         return values.astype(dtype)
 
     return value(table)
-
-
-def unrolled_threefry() -> Hashable:
-    """JAX's threefry2x32 for jax.random.key(impl=...), its rounds one after another.
-
-    The same keys and bits, with jax_threefry_partitionable as by default. On a CPU JAX makes a loop
-    over whole arrays of the rounds, eight times as long without optimisation (benchmarks/log).
-    """
-    jaxs = jax_random.threefry_prng_impl
-
-    def random_bits(key, bit_width, shape):
-        if bit_width != 32 or math.prod(shape) >= 2**32:
-            return jaxs.random_bits(key, bit_width, shape)
-        return _bits(*key, shape)
-
-    return jax_random.define_prng_impl(
-        key_shape=(2,),
-        seed=jaxs.seed,
-        split=jaxs.split,
-        random_bits=random_bits,
-        fold_in=jaxs.fold_in,
-        name="unrolled_threefry2x32",
-        tag="fry",
-    )
-
-
-@jax.jit(static_argnums=(2,))
-def _bits(key_0, key_1, shape):
-    """Of at most 2^32 entries from their places in the flat array: Threefry-2x32 of 20 rounds.
-
-    Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3.
-    """
-    place = jnp.zeros(shape, u32)
-    for dim, size in enumerate(shape):
-        stride = u32(math.prod(shape[dim + 1 :]) if size > 1 else 0)
-        place = place + lax.broadcasted_iota(u32, shape, dim) * stride
-    keys = (key_0, key_1, key_0 ^ key_1 ^ u32(0x1BD11BDA))
-    x_0, x_1 = jnp.broadcast_to(key_0, shape), place + key_1
-    for group in range(5):
-        for by in ROTATIONS[group % 2]:
-            x_0 = x_0 + x_1
-            x_1 = ((x_1 << u32(by)) | (x_1 >> u32(32 - by))) ^ x_0
-        x_0 = x_0 + keys[(group + 1) % 3]
-        x_1 = x_1 + keys[(group + 2) % 3] + u32(group + 1)
-    return x_0 ^ x_1

@@ -78,25 +78,14 @@ CHIPS = {
 }
 
 
-def peak_flops(device_kind: str) -> float | None:
-    """Dense bfloat16 FLOP/s of a device; None where the table does not have it."""
-    chip = _chip_of(device_kind)
-    return chip and chip.peak_flops
-
-
-def memory(device_kind: str) -> int | None:
-    """What a program may use on a device [bytes]; None where the table does not have it."""
-    chip = _chip_of(device_kind)
-    return chip.hbm if chip and chip.hbm_gib else None
-
-
-def _chip_of(device_kind: str) -> Chip | None:
+def of_kind(device_kind: str) -> Chip | None:
+    """The chip of a jax.Device; None where the table does not have it."""
     return next((chip for chip in CHIPS.values() if device_kind in chip.kinds), None)
 
 
 def step_options(device_kind: str) -> dict[str, str] | None:
     """The compiler's options for the programs of a step; None: its own. The user's flags win."""
-    chip = _chip_of(device_kind)
+    chip = of_kind(device_kind)
     wanted = dict(chip.options) if chip else {}
     return {name: wanted[name] for name in wanted if not _is_given(name)} or None
 

@@ -32,17 +32,6 @@ def rows_of(shards: Iterable[tuple[slice, ...]], shape: tuple[int, ...]) -> Rows
     return np.nonzero(in_a_shard)
 
 
-def to_global(batch: Any, rows: Rows, sharding: NamedSharding, shape: tuple[int, ...]) -> Any:
-    """Arrays of the whole shape from leaves [N, L]; nothing moves between processes."""
-    positions = positions_of(rows, shape)
-
-    def whole(local_NL):
-        part = functools.partial(take_shard, local_NL, positions)
-        return jax.make_array_from_callback(shape, sharding, part)
-
-    return jax.tree.map(whole, batch)
-
-
 def take_shard(local_NL: np.ndarray, positions: np.ndarray, shard: tuple[slice, ...]) -> np.ndarray:
     """One shard of the whole array from the local rows; positions: of positions_of."""
     return local_NL[positions[shard[:-1]], shard[-1]]
@@ -56,8 +45,14 @@ def positions_of(rows: Rows, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def feed(
-    batches: Iterator[Any], rows: Rows, sharding: NamedSharding, shape: tuple[int, ...]
+    batches: Iterable[Any], rows: Rows, sharding: NamedSharding, shape: tuple[int, ...]
 ) -> Iterator[Any]:
-    """Every batch of local rows as global arrays."""
+    """Batches with leaves [N, L], as arrays of the whole shape; nothing moves between processes."""
+    positions = positions_of(rows, shape)
+
+    def whole(local_NL):
+        part = functools.partial(take_shard, local_NL, positions)
+        return jax.make_array_from_callback(shape, sharding, part)
+
     for batch in batches:
-        yield to_global(batch, rows, sharding, shape)
+        yield jax.tree.map(whole, batch)

@@ -44,16 +44,12 @@ class Program:
         options = options | dict(donate_argnums=tuple(donate), compiler_options=compiler_options)
         self._jitted = jax.jit(fn, **options)
 
-    def lower(self, *args: Any) -> jax.stages.Lowered:
-        """Lower fn for arrays or ShapeDtypeStructs."""
-        return self._jitted.lower(*args)
-
     def out_shapes(self, *args: Any) -> Any:
         """Shapes and dtypes of the results."""
         return jax.eval_shape(self._jitted, *args)
 
     def compile(self, *args: Any) -> jax.stages.Compiled:
-        """The executable for arguments shaped like args, compiled if there is none yet."""
+        """The executable for arguments (ShapeDtypeStructs) like args, compiled if there is none."""
         return self.lowered(*args)()
 
     def lowered(self, *args: Any) -> Callable[[], jax.stages.Compiled]:
@@ -62,7 +58,7 @@ class Program:
         if key in self.compiled:
             return lambda: self.compiled[key]
         start = time.perf_counter()
-        lowered = self.lower(*args)
+        lowered = self._jitted.lower(*args)
         lowering = time.perf_counter() - start
 
         def compile_():
@@ -75,7 +71,7 @@ class Program:
 
     def fingerprint(self, *args: Any) -> str:
         """A digest of what is compiled for such arguments, the same in every process."""
-        text = self.lower(*args).as_text()
+        text = self._jitted.lower(*args).as_text()
         whole = repr((text, _abstract(args), sorted((self._compiler_options or {}).items())))
         return hashlib.sha256(whole.encode()).hexdigest()
 
@@ -91,7 +87,7 @@ class Program:
         self.compiled[_abstract(args)] = serialize_executable.deserialize_and_load(
             data,
             jax.tree.structure((args, {})),
-            self.lower(*args).out_tree,
+            self._jitted.lower(*args).out_tree,
             backend=devices[0].client,
             execution_devices=devices,
         )

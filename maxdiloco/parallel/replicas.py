@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from maxdiloco.processes import agree
 
 
-def map_fn(fn: Callable, *, mesh: Mesh, num_replicas: int) -> Callable:
+def map_fn(fn: Callable, *, mesh: Mesh) -> Callable:
     """fn of one replica's view, as a function over arrays with a leading R: Algorithm 2, line 1.
 
     Manual over `diloco` and automatic over the other axes, so that nothing in fn can reach another
@@ -134,17 +134,13 @@ def first_here(x: jax.Array) -> np.ndarray:
 
 def sums_of_all(batches: Sequence[Sequence[jax.Array]]) -> list[float]:
     """n arrays [S] a batch, added up in float64 over batches and slots, in all processes."""
-    of_slot: dict[int, jax.Device] = {}
-    like = batches[0][0]
-    for device, (index,) in like.sharding.devices_indices_map(like.shape).items():
-        of_slot.setdefault(index.start or 0, device)
-    S, n = len(of_slot), len(batches[0])
-    owned_S = [of_slot[slot].process_index == jax.process_index() for slot in range(S)]
-    sums_Sn = np.zeros((S, n))
+    sums_Sn = np.zeros((*batches[0][0].shape, len(batches[0])))
+    owned_Sn = np.zeros(sums_Sn.shape, bool)
     for batch in batches:
         for i, x in enumerate(batch):
             for shard in x.addressable_shards:
-                if shard.device in of_slot.values():
-                    sums_Sn[shard.index[0].start or 0, i] += float(np.asarray(shard.data)[0])
-    sums_Sn = agree.from_owners(sums_Sn.reshape(-1), np.repeat(owned_S, n)).reshape(S, n)
-    return [math.fsum(column) for column in sums_Sn.T]
+                if shard.replica_id == 0:  # of the devices that hold a slot's sum, one
+                    sums_Sn[shard.index[0], i] += np.asarray(shard.data, np.float64)
+                    owned_Sn[shard.index[0], i] = True
+    found = agree.from_owners(sums_Sn.reshape(-1), owned_Sn.reshape(-1)).reshape(sums_Sn.shape)
+    return [math.fsum(column) for column in found.T]

@@ -112,14 +112,19 @@ def constrain(
     x: jax.Array, names: Names, rules: Rules, *, without: Sequence[str] = ()
 ) -> jax.Array:
     """x, sharded on the context's mesh, if any, but for manual axes and those in `without`."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    if jax.sharding.get_abstract_mesh().empty:
         return x
-    known = {axis for _, axes in rules for axis in axes}
-    absent = known - set(mesh.axis_names)
-    return jax.lax.with_sharding_constraint(
-        x, spec(names, rules, without=(*mesh.manual_axes, *absent, *without))
-    )
+    return jax.lax.with_sharding_constraint(x, automatic_spec(names, rules, without=without))
+
+
+def automatic_spec(names: Names, rules: Rules, *, without: Sequence[str] = ()) -> P:
+    """PartitionSpec over the automatic axes of the context's mesh, those in `without` left out.
+
+    Manual are all axes inside devices.on_each_device, and `diloco` under the map over replicas.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    absent = {axis for _, axes in rules for axis in axes} - set(mesh.axis_names)
+    return spec(names, rules, without=(*mesh.manual_axes, *absent, *without))
 
 
 def gathered(w: jax.Array, names: Names, rules: Rules, *, scattered: bool = False) -> jax.Array:

@@ -50,8 +50,8 @@ class Plan(NamedTuple):
     def data_parallel(self) -> float:
         """Utilisation of data parallelism on the same link, by the papers' simulator."""
         layers, count = self.job.model.spec.num_layers, self.job.num_parameters
-        size = wait.Size(self.job.cfg.model_name, layers, count, self.step.seconds)
-        return wait.data_parallel(size, self.gbps * self.job.per_slice, self.latency_s)
+        link = dict(gbps=self.gbps * self.job.per_slice, latency_s=self.latency_s)
+        return wait.data_parallel(layers, count, self.step.seconds, **link)
 
     def loss(self, row: Rated) -> str:
         """The measured difference, with the model it is of, the job's if possible; "" for none."""

@@ -33,10 +33,10 @@ ON_CPU = "save_context"  # the fastest by measurement (benchmarks/log), for litt
 def device_memory(mesh: Mesh) -> int | None:
     """What a program may use on a device [bytes]; None where nothing says it, as on a CPU."""
     device = mesh.local_devices[0] if mesh.local_devices else mesh.devices.flat[0]
-    known = chips.memory(device.device_kind)
-    if known is not None or device.platform == "cpu":
-        return known
-    return (device.memory_stats() or {}).get("bytes_limit")
+    chip = chips.of_kind(device.device_kind)
+    if chip and chip.hbm_gib:
+        return chip.hbm
+    return None if device.platform == "cpu" else (device.memory_stats() or {}).get("bytes_limit")
 
 
 def build(

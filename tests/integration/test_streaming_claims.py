@@ -114,7 +114,7 @@ def test_no_program_of_the_host_carrier_sends_to_another_slice(mode):
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
             algorithm.abstract_state.params,
         )
-        texts = [c.program.lower(*c.args).compile().as_text() for c in algorithm.calls(batch)]
+        texts = [c.program.compile(*c.args).as_text() for c in algorithm.calls(batch)]
         sends[carrier] = any("all-gather" in text and "{0,2}" in text for text in texts)
     assert sends == {"program": True, "host": False}
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from tiers import corner, full
 
 from maxdiloco.aot import wait
-from maxdiloco.aot.hlo import reader, replay, traffic
+from maxdiloco.aot.hlo import notation, reader, replay, traffic
 from maxdiloco.engine.calls import bytes_on_device
 from maxdiloco.exchange import collective
 from maxdiloco.parallel.chips import CHIPS
@@ -44,8 +44,15 @@ def trainer():
     return make
 
 
-def sent_by(compiled):
-    return traffic.transfers(reader.read(compiled.as_text()))
+def sent_by(compiled, num_slices=2):
+    return traffic.transfers(reader.read(compiled.as_text()), {"diloco": num_slices})
+
+
+def payload_dims(compiled):
+    """Dims of what each send of a program gives the runtime."""
+    items = [run.instruction for run in reader.executed(reader.read(compiled.as_text()))]
+    given = [notation.arrays(item.shape)[0] for item in items if item.opcode == "send"]
+    return [notation.shape(text).dims for text in given]
 
 
 def exposed(module):
@@ -91,13 +98,17 @@ def test_the_step_hides_its_exchange(trainer, wire, memory):
     in_memory = {} if memory == "device" else dict(outer_memory=memory)
     small = trainer(**STREAMING | dict(exchange_dtype=wire) | in_memory)
     module = reader.read(small.inner_exchange.as_text())
-    pieces = traffic.transfers(module)
+    pieces = sent_by(small.inner_exchange)
     assert len(pieces) == small.algorithm.layout.plans[1].num_pieces
-    loops = [i for i, item in enumerate(module.entry.instructions) if item.opcode == "while"]
+    entry = module.entry.instructions
+    loops = [i for i, item in enumerate(entry) if item.opcode == "while"]
     for transfer in pieces:
-        assert transfer.computation == module.entry.name
-        assert not transfer.in_conditional
-        assert transfer.start < min(loops) and max(loops) < transfer.done
+        starts = {item.name for item in entry if traffic.rendezvous_of(item) == transfer.rendezvous}
+        first, *_, done = [
+            i for i, item in enumerate(entry) if item.name in starts or starts & {*item.operands}
+        ]
+        assert len(starts) == 2 and entry[done].opcode in ("send-done", "recv-done")
+        assert first < min(loops) and max(loops) < done
     assert exposed(module) <= MOST_EXPOSED
     plain, beside = (
         program.memory_analysis().alias_size_in_bytes
@@ -157,7 +168,7 @@ def test_an_exchange_in_a_conditional_is_exposed(trainer):
     """Positive control: the same step, carrying its chunk only if a flag is set."""
     small = trainer(exchange_dtype="float32", **STREAMING)
     state, slices = small.algorithm.layout.state, small.algorithm.mesh
-    step = map_fn(tpu_programs.inner_step, mesh=slices, num_replicas=2)
+    step = map_fn(tpu_programs.inner_step, mesh=slices)
     lies = NamedSharding(slices, collective.incoming_spec(slices))
 
     def exchange(params, opt_state, batch, chunk, wanted):
@@ -170,9 +181,9 @@ def test_an_exchange_in_a_conditional_is_exposed(trainer):
 
     wanted = tpu_programs.struct(slices, (), dtype=jnp.bool_)
     args = (state.params, state.opt_state, small.batch, state.outgoing[0], wanted)
-    module = reader.read(compiled(exchange, *args).as_text())
-    assert any(transfer.in_conditional for transfer in traffic.transfers(module))
-    assert exposed(module) > MOST_EXPOSED
+    program = compiled(exchange, *args)
+    assert any(transfer.in_conditional for transfer in sent_by(program))
+    assert exposed(reader.read(program.as_text())) > MOST_EXPOSED
 
 
 CROSSING = [(wire, n, axis) for wire in WIRES for n in (2, 4) for axis in ("data", "fsdp")]
@@ -185,11 +196,11 @@ def test_the_wire_crosses_as_it_is_and_once(trainer, wire, num_slices, axis):
     """Two layers of 2 * 128 * 512 values, in two chunks, over the four devices of a slice. The head
     has 128 * 128: where a short chunk saves enough, it rides in one."""
     small = trainer(num_slices, axis, step=tpu_programs.tiny_step, exchange_dtype=wire, **STREAMING)
-    found = [sent_by(small.inner_with(index)) for index in (0, 1)]
+    programs = [small.inner_with(index) for index in (0, 1)]
+    found = [sent_by(program, num_slices) for program in programs]
     for transfer in (*found[0], *found[1]):
-        assert transfer.sent.dtype == WIRES[wire]
-        assert len(transfer.sent.dims) == 1
-        assert transfer.padding == 0
+        assert (transfer.dtype, transfer.padding) == (WIRES[wire], 0)
+    assert {len(dims) for program in programs for dims in payload_dims(program)} == {1}
     of_head, per_device = (sum(transfer.bytes_sent for transfer in each) for each in found)
     assert (of_head < per_device) == (len(small.algorithm.layout.pieces) == 2)
     per_step = [small.algorithm.bytes_sent(t) for t in range(9, 17)]
@@ -211,12 +222,12 @@ def test_a_mean_that_crosses_its_dtype_and_its_padding_are_seen(trainer):
         return jnp.mean(codes_RN.astype(jnp.float32) / 16, axis=0)
 
     (transfer,) = sent_by(trainer(step=mean_loss_step, **STREAMING).inner)
-    assert (transfer.kind, transfer.sent.dtype) == ("all-reduce", "f32")
+    assert (transfer.kind, transfer.dtype) == ("all-reduce", "f32")
     slices = tpu_programs.mesh_of(2)
     x_RN = tpu_programs.struct(slices, (2, 1 << 16), "diloco", "fsdp")
     lies = NamedSharding(slices, P("fsdp"))
     (transfer,) = sent_by(compiled(quantised_mean, x_RN, out_shardings=lies))
-    assert transfer.sent.dtype == "f32"
+    assert transfer.dtype == "f32"
 
     gather = jax.shard_map(
         lambda x: jax.lax.all_gather(x, "diloco", tiled=True),
@@ -226,8 +237,9 @@ def test_a_mean_that_crosses_its_dtype_and_its_padding_are_seen(trainer):
         check_vma=False,
     )
     payload = tpu_programs.struct(slices, (2, 4, 4096), "diloco", "fsdp", dtype=jnp.uint8)
-    (transfer,) = sent_by(compiled(gather, payload))
-    assert transfer.sent.dims == (1, 1, 4096)  # one row of a tile's four
+    padded = compiled(gather, payload)
+    (transfer,) = sent_by(padded)
+    assert payload_dims(padded) == [(1, 1, 4096)]  # one row of a tile's four
     assert transfer.padding == 3 * 4096
 
 

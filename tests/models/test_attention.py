@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -160,7 +161,7 @@ def test_a_kernel_gets_each_device_its_sequences_and_heads(
     M = 4
     of_each = [(*inputs(128, seed=m), *[sinks() * (m + 1)] * has_sinks) for m in range(M)]
     args = [np.stack(x) for x in zip(*of_each, strict=True)]
-    in_slots = map_fn(kernel, mesh=mesh, num_replicas=M)
+    in_slots = map_fn(kernel, mesh=mesh)
     plain = jax.vmap(with_gradient(functools.partial(naive, PLAIN, 0)))
     tiny_model.assert_close(jax.jit(in_slots)(*args), tiny_model.compiled(plain)(*args), atol=2e-5)
     of_heads = (128, 2, 8), (128, 1, 8), (128, 1, 8)
@@ -177,20 +178,31 @@ def test_a_kept_context_spares_cudnn_a_forward_pass(policy, forward, without_cud
     assert [one.primitive.name for one in found].count("dot_general") == 2 * forward + 4
 
 
+def values(dim):
+    return dict(latent_attention=dict(v_head_dim=dim))
+
+
+CAPPED, UNCAPPED = dict(attn_logits_soft_cap=50.0), dict(attn_logits_soft_cap=0.0)
 CHOSEN = [
     ("flash", "gpu", {}, "cudnn"),
     ("flash", "tpu", {}, "splash"),
     ("dot_product", "gpu", {}, "dot_product"),
-    ("autoselected", "tpu", dict(dtype=jnp.float32, soft_cap=50.0, sink=True), "splash"),
-    ("autoselected", "gpu", dict(compute_capability="8.0", head_dim=128), "cudnn"),
-    ("autoselected", "gpu", dict(compute_capability="12.0", value_dim=64), "cudnn"),
+    ("autoselected", "tpu", dict(dtype=jnp.float32, attention_sink=True, **CAPPED), "splash"),
+    ("autoselected", "gpu", dict(head_dim=128, latent_attention={}), "cudnn"),
+    ("autoselected", "gpu", dict(compute_capability="12.0"), "cudnn"),
 ]
-FITS = dict(head_dim=64, length=1024, dtype=jnp.bfloat16)
+FITS = dict(head_dim=64, max_target_length=1024, attention_sink=False, **values(64), **UNCAPPED)
+
+
+def chosen(wanted, backend, *, dtype=jnp.bfloat16, shards=1, compute_capability="8.0", **keys):
+    cfg = SimpleNamespace(attention=wanted, **FITS | keys)
+    return kernels.choose_kernel(cfg, backend, dtype, shards=shards,
+                                 compute_capability=compute_capability)  # fmt: skip
 
 
 @pytest.mark.parametrize(("wanted", "backend", "changes", "kernel"), CHOSEN)
 def test_kernel_follows_backend_and_model(wanted, backend, changes, kernel):
-    assert kernels.choose_kernel(wanted, backend, **FITS | changes) == kernel
+    assert chosen(wanted, backend, **changes) == kernel
 
 
 @pytest.mark.parametrize(
@@ -200,21 +212,20 @@ def test_kernel_follows_backend_and_model(wanted, backend, changes, kernel):
         ("gpu", dict(dtype=jnp.float32), "dtype=float32 is not bfloat16 or float16"),
         ("gpu", dict(head_dim=12), "head_dim=12 is not a multiple of 8 up to 128"),
         ("gpu", dict(head_dim=256), "head_dim=256 is not a multiple of 8 up to 128"),
-        ("gpu", dict(value_dim=32), "v_head_dim=32 is not the 64 of queries and keys"),
-        ("gpu", dict(soft_cap=50.0), "attn_logits_soft_cap=50.0 is not 0"),
-        ("gpu", dict(sink=True), "attention_sink=true has no place in its softmax"),
-        ("gpu", dict(length=1001), "max_target_length=1001 is odd"),
+        ("gpu", values(32), "v_head_dim=32 is not the 64 of queries and keys"),
+        ("gpu", CAPPED, "attn_logits_soft_cap=50.0 is not 0"),
+        ("gpu", dict(attention_sink=True), "attention_sink=true has no place in its softmax"),
+        ("gpu", dict(max_target_length=1001), "max_target_length=1001 is odd"),
         ("gpu", dict(shards=2), "context parallelism 2 spreads a sequence over devices"),
         ("gpu", dict(compute_capability="7.5"), r"compute capability 7.5 is below 8.0"),
         ("gpu", dict(compute_capability="gfx90a"), r"compute capability gfx90a is below 8.0"),
-        ("tpu", dict(length=1000), "max_target_length=1000 is not a multiple of 128"),
+        ("tpu", dict(max_target_length=1000), "max_target_length=1000 is not a multiple of 128"),
     ],
 )
 def test_flash_that_cannot_be_had_is_refused_and_not_selected(backend, changes, why):
     with pytest.raises(ConfigError, match=f"attention=flash .*{why}.* Use autoselected"):
-        kernels.choose_kernel("flash", backend, **FITS | changes)
-    chosen = kernels.choose_kernel("autoselected", backend, **FITS | changes)
-    assert chosen == "dot_product"
+        chosen("flash", backend, **changes)
+    assert chosen("autoselected", backend, **changes) == "dot_product"
 
 
 def test_a_machine_without_cudnn_is_one_line():
@@ -253,7 +264,7 @@ def test_a_kernel_sees_the_keys_of_all_devices(devices, monkeypatch, kernel, sof
 
     of_each = (inputs(512, B=1, seed=m) for m in range(4))
     args = [np.stack(x) for x in zip(*of_each, strict=True)]
-    on_mesh = map_fn(with_gradient(attend), mesh=mesh, num_replicas=4)
+    on_mesh = map_fn(with_gradient(attend), mesh=mesh)
     expected = tiny_model.compiled(jax.vmap(with_gradient(alone)))(*args)
     tiny_model.assert_close(jax.jit(on_mesh)(*args), expected, atol=2e-5)
 

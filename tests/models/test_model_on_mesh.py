@@ -89,7 +89,7 @@ def test_replicas_on_a_mesh_are_replicas_alone(devices, sizes, M, changes, scatt
     both_R = replicas(model, M)
     spec = dataclasses.replace(model.spec, scattered_gradients=scattered)
     as_on_tpu = jax.value_and_grad(Model(spec).loss, has_aux=True)
-    on_mesh = tiny_model.compiled(map_fn(as_on_tpu, mesh=mesh, num_replicas=M))
+    on_mesh = tiny_model.compiled(map_fn(as_on_tpu, mesh=mesh))
     placed = place(model, mesh, *both_R)
     if model.spec.num_experts > 1:  # half of them on a device, or a quarter: [R, layers, E, D, F]
         here = placed[0]["layers"]["moe"]["w_up"].addressable_shards[0].data.shape[2]
@@ -117,7 +117,7 @@ def test_vocabulary_sized_weights_cross_devices_once_a_step(devices):
     summed on each device first, reduced after them. The layers' own gathers are seen in loops."""
     model = tiny_model.build(vocab_size=96, remat_policy="full")
     mesh = tiny_model.mesh_of(devices, fsdp=4)
-    step = map_fn(jax.value_and_grad(model.loss, has_aux=True), mesh=mesh, num_replicas=1)
+    step = map_fn(jax.value_and_grad(model.loss, has_aux=True), mesh=mesh)
     args = place(model, mesh, *replicas(model, 1))
     moved = list(collectives(tiny_model.compiled(step).lower(*args).compile().as_text()))
     assert any(not entry and "[1,16,24]" in types for entry, types in moved)

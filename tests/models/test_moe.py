@@ -138,8 +138,8 @@ def test_both_gradients_from_the_kernels_are_those_of_the_product():
     x_AD, d_AF = (rng.standard_normal((7, n)).astype(np.float32) for n in (24, 16))
     w_EDF = rng.standard_normal((4, 24, 16)).astype(np.float32)
     sizes_E = np.array([1, 3, 0, 2], np.int32)
-    of_w = ragged.gradient_by_kernel("highest", x_AD, d_AF, sizes_E, interpret=True)
-    of_x = ragged.rows_gradient_by_kernel("highest", d_AF, w_EDF, sizes_E, interpret=True)
+    factors = x_AD, w_EDF, sizes_E, d_AF
+    of_x, of_w = ragged.gradients_by_kernel("highest", *factors, interpret=True)
     expected_w, expected_x = np.zeros_like(w_EDF), np.zeros_like(x_AD)
     for row, expert in enumerate((0, 1, 1, 1, 3, 3)):
         expected_w[expert] += np.outer(x_AD[row], d_AF[row])
@@ -183,7 +183,7 @@ def test_tiles_of_rows_cover_each_expert_once():
     assert tiles[2].tolist() == [5, 5, 9, 10, 0, 0]
 
 
-GRADIENTS = {"gradient_by_kernel", "rows_gradient_by_kernel"}
+GRADIENTS = {"gradients_by_kernel"}
 PRODUCTS = {"rows_by_matrices", "matrices_gradient"}
 
 

@@ -156,7 +156,7 @@ def test_scattered_gradients_are_sums_that_each_device_gets_its_part_of(equation
             out = product(equation, x, w, spec(False, scattered=scattered))
             return jnp.sum(jnp.sin(out))
 
-        step = map_fn(jax.grad(total, argnums=(0, 1)), mesh=mesh, num_replicas=M)
+        step = map_fn(jax.grad(total, argnums=(0, 1)), mesh=mesh)
         return tiny_model.compiled(step)
 
     scattered = gradients(True)

@@ -61,7 +61,7 @@ def test_map_fn_is_a_loop_over_replicas(devices, slots):
 
     x_R = np.random.default_rng(0).normal(size=(4, 3, 2)).astype(np.float32)
     y_R = np.random.default_rng(1).normal(size=(4, 3, 2)).astype(np.float32)
-    out = jax.jit(map_fn(fn, mesh=mesh, num_replicas=4))(x_R, y_R)
+    out = jax.jit(map_fn(fn, mesh=mesh))(x_R, y_R)
     np.testing.assert_allclose(out["sum"], [(x_R[m] * y_R[m]).sum() for m in range(4)], rtol=1e-6)
     np.testing.assert_array_equal(out["x"], x_R + 1)
 
@@ -77,7 +77,7 @@ def test_without_singleton_vmap_has_no_replica_dim(devices):
 
     def mapped(x_R):
         light = without_singleton_vmap(heavy)
-        return jax.jit(map_fn(light, mesh=mesh, num_replicas=len(x_R)))(x_R, x_R)
+        return jax.jit(map_fn(light, mesh=mesh))(x_R, x_R)
 
     x_R = np.arange(12, dtype=np.float32).reshape(4, 3)
     np.testing.assert_array_equal(mapped(x_R[:2])["out"], 3 * x_R[:2])
@@ -101,7 +101,7 @@ def test_the_heavy_part_is_traced_once(devices, M):
         return light(jnp.zeros(jax.eval_shape(light, x).shape) + x)
 
     x_R = np.ones((M, 3), np.float32)
-    np.testing.assert_array_equal(jax.jit(map_fn(fn, mesh=mesh, num_replicas=M))(x_R), 2 * x_R)
+    np.testing.assert_array_equal(jax.jit(map_fn(fn, mesh=mesh))(x_R), 2 * x_R)
     assert seen == [(3,)]
 
 

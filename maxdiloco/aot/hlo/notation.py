@@ -5,7 +5,6 @@ A shape is `u8[2,3]{1,0:T(4,128)(4,1)}`: dtype, dims, minor-to-major order, tile
 
 import math
 import re
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +15,7 @@ _BITS = {
     "f8e4m3fn": 8, "f8e5m2": 8, "f8e3m4": 8,
 }  # fmt: skip
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\](?:\{([\d,]*)((?::[^}]*)?)\})?$")
+_ARRAY = re.compile(r"\w+\[[\d,]*\](?:\{[^}]*\})?")
 _TILES = re.compile(r"T((?:\([\d,]+\))+)")
 _SUFFIX = re.compile(r":(?:T(?:\([\d,]+\))+)?(?:E\(\d+\))?(?:S\(\d+\))?$")
 _LISTED = re.compile(r"\{(\{[\d,]*\}(,\{[\d,]*\})*)\}$")
@@ -69,20 +69,9 @@ def shape(text: str) -> Shape:
     return Shape(dtype, dims, in_memory, tiles)
 
 
-def elements(text: str) -> list[str]:
-    """The shapes in a tuple's text; any other text is one shape."""
-    if not text.startswith("("):
-        return [text]
-    parts, depth, start = [], 0, 1
-    for i, char in enumerate(text):
-        if char in "({[":
-            depth += 1
-        elif char in ")}]":
-            depth -= 1
-        if (char == "," and depth == 1) or (depth == 0 and i > 0):
-            parts.append(re.sub(r"/\*.*?\*/", "", text[start:i]).strip())
-            start = i + 1
-    return [part for part in parts if part]
+def arrays(text: str) -> list[str]:
+    """The shapes of the arrays in the text of a shape, a tuple's or one array's."""
+    return _ARRAY.findall(text)
 
 
 def groups_of(attributes: str) -> Groups:
@@ -131,19 +120,17 @@ def _over_mesh(
         numbers = _iota(_numbers(counted), _numbers(order))
     else:
         numbers = np.array(_numbers(listed) or range(math.prod(sizes.values())))
-    sub_axes = []  # (axis, product of the sub-axes before it, size)
+    places = np.indices(tuple(sizes.values())).reshape(len(sizes), -1)
+    rest, digits, members = dict(zip(sizes, places, strict=True)), [], 1
     for name in filter(None, grouped.split(",")):
         sub = _SUB_AXIS.match(name)
-        sub_axes.append((sub[1], int(sub[2]), int(sub[3])) if sub else (name, 1, sizes[name]))
-    dims, dim_of = [], {}
-    for axis, size in sizes.items():
-        ends = {n for name, before, s in sub_axes if name == axis for n in (before, before * s)}
-        for low, high in pairwise(sorted(ends | {1, size})):
-            dim_of[axis, low] = len(dims)
-            dims.append(high // low)
-    last = [dim_of[axis, before] for axis, before, size in sub_axes if size > 1]
-    moved = np.moveaxis(numbers.reshape(dims), last, range(-len(last), 0))
-    return _rows(moved.reshape(-1, math.prod(dims[dim] for dim in last)))
+        axis, before, size = (sub[1], int(sub[2]), int(sub[3])) if sub else (name, 1, sizes[name])
+        step = sizes[axis] // (before * size)
+        digits.append(rest[axis] // step % size)
+        rest[axis] = rest[axis] - digits[-1] * step
+        members *= size
+    order = np.lexsort([*reversed(digits), *reversed(rest.values())])  # by rest, then by digits
+    return _rows(numbers.reshape(-1)[order].reshape(-1, members))
 
 
 def _iota(dims: tuple[int, ...], order: tuple[int, ...]) -> np.ndarray:

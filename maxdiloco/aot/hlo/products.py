@@ -1,14 +1,14 @@
 """Floating-point operations of the matrix products in a compiled program, and of its kernels.
 
-The compiler gives Pallas kernels no estimate. Splash attention and the products of experts, of
-jax.experimental.pallas.ops.tpu and of XLA itself, have names; what each multiplies follows from the
-operands. Attention counts with heads filled up to the lanes of the matrix unit.
+The compiler gives Pallas kernels no estimate. The products of experts, of JAX and of XLA itself,
+bring their own. Splash attention of jax.experimental.pallas.ops.tpu has a name; what it multiplies
+follows from the operands, with heads filled up to the lanes of the matrix unit.
 """
 
 import math
 import re
 
-from maxdiloco.aot.hlo.notation import Shape, elements, shape
+from maxdiloco.aot.hlo.notation import Shape, arrays, shape
 from maxdiloco.aot.hlo.reader import Computation, Instruction, Module, executed
 
 PALLAS = "tpu_custom_call"
@@ -18,9 +18,8 @@ LANES = 128
 PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}
 FLOATS = ("bf16", "f16", "f32")
 _ATTENTION = re.compile(r"splash_m[hq]a_(fwd|dkv|dq)_")
-# Rows times the matrix of their expert, or it transposed, the sums of their products for each, and
-# what finds rows.
-_EXPERTS = re.compile(r"(ragged-dot-none|gmm|tgmm|ragged-dot-metadata)\b")
+_OWN_ESTIMATE = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
+_INDICES = "ragged-dot-metadata"  # finds the rows of each expert, multiplies nothing
 
 
 def matmul_flops(module: Module) -> float:
@@ -50,7 +49,11 @@ def _dot(computation: Computation, item: Instruction) -> float:
 
 
 def _convolution(computation: Computation, item: Instruction) -> float:
-    """XLA:TPU writes every product as a convolution; batch dims are strided spatial ones."""
+    """XLA:TPU writes every product as a convolution.
+
+    A spatial dim is of size n or 1 in each of the three: one of the batch, one that is summed over,
+    or one of a factor. Of its n * n pairs of places n meet. Raises ValueError for another window.
+    """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", item.attributes)
     if labels is None:
         text = item.attribute("dim_labels") or ""
@@ -61,29 +64,12 @@ def _convolution(computation: Computation, item: Instruction) -> float:
     )
     out = dict(zip(labels[3], shape(item.shape).dims, strict=True))
     products = 2.0 * out["b"] * out["f"] * kernel["i"]
-    window = _window(item)
-    for n, dim in enumerate(sorted(key for key in out if key.isdigit())):
-        of_dim = {name: values[n] for name, values in window.items() if n < len(values)}
-        products *= _pairs(out[dim], kernel[dim], lhs[dim], of_dim)
+    for dim in (key for key in out if key.isdigit()):
+        sizes = {out[dim], kernel[dim], lhs[dim]}
+        if len(sizes - {1}) > 1:
+            raise ValueError(f"%{item.name} is no matrix product: its window has sizes {sizes}")
+        products *= max(sizes)
     return products / int(item.attribute("batch_group_count") or 1)
-
-
-def _window(item: Instruction) -> dict[str, list]:
-    """`window={size=3x1 pad=0_0x1_1 ..}` as lists with an entry for each spatial dim."""
-    text = re.search(r"window=\{([^}]*)\}", item.attributes)
-    pairs = [entry.split("=") for entry in text[1].split()] if text else []
-    return {
-        name: [tuple(map(int, v.split("_"))) if "_" in v else int(v) for v in value.split("x")]
-        for name, value in pairs
-    }
-
-
-def _pairs(out: int, kernel: int, size: int, window: dict) -> int:
-    """Number of (output, kernel) positions of one spatial dim that read an input, not padding."""
-    stride, low = window.get("stride", 1), window.get("pad", (0, 0))[0]
-    base, dilation = window.get("lhs_dilate", 1), window.get("rhs_dilate", 1)
-    positions = (o * stride + k * dilation - low for k in range(kernel) for o in range(out))
-    return sum(0 <= x <= (size - 1) * base and x % base == 0 for x in positions)
 
 
 def is_kernel(item: Instruction) -> bool:
@@ -93,19 +79,12 @@ def is_kernel(item: Instruction) -> bool:
 
 def kernel_flops(where: Computation, item: Instruction) -> float | None:
     """FLOPs of a kernel on one device; None for one that is not known here."""
-    if named := _EXPERTS.match(item.name):
-        return _expert_flops(named[1], where, item)
+    if own := _OWN_ESTIMATE.search(item.attributes):
+        return float(own[1])
+    if item.name.startswith(_INDICES):
+        return 0.0
     named = _ATTENTION.search(item.name)
     return _attention_flops(named[1], where, item) if named else None
-
-
-def _expert_flops(name: str, where: Computation, item: Instruction) -> float:
-    """Of rows and their experts' matrices, or the gradient; rows of other devices count too."""
-    if name == "ragged-dot-metadata":
-        return 0.0
-    rows, factor = [x.dims for x in _shapes(where, item) if x.dtype in FLOATS]
-    width = factor[-1] if name == "tgmm" else shape(item.shape).dims[-1]
-    return 2.0 * math.prod(rows) * width
 
 
 def _attention_flops(name: str, where: Computation, item: Instruction) -> float:
@@ -118,7 +97,7 @@ def _attention_flops(name: str, where: Computation, item: Instruction) -> float:
     """
     operands = _shapes(where, item)
     queries, keys, *_ = [x.dims for x in operands if x.dtype in FLOATS and len(x.dims) > 2]
-    results = [shape(text).dims for text in elements(item.shape)]
+    results = [shape(text).dims for text in arrays(item.shape)]
     # Tokens may be in the lanes of what goes in; in what comes out they are not.
     either = [sorted(dims[-2:]) for dims in (queries, keys)]
     H = next(dims[-1] for dims in results if sorted(dims[-2:]) in either)

@@ -42,27 +42,21 @@ def replay(module: Module, chip: Chip, gbps: float, *, send_done_waits: bool = T
     A conditional takes the branch that waits longest; among equals, the shortest. Raises
     ValueError for an opcode it does not know.
     """
-    on_link = {t.rendezvous: t.bytes_sent * 8 / (gbps * 1e9) for t in traffic.transfers(module)}
-    played = Replay(module, chip, on_link, send_done_waits)
+    played = Replay(module, chip, gbps, send_done_waits)
     played.run(module.entry)
     return played
 
 
 @dataclasses.dataclass
 class Replay:
-    """One run of a module. on_link: seconds of each transfer. transfers: by rendezvous."""
+    """One run of a module. transfers: by rendezvous."""
 
     module: Module
     chip: Chip
-    on_link: dict[str, float]
+    gbps: float
     send_done_waits: bool
     clock: Clock = dataclasses.field(default_factory=Clock)
     transfers: dict[str, Timing] = dataclasses.field(default_factory=dict)
-
-    @property
-    def seconds(self) -> float:
-        """Device time up to now, waits included."""
-        return self.clock.now
 
     @property
     def waited(self) -> float:
@@ -101,7 +95,7 @@ class Replay:
             branches = [self.branch() for _ in item.called()]
             for branch, name in zip(branches, item.called(), strict=True):
                 branch.run(self.module.computation(name))
-            longest = max(branches, key=lambda branch: (branch.waited, -branch.seconds))
+            longest = max(branches, key=lambda branch: (branch.waited, -branch.clock.now))
             self.clock, self.transfers = longest.clock, longest.transfers
         elif item.opcode in CALLS:
             for name in item.called():
@@ -130,8 +124,9 @@ class Replay:
         name, now = traffic.rendezvous_of(item), self.clock.now
         timing = self.transfers.setdefault(name, Timing(now, now))
         if item.opcode == "send":
-            self.clock.send(name, self.on_link[name])
-            self.transfers[name] = timing._replace(busy=timing.busy + self.on_link[name])
+            seconds = traffic.bytes_of_send(item) * 8 / (self.gbps * 1e9)
+            self.clock.send(name, seconds)
+            self.transfers[name] = timing._replace(busy=timing.busy + seconds)
 
     def _loop(self, body: Computation, trips: int) -> None:
         """A body that sends nothing takes as long at every trip."""

@@ -53,8 +53,9 @@ class Collective(NamedTuple):
     axes: mesh axes that its groups span. bytes_sent: bytes that leave one device in each run, by a
     ring. times: runs in one run of the program. waits: whether the schedule waits for it, which it
     does when start and done are one instruction. The rest is of a collective over slices. padding:
-    of its bytes. timing: where a send-done waits for the whole transfer; None off TPU.
-    waited_least: seconds that the device waits where it waits for nothing; see hlo/replay.py.
+    of its bytes, what only fills tiles. timing: where a send-done waits for the whole transfer;
+    None off TPU. waited_least: seconds that the device waits where it waits for nothing; see
+    hlo/replay.py.
     """
 
     kind: str
@@ -67,28 +68,7 @@ class Collective(NamedTuple):
     in_conditional: bool = False
     timing: Timing | None = None
     waited_least: float = 0.0
-
-
-class Transfer(NamedTuple):
-    """One collective over slices, as one device of a slice sees it.
-
-    slices: groups of slices that exchange. sent: the shape given to the runtime. bytes_sent: bytes
-    that leave one device in each run, tile padding included; padding: those that only fill tiles.
-    times: runs in one run of the program. computation: the one that holds its instructions. start,
-    done: positions in it of the first send or recv and of the last `-done`.
-    """
-
-    rendezvous: str
-    kind: str
-    slices: notation.Groups
-    sent: notation.Shape
-    bytes_sent: int
-    padding: int
-    times: int
-    in_conditional: bool
-    computation: str
-    start: int
-    done: int
+    rendezvous: str = ""
 
 
 def collectives(module: Module, sizes: Mapping[str, int]) -> list[Collective]:
@@ -159,11 +139,12 @@ def axes_of(groups: notation.Groups, sizes: Mapping[str, int]) -> tuple[str, ...
     return tuple(axis for axis in sizes if axis in reached)
 
 
-def transfers(module: Module) -> list[Transfer]:
-    """Every transfer between slices that ENTRY reaches.
+def transfers(module: Module, sizes: Mapping[str, int]) -> list[Collective]:
+    """Every transfer between slices that ENTRY reaches, without its timing.
 
-    Raises ValueError for a host transfer of another runtime, a custom call with an unknown target,
-    and a send without its recv or `-done` in the same computation.
+    sizes: of the mesh axes over slices. Raises ValueError for a host transfer of another runtime, a
+    custom call with an unknown target, and a send without its recv or `-done` in the same
+    computation.
     """
     starts: dict[str, list[Executed]] = {}
     for run in executed(module):
@@ -175,7 +156,7 @@ def transfers(module: Module) -> list[Transfer]:
                     f"transfer {name} starts in {runs[0].computation.name} and in "
                     f"{run.computation.name}: a rendezvous has one place"
                 )
-    return [_transfer(name, runs) for name, runs in starts.items()]
+    return [_transfer(name, runs, sizes) for name, runs in starts.items()]
 
 
 def rendezvous_of(instruction: Instruction) -> str | None:
@@ -200,38 +181,42 @@ def rendezvous_of(instruction: Instruction) -> str | None:
     return name
 
 
-def _transfer(name: str, runs: list[Executed]) -> Transfer:
+def _transfer(name: str, runs: list[Executed], sizes: Mapping[str, int]) -> Collective:
     """runs: of the send and the recv."""
     where = runs[0].computation
-    at = {item.name: position for position, item in enumerate(where.instructions)}
     pair = {run.instruction.opcode: run.instruction for run in runs}
     if len({run.instruction.name for run in runs}) != 2 or len(pair) != 2:
         raise ValueError(f"transfer {name} is not one send and one recv in {where.name}")
-    send, names = pair["send"], [item.name for item in pair.values()]
-    done = [
-        at[item.name]
-        for item in where.instructions
-        if item.opcode in ("send-done", "recv-done") and item.operands[0] in names
-    ]
-    if len(done) != 2:
+    started = {item.name for item in pair.values()}
+    dones = [item for item in where.instructions if item.opcode in ("send-done", "recv-done")]
+    if sum(item.operands[0] in started for item in dones) != 2:
         raise ValueError(f"transfer {name} is not done where it starts, in {where.name}")
+    send = pair["send"]
+    kind, slices, sent = _exchange(send)
+    return Collective(
+        kind,
+        sent.dtype,
+        axes_of(slices, sizes),
+        bytes_of_send(send),
+        times=sum(run.times for run in runs if run.instruction is send),
+        padding=sent.bytes_laid_out() - sent.bytes_logical(),
+        in_conditional=any(run.in_conditional for run in runs),
+        rendezvous=name,
+    )
+
+
+def bytes_of_send(send: Instruction) -> int:
+    """Bytes that leave one device for other slices each time a send runs, tile padding included."""
+    kind, slices, sent = _exchange(send)
+    return _ring_bytes(kind, sent.bytes_laid_out(), len(slices[0]), name=f"%{send.name}")
+
+
+def _exchange(send: Instruction) -> tuple[str, notation.Groups, notation.Shape]:
+    """Its kind, the groups of slices that exchange, and what is given to the runtime."""
     if (kind := send.attribute(KIND)) is None:
-        raise ValueError(f"transfer {name} names no {KIND}: its bytes are unknown")
+        raise ValueError(f"%{send.name} names no {KIND}: its bytes are unknown")
     if (target := _TARGET.search(send.attributes)) is None:
         raise ValueError(f"%{send.name} names no {TARGET}: which slices exchange is unknown")
-    kind, slices = kind.lower().replace("_", "-"), notation.slices_of(target[1].strip('"'))
-    sent = notation.shape(notation.elements(send.shape)[0])
-    payload = sent.bytes_laid_out()
-    return Transfer(
-        name,
-        kind,
-        slices,
-        sent,
-        bytes_sent=_ring_bytes(kind, payload, len(slices[0]), name=f"transfer {name}"),
-        padding=payload - sent.bytes_logical(),
-        times=sum(run.times for run in runs if run.instruction is send),
-        in_conditional=any(run.in_conditional for run in runs),
-        computation=where.name,
-        start=min(at[name] for name in names),
-        done=max(done),
-    )
+    slices = notation.slices_of(target[1].strip('"'))
+    sent = notation.shape(notation.arrays(send.shape)[0])
+    return kind.lower().replace("_", "-"), slices, sent

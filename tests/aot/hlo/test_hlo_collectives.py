@@ -135,10 +135,9 @@ def product(line, operands):
         ("f32[3,8,4]", "f32[3,8,16]", "f32[3,16,4]",
          "window={size=3 stride=2 pad=0_0 lhs_dilate=3}, dim_labels=0bf_0io->0bf",
          3 * 2 * 8 * 16 * 4),
-        # A true window of 3 over 5 places with padding: 2 + 3 + 3 + 3 + 2 = 13 pairs.
-        ("f32[1,5,4]", "f32[1,5,2]", "f32[3,2,4]",
-         "window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f",
-         13 * 2 * 2 * 4),
+        # Summed over 5 places, and 5 places of the kernel in the result.
+        ("f32[2,1,4]", "f32[2,5,3]", "f32[5,3,4]", "dim_labels=b0f_0io->b0f", 2 * 2 * 5 * 3 * 4),
+        ("f32[2,5,4]", "f32[2,1,3]", "f32[5,3,4]", "dim_labels=b0f_0io->b0f", 2 * 2 * 5 * 3 * 4),
     ],
 )  # fmt: skip
 def test_a_convolution_of_a_tpu(out, lhs, kernel, attributes, expected):
@@ -147,3 +146,10 @@ def test_a_convolution_of_a_tpu(out, lhs, kernel, attributes, expected):
     unknown = text.replace("dim_labels=", "dim_labels=?")
     with pytest.raises(ValueError, match="%c has dim_labels .*, which this reader cannot read"):
         products.matmul_flops(reader.read(unknown))
+
+
+def test_a_window_of_no_product_is_refused():
+    line = "%c = f32[1,5,4] convolution(%a, %b), dim_labels=b0f_0io->b0f"
+    text = product(line, {"a": "f32[1,5,2]", "b": "f32[3,2,4]"})
+    with pytest.raises(ValueError, match="%c is no matrix product: its window has sizes"):
+        products.matmul_flops(reader.read(text))

@@ -143,8 +143,8 @@ def test_a_shape_that_it_cannot_read(text, message):
 
 def test_parts_of_a_tuple():
     text = "(u8[2,4]{1,0:T(4,128)(4,1)}, /*index=1*/u32[], (s32[], token[]))"
-    assert notation.elements(text) == ["u8[2,4]{1,0:T(4,128)(4,1)}", "u32[]", "(s32[], token[])"]
-    assert notation.elements("f32[2,4]{1,0}") == ["f32[2,4]{1,0}"]
+    assert notation.arrays(text) == ["u8[2,4]{1,0:T(4,128)(4,1)}", "u32[]", "s32[]", "token[]"]
+    assert notation.arrays("f32[2,4]{1,0}") == ["f32[2,4]{1,0}"]
 
 
 # -- replica groups in every spelling --------------------------------------------------------------

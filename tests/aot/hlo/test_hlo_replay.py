@@ -127,20 +127,16 @@ EXPERTS = """\
   %dy = bf16[4096,512]{1,0} custom-call()
   %n = s32[9]{0} custom-call()
   %ragged-dot-metadata = s32[9]{0} custom-call(%n), KERNEL
-  %ragged-dot-none.2 = bf16[4096,512]{1,0} custom-call(%n, %x, %w), KERNEL
-  %tgmm.1 = bf16[8,256,512]{2,1,0} custom-call(%n, %x, %dy), KERNEL
-  %gmm.1 = bf16[4096,256]{1,0} custom-call(%n, %dy, %w), KERNEL
+  %tgmm.1 = bf16[8,256,512]{2,1,0} custom-call(%n, %x, %dy), KERNEL, backend_config={\
+"custom_call_config":{"cost_estimate":{"flops":"1073741824","transcendentals":"0"}}}
   %swish.1 = bf16[4096,512]{1,0} custom-call(%n, %x, %w), KERNEL
 """.replace("KERNEL", 'custom_call_target="tpu_custom_call"')
 
 
-def test_a_product_of_experts_multiplies_every_row_once():
-    """4096 rows of 256 by 512, by one expert each; its gradient as much. A kernel of another name
-    is unknown."""
+def test_a_kernel_brings_its_own_estimate():
+    """4096 rows of 256 by 512, by one expert each. A kernel without one is unknown."""
     module = reader.read(changed(BESIDE_LOOP, "  %send-done =", EXPERTS + "  %send-done ="))
-    once = 2 * 4096 * 256 * 512
-    expected = {"ragged-dot-metadata": 0, "ragged-dot-none.2": once, "tgmm.1": once}
-    expected |= {"gmm.1": once, "swish.1": None}
+    expected = {"ragged-dot-metadata": 0, "tgmm.1": 2 * 4096 * 256 * 512, "swish.1": None}
     found = {run.instruction.name: products.kernel_flops(run.computation, run.instruction)
              for run in reader.executed(module) if run.instruction.name in expected}  # fmt: skip
     assert found == expected
