@@ -189,9 +189,9 @@ class ThroughHost(Carrier):
         """The state with the chunks that programs would have carried."""
         incoming = state.incoming
         for send in self._pending(state):
-            key = self._key(send.fragment, send.send_step)
-            if self._carrier.under_way(key):
-                plan, arrived = self._layout.plans[send.fragment], self._carrier.peek(key)
+            arrived = self._carrier.peek(self._key(send.fragment, send.send_step))
+            if arrived is not None:
+                plan = self._layout.plans[send.fragment]
                 chunks = range(min(plan.num_chunks, state.t - send.send_step))
                 places = self._layout.places(plan, chunks)
                 slot = with_items(incoming[send.slot], places, arrived[: len(places)])
@@ -233,8 +233,8 @@ class ThroughHost(Carrier):
 
     def _take(self, given: Given) -> Chunks:
         """None: the state has it, or the zeros of round 0."""
-        key = self._key(given.plan.index, given.state.t - self._schedule.lag)
-        return self._carrier.take(key) if self._carrier.under_way(key) else None
+        send_step = given.state.t - self._schedule.lag
+        return self._carrier.take(self._key(given.plan.index, send_step))
 
 
 CARRIERS: Mapping[str, type[Carrier]] = MappingProxyType(
