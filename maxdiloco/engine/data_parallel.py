@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxdiloco.engine import calls, finite
 from maxdiloco.engine.calls import Call
-from maxdiloco.engine.trainer import OUTER_PARAMS, Description, SavedLayout, Trainer
+from maxdiloco.engine.trainer import OUTER_PARAMS, Description, Reading, SavedLayout, Trainer
 from maxdiloco.parallel import chips, offload
 from maxdiloco.parallel.program import Program, throttle_cpu
 from maxdiloco.parallel.sharding import shardings_of, spec_on
@@ -142,6 +142,10 @@ class DataParallel(Trainer):
             "schedule_since": 0,
         }
 
-    def restored(self, items: dict[str, Any], saved_layout: SavedLayout, *, t: int) -> State:
-        """The state after step t."""
-        return State(t, items[OUTER_PARAMS], items["opt_state"])
+    def reading(self, saved_layout: SavedLayout) -> Reading:
+        """Of any other run of data parallelism."""
+
+        def state_of(items, *, t):
+            return State(t, items[OUTER_PARAMS], items["opt_state"])
+
+        return Reading(self.saved_items(self.abstract_state), state_of)

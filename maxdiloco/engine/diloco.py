@@ -6,6 +6,7 @@ updates: arXiv 2502.12996 Algorithm 3. No language model is known here.
     # R replicas  F leaves
 """
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -24,10 +25,9 @@ from maxdiloco.engine.calls import BESIDE, EVALUATION, Call
 from maxdiloco.engine.exchanges import Carrier
 from maxdiloco.engine.programs import Programs, Rule
 from maxdiloco.engine.state import Layout, State, lay_out
-from maxdiloco.engine.trainer import Description, ExchangeSettings, SavedLayout, Trainer
+from maxdiloco.engine.trainer import Description, ExchangeSettings, Reading, SavedLayout, Trainer
 from maxdiloco.exchange.host import Mailbox
 from maxdiloco.parallel.program import Program, throttle_cpu
-from maxdiloco.parallel.sharding import shardings_of
 
 
 def say_nothing(name: str, seconds: float, compiled: jax.stages.Compiled) -> None:
@@ -163,11 +163,8 @@ class DiLoCo(Trainer):
 
     def eval_calls(self, runs: float) -> list[Call]:
         """When eager, the mean of the thetas of a slot, unless it has one; nothing otherwise."""
-        theta = self.layout.state.outer
-        if not self.layout.per_replica_outer or self.layout.eval_params is theta:
-            return []
-        mean = self.programs.slot_means if self.evaluates_slots else self.programs.mean_outer
-        return [Call(mean, (theta,), runs, BESIDE, EVALUATION)]
+        mean = self.programs.evaluated.mean
+        return [Call(mean, (self.layout.state.outer,), runs, BESIDE, EVALUATION)] if mean else []
 
     def step(self, state: State, batch: Any) -> tuple[State, Any]:
         """One inner step of every replica, and the sends and applies of this step.
@@ -218,28 +215,17 @@ class DiLoCo(Trainer):
     def outer_params(self, state: State) -> Any:
         """theta, float32, leaves [...], on the devices; eager: the mean. Raises NumericsError."""
         self.check_finite(state)
-        return self._theta(state)
-
-    def _theta(self, state: State) -> Any:
-        if self.layout.per_replica_outer:
-            return self.programs.mean_outer(state.outer)
-        like = self.layout.outer_params
-        if like is self.layout.state.outer:
-            return state.outer
-        return jax.device_put(state.outer, shardings_of(like))
+        return self.programs.exported.of(state.outer)
 
     def eval_params(self, state: State) -> Any:
         """See Trainer. Never sends theta to another slice."""
-        if not self.evaluates_slots:
-            return self._theta(state)
-        one_each = self.layout.eval_params is self.layout.state.outer
-        return state.outer if one_each else self.programs.slot_means(state.outer)
+        return self.programs.evaluated.of(state.outer)
 
     period = property(lambda self: self.schedule.H)
     evaluates_slots = property(lambda self: self.layout.evaluates_slots)
     abstract_state = property(lambda self: self.layout.state)
     abstract_outer_params = property(lambda self: self.layout.outer_params)
-    abstract_eval_params = property(lambda self: self.layout.eval_params)
+    abstract_eval_params = property(lambda self: self.programs.evaluated.like)
 
     def abstract_metrics(self, batch: Any) -> Any:
         """Leaves [R, ...]."""
@@ -283,22 +269,9 @@ class DiLoCo(Trainer):
             "theta_item": saved.theta_item(self.layout),
         }
 
-    def replica_items(self, saved_layout: SavedLayout) -> tuple[str, ...]:
-        """Replicas and their optimizer; when eager also theta and the outer optimizer."""
-        return self._reader(saved_layout).replica_items()
-
-    def abstract_items(self, saved_layout: SavedLayout) -> dict[str, Any]:
-        """The items of the saved state; without those in flight where they are dropped."""
-        return self._reader(saved_layout).abstract_items()
-
-    def restored(self, items: dict[str, Any], saved_layout: SavedLayout, *, t: int) -> State:
-        """The state; with another M, mesh or exchange, nothing in flight."""
-        return self._reader(saved_layout).state_of(items, t=t)
-
-    def restore_lines(self, saved_layout: SavedLayout, t: int) -> list[str]:
-        """Lines on replicas and theta, and on exchanges in flight that are dropped."""
-        return describe.restore_lines(self._reader(saved_layout), t)
-
-    def _reader(self, saved_layout: SavedLayout) -> saved.Reader:
+    def reading(self, saved_layout: SavedLayout) -> Reading:
+        """See Trainer; with another M, mesh or exchange, nothing in flight."""
         parts = (self.layout, self.settings, self.optimizer, self._layer_axis)
-        return saved.Reader(*parts, saved_layout)
+        reader = saved.Reader(*parts, saved_layout)
+        lines = functools.partial(describe.restore_lines, reader)
+        return Reading(reader.items(), reader.state_of, reader.replica_items(), lines)

@@ -43,6 +43,20 @@ class Rule:
     kinds: Sequence[Any] | None = None
 
 
+class ThetaView(NamedTuple):
+    """theta as an export or an evaluation takes it, on the device: `like`, ShapeDtypeStructs.
+
+    mean: of the replicas' thetas; None where theta has one copy, or each slot its own.
+    """
+
+    like: Any
+    mean: Program | None = None
+
+    def of(self, theta: Any) -> Any:
+        """Of the theta of a state; itself where it is such."""
+        return self.mean(theta) if self.mean else jax.device_put(theta, shardings_of(self.like))
+
+
 class Programs:
     """Programs of one layout, made on first use; fragments of equal form share theirs."""
 
@@ -74,16 +88,13 @@ class Programs:
             )
             for num_pieces, label in enumerate(labels, start=1)
         ]
-        self.mean_outer = self._program(
-            "outer parameters",
-            functools.partial(mean_of_all, mesh=layout.mesh),
-            out_shardings=shardings_of(layout.outer_params),
-        )
-        self.slot_means = self._program(
-            "outer parameters of a slice",
-            functools.partial(mean_of_each_slot, mesh=layout.mesh),
-            out_shardings=shardings_of(layout.slot_params) if layout.per_replica_outer else None,
-        )
+        means = mean_of_all if layout.per_replica_outer else None
+        self.exported = self._view("outer parameters", layout.outer_params, means)
+        self.evaluated = self.exported
+        if layout.evaluates_slots:
+            like = layout.slot_params
+            means = None if like is state.outer else mean_of_each_slot
+            self.evaluated = self._view("outer parameters of a slice", like, means)
 
     def init(self, make: Callable, **options) -> Program:
         """See Trainer.init_program. One program, so no second copy of the state is in memory."""
@@ -117,6 +128,12 @@ class Programs:
 
     def _program(self, name, fn, **options) -> Program:
         return Program(name, fn, on_compile=self.on_compile, **options)
+
+    def _view(self, name: str, like: Any, means: Callable | None) -> "ThetaView":
+        if means is None:
+            return ThetaView(like)
+        fn, out = functools.partial(means, mesh=self.layout.mesh), shardings_of(like)
+        return ThetaView(like, self._program(name, fn, out_shardings=out))
 
     def inner_exchange(self, plan: FragmentPlan) -> Program:
         """The inner step beside a chunk of a fragment, which takes the place of an old one."""

@@ -103,12 +103,12 @@ class Reader:
         return self.before.outer_overlap == "eager"
 
     def replica_items(self) -> tuple[str, ...]:
-        """Items of `abstract_items` whose leaves begin with R of this run, but for IN_FLIGHT."""
+        """Those of `items` whose leaves begin with R of this run, but for IN_FLIGHT."""
         eager = self.was_eager and self.layout.per_replica_outer
         residual = (RESIDUAL,) * self.keeps_residual
         return ("params", "opt_state", *residual) + (OUTER_OF_EACH, "outer_opt") * eager
 
-    def abstract_items(self) -> dict[str, Any]:
+    def items(self) -> dict[str, Any]:
         """The items to read, as ShapeDtypeStructs; IN_FLIGHT is left out where it is dropped."""
         layout = self.layout
         items = items_of(layout.state, layout)
@@ -129,7 +129,7 @@ class Reader:
         return items
 
     def state_of(self, items: dict[str, Any], *, t: int) -> State:
-        """The state after inner step t from the items of `abstract_items`.
+        """The state after inner step t from those of `items`.
 
         Nothing is applied for what was in flight and is dropped, and in eager and delayed mode the
         history restarts as in round 1. Residuals of another wire begin at zero; else each value

@@ -128,16 +128,10 @@ class Layout:
         return self.per_replica_outer and self.mesh.shape["diloco"] > 1
 
     @property
-    def eval_params(self) -> Any:
-        """ShapeDtypeStructs of DiLoCo.eval_params."""
-        if not self.evaluates_slots:
-            return self.outer_params
-        one_each = self.num_replicas == self.mesh.shape["diloco"] and not self._theta_is_on_host
-        return self.state.outer if one_each else self.slot_params
-
-    @property
     def slot_params(self) -> Any:
         """ShapeDtypeStructs of one theta for each slot of `diloco`, [slots, ...], on the device."""
+        if self.num_replicas == self.mesh.shape["diloco"] and not self._theta_is_on_host:
+            return self.state.outer
         specs = [P("diloco", *spec) for spec in self.specs]
         return self._theta_on_device(specs, self.mesh.shape["diloco"])
 

@@ -79,6 +79,20 @@ class ExchangeSettings(NamedTuple):
         return cls(**fields | {"offsets": tuple(fields["offsets"])})
 
 
+class Reading(NamedTuple):
+    """How a trainer reads a checkpoint.
+
+    items: those to read, as ShapeDtypeStructs of this run's state. state_of(items, t=): the state
+    after inner step t from them. replica_items: those whose leaves begin with R of this run.
+    lines(t): what `state_of` changes.
+    """
+
+    items: dict[str, Any]
+    state_of: Callable[..., Any]
+    replica_items: tuple[str, ...] = ()
+    lines: Callable[[int], list[str]] = lambda t: []
+
+
 class Description(NamedTuple):
     """Texts for the user: the mode, the fragment table, the lines of a start.
 
@@ -95,9 +109,9 @@ class Trainer(Protocol):
     """A trainer that is laid out for the parameters of one run.
 
     num_replicas: R of the metrics, and of the state where its leaves have an R. period: inner
-    steps after which the same programs run again. abstract_*: the state, `outer_params` and
-    `eval_params` as ShapeDtypeStructs with shardings. evaluates_slots: whether each of several
-    slots of the mesh has a theta of its own (eager).
+    steps after which the same programs run again. abstract_*: the state, the parameters to export
+    [...] and `eval_params` as ShapeDtypeStructs with shardings. evaluates_slots: whether each of
+    several slots of the mesh has a theta of its own (eager).
     """
 
     mesh: Mesh
@@ -133,13 +147,9 @@ class Trainer(Protocol):
     def check_finite(self, state: Any) -> None:
         """As check_exchanges, and if parameters that this process holds are not finite now."""
 
-    def outer_params(self, state: Any) -> Any:
-        """The parameters to export, leaves [...], in device memory."""
-        return state.params
-
     def eval_params(self, state: Any) -> Any:
         """The parameters to evaluate, on the device; with evaluates_slots [slots, ...], means."""
-        return self.outer_params(state)
+        return state.params
 
     def bytes_sent(self, t: int) -> float:
         """Bytes that inner step t makes a replica (without DiLoCo a slice) send to others."""
@@ -160,20 +170,8 @@ class Trainer(Protocol):
     def note(self, state: Any) -> dict[str, Any]:
         """What a checkpoint says of the state besides its arrays: JSON, see SavedLayout."""
 
-    def abstract_items(self, saved_layout: SavedLayout) -> dict[str, Any]:
-        """The items to read of a checkpoint, as ShapeDtypeStructs of this run's state."""
-        return self.saved_items(self.abstract_state)
-
-    def replica_items(self, saved_layout: SavedLayout) -> tuple[str, ...]:
-        """Those of `abstract_items` whose leaves begin with R of this run, by default none."""
-        return ()
-
-    def restored(self, items: dict[str, Any], saved_layout: SavedLayout, *, t: int) -> Any:
-        """The state after inner step t from the items of `abstract_items`."""
+    def reading(self, saved_layout: SavedLayout) -> Reading:
+        """How this run reads a state that is laid out so."""
 
     def close(self) -> None:
         """End the threads of the trainer, if it has any."""
-
-    def restore_lines(self, saved_layout: SavedLayout, t: int) -> list[str]:
-        """What `restored` changes in the state of step t, by default nothing."""
-        return []

@@ -189,10 +189,11 @@ class HostCarrier:
             for block in (block for shard in shards for block in _live(blocks_of(shard), size)):
                 block[:] = data[: block.size].reshape(block.shape)
                 data = data[block.size :]
-        return tuple(self._on_devices(chunk, M * x.shape[1]) for chunk, x in zip(codes, like))
+        return tuple(map(self._on_devices, codes))
 
-    def _on_devices(self, codes: dict[int, np.ndarray], length: int) -> jax.Array:
-        """codes: {place: [R, ...] of `length` elements} of the places of this process."""
+    def _on_devices(self, codes: dict[int, np.ndarray]) -> jax.Array:
+        """codes: {place: [R, length]} of the places of this process."""
+        length = next(iter(codes.values())).size
         return jax.make_array_from_callback(
             (self._places * length,),
             self._incoming,

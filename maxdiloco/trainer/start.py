@@ -176,7 +176,7 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
     else:
         # By its path: the other run may have saved a newer checkpoint meanwhile.
         restored = read.restore_from(start.saved.path, abstract_of, key="load_full_state_path")
-    return trainer.restored(restored.items, layout, t=restored.step)
+    return trainer.reading(layout).state_of(restored.items, t=restored.step)
 
 
 def meet(state: Any, say: Callable[[str], None]) -> int:
@@ -208,7 +208,7 @@ def changes(
         old = config.from_dict(stored)
         lines += [
             *resume.change_lines(stored, cfg.as_dict(), keys=base_yml.declared()),
-            *parts.trainer.restore_lines(_layout(cfg, saved), saved.step),
+            *parts.trainer.reading(_layout(cfg, saved)).lines(saved.step),
             *rate_lines(cfg, old, before=before, t=saved.step, total_steps=total_steps),
         ]
     options = dict(subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

@@ -185,7 +185,7 @@ def test_a_run_resumes_with_the_same_bits_between_send_and_apply(length, mode):
         saved[each.t] = jax.tree.map(lambda x: jnp.array(np.array(x)), items), note
     for t in (7, 8):  # one chunk has arrived of the exchange sent after step 6; all and a new one
         items, note = saved[t]
-        state = algorithm.restored(items, SavedLayout(**note, same_rules=True), t=t)
+        state = algorithm.reading(SavedLayout(**note, same_rules=True)).state_of(items, t=t)
         assert [bits(each) for each in steps(algorithm, state)] == whole[t:]
 
 
@@ -195,16 +195,16 @@ def test_what_was_in_flight_in_chunks_of_another_length_is_dropped_with_a_line(l
     before, state = trainer("tau 3")
     *_, state = steps(before, state, until=8)
     layout = SavedLayout(**before.note(state), same_rules=True)
-    assert before.restore_lines(layout, 8) == []
+    assert before.reading(layout).lines(8) == []
     assert "flight" in saved_state.abstract_items(before, layout)
     length(2)
     now, _ = trainer("tau 3")
-    (line,) = now.restore_lines(layout, 8)
+    (line,) = now.reading(layout).lines(8)
     sends = "0 (sent after step 6), 1 (sent after step 8)"
     assert line.startswith(f"dropped: fragments in flight, {sends}.")
     wanted = saved_state.abstract_items(now, layout)
     assert "flight" not in wanted
     items = before.saved_items(state)
-    state = now.restored({name: items[name] for name in wanted}, layout, t=8)
+    state = now.reading(layout).state_of({name: items[name] for name in wanted}, t=8)
     assert state.dropped_until == 8
     assert [x.shape for x in state.outgoing] == [x.shape for x in now.layout.state.outgoing]

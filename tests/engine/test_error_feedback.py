@@ -63,7 +63,7 @@ def restored(saver, state, resumer):
         return jax.device_put(cycled, like.target.sharding)
 
     read = {name: jax.tree.map(of_replicas, items[name], wanted[name]) for name in wanted}
-    return resumer.restored(read, layout, t=state.t), resumer.restore_lines(layout, state.t)
+    return resumer.reading(layout).state_of(read, t=state.t), resumer.reading(layout).lines(state.t)
 
 
 def test_what_is_left_over_by_hand():

@@ -141,7 +141,7 @@ def test_an_evaluation_and_a_save_of_eager_thetas_send_nothing_to_another_slice(
     calls = [c for c in assemble.calls(cfg, parts) if c.when == "beside"]
     assert [c.program.name for c in calls] == ["watch", *programs, "evaluate"]
     like = trainer.abstract_state
-    control = Call(trainer.programs.mean_outer, (like.outer,), 1, "beside")
+    control = Call(trainer.programs.exported.mean, (like.outer,), 1, "beside")
     *nothing, crossing = bytes_across(parts, [*calls, control])
     assert set(nothing) == {0} and crossing > 1000
     in_state = {id(x) for x in jax.tree.leaves(like)}
