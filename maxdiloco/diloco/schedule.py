@@ -37,13 +37,6 @@ class Event(NamedTuple):
     slot: int
 
 
-class Carried(NamedTuple):
-    """Chunk `chunk` (0..max_chunks-1) of the exchange that `send` began."""
-
-    send: Event
-    chunk: int
-
-
 class Action(NamedTuple):
     """One program that the host runs, of PROGRAMS.
 
@@ -257,14 +250,14 @@ class Schedule:
                     out.append(Action(MERGE, apply.fragment, apply.slot))
         return tuple(out)
 
-    def carrying(self, t: int) -> Carried | None:
-        """The chunk that inner step t carries: chunk c of a send with t = send_step + 1 + c."""
+    def carrying(self, t: int) -> tuple[Event, int] | None:
+        """The send, and which of its chunks inner step t = send_step + 1 + chunk carries."""
         number = self._count(t - 1) - 1
         if number < 0:
             return None
         send = self._event(number)
         chunk = t - 1 - send.send_step
-        return Carried(send, chunk) if chunk < self.max_chunks else None
+        return (send, chunk) if chunk < self.max_chunks else None
 
     def pending(self, t: int) -> tuple[Event, ...]:
         """Sends up to step t whose apply comes after step t, oldest first."""

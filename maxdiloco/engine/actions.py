@@ -22,13 +22,17 @@ Chunks = tuple[Any, ...] | None
 
 
 class Given(NamedTuple):
-    """What an action is carried out on: arrays, or ShapeDtypeStructs. batch: of the inner step."""
+    """What an action is carried out on, and what is there after it: arrays, or ShapeDtypeStructs.
+
+    batch: of the inner step; metrics: of it, None before.
+    """
 
     layout: Layout
     action: Action
     state: State
     batch: Any = None
     chunks: Chunks = None
+    metrics: Any = None
 
     @property
     def plan(self) -> FragmentPlan:
@@ -36,32 +40,24 @@ class Given(NamedTuple):
         return self.layout.plans[self.action.fragment]
 
 
-class Changed(NamedTuple):
-    """What is there after it. metrics: of the inner step, None of the others."""
-
-    state: State
-    chunks: Chunks = None
-    metrics: Any = None
-
-
 class Kind(NamedTuple):
     """What carries out an action, or a part of one: a compiled program, or a carrier on the host.
 
-    changed: (Given, results of the program, None without one) -> Changed.
+    changed: (Given, results of the program, None without one) -> Given after it.
     executable: (programs, Given) -> the program. arguments: Given -> what it takes. Both or none.
     abstract: Given -> ShapeDtypeStructs of the chunks that the host hands on.
     bytes_sent: (layout, plan) -> bytes that one replica sends to one other. carries: whether a
     chunk travels in it, and arrives in a receive slot.
     """
 
-    changed: Callable[[Given, Any], Changed]
+    changed: Callable[[Given, Any], Given]
     executable: Callable[[Programs, Given], Program] | None = None
     arguments: Callable[[Given], tuple] | None = None
     abstract: Callable[[Given], Chunks] | None = None
     bytes_sent: Callable[[Layout, FragmentPlan], int] | None = None
     carries: bool = False
 
-    def run(self, programs: Programs, given: Given) -> Changed:
+    def run(self, programs: Programs, given: Given) -> Given:
         """Carry it out."""
         results = None
         if self.executable is not None:
@@ -71,7 +67,7 @@ class Kind(NamedTuple):
 
 def on_host(do: Callable[[Given], Chunks], **parts: Any) -> Kind:
     """A kind that a carrier does itself, and that changes no state. do: Given -> chunks or None."""
-    return Kind(lambda given, _: Changed(given.state, do(given)), **parts)
+    return Kind(lambda given, _: given._replace(chunks=do(given)), **parts)
 
 
 def _step(given):
@@ -80,7 +76,8 @@ def _step(given):
 
 def _stepped(given, results):
     params, opt_state, metrics = results
-    return Changed(replace(given.state, params=params, opt_state=opt_state), metrics=metrics)
+    state = replace(given.state, params=params, opt_state=opt_state)
+    return given._replace(state=state, metrics=metrics)
 
 
 def _step_with_chunk(given):
@@ -153,7 +150,7 @@ def _after_send(given, state, residual, sent):
     if sent.chunks and state.outgoing:
         places = given.layout.places(given.plan)
         state = replace(state, outgoing=with_items(state.outgoing, places, sent.chunks))
-    return Changed(state, sent.chunks)
+    return given._replace(state=state, chunks=sent.chunks)
 
 
 # Streaming DiLoCo (arXiv 2501.18512) Algorithm 2, by its lines; see diloco/schedule.py.

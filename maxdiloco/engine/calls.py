@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding
 
 from maxdiloco.diloco.schedule import INNER, PROGRAMS, Action, Schedule
 from maxdiloco.parallel.program import Program
@@ -32,12 +31,6 @@ class Call(NamedTuple):
     when: str = STEP
     event: str = ""
     beside: tuple[jax.ShapeDtypeStruct, ...] = ()
-
-
-def abstract_metrics(step: Call, sharding: NamedSharding) -> Any:
-    """ShapeDtypeStructs of the metrics of a plain step."""
-    shapes = step.program.out_shapes(*step.args)[2]
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
 
 
 def count_calls(schedule: Schedule, calls_of: Callable[[Action], Iterable[Call]]) -> list[Call]:

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.engine import calls, finite
+from maxdiloco.engine import finite
 from maxdiloco.engine.calls import Call
 from maxdiloco.engine.trainer import OUTER_PARAMS, Description, Reading, SavedLayout, Trainer
 from maxdiloco.parallel import chips, offload
@@ -66,7 +66,6 @@ class DataParallel(Trainer):
         self.mesh = mesh
         self.abstract_state = State(0, *jax.tree.map(struct, (params, opt_state)))
         self.abstract_outer_params = self.abstract_eval_params = self.abstract_state.params
-        self._replicated = NamedSharding(mesh, P())
         self._accumulation = accumulation
         self._on_compile = on_compile
         kept = shardings_of(self.abstract_state)
@@ -74,7 +73,7 @@ class DataParallel(Trainer):
             "data parallel",
             offload.with_state_on_device(step, self.abstract_state.opt_state),
             donate=(0, 1),
-            out_shardings=(kept.params, kept.opt_state, self._replicated),
+            out_shardings=(kept.params, kept.opt_state, NamedSharding(mesh, P())),
             compiler_options=chips.step_options(mesh.devices.flat[0].device_kind),
             on_compile=on_compile,
         )
@@ -93,10 +92,6 @@ class DataParallel(Trainer):
         """The one program."""
         like = self.abstract_state
         return [Call(self.inner, (like.params, like.opt_state, batch), 1)]
-
-    def abstract_metrics(self, batch: Any) -> Any:
-        """Leaves [1]."""
-        return calls.abstract_metrics(self.calls(batch)[0], self._replicated)
 
     def step(self, state: State, batch: Any) -> tuple[State, Any]:
         """One step; state is donated, batch leaves [R, ...], metrics leaves [1]."""

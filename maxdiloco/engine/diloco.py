@@ -16,11 +16,10 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from maxdiloco.diloco import fragments, outer_rate, quantize, schedule
-from maxdiloco.engine import arguments, calls, describe, exchanges, finite, saved
+from maxdiloco.engine import arguments, describe, exchanges, finite, saved
 from maxdiloco.engine.calls import BESIDE, EVALUATION, Call
 from maxdiloco.engine.exchanges import Carrier
 from maxdiloco.engine.programs import Programs, Rule
@@ -226,11 +225,6 @@ class DiLoCo(Trainer):
     abstract_state = property(lambda self: self.layout.state)
     abstract_outer_params = property(lambda self: self.layout.outer_params)
     abstract_eval_params = property(lambda self: self.programs.evaluated.like)
-
-    def abstract_metrics(self, batch: Any) -> Any:
-        """Leaves [R, ...]."""
-        lead = NamedSharding(self.mesh, P("diloco"))
-        return calls.abstract_metrics(self.calls(batch)[0], lead)
 
     def bytes_sent(self, t: int) -> int:
         """Bytes that inner step t makes one replica send to other slices."""

@@ -45,10 +45,12 @@ class Carrier:
 
     table: of every kind in schedule.PROGRAMS. steps_on_device: whose chunks are on the device at
     once, where the state keeps them in host memory; 0 where no step carries a chunk.
+    through_mailbox: whether it sends to other processes by the mailbox.
     """
 
     table: Table
     steps_on_device = 0
+    through_mailbox = False
 
     def __init__(self, programs: Programs, schedule: Schedule, mailbox: Mailbox | None):
         del mailbox  # for a carrier that has any
@@ -56,12 +58,10 @@ class Carrier:
 
     def run(self, action: Action, state: State, batch: Any) -> tuple[State, Any]:
         """The state after an action, and the metrics where it is the inner step, else None."""
-        given, metrics = Given(self._layout, action, state, batch), None
+        given = Given(self._layout, action, state, batch)
         for kind in self.table[action.program]:
-            changed = kind.run(self._programs, given)
-            given = given._replace(state=changed.state, chunks=changed.chunks)
-            metrics = metrics if changed.metrics is None else changed.metrics
-        return given.state, metrics
+            given = kind.run(self._programs, given)
+        return given.state, given.metrics
 
     def calls(self, batch: Any) -> list[Call]:
         """Every program that the steps call. batch: ShapeDtypeStructs, leaves [R, ...]."""
@@ -148,6 +148,8 @@ class InPrograms(Carrier):
 
 class ThroughHost(Carrier):
     """The carrier `host`: what is packed leaves at once, and what is merged is waited for."""
+
+    through_mailbox = True
 
     def __init__(self, programs: Programs, schedule: Schedule, mailbox: Mailbox | None):
         super().__init__(programs, schedule, mailbox)

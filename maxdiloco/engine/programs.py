@@ -225,18 +225,11 @@ class FragmentPrograms(NamedTuple):
         replica's fresh outer gradient in its own place.
         """
 
-        def delayed(values, incoming):
-            return self._receive(incoming, sent=self._send(values))
+        def exchange(values, incoming):
+            sent = self._send(values)
+            own = sent.chunks if self.layout.per_replica_outer else ()
+            return self._receive(incoming, sent, own)
 
-        def eager(values, incoming):
-            sent, M = self._send(values), self.layout.num_replicas
-            received, own_bad_RF = collective.receive_with_own(
-                self.plan.payload, incoming, sent.chunks, num_replicas=M
-            )
-            finite_R = ~(jnp.any(received.bad_RF) | jnp.any(own_bad_RF, axis=1))
-            return received, finite_R, sent
-
-        exchange = {"delayed": delayed, "eager": eager}[self.rule.overlap]
         return self._replacing(f"{self.rule.overlap}_step", exchange, sends=True, keeps=True)
 
     def _replacing(
@@ -286,12 +279,19 @@ class FragmentPrograms(NamedTuple):
         lengths = self.layout.lengths(self.plan) * self.plan.num_chunks
         return collective.send(self.plan.payload, g_R, lengths, values.residual)
 
-    def _receive(self, incoming: Sequence[jax.Array], sent: collective.Sent = NOTHING) -> Exchanged:
-        """Algorithm 2, line 10: the mean that all replicas share."""
+    def _receive(
+        self,
+        incoming: Sequence[jax.Array],
+        sent: collective.Sent = NOTHING,
+        own: Sequence[jax.Array] = (),
+    ) -> Exchanged:
+        """Algorithm 2, line 10: the mean that all replicas share; with `own` each has its own."""
         kinds = self.rule.kinds and [self.rule.kinds[s.leaf] for s in self.plan.slices]
         M = self.layout.num_replicas
-        received = collective.receive(self.plan.payload, incoming, num_replicas=M, kinds=kinds)
-        return received, ~jnp.any(received.bad_RF), sent
+        received = collective.receive(self.plan.payload, incoming, own, num_replicas=M, kinds=kinds)
+        bad = jnp.any(received.bad_RF)
+        bad = bad | jnp.any(received.own_bad_RF, axis=1) if own else bad  # [R] or for all
+        return received, ~bad, sent
 
     def _outgoing(self) -> tuple[NamedSharding, ...]:
         mesh, memory = self.layout.mesh, self.layout.chunk_memory

@@ -137,6 +137,8 @@ class Trainer(Protocol):
 
     def abstract_metrics(self, batch: Any) -> Any:
         """ShapeDtypeStructs of the metrics of a step, leaves [R]. batch: as for `calls`."""
+        plain = self.calls(batch)[0]
+        return plain.program.out_shapes(*plain.args)[2]
 
     def step(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """One inner step: the new state, and metrics with leaves [R]. state is donated."""

@@ -48,12 +48,13 @@ class Received(NamedTuple):
     """What a fragment's exchange brought.
 
     mean: leaves [...] for all replicas, or [R, ...] when each has its own (eager). bad_RF: whether
-    a replica's leaf was not finite.
+    a replica's leaf was not finite; own_bad_RF: of the fresh values; () of others.
     """
 
     mean: list[jax.Array]
     bad_RF: jax.Array
     sizes: Sizes
+    own_bad_RF: jax.Array | tuple[()] = ()
 
 
 class Sent(NamedTuple):
@@ -134,6 +135,7 @@ def all_gather_chunk(chunk: jax.Array, mesh: Mesh) -> jax.Array:
 def receive(
     payload: Payload,
     incoming: Sequence[jax.Array],
+    own: Sequence[jax.Array] = (),
     *,
     num_replicas: int,
     kinds: Sequence[Any] | None = None,
@@ -143,70 +145,49 @@ def receive(
     The mean of line 8 is taken here, on arrival, in float32 and replica order. incoming: the
     fragment's chunks, laid out by `incoming_spec`. kinds: of its leaves (fragments.kinds_of), for
     outer.radial_directional_mean; None: the plain mean, of which the sizes are.
+    own: for eager updates (arXiv 2502.12996, Algorithm 3; see outer.own_fresh) the chunks of this
+    round, laid out by `outgoing_spec`: each replica's mean is of its fresh and the others' previous
+    outer gradients, of `incoming`, which the sizes are of.
     """
+    mesh = payload.mesh
+    num_here = num_replicas // mesh.shape["diloco"]
 
-    def on_device(*chunks):
+    def on_device(chunks, own):
+        fresh = []
+        if own:
+            first = jax.lax.axis_index("diloco") * num_here
+            fresh = [_decoded(payload, _codes(payload, own, num_here, s)) for s in range(num_here)]
+
         def term(r):
-            return _decoded(payload, _codes(payload, chunks, num_replicas, r))
+            old, note = _decoded(payload, _codes(payload, chunks, num_replicas, r))
+            mixed = [outer.own_fresh(old, new, r, first + s) for s, (new, _) in enumerate(fresh)]
+            return (old, mixed), note
 
-        plain_N, notes_R = outer.ordered_mean(term, num_replicas)
-        mean_N = plain_N
+        (mean_N, mixed), notes_R = outer.ordered_mean(term, num_replicas)
+        received = _received(payload, notes_R, mean_N)
+        if own:
+            mean = [
+                assemble(shard, jnp.stack(x_S))
+                for shard, *x_S in zip(payload.shards, *mixed, strict=True)
+            ]
+            own_SF = jnp.stack([note.flags for _, note in fresh])
+            return received._replace(mean=mean, own_bad_RF=bad_flags(payload, own_SF))
         if kinds is not None:
             mean_N = outer.radial_directional_mean(
-                lambda r: term(r)[0],
-                plain_N,
+                lambda r: term(r)[0][0],
+                mean_N,
                 num_replicas,
                 norm=functools.partial(tensor_norms, payload, kinds),
                 spread=functools.partial(spread_norms, payload, kinds),
             )
-        mean = [
-            assemble(shard, x_N[None])[0] for shard, x_N in zip(payload.shards, mean_N, strict=True)
-        ]
-        return _received(payload, mean, notes_R, plain_N)
+        pairs = zip(payload.shards, mean_N, strict=True)
+        return received._replace(mean=[assemble(shard, x_N[None])[0] for shard, x_N in pairs])
 
-    in_specs = (incoming_spec(payload.mesh),) * len(incoming)
-    out_specs = Received([shard.spec for shard in payload.shards], P(), P())
-    return _on_every_device(on_device, payload.mesh, in_specs, out_specs)(*incoming)
-
-
-def receive_with_own(
-    payload: Payload,
-    incoming: Sequence[jax.Array],
-    own: Sequence[jax.Array],
-    *,
-    num_replicas: int,
-) -> tuple[Received, jax.Array]:
-    """Eager updates: each replica's mean of its fresh and the others' previous outer gradients.
-
-    arXiv 2502.12996, Algorithm 3; see outer.own_fresh. incoming: chunks of the round before; own:
-    of this round, laid out by `outgoing_spec`. Returns Received, with mean leaves [R, ...] and the
-    sizes of the round before, and own_bad_RF of the fresh values.
-    """
-    num_here = num_replicas // payload.mesh.shape["diloco"]
-
-    def on_device(*chunks):
-        stale, own = chunks[: len(incoming)], chunks[len(incoming) :]
-        first = jax.lax.axis_index("diloco") * num_here
-        fresh = [_decoded(payload, _codes(payload, own, num_here, s)) for s in range(num_here)]
-
-        def term(r):
-            old, note = _decoded(payload, _codes(payload, stale, num_replicas, r))
-            mixed = [outer.own_fresh(old, new, r, first + s) for s, (new, _) in enumerate(fresh)]
-            return (old, mixed), note
-
-        (stale_mean, mixed), notes_R = outer.ordered_mean(term, num_replicas)
-        mean = [
-            assemble(shard, jnp.stack(x_S))
-            for shard, *x_S in zip(payload.shards, *mixed, strict=True)
-        ]
-        own_SF = jnp.stack([note.flags for _, note in fresh])
-        return _received(payload, mean, notes_R, stale_mean), bad_flags(payload, own_SF)
-
-    mesh = payload.mesh
-    in_specs = (incoming_spec(mesh),) * len(incoming) + (outgoing_spec(mesh),) * len(own)
-    mean_specs = [P("diloco", *shard.spec) for shard in payload.shards]
-    out_specs = (Received(mean_specs, P(), P()), P("diloco"))
-    return _on_every_device(on_device, mesh, in_specs, out_specs)(*incoming, *own)
+    in_specs = [incoming_spec(mesh)] * len(incoming), [outgoing_spec(mesh)] * len(own)
+    lead = ("diloco",) if own else ()
+    mean_specs = [P(*lead, *shard.spec) for shard in payload.shards]
+    out_specs = Received(mean_specs, P(), P(), P("diloco") if own else ())
+    return _on_every_device(on_device, mesh, in_specs, out_specs)(list(incoming), list(own))
 
 
 class _Note(NamedTuple):
@@ -240,10 +221,10 @@ def _squares(x_N: list[jax.Array]) -> jax.Array:
     return sum(jnp.sum(x * x) for x in x_N)
 
 
-def _received(payload: Payload, mean, notes_R: _Note, mean_N: list[jax.Array]) -> Received:
-    """mean: leaves of the fragment; mean_N: this device's values of the mean of one round."""
+def _received(payload: Payload, notes_R: _Note, mean_N: list[jax.Array]) -> Received:
+    """Without its mean. mean_N: this device's values of the mean of one round."""
     sums = (notes_R.squares, notes_R.magnitudes, _squares(mean_N))
     squares_R, total_R, mean_squares = jax.lax.psum(sums, in_slice_axes(payload.mesh))
     drift_R = total_R / float(num_values(payload))  # may exceed what int32 holds
     sizes = Sizes(jnp.sqrt(squares_R), drift_R, jnp.sqrt(mean_squares))
-    return Received(mean, bad_flags(payload, notes_R.flags), sizes)
+    return Received([], bad_flags(payload, notes_R.flags), sizes)

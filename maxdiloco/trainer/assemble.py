@@ -18,6 +18,7 @@ from maxdiloco.diloco import outer
 from maxdiloco.engine.calls import START, Call
 from maxdiloco.engine.data_parallel import DataParallel
 from maxdiloco.engine.diloco import DiLoCo
+from maxdiloco.engine.exchanges import CARRIERS
 from maxdiloco.engine.trainer import Trainer
 from maxdiloco.errors import ConfigError
 from maxdiloco.evaluation import held_out, on_mesh
@@ -196,8 +197,9 @@ def _carrier(cfg: Config, mesh: Mesh) -> tuple[str, bool]:
 
 
 def needs_bulk(cfg: Config, mesh: Mesh) -> bool:
-    """Whether outer gradients travel through host memory, in a mailbox with bulk."""
-    return cfg.enable_diloco and _carrier(cfg, mesh) == ("host", True)
+    """Whether outer gradients travel between processes in a mailbox with bulk."""
+    name, joins_processes = _carrier(cfg, mesh)
+    return cfg.enable_diloco and joins_processes and CARRIERS[name].through_mailbox
 
 
 def most_bytes(parts: Parts) -> int:
