@@ -29,10 +29,6 @@ from maxdiloco.exchange.host import Mailbox
 from maxdiloco.parallel.program import Program, throttle_cpu
 
 
-def say_nothing(name: str, seconds: float, compiled: jax.stages.Compiled) -> None:
-    """The default for `on_compile`."""
-
-
 class DiLoCo(Trainer):
     """M replicas that train apart and synchronise fragment by fragment.
 
@@ -84,7 +80,7 @@ class DiLoCo(Trainer):
         outer_memory: str = "device",
         exchange_carrier: str = "program",
         mailbox: Mailbox | None = None,
-        on_compile: Callable[[str, float, jax.stages.Compiled], None] = say_nothing,
+        on_compile: Callable[[str, float, jax.stages.Compiled], None] = lambda *_: None,
     ):
         mesh = mesh or Mesh(np.array(jax.devices()[:1]), ("diloco",))
         choices = dict(merge=merge, outer_memory=outer_memory, exchange_carrier=exchange_carrier)
@@ -221,9 +217,9 @@ class DiLoCo(Trainer):
         return self.programs.evaluated.of(state.outer)
 
     period = property(lambda self: self.schedule.H)
-    evaluates_slots = property(lambda self: self.layout.evaluates_slots)
+    evaluates_slots = property(lambda self: self.programs.evaluates_slots)
     abstract_state = property(lambda self: self.layout.state)
-    abstract_outer_params = property(lambda self: self.layout.outer_params)
+    abstract_outer_params = property(lambda self: self.programs.exported.like)
     abstract_eval_params = property(lambda self: self.programs.evaluated.like)
 
     def bytes_sent(self, t: int) -> int:
@@ -265,7 +261,7 @@ class DiLoCo(Trainer):
 
     def reading(self, saved_layout: SavedLayout) -> Reading:
         """See Trainer; with another M, mesh or exchange, nothing in flight."""
-        parts = (self.layout, self.settings, self.optimizer, self._layer_axis)
-        reader = saved.Reader(*parts, saved_layout)
+        of_run = (self.layout, self.settings, self.optimizer, self._layer_axis)
+        reader = saved.Reader(*of_run, self.programs.exported.like, saved_layout)
         lines = functools.partial(describe.restore_lines, reader)
         return Reading(reader.items(), reader.state_of, reader.replica_items(), lines)

@@ -88,28 +88,29 @@ class Programs:
             )
             for num_pieces, label in enumerate(labels, start=1)
         ]
-        means = mean_of_all if layout.per_replica_outer else None
-        self.exported = self._view("outer parameters", layout.outer_params, means)
+        one_theta = [NamedSharding(layout.mesh, spec) for spec in layout.specs]
+        self._one_theta = jax.tree.unflatten(jax.tree.structure(state.params), one_theta)
+        as_it_is = ThetaView(jax.tree.map(lambda x: offload.moved(x, None), state.outer))
+        slots, is_eager = layout.mesh.shape["diloco"], layout.per_replica_outer
+        self.exported = self._means("outer parameters", mean_of_all) if is_eager else as_it_is
         self.evaluated = self.exported
-        if layout.evaluates_slots:
-            like = layout.slot_params
-            means = None if like is state.outer else mean_of_each_slot
-            self.evaluated = self._view("outer parameters of a slice", like, means)
+        self.evaluates_slots = is_eager and slots > 1
+        if self.evaluates_slots:
+            on_host = offload.on_host(jax.tree.leaves(state.outer)[0])
+            one_each = slots == layout.num_replicas and not on_host
+            name = "outer parameters of a slice"
+            self.evaluated = as_it_is if one_each else self._means(name, mean_of_each_slot, slots)
 
     def init(self, make: Callable, **options) -> Program:
         """See Trainer.init_program. One program, so no second copy of the state is in memory."""
         layout = self.layout
-        one_replica = jax.tree.unflatten(
-            jax.tree.structure(layout.state.params),
-            [NamedSharding(layout.mesh, spec) for spec in layout.specs],
-        )
 
         def all_replicas(tree):
             return jax.tree.map(lambda x: broadcast(x, layout.num_replicas), tree)
 
         def init(*args):
             params, opt_state = make(*args)
-            params = jax.lax.with_sharding_constraint(params, one_replica)
+            params = jax.lax.with_sharding_constraint(params, self._one_theta)
             theta = jax.tree.map(lambda p: p.astype(jnp.float32), params)
             outer_opt = tuple(self.rule.optimizer.init(_values(theta, p)) for p in layout.plans)
             if layout.per_replica_outer:
@@ -129,9 +130,15 @@ class Programs:
     def _program(self, name, fn, **options) -> Program:
         return Program(name, fn, on_compile=self.on_compile, **options)
 
-    def _view(self, name: str, like: Any, means: Callable | None) -> "ThetaView":
-        if means is None:
-            return ThetaView(like)
+    def _means(self, name: str, means: Callable, *slots: int) -> ThetaView:
+        """The view of means of the replicas' thetas: of all, or of each of several slots."""
+
+        def struct(x, sharding):
+            spec = P(*("diloco",) * len(slots), *sharding.spec)
+            sharding = NamedSharding(self.layout.mesh, spec)
+            return jax.ShapeDtypeStruct((*slots, *x.shape[1:]), x.dtype, sharding=sharding)
+
+        like = jax.tree.map(struct, self.layout.state.outer, self._one_theta)
         fn, out = functools.partial(means, mesh=self.layout.mesh), shardings_of(like)
         return ThetaView(like, self._program(name, fn, out_shardings=out))
 

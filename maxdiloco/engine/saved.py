@@ -51,12 +51,16 @@ def theta_item(layout: Layout) -> str:
 
 @dataclass(frozen=True)
 class Reader:
-    """A run that reads a checkpoint: its own layout and settings, and those of the saved state."""
+    """A run that reads a checkpoint: its own layout and settings, and those of the saved state.
+
+    theta: as ShapeDtypeStructs, one copy, on the device.
+    """
 
     layout: Layout
     settings: ExchangeSettings
     optimizer: optax.GradientTransformation
     layer_axis: Any
+    theta: Any
     saved: SavedLayout
 
     @functools.cached_property
@@ -121,7 +125,7 @@ class Reader:
             items[OUTER_OF_EACH] = self._saved_replicas(self._old.state.outer)
         if layout.per_replica_outer and not self.was_eager:
             del items[OUTER_OF_EACH]
-            items[OUTER_PARAMS] = layout.outer_params
+            items[OUTER_PARAMS] = self.theta
         if not self._same_outer:
             states = self._old.state.outer_opt
             becomes_one = self.was_eager and not layout.per_replica_outer
@@ -161,9 +165,8 @@ class Reader:
     @functools.cached_property
     def _old(self) -> Layout:
         """The saved state's layout on the mesh of this run, with the M of this run."""
-        theta = self.layout.outer_params
         return lay_out(
-            theta,
+            self.theta,
             (),
             self.before,
             layer_axis=self.layer_axis,
@@ -201,7 +204,7 @@ class Reader:
             if self.was_eager and not eager:
                 states = mean_of_replicas(states)
             plans, lead = (self._old.plans, layout.plans), int(self.was_eager and eager)
-            states = resliced(states, *plans, layout.outer_params, self.optimizer, lead=lead)
+            states = resliced(states, *plans, self.theta, self.optimizer, lead=lead)
             return of_each(states) if eager and not self.was_eager else states
 
         theta = items[OUTER_OF_EACH if self.was_eager else OUTER_PARAMS]

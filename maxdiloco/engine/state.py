@@ -112,36 +112,6 @@ class Layout:
     state: State
 
     @property
-    def _theta_is_on_host(self) -> bool:
-        return offload.on_host(jax.tree.leaves(self.state.outer)[0])
-
-    @property
-    def outer_params(self) -> Any:
-        """ShapeDtypeStructs of theta as DiLoCo.outer_params gives it: one copy, on the device."""
-        if not self.per_replica_outer and not self._theta_is_on_host:
-            return self.state.outer
-        return self._theta_on_device(self.specs)
-
-    @property
-    def evaluates_slots(self) -> bool:
-        """Whether each of several slots of the mesh has a theta of its own (eager)."""
-        return self.per_replica_outer and self.mesh.shape["diloco"] > 1
-
-    @property
-    def slot_params(self) -> Any:
-        """ShapeDtypeStructs of one theta for each slot of `diloco`, [slots, ...], on the device."""
-        if self.num_replicas == self.mesh.shape["diloco"] and not self._theta_is_on_host:
-            return self.state.outer
-        specs = [P("diloco", *spec) for spec in self.specs]
-        return self._theta_on_device(specs, self.mesh.shape["diloco"])
-
-    def _theta_on_device(self, specs: Sequence[P], *lead: int) -> Any:
-        leaves, tree = jax.tree.flatten(self.state.outer)
-        own = 1 if self.per_replica_outer else 0  # dims before those of one theta
-        shapes = [(*lead, *x.shape[own:]) for x in leaves]
-        return jax.tree.unflatten(tree, map(functools.partial(_struct, self.mesh), shapes, specs))
-
-    @property
     def chunk_memory(self) -> str | None:
         """Where the chunks in the state are kept: offload.HOST or, None, the device."""
         return offload.kind_of(self.state.outgoing[0]) if self.pieces else None
