@@ -21,7 +21,6 @@ from typing import Any
 
 import jax
 from etils import epath
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from maxdiloco import json_text
@@ -44,30 +43,14 @@ def compiled_here() -> Iterator[None]:
 
     On CPU an executable that was loaded from the cache, and saved again, lacks part of its code.
     """
-    with _jax_setting("jax_enable_compilation_cache", False), without_folders():
-        compilation_cache.reset_cache()  # JAX asks only once whether there is a cache
+    with job.jax_setting("jax_enable_compilation_cache", False), without_folders():
         jax.clear_caches()  # it keeps what it loaded for a function that is jitted again
-        try:
-            yield
-        finally:
-            compilation_cache.reset_cache()
+        yield
 
 
-@contextlib.contextmanager
-def without_folders() -> Iterator[None]:
+def without_folders() -> contextlib.AbstractContextManager[None]:
     """Programs lowered inside name source files, also in a Pallas kernel, without their folders."""
-    with _jax_setting("jax_hlo_source_file_canonicalization_regex", ".*/"):
-        yield
-
-
-@contextlib.contextmanager
-def _jax_setting(name: str, value: Any) -> Iterator[None]:
-    before = jax.config.values[name]
-    jax.config.update(name, value)
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)
+    return job.jax_setting("jax_hlo_source_file_canonicalization_regex", ".*/")
 
 
 def save(path: str, cfg: Config, mesh: Mesh, calls: list[Call]) -> int:

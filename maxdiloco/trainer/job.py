@@ -93,8 +93,7 @@ def compile_cache(cfg: Config) -> Iterator[list[str]]:
 
     Its folder is jax_cache_dir, or else that of JAX's own setting. Gives lines for the user.
     """
-    before = jax.config.values["jax_compilation_cache_dir"]
-    folder = cfg.jax_cache_dir or before
+    folder = cfg.jax_cache_dir or jax.config.values["jax_compilation_cache_dir"]
     source = "jax_cache_dir" if cfg.jax_cache_dir else "JAX_COMPILATION_CACHE_DIR"
     mesh = mesh_lib.build(hardware_of(cfg))
     on_gpus = mesh_lib.on_gpus(mesh)
@@ -107,14 +106,22 @@ def compile_cache(cfg: Config) -> Iterator[list[str]]:
         obstacle = "" if shared_folder.is_shared(path) else NOT_SHARED
     else:
         obstacle = "" if keep_their_order(cfg, mesh) else LOSES_ORDER
-    jax.config.update("jax_compilation_cache_dir", None if obstacle else folder)
-    compilation_cache.reset_cache()  # JAX asks only once whether there is a folder
+    used = None if obstacle else folder
+    with jax_setting("jax_compilation_cache_dir", used), _damaged_entries_removed(folder):
+        note = f"note: {source}={folder or ''} is not used: {obstacle}."
+        yield [note] if obstacle else []
+
+
+@contextmanager
+def jax_setting(name: str, value: Any) -> Iterator[None]:
+    """A setting of JAX for a `with`; JAX asks only once for those of its compile cache."""
+    before = jax.config.values[name]
     try:
-        with _damaged_entries_removed(folder):
-            note = f"note: {source}={folder or ''} is not used: {obstacle}."
-            yield [note] if obstacle else []
+        jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        yield
     finally:
-        jax.config.update("jax_compilation_cache_dir", before)
+        jax.config.update(name, before)
         compilation_cache.reset_cache()
 
 
