@@ -108,7 +108,7 @@ class DiLoCo(Trainer):
             outer_optimizer, outer_lr, outer_momentum, rate
         )
         self._noted_rule = numbers | {"alpha": float(alpha), "merge": merge}
-        self._rule, self._merge = Rule(self.optimizer, alpha, outer_overlap), merge
+        self._alpha, self._merge = alpha, merge
         self._inner_step, self._layer_axis = inner_step, layer_axis
         self._outer_memory = None if outer_memory == "device" else outer_memory
         self._carrier_name, self._mailbox, self._on_compile = exchange_carrier, mailbox, on_compile
@@ -122,9 +122,6 @@ class DiLoCo(Trainer):
         leaves that do not fit.
         """
         arguments.check_trees(params, opt_state)
-        if self._merge == "rda":
-            kinds = fragments.kinds_of(params, self._layer_axis)
-            self._rule = replace(self._rule, kinds=kinds)
         self.layout = lay_out(
             params,
             opt_state,
@@ -137,7 +134,10 @@ class DiLoCo(Trainer):
         )
         chunks = tuple(plan.num_chunks for plan in self.layout.plans)
         self.schedule = replace(self.schedule, num_chunks=chunks)
-        self.programs = Programs(self.layout, self._inner_step, self._rule, self._on_compile)
+        is_rda = self._merge == "rda"
+        kinds = fragments.kinds_of(params, self._layer_axis) if is_rda else None
+        rule = Rule(self.optimizer, self._alpha, self.settings.outer_overlap, kinds)
+        self.programs = Programs(self.layout, self._inner_step, rule, self._on_compile)
         make = exchanges.CARRIERS[self._carrier_name]
         self._carrier = make(self.programs, self.schedule, self._mailbox)
         self._last_step = None
@@ -235,8 +235,7 @@ class DiLoCo(Trainer):
 
     def description(self) -> Description:
         """Replicas, fragments and the memory of the outer state."""
-        wire_bytes = [self._carrier.fragment_bytes(plan) for plan in self.layout.plans]
-        return describe.description(self.layout, self.schedule, wire_bytes, self._carrier_name)
+        return describe.description(self.layout, self.schedule, self._carrier)
 
     def closing_line(self, state: State) -> str:
         """The step, and how old theta's values are."""

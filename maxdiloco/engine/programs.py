@@ -7,9 +7,8 @@ exchange sits in a conditional. Which layers a fragment holds is an argument.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -152,8 +151,14 @@ class Programs:
         if key not in self._by_form:
             layers, leaves = len(plan.fragment.layers), len(plan.slices)
             label = f"{layers} layers, {leaves} leaves" if layers else f"{leaves} leaves"
-            made = DEFINITIONS[kind](FragmentPrograms(self.layout, plan, self.rule))
-            self._by_form[key] = self._program(f"{kind} [{label}]", **made)
+            of_plan = FragmentPrograms(self.layout, plan, self.rule)
+            definitions = {
+                "pack": of_plan.pack,
+                "merge": of_plan.merge,
+                "synchronise": of_plan.synchronise,
+                "outer_step": of_plan.outer_step,
+            }
+            self._by_form[key] = self._program(f"{kind} [{label}]", **definitions[kind]())
         return self._by_form[key]
 
 
@@ -308,11 +313,3 @@ class FragmentPrograms(NamedTuple):
     def _moved(self, chunks: Sequence[jax.Array], space: jax.memory.Space) -> Any:
         """Chunks from and to the memory in which the state keeps them."""
         return jax.device_put(chunks, space) if self.layout.chunk_memory else chunks
-
-
-DEFINITIONS: Mapping[str, Callable[[FragmentPrograms], Definition]] = MappingProxyType({
-    "pack": FragmentPrograms.pack,
-    "merge": FragmentPrograms.merge,
-    "synchronise": FragmentPrograms.synchronise,
-    "outer_step": FragmentPrograms.outer_step,
-})  # fmt: skip
