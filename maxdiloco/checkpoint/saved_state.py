@@ -80,7 +80,7 @@ def require_finite(trainer: Trainer, state: Any) -> None:
 
 def _specs(trainer: Trainer) -> int:
     """A checksum of how the parameters are sharded: what is in flight is laid out by it."""
-    leaves = jax.tree.leaves(trainer.abstract_outer_params)
+    leaves = jax.tree.leaves(trainer.exported.like)
     return zlib.crc32(" ".join(str(x.sharding.spec) for x in leaves).encode())
 
 

@@ -14,9 +14,9 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.engine import finite
+from maxdiloco.engine import finite, trainer
 from maxdiloco.engine.calls import Call
-from maxdiloco.engine.trainer import OUTER_PARAMS, Description, Reading, SavedLayout, Trainer
+from maxdiloco.engine.trainer import OUTER_PARAMS, Description, SavedLayout, Trainer
 from maxdiloco.parallel import chips, offload
 from maxdiloco.parallel.program import Program, throttle_cpu
 from maxdiloco.parallel.sharding import shardings_of, spec_on
@@ -65,7 +65,8 @@ class DataParallel(Trainer):
 
         self.mesh = mesh
         self.abstract_state = State(0, *jax.tree.map(struct, (params, opt_state)))
-        self.abstract_outer_params = self.abstract_eval_params = self.abstract_state.params
+        params = self.abstract_state.params
+        self.exported = self.evaluated = trainer.ThetaView(params, lambda state: state.params)
         self._accumulation = accumulation
         self._on_compile = on_compile
         kept = shardings_of(self.abstract_state)
@@ -137,10 +138,10 @@ class DataParallel(Trainer):
             "schedule_since": 0,
         }
 
-    def reading(self, saved_layout: SavedLayout) -> Reading:
+    def reading(self, saved_layout: SavedLayout) -> trainer.Reading:
         """Of any other run of data parallelism."""
 
         def state_of(items, *, t):
             return State(t, items[OUTER_PARAMS], items["opt_state"])
 
-        return Reading(self.saved_items(self.abstract_state), state_of)
+        return trainer.Reading(self.saved_items(self.abstract_state), state_of)

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from maxdiloco.diloco import fragments, outer_rate, quantize, schedule
 from maxdiloco.engine import arguments, describe, exchanges, finite, saved
-from maxdiloco.engine.calls import BESIDE, EVALUATION, Call
+from maxdiloco.engine.calls import Call
 from maxdiloco.engine.exchanges import Carrier
 from maxdiloco.engine.programs import Programs, Rule
 from maxdiloco.engine.state import Layout, State, lay_out
@@ -102,7 +102,7 @@ class DiLoCo(Trainer):
             error_feedback=arguments.feedback(error_feedback, wire),
         )
         self.schedule = self.settings.schedule
-        self.mesh, self.num_replicas = mesh, num_replicas
+        self.mesh, self.num_replicas, self.period = mesh, num_replicas, sync_period
         rate = outer_rate.rate(num_replicas, overlap=outer_overlap, merge=merge)
         self.optimizer, numbers = arguments.outer_optimizer(
             outer_optimizer, outer_lr, outer_momentum, rate
@@ -138,6 +138,9 @@ class DiLoCo(Trainer):
         kinds = fragments.kinds_of(params, self._layer_axis) if is_rda else None
         rule = Rule(self.optimizer, self._alpha, self.settings.outer_overlap, kinds)
         self.programs = Programs(self.layout, self._inner_step, rule, self._on_compile)
+        self.abstract_state = self.layout.state
+        # An evaluation never sends theta to another slice.
+        self.exported, self.evaluated = self.programs.exported, self.programs.evaluated
         make = exchanges.CARRIERS[self._carrier_name]
         self._carrier = make(self.programs, self.schedule, self._mailbox)
         self._last_step = None
@@ -155,11 +158,6 @@ class DiLoCo(Trainer):
     def calls(self, batch: Any) -> list[Call]:
         """See Trainer; after `bind`."""
         return self._carrier.calls(batch)
-
-    def eval_calls(self, runs: float) -> list[Call]:
-        """When eager, the mean of the thetas of a slot, unless it has one; nothing otherwise."""
-        mean = self.programs.evaluated.mean
-        return [Call(mean, (self.layout.state.outer,), runs, BESIDE, EVALUATION)] if mean else []
 
     def step(self, state: State, batch: Any) -> tuple[State, Any]:
         """One inner step of every replica, and the sends and applies of this step.
@@ -210,17 +208,7 @@ class DiLoCo(Trainer):
     def outer_params(self, state: State) -> Any:
         """theta, float32, leaves [...], on the devices; eager: the mean. Raises NumericsError."""
         self.check_finite(state)
-        return self.programs.exported.of(state.outer)
-
-    def eval_params(self, state: State) -> Any:
-        """See Trainer. Never sends theta to another slice."""
-        return self.programs.evaluated.of(state.outer)
-
-    period = property(lambda self: self.schedule.H)
-    evaluates_slots = property(lambda self: self.programs.evaluates_slots)
-    abstract_state = property(lambda self: self.layout.state)
-    abstract_outer_params = property(lambda self: self.programs.exported.like)
-    abstract_eval_params = property(lambda self: self.programs.evaluated.like)
+        return self.exported.of(state)
 
     def bytes_sent(self, t: int) -> int:
         """Bytes that inner step t makes one replica send to other slices."""
@@ -261,6 +249,6 @@ class DiLoCo(Trainer):
     def reading(self, saved_layout: SavedLayout) -> Reading:
         """See Trainer; with another M, mesh or exchange, nothing in flight."""
         of_run = (self.layout, self.settings, self.optimizer, self._layer_axis)
-        reader = saved.Reader(*of_run, self.programs.exported.like, saved_layout)
+        reader = saved.Reader(*of_run, self.exported.like, saved_layout)
         lines = functools.partial(describe.restore_lines, reader)
         return Reading(reader.items(), reader.state_of, reader.replica_items(), lines)

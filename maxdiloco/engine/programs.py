@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 from maxdiloco.diloco import outer, slices
 from maxdiloco.engine.fragment_arrays import FragmentArrays, FragmentView, arrays_of
-from maxdiloco.engine.state import FragmentPlan, Layout, fragment_leaves
+from maxdiloco.engine.state import FragmentPlan, Layout, State, fragment_leaves
+from maxdiloco.engine.trainer import ThetaView
 from maxdiloco.exchange import collective
 from maxdiloco.parallel import chips, offload
 from maxdiloco.parallel.program import Program
@@ -40,20 +41,6 @@ class Rule:
     alpha: float
     overlap: str
     kinds: Sequence[Any] | None = None
-
-
-class ThetaView(NamedTuple):
-    """theta as an export or an evaluation takes it, on the device: `like`, ShapeDtypeStructs.
-
-    mean: of the replicas' thetas; None where theta has one copy, or each slot its own.
-    """
-
-    like: Any
-    mean: Program | None = None
-
-    def of(self, theta: Any) -> Any:
-        """Of the theta of a state; itself where it is such."""
-        return self.mean(theta) if self.mean else jax.device_put(theta, shardings_of(self.like))
 
 
 class Programs:
@@ -89,12 +76,12 @@ class Programs:
         ]
         one_theta = [NamedSharding(layout.mesh, spec) for spec in layout.specs]
         self._one_theta = jax.tree.unflatten(jax.tree.structure(state.params), one_theta)
-        as_it_is = ThetaView(jax.tree.map(lambda x: offload.moved(x, None), state.outer))
         slots, is_eager = layout.mesh.shape["diloco"], layout.per_replica_outer
+        on_device = jax.tree.map(lambda x: offload.moved(x, None), state.outer)
+        as_it_is = ThetaView(on_device, _theta, of_slots=is_eager)
         self.exported = self._means("outer parameters", mean_of_all) if is_eager else as_it_is
         self.evaluated = self.exported
-        self.evaluates_slots = is_eager and slots > 1
-        if self.evaluates_slots:
+        if is_eager and slots > 1:
             on_host = offload.on_host(jax.tree.leaves(state.outer)[0])
             one_each = slots == layout.num_replicas and not on_host
             name = "outer parameters of a slice"
@@ -139,7 +126,8 @@ class Programs:
 
         like = jax.tree.map(struct, self.layout.state.outer, self._one_theta)
         fn, out = functools.partial(means, mesh=self.layout.mesh), shardings_of(like)
-        return ThetaView(like, self._program(name, fn, out_shardings=out))
+        mean = self._program(name, fn, out_shardings=out)
+        return ThetaView(like, _theta, mean, of_slots=bool(slots))
 
     def inner_exchange(self, plan: FragmentPlan) -> Program:
         """The inner step beside a chunk of a fragment, which takes the place of an old one."""
@@ -160,6 +148,10 @@ class Programs:
             }
             self._by_form[key] = self._program(f"{kind} [{label}]", **definitions[kind]())
         return self._by_form[key]
+
+
+def _theta(state: State) -> Any:
+    return state.outer
 
 
 def _values(theta: Any, plan: FragmentPlan) -> list[jax.Array]:

@@ -8,12 +8,14 @@ DiLoCo and DataParallel have it; tests/engine/test_trainer.py holds both to it.
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import jax
 from jax.sharding import Mesh
 
 from maxdiloco.diloco.schedule import Schedule
-from maxdiloco.engine.calls import Call
+from maxdiloco.engine.calls import BESIDE, EVALUATION, Call
 from maxdiloco.errors import CheckpointError
 from maxdiloco.parallel.program import Program
+from maxdiloco.parallel.sharding import shardings_of
 
 # The checkpoint item with theta; and that of eager updates, one for each replica, [R, ...].
 OUTER_PARAMS, OUTER_OF_EACH = "outer_params", "outer"
@@ -79,6 +81,28 @@ class ExchangeSettings(NamedTuple):
         return cls(**fields | {"offsets": tuple(fields["offsets"])})
 
 
+class ThetaView(NamedTuple):
+    """theta as an export or an evaluation takes it, on the device: `like`, ShapeDtypeStructs.
+
+    kept: state -> theta as it lies. mean: of the replicas' thetas, eager; None where theta has one
+    copy, or each slot its own. of_slots: whether each slot of the mesh has one, [slots, ...].
+    """
+
+    like: Any
+    kept: Callable[[Any], Any]
+    mean: Program | None = None
+    of_slots: bool = False
+
+    def of(self, state: Any) -> Any:
+        """Of a state; what the state has where it is such."""
+        theta = self.kept(state)
+        return self.mean(theta) if self.mean else jax.device_put(theta, shardings_of(self.like))
+
+    def calls(self, state: Any, runs: float) -> list[Call]:
+        """The programs that `of` calls. state: abstract; runs: how often in a period."""
+        return [Call(self.mean, (self.kept(state),), runs, BESIDE, EVALUATION)] if self.mean else []
+
+
 class Reading(NamedTuple):
     """How a trainer reads a checkpoint.
 
@@ -109,18 +133,16 @@ class Trainer(Protocol):
     """A trainer that is laid out for the parameters of one run.
 
     num_replicas: R of the metrics, and of the state where its leaves have an R. period: inner
-    steps after which the same programs run again. abstract_*: the state, the parameters to export
-    [...] and `eval_params` as ShapeDtypeStructs with shardings. evaluates_slots: whether each of
-    several slots of the mesh has a theta of its own (eager).
+    steps after which the same programs run again. abstract_state: ShapeDtypeStructs with
+    shardings. exported, evaluated: of its parameters.
     """
 
     mesh: Mesh
     num_replicas: int
     period: int
     abstract_state: Any
-    abstract_outer_params: Any
-    abstract_eval_params: Any
-    evaluates_slots: bool = False
+    exported: ThetaView
+    evaluated: ThetaView
 
     def init_program(self, make: Callable[..., tuple[Any, Any]], **options) -> Program:
         """The program that makes the state before the first step. options: of Program.
@@ -130,10 +152,6 @@ class Trainer(Protocol):
 
     def calls(self, batch: Any) -> list[Call]:
         """Every program of the steps, the plain one first. batch: ShapeDtypeStructs, [R, ...]."""
-
-    def eval_calls(self, runs: float) -> list[Call]:
-        """The programs that `eval_params` calls, by default none. runs: how often in a period."""
-        return []
 
     def abstract_metrics(self, batch: Any) -> Any:
         """ShapeDtypeStructs of the metrics of a step, leaves [R]. batch: as for `calls`."""
@@ -148,10 +166,6 @@ class Trainer(Protocol):
 
     def check_finite(self, state: Any) -> None:
         """As check_exchanges, and if parameters that this process holds are not finite now."""
-
-    def eval_params(self, state: Any) -> Any:
-        """The parameters to evaluate, on the device; with evaluates_slots [slots, ...], means."""
-        return state.params
 
     def bytes_sent(self, t: int) -> float:
         """Bytes that inner step t makes a replica (without DiLoCo a slice) send to others."""

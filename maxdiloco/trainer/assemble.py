@@ -129,7 +129,7 @@ def assemble(
 
 def _evaluations(cfg, trainer, model, shape, on_compile):
     """What looks at theta, at each replica and at a text by theta; the latter where asked for."""
-    mesh, options = trainer.mesh, dict(of_slots=trainer.evaluates_slots, on_compile=on_compile)
+    mesh, options = trainer.mesh, dict(of_slots=trainer.evaluated.of_slots, on_compile=on_compile)
     rows = shape.num_replicas * shape.sequences // cfg.gradient_accumulation_steps
     evaluation = Evaluation(
         model,
@@ -258,8 +258,8 @@ def calls(cfg: Config, parts: Parts) -> list[Call]:
     out = trainer.calls(parts.batch) + parts.monitor.calls()
     if cfg.eval_interval != -1:
         evaluations = trainer.period / cfg.eval_interval
-        theta = trainer.abstract_eval_params
-        out += trainer.eval_calls(evaluations)
+        theta = trainer.evaluated.like
+        out += trainer.evaluated.calls(trainer.abstract_state, evaluations)
         out += parts.evaluation.calls(theta, evaluations)
         out += parts.of_replicas.calls(evaluations) if parts.of_replicas else []
         out += parts.sampler.calls(theta, evaluations) if parts.sampler else []

@@ -83,7 +83,7 @@ class Recorder:
         self._check(state, together=True)
         with self._clock.excluded():
             parts = self._parts
-            theta = parts.trainer.eval_params(state)
+            theta = parts.trainer.evaluated.of(state)
             totals = {name: parts.evaluation(theta, text) for name, text in held_out.items()}
             first = next(iter(totals))
             for name in totals:

@@ -81,7 +81,7 @@ def test_a_trainer_goes_through_a_run_by_the_interface_alone(cls):
     assert jax.tree.structure(like) == jax.tree.structure(trainer.abstract_state)
     calls = trainer.calls(jax.ShapeDtypeStruct(batch.shape, batch.dtype))
     assert calls[0].runs <= trainer.period
-    assert trainer.eval_calls(1) == []
+    assert trainer.evaluated.calls(trainer.abstract_state, 1) == []
     assert trainer.abstract_metrics(batch)["loss"].shape == (R,)
 
     for _ in range(3):
@@ -89,8 +89,8 @@ def test_a_trainer_goes_through_a_run_by_the_interface_alone(cls):
     trainer.check_finite(state)
     assert metrics["loss"].shape == (R,)
     # Data parallel: 1 - 3. DiLoCo: theta moves once, in step 2.
-    theta = np.asarray(trainer.eval_params(state)["w"])
-    assert theta.shape == trainer.abstract_outer_params["w"].shape
+    theta = np.asarray(trainer.evaluated.of(state)["w"])
+    assert theta.shape == trainer.exported.like["w"].shape
     assert (theta == -2).all() if cls is DataParallel else (theta < 1).all()
     assert all(isinstance(x, float) for x in trainer.extra_metrics(state, range(1, 4)).values())
     described = trainer.description()
