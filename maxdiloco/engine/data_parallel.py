@@ -41,6 +41,9 @@ class DataParallel(Trainer):
 
     num_replicas = 1
     period = 1
+    description = Description(
+        "data parallel", ("enable_diloco=false: nothing is exchanged in fragments.",)
+    )
 
     def __init__(
         self,
@@ -118,11 +121,6 @@ class DataParallel(Trainer):
         gradients = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
         S = self.mesh.shape["diloco"]
         return self._accumulation * gradients * 2 * (S - 1) / S
-
-    def description(self) -> Description:
-        """One line in place of tables."""
-        line = "enable_diloco=false: nothing is exchanged in fragments."
-        return Description("data parallel", fragments=(line,))
 
     def saved_items(self, state: State) -> dict[str, Any]:
         """Parameters and optimizer state, the same on any mesh."""

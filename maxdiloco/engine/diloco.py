@@ -221,6 +221,7 @@ class DiLoCo(Trainer):
         row["dcn/bytes_sent"] = sum(map(self.bytes_sent, steps)) / len(steps)
         return row | self._carrier.extra_metrics()
 
+    @property
     def description(self) -> Description:
         """Replicas, fragments and the memory of the outer state."""
         return describe.description(self.layout, self.schedule, self._carrier)
@@ -238,7 +239,7 @@ class DiLoCo(Trainer):
         return {
             "num_replicas": self.num_replicas,
             "mesh": dict(self.mesh.shape),
-            "exchange": self.settings.to_dict(),
+            "exchange": self.settings._asdict() | {"offsets": list(self.settings.offsets)},
             "rule": self._noted_rule,
             "dropped_until": state.dropped_until,
             "schedule_since": state.schedule_since,

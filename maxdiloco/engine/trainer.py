@@ -66,13 +66,9 @@ class ExchangeSettings(NamedTuple):
         """The schedule, with as many chunks as a fragment may have."""
         return Schedule(self.sync_period, self.overlap_steps, self.offsets, self.outer_overlap)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields by name, as JSON gives them back."""
-        return self._asdict() | {"offsets": list(self.offsets)}
-
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "ExchangeSettings":
-        """The settings that `to_dict` wrote. Raises CheckpointError for unknown ones."""
+        """The settings of a SavedLayout. Raises CheckpointError for unknown ones."""
         if later := fields.keys() - set(cls._fields):
             raise CheckpointError(
                 f"exchange of the checkpoint has {', '.join(sorted(later))}, which this version of "
@@ -134,7 +130,7 @@ class Trainer(Protocol):
 
     num_replicas: R of the metrics, and of the state where its leaves have an R. period: inner
     steps after which the same programs run again. abstract_state: ShapeDtypeStructs with
-    shardings. exported, evaluated: of its parameters.
+    shardings. exported, evaluated: of its parameters. description: for the user.
     """
 
     mesh: Mesh
@@ -143,6 +139,7 @@ class Trainer(Protocol):
     abstract_state: Any
     exported: ThetaView
     evaluated: ThetaView
+    description: Description
 
     def init_program(self, make: Callable[..., tuple[Any, Any]], **options) -> Program:
         """The program that makes the state before the first step. options: of Program.
@@ -172,9 +169,6 @@ class Trainer(Protocol):
 
     def extra_metrics(self, state: Any, steps: range) -> dict[str, float]:
         """Metrics of the trainer itself. steps: the inner steps since the last log point."""
-
-    def description(self) -> Description:
-        """What to tell the user before the first step."""
 
     def closing_line(self, state: Any) -> str:
         """The line at the end of a run."""
