@@ -68,11 +68,6 @@ class LeafSlice(NamedTuple):
         return math.prod(self.shape(leaf_shape))
 
 
-def whole(leaf: int) -> LeafSlice:
-    """The slice that takes all of a leaf."""
-    return LeafSlice(leaf, "whole")
-
-
 def along(leaf: int, axis: int, entries: Sequence[int], shape: Sequence[int]) -> LeafSlice:
     """The slice that takes `entries`, ascending, of dim `axis` of a leaf of one replica's shape."""
     first, count = entries[0], len(entries)

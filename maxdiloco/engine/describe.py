@@ -3,6 +3,7 @@
     # R replicas
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -66,13 +67,10 @@ def fragment_table(layout: Layout, wire: Sequence[int]) -> list[str]:
 
 def _ranges(layers: Sequence[int]) -> str:
     """0,1,2,5 -> '0-2,5'; none -> 'none'."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    shown = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    shown = []
+    for _, run in itertools.groupby(enumerate(layers), lambda pair: pair[1] - pair[0]):
+        first, *others = (layer for _, layer in run)
+        shown.append(f"{first}-{others[-1]}" if others else str(first))
     return ",".join(shown) or "none"
 
 

@@ -242,7 +242,13 @@ def resliced(
         found = []
         for owner, like in zip(owners, jax.tree.leaves(abstract), strict=True):
             if owner is None:
-                found.append(_of_shape(next(given), like, lead))
+                found.append(x := next(given))
+                if x.shape[lead:] != like.shape:
+                    raise ValueError(
+                        f"the outer optimizer keeps an array of {like.shape} that is not shaped "
+                        "like the parameters, so its fragments cannot change. Keep num_fragments "
+                        "as it was."
+                    )
                 continue
             copy, place = owner
             s = plan.slices[place]
@@ -287,12 +293,3 @@ def _home(plan: FragmentPlan, old: Sequence[FragmentPlan]) -> int:
         for p, before in enumerate(old)
         if any(s.leaf == leaf and s.holds(entry) for s in before.slices)
     )
-
-
-def _of_shape(x: jax.Array, like: jax.ShapeDtypeStruct, lead: int) -> jax.Array:
-    if x.shape[lead:] != like.shape:
-        raise ValueError(
-            f"the outer optimizer keeps an array of {like.shape} that is not shaped like the "
-            f"parameters, so its fragments cannot change. Keep num_fragments as it was."
-        )
-    return x

@@ -10,6 +10,7 @@ array, so no compiler can widen or pad it.
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,11 +28,10 @@ from maxdiloco.exchange.payload import (
     encode,
     flags,
     left_over,
-    num_values,
     spread_norms,
     tensor_norms,
 )
-from maxdiloco.parallel.mesh import in_slice_axes
+from maxdiloco.parallel.mesh import devices_of_slice, in_slice_axes
 
 LARGEST_INDEX = 2**31 - 1  # JAX indexes with 32 bits
 
@@ -225,6 +225,8 @@ def _received(payload: Payload, notes_R: _Note, mean_N: list[jax.Array]) -> Rece
     """Without its mean. mean_N: this device's values of the mean of one round."""
     sums = (notes_R.squares, notes_R.magnitudes, _squares(mean_N))
     squares_R, total_R, mean_squares = jax.lax.psum(sums, in_slice_axes(payload.mesh))
-    drift_R = total_R / float(num_values(payload))  # may exceed what int32 holds
+    devices, shards = devices_of_slice(payload.mesh), payload.shards
+    values = sum(math.prod(shard.local) * (devices // shard.copies) for shard in shards)
+    drift_R = total_R / float(values)  # may exceed what int32 holds
     sizes = Sizes(jnp.sqrt(squares_R), drift_R, jnp.sqrt(mean_squares))
     return Received([], bad_flags(payload, notes_R.flags), sizes)

@@ -54,7 +54,7 @@ class Parts(NamedTuple):
 
     learning_rate: inner steps done -> rate of the next. batch: a step's, leaves [R, B, L] and
     "learning_rate" [R, 1].
-    params: one replica's. init: seed -> state. init_with: params, donated -> state.
+    params: one replica's. init: seed -> state; with load_parameters_path: params, donated -> state.
     of_replicas: None without eval_replicas. sampler: None without sample_prompt.
     """
 
@@ -67,7 +67,6 @@ class Parts(NamedTuple):
     batch: dict[str, jax.ShapeDtypeStruct]
     params: Any
     init: Program
-    init_with: Program
     monitor: Monitor
     evaluation: Evaluation
     of_replicas: ReplicaEvaluation | None
@@ -114,10 +113,7 @@ def assemble(
         shape=shape,
         batch=batch,
         params=params,
-        init=_init_program(trainer, model, inner_optimizer),
-        init_with=trainer.init_program(
-            lambda params: (params, inner_optimizer.init(params)), donate=(0,)
-        ),
+        init=_init_program(cfg, trainer, model, inner_optimizer),
         monitor=Monitor(
             trainer, batch, stop_on_nan=cfg.nan_policy == "stop", on_compile=on_compile
         ),
@@ -235,7 +231,9 @@ def _diloco(cfg, mesh, model, step, num_replicas, on_compile, mailbox) -> DiLoCo
     )
 
 
-def _init_program(trainer, model, inner_optimizer) -> Program:
+def _init_program(cfg, trainer, model, inner_optimizer) -> Program:
+    if cfg.load_parameters_path:
+        return trainer.init_program(lambda p: (p, inner_optimizer.init(p)), donate=(0,))
     impl = fast = None
     if trainer.mesh.devices.flat[0].platform == "cpu":
         impl = unrolled_threefry()
@@ -263,10 +261,9 @@ def calls(cfg: Config, parts: Parts) -> list[Call]:
         out += parts.evaluation.calls(theta, evaluations)
         out += parts.of_replicas.calls(evaluations) if parts.of_replicas else []
         out += parts.sampler.calls(theta, evaluations) if parts.sampler else []
-    first = parts.init, (np.uint32(cfg.init_weights_seed),)
-    if cfg.load_parameters_path:  # its argument has to be read first
-        first = parts.init_with, (parts.params,)
-    return [*out, Call(*first, 0, START)]
+    # Parameters have to be read first.
+    of = parts.params if cfg.load_parameters_path else np.uint32(cfg.init_weights_seed)
+    return [*out, Call(parts.init, (of,), 0, START)]
 
 
 def _abstract_batch(shape: BatchShape, mesh: Mesh, rules: Rules) -> dict[str, Any]:

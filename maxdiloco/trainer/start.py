@@ -164,8 +164,8 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
                 f"another tokenizer: a row of its embedding may stand for another text than here."
             )
         room = make_room(cfg, outer_state=checks.has_replicas(cfg))
-        with fitting(parts.init_with.name, room):
-            return jax.block_until_ready(parts.init_with(params))
+        with fitting(parts.init.name, room):
+            return jax.block_until_ready(parts.init(params))
     layout = _layout(cfg, start.saved)
 
     def abstract_of(meta):
