@@ -22,7 +22,7 @@ from maxdiloco.diloco import schedule as names
 from maxdiloco.diloco.schedule import Action, Event, Schedule
 from maxdiloco.engine import actions
 from maxdiloco.engine.actions import Chunks, Given, Kind, on_host
-from maxdiloco.engine.calls import Call, count_calls
+from maxdiloco.engine.calls import Call
 from maxdiloco.engine.programs import Programs
 from maxdiloco.engine.state import FragmentPlan, Layout, State, with_items
 from maxdiloco.exchange.collective import incoming_spec
@@ -64,18 +64,29 @@ class Carrier:
         return given.state, given.metrics
 
     def calls(self, batch: Any) -> list[Call]:
-        """Every program that the steps call. batch: ShapeDtypeStructs, leaves [R, ...]."""
-        return count_calls(self._schedule, lambda action: self._calls_of(action, batch))
+        """Every program that the steps call, once each, `inner` first.
+
+        batch: ShapeDtypeStructs, leaves [R, ...]. The period counted is the third: all is under way
+        in it.
+        """
+        H, schedule = self._schedule.H, self._schedule
+        actions = [action for t in range(2 * H + 1, 3 * H + 1) for action in schedule.actions(t)]
+        actions.sort(key=lambda action: (names.PROGRAMS.index(action.program), action.fragment))
+        by_program: dict[int, Call] = {}
+        for runs, action in [(0, Action(names.INNER)), *((1, action) for action in actions)]:
+            for call in self._calls_of(action, batch):
+                call = by_program.setdefault(id(call.program), call)
+                by_program[id(call.program)] = call._replace(runs=call.runs + runs)
+        return list(by_program.values())
 
     def _calls_of(self, action: Action, batch: Any) -> Iterable[Call]:
         layout, steps = self._layout, self.steps_on_device
         given = Given(layout, action, layout.state, batch)
         for kind in self.table[action.program]:
-            if kind.executable is not None:
+            if kind.call is not None:
                 # What the program itself carries is among its arguments and results.
                 beside = tuple(chunks_on_device(layout, steps - kind.carries if steps else 0))
-                program = kind.executable(self._programs, given)
-                yield Call(program, kind.arguments(given), 0, beside=beside)
+                yield Call(*kind.call(self._programs, given), 0, beside=beside)
             if kind.abstract is not None:
                 given = given._replace(chunks=kind.abstract(given))
 
