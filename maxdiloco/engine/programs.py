@@ -182,8 +182,6 @@ def _where(condition, new, old):
 
 NOTHING = collective.Sent(())  # by a program that only receives
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
-# What was received, whether all of it is finite, and what was sent in the program.
-Exchanged = tuple[collective.Received, jax.Array, collective.Sent]
 
 
 class FragmentPrograms(NamedTuple):
@@ -208,19 +206,11 @@ class FragmentPrograms(NamedTuple):
 
     def merge(self) -> Definition:
         """Decode, average, outer step, mix into the replicas: lines 10-12, no such traffic."""
-        return self._replacing("merge", lambda values, incoming: self._receive(incoming))
+        return self._replacing("merge", sends=False)
 
     def synchronise(self) -> Definition:
         """tau = 0: lines 7-12 in one program; DiLoCo when the fragment is everything."""
-
-        def exchange(values):
-            # Without the barrier XLA:TPU gathers [1, N] and the payload is padded x2, x4 for bytes.
-            sent = self._send(values)
-            chunks = jax.lax.optimization_barrier(sent.chunks)
-            incoming = [collective.all_gather_chunk(chunk, self.layout.mesh) for chunk in chunks]
-            return self._receive(incoming, sent)
-
-        return self._replacing("synchronise", exchange, sends=True)
+        return self._replacing("synchronise", sends=True)
 
     def outer_step(self) -> Definition:
         """Send, outer step and merge at send time; the mean is that of the round before.
@@ -228,25 +218,13 @@ class FragmentPrograms(NamedTuple):
         arXiv 2502.12996: `delayed` (Algorithm 2) takes it as it is; `eager` (Algorithm 3) puts each
         replica's fresh outer gradient in its own place.
         """
+        return self._replacing(f"{self.rule.overlap}_step", sends=True, keeps=True)
 
-        def exchange(values, incoming):
-            sent = self._send(values)
-            own = sent.chunks if self.layout.per_replica_outer else ()
-            return self._receive(incoming, sent, own)
+    def _replacing(self, name: str, *, sends: bool, keeps: bool = False) -> Definition:
+        """The program that replaces a fragment's values after an exchange.
 
-        return self._replacing(f"{self.rule.overlap}_step", exchange, sends=True, keeps=True)
-
-    def _replacing(
-        self,
-        name: str,
-        exchange: Callable[..., Exchanged],
-        *,
-        sends: bool = False,
-        keeps: bool = False,
-    ) -> Definition:
-        """The program that replaces a fragment's values after exchange(values, *incoming).
-
-        sends: whether it encodes outer gradients; keeps: whether their chunks are a result.
+        sends: whether it encodes outer gradients; keeps: whether their chunks are a result. Chunks
+        that have arrived are its last argument; without them it brings what it sends itself.
         """
         layout, plan, state = self.layout, self.plan, self.layout.state
         view = FragmentView(layout, plan)
@@ -254,10 +232,16 @@ class FragmentPrograms(NamedTuple):
         if layout.per_replica_outer:
             update = map_fn(update, mesh=layout.mesh, num_replicas=layout.num_replicas)
 
-        def program(leaves, bad_RF, starts, *incoming):
+        def program(leaves, bad_RF, starts, incoming=None):
             values = view.take(leaves, starts)
-            arrived = [self._moved(chunks, DEVICE) for chunks in incoming]
-            received, finite, sent = exchange(values, *arrived)
+            sent = self._send(values) if sends else NOTHING
+            if incoming is None:
+                # Without the barrier XLA:TPU gathers [1, N] and pads the payload x2, x4 for bytes.
+                chunks = jax.lax.optimization_barrier(sent.chunks)
+                arrived = [collective.all_gather_chunk(chunk, layout.mesh) for chunk in chunks]
+            else:
+                arrived = self._moved(incoming, DEVICE)
+            received, finite = self._receive(arrived, sent.chunks if keeps else ())
             new, update_ratio = update(finite, values._replace(residual=()), received.mean)
             new = new._replace(residual=sent.residual)
             touched = jnp.array([s.leaf for s in plan.slices])
@@ -284,18 +268,17 @@ class FragmentPrograms(NamedTuple):
         return collective.send(self.plan.payload, g_R, lengths, values.residual)
 
     def _receive(
-        self,
-        incoming: Sequence[jax.Array],
-        sent: collective.Sent = NOTHING,
-        own: Sequence[jax.Array] = (),
-    ) -> Exchanged:
-        """Algorithm 2, line 10: the mean that all replicas share; with `own` each has its own."""
+        self, incoming: Sequence[jax.Array], fresh: Sequence[jax.Array]
+    ) -> tuple[collective.Received, jax.Array]:
+        """Algorithm 2, line 10: the mean, and whether all of it is finite; eager: of each replica.
+
+        fresh: chunks that are sent at the same time.
+        """
         kinds = self.rule.kinds and [self.rule.kinds[s.leaf] for s in self.plan.slices]
-        M = self.layout.num_replicas
+        own, M = fresh if self.layout.per_replica_outer else (), self.layout.num_replicas
         received = collective.receive(self.plan.payload, incoming, own, num_replicas=M, kinds=kinds)
         bad = jnp.any(received.bad_RF)
-        bad = bad | jnp.any(received.own_bad_RF, axis=1) if own else bad  # [R] or for all
-        return received, ~bad, sent
+        return received, ~(bad | jnp.any(received.own_bad_RF, axis=1) if own else bad)
 
     def _outgoing(self) -> tuple[NamedSharding, ...]:
         mesh, memory = self.layout.mesh, self.layout.chunk_memory
