@@ -5,6 +5,7 @@ default, contiguous on request. What belongs to no layer (embeddings, head, last
 fragments of its own, so layer fragments hold layers only.
 """
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -64,16 +65,16 @@ def partition(
         contents = _by_layer(leaves, kinds, num_layers, num_fragments, num_nonlayer, sequential)
     else:
         contents = _by_leaf(leaves, num_fragments, sequential)
-    for p, (leaf_slices, _) in enumerate(contents):
+    found = []
+    for p, (leaf_slices, layers) in enumerate(contents):
         if not leaf_slices:
             raise ValueError(
                 f"num_diloco_fragments={num_fragments} leaves fragment {p} empty: no leaf "
                 f"holds a layer of it. Use fewer fragments."
             )
-    return tuple(
-        Fragment(tuple(leaf_slices), layers, sum(s.size(leaves[s.leaf].shape) for s in leaf_slices))
-        for leaf_slices, layers in contents
-    )
+        size = sum(math.prod(s.shape(leaves[s.leaf].shape)) for s in leaf_slices)
+        found.append(Fragment(tuple(leaf_slices), layers, size))
+    return tuple(found)
 
 
 def kinds_of(params: Any, layer_axis: Any) -> list[Any]:

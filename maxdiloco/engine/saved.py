@@ -287,9 +287,9 @@ def _owners(optimizer, plan, leaves) -> tuple[Any, list[tuple[int, int] | None]]
 
 def _home(plan: FragmentPlan, old: Sequence[FragmentPlan]) -> int:
     """The old fragment that held the first value of a new one."""
-    leaf, entry = plan.slices[0].leaf, plan.slices[0].first
+    leaf, entry = plan.slices[0].leaf, plan.slices[0].entries[0]
     return next(
         p
         for p, before in enumerate(old)
-        if any(s.leaf == leaf and s.holds(entry) for s in before.slices)
+        if any(s.leaf == leaf and entry in s.entries for s in before.slices)
     )
