@@ -191,10 +191,7 @@ class DiLoCo(Trainer):
             finite.check(self.layout, state)
 
     def check_exchanges(self, state: State) -> None:
-        """Raise NumericsError if a replica's outer gradient was not finite at a past send.
-
-        The flags travel with the exchange, so all processes raise alike.
-        """
+        """See Trainer. The flags travel with the exchange, so all processes raise alike."""
         finite.check_flags(self.layout, state.bad, state.t)
 
     def check_finite(self, state: State) -> None:

@@ -84,8 +84,8 @@ class Programs:
         if is_eager and slots > 1:
             on_host = offload.on_host(jax.tree.leaves(state.outer)[0])
             one_each = slots == layout.num_replicas and not on_host
-            name = "outer parameters of a slice"
-            self.evaluated = as_it_is if one_each else self._means(name, mean_of_each_slot, slots)
+            means = "outer parameters of a slice", mean_of_each_slot
+            self.evaluated = as_it_is if one_each else self._means(*means, of_slots=True)
 
     def init(self, make: Callable, **options) -> Program:
         """See Trainer.init_program. One program, so no second copy of the state is in memory."""
@@ -116,18 +116,14 @@ class Programs:
     def _program(self, name, fn, **options) -> Program:
         return Program(name, fn, on_compile=self.on_compile, **options)
 
-    def _means(self, name: str, means: Callable, *slots: int) -> ThetaView:
+    def _means(self, name: str, means: Callable, *, of_slots: bool = False) -> ThetaView:
         """The view of means of the replicas' thetas: of all, or of each of several slots."""
 
-        def struct(x, sharding):
-            spec = P(*("diloco",) * len(slots), *sharding.spec)
-            sharding = NamedSharding(self.layout.mesh, spec)
-            return jax.ShapeDtypeStruct((*slots, *x.shape[1:]), x.dtype, sharding=sharding)
-
-        like = jax.tree.map(struct, self.layout.state.outer, self._one_theta)
-        fn, out = functools.partial(means, mesh=self.layout.mesh), shardings_of(like)
-        mean = self._program(name, fn, out_shardings=out)
-        return ThetaView(like, _theta, mean, of_slots=bool(slots))
+        mesh, lead = self.layout.mesh, ("diloco",) if of_slots else ()
+        out = jax.tree.map(lambda s: NamedSharding(mesh, P(*lead, *s.spec)), self._one_theta)
+        mean = self._program(name, functools.partial(means, mesh=mesh), out_shardings=out)
+        like = mean.out_shapes(self.layout.state.outer)
+        return ThetaView(like, _theta, mean, of_slots)
 
     def inner_exchange(self, plan: FragmentPlan) -> Program:
         """The inner step beside a chunk of a fragment, which takes the place of an old one."""
