@@ -10,7 +10,8 @@ import itertools
 import statistics
 import time
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -172,6 +173,8 @@ class ThroughHost(Carrier):
         )
         self._step_ends: deque[float] = deque(maxlen=SAMPLES)
         self._begun = 0  # a part of every key, so that what another state has sent is never taken
+        self._arriving: dict[tuple[int, int], Future] = {}  # by fragment and step of the send
+        self._waited_s = 0.0
         tick = on_host(lambda given: self._step_ends.append(time.monotonic()))
         inner = (tick, actions.INNER)
         start = on_host(
@@ -191,7 +194,8 @@ class ThroughHost(Carrier):
     def begin(self, state: State) -> None:
         """See Carrier."""
         self._begun += 1
-        self._carrier.forget()
+        self._carrier.begin()
+        self._arriving.clear()
         for send in self._pending(state):
             plan = self._layout.plans[send.fragment]
             if state.t - send.send_step < plan.num_chunks:  # else all of it had arrived
@@ -202,9 +206,8 @@ class ThroughHost(Carrier):
         """The state with the chunks that programs would have carried."""
         incoming = state.incoming
         for send in self._pending(state):
-            arrived = self._carrier.peek(self._key(send.fragment, send.send_step))
-            if arrived is not None:
-                plan = self._layout.plans[send.fragment]
+            if arriving := self._arriving.get((send.fragment, send.send_step)):
+                plan, arrived = self._layout.plans[send.fragment], arriving.result()
                 chunks = range(min(plan.num_chunks, state.t - send.send_step))
                 places = self._layout.places(plan, chunks)
                 slot = with_items(incoming[send.slot], places, arrived[: len(places)])
@@ -213,7 +216,7 @@ class ThroughHost(Carrier):
 
     def extra_metrics(self) -> dict[str, float]:
         """What this process has waited for exchanges since the last call [s]."""
-        waited, self._carrier.waited_s = self._carrier.waited_s, 0.0
+        waited, self._waited_s = self._waited_s, 0.0
         return {"dcn/waited_s": waited}
 
     def fragment_bytes(self, plan: FragmentPlan) -> int:
@@ -228,13 +231,11 @@ class ThroughHost(Carrier):
         pending = self._schedule.pending(state.t)
         return [send for send in pending if send.send_step > state.dropped_until]
 
-    def _key(self, fragment: int, send_step: int) -> Hashable:
-        return (self._begun, fragment, send_step)
-
     def _start(self, plan: FragmentPlan, send_step: int, chunks: tuple[jax.Array, ...]) -> None:
         what = f"fragment {plan.index} of step {send_step}"
         options = dict(size=plan.payload.size, within_s=self._within_s(), what=what)
-        self._carrier.start(self._key(plan.index, send_step), chunks, **options)
+        key = self._begun, plan.index, send_step
+        self._arriving[key[1:]] = self._carrier.start(key, chunks, **options)
 
     def _within_s(self) -> float | None:
         """Part of the time until the fragment is taken or the next one sent [s], if known."""
@@ -246,8 +247,11 @@ class ThroughHost(Carrier):
 
     def _take(self, given: Given) -> Chunks:
         """None: the state has it, or the zeros of round 0."""
-        send_step = given.state.t - self._schedule.lag
-        return self._carrier.take(self._key(given.plan.index, send_step))
+        exchange = given.plan.index, given.state.t - self._schedule.lag
+        started, arriving = time.perf_counter(), self._arriving.pop(exchange, None)
+        arrived = arriving and arriving.result()
+        self._waited_s += time.perf_counter() - started
+        return arrived
 
 
 CARRIERS: Mapping[str, type[Carrier]] = MappingProxyType(

@@ -156,10 +156,10 @@ def receive(
         fresh = []
         if own:
             first = jax.lax.axis_index("diloco") * num_here
-            fresh = [_decoded(payload, _codes(payload, own, num_here, s)) for s in range(num_here)]
+            fresh = [_decoded(payload, own, num_here, s) for s in range(num_here)]
 
         def term(r):
-            old, note = _decoded(payload, _codes(payload, chunks, num_replicas, r))
+            old, note = _decoded(payload, chunks, num_replicas, r)
             mixed = [outer.own_fresh(old, new, r, first + s) for s, (new, _) in enumerate(fresh)]
             return (old, mixed), note
 
@@ -198,8 +198,8 @@ class _Note(NamedTuple):
     magnitudes: jax.Array
 
 
-def _codes(payload: Payload, chunks, rows: int, r) -> jax.Array:
-    """Row r of the chunks [rows * chunk] of one device: the codes [C] of one replica."""
+def _decoded(payload: Payload, chunks, rows: int, r) -> tuple[list[jax.Array], _Note]:
+    """The values of row r of the chunks [rows * chunk] of one device, and the note about them."""
     pieces = []
     for chunk in chunks:
         size = chunk.shape[0] // rows
@@ -207,11 +207,7 @@ def _codes(payload: Payload, chunks, rows: int, r) -> jax.Array:
             pieces.append(jax.lax.dynamic_slice_in_dim(chunk, r * size, size))
         else:  # slower, but r fits an index
             pieces.append(jax.lax.dynamic_index_in_dim(chunk.reshape(rows, size), r, 0, False))
-    return jax.lax.slice_in_dim(jnp.concatenate(pieces), 0, payload.size)
-
-
-def _decoded(payload: Payload, code_C: jax.Array) -> tuple[list[jax.Array], _Note]:
-    """One replica's values on one device, and the note about them."""
+    code_C = jax.lax.slice_in_dim(jnp.concatenate(pieces), 0, payload.size)
     x_N = decode(payload, code_C)
     magnitudes = sum(jnp.sum(jnp.abs(x)) for x in x_N)
     return x_N, _Note(flags(payload, code_C), _squares(x_N), magnitudes)

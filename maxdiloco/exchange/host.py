@@ -2,16 +2,15 @@
 
 Streaming DiLoCo (arXiv 2501.18512) Algorithm 2, lines 8 and 10, beside the compiled programs.
 `start` copies the chunks that `collective.send` made to the host and hands them to the processes
-that need them; `take` gives back what `collective.all_gather_chunk` would have made, to the bit.
+that need them; its result is what `collective.all_gather_chunk` would have made, to the bit.
 
-No deadlock: `start` never waits. `take` waits for what peers start in the same exchange or an
+No deadlock: `start` never waits. A result waits for what peers start in the same exchange or an
 earlier one, and every process starts the exchanges in the same order, each before it takes any
 later one. The thread that fetches waits for device programs that wait for no other slice.
 
     # R replicas  S replicas of a mesh slot  C wire elements of a replica on one device
 """
 
-import time
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
@@ -80,8 +79,8 @@ def routes(owners: dict[Shard, int], process: int) -> Routes:
 class HostCarrier:
     """Exchanges of fragments between processes, in the order in which they start.
 
-    mailbox: None in a run of one process. memory: the kind in which `take` leaves the chunks, None
-    for the device's own. waited_s: what `take` has waited for [s].
+    mailbox: None in a run of one process. memory: the kind in which arrived chunks are, None for
+    the device's own.
     """
 
     def __init__(
@@ -95,9 +94,7 @@ class HostCarrier:
         # One thread each: exchanges leave and arrive in the order in which they start.
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="fetch")
         self._collector = ThreadPoolExecutor(1, thread_name_prefix="collect")
-        self._arriving: dict[Hashable, Future] = {}
         self._patience = Patience()  # of the collector, from one exchange to the next
-        self.waited_s = 0.0
 
     def start(
         self,
@@ -107,39 +104,24 @@ class HostCarrier:
         size: int,
         within_s: float | None,
         what: str,
-    ) -> None:
+    ) -> Future:
         """Begin to exchange the chunks of a fragment; returns at once.
 
-        key: names the exchange, the same in every process. chunks: laid out by outgoing_spec; they
-        must not be donated before `take`. size: wire elements of a replica on one device that are
-        not padding, C. within_s: the time to spread the bytes over [s]; None: at once. what: the
-        fragment in words, for messages.
+        The result: the chunks of all replicas, laid out by incoming_spec, or LostPeerError as of
+        Patience. key: names the exchange, the same in every process. chunks: laid out by
+        outgoing_spec; they must not be donated before the result is there. size: wire elements of
+        a replica on one device that are not padding, C. within_s: the time to spread the bytes over
+        [s]; None: at once. what: the fragment in words, for messages.
         """
         if self._mailbox is not None:
             self._pace(chunks, size, within_s)
         for chunk in chunks:
             chunk.copy_to_host_async()
         fetched = self._fetcher.submit(self._fetch, key, tuple(chunks), size)
-        self._arriving[key] = self._collector.submit(self._collect, key, fetched, size, what)
+        return self._collector.submit(self._collect, key, fetched, size, what)
 
-    def take(self, key: Hashable) -> tuple[jax.Array, ...] | None:
-        """The chunks of all replicas, laid out by incoming_spec; waits for those still under way.
-
-        None where the exchange was not started, or is taken. Raises LostPeerError as Patience does.
-        """
-        started = time.perf_counter()
-        arrived = self.peek(key)
-        self.waited_s += time.perf_counter() - started
-        self._arriving.pop(key, None)
-        return arrived
-
-    def peek(self, key: Hashable) -> tuple[jax.Array, ...] | None:
-        """As `take`, but the exchange stays under way: what a checkpoint needs to know of it."""
-        return self._arriving[key].result() if key in self._arriving else None
-
-    def forget(self) -> None:
-        """No exchange is under way any more; what still arrives of them is not taken."""
-        self._arriving.clear()
+    def begin(self) -> None:
+        """No exchange is under way any more."""
         self._patience.begin()
 
     def close(self) -> None:
@@ -169,7 +151,7 @@ class HostCarrier:
         return own
 
     def _collect(self, key, fetched, size, what) -> tuple[jax.Array, ...]:
-        """The chunks as `take` gives them, on the devices."""
+        """The chunks of all replicas, on the devices."""
         own = fetched.result()
         self._patience.worked()
         M, S = self._replicas, self._replicas // self._slots

@@ -33,8 +33,8 @@ def test_it_brings_the_arrays_of_the_program(devices, sizes, M, dtype):
     mesh = mesh_of(devices, **sizes)
     carrier = HostCarrier(mesh, num_replicas=M, mailbox=None)
     sent = chunks_of(mesh, M, dtype, [1024, 1024])
-    carrier.start("a", sent, size=2000, within_s=None, what="")
-    for chunk, arrived in zip(sent, carrier.take("a"), strict=True):
+    arriving = carrier.start("a", sent, size=2000, within_s=None, what="")
+    for chunk, arrived in zip(sent, arriving.result(), strict=True):
         expected = collective.all_gather_chunk(chunk, mesh)
         assert arrived.sharding.is_equivalent_to(expected.sharding, 1)
         assert arrived.dtype == expected.dtype

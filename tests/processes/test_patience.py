@@ -86,7 +86,7 @@ def test_a_slow_peer_is_not_lost(peer, worked_s):
 
 
 def test_the_exchange_through_the_host_and_the_rows_of_a_run_end_the_wait(monkeypatch, devices):
-    """As `take` of the engine sees it: the error of the thread that collects."""
+    """As the engine sees it: the error of the thread that collects."""
     peer, make = Peer(), Patience.__init__
     monkeypatch.setattr(
         Patience, "__init__", lambda self: make(self, say=lambda line: None, clock=peer.clock)
