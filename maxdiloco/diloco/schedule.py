@@ -14,6 +14,7 @@ any t without a replay.
 
 import dataclasses
 import functools
+import itertools
 from bisect import bisect_right
 from collections.abc import Iterable
 from numbers import Integral
@@ -176,14 +177,10 @@ class Schedule:
         return tuple(sorted(((o - 1) % self.H + 1, p) for p, o in enumerate(self.offsets)))
 
     @functools.cached_property
-    def _firsts(self) -> tuple[int, ...]:
-        return tuple(first for first, _ in self._order)
-
-    @functools.cached_property
     def gap(self) -> int:
         """The smallest number of inner steps between two sends, across periods too."""
-        following = (*self._firsts[1:], self._firsts[0] + self.H)
-        return min(b - a for a, b in zip(self._firsts, following, strict=True))
+        firsts = [first for first, _ in self._order]
+        return min(b - a for a, b in itertools.pairwise([*firsts, firsts[0] + self.H]))
 
     @property
     def max_chunks(self) -> int:
@@ -194,12 +191,12 @@ class Schedule:
     def slots(self) -> int:
         """Number of receive slots: the most exchanges in flight after a step; 0 for tau = 0."""
         # Most are in flight after a step with a send, and one period has all such steps.
-        return max(self._count(t) - self._count(t - self.lag) for t in self._firsts)
+        return max(self._count(t) - self._count(t - self.lag) for t, _ in self._order)
 
     def _count(self, t: int) -> int:
         """Number k of the first send after step t. Below 0 for t < 0: rounds 0, -1, ..."""
         periods, step = divmod(t, self.H)
-        return periods * self.P + bisect_right(self._firsts, step)
+        return periods * self.P + bisect_right(self._order, (step, self.P))
 
     def _event(self, number: int) -> Event:
         periods, index = divmod(number, self.P)

@@ -3,7 +3,6 @@
     # R replicas
 """
 
-import textwrap
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -24,6 +23,7 @@ from maxdiloco.evaluation import run_tokenizer
 from maxdiloco.flags import base_yml, checks, config, eval_paths, resume
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.compiles import fitting
+from maxdiloco.metrics.console import WIDTH, fit
 from maxdiloco.metrics.history import MOST_STEPS, History
 from maxdiloco.processes import coordination, output
 from maxdiloco.processes.agree import from_first_process
@@ -35,7 +35,6 @@ from maxdiloco.trainer.remat_choice import make_room
 # Until all have compiled: large programs take many minutes, cached ones seconds. Our choice.
 PATIENCE_S = 2 * 3600.0
 _SAY_AFTER_S = 10.0  # of waiting; our choice
-_WIDTH = 100  # columns of a line; our choice
 _OF_TOKENIZER = ("tokenizer_type", "add_bos", "add_eos")  # compared with the other keys
 
 
@@ -211,12 +210,8 @@ def changes(
             *parts.trainer.reading(_layout(cfg, saved)).lines(saved.step),
             *rate_lines(cfg, old, before=before, t=saved.step, total_steps=total_steps),
         ]
-    options = dict(subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    return [
-        part.replace(resume.KEEP, " ")
-        for line in lines
-        for part in textwrap.wrap(line, _WIDTH, **options)
-    ]
+    parts = (part for line in lines for part in fit(line, WIDTH).split("\n"))
+    return [part.replace(resume.KEEP, " ") for part in parts]
 
 
 def rate_lines(
