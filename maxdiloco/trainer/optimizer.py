@@ -128,7 +128,7 @@ def _muon(adam, model):
     matrices = jax.tree.map(lambda d: d or optax.MaskedNode(), dims, is_leaf=is_dims)
     muon = optax.chain(
         optax.contrib.scale_by_muon(weight_dimension_numbers=matrices),
-        optax.stateless(lambda updates, _: _with_adams_rms(updates, matrices)),
+        optax.stateless(lambda updates, _: jax.tree.map(_with_adams_rms, updates, matrices)),
     )
     return optax.partition({"muon": muon, "adam": adam}, labels)
 
@@ -140,17 +140,11 @@ def _scale_by_given_rate():
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
-def _with_adams_rms(updates, dims):
-    """Orthogonal updates times MUON_RMS * sqrt(larger side of the matrix)."""
-
-    def scale(update, dim):
-        sides = (
-            math.prod(update.shape[axis] for axis in axes)
-            for axes in (dim.reduction_axis, dim.output_axis)
-        )
-        return update * (MUON_RMS * math.sqrt(max(sides)))
-
-    return jax.tree.map(scale, updates, dims)
+def _with_adams_rms(update, dims):
+    """An orthogonal update times MUON_RMS * sqrt(larger side of the matrix)."""
+    both = dims.reduction_axis, dims.output_axis
+    sides = (math.prod(update.shape[axis] for axis in axes) for axes in both)
+    return update * (MUON_RMS * math.sqrt(max(sides)))
 
 
 def _by_names(fn, model):
