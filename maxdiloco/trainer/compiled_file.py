@@ -55,9 +55,8 @@ def without_folders() -> contextlib.AbstractContextManager[None]:
 
 def save(path: str, cfg: Config, mesh: Mesh, calls: list[Call]) -> int:
     """Write the programs of `calls`, compiled in compiled_here(); returns the bytes written."""
-    programs = [[call.program.name, fingerprint] for call, fingerprint in _fingerprints(calls)]
-    manifest = _made_for(mesh) | {"format": FORMAT, "keys": cfg.as_dict(), "programs": programs}
-    manifest["flags"] = chips.compiler_flags()
+    manifest = _made_for(mesh) | {"format": FORMAT, "keys": cfg.as_dict()}
+    manifest |= {"programs": _identities(calls), "flags": chips.compiler_flags()}
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("manifest.json", json.dumps(manifest, indent=1))
@@ -149,13 +148,10 @@ def load(path: str, cfg: Config, mesh: Mesh, calls: list[Call]) -> int:
     """
     with _opened(path) as (stored, archive):
         blobs = {
-            (name, fingerprint): archive.read(f"program_{n}")
-            for n, (name, fingerprint) in enumerate(stored["programs"])
+            tuple(identity): archive.read(f"program_{n}")
+            for n, identity in enumerate(stored["programs"])
         }
-    mine = [
-        (call, blobs.get((call.program.name, fingerprint)))
-        for call, fingerprint in _fingerprints(calls)
-    ]
+    mine = list(zip(calls, map(blobs.get, _identities(calls)), strict=True))
     absent = [call.program.name for call, blob in mine if blob is None and call.when == STEP]
     if absent:
         raise ConfigError(
@@ -169,9 +165,10 @@ def load(path: str, cfg: Config, mesh: Mesh, calls: list[Call]) -> int:
     return len(loaded)
 
 
-def _fingerprints(calls: list[Call]) -> list[tuple[Call, str]]:
+def _identities(calls: list[Call]) -> list[tuple[str, str]]:
+    """Name and fingerprint of each program."""
     with without_folders():
-        return [(call, call.program.fingerprint(*call.args)) for call in calls]
+        return [(call.program.name, call.program.fingerprint(*call.args)) for call in calls]
 
 
 def _differences(stored: dict[str, Any], cfg: Config) -> str:
