@@ -9,7 +9,7 @@ exchange sits in a conditional. Which layers a fragment holds is an argument.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,8 @@ from maxdiloco.parallel.replicas import broadcast, map_fn, mean_of_all, mean_of_
 from maxdiloco.parallel.sharding import shardings_of, zeros
 
 Definition = dict[str, Any]  # of a program: its function, what it donates, its results' shardings
+NOTHING = collective.Sent(())  # by a program that only receives
+DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 
 @dataclass(frozen=True)
@@ -135,15 +137,115 @@ class Programs:
         if key not in self._by_form:
             layers, leaves = len(plan.fragment.layers), len(plan.slices)
             label = f"{layers} layers, {leaves} leaves" if layers else f"{leaves} leaves"
-            of_plan = FragmentPrograms(self.layout, plan, self.rule)
             definitions = {
-                "pack": of_plan.pack,
-                "merge": of_plan.merge,
-                "synchronise": of_plan.synchronise,
-                "outer_step": of_plan.outer_step,
+                "pack": self._pack,
+                "merge": self._merge,
+                "synchronise": self._synchronise,
+                "outer_step": self._outer_step,
             }
-            self._by_form[key] = self._program(f"{kind} [{label}]", **definitions[kind]())
+            self._by_form[key] = self._program(f"{kind} [{label}]", **definitions[kind](plan))
         return self._by_form[key]
+
+    # -- what is compiled for a fragment ---------------------------------------------------------
+
+    def _pack(self, plan) -> Definition:
+        """Form the outer gradients and encode them: lines 7-8, no traffic over `diloco`."""
+        view, state = FragmentView(self.layout, plan), self.layout.state
+
+        def pack(leaves, starts, residual=()):
+            sent = self._send(plan, view.take(leaves._replace(residual=residual), starts))
+            residual = view.residual.put(residual, starts, sent.residual)
+            return sent._replace(chunks=self._moved(sent.chunks, HOST), residual=residual)
+
+        kept = shardings_of((fragment_leaves(state.residual, plan), state.residual_norm_R))
+        sent = collective.Sent(self._outgoing(plan), *kept)
+        return dict(fn=pack, donate=(2,) if kept[0] else (), out_shardings=sent)  # the residual
+
+    def _merge(self, plan) -> Definition:
+        """Decode, average, outer step, mix into the replicas: lines 10-12, no such traffic."""
+        return self._replacing("merge", plan, sends=False)
+
+    def _synchronise(self, plan) -> Definition:
+        """tau = 0: lines 7-12 in one program; DiLoCo when the fragment is everything."""
+        return self._replacing("synchronise", plan, sends=True)
+
+    def _outer_step(self, plan) -> Definition:
+        """Send, outer step and merge at send time; the mean is that of the round before.
+
+        arXiv 2502.12996: `delayed` (Algorithm 2) takes it as it is; `eager` (Algorithm 3) puts each
+        replica's fresh outer gradient in its own place.
+        """
+        return self._replacing(f"{self.rule.overlap}_step", plan, sends=True, keeps=True)
+
+    def _replacing(self, name, plan, *, sends: bool, keeps: bool = False) -> Definition:
+        """The program that replaces a fragment's values after an exchange.
+
+        sends: whether it encodes outer gradients; keeps: whether their chunks are a result. Chunks
+        that have arrived are its last argument; without them it brings what it sends itself.
+        """
+        layout, state = self.layout, self.layout.state
+        view = FragmentView(layout, plan)
+        update = functools.partial(outer_step_and_merge, self.rule)
+        if layout.per_replica_outer:
+            update = map_fn(update, mesh=layout.mesh, num_replicas=layout.num_replicas)
+
+        def program(leaves, bad_RF, starts, incoming=None):
+            values = view.take(leaves, starts)
+            sent = self._send(plan, values) if sends else NOTHING
+            if incoming is None:
+                # Without the barrier XLA:TPU gathers [1, N] and pads the payload x2, x4 for bytes.
+                chunks = jax.lax.optimization_barrier(sent.chunks)
+                arrived = [collective.all_gather_chunk(chunk, layout.mesh) for chunk in chunks]
+            else:
+                arrived = self._moved(incoming, DEVICE)
+            received, finite = self._receive(plan, arrived, sent.chunks if keeps else ())
+            new, update_ratio = update(finite, values._replace(residual=()), received.mean)
+            new = new._replace(residual=sent.residual)
+            touched = jnp.array([s.leaf for s in plan.slices])
+            bad_RF = bad_RF.at[:, touched].max(received.bad_RF)
+            chunks = self._moved(sent.chunks, HOST) if keeps else ()
+            sent = sent._replace(residual=(), chunks=chunks)
+            return view.put(leaves, starts, new), bad_RF, received.sizes, update_ratio, sent
+
+        program.__name__ = name  # of the compiled module
+        kept = arrays_of(state, plan)
+        kept = kept if sends else kept._replace(residual=())
+        norm = shardings_of(state.residual_norm_R) if sends else ()
+        sent = collective.Sent(self._outgoing(plan) if keeps else (), (), norm)
+        # The leaves alone are donated. Not the flags: the host looks at them later.
+        reported = shardings_of((state.bad, state.sizes, state.update_ratio))
+        return dict(fn=program, donate=(0,), out_shardings=(shardings_of(kept), *reported, sent))
+
+    def _send(self, plan: FragmentPlan, values: FragmentArrays) -> collective.Sent:
+        """Algorithm 2, lines 7-8: the outer gradients, encoded, in chunks."""
+        one_theta = not self.layout.per_replica_outer
+        theta = [o[None] for o in values.theta] if one_theta else values.theta
+        g_R = outer.outer_gradient(theta, values.params)
+        lengths = self.layout.lengths(plan) * plan.num_chunks
+        return collective.send(plan.payload, g_R, lengths, values.residual)
+
+    def _receive(
+        self, plan: FragmentPlan, incoming: Sequence[jax.Array], fresh: Sequence[jax.Array]
+    ) -> tuple[collective.Received, jax.Array]:
+        """Algorithm 2, line 10: the mean, and whether all of it is finite; eager: of each replica.
+
+        fresh: chunks that are sent at the same time.
+        """
+        kinds = self.rule.kinds and [self.rule.kinds[s.leaf] for s in plan.slices]
+        own, M = fresh if self.layout.per_replica_outer else (), self.layout.num_replicas
+        received = collective.receive(plan.payload, incoming, own, num_replicas=M, kinds=kinds)
+        bad = jnp.any(received.bad_RF)
+        return received, ~(bad | jnp.any(received.own_bad_RF, axis=1) if own else bad)
+
+    def _outgoing(self, plan: FragmentPlan) -> tuple[NamedSharding, ...]:
+        mesh, memory = self.layout.mesh, self.layout.chunk_memory
+        sharding = NamedSharding(mesh, collective.outgoing_spec(mesh), memory_kind=memory)
+        return (sharding,) * (plan.num_chunks * plan.num_pieces)
+
+    def _moved(self, chunks: Sequence[jax.Array], space: jax.memory.Space) -> Any:
+        """Chunks from and to the memory in which the state keeps them."""
+        return jax.device_put(chunks, space) if self.layout.chunk_memory else chunks
+
 
 
 def _theta(state: State) -> Any:
@@ -174,113 +276,3 @@ def outer_step_and_merge(
 
 def _where(condition, new, old):
     return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
-
-
-NOTHING = collective.Sent(())  # by a program that only receives
-DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
-
-
-class FragmentPrograms(NamedTuple):
-    """What is compiled for a fragment."""
-
-    layout: Layout
-    plan: FragmentPlan
-    rule: Rule
-
-    def pack(self) -> Definition:
-        """Form the outer gradients and encode them: lines 7-8, no traffic over `diloco`."""
-        view, state = FragmentView(self.layout, self.plan), self.layout.state
-
-        def pack(leaves, starts, residual=()):
-            sent = self._send(view.take(leaves._replace(residual=residual), starts))
-            residual = view.residual.put(residual, starts, sent.residual)
-            return sent._replace(chunks=self._moved(sent.chunks, HOST), residual=residual)
-
-        kept = shardings_of((fragment_leaves(state.residual, self.plan), state.residual_norm_R))
-        sent = collective.Sent(self._outgoing(), *kept)
-        return dict(fn=pack, donate=(2,) if kept[0] else (), out_shardings=sent)  # the residual
-
-    def merge(self) -> Definition:
-        """Decode, average, outer step, mix into the replicas: lines 10-12, no such traffic."""
-        return self._replacing("merge", sends=False)
-
-    def synchronise(self) -> Definition:
-        """tau = 0: lines 7-12 in one program; DiLoCo when the fragment is everything."""
-        return self._replacing("synchronise", sends=True)
-
-    def outer_step(self) -> Definition:
-        """Send, outer step and merge at send time; the mean is that of the round before.
-
-        arXiv 2502.12996: `delayed` (Algorithm 2) takes it as it is; `eager` (Algorithm 3) puts each
-        replica's fresh outer gradient in its own place.
-        """
-        return self._replacing(f"{self.rule.overlap}_step", sends=True, keeps=True)
-
-    def _replacing(self, name: str, *, sends: bool, keeps: bool = False) -> Definition:
-        """The program that replaces a fragment's values after an exchange.
-
-        sends: whether it encodes outer gradients; keeps: whether their chunks are a result. Chunks
-        that have arrived are its last argument; without them it brings what it sends itself.
-        """
-        layout, plan, state = self.layout, self.plan, self.layout.state
-        view = FragmentView(layout, plan)
-        update = functools.partial(outer_step_and_merge, self.rule)
-        if layout.per_replica_outer:
-            update = map_fn(update, mesh=layout.mesh, num_replicas=layout.num_replicas)
-
-        def program(leaves, bad_RF, starts, incoming=None):
-            values = view.take(leaves, starts)
-            sent = self._send(values) if sends else NOTHING
-            if incoming is None:
-                # Without the barrier XLA:TPU gathers [1, N] and pads the payload x2, x4 for bytes.
-                chunks = jax.lax.optimization_barrier(sent.chunks)
-                arrived = [collective.all_gather_chunk(chunk, layout.mesh) for chunk in chunks]
-            else:
-                arrived = self._moved(incoming, DEVICE)
-            received, finite = self._receive(arrived, sent.chunks if keeps else ())
-            new, update_ratio = update(finite, values._replace(residual=()), received.mean)
-            new = new._replace(residual=sent.residual)
-            touched = jnp.array([s.leaf for s in plan.slices])
-            bad_RF = bad_RF.at[:, touched].max(received.bad_RF)
-            chunks = self._moved(sent.chunks, HOST) if keeps else ()
-            sent = sent._replace(residual=(), chunks=chunks)
-            return view.put(leaves, starts, new), bad_RF, received.sizes, update_ratio, sent
-
-        program.__name__ = name  # of the compiled module
-        kept = arrays_of(state, plan)
-        kept = kept if sends else kept._replace(residual=())
-        norm = shardings_of(state.residual_norm_R) if sends else ()
-        sent = collective.Sent(self._outgoing() if keeps else (), (), norm)
-        # The leaves alone are donated. Not the flags: the host looks at them later.
-        reported = shardings_of((state.bad, state.sizes, state.update_ratio))
-        return dict(fn=program, donate=(0,), out_shardings=(shardings_of(kept), *reported, sent))
-
-    def _send(self, values: FragmentArrays) -> collective.Sent:
-        """Algorithm 2, lines 7-8: the outer gradients, encoded, in chunks."""
-        one_theta = not self.layout.per_replica_outer
-        theta = [o[None] for o in values.theta] if one_theta else values.theta
-        g_R = outer.outer_gradient(theta, values.params)
-        lengths = self.layout.lengths(self.plan) * self.plan.num_chunks
-        return collective.send(self.plan.payload, g_R, lengths, values.residual)
-
-    def _receive(
-        self, incoming: Sequence[jax.Array], fresh: Sequence[jax.Array]
-    ) -> tuple[collective.Received, jax.Array]:
-        """Algorithm 2, line 10: the mean, and whether all of it is finite; eager: of each replica.
-
-        fresh: chunks that are sent at the same time.
-        """
-        kinds = self.rule.kinds and [self.rule.kinds[s.leaf] for s in self.plan.slices]
-        own, M = fresh if self.layout.per_replica_outer else (), self.layout.num_replicas
-        received = collective.receive(self.plan.payload, incoming, own, num_replicas=M, kinds=kinds)
-        bad = jnp.any(received.bad_RF)
-        return received, ~(bad | jnp.any(received.own_bad_RF, axis=1) if own else bad)
-
-    def _outgoing(self) -> tuple[NamedSharding, ...]:
-        mesh, memory = self.layout.mesh, self.layout.chunk_memory
-        sharding = NamedSharding(mesh, collective.outgoing_spec(mesh), memory_kind=memory)
-        return (sharding,) * (self.plan.num_chunks * self.plan.num_pieces)
-
-    def _moved(self, chunks: Sequence[jax.Array], space: jax.memory.Space) -> Any:
-        """Chunks from and to the memory in which the state keeps them."""
-        return jax.device_put(chunks, space) if self.layout.chunk_memory else chunks
