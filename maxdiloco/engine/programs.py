@@ -137,11 +137,12 @@ class Programs:
         if key not in self._by_form:
             layers, leaves = len(plan.fragment.layers), len(plan.slices)
             label = f"{layers} layers, {leaves} leaves" if layers else f"{leaves} leaves"
+            replacing, step = self._replacing, f"{self.rule.overlap}_step"
             definitions = {
                 "pack": self._pack,
-                "merge": self._merge,
-                "synchronise": self._synchronise,
-                "outer_step": self._outer_step,
+                "merge": functools.partial(replacing, "merge", sends=False),
+                "synchronise": functools.partial(replacing, "synchronise", sends=True),
+                "outer_step": functools.partial(replacing, step, sends=True, keeps=True),
             }
             self._by_form[key] = self._program(f"{kind} [{label}]", **definitions[kind](plan))
         return self._by_form[key]
@@ -161,25 +162,15 @@ class Programs:
         sent = collective.Sent(self._outgoing(plan), *kept)
         return dict(fn=pack, donate=(2,) if kept[0] else (), out_shardings=sent)  # the residual
 
-    def _merge(self, plan) -> Definition:
-        """Decode, average, outer step, mix into the replicas: lines 10-12, no such traffic."""
-        return self._replacing("merge", plan, sends=False)
-
-    def _synchronise(self, plan) -> Definition:
-        """tau = 0: lines 7-12 in one program; DiLoCo when the fragment is everything."""
-        return self._replacing("synchronise", plan, sends=True)
-
-    def _outer_step(self, plan) -> Definition:
-        """Send, outer step and merge at send time; the mean is that of the round before.
-
-        arXiv 2502.12996: `delayed` (Algorithm 2) takes it as it is; `eager` (Algorithm 3) puts each
-        replica's fresh outer gradient in its own place.
-        """
-        return self._replacing(f"{self.rule.overlap}_step", plan, sends=True, keeps=True)
-
     def _replacing(self, name, plan, *, sends: bool, keeps: bool = False) -> Definition:
-        """The program that replaces a fragment's values after an exchange.
+        """The program that replaces a fragment's values after an exchange, of one of three kinds.
 
+        merge: decode, average, outer step, mix into the replicas: lines 10-12, no traffic over
+          `diloco`.
+        synchronise: tau = 0: lines 7-12 in one program; DiLoCo when the fragment is everything.
+        outer_step: send, outer step and merge at send time; the mean is that of the round before.
+          arXiv 2502.12996: `delayed` (Algorithm 2) takes it as it is; `eager` (Algorithm 3) puts
+          each replica's fresh outer gradient in its own place.
         sends: whether it encodes outer gradients; keeps: whether their chunks are a result. Chunks
         that have arrived are its last argument; without them it brings what it sends itself.
         """
@@ -245,7 +236,6 @@ class Programs:
     def _moved(self, chunks: Sequence[jax.Array], space: jax.memory.Space) -> Any:
         """Chunks from and to the memory in which the state keeps them."""
         return jax.device_put(chunks, space) if self.layout.chunk_memory else chunks
-
 
 
 def _theta(state: State) -> Any:
