@@ -162,8 +162,8 @@ def plan_fragments(
     pieces = pieces_of_a_chunk(sizes, max_chunks=max_chunks, unit=unit)
     cuts = [cut(size, pieces, max_chunks) for size in sizes]
     return tuple(
-        replace(plan, num_chunks=found.num_chunks, num_pieces=found.num_pieces)
-        for plan, found in zip(plans, cuts, strict=True)
+        replace(plan, num_chunks=num_chunks, num_pieces=num_pieces)
+        for plan, (_, num_chunks, num_pieces) in zip(plans, cuts, strict=True)
     ), pieces
 
 
