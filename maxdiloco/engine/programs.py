@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxdiloco.diloco import outer, slices
 from maxdiloco.engine.fragment_arrays import FragmentArrays, FragmentView, arrays_of
-from maxdiloco.engine.state import FragmentPlan, Layout, State, fragment_leaves
+from maxdiloco.engine.state import FragmentPlan, Layout, fragment_leaves
 from maxdiloco.engine.trainer import ThetaView
 from maxdiloco.exchange import collective
 from maxdiloco.parallel import chips, offload
@@ -80,7 +80,7 @@ class Programs:
         self._one_theta = jax.tree.unflatten(jax.tree.structure(state.params), one_theta)
         slots, is_eager = layout.mesh.shape["diloco"], layout.per_replica_outer
         on_device = jax.tree.map(lambda x: offload.moved(x, None), state.outer)
-        as_it_is = ThetaView(on_device, _theta, of_slots=is_eager)
+        as_it_is = ThetaView(on_device, lambda state: state.outer, of_slots=is_eager)
         self.exported = self._means("outer parameters", mean_of_all) if is_eager else as_it_is
         self.evaluated = self.exported
         if is_eager and slots > 1:
@@ -125,7 +125,7 @@ class Programs:
         out = jax.tree.map(lambda s: NamedSharding(mesh, P(*lead, *s.spec)), self._one_theta)
         mean = self._program(name, functools.partial(means, mesh=mesh), out_shardings=out)
         like = mean.out_shapes(self.layout.state.outer)
-        return ThetaView(like, _theta, mean, of_slots)
+        return ThetaView(like, lambda state: state.outer, mean, of_slots)
 
     def inner_exchange(self, plan: FragmentPlan) -> Program:
         """The inner step beside a chunk of a fragment, which takes the place of an old one."""
@@ -236,10 +236,6 @@ class Programs:
     def _moved(self, chunks: Sequence[jax.Array], space: jax.memory.Space) -> Any:
         """Chunks from and to the memory in which the state keeps them."""
         return jax.device_put(chunks, space) if self.layout.chunk_memory else chunks
-
-
-def _theta(state: State) -> Any:
-    return state.outer
 
 
 def _values(theta: Any, plan: FragmentPlan) -> list[jax.Array]:

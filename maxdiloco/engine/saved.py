@@ -122,7 +122,9 @@ class Reader:
         history restarts as in round 1. Residuals of another wire begin at zero; else each value
         keeps its own, also where what was sent with it is dropped.
         """
-        items = items | _zeros(self._unread)
+        # What is not read is as it is before any send.
+        like = shardings_of(self._unread)
+        items = items | jax.jit(lambda: jax.tree.map(zeros, self._unread), out_shardings=like)()
         outer, outer_opt = self._outer(items)
         diagnostics = dict(items["diagnostics"])
         residual_norm_R = diagnostics.pop("residual_norm", ())
@@ -197,11 +199,6 @@ def _program(fn, like: Any):
         return fn(jax.device_put(tree, jax.memory.Space.Device))
 
     return jax.jit(on_device, out_shardings=shardings_of(like))
-
-
-def _zeros(abstract: Any) -> Any:
-    """Items as they are before any send."""
-    return jax.jit(lambda: jax.tree.map(zeros, abstract), out_shardings=shardings_of(abstract))()
 
 
 # -- the outer optimizer's state, from the fragments of one run to those of another --------------

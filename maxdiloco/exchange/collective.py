@@ -170,7 +170,7 @@ def receive(
                 assemble(shard, jnp.stack(x_S))
                 for shard, *x_S in zip(payload.shards, *mixed, strict=True)
             ]
-            own_SF = jnp.stack([note.flags for _, note in fresh])
+            own_SF = jnp.stack([flags_F for _, (flags_F, *_) in fresh])
             return received._replace(mean=mean, own_bad_RF=bad_flags(payload, own_SF))
         if kinds is not None:
             mean_N = outer.radial_directional_mean(
@@ -190,16 +190,11 @@ def receive(
     return _on_every_device(on_device, mesh, in_specs, out_specs)(list(incoming), list(own))
 
 
-class _Note(NamedTuple):
-    """Of the values of one replica on one device: flags, sums of squares and of magnitudes."""
+def _decoded(payload: Payload, chunks, rows: int, r) -> tuple[list[jax.Array], tuple]:
+    """The values of row r of the chunks [rows * chunk] of one device, and a note about them.
 
-    flags: jax.Array
-    squares: jax.Array
-    magnitudes: jax.Array
-
-
-def _decoded(payload: Payload, chunks, rows: int, r) -> tuple[list[jax.Array], _Note]:
-    """The values of row r of the chunks [rows * chunk] of one device, and the note about them."""
+    The note: flags, sums of squares and of magnitudes.
+    """
     pieces = []
     for chunk in chunks:
         size = chunk.shape[0] // rows
@@ -209,20 +204,18 @@ def _decoded(payload: Payload, chunks, rows: int, r) -> tuple[list[jax.Array], _
             pieces.append(jax.lax.dynamic_index_in_dim(chunk.reshape(rows, size), r, 0, False))
     code_C = jax.lax.slice_in_dim(jnp.concatenate(pieces), 0, payload.size)
     x_N = decode(payload, code_C)
+    squares = sum(jnp.sum(x * x) for x in x_N)
     magnitudes = sum(jnp.sum(jnp.abs(x)) for x in x_N)
-    return x_N, _Note(flags(payload, code_C), _squares(x_N), magnitudes)
+    return x_N, (flags(payload, code_C), squares, magnitudes)
 
 
-def _squares(x_N: list[jax.Array]) -> jax.Array:
-    return sum(jnp.sum(x * x) for x in x_N)
-
-
-def _received(payload: Payload, notes_R: _Note, mean_N: list[jax.Array]) -> Received:
+def _received(payload: Payload, notes_R: tuple, mean_N: list[jax.Array]) -> Received:
     """Without its mean. mean_N: this device's values of the mean of one round."""
-    sums = (notes_R.squares, notes_R.magnitudes, _squares(mean_N))
+    flags_RF, *sums_R = notes_R
+    sums = (*sums_R, sum(jnp.sum(x * x) for x in mean_N))
     squares_R, total_R, mean_squares = jax.lax.psum(sums, in_slice_axes(payload.mesh))
     devices, shards = devices_of_slice(payload.mesh), payload.shards
     values = sum(math.prod(shard.local) * (devices // shard.copies) for shard in shards)
     drift_R = total_R / float(values)  # may exceed what int32 holds
     sizes = Sizes(jnp.sqrt(squares_R), drift_R, jnp.sqrt(mean_squares))
-    return Received([], bad_flags(payload, notes_R.flags), sizes)
+    return Received([], bad_flags(payload, flags_RF), sizes)

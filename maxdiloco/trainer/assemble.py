@@ -103,7 +103,6 @@ def assemble(
             step, params, opt_state, mesh=mesh, accumulation=accumulation, on_compile=on_compile
         )
     batch = _abstract_batch(shape, mesh, model.spec.rules)
-    evaluation, of_replicas, sampler = _evaluations(cfg, trainer, model, shape, on_compile)
     return Parts(
         mesh=mesh,
         model=model,
@@ -117,9 +116,7 @@ def assemble(
         monitor=Monitor(
             trainer, batch, stop_on_nan=cfg.nan_policy == "stop", on_compile=on_compile
         ),
-        evaluation=evaluation,
-        of_replicas=of_replicas,
-        sampler=sampler,
+        **_evaluations(cfg, trainer, model, shape, on_compile),
     )
 
 
@@ -145,7 +142,7 @@ def _evaluations(cfg, trainer, model, shape, on_compile):
         decoder = on_mesh.for_decoding(cfg, mesh, model)
         tokenizer = build(Keys.of(vars(cfg)), cfg.vocab_size)
         sampler = Sampler(decoder, mesh, tokenizer, cfg.sample_prompt, **options)
-    return evaluation, of_replicas, sampler
+    return dict(evaluation=evaluation, of_replicas=of_replicas, sampler=sampler)
 
 
 def batch_shape(cfg: Config, mesh: Mesh) -> BatchShape:
