@@ -107,10 +107,6 @@ class DataParallel(Trainer):
         """As check_exchanges, which has nothing to add: the loss tells of bad gradients."""
         finite.check_params(state.params, state.t, replicas=False)
 
-    def extra_metrics(self, state: State, steps: range) -> dict[str, float]:
-        """The bytes that a slice sends to the others per step."""
-        return {"dcn/bytes_sent": self.bytes_sent(steps[-1])}
-
     def bytes_sent(self, t: int) -> float:
         """Bytes of the gradients that one of S slices sends to the others in a step, by a ring.
 

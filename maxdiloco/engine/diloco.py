@@ -212,11 +212,9 @@ class DiLoCo(Trainer):
         sent = sum(map(self._carrier.action_bytes, self.schedule.actions(t)))
         return sent * (self.mesh.shape["diloco"] - 1)
 
-    def extra_metrics(self, state: State, steps: range) -> dict[str, float]:
-        """Of the last exchange, and the bytes a replica has sent to other slices per step."""
-        row = describe.state_metrics(state)
-        row["dcn/bytes_sent"] = sum(map(self.bytes_sent, steps)) / len(steps)
-        return row | self._carrier.extra_metrics()
+    def extra_metrics(self, state: State) -> dict[str, float]:
+        """Of the last exchange, and of the carrier."""
+        return describe.state_metrics(state) | self._carrier.extra_metrics()
 
     @property
     def description(self) -> Description:

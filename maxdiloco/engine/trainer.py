@@ -167,8 +167,9 @@ class Trainer(Protocol):
     def bytes_sent(self, t: int) -> float:
         """Bytes that inner step t makes a replica (without DiLoCo a slice) send to others."""
 
-    def extra_metrics(self, state: Any, steps: range) -> dict[str, float]:
-        """Metrics of the trainer itself. steps: the inner steps since the last log point."""
+    def extra_metrics(self, state: Any) -> dict[str, float]:
+        """Metrics of the trainer itself, by default none."""
+        return {}
 
     def closing_line(self, state: Any) -> str:
         """The line at the end of a run."""

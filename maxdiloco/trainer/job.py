@@ -58,22 +58,18 @@ def joined(cfg: Config) -> Iterator[Room | None]:
         secret_file=cfg.exchange_secret_file,
     ) as room:
         if room is not None:
+            installed = {"maxdiloco": __version__, "jax": jax.__version__}
+            installed["jaxlib"] = importlib.metadata.version("jaxlib")
+            versions = {f"version of {name}": version for name, version in installed.items()}
             coordination.require_equal(
                 room.job,
-                resume.shared(cfg.as_dict(), keys=base_yml.declared()) | versions(),
+                resume.shared(cfg.as_dict(), keys=base_yml.declared()) | versions,
                 difference=resume.difference,
                 timeout_s=cfg.peer_timeout_seconds,
             )
         mesh_lib.emulate_devices(asked, num_processes=room.job.num_processes if room else 1)
         mesh_lib.visible_devices(asked)  # those that are not there are refused before JAX is used
         yield room
-
-
-def versions() -> dict[str, str]:
-    """What has to be installed alike for all processes."""
-    compilers = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
-    installed = {"maxdiloco": __version__} | compilers
-    return {f"version of {name}": version for name, version in installed.items()}
 
 
 def keep_their_order(cfg: Config, mesh: Mesh) -> bool:
