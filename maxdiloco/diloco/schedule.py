@@ -256,10 +256,10 @@ class Schedule:
         chunk = t - 1 - send.send_step
         return (send, chunk) if chunk < self.max_chunks else None
 
-    def pending(self, t: int) -> tuple[Event, ...]:
-        """Sends up to step t whose apply comes after step t, oldest first."""
-        first = self._count(max(t - self.lag, 0))
-        return tuple(self._event(number) for number in range(first, self._count(t)))
+    def pending(self, t: int, *, dropped_until: int = 0) -> tuple[Event, ...]:
+        """Sends up to step t whose apply comes later, oldest first. dropped_until: of `actions`."""
+        sends = map(self._event, range(self._count(max(t - self.lag, 0)), self._count(t)))
+        return tuple(send for send in sends if send.send_step > dropped_until)
 
     def ages(self, t: int, *, dropped_until: int = 0) -> tuple[int, ...]:
         """Per fragment: inner steps since the step whose values theta last took in.

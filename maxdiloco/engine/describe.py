@@ -136,8 +136,8 @@ def restore_lines(reader: Reader, t: int) -> list[str]:
         lines.append("theta and its momentum are the means of those of the replicas.")
     if reader.layout.per_replica_outer and not reader.was_eager:
         lines.append("each replica starts from a copy of theta and its momentum.")
-    sends = reader.dropped(t)
-    if sends:
+    until = t if reader.keeps_flight else reader.saved.dropped_until
+    if sends := reader.before.schedule.pending(t, dropped_until=until):
         lines.append(_dropped(sends, reader.before.outer_overlap, old, all_stay=M >= old))
     if reader.settings.error_feedback and not reader.keeps_residual:
         lines.append("error feedback: the residuals of the replicas begin at zero.")

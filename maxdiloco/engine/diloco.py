@@ -247,4 +247,4 @@ class DiLoCo(Trainer):
         of_run = (self.layout, self.settings, self.optimizer, self._layer_axis)
         reader = saved.Reader(*of_run, self.exported.like, saved_layout)
         lines = functools.partial(describe.restore_lines, reader)
-        return Reading(reader.items(), reader.state_of, reader.replica_items(), lines)
+        return Reading(reader.items(), reader.state_of, reader.replica_items, lines)

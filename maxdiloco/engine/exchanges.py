@@ -20,7 +20,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from maxdiloco.diloco import schedule as names
-from maxdiloco.diloco.schedule import Action, Event, Schedule
+from maxdiloco.diloco.schedule import Action, Schedule
 from maxdiloco.engine import actions
 from maxdiloco.engine.actions import Chunks, Given, Kind, on_host
 from maxdiloco.engine.calls import Call
@@ -196,7 +196,7 @@ class ThroughHost(Carrier):
         self._begun += 1
         self._carrier.begin()
         self._arriving.clear()
-        for send in self._pending(state):
+        for send in self._schedule.pending(state.t, dropped_until=state.dropped_until):
             plan = self._layout.plans[send.fragment]
             if state.t - send.send_step < plan.num_chunks:  # else all of it had arrived
                 chunks = tuple(state.outgoing[i] for i in self._layout.places(plan))
@@ -205,7 +205,7 @@ class ThroughHost(Carrier):
     def settled(self, state: State) -> State:
         """The state with the chunks that programs would have carried."""
         incoming = state.incoming
-        for send in self._pending(state):
+        for send in self._schedule.pending(state.t, dropped_until=state.dropped_until):
             if arriving := self._arriving.get((send.fragment, send.send_step)):
                 plan, arrived = self._layout.plans[send.fragment], arriving.result()
                 chunks = range(min(plan.num_chunks, state.t - send.send_step))
@@ -226,10 +226,6 @@ class ThroughHost(Carrier):
     def close(self) -> None:
         """End the threads."""
         self._carrier.close()
-
-    def _pending(self, state: State) -> list[Event]:
-        pending = self._schedule.pending(state.t)
-        return [send for send in pending if send.send_step > state.dropped_until]
 
     def _start(self, plan: FragmentPlan, send_step: int, chunks: tuple[jax.Array, ...]) -> None:
         what = f"fragment {plan.index} of step {send_step}"

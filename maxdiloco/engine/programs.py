@@ -51,7 +51,7 @@ class Programs:
     def __init__(self, layout: Layout, inner_step: Callable, rule: Rule, on_compile: Callable):
         self.layout = layout
         self.rule = rule
-        self.on_compile = on_compile
+        self._program = functools.partial(Program, on_compile=on_compile)
         self._by_form: dict[tuple, Program] = {}
         state = layout.state
         step = map_fn(inner_step, mesh=layout.mesh, num_replicas=layout.num_replicas)
@@ -114,9 +114,6 @@ class Programs:
             )
 
         return self._program("init", init, out_shardings=shardings_of(layout.state), **options)
-
-    def _program(self, name, fn, **options) -> Program:
-        return Program(name, fn, on_compile=self.on_compile, **options)
 
     def _means(self, name: str, means: Callable, *, of_slots: bool = False) -> ThetaView:
         """The view of means of the replicas' thetas: of all, or of each of several slots."""

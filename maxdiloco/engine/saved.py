@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.diloco import slices
-from maxdiloco.diloco.schedule import Event
 from maxdiloco.engine.state import FragmentPlan, Layout, State, fragment_structs, lay_out
 from maxdiloco.engine.trainer import OUTER_OF_EACH, OUTER_PARAMS, ExchangeSettings, SavedLayout
 from maxdiloco.parallel import offload
@@ -54,7 +53,8 @@ class Reader:
     theta: as ShapeDtypeStructs, one copy, on the device. before: the settings of the run that wrote
     it; was_eager: whether each of its replicas had a theta. same_schedule: whether fragments and
     schedule are those of this run. keeps_residual, keeps_flight: whether the residuals are of this
-    run's wire, and the chunks in flight laid out and used as in this run.
+    run's wire, and the chunks in flight laid out and used as in this run. replica_items: those of
+    `items` whose leaves begin with R of this run, but for IN_FLIGHT.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Reader:
         self._optimizer, self._layer_axis, self._theta = optimizer, layer_axis, theta
         self.before = before = ExchangeSettings.from_dict(saved.exchange)
         self.was_eager = before.outer_overlap == "eager"
+        self._theta_item = OUTER_OF_EACH if self.was_eager else OUTER_PARAMS
         of_wire = dict(exchange_dtype="", error_feedback=False)
         self.same_schedule = before._replace(**of_wire) == settings._replace(**of_wire)
         same_wire = before.exchange_dtype == settings.exchange_dtype
@@ -82,34 +83,22 @@ class Reader:
         self.keeps_flight = same_replicas and (nothing_in_flight or (same_mesh and same_chunks))
         same_partition = before.partition == settings.partition
         self._same_outer = same_partition and self.was_eager == layout.per_replica_outer
+        residual = (RESIDUAL,) * self.keeps_residual
+        of_outer = (OUTER_OF_EACH, "outer_opt") * (self.was_eager and layout.per_replica_outer)
+        self.replica_items = ("params", "opt_state", *residual, *of_outer)
         kept = {RESIDUAL: self.keeps_residual} | dict.fromkeys(IN_FLIGHT, self.keeps_flight)
         mine = items_of(layout.state, layout)
         self._unread = {name: mine[name] for name in kept if name in mine and not kept[name]}
-
-    def dropped(self, t: int) -> tuple[Event, ...]:
-        """The exchanges in flight after step t that `state_of` drops, oldest first."""
-        if self.keeps_flight:
-            return ()
-        pending = self.before.schedule.pending(t)
-        return tuple(send for send in pending if send.send_step > self.saved.dropped_until)
-
-    def replica_items(self) -> tuple[str, ...]:
-        """Those of `items` whose leaves begin with R of this run, but for IN_FLIGHT."""
-        eager = self.was_eager and self.layout.per_replica_outer
-        residual = (RESIDUAL,) * self.keeps_residual
-        return ("params", "opt_state", *residual) + (OUTER_OF_EACH, "outer_opt") * eager
 
     def items(self) -> dict[str, Any]:
         """The items to read, as ShapeDtypeStructs, without those that begin at zero."""
         items, eager = items_of(self.layout.state, self.layout), self.layout.per_replica_outer
         items = {name: tree for name, tree in items.items() if name not in self._unread}
         becomes_one = self.was_eager and not eager
-        if becomes_one:
-            del items[OUTER_PARAMS]
-            items[OUTER_OF_EACH] = self._saved_replicas(self._old.state.outer)
-        if eager and not self.was_eager:
-            del items[OUTER_OF_EACH]
-            items[OUTER_PARAMS] = self._theta
+        if self.was_eager != eager:
+            del items[theta_item(self.layout)]
+            whole = self._saved_replicas(self._old.state.outer) if becomes_one else self._theta
+            items[self._theta_item] = whole
         if not self._same_outer:
             states = self._old.state.outer_opt
             items["outer_opt"] = self._saved_replicas(states) if becomes_one else states
@@ -183,7 +172,7 @@ class Reader:
             states = resliced(states, *plans, self._theta, self._optimizer, lead=lead)
             return of_each(states) if eager and not self.was_eager else states
 
-        theta = items[OUTER_OF_EACH if self.was_eager else OUTER_PARAMS]
+        theta = items[self._theta_item]
         if self.was_eager != eager:
             change = mean_of_replicas if self.was_eager else of_each
             theta = _program(change, layout.state.outer)(theta)

@@ -75,7 +75,12 @@ def build(cfg: Config, *, model: Model) -> optax.GradientTransformationExtraArgs
     clipping = ()
     if cfg.gradient_clipping_threshold:
         clipping = (optax.clip_by_global_norm(cfg.gradient_clipping_threshold),)
-    rule = optax.chain(*clipping, *rules[cfg.opt_type](), _scale_by_given_rate())
+
+    def scale(updates, state, params=None, *, learning_rate, **_):
+        return jax.tree.map(lambda x: -learning_rate * x, updates), state
+
+    by_rate = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), scale)
+    rule = optax.chain(*clipping, *rules[cfg.opt_type](), by_rate)
 
     def init(params):
         return rule.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
@@ -131,13 +136,6 @@ def _muon(adam, model):
         optax.stateless(lambda updates, _: jax.tree.map(_with_adams_rms, updates, matrices)),
     )
     return optax.partition({"muon": muon, "adam": adam}, labels)
-
-
-def _scale_by_given_rate():
-    def update(updates, state, params=None, *, learning_rate, **_):
-        return jax.tree.map(lambda x: -learning_rate * x, updates), state
-
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
 def _with_adams_rms(update, dims):
