@@ -134,8 +134,7 @@ class DiLoCo(Trainer):
         )
         chunks = tuple(plan.num_chunks for plan in self.layout.plans)
         self.schedule = replace(self.schedule, num_chunks=chunks)
-        is_rda = self._merge == "rda"
-        kinds = fragments.kinds_of(params, self._layer_axis) if is_rda else None
+        kinds = fragments.kinds_of(params, self._layer_axis) if self._merge == "rda" else None
         rule = Rule(self.optimizer, self._alpha, self.settings.outer_overlap, kinds)
         self.programs = Programs(self.layout, self._inner_step, rule, self._on_compile)
         self.abstract_state = self.layout.state

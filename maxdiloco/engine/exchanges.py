@@ -194,7 +194,7 @@ class ThroughHost(Carrier):
     def begin(self, state: State) -> None:
         """See Carrier."""
         self._begun += 1
-        self._carrier.begin()
+        self._carrier.patience.begin()
         self._arriving.clear()
         for send in self._schedule.pending(state.t, dropped_until=state.dropped_until):
             plan = self._layout.plans[send.fragment]

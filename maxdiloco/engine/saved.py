@@ -152,8 +152,8 @@ class Reader:
         front = "diloco" if M % mesh.shape["diloco"] == 0 else None
 
         def struct(x):
-            sharding = NamedSharding(mesh, P(front, *x.sharding.spec[1:]))
-            sharding = sharding.with_memory_kind(x.sharding.memory_kind)
+            spec, kind = P(front, *x.sharding.spec[1:]), x.sharding.memory_kind
+            sharding = NamedSharding(mesh, spec, memory_kind=kind)
             return jax.ShapeDtypeStruct((M, *x.shape[1:]), x.dtype, sharding=sharding)
 
         return jax.tree.map(struct, tree)

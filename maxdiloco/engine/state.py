@@ -99,7 +99,8 @@ class Layout:
 
     paths, specs: of one replica's parameter leaves, in tree order. pieces: of a chunk, see
     engine.chunks; none when every fragment travels whole. per_replica_outer: whether theta has a
-    leading R (eager). state: of ShapeDtypeStructs with shardings.
+    leading R (eager). chunk_memory: where the chunks in the state are kept: offload.HOST or, None,
+    the device. state: of ShapeDtypeStructs with shardings.
     """
 
     mesh: Mesh
@@ -109,12 +110,8 @@ class Layout:
     plans: tuple[FragmentPlan, ...]
     pieces: tuple[int, ...]
     per_replica_outer: bool
+    chunk_memory: str | None
     state: State
-
-    @property
-    def chunk_memory(self) -> str | None:
-        """Where the chunks in the state are kept: offload.HOST or, None, the device."""
-        return offload.kind_of(self.state.outgoing[0]) if self.pieces else None
 
     def lengths(self, plan: FragmentPlan) -> tuple[int, ...]:
         """Wire elements per replica and device of the arrays that make a chunk of this fragment."""
@@ -223,7 +220,8 @@ def lay_out(
         residual_norm_R=residual_norm_R,
     )
     names = tuple(jax.tree_util.keystr(path) for path in paths)
-    return Layout(mesh, num_replicas, names, specs, plans, pieces, per_replica, state)
+    memory = outer_memory if pieces else None
+    return Layout(mesh, num_replicas, names, specs, plans, pieces, per_replica, memory, state)
 
 
 def _struct(mesh, shape, spec, dtype=jnp.float32, memory=None) -> jax.ShapeDtypeStruct:

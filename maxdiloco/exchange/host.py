@@ -80,7 +80,7 @@ class HostCarrier:
     """Exchanges of fragments between processes, in the order in which they start.
 
     mailbox: None in a run of one process. memory: the kind in which arrived chunks are, None for
-    the device's own.
+    the device's own. patience: begins anew when no exchange is under way any more.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class HostCarrier:
         # One thread each: exchanges leave and arrive in the order in which they start.
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="fetch")
         self._collector = ThreadPoolExecutor(1, thread_name_prefix="collect")
-        self._patience = Patience()  # of the collector, from one exchange to the next
+        self.patience = Patience()  # of the collector, from one exchange to the next
 
     def start(
         self,
@@ -119,10 +119,6 @@ class HostCarrier:
             chunk.copy_to_host_async()
         fetched = self._fetcher.submit(self._fetch, key, tuple(chunks), size)
         return self._collector.submit(self._collect, key, fetched, size, what)
-
-    def begin(self) -> None:
-        """No exchange is under way any more."""
-        self._patience.begin()
 
     def close(self) -> None:
         """End the threads; one that waits for a peer ends when the mailbox is closed."""
@@ -153,7 +149,7 @@ class HostCarrier:
     def _collect(self, key, fetched, size, what) -> tuple[jax.Array, ...]:
         """The chunks of all replicas, on the devices."""
         own = fetched.result()
-        self._patience.worked()
+        self.patience.worked()
         M, S = self._replicas, self._replicas // self._slots
         places, like = {shard.place for shard in own}, next(iter(own.values()))
         codes = [{p: np.zeros((M, x.shape[1]), x.dtype) for p in places} for x in like]
@@ -166,7 +162,7 @@ class HostCarrier:
             for block, chunk in zip(blocks_of(shard), chunks, strict=True):
                 block[:] = chunk
         for peer, shards in self._routes.gets.items():
-            received = self._patience.receive(self._mailbox, peer, key, what)
+            received = self.patience.receive(self._mailbox, peer, key, what)
             data = np.frombuffer(received, np.uint8).view(like[0].dtype)
             for block in (block for shard in shards for block in _live(blocks_of(shard), size)):
                 block[:] = data[: block.size].reshape(block.shape)

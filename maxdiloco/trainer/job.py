@@ -130,7 +130,12 @@ def _damaged_entries_removed(folder: str) -> Iterator[None]:
         if not (found := re.match(words, str(message))):
             show_other(message, *where, **options)
             return
-        _remove_entry(folder, sys.exception())  # before JAX writes the new one
+        # Before JAX writes the new one; only the frames of its error know which it is.
+        for frame, _ in traceback.walk_tb(sys.exception().__traceback__):
+            if key := frame.f_locals.get("cache_key"):
+                with contextlib.suppress(OSError):
+                    (epath.Path(folder) / f"{key}-cache").unlink(missing_ok=True)
+                break
         what = {
             "reading": "has an entry that cannot be read: its program is compiled and kept anew",
             "writing": "cannot keep a program, which every start will compile",
@@ -144,12 +149,3 @@ def _damaged_entries_removed(folder: str) -> Iterator[None]:
         warnings.filterwarnings("always", message=words)  # each entry, not each text
         warnings.showwarning = show
         yield
-
-
-def _remove_entry(folder: str, error: BaseException) -> None:
-    """Remove the file that JAX was reading or writing; only the frames of its error know which."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if key := frame.f_locals.get("cache_key"):
-            with contextlib.suppress(OSError):
-                (epath.Path(folder) / f"{key}-cache").unlink(missing_ok=True)
-            return
